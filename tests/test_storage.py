@@ -1,0 +1,164 @@
+"""utils/storage.py: whole writes, named errors, the same behaviour on a disk and on an object store."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import zarr
+
+from utils import storage
+from utils.config import StorageOptions
+
+
+@pytest.fixture(params=["disk", "memory"])
+def root(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """A fresh folder on a disk and in fsspec's in-memory object store."""
+    return str(tmp_path / "root") if request.param == "disk" else f"memory://{tmp_path.name}/root"
+
+
+def test_round_trip_and_listing(root: str) -> None:
+    storage.write_bytes(storage.join(root, "a", "b.bin"), b"\x00one")
+    storage.write_text(storage.join(root, "a/c.txt"), "zwei é")
+    assert storage.read_bytes(storage.join(root, "/a/", "/b.bin")) == b"\x00one"
+    assert storage.read_text(storage.join(root, "a", "c.txt")) == "zwei é"
+    with storage.open_url(storage.join(root, "a", "c.txt"), "r") as file:
+        assert file.read() == "zwei é"
+    assert storage.list_names(storage.join(root, "a")) == ["b.bin", "c.txt"]
+    assert storage.list_names(root) == ["a"]
+    assert storage.list_names(storage.join(root, "absent")) == []
+    assert storage.exists(storage.join(root, "a"))
+    assert storage.exists(storage.join(root, "a", "b.bin"))
+    storage.remove(storage.join(root, "a", "b.bin"))
+    storage.remove(storage.join(root, "a", "b.bin"))
+    assert not storage.exists(storage.join(root, "a", "b.bin"))
+    storage.remove(storage.join(root, "a"), recursive=True)
+    assert not storage.exists(storage.join(root, "a"))
+
+
+def test_stat_changes_with_the_content(root: str) -> None:
+    url = storage.join(root, "x")
+    storage.write_bytes(url, b"1234")
+    first = storage.stat(url)
+    time.sleep(0.02)
+    storage.write_bytes(url, b"5678")
+    assert first.size == storage.stat(url).size == 4
+    assert first.etag_or_mtime != storage.stat(url).etag_or_mtime
+
+
+def test_create_happens_once(root: str) -> None:
+    url = storage.join(root, "locks", "one")
+    assert storage.create(url, b"mine")
+    assert not storage.create(url, b"theirs")
+    assert storage.read_bytes(url) == b"mine"
+
+
+def test_missing_object_names_the_url_and_survives_pickling(root: str) -> None:
+    url = storage.join(root, "absent.dcm")
+    for read in (storage.read_bytes, storage.stat, storage.open_url):
+        with pytest.raises(storage.StorageNotFoundError, match=r"absent\.dcm: not found; check the path"):
+            read(url)
+    error = pickle.loads(pickle.dumps(storage.StorageNotFoundError(url, "not found")))
+    assert (error.url, str(error)) == (url, f"{url}: not found")
+
+
+def test_no_permission_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def deny(*_: object) -> bytes:
+        raise PermissionError(
+            13, "Permission denied"
+        )  # root may read everything, so chmod proves nothing here
+
+    monkeypatch.setattr(Path, "read_bytes", deny)
+    with pytest.raises(storage.StorageError, match="no permission") as caught:
+        storage.read_bytes(str(tmp_path / "secret"))
+    assert not isinstance(caught.value, storage.StorageNotFoundError)
+
+
+def test_cloud_client_errors_are_named() -> None:
+    from google.auth.exceptions import DefaultCredentialsError
+
+    error = storage._storage_error("gs://bucket/x", DefaultCredentialsError("no default credentials"))
+    assert "gcloud auth application-default login" in str(error)
+    assert str(error).startswith("gs://bucket/x: no permission")
+
+
+def test_unknown_scheme_and_text_are_named(tmp_path: Path) -> None:
+    with pytest.raises(storage.StorageError, match="gz://bucket"):
+        storage.read_bytes("gz://bucket/x")
+    storage.write_bytes(str(tmp_path / "t"), b"\xff\xfe\x00")
+    with pytest.raises(storage.StorageError, match="expected UTF-8 text"):
+        storage.read_text(str(tmp_path / "t"))
+    with pytest.raises(ValueError, match="use write_bytes"):
+        storage.open_url(str(tmp_path / "t"), "wb")
+
+
+def test_join_and_name() -> None:
+    assert storage.join("gs://b/x/", "/retinal_oct/a.dcm") == "gs://b/x/retinal_oct/a.dcm"
+    assert storage.join("/", "a") == "/a"
+    assert storage.join("rel", "a", "", "b/") == "rel/a/b"
+    assert storage.join("", "a") == "a"
+    assert storage.name("gs://b/x/y.dcm") == "y.dcm"
+    assert storage.is_remote("gs://b/x")
+    assert not storage.is_remote("/a/b")
+    assert not storage.is_remote("file:///a/b")
+
+
+def test_gs_endpoint_reaches_gcsfs_without_this_machines_account(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("GOOGLE_APPLICATION_CREDENTIALS", raising=False)
+    fs, path = storage._filesystem("gs://bucket/a/b", StorageOptions(endpoint_url="http://127.0.0.1:1"))
+    assert path == "bucket/a/b"
+    assert fs.storage_options["endpoint_url"] == "http://127.0.0.1:1"
+    assert fs.storage_options["token"] == "anon"
+
+
+def test_a_killed_write_leaves_the_old_content(tmp_path: Path) -> None:
+    """A writer killed at any moment leaves one whole version, and no name that list_names shows."""
+    url = tmp_path / "object"
+    size = 1 << 20
+    code = (
+        "import sys; from utils.storage import write_bytes\n"
+        f"write_bytes({str(url)!r}, bytes([0]) * {size}); print('ready', flush=True); n = 0\n"
+        f"while True: n += 1; write_bytes({str(url)!r}, bytes([n % 256]) * {size})"
+    )
+    for delay in (0.0, 0.004, 0.011, 0.017):
+        with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as writer:
+            assert writer.stdout is not None
+            writer.stdout.readline()
+            time.sleep(delay)
+            writer.send_signal(signal.SIGKILL)
+        data = url.read_bytes()
+        assert len(data) == size
+        assert len(set(data)) == 1
+        assert storage.list_names(str(tmp_path)) == ["object"]
+
+
+def test_zarr_on_the_store(root: str) -> None:
+    array = zarr.create_array(
+        storage.zarr_store(root, read_only=False), name="v", shape=(3, 4, 5), chunks=(1, 4, 5), dtype="uint8"
+    )
+    plane = np.arange(20, dtype=np.uint8).reshape(4, 5)
+    array[1] = plane
+    again = zarr.open_array(storage.zarr_store(root), path="v", mode="r")
+    np.testing.assert_array_equal(again[1], plane)
+    assert not again[0].any()
+    with pytest.raises(ValueError, match="read-only"):
+        storage.zarr_store(root).with_read_only(True)._check_writable()
+
+
+def test_cache_answers_when_the_remote_is_gone(tmp_path: Path) -> None:
+    url = f"memory://{tmp_path.name}/x"
+    storage.write_bytes(url, b"abc")
+    copy = tmp_path / "cache" / "k" / "x"
+    assert storage.cached_read_bytes(url, copy) == b"abc"
+    storage.remove(url)
+    assert storage.cached_read_bytes(url, copy) == b"abc"
+    assert os.listdir(copy.parent) == ["x"]
+    with pytest.raises(storage.StorageNotFoundError):
+        storage.cached_read_bytes(url, tmp_path / "other")

@@ -1,0 +1,412 @@
+"""Bytes at a URL: the only file that knows URL schemes, fsspec, gcsfs and the key-value layer below Zarr.
+
+A URL is a local path (no scheme), or gs://, s3://, memory:// ... . Credentials come from the environment
+(gcloud or GOOGLE_APPLICATION_CREDENTIALS, the AWS variables); options carry an endpoint and a profile name.
+Writes appear whole or not at all: temporary name, fsync, rename on a disk; one put on an object store. The
+caller is the only writer of its object. Every failure is a `StorageError` with the URL and what to do.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import os
+import posixpath
+import sys
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import fsspec
+from zarr.abc.store import (
+    ByteRequest,
+    OffsetByteRequest,
+    RangeByteRequest,
+    Store,
+    SuffixByteRequest,
+)
+from zarr.core.buffer import Buffer, BufferPrototype
+
+from utils.config import StorageOptions, UserError
+
+PARTIAL_SUFFIX = ".partial"  # of an unfinished local write; list_names hides it
+_SCHEME_ALIASES = {"gcs": "gs", "s3a": "s3"}
+
+
+class StorageError(UserError):
+    """An object that cannot be read or written; one line with the URL, the cause and what to do."""
+
+    def __init__(self, url: str, problem: str) -> None:
+        super().__init__(url, problem)
+        self.url = url
+        self.problem = problem
+
+    def __str__(self) -> str:
+        return f"{self.url}: {self.problem}"
+
+
+class StorageNotFoundError(StorageError):
+    """There is no object at this URL."""
+
+
+@dataclass(frozen=True)
+class ObjectStat:
+    size: int  # bytes
+    etag_or_mtime: str  # changes when the content does: the store's ETag or generation, a file's mtime in ns
+
+
+def is_remote(url: str) -> bool:
+    """True when the URL has a scheme other than file://."""
+    return _split(url)[0] != "file"
+
+
+def join(url: str, *parts: str) -> str:
+    """The URL of a descendant; leading and trailing slashes of the parts do not matter."""
+    clean = [p.strip("/") for p in parts]
+    base = url if url.endswith("://") else url.rstrip("/") + "/" if url else ""
+    return (base + "/".join(p for p in clean if p)).rstrip("/") or "/"
+
+
+def name(url: str) -> str:
+    """The last part of a URL."""
+    return posixpath.basename(url.rstrip("/"))
+
+
+def open_url(url: str, mode: str = "rb", options: StorageOptions | None = None) -> IO[Any]:
+    """Open for reading ("rb", or "r" for UTF-8 text); to write, use write_bytes."""
+    if mode not in ("rb", "r"):
+        raise ValueError(
+            f"{url}: open_url: expected mode 'rb' or 'r', found {mode!r}; use write_bytes to write"
+        )
+    with _named_errors(url):
+        fs, path = _filesystem(url, options)
+        return fs.open(path, mode, **({"encoding": "utf-8"} if mode == "r" else {}))
+
+
+def exists(url: str, options: StorageOptions | None = None) -> bool:
+    """True when an object or a folder is there; no permission is an error, not False."""
+    with _named_errors(url):
+        fs, path = _filesystem(url, options)
+        try:
+            fs.info(path)
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        return True
+
+
+def read_bytes(url: str, options: StorageOptions | None = None) -> bytes:
+    """The whole object; raises StorageError."""
+    with _named_errors(url):
+        if not is_remote(url):
+            return Path(_split(url)[1]).read_bytes()
+        fs, path = _filesystem(url, options)
+        return fs.cat_file(path)
+
+
+def read_text(url: str, options: StorageOptions | None = None) -> str:
+    """The whole object as UTF-8 text; a byte order mark is dropped; raises StorageError."""
+    data = read_bytes(url, options)
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise StorageError(url, f"expected UTF-8 text, found {error.reason} at byte {error.start}") from error
+
+
+def write_bytes(url: str, data: bytes | memoryview, options: StorageOptions | None = None) -> None:
+    """Write the whole object, making its folder; readers see the old or the new content, never a part."""
+    with _named_errors(url):
+        if is_remote(url):
+            fs, path = _filesystem(url, options)
+            fs.pipe_file(path, bytes(data))
+            return
+        path = Path(_split(url)[1])
+        partial = path.with_name(f".{path.name}{PARTIAL_SUFFIX}")
+        try:
+            file = open(partial, "wb")  # noqa: SIM115 (opened again when its folder has to be made first)
+        except FileNotFoundError:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            file = open(partial, "wb")  # noqa: SIM115
+        with file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, path)
+        _sync_folder(path.parent)
+
+
+def write_text(url: str, text: str, options: StorageOptions | None = None) -> None:
+    """write_bytes of the UTF-8 text."""
+    write_bytes(url, text.encode("utf-8"), options)
+
+
+def create(url: str, data: bytes, options: StorageOptions | None = None) -> bool:
+    """Write the object only if there is none; False when there is one already. For lock files."""
+    with _named_errors(url):
+        fs, path = _filesystem(url, options)
+        if is_remote(url):
+            try:
+                fs.pipe_file(path, data, mode="create")
+            except FileExistsError:
+                return False
+            return True
+        os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
+        try:
+            descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
+        except FileExistsError:
+            return False
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        return True
+
+
+def list_names(url: str, options: StorageOptions | None = None) -> list[str]:
+    """Sorted names of the children of a folder; empty when there is no such folder."""
+    with _named_errors(url):
+        fs, path = _filesystem(url, options)
+        try:
+            children = os.listdir(path) if not is_remote(url) else fs.ls(path, detail=False)
+        except FileNotFoundError:
+            return []
+        names = {posixpath.basename(c.rstrip("/")) for c in children if c.rstrip("/") != path.rstrip("/")}
+        return sorted(n for n in names if n and not n.endswith(PARTIAL_SUFFIX))
+
+
+def remove(url: str, options: StorageOptions | None = None, recursive: bool = False) -> None:
+    """Remove an object (or, with recursive, a folder); it is no error when there is none."""
+    with _named_errors(url):
+        fs, path = _filesystem(url, options)
+        with contextlib.suppress(FileNotFoundError):
+            if recursive:
+                fs.rm(path, recursive=True)
+            else:
+                fs.rm_file(path)
+
+
+def make_dirs(url: str, options: StorageOptions | None = None) -> None:
+    """Make a folder and its parents; object stores have none, so nothing happens there."""
+    if not is_remote(url):
+        with _named_errors(url):
+            os.makedirs(_split(url)[1], exist_ok=True)
+
+
+def stat(url: str, options: StorageOptions | None = None) -> ObjectStat:
+    """Size and version of an object; raises StorageError."""
+    with _named_errors(url):
+        fs, path = _filesystem(url, options)
+        if not is_remote(url):
+            info = os.stat(path)
+            return ObjectStat(info.st_size, str(info.st_mtime_ns))
+        found = fs.info(path)
+        keys = ("etag", "ETag", "generation", "mtime", "LastModified", "updated", "created")
+        version = next((found[k] for k in keys if found.get(k)), "")
+        return ObjectStat(int(found["size"] or 0), str(version).strip('"'))
+
+
+def zarr_store(
+    url: str,
+    options: StorageOptions | None = None,
+    read_only: bool = True,
+    cache_dir: str | None = None,
+    cache_names: Mapping[str, str] | None = None,
+) -> Store:
+    """The key-value store that Zarr reads and writes.
+
+    A remote key in cache_names is read through a local copy at cache_dir/cache_names[key]; the name should
+    change with the content. Other keys, and all keys of a local store, are read where they are.
+    """
+    return ObjectStore(url, options, read_only, cache_dir if is_remote(url) else None, cache_names)
+
+
+class ObjectStore(Store):
+    """A Zarr store on this module's reads and atomic writes, the same for a disk and a bucket."""
+
+    supports_writes = True
+    supports_deletes = True
+    supports_listing = True
+
+    def __init__(
+        self,
+        url: str,
+        options: StorageOptions | None = None,
+        read_only: bool = True,
+        cache_dir: str | None = None,
+        cache_names: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(read_only=read_only)
+        self.url, self.options = url, options
+        self.cache_dir, self.cache_names = cache_dir, cache_names or {}
+
+    def __eq__(self, other: object) -> bool:
+        return (
+            isinstance(other, ObjectStore)
+            and (self.url, self.options) == (other.url, other.options)
+            and self.read_only == other.read_only
+        )
+
+    def __repr__(self) -> str:
+        return f"ObjectStore({self.url!r})"
+
+    def with_read_only(self, read_only: bool = False) -> ObjectStore:
+        return ObjectStore(self.url, self.options, read_only, self.cache_dir, self.cache_names)
+
+    def _read(self, key: str) -> bytes | None:
+        try:
+            if self.cache_dir is None or key not in self.cache_names:
+                return read_bytes(join(self.url, key), self.options)
+            copy = Path(self.cache_dir, self.cache_names[key])
+            return cached_read_bytes(join(self.url, key), copy, self.options)
+        except StorageNotFoundError:
+            return None
+
+    async def get(
+        self, key: str, prototype: BufferPrototype, byte_range: ByteRequest | None = None
+    ) -> Buffer | None:
+        # A disk read is quicker than the hop to a thread; a bucket read must not block the other ones.
+        data = self._read(key) if not is_remote(self.url) else await asyncio.to_thread(self._read, key)
+        if data is None:
+            return None
+        match byte_range:
+            case None:
+                pass
+            case RangeByteRequest(start, end):
+                data = data[start:end]
+            case OffsetByteRequest(offset):
+                data = data[offset:]
+            case SuffixByteRequest(suffix):
+                data = data[-suffix:]
+        return prototype.buffer.from_bytes(data)
+
+    async def get_partial_values(
+        self, prototype: BufferPrototype, key_ranges: Iterable[tuple[str, ByteRequest | None]]
+    ) -> list[Buffer | None]:
+        return list(await asyncio.gather(*(self.get(key, prototype, part) for key, part in key_ranges)))
+
+    async def exists(self, key: str) -> bool:
+        return await asyncio.to_thread(exists, join(self.url, key), self.options)
+
+    async def set(self, key: str, value: Buffer) -> None:
+        self._check_writable()
+        await asyncio.to_thread(write_bytes, join(self.url, key), value.to_bytes(), self.options)
+
+    async def delete(self, key: str) -> None:
+        self._check_writable()
+        await asyncio.to_thread(remove, join(self.url, key), self.options)
+
+    async def list(self) -> AsyncIterator[str]:
+        async for key in self.list_prefix(""):
+            yield key
+
+    async def list_prefix(self, prefix: str) -> AsyncIterator[str]:
+        fs, root = _filesystem(self.url, self.options)
+        for path in await asyncio.to_thread(fs.find, root):
+            key = path.removeprefix(root.rstrip("/") + "/")
+            if key.startswith(prefix):
+                yield key
+
+    async def list_dir(self, prefix: str) -> AsyncIterator[str]:
+        for child in await asyncio.to_thread(list_names, join(self.url, prefix), self.options):
+            yield child
+
+
+def cached_read_bytes(url: str, copy: Path, options: StorageOptions | None = None) -> bytes:
+    """read_bytes through a local copy, which is trusted when it is there."""
+    try:
+        return copy.read_bytes()
+    except FileNotFoundError:
+        data = read_bytes(url, options)
+    copy.parent.mkdir(parents=True, exist_ok=True)
+    partial = copy.with_name(f".{copy.name}.{os.getpid()}{PARTIAL_SUFFIX}")  # loader workers share the cache
+    partial.write_bytes(data)
+    os.replace(partial, copy)
+    return data
+
+
+def _split(url: str) -> tuple[str, str]:
+    scheme, separator, rest = url.partition("://")
+    if not separator:
+        return "file", url
+    return _SCHEME_ALIASES.get(scheme, scheme), rest
+
+
+def _filesystem(url: str, options: StorageOptions | None) -> tuple[fsspec.AbstractFileSystem, str]:
+    scheme, rest = _split(url)
+    options = options or StorageOptions()
+    if scheme == "file":
+        return fsspec.filesystem("file"), rest
+    arguments: dict[str, Any] = {"use_listings_cache": False}  # other processes write while we look
+    if scheme == "gs" and options.endpoint_url:
+        arguments["endpoint_url"] = options.endpoint_url
+        if not os.environ.get("GOOGLE_APPLICATION_CREDENTIALS"):
+            arguments["token"] = "anon"  # an emulator; never hand it the default account of this machine
+    if scheme == "s3":
+        arguments |= {k: v for k in ("endpoint_url", "profile") if (v := getattr(options, k))}
+    try:
+        fs = fsspec.filesystem(scheme, **arguments)
+    except ValueError as error:
+        raise StorageError(
+            url, f"expected a path or a gs://, s3:// or other fsspec URL, found: {error}"
+        ) from error
+    return fs, fs._strip_protocol(url)
+
+
+def _sync_folder(folder: Path) -> None:
+    """Make a rename durable; some file systems refuse to sync a folder, and there the rename has to do."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def _remote_error_types() -> tuple[type[BaseException], ...]:
+    """Errors of the cloud clients that are no OSError; only asked for when something already went wrong."""
+    names = {
+        "gcsfs.retry": ("HttpError", "ChecksumError", "NonRetryableError"),
+        "google.auth.exceptions": ("GoogleAuthError",),
+        "aiohttp": ("ClientError",),
+        "botocore.exceptions": ("BotoCoreError", "ClientError"),
+    }
+    return tuple(getattr(sys.modules[m], n) for m, ns in names.items() if m in sys.modules for n in ns)
+
+
+@contextlib.contextmanager
+def _named_errors(url: str) -> Iterator[None]:
+    try:
+        yield
+    except StorageError:
+        raise
+    except BaseException as error:
+        if not isinstance(error, (OSError, ImportError, *_remote_error_types())):
+            raise
+        raise _storage_error(url, error) from error
+
+
+def _storage_error(url: str, error: BaseException) -> StorageError:
+    text = " ".join(str(error).split())[:200]
+    code = str(getattr(error, "code", ""))
+    kind = type(error).__name__
+    if isinstance(error, (FileNotFoundError, NotADirectoryError)):
+        return StorageNotFoundError(url, "not found; check the path, and data.gcs_root or data.store")
+    if isinstance(error, IsADirectoryError):
+        return StorageError(url, "expected a file, found a folder")
+    if isinstance(error, ImportError):
+        return StorageError(url, f"needs an extra package: {text}")
+    denied = (
+        isinstance(error, PermissionError) or code in ("401", "403") or "Auth" in kind or "Credential" in kind
+    )
+    if denied or "Forbidden" in text or "nauthorized" in text:
+        login = {"gs": "gcloud auth application-default login", "s3": "the AWS variables or profile"}
+        advice = login.get(_split(url)[0])
+        return StorageError(
+            url, f"no permission ({text})" + (f"; check the credentials: {advice}" if advice else "")
+        )
+    if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+        return StorageError(url, "no space left; free some and run again, finished work is kept")
+    return StorageError(url, f"{kind}: {text}; check the connection and run again")

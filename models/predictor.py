@@ -1,0 +1,105 @@
+"""The two predictors: a narrow transformer with mask tokens (V-JEPA) and a per-token MLP (the Methods text).
+
+In: context features [B, K, E] with their token ids, and the ids of the target tokens. Out: predictions [B,
+M, E].
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from models.vit3d import NORM_EPS, Block, RopeForm, initialise, rotary_tables
+
+HEAD_DIM = 32  # V-JEPA's predictor: 384 wide, 12 heads
+
+
+class Predictor3D(nn.Module):
+    """Narrow ViT: context tokens and mask tokens attend to each other; the mask tokens' outputs are the
+    predictions.
+
+    No sorting by raster order: rotary positions come from the ids, so the order of tokens means nothing.
+    """
+
+    def __init__(
+        self,
+        encoder_width: int,
+        width: int,
+        depth: int,
+        grid: tuple[int, int, int],
+        rope: RopeForm = "interleaved",
+        num_mask_tokens: int = 1,
+        heads: int | None = None,
+    ) -> None:
+        super().__init__()
+        self.grid, self.rope = grid, rope
+        self.heads = heads or width // HEAD_DIM
+        self.head_dim = width // self.heads
+        self.predictor_embed = nn.Linear(encoder_width, width)
+        self.mask_tokens = nn.ParameterList(
+            nn.Parameter(torch.zeros(1, 1, width)) for _ in range(num_mask_tokens)
+        )
+        self.predictor_blocks = nn.ModuleList(Block(width, self.heads) for _ in range(depth))
+        self.predictor_norm = nn.LayerNorm(width, eps=NORM_EPS)
+        self.predictor_proj = nn.Linear(width, encoder_width)
+        initialise(self, self.predictor_blocks)
+
+    def forward(self, ctx_BKE: Tensor, keep_BK: Tensor, target_BM: Tensor) -> Tensor:
+        ctx_BKP = self.predictor_embed(ctx_BKE)
+        num_context = ctx_BKP.shape[1]
+        mask_BMP = self.mask_tokens[0].to(ctx_BKP.dtype).expand(*target_BM.shape, -1)
+        x = torch.cat((ctx_BKP, mask_BMP), dim=1)
+        rotary = rotary_tables(torch.cat((keep_BK, target_BM), dim=1), self.grid, self.head_dim, self.rope)
+        for block in self.predictor_blocks:
+            x = block(x, rotary)
+        return self.predictor_proj(self.predictor_norm(x[:, num_context:]))
+
+
+class WeightedBatchNorm(nn.Module):
+    """BatchNorm1d over the tokens [B, M] with weight above 0; shapes stay static, padding moves no
+    statistic.
+    """
+
+    def __init__(self, width: int, momentum: float = 0.1, eps: float = 1e-5) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+        self.bias = nn.Parameter(torch.zeros(width))
+        self.momentum, self.eps = momentum, eps
+        self.running_mean: Tensor
+        self.running_var: Tensor
+        self.register_buffer("running_mean", torch.zeros(width))
+        self.register_buffer("running_var", torch.ones(width))
+
+    def forward(self, x_BME: Tensor, weight_BM: Tensor) -> Tensor:
+        x = x_BME.float()
+        if self.training:
+            weight = weight_BM.unsqueeze(-1).float()
+            count = weight.sum().clamp(min=1.0)
+            mean = (x * weight).sum((0, 1)) / count
+            var = ((x - mean).square() * weight).sum((0, 1)) / count
+            with torch.no_grad():
+                unbiased = var * count / (count - 1).clamp(min=1.0)
+                self.running_mean.lerp_(mean, self.momentum)
+                self.running_var.lerp_(unbiased, self.momentum)
+        else:
+            mean, var = self.running_mean, self.running_var
+        return ((x - mean) * torch.rsqrt(var + self.eps) * self.weight + self.bias).to(x_BME.dtype)
+
+
+class MlpPredictor(nn.Module):
+    """Per-token MLP E-E-E with batch normalisation and GELU over the valid target tokens of one micro-
+    batch.
+    """
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.fc1 = nn.Linear(width, width)
+        self.norm = WeightedBatchNorm(width)
+        self.fc2 = nn.Linear(width, width)
+        for layer in (self.fc1, self.fc2):
+            nn.init.trunc_normal_(layer.weight, std=0.02)
+            nn.init.zeros_(layer.bias)
+
+    def forward(self, x_BME: Tensor, weight_BM: Tensor) -> Tensor:
+        return self.fc2(F.gelu(self.norm(self.fc1(x_BME), weight_BM)))

@@ -1,0 +1,250 @@
+"""The 3D vision transformer: patches, positions, blocks and the encoder.
+
+In: a normalised volume [B, C, D, H, W] and, optionally, the ids of the tokens to keep. Out: token features
+[B, K, E]. Follows V-JEPA 2 (Assran et al. 2025, arXiv:2506.09985) with its parameter names, so that its
+weights fit.
+
+Legend: B batch, D H W voxels (B-scan, axial, A-scan), N all tokens, K context tokens, M target tokens,
+E encoder width, P predictor width, T tokens of whichever set. Tokens are in raster order of the grid (d, h,
+w).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from einops import rearrange
+from torch import Tensor, nn
+
+from utils.counter_rng import counter_uniform
+
+# size: (depth, width, heads)
+SIZES: dict[str, tuple[int, int, int]] = {
+    "ti": (12, 192, 3),
+    "s": (12, 384, 6),
+    "b": (12, 768, 12),
+    "l": (24, 1024, 16),
+    "h": (32, 1280, 16),
+}
+NORM_EPS = 1e-6
+ROPE_BASE = 10_000.0
+RopeForm = Literal["interleaved", "tiled"]
+Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
+Rotary = tuple[Tensor, Tensor]
+
+
+class Stochastic:
+    """Dropout and stochastic depth of one forward pass, a function of the samples' own seeds.
+
+    Every call is a site of its own; the same seeds give the same masks on every engine and in every batch
+    layout.
+    """
+
+    def __init__(self, seed_B: Tensor, dropout: float, drop_path: float) -> None:
+        self.seed_B, self.dropout_rate, self.drop_path_rate = seed_B, dropout, drop_path
+        self._site = 0
+
+    def _uniform(self, count: int) -> Tensor:
+        self._site += 1
+        return counter_uniform(self.seed_B * 1009 + self._site, count)
+
+    def dropout(self, x: Tensor) -> Tensor:
+        """Zero elements of x [B, ...] with the dropout rate and rescale the rest."""
+        if self.dropout_rate == 0:
+            return x
+        keep = self._uniform(x[0].numel()).view(x.shape) >= self.dropout_rate
+        return x * keep.to(x.dtype) / (1 - self.dropout_rate)
+
+    def drop_path(self, x: Tensor, rate: float) -> Tensor:
+        """Zero whole samples of a residual branch x [B, ...] with this rate and rescale the rest."""
+        if rate == 0:
+            return x
+        keep = self._uniform(1).view(-1, *[1] * (x.ndim - 1)) >= rate
+        return x * keep.to(x.dtype) / (1 - rate)
+
+
+def rotary_tables(ids_BT: Tensor, grid: tuple[int, int, int], head_dim: int, form: RopeForm) -> Rotary:
+    """Cosines and signed sines [B, 1, T, head_dim] of the 3D rotary embedding at raster token ids.
+
+    Each axis owns 2 * ((head_dim // 3) // 2) dimensions in the order D, H, W; the rest stay unrotated.
+    `interleaved` gives both members of a pair one frequency; `tiled` repeats the published 2.0 checkpoints'
+    layout.
+    """
+    _, grid_h, grid_w = grid
+    pairs = (head_dim // 3) // 2
+    omega = ROPE_BASE ** (-torch.arange(pairs, device=ids_BT.device, dtype=torch.float32) / pairs)
+    plane = grid_h * grid_w
+    coordinates = (
+        ids_BT.div(plane, rounding_mode="floor"),
+        ids_BT.remainder(plane).div(grid_w, rounding_mode="floor"),
+        ids_BT.remainder(grid_w),
+    )
+    angles = []
+    for position_BT in coordinates:
+        angle = position_BT.unsqueeze(-1).float() * omega
+        angles.append(angle.repeat_interleave(2, dim=-1) if form == "interleaved" else angle.repeat(1, 1, 2))
+    angle_BTR = F.pad(torch.cat(angles, dim=-1), (0, head_dim - 6 * pairs))
+    return angle_BTR.cos().unsqueeze(1), angle_BTR.sin().unsqueeze(1)
+
+
+def apply_rotary(x: Tensor, rotary: Rotary) -> Tensor:
+    """Rotate the pairs (0, 1), (2, 3) ... of x [B, heads, T, head_dim]."""
+    cos, sin = rotary
+    pairs = x.unflatten(-1, (-1, 2))
+    turned = torch.stack((-pairs[..., 1], pairs[..., 0]), dim=-1).flatten(-2)
+    return x * cos.to(x.dtype) + turned * sin.to(x.dtype)
+
+
+class SelfAttention(nn.Module):
+    """Multi-head self-attention with an optional rotary embedding."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.qkv = nn.Linear(width, 3 * width)
+        self.proj = nn.Linear(width, width)
+        self.attention: Attention = F.scaled_dot_product_attention  # the runtime may put a kernel here
+
+    def forward(self, x_BTE: Tensor, rotary: Rotary | None) -> Tensor:
+        q, k, v = rearrange(self.qkv(x_BTE), "b t (three h c) -> three b h t c", three=3, h=self.heads)
+        if rotary is not None:
+            q, k = apply_rotary(q, rotary), apply_rotary(k, rotary)
+        return self.proj(rearrange(self.attention(q, k, v), "b h t c -> b t (h c)"))
+
+
+class Mlp(nn.Module):
+    def __init__(self, width: int, hidden: int) -> None:
+        super().__init__()
+        self.fc1 = nn.Linear(width, hidden)
+        self.fc2 = nn.Linear(hidden, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc2(F.gelu(self.fc1(x)))
+
+
+class Block(nn.Module):
+    """Pre-norm transformer block: x + attention(norm(x)), then x + MLP(norm(x))."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.norm1 = nn.LayerNorm(width, eps=NORM_EPS)
+        self.attn = SelfAttention(width, heads)
+        self.norm2 = nn.LayerNorm(width, eps=NORM_EPS)
+        self.mlp = Mlp(width, 4 * width)
+
+    def forward(
+        self, x: Tensor, rotary: Rotary | None, noise: Stochastic | None = None, drop_path: float = 0.0
+    ) -> Tensor:
+        if noise is None:
+            x = x + self.attn(self.norm1(x), rotary)
+            return x + self.mlp(self.norm2(x))
+        x = x + noise.drop_path(noise.dropout(self.attn(self.norm1(x), rotary)), drop_path)
+        return x + noise.drop_path(noise.dropout(self.mlp(self.norm2(x))), drop_path)
+
+
+class PatchEmbed(nn.Module):
+    """Linear embedding of non-overlapping patches, by matrix product on the kept patches alone.
+
+    The weight keeps the shape of a convolution [E, C, d, h, w], as public checkpoints store it.
+    """
+
+    def __init__(self, channels: int, patch: tuple[int, int, int], width: int) -> None:
+        super().__init__()
+        self.patch = patch
+        self.proj = nn.Conv3d(channels, width, kernel_size=patch, stride=patch)
+
+    def forward(self, volume_BCDHW: Tensor, keep_BK: Tensor | None) -> Tensor:
+        d, h, w = self.patch
+        patches = rearrange(volume_BCDHW, "b c (gd d) (gh h) (gw w) -> b (gd gh gw) (c d h w)", d=d, h=h, w=w)
+        if keep_BK is not None:
+            patches = gather_tokens(patches, keep_BK)
+        return F.linear(patches, self.proj.weight.flatten(1), self.proj.bias)
+
+
+def gather_tokens(x_BNE: Tensor, ids_BT: Tensor) -> Tensor:
+    """The rows ids [B, T] of x [B, N, E], as [B, T, E]."""
+    return x_BNE.gather(1, ids_BT.unsqueeze(-1).expand(-1, -1, x_BNE.shape[-1]))
+
+
+class VisionTransformer3D(nn.Module):
+    """Encoder. Positions are rotary, or a learned table with a mask token (the Methods recipe).
+
+    `forward(volume_BCDHW, keep_BK=None)` returns the features [B, K, E] of the kept tokens, or of all N;
+    `masked_BM` instead replaces those tokens by the learned mask token, so that nothing of them is read.
+    """
+
+    def __init__(
+        self,
+        size: str,
+        grid: tuple[int, int, int],
+        patch: tuple[int, int, int],
+        channels: int = 1,
+        positions: Literal["rotary", "learned"] = "rotary",
+        rope: RopeForm = "interleaved",
+    ) -> None:
+        super().__init__()
+        self.depth, self.width, self.heads = SIZES[size]
+        self.grid, self.rope = grid, rope
+        self.num_tokens = math.prod(grid)
+        self.patch_embed = PatchEmbed(channels, patch, self.width)
+        self.pos_embed: nn.Parameter | None = None
+        self.mask_token: nn.Parameter | None = None
+        if positions == "learned":
+            self.pos_embed = nn.Parameter(torch.zeros(1, self.num_tokens, self.width))
+            self.mask_token = nn.Parameter(torch.zeros(1, 1, self.width))
+        self.blocks = nn.ModuleList(Block(self.width, self.heads) for _ in range(self.depth))
+        self.norm = nn.LayerNorm(self.width, eps=NORM_EPS)
+        initialise(self, self.blocks)
+
+    def forward(
+        self,
+        volume_BCDHW: Tensor,
+        keep_BK: Tensor | None = None,
+        masked_BM: Tensor | None = None,
+        noise: Stochastic | None = None,
+    ) -> Tensor:
+        x = self.patch_embed(volume_BCDHW, keep_BK)
+        if masked_BM is not None:
+            assert self.mask_token is not None, "masked_BM needs an encoder with a mask token"
+            is_masked = torch.zeros(x.shape[:2], dtype=torch.bool, device=x.device).scatter(
+                1, masked_BM, True
+            )
+            x = torch.where(is_masked.unsqueeze(-1), self.mask_token.to(x.dtype), x)
+        rotary = None
+        if self.pos_embed is not None:
+            positions = self.pos_embed.expand(x.shape[0], -1, -1)
+            x = x + (positions if keep_BK is None else gather_tokens(positions, keep_BK))
+        else:
+            ids = keep_BK
+            if ids is None:
+                ids = torch.arange(self.num_tokens, device=x.device).unsqueeze(0)
+            rotary = rotary_tables(ids, self.grid, self.width // self.heads, self.rope)
+        if noise is not None:
+            x = noise.dropout(x)
+        for i, block in enumerate(self.blocks):
+            rate = noise.drop_path_rate * i / max(1, self.depth - 1) if noise is not None else 0.0
+            x = block(x, rotary, noise, rate)
+        return self.norm(x)
+
+
+def initialise(module: nn.Module, blocks: nn.ModuleList) -> None:
+    """V-JEPA's initialisation: truncated normal of std 0.02, biases 0, residual branch i scaled by
+    1/sqrt(2 i).
+    """
+    for m in module.modules():
+        if isinstance(m, nn.Linear | nn.Conv3d):
+            nn.init.trunc_normal_(m.weight, std=0.02)
+            if m.bias is not None:
+                nn.init.zeros_(m.bias)
+    for name, parameter in module.named_parameters(recurse=False):
+        if name in ("pos_embed", "mask_token"):
+            nn.init.trunc_normal_(parameter, std=0.02)
+    for i, block in enumerate(blocks, start=1):
+        assert isinstance(block, Block)
+        with torch.no_grad():
+            block.attn.proj.weight.div_(math.sqrt(2 * i))
+            block.mlp.fc2.weight.div_(math.sqrt(2 * i))

@@ -1,0 +1,145 @@
+"""Joint-embedding prediction on volumes: context encoder, EMA target encoder, predictor, and the recipes'
+losses.
+
+In: two normalised views [B, 1, D, H, W] of one geometry, context and target token ids. Out: per-sample
+losses and features. Recipe `vjepa2` follows V-JEPA 2 (arXiv:2506.09985); recipe `methods` follows the
+Methods text of the project (all positions, masked ones replaced; normalised squared error; MLP predictor).
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from models.predictor import MlpPredictor, Predictor3D
+from models.vit3d import NORM_EPS, Stochastic, VisionTransformer3D, gather_tokens
+from utils.config import Config
+
+
+@dataclass
+class Output:
+    """What one forward pass leaves for the loss, the regulariser and the gauges."""
+
+    loss_B: Tensor  # mean over the valid target tokens of each sample
+    prediction_BME: Tensor
+    target_BME: Tensor  # what the prediction is compared with
+    context_BKE: Tensor  # context encoder output, the regulariser's input
+    target_all_BNE: Tensor  # comparable targets of all tokens, for the gauges
+
+
+def build_encoder(cfg: Config) -> VisionTransformer3D:
+    """A randomly initialised encoder of this configuration (torch's global generator)."""
+    positions = "learned" if cfg.method.recipe == "methods" else "rotary"
+    return VisionTransformer3D(cfg.model.size, cfg.grid, cfg.spatial.patch_size, positions=positions)
+
+
+def per_token_l1(prediction: Tensor, target: Tensor) -> Tensor:
+    """Mean absolute difference over the features: [..., E] -> [...]."""
+    return (prediction - target).abs().mean(-1)
+
+
+def per_token_normalised_l2(prediction: Tensor, target: Tensor) -> Tensor:
+    """Mean over the features of the squared difference of L2-normalised vectors: [..., E] -> [...]."""
+    return (F.normalize(prediction, dim=-1) - F.normalize(target, dim=-1)).square().mean(-1)
+
+
+def weighted_mean(values_BM: Tensor, weight_BM: Tensor) -> Tensor:
+    """Per-sample mean [B] over the tokens with weight; 0 where a sample has none."""
+    return (values_BM * weight_BM).sum(1) / weight_BM.sum(1).clamp(min=1.0)
+
+
+class VJEPA3D(nn.Module):
+    """Encoder, predictor and the target encoder, which no gradient reaches and only `update_target` moves."""
+
+    def __init__(self, cfg: Config) -> None:
+        super().__init__()
+        self.recipe = cfg.method.recipe
+        self.dropout, self.drop_path = cfg.method.dropout, cfg.method.drop_path
+        self.encoder = build_encoder(cfg)
+        self.predictor: Predictor3D | MlpPredictor
+        if self.recipe == "methods":
+            self.predictor = MlpPredictor(self.encoder.width)
+        else:
+            method = cfg.method
+            self.predictor = Predictor3D(
+                self.encoder.width, method.predictor_width, method.predictor_depth, cfg.grid
+            )
+        self.target_encoder = copy.deepcopy(self.encoder).requires_grad_(False)
+
+    def encode_context(
+        self, view_BCDHW: Tensor, context_BK: Tensor, target_BM: Tensor, seed_B: Tensor | None
+    ) -> Tensor:
+        """Context features: [B, K, E] of the visible tokens, or [B, N, E] with masked ones replaced
+        (methods).
+        """
+        noise = None
+        if seed_B is not None and (self.dropout > 0 or self.drop_path > 0):
+            noise = Stochastic(seed_B, self.dropout, self.drop_path)
+        if self.recipe == "methods":
+            return self.encoder(view_BCDHW, masked_BM=target_BM, noise=noise)
+        return self.encoder(view_BCDHW, context_BK, noise=noise)
+
+    def forward(
+        self,
+        context_view: Tensor,
+        target_view: Tensor,
+        context_BK: Tensor,
+        target_BM: Tensor,
+        target_valid_BM: Tensor,
+        seed_B: Tensor | None = None,
+    ) -> Output:
+        """One prediction; `seed_B` (int64) turns the stochastic layers on."""
+        with torch.no_grad():
+            raw_BNE = self.target_encoder(target_view)
+            if self.recipe == "methods":
+                targets_BNE = F.normalize(raw_BNE.float(), dim=-1)
+            else:
+                targets_BNE = F.layer_norm(raw_BNE.float(), raw_BNE.shape[-1:], eps=NORM_EPS)
+            target_BME = gather_tokens(targets_BNE, target_BM)
+        ctx_BKE = self.encode_context(context_view, context_BK, target_BM, seed_B)
+        if isinstance(self.predictor, MlpPredictor):
+            prediction_BME = self.predictor(gather_tokens(ctx_BKE, target_BM), target_valid_BM).float()
+            loss_BM = per_token_normalised_l2(prediction_BME, target_BME)
+            prediction_BME = F.normalize(prediction_BME, dim=-1)
+        else:
+            prediction_BME = self.predictor(ctx_BKE, context_BK, target_BM).float()
+            loss_BM = per_token_l1(prediction_BME, target_BME)
+        return Output(
+            weighted_mean(loss_BM, target_valid_BM), prediction_BME, target_BME, ctx_BKE, targets_BNE
+        )
+
+    def trained_parameters(self) -> list[tuple[str, nn.Parameter]]:
+        """Named parameters of the encoder and the predictor."""
+        return [(n, p) for n, p in self.named_parameters() if not n.startswith("target_encoder.")]
+
+    def update_target(self, momentum: float, enabled: Tensor | None = None) -> None:
+        """target <- momentum * target + (1 - momentum) * encoder; nothing moves where `enabled` is false."""
+        update_ema(list(self.target_encoder.parameters()), list(self.encoder.parameters()), momentum, enabled)
+
+
+@torch.no_grad()
+def update_ema(
+    target: Sequence[Tensor], source: Sequence[Tensor], momentum: float, enabled: Tensor | None = None
+) -> None:
+    """target <- target + (1 - momentum) * (source - target), in place; `enabled` is a bool on the device."""
+    if enabled is None:
+        torch._foreach_lerp_(list(target), list(source), 1.0 - momentum)
+        return
+    weight = torch.where(enabled, 1.0 - momentum, 0.0)
+    for held, moving in zip(target, source, strict=True):
+        # a NaN in the source would survive a weight of 0
+        held.lerp_(torch.where(enabled, moving, held), weight)
+
+
+def parameter_groups(model: VJEPA3D, weight_decay: float) -> list[dict]:
+    """AdamW groups: weight decay on matrices only; mask tokens, positions, norms and biases have none."""
+    decay, plain = [], []
+    for name, parameter in model.trained_parameters():
+        is_table = name.endswith(("pos_embed", "mask_token")) or ".mask_tokens." in name
+        (plain if parameter.ndim < 2 or is_table else decay).append(parameter)
+    return [{"params": decay, "weight_decay": weight_decay}, {"params": plain, "weight_decay": 0.0}]

@@ -1,0 +1,58 @@
+"""Learning rate, target momentum and its product: pure functions of the optimizer step over the whole run.
+
+Step s is the s-th update, 0 <= s < total_steps. Nothing here has state, so resuming needs none.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from utils.config import Config, ConfigError
+
+EMA_HALF_LIFE = 0.05  # of the run
+EMA_MAXIMUM = 0.9995
+
+
+def total_steps(cfg: Config, num_volumes: int) -> int:
+    """max_steps, or the steps of `epochs` passes over num_volumes (a batch may span epochs)."""
+    if cfg.train.max_steps is not None:
+        return cfg.train.max_steps
+    if cfg.train.epochs is None:
+        raise ConfigError("train.epochs: expected epochs or max_steps, found neither")
+    return math.ceil(cfg.train.epochs * num_volumes / cfg.train.global_batch_size)
+
+
+def learning_rate(cfg: Config, step: int, total: int) -> float:
+    """Linear warm-up, then a cosine to the minimum (methods) or constant and a linear cool-down (others)."""
+    optim = cfg.optim
+    if not optim.use_scheduler:
+        return optim.base_lr
+    warmup = round(optim.warmup_ratio * total)
+    if step < warmup:
+        return optim.base_lr * (step + 1) / warmup
+    if cfg.method.recipe == "methods":
+        progress = (step - warmup) / max(1, total - 1 - warmup)
+        factor = optim.min_lr_ratio + (1 - optim.min_lr_ratio) * (1 + math.cos(math.pi * progress)) / 2
+        return optim.base_lr * factor
+    cooldown = round(optim.cooldown_ratio * total)
+    into = step - (total - cooldown) + 1
+    if into <= 0:
+        return optim.base_lr
+    return optim.base_lr * (1 - (1 - optim.min_lr_ratio) * into / cooldown)
+
+
+def ema_momentum(cfg: Config, step: int, total: int) -> float:
+    """methods: cosine from ema_base to 1; others: constant, by default a half-life of 5 % of the run."""
+    base = cfg.method.ema_base
+    if cfg.method.recipe == "methods":
+        assert base is not None, "checked with the configuration"
+        return 1 - (1 - base) * (1 + math.cos(math.pi * step / max(1, total - 1))) / 2
+    return base if base is not None else min(EMA_MAXIMUM, 0.5 ** (1 / max(1.0, EMA_HALF_LIFE * total)))
+
+
+def init_weight(cfg: Config, steps_done: int, total: int) -> float:
+    """Share of the random initialisation left in the target after so many updates: the product of momenta."""
+    momenta = [ema_momentum(cfg, step, total) for step in range(steps_done)]
+    return float(np.prod(momenta)) if momenta else 1.0

@@ -1,0 +1,157 @@
+"""One optimizer update: forward and backward over the accumulation steps, clip, update, target update.
+
+No Python branch here depends on a tensor and nothing is read back to the host. A non-finite loss or
+gradient skips the update by a select on the device: parameters, optimizer state, target and buffers keep
+their values.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from data_setup.transforms import normalise
+from models.regularisers import Regulariser, SigReg, Statistics, VicReg, surrogate
+from models.vjepa3d import VJEPA3D, Output, parameter_groups
+from utils.config import Config
+from utils.runtime import Runtime
+
+Batch = dict[str, Tensor]
+SIGREG_DIRECTIONS = 256
+
+
+@dataclass
+class StepResult:
+    """Device tensors of one update, and the last micro-batch with its output for the gauges."""
+
+    loss: Tensor
+    regulariser: Tensor | None
+    grad_norm: Tensor
+    is_finite: Tensor
+    output: Output
+    batch: Batch
+
+
+def build_optimizer(model: VJEPA3D, cfg: Config) -> torch.optim.AdamW:
+    """Fused AdamW; weight decay on matrices only."""
+    return torch.optim.AdamW(
+        parameter_groups(model, cfg.optim.weight_decay),
+        lr=cfg.optim.base_lr,
+        betas=cfg.optim.betas,
+        fused=True,
+    )
+
+
+def views(batch: Batch) -> tuple[Tensor, Tensor]:
+    """The context view and the target view [B, 1, D, H, W]: one geometry, each its own intensities."""
+    common = (batch["volume"], batch["matrix"], batch["valid_box"], batch["mean"], batch["std"])
+    context, target = (
+        normalise(*common, batch["intensity"][:, view], batch["noise_seed"][:, view]) for view in (0, 1)
+    )
+    return context, target
+
+
+def predict(model: VJEPA3D, batch: Batch, runtime: Runtime, *, stochastic: bool) -> Output:
+    """Forward pass of one micro-batch."""
+    context_view, target_view = views(batch)
+    seed = batch["sample_seed"] if stochastic else None
+    with runtime.autocast():
+        return model(
+            context_view, target_view, batch["context"], batch["target"], batch["target_valid"], seed
+        )
+
+
+def build_regulariser(cfg: Config, model: VJEPA3D, step: int) -> Regulariser | None:
+    """The configured penalty; sigreg draws its directions from (seed, step)."""
+    if cfg.method.regulariser == "vicreg":
+        return VicReg()
+    if cfg.method.regulariser == "sigreg":
+        rng = np.random.default_rng([cfg.seed, step])
+        directions = rng.standard_normal((model.encoder.width, SIGREG_DIRECTIONS), dtype=np.float32)
+        return SigReg(torch.from_numpy(directions).to(next(model.parameters()).device))
+    return None
+
+
+def global_means(
+    regulariser: Regulariser, model: VJEPA3D, batches: list[Batch], runtime: Runtime, samples: int
+) -> Statistics:
+    """The statistics' mean over the global batch, without gradient: a forward pass of the context encoder
+    alone.
+    """
+    total: Statistics | None = None
+    with torch.no_grad():
+        for batch in batches:
+            context_view, _ = views(batch)
+            with runtime.autocast():
+                tokens = model.encode_context(
+                    context_view, batch["context"], batch["target"], batch["sample_seed"]
+                )
+            part = regulariser.statistics(tokens.float(), batch["context_valid"])
+            total = part if total is None else tuple(a + b for a, b in zip(total, part, strict=True))
+    assert total is not None, "a global batch holds at least one micro-batch"
+    return tuple(t / samples for t in total)
+
+
+def train_step(
+    model: VJEPA3D,
+    optimizer: torch.optim.AdamW,
+    batches: list[Batch],
+    cfg: Config,
+    runtime: Runtime,
+    step: int,
+    lr: float,
+    momentum: float,
+) -> StepResult:
+    """Update number `step` on the micro-batches of one global batch."""
+    samples = cfg.train.global_batch_size
+    regulariser = build_regulariser(cfg, model, step)
+    weight = cfg.method.regulariser_weight
+    means: Statistics | None = None
+    if regulariser is not None and len(batches) > 1:
+        means = global_means(regulariser, model, batches, runtime, samples)
+
+    buffers = {name: b.clone() for name, b in model.named_buffers()}
+    optimizer.zero_grad(set_to_none=True)
+    loss_sum = torch.zeros((), device=runtime.device)
+    penalty: Tensor | None = None
+    for batch in batches:
+        output = predict(model, batch, runtime, stochastic=True)
+        prediction_loss = output.loss_B.sum() / samples
+        objective = prediction_loss
+        if regulariser is not None:
+            statistics = regulariser.statistics(output.context_BKE.float(), batch["context_valid"])
+            local = tuple(s / samples for s in statistics)
+            penalty, gradient = surrogate(regulariser, local if means is None else means)
+            linear = sum((g * s).sum() for g, s in zip(gradient, local, strict=True))
+            objective = objective + weight * linear
+        objective.backward()
+        loss_sum = loss_sum + prediction_loss.detach()
+
+    parameters = [p for _, p in model.trained_parameters()]
+    grad_norm = torch.nn.utils.clip_grad_norm_(parameters, cfg.optim.clip_grad_norm)
+    is_finite = torch.isfinite(grad_norm) & torch.isfinite(loss_sum)
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+    # the fused kernel's own select: with found_inf = 1 neither parameters nor moments nor its step count move
+    optimizer.found_inf = 1.0 - is_finite.float()
+    optimizer.step()
+    model.update_target(momentum, is_finite)
+    with torch.no_grad():
+        for name, buffer in model.named_buffers():
+            buffer.copy_(torch.where(is_finite, buffer, buffers[name]))
+    return StepResult(loss_sum, penalty, grad_norm, is_finite, output, batches[-1])
+
+
+def trial_step(model: VJEPA3D, batch: Batch, runtime: Runtime) -> None:
+    """Forward and backward of one micro-batch that leave no trace: what the step will need of memory."""
+    buffers = {name: b.clone() for name, b in model.named_buffers()}
+    predict(model, batch, runtime, stochastic=True).loss_B.sum().backward()
+    for parameter in model.parameters():
+        parameter.grad = None
+    with torch.no_grad():
+        for name, buffer in model.named_buffers():
+            buffer.copy_(buffers[name])
+    runtime.synchronise()

@@ -1,0 +1,235 @@
+"""Pre-training: `python -m pretraining.train --config configs/smoke_test.yaml [section.key=value ...]`.
+
+In: a prepared store. Out: a run directory with checkpoints, metrics and pictures. Running the same command
+again goes on where the run stopped, bit for bit on a CPU; SIGTERM writes a checkpoint first and ends with
+exit code 0.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from data_setup.loader import Loader
+from data_setup.store import PreparedStore
+from models.vjepa3d import VJEPA3D
+from pretraining.data import Rows, open_rows
+from pretraining.monitor import SkillGauge, TargetMotion, check_no_leak, feature_spread
+from pretraining.schedules import ema_momentum, init_weight, learning_rate, total_steps
+from pretraining.state import (
+    INIT_WEIGHT_LIMIT,
+    best_names,
+    checkpoint_state,
+    checkpoint_writer,
+    claim_run_dir,
+    restore,
+    stop_on_bad_steps,
+)
+from pretraining.step import Batch, build_optimizer, train_step, trial_step, views
+from pretraining.validate import snapshot, validate
+from utils.config import Config, UserError, accumulation_steps, parse_cli, run_cli
+from utils.log import RunLog, setup_logging
+from utils.runtime import Runtime
+
+log = logging.getLogger(__name__)
+
+
+def main(argv: list[str] | None = None) -> int:
+    cfg, _ = parse_cli(__doc__ or "", argv)
+    return train(cfg)
+
+
+def train(cfg: Config) -> int:
+    """Run the configuration to its end or to SIGTERM; returns the exit code."""
+    setup_logging()
+    runtime = Runtime.create(cfg.train.use_bf16)
+    runtime.catch_sigterm()
+
+    # build
+    store = PreparedStore.open(cfg.data.store, cfg.data.storage_options, cfg.data.cache_dir)
+    rows = open_rows(cfg, store)
+    total = total_steps(cfg, len(rows.train))
+    claim_run_dir(cfg, store, runtime)
+    torch.manual_seed(cfg.seed)
+    model = VJEPA3D(cfg).to(runtime.device).train()
+    optimizer = build_optimizer(model, cfg)
+    gauge = SkillGauge(model.encoder.num_tokens, model.encoder.width, model.recipe, runtime.device)
+
+    # restore: this run, else init_from, else scratch
+    progress = restore(cfg, rows, model, optimizer, gauge)
+    start = progress["step"]
+    run_log = RunLog(cfg, start, total, synthetic=bool(store.attrs["synthetic"]))
+    log_start(cfg, model, rows, start, total)
+    if start >= total:
+        log.info("nothing to do: the run is at step %d of %d", start, total)
+        run_log.close()
+        return 0
+
+    # one trial step settles the memory and proves that no target leaks into the context
+    cfg = settle_memory(cfg, store, rows, model, runtime, start)
+    batches = iter(open_loader(cfg, store, rows, runtime, start, total))
+    writer = checkpoint_writer(cfg)
+    motion = TargetMotion(model)
+    steps_per_epoch = max(1, round(len(rows.train) / cfg.train.global_batch_size))
+    val_every = cfg.train.val_every_steps or steps_per_epoch
+    save_every = cfg.train.ckpt_every_steps or cfg.train.ckpt_every_epochs * steps_per_epoch
+    keep_every = cfg.train.ckpt_every_epochs * steps_per_epoch
+    if start == 0:
+        run_log.metrics(0, {**validate(model, cfg, store, rows, runtime), "ema/init_weight": 1.0})
+        snapshot(model, cfg, store, rows, runtime, 0)
+
+    recent: list[tuple[int, list[int]]] = []
+    bad_run = torch.tensor(progress["bad_run"], device=runtime.device)
+    bad_total = torch.tensor(progress["bad_total"], device=runtime.device)
+    clock, wait_s, timed_steps = time.perf_counter(), 0.0, 0
+    for step in range(start, total):
+        before = time.perf_counter()
+        micro_batches: list[Batch] = [runtime.to_device(b) for b in next(batches)]
+        wait_s += time.perf_counter() - before
+        lr, momentum = learning_rate(cfg, step, total), ema_momentum(cfg, step, total)
+
+        result = train_step(model, optimizer, micro_batches, cfg, runtime, step, lr, momentum)
+
+        bad_run = torch.where(result.is_finite, 0, bad_run + 1)
+        bad_total = bad_total + (~result.is_finite).long()
+        seen = [row for micro in micro_batches for row in micro["row"].tolist()]
+        recent = [*recent[-cfg.train.max_bad_steps :], (step, seen)]
+        done, timed_steps = step + 1, timed_steps + 1
+        last = done == total
+        is_logged, is_validated = done % cfg.train.log_every_steps == 0 or last, done % val_every == 0 or last
+        out, batch = result.output, result.batch
+        skill: dict[str, float | None] = {}
+        if is_logged or is_validated:
+            skill = gauge.skill(out, batch["target"], batch["target_valid"], batch["row"])
+        gauge.add(out.target_all_BNE, batch["row"])
+
+        if is_logged:
+            runtime.synchronise()
+            seconds = time.perf_counter() - clock
+            run_log.metrics(
+                done,
+                {
+                    "train/loss": float(result.loss),
+                    "train/regulariser": None if result.regulariser is None else float(result.regulariser),
+                    "train/lr": lr,
+                    "train/grad_norm": float(result.grad_norm),
+                    "train/ema_momentum": momentum,
+                    "ema/init_weight": init_weight(cfg, done, total),
+                    **feature_spread(out.context_BKE, batch["context_valid"]),
+                    **skill,
+                    "train/bad_steps": int(bad_total),
+                    "train/valid_context_tokens": float(batch["context_valid"].sum(1).mean()),
+                    "perf/volumes_per_s": timed_steps * cfg.train.global_batch_size / seconds,
+                    "perf/data_wait_fraction": wait_s / seconds,
+                },
+            )
+            stop_on_bad_steps(cfg, int(bad_run), recent)
+            clock, wait_s, timed_steps = time.perf_counter(), 0.0, 0
+        run_log.bar.update()
+
+        names: list[str] = []
+        if is_validated:
+            motion.check(model, done)
+            measured = validate(model, cfg, store, rows, runtime)
+            run_log.metrics(done, measured)
+            names = best_names(
+                progress,
+                measured,
+                init_weight=init_weight(cfg, done, total),
+                skill_position=skill["train/skill_position"],
+                is_warm=done >= cfg.optim.warmup_ratio * total,
+            )
+            clock, wait_s, timed_steps = time.perf_counter(), 0.0, 0
+        if last:
+            snapshot(model, cfg, store, rows, runtime, done)
+        stopping = runtime.stop_requested and not last
+        if done % save_every == 0 or last or stopping:
+            names = [f"step_{done:08d}", *names]
+        if names and writer is not None:
+            progress |= {"step": done, "bad_run": int(bad_run), "bad_total": int(bad_total)}
+            state = checkpoint_state(cfg, store, rows, model, optimizer, gauge, progress)
+            writer.save(state, names, permanent=done % keep_every == 0)
+        if stopping:
+            break
+    if writer is not None:
+        writer.close()
+    if done < total:
+        log.info("stopped by SIGTERM at step %d of %d; run the same command again to go on", done, total)
+    else:
+        for name in ("best_probe", "best_val_loss"):
+            run_log.artifact(name, Path(cfg.train.ckpt_dir or "") / f"{name}.pt")
+        log.info("finished at step %d; run directory %s", total, cfg.run.dir)
+    run_log.close()
+    return 0
+
+
+def open_loader(
+    cfg: Config, store: PreparedStore, rows: Rows, runtime: Runtime, start: int, stop: int
+) -> Loader:
+    """Global batches of the steps start..stop, this process's share of each."""
+    return Loader(
+        cfg,
+        store,
+        rows.train,
+        rank=runtime.rank,
+        world=runtime.world_size,
+        accum=accumulation_steps(cfg.train, runtime.world_size),
+        start_step=start,
+        num_steps=stop - start,
+    )
+
+
+def settle_memory(
+    cfg: Config, store: PreparedStore, rows: Rows, model: VJEPA3D, runtime: Runtime, step: int
+) -> Config:
+    """The configuration with the largest per-core batch that fits, found before the first update.
+
+    Halves per_core_batch_size and doubles the accumulation, so that the global batch stays; raises
+    UserError when one volume does not fit. The first batch also proves that the context encoder sees no
+    target.
+    """
+    while True:
+        trial = replace(cfg, data=replace(cfg.data, workers=0))
+        batch = runtime.to_device(next(iter(open_loader(trial, store, rows, runtime, step, step + 1)))[0])
+        if runtime.attempt(lambda batch=batch: trial_step(model, batch, runtime)):
+            break
+        smaller = cfg.train.per_core_batch_size // 2
+        if smaller == 0:
+            raise UserError(
+                f"out of memory: one volume of spatial.image_size {list(cfg.spatial.image_size)} does not "
+                f"fit on {runtime.device}; a smaller image_size or model.size, or a larger patch_size, would"
+            )
+        log.warning("out of memory: per_core_batch_size %d -> %d", cfg.train.per_core_batch_size, smaller)
+        cfg = replace(cfg, train=replace(cfg.train, per_core_batch_size=smaller, grad_accum_steps=None))
+    model.eval()
+    check_no_leak(model, views(batch)[0], batch["context"], batch["target"])
+    model.train()
+    return cfg
+
+
+def log_start(cfg: Config, model: VJEPA3D, rows: Rows, start: int, total: int) -> None:
+    """What is about to run, with the true counts."""
+    counts = {
+        name: sum(p.numel() for p in getattr(model, name).parameters()) / 1e6
+        for name in ("encoder", "predictor")
+    }
+    end_weight = init_weight(cfg, total, total)
+    log.info(
+        "recipe %s, encoder %s %.1f M parameters, predictor %.1f M, %d tokens; %d volumes; step %d of %d",
+        cfg.method.recipe, cfg.model.size, counts["encoder"], counts["predictor"], model.encoder.num_tokens,
+        len(rows.train), start, total,
+    )  # fmt: skip
+    if end_weight > INIT_WEIGHT_LIMIT:
+        log.warning(
+            "the target will still be %.0f %% of its random initialisation at the end; "
+            "a longer run or a smaller method.ema_base lets it learn",
+            100 * end_weight,
+        )
+
+
+if __name__ == "__main__":
+    run_cli(main)

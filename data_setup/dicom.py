@@ -1,0 +1,299 @@
+"""DICOM in, arrays out: native frames of any multi-frame file, and OPT volumes with geometry or a named error.
+
+In: a URL of a DICOM file. Out: `decode_frames` the stored values frame by frame; `read_volume` an OCT volume
+uint8 [D, H, W], superior -> inferior, with its `OCTHeader`; `open_volume` the same frame by frame for little memory.
+Every fault is an `OCTReadError` with a `RejectReason`. Only the attributes listed here ever leave a file.
+Standard: DICOM PS3.3 A.52 (Ophthalmic Tomography Image IOD) and PS3.5.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import PurePosixPath
+from typing import Any
+
+import numpy as np
+import pydicom
+from pydicom.dataset import Dataset
+
+from data_setup import geometry
+from data_setup.faults import OCTReadError, RejectReason, named_faults
+from data_setup.pixels import BoundedFile, PixelLayout, iter_pixels, read_layout
+from data_setup.protocols import (
+    DEVICES,
+    Protocol,
+    device_of_path,
+    protocol_of_path,
+    protocol_of_text,
+)
+from utils.config import StorageOptions
+from utils.storage import is_remote, open_url, read_bytes
+
+__all__ = [
+    "OCTHeader",
+    "OCTReadError",
+    "OCTVolume",
+    "RejectReason",
+    "decode_frames",
+    "iter_frames",
+    "open_volume",
+    "read_header",
+    "read_volume",
+]
+
+OPT_SOP_CLASS = "1.2.840.10008.5.1.4.1.1.77.1.5.4"
+_PIXEL_TAGS = [
+    "SamplesPerPixel",
+    "PhotometricInterpretation",
+    "PlanarConfiguration",
+    "NumberOfFrames",
+    "Rows",
+    "Columns",
+    "BitsAllocated",
+    "BitsStored",
+    "HighBit",
+    "PixelRepresentation",
+]
+# The allow-list: nothing else of a file is even parsed, so nothing about the person can leave it.
+_VOLUME_TAGS = [
+    *_PIXEL_TAGS,
+    "SOPClassUID",
+    "SOPInstanceUID",
+    "ManufacturerModelName",
+    "ProtocolName",
+    "ImageLaterality",
+    "Laterality",
+    "PixelSpacing",
+    "SliceThickness",
+    "SpacingBetweenSlices",
+    "RescaleSlope",
+    "RescaleIntercept",
+    "SharedFunctionalGroupsSequence",
+    "PerFrameFunctionalGroupsSequence",
+]
+
+
+@dataclass(frozen=True)
+class OCTHeader:
+    """What is known about a volume before its pixels are decoded; (D, H, W) order, mm."""
+
+    url: str
+    shape: tuple[int, int, int]
+    spacing_mm: tuple[float, float, float]
+    spacing_source: str  # of the B-scan distance: shared | per_frame | root | frame_positions | protocol
+    flip_d: bool  # frames in file order run inferior -> superior
+    orientation_source: str  # reference_coordinates | image_position | unknown
+    device: str | None
+    protocol: str | None
+    laterality: str | None  # L | R
+    sop_instance_uid: str
+    transfer_syntax: str
+    bits_stored: int
+    inverted: bool  # MONOCHROME1: stored white is black
+    rescale: tuple[float, float]  # slope, intercept; (1, 0) when the file has none
+
+
+@dataclass(frozen=True)
+class OCTVolume:
+    """voxels uint8 [D, H, W], superior -> inferior where the header knows; header.shape is the same."""
+
+    voxels: np.ndarray
+    header: OCTHeader
+
+
+def decode_frames(url: str, options: StorageOptions | None = None) -> np.ndarray:
+    """All native frames [F, rows, cols] or [F, rows, cols, samples], stored values; raises OCTReadError."""
+    frames = _native(url, options)
+    layout = next(frames)
+    first = next(frames)
+    result = np.empty((layout.frames, *first.shape), first.dtype)
+    result[0] = first
+    for index, frame in enumerate(frames, start=1):
+        result[index] = frame
+    return result
+
+
+def iter_frames(url: str, options: StorageOptions | None = None) -> Iterator[np.ndarray]:
+    """The frames of decode_frames one at a time, in file order; the file is open until the last one."""
+    frames = _native(url, options)
+    next(frames)
+    return frames
+
+
+def read_header(url: str, options: StorageOptions | None = None) -> OCTHeader:
+    """The header of an OPT volume, without touching its pixels; raises OCTReadError."""
+    with _opened(url, options, whole=False) as file:
+        ds = _read_dataset(file, _VOLUME_TAGS, url)
+        return _header(ds, url)[0]
+
+
+def open_volume(url: str, options: StorageOptions | None = None) -> tuple[OCTHeader, Iterator[np.ndarray]]:
+    """(header, frames uint8 [H, W] in *file* order): for little memory. Raises OCTReadError.
+
+    Faults of single frames come up at that frame, a constant volume when the frames are exhausted. The caller
+    reverses the frames when header.flip_d.
+    """
+    frames = _volume(url, options)
+    return next(frames), frames
+
+
+def read_volume(url: str, options: StorageOptions | None = None) -> OCTVolume:
+    """The whole volume, uint8 [D, H, W], superior -> inferior; raises OCTReadError."""
+    header, frames = open_volume(url, options)
+    voxels = np.empty(header.shape, np.uint8)
+    for index, frame in enumerate(frames):
+        voxels[header.shape[0] - 1 - index if header.flip_d else index] = frame
+    return OCTVolume(voxels, header)
+
+
+def _native(url: str, options: StorageOptions | None) -> Iterator[Any]:
+    # A generator that has been started closes its file whether it is exhausted or dropped.
+    with _opened(url, options) as file:
+        ds = _read_dataset(file, _PIXEL_TAGS, url)
+        layout = read_layout(ds, url)
+        yield layout
+        yield from iter_pixels(file, layout, url)
+
+
+def _volume(url: str, options: StorageOptions | None) -> Iterator[Any]:
+    with _opened(url, options) as file:
+        ds = _read_dataset(file, _VOLUME_TAGS, url)
+        header, layout = _header(ds, url)
+        yield header
+        low, high = 255, 0
+        for frame in iter_pixels(file, layout, url):
+            if frame.dtype.itemsize * 8 > layout.bits_allocated:
+                found = f"{frame.dtype} codestreams"
+                raise OCTReadError(url, RejectReason.HEADER_MISMATCH, f"{layout.bits_allocated} bits", found)
+            frame = to_uint8(frame, header)
+            low, high = min(low, int(frame.min())), max(high, int(frame.max()))
+            yield frame
+        if low == high:
+            raise OCTReadError(url, RejectReason.CONSTANT_VOLUME, "an image", f"every voxel {low}")
+
+
+def to_uint8(frame: np.ndarray, header: OCTHeader) -> np.ndarray:
+    """Stored values to uint8: rescale slope and intercept, then 0..2^bits_stored - 1 linearly to 0..255."""
+    plain = header.rescale == (1.0, 0.0)
+    if not plain or header.bits_stored != 8:
+        slope, intercept = header.rescale
+        scale = 255 / (2**header.bits_stored - 1)
+        values = frame.astype(np.float32) * np.float32(slope * scale) + np.float32(intercept * scale)
+        frame = np.clip(np.rint(values), 0, 255).astype(np.uint8)
+    return 255 - frame if header.inverted else frame
+
+
+@contextmanager
+def _opened(url: str, options: StorageOptions | None, whole: bool = True) -> Iterator[BoundedFile]:
+    """The file; a remote one that is wanted whole comes in one request, since its fragments are walked twice."""
+    with named_faults(url, RejectReason.NOT_DICOM, "a DICOM file"):
+        remote = whole and is_remote(url)
+        file = io.BytesIO(read_bytes(url, options)) if remote else open_url(url, options=options)
+    with file:
+        yield BoundedFile(file)
+
+
+def _read_dataset(file: BoundedFile, tags: list[str], url: str) -> Dataset:
+    """The attributes in `tags`; leaves the file at its pixel data element."""
+    with named_faults(url, RejectReason.NOT_DICOM, "a DICOM header"), warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # odd values that nothing here reads
+        ds = pydicom.dcmread(file, stop_before_pixels=True, specific_tags=tags)
+        if not ds.file_meta.get("TransferSyntaxUID"):
+            raise OCTReadError(url, RejectReason.NOT_DICOM, "a TransferSyntaxUID", "none")
+        return ds
+
+
+def _header(ds: Dataset, url: str) -> tuple[OCTHeader, PixelLayout]:
+    with named_faults(url, RejectReason.NOT_DICOM, "a DICOM header"), warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        sop_class = str(ds.get("SOPClassUID") or "")
+        if sop_class != OPT_SOP_CLASS:
+            found = pydicom.uid.UID(sop_class).name if sop_class else "no SOPClassUID"
+            raise OCTReadError(url, RejectReason.NOT_OPT, "Ophthalmic Tomography Image Storage", found)
+        raw = geometry.collect(ds)
+        text = {k: str(ds.get(k) or "") for k in ("SOPInstanceUID", "ManufacturerModelName", "ProtocolName")}
+        laterality = _laterality(ds, url)
+        rescale = _rescale(ds, url)
+        high_bit = ds.get("HighBit")
+    layout = read_layout(ds, url)
+    _check_pixels(layout, high_bit, url)
+    protocol = protocol_of_path(url) or protocol_of_text(text["ProtocolName"])
+    device = _device(url, protocol, text["ManufacturerModelName"])
+    geometry.check_is_volume(raw, protocol, url)
+    if layout.frames < 2:
+        raise OCTReadError(url, RejectReason.NOT_A_VOLUME, "two B-scans or more", layout.frames)
+    described = len(raw.per_frame)
+    if described not in (0, layout.frames):
+        said = f"{layout.frames} per-frame items (NumberOfFrames)"
+        raise OCTReadError(url, RejectReason.FRAME_COUNT_MISMATCH, said, described)
+    spacing_mm, spacing_source = geometry.spacing(raw, layout.frames, device, protocol, url)
+    flip_d, orientation_source = geometry.orientation(raw)
+    header = OCTHeader(
+        url=url,
+        shape=(layout.frames, layout.rows, layout.columns),
+        spacing_mm=spacing_mm,
+        spacing_source=spacing_source,
+        flip_d=flip_d,
+        orientation_source=orientation_source,
+        device=device,
+        protocol=protocol.name if protocol else None,
+        laterality=laterality,
+        sop_instance_uid=text["SOPInstanceUID"],
+        transfer_syntax=str(layout.transfer_syntax),
+        bits_stored=layout.bits_stored,
+        inverted=layout.photometric == "MONOCHROME1",
+        rescale=rescale,
+    )
+    return header, layout
+
+
+def _check_pixels(layout: PixelLayout, high_bit: Any, url: str) -> None:
+    found = {
+        "SamplesPerPixel": layout.samples == 1,
+        f"PhotometricInterpretation {layout.photometric}": layout.photometric.startswith("MONOCHROME"),
+        f"BitsAllocated {layout.bits_allocated}": layout.bits_allocated in (8, 16),
+        "signed values": layout.pixel_representation == 0,
+        f"HighBit {high_bit}": high_bit in (None, layout.bits_stored - 1),
+    }
+    wrong = [name for name, is_right in found.items() if not is_right]
+    if wrong:
+        said = "one unsigned grey sample of 8 or 16 bits"
+        raise OCTReadError(url, RejectReason.UNSUPPORTED_PIXELS, said, ", ".join(wrong))
+
+
+def _rescale(ds: Dataset, url: str) -> tuple[float, float]:
+    groups = [*(ds.get("SharedFunctionalGroupsSequence") or [])[:1]]
+    groups += list(ds.get("PerFrameFunctionalGroupsSequence") or [])
+    items = [(g.get("PixelValueTransformationSequence") or [None])[0] for g in groups]
+    found = set()
+    for item in [i for i in items if i is not None] or [ds]:
+        slope, intercept = (geometry.numbers(item.get(k)) for k in ("RescaleSlope", "RescaleIntercept"))
+        found.add((slope[0] if slope else 1.0, intercept[0] if intercept else 0.0))
+    if not np.all(np.isfinite(list(found))):
+        raise OCTReadError(url, RejectReason.NOT_FINITE, "finite rescale values", sorted(found))
+    if len(found) > 1:
+        raise OCTReadError(
+            url, RejectReason.UNSUPPORTED_PIXELS, "one rescale for all frames", f"{len(found)}"
+        )
+    return found.pop()
+
+
+def _laterality(ds: Dataset, url: str) -> str | None:
+    groups = "SharedFunctionalGroupsSequence", "PerFrameFunctionalGroupsSequence"
+    values = [ds.get("ImageLaterality")]
+    values += [geometry.first(ds, group, "FrameAnatomySequence", "FrameLaterality") for group in groups]
+    values.append(ds.get("Laterality"))
+    in_name = re.search(r"_([lr])_[0-9.]+\.dcm$", PurePosixPath(url).name)
+    values.append(in_name[1].upper() if in_name else None)
+    return next((str(v) for v in values if v in ("L", "R")), None)
+
+
+def _device(url: str, protocol: Protocol | None, model: str) -> str | None:
+    if found := device_of_path(url) or (protocol.device if protocol else None):
+        return found
+    return next((d for d, (_, name) in DEVICES.items() if name.lower() in model.lower()), None)

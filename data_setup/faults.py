@@ -1,0 +1,81 @@
+"""The named ways in which one DICOM file is unusable, and the boundary that gives them their names.
+
+A reader raises `OCTReadError(url, reason, expected, found)`; `prepare` counts the reasons and goes on.
+Errors of storage itself (no permission, no connection) stay `StorageError`: they say nothing about the file.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
+from enum import StrEnum
+
+from pydicom.errors import InvalidDicomError
+
+from utils.storage import StorageError, StorageNotFoundError
+
+
+class RejectReason(StrEnum):
+    """Why a file is not used; the text is what reports and the store's index show."""
+
+    MISSING_FILE = "missing_file"
+    NOT_DICOM = "not_dicom"
+    NOT_OPT = "not_opt"
+    MISSING_PIXEL_DATA = "missing_pixel_data"
+    TRUNCATED_PIXEL_DATA = "truncated_pixel_data"
+    FRAME_COUNT_MISMATCH = "frame_count_mismatch"
+    FRAME_SIZE_MISMATCH = "frame_size_mismatch"
+    MISSING_CODEC = "missing_codec"
+    UNSUPPORTED_PIXELS = "unsupported_pixels"
+    CORRUPT_PIXEL_DATA = "corrupt_pixel_data"
+    CONSTANT_VOLUME = "constant_volume"
+    MISSING_SPACING = "missing_spacing"
+    IMPLAUSIBLE_SPACING = "implausible_spacing"
+    NOT_A_VOLUME = "not_a_volume"
+    NOT_FINITE = "not_finite"
+    HEADER_MISMATCH = "header_mismatch"
+
+
+class OCTReadError(Exception):
+    """One file that cannot be used: `url: reason: expected ..., found ...` in one line; pickles whole."""
+
+    def __init__(self, url: str, reason: RejectReason, expected: object, found: object) -> None:
+        super().__init__(url, reason, expected, found)
+        self.url = url
+        self.reason = reason
+        self.expected = " ".join(str(expected).split())
+        self.found = " ".join(str(found).split())[:300]
+
+    def __str__(self) -> str:
+        return f"{self.url}: {self.reason}: expected {self.expected}, found {self.found}"
+
+
+# What pydicom and its codecs raise on bytes that are not what they claim; LookupError covers KeyError and
+# IndexError, ValueError bad numbers and text, RuntimeError recursion and "no plugin decoded it".
+_LIBRARY_ERRORS = (
+    InvalidDicomError,
+    AttributeError,
+    LookupError,
+    TypeError,
+    ValueError,
+    ArithmeticError,
+    RuntimeError,
+    EOFError,
+    struct.error,
+)
+
+
+@contextmanager
+def named_faults(url: str, reason: RejectReason, expected: str) -> Iterator[None]:
+    """Turn an error of the DICOM library about this file's bytes into an OCTReadError with this reason."""
+    try:
+        yield
+    except StorageNotFoundError as error:
+        raise OCTReadError(url, RejectReason.MISSING_FILE, "a file", "none") from error
+    except StorageError:
+        raise
+    except OSError as error:
+        raise StorageError(url, f"reading failed: {error}; run again") from error
+    except _LIBRARY_ERRORS as error:
+        raise OCTReadError(url, reason, expected, f"{type(error).__name__}: {error}") from error

@@ -1,26 +1,27 @@
 """Pictures of a run: B-scans with their masks and the principal components of patch features.
 
 In: a snapshot, one `.npz` per picture written during training by `save_snapshot` and read by `load_snapshot`.
-Out: matplotlib figures in true physical proportion (millimetres on both axes). D is the B-scan axis.
+Out: matplotlib figures, scans in true physical proportion (millimetres on both axes); PNG text for a page.
+D is the B-scan axis.
 """
 
 from __future__ import annotations
 
+import base64
+import io
 import os
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-import matplotlib
-
-matplotlib.use("Agg")  # files only: no display is needed
-
 import numpy as np
-from einops import rearrange
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 CONTEXT_RGB = (0.16, 0.55, 0.95)
 TARGET_RGB = (0.96, 0.55, 0.12)
+ENFACE_CELLS = ("enface", "enface features")
+CURVE_COLOURS = ("#1f6fb2", "#d9730d", "#3a8a4f")
 
 
 @dataclass(frozen=True)
@@ -88,10 +89,10 @@ def _triple(values: np.ndarray, kind: type) -> tuple:
 
 
 def bscan_with_masks(snapshot: Snapshot, num_planes: int = 3) -> Figure:
-    """B-scans spread over the volume: as acquired above, and with context (blue) and target (orange) below."""
+    """B-scans spread over the volume: as read above, with context (blue) and target (orange) below."""
     planes = _spread(snapshot.volume.shape[0], num_planes)
     figure = Figure(figsize=(3.4 * len(planes), 3.4), layout="constrained")
-    axes = np.atleast_2d(figure.subplots(2, len(planes), sharex=True, sharey=True)).reshape(2, -1)
+    axes = figure.subplots(2, len(planes), sharex=True, sharey=True, squeeze=False)
     for column, plane in enumerate(planes):
         image = snapshot.volume[plane] / 255.0
         where = f"B-scan {plane + 1} of {snapshot.volume.shape[0]}"
@@ -105,34 +106,61 @@ def bscan_with_masks(snapshot: Snapshot, num_planes: int = 3) -> Figure:
 
 
 def feature_pca(snapshot: Snapshot) -> Figure:
-    """Three principal components of patch features as red, green, blue: a B-scan and en face, each beside the scan.
+    """Three principal components of patch features as colours: a B-scan and en face, beside the scan.
 
-    Components and colour range come from valid tokens; invalid tokens are grey. The en face picture is the mean
-    over the axial direction, of the intensity as of the colours.
+    En face, features are averaged over the axial direction first and have components of their own. Components
+    and colour range come from valid tokens; places without any are grey.
     """
-    colour_DHW3, shares = _pca_colours(snapshot)
     plane = snapshot.volume.shape[0] // 2
     spacing, patch = snapshot.spacing, snapshot.patch
     token_mm = tuple(s * p for s, p in zip(spacing, patch, strict=True))
-    valid_DHW1 = rearrange(snapshot.valid > 0, "(d h w) -> d h w 1", d=snapshot.grid[0], h=snapshot.grid[1])
-    count_DW1 = valid_DHW1.sum(axis=1)
-    enface_DW3 = np.where(
-        count_DW1 > 0, (colour_DHW3 * valid_DHW1).sum(axis=1) / np.maximum(count_DW1, 1), 0.5
-    )
-    figure = Figure(figsize=(10.2, 4.6), layout="constrained")
-    axes = figure.subplots(2, 2)
-    _show(axes[0, 0], snapshot.volume[plane] / 255.0, spacing[1:], f"B-scan {plane + 1}")
-    _show(axes[0, 1], colour_DHW3[plane // patch[0]], token_mm[1:], "its patch features")
-    _show(axes[1, 0], snapshot.volume.mean(axis=1) / 255.0, spacing[::2], "en face (axial mean)")
-    _show(axes[1, 1], enface_DW3, token_mm[::2], "patch features en face")
-    for axis in axes[0]:
-        axis.set_ylabel("axial, mm")
-    for axis in axes[1]:
-        axis.set_ylabel("B-scan direction, mm")
-        axis.set_xlabel("A-scan direction, mm")
+    features_DHWE = snapshot.features.reshape(*snapshot.grid, -1)
+    weight_DHW1 = (snapshot.valid > 0).reshape(*snapshot.grid, 1)
+    count_DW1 = weight_DHW1.sum(axis=1)
+    columns_DWE = (features_DHWE * weight_DHW1).sum(axis=1) / np.maximum(count_DW1, 1)
+    colour_DHW3, shares = _pca_colours(features_DHWE, weight_DHW1[..., 0])
+    enface_DW3, _ = _pca_colours(columns_DWE, count_DW1[..., 0] > 0)
+    enface_scan = snapshot.volume.mean(axis=1)
+    enface_scan = (enface_scan - enface_scan.min()) / max(float(np.ptp(enface_scan)), 1e-6)
+    figure = Figure(figsize=(10.4, 3.9), layout="constrained")
+    axes = figure.subplot_mosaic([["scan", "enface", "enface features"], ["features", *ENFACE_CELLS]])
+    _show(axes["scan"], snapshot.volume[plane] / 255.0, spacing[1:], f"B-scan {plane + 1}")
+    _show(axes["features"], colour_DHW3[plane // patch[0]], token_mm[1:], "its patch features")
+    _show(axes["enface"], enface_scan, spacing[::2], "en face, axial mean")
+    _show(axes["enface features"], enface_DW3, token_mm[::2], "patch features en face")
+    for name, axis in axes.items():
+        axis.set_ylabel("B-scan direction, mm" if name in ENFACE_CELLS else "axial, mm", fontsize="small")
+        if name != "scan":
+            axis.set_xlabel("A-scan direction, mm", fontsize="small")
     shown = ", ".join(f"{share:.0%}" for share in shares)
-    figure.suptitle(f"{snapshot.title}: components hold {shown} of the variance", fontsize="medium")
+    figure.suptitle(f"{snapshot.title}: the components hold {shown} of the variance", fontsize="medium")
     return figure
+
+
+def curves(series: Mapping[str, Sequence[tuple[int, float]]]) -> Figure:
+    """Named curves [(step, value), ...] over the optimizer step, in one small figure."""
+    figure = Figure(figsize=(4.4, 2.3), layout="constrained")
+    axis = figure.subplots()
+    for colour, (name, points) in zip(CURVE_COLOURS, series.items(), strict=False):
+        steps, values = zip(*points, strict=True)
+        marker = "o" if len(points) < 20 else None
+        axis.plot(steps, values, color=colour, label=name, linewidth=1.4, marker=marker, markersize=3)
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.grid(alpha=0.25)
+    axis.tick_params(labelsize="small")
+    axis.ticklabel_format(axis="y", style="sci", scilimits=(-2, 4))
+    axis.yaxis.get_offset_text().set_fontsize("small")
+    axis.set_xlabel("optimizer step", fontsize="small")
+    if len(series) > 1:
+        axis.legend(fontsize="small", frameon=False)
+    return figure
+
+
+def png_data(figure: Figure, dpi: int = 110) -> str:
+    """The figure as a `data:image/png;base64,...` address, to stand inside a page."""
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", dpi=dpi)
+    return "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode("ascii")
 
 
 def _spread(size: int, count: int) -> list[int]:
@@ -152,7 +180,7 @@ def _show(axis: Axes, image: np.ndarray, pixel_mm: tuple[float, ...], title: str
 
 
 def _masked(snapshot: Snapshot, plane: int, image: np.ndarray) -> np.ndarray:
-    """The B-scan [H, W, 3]: context patches tinted blue, target patches orange, patches in neither darkened."""
+    """The B-scan [H, W, 3]: context patches tinted blue, targets orange, patches in neither darkened."""
     kind = np.zeros(int(np.prod(snapshot.grid)), int)
     kind[snapshot.context] = 1
     kind[snapshot.target] = 2
@@ -163,18 +191,18 @@ def _masked(snapshot: Snapshot, plane: int, image: np.ndarray) -> np.ndarray:
     return (1 - strength) * image[..., None] + strength * tint
 
 
-def _pca_colours(snapshot: Snapshot) -> tuple[np.ndarray, list[float]]:
-    """Colours [grid D, grid H, grid W, 3] in 0..1 and the variance share of each of the three components."""
-    valid = snapshot.valid > 0
-    centred = snapshot.features - snapshot.features[valid].mean(axis=0)
-    _, values, axes = np.linalg.svd(centred[valid], full_matrices=False)
+def _pca_colours(features: np.ndarray, valid: np.ndarray) -> tuple[np.ndarray, list[float]]:
+    """[..., E] -> colours [..., 3] in 0..1 and the variance share of each of the first three components."""
+    rows, keep = features.reshape(-1, features.shape[-1]), valid.ravel()
+    centred = rows - rows[keep].mean(axis=0)
+    _, values, axes = np.linalg.svd(centred[keep], full_matrices=False)
     axes = axes[:3]
     # a component's sign is arbitrary: the largest weight is made positive, so that pictures can be compared
     axes = axes * np.sign(np.take_along_axis(axes, np.abs(axes).argmax(axis=1)[:, None], axis=1))
     scores = centred @ axes.T
-    low, high = np.quantile(scores[valid], [0.02, 0.98], axis=0)
+    low, high = np.quantile(scores[keep], [0.02, 0.98], axis=0)
     colours = np.full((len(scores), 3), 0.5)
     colours[:, : len(axes)] = np.clip((scores - low) / np.maximum(high - low, 1e-6), 0, 1)
-    colours[~valid] = 0.5
+    colours[~keep] = 0.5
     total = max(float((values**2).sum()), 1e-12)
-    return colours.reshape(*snapshot.grid, 3), [float(v) ** 2 / total for v in values[:3]]
+    return colours.reshape(*features.shape[:-1], 3), [float(v) ** 2 / total for v in values[:3]]

@@ -1,0 +1,354 @@
+"""The report: results.json's shape and numbers, a page that fetches nothing, and runs without a probe."""
+
+from __future__ import annotations
+
+import base64
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from models.probes import Prediction, paired_difference, participant_draws, verdict
+from utils.config import UserError
+from utils.report import main
+from utils.run_files import findings, read_run, results
+from utils.visualize import bscan_with_masks, feature_pca, load_snapshot, png_data, save_snapshot
+
+GRID, PATCH = (4, 12, 8), (4, 8, 8)
+
+
+def write_snapshot(path: Path, title: str = "step 200, row 3") -> None:
+    """A curved bright band: features follow the distance to it, the last two token columns are outside."""
+    d, h, w = np.meshgrid(*(np.arange(g * p) for g, p in zip(GRID, PATCH, strict=True)), indexing="ij")
+    depth = h - 40 - 0.01 * (w - 30) ** 2 - d
+    noise = np.random.default_rng(0).uniform(0.6, 1.0, d.shape)
+    volume = 230 * noise * np.where((depth > 0) & (depth < 22), np.exp(-depth / 15), 0.08)
+    tokens = depth.reshape(4, 4, 12, 8, 8, 8).mean(axis=(1, 3, 5)).ravel()
+    order = np.random.default_rng(0).permutation(tokens.size)
+    valid = np.ones(GRID)
+    valid[:, :, -2:] = 0
+    save_snapshot(
+        path,
+        volume=volume.astype(np.uint8),
+        context=order[:150],
+        target=order[150:260],
+        grid=GRID,
+        patch=PATCH,
+        spacing=(0.375, 0.024, 0.09375),
+        features=np.stack([np.sin(tokens * f) for f in np.linspace(0.01, 0.2, 12)], axis=1),
+        valid=valid.ravel(),
+        title=title,
+    )
+
+
+def probe_json(low: float, high: float) -> dict:
+    def row(name: str, label: str, value: float) -> dict:
+        return {
+            "name": name,
+            "label": label,
+            "balanced_accuracy": value,
+            "ci95": [value - 0.1, value + 0.1],
+            "macro_auroc": 0.7 if name == "pretrained" else None,
+            "chosen_c": 0.01,
+            "val_balanced_accuracy": 0.5,
+            "num_features": 384,
+        }
+
+    mean = (low + high) / 2
+    return {
+        "label_column": "study_group",
+        "classes": ["a", "b", "c", "d"],
+        "split": "test",
+        "checkpoint": "best_probe.pt",
+        "step": 150,
+        "n_participants": 31,
+        "rows": [
+            row("pretrained", "pre-trained encoder", 0.5 + mean),
+            row("random_init", "random initialisation", 0.5),
+            row("voxel_pca", "raw-voxel PCA", 0.3),
+        ],
+        "paired_difference": {"mean": mean, "ci95": [low, high]},
+        "verdict": verdict(mean, (low, high)),
+        "notes": ["Random initialisation: best of 3 seeds on validation participants."],
+    }
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    """A run directory as the stages write it, without probe.json."""
+    path = tmp_path / "my_run"
+    path.mkdir()
+    lines = []
+    for step in range(10, 201, 10):
+        line = {
+            "step": step,
+            "train/loss": 0.7 - 0.001 * step,
+            "train/lr": 5e-4 * min(1, step / 20),
+            "train/grad_norm": 1 / step,
+            "train/ema_momentum": 0.96,
+            "ema/init_weight": 0.96**step,
+            "train/feature_std": 0.8,
+            "train/skill_mean": None if step == 10 else 0.3,
+            "train/skill_position": 0.001 * step,
+            "perf/volumes_per_s": float(step),
+            "perf/data_wait_fraction": 0.02,
+        }
+        if step % 50 == 0:
+            line |= {"val/loss": 0.6, "val/rankme": 10 + step / 10, "val/probe": 0.4}
+        lines.append(json.dumps(line))
+    (path / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    (path / "config.yaml").write_text("experiment_name: my_run\nnote: <b>not bold</b>\n")
+    (path / "provenance.json").write_text(json.dumps({"commit": "abc", "packages": {"torch": "2.9.1"}}))
+    (path / "prepare_report.json").write_text(
+        json.dumps(
+            {
+                "synthetic": True,
+                "kept": 48,
+                "rejected": {"missing_file": 1, "truncated_pixel_data": 2},
+                "protocols": [{"protocol": "cirrus_mac_oct_oct", "kept": 48, "valid_fraction": 0.9312345}],
+            }
+        )
+    )
+    (path / "stages.tsv").write_text("prepare\t10.0\ntrain\t100.5\nprepare\t2.25\n")
+    write_snapshot(path / "snapshots" / "step_00000000_row_000003.npz", "step 0, row 3")
+    write_snapshot(path / "snapshots" / "step_00000200_row_000003.npz")
+    return path
+
+
+class Links(HTMLParser):
+    """Collects every attribute that makes a browser fetch something."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+        self.tags: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.found += [
+            value or "" for key, value in attrs if key in ("src", "href", "srcset", "data", "poster")
+        ]
+
+
+def test_results_without_probe(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main(["--run", str(run_dir)])
+    out = json.loads((run_dir / "results.json").read_text())
+    assert out == {
+        "data": {"kept": 48, "rejected": {"missing_file": 1, "truncated_pixel_data": 2}},
+        "pretraining": {
+            "loss_first": pytest.approx(0.69),
+            "loss_last": pytest.approx(0.5),
+            "skill_mean_last": 0.3,
+            "skill_position_last": pytest.approx(0.2),
+            "rankme_first": 15.0,
+            "rankme_last": 30.0,
+            "volumes_per_s": 105.0,
+        },
+        "probe": None,
+        "seconds": {"prepare": 12.2, "train": 100.5},
+    }
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[-1].split() == ["report", str(run_dir / "report.html")]
+    assert "48 kept, 3 rejected (missing_file 1, truncated_pixel_data 2)" in printed[0]
+    assert len(printed) <= 8
+    page = (run_dir / "report.html").read_text()
+    assert "Not evaluated" in page
+    assert "synthetic data" in page
+
+
+@pytest.mark.parametrize(
+    ("interval", "words"),
+    [
+        ((0.02, 0.1), "Pre-training beats random initialisation"),
+        ((-0.1, -0.02), "Pre-training is worse than random initialisation"),
+        ((-0.02, 0.1), "No difference shown: the interval includes zero"),
+    ],
+)
+def test_results_with_probe_whichever_side_wins(
+    run_dir: Path, capsys: pytest.CaptureFixture[str], interval: tuple[float, float], words: str
+) -> None:
+    (run_dir / "probe.json").write_text(json.dumps(probe_json(*interval)))
+    main(["--run", str(run_dir)])
+    probe = json.loads((run_dir / "results.json").read_text())["probe"]
+    assert set(probe) == {"pretrained", "random_init", "paired_difference", "n_participants", "verdict"}
+    assert set(probe["pretrained"]) == set(probe["random_init"]) == {"balanced_accuracy", "ci95"}
+    assert probe["random_init"]["balanced_accuracy"] == 0.5
+    assert probe["paired_difference"]["ci95"] == list(interval)
+    assert probe["verdict"].startswith(words)
+    page = (run_dir / "report.html").read_text()
+    assert page.index(words) < page.index("In numbers")  # the verdict comes first
+    assert "raw-voxel PCA" in page
+    assert words in capsys.readouterr().out
+
+
+def test_page_is_one_self_contained_file(run_dir: Path) -> None:
+    (run_dir / "probe.json").write_text(json.dumps(probe_json(0.02, 0.1)))
+    main(["--run", str(run_dir)])
+    page = (run_dir / "report.html").read_text()
+    links = Links()
+    links.feed(page)
+    assert len(links.found) >= 11 + 3  # charts, masks, two pictures of features
+    for link in links.found:
+        head, _, data = link.partition(",")
+        assert head == "data:image/png;base64"
+        assert base64.b64decode(data, validate=True).startswith(b"\x89PNG")
+    assert not {"script", "link", "iframe"} & set(links.tags)
+    assert not re.search(r"https?://|@import|url\(", page)
+    assert "<b>not bold</b>" not in page  # text of the run is text
+
+
+def test_a_bare_run_still_reports(run_dir: Path) -> None:
+    """A short run has no validation, no pictures, no stages: all of that is said, nothing fails."""
+    (run_dir / "metrics.jsonl").write_text('{"step": 1, "train/loss": 0.5, "train/grad_norm": "nan"}\n')
+    (run_dir / "stages.tsv").unlink()
+    for path in (run_dir / "snapshots").iterdir():
+        path.unlink()
+    main(["--run", str(run_dir)])
+    out = json.loads((run_dir / "results.json").read_text())
+    assert out["pretraining"]["loss_first"] == out["pretraining"]["loss_last"] == 0.5
+    assert out["pretraining"]["rankme_first"] is None
+    assert out["pretraining"]["volumes_per_s"] is None
+    assert out["seconds"] == {}
+    page = (run_dir / "report.html").read_text()
+    assert "train/grad_norm was not finite at step 1" in page
+    assert "This run wrote no pictures" in page
+
+
+def test_a_repeated_step_counts_once(run_dir: Path) -> None:
+    """A run killed after its checkpoint logs some steps again when it resumes."""
+    with (run_dir / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 200, "train/loss": 0.25}\n{"step": 10, "train/loss": 0.75}\n')
+    run = read_run(run_dir)
+    steps = [step for step, _ in run.series["train/loss"]]
+    assert steps == list(range(10, 201, 10))
+    assert results(run)["pretraining"]["loss_first"] == 0.75
+    assert results(run)["pretraining"]["loss_last"] == 0.25
+
+
+def test_findings_say_what_the_numbers_warn_of(run_dir: Path) -> None:
+    assert findings(read_run(run_dir)) == []
+    with (run_dir / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 210, "train/skill_position": -0.1, "ema/init_weight": 0.4, "val/rankme": 3.0}\n')
+    found = findings(read_run(run_dir))
+    assert len(found) == 3
+    assert "no learning beyond position" in found[0]
+    assert "from 15.0 to 3.0" in found[1]
+    assert "40%" in found[2]
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "config.yaml", "provenance.json", "prepare_report.json"])
+def test_a_missing_file_is_named(run_dir: Path, name: str) -> None:
+    (run_dir / name).unlink()
+    with pytest.raises(UserError, match=re.escape(name)):
+        main(["--run", str(run_dir)])
+
+
+def test_damage_is_named_with_its_line(run_dir: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="expected a run directory"):
+        read_run(tmp_path / "absent")
+    with (run_dir / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 21')
+    with pytest.raises(UserError, match=r"metrics.jsonl:21: expected JSON"):
+        read_run(run_dir)
+
+
+# --- pictures ---
+
+
+def test_snapshot_survives_the_file(tmp_path: Path) -> None:
+    write_snapshot(tmp_path / "deep" / "a.npz")
+    snapshot = load_snapshot(tmp_path / "deep" / "a.npz")
+    assert snapshot.volume.shape == (16, 96, 64)
+    assert (snapshot.grid, snapshot.patch) == (GRID, PATCH)
+    assert snapshot.spacing == (0.375, 0.024, 0.09375)
+    assert snapshot.title == "step 200, row 3"
+    assert [p.name for p in (tmp_path / "deep").iterdir()] == ["a.npz"]  # no partial file stays
+
+
+def test_snapshot_refuses_what_does_not_fit(tmp_path: Path) -> None:
+    write_snapshot(tmp_path / "a.npz")
+    good = vars(load_snapshot(tmp_path / "a.npz"))
+    for change, message in [
+        ({"volume": good["volume"].astype(np.float32)}, "volume: expected uint8"),
+        ({"volume": good["volume"][:8]}, r"volume: expected uint8 \(16, 96, 64\)"),
+        ({"features": good["features"][:7]}, "features: expected 384 tokens, found 7"),
+        ({"colour": 1}, "expected the snapshot fields"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            save_snapshot(tmp_path / "b.npz", **{**good, **change})
+    assert not (tmp_path / "b.npz").exists()
+
+
+def test_masks_lie_on_their_patches(tmp_path: Path) -> None:
+    """Token (d 2, h 1, w 3) as the only context: in plane 9 exactly its 8 x 8 voxels are tinted blue."""
+    write_snapshot(tmp_path / "a.npz")
+    good = vars(load_snapshot(tmp_path / "a.npz"))
+    token = np.ravel_multi_index((2, 1, 3), GRID)
+    good |= {
+        "context": np.array([token]),
+        "target": np.array([], int),
+        "volume": np.zeros((16, 96, 64), np.uint8),
+    }
+    save_snapshot(tmp_path / "b.npz", **good)
+    figure = bscan_with_masks(load_snapshot(tmp_path / "b.npz"), num_planes=16)
+    tinted = {plane: figure.axes[16 + plane].images[0].get_array() for plane in (7, 8, 9, 11, 12)}
+    for plane, image in tinted.items():
+        where = np.argwhere(image[..., 2] > 0)
+        if plane in (8, 9, 11):
+            assert where.min(axis=0).tolist() == [8, 24]
+            assert where.max(axis=0).tolist() == [15, 31]
+            assert len(where) == 64
+        else:
+            assert len(where) == 0
+
+
+def test_pictures_have_the_proportions_of_the_eye(tmp_path: Path) -> None:
+    write_snapshot(tmp_path / "a.npz")
+    snapshot = load_snapshot(tmp_path / "a.npz")
+    for figure in (bscan_with_masks(snapshot), feature_pca(snapshot)):
+        assert all(axis.get_aspect() == 1.0 for axis in figure.axes)
+    extents = [axis.images[0].get_extent() for axis in feature_pca(snapshot).axes]
+    height, width, length = 96 * 0.024, 64 * 0.09375, 16 * 0.375  # mm
+    for extent, expected in zip(extents, [height, length, length, height], strict=True):
+        np.testing.assert_allclose(extent, (0, width, expected, 0))
+
+
+def test_feature_colours_follow_the_features_and_leave_invalid_tokens_grey(tmp_path: Path) -> None:
+    write_snapshot(tmp_path / "a.npz")
+    good = vars(load_snapshot(tmp_path / "a.npz"))
+    rows = np.indices(GRID)[1].ravel()
+    features = np.zeros((384, 6))
+    features[:, 0] = rows  # one direction only: the axial position
+    save_snapshot(tmp_path / "b.npz", **{**good, "features": features})
+    image = feature_pca(load_snapshot(tmp_path / "b.npz")).axes[3].images[0].get_array()
+    red = image[:, 0, 0]
+    assert red[0] == 0
+    assert red[-1] == 1
+    assert (np.diff(red) >= 0).all()
+    np.testing.assert_array_equal(image[:, -2:], 0.5)
+
+
+def test_png_data_is_a_picture(tmp_path: Path) -> None:
+    write_snapshot(tmp_path / "a.npz")
+    text = png_data(feature_pca(load_snapshot(tmp_path / "a.npz")), dpi=40)
+    assert base64.b64decode(text.removeprefix("data:image/png;base64,")).startswith(b"\x89PNG")
+
+
+def test_verdict_in_results_matches_real_predictions(run_dir: Path) -> None:
+    """From predictions to results.json: the sentence says what the interval says."""
+    labels = np.arange(60) % 4
+    ids = np.array([f"{i:02d}" for i in range(60)])
+    good = Prediction(ids, labels, np.eye(4)[labels])
+    poor = Prediction(ids, labels, np.eye(4)[(labels + (np.arange(60) % 3 > 0)) % 4])
+    mean, ci = paired_difference(good, poor, participant_draws(60, 300, 0))
+    probe = probe_json(*ci) | {
+        "paired_difference": {"mean": mean, "ci95": list(ci)},
+        "verdict": verdict(mean, ci),
+    }
+    (run_dir / "probe.json").write_text(json.dumps(probe))
+    out = results(read_run(run_dir))["probe"]
+    assert out["paired_difference"]["ci95"][0] > 0
+    assert out["verdict"].startswith("Pre-training beats")

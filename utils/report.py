@@ -1,0 +1,245 @@
+"""The report of a run: `python -m utils.report --run DIR` writes report.html and results.json into DIR.
+
+In: files of the run directory only (utils.run_files says which). Out: `results.json` for machines, and one
+self-contained page for people: pictures inside, nothing fetched. The verdict is the sentence that
+finetuning.evaluate derived from the paired interval; where there is none, the page says so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from matplotlib.colors import to_hex
+
+from utils import storage, visualize
+from utils.config import run_cli
+from utils.run_files import ARMS, Run, findings, read_run, results
+
+# title, metric keys, what it means
+CHARTS: tuple[tuple[str, tuple[str, ...], str], ...] = (
+    ("Loss", ("train/loss", "val/loss"), "A low loss proves nothing: the target moves with the encoder."),
+    (
+        "Skill",
+        ("train/skill_position", "train/skill_mean"),
+        "1 - loss / loss of the best constant. Only skill_position counts as learning: its constant is the "
+        "best vector for each token position.",
+    ),
+    ("RankMe", ("val/rankme",), "Effective number of feature directions in use; a fall means collapse."),
+    (
+        "Validation probe",
+        ("val/probe",),
+        "Balanced accuracy of kNN from training to official val participants; it selects best_probe.pt.",
+    ),
+    ("Feature std", ("train/feature_std",), "Spread of the context features; near zero is collapse."),
+    ("Learning rate", ("train/lr",), "A function of the optimizer step; it never restarts."),
+    ("Gradient norm", ("train/grad_norm",), "Before clipping."),
+    ("Target momentum", ("train/ema_momentum",), "Share of the target encoder that each step keeps."),
+    ("Initial weights in the target", ("ema/init_weight",), "Product of the momenta so far."),
+    ("Volumes per second", ("perf/volumes_per_s",), "Of the whole step, data included."),
+    ("Waiting for data", ("perf/data_wait_fraction",), "Share of the time; near zero: the loader keeps up."),
+)
+NO_PROBE = "Not evaluated: this run has no probe.json. finetuning.evaluate writes it."
+
+
+def summary(run: Run, out: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """(row, text) pairs: the short table for a terminal."""
+    data, pre, probe = out["data"], out["pretraining"], out["probe"]
+    reasons = ", ".join(f"{reason} {n}" for reason, n in sorted(data["rejected"].items()) if n)
+    rejected = sum(data["rejected"].values())
+    lines = [
+        ("data", f"{data['kept']} kept, {rejected} rejected" + (f" ({reasons})" if reasons else "")),
+        (
+            "pre-training",
+            f"loss {_number(pre['loss_first'])} -> {_number(pre['loss_last'])}, "
+            f"skill_position {_number(pre['skill_position_last'])}, "
+            f"RankMe {_number(pre['rankme_first'])} -> {_number(pre['rankme_last'])}, "
+            f"{_number(pre['volumes_per_s'])} volumes/s",
+        ),
+    ]
+    if probe:
+        arms = [f"{arm.replace('_', ' ')} {_interval(probe[arm])}" for arm in ARMS]
+        lines.append(("probe", f"{', '.join(arms)}; {probe['n_participants']} participants"))
+    lines.append(("verdict", probe["verdict"] if probe else NO_PROBE))
+    if out["seconds"]:
+        lines.append(("seconds", ", ".join(f"{k} {v:.0f}" for k, v in out["seconds"].items())))
+    return lines
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3g}"
+
+
+def _interval(row: Mapping[str, Any]) -> str:
+    return f"{row['balanced_accuracy']:.3f} [{row['ci95'][0]:.3f}, {row['ci95'][1]:.3f}]"
+
+
+@dataclass(frozen=True)
+class Table:
+    title: str
+    header: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    note: str = ""
+    bold: tuple[int, ...] = ()
+    is_text: bool = False  # false: columns after the first hold numbers
+
+
+def _probe_table(probe: Mapping[str, Any]) -> Table:
+    rows = [
+        [
+            row["label"],
+            f"{row['balanced_accuracy']:.3f}",
+            f"{row['ci95'][0]:.3f} to {row['ci95'][1]:.3f}",
+            "-" if row["macro_auroc"] is None else f"{row['macro_auroc']:.3f}",
+            f"{row['val_balanced_accuracy']:.3f}",
+            f"{row['chosen_c']:g}",
+            str(row["num_features"]),
+        ]
+        for row in probe["rows"]
+    ]
+    return Table(
+        _probe_size(probe),
+        ["features", "balanced accuracy", "95 % interval", "macro AUROC", "on val", "C", "size"],
+        rows,
+        f"Chance is {1 / len(probe['classes']):.3f}. Same protocol for every row.",
+        tuple(i for i, row in enumerate(probe["rows"]) if row["name"] in ARMS),
+    )
+
+
+def _probe_size(probe: Mapping[str, Any]) -> str:
+    return (
+        f"{probe['label_column']}: {len(probe['classes'])} classes, {probe['n_participants']} participants "
+        f"of split {probe['split']}, checkpoint {probe['checkpoint']} (step {probe['step']})"
+    )
+
+
+def data_tables(prepared: Mapping[str, Any]) -> list[Table]:
+    """Everything that prepare counted: rejects by reason, its tables, and its single facts last."""
+    rejected = sorted(prepared["rejected"].items(), key=lambda item: -item[1])
+    total = sum(prepared["rejected"].values())
+    tables = [
+        Table(
+            f"{prepared['kept']} volumes kept, {total} rejected",
+            ["reason of rejection", "volumes"],
+            [[reason, str(n)] for reason, n in rejected] or [["none", "0"]],
+        )
+    ]
+    facts: list[list[str]] = []
+    for key, value in prepared.items():
+        title = key.replace("_", " ")
+        if key in ("kept", "rejected"):
+            continue
+        if isinstance(value, list) and value and all(isinstance(item, dict) for item in value):
+            header = list(value[0])
+            rows = [[_cell(item.get(column)) for column in header] for item in value]
+            tables.append(Table(title, [column.replace("_", " ") for column in header], rows))
+        elif isinstance(value, dict) and value and all(isinstance(v, dict) for v in value.values()):
+            header = list(dict.fromkeys(column for item in value.values() for column in item))
+            rows = [[name, *(_cell(item.get(column)) for column in header)] for name, item in value.items()]
+            tables.append(Table(title, ["", *(column.replace("_", " ") for column in header)], rows))
+        elif isinstance(value, dict):
+            tables.append(Table(title, ["", ""], [[name, _cell(v)] for name, v in value.items()]))
+        else:
+            facts.append([title, _cell(value)])
+    return [*tables, Table("store", ["", ""], facts, is_text=True)] if facts else tables
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    if isinstance(value, list | tuple):
+        return " x ".join(_cell(v) for v in value)
+    if isinstance(value, dict):
+        return ", ".join(f"{k} {_cell(v)}" for k, v in value.items())
+    return str(value)
+
+
+def render(run: Run, out: Mapping[str, Any]) -> str:
+    """The page as HTML text."""
+    charts = [
+        {
+            "title": title,
+            "caption": caption,
+            "png": visualize.png_data(
+                visualize.curves({key: run.series[key] for key in keys if key in run.series})
+            ),
+        }
+        for title, keys, caption in CHARTS
+        if any(key in run.series for key in keys)
+    ]
+    first, last = _snapshots(run.snapshots)
+    probe, pre = run.probe, out["pretraining"]
+    versions = [[key, _cell(value)] for key, value in run.provenance.items()]
+    template = Environment(
+        loader=FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=StrictUndefined
+    ).get_template("report_template.html.j2")
+    return template.render(
+        name=run.path.resolve().name,
+        headline="synthetic data: it proves that the machinery runs and says nothing about real retinas"
+        if run.prepared["synthetic"]
+        else "",
+        verdict=probe["verdict"] if probe else NO_PROBE,
+        probe_size=probe and _probe_size(probe),
+        numbers=[
+            ("volumes kept", str(out["data"]["kept"])),
+            ("loss, first to last", f"{_number(pre['loss_first'])} → {_number(pre['loss_last'])}"),
+            ("skill by position", _number(pre["skill_position_last"])),
+            ("RankMe, first to last", f"{_number(pre['rankme_first'])} → {_number(pre['rankme_last'])}"),
+            ("volumes per second", _number(pre["volumes_per_s"])),
+        ],
+        probe=_probe_table(probe) if probe else None,
+        probe_notes=probe["notes"] if probe else [],
+        no_probe=NO_PROBE,
+        findings=findings(run),
+        charts=charts,
+        masks=[{"title": s.title, "png": visualize.png_data(visualize.bscan_with_masks(s))} for s in last],
+        features=[
+            {"title": s.title, "png": visualize.png_data(visualize.feature_pca(s))} for s in [*first, *last]
+        ],
+        context_colour=to_hex(visualize.CONTEXT_RGB),
+        target_colour=to_hex(visualize.TARGET_RGB),
+        data_tables=data_tables(run.prepared),
+        seconds=Table("seconds per stage", ["", ""], [[k, f"{v:.1f}"] for k, v in run.seconds.items()])
+        if run.seconds
+        else None,
+        versions=Table("versions", ["", ""], versions, is_text=True),
+        config=run.config,
+    )
+
+
+def _snapshots(paths: list[Path]) -> tuple[list[visualize.Snapshot], list[visualize.Snapshot]]:
+    """The first volume as the untrained encoder saw it, and all volumes of the last step that wrote pictures.
+
+    File names sort by step, then row: step_{step}_row_{row}.npz.
+    """
+    last = [p for p in paths if _step_part(p) == _step_part(paths[-1])]
+    first = [p for p in paths[:1] if p not in last]
+    return [visualize.load_snapshot(p) for p in first], [visualize.load_snapshot(p) for p in last]
+
+
+def _step_part(path: Path) -> str:
+    return path.stem.partition("_row_")[0]
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Write report.html and results.json of a run; print a short table that ends with the report's path."""
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument("--run", required=True, metavar="DIR", help="a run directory of pretraining.train")
+    run = read_run(parser.parse_args(argv).run)
+    out = results(run)
+    report = run.path / "report.html"
+    storage.write_text(str(run.path / "results.json"), json.dumps(out, indent=2, allow_nan=False) + "\n")
+    storage.write_text(str(report), render(run, out))
+    for name, text in [*summary(run, out), ("report", str(report))]:
+        print(f"{name:<13} {text}")
+
+
+if __name__ == "__main__":
+    run_cli(main)

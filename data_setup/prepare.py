@@ -1,0 +1,309 @@
+"""Prepare once: every listed DICOM volume, checked, on one grid, in the store that training reads.
+
+In: the manifest (data.gcs_root), the grid (spatial). Out: the store at data.store, its index and
+prepare_report.json, and a table. A file that cannot be used is a row with its reason; the run goes on until
+rejects exceed data.max_reject_fraction of the records. A rerun keeps finished rows, takes up new records, and
+tries rejects again; after a kill at any moment it ends with the same bytes.
+
+    python -m data_setup.prepare --config FILE [--workers N] [--shard i/n] [section.key=value ...]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import re
+import sys
+import threading
+import time
+import traceback
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from tqdm import tqdm
+
+from data_setup.dicom import OCTReadError, RejectReason, open_volume
+from data_setup.manifest import Record, read_records
+from data_setup.prepare_report import summarise, table
+from data_setup.resample import resample_frames
+from data_setup.shard_lock import setup_lock, shard_lock
+from data_setup.store import KEPT, StoreWriter, in_threads, measure, read_attrs, record_fields
+from utils import storage
+from utils.config import EXIT_USER_ERROR, SpatialConfig, StorageOptions, UserError, parse_cli, run_cli
+
+WORKER_DIED = "worker_died"  # the process was lost twice at this file; killed for memory, most often
+INTERNAL_ERROR = "internal_error"  # a fault of this program; its traceback goes to stderr
+UNREAD = "unread"  # storage did not answer; the row stays pending
+_IN_FLIGHT = 3  # files per worker that are handed out ahead
+
+
+@dataclass(frozen=True)
+class Job:
+    """One row to prepare."""
+
+    row: int
+    record: Record
+    writer: StoreWriter
+    spatial: SpatialConfig
+    options: StorageOptions
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a row; the measurements are in its JSON."""
+
+    row: int
+    status: str
+    message: str | None = None
+
+
+def prepare_row(job: Job) -> Outcome:
+    """Read, check, resample and write one row; a bad file is a reject with its reason."""
+    url = job.record.url
+    fields: dict[str, Any] = {"record": record_fields(job.record), "message": None}
+    voxels = None
+    try:
+        source = storage.stat(url, job.options)
+        fields |= {"source_size": source.size, "source_version": source.etag_or_mtime}
+        header, frames = open_volume(url, job.options)
+        try:
+            volume = resample_frames(
+                frames,
+                header.shape,
+                header.spacing_mm,
+                job.spatial.image_size,
+                job.spatial.target_spacing,
+                job.spatial.resample,
+                header.flip_d,
+            )
+        except ValueError as error:  # a field smaller than a voxel of the grid
+            raise OCTReadError(url, RejectReason.IMPLAUSIBLE_SPACING, "a field on the grid", error) from error
+        measured = measure(volume)
+        if measured["intensity_std"] == 0:
+            raise OCTReadError(url, RejectReason.CONSTANT_VOLUME, "an image on the grid", "one grey value")
+    except storage.StorageNotFoundError as error:
+        fields |= {"status": RejectReason.MISSING_FILE.value, "message": error.problem}
+    except storage.StorageError as error:
+        return Outcome(job.row, UNREAD, str(error))
+    except OCTReadError as error:
+        fields |= {"status": error.reason.value, "message": f"expected {error.expected}, found {error.found}"}
+    else:
+        voxels = volume.voxels
+        fields |= measured | {
+            "status": KEPT,
+            **{f"shape_before_{a}": n for a, n in zip("dhw", header.shape, strict=True)},
+            **{f"spacing_before_{a}": s for a, s in zip("dhw", header.spacing_mm, strict=True)},
+            "spacing_source": header.spacing_source,
+            "orientation_source": header.orientation_source,
+            "flipped_d": header.flip_d,
+            "bits_stored": header.bits_stored,
+            "transfer_syntax": header.transfer_syntax,
+        }
+    job.writer.write_row(job.row, voxels, fields)
+    return Outcome(job.row, fields["status"], fields["message"])
+
+
+def is_done(job: Job, found: dict[str, Any] | None) -> bool:
+    """True when the row was kept from the same source file; brings its copy of the record up to date."""
+    if found is None or found["status"] != KEPT:
+        return False
+    try:
+        source = storage.stat(job.record.url, job.options)
+    except storage.StorageNotFoundError:
+        return False
+    if (found["source_size"], found["source_version"]) != (source.size, source.etag_or_mtime):
+        return False
+    if found["record"] != record_fields(job.record):
+        job.writer.write_fields(job.row, found | {"record": record_fields(job.record)})
+    return True
+
+
+def run_jobs(jobs: Sequence[Job], workers: int) -> Iterator[Outcome]:
+    """Outcomes as they come, from `workers` processes (0: this one); closing the generator ends them.
+
+    When a process is lost, the files that were in the pool run again one by one: the one that takes its
+    process with it a second time is a reject.
+    """
+    if workers == 0:
+        yield from map(prepare_row, jobs)
+        return
+    waiting, suspects = list(reversed(jobs)), []
+    while waiting or suspects:
+        alone = bool(suspects)
+        todo, lost = (suspects, []) if alone else (waiting, [])
+        size = 1 if alone else workers
+        with _pool(size) as pool:
+            running: dict[Future[Outcome], Job] = {}
+            while (todo or running) and not lost:
+                while todo and len(running) < (1 if alone else _IN_FLIGHT * size):
+                    job = todo.pop()
+                    try:
+                        running[pool.submit(prepare_row, job)] = job
+                    except BrokenProcessPool:
+                        lost.append(job)
+                        break
+                done, _ = wait(running, return_when=FIRST_COMPLETED) if running else (set(), None)
+                for future in done:
+                    job, error = running.pop(future), future.exception()
+                    if isinstance(error, BrokenProcessPool):
+                        lost.append(job)
+                    elif error is not None:
+                        yield _internal_error(job, error)
+                    else:
+                        yield future.result()
+            lost += running.values()
+        if alone and lost:
+            job = lost.pop()
+            yield _reject(job, WORKER_DIED, "its worker process was lost twice, for lack of memory perhaps")
+        suspects = suspects + lost if alone else lost
+
+
+def _internal_error(job: Job, error: BaseException) -> Outcome:
+    traceback.print_exception(error, file=sys.stderr)
+    return _reject(job, INTERNAL_ERROR, " ".join(f"{type(error).__name__}: {error}".split())[:300])
+
+
+def _reject(job: Job, status: str, message: str) -> Outcome:
+    fields = {"record": record_fields(job.record), "status": status, "message": message}
+    job.writer.write_row(job.row, None, fields)
+    return Outcome(job.row, status, message)
+
+
+@contextmanager
+def _pool(workers: int) -> Iterator[ProcessPoolExecutor]:
+    """Spawned workers with one compute thread each, which end when this process does, however it ends."""
+    names = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
+    before = {name: os.environ.get(name) for name in names}
+    os.environ.update(dict.fromkeys(names, "1"))
+    pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), initializer=_follow_parent)
+    try:
+        yield pool
+    finally:
+        pool.shutdown(cancel_futures=True)
+        for name, value in before.items():
+            os.environ.pop(name) if value is None else os.environ.update({name: value})
+
+
+def _follow_parent() -> None:
+    """A worker whose parent was killed would wait for work forever, or write into a row of its successor."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def watch() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def parse_shard(text: str) -> tuple[int, int]:
+    """'i/n' -> (i, n) with 0 <= i < n; raises UserError."""
+    match = re.fullmatch(r"(\d+)/(\d+)", text)
+    if not match or not int(match[1]) < int(match[2]):
+        raise UserError(f"--shard: expected i/n with 0 <= i < n, found {text!r}")
+    return int(match[1]), int(match[2])
+
+
+def _peak_memory_mb(workers: int) -> float:
+    import resource  # not on every system; prepare runs on those that have it
+
+    who = resource.RUSAGE_CHILDREN if workers else resource.RUSAGE_SELF
+    return resource.getrusage(who).ru_maxrss / (2**20 if sys.platform == "darwin" else 2**10)
+
+
+def _add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--workers", type=int, default=os.cpu_count() or 1, metavar="N", help="processes; 0: in this one"
+    )
+    parser.add_argument("--shard", default="0/1", metavar="i/n", help="rows with row %% n == i only")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the stage; 0, or EXIT_USER_ERROR when too many files were rejected or some could not be read."""
+    cfg, args = parse_cli(__doc__ or "", argv, _add_arguments)
+    shard, num_shards = parse_shard(args.shard)
+    if args.workers < 0:
+        raise UserError(f"--workers: expected 0 or more, found {args.workers}")
+    start = time.perf_counter()
+    options, url = cfg.data.storage_options, cfg.data.store
+    listing = read_records(cfg)
+    if not listing.records:
+        raise UserError(f"{cfg.data.manifest_path}: expected records after the filters of data.*, found none")
+    writer = StoreWriter(url, options)
+    synthetic = storage.exists(storage.join(cfg.data.gcs_root, "synthetic.json"), options)
+    with shard_lock(url, shard, num_shards, options):
+        with setup_lock(url, options):
+            writer.create(cfg.spatial, cfg.data.gcs_root, synthetic)
+            rows = writer.append_records([record_fields(r) for r in listing.records])
+        mine = [
+            Job(row, record, writer, cfg.spatial, options)
+            for row, record in zip(rows, listing.records, strict=True)
+            if row % num_shards == shard
+        ]
+        found = writer.read_rows(lambda row: row % num_shards == shard)
+        done = in_threads(lambda job: is_done(job, found.get(job.row)), mine)
+        jobs = [job for job, finished in zip(mine, done, strict=True) if not finished]
+        bad: Counter[str] = Counter()
+        first_unread = None
+        limit = cfg.data.max_reject_fraction * len(mine)
+        outcomes = run_jobs(jobs, args.workers)
+        prepared = 0
+        with tqdm(total=len(jobs), desc="prepare", unit="vol", disable=not sys.stderr.isatty()) as bar:
+            for outcome in outcomes:
+                bar.update()
+                if outcome.status == KEPT:
+                    prepared += 1
+                    continue
+                bad[outcome.status] += 1
+                if outcome.status == UNREAD:
+                    first_unread = first_unread or outcome.message
+                if bad.total() > limit:
+                    break
+        outcomes.close()
+        with setup_lock(url, options):
+            index = writer.finalise(rows)
+            seconds = time.perf_counter() - start
+            report = summarise(
+                index,
+                read_attrs(url, options),
+                listing.skipped,
+                {
+                    "shard": args.shard,
+                    "workers": args.workers,
+                    "prepared": prepared,
+                    "reused": len(mine) - len(jobs),
+                    "rejected": dict(bad),
+                    "seconds": round(seconds, 3),
+                    "volumes_per_s": round(prepared / seconds, 3),
+                    "peak_memory_mb": round(_peak_memory_mb(args.workers), 1),
+                    "split_source": listing.split_source,
+                },
+            )
+            storage.write_text(
+                storage.join(url, "prepare_report.json"), json.dumps(report, indent=1) + "\n", options
+            )
+    print(table(report))
+    if bad.total() > limit:
+        reasons = ", ".join(f"{name} {n}" for name, n in bad.most_common())
+        raise UserError(
+            f"{url}: expected at most {cfg.data.max_reject_fraction:.0%} of {len(mine)} records rejected "
+            f"(data.max_reject_fraction), found {bad.total()}: {reasons}; finished rows are kept"
+            + (f"; first unread: {first_unread}" if first_unread else "")
+        )
+    if first_unread:
+        print(
+            f"error: {bad[UNREAD]} files could not be read, run again; first: {first_unread}", file=sys.stderr
+        )
+        return EXIT_USER_ERROR
+    return 0
+
+
+if __name__ == "__main__":
+    run_cli(main)

@@ -1,0 +1,150 @@
+"""One volume onto the common grid, frame by frame: separable, anti-aliased linear resampling.
+
+In: uint8 frames [H, W] in file order, as they are decoded, and the spacing of the voxels (D, H, W) in mm.
+Out: uint8 [D, H, W] of `image_size`, the box of valid voxels, the spacing, the share of the field cut off.
+
+Voxel i of an axis covers [i, i + 1] x spacing, with its centre in the middle; the source field and the
+target field are centred on each other. Each target voxel is a weighted mean of the source voxels under a
+triangle whose half-width is the larger of the two spacings: linear interpolation where an axis grows, a
+low-pass filter where it shrinks (plain trilinear sampling aliases). Only samples inside the field count.
+A target voxel whose centre lies outside the acquired field is padding: 0, and outside the valid box.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+Triple = tuple[float, float, float]
+_BLOCK = 64  # output lines per matrix product: narrow enough to skip most of the zeros of a banded matrix
+_CENTRE_TOLERANCE = 1e-6  # of a voxel; a centre on the field's edge is inside, whatever the rounding
+
+
+@dataclass(frozen=True)
+class Resampled:
+    """A volume on the common grid."""
+
+    voxels: np.ndarray  # uint8 [D, H, W]; 0 outside the valid box
+    valid_box: tuple[int, int, int, int, int, int]  # d0, d1, h0, h1, w0, w1, half-open
+    spacing_mm: Triple
+    lost_fraction: float  # share of the acquired field outside the grid
+
+    @property
+    def valid_fraction(self) -> float:
+        """Share of the grid inside the acquired field."""
+        d0, d1, h0, h1, w0, w1 = self.valid_box
+        return (d1 - d0) * (h1 - h0) * (w1 - w0) / self.voxels.size
+
+
+@dataclass(frozen=True)
+class AxisWeights:
+    """How one axis is resampled: target line = weights [target, source] @ source lines."""
+
+    weights: np.ndarray  # float32; rows outside the valid range are 0
+    valid: tuple[int, int]  # half-open range of target indices inside the acquired field
+
+    def apply(self, lines: np.ndarray) -> np.ndarray:
+        """float32 [source, n] -> [target, n]."""
+        out = np.zeros((len(self.weights), lines.shape[1]), np.float32)
+        start, stop = self.valid
+        for i in range(start, stop, _BLOCK):
+            rows = slice(i, min(i + _BLOCK, stop))
+            used = np.flatnonzero(self.weights[rows].any(axis=0))
+            columns = slice(used[0], used[-1] + 1)
+            np.matmul(self.weights[rows, columns], lines[columns], out=out[rows])
+        return out
+
+
+def axis_weights(size: int, spacing: float, target_size: int, target_spacing: float) -> AxisWeights:
+    """Weights from `size` voxels of `spacing` to `target_size` of `target_spacing`, centred on each other."""
+    source = (np.arange(size) + 0.5 - size / 2) * spacing
+    target = (np.arange(target_size) + 0.5 - target_size / 2) * target_spacing
+    inside = np.abs(target) <= size * spacing / 2 + _CENTRE_TOLERANCE * target_spacing
+    half_width = max(spacing, target_spacing)
+    weights = np.maximum(0.0, 1.0 - np.abs(target[:, None] - source[None, :]) / half_width)
+    weights[weights < 1e-9] = 0.0  # rounding: a sample at the foot of the triangle does not count
+    weights[~inside] = 0.0
+    weights[inside] /= weights[inside].sum(axis=1, keepdims=True)
+    used = np.flatnonzero(inside)
+    if not len(used):  # an even grid has no voxel centre in its middle
+        raise ValueError(
+            f"field of {size} x {spacing} mm: expected more than one voxel of the grid, {target_spacing} mm, "
+            "found no centre of one inside"
+        )
+    return AxisWeights(weights.astype(np.float32), (int(used[0]), int(used[-1]) + 1))
+
+
+def output_spacing(
+    shape: tuple[int, int, int],
+    spacing_mm: Triple,
+    image_size: tuple[int, int, int],
+    target_spacing: Triple,
+    mode: Literal["spacing", "resize"],
+) -> Triple:
+    """Spacing (D, H, W) in mm after resampling: the target's, or with `resize` the field over the size."""
+    if mode == "spacing":
+        d, h, w = target_spacing
+    else:
+        d, h, w = (n * s / m for n, s, m in zip(shape, spacing_mm, image_size, strict=True))
+    return (d, h, w)
+
+
+def resample_frames(
+    frames: Iterable[np.ndarray],
+    shape: tuple[int, int, int],
+    spacing_mm: Triple,
+    image_size: tuple[int, int, int],
+    target_spacing: Triple,
+    mode: Literal["spacing", "resize"] = "spacing",
+    flip_d: bool = False,
+) -> Resampled:
+    """Resample uint8 frames [H, W] given in file order; flip_d: the file's last frame becomes d = 0.
+
+    Holds the output and the few frames of floats that one target plane needs; the caller counts the frames.
+    Raises ValueError for a field too small for the grid.
+    """
+    spacing = output_spacing(shape, spacing_mm, image_size, target_spacing, mode)
+    axes = [axis_weights(*a) for a in zip(shape, spacing_mm, image_size, spacing, strict=True)]
+    along_d, along_h, along_w = axes
+    weights_d = along_d.weights[:, ::-1] if flip_d else along_d.weights
+    last_frame = weights_d.shape[1] - 1 - (weights_d[:, ::-1] != 0).argmax(axis=1)
+
+    voxels = np.zeros(image_size, np.uint8)
+    sums: dict[int, np.ndarray] = {}  # target plane -> weighted sum of the frames so far, float32 [H, W]
+    f = -1
+    for f, frame in enumerate(frames):
+        assert f < shape[0], f"frame {f} of a volume of {shape[0]}"
+        assert frame.shape == shape[1:], f"frame {f}: expected {shape[1:]}, found {frame.shape}"
+        planes = np.flatnonzero(weights_d[:, f])
+        if not len(planes):
+            continue
+        values = frame.astype(np.float32)
+        for d in planes.tolist():
+            if d in sums:
+                sums[d] += values * weights_d[d, f]
+            else:
+                sums[d] = values * weights_d[d, f]
+            if last_frame[d] == f:
+                voxels[d] = _resample_plane(sums.pop(d), along_h, along_w)
+    assert f == shape[0] - 1, f"{f + 1} frames of a volume of {shape[0]}"
+
+    d0, d1, h0, h1, w0, w1 = (edge for axis in axes for edge in axis.valid)
+    kept = [
+        min(1.0, m * t / (n * s)) for n, s, m, t in zip(shape, spacing_mm, image_size, spacing, strict=True)
+    ]
+    return Resampled(voxels, (d0, d1, h0, h1, w0, w1), spacing, 1.0 - float(np.prod(kept)))
+
+
+def _resample_plane(plane: np.ndarray, along_h: AxisWeights, along_w: AxisWeights) -> np.ndarray:
+    """float32 [H, W] -> uint8 [target H, target W]; the axis that shrinks the data more goes first."""
+    shrink_h = len(along_h.weights) / plane.shape[0]
+    shrink_w = len(along_w.weights) / plane.shape[1]
+    if shrink_h <= shrink_w:
+        result = along_w.apply(np.ascontiguousarray(along_h.apply(plane).T)).T
+    else:
+        result = along_h.apply(np.ascontiguousarray(along_w.apply(np.ascontiguousarray(plane.T)).T))
+    np.rint(result, out=result)
+    return np.clip(result, 0, 255, out=result).astype(np.uint8)

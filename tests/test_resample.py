@@ -1,0 +1,153 @@
+"""data_setup/resample.py: values, anti-aliasing and geometry against closed forms and MONAI."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from monai.data import MetaTensor
+from monai.transforms import Spacing
+
+from data_setup.resample import Resampled, axis_weights, resample_frames
+
+ONE = (1.0, 1.0, 1.0)
+
+
+def resample(volume: np.ndarray, spacing: tuple, size: tuple, target: tuple, **options: object) -> Resampled:
+    return resample_frames(iter(volume), volume.shape, spacing, size, target, **options)
+
+
+def smooth(shape: tuple[int, int, int], seed: int = 0) -> np.ndarray:
+    grid = np.stack(np.meshgrid(*(np.linspace(0, 1, n) for n in shape), indexing="ij"))
+    phase = np.random.default_rng(seed).uniform(0, 6, 3)[:, None, None, None]
+    return np.rint(127 + 100 * np.prod(np.sin(5 * grid + phase), axis=0)).astype(np.uint8)
+
+
+def test_identity() -> None:
+    volume = np.random.default_rng(0).integers(0, 256, (5, 7, 9), dtype=np.uint8)
+    out = resample(volume, (0.1, 0.003, 0.01), (5, 7, 9), (0.1, 0.003, 0.01))
+    np.testing.assert_array_equal(out.voxels, volume)
+    assert out.valid_box == (0, 5, 0, 7, 0, 9)
+    assert out.valid_fraction == 1.0
+    assert out.lost_fraction == pytest.approx(0.0)
+
+
+@pytest.mark.parametrize("spacing", [(0.3, 0.02, 0.11), (2.9, 3.1, 0.2), (1.0, 0.4, 7.0)])
+def test_a_constant_volume_stays_constant(spacing: tuple[float, float, float]) -> None:
+    volume = np.full((11, 30, 17), 201, np.uint8)
+    out = resample(volume, spacing, (8, 10, 12), (0.9, 0.5, 0.8))
+    d0, d1, h0, h1, w0, w1 = out.valid_box
+    assert (out.voxels[d0:d1, h0:h1, w0:w1] == 201).all()
+    assert out.voxels.astype(int).sum() == 201 * (d1 - d0) * (h1 - h0) * (w1 - w0)
+
+
+@pytest.mark.parametrize("axis", [0, 1, 2])
+@pytest.mark.parametrize("factor", [0.37, 0.8, 1.0, 1.9, 3.3])
+def test_a_ramp_stays_a_ramp(axis: int, factor: float) -> None:
+    """Against the line itself at the target's centres; near the field's edge the kernel is one-sided."""
+    size = 60
+    ramp = np.rint(np.linspace(0, 255, size)).astype(np.uint8)
+    shape = [1, 1, 1]
+    shape[axis] = size
+    spacing, target = list(ONE), list(ONE)
+    target[axis] = factor
+    out_size = [1, 1, 1]
+    out_size[axis] = round(size / factor) - 1
+    out = resample(ramp.reshape(shape), tuple(spacing), tuple(out_size), tuple(target)).voxels.ravel()
+    position = (np.arange(out_size[axis]) + 0.5 - out_size[axis] / 2) * factor + size / 2 - 0.5
+    inner = (position > factor + 1) & (position < size - 2 - factor)
+    assert inner.sum() > 8
+    assert np.abs(out[inner] - position[inner] * 255 / (size - 1)).max() <= 1.0
+
+
+def test_fine_stripes_average_out() -> None:
+    """Rows 0, 255, 0, 255 at 2.4 to 1: sampling them without a filter gives stripes that are not there."""
+    volume = np.zeros((2, 240, 8), np.uint8)
+    volume[:, 1::2] = 255
+    out = resample(volume, (1, 1, 1), (2, 100, 8), (1, 2.4, 1)).voxels[:, 2:-2].astype(float)
+    position = np.clip((np.arange(100) + 0.5) * 2.4 - 0.5, 0, 239)
+    plain = np.interp(position, np.arange(240), volume[0, :, 0])[2:-2]
+    assert np.ptp(plain) > 150
+    assert np.ptp(out) < 16
+    assert abs(out.mean() - 127.5) < 1
+
+
+def test_the_grids_are_centred_on_each_other_and_the_box_is_exact() -> None:
+    volume = np.full((4, 10, 6), 9, np.uint8)
+    out = resample(volume, ONE, (8, 6, 7), ONE)
+    # D padded 2 + 2, H cropped, W one voxel wider: centres half a voxel outside the field are on its edge
+    assert out.valid_box == (2, 6, 0, 6, 0, 7)
+    assert out.valid_fraction == pytest.approx(4 / 8)
+    assert out.lost_fraction == pytest.approx(0.4)
+    assert not out.voxels[:2].any()
+    assert not out.voxels[6:].any()
+    narrower = resample(volume, (1.0, 1.0, 0.99), (8, 6, 7), ONE)
+    assert narrower.valid_box == (2, 6, 0, 6, 1, 6)
+
+
+def test_an_off_centre_voxel_lands_where_it_is() -> None:
+    volume = np.zeros((9, 21, 11), np.uint8)
+    volume[1, 4, 8] = 255
+    out = resample(volume, (0.5, 0.5, 0.5), (18, 30, 20), (0.25, 0.25, 0.25)).voxels.astype(float)
+    centre = [
+        np.average(np.arange(n), weights=out.sum(axis=tuple({0, 1, 2} - {a})))
+        for a, n in enumerate(out.shape)
+    ]
+    expected = [
+        (i + 0.5 - n / 2) * 2 + m / 2 - 0.5
+        for i, n, m in zip((1, 4, 8), (9, 21, 11), (18, 30, 20), strict=True)
+    ]
+    np.testing.assert_allclose(centre, expected, atol=0.05)
+
+
+@pytest.mark.parametrize("frames", [5, 12, 40])
+def test_flip_d_equals_flipping_the_input(frames: int) -> None:
+    volume = smooth((frames, 20, 16))
+    arguments = ((0.3, 0.1, 0.1), (8, 10, 12), (0.5, 0.15, 0.12))
+    flipped = resample(volume, *arguments, flip_d=True)
+    np.testing.assert_array_equal(flipped.voxels, resample(volume[::-1], *arguments).voxels)
+    assert not np.array_equal(flipped.voxels, resample(volume, *arguments).voxels)
+
+
+def test_growing_equals_monai_spacing() -> None:
+    """MONAI samples from the first voxel's centre on; with 2 n - 1 voxels our grid is the same."""
+    volume, spacing, target = smooth((6, 10, 8), seed=3), (0.4, 0.3, 0.5), (0.2, 0.15, 0.25)
+    size = tuple(2 * n - 1 for n in volume.shape)
+    ours = resample(volume, spacing, size, target).voxels
+    affine = torch.diag(torch.tensor([*spacing, 1.0], dtype=torch.float64))
+    image = MetaTensor(torch.from_numpy(volume[None].astype(np.float32)), affine=affine)
+    theirs = Spacing(pixdim=target, mode="bilinear", padding_mode="border", align_corners=True)(image)[0]
+    assert theirs.shape == size
+    assert np.abs(ours - theirs.numpy()).max() <= 0.51
+
+
+def test_a_field_smaller_than_a_voxel_is_named() -> None:
+    with pytest.raises(ValueError, match=r"field of 3 x 0\.001 mm: expected more than one voxel of the grid"):
+        axis_weights(3, 0.001, 8, 0.5)
+
+
+def test_resize_maps_the_whole_field() -> None:
+    volume = smooth((10, 40, 30))
+    out = resample(volume, (0.1, 0.01, 0.02), (5, 20, 60), (9.0, 9.0, 9.0), mode="resize")
+    assert out.spacing_mm == pytest.approx((0.2, 0.02, 0.01))
+    assert out.valid_box == (0, 5, 0, 20, 0, 60)
+    assert out.lost_fraction == pytest.approx(0.0)
+    assert abs(out.voxels.mean() - volume.mean()) < 1.0
+
+
+def test_weights_sum_to_one_inside_and_nothing_outside() -> None:
+    for size, spacing, target_size, target_spacing in [
+        (7, 1.0, 30, 0.3),
+        (900, 0.0026, 96, 0.024),
+        (3, 1, 3, 9),
+    ]:
+        axis = axis_weights(size, spacing, target_size, target_spacing)
+        start, stop = axis.valid
+        np.testing.assert_allclose(axis.weights[start:stop].sum(axis=1), 1.0, rtol=1e-6)
+        assert not axis.weights[:start].any()
+        assert not axis.weights[stop:].any()
+
+
+def test_too_few_frames_is_an_error() -> None:
+    with pytest.raises(AssertionError, match="3 frames of a volume of 5"):
+        resample_frames(iter(np.ones((3, 4, 4), np.uint8)), (5, 4, 4), ONE, (5, 4, 4), ONE)

@@ -1,7 +1,7 @@
-"""DICOM in, arrays out: native frames of any multi-frame file, and OPT volumes with geometry or a named error.
+"""DICOM in, arrays out: native frames of any multi-frame file; OPT volumes with geometry, or a named error.
 
-In: a URL of a DICOM file. Out: `decode_frames` the stored values frame by frame; `read_volume` an OCT volume
-uint8 [D, H, W], superior -> inferior, with its `OCTHeader`; `open_volume` the same frame by frame for little memory.
+In: a URL of a DICOM file. Out: `decode_frames` the stored values; `read_volume` an OCT volume, uint8
+[D, H, W], superior -> inferior, with its `OCTHeader`; `open_volume` the same frame by frame, for little memory.
 Every fault is an `OCTReadError` with a `RejectReason`. Only the attributes listed here ever leave a file.
 Standard: DICOM PS3.3 A.52 (Ophthalmic Tomography Image IOD) and PS3.5.
 """
@@ -190,7 +190,7 @@ def to_uint8(frame: np.ndarray, header: OCTHeader) -> np.ndarray:
 
 @contextmanager
 def _opened(url: str, options: StorageOptions | None, whole: bool = True) -> Iterator[BoundedFile]:
-    """The file; a remote one that is wanted whole comes in one request, since its fragments are walked twice."""
+    """The file; a remote one that is wanted whole comes in one request: its fragments are walked twice."""
     with named_faults(url, RejectReason.NOT_DICOM, "a DICOM file"):
         remote = whole and is_remote(url)
         file = io.BytesIO(read_bytes(url, options)) if remote else open_url(url, options=options)

@@ -1,7 +1,7 @@
 """Spacing and orientation of an OPT volume from what its header says; nothing is invented.
 
-In: plain numbers collected from the functional groups (`collect`). Out: `spacing_mm` (D, H, W) with its source,
-and whether the frames have to be reversed to run superior -> inferior, with its source. Lengths are mm.
+In: plain numbers collected from the functional groups (`collect`). Out: `spacing_mm` (D, H, W) and whether
+the frames have to be reversed to run superior -> inferior, each with its source. Lengths are mm.
 Standard: DICOM PS3.3, Enhanced multi-frame functional groups and Ophthalmic Frame Location.
 """
 
@@ -17,7 +17,7 @@ from pydicom.dataset import Dataset
 from data_setup.faults import OCTReadError, RejectReason
 from data_setup.protocols import Protocol
 
-# Wide enough for phantoms of a few voxels that keep the whole field; 1 mm, the usual invented default, is out.
+# Wide enough for phantoms of a few voxels that keep the whole field; a lateral or axial 1 mm is out.
 PLAUSIBLE_MM = {"B-scan distance": (0.001, 1.0), "axial": (0.0005, 0.05), "lateral": (0.001, 0.5)}
 CIRRUS = "zeiss_cirrus"
 _AGREE = 1e-3  # relative: spacings of one volume
@@ -55,7 +55,7 @@ def numbers(value: Any) -> tuple[float, ...] | None:
 
 
 def first(ds: Dataset | None, *path: str) -> Any:
-    """Value at a path of keywords through the first items of sequences; None when anything is absent or empty."""
+    """Value at a path of keywords through first items of sequences; None when a part is absent or empty."""
     node: Any = ds
     for keyword in path[:-1]:
         items = node.get(keyword) if node is not None else None
@@ -124,9 +124,10 @@ def spacing(
 ) -> tuple[tuple[float, float, float], str]:
     """(B-scan distance, axial, lateral) in mm and the source of the B-scan distance.
 
-    Shared groups first, then per frame, then root. Sources: shared, per_frame, root, frame_positions, protocol.
-    Cirrus writes the lateral spacing into SliceThickness: there the frame positions, then the protocol's field
-    come first. Raises OCTReadError missing_spacing, implausible_spacing, not_a_volume (frames disagree).
+    Shared groups first, then per frame, then root; sources: shared, per_frame, root, frame_positions,
+    protocol. Cirrus writes the lateral spacing into SliceThickness: there the frame positions come first,
+    then the field of the protocol. Raises OCTReadError missing_spacing, implausible_spacing or, where the frames
+    disagree, not_a_volume.
     """
     levels = {"shared": raw.shared, "per_frame": _agreed(raw.per_frame, url), "root": raw.root}
     plane = next(((k, m) for k, m in levels.items() if m.axial is not None and m.lateral is not None), None)
@@ -159,8 +160,8 @@ def spacing(
 def orientation(raw: RawGeometry) -> tuple[bool, str]:
     """(flip D to run superior -> inferior, source); conflicting or absent evidence: (False, "unknown").
 
-    ReferenceCoordinates: rows of the localizer grow downwards, to inferior. ImagePositionPatient: a raster along
-    z runs against LPS (superior is +z); along y it runs with it, as the OCT converters write it.
+    ReferenceCoordinates: rows of the localizer grow downwards, to inferior. ImagePositionPatient: along z it
+    is LPS (superior is +z); along y it grows to inferior, as the OCT converters write it.
     """
     by_reference = _reference_direction(raw)
     by_position = _position_direction(raw)

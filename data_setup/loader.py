@@ -1,0 +1,286 @@
+"""Batches of prepared volumes: the global batch is a function of (seed, step) and of nothing else.
+
+In: an open store, its rows, the configuration. Out: dicts of plain tensors, one per micro-batch:
+  volume uint8 [B,D,H,W], matrix [B,3,4], valid_box [B,6], mean, std [B], intensity [B,2,3], noise_seed [B,2],
+  sample_seed [B], context, context_valid [B,K], target, target_valid [B,M], row, position [B]
+Step s holds the global positions s*G .. (s+1)*G - 1. Position p is volume p % n of epoch p // n, each epoch a
+seeded permutation, so a batch may span epochs; its random draws come from (seed, step, p). Rank, accumulation
+index and worker only say who computes p, so changing their numbers, or resuming, changes no batch.
+"""
+
+from __future__ import annotations
+
+import math
+import multiprocessing
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, default_collate
+
+from data_setup.masks import MaskPlan
+from data_setup.store import PreparedStore
+from data_setup.transforms import (
+    NEUTRAL_INTENSITY,
+    SEED_LIMIT,
+    STREAM_MASK,
+    STREAM_MODEL,
+    JEPAMaskd,
+    identity_matrix,
+    random_stream,
+    token_valid,
+    training_transforms,
+)
+from utils.config import Config, ConfigError
+
+Batch = dict[str, Tensor]
+
+# First words of the seeds of the data order and of validation masks. random_stream starts with the run's seed
+# and has four words, these have three, so no two streams meet.
+ORDER_EPOCH, ORDER_DEVICES = 0, 1
+VALIDATION_SEED = 0  # validation masks depend on the row alone, so runs with different seeds are comparable
+POLL_SECONDS = 5.0  # how often the training process looks whether its loader workers are alive
+
+
+class LoaderError(RuntimeError):
+    """A loader worker that died or hangs: which one, what it was loading, how long it was waited for."""
+
+
+class DataOrder:
+    """Which store row stands at which global position."""
+
+    def __init__(self, seed: int, rows: np.ndarray, groups: Sequence[str] | None = None) -> None:
+        """`groups`: the device of every row, for equal shares per device; None: every row equally often."""
+        if len(rows) == 0:
+            raise ValueError("data order: expected at least one store row, found none")
+        self.seed = seed
+        names = sorted(set(groups)) if groups is not None else []
+        labels = np.asarray(groups)
+        self.pools = [rows[labels == name] for name in names] if names else [rows]
+        self._permutation = lru_cache(maxsize=2 * len(self.pools))(self._draw_permutation)
+
+    def __getstate__(self) -> dict[str, object]:
+        return {"seed": self.seed, "pools": self.pools}
+
+    def __setstate__(self, state: dict[str, object]) -> None:
+        self.__dict__.update(state)
+        self._permutation = lru_cache(maxsize=2 * len(self.pools))(self._draw_permutation)
+
+    def _draw_permutation(self, pool: int, epoch: int) -> np.ndarray:
+        rng = np.random.default_rng([self.seed, ORDER_EPOCH, pool, epoch])
+        return rng.permutation(self.pools[pool])
+
+    def row(self, position: int) -> int:
+        """The store row at a global position."""
+        # Device-balanced: every run of len(pools) positions holds each device once, in an order of its own.
+        turn, offset = divmod(position, len(self.pools))
+        pool = 0
+        if len(self.pools) > 1:
+            devices = np.random.default_rng([self.seed, ORDER_DEVICES, turn])
+            pool = int(devices.permutation(len(self.pools))[offset])
+        epoch, place = divmod(turn, len(self.pools[pool]))
+        return int(self._permutation(pool, epoch)[place])
+
+
+class RowReader:
+    """A store row as a sample without augmentation: volume, spacing, valid box and statistics."""
+
+    def __init__(self, store: PreparedStore, rows: np.ndarray) -> None:
+        index = store.index.loc[rows]
+        box = index[[f"valid_{axis}{end}" for axis in "dhw" for end in "01"]].to_numpy(np.float32)
+        spacing = index[[f"spacing_after_{axis}" for axis in "dhw"]].to_numpy(np.float64)
+        statistics = index[["intensity_mean", "intensity_std"]].to_numpy(np.float32)
+        self.store = store
+        self.about = {int(r): about for r, *about in zip(rows, box, spacing, statistics, strict=True)}
+
+    def __call__(self, row: int) -> dict[str, object]:
+        """The sample of one row, in the stored geometry."""
+        box, spacing, (mean, std) = self.about[row]
+        return {
+            "volume": torch.from_numpy(self.store.read(row)),
+            "matrix": identity_matrix(),
+            "valid_box": box,
+            "spacing": spacing,
+            "mean": mean,
+            "std": std,
+            "intensity": np.array(NEUTRAL_INTENSITY, np.float32),
+            "noise_seed": np.zeros(2, np.int64),
+            "sample_seed": 0,
+            "row": row,
+            "position": row,
+        }
+
+
+def _finish(sample: dict[str, object]) -> dict[str, object]:
+    """Plain values only, without what served the transforms alone."""
+    return {key: value for key, value in sample.items() if key != "spacing"}
+
+
+class TrainingSamples(Dataset[dict[str, object]]):
+    """The augmented, masked sample of a (step, global position)."""
+
+    def __init__(self, config: Config, store: PreparedStore, rows: np.ndarray) -> None:
+        self.seed = config.seed
+        self.read = RowReader(store, rows)
+        balanced = config.data.sampling == "device_balanced"
+        self.order = DataOrder(config.seed, rows, list(store.index.loc[rows, "device"]) if balanced else None)
+        self.transforms = training_transforms(config)
+
+    def __getitem__(self, key: tuple[int, int]) -> dict[str, object]:
+        step, position = key
+        sample = self.read(self.order.row(position))
+        for stream, transform in self.transforms:
+            transform.set_random_state(state=random_stream(self.seed, step, position, stream))
+            sample = transform(sample)
+        model_stream = random_stream(self.seed, step, position, STREAM_MODEL)
+        sample["sample_seed"] = int(model_stream.randint(0, SEED_LIMIT, dtype=np.int64))
+        sample["position"] = position
+        return _finish(sample)
+
+
+@dataclass(frozen=True)
+class MicroBatches:
+    """(step, position) of every sample of one rank, one list per micro-batch."""
+
+    steps: range
+    global_batch: int
+    rank: int
+    world: int
+    accum: int
+
+    def __iter__(self) -> Iterator[list[tuple[int, int]]]:
+        size = self.global_batch // (self.world * self.accum)
+        for step in self.steps:
+            for micro in range(self.accum):
+                first = step * self.global_batch + (micro * self.world + self.rank) * size
+                yield [(step, first + b) for b in range(size)]
+
+
+class Loader:
+    """Iterate over steps; each is the list of this rank's `accum` micro-batches.
+
+    Micro-batch a of rank r holds the positions step*G + (a*world + r)*B + b with B = G / (world * accum),
+    G = train.global_batch_size. Yields `num_steps` steps from `start_step`. Raises LoaderError when a worker
+    dies or is silent for data.data_timeout_s.
+    """
+
+    def __init__(
+        self,
+        cfg: Config,
+        store: PreparedStore,
+        rows: np.ndarray,
+        *,
+        rank: int = 0,
+        world: int = 1,
+        accum: int = 1,
+        start_step: int = 0,
+        num_steps: int,
+    ) -> None:
+        if cfg.train.global_batch_size % (world * accum):
+            raise ConfigError(
+                f"train.global_batch_size: expected a multiple of world size {world} x accumulation {accum}, "
+                f"found {cfg.train.global_batch_size}"
+            )
+        assert 0 <= rank < world, (rank, world)
+        self.rank, self.world, self.accum = rank, world, accum
+        self.global_batch = cfg.train.global_batch_size
+        self.steps = range(start_step, start_step + num_steps)
+        self.data = cfg.data
+        self.dataset = TrainingSamples(cfg, store, np.asarray(rows))
+
+    def __len__(self) -> int:
+        return len(self.steps)
+
+    @cached_property
+    def _batches(self) -> DataLoader[Batch]:
+        sampler = MicroBatches(self.steps, self.global_batch, self.rank, self.world, self.accum)
+        if self.data.workers == 0:
+            return DataLoader(self.dataset, batch_sampler=sampler, pin_memory=self.data.pin_memory)
+        # A fork server, not fork: the training process has threads (torch, fsspec, zarr) and maybe a device.
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload([__name__])
+        return DataLoader(
+            self.dataset,
+            batch_sampler=sampler,
+            num_workers=self.data.workers,
+            prefetch_factor=self.data.prefetch_factor,
+            pin_memory=self.data.pin_memory,
+            persistent_workers=self.data.persistent_workers,
+            timeout=min(POLL_SECONDS, self.data.data_timeout_s),
+            worker_init_fn=_start_worker,
+            multiprocessing_context=context,
+        )
+
+    def __iter__(self) -> Iterator[list[Batch]]:
+        batches = iter(self._batches)
+        for index, step in enumerate(self.steps):
+            yield [self._next(batches, step, index * self.accum + micro) for micro in range(self.accum)]
+
+    def _next(self, batches: Iterator[Batch], step: int, number: int) -> Batch:
+        """The next micro-batch; torch's timeouts are the polls, and a worker's fate is told in one line."""
+        start = time.monotonic()
+        while True:
+            try:
+                return next(batches)
+            except RuntimeError as error:
+                if self.data.workers == 0:
+                    raise
+                waited = time.monotonic() - start
+                # Batches go to the workers in turn.
+                what = (
+                    f"loader worker {number % self.data.workers} of {self.data.workers} (rank {self.rank}, "
+                    f"step {step}, micro-batch {number % self.accum})"
+                )
+                if "exited unexpectedly" in str(error) or "is killed by signal" in str(error):
+                    raise LoaderError(f"{what}: expected a batch, found a dead worker: {error}") from error
+                if "timed out" not in str(error):
+                    raise
+                if waited >= self.data.data_timeout_s:
+                    raise LoaderError(
+                        f"{what}: expected a batch within data.data_timeout_s = "
+                        f"{self.data.data_timeout_s:g} s, found none after {waited:.1f} s"
+                    ) from error
+
+
+def _start_worker(worker: int) -> None:
+    """One torch thread per worker: the workers are the parallelism."""
+    torch.set_num_threads(1)
+
+
+def evaluation_batches(
+    cfg: Config, store: PreparedStore, rows: np.ndarray, batch_size: int
+) -> Iterator[Batch]:
+    """Rows in the given order, not augmented, without target: context is every token, valid or not.
+
+    The last batch is smaller when batch_size does not divide the rows; `position` repeats `row`.
+    """
+    everything = torch.arange(math.prod(cfg.grid))
+    for samples in _in_batches(store, rows, batch_size):
+        batch = default_collate([_finish(sample) for sample in samples])
+        valid = token_valid(batch["matrix"], batch["valid_box"], cfg.grid, cfg.spatial.patch_size)
+        batch["context"] = everything.repeat(len(samples), 1)
+        batch["context_valid"] = valid.to(torch.float32)
+        yield batch
+
+
+def validation_batches(
+    cfg: Config, store: PreparedStore, rows: np.ndarray, batch_size: int
+) -> Iterator[Batch]:
+    """Rows in the given order, not augmented, each with one fixed mask: the same at every call and seed."""
+    mask = JEPAMaskd(MaskPlan.from_config(cfg), cfg.spatial.patch_size)
+    for samples in _in_batches(store, rows, batch_size):
+        masked = []
+        for sample in samples:
+            mask.set_random_state(state=random_stream(VALIDATION_SEED, 0, sample["row"], STREAM_MASK))
+            masked.append(_finish(mask(sample)))
+        yield default_collate(masked)
+
+
+def _in_batches(store: PreparedStore, rows: np.ndarray, batch_size: int) -> Iterator[list[dict[str, object]]]:
+    read = RowReader(store, rows)
+    for start in range(0, len(rows), batch_size):
+        yield [read(int(row)) for row in rows[start : start + batch_size]]

@@ -1,0 +1,114 @@
+"""Which tokens the context encoder sees and which it must predict: fixed counts, one mask per sample.
+
+In: a random state, a `MaskPlan` of the configuration, and which tokens are valid. Out: int64 token ids,
+always exactly K context and M target of them, so a compiled step is compiled once. After V-JEPA's multi-block
+masks (Bardes et al. 2024), without their trim of each batch to its smallest mask, which starves the last
+planes of D (benchmarks/mask_planes.py shows it).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from utils.config import Config, ConfigError, MaskFamily
+
+MAX_REDRAWS = 100
+
+
+@dataclass(frozen=True)
+class MaskPlan:
+    """What every mask of a run has in common. `families` None: uniform targets, all positions are context."""
+
+    grid: tuple[int, int, int]
+    num_context: int
+    num_target: int
+    families: tuple[MaskFamily, ...] | None
+
+    @classmethod
+    def from_config(cls, config: Config) -> MaskPlan:
+        """The plan of method.recipe; ConfigError when a ratio rounds to no token at all."""
+        method, grid = config.method, config.grid
+        num_tokens = math.prod(grid)
+        if method.recipe == "methods":
+            assert method.mask_ratio is not None
+            plan = cls(grid, num_tokens, round(method.mask_ratio * num_tokens), None)
+        else:
+            assert method.context_ratio is not None
+            assert method.target_ratio is not None
+            assert method.mask_blocks is not None
+            num_context = round(method.context_ratio * num_tokens)
+            num_target = min(round(method.target_ratio * num_tokens), num_tokens - num_context)
+            plan = cls(grid, num_context, num_target, tuple(method.mask_blocks))
+        if plan.num_context < 1 or plan.num_target < 1:
+            raise ConfigError(
+                f"method.*_ratio: expected at least 1 context and 1 target token, found {plan.num_context} "
+                f"and {plan.num_target} of the {num_tokens} tokens of grid {list(grid)}"
+            )
+        return plan
+
+
+def draw_mask(rng: np.random.RandomState, plan: MaskPlan, valid: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(context, target): int64 ids [K] and [M], disjoint unless context is all positions; valid [N] bool.
+
+    Valid tokens take the slots first, padding only when they run out, and it stands last. Blocks of one
+    family, drawn per sample, are added until their union holds M tokens; what is over M belongs to neither
+    set. Raises ConfigError when 100 draws leave fewer than K tokens for the context.
+    """
+    num_tokens = math.prod(plan.grid)
+    assert valid.shape == (num_tokens,), (valid.shape, plan.grid)
+    if plan.families is None:
+        everything = np.arange(num_tokens)
+        return everything, _choose(rng, everything, plan.num_target, valid)
+    family = plan.families[rng.randint(len(plan.families))]
+    for _ in range(MAX_REDRAWS):
+        union = _draw_union(rng, plan.grid, family, plan.num_target)
+        inside, outside = np.flatnonzero(union), np.flatnonzero(~union)
+        if len(outside) >= plan.num_context:
+            context = _choose(rng, outside, plan.num_context, valid)
+            return context, _choose(rng, inside, plan.num_target, valid)
+    raise ConfigError(
+        f"method.mask_blocks: expected blocks of {family} that hold {plan.num_target} target tokens of grid "
+        f"{list(plan.grid)} and leave {plan.num_context} for the context, found none in {MAX_REDRAWS} draws; "
+        "lower the block's scale, method.context_ratio or method.target_ratio"
+    )
+
+
+def _choose(rng: np.random.RandomState, ids: np.ndarray, count: int, valid: np.ndarray) -> np.ndarray:
+    """`count` of `ids` at random, valid ones before any padding; both parts in raster order, padding last."""
+    padding = ~valid[ids]
+    order = rng.random_sample(len(ids)) + padding
+    chosen = np.zeros(len(ids), dtype=bool)
+    chosen[np.argpartition(order, count - 1)[:count]] = True
+    return np.concatenate([ids[chosen & ~padding], ids[chosen & padding]])
+
+
+def _draw_union(
+    rng: np.random.RandomState, grid: tuple[int, int, int], family: MaskFamily, num_target: int
+) -> np.ndarray:
+    """bool [N]: the union of the first blocks that together hold at least num_target tokens."""
+    union = np.zeros(grid, dtype=bool)
+    while np.count_nonzero(union) < num_target:
+        corner = []
+        for size, extent in zip(grid, _block_size(rng, grid, family), strict=True):
+            start = rng.randint(size - extent + 1)
+            corner.append(slice(start, start + extent))
+        union[tuple(corner)] = True
+    return union.ravel()
+
+
+def _block_size(
+    rng: np.random.RandomState, grid: tuple[int, int, int], family: MaskFamily
+) -> tuple[int, int, int]:
+    """Tokens along (D, H, W) of one block of the family's scale and a random aspect, at most the grid's."""
+    size_d, size_h, size_w = grid
+    # A box takes the same share of D as of a plane's sides, so scale is its share of the whole grid.
+    d = size_d if family.tube else max(1, round(size_d * family.scale ** (1 / 3)))
+    area = size_h * size_w * (family.scale if family.tube else family.scale ** (2 / 3))
+    aspect = rng.uniform(*family.aspect)
+    w = min(max(1, round(math.sqrt(area / aspect)), math.ceil(area / size_h)), size_w)
+    # Where the wanted width does not fit, the height makes up for it; the line above does the reverse.
+    h = math.sqrt(area * aspect) if math.sqrt(area / aspect) <= size_w else area / size_w
+    return d, min(max(1, round(h)), size_h), w

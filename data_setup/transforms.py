@@ -1,0 +1,273 @@
+"""What happens to a prepared volume on its way into a model: geometry, intensity, masks, normalisation.
+
+Host side: MONAI dictionary transforms, each drawing from its own stream of (seed, step, global position).
+In: a sample dict with `volume` uint8 [D,H,W], `spacing` mm (3), `valid_box` voxels (6). They add:
+  RandGeometryd         `matrix` [3,4], output voxel index -> stored voxel index; the volume resampled once.
+                        Drawn once per sample: both views share it, so token i is the same place in both.
+  RandIntensityParamsd  `intensity` [2,3] (gain, gamma, noise_std; view 0 context, 1 target), `noise_seed` [2]
+  JEPAMaskd             `context`, `target` token ids and `context_valid`, `target_valid` weights
+Plain tensors leave, never MetaTensor. Device side: `normalise`, the one normalisation of every stage.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from monai.transforms import MapTransform, Randomizable
+from torch import Tensor
+
+from data_setup.masks import MaskPlan, draw_mask
+from utils.config import AugmentConfig, Config
+from utils.counter_rng import counter_normal
+
+# Streams of one global position; their numbers are part of every result, so they are never renumbered.
+STREAM_GEOMETRY, STREAM_INTENSITY, STREAM_MASK, STREAM_MODEL = range(4)
+NEUTRAL_INTENSITY = ((1.0, 1.0, 0.0), (1.0, 1.0, 0.0))  # gain, gamma, noise_std; per view
+SEED_LIMIT = 2**62
+# Resampled coordinates carry float32 rounding: a voxel this close to the field's edge still counts as inside.
+EDGE_TOLERANCE = 1e-3
+VALID_SHARE = 0.5  # a token is valid when at least this share of it is inside the acquired field
+
+
+def random_stream(seed: int, step: int, position: int, stream: int) -> np.random.RandomState:
+    """The random state of one use (STREAM_*) of one global position; independent of rank and worker."""
+    sequence = np.random.SeedSequence([seed, step, position, stream])
+    return np.random.RandomState(np.random.MT19937(sequence))
+
+
+def identity_matrix() -> np.ndarray:
+    """float32 [3,4]: every output voxel is the stored voxel of the same index."""
+    return np.eye(3, 4, dtype=np.float32)
+
+
+def geometry_matrix(
+    image_size: tuple[int, int, int],
+    spacing_mm: tuple[float, float, float] | np.ndarray,
+    *,
+    flip_w: bool,
+    rotate_dw_deg: float,
+    rotate_hw_deg: float,
+    scale: float,
+    shift_fraction: tuple[float, float, float] | np.ndarray,
+) -> np.ndarray:
+    """float32 [3,4], output voxel index -> stored voxel index, of a motion about the grid's centre in mm.
+
+    The tilt in H-W is a shear: it displaces whole A-scans axially, in proportion to W. That is what a beam
+    entering the pupil off-centre does (A-scans stay parallel to the beam); at 3 degrees it differs from a
+    rotation by under 0.2 %. So D and W of the result never depend on H, which `resample` exploits.
+    """
+    angle, slope = math.radians(rotate_dw_deg), math.tan(math.radians(rotate_hw_deg))
+    cosine, sine = math.cos(angle), math.sin(angle)
+    motion = np.array([[cosine, 0.0, sine], [0.0, 1.0, slope], [-sine, 0.0, cosine]]) / scale
+    if flip_w:
+        motion[:, 2] *= -1.0
+    spacing, size = np.asarray(spacing_mm, np.float64), np.asarray(image_size, np.float64)
+    linear = motion * spacing[None, :] / spacing[:, None]
+    centre = (size - 1) / 2
+    offset = centre - linear @ centre + np.asarray(shift_fraction) * size
+    return np.concatenate([linear, offset[:, None]], axis=1).astype(np.float32)
+
+
+def resample(volume: Tensor, matrix: np.ndarray) -> Tensor:
+    """uint8 [D,H,W] -> uint8 [D,H,W]: one trilinear sampling at matrix (d,h,w,1), 0 outside; identity exact.
+
+    D and W of the source do not depend on H, so the eight trilinear weights factor into four over (D,W), the
+    same for all H, and two over H, the same for all D. Each factor is a 2-D grid_sample with the remaining
+    axis as channels, whose weights are computed once per plane: 4 to 10 times as fast as the 3-D grid_sample.
+    """
+    assert matrix[0, 1] == matrix[2, 1] == matrix[1, 0] == 0, f"H must not mix with D, W: {matrix.tolist()}"
+    if np.array_equal(matrix, identity_matrix()):
+        return volume
+    size_h, size_w = volume.shape[1:]
+    m = matrix.astype(np.float64)
+    d, h, w = (np.arange(n, dtype=np.float64) for n in volume.shape)
+    x = volume.to(torch.float32)
+    source_d = m[0, 0] * d[:, None] + m[0, 2] * w + m[0, 3]
+    source_w = m[2, 0] * d[:, None] + m[2, 2] * w + m[2, 3]
+    x = _sample_plane(x.permute(1, 0, 2), source_d, source_w)  # [H, D, W]
+    source_h = m[1, 1] * h[:, None] + m[1, 2] * w + m[1, 3]
+    x = _sample_plane(x.permute(1, 0, 2), source_h, np.broadcast_to(w, (size_h, size_w)))  # [D, H, W]
+    return x.add_(0.5).to(torch.uint8)
+
+
+def _sample_plane(x: Tensor, rows: np.ndarray, columns: np.ndarray) -> Tensor:
+    """float32 [C,R,S] bilinear at index positions rows, columns [R,S], the same for every channel."""
+    size_r, size_s = x.shape[1:]
+    # grid_sample's coordinates without align_corners, which are defined for an axis of length 1 too.
+    grid = np.stack([(2 * columns + 1) / size_s - 1, (2 * rows + 1) / size_r - 1], axis=-1)
+    grid_tensor = torch.from_numpy(grid.astype(np.float32))[None]
+    return F.grid_sample(x[None], grid_tensor, mode="bilinear", padding_mode="zeros", align_corners=False)[0]
+
+
+class RandGeometryd(Randomizable, MapTransform):
+    """Draw one affine of `augment` per sample, resample `volume` with it, and add `matrix`."""
+
+    def __init__(self, augment: AugmentConfig, keys: tuple[str, ...] = ("volume",)) -> None:
+        MapTransform.__init__(self, keys)
+        self.augment = augment
+
+    def randomize(self, data: Any = None) -> None:
+        """Draw this sample's motion; the same number of draws whatever the settings are."""
+        a, draw = self.augment, self.R.uniform
+        self.motion = {
+            "flip_w": bool(draw() < a.flip_w_prob),
+            "rotate_dw_deg": draw(-1, 1) * a.rotate_dw_deg,
+            "rotate_hw_deg": draw(-1, 1) * a.rotate_hw_deg,
+            "scale": draw(*a.scale_range),
+            "shift_fraction": draw(-1, 1, 3) * a.shift_fraction,
+        }
+
+    def __call__(self, data: Mapping[Hashable, Any]) -> dict[Hashable, Any]:
+        """The sample with `volume` resampled and `matrix` float32 [3,4]."""
+        self.randomize()
+        sample = dict(data)
+        sample["matrix"] = geometry_matrix(sample["volume"].shape, sample["spacing"], **self.motion)
+        for key in self.key_iterator(sample):
+            sample[key] = resample(sample[key], sample["matrix"])
+        return sample
+
+
+class RandIntensityParamsd(Randomizable, MapTransform):
+    """Draw gain, gamma and noise of each view: `intensity` float32 [2,3]; the device applies them."""
+
+    def __init__(self, augment: AugmentConfig, keys: tuple[str, ...] = ("intensity",)) -> None:
+        MapTransform.__init__(self, keys)
+        self.augment = augment
+
+    def randomize(self, data: Any = None) -> None:
+        """Draw both views' parameters and noise seeds."""
+        a, draw = self.augment, self.R.uniform
+        self.intensity = np.array(NEUTRAL_INTENSITY, np.float32)
+        for view in range(2):
+            chosen = draw() < a.intensity_prob
+            gain = (1 + a.gain) ** draw(-1, 1)
+            gamma = (1 + a.gamma) ** draw(-1, 1)
+            noise_std = draw(0, 1) * a.noise_std
+            if chosen:
+                self.intensity[view] = gain, gamma, noise_std
+        self.noise_seed = self.R.randint(0, SEED_LIMIT, size=2, dtype=np.int64)
+
+    def __call__(self, data: Mapping[Hashable, Any]) -> dict[Hashable, Any]:
+        """The sample with `intensity` and `noise_seed`."""
+        self.randomize()
+        sample = dict(data)
+        for key in self.keys:
+            sample[key] = self.intensity
+        sample["noise_seed"] = self.noise_seed
+        return sample
+
+
+class JEPAMaskd(Randomizable, MapTransform):
+    """Draw the context and target tokens of a sample whose `matrix` and `valid_box` say what is valid."""
+
+    def __init__(self, plan: MaskPlan, patch_size: tuple[int, int, int]) -> None:
+        MapTransform.__init__(self, ("context", "target"))
+        self.plan, self.patch_size = plan, patch_size
+
+    def randomize(self, data: Any = None) -> None:
+        """Draw from `data`, the validity of every token (bool [N])."""
+        self.drawn = draw_mask(self.R, self.plan, data)
+
+    def __call__(self, data: Mapping[Hashable, Any]) -> dict[Hashable, Any]:
+        """The sample with `context`, `target` int64 and `context_valid`, `target_valid` float32."""
+        sample = dict(data)
+        matrix, box = (torch.from_numpy(sample[key])[None] for key in ("matrix", "valid_box"))
+        valid = token_valid(matrix, box, self.plan.grid, self.patch_size)[0].numpy()
+        self.randomize(valid)
+        for key, ids in zip(self.keys, self.drawn, strict=True):
+            sample[key] = ids
+            sample[f"{key}_valid"] = valid[ids].astype(np.float32)
+        return sample
+
+
+def training_transforms(config: Config) -> tuple[tuple[int, Randomizable], ...]:
+    """(stream, transform) in the order in which a training sample passes through them."""
+    return (
+        (STREAM_GEOMETRY, RandGeometryd(config.augment)),
+        (STREAM_INTENSITY, RandIntensityParamsd(config.augment)),
+        (STREAM_MASK, JEPAMaskd(MaskPlan.from_config(config), config.spatial.patch_size)),
+    )
+
+
+def _valid_planes(matrix: Tensor, valid_box: Tensor, size: tuple[int, int, int]) -> tuple[Tensor, Tensor]:
+    """bool [B,D,1,W] and [B,1,H,W], whose conjunction is `voxel_valid`."""
+    d, h, w = (torch.arange(n, dtype=torch.float32, device=matrix.device) for n in size)
+    m = matrix[:, :, :, None, None, None]
+    low = valid_box[:, 0::2, None, None, None] - EDGE_TOLERANCE
+    high = valid_box[:, 1::2, None, None, None] - 1 + EDGE_TOLERANCE
+    source_d = m[:, 0, 0] * d[:, None, None] + (m[:, 0, 2] * w + m[:, 0, 3])
+    source_h = m[:, 1, 1] * h[:, None] + (m[:, 1, 2] * w + m[:, 1, 3])
+    source_w = m[:, 2, 0] * d[:, None, None] + (m[:, 2, 2] * w + m[:, 2, 3])
+    in_d = (source_d >= low[:, 0]) & (source_d <= high[:, 0])
+    in_h = (source_h >= low[:, 1]) & (source_h <= high[:, 1])
+    in_w = (source_w >= low[:, 2]) & (source_w <= high[:, 2])
+    return in_d & in_w, in_h
+
+
+def voxel_valid(matrix: Tensor, valid_box: Tensor, size: tuple[int, int, int]) -> Tensor:
+    """bool [B,D,H,W]: every stored voxel that this voxel was interpolated from is in the acquired field.
+
+    matrix [B,3,4] as `geometry_matrix` makes it (H never mixes into D and W, nor D into H): output voxel
+    index -> stored voxel index; valid_box [B,6]: half-open, in stored indices.
+    """
+    in_dw, in_hw = _valid_planes(matrix, valid_box, size)
+    return in_dw & in_hw
+
+
+def token_share(
+    matrix: Tensor, valid_box: Tensor, grid: tuple[int, int, int], patch: tuple[int, int, int]
+) -> Tensor:
+    """float32 [B,N]: share of each token that `voxel_valid` calls valid; matrix [B,3,4], valid_box [B,6]."""
+    size = (grid[0] * patch[0], grid[1] * patch[1], grid[2] * patch[2])
+    in_dw, in_hw = _valid_planes(matrix, valid_box, size)
+    (d, h, w), patch_w = grid, patch[2]
+    share_dw = in_dw.view(-1, d, patch[0], w, patch_w).to(torch.float32).mean(2)
+    share_hw = in_hw.view(-1, h, patch[1], w, patch_w).to(torch.float32).mean(2)
+    # Within one column of the token the share is a product, since the two planes only have W in common.
+    return torch.einsum("bdwp,bhwp->bdhw", share_dw, share_hw).flatten(1) / patch_w
+
+
+def token_valid(
+    matrix: Tensor, valid_box: Tensor, grid: tuple[int, int, int], patch: tuple[int, int, int]
+) -> Tensor:
+    """bool [B,N]: at least half of the token is inside the acquired field."""
+    return token_share(matrix, valid_box, grid, patch) >= VALID_SHARE
+
+
+def normalise(
+    volume: Tensor,
+    matrix: Tensor,
+    valid_box: Tensor,
+    mean: Tensor,
+    std: Tensor,
+    intensity: Tensor | None = None,
+    noise_seed: Tensor | None = None,
+    *,
+    noise: bool = True,
+) -> Tensor:
+    """uint8 [B,D,H,W] -> float32 [B,1,D,H,W]: gamma, z-score over valid voxels, gain, noise, 0 outside.
+
+    In this order: grey = (volume / 255) ** gamma * 255, so black and white stay; z = (grey - mean) / std with
+    the stored statistics of the volume (mean, std [B], in 0..255); z * gain + noise_std * normal(noise_seed,
+    voxel index). intensity [B,3] is (gain, gamma, noise_std), None is neutral. `noise=False` is a promise
+    that every noise_std is 0 and leaves the noise out of the graph. Static shapes, no generator state.
+    """
+    size = (volume.shape[1], volume.shape[2], volume.shape[3])
+    per_sample = (slice(None), None, None, None)
+    shift, factor = mean, 1.0 / std
+    x = volume.to(torch.float32)  # in place from here on: at 64 x 384 x 384, allocation is the cost
+    if intensity is not None:
+        gain, gamma = intensity[:, 0], intensity[:, 1]
+        x.mul_(1.0 / 255.0).pow_(gamma[per_sample])
+        shift, factor = mean / 255.0, 255.0 * gain / std
+    x.sub_(shift[per_sample]).mul_(factor[per_sample])
+    if intensity is not None and noise:
+        assert noise_seed is not None, "noise needs noise_seed; pass noise=False where every noise_std is 0"
+        counter = torch.arange(math.prod(size), dtype=torch.int32, device=volume.device).view(1, *size)
+        x.add_(counter_normal(noise_seed[per_sample], counter).mul_(intensity[:, 2][per_sample]))
+    return x.masked_fill_(~voxel_valid(matrix, valid_box, size), 0.0)[:, None]

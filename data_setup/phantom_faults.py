@@ -56,12 +56,11 @@ def cut_file(ds: FileDataset) -> bytes:
 
 
 def corrupt_codestream(ds: FileDataset) -> bytes:
-    """One frame's JPEG 2000 codestream is overwritten between its header and its end."""
+    """One frame's JPEG 2000 codestream claims 99 wavelet levels (32 is the most), its length unchanged."""
     frames = _streams(ds)
     middle = len(frames) // 2
-    head, tail = frames[middle].index(b"\xff\x93"), frames[middle].rindex(b"\xff\xd9")  # tile data, end
-    junk = np.random.default_rng(tail).integers(0, 0x80, tail - head, dtype=np.uint8).tobytes()
-    frames[middle] = frames[middle][: head - 12] + junk[:12] + junk + frames[middle][tail:]
+    levels = frames[middle].index(b"\xff\x52") + 9  # in the coding style default (COD) segment
+    frames[middle] = frames[middle][:levels] + b"\x63" + frames[middle][levels + 1 :]
     ds.PixelData = _encapsulated(frames)
     return to_bytes(ds)
 

@@ -40,17 +40,19 @@ Rotary = tuple[Tensor, Tensor]
 class Stochastic:
     """Dropout and stochastic depth of one forward pass, a function of the samples' own seeds.
 
-    Every call is a site of its own; the same seeds give the same masks on every engine and in every batch
+    Every call draws on from the streams; the same seeds give the same masks on every engine and in every batch
     layout.
     """
 
     def __init__(self, seed_B: Tensor, dropout: float, drop_path: float) -> None:
         self.seed_B, self.dropout_rate, self.drop_path_rate = seed_B, dropout, drop_path
-        self._site = 0
+        self._drawn = 0
 
     def _uniform(self, count: int) -> Tensor:
-        self._site += 1
-        return counter_uniform(self.seed_B * 1009 + self._site, count)
+        """The next `count` numbers in [0, 1) of every sample's stream, [B, count]."""
+        counter = torch.arange(self._drawn, self._drawn + count, device=self.seed_B.device)
+        self._drawn += count
+        return counter_uniform(self.seed_B.unsqueeze(1), counter)
 
     def dropout(self, x: Tensor) -> Tensor:
         """Zero elements of x [B, ...] with the dropout rate and rescale the rest."""

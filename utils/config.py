@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import yaml
 from omegaconf import MISSING, OmegaConf
@@ -150,7 +150,7 @@ class RunConfig:
 class WandbConfig:
     project: str = "oct-foundation"
     entity: str | None = None
-    mode: Literal["online", "offline", "off"] = "offline"
+    mode: Literal["online", "offline", "disabled"] = "offline"
     log_images: bool | None = None  # null: only for synthetic stores
     log_artifacts: bool | None = None  # null: only for synthetic stores
 
@@ -208,13 +208,14 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     try:
         loaded = OmegaConf.load(path)
         changes = OmegaConf.from_dotlist([_checked_override(o) for o in overrides])
+        _check_tuple_lengths(Config, OmegaConf.merge(loaded, changes), str(path))
         merged = OmegaConf.merge(OmegaConf.structured(Config), loaded, changes)
         config = OmegaConf.to_object(merged)
     except (OmegaConfBaseException, yaml.YAMLError) as error:
         raise ConfigError(f"{path}: {_one_line(error)}") from error
     assert isinstance(config, Config)
     for key, value in flatten(config):
-        if isinstance(value, str) and value.strip().lower() == "none":
+        if isinstance(value, str) and value.strip() == "None":
             raise ConfigError(
                 f"{path}: {key}: expected a value or null, found the text {value!r}; write null"
             )
@@ -222,11 +223,22 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     return config
 
 
+def _check_tuple_lengths(schema: type, values: Any, where: str, prefix: str = "") -> None:
+    """OmegaConf's own error for a wrong length does not name the key."""
+    for name, hint in get_type_hints(schema).items():
+        value = values.get(name) if OmegaConf.is_dict(values) else None
+        if is_dataclass(hint):
+            _check_tuple_lengths(hint, value, where, f"{prefix}{name}.")
+        elif get_origin(hint) is tuple and OmegaConf.is_list(value) and len(value) != len(get_args(hint)):
+            found = OmegaConf.to_container(value)
+            raise ConfigError(f"{where}: {prefix}{name}: expected {len(get_args(hint))} values, found {found}")
+
+
 def _checked_override(text: str) -> str:
     key, equals, value = text.partition("=")
     if not equals or not key:
         raise ConfigError(f"override {text!r}: expected section.key=value")
-    if value.strip().lower() == "none":
+    if value.strip() == "None":
         raise ConfigError(f"override {text!r}: expected a value or null, found {value!r}; write {key}=null")
     return text
 

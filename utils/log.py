@@ -111,7 +111,7 @@ def _allowed(key: str, wanted: bool | None, synthetic: bool) -> bool:
 
 
 def _start_wandb(cfg: Config, run_dir: Path) -> Any | None:
-    if cfg.wandb.mode == "off":
+    if cfg.wandb.mode == "disabled":
         return None
     import wandb
 

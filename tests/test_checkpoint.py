@@ -1,0 +1,124 @@
+"""Checkpoints: whole or absent, damage reported, the one before used, nothing executed on load."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import pickle
+from pathlib import Path
+
+import pytest
+import torch
+
+from utils.checkpoint import CheckpointError, CheckpointWriter, list_steps, load_checkpoint, load_newest
+
+
+def write(directory: Path, steps: list[int], keep: int = 2, **kwargs: bool) -> CheckpointWriter:
+    writer = CheckpointWriter(str(directory), keep)
+    for step in steps:
+        writer.save({"step": step, "w": torch.full((1000,), float(step))}, [f"step_{step:08d}"], **kwargs)
+    writer.wait()
+    return writer
+
+
+def test_round_trip_and_what_is_kept(tmp_path: Path) -> None:
+    writer = write(tmp_path, [10], permanent=True)
+    write(tmp_path, [20, 30, 40])
+    writer.save({"step": 30, "w": torch.zeros(1)}, ["best_probe"])
+    writer.close()
+    assert list_steps(str(tmp_path)) == [10, 30, 40]
+    newest = load_newest(str(tmp_path))
+    assert newest is not None
+    assert newest["step"] == 40
+    assert torch.equal(newest["w"], torch.full((1000,), 40.0))
+    assert load_checkpoint(str(tmp_path / "best_probe.pt"))["step"] == 30
+    assert load_newest(str(tmp_path / "nowhere")) is None
+
+
+def test_the_copy_is_taken_at_the_call(tmp_path: Path) -> None:
+    weights = torch.ones(10)
+    writer = CheckpointWriter(str(tmp_path), 1)
+    writer.save({"step": 1, "w": weights}, ["step_00000001"])
+    weights.zero_()
+    writer.close()
+    assert float(load_checkpoint(str(tmp_path / "step_00000001.pt"))["w"].sum()) == 10
+
+
+@pytest.mark.parametrize("damage", ["truncated", "flipped", "seal"])
+def test_a_damaged_newest_is_reported_and_the_one_before_used(
+    tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    write(tmp_path, [1, 2])
+    path = tmp_path / "step_00000002.pt"
+    data = bytearray(path.read_bytes())
+    if damage == "truncated":
+        path.write_bytes(data[:-100])
+    elif damage == "flipped":
+        data[len(data) // 2] ^= 1
+        path.write_bytes(data)
+    else:
+        (tmp_path / "step_00000002.json").write_text("{")
+    with pytest.raises(CheckpointError, match="step_00000002"):
+        load_checkpoint(str(path))
+    with caplog.at_level(logging.WARNING):
+        newest = load_newest(str(tmp_path))
+    assert newest is not None
+    assert newest["step"] == 1
+    assert "step_00000002" in caplog.text
+    (tmp_path / "step_00000001.pt").write_bytes(b"")
+    with pytest.raises(CheckpointError, match="2 damaged"):
+        load_newest(str(tmp_path))
+
+
+def test_a_write_cut_short_leaves_no_checkpoint(tmp_path: Path) -> None:
+    write(tmp_path, [1, 2])
+    (tmp_path / "step_00000002.json").unlink()  # the seal comes last
+    newest = load_newest(str(tmp_path))
+    assert newest is not None
+    assert newest["step"] == 1
+
+
+def test_loading_runs_no_code(tmp_path: Path) -> None:
+    class Evil:
+        def __reduce__(self) -> tuple:
+            return (Path.touch, (tmp_path / "owned",))
+
+    writer = write(tmp_path, [1])
+    path = tmp_path / "step_00000001.pt"
+    torch.save({"step": 1, "evil": Evil()}, path, pickle_module=pickle)
+    data = path.read_bytes()
+    seal = {"sha256": hashlib.sha256(data).hexdigest(), "size": len(data), "step": 1, "permanent": False}
+    (tmp_path / "step_00000001.json").write_text(json.dumps(seal))
+    with pytest.raises(CheckpointError, match="plain values"):
+        load_checkpoint(str(path))
+    assert not (tmp_path / "owned").exists()
+    writer.close()
+
+
+def test_a_failed_write_is_reported_and_the_last_one_decides(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    blocked = tmp_path / "folder"
+    blocked.write_text("a file where the directory should be")
+    writer = CheckpointWriter(str(blocked), 2)
+    writer.save({"step": 1}, ["step_00000001"])
+    with caplog.at_level(logging.WARNING):
+        writer.wait()
+    assert "training goes on" in caplog.text
+    blocked.unlink()
+    writer.save({"step": 2}, ["step_00000002"])
+    writer.close()
+    assert list_steps(str(blocked)) == [2]
+
+    blocked2 = tmp_path / "other"
+    blocked2.write_text("")
+    writer = CheckpointWriter(str(blocked2), 2)
+    writer.save({"step": 1}, ["step_00000001"])
+    with pytest.raises(CheckpointError, match="last checkpoint was not written"):
+        writer.close()
+
+
+def test_missing_checkpoint_is_named(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"nothing\.pt"):
+        load_checkpoint(str(tmp_path / "nothing.pt"))

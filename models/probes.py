@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -57,6 +57,7 @@ class Prediction:
     labels: np.ndarray
     scores: np.ndarray
     chosen_c: float | None = None  # None: the probe has nothing to choose
+    val_score: float | None = None  # what chose C: balanced accuracy, or minus the mean squared error (ridge)
 
     @property
     def classes(self) -> np.ndarray:
@@ -128,8 +129,8 @@ def logistic_probe(train: Fold, val: Fold, test: Fold, c_grid: Sequence[float] =
         if best is None or rank > best[0]:
             best = rank, model
     assert best is not None
-    result = predict(best[1], test, scale(test.features))
-    return Prediction(result.participants, result.labels, result.scores, -best[0][2])
+    (val_score, _, minus_c), model = best
+    return replace(predict(model, test, scale(test.features)), chosen_c=-minus_c, val_score=val_score)
 
 
 def ridge_probe(train: Fold, val: Fold, test: Fold, c_grid: Sequence[float] = C_GRID) -> Prediction:
@@ -137,16 +138,17 @@ def ridge_probe(train: Fold, val: Fold, test: Fold, c_grid: Sequence[float] = C_
     _require_disjoint(train, val, test)
     scale = _standardise(train)
     train_x, val_x, weight = scale(train.features), scale(val.features), _participant_weights(train)
-    best: tuple[float, float, Ridge] | None = None
+    best: tuple[tuple[float, float], Ridge] | None = None
     for c in sorted(c_grid):
         model = Ridge(alpha=1 / c).fit(train_x, train.labels, sample_weight=weight)
         seen = _pooled(val, model.predict(val_x)[:, None])
-        error = float(np.mean((seen.scores[:, 0] - seen.labels) ** 2))
-        if best is None or error < best[0]:
-            best = error, c, model
+        rank = (-float(np.mean((seen.scores[:, 0] - seen.labels) ** 2)), -c)
+        if best is None or rank > best[0]:
+            best = rank, model
     assert best is not None
-    result = _pooled(test, best[2].predict(scale(test.features))[:, None])
-    return Prediction(result.participants, result.labels, result.scores, best[1])
+    (val_score, minus_c), model = best
+    result = _pooled(test, model.predict(scale(test.features))[:, None])
+    return replace(result, chosen_c=-minus_c, val_score=val_score)
 
 
 def balanced_accuracy(prediction: Prediction) -> float:

@@ -20,6 +20,19 @@ from utils.visualize import bscan_with_masks, feature_pca, load_snapshot, png_da
 GRID, PATCH = (4, 12, 8), (4, 8, 8)
 
 
+GROUP = {
+    "kept": 48,
+    "rejected": {"missing_file": 1, "truncated_pixel_data": 2},
+    "shape_before": [32, 256, 128],
+    "spacing_before": [0.19, 0.0078, 0.0469],
+    "spacing_after": [0.375, 0.024, 0.09375],
+    "valid_fraction": 0.9312345,
+    "lost_fraction": 0.01,
+    "spacing_source": {"frame_positions": 48},
+    "orientation_source": {"unknown": 48},
+}
+
+
 def write_snapshot(path: Path, title: str = "step 200, row 3") -> None:
     """A curved bright band: features follow the distance to it, the last two token columns are outside."""
     d, h, w = np.meshgrid(*(np.arange(g * p) for g, p in zip(GRID, PATCH, strict=True)), indexing="ij")
@@ -108,7 +121,9 @@ def run_dir(tmp_path: Path) -> Path:
                 "synthetic": True,
                 "kept": 48,
                 "rejected": {"missing_file": 1, "truncated_pixel_data": 2},
-                "protocols": [{"protocol": "cirrus_mac_oct_oct", "kept": 48, "valid_fraction": 0.9312345}],
+                "by_device": {"zeiss_cirrus": GROUP},
+                "by_protocol": {"cirrus_mac_oct_oct": GROUP},
+                "participants": {"train": 16, "test": 8},
             }
         )
     )

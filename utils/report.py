@@ -44,6 +44,21 @@ CHARTS: tuple[tuple[str, tuple[str, ...], str], ...] = (
     ("Volumes per second", ("perf/volumes_per_s",), "Of the whole step, data included."),
     ("Waiting for data", ("perf/data_wait_fraction",), "Share of the time; near zero: the loader keeps up."),
 )
+GROUPS = ("by_device", "by_protocol")  # of prepare_report.json
+GROUP_COLUMNS = (
+    "kept",
+    "rejected",
+    "valid_fraction",
+    "lost_fraction",
+    "shape_before",
+    "spacing_before",
+    "spacing_source",
+    "orientation_source",
+)
+GROUP_NOTE = (
+    "Sizes and spacings are D x H x W (B-scan, axial, A-scan), medians, in mm. Valid: share of the grid "
+    "inside the scan. Lost: share of the scan outside the grid."
+)
 NO_PROBE = "Not evaluated: this run has no probe.json. finetuning.evaluate writes it."
 
 
@@ -119,34 +134,25 @@ def _probe_size(probe: Mapping[str, Any]) -> str:
 
 
 def data_tables(prepared: Mapping[str, Any]) -> list[Table]:
-    """Everything that prepare counted: rejects by reason, its tables, and its single facts last."""
+    """What prepare counted: rejects by reason, groups of volumes, and every single fact last."""
     rejected = sorted(prepared["rejected"].items(), key=lambda item: -item[1])
-    total = sum(prepared["rejected"].values())
     tables = [
         Table(
-            f"{prepared['kept']} volumes kept, {total} rejected",
+            f"{prepared['kept']} volumes kept, {sum(prepared['rejected'].values())} rejected",
             ["reason of rejection", "volumes"],
             [[reason, str(n)] for reason, n in rejected] or [["none", "0"]],
         )
     ]
-    facts: list[list[str]] = []
-    for key, value in prepared.items():
-        title = key.replace("_", " ")
-        if key in ("kept", "rejected"):
-            continue
-        if isinstance(value, list) and value and all(isinstance(item, dict) for item in value):
-            header = list(value[0])
-            rows = [[_cell(item.get(column)) for column in header] for item in value]
-            tables.append(Table(title, [column.replace("_", " ") for column in header], rows))
-        elif isinstance(value, dict) and value and all(isinstance(v, dict) for v in value.values()):
-            header = list(dict.fromkeys(column for item in value.values() for column in item))
-            rows = [[name, *(_cell(item.get(column)) for column in header)] for name, item in value.items()]
-            tables.append(Table(title, ["", *(column.replace("_", " ") for column in header)], rows))
-        elif isinstance(value, dict):
-            tables.append(Table(title, ["", ""], [[name, _cell(v)] for name, v in value.items()]))
-        else:
-            facts.append([title, _cell(value)])
-    return [*tables, Table("store", ["", ""], facts, is_text=True)] if facts else tables
+    for key in GROUPS:
+        rows = [[name, *(_cell(group[c]) for c in GROUP_COLUMNS)] for name, group in prepared[key].items()]
+        header = ["", *(c.replace("_", " ") for c in GROUP_COLUMNS)]
+        tables.append(Table(key.replace("_", " "), header, rows, GROUP_NOTE, is_text=True))
+    facts = [
+        [key.replace("_", " "), _cell(value)]
+        for key, value in prepared.items()
+        if key not in ("kept", "rejected", *GROUPS)
+    ]
+    return [*tables, Table("the store", ["", ""], facts, is_text=True)]
 
 
 def _cell(value: Any) -> str:
@@ -157,7 +163,7 @@ def _cell(value: Any) -> str:
     if isinstance(value, list | tuple):
         return " x ".join(_cell(v) for v in value)
     if isinstance(value, dict):
-        return ", ".join(f"{k} {_cell(v)}" for k, v in value.items())
+        return ", ".join(f"{k} {_cell(v)}" for k, v in value.items()) or "none"
     return str(value)
 
 

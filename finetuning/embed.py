@@ -1,0 +1,116 @@
+"""A frozen encoder out of a checkpoint, and features of prepared volumes: the encoder's and the baselines'.
+
+In: a configuration, a checkpoint of pretraining.train, rows of the prepared store. Out: an encoder in
+evaluation mode; float32 `[n, F]` features, one row per volume. Everything passes through the one
+normalisation and, for encoders, the one pooling (models.embed) that pre-training uses too.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+import yaml
+from torch import Tensor, nn
+
+from data_setup.loader import evaluation_batches
+from data_setup.store import PreparedStore
+from data_setup.transforms import normalise, voxel_valid
+from models.embed import embed
+from models.vjepa3d import build_encoder
+from utils.checkpoint import CheckpointError
+from utils.config import Config, UserError, flatten
+from utils.runtime import Runtime
+
+# what a checkpoint's weights and features rest on, beside the store's normalisation
+FIXED_KEYS = (
+    "spatial.target_spacing",
+    "spatial.image_size",
+    "spatial.patch_size",
+    "spatial.resample",
+    "model.size",
+    "method.recipe",
+)
+BASELINE_VOXELS = (16, 48, 32)  # raw volumes are averaged down to at most this before their PCA
+
+
+def check_fit(cfg: Config, store: PreparedStore, state: dict[str, Any], url: str) -> None:
+    """Raise UserError unless checkpoint, configuration and store agree on geometry, model, normalisation."""
+    seen = yaml.safe_load(state["config"])
+    wanted = dict(flatten(cfg))
+    for key in FIXED_KEYS:
+        section, _, name = key.partition(".")
+        value = list(wanted[key]) if isinstance(wanted[key], tuple) else wanted[key]
+        if seen[section][name] != value:
+            raise UserError(
+                f"{url}: {key}: expected {value} of the configuration, found {seen[section][name]}"
+            )
+    if state["normalisation"] != store.attrs["normalisation"]:
+        raise UserError(
+            f"{url}: normalisation: expected {store.attrs['normalisation']} of {store.url}, "
+            f"found {state['normalisation']}"
+        )
+    for key in ("image_size", "target_spacing", "resample"):
+        value, found = wanted[f"spatial.{key}"], store.attrs["geometry"][key]
+        if found != (list(value) if isinstance(value, tuple) else value):
+            raise UserError(f"{store.url}: {key}: expected {value} of the configuration, found {found}")
+
+
+def pretrained_encoder(cfg: Config, state: dict[str, Any], url: str) -> nn.Module:
+    """The target (EMA) encoder of a loaded checkpoint; raises CheckpointError for weights that do not fit."""
+    encoder = build_encoder(cfg)
+    prefix = "target_encoder."
+    weights = {k.removeprefix(prefix): v for k, v in state["model"].items() if k.startswith(prefix)}
+    try:
+        encoder.load_state_dict(weights, strict=True)
+    except RuntimeError as error:
+        reason = " ".join(line.strip() for line in str(error).splitlines()[1:2])
+        raise CheckpointError(
+            f"{url}: expected the weights of model.size {cfg.model.size}: {reason}"
+        ) from error
+    return encoder.eval().requires_grad_(False)
+
+
+def random_encoder(cfg: Config, seed: int) -> nn.Module:
+    """A randomly initialised encoder; cfg.seed gives the one that pre-training began with."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return build_encoder(cfg).eval().requires_grad_(False)
+
+
+def embed_rows(
+    encoder: nn.Module, cfg: Config, store: PreparedStore, rows: np.ndarray, runtime: Runtime
+) -> np.ndarray:
+    """Mean and standard deviation over valid tokens, float32 [n, 2E], in the order of `rows`."""
+    encoder.to(runtime.device)
+    batches = (runtime.to_device(b) for b in evaluation_batches(cfg, store, rows, cfg.eval.batch_size))
+    return embed(encoder, ((_view(b), b["context_valid"]) for b in batches), runtime)
+
+
+def raw_features(
+    cfg: Config, store: PreparedStore, rows: np.ndarray, runtime: Runtime
+) -> tuple[np.ndarray, np.ndarray]:
+    """What needs no encoder: averaged normalised voxels [n, V], mean A-scan over valid voxels [n, H]."""
+    size = tuple(min(a, b) for a, b in zip(cfg.spatial.image_size, BASELINE_VOXELS, strict=True))
+    voxels, profiles = [], []
+    for batch in map(runtime.to_device, evaluation_batches(cfg, store, rows, cfg.eval.batch_size)):
+        view = _view(batch)
+        inside = voxel_valid(batch["matrix"], batch["valid_box"], cfg.spatial.image_size)
+        voxels.append(F.adaptive_avg_pool3d(view, size).flatten(1).cpu())
+        count_BH = inside.sum(dim=(1, 3)).clamp(min=1)
+        profiles.append((view[:, 0].sum(dim=(1, 3)) / count_BH).cpu())
+    return torch.cat(voxels).numpy(), torch.cat(profiles).numpy()
+
+
+def device_features(store: PreparedStore, rows: np.ndarray, known_rows: np.ndarray) -> np.ndarray:
+    """One-hot device of every row [n, devices]; a device that `known_rows` lack is all zeros."""
+    device = store.index["device"].fillna("unknown")
+    known = sorted(set(device.loc[known_rows]))
+    return (device.loc[rows].to_numpy()[:, None] == np.array(known)[None]).astype(np.float32)
+
+
+def _view(batch: dict[str, Tensor]) -> Tensor:
+    """The volume [B, 1, D, H, W] without augmentation."""
+    return normalise(batch["volume"], batch["matrix"], batch["valid_box"], batch["mean"], batch["std"])

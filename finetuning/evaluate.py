@@ -1,0 +1,274 @@
+"""The probe table of a checkpoint: `python -m finetuning.evaluate --config FILE [--checkpoint URL]`.
+
+In: a checkpoint of pretraining.train (default: best_probe.pt of the run), the prepared store, a label per
+participant. Out: `${run.dir}/probe.json` and a printed table: the pre-trained encoder (EMA target), random
+initialisation (the seed that is best on validation) and three baselines without an encoder, all under the
+protocol of models.probes: fitted on split train, C chosen on split val, scored on the participants of
+`eval.split`; the paired difference pre-trained - random initialisation, its participant-bootstrap interval,
+and the sentence that it allows.
+
+Participants that pre-training saw are not evaluated, unless eval.allow_overlap=true; the table then says so.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from sklearn.decomposition import PCA
+
+from data_setup.manifest import load_labels
+from data_setup.store import PreparedStore
+from finetuning.embed import (
+    check_fit,
+    device_features,
+    embed_rows,
+    pretrained_encoder,
+    random_encoder,
+    raw_features,
+)
+from models.probes import (
+    Fold,
+    Prediction,
+    balanced_accuracy,
+    balanced_accuracy_draws,
+    interval95,
+    logistic_probe,
+    macro_auroc,
+    paired_difference,
+    participant_draws,
+    verdict,
+)
+from utils import storage
+from utils.checkpoint import load_checkpoint
+from utils.config import Config, UserError, flatten, parse_cli, run_cli
+from utils.log import setup_logging
+from utils.runtime import Runtime
+
+FORMAT_VERSION = 1
+MIN_PARTICIPANTS = 2  # in each fold, and classes in the training and the evaluated fold
+MAX_COMPONENTS = 256  # of the raw-voxel PCA
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Cohort:
+    """Labelled rows of the three folds, with a class number and a participant per row."""
+
+    rows: np.ndarray  # train, then val, then evaluated; each in store order
+    fold: np.ndarray  # 0 train, 1 val, 2 evaluated; with eval.split=val, rows of val come twice
+    label: np.ndarray
+    person: np.ndarray
+    classes: tuple[str, ...]
+
+    def folds(self, features: np.ndarray) -> tuple[Fold, Fold, Fold]:
+        """Train, val and evaluated, from features [n, F] in the order of `rows`."""
+        train, val, evaluated = (
+            Fold(features[at], self.label[at], self.person[at]) for at in (self.fold == i for i in range(3))
+        )
+        return train, val, evaluated
+
+
+def find_checkpoint(cfg: Config) -> str:
+    """model.checkpoint, else best_probe.pt of this run; UserError names what was looked for."""
+    if cfg.model.checkpoint is not None:
+        return cfg.model.checkpoint
+    if cfg.train.ckpt_dir is None:
+        raise UserError("model.checkpoint: expected a checkpoint, found null, and train.ckpt_dir is null too")
+    url = storage.join(cfg.train.ckpt_dir, "best_probe.pt")
+    if not storage.exists(url, cfg.data.storage_options):
+        raise UserError(
+            f"{url}: expected the checkpoint with the best validation probe, found none; pretraining.train "
+            "writes it where val participants have labels; name another one with --checkpoint URL"
+        )
+    return url
+
+
+def read_cohort(cfg: Config, store: PreparedStore) -> Cohort:
+    """Kept, labelled rows of the folds; UserError where a fold is too small to say anything."""
+    labels = load_labels(cfg)
+    index = store.index.loc[store.kept]
+    index = index[index["person_id"].isin(list(labels))]
+    parts = []
+    for number, split in enumerate(("train", "val", cfg.eval.split)):
+        rows = index[index["split"] == split]
+        people = sorted(set(rows["person_id"]))
+        found = {labels[p] for p in people}
+        if len(people) < MIN_PARTICIPANTS or (split != "val" and len(found) < 2):
+            raise UserError(
+                f"{store.url}: split {split}: expected {MIN_PARTICIPANTS} participants or more, of two "
+                f"{cfg.task.label_column} classes, found {len(people)} of {len(found)}: no probe is possible"
+            )
+        parts.append((rows.index.to_numpy(), np.full(len(rows), number), rows["person_id"].to_numpy(str)))
+    rows, fold, person = (np.concatenate(columns) for columns in zip(*parts, strict=True))
+    text = np.array([labels[p] for p in person])
+    classes = sorted(set(text[fold == 0]))
+    unknown = sorted(set(text) - set(classes))
+    if unknown:
+        raise UserError(
+            f"{cfg.task.label_column}: expected every class among the participants of split train, found "
+            f"{unknown} only in val or {cfg.eval.split}"
+        )
+    return Cohort(rows, fold, np.searchsorted(classes, text), person, tuple(classes))
+
+
+def count_overlap(cfg: Config, cohort: Cohort, state: dict[str, Any], url: str) -> int:
+    """How many evaluated participants the checkpoint saw; UserError unless that is 0 or allowed."""
+    shared = np.intersect1d(cohort.person[cohort.fold == 2], state["participants"])
+    if len(shared) and not cfg.eval.allow_overlap:
+        raise UserError(
+            f"{url}: expected no participant of split {cfg.eval.split} in its pre-training, found "
+            f"{len(shared)} ({', '.join(shared[:3])}); eval.allow_overlap=true evaluates them all the same, "
+            "and the table says so"
+        )
+    return len(shared)
+
+
+def fingerprint(cfg: Config, store: PreparedStore, cohort: Cohort, checksum: str) -> str:
+    """Names all that probe.json depends on: checkpoint, keys of the protocol, volumes, labels, folds."""
+    keys = ("spatial.", "model.size", "method.recipe", "task.", "probe.", "eval.", "seed", "train.use_bf16")
+    used = {k: v for k, v in flatten(cfg) if k.startswith(keys)}
+    volumes = store.index.loc[cohort.rows, "checksum"].tolist()
+    table = [volumes, cohort.fold.tolist(), cohort.label.tolist(), cohort.person.tolist(), cohort.classes]
+    text = json.dumps([FORMAT_VERSION, checksum, used, table], sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def table_row(name: str, label: str, size: int, prediction: Prediction, draws: np.ndarray) -> dict[str, Any]:
+    """One line of the table as probe.json holds it."""
+    return {
+        "name": name,
+        "label": label,
+        "balanced_accuracy": balanced_accuracy(prediction),
+        "ci95": list(interval95(balanced_accuracy_draws(prediction, draws))),
+        "macro_auroc": macro_auroc(prediction),
+        "chosen_c": prediction.chosen_c,
+        "val_balanced_accuracy": prediction.val_score,
+        "num_features": size,
+    }
+
+
+def evaluate(cfg: Config, runtime: Runtime) -> dict[str, Any]:
+    """What probe.json holds; reused when the file answers the same question about the same checkpoint."""
+    url = find_checkpoint(cfg)
+    state = load_checkpoint(url, cfg.data.storage_options)
+    store = PreparedStore.open(cfg.data.store, cfg.data.storage_options, cfg.data.cache_dir)
+    check_fit(cfg, store, state, url)
+    cohort = read_cohort(cfg, store)
+    overlap = count_overlap(cfg, cohort, state, url)
+    path = storage.join(cfg.run.dir, "probe.json")
+    question = fingerprint(cfg, store, cohort, state["checksum"])
+    if storage.exists(path):
+        known = json.loads(storage.read_text(path))
+        if known["fingerprint"] == question:
+            log.info("%s already answers for this checkpoint and configuration: reused", path)
+            return known
+
+    num_evaluated = len(np.unique(cohort.person[cohort.fold == 2]))
+    draws = participant_draws(num_evaluated, cfg.probe.bootstrap_samples, cfg.seed)
+
+    def probe(features: np.ndarray) -> Prediction:
+        return logistic_probe(*cohort.folds(features))
+
+    log.info(
+        "%d volumes, %d classes, %d evaluated participants",
+        len(cohort.rows),
+        len(cohort.classes),
+        num_evaluated,
+    )
+    features = embed_rows(pretrained_encoder(cfg, state, url), cfg, store, cohort.rows, runtime)
+    pretrained = probe(features)
+    seeds = range(cfg.seed, cfg.seed + cfg.probe.random_init_seeds)
+    arms = []
+    for seed in seeds:
+        arms.append(probe(embed_rows(random_encoder(cfg, seed), cfg, store, cohort.rows, runtime)))
+    best = max(range(len(arms)), key=lambda i: arms[i].val_score or 0.0)
+    voxels, profile = raw_features(cfg, store, cohort.rows, runtime)
+    is_train = cohort.fold == 0
+    pca = PCA(min(MAX_COMPONENTS, int(is_train.sum()) - 1, voxels.shape[1]), random_state=0)
+    components = pca.fit(voxels[is_train]).transform(voxels)
+    device = device_features(store, cohort.rows, cohort.rows[is_train])
+
+    mean, ci95 = paired_difference(pretrained, arms[best], draws)
+    width = features.shape[1]
+    table = [
+        table_row("pretrained", "pre-trained encoder (EMA target)", width, pretrained, draws),
+        table_row("random_init", f"random initialisation (seed {seeds[best]})", width, arms[best], draws),
+    ]
+    for name, label, raw in (
+        ("voxel_pca", "raw-voxel PCA", components),
+        ("ascan_profile", "mean A-scan profile", profile),
+        ("device", "device one-hot", device),
+    ):
+        table.append(table_row(name, label, raw.shape[1], probe(raw), draws))
+    result = {
+        "format_version": FORMAT_VERSION,
+        "fingerprint": question,
+        "checkpoint": url,
+        "checkpoint_sha256": state["checksum"],
+        "step": state["step"],
+        "label_column": cfg.task.label_column,
+        "classes": list(cohort.classes),
+        "split": cfg.eval.split,
+        "n_participants": num_evaluated,
+        "n_participants_train": len(np.unique(cohort.person[is_train])),
+        "n_participants_val": len(np.unique(cohort.person[cohort.fold == 1])),
+        "overlap": overlap,
+        "rows": table,
+        "paired_difference": {"mean": mean, "ci95": list(ci95)},
+        "verdict": verdict(mean, ci95),
+        "notes": notes(cfg, seeds, arms, overlap),
+    }
+    storage.write_text(path, json.dumps(result, indent=1, allow_nan=False) + "\n")
+    return result
+
+
+def notes(cfg: Config, seeds: Sequence[int], arms: Sequence[Prediction], overlap: int) -> list[str]:
+    """What a reader must know about the table beside its numbers."""
+    each = ", ".join(
+        f"seed {s}: {a.val_score:.3f} on val, {balanced_accuracy(a):.3f} here"
+        for s, a in zip(seeds, arms, strict=True)
+    )
+    told = [
+        f"Random initialisation is the seed that is best on validation participants ({each}).",
+        "Intervals: participant bootstrap, all volumes of a participant pooled; "
+        f"{cfg.probe.bootstrap_samples} resamples, the same for both sides of the difference.",
+    ]
+    if cfg.eval.split == "val":
+        told.append(
+            "C was chosen on the evaluated participants (eval.split=val): the numbers are optimistic."
+        )
+    if overlap:
+        told.append(
+            f"OVERLAP: pre-training saw {overlap} of the evaluated participants (eval.allow_overlap=true)."
+        )
+    return told
+
+
+def format_table(result: dict[str, Any]) -> str:
+    """The table for a terminal, the verdict last."""
+    lines = [f"{'features':<36} {'bal. acc.':>9}  {'95 % interval':<15} {'AUROC':>6} {'val':>6} {'C':>7}"]
+    for row in result["rows"]:
+        auroc = "-" if row["macro_auroc"] is None else f"{row['macro_auroc']:.3f}"
+        low, high = row["ci95"]
+        lines.append(
+            f"{row['label']:<36} {row['balanced_accuracy']:>9.3f}  {low:.3f} to {high:.3f}  {auroc:>6} "
+            f"{row['val_balanced_accuracy']:>6.3f} {row['chosen_c']:>7g}"
+        )
+    return "\n".join([*lines, *result["notes"], result["verdict"]])
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Evaluate the checkpoint of a configuration and print its table."""
+    cfg, _ = parse_cli(__doc__ or "", argv)
+    setup_logging()
+    print(format_table(evaluate(cfg, Runtime.create(cfg.train.use_bf16))))
+
+
+if __name__ == "__main__":
+    run_cli(main)

@@ -20,7 +20,7 @@ import threading
 import time
 import traceback
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
@@ -125,14 +125,16 @@ def is_done(job: Job, found: dict[str, Any] | None) -> bool:
     return True
 
 
-def run_jobs(jobs: Sequence[Job], workers: int) -> Iterator[Outcome]:
+def run_jobs(
+    jobs: Sequence[Job], workers: int, work: Callable[[Job], Outcome] = prepare_row
+) -> Iterator[Outcome]:
     """Outcomes as they come, from `workers` processes (0: this one); closing the generator ends them.
 
     When a process is lost, the files that were in the pool run again one by one: the one that takes its
     process with it a second time is a reject.
     """
     if workers == 0:
-        yield from map(prepare_row, jobs)
+        yield from map(work, jobs)
         return
     waiting, suspects = list(reversed(jobs)), []
     while waiting or suspects:
@@ -145,7 +147,7 @@ def run_jobs(jobs: Sequence[Job], workers: int) -> Iterator[Outcome]:
                 while todo and len(running) < (1 if alone else _IN_FLIGHT * size):
                     job = todo.pop()
                     try:
-                        running[pool.submit(prepare_row, job)] = job
+                        running[pool.submit(work, job)] = job
                     except BrokenProcessPool:
                         lost.append(job)
                         break
@@ -234,8 +236,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     start = time.perf_counter()
     options, url = cfg.data.storage_options, cfg.data.store
     listing = read_records(cfg)
-    if not listing.records:
-        raise UserError(f"{cfg.data.manifest_path}: expected records after the filters of data.*, found none")
     writer = StoreWriter(url, options)
     synthetic = storage.exists(storage.join(cfg.data.gcs_root, "synthetic.json"), options)
     with shard_lock(url, shard, num_shards, options):

@@ -21,6 +21,7 @@ from utils import storage
 from utils.config import StorageOptions, UserError
 
 _SETUP_WAIT_S = 120.0  # the setup lock is held for seconds: the record list, the index
+_ORPHANS_WAIT_S = 1.0  # the workers of a killed process notice at once; one may still end a write
 
 
 @contextmanager
@@ -71,6 +72,7 @@ def _acquire(url: str, options: StorageOptions | None) -> dict[str, Any] | None:
         owner = _read(url, options)
         if owner is not None and _is_alive(owner):
             return owner
+        time.sleep(_ORPHANS_WAIT_S)
         storage.remove(url, options)
     return None
 

@@ -143,6 +143,7 @@ class StoreWriter:
             dtype="uint8",
             # Reads 3.8 GB/s on one core; with bitshuffle 1.8 GB/s, and 21 % smaller (real Triton volume).
             compressors=BloscCodec(cname="lz4", clevel=5, shuffle="noshuffle"),
+            chunk_key_encoding={"name": "default", "separator": "."},  # one flat folder
             fill_value=0,
             dimension_names=("row", "d", "h", "w"),
         )
@@ -303,8 +304,8 @@ class PreparedStore:
 
 
 def chunk_key(row: int, prefix: str = "") -> str:
-    """The key of a row's chunk below `volumes` (Zarr v3, default chunk key encoding)."""
-    return storage.join(prefix, f"c/{row}/0/0/0")
+    """The key of a row's chunk below `volumes`."""
+    return storage.join(prefix, f"c.{row}.0.0.0")
 
 
 def read_attrs(url: str, options: StorageOptions | None = None) -> dict[str, Any]:

@@ -1,0 +1,352 @@
+"""data_setup/prepare.py: one bad file stops nothing, a kill loses nothing, shards and locks, the report."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import random
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from data_setup.phantom import write_tree
+from data_setup.prepare import Job, Outcome, main, parse_shard, run_jobs
+from data_setup.shard_lock import shard_lock
+from data_setup.store import PreparedStore, StoreWriter
+from utils.config import UserError, load_config
+
+ROOT = Path(__file__).resolve().parents[1]
+CONFIG = str(ROOT / "configs" / "smoke_test.yaml")
+REAL = ROOT.parent / "shared" / "data" / "real_oct"
+
+
+@pytest.fixture(scope="session")
+def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A phantom tree of three participants, all files good."""
+    out = tmp_path_factory.mktemp("phantom") / "tree"
+    write_tree(out, participants=3, seed=5, workers=1)
+    return out
+
+
+@pytest.fixture(scope="session")
+def clean(tree: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tree prepared without any interruption."""
+    store = tmp_path_factory.mktemp("clean") / "store"
+    assert main(arguments(tree, store)) == 0
+    return store
+
+
+@pytest.fixture
+def own_tree(tree: Path, tmp_path: Path) -> Path:
+    """A copy of the tree for tests that damage it."""
+    return Path(shutil.copytree(tree, tmp_path / "tree"))
+
+
+def arguments(tree: Path, store: Path, *more: str) -> list[str]:
+    places = [f"data.gcs_root={tree}", f"data.store={store}"]
+    workers = [] if "--workers" in more else ["--workers", "0"]
+    return ["--config", CONFIG, *workers, *more, *places]
+
+
+def contents(store: Path) -> dict[str, str]:
+    """Digest of every file of a store; the report without what the run measured of itself."""
+    digests = {}
+    for path in sorted(p for p in store.rglob("*") if p.is_file()):
+        data = path.read_bytes()
+        if path.name == "prepare_report.json":
+            report = json.loads(data)
+            del report["run"]
+            data = json.dumps(report).encode()
+        digests[str(path.relative_to(store))] = hashlib.sha256(data).hexdigest()
+    return digests
+
+
+def start(tree: Path, store: Path, *more: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "data_setup.prepare", *arguments(tree, store, "--workers", "2", *more)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(
+        command, cwd=ROOT, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+
+
+def wait_until(condition: Callable[[], bool], what: str, seconds: float = 60.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"waited {seconds} s for {what}"
+        time.sleep(0.002)
+
+
+def num_rows(store: Path) -> int:
+    return len(list((store / "rows").glob("*.json"))) if (store / "rows").is_dir() else 0
+
+
+def dicoms(tree: Path) -> list[Path]:
+    return sorted(tree.rglob("*.dcm"))
+
+
+def test_a_good_tree_is_kept_whole(tree: Path, clean: Path) -> None:
+    store = PreparedStore.open(str(clean))
+    assert len(store.kept) == len(dicoms(tree)) == len(store.index)
+    assert store.attrs["synthetic"] is True
+    assert store.attrs["source_root"] == str(tree)
+    assert all(store.verify(row) for row in store.kept)
+    assert store.index.person_id.is_monotonic_increasing
+    report = json.loads((clean / "prepare_report.json").read_text())
+    assert report["kept"] == len(store.kept)
+    assert report["rejected"] == {}
+    assert sum(report["spacing_source"].values()) == len(store.kept)
+    assert sum(report["orientation_source"].values()) == len(store.kept)
+    assert report["run"]["prepared"] == len(store.kept)
+    assert {p["kept"] for p in report["by_protocol"].values()} <= set(range(1, 20))
+    assert sum(d["kept"] for d in report["by_device"].values()) == len(store.kept)
+    assert not list((clean / "locks").iterdir())
+
+
+def test_the_voxels_outside_the_box_are_zero_and_statistics_are_of_those_inside(clean: Path) -> None:
+    store = PreparedStore.open(str(clean))
+    padded = [r for r in store.kept if store.index.valid_fraction[r] < 1]
+    assert padded
+    for row in padded:
+        voxels = store.read(row)
+        box = store.index.loc[row, [f"valid_{a}{i}" for a in "dhw" for i in "01"]].to_numpy(int)
+        inside = np.zeros(voxels.shape, bool)
+        inside[tuple(slice(*pair) for pair in box.reshape(3, 2))] = True
+        assert not voxels[~inside].any()
+        assert store.index.intensity_mean[row] == pytest.approx(voxels[inside].mean(dtype=np.float64))
+        assert store.index.intensity_std[row] == pytest.approx(voxels[inside].std(dtype=np.float64))
+        assert store.index.valid_fraction[row] == pytest.approx(inside.mean())
+
+
+def test_bad_files_are_named_and_repaired_ones_taken_up(
+    own_tree: Path, clean: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    files, store = dicoms(own_tree), tmp_path / "store"
+    whole = [f.read_bytes() for f in files[:3]]
+    files[0].write_bytes(whole[0][: len(whole[0]) * 2 // 3])
+    files[1].unlink()
+    files[2].write_bytes(b"not a DICOM file at all")
+    assert main(arguments(own_tree, store, "data.max_reject_fraction=0.9")) == 0
+    index = PreparedStore.open(str(store)).index.set_index("path")
+    reasons = [index.status[str(f.relative_to(own_tree))] for f in files[:3]]
+    assert reasons == ["truncated_pixel_data", "missing_file", "not_dicom"]
+    assert (index.status == "kept").sum() == len(files) - 3
+    assert index.message[str(files[2].relative_to(own_tree))].startswith("expected")
+    report = json.loads((store / "prepare_report.json").read_text())
+    assert report["rejected"] == {"missing_file": 1, "not_dicom": 1, "truncated_pixel_data": 1}
+    assert "rejected: missing_file 1, not_dicom 1, truncated_pixel_data 1" in capsys.readouterr().out
+    for file, data in zip(files[:3], whole, strict=True):
+        file.write_bytes(data)
+    assert main(arguments(own_tree, store, "data.max_reject_fraction=0.9")) == 0
+    fixed = PreparedStore.open(str(store))
+    assert fixed.index.checksum.to_list() == PreparedStore.open(str(clean)).index.checksum.to_list()
+    assert json.loads((store / "prepare_report.json").read_text())["run"]["prepared"] == 3
+
+
+def test_too_many_rejects_stop_with_the_table(
+    own_tree: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    files, store = dicoms(own_tree), tmp_path / "store"
+    for file in files[: len(files) // 2]:
+        file.write_bytes(b"junk")
+    with pytest.raises(
+        UserError, match=r"expected at most 10% of \d+ records rejected .*found \d+: not_dicom"
+    ):
+        main(arguments(own_tree, store, "data.max_reject_fraction=0.1"))
+    out = capsys.readouterr().out
+    assert "not_dicom" in out
+    assert not list((store / "locks").iterdir())
+    statuses = PreparedStore.open(str(store)).index.status
+    assert (statuses == "not_dicom").sum() == len(files) // 10 + 1
+    assert main(arguments(own_tree, store, "data.max_reject_fraction=0.9")) == 0
+    assert (PreparedStore.open(str(store)).index.status == "kept").sum() == len(files) - len(files) // 2
+
+
+def test_a_rerun_reuses_and_a_changed_source_is_read_again(own_tree: Path, tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    main(arguments(own_tree, store))
+    before = contents(store)
+    chunks = {p: p.stat().st_mtime_ns for p in (store / "volumes").iterdir()}
+    main(arguments(own_tree, store))
+    assert contents(store) == before
+    assert {p: p.stat().st_mtime_ns for p in (store / "volumes").iterdir()} == chunks
+    assert json.loads((store / "prepare_report.json").read_text())["run"]["prepared"] == 0
+    os.utime(dicoms(own_tree)[0], ns=(1, 1))
+    main(arguments(own_tree, store))
+    assert json.loads((store / "prepare_report.json").read_text())["run"]["prepared"] == 1
+
+
+def test_a_manifest_that_grows_appends_and_one_that_shrinks_keeps(
+    own_tree: Path, clean: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    manifest, store = own_tree / "retinal_oct" / "manifest.tsv", tmp_path / "store"
+    lines = manifest.read_text().splitlines(keepends=True)
+    manifest.write_text("".join([lines[0], *lines[4:]]))
+    main(arguments(own_tree, store))
+    first = PreparedStore.open(str(store)).index
+    manifest.write_text("".join([lines[0], *lines[1:-1]]))
+    main(arguments(own_tree, store))
+    second = PreparedStore.open(str(store)).index
+    assert second.path.to_list()[: len(first)] == first.path.to_list()
+    assert second.checksum.to_list()[: len(first)] == first.checksum.to_list()
+    assert len(second) == len(first) + 3
+    assert (~second.listed).sum() == 1
+    assert (second.status == "kept").all()
+    assert "no longer in the manifest, kept in their rows: 1" in capsys.readouterr().out
+    wanted = PreparedStore.open(str(clean)).index.set_index("path").checksum
+    assert second.set_index("path").checksum.sort_index().to_list() == wanted.sort_index().to_list()
+
+
+def test_a_changed_participant_updates_the_row_without_reading_the_volume(
+    own_tree: Path, tmp_path: Path
+) -> None:
+    table, store = own_tree / "participants.tsv", tmp_path / "store"
+    main(arguments(own_tree, store))
+    table.write_text(table.read_text().replace("\ttrain\t", "\tval\t"))
+    main(arguments(own_tree, store))
+    assert json.loads((store / "prepare_report.json").read_text())["run"]["prepared"] == 0
+    assert "train" not in set(PreparedStore.open(str(store)).index.split)
+    assert all(json.loads(p.read_text())["record"]["split"] != "train" for p in (store / "rows").iterdir())
+
+
+def test_shards_make_the_same_store(tree: Path, clean: Path, tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    assert main(arguments(tree, store, "--shard", "1/2")) == 0
+    pending = PreparedStore.open(str(store)).index.status == "pending"
+    assert pending.to_list() == [row % 2 == 0 for row in range(len(pending))]
+    assert main(arguments(tree, store, "--shard", "0/2")) == 0
+    assert contents(store) == contents(clean)
+
+
+@pytest.mark.parametrize("text", ["2/2", "1", "-1/2", "a/b", "0/0"])
+def test_a_wrong_shard_is_named(text: str) -> None:
+    with pytest.raises(UserError, match=r"--shard: expected i/n with 0 <= i < n, found"):
+        parse_shard(text)
+
+
+def test_another_geometry_is_refused(tree: Path, clean: Path) -> None:
+    before = contents(clean)
+    with pytest.raises(UserError, match=r"geometry: expected .*found .*data\.store of its own"):
+        main(arguments(tree, clean, "spatial.image_size=[16, 96, 72]"))
+    assert contents(clean) == before
+
+
+def test_a_second_prepare_is_refused_and_a_dead_one_is_taken_over(tmp_path: Path) -> None:
+    store = str(tmp_path / "store")
+    with shard_lock(store, 0, 2):
+        with pytest.raises(UserError, match=rf"shard 0/2 is being prepared by process {os.getpid()} on"):
+            shard_lock(store, 0, 2).__enter__()
+        with pytest.raises(UserError, match=r"expected --shard i/3, found shard 0/2 at work"):
+            shard_lock(store, 1, 3).__enter__()
+        with shard_lock(store, 1, 2):
+            assert sorted(os.listdir(tmp_path / "store" / "locks")) == [
+                "shard-0-of-2.lock",
+                "shard-1-of-2.lock",
+            ]
+    assert os.listdir(tmp_path / "store" / "locks") == []
+
+    with subprocess.Popen([sys.executable, "-c", "pass"]) as ended:
+        ended.wait()
+    owner = {"pid": ended.pid, "host": socket.gethostname(), "start": "1"}
+    lock = tmp_path / "store" / "locks" / "shard-0-of-2.lock"
+    lock.write_text(json.dumps(owner))
+    with shard_lock(store, 0, 2):
+        assert json.loads(lock.read_text())["pid"] == os.getpid()
+    lock.write_text(json.dumps(owner | {"pid": os.getpid()}))  # the same pid, of an earlier process
+    with shard_lock(store, 0, 2):
+        pass
+    lock.write_text(json.dumps(owner | {"host": "elsewhere"}))
+    with pytest.raises(UserError, match=r"on elsewhere; if that is gone for good, remove .*shard-0-of-2"):
+        shard_lock(store, 0, 2).__enter__()
+
+
+def check_after_kill(tree: Path, clean: Path, store: Path, process: subprocess.Popen[str]) -> None:
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    again = start(tree, store)
+    out, err = again.communicate(timeout=120)
+    assert again.returncode == 0, err
+    assert "kept by device" in out
+    assert contents(store) == contents(clean)
+
+
+def test_kill_in_the_middle_then_again_gives_the_same_bytes(tree: Path, clean: Path, tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    with start(tree, store) as process:
+        wait_until(lambda: num_rows(store) >= 2, "two rows")
+        check_after_kill(tree, clean, store, process)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("moment", range(5))
+def test_kill_at_a_drawn_moment_then_again_gives_the_same_bytes(
+    tree: Path, clean: Path, tmp_path: Path, moment: int
+) -> None:
+    """From before the first write to after the last; a kill that hits nothing is a draw like any other."""
+    store = tmp_path / "store"
+    delay = random.Random(moment).uniform(0.3, 2.5)
+    with start(tree, store) as process:
+        time.sleep(delay)
+        check_after_kill(tree, clean, store, process)
+
+
+def _die_at_row_two(job: Job) -> Outcome:
+    if job.row == 2:
+        os._exit(9)
+    if job.row == 4:
+        raise ArithmeticError("a fault\nof ours")
+    time.sleep(0.05)
+    return Outcome(job.row, "kept")
+
+
+def test_a_dying_worker_costs_its_file_only(
+    tmp_path: Path, clean: Path, tree: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cfg = load_config(CONFIG, [f"data.gcs_root={tree}", f"data.store={tmp_path / 'store'}"])
+    from data_setup.manifest import read_records
+
+    record = read_records(cfg).records[0]
+    writer = StoreWriter(cfg.data.store)
+    writer.create(cfg.spatial, "source", synthetic=True)
+    jobs = [Job(row, record, writer, cfg.spatial, cfg.data.storage_options) for row in range(7)]
+    outcomes = {o.row: o.status for o in run_jobs(jobs, 2, _die_at_row_two)}
+    assert outcomes == dict.fromkeys(range(7), "kept") | {2: "worker_died", 4: "internal_error"}
+    rows = writer.read_rows()
+    assert rows[2]["message"].startswith("its worker process was lost twice")
+    assert rows[4]["message"] == "ArithmeticError: a fault of ours"
+    assert "ArithmeticError" in capsys.readouterr().err
+
+
+def test_user_errors_are_one_line_with_exit_code_two(tree: Path, tmp_path: Path) -> None:
+    with start(tmp_path, tmp_path / "store") as process:
+        out, err = process.communicate(timeout=60)
+    assert process.returncode == 2
+    assert out == ""
+    assert err.startswith("error: ")
+    assert err.count("\n") == 1
+    assert "participants.tsv: not found" in err
+
+
+@pytest.mark.skipif(not REAL.is_dir(), reason="the real eyes are not on this machine")
+def test_the_real_eyes(tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    manifest = f"data.manifest_path={REAL / 'retinal_oct' / 'manifest.tsv'}"
+    assert main(arguments(REAL, store, manifest)) == 0
+    prepared = PreparedStore.open(str(store))
+    assert prepared.kept.tolist() == [0, 1]
+    assert prepared.attrs["synthetic"] is False
+    assert prepared.index.device.to_list() == ["heidelberg_spectralis", "topcon_triton"]
+    assert prepared.index.split.to_list() == ["train", "val"]
+    assert (prepared.index.intensity_std > 10).all()
+    field = [145 * 0.0298, 496 * 0.003872, 512 * 0.011182]
+    valid = [prepared.index[f"valid_{a}1"][0] - prepared.index[f"valid_{a}0"][0] for a in "dhw"]
+    expected = [f / s for f, s in zip(field, (0.375, 0.024, 0.09375), strict=True)]
+    assert np.abs(np.array(valid) - expected).max() <= 1

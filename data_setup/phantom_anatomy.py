@@ -206,13 +206,13 @@ def sample(eye: Eye, u: np.ndarray, v: np.ndarray, column_mm: float) -> Anatomy:
     srf = _bumps(eye.srf, u, v, power=4)
     srf = np.where(srf > 0.006, srf, 0.0) * (1 - disc)
     for cu, cv, lateral, axial, level in eye.cysts:  # swelling around each cyst
-        thickness[int(level)] += 1.5 * axial * np.exp(-(((u - cu) ** 2 + (v - cv) ** 2) / lateral**2))
+        thickness[int(level)] += axial * np.exp(-(((u - cu) ** 2 + (v - cv) ** 2) / (1.7 * lateral) ** 2))
     thickness[5] = np.maximum(thickness[5] - 0.45 * drusen, 0.012)  # the ONL thins over drusen
     # In the disc only nerve fibres remain: a rim falling into the cup, all deeper layers end.
     from_disc = np.hypot(u - f.disc_u_mm, v - f.disc_v_mm) / f.disc_radius_mm
     thickness[1:8] *= 1 - disc
     thickness[9] *= 1 - 0.9 * disc
-    cup = np.exp(-((from_disc / 0.52) ** 4)) * (f.cup_depth_mm + 0.20)
+    cup = np.exp(-((from_disc / 0.50) ** 3)) * (f.cup_depth_mm + 0.08)
     thickness[0] = thickness[0] * (1 - disc) + disc * np.maximum(0.20 * f.rnfl + 0.06 - cup, -0.35)
     heights = np.empty((len(SURFACES), *u.shape))
     heights[9] = 0.0

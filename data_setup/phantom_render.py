@@ -37,30 +37,31 @@ class Device:
 
 
 DEVICE_PHYSICS = {
-    "heidelberg_spectralis": Device(4.5, 27.0, 1.25, 5, (0.0045, 0.012), 1.5, 34.0, 9.0, 0.001),
-    "topcon_maestro2": Device(-1.0, 34.0, 1.05, 2, (0.0050, 0.018), 2.5, 36.0, 8.0, 0.004),
-    "topcon_triton": Device(-1.5, 34.0, 1.10, 2, (0.0065, 0.020), 0.6, 22.0, 7.0, 0.003),
-    "zeiss_cirrus": Device(-3.0, 37.0, 0.95, 1, (0.0045, 0.016), 3.0, 40.0, 7.0, 0.005),
+    "heidelberg_spectralis": Device(3.0, 29.0, 1.3, 3, (0.0050, 0.016), 1.5, 52.0, 7.0, 0.001),
+    "topcon_maestro2": Device(-1.0, 34.0, 1.05, 2, (0.0050, 0.018), 2.5, 50.0, 6.5, 0.004),
+    "topcon_triton": Device(-1.5, 34.0, 1.10, 2, (0.0065, 0.020), 0.6, 34.0, 6.0, 0.003),
+    "zeiss_cirrus": Device(-3.0, 37.0, 0.95, 1, (0.0045, 0.016), 3.0, 52.0, 6.0, 0.005),
 }
 
 # dB over the noise floor, from the vitreous down; index = what lies below that surface
 LAYER_DB = {
     "vitreous": 0.0,
-    "ILM": 25.0,
-    "RNFL_GCL": 17.0,
-    "GCL_IPL": 19.5,
-    "IPL_INL": 13.5,
-    "INL_OPL": 18.5,
-    "OPL_ONL": 10.0,
-    "ELM": 11.5,
+    "ILM": 26.5,
+    "RNFL_GCL": 20.0,
+    "GCL_IPL": 21.5,
+    "IPL_INL": 17.0,
+    "INL_OPL": 20.5,
+    "OPL_ONL": 13.5,
+    "ELM": 15.0,
     "EZ": 27.5,
-    "OS": 19.5,
+    "OS": 21.0,
     "RPE": 30.5,
     "DRUSEN": 17.5,
     "BM": 23.0,
-    "CSI": 17.0,
+    "CSI": 16.0,
 }
 FLUID_DB = 1.5
+SOFT_MM = {"CSI": 0.09, "GCL_IPL": 0.010, "IPL_INL": 0.008, "INL_OPL": 0.010, "OPL_ONL": 0.012}
 
 
 @dataclass(frozen=True)
@@ -117,7 +118,7 @@ def place(
 ) -> np.ndarray:
     """Depth in mm of Bruch's membrane's base [D,W]: curvature, tilt, motion, kept inside the field."""
     x, y = u - u.mean(), v - v.mean()
-    relief = -(x**2 + y**2) / (2 * rng.uniform(22, 60))
+    relief = -(x**2 + y**2) / (2 * rng.uniform(28, 80))
     relief = relief + rng.normal(0, 0.035) * x + rng.normal(0, 0.025) * y
     relief = relief + 0.012 * np.sin(rng.uniform(0.4, 0.9) * x + rng.uniform(0, 6)) * np.cos(0.6 * y)
     frames = u.shape[0]
@@ -156,14 +157,19 @@ def render(
     # choroid: stroma and vessel lumina as thresholded noise in coordinates that follow Bruch's membrane
     cells = 40
     lumina = np.stack(
-        [_texture((frames, cells, columns), (0.10 / d_mm, s / 0.012, s / w_mm), rng) for s in (0.03, 0.06)]
+        [
+            _texture((frames, cells, columns), (lateral / d_mm, axial / 0.012, lateral / w_mm), rng)
+            for lateral, axial in ((0.035, 0.014), (0.085, 0.030))
+        ]
     )
+    capillaries = np.abs(_texture((frames, columns), (0, 0.012 / w_mm), rng))
     grain = _texture((frames, columns), (0.2 / d_mm, 0.6 / w_mm), rng)
     state = {
         "gain_db": rng.normal(0, 1.3),
         "lateral_db": (1.1 * grain - rng.uniform(0, 1.5) * (np.linspace(-1, 1, columns) ** 4)).astype(
             np.float32
         ),
+        "capillary_db": (-1.1 * np.clip(capillaries - 0.8, 0, 2)).astype(np.float32),
         "haze_db": abs(rng.normal(0, 1.2)),
         "hyaloid": eye.hyaloid_mm / h_mm if eye.hyaloid_mm else None,
     }
@@ -238,7 +244,8 @@ def signal_db(part, rows, h_mm, device, anatomy, surfaces, lumina, state, lesion
     above = LAYER_DB["vitreous"]
     for surface, below in steps:
         jump = LAYER_DB[below] - above
-        ramp = np.clip(z - surface + np.float32(0.5), 0, 1)
+        soft = max(SOFT_MM.get(below, 0.004) / h_mm, 1.0)  # no edge is sharper than a row
+        ramp = np.clip((z - surface) / np.float32(soft) + np.float32(0.5), 0, 1)
         ramp *= jump if below in ("ILM",) else jump * (1 - disc)
         out += ramp
         above = LAYER_DB[below]
@@ -251,12 +258,14 @@ def signal_db(part, rows, h_mm, device, anatomy, surfaces, lumina, state, lesion
     cell = np.clip(depth_mm / 0.012, 0, lumina.shape[2] - 1).astype(np.intp)
     fine, coarse = (np.take_along_axis(t[part], cell, axis=1) for t in lumina)
     mix = np.clip(depth_mm / 0.12, 0, 1)
-    inside = ((below_bm > 0) & (z < s[10])) * (1 - disc)
-    out += (
-        inside * (1 - np.exp(-depth_mm / 0.02)) * 4.5 * np.tanh(1.6 * ((1 - mix) * fine + mix * coarse) + 0.2)
+    inside = (below_bm > 0) * (1 - np.clip((z - s[10]) * h_mm / 0.06 + 0.5, 0, 1))
+    pattern = np.tanh(1.5 * ((1 - mix) * fine + mix * coarse) - 0.25 * mix)
+    out += np.maximum(inside * (1 - disc), 0.5 * disc) * (1 - np.exp(-depth_mm / 0.015)) * 3.6 * pattern
+    out -= (
+        np.float32(device.choroid_db_mm) * (0.25 * depth_mm + 0.75 * np.minimum(depth_mm, 0.25)) * (1 - disc)
     )
-    out -= np.float32(device.choroid_db_mm) * depth_mm * (1 - disc)
-    out -= 26.0 * disc * np.clip((z - s[0]) * h_mm - 0.12, 0, None)
+    out -= 30.0 * disc * np.clip((z - s[0]) * h_mm - 0.10, 0, None)
+    out += state["capillary_db"][part, None, :] * np.clip((z - s[3]) * h_mm / 0.02, 0, 1)
     # vessels: a bright lumen wall in the inner retina and a shadow below
     cover = anatomy.vessel[part, None, :].astype(np.float32) * (1 - disc * 0.4)
     radius = (anatomy.vessel_radius_mm[part, None, :] / h_mm).astype(np.float32)

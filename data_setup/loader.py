@@ -91,9 +91,10 @@ class RowReader:
 
     def __init__(self, store: PreparedStore, rows: np.ndarray) -> None:
         index = store.index.loc[rows]
-        box = index[[f"valid_{axis}{end}" for axis in "dhw" for end in "01"]].to_numpy(np.float32)
-        spacing = index[[f"spacing_after_{axis}" for axis in "dhw"]].to_numpy(np.float64)
-        statistics = index[["intensity_mean", "intensity_std"]].to_numpy(np.float32)
+        # Copies: pandas hands out read-only views, which torch warns about.
+        box = np.array(index[[f"valid_{axis}{end}" for axis in "dhw" for end in "01"]], np.float32)
+        spacing = np.array(index[[f"spacing_after_{axis}" for axis in "dhw"]], np.float64)
+        statistics = np.array(index[["intensity_mean", "intensity_std"]], np.float32)
         self.store = store
         self.about = {int(r): about for r, *about in zip(rows, box, spacing, statistics, strict=True)}
 

@@ -1,7 +1,7 @@
 """DICOM in, arrays out: native frames of any multi-frame file; OPT volumes with geometry, or a named error.
 
 In: a URL of a DICOM file. Out: `decode_frames` the stored values; `read_volume` an OCT volume, uint8
-[D, H, W], superior -> inferior, with its `OCTHeader`; `open_volume` the same frame by frame, for little memory.
+[D, H, W], superior -> inferior, with its `OCTHeader`; `open_volume` the same frame by frame.
 Every fault is an `OCTReadError` with a `RejectReason`. Only the attributes listed here ever leave a file.
 Standard: DICOM PS3.3 A.52 (Ophthalmic Tomography Image IOD) and PS3.5.
 """
@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import io
 import re
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -200,8 +199,7 @@ def _opened(url: str, options: StorageOptions | None, whole: bool = True) -> Ite
 
 def _read_dataset(file: BoundedFile, tags: list[str], url: str) -> Dataset:
     """The attributes in `tags`; leaves the file at its pixel data element."""
-    with named_faults(url, RejectReason.NOT_DICOM, "a DICOM header"), warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # odd values that nothing here reads
+    with named_faults(url, RejectReason.NOT_DICOM, "a DICOM header"):
         ds = pydicom.dcmread(file, stop_before_pixels=True, specific_tags=tags)
         if not ds.file_meta.get("TransferSyntaxUID"):
             raise OCTReadError(url, RejectReason.NOT_DICOM, "a TransferSyntaxUID", "none")
@@ -209,8 +207,7 @@ def _read_dataset(file: BoundedFile, tags: list[str], url: str) -> Dataset:
 
 
 def _header(ds: Dataset, url: str) -> tuple[OCTHeader, PixelLayout]:
-    with named_faults(url, RejectReason.NOT_DICOM, "a DICOM header"), warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)
+    with named_faults(url, RejectReason.NOT_DICOM, "a DICOM header"):
         sop_class = str(ds.get("SOPClassUID") or "")
         if sop_class != OPT_SOP_CLASS:
             found = pydicom.uid.UID(sop_class).name if sop_class else "no SOPClassUID"

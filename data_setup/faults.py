@@ -7,11 +7,12 @@ Errors of storage itself (no permission, no connection) stay `StorageError`: the
 from __future__ import annotations
 
 import struct
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import StrEnum
 
-from pydicom.errors import InvalidDicomError
+from pydicom.errors import BytesLengthException, InvalidDicomError
 
 from utils.storage import StorageError, StorageNotFoundError
 
@@ -55,6 +56,7 @@ class OCTReadError(Exception):
 # IndexError, ValueError bad numbers and text, RuntimeError recursion and "no plugin decoded it".
 _LIBRARY_ERRORS = (
     InvalidDicomError,
+    BytesLengthException,
     AttributeError,
     LookupError,
     TypeError,
@@ -68,14 +70,19 @@ _LIBRARY_ERRORS = (
 
 @contextmanager
 def named_faults(url: str, reason: RejectReason, expected: str) -> Iterator[None]:
-    """Turn an error of the DICOM library about this file's bytes into an OCTReadError with this reason."""
+    """Turn an error of the DICOM library about this file's bytes into an OCTReadError with this reason.
+
+    Its warnings are remarks about odd values that nothing here reads; what matters is checked by the callers.
+    """
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)
+            yield
     except StorageNotFoundError as error:
         raise OCTReadError(url, RejectReason.MISSING_FILE, "a file", "none") from error
     except StorageError:
         raise
-    except OSError as error:
-        raise StorageError(url, f"reading failed: {error}; run again") from error
-    except _LIBRARY_ERRORS as error:
+    except (*_LIBRARY_ERRORS, OSError) as error:
+        if isinstance(error, OSError) and error.errno is not None:  # pydicom's own OSErrors have no number
+            raise StorageError(url, f"reading failed: {error}; run again") from error
         raise OCTReadError(url, reason, expected, f"{type(error).__name__}: {error}") from error

@@ -126,8 +126,8 @@ def spacing(
 
     Shared groups first, then per frame, then root; sources: shared, per_frame, root, frame_positions,
     protocol. Cirrus writes the lateral spacing into SliceThickness: there the frame positions come first,
-    then the field of the protocol. Raises OCTReadError missing_spacing, implausible_spacing or, where the frames
-    disagree, not_a_volume.
+    then the field of the protocol. Raises OCTReadError missing_spacing, implausible_spacing or, where the
+    frames disagree, not_a_volume.
     """
     levels = {"shared": raw.shared, "per_frame": _agreed(raw.per_frame, url), "root": raw.root}
     plane = next(((k, m) for k, m in levels.items() if m.axial is not None and m.lateral is not None), None)

@@ -143,13 +143,9 @@ def iter_pixels(file: BoundedFile, layout: PixelLayout, url: str) -> Iterator[np
             data = encapsulate([data], has_bot=False)
         else:
             options["pixel_vr"] = vr
-        # Only the library's remarks about oddities that do not matter here are silenced; what matters is
-        # checked above and below.
-        with (
-            named_faults(url, RejectReason.CORRUPT_PIXEL_DATA, f"{where} to decode"),
-            warnings.catch_warnings(),
-        ):
-            warnings.simplefilter("ignore", UserWarning)
+        with named_faults(url, RejectReason.CORRUPT_PIXEL_DATA, f"{where} to decode"):
+            # More pixels than the header has room for: pydicom would crop them with a remark.
+            warnings.filterwarnings("error", "The decoded RLE segment contains", UserWarning)
             frame, _ = decoder.as_array(data, index=0, raw=True, validate=False, **options)
         dtype = dtype or frame.dtype
         if frame.shape != shape or frame.dtype != dtype:
@@ -162,10 +158,8 @@ def _decoder(syntax: UID, url: str) -> Any:
     supported = "a transfer syntax that pydicom decodes frame by frame"
     if syntax == DeflatedExplicitVRLittleEndian:
         raise OCTReadError(url, RejectReason.UNSUPPORTED_PIXELS, supported, syntax.name)
-    try:
+    with named_faults(url, RejectReason.UNSUPPORTED_PIXELS, supported):
         decoder = get_decoder(syntax)
-    except NotImplementedError as error:
-        raise OCTReadError(url, RejectReason.UNSUPPORTED_PIXELS, supported, syntax.name) from error
     if not decoder.is_available:
         package = "pylibjpeg-libjpeg" if syntax in JPEGTransferSyntaxes + JPEGLSTransferSyntaxes else None
         licence = " (GPL-3.0, so not in requirements.txt)" if package else ""

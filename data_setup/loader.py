@@ -231,18 +231,18 @@ class Loader:
                 if self.data.workers == 0:
                     raise
                 waited = time.monotonic() - start
-                # Batches go to the workers in turn.
-                what = (
-                    f"loader worker {number % self.data.workers} of {self.data.workers} (rank {self.rank}, "
-                    f"step {step}, micro-batch {number % self.accum})"
+                # Batches come from the workers in turn; a dead one may be another than the one waited for.
+                where = (
+                    f"rank {self.rank}, step {step}, micro-batch {number % self.accum}, waiting for loader "
+                    f"worker {number % self.data.workers} of {self.data.workers}"
                 )
                 if "exited unexpectedly" in str(error) or "is killed by signal" in str(error):
-                    raise LoaderError(f"{what}: expected a batch, found a dead worker: {error}") from error
+                    raise LoaderError(f"{where}: expected a batch, found a dead worker: {error}") from error
                 if "timed out" not in str(error):
                     raise
                 if waited >= self.data.data_timeout_s:
                     raise LoaderError(
-                        f"{what}: expected a batch within data.data_timeout_s = "
+                        f"{where}: expected a batch within data.data_timeout_s = "
                         f"{self.data.data_timeout_s:g} s, found none after {waited:.1f} s"
                     ) from error
 

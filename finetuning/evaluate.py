@@ -53,6 +53,7 @@ from utils.runtime import Runtime
 FORMAT_VERSION = 1
 MIN_PARTICIPANTS = 2  # in each fold, and classes in the training and the evaluated fold
 MAX_COMPONENTS = 256  # of the raw-voxel PCA
+FEW_PER_CLASS = 5  # evaluated participants; below, the table says that its intervals are too narrow
 log = logging.getLogger(__name__)
 
 
@@ -107,8 +108,8 @@ def read_cohort(cfg: Config, store: PreparedStore) -> Cohort:
         parts.append((rows.index.to_numpy(), np.full(len(rows), number), rows["person_id"].to_numpy(str)))
     rows, fold, person = (np.concatenate(columns) for columns in zip(*parts, strict=True))
     text = np.array([labels[p] for p in person])
-    classes = sorted(set(text[fold == 0]))
-    unknown = sorted(set(text) - set(classes))
+    classes = sorted(set(text[fold == 0].tolist()))
+    unknown = sorted(set(text.tolist()) - set(classes))
     if unknown:
         raise UserError(
             f"{cfg.task.label_column}: expected every class among the participants of split train, found "
@@ -222,32 +223,45 @@ def evaluate(cfg: Config, runtime: Runtime) -> dict[str, Any]:
         "rows": table,
         "paired_difference": {"mean": mean, "ci95": list(ci95)},
         "verdict": verdict(mean, ci95),
-        "notes": notes(cfg, seeds, arms, overlap),
+        "cautions": cautions(cfg, cohort, overlap),
+        "notes": notes(cfg, seeds, arms),
     }
     storage.write_text(path, json.dumps(result, indent=1, allow_nan=False) + "\n")
     return result
 
 
-def notes(cfg: Config, seeds: Sequence[int], arms: Sequence[Prediction], overlap: int) -> list[str]:
-    """What a reader must know about the table beside its numbers."""
-    each = ", ".join(
-        f"seed {s}: {a.val_score:.3f} on val, {balanced_accuracy(a):.3f} here"
-        for s, a in zip(seeds, arms, strict=True)
-    )
-    told = [
-        f"Random initialisation is the seed that is best on validation participants ({each}).",
-        "Intervals: participant bootstrap, all volumes of a participant pooled; "
-        f"{cfg.probe.bootstrap_samples} resamples, the same for both sides of the difference.",
-    ]
-    if cfg.eval.split == "val":
-        told.append(
-            "C was chosen on the evaluated participants (eval.split=val): the numbers are optimistic."
-        )
+def cautions(cfg: Config, cohort: Cohort, overlap: int) -> list[str]:
+    """What weakens the verdict; shown wherever the verdict is."""
+    told = []
     if overlap:
         told.append(
             f"OVERLAP: pre-training saw {overlap} of the evaluated participants (eval.allow_overlap=true)."
         )
+    if cfg.eval.split == "val":
+        told.append(
+            "C was chosen on the evaluated participants (eval.split=val): the numbers are optimistic."
+        )
+    evaluated = set(zip(cohort.person[cohort.fold == 2], cohort.label[cohort.fold == 2], strict=True))
+    smallest = min(sum(label == number for _, label in evaluated) for number in range(len(cohort.classes)))
+    if smallest < FEW_PER_CLASS:
+        told.append(
+            f"The smallest class has {smallest} evaluated participants: intervals of so few are too "
+            "narrow, and nothing should be concluded from them."
+        )
     return told
+
+
+def notes(cfg: Config, seeds: Sequence[int], arms: Sequence[Prediction]) -> list[str]:
+    """How to read the table."""
+    each = ", ".join(
+        f"seed {s}: {a.val_score:.3f} on val, {balanced_accuracy(a):.3f} here"
+        for s, a in zip(seeds, arms, strict=True)
+    )
+    return [
+        f"Random initialisation is the seed that is best on validation participants ({each}).",
+        "Intervals: participant bootstrap, all volumes of a participant pooled; "
+        f"{cfg.probe.bootstrap_samples} resamples, the same for both sides of the difference.",
+    ]
 
 
 def format_table(result: dict[str, Any]) -> str:
@@ -260,7 +274,7 @@ def format_table(result: dict[str, Any]) -> str:
             f"{row['label']:<36} {row['balanced_accuracy']:>9.3f}  {low:.3f} to {high:.3f}  {auroc:>6} "
             f"{row['val_balanced_accuracy']:>6.3f} {row['chosen_c']:>7g}"
         )
-    return "\n".join([*lines, *result["notes"], result["verdict"]])
+    return "\n".join([*lines, *result["notes"], *result["cautions"], result["verdict"]])
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -235,7 +235,8 @@ def _signed(value: float) -> str:
 
 
 def _standardise(train: Fold) -> Callable[[np.ndarray], np.ndarray]:
-    return StandardScaler().fit(train.features.astype(np.float64)).transform
+    scaler = StandardScaler().fit(train.features.astype(np.float64))
+    return lambda features: scaler.transform(features.astype(np.float64))
 
 
 def _num_classes(train: Fold) -> int:

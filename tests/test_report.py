@@ -13,7 +13,7 @@ import pytest
 
 from models.probes import Prediction, paired_difference, participant_draws, verdict
 from utils.config import UserError
-from utils.report import main
+from utils.report import main, summary
 from utils.run_files import findings, read_run, results
 from utils.visualize import bscan_with_masks, feature_pca, load_snapshot, png_data, save_snapshot
 
@@ -85,6 +85,7 @@ def probe_json(low: float, high: float) -> dict:
         ],
         "paired_difference": {"mean": mean, "ci95": [low, high]},
         "verdict": verdict(mean, (low, high)),
+        "cautions": ["OVERLAP: pre-training saw 3 of the evaluated participants."],
         "notes": ["Random initialisation: best of 3 seeds on validation participants."],
     }
 
@@ -167,7 +168,7 @@ def test_results_without_probe(run_dir: Path, capsys: pytest.CaptureFixture[str]
     }
     printed = capsys.readouterr().out.splitlines()
     assert printed[-1].split() == ["report", str(run_dir / "report.html")]
-    assert "48 kept, 3 rejected (missing_file 1, truncated_pixel_data 2)" in printed[0]
+    assert "48 kept, 3 rejected (truncated_pixel_data 2, missing_file 1)" in printed[0]
     assert len(printed) <= 8
     page = (run_dir / "report.html").read_text()
     assert "Not evaluated" in page
@@ -183,26 +184,27 @@ def test_results_without_probe(run_dir: Path, capsys: pytest.CaptureFixture[str]
     ],
 )
 def test_results_with_probe_whichever_side_wins(
-    run_dir: Path, capsys: pytest.CaptureFixture[str], interval: tuple[float, float], words: str
+    run_dir: Path, interval: tuple[float, float], words: str
 ) -> None:
     (run_dir / "probe.json").write_text(json.dumps(probe_json(*interval)))
-    main(["--run", str(run_dir)])
-    probe = json.loads((run_dir / "results.json").read_text())["probe"]
+    run = read_run(run_dir)
+    out = results(run)
+    probe = out["probe"]
     assert set(probe) == {"pretrained", "random_init", "paired_difference", "n_participants", "verdict"}
     assert set(probe["pretrained"]) == set(probe["random_init"]) == {"balanced_accuracy", "ci95"}
     assert probe["random_init"]["balanced_accuracy"] == 0.5
     assert probe["paired_difference"]["ci95"] == list(interval)
     assert probe["verdict"].startswith(words)
-    page = (run_dir / "report.html").read_text()
-    assert page.index(words) < page.index("In numbers")  # the verdict comes first
-    assert "raw-voxel PCA" in page
-    assert words in capsys.readouterr().out
+    assert dict(summary(out))["verdict"].startswith(words)
 
 
 def test_page_is_one_self_contained_file(run_dir: Path) -> None:
     (run_dir / "probe.json").write_text(json.dumps(probe_json(0.02, 0.1)))
     main(["--run", str(run_dir)])
     page = (run_dir / "report.html").read_text()
+    assert page.index("Pre-training beats") < page.index("In numbers")  # the verdict comes first
+    assert page.index("OVERLAP") < page.index("In numbers")
+    assert "raw-voxel PCA" in page
     links = Links()
     links.feed(page)
     assert len(links.found) >= 11 + 3  # charts, masks, two pictures of features

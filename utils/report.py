@@ -45,30 +45,25 @@ CHARTS: tuple[tuple[str, tuple[str, ...], str], ...] = (
     ("Waiting for data", ("perf/data_wait_fraction",), "Share of the time; near zero: the loader keeps up."),
 )
 GROUPS = ("by_device", "by_protocol")  # of prepare_report.json
-GROUP_COLUMNS = (
-    "kept",
-    "rejected",
-    "valid_fraction",
-    "lost_fraction",
-    "shape_before",
-    "spacing_before",
-    "spacing_source",
-    "orientation_source",
-)
+GROUP_HEADER = ("", "kept", "rejected", "valid", "lost", "spacing, um", "spacing from", "orientation from")
 GROUP_NOTE = (
-    "Sizes and spacings are D x H x W (B-scan, axial, A-scan), medians, in mm. Valid: share of the grid "
-    "inside the scan. Lost: share of the scan outside the grid."
+    "Spacing before resampling, median, D x H x W (B-scan, axial, A-scan). Valid: share of the grid inside "
+    "the scan. Lost: share of the scan outside the grid."
 )
+REASONS_SHOWN = 3  # on the terminal; the page and results.json have all
 NO_PROBE = "Not evaluated: this run has no probe.json. finetuning.evaluate writes it."
 
 
-def summary(run: Run, out: Mapping[str, Any]) -> list[tuple[str, str]]:
+def summary(out: Mapping[str, Any]) -> list[tuple[str, str]]:
     """(row, text) pairs: the short table for a terminal."""
     data, pre, probe = out["data"], out["pretraining"], out["probe"]
-    reasons = ", ".join(f"{reason} {n}" for reason, n in sorted(data["rejected"].items()) if n)
-    rejected = sum(data["rejected"].values())
+    reasons = sorted(data["rejected"].items(), key=lambda item: (-item[1], item[0]))
+    shown = [f"{reason} {n}" for reason, n in reasons[:REASONS_SHOWN]]
+    if len(reasons) > REASONS_SHOWN:
+        shown.append(f"{len(reasons) - REASONS_SHOWN} more reasons")
+    rejected = f"{sum(data['rejected'].values())} rejected" + (f" ({', '.join(shown)})" if shown else "")
     lines = [
-        ("data", f"{data['kept']} kept, {rejected} rejected" + (f" ({reasons})" if reasons else "")),
+        ("data", f"{data['kept']} kept, {rejected}"),
         (
             "pre-training",
             f"loss {_number(pre['loss_first'])} -> {_number(pre['loss_last'])}, "
@@ -144,15 +139,29 @@ def data_tables(prepared: Mapping[str, Any]) -> list[Table]:
         )
     ]
     for key in GROUPS:
-        rows = [[name, *(_cell(group[c]) for c in GROUP_COLUMNS)] for name, group in prepared[key].items()]
-        header = ["", *(c.replace("_", " ") for c in GROUP_COLUMNS)]
-        tables.append(Table(key.replace("_", " "), header, rows, GROUP_NOTE, is_text=True))
+        rows = [_group_row(name, group) for name, group in prepared[key].items()]
+        tables.append(Table(key.replace("_", " "), GROUP_HEADER, rows, GROUP_NOTE))
     facts = [
         [key.replace("_", " "), _cell(value)]
         for key, value in prepared.items()
         if key not in ("kept", "rejected", *GROUPS)
     ]
     return [*tables, Table("the store", ["", ""], facts, is_text=True)]
+
+
+def _group_row(name: str, group: Mapping[str, Any]) -> list[str]:
+    """One device or protocol; fractions and spacing are null where nothing was kept."""
+    spacing = group["spacing_before"]
+    shares = [group["valid_fraction"], group["lost_fraction"]]
+    sources = [group["spacing_source"], group["orientation_source"]]
+    return [
+        name,
+        str(group["kept"]),
+        str(sum(group["rejected"].values())),
+        *("-" if share is None else f"{share:.0%}" for share in shares),
+        " x ".join(f"{1000 * mm:.3g}" for mm in spacing) if spacing else "-",
+        *(next(iter(counts)) if len(counts) == 1 else _cell(counts) for counts in sources),
+    ]
 
 
 def _cell(value: Any) -> str:
@@ -193,6 +202,7 @@ def render(run: Run, out: Mapping[str, Any]) -> str:
         else "",
         verdict=probe["verdict"] if probe else NO_PROBE,
         probe_size=probe and _probe_size(probe),
+        cautions=probe["cautions"] if probe else [],
         numbers=[
             ("volumes kept", str(out["data"]["kept"])),
             ("loss, first to last", f"{_number(pre['loss_first'])} → {_number(pre['loss_last'])}"),
@@ -243,7 +253,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     report = run.path / "report.html"
     storage.write_text(str(run.path / "results.json"), json.dumps(out, indent=2, allow_nan=False) + "\n")
     storage.write_text(str(report), render(run, out))
-    for name, text in [*summary(run, out), ("report", str(report))]:
+    for name, text in [*summary(out), ("report", str(report))]:
         print(f"{name:<13} {text}")
 
 

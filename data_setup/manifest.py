@@ -192,8 +192,10 @@ def _manifest_rows(cfg: Config, volumes_only: bool = True) -> tuple[list[Record]
         if reason:
             skipped[reason] += 1
             continue
-        assert path is not None and person_id is not None
-        assert device is not None and protocol is not None
+        assert path is not None
+        assert person_id is not None
+        assert device is not None
+        assert protocol is not None
         paths.add(path)
         uids.add(uid)
         shape = [_integer(row[c]) for c in ("number_of_frames", "height", "width")]

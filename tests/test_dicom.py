@@ -605,28 +605,33 @@ def test_damaged_bytes_give_named_errors_or_frames(tmp_path: Path, syntax: str) 
 
 # ---- memory -----------------------------------------------------------------------------------------------
 
+# The high-water mark of this process's own memory; ru_maxrss would start at the parent's.
 MEASURE = """
-import resource, sys
-import numpy as np
+import sys
+from pathlib import Path
 from data_setup.dicom import OCTReadError, decode_frames, read_volume
-for path in sys.argv[3:]:  # codecs and tables load on first use
-    read_volume(path)
-before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+def kilobytes(key):
+    return int(Path("/proc/self/status").read_text().split(key + ":")[1].split()[0])
+read_volume(sys.argv[3])  # codecs and tables load on first use
+before = kilobytes("VmRSS")
 try:
-    {"decode_frames": decode_frames, "read_volume": read_volume}[sys.argv[1]](sys.argv[2])
+    result = {"decode_frames": decode_frames, "read_volume": read_volume}[sys.argv[1]](sys.argv[2])
 except OCTReadError as error:
     print(error.reason)
-print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+print(kilobytes("VmHWM") - before)
 """
+linux = pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs the /proc of Linux")
 
 
 def peak_bytes(call: str, path: str, warm_up: str) -> tuple[int, str]:
+    """Peak memory above the baseline after imports and a small volume, and the fault's name if any."""
     command = [sys.executable, "-c", MEASURE, call, path, warm_up]
     done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=Path(__file__).parents[1])
-    *reason, kilobytes = done.stdout.split()
-    return int(kilobytes) * 1024, "".join(reason)
+    *reason, peak = done.stdout.split()
+    return int(peak) * 1024, "".join(reason)
 
 
+@linux
 @pytest.mark.parametrize("syntax", [ExplicitVRLittleEndian, JPEG2000Lossless], ids=["native", "j2k"])
 def test_peak_memory_is_under_2_2_raw_volumes(tmp_path: Path, syntax: str) -> None:
     shape = (120, 1000, 500)
@@ -637,9 +642,12 @@ def test_peak_memory_is_under_2_2_raw_volumes(tmp_path: Path, syntax: str) -> No
     for call in ("decode_frames", "read_volume"):
         peak, reason = peak_bytes(call, path, warm_up)
         assert reason == ""
-        assert peak < 2.2 * voxels.nbytes, f"{call}: {peak / voxels.nbytes:.2f} x the raw volume"
+        assert 0.9 * voxels.nbytes < peak < 2.2 * voxels.nbytes, (
+            f"{call}: {peak / voxels.nbytes:.2f} x the raw volume"
+        )
 
 
+@linux
 @pytest.mark.parametrize("syntax", [ExplicitVRLittleEndian, JPEG2000Lossless], ids=["native", "j2k"])
 def test_a_header_that_lies_about_size_allocates_nothing(tmp_path: Path, syntax: str) -> None:
     lies = assign(NumberOfFrames=4000, Rows=20000, Columns=20000, PerFrameFunctionalGroupsSequence=None)

@@ -171,6 +171,29 @@ def test_a_stream_is_a_function_of_seed_step_and_position() -> None:
         assert len(set(values)) == 4
 
 
+def test_geometry_draws_fill_their_ranges() -> None:
+    augment = AugmentConfig(flip_w_prob=0.5, rotate_dw_deg=10, rotate_hw_deg=3, shift_fraction=0.05)
+    transform = RandGeometryd(augment)
+    transform.set_random_state(state=np.random.RandomState(0))
+    motions = []
+    for _ in range(1000):
+        transform.randomize()
+        motions.append(transform.motion)
+    assert abs(np.mean([m["flip_w"] for m in motions]) - 0.5) < 4 * 0.5 / math.sqrt(1000)
+    shift = np.array([m["shift_fraction"] for m in motions])
+    ranges = [
+        ([m["rotate_dw_deg"] for m in motions], -10, 10),
+        ([m["rotate_hw_deg"] for m in motions], -3, 3),
+        ([m["scale"] for m in motions], *augment.scale_range),
+        *((shift[:, axis], -0.05, 0.05) for axis in range(3)),
+    ]
+    for values, low, high in ranges:
+        unit = (np.array(values) - low) / (high - low)
+        assert 0 <= unit.min() < 0.01
+        assert 0.99 < unit.max() <= 1
+        assert abs(unit.mean() - 0.5) < 4 / math.sqrt(12 * len(unit))
+
+
 def test_intensity_range_and_probability() -> None:
     augment = AugmentConfig(intensity_prob=0.8, gain=0.2, gamma=0.3, noise_std=0.1)
     transform = RandIntensityParamsd(augment)
@@ -318,3 +341,21 @@ def test_counter_numbers_look_random() -> None:
     histogram = torch.histc(uniform, 64, 0, 1)
     chi_square = float(((histogram - n / 64) ** 2 / (n / 64)).sum())
     assert abs(chi_square - 63) < 4 * math.sqrt(2 * 63)
+
+
+@pytest.mark.gpu
+def test_device_gives_the_same_numbers() -> None:
+    seeds, counters = torch.tensor([[1], [2**61 + 5]]), torch.arange(100_000)
+    for function in (counter_bits, counter_uniform, counter_normal):
+        assert torch.equal(function(seeds, counters), function(seeds.cuda(), counters.cuda()).cpu())
+    arguments = (
+        torch.stack([noise_volume(1), noise_volume(2)]),
+        torch.from_numpy(geometry_matrix(SIZE, SPACING, **MOTIONS["all"])).repeat(2, 1, 1),
+        boxes(2, 11, 5, 33, 4, 27).repeat(2, 1),
+        torch.tensor([100.0, 110.0]),
+        torch.tensor([50.0, 60.0]),
+        torch.tensor([[1.2, 0.8, 0.1], [0.9, 1.3, 0.05]]),
+        torch.tensor([5, 2**61 + 3]),
+    )
+    on_device = normalise(*(a.cuda() for a in arguments)).cpu()
+    torch.testing.assert_close(on_device, normalise(*arguments))

@@ -219,10 +219,11 @@ def test_workers_use_one_torch_thread(store_url: str) -> None:
     [
         (FailingStore, ValueError, "row 5 is broken"),
         (DyingStore, LoaderError, r"step \d+, .*loader worker 0 of 1: .*dead worker: .*pid\(s\) \d+"),
-        (
+        pytest.param(
             HangingStore,
             LoaderError,
             r"step \d+, .*loader worker 0 of 1: .*data_timeout_s = 1 s, found none after",
+            marks=pytest.mark.slow,
         ),
     ],
 )

@@ -1,0 +1,179 @@
+"""data_setup/store.py: rows never move, statuses are kept, volumes come back, bit for bit."""
+
+from __future__ import annotations
+
+import dataclasses
+import multiprocessing
+import pickle
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from data_setup.resample import Resampled
+from data_setup.store import (
+    INDEX_COLUMNS,
+    RECORD_COLUMNS,
+    PreparedStore,
+    StoreWriter,
+    chunk_key,
+    measure,
+)
+from utils import storage
+from utils.config import SpatialConfig, UserError
+
+SIZE = (4, 6, 5)
+SPATIAL = SpatialConfig(target_spacing=(0.1, 0.02, 0.02), image_size=SIZE, patch_size=(2, 2, 5))
+BOX = (0, 4, 1, 5, 0, 5)
+
+
+def record(number: int, **changes: Any) -> dict[str, Any]:
+    fields = dict.fromkeys(RECORD_COLUMNS) | {
+        "person_id": f"9{number:03d}",
+        "device": "topcon_triton",
+        "path": f"retinal_oct/{number}.dcm",
+        "sop_instance_uid": f"2.25.{number}",
+        "split": "train",
+    }
+    return fields | changes
+
+
+def volume(seed: int) -> np.ndarray:
+    voxels = np.zeros(SIZE, np.uint8)
+    d0, d1, h0, h1, w0, w1 = BOX
+    inside = np.random.default_rng(seed).integers(1, 255, (d1 - d0, h1 - h0, w1 - w0))
+    voxels[d0:d1, h0:h1, w0:w1] = inside
+    return voxels
+
+
+def write(writer: StoreWriter, row: int, voxels: np.ndarray) -> dict[str, Any]:
+    fields = measure(Resampled(voxels, BOX, (0.1, 0.02, 0.02), 0.25)) | {"status": "kept"}
+    writer.write_row(row, voxels, fields)
+    return fields
+
+
+@pytest.fixture(params=["disk", "memory"])
+def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    return str(tmp_path / "store") if request.param == "disk" else f"memory://{tmp_path.name}/store"
+
+
+@pytest.fixture
+def filled(url: str) -> StoreWriter:
+    """Row 0 kept, row 1 rejected, row 2 kept, row 3 pending."""
+    writer = StoreWriter(url)
+    writer.create(SPATIAL, "gs://source", synthetic=True)
+    rows = writer.append_records([record(n, age=50 + n if n else None) for n in range(4)])
+    assert rows == [0, 1, 2, 3]
+    write(writer, 0, volume(0))
+    writer.write_row(1, None, {"status": "missing_file", "message": "no such file"})
+    write(writer, 2, volume(2))
+    writer.finalise(rows)
+    return writer
+
+
+def test_volumes_and_index_come_back(filled: StoreWriter) -> None:
+    store = PreparedStore.open(filled.url)
+    assert list(store.index.columns) == list(INDEX_COLUMNS)
+    assert store.index.status.to_list() == ["kept", "missing_file", "kept", "pending"]
+    assert store.index.message.to_list()[1] == "no such file"
+    assert store.kept.tolist() == [0, 2]
+    assert store.image_size == SIZE
+    assert store.attrs["synthetic"] is True
+    assert store.attrs["source_root"] == "gs://source"
+    assert store.attrs["normalisation"] == "zscore_valid"
+    assert store.index.age.isna().to_list() == [True, False, False, False]
+    for row in (0, 2):
+        voxels = store.read(row)
+        assert voxels.dtype == np.uint8
+        assert voxels.flags.writeable
+        assert voxels.flags.c_contiguous
+        np.testing.assert_array_equal(voxels, volume(row))
+        assert store.verify(row)
+        inside = volume(row)[:, 1:5].astype(np.float64)
+        assert store.index.intensity_mean[row] == pytest.approx(inside.mean(), rel=1e-12)
+        assert store.index.intensity_std[row] == pytest.approx(inside.std(), rel=1e-12)
+    box = store.index.loc[2, [f"valid_{a}{i}" for a in "dhw" for i in "01"]].to_numpy(float)
+    assert box.tolist() == list(BOX)
+    assert store.index.valid_fraction[0] == pytest.approx(4 / 6)
+
+
+@pytest.mark.parametrize(("row", "status"), [(1, "missing_file"), (3, "pending"), (9, "no such row")])
+def test_only_kept_rows_can_be_read(filled: StoreWriter, row: int, status: str) -> None:
+    with pytest.raises(ValueError, match=f"row {row}: expected a kept row, found {status}"):
+        PreparedStore.open(filled.url).read(row)
+
+
+def test_rows_never_move(filled: StoreWriter) -> None:
+    """New records are appended wherever they stand in the manifest; a vanished one keeps its row."""
+    rows = filled.append_records([record(9), record(2, split="val"), record(0)])
+    assert rows == [4, 2, 0]
+    index = filled.finalise(rows)
+    assert index.person_id.to_list() == ["9000", "9001", "9002", "9003", "9009"]
+    assert index.listed.to_list() == [True, False, True, False, True]
+    assert index.split[2] == "val"
+    store = PreparedStore.open(filled.url)
+    assert store.kept.tolist() == [0, 2]
+    np.testing.assert_array_equal(store.read(2), volume(2))
+
+
+def test_another_geometry_is_refused(filled: StoreWriter) -> None:
+    filled.create(SPATIAL, "gs://source", synthetic=True)
+    other = dataclasses.replace(SPATIAL, target_spacing=(0.2, 0.02, 0.02))
+    with pytest.raises(UserError, match=r"geometry: expected .*0\.2.*found .*0\.1.*data\.store of its own"):
+        filled.create(other, "gs://source", synthetic=True)
+    with pytest.raises(UserError, match="synthetic: expected False, found True"):
+        filled.create(SPATIAL, "gs://source", synthetic=False)
+
+
+def test_a_row_that_turns_bad_loses_its_chunk(filled: StoreWriter) -> None:
+    filled.write_row(0, None, {"status": "corrupt_pixel_data"})
+    filled.finalise(range(4))
+    assert not storage.exists(storage.join(filled.url, "volumes", chunk_key(0)))
+    assert PreparedStore.open(filled.url).kept.tolist() == [2]
+
+
+def test_damage_is_found(filled: StoreWriter) -> None:
+    store = PreparedStore.open(filled.url)
+    filled._array()[0] = volume(7)
+    assert not store.verify(0)
+    assert store.verify(2)
+
+
+def test_not_a_store_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"expected a prepared store, found no index\.parquet; run"):
+        PreparedStore.open(str(tmp_path / "absent"))
+
+
+def test_cache_follows_the_content(tmp_path: Path) -> None:
+    """A cached volume is read without the remote; a row that was prepared again is fetched again."""
+    writer = StoreWriter(f"memory://{tmp_path.name}/remote")
+    writer.create(SPATIAL, "gs://source", synthetic=False)
+    rows = writer.append_records([record(0)])
+    write(writer, 0, volume(0))
+    writer.finalise(rows)
+    cache = str(tmp_path / "cache")
+    store = PreparedStore.open(writer.url, cache_dir=cache)
+    store.read(0)
+    storage.remove(storage.join(writer.url, "volumes", chunk_key(0)))
+    np.testing.assert_array_equal(store.read(0), volume(0))
+    write(writer, 0, volume(5))
+    writer.finalise(rows)
+    np.testing.assert_array_equal(PreparedStore.open(writer.url, cache_dir=cache).read(0), volume(5))
+
+
+def _read_in_worker(store: PreparedStore, row: int) -> np.ndarray:
+    return store.read(row)
+
+
+def test_a_worker_process_can_read(tmp_path: Path) -> None:
+    writer = StoreWriter(str(tmp_path / "store"))
+    writer.create(SPATIAL, "gs://source", synthetic=False)
+    rows = writer.append_records([record(0)])
+    write(writer, 0, volume(0))
+    writer.finalise(rows)
+    store = PreparedStore.open(writer.url)
+    store.read(0)  # opens the array, which must not travel
+    assert len(pickle.dumps(store)) < 100_000
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        np.testing.assert_array_equal(pool.apply(_read_in_worker, (store, 0)), volume(0))

@@ -46,9 +46,6 @@ def claim_run_dir(cfg: Config, store: PreparedStore, runtime: Runtime) -> None:
     _write_whole(run_dir / "provenance.json", json.dumps(provenance(runtime), indent=1))
     report = storage.join(cfg.data.store, "prepare_report.json")
     _write_whole(run_dir / "prepare_report.json", storage.read_text(report, cfg.data.storage_options))
-    found = store.attrs["normalisation"]
-    if found != "zscore_valid":
-        raise UserError(f"{cfg.data.store}: normalisation: expected zscore_valid, found {found}")
 
 
 def _write_whole(path: Path, text: str) -> None:
@@ -155,13 +152,14 @@ def best_names(
     return names
 
 
-def stop_on_bad_steps(cfg: Config, bad_run: int, recent: list[tuple[int, list[int]]]) -> None:
-    """End the run after max_bad_steps non-finite updates in a row, naming steps, volumes and the way back."""
-    if bad_run < cfg.train.max_bad_steps:
-        return
-    shown = "; ".join(f"step {step}: rows {rows}" for step, rows in recent[-3:])
-    raise UserError(
-        f"loss or gradient not finite in {bad_run} updates in a row (train.max_bad_steps "
-        f"{cfg.train.max_bad_steps}); last: {shown}. The weights of the last good update are kept: "
-        f"newest checkpoint in {cfg.train.ckpt_dir}"
-    )
+def report_bad_steps(cfg: Config, bad_run: int, recent: list[tuple[int, list[int], torch.Tensor]]) -> None:
+    """Name the skipped updates since the last log line; raises UserError after max_bad_steps in a row."""
+    skipped = [f"step {step}: rows {rows}" for step, rows, is_finite in recent if not bool(is_finite)]
+    for text in skipped:
+        log.warning("update skipped, loss or gradient not finite: %s of the store", text)
+    if bad_run >= cfg.train.max_bad_steps:
+        raise UserError(
+            f"loss or gradient not finite in {bad_run} updates in a row (train.max_bad_steps "
+            f"{cfg.train.max_bad_steps}); last: {'; '.join(skipped[-3:])}. The last good weights "
+            f"are kept: newest checkpoint in {cfg.train.ckpt_dir}"
+        )

@@ -9,15 +9,15 @@ from __future__ import annotations
 
 import logging
 import time
+from contextlib import ExitStack, closing
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 
 from data_setup.loader import Loader
 from data_setup.store import PreparedStore
 from models.vjepa3d import VJEPA3D
-from pretraining.data import Rows, open_rows
+from pretraining.data import Rows, check_geometry, open_rows
 from pretraining.monitor import SkillGauge, TargetMotion, check_no_leak, feature_spread
 from pretraining.schedules import ema_momentum, init_weight, learning_rate, total_steps
 from pretraining.state import (
@@ -26,11 +26,12 @@ from pretraining.state import (
     checkpoint_state,
     checkpoint_writer,
     claim_run_dir,
+    report_bad_steps,
     restore,
-    stop_on_bad_steps,
 )
 from pretraining.step import Batch, build_optimizer, train_step, trial_step, views
 from pretraining.validate import snapshot, validate
+from utils import storage
 from utils.config import Config, UserError, accumulation_steps, parse_cli, run_cli
 from utils.log import RunLog, setup_logging
 from utils.runtime import Runtime
@@ -45,12 +46,18 @@ def main(argv: list[str] | None = None) -> int:
 
 def train(cfg: Config) -> int:
     """Run the configuration to its end or to SIGTERM; returns the exit code."""
+    with ExitStack() as stack:
+        return _train(cfg, stack)
+
+
+def _train(cfg: Config, stack: ExitStack) -> int:
     setup_logging()
     runtime = Runtime.create(cfg.train.use_bf16)
     runtime.catch_sigterm()
 
     # build
     store = PreparedStore.open(cfg.data.store, cfg.data.storage_options, cfg.data.cache_dir)
+    check_geometry(cfg, store)
     rows = open_rows(cfg, store)
     total = total_steps(cfg, len(rows.train))
     claim_run_dir(cfg, store, runtime)
@@ -62,17 +69,20 @@ def train(cfg: Config) -> int:
     # restore: this run, else init_from, else scratch
     progress = restore(cfg, rows, model, optimizer, gauge)
     start = progress["step"]
-    run_log = RunLog(cfg, start, total, synthetic=bool(store.attrs["synthetic"]))
+    run_log = stack.enter_context(
+        closing(RunLog(cfg, start, total, synthetic=bool(store.attrs["synthetic"])))
+    )
     log_start(cfg, model, rows, start, total)
     if start >= total:
         log.info("nothing to do: the run is at step %d of %d", start, total)
-        run_log.close()
         return 0
 
     # one trial step settles the memory and proves that no target leaks into the context
     cfg = settle_memory(cfg, store, rows, model, runtime, start)
     batches = iter(open_loader(cfg, store, rows, runtime, start, total))
     writer = checkpoint_writer(cfg)
+    if writer is not None:
+        stack.callback(writer.wait)
     motion = TargetMotion(model)
     steps_per_epoch = max(1, round(len(rows.train) / cfg.train.global_batch_size))
     val_every = cfg.train.val_every_steps or steps_per_epoch
@@ -82,7 +92,7 @@ def train(cfg: Config) -> int:
         run_log.metrics(0, {**validate(model, cfg, store, rows, runtime), "ema/init_weight": 1.0})
         snapshot(model, cfg, store, rows, runtime, 0)
 
-    recent: list[tuple[int, list[int]]] = []
+    recent: list[tuple[int, list[int], torch.Tensor]] = []  # steps since the last log line
     bad_run = torch.tensor(progress["bad_run"], device=runtime.device)
     bad_total = torch.tensor(progress["bad_total"], device=runtime.device)
     clock, wait_s, timed_steps = time.perf_counter(), 0.0, 0
@@ -97,7 +107,7 @@ def train(cfg: Config) -> int:
         bad_run = torch.where(result.is_finite, 0, bad_run + 1)
         bad_total = bad_total + (~result.is_finite).long()
         seen = [row for micro in micro_batches for row in micro["row"].tolist()]
-        recent = [*recent[-cfg.train.max_bad_steps :], (step, seen)]
+        recent.append((step, seen, result.is_finite))
         done, timed_steps = step + 1, timed_steps + 1
         last = done == total
         is_logged, is_validated = done % cfg.train.log_every_steps == 0 or last, done % val_every == 0 or last
@@ -127,7 +137,8 @@ def train(cfg: Config) -> int:
                     "perf/data_wait_fraction": wait_s / seconds,
                 },
             )
-            stop_on_bad_steps(cfg, int(bad_run), recent)
+            report_bad_steps(cfg, int(bad_run), recent)
+            recent = []
             clock, wait_s, timed_steps = time.perf_counter(), 0.0, 0
         run_log.bar.update()
 
@@ -160,10 +171,9 @@ def train(cfg: Config) -> int:
     if done < total:
         log.info("stopped by SIGTERM at step %d of %d; run the same command again to go on", done, total)
     else:
-        for name in ("best_probe", "best_val_loss"):
-            run_log.artifact(name, Path(cfg.train.ckpt_dir or "") / f"{name}.pt")
+        for name in progress["best"] if cfg.train.ckpt_dir is not None else ():
+            run_log.artifact(name, storage.join(cfg.train.ckpt_dir, f"{name}.pt"))
         log.info("finished at step %d; run directory %s", total, cfg.run.dir)
-    run_log.close()
     return 0
 
 

@@ -7,6 +7,7 @@ and scored on the official validation split, which is what selects checkpoints.
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
 import numpy as np
@@ -24,6 +25,7 @@ from utils.config import Config
 from utils.runtime import Runtime
 from utils.visualize import save_snapshot
 
+log = logging.getLogger(__name__)
 RANKME_TOKENS = 2048
 
 
@@ -69,13 +71,14 @@ def probe_score(
         features = embed(
             model.target_encoder, ((views(b)[1], b["context_valid"]) for b in on_device), runtime
         )
-        folds.append(
-            Fold(
-                features,
-                np.array([number[rows.label_of_row[int(r)]] for r in chosen]),
-                np.array([rows.person_of_row[int(r)] for r in chosen]),
-            )
-        )
+        usable = np.isfinite(features).all(axis=1)
+        if not usable.all():
+            log.warning("probe: features not finite, left out: rows %s", chosen[~usable].tolist())
+            features, chosen = features[usable], chosen[usable]
+        labels = np.array([number[rows.label_of_row[int(r)]] for r in chosen])
+        if len(set(labels)) < 2:
+            return None
+        folds.append(Fold(features, labels, np.array([rows.person_of_row[int(r)] for r in chosen])))
     return balanced_accuracy(knn_probe(*folds))
 
 

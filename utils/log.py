@@ -12,13 +12,15 @@ import json
 import logging
 import math
 import os
+import secrets
 import sys
 from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
-from utils.config import Config, to_yaml
+from utils.config import Config, flatten
+from utils.storage import is_remote
 
 log = logging.getLogger(__name__)
 DATA_LICENCE = (
@@ -67,10 +69,12 @@ class RunLog:
 
             self._wandb.log({name: wandb.Image(str(path))}, step=step)
 
-    def artifact(self, name: str, path: Path) -> None:
-        """Send a checkpoint to Weights & Biases, where that was allowed."""
-        if self._wandb is not None and self.log_artifacts:
-            self._wandb.log_artifact(str(path), name=name, type="model")
+    def artifact(self, name: str, url: str) -> None:
+        """Send a checkpoint on this machine to Weights & Biases, where that was allowed; a bucket keeps
+        its own.
+        """
+        if self._wandb is not None and self.log_artifacts and not is_remote(url):
+            self._wandb.log_artifact(url, name=name, type="model")
 
     def close(self) -> None:
         self.bar.close()
@@ -121,7 +125,7 @@ def _start_wandb(cfg: Config, run_dir: Path) -> Any | None:
         mode = "offline"
     id_file = run_dir / "wandb_id.txt"
     if not id_file.exists():
-        id_file.write_text(wandb.util.generate_id())
+        id_file.write_text(secrets.token_hex(4))
     return wandb.init(
         project=cfg.wandb.project,
         entity=cfg.wandb.entity,
@@ -130,6 +134,6 @@ def _start_wandb(cfg: Config, run_dir: Path) -> Any | None:
         resume="allow",
         dir=str(run_dir),
         mode=mode,
-        config={"yaml": to_yaml(cfg)},
+        config=dict(flatten(cfg)),
         settings=wandb.Settings(console="off", silent=True),
     )

@@ -1,0 +1,253 @@
+"""The loop on phantom data: it learns, resumes exactly, survives signals and bad input, and says what it
+did.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+
+from data_setup.store import PreparedStore
+from models.vjepa3d import VJEPA3D
+from pretraining import train as loop
+from pretraining.data import open_rows
+from pretraining.monitor import FrozenTargetError, LeakError, check_no_leak
+from pretraining.train import train
+from tests.model_factory import nano_model, small_config, token_ids, volumes
+from tests.pipeline_factory import make_store, pipeline_config
+from tests.wandb_reader import history, run_ids
+from utils.checkpoint import list_steps, load_checkpoint
+from utils.config import UserError
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("pipeline")
+    make_store(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def finished(folder: Path) -> Path:
+    """An uninterrupted run of 8 steps."""
+    run = folder / "finished"
+    assert train(pipeline_config(folder, f"run.dir={run}")) == 0
+    return run
+
+
+def metrics(run: Path) -> list[dict]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def without_clock(rows: list[dict]) -> list[dict]:
+    return [{k: v for k, v in row.items() if not k.startswith("perf/")} for row in rows]
+
+
+def weights(run: Path, name: str = "step_00000008") -> dict[str, torch.Tensor]:
+    return load_checkpoint(str(run / "checkpoints" / f"{name}.pt"))["model"]
+
+
+def assert_same_weights(a: Path, b: Path) -> None:
+    for (name, x), y in zip(weights(a).items(), weights(b).values(), strict=True):
+        assert torch.equal(x, y), name
+
+
+def test_a_run_leaves_what_a_reader_needs(finished: Path) -> None:
+    rows = metrics(finished)
+    assert [r["step"] for r in rows if "train/loss" in r] == list(range(1, 9))
+    assert [r["step"] for r in rows if "val/loss" in r] == [0, 4, 8]
+    last = [r for r in rows if "train/loss" in r][-1]
+    for key in ("loss", "lr", "grad_norm", "ema_momentum", "feature_std", "skill_mean", "skill_position"):
+        assert f"train/{key}" in last, key
+    assert {"ema/init_weight", "perf/volumes_per_s", "perf/data_wait_fraction"} <= set(last)
+    assert last["train/grad_norm"] > 0
+    assert last["ema/init_weight"] == pytest.approx(
+        np.prod([r["train/ema_momentum"] for r in rows if "train/loss" in r])
+    )
+    for name in ("config.yaml", "log.txt", "provenance.json", "prepare_report.json"):
+        assert (finished / name).stat().st_size > 0
+    assert len(list((finished / "snapshots").glob("step_00000000_*.npz"))) >= 1
+    assert list_steps(str(finished / "checkpoints")) == [6, 8]
+    assert {p.stem for p in (finished / "checkpoints").glob("best_*.pt")} == {"best_probe", "best_val_loss"}
+
+
+def test_the_checkpoint_names_its_participants_and_never_the_test_split(folder: Path, finished: Path) -> None:
+    state = load_checkpoint(str(finished / "checkpoints" / "step_00000008.pt"))
+    index = PreparedStore.open(str(folder / "store")).index
+    seen = index[index["person_id"].isin(state["participants"])]
+    assert set(seen["split"]) == {"train"}
+    assert set(state["participants"]) == set(
+        index[(index["split"] == "train") & (index["status"] == "kept")]["person_id"]
+    )
+    rows = open_rows(pipeline_config(folder), PreparedStore.open(str(folder / "store")))
+    people = [
+        {rows.person_of_row[int(r)] for r in side} for side in (rows.train, rows.val, rows.official_val)
+    ]
+    assert not people[0] & people[1]
+    assert not (people[0] | people[1]) & people[2]
+    assert state["normalisation"] == "zscore_valid"
+
+
+def test_one_wandb_run_with_training_metrics_on_the_step_clock(finished: Path) -> None:
+    assert len(run_ids(finished)) == 1
+    rows = history(finished)
+    logged = {int(r["_step"]): r["train/loss"] for r in rows if "train/loss" in r}
+    assert logged == {r["step"]: r["train/loss"] for r in metrics(finished) if "train/loss" in r}
+
+
+def test_sigterm_then_resume_equals_no_interruption(
+    folder: Path, finished: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = folder / "interrupted"
+    cfg = pipeline_config(folder, f"run.dir={run}")
+    real = loop.train_step
+
+    def step_then_signal(*args):
+        if args[5] == 4:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return real(*args)
+
+    monkeypatch.setattr(loop, "train_step", step_then_signal)
+    assert train(cfg) == 0
+    assert list_steps(str(run / "checkpoints"))[-1] == 5
+    assert "run the same command again" in (run / "log.txt").read_text()
+    monkeypatch.setattr(loop, "train_step", real)
+    assert train(cfg) == 0
+    assert_same_weights(run, finished)
+    assert without_clock(metrics(run)) == without_clock(metrics(finished))
+    assert len(run_ids(run)) == 1
+    before = (run / "metrics.jsonl").read_text()
+    assert train(cfg) == 0  # a third time there is nothing to do
+    assert (run / "metrics.jsonl").read_text() == before
+
+
+def test_workers_and_accumulation_change_nothing(folder: Path, finished: Path) -> None:
+    run = folder / "accumulated"
+    train(pipeline_config(folder, f"run.dir={run}", "train.per_core_batch_size=1", "data.workers=2"))
+    pairs = zip(metrics(run), metrics(finished), strict=True)
+    for a, b in pairs:
+        for key in ("train/loss", "val/loss"):
+            if key in a:
+                assert a[key] == pytest.approx(b[key], rel=1e-4), (a["step"], key)
+
+
+def test_out_of_memory_halves_the_batch_and_keeps_the_losses(
+    folder: Path, finished: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = folder / "small_memory"
+    real = loop.trial_step
+
+    def trial(model, batch, runtime) -> None:
+        if len(batch["row"]) > 1:
+            raise torch.OutOfMemoryError("planted")
+        real(model, batch, runtime)
+
+    monkeypatch.setattr(loop, "trial_step", trial)
+    train(pipeline_config(folder, f"run.dir={run}"))
+    assert "per_core_batch_size 4 -> 2" in (run / "log.txt").read_text()
+    assert "per_core_batch_size 2 -> 1" in (run / "log.txt").read_text()
+    for a, b in zip(metrics(run), metrics(finished), strict=True):
+        if "train/loss" in a:
+            assert a["train/loss"] == pytest.approx(b["train/loss"], rel=1e-4)
+
+    def never(model, batch, runtime) -> None:
+        raise torch.OutOfMemoryError("planted")
+
+    monkeypatch.setattr(loop, "trial_step", never)
+    with pytest.raises(UserError, match=r"out of memory: one volume of spatial\.image_size \[8, 24, 32\]"):
+        train(pipeline_config(folder, f"run.dir={folder / 'no_memory'}"))
+
+
+def test_a_changed_key_is_refused_by_name(folder: Path, finished: Path) -> None:
+    cfg = pipeline_config(folder, f"run.dir={finished}", "optim.base_lr=1e-3")
+    with pytest.raises(UserError, match=r"optim\.base_lr: expected 0\.0005 as the run began, found 0\.001"):
+        train(cfg)
+
+
+def test_without_a_checkpoint_directory_nothing_is_saved(folder: Path) -> None:
+    run = folder / "unsaved"
+    train(pipeline_config(folder, f"run.dir={run}", "train.ckpt_dir=null", "train.max_steps=2"))
+    assert not (run / "checkpoints").exists()
+    assert not list(folder.glob("None*"))
+    assert not list(Path.cwd().glob("None*"))
+
+
+def test_a_foreign_store_geometry_is_refused(folder: Path) -> None:
+    cfg = pipeline_config(folder, f"run.dir={folder / 'other'}", "spatial.image_size=[16,24,32]")
+    with pytest.raises(UserError, match="image_size"):
+        train(cfg)
+
+
+def plant_nan(folder: Path, target: Path, rows: slice) -> None:
+    shutil.copytree(folder / "store", target)
+    path = target / "index.parquet"
+    index = pd.read_parquet(path)
+    index.loc[index.index[rows], "intensity_mean"] = float("nan")
+    index.to_parquet(path)
+
+
+def test_a_volume_that_gives_nan_is_skipped_and_counted(folder: Path) -> None:
+    plant_nan(folder, folder / "nan_one", slice(0, 3))
+    run = folder / "nan_run"
+    cfg = pipeline_config(folder, f"run.dir={run}", f"data.store={folder / 'nan_one'}", "train.max_steps=12")
+    assert train(cfg) == 0
+    last = [r for r in metrics(run) if "train/loss" in r][-1]
+    assert 0 < last["train/bad_steps"] < 12
+    assert "update skipped, loss or gradient not finite: step" in (run / "log.txt").read_text()
+    assert all(bool(torch.isfinite(w).all()) for w in weights(run, "step_00000012").values())
+
+
+def test_nan_for_good_stops_with_the_rows_named(folder: Path) -> None:
+    plant_nan(folder, folder / "nan_all", slice(None))
+    overrides = [f"data.store={folder / 'nan_all'}", "train.max_steps=30", "train.max_bad_steps=3"]
+    with pytest.raises(UserError, match=r"not finite in 3 updates in a row .*step 2: rows \["):
+        train(pipeline_config(folder, f"run.dir={folder / 'nan_stop'}", *overrides))
+
+
+def test_a_target_that_does_not_move_is_an_alarm(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(VJEPA3D, "update_target", lambda *_: None)
+    with pytest.raises(FrozenTargetError, match="target is not moving"):
+        train(pipeline_config(folder, f"run.dir={folder / 'frozen'}"))
+
+
+@pytest.mark.parametrize("recipe", ["vjepa2", "methods"])
+def test_a_leak_is_an_alarm(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    cfg = small_config(recipe)
+    model = nano_model(cfg).eval()
+    context, target = token_ids(cfg, 2)
+    check_no_leak(model, volumes(cfg, 2), context, target)
+    monkeypatch.setattr(VJEPA3D, "encode_context", lambda self, view, *_: self.encoder(view))
+    with pytest.raises(LeakError, match="context sees targets"):
+        check_no_leak(model, volumes(cfg, 2), context, target)
+
+
+def test_the_methods_recipe_runs_the_same_loop(folder: Path) -> None:
+    run = folder / "methods"
+    overrides = [
+        "method.recipe=methods",
+        "method.mask_ratio=0.6",
+        "method.ema_base=0.996",
+        "method.dropout=0.1",
+    ]
+    overrides += ["method.regulariser=none", "method.regulariser_weight=0", "method.drop_path=0.1"]
+    assert train(pipeline_config(folder, f"run.dir={run}", "train.max_steps=4", *overrides)) == 0
+    assert np.isfinite([r["train/loss"] for r in metrics(run) if "train/loss" in r]).all()
+
+
+def test_init_from_starts_from_these_weights(folder: Path, finished: Path) -> None:
+    run = folder / "continued"
+    source = finished / "checkpoints" / "step_00000008.pt"
+    train(pipeline_config(folder, f"run.dir={run}", f"method.init_from={source}", "train.max_steps=1"))
+    first = next(r for r in metrics(run) if "val/loss" in r)
+    last = [r for r in metrics(finished) if "val/loss" in r][-1]
+    assert first["val/loss"] == pytest.approx(last["val/loss"], rel=1e-5)
+    with pytest.raises(UserError, match="expected a checkpoint, found no such file"):
+        train(pipeline_config(folder, f"run.dir={folder / 'none'}", "method.init_from=nowhere.pt"))

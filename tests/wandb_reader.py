@@ -1,0 +1,46 @@
+"""Read the records of a .wandb file: a 7-byte header, then LevelDB log blocks of 32 KiB."""
+
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+
+from wandb.proto.wandb_internal_pb2 import Record
+
+BLOCK = 32 * 1024
+FIRST, LAST, FULL = 2, 4, 1
+
+
+def records(path: Path) -> list[Record]:
+    data, offset, parts, found = path.read_bytes(), 7, b"", []
+    while offset + 7 <= len(data):
+        left = BLOCK - offset % BLOCK
+        if left < 7:
+            offset += left
+            continue
+        _, length, kind = struct.unpack_from("<IHB", data, offset)
+        chunk = data[offset + 7 : offset + 7 + length]
+        offset += 7 + length
+        parts = chunk if kind in (FULL, FIRST) else parts + chunk
+        if kind in (FULL, LAST):
+            found.append(Record.FromString(parts))
+    return found
+
+
+def history(run_dir: Path) -> list[dict[str, float]]:
+    """Every logged row of every .wandb file under a run directory, in order of writing."""
+    rows = []
+    for path in sorted(run_dir.glob("wandb/*run-*/*.wandb")):
+        for record in records(path):
+            if record.HasField("history"):
+                items = record.history.item
+                rows.append({i.key or "/".join(i.nested_key): json.loads(i.value_json) for i in items})
+    return rows
+
+
+def run_ids(run_dir: Path) -> set[str]:
+    ids = set()
+    for path in run_dir.glob("wandb/*run-*/*.wandb"):
+        ids |= {r.run.run_id for r in records(path) if r.HasField("run")}
+    return ids

@@ -237,9 +237,6 @@ def _encapsulated_frames(
         if tag != _ITEM or size == _UNDEFINED:
             found = f"({group:04x},{element:04x}) after {len(items)} items"
             raise OCTReadError(url, RejectReason.CORRUPT_PIXEL_DATA, "an item of PixelData", found)
-        if file.tell() + size > file.size:
-            found = f"a fragment of {size} bytes, {file.size - file.tell()} before the file ends"
-            raise OCTReadError(url, RejectReason.TRUNCATED_PIXEL_DATA, said, found)
         items.append((file.tell(), size))
         file.seek(size, 1)
     if not items:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import pickle
 import struct
 import subprocess
@@ -36,6 +37,7 @@ from data_setup.dicom import (
     read_header,
     read_volume,
 )
+from data_setup.pixels import BoundedFile
 from tests.dicom_factory import (
     CIRRUS,
     TRITON,
@@ -179,6 +181,11 @@ def test_frames_split_anywhere_are_joined(tmp_path: Path) -> None:
     for with_table in (True, False):
         path = write_opt(tmp_path, voxels, syntax=JPEG2000Lossless, edit=split(with_table))
         np.testing.assert_array_equal(decode_frames(path), voxels)
+    # RLE has no end marker: only the table says which fragments make a frame.
+    path = write_opt(tmp_path, voxels, syntax=RLELossless, edit=split(True))
+    np.testing.assert_array_equal(decode_frames(path), voxels)
+    path = write_opt(tmp_path, voxels, syntax=RLELossless, edit=split(False))
+    assert reason_of(decode_frames, path) == RejectReason.FRAME_COUNT_MISMATCH
 
 
 def test_frames_arrive_one_by_one_and_the_file_is_closed(tmp_path: Path) -> None:
@@ -591,7 +598,7 @@ def test_damaged_bytes_give_named_errors_or_frames(tmp_path: Path, syntax: str) 
     rng = np.random.default_rng(0)
     named = 0
     pixels = sound.index(struct.pack("<HH", 0x7FE0, 0x0010))
-    for trial in range(200):
+    for trial in range(120):
         data = bytearray(sound)
         for place in rng.integers(132, pixels if trial % 2 else len(sound), 3):
             data[place] = rng.integers(256)
@@ -600,7 +607,7 @@ def test_damaged_bytes_give_named_errors_or_frames(tmp_path: Path, syntax: str) 
             read_volume(str(path))
         except OCTReadError:
             named += 1
-    assert named > 40
+    assert named > 25
 
 
 # ---- memory -----------------------------------------------------------------------------------------------
@@ -645,6 +652,22 @@ def test_peak_memory_is_under_2_2_raw_volumes(tmp_path: Path, syntax: str) -> No
         assert 0.9 * voxels.nbytes < peak < 2.2 * voxels.nbytes, (
             f"{call}: {peak / voxels.nbytes:.2f} x the raw volume"
         )
+
+
+def test_no_read_asks_for_more_than_is_left() -> None:
+    """A wrong length in a header is a request for up to 4 GiB; a plain file would allocate them."""
+    asked = []
+
+    class Spy(io.BytesIO):
+        def read(self, size: int | None = -1) -> bytes:
+            asked.append(size)
+            return super().read(size)
+
+    file = BoundedFile(Spy(b"12345"))
+    assert file.read(2) == b"12"
+    assert file.read(2**32 - 2) == b"345"
+    assert file.read(2**32 - 2) == b""
+    assert asked == [2, 3, 0]
 
 
 @linux

@@ -17,12 +17,13 @@ from data_setup.manifest import (
     pretraining_split,
     read_records,
 )
+from data_setup.splits import stratified_choice
 from utils.config import Config, ConfigError, UserError, load_config
 from utils.storage import write_text
 
 ROOT = Path(__file__).resolve().parents[1]
 REAL = ROOT.parent / "shared" / "data" / "real_oct"
-COLUMNS = [
+COLUMNS = [  # in the order of version 3
     "person_id",
     "manufacturer",
     "manufacturers_model_name",
@@ -219,10 +220,11 @@ def test_rows_that_are_not_used_are_counted(tmp_path: Path) -> None:
         row("4242", uid="8"),
         row("4001", uid="9"),
     ]
+    rows[1:1] = [row("1001", uid=u, sop_instance_uid="Varies by frame") for u in ("1.8", "1.9")]  # no UID
     people = [*people_of("1001"), person(1, person_id="4001", recommended_split="")]
     write_tree(tmp_path, rows, people)
     found = read_records(config(tmp_path))
-    assert len(found.records) == 1
+    assert len(found.records) == 3
     assert found.skipped == {
         "duplicate_row": 2,
         "not_a_volume": 1,
@@ -238,13 +240,14 @@ def test_rows_that_are_not_used_are_counted(tmp_path: Path) -> None:
 def test_missing_files_and_orphans(tmp_path: Path) -> None:
     rows = [row("1001"), row("1001", uid="1.2"), row("4001", "zeiss_cirrus", uid="1.3")]
     rows.append(row("1001", "heidelberg_spectralis", uid="1.4", name="spectralis_onh_rc_hr_oct_oct"))
+    rows.append(row("1001", "heidelberg_spectralis", uid="1.5"))
     write_tree(tmp_path, rows, people_of("1001", "4001"))
     orphan = rows[0]["filepath"].replace("_1.1.dcm", "_9.9.dcm").lstrip("/")
-    for path in [rows[1]["filepath"], rows[2]["filepath"], rows[3]["filepath"], orphan]:
+    for path in [*(r["filepath"] for r in rows[1:]), orphan]:
         file = tmp_path / path.lstrip("/")
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_bytes(b"")
-    cfg = config(tmp_path, "data.laterality_filter=[R]", "data.device_filter=[topcon_triton,zeiss_cirrus]")
+    cfg = config(tmp_path, "data.laterality_filter=[R]")
     audit = audit_files(read_records(cfg).records, cfg)
     assert audit == {"missing": [rows[0]["filepath"].lstrip("/")], "orphans": [orphan]}
 
@@ -391,14 +394,23 @@ def test_pretraining_split_is_inside_train_disjoint_exact_and_stratified() -> No
         assert abs(chosen[key] - 0.1 * number) < 1, key
 
 
+@pytest.mark.parametrize("seed", range(5))
+def test_shares_are_rounded_by_largest_remainder(seed: int) -> None:
+    strata = {f"{key}{i}": key for key, number in (("a", 19), ("b", 8), ("c", 3)) for i in range(number)}
+    chosen = stratified_choice(strata, 3, seed, "test")  # shares 1.9, 0.8, 0.3
+    assert Counter(strata[p] for p in chosen) == {"a": 2, "b": 1}
+
+
 def test_pretraining_split_depends_on_the_seed_and_on_nothing_else() -> None:
-    records = cohort()
+    records = [replace(r, study_group=None) if r.person_id < "1050" else r for r in cohort()]
     split = pretraining_split(records, 0.1, seed=0)
     shuffled = records[:]
     random.Random(1).shuffle(shuffled)
     assert pretraining_split(shuffled, 0.1, seed=0) == split
     rows = pd.DataFrame([vars(r) for r in shuffled]).itertuples()  # the store's index has the same columns
     assert pretraining_split(rows, 0.1, seed=0) == split
+    gaps = [r if r.study_group else replace(r, study_group=float("nan")) for r in records]  # type: ignore[arg-type]
+    assert pretraining_split(gaps, 0.1, seed=0) == split
     assert pretraining_split(records, 0.1, seed=1) != split
 
 

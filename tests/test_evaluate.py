@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from data_setup.store import RECORD_COLUMNS, PreparedStore, StoreWriter, measure
 from finetuning import evaluate as module
 from finetuning.embed import device_features, embed_rows, pretrained_encoder, random_encoder, raw_features
 from finetuning.evaluate import evaluate, find_checkpoint, main
+from models.probes import Fold, Prediction, logistic_probe
 from models.vjepa3d import VJEPA3D
 from utils import report
 from utils.checkpoint import CheckpointError, CheckpointWriter, load_checkpoint
@@ -154,6 +156,27 @@ def test_verdict_when_pretraining_made_the_features(
     result = evaluate(cfg, RUNTIME)
     assert result["paired_difference"]["ci95"][0] > 0
     assert result["verdict"].startswith("Pre-training beats random initialisation")
+
+
+def test_the_random_seed_is_chosen_on_validation(
+    world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The seed that is best on val is reported, however poor it is on the evaluated participants."""
+    cfg = config(world, tmp_path)
+    save_checkpoint(cfg)
+    calls: list[float] = []
+
+    def with_val_score(*folds: Fold) -> Prediction:
+        calls.append(0.0)
+        prediction = logistic_probe(*folds)
+        if len(calls) != 3:  # call 1 is the pre-trained encoder, calls 2 to 4 are the seeds
+            return replace(prediction, val_score=0.6)
+        return replace(prediction, val_score=0.9, scores=np.eye(2)[1 - prediction.labels])
+
+    monkeypatch.setattr(module, "logistic_probe", with_val_score)
+    row = evaluate(cfg, RUNTIME)["rows"][1]
+    assert row["label"] == f"random initialisation (seed {cfg.seed + 1})"
+    assert row["balanced_accuracy"] == 0.0
 
 
 def test_the_report_reads_what_evaluate_writes(world: Path, tmp_path: Path) -> None:

@@ -194,6 +194,10 @@ def test_resampled_accuracy_equals_that_of_the_repeated_participants() -> None:
     ]
     np.testing.assert_allclose(balanced_accuracy_draws(p, draws), repeated)
     np.testing.assert_allclose(balanced_accuracy_draws(p, np.ones((1, 40), int)), [balanced_accuracy(p)])
+    two = prediction([0, 1], [0, 0])
+    np.testing.assert_array_equal(
+        balanced_accuracy_draws(two, np.array([[2, 0], [0, 2], [1, 1]])), [1, 0, 0.5]
+    )
 
 
 def test_interval_of_a_fair_coin() -> None:
@@ -232,8 +236,14 @@ def test_pairing_refuses_other_participants() -> None:
 def test_verdict_follows_the_interval_on_both_sides() -> None:
     assert verdict(0.12, (0.05, 0.2)).startswith("Pre-training beats random initialisation: ")
     assert verdict(-0.12, (-0.2, -0.05)).startswith("Pre-training is worse than random initialisation: ")
-    for interval in ((-0.01, 0.2), (-0.2, 0.01), (0.0, 0.3), (-0.3, 0.0), (0.0, 0.0)):
-        assert verdict(0.0, interval).startswith("No difference shown: the interval includes zero")
+    for mean, *interval in (
+        (0.1, -0.01, 0.2),
+        (-0.1, -0.2, 0.01),
+        (0.1, 0.0, 0.3),
+        (-0.1, -0.3, 0.0),
+        (0, 0, 0),
+    ):
+        assert verdict(mean, interval).startswith("No difference shown: the interval includes zero")
 
 
 def test_verdict_states_the_numbers_and_never_rounds_a_bound_to_zero() -> None:

@@ -48,9 +48,13 @@ def validate(
             ids = valid.nonzero().flatten()
             spread = torch.linspace(0, len(ids) - 1, min(per_volume, len(ids))).round().long()
             tokens.append(features[ids[spread]])
+    finite = [t for t in tokens if bool(torch.isfinite(t).all())]
+    if len(finite) < len(tokens):
+        log.warning("validation: features of %d volumes are not finite", len(tokens) - len(finite))
+    rank = rankme(torch.cat(finite)) if finite else None
     probe = probe_score(model, cfg, store, rows, runtime)
     model.train()
-    return {"val/loss": loss_sum / count, "val/rankme": rankme(torch.cat(tokens)), "val/probe": probe}
+    return {"val/loss": loss_sum / count, "val/rankme": rank, "val/probe": probe}
 
 
 def probe_score(

@@ -140,7 +140,7 @@ def data_tables(prepared: Mapping[str, Any]) -> list[Table]:
     ]
     for key in GROUPS:
         rows = [_group_row(name, group) for name, group in prepared[key].items()]
-        tables.append(Table(key.replace("_", " "), GROUP_HEADER, rows, GROUP_NOTE))
+        tables.append(Table(key.replace("_", " "), GROUP_HEADER, rows, GROUP_NOTE, is_text=True))
     facts = [
         [key.replace("_", " "), _cell(value)]
         for key, value in prepared.items()
@@ -159,7 +159,7 @@ def _group_row(name: str, group: Mapping[str, Any]) -> list[str]:
         str(group["kept"]),
         str(sum(group["rejected"].values())),
         *("-" if share is None else f"{share:.0%}" for share in shares),
-        " x ".join(f"{1000 * mm:.3g}" for mm in spacing) if spacing else "-",
+        "\u00a0x\u00a0".join(f"{1000 * mm:.3g}" for mm in spacing) if spacing else "-",  # never broken
         *(next(iter(counts)) if len(counts) == 1 else _cell(counts) for counts in sources),
     ]
 

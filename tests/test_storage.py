@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import pickle
 import signal
@@ -16,6 +17,7 @@ import zarr
 
 from utils import storage
 from utils.config import StorageOptions
+from utils.object_store import zarr_store
 
 
 @pytest.fixture(params=["disk", "memory"])
@@ -139,17 +141,38 @@ def test_a_killed_write_leaves_the_old_content(tmp_path: Path) -> None:
         assert storage.list_names(str(tmp_path)) == ["object"]
 
 
+@pytest.mark.parametrize("step", ["fsync", "replace"])
+def test_a_write_that_fails_leaves_the_old_content(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    url = str(tmp_path / "object")
+    storage.write_bytes(url, b"old")
+
+    def no_space(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, step, no_space)
+    with pytest.raises(storage.StorageError, match="no space left; free some and run again"):
+        storage.write_bytes(url, b"new")
+    monkeypatch.undo()
+    assert storage.read_bytes(url) == b"old"
+    assert storage.list_names(str(tmp_path)) == ["object"]
+
+
 def test_zarr_on_the_store(root: str) -> None:
+    zarr.create_group(zarr_store(root, read_only=False))
     array = zarr.create_array(
-        storage.zarr_store(root, read_only=False), name="v", shape=(3, 4, 5), chunks=(1, 4, 5), dtype="uint8"
+        zarr_store(root, read_only=False), name="v", shape=(3, 4, 5), chunks=(1, 4, 5), dtype="uint8"
     )
     plane = np.arange(20, dtype=np.uint8).reshape(4, 5)
     array[1] = plane
-    again = zarr.open_array(storage.zarr_store(root), path="v", mode="r")
+    again = zarr.open_array(zarr_store(root), path="v", mode="r")
     np.testing.assert_array_equal(again[1], plane)
     assert not again[0].any()
+    assert list(zarr.open_group(zarr_store(root), mode="r").array_keys()) == ["v"]
+    assert storage.find_names(root) == ["v/c/1/0/0", "v/zarr.json", "zarr.json"]
     with pytest.raises(ValueError, match="read-only"):
-        storage.zarr_store(root).with_read_only(True)._check_writable()
+        zarr_store(root).with_read_only(True)._check_writable()
 
 
 def test_cache_answers_when_the_remote_is_gone(tmp_path: Path) -> None:

@@ -140,6 +140,23 @@ def test_damage_is_found(filled: StoreWriter) -> None:
     assert store.verify(2)
 
 
+@pytest.mark.parametrize("damage", ["lost", "cut", "changed"])
+def test_a_lost_or_damaged_chunk_is_an_error_not_zeros(filled: StoreWriter, damage: str) -> None:
+    chunk = storage.join(filled.url, "volumes", chunk_key(0))
+    if damage == "lost":
+        storage.remove(chunk)
+    else:
+        data = bytearray(storage.read_bytes(chunk))
+        data[60] ^= 1
+        storage.write_bytes(chunk, data if damage == "changed" else data[:-20])
+    store = PreparedStore.open(filled.url)
+    with pytest.raises(
+        storage.StorageError, match=r"c\.0\.0\.0\.0: expected the volume of row 0, .*000000\.json"
+    ):
+        store.read(0)
+    assert store.verify(2)
+
+
 def test_not_a_store_is_named(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"expected a prepared store, found no index\.parquet; run"):
         PreparedStore.open(str(tmp_path / "absent"))

@@ -1,4 +1,4 @@
-"""Bytes at a URL: the only file that knows URL schemes, fsspec, gcsfs and the key-value layer below Zarr.
+"""Bytes at a URL: the only file that knows URL schemes and fsspec.
 
 A URL is a local path (no scheme), or gs://, s3://, memory:// ... . Credentials come from the environment
 (gcloud or GOOGLE_APPLICATION_CREDENTIALS, the AWS variables); options carry an endpoint and a profile name.
@@ -8,26 +8,17 @@ caller is the only writer of its object. Every failure is a `StorageError` with 
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import errno
 import os
 import posixpath
 import sys
-from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
 import fsspec
-from zarr.abc.store import (
-    ByteRequest,
-    OffsetByteRequest,
-    RangeByteRequest,
-    Store,
-    SuffixByteRequest,
-)
-from zarr.core.buffer import Buffer, BufferPrototype
 
 from utils.config import StorageOptions, UserError
 
@@ -81,8 +72,11 @@ def open_url(url: str, mode: str = "rb", options: StorageOptions | None = None) 
             f"{url}: open_url: expected mode 'rb' or 'r', found {mode!r}; use write_bytes to write"
         )
     with _named_errors(url):
+        encoding = {"encoding": "utf-8"} if mode == "r" else {}
+        if not is_remote(url):
+            return open(_split(url)[1], mode, **encoding)
         fs, path = _filesystem(url, options)
-        return fs.open(path, mode, **({"encoding": "utf-8"} if mode == "r" else {}))
+        return fs.open(path, mode, **encoding)
 
 
 def exists(url: str, options: StorageOptions | None = None) -> bool:
@@ -175,6 +169,15 @@ def list_names(url: str, options: StorageOptions | None = None) -> list[str]:
         return sorted(n for n in names if n and not n.endswith(PARTIAL_SUFFIX))
 
 
+def find_names(url: str, options: StorageOptions | None = None) -> list[str]:
+    """Sorted paths of all objects below a folder, relative to it; empty when there is no such folder."""
+    with _named_errors(url):
+        fs, path = _filesystem(url, options)
+        root = path.rstrip("/") + "/"
+        found = [f.removeprefix(root) for f in fs.find(path)] if fs.exists(path) else []
+        return sorted(f for f in found if not f.endswith(PARTIAL_SUFFIX))
+
+
 def remove(url: str, options: StorageOptions | None = None, recursive: bool = False) -> None:
     """Remove an object (or, with recursive, a folder); it is no error when there is none."""
     with _named_errors(url):
@@ -204,112 +207,6 @@ def stat(url: str, options: StorageOptions | None = None) -> ObjectStat:
         keys = ("etag", "ETag", "generation", "mtime", "LastModified", "updated", "created")
         version = next((found[k] for k in keys if found.get(k)), "")
         return ObjectStat(int(found["size"] or 0), str(version).strip('"'))
-
-
-def zarr_store(
-    url: str,
-    options: StorageOptions | None = None,
-    read_only: bool = True,
-    cache_dir: str | None = None,
-    cache_names: Mapping[str, str] | None = None,
-) -> Store:
-    """The key-value store that Zarr reads and writes.
-
-    A remote key in cache_names is read through a local copy at cache_dir/cache_names[key]; the name should
-    change with the content. Other keys, and all keys of a local store, are read where they are.
-    """
-    return ObjectStore(url, options, read_only, cache_dir if is_remote(url) else None, cache_names)
-
-
-class ObjectStore(Store):
-    """A Zarr store on this module's reads and atomic writes, the same for a disk and a bucket."""
-
-    supports_writes = True
-    supports_deletes = True
-    supports_listing = True
-
-    def __init__(
-        self,
-        url: str,
-        options: StorageOptions | None = None,
-        read_only: bool = True,
-        cache_dir: str | None = None,
-        cache_names: Mapping[str, str] | None = None,
-    ) -> None:
-        super().__init__(read_only=read_only)
-        self.url, self.options = url, options
-        self.cache_dir, self.cache_names = cache_dir, cache_names or {}
-
-    def __eq__(self, other: object) -> bool:
-        return (
-            isinstance(other, ObjectStore)
-            and (self.url, self.options) == (other.url, other.options)
-            and self.read_only == other.read_only
-        )
-
-    def __repr__(self) -> str:
-        return f"ObjectStore({self.url!r})"
-
-    def with_read_only(self, read_only: bool = False) -> ObjectStore:
-        return ObjectStore(self.url, self.options, read_only, self.cache_dir, self.cache_names)
-
-    def _read(self, key: str) -> bytes | None:
-        try:
-            if self.cache_dir is None or key not in self.cache_names:
-                return read_bytes(join(self.url, key), self.options)
-            copy = Path(self.cache_dir, self.cache_names[key])
-            return cached_read_bytes(join(self.url, key), copy, self.options)
-        except StorageNotFoundError:
-            return None
-
-    async def get(
-        self, key: str, prototype: BufferPrototype, byte_range: ByteRequest | None = None
-    ) -> Buffer | None:
-        # A disk read is quicker than the hop to a thread; a bucket read must not block the other ones.
-        data = self._read(key) if not is_remote(self.url) else await asyncio.to_thread(self._read, key)
-        if data is None:
-            return None
-        match byte_range:
-            case None:
-                pass
-            case RangeByteRequest(start, end):
-                data = data[start:end]
-            case OffsetByteRequest(offset):
-                data = data[offset:]
-            case SuffixByteRequest(suffix):
-                data = data[-suffix:]
-        return prototype.buffer.from_bytes(data)
-
-    async def get_partial_values(
-        self, prototype: BufferPrototype, key_ranges: Iterable[tuple[str, ByteRequest | None]]
-    ) -> list[Buffer | None]:
-        return list(await asyncio.gather(*(self.get(key, prototype, part) for key, part in key_ranges)))
-
-    async def exists(self, key: str) -> bool:
-        return await asyncio.to_thread(exists, join(self.url, key), self.options)
-
-    async def set(self, key: str, value: Buffer) -> None:
-        self._check_writable()
-        await asyncio.to_thread(write_bytes, join(self.url, key), value.to_bytes(), self.options)
-
-    async def delete(self, key: str) -> None:
-        self._check_writable()
-        await asyncio.to_thread(remove, join(self.url, key), self.options)
-
-    async def list(self) -> AsyncIterator[str]:
-        async for key in self.list_prefix(""):
-            yield key
-
-    async def list_prefix(self, prefix: str) -> AsyncIterator[str]:
-        fs, root = _filesystem(self.url, self.options)
-        for path in await asyncio.to_thread(fs.find, root):
-            key = path.removeprefix(root.rstrip("/") + "/")
-            if key.startswith(prefix):
-                yield key
-
-    async def list_dir(self, prefix: str) -> AsyncIterator[str]:
-        for child in await asyncio.to_thread(list_names, join(self.url, prefix), self.options):
-            yield child
 
 
 def cached_read_bytes(url: str, copy: Path, options: StorageOptions | None = None) -> bytes:

@@ -223,6 +223,8 @@ def test_a_bare_run_still_reports(run_dir: Path) -> None:
     (run_dir / "stages.tsv").unlink()
     for path in (run_dir / "snapshots").iterdir():
         path.unlink()
+    prepared = json.loads((run_dir / "prepare_report.json").read_text()) | {"synthetic": False}
+    (run_dir / "prepare_report.json").write_text(json.dumps(prepared))
     main(["--run", str(run_dir)])
     out = json.loads((run_dir / "results.json").read_text())
     assert out["pretraining"]["loss_first"] == out["pretraining"]["loss_last"] == 0.5
@@ -232,6 +234,8 @@ def test_a_bare_run_still_reports(run_dir: Path) -> None:
     page = (run_dir / "report.html").read_text()
     assert "train/grad_norm was not finite at step 1" in page
     assert "This run wrote no pictures" in page
+    assert "the terms of the data apply" in page
+    assert "synthetic data" not in page
 
 
 def test_a_repeated_step_counts_once(run_dir: Path) -> None:

@@ -50,6 +50,8 @@ GROUP_NOTE = (
     "Spacing before resampling, median, D x H x W (B-scan, axial, A-scan). Valid: share of the grid inside "
     "the scan. Lost: share of the scan outside the grid."
 )
+SYNTHETIC = "on synthetic data: it proves that the machinery runs and says nothing about real retinas"
+REAL = "on participants' scans: the terms of the data apply to the pictures in this file"
 REASONS_SHOWN = 3  # on the terminal; the page and results.json have all
 NO_PROBE = "Not evaluated: this run has no probe.json. finetuning.evaluate writes it."
 
@@ -197,9 +199,7 @@ def render(run: Run, out: Mapping[str, Any]) -> str:
     ).get_template("report_template.html.j2")
     return template.render(
         name=run.path.resolve().name,
-        headline="synthetic data: it proves that the machinery runs and says nothing about real retinas"
-        if run.prepared["synthetic"]
-        else "",
+        headline=SYNTHETIC if run.prepared["synthetic"] else REAL,
         verdict=probe["verdict"] if probe else NO_PROBE,
         probe_size=probe and _probe_size(probe),
         cautions=probe["cautions"] if probe else [],

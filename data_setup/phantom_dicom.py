@@ -1,33 +1,27 @@
-"""Write one phantom volume as an Ophthalmic Tomography (OPT, PS3.3 A.52) DICOM file in each device's own
-manner.
+"""Write one phantom volume as an Ophthalmic Tomography (OPT, PS3.3 A.52) file in its device's manner.
 
-In: voxels in stored frame order, a `FileSpec`. Out: the bytes of a valid file. The manners follow the AI-
-READI format notes: shared groups for volumes; Spectralis optic nerve head scans with per-frame spacing
-only; Cirrus with the lateral spacing in SliceThickness; empty attributes where the Spectralis converter
-writes them; positions as ImagePositionPatient and/or ReferenceCoordinates, growing from superior to
-inferior.
+In: voxels in stored frame order, a `FileSpec`. Out: the bytes of a valid file. Root attributes follow the
+AI-READI format notes: empty ones where the Spectralis converter writes them, the whole original data set
+for Topcon; the functional groups are in phantom_groups.py.
 """
 
 from __future__ import annotations
 
-import hashlib
 import io
-from dataclasses import dataclass
 
 import numpy as np
-from pydicom.dataset import Dataset, FileDataset, FileMetaDataset
+from pydicom.dataset import FileDataset, FileMetaDataset
 from pydicom.sequence import Sequence
 from pydicom.uid import (
     JPEG2000,
     UID,
     ExplicitVRLittleEndian,
     JPEG2000Lossless,
-    OphthalmicPhotography8BitImageStorage,
     OphthalmicTomographyImageStorage,
     RLELossless,
 )
 
-from data_setup.protocols import Protocol
+from data_setup.phantom_groups import FileSpec, frame_groups, make_code, make_item, make_uid, shared_groups
 
 SYNTAXES: dict[str, UID] = {
     "explicit": ExplicitVRLittleEndian,
@@ -36,7 +30,6 @@ SYNTAXES: dict[str, UID] = {
     "j2k_lossy": JPEG2000,
 }
 LOSSY_RATIO = 8.0
-LOCALIZER_SIZE = 1536  # rows and columns of the reference image
 MODEL_TEXT = {
     "heidelberg_spectralis": ("Heidelberg Engineering", "Spectralis"),
     "topcon_maestro2": ("Topcon", "3DOCT-1Maestro2"),
@@ -49,147 +42,6 @@ WAVELENGTH_NM = {
     "topcon_triton": 1050.0,
     "zeiss_cirrus": 840.0,
 }
-
-
-@dataclass(frozen=True)
-class PositionStyle:
-    """How a protocol says where its B-scans lie: position written, empty or absent; coordinates."""
-
-    image_position: str  # "written" | "empty" | "absent"
-    reference_coordinates: bool
-    inferior_first: bool  # stored from inferior to superior (then the coordinates fall)
-
-
-_TOP = PositionStyle("written", True, False)
-POSITION_STYLES: dict[str, PositionStyle] = {
-    "spectralis_onh_rc_hr_oct_oct": PositionStyle("absent", False, False),
-    "spectralis_ppol_mac_hr_oct_oct": _TOP,
-    "spectralis_mac_20x20_hs_octa_oct": PositionStyle("written", True, True),
-    "maestro2_3d_wide_oct_oct": PositionStyle("absent", True, True),
-    "maestro2_3d_macula_oct_oct": PositionStyle("absent", True, True),
-    "maestro2_macula_6x6_octa_oct": PositionStyle("absent", True, True),
-    "triton_3d_radial_oct_oct": PositionStyle("empty", True, False),
-    "triton_macula_6x6_octa_oct": PositionStyle("empty", True, False),
-    "triton_macula_12x12_octa_oct": PositionStyle("absent", False, False),
-    "cirrus_mac_oct_oct": PositionStyle("written", False, True),
-    "cirrus_disc_oct_oct": _TOP,
-    "cirrus_macula_6x6_octa_oct": PositionStyle("empty", True, True),
-    "cirrus_disc_6x6_octa_oct": PositionStyle("absent", True, False),
-}
-
-
-@dataclass(frozen=True)
-class FileSpec:
-    """Everything about a file except its pixels."""
-
-    person_id: str
-    protocol: Protocol
-    laterality: str
-    spacing_mm: tuple[float, float, float]  # true (B-scan distance, axial, lateral)
-    sop_instance_uid: str
-    reference_uid: str
-    visit_date: str  # YYYY-MM-DD
-    syntax: str  # key of SYNTAXES
-
-
-def make_uid(*parts: object) -> str:
-    """A 2.25 UID that is a function of `parts`."""
-    digest = hashlib.sha256("/".join(map(str, parts)).encode()).digest()
-    return f"2.25.{int.from_bytes(digest[:16], 'big') >> 2}"
-
-
-def written_spacing(spec: FileSpec) -> tuple[str, str, str]:
-    """The (SliceThickness, axial, lateral) texts as written; Cirrus repeats the lateral one."""
-    thickness, axial, lateral = (f"{mm:.10g}" for mm in spec.spacing_mm)
-    return (lateral if spec.protocol.device == "zeiss_cirrus" else thickness), axial, lateral
-
-
-def _code(value: str, scheme: str, meaning: str) -> Sequence:
-    item = Dataset()
-    item.CodeValue, item.CodingSchemeDesignator, item.CodeMeaning = value, scheme, meaning
-    return Sequence([item])
-
-
-def _item(**attributes: object) -> Dataset:
-    item = Dataset()
-    for keyword, value in attributes.items():
-        setattr(item, keyword, value)
-    return item
-
-
-def _reference(spec: FileSpec) -> dict[str, object]:
-    return {
-        "ReferencedSOPClassUID": OphthalmicPhotography8BitImageStorage,
-        "ReferencedSOPInstanceUID": spec.reference_uid,
-        "PurposeOfReferenceCodeSequence": _code("121311", "DCM", "Localizer"),
-    }
-
-
-def shared_groups(spec: FileSpec, anatomy: Sequence) -> Dataset:
-    """The shared functional groups; without spacing and orientation for the optic nerve head scan."""
-    groups = _item(
-        FrameAnatomySequence=Sequence(
-            [_item(AnatomicRegionSequence=anatomy, FrameLaterality=spec.laterality)]
-        ),
-        ReferencedImageSequence=Sequence([_item(**_reference(spec))]),
-        DerivationImageSequence=Sequence(),
-    )
-    if spec.protocol.is_volume:
-        thickness, axial, lateral = written_spacing(spec)
-        groups.PlaneOrientationSequence = Sequence(
-            [_item(ImageOrientationPatient=["1", "0", "0", "0", "0", "-1"])]
-        )
-        groups.PixelMeasuresSequence = Sequence(
-            [_item(SliceThickness=thickness, PixelSpacing=[axial, lateral])]
-        )
-    return groups
-
-
-def frame_groups(spec: FileSpec, frames: int, columns: int, moment: str) -> Sequence:
-    """The per-frame functional groups, in stored order."""
-    style = POSITION_STYLES[spec.protocol.name]
-    distance, axial, lateral = spec.spacing_mm
-    pixels_per_mm = LOCALIZER_SIZE / (columns * lateral)
-    items = []
-    for stored in range(frames):
-        anatomical = frames - 1 - stored if style.inferior_first else stored
-        groups = _item(
-            FrameContentSequence=Sequence(
-                [
-                    _item(
-                        FrameAcquisitionDateTime=moment,
-                        FrameReferenceDateTime=moment,
-                        FrameAcquisitionDuration=40.0,
-                        StackID="1",
-                        InStackPositionNumber=stored + 1,
-                        DimensionIndexValues=[1, stored + 1],
-                    )
-                ]
-            )
-        )
-        if not spec.protocol.is_volume:
-            width = lateral * (0.5 if stored < frames - 3 else 0.8)  # radial lines and circles differ
-            groups.PixelMeasuresSequence = Sequence([_item(PixelSpacing=[f"{axial:.10g}", f"{width:.10g}"])])
-            groups.PlanePositionSequence = Sequence([Dataset()])
-            groups.PlaneOrientationSequence = Sequence([Dataset()])
-        if style.image_position == "written":
-            y = f"{anatomical * distance:.10g}"
-            groups.PlanePositionSequence = Sequence([_item(ImagePositionPatient=["0", y, "0"])])
-        elif style.image_position == "empty":
-            groups.PlanePositionSequence = Sequence([_item(ImagePositionPatient=None)])
-        if style.reference_coordinates:
-            row = LOCALIZER_SIZE / 2 + (anatomical - (frames - 1) / 2) * distance * pixels_per_mm
-            groups.OphthalmicFrameLocationSequence = Sequence(
-                [
-                    _item(
-                        **_reference(spec),
-                        ReferenceCoordinates=[row, 0.0, row, float(LOCALIZER_SIZE)],
-                        OphthalmicImageOrientation="LINEAR",
-                    )
-                ]
-            )
-        items.append(groups)
-    return Sequence(items)
 
 
 def build_dataset(spec: FileSpec, shape: tuple[int, int, int]) -> FileDataset:
@@ -206,7 +58,7 @@ def build_dataset(spec: FileSpec, shape: tuple[int, int, int]) -> FileDataset:
     meta.ImplementationVersionName = "OCT_PHANTOM"
     ds = FileDataset(None, {}, file_meta=meta, preamble=b"\0" * 128)
     onh = not spec.protocol.is_volume
-    anatomy = _code(*(("81016008", "SCT", "Optic nerve head") if onh else ("5665001", "SCT", "Retina")))
+    anatomy = make_code(*(("81016008", "SCT", "Optic nerve head") if onh else ("5665001", "SCT", "Retina")))
     manufacturer, model = MODEL_TEXT[device]
     root = {
         "SpecificCharacterSet": "ISO_IR 192",
@@ -266,7 +118,7 @@ def build_dataset(spec: FileSpec, shape: tuple[int, int, int]) -> FileDataset:
         "IlluminationBandwidth": 50.0,
         "MydriaticAgentSequence": Sequence(),
         "AnatomicRegionSequence": anatomy,
-        "AcquisitionDeviceTypeCodeSequence": _code(
+        "AcquisitionDeviceTypeCodeSequence": make_code(
             "392012008", "SCT", "Optical Coherence Tomography Scanner"
         ),
         "SamplesPerPixel": 1,
@@ -309,10 +161,10 @@ def build_dataset(spec: FileSpec, shape: tuple[int, int, int]) -> FileDataset:
     if "20x20" in spec.protocol.name:
         ds.Laterality = spec.laterality
     organization = make_uid("dimension", spec.sop_instance_uid)
-    ds.DimensionOrganizationSequence = Sequence([_item(DimensionOrganizationUID=organization)])
+    ds.DimensionOrganizationSequence = Sequence([make_item(DimensionOrganizationUID=organization)])
     ds.DimensionIndexSequence = Sequence(
         [
-            _item(
+            make_item(
                 DimensionOrganizationUID=organization,
                 DimensionIndexPointer=tag,
                 FunctionalGroupPointer=0x00209111,

@@ -17,7 +17,7 @@ from pydicom.encaps import encapsulate, generate_frames
 from pydicom.uid import JPEGLSLossless, OphthalmicPhotography8BitImageStorage
 
 from data_setup.phantom_cohort import Participant, Scan
-from data_setup.phantom_dicom import FileSpec, add_pixels, build_dataset, to_bytes, write_volume
+from data_setup.phantom_dicom import add_pixels, build_dataset, to_bytes, write_volume
 from data_setup.phantom_files import (
     file_path,
     geometry,
@@ -28,6 +28,7 @@ from data_setup.phantom_files import (
     truth_arrays,
     write_file,
 )
+from data_setup.phantom_groups import FileSpec
 from data_setup.protocols import BY_NAME
 
 FIRST_INDEX = 100  # scan numbers from here on belong to planted files

@@ -14,7 +14,8 @@ import numpy as np
 
 from data_setup.phantom_anatomy import LAYERS, SURFACES, make_eye
 from data_setup.phantom_cohort import Participant, Scan
-from data_setup.phantom_dicom import POSITION_STYLES, FileSpec, make_uid, write_volume, written_spacing
+from data_setup.phantom_dicom import write_volume
+from data_setup.phantom_groups import POSITION_STYLES, FileSpec, make_uid, written_spacing
 from data_setup.phantom_render import LESIONS, Scan3D, render
 from data_setup.protocols import DEVICES, Protocol
 

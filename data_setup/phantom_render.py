@@ -15,6 +15,7 @@ import numpy as np
 from scipy.ndimage import gaussian_filter, gaussian_filter1d
 
 from data_setup.phantom_anatomy import RPE_BAND_MM, Anatomy, Eye, sample
+from data_setup.phantom_scan import place, scan_positions
 from data_setup.protocols import Protocol
 
 LESIONS = ("none", "drusen", "intraretinal_fluid", "subretinal_fluid", "hyperreflective_focus")
@@ -65,6 +66,17 @@ SOFT_MM = {"CSI": 0.09, "GCL_IPL": 0.010, "IPL_INL": 0.008, "INL_OPL": 0.010, "O
 
 
 @dataclass(frozen=True)
+class Capture:
+    """What varies between captures with one device."""
+
+    gain_db: float
+    lateral_db: np.ndarray  # [D,W] uneven illumination
+    capillary_db: np.ndarray  # [D,W] loss below the inner plexiform layer
+    haze_db: float  # vitreous haze
+    hyaloid_rows: float  # height of the posterior hyaloid over the ILM, 0 when attached
+
+
+@dataclass(frozen=True)
 class Scan3D:
     """A rendered volume with its truth."""
 
@@ -75,60 +87,6 @@ class Scan3D:
     disc: np.ndarray  # [D,W] 0..1, inside the optic disc
     u_mm: np.ndarray  # [D,W] fundus position, nasal of the fovea
     v_mm: np.ndarray  # [D,W] below the fovea
-
-
-def scan_positions(
-    protocol: Protocol,
-    shape: tuple[int, int, int],
-    spacing_mm: tuple[float, float, float],
-    laterality: str,
-    eye: Eye,
-    rng: np.random.Generator,
-) -> tuple[np.ndarray, np.ndarray]:
-    """Fundus position (u, v) in mm of every A-scan [D,W], superior B-scan first; columns run as stored."""
-    frames, _, columns = shape
-    f = eye.factors
-    jitter_u, jitter_v = rng.normal(0, 0.18, 2)
-    disc_scan = "Disc" in protocol.region and protocol.spacing_mm[2] * protocol.shape[2] < 9
-    if disc_scan or not protocol.is_volume:
-        centre_u, centre_v = f.disc_u_mm + jitter_u, f.disc_v_mm + jitter_v
-    elif protocol.region in ("Wide Field", "Optic Disc"):  # 12 x 9 mm: fovea and disc in one field
-        centre_u, centre_v = 1.9 + jitter_u, -0.2 + jitter_v
-    else:
-        centre_u, centre_v = jitter_u, jitter_v
-    along = (np.arange(columns) - (columns - 1) / 2) * spacing_mm[2]
-    if protocol.is_volume:
-        across = (np.arange(frames) - (frames - 1) / 2) * spacing_mm[0]
-        turn = np.deg2rad(rng.normal(0, 2.5))  # head tilt and cyclotorsion
-        x, y = np.broadcast_to(along, (frames, columns)), np.broadcast_to(across[:, None], (frames, columns))
-        x, y = x * np.cos(turn) - y * np.sin(turn), x * np.sin(turn) + y * np.cos(turn)
-    else:  # 24 radial lines, then 3 circles around the disc
-        radial = frames - 3
-        angle = np.arange(radial)[:, None] * np.pi / radial
-        circle = np.linspace(-np.pi, np.pi, columns, endpoint=False)[None]
-        diameter = np.array([3.5, 4.1, 4.7])[:, None]
-        x = np.concatenate([along * np.cos(angle) * 0.5, diameter / 2 * np.cos(circle)])
-        y = np.concatenate([along * np.sin(angle) * 0.5, diameter / 2 * np.sin(circle)])
-    nasal = 1.0 if laterality == "R" else -1.0  # the disc is right of the fovea in a right eye
-    return centre_u + nasal * x, centre_v + y
-
-
-def place(
-    anatomy: Anatomy, u: np.ndarray, v: np.ndarray, depth_mm: float, device: Device, rng: np.random.Generator
-) -> np.ndarray:
-    """Depth in mm of Bruch's membrane's base [D,W]: curvature, tilt, motion, kept inside the field."""
-    x, y = u - u.mean(), v - v.mean()
-    relief = -(x**2 + y**2) / (2 * rng.uniform(28, 80))
-    relief = relief + rng.normal(0, 0.035) * x + rng.normal(0, 0.025) * y
-    relief = relief + 0.012 * np.sin(rng.uniform(0.4, 0.9) * x + rng.uniform(0, 6)) * np.cos(0.6 * y)
-    frames = u.shape[0]
-    motion = gaussian_filter1d(rng.standard_normal(frames), 1.0, mode="nearest") * 1.9 * device.jitter_mm
-    allowed = depth_mm - 0.62 - 0.10 * depth_mm
-    relief *= min(1.0, allowed / max(np.ptp(relief), 1e-6))
-    base = relief - relief.mean() + motion[:, None] + rng.uniform(0.47, 0.60) * depth_mm
-    top = (base - anatomy.heights_mm[0]).min()
-    base += max(0.05 * depth_mm - top, 0.0)
-    return base - max(base.max() - 0.94 * depth_mm, 0.0)
 
 
 def _texture(shape: tuple[int, ...], sigma: tuple[float, ...], rng: np.random.Generator) -> np.ndarray:
@@ -152,7 +110,7 @@ def render(
     d_mm, h_mm, w_mm = spacing_mm
     u, v = scan_positions(protocol, shape, spacing_mm, laterality, eye, rng)
     anatomy = sample(eye, u, v, w_mm)
-    base = place(anatomy, u, v, rows * h_mm, device, rng)
+    base = place(anatomy, u, v, rows * h_mm, device.jitter_mm, rng)
     surfaces = ((base - anatomy.heights_mm) / h_mm - 0.5).astype(np.float32)
     # choroid: stroma and vessel lumina as thresholded noise in coordinates that follow Bruch's membrane
     cells = 40
@@ -164,22 +122,20 @@ def render(
     )
     capillaries = np.abs(_texture((frames, columns), (0, 0.012 / w_mm), rng))
     grain = _texture((frames, columns), (0.2 / d_mm, 0.6 / w_mm), rng)
-    state = {
-        "gain_db": rng.normal(0, 1.3),
-        "lateral_db": (1.1 * grain - rng.uniform(0, 1.5) * (np.linspace(-1, 1, columns) ** 4)).astype(
-            np.float32
-        ),
-        "capillary_db": (-1.1 * np.clip(capillaries - 0.8, 0, 2)).astype(np.float32),
-        "haze_db": abs(rng.normal(0, 1.2)),
-        "hyaloid": eye.hyaloid_mm / h_mm if eye.hyaloid_mm else None,
-    }
+    capture = Capture(
+        gain_db=rng.normal(0, 1.3),
+        lateral_db=(1.1 * grain - rng.uniform(0, 1.5) * np.linspace(-1, 1, columns) ** 4).astype(np.float32),
+        capillary_db=(-1.1 * np.clip(capillaries - 0.8, 0, 2)).astype(np.float32),
+        haze_db=abs(rng.normal(0, 1.2)),
+        hyaloid_rows=eye.hyaloid_mm / h_mm,
+    )
     voxels = np.empty(shape, np.uint8)
     lesions = np.zeros(shape, np.uint8)
     foci_cysts = lesion_boxes(eye, anatomy, surfaces, u, v, spacing_mm)
     for start in range(0, frames, SLAB):
         part = slice(start, min(start + SLAB, frames))
         slab_rng = np.random.default_rng([*seed, start])
-        decibel = signal_db(part, rows, h_mm, device, anatomy, surfaces, lumina, state, lesions)
+        decibel = signal_db(part, rows, h_mm, device, anatomy, surfaces, lumina, capture, lesions)
         for frame, rows_, columns_, weight, kind in foci_cysts:
             if part.start <= frame < part.stop:
                 box = (frame - part.start, rows_, columns_)
@@ -190,7 +146,14 @@ def render(
     return Scan3D(voxels, surfaces, lesions, anatomy.vessel, anatomy.disc, u, v)
 
 
-def lesion_boxes(eye, anatomy, surfaces, u, v, spacing_mm) -> list[tuple]:
+def lesion_boxes(
+    eye: Eye,
+    anatomy: Anatomy,
+    surfaces: np.ndarray,
+    u: np.ndarray,
+    v: np.ndarray,
+    spacing_mm: tuple[float, float, float],
+) -> list[tuple[int, slice, slice, np.ndarray, int]]:
     """Cysts and foci as (frame, rows, columns, weight [h,w], kind): ellipsoids where the B-scans cut them."""
     boxes = []
     h_mm = spacing_mm[1]
@@ -217,7 +180,17 @@ def lesion_boxes(eye, anatomy, surfaces, u, v, spacing_mm) -> list[tuple]:
     return boxes
 
 
-def signal_db(part, rows, h_mm, device, anatomy, surfaces, lumina, state, lesions) -> np.ndarray:
+def signal_db(
+    part: slice,
+    rows: int,
+    h_mm: float,
+    device: Device,
+    anatomy: Anatomy,
+    surfaces: np.ndarray,
+    lumina: np.ndarray,
+    capture: Capture,
+    lesions: np.ndarray,
+) -> np.ndarray:
     """Mean signal in dB over the noise floor for the frames `part`, float32 [d,H,W]; marks lesions."""
     s = surfaces[:, part, None, :]
     z = np.arange(rows, dtype=np.float32)[None, :, None]
@@ -265,7 +238,7 @@ def signal_db(part, rows, h_mm, device, anatomy, surfaces, lumina, state, lesion
         np.float32(device.choroid_db_mm) * (0.25 * depth_mm + 0.75 * np.minimum(depth_mm, 0.25)) * (1 - disc)
     )
     out -= 30.0 * disc * np.clip((z - s[0]) * h_mm - 0.10, 0, None)
-    out += state["capillary_db"][part, None, :] * np.clip((z - s[3]) * h_mm / 0.02, 0, 1)
+    out += capture.capillary_db[part, None, :] * np.clip((z - s[3]) * h_mm / 0.02, 0, 1)
     # vessels: a bright lumen wall in the inner retina and a shadow below
     cover = anatomy.vessel[part, None, :].astype(np.float32) * (1 - disc * 0.4)
     radius = (anatomy.vessel_radius_mm[part, None, :] / h_mm).astype(np.float32)
@@ -276,13 +249,15 @@ def signal_db(part, rows, h_mm, device, anatomy, surfaces, lumina, state, lesion
     out = np.where(fluid, FLUID_DB, out)
     lesions[part][fluid] = 3
     lesions[part][(z > s[8] + rpe_rows) & (z < s[9]) & (drusen > 0.4)] = 1
-    if state["hyaloid"] is not None:
-        out += 5.0 * np.exp(-(((z - s[0] + state["hyaloid"]) / 1.2) ** 2))
-    out += state["haze_db"] * (z < s[0]) * 0.5
-    return out + (state["gain_db"] + state["lateral_db"][part, None, :] - device.roll_off_db_mm * z * h_mm)
+    if capture.hyaloid_rows:
+        out += 5.0 * np.exp(-(((z - s[0] + capture.hyaloid_rows) / 1.2) ** 2))
+    out += capture.haze_db * (z < s[0]) * 0.5
+    return out + (capture.gain_db + capture.lateral_db[part, None, :] - device.roll_off_db_mm * z * h_mm)
 
 
-def display(decibel: np.ndarray, device: Device, spacing_mm, rng: np.random.Generator) -> np.ndarray:
+def display(
+    decibel: np.ndarray, device: Device, spacing_mm: tuple[float, float, float], rng: np.random.Generator
+) -> np.ndarray:
     """uint8 display values of a mean signal in dB: speckle, noise floor, logarithm, contrast."""
     shape = decibel.shape
     # one voxel of a coarse grid holds several speckles

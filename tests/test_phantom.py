@@ -27,9 +27,10 @@ from data_setup.phantom_cohort import (
     quota,
     spread_splits,
 )
-from data_setup.phantom_dicom import POSITION_STYLES, SYNTAXES, write_volume, written_spacing
+from data_setup.phantom_dicom import SYNTAXES, write_volume
 from data_setup.phantom_faults import BAD_FILES
 from data_setup.phantom_files import MANIFEST_COLUMNS, geometry, make_spec, scan_volume
+from data_setup.phantom_groups import POSITION_STYLES, written_spacing
 from data_setup.phantom_render import DEVICE_PHYSICS, LESIONS
 from data_setup.protocols import BY_NAME, DEVICES, PROTOCOLS
 from utils.config import UserError
@@ -210,7 +211,7 @@ def test_optic_nerve_head_scan_has_spacing_per_frame_only(tmp_path: Path) -> Non
     frames = ds.PerFrameFunctionalGroupsSequence
     assert len(frames) == 27
     widths = {float(f.PixelMeasuresSequence[0].PixelSpacing[1]) for f in frames}
-    assert len(widths) == 2
+    assert len(widths) == 1 + 3  # radial lines, three circles
     assert all("SliceThickness" not in f.PixelMeasuresSequence[0] for f in frames)
     assert len(frames[0].PlanePositionSequence[0]) == 0
     assert ds["HorizontalFieldOfView"].value is None

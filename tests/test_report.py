@@ -324,6 +324,10 @@ def test_masks_lie_on_their_patches(tmp_path: Path) -> None:
             assert len(where) == 64
         else:
             assert len(where) == 0
+    good["valid"][token] = 0  # padding belongs to neither set
+    save_snapshot(tmp_path / "b.npz", **good)
+    figure = bscan_with_masks(load_snapshot(tmp_path / "b.npz"), num_planes=16)
+    assert not figure.axes[16 + 9].images[0].get_array().any()
 
 
 def test_pictures_have_the_proportions_of_the_eye(tmp_path: Path) -> None:

@@ -180,10 +180,11 @@ def _show(axis: Axes, image: np.ndarray, pixel_mm: tuple[float, ...], title: str
 
 
 def _masked(snapshot: Snapshot, plane: int, image: np.ndarray) -> np.ndarray:
-    """The B-scan [H, W, 3]: context patches tinted blue, targets orange, patches in neither darkened."""
+    """The B-scan [H, W, 3]: context patches blue, target patches orange, padding and the rest darkened."""
     kind = np.zeros(int(np.prod(snapshot.grid)), int)
     kind[snapshot.context] = 1
     kind[snapshot.target] = 2
+    kind[snapshot.valid == 0] = 0  # padding fills slots of both sets and weighs nothing
     kind_HW = kind.reshape(snapshot.grid)[plane // snapshot.patch[0]]
     kind_HW = kind_HW.repeat(snapshot.patch[1], axis=0).repeat(snapshot.patch[2], axis=1)
     tint = np.array([(0.0, 0.0, 0.0), CONTEXT_RGB, TARGET_RGB])[kind_HW]

@@ -65,7 +65,7 @@ class RecordList:
 
 def read_records(cfg: Config) -> RecordList:
     """The records that the data.* filters leave, by (person_id, path); raises UserError, ConfigError."""
-    allowed = _filters(cfg)
+    allowed = wanted_values(cfg)
     participants, split_source = read_participants(cfg)
     rows, skipped = _manifest_rows(cfg)
     records = []
@@ -219,8 +219,8 @@ def _manifest_rows(cfg: Config, volumes_only: bool = True) -> tuple[list[Record]
     return rows, skipped
 
 
-def _filters(cfg: Config) -> dict[str, tuple[str, set[str]]]:
-    """{filter key: (record field, wanted values)}; a value that no record can have is a ConfigError."""
+def wanted_values(cfg: Config) -> dict[str, tuple[str, set[str]]]:
+    """{data.* filter: (record field, wanted values)} of the filters that are set; raises ConfigError."""
     volumes = [p for p in PROTOCOLS if p.is_volume]
     known: dict[str, tuple[str, list[str]]] = {
         "device_filter": ("device", list(DEVICES)),

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from data_setup.manifest import load_labels, pretraining_split
+from data_setup.manifest import load_labels, pretraining_split, wanted_values
 from data_setup.store import PreparedStore
 from utils.config import Config, UserError
 
@@ -49,6 +49,8 @@ def check_geometry(cfg: Config, store: PreparedStore) -> None:
 def open_rows(cfg: Config, store: PreparedStore) -> Rows:
     """Split the kept rows by participant; raises UserError when nothing is left to train on."""
     index = store.index.loc[store.kept]
+    for field, values in wanted_values(cfg).values():  # a store may hold more than this run asks for
+        index = index[index[field].isin(values)]
     train_ids, val_ids, source = pretraining_split(list(index.itertuples()), cfg.train.val_fraction, cfg.seed)
     person = index["person_id"]
     labels = load_labels(cfg)

@@ -95,7 +95,7 @@ def make_eye(factors: Factors, rng: np.random.Generator) -> Eye:
             rng.normal(0, 0.9, waves),
             rng.normal(0, 0.9, waves),
             rng.uniform(0, 2 * np.pi, waves),
-            rng.normal(0, 0.022, waves),
+            rng.normal(0, 0.018, waves),
         ],
         axis=-1,
     )

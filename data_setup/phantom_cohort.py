@@ -30,7 +30,7 @@ MAX_PARTICIPANTS = 2700  # 900 ids per leading digit
 
 # Strength of each sign per unit of severity (0 healthy ... 3 insulin dependent) and the person's own spread.
 # These numbers set the difficulty; docs/phantom.md records what was measured with them.
-SEVERITY_SPREAD = 0.28
+SEVERITY_SPREAD = 0.22
 
 
 @dataclass(frozen=True)
@@ -91,12 +91,12 @@ def draw_factors(label: int, rng: np.random.Generator) -> Factors:
     return Factors(
         severity=severity,
         age=age,
-        rnfl=float(np.clip(1.08 - 0.085 * severity - 0.02 * decades + 0.05 * normal[0], 0.55, 1.4)),
-        gcl_ipl=float(np.clip(1.10 - 0.11 * severity - 0.02 * decades + 0.05 * normal[1], 0.5, 1.4)),
-        inl=float(np.clip(0.94 + 0.085 * severity + 0.05 * normal[2], 0.7, 1.5)),
+        rnfl=float(np.clip(1.10 - 0.10 * severity - 0.02 * decades + 0.045 * normal[0], 0.55, 1.4)),
+        gcl_ipl=float(np.clip(1.12 - 0.13 * severity - 0.02 * decades + 0.045 * normal[1], 0.5, 1.4)),
+        inl=float(np.clip(0.93 + 0.10 * severity + 0.045 * normal[2], 0.7, 1.5)),
         onl=float(np.clip(1.0 - 0.01 * decades + 0.06 * normal[3], 0.75, 1.3)),
-        choroid_mm=float(np.clip(0.300 - 0.018 * decades - 0.016 * severity + 0.045 * normal[4], 0.12, 0.46)),
-        vessel_calibre=float(np.clip(0.94 + 0.05 * severity + 0.05 * normal[5], 0.7, 1.4)),
+        choroid_mm=float(np.clip(0.310 - 0.018 * decades - 0.022 * severity + 0.045 * normal[4], 0.12, 0.46)),
+        vessel_calibre=float(np.clip(0.93 + 0.06 * severity + 0.05 * normal[5], 0.7, 1.4)),
         vessel_density=float(np.clip(1.05 - 0.05 * severity + 0.08 * normal[6], 0.6, 1.4)),
         drusen_rate=float(
             np.clip(2.0 + 4.0 * max(decades, -0.4) + 1.0 * severity, 0.2, 40) * rng.gamma(2, 0.5)

@@ -36,7 +36,7 @@ from data_setup.resample import resample_frames
 from data_setup.shard_lock import setup_lock, shard_lock
 from data_setup.store import KEPT, StoreWriter, in_threads, measure, read_attrs, record_fields
 from utils import storage
-from utils.config import EXIT_USER_ERROR, Config, UserError, parse_cli, run_cli
+from utils.config import EXIT_USER_ERROR, SpatialConfig, StorageOptions, UserError, parse_cli, run_cli
 
 WORKER_DIED = "worker_died"  # the process was lost twice at this file; killed for memory, most often
 INTERNAL_ERROR = "internal_error"  # a fault of this program; its traceback goes to stderr
@@ -51,7 +51,8 @@ class Job:
     row: int
     record: Record
     writer: StoreWriter
-    cfg: Config
+    spatial: SpatialConfig
+    options: StorageOptions
 
 
 @dataclass(frozen=True)
@@ -69,17 +70,17 @@ def prepare_row(job: Job) -> Outcome:
     fields: dict[str, Any] = {"record": record_fields(job.record), "message": None}
     voxels = None
     try:
-        source = storage.stat(url, job.cfg.data.storage_options)
+        source = storage.stat(url, job.options)
         fields |= {"source_size": source.size, "source_version": source.etag_or_mtime}
-        header, frames = open_volume(url, job.cfg.data.storage_options)
+        header, frames = open_volume(url, job.options)
         try:
             volume = resample_frames(
                 frames,
                 header.shape,
                 header.spacing_mm,
-                job.cfg.spatial.image_size,
-                job.cfg.spatial.target_spacing,
-                job.cfg.spatial.resample,
+                job.spatial.image_size,
+                job.spatial.target_spacing,
+                job.spatial.resample,
                 header.flip_d,
             )
         except ValueError as error:  # a field smaller than a voxel of the grid
@@ -114,7 +115,7 @@ def is_done(job: Job, found: dict[str, Any] | None) -> bool:
     if found is None or found["status"] != KEPT:
         return False
     try:
-        source = storage.stat(job.record.url, job.cfg.data.storage_options)
+        source = storage.stat(job.record.url, job.options)
     except storage.StorageNotFoundError:
         return False
     if (found["source_size"], found["source_version"]) != (source.size, source.etag_or_mtime):
@@ -239,10 +240,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     synthetic = storage.exists(storage.join(cfg.data.gcs_root, "synthetic.json"), options)
     with shard_lock(url, shard, num_shards, options):
         with setup_lock(url, options):
-            writer.create(cfg, synthetic)
+            writer.create(cfg.spatial, cfg.data.gcs_root, synthetic)
             rows = writer.append_records([record_fields(r) for r in listing.records])
         mine = [
-            Job(row, record, writer, cfg)
+            Job(row, record, writer, cfg.spatial, options)
             for row, record in zip(rows, listing.records, strict=True)
             if row % num_shards == shard
         ]

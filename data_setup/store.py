@@ -29,7 +29,7 @@ from zarr.codecs import BloscCodec, Crc32cCodec
 
 from data_setup.resample import Resampled
 from utils import storage
-from utils.config import Config, StorageOptions, UserError
+from utils.config import SpatialConfig, StorageOptions, UserError
 from utils.object_store import zarr_store
 
 FORMAT_VERSION = 1
@@ -109,9 +109,8 @@ class StoreWriter:
     url: str
     options: StorageOptions | None = None
 
-    def create(self, cfg: Config, synthetic: bool) -> None:
-        """Make an empty store, or check that the one here has cfg's geometry; raises UserError."""
-        spatial = cfg.spatial
+    def create(self, spatial: SpatialConfig, source_root: str, synthetic: bool) -> None:
+        """Make an empty store, or check that the one here has this geometry and source; raises UserError."""
         geometry = {
             "image_size": list(spatial.image_size),
             "target_spacing": list(spatial.target_spacing),
@@ -122,7 +121,7 @@ class StoreWriter:
             "geometry": geometry,
             "normalisation": NORMALISATION,
             "synthetic": synthetic,
-            "source_root": cfg.data.gcs_root,
+            "source_root": source_root,
         }
         if storage.exists(storage.join(self.url, "volumes", "zarr.json"), self.options):
             found = read_attrs(self.url, self.options)

@@ -315,8 +315,8 @@ def test_a_dying_worker_costs_its_file_only(
 
     record = read_records(cfg).records[0]
     writer = StoreWriter(cfg.data.store)
-    writer.create(cfg, synthetic=True)
-    jobs = [Job(row, record, writer, cfg) for row in range(7)]
+    writer.create(cfg.spatial, "source", synthetic=True)
+    jobs = [Job(row, record, writer, cfg.spatial, cfg.data.storage_options) for row in range(7)]
     outcomes = {o.row: o.status for o in run_jobs(jobs, 2, _die_at_row_two)}
     assert outcomes == dict.fromkeys(range(7), "kept") | {2: "worker_died", 4: "internal_error"}
     rows = writer.read_rows()

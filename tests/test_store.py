@@ -21,18 +21,10 @@ from data_setup.store import (
     measure,
 )
 from utils import storage
-from utils.config import UserError, load_config
+from utils.config import SpatialConfig, UserError
 
 SIZE = (4, 6, 5)
-CONFIG = load_config(
-    Path(__file__).resolve().parents[1] / "configs" / "smoke_test.yaml",
-    [
-        "data.gcs_root=gs://source",
-        "spatial.target_spacing=[0.1,0.02,0.02]",
-        "spatial.image_size=[4,6,5]",
-        "spatial.patch_size=[2,2,5]",
-    ],
-)
+SPATIAL = SpatialConfig(target_spacing=(0.1, 0.02, 0.02), image_size=SIZE, patch_size=(2, 2, 5))
 BOX = (0, 4, 1, 5, 0, 5)
 
 
@@ -70,7 +62,7 @@ def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 def filled(url: str) -> StoreWriter:
     """Row 0 kept, row 1 rejected, row 2 kept, row 3 pending."""
     writer = StoreWriter(url)
-    writer.create(CONFIG, synthetic=True)
+    writer.create(SPATIAL, "gs://source", synthetic=True)
     rows = writer.append_records([record(n, age=50 + n if n else None) for n in range(4)])
     assert rows == [0, 1, 2, 3]
     write(writer, 0, volume(0))
@@ -126,13 +118,12 @@ def test_rows_never_move(filled: StoreWriter) -> None:
 
 
 def test_another_geometry_is_refused(filled: StoreWriter) -> None:
-    filled.create(CONFIG, synthetic=True)
-    coarser = dataclasses.replace(CONFIG.spatial, target_spacing=(0.2, 0.02, 0.02))
-    other = dataclasses.replace(CONFIG, spatial=coarser)
+    filled.create(SPATIAL, "gs://source", synthetic=True)
+    other = dataclasses.replace(SPATIAL, target_spacing=(0.2, 0.02, 0.02))
     with pytest.raises(UserError, match=r"geometry: expected .*0\.2.*found .*0\.1.*data\.store of its own"):
-        filled.create(other, synthetic=True)
+        filled.create(other, "gs://source", synthetic=True)
     with pytest.raises(UserError, match="synthetic: expected False, found True"):
-        filled.create(CONFIG, synthetic=False)
+        filled.create(SPATIAL, "gs://source", synthetic=False)
 
 
 def test_a_row_that_turns_bad_loses_its_chunk(filled: StoreWriter) -> None:
@@ -174,7 +165,7 @@ def test_not_a_store_is_named(tmp_path: Path) -> None:
 def test_cache_follows_the_content(tmp_path: Path) -> None:
     """A cached volume is read without the remote; a row that was prepared again is fetched again."""
     writer = StoreWriter(f"memory://{tmp_path.name}/remote")
-    writer.create(CONFIG, synthetic=False)
+    writer.create(SPATIAL, "gs://source", synthetic=False)
     rows = writer.append_records([record(0)])
     write(writer, 0, volume(0))
     writer.finalise(rows)
@@ -194,7 +185,7 @@ def _read_in_worker(store: PreparedStore, row: int) -> np.ndarray:
 
 def test_a_worker_process_can_read(tmp_path: Path) -> None:
     writer = StoreWriter(str(tmp_path / "store"))
-    writer.create(CONFIG, synthetic=False)
+    writer.create(SPATIAL, "gs://source", synthetic=False)
     rows = writer.append_records([record(0)])
     write(writer, 0, volume(0))
     writer.finalise(rows)

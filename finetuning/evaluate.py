@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 from sklearn.decomposition import PCA
 
-from data_setup.manifest import load_labels
+from data_setup.manifest import load_labels, wanted_values
 from data_setup.store import PreparedStore
 from finetuning.embed import (
     check_fit,
@@ -95,6 +95,8 @@ def read_cohort(cfg: Config, store: PreparedStore) -> Cohort:
     labels = load_labels(cfg)
     index = store.index.loc[store.kept]
     index = index[index["person_id"].isin(list(labels))]
+    for field, values in wanted_values(cfg).values():  # a store may hold more than the configuration asks for
+        index = index[index[field].isin(values)]
     parts = []
     for number, split in enumerate(("train", "val", cfg.eval.split)):
         rows = index[index["split"] == split]

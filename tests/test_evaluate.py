@@ -62,7 +62,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
                 )
                 voxels.append(draw(rng, number % 2))
     writer = StoreWriter(cfg.data.store)
-    writer.create(cfg.spatial, str(root), synthetic=True)
+    writer.create(cfg, synthetic=True)
     rows = writer.append_records(records)
     for row, volume in zip(rows, voxels, strict=True):
         volume_ = Resampled(volume, (0, 8, 0, 20, 0, 32), cfg.spatial.target_spacing, 0.0)
@@ -254,6 +254,14 @@ def test_folds_too_small_are_named(world: Path, tmp_path: Path) -> None:
     )
     with pytest.raises(UserError, match=r"found \['c'\] only in val or test"):
         evaluate(cfg, RUNTIME)
+
+
+def test_only_volumes_that_pass_the_filters_are_probed(world: Path, tmp_path: Path) -> None:
+    cfg = config(world, tmp_path, "data.laterality_filter=[L]", "data.device_filter=[zeiss_cirrus]")
+    cohort = module.read_cohort(cfg, PreparedStore.open(cfg.data.store))
+    assert len(cohort.rows) == sum(PEOPLE.values()) // 2
+    assert (cohort.rows % 8 < 4).all()
+    assert (cohort.rows % 2 == 0).all()
 
 
 def test_a_missing_checkpoint_is_named(

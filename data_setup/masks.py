@@ -55,7 +55,8 @@ def draw_mask(rng: np.random.RandomState, plan: MaskPlan, valid: np.ndarray) -> 
 
     Valid tokens take the slots first, padding only when they run out, and it stands last. Blocks of one
     family, drawn per sample, are added until their union holds M tokens; what is over M belongs to neither
-    set. Raises ConfigError when 100 draws leave fewer than K tokens for the context.
+    set. Draws without a valid token on both sides are repeated, up to 100 times, since such a sample would
+    teach nothing. Raises ConfigError when 100 draws leave fewer than K tokens for the context.
     """
     num_tokens = math.prod(plan.grid)
     assert valid.shape == (num_tokens,), (valid.shape, plan.grid)
@@ -63,12 +64,18 @@ def draw_mask(rng: np.random.RandomState, plan: MaskPlan, valid: np.ndarray) -> 
         everything = np.arange(num_tokens)
         return everything, _choose(rng, everything, plan.num_target, valid)
     family = plan.families[rng.randint(len(plan.families))]
+    fitting: tuple[np.ndarray, np.ndarray] | None = None
     for _ in range(MAX_REDRAWS):
         union = _draw_union(rng, plan.grid, family, plan.num_target)
         inside, outside = np.flatnonzero(union), np.flatnonzero(~union)
         if len(outside) >= plan.num_context:
-            context = _choose(rng, outside, plan.num_context, valid)
-            return context, _choose(rng, inside, plan.num_target, valid)
+            fitting = outside, inside
+            if valid[inside].any() and valid[outside].any():
+                break
+    if fitting is not None:
+        outside, inside = fitting
+        context = _choose(rng, outside, plan.num_context, valid)
+        return context, _choose(rng, inside, plan.num_target, valid)
     raise ConfigError(
         f"method.mask_blocks: expected blocks of {family} that hold {plan.num_target} target tokens of grid "
         f"{list(plan.grid)} and leave {plan.num_context} for the context, found none in {MAX_REDRAWS} draws; "

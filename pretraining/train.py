@@ -110,7 +110,8 @@ def _train(cfg: Config, stack: ExitStack) -> int:
         recent.append((step, seen, result.is_finite))
         done, timed_steps = step + 1, timed_steps + 1
         last = done == total
-        is_logged, is_validated = done % cfg.train.log_every_steps == 0 or last, done % val_every == 0 or last
+        is_logged = done % cfg.train.log_every_steps == 0 or last or done == 1
+        is_validated = done % val_every == 0 or last
         out, batch = result.output, result.batch
         skill: dict[str, float | None] = {}
         if is_logged or is_validated:

@@ -42,7 +42,7 @@ def validate(
         batch = runtime.to_device(cpu_batch)
         output = predict(model, batch, runtime, stochastic=False)
         loss_sum += float(output.loss_B.sum())
-        count += len(output.loss_B)
+        count += int((batch["target_valid"].sum(1) > 0).sum())
         is_valid = token_valid(cpu_batch["matrix"], cpu_batch["valid_box"], cfg.grid, cfg.spatial.patch_size)
         for features, valid in zip(output.target_all_BNE.cpu(), is_valid, strict=True):
             ids = valid.nonzero().flatten()
@@ -54,7 +54,7 @@ def validate(
     rank = rankme(torch.cat(finite)) if finite else None
     probe = probe_score(model, cfg, store, rows, runtime)
     model.train()
-    return {"val/loss": loss_sum / count, "val/rankme": rank, "val/probe": probe}
+    return {"val/loss": loss_sum / count if count else None, "val/rankme": rank, "val/probe": probe}
 
 
 def probe_score(

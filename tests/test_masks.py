@@ -142,3 +142,14 @@ def test_blocks_fit_narrow_grids() -> None:
 def test_masks_are_reproducible() -> None:
     first, second = (draw_mask(np.random.RandomState(5), plan_of(BOXES), ALL_VALID) for _ in range(2))
     assert all(np.array_equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def test_a_small_field_still_has_targets_and_context() -> None:
+    """A quarter of the grid is inside the scan: blocks that miss it altogether are drawn again."""
+    plan = MaskPlan((4, 12, 8), 154, 115, (MaskFamily(scale=0.15), MaskFamily(scale=0.5)))
+    valid = np.zeros((4, 12, 8), dtype=bool)
+    valid[:, 5:8] = True
+    for seed in range(300):
+        context, target = draw_mask(np.random.RandomState(seed), plan, valid.ravel())
+        assert valid.ravel()[context].any()
+        assert valid.ravel()[target].any()

@@ -62,7 +62,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
                 )
                 voxels.append(draw(rng, number % 2))
     writer = StoreWriter(cfg.data.store)
-    writer.create(cfg, synthetic=True)
+    writer.create(cfg.spatial, str(root), synthetic=True)
     rows = writer.append_records(records)
     for row, volume in zip(rows, voxels, strict=True):
         volume_ = Resampled(volume, (0, 8, 0, 20, 0, 32), cfg.spatial.target_spacing, 0.0)

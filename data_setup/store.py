@@ -102,6 +102,15 @@ def measure(volume: Resampled) -> dict[str, float | str]:
     }
 
 
+def geometry_of(spatial: SpatialConfig) -> dict[str, Any]:
+    """What the store's attributes say of the grid that every volume is on."""
+    return {
+        "image_size": list(spatial.image_size),
+        "target_spacing": list(spatial.target_spacing),
+        "resample": spatial.resample,
+    }
+
+
 @dataclass(frozen=True)
 class StoreWriter:
     """The write side, used by prepare only; small and picklable, so that every worker process has one."""
@@ -111,14 +120,9 @@ class StoreWriter:
 
     def create(self, spatial: SpatialConfig, source_root: str, synthetic: bool) -> None:
         """Make an empty store, or check that the one here has this geometry and source; raises UserError."""
-        geometry = {
-            "image_size": list(spatial.image_size),
-            "target_spacing": list(spatial.target_spacing),
-            "resample": spatial.resample,
-        }
         wanted = {
             "format_version": FORMAT_VERSION,
-            "geometry": geometry,
+            "geometry": geometry_of(spatial),
             "normalisation": NORMALISATION,
             "synthetic": synthetic,
             "source_root": source_root,
@@ -282,6 +286,16 @@ class PreparedStore:
         """Voxels of every volume (D, H, W)."""
         d, h, w = self.attrs["geometry"]["image_size"]
         return d, h, w
+
+    def require_geometry(self, spatial: SpatialConfig) -> None:
+        """Raise UserError that names the first difference between this store and the configuration."""
+        for key, value in geometry_of(spatial).items():
+            found = self.attrs["geometry"][key]
+            if found != value:
+                raise UserError(
+                    f"{self.url}: {key}: expected {value} of the configuration, found {found}; "
+                    "run data_setup.prepare into another store"
+                )
 
     def read(self, row: int) -> np.ndarray:
         """uint8 [D, H, W] of a kept row; raises ValueError for another row, StorageError."""

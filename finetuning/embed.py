@@ -52,10 +52,7 @@ def check_fit(cfg: Config, store: PreparedStore, state: dict[str, Any], url: str
             f"{url}: normalisation: expected {store.attrs['normalisation']} of {store.url}, "
             f"found {state['normalisation']}"
         )
-    for key in ("image_size", "target_spacing", "resample"):
-        value, found = wanted[f"spatial.{key}"], store.attrs["geometry"][key]
-        if found != (list(value) if isinstance(value, tuple) else value):
-            raise UserError(f"{store.url}: {key}: expected {value} of the configuration, found {found}")
+    store.require_geometry(cfg.spatial)
 
 
 def pretrained_encoder(cfg: Config, state: dict[str, Any], url: str) -> nn.Module:

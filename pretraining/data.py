@@ -12,7 +12,6 @@ from data_setup.store import PreparedStore
 from utils.config import Config, UserError
 
 log = logging.getLogger(__name__)
-NORMALISATION = "zscore_valid"
 
 
 @dataclass(frozen=True)
@@ -25,25 +24,6 @@ class Rows:
     label_of_row: dict[int, str]  # rows without a label are absent
     person_of_row: dict[int, str]
     val_source: str  # where the validation participants come from
-
-
-def check_geometry(cfg: Config, store: PreparedStore) -> None:
-    """The store must hold what the configuration asks for; raises UserError that names the first
-    difference.
-    """
-    wanted = {
-        "image_size": list(cfg.spatial.image_size),
-        "target_spacing": list(cfg.spatial.target_spacing),
-        "resample": cfg.spatial.resample,
-        "normalisation": NORMALISATION,
-    }
-    held = {**store.attrs["geometry"], "normalisation": store.attrs["normalisation"]}
-    for key, value in wanted.items():
-        if held[key] != value:
-            raise UserError(
-                f"{cfg.data.store}: {key}: expected {value} as configured, found {held[key]}; "
-                "run data_setup.prepare into another store"
-            )
 
 
 def open_rows(cfg: Config, store: PreparedStore) -> Rows:

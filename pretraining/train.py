@@ -17,7 +17,7 @@ import torch
 from data_setup.loader import Loader
 from data_setup.store import PreparedStore
 from models.vjepa3d import VJEPA3D
-from pretraining.data import Rows, check_geometry, open_rows
+from pretraining.data import Rows, open_rows
 from pretraining.monitor import SkillGauge, TargetMotion, check_no_leak, feature_spread
 from pretraining.schedules import ema_momentum, init_weight, learning_rate, total_steps
 from pretraining.state import (
@@ -57,7 +57,7 @@ def _train(cfg: Config, stack: ExitStack) -> int:
 
     # build
     store = PreparedStore.open(cfg.data.store, cfg.data.storage_options, cfg.data.cache_dir)
-    check_geometry(cfg, store)
+    store.require_geometry(cfg.spatial)
     rows = open_rows(cfg, store)
     total = total_steps(cfg, len(rows.train))
     claim_run_dir(cfg, store, runtime)

@@ -8,6 +8,9 @@ import json
 import os
 import shutil
 import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -22,7 +25,7 @@ from pretraining.data import open_rows
 from pretraining.monitor import FrozenTargetError, LeakError, check_no_leak
 from pretraining.train import train
 from tests.model_factory import nano_model, small_config, token_ids, volumes
-from tests.pipeline_factory import make_store, pipeline_config
+from tests.pipeline_factory import ROOT, SMOKE, make_store, pipeline_config, pipeline_overrides
 from tests.wandb_reader import history, run_ids
 from utils.checkpoint import list_steps, load_checkpoint
 from utils.config import UserError
@@ -127,6 +130,29 @@ def test_sigterm_then_resume_equals_no_interruption(
     before = (run / "metrics.jsonl").read_text()
     assert train(cfg) == 0  # a third time there is nothing to do
     assert (run / "metrics.jsonl").read_text() == before
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("after", [3, 6])
+def test_kill_9_then_resume_equals_no_interruption(folder: Path, finished: Path, after: int) -> None:
+    """The real command in a process of its own, killed once it has logged so many steps."""
+    run = folder / f"killed_{after}"
+    command = [sys.executable, "-m", "pretraining.train", "--config", str(SMOKE)]
+    command += [*pipeline_overrides(folder), f"run.dir={run}"]
+    process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline and process.poll() is None:
+        path = run / "metrics.jsonl"
+        if path.exists() and f'"step": {after}, "train' in path.read_text():
+            break
+        time.sleep(0.02)
+    assert process.poll() is None, "the run ended before it could be killed"
+    process.kill()
+    assert process.wait() == -signal.SIGKILL
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert_same_weights(run, finished)
+    assert without_clock(metrics(run)) == without_clock(metrics(finished))
 
 
 def test_workers_and_accumulation_change_nothing(folder: Path, finished: Path) -> None:

@@ -98,7 +98,8 @@ def _train(cfg: Config, stack: ExitStack) -> int:
     clock, wait_s, timed_steps = time.perf_counter(), 0.0, 0
     for step in range(start, total):
         before = time.perf_counter()
-        micro_batches: list[Batch] = [runtime.to_device(b) for b in next(batches)]
+        on_host = next(batches)
+        micro_batches: list[Batch] = [runtime.to_device(b) for b in on_host]
         wait_s += time.perf_counter() - before
         lr, momentum = learning_rate(cfg, step, total), ema_momentum(cfg, step, total)
 
@@ -106,8 +107,7 @@ def _train(cfg: Config, stack: ExitStack) -> int:
 
         bad_run = torch.where(result.is_finite, 0, bad_run + 1)
         bad_total = bad_total + (~result.is_finite).long()
-        seen = [row for micro in micro_batches for row in micro["row"].tolist()]
-        recent.append((step, seen, result.is_finite))
+        recent.append((step, [r for b in on_host for r in b["row"].tolist()], result.is_finite))
         done, timed_steps = step + 1, timed_steps + 1
         last = done == total
         is_logged = done % cfg.train.log_every_steps == 0 or last or done == 1

@@ -2,8 +2,9 @@
 
 In: the manifest (data.gcs_root), the grid (spatial). Out: the store at data.store, its index and
 prepare_report.json, and a table. A file that cannot be used is a row with its reason; the run goes on until
-rejects exceed data.max_reject_fraction of the records. A rerun keeps finished rows, takes up new records, and
-tries rejects again; after a kill at any moment it ends with the same bytes.
+rejects exceed data.max_reject_fraction of the records. A rerun keeps finished rows, also when their source
+is out of reach, takes up new records, and tries rejects again; after a kill at any moment it ends with the
+same bytes.
 
     python -m data_setup.prepare --config FILE [--workers N] [--shard i/n] [section.key=value ...]
 """
@@ -40,7 +41,9 @@ from utils.config import EXIT_USER_ERROR, SpatialConfig, StorageOptions, UserErr
 
 WORKER_DIED = "worker_died"  # the process was lost twice at this file; killed for memory, most often
 INTERNAL_ERROR = "internal_error"  # a fault of this program; its traceback goes to stderr
-UNREAD = "unread"  # storage did not answer; the row stays pending
+UNREAD = "unread"  # storage did not answer; the row stays as it was
+DONE, TO_DO = "done", "to_do"  # rows before the run
+SOURCE_MISSING = "source_missing"  # a kept row whose file is not there now: row and volume stay
 _IN_FLIGHT = 3  # files per worker that are handed out ahead
 
 
@@ -53,6 +56,7 @@ class Job:
     writer: StoreWriter
     spatial: SpatialConfig
     options: StorageOptions
+    was_kept: bool = False  # the row holds a volume of an earlier run
 
 
 @dataclass(frozen=True)
@@ -65,7 +69,10 @@ class Outcome:
 
 
 def prepare_row(job: Job) -> Outcome:
-    """Read, check, resample and write one row; a bad file is a reject with its reason."""
+    """Read, check, resample and write one row; a bad file is a reject with its reason.
+
+    A file that is gone says nothing about the volume that the row already holds: that row is left alone.
+    """
     url = job.record.url
     fields: dict[str, Any] = {"record": record_fields(job.record), "message": None}
     voxels = None
@@ -106,23 +113,26 @@ def prepare_row(job: Job) -> Outcome:
             "bits_stored": header.bits_stored,
             "transfer_syntax": header.transfer_syntax,
         }
+    if job.was_kept and fields["status"] == RejectReason.MISSING_FILE:
+        return Outcome(job.row, SOURCE_MISSING)
     job.writer.write_row(job.row, voxels, fields)
     return Outcome(job.row, fields["status"], fields["message"])
 
 
-def is_done(job: Job, found: dict[str, Any] | None) -> bool:
-    """True when the row was kept from the same source file; brings its copy of the record up to date."""
+def state_of(job: Job, found: dict[str, Any] | None) -> str:
+    """DONE: kept from the same source file (its copy of the record is brought up to date); SOURCE_MISSING:
+    kept, but the file is not there now; otherwise TO_DO."""
     if found is None or found["status"] != KEPT:
-        return False
+        return TO_DO
     try:
         source = storage.stat(job.record.url, job.options)
     except storage.StorageNotFoundError:
-        return False
+        return SOURCE_MISSING
     if (found["source_size"], found["source_version"]) != (source.size, source.etag_or_mtime):
-        return False
+        return TO_DO
     if found["record"] != record_fields(job.record):
         job.writer.write_fields(job.row, found | {"record": record_fields(job.record)})
-    return True
+    return DONE
 
 
 def run_jobs(
@@ -242,14 +252,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         with setup_lock(url, options):
             writer.create(cfg.spatial, cfg.data.gcs_root, synthetic)
             rows = writer.append_records([record_fields(r) for r in listing.records])
+        found = writer.read_rows(lambda row: row % num_shards == shard)
         mine = [
-            Job(row, record, writer, cfg.spatial, options)
+            Job(row, record, writer, cfg.spatial, options, found.get(row, {}).get("status") == KEPT)
             for row, record in zip(rows, listing.records, strict=True)
             if row % num_shards == shard
         ]
-        found = writer.read_rows(lambda row: row % num_shards == shard)
-        done = in_threads(lambda job: is_done(job, found.get(job.row)), mine)
-        jobs = [job for job, finished in zip(mine, done, strict=True) if not finished]
+        states = in_threads(lambda job: state_of(job, found.get(job.row)), mine)
+        jobs = [job for job, state in zip(mine, states, strict=True) if state == TO_DO]
+        source_missing = states.count(SOURCE_MISSING)
         bad: Counter[str] = Counter()
         first_unread = None
         limit = cfg.data.max_reject_fraction * len(mine)
@@ -260,6 +271,9 @@ def main(argv: Sequence[str] | None = None) -> int:
                 bar.update()
                 if outcome.status == KEPT:
                     prepared += 1
+                    continue
+                if outcome.status == SOURCE_MISSING:
+                    source_missing += 1
                     continue
                 bad[outcome.status] += 1
                 if outcome.status == UNREAD:
@@ -278,7 +292,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                     "shard": args.shard,
                     "workers": args.workers,
                     "prepared": prepared,
-                    "reused": len(mine) - len(jobs),
+                    "reused": states.count(DONE),
+                    "source_missing": source_missing,
                     "rejected": dict(bad),
                     "seconds": round(seconds, 3),
                     "volumes_per_s": round(prepared / seconds, 3),

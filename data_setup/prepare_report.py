@@ -108,6 +108,8 @@ def table(report: Mapping[str, Any]) -> str:
     if report["not_in_manifest"]:
         lines.append(f"no longer in the manifest, kept in their rows: {report['not_in_manifest']}")
     run = report["run"]
+    if run["source_missing"]:
+        lines.append(f"source missing now, row kept: {run['source_missing']}")
     lines.append(
         f"{run['prepared']} prepared, {run['reused']} reused in {run['seconds']:.1f} s "
         f"({run['volumes_per_s']:.2f} volumes/s, {run['workers']} workers, "

@@ -18,8 +18,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from data_setup.manifest import read_records
 from data_setup.phantom import write_tree
-from data_setup.prepare import Job, Outcome, main, parse_shard, run_jobs
+from data_setup.prepare import Job, Outcome, main, parse_shard, prepare_row, run_jobs
 from data_setup.shard_lock import shard_lock
 from data_setup.store import PreparedStore, StoreWriter
 from utils.config import UserError, load_config
@@ -184,6 +185,42 @@ def test_a_rerun_reuses_and_a_changed_source_is_read_again(own_tree: Path, tmp_p
     assert json.loads((store / "prepare_report.json").read_text())["run"]["prepared"] == 1
 
 
+def test_rows_whose_source_is_gone_are_kept(
+    own_tree: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Sources out of reach (an unmounted disk, an offline bucket) cost no volume; back, it is reused."""
+    store, images = tmp_path / "store", own_tree / "retinal_oct" / "structural_oct"
+    main(arguments(own_tree, store))
+    before = contents(store)
+    count = len(PreparedStore.open(str(store)).kept)
+    images.rename(own_tree / "away")
+    assert main(arguments(own_tree, store)) == 0
+    assert contents(store) == before
+    assert f"source missing now, row kept: {count}" in capsys.readouterr().out
+    run = json.loads((store / "prepare_report.json").read_text())["run"]
+    assert (run["reused"], run["source_missing"], run["rejected"]) == (0, count, {})
+    (own_tree / "away").rename(images)
+    dicoms(own_tree)[0].unlink()
+    main(arguments(own_tree, store))
+    assert contents(store) == before
+    run = json.loads((store / "prepare_report.json").read_text())["run"]
+    assert (run["prepared"], run["reused"], run["source_missing"]) == (0, count - 1, 1)
+
+
+def test_a_source_that_vanishes_before_it_is_read_again_costs_no_volume(
+    own_tree: Path, tmp_path: Path
+) -> None:
+    store = tmp_path / "store"
+    main(arguments(own_tree, store))
+    before = contents(store)
+    cfg = load_config(CONFIG, [f"data.gcs_root={own_tree}", f"data.store={store}"])
+    record = read_records(cfg).records[0]
+    Path(record.url).unlink()
+    job = Job(0, record, StoreWriter(str(store)), cfg.spatial, cfg.data.storage_options, was_kept=True)
+    assert prepare_row(job).status == "source_missing"
+    assert contents(store) == before
+
+
 def test_a_manifest_that_grows_appends_and_one_that_shrinks_keeps(
     own_tree: Path, clean: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -311,8 +348,6 @@ def test_a_dying_worker_costs_its_file_only(
     tmp_path: Path, clean: Path, tree: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     cfg = load_config(CONFIG, [f"data.gcs_root={tree}", f"data.store={tmp_path / 'store'}"])
-    from data_setup.manifest import read_records
-
     record = read_records(cfg).records[0]
     writer = StoreWriter(cfg.data.store)
     writer.create(cfg.spatial, "source", synthetic=True)

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 import zarr
 
 from utils import storage
@@ -69,6 +70,21 @@ def test_missing_object_names_the_url_and_survives_pickling(root: str) -> None:
             read(url)
     error = pickle.loads(pickle.dumps(storage.StorageNotFoundError(url, "not found")))
     assert (error.url, str(error)) == (url, f"{url}: not found")
+
+
+class _Unreadable(torch.utils.data.Dataset[int]):
+    def __len__(self) -> int:
+        return 1
+
+    def __getitem__(self, index: int) -> int:
+        raise storage.StorageNotFoundError("gs://bucket/x", "not found")
+
+
+def test_an_error_of_a_loader_worker_keeps_its_name_and_text() -> None:
+    with pytest.raises(storage.StorageNotFoundError, match="gs://bucket/x: not found"):
+        next(iter(torch.utils.data.DataLoader(_Unreadable(), num_workers=1)))
+    error = pickle.loads(pickle.dumps(storage.StorageError("only a message")))
+    assert (error.url, error.problem, str(error)) == ("", "only a message", "only a message")
 
 
 def test_no_permission_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

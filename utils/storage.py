@@ -27,15 +27,18 @@ _SCHEME_ALIASES = {"gcs": "gs", "s3a": "s3"}
 
 
 class StorageError(UserError):
-    """An object that cannot be read or written; one line with the URL, the cause and what to do."""
+    """An object that cannot be read or written; one line with the URL, the cause and what to do.
 
-    def __init__(self, url: str, problem: str) -> None:
-        super().__init__(url, problem)
-        self.url = url
-        self.problem = problem
+    A message alone will do as well: torch's DataLoader makes a worker's error again from its text.
+    """
+
+    def __init__(self, url_or_message: str, problem: str | None = None) -> None:
+        super().__init__(*((url_or_message,) if problem is None else (url_or_message, problem)))
+        self.url = "" if problem is None else url_or_message
+        self.problem = url_or_message if problem is None else problem
 
     def __str__(self) -> str:
-        return f"{self.url}: {self.problem}"
+        return ": ".join(self.args)
 
 
 class StorageNotFoundError(StorageError):

@@ -74,7 +74,7 @@ def prepare_row(job: Job) -> Outcome:
     A file that is gone says nothing about the volume that the row already holds: that row is left alone.
     """
     url = job.record.url
-    fields: dict[str, Any] = {"record": record_fields(job.record), "message": None}
+    fields: dict[str, Any] = _identity(job) | {"message": None}
     voxels = None
     try:
         source = storage.stat(url, job.options)
@@ -119,6 +119,11 @@ def prepare_row(job: Job) -> Outcome:
     return Outcome(job.row, fields["status"], fields["message"])
 
 
+def _identity(job: Job) -> dict[str, Any]:
+    """What a row's JSON says of where it comes from."""
+    return {"record": record_fields(job.record), "source_url": storage.absolute(job.record.url)}
+
+
 def state_of(job: Job, found: dict[str, Any] | None) -> str:
     """DONE: kept from the same source file (its copy of the record is brought up to date); SOURCE_MISSING:
     kept, but the file is not there now; otherwise TO_DO."""
@@ -130,8 +135,8 @@ def state_of(job: Job, found: dict[str, Any] | None) -> str:
         return SOURCE_MISSING
     if (found["source_size"], found["source_version"]) != (source.size, source.etag_or_mtime):
         return TO_DO
-    if found["record"] != record_fields(job.record):
-        job.writer.write_fields(job.row, found | {"record": record_fields(job.record)})
+    if not _identity(job).items() <= found.items():
+        job.writer.write_fields(job.row, found | _identity(job))
     return DONE
 
 
@@ -183,7 +188,7 @@ def _internal_error(job: Job, error: BaseException) -> Outcome:
 
 
 def _reject(job: Job, status: str, message: str) -> Outcome:
-    fields = {"record": record_fields(job.record), "status": status, "message": message}
+    fields = _identity(job) | {"status": status, "message": message}
     job.writer.write_row(job.row, None, fields)
     return Outcome(job.row, status, message)
 

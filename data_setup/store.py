@@ -119,18 +119,21 @@ class StoreWriter:
     options: StorageOptions | None = None
 
     def create(self, spatial: SpatialConfig, source_root: str, synthetic: bool) -> None:
-        """Make an empty store, or check that the one here has this geometry and source; raises UserError."""
+        """Make an empty store, or check that the one here has this geometry and source; raises UserError.
+
+        One store, one source: a path is a row's identity only below one root.
+        """
         wanted = {
             "format_version": FORMAT_VERSION,
             "geometry": geometry_of(spatial),
             "normalisation": NORMALISATION,
             "synthetic": synthetic,
-            "source_root": source_root,
+            "source_root": storage.absolute(source_root),
         }
         if storage.exists(storage.join(self.url, "volumes", "zarr.json"), self.options):
             found = read_attrs(self.url, self.options)
             for key, expected in wanted.items():
-                if key != "source_root" and found.get(key) != expected:
+                if found.get(key) != expected:
                     raise UserError(
                         f"{self.url}: {key}: expected {expected}, found {found.get(key)}; "
                         "give this configuration a data.store of its own"

@@ -276,6 +276,22 @@ def test_another_geometry_is_refused(tree: Path, clean: Path) -> None:
     assert contents(clean) == before
 
 
+def test_another_source_is_refused_and_the_same_one_spelt_differently_is_not(
+    tree: Path, own_tree: Path, clean: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same relative paths below another root would be taken for the same files."""
+    store = Path(shutil.copytree(clean, tmp_path / "store"))
+    with pytest.raises(UserError, match=rf"source_root: expected {own_tree}, found {tree}; .*data\.store"):
+        main(arguments(own_tree, store))
+    assert contents(store) == contents(clean)
+    monkeypatch.chdir(tree.parent)
+    assert main(arguments(Path("tree/"), store)) == 0
+    assert json.loads((store / "prepare_report.json").read_text())["run"]["reused"] > 0
+    assert contents(store) == contents(clean)
+    row = json.loads((store / "rows" / "000000.json").read_text())
+    assert row["source_url"] == str(tree / row["record"]["path"])
+
+
 def test_a_second_prepare_is_refused_and_a_dead_one_is_taken_over(tmp_path: Path) -> None:
     store = str(tmp_path / "store")
     with shard_lock(store, 0, 2):

@@ -128,6 +128,13 @@ def test_join_and_name() -> None:
     assert not storage.is_remote("file:///a/b")
 
 
+def test_one_place_has_one_absolute_url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    names = ["a/b", "a/b/", "./a/c/../b", f"{tmp_path}/a/b", f"file://{tmp_path}/a/b/"]
+    assert {storage.absolute(n) for n in names} == {str(tmp_path / "a" / "b")}
+    assert storage.absolute("gcs://b/x/") == storage.absolute("gs://b/x") == "gs://b/x"
+
+
 def test_gs_endpoint_reaches_gcsfs_without_this_machines_account(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("GOOGLE_APPLICATION_CREDENTIALS", raising=False)
     fs, path = storage._filesystem("gs://bucket/a/b", StorageOptions(endpoint_url="http://127.0.0.1:1"))

@@ -124,6 +124,8 @@ def test_another_geometry_is_refused(filled: StoreWriter) -> None:
         filled.create(other, "gs://source", synthetic=True)
     with pytest.raises(UserError, match="synthetic: expected False, found True"):
         filled.create(SPATIAL, "gs://source", synthetic=False)
+    with pytest.raises(UserError, match="source_root: expected gs://other, found gs://source"):
+        filled.create(SPATIAL, "gs://other", synthetic=True)
 
 
 def test_a_row_that_turns_bad_loses_its_chunk(filled: StoreWriter) -> None:

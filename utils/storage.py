@@ -68,6 +68,12 @@ def name(url: str) -> str:
     return posixpath.basename(url.rstrip("/"))
 
 
+def absolute(url: str) -> str:
+    """The URL as it means the same from any folder: a local path absolute, no slash at the end."""
+    scheme, rest = _split(url)
+    return os.path.abspath(rest) if scheme == "file" else f"{scheme}://{rest}".rstrip("/")
+
+
 def open_url(url: str, mode: str = "rb", options: StorageOptions | None = None) -> IO[Any]:
     """Open for reading ("rb", or "r" for UTF-8 text); to write, use write_bytes."""
     if mode not in ("rb", "r"):

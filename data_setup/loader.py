@@ -2,7 +2,8 @@
 
 In: an open store, its rows, the configuration. Out: dicts of plain tensors, one per micro-batch:
   volume uint8 [B,D,H,W], matrix [B,3,4], valid_box [B,6], mean, std [B], intensity [B,2,3], noise_seed [B,2],
-  sample_seed [B], context, context_valid [B,K], target, target_valid [B,M], row, position [B]
+  sample_seed [B], context, context_valid [B,K], target, target_valid [B,M], token_valid [B,N],
+  row, position [B]
 Step s holds the global positions s*G .. (s+1)*G - 1. Position p is volume p % n of epoch p // n, each epoch a
 seeded permutation, so a batch may span epochs; its random draws come from (seed, step, p). Rank, accumulation
 index and worker only say who computes p, so changing their numbers, or resuming, changes no batch.
@@ -35,7 +36,7 @@ from data_setup.transforms import (
     token_valid,
     training_transforms,
 )
-from utils.config import Config, ConfigError
+from utils.config import Config, ConfigError, UserError
 
 Batch = dict[str, Tensor]
 
@@ -46,7 +47,7 @@ VALIDATION_SEED = 0  # validation masks depend on the row alone, so runs with di
 POLL_SECONDS = 5.0  # how often the training process looks whether its loader workers are alive
 
 
-class LoaderError(RuntimeError):
+class LoaderError(UserError):
     """A loader worker that died or hangs: which one, what it was loading, how long it was waited for."""
 
 
@@ -227,6 +228,12 @@ class Loader:
         while True:
             try:
                 return next(batches)
+            except UserError as error:
+                if self.data.workers == 0:
+                    raise
+                # torch wraps a worker's exception in its traceback; the last line is the message
+                told = str(error).strip().splitlines()[-1]
+                raise LoaderError(f"rank {self.rank}, step {step}: {told}") from error
             except RuntimeError as error:
                 if self.data.workers == 0:
                     raise

@@ -174,14 +174,17 @@ class JEPAMaskd(Randomizable, MapTransform):
         self.drawn = draw_mask(self.R, self.plan, data)
 
     def __call__(self, data: Mapping[Hashable, Any]) -> dict[Hashable, Any]:
-        """The sample with `context`, `target` int64 and `context_valid`, `target_valid` float32."""
+        """The sample with `context`, `target` int64 and `context_valid`, `target_valid` float32,
+        `token_valid` bool.
+        """
         sample = dict(data)
-        matrix, box = (torch.from_numpy(sample[key])[None] for key in ("matrix", "valid_box"))
+        matrix, box = (torch.tensor(sample[key])[None] for key in ("matrix", "valid_box"))
         valid = token_valid(matrix, box, self.plan.grid, self.patch_size)[0].numpy()
         self.randomize(valid)
         for key, ids in zip(self.keys, self.drawn, strict=True):
             sample[key] = ids
             sample[f"{key}_valid"] = valid[ids].astype(np.float32)
+        sample["token_valid"] = valid
         return sample
 
 

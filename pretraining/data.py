@@ -25,13 +25,20 @@ class Rows:
     person_of_row: dict[int, str]
     val_source: str  # where the validation participants come from
 
+    @property
+    def participants(self) -> set[str]:
+        """Everybody whose volumes train or validate."""
+        return {self.person_of_row[int(r)] for r in [*self.train, *self.val]}
+
 
 def open_rows(cfg: Config, store: PreparedStore) -> Rows:
     """Split the kept rows by participant; raises UserError when nothing is left to train on."""
     index = store.index.loc[store.kept]
-    for field, values in wanted_values(cfg).values():  # a store may hold more than this run asks for
-        index = index[index[field].isin(values)]
+    index = index[index["listed"]]  # what left the manifest keeps its row, and is not trained on
+    # split before filtering: runs on one device and on all of them validate on the same people
     train_ids, val_ids, source = pretraining_split(list(index.itertuples()), cfg.train.val_fraction, cfg.seed)
+    for field, values in wanted_values(cfg).values():
+        index = index[index[field].isin(values)]
     person = index["person_id"]
     labels = load_labels(cfg)
     rows = Rows(

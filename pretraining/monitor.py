@@ -32,8 +32,8 @@ class FrozenTargetError(RuntimeError):
 
 
 class SkillGauge:
-    """A ring of recent targets at fixed token positions, and the skill of predictions against its
-    baselines.
+    """A ring of recent targets at fixed token positions, and the skill of predictions against baselines
+    made of them. Padding tokens are in no baseline.
     """
 
     def __init__(
@@ -50,79 +50,115 @@ class SkillGauge:
         self.slot_of_token_N = torch.full((num_tokens,), -1, dtype=torch.long, device=device)
         self.slot_of_token_N[self.positions_P] = torch.arange(len(spread), device=device)
         self.ring_RPE = torch.zeros(capacity, len(spread), width, device=device)
+        self.valid_RP = torch.zeros(capacity, len(spread), dtype=torch.bool, device=device)
         self.row_R = torch.full((capacity,), -1, dtype=torch.long, device=device)
         self.distance: Callable[[Tensor, Tensor], Tensor]
         if recipe == "methods":
-            self.distance, self.centre = per_token_normalised_l2, lambda x: x.mean(0)
+            self.distance, self.centre = per_token_normalised_l2, torch.nanmean
         else:
-            self.distance, self.centre = per_token_l1, lambda x: x.median(0).values
+            self.distance, self.centre = per_token_l1, lambda x, dim: x.nanmedian(dim).values
         self.added = 0
 
-    def add(self, targets_BNE: Tensor, row_B: Tensor) -> None:
-        """Remember the targets of a batch; `row_B` says which volumes they are of."""
+    def add(self, targets_BPE: Tensor, valid_BP: Tensor, row_B: Tensor) -> None:
+        """Remember targets at `positions_P`; `valid_BP` bool, `row_B` says which volumes they are of."""
         capacity = len(self.row_R)
         count = min(len(row_B), capacity)
         slots = torch.arange(self.added, self.added + count, device=row_B.device) % capacity
-        self.ring_RPE[slots] = targets_BNE[:count, self.positions_P].float()
+        self.ring_RPE[slots] = targets_BPE[:count].float()
+        self.valid_RP[slots] = valid_BP[:count]
         self.row_R[slots] = row_B[:count]
         self.added += count
 
     @torch.no_grad()
-    def skill(
-        self, out: Output, target_BM: Tensor, valid_BM: Tensor, row_B: Tensor
-    ) -> dict[str, float | None]:
-        """train/skill_mean and train/skill_position of one batch; null until the baselines rest on enough
-        samples.
-
-        Call it before `add` of the same batch. Synchronises with the device.
+    def losses(self, out: Output, target_BM: Tensor, valid_BM: Tensor, row_B: Tensor) -> Tensor:
+        """Summed losses [3] of the prediction, the constant and the per-position baseline, over the valid
+        target tokens whose position has MIN_SAMPLES valid entries of other volumes.
         """
-        losses = {"prediction": 0.0, "mean": 0.0, "position": 0.0}
+        total = torch.zeros(3, device=row_B.device)
         for b in range(len(row_B)):
             others = (self.row_R >= 0) & (self.row_R != row_B[b])
+            known_P = self.valid_RP[others].sum(0) >= MIN_SAMPLES
             slot_M = self.slot_of_token_N[target_BM[b]]
-            use = (slot_M >= 0) & (valid_BM[b] > 0)
-            if int(others.sum()) < MIN_SAMPLES or not bool(use.any()):
+            use = (slot_M >= 0) & (valid_BM[b] > 0) & known_P[slot_M.clamp(min=0)]
+            if not bool(use.any()):
                 continue
-            ring = self.ring_RPE[others]
+            ring = self.ring_RPE[others].masked_fill(~self.valid_RP[others].unsqueeze(-1), math.nan)
             target = out.target_BME[b, use]
-            constant = self.centre(ring.flatten(0, 1)).expand_as(target)
-            per_position = self.centre(ring[:, slot_M[use]])
-            losses["prediction"] += float(self.distance(out.prediction_BME[b, use], target).sum())
-            losses["mean"] += float(self.distance(constant, target).sum())
-            losses["position"] += float(self.distance(per_position, target).sum())
-        return {
-            f"train/skill_{name}": 1 - losses["prediction"] / losses[name]
-            if losses[name] > BASELINE_FLOOR
-            else None
-            for name in ("mean", "position")
-        }
+            constant = self.centre(ring.flatten(0, 1), dim=0).expand_as(target)
+            per_position = self.centre(ring[:, slot_M[use]], dim=0)
+            for i, guess in enumerate((out.prediction_BME[b, use], constant, per_position)):
+                total[i] += self.distance(guess, target).sum()
+        return total
 
     def state_dict(self) -> dict[str, Any]:
-        return {"ring": self.ring_RPE, "row": self.row_R, "added": self.added}
+        return {"ring": self.ring_RPE, "valid": self.valid_RP, "row": self.row_R, "added": self.added}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.ring_RPE.copy_(state["ring"])
+        self.valid_RP.copy_(state["valid"])
         self.row_R.copy_(state["row"])
         self.added = state["added"]
 
 
-@torch.no_grad()
-def feature_spread(tokens_BKE: Tensor, valid_BK: Tensor) -> dict[str, float]:
-    """train/feature_std: std over all valid tokens of L2-normalised features, times sqrt(E); near 1 is
-    healthy.
+class Gauges:
+    """The training gauges of one global batch, whatever its micro-batches: `observe` each, then `finish`."""
 
-    train/feature_cosine: mean cosine between the mean features of different samples; near 1 is collapsed.
-    """
-    tokens = F.normalize(tokens_BKE.float(), dim=-1)
-    std = tokens[valid_BK > 0].std(dim=0, correction=0).mean() * math.sqrt(tokens.shape[-1])
-    result = {"train/feature_std": float(std)}
-    if len(tokens) > 1:
-        weight = (valid_BK / valid_BK.sum(1, keepdim=True).clamp(min=1)).unsqueeze(-1)
-        pooled = F.normalize((tokens_BKE.float() * weight).sum(1), dim=-1)
-        cosine = pooled @ pooled.T
-        off_diagonal = cosine.sum() - cosine.diagonal().sum()
-        result["train/feature_cosine"] = float(off_diagonal / (len(tokens) * (len(tokens) - 1)))
-    return result
+    def __init__(self, skill: SkillGauge) -> None:
+        self.skill = skill
+        self._begin(measure=False)
+
+    def _begin(self, measure: bool) -> None:
+        self.measure = measure
+        self._remember: list[tuple[Tensor, Tensor, Tensor]] = []
+        self._losses: list[Tensor] = []
+        self._tokens: list[tuple[Tensor, Tensor, Tensor]] = []  # count, sum, sum of squares
+        self._pooled: list[Tensor] = []
+
+    def begin(self, *, measure: bool) -> None:
+        """Start a step; without `measure` the targets are remembered and nothing else is computed."""
+        self._begin(measure)
+
+    @torch.no_grad()
+    def observe(self, out: Output, batch: dict[str, Tensor]) -> None:
+        """One micro-batch after its forward pass."""
+        positions = self.skill.positions_P
+        self._remember.append(
+            (out.target_all_BNE[:, positions], batch["token_valid"][:, positions], batch["row"])
+        )
+        if not self.measure:
+            return
+        self._losses.append(self.skill.losses(out, batch["target"], batch["target_valid"], batch["row"]))
+        weight_BK1 = (batch["context_valid"] > 0).float().unsqueeze(-1)
+        unit = F.normalize(out.context_BKE.float(), dim=-1) * weight_BK1
+        self._tokens.append((weight_BK1.sum(), unit.sum((0, 1)), unit.square().sum((0, 1))))
+        total = (out.context_BKE.float() * weight_BK1).sum(1)
+        self._pooled.append(F.normalize(total / weight_BK1.sum(1).clamp(min=1), dim=-1))
+
+    def finish(self) -> dict[str, float | None]:
+        """End the step; with `measure` its gauges:
+
+        train/skill_mean, train/skill_position: null until the baselines rest on enough samples.
+        train/feature_std: std over all valid tokens of L2-normalised features, times sqrt(E); near 1 is
+        healthy. train/feature_cosine: mean cosine between different samples' mean features; near 1 is
+        collapsed.
+        """
+        result: dict[str, float | None] = {}
+        if self.measure:
+            prediction, *baselines = torch.stack(self._losses).sum(0).tolist()
+            for name, loss in zip(("mean", "position"), baselines, strict=True):
+                result[f"train/skill_{name}"] = 1 - prediction / loss if loss > BASELINE_FLOOR else None
+            count, first, second = (sum(part) for part in zip(*self._tokens, strict=True))
+            variance = (second / count - (first / count).square()).clamp(min=0)
+            result["train/feature_std"] = float(variance.sqrt().mean() * math.sqrt(len(first)))
+            pooled = torch.cat(self._pooled)
+            if len(pooled) > 1:
+                cosine = pooled @ pooled.T
+                pairs = len(pooled) * (len(pooled) - 1)
+                result["train/feature_cosine"] = float((cosine.sum() - cosine.diagonal().sum()) / pairs)
+        for targets, valid, row in self._remember:
+            self.skill.add(targets, valid, row)
+        self._begin(measure=False)
+        return result
 
 
 def voxels_of_tokens(is_token_BN: Tensor, grid: tuple[int, int, int], patch: tuple[int, int, int]) -> Tensor:
@@ -169,7 +205,9 @@ class TargetMotion:
         return model.target_encoder.blocks[-1].mlp.fc2.weight.detach().clone()
 
     def check(self, model: VJEPA3D, updates: int) -> None:
-        """Raises FrozenTargetError when nothing moved over the updates since the last call."""
+        """Raises FrozenTargetError when nothing moved although `updates` should have moved the target
+        since the last call: updates that were not skipped, with a momentum below 1.
+        """
         now = self._probe(model)
         if updates > 0 and torch.equal(now, self._before):
             raise FrozenTargetError(

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import math
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from models.vjepa3d import VJEPA3D
 from pretraining.data import Rows
 from pretraining.monitor import SkillGauge
 from utils import storage
-from utils.checkpoint import CheckpointError, CheckpointWriter, load_checkpoint, load_newest
+from utils.checkpoint import CheckpointError, CheckpointWriter, list_steps, load_checkpoint, load_newest
 from utils.config import Config, UserError, changed_keys, load_config, to_yaml
 from utils.runtime import Runtime, provenance
 
@@ -26,30 +27,32 @@ log = logging.getLogger(__name__)
 INIT_WEIGHT_LIMIT = 0.1  # a target with more of its random initialisation is no candidate for the best
 
 
-def claim_run_dir(cfg: Config, store: PreparedStore, runtime: Runtime) -> None:
-    """Write the configuration, versions and the store's report, or check that a resumed run changed
-    nothing.
-    """
+def check_run_dir(cfg: Config) -> None:
+    """Where a run has begun, its configuration must be this one, but for what a resumed run may change."""
+    path = Path(cfg.run.dir) / "config.yaml"
+    if not path.exists():
+        return
+    changes = changed_keys(load_config(path), cfg)
+    if changes:
+        key, old, new = changes[0]
+        more = f" (and {len(changes) - 1} more)" if len(changes) > 1 else ""
+        raise UserError(
+            f"{path}: {key}: expected {old!r} as the run began, found {new!r}{more}; "
+            "use another run.dir, or the same values"
+        )
+
+
+def claim_run_dir(cfg: Config, runtime: Runtime) -> None:
+    """Write the configuration, the versions and the store's report, once everything has proved to work."""
     run_dir = Path(cfg.run.dir)
-    path = run_dir / "config.yaml"
-    if path.exists():
-        changes = changed_keys(load_config(path), cfg)
-        if changes:
-            key, old, new = changes[0]
-            more = f" (and {len(changes) - 1} more)" if len(changes) > 1 else ""
-            raise UserError(
-                f"{path}: {key}: expected {old!r} as the run began, found {new!r}{more}; "
-                "use another run.dir, or the same values"
-            )
-    run_dir.mkdir(parents=True, exist_ok=True)
-    _write_whole(path, to_yaml(cfg))
-    _write_whole(run_dir / "provenance.json", json.dumps(provenance(runtime), indent=1))
-    report = storage.join(cfg.data.store, "prepare_report.json")
-    _write_whole(run_dir / "prepare_report.json", storage.read_text(report, cfg.data.storage_options))
-
-
-def _write_whole(path: Path, text: str) -> None:
-    storage.write_text(str(path), text)
+    report = storage.read_text(storage.join(cfg.data.store, "prepare_report.json"), cfg.data.storage_options)
+    files = {
+        "prepare_report.json": report,
+        "provenance.json": json.dumps(provenance(runtime), indent=1),
+        "config.yaml": to_yaml(cfg),
+    }
+    for name, text in files.items():
+        storage.write_text(str(run_dir / name), text)
 
 
 def checkpoint_writer(cfg: Config) -> CheckpointWriter | None:
@@ -65,7 +68,7 @@ def checkpoint_state(
     rows: Rows,
     model: VJEPA3D,
     optimizer: torch.optim.Optimizer,
-    gauge: SkillGauge,
+    skill: SkillGauge,
     progress: dict[str, Any],
 ) -> dict[str, Any]:
     """Everything that the next step, and an evaluation, depend on."""
@@ -73,50 +76,71 @@ def checkpoint_state(
         "step": progress["step"],
         "model": model.state_dict(),
         "optimizer": optimizer.state_dict(),
-        "gauge": gauge.state_dict(),
+        "gauge": skill.state_dict(),
         "progress": progress,
         "config": to_yaml(cfg),
         "recipe": cfg.method.recipe,
         "normalisation": store.attrs["normalisation"],
-        "participants": sorted({rows.person_of_row[int(r)] for r in [*rows.train, *rows.val]}),
-        "rows_sha256": rows_checksum(rows),
+        "participants": sorted(set(progress["inherited"]) | rows.participants),
+        "rows_sha256": rows_checksum(rows, store),
     }
 
 
-def rows_checksum(rows: Rows) -> str:
-    """The data order rests on which rows are trained on; this names them."""
-    return hashlib.sha256(rows.train.astype("<i8").tobytes()).hexdigest()
+def rows_checksum(rows: Rows, store: PreparedStore) -> str:
+    """The data order rests on which volumes are trained on, in which order; this names them."""
+    checksums = store.index.loc[rows.train, "checksum"]
+    return hashlib.sha256(repr([*zip(rows.train.tolist(), checksums, strict=True)]).encode()).hexdigest()
 
 
 def restore(
-    cfg: Config, rows: Rows, model: VJEPA3D, optimizer: torch.optim.Optimizer, gauge: SkillGauge
+    cfg: Config,
+    store: PreparedStore,
+    rows: Rows,
+    model: VJEPA3D,
+    optimizer: torch.optim.Optimizer,
+    skill: SkillGauge,
 ) -> dict[str, Any]:
     """Load this run's newest intact checkpoint, else method.init_from, else nothing; returns the progress."""
-    fresh: dict[str, Any] = {"step": 0, "bad_run": 0, "bad_total": 0, "best": {}}
+    progress: dict[str, Any] = {
+        "step": 0,
+        "bad_run": 0,
+        "bad_total": 0,
+        "init_weight": 1.0,  # share of the random initialisation in the target
+        "best": {},
+        "inherited": [],  # participants that the weights of method.init_from saw
+    }
     state = None
     if cfg.train.ckpt_dir is not None:
         state = load_newest(cfg.train.ckpt_dir, cfg.data.storage_options)
     if state is not None:
-        if state["rows_sha256"] != rows_checksum(rows):
+        if state["rows_sha256"] != rows_checksum(rows, store):
             raise UserError(
-                f"{cfg.train.ckpt_dir}: expected the training rows of {cfg.data.store} as the run began, "
-                f"found others ({len(rows.train)}); a store that grew needs another run.dir with "
+                f"{cfg.train.ckpt_dir}: expected the training volumes of {cfg.data.store} as the run began, "
+                f"found others ({len(rows.train)}); a store that changed needs another run.dir with "
                 "method.init_from"
             )
-        load_weights(model, state, cfg.train.ckpt_dir or "")
+        load_weights(model, state, store, cfg.train.ckpt_dir or "")
         optimizer.load_state_dict(state["optimizer"])
-        gauge.load_state_dict(state["gauge"])
+        skill.load_state_dict(state["gauge"])
         log.info("resuming from step %d of %s", state["step"], cfg.train.ckpt_dir)
         return state["progress"]
     if cfg.method.init_from is not None:
         state = load_checkpoint(cfg.method.init_from, cfg.data.storage_options)
-        load_weights(model, state, cfg.method.init_from)
+        load_weights(model, state, store, cfg.method.init_from)
+        progress["inherited"] = state["participants"]
         log.info("weights start from %s", cfg.method.init_from)
-    return fresh
+    return progress
 
 
-def load_weights(model: VJEPA3D, state: dict[str, Any], where: str) -> None:
-    """Every key, no more and no less; raises CheckpointError that names the first that does not fit."""
+def load_weights(model: VJEPA3D, state: dict[str, Any], store: PreparedStore, where: str) -> None:
+    """Every key, no more and no less, and one normalisation; raises CheckpointError that names what
+    differs.
+    """
+    expected = store.attrs["normalisation"]
+    if state["normalisation"] != expected:
+        raise CheckpointError(
+            f"{where}: normalisation: expected {expected} of {store.url}, found {state['normalisation']}"
+        )
     try:
         model.load_state_dict(state["model"])
     except RuntimeError as error:
@@ -128,7 +152,6 @@ def best_names(
     progress: dict[str, Any],
     measured: dict[str, float | None],
     *,
-    init_weight: float,
     skill_position: float | None,
     is_warm: bool,
 ) -> list[str]:
@@ -142,9 +165,9 @@ def best_names(
     scores: dict[str, float] = {}
     if measured["val/probe"] is not None:
         scores["best_probe"] = measured["val/probe"]
-    elif init_weight < INIT_WEIGHT_LIMIT and skill_position is not None and skill_position > 0:
-        scores["best_rankme"] = measured["val/rankme"] or 0.0
-    if measured["val/loss"] is not None:
+    elif progress["init_weight"] < INIT_WEIGHT_LIMIT and (skill_position or 0.0) > 0:
+        scores |= {} if measured["val/rankme"] is None else {"best_rankme": measured["val/rankme"]}
+    if measured["val/loss"] is not None and math.isfinite(measured["val/loss"]):
         scores["best_val_loss"] = -measured["val/loss"]
     best = progress["best"]
     names = [name for name, score in scores.items() if name not in best or score >= best[name]]
@@ -152,14 +175,25 @@ def best_names(
     return names
 
 
-def report_bad_steps(cfg: Config, bad_run: int, recent: list[tuple[int, list[int], torch.Tensor]]) -> None:
+def report_bad_steps(
+    cfg: Config, longest_bad_run: int, recent: list[tuple[int, list[int], torch.Tensor]]
+) -> None:
     """Name the skipped updates since the last log line; raises UserError after max_bad_steps in a row."""
     skipped = [f"step {step}: rows {rows}" for step, rows, is_finite in recent if not bool(is_finite)]
     for text in skipped:
         log.warning("update skipped, loss or gradient not finite: %s of the store", text)
-    if bad_run >= cfg.train.max_bad_steps:
+    if longest_bad_run >= cfg.train.max_bad_steps:
         raise UserError(
-            f"loss or gradient not finite in {bad_run} updates in a row (train.max_bad_steps "
-            f"{cfg.train.max_bad_steps}); last: {'; '.join(skipped[-3:])}. The last good weights "
-            f"are kept: newest checkpoint in {cfg.train.ckpt_dir}"
+            f"loss or gradient not finite in {longest_bad_run} updates in a row (train.max_bad_steps "
+            f"{cfg.train.max_bad_steps}); last: {'; '.join(skipped[-3:])}. {last_good(cfg)}"
         )
+
+
+def last_good(cfg: Config) -> str:
+    """A sentence that names the checkpoint to go back to."""
+    if cfg.train.ckpt_dir is None:
+        return "No checkpoint was kept (train.ckpt_dir is null)"
+    steps = list_steps(cfg.train.ckpt_dir, cfg.data.storage_options)
+    if not steps:
+        return f"No checkpoint was written to {cfg.train.ckpt_dir} yet"
+    return f"The last good checkpoint is {storage.join(cfg.train.ckpt_dir, f'step_{steps[-1]:08d}.pt')}"

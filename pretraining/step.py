@@ -7,6 +7,7 @@ their values.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -25,14 +26,12 @@ SIGREG_DIRECTIONS = 256
 
 @dataclass
 class StepResult:
-    """Device tensors of one update, and the last micro-batch with its output for the gauges."""
+    """Device tensors of one update."""
 
     loss: Tensor
     regulariser: Tensor | None
     grad_norm: Tensor
     is_finite: Tensor
-    output: Output
-    batch: Batch
 
 
 def build_optimizer(model: VJEPA3D, cfg: Config) -> torch.optim.AdamW:
@@ -104,8 +103,13 @@ def train_step(
     step: int,
     lr: float,
     momentum: float,
+    observe: Callable[[Output, Batch], None] | None = None,
+    enabled: bool = True,
 ) -> StepResult:
-    """Update number `step` on the micro-batches of one global batch."""
+    """Update number `step` on the micro-batches of one global batch.
+
+    `observe` sees every micro-batch with its output. `enabled=False` does all the work and moves nothing.
+    """
     samples = cfg.train.global_batch_size
     regulariser = build_regulariser(cfg, model, step)
     weight = cfg.method.regulariser_weight
@@ -128,11 +132,13 @@ def train_step(
             linear = sum((g * s).sum() for g, s in zip(gradient, local, strict=True))
             objective = objective + weight * linear
         objective.backward()
+        if observe is not None:
+            observe(output, batch)
         loss_sum = loss_sum + prediction_loss.detach()
 
     parameters = [p for _, p in model.trained_parameters()]
     grad_norm = torch.nn.utils.clip_grad_norm_(parameters, cfg.optim.clip_grad_norm)
-    is_finite = torch.isfinite(grad_norm) & torch.isfinite(loss_sum)
+    is_finite = torch.isfinite(grad_norm) & torch.isfinite(loss_sum) & enabled
     for group in optimizer.param_groups:
         group["lr"] = lr
     # the fused kernel's own select: with found_inf = 1 neither parameters nor moments nor its step count move
@@ -142,16 +148,22 @@ def train_step(
     with torch.no_grad():
         for name, buffer in model.named_buffers():
             buffer.copy_(torch.where(is_finite, buffer, buffers[name]))
-    return StepResult(loss_sum, penalty, grad_norm, is_finite, output, batches[-1])
+    return StepResult(loss_sum, penalty, grad_norm, is_finite)
 
 
-def trial_step(model: VJEPA3D, batch: Batch, runtime: Runtime) -> None:
-    """Forward and backward of one micro-batch that leave no trace: what the step will need of memory."""
+def trial_step(
+    model: VJEPA3D, optimizer: torch.optim.AdamW, batch: Batch, cfg: Config, runtime: Runtime
+) -> None:
+    """A whole update of one micro-batch that moves nothing: what a step needs of memory, moments included.
+
+    Leaves no trace either when it runs out of memory half-way.
+    """
     buffers = {name: b.clone() for name, b in model.named_buffers()}
-    predict(model, batch, runtime, stochastic=True).loss_B.sum().backward()
-    for parameter in model.parameters():
-        parameter.grad = None
-    with torch.no_grad():
-        for name, buffer in model.named_buffers():
-            buffer.copy_(buffers[name])
-    runtime.synchronise()
+    try:
+        train_step(model, optimizer, [batch], cfg, runtime, 0, 0.0, 1.0, enabled=False)
+        runtime.synchronise()
+    finally:
+        optimizer.zero_grad(set_to_none=True)
+        with torch.no_grad():
+            for name, buffer in model.named_buffers():
+                buffer.copy_(buffers[name])

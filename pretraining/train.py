@@ -11,6 +11,7 @@ import logging
 import time
 from contextlib import ExitStack, closing
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -18,14 +19,16 @@ from data_setup.loader import Loader
 from data_setup.store import PreparedStore
 from models.vjepa3d import VJEPA3D
 from pretraining.data import Rows, open_rows
-from pretraining.monitor import SkillGauge, TargetMotion, check_no_leak, feature_spread
+from pretraining.monitor import Gauges, SkillGauge, TargetMotion, check_no_leak
 from pretraining.schedules import ema_momentum, init_weight, learning_rate, total_steps
 from pretraining.state import (
     INIT_WEIGHT_LIMIT,
     best_names,
+    check_run_dir,
     checkpoint_state,
     checkpoint_writer,
     claim_run_dir,
+    last_good,
     report_bad_steps,
     restore,
 )
@@ -34,7 +37,8 @@ from pretraining.validate import snapshot, validate
 from utils import storage
 from utils.config import Config, UserError, accumulation_steps, parse_cli, run_cli
 from utils.log import RunLog, setup_logging
-from utils.runtime import Runtime
+from utils.runtime import Runtime, is_out_of_memory
+from utils.visualize import bscan_with_masks, feature_pca, load_snapshot
 
 log = logging.getLogger(__name__)
 
@@ -56,19 +60,26 @@ def _train(cfg: Config, stack: ExitStack) -> int:
     runtime.catch_sigterm()
 
     # build
+    accumulation_steps(cfg.train, runtime.world_size)
+    check_run_dir(cfg)
     store = PreparedStore.open(cfg.data.store, cfg.data.storage_options, cfg.data.cache_dir)
     store.require_geometry(cfg.spatial)
     rows = open_rows(cfg, store)
     total = total_steps(cfg, len(rows.train))
-    claim_run_dir(cfg, store, runtime)
     torch.manual_seed(cfg.seed)
     model = VJEPA3D(cfg).to(runtime.device).train()
     optimizer = build_optimizer(model, cfg)
-    gauge = SkillGauge(model.encoder.num_tokens, model.encoder.width, model.recipe, runtime.device)
+    skill = SkillGauge(model.encoder.num_tokens, model.encoder.width, model.recipe, runtime.device)
+    gauges = Gauges(skill)
 
     # restore: this run, else init_from, else scratch
-    progress = restore(cfg, rows, model, optimizer, gauge)
+    progress = restore(cfg, store, rows, model, optimizer, skill)
     start = progress["step"]
+
+    # one trial step settles the memory and proves that no target leaks into the context
+    if start < total:
+        fitting = settle_memory(cfg, store, rows, model, optimizer, runtime, start)
+    claim_run_dir(cfg, runtime)
     run_log = stack.enter_context(
         closing(RunLog(cfg, start, total, synthetic=bool(store.attrs["synthetic"])))
     )
@@ -76,51 +87,60 @@ def _train(cfg: Config, stack: ExitStack) -> int:
     if start >= total:
         log.info("nothing to do: the run is at step %d of %d", start, total)
         return 0
-
-    # one trial step settles the memory and proves that no target leaks into the context
-    cfg = settle_memory(cfg, store, rows, model, runtime, start)
-    batches = iter(open_loader(cfg, store, rows, runtime, start, total))
+    batches = iter(open_loader(fitting, store, rows, runtime, start, total))
     writer = checkpoint_writer(cfg)
     if writer is not None:
         stack.callback(writer.wait)
-    motion = TargetMotion(model)
+    motion, moves = TargetMotion(model), torch.zeros((), dtype=torch.long, device=runtime.device)
     steps_per_epoch = max(1, round(len(rows.train) / cfg.train.global_batch_size))
     val_every = cfg.train.val_every_steps or steps_per_epoch
     save_every = cfg.train.ckpt_every_steps or cfg.train.ckpt_every_epochs * steps_per_epoch
     keep_every = cfg.train.ckpt_every_epochs * steps_per_epoch
     if start == 0:
         run_log.metrics(0, {**validate(model, cfg, store, rows, runtime), "ema/init_weight": 1.0})
-        snapshot(model, cfg, store, rows, runtime, 0)
+        show_snapshots(model, cfg, store, rows, runtime, run_log, 0)
 
     recent: list[tuple[int, list[int], torch.Tensor]] = []  # steps since the last log line
     bad_run = torch.tensor(progress["bad_run"], device=runtime.device)
     bad_total = torch.tensor(progress["bad_total"], device=runtime.device)
+    worst_run = bad_run
     clock, wait_s, timed_steps = time.perf_counter(), 0.0, 0
     for step in range(start, total):
+        done = step + 1
+        last = done == total
+        is_logged = done % cfg.train.log_every_steps == 0 or last or done == 1
+        is_validated = done % val_every == 0 or last
         before = time.perf_counter()
         on_host = next(batches)
         micro_batches: list[Batch] = [runtime.to_device(b) for b in on_host]
         wait_s += time.perf_counter() - before
         lr, momentum = learning_rate(cfg, step, total), ema_momentum(cfg, step, total)
 
-        result = train_step(model, optimizer, micro_batches, cfg, runtime, step, lr, momentum)
+        gauges.begin(measure=is_logged or is_validated)
+        try:
+            result = train_step(
+                model, optimizer, micro_batches, cfg, runtime, step, lr, momentum, gauges.observe
+            )
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            raise UserError(
+                f"out of memory at step {step}, although a trial fitted. {last_good(cfg)}"
+            ) from error
+        measured_gauges = gauges.finish()
 
         bad_run = torch.where(result.is_finite, 0, bad_run + 1)
+        worst_run = torch.maximum(worst_run, bad_run)
         bad_total = bad_total + (~result.is_finite).long()
+        moves = moves + (result.is_finite & (momentum < 1)).long()
+        progress["init_weight"] *= momentum
+        timed_steps += 1
         recent.append((step, [r for b in on_host for r in b["row"].tolist()], result.is_finite))
-        done, timed_steps = step + 1, timed_steps + 1
-        last = done == total
-        is_logged = done % cfg.train.log_every_steps == 0 or last or done == 1
-        is_validated = done % val_every == 0 or last
-        out, batch = result.output, result.batch
-        skill: dict[str, float | None] = {}
-        if is_logged or is_validated:
-            skill = gauge.skill(out, batch["target"], batch["target_valid"], batch["row"])
-        gauge.add(out.target_all_BNE, batch["row"])
 
         if is_logged:
             runtime.synchronise()
             seconds = time.perf_counter() - clock
+            valid_tokens = [float(b["context_valid"].sum(1).mean()) for b in on_host]
             run_log.metrics(
                 done,
                 {
@@ -129,41 +149,40 @@ def _train(cfg: Config, stack: ExitStack) -> int:
                     "train/lr": lr,
                     "train/grad_norm": float(result.grad_norm),
                     "train/ema_momentum": momentum,
-                    "ema/init_weight": init_weight(cfg, done, total),
-                    **feature_spread(out.context_BKE, batch["context_valid"]),
-                    **skill,
+                    "ema/init_weight": progress["init_weight"],
+                    **measured_gauges,
                     "train/bad_steps": int(bad_total),
-                    "train/valid_context_tokens": float(batch["context_valid"].sum(1).mean()),
+                    "train/valid_context_tokens": sum(valid_tokens) / len(valid_tokens),
                     "perf/volumes_per_s": timed_steps * cfg.train.global_batch_size / seconds,
                     "perf/data_wait_fraction": wait_s / seconds,
                 },
             )
-            report_bad_steps(cfg, int(bad_run), recent)
-            recent = []
+            report_bad_steps(cfg, int(worst_run), recent)
+            recent, worst_run = [], bad_run
             clock, wait_s, timed_steps = time.perf_counter(), 0.0, 0
         run_log.bar.update()
 
         names: list[str] = []
         if is_validated:
-            motion.check(model, done)
+            motion.check(model, int(moves))
+            moves = torch.zeros_like(moves)
             measured = validate(model, cfg, store, rows, runtime)
             run_log.metrics(done, measured)
             names = best_names(
                 progress,
                 measured,
-                init_weight=init_weight(cfg, done, total),
-                skill_position=skill["train/skill_position"],
+                skill_position=measured_gauges["train/skill_position"],
                 is_warm=done >= cfg.optim.warmup_ratio * total,
             )
             clock, wait_s, timed_steps = time.perf_counter(), 0.0, 0
         if last:
-            snapshot(model, cfg, store, rows, runtime, done)
+            show_snapshots(model, cfg, store, rows, runtime, run_log, done)
         stopping = runtime.stop_requested and not last
         if done % save_every == 0 or last or stopping:
-            names = [f"step_{done:08d}", *names]
+            names = [*names, f"step_{done:08d}"]  # the step comes last: with it, the others are there
         if names and writer is not None:
             progress |= {"step": done, "bad_run": int(bad_run), "bad_total": int(bad_total)}
-            state = checkpoint_state(cfg, store, rows, model, optimizer, gauge, progress)
+            state = checkpoint_state(cfg, store, rows, model, optimizer, skill, progress)
             writer.save(state, names, permanent=done % keep_every == 0)
         if stopping:
             break
@@ -195,18 +214,23 @@ def open_loader(
 
 
 def settle_memory(
-    cfg: Config, store: PreparedStore, rows: Rows, model: VJEPA3D, runtime: Runtime, step: int
+    cfg: Config,
+    store: PreparedStore,
+    rows: Rows,
+    model: VJEPA3D,
+    optimizer: torch.optim.AdamW,
+    runtime: Runtime,
+    step: int,
 ) -> Config:
     """The configuration with the largest per-core batch that fits, found before the first update.
 
-    Halves per_core_batch_size and doubles the accumulation, so that the global batch stays; raises
-    UserError when one volume does not fit. The first batch also proves that the context encoder sees no
-    target.
+    Halves per_core_batch_size and doubles the accumulation, so that the global batch stays; raises UserError
+    when one volume does not fit. The first batch also proves that the context encoder sees no target.
     """
     while True:
         trial = replace(cfg, data=replace(cfg.data, workers=0))
         batch = runtime.to_device(next(iter(open_loader(trial, store, rows, runtime, step, step + 1)))[0])
-        if runtime.attempt(lambda batch=batch: trial_step(model, batch, runtime)):
+        if runtime.attempt(partial(trial_step, model, optimizer, batch, cfg, runtime)):
             break
         smaller = cfg.train.per_core_batch_size // 2
         if smaller == 0:
@@ -220,6 +244,23 @@ def settle_memory(
     check_no_leak(model, views(batch)[0], batch["context"], batch["target"])
     model.train()
     return cfg
+
+
+def show_snapshots(
+    model: VJEPA3D,
+    cfg: Config,
+    store: PreparedStore,
+    rows: Rows,
+    runtime: Runtime,
+    run_log: RunLog,
+    step: int,
+) -> None:
+    """Write the arrays of example pictures, and send the pictures where that is allowed."""
+    for path in snapshot(model, cfg, store, rows, runtime, step):
+        if run_log.log_images:
+            shown = load_snapshot(path)
+            for name, figure in (("masks", bscan_with_masks(shown)), ("features", feature_pca(shown))):
+                run_log.image(step, f"{name}/{shown.title.split(',')[0]}", figure)
 
 
 def log_start(cfg: Config, model: VJEPA3D, rows: Rows, start: int, total: int) -> None:

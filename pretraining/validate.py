@@ -15,7 +15,6 @@ import torch
 
 from data_setup.loader import evaluation_batches, validation_batches
 from data_setup.store import PreparedStore
-from data_setup.transforms import token_valid
 from models.embed import embed
 from models.probes import Fold, balanced_accuracy, knn_probe, rankme
 from models.vjepa3d import VJEPA3D
@@ -43,8 +42,7 @@ def validate(
         output = predict(model, batch, runtime, stochastic=False)
         loss_sum += float(output.loss_B.sum())
         count += int((batch["target_valid"].sum(1) > 0).sum())
-        is_valid = token_valid(cpu_batch["matrix"], cpu_batch["valid_box"], cfg.grid, cfg.spatial.patch_size)
-        for features, valid in zip(output.target_all_BNE.cpu(), is_valid, strict=True):
+        for features, valid in zip(output.target_all_BNE.cpu(), cpu_batch["token_valid"], strict=True):
             ids = valid.nonzero().flatten()
             spread = torch.linspace(0, len(ids) - 1, min(per_volume, len(ids))).round().long()
             tokens.append(features[ids[spread]])
@@ -100,6 +98,9 @@ def snapshot(
         with runtime.autocast():
             features = model.target_encoder(views(batch)[1])
         row = int(cpu_batch["row"][0])
+        if not bool(torch.isfinite(features).all()):
+            log.warning("no picture of row %d: its features are not finite", row)
+            continue
         record = store.index.loc[row]
         path = Path(cfg.run.dir) / "snapshots" / f"step_{step:08d}_row_{row:06d}.npz"
         save_snapshot(
@@ -111,9 +112,7 @@ def snapshot(
             patch=np.array(cfg.spatial.patch_size),
             spacing=np.array(cfg.spatial.target_spacing),
             features=features[0].float().cpu().numpy().astype(np.float16),
-            valid=token_valid(cpu_batch["matrix"], cpu_batch["valid_box"], cfg.grid, cfg.spatial.patch_size)[
-                0
-            ].numpy(),
+            valid=cpu_batch["token_valid"][0].numpy(),
             title=f"{record['device']} {record['protocol']} {record['laterality']}, step {step}",
         )
         paths.append(path)

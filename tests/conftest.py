@@ -4,5 +4,5 @@ from __future__ import annotations
 
 import os
 
-os.environ.setdefault("WANDB_MODE", "offline")
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("WANDB_SILENT", "true")

@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from data_setup.transforms import token_valid
 from models import vit3d
 from models.vjepa3d import VJEPA3D
 from utils.config import Config, load_config
@@ -46,12 +47,14 @@ def volumes(cfg: Config, batch: int, seed: int = 0) -> Tensor:
 
 
 def uint8_batch(cfg: Config, batch: int, seed: int = 0) -> dict[str, Tensor]:
-    """What the loader gives: full-field volumes, neutral geometry, drawn intensities."""
+    """What the loader gives: volumes whose last A-scans are padding, neutral geometry, drawn intensities."""
     generator = torch.Generator().manual_seed(seed)
     size = cfg.spatial.image_size
     context, target = token_ids(cfg, batch, seed)
     eye = torch.eye(3, 4).expand(batch, -1, -1).clone()
-    box = torch.tensor([0, size[0], 0, size[1], 0, size[2]]).float().expand(batch, -1).clone()
+    edge = size[2] - cfg.spatial.patch_size[2]
+    box = torch.tensor([0, size[0], 0, size[1], 0, edge]).float().expand(batch, -1).clone()
+    valid = token_valid(eye, box, cfg.grid, cfg.spatial.patch_size)
     intensity = torch.tensor([1.0, 1.0, 0.0]).expand(batch, 2, 3).clone()
     intensity[:, :, 2] = 0.1
     return {
@@ -65,8 +68,9 @@ def uint8_batch(cfg: Config, batch: int, seed: int = 0) -> dict[str, Tensor]:
         "sample_seed": torch.arange(batch) + 17 * seed,
         "context": context,
         "target": target,
-        "context_valid": torch.ones(context.shape),
-        "target_valid": torch.ones(target.shape),
+        "context_valid": valid.gather(1, context).float(),
+        "target_valid": valid.gather(1, target).float(),
+        "token_valid": valid,
         "row": torch.arange(batch),
         "position": torch.arange(batch),
     }

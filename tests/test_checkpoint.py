@@ -71,6 +71,18 @@ def test_a_damaged_newest_is_reported_and_the_one_before_used(
         load_newest(str(tmp_path))
 
 
+def test_a_damaged_old_seal_does_not_stop_later_writes(tmp_path: Path) -> None:
+    writer = write(tmp_path, [1, 2])
+    for damage in ("{", "{}", "[]"):
+        (tmp_path / "step_00000001.json").write_text(damage)
+        with pytest.raises(CheckpointError, match="step_00000001"):
+            load_checkpoint(str(tmp_path / "step_00000001.pt"))
+    for step in (3, 4):
+        writer.save({"step": step}, [f"step_{step:08d}"])
+    writer.close()
+    assert list_steps(str(tmp_path)) == [3, 4]
+
+
 def test_a_write_cut_short_leaves_no_checkpoint(tmp_path: Path) -> None:
     write(tmp_path, [1, 2])
     (tmp_path / "step_00000002.json").unlink()  # the seal comes last

@@ -8,36 +8,51 @@ import pytest
 import torch
 
 from models.vjepa3d import Output
-from pretraining.monitor import SkillGauge, feature_spread, voxels_of_tokens
+from pretraining.monitor import Gauges, SkillGauge, voxels_of_tokens
 
 
-def output(prediction: torch.Tensor, target: torch.Tensor) -> Output:
-    nothing = torch.zeros(1)
-    return Output(nothing, prediction, target, nothing, nothing)
-
-
-def filled_gauge(recipe: str, samples: torch.Tensor) -> SkillGauge:
+def filled_gauge(recipe: str, samples: torch.Tensor, valid: torch.Tensor | None = None) -> SkillGauge:
     """A gauge that has seen targets [S, N, E] of the rows 100, 101 ..."""
     gauge = SkillGauge(samples.shape[1], samples.shape[2], recipe, torch.device("cpu"), capacity=64)
-    gauge.add(samples, torch.arange(100, 100 + len(samples)))
+    everywhere = torch.ones(samples.shape[:2], dtype=torch.bool)
+    gauge.add(samples, everywhere if valid is None else valid, torch.arange(100, 100 + len(samples)))
     return gauge
+
+
+def skills(
+    gauge: SkillGauge, prediction: torch.Tensor, target: torch.Tensor, ids: list[int], row: int = 5
+) -> list:
+    """[skill_mean, skill_position] as the training loop computes them, of one sample."""
+    gauges = Gauges(gauge)
+    gauges.begin(measure=True)
+    num_tokens = len(gauge.slot_of_token_N)
+    out = Output(
+        torch.zeros(1), prediction, target, torch.randn(1, 4, 3), torch.zeros(1, num_tokens, target.shape[-1])
+    )
+    batch = {
+        "target": torch.tensor([ids]),
+        "target_valid": torch.ones(1, len(ids)),
+        "context_valid": torch.ones(1, 4),
+        "token_valid": torch.ones(1, num_tokens, dtype=torch.bool),
+        "row": torch.tensor([row]),
+    }
+    gauges.observe(out, batch)
+    result = gauges.finish()
+    return [result["train/skill_mean"], result["train/skill_position"]]
 
 
 def test_skill_by_hand_l1() -> None:
     torch.manual_seed(0)
-    seen, ids = torch.randn(20, 6, 3), torch.tensor([[4, 1]])
+    seen, ids = torch.randn(20, 6, 3), [4, 1]
     target = torch.randn(1, 2, 3)
-    prediction = target + 0.1
-    skill = filled_gauge("vjepa2", seen).skill(
-        output(prediction, target), ids, torch.ones(1, 2), torch.tensor([5])
-    )
+    skill = skills(filled_gauge("vjepa2", seen), target + 0.1, target, ids)
     flat = seen.reshape(-1, 3).sort(0).values[(120 - 1) // 2]
     mean_loss = sum(float((target[0, m] - flat).abs().mean()) for m in range(2))
     position_loss = sum(
-        float((target[0, m] - seen[:, ids[0, m]].sort(0).values[9]).abs().mean()) for m in range(2)
+        float((target[0, m] - seen[:, ids[m]].sort(0).values[9]).abs().mean()) for m in range(2)
     )
-    assert skill["train/skill_mean"] == pytest.approx(1 - 0.2 / mean_loss, abs=1e-5)
-    assert skill["train/skill_position"] == pytest.approx(1 - 0.2 / position_loss, abs=1e-5)
+    assert skill[0] == pytest.approx(1 - 0.2 / mean_loss, abs=1e-5)
+    assert skill[1] == pytest.approx(1 - 0.2 / position_loss, abs=1e-5)
 
 
 def test_position_only_targets_give_no_skill_by_position() -> None:
@@ -45,66 +60,106 @@ def test_position_only_targets_give_no_skill_by_position() -> None:
     torch.manual_seed(0)
     pattern = torch.randn(1, 6, 3)
     seen = pattern + 0.1 * torch.randn(30, 6, 3)
-    ids = torch.tensor([[0, 3, 5]])
-    target = (pattern + 0.1 * torch.randn(1, 6, 3))[:, ids[0]]
-    prediction = seen[:, ids[0]].median(0).values.unsqueeze(0)
-    skill = filled_gauge("vjepa2", seen).skill(
-        output(prediction, target), ids, torch.ones(1, 3), torch.tensor([5])
+    ids = [0, 3, 5]
+    target = (pattern + 0.1 * torch.randn(1, 6, 3))[:, ids]
+    prediction = seen[:, ids].median(0).values.unsqueeze(0)
+    skill = skills(filled_gauge("vjepa2", seen), prediction, target, ids)
+    assert skill[0] > 0.7
+    assert skill[1] == pytest.approx(0.0, abs=1e-6)
+
+
+def test_padding_in_the_ring_does_not_flatter_the_skill() -> None:
+    torch.manual_seed(0)
+    seen = torch.randn(60, 6, 3)
+    valid = torch.rand(60, 6) > 0.5
+    target = torch.randn(1, 2, 3)
+    spoilt = seen.masked_fill(~valid.unsqueeze(-1), 50.0)
+    ids = [2, 5]
+    assert skills(filled_gauge("vjepa2", spoilt, valid), target + 0.1, target, ids) == pytest.approx(
+        skills(filled_gauge("vjepa2", seen, valid), target + 0.1, target, ids)
     )
-    assert skill["train/skill_mean"] > 0.7
-    assert skill["train/skill_position"] == pytest.approx(0.0, abs=1e-6)
+    flattered = skills(filled_gauge("vjepa2", spoilt), target + 0.1, target, ids)
+    assert flattered[1] > skills(filled_gauge("vjepa2", spoilt, valid), target + 0.1, target, ids)[1]
+
+
+def test_padding_targets_are_not_scored() -> None:
+    torch.manual_seed(0)
+    gauge = filled_gauge("vjepa2", torch.randn(20, 6, 3))
+    target = torch.randn(1, 2, 3)
+    out = Output(
+        torch.zeros(1), target + torch.tensor([[[0.1], [9.0]]]), target, torch.zeros(1), torch.zeros(1)
+    )
+    losses = gauge.losses(out, torch.tensor([[4, 1]]), torch.tensor([[1.0, 0.0]]), torch.tensor([5]))
+    assert float(losses[0]) == pytest.approx(0.1, abs=1e-5)
 
 
 def test_the_same_volume_does_not_count_as_another_sample() -> None:
-    seen = torch.randn(20, 6, 3)
-    gauge = filled_gauge("vjepa2", seen)
-    args = (torch.tensor([[2]]), torch.ones(1, 1))
+    gauge = filled_gauge("vjepa2", torch.randn(20, 6, 3))
     target = torch.randn(1, 1, 3)
-    other = gauge.skill(output(target + 1, target), *args, torch.tensor([5]))
+    assert skills(gauge, target + 1, target, [2])[0] is not None
     gauge.row_R[:10] = 7
-    assert gauge.skill(output(target + 1, target), *args, torch.tensor([7])) == {
-        "train/skill_mean": None,
-        "train/skill_position": None,
-    }  # 10 others are too few
-    assert other["train/skill_mean"] is not None
+    assert skills(gauge, target + 1, target, [2], row=7) == [None, None]  # 10 others are too few
 
 
 def test_a_constant_target_has_no_skill() -> None:
-    seen = torch.ones(20, 6, 3)
     target = torch.ones(1, 1, 3)
-    skill = filled_gauge("vjepa2", seen).skill(
-        output(target, target), torch.tensor([[2]]), torch.ones(1, 1), torch.tensor([5])
-    )
-    assert skill == {"train/skill_mean": None, "train/skill_position": None}
+    assert skills(filled_gauge("vjepa2", torch.ones(20, 6, 3)), target, target, [2]) == [None, None]
 
 
 def test_methods_skill_compares_directions() -> None:
-    seen = torch.randn(20, 6, 3)
     target = torch.nn.functional.normalize(torch.randn(1, 1, 3), dim=-1)
-    skill = filled_gauge("methods", seen).skill(
-        output(target * 5, target), torch.tensor([[2]]), torch.ones(1, 1), torch.tensor([5])
-    )
-    assert skill["train/skill_mean"] == pytest.approx(1.0, abs=1e-5)
+    skill = skills(filled_gauge("methods", torch.randn(20, 6, 3)), target * 5, target, [2])
+    assert skill[0] == pytest.approx(1.0, abs=1e-5)
 
 
 def test_the_ring_keeps_the_newest_and_its_state() -> None:
+    def add(gauge: SkillGauge, row: int) -> None:
+        gauge.add(torch.full((1, 6, 3), float(row)), torch.ones(1, 6, dtype=torch.bool), torch.tensor([row]))
+
     gauge = SkillGauge(6, 3, "vjepa2", torch.device("cpu"), capacity=4)
     for row in range(6):
-        gauge.add(torch.full((1, 6, 3), float(row)), torch.tensor([row]))
+        add(gauge, row)
     assert sorted(gauge.row_R.tolist()) == [2, 3, 4, 5]
     again = SkillGauge(6, 3, "vjepa2", torch.device("cpu"), capacity=4)
     again.load_state_dict(gauge.state_dict())
-    again.add(torch.full((1, 6, 3), 9.0), torch.tensor([9]))
+    assert bool(again.valid_RP.all())
+    add(again, 9)
     assert sorted(again.row_R.tolist()) == [3, 4, 5, 9]
+
+
+def spread(tokens: torch.Tensor, valid: torch.Tensor, parts: int = 1) -> dict[str, float | None]:
+    """feature_std and feature_cosine of context tokens [B, K, E], in so many micro-batches."""
+    gauges = Gauges(SkillGauge(6, 3, "vjepa2", torch.device("cpu")))
+    gauges.begin(measure=True)
+    for some, weight in zip(tokens.chunk(parts), valid.chunk(parts), strict=True):
+        n = len(some)
+        out = Output(torch.zeros(n), torch.zeros(n, 1, 3), torch.zeros(n, 1, 3), some, torch.zeros(n, 6, 3))
+        batch = {
+            "target": torch.zeros(n, 1, dtype=torch.long),
+            "target_valid": torch.ones(n, 1),
+            "context_valid": weight,
+            "token_valid": torch.ones(n, 6, dtype=torch.bool),
+            "row": torch.arange(n),
+        }
+        gauges.observe(out, batch)
+    return gauges.finish()
+
+
+def test_gauges_see_the_whole_global_batch() -> None:
+    torch.manual_seed(0)
+    tokens, valid = torch.randn(4, 50, 8), (torch.rand(4, 50) > 0.3).float()
+    whole, parts = spread(tokens, valid), spread(tokens, valid, 4)
+    for key in ("train/feature_std", "train/feature_cosine"):
+        assert parts[key] == pytest.approx(whole[key], rel=1e-4)
 
 
 def test_feature_std_is_one_for_a_spread_and_zero_for_a_point() -> None:
     torch.manual_seed(0)
-    spread = feature_spread(torch.randn(4, 500, 32), torch.ones(4, 500))
-    assert spread["train/feature_std"] == pytest.approx(1.0, abs=0.02)
-    assert abs(spread["train/feature_cosine"]) < 0.5
-    point = feature_spread(torch.ones(4, 500, 32), torch.ones(4, 500))
-    assert point["train/feature_std"] == pytest.approx(0.0, abs=1e-5)
+    wide = spread(torch.randn(4, 500, 32), torch.ones(4, 500))
+    assert wide["train/feature_std"] == pytest.approx(1.0, abs=0.02)
+    assert abs(wide["train/feature_cosine"]) < 0.5
+    point = spread(torch.ones(4, 500, 32), torch.ones(4, 500))
+    assert point["train/feature_std"] == pytest.approx(0.0, abs=1e-3)
     assert point["train/feature_cosine"] == pytest.approx(1.0, abs=1e-5)
 
 
@@ -112,7 +167,7 @@ def test_feature_std_by_hand_ignores_padding() -> None:
     tokens = torch.tensor([[[3.0, 4.0], [4.0, 3.0], [100.0, -7.0]]])
     valid = torch.tensor([[1.0, 1.0, 0.0]])
     by_hand = 0.1 * math.sqrt(2)  # .6 and .8 in both dimensions: std .1
-    assert feature_spread(tokens, valid)["train/feature_std"] == pytest.approx(by_hand, abs=1e-6)
+    assert spread(tokens, valid)["train/feature_std"] == pytest.approx(by_hand, abs=1e-6)
 
 
 def test_voxels_of_tokens_follow_raster_order() -> None:

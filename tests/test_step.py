@@ -8,7 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from models.regularisers import Statistics, VicReg
 from models.vjepa3d import VJEPA3D
+from pretraining import step as step_module
 from pretraining.step import build_optimizer, predict, train_step, trial_step
 from tests.model_factory import nano_model, small_config, uint8_batch
 from utils.config import Config
@@ -95,13 +97,29 @@ def test_a_non_finite_batch_leaves_no_trace(recipe: str) -> None:
 
 
 @pytest.mark.parametrize("recipe", ["vjepa2", "methods"])
-def test_the_trial_step_leaves_no_trace(recipe: str) -> None:
+def test_the_trial_step_leaves_no_trace(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
     cfg = small_config(recipe)
     model = nano_model(cfg).train()
+    optimizer = build_optimizer(model, cfg)
     before = {k: v.clone() for k, v in model.state_dict().items()}
-    trial_step(model, uint8_batch(cfg, 4), CPU)
+    trial_step(model, optimizer, uint8_batch(cfg, 4), cfg, CPU)
     assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
     assert all(p.grad is None for p in model.parameters())
+
+    def out_of_memory(*_: object) -> None:
+        raise torch.OutOfMemoryError("planted in the middle")
+
+    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", out_of_memory)
+    with pytest.raises(torch.OutOfMemoryError):
+        trial_step(model, optimizer, uint8_batch(cfg, 4), cfg, CPU)
+    monkeypatch.undo()
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+    assert all(p.grad is None for p in model.parameters())
+    after_trial = train_step(model, optimizer, [uint8_batch(cfg, 16)], cfg, CPU, 0, 1e-3, 0.9)
+    fresh = nano_model(cfg).train()
+    at_once = train_step(fresh, build_optimizer(fresh, cfg), [uint8_batch(cfg, 16)], cfg, CPU, 0, 1e-3, 0.9)
+    assert torch.equal(after_trial.loss, at_once.loss)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), fresh.parameters(), strict=True))
 
 
 def test_bfloat16_keeps_float32_parameters_and_nearly_the_loss() -> None:
@@ -114,6 +132,7 @@ def test_bfloat16_keeps_float32_parameters_and_nearly_the_loss() -> None:
         losses.append(float(result.loss))
         assert {p.dtype for p in model.parameters()} == {torch.float32}
     assert losses[1] == pytest.approx(losses[0], rel=0.02)
+    assert losses[1] != losses[0], "nothing was computed in bfloat16"
 
 
 @pytest.mark.parametrize("recipe", ["vjepa2", "methods"])
@@ -124,3 +143,30 @@ def test_the_loss_falls_on_one_batch(recipe: str) -> None:
     batch = uint8_batch(cfg, 16)
     losses = [float(train_step(model, optimizer, [batch], cfg, CPU, s, 2e-3, 0.99).loss) for s in range(50)]
     assert losses[-1] < 0.9 * losses[0]
+
+
+def test_padding_reaches_neither_loss_nor_regulariser() -> None:
+    """Tokens outside the scan weigh 0: replacing their ids by other padding changes neither."""
+    cfg = small_config()
+    batch = uint8_batch(cfg, 16)
+    padding = (batch["target_valid"] == 0).any(1) & (batch["context_valid"] == 0).any(1)
+    assert bool(padding.any())
+    model = nano_model(cfg).train()
+    out = predict(model, batch, CPU, stochastic=False)
+    per_token = (out.prediction_BME - out.target_BME).abs().mean(-1)
+    expected = [row[valid > 0].mean() for row, valid in zip(per_token, batch["target_valid"], strict=True)]
+    torch.testing.assert_close(out.loss_B, torch.stack(expected))
+    seen: list[Tensor] = []
+
+    class Spy(VicReg):
+        def statistics(self, tokens_BKE: Tensor, weight_BK: Tensor) -> Statistics:
+            seen.append(weight_BK)
+            return super().statistics(tokens_BKE, weight_BK)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(step_module, "VicReg", Spy)
+        for parts in (1, 4):
+            train_step(model, build_optimizer(model, cfg), split(batch, parts), cfg, CPU, 0, 1e-3, 0.9)
+    assert torch.equal(seen[0], batch["context_valid"])
+    assert torch.equal(torch.cat(seen[1:5]), batch["context_valid"])  # the pass that gathers
+    assert torch.equal(torch.cat(seen[5:]), batch["context_valid"])  # the pass with gradients

@@ -23,12 +23,15 @@ from models.vjepa3d import VJEPA3D
 from pretraining import train as loop
 from pretraining.data import open_rows
 from pretraining.monitor import FrozenTargetError, LeakError, check_no_leak
+from pretraining.state import best_names
 from pretraining.train import train
+from pretraining.validate import snapshot, validate
 from tests.model_factory import nano_model, small_config, token_ids, volumes
 from tests.pipeline_factory import ROOT, SMOKE, make_store, pipeline_config, pipeline_overrides
 from tests.wandb_reader import history, run_ids
-from utils.checkpoint import list_steps, load_checkpoint
-from utils.config import UserError
+from utils.checkpoint import CheckpointWriter, list_steps, load_checkpoint
+from utils.config import ConfigError, UserError
+from utils.runtime import Runtime
 
 
 @pytest.fixture(scope="module")
@@ -43,6 +46,25 @@ def finished(folder: Path) -> Path:
     """An uninterrupted run of 8 steps."""
     run = folder / "finished"
     assert train(pipeline_config(folder, f"run.dir={run}")) == 0
+    return run
+
+
+METHODS = (
+    "method.recipe=methods",
+    "method.mask_ratio=0.6",
+    "method.ema_base=0.996",
+    "method.dropout=0.1",
+    "method.drop_path=0.1",
+    "method.regulariser=none",
+    "method.regulariser_weight=0",
+)
+
+
+@pytest.fixture(scope="module")
+def finished_methods(folder: Path) -> Path:
+    """The same of the other recipe."""
+    run = folder / "finished_methods"
+    assert train(pipeline_config(folder, f"run.dir={run}", *METHODS)) == 0
     return run
 
 
@@ -106,11 +128,13 @@ def test_one_wandb_run_with_training_metrics_on_the_step_clock(finished: Path) -
     assert logged == {r["step"]: r["train/loss"] for r in metrics(finished) if "train/loss" in r}
 
 
+@pytest.mark.parametrize("recipe", ["vjepa2", "methods"])
 def test_sigterm_then_resume_equals_no_interruption(
-    folder: Path, finished: Path, monkeypatch: pytest.MonkeyPatch
+    folder: Path, recipe: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = folder / "interrupted"
-    cfg = pipeline_config(folder, f"run.dir={run}")
+    finished = request.getfixturevalue("finished" if recipe == "vjepa2" else "finished_methods")
+    run = folder / f"interrupted_{recipe}"
+    cfg = pipeline_config(folder, f"run.dir={run}", *(METHODS if recipe == "methods" else ()))
     real = loop.train_step
 
     def step_then_signal(*args):
@@ -122,8 +146,10 @@ def test_sigterm_then_resume_equals_no_interruption(
     assert train(cfg) == 0
     assert list_steps(str(run / "checkpoints"))[-1] == 5
     assert "run the same command again" in (run / "log.txt").read_text()
+    assert "resuming" not in (run / "log.txt").read_text()
     monkeypatch.setattr(loop, "train_step", real)
     assert train(cfg) == 0
+    assert "resuming from step 5" in (run / "log.txt").read_text()
     assert_same_weights(run, finished)
     assert without_clock(metrics(run)) == without_clock(metrics(finished))
     assert len(run_ids(run)) == 1
@@ -171,10 +197,10 @@ def test_out_of_memory_halves_the_batch_and_keeps_the_losses(
     run = folder / "small_memory"
     real = loop.trial_step
 
-    def trial(model, batch, runtime) -> None:
+    def trial(model, optimizer, batch, cfg, runtime) -> None:
         if len(batch["row"]) > 1:
             raise torch.OutOfMemoryError("planted")
-        real(model, batch, runtime)
+        real(model, optimizer, batch, cfg, runtime)
 
     monkeypatch.setattr(loop, "trial_step", trial)
     train(pipeline_config(folder, f"run.dir={run}"))
@@ -184,7 +210,7 @@ def test_out_of_memory_halves_the_batch_and_keeps_the_losses(
         if "train/loss" in a:
             assert a["train/loss"] == pytest.approx(b["train/loss"], rel=1e-4)
 
-    def never(model, batch, runtime) -> None:
+    def never(*_: object) -> None:
         raise torch.OutOfMemoryError("planted")
 
     monkeypatch.setattr(loop, "trial_step", never)
@@ -255,17 +281,116 @@ def test_a_leak_is_an_alarm(recipe: str, monkeypatch: pytest.MonkeyPatch) -> Non
         check_no_leak(model, volumes(cfg, 2), context, target)
 
 
-def test_the_methods_recipe_runs_the_same_loop(folder: Path) -> None:
-    run = folder / "methods"
-    overrides = [
-        "method.recipe=methods",
-        "method.mask_ratio=0.6",
-        "method.ema_base=0.996",
-        "method.dropout=0.1",
-    ]
-    overrides += ["method.regulariser=none", "method.regulariser_weight=0", "method.drop_path=0.1"]
-    assert train(pipeline_config(folder, f"run.dir={run}", "train.max_steps=4", *overrides)) == 0
-    assert np.isfinite([r["train/loss"] for r in metrics(run) if "train/loss" in r]).all()
+def test_the_methods_recipe_runs_the_same_loop(finished_methods: Path) -> None:
+    losses = [r["train/loss"] for r in metrics(finished_methods) if "train/loss" in r]
+    assert np.isfinite(losses).all()
+    assert len(losses) == 8
+
+
+def test_a_momentum_of_one_or_a_skipped_update_is_no_alarm(folder: Path) -> None:
+    """The last step of methods has momentum 1 and a validation of its own; no update is expected to move."""
+    run = folder / "last_step"
+    overrides = [f"run.dir={run}", "train.max_steps=3", "train.val_every_steps=2", *METHODS]
+    assert train(pipeline_config(folder, *overrides)) == 0
+    plant_nan(folder, folder / "nan_half", slice(0, 12))
+    overrides = [f"data.store={folder / 'nan_half'}", "train.val_every_steps=1"]
+    overrides += [f"run.dir={folder / 'skips'}"]
+    assert train(pipeline_config(folder, *overrides)) == 0
+
+
+def test_a_leaking_encoder_stops_the_run(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = VJEPA3D.encode_context
+
+    def leaks(self, view, context, target, seed):
+        return real(self, view, context, target, seed) + view.mean()
+
+    monkeypatch.setattr(VJEPA3D, "encode_context", leaks)
+    with pytest.raises(LeakError, match="context sees targets"):
+        train(pipeline_config(folder, f"run.dir={folder / 'leak'}"))
+
+
+def test_later_out_of_memory_names_the_last_checkpoint(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = loop.train_step
+
+    def step_then_fail(*args):
+        if args[5] == 5:
+            raise torch.OutOfMemoryError("planted")
+        return real(*args)
+
+    monkeypatch.setattr(loop, "train_step", step_then_fail)
+    with pytest.raises(UserError, match=r"out of memory at step 5.*step_0000000[24]\.pt"):
+        train(pipeline_config(folder, f"run.dir={folder / 'late'}"))
+
+
+def test_a_run_that_could_not_start_leaves_no_claim(folder: Path) -> None:
+    run = folder / "retry"
+    with pytest.raises(ConfigError, match="global 5 != per core 4"):
+        train(pipeline_config(folder, f"run.dir={run}", "train.global_batch_size=5"))
+    with pytest.raises(UserError, match="found no such file"):
+        train(pipeline_config(folder, f"run.dir={run}", "method.init_from=nowhere.pt"))
+    assert train(pipeline_config(folder, f"run.dir={run}", "train.max_steps=1")) == 0
+
+
+def test_filters_and_the_manifest_decide_what_is_trained_on(folder: Path) -> None:
+    store = PreparedStore.open(str(folder / "store"))
+    everything = open_rows(pipeline_config(folder), store)
+    device = store.index.loc[everything.val[0], "device"]
+    one = open_rows(pipeline_config(folder, f"data.device_filter=[{device}]"), store)
+    assert set(store.index.loc[one.train, "device"]) == {device}
+    assert 0 < len(one.train) < len(everything.train)
+    assert set(one.val) <= set(everything.val)
+    gone = everything.train[0]
+    store.index.loc[gone, "listed"] = False
+    assert gone not in open_rows(pipeline_config(folder), store).train
+
+
+def test_validation_leaves_the_model_in_training_mode(folder: Path) -> None:
+    cfg = pipeline_config(folder)
+    store = PreparedStore.open(str(folder / "store"))
+    model = VJEPA3D(cfg).train()
+    runtime = Runtime(torch.device("cpu"), use_bf16=False)
+    validate(model, cfg, store, open_rows(cfg, store), runtime)
+    assert model.training
+    snapshot(model, cfg, store, open_rows(cfg, store), Runtime(torch.device("cpu"), False), 0)
+    assert model.training
+
+
+def test_pictures_go_to_wandb_for_synthetic_data_alone(folder: Path, finished: Path) -> None:
+    assert list(finished.glob("wandb/*/files/media/images/**/*.png"))
+    store = folder / "as_if_real"
+    shutil.copytree(folder / "store", store)
+    attributes = json.loads((store / "zarr.json").read_text())
+    attributes["attributes"]["synthetic"] = False
+    (store / "zarr.json").write_text(json.dumps(attributes))
+    run = folder / "real_run"
+    overrides = [f"run.dir={run}", f"data.store={store}", "train.max_steps=1"]
+    assert train(pipeline_config(folder, *overrides)) == 0
+    assert not list(run.glob("wandb/*/files/media/**/*.png"))
+
+
+def progress_of(init_weight: float = 0.0) -> dict:
+    return {"best": {}, "init_weight": init_weight}
+
+
+def test_which_checkpoint_is_the_best() -> None:
+    measured = {"val/loss": 0.5, "val/rankme": 40.0, "val/probe": 0.6}
+    progress = progress_of()
+    assert best_names(progress, measured, skill_position=0.1, is_warm=False) == []
+    assert best_names(progress, measured, skill_position=0.1, is_warm=True) == ["best_probe", "best_val_loss"]
+    worse = {"val/loss": 0.6, "val/rankme": 50.0, "val/probe": 0.5}
+    assert best_names(progress, worse, skill_position=0.1, is_warm=True) == []
+    spoilt = {"val/loss": float("nan"), "val/rankme": None, "val/probe": 0.7}
+    assert best_names(progress, spoilt, skill_position=None, is_warm=True) == ["best_probe"]
+    lower = {**worse, "val/loss": 0.1}
+    assert best_names(progress, lower, skill_position=None, is_warm=True) == ["best_val_loss"]
+
+
+def test_without_labels_rank_decides_among_learned_checkpoints() -> None:
+    measured = {"val/loss": None, "val/rankme": 40.0, "val/probe": None}
+    assert best_names(progress_of(), measured, skill_position=0.1, is_warm=True) == ["best_rankme"]
+    assert best_names(progress_of(), measured, skill_position=-0.1, is_warm=True) == []
+    assert best_names(progress_of(), measured, skill_position=None, is_warm=True) == []
+    assert best_names(progress_of(0.2), measured, skill_position=0.1, is_warm=True) == []
 
 
 def test_init_from_starts_from_these_weights(folder: Path, finished: Path) -> None:
@@ -275,5 +400,18 @@ def test_init_from_starts_from_these_weights(folder: Path, finished: Path) -> No
     first = next(r for r in metrics(run) if "val/loss" in r)
     last = [r for r in metrics(finished) if "val/loss" in r][-1]
     assert first["val/loss"] == pytest.approx(last["val/loss"], rel=1e-5)
-    with pytest.raises(UserError, match="expected a checkpoint, found no such file"):
-        train(pipeline_config(folder, f"run.dir={folder / 'none'}", "method.init_from=nowhere.pt"))
+    state = load_checkpoint(str(source))
+    state["participants"].append("a stranger")
+    writer = CheckpointWriter(str(folder / "strange"), 1)
+    writer.save(state, ["stranger"])
+    writer.close()
+    overrides = [f"method.init_from={folder / 'strange' / 'stranger.pt'}", "train.max_steps=1"]
+    train(pipeline_config(folder, f"run.dir={folder / 'inherits'}", *overrides))
+    seen = load_checkpoint(str(folder / "inherits" / "checkpoints" / "step_00000001.pt"))["participants"]
+    assert "a stranger" in seen
+    assert len(seen) > 1
+    writer = CheckpointWriter(str(folder / "strange"), 1)
+    writer.save({**state, "normalisation": "minmax"}, ["stranger"])
+    writer.close()
+    with pytest.raises(UserError, match=r"normalisation: expected zscore_valid .*, found minmax"):
+        train(pipeline_config(folder, f"run.dir={folder / 'minmax'}", *overrides))

@@ -36,13 +36,7 @@ def load_checkpoint(url: str, options: StorageOptions | None = None) -> dict[str
     """Read and verify one checkpoint; adds its "checksum". Raises CheckpointError."""
     if not storage.exists(url, options):
         raise CheckpointError(f"{url}: expected a checkpoint, found no such file")
-    seal_url = _seal_of(url)
-    if not storage.exists(seal_url, options):
-        raise CheckpointError(f"{url}: expected its seal {seal_url}, found none (the write was cut short?)")
-    try:
-        seal = json.loads(storage.read_text(seal_url, options))
-    except ValueError as error:
-        raise CheckpointError(f"{seal_url}: expected JSON, found damage ({error})") from error
+    seal = _read_seal(url, options)
     data = storage.read_bytes(url, options)
     checksum = hashlib.sha256(data).hexdigest()
     if checksum != seal["sha256"]:
@@ -59,6 +53,19 @@ def load_checkpoint(url: str, options: StorageOptions | None = None) -> dict[str
             f"{url}: expected format_version {FORMAT_VERSION}, found {state.get('format_version')}"
         )
     return {**state, "checksum": checksum}
+
+
+def _read_seal(url: str, options: StorageOptions | None) -> dict[str, Any]:
+    seal_url = _seal_of(url)
+    if not storage.exists(seal_url, options):
+        raise CheckpointError(f"{url}: expected its seal {seal_url}, found none (the write was cut short?)")
+    try:
+        seal = json.loads(storage.read_text(seal_url, options))
+    except ValueError as error:
+        raise CheckpointError(f"{seal_url}: expected JSON, found damage ({error})") from error
+    if not isinstance(seal, dict) or not {"sha256", "size", "permanent"} <= set(seal):
+        raise CheckpointError(f"{seal_url}: expected sha256, size and permanent, found {seal}")
+    return seal
 
 
 def _seal_of(url: str) -> str:
@@ -129,10 +136,15 @@ class CheckpointWriter:
     def _prune(self) -> None:
         steps = list_steps(self.directory, self.options)
         for step in steps[: -self.keep_last]:
-            seal_url = storage.join(self.directory, f"step_{step:08d}.json")
-            if not json.loads(storage.read_text(seal_url, self.options))["permanent"]:
-                storage.remove(seal_url, self.options)
-                storage.remove(storage.join(self.directory, f"step_{step:08d}.pt"), self.options)
+            url = storage.join(self.directory, f"step_{step:08d}.pt")
+            try:
+                is_permanent = _read_seal(url, self.options)["permanent"]
+            except CheckpointError:
+                is_permanent = False  # it vouches for nothing any more
+            if not is_permanent:
+                storage.remove(_seal_of(url), self.options)
+                if storage.exists(url, self.options):
+                    storage.remove(url, self.options)
 
 
 def list_steps(directory: str, options: StorageOptions | None = None) -> list[int]:

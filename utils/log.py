@@ -10,19 +10,24 @@ from __future__ import annotations
 
 import json
 import logging
+import logging.handlers
 import math
+import netrc
 import os
 import secrets
 import sys
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlparse
 
+from matplotlib.figure import Figure
 from tqdm import tqdm
 
 from utils.config import Config, flatten
 from utils.storage import is_remote
 
 log = logging.getLogger(__name__)
+FORM = "%(asctime)s %(levelname)s %(message)s"
 DATA_LICENCE = (
     "pictures or checkpoints of participants go to Weights & Biases: check that the data licence allows it"
 )
@@ -36,7 +41,7 @@ class RunLog:
     def __init__(self, cfg: Config, start_step: int, total_steps: int, *, synthetic: bool) -> None:
         self.run_dir = Path(cfg.run.dir)
         self.run_dir.mkdir(parents=True, exist_ok=True)
-        setup_logging(self.run_dir / "log.txt")
+        log_to_file(self.run_dir / "log.txt")
         path = self.run_dir / "metrics.jsonl"
         kept = [line for line in _lines(path) if json.loads(line)["step"] <= start_step] if start_step else []
         path.write_text("".join(kept))
@@ -62,18 +67,19 @@ class RunLog:
         shown = [f"{k.split('/')[1]} {v:.4g}" for k, v in values.items() if v is not None]
         log.info("step %d: %s", step, ", ".join(shown))
 
-    def image(self, step: int, name: str, path: Path) -> None:
-        """Send a picture to Weights & Biases, where that was allowed."""
+    def image(self, step: int, name: str, figure: Figure) -> None:
+        """Send a picture to Weights & Biases, where that is allowed."""
         if self._wandb is not None and self.log_images:
             import wandb
 
-            self._wandb.log({name: wandb.Image(str(path))}, step=step)
+            self._wandb.log({name: wandb.Image(figure)}, step=step)
 
     def artifact(self, name: str, url: str) -> None:
-        """Send a checkpoint on this machine to Weights & Biases, where that was allowed; a bucket keeps
-        its own.
+        """Send a checkpoint to Weights & Biases, where that is allowed and online.
+
+        Offline it would be copied outside the run directory; a bucket keeps its own.
         """
-        if self._wandb is not None and self.log_artifacts and not is_remote(url):
+        if self._wandb is not None and self.log_artifacts and not self._wandb.offline and not is_remote(url):
             self._wandb.log_artifact(url, name=name, type="model")
 
     def close(self) -> None:
@@ -83,15 +89,28 @@ class RunLog:
             self._wandb.finish()
 
 
-def setup_logging(path: Path | None = None) -> None:
-    """Messages to stderr and, when given, to a file."""
-    handlers: list[logging.Handler] = [_TqdmHandler()]
-    if path is not None:
-        handlers.append(logging.FileHandler(path))
-    form = "%(asctime)s %(levelname)s %(message)s"
-    logging.basicConfig(level=logging.INFO, format=form, handlers=handlers, force=True)
+def setup_logging() -> None:
+    """Messages to stderr; they are also held back until `log_to_file` says where they belong."""
+    held = logging.handlers.MemoryHandler(
+        capacity=10_000, flushLevel=logging.CRITICAL + 1, flushOnClose=False
+    )
+    logging.basicConfig(level=logging.INFO, format=FORM, handlers=[_TqdmHandler(), held], force=True)
     for noisy in ("fsspec", "gcsfs", "urllib3", "matplotlib", "PIL"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
+
+
+def log_to_file(path: Path) -> None:
+    """Append what was said so far, and all that follows, to a file."""
+    file = logging.FileHandler(path)
+    file.setFormatter(logging.Formatter(FORM))
+    root = logging.getLogger()
+    for handler in list(root.handlers):
+        if isinstance(handler, logging.handlers.MemoryHandler):
+            handler.setTarget(file)
+            handler.flush()
+            root.removeHandler(handler)
+            handler.close()
+    root.addHandler(file)
 
 
 class _TqdmHandler(logging.Handler):
@@ -114,13 +133,24 @@ def _allowed(key: str, wanted: bool | None, synthetic: bool) -> bool:
     return synthetic if wanted is None else wanted
 
 
+def _has_api_key(base_url: str) -> bool:
+    """Where the client itself looks: the environment, and ~/.netrc after `wandb login`."""
+    if os.environ.get("WANDB_API_KEY"):
+        return True
+    try:
+        entry = netrc.netrc().authenticators(urlparse(base_url).hostname or "")
+    except FileNotFoundError:
+        return False
+    return entry is not None
+
+
 def _start_wandb(cfg: Config, run_dir: Path) -> Any | None:
     if cfg.wandb.mode == "disabled":
         return None
     import wandb
 
     mode = cfg.wandb.mode
-    if mode == "online" and not (os.environ.get("WANDB_API_KEY") or wandb.api.api_key):
+    if mode == "online" and not _has_api_key(wandb.setup().settings.base_url):
         log.warning("wandb.mode: online was asked for, but no API key was found; logging offline")
         mode = "offline"
     id_file = run_dir / "wandb_id.txt"

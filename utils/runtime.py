@@ -38,10 +38,6 @@ class Runtime:
         """The best device of this machine."""
         return cls(torch.device("cuda" if torch.cuda.is_available() else "cpu"), use_bf16)
 
-    @property
-    def is_main(self) -> bool:
-        return self.rank == 0
-
     def autocast(self) -> AbstractContextManager[Any]:
         """bfloat16 autocast where the configuration asks for it; parameters stay float32."""
         return torch.autocast(self.device.type, torch.bfloat16) if self.use_bf16 else nullcontext()
@@ -66,14 +62,20 @@ class Runtime:
         """Run work; False when the device or the host ran out of memory, and its cache is emptied."""
         try:
             work()
-        except torch.OutOfMemoryError:
-            torch.cuda.empty_cache()
-            return False
-        except RuntimeError as error:  # the CPU allocator has no error class of its own
-            if not any(text in str(error) for text in OUT_OF_MEMORY_TEXTS):
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
                 raise
-            return False
-        return True
+            failed = True
+        else:
+            failed = False
+        if failed and self.device.type == "cuda":  # out here the traceback no longer holds the graph
+            torch.cuda.empty_cache()
+        return not failed
+
+
+def is_out_of_memory(error: RuntimeError) -> bool:
+    """The GPU allocator has an error class of its own; the CPU's has only its text."""
+    return isinstance(error, torch.OutOfMemoryError) or any(t in str(error) for t in OUT_OF_MEMORY_TEXTS)
 
 
 def provenance(runtime: Runtime) -> dict[str, Any]:

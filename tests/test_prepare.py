@@ -11,13 +11,18 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
+import data_setup.shard_lock as shard_lock_module
 from data_setup.manifest import read_records
 from data_setup.phantom import write_tree
 from data_setup.prepare import Job, Outcome, main, parse_shard, prepare_row, run_jobs
@@ -319,6 +324,82 @@ def test_a_second_prepare_is_refused_and_a_dead_one_is_taken_over(tmp_path: Path
     lock.write_text(json.dumps(owner | {"host": "elsewhere"}))
     with pytest.raises(UserError, match=r"on elsewhere; if that is gone for good, remove .*shard-0-of-2"):
         shard_lock(store, 0, 2).__enter__()
+
+
+@pytest.fixture
+def dead_lock(tmp_path: Path) -> Path:
+    """A lock whose process is gone, in a store of its own."""
+    with subprocess.Popen([sys.executable, "-c", "pass"]) as ended:
+        ended.wait()
+    lock = tmp_path / "store" / "locks" / "shard-0-of-1.lock"
+    lock.parent.mkdir(parents=True)
+    lock.write_text(json.dumps({"pid": ended.pid, "host": socket.gethostname(), "start": "1"}))
+    return lock
+
+
+def test_a_dead_lock_taken_by_another_meanwhile_stays_with_that_one(
+    dead_lock: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rival takes the lock over between our last look at it and our own attempt, and works on."""
+    store, rival, replace = str(dead_lock.parents[1]), ExitStack(), shard_lock_module._replace
+    monkeypatch.setattr(shard_lock_module, "_ORPHANS_WAIT_S", 0.001)
+
+    def late(*arguments: Any) -> bool:
+        monkeypatch.setattr(shard_lock_module, "_replace", replace)
+        rival.enter_context(shard_lock(store, 0, 1))
+        return replace(*arguments)
+
+    monkeypatch.setattr(shard_lock_module, "_replace", late)
+    with pytest.raises(UserError, match="shard 0/1 is being prepared by"):
+        shard_lock(store, 0, 1).__enter__()
+    assert json.loads(dead_lock.read_text())["pid"] == os.getpid()
+    rival.close()
+    assert os.listdir(dead_lock.parent) == []
+
+
+def test_of_many_that_find_a_dead_lock_one_gets_it(dead_lock: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shard_lock_module, "_ORPHANS_WAIT_S", 0.005)
+    store, content, contenders = str(dead_lock.parents[1]), dead_lock.read_text(), 6
+    for _ in range(8):
+        dead_lock.write_text(content)
+        together, all_tried = threading.Barrier(contenders), threading.Barrier(contenders)
+
+        def contend(together: threading.Barrier, all_tried: threading.Barrier) -> bool:
+            together.wait()
+            lock = shard_lock(store, 0, 1)
+            try:
+                lock.__enter__()
+            except UserError:
+                all_tried.wait()
+                return False
+            all_tried.wait()
+            lock.__exit__(None, None, None)
+            return True
+
+        with ThreadPoolExecutor(contenders) as pool:
+            futures = [pool.submit(contend, together, all_tried) for _ in range(contenders)]
+            assert sum(f.result(timeout=30) for f in futures) == 1
+        assert os.listdir(dead_lock.parent) == []
+
+
+def test_a_takeover_that_was_killed_is_taken_over_itself(
+    dead_lock: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shard_lock_module, "_ORPHANS_WAIT_S", 0.001)
+    digest = hashlib.blake2b(dead_lock.read_bytes(), digest_size=8).hexdigest()
+    shutil.copy(dead_lock, dead_lock.with_name(f"{dead_lock.name}.{digest}"))  # killed in its turn
+    shutil.copy(dead_lock, dead_lock.with_name(f"{dead_lock.name}.0123"))  # killed after it, long ago
+    with shard_lock(str(dead_lock.parents[1]), 0, 1):
+        assert os.listdir(dead_lock.parent) == [dead_lock.name]
+    assert os.listdir(dead_lock.parent) == []
+
+
+def test_only_ones_own_lock_is_released(tmp_path: Path) -> None:
+    """Removed by hand and taken by another, a lock is no longer ours."""
+    lock = tmp_path / "store" / "locks" / "shard-0-of-1.lock"
+    with shard_lock(str(tmp_path / "store"), 0, 1):
+        lock.write_text("of another")
+    assert lock.read_text() == "of another"
 
 
 def check_after_kill(tree: Path, clean: Path, store: Path, process: subprocess.Popen[str]) -> None:

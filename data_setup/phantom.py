@@ -3,7 +3,8 @@
 In: a number of participants, a seed, a size. Out, under --out: participants.tsv, participants.json,
 retinal_oct/manifest.tsv, retinal_oct/structural_oct/<device>/<person>/<file>.dcm, truth/<sop uid>.npz for
 every good volume, and synthetic.json (the arguments and the planted faults), which marks the tree as
-synthetic. The same arguments give a byte-identical tree, for any number of workers.
+synthetic. The same arguments give a byte-identical tree, for any number of workers. It grows beside its
+place, in DIR.partial, and moves there when it is whole; what a killed run left of it is dropped.
 
     python -m data_setup.phantom --out DIR --participants N --seed S --size small|full [--faults]
 """
@@ -14,8 +15,11 @@ import argparse
 import json
 import multiprocessing
 import os
+import shutil
 import sys
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -25,6 +29,7 @@ from data_setup.phantom_cohort import MAX_PARTICIPANTS, Participant, make_partic
 from data_setup.phantom_dicom import SYNTAXES
 from data_setup.phantom_faults import plant_faults
 from data_setup.phantom_files import MANIFEST_COLUMNS, write_person
+from data_setup.workers import follow_parent
 from utils.config import UserError, run_cli
 
 FORMAT_VERSION = 1
@@ -88,22 +93,62 @@ def write_tree(
     transfer_syntax: str = "mixed",
     workers: int | None = None,
 ) -> dict[str, object]:
-    """Write the tree under `out` (which must not hold anything yet) and return what synthetic.json says."""
-    if out.exists() and any(out.iterdir()):
-        raise UserError(f"{out}: expected a new or empty directory, found files in it")
+    """Write the tree to `out` (new or empty) and return what synthetic.json says; raises UserError.
+
+    workers: processes; None: one per CPU, 0 or 1: this one.
+    """
     if not 1 <= participants <= MAX_PARTICIPANTS:
         raise UserError(f"--participants: expected 1..{MAX_PARTICIPANTS} (4-digit ids), found {participants}")
+    for name, number in (("--seed", seed), ("--workers", workers)):
+        if number is not None and number < 0:
+            raise UserError(f"{name}: expected 0 or more, found {number}")
+    with _whole_directory(out) as partial_out:
+        return _write_tree(partial_out, participants, seed, size, faults, naming, transfer_syntax, workers)
+
+
+@contextmanager
+def _whole_directory(out: Path) -> Iterator[Path]:
+    """A directory beside `out` that takes its place when the block ends well; raises UserError."""
+    out = out.resolve()
+    partial_out = out.with_name(f"{out.name}.partial")
+    if out.exists() and not out.is_dir():
+        raise UserError(f"{out}: expected a new or empty directory, found a file")
+    try:
+        if out.is_dir() and any(out.iterdir()):
+            raise UserError(f"{out}: expected a new or empty directory, found files in it")
+        if partial_out.exists():
+            shutil.rmtree(partial_out)
+        partial_out.mkdir(parents=True)
+    except OSError as error:
+        raise UserError(f"{out}: expected a place to write to, found: {error}") from error
+    yield partial_out
+    try:
+        os.replace(partial_out, out)
+    except OSError as error:
+        raise UserError(f"{out}: expected {partial_out} to move here, found: {error}") from error
+
+
+def _write_tree(
+    out: Path,
+    participants: int,
+    seed: int,
+    size: str,
+    faults: bool,
+    naming: str,
+    transfer_syntax: str,
+    workers: int | None,
+) -> dict[str, object]:
     people = make_participants(participants, seed)
-    (out / "truth").mkdir(parents=True, exist_ok=True)
-    (out / "retinal_oct").mkdir(exist_ok=True)
+    (out / "truth").mkdir()
+    (out / "retinal_oct").mkdir()
     job = partial(write_person, out=out, seed=seed, size=size, naming=naming, transfer_syntax=transfer_syntax)
     progress = partial(tqdm, total=len(people), desc="phantom", unit="person", disable=None)
-    workers = workers or os.cpu_count() or 1
-    if workers == 1:
+    workers = (os.cpu_count() or 1) if workers is None else workers
+    if workers <= 1:
         rows = [row for part in progress(map(job, people)) for row in part]
     else:
         context = multiprocessing.get_context("spawn")
-        with ProcessPoolExecutor(min(workers, len(people)), mp_context=context) as pool:
+        with ProcessPoolExecutor(min(workers, len(people)), context, follow_parent) as pool:
             rows = [row for part in progress(pool.map(job, people)) for row in part]
     good = len(rows)
     planted: list[dict[str, object]] = []
@@ -138,7 +183,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--faults", action="store_true", help="plant one bad file of each kind")
     parser.add_argument("--naming", choices=("v3", "v2"), default="v3")
     parser.add_argument("--transfer-syntax", choices=("mixed", *SYNTAXES), default="mixed")
-    parser.add_argument("--workers", type=int, default=None, help="processes (default: one per CPU)")
+    parser.add_argument("--workers", type=int, help="processes (default: one per CPU); 0: in this one")
     args = parser.parse_args(argv)
     marker = write_tree(**vars(args))
     print(f"{marker['volumes']} volumes of {args.participants} participants in {args.out}", file=sys.stdout)

@@ -17,7 +17,6 @@ import multiprocessing
 import os
 import re
 import sys
-import threading
 import time
 import traceback
 from collections import Counter
@@ -36,6 +35,7 @@ from data_setup.prepare_report import summarise, table
 from data_setup.resample import resample_frames
 from data_setup.shard_lock import setup_lock, shard_lock
 from data_setup.store import KEPT, StoreWriter, in_threads, measure, read_attrs, record_fields
+from data_setup.workers import follow_parent
 from utils import storage
 from utils.config import EXIT_USER_ERROR, SpatialConfig, StorageOptions, UserError, parse_cli, run_cli
 
@@ -199,25 +199,13 @@ def _pool(workers: int) -> Iterator[ProcessPoolExecutor]:
     names = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
     before = {name: os.environ.get(name) for name in names}
     os.environ.update(dict.fromkeys(names, "1"))
-    pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), initializer=_follow_parent)
+    pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), initializer=follow_parent)
     try:
         yield pool
     finally:
         pool.shutdown(cancel_futures=True)
         for name, value in before.items():
             os.environ.pop(name) if value is None else os.environ.update({name: value})
-
-
-def _follow_parent() -> None:
-    """A worker whose parent was killed would wait for work forever, or write into a row of its successor."""
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-
-    def watch() -> None:
-        parent.join()
-        os._exit(1)
-
-    threading.Thread(target=watch, daemon=True).start()
 
 
 def parse_shard(text: str) -> tuple[int, int]:

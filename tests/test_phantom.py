@@ -15,6 +15,7 @@ import pydicom
 import pytest
 
 from benchmarks.phantom_difficulty import measure
+from data_setup import phantom
 from data_setup.dicom import read_volume
 from data_setup.faults import OCTReadError
 from data_setup.phantom import main, write_tree
@@ -327,8 +328,43 @@ def test_user_mistakes_are_named(tmp_path: Path) -> None:
         write_tree(tmp_path / "x", participants=0, seed=0)
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "file").write_text("")
-    with pytest.raises(UserError, match="new or empty directory"):
+    with pytest.raises(UserError, match="new or empty directory, found files in it"):
         main(["--out", str(tmp_path / "full"), "--participants", "1"])
+    file = tmp_path / "full" / "file"
+    with pytest.raises(UserError, match="new or empty directory, found a file"):
+        main(["--out", str(file), "--participants", "1"])
+    with pytest.raises(UserError, match=r"expected a place to write to, found: .*Not a directory"):
+        main(["--out", str(file / "below"), "--participants", "1"])
+    for name in ("--seed", "--workers"):
+        with pytest.raises(UserError, match=f"{name}: expected 0 or more, found -1"):
+            main(["--out", str(tmp_path / "y"), "--participants", "1", name, "-1"])
+    assert [p.name for p in tmp_path.iterdir()] == ["full"]
+
+
+def test_no_workers_means_this_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(phantom, "ProcessPoolExecutor", None)
+    main(["--out", str(tmp_path / "t"), "--participants", "2", "--workers", "0"])
+    assert (tmp_path / "t" / "synthetic.json").is_file()
+
+
+def test_a_killed_run_leaves_no_tree_and_is_begun_again(tmp_path: Path) -> None:
+    """Killed, --out does not exist; run again, it is the tree of a run without interruption."""
+    out, partial_out = tmp_path / "t", tmp_path / "t.partial"
+    arguments = ["--out", str(out), "--participants", "6", "--seed", "5"]
+    command = [sys.executable, "-m", "data_setup.phantom", *arguments, "--workers", "2"]
+    with subprocess.Popen(command, cwd=Path(__file__).parents[1], stderr=subprocess.DEVNULL) as process:
+        deadline = time.monotonic() + 60
+        while not list(partial_out.rglob("*.dcm")):
+            assert time.monotonic() < deadline
+            assert process.poll() is None
+            time.sleep(0.005)
+        process.kill()
+    assert not out.exists()
+    (partial_out / "stale").write_text("of a run with other arguments")
+    main([*arguments, "--workers", "0"])
+    write_tree(tmp_path / "whole", participants=6, seed=5, workers=0)
+    assert tree_hash(out) == tree_hash(tmp_path / "whole")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["t", "whole"]
 
 
 @pytest.mark.slow

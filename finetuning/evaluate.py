@@ -94,7 +94,7 @@ def read_cohort(cfg: Config, store: PreparedStore) -> Cohort:
     """Kept, labelled rows of the folds; UserError where a fold is too small to say anything."""
     labels = load_labels(cfg)
     index = store.index.loc[store.kept]
-    index = index[index["person_id"].isin(list(labels))]
+    index = index[index["listed"] & index["person_id"].isin(list(labels))]
     for field, values in wanted_values(cfg).values():  # a store may hold more than the configuration asks for
         index = index[index[field].isin(values)]
     parts = []

@@ -293,7 +293,7 @@ def test_what_does_not_fit_is_refused(world: Path, tmp_path: Path) -> None:
         evaluate(cfg, RUNTIME)
     other = config(world, tmp_path, "spatial.image_size=[8,24,64]")
     save_checkpoint(other)
-    with pytest.raises(UserError, match=r"store: image_size: expected \(8, 24, 64\)"):
+    with pytest.raises(UserError, match=r"store: image_size: expected \[8, 24, 64\]"):
         evaluate(other, RUNTIME)
 
 

@@ -17,6 +17,7 @@ from data_setup.resample import Resampled
 from data_setup.store import RECORD_COLUMNS, PreparedStore, StoreWriter, measure
 from data_setup.transforms import token_valid
 from utils.config import Config, ConfigError, load_config
+from utils.storage import StorageError
 
 ROOT = Path(__file__).resolve().parents[1]
 SIZE = (8, 24, 32)
@@ -125,6 +126,7 @@ def test_batches_are_the_promised_plain_tensors(store: PreparedStore) -> None:
         "target": (torch.int64, (m,)),
         "context_valid": (torch.float32, (k,)),
         "target_valid": (torch.float32, (m,)),
+        "token_valid": (torch.bool, (24,)),
         "row": (torch.int64, ()),
         "position": (torch.int64, ()),
     }
@@ -197,6 +199,11 @@ class FailingStore(PreparedStore):
         raise ValueError("row 5 is broken")
 
 
+class UnreadableStore(FailingStore):
+    def fail(self) -> None:
+        raise StorageError("gs://bucket/store/c.5: expected a chunk, found damage")
+
+
 class DyingStore(FailingStore):
     def fail(self) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -218,6 +225,11 @@ def test_workers_use_one_torch_thread(store_url: str) -> None:
     ("kind", "error", "message"),
     [
         (FailingStore, ValueError, "row 5 is broken"),
+        (
+            UnreadableStore,
+            LoaderError,
+            r"^rank 0, step \d+: .*gs://bucket/store/c\.5: expected[^\n]*$",
+        ),
         (DyingStore, LoaderError, r"step \d+, .*loader worker 0 of 1: .*dead worker: .*pid\(s\) \d+"),
         pytest.param(
             HangingStore,

@@ -17,8 +17,9 @@ from pydicom.dataset import Dataset
 from data_setup.faults import OCTReadError, RejectReason
 from data_setup.protocols import Protocol
 
-# Wide enough for phantoms of a few voxels that keep the whole field; a lateral or axial 1 mm is out.
-PLAUSIBLE_MM = {"B-scan distance": (0.001, 1.0), "axial": (0.0005, 0.05), "lateral": (0.001, 0.5)}
+# Wide enough for phantoms of a few voxels that keep the whole field. 1 mm, which careless writers put where
+# they know nothing, is out on every axis.
+PLAUSIBLE_MM = {"B-scan distance": (0.001, 0.6), "axial": (0.0005, 0.05), "lateral": (0.001, 0.5)}
 CIRRUS = "zeiss_cirrus"
 _AGREE = 1e-3  # relative: spacings of one volume
 _PARALLEL = 0.95  # cosine: B-scans of one raster, and steps along one line

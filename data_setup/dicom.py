@@ -2,7 +2,7 @@
 
 In: a URL of a DICOM file. Out: `decode_frames` the stored values; `read_volume` an OCT volume, uint8
 [D, H, W], superior -> inferior, with its `OCTHeader`; `open_volume` the same frame by frame.
-Every fault is an `OCTReadError` with a `RejectReason`. Only the attributes listed here ever leave a file.
+Every fault is an `OCTReadError` with a `RejectReason`. Nothing but voxels and an `OCTHeader` leaves a file.
 Standard: DICOM PS3.3 A.52 (Ophthalmic Tomography Image IOD) and PS3.5.
 """
 
@@ -39,9 +39,7 @@ __all__ = [
     "OCTVolume",
     "RejectReason",
     "decode_frames",
-    "iter_frames",
     "open_volume",
-    "read_header",
     "read_volume",
 ]
 
@@ -58,7 +56,8 @@ _PIXEL_TAGS = [
     "HighBit",
     "PixelRepresentation",
 ]
-# The allow-list: nothing else of a file is even parsed, so nothing about the person can leave it.
+# The allow-list. pydicom skips every other root attribute; the items of the two functional group sequences
+# come whole, and only what geometry.py, _rescale and _laterality ask for is taken out of them.
 _VOLUME_TAGS = [
     *_PIXEL_TAGS,
     "SOPClassUID",
@@ -117,20 +116,6 @@ def decode_frames(url: str, options: StorageOptions | None = None) -> np.ndarray
     return result
 
 
-def iter_frames(url: str, options: StorageOptions | None = None) -> Iterator[np.ndarray]:
-    """The frames of decode_frames one at a time, in file order; the file is open until the last one."""
-    frames = _native(url, options)
-    next(frames)
-    return frames
-
-
-def read_header(url: str, options: StorageOptions | None = None) -> OCTHeader:
-    """The header of an OPT volume, without touching its pixels; raises OCTReadError."""
-    with _opened(url, options, whole=False) as file:
-        ds = _read_dataset(file, _VOLUME_TAGS, url)
-        return _header(ds, url)[0]
-
-
 def open_volume(url: str, options: StorageOptions | None = None) -> tuple[OCTHeader, Iterator[np.ndarray]]:
     """(header, frames uint8 [H, W] in *file* order): for little memory. Raises OCTReadError.
 
@@ -179,7 +164,7 @@ def _volume(url: str, options: StorageOptions | None) -> Iterator[Any]:
 def to_uint8(frame: np.ndarray, header: OCTHeader) -> np.ndarray:
     """Stored values to uint8: rescale slope and intercept, then 0..2^bits_stored - 1 linearly to 0..255."""
     plain = header.rescale == (1.0, 0.0)
-    if not plain or header.bits_stored != 8:
+    if not plain or header.bits_stored != 8 or frame.dtype != np.uint8:
         slope, intercept = header.rescale
         scale = 255 / (2**header.bits_stored - 1)
         values = frame.astype(np.float32) * np.float32(slope * scale) + np.float32(intercept * scale)
@@ -188,11 +173,10 @@ def to_uint8(frame: np.ndarray, header: OCTHeader) -> np.ndarray:
 
 
 @contextmanager
-def _opened(url: str, options: StorageOptions | None, whole: bool = True) -> Iterator[BoundedFile]:
-    """The file; a remote one that is wanted whole comes in one request: its fragments are walked twice."""
+def _opened(url: str, options: StorageOptions | None) -> Iterator[BoundedFile]:
+    """The file; a remote one comes in one request: its fragments are walked twice."""
     with named_faults(url, RejectReason.NOT_DICOM, "a DICOM file"):
-        remote = whole and is_remote(url)
-        file = io.BytesIO(read_bytes(url, options)) if remote else open_url(url, options=options)
+        file = io.BytesIO(read_bytes(url, options)) if is_remote(url) else open_url(url, options=options)
     with file:
         yield BoundedFile(file)
 

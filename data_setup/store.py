@@ -17,8 +17,10 @@ from __future__ import annotations
 import hashlib
 import io
 import json
-from collections.abc import Callable, Iterable, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
 
@@ -74,6 +76,24 @@ INDEX_COLUMNS: dict[str, tuple[str, str]] = {
 RECORD_COLUMNS = tuple(INDEX_COLUMNS)[4:15]  # taken from records.jsonl; those after them from rows/
 _T = TypeVar("_T")
 _R = TypeVar("_R")
+
+
+class DamagedError(UserError):
+    """A file of a store that is not what was written; one line with its URL."""
+
+
+@contextmanager
+def _intact(url: str, advice: str = "restore it, or prepare into another data.store") -> Iterator[None]:
+    """Errors of the parsers below about a file's content become a DamagedError."""
+    try:
+        yield
+    except UserError:
+        raise
+    except (ValueError, LookupError, TypeError, AttributeError, OSError) as error:
+        said = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+        raise DamagedError(
+            f"{url}: expected a whole file of a prepared store, found a damaged one ({said}); {advice}"
+        ) from error
 
 
 def checksum(voxels: np.ndarray) -> str:
@@ -143,7 +163,8 @@ class StoreWriter:
         if not storage.exists(storage.join(self.url, "zarr.json"), self.options):
             keys = zarr_store(self.url, self.options, read_only=False)
             zarr.create_group(keys, attributes=wanted)
-        group = self._group()
+        with _intact(self.url):
+            group = zarr.open_group(zarr_store(self.url, self.options, read_only=False), mode="r+")
         group.create_array(
             "volumes",
             shape=(0, *spatial.image_size),
@@ -157,18 +178,18 @@ class StoreWriter:
             dimension_names=("row", "d", "h", "w"),
         )
 
-    def _group(self) -> zarr.Group:
-        return zarr.open_group(zarr_store(self.url, self.options, read_only=False), mode="r+")
-
     def _array(self) -> zarr.Array:
-        return zarr.open_array(zarr_store(self.url, self.options, read_only=False), path="volumes", mode="r+")
+        keys = zarr_store(self.url, self.options, read_only=False)
+        with _intact(storage.join(self.url, "volumes", "zarr.json")):
+            return zarr.open_array(keys, path="volumes", mode="r+")
 
     def read_records(self) -> list[dict[str, Any]]:
         """The record of every row, in row order."""
         url = storage.join(self.url, "records.jsonl")
         if not storage.exists(url, self.options):
             return []
-        return [json.loads(line) for line in storage.read_text(url, self.options).splitlines()]
+        with _intact(url):
+            return [json.loads(line) for line in storage.read_text(url, self.options).splitlines()]
 
     def append_records(self, records: Sequence[dict[str, Any]]) -> list[int]:
         """Give every record (the RECORD_COLUMNS) its row; new ones are appended, known ones keep theirs.
@@ -188,24 +209,30 @@ class StoreWriter:
         url = storage.join(self.url, "records.jsonl")
         if not storage.exists(url, self.options) or storage.read_text(url, self.options) != text:
             storage.write_text(url, text, self.options)
-        keys = hashlib.blake2b("\n".join(map(_key, listed)).encode(), digest_size=16).hexdigest()
-        array, group = self._array(), self._group()
+        array = self._array()
         if array.shape[0] < len(listed):
             array.resize((len(listed), *array.shape[1:]))
-        if group.attrs.get("records_hash") != keys:
-            group.attrs["records_hash"] = keys
         return rows
 
     def _row_url(self, row: int) -> str:
         return storage.join(self.url, "rows", f"{row:06d}.json")
 
     def read_rows(self, wanted: Callable[[int], bool] = lambda row: True) -> dict[int, dict[str, Any]]:
-        """row -> what rows/{row}.json says, for the rows that have one."""
+        """row -> what rows/{row}.json says, for the rows that have a whole one; the others are pending."""
         names = storage.list_names(storage.join(self.url, "rows"), self.options)
-        rows = [int(n.removesuffix(".json")) for n in names]
+        rows = [int(match[1]) for n in names if (match := re.fullmatch(r"(\d+)\.json", n))]
         rows = [r for r in rows if wanted(r)]
-        texts = in_threads(lambda r: storage.read_text(self._row_url(r), self.options), rows)
-        return {row: json.loads(text) for row, text in zip(rows, texts, strict=True)}
+        found = in_threads(self._read_row, rows)
+        return {row: fields for row, fields in zip(rows, found, strict=True) if fields is not None}
+
+    def _read_row(self, row: int) -> dict[str, Any] | None:
+        """What rows/{row}.json says; None when it is damaged, which costs preparing one volume again."""
+        try:
+            with _intact(self._row_url(row)):
+                fields = json.loads(storage.read_text(self._row_url(row), self.options))
+                return fields if isinstance(fields, dict) and "status" in fields else None
+        except DamagedError:
+            return None
 
     def write_row(self, row: int, voxels: np.ndarray | None, fields: dict[str, Any]) -> None:
         """Write the chunk (None: a reject, which has none), then the row's JSON."""
@@ -255,7 +282,7 @@ class PreparedStore:
         index: pd.DataFrame,
     ) -> None:
         self.url, self.options, self.cache_dir = url, options, cache_dir
-        self.attrs = attrs  # format_version, geometry, normalisation, synthetic, source_root, records_hash
+        self.attrs = attrs  # format_version, geometry, normalisation, synthetic, source_root
         self.index = index  # INDEX_COLUMNS; label = row
         self.kept: np.ndarray = index.loc[index.status == KEPT, "row"].to_numpy()
         self._checksums = index.checksum.where(index.status == KEPT).to_dict()
@@ -278,7 +305,9 @@ class PreparedStore:
             raise UserError(
                 f"{url}: format_version: expected {FORMAT_VERSION}, found {attrs.get('format_version')}"
             )
-        index = pd.read_parquet(io.BytesIO(data)).set_index("row", drop=False).rename_axis(None)
+        with _intact(index_url, "run data_setup.prepare again, which writes it"):
+            index = pd.read_parquet(io.BytesIO(data))[list(INDEX_COLUMNS)]
+        index = index.set_index("row", drop=False).rename_axis(None)
         return cls(url, options, cache_dir, attrs, index)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -312,7 +341,8 @@ class PreparedStore:
                 chunk_key(r, "volumes"): f"{r}-{c}" for r, c in self._checksums.items() if isinstance(c, str)
             }
             keys = zarr_store(self.url, self.options, cache_dir=self.cache_dir, chunk_names=names)
-            self._array = zarr.open_array(keys, path="volumes", mode="r")
+            with _intact(storage.join(self.url, "volumes", "zarr.json")):
+                self._array = zarr.open_array(keys, path="volumes", mode="r")
         try:
             voxels = self._array[row]
         except (storage.StorageNotFoundError, RuntimeError, ValueError) as error:  # the last two: the codec
@@ -324,10 +354,6 @@ class PreparedStore:
         assert isinstance(voxels, np.ndarray)
         return voxels
 
-    def verify(self, row: int) -> bool:
-        """True when the stored voxels of a kept row have the checksum of the index."""
-        return checksum(self.read(row)) == self._checksums[row]
-
 
 def chunk_key(row: int, prefix: str = "") -> str:
     """The key of a row's chunk below `volumes`."""
@@ -336,7 +362,10 @@ def chunk_key(row: int, prefix: str = "") -> str:
 
 def read_attrs(url: str, options: StorageOptions | None = None) -> dict[str, Any]:
     """The attributes of a store."""
-    return json.loads(storage.read_text(storage.join(url, "zarr.json"), options))["attributes"]
+    attrs_url = storage.join(url, "zarr.json")
+    text = storage.read_text(attrs_url, options)
+    with _intact(attrs_url):
+        return dict(json.loads(text)["attributes"])
 
 
 def in_threads(function: Callable[[_T], _R], items: Sequence[_T]) -> list[_R]:

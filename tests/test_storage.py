@@ -117,12 +117,11 @@ def test_unknown_scheme_and_text_are_named(tmp_path: Path) -> None:
         storage.open_url(str(tmp_path / "t"), "wb")
 
 
-def test_join_and_name() -> None:
+def test_join() -> None:
     assert storage.join("gs://b/x/", "/retinal_oct/a.dcm") == "gs://b/x/retinal_oct/a.dcm"
     assert storage.join("/", "a") == "/a"
     assert storage.join("rel", "a", "", "b/") == "rel/a/b"
     assert storage.join("", "a") == "a"
-    assert storage.name("gs://b/x/y.dcm") == "y.dcm"
     assert storage.is_remote("gs://b/x")
     assert not storage.is_remote("/a/b")
     assert not storage.is_remote("file:///a/b")

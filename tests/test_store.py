@@ -17,6 +17,7 @@ from data_setup.store import (
     RECORD_COLUMNS,
     PreparedStore,
     StoreWriter,
+    checksum,
     chunk_key,
     measure,
 )
@@ -89,7 +90,7 @@ def test_volumes_and_index_come_back(filled: StoreWriter) -> None:
         assert voxels.flags.writeable
         assert voxels.flags.c_contiguous
         np.testing.assert_array_equal(voxels, volume(row))
-        assert store.verify(row)
+        assert checksum(voxels) == store.index.checksum[row]
         inside = volume(row)[:, 1:5].astype(np.float64)
         assert store.index.intensity_mean[row] == pytest.approx(inside.mean(), rel=1e-12)
         assert store.index.intensity_std[row] == pytest.approx(inside.std(), rel=1e-12)
@@ -135,13 +136,6 @@ def test_a_row_that_turns_bad_loses_its_chunk(filled: StoreWriter) -> None:
     assert PreparedStore.open(filled.url).kept.tolist() == [2]
 
 
-def test_damage_is_found(filled: StoreWriter) -> None:
-    store = PreparedStore.open(filled.url)
-    filled._array()[0] = volume(7)
-    assert not store.verify(0)
-    assert store.verify(2)
-
-
 @pytest.mark.parametrize("damage", ["lost", "cut", "changed"])
 def test_a_lost_or_damaged_chunk_is_an_error_not_zeros(filled: StoreWriter, damage: str) -> None:
     chunk = storage.join(filled.url, "volumes", chunk_key(0))
@@ -156,7 +150,53 @@ def test_a_lost_or_damaged_chunk_is_an_error_not_zeros(filled: StoreWriter, dama
         storage.StorageError, match=r"c\.0\.0\.0\.0: expected the volume of row 0, .*000000\.json"
     ):
         store.read(0)
-    assert store.verify(2)
+    np.testing.assert_array_equal(store.read(2), volume(2))
+
+
+def prepare_again(writer: StoreWriter) -> None:
+    writer.create(SPATIAL, "gs://source", synthetic=True)
+    writer.append_records([record(n) for n in range(9)])
+
+
+@pytest.mark.parametrize("name", ["zarr.json", "volumes/zarr.json", "index.parquet"])
+@pytest.mark.parametrize("kept", [0.0, 0.5, 0.95])
+def test_a_cut_file_is_named(filled: StoreWriter, name: str, kept: float) -> None:
+    file = storage.join(filled.url, name)
+    data = storage.read_bytes(file)
+    storage.write_bytes(file, data[: int(len(data) * kept)])
+    with pytest.raises(
+        UserError, match=rf"{name}: expected a whole file .*, found a damaged one \(.*prepare"
+    ):
+        PreparedStore.open(filled.url).read(0)
+    if name != "index.parquet":
+        with pytest.raises(UserError, match=f"{name}: expected a whole file"):
+            prepare_again(filled)
+
+
+def test_a_cut_record_list_is_named_and_a_cut_row_is_pending(filled: StoreWriter) -> None:
+    """A row can be prepared again; which record has which row cannot be guessed."""
+    row, records = (storage.join(filled.url, n) for n in ("rows/000002.json", "records.jsonl"))
+    storage.write_bytes(row, storage.read_bytes(row)[:-20])
+    assert filled.read_rows().keys() == {0, 1}
+    assert filled.finalise(range(4)).status.to_list() == ["kept", "missing_file", "pending", "pending"]
+    storage.write_bytes(records, storage.read_bytes(records)[:-20])
+    with pytest.raises(UserError, match=r"records\.jsonl: expected a whole file"):
+        filled.append_records([record(0)])
+
+
+def test_a_chunk_comes_before_its_row(filled: StoreWriter, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row's JSON says that its chunk is there; so when writing the chunk fails, there is no JSON."""
+    write_bytes = storage.write_bytes
+
+    def full_for_chunks(url: str, *arguments: Any) -> None:
+        if "/volumes/c." in url:
+            raise storage.StorageError(url, "no space left")
+        write_bytes(url, *arguments)
+
+    monkeypatch.setattr(storage, "write_bytes", full_for_chunks)
+    with pytest.raises(storage.StorageError, match="no space left"):
+        write(filled, 3, volume(3))
+    assert not storage.exists(storage.join(filled.url, "rows", "000003.json"))
 
 
 def test_not_a_store_is_named(tmp_path: Path) -> None:

@@ -63,11 +63,6 @@ def join(url: str, *parts: str) -> str:
     return (base + "/".join(p for p in clean if p)).rstrip("/") or "/"
 
 
-def name(url: str) -> str:
-    """The last part of a URL."""
-    return posixpath.basename(url.rstrip("/"))
-
-
 def absolute(url: str) -> str:
     """The URL as it means the same from any folder: a local path absolute, no slash at the end."""
     scheme, rest = _split(url)

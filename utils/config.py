@@ -7,16 +7,23 @@ key. Lengths are mm, sizes voxels, and every triple is in (D, H, W) order: B-sca
 from __future__ import annotations
 
 import argparse
+import math
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import Any, get_args, get_origin, get_type_hints
+from types import NoneType, UnionType
+from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
 
 import yaml
 from omegaconf import OmegaConf
-from omegaconf.errors import ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException
+from omegaconf.errors import (
+    ConfigKeyError,
+    InterpolationToMissingValueError,
+    MissingMandatoryValue,
+    OmegaConfBaseException,
+)
 
 from utils.schema import AugmentConfig, Config, MaskFamily, SpatialConfig, StorageOptions, TrainConfig
 
@@ -44,46 +51,87 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     try:
         loaded = OmegaConf.load(path)
         changes = OmegaConf.from_dotlist([_checked_override(o) for o in overrides])
-        _check_tuple_lengths(Config, OmegaConf.merge(loaded, changes), str(path))
+        written = [OmegaConf.to_container(part) for part in (loaded, changes)]
+        for part in written:
+            _check_shapes(Config, part, str(path))
         merged = OmegaConf.merge(OmegaConf.structured(Config), loaded, changes)
+        for part in written:
+            _check_interpolations(part, merged, str(path))
         config = OmegaConf.to_object(merged)
     except (OmegaConfBaseException, yaml.YAMLError) as error:
         raise ConfigError(f"{path}: {_one_line(error)}") from error
+    except UnicodeDecodeError as error:
+        found = f"{error.object[error.start]:#04x} at byte {error.start}"
+        raise ConfigError(f"{path}: expected UTF-8 text, found {found}") from error
     assert isinstance(config, Config)
     for key, value in flatten(config):
-        if isinstance(value, str) and value.strip() == "None":
-            raise ConfigError(
-                f"{path}: {key}: expected a value or null, found the text {value!r}; write null"
-            )
+        for text in value if isinstance(value, list) else [value]:
+            if isinstance(text, str) and text.strip() in ("", "None"):
+                raise ConfigError(f"{path}: {key}: expected a value or null, found {text!r}; write null")
     check_rules(config, str(path))
     return config
 
 
-def _check_tuple_lengths(schema: type, values: Any, where: str, prefix: str = "") -> None:
-    """OmegaConf's own error for a wrong length does not name the key."""
-    for name, hint in get_type_hints(schema).items():
-        value = values.get(name) if OmegaConf.is_dict(values) else None
-        if is_dataclass(hint):
-            _check_tuple_lengths(hint, value, where, f"{prefix}{name}.")
-        elif get_origin(hint) is tuple and OmegaConf.is_list(value) and len(value) != len(get_args(hint)):
-            found = OmegaConf.to_container(value)
-            raise ConfigError(
-                f"{where}: {prefix}{name}: expected {len(get_args(hint))} values, found {found}"
-            )
+def _check_shapes(hint: Any, value: Any, where: str, key: str = "") -> None:
+    """Lists, sections and lengths: OmegaConf's own errors for these do not name the key."""
+    if isinstance(value, str) and "${" in value:
+        return
+
+    def refuse(expected: str) -> NoReturn:
+        raise ConfigError(f"{where}: {key or 'top level'}: expected {expected}, found {value}")
+
+    if get_origin(hint) is UnionType:
+        hint = next(h for h in get_args(hint) if h is not NoneType)
+        if value is None:
+            return
+    choices = get_args(hint)
+    if is_dataclass(hint):
+        if not isinstance(value, dict):
+            refuse("a section of keys")
+        for name, inner in get_type_hints(hint).items():
+            if name in value:
+                _check_shapes(inner, value[name], where, f"{key}.{name}" if key else name)
+    elif get_origin(hint) is tuple:
+        if not isinstance(value, list) or len(value) != len(choices) or None in value:
+            refuse(f"{len(choices)} values")
+    elif get_origin(hint) is list:
+        if not isinstance(value, list):
+            refuse("a list")
+        for number, item in enumerate(value):
+            _check_shapes(choices[0], item, where, f"{key}[{number}]")
+    elif get_origin(hint) is Literal and value is False and "disabled" in choices:
+        refuse(f"one of {', '.join(choices)} (YAML reads off as false: write disabled)")
+
+
+def _check_interpolations(written: Any, merged: Any, where: str, key: str = "") -> None:
+    """OmegaConf's own error for a reference to nothing or to itself does not name the key that makes it."""
+    if isinstance(written, dict):
+        for name, value in written.items():
+            _check_interpolations(value, merged, where, f"{key}.{name}" if key else str(name))
+    elif isinstance(written, list):
+        for number, value in enumerate(written):
+            _check_interpolations(value, merged, where, f"{key}[{number}]")
+    elif isinstance(written, str) and "${" in written:
+        try:
+            OmegaConf.select(merged, key)
+        except InterpolationToMissingValueError:
+            pass  # the key that is missing is what to name, and to_object does
+        except OmegaConfBaseException as error:
+            raise ConfigError(f"{where}: {_one_line(error, key)}") from error
 
 
 def _checked_override(text: str) -> str:
     key, equals, value = text.partition("=")
     if not equals or not key:
         raise ConfigError(f"override {text!r}: expected section.key=value")
-    if value.strip() == "None":
+    if value.strip() in ("", "None"):
         raise ConfigError(f"override {text!r}: expected a value or null, found {value!r}; write {key}=null")
     return text
 
 
-def _one_line(error: Exception) -> str:
+def _one_line(error: Exception, key: str | None = None) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    key = getattr(error, "full_key", None)
+    key = key or getattr(error, "full_key", None)
     if isinstance(error, MissingMandatoryValue):
         return f"{key}: expected a value, found none (the key is missing)"
     text = re.sub(r"\s*(object_type|reference_type|full_key)[=:]\s*\S+", "", " ".join(lines)).strip()
@@ -102,21 +150,60 @@ def flatten(node: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
             yield f"{prefix}{f.name}", value
 
 
+# Bounds of single keys, of each value where a key holds several; null passes where the schema allows it.
+BOUNDS: dict[str, tuple[Callable[[float], bool], tuple[str, ...]]] = {
+    "1 or more": (
+        lambda v: v >= 1,
+        (
+            *("data.max_samples", "data.prefetch_factor", "method.predictor_depth", "eval.batch_size"),
+            *("train.global_batch_size", "train.per_core_batch_size", "train.grad_accum_steps"),
+            *("train.epochs", "train.max_steps", "train.ckpt_every_epochs", "train.ckpt_every_steps"),
+            *("train.keep_last", "train.log_every_steps", "train.val_every_steps", "train.max_bad_steps"),
+            *("probe.max_volumes", "probe.bootstrap_samples", "probe.random_init_seeds"),
+        ),
+    ),
+    "0 or more": (
+        lambda v: v >= 0,
+        (
+            *("seed", "data.workers", "augment.rotate_dw_deg", "augment.rotate_hw_deg", "augment.gain"),
+            *("augment.shift_fraction", "augment.gamma", "augment.noise_std", "optim.weight_decay"),
+        ),
+    ),
+    "a number above 0": (
+        lambda v: v > 0,
+        ("spatial.target_spacing", "data.data_timeout_s", "optim.base_lr", "optim.clip_grad_norm"),
+    ),
+    "a number in [0, 1]": (
+        lambda v: 0 <= v <= 1,
+        (
+            *("data.max_reject_fraction", "augment.flip_w_prob", "augment.intensity_prob", "method.ema_base"),
+            *("optim.warmup_ratio", "optim.cooldown_ratio", "optim.min_lr_ratio"),
+        ),
+    ),
+    "a number in [0, 1)": (lambda v: 0 <= v < 1, ("method.dropout", "method.drop_path", "optim.betas")),
+    "a number in (0, 1)": (
+        lambda v: 0 < v < 1,
+        ("method.mask_ratio", "method.context_ratio", "method.target_ratio", "train.val_fraction"),
+    ),
+}
+
+
 def check_rules(config: Config, where: str) -> None:
-    """Raise ConfigError for the first broken rule that joins several keys."""
+    """Raise ConfigError for the first value out of bounds, or the first broken rule that joins keys."""
     c, s, m, o, t = config, config.spatial, config.method, config.optim, config.train
 
     def require(condition: bool, key: str, expected: str, found: object) -> None:
         if not condition:
             raise ConfigError(f"{where}: {key}: expected {expected}, found {found}")
 
-    def require_share(key: str, value: float | None, *, low: bool = False, high: bool = False) -> None:
-        ok = (
-            value is not None and (value > 0 or (low and value == 0)) and (value < 1 or (high and value == 1))
-        )
-        require(ok, key, f"a number in {'[' if low else '('}0, 1{']' if high else ')'}", value)
-
-    require(min(s.target_spacing) > 0, "spatial.target_spacing", "three lengths above 0 mm", s.target_spacing)
+    leaves = dict(flatten(config))
+    numbers = {key: value if isinstance(value, tuple) else (value,) for key, value in leaves.items()}
+    for key, values in numbers.items():
+        finite = all(math.isfinite(v) for v in values if isinstance(v, float))
+        require(finite, key, "finite numbers", leaves[key])
+    for expected, (is_inside, keys) in BOUNDS.items():
+        for key in keys:
+            require(all(is_inside(v) for v in numbers[key] if v is not None), key, expected, leaves[key])
     for image, patch in zip(s.image_size, s.patch_size, strict=True):
         require(
             patch > 0 and image > 0 and image % patch == 0,
@@ -124,6 +211,8 @@ def check_rules(config: Config, where: str) -> None:
             f"positive multiples of spatial.patch_size {list(s.patch_size)}",
             list(s.image_size),
         )
+    low, high = c.augment.scale_range
+    require(0 < low <= high, "augment.scale_range", "0 < low <= high", c.augment.scale_range)
     require(
         c.data.list_strategy == "multi_domain" or len(c.data.device_filter or []) == 1,
         "data.device_filter",
@@ -133,61 +222,32 @@ def check_rules(config: Config, where: str) -> None:
     require(
         c.data.drop_last, "data.drop_last", "true (batches have one size; a batch may span epochs)", False
     )
-    require_share("data.max_reject_fraction", c.data.max_reject_fraction, low=True, high=True)
-    require(c.data.workers >= 0, "data.workers", "0 or more", c.data.workers)
-    require(c.data.prefetch_factor >= 1, "data.prefetch_factor", "1 or more", c.data.prefetch_factor)
-    require(c.data.data_timeout_s > 0, "data.data_timeout_s", "seconds above 0", c.data.data_timeout_s)
-    if m.recipe == "methods":
-        require_share("method.mask_ratio", m.mask_ratio)
-    else:
-        require_share("method.context_ratio", m.context_ratio)
-        require_share("method.target_ratio", m.target_ratio)
+    needed = ("mask_ratio", "ema_base") if m.recipe == "methods" else ("context_ratio", "target_ratio")
+    for name in needed:
+        require(getattr(m, name) is not None, f"method.{name}", f"a number with recipe {m.recipe}", None)
+    if m.recipe == "vjepa2":
+        require(m.mask_ratio is None, "method.mask_ratio", "null with recipe vjepa2", m.mask_ratio)
         total = (m.context_ratio or 0) + (m.target_ratio or 0)
         require(total <= 1, "method.context_ratio", "context_ratio + target_ratio <= 1", round(total, 6))
         require(
             bool(m.mask_blocks), "method.mask_blocks", "at least one family with recipe vjepa2", m.mask_blocks
         )
-        require(
-            m.predictor_width % 64 == 0 or m.predictor_width % 32 == 0,
-            "method.predictor_width",
-            "a multiple of 32 (the width of one attention head)",
-            m.predictor_width,
-        )
-    if m.recipe == "methods" or m.ema_base is not None:
-        require_share("method.ema_base", m.ema_base, low=True, high=True)
-    has_weight = m.regulariser_weight > 0
+    for number, family in enumerate(m.mask_blocks or []):
+        key, (low, high) = f"method.mask_blocks[{number}]", family.aspect
+        require(0 < family.scale <= 1, f"{key}.scale", "a number in (0, 1]", family.scale)
+        require(0 < low <= high < math.inf, f"{key}.aspect", "0 < low <= high", family.aspect)
+    width = m.predictor_width
+    is_whole = width >= 32 and width % 32 == 0
+    require(is_whole, "method.predictor_width", "a multiple of 32, the width of an attention head", width)
     require(
-        has_weight == (m.regulariser != "none"),
+        (m.regulariser_weight > 0) == (m.regulariser != "none"),
         "method.regulariser_weight",
         "above 0 exactly when method.regulariser is not none",
         f"{m.regulariser_weight} with {m.regulariser}",
     )
-    require_share("method.dropout", m.dropout, low=True)
-    require_share("method.drop_path", m.drop_path, low=True)
-    require(o.base_lr > 0, "optim.base_lr", "a number above 0", o.base_lr)
-    require(o.weight_decay >= 0, "optim.weight_decay", "0 or more", o.weight_decay)
-    for beta in o.betas:
-        require_share("optim.betas", beta, low=True)
-    for key in ("warmup_ratio", "cooldown_ratio", "min_lr_ratio"):
-        require_share(f"optim.{key}", getattr(o, key), low=True, high=True)
     span = o.warmup_ratio + o.cooldown_ratio
     require(span <= 1, "optim.cooldown_ratio", "warmup_ratio + cooldown_ratio <= 1", span)
-    require(o.clip_grad_norm > 0, "optim.clip_grad_norm", "a number above 0", o.clip_grad_norm)
-    for key in (
-        "global_batch_size",
-        "per_core_batch_size",
-        "log_every_steps",
-        "ckpt_every_epochs",
-        "keep_last",
-    ):
-        require(getattr(t, key) >= 1, f"train.{key}", "1 or more", getattr(t, key))
-    for key in ("grad_accum_steps", "epochs", "max_steps", "ckpt_every_steps", "val_every_steps"):
-        value = getattr(t, key)
-        require(value is None or value >= 1, f"train.{key}", "null, or 1 or more", value)
     require(t.epochs is not None or t.max_steps is not None, "train.epochs", "epochs or max_steps", None)
-    require_share("train.val_fraction", t.val_fraction)
-    a = c.augment
-    require(0 < a.scale_range[0] <= a.scale_range[1], "augment.scale_range", "0 < low <= high", a.scale_range)
 
 
 def accumulation_steps(train: TrainConfig, world_size: int) -> int:
@@ -208,9 +268,11 @@ def to_yaml(config: Config) -> str:
     return OmegaConf.to_yaml(OmegaConf.structured(config), resolve=True)
 
 
-# A run directory may be continued with other values of these; any other change is an error.
+# A run directory may be continued with other values of these; any other change is an error. The second line
+# is what only finetuning reads.
 RESUMABLE_KEYS = re.compile(
-    r"train\.(max_steps|epochs|log_\w+|per_core_batch_size|grad_accum_steps)|wandb\..*|data\.workers|probe\..*|eval\..*|task\..*|model\.checkpoint"
+    r"train\.(max_steps|epochs|log_\w+|per_core_batch_size|grad_accum_steps)|wandb\..*|data\.workers"
+    r"|model\.checkpoint|eval\..*|probe\.(bootstrap_samples|random_init_seeds)"
 )
 
 

@@ -32,7 +32,7 @@ class DataConfig:
     laterality_filter: list[str] | None = None  # [L], [R]; null: both
     sampling: Literal["natural", "device_balanced"] = "natural"
     cache_dir: str | None = None  # local read-through cache of a remote store; null: none
-    max_samples: int | None = None  # the first so many records after the filters; null: all
+    max_samples: int | None = None  # prepare only the first so many records after the filters; null: all
     workers: int = 1  # loader processes per rank; 0: in the training process
     prefetch_factor: int = 2  # batches ahead per worker
     pin_memory: bool = False
@@ -118,7 +118,6 @@ class TrainConfig:
     max_steps: int | None = None  # wins over epochs when both are given
     val_fraction: float = 0.1  # of the training participants
     use_bf16: bool = MISSING
-    compile: bool = False
     ckpt_dir: str | None = "${run.dir}/checkpoints"  # null: no checkpoints
     ckpt_every_epochs: int = 5
     ckpt_every_steps: int | None = None  # null: only by epochs

@@ -270,10 +270,28 @@ def test_a_missing_file_is_named(run_dir: Path, name: str) -> None:
 def test_damage_is_named_with_its_line(run_dir: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="expected a run directory"):
         read_run(tmp_path / "absent")
-    with (run_dir / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 21')
-    with pytest.raises(UserError, match=r"metrics.jsonl:21: expected JSON"):
+    metrics = run_dir / "metrics.jsonl"
+    whole = metrics.read_bytes()
+    for damage in (b'{"step": 21\n', b'{"train/loss": 1}\n', b"[1]\n", b"7\n", b'{"step": 21, "\xff": 1}\n'):
+        metrics.write_bytes(whole + damage)
+        with pytest.raises(UserError, match=r'metrics.jsonl:21: expected JSON with "step"'):
+            read_run(run_dir)
+    metrics.write_bytes(b'{"step": 1, \n' + whole[:-9])
+    with pytest.raises(UserError, match=r"metrics.jsonl:1: expected JSON"):
         read_run(run_dir)
+
+
+def test_a_run_that_is_running_or_was_killed_reports(run_dir: Path) -> None:
+    """Its last line may be cut anywhere; the lines before count."""
+    metrics = run_dir / "metrics.jsonl"
+    whole = metrics.read_bytes()
+    last = whole.rindex(b"\n", 0, -1) + 1
+    for end in range(last, len(whole) - 1):
+        metrics.write_bytes(whole[:end])
+        assert [step for step, _ in read_run(run_dir).series["train/loss"]] == list(range(10, 200, 10))
+    main(["--run", str(run_dir)])
+    metrics.write_bytes(whole[:-1])  # complete but for its newline
+    assert read_run(run_dir).series["train/loss"][-1][0] == 200
 
 
 # --- pictures ---

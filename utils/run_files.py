@@ -60,7 +60,7 @@ def read_run(path: str | Path) -> Run:
 def _text(path: Path) -> str:
     if not path.is_file():
         raise UserError(f"{path}: expected a file that pretraining.train writes, found none")
-    return path.read_text()
+    return path.read_text(encoding="utf-8", errors="backslashreplace")  # which is no JSON, so damage is named
 
 
 def _json(path: Path) -> dict[str, Any]:
@@ -71,14 +71,20 @@ def _json(path: Path) -> dict[str, Any]:
 
 
 def _series(text: str, path: Path) -> tuple[dict[str, Points], dict[str, int]]:
-    """Metrics by step; a step that a resumed run repeated counts once, as logged last."""
+    """Metrics by step; a step that a resumed run repeated counts once, as logged last.
+
+    A last line without its newline may be cut, since a run is writing it or was killed in it: it is left out.
+    """
     merged: dict[str, dict[int, float]] = {}
     not_finite: dict[str, int] = {}
-    for number, line in enumerate(text.splitlines(), 1):
+    lines = text.splitlines(keepends=True)
+    for number, line in enumerate(lines, 1):
         try:
             values = json.loads(line)
             step = values.pop("step")
-        except (json.JSONDecodeError, KeyError) as error:
+        except (json.JSONDecodeError, KeyError, AttributeError, TypeError) as error:
+            if number == len(lines) and not line.endswith("\n"):
+                break
             raise UserError(f'{path}:{number}: expected JSON with "step", found {line[:60]!r}') from error
         for key, value in values.items():
             if isinstance(value, str) or (value is not None and not math.isfinite(value)):

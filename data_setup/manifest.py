@@ -162,12 +162,13 @@ def audit_files(records: Iterable[Record], cfg: Config) -> dict[str, list[str]]:
         for person_id in list_names(base(folder), options):
             names = list_names(base(f"{folder}/{person_id}"), options)
             on_disk |= {f"{folder}/{person_id}/{n}" for n in names if n.endswith(".dcm")}
-    in_manifest = {row.path for row in _manifest_rows(cfg, volumes_only=False)[0]}
+    table, _ = _read_table(cfg.data.manifest_path, options, ("filepath",))
+    in_manifest = {_clean_path(path) for path in table["filepath"]}
     missing = sorted({r.path for r in records} - on_disk)
     return {"missing": missing, "orphans": sorted(on_disk - in_manifest)}
 
 
-def _manifest_rows(cfg: Config, volumes_only: bool = True) -> tuple[list[Record], Counter[str]]:
+def _manifest_rows(cfg: Config) -> tuple[list[Record], Counter[str]]:
     """Rows as records without participant and URL, and the counts of the rows that are none."""
     columns = ("filepath", "sop_instance_uid", "laterality", "number_of_frames", "height", "width")
     table, id_column = _read_table(cfg.data.manifest_path, cfg.data.storage_options, columns)
@@ -185,7 +186,7 @@ def _manifest_rows(cfg: Config, volumes_only: bool = True) -> tuple[list[Record]
             "row_without_person": person_id is None,
             "unknown_device": device is None,
             "unknown_protocol": protocol is None,
-            "not_a_volume": volumes_only and protocol is not None and not protocol.is_volume,
+            "not_a_volume": protocol is not None and not protocol.is_volume,
             "duplicate_row": path in paths or (uid != "" and uid in uids),
         }
         reason = next((name for name, applies in reasons.items() if applies), None)

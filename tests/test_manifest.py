@@ -241,8 +241,11 @@ def test_missing_files_and_orphans(tmp_path: Path) -> None:
     rows = [row("1001"), row("1001", uid="1.2"), row("4001", "zeiss_cirrus", uid="1.3")]
     rows.append(row("1001", "heidelberg_spectralis", uid="1.4", name="spectralis_onh_rc_hr_oct_oct"))
     rows.append(row("1001", "heidelberg_spectralis", uid="1.5"))
+    rows.append(row("1001", uid="1.5", name="triton_no_such_protocol"))
     write_tree(tmp_path, rows, people_of("1001", "4001"))
     orphan = rows[0]["filepath"].replace("_1.1.dcm", "_9.9.dcm").lstrip("/")
+    (tmp_path / orphan).parents[1].mkdir(parents=True)
+    ((tmp_path / orphan).parents[1] / "notes.txt").write_text("no folder of a person")
     for path in [*(r["filepath"] for r in rows[1:]), orphan]:
         file = tmp_path / path.lstrip("/")
         file.parent.mkdir(parents=True, exist_ok=True)

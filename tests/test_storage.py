@@ -37,6 +37,7 @@ def test_round_trip_and_listing(root: str) -> None:
     assert storage.list_names(storage.join(root, "a")) == ["b.bin", "c.txt"]
     assert storage.list_names(root) == ["a"]
     assert storage.list_names(storage.join(root, "absent")) == []
+    assert "b.bin" not in storage.list_names(storage.join(root, "a", "c.txt"))
     assert storage.exists(storage.join(root, "a"))
     assert storage.exists(storage.join(root, "a", "b.bin"))
     storage.remove(storage.join(root, "a", "b.bin"))

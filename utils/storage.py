@@ -167,7 +167,7 @@ def list_names(url: str, options: StorageOptions | None = None) -> list[str]:
         fs, path = _filesystem(url, options)
         try:
             children = os.listdir(path) if not is_remote(url) else fs.ls(path, detail=False)
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return []
         names = {posixpath.basename(c.rstrip("/")) for c in children if c.rstrip("/") != path.rstrip("/")}
         return sorted(n for n in names if n and not n.endswith(PARTIAL_SUFFIX))

@@ -29,7 +29,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from data_setup.dicom import OCTReadError, RejectReason, open_volume
+from data_setup.dicom import OCTHeader, OCTReadError, RejectReason, open_volume
 from data_setup.manifest import Record, read_records
 from data_setup.prepare_report import summarise, table
 from data_setup.resample import resample_frames
@@ -93,6 +93,7 @@ def prepare_row(job: Job) -> Outcome:
         except ValueError as error:  # a field smaller than a voxel of the grid
             raise OCTReadError(url, RejectReason.IMPLAUSIBLE_SPACING, "a field on the grid", error) from error
         measured = measure(volume)
+        check_manifest(job.record, header)
         if measured["intensity_std"] == 0:
             raise OCTReadError(url, RejectReason.CONSTANT_VOLUME, "an image on the grid", "one grey value")
     except storage.StorageNotFoundError as error:
@@ -112,11 +113,27 @@ def prepare_row(job: Job) -> Outcome:
             "flipped_d": header.flip_d,
             "bits_stored": header.bits_stored,
             "transfer_syntax": header.transfer_syntax,
+            "header_laterality": header.laterality,
         }
-    if job.was_kept and fields["status"] == RejectReason.MISSING_FILE:
+    if fields["status"] != RejectReason.MISSING_FILE:
+        job.writer.write_row(job.row, voxels, fields)
+    elif job.was_kept:
         return Outcome(job.row, SOURCE_MISSING)
-    job.writer.write_row(job.row, voxels, fields)
+    else:
+        job.writer.write_fields(job.row, fields)  # whatever volume there may be stays
     return Outcome(job.row, fields["status"], fields["message"])
+
+
+def check_manifest(record: Record, header: OCTHeader) -> None:
+    """Raise header_mismatch when the file is not the one that its manifest row describes."""
+    pairs = {
+        "SOPInstanceUID": (record.sop_instance_uid or None, header.sop_instance_uid or None),
+        "frames x height x width": (record.shape, header.shape),
+    }
+    for name, (expected, found) in pairs.items():
+        if expected is not None and found is not None and expected != found:
+            said = f"{name} {expected} as in the manifest"
+            raise OCTReadError(record.url, RejectReason.HEADER_MISMATCH, said, found)
 
 
 def _identity(job: Job) -> dict[str, Any]:

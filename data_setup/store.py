@@ -49,7 +49,7 @@ INDEX_COLUMNS: dict[str, tuple[str, str]] = {
     "device": ("str", "device folder"),
     "protocol": ("str", "Protocol.name of data_setup/protocols.py"),
     "region": ("str", "the manifest's anatomic_region"),
-    "laterality": ("str", "L or R"),
+    "laterality": ("str", "L or R; unknown where manifest, file name and header do not tell"),
     "split": ("str", "recommended split: train, val or test"),
     "study_group": ("str", "of participants.tsv"),
     "clinical_site": ("str", "of participants.tsv"),
@@ -251,17 +251,12 @@ class StoreWriter:
     def finalise(self, listed_rows: Iterable[int]) -> pd.DataFrame:
         """Compact records and rows to index.parquet; returns it."""
         records, measured, listed = self.read_records(), self.read_rows(), set(listed_rows)
-        table = [
-            {
-                "status": PENDING,
-                "flipped_d": False,
-                **measured.get(row, {}),
-                **record,
-                "row": row,
-                "listed": row in listed,
-            }
-            for row, record in enumerate(records)
-        ]
+        table = []
+        for row, record in enumerate(records):
+            fields = {"status": PENDING, "flipped_d": False, **measured.get(row, {}), **record}
+            if record["laterality"] == "unknown" and fields.get("header_laterality"):
+                fields["laterality"] = fields["header_laterality"]
+            table.append(fields | {"row": row, "listed": row in listed})
         types = {name: kind for name, (kind, _) in INDEX_COLUMNS.items()}
         index = pd.DataFrame(table, columns=list(types)).astype(types)
         buffer = io.BytesIO()

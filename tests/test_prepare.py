@@ -26,6 +26,7 @@ import data_setup.shard_lock as shard_lock_module
 from data_setup.manifest import read_records
 from data_setup.phantom import write_tree
 from data_setup.prepare import Job, Outcome, main, parse_shard, prepare_row, run_jobs
+from data_setup.prepare_report import summarise, table
 from data_setup.shard_lock import shard_lock
 from data_setup.store import PreparedStore, StoreWriter, checksum
 from utils.config import UserError, load_config
@@ -295,6 +296,76 @@ def test_another_source_is_refused_and_the_same_one_spelt_differently_is_not(
     assert contents(store) == contents(clean)
     row = json.loads((store / "rows" / "000000.json").read_text())
     assert row["source_url"] == str(tree / row["record"]["path"])
+
+
+@pytest.mark.parametrize(
+    ("column", "text", "said"),
+    [
+        ("sop_instance_uid", "2.25.1", "expected SOPInstanceUID 2.25.1 as in the manifest, found "),
+        ("height", "7", "expected frames x height x width ("),
+        ("number_of_frames", "7", "expected frames x height x width (7, "),
+    ],
+)
+def test_a_file_that_is_not_the_one_of_its_row_is_a_reject(
+    own_tree: Path, tmp_path: Path, column: str, text: str, said: str
+) -> None:
+    manifest, store = own_tree / "retinal_oct" / "manifest.tsv", tmp_path / "store"
+    header, *lines = [line.split("\t") for line in manifest.read_text().splitlines()]
+    lines[0][header.index(column)] = text
+    manifest.write_text("\n".join("\t".join(line) for line in (header, *lines[:2])) + "\n")
+    main(arguments(own_tree, store, "data.max_reject_fraction=0.9"))
+    index = PreparedStore.open(str(store)).index
+    assert sorted(index.status) == ["header_mismatch", "kept"]
+    assert index.message.dropna().iloc[0].startswith(said)
+
+
+def test_laterality_comes_from_the_header_when_the_manifest_has_none(own_tree: Path, tmp_path: Path) -> None:
+    manifest, store = own_tree / "retinal_oct" / "manifest.tsv", tmp_path / "store"
+    header, line, *_ = [line.split("\t") for line in manifest.read_text().splitlines()]
+    side, path = line[header.index("laterality")], line[header.index("filepath")]
+    assert f"_{side.lower()}_" in path
+    line[header.index("laterality")] = "Not reported"
+    line[header.index("filepath")] = path.replace(f"_{side.lower()}_", "_unknown_laterality_")
+    (own_tree / path.lstrip("/")).rename(own_tree / line[header.index("filepath")].lstrip("/"))
+    manifest.write_text("\t".join(header) + "\n" + "\t".join(line) + "\n")
+    main(arguments(own_tree, store))
+    assert StoreWriter(str(store)).read_records()[0]["laterality"] == "unknown"
+    assert PreparedStore.open(str(store)).index.laterality.to_list() == [side]
+
+
+def test_a_damaged_row_is_prepared_again(tree: Path, clean: Path, tmp_path: Path) -> None:
+    store = Path(shutil.copytree(clean, tmp_path / "store"))
+    row = store / "rows" / "000001.json"
+    row.write_bytes(row.read_bytes()[:-30])
+    assert main(arguments(tree, store)) == 0
+    assert json.loads((store / "prepare_report.json").read_text())["run"]["prepared"] == 1
+    assert contents(store) == contents(clean)
+
+
+def test_the_report_tells_spacing_and_warns_of_an_empty_grid(clean: Path) -> None:
+    store = PreparedStore.open(str(clean))
+    protocol = store.index.protocol[0]
+    report = json.loads((clean / "prepare_report.json").read_text())
+    of_protocol = [json.loads(p.read_text()) for p in sorted((clean / "rows").iterdir())]
+    of_protocol = [f for f in of_protocol if f["record"]["protocol"] == protocol]
+    for when in ("before", "after"):
+        columns = [[f[f"spacing_{when}_{a}"] for f in of_protocol] for a in "dhw"]
+        expected = [round(float(np.median(c)), 6) for c in columns]
+        assert report["by_protocol"][protocol][f"spacing_{when}"] == expected
+    assert (
+        report["by_protocol"][protocol]["spacing_before"] != report["by_protocol"][protocol]["spacing_after"]
+    )
+
+    def warnings(fraction: float) -> list[str]:
+        index = store.index.copy()
+        index.loc[index.protocol == protocol, "valid_fraction"] = fraction
+        index.loc[index.protocol != protocol, "valid_fraction"] = 1.0
+        changed = summarise(index, store.attrs, {}, report["run"])
+        return [line for line in table(changed).splitlines() if line.startswith("warning: ")]
+
+    assert warnings(0.6) == []
+    (line,) = warnings(0.59)
+    assert line.startswith(f"warning: {protocol}: only 59% of the grid lies inside the scan")
 
 
 def test_a_second_prepare_is_refused_and_a_dead_one_is_taken_over(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ rejects exceed data.max_reject_fraction of the records. A rerun keeps finished r
 is out of reach, takes up new records, and tries rejects again; after a kill at any moment it ends with the
 same bytes.
 
-    python -m data_setup.prepare --config FILE [--workers N] [--shard i/n] [section.key=value ...]
+    python -m data_setup.prepare --config FILE [--workers N] [--shard i/n] [--audit] [section.key=value ...]
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from typing import Any
 from tqdm import tqdm
 
 from data_setup.dicom import OCTHeader, OCTReadError, RejectReason, open_volume
-from data_setup.manifest import Record, read_records
-from data_setup.prepare_report import summarise, table
+from data_setup.manifest import Record, audit_files, read_records
+from data_setup.prepare_report import shorten, summarise, table
 from data_setup.resample import resample_frames
 from data_setup.shard_lock import setup_lock, shard_lock
 from data_setup.store import KEPT, StoreWriter, in_threads, measure, read_attrs, record_fields
@@ -244,6 +244,9 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--workers", type=int, default=os.cpu_count() or 1, metavar="N", help="processes; 0: in this one"
     )
+    parser.add_argument(
+        "--audit", action="store_true", help="list the files of a remote tree too; a local one always is"
+    )
     parser.add_argument("--shard", default="0/1", metavar="i/n", help="rows with row %% n == i only")
 
 
@@ -257,6 +260,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     options, url = cfg.data.storage_options, cfg.data.store
     listing = read_records(cfg)
     writer = StoreWriter(url, options)
+    wants_audit = args.audit or not storage.is_remote(cfg.data.gcs_root)
+    audit = shorten(audit_files(listing.records, cfg)) if wants_audit else None
     synthetic = storage.exists(storage.join(cfg.data.gcs_root, "synthetic.json"), options)
     with shard_lock(url, shard, num_shards, options):
         with setup_lock(url, options):
@@ -309,6 +314,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                     "volumes_per_s": round(prepared / seconds, 3),
                     "peak_memory_mb": round(_peak_memory_mb(args.workers), 1),
                     "split_source": listing.split_source,
+                    "audit": audit,
                 },
             )
             storage.write_text(

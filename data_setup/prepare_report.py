@@ -13,6 +13,7 @@ import pandas as pd
 
 from data_setup.store import KEPT, PENDING
 
+AUDIT_NAMES = 20  # files of either kind that the report names
 LOW_VALID_FRACTION = 0.6  # below this share of acquired voxels, most tokens of a volume are padding
 
 
@@ -44,6 +45,11 @@ def _group(index: pd.DataFrame) -> dict[str, Any]:
         "spacing_source": counts(kept.spacing_source),
         "orientation_source": counts(kept.orientation_source),
     }
+
+
+def shorten(audit: Mapping[str, list[str]]) -> dict[str, dict[str, Any]]:
+    """What manifest.audit_files found: per kind the count and the first AUDIT_NAMES names."""
+    return {kind: {"count": len(names), "first": names[:AUDIT_NAMES]} for kind, names in audit.items()}
 
 
 def summarise(
@@ -108,6 +114,11 @@ def table(report: Mapping[str, Any]) -> str:
     if report["not_in_manifest"]:
         lines.append(f"no longer in the manifest, kept in their rows: {report['not_in_manifest']}")
     run = report["run"]
+    if run["audit"]:
+        found = {kind: part["count"] for kind, part in run["audit"].items()}
+        lines.append(
+            f"files: {found['missing']} of the manifest missing, {found['orphans']} in no manifest row"
+        )
     if run["source_missing"]:
         lines.append(f"source missing now, row kept: {run['source_missing']}")
     lines.append(

@@ -167,6 +167,7 @@ BOUNDS: dict[str, tuple[Callable[[float], bool], tuple[str, ...]]] = {
         (
             *("seed", "data.workers", "augment.rotate_dw_deg", "augment.rotate_hw_deg", "augment.gain"),
             *("augment.shift_fraction", "augment.gamma", "augment.noise_std", "optim.weight_decay"),
+            "method.regulariser_weight",
         ),
     ),
     "a number above 0": (

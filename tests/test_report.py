@@ -272,8 +272,15 @@ def test_damage_is_named_with_its_line(run_dir: Path, tmp_path: Path) -> None:
         read_run(tmp_path / "absent")
     metrics = run_dir / "metrics.jsonl"
     whole = metrics.read_bytes()
-    for damage in (b'{"step": 21\n', b'{"train/loss": 1}\n', b"[1]\n", b"7\n", b'{"step": 21, "\xff": 1}\n'):
-        metrics.write_bytes(whole + damage)
+    for damage in (
+        b'{"step": 21',
+        b'{"train/loss": 1}',
+        b"[1]",
+        b"7",
+        b'{"step": 21, "\xff": 1}',
+        b'{"st\x0bep": 1}',
+    ):
+        metrics.write_bytes(whole + damage + b"\n")
         with pytest.raises(UserError, match=r'metrics.jsonl:21: expected JSON with "step"'):
             read_run(run_dir)
     metrics.write_bytes(b'{"step": 1, \n' + whole[:-9])

@@ -40,8 +40,8 @@ Rotary = tuple[Tensor, Tensor]
 class Stochastic:
     """Dropout and stochastic depth of one forward pass, a function of the samples' own seeds.
 
-    Every call draws on from the streams; the same seeds give the same masks on every engine and in every batch
-    layout.
+    Every call draws on from the streams; the same seeds give the same masks on every engine and in every
+    batch layout.
     """
 
     def __init__(self, seed_B: Tensor, dropout: float, drop_path: float) -> None:

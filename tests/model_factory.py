@@ -19,6 +19,9 @@ vit3d.SIZES.setdefault("nano", (2, 48, 2))  # a size for tests alone; the config
 def small_config(recipe: str = "vjepa2", *overrides: str) -> Config:
     """Grid 2 x 3 x 4, patch 4 x 8 x 8."""
     base = ["spatial.image_size=[8,24,32]", "method.predictor_depth=2", "method.predictor_width=64"]
+    base += ["train.global_batch_size=16", "train.per_core_batch_size=16", "train.max_steps=200"]
+    base += ["optim.base_lr=5e-4", "optim.warmup_ratio=0.1", "optim.cooldown_ratio=0.3"]
+    base += ["optim.min_lr_ratio=0.01", "method.regulariser=vicreg", "method.regulariser_weight=0.05"]
     if recipe == "methods":
         base += ["method.recipe=methods", "method.mask_ratio=0.5", "method.ema_base=0.9"]
         base += ["method.regulariser=none", "method.regulariser_weight=0"]

@@ -37,6 +37,7 @@ def pipeline_overrides(folder: Path) -> list[str]:
         "train.log_every_steps=1",
         "data.workers=0",
         "train.use_bf16=false",
+        "optim.base_lr=5e-4",
     ]
 
 

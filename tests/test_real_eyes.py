@@ -1,4 +1,4 @@
-"""The whole path on two real OCT eyes: one trains, one validates; batches span epochs; the report shows them."""
+"""The path on two real OCT eyes: one trains, one validates; batches span epochs; the report shows them."""
 
 from __future__ import annotations
 

@@ -165,7 +165,9 @@ def test_kill_9_then_resume_equals_no_interruption(folder: Path, finished: Path,
     run = folder / f"killed_{after}"
     command = [sys.executable, "-m", "pretraining.train", "--config", str(SMOKE)]
     command += [*pipeline_overrides(folder), f"run.dir={run}"]
-    process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.DEVNULL)
+    # without the W&B service of this process, which would outlive the killed run and hold on to its id
+    env = {k: v for k, v in os.environ.items() if not k.startswith("WANDB")}
+    process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.DEVNULL, env=env)
     deadline = time.monotonic() + 120
     while time.monotonic() < deadline and process.poll() is None:
         path = run / "metrics.jsonl"
@@ -175,8 +177,9 @@ def test_kill_9_then_resume_equals_no_interruption(folder: Path, finished: Path,
     assert process.poll() is None, "the run ended before it could be killed"
     process.kill()
     assert process.wait() == -signal.SIGKILL
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=env)
     assert done.returncode == 0, done.stderr
+    assert len(run_ids(run)) == 1
     assert_same_weights(run, finished)
     assert without_clock(metrics(run)) == without_clock(metrics(finished))
 

@@ -1,0 +1,72 @@
+"""What a run says: offline without a key and it says so, nothing without W&B, one clock."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+
+import pytest
+
+from tests.model_factory import small_config
+from tests.wandb_reader import history
+from utils.log import RunLog, _has_api_key, setup_logging
+
+
+@pytest.fixture
+def no_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    return tmp_path
+
+
+def test_a_key_comes_from_the_environment_or_netrc(no_key: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    url = "https://wandb.example.org"
+    assert not _has_api_key(url)
+    (no_key / ".netrc").write_text("machine wandb.example.org login user password 123\n")
+    (no_key / ".netrc").chmod(0o600)
+    assert _has_api_key(url)
+    assert not _has_api_key("https://elsewhere.example.org")
+    monkeypatch.setenv("WANDB_API_KEY", "123")
+    assert _has_api_key("https://elsewhere.example.org")
+
+
+def test_online_without_a_key_logs_offline_and_says_so(
+    no_key: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    cfg = small_config("vjepa2", "wandb.mode=online", f"run.dir={no_key / 'run'}")
+    with caplog.at_level(logging.WARNING):
+        run_log = RunLog(cfg, 0, 10, synthetic=True)
+    assert "no API key was found; logging offline" in caplog.text
+    run_log.metrics(3, {"train/loss": 0.5, "val/probe": None})
+    run_log.close()
+    assert [r["train/loss"] for r in history(no_key / "run")] == [0.5]
+
+
+def test_pictures_of_participants_are_announced(no_key: Path, caplog: pytest.LogCaptureFixture) -> None:
+    overrides = ["wandb.mode=disabled", "wandb.log_images=true", f"run.dir={no_key / 'run'}"]
+    with caplog.at_level(logging.WARNING):
+        run_log = RunLog(small_config("vjepa2", *overrides), 0, 10, synthetic=False)
+    run_log.close()
+    assert "data licence" in caplog.text
+    assert run_log.log_images
+    assert not run_log.log_artifacts
+
+
+def test_a_resumed_run_drops_what_came_after_its_checkpoint(no_key: Path) -> None:
+    cfg = small_config("vjepa2", "wandb.mode=disabled", f"run.dir={no_key / 'run'}")
+    setup_logging()
+    logging.getLogger("test").info("said before the run directory existed")
+    first = RunLog(cfg, 0, 10, synthetic=True)
+    for step in (1, 2, 3):
+        first.metrics(step, {"train/loss": float(step), "train/odd": float("nan")})
+    first.close()
+    assert "said before" in (no_key / "run" / "log.txt").read_text()
+    path = no_key / "run" / "metrics.jsonl"
+    path.write_text(path.read_text() + '{"step": 4, "tra')  # a kill cut the line
+    again = RunLog(cfg, 2, 10, synthetic=True)
+    again.metrics(3, {"train/loss": 9.0})
+    again.close()
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [(r["step"], r["train/loss"]) for r in rows] == [(1, 1.0), (2, 2.0), (3, 9.0)]
+    assert rows[0]["train/odd"] == "nan"

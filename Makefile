@@ -48,4 +48,4 @@ demo: install ## phantom data -> store -> pre-training -> probe -> report, in mi
 	@$(PY) -m utils.report --run $(RUN)
 
 clean-demo: ## remove what demo made
-	rm -rf runs/phantom runs/phantom_store $(RUN)
+	rm -rf runs/phantom runs/.phantom.phantom-partial runs/phantom_store $(RUN)

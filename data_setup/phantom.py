@@ -110,7 +110,7 @@ def write_tree(
 def _whole_directory(out: Path) -> Iterator[Path]:
     """A directory beside `out` that takes its place when the block ends well; raises UserError."""
     out = out.resolve()
-    partial_out = out.with_name(f"{out.name}.partial")
+    partial_out = out.with_name(f".{out.name}.phantom-partial")
     if out.exists() and not out.is_dir():
         raise UserError(f"{out}: expected a new or empty directory, found a file")
     try:

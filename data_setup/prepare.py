@@ -150,6 +150,8 @@ def state_of(job: Job, found: dict[str, Any] | None) -> str:
         source = storage.stat(job.record.url, job.options)
     except storage.StorageNotFoundError:
         return SOURCE_MISSING
+    except storage.StorageError:
+        return TO_DO  # prepare_row meets the same error and counts it, for this row alone
     if (found["source_size"], found["source_version"]) != (source.size, source.etag_or_mtime):
         return TO_DO
     if not _identity(job).items() <= found.items():

@@ -70,11 +70,13 @@ class SkillGauge:
         self.added += count
 
     @torch.no_grad()
-    def losses(self, out: Output, target_BM: Tensor, valid_BM: Tensor, row_B: Tensor) -> Tensor:
-        """Summed losses [3] of the prediction, the constant and the per-position baseline, over the valid
+    def losses(
+        self, prediction_BME: Tensor, target_BME: Tensor, target_BM: Tensor, valid_BM: Tensor, row_B: Tensor
+    ) -> Tensor:
+        """Summed losses [4] of the prediction, the constant and the per-position baseline, over the valid
         target tokens whose position has MIN_SAMPLES valid entries of other volumes.
         """
-        total = torch.zeros(3, device=row_B.device)
+        total = torch.zeros(4, device=row_B.device)
         for b in range(len(row_B)):
             others = (self.row_R >= 0) & (self.row_R != row_B[b])
             known_P = self.valid_RP[others].sum(0) >= MIN_SAMPLES
@@ -83,11 +85,12 @@ class SkillGauge:
             if not bool(use.any()):
                 continue
             ring = self.ring_RPE[others].masked_fill(~self.valid_RP[others].unsqueeze(-1), math.nan)
-            target = out.target_BME[b, use]
+            target = target_BME[b, use]
             constant = self.centre(ring.flatten(0, 1), dim=0).expand_as(target)
             per_position = self.centre(ring[:, slot_M[use]], dim=0)
-            for i, guess in enumerate((out.prediction_BME[b, use], constant, per_position)):
+            for i, guess in enumerate((prediction_BME[b, use], constant, per_position)):
                 total[i] += self.distance(guess, target).sum()
+            total[3] += len(target)
         return total
 
     def state_dict(self) -> dict[str, Any]:
@@ -110,7 +113,7 @@ class Gauges:
     def _begin(self, measure: bool) -> None:
         self.measure = measure
         self._remember: list[tuple[Tensor, Tensor, Tensor]] = []
-        self._losses: list[Tensor] = []
+        self._observed: list[tuple[Tensor, ...]] = []
         self._tokens: list[tuple[Tensor, Tensor, Tensor]] = []  # count, sum, sum of squares
         self._pooled: list[Tensor] = []
 
@@ -127,7 +130,8 @@ class Gauges:
         )
         if not self.measure:
             return
-        self._losses.append(self.skill.losses(out, batch["target"], batch["target_valid"], batch["row"]))
+        kept = (out.prediction_BME.detach(), out.target_BME)
+        self._observed.append((*kept, batch["target"], batch["target_valid"], batch["row"]))
         weight_BK1 = (batch["context_valid"] > 0).float().unsqueeze(-1)
         unit = F.normalize(out.context_BKE.float(), dim=-1) * weight_BK1
         self._tokens.append((weight_BK1.sum(), unit.sum((0, 1)), unit.square().sum((0, 1))))
@@ -144,9 +148,11 @@ class Gauges:
         """
         result: dict[str, float | None] = {}
         if self.measure:
-            prediction, *baselines = torch.stack(self._losses).sum(0).tolist()
+            losses = [self.skill.losses(*observed) for observed in self._observed]
+            prediction, *baselines, tokens = torch.stack(losses).sum(0).tolist()
             for name, loss in zip(("mean", "position"), baselines, strict=True):
-                result[f"train/skill_{name}"] = 1 - prediction / loss if loss > BASELINE_FLOOR else None
+                is_yardstick = loss > BASELINE_FLOOR * tokens
+                result[f"train/skill_{name}"] = 1 - prediction / loss if is_yardstick else None
             count, first, second = (sum(part) for part in zip(*self._tokens, strict=True))
             variance = (second / count - (first / count).square()).clamp(min=0)
             result["train/feature_std"] = float(variance.sqrt().mean() * math.sqrt(len(first)))

@@ -20,7 +20,7 @@ from pretraining.data import Rows
 from pretraining.monitor import SkillGauge
 from utils import storage
 from utils.checkpoint import CheckpointError, CheckpointWriter, list_steps, load_checkpoint, load_newest
-from utils.config import Config, UserError, changed_keys, load_config, to_yaml
+from utils.config import Config, UserError, changed_keys, config_of_yaml, load_config, to_yaml
 from utils.runtime import Runtime, provenance
 
 log = logging.getLogger(__name__)
@@ -30,14 +30,18 @@ INIT_WEIGHT_LIMIT = 0.1  # a target with more of its random initialisation is no
 def check_run_dir(cfg: Config) -> None:
     """Where a run has begun, its configuration must be this one, but for what a resumed run may change."""
     path = Path(cfg.run.dir) / "config.yaml"
-    if not path.exists():
-        return
-    changes = changed_keys(load_config(path), cfg)
+    if path.exists():
+        refuse_changes(load_config(path), cfg, str(path))
+
+
+def refuse_changes(old: Config, new: Config, where: str, moved: tuple[str, ...] = ()) -> None:
+    """Raise UserError for the first key that a resumed run may not change; `moved` keys may."""
+    changes = [change for change in changed_keys(old, new) if change[0] not in moved]
     if changes:
-        key, old, new = changes[0]
+        key, was, now = changes[0]
         more = f" (and {len(changes) - 1} more)" if len(changes) > 1 else ""
         raise UserError(
-            f"{path}: {key}: expected {old!r} as the run began, found {new!r}{more}; "
+            f"{where}: {key}: expected {was!r} as the run began, found {now!r}{more}; "
             "use another run.dir, or the same values"
         )
 
@@ -113,6 +117,9 @@ def restore(
     if cfg.train.ckpt_dir is not None:
         state = load_newest(cfg.train.ckpt_dir, cfg.data.storage_options)
     if state is not None:
+        where = str(cfg.train.ckpt_dir)
+        began_as = config_of_yaml(state["config"], where)
+        refuse_changes(began_as, cfg, where, moved=("run.dir", "train.ckpt_dir"))
         if state["rows_sha256"] != rows_checksum(rows, store):
             raise UserError(
                 f"{cfg.train.ckpt_dir}: expected the training volumes of {cfg.data.store} as the run began, "
@@ -128,6 +135,7 @@ def restore(
         state = load_checkpoint(cfg.method.init_from, cfg.data.storage_options)
         load_weights(model, state, store, cfg.method.init_from)
         progress["inherited"] = state["participants"]
+        progress["init_weight"] = state["progress"]["init_weight"]
         log.info("weights start from %s", cfg.method.init_from)
     return progress
 

@@ -51,7 +51,13 @@ def main(argv: list[str] | None = None) -> int:
 def train(cfg: Config) -> int:
     """Run the configuration to its end or to SIGTERM; returns the exit code."""
     with ExitStack() as stack:
-        return _train(cfg, stack)
+        try:
+            return _train(cfg, stack)
+        except RuntimeError as error:
+            if isinstance(error, UserError) or not is_out_of_memory(error):
+                raise
+            told = f"out of memory, although a trial step fitted. {last_good(cfg)}"
+            raise UserError(told) from error
 
 
 def _train(cfg: Config, stack: ExitStack) -> int:
@@ -77,16 +83,15 @@ def _train(cfg: Config, stack: ExitStack) -> int:
     start = progress["step"]
 
     # one trial step settles the memory and proves that no target leaks into the context
-    if start < total:
-        fitting = settle_memory(cfg, store, rows, model, optimizer, runtime, start)
+    if start >= total:
+        log.info("nothing to do: the run is at step %d of %d", start, total)
+        return 0
+    fitting = settle_memory(cfg, store, rows, model, optimizer, runtime, start)
     claim_run_dir(cfg, runtime)
     run_log = stack.enter_context(
         closing(RunLog(cfg, start, total, synthetic=bool(store.attrs["synthetic"])))
     )
     log_start(cfg, model, rows, start, total)
-    if start >= total:
-        log.info("nothing to do: the run is at step %d of %d", start, total)
-        return 0
     batches = iter(open_loader(fitting, store, rows, runtime, start, total))
     writer = checkpoint_writer(cfg)
     if writer is not None:
@@ -97,13 +102,15 @@ def _train(cfg: Config, stack: ExitStack) -> int:
     save_every = cfg.train.ckpt_every_steps or cfg.train.ckpt_every_epochs * steps_per_epoch
     keep_every = cfg.train.ckpt_every_epochs * steps_per_epoch
     if start == 0:
-        run_log.metrics(0, {**validate(model, cfg, store, rows, runtime), "ema/init_weight": 1.0})
+        first = validate(model, fitting, store, rows, runtime)
+        run_log.metrics(0, {**first, "ema/init_weight": progress["init_weight"]})
         show_snapshots(model, cfg, store, rows, runtime, run_log, 0)
 
     recent: list[tuple[int, list[int], torch.Tensor]] = []  # steps since the last log line
     bad_run = torch.tensor(progress["bad_run"], device=runtime.device)
     bad_total = torch.tensor(progress["bad_total"], device=runtime.device)
     worst_run = bad_run
+    left = torch.tensor(progress["init_weight"], dtype=torch.float64, device=runtime.device)
     clock, wait_s, timed_steps = time.perf_counter(), 0.0, 0
     for step in range(start, total):
         done = step + 1
@@ -117,23 +124,16 @@ def _train(cfg: Config, stack: ExitStack) -> int:
         lr, momentum = learning_rate(cfg, step, total), ema_momentum(cfg, step, total)
 
         gauges.begin(measure=is_logged or is_validated)
-        try:
-            result = train_step(
-                model, optimizer, micro_batches, cfg, runtime, step, lr, momentum, gauges.observe
-            )
-        except RuntimeError as error:
-            if not is_out_of_memory(error):
-                raise
-            raise UserError(
-                f"out of memory at step {step}, although a trial fitted. {last_good(cfg)}"
-            ) from error
+        result = train_step(
+            model, optimizer, micro_batches, cfg, runtime, step, lr, momentum, gauges.observe
+        )
         measured_gauges = gauges.finish()
 
         bad_run = torch.where(result.is_finite, 0, bad_run + 1)
         worst_run = torch.maximum(worst_run, bad_run)
         bad_total = bad_total + (~result.is_finite).long()
         moves = moves + (result.is_finite & (momentum < 1)).long()
-        progress["init_weight"] *= momentum
+        left = left * torch.where(result.is_finite, momentum, 1.0)
         timed_steps += 1
         recent.append((step, [r for b in on_host for r in b["row"].tolist()], result.is_finite))
 
@@ -149,7 +149,7 @@ def _train(cfg: Config, stack: ExitStack) -> int:
                     "train/lr": lr,
                     "train/grad_norm": float(result.grad_norm),
                     "train/ema_momentum": momentum,
-                    "ema/init_weight": progress["init_weight"],
+                    "ema/init_weight": float(left),
                     **measured_gauges,
                     "train/bad_steps": int(bad_total),
                     "train/valid_context_tokens": sum(valid_tokens) / len(valid_tokens),
@@ -166,7 +166,8 @@ def _train(cfg: Config, stack: ExitStack) -> int:
         if is_validated:
             motion.check(model, int(moves))
             moves = torch.zeros_like(moves)
-            measured = validate(model, cfg, store, rows, runtime)
+            measured = validate(model, fitting, store, rows, runtime)
+            progress["init_weight"] = float(left)
             run_log.metrics(done, measured)
             names = best_names(
                 progress,
@@ -182,6 +183,7 @@ def _train(cfg: Config, stack: ExitStack) -> int:
             names = [*names, f"step_{done:08d}"]  # the step comes last: with it, the others are there
         if names and writer is not None:
             progress |= {"step": done, "bad_run": int(bad_run), "bad_total": int(bad_total)}
+            progress["init_weight"] = float(left)
             state = checkpoint_state(cfg, store, rows, model, optimizer, skill, progress)
             writer.save(state, names, permanent=done % keep_every == 0)
         if stopping:
@@ -189,7 +191,8 @@ def _train(cfg: Config, stack: ExitStack) -> int:
     if writer is not None:
         writer.close()
     if done < total:
-        log.info("stopped by SIGTERM at step %d of %d; run the same command again to go on", done, total)
+        next_time = "to go on" if writer is not None else "to start anew (train.ckpt_dir is null)"
+        log.info("stopped by SIGTERM at step %d of %d; run the same command again %s", done, total, next_time)
     else:
         for name in progress["best"] if cfg.train.ckpt_dir is not None else ():
             run_log.artifact(name, storage.join(cfg.train.ckpt_dir, f"{name}.pt"))
@@ -232,7 +235,9 @@ def settle_memory(
         batch = runtime.to_device(next(iter(open_loader(trial, store, rows, runtime, step, step + 1)))[0])
         if runtime.attempt(partial(trial_step, model, optimizer, batch, cfg, runtime)):
             break
-        smaller = cfg.train.per_core_batch_size // 2
+        share = cfg.train.global_batch_size // runtime.world_size
+        half = cfg.train.per_core_batch_size // 2
+        smaller = max((n for n in range(1, half + 1) if share % n == 0), default=0)
         if smaller == 0:
             raise UserError(
                 f"out of memory: one volume of spatial.image_size {list(cfg.spatial.image_size)} does not "

@@ -68,7 +68,7 @@ def probe_score(
     folds = []
     for side in sides:
         chosen = np.asarray(side)[np.linspace(0, len(side) - 1, min(limit, len(side))).round().astype(int)]
-        batches = evaluation_batches(cfg, store, chosen, cfg.eval.batch_size)
+        batches = evaluation_batches(cfg, store, chosen, cfg.train.per_core_batch_size)
         on_device = map(runtime.to_device, batches)
         features = embed(
             model.target_encoder, ((views(b)[1], b["context_valid"]) for b in on_device), runtime

@@ -70,6 +70,10 @@ def test_methods_configurations_hold_the_methods_values() -> None:
         ("data.drop_last=false", ["data.drop_last", "true"]),
         ("data.list_strategy=single_domain", ["data.device_filter", "exactly one device"]),
         ("method.context_ratio=0.8", ["method.context_ratio", "<= 1", "1.1"]),
+        (
+            "method.context_ratio=0.6",
+            ["method.mask_blocks[1].scale", "at most 1 - context_ratio = 0.4", "0.5"],
+        ),
         ("method.regulariser_weight=0", ["method.regulariser_weight", "above 0"]),
         ("method.recipe=methods", ["method.mask_ratio", "None"]),
         ("optim.warmup_ratio=0.9", ["optim.cooldown_ratio", "<= 1"]),

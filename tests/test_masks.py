@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from data_setup.masks import MaskPlan, draw_mask
-from utils.config import ConfigError, MaskFamily
+from utils.config import ConfigError, MaskFamily, load_config
 
+CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 GRID = (16, 12, 12)
 NUM = math.prod(GRID)
 ALL_VALID = np.ones(NUM, dtype=bool)
@@ -153,3 +155,13 @@ def test_a_small_field_still_has_targets_and_context() -> None:
         context, target = draw_mask(np.random.RandomState(seed), plan, valid.ravel())
         assert valid.ravel()[context].any()
         assert valid.ravel()[target].any()
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda p: p.stem)
+def test_every_shipped_configuration_has_masks(path: Path) -> None:
+    plan = MaskPlan.from_config(load_config(path))
+    for seed in range(200):
+        context, target = draw_mask(
+            np.random.RandomState(seed), plan, np.ones(math.prod(plan.grid), dtype=bool)
+        )
+        assert (len(context), len(target)) == (plan.num_context, plan.num_target)

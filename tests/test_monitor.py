@@ -86,11 +86,21 @@ def test_padding_targets_are_not_scored() -> None:
     torch.manual_seed(0)
     gauge = filled_gauge("vjepa2", torch.randn(20, 6, 3))
     target = torch.randn(1, 2, 3)
-    out = Output(
-        torch.zeros(1), target + torch.tensor([[[0.1], [9.0]]]), target, torch.zeros(1), torch.zeros(1)
-    )
-    losses = gauge.losses(out, torch.tensor([[4, 1]]), torch.tensor([[1.0, 0.0]]), torch.tensor([5]))
+    prediction = target + torch.tensor([[[0.1], [9.0]]])
+    ids, valid = torch.tensor([[4, 1]]), torch.tensor([[1.0, 0.0]])
+    losses = gauge.losses(prediction, target, ids, valid, torch.tensor([5]))
     assert float(losses[0]) == pytest.approx(0.1, abs=1e-5)
+    assert float(losses[3]) == 1
+
+
+def test_the_floor_is_per_token() -> None:
+    """Targets that all but vanished are no yardstick, however many of them there are."""
+    torch.manual_seed(0)
+    gauge = filled_gauge("vjepa2", 1e-7 * torch.randn(20, 60, 3))
+    target = 1e-7 * torch.randn(1, 60, 3)
+    assert skills(gauge, target, target, list(range(60))) == [None, None]
+    gauge = filled_gauge("vjepa2", 1e-5 * torch.randn(20, 60, 3))
+    assert skills(gauge, 100 * target, 100 * target, list(range(60))) == [1.0, 1.0]
 
 
 def test_the_same_volume_does_not_count_as_another_sample() -> None:

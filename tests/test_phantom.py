@@ -349,7 +349,7 @@ def test_no_workers_means_this_process(tmp_path: Path, monkeypatch: pytest.Monke
 
 def test_a_killed_run_leaves_no_tree_and_is_begun_again(tmp_path: Path) -> None:
     """Killed, --out does not exist; run again, it is the tree of a run without interruption."""
-    out, partial_out = tmp_path / "t", tmp_path / "t.partial"
+    out, partial_out = tmp_path / "t", tmp_path / ".t.phantom-partial"
     arguments = ["--out", str(out), "--participants", "6", "--seed", "5"]
     command = [sys.executable, "-m", "data_setup.phantom", *arguments, "--workers", "2"]
     with subprocess.Popen(command, cwd=Path(__file__).parents[1], stderr=subprocess.DEVNULL) as process:

@@ -590,3 +590,26 @@ def test_the_real_eyes(tmp_path: Path) -> None:
     valid = [prepared.index[f"valid_{a}1"][0] - prepared.index[f"valid_{a}0"][0] for a in "dhw"]
     expected = [f / s for f, s in zip(field, (0.375, 0.024, 0.09375), strict=True)]
     assert np.abs(np.array(valid) - expected).max() <= 1
+
+
+def test_a_storage_error_at_a_finished_row_concerns_that_row_alone(
+    tree: Path,
+    clean: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    store = Path(shutil.copytree(clean, tmp_path / "store"))
+    real = storage.stat
+    blocked = json.loads((store / "rows" / "000000.json").read_text())["record"]["path"]
+
+    def stat(url: str, options: object = None) -> storage.ObjectStat:
+        if url.endswith(blocked):
+            raise storage.StorageError(f"{url}: expected access, found 403")
+        return real(url, options)
+
+    monkeypatch.setattr(storage, "stat", stat)
+    assert main([*arguments(tree, store), "--workers", "0"]) == 2
+    assert "1 files could not be read, run again" in capsys.readouterr().err
+    assert json.loads((store / "rows" / "000000.json").read_text())["status"] == "kept"
+    assert (store / "volumes" / "c.0.0.0.0").exists()

@@ -72,6 +72,16 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     return config
 
 
+def config_of_yaml(text: str, where: str) -> Config:
+    """The configuration that `to_yaml` wrote; raises ConfigError."""
+    try:
+        config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.create(text)))
+    except (OmegaConfBaseException, yaml.YAMLError) as error:
+        raise ConfigError(f"{where}: {_one_line(error)}") from error
+    assert isinstance(config, Config)
+    return config
+
+
 def _check_shapes(hint: Any, value: Any, where: str, key: str = "") -> None:
     """Lists, sections and lengths: OmegaConf's own errors for these do not name the key."""
     if isinstance(value, str) and "${" in value:
@@ -214,6 +224,7 @@ def check_rules(config: Config, where: str) -> None:
         )
     low, high = c.augment.scale_range
     require(0 < low <= high, "augment.scale_range", "0 < low <= high", c.augment.scale_range)
+    require("://" not in c.run.dir, "run.dir", "a local folder (checkpoints may be in a bucket)", c.run.dir)
     require(
         c.data.list_strategy == "multi_domain" or len(c.data.device_filter or []) == 1,
         "data.device_filter",
@@ -237,6 +248,8 @@ def check_rules(config: Config, where: str) -> None:
         key, (low, high) = f"method.mask_blocks[{number}]", family.aspect
         require(0 < family.scale <= 1, f"{key}.scale", "a number in (0, 1]", family.scale)
         require(0 < low <= high < math.inf, f"{key}.aspect", "0 < low <= high", family.aspect)
+        room = 1 - (m.context_ratio or 0)
+        require(family.scale <= room, f"{key}.scale", f"at most 1 - context_ratio = {room:g}", family.scale)
     width = m.predictor_width
     is_whole = width >= 32 and width % 32 == 0
     require(is_whole, "method.predictor_width", "a multiple of 32, the width of an attention head", width)

@@ -139,7 +139,7 @@ def _has_api_key(base_url: str) -> bool:
         return True
     try:
         entry = netrc.netrc().authenticators(urlparse(base_url).hostname or "")
-    except FileNotFoundError:
+    except (OSError, netrc.NetrcParseError):
         return False
     return entry is not None
 

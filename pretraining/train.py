@@ -124,9 +124,7 @@ def _train(cfg: Config, stack: ExitStack) -> int:
         lr, momentum = learning_rate(cfg, step, total), ema_momentum(cfg, step, total)
 
         gauges.begin(measure=is_logged or is_validated)
-        result = train_step(
-            model, optimizer, micro_batches, cfg, runtime, step, lr, momentum, gauges.observe
-        )
+        result = train_step(model, optimizer, micro_batches, cfg, runtime, step, lr, momentum, gauges.observe)
         measured_gauges = gauges.finish()
 
         bad_run = torch.where(result.is_finite, 0, bad_run + 1)

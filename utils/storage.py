@@ -281,11 +281,7 @@ def _remote_error_types() -> tuple[type[BaseException], ...]:
 def _named_errors(url: str) -> Iterator[None]:
     try:
         yield
-    except StorageError:
-        raise
-    except BaseException as error:
-        if not isinstance(error, (OSError, ImportError, *_remote_error_types())):
-            raise
+    except (OSError, ImportError, *_remote_error_types()) as error:  # the tuple is made only after an error
         raise _storage_error(url, error) from error
 
 

@@ -418,3 +418,40 @@ def test_init_from_starts_from_these_weights(folder: Path, finished: Path) -> No
     writer.close()
     with pytest.raises(UserError, match=r"normalisation: expected zscore_valid .*, found minmax"):
         train(pipeline_config(folder, f"run.dir={folder / 'minmax'}", *overrides))
+
+
+def test_a_checkpoint_refuses_another_configuration_under_a_new_run_dir(folder: Path, finished: Path) -> None:
+    """A replaced machine has no run.dir, but its checkpoints in the bucket."""
+    kept = shutil.copytree(finished / "checkpoints", folder / "bucket")
+    overrides = [f"run.dir={folder / 'new_machine'}", f"train.ckpt_dir={kept}"]
+    with pytest.raises(UserError, match=r"bucket: optim\.base_lr: expected 0\.0005 as the run began"):
+        train(pipeline_config(folder, *overrides, "optim.base_lr=1e-2"))
+    assert train(pipeline_config(folder, *overrides)) == 0  # nothing left to do
+
+
+def test_skipped_updates_leave_the_initialisation_in_the_target(folder: Path) -> None:
+    plant_nan(folder, folder / "nan_most", slice(None))
+    overrides = [f"data.store={folder / 'nan_most'}", "train.max_steps=4"]
+    run = folder / "nothing_moved"
+    assert train(pipeline_config(folder, f"run.dir={run}", *overrides)) == 0
+    rows = [r for r in metrics(run) if "train/loss" in r]
+    assert rows[-1]["train/bad_steps"] == 4
+    assert {r["ema/init_weight"] for r in rows} == {1.0}
+
+
+def test_validation_uses_the_batch_that_fits(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real, seen = loop.trial_step, []
+
+    def trial(model, optimizer, batch, cfg, runtime) -> None:
+        if len(batch["row"]) > 1:
+            raise torch.OutOfMemoryError("planted")
+        real(model, optimizer, batch, cfg, runtime)
+
+    def spy(model, cfg, *rest):
+        seen.append(cfg.train.per_core_batch_size)
+        return validate(model, cfg, *rest)
+
+    monkeypatch.setattr(loop, "trial_step", trial)
+    monkeypatch.setattr(loop, "validate", spy)
+    assert train(pipeline_config(folder, f"run.dir={folder / 'fits'}", "train.max_steps=1")) == 0
+    assert set(seen) == {1}

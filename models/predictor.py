@@ -6,6 +6,8 @@ M, E].
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -20,6 +22,9 @@ class Predictor3D(nn.Module):
     predictions.
 
     No sorting by raster order: rotary positions come from the ids, so the order of tokens means nothing.
+    `mask_token`: which of several is used. 0 is the one that the published recipe trains with clips of one
+    length; Hugging Face's predictor, called by itself, uses 1 (modulo their number). Raises ValueError for
+    one that is not there.
     """
 
     def __init__(
@@ -31,9 +36,15 @@ class Predictor3D(nn.Module):
         rope: RopeForm = "interleaved",
         num_mask_tokens: int = 1,
         heads: int | None = None,
+        rope_grid: tuple[int, int, int] | None = None,
+        out_width: int | None = None,
+        mask_token: int = 0,
     ) -> None:
         super().__init__()
-        self.grid, self.rope = grid, rope
+        if not 0 <= mask_token < num_mask_tokens:
+            raise ValueError(f"mask_token: expected 0 to {num_mask_tokens - 1}, found {mask_token}")
+        self.mask_token = mask_token
+        self.grid, self.rope, self.rope_grid = grid, rope, rope_grid
         self.heads = heads or width // HEAD_DIM
         self.head_dim = width // self.heads
         self.predictor_embed = nn.Linear(encoder_width, width)
@@ -42,23 +53,28 @@ class Predictor3D(nn.Module):
         )
         self.predictor_blocks = nn.ModuleList(Block(width, self.heads) for _ in range(depth))
         self.predictor_norm = nn.LayerNorm(width, eps=NORM_EPS)
-        self.predictor_proj = nn.Linear(width, encoder_width)
+        self.predictor_proj = nn.Linear(width, out_width or encoder_width)
         initialise(self, self.predictor_blocks)
 
     def forward(self, ctx_BKE: Tensor, keep_BK: Tensor, target_BM: Tensor) -> Tensor:
         ctx_BKP = self.predictor_embed(ctx_BKE)
         num_context = ctx_BKP.shape[1]
-        mask_BMP = self.mask_tokens[0].to(ctx_BKP.dtype).expand(*target_BM.shape, -1)
+        mask_BMP = self.mask_tokens[self.mask_token].to(ctx_BKP.dtype).expand(*target_BM.shape, -1)
         x = torch.cat((ctx_BKP, mask_BMP), dim=1)
-        rotary = rotary_tables(torch.cat((keep_BK, target_BM), dim=1), self.grid, self.head_dim, self.rope)
+        ids = torch.cat((keep_BK, target_BM), dim=1)
+        rotary = rotary_tables(ids, self.grid, self.head_dim, self.rope, self.rope_grid)
         for block in self.predictor_blocks:
             x = block(x, rotary)
         return self.predictor_proj(self.predictor_norm(x[:, num_context:]))
 
 
+def _as_it_is(value: Tensor) -> Tensor:
+    return value
+
+
 class WeightedBatchNorm(nn.Module):
     """BatchNorm1d over the tokens [B, M] with weight above 0; shapes stay static, padding moves no
-    statistic.
+    statistic. `total` sums over the processes that share a batch, with gradient; the runtime may set it.
     """
 
     def __init__(self, width: int, momentum: float = 0.1, eps: float = 1e-5) -> None:
@@ -66,6 +82,7 @@ class WeightedBatchNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(width))
         self.bias = nn.Parameter(torch.zeros(width))
         self.momentum, self.eps = momentum, eps
+        self.total: Callable[[Tensor], Tensor] = _as_it_is
         self.running_mean: Tensor
         self.running_var: Tensor
         self.register_buffer("running_mean", torch.zeros(width))
@@ -75,9 +92,12 @@ class WeightedBatchNorm(nn.Module):
         x = x_BME.float()
         if self.training:
             weight = weight_BM.unsqueeze(-1).float()
-            count = weight.sum().clamp(min=1.0)
-            mean = (x * weight).sum((0, 1)) / count
-            var = ((x - mean).square() * weight).sum((0, 1)) / count
+            count, first = self.total(
+                torch.cat((weight.sum().view(1), (x * weight).sum((0, 1))))
+            ).tensor_split([1])
+            count = count.clamp(min=1.0)
+            mean = first / count
+            var = self.total(((x - mean).square() * weight).sum((0, 1))) / count
             with torch.no_grad():
                 unbiased = var * count / (count - 1).clamp(min=1.0)
                 self.running_mean.lerp_(mean, self.momentum)

@@ -22,12 +22,13 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 from sklearn.exceptions import ConvergenceWarning
-from sklearn.linear_model import LogisticRegression, Ridge
+from sklearn.linear_model import LogisticRegression, Ridge, RidgeClassifierCV
 from sklearn.metrics import balanced_accuracy_score, log_loss, r2_score, roc_auc_score
 from sklearn.neighbors import KNeighborsClassifier
 from sklearn.preprocessing import StandardScaler
 
 C_GRID = tuple(10.0**e for e in range(-4, 5))
+LIDAR_FLOOR = 1e-4  # of the within-volume covariance, as the paper has it
 
 
 @dataclass(frozen=True)
@@ -85,11 +86,41 @@ def rankme(features_NE: torch.Tensor) -> float:
     """Effective rank: exp of the entropy of the centred features' singular value shares; 0 when constant."""
     centred = features_NE.detach().cpu().double()
     centred = centred - centred.mean(dim=0)
-    values = torch.linalg.svdvals(centred)
+    n, width = centred.shape
+    gram = centred @ centred.T if n < width else centred.T @ centred  # in float64 as exact as an SVD here
+    values = torch.linalg.eigvalsh(gram).clamp(min=0).sqrt()
     total = values.sum()
     if total <= 1e-12 * max(1.0, float(features_NE.abs().max())):
         return 0.0
-    share = values / total
+    return _effective_number(values / total)
+
+
+def lidar(features_NQE: torch.Tensor, within_floor: float = LIDAR_FLOOR) -> float:
+    """LDA rank of Q views [N, Q, E] of each of N volumes: effective rank of their means, whitened by the
+    spread of views around them; between 1 and N - 1, 0 when all means are equal.
+
+    Thilak et al. 2023 (arXiv:2312.04000): within-class covariance + 1e-4 times the identity. Raises
+    ValueError for fewer than two volumes or two views.
+    """
+    features = features_NQE.detach().cpu().double()
+    n, q, width = features.shape
+    if n < 2 or q < 2:
+        raise ValueError(
+            f"LiDAR: expected two volumes or more and two views or more of each, found {n} and {q}"
+        )
+    means_NE = features.mean(dim=1)
+    residual = (features - means_NE[:, None]).flatten(0, 1)
+    within_EE = residual.T @ residual / (n * q) + within_floor * torch.eye(width, dtype=torch.float64)
+    apart_NE = means_NE - means_NE.mean(dim=0)
+    # W^-1/2 B W^-1/2 and the smaller Y W^-1 Y^T / N have the same eigenvalues above 0
+    whitened = torch.linalg.solve_triangular(torch.linalg.cholesky(within_EE), apart_NE.T, upper=False)
+    values = torch.linalg.eigvalsh(whitened.T @ whitened / n).clamp(min=0)
+    if values.sum() <= 1e-20 * max(1.0, float(features.square().max())):
+        return 0.0
+    return _effective_number(values / values.sum())
+
+
+def _effective_number(share: torch.Tensor) -> float:
     return float(torch.exp(-torch.xlogy(share, share).sum()))
 
 
@@ -149,6 +180,26 @@ def ridge_probe(train: Fold, val: Fold, test: Fold, c_grid: Sequence[float] = C_
     (val_score, minus_c), model = best
     result = _pooled(test, model.predict(scale(test.features))[:, None])
     return replace(result, chosen_c=-minus_c, val_score=val_score)
+
+
+def ridge_classifier_probe(train: Fold, test: Fold, c_grid: Sequence[float] = C_GRID) -> Prediction:
+    """Ridge regression on +-1 per class, needing no validation fold: cheap enough for every validation.
+
+    The penalty 1 / C has the lowest squared error of leave-one-volume-out on train; scores are margins.
+    Raises ValueError when train holds one class only or the folds share participants.
+    """
+    _require_disjoint(train, test, test)
+    if len(np.unique(train.labels)) < 2:
+        raise ValueError(f"training fold: expected two classes or more, found {np.unique(train.labels)}")
+    scale, num_classes = _standardise(train), _num_classes(train)
+    model = RidgeClassifierCV(alphas=[1 / c for c in c_grid])
+    model.fit(scale(train.features), train.labels, sample_weight=_class_weights(train))
+    margins = model.decision_function(scale(test.features))
+    if margins.ndim == 1:  # two classes have one margin
+        margins = np.stack([-margins, margins], axis=1)
+    scores = np.full((len(margins), num_classes), -np.inf)  # a class that train lacks is never predicted
+    scores[:, model.classes_.astype(int)] = margins
+    return replace(_pooled(test, scores), chosen_c=1 / float(model.alpha_))
 
 
 def balanced_accuracy(prediction: Prediction) -> float:

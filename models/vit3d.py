@@ -13,22 +13,34 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 
+from models.attention import attention
 from utils.counter_rng import counter_uniform
 
-# size: (depth, width, heads)
-SIZES: dict[str, tuple[int, int, int]] = {
-    "ti": (12, 192, 3),
-    "s": (12, 384, 6),
-    "b": (12, 768, 12),
-    "l": (24, 1024, 16),
-    "h": (32, 1280, 16),
+
+class Size(NamedTuple):
+    """The shape of a transformer: number of blocks, width, attention heads, MLP hidden units per unit of
+    width.
+    """
+
+    depth: int
+    width: int
+    heads: int
+    mlp_ratio: float = 4.0
+
+
+SIZES: dict[str, Size] = {
+    "ti": Size(12, 192, 3),
+    "s": Size(12, 384, 6),
+    "b": Size(12, 768, 12),
+    "l": Size(24, 1024, 16),
+    "h": Size(32, 1280, 16),
 }
 NORM_EPS = 1e-6
 ROPE_BASE = 10_000.0
@@ -69,12 +81,18 @@ class Stochastic:
         return x * keep.to(x.dtype) / (1 - rate)
 
 
-def rotary_tables(ids_BT: Tensor, grid: tuple[int, int, int], head_dim: int, form: RopeForm) -> Rotary:
+def rotary_tables(
+    ids_BT: Tensor,
+    grid: tuple[int, int, int],
+    head_dim: int,
+    form: RopeForm,
+    rope_grid: tuple[int, int, int] | None = None,
+) -> Rotary:
     """Cosines and signed sines [B, 1, T, head_dim] of the 3D rotary embedding at raster token ids.
 
     Each axis owns 2 * ((head_dim // 3) // 2) dimensions in the order D, H, W; the rest stay unrotated.
     `interleaved` gives both members of a pair one frequency; `tiled` repeats the published 2.0 checkpoints'
-    layout.
+    layout. `rope_grid` interpolates: positions 0..n-1 of an axis are spread over 0..m-1 of that grid.
     """
     _, grid_h, grid_w = grid
     pairs = (head_dim // 3) // 2
@@ -86,19 +104,22 @@ def rotary_tables(ids_BT: Tensor, grid: tuple[int, int, int], head_dim: int, for
         ids_BT.remainder(grid_w),
     )
     angles = []
-    for position_BT in coordinates:
-        angle = position_BT.unsqueeze(-1).float() * omega
+    for axis, position_BT in enumerate(coordinates):
+        stretch = 1.0
+        if rope_grid is not None and grid[axis] > 1:
+            stretch = (rope_grid[axis] - 1) / (grid[axis] - 1)
+        angle = (position_BT.float() * stretch).unsqueeze(-1) * omega
         angles.append(angle.repeat_interleave(2, dim=-1) if form == "interleaved" else angle.repeat(1, 1, 2))
     angle_BTR = F.pad(torch.cat(angles, dim=-1), (0, head_dim - 6 * pairs))
-    return angle_BTR.cos().unsqueeze(1), angle_BTR.sin().unsqueeze(1)
+    sign = torch.tensor((-1.0, 1.0), device=ids_BT.device).repeat(head_dim // 2)
+    return angle_BTR.cos().unsqueeze(1), (angle_BTR.sin() * sign).unsqueeze(1)
 
 
 def apply_rotary(x: Tensor, rotary: Rotary) -> Tensor:
     """Rotate the pairs (0, 1), (2, 3) ... of x [B, heads, T, head_dim]."""
-    cos, sin = rotary
-    pairs = x.unflatten(-1, (-1, 2))
-    turned = torch.stack((-pairs[..., 1], pairs[..., 0]), dim=-1).flatten(-2)
-    return x * cos.to(x.dtype) + turned * sin.to(x.dtype)
+    cos, signed_sin = (table.to(x.dtype) for table in rotary)
+    swapped = x.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
+    return torch.addcmul(x * cos, swapped, signed_sin)
 
 
 class SelfAttention(nn.Module):
@@ -109,7 +130,7 @@ class SelfAttention(nn.Module):
         self.heads = heads
         self.qkv = nn.Linear(width, 3 * width)
         self.proj = nn.Linear(width, width)
-        self.attention: Attention = F.scaled_dot_product_attention  # the runtime may put a kernel here
+        self.attention: Attention = attention  # the runtime may put another kernel here
 
     def forward(self, x_BTE: Tensor, rotary: Rotary | None) -> Tensor:
         q, k, v = rearrange(self.qkv(x_BTE), "b t (three h c) -> three b h t c", three=3, h=self.heads)
@@ -131,12 +152,12 @@ class Mlp(nn.Module):
 class Block(nn.Module):
     """Pre-norm transformer block: x + attention(norm(x)), then x + MLP(norm(x))."""
 
-    def __init__(self, width: int, heads: int) -> None:
+    def __init__(self, width: int, heads: int, mlp_ratio: float = 4.0) -> None:
         super().__init__()
         self.norm1 = nn.LayerNorm(width, eps=NORM_EPS)
         self.attn = SelfAttention(width, heads)
         self.norm2 = nn.LayerNorm(width, eps=NORM_EPS)
-        self.mlp = Mlp(width, 4 * width)
+        self.mlp = Mlp(width, int(width * mlp_ratio))
 
     def forward(
         self, x: Tensor, rotary: Rotary | None, noise: Stochastic | None = None, drop_path: float = 0.0
@@ -181,16 +202,18 @@ class VisionTransformer3D(nn.Module):
 
     def __init__(
         self,
-        size: str,
+        size: str | Size,
         grid: tuple[int, int, int],
         patch: tuple[int, int, int],
         channels: int = 1,
         positions: Literal["rotary", "learned"] = "rotary",
         rope: RopeForm = "interleaved",
+        rope_grid: tuple[int, int, int] | None = None,
     ) -> None:
         super().__init__()
-        self.depth, self.width, self.heads = SIZES[size]
-        self.grid, self.rope = grid, rope
+        shape = SIZES[size] if isinstance(size, str) else size
+        self.depth, self.width, self.heads = shape.depth, shape.width, shape.heads
+        self.grid, self.rope, self.rope_grid = grid, rope, rope_grid
         self.num_tokens = math.prod(grid)
         self.patch_embed = PatchEmbed(channels, patch, self.width)
         self.pos_embed: nn.Parameter | None = None
@@ -198,7 +221,7 @@ class VisionTransformer3D(nn.Module):
         if positions == "learned":
             self.pos_embed = nn.Parameter(torch.zeros(1, self.num_tokens, self.width))
             self.mask_token = nn.Parameter(torch.zeros(1, 1, self.width))
-        self.blocks = nn.ModuleList(Block(self.width, self.heads) for _ in range(self.depth))
+        self.blocks = nn.ModuleList(Block(self.width, self.heads, shape.mlp_ratio) for _ in range(self.depth))
         self.norm = nn.LayerNorm(self.width, eps=NORM_EPS)
         initialise(self, self.blocks)
 
@@ -224,7 +247,7 @@ class VisionTransformer3D(nn.Module):
             ids = keep_BK
             if ids is None:
                 ids = torch.arange(self.num_tokens, device=x.device).unsqueeze(0)
-            rotary = rotary_tables(ids, self.grid, self.width // self.heads, self.rope)
+            rotary = rotary_tables(ids, self.grid, self.width // self.heads, self.rope, self.rope_grid)
         if noise is not None:
             x = noise.dropout(x)
         for i, block in enumerate(self.blocks):

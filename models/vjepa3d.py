@@ -3,7 +3,8 @@ losses.
 
 In: two normalised views [B, 1, D, H, W] of one geometry, context and target token ids. Out: per-sample
 losses and features. Recipe `vjepa2` follows V-JEPA 2 (arXiv:2506.09985); recipe `methods` follows the
-Methods text of the project (all positions, masked ones replaced; normalised squared error; MLP predictor).
+Methods text of the project (all positions, masked ones replaced; normalised squared error; MLP predictor);
+recipe `mae` reconstructs the voxels of masked patches with the encoder and the predictor of `vjepa2`.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from models.mae import pixel_targets
 from models.predictor import MlpPredictor, Predictor3D
 from models.vit3d import NORM_EPS, Stochastic, VisionTransformer3D, gather_tokens
 from utils.config import Config
@@ -29,13 +31,16 @@ class Output:
     prediction_BME: Tensor
     target_BME: Tensor  # what the prediction is compared with
     context_BKE: Tensor  # context encoder output, the regulariser's input
-    target_all_BNE: Tensor  # comparable targets of all tokens, for the gauges
+    target_all_BNE: Tensor  # comparable targets [B, N, target_width] of all tokens, for the gauges
+    features_all_BNE: Tensor | None  # normalised target encoder features of all tokens; mae in training: None
 
 
 def build_encoder(cfg: Config) -> VisionTransformer3D:
     """A randomly initialised encoder of this configuration (torch's global generator)."""
     positions = "learned" if cfg.method.recipe == "methods" else "rotary"
-    return VisionTransformer3D(cfg.model.size, cfg.grid, cfg.spatial.patch_size, positions=positions)
+    return VisionTransformer3D(
+        cfg.model.size, cfg.grid, cfg.spatial.patch_size, positions=positions, rope=cfg.model.rope
+    )
 
 
 def per_token_l1(prediction: Tensor, target: Tensor) -> Tensor:
@@ -46,6 +51,11 @@ def per_token_l1(prediction: Tensor, target: Tensor) -> Tensor:
 def per_token_normalised_l2(prediction: Tensor, target: Tensor) -> Tensor:
     """Mean over the features of the squared difference of L2-normalised vectors: [..., E] -> [...]."""
     return (F.normalize(prediction, dim=-1) - F.normalize(target, dim=-1)).square().mean(-1)
+
+
+def per_token_l2(prediction: Tensor, target: Tensor) -> Tensor:
+    """Mean squared difference over the voxels of a patch: [..., V] -> [...]."""
+    return (prediction - target).square().mean(-1)
 
 
 def weighted_mean(values_BM: Tensor, weight_BM: Tensor) -> Tensor:
@@ -61,13 +71,22 @@ class VJEPA3D(nn.Module):
         self.recipe = cfg.method.recipe
         self.dropout, self.drop_path = cfg.method.dropout, cfg.method.drop_path
         self.encoder = build_encoder(cfg)
+        self.mae_target = cfg.method.mae_target
+        self.target_width = self.encoder.width
+        if self.recipe == "mae":
+            self.target_width = self.encoder.patch_embed.proj.weight[0].numel()
         self.predictor: Predictor3D | MlpPredictor
         if self.recipe == "methods":
             self.predictor = MlpPredictor(self.encoder.width)
         else:
             method = cfg.method
             self.predictor = Predictor3D(
-                self.encoder.width, method.predictor_width, method.predictor_depth, cfg.grid
+                self.encoder.width,
+                method.predictor_width,
+                method.predictor_depth,
+                cfg.grid,
+                cfg.model.rope,
+                out_width=self.target_width,
             )
         self.target_encoder = copy.deepcopy(self.encoder).requires_grad_(False)
 
@@ -84,23 +103,47 @@ class VJEPA3D(nn.Module):
             return self.encoder(view_BCDHW, masked_BM=target_BM, noise=noise)
         return self.encoder(view_BCDHW, context_BK, noise=noise)
 
+    @property
+    def reads_target_view(self) -> bool:
+        """Whether a forward pass needs the target view: mae in training predicts the other view alone."""
+        return self.recipe != "mae" or not self.training
+
+    @torch.no_grad()
+    def compute_targets(
+        self, context_view: Tensor, target_view: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Targets [B, N, target_width] and normalised target encoder features [B, N, E] of all tokens; no
+        features where the target view is not read.
+        """
+        features_BNE = None
+        if self.reads_target_view:
+            assert target_view is not None, "only mae in training does without the target view"
+            raw_BNE = self.target_encoder(target_view).float()
+            if self.recipe == "methods":
+                features_BNE = F.normalize(raw_BNE, dim=-1)
+            else:
+                features_BNE = F.layer_norm(raw_BNE, raw_BNE.shape[-1:], eps=NORM_EPS)
+        if self.recipe == "mae":
+            assert self.mae_target is not None, "checked with the configuration"
+            patch = self.encoder.patch_embed.patch
+            return pixel_targets(context_view, patch, self.mae_target), features_BNE
+        assert features_BNE is not None
+        return features_BNE, features_BNE
+
     def forward(
         self,
         context_view: Tensor,
-        target_view: Tensor,
+        target_view: Tensor | None,
         context_BK: Tensor,
         target_BM: Tensor,
         target_valid_BM: Tensor,
         seed_B: Tensor | None = None,
     ) -> Output:
-        """One prediction; `seed_B` (int64) turns the stochastic layers on."""
-        with torch.no_grad():
-            raw_BNE = self.target_encoder(target_view)
-            if self.recipe == "methods":
-                targets_BNE = F.normalize(raw_BNE.float(), dim=-1)
-            else:
-                targets_BNE = F.layer_norm(raw_BNE.float(), raw_BNE.shape[-1:], eps=NORM_EPS)
-            target_BME = gather_tokens(targets_BNE, target_BM)
+        """One prediction; `seed_B` (int64) turns the stochastic layers on. `target_view` may be None where
+        `reads_target_view` is false.
+        """
+        targets_BNE, features_BNE = self.compute_targets(context_view, target_view)
+        target_BME = gather_tokens(targets_BNE, target_BM)
         ctx_BKE = self.encode_context(context_view, context_BK, target_BM, seed_B)
         if isinstance(self.predictor, MlpPredictor):
             prediction_BME = self.predictor(gather_tokens(ctx_BKE, target_BM), target_valid_BM).float()
@@ -108,10 +151,10 @@ class VJEPA3D(nn.Module):
             prediction_BME = F.normalize(prediction_BME, dim=-1)
         else:
             prediction_BME = self.predictor(ctx_BKE, context_BK, target_BM).float()
-            loss_BM = per_token_l1(prediction_BME, target_BME)
-        return Output(
-            weighted_mean(loss_BM, target_valid_BM), prediction_BME, target_BME, ctx_BKE, targets_BNE
-        )
+            distance = per_token_l2 if self.recipe == "mae" else per_token_l1
+            loss_BM = distance(prediction_BME, target_BME)
+        loss_B = weighted_mean(loss_BM, target_valid_BM)
+        return Output(loss_B, prediction_BME, target_BME, ctx_BKE, targets_BNE, features_BNE)
 
     def trained_parameters(self) -> list[tuple[str, nn.Parameter]]:
         """Named parameters of the encoder and the predictor."""
@@ -130,10 +173,9 @@ def update_ema(
     if enabled is None:
         torch._foreach_lerp_(list(target), list(source), 1.0 - momentum)
         return
-    weight = torch.where(enabled, 1.0 - momentum, 0.0)
+    weight = torch.where(enabled, 1.0 - momentum, 0.0)  # the source is finite: a skipped update left it alone
     for held, moving in zip(target, source, strict=True):
-        # a NaN in the source would survive a weight of 0
-        held.lerp_(torch.where(enabled, moving, held), weight)
+        held.lerp_(moving, weight)
 
 
 def parameter_groups(model: VJEPA3D, weight_decay: float) -> list[dict]:

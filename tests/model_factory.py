@@ -13,7 +13,8 @@ from models.vjepa3d import VJEPA3D
 from utils.config import Config, load_config
 
 ROOT = Path(__file__).resolve().parents[1]
-vit3d.SIZES.setdefault("nano", (2, 48, 2))  # a size for tests alone; the configuration cannot name it
+# a size for tests alone; the configuration cannot name it
+vit3d.SIZES.setdefault("nano", vit3d.Size(2, 48, 2))
 
 
 def small_config(recipe: str = "vjepa2", *overrides: str) -> Config:
@@ -24,6 +25,9 @@ def small_config(recipe: str = "vjepa2", *overrides: str) -> Config:
     base += ["optim.min_lr_ratio=0.01", "method.regulariser=vicreg", "method.regulariser_weight=0.05"]
     if recipe == "methods":
         base += ["method.recipe=methods", "method.mask_ratio=0.5", "method.ema_base=0.9"]
+        base += ["method.regulariser=none", "method.regulariser_weight=0"]
+    if recipe == "mae":
+        base += ["method.recipe=mae", "method.mae_target=normalised"]
         base += ["method.regulariser=none", "method.regulariser_weight=0"]
     return load_config(ROOT / "configs" / "smoke_test.yaml", [*base, *overrides])
 
@@ -36,7 +40,7 @@ def nano_model(cfg: Config, seed: int = 0) -> VJEPA3D:
 
 
 def token_ids(cfg: Config, batch: int, seed: int = 0) -> tuple[Tensor, Tensor]:
-    """Context [B, K] and target [B, M] ids: disjoint for vjepa2, all and half for methods."""
+    """Context [B, K] and target [B, M] ids: disjoint for vjepa2 and mae, all and half for methods."""
     generator = torch.Generator().manual_seed(seed)
     n = cfg.grid[0] * cfg.grid[1] * cfg.grid[2]
     order = torch.stack([torch.randperm(n, generator=generator) for _ in range(batch)])

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
+
 import numpy as np
 import pytest
+import scipy.linalg
+import scipy.stats
 import torch
 from sklearn.metrics import balanced_accuracy_score
 
@@ -14,6 +19,7 @@ from models.probes import (
     balanced_accuracy_draws,
     interval95,
     knn_probe,
+    lidar,
     logistic_probe,
     macro_auroc,
     paired_difference,
@@ -21,6 +27,7 @@ from models.probes import (
     pool_tokens,
     r2,
     rankme,
+    ridge_classifier_probe,
     ridge_probe,
     verdict,
 )
@@ -267,3 +274,69 @@ def test_verdict_matches_predictions(winner: int) -> None:
     assert np.sign(mean) == winner
     expected = {1: "beats", -1: "worse than", 0: "No difference shown"}[winner]
     assert expected in verdict(mean, ci)
+
+
+def test_rankme_equals_the_svd_either_way_round() -> None:
+    for shape in ((40, 12), (12, 40)):
+        x = torch.randn(*shape, generator=torch.Generator().manual_seed(0)) * torch.logspace(0, -4, shape[1])
+        share = np.linalg.svd((x - x.mean(0)).double().numpy(), compute_uv=False)
+        share = share[share > 1e-12] / share.sum()
+        assert rankme(x) == pytest.approx(np.exp(-(share * np.log(share)).sum()), rel=1e-5)
+
+
+def test_lidar_by_hand() -> None:
+    """Volumes on a cross, views on a cross around each: within diag(a^2/2, b^2/2, 0) + floor."""
+    means = torch.tensor([[1.0, 0, 0], [-1, 0, 0], [0, 1, 0], [0, -1, 0]])
+
+    def lidar_of(a: float, b: float) -> float:
+        offsets = torch.tensor([[a, 0, 0], [-a, 0, 0], [0, b, 0], [0, -b, 0]])
+        return lidar(means[:, None] + offsets, within_floor=0.1)
+
+    assert lidar_of(1.0, 1.0) == pytest.approx(2.0)  # both directions equally clear
+    assert lidar_of(1.0, math.sqrt(0.2)) == pytest.approx(1.7547654)  # clear as 1 to 3: 4 / 3**0.75
+    assert lidar_of(1e4, 1e-4) == pytest.approx(1.0, abs=1e-4)  # one direction drowns
+
+
+def test_lidar_equals_the_generalised_eigenvalue_problem() -> None:
+    features = torch.randn(20, 5, 8, generator=torch.Generator().manual_seed(1))
+    features = features + torch.randn(20, 1, 8, generator=torch.Generator().manual_seed(2))
+    means, flat = features.mean(1).double().numpy(), features.double().numpy()
+    within = np.cov((flat - means[:, None]).reshape(100, 8).T, bias=True) + 1e-4 * np.eye(8)
+    values = scipy.linalg.eigh(np.cov(means.T, bias=True), within, eigvals_only=True)
+    assert lidar(features) == pytest.approx(np.exp(scipy.stats.entropy(values)), rel=1e-6)
+
+
+def test_lidar_of_one_point_is_zero_and_of_too_little_an_error() -> None:
+    assert lidar(torch.ones(5, 3, 4)) == 0.0
+    for shape in ((1, 3, 4), (3, 1, 4)):
+        with pytest.raises(ValueError, match="two volumes or more and two views or more"):
+            lidar(torch.ones(*shape))
+
+
+def test_ridge_classifier_separates_and_weighs_participants() -> None:
+    rng = np.random.default_rng(0)
+
+    def fold(people: range, num_classes: int) -> Fold:
+        labels = np.array([p % num_classes for p in people])
+        features = np.eye(num_classes)[labels] + 0.1 * rng.standard_normal((len(labels), num_classes))
+        return Fold(features, labels, np.array([f"p{p}" for p in people]))
+
+    for num_classes in (2, 3):
+        result = ridge_classifier_probe(fold(range(30), num_classes), fold(range(30, 60), num_classes))
+        assert balanced_accuracy(result) == 1.0
+        assert result.scores.shape == (30, num_classes)
+    # one participant with 60 mislabelled volumes has one vote among eight
+    features = np.array([[-1.0]] * 4 + [[1.0]] * 4 + [[1.0]] * 60)
+    labels = np.array([0] * 4 + [1] * 4 + [0] * 60)
+    train = Fold(features, labels, np.array([*(f"a{i}" for i in range(8)), *["b"] * 60]))
+    test = Fold(np.array([[-1.0], [1.0]]), np.array([0, 1]), np.array(["c", "d"]))
+    assert ridge_classifier_probe(train, test).classes.tolist() == [0, 1]
+
+
+def test_ridge_classifier_refuses_shared_participants_and_one_class() -> None:
+    train = Fold(np.eye(2), np.array([0, 1]), np.array(["a", "b"]))
+    with pytest.raises(ValueError, match="no participant in both"):
+        ridge_classifier_probe(train, train)
+    other = replace(train, participants=np.array(["c", "d"]))
+    with pytest.raises(ValueError, match="two classes or more"):
+        ridge_classifier_probe(replace(train, labels=np.zeros(2, dtype=int)), other)

@@ -1,0 +1,48 @@
+"""Floating-point operations of the models, counted from their shapes: two per multiply-add of a matrix
+product; norms, activations and softmax are left out.
+
+A backward pass costs twice the forward pass, except where nothing needs the gradient of the input (the
+patch embedding). What a kernel computes again is not counted.
+"""
+
+from __future__ import annotations
+
+from models.predictor import MlpPredictor, Predictor3D
+from models.vit3d import Block, VisionTransformer3D
+from models.vjepa3d import VJEPA3D
+
+
+def block_flops(block: Block, tokens: int) -> int:
+    """Forward pass of one transformer block on one sample of so many tokens."""
+    matrices = (block.attn.qkv, block.attn.proj, block.mlp.fc1, block.mlp.fc2)
+    products = sum(2 * tokens * layer.weight.numel() for layer in matrices)
+    return products + 4 * tokens * tokens * block.attn.proj.in_features
+
+
+def encoder_flops(encoder: VisionTransformer3D, tokens: int, *, backward: bool = False) -> int:
+    """One sample through the encoder with so many tokens kept; `backward` adds the backward pass."""
+    embedding = 2 * tokens * encoder.patch_embed.proj.weight.numel()
+    blocks = sum(block_flops(block, tokens) for block in encoder.blocks)
+    return 2 * embedding + 3 * blocks if backward else embedding + blocks
+
+
+def predictor_flops(predictor: Predictor3D | MlpPredictor, context: int, target: int) -> int:
+    """Forward pass of one sample."""
+    if isinstance(predictor, MlpPredictor):
+        return 2 * target * (predictor.fc1.weight.numel() + predictor.fc2.weight.numel())
+    blocks = sum(block_flops(block, context + target) for block in predictor.predictor_blocks)
+    ends = (
+        context * predictor.predictor_embed.weight.numel() + target * predictor.predictor_proj.weight.numel()
+    )
+    return blocks + 2 * ends
+
+
+def step_flops(model: VJEPA3D, context: int, target: int) -> int:
+    """One sample's share of a training step: context encoder and predictor forward and backward, target
+    encoder forward (mae has none). `methods` encodes all tokens.
+    """
+    tokens = model.encoder.num_tokens
+    seen = tokens if model.recipe == "methods" else context
+    total = encoder_flops(model.encoder, seen, backward=True)
+    total += 3 * predictor_flops(model.predictor, context, target)
+    return total + (encoder_flops(model.target_encoder, tokens) if model.reads_target_view else 0)

@@ -1,0 +1,130 @@
+"""Hugging Face's VJEPA2Model and ours: names of parameters, and the configuration file.
+
+In: tensors by one side's names. Out: the same by the other's. Theirs keeps query, key and value apart, stacks
+the mask tokens, and calls a block `layer`. Facts from transformers' VJEPA2Config and VJEPA2Model.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import torch
+from torch import Tensor
+
+MODEL_TYPE = "vjepa2"
+# (theirs, ours); the first that matches the beginning of a name is used
+ENCODER_NAMES = (
+    ("encoder.embeddings.patch_embeddings.", "patch_embed."),
+    ("encoder.layer.", "blocks."),
+    ("encoder.layernorm.", "norm."),
+)
+PREDICTOR_NAMES = (
+    ("predictor.embeddings.predictor_embeddings.", "predictor_embed."),
+    ("predictor.layer.", "predictor_blocks."),
+    ("predictor.layernorm.", "predictor_norm."),
+    ("predictor.proj.", "predictor_proj."),
+)
+MASK_TOKENS = "predictor.embeddings.mask_tokens"
+PARTS = ("query", "key", "value")
+
+
+def from_hf(tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor], list[str]]:
+    """Encoder and predictor by our names, and their names that VJEPA2Model does not have."""
+    encoder: dict[str, Tensor] = {}
+    predictor: dict[str, Tensor] = {}
+    unknown = []
+    for name, tensor in tensors.items():
+        if name == MASK_TOKENS:
+            predictor.update({f"mask_tokens.{i}": token for i, token in enumerate(tensor)})
+            continue
+        for names, out in ((ENCODER_NAMES, encoder), (PREDICTOR_NAMES, predictor)):
+            ours = _renamed(name, names)
+            if ours is not None:
+                out[ours.replace(".attention.", ".attn.")] = tensor
+                break
+        else:
+            unknown.append(name)
+    return _joined(encoder), _joined(predictor), unknown
+
+
+def to_hf(encoder: dict[str, Tensor], predictor: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Our tensors by their names; an empty predictor stays away."""
+    out: dict[str, Tensor] = {}
+    masks = [predictor[f"mask_tokens.{i}"] for i in range(num_mask_tokens(predictor))]
+    if masks:
+        out[MASK_TOKENS] = torch.stack(masks)
+    for tensors, names in ((encoder, ENCODER_NAMES), (predictor, PREDICTOR_NAMES)):
+        for ours, tensor in tensors.items():
+            if ours.startswith("mask_tokens."):
+                continue
+            theirs = _renamed(ours, [(b, a) for a, b in names])
+            assert theirs is not None, ours
+            theirs = theirs.replace(".attn.", ".attention.")
+            if ".qkv." in theirs:
+                for part, third in zip(PARTS, tensor.chunk(3), strict=True):
+                    out[theirs.replace(".qkv.", f".{part}.")] = third.clone()
+            else:
+                out[theirs] = tensor
+    return out
+
+
+def num_mask_tokens(predictor: dict[str, Tensor]) -> int:
+    """How many mask tokens there are by our names."""
+    return sum(name.startswith("mask_tokens.") for name in predictor)
+
+
+def hf_config(
+    *,
+    image_size: tuple[int, int, int],
+    patch: tuple[int, int, int],
+    channels: int,
+    encoder: tuple[int, int, int, float],
+    predictor: tuple[int, int, int, float],
+    mask_tokens: int,
+) -> dict[str, Any]:
+    """config.json of VJEPA2Model for shapes (blocks, width, heads, MLP ratio); H and W must be equal."""
+    assert image_size[1] == image_size[2], image_size
+    assert patch[1] == patch[2], patch
+    return {
+        "architectures": ["VJEPA2Model"],
+        "model_type": MODEL_TYPE,
+        "dtype": "float32",
+        "patch_size": patch[1],
+        "crop_size": image_size[1],
+        "frames_per_clip": image_size[0],
+        "tubelet_size": patch[0],
+        "in_chans": channels,
+        "num_hidden_layers": encoder[0],
+        "hidden_size": encoder[1],
+        "num_attention_heads": encoder[2],
+        "mlp_ratio": encoder[3],
+        "pred_num_hidden_layers": predictor[0],
+        "pred_hidden_size": predictor[1],
+        "pred_num_attention_heads": predictor[2],
+        "pred_mlp_ratio": predictor[3],
+        "pred_num_mask_tokens": mask_tokens,
+        "layer_norm_eps": 1e-6,
+        "qkv_bias": True,
+        "hidden_act": "gelu",
+    }
+
+
+def _renamed(name: str, names: Any) -> str | None:
+    for old, new in names:
+        if name.startswith(old):
+            return new + name.removeprefix(old)
+    return None
+
+
+def _joined(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """attn.query, key and value as one attn.qkv; an incomplete triple stays, and is unexpected later."""
+    out = {}
+    for name, tensor in tensors.items():
+        match = re.fullmatch(r"(.*\.attn\.)(query|key|value)(\..*)", name)
+        triple = [f"{match[1]}{part}{match[3]}" for part in PARTS] if match else []
+        if match is None or not all(part in tensors for part in triple):
+            out[name] = tensor
+        elif match[2] == "query":
+            out[f"{match[1]}qkv{match[3]}"] = torch.cat([tensors[part] for part in triple])
+    return out

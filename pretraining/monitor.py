@@ -1,15 +1,12 @@
-"""Gauges: numbers that tell learning from collapse, where the loss cannot.
+"""Gauges: numbers that tell learning from collapse, where the loss cannot, and two checks of the machinery.
 
-`skill_mean` and `skill_position` are 1 - loss / loss of a baseline that sees nothing of the volume: the
-best constant vector, and the best vector of each token position (medians for L1, means for the normalised
-squared error, estimated from other samples). Only skill_position counts as learning: OCT features are
-mostly position.
+In: what a training step computed anyway. Out: the metrics of one log line. pretraining.skill compares the
+prediction with baselines, pretraining.alarms reads the numbers.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,10 +14,14 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor
 
-from models.vjepa3d import VJEPA3D, Output, per_token_l1, per_token_normalised_l2
+from models.probes import rankme
+from models.vjepa3d import VJEPA3D, Output
+from pretraining.alarms import Alarms
+from pretraining.skill import Scored, SkillGauge
+from utils.group import ALONE, Group
 
 BASELINE_FLOOR = 1e-6  # under this a baseline loss is no yardstick
-MIN_SAMPLES = 16  # other samples that a baseline must rest on
+RANK_TOKENS = 512  # of a global batch; the rank is at most one less
 
 
 class LeakError(RuntimeError):
@@ -31,91 +32,26 @@ class FrozenTargetError(RuntimeError):
     """The target encoder did not move although its momentum is below 1."""
 
 
-class SkillGauge:
-    """A ring of recent targets at fixed token positions, and the skill of predictions against baselines
-    made of them. Padding tokens are in no baseline.
+class Gauges:
+    """The training gauges of one global batch, whatever its micro-batches: `observe` each, then `finish`.
+
+    `global_batch_size` shares RANK_TOKENS out among the samples. The processes of `group` share the batch,
+    and all of them get the same gauges.
     """
 
-    def __init__(
-        self,
-        num_tokens: int,
-        width: int,
-        recipe: str,
-        device: torch.device,
-        capacity: int = 128,
-        positions: int = 64,
-    ) -> None:
-        spread = torch.linspace(0, num_tokens - 1, min(positions, num_tokens)).round().long().unique()
-        self.positions_P = spread.to(device)
-        self.slot_of_token_N = torch.full((num_tokens,), -1, dtype=torch.long, device=device)
-        self.slot_of_token_N[self.positions_P] = torch.arange(len(spread), device=device)
-        self.ring_RPE = torch.zeros(capacity, len(spread), width, device=device)
-        self.valid_RP = torch.zeros(capacity, len(spread), dtype=torch.bool, device=device)
-        self.row_R = torch.full((capacity,), -1, dtype=torch.long, device=device)
-        self.distance: Callable[[Tensor, Tensor], Tensor]
-        if recipe == "methods":
-            self.distance, self.centre = per_token_normalised_l2, torch.nanmean
-        else:
-            self.distance, self.centre = per_token_l1, lambda x, dim: x.nanmedian(dim).values
-        self.added = 0
-
-    def add(self, targets_BPE: Tensor, valid_BP: Tensor, row_B: Tensor) -> None:
-        """Remember targets at `positions_P`; `valid_BP` bool, `row_B` says which volumes they are of."""
-        capacity = len(self.row_R)
-        count = min(len(row_B), capacity)
-        slots = torch.arange(self.added, self.added + count, device=row_B.device) % capacity
-        self.ring_RPE[slots] = targets_BPE[:count].float()
-        self.valid_RP[slots] = valid_BP[:count]
-        self.row_R[slots] = row_B[:count]
-        self.added += count
-
-    @torch.no_grad()
-    def losses(
-        self, prediction_BME: Tensor, target_BME: Tensor, target_BM: Tensor, valid_BM: Tensor, row_B: Tensor
-    ) -> Tensor:
-        """Summed losses [4] of the prediction, the constant and the per-position baseline, over the valid
-        target tokens whose position has MIN_SAMPLES valid entries of other volumes.
-        """
-        total = torch.zeros(4, device=row_B.device)
-        for b in range(len(row_B)):
-            others = (self.row_R >= 0) & (self.row_R != row_B[b])
-            known_P = self.valid_RP[others].sum(0) >= MIN_SAMPLES
-            slot_M = self.slot_of_token_N[target_BM[b]]
-            use = (slot_M >= 0) & (valid_BM[b] > 0) & known_P[slot_M.clamp(min=0)]
-            if not bool(use.any()):
-                continue
-            ring = self.ring_RPE[others].masked_fill(~self.valid_RP[others].unsqueeze(-1), math.nan)
-            target = target_BME[b, use]
-            constant = self.centre(ring.flatten(0, 1), dim=0).expand_as(target)
-            per_position = self.centre(ring[:, slot_M[use]], dim=0)
-            for i, guess in enumerate((prediction_BME[b, use], constant, per_position)):
-                total[i] += self.distance(guess, target).sum()
-            total[3] += len(target)
-        return total
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"ring": self.ring_RPE, "valid": self.valid_RP, "row": self.row_R, "added": self.added}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.ring_RPE.copy_(state["ring"])
-        self.valid_RP.copy_(state["valid"])
-        self.row_R.copy_(state["row"])
-        self.added = state["added"]
-
-
-class Gauges:
-    """The training gauges of one global batch, whatever its micro-batches: `observe` each, then `finish`."""
-
-    def __init__(self, skill: SkillGauge) -> None:
-        self.skill = skill
+    def __init__(self, skill: SkillGauge, global_batch_size: int, group: Group = ALONE) -> None:
+        self.skill, self.group = skill, group
+        self.alarms = Alarms()
+        self.tokens_per_sample = -(-RANK_TOKENS // global_batch_size)
         self._begin(measure=False)
 
     def _begin(self, measure: bool) -> None:
         self.measure = measure
         self._remember: list[tuple[Tensor, Tensor, Tensor]] = []
-        self._observed: list[tuple[Tensor, ...]] = []
-        self._tokens: list[tuple[Tensor, Tensor, Tensor]] = []  # count, sum, sum of squares
+        self._scored: list[Scored] = []
+        self._sums: list[tuple[Tensor, Tensor, Tensor]] = []  # count, sum, sum of squares
         self._pooled: list[Tensor] = []
+        self._tokens: list[tuple[Tensor, Tensor]] = []  # some context tokens, and which are valid
 
     def begin(self, *, measure: bool) -> None:
         """Start a step; without `measure` the targets are remembered and nothing else is computed."""
@@ -125,38 +61,55 @@ class Gauges:
     def observe(self, out: Output, batch: dict[str, Tensor]) -> None:
         """One micro-batch after its forward pass."""
         positions = self.skill.positions_P
-        self._remember.append(
-            (out.target_all_BNE[:, positions], batch["token_valid"][:, positions], batch["row"])
-        )
+        told = (out.target_all_BNE[:, positions], batch["token_valid"][:, positions], batch["row"])
+        targets, valid, row = map(self.group.gather, told)
+        self._remember.append((targets, valid, row))
         if not self.measure:
             return
-        kept = (out.prediction_BME.detach(), out.target_BME)
-        self._observed.append((*kept, batch["target"], batch["target_valid"], batch["row"]))
-        weight_BK1 = (batch["context_valid"] > 0).float().unsqueeze(-1)
-        unit = F.normalize(out.context_BKE.float(), dim=-1) * weight_BK1
-        self._tokens.append((weight_BK1.sum(), unit.sum((0, 1)), unit.square().sum((0, 1))))
-        total = (out.context_BKE.float() * weight_BK1).sum(1)
+        self._scored.append(
+            self.skill.select(out.prediction_BME, out.target_BME, batch["target"], batch["target_valid"])
+        )
+        features = out.context_BKE.float()
+        is_valid_BK = batch["context_valid"] > 0
+        weight_BK1 = is_valid_BK.float().unsqueeze(-1)
+        unit = F.normalize(features, dim=-1) * weight_BK1
+        self._sums.append((weight_BK1.sum(), unit.sum((0, 1)), unit.square().sum((0, 1))))
+        total = (features * weight_BK1).sum(1)
         self._pooled.append(F.normalize(total / weight_BK1.sum(1).clamp(min=1), dim=-1))
+        last = features.shape[1] - 1
+        spread = torch.linspace(0, last, min(self.tokens_per_sample, last + 1)).round().long()
+        spread = spread.to(features.device)
+        self._tokens.append((features[:, spread].flatten(0, 1), is_valid_BK[:, spread].flatten()))
 
     def finish(self) -> dict[str, float | None]:
         """End the step; with `measure` its gauges:
 
         train/skill_mean, train/skill_position: null until the baselines rest on enough samples.
+        train/volume_share: loss of the best vector per position / loss of the best constant, both over the
+        targets: what a position does not tell about them. 0: the targets hold nothing of the volume.
+        train/rankme: effective rank of about RANK_TOKENS context tokens; null when one is not finite.
         train/feature_std: std over all valid tokens of L2-normalised features, times sqrt(E); near 1 is
         healthy. train/feature_cosine: mean cosine between different samples' mean features; near 1 is
         collapsed.
         """
         result: dict[str, float | None] = {}
         if self.measure:
-            losses = [self.skill.losses(*observed) for observed in self._observed]
-            prediction, *baselines, tokens = torch.stack(losses).sum(0).tolist()
-            for name, loss in zip(("mean", "position"), baselines, strict=True):
-                is_yardstick = loss > BASELINE_FLOOR * tokens
-                result[f"train/skill_{name}"] = 1 - prediction / loss if is_yardstick else None
-            count, first, second = (sum(part) for part in zip(*self._tokens, strict=True))
+            rows = torch.cat([row for _, _, row in self._remember])
+            losses = self.group.sum(self.skill.losses(self._scored, rows))
+            prediction, constant, position, tokens = losses.tolist()
+            is_yardstick = {
+                name: loss > BASELINE_FLOOR * tokens
+                for name, loss in (("mean", constant), ("position", position))
+            }
+            result["train/skill_mean"] = 1 - prediction / constant if is_yardstick["mean"] else None
+            result["train/skill_position"] = 1 - prediction / position if is_yardstick["position"] else None
+            result["train/volume_share"] = position / constant if is_yardstick["mean"] else None
+            result["train/rankme"] = self._rank()
+            sums = (sum(part) for part in zip(*self._sums, strict=True))
+            count, first, second = map(self.group.sum, sums)
             variance = (second / count - (first / count).square()).clamp(min=0)
             result["train/feature_std"] = float(variance.sqrt().mean() * math.sqrt(len(first)))
-            pooled = torch.cat(self._pooled)
+            pooled = self.group.gather(torch.cat(self._pooled))
             if len(pooled) > 1:
                 cosine = pooled @ pooled.T
                 pairs = len(pooled) * (len(pooled) - 1)
@@ -165,6 +118,49 @@ class Gauges:
             self.skill.add(targets, valid, row)
         self._begin(measure=False)
         return result
+
+    def _rank(self) -> float | None:
+        features, is_valid = (
+            self.group.gather(torch.cat(parts)).cpu() for parts in zip(*self._tokens, strict=True)
+        )
+        features = features[is_valid]
+        return rankme(features) if bool(torch.isfinite(features).all()) else None
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"skill": self.skill.state_dict(), "alarms": self.alarms.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.skill.load_state_dict(state["skill"])
+        self.alarms.load_state_dict(state["alarms"])
+
+
+@torch.no_grad()
+def target_drift(model: VJEPA3D) -> Tensor:
+    """||encoder - target|| / ||target|| over all parameters: how far the target lags behind."""
+    encoder, target = list(model.encoder.parameters()), list(model.target_encoder.parameters())
+    apart = torch.stack([(e - t).float().square().sum() for e, t in zip(encoder, target, strict=True)])
+    size = torch.stack([t.float().square().sum() for t in target])
+    return (apart.sum() / size.sum()).sqrt()
+
+
+@torch.no_grad()
+def update_ratio(optimizer: torch.optim.AdamW) -> Tensor:
+    """||last update|| / ||weights|| over the matrices, read from AdamW's moments; weight decay left out.
+
+    Around 1e-2 at the start of a run and less later; a skipped update leaves that of the one before, and
+    counts 0 where there was none.
+    """
+    group = optimizer.param_groups[0]
+    beta1, beta2 = group["betas"]
+    update, size = [], []
+    for weight in group["params"]:
+        state = optimizer.state[weight]
+        count = state["step"].clamp(min=1)
+        first = state["exp_avg"] / (1 - beta1**count)
+        second = state["exp_avg_sq"] / (1 - beta2**count)
+        update.append((first / (second.sqrt() + group["eps"])).square().sum())
+        size.append(weight.square().sum())
+    return group["lr"] * (torch.stack(update).sum() / torch.stack(size).sum()).sqrt()
 
 
 def voxels_of_tokens(is_token_BN: Tensor, grid: tuple[int, int, int], patch: tuple[int, int, int]) -> Tensor:

@@ -9,6 +9,8 @@ import hashlib
 import json
 import logging
 import math
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +18,13 @@ import torch
 
 from data_setup.store import PreparedStore
 from models.vjepa3d import VJEPA3D
+from models.weights import start_from
 from pretraining.data import Rows
-from pretraining.monitor import SkillGauge
+from pretraining.monitor import Gauges
 from utils import storage
-from utils.checkpoint import CheckpointError, CheckpointWriter, list_steps, load_checkpoint, load_newest
+from utils.checkpoint import CheckpointError, CheckpointWriter, list_steps, load_newest, to_host
 from utils.config import Config, UserError, changed_keys, config_of_yaml, load_config, to_yaml
+from utils.group import ALONE, Group
 from utils.runtime import Runtime, provenance
 
 log = logging.getLogger(__name__)
@@ -55,6 +59,9 @@ def claim_run_dir(cfg: Config, runtime: Runtime) -> None:
         "provenance.json": json.dumps(provenance(runtime), indent=1),
         "config.yaml": to_yaml(cfg),
     }
+    with suppress(storage.StorageNotFoundError):  # what prepare --check-only may have left there
+        checked = storage.join(cfg.data.store, "check_report.json")
+        files["check_report.json"] = storage.read_text(checked, cfg.data.storage_options)
     for name, text in files.items():
         storage.write_text(str(run_dir / name), text)
 
@@ -72,7 +79,7 @@ def checkpoint_state(
     rows: Rows,
     model: VJEPA3D,
     optimizer: torch.optim.Optimizer,
-    skill: SkillGauge,
+    gauges: Gauges,
     progress: dict[str, Any],
 ) -> dict[str, Any]:
     """Everything that the next step, and an evaluation, depend on."""
@@ -80,11 +87,12 @@ def checkpoint_state(
         "step": progress["step"],
         "model": model.state_dict(),
         "optimizer": optimizer.state_dict(),
-        "gauge": skill.state_dict(),
+        "gauge": gauges.state_dict(),
         "progress": progress,
         "config": to_yaml(cfg),
         "recipe": cfg.method.recipe,
         "normalisation": store.attrs["normalisation"],
+        "synthetic": bool(store.attrs["synthetic"]),
         "participants": sorted(set(progress["inherited"]) | rows.participants),
         "rows_sha256": rows_checksum(rows, store),
     }
@@ -102,9 +110,40 @@ def restore(
     rows: Rows,
     model: VJEPA3D,
     optimizer: torch.optim.Optimizer,
-    skill: SkillGauge,
+    gauges: Gauges,
+    group: Group = ALONE,
 ) -> dict[str, Any]:
-    """Load this run's newest intact checkpoint, else method.init_from, else nothing; returns the progress."""
+    """Load this run's newest intact checkpoint, else method.init_from, else nothing; returns the progress.
+
+    The first process of the group reads, and the others take over what it has: checkpoints may be on its disk
+    alone, and all must start from one of them.
+    """
+    progress = _load(cfg, store, rows, model, optimizer, gauges) if group.is_first else {}
+    if group.size == 1:
+        return progress
+    checksums = group.collect(rows_checksum(rows, store))
+    if len(set(checksums)) > 1:
+        raise UserError(
+            f"{cfg.data.store}: expected the same training volumes on every process, found others"
+        )
+    parts = (model.state_dict(), optimizer.state_dict(), gauges.state_dict(), progress)
+    own_parts = to_host(parts) if group.is_first else None
+    of_model, of_optimizer, of_gauges, progress = group.broadcast(own_parts)
+    if not group.is_first:
+        model.load_state_dict(of_model)
+        optimizer.load_state_dict(of_optimizer)
+        gauges.load_state_dict(of_gauges)
+    return progress
+
+
+def _load(
+    cfg: Config,
+    store: PreparedStore,
+    rows: Rows,
+    model: VJEPA3D,
+    optimizer: torch.optim.Optimizer,
+    gauges: Gauges,
+) -> dict[str, Any]:
     progress: dict[str, Any] = {
         "step": 0,
         "bad_run": 0,
@@ -128,15 +167,13 @@ def restore(
             )
         load_weights(model, state, store, cfg.train.ckpt_dir or "")
         optimizer.load_state_dict(state["optimizer"])
-        skill.load_state_dict(state["gauge"])
+        gauges.load_state_dict(state["gauge"])
         log.info("resuming from step %d of %s", state["step"], cfg.train.ckpt_dir)
         return state["progress"]
     if cfg.method.init_from is not None:
-        state = load_checkpoint(cfg.method.init_from, cfg.data.storage_options)
-        load_weights(model, state, store, cfg.method.init_from)
-        progress["inherited"] = state["participants"]
-        progress["init_weight"] = state["progress"]["init_weight"]
-        log.info("weights start from %s", cfg.method.init_from)
+        start = start_from(model, cfg, store.attrs["normalisation"])
+        progress["inherited"] = start.participants
+        progress["init_weight"] = start.init_weight
     return progress
 
 
@@ -184,10 +221,13 @@ def best_names(
 
 
 def report_bad_steps(
-    cfg: Config, longest_bad_run: int, recent: list[tuple[int, list[int], torch.Tensor]]
+    cfg: Config,
+    longest_bad_run: int,
+    recent: list[tuple[int, torch.Tensor]],
+    rows_of_step: Callable[[int], list[int]],
 ) -> None:
     """Name the skipped updates since the last log line; raises UserError after max_bad_steps in a row."""
-    skipped = [f"step {step}: rows {rows}" for step, rows, is_finite in recent if not bool(is_finite)]
+    skipped = [f"step {step}: rows {rows_of_step(step)}" for step, ok in recent if not bool(ok)]
     for text in skipped:
         log.warning("update skipped, loss or gradient not finite: %s of the store", text)
     if longest_bad_run >= cfg.train.max_bad_steps:
@@ -201,7 +241,10 @@ def last_good(cfg: Config) -> str:
     """A sentence that names the checkpoint to go back to."""
     if cfg.train.ckpt_dir is None:
         return "No checkpoint was kept (train.ckpt_dir is null)"
-    steps = list_steps(cfg.train.ckpt_dir, cfg.data.storage_options)
+    try:
+        steps = list_steps(cfg.train.ckpt_dir, cfg.data.storage_options)
+    except storage.StorageError as error:  # what the run ends of is to be read, not this
+        return f"The checkpoints cannot be listed now ({error})"
     if not steps:
         return f"No checkpoint was written to {cfg.train.ckpt_dir} yet"
     return f"The last good checkpoint is {storage.join(cfg.train.ckpt_dir, f'step_{steps[-1]:08d}.pt')}"

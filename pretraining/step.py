@@ -8,7 +8,7 @@ their values.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -18,6 +18,7 @@ from data_setup.transforms import normalise
 from models.regularisers import Regulariser, SigReg, Statistics, VicReg, surrogate
 from models.vjepa3d import VJEPA3D, Output, parameter_groups
 from utils.config import Config
+from utils.group import ALONE
 from utils.runtime import Runtime
 
 Batch = dict[str, Tensor]
@@ -44,18 +45,21 @@ def build_optimizer(model: VJEPA3D, cfg: Config) -> torch.optim.AdamW:
     )
 
 
+def view(batch: Batch, number: int) -> Tensor:
+    """The context view (0) or the target view (1), [B, 1, D, H, W], with its own intensities."""
+    common = (batch["volume"], batch["matrix"], batch["valid_box"], batch["mean"], batch["std"])
+    return normalise(*common, batch["intensity"][:, number], batch["noise_seed"][:, number])
+
+
 def views(batch: Batch) -> tuple[Tensor, Tensor]:
     """The context view and the target view [B, 1, D, H, W]: one geometry, each its own intensities."""
-    common = (batch["volume"], batch["matrix"], batch["valid_box"], batch["mean"], batch["std"])
-    context, target = (
-        normalise(*common, batch["intensity"][:, view], batch["noise_seed"][:, view]) for view in (0, 1)
-    )
-    return context, target
+    return view(batch, 0), view(batch, 1)
 
 
 def predict(model: VJEPA3D, batch: Batch, runtime: Runtime, *, stochastic: bool) -> Output:
     """Forward pass of one micro-batch."""
-    context_view, target_view = views(batch)
+    context_view = view(batch, 0)
+    target_view = view(batch, 1) if model.reads_target_view else None
     seed = batch["sample_seed"] if stochastic else None
     with runtime.autocast():
         return model(
@@ -83,15 +87,14 @@ def global_means(
     total: Statistics | None = None
     with torch.no_grad():
         for batch in batches:
-            context_view, _ = views(batch)
             with runtime.autocast():
                 tokens = model.encode_context(
-                    context_view, batch["context"], batch["target"], batch["sample_seed"]
+                    view(batch, 0), batch["context"], batch["target"], batch["sample_seed"]
                 )
             part = regulariser.statistics(tokens.float(), batch["context_valid"])
             total = part if total is None else tuple(a + b for a, b in zip(total, part, strict=True))
     assert total is not None, "a global batch holds at least one micro-batch"
-    return tuple(t / samples for t in total)
+    return tuple(runtime.group.sum(t) / samples for t in total)
 
 
 def train_step(
@@ -106,7 +109,7 @@ def train_step(
     observe: Callable[[Output, Batch], None] | None = None,
     enabled: bool = True,
 ) -> StepResult:
-    """Update number `step` on the micro-batches of one global batch.
+    """Update number `step` on this process's micro-batches of one global batch; the result is the batch's.
 
     `observe` sees every micro-batch with its output. `enabled=False` does all the work and moves nothing.
     """
@@ -128,7 +131,9 @@ def train_step(
         if regulariser is not None:
             statistics = regulariser.statistics(output.context_BKE.float(), batch["context_valid"])
             local = tuple(s / samples for s in statistics)
-            penalty, gradient = surrogate(regulariser, local if means is None else means)
+            if means is None:  # the global batch has one micro-batch on each process, so no pass of its own
+                means = tuple(runtime.group.sum(s.detach()) for s in local)
+            penalty, gradient = surrogate(regulariser, means)
             linear = sum((g * s).sum() for g, s in zip(gradient, local, strict=True))
             objective = objective + weight * linear
         objective.backward()
@@ -137,6 +142,8 @@ def train_step(
         loss_sum = loss_sum + prediction_loss.detach()
 
     parameters = [p for _, p in model.trained_parameters()]
+    runtime.group.sum_gradients(parameters)
+    loss_sum = runtime.group.sum(loss_sum)
     grad_norm = torch.nn.utils.clip_grad_norm_(parameters, cfg.optim.clip_grad_norm)
     is_finite = torch.isfinite(grad_norm) & torch.isfinite(loss_sum) & enabled
     for group in optimizer.param_groups:
@@ -156,11 +163,13 @@ def trial_step(
 ) -> None:
     """A whole update of one micro-batch that moves nothing: what a step needs of memory, moments included.
 
-    Leaves no trace either when it runs out of memory half-way.
+    Leaves no trace either when it runs out of memory half-way. It needs no other process, since another may
+    run out of memory alone.
     """
+    by_itself = replace(runtime, group=ALONE)
     buffers = {name: b.clone() for name, b in model.named_buffers()}
     try:
-        train_step(model, optimizer, [batch], cfg, runtime, 0, 0.0, 1.0, enabled=False)
+        train_step(model, optimizer, [batch], cfg, by_itself, 0, 0.0, 1.0, enabled=False)
         runtime.synchronise()
     finally:
         optimizer.zero_grad(set_to_none=True)

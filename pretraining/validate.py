@@ -1,87 +1,133 @@
-"""What is measured between training steps: validation loss, rank of the features, a probe, and example
+"""What is measured between training steps: validation loss, ranks of the features, probes, and example
 pictures.
 
-Validation participants are cut inside the training split. The probe is fitted on the training participants
-and scored on the official validation split, which is what selects checkpoints.
+Validation participants are cut inside the training split; pretraining.val_probes has the probes. Several
+processes share the volumes, in batches, and all of them get the numbers that one process would.
 """
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from data_setup.loader import evaluation_batches, validation_batches
+from data_setup.loader import VALIDATION_SEED, validation_batches
+from data_setup.masks import MaskPlan, draw_mask
 from data_setup.store import PreparedStore
-from models.embed import embed
-from models.probes import Fold, balanced_accuracy, knn_probe, rankme
+from data_setup.transforms import STREAM_MASK, random_stream
+from models.probes import lidar, rankme
 from models.vjepa3d import VJEPA3D
 from pretraining.data import Rows
-from pretraining.step import predict, views
+from pretraining.step import Batch, predict, views
+from pretraining.val_probes import probe_scores
 from utils.config import Config
 from utils.runtime import Runtime
 from utils.visualize import save_snapshot
 
 log = logging.getLogger(__name__)
 RANKME_TOKENS = 2048
+LIDAR_VOLUMES, LIDAR_MASKS = 64, 8  # each mask is a pass of the context encoder
 
 
 @torch.no_grad()
 def validate(
     model: VJEPA3D, cfg: Config, store: PreparedStore, rows: Rows, runtime: Runtime
 ) -> dict[str, float | None]:
-    """val/loss, val/rankme and val/probe (null without labels of two classes on both sides)."""
+    """val/loss, val/rankme, val/lidar (null for a single volume) and what probe_scores names."""
     model.eval()
-    loss_sum, count = 0.0, 0
-    tokens: list[torch.Tensor] = []
-    per_volume = -(-RANKME_TOKENS // len(rows.val))
-    for cpu_batch in validation_batches(cfg, store, rows.val, cfg.train.per_core_batch_size):
-        batch = runtime.to_device(cpu_batch)
-        output = predict(model, batch, runtime, stochastic=False)
-        loss_sum += float(output.loss_B.sum())
-        count += int((batch["target_valid"].sum(1) > 0).sum())
-        for features, valid in zip(output.target_all_BNE.cpu(), cpu_batch["token_valid"], strict=True):
-            ids = valid.nonzero().flatten()
-            spread = torch.linspace(0, len(ids) - 1, min(per_volume, len(ids))).round().long()
-            tokens.append(features[ids[spread]])
+    plan = MaskPlan.from_config(cfg)
+    parts = [
+        measure_batch(
+            model, plan, cpu_batch, runtime, rows_in_all=len(rows.val), with_views=first < LIDAR_VOLUMES
+        )
+        for first, cpu_batch in shared_batches(cfg, store, rows.val, runtime)
+    ]
+    parts = runtime.group.merge(parts)
+    tokens = [t for part in parts for t in part.tokens]
+    views_NQE = [v for part in parts for v in part.views]
+    count = sum(part.count for part in parts)
     finite = [t for t in tokens if bool(torch.isfinite(t).all())]
     if len(finite) < len(tokens):
         log.warning("validation: features of %d volumes are not finite", len(tokens) - len(finite))
-    rank = rankme(torch.cat(finite)) if finite else None
-    probe = probe_score(model, cfg, store, rows, runtime)
+    whole = [v for v in views_NQE if bool(torch.isfinite(v).all())][:LIDAR_VOLUMES]
+    measured = {
+        "val/loss": sum(part.loss_sum for part in parts) / count if count else None,
+        "val/rankme": rankme(torch.cat(finite)) if finite else None,
+        "val/lidar": lidar(torch.stack(whole)) if len(whole) > 1 else None,
+    }
+    scores = probe_scores(model, cfg, store, rows, runtime)
     model.train()
-    return {"val/loss": loss_sum / count if count else None, "val/rankme": rank, "val/probe": probe}
+    return measured | scores
 
 
-def probe_score(
-    model: VJEPA3D, cfg: Config, store: PreparedStore, rows: Rows, runtime: Runtime
-) -> float | None:
-    """Balanced accuracy of kNN on pooled target features: training participants -> official validation."""
-    limit = cfg.probe.max_volumes
-    sides = [[r for r in side if int(r) in rows.label_of_row] for side in (rows.train, rows.official_val)]
-    classes = [{rows.label_of_row[int(r)] for r in side} for side in sides]
-    if min(map(len, classes)) < 2 or set(sides[0]) & set(sides[1]):
-        return None
-    number = {label: i for i, label in enumerate(sorted(classes[0] | classes[1]))}
-    folds = []
-    for side in sides:
-        chosen = np.asarray(side)[np.linspace(0, len(side) - 1, min(limit, len(side))).round().astype(int)]
-        batches = evaluation_batches(cfg, store, chosen, cfg.train.per_core_batch_size)
-        on_device = map(runtime.to_device, batches)
-        features = embed(
-            model.target_encoder, ((views(b)[1], b["context_valid"]) for b in on_device), runtime
-        )
-        usable = np.isfinite(features).all(axis=1)
-        if not usable.all():
-            log.warning("probe: features not finite, left out: rows %s", chosen[~usable].tolist())
-            features, chosen = features[usable], chosen[usable]
-        labels = np.array([number[rows.label_of_row[int(r)]] for r in chosen])
-        if len(set(labels)) < 2:
-            return None
-        folds.append(Fold(features, labels, np.array([rows.person_of_row[int(r)] for r in chosen])))
-    return balanced_accuracy(knn_probe(*folds))
+@dataclass
+class Part:
+    """What one batch contributes to a validation."""
+
+    loss_sum: float
+    count: int  # volumes with a valid target
+    tokens: list[Tensor]  # of each volume, some of its features
+    views: list[Tensor]  # of each volume, features [LIDAR_MASKS, E] under several masks
+
+
+def shared_batches(
+    cfg: Config, store: PreparedStore, rows: np.ndarray, runtime: Runtime
+) -> Iterator[tuple[int, Batch]]:
+    """This process's batches, each with the place of its first volume among all rows."""
+    size = cfg.train.per_core_batch_size
+    starts = runtime.group.share(range(0, len(rows), size))
+    own = np.concatenate([rows[:0], *(rows[s : s + size] for s in starts)])
+    # only the last of all batches may be short, and it is the last of its process
+    return zip(starts, validation_batches(cfg, store, own, size), strict=True)
+
+
+def measure_batch(
+    model: VJEPA3D, plan: MaskPlan, cpu_batch: Batch, runtime: Runtime, *, rows_in_all: int, with_views: bool
+) -> Part:
+    """One batch, with its share of RANKME_TOKENS; `with_views`: also for LiDAR."""
+    batch = runtime.to_device(cpu_batch)
+    output = predict(model, batch, runtime, stochastic=False)
+    assert output.features_all_BNE is not None, "None in training alone"
+    per_volume = -(-RANKME_TOKENS // rows_in_all)
+    tokens = []
+    for features, valid in zip(output.features_all_BNE.cpu(), cpu_batch["token_valid"], strict=True):
+        ids = valid.nonzero().flatten()
+        spread = torch.linspace(0, len(ids) - 1, min(per_volume, len(ids))).round().long()
+        tokens.append(features[ids[spread]])
+    return Part(
+        float(output.loss_B.sum()),
+        int((batch["target_valid"].sum(1) > 0).sum()),
+        tokens,
+        [v.clone() for v in masked_views(model, plan, cpu_batch, runtime)] if with_views else [],
+    )
+
+
+def masked_views(model: VJEPA3D, plan: MaskPlan, cpu_batch: Batch, runtime: Runtime) -> Iterator[Tensor]:
+    """For each volume, context features [LIDAR_MASKS, E] under masks of its own: means over valid tokens.
+
+    The masks depend on the row alone; the first is that of the validation loss.
+    """
+    view_BCDHW = views(runtime.to_device(cpu_batch))[0]
+    means = []
+    for number in range(LIDAR_MASKS):
+        drawn = [
+            draw_mask(random_stream(VALIDATION_SEED, number, int(row), STREAM_MASK), plan, valid.numpy())
+            for row, valid in zip(cpu_batch["row"], cpu_batch["token_valid"], strict=True)
+        ]
+        context_BK, target_BM = (torch.from_numpy(np.stack(ids)) for ids in zip(*drawn, strict=True))
+        weight_BK = cpu_batch["token_valid"].gather(1, context_BK).float().to(runtime.device)
+        with runtime.autocast():
+            features_BKE = model.encode_context(
+                view_BCDHW, context_BK.to(runtime.device), target_BM.to(runtime.device), None
+            ).float()
+        total_BE = (features_BKE * weight_BK.unsqueeze(-1)).sum(1)
+        means.append(total_BE / weight_BK.sum(1, keepdim=True).clamp(min=1))
+    return iter(torch.stack(means, dim=1).cpu())
 
 
 @torch.no_grad()

@@ -8,7 +8,9 @@ import pytest
 import torch
 
 from models.vjepa3d import Output
-from pretraining.monitor import Gauges, SkillGauge, voxels_of_tokens
+from pretraining.monitor import Gauges, target_drift, update_ratio, voxels_of_tokens
+from pretraining.skill import SkillGauge
+from tests.model_factory import nano_model, small_config
 
 
 def filled_gauge(recipe: str, samples: torch.Tensor, valid: torch.Tensor | None = None) -> SkillGauge:
@@ -23,11 +25,24 @@ def skills(
     gauge: SkillGauge, prediction: torch.Tensor, target: torch.Tensor, ids: list[int], row: int = 5
 ) -> list:
     """[skill_mean, skill_position] as the training loop computes them, of one sample."""
-    gauges = Gauges(gauge)
+    result = gauges_of(gauge, prediction, target, ids, row)
+    return [result["train/skill_mean"], result["train/skill_position"]]
+
+
+def gauges_of(
+    gauge: SkillGauge, prediction: torch.Tensor, target: torch.Tensor, ids: list[int], row: int = 5
+) -> dict[str, float | None]:
+    """All gauges of one sample."""
+    gauges = Gauges(gauge, 1)
     gauges.begin(measure=True)
     num_tokens = len(gauge.slot_of_token_N)
     out = Output(
-        torch.zeros(1), prediction, target, torch.randn(1, 4, 3), torch.zeros(1, num_tokens, target.shape[-1])
+        torch.zeros(1),
+        prediction,
+        target,
+        torch.randn(1, 4, 3),
+        torch.zeros(1, num_tokens, target.shape[-1]),
+        None,
     )
     batch = {
         "target": torch.tensor([ids]),
@@ -37,8 +52,7 @@ def skills(
         "row": torch.tensor([row]),
     }
     gauges.observe(out, batch)
-    result = gauges.finish()
-    return [result["train/skill_mean"], result["train/skill_position"]]
+    return gauges.finish()
 
 
 def test_skill_by_hand_l1() -> None:
@@ -88,7 +102,7 @@ def test_padding_targets_are_not_scored() -> None:
     target = torch.randn(1, 2, 3)
     prediction = target + torch.tensor([[[0.1], [9.0]]])
     ids, valid = torch.tensor([[4, 1]]), torch.tensor([[1.0, 0.0]])
-    losses = gauge.losses(prediction, target, ids, valid, torch.tensor([5]))
+    losses = gauge.losses([gauge.select(prediction, target, ids, valid)], torch.tensor([5]))
     assert float(losses[0]) == pytest.approx(0.1, abs=1e-5)
     assert float(losses[3]) == 1
 
@@ -139,11 +153,12 @@ def test_the_ring_keeps_the_newest_and_its_state() -> None:
 
 def spread(tokens: torch.Tensor, valid: torch.Tensor, parts: int = 1) -> dict[str, float | None]:
     """feature_std and feature_cosine of context tokens [B, K, E], in so many micro-batches."""
-    gauges = Gauges(SkillGauge(6, 3, "vjepa2", torch.device("cpu")))
+    gauges = Gauges(SkillGauge(6, 3, "vjepa2", torch.device("cpu")), len(tokens))
     gauges.begin(measure=True)
     for some, weight in zip(tokens.chunk(parts), valid.chunk(parts), strict=True):
         n = len(some)
-        out = Output(torch.zeros(n), torch.zeros(n, 1, 3), torch.zeros(n, 1, 3), some, torch.zeros(n, 6, 3))
+        nothing = torch.zeros(n, 1, 3)
+        out = Output(torch.zeros(n), nothing, nothing, some, torch.zeros(n, 6, 3), None)
         batch = {
             "target": torch.zeros(n, 1, dtype=torch.long),
             "target_valid": torch.ones(n, 1),
@@ -159,7 +174,7 @@ def test_gauges_see_the_whole_global_batch() -> None:
     torch.manual_seed(0)
     tokens, valid = torch.randn(4, 50, 8), (torch.rand(4, 50) > 0.3).float()
     whole, parts = spread(tokens, valid), spread(tokens, valid, 4)
-    for key in ("train/feature_std", "train/feature_cosine"):
+    for key in ("train/feature_std", "train/feature_cosine", "train/rankme"):
         assert parts[key] == pytest.approx(whole[key], rel=1e-4)
 
 
@@ -188,3 +203,69 @@ def test_voxels_of_tokens_follow_raster_order() -> None:
     assert voxels.nonzero()[:, 2].unique().tolist() == [4, 5, 6, 7]
     assert voxels.nonzero()[:, 3].unique().tolist() == list(range(16, 24))
     assert voxels.nonzero()[:, 4].unique().tolist() == [6, 7]
+
+
+def test_what_the_position_does_not_tell() -> None:
+    """Targets that repeat one pattern hold nothing of the volume; targets without a pattern hold all."""
+    torch.manual_seed(0)
+    ids, target = [0, 3, 5], torch.randn(1, 3, 3)
+
+    def share(seen: torch.Tensor, target: torch.Tensor) -> float | None:
+        gauge = filled_gauge("vjepa2", seen)
+        return gauges_of(gauge, target, target, ids)["train/volume_share"]
+
+    pattern = torch.randn(1, 6, 3)
+    assert share(pattern.expand(30, -1, -1), pattern[:, ids]) == pytest.approx(0.0, abs=1e-6)
+    assert share(torch.randn(60, 6, 3), target) == pytest.approx(1.0, abs=0.15)
+
+
+def test_mae_skill_is_of_squared_errors_and_means() -> None:
+    seen = torch.zeros(20, 6, 2)
+    seen[:, :, 0] = torch.arange(20.0).unsqueeze(1)  # mean 9.5, median 9
+    target = torch.tensor([[[10.5, 0.0]]])
+    skill = skills(filled_gauge("mae", seen), target + torch.tensor([0.5, 0.0]), target, [2])
+    assert skill == pytest.approx([0.75, 0.75])  # 1 - 0.25 / 1
+
+
+def test_the_baseline_knows_no_volume_of_the_batch() -> None:
+    """Neither the sample's own nor its neighbours' entries: so accumulation changes no skill."""
+    gauge = filled_gauge("vjepa2", torch.randn(40, 6, 3, generator=torch.Generator().manual_seed(0)))
+    target = torch.zeros(1, 1, 3)
+    scored = [gauge.select(target + 1, target, torch.tensor([[2]]), torch.ones(1, 1))]
+    alone = gauge.losses(scored, torch.tensor([5]))
+    gauge.ring_RPE[:20] = 1e3  # rows 100 to 119
+    beside = gauge.losses(scored, torch.arange(100, 120))
+    assert float(beside[1]) < 1, "an entry of the batch is in the baseline"
+    assert float(alone[3]) == float(beside[3]) == 1
+    assert float(gauge.losses(scored, torch.arange(100, 130))[3]) == 0  # 10 others are too few
+
+
+def test_rank_of_context_tokens_by_hand() -> None:
+    """Four tokens on a cross have two equal singular values; padding is not looked at."""
+    cross = torch.tensor([[[1.0, 0, 0], [-1, 0, 0], [0, 1, 0], [0, -1, 0], [9, 9, 9]]])
+    valid = torch.tensor([[1.0, 1, 1, 1, 0]])
+    assert spread(cross, valid)["train/rankme"] == pytest.approx(2.0)
+    flat = cross * torch.tensor([1.0, 0.0, 0.0])
+    assert spread(flat, valid)["train/rankme"] == pytest.approx(1.0)
+    assert spread(cross.log(), valid)["train/rankme"] is None
+
+
+def test_drift_is_relative_to_the_target() -> None:
+    model = nano_model(small_config())
+    assert float(target_drift(model)) == 0
+    with torch.no_grad():
+        for parameter in model.encoder.parameters():
+            parameter.mul_(1.5)
+    assert float(target_drift(model)) == pytest.approx(0.5, rel=1e-5)
+
+
+def test_update_ratio_is_what_the_optimizer_did() -> None:
+    torch.manual_seed(0)
+    weight = torch.nn.Parameter(torch.randn(30, 20))
+    optimizer = torch.optim.AdamW([weight], lr=0.01, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
+    for _ in range(5):
+        before = weight.detach().clone()
+        weight.grad = torch.randn(30, 20)
+        optimizer.step()
+        moved = (weight.detach() - before).norm() / weight.detach().norm()
+        assert float(update_ratio(optimizer)) == pytest.approx(float(moved), rel=1e-4)

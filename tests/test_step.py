@@ -16,6 +16,7 @@ from tests.model_factory import nano_model, small_config, uint8_batch
 from utils.config import Config
 from utils.runtime import Runtime
 
+RECIPES = ("vjepa2", "methods", "mae")
 CPU = Runtime(torch.device("cpu"), use_bf16=False)
 
 
@@ -36,11 +37,14 @@ def update(cfg: Config, parts: int, steps: int = 2) -> tuple[VJEPA3D, list[float
     return model, losses
 
 
-@pytest.mark.parametrize("regulariser", ["none", "vicreg", "sigreg"])
-def test_accumulation_changes_nothing(regulariser: str) -> None:
+@pytest.mark.parametrize(
+    ("recipe", "regulariser"),
+    [("vjepa2", "none"), ("vjepa2", "vicreg"), ("vjepa2", "sigreg"), ("mae", "none"), ("mae", "vicreg")],
+)
+def test_accumulation_changes_nothing(recipe: str, regulariser: str) -> None:
     weight = 0 if regulariser == "none" else 0.5
     extra = [f"method.regulariser={regulariser}", f"method.regulariser_weight={weight}", "method.dropout=0.1"]
-    cfg = small_config("vjepa2", *extra, "method.drop_path=0.1")
+    cfg = small_config(recipe, *extra, "method.drop_path=0.1")
     whole, losses = update(cfg, 1)
     parts, losses_of_parts = update(cfg, 4)
     assert losses == pytest.approx(losses_of_parts, rel=1e-5)
@@ -49,13 +53,14 @@ def test_accumulation_changes_nothing(regulariser: str) -> None:
         torch.testing.assert_close(a, b, atol=2e-4, rtol=1e-3, msg=lambda m, name=name: f"{name}: {m}")
 
 
-def test_regulariser_reaches_the_gradient() -> None:
-    plain, _ = update(small_config("vjepa2", "method.regulariser=none", "method.regulariser_weight=0"), 1, 1)
-    strong, _ = update(small_config("vjepa2", "method.regulariser_weight=1"), 1, 1)
+@pytest.mark.parametrize("recipe", ["vjepa2", "mae"])
+def test_regulariser_reaches_the_gradient(recipe: str) -> None:
+    plain, _ = update(small_config(recipe, "method.regulariser=none", "method.regulariser_weight=0"), 1, 1)
+    strong, _ = update(small_config(recipe, "method.regulariser=vicreg", "method.regulariser_weight=1"), 1, 1)
     assert not torch.equal(plain.encoder.norm.weight, strong.encoder.norm.weight)
 
 
-@pytest.mark.parametrize("recipe", ["vjepa2", "methods"])
+@pytest.mark.parametrize("recipe", RECIPES)
 def test_grad_norm_and_clipped_update_by_hand(recipe: str) -> None:
     """The reported norm is that of the whole gradient before clipping, and clipping is applied."""
     cfg = small_config(
@@ -73,7 +78,7 @@ def test_grad_norm_and_clipped_update_by_hand(recipe: str) -> None:
     assert clipped == pytest.approx(0.01, rel=1e-3)
 
 
-@pytest.mark.parametrize("recipe", ["vjepa2", "methods"])
+@pytest.mark.parametrize("recipe", RECIPES)
 def test_a_non_finite_batch_leaves_no_trace(recipe: str) -> None:
     cfg = small_config(recipe)
     model = nano_model(cfg).train()
@@ -96,7 +101,7 @@ def test_a_non_finite_batch_leaves_no_trace(recipe: str) -> None:
     assert not torch.equal(model.target_encoder.norm.weight, before["target_encoder.norm.weight"])
 
 
-@pytest.mark.parametrize("recipe", ["vjepa2", "methods"])
+@pytest.mark.parametrize("recipe", RECIPES)
 def test_the_trial_step_leaves_no_trace(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
     cfg = small_config(recipe)
     model = nano_model(cfg).train()
@@ -135,7 +140,7 @@ def test_bfloat16_keeps_float32_parameters_and_nearly_the_loss() -> None:
     assert losses[1] != losses[0], "nothing was computed in bfloat16"
 
 
-@pytest.mark.parametrize("recipe", ["vjepa2", "methods"])
+@pytest.mark.parametrize("recipe", RECIPES)
 def test_the_loss_falls_on_one_batch(recipe: str) -> None:
     cfg = small_config(recipe, "optim.clip_grad_norm=1")
     model = nano_model(cfg).train()

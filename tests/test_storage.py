@@ -19,6 +19,8 @@ import zarr
 from utils import storage
 from utils.config import StorageOptions
 from utils.object_store import zarr_store
+from utils.retry import redact
+from utils.storage_errors import storage_error
 
 
 @pytest.fixture(params=["disk", "memory"])
@@ -103,7 +105,7 @@ def test_no_permission_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 def test_cloud_client_errors_are_named() -> None:
     from google.auth.exceptions import DefaultCredentialsError
 
-    error = storage._storage_error("gs://bucket/x", DefaultCredentialsError("no default credentials"))
+    error = storage_error("gs://bucket/x", DefaultCredentialsError("no default credentials"))
     assert "gcloud auth application-default login" in str(error)
     assert str(error).startswith("gs://bucket/x: no permission")
 
@@ -208,3 +210,56 @@ def test_cache_answers_when_the_remote_is_gone(tmp_path: Path) -> None:
     assert os.listdir(copy.parent) == ["x"]
     with pytest.raises(storage.StorageNotFoundError):
         storage.cached_read_bytes(url, tmp_path / "other")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Authorization: Bearer S3CR.ET-1_2/x=",
+        "authorization: Basic S3CRET==",
+        "{'Authorization': 'Bearer S3CRET'}",
+        '{"authorization":"S3CRET"}',
+        "AWS4-HMAC-SHA256 Credential=S3CRET/2020, Signature=S3CRET",
+        "refresh_token=S3CRET client_secret=S3CRET",
+        '{"refresh_token": "S3CRET", "private_key": "-----BEGIN KEY-----\\nS3CRET S3CRET"}',
+        r'"{\"access_token\": \"S3CRET\"}"',
+        "X-Amz-Security-Token: S3CRET",
+        "https://h/o?a=S3CRET&X-Goog-Signature=S3CRET",
+        "http://user:p@S3CRET@host/x",
+        "gs://AKIA1:12/S3CRET@bucket/x",
+        "s3://AKIA1:S3C/S3CRET@bucket/x",
+    ],
+)
+def test_no_secret_is_repeated(text: str) -> None:
+    assert "S3C" not in redact(f"before {text} after")
+    assert redact(f"before {text} after").startswith("before ")
+    assert redact(f"before {text} after").endswith(" after")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "gs://bucket/a@b: not found",
+        "gs://bucket/a:b@c",
+        "http://127.0.0.1:9000/bucket/a@b",
+        "http://[::1]:9000/bucket/a@b",
+        "no default credentials: see the manual",
+        "expected crc32c abc, found def",
+    ],
+)
+def test_what_is_no_secret_stays(text: str) -> None:
+    assert redact(text) == text
+
+
+@pytest.mark.parametrize("url", ["gs://AKIA1:S3C/RET@bucket/x", "s3://AKIA1:12/RET@bucket/x"])
+def test_a_secret_with_a_slash_is_refused_before_a_request(url: str) -> None:
+    with pytest.raises(storage.StorageError, match="expected no credentials in a URL") as caught:
+        storage.read_bytes(url, StorageOptions(endpoint_url="http://127.0.0.1:1"))
+    assert "RET" not in str(caught.value)
+
+
+def test_an_at_sign_in_a_name_is_no_credential(tmp_path: Path) -> None:
+    url = f"memory://{tmp_path.name}/a:b@c"
+    storage.write_bytes(url, b"1")
+    assert storage.read_bytes(url) == b"1"
+    storage._filesystem("gs://bucket/a@b", StorageOptions(endpoint_url="http://127.0.0.1:1"))

@@ -1,48 +1,68 @@
 """Bytes at a URL: the only file that knows URL schemes and fsspec.
 
 A URL is a local path (no scheme), or gs://, s3://, memory:// ... . Credentials come from the environment
-(gcloud or GOOGLE_APPLICATION_CREDENTIALS, the AWS variables); options carry an endpoint and a profile name.
-Writes appear whole or not at all: temporary name, fsync, rename on a disk; one put on an object store. The
-caller is the only writer of its object. Every failure is a `StorageError` with the URL and what to do.
+(gcloud or GOOGLE_APPLICATION_CREDENTIALS, the AWS variables), never from a URL; options carry an endpoint and
+a profile name. Writes appear whole or not at all: temporary name, fsync, rename on a disk; one put on an
+object store. The caller is the only writer of its object. Requests to a bucket are repeated (utils/cloud.py);
+every failure that stays is a `StorageError` with the URL and what to do.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import io
 import os
 import posixpath
-import sys
-from collections.abc import Iterator
+import re
+import secrets
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import IO, Any
+from urllib.parse import urlsplit
 
 import fsspec
 
-from utils.config import StorageOptions, UserError
+from utils import cloud
+from utils.config import StorageOptions
+from utils.retry import has_login, redact
+from utils.storage_errors import (
+    NamedFile,
+    StorageError,
+    StorageNotFoundError,
+    missing_is_the_bucket,
+    named_errors,
+    split_scheme,
+)
 
+__all__ = [
+    "PARTIAL_SUFFIX",
+    "ObjectStat",
+    "StorageError",
+    "StorageNotFoundError",
+    "absolute",
+    "cached_read_bytes",
+    "create",
+    "exists",
+    "find_names",
+    "find_sizes",
+    "is_remote",
+    "join",
+    "list_names",
+    "make_dirs",
+    "open_url",
+    "read_bytes",
+    "read_range",
+    "read_text",
+    "remove",
+    "stat",
+    "write_bytes",
+    "write_text",
+]
+
+_SECRET = re.compile(r"(?i)://.*[?&][^=&]*(signature|token|secret|credential|password|key)[^=&]*=")
 PARTIAL_SUFFIX = ".partial"  # of an unfinished local write; list_names hides it
-_SCHEME_ALIASES = {"gcs": "gs", "s3a": "s3"}
-
-
-class StorageError(UserError):
-    """An object that cannot be read or written; one line with the URL, the cause and what to do.
-
-    A message alone will do as well: torch's DataLoader makes a worker's error again from its text.
-    """
-
-    def __init__(self, url_or_message: str, problem: str | None = None) -> None:
-        super().__init__(*((url_or_message,) if problem is None else (url_or_message, problem)))
-        self.url = "" if problem is None else url_or_message
-        self.problem = url_or_message if problem is None else problem
-
-    def __str__(self) -> str:
-        return ": ".join(self.args)
-
-
-class StorageNotFoundError(StorageError):
-    """There is no object at this URL."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +73,7 @@ class ObjectStat:
 
 def is_remote(url: str) -> bool:
     """True when the URL has a scheme other than file://."""
-    return _split(url)[0] != "file"
+    return split_scheme(url)[0] != "file"
 
 
 def join(url: str, *parts: str) -> str:
@@ -65,7 +85,7 @@ def join(url: str, *parts: str) -> str:
 
 def absolute(url: str) -> str:
     """The URL as it means the same from any folder: a local path absolute, no slash at the end."""
-    scheme, rest = _split(url)
+    scheme, rest = split_scheme(url)
     return os.path.abspath(rest) if scheme == "file" else f"{scheme}://{rest}".rstrip("/")
 
 
@@ -75,17 +95,20 @@ def open_url(url: str, mode: str = "rb", options: StorageOptions | None = None) 
         raise ValueError(
             f"{url}: open_url: expected mode 'rb' or 'r', found {mode!r}; use write_bytes to write"
         )
-    with _named_errors(url):
+    with named_errors(url):
         encoding = {"encoding": "utf-8"} if mode == "r" else {}
         if not is_remote(url):
-            return open(_split(url)[1], mode, **encoding)
+            return open(split_scheme(url)[1], mode, **encoding)
         fs, path = _filesystem(url, options)
-        return fs.open(path, mode, **encoding)
+        # Of one kind for all clients; that of gcsfs prefetches in a thread, which logs tracebacks by itself.
+        file = NamedFile(url, fs.open(path, "rb", cache_type="readahead"))
+        buffered = io.BufferedReader(file)
+        return io.TextIOWrapper(buffered, **encoding) if encoding else buffered
 
 
 def exists(url: str, options: StorageOptions | None = None) -> bool:
     """True when an object or a folder is there; no permission is an error, not False."""
-    with _named_errors(url):
+    with named_errors(url):
         fs, path = _filesystem(url, options)
         try:
             fs.info(path)
@@ -96,11 +119,18 @@ def exists(url: str, options: StorageOptions | None = None) -> bool:
 
 def read_bytes(url: str, options: StorageOptions | None = None) -> bytes:
     """The whole object; raises StorageError."""
-    with _named_errors(url):
+    with named_errors(url):
         if not is_remote(url):
-            return Path(_split(url)[1]).read_bytes()
+            return Path(split_scheme(url)[1]).read_bytes()
         fs, path = _filesystem(url, options)
         return fs.cat_file(path)
+
+
+def read_range(url: str, start: int, end: int, options: StorageOptions | None = None) -> bytes:
+    """Bytes [start, end) of an object, fewer where it ends before that; raises StorageError."""
+    with named_errors(url):
+        fs, path = _filesystem(url, options)
+        return fs.cat_file(path, start=start, end=end) if start < end else b""
 
 
 def read_text(url: str, options: StorageOptions | None = None) -> str:
@@ -112,26 +142,49 @@ def read_text(url: str, options: StorageOptions | None = None) -> str:
         raise StorageError(url, f"expected UTF-8 text, found {error.reason} at byte {error.start}") from error
 
 
-def write_bytes(url: str, data: bytes | memoryview, options: StorageOptions | None = None) -> None:
-    """Write the whole object, making its folder; readers see the old or the new content, never a part."""
-    with _named_errors(url):
+def write_bytes(
+    url: str, data: bytes | memoryview, options: StorageOptions | None = None, shared: bool = False
+) -> None:
+    """Write the whole object, making its folder; readers see the old or the new content, never a part.
+
+    `shared`: others may write the same object meanwhile. A kill then leaves its hidden partial file for good.
+    """
+    with named_errors(url):
         if is_remote(url):
             fs, path = _filesystem(url, options)
-            fs.pipe_file(path, bytes(data))
+            with missing_is_the_bucket(url):
+                cloud.upload(fs, path, bytes(data))
             return
-        path = Path(_split(url)[1])
-        partial = path.with_name(f".{path.name}{PARTIAL_SUFFIX}")
+        path = Path(split_scheme(url)[1])
+        partial = _partial_of_its_own(path) if shared else path.with_name(f".{path.name}{PARTIAL_SUFFIX}")
+        _write_partial(partial, data)
         try:
-            file = open(partial, "wb")  # noqa: SIM115 (opened again when its folder has to be made first)
-        except FileNotFoundError:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            file = open(partial, "wb")  # noqa: SIM115
+            os.replace(partial, path)
+        except OSError:
+            partial.unlink(missing_ok=True)
+            raise
+        _sync_folder(path.parent)
+
+
+def _partial_of_its_own(path: Path) -> Path:
+    return path.with_name(f".{path.name[:50]}.{secrets.token_hex(8)}{PARTIAL_SUFFIX}")
+
+
+def _write_partial(partial: Path, data: bytes | memoryview) -> None:
+    """Write the file, making its folder, to the disk itself; nothing stays of it after an error."""
+    try:
+        file = open(partial, "wb")  # noqa: SIM115 (opened again when its folder has to be made first)
+    except FileNotFoundError:
+        partial.parent.mkdir(parents=True, exist_ok=True)
+        file = open(partial, "wb")  # noqa: SIM115
+    try:
         with file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
-        os.replace(partial, path)
-        _sync_folder(path.parent)
+    except OSError:
+        partial.unlink(missing_ok=True)  # a disk that is full needs the space
+        raise
 
 
 def write_text(url: str, text: str, options: StorageOptions | None = None) -> None:
@@ -140,30 +193,55 @@ def write_text(url: str, text: str, options: StorageOptions | None = None) -> No
 
 
 def create(url: str, data: bytes, options: StorageOptions | None = None) -> bool:
-    """Write the object only if there is none; False when there is one already. For lock files."""
-    with _named_errors(url):
+    """Write the whole object only if there is none; False when there is one (of a bucket: another one)."""
+    with named_errors(url):
         fs, path = _filesystem(url, options)
         if is_remote(url):
             try:
-                fs.pipe_file(path, data, mode="create")
+                with missing_is_the_bucket(url):
+                    cloud.upload(fs, path, data, "create")
             except FileExistsError:
+                # Ours, when the answer to the first attempt was lost and the second met its success.
+                with contextlib.suppress(FileNotFoundError):
+                    return fs.cat_file(path) == data
                 return False
             return True
-        os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
+        partial = _partial_of_its_own(Path(path))
+        _write_partial(partial, data)
         try:
-            descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
+            os.link(partial, path)  # unlike a rename, no other file is replaced
         except FileExistsError:
             return False
+        except OSError as error:
+            if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.ENOSYS):
+                raise
+            return _create_without_links(path, data)
+        finally:
+            partial.unlink(missing_ok=True)
+        _sync_folder(partial.parent)
+        return True
+
+
+def _create_without_links(path: str, data: bytes) -> bool:
+    """On a file system without hard links; a kill may leave a part of the file."""
+    try:
+        descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
+    except FileExistsError:
+        return False
+    try:
         with os.fdopen(descriptor, "wb") as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
-        return True
+    except OSError:
+        os.unlink(path)
+        raise
+    return True
 
 
 def list_names(url: str, options: StorageOptions | None = None) -> list[str]:
     """Sorted names of the children of a folder; empty when there is no such folder."""
-    with _named_errors(url):
+    with named_errors(url):
         fs, path = _filesystem(url, options)
         try:
             children = os.listdir(path) if not is_remote(url) else fs.ls(path, detail=False)
@@ -175,16 +253,26 @@ def list_names(url: str, options: StorageOptions | None = None) -> list[str]:
 
 def find_names(url: str, options: StorageOptions | None = None) -> list[str]:
     """Sorted paths of all objects below a folder, relative to it; empty when there is no such folder."""
-    with _named_errors(url):
+    with named_errors(url):
         fs, path = _filesystem(url, options)
         root = path.rstrip("/") + "/"
         found = [f.removeprefix(root) for f in fs.find(path)] if fs.exists(path) else []
         return sorted(f for f in found if not f.endswith(PARTIAL_SUFFIX))
 
 
+def find_sizes(url: str, options: StorageOptions | None = None) -> dict[str, int]:
+    """{path: bytes} of all objects below a folder, as find_names; one listing, no request per object."""
+    with named_errors(url):
+        fs, path = _filesystem(url, options)
+        root = path.rstrip("/") + "/"
+        found = fs.find(path, detail=True) if fs.exists(path) else {}
+        names = {name.removeprefix(root): int(info["size"] or 0) for name, info in found.items()}
+        return {n: names[n] for n in sorted(names) if not n.endswith((PARTIAL_SUFFIX, "/"))}
+
+
 def remove(url: str, options: StorageOptions | None = None, recursive: bool = False) -> None:
     """Remove an object (or, with recursive, a folder); it is no error when there is none."""
-    with _named_errors(url):
+    with named_errors(url):
         fs, path = _filesystem(url, options)
         with contextlib.suppress(FileNotFoundError):
             if recursive:
@@ -196,13 +284,13 @@ def remove(url: str, options: StorageOptions | None = None, recursive: bool = Fa
 def make_dirs(url: str, options: StorageOptions | None = None) -> None:
     """Make a folder and its parents; object stores have none, so nothing happens there."""
     if not is_remote(url):
-        with _named_errors(url):
-            os.makedirs(_split(url)[1], exist_ok=True)
+        with named_errors(url):
+            os.makedirs(split_scheme(url)[1], exist_ok=True)
 
 
 def stat(url: str, options: StorageOptions | None = None) -> ObjectStat:
     """Size and version of an object; raises StorageError."""
-    with _named_errors(url):
+    with named_errors(url):
         fs, path = _filesystem(url, options)
         if not is_remote(url):
             info = os.stat(path)
@@ -226,32 +314,32 @@ def cached_read_bytes(url: str, copy: Path, options: StorageOptions | None = Non
     return data
 
 
-def _split(url: str) -> tuple[str, str]:
-    scheme, separator, rest = url.partition("://")
-    if not separator:
-        return "file", url
-    return _SCHEME_ALIASES.get(scheme, scheme), rest
-
-
 def _filesystem(url: str, options: StorageOptions | None) -> tuple[fsspec.AbstractFileSystem, str]:
-    scheme, rest = _split(url)
+    scheme, _ = split_scheme(url)
     options = options or StorageOptions()
-    if scheme == "file":
-        return fsspec.filesystem("file"), rest
-    arguments: dict[str, Any] = {"use_listings_cache": False}  # other processes write while we look
-    if scheme == "gs" and options.endpoint_url:
-        arguments["endpoint_url"] = options.endpoint_url
-        if not os.environ.get("GOOGLE_APPLICATION_CREDENTIALS"):
-            arguments["token"] = "anon"  # an emulator; never hand it the default account of this machine
-    if scheme == "s3":
-        arguments |= {k: v for k in ("endpoint_url", "profile") if (v := getattr(options, k))}
+    for where in (url, options.endpoint_url or ""):
+        if "@" in urlsplit(where).netloc or has_login(where) or _SECRET.search(where):
+            problem = "expected no credentials in a URL; put them into the environment"
+            raise StorageError(redact(where), problem)
     try:
-        fs = fsspec.filesystem(scheme, **arguments)
+        fs = _client(scheme, options.endpoint_url, options.profile, os.getpid())
     except ValueError as error:
         raise StorageError(
             url, f"expected a path or a gs://, s3:// or other fsspec URL, found: {error}"
         ) from error
     return fs, fs._strip_protocol(url)
+
+
+@cache  # fsspec keeps one a thread, each with its own connections and login
+def _client(
+    scheme: str, endpoint_url: str | None, profile: str | None, pid: int
+) -> fsspec.AbstractFileSystem:
+    """The one client of this process; a forked one cannot use its parent's."""
+    if scheme == "gs":
+        return cloud.gcs_filesystem(endpoint_url)
+    if scheme == "s3":
+        return cloud.s3_filesystem(endpoint_url, profile)
+    return fsspec.filesystem(scheme, use_listings_cache=False)
 
 
 def _sync_folder(folder: Path) -> None:
@@ -264,46 +352,3 @@ def _sync_folder(folder: Path) -> None:
             raise
     finally:
         os.close(descriptor)
-
-
-def _remote_error_types() -> tuple[type[BaseException], ...]:
-    """Errors of the cloud clients that are no OSError; only asked for when something already went wrong."""
-    names = {
-        "gcsfs.retry": ("HttpError", "ChecksumError", "NonRetryableError"),
-        "google.auth.exceptions": ("GoogleAuthError",),
-        "aiohttp": ("ClientError",),
-        "botocore.exceptions": ("BotoCoreError", "ClientError"),
-    }
-    return tuple(getattr(sys.modules[m], n) for m, ns in names.items() if m in sys.modules for n in ns)
-
-
-@contextlib.contextmanager
-def _named_errors(url: str) -> Iterator[None]:
-    try:
-        yield
-    except (OSError, ImportError, *_remote_error_types()) as error:  # the tuple is made only after an error
-        raise _storage_error(url, error) from error
-
-
-def _storage_error(url: str, error: BaseException) -> StorageError:
-    text = " ".join(str(error).split())[:200]
-    code = str(getattr(error, "code", ""))
-    kind = type(error).__name__
-    if isinstance(error, (FileNotFoundError, NotADirectoryError)):
-        return StorageNotFoundError(url, "not found; check the path, and data.gcs_root or data.store")
-    if isinstance(error, IsADirectoryError):
-        return StorageError(url, "expected a file, found a folder")
-    if isinstance(error, ImportError):
-        return StorageError(url, f"needs an extra package: {text}")
-    denied = (
-        isinstance(error, PermissionError) or code in ("401", "403") or "Auth" in kind or "Credential" in kind
-    )
-    if denied or "Forbidden" in text or "nauthorized" in text:
-        login = {"gs": "gcloud auth application-default login", "s3": "the AWS variables or profile"}
-        advice = login.get(_split(url)[0])
-        return StorageError(
-            url, f"no permission ({text})" + (f"; check the credentials: {advice}" if advice else "")
-        )
-    if isinstance(error, OSError) and error.errno == errno.ENOSPC:
-        return StorageError(url, "no space left; free some and run again, finished work is kept")
-    return StorageError(url, f"{kind}: {text}; check the connection and run again")

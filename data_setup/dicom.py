@@ -13,6 +13,7 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import PurePosixPath
 from typing import Any
 
@@ -21,15 +22,9 @@ import pydicom
 from pydicom.dataset import Dataset
 
 from data_setup import geometry
-from data_setup.faults import OCTReadError, RejectReason, named_faults
-from data_setup.pixels import BoundedFile, PixelLayout, iter_pixels, read_layout
-from data_setup.protocols import (
-    DEVICES,
-    Protocol,
-    device_of_path,
-    protocol_of_path,
-    protocol_of_text,
-)
+from data_setup.faults import OCTReadError, RejectReason, UnboundedReadError, known, named_faults, number
+from data_setup.pixels import BoundedFile, PixelLayout, check_element, iter_pixels, read_layout
+from data_setup.protocols import DEVICES, Protocol, device_of_path, protocol_of_path, protocol_of_text
 from utils.config import StorageOptions
 from utils.storage import is_remote, open_url, read_bytes
 
@@ -40,9 +35,11 @@ __all__ = [
     "RejectReason",
     "decode_frames",
     "open_volume",
+    "read_header",
     "read_volume",
 ]
 
+_MAX_RESCALE = 2**16  # no grey scale needs more
 OPT_SOP_CLASS = "1.2.840.10008.5.1.4.1.1.77.1.5.4"
 _PIXEL_TAGS = [
     "SamplesPerPixel",
@@ -74,6 +71,8 @@ _VOLUME_TAGS = [
     "SharedFunctionalGroupsSequence",
     "PerFrameFunctionalGroupsSequence",
 ]
+_GREY = ("MONOCHROME1", "MONOCHROME2")
+_PHOTOMETRIC = (*_GREY, "PALETTE COLOR", "RGB", "YBR_FULL", "YBR_FULL_422", "YBR_ICT", "YBR_RCT", "XYB")
 
 
 @dataclass(frozen=True)
@@ -119,8 +118,9 @@ def decode_frames(url: str, options: StorageOptions | None = None) -> np.ndarray
 def open_volume(url: str, options: StorageOptions | None = None) -> tuple[OCTHeader, Iterator[np.ndarray]]:
     """(header, frames uint8 [H, W] in *file* order): for little memory. Raises OCTReadError.
 
-    Faults of single frames come up at that frame, a constant volume when the frames are exhausted. The caller
-    reverses the frames when header.flip_d.
+    The first frame is decoded before the header is returned: its number and size of frames can be allocated
+    for. Faults of other frames come up at that frame, a constant volume when the frames are exhausted. The
+    caller reverses the frames when header.flip_d.
     """
     frames = _volume(url, options)
     return next(frames), frames
@@ -133,6 +133,18 @@ def read_volume(url: str, options: StorageOptions | None = None) -> OCTVolume:
     for index, frame in enumerate(frames):
         voxels[header.shape[0] - 1 - index if header.flip_d else index] = frame
     return OCTVolume(voxels, header)
+
+
+def read_header(file: BoundedFile, url: str) -> tuple[OCTHeader, int]:
+    """(header, offset of the pixel data) of an open file without a pixel of it; raises OCTReadError.
+
+    What is wrong with single compressed frames is seen by `open_volume` alone.
+    """
+    ds = _read_dataset(file, _VOLUME_TAGS, url)
+    header, layout = _header(ds, url)
+    with named_faults(url, RejectReason.NOT_DICOM, "a pixel data element"):
+        check_element(file, layout, url)
+    return header, file.tell()
 
 
 def _native(url: str, options: StorageOptions | None) -> Iterator[Any]:
@@ -148,9 +160,11 @@ def _volume(url: str, options: StorageOptions | None) -> Iterator[Any]:
     with _opened(url, options) as file:
         ds = _read_dataset(file, _VOLUME_TAGS, url)
         header, layout = _header(ds, url)
+        frames = iter_pixels(file, layout, url)
+        first = next(frames)
         yield header
         low, high = 255, 0
-        for frame in iter_pixels(file, layout, url):
+        for frame in chain([first], frames):
             if frame.dtype.itemsize * 8 > layout.bits_allocated:
                 found = f"{frame.dtype} codestreams"
                 raise OCTReadError(url, RejectReason.HEADER_MISMATCH, f"{layout.bits_allocated} bits", found)
@@ -184,7 +198,11 @@ def _opened(url: str, options: StorageOptions | None) -> Iterator[BoundedFile]:
 def _read_dataset(file: BoundedFile, tags: list[str], url: str) -> Dataset:
     """The attributes in `tags`; leaves the file at its pixel data element."""
     with named_faults(url, RejectReason.NOT_DICOM, "a DICOM header"):
-        ds = pydicom.dcmread(file, stop_before_pixels=True, specific_tags=tags)
+        try:
+            ds = pydicom.dcmread(file, stop_before_pixels=True, specific_tags=tags)
+        except UnboundedReadError:  # pydicom would inflate all of it, to whatever size
+            said, found = "frames at known places", "a deflated file"
+            raise OCTReadError(url, RejectReason.UNSUPPORTED_PIXELS, said, found) from None
         if not ds.file_meta.get("TransferSyntaxUID"):
             raise OCTReadError(url, RejectReason.NOT_DICOM, "a TransferSyntaxUID", "none")
         return ds
@@ -194,13 +212,14 @@ def _header(ds: Dataset, url: str) -> tuple[OCTHeader, PixelLayout]:
     with named_faults(url, RejectReason.NOT_DICOM, "a DICOM header"):
         sop_class = str(ds.get("SOPClassUID") or "")
         if sop_class != OPT_SOP_CLASS:
-            found = pydicom.uid.UID(sop_class).name if sop_class else "no SOPClassUID"
+            name = known(sop_class, pydicom.uid.UID_dictionary)
+            found = pydicom.uid.UID(name).name if sop_class else "no SOPClassUID"
             raise OCTReadError(url, RejectReason.NOT_OPT, "Ophthalmic Tomography Image Storage", found)
         raw = geometry.collect(ds)
         text = {k: str(ds.get(k) or "") for k in ("SOPInstanceUID", "ManufacturerModelName", "ProtocolName")}
         laterality = _laterality(ds, url)
         rescale = _rescale(ds, url)
-        high_bit = ds.get("HighBit")
+        high_bit = None if ds.get("HighBit") is None else int(ds.HighBit)
     layout = read_layout(ds, url)
     _check_pixels(layout, high_bit, url)
     protocol = protocol_of_path(url) or protocol_of_text(text["ProtocolName"])
@@ -210,7 +229,7 @@ def _header(ds: Dataset, url: str) -> tuple[OCTHeader, PixelLayout]:
         raise OCTReadError(url, RejectReason.NOT_A_VOLUME, "two B-scans or more", layout.frames)
     described = len(raw.per_frame)
     if described not in (0, layout.frames):
-        said = f"{layout.frames} per-frame items (NumberOfFrames)"
+        said = f"{number(layout.frames)} per-frame items (NumberOfFrames)"
         raise OCTReadError(url, RejectReason.FRAME_COUNT_MISMATCH, said, described)
     spacing_mm, spacing_source = geometry.spacing(raw, layout.frames, device, protocol, url)
     flip_d, orientation_source = geometry.orientation(raw)
@@ -225,7 +244,7 @@ def _header(ds: Dataset, url: str) -> tuple[OCTHeader, PixelLayout]:
         protocol=protocol.name if protocol else None,
         laterality=laterality,
         sop_instance_uid=text["SOPInstanceUID"],
-        transfer_syntax=str(layout.transfer_syntax),
+        transfer_syntax=known(str(layout.transfer_syntax), pydicom.uid.UID_dictionary),
         bits_stored=layout.bits_stored,
         inverted=layout.photometric == "MONOCHROME1",
         rescale=rescale,
@@ -233,13 +252,13 @@ def _header(ds: Dataset, url: str) -> tuple[OCTHeader, PixelLayout]:
     return header, layout
 
 
-def _check_pixels(layout: PixelLayout, high_bit: Any, url: str) -> None:
+def _check_pixels(layout: PixelLayout, high_bit: int | None, url: str) -> None:
     found = {
         "SamplesPerPixel": layout.samples == 1,
-        f"PhotometricInterpretation {layout.photometric}": layout.photometric.startswith("MONOCHROME"),
+        f"PhotometricInterpretation {known(layout.photometric, _PHOTOMETRIC)}": layout.photometric in _GREY,
         f"BitsAllocated {layout.bits_allocated}": layout.bits_allocated in (8, 16),
         "signed values": layout.pixel_representation == 0,
-        f"HighBit {high_bit}": high_bit in (None, layout.bits_stored - 1),
+        f"HighBit {number(high_bit or 0, 64)}": high_bit in (None, layout.bits_stored - 1),
     }
     wrong = [name for name, is_right in found.items() if not is_right]
     if wrong:
@@ -255,8 +274,8 @@ def _rescale(ds: Dataset, url: str) -> tuple[float, float]:
     for item in [i for i in items if i is not None] or [ds]:
         slope, intercept = (geometry.numbers(item.get(k)) for k in ("RescaleSlope", "RescaleIntercept"))
         found.add((slope[0] if slope else 1.0, intercept[0] if intercept else 0.0))
-    if not np.all(np.isfinite(list(found))):
-        raise OCTReadError(url, RejectReason.NOT_FINITE, "finite rescale values", sorted(found))
+    if not np.all(np.abs(list(found)) <= _MAX_RESCALE):
+        raise OCTReadError(url, RejectReason.NOT_FINITE, f"rescale values up to {_MAX_RESCALE}", "others")
     if len(found) > 1:
         raise OCTReadError(
             url, RejectReason.UNSUPPORTED_PIXELS, "one rescale for all frames", f"{len(found)}"

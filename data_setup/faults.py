@@ -2,19 +2,26 @@
 
 A reader raises `OCTReadError(url, reason, expected, found)`; `prepare` counts the reasons and goes on.
 Errors of storage itself (no permission, no connection) stay `StorageError`: they say nothing about the file.
+Neither text ever repeats a value of the file that is not a number or a term of the standard: reasons go into
+reports and logs, and a damaged header can hold a name anywhere.
 """
 
 from __future__ import annotations
 
+import logging
 import struct
 import warnings
-from collections.abc import Iterator
+import zlib
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from enum import StrEnum
 
 from pydicom.errors import BytesLengthException, InvalidDicomError
 
 from utils.storage import StorageError, StorageNotFoundError
+
+# It repeats values of the file in its remarks, also through warnings; handlers of the root would keep them.
+logging.getLogger("pydicom").setLevel(logging.CRITICAL + 1)
 
 
 class RejectReason(StrEnum):
@@ -36,6 +43,12 @@ class RejectReason(StrEnum):
     NOT_A_VOLUME = "not_a_volume"
     NOT_FINITE = "not_finite"
     HEADER_MISMATCH = "header_mismatch"
+    # data_setup/importers.py: files that are no DICOM
+    WRONG_KIND = "wrong_kind"  # the content is not what the name says
+    UNSUPPORTED_FORMAT = "unsupported_format"
+    CORRUPT_FILE = "corrupt_file"
+    BAD_SIDECAR = "bad_sidecar"
+    UNKNOWN_AXES = "unknown_axes"
 
 
 class OCTReadError(Exception):
@@ -52,6 +65,10 @@ class OCTReadError(Exception):
         return f"{self.url}: {self.reason}: expected {self.expected}, found {self.found}"
 
 
+class UnboundedReadError(Exception):
+    """A library asked for all that is left of a file."""
+
+
 # What pydicom and its codecs raise on bytes that are not what they claim; LookupError covers KeyError and
 # IndexError, ValueError bad numbers and text, RuntimeError recursion and "no plugin decoded it".
 _LIBRARY_ERRORS = (
@@ -65,7 +82,27 @@ _LIBRARY_ERRORS = (
     RuntimeError,
     EOFError,
     struct.error,
+    zlib.error,
 )
+
+
+def place_of(error: BaseException) -> str:
+    """The error's kind and module, `ValueError in pydicom.valuerep`; not its text, which quotes values."""
+    place = error.__traceback__
+    while place is not None and place.tb_next is not None:
+        place = place.tb_next
+    where = f" in {place.tb_frame.f_globals.get('__name__')}" if place is not None else ""
+    return f"{type(error).__name__}{where}"
+
+
+def known(value: str, terms: Collection[str]) -> str:
+    """A value of the file that may be repeated because it is a term of the standard; else "another value"."""
+    return value if value in terms else "another value"
+
+
+def number(value: float, limit: float = 0xFFFF) -> str:
+    """A number of the file that may be repeated because it is plausible; a date in its place is not."""
+    return f"{value:g}" if abs(value) <= limit else "a number out of range"
 
 
 @contextmanager
@@ -85,4 +122,5 @@ def named_faults(url: str, reason: RejectReason, expected: str) -> Iterator[None
     except (*_LIBRARY_ERRORS, OSError) as error:
         if isinstance(error, OSError) and error.errno is not None:  # pydicom's own OSErrors have no number
             raise StorageError(url, f"reading failed: {error}; run again") from error
-        raise OCTReadError(url, reason, expected, f"{type(error).__name__}: {error}") from error
+        # Not chained: a printed traceback would show the text of the cause.
+        raise OCTReadError(url, reason, expected, place_of(error)) from None

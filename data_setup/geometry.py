@@ -8,20 +8,23 @@ Standard: DICOM PS3.3, Enhanced multi-frame functional groups and Ophthalmic Fra
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from pydicom.dataset import Dataset
 
-from data_setup.faults import OCTReadError, RejectReason
+from data_setup.faults import OCTReadError, RejectReason, known, number
 from data_setup.protocols import Protocol
 
 # Wide enough for phantoms of a few voxels that keep the whole field. 1 mm, which careless writers put where
 # they know nothing, is out on every axis.
 PLAUSIBLE_MM = {"B-scan distance": (0.001, 0.6), "axial": (0.0005, 0.05), "lateral": (0.001, 0.5)}
 CIRRUS = "zeiss_cirrus"
+_SHOWN_MM = 100  # what a message repeats
 _AGREE = 1e-3  # relative: spacings of one volume
+_FAR = 1e9  # no coordinate is near this; the squares of larger ones overflow
 _PARALLEL = 0.95  # cosine: B-scans of one raster, and steps along one line
 
 
@@ -53,6 +56,10 @@ def numbers(value: Any) -> tuple[float, ...] | None:
         return None
     values = [value] if isinstance(value, (int, float, str)) else list(value)
     return tuple(float(v) for v in values) or None
+
+
+def _are_near(values: Iterable[float]) -> bool:
+    return all(abs(v) <= _FAR for v in values)  # not for NaN
 
 
 def first(ds: Dataset | None, *path: str) -> Any:
@@ -90,7 +97,7 @@ def collect(ds: Dataset) -> RawGeometry:
         per_frame=tuple(measures(item(f, "PixelMeasuresSequence")) for f in frames),
         root=measures(ds),
         positions=tuple(numbers(first(f, "PlanePositionSequence", "ImagePositionPatient")) for f in frames),
-        orientations=tuple(o for o in orientations if o and len(o) == 6),
+        orientations=tuple(o for o in orientations if o and len(o) == 6 and _are_near(o)),
         references=tuple(
             numbers(first(f, "OphthalmicFrameLocationSequence", "ReferenceCoordinates")) for f in frames
         ),
@@ -104,7 +111,8 @@ def check_is_volume(raw: RawGeometry, protocol: Protocol | None, url: str) -> No
     if protocol is not None and not protocol.is_volume:
         raise OCTReadError(url, RejectReason.NOT_A_VOLUME, parallel, f"protocol {protocol.name}")
     if raw.shapes - {"LINEAR"}:
-        found = f"OphthalmicImageOrientation {', '.join(sorted(raw.shapes))}"
+        terms = ("LINEAR", "NONLINEAR", "TRANSVERSE")
+        found = f"OphthalmicImageOrientation {', '.join(sorted({known(s, terms) for s in raw.shapes}))}"
         raise OCTReadError(url, RejectReason.NOT_A_VOLUME, parallel, found)
     rows = np.array([o[:3] for o in raw.orientations] or [[1.0, 0.0, 0.0]])
     lines = _reference_lines(raw)
@@ -147,14 +155,18 @@ def spacing(
     source, distance = next((c for c in candidates if c is not None), (None, None))
     if source is None or distance is None:
         found = (
-            "none" if header is None else f"SliceThickness {header[1]}, which Cirrus fills with the lateral"
+            "none"
+            if header is None
+            else f"SliceThickness {number(header[1] or 0, _SHOWN_MM)}, which Cirrus fills with the lateral"
         )
         raise OCTReadError(url, RejectReason.MISSING_SPACING, "a distance between B-scans", found)
     result = (distance, float(in_plane.axial or 0), float(in_plane.lateral or 0))
     for (name, (low, high)), value in zip(PLAUSIBLE_MM.items(), result, strict=True):
         if not low <= value <= high:
             said = f"{name} spacing in {low:g}..{high:g} mm"
-            raise OCTReadError(url, RejectReason.IMPLAUSIBLE_SPACING, said, f"{value:g} mm ({source})")
+            raise OCTReadError(
+                url, RejectReason.IMPLAUSIBLE_SPACING, said, f"{number(value, _SHOWN_MM)} mm ({source})"
+            )
     return result, source
 
 
@@ -182,14 +194,14 @@ def _agreed(items: tuple[Measures, ...], url: str) -> Measures:
         column = [getattr(m, name) for m in items]
         present = [v for v in column if v is not None]
         if present and not np.allclose(present, present[0], rtol=_AGREE, atol=0, equal_nan=True):
-            found = f"{name} spacing {min(present):g}..{max(present):g} mm"
+            found = f"{name} spacing {' .. '.join(number(f(present), _SHOWN_MM) for f in (min, max))} mm"
             raise OCTReadError(url, RejectReason.NOT_A_VOLUME, "one spacing for all frames", found)
         values[name] = present[0] if present and len(present) == len(column) else None
     return Measures(**values)
 
 
 def _positions(raw: RawGeometry) -> np.ndarray | None:
-    points = [p for p in raw.positions if p and len(p) == 3 and all(map(math.isfinite, p))]
+    points = [p for p in raw.positions if p and len(p) == 3 and _are_near(p)]
     return np.array(points) if len(points) == len(raw.positions) and len(points) > 1 else None
 
 
@@ -221,7 +233,7 @@ def _position_direction(raw: RawGeometry) -> int:
 def _reference_points(raw: RawGeometry) -> np.ndarray | None:
     """[frames, 2 (start, end), 2 (row, column)] on the localizer, when every frame has its line."""
     lines = [r[:2] + r[-2:] for r in raw.references if r and len(r) >= 4 and len(r) % 2 == 0]
-    if len(lines) != len(raw.references) or len(lines) < 2 or not np.all(np.isfinite(lines)):
+    if len(lines) != len(raw.references) or len(lines) < 2 or not all(map(_are_near, lines)):
         return None
     return np.array(lines).reshape(-1, 2, 2)
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 import multiprocessing
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -37,6 +38,7 @@ from data_setup.transforms import (
     training_transforms,
 )
 from utils.config import Config, ConfigError, UserError
+from utils.runtime import end_with_parent, keep_freed_memory
 
 Batch = dict[str, Tensor]
 
@@ -255,8 +257,10 @@ class Loader:
 
 
 def _start_worker(worker: int) -> None:
-    """One torch thread per worker: the workers are the parallelism."""
+    """One torch thread per worker: the workers are the parallelism. Volumes come and go at one size."""
     torch.set_num_threads(1)
+    keep_freed_memory()
+    threading.Thread(target=end_with_parent, daemon=True).start()
 
 
 def evaluation_batches(

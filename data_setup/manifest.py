@@ -2,7 +2,8 @@
 
 In: a `Config` (data.*, task.*, seed). Out: `Record`s in the order (person_id, path) with device, protocol and
 region from the file's path, its URL, its split and what is known about the participant. Rows that are not
-used are counted by reason. Version 2 (participant_id) and version 3 (person_id) of AI-READI read alike.
+used are counted by reason. Version 2 (participant_id) and version 3 (person_id) of AI-READI read alike. A
+manifest with columns device and protocol needs no AI-READI paths: docs/importers.md.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ __all__ = [
 SPLITS = ("train", "val", "test")
 _ID_COLUMNS = ("person_id", "participant_id")  # version 3, versions 1 and 2
 _TREE = ("retinal_oct", "structural_oct")
+_AI_READI_COLUMNS = ("sop_instance_uid", "laterality", "number_of_frames", "height", "width")
 # Texts that the manifests of this family write where they have no value.
 _SENTINELS = {"", "nan", "none", "null", "n/a", "not reported", "not provided", "varies by frame"}
 
@@ -162,6 +164,9 @@ def audit_files(records: Iterable[Record], cfg: Config) -> dict[str, list[str]]:
         for person_id in list_names(base(folder), options):
             names = list_names(base(f"{folder}/{person_id}"), options)
             on_disk |= {f"{folder}/{person_id}/{n}" for n in names if n.endswith(".dcm")}
+    others = {r.path for r in records} - on_disk  # outside the tree, or no DICOM
+    for folder in sorted({path.rpartition("/")[0] for path in others}):
+        on_disk |= others & {join(folder, n) for n in list_names(base(folder), options)}
     table, _ = _read_table(cfg.data.manifest_path, options, ("filepath",))
     in_manifest = {_clean_path(path) for path in table["filepath"]}
     missing = sorted({r.path for r in records} - on_disk)
@@ -170,8 +175,9 @@ def audit_files(records: Iterable[Record], cfg: Config) -> dict[str, list[str]]:
 
 def _manifest_rows(cfg: Config) -> tuple[list[Record], Counter[str]]:
     """Rows as records without participant and URL, and the counts of the rows that are none."""
-    columns = ("filepath", "sop_instance_uid", "laterality", "number_of_frames", "height", "width")
-    table, id_column = _read_table(cfg.data.manifest_path, cfg.data.storage_options, columns)
+    table, id_column = _read_table(cfg.data.manifest_path, cfg.data.storage_options, ("filepath",))
+    if not {"device", "protocol"} <= set(table.columns):
+        _require(table, _AI_READI_COLUMNS, cfg.data.manifest_path)
     rows: list[Record] = []
     skipped: Counter[str] = Counter()
     paths: set[str] = set()
@@ -179,14 +185,17 @@ def _manifest_rows(cfg: Config) -> tuple[list[Record], Counter[str]]:
     for row in table.to_dict("records"):
         path = _clean_path(row["filepath"])
         person_id = _person_id(row[id_column])
-        uid = _text(row["sop_instance_uid"]) or ""
-        device, protocol = (device_of_path(path), protocol_of_path(path)) if path else (None, None)
+        uid = _text(row.get("sop_instance_uid")) or ""
+        known = protocol_of_path(path) if path else None
+        device = _text(row.get("device")) or (device_of_path(path) if path else None)
+        protocol = _text(row.get("protocol")) or (known.name if known else None)
+        known = BY_NAME.get(protocol) if protocol else None
         reasons = {
             "row_without_path": path is None,
             "row_without_person": person_id is None,
             "unknown_device": device is None,
             "unknown_protocol": protocol is None,
-            "not_a_volume": protocol is not None and not protocol.is_volume,
+            "not_a_volume": known is not None and not known.is_volume,
             "duplicate_row": path in paths or (uid != "" and uid in uids),
         }
         reason = next((name for name, applies in reasons.items() if applies), None)
@@ -199,14 +208,14 @@ def _manifest_rows(cfg: Config) -> tuple[list[Record], Counter[str]]:
         assert protocol is not None
         paths.add(path)
         uids.add(uid)
-        shape = [_integer(row[c]) for c in ("number_of_frames", "height", "width")]
+        shape = [_integer(row.get(c)) for c in ("number_of_frames", "height", "width")]
         rows.append(
             Record(
                 person_id=person_id,
                 device=device,
-                protocol=protocol.name,
-                region=protocol.region,
-                laterality=_laterality(row["laterality"], path),
+                protocol=known.name if known else protocol,
+                region=known.region if known else _text(row.get("anatomic_region")) or "unknown",
+                laterality=_laterality(row.get("laterality"), path),
                 path=path,
                 url="",
                 sop_instance_uid=uid,
@@ -272,10 +281,14 @@ def _read_table(
     found_id = next((name for name in names if name in table.columns), None)
     if found_id is None:
         raise UserError(f"{url}: expected a column {' or '.join(names)}, found {header}")
+    _require(table, columns, url)
+    return table, found_id
+
+
+def _require(table: pd.DataFrame, columns: Iterable[str], url: str) -> None:
     for column in columns:
         if column not in table.columns:
-            raise UserError(f"{url}: expected a column {column}, found {header}")
-    return table, found_id
+            raise UserError(f"{url}: expected a column {column}, found {', '.join(table.columns)}")
 
 
 def _text(value: Any) -> str | None:
@@ -294,7 +307,7 @@ def _person_id(value: Any) -> str | None:
 
 
 def _clean_path(value: Any) -> str | None:
-    text = (_text(value) or "").lstrip("/").removeprefix("dataset/")
+    text = (_text(value) or "").strip("/").removeprefix("dataset/")
     return text if text and ".." not in text.split("/") else None
 
 

@@ -20,7 +20,9 @@ MAX_REDRAWS = 100
 
 @dataclass(frozen=True)
 class MaskPlan:
-    """What every mask of a run has in common. `families` None: uniform targets, all positions are context."""
+    """What every mask of a run has in common. `families` None: uniform targets; the context is then all
+    positions or, where num_context says so, the rest.
+    """
 
     grid: tuple[int, int, int]
     num_context: int
@@ -32,9 +34,10 @@ class MaskPlan:
         """The plan of method.recipe; ConfigError when a ratio rounds to no token at all."""
         method, grid = config.method, config.grid
         num_tokens = math.prod(grid)
-        if method.recipe == "methods":
-            assert method.mask_ratio is not None
-            plan = cls(grid, num_tokens, round(method.mask_ratio * num_tokens), None)
+        if method.mask_ratio is not None:
+            num_target = round(method.mask_ratio * num_tokens)
+            num_context = num_tokens if method.recipe == "methods" else num_tokens - num_target
+            plan = cls(grid, num_context, num_target, None)
         else:
             assert method.context_ratio is not None
             assert method.target_ratio is not None
@@ -53,16 +56,20 @@ class MaskPlan:
 def draw_mask(rng: np.random.RandomState, plan: MaskPlan, valid: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """(context, target): int64 ids [K] and [M], disjoint unless context is all positions; valid [N] bool.
 
-    Valid tokens take the slots first, padding only when they run out, and it stands last. Blocks of one
-    family, drawn per sample, are added until their union holds M tokens; what is over M belongs to neither
-    set. Draws without a valid token on both sides are repeated, up to 100 times, since such a sample would
-    teach nothing. Raises ConfigError when 100 draws leave fewer than K tokens for the context.
+    Padding stands last in both. Blocks: one family, drawn per sample, is added to until the union holds M
+    tokens; valid ones take the slots first, what is over M belongs to neither set, and draws without a valid
+    token on both sides are repeated, up to 100 times, since such a sample would teach nothing. Uniform: the
+    same share of the valid tokens as of the padding. Raises ConfigError when 100 draws leave fewer than K
+    tokens for the context.
     """
     num_tokens = math.prod(plan.grid)
     assert valid.shape == (num_tokens,), (valid.shape, plan.grid)
     if plan.families is None:
-        everything = np.arange(num_tokens)
-        return everything, _choose(rng, everything, plan.num_target, valid)
+        is_target = _draw_uniform(rng, plan.num_target, valid)
+        target = _padding_last(np.flatnonzero(is_target), valid)
+        if plan.num_context == num_tokens:
+            return np.arange(num_tokens), target
+        return _padding_last(np.flatnonzero(~is_target), valid), target
     family = plan.families[rng.randint(len(plan.families))]
     fitting: tuple[np.ndarray, np.ndarray] | None = None
     for _ in range(MAX_REDRAWS):
@@ -85,11 +92,35 @@ def draw_mask(rng: np.random.RandomState, plan: MaskPlan, valid: np.ndarray) -> 
 
 def _choose(rng: np.random.RandomState, ids: np.ndarray, count: int, valid: np.ndarray) -> np.ndarray:
     """`count` of `ids` at random, valid ones before any padding; both parts in raster order, padding last."""
-    padding = ~valid[ids]
-    order = rng.random_sample(len(ids)) + padding
+    order = rng.random_sample(len(ids)) + ~valid[ids]
     chosen = np.zeros(len(ids), dtype=bool)
     chosen[np.argpartition(order, count - 1)[:count]] = True
-    return np.concatenate([ids[chosen & ~padding], ids[chosen & padding]])
+    return _padding_last(ids[chosen], valid)
+
+
+def _padding_last(ids: np.ndarray, valid: np.ndarray) -> np.ndarray:
+    """The ids with padding moved to the end; the order is otherwise kept."""
+    return np.concatenate([ids[valid[ids]], ids[~valid[ids]]])
+
+
+def _draw_uniform(rng: np.random.RandomState, num_target: int, valid: np.ndarray) -> np.ndarray:
+    """bool [N] with num_target set, the same share of the valid tokens as of the padding.
+
+    Where only a third of the grid is valid, valid tokens first would mask every one of them. One valid token
+    on either side at least, where there are two and room for it.
+    """
+    num_tokens, num_valid = len(valid), np.count_nonzero(valid)
+    share = min(max(1, round(num_target * num_valid / num_tokens)), num_valid - 1)
+    from_valid = max(0, share, num_target - (num_tokens - num_valid))
+    order = rng.random_sample(num_tokens)
+    chosen = np.zeros(num_tokens, dtype=bool)
+    for ids, count in (
+        (np.flatnonzero(valid), from_valid),
+        (np.flatnonzero(~valid), num_target - from_valid),
+    ):
+        if count > 0:
+            chosen[ids[np.argpartition(order[ids], count - 1)[:count]]] = True
+    return chosen
 
 
 def _draw_union(

@@ -18,23 +18,23 @@ import numpy as np
 from pydicom.dataset import Dataset
 from pydicom.encaps import encapsulate
 from pydicom.pixels import get_decoder
-from pydicom.uid import (
-    UID,
-    DeflatedExplicitVRLittleEndian,
-    JPEGLSTransferSyntaxes,
-    JPEGTransferSyntaxes,
-)
+from pydicom.uid import UID, JPEGLSTransferSyntaxes, JPEGTransferSyntaxes
 
 from data_setup.codestream import check_codestream, is_complete
-from data_setup.faults import OCTReadError, RejectReason, named_faults
+from data_setup.faults import OCTReadError, RejectReason, UnboundedReadError, named_faults, number
 
 MAX_FRAME_BYTES = 2**30  # no OCT frame is near this; a header that claims more is wrong
+# A codec needs 20 times a frame's bytes; above 8 MiB a frame this many times its codestream is a lie.
+_MAX_RATIO, _PLAUSIBLE_BYTES = 200, 2**23
 _ITEM, _SEQUENCE_END = 0xFFFEE000, 0xFFFEE0DD
 _UNDEFINED = 0xFFFFFFFF
 
 
 class BoundedFile:
-    """A binary file whose reads never ask for more than is left, so a wrong length allocates nothing."""
+    """A binary file whose reads never ask for more than is left, so a wrong length allocates nothing.
+
+    A read without a size raises UnboundedReadError: in pydicom only the inflating of a file asks for one.
+    """
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file = file
@@ -42,7 +42,9 @@ class BoundedFile:
         file.seek(0)
 
     def read(self, size: int = -1) -> bytes:
-        return self._file.read(size if size < 0 else min(size, max(0, self.size - self._file.tell())))
+        if size < 0:
+            raise UnboundedReadError
+        return self._file.read(min(size, max(0, self.size - self._file.tell())))
 
     def seek(self, offset: int, whence: int = 0) -> int:
         return self._file.seek(offset, whence)
@@ -89,15 +91,14 @@ def read_layout(ds: Dataset, url: str) -> PixelLayout:
             pixel_representation=int(ds.get("PixelRepresentation") or 0),
             photometric=str(ds.get("PhotometricInterpretation") or "MONOCHROME2"),
             transfer_syntax=UID(ds.file_meta.TransferSyntaxUID),
-            options={},
+            options={"planar_configuration": int(ds.get("PlanarConfiguration") or 0)},
         )
-    where = (layout.frames, layout.rows, layout.columns, layout.samples)
-    if min(where) < 1:
-        raise OCTReadError(
-            url, RejectReason.HEADER_MISMATCH, "frames, rows, columns, samples above 0", f"{where}"
-        )
+    counts = (layout.frames, layout.rows, layout.columns, layout.samples)
+    if min(counts) < 1 or max(counts[1:]) > 0xFFFF:
+        said = "frames, rows, columns, samples above 0, and all but frames below 65536"
+        raise OCTReadError(url, RejectReason.HEADER_MISMATCH, said, " x ".join(map(number, counts)))
     if bits not in (8, 16, 32) or not 1 <= layout.bits_stored <= bits:
-        found = f"{layout.bits_stored} of {bits}"
+        found = f"{number(layout.bits_stored, 64)} of {number(bits, 64)}"
         raise OCTReadError(url, RejectReason.UNSUPPORTED_PIXELS, "bits stored within 8, 16 or 32", found)
     if layout.frame_bytes > MAX_FRAME_BYTES:
         found = f"{layout.frame_bytes} bytes ({layout.rows} x {layout.columns})"
@@ -114,7 +115,6 @@ def read_layout(ds: Dataset, url: str) -> PixelLayout:
         bits_stored=layout.bits_stored,
         pixel_representation=layout.pixel_representation,
         photometric_interpretation=layout.photometric,
-        planar_configuration=int(ds.get("PlanarConfiguration") or 0),
         pixel_keyword="PixelData",
     )
     return layout
@@ -135,11 +135,15 @@ def iter_pixels(file: BoundedFile, layout: PixelLayout, url: str) -> Iterator[np
     shape = (layout.rows, layout.columns) + ((layout.samples,) if layout.samples > 1 else ())
     dtype = None
     for index, fragments in enumerate(spans):
-        where = f"frame {index + 1} of {layout.frames}"
+        where = f"frame {index + 1} of {number(layout.frames)}"
         data = b"".join(_read_span(file, *span) for span in fragments)
         options = dict(layout.options)
         if syntax.is_encapsulated:
-            check_codestream(data, syntax, (layout.rows, layout.columns), where, url)
+            if layout.frame_bytes > max(_PLAUSIBLE_BYTES, _MAX_RATIO * len(data)):
+                said = f"{layout.frame_bytes} bytes, at most {_MAX_RATIO} times as many as in the codestream"
+                raise OCTReadError(url, RejectReason.CORRUPT_PIXEL_DATA, said, f"{len(data)} in {where}")
+            size = (layout.rows, layout.columns, layout.samples)
+            data = check_codestream(data, syntax, size, where, url)
             data = encapsulate([data], has_bot=False)
         else:
             options["pixel_vr"] = vr
@@ -154,10 +158,21 @@ def iter_pixels(file: BoundedFile, layout: PixelLayout, url: str) -> Iterator[np
         yield frame
 
 
+def check_element(file: BoundedFile, layout: PixelLayout, url: str) -> None:
+    """What iter_pixels would raise before it reads a pixel; compressed frames are not walked.
+
+    The file stands at the pixel data element, and then at its value.
+    """
+    _decoder(layout.transfer_syntax, url)
+    _, length = _element_header(file, layout.transfer_syntax, url)
+    if layout.transfer_syntax.is_encapsulated:
+        _check_undefined(length, url)
+    else:
+        _native_frames(file, layout, length, url)
+
+
 def _decoder(syntax: UID, url: str) -> Any:
     supported = "a transfer syntax that pydicom decodes frame by frame"
-    if syntax == DeflatedExplicitVRLittleEndian:
-        raise OCTReadError(url, RejectReason.UNSUPPORTED_PIXELS, supported, syntax.name)
     with named_faults(url, RejectReason.UNSUPPORTED_PIXELS, supported):
         decoder = get_decoder(syntax)
     if not decoder.is_available:
@@ -196,7 +211,7 @@ def _native_frames(
 ) -> Iterator[list[tuple[int, int]]]:
     expected = layout.frames * layout.frame_bytes
     start, left = file.tell(), file.size - file.tell()
-    said = f"{expected} bytes ({layout.frames} frames of {layout.frame_bytes})"
+    said = f"{number(layout.frames)} frames of {layout.frame_bytes} bytes"
     if length == _UNDEFINED:
         raise OCTReadError(
             url, RejectReason.CORRUPT_PIXEL_DATA, "a defined PixelData length", "undefined length"
@@ -218,15 +233,11 @@ def _encapsulated_frames(
     file: BoundedFile, layout: PixelLayout, length: int, url: str
 ) -> list[list[tuple[int, int]]]:
     """Per frame its fragments as (offset, length); the whole chain is walked first, reading headers only."""
-    if length != _UNDEFINED:
-        found = f"a length of {length}"
-        raise OCTReadError(
-            url, RejectReason.CORRUPT_PIXEL_DATA, "compressed PixelData in items of undefined length", found
-        )
+    _check_undefined(length, url)
     items: list[tuple[int, int]] = []
     while True:
         head = file.read(8)
-        said = f"{layout.frames} frames and an end-of-sequence item"
+        said = f"{number(layout.frames)} frames and an end-of-sequence item"
         if len(head) < 8:
             found = f"the end of the file after {max(0, len(items) - 1)} fragments"
             raise OCTReadError(url, RejectReason.TRUNCATED_PIXEL_DATA, said, found)
@@ -243,12 +254,20 @@ def _encapsulated_frames(
         raise OCTReadError(url, RejectReason.CORRUPT_PIXEL_DATA, "a basic offset table item", "no item")
     table, fragments = items[0], items[1:]
     if sum(size for _, size in fragments) == 0:
-        raise OCTReadError(url, RejectReason.TRUNCATED_PIXEL_DATA, f"{layout.frames} frames", "no bytes")
+        raise OCTReadError(
+            url, RejectReason.TRUNCATED_PIXEL_DATA, f"{number(layout.frames)} frames", "no bytes"
+        )
     frames = _group_fragments(file, layout, table, fragments)
     if len(frames) != layout.frames:
         found = f"{len(frames)} in {len(fragments)} fragments"
-        raise OCTReadError(url, RejectReason.FRAME_COUNT_MISMATCH, f"{layout.frames} frames", found)
+        raise OCTReadError(url, RejectReason.FRAME_COUNT_MISMATCH, f"{number(layout.frames)} frames", found)
     return frames
+
+
+def _check_undefined(length: int, url: str) -> None:
+    if length != _UNDEFINED:
+        said = "compressed PixelData in items of undefined length"
+        raise OCTReadError(url, RejectReason.CORRUPT_PIXEL_DATA, said, f"a length of {length}")
 
 
 def _group_fragments(
@@ -259,9 +278,9 @@ def _group_fragments(
     if layout.frames == 1:
         return [fragments]
     offsets = np.frombuffer(_read_span(file, *table)[: table[1] // 4 * 4], "<u4").astype(int)
-    positions = [start - 8 - (fragments[0][0] - 8) for start, _ in fragments]
-    if len(offsets) == layout.frames and offsets[0] == 0 and set(offsets.tolist()) <= set(positions):
-        bounds = [positions.index(o) for o in offsets.tolist()] + [len(fragments)]
+    positions = {start - fragments[0][0]: index for index, (start, _) in enumerate(fragments)}
+    if len(offsets) == layout.frames and offsets[0] == 0 and set(offsets.tolist()) <= positions.keys():
+        bounds = [positions[o] for o in offsets.tolist()] + [len(fragments)]
         return [fragments[a:b] for a, b in pairwise(bounds)]
     # No usable table: a frame ends where its codestream does.
     frames: list[list[tuple[int, int]]] = [[]]

@@ -7,40 +7,39 @@ is out of reach, takes up new records, and tries rejects again; after a kill at 
 same bytes.
 
     python -m data_setup.prepare --config FILE [--workers N] [--shard i/n] [--audit] [section.key=value ...]
+    python -m data_setup.prepare --config FILE --check-only [--json URL] [--pixel-hash all|same-size|none]
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing
 import os
 import re
 import sys
 import time
-import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from tqdm import tqdm
 
-from data_setup.dicom import OCTHeader, OCTReadError, RejectReason, open_volume
+from data_setup.dicom import OCTHeader, OCTReadError, RejectReason
+from data_setup.importers import open_record, source_stat
 from data_setup.manifest import Record, audit_files, read_records
 from data_setup.prepare_report import shorten, summarise, table
 from data_setup.resample import resample_frames
 from data_setup.shard_lock import setup_lock, shard_lock
 from data_setup.store import KEPT, StoreWriter, in_threads, measure, read_attrs, record_fields
-from data_setup.workers import follow_parent
+from data_setup.workers import spawned_pool
 from utils import storage
 from utils.config import EXIT_USER_ERROR, SpatialConfig, StorageOptions, UserError, parse_cli, run_cli
 
 WORKER_DIED = "worker_died"  # the process was lost twice at this file; killed for memory, most often
-INTERNAL_ERROR = "internal_error"  # a fault of this program; its traceback goes to stderr
+INTERNAL_ERROR = "internal_error"  # a fault of this program; where it happened goes to stderr
 UNREAD = "unread"  # storage did not answer; the row stays as it was
 DONE, TO_DO = "done", "to_do"  # rows before the run
 SOURCE_MISSING = "source_missing"  # a kept row whose file is not there now: row and volume stay
@@ -77,9 +76,9 @@ def prepare_row(job: Job) -> Outcome:
     fields: dict[str, Any] = _identity(job) | {"message": None}
     voxels = None
     try:
-        source = storage.stat(url, job.options)
+        source = source_stat(job.record, job.options)
         fields |= {"source_size": source.size, "source_version": source.etag_or_mtime}
-        header, frames = open_volume(url, job.options)
+        header, frames = open_record(job.record, job.options)
         try:
             volume = resample_frames(
                 frames,
@@ -126,14 +125,13 @@ def prepare_row(job: Job) -> Outcome:
 
 def check_manifest(record: Record, header: OCTHeader) -> None:
     """Raise header_mismatch when the file is not the one that its manifest row describes."""
-    pairs = {
-        "SOPInstanceUID": (record.sop_instance_uid or None, header.sop_instance_uid or None),
-        "frames x height x width": (record.shape, header.shape),
-    }
-    for name, (expected, found) in pairs.items():
-        if expected is not None and found is not None and expected != found:
-            said = f"{name} {expected} as in the manifest"
-            raise OCTReadError(record.url, RejectReason.HEADER_MISMATCH, said, found)
+    uid, found_uid = record.sop_instance_uid, header.sop_instance_uid
+    if uid and found_uid and uid != found_uid:  # an id that no manifest has does not leave the file
+        said = f"SOPInstanceUID {uid} as in the manifest"
+        raise OCTReadError(record.url, RejectReason.HEADER_MISMATCH, said, "another")
+    if record.shape is not None and record.shape != header.shape:
+        said = f"frames x height x width {record.shape} as in the manifest"
+        raise OCTReadError(record.url, RejectReason.HEADER_MISMATCH, said, header.shape)
 
 
 def _identity(job: Job) -> dict[str, Any]:
@@ -147,7 +145,7 @@ def state_of(job: Job, found: dict[str, Any] | None) -> str:
     if found is None or found["status"] != KEPT:
         return TO_DO
     try:
-        source = storage.stat(job.record.url, job.options)
+        source = source_stat(job.record, job.options)
     except storage.StorageNotFoundError:
         return SOURCE_MISSING
     except storage.StorageError:
@@ -165,7 +163,7 @@ def run_jobs(
     """Outcomes as they come, from `workers` processes (0: this one); closing the generator ends them.
 
     When a process is lost, the files that were in the pool run again one by one: the one that takes its
-    process with it a second time is a reject.
+    process with it a second time is a reject. A row that cannot be written ends the run: StorageError.
     """
     if workers == 0:
         yield from map(work, jobs)
@@ -175,7 +173,7 @@ def run_jobs(
         alone = bool(suspects)
         todo, lost = (suspects, []) if alone else (waiting, [])
         size = 1 if alone else workers
-        with _pool(size) as pool:
+        with spawned_pool(size) as pool:
             running: dict[Future[Outcome], Job] = {}
             while (todo or running) and not lost:
                 while todo and len(running) < (1 if alone else _IN_FLIGHT * size):
@@ -190,6 +188,8 @@ def run_jobs(
                     job, error = running.pop(future), future.exception()
                     if isinstance(error, BrokenProcessPool):
                         lost.append(job)
+                    elif isinstance(error, storage.StorageError):
+                        raise error
                     elif error is not None:
                         yield _internal_error(job, error)
                     else:
@@ -202,29 +202,18 @@ def run_jobs(
 
 
 def _internal_error(job: Job, error: BaseException) -> Outcome:
-    traceback.print_exception(error, file=sys.stderr)
-    return _reject(job, INTERNAL_ERROR, " ".join(f"{type(error).__name__}: {error}".split())[:300])
+    """A reject with the error's kind and place; not its text, which may quote the file."""
+    places = re.findall(r'^  File "(.*)", line (\d+), in (.*)$', str(error.__cause__), re.MULTILINE)
+    trace = [f"  {path}:{line} {function}" for path, line, function in places]
+    print(f"{job.record.path}: {type(error).__name__}", *trace, sep="\n", file=sys.stderr)
+    where = f" at {os.path.basename(places[-1][0])}:{places[-1][1]}" if places else ""
+    return _reject(job, INTERNAL_ERROR, f"{type(error).__name__}{where}")
 
 
 def _reject(job: Job, status: str, message: str) -> Outcome:
     fields = _identity(job) | {"status": status, "message": message}
     job.writer.write_row(job.row, None, fields)
     return Outcome(job.row, status, message)
-
-
-@contextmanager
-def _pool(workers: int) -> Iterator[ProcessPoolExecutor]:
-    """Spawned workers with one compute thread each, which end when this process does, however it ends."""
-    names = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
-    before = {name: os.environ.get(name) for name in names}
-    os.environ.update(dict.fromkeys(names, "1"))
-    pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), initializer=follow_parent)
-    try:
-        yield pool
-    finally:
-        pool.shutdown(cancel_futures=True)
-        for name, value in before.items():
-            os.environ.pop(name) if value is None else os.environ.update({name: value})
 
 
 def parse_shard(text: str) -> tuple[int, int]:
@@ -250,6 +239,15 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         "--audit", action="store_true", help="list the files of a remote tree too; a local one always is"
     )
     parser.add_argument("--shard", default="0/1", metavar="i/n", help="rows with row %% n == i only")
+    parser.add_argument(
+        "--check-only",
+        action="store_true",
+        help="the tree's verdict from its headers, no store (docs/expand.md)",
+    )
+    parser.add_argument("--json", metavar="URL", help="--check-only: the report (default: in data.store)")
+    parser.add_argument(
+        "--pixel-hash", choices=("same-size", "all", "none"), help="--check-only: duplicates (same-size)"
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -258,6 +256,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     shard, num_shards = parse_shard(args.shard)
     if args.workers < 0:
         raise UserError(f"--workers: expected 0 or more, found {args.workers}")
+    if args.check_only:
+        from data_setup.check import check_tree  # which stands on this module
+
+        return check_tree(cfg, args.workers, args.pixel_hash or "same-size", args.json)
+    if args.json or args.pixel_hash:
+        raise UserError("--json, --pixel-hash: expected --check-only with them, found none")
     start = time.perf_counter()
     options, url = cfg.data.storage_options, cfg.data.store
     listing = read_records(cfg)

@@ -14,12 +14,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 import numpy as np
 
 Triple = tuple[float, float, float]
-_BLOCK = 64  # output lines per matrix product: narrow enough to skip most of the zeros of a banded matrix
+_BLOCK = 16  # output lines per matrix product: narrow enough to skip most of the zeros of a banded matrix
 _CENTRE_TOLERANCE = 1e-6  # of a voxel; a centre on the field's edge is inside, whatever the rounding
 
 
@@ -46,15 +47,36 @@ class AxisWeights:
     weights: np.ndarray  # float32; rows outside the valid range are 0
     valid: tuple[int, int]  # half-open range of target indices inside the acquired field
 
-    def apply(self, lines: np.ndarray) -> np.ndarray:
-        """float32 [source, n] -> [target, n]."""
-        out = np.zeros((len(self.weights), lines.shape[1]), np.float32)
+    @cached_property
+    def used(self) -> slice:
+        """The source lines that any target line needs; a wide field reaches beyond the grid."""
+        used = np.flatnonzero(self.weights.any(axis=0))
+        return slice(int(used[0]), int(used[-1]) + 1)
+
+    @cached_property
+    def bands(self) -> list[tuple[slice, slice, np.ndarray]]:
+        """Blocks of the valid target lines: (place among them, their source lines within `used`, weights)."""
         start, stop = self.valid
+        bands = []
         for i in range(start, stop, _BLOCK):
-            rows = slice(i, min(i + _BLOCK, stop))
-            used = np.flatnonzero(self.weights[rows].any(axis=0))
-            columns = slice(used[0], used[-1] + 1)
-            np.matmul(self.weights[rows, columns], lines[columns], out=out[rows])
+            rows = self.weights[i : min(i + _BLOCK, stop)]
+            used = np.flatnonzero(rows.any(axis=0))
+            columns = slice(int(used[0]), int(used[-1]) + 1)
+            within = slice(columns.start - self.used.start, columns.stop - self.used.start)
+            target = slice(i - start, i - start + len(rows))
+            bands.append((target, within, np.ascontiguousarray(rows[:, columns])))
+        return bands
+
+    def of_rows(self, image: np.ndarray, out: np.ndarray) -> None:
+        """float32 [used source lines, n] -> out [valid target lines, n]."""
+        for target, source, weights in self.bands:
+            np.matmul(weights, image[source], out=out[target])
+
+    def of_columns(self, image: np.ndarray) -> np.ndarray:
+        """float32 [n, used source lines] -> [n, valid target lines]."""
+        out = np.empty((len(image), self.valid[1] - self.valid[0]), np.float32)
+        for target, source, weights in self.bands:
+            out[:, target] = image[:, source] @ weights.T
         return out
 
 
@@ -103,48 +125,44 @@ def resample_frames(
 ) -> Resampled:
     """Resample uint8 frames [H, W] given in file order; flip_d: the file's last frame becomes d = 0.
 
-    Holds the output and the few frames of floats that one target plane needs; the caller counts the frames.
-    Raises ValueError for a field too small for the grid.
+    Holds the output and the few frames that one target plane needs, their H already resampled and what lies
+    outside the grid cut off; the caller counts the frames. Raises ValueError for a field too small for it.
     """
     spacing = output_spacing(shape, spacing_mm, image_size, target_spacing, mode)
     axes = [axis_weights(*a) for a in zip(shape, spacing_mm, image_size, spacing, strict=True)]
     along_d, along_h, along_w = axes
-    weights_d = along_d.weights[:, ::-1] if flip_d else along_d.weights
-    last_frame = weights_d.shape[1] - 1 - (weights_d[:, ::-1] != 0).argmax(axis=1)
+    d0, d1, h0, h1, w0, w1 = (edge for axis in axes for edge in axis.valid)
+    sources = [np.flatnonzero(along_d.weights[d]) for d in range(d0, d1)]
+    completed_by: dict[
+        int, list[int]
+    ] = {}  # source plane -> target planes that need no later one of the file
+    for d, needed in enumerate(sources, start=d0):
+        completed_by.setdefault(int(needed[0 if flip_d else -1]), []).append(d)
+    # The latest source planes; none that a target plane still needs has the slot of another one.
+    slots = max(int(np.ptp(needed)) + 1 for needed in sources)
+    num_h, num_w = h1 - h0, along_w.used.stop - along_w.used.start
+    latest = np.zeros((slots, num_h, num_w), np.float32)
 
     voxels = np.zeros(image_size, np.uint8)
-    sums: dict[int, np.ndarray] = {}  # target plane -> weighted sum of the frames so far, float32 [H, W]
     f = -1
     for f, frame in enumerate(frames):
         assert f < shape[0], f"frame {f} of a volume of {shape[0]}"
         assert frame.shape == shape[1:], f"frame {f}: expected {shape[1:]}, found {frame.shape}"
-        planes = np.flatnonzero(weights_d[:, f])
-        if not len(planes):
+        source = shape[0] - 1 - f if flip_d else f
+        if not along_d.used.start <= source < along_d.used.stop:
             continue
-        values = frame.astype(np.float32)
-        for d in planes.tolist():
-            if d in sums:
-                sums[d] += values * weights_d[d, f]
-            else:
-                sums[d] = values * weights_d[d, f]
-            if last_frame[d] == f:
-                voxels[d] = _resample_plane(sums.pop(d), along_h, along_w)
+        values = frame[along_h.used, along_w.used].astype(np.float32)
+        along_h.of_rows(values, out=latest[source % slots])
+        for d in completed_by.get(source, ()):
+            weights = np.zeros(slots, np.float32)
+            weights[sources[d - d0] % slots] = along_d.weights[d, sources[d - d0]]
+            plane = (weights @ latest.reshape(slots, -1)).reshape(num_h, num_w)
+            plane = along_w.of_columns(plane)
+            # A weighted mean of 0..255, so the cast cannot wrap.
+            voxels[d, h0:h1, w0:w1] = np.rint(plane, out=plane)
     assert f == shape[0] - 1, f"{f + 1} frames of a volume of {shape[0]}"
 
-    d0, d1, h0, h1, w0, w1 = (edge for axis in axes for edge in axis.valid)
     kept = [
         min(1.0, m * t / (n * s)) for n, s, m, t in zip(shape, spacing_mm, image_size, spacing, strict=True)
     ]
     return Resampled(voxels, (d0, d1, h0, h1, w0, w1), spacing, 1.0 - float(np.prod(kept)))
-
-
-def _resample_plane(plane: np.ndarray, along_h: AxisWeights, along_w: AxisWeights) -> np.ndarray:
-    """float32 [H, W] -> uint8 [target H, target W]; the axis that shrinks the data more goes first."""
-    shrink_h = len(along_h.weights) / plane.shape[0]
-    shrink_w = len(along_w.weights) / plane.shape[1]
-    if shrink_h <= shrink_w:
-        result = along_w.apply(np.ascontiguousarray(along_h.apply(plane).T)).T
-    else:
-        result = along_h.apply(np.ascontiguousarray(along_w.apply(np.ascontiguousarray(plane.T)).T))
-    np.rint(result, out=result)
-    return np.clip(result, 0, 255, out=result).astype(np.uint8)

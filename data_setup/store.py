@@ -104,12 +104,11 @@ def checksum(voxels: np.ndarray) -> str:
 def measure(volume: Resampled) -> dict[str, float | str]:
     """The index columns that follow from a resampled volume; statistics over valid voxels in 0..255."""
     d0, d1, h0, h1, w0, w1 = volume.valid_box
-    count = total = squares = 0
-    for plane in volume.voxels[d0:d1, h0:h1, w0:w1]:  # exact in integers, whatever the size
-        values = plane.astype(np.int32)
-        count, total = count + values.size, total + int(values.sum())
-        squares += int(np.einsum("hw,hw->", values, values, dtype=np.int64))
-    mean = total / count
+    count, total, squares = 0, 0.0, 0.0
+    for plane in volume.voxels[d0:d1, h0:h1, w0:w1]:  # whole numbers below 2^53, so float64 sums are exact
+        values = plane.ravel().astype(np.float64)
+        count, total, squares = count + values.size, total + values.sum(), squares + values @ values
+    mean = float(total / count)
     box = dict(zip([f"valid_{a}{i}" for a in "dhw" for i in "01"], volume.valid_box, strict=True))
     return {
         **dict(zip([f"spacing_after_{a}" for a in "dhw"], volume.spacing_mm, strict=True)),
@@ -117,7 +116,7 @@ def measure(volume: Resampled) -> dict[str, float | str]:
         "valid_fraction": volume.valid_fraction,
         "lost_fraction": volume.lost_fraction,
         "intensity_mean": mean,
-        "intensity_std": max(0.0, squares / count - mean * mean) ** 0.5,
+        "intensity_std": float(max(0.0, squares / count - mean * mean) ** 0.5),
         "checksum": checksum(volume.voxels),
     }
 
@@ -181,7 +180,7 @@ class StoreWriter:
     def _array(self) -> zarr.Array:
         keys = zarr_store(self.url, self.options, read_only=False)
         with _intact(storage.join(self.url, "volumes", "zarr.json")):
-            return zarr.open_array(keys, path="volumes", mode="r+")
+            return zarr.open_array(keys, path="volumes", mode="r+", zarr_format=3)
 
     def read_records(self) -> list[dict[str, Any]]:
         """The record of every row, in row order."""
@@ -337,7 +336,7 @@ class PreparedStore:
             }
             keys = zarr_store(self.url, self.options, cache_dir=self.cache_dir, chunk_names=names)
             with _intact(storage.join(self.url, "volumes", "zarr.json")):
-                self._array = zarr.open_array(keys, path="volumes", mode="r")
+                self._array = zarr.open_array(keys, path="volumes", mode="r", zarr_format=3)
         try:
             voxels = self._array[row]
         except (storage.StorageNotFoundError, RuntimeError, ValueError) as error:  # the last two: the codec

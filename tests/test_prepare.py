@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import random
+import re
 import shutil
 import signal
 import socket
@@ -338,7 +338,7 @@ def test_a_remote_tree_is_listed_on_request_only(tree: Path, tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("column", "text", "said"),
     [
-        ("sop_instance_uid", "2.25.1", "expected SOPInstanceUID 2.25.1 as in the manifest, found "),
+        ("sop_instance_uid", "2.25.1", "expected SOPInstanceUID 2.25.1 as in the manifest, found another"),
         ("height", "7", "expected frames x height x width ("),
         ("number_of_frames", "7", "expected frames x height x width (7, "),
     ],
@@ -527,19 +527,6 @@ def test_kill_in_the_middle_then_again_gives_the_same_bytes(tree: Path, clean: P
         check_after_kill(tree, clean, store, process)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("moment", range(5))
-def test_kill_at_a_drawn_moment_then_again_gives_the_same_bytes(
-    tree: Path, clean: Path, tmp_path: Path, moment: int
-) -> None:
-    """From before the first write to after the last; a kill that hits nothing is a draw like any other."""
-    store = tmp_path / "store"
-    delay = random.Random(moment).uniform(0.3, 2.5)
-    with start(tree, store) as process:
-        time.sleep(delay)
-        check_after_kill(tree, clean, store, process)
-
-
 def _die_at_row_two(job: Job) -> Outcome:
     if job.row == 2:
         os._exit(9)
@@ -561,8 +548,10 @@ def test_a_dying_worker_costs_its_file_only(
     assert outcomes == dict.fromkeys(range(7), "kept") | {2: "worker_died", 4: "internal_error"}
     rows = writer.read_rows()
     assert rows[2]["message"].startswith("its worker process was lost twice")
-    assert rows[4]["message"] == "ArithmeticError: a fault of ours"
-    assert "ArithmeticError" in capsys.readouterr().err
+    assert re.fullmatch(r"ArithmeticError at test_prepare\.py:\d+", rows[4]["message"])
+    err = capsys.readouterr().err
+    assert re.search(r": ArithmeticError\n(  .*\n)*  .*test_prepare\.py:\d+ _die_at_row_two\n", err)
+    assert "a fault" not in err  # the text of an error may quote the file
 
 
 def test_user_errors_are_one_line_with_exit_code_two(tree: Path, tmp_path: Path) -> None:

@@ -121,6 +121,32 @@ def test_growing_equals_monai_spacing() -> None:
     assert np.abs(ours - theirs.numpy()).max() <= 0.51
 
 
+@pytest.mark.parametrize(
+    ("size", "target", "image_size"),
+    [
+        ((40, 70, 50), (1.0, 1.0, 1.0), (9, 30, 20)),  # wider than the grid: most of it is cut off
+        ((9, 120, 33), (2.7, 3.1, 0.6), (5, 60, 60)),  # shrinks, shrinks into padding, grows
+        ((7, 40, 90), (0.4, 0.9, 3.0), (30, 20, 21)),
+    ],
+)
+@pytest.mark.parametrize("flip_d", [False, True])
+def test_blocks_and_crops_are_the_plain_product(
+    size: tuple[int, int, int],
+    target: tuple[float, float, float],
+    image_size: tuple[int, int, int],
+    flip_d: bool,
+) -> None:
+    """Against the whole matrices in float64: nothing of the order of work is left but rounding."""
+    volume = np.random.default_rng(1).integers(0, 256, size, dtype=np.uint8)
+    axes = [axis_weights(*a) for a in zip(size, ONE, image_size, target, strict=True)]
+    exact = np.einsum(
+        "dhw,xd,yh,zw->xyz", volume[::-1] if flip_d else volume, *(a.weights for a in axes),
+        dtype=np.float64, optimize=True,
+    )  # fmt: skip
+    out = resample(volume, ONE, image_size, target, flip_d=flip_d)
+    assert np.abs(out.voxels - exact).max() < 0.5001
+
+
 def test_a_field_smaller_than_a_voxel_is_named() -> None:
     with pytest.raises(ValueError, match=r"field of 3 x 0\.001 mm: expected more than one voxel of the grid"):
         axis_weights(3, 0.001, 8, 0.5)

@@ -13,6 +13,7 @@ import pytest
 
 from data_setup.resample import Resampled
 from data_setup.store import (
+    FORMAT_VERSION,
     INDEX_COLUMNS,
     RECORD_COLUMNS,
     PreparedStore,
@@ -127,6 +128,23 @@ def test_another_geometry_is_refused(filled: StoreWriter) -> None:
         filled.create(SPATIAL, "gs://source", synthetic=False)
     with pytest.raises(UserError, match="source_root: expected gs://other, found gs://source"):
         filled.create(SPATIAL, "gs://other", synthetic=True)
+
+
+def test_another_version_is_refused_and_not_touched(filled: StoreWriter) -> None:
+    url = storage.join(filled.url, "zarr.json")
+    text = storage.read_text(url).replace(
+        f'"format_version": {FORMAT_VERSION}', f'"format_version": {FORMAT_VERSION + 1}'
+    )
+    storage.write_text(url, text)
+    before = {
+        name: storage.read_bytes(storage.join(filled.url, name)) for name in storage.find_names(filled.url)
+    }
+    said = f"^{filled.url}: format_version: expected {FORMAT_VERSION}, found {FORMAT_VERSION + 1}[^\n]*$"
+    with pytest.raises(UserError, match=said):
+        filled.create(SPATIAL, "gs://source", synthetic=True)
+    with pytest.raises(UserError, match=said):
+        PreparedStore.open(filled.url)
+    assert before == {name: storage.read_bytes(storage.join(filled.url, name)) for name in before}
 
 
 def test_a_row_that_turns_bad_loses_its_chunk(filled: StoreWriter) -> None:

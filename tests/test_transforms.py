@@ -12,6 +12,7 @@ from monai.data import MetaTensor
 from monai.transforms import MapTransform, Randomizable
 from scipy.ndimage import map_coordinates
 
+from data_setup import transforms
 from data_setup.masks import MaskPlan
 from data_setup.transforms import (
     EDGE_TOLERANCE,
@@ -284,6 +285,25 @@ def test_normalise_does_not_depend_on_the_batch_layout() -> None:
     assert torch.equal(
         without, normalise(volume, matrix, box, mean, std, intensity * torch.tensor([1.0, 1, 0]), seeds)
     )
+
+
+@pytest.mark.parametrize("voxels", [1, 2000, 5000])
+def test_blocks_change_no_number(monkeypatch: pytest.MonkeyPatch, voxels: int) -> None:
+    """The test volumes fit into one block; here they take several, the last one smaller."""
+    matrix = geometry_matrix(SIZE, SPACING, **MOTIONS["all"])
+    arguments = (
+        torch.stack([noise_volume(1), noise_volume(2)]),
+        torch.from_numpy(matrix).repeat(2, 1, 1),
+        boxes(2, 11, 5, 33, 4, 27).repeat(2, 1),
+        torch.tensor([100.0, 110.0]),
+        torch.tensor([50.0, 60.0]),
+        torch.tensor([[1.2, 0.8, 0.1], [0.9, 1.3, 0.05]]),
+        torch.tensor([5, 2**61 + 3]),
+    )
+    whole = resample(noise_volume(), matrix), normalise(*arguments)
+    monkeypatch.setattr(transforms, "BLOCK_VOXELS", voxels)
+    assert torch.equal(resample(noise_volume(), matrix), whole[0])
+    torch.testing.assert_close(normalise(*arguments), whole[1], rtol=1e-6, atol=1e-6)
 
 
 def test_mask_transform_prefers_valid_tokens() -> None:

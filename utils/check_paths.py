@@ -1,0 +1,46 @@
+"""Can this machine use a configuration's paths? `python -m utils.check_paths --config FILE [overrides ...]`
+
+In: a configuration. Out: one line, after the prepared store was read and an object was written to
+train.ckpt_dir, read back and removed, with the credentials and the code that training uses. Exit code 2 and
+one line otherwise. run_tpu_xla.sh runs it on every worker before anything starts.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+
+from utils import storage
+from utils.config import Config, UserError, parse_cli, run_cli
+
+
+def check_paths(cfg: Config) -> str:
+    """Read the store and write to the checkpoints; returns what was found, raises UserError."""
+    options = cfg.data.storage_options
+    try:
+        storage.read_bytes(storage.join(cfg.data.store, "prepare_report.json"), options)
+    except storage.StorageNotFoundError as error:
+        raise UserError(
+            f"data.store: {cfg.data.store}: expected a prepared store, found none; run data_setup.prepare"
+        ) from error
+    if cfg.train.ckpt_dir is None:
+        return "store readable, no checkpoints (train.ckpt_dir is null)"
+    data = os.urandom(16)
+    probe = storage.join(cfg.train.ckpt_dir, f".write_check_{platform.node()}_{os.getpid()}")
+    storage.write_bytes(probe, data, options)
+    found = storage.read_bytes(probe, options)
+    storage.remove(probe, options)
+    if found != data:
+        raise UserError(f"train.ckpt_dir: {probe}: expected the bytes that were written, found others")
+    kept = "" if storage.is_remote(cfg.train.ckpt_dir) else " (on the first worker's disk, lost with its VM)"
+    return f"store readable, checkpoints writable{kept}"
+
+
+def main(argv: list[str] | None = None) -> int:
+    cfg, _ = parse_cli(__doc__ or "", argv)
+    print(check_paths(cfg))
+    return 0
+
+
+if __name__ == "__main__":
+    run_cli(main)

@@ -1,0 +1,311 @@
+#!/usr/bin/env bash
+# The worker's half of run_tpu_xla.sh: what one worker does, in its own clone of this repository.
+#
+#   check    COMMIT ENGINE VENV MIN_DISK_GB [CONFIG overrides...]   all that a start needs, or one line each
+#   setup    ENGINE VENV PYTHON                                     the virtual environment
+#   start    LAUNCH ENGINE GRACE_S COMMAND...                       detached; refused while one runs
+#   status                                                          exit code 0 while it runs, else 3
+#   logs     LINES [follow]
+#   stop     WAIT_S KILL_AFTER [LAUNCH]                             SIGTERM to its own process, and wait
+#   sync     DIR COMMIT BUNDLE                                      make or move the clone; run from a copy
+#
+# Each line on stdout is for the user; one that begins with "error:" says what is wrong and what to do. Exit
+# codes: 0 done, 1 refused or failed, 3 not running. State is in runs/launcher: `process` (pid, start time in
+# ticks, boot, launch, engine), `exit_code`, `command`, `log`. A pid alone may have been given to another
+# process since; pid, start time and boot together name one for good.
+set -euo pipefail
+
+STATE=runs/launcher
+LOG=$STATE/log
+
+say() { printf '%s\n' "$*"; }
+
+fail() {
+    say "error: $*"
+    exit 1
+}
+
+start_ticks() { # PID: its start time in clock ticks since boot; fails for one that is gone or a zombie
+    local stat fields
+    { stat=$(<"/proc/$1/stat"); } 2>/dev/null || return 1
+    read -ra fields <<<"${stat##*) }" # what follows the name, which may hold spaces: state is the 3rd field
+    [[ ${fields[0]} != [ZX] ]] && printf '%s\n' "${fields[19]}"
+}
+
+read_process() { # sets run_*; fails where nothing was ever started
+    [[ -f $STATE/process ]] && read -r run_pid run_ticks run_boot run_launch run_engine <"$STATE/process"
+}
+
+running() { # whether the process that was started is alive; sets run_*
+    read_process && [[ $run_boot == "$(</proc/sys/kernel/random/boot_id)" ]] &&
+        [[ $(start_ticks "$run_pid") == "$run_ticks" ]]
+}
+
+family() { # the living processes of the last launch, by the mark that they inherited from it
+    read_process || return 0
+    { grep -lzxF -e "OCT_LAUNCH=$run_launch $PWD" /proc/[0-9]*/environ 2>/dev/null || true; } | cut -d / -f 3 |
+        paste -sd ' '
+}
+
+refuse_while_running() {
+    if running; then
+        fail "a run is in progress here, pid $run_pid, since $(date -r "$STATE/process" '+%F %T'); stop it first"
+    fi
+    local left
+    left=$(family)
+    [[ -z $left ]] || fail "processes of the last run are left, pids $left; stop --kill ends them"
+}
+
+last_attempt() { # the log's lines since the last start, backwards
+    tac "$LOG" 2>/dev/null | sed '/^== .* start at commit /q'
+}
+
+last_words() { # CODE: what the run said last, or the error that ended it
+    local words=''
+    if [[ $1 != 0 ]]; then words=$(last_attempt | grep -m 1 -E '^error:') || true; fi
+    if [[ -z $words ]]; then words=$(last_attempt | grep -m 1 -Ev '^(==.*|[-= ]*)$') || true; fi
+    printf '%.300s' "$words"
+}
+
+# ---- check
+
+wrong() { # one fault; the check goes on
+    say "error: $*"
+    faults=$((faults + 1))
+}
+
+check_devices() {
+    local glob=${OCT_DEVICE_GLOB:-/dev/accel*} devices users as=()
+    if [[ -z ${OCT_DEVICE_GLOB:-} ]] && compgen -G '/dev/vfio/[0-9]*' >/dev/null; then
+        compgen -G "$glob" >/dev/null || glob='/dev/vfio/[0-9]*' # where the newer TPUs are
+    fi
+    devices=$({ compgen -G "$glob" || true; } | wc -l)
+    if ((devices == 0)); then
+        wrong "devices: expected $glob, found none; this is no TPU VM, or its TPU is not attached"
+        return
+    fi
+    # Another user's processes hide what they have open from all but root.
+    if sudo -n true 2>/dev/null; then as=(sudo -n); fi
+    users=$("${as[@]}" find /proc/[0-9]*/fd -lname "$glob" 2>/dev/null | cut -d / -f 3 | sort -un | paste -sd ' ') ||
+        true
+    if [[ -n $users ]]; then
+        wrong "devices: expected $glob free, found them in use by pid $users"
+    else
+        found+=", $devices devices free"
+    fi
+}
+
+check() {
+    local commit=$1 engine=$2 venv=$3 min_gb=$4 faults=0 found='' free answer
+    local python=$venv/bin/python package=torch
+    shift 4
+    if running; then fail "a run is in progress here, pid $run_pid; see status, or stop it"; fi
+    found="commit $(git rev-parse --short=10 HEAD)"
+    [[ $(git rev-parse HEAD) == "$commit" ]] ||
+        wrong "commit: expected ${commit:0:10}, found $(git rev-parse --short=10 HEAD); run sync"
+    [[ -z $(git status --porcelain --untracked-files=no) ]] ||
+        wrong "clone: expected no changes in $PWD, found some; run git diff there"
+    free=$(df -Pk . | awk 'NR == 2 {print int($4 / 1048576)}')
+    ((free >= min_gb)) || wrong "disk: expected $min_gb GiB free in $PWD, found $free"
+    found+=", $free GiB free"
+    if [[ $engine == xla ]]; then
+        package=torch_xla
+        # Without the engine every worker would train by itself on its CPU, each as the first of a run of one.
+        grep -Eq '^ *(import|from) torch_xla' utils/runtime.py ||
+            wrong "engine xla: not in this commit (utils/runtime.py does not import torch_xla)"
+        check_devices
+    fi
+    if [[ ! -x $python ]]; then
+        wrong "environment: expected $python, found none; run setup"
+    elif ! "$python" -c 'import importlib.util, sys; sys.exit(not importlib.util.find_spec(sys.argv[1]))' "$package"; then
+        wrong "environment: expected $package in $venv, found none; run setup"
+    elif (($# > 0)); then
+        if answer=$("$python" -m utils.check_paths --config "$@" 2>&1); then
+            found+=", $answer"
+        else
+            wrong "$(tail -n 1 <<<"$answer" | sed 's/^error: //')"
+        fi
+    fi
+    ((faults == 0)) || exit 1
+    say "ready: $found"
+}
+
+# ---- sync, setup
+
+sync() {
+    local folder=$1 commit=$2 bundle=$3
+    if [[ ! -d $folder/.git ]]; then
+        [[ -z $(ls -A "$folder" 2>/dev/null) ]] ||
+            fail "$folder: expected a clone or nothing, found another folder; give --dir"
+        mkdir -p "$folder"
+        git init -q "$folder"
+    fi
+    bundle=$(realpath "$bundle")
+    cd "$folder"
+    refuse_while_running
+    [[ -z $(git status --porcelain --untracked-files=no) ]] ||
+        fail "clone: expected no changes in $PWD, found some; they would be lost: run git diff there"
+    git fetch -q "$bundle" refs/heads/oct-sync 2>&1 || fail "$bundle: git could not read it"
+    git checkout -q --detach "$commit" 2>&1 || fail "git could not check out ${commit:0:10}"
+    say "at commit $(git rev-parse --short=10 HEAD)"
+}
+
+setup() {
+    local engine=$1 venv=$2 python=$3 requirements="requirements.txt" stamp wanted
+    [[ $engine != xla ]] || requirements="requirements-tpu.txt"
+    [[ -f $requirements ]] || fail "$requirements: not in this commit, so engine $engine cannot be set up"
+    refuse_while_running
+    stamp=$venv/launcher_setup
+    wanted=$(cat requirements.txt "$requirements" | sha256sum)
+    if [[ -f $stamp && $(<"$stamp") == "$wanted" ]]; then
+        say "environment $venv: nothing to do"
+        return
+    fi
+    if ! command -v "$python" >/dev/null; then
+        { sudo -n apt-get update && sudo -n apt-get install -y "$python" "$python-venv"; } >/dev/null 2>&1 ||
+            fail "$python: not here, and apt-get install $python $python-venv failed; install it, or set OCT_PYTHON"
+    fi
+    { "$python" -m venv "$venv" && "$venv/bin/python" -m pip install --quiet -r "$requirements"; } 2>&1 ||
+        fail "environment $venv: pip could not install $requirements"
+    printf '%s\n' "$wanted" >"$stamp"
+    say "environment $venv: installed $requirements"
+}
+
+# ---- start, stop
+
+supervise() { # LAUNCH ENGINE COMMAND...: run it, and keep what became of it
+    local launch=$1 engine=$2 child ticks code interrupted=1
+    shift 2
+    trap 'interrupted=1' TERM INT # a machine that goes down signals everybody; the command's end is waited for
+    OCT_LAUNCH="$launch $PWD" "$@" &
+    child=$!
+    ticks=$(start_ticks "$child") || ticks=0
+    say "$child $ticks $(</proc/sys/kernel/random/boot_id) $launch $engine" >"$STATE/process.partial"
+    mv "$STATE/process.partial" "$STATE/process"
+    while [[ -n $interrupted ]]; do
+        interrupted='' code=0
+        wait "$child" || code=$?
+    done
+    say "== $(date '+%F %T') ended with exit code $code"
+    say "$code" >"$STATE/exit_code"
+}
+
+start() {
+    local wanted=$1 engine=$2 grace=$3 deadline self
+    shift 3
+    self=$(realpath "${BASH_SOURCE[0]}")
+    mkdir -p "$STATE"
+    exec 9>"$STATE/lock"
+    flock -n 9 || fail "another start is in progress here"
+    if running && [[ $run_launch == "$wanted" ]]; then
+        say "started, pid $run_pid" # gcloud repeats a command whose connection broke
+        return
+    fi
+    refuse_while_running
+    rm -f "$STATE/process" "$STATE/exit_code"
+    printf '%q ' "$@" >"$STATE/command"
+    say "== $(date '+%F %T') start at commit $(git rev-parse --short=10 HEAD): $(<"$STATE/command")" >>"$LOG"
+    setsid nohup bash "$self" supervise "$wanted" "$engine" "$@" </dev/null >>"$LOG" 2>&1 9>&- &
+    # An error in the first seconds is told at once; what ends later is seen by status.
+    deadline=$((SECONDS + grace))
+    until [[ -f $STATE/exit_code ]] || { [[ -f $STATE/process ]] && ((SECONDS >= deadline)); }; do
+        ((SECONDS < deadline + 60)) || fail "nothing was started within 60 s; see logs"
+        sleep 0.1
+    done
+    if [[ -f $STATE/exit_code ]]; then
+        fail "ended at once with exit code $(<"$STATE/exit_code"): $(last_words 1)"
+    fi
+    read_process
+    say "started, pid $run_pid"
+}
+
+stop() {
+    local wait_s=$1 kill_after=$2 wanted=${3:-} deadline targets left code
+    if ! running; then
+        left=$(family)
+        if [[ -n $left && $kill_after == yes && (-z $wanted || $run_launch == "$wanted") ]]; then
+            # shellcheck disable=SC2086 # a list of pids
+            kill -KILL $left 2>/dev/null || true
+            say "killed what the last run had left, pids $left"
+        else
+            say "not running"
+        fi
+        return
+    fi
+    if [[ -n $wanted && $run_launch != "$wanted" ]]; then
+        say "left alone: pid $run_pid is of another start"
+        return
+    fi
+    targets=$run_pid
+    # torchrun gives its processes 30 s after a SIGTERM of its own, too little for a large checkpoint; the
+    # processes themselves take it as the request to checkpoint and end, and torchrun ends with them.
+    if [[ $run_engine == torchrun ]]; then
+        targets=$({ grep -lxF "PPid:	$run_pid" /proc/[0-9]*/status 2>/dev/null || true; } | cut -d / -f 3)
+        targets=${targets:-$run_pid}
+    fi
+    # shellcheck disable=SC2086 # a list of pids
+    kill -TERM $targets 2>/dev/null || true
+    deadline=$((SECONDS + wait_s))
+    while running && ((SECONDS < deadline)); do sleep 0.2; done
+    if running; then
+        [[ $kill_after == yes ]] ||
+            fail "pid $run_pid was sent SIGTERM and still runs after $wait_s s; wait with status, or use stop --kill"
+        # shellcheck disable=SC2046 # a list of pids
+        kill -KILL "$run_pid" $(family) 2>/dev/null || true
+        say "killed, pid $run_pid: no checkpoint was written"
+        return
+    fi
+    while [[ ! -f $STATE/exit_code ]] && ((SECONDS < deadline + 5)); do sleep 0.1; done
+    code=$(cat "$STATE/exit_code" 2>/dev/null) || code=unknown
+    say "stopped, pid $run_pid, exit code $code: $(last_words "$code")"
+}
+
+# ---- status, logs
+
+status() {
+    local code left
+    if running; then
+        say "running, pid $run_pid, since $(date -r "$STATE/process" '+%F %T'), commit" \
+            "$(git rev-parse --short=10 HEAD): $(last_words 0)"
+        return
+    fi
+    if [[ ! -f $STATE/process ]]; then
+        say "never started"
+    elif [[ -f $STATE/exit_code ]]; then
+        code=$(<"$STATE/exit_code")
+        say "ended at $(date -r "$STATE/exit_code" '+%F %T') with exit code $code: $(last_words "$code")"
+    else
+        say "gone without an exit code: the machine went down, or it was killed; start resumes"
+    fi
+    left=$(family)
+    [[ -z $left ]] || say "processes of it are left, pids $left; stop --kill ends them"
+    exit 3
+}
+
+logs() {
+    local lines=$1 follow=${2:-}
+    [[ -f $LOG ]] || fail "no log: never started"
+    if [[ -n $follow ]] && running; then
+        exec tail -n "$lines" -F --pid="$run_pid" "$LOG"
+    fi
+    exec tail -n "$lines" "$LOG"
+}
+
+main() { # parsed as a whole before it runs: sync may replace this file
+    local verb=$1
+    shift
+    case $verb in
+    check) check "$@" ;;
+    setup) setup "$@" ;;
+    sync) sync "$@" ;;
+    start) start "$@" ;;
+    supervise) supervise "$@" ;;
+    status) status ;;
+    logs) logs "$@" ;;
+    stop) stop "$@" ;;
+    *) fail "tpu_worker.sh: no such verb: $verb" ;;
+    esac
+    exit
+}
+
+main "$@"

@@ -1,0 +1,120 @@
+"""Evidence: recipes, random initialisation and ablations under one probe protocol, on phantom cohorts.
+
+    python -m benchmarks.evidence data                    cohorts, stores and truth, once
+    python -m benchmarks.evidence calibrate               seconds per step of every arm, on a quiet machine
+    python -m benchmarks.evidence run --budget 300 --minutes 60
+    python -m benchmarks.evidence table                   docs/results.md, and table.json beside the runs
+
+In: nothing but --root, where all of it lives. Out: the table. Everything resumes; Ctrl-C is safe.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import signal
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from benchmarks.evidence_arms import ABLATIONS, CONFIG, MAIN, REFERENCE, arm_by_name, arm_config, run_dir
+from benchmarks.evidence_data import make_data, read_truth
+from benchmarks.evidence_page import RESULTS, write_results
+from benchmarks.evidence_run import BASELINES, Plan, calibrate, run_all, steps_of_budget
+from benchmarks.evidence_score import baseline_features, encoder_features, real_eyes, save_scores, score
+from benchmarks.evidence_table import training_facts
+from data_setup.store import PreparedStore
+from finetuning.embed import pretrained_encoder, random_encoder
+from utils import storage
+from utils.checkpoint import load_checkpoint
+from utils.config import UserError, run_cli
+
+
+def score_one(root: Path, name: str, seed: int) -> None:
+    """Score one run, one random initialisation, or all baselines; writes scores.json into its folder."""
+    torch.set_num_threads(1)
+    plan = Plan.load(root)
+    truth, store = read_truth(root), PreparedStore.open(str(root / "evaluation_store"))
+    reference = arm_config(arm_by_name(REFERENCE), 0, plan.steps[REFERENCE], root, plan.extra)
+    if name == BASELINES:
+        for baseline, (pooled, dense) in baseline_features(reference, store, truth).items():
+            scores = score(truth, pooled, dense, reference.grid)
+            save_scores(root / BASELINES / baseline, scores, {"name": baseline})
+        return
+    arm = arm_by_name(name)
+    steps = plan.steps[name] if arm.is_trained else 0
+    cfg = arm_config(arm, seed, max(steps, 1), root, plan.extra)
+    folder = run_dir(root, arm, seed)
+    if arm.is_trained:
+        url = storage.join(str(folder), "checkpoints", f"step_{steps:08d}.pt")
+        encoder = pretrained_encoder(cfg, load_checkpoint(url), url)
+    else:
+        encoder = random_encoder(cfg, seed)
+    pooled, dense, rank = encoder_features(encoder, cfg, store, truth, reference.grid)
+    scores = score(truth, lambda _: pooled, dense, reference.grid)
+    facts = {
+        "name": name,
+        "seed": seed,
+        "rankme": rank,
+        "real_rankme": real_eyes(encoder, cfg, root, folder, f"{arm.label}, seed {seed}"),
+        **(training_facts(folder, cfg) if arm.is_trained else {}),
+    }
+    save_scores(folder, scores, facts)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Command line: see the module's docstring."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+    told = {name: commands.add_parser(name) for name in ("data", "calibrate", "run", "score", "table")}
+    for name, command in told.items():
+        command.add_argument("--root", type=Path, default=Path("runs/evidence"), help="where all of it lives")
+        if name in ("calibrate", "run"):
+            command.add_argument("--jobs", type=int, default=2, help="runs at a time, each on its own core")
+        if name in ("data", "calibrate", "run"):
+            command.add_argument("--change", action="append", default=[], metavar="section.key=value")
+    told["data"].add_argument("--pretraining", type=int, default=240, help="participants to train on")
+    told["data"].add_argument("--evaluation", type=int, default=200, help="other participants to score on")
+    told["run"].add_argument(
+        "--budget", type=float, default=300.0, help="seconds of training per arm and seed"
+    )
+    told["run"].add_argument("--steps", type=int, help="the same steps for every arm instead of a budget")
+    told["run"].add_argument("--seeds", type=int, default=3)
+    told["run"].add_argument("--minutes", type=float, default=60.0, help="of wall-clock for the ablations")
+    told["score"].add_argument("--arm", required=True)
+    told["score"].add_argument("--seed", type=int, required=True)
+    told["table"].add_argument("--out", type=Path, default=RESULTS)
+    args = parser.parse_args(argv)
+    root = args.root.resolve()
+    if args.command == "data":
+        root.mkdir(parents=True, exist_ok=True)
+        cfg = arm_config(arm_by_name(REFERENCE), 0, 1, root, args.change)
+        make_data(root, cfg, CONFIG, args.change, (args.pretraining, args.evaluation))
+    elif args.command == "calibrate":
+        print(json.dumps(calibrate(root, args.jobs, args.change), indent=1))
+    elif args.command == "run":
+        if args.steps is not None and args.steps < 2:
+            raise UserError(f"--steps: expected 2 or more, found {args.steps}")
+        if args.steps is None:
+            budget, steps = args.budget, steps_of_budget(root, args.budget)
+        else:
+            budget, steps = None, {arm.name: arm.steps or args.steps for arm in (*MAIN, *ABLATIONS)}
+        signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends the runs as Ctrl-C does
+        plan = Plan(root, budget, args.seeds, steps, tuple(args.change))
+        try:
+            run_all(plan, args.jobs, args.minutes)
+        except KeyboardInterrupt:
+            print("stopped; the same command goes on", flush=True)
+            return 130
+    elif args.command == "score":
+        score_one(root, args.arm, args.seed)
+    else:
+        print(write_results(root, args.out))
+    return 0
+
+
+if __name__ == "__main__":
+    run_cli(main)

@@ -1,0 +1,183 @@
+"""docs/results.md and table.json: the numbers of benchmarks.evidence_table as tables and sentences.
+
+In: the folder of runs. Out: the part of the page between its markers, where every sentence is made from the
+paired intervals.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.evidence_arms import ABLATIONS, CONTROL, NOT_EXPRESSIBLE, RANDOM_ARM, REFERENCE
+from benchmarks.evidence_run import Plan
+from benchmarks.evidence_score import TASKS
+from benchmarks.evidence_table import Difference, build
+from utils.config import UserError
+
+RESULTS = Path(__file__).resolve().parents[1] / "docs" / "results.md"
+BEGIN, END = "<!-- evidence: begin -->", "<!-- evidence: end -->"
+TASK_LABELS = {
+    "classes": "4 classes, balanced accuracy",
+    "thickness": "layer thickness, R2",
+    "occupancy": "layer occupancy, R2",
+}
+
+
+def signed(found: Difference | None) -> str:
+    """'+0.050 (+0.010 to +0.090)', bold when the interval excludes zero."""
+    if found is None:
+        return "-"
+    value, (low, high) = found
+    text = f"{value:+.3f} ({low:+.3f} to {high:+.3f})"
+    return f"**{text}**" if low > 0 or high < 0 else text
+
+
+def number(value: float | None, form: str = ".2f") -> str:
+    """A number, or a dash."""
+    return "-" if value is None else format(value, form)
+
+
+def span(values: Sequence[float] | None) -> str:
+    """'0.610 to 0.640', the lowest and the highest."""
+    return "-" if not values else f"{min(values):.3f} to {max(values):.3f}"
+
+
+def score_table(rows: Sequence[dict[str, Any]], against: str) -> list[str]:
+    """Score, interval and a paired difference for every task."""
+    versus = {"against_random": "random", "against_reference": REFERENCE}[against]
+    head = ["features"] + [f"{TASK_LABELS[t]} | minus {versus}" for t in TASKS]
+    lines = [f"| {' | '.join(head)} |", "|---" * (1 + 2 * len(TASKS)) + "|"]
+    for row in rows:
+        cells = [row["label"] + (f" ({row['failed']} failed)" if row["failed"] else "")]
+        for task in TASKS:
+            found = row["tasks"].get(task)
+            if found is None:
+                cells += ["-", "-"]
+                continue
+            low, high = found["ci95"]
+            cells += [f"{found['score']:.3f} ({low:.3f} to {high:.3f})", signed(found[against])]
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+def training_table(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """What the runs themselves say, means over the seeds, and every task's lowest and highest seed."""
+    head = ["features", "seeds", *(f"{TASK_LABELS[t]}, by seed" for t in TASKS), "RankMe", "real eyes"]
+    head += ["skill_position", "init weight", "s/step", "steps", "alarms"]
+    lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
+    for row in rows:
+        cells = [row["label"], str(row["num_seeds"])]
+        cells += [span(row["tasks"].get(task, {}).get("by_seed")) for task in TASKS]
+        cells += [number(row["rankme"], ".0f"), number(row["real_rankme"], ".0f")]
+        cells += [number(row["skill_position"], "+.3f")]
+        cells += [number(row["init_weight"]), number(row["seconds_per_step"])]
+        cells += [number(row["steps"], ".0f"), number(row["alarms"], ".1f")]
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+def sentences(rows: Sequence[dict[str, Any]], against: str) -> list[str]:
+    """Per task: what is above, what is below, and where no difference is shown."""
+    versus = {
+        "against_random": "random initialisation",
+        "against_reference": f"`{REFERENCE}`",
+        "against_control": "the control",
+    }[against]
+    told = []
+    for task in TASKS:
+        groups: dict[str, list[str]] = {"above": [], "below": [], "no difference shown": []}
+        for row in rows:
+            found = row["tasks"].get(task, {}).get(against)
+            if found is not None:
+                value, (low, high) = found
+                kind = "above" if low > 0 else "below" if high < 0 else "no difference shown"
+                groups[kind].append(f"{row['label']} ({value:+.3f})")
+        parts = [f"{kind}: {', '.join(names)}" for kind, names in groups.items() if names]
+        told.append(f"* {TASK_LABELS[task]}, against {versus}: {'; '.join(parts) or 'nothing measured'}.")
+    return told
+
+
+def markdown(told: dict[str, Any]) -> str:
+    """The generated part of docs/results.md."""
+    rows = told["rows"]
+    recipes = [r for r in rows if r["factor"] == "recipe"]
+    trained = [r for r in recipes if r["name"] != RANDOM_ARM.name]
+    baselines = [r for r in rows if r["factor"] == "baseline"]
+    ablations = [r for r in rows if r["factor"] not in ("recipe", "baseline")]
+    made = told["provenance"]
+    if told["budget_s"] is None:
+        steps = told["steps"][REFERENCE]
+        asked, given = f"steps {steps}", f"{steps} steps, which take unequal time,"
+    else:
+        asked, given = f"budget {told['budget_s']:g}", f"{told['budget_s']:g} s of one core"
+    lines = [
+        f"{told['date']}, commit {made['commit']}, {told['machine']}, torch {made['packages']['torch']};",
+        f"`python -m benchmarks.evidence data`, `calibrate`, `run --{asked} --seeds {told['seeds']}`,",
+        "`table`.",
+        f"{told['participants']} evaluated participants, none of them in pre-training;",
+        f"{given} for each arm and seed, {told['seeds']} seeds.",
+        "",
+        "### What wins",
+        "",
+        *sentences([*trained, *baselines], "against_random"),
+        *sentences([r for r in trained if r["name"] != CONTROL], "against_control"),
+        *sentences([r for r in trained if r["name"] != REFERENCE], "against_reference"),
+        "",
+        "### Recipes",
+        "",
+        *score_table([*recipes, *baselines], "against_random"),
+        "",
+        *training_table(recipes),
+    ]
+    if ablations:
+        lines += ["", "### Ablations: one change to `vjepa2` each", ""]
+        lines += [*sentences(ablations, "against_reference"), ""]
+        lines += score_table(ablations, "against_reference")
+        lines += ["", *training_table(ablations)]
+    left = [arm.label for arm in ABLATIONS if arm.name not in {r["name"] for r in rows}]
+    if left:
+        lines += ["", f"Not run within the time: {', '.join(left)}."]
+    lines += ["", "What the configuration cannot express, and so was not compared:", ""]
+    lines += [f"* {text}" for text in NOT_EXPRESSIBLE]
+    return "\n".join(lines)
+
+
+INTRODUCTION = """# Results
+
+The recipes, random initialisation and one-factor ablations under one protocol, on phantom cohorts (ViT-Ti,
+volume [16, 96, 64], patch 4 x 8 x 8 unless said): what a recipe learns within minutes of one core. The
+phantom says nothing about real retinas. `python -m benchmarks.evidence table` writes what is between the
+markers.
+
+How to read it. Pre-training and evaluation use different people. Five folds by participant: three train the
+probe, one chooses C, one is evaluated. *4 classes*: study group from mean + std of valid tokens,
+participants pooled. *Layer thickness*: 10 layers per volume, as the difference from what is usual for the
+protocol. *Layer occupancy*: share of each layer in a token, from the token's features and place. Intervals
+resample participants (2000 draws, the same for all rows). A trained row is the mean over its seeds' scores;
+random initialisation is the one of three seeds that is best on validation, chosen for each task. The control
+is the reference arm after two steps: what it gains over random initialisation is no learning, so only what
+exceeds the control counts as learnt. Steps fill the budget by the seconds per step that `calibrate` measured
+on a quiet machine; how long a run took beside other work changes nothing. Ablations are compared on the
+people that they are scored on: a default chosen by them wants confirming on others. A claim is a paired
+interval that excludes zero, in **bold**; nothing here corrects for the number of comparisons. RankMe is that
+of valid tokens; `init weight` the share of the random initialisation left in the target encoder, which is
+what is scored.
+
+"""
+
+
+def write_results(root: Path, out: Path) -> str:
+    """Write table.json and the part of `out` between the markers; returns that part."""
+    told = build(Plan.load(root))
+    (root / "table.json").write_text(json.dumps(told, indent=1, allow_nan=False) + "\n")
+    text = markdown(told)
+    page = out.read_text() if out.exists() else f"{INTRODUCTION}{BEGIN}\n{END}\n"
+    before, begin, rest = page.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not (begin and end):
+        raise UserError(f"{out}: expected the markers {BEGIN} and {END}, found a page without them")
+    out.write_text(f"{before}{BEGIN}\n{text}\n{END}{after}")
+    return text

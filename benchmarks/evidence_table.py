@@ -1,0 +1,182 @@
+"""The numbers of docs/results.md from the scores of benchmarks.evidence; all are read from the runs.
+
+In: the folder of runs. Out: scores with participant-bootstrap intervals, paired differences against
+random initialisation (the seed that is best on validation), the control and the reference arm. A trained
+arm's score is the mean over its seeds of the seed's score, in every resample too: the intervals are over
+participants, the seeds are those that ran.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import platform
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import mean, median
+from typing import Any
+
+import numpy as np
+
+from benchmarks.evidence_arms import (
+    ABLATIONS,
+    CONTROL,
+    MAIN,
+    RANDOM_ARM,
+    REFERENCE,
+    Arm,
+    arm_by_name,
+    run_dir,
+)
+from benchmarks.evidence_run import BASELINES, Plan
+from benchmarks.evidence_score import TASKS, Scores, load_scores
+from models.probes import interval95, participant_draws
+from utils.config import Config, UserError
+from utils.run_files import read_run
+from utils.runtime import Runtime, provenance
+
+BOOTSTRAP_SAMPLES, BOOTSTRAP_SEED = 2000, 0
+BASELINE_LABELS = {
+    "voxel_pca": "raw voxels (64 components; the patch's own voxels)",
+    "ascan_profile": "mean A-scan profile",
+    "device": "device one-hot",
+    "position": "place of the token alone",
+}
+Difference = tuple[float, tuple[float, float]]
+
+
+def training_facts(folder: Path, cfg: Config) -> dict[str, Any]:
+    """What the run logged: steps, seconds per step, skill_position, alarms."""
+    run = read_run(folder)
+    skill = [v for _, v in run.series.get("train/skill_position", [])][-3:]
+    volumes_per_s = median(v for _, v in run.series["perf/volumes_per_s"])
+    return {
+        "steps": cfg.train.max_steps,
+        "seconds_per_step": cfg.train.global_batch_size / volumes_per_s,
+        "skill_position": mean(skill) if skill else None,
+        "init_weight": run.series["ema/init_weight"][-1][1],
+        "alarms": len(run.alarms),
+        "first_alarm": f"step {run.alarms[0][0]}: {run.alarms[0][1]}" if run.alarms else None,
+    }
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the tables: an arm's seeds, or one baseline."""
+
+    name: str
+    label: str
+    factor: str
+    seeds: list[tuple[Scores, dict[str, Any]]]
+    failed: int = 0
+
+    def has(self, task: str) -> bool:
+        """Whether there is anything to report."""
+        return bool(self.seeds) and self.seeds[0][0].of(task) is not None
+
+    def point(self, task: str) -> float:
+        """Mean over the seeds."""
+        return mean(s.of(task) for s, _ in self.seeds if s.of(task) is not None)
+
+    def draws(self, task: str, draws_SP: np.ndarray) -> np.ndarray:
+        """Mean over the seeds, of every resample of participants [S]."""
+        return np.mean([s.draws(task, draws_SP) for s, _ in self.seeds], axis=0)
+
+    def fact(self, name: str) -> float | None:
+        """Mean over the seeds of a number that the runs logged."""
+        values = [facts[name] for _, facts in self.seeds if facts.get(name) is not None]
+        return mean(values) if values else None
+
+
+def read_arm(plan: Plan, arm: Arm) -> Row:
+    """The scored seeds of an arm."""
+    folders = [run_dir(plan.root, arm, seed) for seed in range(plan.seeds)]
+    scored = [load_scores(f) for f in folders if (f / "scores.json").exists()]
+    failed = sum((f / "failed.json").exists() for f in folders)
+    return Row(arm.name, arm.label, arm.factor, scored, failed)
+
+
+def best_random(random: Row, task: str) -> Row:
+    """The seed that is best on validation, alone."""
+    seed = max(random.seeds, key=lambda s: s[0].val[task])
+    return Row(random.name, random.label, random.factor, [seed])
+
+
+def difference(first: Row, second: Row, task: str, draws_SP: np.ndarray) -> Difference:
+    """first - second with its interval under shared draws; raises ValueError for other participants."""
+    ids = [getattr(s, task).participants for s, _ in (*first.seeds, *second.seeds)]
+    if not all(np.array_equal(ids[0], other) for other in ids):
+        raise ValueError(f"{first.name} and {second.name}: expected the same participants")
+    draws = first.draws(task, draws_SP) - second.draws(task, draws_SP)
+    return first.point(task) - second.point(task), interval95(draws)
+
+
+def provenance_of_runs(plan: Plan) -> dict[str, Any]:
+    """Commit and packages of the reference arm's first run; this process's where that has none."""
+    path = run_dir(plan.root, arm_by_name(REFERENCE), 0) / "provenance.json"
+    return json.loads(path.read_text()) if path.exists() else provenance(Runtime.create(False))
+
+
+def calibrated_seconds(root: Path) -> dict[str, float]:
+    """Seconds per step by which the budget was shared out; empty where steps were given instead."""
+    path = root / "calibration.json"
+    return json.loads(path.read_text())["seconds_per_step"] if path.exists() else {}
+
+
+def build(plan: Plan) -> dict[str, Any]:
+    """Every number of the tables; raises UserError while recipes have not run."""
+    random = read_arm(plan, RANDOM_ARM)
+    recipes = [read_arm(plan, arm) for arm in MAIN]
+    needed = (RANDOM_ARM.name, REFERENCE)
+    missing = [r.name for r in (random, *recipes) if not r.seeds and (r.name in needed or not r.failed)]
+    if missing:
+        raise UserError(f"{plan.root}: expected scores of every recipe, found none of {', '.join(missing)}")
+    baselines = [
+        Row(name, label, "baseline", [load_scores(plan.root / BASELINES / name)])
+        for name, label in BASELINE_LABELS.items()
+    ]
+    ablations = [r for r in (read_arm(plan, arm) for arm in ABLATIONS) if r.seeds or r.failed]
+    calibrated = calibrated_seconds(plan.root)
+    reference = next(r for r in recipes if r.name == REFERENCE)
+    control = next(r for r in recipes if r.name == CONTROL)
+    participants = random.seeds[0][0].classes
+    assert participants is not None
+    draws = participant_draws(len(participants.participants), BOOTSTRAP_SAMPLES, BOOTSTRAP_SEED)
+    table = []
+    for row in (*recipes, random, *baselines, *ablations):
+        line: dict[str, Any] = {
+            "name": row.name,
+            "label": row.label,
+            "factor": row.factor,
+            "num_seeds": len(row.seeds),
+            "failed": row.failed,
+            **{k: row.fact(k) for k in ("rankme", "real_rankme", "skill_position", "steps")},
+            **{k: row.fact(k) for k in ("init_weight", "alarms")},
+            "seconds_per_step_in_run": row.fact("seconds_per_step"),
+            "seconds_per_step": calibrated.get(row.name),
+            "tasks": {},
+        }
+        for task in TASKS:
+            if not row.has(task):
+                continue
+            chance = best_random(random, task)
+            one = chance if row is random else row
+            line["tasks"][task] = {
+                "score": one.point(task),
+                "ci95": interval95(one.draws(task, draws)),
+                "by_seed": [s.of(task) for s, _ in row.seeds],
+                "against_random": None if row is random else difference(row, chance, task, draws),
+                "against_reference": None if row is reference else difference(one, reference, task, draws),
+                "against_control": None if row is control else difference(one, control, task, draws),
+            }
+        table.append(line)
+    return {
+        "budget_s": plan.budget_s,
+        "seeds": plan.seeds,
+        "steps": plan.steps,
+        "participants": len(participants.participants),
+        "rows": table,
+        "provenance": provenance_of_runs(plan),
+        "machine": f"{platform.processor() or platform.machine()}, {platform.system()}",
+        "date": datetime.date.today().isoformat(),
+    }

@@ -5,6 +5,8 @@ PY := $(VENV)/bin/python
 RUN := runs/smoke_test
 CONFIG := configs/smoke_test.yaml
 PARTICIPANTS := 120
+# two test files at a time, one thread each: faster on two cores than one file with two threads
+PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist loadfile
 
 .DEFAULT_GOAL := help
 .PHONY: help install test test-slow soak lint demo clean-demo
@@ -22,13 +24,13 @@ $(VENV)/installed: requirements.txt requirements-dev.txt
 	@touch $@
 
 test: install ## the default tests
-	$(PY) -m pytest -q -m "not slow and not soak and not xla and not gpu"
+	$(PYTEST) -m "not slow and not soak and not xla and not gpu"
 
 test-slow: install ## longer tests
-	$(PY) -m pytest -q -m "slow"
+	$(PYTEST) -m "slow"
 
 soak: install ## long proofs, run by hand
-	$(PY) -m pytest -q -m "soak" --timeout 7200
+	$(PY) -m pytest -m "soak" --timeout 7200
 
 lint: install ## ruff check and format
 	$(VENV)/bin/ruff check .

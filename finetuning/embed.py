@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-import yaml
 from torch import Tensor, nn
 
 from data_setup.loader import evaluation_batches
@@ -21,7 +20,7 @@ from data_setup.transforms import normalise, voxel_valid
 from models.embed import embed
 from models.vjepa3d import build_encoder
 from utils.checkpoint import CheckpointError
-from utils.config import Config, UserError, flatten
+from utils.config import Config, UserError, config_of_yaml, flatten
 from utils.runtime import Runtime
 
 # what a checkpoint's weights and features rest on, beside the store's normalisation
@@ -31,6 +30,7 @@ FIXED_KEYS = (
     "spatial.patch_size",
     "spatial.resample",
     "model.size",
+    "model.rope",
     "method.recipe",
 )
 BASELINE_VOXELS = (16, 48, 32)  # raw volumes are averaged down to at most this before their PCA
@@ -38,15 +38,11 @@ BASELINE_VOXELS = (16, 48, 32)  # raw volumes are averaged down to at most this 
 
 def check_fit(cfg: Config, store: PreparedStore, state: dict[str, Any], url: str) -> None:
     """Raise UserError unless checkpoint, configuration and store agree on geometry, model, normalisation."""
-    seen = yaml.safe_load(state["config"])
-    wanted = dict(flatten(cfg))
+    seen, wanted = dict(flatten(config_of_yaml(state["config"], url))), dict(flatten(cfg))
     for key in FIXED_KEYS:
-        section, _, name = key.partition(".")
-        value = list(wanted[key]) if isinstance(wanted[key], tuple) else wanted[key]
-        if seen[section][name] != value:
-            raise UserError(
-                f"{url}: {key}: expected {value} of the configuration, found {seen[section][name]}"
-            )
+        if seen[key] != wanted[key]:
+            expected, found = (list(v) if isinstance(v, tuple) else v for v in (wanted[key], seen[key]))
+            raise UserError(f"{url}: {key}: expected {expected} of the configuration, found {found}")
     if state["normalisation"] != store.attrs["normalisation"]:
         raise UserError(
             f"{url}: normalisation: expected {store.attrs['normalisation']} of {store.url}, "

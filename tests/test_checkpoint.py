@@ -134,3 +134,20 @@ def test_a_failed_write_is_reported_and_the_last_one_decides(
 def test_missing_checkpoint_is_named(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"nothing\.pt"):
         load_checkpoint(str(tmp_path / "nothing.pt"))
+
+
+def test_a_best_checkpoint_that_failed_is_written_with_the_next(tmp_path: Path) -> None:
+    """Its state is that of its own step; a step that failed is not missed, since the next one replaces it."""
+    blocked = tmp_path / "folder"
+    blocked.write_text("a file where the directory should be")
+    writer = CheckpointWriter(str(blocked), 2)
+    writer.save({"step": 1}, ["best_probe", "best_val_loss", "step_00000001"])
+    writer.wait()
+    blocked.unlink()
+    writer.save({"step": 2}, ["best_val_loss", "step_00000002"])
+    writer.close()
+    steps = {
+        name: load_checkpoint(str(blocked / f"{name}.pt"))["step"] for name in ("best_probe", "best_val_loss")
+    }
+    assert steps == {"best_probe": 1, "best_val_loss": 2}
+    assert list_steps(str(blocked)) == [2]

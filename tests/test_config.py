@@ -43,6 +43,27 @@ def test_shipped_configurations_load(path: Path) -> None:
     assert load_config(path).experiment_name == path.stem
 
 
+MAE = ["method.recipe=mae", "method.mae_target=normalised", "method.regulariser=none"]
+MAE += ["method.regulariser_weight=0"]
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda p: p.stem)
+def test_every_pretraining_configuration_can_be_switched_to_mae(path: Path) -> None:
+    method = load_config(path, MAE).method
+    assert (method.recipe, method.mae_target) == ("mae", "normalised")
+
+
+def test_mae_has_uniform_masks_or_blocks_and_not_both() -> None:
+    with pytest.raises(
+        ConfigError, match=r"method\.context_ratio: expected null with recipe mae and mask_ratio"
+    ):
+        load_config(SMOKE, [*MAE, "method.mask_ratio=0.6"])
+    with pytest.raises(
+        ConfigError, match=r"method\.mask_blocks: expected at least one family with recipe mae"
+    ):
+        load_config(SMOKE, [*MAE, "method.mask_blocks=[]"])
+
+
 def test_methods_configurations_hold_the_methods_values() -> None:
     for name, epochs in (("single", 120), ("multi", 150)):
         c = load_config(ROOT / "configs" / f"pretrain_vjepa_{name}_domain.yaml")
@@ -81,6 +102,9 @@ def test_methods_configurations_hold_the_methods_values() -> None:
         ("train.max_steps=0", ["train.max_steps", "1 or more"]),
         ("seed", ["section.key=value"]),
         ("method.mask_ratio=0.5", ["method.mask_ratio", "null with recipe vjepa2", "0.5"]),
+        ("method.recipe=mae", ["method.mae_target", "normalised or plain with recipe mae", "None with mae"]),
+        ("method.mae_target=plain", ["method.mae_target", "null with the others", "plain with vjepa2"]),
+        ("method.mae_target=pixels", ["method.mae_target", "pixels", "'normalised'"]),
         ("method.mask_blocks=[{scale: 0}]", ["method.mask_blocks[0].scale", "(0, 1]", "found 0.0"]),
         ("method.mask_blocks=[{scale: 1.1}]", ["method.mask_blocks[0].scale", "(0, 1]", "found 1.1"]),
         ("method.mask_blocks=[{scale: .nan}]", ["method.mask_blocks[0].scale", "found nan"]),

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import logging
+import resource
 from pathlib import Path
 
 import pytest
 
 from tests.model_factory import small_config
 from tests.wandb_reader import history
-from utils.log import RunLog, _has_api_key, setup_logging
+from utils.config import UserError
+from utils.log import LineFile, RunLog, _has_api_key, log_failure, log_to_file, setup_logging
 
 
 @pytest.fixture
@@ -70,3 +72,40 @@ def test_a_resumed_run_drops_what_came_after_its_checkpoint(no_key: Path) -> Non
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     assert [(r["step"], r["train/loss"]) for r in rows] == [(1, 1.0), (2, 2.0), (3, 9.0)]
     assert rows[0]["train/odd"] == "nan"
+
+
+def test_lines_that_a_full_disk_refuses_are_written_later(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A limit on the size of files stands for the disk: it too lets a part of a line through."""
+    path = tmp_path / "metrics.jsonl"
+    lines = LineFile(path)
+    lines.append("first")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (8, before[1]))
+    try:
+        lines.append("second")
+        lines.append("third")
+        assert path.read_text() == "first\n"
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    lines.append("fourth")
+    lines.close()
+    assert path.read_text().split() == ["first", "second", "third", "fourth"]
+    assert caplog.text.count("training goes on") == 1
+
+
+def test_why_a_run_ended_is_in_its_log_and_not_twice_on_the_console(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    setup_logging()
+    log_to_file(tmp_path / "log.txt")
+    log_failure(UserError("the reason"))
+    assert "stopped: the reason" in (tmp_path / "log.txt").read_text()
+    assert "the reason" not in capsys.readouterr().err
+    setup_logging(rank=3)
+    logging.getLogger("test").warning("said by the first process")
+    logging.getLogger("test").error("a broken disk")
+    said = capsys.readouterr().err
+    assert "rank 3: a broken disk" in said
+    assert "first process" not in said

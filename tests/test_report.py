@@ -11,6 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from data_setup.check import Finding
+from data_setup.check_report import summarise
 from models.probes import Prediction, paired_difference, participant_draws, verdict
 from utils.config import UserError
 from utils.report import main, summary
@@ -161,6 +163,7 @@ def test_results_without_probe(run_dir: Path, capsys: pytest.CaptureFixture[str]
             "skill_position_last": pytest.approx(0.2),
             "rankme_first": 15.0,
             "rankme_last": 30.0,
+            "alarms": [],
             "volumes_per_s": 105.0,
         },
         "probe": None,
@@ -200,8 +203,11 @@ def test_results_with_probe_whichever_side_wins(
 
 def test_page_is_one_self_contained_file(run_dir: Path) -> None:
     (run_dir / "probe.json").write_text(json.dumps(probe_json(0.02, 0.1)))
+    (run_dir / "check_report.json").write_text(json.dumps(check_json()))
     main(["--run", str(run_dir)])
     page = (run_dir / "report.html").read_text()
+    assert "Something is wrong in 1 files, of which 10 of 100 bytes (10.00%) were fetched" in page
+    assert "&lt;i&gt;.dcm</td>" in page
     assert page.index("Pre-training beats") < page.index("In numbers")  # the verdict comes first
     assert page.index("OVERLAP") < page.index("In numbers")
     assert "raw-voxel PCA" in page
@@ -217,6 +223,23 @@ def test_page_is_one_self_contained_file(run_dir: Path) -> None:
     assert "<b>not bold</b>" not in page  # text of the run is text
 
 
+def check_json() -> dict:
+    """What prepare --check-only writes of a tree of one bad file."""
+    finding = Finding(
+        path="oct/<i>.dcm",
+        url="",
+        is_orphan=False,
+        device="zeiss_cirrus",
+        protocol="cirrus_mac_oct_oct",
+        manifest_laterality="L",
+        size=100,
+        status="not_dicom",
+        message="expected a DICOM header, found none",
+        fetched={"header": 10},
+    )
+    return summarise([finding], {"pixel_hash": "none", "skipped": {}, "seconds": 1.0})
+
+
 def test_a_bare_run_still_reports(run_dir: Path) -> None:
     """A short run has no validation, no pictures, no stages: all of that is said, nothing fails."""
     (run_dir / "metrics.jsonl").write_text('{"step": 1, "train/loss": 0.5, "train/grad_norm": "nan"}\n')
@@ -226,6 +249,7 @@ def test_a_bare_run_still_reports(run_dir: Path) -> None:
     prepared = json.loads((run_dir / "prepare_report.json").read_text()) | {"synthetic": False}
     (run_dir / "prepare_report.json").write_text(json.dumps(prepared))
     main(["--run", str(run_dir)])
+    assert "Check of the tree" not in (run_dir / "report.html").read_text()
     out = json.loads((run_dir / "results.json").read_text())
     assert out["pretraining"]["loss_first"] == out["pretraining"]["loss_last"] == 0.5
     assert out["pretraining"]["rankme_first"] is None
@@ -247,6 +271,20 @@ def test_a_repeated_step_counts_once(run_dir: Path) -> None:
     assert steps == list(range(10, 201, 10))
     assert results(run)["pretraining"]["loss_first"] == 0.75
     assert results(run)["pretraining"]["loss_last"] == 0.25
+
+
+def test_alarms_stand_in_the_table_the_page_and_results(
+    run_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    main(["--run", str(run_dir)])
+    assert re.search(r"^alarms +none$", capsys.readouterr().out, re.MULTILINE)
+    with (run_dir / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 210, "alarm": "collapse", "text": "features collapse: <b>"}\n')
+    main(["--run", str(run_dir)])
+    assert "step 210: features collapse: <b>" in capsys.readouterr().out
+    out = json.loads((run_dir / "results.json").read_text())
+    assert out["pretraining"]["alarms"] == [{"step": 210, "text": "features collapse: <b>"}]
+    assert "Alarm at step 210: features collapse: &lt;b&gt;" in (run_dir / "report.html").read_text()
 
 
 def test_findings_say_what_the_numbers_warn_of(run_dir: Path) -> None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import struct
+import time
 from pathlib import Path
 
 from wandb.proto.wandb_internal_pb2 import Record
 
 BLOCK = 32 * 1024
 FIRST, LAST, FULL = 2, 4, 1
+SETTLED_S = 3.0
 
 
 def records(path: Path) -> list[Record]:
@@ -28,11 +30,26 @@ def records(path: Path) -> list[Record]:
     return found
 
 
+def written(run_dir: Path) -> list[list[Record]]:
+    """The records of every file, once each has its end: W&B may write after `finish` has returned.
+
+    A killed run has no end; its file is taken once nothing came for SETTLED_S.
+    """
+    found = []
+    for path in sorted(run_dir.glob("wandb/*run-*/*.wandb")):
+        while time.time() - path.stat().st_mtime < SETTLED_S:
+            if any(r.HasField("exit") for r in records(path)):
+                break
+            time.sleep(0.05)
+        found.append(records(path))
+    return found
+
+
 def history(run_dir: Path) -> list[dict[str, float]]:
     """Every logged row of every .wandb file under a run directory, in order of writing."""
     rows = []
-    for path in sorted(run_dir.glob("wandb/*run-*/*.wandb")):
-        for record in records(path):
+    for one in written(run_dir):
+        for record in one:
             if record.HasField("history"):
                 items = record.history.item
                 rows.append({i.key or "/".join(i.nested_key): json.loads(i.value_json) for i in items})
@@ -40,7 +57,4 @@ def history(run_dir: Path) -> list[dict[str, float]]:
 
 
 def run_ids(run_dir: Path) -> set[str]:
-    ids = set()
-    for path in run_dir.glob("wandb/*run-*/*.wandb"):
-        ids |= {r.run.run_id for r in records(path) if r.HasField("run")}
-    return ids
+    return {r.run.run_id for one in written(run_dir) for r in one if r.HasField("run")}

@@ -75,8 +75,8 @@ def _seal_of(url: str) -> str:
 class CheckpointWriter:
     """Writes checkpoints of one run in the background, keeps the last few and every one that is marked.
 
-    A failed write is reported and does not stop training; `close` raises CheckpointError when the last one
-    failed.
+    A failed write is reported and does not stop training. The next one supersedes a step, while a best one is
+    kept and written again then. `close` raises CheckpointError when the last one failed.
     """
 
     def __init__(self, directory: str, keep_last: int, options: StorageOptions | None = None) -> None:
@@ -84,6 +84,7 @@ class CheckpointWriter:
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._pending: Future[None] | None = None
         self._failure: str | None = None
+        self._owed: dict[str, dict[str, Any]] = {}  # states by name, of what no later step replaces
 
     def save(self, state: dict[str, Any], names: list[str], *, permanent: bool = False) -> None:
         """Copy the state to the host and write it under every name; returns before the write is done.
@@ -91,7 +92,7 @@ class CheckpointWriter:
         Names are file names without ending: step_00000100, best_probe. Waits for the write before.
         """
         self.wait()
-        snapshot = _to_host({**state, "format_version": FORMAT_VERSION})
+        snapshot = to_host({**state, "format_version": FORMAT_VERSION})
         self._pending = self._pool.submit(self._write, snapshot, names, permanent)
 
     def wait(self) -> None:
@@ -114,24 +115,31 @@ class CheckpointWriter:
             raise CheckpointError(f"{self.directory}: the last checkpoint was not written: {self._failure}")
 
     def _write(self, state: dict[str, Any], names: list[str], permanent: bool) -> None:
-        buffer = io.BytesIO()
-        torch.save(state, buffer)
-        data = buffer.getbuffer()
+        is_step = {name: STEP_NAME.fullmatch(f"{name}.json") is not None for name in names}
+        self._owed.update({name: state for name in names if not is_step[name]})
+        storage.make_dirs(self.directory, self.options)
+        data = _encode(state)
+        for name, owed in list(self._owed.items()):
+            self._write_one(name, owed, data if owed is state else _encode(owed), permanent)
+            del self._owed[name]
+        for name in names:
+            if is_step[name]:
+                self._write_one(name, state, data, permanent)
+        self._prune()
+
+    def _write_one(self, name: str, state: dict[str, Any], data: memoryview, permanent: bool) -> None:
         seal = {
             "sha256": hashlib.sha256(data).hexdigest(),
             "size": len(data),
             "step": state["step"],
             "permanent": permanent,
         }
-        storage.make_dirs(self.directory, self.options)
-        for name in names:
-            url = storage.join(self.directory, f"{name}.pt")
-            seal_url = _seal_of(url)
-            if storage.exists(seal_url, self.options):
-                storage.remove(seal_url, self.options)  # the old seal must not vouch for new bytes
-            storage.write_bytes(url, data, self.options)
-            storage.write_text(seal_url, json.dumps(seal), self.options)
-        self._prune()
+        url = storage.join(self.directory, f"{name}.pt")
+        seal_url = _seal_of(url)
+        if storage.exists(seal_url, self.options):
+            storage.remove(seal_url, self.options)  # the old seal must not vouch for new bytes
+        storage.write_bytes(url, data, self.options)
+        storage.write_text(seal_url, json.dumps(seal), self.options)
 
     def _prune(self) -> None:
         steps = list_steps(self.directory, self.options)
@@ -145,6 +153,12 @@ class CheckpointWriter:
                 storage.remove(_seal_of(url), self.options)
                 if storage.exists(url, self.options):
                     storage.remove(url, self.options)
+
+
+def _encode(state: dict[str, Any]) -> memoryview:
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    return buffer.getbuffer()
 
 
 def list_steps(directory: str, options: StorageOptions | None = None) -> list[int]:
@@ -171,12 +185,12 @@ def load_newest(directory: str, options: StorageOptions | None = None) -> dict[s
     return None
 
 
-def _to_host(value: Any) -> Any:
+def to_host(value: Any) -> Any:
     """A copy that later updates do not reach, with every tensor on the CPU."""
     if isinstance(value, Tensor):
         return value.detach().to("cpu", copy=True)
     if isinstance(value, dict):
-        return {k: _to_host(v) for k, v in value.items()}
+        return {k: to_host(v) for k, v in value.items()}
     if isinstance(value, list | tuple):
-        return [_to_host(v) for v in value]
+        return [to_host(v) for v in value]
     return value

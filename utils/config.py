@@ -234,16 +234,29 @@ def check_rules(config: Config, where: str) -> None:
     require(
         c.data.drop_last, "data.drop_last", "true (batches have one size; a batch may span epochs)", False
     )
-    needed = ("mask_ratio", "ema_base") if m.recipe == "methods" else ("context_ratio", "target_ratio")
+    blocks = ("context_ratio", "target_ratio", "mask_blocks")
+    needed: tuple[str, ...] = blocks
+    if m.recipe == "methods":
+        needed = ("mask_ratio", "ema_base")
+    elif m.recipe == "mae" and m.mask_ratio is not None:
+        needed = ("mask_ratio",)
+        for name in blocks:
+            value = getattr(m, name)
+            require(value is None, f"method.{name}", "null with recipe mae and mask_ratio", value)
     for name in needed:
-        require(getattr(m, name) is not None, f"method.{name}", f"a number with recipe {m.recipe}", None)
-    if m.recipe == "vjepa2":
-        require(m.mask_ratio is None, "method.mask_ratio", "null with recipe vjepa2", m.mask_ratio)
+        kind = "at least one family" if name == "mask_blocks" else "a number"
+        value = getattr(m, name)
+        require(value not in (None, []), f"method.{name}", f"{kind} with recipe {m.recipe}", value)
+    if needed == blocks:
+        require(m.mask_ratio is None, "method.mask_ratio", f"null with recipe {m.recipe}", m.mask_ratio)
         total = (m.context_ratio or 0) + (m.target_ratio or 0)
         require(total <= 1, "method.context_ratio", "context_ratio + target_ratio <= 1", round(total, 6))
-        require(
-            bool(m.mask_blocks), "method.mask_blocks", "at least one family with recipe vjepa2", m.mask_blocks
-        )
+    require(
+        (m.mae_target is not None) == (m.recipe == "mae"),
+        "method.mae_target",
+        "normalised or plain with recipe mae, null with the others",
+        f"{m.mae_target} with {m.recipe}",
+    )
     for number, family in enumerate(m.mask_blocks or []):
         key, (low, high) = f"method.mask_blocks[{number}]", family.aspect
         require(0 < family.scale <= 1, f"{key}.scale", "a number in (0, 1]", family.scale)

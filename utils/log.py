@@ -8,6 +8,7 @@ have written.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import logging.handlers
@@ -23,8 +24,8 @@ from urllib.parse import urlparse
 from matplotlib.figure import Figure
 from tqdm import tqdm
 
-from utils.config import Config, flatten
-from utils.storage import is_remote
+from utils import storage
+from utils.config import Config, ConfigError, UserError, flatten
 
 log = logging.getLogger(__name__)
 FORM = "%(asctime)s %(levelname)s %(message)s"
@@ -44,8 +45,8 @@ class RunLog:
         log_to_file(self.run_dir / "log.txt")
         path = self.run_dir / "metrics.jsonl"
         kept = [line for line in _lines(path) if json.loads(line)["step"] <= start_step] if start_step else []
-        path.write_text("".join(kept))
-        self._metrics = path.open("a")
+        storage.write_text(str(path), "".join(kept))  # whole: a kill must not take the history along
+        self._metrics = LineFile(path)
         self.log_images = _allowed("wandb.log_images", cfg.wandb.log_images, synthetic)
         self.log_artifacts = _allowed("wandb.log_artifacts", cfg.wandb.log_artifacts, synthetic)
         self._wandb = _start_wandb(cfg, self.run_dir)
@@ -60,12 +61,18 @@ class RunLog:
     def metrics(self, step: int, values: dict[str, float | None]) -> None:
         """Record the metrics after `step` updates; NaN and infinities are kept as text, null as null."""
         finite = {k: v if v is None or math.isfinite(v) else str(v) for k, v in values.items()}
-        self._metrics.write(json.dumps({"step": step, **finite}) + "\n")
-        self._metrics.flush()
+        self._metrics.append(json.dumps({"step": step, **finite}))
         if self._wandb is not None:
             self._wandb.log({k: v for k, v in values.items() if v is not None}, step=step)
         shown = [f"{k.split('/')[1]} {v:.4g}" for k, v in values.items() if v is not None]
         log.info("step %d: %s", step, ", ".join(shown))
+
+    def alarm(self, step: int, name: str, text: str) -> None:
+        """Warn, and record the words of an alarm as a line of its own, {"step", "alarm", "text"}."""
+        log.warning("ALARM at step %d: %s", step, text)
+        self._metrics.append(json.dumps({"step": step, "alarm": name, "text": text}))
+        if self._wandb is not None:
+            self._wandb.alert(title=f"{name} at step {step}", text=text)
 
     def image(self, step: int, name: str, figure: Figure) -> None:
         """Send a picture to Weights & Biases, where that is allowed."""
@@ -79,7 +86,12 @@ class RunLog:
 
         Offline it would be copied outside the run directory; a bucket keeps its own.
         """
-        if self._wandb is not None and self.log_artifacts and not self._wandb.offline and not is_remote(url):
+        if (
+            self._wandb is not None
+            and self.log_artifacts
+            and not self._wandb.offline
+            and not storage.is_remote(url)
+        ):
             self._wandb.log_artifact(url, name=name, type="model")
 
     def close(self) -> None:
@@ -89,19 +101,83 @@ class RunLog:
             self._wandb.finish()
 
 
-def setup_logging() -> None:
-    """Messages to stderr; they are also held back until `log_to_file` says where they belong."""
+class LineFile:
+    """Appends lines to a file. What a full disk refuses is kept, and written with a later line."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._file = path.open("ab", buffering=0)
+        self._size = path.stat().st_size
+        self._pending: list[str] = []
+
+    def append(self, line: str) -> None:
+        """Add a line; a warning where it has to wait."""
+        self._pending.append(line + "\n")
+        left = memoryview("".join(self._pending).encode())
+        try:
+            size = self._size + len(left)
+            while left:
+                left = left[self._file.write(left) :]
+        except OSError as error:
+            self._file.truncate(self._size)  # no half lines
+            if len(self._pending) == 1:
+                log.warning("%s: not written, training goes on: %s", self.path, error)
+            return
+        self._pending, self._size = [], size
+
+    def close(self) -> None:
+        """End; says how many lines could not be written."""
+        if self._pending:
+            log.error("%s: the last %d lines could not be written", self.path, len(self._pending))
+        self._file.close()
+
+
+class NoLog:
+    """What a process writes that is not the first: nothing."""
+
+    log_images = False
+
+    def __init__(self) -> None:
+        self.bar = tqdm(disable=True)
+
+    def metrics(self, step: int, values: dict[str, float | None]) -> None:
+        """Nothing; as are the others."""
+
+    def alarm(self, step: int, name: str, text: str) -> None: ...
+
+    def artifact(self, name: str, url: str) -> None: ...
+
+    def image(self, step: int, name: str, figure: Figure) -> None: ...
+
+
+def setup_logging(rank: int = 0) -> None:
+    """Messages to stderr; they are also held back until `log_to_file` says where they belong.
+
+    Of the processes after the first, errors alone are shown.
+    """
+    if rank > 0:
+        form = f"%(asctime)s %(levelname)s rank {rank}: %(message)s"
+        logging.basicConfig(level=logging.ERROR, format=form, handlers=[_TqdmHandler()], force=True)
+        return
     held = logging.handlers.MemoryHandler(
         capacity=10_000, flushLevel=logging.CRITICAL + 1, flushOnClose=False
     )
     logging.basicConfig(level=logging.INFO, format=FORM, handlers=[_TqdmHandler(), held], force=True)
-    for noisy in ("fsspec", "gcsfs", "urllib3", "matplotlib", "PIL"):
+    for noisy in ("fsspec", "gcsfs", "aiobotocore", "urllib3", "matplotlib", "PIL"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
+
+
+class _LogFile(logging.FileHandler):
+    """log.txt; on a full disk the messages are on the console alone."""
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        if not isinstance(sys.exc_info()[1], OSError):
+            super().handleError(record)
 
 
 def log_to_file(path: Path) -> None:
     """Append what was said so far, and all that follows, to a file."""
-    file = logging.FileHandler(path)
+    file = _LogFile(path)
     file.setFormatter(logging.Formatter(FORM))
     root = logging.getLogger()
     for handler in list(root.handlers):
@@ -113,11 +189,19 @@ def log_to_file(path: Path) -> None:
     root.addHandler(file)
 
 
+def log_failure(error: BaseException) -> None:
+    """Why the run ends, for log.txt; on the console whoever catches the error says it."""
+    is_explained = isinstance(error, UserError | ConfigError)
+    log.error("stopped: %s", error, exc_info=None if is_explained else error, extra={"is_shown": False})
+
+
 class _TqdmHandler(logging.Handler):
-    """Log lines above a progress bar instead of through it."""
+    """Log lines above a progress bar instead of through it; a console that is gone or full stops no run."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        tqdm.write(self.format(record), file=sys.stderr)
+        if getattr(record, "is_shown", True):
+            with contextlib.suppress(OSError):
+                tqdm.write(self.format(record), file=sys.stderr)
 
 
 def _lines(path: Path) -> list[str]:

@@ -17,7 +17,7 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from matplotlib.colors import to_hex
 
-from utils import storage, visualize
+from utils import check_section, storage, visualize
 from utils.config import run_cli
 from utils.run_files import ARMS, Run, findings, read_run, results
 
@@ -30,18 +30,46 @@ CHARTS: tuple[tuple[str, tuple[str, ...], str], ...] = (
         "1 - loss / loss of the best constant. Only skill_position counts as learning: its constant is the "
         "best vector for each token position.",
     ),
-    ("RankMe", ("val/rankme",), "Effective number of feature directions in use; a fall means collapse."),
+    (
+        "RankMe",
+        ("val/rankme", "train/rankme"),
+        "Effective number of feature directions in use, of the target encoder (val) and the context encoder "
+        "(train); a fall means collapse.",
+    ),
+    (
+        "LiDAR",
+        ("val/lidar",),
+        "Effective number of directions in which volumes differ by more than their masks make them differ.",
+    ),
     (
         "Validation probe",
-        ("val/probe",),
-        "Balanced accuracy of kNN from training to official val participants; it selects best_probe.pt.",
+        ("val/probe", "val/ridge"),
+        "Balanced accuracy of kNN and of a ridge classifier, from training to official val participants; kNN "
+        "selects best_probe.pt.",
+    ),
+    (
+        "Shortcuts",
+        ("val/knn_device", "val/ridge_device", "val/knn_laterality", "val/ridge_laterality"),
+        "The same probes on the scanner and on the eye: what features tell that nobody asked for.",
     ),
     ("Feature std", ("train/feature_std",), "Spread of the context features; near zero is collapse."),
+    (
+        "Share of the volume",
+        ("train/volume_share",),
+        "What the position alone does not tell of the targets; near zero: they hold nothing else.",
+    ),
+    ("Size of an update", ("train/update_ratio",), "Norm of the last update / norm of the weights."),
+    ("Lag of the target", ("ema/drift",), "Norm of encoder - target / norm of the target."),
     ("Learning rate", ("train/lr",), "A function of the optimizer step; it never restarts."),
     ("Gradient norm", ("train/grad_norm",), "Before clipping."),
     ("Target momentum", ("train/ema_momentum",), "Share of the target encoder that each step keeps."),
     ("Initial weights in the target", ("ema/init_weight",), "Product of the momenta so far."),
     ("Volumes per second", ("perf/volumes_per_s",), "Of the whole step, data included."),
+    (
+        "Time for validation",
+        ("perf/validation_fraction",),
+        "Share of the time since the validation before; train.val_every_steps sets it.",
+    ),
     ("Waiting for data", ("perf/data_wait_fraction",), "Share of the time; near zero: the loader keeps up."),
 )
 GROUPS = ("by_device", "by_protocol")  # of prepare_report.json
@@ -74,6 +102,8 @@ def summary(out: Mapping[str, Any]) -> list[tuple[str, str]]:
             f"{_number(pre['volumes_per_s'])} volumes/s",
         ),
     ]
+    alarms = [f"step {alarm['step']}: {alarm['text']}" for alarm in pre["alarms"]]
+    lines.append(("alarms", "; ".join(alarms) if alarms else "none"))
     if probe:
         arms = [f"{arm.replace('_', ' ')} {_interval(probe[arm])}" for arm in ARMS]
         lines.append(("probe", f"{', '.join(arms)}; {probe['n_participants']} participants"))
@@ -209,6 +239,7 @@ def render(run: Run, out: Mapping[str, Any]) -> str:
             ("skill by position", _number(pre["skill_position_last"])),
             ("RankMe, first to last", f"{_number(pre['rankme_first'])} → {_number(pre['rankme_last'])}"),
             ("volumes per second", _number(pre["volumes_per_s"])),
+            ("alarms", str(len(pre["alarms"])) if pre["alarms"] else "none"),
         ],
         probe=_probe_table(probe) if probe else None,
         probe_notes=probe["notes"] if probe else [],
@@ -222,6 +253,8 @@ def render(run: Run, out: Mapping[str, Any]) -> str:
         context_colour=to_hex(visualize.CONTEXT_RGB),
         target_colour=to_hex(visualize.TARGET_RGB),
         data_tables=data_tables(run.prepared),
+        checked=check_section.sentence(run.checked) if run.checked else None,
+        check_tables=[Table(*t) for t in check_section.tables(run.checked)] if run.checked else [],
         seconds=Table("seconds per stage", ["", ""], [[k, f"{v:.1f}"] for k, v in run.seconds.items()])
         if run.seconds
         else None,

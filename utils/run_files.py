@@ -1,8 +1,9 @@
 """What a run directory says: its files as one object, the numbers of results.json, and what they warn of.
 
 In: files of the run directory only: metrics.jsonl, config.yaml, provenance.json, prepare_report.json, and
-where they exist probe.json (finetuning.evaluate), snapshots/*.npz (utils.visualize) and stages.tsv (name,
-tab, seconds). Out: a `Run`; the dictionary of results.json; sentences about what the numbers warn of.
+where they exist check_report.json (data_setup.prepare --check-only), probe.json (finetuning.evaluate),
+snapshots/*.npz (utils.visualize) and stages.tsv (name, tab, seconds). Out: a `Run`; the dictionary of
+results.json; sentences about what the numbers warn of.
 """
 
 from __future__ import annotations
@@ -24,15 +25,17 @@ INIT_WEIGHT_LIMIT = 0.1
 
 @dataclass(frozen=True)
 class Run:
-    """What a run directory says; probe is None and seconds empty where their files are absent."""
+    """What a run directory says; probe, checked are None and seconds empty where their files are absent."""
 
     path: Path
     series: dict[str, Points]  # metric -> (step, value), by step; null left out
     not_finite: dict[str, int]  # metric -> the first step with NaN or an infinity
+    alarms: list[tuple[int, str]]  # (step, text), in the order in which they began
     config: str
     provenance: dict[str, Any]
     prepared: dict[str, Any]
     probe: dict[str, Any] | None
+    checked: dict[str, Any] | None  # the tree's check by its headers
     seconds: dict[str, float]
     snapshots: list[Path]
 
@@ -42,16 +45,18 @@ def read_run(path: str | Path) -> Run:
     path = Path(path)
     if not path.is_dir():
         raise UserError(f"{path}: expected a run directory, found none; pretraining.train makes it")
-    series, not_finite = _series(_text(path / "metrics.jsonl"), path / "metrics.jsonl")
-    probe, stages = path / "probe.json", path / "stages.tsv"
+    series, not_finite, alarms = _series(_text(path / "metrics.jsonl"), path / "metrics.jsonl")
+    probe, stages, checked = path / "probe.json", path / "stages.tsv", path / "check_report.json"
     return Run(
         path=path,
         series=series,
         not_finite=not_finite,
+        alarms=alarms,
         config=_text(path / "config.yaml"),
         provenance=_json(path / "provenance.json"),
         prepared=_json(path / "prepare_report.json"),
         probe=_json(probe) if probe.exists() else None,
+        checked=_json(checked) if checked.exists() else None,
         seconds=_seconds(stages) if stages.exists() else {},
         snapshots=sorted((path / "snapshots").glob("*.npz")),
     )
@@ -70,18 +75,23 @@ def _json(path: Path) -> dict[str, Any]:
         raise UserError(f"{path}: expected JSON, found damage: {error}") from error
 
 
-def _series(text: str, path: Path) -> tuple[dict[str, Points], dict[str, int]]:
-    """Metrics by step; a step that a resumed run repeated counts once, as logged last.
+def _series(text: str, path: Path) -> tuple[dict[str, Points], dict[str, int], list[tuple[int, str]]]:
+    """Metrics by step, the first step of each that is not finite, and alarms; a step that a resumed run
+    repeated counts once, as logged last.
 
     A last line without its newline may be cut, since a run is writing it or was killed in it: it is left out.
     """
     merged: dict[str, dict[int, float]] = {}
     not_finite: dict[str, int] = {}
+    alarms: dict[tuple[int, str], str] = {}
     lines = text.splitlines(keepends=True)
     for number, line in enumerate(lines, 1):
         try:
             values = json.loads(line)
             step = values.pop("step")
+            if "alarm" in values:
+                alarms[step, values["alarm"]] = str(values["text"])
+                continue
         except (json.JSONDecodeError, KeyError, AttributeError, TypeError) as error:
             if number == len(lines) and not line.endswith("\n"):
                 break
@@ -91,7 +101,8 @@ def _series(text: str, path: Path) -> tuple[dict[str, Points], dict[str, int]]:
                 not_finite[key] = min(step, not_finite.get(key, step))
             elif value is not None:
                 merged.setdefault(key, {})[step] = float(value)
-    return {key: sorted(points.items()) for key, points in merged.items()}, not_finite
+    by_step = {key: sorted(points.items()) for key, points in merged.items()}
+    return by_step, not_finite, [(step, said) for (step, _), said in sorted(alarms.items())]
 
 
 def _seconds(path: Path) -> dict[str, float]:
@@ -119,6 +130,7 @@ def results(run: Run) -> dict[str, Any]:
             "skill_position_last": _end(run, "train/skill_position", -1),
             "rankme_first": _end(run, "val/rankme", 0),
             "rankme_last": _end(run, "val/rankme", -1),
+            "alarms": [{"step": step, "text": text} for step, text in run.alarms],
             "volumes_per_s": median(v for _, v in run.series["perf/volumes_per_s"])
             if "perf/volumes_per_s" in run.series
             else None,
@@ -138,7 +150,8 @@ def _end(run: Run, key: str, index: int) -> float | None:
 
 def findings(run: Run) -> list[str]:
     """Sentences about this run that a reader should not overlook, derived from its numbers."""
-    found = [f"{key} was not finite at step {step}." for key, step in run.not_finite.items()]
+    found = [f"Alarm at step {step}: {text}." for step, text in run.alarms]
+    found += [f"{key} was not finite at step {step}." for key, step in run.not_finite.items()]
     skill = _end(run, "train/skill_position", -1)
     if skill is not None and skill <= 0:
         found.append(
@@ -147,7 +160,9 @@ def findings(run: Run) -> list[str]:
         )
     first, last = _end(run, "val/rankme", 0), _end(run, "val/rankme", -1)
     if first is not None and last is not None and last < first / 2:
-        found.append(f"RankMe fell from {first:.1f} to {last:.1f}: features are collapsing.")
+        found.append(
+            f"RankMe fell from {first:.1f} to {last:.1f}, by more than half: do the probes fall with it?"
+        )
     weight = _end(run, "ema/init_weight", -1)
     if weight is not None and weight > INIT_WEIGHT_LIMIT:
         found.append(

@@ -1,11 +1,15 @@
 """Where a run computes: the device, its precision, its place among the processes, and signals.
 
-One object hides the engine from the training loop. Today: plain torch on a CPU or one GPU. The loop asks
-for the world size and agrees on decisions through it, so that further engines change this file alone.
+One object hides the engine from the training loop. Today: plain torch on a CPU or one GPU, and torchrun over
+several of either (utils.group). The loop asks for the world size and agrees on decisions through it, so that
+further engines change these two files alone.
 """
 
 from __future__ import annotations
 
+import ctypes
+import multiprocessing
+import os
 import platform
 import signal
 import subprocess
@@ -20,23 +24,46 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from utils.config import UserError
+from utils.group import ALONE, Group, join
+
+M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX = -1, -2, -4  # malloc.h of glibc
+# Beyond what the loader of another process may take: the first process alone waits for a bucket, fits probes.
+PEER_PATIENCE_S = 600.0
 OUT_OF_MEMORY_TEXTS = ("not enough memory", "can't allocate memory", "out of memory")
 
 
 @dataclass
 class Runtime:
-    """One process of a run. `rank` counts processes, `world_size` is how many share a global batch."""
+    """One process of a run; `group` are those that share a global batch with it."""
 
     device: torch.device
     use_bf16: bool
-    rank: int = 0
-    world_size: int = 1
+    group: Group = ALONE
     stop_requested: bool = field(default=False, init=False)
 
     @classmethod
-    def create(cls, use_bf16: bool) -> Runtime:
-        """The best device of this machine."""
-        return cls(torch.device("cuda" if torch.cuda.is_available() else "cpu"), use_bf16)
+    def create(cls, use_bf16: bool, data_timeout_s: float | None = None) -> Runtime:
+        """The best device of this machine, or this process's own. With `data_timeout_s`, how long a process
+        may wait for its data, together with the other processes that torchrun started.
+        """
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        if device.type == "cpu":
+            keep_freed_memory()
+        if data_timeout_s is None:
+            return cls(device, use_bf16)
+        if device.type == "cuda":
+            device = torch.device("cuda", _local_gpu())
+            torch.cuda.set_device(device)
+        return cls(device, use_bf16, join(device, data_timeout_s + PEER_PATIENCE_S))
+
+    @property
+    def rank(self) -> int:
+        return self.group.rank
+
+    @property
+    def world_size(self) -> int:
+        return self.group.size
 
     def autocast(self) -> AbstractContextManager[Any]:
         """bfloat16 autocast where the configuration asks for it; parameters stay float32."""
@@ -59,7 +86,9 @@ class Runtime:
         signal.signal(signal.SIGTERM, handler)
 
     def attempt(self, work: Callable[[], None]) -> bool:
-        """Run work; False when the device or the host ran out of memory, and its cache is emptied."""
+        """Run work, which must not need the other processes; False when the device or the host of one of them
+        ran out of memory, and its cache is emptied.
+        """
         try:
             work()
         except RuntimeError as error:
@@ -70,7 +99,42 @@ class Runtime:
             failed = False
         if failed and self.device.type == "cuda":  # out here the traceback no longer holds the graph
             torch.cuda.empty_cache()
-        return not failed
+        return not self.group.any(failed)
+
+
+def _local_gpu() -> int:
+    """The GPU of this process: one each; raises UserError where a machine has fewer than processes."""
+    local, count = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+    if local >= count:
+        raise UserError(
+            f"torchrun --nproc-per-node: expected at most {count}, the GPUs here, found {local + 1} or more"
+        )
+    return local
+
+
+def keep_freed_memory() -> None:
+    """Let this process keep what it frees, instead of giving every large tensor of every step back.
+
+    glibc maps blocks of that size one by one and the kernel zeroes their pages each time: a tenth of a
+    training step on a CPU and more (docs/benchmarks.md). Other C libraries are left as they are.
+    """
+    if platform.libc_ver()[0] != "glibc":
+        return
+    mallopt = ctypes.CDLL(None).mallopt
+    for parameter, value in ((M_MMAP_MAX, 0), (M_TRIM_THRESHOLD, -1), (M_TOP_PAD, 64 * 2**20)):
+        if mallopt(parameter, value) != 1:
+            raise RuntimeError(f"mallopt: expected parameter {parameter} to take {value}, found a refusal")
+
+
+def end_with_parent() -> None:
+    """Wait for the end of the process that uses this one, and end: for a thread of a loader worker.
+
+    A killed training process would leave its workers behind: they and the fork server keep each other alive.
+    """
+    parent = multiprocessing.parent_process()
+    assert parent is not None, "this runs in a worker"
+    parent.join()
+    os._exit(1)
 
 
 def is_out_of_memory(error: RuntimeError) -> bool:

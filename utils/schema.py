@@ -68,6 +68,7 @@ class AugmentConfig:
 @dataclass(frozen=True)
 class ModelConfig:
     size: Literal["ti", "s", "b", "l", "h"] = MISSING
+    rope: Literal["interleaved", "tiled"] = "interleaved"  # tiled: what released V-JEPA 2.0 weights need
     checkpoint: str | None = None  # what finetuning reads; null: best_probe.pt of this run
 
 
@@ -80,16 +81,17 @@ class MaskFamily:
 
 @dataclass(frozen=True)
 class MethodConfig:
-    recipe: Literal["methods", "vjepa2"] = MISSING
-    mask_ratio: float | None = (
-        None  # recipe methods: share of tokens replaced by the mask token and predicted
-    )
-    context_ratio: float | None = None  # recipe vjepa2: share of tokens that the context encoder sees
-    target_ratio: float | None = None  # recipe vjepa2: share of tokens that are predicted
-    mask_blocks: list[MaskFamily] | None = None  # recipe vjepa2: one family is drawn per sample
+    recipe: Literal["methods", "vjepa2", "mae"] = MISSING
+    # methods: share of tokens replaced by the mask token and predicted; mae, in place of the next three:
+    # share of tokens predicted from all others
+    mask_ratio: float | None = None
+    context_ratio: float | None = None  # vjepa2, mae: share of tokens that the context encoder sees
+    target_ratio: float | None = None  # vjepa2, mae: share of tokens that are predicted
+    mask_blocks: list[MaskFamily] | None = None  # vjepa2, mae: one family is drawn per sample
+    mae_target: Literal["normalised", "plain"] | None = None  # mae: of each patch, or as they are
     predictor_depth: int = 6
     predictor_width: int = 384
-    ema_base: float | None = None  # null (vjepa2): a half-life of 5 % of the run, at most 0.9995
+    ema_base: float | None = None  # null (vjepa2, mae): a half-life of 5 % of the run, at most 0.9995
     regulariser: Literal["none", "vicreg", "sigreg"] = "none"
     regulariser_weight: float = 0.0
     init_from: str | None = None  # a checkpoint whose weights start this run; null: random
@@ -103,7 +105,7 @@ class OptimConfig:
     weight_decay: float = MISSING
     betas: tuple[float, float] = MISSING
     warmup_ratio: float = MISSING  # share of the run
-    cooldown_ratio: float = 0.0  # recipe vjepa2: linear decay over the last share of the run
+    cooldown_ratio: float = 0.0  # vjepa2, mae: linear decay over the last share of the run
     min_lr_ratio: float = MISSING  # end of the schedule as a share of base_lr
     clip_grad_norm: float = MISSING
     use_scheduler: bool = True  # false: base_lr throughout

@@ -39,8 +39,8 @@ WRITE, COMPARE, REPAIR = "write", "compare", "repair"  # what to do with a membe
 class Expansion:
     """One run: archives in, objects out; everything but the members themselves happens in one thread."""
 
-    def __init__(self, dst: str, options: StorageOptions, args: argparse.Namespace) -> None:
-        self.dst, self.options, self.args = dst, options, args
+    def __init__(self, dst: str, staging: str, options: StorageOptions, args: argparse.Namespace) -> None:
+        self.dst, self.staging, self.options, self.args = dst, staging, options, args
         self.limits = Limits(
             args.max_ratio, args.max_total_ratio, int(args.max_member_gib * 2**30), args.max_members
         )
@@ -154,9 +154,9 @@ class Expansion:
         data = read_member(url, member, self.options)
         with _obstacles_named():
             if action == REPAIR:
-                storage.write_bytes(target, data, self.options, shared=True)
+                storage.write_bytes(target, data, self.options, self.staging)
                 return REPAIR, member.size
-            if storage.create(target, data, self.options):
+            if storage.create(target, data, self.options, self.staging):
                 return WRITE, member.size
             size = storage.stat(target, self.options).size  # another shard was first
             if size != member.size or crc_of(target, size, self.options) != member.crc:
@@ -226,6 +226,18 @@ def _obstacles_named() -> Iterator[None]:
         raise
 
 
+@contextmanager
+def _folder_of_its_own(url: str) -> Iterator[None]:
+    """A folder for unfinished files, without what a killed run left in it; an object store needs none."""
+    if storage.is_remote(url):
+        yield
+        return
+    storage.remove(url, recursive=True)
+    storage.make_dirs(url)
+    yield
+    storage.remove(url, recursive=True)
+
+
 def exit_code(archives: Sequence[Archive], skip_refused: bool) -> int:
     """2 when anything was refused that was not asked to be skipped, 1 for damage, else 0."""
     if any(a.plan.whole or (a.plan.refused and not skip_refused) for a in archives):
@@ -281,8 +293,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         except UserError as error:
             raise UserError(f"{args.dst}: another expand is at work there: {error}") from error
-        expansion = Expansion(args.dst, options, args)
-        expansion.run(urls)
+        staging = storage.join(own, f"unfinished-{shard}-of-{num_shards}")
+        with _folder_of_its_own(staging):
+            expansion = Expansion(args.dst, staging, options, args)
+            expansion.run(urls)
         seconds = time.perf_counter() - start
         report = {
             "seconds": round(seconds, 3),

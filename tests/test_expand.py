@@ -346,6 +346,30 @@ def test_shards_that_run_together_lose_nothing(
     assert not list(disk.dst.rglob("*.partial"))
 
 
+def test_what_a_killed_run_left_is_gone_after_the_next_one(
+    disk: Disk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk.put("a.zip", make_zip(TREE))
+    real_link, folders = os.link, set()
+
+    def killed(partial: Path, path: str) -> None:
+        if "locks" in Path(path).parts:
+            return real_link(partial, path)
+        folders.add(Path(partial).parent)
+        real_link(partial, Path(partial).with_name("left.partial"))  # what no code can tidy up after a kill
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "link", killed)
+        with pytest.raises(KeyboardInterrupt):
+            disk.run()
+    assert list(disk.dst.rglob("left.partial"))
+    assert folders == {disk.dst / ".expand" / "unfinished-0-of-1"}
+    assert disk.run() == 0
+    assert disk.tree() == TREE
+    assert not list(disk.dst.rglob("*.partial"))
+
+
 # ---- what is damaged
 
 

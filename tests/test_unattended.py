@@ -186,9 +186,13 @@ def test_disk_full(folder: Path, uninterrupted: Callable[[int], Path], is_freed:
     descriptor = os.open(outside, os.O_RDONLY)  # keeps the disk when its process has ended
     try:
         run = Path(f"/proc/self/fd/{descriptor}/run")
-        running.wait_for(lambda: steps_logged(run) >= 3)
+        running.wait_for((run / "checkpoints" / "step_00000002.json").exists)  # sealed: the first is whole
         ballast = run.parent / "ballast"
+        running.process.send_signal(
+            signal.SIGSTOP
+        )  # the disk is full from one step on, however slow the machine
         fill(ballast)
+        running.process.send_signal(signal.SIGCONT)
         running.wait_for(lambda: "checkpoint not written, training goes on" in running.said)
         running.wait_for(lambda: "metrics.jsonl: not written, training goes on" in running.said)
         if is_freed:
@@ -209,8 +213,8 @@ def test_disk_full(folder: Path, uninterrupted: Callable[[int], Path], is_freed:
 
 
 def fill(path: Path) -> None:
-    """Until nothing more goes onto the disk."""
-    with path.open("wb", buffering=0) as file, contextlib.suppress(OSError):
+    """Grow the file until nothing more goes onto its disk."""
+    with path.open("ab", buffering=0) as file, contextlib.suppress(OSError):
         while True:
             file.write(bytes(2**20))
 

@@ -143,11 +143,11 @@ def read_text(url: str, options: StorageOptions | None = None) -> str:
 
 
 def write_bytes(
-    url: str, data: bytes | memoryview, options: StorageOptions | None = None, shared: bool = False
+    url: str, data: bytes | memoryview, options: StorageOptions | None = None, staging: str | None = None
 ) -> None:
     """Write the whole object, making its folder; readers see the old or the new content, never a part.
 
-    `shared`: others may write the same object meanwhile. A kill then leaves its hidden partial file for good.
+    Others may write the same object meanwhile only with `staging`: see `create`.
     """
     with named_errors(url):
         if is_remote(url):
@@ -156,7 +156,9 @@ def write_bytes(
                 cloud.upload(fs, path, bytes(data))
             return
         path = Path(split_scheme(url)[1])
-        partial = _partial_of_its_own(path) if shared else path.with_name(f".{path.name}{PARTIAL_SUFFIX}")
+        partial = path.with_name(f".{path.name}{PARTIAL_SUFFIX}")
+        if staging is not None:
+            partial = _partial_of_its_own(path, staging)
         _write_partial(partial, data)
         try:
             os.replace(partial, path)
@@ -166,8 +168,15 @@ def write_bytes(
         _sync_folder(path.parent)
 
 
-def _partial_of_its_own(path: Path) -> Path:
-    return path.with_name(f".{path.name[:50]}.{secrets.token_hex(8)}{PARTIAL_SUFFIX}")
+def _partial_of_its_own(path: Path, staging: str | None) -> Path:
+    """An unfinished file that nobody else has, in `staging` when that is on the target's disk."""
+    folder = path.parent
+    if staging is not None:
+        folder.mkdir(parents=True, exist_ok=True)
+        other = Path(split_scheme(staging)[1])
+        if other.stat().st_dev == folder.stat().st_dev:
+            folder = other
+    return folder / f".{path.name[:50]}.{secrets.token_hex(8)}{PARTIAL_SUFFIX}"
 
 
 def _write_partial(partial: Path, data: bytes | memoryview) -> None:
@@ -192,8 +201,12 @@ def write_text(url: str, text: str, options: StorageOptions | None = None) -> No
     write_bytes(url, text.encode("utf-8"), options)
 
 
-def create(url: str, data: bytes, options: StorageOptions | None = None) -> bool:
-    """Write the whole object only if there is none; False when there is one (of a bucket: another one)."""
+def create(url: str, data: bytes, options: StorageOptions | None = None, staging: str | None = None) -> bool:
+    """Write the whole object only if there is none; False when there is one (of a bucket: another one).
+
+    `staging`: an existing folder of the same disk for the unfinished file, which a kill leaves behind; who
+    names it removes it. Without, that file lies hidden beside the object. A bucket needs neither.
+    """
     with named_errors(url):
         fs, path = _filesystem(url, options)
         if is_remote(url):
@@ -206,7 +219,7 @@ def create(url: str, data: bytes, options: StorageOptions | None = None) -> bool
                     return fs.cat_file(path) == data
                 return False
             return True
-        partial = _partial_of_its_own(Path(path))
+        partial = _partial_of_its_own(Path(path), staging)
         _write_partial(partial, data)
         try:
             os.link(partial, path)  # unlike a rename, no other file is replaced
@@ -218,7 +231,7 @@ def create(url: str, data: bytes, options: StorageOptions | None = None) -> bool
             return _create_without_links(path, data)
         finally:
             partial.unlink(missing_ok=True)
-        _sync_folder(partial.parent)
+        _sync_folder(Path(path).parent)
         return True
 
 

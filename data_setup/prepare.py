@@ -33,7 +33,8 @@ from data_setup.manifest import Record, audit_files, read_records
 from data_setup.prepare_report import shorten, summarise, table
 from data_setup.resample import resample_frames
 from data_setup.shard_lock import setup_lock, shard_lock
-from data_setup.store import KEPT, StoreWriter, in_threads, measure, read_attrs, record_fields
+from data_setup.store import KEPT, in_threads, read_attrs
+from data_setup.store_writer import StoreWriter, measure, record_fields
 from data_setup.workers import spawned_pool
 from utils import storage
 from utils.config import EXIT_USER_ERROR, SpatialConfig, StorageOptions, UserError, parse_cli, run_cli

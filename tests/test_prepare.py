@@ -28,7 +28,8 @@ from data_setup.phantom import write_tree
 from data_setup.prepare import Job, Outcome, main, parse_shard, prepare_row, run_jobs
 from data_setup.prepare_report import summarise, table
 from data_setup.shard_lock import shard_lock
-from data_setup.store import PreparedStore, StoreWriter, checksum
+from data_setup.store import PreparedStore, checksum
+from data_setup.store_writer import StoreWriter
 from utils import storage
 from utils.config import UserError, load_config
 

@@ -12,16 +12,8 @@ import numpy as np
 import pytest
 
 from data_setup.resample import Resampled
-from data_setup.store import (
-    FORMAT_VERSION,
-    INDEX_COLUMNS,
-    RECORD_COLUMNS,
-    PreparedStore,
-    StoreWriter,
-    checksum,
-    chunk_key,
-    measure,
-)
+from data_setup.store import FORMAT_VERSION, INDEX_COLUMNS, RECORD_COLUMNS, PreparedStore, checksum, chunk_key
+from data_setup.store_writer import StoreWriter, measure
 from utils import storage
 from utils.config import SpatialConfig, UserError
 

@@ -9,8 +9,8 @@ Layout under the store's URL, the same on a disk and in a bucket:
     prepare_report.json     the summary of the last `data_setup.prepare`
     locks/                  one file per running prepare process
 
-In: what data_setup/store_writer.py wrote. Out: uint8 volumes and the index, to everybody else. These two modules
-alone open a store.
+In: what data_setup/store_writer.py wrote. Out: uint8 volumes and the index, to everybody else. These two
+modules alone open a store.
 """
 
 from __future__ import annotations

@@ -334,7 +334,7 @@ def test_without_scores_there_is_no_table(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"plan\.json: expected the plan of a run"):
         write_results(tmp_path, tmp_path / "results.md")
     Plan(tmp_path, 60.0, 3, {}).save()
-    with pytest.raises(UserError, match="found none of random, vjepa2, control$"):
+    with pytest.raises(UserError, match=r"found none of random, vjepa2, control$"):
         write_results(tmp_path, tmp_path / "results.md")
 
 

@@ -298,9 +298,8 @@ def fitting_ablations(
             continue
         used_s = spent_s + time.monotonic() - start
         if used_s + expected_s > allowed_s:
-            print(
-                f"stopped before {ablation[0].name}: {used_s / 60:.0f} min used of {allowed_s / 60:g}",
-                flush=True,
-            )
+            arm = ablation[0].arm
+            assert arm is not None
+            print(f"stopped before {arm.name}: {used_s / 60:.0f} min used of {allowed_s / 60:g}", flush=True)
             return
         yield from ablation

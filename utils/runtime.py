@@ -8,13 +8,16 @@ further engines change these two files alone.
 from __future__ import annotations
 
 import ctypes
+import logging
 import multiprocessing
 import os
 import platform
+import resource
 import signal
 import subprocess
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
@@ -27,6 +30,7 @@ from torch import Tensor
 from utils.config import UserError
 from utils.group import ALONE, Group, join
 
+log = logging.getLogger(__name__)
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX = -1, -2, -4  # malloc.h of glibc
 # Beyond what the loader of another process may take: the first process alone waits for a bucket, fits probes.
 PEER_PATIENCE_S = 600.0
@@ -145,14 +149,11 @@ def is_out_of_memory(error: RuntimeError) -> bool:
 def provenance(runtime: Runtime) -> dict[str, Any]:
     """What a reader needs to believe a number: versions, commit, machine."""
     packages = ("torch", "monai", "zarr", "pydicom", "omegaconf", "numpy", "scikit-learn", "wandb")
-    device = platform.processor() or platform.machine()
-    if runtime.device.type == "cuda":
-        device = torch.cuda.get_device_name(runtime.device)
     return {
         "commit": _git_commit(),
         "python": platform.python_version(),
         "packages": {name: version(name) for name in packages},
-        "device": f"{runtime.device.type}: {device}",
+        "device": f"{runtime.device.type}: {device_name(runtime.device)}",
         "threads": torch.get_num_threads(),
         "world_size": runtime.world_size,
     }
@@ -174,3 +175,55 @@ def _git_commit() -> str | None:
     except (FileNotFoundError, subprocess.CalledProcessError):
         return None
     return commit + ("+changes" if changes else "")
+
+
+def device_name(device: torch.device) -> str:
+    """What the driver calls the device: NVIDIA H200, TPU v4; on a CPU the processor's family."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    if device.type == "xla":
+        import torch_xla.core.xla_model as xm
+
+        return xm.xla_device_kind(device)
+    return platform.processor() or platform.machine()
+
+
+def peak_memory_bytes(device: torch.device) -> int | None:
+    """The most memory that this process has held so far: on the device, on a CPU resident in all. None where
+    the device does not tell.
+    """
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    if device.type == "xla":
+        import torch_xla.core.xla_model as xm
+
+        return xm.get_memory_info(device).get("peak_bytes_used") if "TPU" in device_name(device) else None
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+@contextmanager
+def write_trace(device: torch.device, path: Path) -> Iterator[None]:
+    """Trace what happens inside: to `path`.json.gz (Chrome trace), on XLA to the folder `path` (TensorBoard).
+
+    Raises OSError where the file cannot be written.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if device.type == "xla":
+        import torch_xla.debug.profiler
+
+        torch_xla.debug.profiler.start_trace(path)
+        try:
+            yield
+        finally:
+            torch_xla.debug.profiler.stop_trace()
+        log.info("profile: %s, for TensorBoard", path)
+        return
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    if device.type == "cuda":
+        activities.append(torch.profiler.ProfilerActivity.CUDA)
+    with torch.profiler.profile(activities=activities) as profile:
+        yield
+    file = f"{path}.json.gz"
+    profile.export_chrome_trace(file)
+    log.info("profile: %s, for ui.perfetto.dev or chrome://tracing", file)

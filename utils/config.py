@@ -299,7 +299,7 @@ def to_yaml(config: Config) -> str:
 # is what only finetuning reads.
 RESUMABLE_KEYS = re.compile(
     r"train\.(max_steps|epochs|log_\w+|per_core_batch_size|grad_accum_steps)|wandb\..*|data\.workers"
-    r"|model\.checkpoint|eval\..*|probe\.(bootstrap_samples|random_init_seeds)"
+    r"|run\.profile|model\.checkpoint|eval\..*|probe\.(bootstrap_samples|random_init_seeds)"
 )
 
 

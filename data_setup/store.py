@@ -18,19 +18,22 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
 import pandas as pd
 import zarr
 
-from utils import storage
+from utils import local_copies, storage
 from utils.config import SpatialConfig, StorageOptions, UserError
 from utils.object_store import zarr_store
 
+log = logging.getLogger(__name__)
 FORMAT_VERSION = 1
 NORMALISATION = "zscore_valid"  # what readers do with a volume: z-score over its valid voxels
 KEPT, PENDING = "kept", "pending"  # the other statuses are reject reasons
@@ -173,15 +176,9 @@ class PreparedStore:
             status = self.index.status.get(row, "no such row")
             raise ValueError(f"{self.url}: row {row}: expected a kept row, found {status}")
         if self._array is None:
-            # A row prepared again has another checksum, so a stale local copy is never asked for.
-            names = {
-                chunk_key(r, "volumes"): f"{r}-{c}" for r, c in self._checksums.items() if isinstance(c, str)
-            }
-            keys = zarr_store(self.url, self.options, cache_dir=self.cache_dir, chunk_names=names)
-            with intact(storage.join(self.url, "volumes", "zarr.json")):
-                self._array = zarr.open_array(keys, path="volumes", mode="r", zarr_format=3)
+            self._array = self._open_array(self.cache_dir)
         try:
-            voxels = self._array[row]
+            voxels = self._decoded(self._array, row, digest)
         except (storage.StorageNotFoundError, RuntimeError, ValueError) as error:  # the last two: the codec
             raise storage.StorageError(
                 storage.join(self.url, chunk_key(row, "volumes")),
@@ -190,6 +187,33 @@ class PreparedStore:
             ) from error
         assert isinstance(voxels, np.ndarray)
         return voxels
+
+    def _open_array(self, cache_dir: str | None) -> zarr.Array:
+        names = {
+            chunk_key(r, "volumes"): _copy_name(r, c)
+            for r, c in self._checksums.items()
+            if isinstance(c, str)
+        }
+        keys = zarr_store(self.url, self.options, cache_dir=cache_dir, chunk_names=names)
+        with intact(storage.join(self.url, "volumes", "zarr.json")):
+            return zarr.open_array(keys, path="volumes", mode="r", zarr_format=3)
+
+    def _decoded(self, array: zarr.Array, row: int, digest: str) -> Any:
+        """The row's voxels; a damaged local copy is dropped, and the store's own chunk read instead, once."""
+        try:
+            return array[row]
+        except (RuntimeError, ValueError):  # of the codec
+            copy = Path(self.cache_dir or "", _copy_name(row, digest))
+            if self.cache_dir is None or not storage.is_remote(self.url) or not local_copies.drop(copy):
+                raise
+            voxels = self._open_array(None)[row]
+            log.warning("%s: a damaged local copy, read from the store again", copy)
+            return voxels
+
+
+def _copy_name(row: int, digest: str) -> str:
+    """Of a local copy: a row prepared again has another checksum, so a stale copy is never asked for."""
+    return f"{row}-{digest}"
 
 
 def chunk_key(row: int, prefix: str = "") -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import multiprocessing
 import pickle
 from pathlib import Path
@@ -229,6 +230,42 @@ def test_cache_follows_the_content(tmp_path: Path) -> None:
     write(writer, 0, volume(5))
     writer.finalise(rows)
     np.testing.assert_array_equal(PreparedStore.open(writer.url, cache_dir=cache).read(0), volume(5))
+
+
+@pytest.mark.parametrize("damage", ["empty", "cut", "changed"])
+@pytest.mark.parametrize("removable", [True, False])
+def test_a_damaged_local_copy_is_fetched_again(
+    tmp_path: Path, damage: str, removable: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer = StoreWriter(f"memory://{tmp_path.name}/remote")
+    writer.create(SPATIAL, "gs://source", synthetic=False)
+    rows = writer.append_records([record(0)])
+    write(writer, 0, volume(0))
+    writer.finalise(rows)
+    cache = tmp_path / "cache"
+    store = PreparedStore.open(writer.url, cache_dir=str(cache))
+    store.read(0)
+    (copy,) = cache.iterdir()
+    whole = copy.read_bytes()
+    damaged = {"empty": b"", "cut": whole[:-20], "changed": whole[:60] + bytes([whole[60] ^ 1]) + whole[61:]}
+    copy.write_bytes(damaged[damage])
+    if not removable:
+
+        def refuse(path: Path, missing_ok: bool = False) -> None:
+            raise OSError(errno.EROFS, "read-only", str(path))
+
+        monkeypatch.setattr(Path, "unlink", refuse)
+    np.testing.assert_array_equal(store.read(0), volume(0))
+    np.testing.assert_array_equal(store.read(0), volume(0))
+    if removable:
+        assert copy.read_bytes() == whole
+    chunk = storage.join(writer.url, "volumes", chunk_key(0))
+    storage.write_bytes(chunk, damaged[damage])
+    copy.write_bytes(damaged[damage])
+    with pytest.raises(storage.StorageError, match=r"expected the volume of row 0, .*000000\.json"):
+        store.read(0)
+    storage.write_bytes(chunk, whole)  # mended as the error says: the bad copy of it is no obstacle
+    np.testing.assert_array_equal(store.read(0), volume(0))
 
 
 def _read_in_worker(store: PreparedStore, row: int) -> np.ndarray:

@@ -42,7 +42,6 @@ __all__ = [
     "StorageError",
     "StorageNotFoundError",
     "absolute",
-    "cached_read_bytes",
     "create",
     "exists",
     "find_names",
@@ -61,7 +60,7 @@ __all__ = [
     "write_text",
 ]
 
-_SECRET = re.compile(r"(?i)://.*[?&][^=&]*(signature|token|secret|credential|password|key)[^=&]*=")
+_SECRET = re.compile(r"(?i)://.*[?&](sig|[^=&]*(signature|token|secret|credential|password|key)[^=&]*)=")
 PARTIAL_SUFFIX = ".partial"  # of an unfinished local write; list_names hides it
 
 
@@ -312,19 +311,6 @@ def stat(url: str, options: StorageOptions | None = None) -> ObjectStat:
         keys = ("etag", "ETag", "generation", "mtime", "LastModified", "updated", "created")
         version = next((found[k] for k in keys if found.get(k)), "")
         return ObjectStat(int(found["size"] or 0), str(version).strip('"'))
-
-
-def cached_read_bytes(url: str, copy: Path, options: StorageOptions | None = None) -> bytes:
-    """read_bytes through a local copy, which is trusted when it is there."""
-    try:
-        return copy.read_bytes()
-    except FileNotFoundError:
-        data = read_bytes(url, options)
-    copy.parent.mkdir(parents=True, exist_ok=True)
-    partial = copy.with_name(f".{copy.name}.{os.getpid()}{PARTIAL_SUFFIX}")  # loader workers share the cache
-    partial.write_bytes(data)
-    os.replace(partial, copy)
-    return data
 
 
 def _filesystem(url: str, options: StorageOptions | None) -> tuple[fsspec.AbstractFileSystem, str]:

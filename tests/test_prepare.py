@@ -555,6 +555,50 @@ def test_a_dying_worker_costs_its_file_only(
     assert "a fault" not in err  # the text of an error may quote the file
 
 
+def _run_out_at_row_two(job: Job) -> Outcome:
+    if job.row == 2:
+        raise MemoryError
+    if job.row == 4:
+        raise ArithmeticError("a fault\nof ours") from ValueError("another")
+    return Outcome(job.row, "kept")
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_an_error_of_ours_costs_its_file_only_with_and_without_processes(
+    tmp_path: Path, clean: Path, tree: Path, capsys: pytest.CaptureFixture[str], workers: int
+) -> None:
+    cfg = load_config(CONFIG, [f"data.gcs_root={tree}", f"data.store={tmp_path / 'store'}"])
+    record = read_records(cfg).records[0]
+    writer = StoreWriter(cfg.data.store)
+    writer.create(cfg.spatial, "source", synthetic=True)
+    jobs = [Job(row, record, writer, cfg.spatial, cfg.data.storage_options) for row in range(6)]
+    outcomes = {o.row: o.status for o in run_jobs(jobs, workers, _run_out_at_row_two)}
+    assert outcomes == dict.fromkeys(range(6), "kept") | {2: "internal_error", 4: "internal_error"}
+    rows = writer.read_rows()
+    assert re.fullmatch(r"MemoryError at test_prepare\.py:\d+", rows[2]["message"])
+    assert re.fullmatch(r"ArithmeticError at test_prepare\.py:\d+", rows[4]["message"])
+    err = capsys.readouterr().err
+    assert re.search(r": MemoryError\n(  .*\n)*  .*test_prepare\.py:\d+ _run_out_at_row_two\n", err)
+    assert "a fault" not in err
+
+
+def test_without_processes_one_file_at_a_time_is_in_work(tmp_path: Path, clean: Path, tree: Path) -> None:
+    """So the run stops at the first reject too many, no file later."""
+    cfg = load_config(CONFIG, [f"data.gcs_root={tree}", f"data.store={tmp_path / 'store'}"])
+    record, begun = read_records(cfg).records[0], []
+    writer = StoreWriter(cfg.data.store)
+    jobs = [Job(row, record, writer, cfg.spatial, cfg.data.storage_options) for row in range(6)]
+
+    def work(job: Job) -> Outcome:
+        begun.append(job.row)
+        return Outcome(job.row, "kept")
+
+    outcomes = run_jobs(jobs, 0, work)
+    assert [next(outcomes).row for _ in range(3)] == [0, 1, 2]
+    outcomes.close()
+    assert begun == [0, 1, 2]
+
+
 def test_user_errors_are_one_line_with_exit_code_two(tree: Path, tmp_path: Path) -> None:
     with start(tmp_path, tmp_path / "store") as process:
         out, err = process.communicate(timeout=60)

@@ -162,7 +162,8 @@ def state_of(job: Job, found: dict[str, Any] | None) -> str:
 def run_jobs(
     jobs: Sequence[Job], workers: int, work: Callable[[Job], Outcome] = prepare_row
 ) -> Iterator[Outcome]:
-    """Outcomes as they come, from `workers` processes (0: one thread of this one); closing the generator ends them.
+    """Outcomes as they come, from `workers` processes (0: a thread of this one); closing the generator ends
+    them.
 
     When a process is lost, the files that were in the pool run again one by one: the one that takes its
     process with it a second time is a reject. A row that cannot be written ends the run: StorageError.
@@ -306,8 +307,13 @@ def main(argv: Sequence[str] | None = None) -> int:
                 if bad.total() > limit:
                     break
         outcomes.close()
+
+        def is_own(row: int) -> bool:
+            return row % num_shards == shard
+
+        measured = writer.read_unindexed(is_own)  # minutes for many rows in a bucket: before the lock
         with setup_lock(url, options):
-            index = writer.finalise(rows)
+            index = writer.finalise(rows, measured, is_own)
             seconds = time.perf_counter() - start
             report = summarise(
                 index,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import io
 import json
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -161,6 +161,22 @@ class StoreWriter:
         except DamagedError:
             return None
 
+    def _read_index(self) -> dict[int, dict[str, Any]]:
+        """row -> fields as a row file has them, of the rows that the index has; none when it is damaged."""
+        url = storage.join(self.url, "index.parquet")
+        try:
+            data = storage.read_bytes(url, self.options)
+            with intact(url):
+                index = pd.read_parquet(io.BytesIO(data))[list(INDEX_COLUMNS)]
+        except (storage.StorageNotFoundError, DamagedError):
+            return {}
+        found = {}
+        for line in index[index.status != PENDING].to_dict("records"):
+            fields = {name: value for name, value in line.items() if pd.notna(value)}
+            # A side that the record does not tell is from the header.
+            found[int(fields["row"])] = fields | {"header_laterality": fields.get("laterality")}
+        return found
+
     def write_row(self, row: int, voxels: np.ndarray | None, fields: dict[str, Any]) -> None:
         """Write the chunk (None: a reject, which has none), then the row's JSON."""
         chunk = storage.join(self.url, "volumes", chunk_key(row))
@@ -175,9 +191,30 @@ class StoreWriter:
         text = json.dumps(fields, sort_keys=True, indent=1, allow_nan=False) + "\n"
         storage.write_text(self._row_url(row), text, self.options)
 
-    def finalise(self, listed_rows: Iterable[int]) -> pd.DataFrame:
-        """Compact records and rows to index.parquet; returns it."""
-        records, measured, listed = self.read_records(), self.read_rows(), set(listed_rows)
+    def read_unindexed(self, is_own: Callable[[int], bool]) -> dict[int, dict[str, Any]]:
+        """What the row files say of one's own rows, and of those that the index has nothing of yet.
+
+        A request for each row, so this comes before the setup lock; `finalise` takes the result.
+        """
+        indexed = self._read_index().keys()
+        return self.read_rows(lambda row: is_own(row) or row not in indexed)
+
+    def finalise(
+        self,
+        listed_rows: Iterable[int],
+        measured: Mapping[int, dict[str, Any]] | None = None,
+        is_own: Callable[[int], bool] = lambda row: True,
+    ) -> pd.DataFrame:
+        """Compact records and rows to index.parquet; returns it.
+
+        Of rows that are not one's own, what the index says by now goes before what was measured earlier:
+        their shard has ended meanwhile. `measured` None: the row files of all rows.
+        """
+        if measured is None:
+            measured = self.read_rows()
+        theirs = {row: fields for row, fields in self._read_index().items() if not is_own(row)}
+        measured = {**measured, **theirs}
+        records, listed = self.read_records(), set(listed_rows)
         table = []
         for row, record in enumerate(records):
             fields = {"status": PENDING, "flipped_d": False, **measured.get(row, {}), **record}

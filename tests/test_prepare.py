@@ -27,7 +27,7 @@ from data_setup.manifest import read_records
 from data_setup.phantom import write_tree
 from data_setup.prepare import Job, Outcome, main, parse_shard, prepare_row, run_jobs
 from data_setup.prepare_report import summarise, table
-from data_setup.shard_lock import shard_lock
+from data_setup.shard_lock import setup_lock, shard_lock
 from data_setup.store import PreparedStore, checksum
 from data_setup.store_writer import StoreWriter
 from utils import storage
@@ -409,8 +409,12 @@ def test_the_report_tells_spacing_and_warns_of_an_empty_grid(clean: Path) -> Non
 def test_a_second_prepare_is_refused_and_a_dead_one_is_taken_over(tmp_path: Path) -> None:
     store = str(tmp_path / "store")
     with shard_lock(store, 0, 2):
-        with pytest.raises(UserError, match=rf"shard 0/2 is being prepared by process {os.getpid()} on"):
+        with pytest.raises(
+            UserError, match=rf"shard 0/2 is being prepared by process {os.getpid()} on"
+        ) as refused:
             shard_lock(store, 0, 2).__enter__()
+        assert "which is alive; wait for its end" in str(refused.value)
+        assert "remove" not in str(refused.value)
         with pytest.raises(UserError, match=r"expected --shard i/3, found shard 0/2 at work"):
             shard_lock(store, 1, 3).__enter__()
         with shard_lock(store, 1, 2):
@@ -431,8 +435,26 @@ def test_a_second_prepare_is_refused_and_a_dead_one_is_taken_over(tmp_path: Path
     with shard_lock(store, 0, 2):
         pass
     lock.write_text(json.dumps(owner | {"host": "elsewhere"}))
-    with pytest.raises(UserError, match=r"on elsewhere; if that is gone for good, remove .*shard-0-of-2"):
+    with pytest.raises(UserError, match=r"on elsewhere; .* only if that is gone for good, remove .*0-of-2"):
         shard_lock(store, 0, 2).__enter__()
+
+
+def test_the_setup_lock_is_waited_for_as_long_as_others_take_turns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shard_lock_module, "_SETUP_WAIT_S", 2.0)
+    store, turns = str(tmp_path / "store"), 6
+
+    def work(_: int) -> None:
+        with setup_lock(store):
+            time.sleep(0.7)
+
+    with ThreadPoolExecutor(turns) as pool:
+        list(
+            pool.map(work, range(turns))
+        )  # the last waits for longer than 2 s, for none of the others so long
+    with setup_lock(store), pytest.raises(UserError, match=r"waited 2 s for process .* is alive; wait"):
+        setup_lock(store).__enter__()
 
 
 @pytest.fixture

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 
 from data_setup.resample import Resampled
@@ -208,6 +209,44 @@ def test_a_chunk_comes_before_its_row(filled: StoreWriter, monkeypatch: pytest.M
     with pytest.raises(storage.StorageError, match="no space left"):
         write(filled, 3, volume(3))
     assert not storage.exists(storage.join(filled.url, "rows", "000003.json"))
+
+
+def test_shards_that_end_together_lose_no_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever writes the index last has read the others' rows before these were there, and reads none now."""
+    writer = StoreWriter(str(tmp_path / "store"))
+    writer.create(SPATIAL, "gs://source", synthetic=False)
+    sides = ["unknown", "L", "unknown", "R", "unknown", "L"]
+    rows = writer.append_records([record(n, laterality=side) for n, side in enumerate(sides)])
+
+    def fill(shard: int) -> None:
+        for row in range(shard, 5, 2):  # the last row stays pending
+            kept = write(writer, row, volume(row)) | {"header_laterality": "R", "spacing_source": "root"}
+            reject = {"status": "not_opt", "message": f"row {row}"}
+            writer.write_fields(row, reject if row == 3 else kept)
+
+    is_own = [lambda row, shard=shard: row % 2 == shard for shard in range(2)]
+    fill(0)
+    early = writer.read_unindexed(is_own[0])
+    fill(1)
+    assert early.keys() == {0, 2, 4}
+    late = writer.read_unindexed(is_own[1])
+    assert late.keys() == {0, 1, 2, 3, 4}  # nothing is indexed yet
+    whole = writer.finalise(rows)
+    for first, second in (((early, 0), (late, 1)), ((late, 1), (early, 0))):
+        storage.remove(storage.join(writer.url, "index.parquet"))
+        with monkeypatch.context() as patch:
+            patch.setattr(StoreWriter, "_read_row", None)  # no row file is read under the lock
+            for measured, shard in (first, second):
+                index = writer.finalise(rows, measured, is_own[shard])
+        pd.testing.assert_frame_equal(index, whole)
+    assert writer.read_unindexed(is_own[0]).keys() == {0, 2, 4}  # the others' are in the index
+    write(writer, 2, volume(7))
+    assert writer.finalise(rows, writer.read_unindexed(is_own[0]), is_own[0]).checksum[2] == checksum(
+        volume(7)
+    )
+    storage.write_bytes(storage.join(writer.url, "index.parquet"), b"PAR1")
+    again = writer.read_unindexed(is_own[1])
+    assert writer.finalise(rows, again, is_own[1]).status.to_list() == [*whole.status]
 
 
 def test_not_a_store_is_named(tmp_path: Path) -> None:

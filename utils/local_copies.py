@@ -1,8 +1,8 @@
 """Local copies of a bucket's objects: read through when they are there, kept when there is room.
 
 In: the URL of an object whose copy has a name that changes with the content. Out: its bytes. A copy only
-saves time, so no fault of the copies' disk (full, read-only, no permission) ends a run: one warning a process,
-and the object comes from the bucket. A copy is on the disk itself before it has its name.
+saves time, so no fault of the copies' disk (full, read-only, no permission) ends a run: one warning a
+process, and the object comes from the bucket. A copy is on the disk itself before it has its name.
 """
 
 from __future__ import annotations

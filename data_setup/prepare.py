@@ -28,9 +28,10 @@ from typing import Any
 
 from tqdm import tqdm
 
+from data_setup.audit import audit_files, list_tree
 from data_setup.dicom import OCTHeader, OCTReadError, RejectReason
 from data_setup.importers import open_record, source_stat
-from data_setup.manifest import Record, audit_files, read_records
+from data_setup.manifest import Record, read_records
 from data_setup.prepare_report import shorten, summarise, table
 from data_setup.resample import resample_frames
 from data_setup.shard_lock import setup_lock, shard_lock
@@ -272,7 +273,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     listing = read_records(cfg)
     writer = StoreWriter(url, options)
     wants_audit = args.audit or not storage.is_remote(cfg.data.gcs_root)
-    audit = shorten(audit_files(listing.records, cfg)) if wants_audit else None
+    audit = shorten(audit_files(listing, list_tree(listing, options))) if wants_audit else None
     synthetic = storage.exists(storage.join(cfg.data.gcs_root, "synthetic.json"), options)
     with shard_lock(url, shard, num_shards, options):
         with setup_lock(url, options):

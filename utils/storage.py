@@ -16,6 +16,7 @@ import os
 import posixpath
 import re
 import secrets
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -273,13 +274,36 @@ def find_names(url: str, options: StorageOptions | None = None) -> list[str]:
 
 
 def find_sizes(url: str, options: StorageOptions | None = None) -> dict[str, int]:
-    """{path: bytes} of all objects below a folder, as find_names; one listing, no request per object."""
+    """{path: bytes} of all objects below a folder, as find_names; one listing, no request per object.
+
+    On a disk links are followed; folders that may not be read count as empty.
+    """
     with named_errors(url):
         fs, path = _filesystem(url, options)
         root = path.rstrip("/") + "/"
-        found = fs.find(path, detail=True) if fs.exists(path) else {}
-        names = {name.removeprefix(root): int(info["size"] or 0) for name, info in found.items()}
+        if is_remote(url):
+            found = fs.find(path, detail=True) if fs.exists(path) else {}
+            names = {name.removeprefix(root): int(info["size"] or 0) for name, info in found.items()}
+        else:
+            names = {file.removeprefix(root): size for file, size in _walk(root, frozenset())}
         return {n: names[n] for n in sorted(names) if not n.endswith((PARTIAL_SUFFIX, "/"))}
+
+
+def _walk(folder: str, above: frozenset[tuple[int, int]]) -> Iterator[tuple[str, int]]:
+    """(path, bytes) of the files below; `above`: the folders on the way here, where no link leads back."""
+    try:
+        here = os.stat(folder)
+        entries = list(os.scandir(folder))
+    except (FileNotFoundError, NotADirectoryError, PermissionError):
+        return
+    if (here.st_dev, here.st_ino) in above:
+        return
+    for entry in entries:
+        if entry.is_dir():
+            yield from _walk(entry.path, above | {(here.st_dev, here.st_ino)})
+        else:
+            with contextlib.suppress(FileNotFoundError):  # a link to nowhere
+                yield entry.path, entry.stat().st_size
 
 
 def remove(url: str, options: StorageOptions | None = None, recursive: bool = False) -> None:

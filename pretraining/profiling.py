@@ -12,7 +12,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from utils.config import Config
-from utils.runtime import Runtime, write_trace
+from utils.runtime import Runtime
 
 log = logging.getLogger(__name__)
 WARM_UP_STEPS, TRACED_STEPS = 5, 3
@@ -32,7 +32,7 @@ class StepTrace:
         """`step` updates have been made; True where the trace has just been ended, which takes a while."""
         if self.is_wanted and step == self.first:
             self.runtime.synchronise()
-            self._open.enter_context(write_trace(self.runtime.device, self.path))
+            self._open.enter_context(self.runtime.write_trace(self.path))
             self._is_open = True
         is_over = self.is_wanted and step == self.last + 1
         if is_over:

@@ -21,7 +21,7 @@ from models.flops import encoder_flops, step_flops
 from models.vjepa3d import VJEPA3D
 from utils.config import Config, accumulation_steps
 from utils.device_peak import device_peak
-from utils.runtime import Runtime, device_name, peak_memory_bytes
+from utils.runtime import Runtime
 
 log = logging.getLogger(__name__)
 PARTS = ("data_wait", "forward", "backward", "update", "logging", "other")
@@ -92,8 +92,8 @@ class Throughput:
     def __init__(self, cfg: Config, model: VJEPA3D, runtime: Runtime) -> None:
         self.runtime = runtime
         self.global_batch_size = cfg.train.global_batch_size
-        self.flops = flops_per_step(cfg, model, accumulation_steps(cfg.train, runtime.world_size))
-        self.peak = device_peak(runtime.device, device_name(runtime.device), runtime.use_bf16)
+        self.flops = flops_per_step(cfg, model, accumulation_steps(cfg.train, runtime.num_devices))
+        self.peak = device_peak(runtime.device, runtime.device_kind, runtime.use_bf16)
         self.laps = CudaLaps() if runtime.device.type == "cuda" else Laps()
         self.lap = self.laps.lap
         self._start_window()
@@ -130,7 +130,7 @@ class Throughput:
         if self.runtime.device.type == "xla":
             spent["other"] += sum(spent.pop(part) for part in UNSEEN_ON_XLA)
         rate = self.flops * steps / seconds
-        peak, memory = self.peak.flops_per_s, peak_memory_bytes(self.runtime.device)
+        peak, memory = self.peak.flops_per_s, self.runtime.peak_memory_bytes()
         values: dict[str, float | None] = {
             "perf/volumes_per_s": steps * self.global_batch_size / seconds,
             "perf/step_s": seconds / steps,

@@ -86,7 +86,7 @@ def _leave_word(runtime: Runtime, _kind: object, error: BaseException | None, _t
 
 def _train(cfg: Config, runtime: Runtime, stack: ExitStack) -> int:
     # build
-    accumulation_steps(cfg.train, runtime.world_size)
+    accumulation_steps(cfg.train, runtime.num_devices)
     is_first = runtime.group.is_first
     if is_first:
         check_run_dir(cfg)
@@ -98,7 +98,7 @@ def _train(cfg: Config, runtime: Runtime, stack: ExitStack) -> int:
     model = VJEPA3D(cfg).to(runtime.device).train()
     optimizer = build_optimizer(model, cfg)
     skill = SkillGauge.of_model(model, runtime.device)
-    gauges = Gauges(skill, cfg.train.global_batch_size, runtime.group)
+    gauges = Gauges(skill, cfg.train.global_batch_size, runtime.group, runtime.read)
 
     # restore: this run, else init_from, else scratch
     progress = restore(cfg, store, rows, model, optimizer, gauges, runtime.group)
@@ -126,7 +126,7 @@ def _train(cfg: Config, runtime: Runtime, stack: ExitStack) -> int:
     batches = iter(loader)
     if writer is not None:
         stack.callback(writer.wait)
-    motion, moves = TargetMotion(model), torch.zeros((), dtype=torch.long, device=runtime.device)
+    motion, moves = TargetMotion(model), runtime.place(torch.tensor(0))
     steps_per_epoch = max(1, round(len(rows.train) / cfg.train.global_batch_size))
     val_every = cfg.train.val_every_steps or steps_per_epoch
     save_every = cfg.train.ckpt_every_steps or cfg.train.ckpt_every_epochs * steps_per_epoch
@@ -134,16 +134,16 @@ def _train(cfg: Config, runtime: Runtime, stack: ExitStack) -> int:
     if start == 0:
         first = runtime.group.broadcast(validate(model, fitting, store, rows, runtime))
         report(run_log, gauges, 0, {**first, "ema/init_weight": progress["init_weight"]})
-        if is_first:
-            show_snapshots(model, cfg, store, rows, runtime, run_log, 0)
+        show_snapshots(model, cfg, store, rows, runtime, run_log, 0)
 
     recent: list[tuple[int, torch.Tensor]] = []  # steps since the last log line, and whether they were finite
-    bad_run = torch.tensor(progress["bad_run"], device=runtime.device)
-    bad_total = torch.tensor(progress["bad_total"], device=runtime.device)
-    worst_run = bad_run
-    left = torch.tensor(progress["init_weight"], dtype=torch.float64, device=runtime.device)
+    bad_run = runtime.place(torch.tensor(progress["bad_run"]))
+    bad_total = runtime.place(torch.tensor(progress["bad_total"]))
+    worst_run = runtime.place(torch.tensor(progress["bad_run"]))
+    left = runtime.place(torch.tensor(progress["init_weight"], dtype=torch.float64))
     validated = time.perf_counter()
     done = saved = start
+    runtime.end_step()
 
     def save(names: list[str]) -> None:
         if names and writer is not None:
@@ -173,21 +173,25 @@ def _train(cfg: Config, runtime: Runtime, stack: ExitStack) -> int:
         result = train_step(
             model, optimizer, micro_batches, cfg, runtime, step, lr, momentum, gauges.observe, speed.lap
         )
-        measured_gauges = gauges.finish()
-        speed.lap("logging")
-
+        kept = runtime.scalar(momentum)
         bad_run = torch.where(result.is_finite, 0, bad_run + 1)
         worst_run = torch.maximum(worst_run, bad_run)
         bad_total = bad_total + (~result.is_finite).long()
-        moves = moves + (result.is_finite & (momentum < 1)).long()
-        left = left * torch.where(result.is_finite, momentum, 1.0)
-        speed.end_step()
+        moves = moves + (result.is_finite & (kept < 1)).long()
+        left = left * torch.where(result.is_finite, kept, 1.0)
         recent.append((step, result.is_finite))
+        if is_logged or is_validated:
+            runtime.end_step()  # now, so that what is read below does not compute it once more
+        speed.lap("other")
+        measured_gauges = gauges.finish()
+        speed.lap("logging")
+        runtime.end_step()
+        speed.end_step()
 
         if is_logged:
             runtime.synchronise()
             pace = speed.metrics()
-            valid_tokens = sum(b["context_valid"].sum() for b in on_host)
+            valid_tokens = sum(runtime.read(b["context_valid"]).sum() for b in micro_batches)
             report(
                 run_log,
                 gauges,
@@ -210,7 +214,7 @@ def _train(cfg: Config, runtime: Runtime, stack: ExitStack) -> int:
             )
             if is_first:
                 report_bad_steps(cfg, int(worst_run), recent, partial(rows_of_step, loader))
-            recent, worst_run = [], bad_run
+            recent, worst_run = [], runtime.place(torch.tensor(0))
             speed.lap("logging")
         elif step == start:
             speed.restart()  # a resumed run starts its loader here
@@ -219,7 +223,7 @@ def _train(cfg: Config, runtime: Runtime, stack: ExitStack) -> int:
         names: list[str] = []
         if is_validated:
             motion.check(model, int(moves))
-            moves = torch.zeros_like(moves)
+            moves = runtime.place(torch.tensor(0))
             began = time.perf_counter()
             measured = runtime.group.broadcast(validate(model, fitting, store, rows, runtime))
             now = time.perf_counter()
@@ -234,7 +238,7 @@ def _train(cfg: Config, runtime: Runtime, stack: ExitStack) -> int:
                 is_warm=done >= cfg.optim.warmup_ratio * total,
             )
             speed.restart()
-        if last and is_first:
+        if last:
             show_snapshots(model, cfg, store, rows, runtime, run_log, done)
         if done % save_every == 0 or last:
             names = [*names, f"step_{done:08d}"]  # the step comes last: with it, the others are there

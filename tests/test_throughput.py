@@ -11,7 +11,6 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from data_setup.masks import MaskPlan
 from models.vit3d import SelfAttention
-from pretraining import throughput
 from pretraining.step import build_optimizer, train_step
 from pretraining.throughput import CudaLaps, Laps, Throughput, flops_per_step
 from tests.model_factory import nano_model, small_config, uint8_batch
@@ -77,8 +76,8 @@ def test_a_clear_forgets(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def speed_on(device: torch.device, monkeypatch: pytest.MonkeyPatch, name: str = "TPU v4") -> Throughput:
-    monkeypatch.setattr(throughput, "device_name", lambda _: name)
-    monkeypatch.setattr(throughput, "peak_memory_bytes", lambda _: None)
+    monkeypatch.setattr(Runtime, "device_kind", name)
+    monkeypatch.setattr(Runtime, "peak_memory_bytes", lambda _: None)
     cfg = small_config("vjepa2", "train.use_bf16=true")
     return Throughput(cfg, nano_model(cfg).train(), Runtime(device, use_bf16=True))
 

@@ -1,13 +1,14 @@
 """Where a run computes: the device, its precision, its place among the processes, and signals.
 
-One object hides the engine from the training loop. Today: plain torch on a CPU or one GPU, and torchrun over
-several of either (utils.group). The loop asks for the world size and agrees on decisions through it, so that
-further engines change these two files alone.
+One object hides the engine from the training loop: plain torch on a CPU or one GPU, torchrun over several of
+either (utils.group), or PyTorch/XLA over the devices of a TPU (utils.xla). Training uses XLA exactly when
+PJRT_DEVICE is set; the other commands always use plain torch.
 """
 
 from __future__ import annotations
 
 import ctypes
+import importlib.util
 import logging
 import multiprocessing
 import os
@@ -34,7 +35,8 @@ log = logging.getLogger(__name__)
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX = -1, -2, -4  # malloc.h of glibc
 # Beyond what the loader of another process may take: the first process alone waits for a bucket, fits probes.
 PEER_PATIENCE_S = 600.0
-OUT_OF_MEMORY_TEXTS = ("not enough memory", "can't allocate memory", "out of memory")
+OUT_OF_MEMORY_TEXTS = ("not enough memory", "can't allocate memory", "out of memory", "RESOURCE_EXHAUSTED")
+PACKAGES = ("torch", "monai", "zarr", "pydicom", "omegaconf", "numpy", "scikit-learn", "wandb")
 
 
 @dataclass
@@ -49,8 +51,10 @@ class Runtime:
     @classmethod
     def create(cls, use_bf16: bool, data_timeout_s: float | None = None) -> Runtime:
         """The best device of this machine, or this process's own. With `data_timeout_s`, how long a process
-        may wait for its data, together with the other processes that torchrun started.
+        may wait for its data, together with the other processes of the run.
         """
+        if data_timeout_s is not None and "PJRT_DEVICE" in os.environ:
+            return _open_xla(use_bf16, data_timeout_s + PEER_PATIENCE_S)
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         if device.type == "cpu":
             keep_freed_memory()
@@ -67,14 +71,88 @@ class Runtime:
 
     @property
     def world_size(self) -> int:
+        """The processes that share a global batch."""
         return self.group.size
+
+    @property
+    def num_devices(self) -> int:
+        """The devices that share a global batch; as many on every process."""
+        return self.world_size
+
+    @property
+    def evaluation_devices(self) -> int:
+        """The devices that share a batch which `spread` places."""
+        return 1
+
+    @property
+    def failure_is_clean(self) -> bool:
+        """Whether a step that ran out of memory leaves every tensor that it did not reach as it was."""
+        return True
+
+    @property
+    def device_name(self) -> str:
+        """For people."""
+        return self.device_kind
+
+    @property
+    def device_kind(self) -> str:
+        """What the driver calls the device: NVIDIA H200, TPU v4; on a CPU the processor's family."""
+        if self.device.type == "cuda":
+            return torch.cuda.get_device_name(self.device)
+        return platform.processor() or platform.machine()
+
+    def peak_memory_bytes(self) -> int | None:
+        """The most memory that this process has held so far: on the device, on a CPU resident in all. None
+        where the device does not tell.
+        """
+        if self.device.type == "cuda":
+            return torch.cuda.max_memory_allocated(self.device)
+        unit = 1 if sys.platform == "darwin" else 1024
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+    @contextmanager
+    def write_trace(self, path: Path) -> Iterator[None]:
+        """Trace what happens inside: to `path`.json.gz (Chrome trace), on XLA to the folder `path`
+        (TensorBoard). Raises OSError where the file cannot be written.
+        """
+        path.parent.mkdir(parents=True, exist_ok=True)
+        activities = [torch.profiler.ProfilerActivity.CPU]
+        if self.device.type == "cuda":
+            activities.append(torch.profiler.ProfilerActivity.CUDA)
+        with torch.profiler.profile(activities=activities) as profile:
+            yield
+        file = f"{path}.json.gz"
+        profile.export_chrome_trace(file)
+        log.info("profile: %s, for ui.perfetto.dev or chrome://tracing", file)
 
     def autocast(self) -> AbstractContextManager[Any]:
         """bfloat16 autocast where the configuration asks for it; parameters stay float32."""
         return torch.autocast(self.device.type, torch.bfloat16) if self.use_bf16 else nullcontext()
 
     def to_device(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        """This process's micro-batch, on its device or devices."""
         return {k: v.to(self.device, non_blocking=True) for k, v in batch.items()}
+
+    def spread(self, batch: dict[str, Tensor], size: int) -> dict[str, Tensor]:
+        """An evaluation batch of at most `size` samples, a multiple of `evaluation_devices`, which every
+        process that shares it has whole. Where shapes are to stay, its last sample is repeated up to `size`.
+        """
+        return self.to_device(batch)
+
+    def read(self, value: Tensor) -> Tensor:
+        """The tensor where plain torch computes with it: any operation, any shape."""
+        return value
+
+    def place(self, value: Tensor) -> Tensor:
+        """A tensor that every process has whole, on its device or devices."""
+        return value.to(self.device)
+
+    def scalar(self, value: float) -> float | Tensor:
+        """A number of the host that is another in every step, for the device."""
+        return value
+
+    def end_step(self) -> None:
+        """Where operations are only recorded: run those so far, as one program."""
 
     def synchronise(self) -> None:
         """Wait for the device, so that a clock read afterwards means something."""
@@ -104,6 +182,17 @@ class Runtime:
         if failed and self.device.type == "cuda":  # out here the traceback no longer holds the graph
             torch.cuda.empty_cache()
         return not self.group.any(failed)
+
+
+def _open_xla(use_bf16: bool, timeout_s: float) -> Runtime:
+    if importlib.util.find_spec("torch_xla") is None:
+        raise UserError(
+            "PJRT_DEVICE is set: expected torch_xla, found none; pip install -r requirements-tpu.txt, "
+            "or unset PJRT_DEVICE for plain torch"
+        )
+    from utils.xla import XlaRuntime  # only here: elsewhere there is no torch_xla
+
+    return XlaRuntime.open(use_bf16, timeout_s)
 
 
 def _local_gpu() -> int:
@@ -148,12 +237,12 @@ def is_out_of_memory(error: RuntimeError) -> bool:
 
 def provenance(runtime: Runtime) -> dict[str, Any]:
     """What a reader needs to believe a number: versions, commit, machine."""
-    packages = ("torch", "monai", "zarr", "pydicom", "omegaconf", "numpy", "scikit-learn", "wandb")
+    packages = (*PACKAGES, "torch_xla") if runtime.device.type == "xla" else PACKAGES
     return {
         "commit": _git_commit(),
         "python": platform.python_version(),
         "packages": {name: version(name) for name in packages},
-        "device": f"{runtime.device.type}: {device_name(runtime.device)}",
+        "device": f"{runtime.device.type}: {runtime.device_name}",
         "threads": torch.get_num_threads(),
         "world_size": runtime.world_size,
     }
@@ -175,55 +264,3 @@ def _git_commit() -> str | None:
     except (FileNotFoundError, subprocess.CalledProcessError):
         return None
     return commit + ("+changes" if changes else "")
-
-
-def device_name(device: torch.device) -> str:
-    """What the driver calls the device: NVIDIA H200, TPU v4; on a CPU the processor's family."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    if device.type == "xla":
-        import torch_xla.core.xla_model as xm
-
-        return xm.xla_device_kind(device)
-    return platform.processor() or platform.machine()
-
-
-def peak_memory_bytes(device: torch.device) -> int | None:
-    """The most memory that this process has held so far: on the device, on a CPU resident in all. None where
-    the device does not tell.
-    """
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    if device.type == "xla":
-        import torch_xla.core.xla_model as xm
-
-        return xm.get_memory_info(device).get("peak_bytes_used") if "TPU" in device_name(device) else None
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-
-
-@contextmanager
-def write_trace(device: torch.device, path: Path) -> Iterator[None]:
-    """Trace what happens inside: to `path`.json.gz (Chrome trace), on XLA to the folder `path` (TensorBoard).
-
-    Raises OSError where the file cannot be written.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    if device.type == "xla":
-        import torch_xla.debug.profiler
-
-        torch_xla.debug.profiler.start_trace(path)
-        try:
-            yield
-        finally:
-            torch_xla.debug.profiler.stop_trace()
-        log.info("profile: %s, for TensorBoard", path)
-        return
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    if device.type == "cuda":
-        activities.append(torch.profiler.ProfilerActivity.CUDA)
-    with torch.profiler.profile(activities=activities) as profile:
-        yield
-    file = f"{path}.json.gz"
-    profile.export_chrome_trace(file)
-    log.info("profile: %s, for ui.perfetto.dev or chrome://tracing", file)

@@ -319,9 +319,11 @@ def _standardise(
         shift, factor = mean / 255.0, 255.0 * gain / std
     x.sub_(shift[per_sample]).mul_(factor[per_sample])
     if intensity is not None and noise_seed is not None:
-        size = volume.shape[1:]
-        first = first_plane * size[1] * size[2]
-        counter = torch.arange(first, first + math.prod(size), dtype=torch.int32, device=volume.device)
-        noise = counter_normal(noise_seed[per_sample], counter.view(1, *size))
+        planes, plane = volume.shape[1], volume.shape[2:]
+        # voxel index as a sum of two short counters: XLA writes each arange into the program
+        first = torch.arange(first_plane, first_plane + planes, dtype=torch.int32, device=volume.device)
+        within = torch.arange(plane.numel(), dtype=torch.int32, device=volume.device).view(plane)
+        counter = (first * plane.numel()).view(-1, 1, 1) + within
+        noise = counter_normal(noise_seed[per_sample], counter)
         x.add_(noise.mul_(intensity[:, 2][per_sample]))
     return x

@@ -23,22 +23,26 @@ class Stochastic:
         self.seed_B, self.dropout_rate, self.drop_path_rate = seed_B, dropout, drop_path
         self.drawn = 0  # numbers of every stream so far
 
-    def _uniform(self, count: int) -> Tensor:
-        """The next `count` numbers in [0, 1) of every sample's stream, [B, count]."""
-        counter = torch.arange(self.drawn, self.drawn + count, device=self.seed_B.device)
-        self.drawn += count
-        return counter_uniform(self.seed_B.unsqueeze(1), counter)
+    def _uniform(self, shape: torch.Size) -> Tensor:
+        """The next numbers in [0, 1) of every sample's stream, [B, *shape]. The counter is a sum of two short
+        ones: XLA writes each `arange` into the program.
+        """
+        columns = shape[-1]
+        row, column = (torch.arange(n, device=self.seed_B.device) for n in (shape.numel() // columns, columns))
+        counter = (row * columns + self.drawn).unsqueeze(1) + column
+        self.drawn += shape.numel()
+        return counter_uniform(self.seed_B.view(-1, 1, 1), counter).view(-1, *shape)
 
     def dropout(self, x: Tensor) -> Tensor:
         """Zero elements of x [B, ...] with the dropout rate and rescale the rest."""
         if self.dropout_rate == 0:
             return x
-        keep = self._uniform(x[0].numel()).view(x.shape) >= self.dropout_rate
+        keep = self._uniform(x.shape[1:]) >= self.dropout_rate
         return x * keep.to(x.dtype) / (1 - self.dropout_rate)
 
     def drop_path(self, x: Tensor, rate: float) -> Tensor:
         """Zero whole samples of a residual branch x [B, ...] with this rate and rescale the rest."""
         if rate == 0:
             return x
-        keep = self._uniform(1).view(-1, *[1] * (x.ndim - 1)) >= rate
+        keep = self._uniform(torch.Size([1] * (x.ndim - 1))) >= rate
         return x * keep.to(x.dtype) / (1 - rate)

@@ -9,7 +9,7 @@ PARTICIPANTS := 120
 PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist loadfile
 
 .DEFAULT_GOAL := help
-.PHONY: help install test test-slow soak lint demo clean-demo
+.PHONY: help install test test-slow soak tpu-fit-env lint demo clean-demo
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -31,6 +31,9 @@ test-slow: install ## longer tests
 
 soak: install ## long proofs, run by hand
 	$(PY) -m pytest -m "soak" --timeout 7200
+
+tpu-fit-env: install ## the two environments of pretraining.tpu_fit (9 GB, minutes)
+	$(PY) -m utils.tpu_env
 
 lint: install ## ruff check and format
 	$(VENV)/bin/ruff check .

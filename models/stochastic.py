@@ -28,7 +28,9 @@ class Stochastic:
         ones: XLA writes each `arange` into the program.
         """
         columns = shape[-1]
-        row, column = (torch.arange(n, device=self.seed_B.device) for n in (shape.numel() // columns, columns))
+        row, column = (
+            torch.arange(n, device=self.seed_B.device) for n in (shape.numel() // columns, columns)
+        )
         counter = (row * columns + self.drawn).unsqueeze(1) + column
         self.drawn += shape.numel()
         return counter_uniform(self.seed_B.view(-1, 1, 1), counter).view(-1, *shape)

@@ -16,7 +16,9 @@ from utils.runtime import Runtime
 
 
 def choose_kernels(model: VJEPA3D, cfg: Config, runtime: Runtime, is_for_tpu: bool | None = None) -> None:
-    """Put the engine's kernels into the model; `is_for_tpu`: the program is for a TPU (null: if this is one)."""
+    """Put the engine's kernels into the model; `is_for_tpu`: whether the program is for a TPU, if not for
+    this machine.
+    """
     if runtime.device.type != "xla":
         return
     from models import xla_kernels  # only here: elsewhere there is no torch_xla

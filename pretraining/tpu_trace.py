@@ -3,8 +3,8 @@
 `python -m pretraining.tpu_trace --config FILE --chips N --program OUT [section.key=value ...]`, in the
 environment with torch_xla, with PJRT_DEVICE=CPU and CPU_NUM_DEVICES=N. It calls what training calls: the
 model, the optimizer, the engine and `train_step`; parameters and optimizer state are placeholders without
-data. Out: the step as StableHLO bytes, and OUT.json with the bytes and classes of its arguments, which
-outputs share an argument's buffer, and the operations counted from the shapes.
+data. Out: the step as StableHLO, and OUT.json with the bytes of one device's parameters, target, optimizer
+and batch, which outputs share an argument's buffer, and the operations counted from the shapes.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ import torch_xla.core.xla_builder as xb
 from torch import Tensor
 
 from data_setup.masks import MaskPlan
-from models.flops import step_flops
+from models.flops import encoder_flops, flash_backward_flops, recomputed_flops, step_flops
 from models.vjepa3d import VJEPA3D
 from pretraining.kernels import choose_kernels
 from pretraining.step import Batch, build_optimizer, train_step
 from utils.config import Config, accumulation_steps, parse_cli, run_cli
 from utils.runtime import Runtime
 
-CLASSES = ("parameters", "optimizer", "target", "batch", "other")
+CLASSES = ("parameters", "target", "optimizer", "batch")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -64,25 +64,40 @@ def trace(cfg: Config, chips: int) -> tuple[bytes, dict[str, Any]]:
         }
     batches = [_batch(cfg, chips, runtime) for _ in range(accumulation)]
     state = _state(model, optimizer)
-    before = {_id(tensor): (kind, place) for place, (kind, tensor) in enumerate(state)}
+    before = {_id(tensor): place for place, (_, tensor) in enumerate(state)}
     result = train_step(model, optimizer, batches, cfg, runtime, 0, cfg.optim.base_lr, 0.999)
 
     outputs = [tensor for _, tensor in _state(model, optimizer)]
     outputs += [result.loss, result.grad_norm, result.is_finite]
-    ids, values = torch_xla._XLAC._get_tensors_xla_device_data_node(outputs)
+    ids, _ = torch_xla._XLAC._get_tensors_xla_device_data_node(outputs)
     program = torch_xla._XLAC._get_stablehlo(outputs, "", [], False)
-    plan = MaskPlan.from_config(cfg)
-    samples = cfg.train.per_core_batch_size * accumulation
-    batch_ids = {_id(value) for batch in batches for value in batch.values()}
+    batch_bytes = sum(x.numel() * x.element_size() for batch in batches for x in batch.values()) // chips
+    held = dict.fromkeys(CLASSES, 0) | {"batch": batch_bytes}
+    for kind, tensor in state:
+        held[kind] += tensor.numel() * tensor.element_size()
     return program, {
         "chips": chips,
-        "samples_per_chip": samples,
         "accumulation": accumulation,
-        "analytic_flops": samples * step_flops(model, plan.num_context, plan.num_target),
-        "arguments": [before[i][0] if i in before else "batch" if i in batch_ids else "other" for i in ids],
-        "aliases": [(number, before[i][1]) for number, i in enumerate(ids) if i in before],
+        "flops": _flops(model, cfg, accumulation),
+        "bytes": held,
+        "aliases": [(number, before[i]) for number, i in enumerate(ids) if i in before],
         "volume_bytes": batches[0]["volume"][0].numel(),
     }
+
+
+def _flops(model: VJEPA3D, cfg: Config, accumulation: int) -> dict[str, int]:
+    """Operations of one device and step, counted from the shapes, by what they are for."""
+    plan, samples = MaskPlan.from_config(cfg), cfg.train.per_core_batch_size * accumulation
+    counts = (model, plan.num_context, plan.num_target)
+    flops = {"model": step_flops(*counts)}
+    if cfg.train.activation_checkpointing:
+        flops["activation checkpointing"] = recomputed_flops(*counts)
+    if cfg.model.tpu_attention == "flash":
+        flops["flash attention"] = flash_backward_flops(*counts)
+    if cfg.method.regulariser != "none" and accumulation > 1:
+        seen = model.encoder.num_tokens if model.recipe == "methods" else plan.num_context
+        flops["means of the regulariser"] = encoder_flops(model.encoder, seen)
+    return {purpose: samples * count for purpose, count in flops.items()}
 
 
 def _placeholder(like: Tensor) -> Tensor:

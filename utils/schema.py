@@ -122,7 +122,7 @@ class TrainConfig:
     max_steps: int | None = None  # wins over epochs when both are given
     val_fraction: float = 0.1  # of the training participants
     use_bf16: bool = MISSING
-    # true: only the blocks' inputs are kept for the backward pass, which computes the rest again (same numbers)
+    # true: only the blocks' inputs are kept for the backward pass, the rest is computed again; same numbers
     activation_checkpointing: bool = False
     ckpt_dir: str | None = "${run.dir}/checkpoints"  # null: no checkpoints
     ckpt_every_epochs: int = 5

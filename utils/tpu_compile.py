@@ -21,6 +21,7 @@ from typing import Any
 from utils.tpu_topologies import TOPOLOGIES, Topology
 
 TESTED = {"jax": "0.10.2", "jaxlib": "0.10.2", "libtpu": "0.0.51"}
+RESULT_VERSION = 1  # of what RESULT holds; a new one makes kept results void
 GIB = 2.0**30
 UNITS = {"": 1.0, "K": 2.0**10, "M": 2.0**20, "G": GIB, "T": 2.0**40}
 BITS = {"pred": 8, "bf16": 16, **{f"{kind}{n}": n for kind in "fsu" for n in (8, 16, 32, 64)}}

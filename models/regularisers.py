@@ -49,7 +49,7 @@ class VicReg:
         first, second = means
         covariance = second - torch.outer(first, first)
         std = (covariance.diagonal().clamp(min=0) + self.eps).sqrt()
-        off_diagonal = covariance - torch.diag(covariance.diagonal())
+        off_diagonal = covariance - torch.diag_embed(covariance.diagonal())
         return (1 - std).relu().mean() + self.covariance_weight * off_diagonal.square().sum() / len(first)
 
 

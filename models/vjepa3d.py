@@ -169,20 +169,24 @@ class VJEPA3D(nn.Module):
         """Named parameters of the encoder and the predictor."""
         return [(n, p) for n, p in self.named_parameters() if not n.startswith("target_encoder.")]
 
-    def update_target(self, momentum: float, enabled: Tensor | None = None) -> None:
+    def update_target(self, momentum: float | Tensor, enabled: Tensor | None = None) -> None:
         """target <- momentum * target + (1 - momentum) * encoder; nothing moves where `enabled` is false."""
         update_ema(list(self.target_encoder.parameters()), list(self.encoder.parameters()), momentum, enabled)
 
 
 @torch.no_grad()
 def update_ema(
-    target: Sequence[Tensor], source: Sequence[Tensor], momentum: float, enabled: Tensor | None = None
+    target: Sequence[Tensor],
+    source: Sequence[Tensor],
+    momentum: float | Tensor,
+    enabled: Tensor | None = None,
 ) -> None:
     """target <- target + (1 - momentum) * (source - target), in place; `enabled` is a bool on the device."""
     if enabled is None:
         torch._foreach_lerp_(list(target), list(source), 1.0 - momentum)
         return
-    weight = torch.where(enabled, 1.0 - momentum, 0.0)  # the source is finite: a skipped update left it alone
+    # the source is finite: a skipped update left it alone
+    weight = torch.where(enabled, 1.0 - momentum, 0.0).float()
     for held, moving in zip(target, source, strict=True):
         held.lerp_(moving, weight)
 

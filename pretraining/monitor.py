@@ -7,6 +7,7 @@ prediction with baselines, pretraining.alarms reads the numbers.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from torch import Tensor
 from models.probes import rankme
 from models.vjepa3d import VJEPA3D, Output
 from pretraining.alarms import Alarms
-from pretraining.skill import Scored, SkillGauge
+from pretraining.skill import Read, Scored, SkillGauge, as_it_is
 from utils.group import ALONE, Group
 
 BASELINE_FLOOR = 1e-6  # under this a baseline loss is no yardstick
@@ -36,11 +37,13 @@ class Gauges:
     """The training gauges of one global batch, whatever its micro-batches: `observe` each, then `finish`.
 
     `global_batch_size` shares RANK_TOKENS out among the samples. The processes of `group` share the batch,
-    and all of them get the same gauges.
+    and all of them get the same gauges; `read` is the runtime's.
     """
 
-    def __init__(self, skill: SkillGauge, global_batch_size: int, group: Group = ALONE) -> None:
-        self.skill, self.group = skill, group
+    def __init__(
+        self, skill: SkillGauge, global_batch_size: int, group: Group = ALONE, read: Read = as_it_is
+    ) -> None:
+        self.skill, self.group, self.read = skill, group, read
         self.alarms = Alarms()
         self.tokens_per_sample = -(-RANK_TOKENS // global_batch_size)
         self._begin(measure=False)
@@ -94,8 +97,9 @@ class Gauges:
         """
         result: dict[str, float | None] = {}
         if self.measure:
-            rows = torch.cat([row for _, _, row in self._remember])
-            losses = self.group.sum(self.skill.losses(self._scored, rows))
+            read = self.read
+            rows = torch.cat([read(row) for _, _, row in self._remember])
+            losses = self.group.sum(self.skill.losses(self._scored, rows, read))
             prediction, constant, position, tokens = losses.tolist()
             is_yardstick = {
                 name: loss > BASELINE_FLOOR * tokens
@@ -105,11 +109,11 @@ class Gauges:
             result["train/skill_position"] = 1 - prediction / position if is_yardstick["position"] else None
             result["train/volume_share"] = position / constant if is_yardstick["mean"] else None
             result["train/rankme"] = self._rank()
-            sums = (sum(part) for part in zip(*self._sums, strict=True))
+            sums = (sum(map(read, part)) for part in zip(*self._sums, strict=True))
             count, first, second = map(self.group.sum, sums)
             variance = (second / count - (first / count).square()).clamp(min=0)
             result["train/feature_std"] = float(variance.sqrt().mean() * math.sqrt(len(first)))
-            pooled = self.group.gather(torch.cat(self._pooled))
+            pooled = self.group.gather(torch.cat([*map(read, self._pooled)]))
             if len(pooled) > 1:
                 cosine = pooled @ pooled.T
                 pairs = len(pooled) * (len(pooled) - 1)
@@ -121,7 +125,8 @@ class Gauges:
 
     def _rank(self) -> float | None:
         features, is_valid = (
-            self.group.gather(torch.cat(parts)).cpu() for parts in zip(*self._tokens, strict=True)
+            self.group.gather(torch.cat([*map(self.read, parts)])).cpu()
+            for parts in zip(*self._tokens, strict=True)
         )
         features = features[is_valid]
         return rankme(features) if bool(torch.isfinite(features).all()) else None
@@ -171,11 +176,18 @@ def voxels_of_tokens(is_token_BN: Tensor, grid: tuple[int, int, int], patch: tup
 
 
 @torch.no_grad()
-def check_no_leak(model: VJEPA3D, view_BCDHW: Tensor, context_BK: Tensor, target_BM: Tensor) -> None:
+def check_no_leak(
+    model: VJEPA3D,
+    view_BCDHW: Tensor,
+    context_BK: Tensor,
+    target_BM: Tensor,
+    end_step: Callable[[], None] = lambda: None,
+) -> None:
     """Change every voxel that the context encoder must not see; raises LeakError unless its output is bit-
     identical.
 
-    vjepa2: everything outside the context tokens. methods: the masked tokens.
+    vjepa2: everything outside the context tokens. methods: the masked tokens. `end_step` is the runtime's:
+    two compiled programs may round differently, so both outputs come from one.
     """
     is_hidden = torch.zeros(
         len(view_BCDHW), model.encoder.num_tokens, dtype=torch.bool, device=view_BCDHW.device
@@ -186,8 +198,11 @@ def check_no_leak(model: VJEPA3D, view_BCDHW: Tensor, context_BK: Tensor, target
         is_hidden = ~is_hidden.scatter(1, context_BK, True)
     hidden = voxels_of_tokens(is_hidden, model.encoder.grid, model.encoder.patch_embed.patch)
     changed = torch.where(hidden, view_BCDHW + 1.0 + view_BCDHW.square(), view_BCDHW)
+    end_step()
     before = model.encode_context(view_BCDHW, context_BK, target_BM, None)
+    end_step()
     after = model.encode_context(changed, context_BK, target_BM, None)
+    end_step()
     if not torch.allclose(before, after, rtol=0, atol=0, equal_nan=True):
         difference = float((before - after).abs().nan_to_num().max())
         raise LeakError(

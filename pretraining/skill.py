@@ -14,11 +14,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from models.vit3d import gather_tokens
 from models.vjepa3d import VJEPA3D, per_token_l1, per_token_l2, per_token_normalised_l2
 
 MIN_SAMPLES = 16  # other volumes that a baseline must rest on
 
-Scored = tuple[Tensor, Tensor, Tensor]  # prediction [S, E], target [S, E], slot of the position [S]
+Scored = tuple[Tensor, Tensor, Tensor]  # prediction [B, P, E], target [B, P, E], whether it counts [B, P]
+Read = Callable[[Tensor], Tensor]  # utils.runtime.Runtime.read
+
+
+def as_it_is(value: Tensor) -> Tensor:
+    return value
 
 
 def nanmedian(values: Tensor, dim: int) -> Tensor:
@@ -49,13 +55,14 @@ class SkillGauge:
     ) -> None:
         spread = torch.linspace(0, num_tokens - 1, min(positions, num_tokens)).round().long().unique()
         self.positions_P = spread.to(device)
-        self.slot_of_token_N = torch.full((num_tokens,), -1, dtype=torch.long, device=device)
-        self.slot_of_token_N[self.positions_P] = torch.arange(len(spread), device=device)
+        self.num_tokens = num_tokens
         self.ring_RPE = torch.zeros(capacity, len(spread), width, device=device)
         self.valid_RP = torch.zeros(capacity, len(spread), dtype=torch.bool, device=device)
         self.row_R = torch.full((capacity,), -1, dtype=torch.long, device=device)
         self.distance, self.centre = DISTANCES[recipe]
         self.added = 0
+        # on the device, since it is another number in every step
+        self.next_slot = torch.zeros((), dtype=torch.long, device=device)
 
     @classmethod
     def of_model(cls, model: VJEPA3D, device: torch.device) -> SkillGauge:
@@ -65,36 +72,42 @@ class SkillGauge:
         """Remember targets at `positions_P`; `valid_BP` bool, `row_B` says which volumes they are of."""
         capacity = len(self.row_R)
         count = min(len(row_B), capacity)
-        slots = torch.arange(self.added, self.added + count, device=row_B.device) % capacity
+        slots = (self.next_slot + torch.arange(count, device=row_B.device)) % capacity
         self.ring_RPE[slots] = targets_BPE[:count].float()
         self.valid_RP[slots] = valid_BP[:count]
         self.row_R[slots] = row_B[:count]
+        self.next_slot = (self.next_slot + count) % capacity
         self.added += count
 
     def select(
         self, prediction_BME: Tensor, target_BME: Tensor, target_BM: Tensor, valid_BM: Tensor
     ) -> Scored:
-        """The valid target tokens at `positions_P`; reads their number back from the device."""
-        slot_BM = self.slot_of_token_N[target_BM]
-        sample, token = ((slot_BM >= 0) & (valid_BM > 0)).nonzero(as_tuple=True)
-        return prediction_BME[sample, token].detach(), target_BME[sample, token], slot_BM[sample, token]
+        """What is at `positions_P`, and which of it is a valid target token."""
+        place_BM = torch.arange(target_BM.shape[1], device=target_BM.device).expand_as(target_BM)
+        place_BN = torch.full((len(target_BM), self.num_tokens), -1, device=target_BM.device)
+        place_BP = place_BN.scatter(1, target_BM, place_BM)[:, self.positions_P]
+        at_BP = place_BP.clamp(min=0)
+        counts_BP = (place_BP >= 0) & (valid_BM.gather(1, at_BP) > 0)
+        return gather_tokens(prediction_BME, at_BP).detach(), gather_tokens(target_BME, at_BP), counts_BP
 
     @torch.no_grad()
-    def losses(self, scored: list[Scored], rows: Tensor) -> Tensor:
+    def losses(self, scored: list[Scored], rows: Tensor, read: Read = as_it_is) -> Tensor:
         """Summed losses [4] of the prediction, the constant and the per-position baseline, and the number of
         scored tokens: those whose position is valid in MIN_SAMPLES volumes outside `rows`, each counted once.
 
         `rows` are the volumes of the whole global batch, so that one baseline serves all of them and
-        accumulation changes nothing.
+        accumulation changes nothing. `read` brings tensors to where shapes may depend on values.
         """
-        prediction, target, slot = (torch.cat(parts) for parts in zip(*scored, strict=True))
-        is_other_R = (self.row_R >= 0) & ~torch.isin(self.row_R, rows)
-        usable_RP = self.valid_RP & is_other_R.unsqueeze(1)
-        is_same_RR = (self.row_R.unsqueeze(1) == self.row_R).tril(-1)
+        at_BPE, to_BPE, counts_BP = (torch.cat([*map(read, parts)]) for parts in zip(*scored, strict=True))
+        prediction, target, slot = at_BPE[counts_BP], to_BPE[counts_BP], counts_BP.nonzero()[:, 1]
+        row_R = read(self.row_R)
+        is_other_R = (row_R >= 0) & ~torch.isin(row_R, read(rows))
+        usable_RP = read(self.valid_RP) & is_other_R.unsqueeze(1)
+        is_same_RR = (row_R.unsqueeze(1) == row_R).tril(-1)
         # an entry counts at a position unless an earlier slot holds the same volume, valid there too
         is_again_RP = (is_same_RR.float() @ usable_RP.float()) > 0
         is_known_P = (usable_RP & ~is_again_RP).sum(0) >= MIN_SAMPLES
-        ring = self.ring_RPE.masked_fill(~usable_RP.unsqueeze(-1), math.nan)
+        ring = read(self.ring_RPE).masked_fill(~usable_RP.unsqueeze(-1), math.nan)
         constant = self.centre(ring.flatten(0, 1), 0).expand_as(target)
         per_position = self.centre(ring, 0)[slot]
         use = is_known_P[slot]
@@ -112,3 +125,4 @@ class SkillGauge:
         self.valid_RP.copy_(state["valid"])
         self.row_R.copy_(state["row"])
         self.added = state["added"]
+        self.next_slot.fill_(self.added % len(self.row_R))

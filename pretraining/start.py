@@ -24,6 +24,7 @@ from pretraining.monitor import check_no_leak
 from pretraining.schedules import init_weight
 from pretraining.state import INIT_WEIGHT_LIMIT
 from pretraining.step import Batch, views
+from utils.checkpoint import to_host
 from utils.config import Config, UserError, accumulation_steps
 from utils.runtime import Runtime
 
@@ -42,7 +43,7 @@ def open_loader(
         rows.train,
         rank=runtime.rank,
         world=runtime.world_size,
-        accum=accumulation_steps(cfg.train, runtime.world_size),
+        accum=accumulation_steps(cfg.train, runtime.num_devices),
         start_step=start,
         num_steps=stop - start,
     )
@@ -117,12 +118,16 @@ def settle_memory(
     when one volume does not fit. The first batch also proves that the context encoder sees no target. From
     here on batch normalisation is over all processes.
     """
+    held = None if runtime.failure_is_clean else to_host((model.state_dict(), optimizer.state_dict()))
     while True:
         trial = replace(cfg, data=replace(cfg.data, workers=0))
         batch = runtime.to_device(next(iter(open_loader(trial, store, rows, runtime, step, step + 1)))[0])
         if runtime.attempt(partial(trial_step, model, optimizer, batch, cfg, runtime)):
             break
-        share = cfg.train.global_batch_size // runtime.world_size
+        if held is not None:
+            model.load_state_dict(held[0])
+            optimizer.load_state_dict(held[1])
+        share = cfg.train.global_batch_size // runtime.num_devices
         half = cfg.train.per_core_batch_size // 2
         smaller = max((n for n in range(1, half + 1) if share % n == 0), default=0)
         if smaller == 0:
@@ -133,7 +138,7 @@ def settle_memory(
         log.warning("out of memory: per_core_batch_size %d -> %d", cfg.train.per_core_batch_size, smaller)
         cfg = replace(cfg, train=replace(cfg.train, per_core_batch_size=smaller, grad_accum_steps=None))
     model.eval()
-    check_no_leak(model, views(batch)[0], batch["context"], batch["target"])
+    check_no_leak(model, views(batch)[0], batch["context"], batch["target"], runtime.end_step)
     model.train()
     if isinstance(model.predictor, MlpPredictor):
         model.predictor.norm.total = runtime.group.sum_with_gradient
@@ -153,9 +158,9 @@ def log_start(cfg: Config, model: VJEPA3D, rows: Rows, runtime: Runtime, start: 
         len(rows.train), start, total,
     )  # fmt: skip
     log.info(
-        "global batch %d = %d per device x %d processes x %d accumulated, on %s",
-        cfg.train.global_batch_size, cfg.train.per_core_batch_size, runtime.world_size,
-        accumulation_steps(cfg.train, runtime.world_size), runtime.device,
+        "global batch %d = %d per device x %d devices x %d accumulated, on %s",
+        cfg.train.global_batch_size, cfg.train.per_core_batch_size, runtime.num_devices,
+        accumulation_steps(cfg.train, runtime.num_devices), runtime.device,
     )  # fmt: skip
     if end_weight > INIT_WEIGHT_LIMIT:
         log.warning(

@@ -17,6 +17,7 @@ from torch import Tensor
 from data_setup.transforms import normalise
 from models.regularisers import Regulariser, SigReg, Statistics, VicReg, surrogate
 from models.vjepa3d import VJEPA3D, Output, parameter_groups
+from pretraining.optimizer import FUSED_DEVICES, SelectingAdamW
 from utils.config import Config
 from utils.group import ALONE
 from utils.runtime import Runtime
@@ -36,13 +37,12 @@ class StepResult:
 
 
 def build_optimizer(model: VJEPA3D, cfg: Config) -> torch.optim.AdamW:
-    """Fused AdamW; weight decay on matrices only."""
-    return torch.optim.AdamW(
-        parameter_groups(model, cfg.optim.weight_decay),
-        lr=cfg.optim.base_lr,
-        betas=cfg.optim.betas,
-        fused=True,
-    )
+    """AdamW, fused where there is such a kernel; weight decay on matrices only."""
+    groups = parameter_groups(model, cfg.optim.weight_decay)
+    lr, betas = cfg.optim.base_lr, cfg.optim.betas
+    if next(model.parameters()).device.type in FUSED_DEVICES:
+        return torch.optim.AdamW(groups, lr=lr, betas=betas, fused=True)
+    return SelectingAdamW(groups, lr=lr, betas=betas)
 
 
 def view(batch: Batch, number: int) -> Tensor:
@@ -148,10 +148,10 @@ def train_step(
     is_finite = torch.isfinite(grad_norm) & torch.isfinite(loss_sum) & enabled
     for group in optimizer.param_groups:
         group["lr"] = lr
-    # the fused kernel's own select: with found_inf = 1 neither parameters nor moments nor its step count move
+    # the optimizer's own select: with found_inf = 1 neither parameters nor moments nor its step count move
     optimizer.found_inf = 1.0 - is_finite.float()
     optimizer.step()
-    model.update_target(momentum, is_finite)
+    model.update_target(runtime.scalar(momentum), is_finite)
     with torch.no_grad():
         for name, buffer in model.named_buffers():
             buffer.copy_(torch.where(is_finite, buffer, buffers[name]))

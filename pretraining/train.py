@@ -84,7 +84,7 @@ def _leave_word(runtime: Runtime, _kind: object, error: BaseException | None, _t
 
 def _train(cfg: Config, runtime: Runtime, stack: ExitStack) -> int:
     # build
-    accumulation_steps(cfg.train, runtime.world_size)
+    accumulation_steps(cfg.train, runtime.num_devices)
     is_first = runtime.group.is_first
     if is_first:
         check_run_dir(cfg)
@@ -96,7 +96,7 @@ def _train(cfg: Config, runtime: Runtime, stack: ExitStack) -> int:
     model = VJEPA3D(cfg).to(runtime.device).train()
     optimizer = build_optimizer(model, cfg)
     skill = SkillGauge.of_model(model, runtime.device)
-    gauges = Gauges(skill, cfg.train.global_batch_size, runtime.group)
+    gauges = Gauges(skill, cfg.train.global_batch_size, runtime.group, runtime.read)
 
     # restore: this run, else init_from, else scratch
     progress = restore(cfg, store, rows, model, optimizer, gauges, runtime.group)
@@ -128,17 +128,17 @@ def _train(cfg: Config, runtime: Runtime, stack: ExitStack) -> int:
     if start == 0:
         first = runtime.group.broadcast(validate(model, fitting, store, rows, runtime))
         report(run_log, gauges, 0, {**first, "ema/init_weight": progress["init_weight"]})
-        if is_first:
-            show_snapshots(model, cfg, store, rows, runtime, run_log, 0)
+        show_snapshots(model, cfg, store, rows, runtime, run_log, 0)
 
     recent: list[tuple[int, torch.Tensor]] = []  # steps since the last log line, and whether they were finite
     bad_run = torch.tensor(progress["bad_run"], device=runtime.device)
     bad_total = torch.tensor(progress["bad_total"], device=runtime.device)
-    worst_run = bad_run
+    worst_run = torch.tensor(progress["bad_run"], device=runtime.device)
     left = torch.tensor(progress["init_weight"], dtype=torch.float64, device=runtime.device)
     clock, wait_s, timed_steps = time.perf_counter(), 0.0, 0
     validated = clock
     done = saved = start
+    runtime.end_step()
 
     def save(names: list[str]) -> None:
         if names and writer is not None:
@@ -163,20 +163,23 @@ def _train(cfg: Config, runtime: Runtime, stack: ExitStack) -> int:
 
         gauges.begin(measure=is_logged or is_validated)
         result = train_step(model, optimizer, micro_batches, cfg, runtime, step, lr, momentum, gauges.observe)
-        measured_gauges = gauges.finish()
-
+        kept = runtime.scalar(momentum)
         bad_run = torch.where(result.is_finite, 0, bad_run + 1)
         worst_run = torch.maximum(worst_run, bad_run)
         bad_total = bad_total + (~result.is_finite).long()
-        moves = moves + (result.is_finite & (momentum < 1)).long()
-        left = left * torch.where(result.is_finite, momentum, 1.0)
+        moves = moves + (result.is_finite & (kept < 1)).long()
+        left = left * torch.where(result.is_finite, kept, 1.0)
         timed_steps += 1
         recent.append((step, result.is_finite))
+        if is_logged or is_validated:
+            runtime.end_step()  # now, so that what is read below does not compute it once more
+        measured_gauges = gauges.finish()
+        runtime.end_step()
 
         if is_logged:
             runtime.synchronise()
             seconds = time.perf_counter() - clock
-            valid_tokens = sum(b["context_valid"].sum() for b in on_host)
+            valid_tokens = sum(runtime.read(b["context_valid"]).sum() for b in micro_batches)
             report(
                 run_log,
                 gauges,
@@ -200,14 +203,14 @@ def _train(cfg: Config, runtime: Runtime, stack: ExitStack) -> int:
             )
             if is_first:
                 report_bad_steps(cfg, int(worst_run), recent, partial(rows_of_step, loader))
-            recent, worst_run = [], bad_run
+            recent, worst_run = [], torch.tensor(0, device=runtime.device)
             clock, wait_s, timed_steps = time.perf_counter(), 0.0, 0
         run_log.bar.update()
 
         names: list[str] = []
         if is_validated:
             motion.check(model, int(moves))
-            moves = torch.zeros_like(moves)
+            moves = torch.tensor(0, device=runtime.device)
             began = time.perf_counter()
             measured = runtime.group.broadcast(validate(model, fitting, store, rows, runtime))
             now = time.perf_counter()
@@ -222,7 +225,7 @@ def _train(cfg: Config, runtime: Runtime, stack: ExitStack) -> int:
                 is_warm=done >= cfg.optim.warmup_ratio * total,
             )
             clock, wait_s, timed_steps = time.perf_counter(), 0.0, 0
-        if last and is_first:
+        if last:
             show_snapshots(model, cfg, store, rows, runtime, run_log, done)
         if done % save_every == 0 or last:
             names = [*names, f"step_{done:08d}"]  # the step comes last: with it, the others are there

@@ -18,7 +18,7 @@ from models.embed import embed
 from models.probes import Fold, balanced_accuracy, knn_probe, ridge_classifier_probe
 from models.vjepa3d import VJEPA3D
 from pretraining.data import Rows
-from pretraining.step import views
+from pretraining.step import view
 from utils.config import Config
 from utils.runtime import Runtime
 
@@ -84,10 +84,10 @@ def embed_rows(
     Several processes share the volumes, and all of them get all features.
     """
     own = runtime.group.share(chosen)
-    batches = evaluation_batches(cfg, store, own, cfg.train.per_core_batch_size)
-    on_device = map(runtime.to_device, batches)
-    loaded = ((views(b)[1], b["context_valid"]) for b in on_device)
-    part = embed(model.target_encoder, loaded, runtime) if len(own) else []
+    size = cfg.train.per_core_batch_size * runtime.evaluation_devices
+    on_device = (runtime.spread(b, size) for b in evaluation_batches(cfg, store, own, size))
+    loaded = ((view(b, 1), b["context_valid"]) for b in on_device)
+    part = embed(model.target_encoder, loaded, runtime)[: len(own)] if len(own) else []
     features = np.stack(runtime.group.merge(part))
     usable = np.isfinite(features).all(axis=1)
     if not usable.all():

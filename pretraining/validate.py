@@ -23,7 +23,7 @@ from data_setup.transforms import STREAM_MASK, random_stream
 from models.probes import lidar, rankme
 from models.vjepa3d import VJEPA3D
 from pretraining.data import Rows
-from pretraining.step import Batch, predict, views
+from pretraining.step import Batch, predict, view
 from pretraining.val_probes import probe_scores
 from utils.config import Config
 from utils.runtime import Runtime
@@ -43,7 +43,7 @@ def validate(
     plan = MaskPlan.from_config(cfg)
     parts = [
         measure_batch(
-            model, plan, cpu_batch, runtime, rows_in_all=len(rows.val), with_views=first < LIDAR_VOLUMES
+            model, cfg, plan, cpu_batch, runtime, rows_in_all=len(rows.val), with_views=first < LIDAR_VOLUMES
         )
         for first, cpu_batch in shared_batches(cfg, store, rows.val, runtime)
     ]
@@ -75,11 +75,16 @@ class Part:
     views: list[Tensor]  # of each volume, features [LIDAR_MASKS, E] under several masks
 
 
+def evaluation_size(cfg: Config, runtime: Runtime) -> int:
+    """The volumes of an evaluation batch."""
+    return cfg.train.per_core_batch_size * runtime.evaluation_devices
+
+
 def shared_batches(
     cfg: Config, store: PreparedStore, rows: np.ndarray, runtime: Runtime
 ) -> Iterator[tuple[int, Batch]]:
     """This process's batches, each with the place of its first volume among all rows."""
-    size = cfg.train.per_core_batch_size
+    size = evaluation_size(cfg, runtime)
     starts = runtime.group.share(range(0, len(rows), size))
     own = np.concatenate([rows[:0], *(rows[s : s + size] for s in starts)])
     # only the last of all batches may be short, and it is the last of its process
@@ -87,32 +92,46 @@ def shared_batches(
 
 
 def measure_batch(
-    model: VJEPA3D, plan: MaskPlan, cpu_batch: Batch, runtime: Runtime, *, rows_in_all: int, with_views: bool
+    model: VJEPA3D,
+    cfg: Config,
+    plan: MaskPlan,
+    cpu_batch: Batch,
+    runtime: Runtime,
+    *,
+    rows_in_all: int,
+    with_views: bool,
 ) -> Part:
     """One batch, with its share of RANKME_TOKENS; `with_views`: also for LiDAR."""
-    batch = runtime.to_device(cpu_batch)
+    count = len(cpu_batch["row"])
+    batch = runtime.spread(cpu_batch, evaluation_size(cfg, runtime))
     output = predict(model, batch, runtime, stochastic=False)
     assert output.features_all_BNE is not None, "None in training alone"
+    runtime.end_step()
     per_volume = -(-RANKME_TOKENS // rows_in_all)
     tokens = []
-    for features, valid in zip(output.features_all_BNE.cpu(), cpu_batch["token_valid"], strict=True):
+    features_BNE = runtime.read(output.features_all_BNE).cpu()[:count]
+    for features, valid in zip(features_BNE, cpu_batch["token_valid"], strict=True):
         ids = valid.nonzero().flatten()
         spread = torch.linspace(0, len(ids) - 1, min(per_volume, len(ids))).round().long()
         tokens.append(features[ids[spread]])
     return Part(
-        float(output.loss_B.sum()),
-        int((batch["target_valid"].sum(1) > 0).sum()),
+        float(runtime.read(output.loss_B)[:count].sum()),
+        int((cpu_batch["target_valid"].sum(1) > 0).sum()),
         tokens,
-        [v.clone() for v in masked_views(model, plan, cpu_batch, runtime)] if with_views else [],
+        [v.clone() for v in masked_views(model, cfg, plan, cpu_batch, runtime)] if with_views else [],
     )
 
 
-def masked_views(model: VJEPA3D, plan: MaskPlan, cpu_batch: Batch, runtime: Runtime) -> Iterator[Tensor]:
+def masked_views(
+    model: VJEPA3D, cfg: Config, plan: MaskPlan, cpu_batch: Batch, runtime: Runtime
+) -> Iterator[Tensor]:
     """For each volume, context features [LIDAR_MASKS, E] under masks of its own: means over valid tokens.
 
     The masks depend on the row alone; the first is that of the validation loss.
     """
-    view_BCDHW = views(runtime.to_device(cpu_batch))[0]
+    size = evaluation_size(cfg, runtime)
+    view_BCDHW = view(runtime.spread(cpu_batch, size), 0)
+    runtime.end_step()
     means = []
     for number in range(LIDAR_MASKS):
         drawn = [
@@ -120,29 +139,33 @@ def masked_views(model: VJEPA3D, plan: MaskPlan, cpu_batch: Batch, runtime: Runt
             for row, valid in zip(cpu_batch["row"], cpu_batch["token_valid"], strict=True)
         ]
         context_BK, target_BM = (torch.from_numpy(np.stack(ids)) for ids in zip(*drawn, strict=True))
-        weight_BK = cpu_batch["token_valid"].gather(1, context_BK).float().to(runtime.device)
+        weight_BK = cpu_batch["token_valid"].gather(1, context_BK).float()
+        mask = runtime.spread({"context": context_BK, "target": target_BM, "weight": weight_BK}, size)
         with runtime.autocast():
-            features_BKE = model.encode_context(
-                view_BCDHW, context_BK.to(runtime.device), target_BM.to(runtime.device), None
-            ).float()
-        total_BE = (features_BKE * weight_BK.unsqueeze(-1)).sum(1)
-        means.append(total_BE / weight_BK.sum(1, keepdim=True).clamp(min=1))
-    return iter(torch.stack(means, dim=1).cpu())
+            features_BKE = model.encode_context(view_BCDHW, mask["context"], mask["target"], None).float()
+        total_BE = (features_BKE * mask["weight"].unsqueeze(-1)).sum(1)
+        means.append(total_BE / mask["weight"].sum(1, keepdim=True).clamp(min=1))
+        runtime.end_step()
+    return iter(torch.stack([*map(runtime.read, means)], dim=1).cpu()[: len(cpu_batch["row"])])
 
 
 @torch.no_grad()
 def snapshot(
     model: VJEPA3D, cfg: Config, store: PreparedStore, rows: Rows, runtime: Runtime, step: int
 ) -> list[Path]:
-    """Write the arrays of example pictures: up to three validation volumes of different devices."""
+    """Write the arrays of example pictures: up to three validation volumes of different devices. The first
+    process writes them; the others take part where the engine computes on all at once.
+    """
     by_device = {store.index.loc[int(r), "device"]: int(r) for r in reversed(rows.val)}
     chosen = np.array(sorted(by_device.values())[:3])
     model.eval()
     paths = []
     for cpu_batch in validation_batches(cfg, store, chosen, 1):
-        batch = runtime.to_device(cpu_batch)
+        batch = runtime.spread(cpu_batch, runtime.evaluation_devices)
         with runtime.autocast():
-            features = model.target_encoder(views(batch)[1])
+            features = runtime.read(model.target_encoder(view(batch, 1)))
+        if not runtime.group.is_first:
+            continue
         row = int(cpu_batch["row"][0])
         if not bool(torch.isfinite(features).all()):
             log.warning("no picture of row %d: its features are not finite", row)

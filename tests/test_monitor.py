@@ -35,7 +35,7 @@ def gauges_of(
     """All gauges of one sample."""
     gauges = Gauges(gauge, 1)
     gauges.begin(measure=True)
-    num_tokens = len(gauge.slot_of_token_N)
+    num_tokens = gauge.num_tokens
     out = Output(
         torch.zeros(1),
         prediction,

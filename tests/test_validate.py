@@ -124,7 +124,7 @@ def test_lidar_sees_one_volume_under_several_masks(parts: tuple, monkeypatch: py
     monkeypatch.setattr(model, "encode_context", mean_id)
     cpu_batch = next(validate.validation_batches(cfg, store, rows.val, 2))
     plan = validate.MaskPlan.from_config(cfg)
-    views_QE = torch.stack(list(validate.masked_views(model, plan, cpu_batch, CPU)))
+    views_QE = torch.stack(list(validate.masked_views(model, cfg, plan, cpu_batch, CPU)))
     assert views_QE.shape == (2, validate.LIDAR_MASKS, 2)
     assert torch.equal(seen[0], cpu_batch["context"]), "the first mask is that of the validation loss"
     assert len({tuple(ids[0].tolist()) for ids in seen}) > validate.LIDAR_MASKS // 2

@@ -13,6 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+shift_right = torch.bitwise_right_shift  # for `>>` XLA divides, and rounds negative numbers up
 MASK_32 = 0xFFFFFFFF
 MULTIPLY_1 = 0x7FEB352D
 MULTIPLY_2 = 0x846CA68B
@@ -28,16 +29,16 @@ def _as_int32(x: int) -> int:
 
 def _mix(x: Tensor) -> Tensor:
     """The 32-bit hash of values 0 .. 2^32 - 1 in int64; products wrap, only their low 32 bits are kept."""
-    x = x ^ (x >> 16)
+    x = x ^ shift_right(x, 16)
     x = (x * MULTIPLY_1) & MASK_32
-    x = x ^ (x >> 15)
+    x = x ^ shift_right(x, 15)
     x = (x * MULTIPLY_2) & MASK_32
-    return x ^ (x >> 16)
+    return x ^ shift_right(x, 16)
 
 
 def _keys(seed: Tensor) -> tuple[Tensor, Tensor]:
     """Two int32 keys of every int64 seed >= 0, each dependent on all of its bits."""
-    low, high = seed & MASK_32, (seed >> 32) & MASK_32
+    low, high = seed & MASK_32, shift_right(seed, 32) & MASK_32
     key_1 = _mix(low ^ _mix(high ^ GOLDEN))
     key_2 = _mix(((key_1 + GOLDEN) & MASK_32) ^ high)
     sign = 2**31  # x ^ sign - sign reads the same 32 bits as a signed number, so the cast is exact
@@ -49,16 +50,16 @@ def counter_bits(seed: Tensor, counter: Tensor) -> Tensor:
     key_1, key_2 = _keys(seed)
     x = counter.to(torch.int32) ^ key_1
     # Shifts of int32 copy the sign; the mask makes them logical. In place: these tensors are volumes.
-    x.bitwise_xor_((x >> 16).bitwise_and_(0xFFFF))
+    x.bitwise_xor_(shift_right(x, 16).bitwise_and_(0xFFFF))
     x.mul_(MULTIPLY_1).add_(key_2)
-    x.bitwise_xor_((x >> 15).bitwise_and_(0x1FFFF))
+    x.bitwise_xor_(shift_right(x, 15).bitwise_and_(0x1FFFF))
     x.mul_(_as_int32(MULTIPLY_2))
-    return x.bitwise_xor_((x >> 16).bitwise_and_(0xFFFF))
+    return x.bitwise_xor_(shift_right(x, 16).bitwise_and_(0xFFFF))
 
 
 def counter_uniform(seed: Tensor, counter: Tensor) -> Tensor:
     """float32 [*broadcast], uniform in [0, 1) on the 24-bit grid, hence exact on every engine."""
-    return ((counter_bits(seed, counter) >> 8) & 0xFFFFFF).to(torch.float32) * 2.0**-24
+    return (shift_right(counter_bits(seed, counter), 8) & 0xFFFFFF).to(torch.float32) * 2.0**-24
 
 
 def counter_normal(seed: Tensor, counter: Tensor) -> Tensor:
@@ -68,6 +69,7 @@ def counter_normal(seed: Tensor, counter: Tensor) -> Tensor:
     Box-Muller would call log and cos, whose last bits differ between engines.
     """
     bits = counter_bits(seed, counter)
-    pairs = (bits & 0xFF00FF).add_((bits >> 8).bitwise_and_(0xFF00FF))  # two sums of two bytes, 16 bits apart
-    total = pairs.add_(pairs >> 16).bitwise_and_(0xFFFF)
+    # two sums of two bytes, 16 bits apart
+    pairs = (bits & 0xFF00FF).add_(shift_right(bits, 8).bitwise_and_(0xFF00FF))
+    total = pairs.add_(shift_right(pairs, 16)).bitwise_and_(0xFFFF)
     return total.to(torch.float32).sub_(BYTES_MEAN).mul_(1.0 / BYTES_STD)

@@ -3,7 +3,8 @@
 In: tensors and plain values of this process. Out: those of all processes. `ALONE`, a single process, gives
 everything back as it is, so the training loop has one path. `join` makes a `ProcessGroup` where torchrun (or
 what else sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT) started more than one: gloo between CPUs and for
-what is on the host, NCCL between GPUs. Every process calls the same methods in the same order.
+what is on the host, NCCL between GPUs. `join_hosts` makes a `HostGroup` of the hosts of a TPU. Every process
+calls the same methods in the same order.
 
 A process that ends leaves closed connections, and the others notice within seconds; one that hangs is given
 `timeout_s`. Either way they raise LostPeer, with the last words of the lost process if it had any.
@@ -23,6 +24,7 @@ from torch import Tensor
 
 from utils.config import UserError
 
+HOSTS_PORT = 29500  # as torchrun's
 BUCKET_BYTES = 32 * 2**20  # gradients are summed in flat pieces of about this size
 _T = TypeVar("_T")
 
@@ -119,7 +121,9 @@ class ProcessGroup(Group):
         return torch.cat(received).view(value.dtype)
 
     def any(self, flag: bool) -> bool:
-        return bool(self.sum(torch.tensor(int(flag))))
+        votes = torch.tensor(int(flag))
+        self._call(lambda: dist.all_reduce(votes))
+        return bool(votes)
 
     def broadcast(self, value: _T) -> _T:
         box: list[Any] = [value if self.is_first else None]
@@ -159,6 +163,24 @@ class ProcessGroup(Group):
             f"rank {self.rank} lost another of the {self.size} processes of this run, which left no message: "
             f"killed, its machine gone, or silent for {self._timeout_s:g} s"
         )
+
+
+class HostGroup(ProcessGroup):
+    """The hosts of an engine whose tensors are logically global (utils.xla): they are summed and gathered as
+    they are, and every host takes part in each computation, so nothing is shared out between them. What is
+    on the hosts alone goes over gloo.
+    """
+
+    sum = Group.sum
+    sum_with_gradient = Group.sum_with_gradient
+    sum_gradients = Group.sum_gradients
+    gather = Group.gather
+
+    def share(self, items: Sequence[_T]) -> Sequence[_T]:
+        return items
+
+    def merge(self, part: Sequence[_T]) -> list[_T]:
+        return list(part)
 
 
 @contextmanager
@@ -207,3 +229,11 @@ def join(device: torch.device, timeout_s: float) -> Group:
         backend, store=store, rank=rank, world_size=size, timeout=timedelta(seconds=timeout_s)
     )
     return ProcessGroup(rank, size, store, timeout_s)
+
+
+def join_hosts(rank: int, size: int, address: str, timeout_s: float, port: int = HOSTS_PORT) -> HostGroup:
+    """The group of `size` hosts, of which number 0 has this address."""
+    timeout = timedelta(seconds=timeout_s)
+    store = dist.TCPStore(address, port, size, is_master=rank == 0, timeout=timeout)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timeout)
+    return HostGroup(rank, size, store, timeout_s)

@@ -1,13 +1,14 @@
 """Where a run computes: the device, its precision, its place among the processes, and signals.
 
-One object hides the engine from the training loop. Today: plain torch on a CPU or one GPU, and torchrun over
-several of either (utils.group). The loop asks for the world size and agrees on decisions through it, so that
-further engines change these two files alone.
+One object hides the engine from the training loop: plain torch on a CPU or one GPU, torchrun over several of
+either (utils.group), or PyTorch/XLA over the devices of a TPU (utils.xla). Training uses XLA exactly when
+PJRT_DEVICE is set; the other commands always use plain torch.
 """
 
 from __future__ import annotations
 
 import ctypes
+import importlib.util
 import multiprocessing
 import os
 import platform
@@ -30,7 +31,8 @@ from utils.group import ALONE, Group, join
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX = -1, -2, -4  # malloc.h of glibc
 # Beyond what the loader of another process may take: the first process alone waits for a bucket, fits probes.
 PEER_PATIENCE_S = 600.0
-OUT_OF_MEMORY_TEXTS = ("not enough memory", "can't allocate memory", "out of memory")
+OUT_OF_MEMORY_TEXTS = ("not enough memory", "can't allocate memory", "out of memory", "RESOURCE_EXHAUSTED")
+PACKAGES = ("torch", "monai", "zarr", "pydicom", "omegaconf", "numpy", "scikit-learn", "wandb")
 
 
 @dataclass
@@ -45,8 +47,10 @@ class Runtime:
     @classmethod
     def create(cls, use_bf16: bool, data_timeout_s: float | None = None) -> Runtime:
         """The best device of this machine, or this process's own. With `data_timeout_s`, how long a process
-        may wait for its data, together with the other processes that torchrun started.
+        may wait for its data, together with the other processes of the run.
         """
+        if data_timeout_s is not None and "PJRT_DEVICE" in os.environ:
+            return _open_xla(use_bf16, data_timeout_s + PEER_PATIENCE_S)
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         if device.type == "cpu":
             keep_freed_memory()
@@ -63,14 +67,54 @@ class Runtime:
 
     @property
     def world_size(self) -> int:
+        """The processes that share a global batch."""
         return self.group.size
+
+    @property
+    def num_devices(self) -> int:
+        """The devices that share a global batch; as many on every process."""
+        return self.world_size
+
+    @property
+    def evaluation_devices(self) -> int:
+        """The devices that share a batch which `spread` places."""
+        return 1
+
+    @property
+    def failure_is_clean(self) -> bool:
+        """Whether a step that ran out of memory leaves every tensor that it did not reach as it was."""
+        return True
+
+    @property
+    def device_name(self) -> str:
+        if self.device.type == "cuda":
+            return torch.cuda.get_device_name(self.device)
+        return platform.processor() or platform.machine()
 
     def autocast(self) -> AbstractContextManager[Any]:
         """bfloat16 autocast where the configuration asks for it; parameters stay float32."""
         return torch.autocast(self.device.type, torch.bfloat16) if self.use_bf16 else nullcontext()
 
     def to_device(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        """This process's micro-batch, on its device or devices."""
         return {k: v.to(self.device, non_blocking=True) for k, v in batch.items()}
+
+    def spread(self, batch: dict[str, Tensor], size: int) -> dict[str, Tensor]:
+        """An evaluation batch of at most `size` samples, a multiple of `evaluation_devices`, which every
+        process that shares it has whole. Where shapes are to stay, its last sample is repeated up to `size`.
+        """
+        return self.to_device(batch)
+
+    def read(self, value: Tensor) -> Tensor:
+        """The tensor where plain torch computes with it: any operation, any shape."""
+        return value
+
+    def scalar(self, value: float) -> float | Tensor:
+        """A number of the host that is another in every step, for the device."""
+        return value
+
+    def end_step(self) -> None:
+        """Where operations are only recorded: run those so far, as one program."""
 
     def synchronise(self) -> None:
         """Wait for the device, so that a clock read afterwards means something."""
@@ -100,6 +144,17 @@ class Runtime:
         if failed and self.device.type == "cuda":  # out here the traceback no longer holds the graph
             torch.cuda.empty_cache()
         return not self.group.any(failed)
+
+
+def _open_xla(use_bf16: bool, timeout_s: float) -> Runtime:
+    if importlib.util.find_spec("torch_xla") is None:
+        raise UserError(
+            "PJRT_DEVICE is set: expected torch_xla, found none; pip install -r requirements-tpu.txt, "
+            "or unset PJRT_DEVICE for plain torch"
+        )
+    from utils.xla import XlaRuntime  # only here: elsewhere there is no torch_xla
+
+    return XlaRuntime.open(use_bf16, timeout_s)
 
 
 def _local_gpu() -> int:
@@ -144,15 +199,12 @@ def is_out_of_memory(error: RuntimeError) -> bool:
 
 def provenance(runtime: Runtime) -> dict[str, Any]:
     """What a reader needs to believe a number: versions, commit, machine."""
-    packages = ("torch", "monai", "zarr", "pydicom", "omegaconf", "numpy", "scikit-learn", "wandb")
-    device = platform.processor() or platform.machine()
-    if runtime.device.type == "cuda":
-        device = torch.cuda.get_device_name(runtime.device)
+    packages = (*PACKAGES, "torch_xla") if runtime.device.type == "xla" else PACKAGES
     return {
         "commit": _git_commit(),
         "python": platform.python_version(),
         "packages": {name: version(name) for name in packages},
-        "device": f"{runtime.device.type}: {device}",
+        "device": f"{runtime.device.type}: {runtime.device_name}",
         "threads": torch.get_num_threads(),
         "world_size": runtime.world_size,
     }

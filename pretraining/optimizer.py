@@ -1,0 +1,56 @@
+"""AdamW whose update a flag on the device can call off, with the same state dict on every engine.
+
+In: parameters with gradients, and the attribute `found_inf`, 1.0 where this update is to move nothing. The
+fused kernels of CPU and GPU know it. Where there is none, `SelectingAdamW` does the same by a select.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+FUSED_DEVICES = ("cpu", "cuda")
+FUSED_FLAGS = {"fused": True, "foreach": None, "capturable": False}  # of a state dict, whichever engine
+SELECTING_FLAGS = {"fused": None, "foreach": False, "capturable": True}
+MOMENTS = ("step", "exp_avg", "exp_avg_sq")
+
+
+class SelectingAdamW(torch.optim.AdamW):
+    """AdamW of plain operations, everything that changes from step to step being a tensor on the device."""
+
+    found_inf: Tensor
+
+    def __init__(self, groups: list[dict[str, Any]], **settings: Any) -> None:
+        super().__init__(groups, **settings, **SELECTING_FLAGS)
+        for group in self.param_groups:  # now, so that the first step is the same program as the next
+            for weight in group["params"]:
+                zeros = {name: torch.zeros_like(weight, requires_grad=False) for name in MOMENTS[1:]}
+                self.state[weight] = {"step": torch.zeros((), device=weight.device), **zeros}
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        """Update, and take it back where found_inf is 1."""
+        is_skipped = self.found_inf > 0
+        del self.found_inf  # the class above refuses to see it
+        weights = [weight for group in self.param_groups for weight in group["params"]]
+        moved = [*weights, *(self.state[weight][name] for weight in weights for name in MOMENTS)]
+        before = [value.clone() for value in moved]
+        rates = [group["lr"] for group in self.param_groups]
+        for group, rate in zip(self.param_groups, rates, strict=True):
+            group["lr"] = torch.tensor(rate).to(is_skipped.device)
+        super().step()
+        for group, rate in zip(self.param_groups, rates, strict=True):
+            group["lr"] = rate
+        for value, old in zip(moved, before, strict=True):
+            value.copy_(torch.where(is_skipped, old, value))
+
+    def state_dict(self) -> dict[str, Any]:
+        state = super().state_dict()
+        return {**state, "param_groups": [{**group, **FUSED_FLAGS} for group in state["param_groups"]]}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        for group in self.param_groups:
+            group.update(SELECTING_FLAGS)

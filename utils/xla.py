@@ -1,0 +1,110 @@
+"""The engine for TPUs: PyTorch/XLA, one plain process per host, one program over all devices (SPMD).
+
+In: PJRT_DEVICE (TPU, or CPU for tests; there CPU_NUM_DEVICES makes several) and what a Runtime is asked for.
+Out: the same, on tensors that are logically global: the first axis of a batch lies spread over the devices of
+all hosts, everything else is on each of them, and the compiler writes the sums between them. utils.runtime
+alone imports this file; torch_xla 2.9 is the last of its line, and what follows it replaces this file.
+
+Operations are recorded, and run at `end_step` as one compiled program. A Python number that changes from step
+to step would be another program: `scalar` makes it an input.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from dataclasses import dataclass, field
+from itertools import chain
+
+import numpy as np
+import torch
+import torch_xla
+import torch_xla.core.xla_model as xm
+import torch_xla.distributed.spmd as xs
+import torch_xla.runtime as xr
+from torch import Tensor
+from torch_xla._internal.tpu import discover_master_worker_ip
+
+from utils.config import UserError
+from utils.group import ALONE, Group, join_hosts
+from utils.runtime import Runtime
+
+DEVICES = ("TPU", "CPU")
+
+
+@dataclass
+class XlaRuntime(Runtime):
+    """This host's process; `mesh` holds the devices of all hosts, in the order of the hosts."""
+
+    mesh: xs.Mesh = field(kw_only=True)
+
+    @classmethod
+    def open(cls, use_bf16: bool, timeout_s: float) -> XlaRuntime:
+        """Take this host's devices, and find the other hosts."""
+        name = os.environ["PJRT_DEVICE"]
+        if name not in DEVICES:
+            raise UserError(f"PJRT_DEVICE: expected {' or '.join(DEVICES)}, found {name}")
+        if not xr.is_spmd():
+            with warnings.catch_warnings():  # a second run in one process finds tensors of the first
+                warnings.filterwarnings("ignore", "Replicating tensors already initialized", UserWarning)
+                xr.use_spmd()
+        group: Group = ALONE
+        if (hosts := xr.process_count()) > 1:
+            group = join_hosts(xr.process_index(), hosts, discover_master_worker_ip(), timeout_s)
+        everywhere = torch_xla._XLAC._xla_get_all_runtime_devices()
+        own = [everywhere.index(device) for device in torch_xla._XLAC._xla_get_runtime_devices()]
+        order = np.array(list(chain.from_iterable(group.collect(sorted(own)))))
+        return cls(torch_xla.device(), use_bf16, group, mesh=xs.Mesh(order, (len(order),), ("data",)))
+
+    @property
+    def num_devices(self) -> int:
+        return int(self.mesh.device_ids.size)
+
+    @property
+    def evaluation_devices(self) -> int:
+        return self.num_devices
+
+    @property
+    def failure_is_clean(self) -> bool:
+        return False  # what a program was to compute is lost with it
+
+    @property
+    def device_name(self) -> str:
+        return f"{self.num_devices} x {os.environ['PJRT_DEVICE']}"
+
+    def to_device(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {key: self._shard(value) for key, value in batch.items()}
+
+    def spread(self, batch: dict[str, Tensor], size: int) -> dict[str, Tensor]:
+        share = size // self.world_size
+        own = slice(self.rank * share, (self.rank + 1) * share)
+        return self.to_device({key: _fill(value, size)[own] for key, value in batch.items()})
+
+    def _shard(self, value: Tensor) -> Tensor:
+        """This host's part of a tensor becomes the global one, split along its first axis."""
+        split = ("data", *[None] * (value.ndim - 1))
+        sharding = xs.ShardingSpec(self.mesh, split, minibatch=True)
+        return xm.send_cpu_data_to_device([value.contiguous()], self.device, sharding)[0]
+
+    def read(self, value: Tensor) -> Tensor:
+        if value.device.type != self.device.type:
+            return value
+        whole = value.detach().clone()
+        xs.mark_sharding(whole, self.mesh, (None,) * value.ndim)  # a gather of its own, compiled once a shape
+        return whole.cpu()
+
+    def scalar(self, value: float) -> Tensor:
+        return torch.tensor(value, dtype=torch.float64).to(self.device)
+
+    def end_step(self) -> None:
+        torch_xla.sync()
+
+    def synchronise(self) -> None:
+        torch_xla.sync(wait=True)
+        xm.wait_device_ops()
+
+
+def _fill(value: Tensor, size: int) -> Tensor:
+    """Repeat the last sample up to `size`: one shape is one program."""
+    missing = size - len(value)
+    return torch.cat([value, value[-1:].expand(missing, *value.shape[1:])]) if missing else value

@@ -1,7 +1,9 @@
-# Every target uses .venv, which `install` makes once and refreshes when the requirements change.
+# Every target uses .venv, which `install` makes once and refreshes when the requirements change; test-xla has an
+# environment of its own, since torch_xla goes with one version of torch.
 PYTHON ?= python3.11
 VENV := .venv
 PY := $(VENV)/bin/python
+XLA_VENV := .venv-xla
 RUN := runs/smoke_test
 CONFIG := configs/smoke_test.yaml
 PARTICIPANTS := 120
@@ -9,7 +11,7 @@ PARTICIPANTS := 120
 PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist loadfile
 
 .DEFAULT_GOAL := help
-.PHONY: help install test test-slow soak tpu-fit-env lint demo clean-demo
+.PHONY: help install test test-slow test-xla soak tpu-fit-env lint demo clean-demo
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -28,6 +30,18 @@ test: install ## the default tests
 
 test-slow: install ## longer tests
 	$(PYTEST) -m "slow"
+
+# what a TPU worker has, without the TPU's own library
+$(XLA_VENV)/installed: requirements.txt requirements-tpu.txt requirements-dev.txt
+	test -x $(XLA_VENV)/bin/python || $(PYTHON) -m venv $(XLA_VENV)
+	$(XLA_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -r requirements.txt \
+	    $$(sed '/^-r/d; s/\[tpu\]//' requirements-tpu.txt) $$(grep '^pytest' requirements-dev.txt)
+	@touch $@
+
+test-xla: $(XLA_VENV)/installed ## the XLA engine, on four devices of this CPU
+	PJRT_DEVICE=CPU CPU_NUM_DEVICES=4 XLA_FLAGS=--xla_backend_optimization_level=0 OMP_NUM_THREADS=1 \
+	    $(XLA_VENV)/bin/python -m pytest -n 2 --dist loadfile -m "xla" \
+	    tests/test_xla.py tests/test_xla_run.py tests/test_xla_attention.py tests/test_tpu_fit.py
 
 soak: install ## long proofs, run by hand
 	$(PY) -m pytest -m "soak" --timeout 7200

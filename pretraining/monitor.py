@@ -219,7 +219,7 @@ class TargetMotion:
 
     @staticmethod
     def _probe(model: VJEPA3D) -> Tensor:
-        return model.target_encoder.blocks[-1].mlp.fc2.weight.detach().clone()
+        return model.target_encoder.blocks[-1].mlp.fc2.weight.detach().to("cpu", copy=True)
 
     def check(self, model: VJEPA3D, updates: int) -> None:
         """Raises FrozenTargetError when nothing moved although `updates` should have moved the target

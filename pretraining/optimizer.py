@@ -39,7 +39,7 @@ class SelectingAdamW(torch.optim.AdamW):
         before = [value.clone() for value in moved]
         rates = [group["lr"] for group in self.param_groups]
         for group, rate in zip(self.param_groups, rates, strict=True):
-            group["lr"] = torch.tensor(rate).to(is_skipped.device)
+            group["lr"] = torch.tensor([rate]).to(is_skipped.device)[0]  # an input even where it is 0
         super().step()
         for group, rate in zip(self.param_groups, rates, strict=True):
             group["lr"] = rate

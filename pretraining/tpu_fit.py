@@ -40,6 +40,7 @@ from utils.tpu_topologies import TOPOLOGIES, Topology
 
 CACHE = ROOT / "runs" / "tpu_fit"
 AI_READI_VOLUMES = 56_477  # OCT volumes of its third release, the default of --volumes
+COMPILER_VARIABLES = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "PJRT_DEVICE", "CPU_NUM_DEVICES")  # never inherited
 BATCH_KEY = "train.per_core_batch_size"
 Facts = dict[str, Any]
 
@@ -166,10 +167,11 @@ def program_key(program: bytes, aliases: list[list[int]], topology: str) -> str:
 def _run(name: str, module: str, arguments: list[str], folder: Path, own: dict[str, str]) -> None:
     """One of the two processes; its last line on failure, and where the rest is."""
     command = [str(environment(name)), "-m", module, *arguments]
+    inherited = {key: value for key, value in os.environ.items() if key not in COMPILER_VARIABLES}
     done = subprocess.run(
         command,
         cwd=ROOT,
-        env={**os.environ, **own},
+        env=inherited | own,
         stdout=sys.stderr,
         stderr=subprocess.PIPE,
         text=True,

@@ -122,7 +122,7 @@ def _train(cfg: Config, runtime: Runtime, stack: ExitStack) -> int:
     batches = iter(loader)
     if writer is not None:
         stack.callback(writer.wait)
-    motion, moves = TargetMotion(model), torch.zeros((), dtype=torch.long, device=runtime.device)
+    motion, moves = TargetMotion(model), runtime.place(torch.tensor(0))
     steps_per_epoch = max(1, round(len(rows.train) / cfg.train.global_batch_size))
     val_every = cfg.train.val_every_steps or steps_per_epoch
     save_every = cfg.train.ckpt_every_steps or cfg.train.ckpt_every_epochs * steps_per_epoch
@@ -133,10 +133,10 @@ def _train(cfg: Config, runtime: Runtime, stack: ExitStack) -> int:
         show_snapshots(model, cfg, store, rows, runtime, run_log, 0)
 
     recent: list[tuple[int, torch.Tensor]] = []  # steps since the last log line, and whether they were finite
-    bad_run = torch.tensor(progress["bad_run"], device=runtime.device)
-    bad_total = torch.tensor(progress["bad_total"], device=runtime.device)
-    worst_run = torch.tensor(progress["bad_run"], device=runtime.device)
-    left = torch.tensor(progress["init_weight"], dtype=torch.float64, device=runtime.device)
+    bad_run = runtime.place(torch.tensor(progress["bad_run"]))
+    bad_total = runtime.place(torch.tensor(progress["bad_total"]))
+    worst_run = runtime.place(torch.tensor(progress["bad_run"]))
+    left = runtime.place(torch.tensor(progress["init_weight"], dtype=torch.float64))
     clock, wait_s, timed_steps = time.perf_counter(), 0.0, 0
     validated = clock
     done = saved = start
@@ -205,14 +205,14 @@ def _train(cfg: Config, runtime: Runtime, stack: ExitStack) -> int:
             )
             if is_first:
                 report_bad_steps(cfg, int(worst_run), recent, partial(rows_of_step, loader))
-            recent, worst_run = [], torch.tensor(0, device=runtime.device)
+            recent, worst_run = [], runtime.place(torch.tensor(0))
             clock, wait_s, timed_steps = time.perf_counter(), 0.0, 0
         run_log.bar.update()
 
         names: list[str] = []
         if is_validated:
             motion.check(model, int(moves))
-            moves = torch.tensor(0, device=runtime.device)
+            moves = runtime.place(torch.tensor(0))
             began = time.perf_counter()
             measured = runtime.group.broadcast(validate(model, fitting, store, rows, runtime))
             now = time.perf_counter()

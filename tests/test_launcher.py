@@ -71,7 +71,7 @@ def ready(tmp_path_factory: pytest.TempPathFactory) -> Pod:
     pod.commit(
         **{
             CONFIG: "seed: 0\n",
-            "utils/runtime.py": "import torch_xla\n",
+            "utils/xla.py": "import torch_xla\n",
             "requirements.txt": "numpy\n",
             ".gitignore": "/runs/\n",
         }
@@ -349,14 +349,14 @@ def test_check_names_every_fault_of_every_worker_and_nothing_starts(pod: Pod) ->
 def test_without_the_xla_engine_nothing_starts(pod: Pod) -> None:
     """Each worker would train alone on its CPU, each as the first of a run of one."""
     before = git(pod.source, "rev-parse", "HEAD")
-    pod.commit(**{"utils/runtime.py": "import torch  # no torch_xla\n"})
+    pod.commit(**{"utils/xla.py": "import torch  # no torch_xla\n"})
     assert launch(pod, "sync").returncode == 0
     done = launch(pod, "start", CONFIG)
     git(pod.source, "reset", "-q", "--hard", before)
     assert launch(pod, "sync").returncode == 0
     assert done.returncode == 1
     assert (
-        "worker 1: error: engine xla: not in this commit (utils/runtime.py does not import torch_xla)"
+        "worker 1: error: engine xla: not in this commit (utils/xla.py does not import torch_xla)"
         in lines(done)
     )
     assert not (pod.home(0) / "argv").exists()
@@ -552,12 +552,10 @@ def test_in_the_foreground(pod: Pod) -> None:
     done = launch_foreground(pod, "--dry-run", "--engine=torch", CONFIG, "a.b=1 2")
     assert done.stdout.endswith(f"python -m pretraining.train --config {CONFIG} 'a.b=1 2'\n")
     commit = git(pod.source, "rev-parse", "HEAD")
-    pod.commit(**{"utils/runtime.py": "import torch\n"})
+    pod.commit(**{"utils/xla.py": "import torch\n"})
     done = launch_foreground(pod, "--engine=xla", CONFIG)
     git(pod.source, "reset", "-q", "--hard", commit)
-    assert done.stderr == (
-        "error: engine xla: not in this tree (utils/runtime.py does not import torch_xla)\n"
-    )
+    assert done.stderr == ("error: engine xla: not in this tree (utils/xla.py does not import torch_xla)\n")
     done = launch_foreground(pod, "--engine=torchrun", "--dry-run", CONFIG)
     assert "-m torch.distributed.run --standalone --nproc-per-node=2 -m pretraining.train" in done.stdout
     (pod.folder / "home" / "broken").touch()

@@ -109,6 +109,10 @@ class Runtime:
         """The tensor where plain torch computes with it: any operation, any shape."""
         return value
 
+    def place(self, value: Tensor) -> Tensor:
+        """A tensor that every process has whole, on its device or devices."""
+        return value.to(self.device)
+
     def scalar(self, value: float) -> float | Tensor:
         """A number of the host that is another in every step, for the device."""
         return value

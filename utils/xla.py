@@ -89,12 +89,18 @@ class XlaRuntime(Runtime):
     def read(self, value: Tensor) -> Tensor:
         if value.device.type != self.device.type:
             return value
-        whole = value.detach().clone()
-        xs.mark_sharding(whole, self.mesh, (None,) * value.ndim)  # a gather of its own, compiled once a shape
-        return whole.cpu()
+        # a program of its own that gathers it, compiled once a shape; what `cpu` itself does is compiled anew
+        # at each call
+        whole = value.detach().unsqueeze(0)
+        xs.mark_sharding(whole, self.mesh, (None,) * whole.ndim)
+        return whole.cpu()[0]
+
+    def place(self, value: Tensor) -> Tensor:
+        # `to` writes a single 0 or 1 into the program as a constant
+        return xm.send_cpu_data_to_device([value], self.device)[0]
 
     def scalar(self, value: float) -> Tensor:
-        return torch.tensor(value, dtype=torch.float64).to(self.device)
+        return self.place(torch.tensor(value, dtype=torch.float64))
 
     def end_step(self) -> None:
         torch_xla.sync()

@@ -1,0 +1,237 @@
+"""The XLA engine against plain torch: the same update from the same batch. `make test-xla` runs these, on
+four devices of a CPU; whole runs are in tests/test_xla_run.py.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from pretraining.monitor import Gauges
+from pretraining.optimizer import MOMENTS, SelectingAdamW
+from pretraining.schedules import ema_momentum, learning_rate
+from pretraining.skill import SkillGauge
+from pretraining.start import settle_memory
+from pretraining.step import Batch, build_optimizer, train_step, trial_step
+from tests.model_factory import nano_model, small_config, uint8_batch
+from tests.xla_counters import count_compiled, count_fallbacks, count_read_back
+from utils.checkpoint import to_host
+from utils.config import Config
+from utils.counter_rng import counter_bits, counter_normal, counter_uniform
+from utils.runtime import Runtime, provenance
+
+pytestmark = pytest.mark.xla
+BATCH, STEPS = 16, 20
+BAD_STEP = STEPS  # the step after those whose losses are compared has no finite loss
+RECIPES = {
+    "vjepa2": ("vjepa2", 2, ()),  # recipe, micro-batches, overrides
+    "vjepa2_sigreg": ("vjepa2", 1, ("method.regulariser=sigreg",)),
+    "mae": ("mae", 1, ()),
+    "methods": ("methods", 1, ()),
+}
+
+
+@pytest.fixture(scope="module")
+def xla() -> Runtime:
+    """The engine, opened before the first backward pass of plain torch: autograd would not find it later."""
+    assert os.environ.get("PJRT_DEVICE") == "CPU", "make test-xla sets it"
+    assert os.environ.get("CPU_NUM_DEVICES") == "4", "make test-xla sets it"
+    return Runtime.create(use_bf16=False, data_timeout_s=60.0)
+
+
+@pytest.fixture(scope="module")
+def plain(xla: Runtime) -> Runtime:
+    return Runtime(torch.device("cpu"), use_bf16=False)
+
+
+class Run(NamedTuple):
+    """A model in training, and what its steps said."""
+
+    cfg: Config
+    model: Any
+    optimizer: torch.optim.AdamW
+    gauges: Gauges
+
+    @classmethod
+    def begin(cls, cfg: Config, runtime: Runtime) -> Run:
+        model = nano_model(cfg).to(runtime.device).train()
+        skill = SkillGauge.of_model(model, runtime.device)
+        run = cls(cfg, model, build_optimizer(model, cfg), Gauges(skill, BATCH, runtime.group, runtime.read))
+        runtime.end_step()
+        return run
+
+    def steps(self, runtime: Runtime, steps: range, micro: int = 1) -> list[torch.Tensor]:
+        losses = []
+        for step in steps:
+            lr, momentum = learning_rate(self.cfg, step, STEPS), ema_momentum(self.cfg, step, STEPS)
+            batches = [runtime.to_device(b) for b in micro_batches(self.cfg, step, micro)]
+            self.gauges.begin(measure=False)
+            parts = self.model, self.optimizer, batches, self.cfg, runtime, step, lr, momentum
+            losses.append(train_step(*parts, self.gauges.observe).loss)
+            self.gauges.finish()
+            runtime.end_step()
+        return losses
+
+    def state(self) -> dict[str, Any]:
+        return to_host(
+            {
+                "model": self.model.state_dict(),
+                "optimizer": self.optimizer.state_dict(),
+                "gauge": self.gauges.state_dict(),
+            }
+        )
+
+    def load(self, state: dict[str, Any]) -> None:
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.gauges.load_state_dict(state["gauge"])
+
+
+def micro_batches(cfg: Config, step: int, micro: int) -> list[Batch]:
+    batch = uint8_batch(cfg, BATCH, step)
+    batch["row"] = batch["row"] + BATCH * step
+    if step == BAD_STEP:
+        batch["std"] = torch.zeros(BATCH)
+    size = BATCH // micro
+    return [{k: v[i * size : (i + 1) * size] for k, v in batch.items()} for i in range(micro)]
+
+
+@pytest.mark.parametrize("name", list(RECIPES))
+def test_losses_are_those_of_plain_torch(name: str, xla: Runtime, plain: Runtime) -> None:
+    """With it: one program after the first step, nothing read back, nothing that XLA leaves to the CPU, the
+    same optimizer state and gauges, and an update without finite loss moves nothing.
+    """
+    recipe, micro, overrides = RECIPES[name]
+    cfg = small_config(recipe, *overrides)
+    expected = Run.begin(cfg, plain)
+    wanted = expected.steps(plain, range(STEPS), micro)
+    run = Run.begin(cfg, xla)
+    fallbacks = count_fallbacks()
+    losses = run.steps(xla, range(3), micro)
+    compiled, read_back = count_compiled(), count_read_back()
+    losses += run.steps(xla, range(3, STEPS), micro)
+    assert (count_compiled(), count_read_back()) == (compiled, read_back)
+    assert count_fallbacks() == fallbacks
+
+    assert [float(x) for x in losses[:5]] == pytest.approx([float(x) for x in wanted[:5]], rel=1e-4)
+    assert [float(x) for x in losses] == pytest.approx([float(x) for x in wanted], rel=1e-3)
+    before = run.state()
+    assert_close(before, expected.state())
+
+    (loss,) = run.steps(xla, range(BAD_STEP, BAD_STEP + 1), micro)
+    assert not bool(torch.isfinite(loss))
+    after = run.state()
+    for part in ("model", "optimizer"):
+        torch.testing.assert_close(after[part], before[part], rtol=0, atol=0)
+
+
+def assert_close(state: dict[str, Any], expected: dict[str, Any]) -> None:
+    """Weights and buffers, moments and step counts, and the ring of targets, within rounding."""
+    assert state["optimizer"]["param_groups"] == expected["optimizer"]["param_groups"]
+    torch.testing.assert_close(state["model"], expected["model"], rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(
+        state["optimizer"]["state"], expected["optimizer"]["state"], rtol=1e-2, atol=1e-5
+    )
+    ring, other = state["gauge"]["skill"], expected["gauge"]["skill"]
+    assert torch.equal(ring["row"], other["row"])
+    assert torch.equal(ring["valid"], other["valid"])
+    assert ring["added"] == other["added"]
+    torch.testing.assert_close(ring["ring"], other["ring"], rtol=1e-2, atol=1e-3)
+
+
+def test_a_batch_is_spread_and_the_weights_are_everywhere(xla: Runtime) -> None:
+    from torch_xla._XLAC import _get_xla_sharding_spec as placement
+
+    cfg = small_config("mae")
+    run = Run.begin(cfg, xla)
+    batch = xla.to_device(uint8_batch(cfg, BATCH))
+    assert all(placement(value).startswith("{devices=[4") for value in batch.values())
+    run.steps(xla, range(2))
+    held = [*run.model.parameters(), *run.model.buffers(), run.gauges.skill.ring_RPE]
+    held += [state[name] for state in run.optimizer.state.values() for name in MOMENTS]
+    assert {placement(value) for value in held} <= {"{replicated}", ""}
+    assert xla.num_devices == 4
+    assert provenance(xla)["device"] == "xla: 4 x CPU"
+    assert "torch_xla" in provenance(xla)["packages"]
+
+
+def test_an_evaluation_batch_is_filled_up(xla: Runtime) -> None:
+    placed = xla.spread({"x": torch.arange(10).view(5, 2)}, 8)["x"]
+    expected = torch.tensor([[0, 1], [2, 3], [4, 5], [6, 7], *[[8, 9]] * 4])
+    assert torch.equal(xla.read(placed), expected)
+
+
+def test_random_numbers_are_the_same_bits(xla: Runtime) -> None:
+    seed = torch.tensor([0, 5, 2**31 + 1, 2**40 + 7, 2**62 - 1]).unsqueeze(1)
+    counter = torch.arange(5000, dtype=torch.int32)
+    for function in (counter_bits, counter_uniform, counter_normal):
+        drawn = function(seed.to(xla.device), counter.to(xla.device))
+        assert torch.equal(drawn.cpu(), function(seed, counter)), function.__name__
+
+
+@pytest.mark.parametrize("begins_on_xla", [True, False])
+def test_either_engine_goes_on_with_the_other_ones_state(
+    begins_on_xla: bool, xla: Runtime, plain: Runtime
+) -> None:
+    cfg = small_config("mae")
+    wanted = Run.begin(cfg, plain).steps(plain, range(12))
+    engines = (xla, plain) if begins_on_xla else (plain, xla)
+    first, second = (Run.begin(cfg, runtime) for runtime in engines)
+    losses = first.steps(engines[0], range(6))
+    second.load(first.state())
+    losses += second.steps(engines[1], range(6, 12))
+    assert [float(x) for x in losses] == pytest.approx([float(x) for x in wanted], rel=1e-4)
+    assert_close(second.state(), {**second.state(), "optimizer": second.optimizer.state_dict()})
+
+
+def test_bfloat16_by_autocast_with_float32_parameters(xla: Runtime) -> None:
+    from torch_xla._XLAC import _get_xla_tensors_hlo as program_of
+
+    cfg = small_config("mae")
+    half = Runtime.create(use_bf16=True, data_timeout_s=60.0)
+    exact, rounded = (Run.begin(cfg, runtime) for runtime in (xla, half))
+    batch = half.to_device(uint8_batch(cfg, BATCH))
+    loss = train_step(rounded.model, rounded.optimizer, [batch], cfg, half, 0, 1e-3, 0.9).loss
+    products = [line for line in program_of([loss]).splitlines() if " dot(" in line]
+    assert sum(" = bf16[" in line for line in products) > 20
+    half.end_step()
+    (expected,) = exact.steps(xla, range(1))
+    assert float(loss) == pytest.approx(float(expected), rel=0.02)
+    assert float(loss) != float(expected)
+    assert {p.dtype for p in rounded.model.parameters()} == {torch.float32}
+    assert {s["exp_avg"].dtype for s in rounded.optimizer.state.values()} == {torch.float32}
+
+
+def test_the_optimizer_selects_only_where_nothing_fuses(xla: Runtime, plain: Runtime) -> None:
+    cfg = small_config("mae")
+    assert isinstance(Run.begin(cfg, xla).optimizer, SelectingAdamW)
+    assert type(Run.begin(cfg, plain).optimizer) is torch.optim.AdamW
+
+
+def test_out_of_memory_halves_the_batch_and_leaves_the_weights(
+    xla: Runtime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the failed program was to compute is lost; the weights come back from the host."""
+    cfg = small_config("mae", "train.per_core_batch_size=4")
+    run = Run.begin(cfg, xla)
+    before = run.state()
+    batch = uint8_batch(cfg, BATCH)
+    monkeypatch.setattr("pretraining.start.open_loader", lambda *_: [[batch]])
+    tried = []
+
+    def trial(*arguments: Any) -> None:
+        tried.append(arguments[3].train.per_core_batch_size)
+        if len(tried) == 1:
+            train_step(*arguments[:2], [arguments[2]], cfg, xla, 0, 1e-3, 0.5)  # pending, and then lost
+            raise RuntimeError("RESOURCE_EXHAUSTED: Attempting to allocate 27.53G")
+        trial_step(*arguments)
+
+    fitting = settle_memory(cfg, None, None, run.model, run.optimizer, xla, 0, trial)  # type: ignore[arg-type]
+    assert tried == [4, 2]
+    assert fitting.train.per_core_batch_size == 2
+    after = run.state()
+    for part in ("model", "optimizer"):
+        torch.testing.assert_close(after[part], before[part], rtol=0, atol=0)

@@ -1,0 +1,139 @@
+"""Whole runs with the XLA engine, on four devices of a CPU: `make test-xla`."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from models import vit3d
+from pretraining import train as loop
+from tests.pipeline_factory import make_store, pipeline_config
+from tests.process_factory import Running, command, losses, metrics, run_to_end
+from tests.xla_counters import count_compiled, count_fallbacks, count_read_back
+from utils.checkpoint import list_steps
+from utils.runtime import Runtime
+
+pytestmark = [pytest.mark.xla, pytest.mark.timeout(3600)]
+STEPS = 12
+GLOBAL = ("train.global_batch_size=8", "train.per_core_batch_size=8")
+SPREAD = ("train.global_batch_size=8", "train.per_core_batch_size=1")  # four devices: two micro-batches
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("xla")
+    make_store(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def small() -> Iterator[None]:
+    """Encoders of this process are small, so that a program compiles within seconds. And the engine is opened
+    before the first backward pass of plain torch: autograd would not find it later.
+    """
+    Runtime.create(use_bf16=False, data_timeout_s=60.0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(vit3d.SIZES, "ti", vit3d.Size(2, 48, 2))
+        yield
+
+
+def train(folder: Path, name: str, engine: str, *overrides: str, stop_after: int | None = None) -> Path:
+    """A run in this process, which asks for the signal's end after so many steps; returns its directory."""
+    own = SPREAD if engine == "xla" else GLOBAL
+    cfg = pipeline_config(folder, f"run.dir={folder / name}", f"train.max_steps={STEPS}", *own, *overrides)
+    real = loop.train_step
+
+    def step_then_signal(*arguments: Any) -> Any:
+        result = real(*arguments)
+        if arguments[5] + 1 == stop_after:
+            arguments[4].stop_requested = True
+        return result
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop, "train_step", step_then_signal)
+        if engine == "torch":
+            patch.delenv("PJRT_DEVICE")
+        assert loop.train(cfg) == 0
+    return folder / name
+
+
+@pytest.fixture(scope="module")
+def plain(folder: Path, small: None) -> Path:
+    return train(folder, "plain", "torch")
+
+
+@pytest.mark.parametrize(("first", "second"), [("xla", "torch"), ("torch", "xla")])
+def test_a_run_goes_on_with_the_other_engine(first: str, second: str, folder: Path, plain: Path) -> None:
+    name = f"{first}_then_{second}"
+    run = train(folder, name, first, stop_after=6)
+    assert list_steps(str(run / "checkpoints"))[-1] == 6
+    assert train(folder, name, second) == run
+    expected = losses(plain)
+    assert list(losses(run)) == list(range(1, STEPS + 1))
+    assert losses(run) == pytest.approx(expected, rel=1e-3)
+    assert [losses(run)[s] for s in range(1, 6)] == pytest.approx(
+        [expected[s] for s in range(1, 6)], rel=1e-4
+    )
+    for row, wanted in zip(metrics(run), metrics(plain), strict=True):
+        for key in {"val/loss", "val/rankme", "train/rankme", "train/skill_position", "ema/drift"} & set(row):
+            assert row[key] == pytest.approx(wanted[key], rel=0.01), (row["step"], key)
+
+
+def test_no_program_is_compiled_and_nothing_read_back_between_two_lines_of_the_log(
+    folder: Path, small: None
+) -> None:
+    """Steps 3 to 50, with logs, validations and checkpoints between them: the first validation, before the
+    first step, compiles what all of them need.
+    """
+    counts: dict[int, tuple[int, int, dict[str, int]]] = {}
+    evaluations: list[int] = []
+    real_step, real_validate = loop.train_step, loop.validate
+
+    def counted_step(*arguments: Any) -> Any:
+        counts[arguments[5]] = count_compiled(), count_read_back(), count_fallbacks()
+        return real_step(*arguments)
+
+    def counted_validate(*arguments: Any) -> Any:
+        before = count_compiled()
+        result = real_validate(*arguments)
+        evaluations.append(count_compiled() - before)
+        return result
+
+    every = "train.log_every_steps=10", "train.val_every_steps=20", "train.ckpt_every_steps=20"
+    overrides = "method.regulariser_weight=0.04", "train.max_steps=52", *every
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop, "train_step", counted_step)
+        patch.setattr(loop, "validate", counted_validate)
+        cfg = pipeline_config(folder, f"run.dir={folder / 'counted'}", *SPREAD, *overrides)
+        assert loop.train(cfg) == 0
+    assert len(evaluations) == 4
+    assert evaluations[0] > 0
+    assert counts[50][0] - counts[3][0] == sum(evaluations[1:3]) == 0
+    quiet = [step for step in range(3, 50) if (step + 1) % 10]
+    assert len(quiet) == 42
+    for step in quiet:
+        assert counts[step + 1][1:] == counts[step][1:], f"step {step}"
+
+
+def test_the_command_stops_at_sigterm_and_goes_on(folder: Path) -> None:
+    run = folder / "command"
+    argv = command(
+        folder, f"run.dir={run}", "train.max_steps=8", *SPREAD, "data.workers=1", "train.use_bf16=true"
+    )
+    running = Running(argv, run)
+    try:
+        running.wait_for_step(2)
+        running.process.send_signal(signal.SIGTERM)
+        assert running.wait() == 0, running.said[-3000:]
+    finally:
+        Running.end_all()
+    assert "global batch 8 = 1 per device x 4 devices x 2 accumulated, on xla:0" in running.said
+    assert "stopped by SIGTERM at step" in running.said
+    said = run_to_end(argv, run)
+    assert "resuming from step" in said
+    assert "finished at step 8" in said
+    assert list(losses(run)) == list(range(1, 9))

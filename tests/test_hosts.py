@@ -81,9 +81,7 @@ def test_xla_is_asked_for_by_pjrt_device_alone(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_xla_runs_out_of_memory_in_its_own_words() -> None:
-    assert is_out_of_memory(
-        RuntimeError("Bad StatusOr access: RESOURCE_EXHAUSTED: reserving 27G")
-    )
+    assert is_out_of_memory(RuntimeError("Bad StatusOr access: RESOURCE_EXHAUSTED: reserving 27G"))
     assert not is_out_of_memory(RuntimeError("INVALID_ARGUMENT: shapes differ"))
 
 

@@ -29,7 +29,11 @@ COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "coll
 SHAPE = re.compile(r"\b([a-z]+\d*)\[([\d,]*)\]")
 COLLECTIVE = re.compile(rf"= (.+?) ({'|'.join(COLLECTIVES)})(-start)?\(")
 PACKED = re.compile(r'dense<"0x([0-9A-F]+)"> : tensor<([\dx]+)xi1>')
-OUT_OF_HBM = re.compile(r"Used ([\d.]+)([KMGT]?) of ([\d.]+)([KMGT]?) hbm")
+SIZE = r"([\d.]+)([KMGT]?)"
+OUT_OF_HBM = (
+    re.compile(rf"\({SIZE}\) exceeds available HBM \({SIZE}\)"),
+    re.compile(rf"Used {SIZE} of {SIZE} hbm"),
+)
 
 
 def shape_bytes(text: str) -> int:
@@ -91,11 +95,11 @@ def unpack_booleans(program: str) -> str:
 
 def wanted_bytes(message: str) -> tuple[float, float] | None:
     """(wanted, available) bytes of HBM in a compiler's out-of-memory message; None in any other message."""
-    match = OUT_OF_HBM.search(message)
-    if match is None:
-        return None
-    wanted, unit, available, available_unit = match.groups()
-    return float(wanted) * UNITS[unit], float(available) * UNITS[available_unit]
+    for pattern in OUT_OF_HBM:
+        if match := pattern.search(message):
+            wanted, unit, available, available_unit = match.groups()
+            return float(wanted) * UNITS[unit], float(available) * UNITS[available_unit]
+    return None
 
 
 def compile_program(program: bytes, aliases: list[tuple[int, int]], topology: Topology) -> dict[str, Any]:

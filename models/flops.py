@@ -49,8 +49,13 @@ def step_flops(model: VJEPA3D, context: int, target: int) -> int:
 
 
 def recomputed_flops(model: VJEPA3D, context: int, target: int) -> int:
-    """One sample's share of what activation checkpointing computes again: the blocks' forward pass."""
-    return sum(block_flops(block, tokens) for block, tokens in _trained_blocks(model, context, target))
+    """One sample's share of what activation checkpointing computes again: the blocks' forward pass without
+    its last product, whose result the backward pass does not need.
+    """
+    return sum(
+        block_flops(block, tokens) - 2 * tokens * block.mlp.fc2.weight.numel()
+        for block, tokens in _trained_blocks(model, context, target)
+    )
 
 
 def flash_backward_flops(model: VJEPA3D, context: int, target: int) -> int:

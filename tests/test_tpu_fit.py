@@ -266,7 +266,7 @@ def test_a_program_too_large_for_a_chip_is_no_crash(tmp_path: Path) -> None:
 def test_a_small_step_from_configuration_to_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tpu_fit, "CACHE", tmp_path / "cache")
     tiny = ["spatial.image_size=[8,32,32]", "method.predictor_depth=1", "train.per_core_batch_size=1"]
-    options = ["model.tpu_attention=flash", "train.global_batch_size=4", "train.use_bf16=true"]
+    options = ["model.tpu_attention=flash", "train.global_batch_size=4"]
     command = ["--config", str(ROOT / "configs/smoke_test.yaml"), "--topology", "v4-8"]
     assert tpu_fit.main([*command, "--json", str(tmp_path / "fit.json"), *tiny, *options]) == 0
     row = json.loads((tmp_path / "fit.json").read_text())

@@ -1,4 +1,6 @@
-"""Flash attention against the plain path, its kernels run by Pallas' interpreter on the CPU."""
+"""The kernels of models/xla_kernels.py: flash attention against the plain path, its kernels run by Pallas'
+interpreter on the CPU, and activation checkpointing against none. `make test-xla` runs these.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +17,12 @@ pytest.importorskip("jax", reason="needs the environment of make test-xla")
 
 import jax
 import jax.numpy as jnp
+import torch_xla
 
 from models import flash_kernels
 from models.xla_kernels import FlashAttention, Shape, call_on_tpu
-from pretraining.step import build_optimizer, train_step
+from pretraining.kernels import choose_kernels
+from pretraining.step import build_optimizer, predict, train_step
 from tests.model_factory import nano_model, small_config, uint8_batch
 from utils.runtime import Runtime
 
@@ -26,6 +30,12 @@ pytestmark = [
     pytest.mark.xla,
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # of jax' own modules, on import
 ]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def xla() -> Runtime:
+    """The engine, opened before the first backward pass of plain torch: autograd would not find it later."""
+    return Runtime.create(use_bf16=False, data_timeout_s=60.0)
 
 
 def interpret(name: str, operands: list[Tensor], tokens: int, results: list[Shape]) -> list[Tensor]:
@@ -121,9 +131,39 @@ def test_a_training_step_takes_it() -> None:
     assert losses[:2] == pytest.approx(losses[2:], rel=1e-5)
 
 
-def test_the_kernels_become_custom_calls_of_a_tpu() -> None:
-    import torch_xla
+@pytest.mark.parametrize("recipe", ["vjepa2", "methods"])
+def test_checkpointing_on_xla_changes_no_gradient(recipe: str, xla: Runtime) -> None:
+    losses, gradients = [], []
+    for on in ("false", "true"):
+        noise = ("method.dropout=0.2", "method.drop_path=0.3")
+        cfg = small_config(recipe, *noise, f"train.activation_checkpointing={on}")
+        model = nano_model(cfg).to(xla.device).train()
+        choose_kernels(model, cfg, xla)
+        optimizer = build_optimizer(model, cfg)
+        batch = xla.to_device(uint8_batch(cfg, 16))
+        losses.append(float(train_step(model, optimizer, [batch], cfg, xla, 0, 1e-3, 0.9).loss))
+        gradients.append({name: p.grad.cpu() for name, p in model.trained_parameters()})
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+    for name, gradient in gradients[0].items():
+        torch.testing.assert_close(gradients[1][name], gradient, atol=1e-6, rtol=1e-4, msg=name)
 
+
+def test_checkpointing_reaches_the_recorded_program(xla: Runtime) -> None:
+    """A barrier keeps XLA from merging the second computation of a block with the first."""
+    barriers = []
+    for on in ("false", "true"):
+        cfg = small_config("vjepa2", f"train.activation_checkpointing={on}")
+        model = nano_model(cfg).to(xla.device).train()
+        choose_kernels(model, cfg, xla)
+        output = predict(model, xla.to_device(uint8_batch(cfg, 16)), xla, stochastic=False)
+        output.loss_B.sum().backward()
+        grads = [p.grad for _, p in model.trained_parameters()]
+        barriers.append(torch_xla._XLAC._get_xla_tensors_hlo(grads).count("opt-barrier"))
+    assert barriers[0] == 0
+    assert barriers[1] >= 4  # two blocks of each transformer
+
+
+def test_the_kernels_become_custom_calls_of_a_tpu(xla: Runtime) -> None:
     q, k, v = (torch.zeros(2, 256, 64, dtype=torch.bfloat16).to(torch_xla.device()) for _ in range(3))
     shapes: list[Shape] = [((2, 256, 64), torch.bfloat16), ((2, 1, 256), torch.float32)]
     out = call_on_tpu("forward", [q, k, v], 256, shapes)

@@ -157,9 +157,10 @@ def log_start(cfg: Config, model: VJEPA3D, rows: Rows, runtime: Runtime, start: 
         cfg.method.recipe, cfg.model.size, counts["encoder"], counts["predictor"], model.encoder.num_tokens,
         len(rows.train), start, total,
     )  # fmt: skip
+    sharing = "processes" if runtime.num_devices == runtime.world_size else "devices"
     log.info(
-        "global batch %d = %d per device x %d devices x %d accumulated, on %s",
-        cfg.train.global_batch_size, cfg.train.per_core_batch_size, runtime.num_devices,
+        "global batch %d = %d per device x %d %s x %d accumulated, on %s",
+        cfg.train.global_batch_size, cfg.train.per_core_batch_size, runtime.num_devices, sharing,
         accumulation_steps(cfg.train, runtime.num_devices), runtime.device,
     )  # fmt: skip
     if end_weight > INIT_WEIGHT_LIMIT:

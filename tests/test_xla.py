@@ -24,7 +24,7 @@ from utils.counter_rng import counter_bits, counter_normal, counter_uniform
 from utils.runtime import Runtime, provenance
 
 pytestmark = pytest.mark.xla
-BATCH, STEPS = 16, 20
+BATCH, STEPS, TOTAL = 16, 20, 40
 BAD_STEP = STEPS  # the step after those whose losses are compared has no finite loss
 RECIPES = {
     "vjepa2": ("vjepa2", 2, ()),  # recipe, micro-batches, overrides
@@ -66,7 +66,7 @@ class Run(NamedTuple):
     def steps(self, runtime: Runtime, steps: range, micro: int = 1) -> list[torch.Tensor]:
         losses = []
         for step in steps:
-            lr, momentum = learning_rate(self.cfg, step, STEPS), ema_momentum(self.cfg, step, STEPS)
+            lr, momentum = learning_rate(self.cfg, step, TOTAL), ema_momentum(self.cfg, step, TOTAL)
             batches = [runtime.to_device(b) for b in micro_batches(self.cfg, step, micro)]
             self.gauges.begin(measure=False)
             parts = self.model, self.optimizer, batches, self.cfg, runtime, step, lr, momentum
@@ -123,9 +123,14 @@ def test_losses_are_those_of_plain_torch(name: str, xla: Runtime, plain: Runtime
 
     (loss,) = run.steps(xla, range(BAD_STEP, BAD_STEP + 1), micro)
     assert not bool(torch.isfinite(loss))
-    after = run.state()
-    for part in ("model", "optimizer"):
-        torch.testing.assert_close(after[part], before[part], rtol=0, atol=0)
+    assert_same_weights(run.state(), before)
+
+
+def assert_same_weights(state: dict[str, Any], expected: dict[str, Any]) -> None:
+    """Weights, buffers and moments, bit for bit."""
+    torch.testing.assert_close(state["model"], expected["model"], rtol=0, atol=0)
+    for name, values in expected["optimizer"]["state"].items():
+        torch.testing.assert_close(state["optimizer"]["state"][name], values, rtol=0, atol=0)
 
 
 def assert_close(state: dict[str, Any], expected: dict[str, Any]) -> None:
@@ -143,8 +148,9 @@ def assert_close(state: dict[str, Any], expected: dict[str, Any]) -> None:
 
 
 def test_a_batch_is_spread_and_the_weights_are_everywhere(xla: Runtime) -> None:
-    from torch_xla._XLAC import _get_xla_sharding_spec as placement
+    import torch_xla
 
+    placement = torch_xla._XLAC._get_xla_sharding_spec
     cfg = small_config("mae")
     run = Run.begin(cfg, xla)
     batch = xla.to_device(uint8_batch(cfg, BATCH))
@@ -177,25 +183,26 @@ def test_either_engine_goes_on_with_the_other_ones_state(
     begins_on_xla: bool, xla: Runtime, plain: Runtime
 ) -> None:
     cfg = small_config("mae")
-    wanted = Run.begin(cfg, plain).steps(plain, range(12))
+    uninterrupted = Run.begin(cfg, plain)
+    wanted = uninterrupted.steps(plain, range(12))
     engines = (xla, plain) if begins_on_xla else (plain, xla)
     first, second = (Run.begin(cfg, runtime) for runtime in engines)
     losses = first.steps(engines[0], range(6))
     second.load(first.state())
     losses += second.steps(engines[1], range(6, 12))
     assert [float(x) for x in losses] == pytest.approx([float(x) for x in wanted], rel=1e-4)
-    assert_close(second.state(), {**second.state(), "optimizer": second.optimizer.state_dict()})
+    assert_close(second.state(), uninterrupted.state())
 
 
 def test_bfloat16_by_autocast_with_float32_parameters(xla: Runtime) -> None:
-    from torch_xla._XLAC import _get_xla_tensors_hlo as program_of
+    import torch_xla
 
     cfg = small_config("mae")
     half = Runtime.create(use_bf16=True, data_timeout_s=60.0)
     exact, rounded = (Run.begin(cfg, runtime) for runtime in (xla, half))
     batch = half.to_device(uint8_batch(cfg, BATCH))
     loss = train_step(rounded.model, rounded.optimizer, [batch], cfg, half, 0, 1e-3, 0.9).loss
-    products = [line for line in program_of([loss]).splitlines() if " dot(" in line]
+    products = [line for line in torch_xla._XLAC._get_xla_tensors_hlo([loss]).splitlines() if " dot(" in line]
     assert sum(" = bf16[" in line for line in products) > 20
     half.end_step()
     (expected,) = exact.steps(xla, range(1))
@@ -232,6 +239,4 @@ def test_out_of_memory_halves_the_batch_and_leaves_the_weights(
     fitting = settle_memory(cfg, None, None, run.model, run.optimizer, xla, 0, trial)  # type: ignore[arg-type]
     assert tried == [4, 2]
     assert fitting.train.per_core_batch_size == 2
-    after = run.state()
-    for part in ("model", "optimizer"):
-        torch.testing.assert_close(after[part], before[part], rtol=0, atol=0)
+    assert_same_weights(run.state(), before)

@@ -80,7 +80,9 @@ def test_a_run_goes_on_with_the_other_engine(first: str, second: str, folder: Pa
     )
     for row, wanted in zip(metrics(run), metrics(plain), strict=True):
         for key in {"val/loss", "val/rankme", "train/rankme", "train/skill_position", "ema/drift"} & set(row):
-            assert row[key] == pytest.approx(wanted[key], rel=0.01), (row["step"], key)
+            is_known = wanted[key] is not None
+            told = row["step"], key
+            assert row[key] == (pytest.approx(wanted[key], rel=0.01) if is_known else None), told
 
 
 def test_no_program_is_compiled_and_nothing_read_back_between_two_lines_of_the_log(
@@ -104,7 +106,8 @@ def test_no_program_is_compiled_and_nothing_read_back_between_two_lines_of_the_l
         return result
 
     every = "train.log_every_steps=10", "train.val_every_steps=20", "train.ckpt_every_steps=20"
-    overrides = "method.regulariser_weight=0.04", "train.max_steps=52", *every
+    # a batch of its own, so that nothing is there from the other tests
+    overrides = "train.per_core_batch_size=2", "train.max_steps=52", *every
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loop, "train_step", counted_step)
         patch.setattr(loop, "validate", counted_validate)
@@ -121,9 +124,10 @@ def test_no_program_is_compiled_and_nothing_read_back_between_two_lines_of_the_l
 
 def test_the_command_stops_at_sigterm_and_goes_on(folder: Path) -> None:
     run = folder / "command"
-    argv = command(
-        folder, f"run.dir={run}", "train.max_steps=8", *SPREAD, "data.workers=1", "train.use_bf16=true"
-    )
+    sizes = "train.global_batch_size=4", "train.per_core_batch_size=1", "train.max_steps=8"
+    mae = "method.recipe=mae", "method.mae_target=normalised", "method.regulariser=none"
+    mae += ("method.regulariser_weight=0",)
+    argv = command(folder, f"run.dir={run}", *sizes, *mae, "data.workers=1")
     running = Running(argv, run)
     try:
         running.wait_for_step(2)
@@ -131,7 +135,7 @@ def test_the_command_stops_at_sigterm_and_goes_on(folder: Path) -> None:
         assert running.wait() == 0, running.said[-3000:]
     finally:
         Running.end_all()
-    assert "global batch 8 = 1 per device x 4 devices x 2 accumulated, on xla:0" in running.said
+    assert "global batch 4 = 1 per device x 4 devices x 1 accumulated, on xla:0" in running.said
     assert "stopped by SIGTERM at step" in running.said
     said = run_to_end(argv, run)
     assert "resuming from step" in said

@@ -11,7 +11,7 @@ PARTICIPANTS := 120
 PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist loadfile
 
 .DEFAULT_GOAL := help
-.PHONY: help install test test-slow test-xla soak lint demo clean-demo
+.PHONY: help install test test-slow test-xla soak tpu-fit-env lint demo clean-demo
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -40,10 +40,14 @@ $(XLA_VENV)/installed: requirements.txt requirements-tpu.txt requirements-dev.tx
 
 test-xla: $(XLA_VENV)/installed ## the XLA engine, on four devices of this CPU
 	PJRT_DEVICE=CPU CPU_NUM_DEVICES=4 XLA_FLAGS=--xla_backend_optimization_level=0 OMP_NUM_THREADS=1 \
-	    $(XLA_VENV)/bin/python -m pytest -n 2 --dist loadfile -m "xla" tests/test_xla.py tests/test_xla_run.py
+	    $(XLA_VENV)/bin/python -m pytest -n 2 --dist loadfile -m "xla" \
+	    tests/test_xla.py tests/test_xla_run.py tests/test_xla_attention.py tests/test_tpu_fit.py
 
 soak: install ## long proofs, run by hand
 	$(PY) -m pytest -m "soak" --timeout 7200
+
+tpu-fit-env: install ## the two environments of pretraining.tpu_fit (9 GB, minutes)
+	$(PY) -m utils.tpu_env
 
 lint: install ## ruff check and format
 	$(VENV)/bin/ruff check .

@@ -305,8 +305,7 @@ def normalise(
             part = volume[one, planes]
             x = table.index_select(0, part.flatten().to(torch.int32)).view(part.shape)
             if is_noisy:
-                first = planes.start * size[1] * size[2]
-                x.add_(_noise(drawn[:, 2], noise_seed[one], part.shape[1:], first))
+                x.add_(_noise(drawn[:, 2], noise_seed[one], part.shape[1:], planes.start))
             result[one, planes] = x.masked_fill_(~(in_dw[one, planes] & in_hw[one]), 0.0)
     return result[:, None]
 
@@ -323,8 +322,12 @@ def _standardise(volume: Tensor, mean: Tensor, std: Tensor, intensity: Tensor | 
     return x.sub_(shift[per_sample]).mul_(factor[per_sample])
 
 
-def _noise(noise_std: Tensor, seed: Tensor, size: Sequence[int], first: int) -> Tensor:
-    """float32 [B,*size] of noise_std, seed [B], for the voxels from number `first` of their volumes on."""
+def _noise(noise_std: Tensor, seed: Tensor, size: Sequence[int], first_plane: int) -> Tensor:
+    """float32 [B,*size] of noise_std, seed [B], for the planes from `first_plane` of their volumes on."""
     per_sample = (slice(None), None, None, None)
-    counter = torch.arange(first, first + math.prod(size), dtype=torch.int32, device=seed.device)
-    return counter_normal(seed[per_sample], counter.view(1, *size)).mul_(noise_std[per_sample])
+    planes, plane = size[0], math.prod(size[1:])
+    # voxel index as a sum of two short counters: XLA writes each arange into the program
+    first = torch.arange(first_plane, first_plane + planes, dtype=torch.int32, device=seed.device)
+    within = torch.arange(plane, dtype=torch.int32, device=seed.device).view(1, *size[1:])
+    counter = (first * plane).view(-1, 1, 1) + within
+    return counter_normal(seed[per_sample], counter).mul_(noise_std[per_sample])

@@ -46,3 +46,32 @@ def step_flops(model: VJEPA3D, context: int, target: int) -> int:
     total = encoder_flops(model.encoder, seen, backward=True)
     total += 3 * predictor_flops(model.predictor, context, target)
     return total + (encoder_flops(model.target_encoder, tokens) if model.reads_target_view else 0)
+
+
+def recomputed_flops(model: VJEPA3D, context: int, target: int) -> int:
+    """One sample's share of what activation checkpointing computes again: the blocks' forward pass without
+    its last product, whose result the backward pass does not need.
+    """
+    return sum(
+        block_flops(block, tokens) - 2 * tokens * block.mlp.fc2.weight.numel()
+        for block, tokens in _trained_blocks(model, context, target)
+    )
+
+
+def flash_backward_flops(model: VJEPA3D, context: int, target: int) -> int:
+    """One sample's share of what flash attention adds: seven products backward (models/flash_kernels.py) in
+    place of four.
+    """
+    return sum(
+        3 * 2 * tokens * tokens * block.attn.proj.in_features
+        for block, tokens in _trained_blocks(model, context, target)
+    )
+
+
+def _trained_blocks(model: VJEPA3D, context: int, target: int) -> list[tuple[Block, int]]:
+    """Every block that a gradient passes, with the number of its tokens."""
+    seen = model.encoder.num_tokens if model.recipe == "methods" else context
+    blocks = [(block, seen) for block in model.encoder.blocks]
+    if not isinstance(model.predictor, MlpPredictor):
+        blocks += [(block, context + target) for block in model.predictor.predictor_blocks]
+    return blocks

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from models.vit3d import NORM_EPS, Block, RopeForm, initialise, rotary_tables
+from models.vit3d import NORM_EPS, Block, Recompute, RopeForm, initialise, rotary_tables, run_blocks
 
 HEAD_DIM = 32  # V-JEPA's predictor: 384 wide, 12 heads
 
@@ -52,6 +52,7 @@ class Predictor3D(nn.Module):
             nn.Parameter(torch.zeros(1, 1, width)) for _ in range(num_mask_tokens)
         )
         self.predictor_blocks = nn.ModuleList(Block(width, self.heads) for _ in range(depth))
+        self.recompute: Recompute | None = None
         self.predictor_norm = nn.LayerNorm(width, eps=NORM_EPS)
         self.predictor_proj = nn.Linear(width, out_width or encoder_width)
         initialise(self, self.predictor_blocks)
@@ -63,8 +64,7 @@ class Predictor3D(nn.Module):
         x = torch.cat((ctx_BKP, mask_BMP), dim=1)
         ids = torch.cat((keep_BK, target_BM), dim=1)
         rotary = rotary_tables(ids, self.grid, self.head_dim, self.rope, self.rope_grid)
-        for block in self.predictor_blocks:
-            x = block(x, rotary)
+        x = run_blocks(self.predictor_blocks, x, rotary, recompute=self.recompute)
         return self.predictor_proj(self.predictor_norm(x[:, num_context:]))
 
 

@@ -19,9 +19,10 @@ import torch
 import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from models.attention import attention
-from utils.counter_rng import counter_uniform
+from models.stochastic import Stochastic
 
 
 class Size(NamedTuple):
@@ -46,39 +47,8 @@ NORM_EPS = 1e-6
 ROPE_BASE = 10_000.0
 RopeForm = Literal["interleaved", "tiled"]
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
+Recompute = Callable[..., Tensor]  # (function, *arguments) -> function(*arguments), computed again backward
 Rotary = tuple[Tensor, Tensor]
-
-
-class Stochastic:
-    """Dropout and stochastic depth of one forward pass, a function of the samples' own seeds.
-
-    Every call draws on from the streams; the same seeds give the same masks on every engine and in every
-    batch layout.
-    """
-
-    def __init__(self, seed_B: Tensor, dropout: float, drop_path: float) -> None:
-        self.seed_B, self.dropout_rate, self.drop_path_rate = seed_B, dropout, drop_path
-        self._drawn = 0
-
-    def _uniform(self, count: int) -> Tensor:
-        """The next `count` numbers in [0, 1) of every sample's stream, [B, count]."""
-        counter = torch.arange(self._drawn, self._drawn + count, device=self.seed_B.device)
-        self._drawn += count
-        return counter_uniform(self.seed_B.unsqueeze(1), counter)
-
-    def dropout(self, x: Tensor) -> Tensor:
-        """Zero elements of x [B, ...] with the dropout rate and rescale the rest."""
-        if self.dropout_rate == 0:
-            return x
-        keep = self._uniform(x[0].numel()).view(x.shape) >= self.dropout_rate
-        return x * keep.to(x.dtype) / (1 - self.dropout_rate)
-
-    def drop_path(self, x: Tensor, rate: float) -> Tensor:
-        """Zero whole samples of a residual branch x [B, ...] with this rate and rescale the rest."""
-        if rate == 0:
-            return x
-        keep = self._uniform(1).view(-1, *[1] * (x.ndim - 1)) >= rate
-        return x * keep.to(x.dtype) / (1 - rate)
 
 
 def rotary_tables(
@@ -169,6 +139,43 @@ class Block(nn.Module):
         return x + noise.drop_path(noise.dropout(self.mlp(self.norm2(x))), drop_path)
 
 
+def recompute_block(function: Callable[..., Tensor], *arguments: object) -> Tensor:
+    """`function(*arguments)`, of which only the arguments are kept: the backward pass computes it again."""
+    return checkpoint(function, *arguments, use_reentrant=False, preserve_rng_state=False)
+
+
+def run_blocks(
+    blocks: nn.ModuleList,
+    x: Tensor,
+    rotary: Rotary | None,
+    noise: Stochastic | None = None,
+    recompute: Recompute | None = None,
+) -> Tensor:
+    """x [B, T, width] through all blocks; stochastic depth grows linearly over them. `recompute` (activation
+    checkpointing) keeps the inputs of the blocks alone for the backward pass.
+    """
+    for i, block in enumerate(blocks):
+        rate = noise.drop_path_rate * i / max(1, len(blocks) - 1) if noise is not None else 0.0
+        if recompute is None or not torch.is_grad_enabled():
+            x = block(x, rotary, noise, rate)
+        else:
+            x = recompute(_Rewound(block, noise, rate), x, rotary)
+    return x
+
+
+class _Rewound:
+    """A block whose stochastic layers draw the same numbers at every call."""
+
+    def __init__(self, block: nn.Module, noise: Stochastic | None, drop_path: float) -> None:
+        self.block, self.noise, self.drop_path = block, noise, drop_path
+        self.drawn = noise.drawn if noise is not None else 0
+
+    def __call__(self, x: Tensor, rotary: Rotary | None) -> Tensor:
+        if self.noise is not None:
+            self.noise.drawn = self.drawn
+        return self.block(x, rotary, self.noise, self.drop_path)
+
+
 class PatchEmbed(nn.Module):
     """Linear embedding of non-overlapping patches, by matrix product on the kept patches alone.
 
@@ -222,6 +229,7 @@ class VisionTransformer3D(nn.Module):
             self.pos_embed = nn.Parameter(torch.zeros(1, self.num_tokens, self.width))
             self.mask_token = nn.Parameter(torch.zeros(1, 1, self.width))
         self.blocks = nn.ModuleList(Block(self.width, self.heads, shape.mlp_ratio) for _ in range(self.depth))
+        self.recompute: Recompute | None = None
         self.norm = nn.LayerNorm(self.width, eps=NORM_EPS)
         initialise(self, self.blocks)
 
@@ -250,10 +258,7 @@ class VisionTransformer3D(nn.Module):
             rotary = rotary_tables(ids, self.grid, self.width // self.heads, self.rope, self.rope_grid)
         if noise is not None:
             x = noise.dropout(x)
-        for i, block in enumerate(self.blocks):
-            rate = noise.drop_path_rate * i / max(1, self.depth - 1) if noise is not None else 0.0
-            x = block(x, rotary, noise, rate)
-        return self.norm(x)
+        return self.norm(run_blocks(self.blocks, x, rotary, noise, self.recompute))
 
 
 def initialise(module: nn.Module, blocks: nn.ModuleList) -> None:

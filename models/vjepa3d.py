@@ -19,7 +19,8 @@ from torch import Tensor, nn
 
 from models.mae import pixel_targets
 from models.predictor import MlpPredictor, Predictor3D
-from models.vit3d import NORM_EPS, Stochastic, VisionTransformer3D, gather_tokens
+from models.stochastic import Stochastic
+from models.vit3d import NORM_EPS, Recompute, VisionTransformer3D, gather_tokens, recompute_block
 from utils.config import Config
 
 
@@ -89,6 +90,14 @@ class VJEPA3D(nn.Module):
                 out_width=self.target_width,
             )
         self.target_encoder = copy.deepcopy(self.encoder).requires_grad_(False)
+        if cfg.train.activation_checkpointing:
+            self.checkpoint_activations(recompute_block)
+
+    def checkpoint_activations(self, recompute: Recompute) -> None:
+        """Keep only the blocks' inputs for the backward pass; an engine may bring its own `recompute`."""
+        self.encoder.recompute = recompute
+        if isinstance(self.predictor, Predictor3D):
+            self.predictor.recompute = recompute
 
     def encode_context(
         self, view_BCDHW: Tensor, context_BK: Tensor, target_BM: Tensor, seed_B: Tensor | None

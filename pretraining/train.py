@@ -20,6 +20,7 @@ from data_setup.store import PreparedStore
 from models.vjepa3d import VJEPA3D
 from pretraining.alarms import closing as closing_lines
 from pretraining.data import Rows, open_rows
+from pretraining.kernels import choose_kernels
 from pretraining.monitor import Gauges, TargetMotion, target_drift, update_ratio
 from pretraining.profiling import StepTrace
 from pretraining.schedules import ema_momentum, learning_rate, total_steps
@@ -96,6 +97,7 @@ def _train(cfg: Config, runtime: Runtime, stack: ExitStack) -> int:
     total = total_steps(cfg, len(rows.train))
     torch.manual_seed(cfg.seed)
     model = VJEPA3D(cfg).to(runtime.device).train()
+    choose_kernels(model, cfg, runtime)
     optimizer = build_optimizer(model, cfg)
     skill = SkillGauge.of_model(model, runtime.device)
     gauges = Gauges(skill, cfg.train.global_batch_size, runtime.group, runtime.read)

@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 
 from models.predictor import WeightedBatchNorm
-from models.vit3d import SIZES, Stochastic, VisionTransformer3D, apply_rotary, gather_tokens, rotary_tables
+from models.stochastic import Stochastic
+from models.vit3d import SIZES, VisionTransformer3D, apply_rotary, gather_tokens, rotary_tables
 from models.vjepa3d import VJEPA3D, Output, parameter_groups
 from tests.model_factory import nano_model, small_config, token_ids, volumes
 from utils.config import Config

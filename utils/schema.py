@@ -69,6 +69,8 @@ class AugmentConfig:
 class ModelConfig:
     size: Literal["ti", "s", "b", "l", "h"] = MISSING
     rope: Literal["interleaved", "tiled"] = "interleaved"  # tiled: what released V-JEPA 2.0 weights need
+    # on a TPU (other devices have one kernel): flash never holds the tokens x tokens matrix
+    tpu_attention: Literal["plain", "flash"] = "plain"
     checkpoint: str | None = None  # what finetuning reads; null: best_probe.pt of this run
 
 
@@ -120,6 +122,8 @@ class TrainConfig:
     max_steps: int | None = None  # wins over epochs when both are given
     val_fraction: float = 0.1  # of the training participants
     use_bf16: bool = MISSING
+    # true: only the blocks' inputs are kept for the backward pass, the rest is computed again; same numbers
+    activation_checkpointing: bool = False
     ckpt_dir: str | None = "${run.dir}/checkpoints"  # null: no checkpoints
     ckpt_every_epochs: int = 5
     ckpt_every_steps: int | None = None  # null: only by epochs

@@ -1,0 +1,33 @@
+"""The kernels that an engine brings for the model.
+
+In: a model on its device, the configuration and the runtime. On a TPU: attention without the tokens x tokens
+matrix where `model.tpu_attention` asks for it, and activation checkpointing that the compiler does not undo.
+Elsewhere nothing changes.
+"""
+
+from __future__ import annotations
+
+import os
+
+from models.vit3d import SelfAttention
+from models.vjepa3d import VJEPA3D
+from utils.config import Config
+from utils.runtime import Runtime
+
+
+def choose_kernels(model: VJEPA3D, cfg: Config, runtime: Runtime, is_for_tpu: bool | None = None) -> None:
+    """Put the engine's kernels into the model; `is_for_tpu`: whether the program is for a TPU, if not for
+    this machine.
+    """
+    if runtime.device.type != "xla":
+        return
+    from models import xla_kernels  # only here: elsewhere there is no torch_xla
+
+    if cfg.train.activation_checkpointing:
+        model.checkpoint_activations(xla_kernels.recompute_block)
+    if is_for_tpu is None:
+        is_for_tpu = os.environ["PJRT_DEVICE"] == "TPU"
+    if is_for_tpu and cfg.model.tpu_attention == "flash":
+        for module in model.modules():
+            if isinstance(module, SelfAttention):
+                module.attention = xla_kernels.FlashAttention(runtime.mesh)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -293,21 +294,47 @@ def normalise(
             assert intensity is not None
             x.add_(_noise(intensity[:, 2], noise_seed, size, 0))
         return x.masked_fill_(~(in_dw & in_hw), 0.0)[:, None]
-    # A processor computes the 256 greys of a sample once and looks every voxel up.
+    with _one_thread():
+        return _normalise_on_cpu(volume, (in_dw, in_hw), mean, std, intensity, noise_seed)[:, None]
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """A processor's cores belong to the loader's workers: many short operations of several threads, each with
+    a meeting at its end, wait for a core every time and take twice as long (docs/data_speed.md).
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _normalise_on_cpu(
+    volume: Tensor,
+    valid_planes: tuple[Tensor, Tensor],
+    mean: Tensor,
+    std: Tensor,
+    intensity: Tensor | None,
+    noise_seed: Tensor | None,
+) -> Tensor:
+    """`normalise` [B,D,H,W] in blocks: the 256 greys of a sample are computed once, every voxel looks up."""
+    in_dw, in_hw = valid_planes
     greys = torch.arange(256, dtype=torch.uint8).view(1, 1, 1, 256)
     result = torch.empty(volume.shape, dtype=torch.float32)
     for sample in range(len(volume)):
         one = slice(sample, sample + 1)
         drawn = None if intensity is None else intensity[one]
         table = _standardise(greys, mean[one], std[one], drawn).flatten()
-        is_noisy = noise_seed is not None and bool(intensity[sample, 2] > 0)
-        for planes in _blocks(size[0], size[1] * size[2]):
+        is_noisy = drawn is not None and noise_seed is not None and bool(drawn[0, 2] > 0)
+        for planes in _blocks(volume.shape[1], volume.shape[2] * volume.shape[3]):
             part = volume[one, planes]
             x = table.index_select(0, part.flatten().to(torch.int32)).view(part.shape)
             if is_noisy:
                 x.add_(_noise(drawn[:, 2], noise_seed[one], part.shape[1:], planes.start))
             result[one, planes] = x.masked_fill_(~(in_dw[one, planes] & in_hw[one]), 0.0)
-    return result[:, None]
+    return result
 
 
 def _standardise(volume: Tensor, mean: Tensor, std: Tensor, intensity: Tensor | None) -> Tensor:

@@ -21,7 +21,8 @@ from data_setup.phantom_dicom import write_volume
 from data_setup.phantom_files import make_spec, rescaled, scan_volume
 from data_setup.prepare import Job, prepare_row
 from data_setup.protocols import BY_NAME
-from data_setup.store import KEPT, PreparedStore, StoreWriter, record_fields
+from data_setup.store import KEPT, PreparedStore
+from data_setup.store_writer import StoreWriter, record_fields
 from utils.config import Config, load_config
 from utils.storage import StorageError
 

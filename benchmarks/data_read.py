@@ -23,7 +23,7 @@ from pretraining.step import build_optimizer, train_step, views
 from tests.cloud_servers import BUCKET, gcs_server
 from utils import storage
 from utils.config import Config, StorageOptions
-from utils.runtime import Runtime
+from utils.runtime import Runtime, keep_freed_memory
 
 LOADER_WORKERS = 2  # processes of the pipeline
 CRC_BYTES = 4  # at the end of a chunk, after what Blosc wrote
@@ -87,6 +87,7 @@ def read(work: Path, shapes: dict[str, Shape], repeats: int, volumes: int, bucke
     files = dicom_files(work, shapes)
     store = prepared_store(work, list(files["uncompressed"].values()), cfg, volumes)
     rows = store.kept
+    keep_freed_memory()  # as the loader's workers do
     store.read(int(rows[0]))  # opens the array
     warm, cold, codec, copy = [], [], [], []
     dicom: dict[str, list[float]] = {syntax: [] for syntax in files}

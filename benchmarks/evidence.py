@@ -84,6 +84,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     told["run"].add_argument("--steps", type=int, help="the same steps for every arm instead of a budget")
     told["run"].add_argument("--seeds", type=int, default=3)
     told["run"].add_argument("--minutes", type=float, default=60.0, help="of wall-clock for the ablations")
+    told["run"].add_argument("--only", metavar="ARM,ARM", help="these recipes and ablations alone")
     told["score"].add_argument("--arm", required=True)
     told["score"].add_argument("--seed", type=int, required=True)
     told["table"].add_argument("--out", type=Path, default=RESULTS)
@@ -105,7 +106,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends the runs as Ctrl-C does
         plan = Plan(root, budget, args.seeds, steps, tuple(args.change))
         try:
-            run_all(plan, args.jobs, args.minutes)
+            only = None if args.only is None else [arm_by_name(name).name for name in args.only.split(",")]
+            run_all(plan, args.jobs, args.minutes, only)
         except KeyboardInterrupt:
             print("stopped; the same command goes on", flush=True)
             return 130

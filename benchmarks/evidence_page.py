@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.evidence_arms import ABLATIONS, CONTROL, NOT_EXPRESSIBLE, RANDOM_ARM, REFERENCE
+from benchmarks.evidence_arms import ABLATIONS, CONTROL, MAIN, NOT_EXPRESSIBLE, RANDOM_ARM, REFERENCE
 from benchmarks.evidence_run import Plan
 from benchmarks.evidence_score import TASKS
 from benchmarks.evidence_table import Difference, build
@@ -137,7 +137,7 @@ def markdown(told: dict[str, Any]) -> str:
         lines += [*sentences(ablations, "against_reference"), ""]
         lines += score_table(ablations, "against_reference")
         lines += ["", *training_table(ablations)]
-    left = [arm.label for arm in ABLATIONS if arm.name not in {r["name"] for r in rows}]
+    left = [arm.label for arm in (*MAIN, *ABLATIONS) if arm.name not in {r["name"] for r in rows}]
     if left:
         lines += ["", f"Not run within the time: {', '.join(left)}."]
     lines += ["", "What the configuration cannot express, and so was not compared:", ""]

@@ -16,7 +16,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,8 +28,10 @@ import torch
 from benchmarks.evidence_arms import (
     ABLATIONS,
     CONFIG,
+    CONTROL,
     MAIN,
     RANDOM_ARM,
+    REFERENCE,
     Arm,
     arm_config,
     cost_key,
@@ -190,16 +192,21 @@ class Job:
         return result
 
 
-def main_jobs(plan: Plan) -> list[Job]:
-    """Baselines and random initialisation first, then one seed of every recipe before the next seed."""
+def main_jobs(plan: Plan, only: Collection[str] | None = None) -> list[Job]:
+    """Baselines and random initialisation first, then one seed of every recipe before the next seed.
+
+    `only`: without the other recipes, but for what every difference of the table is to.
+    """
     jobs = [Job(None, 0, plan.root / BASELINES)]
     jobs += [Job(RANDOM_ARM, s, run_dir(plan.root, RANDOM_ARM, s)) for s in range(plan.seeds)]
-    return jobs + [Job(a, s, run_dir(plan.root, a, s)) for s in range(plan.seeds) for a in MAIN]
+    arms = [a for a in MAIN if only is None or a.name in {*only, REFERENCE, CONTROL}]
+    return jobs + [Job(a, s, run_dir(plan.root, a, s)) for s in range(plan.seeds) for a in arms]
 
 
-def ablation_jobs(plan: Plan) -> list[list[Job]]:
+def ablation_jobs(plan: Plan, only: Collection[str] | None = None) -> list[list[Job]]:
     """The jobs of each ablation, in order; an ablation is started only when all its seeds fit the time."""
-    return [[Job(a, s, run_dir(plan.root, a, s)) for s in range(plan.seeds)] for a in ABLATIONS]
+    arms = [a for a in ABLATIONS if only is None or a.name in only]
+    return [[Job(a, s, run_dir(plan.root, a, s)) for s in range(plan.seeds)] for a in arms]
 
 
 class Queue:
@@ -269,26 +276,30 @@ def used_seconds(folder: Path) -> float:
     return float(path.read_text()) if path.exists() else 0.0
 
 
-def run_all(plan: Plan, jobs: int, minutes: float) -> None:
+def run_all(plan: Plan, jobs: int, minutes: float, only: Collection[str] | None = None) -> None:
     """The recipes, then ablations until `minutes` of wall-clock are used, those of earlier calls included."""
     plan.save()
-    Queue(plan, jobs).run(main_jobs(plan))
-    Queue(plan, jobs).run(fitting_ablations(plan, jobs, minutes * 60))
+    Queue(plan, jobs).run(main_jobs(plan, only))
+    Queue(plan, jobs).run(fitting_ablations(plan, jobs, minutes * 60, only))
 
 
-def fitting_ablations(plan: Plan, jobs: int, allowed_s: float) -> Iterator[Job]:
+def fitting_ablations(
+    plan: Plan, jobs: int, allowed_s: float, only: Collection[str] | None = None
+) -> Iterator[Job]:
     """Jobs of one ablation after the other, while another is expected to fit the time."""
-    ablations = ablation_jobs(plan)
+    ablations = ablation_jobs(plan, only)
     spent_s = sum(used_seconds(job.folder) for ablation in ablations for job in ablation) / jobs
     expected_s = (
         max(used_seconds(job.folder) for job in main_jobs(plan) if job.arm in MAIN) * plan.seeds / jobs
     )
     start = time.monotonic()
-    for arm, ablation in zip(ABLATIONS, ablations, strict=True):
+    for ablation in ablations:
         if all(job.is_done for job in ablation):
             continue
         used_s = spent_s + time.monotonic() - start
         if used_s + expected_s > allowed_s:
+            arm = ablation[0].arm
+            assert arm is not None
             print(f"stopped before {arm.name}: {used_s / 60:.0f} min used of {allowed_s / 60:g}", flush=True)
             return
         yield from ablation

@@ -24,11 +24,12 @@ from pydicom.uid import UID
 from tqdm import tqdm
 
 from data_setup import check_report
+from data_setup.audit import Tree, audit_files, list_tree
 from data_setup.check_report import NOT_OPENED, OK
 from data_setup.dicom import OCTHeader, read_header
 from data_setup.faults import OCTReadError, RejectReason, named_faults
 from data_setup.importers import identify, kind_by_name
-from data_setup.manifest import Record, audit_files, read_records
+from data_setup.manifest import Record, RecordList, read_records
 from data_setup.pixels import BoundedFile
 from data_setup.prepare import UNREAD, check_manifest
 from data_setup.range_file import HEAD_BYTES, RangeFile
@@ -51,6 +52,7 @@ class Item:
     record: Record | None
     size: int | None
     is_folder: bool = False
+    is_double: bool = False  # of a row that is not used, since another has its SOPInstanceUID
 
 
 @dataclass(frozen=True)
@@ -63,6 +65,7 @@ class Finding:
     device: str | None
     protocol: str | None
     manifest_laterality: str | None
+    is_double: bool = False
     size: int = 0
     status: str = OK
     message: str | None = None
@@ -95,6 +98,7 @@ def read_finding(item: Item, options: StorageOptions, head_bytes: int = HEAD_BYT
         device=record.device if record else None,
         protocol=record.protocol if record else None,
         manifest_laterality=record.laterality if record else None,
+        is_double=item.is_double,
         size=item.size or 0,
     )
     if item.is_folder and kind_by_name(item.url) is None:
@@ -212,21 +216,15 @@ def _shared(findings: Iterable[Finding], key: Callable[[Finding], object]) -> li
     return [f for group in groups.values() if len(group) > 1 for f in group]
 
 
-def find_items(records: Sequence[Record], orphans: Sequence[str], options: StorageOptions) -> list[Item]:
-    """The files of the records and the orphans with their sizes, from one listing of the tree."""
-    root = records[0].url.removesuffix(records[0].path).rstrip("/")
-    sizes = {
-        f"{top}/{name}": size
-        for top in sorted({r.path.partition("/")[0] for r in records})
-        for name, size in storage.find_sizes(storage.join(root, top), options).items()
-    }
-    folders = {name.rpartition("/")[0] for name in sizes}
+def find_items(listing: RecordList, orphans: Sequence[str], tree: Tree) -> list[Item]:
+    """The files of the records, of rows that repeat one, and the orphans; sizes are from the listing."""
     items = []
-    for record in records:
-        is_folder = record.path not in sizes and record.path in folders
-        size = 0 if is_folder else sizes.get(record.path)
-        items.append(Item(record.path, record.url, record, size, is_folder))
-    return items + [Item(path, storage.join(root, path), None, sizes.get(path)) for path in orphans]
+    doubles = [(row, True) for row in listing.doubles if row.path in tree]
+    for record, is_double in [*((r, False) for r in listing.records), *doubles]:
+        is_folder = record.path in tree.folders
+        size = 0 if is_folder else tree.sizes.get(record.path)
+        items.append(Item(record.path, record.url, record, size, is_folder, is_double))
+    return items + [Item(p, storage.join(listing.root, p), None, tree.sizes[p]) for p in orphans]
 
 
 _Run = Callable[[str, Callable[[Any], Finding], Sequence[Any]], list[Finding]]
@@ -263,8 +261,9 @@ def check_tree(cfg: Config, workers: int, pixel_hash: str, json_url: str | None)
     start = time.perf_counter()
     options = cfg.data.storage_options
     listing = read_records(cfg)
-    audit = audit_files(listing.records, cfg)
-    items = find_items(listing.records, audit["orphans"], options)
+    tree = list_tree(listing, options)
+    audit = audit_files(listing, tree)
+    items = find_items(listing, audit["orphans"], tree)
     with _runner(workers) as run:
         findings = run("check", partial(read_finding, options=options), items)
 
@@ -282,6 +281,7 @@ def check_tree(cfg: Config, workers: int, pixel_hash: str, json_url: str | None)
             "seconds": round(time.perf_counter() - start, 3),
             "workers": workers,
         },
+        audit["unused_missing"],
     )
     url = json_url or storage.join(cfg.data.store, "check_report.json")
     print(check_report.table(report), flush=True)  # first: the report may have no place to be written to

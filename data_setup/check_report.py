@@ -30,18 +30,26 @@ SHOWN = 3  # values of a column, and names of a kind of problem, in the table; t
 _UM = 1000
 
 
-def summarise(findings: Sequence[Finding], run: Mapping[str, Any]) -> dict[str, Any]:
-    """The report; `is_fine`: nothing is unreadable, missing, orphaned, double or contradictory."""
-    listed = [f for f in findings if not f.is_orphan]
+def summarise(
+    findings: Sequence[Finding], run: Mapping[str, Any], unused_missing: Sequence[str] = ()
+) -> dict[str, Any]:
+    """The report; `is_fine`: nothing is unreadable, missing, orphaned, double or contradictory.
+
+    `unused_missing`: files of rows that are not used; a tree of some devices has none of the others' files,
+    so they are told and do not count.
+    """
+    listed = [f for f in findings if not f.is_orphan and not f.is_double]
+    doubles = [f for f in findings if f.is_double]
     missing = [f.path for f in listed if f.status == RejectReason.MISSING_FILE]
-    unreadable = [f for f in listed if f.status not in (OK, NOT_OPENED, UNREAD, RejectReason.MISSING_FILE)]
+    readable = (OK, NOT_OPENED, UNREAD, RejectReason.MISSING_FILE)
+    unreadable = [f for f in listed + doubles if f.status not in readable]
     duplicates = {
         "uid": _groups(findings, lambda f: f.sop_instance_uid),
         "pixels": _groups(findings, lambda f: f.pixel_hash),
     }
     conflicts = [
         f.path
-        for f in listed
+        for f in listed + doubles
         if {f.laterality, f.manifest_laterality} == {"L", "R"}  # unknown is no contradiction
     ]
     orphans = [f.path for f in findings if f.is_orphan]
@@ -51,7 +59,7 @@ def summarise(findings: Sequence[Finding], run: Mapping[str, Any]) -> dict[str, 
     stored = sum(f.size for f in findings)
     return {
         **run,
-        "is_fine": not (missing or unreadable or orphans or any(duplicates.values()) or conflicts),
+        "is_fine": not (missing or unreadable or orphans or doubles or any(duplicates.values()) or conflicts),
         "records": len(listed),
         "ok": sum(f.status == OK for f in listed),
         "unread": sum(f.status == UNREAD for f in findings),
@@ -59,6 +67,8 @@ def summarise(findings: Sequence[Finding], run: Mapping[str, Any]) -> dict[str, 
         "unreadable": _counts(f.status for f in unreadable),
         "missing": missing,
         "orphans": orphans,
+        "doubles": [f.path for f in doubles],
+        "unused_missing": list(unused_missing),
         "duplicates": duplicates,
         "laterality_conflicts": conflicts,
         "bytes": {
@@ -156,6 +166,8 @@ def table(report: Mapping[str, Any]) -> str:
     for kind, said in (
         ("missing", "missing, in the manifest only"),
         ("orphans", "orphaned, in no manifest row"),
+        ("doubles", "left out by prepare, an earlier row has the SOPInstanceUID"),
+        ("unused_missing", "missing, of manifest rows not used"),
         ("laterality_conflicts", "another eye in the header than in the manifest"),
     ):
         lines.append(f"{said}: {len(report[kind])}")

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 import time
 from collections import deque
@@ -227,14 +228,21 @@ def _obstacles_named() -> Iterator[None]:
 
 
 @contextmanager
-def _folder_of_its_own(url: str) -> Iterator[None]:
-    """A folder for unfinished files, without what a killed run left in it; an object store needs none."""
+def _folder_of_its_own(own: str, shard: int, num_shards: int) -> Iterator[str]:
+    """A folder for unfinished files, without what killed runs left there; an object store needs none.
+
+    With the shard's lock held: no run with another number of shards is at work then, so their folders go too.
+    """
+    url = storage.join(own, f"unfinished-{shard}-of-{num_shards}")
     if storage.is_remote(url):
-        yield
+        yield url
         return
-    storage.remove(url, recursive=True)
+    for name in storage.list_names(own):
+        match = re.fullmatch(r"unfinished-(\d+)-of-(\d+)", name)
+        if match and (int(match[2]) != num_shards or int(match[1]) == shard):
+            storage.remove(storage.join(own, name), recursive=True)
     storage.make_dirs(url)
-    yield
+    yield url
     storage.remove(url, recursive=True)
 
 
@@ -293,8 +301,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         except UserError as error:
             raise UserError(f"{args.dst}: another expand is at work there: {error}") from error
-        staging = storage.join(own, f"unfinished-{shard}-of-{num_shards}")
-        with _folder_of_its_own(staging):
+        with _folder_of_its_own(own, shard, num_shards) as staging:
             expansion = Expansion(args.dst, staging, options, args)
             expansion.run(urls)
         seconds = time.perf_counter() - start

@@ -23,6 +23,7 @@ from data_setup.importers_common import MAX_VOLUME_BYTES, Sidecar, checked_frame
 
 _NIFTI1, _NIFTI2 = 348, 540
 _MM = {"mm": 1.0, "micron": 1e-3, "meter": 1e3}
+_PIECE_BYTES = 2**22
 _WORLD = ("W", "H", "D")  # along right, anterior, superior
 _ALONG = 0.9  # cosine with the world's axis
 _SQUARE = math.sin(math.radians(1))  # cosine between two axes of the array: at most 1 degree off 90
@@ -67,7 +68,7 @@ def read(file: IO[bytes], url: str, sidecar: Sidecar) -> Iterator[Any]:
     )
     with reading(url, RejectReason.TRUNCATED_PIXEL_DATA, f"{length} bytes of voxels"):
         stream.read(int(offset) - consumed)
-        data = stream.read(length)
+        data = _read_up_to(stream, length)
         if gzipped and len(data) == length:
             stream.read(1)  # the end of the stream, where its checksum is
     if len(data) < length:
@@ -78,6 +79,14 @@ def read(file: IO[bytes], url: str, sidecar: Sidecar) -> Iterator[Any]:
     native = dtype.newbyteorder("=")
     yield header
     yield from checked_frames((np.ascontiguousarray(frame, native) for frame in voxels), header)
+
+
+def _read_up_to(stream: Any, length: int) -> bytearray:
+    """That many bytes, or as many as there are: gzip would reserve all that a header asks for at once."""
+    data = bytearray()
+    while len(data) < length and (piece := stream.read(min(_PIECE_BYTES, length - len(data)))):
+        data += piece
+    return data
 
 
 def _read_header(stream: Any, url: str) -> tuple[Any, int]:

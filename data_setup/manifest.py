@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import io
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,7 +24,6 @@ from utils.storage import join, list_names, read_text
 __all__ = [
     "Record",
     "RecordList",
-    "audit_files",
     "load_labels",
     "pretraining_split",
     "read_participants",
@@ -33,7 +32,7 @@ __all__ = [
 
 SPLITS = ("train", "val", "test")
 _ID_COLUMNS = ("person_id", "participant_id")  # version 3, versions 1 and 2
-_TREE = ("retinal_oct", "structural_oct")
+TREE = ("retinal_oct", "structural_oct")
 _AI_READI_COLUMNS = ("sop_instance_uid", "laterality", "number_of_frames", "height", "width")
 # Texts that the manifests of this family write where they have no value.
 _SENTINELS = {"", "nan", "none", "null", "n/a", "not reported", "not provided", "varies by frame"}
@@ -63,21 +62,33 @@ class RecordList:
     records: list[Record]
     skipped: dict[str, int]  # rows that are not used, by reason
     split_source: str  # recommended_split | seeded_70_10_20
+    unused: list[Record]  # the other rows that name a file; device, protocol, person may be unknown in them
+    root: str  # what the paths are relative to
+
+    @property
+    def doubles(self) -> list[Record]:
+        """Unused rows that give another file the SOPInstanceUID of a record: the first row is used."""
+        paths = {r.path for r in self.records}
+        uids = {r.sop_instance_uid for r in self.records} - {""}
+        found = {r.path: r for r in self.unused if r.path not in paths and r.sop_instance_uid in uids}
+        return list(found.values())
 
 
 def read_records(cfg: Config) -> RecordList:
     """The records that the data.* filters leave, by (person_id, path); raises UserError, ConfigError."""
     allowed = wanted_values(cfg)
     participants, split_source = read_participants(cfg)
-    rows, skipped = _manifest_rows(cfg)
+    rows, unused, skipped = _manifest_rows(cfg)
     records = []
     for row in rows:
         person = participants.get(row.person_id)
         if person is None:
             skipped["participant_unknown"] += 1
+            unused.append(row)
             continue
         if person["split"] is None:
             skipped["participant_without_split"] += 1
+            unused.append(row)
             continue
         record = replace(row, **person)
         rejected = next(
@@ -85,19 +96,21 @@ def read_records(cfg: Config) -> RecordList:
         )
         if rejected:
             skipped[f"filtered_by_{rejected}"] += 1
+            unused.append(record)
         else:
             records.append(record)
     records.sort(key=lambda r: (r.person_id, r.path))
     limit = cfg.data.max_samples
     if limit is not None and len(records) > limit:
         skipped["beyond_max_samples"] = len(records) - limit
+        unused += records[limit:]
         records = records[:limit]
     if not records:
         counts = ", ".join(f"{k} {n}" for k, n in sorted(skipped.items())) or "an empty manifest"
         raise UserError(f"{cfg.data.manifest_path}: expected at least one usable row, found none ({counts})")
-    base = _tree_base(cfg)
-    records = [replace(r, url=base(r.path)) for r in records]
-    return RecordList(records, dict(sorted(skipped.items())), split_source)
+    root = _tree_root(cfg)
+    records, unused = ([replace(r, url=join(root, r.path)) for r in part] for part in (records, unused))
+    return RecordList(records, dict(sorted(skipped.items())), split_source, unused, root)
 
 
 def read_participants(cfg: Config) -> tuple[dict[str, dict[str, Any]], str]:
@@ -150,35 +163,13 @@ def load_labels(cfg: Config) -> dict[str, str]:
     return labels
 
 
-def audit_files(records: Iterable[Record], cfg: Config) -> dict[str, list[str]]:
-    """{"missing": paths of records without a file, "orphans": .dcm files without a manifest row}, by listing.
-
-    Orphans are looked for in the device folders of the records, against all rows of the manifest.
-    """
-    records = list(records)
-    base = _tree_base(cfg)
-    options = cfg.data.storage_options
-    on_disk = set()
-    for device in sorted({r.device for r in records}):
-        folder = "/".join((*_TREE, device))
-        for person_id in list_names(base(folder), options):
-            names = list_names(base(f"{folder}/{person_id}"), options)
-            on_disk |= {f"{folder}/{person_id}/{n}" for n in names if n.endswith(".dcm")}
-    others = {r.path for r in records} - on_disk  # outside the tree, or no DICOM
-    for folder in sorted({path.rpartition("/")[0] for path in others}):
-        on_disk |= others & {join(folder, n) for n in list_names(base(folder), options)}
-    table, _ = _read_table(cfg.data.manifest_path, options, ("filepath",))
-    in_manifest = {_clean_path(path) for path in table["filepath"]}
-    missing = sorted({r.path for r in records} - on_disk)
-    return {"missing": missing, "orphans": sorted(on_disk - in_manifest)}
-
-
-def _manifest_rows(cfg: Config) -> tuple[list[Record], Counter[str]]:
-    """Rows as records without participant and URL, and the counts of the rows that are none."""
+def _manifest_rows(cfg: Config) -> tuple[list[Record], list[Record], Counter[str]]:
+    """Rows as records without participant and URL, the rows that are none, and their counts by reason."""
     table, id_column = _read_table(cfg.data.manifest_path, cfg.data.storage_options, ("filepath",))
     if not {"device", "protocol"} <= set(table.columns):
         _require(table, _AI_READI_COLUMNS, cfg.data.manifest_path)
     rows: list[Record] = []
+    unused: list[Record] = []
     skipped: Counter[str] = Counter()
     paths: set[str] = set()
     uids: set[str] = set()
@@ -201,32 +192,31 @@ def _manifest_rows(cfg: Config) -> tuple[list[Record], Counter[str]]:
         reason = next((name for name, applies in reasons.items() if applies), None)
         if reason:
             skipped[reason] += 1
+        if path is None:
             continue
-        assert path is not None
-        assert person_id is not None
-        assert device is not None
-        assert protocol is not None
-        paths.add(path)
-        uids.add(uid)
         shape = [_integer(row.get(c)) for c in ("number_of_frames", "height", "width")]
-        rows.append(
-            Record(
-                person_id=person_id,
-                device=device,
-                protocol=known.name if known else protocol,
-                region=known.region if known else _text(row.get("anatomic_region")) or "unknown",
-                laterality=_laterality(row.get("laterality"), path),
-                path=path,
-                url="",
-                sop_instance_uid=uid,
-                shape=(shape[0], shape[1], shape[2]) if all(shape) else None,  # type: ignore[arg-type]
-                split="",
-                study_group=None,
-                clinical_site=None,
-                age=None,
-            )
+        record = Record(
+            person_id=person_id or "unknown",
+            device=device or "unknown",
+            protocol=known.name if known else protocol or "unknown",
+            region=known.region if known else _text(row.get("anatomic_region")) or "unknown",
+            laterality=_laterality(row.get("laterality"), path),
+            path=path,
+            url="",
+            sop_instance_uid=uid,
+            shape=(shape[0], shape[1], shape[2]) if all(shape) else None,  # type: ignore[arg-type]
+            split="",
+            study_group=None,
+            clinical_site=None,
+            age=None,
         )
-    return rows, skipped
+        if reason:
+            unused.append(record)
+        else:
+            paths.add(path)
+            uids.add(uid)
+            rows.append(record)
+    return rows, unused, skipped
 
 
 def wanted_values(cfg: Config) -> dict[str, tuple[str, set[str]]]:
@@ -253,16 +243,16 @@ def wanted_values(cfg: Config) -> dict[str, tuple[str, set[str]]]:
     return filters
 
 
-def _tree_base(cfg: Config) -> Callable[[str], str]:
-    """A function from a record's path to its URL: the tree may sit in dataset/, or repeat retinal_oct/."""
+def _tree_root(cfg: Config) -> str:
+    """What the records' paths are relative to: the tree may sit in dataset/, or repeat retinal_oct/."""
     root, options = cfg.data.gcs_root, cfg.data.storage_options
     names = list_names(root, options)
-    if _TREE[0] not in names and "dataset" in names:
+    if TREE[0] not in names and "dataset" in names:
         root = join(root, "dataset")
-    inside = list_names(join(root, _TREE[0]), options)
-    if _TREE[1] not in inside and _TREE[0] in inside:
-        root = join(root, _TREE[0])
-    return lambda path: join(root, path)
+    inside = list_names(join(root, TREE[0]), options)
+    if TREE[1] not in inside and TREE[0] in inside:
+        root = join(root, TREE[0])
+    return root
 
 
 def _read_table(

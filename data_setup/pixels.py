@@ -26,6 +26,7 @@ from data_setup.faults import OCTReadError, RejectReason, UnboundedReadError, na
 MAX_FRAME_BYTES = 2**30  # no OCT frame is near this; a header that claims more is wrong
 # A codec needs 20 times a frame's bytes; above 8 MiB a frame this many times its codestream is a lie.
 _MAX_RATIO, _PLAUSIBLE_BYTES = 200, 2**23
+_PLAUSIBLE_VOLUME_BYTES = 2**28  # the same of all frames together
 _ITEM, _SEQUENCE_END = 0xFFFEE000, 0xFFFEE0DD
 _UNDEFINED = 0xFFFFFFFF
 
@@ -248,12 +249,16 @@ def _encapsulated_frames(
         if tag != _ITEM or size == _UNDEFINED:
             found = f"({group:04x},{element:04x}) after {len(items)} items"
             raise OCTReadError(url, RejectReason.CORRUPT_PIXEL_DATA, "an item of PixelData", found)
+        if items and size == 0:
+            found = f"none in fragment {number(len(items))}"
+            raise OCTReadError(url, RejectReason.TRUNCATED_PIXEL_DATA, "bytes in every fragment", found)
         items.append((file.tell(), size))
         file.seek(size, 1)
     if not items:
         raise OCTReadError(url, RejectReason.CORRUPT_PIXEL_DATA, "a basic offset table item", "no item")
     table, fragments = items[0], items[1:]
-    if sum(size for _, size in fragments) == 0:
+    total, claimed = sum(size for _, size in fragments), layout.frames * layout.frame_bytes
+    if total == 0:
         raise OCTReadError(
             url, RejectReason.TRUNCATED_PIXEL_DATA, f"{number(layout.frames)} frames", "no bytes"
         )
@@ -261,6 +266,11 @@ def _encapsulated_frames(
     if len(frames) != layout.frames:
         found = f"{len(frames)} in {len(fragments)} fragments"
         raise OCTReadError(url, RejectReason.FRAME_COUNT_MISMATCH, f"{number(layout.frames)} frames", found)
+    if claimed > max(_PLAUSIBLE_VOLUME_BYTES, _MAX_RATIO * total):  # before the caller allocates for it
+        said = (
+            f"{number(layout.frames)} frames of at most {_MAX_RATIO} times as many bytes as in the fragments"
+        )
+        raise OCTReadError(url, RejectReason.CORRUPT_PIXEL_DATA, said, f"{total} bytes in the fragments")
     return frames
 
 

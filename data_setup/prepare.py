@@ -18,6 +18,7 @@ import os
 import re
 import sys
 import time
+import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
@@ -27,14 +28,16 @@ from typing import Any
 
 from tqdm import tqdm
 
+from data_setup.audit import audit_files, list_tree
 from data_setup.dicom import OCTHeader, OCTReadError, RejectReason
 from data_setup.importers import open_record, source_stat
-from data_setup.manifest import Record, audit_files, read_records
+from data_setup.manifest import Record, read_records
 from data_setup.prepare_report import shorten, summarise, table
 from data_setup.resample import resample_frames
 from data_setup.shard_lock import setup_lock, shard_lock
-from data_setup.store import KEPT, StoreWriter, in_threads, measure, read_attrs, record_fields
-from data_setup.workers import spawned_pool
+from data_setup.store import KEPT, in_threads, read_attrs
+from data_setup.store_writer import StoreWriter, measure, record_fields
+from data_setup.workers import pool_of
 from utils import storage
 from utils.config import EXIT_USER_ERROR, SpatialConfig, StorageOptions, UserError, parse_cli, run_cli
 
@@ -160,23 +163,22 @@ def state_of(job: Job, found: dict[str, Any] | None) -> str:
 def run_jobs(
     jobs: Sequence[Job], workers: int, work: Callable[[Job], Outcome] = prepare_row
 ) -> Iterator[Outcome]:
-    """Outcomes as they come, from `workers` processes (0: this one); closing the generator ends them.
+    """Outcomes as they come, from `workers` processes (0: a thread of this one); closing the generator ends
+    them.
 
     When a process is lost, the files that were in the pool run again one by one: the one that takes its
     process with it a second time is a reject. A row that cannot be written ends the run: StorageError.
     """
-    if workers == 0:
-        yield from map(work, jobs)
-        return
     waiting, suspects = list(reversed(jobs)), []
     while waiting or suspects:
         alone = bool(suspects)
         todo, lost = (suspects, []) if alone else (waiting, [])
         size = 1 if alone else workers
-        with spawned_pool(size) as pool:
+        ahead = 1 if alone else _IN_FLIGHT * size or 1
+        with pool_of(size) as pool:
             running: dict[Future[Outcome], Job] = {}
             while (todo or running) and not lost:
-                while todo and len(running) < (1 if alone else _IN_FLIGHT * size):
+                while todo and len(running) < ahead:
                     job = todo.pop()
                     try:
                         running[pool.submit(work, job)] = job
@@ -203,7 +205,11 @@ def run_jobs(
 
 def _internal_error(job: Job, error: BaseException) -> Outcome:
     """A reject with the error's kind and place; not its text, which may quote the file."""
-    places = re.findall(r'^  File "(.*)", line (\d+), in (.*)$', str(error.__cause__), re.MULTILINE)
+    if error.__traceback__ is None:  # of another process: the way to the error is text
+        places = re.findall(r'^  File "(.*)", line (\d+), in (.*)$', str(error.__cause__), re.MULTILINE)
+    else:
+        frames = traceback.extract_tb(error.__traceback__)
+        places = [(frame.filename, str(frame.lineno), frame.name) for frame in frames]
     trace = [f"  {path}:{line} {function}" for path, line, function in places]
     print(f"{job.record.path}: {type(error).__name__}", *trace, sep="\n", file=sys.stderr)
     where = f" at {os.path.basename(places[-1][0])}:{places[-1][1]}" if places else ""
@@ -267,7 +273,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     listing = read_records(cfg)
     writer = StoreWriter(url, options)
     wants_audit = args.audit or not storage.is_remote(cfg.data.gcs_root)
-    audit = shorten(audit_files(listing.records, cfg)) if wants_audit else None
+    audit = shorten(audit_files(listing, list_tree(listing, options))) if wants_audit else None
     synthetic = storage.exists(storage.join(cfg.data.gcs_root, "synthetic.json"), options)
     with shard_lock(url, shard, num_shards, options):
         with setup_lock(url, options):
@@ -302,8 +308,13 @@ def main(argv: Sequence[str] | None = None) -> int:
                 if bad.total() > limit:
                     break
         outcomes.close()
+
+        def is_own(row: int) -> bool:
+            return row % num_shards == shard
+
+        measured = writer.read_unindexed(is_own)  # minutes for many rows in a bucket: before the lock
         with setup_lock(url, options):
-            index = writer.finalise(rows)
+            index = writer.finalise(rows, measured, is_own)
             seconds = time.perf_counter() - start
             report = summarise(
                 index,

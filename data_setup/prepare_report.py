@@ -48,7 +48,7 @@ def _group(index: pd.DataFrame) -> dict[str, Any]:
 
 
 def shorten(audit: Mapping[str, list[str]]) -> dict[str, dict[str, Any]]:
-    """What manifest.audit_files found: per kind the count and the first AUDIT_NAMES names."""
+    """What audit.audit_files found: per kind the count and the first AUDIT_NAMES names."""
     return {kind: {"count": len(names), "first": names[:AUDIT_NAMES]} for kind, names in audit.items()}
 
 

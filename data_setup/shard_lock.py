@@ -26,7 +26,8 @@ from typing import Any
 from utils import storage
 from utils.config import StorageOptions, UserError
 
-_SETUP_WAIT_S = 120.0  # the setup lock is held for seconds: the record list, the index
+# The setup lock is held for seconds: the record list, the index; every request may be repeated for a minute.
+_SETUP_WAIT_S = 600.0  # for one holder, however many take their turns before us
 _ORPHANS_WAIT_S = 1.0  # the workers of a killed process notice at once; one may still end a write
 _UNWRITTEN_WAIT_S = 5.0  # an empty lock: its owner is writing it this moment, or died just then
 
@@ -62,8 +63,10 @@ def shard_lock(
 def setup_lock(store: str, options: StorageOptions | None = None) -> Iterator[None]:
     """Hold what all shards share (record list, attributes, index); waits for its turn."""
     url, mine = storage.join(store, "locks", "setup.lock"), _claim()
-    deadline = time.monotonic() + _SETUP_WAIT_S
+    waited_for, deadline = None, 0.0
     while (owner := _acquire(url, mine, options)) is not None:
+        if owner != waited_for:
+            waited_for, deadline = owner, time.monotonic() + _SETUP_WAIT_S
         if time.monotonic() > deadline:
             raise UserError(f"{store}: waited {_SETUP_WAIT_S:.0f} s for {_words(owner, url)}")
         time.sleep(0.2)
@@ -173,4 +176,8 @@ def _is_alive(owner: dict[str, Any]) -> bool:
 
 
 def _words(owner: dict[str, Any], url: str) -> str:
-    return f"process {owner['pid']} on {owner['host']}; if that is gone for good, remove {url}"
+    """Who it is and what to do: a process of this host is known to live, so its lock has to stay."""
+    who = f"process {owner['pid']} on {owner['host']}"
+    if owner["host"] == socket.gethostname():
+        return f"{who}, which is alive; wait for its end, or stop it, and run again"
+    return f"{who}; look there first: run again after its end; only if that is gone for good, remove {url}"

@@ -12,7 +12,7 @@ Plain tensors leave, never MetaTensor. Device side: `normalise`, the one normali
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -288,28 +288,30 @@ def normalise(
     else:
         noise_seed = None
     if volume.device.type != "cpu":
-        x = _standardise(volume, mean, std, intensity, noise_seed, 0)
+        x = _standardise(volume, mean, std, intensity)
+        if noise_seed is not None:
+            assert intensity is not None
+            x.add_(_noise(intensity[:, 2], noise_seed, size, 0))
         return x.masked_fill_(~(in_dw & in_hw), 0.0)[:, None]
+    # A processor computes the 256 greys of a sample once and looks every voxel up.
+    greys = torch.arange(256, dtype=torch.uint8).view(1, 1, 1, 256)
     result = torch.empty(volume.shape, dtype=torch.float32)
     for sample in range(len(volume)):
         one = slice(sample, sample + 1)
         drawn = None if intensity is None else intensity[one]
-        seed = None if noise_seed is None else noise_seed[one]
+        table = _standardise(greys, mean[one], std[one], drawn).flatten()
+        is_noisy = noise_seed is not None and bool(intensity[sample, 2] > 0)
         for planes in _blocks(size[0], size[1] * size[2]):
-            x = _standardise(volume[one, planes], mean[one], std[one], drawn, seed, planes.start)
+            part = volume[one, planes]
+            x = table.index_select(0, part.flatten().to(torch.int32)).view(part.shape)
+            if is_noisy:
+                x.add_(_noise(drawn[:, 2], noise_seed[one], part.shape[1:], planes.start))
             result[one, planes] = x.masked_fill_(~(in_dw[one, planes] & in_hw[one]), 0.0)
     return result[:, None]
 
 
-def _standardise(
-    volume: Tensor,
-    mean: Tensor,
-    std: Tensor,
-    intensity: Tensor | None,
-    noise_seed: Tensor | None,
-    first_plane: int,
-) -> Tensor:
-    """`normalise` of the planes [B,D,H,W] from `first_plane` of their volumes on, padding not yet blanked."""
+def _standardise(volume: Tensor, mean: Tensor, std: Tensor, intensity: Tensor | None) -> Tensor:
+    """`normalise` of uint8 [B,D,H,W], noise not yet added and padding not yet blanked."""
     per_sample = (slice(None), None, None, None)
     shift, factor = mean, 1.0 / std
     x = volume.to(torch.float32)  # in place from here on: allocation is the cost
@@ -317,13 +319,15 @@ def _standardise(
         gain, gamma = intensity[:, 0], intensity[:, 1]
         x.mul_(1.0 / 255.0).pow_(gamma[per_sample])
         shift, factor = mean / 255.0, 255.0 * gain / std
-    x.sub_(shift[per_sample]).mul_(factor[per_sample])
-    if intensity is not None and noise_seed is not None:
-        planes, plane = volume.shape[1], volume.shape[2:]
-        # voxel index as a sum of two short counters: XLA writes each arange into the program
-        first = torch.arange(first_plane, first_plane + planes, dtype=torch.int32, device=volume.device)
-        within = torch.arange(plane.numel(), dtype=torch.int32, device=volume.device).view(plane)
-        counter = (first * plane.numel()).view(-1, 1, 1) + within
-        noise = counter_normal(noise_seed[per_sample], counter)
-        x.add_(noise.mul_(intensity[:, 2][per_sample]))
-    return x
+    return x.sub_(shift[per_sample]).mul_(factor[per_sample])
+
+
+def _noise(noise_std: Tensor, seed: Tensor, size: Sequence[int], first_plane: int) -> Tensor:
+    """float32 [B,*size] of noise_std, seed [B], for the planes from `first_plane` of their volumes on."""
+    per_sample = (slice(None), None, None, None)
+    planes, plane = size[0], math.prod(size[1:])
+    # voxel index as a sum of two short counters: XLA writes each arange into the program
+    first = torch.arange(first_plane, first_plane + planes, dtype=torch.int32, device=seed.device)
+    within = torch.arange(plane, dtype=torch.int32, device=seed.device).view(1, *size[1:])
+    counter = (first * plane).view(-1, 1, 1) + within
+    return counter_normal(seed[per_sample], counter).mul_(noise_std[per_sample])

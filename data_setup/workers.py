@@ -6,7 +6,7 @@ import multiprocessing
 import os
 import threading
 from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import contextmanager
 
 
@@ -38,3 +38,17 @@ def spawned_pool(workers: int) -> Iterator[ProcessPoolExecutor]:
         pool.shutdown(cancel_futures=True)
         for name, value in before.items():
             os.environ.pop(name) if value is None else os.environ.update({name: value})
+
+
+@contextmanager
+def pool_of(workers: int) -> Iterator[Executor]:
+    """`spawned_pool`, or for 0 workers one thread of this process: an error is a future's there as well."""
+    if workers:
+        with spawned_pool(workers) as processes:
+            yield processes
+        return
+    thread = ThreadPoolExecutor(1)
+    try:
+        yield thread
+    finally:
+        thread.shutdown(cancel_futures=True)

@@ -23,7 +23,12 @@ from utils.group import ALONE
 from utils.runtime import Runtime
 
 Batch = dict[str, Tensor]
+Lap = Callable[[str], None]  # called with the name of the part that has just ended
 SIGREG_DIRECTIONS = 256
+
+
+def unheard(_part: str) -> None:
+    """The Lap of a step that nobody times."""
 
 
 @dataclass
@@ -107,11 +112,13 @@ def train_step(
     lr: float,
     momentum: float,
     observe: Callable[[Output, Batch], None] | None = None,
+    lap: Lap = unheard,
     enabled: bool = True,
 ) -> StepResult:
     """Update number `step` on this process's micro-batches of one global batch; the result is the batch's.
 
-    `observe` sees every micro-batch with its output. `enabled=False` does all the work and moves nothing.
+    `observe` sees every micro-batch with its output, `lap` is told when forward, backward, logging (observe)
+    and update have been handed to the device. `enabled=False` does all the work and moves nothing.
     """
     samples = cfg.train.global_batch_size
     regulariser = build_regulariser(cfg, model, step)
@@ -136,9 +143,12 @@ def train_step(
             penalty, gradient = surrogate(regulariser, means)
             linear = sum((g * s).sum() for g, s in zip(gradient, local, strict=True))
             objective = objective + weight * linear
+        lap("forward")
         objective.backward()
+        lap("backward")
         if observe is not None:
             observe(output, batch)
+        lap("logging")
         loss_sum = loss_sum + prediction_loss.detach()
 
     parameters = [p for _, p in model.trained_parameters()]
@@ -155,6 +165,7 @@ def train_step(
     with torch.no_grad():
         for name, buffer in model.named_buffers():
             buffer.copy_(torch.where(is_finite, buffer, buffers[name]))
+    lap("update")
     return StepResult(loss_sum, penalty, grad_norm, is_finite)
 
 

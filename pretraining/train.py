@@ -22,6 +22,7 @@ from pretraining.alarms import closing as closing_lines
 from pretraining.data import Rows, open_rows
 from pretraining.kernels import choose_kernels
 from pretraining.monitor import Gauges, TargetMotion, target_drift, update_ratio
+from pretraining.profiling import StepTrace
 from pretraining.schedules import ema_momentum, learning_rate, total_steps
 from pretraining.skill import SkillGauge
 from pretraining.start import log_start, next_or_stop, open_loader, rows_of_step, settle_memory
@@ -36,6 +37,7 @@ from pretraining.state import (
     restore,
 )
 from pretraining.step import Batch, build_optimizer, train_step, trial_step
+from pretraining.throughput import Throughput
 from pretraining.validate import snapshot, validate
 from utils import storage
 from utils.config import EXIT_USER_ERROR, Config, UserError, accumulation_steps, parse_cli, run_cli
@@ -118,6 +120,10 @@ def _train(cfg: Config, runtime: Runtime, stack: ExitStack) -> int:
         stack.enter_context(closing(run_log))
         writer = checkpoint_writer(cfg)
     log_start(fitting, model, rows, runtime, start, total)
+    speed = Throughput(fitting, model, runtime)
+    speed.log_start()
+    trace = StepTrace(cfg, runtime, start)
+    stack.callback(trace.close)
     loader = open_loader(fitting, store, rows, runtime, start, total)
     batches = iter(loader)
     if writer is not None:
@@ -137,8 +143,7 @@ def _train(cfg: Config, runtime: Runtime, stack: ExitStack) -> int:
     bad_total = runtime.place(torch.tensor(progress["bad_total"]))
     worst_run = runtime.place(torch.tensor(progress["bad_run"]))
     left = runtime.place(torch.tensor(progress["init_weight"], dtype=torch.float64))
-    clock, wait_s, timed_steps = time.perf_counter(), 0.0, 0
-    validated = clock
+    validated = time.perf_counter()
     done = saved = start
     runtime.end_step()
 
@@ -150,13 +155,16 @@ def _train(cfg: Config, runtime: Runtime, stack: ExitStack) -> int:
             state = checkpoint_state(cfg, store, rows, model, optimizer, gauges, progress)
             writer.save(state, names, permanent=done % keep_every == 0)
 
+    speed.restart()
     for step in range(start, total):
-        before = time.perf_counter()
+        if trace.at(step):
+            speed.restart()  # writing it was no part of a step
+        speed.lap("other")
         on_host = next_or_stop(batches, runtime, cfg.data.data_timeout_s)
         if on_host is None:
             break
         micro_batches: list[Batch] = [runtime.to_device(b) for b in on_host]
-        wait_s += time.perf_counter() - before
+        speed.lap("data_wait")
         done = step + 1
         last = done == total
         is_logged = done % cfg.train.log_every_steps == 0 or last or done == 1
@@ -164,23 +172,27 @@ def _train(cfg: Config, runtime: Runtime, stack: ExitStack) -> int:
         lr, momentum = learning_rate(cfg, step, total), ema_momentum(cfg, step, total)
 
         gauges.begin(measure=is_logged or is_validated)
-        result = train_step(model, optimizer, micro_batches, cfg, runtime, step, lr, momentum, gauges.observe)
+        result = train_step(
+            model, optimizer, micro_batches, cfg, runtime, step, lr, momentum, gauges.observe, speed.lap
+        )
         kept = runtime.scalar(momentum)
         bad_run = torch.where(result.is_finite, 0, bad_run + 1)
         worst_run = torch.maximum(worst_run, bad_run)
         bad_total = bad_total + (~result.is_finite).long()
         moves = moves + (result.is_finite & (kept < 1)).long()
         left = left * torch.where(result.is_finite, kept, 1.0)
-        timed_steps += 1
         recent.append((step, result.is_finite))
         if is_logged or is_validated:
             runtime.end_step()  # now, so that what is read below does not compute it once more
+        speed.lap("other")
         measured_gauges = gauges.finish()
+        speed.lap("logging")
         runtime.end_step()
+        speed.end_step()
 
         if is_logged:
             runtime.synchronise()
-            seconds = time.perf_counter() - clock
+            pace = speed.metrics()
             valid_tokens = sum(runtime.read(b["context_valid"]).sum() for b in micro_batches)
             report(
                 run_log,
@@ -199,14 +211,15 @@ def _train(cfg: Config, runtime: Runtime, stack: ExitStack) -> int:
                     "train/bad_steps": int(bad_total),
                     "train/valid_context_tokens": float(runtime.group.sum(valid_tokens))
                     / cfg.train.global_batch_size,
-                    "perf/volumes_per_s": timed_steps * cfg.train.global_batch_size / seconds,
-                    "perf/data_wait_fraction": wait_s / seconds,
+                    **pace,
                 },
             )
             if is_first:
                 report_bad_steps(cfg, int(worst_run), recent, partial(rows_of_step, loader))
             recent, worst_run = [], runtime.place(torch.tensor(0))
-            clock, wait_s, timed_steps = time.perf_counter(), 0.0, 0
+            speed.lap("logging")
+        elif step == start:
+            speed.restart()  # a resumed run starts its loader here
         run_log.bar.update()
 
         names: list[str] = []
@@ -226,7 +239,7 @@ def _train(cfg: Config, runtime: Runtime, stack: ExitStack) -> int:
                 skill_position=measured_gauges["train/skill_position"],
                 is_warm=done >= cfg.optim.warmup_ratio * total,
             )
-            clock, wait_s, timed_steps = time.perf_counter(), 0.0, 0
+            speed.restart()
         if last:
             show_snapshots(model, cfg, store, rows, runtime, run_log, done)
         if done % save_every == 0 or last:

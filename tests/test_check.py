@@ -190,6 +190,50 @@ def test_what_contradicts_and_what_is_there_twice(tmp_path: Path) -> None:
     assert every["bytes"]["pixels"] == 5 * voxels + 32 * 200 * 202
 
 
+def test_a_scan_filed_under_two_people_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """prepare takes the first of two rows with one SOPInstanceUID; the other file is looked at here."""
+    twice = Eye("9009", GOOD[1].uid, seed=1)
+    root = write_tree(tmp_path / "tree", [*GOOD[:3], twice])
+    code, report = run(root, tmp_path)
+    assert code == 1
+    assert report["skipped"] == {"duplicate_row": 1}
+    assert (report["records"], report["ok"], report["orphans"]) == (3, 3, [])
+    assert report["doubles"] == [twice.path]
+    pair = [GOOD[1].path, twice.path]
+    assert report["duplicates"] == {"uid": [pair], "pixels": [pair]}
+    said = capsys.readouterr().out
+    assert "left out by prepare, an earlier row has the SOPInstanceUID: 1\n    " + twice.path in said
+    assert "something is wrong" in said
+    assert ["left out by prepare: an earlier row has the SOPInstanceUID", "1"] in check_section.tables(
+        report
+    )[0][2]
+
+    write_opt((root / twice.path).parent, speckle(*SHAPE, seed=9), name=Path(twice.path).name)  # another UID
+    code, report = run(root, tmp_path, "--pixel-hash", "none")
+    assert (code, report["doubles"], report["duplicates"]["uid"]) == (1, [twice.path], [])
+    assert report["unreadable"] == {"header_mismatch": 1}
+
+    (root / twice.path).unlink()  # nothing is lost, and nothing double: a row without a file
+    code, report = run(root, tmp_path)
+    assert (code, report["doubles"], report["unused_missing"]) == (0, [], [twice.path])
+
+
+def test_files_in_the_root_are_found_as_prepare_finds_them(tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    write_opt(root, speckle(*SHAPE), name="IM0001")
+    write_opt(root, speckle(*SHAPE, seed=1), name="eye.dcm")
+    write_opt(root / "deep/er", speckle(*SHAPE, seed=2), name="orphan.dcm", edit=set_uid)
+    columns = "person_id\tfilepath\tdevice\tprotocol\tlaterality\n"
+    (root / "manifest.tsv").write_text(f"{columns}1\tIM0001\tx\ty\tR\n2\teye.dcm\tx\ty\tR\n")
+    people = "person_id\tstudy_group\tclinical_site\tage\n1\t\t\t\n2\t\t\t\n"
+    (root / "participants.tsv").write_text(people)
+    manifest = f"data.manifest_path={root / 'manifest.tsv'}"
+    code, report = run(root, tmp_path, manifest)
+    assert (code, report["missing"], report["orphans"]) == (1, [], ["deep/er/orphan.dcm"])
+    assert report["unreadable"] == {}
+    assert report["ok"] == report["records"] == 2
+
+
 def test_what_prepare_would_open_as_dicom_is_opened(tmp_path: Path) -> None:
     root = write_tree(tmp_path / "tree", GOOD[:3])
     manifest = root / "retinal_oct" / "manifest.tsv"

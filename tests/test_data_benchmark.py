@@ -13,7 +13,7 @@ from benchmarks import data, data_files, data_prepare, data_read
 from data_setup.dicom import open_volume
 from data_setup.prepare import prepare_row
 from data_setup.resample import Resampled
-from data_setup.store import StoreWriter, measure
+from data_setup.store_writer import StoreWriter, measure
 from models.vit3d import SIZES, Size
 from utils import storage
 

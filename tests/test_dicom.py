@@ -7,6 +7,7 @@ import pickle
 import struct
 import subprocess
 import sys
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 
@@ -189,6 +190,31 @@ def test_frames_split_anywhere_are_joined(tmp_path: Path) -> None:
     np.testing.assert_array_equal(decode_frames(path), voxels)
     path = write_opt(tmp_path, voxels, syntax=RLELossless, edit=split(False))
     assert reason_of(decode_frames, path) == RejectReason.FRAME_COUNT_MISMATCH
+
+
+@pytest.mark.parametrize(("count", "size"), [(300, 0), (100_000, 0), (300, 2), (30_000, 2)])
+def test_frames_of_no_bytes_cost_nothing(tmp_path: Path, count: int, size: int) -> None:
+    """One good frame, then as many (nearly) empty fragments as NumberOfFrames says."""
+    big = np.zeros((2, 2000, 4096), np.uint8)
+    big[:, ::50] = 7
+
+    def edit(ds: FileDataset) -> None:
+        first = next(generate_frames(ds.PixelData, number_of_frames=2))
+        rest = (struct.pack("<HHL", 0xFFFE, 0xE000, size) + b"\0" * size) * (count - 1)
+        item = struct.pack("<HHL", 0xFFFE, 0xE000, len(first))
+        ds.PixelData = struct.pack("<HHL", 0xFFFE, 0xE000, 0) + item + first + rest
+        ds.PixelData += struct.pack("<HHL", 0xFFFE, 0xE0DD, 0)
+        ds.NumberOfFrames = count
+        del ds.PerFrameFunctionalGroupsSequence
+
+    path = write_opt(tmp_path, big, syntax=JPEG2000Lossless, edit=edit)
+    tracemalloc.start()
+    expected = RejectReason.CORRUPT_PIXEL_DATA if size else RejectReason.TRUNCATED_PIXEL_DATA
+    for read in (decode_frames, read_volume):
+        assert reason_of(read, path) == expected
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 2**25
 
 
 def test_frames_arrive_one_by_one_and_the_file_is_closed(tmp_path: Path) -> None:

@@ -14,7 +14,8 @@ import torch
 from torch import nn
 
 from data_setup.resample import Resampled
-from data_setup.store import RECORD_COLUMNS, PreparedStore, StoreWriter, measure
+from data_setup.store import RECORD_COLUMNS, PreparedStore
+from data_setup.store_writer import StoreWriter, measure
 from finetuning import evaluate as module
 from finetuning.embed import device_features, embed_rows, pretrained_encoder, random_encoder, raw_features
 from finetuning.evaluate import evaluate, find_checkpoint, main

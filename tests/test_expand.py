@@ -370,6 +370,19 @@ def test_what_a_killed_run_left_is_gone_after_the_next_one(
     assert not list(disk.dst.rglob("*.partial"))
 
 
+def test_a_run_with_other_shards_tidies_up_after_killed_ones(disk: Disk) -> None:
+    """Folders of another number of shards are nobody's; one of a shard of the same number may be in use."""
+    disk.put("a.zip", make_zip(TREE))
+    own = disk.dst / ".expand"
+    for name in ("unfinished-0-of-2", "unfinished-1-of-3", "unfinished-0-of-4", "unfinished-1-of-4"):
+        (own / name).mkdir(parents=True)
+        (own / name / "left.partial").write_bytes(b"x")
+    assert disk.run("--shard", "0/4") == 0
+    assert [p.name for p in own.glob("unfinished-*")] == ["unfinished-1-of-4"]
+    assert disk.run() == 0
+    assert not list(own.glob("unfinished-*"))
+
+
 # ---- what is damaged
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import random
+import tracemalloc
 import zlib
 from collections.abc import Callable
 from dataclasses import replace
@@ -722,7 +723,11 @@ def test_headers_that_claim_too_much_allocate_nothing(tmp_path: Path) -> None:
     path.write_bytes(data)
     assert reject(path)[0] == RejectReason.TRUNCATED_PIXEL_DATA
     (tmp_path / "eye.nii.gz").write_bytes(gzip.compress(bytes(data)))
+    tracemalloc.start()
     assert reject(tmp_path / "eye.nii.gz")[0] == RejectReason.TRUNCATED_PIXEL_DATA
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 2**26
 
 
 def test_bytes_cut_and_changed_anywhere_are_rejects_or_volumes(tmp_path: Path) -> None:

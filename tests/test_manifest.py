@@ -4,23 +4,28 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pandas as pd
 import pytest
+from fsspec.implementations.memory import MemoryFileSystem
 
+from data_setup.audit import audit_files, list_tree
 from data_setup.manifest import (
     Record,
-    audit_files,
     load_labels,
     pretraining_split,
     read_records,
 )
 from data_setup.splits import stratified_choice
-from utils.config import Config, ConfigError, UserError, load_config
+from utils import storage
+from utils.config import Config, ConfigError, StorageOptions, UserError, load_config
 from utils.storage import write_text
 
+NOTHING: dict[str, list[str]] = {"missing": [], "orphans": [], "unused_missing": []}
+TREE = "retinal_oct/structural_oct"
 ROOT = Path(__file__).resolve().parents[1]
 REAL = ROOT.parent / "shared" / "data" / "real_oct"
 COLUMNS = [  # in the order of version 3
@@ -106,6 +111,11 @@ def config(root: Path | str, *overrides: str) -> Config:
     return load_config(ROOT / "configs" / "smoke_test.yaml", [f"data.gcs_root={root}", *overrides])
 
 
+def audit_of(cfg: Config) -> dict[str, list[str]]:
+    listing = read_records(cfg)
+    return audit_files(listing, list_tree(listing, cfg.data.storage_options))
+
+
 def people_of(*ids: str) -> list[dict[str, str]]:
     return [person(i, person_id=p) for i, p in enumerate(ids)]
 
@@ -123,7 +133,7 @@ def test_real_eyes() -> None:
     assert found.skipped == {}
     assert all(Path(r.url).is_file() for r in found.records)
     assert pretraining_split(found.records, 0.1, 0) == (["9001"], ["9002"], "recommended_val")
-    assert audit_files(found.records, config(REAL)) == {"missing": [], "orphans": []}
+    assert audit_of(config(REAL)) == NOTHING
 
 
 def test_ids_of_every_site_in_order(tmp_path: Path) -> None:
@@ -203,7 +213,7 @@ def test_prefixes_and_nested_folders(tmp_path: Path, prefix: str, root_inside: s
     (record,) = read_records(cfg).records
     assert record.path == relative
     assert record.url == str(file)
-    assert audit_files([record], cfg) == {"missing": [], "orphans": []}
+    assert audit_of(cfg) == NOTHING
 
 
 def test_rows_that_are_not_used_are_counted(tmp_path: Path) -> None:
@@ -251,8 +261,61 @@ def test_missing_files_and_orphans(tmp_path: Path) -> None:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_bytes(b"")
     cfg = config(tmp_path, "data.laterality_filter=[R]")
-    audit = audit_files(read_records(cfg).records, cfg)
-    assert audit == {"missing": [rows[0]["filepath"].lstrip("/")], "orphans": [orphan]}
+    device = orphan.rpartition("/")[0].rpartition("/")[0]
+    lost = rows[-1]["filepath"].lstrip("/")  # of a row that is not used
+    (tmp_path / lost).unlink()
+    others = [f"{device}/beside.dcm", f"{device}/1001/deeper/down/a.DCM", f"{TREE}/optovue/1001/b.dcm"]
+    for path in [*others, f"{device}/1001/deeper/notes.txt", "retinal_octa/flow_cube/1001/no_oct.dcm"]:
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_bytes(b"")
+    assert audit_of(cfg) == {
+        "missing": [rows[0]["filepath"].lstrip("/")],
+        "orphans": sorted([orphan, *others]),
+        "unused_missing": [lost],
+    }
+
+
+def test_one_listing_whatever_the_number_of_people(monkeypatch: pytest.MonkeyPatch) -> None:
+    root = "memory://audit-bucket/root"
+    people = [str(1000 + n) for n in range(40)]
+    rows = [row(person, uid=f"1.{person}") for person in people]
+    write_tree(root, rows, people_of(*people))
+    for one in rows:
+        write_text(root + one["filepath"], "x")
+    asked = []
+    for name in ("find", "ls", "info"):
+        real = getattr(MemoryFileSystem, name)
+
+        def count(fs: object, *a: object, name: str = name, real: Callable = real, **k: object) -> object:
+            asked.append(name)
+            return real(fs, *a, **k)
+
+        monkeypatch.setattr(MemoryFileSystem, name, count)
+    listing = read_records(config(root))
+    monkeypatch.setattr(storage, "list_names", None)
+    asked.clear()
+    assert len(list_tree(listing, StorageOptions()).sizes) == 41  # the manifest too
+    assert asked.count("find") == 1
+
+
+def test_files_of_ones_own_anywhere_below_the_root(tmp_path: Path) -> None:
+    """Files directly in the root, folders and names without an ending are found; links are followed."""
+    (tmp_path / "elsewhere/inner").mkdir(parents=True)
+    root = tmp_path / "root"
+    (root / "imgs").mkdir(parents=True)
+    (root / "linked").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "elsewhere/inner/back").symlink_to(tmp_path / "elsewhere")
+    (root / "nowhere.dcm").symlink_to(tmp_path / "absent")
+    for path in ("r.nii.gz", "IM0002", "imgs/1.png", "linked/a.dcm", "linked/inner/b.dcm", "beside.dcm"):
+        (root / path).write_bytes(b"x")
+    paths = ("r.nii.gz", "IM0002", "imgs", "linked/a.dcm", "IM0003")
+    lines = [f"{1001 + n}\t{path}\tx\ty\tR\n" for n, path in enumerate(paths)]
+    (root / "manifest.tsv").write_text("person_id\tfilepath\tdevice\tprotocol\tlaterality\n" + "".join(lines))
+    people = "".join(f"{1001 + n}\t\t\t\n" for n in range(len(paths)))
+    (root / "participants.tsv").write_text("person_id\tstudy_group\tclinical_site\tage\n" + people)
+    cfg = config(root, f"data.manifest_path={root / 'manifest.tsv'}")
+    orphans = ["beside.dcm", "linked/inner/b.dcm"]
+    assert audit_of(cfg) == {"missing": ["IM0003"], "orphans": orphans, "unused_missing": []}
 
 
 def test_a_bucket_reads_like_a_folder() -> None:
@@ -261,7 +324,7 @@ def test_a_bucket_reads_like_a_folder() -> None:
     (record,) = read_records(config(root)).records
     assert record.url == f"{root}/{record.path}"
     write_text(record.url, "x")
-    assert audit_files([record], config(root)) == {"missing": [], "orphans": []}
+    assert audit_of(config(root)) == NOTHING
 
 
 # ---- filters ----------------------------------------------------------------------------------------------

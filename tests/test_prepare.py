@@ -27,8 +27,9 @@ from data_setup.manifest import read_records
 from data_setup.phantom import write_tree
 from data_setup.prepare import Job, Outcome, main, parse_shard, prepare_row, run_jobs
 from data_setup.prepare_report import summarise, table
-from data_setup.shard_lock import shard_lock
-from data_setup.store import PreparedStore, StoreWriter, checksum
+from data_setup.shard_lock import setup_lock, shard_lock
+from data_setup.store import PreparedStore, checksum
+from data_setup.store_writer import StoreWriter
 from utils import storage
 from utils.config import UserError, load_config
 
@@ -329,7 +330,7 @@ def test_a_remote_tree_is_listed_on_request_only(tree: Path, tmp_path: Path) -> 
     ]
     for more, audit in (
         ([], None),
-        (["--audit"], {k: {"count": 0, "first": []} for k in ("missing", "orphans")}),
+        (["--audit"], {k: {"count": 0, "first": []} for k in ("missing", "orphans", "unused_missing")}),
     ):
         assert main([*places, *more]) == 0
         assert json.loads((tmp_path / "store" / "prepare_report.json").read_text())["run"]["audit"] == audit
@@ -408,8 +409,12 @@ def test_the_report_tells_spacing_and_warns_of_an_empty_grid(clean: Path) -> Non
 def test_a_second_prepare_is_refused_and_a_dead_one_is_taken_over(tmp_path: Path) -> None:
     store = str(tmp_path / "store")
     with shard_lock(store, 0, 2):
-        with pytest.raises(UserError, match=rf"shard 0/2 is being prepared by process {os.getpid()} on"):
+        with pytest.raises(
+            UserError, match=rf"shard 0/2 is being prepared by process {os.getpid()} on"
+        ) as refused:
             shard_lock(store, 0, 2).__enter__()
+        assert "which is alive; wait for its end" in str(refused.value)
+        assert "remove" not in str(refused.value)
         with pytest.raises(UserError, match=r"expected --shard i/3, found shard 0/2 at work"):
             shard_lock(store, 1, 3).__enter__()
         with shard_lock(store, 1, 2):
@@ -430,8 +435,26 @@ def test_a_second_prepare_is_refused_and_a_dead_one_is_taken_over(tmp_path: Path
     with shard_lock(store, 0, 2):
         pass
     lock.write_text(json.dumps(owner | {"host": "elsewhere"}))
-    with pytest.raises(UserError, match=r"on elsewhere; if that is gone for good, remove .*shard-0-of-2"):
+    with pytest.raises(UserError, match=r"on elsewhere; .* only if that is gone for good, remove .*0-of-2"):
         shard_lock(store, 0, 2).__enter__()
+
+
+def test_the_setup_lock_is_waited_for_as_long_as_others_take_turns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shard_lock_module, "_SETUP_WAIT_S", 2.0)
+    store, turns = str(tmp_path / "store"), 6
+
+    def work(_: int) -> None:
+        with setup_lock(store):
+            time.sleep(0.7)
+
+    with ThreadPoolExecutor(turns) as pool:
+        list(
+            pool.map(work, range(turns))
+        )  # the last waits for longer than 2 s, for none of the others so long
+    with setup_lock(store), pytest.raises(UserError, match=r"waited 2 s for process .* is alive; wait"):
+        setup_lock(store).__enter__()
 
 
 @pytest.fixture
@@ -552,6 +575,50 @@ def test_a_dying_worker_costs_its_file_only(
     err = capsys.readouterr().err
     assert re.search(r": ArithmeticError\n(  .*\n)*  .*test_prepare\.py:\d+ _die_at_row_two\n", err)
     assert "a fault" not in err  # the text of an error may quote the file
+
+
+def _run_out_at_row_two(job: Job) -> Outcome:
+    if job.row == 2:
+        raise MemoryError
+    if job.row == 4:
+        raise ArithmeticError("a fault\nof ours") from ValueError("another")
+    return Outcome(job.row, "kept")
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_an_error_of_ours_costs_its_file_only_with_and_without_processes(
+    tmp_path: Path, clean: Path, tree: Path, capsys: pytest.CaptureFixture[str], workers: int
+) -> None:
+    cfg = load_config(CONFIG, [f"data.gcs_root={tree}", f"data.store={tmp_path / 'store'}"])
+    record = read_records(cfg).records[0]
+    writer = StoreWriter(cfg.data.store)
+    writer.create(cfg.spatial, "source", synthetic=True)
+    jobs = [Job(row, record, writer, cfg.spatial, cfg.data.storage_options) for row in range(6)]
+    outcomes = {o.row: o.status for o in run_jobs(jobs, workers, _run_out_at_row_two)}
+    assert outcomes == dict.fromkeys(range(6), "kept") | {2: "internal_error", 4: "internal_error"}
+    rows = writer.read_rows()
+    assert re.fullmatch(r"MemoryError at test_prepare\.py:\d+", rows[2]["message"])
+    assert re.fullmatch(r"ArithmeticError at test_prepare\.py:\d+", rows[4]["message"])
+    err = capsys.readouterr().err
+    assert re.search(r": MemoryError\n(  .*\n)*  .*test_prepare\.py:\d+ _run_out_at_row_two\n", err)
+    assert "a fault" not in err
+
+
+def test_without_processes_one_file_at_a_time_is_in_work(tmp_path: Path, clean: Path, tree: Path) -> None:
+    """So the run stops at the first reject too many, no file later."""
+    cfg = load_config(CONFIG, [f"data.gcs_root={tree}", f"data.store={tmp_path / 'store'}"])
+    record, begun = read_records(cfg).records[0], []
+    writer = StoreWriter(cfg.data.store)
+    jobs = [Job(row, record, writer, cfg.spatial, cfg.data.storage_options) for row in range(6)]
+
+    def work(job: Job) -> Outcome:
+        begun.append(job.row)
+        return Outcome(job.row, "kept")
+
+    outcomes = run_jobs(jobs, 0, work)
+    assert [next(outcomes).row for _ in range(3)] == [0, 1, 2]
+    outcomes.close()
+    assert begun == [0, 1, 2]
 
 
 def test_user_errors_are_one_line_with_exit_code_two(tree: Path, tmp_path: Path) -> None:

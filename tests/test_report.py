@@ -111,6 +111,8 @@ def run_dir(tmp_path: Path) -> Path:
             "train/skill_position": 0.001 * step,
             "perf/volumes_per_s": float(step),
             "perf/data_wait_fraction": 0.02,
+            "perf/forward_fraction": 0.98,
+            "perf/mfu": 0.25,
         }
         if step % 50 == 0:
             line |= {"val/loss": 0.6, "val/rankme": 10 + step / 10, "val/probe": 0.4}
@@ -165,6 +167,7 @@ def test_results_without_probe(run_dir: Path, capsys: pytest.CaptureFixture[str]
             "rankme_last": 30.0,
             "alarms": [],
             "volumes_per_s": 105.0,
+            "mfu": 0.25,
         },
         "probe": None,
         "seconds": {"prepare": 12.2, "train": 100.5},
@@ -176,6 +179,8 @@ def test_results_without_probe(run_dir: Path, capsys: pytest.CaptureFixture[str]
     page = (run_dir / "report.html").read_text()
     assert "Not evaluated" in page
     assert "synthetic data" in page
+    shares = re.findall(r"<td>([a-z ]+)</td><td[^>]*>([\d.]+%)</td>", page)
+    assert shares == [("data wait", "2.0%"), ("forward", "98.0%")]
 
 
 @pytest.mark.parametrize(
@@ -254,6 +259,7 @@ def test_a_bare_run_still_reports(run_dir: Path) -> None:
     assert out["pretraining"]["loss_first"] == out["pretraining"]["loss_last"] == 0.5
     assert out["pretraining"]["rankme_first"] is None
     assert out["pretraining"]["volumes_per_s"] is None
+    assert out["pretraining"]["mfu"] is None
     assert out["seconds"] == {}
     page = (run_dir / "report.html").read_text()
     assert "train/grad_norm was not finite at step 1" in page

@@ -18,6 +18,7 @@ import zarr
 
 from utils import storage
 from utils.config import StorageOptions
+from utils.local_copies import read_through
 from utils.object_store import zarr_store
 from utils.retry import redact
 from utils.storage_errors import storage_error
@@ -200,16 +201,56 @@ def test_zarr_on_the_store(root: str) -> None:
         zarr_store(root).with_read_only(True)._check_writable()
 
 
-def test_cache_answers_when_the_remote_is_gone(tmp_path: Path) -> None:
+def test_a_copy_answers_when_the_remote_is_gone(tmp_path: Path) -> None:
     url = f"memory://{tmp_path.name}/x"
     storage.write_bytes(url, b"abc")
     copy = tmp_path / "cache" / "k" / "x"
-    assert storage.cached_read_bytes(url, copy) == b"abc"
+    assert read_through(url, copy) == b"abc"
     storage.remove(url)
-    assert storage.cached_read_bytes(url, copy) == b"abc"
+    assert read_through(url, copy) == b"abc"
     assert os.listdir(copy.parent) == ["x"]
     with pytest.raises(storage.StorageNotFoundError):
-        storage.cached_read_bytes(url, tmp_path / "other")
+        read_through(url, tmp_path / "other")
+
+
+@pytest.mark.parametrize("fault", ["full", "read_only", "no_folder", "copies_are_folders"])
+def test_copies_that_cannot_be_kept_cost_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, fault: str
+) -> None:
+    """Whatever is wrong with the disk of the copies, the data comes, with one warning a process."""
+    root = f"memory://{tmp_path.name}"
+    cache, fsyncs = tmp_path / "cache", []
+
+    def refuse(descriptor: int) -> None:
+        fsyncs.append(descriptor)
+        raise OSError(errno.ENOSPC if fault == "full" else errno.EROFS, "refused")
+
+    if fault in ("full", "read_only"):
+        monkeypatch.setattr(os, "fsync", refuse)
+    elif fault == "no_folder":
+        cache.write_text("a file")
+    for name in ("a", "b", "c"):
+        storage.write_bytes(f"{root}/{name}", name.encode())
+        if fault == "copies_are_folders":
+            (cache / name).mkdir(parents=True)
+    for name in ("a", "b", "c", "a"):
+        assert read_through(f"{root}/{name}", cache / name) == name.encode()
+    (said,) = [r.getMessage() for r in caplog.records]
+    assert said.startswith(f"data.cache_dir {cache}: no more local copies")
+    assert len(fsyncs) <= 1
+    if fault in ("full", "read_only"):
+        assert os.listdir(cache) == []  # a full disk needs the space
+
+
+def test_a_copy_is_on_the_disk_before_it_has_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    storage.write_bytes(f"memory://{tmp_path.name}/x", b"abc")
+    synced = []
+    monkeypatch.setattr(os, "fsync", lambda descriptor: synced.append((tmp_path / "copy").exists()))
+    read_through(f"memory://{tmp_path.name}/x", tmp_path / "copy")
+    assert synced[0] is False
+    assert (tmp_path / "copy").read_bytes() == b"abc"
 
 
 @pytest.mark.parametrize(
@@ -263,3 +304,12 @@ def test_an_at_sign_in_a_name_is_no_credential(tmp_path: Path) -> None:
     storage.write_bytes(url, b"1")
     assert storage.read_bytes(url) == b"1"
     storage._filesystem("gs://bucket/a@b", StorageOptions(endpoint_url="http://127.0.0.1:1"))
+
+
+@pytest.mark.parametrize("query", ["sv=2024&sig=S3C%2FRET", "sig=S3CRET", "X-Goog-Signature=S3CRET"])
+def test_a_signed_url_is_refused(query: str) -> None:
+    with pytest.raises(storage.StorageError, match="expected no credentials in a URL") as caught:
+        storage.read_bytes(f"memory://container/x?{query}")
+    assert "S3C" not in str(caught.value)
+    with pytest.raises(storage.StorageNotFoundError):
+        storage.read_bytes("memory://container/x?design=1")

@@ -3,25 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import multiprocessing
 import pickle
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 
 from data_setup.resample import Resampled
-from data_setup.store import (
-    FORMAT_VERSION,
-    INDEX_COLUMNS,
-    RECORD_COLUMNS,
-    PreparedStore,
-    StoreWriter,
-    checksum,
-    chunk_key,
-    measure,
-)
+from data_setup.store import FORMAT_VERSION, INDEX_COLUMNS, RECORD_COLUMNS, PreparedStore, checksum, chunk_key
+from data_setup.store_writer import StoreWriter, measure
 from utils import storage
 from utils.config import SpatialConfig, UserError
 
@@ -217,6 +211,44 @@ def test_a_chunk_comes_before_its_row(filled: StoreWriter, monkeypatch: pytest.M
     assert not storage.exists(storage.join(filled.url, "rows", "000003.json"))
 
 
+def test_shards_that_end_together_lose_no_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever writes the index last has read the others' rows before these were there, and reads none now."""
+    writer = StoreWriter(str(tmp_path / "store"))
+    writer.create(SPATIAL, "gs://source", synthetic=False)
+    sides = ["unknown", "L", "unknown", "R", "unknown", "L"]
+    rows = writer.append_records([record(n, laterality=side) for n, side in enumerate(sides)])
+
+    def fill(shard: int) -> None:
+        for row in range(shard, 5, 2):  # the last row stays pending
+            kept = write(writer, row, volume(row)) | {"header_laterality": "R", "spacing_source": "root"}
+            reject = {"status": "not_opt", "message": f"row {row}"}
+            writer.write_fields(row, reject if row == 3 else kept)
+
+    is_own = [lambda row, shard=shard: row % 2 == shard for shard in range(2)]
+    fill(0)
+    early = writer.read_unindexed(is_own[0])
+    fill(1)
+    assert early.keys() == {0, 2, 4}
+    late = writer.read_unindexed(is_own[1])
+    assert late.keys() == {0, 1, 2, 3, 4}  # nothing is indexed yet
+    whole = writer.finalise(rows)
+    for first, second in (((early, 0), (late, 1)), ((late, 1), (early, 0))):
+        storage.remove(storage.join(writer.url, "index.parquet"))
+        with monkeypatch.context() as patch:
+            patch.setattr(StoreWriter, "_read_row", None)  # no row file is read under the lock
+            for measured, shard in (first, second):
+                index = writer.finalise(rows, measured, is_own[shard])
+        pd.testing.assert_frame_equal(index, whole)
+    assert writer.read_unindexed(is_own[0]).keys() == {0, 2, 4}  # the others' are in the index
+    write(writer, 2, volume(7))
+    assert writer.finalise(rows, writer.read_unindexed(is_own[0]), is_own[0]).checksum[2] == checksum(
+        volume(7)
+    )
+    storage.write_bytes(storage.join(writer.url, "index.parquet"), b"PAR1")
+    again = writer.read_unindexed(is_own[1])
+    assert writer.finalise(rows, again, is_own[1]).status.to_list() == [*whole.status]
+
+
 def test_not_a_store_is_named(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"expected a prepared store, found no index\.parquet; run"):
         PreparedStore.open(str(tmp_path / "absent"))
@@ -237,6 +269,42 @@ def test_cache_follows_the_content(tmp_path: Path) -> None:
     write(writer, 0, volume(5))
     writer.finalise(rows)
     np.testing.assert_array_equal(PreparedStore.open(writer.url, cache_dir=cache).read(0), volume(5))
+
+
+@pytest.mark.parametrize("damage", ["empty", "cut", "changed"])
+@pytest.mark.parametrize("removable", [True, False])
+def test_a_damaged_local_copy_is_fetched_again(
+    tmp_path: Path, damage: str, removable: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer = StoreWriter(f"memory://{tmp_path.name}/remote")
+    writer.create(SPATIAL, "gs://source", synthetic=False)
+    rows = writer.append_records([record(0)])
+    write(writer, 0, volume(0))
+    writer.finalise(rows)
+    cache = tmp_path / "cache"
+    store = PreparedStore.open(writer.url, cache_dir=str(cache))
+    store.read(0)
+    (copy,) = cache.iterdir()
+    whole = copy.read_bytes()
+    damaged = {"empty": b"", "cut": whole[:-20], "changed": whole[:60] + bytes([whole[60] ^ 1]) + whole[61:]}
+    copy.write_bytes(damaged[damage])
+    if not removable:
+
+        def refuse(path: Path, missing_ok: bool = False) -> None:
+            raise OSError(errno.EROFS, "read-only", str(path))
+
+        monkeypatch.setattr(Path, "unlink", refuse)
+    np.testing.assert_array_equal(store.read(0), volume(0))
+    np.testing.assert_array_equal(store.read(0), volume(0))
+    if removable:
+        assert copy.read_bytes() == whole
+    chunk = storage.join(writer.url, "volumes", chunk_key(0))
+    storage.write_bytes(chunk, damaged[damage])
+    copy.write_bytes(damaged[damage])
+    with pytest.raises(storage.StorageError, match=r"expected the volume of row 0, .*000000\.json"):
+        store.read(0)
+    storage.write_bytes(chunk, whole)  # mended as the error says: the bad copy of it is no obstacle
+    np.testing.assert_array_equal(store.read(0), volume(0))
 
 
 def _read_in_worker(store: PreparedStore, row: int) -> np.ndarray:

@@ -4,6 +4,7 @@ did.
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import shutil
@@ -20,9 +21,11 @@ import torch
 
 from data_setup.store import PreparedStore
 from models.vjepa3d import VJEPA3D
+from pretraining import step as step_module
 from pretraining import train as loop
 from pretraining.data import open_rows
 from pretraining.monitor import FrozenTargetError, LeakError, check_no_leak
+from pretraining.profiling import StepTrace
 from pretraining.state import best_names
 from pretraining.train import train
 from pretraining.validate import snapshot, validate
@@ -455,3 +458,90 @@ def test_validation_uses_the_batch_that_fits(folder: Path, monkeypatch: pytest.M
     monkeypatch.setattr(loop, "validate", spy)
     assert train(pipeline_config(folder, f"run.dir={folder / 'fits'}", "train.max_steps=1")) == 0
     assert set(seen) == {1}
+
+
+PARTS = ("data_wait", "forward", "backward", "update", "logging", "other")
+
+
+def test_where_the_time_of_a_step_goes(finished: Path) -> None:
+    rows = [r for r in metrics(finished) if "train/loss" in r]
+    parameters = sum(w.numel() * w.element_size() for w in weights(finished).values())
+    for row in rows:
+        assert sum(row[f"perf/{part}_fraction"] for part in PARTS) == pytest.approx(1, abs=0.01)
+        assert row["perf/step_s"] * row["perf/volumes_per_s"] == pytest.approx(4)  # the global batch
+        assert all(row[f"perf/{part}_fraction"] > 0 for part in PARTS)
+        assert row["perf/mfu"] > 0
+        assert parameters < row["perf/peak_memory_gib"] * 2**30 < 64 * 2**30
+    peaks = [row["perf/flops_per_s"] / row["perf/mfu"] for row in rows]
+    assert peaks == pytest.approx([peaks[0]] * len(rows))
+    sent = {int(r["_step"]): r for r in history(finished) if "train/loss" in r}
+    for row in rows:
+        told = {key: value for key, value in row.items() if key.startswith("perf/")}
+        assert told.items() <= sent[row["step"]].items()
+
+
+def test_slow_parts_are_named_and_a_profile_is_a_trace_that_changes_no_loss(
+    folder: Path, finished: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pause planted in one part of each of some steps; the last three are profiled."""
+    run, pause_s, slow = folder / "slow", 0.7, {1: "data_wait", 2: "forward", 3: "backward", 4: "update"}
+    current = [0]
+    real_next, real_step, real_report = loop.next_or_stop, loop.train_step, loop.report
+    real_predict, real_update = step_module.predict, VJEPA3D.update_target
+
+    def pause(part: str) -> None:
+        time.sleep(pause_s if slow.get(current[0]) == part else 0)
+
+    def next_or_stop(*args):
+        pause("data_wait")
+        return real_next(*args)
+
+    def train_step(*args):
+        result = real_step(*args)
+        current[0] = args[5] + 1
+        return result
+
+    def predict(*args, **kwargs):
+        output = real_predict(*args, **kwargs)
+        pause("forward")
+        if output.loss_B.requires_grad:
+            output.loss_B.register_hook(lambda _: pause("backward"))
+        return output
+
+    def update_target(*args):
+        pause("update")
+        real_update(*args)
+
+    def report(run_log, gauges, step, values):
+        time.sleep(pause_s if step == 6 else 0)
+        real_report(run_log, gauges, step, values)
+
+    for where, name, planted in (
+        (loop, "next_or_stop", next_or_stop),
+        (loop, "train_step", train_step),
+        (loop, "report", report),
+        (step_module, "predict", predict),
+        (VJEPA3D, "update_target", update_target),
+    ):
+        monkeypatch.setattr(where, name, planted)
+    assert train(pipeline_config(folder, f"run.dir={run}", "run.profile=true")) == 0
+    monkeypatch.undo()
+    rows = {r["step"]: r for r in metrics(run) if "train/loss" in r}
+    for step, part in (*((s + 1, p) for s, p in slow.items()), (7, "logging")):
+        assert rows[step]["perf/step_s"] * rows[step][f"perf/{part}_fraction"] >= pause_s, part
+    assert without_clock(metrics(run)) == without_clock(metrics(finished))
+    assert_same_weights(run, finished)
+
+    (path,) = (run / "profile").iterdir()
+    assert str(path) in (run / "log.txt").read_text()
+    with gzip.open(path) as file:
+        names = {event.get("name") for event in json.load(file)["traceEvents"]}
+    assert {"aten::addmm", "aten::_fused_adamw_"} <= names
+
+
+def test_a_run_too_short_for_a_profile_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    cfg = small_config("vjepa2", "run.profile=true")
+    trace = StepTrace(cfg, Runtime(torch.device("cpu"), use_bf16=False), start=2)
+    assert not any(trace.at(step) for step in range(2, 7))
+    trace.close()
+    assert "run.profile: no trace, the run ended before step 8" in caplog.text

@@ -24,6 +24,8 @@ _COLUMNS = {  # of the files by protocol and by device: key of the report -> tit
 _KINDS = {
     "missing": "in the manifest, but there is no such file",
     "orphans": "a file in no manifest row",
+    "doubles": "left out by prepare: an earlier row has the SOPInstanceUID",
+    "unused_missing": "of a manifest row that is not used, but there is no such file",
     "laterality_conflicts": "another eye in the header than in the manifest",
 }
 _DUPLICATES = {"uid": "the same SOPInstanceUID", "pixels": "the same pixel data"}
@@ -44,7 +46,7 @@ def sentence(report: Mapping[str, Any]) -> str:
 def tables(report: Mapping[str, Any]) -> list[Columns]:
     """What is wrong by kind and by name, then the files by protocol and by device."""
     counts = [[f"unreadable: {reason}", str(n)] for reason, n in report["unreadable"].items()]
-    counts += [[said, str(len(report[kind]))] for kind, said in _KINDS.items()]
+    counts += [[said, str(len(report[kind]))] for kind, said in _KINDS.items() if kind in report]
     looked_for = report["pixel_hash"] != "none"
     for kind, said in _DUPLICATES.items():
         is_known = kind == "uid" or looked_for

@@ -299,7 +299,8 @@ def to_yaml(config: Config) -> str:
 # is what only finetuning reads.
 RESUMABLE_KEYS = re.compile(
     r"train\.(max_steps|epochs|log_\w+|per_core_batch_size|grad_accum_steps|activation_checkpointing)"
-    r"|wandb\..*|data\.workers|model\.(checkpoint|tpu_attention)|eval\..*|probe\.(bootstrap_samples|random_init_seeds)"
+    r"|wandb\..*|data\.workers|run\.profile|model\.(checkpoint|tpu_attention)"
+    r"|eval\..*|probe\.(bootstrap_samples|random_init_seeds)"
 )
 
 

@@ -20,6 +20,7 @@ from zarr.core.buffer import Buffer, BufferPrototype
 
 from utils import storage
 from utils.config import StorageOptions
+from utils.local_copies import read_through
 
 
 def zarr_store(
@@ -75,7 +76,7 @@ class ObjectStore(Store):
         if key in self.chunk_names:
             if self.cache_dir is None:
                 return storage.read_bytes(url, self.options)
-            return storage.cached_read_bytes(url, Path(self.cache_dir, self.chunk_names[key]), self.options)
+            return read_through(url, Path(self.cache_dir, self.chunk_names[key]), self.options)
         try:
             return storage.read_bytes(url, self.options)
         except storage.StorageNotFoundError:

@@ -19,7 +19,7 @@ from matplotlib.colors import to_hex
 
 from utils import check_section, storage, visualize
 from utils.config import run_cli
-from utils.run_files import ARMS, Run, findings, read_run, results
+from utils.run_files import ARMS, Run, findings, read_run, results, step_shares
 
 # title, metric keys, what it means
 CHARTS: tuple[tuple[str, tuple[str, ...], str], ...] = (
@@ -71,6 +71,7 @@ CHARTS: tuple[tuple[str, tuple[str, ...], str], ...] = (
         "Share of the time since the validation before; train.val_every_steps sets it.",
     ),
     ("Waiting for data", ("perf/data_wait_fraction",), "Share of the time; near zero: the loader keeps up."),
+    ("Model FLOPs utilisation", ("perf/mfu",), "Counted operations a second / the device's peak."),
 )
 GROUPS = ("by_device", "by_protocol")  # of prepare_report.json
 GROUP_HEADER = ("", "kept", "rejected", "valid", "lost", "spacing, um", "spacing from", "orientation from")
@@ -99,7 +100,8 @@ def summary(out: Mapping[str, Any]) -> list[tuple[str, str]]:
             f"loss {_number(pre['loss_first'])} -> {_number(pre['loss_last'])}, "
             f"skill_position {_number(pre['skill_position_last'])}, "
             f"RankMe {_number(pre['rankme_first'])} -> {_number(pre['rankme_last'])}, "
-            f"{_number(pre['volumes_per_s'])} volumes/s",
+            f"{_number(pre['volumes_per_s'])} volumes/s"
+            + ("" if pre["mfu"] is None else f", MFU {_number(pre['mfu'])}"),
         ),
     ]
     alarms = [f"step {alarm['step']}: {alarm['text']}" for alarm in pre["alarms"]]
@@ -239,6 +241,7 @@ def render(run: Run, out: Mapping[str, Any]) -> str:
             ("skill by position", _number(pre["skill_position_last"])),
             ("RankMe, first to last", f"{_number(pre['rankme_first'])} → {_number(pre['rankme_last'])}"),
             ("volumes per second", _number(pre["volumes_per_s"])),
+            ("model FLOPs utilisation", _number(pre["mfu"])),
             ("alarms", str(len(pre["alarms"])) if pre["alarms"] else "none"),
         ],
         probe=_probe_table(probe) if probe else None,
@@ -258,6 +261,7 @@ def render(run: Run, out: Mapping[str, Any]) -> str:
         seconds=Table("seconds per stage", ["", ""], [[k, f"{v:.1f}"] for k, v in run.seconds.items()])
         if run.seconds
         else None,
+        step=Table("a training step", ["part", "share of the time, median"], step_shares(run)),
         versions=Table("versions", ["", ""], versions, is_text=True),
         config=run.config,
     )

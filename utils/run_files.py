@@ -20,6 +20,7 @@ from utils.config import UserError
 Points = list[tuple[int, float]]
 
 ARMS = ("pretrained", "random_init")  # the two rows of probe.json that results.json compares
+STEP_PARTS = ("data_wait", "forward", "backward", "update", "logging", "other")
 INIT_WEIGHT_LIMIT = 0.1
 
 
@@ -131,9 +132,8 @@ def results(run: Run) -> dict[str, Any]:
             "rankme_first": _end(run, "val/rankme", 0),
             "rankme_last": _end(run, "val/rankme", -1),
             "alarms": [{"step": step, "text": text} for step, text in run.alarms],
-            "volumes_per_s": median(v for _, v in run.series["perf/volumes_per_s"])
-            if "perf/volumes_per_s" in run.series
-            else None,
+            "volumes_per_s": _median(run, "perf/volumes_per_s"),
+            "mfu": _median(run, "perf/mfu"),
         },
         "probe": p
         and {
@@ -146,6 +146,16 @@ def results(run: Run) -> dict[str, Any]:
 
 def _end(run: Run, key: str, index: int) -> float | None:
     return run.series[key][index][1] if key in run.series else None
+
+
+def step_shares(run: Run) -> list[tuple[str, str]]:
+    """(part, share of a step's time), medians over the log lines; parts not measured are left out."""
+    shares = [(part, _median(run, f"perf/{part}_fraction")) for part in STEP_PARTS]
+    return [(part.replace("_", " "), f"{share:.1%}") for part, share in shares if share is not None]
+
+
+def _median(run: Run, key: str) -> float | None:
+    return median(v for _, v in run.series[key]) if key in run.series else None
 
 
 def findings(run: Run) -> list[str]:

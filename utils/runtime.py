@@ -9,13 +9,16 @@ from __future__ import annotations
 
 import ctypes
 import importlib.util
+import logging
 import multiprocessing
 import os
 import platform
+import resource
 import signal
 import subprocess
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
@@ -28,6 +31,7 @@ from torch import Tensor
 from utils.config import UserError
 from utils.group import ALONE, Group, join
 
+log = logging.getLogger(__name__)
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX = -1, -2, -4  # malloc.h of glibc
 # Beyond what the loader of another process may take: the first process alone waits for a bucket, fits probes.
 PEER_PATIENCE_S = 600.0
@@ -87,9 +91,39 @@ class Runtime:
 
     @property
     def device_name(self) -> str:
+        """For people."""
+        return self.device_kind
+
+    @property
+    def device_kind(self) -> str:
+        """What the driver calls the device: NVIDIA H200, TPU v4; on a CPU the processor's family."""
         if self.device.type == "cuda":
             return torch.cuda.get_device_name(self.device)
         return platform.processor() or platform.machine()
+
+    def peak_memory_bytes(self) -> int | None:
+        """The most memory that this process has held so far: on the device, on a CPU resident in all. None
+        where the device does not tell.
+        """
+        if self.device.type == "cuda":
+            return torch.cuda.max_memory_allocated(self.device)
+        unit = 1 if sys.platform == "darwin" else 1024
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+    @contextmanager
+    def write_trace(self, path: Path) -> Iterator[None]:
+        """Trace what happens inside: to `path`.json.gz (Chrome trace), on XLA to the folder `path`
+        (TensorBoard). Raises OSError where the file cannot be written.
+        """
+        path.parent.mkdir(parents=True, exist_ok=True)
+        activities = [torch.profiler.ProfilerActivity.CPU]
+        if self.device.type == "cuda":
+            activities.append(torch.profiler.ProfilerActivity.CUDA)
+        with torch.profiler.profile(activities=activities) as profile:
+            yield
+        file = f"{path}.json.gz"
+        profile.export_chrome_trace(file)
+        log.info("profile: %s, for ui.perfetto.dev or chrome://tracing", file)
 
     def autocast(self) -> AbstractContextManager[Any]:
         """bfloat16 autocast where the configuration asks for it; parameters stay float32."""

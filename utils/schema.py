@@ -136,6 +136,7 @@ class TrainConfig:
 @dataclass(frozen=True)
 class RunConfig:
     dir: str = "runs/${experiment_name}"
+    profile: bool = False  # true: a trace of the 6th to 8th step after each start, in run.dir/profile
 
 
 @dataclass(frozen=True)

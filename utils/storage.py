@@ -16,6 +16,7 @@ import os
 import posixpath
 import re
 import secrets
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -42,7 +43,6 @@ __all__ = [
     "StorageError",
     "StorageNotFoundError",
     "absolute",
-    "cached_read_bytes",
     "create",
     "exists",
     "find_names",
@@ -61,7 +61,7 @@ __all__ = [
     "write_text",
 ]
 
-_SECRET = re.compile(r"(?i)://.*[?&][^=&]*(signature|token|secret|credential|password|key)[^=&]*=")
+_SECRET = re.compile(r"(?i)://.*[?&](sig|[^=&]*(signature|token|secret|credential|password|key)[^=&]*)=")
 PARTIAL_SUFFIX = ".partial"  # of an unfinished local write; list_names hides it
 
 
@@ -274,13 +274,36 @@ def find_names(url: str, options: StorageOptions | None = None) -> list[str]:
 
 
 def find_sizes(url: str, options: StorageOptions | None = None) -> dict[str, int]:
-    """{path: bytes} of all objects below a folder, as find_names; one listing, no request per object."""
+    """{path: bytes} of all objects below a folder, as find_names; one listing, no request per object.
+
+    On a disk links are followed; folders that may not be read count as empty.
+    """
     with named_errors(url):
         fs, path = _filesystem(url, options)
         root = path.rstrip("/") + "/"
-        found = fs.find(path, detail=True) if fs.exists(path) else {}
-        names = {name.removeprefix(root): int(info["size"] or 0) for name, info in found.items()}
+        if is_remote(url):
+            found = fs.find(path, detail=True) if fs.exists(path) else {}
+            names = {name.removeprefix(root): int(info["size"] or 0) for name, info in found.items()}
+        else:
+            names = {file.removeprefix(root): size for file, size in _walk(root, frozenset())}
         return {n: names[n] for n in sorted(names) if not n.endswith((PARTIAL_SUFFIX, "/"))}
+
+
+def _walk(folder: str, above: frozenset[tuple[int, int]]) -> Iterator[tuple[str, int]]:
+    """(path, bytes) of the files below; `above`: the folders on the way here, where no link leads back."""
+    try:
+        here = os.stat(folder)
+        entries = list(os.scandir(folder))
+    except (FileNotFoundError, NotADirectoryError, PermissionError):
+        return
+    if (here.st_dev, here.st_ino) in above:
+        return
+    for entry in entries:
+        if entry.is_dir():
+            yield from _walk(entry.path, above | {(here.st_dev, here.st_ino)})
+        else:
+            with contextlib.suppress(FileNotFoundError):  # a link to nowhere
+                yield entry.path, entry.stat().st_size
 
 
 def remove(url: str, options: StorageOptions | None = None, recursive: bool = False) -> None:
@@ -312,19 +335,6 @@ def stat(url: str, options: StorageOptions | None = None) -> ObjectStat:
         keys = ("etag", "ETag", "generation", "mtime", "LastModified", "updated", "created")
         version = next((found[k] for k in keys if found.get(k)), "")
         return ObjectStat(int(found["size"] or 0), str(version).strip('"'))
-
-
-def cached_read_bytes(url: str, copy: Path, options: StorageOptions | None = None) -> bytes:
-    """read_bytes through a local copy, which is trusted when it is there."""
-    try:
-        return copy.read_bytes()
-    except FileNotFoundError:
-        data = read_bytes(url, options)
-    copy.parent.mkdir(parents=True, exist_ok=True)
-    partial = copy.with_name(f".{copy.name}.{os.getpid()}{PARTIAL_SUFFIX}")  # loader workers share the cache
-    partial.write_bytes(data)
-    os.replace(partial, copy)
-    return data
 
 
 def _filesystem(url: str, options: StorageOptions | None) -> tuple[fsspec.AbstractFileSystem, str]:

@@ -11,15 +11,20 @@ to step would be another program: `scalar` makes it an input.
 
 from __future__ import annotations
 
+import logging
 import os
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import chain
+from pathlib import Path
 
 import numpy as np
 import torch
 import torch_xla
 import torch_xla.core.xla_model as xm
+import torch_xla.debug.profiler as profiler
 import torch_xla.distributed.spmd as xs
 import torch_xla.runtime as xr
 from torch import Tensor
@@ -29,6 +34,7 @@ from utils.config import UserError
 from utils.group import ALONE, Group, join_hosts
 from utils.runtime import Runtime
 
+log = logging.getLogger(__name__)
 DEVICES = ("TPU", "CPU")
 
 
@@ -71,6 +77,24 @@ class XlaRuntime(Runtime):
     @property
     def device_name(self) -> str:
         return f"{self.num_devices} x {os.environ['PJRT_DEVICE']}"
+
+    @property
+    def device_kind(self) -> str:
+        return xm.xla_device_kind(self.device)
+
+    def peak_memory_bytes(self) -> int | None:
+        told = xm.get_memory_info(self.device) if "TPU" in self.device_kind else {}
+        return told.get("peak_bytes_used")
+
+    @contextmanager
+    def write_trace(self, path: Path) -> Iterator[None]:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        profiler.start_trace(path)
+        try:
+            yield
+        finally:
+            profiler.stop_trace()
+        log.info("profile: %s, for TensorBoard", path)
 
     def to_device(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         return {key: self._shard(value) for key, value in batch.items()}

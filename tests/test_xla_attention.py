@@ -141,7 +141,9 @@ def test_checkpointing_on_xla_changes_no_gradient(recipe: str, xla: Runtime) -> 
         choose_kernels(model, cfg, xla)
         optimizer = build_optimizer(model, cfg)
         batch = xla.to_device(uint8_batch(cfg, 16))
-        losses.append(float(train_step(model, optimizer, [batch], cfg, xla, 0, 1e-3, 0.9).loss))
+        loss = train_step(model, optimizer, [batch], cfg, xla, 0, 1e-3, 0.9).loss
+        xla.end_step()
+        losses.append(float(loss))
         gradients.append({name: p.grad.cpu() for name, p in model.trained_parameters()})
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)
     for name, gradient in gradients[0].items():

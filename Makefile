@@ -35,7 +35,7 @@ test-slow: install ## longer tests
 $(XLA_VENV)/installed: requirements.txt requirements-tpu.txt requirements-dev.txt
 	test -x $(XLA_VENV)/bin/python || $(PYTHON) -m venv $(XLA_VENV)
 	$(XLA_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -r requirements.txt \
-	    $$(sed '/^-r/d; s/\[tpu\]//' requirements-tpu.txt) $$(grep '^pytest' requirements-dev.txt)
+	    $$(sed '/^-r/d; /^#/d; s/\[tpu\]//' requirements-tpu.txt) $$(grep '^pytest' requirements-dev.txt)
 	@touch $@
 
 test-xla: $(XLA_VENV)/installed ## the XLA engine, on four devices of this CPU

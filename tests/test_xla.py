@@ -21,6 +21,7 @@ from tests.xla_counters import count_compiled, count_fallbacks, count_read_back
 from utils.checkpoint import to_host
 from utils.config import Config
 from utils.counter_rng import counter_bits, counter_normal, counter_uniform
+from utils.device_peak import device_peak
 from utils.runtime import Runtime, provenance
 
 pytestmark = pytest.mark.xla
@@ -162,6 +163,19 @@ def test_a_batch_is_spread_and_the_weights_are_everywhere(xla: Runtime) -> None:
     assert xla.num_devices == 4
     assert provenance(xla)["device"] == "xla: 4 x CPU"
     assert "torch_xla" in provenance(xla)["packages"]
+
+
+def test_the_device_is_named_as_the_table_of_peaks_names_it(
+    xla: Runtime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch_xla's own answers raise under SPMD."""
+    assert xla.device_kind == "CPU"
+    assert xla.peak_memory_bytes() is None
+    monkeypatch.setenv("PJRT_DEVICE", "TPU")
+    for told, name in (("v4", "TPU v4"), ("v5litepod", "TPU v5e")):
+        monkeypatch.setattr("utils.xla.get_tpu_type", lambda told=told: told)
+        assert xla.device_kind == name
+        assert device_peak(xla.device, name, use_bf16=True).flops_per_s is not None
 
 
 def test_an_evaluation_batch_is_filled_up(xla: Runtime) -> None:

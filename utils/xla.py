@@ -28,7 +28,7 @@ import torch_xla.debug.profiler as profiler
 import torch_xla.distributed.spmd as xs
 import torch_xla.runtime as xr
 from torch import Tensor
-from torch_xla._internal.tpu import discover_master_worker_ip
+from torch_xla._internal.tpu import discover_master_worker_ip, get_tpu_type
 
 from utils.config import UserError
 from utils.group import ALONE, Group, join_hosts
@@ -36,6 +36,7 @@ from utils.runtime import Runtime
 
 log = logging.getLogger(__name__)
 DEVICES = ("TPU", "CPU")
+KINDS = {"v5litepod": "v5e"}  # the machines' name of a generation, and that of utils.device_peak
 
 
 @dataclass
@@ -80,11 +81,17 @@ class XlaRuntime(Runtime):
 
     @property
     def device_kind(self) -> str:
-        return xm.xla_device_kind(self.device)
+        # not torch_xla's xla_device_kind, which raises RuntimeError for the one device that SPMD shows
+        if os.environ["PJRT_DEVICE"] != "TPU":
+            return os.environ["PJRT_DEVICE"]
+        try:
+            generation = get_tpu_type()
+        except OSError:  # the machine's metadata cannot be read
+            return "TPU of unknown generation"
+        return f"TPU {KINDS.get(generation, generation)}"
 
     def peak_memory_bytes(self) -> int | None:
-        told = xm.get_memory_info(self.device) if "TPU" in self.device_kind else {}
-        return told.get("peak_bytes_used")
+        return None  # torch_xla 2.9: "MemoryInfo not supported for SPMD virtual device"
 
     @contextmanager
     def write_trace(self, path: Path) -> Iterator[None]:

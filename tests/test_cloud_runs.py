@@ -155,6 +155,7 @@ def test_a_run_in_the_bucket_resumes_and_is_evaluated(plain: Place) -> None:
     assert {kind: found["count"] for kind, found in report["run"]["audit"].items()} == {
         "missing": 0,
         "orphans": 0,
+        "unused_missing": 0,
     }
     assert not storage.list_names(f"{plain.store}/locks", plain.options)
 

@@ -1,8 +1,7 @@
-"""Whole runs with the XLA engine, on four devices of a CPU: `make test-xla`."""
+"""Whole runs with the XLA engine in this process, on four devices of a CPU: `make test-xla`."""
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ import pytest
 from models import vit3d
 from pretraining import train as loop
 from tests.pipeline_factory import make_store, pipeline_config
-from tests.process_factory import Running, command, losses, metrics, run_to_end
+from tests.process_factory import losses, metrics
 from tests.xla_counters import count_compiled, count_fallbacks, count_read_back
 from utils.checkpoint import list_steps
 from utils.runtime import Runtime
@@ -120,24 +119,3 @@ def test_no_program_is_compiled_and_nothing_read_back_between_two_lines_of_the_l
     assert len(quiet) == 42
     for step in quiet:
         assert counts[step + 1][1:] == counts[step][1:], f"step {step}"
-
-
-def test_the_command_stops_at_sigterm_and_goes_on(folder: Path) -> None:
-    run = folder / "command"
-    sizes = "train.global_batch_size=4", "train.per_core_batch_size=1", "train.max_steps=8"
-    mae = "method.recipe=mae", "method.mae_target=normalised", "method.regulariser=none"
-    mae += ("method.regulariser_weight=0",)
-    argv = command(folder, f"run.dir={run}", *sizes, *mae, "data.workers=1")
-    running = Running(argv, run)
-    try:
-        running.wait_for_step(2)
-        running.process.send_signal(signal.SIGTERM)
-        assert running.wait() == 0, running.said[-3000:]
-    finally:
-        Running.end_all()
-    assert "global batch 4 = 1 per device x 4 devices x 1 accumulated, on xla:0" in running.said
-    assert "stopped by SIGTERM at step" in running.said
-    said = run_to_end(argv, run)
-    assert "resuming from step" in said
-    assert "finished at step 8" in said
-    assert list(losses(run)) == list(range(1, 9))

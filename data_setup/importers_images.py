@@ -218,7 +218,7 @@ def _ome_spacing(text: str, size: tuple[int, ...], url: str) -> tuple[list[float
     units = [_MM.get(get(f"PhysicalSize{a}Unit", "\u00b5m").lower()) for a in "ZYX"]  # the schema's default
     if None in values or None in units:
         return None, "OME-XML without three PhysicalSize", count
-    return [float(v) * u for v, u in zip(values, units, strict=True)], "ome_xml", count  # type: ignore
+    return [float(v) * u for v, u in zip(values, units, strict=True)], "ome_xml", count  # type: ignore[arg-type]
 
 
 def _check_plane_order(pixels: Any, count: int, url: str) -> None:

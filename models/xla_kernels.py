@@ -15,9 +15,11 @@ import torch
 import torch.nn.functional as F
 import torch_xla
 import torch_xla.distributed.spmd as xs
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx, once_differentiable
 from torch_xla.utils.checkpoint import checkpoint
+
+from models.vit3d import Block, PatchEmbed
 
 Shape = tuple[tuple[int, ...], torch.dtype]
 # (name of a kernel in models.flash_kernels, its operands, tokens without padding, its results' shapes)
@@ -27,6 +29,19 @@ Caller = Callable[[str, list[Tensor], int, list[Shape]], list[Tensor]]
 def recompute_block(function: Callable[..., Tensor], *arguments: object) -> Tensor:
     """models.vit3d.recompute_block for XLA, which would otherwise merge both computations into one."""
     return checkpoint(function, *arguments, preserve_rng_state=False)
+
+
+def keep_samples_apart(model: nn.Module, mesh: xs.Mesh) -> None:
+    """Tell the compiler that features [B, T, E] between blocks, and their gradients, are spread by samples
+    over `mesh`. With weights that are spread too it would be free to move features instead of weights.
+    """
+
+    def pin(_module: nn.Module, _inputs: object, features: Tensor) -> Tensor:
+        return xs.mark_sharding_with_gradients(features, mesh, _by_sample(features))
+
+    for module in model.modules():
+        if isinstance(module, Block | PatchEmbed):
+            module.register_forward_hook(pin)
 
 
 class FlashAttention:

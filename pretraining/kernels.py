@@ -2,7 +2,7 @@
 
 In: a model on its device, the configuration and the runtime. On a TPU: attention without the tokens x tokens
 matrix where `model.tpu_attention` asks for it, and activation checkpointing that the compiler does not undo.
-Elsewhere nothing changes.
+Where parameters are spread over the devices, features stay with their samples. Elsewhere nothing changes.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ def choose_kernels(model: VJEPA3D, cfg: Config, runtime: Runtime, is_for_tpu: bo
 
     if cfg.train.activation_checkpointing:
         model.checkpoint_activations(xla_kernels.recompute_block)
+    if cfg.train.shard_parameters:
+        xla_kernels.keep_samples_apart(model, runtime.mesh)
     if is_for_tpu is None:
         is_for_tpu = os.environ["PJRT_DEVICE"] == "TPU"
     if is_for_tpu and cfg.model.tpu_attention == "flash":

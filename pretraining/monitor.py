@@ -214,12 +214,12 @@ def check_no_leak(
 class TargetMotion:
     """Alarm 'target is not moving': compares a target parameter between two calls."""
 
-    def __init__(self, model: VJEPA3D) -> None:
+    def __init__(self, model: VJEPA3D, read: Read = as_it_is) -> None:
+        self.read = read
         self._before = self._probe(model)
 
-    @staticmethod
-    def _probe(model: VJEPA3D) -> Tensor:
-        return model.target_encoder.blocks[-1].mlp.fc2.weight.detach().to("cpu", copy=True)
+    def _probe(self, model: VJEPA3D) -> Tensor:
+        return self.read(model.target_encoder.blocks[-1].mlp.fc2.weight.detach()).to("cpu", copy=True)
 
     def check(self, model: VJEPA3D, updates: int) -> None:
         """Raises FrozenTargetError when nothing moved although `updates` should have moved the target

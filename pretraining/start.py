@@ -22,6 +22,7 @@ from models.vjepa3d import VJEPA3D
 from pretraining.data import Rows
 from pretraining.monitor import check_no_leak
 from pretraining.schedules import init_weight
+from pretraining.sharding import shard_state
 from pretraining.state import INIT_WEIGHT_LIMIT
 from pretraining.step import Batch, views
 from utils.checkpoint import to_host
@@ -118,7 +119,9 @@ def settle_memory(
     when one volume does not fit. The first batch also proves that the context encoder sees no target. From
     here on batch normalisation is over all processes.
     """
-    held = None if runtime.failure_is_clean else to_host((model.state_dict(), optimizer.state_dict()))
+    held = None
+    if not runtime.failure_is_clean:
+        held = to_host(runtime.gather((model.state_dict(), optimizer.state_dict())))
     while True:
         trial = replace(cfg, data=replace(cfg.data, workers=0))
         batch = runtime.to_device(next(iter(open_loader(trial, store, rows, runtime, step, step + 1)))[0])
@@ -127,6 +130,7 @@ def settle_memory(
         if held is not None:
             model.load_state_dict(held[0])
             optimizer.load_state_dict(held[1])
+            shard_state(model, optimizer, cfg, runtime)
         share = cfg.train.global_batch_size // runtime.num_devices
         half = cfg.train.per_core_batch_size // 2
         smaller = max((n for n in range(1, half + 1) if share % n == 0), default=0)

@@ -3,8 +3,9 @@
 `python -m pretraining.tpu_trace --config FILE --chips N --program OUT [section.key=value ...]`, in the
 environment with torch_xla, with PJRT_DEVICE=CPU and CPU_NUM_DEVICES=N. It calls what training calls: the
 model, the optimizer, the engine and `train_step`; parameters and optimizer state are placeholders without
-data. Out: the step as StableHLO, and OUT.json with the bytes of one device's parameters, target, optimizer
-and batch, which outputs share an argument's buffer, and the operations counted from the shapes.
+data, or zeros where they are sharded. Out: the step as StableHLO, and OUT.json with the bytes of one device's
+parameters, target, optimizer and batch, which outputs share an argument's buffer, and the operations counted
+from the shapes.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import argparse
 import json
 import os
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +27,11 @@ from data_setup.masks import MaskPlan
 from models.flops import encoder_flops, flash_backward_flops, recomputed_flops, step_flops
 from models.vjepa3d import VJEPA3D
 from pretraining.kernels import choose_kernels
+from pretraining.sharding import shard_state
 from pretraining.step import Batch, build_optimizer, train_step
 from utils.config import Config, accumulation_steps, parse_cli, run_cli
 from utils.runtime import Runtime
+from utils.xla import WHOLE, placement
 
 CLASSES = ("parameters", "target", "optimizer", "batch")
 
@@ -53,15 +57,17 @@ def trace(cfg: Config, chips: int) -> tuple[bytes, dict[str, Any]]:
     with torch.device("meta"):
         model = VJEPA3D(cfg).train()
     torch.__future__.set_overwrite_module_params_on_conversion(True)
-    model._apply(_placeholder)
+    hold = partial(_parts, runtime) if cfg.train.shard_parameters else _placeholder
+    model._apply(hold)
     choose_kernels(model, cfg, runtime, is_for_tpu=True)
     optimizer = build_optimizer(model, cfg)
     for _, weight in model.trained_parameters():
         optimizer.state[weight] = {
             "step": _placeholder(torch.empty((), device="meta")),
-            "exp_avg": _placeholder(weight.detach()),
-            "exp_avg_sq": _placeholder(weight.detach()),
+            "exp_avg": hold(weight.detach()),
+            "exp_avg_sq": hold(weight.detach()),
         }
+    shard_state(model, optimizer, cfg, runtime)
     batches = [_batch(cfg, chips, runtime) for _ in range(accumulation)]
     state = _state(model, optimizer)
     before = {_id(tensor): place for place, (_, tensor) in enumerate(state)}
@@ -74,7 +80,8 @@ def trace(cfg: Config, chips: int) -> tuple[bytes, dict[str, Any]]:
     batch_bytes = sum(x.numel() * x.element_size() for batch in batches for x in batch.values()) // chips
     held = dict.fromkeys(CLASSES, 0) | {"batch": batch_bytes}
     for kind, tensor in state:
-        held[kind] += tensor.numel() * tensor.element_size()
+        parts = 1 if placement(tensor) in WHOLE else chips
+        held[kind] += tensor.numel() * tensor.element_size() // parts
     return program, {
         "chips": chips,
         "accumulation": accumulation,
@@ -102,6 +109,13 @@ def _flops(model: VJEPA3D, cfg: Config, accumulation: int) -> dict[str, int]:
 
 def _placeholder(like: Tensor) -> Tensor:
     return xb.create_placeholder_tensor(like.shape, like.dtype)
+
+
+def _parts(runtime: Runtime, like: Tensor) -> Tensor:
+    """Zeros, spread at once: a placeholder cannot be, and whole models on all virtual devices are too much."""
+    zeros = runtime.place(torch.zeros(like.shape, dtype=like.dtype, device="cpu"))
+    runtime.shard([zeros])
+    return zeros
 
 
 def _id(tensor: Tensor) -> int:

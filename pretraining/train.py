@@ -24,6 +24,7 @@ from pretraining.kernels import choose_kernels
 from pretraining.monitor import Gauges, TargetMotion, target_drift, update_ratio
 from pretraining.profiling import StepTrace
 from pretraining.schedules import ema_momentum, learning_rate, total_steps
+from pretraining.sharding import shard_state
 from pretraining.skill import SkillGauge
 from pretraining.start import log_start, next_or_stop, open_loader, rows_of_step, settle_memory
 from pretraining.state import (
@@ -105,6 +106,7 @@ def _train(cfg: Config, runtime: Runtime, stack: ExitStack) -> int:
     # restore: this run, else init_from, else scratch
     progress = restore(cfg, store, rows, model, optimizer, gauges, runtime.group)
     start = progress["step"]
+    shard_state(model, optimizer, cfg, runtime)
 
     # one trial step settles the memory and proves that no target leaks into the context
     if start >= total:
@@ -128,7 +130,7 @@ def _train(cfg: Config, runtime: Runtime, stack: ExitStack) -> int:
     batches = iter(loader)
     if writer is not None:
         stack.callback(writer.wait)
-    motion, moves = TargetMotion(model), runtime.place(torch.tensor(0))
+    motion, moves = TargetMotion(model, runtime.read), runtime.place(torch.tensor(0))
     steps_per_epoch = max(1, round(len(rows.train) / cfg.train.global_batch_size))
     val_every = cfg.train.val_every_steps or steps_per_epoch
     save_every = cfg.train.ckpt_every_steps or cfg.train.ckpt_every_epochs * steps_per_epoch
@@ -148,11 +150,11 @@ def _train(cfg: Config, runtime: Runtime, stack: ExitStack) -> int:
     runtime.end_step()
 
     def save(names: list[str]) -> None:
-        if names and writer is not None:
-            progress.update(
-                step=done, bad_run=int(bad_run), bad_total=int(bad_total), init_weight=float(left)
-            )
-            state = checkpoint_state(cfg, store, rows, model, optimizer, gauges, progress)
+        if not names or (writer is None and not runtime.is_sharded):
+            return
+        progress.update(step=done, bad_run=int(bad_run), bad_total=int(bad_total), init_weight=float(left))
+        state = runtime.gather(checkpoint_state(cfg, store, rows, model, optimizer, gauges, progress))
+        if writer is not None:
             writer.save(state, names, permanent=done % keep_every == 0)
 
     speed.restart()

@@ -7,6 +7,11 @@ import subprocess
 import sys
 
 import pytest
+import torch
+
+from utils.config import UserError
+from utils.group import Group
+from utils.runtime import Runtime
 
 FAULTS = """
 import resource, torch
@@ -29,3 +34,15 @@ def test_memory_is_kept_between_steps() -> None:
         told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
         counts[tuned] = int(told.stdout)
     assert counts[True] < 100 < counts[False]
+
+
+def test_only_one_process_may_be_asked_to_share_its_weights_out() -> None:
+    """One device has all of them; the processes of torchrun cannot."""
+    weight = torch.ones(4, 4)
+    alone, two = (Runtime(torch.device("cpu"), use_bf16=False, group=Group()) for _ in range(2))
+    alone.shard([weight])
+    assert not alone.is_sharded
+    assert alone.gather({"weight": weight})["weight"] is weight
+    two.group.size = 2
+    with pytest.raises(UserError, match=r"train.shard_parameters: .* found 2 processes"):
+        two.shard([weight])

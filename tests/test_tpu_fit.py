@@ -262,21 +262,42 @@ def test_a_program_too_large_for_a_chip_is_no_crash(tmp_path: Path) -> None:
     assert 28 < memory["available_bytes"] / 2**30 < 32
 
 
-@pytest.mark.xla
-def test_a_small_step_from_configuration_to_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tpu_fit, "CACHE", tmp_path / "cache")
+def fit_small_step(folder: Path, *options: str) -> dict[str, Any]:
+    """The row of one volume a chip, ViT-Ti, on four chips."""
     tiny = ["spatial.image_size=[8,32,32]", "method.predictor_depth=1", "train.per_core_batch_size=1"]
-    options = ["model.tpu_attention=flash", "train.global_batch_size=4"]
     command = ["--config", str(ROOT / "configs/smoke_test.yaml"), "--topology", "v4-8"]
-    assert tpu_fit.main([*command, "--json", str(tmp_path / "fit.json"), *tiny, *options]) == 0
-    row = json.loads((tmp_path / "fit.json").read_text())
-    parts = row["hbm_parts_gib"]
+    options = ("model.tpu_attention=flash", "train.global_batch_size=4", *options)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tpu_fit, "CACHE", folder / "cache")
+        assert tpu_fit.main([*command, "--json", str(folder / "fit.json"), *tiny, *options]) == 0
+    return json.loads((folder / "fit.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return fit_small_step(tmp_path_factory.mktemp("fit"))
+
+
+@pytest.mark.xla
+def test_sharded_parameters_take_a_chips_share_of_its_memory(tmp_path: Path, whole: dict[str, Any]) -> None:
+    """Each of the four chips holds a quarter, and weights are gathered for the step."""
+    row = fit_small_step(tmp_path, "train.shard_parameters=true")
+    for part in ("parameters", "target", "optimizer"):
+        assert 0.25 <= row["hbm_parts_gib"][part] / whole["hbm_parts_gib"][part] < 0.3, part
+    assert row["hbm_used_gib"] < whole["hbm_used_gib"]
+    assert "all-gather" in row["collectives"]
+    assert "all-gather" not in whole["collectives"]
+
+
+@pytest.mark.xla
+def test_a_small_step_from_configuration_to_numbers(whole: dict[str, Any]) -> None:
+    parts = whole["hbm_parts_gib"]
     trained = parts["optimizer"] / 2  # two moments
     assert parts["parameters"] == pytest.approx(trained, rel=0.01)
     assert 0.9 * trained < parts["target"] < trained  # the encoder without the predictor
     assert parts["activations and temporaries"] > 0
-    assert row["hbm_used_gib"] < 1
-    assert row["xla_flops_per_step"] > 0
+    assert whole["hbm_used_gib"] < 1
+    assert whole["xla_flops_per_step"] > 0
     # the gradients of all trained weights, in float32, pass between the chips, and no activation does
-    moved = sum(entry["bytes"] for entry in row["collectives"].values()) / 2**30
+    moved = sum(entry["bytes"] for entry in whole["collectives"].values()) / 2**30
     assert moved == pytest.approx(trained, rel=0.2)

@@ -4,100 +4,41 @@ four devices of a CPU; whole runs are in tests/test_xla_run.py.
 
 from __future__ import annotations
 
-import os
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
 
-from pretraining.monitor import Gauges
 from pretraining.optimizer import MOMENTS, SelectingAdamW
-from pretraining.schedules import ema_momentum, learning_rate
-from pretraining.skill import SkillGauge
 from pretraining.start import settle_memory
-from pretraining.step import Batch, build_optimizer, train_step, trial_step
-from tests.model_factory import nano_model, small_config, uint8_batch
+from pretraining.step import train_step, trial_step
+from tests.model_factory import small_config, uint8_batch
 from tests.xla_counters import count_compiled, count_fallbacks, count_read_back
-from utils.checkpoint import to_host
-from utils.config import Config
+from tests.xla_factory import BAD_STEP, BATCH, STEPS, Run, assert_close, assert_same_weights, open_xla
 from utils.counter_rng import counter_bits, counter_normal, counter_uniform
 from utils.device_peak import device_peak
 from utils.runtime import Runtime, provenance
 
 pytestmark = pytest.mark.xla
-BATCH, STEPS, TOTAL = 16, 20, 40
-BAD_STEP = STEPS  # the step after those whose losses are compared has no finite loss
+SHARDED = "train.shard_parameters=true"
 RECIPES = {
     "vjepa2": ("vjepa2", 2, ()),  # recipe, micro-batches, overrides
+    "vjepa2_sharded": ("vjepa2", 2, (SHARDED,)),
     "vjepa2_sigreg": ("vjepa2", 1, ("method.regulariser=sigreg",)),
     "mae": ("mae", 1, ()),
     "methods": ("methods", 1, ()),
+    "methods_sharded": ("methods", 1, (SHARDED,)),
 }
 
 
 @pytest.fixture(scope="module")
 def xla() -> Runtime:
-    """The engine, opened before the first backward pass of plain torch: autograd would not find it later."""
-    assert os.environ.get("PJRT_DEVICE") == "CPU", "make test-xla sets it"
-    assert os.environ.get("CPU_NUM_DEVICES") == "4", "make test-xla sets it"
-    return Runtime.create(use_bf16=False, data_timeout_s=60.0)
+    return open_xla()
 
 
 @pytest.fixture(scope="module")
 def plain(xla: Runtime) -> Runtime:
     return Runtime(torch.device("cpu"), use_bf16=False)
-
-
-class Run(NamedTuple):
-    """A model in training, and what its steps said."""
-
-    cfg: Config
-    model: Any
-    optimizer: torch.optim.AdamW
-    gauges: Gauges
-
-    @classmethod
-    def begin(cls, cfg: Config, runtime: Runtime) -> Run:
-        model = nano_model(cfg).to(runtime.device).train()
-        skill = SkillGauge.of_model(model, runtime.device)
-        run = cls(cfg, model, build_optimizer(model, cfg), Gauges(skill, BATCH, runtime.group, runtime.read))
-        runtime.end_step()
-        return run
-
-    def steps(self, runtime: Runtime, steps: range, micro: int = 1) -> list[torch.Tensor]:
-        losses = []
-        for step in steps:
-            lr, momentum = learning_rate(self.cfg, step, TOTAL), ema_momentum(self.cfg, step, TOTAL)
-            batches = [runtime.to_device(b) for b in micro_batches(self.cfg, step, micro)]
-            self.gauges.begin(measure=False)
-            parts = self.model, self.optimizer, batches, self.cfg, runtime, step, lr, momentum
-            losses.append(train_step(*parts, self.gauges.observe).loss)
-            self.gauges.finish()
-            runtime.end_step()
-        return losses
-
-    def state(self) -> dict[str, Any]:
-        return to_host(
-            {
-                "model": self.model.state_dict(),
-                "optimizer": self.optimizer.state_dict(),
-                "gauge": self.gauges.state_dict(),
-            }
-        )
-
-    def load(self, state: dict[str, Any]) -> None:
-        self.model.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
-        self.gauges.load_state_dict(state["gauge"])
-
-
-def micro_batches(cfg: Config, step: int, micro: int) -> list[Batch]:
-    batch = uint8_batch(cfg, BATCH, step)
-    batch["row"] = batch["row"] + BATCH * step
-    if step == BAD_STEP:
-        batch["std"] = torch.zeros(BATCH)
-    size = BATCH // micro
-    return [{k: v[i * size : (i + 1) * size] for k, v in batch.items()} for i in range(micro)]
 
 
 @pytest.mark.parametrize("name", list(RECIPES))
@@ -127,31 +68,9 @@ def test_losses_are_those_of_plain_torch(name: str, xla: Runtime, plain: Runtime
     assert_same_weights(run.state(), before)
 
 
-def assert_same_weights(state: dict[str, Any], expected: dict[str, Any]) -> None:
-    """Weights, buffers and moments, bit for bit."""
-    torch.testing.assert_close(state["model"], expected["model"], rtol=0, atol=0)
-    for name, values in expected["optimizer"]["state"].items():
-        torch.testing.assert_close(state["optimizer"]["state"][name], values, rtol=0, atol=0)
-
-
-def assert_close(state: dict[str, Any], expected: dict[str, Any]) -> None:
-    """Weights and buffers, moments and step counts, and the ring of targets, within rounding."""
-    assert state["optimizer"]["param_groups"] == expected["optimizer"]["param_groups"]
-    torch.testing.assert_close(state["model"], expected["model"], rtol=1e-3, atol=1e-4)
-    torch.testing.assert_close(
-        state["optimizer"]["state"], expected["optimizer"]["state"], rtol=1e-2, atol=1e-5
-    )
-    ring, other = state["gauge"]["skill"], expected["gauge"]["skill"]
-    assert torch.equal(ring["row"], other["row"])
-    assert torch.equal(ring["valid"], other["valid"])
-    assert ring["added"] == other["added"]
-    torch.testing.assert_close(ring["ring"], other["ring"], rtol=1e-2, atol=1e-3)
-
-
 def test_a_batch_is_spread_and_the_weights_are_everywhere(xla: Runtime) -> None:
-    import torch_xla
+    from utils.xla import placement
 
-    placement = torch_xla._XLAC._get_xla_sharding_spec
     cfg = small_config("mae")
     run = Run.begin(cfg, xla)
     batch = xla.to_device(uint8_batch(cfg, BATCH))
@@ -163,6 +82,29 @@ def test_a_batch_is_spread_and_the_weights_are_everywhere(xla: Runtime) -> None:
     assert xla.num_devices == 4
     assert provenance(xla)["device"] == "xla: 4 x CPU"
     assert "torch_xla" in provenance(xla)["packages"]
+
+
+def test_sharded_parameters_lie_in_parts_before_and_after_a_step(xla: Runtime) -> None:
+    """Every matrix of model and target with its moments; what is read back is whole."""
+    from utils.xla import placement
+
+    run = Run.begin(small_config("vjepa2", SHARDED), xla)
+    names = dict(run.model.named_parameters())
+    expected = {name for name, p in names.items() if p.ndim > 1 and any(s % 4 == 0 for s in p.shape)}
+    assert {name.split(".")[0] for name in expected} == {"encoder", "target_encoder", "predictor"}
+    for steps in (0, 2):
+        run.steps(xla, range(steps))
+        held = {name: {placement(p)} for name, p in names.items()}
+        for name, weight in run.model.trained_parameters():
+            held[name] |= {placement(run.optimizer.state[weight][moment]) for moment in MOMENTS[1:]}
+        split = {name for name, places in held.items() if all("devices=[" in place for place in places)}
+        whole = {name for name, places in held.items() if places <= {"{replicated}", ""}}
+        assert split == expected
+        assert whole == set(names) - expected
+    state = run.state()
+    assert {name: value.shape for name, value in state["model"].items() if name in names} == {
+        name: p.shape for name, p in names.items()
+    }
 
 
 def test_the_device_is_named_as_the_table_of_peaks_names_it(
@@ -193,10 +135,11 @@ def test_random_numbers_are_the_same_bits(xla: Runtime) -> None:
 
 
 @pytest.mark.parametrize("begins_on_xla", [True, False])
+@pytest.mark.parametrize("overrides", [(), (SHARDED,)], ids=["whole", "sharded"])
 def test_either_engine_goes_on_with_the_other_ones_state(
-    begins_on_xla: bool, xla: Runtime, plain: Runtime
+    begins_on_xla: bool, overrides: tuple[str, ...], xla: Runtime, plain: Runtime
 ) -> None:
-    cfg = small_config("mae")
+    cfg = small_config("mae", *overrides)
     uninterrupted = Run.begin(cfg, plain)
     wanted = uninterrupted.steps(plain, range(12))
     engines = (xla, plain) if begins_on_xla else (plain, xla)
@@ -232,12 +175,16 @@ def test_the_optimizer_selects_only_where_nothing_fuses(xla: Runtime, plain: Run
     assert type(Run.begin(cfg, plain).optimizer) is torch.optim.AdamW
 
 
+@pytest.mark.parametrize("overrides", [(), (SHARDED,)], ids=["whole", "sharded"])
 def test_out_of_memory_halves_the_batch_and_leaves_the_weights(
-    xla: Runtime, monkeypatch: pytest.MonkeyPatch
+    overrides: tuple[str, ...], xla: Runtime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What the failed program was to compute is lost; the weights come back from the host."""
-    cfg = small_config("mae", "train.per_core_batch_size=4")
+    """What the failed program was to compute is lost; the weights come back from the host, in their parts."""
+    from utils.xla import placement
+
+    cfg = small_config("mae", "train.per_core_batch_size=4", *overrides)
     run = Run.begin(cfg, xla)
+    is_split = ["devices=[" in placement(p) for p in run.model.parameters()]
     before = run.state()
     batch = uint8_batch(cfg, BATCH)
     monkeypatch.setattr("pretraining.start.open_loader", lambda *_: [[batch]])
@@ -253,4 +200,6 @@ def test_out_of_memory_halves_the_batch_and_leaves_the_weights(
     fitting = settle_memory(cfg, None, None, run.model, run.optimizer, xla, 0, trial)  # type: ignore[arg-type]
     assert tried == [4, 2]
     assert fitting.train.per_core_batch_size == 2
+    assert any(is_split) == bool(overrides)
+    assert ["devices=[" in placement(p) for p in run.model.parameters()] == is_split
     assert_same_weights(run.state(), before)

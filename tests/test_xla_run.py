@@ -42,7 +42,8 @@ def small() -> Iterator[None]:
 
 def train(folder: Path, name: str, engine: str, *overrides: str, stop_after: int | None = None) -> Path:
     """A run in this process, which asks for the signal's end after so many steps; returns its directory."""
-    own = SPREAD if engine == "xla" else GLOBAL
+    own = GLOBAL if engine == "torch" else SPREAD
+    own += ("train.shard_parameters=true",) if engine == "sharded" else ()
     cfg = pipeline_config(folder, f"run.dir={folder / name}", f"train.max_steps={STEPS}", *own, *overrides)
     real = loop.train_step
 
@@ -65,7 +66,9 @@ def plain(folder: Path, small: None) -> Path:
     return train(folder, "plain", "torch")
 
 
-@pytest.mark.parametrize(("first", "second"), [("xla", "torch"), ("torch", "xla")])
+@pytest.mark.parametrize(
+    ("first", "second"), [("xla", "torch"), ("torch", "xla"), ("sharded", "torch"), ("xla", "sharded")]
+)
 def test_a_run_goes_on_with_the_other_engine(first: str, second: str, folder: Path, plain: Path) -> None:
     name = f"{first}_then_{second}"
     run = train(folder, name, first, stop_after=6)

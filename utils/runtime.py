@@ -17,7 +17,7 @@ import resource
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from importlib.metadata import version
@@ -150,6 +150,27 @@ class Runtime:
     def scalar(self, value: float) -> float | Tensor:
         """A number of the host that is another in every step, for the device."""
         return value
+
+    def shard(self, values: Iterable[Tensor]) -> None:
+        """Spread these tensors over the devices, in place; one device has all of them. Raises UserError where
+        the engine cannot do that for its several devices.
+        """
+        if self.num_devices > 1:
+            raise UserError(
+                f"train.shard_parameters: expected PyTorch/XLA or one process, found {self.world_size} "
+                "processes of torchrun, each of which holds the whole model"
+            )
+
+    def gather(self, state: Any) -> Any:
+        """State for a checkpoint: what `shard` has spread, whole and on the host; the rest as it is. Where
+        something is spread, every process has to call this.
+        """
+        return state
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether `shard` has spread anything."""
+        return False
 
     def end_step(self) -> None:
         """Where operations are only recorded: run those so far, as one program."""

@@ -124,6 +124,8 @@ class TrainConfig:
     use_bf16: bool = MISSING
     # true: only the blocks' inputs are kept for the backward pass, the rest is computed again; same numbers
     activation_checkpointing: bool = False
+    # true: each device holds its part of weights, target and moments (PyTorch/XLA alone); same numbers
+    shard_parameters: bool = False
     ckpt_dir: str | None = "${run.dir}/checkpoints"  # null: no checkpoints
     ckpt_every_epochs: int = 5
     ckpt_every_steps: int | None = None  # null: only by epochs

@@ -14,11 +14,12 @@ from __future__ import annotations
 import logging
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -36,6 +37,7 @@ from utils.runtime import Runtime
 
 log = logging.getLogger(__name__)
 DEVICES = ("TPU", "CPU")
+WHOLE = ("{replicated}", "")  # a tensor that lies whole on every device
 KINDS = {"v5litepod": "v5e"}  # the machines' name of a generation, and that of utils.device_peak
 
 
@@ -44,6 +46,7 @@ class XlaRuntime(Runtime):
     """This host's process; `mesh` holds the devices of all hosts, in the order of the hosts."""
 
     mesh: xs.Mesh = field(kw_only=True)
+    _is_sharded: bool = field(default=False, init=False)
 
     @classmethod
     def open(cls, use_bf16: bool, timeout_s: float) -> XlaRuntime:
@@ -117,6 +120,30 @@ class XlaRuntime(Runtime):
         sharding = xs.ShardingSpec(self.mesh, split, minibatch=True)
         return xm.send_cpu_data_to_device([value.contiguous()], self.device, sharding)[0]
 
+    def shard(self, values: Iterable[Tensor]) -> None:
+        """Matrices and larger, each along its longest axis that the devices divide; the rest stays whole."""
+        for value in values:
+            axes = [axis for axis, size in enumerate(value.shape) if size % self.num_devices == 0]
+            if value.ndim > 1 and axes:
+                split = max(axes, key=lambda axis: value.shape[axis])
+                spec = tuple("data" if axis == split else None for axis in range(value.ndim))
+                xs.mark_sharding(value, self.mesh, spec)
+        self._is_sharded = True
+
+    @property
+    def is_sharded(self) -> bool:
+        return self._is_sharded
+
+    def gather(self, state: Any) -> Any:
+        if isinstance(state, Tensor):
+            is_whole = state.device.type != self.device.type or placement(state) in WHOLE
+            return state if is_whole else self.read(state)
+        if isinstance(state, dict):
+            return {key: self.gather(value) for key, value in state.items()}
+        if isinstance(state, list | tuple):
+            return [self.gather(value) for value in state]
+        return state
+
     def read(self, value: Tensor) -> Tensor:
         if value.device.type != self.device.type:
             return value
@@ -139,6 +166,11 @@ class XlaRuntime(Runtime):
     def synchronise(self) -> None:
         torch_xla.sync(wait=True)
         xm.wait_device_ops()
+
+
+def placement(value: Tensor) -> str:
+    """Where the parts of a tensor lie, in XLA's words."""
+    return torch_xla._XLAC._get_xla_sharding_spec(value)
 
 
 def _fill(value: Tensor, size: int) -> Tensor:

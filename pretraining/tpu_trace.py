@@ -112,7 +112,7 @@ def _placeholder(like: Tensor) -> Tensor:
 
 
 def _parts(runtime: Runtime, like: Tensor) -> Tensor:
-    """Zeros, spread at once: a placeholder cannot be, and whole models on all virtual devices are too much."""
+    """Zeros, spread at once: a placeholder cannot be, and sixteen whole models are too much."""
     zeros = runtime.place(torch.zeros(like.shape, dtype=like.dtype, device="cpu"))
     runtime.shard([zeros])
     return zeros

@@ -22,9 +22,10 @@ from einops import reduce
 from sklearn.model_selection import StratifiedKFold
 
 from data_setup import phantom, prepare
+from data_setup.field import token_valid
 from data_setup.resample import resample_frames
 from data_setup.store import PreparedStore
-from data_setup.transforms import identity_matrix, token_valid
+from data_setup.transforms import identity_matrix
 from utils.config import Config, SpatialConfig
 
 PRETRAINING_SEED, EVALUATION_SEED = 1001, 1002

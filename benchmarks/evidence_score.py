@@ -24,8 +24,8 @@ from torch import Tensor, nn
 
 from benchmarks.evidence_data import FOLDS, Truth, tokens_of_another_grid
 from data_setup.loader import evaluation_batches
+from data_setup.normalisation import normalise
 from data_setup.store import PreparedStore
-from data_setup.transforms import normalise
 from finetuning.embed import device_features, raw_features
 from models.dense_probes import (
     DensePrediction,

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, default_collate
 
+from data_setup.field import token_valid
 from data_setup.masks import MaskPlan
 from data_setup.store import PreparedStore
 from data_setup.transforms import (
@@ -34,7 +35,6 @@ from data_setup.transforms import (
     JEPAMaskd,
     identity_matrix,
     random_stream,
-    token_valid,
     training_transforms,
 )
 from utils.config import Config, ConfigError, UserError

@@ -1,4 +1,4 @@
-"""What happens to a prepared volume on its way into a model: geometry, intensity, masks, normalisation.
+"""What happens to a prepared volume on its way into a model: geometry, drawn intensities, masks.
 
 Host side: MONAI dictionary transforms, each drawing from its own stream of (seed, step, global position).
 In: a sample dict with `volume` uint8 [D,H,W], `spacing` mm (3), `valid_box` voxels (6). They add:
@@ -6,14 +6,13 @@ In: a sample dict with `volume` uint8 [D,H,W], `spacing` mm (3), `valid_box` vox
                         Drawn once per sample: both views share it, so token i is the same place in both.
   RandIntensityParamsd  `intensity` [2,3] (gain, gamma, noise_std; view 0 context, 1 target), `noise_seed` [2]
   JEPAMaskd             `context`, `target` token ids and `context_valid`, `target_valid` weights
-Plain tensors leave, never MetaTensor. Device side: `normalise`, the one normalisation of every stage.
+Plain tensors leave, never MetaTensor. What follows on the device: data_setup/normalisation.py.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Hashable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -22,20 +21,17 @@ import torch.nn.functional as F
 from monai.transforms import MapTransform, Randomizable
 from torch import Tensor
 
+from data_setup.field import token_valid
 from data_setup.masks import MaskPlan, draw_mask
 from utils.config import AugmentConfig, Config
-from utils.counter_rng import counter_normal
 
 # Streams of one global position; their numbers are part of every result, so they are never renumbered.
 STREAM_GEOMETRY, STREAM_INTENSITY, STREAM_MASK, STREAM_MODEL = range(4)
 NEUTRAL_INTENSITY = ((1.0, 1.0, 0.0), (1.0, 1.0, 0.0))  # gain, gamma, noise_std; per view
 SEED_LIMIT = 2**62
-# Resampled coordinates carry float32 rounding: a voxel this close to the field's edge still counts as inside.
-EDGE_TOLERANCE = 1e-3
 # A processor works on blocks that its cache holds: at 64 x 384 x 384 memory is what costs. A voxel's result
 # does not depend on its block.
 BLOCK_VOXELS = 2**19
-VALID_SHARE = 0.5  # a token is valid when at least this share of it is inside the acquired field
 
 
 def random_stream(seed: int, step: int, position: int, stream: int) -> np.random.RandomState:
@@ -98,15 +94,15 @@ def resample(volume: Tensor, matrix: np.ndarray) -> Tensor:
     places_hw = _places(source_h, np.broadcast_to(w, (size_h, size_w)))
     between = torch.empty(size_d, size_h, size_w)
     result = torch.empty(size_d, size_h, size_w, dtype=torch.uint8)
-    for rows in _blocks(size_h, size_d * size_w):  # [H, D, W]
+    for rows in blocks(size_h, size_d * size_w):  # [H, D, W]
         block = volume[:, rows].permute(1, 0, 2).to(torch.float32, memory_format=torch.contiguous_format)
         between[:, rows] = _sample_plane(block, places_dw).permute(1, 0, 2)
-    for planes in _blocks(size_d, size_h * size_w):  # [D, H, W]
+    for planes in blocks(size_d, size_h * size_w):  # [D, H, W]
         result[planes] = _sample_plane(between[planes], places_hw).add_(0.5).to(torch.uint8)
     return result
 
 
-def _blocks(lines: int, line_voxels: int) -> Iterator[slice]:
+def blocks(lines: int, line_voxels: int) -> Iterator[slice]:
     """Runs of neighbouring lines of about BLOCK_VOXELS together."""
     step = max(1, BLOCK_VOXELS // line_voxels)
     return (slice(start, min(start + step, lines)) for start in range(0, lines, step))
@@ -217,144 +213,3 @@ def training_transforms(config: Config) -> tuple[tuple[int, Randomizable], ...]:
         (STREAM_INTENSITY, RandIntensityParamsd(config.augment)),
         (STREAM_MASK, JEPAMaskd(MaskPlan.from_config(config), config.spatial.patch_size)),
     )
-
-
-def _valid_planes(matrix: Tensor, valid_box: Tensor, size: tuple[int, int, int]) -> tuple[Tensor, Tensor]:
-    """bool [B,D,1,W] and [B,1,H,W], whose conjunction is `voxel_valid`."""
-    d, h, w = (torch.arange(n, dtype=torch.float32, device=matrix.device) for n in size)
-    m = matrix[:, :, :, None, None, None]
-    low = valid_box[:, 0::2, None, None, None] - EDGE_TOLERANCE
-    high = valid_box[:, 1::2, None, None, None] - 1 + EDGE_TOLERANCE
-    source_d = m[:, 0, 0] * d[:, None, None] + (m[:, 0, 2] * w + m[:, 0, 3])
-    source_h = m[:, 1, 1] * h[:, None] + (m[:, 1, 2] * w + m[:, 1, 3])
-    source_w = m[:, 2, 0] * d[:, None, None] + (m[:, 2, 2] * w + m[:, 2, 3])
-    in_d = (source_d >= low[:, 0]) & (source_d <= high[:, 0])
-    in_h = (source_h >= low[:, 1]) & (source_h <= high[:, 1])
-    in_w = (source_w >= low[:, 2]) & (source_w <= high[:, 2])
-    return in_d & in_w, in_h
-
-
-def voxel_valid(matrix: Tensor, valid_box: Tensor, size: tuple[int, int, int]) -> Tensor:
-    """bool [B,D,H,W]: every stored voxel that this voxel was interpolated from is in the acquired field.
-
-    matrix [B,3,4] as `geometry_matrix` makes it (H never mixes into D and W, nor D into H): output voxel
-    index -> stored voxel index; valid_box [B,6]: half-open, in stored indices.
-    """
-    in_dw, in_hw = _valid_planes(matrix, valid_box, size)
-    return in_dw & in_hw
-
-
-def token_share(
-    matrix: Tensor, valid_box: Tensor, grid: tuple[int, int, int], patch: tuple[int, int, int]
-) -> Tensor:
-    """float32 [B,N]: share of each token that `voxel_valid` calls valid; matrix [B,3,4], valid_box [B,6]."""
-    size = (grid[0] * patch[0], grid[1] * patch[1], grid[2] * patch[2])
-    in_dw, in_hw = _valid_planes(matrix, valid_box, size)
-    (d, h, w), patch_w = grid, patch[2]
-    share_dw = in_dw.view(-1, d, patch[0], w, patch_w).to(torch.float32).mean(2)
-    share_hw = in_hw.view(-1, h, patch[1], w, patch_w).to(torch.float32).mean(2)
-    # Within one column of the token the share is a product, since the two planes only have W in common.
-    return torch.einsum("bdwp,bhwp->bdhw", share_dw, share_hw).flatten(1) / patch_w
-
-
-def token_valid(
-    matrix: Tensor, valid_box: Tensor, grid: tuple[int, int, int], patch: tuple[int, int, int]
-) -> Tensor:
-    """bool [B,N]: at least half of the token is inside the acquired field."""
-    return token_share(matrix, valid_box, grid, patch) >= VALID_SHARE
-
-
-def normalise(
-    volume: Tensor,
-    matrix: Tensor,
-    valid_box: Tensor,
-    mean: Tensor,
-    std: Tensor,
-    intensity: Tensor | None = None,
-    noise_seed: Tensor | None = None,
-    *,
-    noise: bool = True,
-) -> Tensor:
-    """uint8 [B,D,H,W] -> float32 [B,1,D,H,W]: gamma, z-score over valid voxels, gain, noise, 0 outside.
-
-    In this order: grey = (volume / 255) ** gamma * 255, so black and white stay; z = (grey - mean) / std with
-    the stored statistics of the volume (mean, std [B], in 0..255); z * gain + noise_std * normal(noise_seed,
-    voxel index). intensity [B,3] is (gain, gamma, noise_std), None is neutral. `noise=False` is a promise
-    that every noise_std is 0 and leaves the noise out of the graph. Static shapes, no generator state.
-    """
-    size = (volume.shape[1], volume.shape[2], volume.shape[3])
-    in_dw, in_hw = _valid_planes(matrix, valid_box, size)
-    if intensity is not None and noise:
-        assert noise_seed is not None, "noise needs noise_seed; pass noise=False where every noise_std is 0"
-    else:
-        noise_seed = None
-    if volume.device.type != "cpu":
-        x = _standardise(volume, mean, std, intensity)
-        if noise_seed is not None:
-            assert intensity is not None
-            x.add_(_noise(intensity[:, 2], noise_seed, size, 0))
-        return x.masked_fill_(~(in_dw & in_hw), 0.0)[:, None]
-    with _one_thread():
-        return _normalise_on_cpu(volume, (in_dw, in_hw), mean, std, intensity, noise_seed)[:, None]
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    """A processor's cores belong to the loader's workers: many short operations of several threads, each with
-    a meeting at its end, wait for a core every time and take twice as long (docs/data_speed.md).
-    """
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
-
-
-def _normalise_on_cpu(
-    volume: Tensor,
-    valid_planes: tuple[Tensor, Tensor],
-    mean: Tensor,
-    std: Tensor,
-    intensity: Tensor | None,
-    noise_seed: Tensor | None,
-) -> Tensor:
-    """`normalise` [B,D,H,W] in blocks: the 256 greys of a sample are computed once, every voxel looks up."""
-    in_dw, in_hw = valid_planes
-    greys = torch.arange(256, dtype=torch.uint8).view(1, 1, 1, 256)
-    result = torch.empty(volume.shape, dtype=torch.float32)
-    for sample in range(len(volume)):
-        one = slice(sample, sample + 1)
-        drawn = None if intensity is None else intensity[one]
-        table = _standardise(greys, mean[one], std[one], drawn).flatten()
-        is_noisy = drawn is not None and noise_seed is not None and bool(drawn[0, 2] > 0)
-        for planes in _blocks(volume.shape[1], volume.shape[2] * volume.shape[3]):
-            part = volume[one, planes]
-            x = table.index_select(0, part.flatten().to(torch.int32)).view(part.shape)
-            if is_noisy:
-                x.add_(_noise(drawn[:, 2], noise_seed[one], part.shape[1:], planes.start))
-            result[one, planes] = x.masked_fill_(~(in_dw[one, planes] & in_hw[one]), 0.0)
-    return result
-
-
-def _standardise(volume: Tensor, mean: Tensor, std: Tensor, intensity: Tensor | None) -> Tensor:
-    """`normalise` of uint8 [B,D,H,W], noise not yet added and padding not yet blanked."""
-    per_sample = (slice(None), None, None, None)
-    shift, factor = mean, 1.0 / std
-    x = volume.to(torch.float32)  # in place from here on: allocation is the cost
-    if intensity is not None:
-        gain, gamma = intensity[:, 0], intensity[:, 1]
-        x.mul_(1.0 / 255.0).pow_(gamma[per_sample])
-        shift, factor = mean / 255.0, 255.0 * gain / std
-    return x.sub_(shift[per_sample]).mul_(factor[per_sample])
-
-
-def _noise(noise_std: Tensor, seed: Tensor, size: Sequence[int], first_plane: int) -> Tensor:
-    """float32 [B,*size] of noise_std, seed [B], for the planes from `first_plane` of their volumes on."""
-    per_sample = (slice(None), None, None, None)
-    planes, plane = size[0], math.prod(size[1:])
-    # voxel index as a sum of two short counters: XLA writes each arange into the program
-    first = torch.arange(first_plane, first_plane + planes, dtype=torch.int32, device=seed.device)
-    within = torch.arange(plane, dtype=torch.int32, device=seed.device).view(1, *size[1:])
-    counter = (first * plane).view(-1, 1, 1) + within
-    return counter_normal(seed[per_sample], counter).mul_(noise_std[per_sample])

@@ -14,9 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from data_setup.field import voxel_valid
 from data_setup.loader import evaluation_batches
+from data_setup.normalisation import normalise
 from data_setup.store import PreparedStore
-from data_setup.transforms import normalise, voxel_valid
 from models.embed import embed
 from models.vjepa3d import build_encoder
 from utils.checkpoint import CheckpointError

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from data_setup.transforms import normalise
+from data_setup.normalisation import normalise
 from models.regularisers import Regulariser, SigReg, Statistics, VicReg, surrogate
 from models.vjepa3d import VJEPA3D, Output, parameter_groups
 from pretraining.optimizer import FUSED_DEVICES, SelectingAdamW

@@ -31,7 +31,6 @@ from pretraining.sharding import shard_state
 from pretraining.step import Batch, build_optimizer, train_step
 from utils.config import Config, accumulation_steps, parse_cli, run_cli
 from utils.runtime import Runtime
-from utils.xla import WHOLE, placement
 
 CLASSES = ("parameters", "target", "optimizer", "batch")
 
@@ -80,8 +79,7 @@ def trace(cfg: Config, chips: int) -> tuple[bytes, dict[str, Any]]:
     batch_bytes = sum(x.numel() * x.element_size() for batch in batches for x in batch.values()) // chips
     held = dict.fromkeys(CLASSES, 0) | {"batch": batch_bytes}
     for kind, tensor in state:
-        parts = 1 if placement(tensor) in WHOLE else chips
-        held[kind] += tensor.numel() * tensor.element_size() // parts
+        held[kind] += tensor.numel() * tensor.element_size() // runtime.parts(tensor)
     return program, {
         "chips": chips,
         "accumulation": accumulation,

@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 import torch
 
+from data_setup.field import token_valid
 from data_setup.loader import DataOrder, Loader, LoaderError, evaluation_batches, validation_batches
 from data_setup.resample import Resampled
 from data_setup.store import RECORD_COLUMNS, PreparedStore
 from data_setup.store_writer import StoreWriter, measure
-from data_setup.transforms import token_valid
 from utils.config import Config, ConfigError, load_config
 from utils.storage import StorageError
 

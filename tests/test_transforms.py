@@ -1,8 +1,9 @@
-"""data_setup/transforms.py: geometry says where every voxel went, and one normalisation for everybody."""
+"""data_setup/{transforms,field,normalisation}.py: where every voxel went and what is read of it."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -12,22 +13,19 @@ from monai.data import MetaTensor
 from monai.transforms import MapTransform, Randomizable
 from scipy.ndimage import map_coordinates
 
-from data_setup import transforms
+from data_setup import normalisation, transforms
+from data_setup.field import EDGE_TOLERANCE, token_share, token_valid, voxel_valid
 from data_setup.masks import MaskPlan
+from data_setup.normalisation import normalise
 from data_setup.transforms import (
-    EDGE_TOLERANCE,
     NEUTRAL_INTENSITY,
     JEPAMaskd,
     RandGeometryd,
     RandIntensityParamsd,
     geometry_matrix,
     identity_matrix,
-    normalise,
     random_stream,
     resample,
-    token_share,
-    token_valid,
-    voxel_valid,
 )
 from utils.config import AugmentConfig, MaskFamily
 from utils.counter_rng import counter_bits, counter_normal, counter_uniform
@@ -285,6 +283,25 @@ def test_normalise_does_not_depend_on_the_batch_layout() -> None:
     assert torch.equal(
         without, normalise(volume, matrix, box, mean, std, intensity * torch.tensor([1.0, 1, 0]), seeds)
     )
+
+
+def test_a_processor_normalises_on_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its cores belong to the loader's workers; the caller gets its threads back."""
+    seen = []
+    real = normalisation.blocks
+
+    def counted(lines: int, line_voxels: int) -> Iterator[slice]:
+        seen.append(torch.get_num_threads())
+        return real(lines, line_voxels)
+
+    monkeypatch.setattr(normalisation, "blocks", counted)
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        normalise(noise_volume()[None], torch.eye(3, 4)[None], boxes(0, 12, 0, 40, 0, 30), *torch.ones(2, 1))
+        assert (seen, torch.get_num_threads()) == ([1], 2)
+    finally:
+        torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("voxels", [1, 2000, 5000])

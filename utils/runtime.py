@@ -167,6 +167,10 @@ class Runtime:
         """
         return state
 
+    def parts(self, value: Tensor) -> int:
+        """Over how many devices `shard` has spread this tensor; 1 where each has it whole."""
+        return 1
+
     @property
     def is_sharded(self) -> bool:
         """Whether `shard` has spread anything."""

@@ -130,13 +130,16 @@ class XlaRuntime(Runtime):
                 xs.mark_sharding(value, self.mesh, spec)
         self._is_sharded = True
 
+    def parts(self, value: Tensor) -> int:
+        return 1 if placement(value) in WHOLE else self.num_devices
+
     @property
     def is_sharded(self) -> bool:
         return self._is_sharded
 
     def gather(self, state: Any) -> Any:
         if isinstance(state, Tensor):
-            is_whole = state.device.type != self.device.type or placement(state) in WHOLE
+            is_whole = state.device.type != self.device.type or self.parts(state) == 1
             return state if is_whole else self.read(state)
         if isinstance(state, dict):
             return {key: self.gather(value) for key, value in state.items()}

@@ -19,6 +19,7 @@ from statistics import median
 
 import torch
 
+from benchmarks.batches import synthetic_batch
 from data_setup.masks import MaskPlan, draw_mask
 from data_setup.transforms import random_stream
 from models.vjepa3d import VJEPA3D
@@ -33,31 +34,14 @@ BUDGET = 0.02
 KINDS = ("without", "remembered", "measured")
 
 
-def random_batch(cfg: Config, size: int, runtime: Runtime) -> Batch:
+def masked_batch(cfg: Config, size: int, runtime: Runtime) -> Batch:
     """Volumes of noise, fully valid, with masks of the configuration."""
-    plan, num_tokens = MaskPlan.from_config(cfg), cfg.grid[0] * cfg.grid[1] * cfg.grid[2]
-    valid = torch.ones(size, num_tokens, dtype=torch.bool)
-    drawn = [draw_mask(random_stream(0, 0, b, 0), plan, valid[b].numpy()) for b in range(size)]
+    batch, plan = synthetic_batch(cfg, 0), MaskPlan.from_config(cfg)
+    valid = batch["token_valid"].numpy()
+    drawn = [draw_mask(random_stream(0, 0, b, 0), plan, valid[b]) for b in range(size)]
     context, target = (torch.stack([torch.from_numpy(d[side]) for d in drawn]) for side in (0, 1))
-    d, h, w = cfg.spatial.image_size
-    batch = {
-        "volume": torch.randint(0, 256, (size, d, h, w), dtype=torch.uint8),
-        "matrix": torch.eye(3, 4).repeat(size, 1, 1),
-        "valid_box": torch.tensor([0.0, d, 0, h, 0, w]).repeat(size, 1),
-        "mean": torch.full((size,), 127.5),
-        "std": torch.full((size,), 74.0),
-        "intensity": torch.tensor([1.0, 1.0, 0.0]).repeat(size, 2, 1),
-        "noise_seed": torch.arange(2 * size).view(size, 2),
-        "sample_seed": torch.arange(size),
-        "context": context,
-        "target": target,
-        "context_valid": torch.ones(context.shape),
-        "target_valid": torch.ones(target.shape),
-        "token_valid": valid,
-        "row": torch.arange(size),
-        "position": torch.arange(size),
-    }
-    return runtime.to_device(batch)
+    weights = {"context_valid": torch.ones(context.shape), "target_valid": torch.ones(target.shape)}
+    return runtime.to_device(batch | {"context": context, "target": target} | weights)
 
 
 def measure(cfg: Config, size: int, rounds: int) -> dict[str, float]:
@@ -68,7 +52,7 @@ def measure(cfg: Config, size: int, rounds: int) -> dict[str, float]:
     model = VJEPA3D(cfg).to(runtime.device).train()
     optimizer = build_optimizer(model, cfg)
     gauges = Gauges(SkillGauge.of_model(model, runtime.device), size)
-    batch = random_batch(cfg, size, runtime)
+    batch = masked_batch(cfg, size, runtime)
     ring = gauges.skill
     ring.row_R.copy_(torch.arange(len(ring.row_R)) + size)  # full, and of other volumes
     ring.ring_RPE.normal_()

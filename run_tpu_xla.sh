@@ -8,7 +8,8 @@
 #        sync     bring the commit to every worker
 #        setup    make the virtual environment on every worker
 #        start    check, then train on every worker, detached; resumes what was stopped (the default)
-#        status   exit code 0 when all workers run, 3 when none does, 1 otherwise
+#        status   exit code 0 when all workers run, 3 when none does, 4 when none does and an error of the
+#                 user ended one, 1 otherwise
 #        logs     the last lines of every worker's log
 #        stop     SIGTERM to the run's own process on every worker: it writes a checkpoint and ends
 #
@@ -25,7 +26,7 @@
 # Also from the environment: OCT_VENV (.venv), OCT_PYTHON (python3.11), OCT_MIN_DISK_GB (10), OCT_STOP_WAIT_S
 # (900), OCT_START_GRACE_S (5); for torchrun OCT_NPROC (1), OCT_MASTER_ADDR (worker 0's), OCT_MASTER_PORT (29500).
 #
-# Exit codes: 0 done, 1 refused or failed on a worker, 2 a mistake on the command line, 3 see status.
+# Exit codes: 0 done, 1 refused or failed on a worker, 2 a mistake on the command line, 3 and 4 see status.
 set -euo pipefail
 
 VERBS="check setup sync start status logs stop"
@@ -274,8 +275,9 @@ tail_logs() { # every worker's log as it grows, each line with its worker
 
 find_commit() {
     if [[ -n $commit ]]; then
-        commit=$(git rev-parse --verify --quiet "$commit^{commit}") ||
-            usage_error "--commit: expected a commit of $PWD, found ${commit}"
+        local asked=$commit
+        commit=$(git rev-parse --verify --quiet "$asked^{commit}") ||
+            usage_error "--commit: expected a commit of $PWD, found $asked"
     else
         commit=$(git rev-parse --verify --quiet HEAD) || usage_error "$PWD: expected a git clone, found none"
         [[ -z $(git status --porcelain --untracked-files=no) ]] ||
@@ -360,9 +362,12 @@ undo_start() {
 
 status_all() { # the exit code is the workers' where they agree
     fan_out status_line && return
-    local code
-    for code in "${codes[@]}"; do [[ $code == 3 ]] || exit 1; done
-    exit 3
+    local code answer=3
+    for code in "${codes[@]}"; do
+        [[ $code == [34] ]] || exit 1
+        ((code < answer)) || answer=$code
+    done
+    exit "$answer"
 }
 
 foreground() {

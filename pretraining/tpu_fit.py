@@ -75,10 +75,14 @@ def main(argv: list[str] | None = None) -> int:
         raise UserError(f"--topology: expected one of {', '.join(TOPOLOGIES)}, found {args.topology}")
     if args.volumes < 1:
         raise UserError(f"--volumes: expected 1 or more, found {args.volumes}")
+    if args.json is not None and not args.json.parent.is_dir():
+        raise UserError(f"--json: expected a folder {args.json.parent}, found none")
     request = Request(args.config, tuple(args.overrides), args.topology, args.volumes)
-    rows = [row_of(request, change) for change in changes(args.sweep)]
-    if not any(row["fits"] for row in rows):
-        rows[0]["largest_batch_that_fits"] = largest_batch(request, rows)
+    asked = changes(args.sweep)
+    for change in asked:
+        config_of(request, change)  # every mistake before the first compilation
+    rows = [row_of(request, change) for change in asked]
+    say_what_fits(request, rows)
     print("\n\n".join(describe(row) for row in rows))
     if len(rows) > 1:
         print("\n" + closing_table(rows))
@@ -97,13 +101,19 @@ def changes(sweep: str | None) -> list[str | None]:
     return [f"{key if '.' in key else f'train.{key}'}={value}" for value in values.split(",")]
 
 
-def row_of(request: Request, change: str | None) -> Facts:
-    """Trace and compile one configuration, and what follows from it."""
+def config_of(request: Request, change: str | None) -> Config:
+    """The configuration of a row; raises ConfigError where it is none, or does not divide among the chips."""
     overrides = [*request.overrides, *([change] if change else [])]
     cfg = load_config(request.config, overrides)
     if change and change.startswith(BATCH_KEY):
         cfg = with_whole_steps(cfg, request.slice.chips)
     accumulation_steps(cfg.train, request.slice.chips)
+    return cfg
+
+
+def row_of(request: Request, change: str | None) -> Facts:
+    """Trace and compile one configuration, and what follows from it."""
+    cfg = config_of(request, change)
     return facts_of(
         request.config, change, request.topology, cfg, *measure(cfg, request.topology), request.volumes
     )
@@ -119,13 +129,27 @@ def with_whole_steps(cfg: Config, chips: int) -> Config:
     return replace(cfg, train=replace(cfg.train, global_batch_size=at_once, grad_accum_steps=None))
 
 
-def largest_batch(request: Request, rows: list[Facts]) -> int | None:
-    """The largest smaller per-core batch of the same global batch that fits, found by halving the range; None
-    where not even one volume does.
+def say_what_fits(request: Request, rows: list[Facts]) -> None:
+    """Put the largest batch that fits into the rows that do not. A sweep of batches answers itself where one
+    of them fits.
     """
-    first = min(rows, key=lambda row: row["per_core_batch_size"])
-    tried, total = first["per_core_batch_size"], first["global_batch_size"]
-    sizes = [n for n in range(1, tried) if total % (n * request.slice.chips) == 0]
+    lacking = [row for row in rows if not row["fits"]]
+    if all((row["change"] or "").startswith(BATCH_KEY) for row in rows):
+        smallest = min(rows, key=lambda row: row["per_core_batch_size"])
+        lacking = [smallest] if len(lacking) == len(rows) else []
+    for row in lacking:
+        row["largest_batch_that_fits"] = largest_batch(request, row)
+
+
+def largest_batch(request: Request, row: Facts) -> int | None:
+    """The largest smaller per-core batch of the row's global batch that fits, found by halving the range;
+    None where not even one volume does.
+    """
+    change = row["change"]
+    if change is not None and not change.startswith(BATCH_KEY):
+        request = replace(request, overrides=(*request.overrides, change))
+    total = row["global_batch_size"]
+    sizes = [n for n in range(1, row["per_core_batch_size"]) if total % (n * request.slice.chips) == 0]
     best = None
     while sizes:
         middle = sizes[len(sizes) // 2]

@@ -244,7 +244,7 @@ def _train(cfg: Config, runtime: Runtime, stack: ExitStack) -> int:
             speed.restart()
         if last:
             show_snapshots(model, cfg, store, rows, runtime, run_log, done)
-        if done % save_every == 0 or last:
+        if done % save_every == 0 or done % keep_every == 0 or last:
             names = [*names, f"step_{done:08d}"]  # the step comes last: with it, the others are there
             saved = done
         save(names)

@@ -210,7 +210,7 @@ def test_the_real_gcloud_knows_every_flag(pod: Pod, tmp_path: Path) -> None:
         (["--worker", "1", CONFIG], "error: --worker: only for status and logs"),
         (["--kill", "status"], "error: --kill: only for stop"),
         (["-f", "status"], "error: --follow: only for logs"),
-        (["--commit", "nowhere", CONFIG], "error: --commit: expected a commit of"),
+        (["--commit", "nowhere", CONFIG], "error: --commit: expected a commit of ... found nowhere;"),
         (["--worker", "7", "status"], "error: --worker: expected one below 2, found 7"),
     ],
 )
@@ -218,7 +218,9 @@ def test_mistakes_on_the_command_line(ready: Pod, words: list[str], told: str) -
     done = ready.launch(*words)
     assert done.returncode == 2
     assert done.stdout == ""
-    assert done.stderr.startswith(told)
+    start, _, end = told.partition(" ... ")
+    assert done.stderr.startswith(start)
+    assert end in done.stderr
     assert done.stderr.count("\n") == 1
 
 
@@ -423,6 +425,17 @@ def test_start_refuse_status_stop_and_start_again(pod: Pod) -> None:
     status = launch(pod, "status")
     assert status.returncode == 1
     assert "with exit code 137" in status.stdout
+
+
+def test_status_tells_an_error_of_the_user_from_what_may_be_started_again(pod: Pod) -> None:
+    for worker in range(2):
+        state = pod.clone(worker) / "runs/launcher"
+        state.mkdir(parents=True, exist_ok=True)
+        (state / "process").write_text("1 1 another-boot before xla\n")
+        (state / "exit_code").write_text("0\n")
+    assert launch(pod, "status").returncode == 3
+    (pod.clone(0) / "runs/launcher/exit_code").write_text("2\n")
+    assert launch(pod, "status").returncode == 4
 
 
 def test_a_pid_that_is_somebody_elses_now_is_left_alone(pod: Pod) -> None:

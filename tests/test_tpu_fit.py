@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from pretraining import tpu_fit
-from pretraining.tpu_report import describe, facts_of
+from pretraining.tpu_report import PARTS, describe, facts_of
 from tests.model_factory import small_config
 from utils.config import ConfigError, UserError, load_config
 from utils.tpu_compile import collectives, shape_bytes, unpack_booleans, wanted_bytes
@@ -120,6 +120,7 @@ def test_counts_that_differ_by_more_than_a_tenth_are_explained() -> None:
     assert "softmax" not in describe(facts())
     assert "+20%, since it also counts" in describe(facts(flops=330e12))
     assert "-20%: fewer" in describe(facts(flops=220e12))
+    assert "+300%: far more than the products" in describe(facts(flops=1100e12))
 
 
 def test_a_program_that_does_not_fit_says_what_it_wanted() -> None:
@@ -175,6 +176,26 @@ def test_the_largest_batch_that_fits(
     assert f"train.per_core_batch_size={expected}" in told if expected else "no smaller batch" in told
 
 
+def test_the_largest_batch_is_that_of_the_row(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """ViT-B fits at 1, ViT-L nowhere: what is said of the one is not said of the other."""
+    tried = []
+
+    def measure(cfg: Any, topology: str) -> tuple[dict, dict]:
+        tried.append((cfg.model.size, cfg.train.per_core_batch_size))
+        too_large = {"out_of_hbm": {"wanted_bytes": 2.0**36, "available_bytes": 2.0**35}}
+        return TRACED, COMPILED | ({} if tried[-1] == ("b", 1) else too_large)
+
+    monkeypatch.setattr(tpu_fit, "measure", measure)
+    command = ["--config", str(ROOT / VJEPA2), "--topology", "v4-32", "--sweep", "model.size=l,b"]
+    assert tpu_fit.main([*command, "train.per_core_batch_size=2"]) == 1
+    assert tried == [("l", 2), ("b", 2), ("l", 1), ("b", 1)]
+    of_l, of_b = capsys.readouterr().out.split("model.size=b on")
+    assert "no smaller batch" in of_l
+    assert "what fits        train.per_core_batch_size=1" in of_b
+
+
 def test_a_sweep_ends_with_a_table(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -194,6 +215,10 @@ def test_mistakes_are_told_before_anything_is_compiled(monkeypatch: pytest.Monke
         tpu_fit.main([*command, "v4-32", "train.per_core_batch_size=3"])
     with pytest.raises(UserError, match="--volumes"):
         tpu_fit.main([*command, "v4-32", "--volumes", "0"])
+    with pytest.raises(ConfigError, match="per_core_batch_size"):
+        tpu_fit.main([*command, "v4-32", "--sweep", "per_core_batch_size=1,x"])
+    with pytest.raises(UserError, match="--json: expected a folder /nowhere, found none"):
+        tpu_fit.main([*command, "v4-32", "--json", "/nowhere/fit.json"])
 
 
 def test_a_program_is_compiled_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -295,6 +320,7 @@ def test_a_small_step_from_configuration_to_numbers(whole: dict[str, Any]) -> No
     trained = parts["optimizer"] / 2  # two moments
     assert parts["parameters"] == pytest.approx(trained, rel=0.01)
     assert 0.9 * trained < parts["target"] < trained  # the encoder without the predictor
+    assert whole["updated_in_place_gib"] == pytest.approx(sum(parts[p] for p in PARTS[:3]), rel=0.01)
     assert parts["activations and temporaries"] > 0
     assert whole["hbm_used_gib"] < 1
     assert whole["xla_flops_per_step"] > 0

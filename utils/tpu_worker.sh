@@ -4,13 +4,13 @@
 #   check    COMMIT ENGINE VENV MIN_DISK_GB [CONFIG overrides...]   all that a start needs, or one line each
 #   setup    ENGINE VENV PYTHON                                     the virtual environment
 #   start    LAUNCH ENGINE GRACE_S COMMAND...                       detached; refused while one runs
-#   status                                                          exit code 0 while it runs, else 3
+#   status                                                          exit code 0 while it runs, else 3 or 4
 #   logs     LINES [follow]
 #   stop     WAIT_S KILL_AFTER [LAUNCH]                             SIGTERM to its own process, and wait
 #   sync     DIR COMMIT BUNDLE                                      make or move the clone; run from a copy
 #
 # Each line on stdout is for the user; one that begins with "error:" says what is wrong and what to do. Exit
-# codes: 0 done, 1 refused or failed, 3 not running. State is in runs/launcher: `process` (pid, start time in
+# codes: 0 done, 1 refused or failed, 3 not running, 4 not running and starting again would not help. State is in runs/launcher: `process` (pid, start time in
 # ticks, boot, launch, engine), `exit_code`, `command`, `log`. A pid alone may have been given to another
 # process since; pid, start time and boot together name one for good.
 set -euo pipefail
@@ -263,7 +263,7 @@ stop() {
 # ---- status, logs
 
 status() {
-    local code left
+    local code='' left
     if running; then
         say "running, pid $run_pid, since $(date -r "$STATE/process" '+%F %T'), commit" \
             "$(git rev-parse --short=10 HEAD): $(last_words 0)"
@@ -279,6 +279,7 @@ status() {
     fi
     left=$(family)
     [[ -z $left ]] || say "processes of it are left, pids $left; stop --kill ends them"
+    [[ $code != 2 ]] || exit 4 # the run's own word for what a person has to look at
     exit 3
 }
 

@@ -26,7 +26,7 @@ from typing import Any
 from benchmarks import data_prepare, data_read
 from benchmarks.data_files import FULL_SIZE
 from benchmarks.machine import describe
-from utils.config import run_cli
+from utils.config import output_file, run_cli
 
 PARTS = ("prepare", "read", "pipeline")
 VOLUMES, STEPS = 8, 16  # rows of the stores that are read; batches of 4 that are timed
@@ -58,7 +58,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers here")
+    parser.add_argument("--json", type=output_file, metavar="FILE", help="write the numbers here")
     parser.add_argument("--parts", default=",".join(PARTS), help="which parts, separated by commas")
     parser.add_argument("--repeats", type=int, default=2, help="turns of every measurement")
     parser.add_argument("--work", type=Path, default=Path("runs/data_bench"), help="files and stores")

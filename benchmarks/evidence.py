@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import signal
 from collections.abc import Sequence
 from pathlib import Path
@@ -63,6 +64,22 @@ def score_one(root: Path, name: str, seed: int) -> None:
     save_scores(folder, scores, facts)
 
 
+def refuse_mistakes(args: argparse.Namespace) -> None:
+    """Raise UserError for the first value that cannot be meant."""
+    given = vars(args)
+    for name, least in {"jobs": 1, "seeds": 1, "steps": 2, "pretraining": 1, "evaluation": 1}.items():
+        value = given.get(name)
+        if value is not None and value < least:
+            raise UserError(f"--{name}: expected {least} or more, found {value}")
+    if "budget" in given and not 0 < args.budget < math.inf:
+        raise UserError(f"--budget: expected a number above 0, found {args.budget:g}")
+    if "minutes" in given and not args.minutes >= 0:
+        raise UserError(f"--minutes: expected a number from 0 on, found {args.minutes:g}")
+    names = [arm.name for arm in (*MAIN, *ABLATIONS)]
+    if given.get("only") is not None and (unknown := set(args.only.split(",")) - set(names)):
+        raise UserError(f"--only: expected some of {', '.join(names)}, found {', '.join(sorted(unknown))}")
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line: see the module's docstring."""
     parser = argparse.ArgumentParser(
@@ -89,6 +106,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     told["score"].add_argument("--seed", type=int, required=True)
     told["table"].add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args(argv)
+    refuse_mistakes(args)
     root = args.root.resolve()
     if args.command == "data":
         root.mkdir(parents=True, exist_ok=True)
@@ -97,8 +115,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     elif args.command == "calibrate":
         print(json.dumps(calibrate(root, args.jobs, args.change), indent=1))
     elif args.command == "run":
-        if args.steps is not None and args.steps < 2:
-            raise UserError(f"--steps: expected 2 or more, found {args.steps}")
         if args.steps is None:
             budget, steps = args.budget, steps_of_budget(root, args.budget)
         else:
@@ -106,8 +122,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends the runs as Ctrl-C does
         plan = Plan(root, budget, args.seeds, steps, tuple(args.change))
         try:
-            only = None if args.only is None else [arm_by_name(name).name for name in args.only.split(",")]
-            run_all(plan, args.jobs, args.minutes, only)
+            run_all(plan, args.jobs, args.minutes, None if args.only is None else args.only.split(","))
         except KeyboardInterrupt:
             print("stopped; the same command goes on", flush=True)
             return 130

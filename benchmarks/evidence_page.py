@@ -107,14 +107,14 @@ def markdown(told: dict[str, Any]) -> str:
     trained = [r for r in recipes if r["name"] != RANDOM_ARM.name]
     baselines = [r for r in rows if r["factor"] == "baseline"]
     ablations = [r for r in rows if r["factor"] not in ("recipe", "baseline")]
-    made = told["provenance"]
     if told["budget_s"] is None:
         steps = told["steps"][REFERENCE]
         asked, given = f"steps {steps}", f"{steps} steps, which take unequal time,"
     else:
         asked, given = f"budget {told['budget_s']:g}", f"{told['budget_s']:g} s of one core"
     lines = [
-        f"{told['date']}, commit {made['commit']}, {told['machine']}, torch {made['packages']['torch']};",
+        f"{told['date']}, {told['machine']}, torch {told['packages']['torch']}; trained under",
+        f"{', '.join(told['commits']) or 'no commit'};",
         f"`python -m benchmarks.evidence data`, `calibrate`, `run --{asked} --seeds {told['seeds']}`,",
         "`table`.",
         f"{told['participants']} evaluated participants, none of them in pre-training;",
@@ -155,16 +155,18 @@ markers.
 How to read it. Pre-training and evaluation use different people. Five folds by participant: three train the
 probe, one chooses C, one is evaluated. *4 classes*: study group from mean + std of valid tokens,
 participants pooled. *Layer thickness*: 10 layers per volume, as the difference from what is usual for the
-protocol. *Layer occupancy*: share of each layer in a token, from the token's features and place. Intervals
-resample participants (2000 draws, the same for all rows). A trained row is the mean over its seeds' scores;
-random initialisation is the one of three seeds that is best on validation, chosen for each task. The control
-is the reference arm after two steps: what it gains over random initialisation is no learning, so only what
-exceeds the control counts as learnt. Steps fill the budget by the seconds per step that `calibrate` measured
-on a quiet machine; how long a run took beside other work changes nothing. Ablations are compared on the
-people that they are scored on: a default chosen by them wants confirming on others. A claim is a paired
-interval that excludes zero, in **bold**; nothing here corrects for the number of comparisons. RankMe is that
-of valid tokens; `init weight` the share of the random initialisation left in the target encoder, which is
-what is scored.
+protocol. *Layer occupancy*: share of each layer in a token, from the token's features and place. A row is the
+mean over its seeds, random initialisation too. Intervals resample participants and seeds together (2000
+draws, the same for all rows; seed i of two arms begins with the same weights), so that what two seeds of one
+arm differ by is no claim; three seeds say little about their spread, so read the column by seed too. The
+control is the reference arm after two steps: what it gains over random initialisation is no learning, so
+only what exceeds the control counts as learnt. Steps fill the budget by the seconds per step that `calibrate`
+measured; how long a run took beside other work changes nothing. Ablations are compared on the people that
+they are scored on: a default chosen by them wants confirming on others. A claim is a paired interval that
+excludes zero, in **bold**; nothing here corrects for the number of comparisons. RankMe is that of valid
+tokens; `init weight` the share of the random initialisation left in the target encoder, which is what is
+scored. `methods` has learned positions, all others rotary ones: random initialisation is that of the others.
+Commits are those of the working copy at the time.
 
 """
 

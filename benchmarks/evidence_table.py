@@ -1,9 +1,9 @@
 """The numbers of docs/results.md from the scores of benchmarks.evidence; all are read from the runs.
 
-In: the folder of runs. Out: scores with participant-bootstrap intervals, paired differences against
-random initialisation (the seed that is best on validation), the control and the reference arm. A trained
-arm's score is the mean over its seeds of the seed's score, in every resample too: the intervals are over
-participants, the seeds are those that ran.
+In: the folder of runs. Out: scores with bootstrap intervals, paired differences against random
+initialisation, the control and the reference arm. An arm's score is the mean over its seeds, random
+initialisation's too. Every resample draws participants and seeds, the same for all arms: seed i of two arms
+begins with the same weights, so they are paired. Two arms that differ by their seeds alone are no claim then.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from benchmarks.evidence_arms import (
     RANDOM_ARM,
     REFERENCE,
     Arm,
-    arm_by_name,
     run_dir,
 )
 from benchmarks.evidence_run import BASELINES, Plan
@@ -61,6 +60,20 @@ def training_facts(folder: Path, cfg: Config) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
+class Draws:
+    """What every resample takes, the same for all rows."""
+
+    participants_SP: np.ndarray
+    seeds_SN: np.ndarray  # indices of N seeds, with replacement
+
+    @classmethod
+    def of(cls, participants: int, seeds: int) -> Draws:
+        rng = np.random.default_rng([BOOTSTRAP_SEED, 1])
+        people = participant_draws(participants, BOOTSTRAP_SAMPLES, BOOTSTRAP_SEED)
+        return cls(people, rng.integers(0, seeds, (BOOTSTRAP_SAMPLES, seeds)))
+
+
+@dataclass(frozen=True)
 class Row:
     """One line of the tables: an arm's seeds, or one baseline."""
 
@@ -78,9 +91,11 @@ class Row:
         """Mean over the seeds."""
         return mean(s.of(task) for s, _ in self.seeds if s.of(task) is not None)
 
-    def draws(self, task: str, draws_SP: np.ndarray) -> np.ndarray:
-        """Mean over the seeds, of every resample of participants [S]."""
-        return np.mean([s.draws(task, draws_SP) for s, _ in self.seeds], axis=0)
+    def draws(self, task: str, draws: Draws) -> np.ndarray:
+        """The score [S] of every resample of participants and seeds."""
+        score_NS = np.array([s.draws(task, draws.participants_SP) for s, _ in self.seeds])
+        chosen_SN = draws.seeds_SN % len(score_NS)  # a baseline has one "seed", an arm that failed fewer
+        return score_NS[chosen_SN, np.arange(score_NS.shape[1])[:, None]].mean(1)
 
     def fact(self, name: str) -> float | None:
         """Mean over the seeds of a number that the runs logged."""
@@ -96,25 +111,19 @@ def read_arm(plan: Plan, arm: Arm) -> Row:
     return Row(arm.name, arm.label, arm.factor, scored, failed)
 
 
-def best_random(random: Row, task: str) -> Row:
-    """The seed that is best on validation, alone."""
-    seed = max(random.seeds, key=lambda s: s[0].val[task])
-    return Row(random.name, random.label, random.factor, [seed])
-
-
-def difference(first: Row, second: Row, task: str, draws_SP: np.ndarray) -> Difference:
+def difference(first: Row, second: Row, task: str, draws: Draws) -> Difference:
     """first - second with its interval under shared draws; raises ValueError for other participants."""
     ids = [getattr(s, task).participants for s, _ in (*first.seeds, *second.seeds)]
     if not all(np.array_equal(ids[0], other) for other in ids):
         raise ValueError(f"{first.name} and {second.name}: expected the same participants")
-    draws = first.draws(task, draws_SP) - second.draws(task, draws_SP)
-    return first.point(task) - second.point(task), interval95(draws)
+    apart = first.draws(task, draws) - second.draws(task, draws)
+    return first.point(task) - second.point(task), interval95(apart)
 
 
-def provenance_of_runs(plan: Plan) -> dict[str, Any]:
-    """Commit and packages of the reference arm's first run; this process's where that has none."""
-    path = run_dir(plan.root, arm_by_name(REFERENCE), 0) / "provenance.json"
-    return json.loads(path.read_text()) if path.exists() else provenance(Runtime.create(False))
+def commits_of_runs(plan: Plan) -> list[str]:
+    """The commits under which the trained runs ended, each once."""
+    paths = sorted((plan.root / "runs").glob("*/seed_*/provenance.json"))
+    return sorted({str(json.loads(path.read_text())["commit"]) for path in paths})
 
 
 def calibrated_seconds(root: Path) -> dict[str, float]:
@@ -144,7 +153,7 @@ def build(plan: Plan) -> dict[str, Any]:
     control = next(r for r in recipes if r.name == CONTROL)
     participants = random.seeds[0][0].classes
     assert participants is not None
-    draws = participant_draws(len(participants.participants), BOOTSTRAP_SAMPLES, BOOTSTRAP_SEED)
+    draws = Draws.of(len(participants.participants), plan.seeds)
     table = []
     for row in (*recipes, random, *baselines, *ablations):
         line: dict[str, Any] = {
@@ -162,15 +171,13 @@ def build(plan: Plan) -> dict[str, Any]:
         for task in TASKS:
             if not row.has(task):
                 continue
-            chance = best_random(random, task)
-            one = chance if row is random else row
             line["tasks"][task] = {
-                "score": one.point(task),
-                "ci95": interval95(one.draws(task, draws)),
+                "score": row.point(task),
+                "ci95": interval95(row.draws(task, draws)),
                 "by_seed": [s.of(task) for s, _ in row.seeds],
-                "against_random": None if row is random else difference(row, chance, task, draws),
-                "against_reference": None if row is reference else difference(one, reference, task, draws),
-                "against_control": None if row is control else difference(one, control, task, draws),
+                "against_random": None if row is random else difference(row, random, task, draws),
+                "against_reference": None if row is reference else difference(row, reference, task, draws),
+                "against_control": None if row is control else difference(row, control, task, draws),
             }
         table.append(line)
     return {
@@ -179,7 +186,8 @@ def build(plan: Plan) -> dict[str, Any]:
         "steps": plan.steps,
         "participants": len(participants.participants),
         "rows": table,
-        "provenance": provenance_of_runs(plan),
+        "commits": commits_of_runs(plan),
+        "packages": provenance(Runtime.create(False))["packages"],
         "machine": f"{platform.processor() or platform.machine()}, {platform.system()}",
         "date": datetime.date.today().isoformat(),
     }

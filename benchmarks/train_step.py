@@ -32,7 +32,7 @@ from benchmarks.reference_vjepa2 import ReferenceVJEPA2
 from models.flops import encoder_flops, step_flops
 from models.vjepa3d import VJEPA3D
 from pretraining.step import Batch, build_optimizer, train_step, views
-from utils.config import Config, load_config, run_cli
+from utils.config import Config, load_config, output_file, run_cli
 from utils.runtime import Runtime, keep_freed_memory
 
 CONFIG = Path(__file__).resolve().parent.parent / "configs" / "pretrain_oct_vjepa2.yaml"
@@ -241,7 +241,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers here")
+    parser.add_argument("--json", type=output_file, metavar="FILE", help="write the numbers here")
     parser.add_argument("--repeats", type=int, default=5, help="turns of every measurement")
     parser.add_argument("--rows", default=",".join(ROWS), help="which rows, separated by commas")
     parser.add_argument("--memory", choices=["vjepa2", "methods"], help=argparse.SUPPRESS)

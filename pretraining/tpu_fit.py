@@ -30,6 +30,7 @@ from utils.config import (
     UserError,
     accumulation_steps,
     load_config,
+    output_file,
     parse_cli,
     run_cli,
     to_yaml,
@@ -68,15 +69,13 @@ def main(argv: list[str] | None = None) -> int:
         parser.add_argument(
             "--volumes", type=int, default=AI_READI_VOLUMES, help="of the data set, for epochs"
         )
-        parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers there")
+        parser.add_argument("--json", type=output_file, metavar="FILE", help="write the numbers there")
 
     _, args = parse_cli(__doc__ or "", argv, add_arguments)
     if args.topology not in TOPOLOGIES:
         raise UserError(f"--topology: expected one of {', '.join(TOPOLOGIES)}, found {args.topology}")
     if args.volumes < 1:
         raise UserError(f"--volumes: expected 1 or more, found {args.volumes}")
-    if args.json is not None and not args.json.parent.is_dir():
-        raise UserError(f"--json: expected a folder {args.json.parent}, found none")
     request = Request(args.config, tuple(args.overrides), args.topology, args.volumes)
     asked = changes(args.sweep)
     for change in asked:

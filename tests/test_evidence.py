@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from dataclasses import dataclass, replace
@@ -12,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from benchmarks import evidence
 from benchmarks.evidence_arms import (
     ABLATIONS,
     CONFIG,
@@ -34,7 +36,7 @@ from benchmarks.evidence_data import (
 from benchmarks.evidence_page import BEGIN, END, write_results
 from benchmarks.evidence_run import BASELINES, Job, Plan, Queue, fitting_ablations, main_jobs, steps_of_budget
 from benchmarks.evidence_score import less_protocol_mean, load_scores, masks_of_folds, save_scores, score
-from benchmarks.evidence_table import BASELINE_LABELS, best_random, read_arm
+from benchmarks.evidence_table import BASELINE_LABELS, Draws, commits_of_runs, difference, read_arm
 from data_setup.phantom import write_tree
 from data_setup.prepare import main as prepare
 from data_setup.store import PreparedStore
@@ -310,11 +312,48 @@ def test_the_table_says_what_wins_and_what_does_not(finished: Path, tmp_path: Pa
     assert f"**{value:+.3f} ({low:+.3f} to {high:+.3f})**" in text
 
 
-def test_the_best_random_seed_is_chosen_on_validation(finished: Path) -> None:
-    row = read_arm(Plan.load(finished), RANDOM_ARM)
-    best = best_random(row, "classes")
-    assert best.seeds[0][0].val["classes"] == max(s.val["classes"] for s, _ in row.seeds)
-    assert len(best.seeds) == 1
+def test_one_lucky_seed_of_three_is_no_claim(finished: Path) -> None:
+    """Without drawing seeds, its participants alone would make it one."""
+    plan = Plan.load(finished)
+    random, good = read_arm(plan, RANDOM_ARM), read_arm(plan, arm_by_name("vjepa2"))
+    lucky = replace(random, seeds=[good.seeds[0], *random.seeds[1:]])
+    draws = Draws.of(len(random.seeds[0][0].classes.participants), seeds=3)
+    value, (low, high) = difference(lucky, random, "classes", draws)
+    assert low <= 0 < value < high
+    fixed = replace(draws, seeds_SN=np.tile(np.arange(3), (len(draws.seeds_SN), 1)))
+    again, (low, _) = difference(lucky, random, "classes", fixed)
+    assert again == value
+    assert low > 0
+    assert difference(good, random, "classes", draws)[1][0] > 0
+
+
+def test_all_commits_of_the_runs_are_named(finished: Path, tmp_path: Path) -> None:
+    plan = replace(Plan.load(finished), root=tmp_path)
+    for arm, commit in (("vjepa2", "b"), ("control", "a"), ("methods", "b+changes")):
+        folder = run_dir(tmp_path, arm_by_name(arm), 0)
+        folder.mkdir(parents=True)
+        (folder / "provenance.json").write_text(json.dumps({"commit": commit}))
+    assert commits_of_runs(plan) == ["a", "b", "b+changes"]
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["run", "--jobs", "0"], "--jobs: expected 1 or more, found 0"),
+        (["run", "--seeds", "0"], "--seeds: expected 1 or more, found 0"),
+        (["run", "--budget", "nan"], "--budget: expected a number above 0, found nan"),
+        (["run", "--budget", "inf"], "--budget: expected a number above 0, found inf"),
+        (["run", "--minutes", "-1"], "--minutes: expected a number from 0 on, found -1"),
+        (["run", "--steps", "1"], "--steps: expected 2 or more, found 1"),
+        (["run", "--steps", "2", "--only", "foo"], "--only: expected some of vjepa2, "),
+        (["calibrate", "--jobs", "-1"], "--jobs: expected 1 or more, found -1"),
+        (["data", "--evaluation", "0"], "--evaluation: expected 1 or more, found 0"),
+    ],
+)
+def test_mistakes_are_told_before_anything_is_written(words: list[str], told: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=re.escape(told)):
+        evidence.main([words[0], "--root", str(tmp_path / "root"), *words[1:]])
+    assert not (tmp_path / "root").exists()
 
 
 def test_a_second_table_keeps_what_was_written_around_it(finished: Path, tmp_path: Path) -> None:

@@ -332,6 +332,14 @@ def parse_cli(
     return load_config(args.config, overrides), args
 
 
+def output_file(text: str) -> Path:
+    """For argparse: a file that will be written after long work, so its folder must be there now."""
+    path = Path(text)
+    if not path.absolute().parent.is_dir():
+        raise argparse.ArgumentTypeError(f"expected a folder {path.parent}, found none")
+    return path
+
+
 class UserError(RuntimeError):
     """The user's mistake, told in one line; a CLI ends with exit code 2."""
 

@@ -7,7 +7,9 @@ one holds. Alarms do not stop a run; pretraining.monitor has the two checks that
   rank     train/rankme or val/rankme under RANK_FALL of the highest so far: most directions in use are gone.
            The highest, not the first, since what was learned may collapse too. In validation, of the target's
            features, recipes without a regulariser lose three of four without collapsing. Blind to features
-           that shrink to a point in proportion.
+           that shrink to a point in proportion. Not for targets that are voxels (mae): its rank falls to a
+           tenth with probes as good as anybody's (docs/results.md).
+  few      either rank under RANK_FLOOR, whatever came before: a run may start collapsed.
   spread   train/feature_std under SPREAD_FLOOR. Unit vectors have variance + |mean|^2 = 1, so 0.1 says that
            99 % of the energy of every feature vector is one and the same vector.
   volume   train/volume_share under VOLUME_FLOOR: a table by position removes 90 % of what a constant leaves.
@@ -26,6 +28,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 RANK_FALL = {"train/rankme": 0.25, "val/rankme": 0.15}
+RANK_FLOOR = 3.0
 SPREAD_FLOOR = 0.1
 VOLUME_FLOOR = 0.1
 EARLY_SKILL = 0.3
@@ -55,9 +58,12 @@ class Alarm:
 
 
 class Alarms:
-    """Reads the history of a run one line at a time; its state is saved with the run."""
+    """Reads the history of a run one line at a time; its state is saved with the run. `has_fixed_targets`:
+    what is predicted does not move with the encoder, so that a fall of the rank is no sign.
+    """
 
-    def __init__(self) -> None:
+    def __init__(self, has_fixed_targets: bool = False) -> None:
+        self.has_fixed_targets = has_fixed_targets
         self.raised: list[Alarm] = []
         self._seen: dict[str, float] = {}  # the newest value of what a text shows
         self._highest: dict[str, float] = {}  # of each rank
@@ -100,7 +106,9 @@ class Alarms:
             if rank is None:
                 continue
             highest = self._highest[key] = max(rank, self._highest.get(key, rank))
-            if rank < fall * highest:
+            if rank < RANK_FLOOR:
+                found[key] = f"{key} is {rank:.1f}: hardly any direction is in use"
+            elif rank < fall * highest and not self.has_fixed_targets:
                 share = rank / highest
                 found[key] = f"{key} fell from {highest:.1f} to {rank:.1f} ({share:.0%} of its highest)"
         for key, floor, meaning in (

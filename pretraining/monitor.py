@@ -44,7 +44,7 @@ class Gauges:
         self, skill: SkillGauge, global_batch_size: int, group: Group = ALONE, read: Read = as_it_is
     ) -> None:
         self.skill, self.group, self.read = skill, group, read
-        self.alarms = Alarms()
+        self.alarms = Alarms(has_fixed_targets=skill.recipe == "mae")
         self.tokens_per_sample = -(-RANK_TOKENS // global_batch_size)
         self._begin(measure=False)
 

@@ -59,6 +59,7 @@ class SkillGauge:
         self.ring_RPE = torch.zeros(capacity, len(spread), width, device=device)
         self.valid_RP = torch.zeros(capacity, len(spread), dtype=torch.bool, device=device)
         self.row_R = torch.full((capacity,), -1, dtype=torch.long, device=device)
+        self.recipe = recipe
         self.distance, self.centre = DISTANCES[recipe]
         self.added = 0
         # on the device, since it is another number in every step

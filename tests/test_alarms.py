@@ -52,6 +52,21 @@ def test_the_rank_is_compared_with_its_highest() -> None:
     assert steps_of([line(rankme=20.0), line(rankme=90.0)] + 3 * [line(rankme=24.0)]) == []
 
 
+def test_a_rank_that_is_low_from_the_start_alarms_too() -> None:
+    assert steps_of(4 * [line(rankme=2.9)]) == [("collapse", 2)]
+    assert steps_of(4 * [line(rankme=3.1)]) == []
+
+
+def test_voxels_as_targets_leave_the_fall_of_the_rank_out_and_nothing_else() -> None:
+    gauges = Gauges(SkillGauge(6, 3, "mae", torch.device("cpu")), 1)
+    for step, values in enumerate([line(), *3 * [line(rankme=5.0)], *3 * [{"val/rankme": 5.0}]]):
+        assert gauges.alarms.update(step, values) == []
+    floors = [gauges.alarms.update(step, line(rankme=2.0)) for step in range(10, 13)]
+    assert [len(begun) for begun in floors] == [0, 0, 1]
+    spread = [gauges.alarms.update(step, line(feature_std=0.05)) for step in range(20, 23)]
+    assert [len(begun) for begun in spread] == [0, 0, 1]
+
+
 def test_the_rank_in_validation_counts_the_second_time() -> None:
     low = {"val/rankme": 11.0}
     assert steps_of([{"val/rankme": 80.0}, line(), low, line(), low]) == [("collapse", 4)]

@@ -107,6 +107,18 @@ def test_a_run_leaves_what_a_reader_needs(finished: Path) -> None:
     assert {p.stem for p in (finished / "checkpoints").glob("best_*.pt")} == {"best_probe", "best_val_loss"}
 
 
+def test_checkpoints_of_epochs_are_kept_whatever_else_is_written(folder: Path) -> None:
+    run = folder / "epochs_kept"
+    every = "train.ckpt_every_steps=3", "train.ckpt_every_epochs=1", "train.keep_last=1", "train.max_steps=11"
+    small = "train.global_batch_size=8", "train.per_core_batch_size=8", "train.val_every_steps=11"
+    cfg = pipeline_config(folder, f"run.dir={run}", *every, *small)
+    epoch = round(len(open_rows(cfg, PreparedStore.open(str(folder / "store"))).train) / 8)
+    assert 1 < epoch < 11
+    assert epoch % 3
+    assert train(cfg) == 0
+    assert list_steps(str(run / "checkpoints")) == sorted({*range(epoch, 11, epoch), 11})
+
+
 def test_the_checkpoint_names_its_participants_and_never_the_test_split(folder: Path, finished: Path) -> None:
     state = load_checkpoint(str(finished / "checkpoints" / "step_00000008.pt"))
     index = PreparedStore.open(str(folder / "store")).index

@@ -87,6 +87,36 @@ def test_output_and_gradients_are_those_of_the_plain_path(
         assert error < tolerance, f"{name}: {error}"
 
 
+def in_torch(name: str, operands: list[torch.Tensor], tokens: int, _results: object) -> list[torch.Tensor]:
+    """The kernels' work in plain operations, which XLA can run on a CPU inside a program of four devices."""
+    q, k, v, *rest = operands if name != "grad_kv" else (operands[i] for i in (2, 0, 1, 3, 4, 5))
+    scores = q @ k.transpose(1, 2) * q.shape[-1] ** -0.5
+    scores[:, :, tokens:] = float("-inf")
+    if name == "forward":
+        return [torch.softmax(scores, -1) @ v, scores.logsumexp(-1).unsqueeze(1)]
+    do, lse, di = rest
+    p = torch.exp(scores - lse.transpose(1, 2))
+    ds = p * (do @ v.transpose(1, 2) - di.transpose(1, 2)) * q.shape[-1] ** -0.5
+    return [ds @ k] if name == "grad_q" else [ds.transpose(1, 2) @ q, p.transpose(1, 2) @ do]
+
+
+def test_every_device_of_a_mesh_attends_to_its_own_samples(xla: Runtime) -> None:
+    """Four devices, two samples each: output and gradients of the whole batch, padded and put together."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v, grad = torch.randn(4, 8, 2, 100, 32, generator=generator).unbind(0)
+    inputs = [x.clone().requires_grad_() for x in (q, k, v)]
+    expected = plain(*inputs)
+    expected.backward(grad.to(expected.dtype))
+    batch = xla.to_device({"q": q, "k": k, "v": v, "grad": grad})
+    placed = [batch[name].detach().requires_grad_() for name in "qkv"]
+    out = FlashAttention(xla.mesh, in_torch)(*placed)
+    out.backward(batch["grad"])
+    found = [out, *(x.grad for x in placed)]
+    wanted = [expected, *(x.grad for x in inputs)]
+    for ours, theirs in zip(found, wanted, strict=True):
+        torch.testing.assert_close(xla.read(ours.detach()), theirs.detach().float(), atol=2e-5, rtol=1e-4)
+
+
 def test_far_tokens_that_do_not_fit_are_read_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, v = torch.randn(3, 1, 1, 1100, 32, generator=torch.Generator().manual_seed(1))
     assert flash_kernels._resident(1152, 384, 4) == 1152

@@ -120,20 +120,26 @@ def call_on_tpu(name: str, operands: list[Tensor], tokens: int, results: list[Sh
 
 @cache
 def _payload(name: str, kinds: tuple[tuple[tuple[int, ...], str], ...], tokens: int) -> str:
-    """The compiled kernel as text. jax is told to lower for a TPU, whether there is one or not."""
+    """The compiled kernel as text. jax is told to lower for a TPU, whether there is one or not, and in a form
+    that the libtpu of torch_xla 2.9 reads: jax 0.7.1's newest is a version too new for it.
+    """
     from torch_xla.experimental.custom_kernel import jax_import_guard
 
     jax_import_guard()  # torch_xla must own the TPU before jax looks for one
     import jax
+    from jax.export import export
+    from jax.interpreters.mlir import make_ir_context
+    from jaxlib.mlir import ir
 
     from models import flash_kernels
 
     operands = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in kinds]
     kernel = jax.jit(partial(getattr(flash_kernels, name), tokens=tokens))
-    module = kernel.trace(*operands).lower(lowering_platforms=("tpu",)).compiler_ir()
+    exported = export(kernel, platforms=["tpu"])(*operands)
     found: list[str] = []
-    for function in module.body.operations:
-        _custom_calls(function, found)
+    with make_ir_context():
+        for function in ir.Module.parse(exported.mlir_module()).body.operations:
+            _custom_calls(function, found)
     assert len(found) == 1, f"{name}: expected one custom call, found {len(found)}"
     return found[0]
 

@@ -4,6 +4,8 @@ interpreter on the CPU, and activation checkpointing against none. `make test-xl
 
 from __future__ import annotations
 
+import base64
+import json
 from collections.abc import Callable
 from functools import cache, partial
 
@@ -20,7 +22,7 @@ import jax.numpy as jnp
 import torch_xla
 
 from models import flash_kernels
-from models.xla_kernels import FlashAttention, Shape, call_on_tpu
+from models.xla_kernels import FlashAttention, Shape, _payload, call_on_tpu
 from pretraining.kernels import choose_kernels
 from pretraining.step import build_optimizer, predict, train_step
 from tests.model_factory import nano_model, small_config, uint8_batch
@@ -200,3 +202,16 @@ def test_the_kernels_become_custom_calls_of_a_tpu(xla: Runtime) -> None:
     shapes: list[Shape] = [((2, 256, 64), torch.bfloat16), ((2, 1, 256), torch.float32)]
     out = call_on_tpu("forward", [q, k, v], 256, shapes)
     assert "tpu_custom_call" in torch_xla._XLAC._get_xla_tensors_hlo(out)
+
+
+def test_the_kernels_have_the_form_that_the_workers_compiler_reads() -> None:
+    """libtpu 0.0.21, which torch_xla 2.9 installs, refuses version 8 of a Mosaic module."""
+    from jax.interpreters.mlir import make_ir_context
+    from jaxlib.mlir import ir
+
+    kind = ((2, 256, 64), "bfloat16")
+    body = base64.b64decode(json.loads(_payload("forward", (kind,) * 3, 256))["custom_call_config"]["body"])
+    with make_ir_context() as context:
+        context.allow_unregistered_dialects = True
+        version = ir.Module.parse(body).operation.attributes["stable_mosaic.version"]
+        assert ir.IntegerAttr(version).value <= 7

@@ -76,7 +76,7 @@ def _masks(*families: str) -> tuple[str, ...]:
 
 RANDOM_ARM = Arm(RANDOM, "random initialisation", "recipe", is_trained=False)
 MAIN = (
-    Arm("vjepa2", "vjepa2, vicreg 0.05 (recommended)", "recipe"),
+    Arm("vjepa2", "vjepa2, vicreg 0.05 (as shipped)", "recipe"),
     Arm(CONTROL, "vjepa2 after 2 steps (control)", "recipe", steps=2),
     Arm("methods", "methods, as its text says", "recipe", METHODS),
     Arm("mae_normalised", "mae, normalised patches", "recipe", (*MAE, "method.mae_target=normalised")),

@@ -306,7 +306,7 @@ def test_the_table_says_what_wins_and_what_does_not(finished: Path, tmp_path: Pa
     assert "| 1.25 | 7 |" in text
     assert rows["reg_none"]["tasks"]["classes"]["against_reference"][1] == [0.0, 0.0]
     assert (rows["vjepa2"]["rankme"], rows["vjepa2"]["alarms"]) == (51.0, 1.0)
-    assert "against random initialisation: above: vjepa2, vicreg 0.05 (recommended) (+" in text
+    assert "against random initialisation: above: vjepa2, vicreg 0.05 (as shipped) (+" in text
     assert "no difference shown: methods, as its text says" in text
     assert "Not run within the time: vicreg 0.02, " in text
     assert f"**{value:+.3f} ({low:+.3f} to {high:+.3f})**" in text

@@ -428,14 +428,16 @@ def test_start_refuse_status_stop_and_start_again(pod: Pod) -> None:
 
 
 def test_status_tells_an_error_of_the_user_from_what_may_be_started_again(pod: Pod) -> None:
-    for worker in range(2):
-        state = pod.clone(worker) / "runs/launcher"
+    states = [pod.clone(worker) / "runs/launcher" for worker in range(2)]
+    for state in states:
         state.mkdir(parents=True, exist_ok=True)
         (state / "process").write_text("1 1 another-boot before xla\n")
         (state / "exit_code").write_text("0\n")
     assert launch(pod, "status").returncode == 3
-    (pod.clone(0) / "runs/launcher/exit_code").write_text("2\n")
+    (states[0] / "exit_code").write_text("2\n")
     assert launch(pod, "status").returncode == 4
+    for state in states:
+        (state / "exit_code").unlink()
 
 
 def test_a_pid_that_is_somebody_elses_now_is_left_alone(pod: Pod) -> None:

@@ -323,7 +323,8 @@ def test_a_small_step_from_configuration_to_numbers(whole: dict[str, Any]) -> No
     trained = parts["optimizer"] / 2  # two moments
     assert parts["parameters"] == pytest.approx(trained, rel=0.01)
     assert 0.9 * trained < parts["target"] < trained  # the encoder without the predictor
-    assert whole["updated_in_place_gib"] == pytest.approx(sum(parts[p] for p in PARTS[:3]), rel=0.01)
+    # all that an update moves lies in one buffer before and after; a chip pads small tensors
+    assert 1 <= whole["updated_in_place_gib"] / sum(parts[p] for p in PARTS[:3]) < 1.1
     assert parts["activations and temporaries"] > 0
     assert whole["hbm_used_gib"] < 1
     assert whole["xla_flops_per_step"] > 0

@@ -53,8 +53,8 @@ def test_the_rank_is_compared_with_its_highest() -> None:
 
 
 def test_a_rank_that_is_low_from_the_start_alarms_too() -> None:
-    assert steps_of(4 * [line(rankme=2.9)]) == [("collapse", 2)]
-    assert steps_of(4 * [line(rankme=3.1)]) == []
+    assert steps_of(4 * [line(rankme=2.4)]) == [("collapse", 2)]
+    assert steps_of(4 * [line(rankme=2.6)]) == []
 
 
 def test_voxels_as_targets_leave_the_fall_of_the_rank_out_and_nothing_else() -> None:

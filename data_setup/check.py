@@ -125,6 +125,7 @@ def _look(finding: Finding, raw: RangeFile, record: Record | None) -> Finding:
         kind, _ = identify(raw.read(1024))
         return replace(finding, status=NOT_OPENED, kind=kind or named)
     with named_faults(finding.url, RejectReason.NOT_DICOM, "a DICOM file"):
+        # raw has what BoundedFile uses, and is no BinaryIO in name
         file = BoundedFile(raw)  # type: ignore[arg-type]
     header, pixel_start = read_header(file, finding.url)
     finding = _described(finding, header, pixel_start)

@@ -218,6 +218,7 @@ def _ome_spacing(text: str, size: tuple[int, ...], url: str) -> tuple[list[float
     units = [_MM.get(get(f"PhysicalSize{a}Unit", "\u00b5m").lower()) for a in "ZYX"]  # the schema's default
     if None in values or None in units:
         return None, "OME-XML without three PhysicalSize", count
+    # the type checker does not see that no value or unit is None here
     return [float(v) * u for v, u in zip(values, units, strict=True)], "ome_xml", count  # type: ignore[arg-type]
 
 
@@ -257,6 +258,7 @@ def _imagej_spacing(text: str, tags: dict[int, Any], url: str) -> tuple[list[flo
     across = [tags.get(_Y_RESOLUTION), tags.get(_X_RESOLUTION)]  # pixels per unit
     if unit is None or "spacing" not in said or not all(across):
         return None, "ImageJ metadata without spacing, unit of length and resolution", count
+    # all(across), which the type checker does not carry into the tuple
     spacing = [float(said["spacing"]), *(1 / float(a) for a in across)]  # type: ignore[arg-type]
     return [s * unit for s in spacing], "imagej", count
 

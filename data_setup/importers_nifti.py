@@ -58,6 +58,7 @@ def read(file: IO[bytes], url: str, sidecar: Sidecar) -> Iterator[Any]:
     header = make_header(
         url,
         "NIfTI",
+        # three of them, since order has three
         tuple(shape[i] for i in order),  # type: ignore[arg-type]
         dtype,
         _spacing(hdr, order, sidecar, source, url),

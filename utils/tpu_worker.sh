@@ -10,9 +10,9 @@
 #   sync     DIR COMMIT BUNDLE                                      make or move the clone; run from a copy
 #
 # Each line on stdout is for the user; one that begins with "error:" says what is wrong and what to do. Exit
-# codes: 0 done, 1 refused or failed, 3 not running, 4 not running and starting again would not help. State is in runs/launcher: `process` (pid, start time in
-# ticks, boot, launch, engine), `exit_code`, `command`, `log`. A pid alone may have been given to another
-# process since; pid, start time and boot together name one for good.
+# codes: 0 done, 1 refused or failed, 3 not running, 4 not running and starting again would not help. State is in
+# runs/launcher: `process` (pid, start time in ticks, boot, launch, engine), `exit_code`, `command`, `log`. A pid
+# alone may have been given to another process since; pid, start time and boot together name one for good.
 set -euo pipefail
 
 STATE=runs/launcher

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.evidence_arms import ABLATIONS, CONTROL, MAIN, NOT_EXPRESSIBLE, RANDOM_ARM, REFERENCE
+from benchmarks.evidence_arms import ABLATIONS, CONTROL, MAIN, RANDOM_ARM, REFERENCE
 from benchmarks.evidence_run import Plan
 from benchmarks.evidence_score import TASKS
 from benchmarks.evidence_table import Difference, build
@@ -140,8 +140,6 @@ def markdown(told: dict[str, Any]) -> str:
     left = [arm.label for arm in (*MAIN, *ABLATIONS) if arm.name not in {r["name"] for r in rows}]
     if left:
         lines += ["", f"Not run within the time: {', '.join(left)}."]
-    lines += ["", "What the configuration cannot express, and so was not compared:", ""]
-    lines += [f"* {text}" for text in NOT_EXPRESSIBLE]
     return "\n".join(lines)
 
 

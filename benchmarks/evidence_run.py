@@ -33,6 +33,7 @@ from benchmarks.evidence_arms import (
     RANDOM_ARM,
     REFERENCE,
     Arm,
+    arm_by_name,
     arm_config,
     cost_key,
     overrides,
@@ -74,10 +75,13 @@ class Plan:
         path = self.root / "plan.json"
         if path.exists() and (self.root / "runs").exists():
             found = json.loads(path.read_text())
+            # arms that are new since then have no runs yet
+            again = {"steps": {arm: self.steps[arm] for arm in found["steps"] if arm in self.steps}}
             for key in ("budget_s", "extra", "steps"):
-                if found[key] != told[key]:
+                value = {**told, **again}[key]
+                if found[key] != value:
                     raise UserError(
-                        f"{path}: {key}: expected {found[key]} as the runs here began, found {told[key]}; "
+                        f"{path}: {key}: expected {found[key]} as the runs here began, found {value}; "
                         "use another --root, or the same values"
                     )
         path.write_text(json.dumps(told, indent=1) + "\n")
@@ -108,31 +112,50 @@ def cores(jobs: int) -> list[int]:
 
 
 def calibrate(root: Path, jobs: int, extra: Sequence[str]) -> dict[str, Any]:
-    """Seconds per step of every arm, written to calibration.json."""
-    os.environ.update(dict.fromkeys(THREAD_VARIABLES, "1"))
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(jobs, context) as pool:
-        work = [pool.submit(time_steps, root, core, tuple(extra)) for core in cores(jobs)]
-        times = [w.result() for w in work]
+    """Seconds per step of every arm, written to calibration.json.
+
+    Arms that the file already has keep their time. Those that are new are timed beside the reference, and
+    their times scaled to the file's reference, so that all rest on one speed of the machine.
+    """
+    path = root / "calibration.json"
+    known = json.loads(path.read_text())["seconds_per_step"] if path.exists() else {}
+    new = [arm.name for arm in (*MAIN, *ABLATIONS) if arm.name not in known]
+    if known and new:
+        new.insert(0, REFERENCE)
+    times = _time_on_cores(root, jobs, extra, new) if new else []
+    medians = {name: median(s for one in times for s in one[name]) for name in new}
+    scale = known[REFERENCE] / medians[REFERENCE] if known and new else 1.0
     told = {
         "machine": f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores",
         "jobs": jobs,
         "rounds": ROUNDS - WARM_UP_ROUNDS,
-        "seconds_per_step": {
-            arm.name: round(median(s for one in times for s in one[arm.name]), 5)
-            for arm in (*MAIN, *ABLATIONS)
-        },
+        "seconds_per_step": {name: round(scale * s, 5) for name, s in medians.items()} | known,
     }
-    (root / "calibration.json").write_text(json.dumps(told, indent=1) + "\n")
+    path.write_text(json.dumps(told, indent=1) + "\n")
     return told
 
 
-def time_steps(root: Path, core: int, extra: tuple[str, ...]) -> dict[str, list[float]]:
-    """Seconds of single steps, loading included: one step of every arm in turn; arms of one cost share."""
+def _time_on_cores(
+    root: Path, jobs: int, extra: Sequence[str], names: Sequence[str]
+) -> list[dict[str, list[float]]]:
+    """`time_steps` on as many cores at a time."""
+    os.environ.update(dict.fromkeys(THREAD_VARIABLES, "1"))
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(jobs, context) as pool:
+        work = [pool.submit(time_steps, root, core, tuple(extra), tuple(names)) for core in cores(jobs)]
+        return [w.result() for w in work]
+
+
+def time_steps(
+    root: Path, core: int, extra: tuple[str, ...], names: tuple[str, ...]
+) -> dict[str, list[float]]:
+    """Seconds of single steps, loading included: one step of each named arm in turn; arms of one cost
+    share.
+    """
     pin(core)
     torch.set_num_threads(1)
     runtime = Runtime(torch.device("cpu"), use_bf16=False)
-    configs = {arm.name: arm_config(arm, 0, ROUNDS, root, extra) for arm in (*MAIN, *ABLATIONS)}
+    configs = {name: arm_config(arm_by_name(name), 0, ROUNDS, root, extra) for name in names}
     first_of = {cost_key(cfg): name for name, cfg in reversed(configs.items())}
     timed: dict[str, list[float]] = {name: [] for name in sorted(first_of.values())}
     parts = {}

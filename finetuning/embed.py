@@ -33,6 +33,7 @@ FIXED_KEYS = (
     "model.size",
     "model.rope",
     "method.recipe",
+    "method.context",
 )
 BASELINE_VOXELS = (16, 48, 32)  # raw volumes are averaged down to at most this before their PCA
 

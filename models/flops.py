@@ -39,10 +39,10 @@ def predictor_flops(predictor: Predictor3D | MlpPredictor, context: int, target:
 
 def step_flops(model: VJEPA3D, context: int, target: int) -> int:
     """One sample's share of a training step: context encoder and predictor forward and backward, target
-    encoder forward (mae has none). `methods` encodes all tokens.
+    encoder forward (mae has none). A dense context is all tokens.
     """
     tokens = model.encoder.num_tokens
-    seen = tokens if model.recipe == "methods" else context
+    seen = tokens if model.is_dense else context
     total = encoder_flops(model.encoder, seen, backward=True)
     total += 3 * predictor_flops(model.predictor, context, target)
     return total + (encoder_flops(model.target_encoder, tokens) if model.reads_target_view else 0)
@@ -70,7 +70,7 @@ def flash_backward_flops(model: VJEPA3D, context: int, target: int) -> int:
 
 def _trained_blocks(model: VJEPA3D, context: int, target: int) -> list[tuple[Block, int]]:
     """Every block that a gradient passes, with the number of its tokens."""
-    seen = model.encoder.num_tokens if model.recipe == "methods" else context
+    seen = model.encoder.num_tokens if model.is_dense else context
     blocks = [(block, seen) for block in model.encoder.blocks]
     if not isinstance(model.predictor, MlpPredictor):
         blocks += [(block, context + target) for block in model.predictor.predictor_blocks]

@@ -201,10 +201,11 @@ def gather_tokens(x_BNE: Tensor, ids_BT: Tensor) -> Tensor:
 
 
 class VisionTransformer3D(nn.Module):
-    """Encoder. Positions are rotary, or a learned table with a mask token (the Methods recipe).
+    """Encoder. Positions are rotary or a learned table; `has_mask_token`: it can be called with `masked_BN`.
 
     `forward(volume_BCDHW, keep_BK=None)` returns the features [B, K, E] of the kept tokens, or of all N;
-    `masked_BM` instead replaces those tokens by the learned mask token, so that nothing of them is read.
+    `masked_BN` (bool) instead replaces those tokens by the learned mask token, so that nothing of them is
+    read.
     """
 
     def __init__(
@@ -216,6 +217,7 @@ class VisionTransformer3D(nn.Module):
         positions: Literal["rotary", "learned"] = "rotary",
         rope: RopeForm = "interleaved",
         rope_grid: tuple[int, int, int] | None = None,
+        has_mask_token: bool = False,
     ) -> None:
         super().__init__()
         shape = SIZES[size] if isinstance(size, str) else size
@@ -227,6 +229,7 @@ class VisionTransformer3D(nn.Module):
         self.mask_token: nn.Parameter | None = None
         if positions == "learned":
             self.pos_embed = nn.Parameter(torch.zeros(1, self.num_tokens, self.width))
+        if has_mask_token:
             self.mask_token = nn.Parameter(torch.zeros(1, 1, self.width))
         self.blocks = nn.ModuleList(Block(self.width, self.heads, shape.mlp_ratio) for _ in range(self.depth))
         self.recompute: Recompute | None = None
@@ -237,16 +240,13 @@ class VisionTransformer3D(nn.Module):
         self,
         volume_BCDHW: Tensor,
         keep_BK: Tensor | None = None,
-        masked_BM: Tensor | None = None,
+        masked_BN: Tensor | None = None,
         noise: Stochastic | None = None,
     ) -> Tensor:
         x = self.patch_embed(volume_BCDHW, keep_BK)
-        if masked_BM is not None:
-            assert self.mask_token is not None, "masked_BM needs an encoder with a mask token"
-            is_masked = torch.zeros(x.shape[:2], dtype=torch.bool, device=x.device).scatter(
-                1, masked_BM, True
-            )
-            x = torch.where(is_masked.unsqueeze(-1), self.mask_token.to(x.dtype), x)
+        if masked_BN is not None:
+            assert self.mask_token is not None, "masked_BN needs an encoder with a mask token"
+            x = torch.where(masked_BN.unsqueeze(-1), self.mask_token.to(x.dtype), x)
         rotary = None
         if self.pos_embed is not None:
             positions = self.pos_embed.expand(x.shape[0], -1, -1)

@@ -2,7 +2,8 @@
 losses.
 
 In: two normalised views [B, 1, D, H, W] of one geometry, context and target token ids. Out: per-sample
-losses and features. Recipe `vjepa2` follows V-JEPA 2 (arXiv:2506.09985); recipe `methods` follows the
+losses and features. Recipe `vjepa2` follows V-JEPA 2 (arXiv:2506.09985), and can take the context, the
+predictor or the loss of another recipe for comparisons; recipe `methods` follows the
 Methods text of the project (all positions, masked ones replaced; normalised squared error; MLP predictor);
 recipe `mae` reconstructs the voxels of masked patches with the encoder and the predictor of `vjepa2`.
 """
@@ -22,6 +23,7 @@ from models.predictor import MlpPredictor, Predictor3D
 from models.stochastic import Stochastic
 from models.vit3d import NORM_EPS, Recompute, VisionTransformer3D, gather_tokens, recompute_block
 from utils.config import Config
+from utils.schema import MethodConfig
 
 
 @dataclass
@@ -31,17 +33,26 @@ class Output:
     loss_B: Tensor  # mean over the valid target tokens of each sample
     prediction_BME: Tensor
     target_BME: Tensor  # what the prediction is compared with
-    context_BKE: Tensor  # context encoder output, the regulariser's input
+    context_BKE: Tensor  # context encoder output at the context tokens, the regulariser's input
     target_all_BNE: Tensor  # comparable targets [B, N, target_width] of all tokens, for the gauges
     features_all_BNE: Tensor | None  # normalised target encoder features of all tokens; mae in training: None
 
 
 def build_encoder(cfg: Config) -> VisionTransformer3D:
     """A randomly initialised encoder of this configuration (torch's global generator)."""
-    positions = "learned" if cfg.method.recipe == "methods" else "rotary"
     return VisionTransformer3D(
-        cfg.model.size, cfg.grid, cfg.spatial.patch_size, positions=positions, rope=cfg.model.rope
+        cfg.model.size,
+        cfg.grid,
+        cfg.spatial.patch_size,
+        positions="learned" if cfg.method.recipe == "methods" else "rotary",
+        rope=cfg.model.rope,
+        has_mask_token=is_dense(cfg.method),
     )
+
+
+def is_dense(method: MethodConfig) -> bool:
+    """Whether the context encoder computes all positions, what is hidden replaced by the mask token."""
+    return method.recipe == "methods" or method.context == "dense"
 
 
 def per_token_l1(prediction: Tensor, target: Tensor) -> Tensor:
@@ -59,6 +70,10 @@ def per_token_l2(prediction: Tensor, target: Tensor) -> Tensor:
     return (prediction - target).square().mean(-1)
 
 
+LOSSES = {"l1": per_token_l1, "l2": per_token_l2, "normalised_l2": per_token_normalised_l2}
+RECIPE_LOSS = {"methods": "normalised_l2", "vjepa2": "l1", "mae": "l2"}
+
+
 def weighted_mean(values_BM: Tensor, weight_BM: Tensor) -> Tensor:
     """Per-sample mean [B] over the tokens with weight; 0 where a sample has none."""
     return (values_BM * weight_BM).sum(1) / weight_BM.sum(1).clamp(min=1.0)
@@ -69,7 +84,8 @@ class VJEPA3D(nn.Module):
 
     def __init__(self, cfg: Config) -> None:
         super().__init__()
-        self.recipe = cfg.method.recipe
+        self.recipe, self.is_dense = cfg.method.recipe, is_dense(cfg.method)
+        self.loss = cfg.method.loss or RECIPE_LOSS[self.recipe]
         self.dropout, self.drop_path = cfg.method.dropout, cfg.method.drop_path
         self.encoder = build_encoder(cfg)
         self.mae_target = cfg.method.mae_target
@@ -77,7 +93,7 @@ class VJEPA3D(nn.Module):
         if self.recipe == "mae":
             self.target_width = self.encoder.patch_embed.proj.weight[0].numel()
         self.predictor: Predictor3D | MlpPredictor
-        if self.recipe == "methods":
+        if self.recipe == "methods" or cfg.method.predictor == "mlp":
             self.predictor = MlpPredictor(self.encoder.width)
         else:
             method = cfg.method
@@ -102,15 +118,25 @@ class VJEPA3D(nn.Module):
     def encode_context(
         self, view_BCDHW: Tensor, context_BK: Tensor, target_BM: Tensor, seed_B: Tensor | None
     ) -> Tensor:
-        """Context features: [B, K, E] of the visible tokens, or [B, N, E] with masked ones replaced
-        (methods).
+        """What the context encoder computes: [B, K, E] of the visible tokens, or, dense, [B, N, E] with the
+        hidden ones replaced.
         """
         noise = None
         if seed_B is not None and (self.dropout > 0 or self.drop_path > 0):
             noise = Stochastic(seed_B, self.dropout, self.drop_path)
-        if self.recipe == "methods":
-            return self.encoder(view_BCDHW, masked_BM=target_BM, noise=noise)
-        return self.encoder(view_BCDHW, context_BK, noise=noise)
+        if not self.is_dense:
+            return self.encoder(view_BCDHW, context_BK, noise=noise)
+        # methods hides the targets alone; vjepa2 shows the same tokens, dense or not
+        are_targets = self.recipe == "methods"
+        shape = len(view_BCDHW), self.encoder.num_tokens
+        masked_BN = torch.full(shape, not are_targets, device=view_BCDHW.device)
+        masked_BN = masked_BN.scatter(1, target_BM if are_targets else context_BK, are_targets)
+        return self.encoder(view_BCDHW, masked_BN=masked_BN, noise=noise)
+
+    def context_tokens(self, encoded: Tensor, context_BK: Tensor) -> Tensor:
+        """[B, K, E] of the context tokens alone, from what `encode_context` returned."""
+        is_gathered = not self.is_dense or self.recipe == "methods"  # whose context is all tokens, in order
+        return encoded if is_gathered else gather_tokens(encoded, context_BK)
 
     @property
     def reads_target_view(self) -> bool:
@@ -153,15 +179,15 @@ class VJEPA3D(nn.Module):
         """
         targets_BNE, features_BNE = self.compute_targets(context_view, target_view)
         target_BME = gather_tokens(targets_BNE, target_BM)
-        ctx_BKE = self.encode_context(context_view, context_BK, target_BM, seed_B)
+        encoded = self.encode_context(context_view, context_BK, target_BM, seed_B)
+        ctx_BKE = self.context_tokens(encoded, context_BK)
         if isinstance(self.predictor, MlpPredictor):
-            prediction_BME = self.predictor(gather_tokens(ctx_BKE, target_BM), target_valid_BM).float()
-            loss_BM = per_token_normalised_l2(prediction_BME, target_BME)
-            prediction_BME = F.normalize(prediction_BME, dim=-1)
+            prediction_BME = self.predictor(gather_tokens(encoded, target_BM), target_valid_BM).float()
         else:
             prediction_BME = self.predictor(ctx_BKE, context_BK, target_BM).float()
-            distance = per_token_l2 if self.recipe == "mae" else per_token_l1
-            loss_BM = distance(prediction_BME, target_BME)
+        loss_BM = LOSSES[self.loss](prediction_BME, target_BME)
+        if self.loss == "normalised_l2":
+            prediction_BME = F.normalize(prediction_BME, dim=-1)
         loss_B = weighted_mean(loss_BM, target_valid_BM)
         return Output(loss_B, prediction_BME, target_BME, ctx_BKE, targets_BNE, features_BNE)
 

@@ -75,6 +75,8 @@ def why_not_hf(weights: Weights, cfg: Config) -> str | None:
     _, height, width = cfg.spatial.image_size
     if weights.positions != "rotary":
         return f"its positions are rotary, found a learned table (recipe {weights.recipe})"
+    if "mask_token" in weights.encoder:
+        return "its encoder has no mask token, found one (method.context dense)"
     if weights.rope != "tiled":
         return f"its rotary form is tiled, found {weights.rope} (train with model.rope=tiled)"
     if weights.patch[1] != weights.patch[2]:

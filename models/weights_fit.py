@@ -26,7 +26,7 @@ from torch import Tensor
 
 from models.predictor import Predictor3D
 from models.vit3d import SIZES, Size
-from models.vjepa3d import VJEPA3D
+from models.vjepa3d import VJEPA3D, is_dense
 from models.weights_shape import Weights, require_same
 from utils.checkpoint import CheckpointError
 from utils.config import Config
@@ -145,6 +145,12 @@ def _require_encoder(weights: Weights, cfg: Config) -> None:
         raise CheckpointError(
             f"{where}: model.rope: expected {cfg.model.rope} of the configuration, found {weights.rope} "
             f"(model.rope={weights.rope} fits these weights)"
+        )
+    if not is_learned and is_dense(cfg.method) != ("mask_token" in weights.encoder):
+        expected, found = ("a", "none") if is_dense(cfg.method) else ("no", "one")
+        raise CheckpointError(
+            f"{where}: method.context {cfg.method.context}: expected {expected} mask token in the encoder, "
+            f"found {found}"
         )
     if weights.size != wanted:
         raise CheckpointError(

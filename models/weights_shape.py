@@ -104,7 +104,13 @@ def predictor_shape(url: str, predictor: dict[str, Tensor], heads: int | None) -
 def new_encoder(weights: Weights) -> VisionTransformer3D:
     """An encoder of the file's shape, random."""
     return VisionTransformer3D(
-        weights.size, weights.grid, weights.patch, weights.channels, weights.positions, weights.rope
+        weights.size,
+        weights.grid,
+        weights.patch,
+        weights.channels,
+        weights.positions,
+        weights.rope,
+        has_mask_token=weights.positions == "learned" or "mask_token" in weights.encoder,
     )
 
 

@@ -37,14 +37,20 @@ class Gauges:
     """The training gauges of one global batch, whatever its micro-batches: `observe` each, then `finish`.
 
     `global_batch_size` shares RANK_TOKENS out among the samples. The processes of `group` share the batch,
-    and all of them get the same gauges; `read` is the runtime's.
+    and all of them get the same gauges; `read` is the runtime's. `has_fixed_targets`: those of mae.
     """
 
     def __init__(
-        self, skill: SkillGauge, global_batch_size: int, group: Group = ALONE, read: Read = as_it_is
+        self,
+        skill: SkillGauge,
+        global_batch_size: int,
+        group: Group = ALONE,
+        read: Read = as_it_is,
+        *,
+        has_fixed_targets: bool = False,
     ) -> None:
         self.skill, self.group, self.read = skill, group, read
-        self.alarms = Alarms(has_fixed_targets=skill.recipe == "mae")
+        self.alarms = Alarms(has_fixed_targets=has_fixed_targets)
         self.tokens_per_sample = -(-RANK_TOKENS // global_batch_size)
         self._begin(measure=False)
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from models.vit3d import gather_tokens
-from models.vjepa3d import VJEPA3D, per_token_l1, per_token_l2, per_token_normalised_l2
+from models.vjepa3d import LOSSES, VJEPA3D
 
 MIN_SAMPLES = 16  # other volumes that a baseline must rest on
 
@@ -32,10 +32,10 @@ def nanmedian(values: Tensor, dim: int) -> Tensor:
     return values.movedim(dim, -1).contiguous().nanmedian(-1).values
 
 
-DISTANCES: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], Callable[[Tensor, int], Tensor]]] = {
-    "methods": (per_token_normalised_l2, torch.nanmean),
-    "vjepa2": (per_token_l1, nanmedian),
-    "mae": (per_token_l2, torch.nanmean),
+CENTRES: dict[str, Callable[[Tensor, int], Tensor]] = {
+    "l1": nanmedian,
+    "l2": torch.nanmean,
+    "normalised_l2": torch.nanmean,
 }
 
 
@@ -48,7 +48,7 @@ class SkillGauge:
         self,
         num_tokens: int,
         width: int,
-        recipe: str,
+        loss: str,
         device: torch.device,
         capacity: int = 128,
         positions: int = 64,
@@ -59,15 +59,14 @@ class SkillGauge:
         self.ring_RPE = torch.zeros(capacity, len(spread), width, device=device)
         self.valid_RP = torch.zeros(capacity, len(spread), dtype=torch.bool, device=device)
         self.row_R = torch.full((capacity,), -1, dtype=torch.long, device=device)
-        self.recipe = recipe
-        self.distance, self.centre = DISTANCES[recipe]
+        self.distance, self.centre = LOSSES[loss], CENTRES[loss]
         self.added = 0
         # on the device, since it is another number in every step
         self.next_slot = torch.zeros((), dtype=torch.long, device=device)
 
     @classmethod
     def of_model(cls, model: VJEPA3D, device: torch.device) -> SkillGauge:
-        return cls(model.encoder.num_tokens, model.target_width, model.recipe, device)
+        return cls(model.encoder.num_tokens, model.target_width, model.loss, device)
 
     def add(self, targets_BPE: Tensor, valid_BP: Tensor, row_B: Tensor) -> None:
         """Remember targets at `positions_P`; `valid_BP` bool, `row_B` says which volumes they are of."""

@@ -93,9 +93,10 @@ def global_means(
     with torch.no_grad():
         for batch in batches:
             with runtime.autocast():
-                tokens = model.encode_context(
+                encoded = model.encode_context(
                     view(batch, 0), batch["context"], batch["target"], batch["sample_seed"]
                 )
+                tokens = model.context_tokens(encoded, batch["context"])
             part = regulariser.statistics(tokens.float(), batch["context_valid"])
             total = part if total is None else tuple(a + b for a, b in zip(total, part, strict=True))
     assert total is not None, "a global batch holds at least one micro-batch"

@@ -100,7 +100,7 @@ def _flops(model: VJEPA3D, cfg: Config, accumulation: int) -> dict[str, int]:
     if cfg.model.tpu_attention == "flash":
         flops["flash attention"] = flash_backward_flops(*counts)
     if cfg.method.regulariser != "none" and accumulation > 1:
-        seen = model.encoder.num_tokens if model.recipe == "methods" else plan.num_context
+        seen = model.encoder.num_tokens if model.is_dense else plan.num_context
         flops["means of the regulariser"] = encoder_flops(model.encoder, seen)
     return {purpose: samples * count for purpose, count in flops.items()}
 

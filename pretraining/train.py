@@ -101,7 +101,13 @@ def _train(cfg: Config, runtime: Runtime, stack: ExitStack) -> int:
     choose_kernels(model, cfg, runtime)
     optimizer = build_optimizer(model, cfg)
     skill = SkillGauge.of_model(model, runtime.device)
-    gauges = Gauges(skill, cfg.train.global_batch_size, runtime.group, runtime.read)
+    gauges = Gauges(
+        skill,
+        cfg.train.global_batch_size,
+        runtime.group,
+        runtime.read,
+        has_fixed_targets=model.recipe == "mae",
+    )
 
     # restore: this run, else init_from, else scratch
     progress = restore(cfg, store, rows, model, optimizer, gauges, runtime.group)

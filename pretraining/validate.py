@@ -142,7 +142,8 @@ def masked_views(
         weight_BK = cpu_batch["token_valid"].gather(1, context_BK).float()
         mask = runtime.spread({"context": context_BK, "target": target_BM, "weight": weight_BK}, size)
         with runtime.autocast():
-            features_BKE = model.encode_context(view_BCDHW, mask["context"], mask["target"], None).float()
+            encoded = model.encode_context(view_BCDHW, mask["context"], mask["target"], None)
+            features_BKE = model.context_tokens(encoded, mask["context"]).float()
         total_BE = (features_BKE * mask["weight"].unsqueeze(-1)).sum(1)
         means.append(total_BE / mask["weight"].sum(1, keepdim=True).clamp(min=1))
         runtime.end_step()

@@ -17,8 +17,17 @@ ROOT = Path(__file__).resolve().parents[1]
 vit3d.SIZES.setdefault("nano", vit3d.Size(2, 48, 2))
 
 
+# `vjepa2` with a part of another recipe
+VARIANTS = {
+    "dense": ("method.context=dense",),
+    "mlp": ("method.context=dense", "method.predictor=mlp"),
+    "l2": ("method.loss=l2",),
+    "normalised_l2": ("method.loss=normalised_l2",),
+}
+
+
 def small_config(recipe: str = "vjepa2", *overrides: str) -> Config:
-    """Grid 2 x 3 x 4, patch 4 x 8 x 8."""
+    """Grid 2 x 3 x 4, patch 4 x 8 x 8; `recipe` may be one of VARIANTS."""
     base = ["spatial.image_size=[8,24,32]", "method.predictor_depth=2", "method.predictor_width=64"]
     base += ["train.global_batch_size=16", "train.per_core_batch_size=16", "train.max_steps=200"]
     base += ["optim.base_lr=5e-4", "optim.warmup_ratio=0.1", "optim.cooldown_ratio=0.3"]
@@ -29,6 +38,7 @@ def small_config(recipe: str = "vjepa2", *overrides: str) -> Config:
     if recipe == "mae":
         base += ["method.recipe=mae", "method.mae_target=normalised"]
         base += ["method.regulariser=none", "method.regulariser_weight=0"]
+    base += VARIANTS.get(recipe, ())
     return load_config(ROOT / "configs" / "smoke_test.yaml", [*base, *overrides])
 
 

@@ -58,7 +58,7 @@ def test_a_rank_that_is_low_from_the_start_alarms_too() -> None:
 
 
 def test_voxels_as_targets_leave_the_fall_of_the_rank_out_and_nothing_else() -> None:
-    gauges = Gauges(SkillGauge(6, 3, "mae", torch.device("cpu")), 1)
+    gauges = Gauges(SkillGauge(6, 3, "l2", torch.device("cpu")), 1, has_fixed_targets=True)
     for step, values in enumerate([line(), *3 * [line(rankme=5.0)], *3 * [{"val/rankme": 5.0}]]):
         assert gauges.alarms.update(step, values) == []
     floors = [gauges.alarms.update(step, line(rankme=2.0)) for step in range(10, 13)]
@@ -138,7 +138,7 @@ def test_an_alarm_reaches_the_log_the_metrics_and_the_report(
 ) -> None:
     cfg = small_config("vjepa2", "wandb.mode=offline", f"run.dir={tmp_path / 'run'}")
     run_log = RunLog(cfg, 0, 10, synthetic=True)
-    gauges = Gauges(SkillGauge(6, 3, "vjepa2", torch.device("cpu")), 1)
+    gauges = Gauges(SkillGauge(6, 3, "l1", torch.device("cpu")), 1)
     with caplog.at_level(logging.WARNING):
         for step in range(1, 5):
             report(run_log, gauges, step, line(feature_std=0.05 if step > 1 else 0.9))

@@ -62,6 +62,8 @@ def test_mae_has_uniform_masks_or_blocks_and_not_both() -> None:
         ConfigError, match=r"method\.mask_blocks: expected at least one family with recipe mae"
     ):
         load_config(SMOKE, [*MAE, "method.mask_blocks=[]"])
+    with pytest.raises(ConfigError, match=r"method\.loss: expected null with recipe mae, found l2"):
+        load_config(SMOKE, [*MAE, "method.loss=l2"])
 
 
 def test_methods_configurations_hold_the_methods_values() -> None:
@@ -97,6 +99,8 @@ def test_methods_configurations_hold_the_methods_values() -> None:
         ),
         ("method.regulariser_weight=0", ["method.regulariser_weight", "above 0"]),
         ("method.recipe=methods", ["method.mask_ratio", "None"]),
+        ("method.predictor=mlp", ["method.context", "dense with method.predictor=mlp", "None"]),
+        ("method.context=half", ["method.context", "half", "'dense'"]),
         ("optim.warmup_ratio=0.9", ["optim.cooldown_ratio", "<= 1"]),
         ("train.max_steps=null", ["train.epochs", "epochs or max_steps"]),
         ("train.max_steps=0", ["train.max_steps", "1 or more"]),

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks import evidence
+from benchmarks import evidence, evidence_run
 from benchmarks.evidence_arms import (
     ABLATIONS,
     CONFIG,
@@ -34,7 +34,16 @@ from benchmarks.evidence_data import (
     valid_tokens,
 )
 from benchmarks.evidence_page import BEGIN, END, write_results
-from benchmarks.evidence_run import BASELINES, Job, Plan, Queue, fitting_ablations, main_jobs, steps_of_budget
+from benchmarks.evidence_run import (
+    BASELINES,
+    Job,
+    Plan,
+    Queue,
+    calibrate,
+    fitting_ablations,
+    main_jobs,
+    steps_of_budget,
+)
 from benchmarks.evidence_score import less_protocol_mean, load_scores, masks_of_folds, save_scores, score
 from benchmarks.evidence_table import BASELINE_LABELS, Draws, commits_of_runs, difference, read_arm
 from data_setup.phantom import write_tree
@@ -51,6 +60,9 @@ KEYS_OF_FACTOR = {
     "EMA": {"method.ema_base"},
     "patch": {"spatial.patch_size"},
     "predictor": {"method.predictor_depth", "method.predictor_width"},
+    "context": {"method.context"},
+    "predictor and context": {"method.context", "method.predictor"},
+    "loss": {"method.loss"},
     "mask": {"method.mask_blocks"},
     "learning rate": {"optim.base_lr"},
 }
@@ -107,6 +119,29 @@ def test_arms_of_one_cost_are_timed_once(tmp_path: Path) -> None:
     assert key["ema_1"] == key["lr_1e-3"] == key["reg_vicreg_0.2"] == key[REFERENCE]
     for other in ("methods", "mae_plain", "reg_none", "reg_sigreg_0.5", "patch_4x16x16", "predictor_4"):
         assert key[other] != key[REFERENCE], other
+    assert len({key[REFERENCE], key["context_dense"], key["predictor_mlp"]}) == 3
+
+
+def test_arms_that_are_new_are_timed_beside_the_reference_and_scaled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "calibration.json"
+    known = {arm.name: 2.0 for arm in ALL if arm.name != "context_dense"}
+    path.write_text(json.dumps({"seconds_per_step": known}))
+    asked = []
+
+    def timed(root: Path, jobs: int, extra: object, names: list[str]) -> list[dict[str, list[float]]]:
+        asked.append(names)
+        return [
+            {REFERENCE: [1.0, 1.0], "context_dense": [1.5, 1.7]},
+            {REFERENCE: [1.0], "context_dense": [1.6]},
+        ]
+
+    monkeypatch.setattr(evidence_run, "_time_on_cores", timed)
+    told = calibrate(tmp_path, 2, ())
+    assert told["seconds_per_step"] == known | {"context_dense": 3.2}
+    assert calibrate(tmp_path, 2, ()) == told == json.loads(path.read_text())
+    assert asked == [[REFERENCE, "context_dense"]]
 
 
 def test_tokens_of_a_coarser_patch_hold_the_finer_ones() -> None:
@@ -470,6 +505,13 @@ def test_steps_fill_the_budget_and_a_plan_does_not_change_under_its_runs(tmp_pat
     replace(plan, budget_s=200.0, seeds=4).save()
     with pytest.raises(UserError, match="budget_s: expected 200"):
         plan.save()
+    longer = replace(plan, budget_s=200.0, steps={"a": 333, "new": 5})
+    longer.save()
+    assert Plan.load(tmp_path) == longer
+    with pytest.raises(
+        UserError, match=r"steps: expected .*'new': 5} as the runs here began, found .*'new': 6}"
+    ):
+        replace(longer, steps={"a": 333, "new": 6}).save()
 
 
 @pytest.mark.slow

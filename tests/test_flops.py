@@ -19,7 +19,7 @@ def plain_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("recomputing", [False, True], ids=["kept", "recomputed"])
-@pytest.mark.parametrize("recipe", ["vjepa2", "methods", "mae"])
+@pytest.mark.parametrize("recipe", ["vjepa2", "methods", "mae", "dense", "mlp"])
 def test_step_flops_are_what_torch_counts(recipe: str, recomputing: bool) -> None:
     cfg = small_config(recipe, f"train.activation_checkpointing={str(recomputing).lower()}")
     model = nano_model(cfg).train()

@@ -12,10 +12,10 @@ from models.predictor import WeightedBatchNorm
 from models.stochastic import Stochastic
 from models.vit3d import SIZES, VisionTransformer3D, apply_rotary, gather_tokens, rotary_tables
 from models.vjepa3d import VJEPA3D, Output, parameter_groups
-from tests.model_factory import nano_model, small_config, token_ids, volumes
+from tests.model_factory import VARIANTS, nano_model, small_config, token_ids, volumes
 from utils.config import Config
 
-RECIPES = ("vjepa2", "methods", "mae")
+RECIPES = ("vjepa2", "methods", "mae", *VARIANTS)
 
 
 def run(
@@ -123,12 +123,56 @@ def test_vjepa2_loss_by_hand() -> None:
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("loss", ["l2", "normalised_l2"])
+def test_other_losses_by_hand(loss: str) -> None:
+    cfg = small_config(loss)
+    model = nano_model(cfg).eval()
+    out, view, context, target = run(model, cfg)
+    h = model.target_encoder(view)
+    z = model.predictor(model.encoder(view, context), context, target)
+    for b in range(3):
+        total = 0.0
+        for m, token in enumerate(target[b].tolist()):
+            vector, guess = h[b, token], z[b, m]
+            normal = (vector - vector.mean()) / torch.sqrt(vector.var(correction=0) + 1e-6)
+            if loss == "normalised_l2":
+                normal, guess = normal / normal.norm(), guess / guess.norm()
+            total += float(((guess - normal) ** 2).sum()) / len(vector)
+        assert float(out.loss_B[b]) == pytest.approx(total / target.shape[1], rel=1e-5)
+
+
+@torch.no_grad()
+def test_a_dense_context_is_what_the_blocks_make_of_visible_tokens_among_mask_tokens() -> None:
+    """The transformer predictor reads the context tokens' features alone, the MLP those of the targets."""
+    cfg, per_token = small_config("dense"), small_config("mlp")
+    model, mlp = nano_model(cfg).eval(), nano_model(per_token).eval()
+    mlp.encoder.load_state_dict(model.encoder.state_dict())
+    out, view, context, target = run(model, cfg)
+    x = model.encoder.patch_embed(view, None)
+    for b in range(3):
+        hidden = sorted(set(range(x.shape[1])) - set(context[b].tolist()))
+        x[b, hidden] = model.encoder.mask_token[0, 0]
+    rotary = rotary_tables(torch.arange(x.shape[1])[None], cfg.grid, 24, cfg.model.rope)
+    for block in model.encoder.blocks:
+        x = block(x, rotary)
+    features = model.encoder.norm(x)
+    torch.testing.assert_close(out.context_BKE, gather_tokens(features, context))
+    expected = model.predictor(gather_tokens(features, context), context, target)
+    torch.testing.assert_close(out.prediction_BME, expected)
+    other = run(mlp, per_token)[0]
+    torch.testing.assert_close(other.context_BKE, gather_tokens(features, context))
+    ones = torch.ones(target.shape)
+    torch.testing.assert_close(other.prediction_BME, mlp.predictor(gather_tokens(features, target), ones))
+
+
+@torch.no_grad()
 def test_methods_loss_by_hand() -> None:
     cfg = small_config("methods")
     model = nano_model(cfg).eval()
     out, view, _, target = run(model, cfg)
     h = model.target_encoder(view)
-    context = model.encoder(view, masked_BM=target)
+    masked_BN = torch.zeros(3, model.encoder.num_tokens, dtype=torch.bool).scatter(1, target, True)
+    context = model.encoder(view, masked_BN=masked_BN)
     for b in range(3):
         z = model.predictor(context[b : b + 1, target[b]], torch.ones(1, target.shape[1]))[0]
         total = 0.0
@@ -255,15 +299,17 @@ def test_true_parameter_counts(size: str, millions: float) -> None:
 
 def test_methods_encoder_at_9216_tokens_has_92_9_million_parameters() -> None:
     with torch.device("meta"):
-        encoder = VisionTransformer3D("b", (16, 24, 24), (4, 16, 16), positions="learned")
+        encoder = VisionTransformer3D(
+            "b", (16, 24, 24), (4, 16, 16), positions="learned", has_mask_token=True
+        )
     assert sum(p.numel() for p in encoder.parameters()) / 1e6 == pytest.approx(92.9, abs=0.1)
 
 
 def test_mask_token_replaces_the_embedding() -> None:
     cfg = small_config("methods")
     encoder = nano_model(cfg).encoder
-    masked = torch.tensor([[0, 1]])
-    out = encoder(volumes(cfg, 1), masked_BM=masked)
+    masked = torch.arange(encoder.num_tokens)[None] < 2
+    out = encoder(volumes(cfg, 1), masked_BN=masked)
     assert out.shape == (1, encoder.num_tokens, 48)
     assert not torch.equal(out, encoder(volumes(cfg, 1)))
     assert F.cosine_similarity(out[0, 2], out[0, 3], dim=0) < 1

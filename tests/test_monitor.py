@@ -13,9 +13,9 @@ from pretraining.skill import SkillGauge
 from tests.model_factory import nano_model, small_config
 
 
-def filled_gauge(recipe: str, samples: torch.Tensor, valid: torch.Tensor | None = None) -> SkillGauge:
+def filled_gauge(loss: str, samples: torch.Tensor, valid: torch.Tensor | None = None) -> SkillGauge:
     """A gauge that has seen targets [S, N, E] of the rows 100, 101 ..."""
-    gauge = SkillGauge(samples.shape[1], samples.shape[2], recipe, torch.device("cpu"), capacity=64)
+    gauge = SkillGauge(samples.shape[1], samples.shape[2], loss, torch.device("cpu"), capacity=64)
     everywhere = torch.ones(samples.shape[:2], dtype=torch.bool)
     gauge.add(samples, everywhere if valid is None else valid, torch.arange(100, 100 + len(samples)))
     return gauge
@@ -59,7 +59,7 @@ def test_skill_by_hand_l1() -> None:
     torch.manual_seed(0)
     seen, ids = torch.randn(20, 6, 3), [4, 1]
     target = torch.randn(1, 2, 3)
-    skill = skills(filled_gauge("vjepa2", seen), target + 0.1, target, ids)
+    skill = skills(filled_gauge("l1", seen), target + 0.1, target, ids)
     flat = seen.reshape(-1, 3).sort(0).values[(120 - 1) // 2]
     mean_loss = sum(float((target[0, m] - flat).abs().mean()) for m in range(2))
     position_loss = sum(
@@ -77,7 +77,7 @@ def test_position_only_targets_give_no_skill_by_position() -> None:
     ids = [0, 3, 5]
     target = (pattern + 0.1 * torch.randn(1, 6, 3))[:, ids]
     prediction = seen[:, ids].median(0).values.unsqueeze(0)
-    skill = skills(filled_gauge("vjepa2", seen), prediction, target, ids)
+    skill = skills(filled_gauge("l1", seen), prediction, target, ids)
     assert skill[0] > 0.7
     assert skill[1] == pytest.approx(0.0, abs=1e-6)
 
@@ -89,16 +89,16 @@ def test_padding_in_the_ring_does_not_flatter_the_skill() -> None:
     target = torch.randn(1, 2, 3)
     spoilt = seen.masked_fill(~valid.unsqueeze(-1), 50.0)
     ids = [2, 5]
-    assert skills(filled_gauge("vjepa2", spoilt, valid), target + 0.1, target, ids) == pytest.approx(
-        skills(filled_gauge("vjepa2", seen, valid), target + 0.1, target, ids)
+    assert skills(filled_gauge("l1", spoilt, valid), target + 0.1, target, ids) == pytest.approx(
+        skills(filled_gauge("l1", seen, valid), target + 0.1, target, ids)
     )
-    flattered = skills(filled_gauge("vjepa2", spoilt), target + 0.1, target, ids)
-    assert flattered[1] > skills(filled_gauge("vjepa2", spoilt, valid), target + 0.1, target, ids)[1]
+    flattered = skills(filled_gauge("l1", spoilt), target + 0.1, target, ids)
+    assert flattered[1] > skills(filled_gauge("l1", spoilt, valid), target + 0.1, target, ids)[1]
 
 
 def test_padding_targets_are_not_scored() -> None:
     torch.manual_seed(0)
-    gauge = filled_gauge("vjepa2", torch.randn(20, 6, 3))
+    gauge = filled_gauge("l1", torch.randn(20, 6, 3))
     target = torch.randn(1, 2, 3)
     prediction = target + torch.tensor([[[0.1], [9.0]]])
     ids, valid = torch.tensor([[4, 1]]), torch.tensor([[1.0, 0.0]])
@@ -110,15 +110,15 @@ def test_padding_targets_are_not_scored() -> None:
 def test_the_floor_is_per_token() -> None:
     """Targets that all but vanished are no yardstick, however many of them there are."""
     torch.manual_seed(0)
-    gauge = filled_gauge("vjepa2", 1e-7 * torch.randn(20, 60, 3))
+    gauge = filled_gauge("l1", 1e-7 * torch.randn(20, 60, 3))
     target = 1e-7 * torch.randn(1, 60, 3)
     assert skills(gauge, target, target, list(range(60))) == [None, None]
-    gauge = filled_gauge("vjepa2", 1e-5 * torch.randn(20, 60, 3))
+    gauge = filled_gauge("l1", 1e-5 * torch.randn(20, 60, 3))
     assert skills(gauge, 100 * target, 100 * target, list(range(60))) == [1.0, 1.0]
 
 
 def test_the_same_volume_does_not_count_as_another_sample() -> None:
-    gauge = filled_gauge("vjepa2", torch.randn(20, 6, 3))
+    gauge = filled_gauge("l1", torch.randn(20, 6, 3))
     target = torch.randn(1, 1, 3)
     assert skills(gauge, target + 1, target, [2])[0] is not None
     gauge.row_R[:10] = 7
@@ -127,12 +127,12 @@ def test_the_same_volume_does_not_count_as_another_sample() -> None:
 
 def test_a_constant_target_has_no_skill() -> None:
     target = torch.ones(1, 1, 3)
-    assert skills(filled_gauge("vjepa2", torch.ones(20, 6, 3)), target, target, [2]) == [None, None]
+    assert skills(filled_gauge("l1", torch.ones(20, 6, 3)), target, target, [2]) == [None, None]
 
 
 def test_methods_skill_compares_directions() -> None:
     target = torch.nn.functional.normalize(torch.randn(1, 1, 3), dim=-1)
-    skill = skills(filled_gauge("methods", torch.randn(20, 6, 3)), target * 5, target, [2])
+    skill = skills(filled_gauge("normalised_l2", torch.randn(20, 6, 3)), target * 5, target, [2])
     assert skill[0] == pytest.approx(1.0, abs=1e-5)
 
 
@@ -140,11 +140,11 @@ def test_the_ring_keeps_the_newest_and_its_state() -> None:
     def add(gauge: SkillGauge, row: int) -> None:
         gauge.add(torch.full((1, 6, 3), float(row)), torch.ones(1, 6, dtype=torch.bool), torch.tensor([row]))
 
-    gauge = SkillGauge(6, 3, "vjepa2", torch.device("cpu"), capacity=4)
+    gauge = SkillGauge(6, 3, "l1", torch.device("cpu"), capacity=4)
     for row in range(6):
         add(gauge, row)
     assert sorted(gauge.row_R.tolist()) == [2, 3, 4, 5]
-    again = SkillGauge(6, 3, "vjepa2", torch.device("cpu"), capacity=4)
+    again = SkillGauge(6, 3, "l1", torch.device("cpu"), capacity=4)
     again.load_state_dict(gauge.state_dict())
     assert bool(again.valid_RP.all())
     add(again, 9)
@@ -153,7 +153,7 @@ def test_the_ring_keeps_the_newest_and_its_state() -> None:
 
 def spread(tokens: torch.Tensor, valid: torch.Tensor, parts: int = 1) -> dict[str, float | None]:
     """feature_std and feature_cosine of context tokens [B, K, E], in so many micro-batches."""
-    gauges = Gauges(SkillGauge(6, 3, "vjepa2", torch.device("cpu")), len(tokens))
+    gauges = Gauges(SkillGauge(6, 3, "l1", torch.device("cpu")), len(tokens))
     gauges.begin(measure=True)
     for some, weight in zip(tokens.chunk(parts), valid.chunk(parts), strict=True):
         n = len(some)
@@ -211,7 +211,7 @@ def test_what_the_position_does_not_tell() -> None:
     ids, target = [0, 3, 5], torch.randn(1, 3, 3)
 
     def share(seen: torch.Tensor, target: torch.Tensor) -> float | None:
-        gauge = filled_gauge("vjepa2", seen)
+        gauge = filled_gauge("l1", seen)
         return gauges_of(gauge, target, target, ids)["train/volume_share"]
 
     pattern = torch.randn(1, 6, 3)
@@ -223,13 +223,13 @@ def test_mae_skill_is_of_squared_errors_and_means() -> None:
     seen = torch.zeros(20, 6, 2)
     seen[:, :, 0] = torch.arange(20.0).unsqueeze(1)  # mean 9.5, median 9
     target = torch.tensor([[[10.5, 0.0]]])
-    skill = skills(filled_gauge("mae", seen), target + torch.tensor([0.5, 0.0]), target, [2])
+    skill = skills(filled_gauge("l2", seen), target + torch.tensor([0.5, 0.0]), target, [2])
     assert skill == pytest.approx([0.75, 0.75])  # 1 - 0.25 / 1
 
 
 def test_the_baseline_knows_no_volume_of_the_batch() -> None:
     """Neither the sample's own nor its neighbours' entries: so accumulation changes no skill."""
-    gauge = filled_gauge("vjepa2", torch.randn(40, 6, 3, generator=torch.Generator().manual_seed(0)))
+    gauge = filled_gauge("l1", torch.randn(40, 6, 3, generator=torch.Generator().manual_seed(0)))
     target = torch.zeros(1, 1, 3)
     scored = [gauge.select(target + 1, target, torch.tensor([[2]]), torch.ones(1, 1))]
     alone = gauge.losses(scored, torch.tensor([5]))

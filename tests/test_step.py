@@ -39,7 +39,11 @@ def update(cfg: Config, parts: int, steps: int = 2) -> tuple[VJEPA3D, list[float
 
 @pytest.mark.parametrize(
     ("recipe", "regulariser"),
-    [("vjepa2", "none"), ("vjepa2", "vicreg"), ("vjepa2", "sigreg"), ("mae", "none"), ("mae", "vicreg")],
+    [
+        *(("vjepa2", kind) for kind in ("none", "vicreg", "sigreg")),
+        *(("mae", kind) for kind in ("none", "vicreg")),
+        *(("dense", "vicreg"), ("normalised_l2", "none")),
+    ],
 )
 def test_accumulation_changes_nothing(recipe: str, regulariser: str) -> None:
     weight = 0 if regulariser == "none" else 0.5

@@ -20,6 +20,7 @@ import pytest
 import torch
 
 from data_setup.store import PreparedStore
+from finetuning.embed import check_fit, pretrained_encoder
 from models.vjepa3d import VJEPA3D
 from pretraining import step as step_module
 from pretraining import train as loop
@@ -288,7 +289,7 @@ def test_a_target_that_does_not_move_is_an_alarm(folder: Path, monkeypatch: pyte
         train(pipeline_config(folder, f"run.dir={folder / 'frozen'}"))
 
 
-@pytest.mark.parametrize("recipe", ["vjepa2", "methods"])
+@pytest.mark.parametrize("recipe", ["vjepa2", "methods", "dense", "mlp"])
 def test_a_leak_is_an_alarm(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
     cfg = small_config(recipe)
     model = nano_model(cfg).eval()
@@ -297,6 +298,20 @@ def test_a_leak_is_an_alarm(recipe: str, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(VJEPA3D, "encode_context", lambda self, view, *_: self.encoder(view))
     with pytest.raises(LeakError, match="context sees targets"):
         check_no_leak(model, volumes(cfg, 2), context, target)
+
+
+@pytest.mark.parametrize("predictor", ["transformer", "mlp"])
+def test_vjepa2_with_parts_of_another_recipe_runs_the_same_loop(folder: Path, predictor: str) -> None:
+    run = folder / f"dense_{predictor}"
+    parts = ("method.context=dense", f"method.predictor={predictor}", "method.loss=normalised_l2")
+    cfg = pipeline_config(folder, f"run.dir={run}", *parts)
+    assert train(cfg) == 0
+    assert np.isfinite([r["train/loss"] for r in metrics(run) if "train/loss" in r]).all()
+    url = str(run / "checkpoints" / "step_00000008.pt")
+    state = load_checkpoint(url)
+    assert pretrained_encoder(cfg, state, url).mask_token is not None
+    with pytest.raises(UserError, match=r"method\.context: expected None of the configuration, found dense"):
+        check_fit(pipeline_config(folder), PreparedStore.open(str(folder / "store")), state, url)
 
 
 def test_the_methods_recipe_runs_the_same_loop(finished_methods: Path) -> None:

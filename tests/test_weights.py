@@ -503,6 +503,7 @@ def test_a_predictor_of_another_shape_is_left_out_whole(tiny: Path) -> None:
         (["model.size=s"], "model.size s: expected 12 blocks of width 384 .* found 3 blocks of width 128 "),
         (["spatial.patch_size=[4,16,16]"], r"expected H and W of \[4, 16, 16\] .*, found \[2, 8, 8\]"),
         (["spatial.image_size=[9,32,32]", "spatial.patch_size=[3,8,8]"], r"found \[2, 8, 8\]"),
+        (["method.context=dense"], "method.context dense: expected a mask token in the encoder, found none"),
     ],
 )
 def test_encoders_that_do_not_fit(tiny: Path, overrides: list[str], message: str) -> None:
@@ -672,6 +673,7 @@ def test_hugging_face_reads_the_export(tmp_path: Path, recipe: str) -> None:
             METHODS,
             "its positions are rotary, found a learned table",
         ),
+        (["method.context=dense"], "its encoder has no mask token, found one"),
     ],
 )
 def test_what_hugging_face_cannot_hold(tmp_path: Path, overrides: list[str], message: str) -> None:

@@ -257,6 +257,16 @@ def check_rules(config: Config, where: str) -> None:
         "normalised or plain with recipe mae, null with the others",
         f"{m.mae_target} with {m.recipe}",
     )
+    for name in ("context", "predictor", "loss"):
+        value = getattr(m, name)
+        is_fitting = value is None or m.recipe == "vjepa2"
+        require(is_fitting, f"method.{name}", f"null with recipe {m.recipe}", value)
+    require(
+        m.predictor != "mlp" or m.context == "dense",
+        "method.context",
+        "dense with method.predictor=mlp, which reads target positions",
+        m.context,
+    )
     for number, family in enumerate(m.mask_blocks or []):
         key, (low, high) = f"method.mask_blocks[{number}]", family.aspect
         require(0 < family.scale <= 1, f"{key}.scale", "a number in (0, 1]", family.scale)

@@ -155,8 +155,9 @@ probe, one chooses C, one is evaluated. *4 classes*: study group from mean + std
 participants pooled. *Layer thickness*: 10 layers per volume, as the difference from what is usual for the
 protocol. *Layer occupancy*: share of each layer in a token, from the token's features and place. A row is the
 mean over its seeds, random initialisation too. Intervals resample participants and seeds together (2000
-draws, the same for all rows; seed i of two arms begins with the same weights), so that what two seeds of one
-arm differ by is no claim; three seeds say little about their spread, so read the column by seed too. The
+draws, the same for all rows; seed i of two arms begins with the same encoder weights where their shapes
+agree), so that what two seeds of one arm differ by is no claim; three seeds say little about their spread,
+so read the column by seed too. The
 control is the reference arm after two steps: what it gains over random initialisation is no learning, so
 only what exceeds the control counts as learnt. Steps fill the budget by the seconds per step that `calibrate`
 measured; how long a run took beside other work changes nothing. Ablations are compared on the people that

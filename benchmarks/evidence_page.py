@@ -66,25 +66,27 @@ def score_table(rows: Sequence[dict[str, Any]], against: str) -> list[str]:
 def training_table(rows: Sequence[dict[str, Any]]) -> list[str]:
     """What the runs themselves say, means over the seeds, and every task's lowest and highest seed."""
     head = ["features", "seeds", *(f"{TASK_LABELS[t]}, by seed" for t in TASKS), "RankMe", "real eyes"]
-    head += ["skill_position", "init weight", "s/step", "steps", "alarms"]
+    head += ["skill_position, by seed", "init weight", "s/step", "steps", "alarms"]
     lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
     for row in rows:
         cells = [row["label"], str(row["num_seeds"])]
         cells += [span(row["tasks"].get(task, {}).get("by_seed")) for task in TASKS]
         cells += [number(row["rankme"], ".0f"), number(row["real_rankme"], ".0f")]
-        cells += [number(row["skill_position"], "+.3f")]
+        skill = [s for s in row["skill_position_by_seed"] if s is not None]
+        cells += [f"{min(skill):+.3f} to {max(skill):+.3f}" if skill else "-"]
         cells += [number(row["init_weight"]), number(row["seconds_per_step"])]
         cells += [number(row["steps"], ".0f"), number(row["alarms"], ".1f")]
         lines.append(f"| {' | '.join(cells)} |")
     return lines
 
 
-def sentences(rows: Sequence[dict[str, Any]], against: str) -> list[str]:
-    """Per task: what is above, what is below, and where no difference is shown."""
+def sentences(rows: Sequence[dict[str, Any]], against: str, name: str = "") -> list[str]:
+    """Per task: what is above, what is below, and where no difference is shown; `name`: against_named's."""
     versus = {
         "against_random": "random initialisation",
         "against_reference": f"`{REFERENCE}`",
         "against_control": "the control",
+        "against_named": name,
     }[against]
     told = []
     for task in TASKS:
@@ -112,11 +114,13 @@ def markdown(told: dict[str, Any]) -> str:
         asked, given = f"steps {steps}", f"{steps} steps, which take unequal time,"
     else:
         asked, given = f"budget {told['budget_s']:g}", f"{told['budget_s']:g} s of one core"
+    only = [r["name"] for r in rows if r["factor"] != "baseline"]
+    only = [n for n in only if n not in (REFERENCE, CONTROL, RANDOM_ARM.name)]
     lines = [
         f"{told['date']}, {told['machine']}, torch {told['packages']['torch']}; trained under",
         f"{', '.join(told['commits']) or 'no commit'};",
-        f"`python -m benchmarks.evidence data`, `calibrate`, `run --{asked} --seeds {told['seeds']}`,",
-        "`table`.",
+        f"`python -m benchmarks.evidence data`, `calibrate`, `run --{asked}",
+        f"--seeds {told['seeds']} --only {','.join(only)}` (in parts, with enough minutes), `table`.",
         f"{told['participants']} evaluated participants, none of them in pre-training;",
         f"{given} for each arm and seed, {told['seeds']} seeds.",
         "",
@@ -133,13 +137,17 @@ def markdown(told: dict[str, Any]) -> str:
         *training_table(recipes),
     ]
     if ablations:
-        lines += ["", "### Ablations: one change to `vjepa2` each", ""]
-        lines += [*sentences(ablations, "against_reference"), ""]
-        lines += score_table(ablations, "against_reference")
+        lines += ["", "### Ablations: one change to `vjepa2` each, or to the arm named below", ""]
+        lines += [*sentences(ablations, "against_reference")]
+        for other in sorted({r["compared_with"] for r in ablations} - {REFERENCE}):
+            name = next(r["label"] for r in ablations if r["name"] == other)
+            changed = [r for r in ablations if r["compared_with"] == other]
+            lines += sentences(changed, "against_named", name)
+        lines += ["", *score_table(ablations, "against_reference")]
         lines += ["", *training_table(ablations)]
     left = [arm.label for arm in (*MAIN, *ABLATIONS) if arm.name not in {r["name"] for r in rows}]
     if left:
-        lines += ["", f"Not run within the time: {', '.join(left)}."]
+        lines += ["", f"Not run: {', '.join(left)}."]
     return "\n".join(lines)
 
 

@@ -115,10 +115,24 @@ def calibrate(root: Path, jobs: int, extra: Sequence[str]) -> dict[str, Any]:
     """Seconds per step of every arm, written to calibration.json.
 
     Arms that the file already has keep their time. Those that are new are timed beside the reference, and
-    their times scaled to the file's reference, so that all rest on one speed of the machine.
+    their times scaled to the file's reference, so that all rest on one speed of the machine. Raises UserError
+    for a file of another machine, number of jobs or configuration.
     """
     path = root / "calibration.json"
-    known = json.loads(path.read_text())["seconds_per_step"] if path.exists() else {}
+    conditions = {
+        "machine": f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores",
+        "jobs": jobs,
+        "rounds": ROUNDS - WARM_UP_ROUNDS,
+        "extra": list(extra),
+    }
+    found = json.loads(path.read_text()) if path.exists() else {**conditions, "seconds_per_step": {}}
+    for key, value in conditions.items():
+        if found.get(key) != value:
+            raise UserError(
+                f"{path}: {key}: expected {value} as now, found {found.get(key)}; "
+                "remove the file to time all again"
+            )
+    known = found["seconds_per_step"]
     new = [arm.name for arm in (*MAIN, *ABLATIONS) if arm.name not in known]
     if known and new:
         new.insert(0, REFERENCE)
@@ -126,9 +140,7 @@ def calibrate(root: Path, jobs: int, extra: Sequence[str]) -> dict[str, Any]:
     medians = {name: median(s for one in times for s in one[name]) for name in new}
     scale = known[REFERENCE] / medians[REFERENCE] if known and new else 1.0
     told = {
-        "machine": f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores",
-        "jobs": jobs,
-        "rounds": ROUNDS - WARM_UP_ROUNDS,
+        **conditions,
         "seconds_per_step": {name: round(scale * s, 5) for name, s in medians.items()} | known,
     }
     path.write_text(json.dumps(told, indent=1) + "\n")

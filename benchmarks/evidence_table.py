@@ -82,6 +82,7 @@ class Row:
     factor: str
     seeds: list[tuple[Scores, dict[str, Any]]]
     failed: int = 0
+    compared_with: str = REFERENCE
 
     def has(self, task: str) -> bool:
         """Whether there is anything to report."""
@@ -108,7 +109,7 @@ def read_arm(plan: Plan, arm: Arm) -> Row:
     folders = [run_dir(plan.root, arm, seed) for seed in range(plan.seeds)]
     scored = [load_scores(f) for f in folders if (f / "scores.json").exists()]
     failed = sum((f / "failed.json").exists() for f in folders)
-    return Row(arm.name, arm.label, arm.factor, scored, failed)
+    return Row(arm.name, arm.label, arm.factor, scored, failed, arm.compared_with)
 
 
 def difference(first: Row, second: Row, task: str, draws: Draws) -> Difference:
@@ -154,18 +155,21 @@ def build(plan: Plan) -> dict[str, Any]:
     participants = random.seeds[0][0].classes
     assert participants is not None
     draws = Draws.of(len(participants.participants), plan.seeds)
+    others = {row.name: row for row in ablations}
     table = []
     for row in (*recipes, random, *baselines, *ablations):
         line: dict[str, Any] = {
             "name": row.name,
             "label": row.label,
             "factor": row.factor,
+            "compared_with": row.compared_with,
             "num_seeds": len(row.seeds),
             "failed": row.failed,
             **{k: row.fact(k) for k in ("rankme", "real_rankme", "skill_position", "steps")},
             **{k: row.fact(k) for k in ("init_weight", "alarms")},
             "seconds_per_step_in_run": row.fact("seconds_per_step"),
             "seconds_per_step": calibrated.get(row.name),
+            "skill_position_by_seed": [f.get("skill_position") for _, f in row.seeds],
             "tasks": {},
         }
         for task in TASKS:
@@ -177,6 +181,9 @@ def build(plan: Plan) -> dict[str, Any]:
                 "by_seed": [s.of(task) for s, _ in row.seeds],
                 "against_random": None if row is random else difference(row, random, task, draws),
                 "against_reference": None if row is reference else difference(row, reference, task, draws),
+                "against_named": None
+                if row.compared_with not in others or not others[row.compared_with].has(task)
+                else difference(row, others[row.compared_with], task, draws),
                 "against_control": None if row is control else difference(row, control, task, draws),
             }
         table.append(line)

@@ -55,6 +55,13 @@ def is_dense(method: MethodConfig) -> bool:
     return method.recipe == "methods" or method.context == "dense"
 
 
+def recipe_name(method: MethodConfig) -> str:
+    """'vjepa2', or with what it has of another recipe: 'vjepa2 (context dense, loss l2)'."""
+    parts = {"context": method.context, "predictor": method.predictor, "loss": method.loss}
+    changed = ", ".join(f"{name} {value}" for name, value in parts.items() if value is not None)
+    return f"{method.recipe} ({changed})" if changed else method.recipe
+
+
 def per_token_l1(prediction: Tensor, target: Tensor) -> Tensor:
     """Mean absolute difference over the features: [..., E] -> [...]."""
     return (prediction - target).abs().mean(-1)

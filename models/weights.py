@@ -61,6 +61,11 @@ def load_vjepa2(
     weights = read_weights(str(path), heads=heads, predictor_heads=predictor_heads)
     if weights.predictor_size is None:
         raise CheckpointError(f"{path}: expected a transformer predictor, found none")
+    if "mask_token" in weights.encoder:
+        raise CheckpointError(
+            f"{path}: expected an encoder of visible tokens, found one with a mask token (method.context "
+            "dense)"
+        )
     if adapt:
         patch = (ADAPTED_PLANES, *weights.patch[1:])
         tensors, target = (

@@ -13,6 +13,7 @@ import safetensors.torch
 
 from models.hf_layout import hf_config, num_mask_tokens, to_hf
 from models.vit3d import Size
+from models.vjepa3d import recipe_name
 from models.weights_shape import EXPORT_FORMAT, FACTS_KEY, Weights
 from utils import storage
 from utils.config import Config, UserError
@@ -91,6 +92,7 @@ def export_facts(weights: Weights, cfg: Config, which: str) -> dict[str, Any]:
     return {
         "encoder": which,
         "recipe": weights.recipe,
+        "recipe_name": recipe_name(cfg.method),
         "step": weights.facts["step"],
         "init_weight": weights.facts["init_weight"],
         "normalisation": weights.facts["normalisation"],
@@ -118,7 +120,7 @@ def model_card(
     size, d_h_w = weights.size, "D (B-scan), H (axial), W (A-scan)"
     rows = {
         "encoder": f"{facts['encoder']}, {size.depth} blocks of width {size.width}, {size.heads} heads",
-        "recipe": f"{weights.recipe}, step {facts['step']}, experiment {facts['experiment_name']}",
+        "recipe": f"{facts['recipe_name']}, step {facts['step']}, experiment {facts['experiment_name']}",
         "input": f"[B, {weights.channels}, {', '.join(map(str, cfg.spatial.image_size))}], axes {d_h_w}",
         "voxel": f"{list(cfg.spatial.target_spacing)} mm, resampled by {cfg.spatial.resample}",
         "normalisation": f"{facts['normalisation']} (z-score per volume over the voxels inside the scan)",

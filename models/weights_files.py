@@ -24,6 +24,7 @@ from torch import Tensor
 
 from models.hf_layout import MODEL_TYPE, from_hf
 from models.vit3d import NORM_EPS, SIZES
+from models.vjepa3d import recipe_name
 from models.weights_shape import (
     EXPORT_FORMAT,
     FACTS_KEY,
@@ -256,6 +257,7 @@ def _own(url: str, state: dict[str, Any]) -> Weights:
     encoder, predictor = parts["encoder"], parts["predictor"]
     is_transformer = "predictor_embed.weight" in predictor
     facts = {
+        "recipe_name": recipe_name(config.method),
         "step": state["step"],
         "normalisation": state["normalisation"],
         "participants": state["participants"],

@@ -18,7 +18,7 @@ import torch
 from data_setup.loader import Loader, LoaderError
 from data_setup.store import PreparedStore
 from models.predictor import MlpPredictor
-from models.vjepa3d import VJEPA3D
+from models.vjepa3d import VJEPA3D, recipe_name
 from pretraining.data import Rows
 from pretraining.monitor import check_no_leak
 from pretraining.schedules import init_weight
@@ -158,8 +158,8 @@ def log_start(cfg: Config, model: VJEPA3D, rows: Rows, runtime: Runtime, start: 
     end_weight = init_weight(cfg, total, total)
     log.info(
         "recipe %s, encoder %s %.1f M parameters, predictor %.1f M, %d tokens; %d volumes; step %d of %d",
-        cfg.method.recipe, cfg.model.size, counts["encoder"], counts["predictor"], model.encoder.num_tokens,
-        len(rows.train), start, total,
+        recipe_name(cfg.method), cfg.model.size, counts["encoder"], counts["predictor"],
+        model.encoder.num_tokens, len(rows.train), start, total,
     )  # fmt: skip
     sharing = "processes" if runtime.num_devices == runtime.world_size else "devices"
     log.info(

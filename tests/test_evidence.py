@@ -59,20 +59,19 @@ KEYS_OF_FACTOR = {
     "regulariser": {"method.regulariser", "method.regulariser_weight"},
     "EMA": {"method.ema_base"},
     "patch": {"spatial.patch_size"},
-    "predictor": {"method.predictor_depth", "method.predictor_width"},
+    "predictor": {"method.predictor_depth", "method.predictor_width", "method.predictor"},
     "context": {"method.context"},
-    "predictor and context": {"method.context", "method.predictor"},
-    "loss": {"method.loss"},
+    "loss": {"method.loss", "method.regulariser_weight"},
     "mask": {"method.mask_blocks"},
     "learning rate": {"optim.base_lr"},
 }
 
 
 def test_an_ablation_changes_its_factor_and_nothing_else(tmp_path: Path) -> None:
-    reference = dict(flatten(arm_config(arm_by_name(REFERENCE), 0, 400, tmp_path)))
     own = {"experiment_name", "run.dir", "train.ckpt_dir"}
     for arm in ABLATIONS:
         if arm.factor in KEYS_OF_FACTOR:
+            reference = dict(flatten(arm_config(arm_by_name(arm.compared_with), 0, 400, tmp_path)))
             found = dict(flatten(arm_config(arm, 0, 400, tmp_path)))
             changed = {k for k in found if found[k] != reference[k]} - own
             assert changed, arm.name
@@ -127,7 +126,9 @@ def test_arms_that_are_new_are_timed_beside_the_reference_and_scaled(
 ) -> None:
     path = tmp_path / "calibration.json"
     known = {arm.name: 2.0 for arm in ALL if arm.name != "context_dense"}
-    path.write_text(json.dumps({"seconds_per_step": known}))
+    monkeypatch.setattr(evidence_run, "_time_on_cores", lambda *_: [{arm.name: [2.0] for arm in ALL}])
+    first = calibrate(tmp_path, 2, ())
+    path.write_text(json.dumps(first | {"seconds_per_step": known}))
     asked = []
 
     def timed(root: Path, jobs: int, extra: object, names: list[str]) -> list[dict[str, list[float]]]:
@@ -142,6 +143,10 @@ def test_arms_that_are_new_are_timed_beside_the_reference_and_scaled(
     assert told["seconds_per_step"] == known | {"context_dense": 3.2}
     assert calibrate(tmp_path, 2, ()) == told == json.loads(path.read_text())
     assert asked == [[REFERENCE, "context_dense"]]
+    with pytest.raises(UserError, match="jobs: expected 1 as now, found 2; remove the file"):
+        calibrate(tmp_path, 1, ())
+    with pytest.raises(UserError, match="extra: expected"):
+        calibrate(tmp_path, 2, ("seed=1",))
 
 
 def test_tokens_of_a_coarser_patch_hold_the_finer_ones() -> None:
@@ -304,9 +309,10 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     noise = [score(truth, lambda _, x=x: x, dense, (2, 2, 2)) for x, dense in guesses]
     Plan(root, 60.0, 3, {a.name: 7 for a in ALL}).save()
     (root / "calibration.json").write_text(json.dumps({"seconds_per_step": {"methods": 1.25}}))
-    for arm in (RANDOM_ARM, *MAIN, arm_by_name("reg_none")):
+    some = [arm_by_name(name) for name in ("reg_none", "context_dense", "predictor_mlp")]
+    for arm in (RANDOM_ARM, *MAIN, *some):
         for seed in range(3):
-            scores = good if arm.name in ("vjepa2", "reg_none") else noise[seed]
+            scores = good if arm.name in ("vjepa2", "reg_none", "context_dense") else noise[seed]
             facts = {"name": arm.name, "seed": seed, "rankme": 50.0 + seed, "steps": 7, "alarms": seed}
             save_scores(run_dir(root, arm, seed), scores, facts)
     for name in BASELINE_LABELS:
@@ -343,7 +349,13 @@ def test_the_table_says_what_wins_and_what_does_not(finished: Path, tmp_path: Pa
     assert (rows["vjepa2"]["rankme"], rows["vjepa2"]["alarms"]) == (51.0, 1.0)
     assert "against random initialisation: above: vjepa2, vicreg 0.05 (as shipped) (+" in text
     assert "no difference shown: methods, as its text says" in text
-    assert "Not run within the time: vicreg 0.02, " in text
+    assert "Not run: vicreg 0.02, " in text
+    named = rows["predictor_mlp"]["tasks"]["thickness"]["against_named"]
+    assert (
+        named == rows["predictor_mlp"]["tasks"]["thickness"]["against_reference"]
+    )  # both are the good scores
+    assert rows["context_dense"]["tasks"]["thickness"]["against_named"] is None
+    assert "* layer thickness, R2, against dense context: below: dense context, MLP predictor (" in text
     assert f"**{value:+.3f} ({low:+.3f} to {high:+.3f})**" in text
 
 

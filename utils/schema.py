@@ -91,10 +91,10 @@ class MethodConfig:
     target_ratio: float | None = None  # vjepa2, mae: share of tokens that are predicted
     mask_blocks: list[MaskFamily] | None = None  # vjepa2, mae: one family is drawn per sample
     mae_target: Literal["normalised", "plain"] | None = None  # mae: of each patch, or as they are
-    # vjepa2, one at a time for comparisons; null: visible, transformer, l1
-    context: Literal["visible", "dense"] | None = None  # dense: all positions, hidden ones a mask token
-    predictor: Literal["transformer", "mlp"] | None = None  # mlp: per target token, of a dense context
-    loss: Literal["l1", "l2", "normalised_l2"] | None = None
+    # vjepa2 with a part of another recipe, for comparisons; null: its own (visible tokens, transformer, L1)
+    context: Literal["dense"] | None = None  # all positions, hidden ones replaced by a mask token
+    predictor: Literal["mlp"] | None = None  # per target token, of a dense context; batch norm as in methods
+    loss: Literal["l2", "normalised_l2"] | None = None  # scale regulariser_weight with its gradient
     predictor_depth: int = 6
     predictor_width: int = 384
     ema_base: float | None = None  # null (vjepa2, mae): a half-life of 5 % of the run, at most 0.9995

@@ -220,20 +220,24 @@ def best_names(
     return names
 
 
+class NotFiniteError(RuntimeError):
+    """Too many updates in a row had a loss or a gradient that is not finite."""
+
+
 def report_bad_steps(
     cfg: Config,
     longest_bad_run: int,
     recent: list[tuple[int, torch.Tensor]],
     rows_of_step: Callable[[int], list[int]],
 ) -> None:
-    """Name the skipped updates since the last log line; raises UserError after max_bad_steps in a row."""
+    """Name the skipped updates since the last log line; NotFiniteError after max_bad_steps in a row."""
     skipped = [f"step {step}: rows {rows_of_step(step)}" for step, ok in recent if not bool(ok)]
     for text in skipped:
         log.warning("update skipped, loss or gradient not finite: %s of the store", text)
     if longest_bad_run >= cfg.train.max_bad_steps:
-        raise UserError(
+        raise NotFiniteError(
             f"loss or gradient not finite in {longest_bad_run} updates in a row (train.max_bad_steps "
-            f"{cfg.train.max_bad_steps}); last: {'; '.join(skipped[-3:])}. {last_good(cfg)}"
+            f"{cfg.train.max_bad_steps}); last: {'; '.join(skipped[-3:])}"
         )
 
 

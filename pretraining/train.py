@@ -28,6 +28,7 @@ from pretraining.sharding import shard_state
 from pretraining.skill import SkillGauge
 from pretraining.start import log_start, next_or_stop, open_loader, rows_of_step, settle_memory
 from pretraining.state import (
+    NotFiniteError,
     best_names,
     check_run_dir,
     checkpoint_state,
@@ -62,18 +63,20 @@ def train(cfg: Config) -> int:
     runtime.catch_sigterm()
     with ExitStack() as outer:
         outer.push(partial(_leave_word, runtime))
-        with ExitStack() as stack:
-            try:
+        try:
+            with ExitStack() as stack:  # once it is left, the checkpoint under way is there to be named
                 return _train(cfg, runtime, stack)
-            except LostPeer as error:
-                if not runtime.group.is_first:
-                    return EXIT_USER_ERROR  # the first process says it
-                raise UserError(f"{error}. {last_good(cfg)}") from error
-            except RuntimeError as error:
-                if isinstance(error, UserError) or not is_out_of_memory(error):
-                    raise
-                told = f"out of memory, although a trial step fitted. {last_good(cfg)}"
-                raise UserError(told) from error
+        except LostPeer as error:
+            if not runtime.group.is_first:
+                return EXIT_USER_ERROR  # the first process says it
+            raise UserError(f"{error}. {last_good(cfg)}") from error
+        except NotFiniteError as error:
+            raise UserError(f"{error}. {last_good(cfg)}") from error
+        except RuntimeError as error:
+            if isinstance(error, UserError) or not is_out_of_memory(error):
+                raise
+            told = f"out of memory, although a trial step fitted. {last_good(cfg)}"
+            raise UserError(told) from error
 
 
 def _leave_word(runtime: Runtime, _kind: object, error: BaseException | None, _trace: object) -> None:

@@ -128,7 +128,10 @@ words() { # [VERB] [CONFIG] [overrides...]
 }
 
 check_words() {
-    local number
+    local number name
+    for name in OCT_MASTER_PORT OCT_MIN_DISK_GB OCT_START_GRACE_S OCT_STOP_WAIT_S; do
+        case ${!name:-} in *[!0-9]* | 0?*) usage_error "$name: expected a whole number, found ${!name}" ;; esac
+    done
     for number in "$num_workers" "$only" "$lines"; do
         case $number in *[!0-9]*) usage_error "expected a whole number, found $number" ;; esac
     done
@@ -262,13 +265,14 @@ end_jobs() { # those of an interrupted launcher
 }
 
 tail_logs() { # every worker's log as it grows, each line with its worker
-    local worker
+    local worker job code=0
     for worker in "${workers[@]}"; do
         logs_line "$worker"
         "${line[@]}" </dev/null > >(while IFS= read -r text; do say "worker $worker: $text"; done) &
         jobs+=($!)
     done
-    wait
+    for job in "${jobs[@]}"; do wait "$job" || code=1; done
+    return "$code"
 }
 
 # ---- what is asked for

@@ -127,11 +127,6 @@ class Pod:
         return (self.clone(worker) / "runs/launcher/log").read_text()
 
 
-def is_alive(pid: int) -> bool:
-    stat = Path(f"/proc/{pid}/stat")
-    return stat.exists() and stat.read_text().rpartition(")")[2].split()[0] not in "ZX"
-
-
 def wait_for(condition: Callable[[], Any], seconds: float = 90) -> None:
     deadline = time.monotonic() + seconds
     while not condition():

@@ -72,7 +72,9 @@ class Running:
         """Until the condition holds; the run must still be going on then."""
         deadline = time.monotonic() + seconds
         while not condition():
-            assert self.process.poll() is None, f"the run ended early: {self.said[-3000:]}"
+            if self.process.poll() is not None:
+                assert condition(), f"the run ended early: {self.said[-3000:]}"
+                return
             assert time.monotonic() < deadline, f"waited {seconds:g} s for {condition}: {self.said[-3000:]}"
             time.sleep(0.005)
 
@@ -98,7 +100,7 @@ class Running:
 def is_running(pid: int) -> bool:
     """Whether it is there and no zombie, which nobody may reap in a container."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except (FileNotFoundError, ProcessLookupError):
         return False
 
@@ -156,9 +158,9 @@ def processes() -> dict[int, tuple[int, str]]:
     return found
 
 
-def descendants(pid: int) -> dict[int, str]:
-    """Command lines of the processes below one."""
-    everybody = processes()
+def descendants(pid: int, everybody: dict[int, tuple[int, str]] | None = None) -> dict[int, str]:
+    """Command lines of the processes below one, of `processes()` now or as they were."""
+    everybody = processes() if everybody is None else everybody
     below = {pid}
     while True:
         more = {child for child, (parent, _) in everybody.items() if parent in below} - below
@@ -179,6 +181,6 @@ def worker_of_rank(launcher: int, rank: int) -> int:
 
 def loader_workers(pid: int) -> list[int]:
     """Loader workers of a training process: what its fork server started."""
-    below = descendants(pid)
     everybody = processes()
+    below = descendants(pid, everybody)
     return [p for p in below if "multiprocessing.forkserver" in everybody.get(everybody[p][0], (0, ""))[1]]

@@ -15,9 +15,9 @@ import pytest
 from data_setup.store import PreparedStore
 from pretraining.data import open_rows
 from pretraining.train import train
-from tests.launcher_factory import Pod, copy_tree, is_alive, wait_for
+from tests.launcher_factory import Pod, copy_tree, wait_for
 from tests.pipeline_factory import SMOKE, make_store, pipeline_config, pipeline_overrides
-from tests.process_factory import losses, steps_logged
+from tests.process_factory import is_running, losses, steps_logged
 from tests.wandb_reader import run_ids
 from utils.checkpoint import list_steps
 from utils.config import load_config
@@ -63,7 +63,7 @@ def pod(folder: Path) -> Iterator[Pod]:
     package = "pretraining/__init__.py"
     pod.commit(**{package: (pod.source / package).read_text() + SPY})
     yield pod
-    if any(is_alive(pid) for pid in pod.started()):
+    if any(is_running(pid) for pid in pod.started()):
         pod.launch("stop", "--kill", OCT_STOP_WAIT_S="1")
 
 
@@ -93,8 +93,8 @@ def test_four_workers_are_one_run_that_stops_and_resumes(folder: Path, pod: Pod)
     again = pod.launch(*start, **venv)
     assert again.returncode == 1
     assert again.stdout.count("error: a run is in progress here, pid") == WORKERS
-    wait_for(lambda: steps_logged(run) >= 2 or not all(map(is_alive, pids)), seconds=450)
-    assert all(map(is_alive, pids)), pod.said(0)
+    wait_for(lambda: steps_logged(run) >= 2 or not all(map(pids)), seconds=450)
+    assert all(map(pids)), pod.said(0)
 
     done = pod.launch("stop")
     assert done.returncode == 0, done
@@ -104,11 +104,11 @@ def test_four_workers_are_one_run_that_stops_and_resumes(folder: Path, pod: Pod)
     assert (
         f"stopped by SIGTERM at step {stopped} of {steps}; run the same command again to go on" in pod.said(0)
     )
-    assert not any(map(is_alive, pids))
+    assert not any(map(pids))
 
     done = pod.launch(*start, **venv, OCT_MASTER_PORT=str(free_port()))
     assert done.returncode == 0, done
-    wait_for(lambda: not any(map(is_alive, pod.started())), seconds=450)
+    wait_for(lambda: not any(map(pod.started())), seconds=450)
     status = pod.launch("status")
     assert status.returncode == 3
     assert status.stdout.count("with exit code 0: ") == WORKERS, status.stdout

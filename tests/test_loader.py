@@ -243,7 +243,8 @@ def test_workers_use_one_torch_thread(store_url: str) -> None:
 def test_a_worker_that_fails_dies_or_hangs_is_named(
     store_url: str, kind: type[PreparedStore], error: type[Exception], message: str
 ) -> None:
-    cfg = small_config("data.workers=1", "data.data_timeout_s=1")
+    patience = 1 if kind is HangingStore else 60
+    cfg = small_config("data.workers=1", f"data.data_timeout_s={patience}")
     store = kind.open(store_url)
     start = time.monotonic()
     with pytest.raises(error, match=message):

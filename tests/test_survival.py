@@ -351,6 +351,7 @@ def test_a_manifest_that_grows_between_kills_ends_with_the_same_volumes(
             before = len(list(store.glob("rows/0*.json")))
             while process.poll() is None and len(list(store.glob("rows/0*.json"))) < before + 2:
                 time.sleep(0.002)
+            assert process.poll() is None, "it ended before it could be killed"
             os.killpg(process.pid, signal.SIGKILL)
             process.communicate(timeout=TIMEOUT_S)
     assert finish("data_setup.prepare", arguments(own, store))[0] == 0

@@ -68,11 +68,11 @@ def test_a_clear_forgets(monkeypatch: pytest.MonkeyPatch) -> None:
     time.sleep(0.05)
     laps.lap("forward")
     assert laps.seconds["forward"] >= 0.05
-    time.sleep(0.05)
+    time.sleep(0.5)
     laps.clear()
     laps.lap("backward")
     assert laps.seconds["forward"] == 0
-    assert laps.seconds["backward"] < 0.05
+    assert laps.seconds["backward"] < 0.5
 
 
 def speed_on(device: torch.device, monkeypatch: pytest.MonkeyPatch, name: str = "TPU v4") -> Throughput:
@@ -86,13 +86,13 @@ def test_an_xla_device_tells_no_more_than_the_host_sees(monkeypatch: pytest.Monk
     speed = speed_on(XLA, monkeypatch)
     speed.restart()
     for part in ("data_wait", "forward", "backward", "update"):
-        time.sleep(0.02)
+        time.sleep(0.1)
         speed.lap(part)
     speed.end_step()
     values = speed.metrics()
     shares = {key for key in values if key.endswith("_fraction")}
     assert shares == {f"perf/{p}_fraction" for p in ("data_wait", "logging", "other")}
-    assert sum(values[key] for key in shares) == pytest.approx(1, abs=0.02)
+    assert sum(values[key] for key in shares) == pytest.approx(1, abs=0.05)
     assert values["perf/other_fraction"] > values["perf/data_wait_fraction"]
     assert "perf/peak_memory_gib" not in values
     assert values["perf/mfu"] == pytest.approx(values["perf/flops_per_s"] / 275e12)

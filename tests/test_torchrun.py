@@ -22,6 +22,7 @@ from tests.process_factory import (
     PLANTED,
     Running,
     command,
+    is_running,
     loader_workers,
     losses,
     metrics,
@@ -212,7 +213,7 @@ def test_a_loader_worker_that_hangs_is_named_by_the_first_process(folder: Path) 
     assert "stopped: rank 1" in told
     assert "expected a batch within data.data_timeout_s = 4 s" in told
     assert "The last good checkpoint is" in told
-    assert not Path(f"/proc/{hung}").exists()
+    assert not is_running(hung)
 
 
 HANGS = """

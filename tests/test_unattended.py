@@ -151,12 +151,15 @@ def test_kill_during_a_checkpoint_write_and_a_damaged_one_before(
         return len(list_steps(str(checkpoints))) == 2 and any(checkpoints.glob(".step_*.partial"))
 
     running = Running(argv(folder, run), run)
-    running.wait_for(is_writing)
+    while True:
+        running.wait_for(is_writing)
+        os.kill(running.process.pid, signal.SIGSTOP)  # before it is done
+        if is_writing():
+            break
+        os.kill(running.process.pid, signal.SIGCONT)
     running.kill()
     written = list_steps(str(checkpoints))
-    (unsealed,) = list(checkpoints.glob(".step_*.partial")) or [
-        p for p in checkpoints.glob("step_*.pt") if not p.with_suffix(".json").exists()
-    ]
+    (unsealed,) = checkpoints.glob(".step_*.partial")
     assert str(written[-1]) not in unsealed.name
     damage(checkpoints / f"step_{written[-1]:08d}.pt", kind)
     said = run_to_end(argv(folder, run), run)

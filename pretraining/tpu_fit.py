@@ -16,6 +16,8 @@ import argparse
 import hashlib
 import json
 import os
+import shutil
+import signal
 import subprocess
 import sys
 from dataclasses import dataclass, replace
@@ -129,13 +131,17 @@ def with_whole_steps(cfg: Config, chips: int) -> Config:
 
 
 def say_what_fits(request: Request, rows: list[Facts]) -> None:
-    """Put the largest batch that fits into the rows that do not. A sweep of batches answers itself where one
-    of them fits.
+    """Put the largest batch that fits into the rows that do not. A sweep of batches answers itself: the
+    largest of its own, or what is below the smallest.
     """
     lacking = [row for row in rows if not row["fits"]]
-    if all((row["change"] or "").startswith(BATCH_KEY) for row in rows):
+    if lacking and all((row["change"] or "").startswith(BATCH_KEY) for row in rows):
+        fitting = [row["per_core_batch_size"] for row in rows if row["fits"]]
         smallest = min(rows, key=lambda row: row["per_core_batch_size"])
-        lacking = [smallest] if len(lacking) == len(rows) else []
+        best = max(fitting) if fitting else largest_batch(request, smallest)
+        for row in lacking:
+            row["largest_batch_that_fits"] = best
+        return
     for row in lacking:
         row["largest_batch_that_fits"] = largest_batch(request, row)
 
@@ -164,6 +170,13 @@ def measure(cfg: Config, topology: str) -> tuple[Facts, Facts]:
     CACHE.mkdir(parents=True, exist_ok=True)
     folder = CACHE / f"{os.getpid()}.partial"
     folder.mkdir(exist_ok=True)
+    try:
+        return _measure(cfg, topology, folder)
+    finally:
+        shutil.rmtree(folder)
+
+
+def _measure(cfg: Config, topology: str, folder: Path) -> tuple[Facts, Facts]:
     program, result, config = folder / "program", folder / "result.json", folder / "config.yaml"
     config.write_text(to_yaml(cfg))
     chips = TOPOLOGIES[topology].chips
@@ -175,9 +188,6 @@ def measure(cfg: Config, topology: str) -> tuple[Facts, Facts]:
     if not kept.exists():
         _run("aot", "utils.tpu_compile", [str(program), topology, str(result)], folder, {})
         result.replace(kept)
-    for path in folder.iterdir():
-        path.unlink()
-    folder.rmdir()
     return traced, json.loads(kept.read_text())
 
 
@@ -207,9 +217,9 @@ def _run(name: str, module: str, arguments: list[str], folder: Path, own: dict[s
         raise ConfigError(lines[-1].removeprefix("error: "))
     log = folder.with_suffix(".log")
     log.write_text(done.stderr)
-    raise UserError(
-        f"{module}: expected exit code 0, found {done.returncode}: {lines[-1]} (all of it: {log})"
-    )
+    code = done.returncode
+    found = f"{code}: {lines[-1]}" if code > 0 else f"its end by {signal.Signals(-code).name}"
+    raise UserError(f"{module}: expected exit code 0, found {found} (what it said: {log})")
 
 
 if __name__ == "__main__":

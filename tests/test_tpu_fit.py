@@ -196,6 +196,20 @@ def test_the_largest_batch_is_that_of_the_row(
     assert "what fits        train.per_core_batch_size=1" in of_b
 
 
+def test_a_sweep_of_batches_names_its_largest_that_fits(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def measure(cfg: Any, topology: str) -> tuple[dict, dict]:
+        too_large = {"out_of_hbm": {"wanted_bytes": 2.0**36, "available_bytes": 2.0**35}}
+        return TRACED, COMPILED | ({} if cfg.train.per_core_batch_size <= 2 else too_large)
+
+    monkeypatch.setattr(tpu_fit, "measure", measure)
+    path = tmp_path / "fit.json"
+    command = ["--config", str(ROOT / VJEPA2), "--topology", "v4-32", "--json", str(path)]
+    assert tpu_fit.main([*command, "--sweep", "per_core_batch_size=1,2,4"]) == 1
+    assert [row.get("largest_batch_that_fits") for row in json.loads(path.read_text())] == [None, None, 2]
+
+
 def test_a_sweep_ends_with_a_table(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -243,6 +257,14 @@ def test_a_program_is_compiled_once(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     assert compiled == ["v4-32", "v4-32"]
     assert len(list(tmp_path.iterdir())) == 2
 
+    def fails(*_: object) -> None:
+        raise UserError("planted")
+
+    monkeypatch.setattr(tpu_fit, "_run", fails)
+    with pytest.raises(UserError, match="planted"):
+        tpu_fit.measure(small_config(), "v4-32")
+    assert len(list(tmp_path.iterdir())) == 2
+
 
 def test_the_failure_of_a_process_is_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     script = tmp_path / "python"
@@ -254,6 +276,9 @@ def test_the_failure_of_a_process_is_one_line(monkeypatch: pytest.MonkeyPatch, t
             tpu_fit._run("xla", "pretraining.tpu_trace", [], tmp_path / "1.partial", {})
         assert "\n" not in str(caught.value)
     assert (tmp_path / "1.log").read_text().startswith("first")
+    script.write_text("#!/bin/sh\nkill -9 $$\n")
+    with pytest.raises(UserError, match="expected exit code 0, found its end by SIGKILL"):
+        tpu_fit._run("aot", "utils.tpu_compile", [], tmp_path / "1.partial", {})
 
 
 def test_datasheets() -> None:

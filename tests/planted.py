@@ -3,7 +3,8 @@
 PLANTED is JSON. {"rank": R, "out_of_memory_above": B}: on rank R a trial step of more than B volumes does
 not fit. {"seen": DIR}: every process appends "step row row ..." of each step to DIR/RANK. {"nan_steps":
 [...]}: the loss of these steps is NaN. {"pause_s": S}: every step takes S longer. {"impatient": true}: a
-bucket that fails is given up within a second. {"grace_s": S}: start.GRACE_S.
+bucket that fails is given up within a second. {"grace_s": S}: start.GRACE_S. {"hang_row": R}: a loader
+worker never finishes reading row R of the store.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import Any
 
 import torch
 
+from data_setup.store import PreparedStore
 from models.vjepa3d import Output
 from pretraining import start
 from pretraining import step as step_module
@@ -61,6 +63,20 @@ def plant() -> None:
     loop.trial_step, loop.train_step, step_module.predict = trial_step, train_step, predict
 
 
+def hang() -> None:
+    """In a loader worker, which imports this module under another name."""
+    real_read = PreparedStore.read
+
+    def read(store: PreparedStore, row: int) -> Any:
+        if row == PLANTED["hang_row"]:
+            time.sleep(3600)
+        return real_read(store, row)
+
+    PreparedStore.read = read  # type: ignore[method-assign]  # planted
+
+
+if __name__ == "__mp_main__" and "hang_row" in PLANTED:
+    hang()
 if __name__ == "__main__":
     plant()
     run_cli(loop.main)

@@ -263,6 +263,27 @@ def test_the_checkpoint_bucket_fails(
 
 
 @pytest.mark.slow
+def test_a_loader_worker_that_hangs_is_named_in_time(folder: Path) -> None:
+    run = folder / "hangs"
+    cfg = pipeline_config(folder)
+    order = DataOrder(cfg.seed, open_rows(cfg, PreparedStore.open(str(folder / "store"))).train)
+    seen = {order.row(position) for position in range(2 * 4)}
+    step, row = next((n // 4, order.row(n)) for n in range(8, 40) if order.row(n) not in seen)
+    overrides = ("data.workers=2", "data.data_timeout_s=6", "train.max_steps=4000")
+    running = Running(argv(folder, run, *overrides, module=PLANTED), run, {"hang_row": row})
+    assert running.wait() == EXIT_USER_ERROR
+    (told,) = re.findall(r"^error: (.*)$", running.said, re.MULTILINE)
+    found = re.match(
+        rf"rank 0, step {step}, micro-batch 0, waiting for loader worker {step % 2} of 2: expected a batch "
+        r"within data\.data_timeout_s = 6 s, found none after (.*) s$",
+        told,
+    )
+    assert found is not None, told
+    assert 6 <= float(found[1]) < 30
+    assert f"stopped: {told}" in (run / "log.txt").read_text()
+
+
+@pytest.mark.slow
 def test_nan_once_is_skipped_and_nan_for_good_names_the_last_good_checkpoint(folder: Path) -> None:
     run = folder / "nan"
     first_bad, allowed = 7, 3
@@ -280,5 +301,7 @@ def test_nan_once_is_skipped_and_nan_for_good_names_the_last_good_checkpoint(fol
     assert f"not finite in {allowed} updates in a row" in told
     assert last in told
     good = told.partition("The last good checkpoint is ")[2]
+    newest = list_steps(str(run / "checkpoints"))[-1]
+    assert good == str(run / "checkpoints" / f"step_{newest:08d}.pt")
     assert all(bool(torch.isfinite(w).all()) for w in load_checkpoint(good)["model"].values())
     assert f"stopped: {told}" in (run / "log.txt").read_text()

@@ -153,19 +153,20 @@ def test_uniform_context_of_mae_is_equally_likely_in_every_plane() -> None:
 
 
 def test_a_batch_of_8_takes_milliseconds() -> None:
-    """Under 5 ms on an idle core, as benchmarks/mask_planes.py prints; four times that for the best of 20."""
+    """Under 5 ms of a core's own time, the best of 20 draws, and half more for a slower host."""
     grid, seconds = (16, 24, 24), []
     num = math.prod(grid)
     for family in (*TUBES, *BOXES):
         rng, plan = np.random.RandomState(0), MaskPlan(grid, round(0.4 * num), round(0.3 * num), (family,))
         valid, best = np.ones(num, dtype=bool), math.inf
         for _ in range(20):
-            start = time.perf_counter()
+            start = time.thread_time()
             for _ in range(8):
                 draw_mask(rng, plan, valid)
-            best = min(best, time.perf_counter() - start)
+            best = min(best, time.thread_time() - start)
         seconds.append(best)
-    assert max(seconds) < 0.02, seconds
+    print(seconds)
+    assert max(seconds) < 0.0075, seconds
 
 
 def test_padding_context_is_used_only_when_valid_tokens_run_out() -> None:

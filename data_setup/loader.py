@@ -236,15 +236,16 @@ class Loader:
                 # torch wraps a worker's exception in its traceback; the last line is the message
                 told = str(error).strip().splitlines()[-1]
                 raise LoaderError(f"rank {self.rank}, step {step}: {told}") from error
+            except (ConnectionError, EOFError) as error:
+                if self.data.workers == 0 or "DataLoader worker" in str(error):  # raised by its own code
+                    raise
+                told = f"expected a batch, found a worker that died handing it over: {error}"
+                raise LoaderError(f"{self._waiting(step, number)}: {told}") from error
             except RuntimeError as error:
                 if self.data.workers == 0:
                     raise
                 waited = time.monotonic() - start
-                # Batches come from the workers in turn; a dead one may be another than the one waited for.
-                where = (
-                    f"rank {self.rank}, step {step}, micro-batch {number % self.accum}, waiting for loader "
-                    f"worker {number % self.data.workers} of {self.data.workers}"
-                )
+                where = self._waiting(step, number)
                 if "exited unexpectedly" in str(error) or "is killed by signal" in str(error):
                     raise LoaderError(f"{where}: expected a batch, found a dead worker: {error}") from error
                 if "timed out" not in str(error):
@@ -254,6 +255,13 @@ class Loader:
                         f"{where}: expected a batch within data.data_timeout_s = "
                         f"{self.data.data_timeout_s:g} s, found none after {waited:.1f} s"
                     ) from error
+
+    def _waiting(self, step: int, number: int) -> str:
+        """Who is waited for. Batches come from the workers in turn; a dead one may be another than this."""
+        return (
+            f"rank {self.rank}, step {step}, micro-batch {number % self.accum}, waiting for loader worker "
+            f"{number % self.data.workers} of {self.data.workers}"
+        )
 
 
 def _start_worker(worker: int) -> None:

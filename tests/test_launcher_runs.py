@@ -93,8 +93,8 @@ def test_four_workers_are_one_run_that_stops_and_resumes(folder: Path, pod: Pod)
     again = pod.launch(*start, **venv)
     assert again.returncode == 1
     assert again.stdout.count("error: a run is in progress here, pid") == WORKERS
-    wait_for(lambda: steps_logged(run) >= 2 or not all(map(pids)), seconds=450)
-    assert all(map(pids)), pod.said(0)
+    wait_for(lambda: steps_logged(run) >= 2 or not all(map(is_running, pids)), seconds=450)
+    assert all(map(is_running, pids)), pod.said(0)
 
     done = pod.launch("stop")
     assert done.returncode == 0, done
@@ -104,11 +104,11 @@ def test_four_workers_are_one_run_that_stops_and_resumes(folder: Path, pod: Pod)
     assert (
         f"stopped by SIGTERM at step {stopped} of {steps}; run the same command again to go on" in pod.said(0)
     )
-    assert not any(map(pids))
+    assert not any(map(is_running, pids))
 
     done = pod.launch(*start, **venv, OCT_MASTER_PORT=str(free_port()))
     assert done.returncode == 0, done
-    wait_for(lambda: not any(map(pod.started())), seconds=450)
+    wait_for(lambda: not any(map(is_running, pod.started())), seconds=450)
     status = pod.launch("status")
     assert status.returncode == 3
     assert status.stdout.count("with exit code 0: ") == WORKERS, status.stdout

@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -251,6 +252,20 @@ def test_a_worker_that_fails_dies_or_hangs_is_named(
         for _ in Loader(cfg, store, store.kept, num_steps=10):
             pass
     assert time.monotonic() - start < 30
+
+
+@pytest.mark.parametrize("lost", [ConnectionResetError("reset by peer"), EOFError("end of file")])
+def test_a_worker_that_dies_while_it_hands_over_a_batch_is_named(store_url: str, lost: Exception) -> None:
+    """As when a signal to all processes of a run finds it there; the run may then have been asked to stop."""
+    loader = Loader(small_config("data.workers=2"), PreparedStore.open(store_url), np.arange(3), num_steps=9)
+
+    def batches() -> Iterator[dict]:
+        raise lost
+        yield {}
+
+    told = f"step 3, micro-batch 0, waiting for loader worker 1 of 2: expected a batch, .* died .*: {lost}"
+    with pytest.raises(LoaderError, match=told):
+        loader._next(batches(), 3, 3)
 
 
 def test_evaluation_batches_change_nothing(store: PreparedStore) -> None:

@@ -17,7 +17,7 @@ CONFIG = Path(__file__).resolve().parents[1] / "configs" / "smoke_test.yaml"
 REFERENCE = "vjepa2"  # every ablation changes one thing of this arm
 RANDOM = "random"
 CONTROL = "control"  # the reference arm, hardly trained
-# 4 volumes a step: a step of under half a second on 2 cores, and hundreds of updates in minutes
+# 4 volumes a step: 0.8 s on one core (docs/results.md), so hundreds of updates in minutes
 BASE = (
     "train.global_batch_size=4",
     "train.per_core_batch_size=4",

@@ -51,7 +51,7 @@ def measure(cfg: Config, size: int, rounds: int) -> dict[str, float]:
     torch.manual_seed(0)
     model = VJEPA3D(cfg).to(runtime.device).train()
     optimizer = build_optimizer(model, cfg)
-    gauges = Gauges(SkillGauge.of_model(model, runtime.device), size)
+    gauges = Gauges(SkillGauge.of_model(model, runtime.device), size, has_fixed_targets=False)
     batch = masked_batch(cfg, size, runtime)
     ring = gauges.skill
     ring.row_R.copy_(torch.arange(len(ring.row_R)) + size)  # full, and of other volumes

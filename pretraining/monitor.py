@@ -47,7 +47,7 @@ class Gauges:
         group: Group = ALONE,
         read: Read = as_it_is,
         *,
-        has_fixed_targets: bool = False,
+        has_fixed_targets: bool,
     ) -> None:
         self.skill, self.group, self.read = skill, group, read
         self.alarms = Alarms(has_fixed_targets=has_fixed_targets)

@@ -138,7 +138,7 @@ def test_an_alarm_reaches_the_log_the_metrics_and_the_report(
 ) -> None:
     cfg = small_config("vjepa2", "wandb.mode=offline", f"run.dir={tmp_path / 'run'}")
     run_log = RunLog(cfg, 0, 10, synthetic=True)
-    gauges = Gauges(SkillGauge(6, 3, "l1", torch.device("cpu")), 1)
+    gauges = Gauges(SkillGauge(6, 3, "l1", torch.device("cpu")), 1, has_fixed_targets=False)
     with caplog.at_level(logging.WARNING):
         for step in range(1, 5):
             report(run_log, gauges, step, line(feature_std=0.05 if step > 1 else 0.9))

@@ -33,7 +33,7 @@ def gauges_of(
     gauge: SkillGauge, prediction: torch.Tensor, target: torch.Tensor, ids: list[int], row: int = 5
 ) -> dict[str, float | None]:
     """All gauges of one sample."""
-    gauges = Gauges(gauge, 1)
+    gauges = Gauges(gauge, 1, has_fixed_targets=False)
     gauges.begin(measure=True)
     num_tokens = gauge.num_tokens
     out = Output(
@@ -153,7 +153,7 @@ def test_the_ring_keeps_the_newest_and_its_state() -> None:
 
 def spread(tokens: torch.Tensor, valid: torch.Tensor, parts: int = 1) -> dict[str, float | None]:
     """feature_std and feature_cosine of context tokens [B, K, E], in so many micro-batches."""
-    gauges = Gauges(SkillGauge(6, 3, "l1", torch.device("cpu")), len(tokens))
+    gauges = Gauges(SkillGauge(6, 3, "l1", torch.device("cpu")), len(tokens), has_fixed_targets=False)
     gauges.begin(measure=True)
     for some, weight in zip(tokens.chunk(parts), valid.chunk(parts), strict=True):
         n = len(some)

@@ -329,6 +329,19 @@ def test_vjepa2_with_parts_of_another_recipe_runs_the_same_loop(folder: Path, pr
         check_fit(pipeline_config(folder), PreparedStore.open(str(folder / "store")), state, url)
 
 
+@pytest.mark.parametrize("recipe", ["vjepa2", "mae"])
+def test_the_alarms_know_whether_the_targets_are_voxels(
+    folder: Path, recipe: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    built, real = [], loop.Gauges
+    monkeypatch.setattr(loop, "Gauges", lambda *a, **k: built.append(real(*a, **k)) or built[-1])
+    mae = ("method.recipe=mae", "method.mae_target=plain", "method.regulariser=none")
+    changes = (*mae, "method.regulariser_weight=0") if recipe == "mae" else ()
+    run = folder / f"alarms_{recipe}"
+    assert train(pipeline_config(folder, f"run.dir={run}", "train.max_steps=1", *changes)) == 0
+    assert [g.alarms.has_fixed_targets for g in built] == [recipe == "mae"]
+
+
 def test_the_methods_recipe_runs_the_same_loop(finished_methods: Path) -> None:
     losses = [r["train/loss"] for r in metrics(finished_methods) if "train/loss" in r]
     assert np.isfinite(losses).all()

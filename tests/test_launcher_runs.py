@@ -16,7 +16,7 @@ from data_setup.store import PreparedStore
 from pretraining.data import open_rows
 from pretraining.train import train
 from tests.launcher_factory import Pod, copy_tree, wait_for
-from tests.pipeline_factory import SMOKE, make_store, pipeline_config, pipeline_overrides
+from tests.pipeline_factory import SMOKE, pipeline_config, pipeline_overrides
 from tests.process_factory import is_running, losses, steps_logged
 from tests.wandb_reader import run_ids
 from utils.checkpoint import list_steps
@@ -47,13 +47,6 @@ def _noted(self):
 
 Loader.__iter__ = _noted
 """
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("launcher runs")
-    make_store(folder)
-    return folder
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ import torch
 from data_setup.store import PreparedStore
 from pretraining import train as loop
 from pretraining.data import open_rows
-from tests.pipeline_factory import make_store, pipeline_config
+from tests.pipeline_factory import pipeline_config
 from tests.process_factory import (
     PLANTED,
     Running,
@@ -52,13 +52,6 @@ FILES = {"config.yaml", "log.txt", "metrics.jsonl", "prepare_report.json", "prov
 def no_run_stays() -> Iterator[None]:
     yield
     Running.end_all()
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("torchrun")
-    make_store(folder)
-    return folder
 
 
 def train_alone(folder: Path, run: Path, *overrides: str) -> None:
@@ -100,9 +93,9 @@ def assert_one_set_of_files(run: Path) -> None:
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_two_processes_have_the_losses_of_one(
-    folder: Path, recipe: str, request: pytest.FixtureRequest
+    folder: Path, tmp_path: Path, recipe: str, request: pytest.FixtureRequest
 ) -> None:
-    one, two = folder / f"one_{recipe}", folder / f"two_{recipe}"
+    one, two = tmp_path / f"one_{recipe}", tmp_path / f"two_{recipe}"
     if recipe == "vjepa2":
         one = request.getfixturevalue("alone")
     else:
@@ -117,10 +110,10 @@ def test_two_processes_have_the_losses_of_one(
 
 
 def test_two_one_two_processes_over_resumes(
-    folder: Path, alone: Path, monkeypatch: pytest.MonkeyPatch
+    folder: Path, tmp_path: Path, alone: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Both stops by SIGTERM, the first to the second process only."""
-    run = folder / "two_one_two"
+    run = tmp_path / "two_one_two"
     two = command(folder, f"run.dir={run}", *TWO, processes=2)
     running = Running(two, run)
     running.wait_for_step(2)
@@ -146,8 +139,10 @@ def test_two_one_two_processes_over_resumes(
     assert_one_set_of_files(run)
 
 
-def test_a_process_that_dies_ends_all_and_the_run_goes_on_later(folder: Path, alone: Path) -> None:
-    run = folder / "dies"
+def test_a_process_that_dies_ends_all_and_the_run_goes_on_later(
+    folder: Path, tmp_path: Path, alone: Path
+) -> None:
+    run = tmp_path / "dies"
     running = Running(command(folder, f"run.dir={run}", *TWO, processes=2), run)
     running.wait_for_step(3)
     os.kill(worker_of_rank(running.process.pid, 1), signal.SIGKILL)
@@ -162,11 +157,11 @@ def test_a_process_that_dies_ends_all_and_the_run_goes_on_later(folder: Path, al
     assert_same_numbers(run, alone)
 
 
-def test_both_take_the_same_decisions(folder: Path) -> None:
+def test_both_take_the_same_decisions(folder: Path, tmp_path: Path) -> None:
     """Out of memory on one process halves the batch of both; a NaN of one skips the update of both. Every
     epoch visits each volume once.
     """
-    store = folder / "nan_store"
+    store = tmp_path / "nan_store"
     shutil.copytree(folder / "store", store)
     index = pd.read_parquet(store / "index.parquet")
     rows = open_rows(pipeline_config(folder), PreparedStore.open(str(folder / "store"))).train
@@ -174,7 +169,7 @@ def test_both_take_the_same_decisions(folder: Path) -> None:
     index.to_parquet(store / "index.parquet")
     steps = 2 * len(rows) // 4
     bad = (f"data.store={store}", f"train.max_steps={steps}")
-    one, two, seen = folder / "decides_alone", folder / "decides", folder / "seen"
+    one, two, seen = tmp_path / "decides_alone", tmp_path / "decides", tmp_path / "seen"
     seen.mkdir()
     train_alone(folder, one, *bad)
     planted = {"rank": 1, "out_of_memory_above": 1, "seen": str(seen)}
@@ -197,9 +192,9 @@ def test_both_take_the_same_decisions(folder: Path) -> None:
         assert sorted(r for part in inside for r in part) == sorted(rows)
 
 
-def test_a_loader_worker_that_hangs_is_named_by_the_first_process(folder: Path) -> None:
+def test_a_loader_worker_that_hangs_is_named_by_the_first_process(folder: Path, tmp_path: Path) -> None:
     """The second process's worker hangs; all end with code 2 and the reason is in the one log."""
-    run = folder / "hangs"
+    run = tmp_path / "hangs"
     overrides = (*TWO, "data.workers=1", "data.data_timeout_s=4", "train.max_steps=4000")
     argv = command(folder, f"run.dir={run}", *overrides, processes=2, module=PLANTED)
     running = Running(argv, run, {"grace_s": 30})

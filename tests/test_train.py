@@ -32,18 +32,11 @@ from pretraining.state import best_names
 from pretraining.train import train
 from pretraining.validate import snapshot, validate
 from tests.model_factory import nano_model, small_config, token_ids, volumes
-from tests.pipeline_factory import ROOT, SMOKE, make_store, pipeline_config, pipeline_overrides
+from tests.pipeline_factory import ROOT, SMOKE, pipeline_config, pipeline_overrides
 from tests.wandb_reader import history, run_ids
 from utils.checkpoint import CheckpointWriter, list_steps, load_checkpoint
 from utils.config import ConfigError, UserError
 from utils.runtime import Runtime
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("pipeline")
-    make_store(folder)
-    return folder
 
 
 @pytest.fixture(scope="module")
@@ -109,8 +102,8 @@ def test_a_run_leaves_what_a_reader_needs(finished: Path) -> None:
     assert {p.stem for p in (finished / "checkpoints").glob("best_*.pt")} == {"best_probe", "best_val_loss"}
 
 
-def test_checkpoints_of_epochs_are_kept_whatever_else_is_written(folder: Path) -> None:
-    run = folder / "epochs_kept"
+def test_checkpoints_of_epochs_are_kept_whatever_else_is_written(folder: Path, tmp_path: Path) -> None:
+    run = tmp_path / "epochs_kept"
     every = "train.ckpt_every_steps=3", "train.ckpt_every_epochs=1", "train.keep_last=1", "train.max_steps=11"
     small = "train.global_batch_size=8", "train.per_core_batch_size=8", "train.val_every_steps=11"
     cfg = pipeline_config(folder, f"run.dir={run}", *every, *small)
@@ -147,10 +140,10 @@ def test_one_wandb_run_with_training_metrics_on_the_step_clock(finished: Path) -
 
 @pytest.mark.parametrize("recipe", ["vjepa2", "methods"])
 def test_sigterm_then_resume_equals_no_interruption(
-    folder: Path, recipe: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+    folder: Path, tmp_path: Path, recipe: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     finished = request.getfixturevalue("finished" if recipe == "vjepa2" else "finished_methods")
-    run = folder / f"interrupted_{recipe}"
+    run = tmp_path / f"interrupted_{recipe}"
     cfg = pipeline_config(folder, f"run.dir={run}", *(METHODS if recipe == "methods" else ()))
     real = loop.train_step
 
@@ -177,9 +170,11 @@ def test_sigterm_then_resume_equals_no_interruption(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("after", [3, 6])
-def test_kill_9_then_resume_equals_no_interruption(folder: Path, finished: Path, after: int) -> None:
+def test_kill_9_then_resume_equals_no_interruption(
+    folder: Path, tmp_path: Path, finished: Path, after: int
+) -> None:
     """The real command in a process of its own, killed once it has logged so many steps."""
-    run = folder / f"killed_{after}"
+    run = tmp_path / f"killed_{after}"
     command = [sys.executable, "-m", "pretraining.train", "--config", str(SMOKE)]
     command += [*pipeline_overrides(folder), f"run.dir={run}"]
     # without the W&B service of this process, which would outlive the killed run and hold on to its id
@@ -204,8 +199,8 @@ def test_kill_9_then_resume_equals_no_interruption(folder: Path, finished: Path,
     assert without_clock(metrics(run)) == without_clock(metrics(finished))
 
 
-def test_workers_and_accumulation_change_nothing(folder: Path, finished: Path) -> None:
-    run = folder / "accumulated"
+def test_workers_and_accumulation_change_nothing(folder: Path, tmp_path: Path, finished: Path) -> None:
+    run = tmp_path / "accumulated"
     train(pipeline_config(folder, f"run.dir={run}", "train.per_core_batch_size=1", "data.workers=2"))
     pairs = zip(metrics(run), metrics(finished), strict=True)
     for a, b in pairs:
@@ -215,9 +210,9 @@ def test_workers_and_accumulation_change_nothing(folder: Path, finished: Path) -
 
 
 def test_out_of_memory_halves_the_batch_and_keeps_the_losses(
-    folder: Path, finished: Path, monkeypatch: pytest.MonkeyPatch
+    folder: Path, tmp_path: Path, finished: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = folder / "small_memory"
+    run = tmp_path / "small_memory"
     real = loop.trial_step
 
     def trial(model, optimizer, batch, cfg, runtime) -> None:
@@ -238,7 +233,7 @@ def test_out_of_memory_halves_the_batch_and_keeps_the_losses(
 
     monkeypatch.setattr(loop, "trial_step", never)
     with pytest.raises(UserError, match=r"out of memory: one volume of spatial\.image_size \[8, 24, 32\]"):
-        train(pipeline_config(folder, f"run.dir={folder / 'no_memory'}"))
+        train(pipeline_config(folder, f"run.dir={tmp_path / 'no_memory'}"))
 
 
 def test_a_changed_key_is_refused_by_name(folder: Path, finished: Path) -> None:
@@ -247,16 +242,16 @@ def test_a_changed_key_is_refused_by_name(folder: Path, finished: Path) -> None:
         train(cfg)
 
 
-def test_without_a_checkpoint_directory_nothing_is_saved(folder: Path) -> None:
-    run = folder / "unsaved"
+def test_without_a_checkpoint_directory_nothing_is_saved(folder: Path, tmp_path: Path) -> None:
+    run = tmp_path / "unsaved"
     train(pipeline_config(folder, f"run.dir={run}", "train.ckpt_dir=null", "train.max_steps=2"))
     assert not (run / "checkpoints").exists()
     assert not list(folder.glob("None*"))
     assert not list(Path.cwd().glob("None*"))
 
 
-def test_a_foreign_store_geometry_is_refused(folder: Path) -> None:
-    cfg = pipeline_config(folder, f"run.dir={folder / 'other'}", "spatial.image_size=[16,24,32]")
+def test_a_foreign_store_geometry_is_refused(folder: Path, tmp_path: Path) -> None:
+    cfg = pipeline_config(folder, f"run.dir={tmp_path / 'other'}", "spatial.image_size=[16,24,32]")
     with pytest.raises(UserError, match="image_size"):
         train(cfg)
 
@@ -269,10 +264,12 @@ def plant_nan(folder: Path, target: Path, rows: slice) -> None:
     index.to_parquet(path)
 
 
-def test_a_volume_that_gives_nan_is_skipped_and_counted(folder: Path) -> None:
-    plant_nan(folder, folder / "nan_one", slice(0, 3))
-    run = folder / "nan_run"
-    cfg = pipeline_config(folder, f"run.dir={run}", f"data.store={folder / 'nan_one'}", "train.max_steps=12")
+def test_a_volume_that_gives_nan_is_skipped_and_counted(folder: Path, tmp_path: Path) -> None:
+    plant_nan(folder, tmp_path / "nan_one", slice(0, 3))
+    run = tmp_path / "nan_run"
+    cfg = pipeline_config(
+        folder, f"run.dir={run}", f"data.store={tmp_path / 'nan_one'}", "train.max_steps=12"
+    )
     assert train(cfg) == 0
     last = [r for r in metrics(run) if "train/loss" in r][-1]
     assert 0 < last["train/bad_steps"] < 12
@@ -281,7 +278,7 @@ def test_a_volume_that_gives_nan_is_skipped_and_counted(folder: Path) -> None:
 
 
 def test_nan_for_good_stops_with_the_rows_and_the_checkpoint_named(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also when that checkpoint is still being written."""
     real = CheckpointWriter._write
@@ -291,17 +288,19 @@ def test_nan_for_good_stops_with_the_rows_and_the_checkpoint_named(
         real(*args)
 
     monkeypatch.setattr(CheckpointWriter, "_write", slow)
-    plant_nan(folder, folder / "nan_all", slice(None))
-    overrides = [f"data.store={folder / 'nan_all'}", "train.max_steps=30", "train.max_bad_steps=3"]
+    plant_nan(folder, tmp_path / "nan_all", slice(None))
+    overrides = [f"data.store={tmp_path / 'nan_all'}", "train.max_steps=30", "train.max_bad_steps=3"]
     names = r"not finite in 3 updates in a row .*step 2: rows \[.* checkpoint is .*/step_00000002\.pt$"
     with pytest.raises(UserError, match=names):
-        train(pipeline_config(folder, f"run.dir={folder / 'nan_stop'}", *overrides))
+        train(pipeline_config(folder, f"run.dir={tmp_path / 'nan_stop'}", *overrides))
 
 
-def test_a_target_that_does_not_move_is_an_alarm(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_target_that_does_not_move_is_an_alarm(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(VJEPA3D, "update_target", lambda *_: None)
     with pytest.raises(FrozenTargetError, match="target is not moving"):
-        train(pipeline_config(folder, f"run.dir={folder / 'frozen'}"))
+        train(pipeline_config(folder, f"run.dir={tmp_path / 'frozen'}"))
 
 
 @pytest.mark.parametrize("recipe", ["vjepa2", "methods", "dense", "mlp"])
@@ -316,8 +315,10 @@ def test_a_leak_is_an_alarm(recipe: str, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.parametrize("predictor", ["null", "mlp"])
-def test_vjepa2_with_parts_of_another_recipe_runs_the_same_loop(folder: Path, predictor: str) -> None:
-    run = folder / f"dense_{predictor}"
+def test_vjepa2_with_parts_of_another_recipe_runs_the_same_loop(
+    folder: Path, tmp_path: Path, predictor: str
+) -> None:
+    run = tmp_path / f"dense_{predictor}"
     parts = ("method.context=dense", f"method.predictor={predictor}", "method.loss=normalised_l2")
     cfg = pipeline_config(folder, f"run.dir={run}", *parts)
     assert train(cfg) == 0
@@ -331,13 +332,13 @@ def test_vjepa2_with_parts_of_another_recipe_runs_the_same_loop(folder: Path, pr
 
 @pytest.mark.parametrize("recipe", ["vjepa2", "mae"])
 def test_the_alarms_know_whether_the_targets_are_voxels(
-    folder: Path, recipe: str, monkeypatch: pytest.MonkeyPatch
+    folder: Path, tmp_path: Path, recipe: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     built, real = [], loop.Gauges
     monkeypatch.setattr(loop, "Gauges", lambda *a, **k: built.append(real(*a, **k)) or built[-1])
     mae = ("method.recipe=mae", "method.mae_target=plain", "method.regulariser=none")
     changes = (*mae, "method.regulariser_weight=0") if recipe == "mae" else ()
-    run = folder / f"alarms_{recipe}"
+    run = tmp_path / f"alarms_{recipe}"
     assert train(pipeline_config(folder, f"run.dir={run}", "train.max_steps=1", *changes)) == 0
     assert [g.alarms.has_fixed_targets for g in built] == [recipe == "mae"]
 
@@ -348,18 +349,20 @@ def test_the_methods_recipe_runs_the_same_loop(finished_methods: Path) -> None:
     assert len(losses) == 8
 
 
-def test_a_momentum_of_one_or_a_skipped_update_is_no_alarm(folder: Path) -> None:
+def test_a_momentum_of_one_or_a_skipped_update_is_no_alarm(folder: Path, tmp_path: Path) -> None:
     """The last step of methods has momentum 1 and a validation of its own; no update is expected to move."""
-    run = folder / "last_step"
+    run = tmp_path / "last_step"
     overrides = [f"run.dir={run}", "train.max_steps=3", "train.val_every_steps=2", *METHODS]
     assert train(pipeline_config(folder, *overrides)) == 0
-    plant_nan(folder, folder / "nan_half", slice(0, 12))
-    overrides = [f"data.store={folder / 'nan_half'}", "train.val_every_steps=1"]
-    overrides += [f"run.dir={folder / 'skips'}"]
+    plant_nan(folder, tmp_path / "nan_half", slice(0, 12))
+    overrides = [f"data.store={tmp_path / 'nan_half'}", "train.val_every_steps=1"]
+    overrides += [f"run.dir={tmp_path / 'skips'}"]
     assert train(pipeline_config(folder, *overrides)) == 0
 
 
-def test_a_leaking_encoder_stops_the_run(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_leaking_encoder_stops_the_run(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     real = VJEPA3D.encode_context
 
     def leaks(self, view, context, target, seed):
@@ -367,10 +370,12 @@ def test_a_leaking_encoder_stops_the_run(folder: Path, monkeypatch: pytest.Monke
 
     monkeypatch.setattr(VJEPA3D, "encode_context", leaks)
     with pytest.raises(LeakError, match="context sees targets"):
-        train(pipeline_config(folder, f"run.dir={folder / 'leak'}"))
+        train(pipeline_config(folder, f"run.dir={tmp_path / 'leak'}"))
 
 
-def test_later_out_of_memory_names_the_last_checkpoint(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_later_out_of_memory_names_the_last_checkpoint(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     real = loop.train_step
 
     def step_then_fail(*args):
@@ -380,11 +385,11 @@ def test_later_out_of_memory_names_the_last_checkpoint(folder: Path, monkeypatch
 
     monkeypatch.setattr(loop, "train_step", step_then_fail)
     with pytest.raises(UserError, match=r"out of memory, .*step_00000004\.pt"):
-        train(pipeline_config(folder, f"run.dir={folder / 'late'}"))
+        train(pipeline_config(folder, f"run.dir={tmp_path / 'late'}"))
 
 
-def test_a_run_that_could_not_start_leaves_no_claim(folder: Path) -> None:
-    run = folder / "retry"
+def test_a_run_that_could_not_start_leaves_no_claim(folder: Path, tmp_path: Path) -> None:
+    run = tmp_path / "retry"
     with pytest.raises(ConfigError, match="global 5 != per core 4"):
         train(pipeline_config(folder, f"run.dir={run}", "train.global_batch_size=5"))
     with pytest.raises(UserError, match="found no such file"):
@@ -416,14 +421,14 @@ def test_validation_leaves_the_model_in_training_mode(folder: Path) -> None:
     assert model.training
 
 
-def test_pictures_go_to_wandb_for_synthetic_data_alone(folder: Path, finished: Path) -> None:
+def test_pictures_go_to_wandb_for_synthetic_data_alone(folder: Path, tmp_path: Path, finished: Path) -> None:
     assert list(finished.glob("wandb/*/files/media/images/**/*.png"))
-    store = folder / "as_if_real"
+    store = tmp_path / "as_if_real"
     shutil.copytree(folder / "store", store)
     attributes = json.loads((store / "zarr.json").read_text())
     attributes["attributes"]["synthetic"] = False
     (store / "zarr.json").write_text(json.dumps(attributes))
-    run = folder / "real_run"
+    run = tmp_path / "real_run"
     overrides = [f"run.dir={run}", f"data.store={store}", "train.max_steps=1"]
     assert train(pipeline_config(folder, *overrides)) == 0
     assert not list(run.glob("wandb/*/files/media/**/*.png"))
@@ -454,8 +459,8 @@ def test_without_labels_rank_decides_among_learned_checkpoints() -> None:
     assert best_names(progress_of(0.2), measured, skill_position=0.1, is_warm=True) == []
 
 
-def test_init_from_starts_from_these_weights(folder: Path, finished: Path) -> None:
-    run = folder / "continued"
+def test_init_from_starts_from_these_weights(folder: Path, tmp_path: Path, finished: Path) -> None:
+    run = tmp_path / "continued"
     source = finished / "checkpoints" / "step_00000008.pt"
     train(pipeline_config(folder, f"run.dir={run}", f"method.init_from={source}", "train.max_steps=1"))
     first = next(r for r in metrics(run) if "val/loss" in r)
@@ -463,41 +468,45 @@ def test_init_from_starts_from_these_weights(folder: Path, finished: Path) -> No
     assert first["val/loss"] == pytest.approx(last["val/loss"], rel=1e-5)
     state = load_checkpoint(str(source))
     state["participants"].append("a stranger")
-    writer = CheckpointWriter(str(folder / "strange"), 1)
+    writer = CheckpointWriter(str(tmp_path / "strange"), 1)
     writer.save(state, ["stranger"])
     writer.close()
-    overrides = [f"method.init_from={folder / 'strange' / 'stranger.pt'}", "train.max_steps=1"]
-    train(pipeline_config(folder, f"run.dir={folder / 'inherits'}", *overrides))
-    seen = load_checkpoint(str(folder / "inherits" / "checkpoints" / "step_00000001.pt"))["participants"]
+    overrides = [f"method.init_from={tmp_path / 'strange' / 'stranger.pt'}", "train.max_steps=1"]
+    train(pipeline_config(folder, f"run.dir={tmp_path / 'inherits'}", *overrides))
+    seen = load_checkpoint(str(tmp_path / "inherits" / "checkpoints" / "step_00000001.pt"))["participants"]
     assert "a stranger" in seen
     assert len(seen) > 1
-    writer = CheckpointWriter(str(folder / "strange"), 1)
+    writer = CheckpointWriter(str(tmp_path / "strange"), 1)
     writer.save({**state, "normalisation": "minmax"}, ["stranger"])
     writer.close()
     with pytest.raises(UserError, match=r"normalisation: expected zscore_valid .*, found minmax"):
-        train(pipeline_config(folder, f"run.dir={folder / 'minmax'}", *overrides))
+        train(pipeline_config(folder, f"run.dir={tmp_path / 'minmax'}", *overrides))
 
 
-def test_a_checkpoint_refuses_another_configuration_under_a_new_run_dir(folder: Path, finished: Path) -> None:
+def test_a_checkpoint_refuses_another_configuration_under_a_new_run_dir(
+    folder: Path, tmp_path: Path, finished: Path
+) -> None:
     """A replaced machine has no run.dir, but its checkpoints in the bucket."""
-    kept = shutil.copytree(finished / "checkpoints", folder / "bucket")
-    overrides = [f"run.dir={folder / 'new_machine'}", f"train.ckpt_dir={kept}"]
+    kept = shutil.copytree(finished / "checkpoints", tmp_path / "bucket")
+    overrides = [f"run.dir={tmp_path / 'new_machine'}", f"train.ckpt_dir={kept}"]
     with pytest.raises(UserError, match=r"bucket: optim\.base_lr: expected 0\.0005 as the run began"):
         train(pipeline_config(folder, *overrides, "optim.base_lr=1e-2"))
     assert train(pipeline_config(folder, *overrides)) == 0  # nothing left to do
 
 
-def test_skipped_updates_leave_the_initialisation_in_the_target(folder: Path) -> None:
-    plant_nan(folder, folder / "nan_most", slice(None))
-    overrides = [f"data.store={folder / 'nan_most'}", "train.max_steps=4"]
-    run = folder / "nothing_moved"
+def test_skipped_updates_leave_the_initialisation_in_the_target(folder: Path, tmp_path: Path) -> None:
+    plant_nan(folder, tmp_path / "nan_most", slice(None))
+    overrides = [f"data.store={tmp_path / 'nan_most'}", "train.max_steps=4"]
+    run = tmp_path / "nothing_moved"
     assert train(pipeline_config(folder, f"run.dir={run}", *overrides)) == 0
     rows = [r for r in metrics(run) if "train/loss" in r]
     assert rows[-1]["train/bad_steps"] == 4
     assert {r["ema/init_weight"] for r in rows} == {1.0}
 
 
-def test_validation_uses_the_batch_that_fits(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_validation_uses_the_batch_that_fits(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     real, seen = loop.trial_step, []
 
     def trial(model, optimizer, batch, cfg, runtime) -> None:
@@ -511,7 +520,7 @@ def test_validation_uses_the_batch_that_fits(folder: Path, monkeypatch: pytest.M
 
     monkeypatch.setattr(loop, "trial_step", trial)
     monkeypatch.setattr(loop, "validate", spy)
-    assert train(pipeline_config(folder, f"run.dir={folder / 'fits'}", "train.max_steps=1")) == 0
+    assert train(pipeline_config(folder, f"run.dir={tmp_path / 'fits'}", "train.max_steps=1")) == 0
     assert set(seen) == {1}
 
 
@@ -536,10 +545,10 @@ def test_where_the_time_of_a_step_goes(finished: Path) -> None:
 
 
 def test_slow_parts_are_named_and_a_profile_is_a_trace_that_changes_no_loss(
-    folder: Path, finished: Path, monkeypatch: pytest.MonkeyPatch
+    folder: Path, tmp_path: Path, finished: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A pause planted in one part of each of some steps; the last three are profiled."""
-    run, pause_s, slow = folder / "slow", 0.7, {1: "data_wait", 2: "forward", 3: "backward", 4: "update"}
+    run, pause_s, slow = tmp_path / "slow", 0.7, {1: "data_wait", 2: "forward", 3: "backward", 4: "update"}
     current = [0]
     real_next, real_step, real_report = loop.next_or_stop, loop.train_step, loop.report
     real_predict, real_update = step_module.predict, VJEPA3D.update_target

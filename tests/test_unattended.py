@@ -21,7 +21,7 @@ from data_setup.store import PreparedStore
 from pretraining.data import open_rows
 from tests.cloud_proxy import Proxy, fault_proxy
 from tests.cloud_servers import BUCKET, s3_server
-from tests.pipeline_factory import make_store, pipeline_config
+from tests.pipeline_factory import pipeline_config
 from tests.process_factory import (
     PLANTED,
     Running,
@@ -46,13 +46,6 @@ def no_run_stays() -> Iterator[None]:
     Running.end_all()
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("unattended")
-    make_store(folder)
-    return folder
-
-
 def argv(folder: Path, run: Path, *overrides: str, module: str = "pretraining.train") -> list[str]:
     every = (f"run.dir={run}", f"train.max_steps={STEPS}", "data.workers=1")
     return command(folder, *every, *overrides, module=module)
@@ -72,9 +65,11 @@ def uninterrupted(folder: Path) -> Callable[[int], Path]:
 
 
 @pytest.mark.slow
-def test_sigterm_to_everything_of_a_run(folder: Path, uninterrupted: Callable[[int], Path]) -> None:
+def test_sigterm_to_everything_of_a_run(
+    folder: Path, tmp_path: Path, uninterrupted: Callable[[int], Path]
+) -> None:
     """The whole process group is told, as by a scheduler: loader workers and the W&B service too."""
-    run = folder / "sigterm"
+    run = tmp_path / "sigterm"
     step = random.randrange(1, STEPS - 4)
     running = Running(argv(folder, run), run)
     running.wait_for_step(step)
@@ -105,13 +100,13 @@ def damage(path: Path, kind: str) -> None:
     ],
 )
 def test_kill_9_at_drawn_moments(
-    folder: Path, uninterrupted: Callable[[int], Path], kills: int, steps: int
+    folder: Path, tmp_path: Path, uninterrupted: Callable[[int], Path], kills: int, steps: int
 ) -> None:
     """Moments: while it starts, or some time after a step. The newest checkpoint is damaged now and then."""
     seed = random.SystemRandom().randrange(2**32)
     print(f"seed {seed}")
     rng = random.Random(seed)
-    run = folder / f"killed_{kills}"
+    run = tmp_path / f"killed_{kills}"
     arguments = argv(folder, run, f"train.max_steps={steps}")
     damaged: list[Path] = []
     for kill in range(kills):
@@ -142,9 +137,9 @@ def test_kill_9_at_drawn_moments(
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["flipped", "cut"])
 def test_kill_during_a_checkpoint_write_and_a_damaged_one_before(
-    folder: Path, uninterrupted: Callable[[int], Path], kind: str
+    folder: Path, tmp_path: Path, uninterrupted: Callable[[int], Path], kind: str
 ) -> None:
-    run = folder / f"writing_{kind}"
+    run = tmp_path / f"writing_{kind}"
     checkpoints = run / "checkpoints"
 
     def is_writing() -> bool:
@@ -177,13 +172,15 @@ def can_mount() -> bool:
 @pytest.mark.slow
 @pytest.mark.skipif(not can_mount(), reason="a disk of its own needs the right to mount one")
 @pytest.mark.parametrize("is_freed", [True, False])
-def test_disk_full(folder: Path, uninterrupted: Callable[[int], Path], is_freed: bool) -> None:
+def test_disk_full(
+    folder: Path, tmp_path: Path, uninterrupted: Callable[[int], Path], is_freed: bool
+) -> None:
     """The run directory's disk fills up; training goes on. With space again everything is caught up with."""
-    disk = folder / f"disk_{is_freed}"
+    disk = tmp_path / f"disk_{is_freed}"
     disk.mkdir()
     inside = argv(folder, disk / "run", module=PLANTED)
     mount = ["unshare", "-m", "sh", "-c", f'mount -t tmpfs -o size=600m tmpfs {disk} && exec "$@"', "sh"]
-    running = Running([*mount, *inside], folder / disk.name, {"pause_s": 0.5})
+    running = Running([*mount, *inside], tmp_path / disk.name, {"pause_s": 0.5})
     outside = Path(f"/proc/{running.process.pid}/root") / disk.relative_to("/")
     running.wait_for((outside / "run").exists)
     descriptor = os.open(outside, os.O_RDONLY)  # keeps the disk when its process has ended
@@ -235,9 +232,9 @@ def proxy() -> Iterator[Proxy]:
 @pytest.mark.slow
 @pytest.mark.parametrize("comes_back", [True, False])
 def test_the_checkpoint_bucket_fails(
-    folder: Path, uninterrupted: Callable[[int], Path], proxy: Proxy, comes_back: bool
+    folder: Path, tmp_path: Path, uninterrupted: Callable[[int], Path], proxy: Proxy, comes_back: bool
 ) -> None:
-    run = folder / f"bucket_{comes_back}"
+    run = tmp_path / f"bucket_{comes_back}"
     directory = f"s3://{BUCKET}/{run.name}"
     overrides = [f"train.ckpt_dir={directory}", f"data.storage_options.endpoint_url={proxy.endpoint}"]
     proxy.schedule = lambda method, target: "503" if method in ("PUT", "POST") else None
@@ -263,8 +260,8 @@ def test_the_checkpoint_bucket_fails(
 
 
 @pytest.mark.slow
-def test_a_loader_worker_that_hangs_is_named_in_time(folder: Path) -> None:
-    run = folder / "hangs"
+def test_a_loader_worker_that_hangs_is_named_in_time(folder: Path, tmp_path: Path) -> None:
+    run = tmp_path / "hangs"
     cfg = pipeline_config(folder)
     order = DataOrder(cfg.seed, open_rows(cfg, PreparedStore.open(str(folder / "store"))).train)
     seen = {order.row(position) for position in range(2 * 4)}
@@ -284,8 +281,10 @@ def test_a_loader_worker_that_hangs_is_named_in_time(folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_nan_once_is_skipped_and_nan_for_good_names_the_last_good_checkpoint(folder: Path) -> None:
-    run = folder / "nan"
+def test_nan_once_is_skipped_and_nan_for_good_names_the_last_good_checkpoint(
+    folder: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "nan"
     first_bad, allowed = 7, 3
     planted = {"nan_steps": [2, *range(first_bad, STEPS)]}
     running = Running(argv(folder, run, f"train.max_bad_steps={allowed}", module=PLANTED), run, planted)

@@ -16,20 +16,13 @@ from models.vjepa3d import VJEPA3D
 from pretraining import val_probes, validate
 from pretraining.data import Rows, open_rows
 from tests.model_factory import nano_model
-from tests.pipeline_factory import make_store, pipeline_config
+from tests.pipeline_factory import pipeline_config
 from utils.config import Config
 from utils.runtime import Runtime
 
 CPU = Runtime(torch.device("cpu"), use_bf16=False)
 PROBES = {f"val/{name}" for name in ("probe", "ridge", "knn_device", "ridge_device")}
 PROBES |= {"val/knn_laterality", "val/ridge_laterality"}
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("validate")
-    make_store(folder)
-    return folder
 
 
 @pytest.fixture

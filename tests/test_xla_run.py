@@ -10,7 +10,7 @@ import pytest
 
 from models import vit3d
 from pretraining import train as loop
-from tests.pipeline_factory import make_store, pipeline_config
+from tests.pipeline_factory import pipeline_config
 from tests.process_factory import losses, metrics
 from tests.xla_counters import count_compiled, count_fallbacks, count_read_back
 from utils.checkpoint import list_steps
@@ -20,13 +20,6 @@ pytestmark = [pytest.mark.xla, pytest.mark.timeout(3600)]
 STEPS = 12
 GLOBAL = ("train.global_batch_size=8", "train.per_core_batch_size=8")
 SPREAD = ("train.global_batch_size=8", "train.per_core_batch_size=1")  # four devices: two micro-batches
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("xla")
-    make_store(folder)
-    return folder
 
 
 @pytest.fixture(scope="module")

@@ -3,6 +3,7 @@
 In: a folder and two numbers of participants. Out, below the folder: `pretraining` and `evaluation` (phantom
 trees of different seeds, so different people, whatever their ids), `*_store`, `real_store` where the real
 eyes are, and `truth.npz`: layer thickness of every evaluated volume, layer occupancy of sampled tokens.
+`people_SEED_COUNT` below it: other people to confirm on, with `evaluation`, its store and truth of their own.
 
 Layer occupancy is the share of each layer in a token, of the *stored* volume: each layer's share of every
 acquired voxel goes through the resampling that made the store.
@@ -29,6 +30,7 @@ from data_setup.transforms import identity_matrix
 from utils.config import Config, SpatialConfig
 
 PRETRAINING_SEED, EVALUATION_SEED = 1001, 1002
+PEOPLE = "people_"  # + seed, count: a folder of people to confirm on
 REAL_EYES = Path(__file__).resolve().parents[2] / "shared" / "data" / "real_oct"
 TOKENS_PER_VOLUME = 96
 FOLDS = 5
@@ -52,25 +54,34 @@ class Truth:
 
 def make_data(root: Path, cfg: Config, base: Path, extra: Sequence[str], people: tuple[int, int]) -> None:
     """Write what is missing below `root`: trees, stores (geometry of `cfg`), truth.npz."""
-    for name, count, seed in zip(
-        ("pretraining", "evaluation"), people, (PRETRAINING_SEED, EVALUATION_SEED), strict=True
-    ):
-        if not (root / name / "synthetic.json").exists():
-            phantom.main(["--out", str(root / name), "--participants", str(count), "--seed", str(seed)])
+    make_phantom(root / "pretraining", people[0], PRETRAINING_SEED)
     everyone = pd.read_csv(root / "pretraining" / "participants.tsv", sep="\t", dtype=str)
     everyone["recommended_split"] = "train"  # evaluation has people of its own
     everyone.to_csv(root / "pretraining_participants.tsv", sep="\t", index=False)
-    tables = {
-        "evaluation": root / "evaluation" / "participants.tsv",
-        "pretraining": root / "pretraining_participants.tsv",
-    }
-    for name, table in tables.items():
-        places = [f"data.gcs_root={root / name}", f"data.store={root / f'{name}_store'}"]
-        _prepare(base, [*places, f"data.participants_path={table}", *extra])
+    make_store(root, "pretraining", root / "pretraining_participants.tsv", base, extra)
+    make_people(root, cfg, base, extra, people[1], EVALUATION_SEED)
     if REAL_EYES.is_dir():
         _prepare(base, [f"data.gcs_root={REAL_EYES}", f"data.store={root / 'real_store'}", *extra])
-    if not (root / "truth.npz").exists():
-        write_truth(root, cfg.spatial)
+
+
+def make_people(folder: Path, cfg: Config, base: Path, extra: Sequence[str], count: int, seed: int) -> None:
+    """Write what is missing of an evaluation cohort: tree, store (geometry of `cfg`), truth.npz."""
+    make_phantom(folder / "evaluation", count, seed)
+    make_store(folder, "evaluation", folder / "evaluation" / "participants.tsv", base, extra)
+    if not (folder / "truth.npz").exists():
+        write_truth(folder, cfg.spatial)
+
+
+def make_phantom(tree: Path, count: int, seed: int) -> None:
+    """A phantom tree, where there is none."""
+    if not (tree / "synthetic.json").exists():
+        phantom.main(["--out", str(tree), "--participants", str(count), "--seed", str(seed)])
+
+
+def make_store(folder: Path, name: str, table: Path, base: Path, extra: Sequence[str]) -> None:
+    """`NAME_store` of the tree `NAME` with the participants of a table."""
+    places = [f"data.gcs_root={folder / name}", f"data.store={folder / f'{name}_store'}"]
+    _prepare(base, [*places, f"data.participants_path={table}", *extra])
 
 
 def _prepare(base: Path, changes: Sequence[str]) -> None:

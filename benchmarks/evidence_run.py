@@ -202,7 +202,8 @@ class Job:
 
     arm: Arm | None
     seed: int
-    folder: Path
+    folder: Path  # of its scores
+    people: Path | None = None  # whom a run that is trained is scored on again
 
     @property
     def name(self) -> str:
@@ -221,7 +222,9 @@ class Job:
         module = [sys.executable, "-m"]
         result = [[*module, "benchmarks.evidence", "score", "--root", str(plan.root), "--arm", arm]]
         result[0] += ["--seed", str(self.seed)]
-        if self.arm is not None and self.arm.is_trained:
+        if self.people is not None:
+            result[0] += ["--people", str(self.people)]
+        elif self.arm is not None and self.arm.is_trained:
             changes = overrides(self.arm, self.seed, plan.steps[self.arm.name], plan.root, plan.extra)
             result.insert(0, [*module, "pretraining.train", "--config", str(CONFIG), *changes])
         return result
@@ -242,6 +245,18 @@ def ablation_jobs(plan: Plan, only: Collection[str] | None = None) -> list[list[
     """The jobs of each ablation, in order; an ablation is started only when all its seeds fit the time."""
     arms = [a for a in ABLATIONS if only is None or a.name in only]
     return [[Job(a, s, run_dir(plan.root, a, s)) for s in range(plan.seeds)] for a in arms]
+
+
+def confirmation_jobs(plan: Plan, people: Path) -> list[Job]:
+    """Every run that is scored, to be scored on other people too; raises UserError where there is none."""
+    found = [Job(None, 0, people / BASELINES, people)]
+    for arm in (RANDOM_ARM, *MAIN, *ABLATIONS):
+        for seed in range(plan.seeds):
+            if (run_dir(plan.root, arm, seed) / "scores.json").exists():
+                found.append(Job(arm, seed, run_dir(people, arm, seed), people))
+    if len(found) == 1:
+        raise UserError(f"{plan.root}: expected scored runs, found none; run `evidence run` first")
+    return found
 
 
 class Queue:

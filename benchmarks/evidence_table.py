@@ -104,9 +104,9 @@ class Row:
         return mean(values) if values else None
 
 
-def read_arm(plan: Plan, arm: Arm) -> Row:
-    """The scored seeds of an arm."""
-    folders = [run_dir(plan.root, arm, seed) for seed in range(plan.seeds)]
+def read_arm(plan: Plan, arm: Arm, people: Path) -> Row:
+    """The seeds of an arm that are scored on the people of a folder."""
+    folders = [run_dir(people, arm, seed) for seed in range(plan.seeds)]
     scored = [load_scores(f) for f in folders if (f / "scores.json").exists()]
     failed = sum((f / "failed.json").exists() for f in folders)
     return Row(arm.name, arm.label, arm.factor, scored, failed, arm.compared_with)
@@ -133,22 +133,26 @@ def calibrated_seconds(root: Path) -> dict[str, float]:
     return json.loads(path.read_text())["seconds_per_step"] if path.exists() else {}
 
 
-def build(plan: Plan) -> dict[str, Any]:
-    """Every number of the tables; raises UserError while what all is compared with has not run."""
-    random = read_arm(plan, RANDOM_ARM)
-    found = [read_arm(plan, arm) for arm in MAIN]
+def build(plan: Plan, people: Path | None = None) -> dict[str, Any]:
+    """Every number of the tables; raises UserError while what all is compared with has not run.
+
+    `people`: folder of a confirmation; without it, the people that the runs were compared on first.
+    """
+    people = plan.root if people is None else people
+    random = read_arm(plan, RANDOM_ARM, people)
+    found = [read_arm(plan, arm, people) for arm in MAIN]
     needed = (RANDOM_ARM.name, REFERENCE, CONTROL)
     missing = [r.name for r in (random, *found) if not r.seeds and r.name in needed]
     if missing:
         raise UserError(
-            f"{plan.root}: expected scores of what all is compared with, found none of {', '.join(missing)}"
+            f"{people}: expected scores of what all is compared with, found none of {', '.join(missing)}"
         )
     recipes = [r for r in found if r.seeds or r.failed]
     baselines = [
-        Row(name, label, "baseline", [load_scores(plan.root / BASELINES / name)])
+        Row(name, label, "baseline", [load_scores(people / BASELINES / name)])
         for name, label in BASELINE_LABELS.items()
     ]
-    ablations = [r for r in (read_arm(plan, arm) for arm in ABLATIONS) if r.seeds or r.failed]
+    ablations = [r for r in (read_arm(plan, arm, people) for arm in ABLATIONS) if r.seeds or r.failed]
     calibrated = calibrated_seconds(plan.root)
     reference = next(r for r in recipes if r.name == REFERENCE)
     control = next(r for r in recipes if r.name == CONTROL)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.evidence_arms import ABLATIONS, CONTROL, MAIN, RANDOM_ARM, REFERENCE
+from benchmarks.evidence_data import PEOPLE
 from benchmarks.evidence_run import Plan
 from benchmarks.evidence_score import TASKS
 from benchmarks.evidence_table import Difference, build
@@ -19,6 +20,7 @@ from utils.config import UserError
 
 RESULTS = Path(__file__).resolve().parents[1] / "docs" / "results.md"
 BEGIN, END = "<!-- evidence: begin -->", "<!-- evidence: end -->"
+NOT_SHOWN = "no difference shown"
 TASK_LABELS = {
     "classes": "4 classes, balanced accuracy",
     "thickness": "layer thickness, R2",
@@ -32,7 +34,13 @@ def signed(found: Difference | None) -> str:
         return "-"
     value, (low, high) = found
     text = f"{value:+.3f} ({low:+.3f} to {high:+.3f})"
-    return f"**{text}**" if low > 0 or high < 0 else text
+    return text if verdict(found) == NOT_SHOWN else f"**{text}**"
+
+
+def verdict(found: Difference) -> str:
+    """Which side of zero the interval is on, if it is on one."""
+    _, (low, high) = found
+    return "above" if low > 0 else "below" if high < 0 else NOT_SHOWN
 
 
 def number(value: float | None, form: str = ".2f") -> str:
@@ -90,13 +98,11 @@ def sentences(rows: Sequence[dict[str, Any]], against: str, name: str = "") -> l
     }[against]
     told = []
     for task in TASKS:
-        groups: dict[str, list[str]] = {"above": [], "below": [], "no difference shown": []}
+        groups: dict[str, list[str]] = {"above": [], "below": [], NOT_SHOWN: []}
         for row in rows:
             found = row["tasks"].get(task, {}).get(against)
             if found is not None:
-                value, (low, high) = found
-                kind = "above" if low > 0 else "below" if high < 0 else "no difference shown"
-                groups[kind].append(f"{row['label']} ({value:+.3f})")
+                groups[verdict(found)].append(f"{row['label']} ({found[0]:+.3f})")
         parts = [f"{kind}: {', '.join(names)}" for kind, names in groups.items() if names]
         told.append(f"* {TASK_LABELS[task]}, against {versus}: {'; '.join(parts) or 'nothing measured'}.")
     return told
@@ -151,6 +157,47 @@ def markdown(told: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def confirmation(first: dict[str, Any], again: dict[str, Any], folder: str) -> str:
+    """Every difference of the tables beside the same one on other people, who are those of `folder`."""
+    seed, count = folder.removeprefix(PEOPLE).split("_")
+    rows = {r["name"]: r for r in again["rows"]}
+    pairs = [(r, rows[r["name"]]) for r in first["rows"] if r["name"] in rows]
+    recipes = [pair for pair in pairs if pair[0]["factor"] in ("recipe", "baseline")]
+    ablations = [pair for pair in pairs if pair not in recipes]
+    lines = [
+        f"### On other people (phantom of seed {seed})",
+        "",
+        f"`python -m benchmarks.evidence confirm --people-seed {seed} --count {count}`: the same runs,",
+        f"scored on {again['participants']} participants that neither trained nor chose anything. First what",
+        "the tables above say, then what these people say.",
+        *comparison(recipes, "against_random", "random initialisation"),
+        *comparison(recipes, "against_control", "the control"),
+    ]
+    if ablations:
+        lines += comparison(ablations, "against_reference", f"`{REFERENCE}`")
+    return "\n".join(lines)
+
+
+def comparison(
+    pairs: Sequence[tuple[dict[str, Any], dict[str, Any]]], against: str, versus: str
+) -> list[str]:
+    """A table of one difference, first and again, and how many of the claims are there both times."""
+    columns = " | ".join(f"{TASK_LABELS[task]}, first | again" for task in TASKS)
+    lines = ["", f"| minus {versus} | {columns} |", "|---" * (1 + 2 * len(TASKS)) + "|"]
+    claims, kept = 0, 0
+    for pair in pairs:
+        cells = [pair[0]["label"]]
+        for task in TASKS:
+            found = [row["tasks"].get(task, {}).get(against) for row in pair]
+            cells += map(signed, found)
+            if all(found) and verdict(found[0]) != NOT_SHOWN:
+                claims += 1
+                kept += verdict(found[0]) == verdict(found[1])
+        if set(cells[1:]) != {"-"}:
+            lines.append(f"| {' | '.join(cells)} |")
+    return [*lines, "", f"Of the {claims} differences that are shown first, {kept} are shown again."]
+
+
 INTRODUCTION = """# Results
 
 The recipes, random initialisation and one-factor ablations under one protocol, on phantom cohorts (ViT-Ti,
@@ -169,10 +216,10 @@ so read the column by seed too. The
 control is the reference arm after two steps: what it gains over random initialisation is no learning, so
 only what exceeds the control counts as learnt. Steps fill the budget by the seconds per step that `calibrate`
 measured; how long a run took beside other work changes nothing. Ablations are compared on the people that
-they are scored on: a default chosen by them wants confirming on others. A claim is a paired interval that
-excludes zero, in **bold**; nothing here corrects for the number of comparisons. RankMe is that of valid
-tokens; `init weight` the share of the random initialisation left in the target encoder, which is what is
-scored. `methods` has learned positions, all others rotary ones: random initialisation is that of the others.
+they are scored on; *On other people* scores the same runs on people that chose nothing. A claim is a paired
+interval that excludes zero, in **bold**; nothing here corrects for the number of comparisons. RankMe is that
+of valid tokens; `init weight` the share of the random initialisation left in the target encoder, which is
+what is scored. `methods` has learned positions, all others rotary ones: random initialisation is that of the others.
 Commits are those of the working copy at the time.
 
 """
@@ -180,9 +227,14 @@ Commits are those of the working copy at the time.
 
 def write_results(root: Path, out: Path) -> str:
     """Write table.json and the part of `out` between the markers; returns that part."""
-    told = build(Plan.load(root))
-    (root / "table.json").write_text(json.dumps(told, indent=1, allow_nan=False) + "\n")
+    plan = Plan.load(root)
+    told = build(plan)
     text = markdown(told)
+    for people in sorted(root.glob(f"{PEOPLE}*")):
+        again = build(plan, people)
+        told |= {people.name: again["rows"]}
+        text += "\n\n" + confirmation(told, again, people.name)
+    (root / "table.json").write_text(json.dumps(told, indent=1, allow_nan=False) + "\n")
     page = out.read_text() if out.exists() else f"{INTRODUCTION}{BEGIN}\n{END}\n"
     before, begin, rest = page.partition(BEGIN)
     _, end, after = rest.partition(END)

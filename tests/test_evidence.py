@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from dataclasses import dataclass, replace
@@ -33,7 +34,7 @@ from benchmarks.evidence_data import (
     tokens_of_another_grid,
     valid_tokens,
 )
-from benchmarks.evidence_page import BEGIN, END, write_results
+from benchmarks.evidence_page import BEGIN, END, signed, write_results
 from benchmarks.evidence_run import (
     BASELINES,
     Job,
@@ -362,7 +363,7 @@ def test_the_table_says_what_wins_and_what_does_not(finished: Path, tmp_path: Pa
 def test_one_lucky_seed_of_three_is_no_claim(finished: Path) -> None:
     """Without drawing seeds, its participants alone would make it one."""
     plan = Plan.load(finished)
-    random, good = read_arm(plan, RANDOM_ARM), read_arm(plan, arm_by_name("vjepa2"))
+    random, good = (read_arm(plan, a, finished) for a in (RANDOM_ARM, arm_by_name("vjepa2")))
     lucky = replace(random, seeds=[good.seeds[0], *random.seeds[1:]])
     draws = Draws.of(len(random.seeds[0][0].classes.participants), seeds=3)
     value, (low, high) = difference(lucky, random, "classes", draws)
@@ -372,6 +373,37 @@ def test_one_lucky_seed_of_three_is_no_claim(finished: Path) -> None:
     assert again == value
     assert low > 0
     assert difference(good, random, "classes", draws)[1][0] > 0
+
+
+def test_a_confirmation_stands_beside_what_was_found_first(finished: Path, tmp_path: Path) -> None:
+    """People on whom `vjepa2` is no better than chance: its claims are shown once, and not again."""
+    root = tmp_path / "evidence"
+    shutil.copytree(finished, root)
+    people = root / "people_1003_40"
+    shutil.copytree(finished / "runs", people / "runs")
+    shutil.copytree(finished / BASELINES, people / BASELINES)
+    for seed in range(3):
+        for name in ("vjepa2", "reg_none"):
+            noise, _ = load_scores(run_dir(finished, RANDOM_ARM, seed))
+            save_scores(run_dir(people, arm_by_name(name), seed), noise, {"name": name, "seed": seed})
+    text = write_results(root, tmp_path / "results.md")
+    again = text.partition("### On other people (phantom of seed 1003)")[2]
+    assert "`python -m benchmarks.evidence confirm --people-seed 1003 --count 40`" in again
+    rows = json.loads((root / "table.json").read_text())
+    named = {r["name"]: r["tasks"] for r in rows["rows"]}
+    other = {r["name"]: r["tasks"] for r in rows[people.name]}
+    for task in ("classes", "thickness", "occupancy"):
+        assert named["vjepa2"][task]["against_random"][1][0] > 0
+        assert other["vjepa2"][task]["against_random"] == [0.0, [0.0, 0.0]]
+        assert signed(named["vjepa2"][task]["against_random"]) in again
+    line = next(line for line in again.splitlines() if line.startswith("| vjepa2, vicreg 0.05"))
+    assert [cell.startswith(" **") for cell in line.split("|")[2:-1]] == [True, False] * 3
+    assert line.count("+0.000 (+0.000 to +0.000)") == 3
+    random_part, control_part, reference_part = again.split("| minus ")[1:]
+    assert "Of the 3 differences that are shown first, 0 are shown again." in control_part
+    assert "| no regulariser |" in reference_part
+    assert "| vjepa2" not in reference_part
+    assert "dense context |" not in random_part
 
 
 def test_all_commits_of_the_runs_are_named(finished: Path, tmp_path: Path) -> None:
@@ -395,6 +427,9 @@ def test_all_commits_of_the_runs_are_named(finished: Path, tmp_path: Path) -> No
         (["run", "--steps", "2", "--only", "foo"], "--only: expected some of vjepa2, "),
         (["calibrate", "--jobs", "-1"], "--jobs: expected 1 or more, found -1"),
         (["data", "--evaluation", "0"], "--evaluation: expected 1 or more, found 0"),
+        (["confirm", "--count", "0"], "--count: expected 1 or more, found 0"),
+        (["confirm", "--people-seed", "1002"], "expected people that no run knows, found 1002"),
+        (["confirm"], "expected the plan of a run, found none"),
     ],
 )
 def test_mistakes_are_told_before_anything_is_written(words: list[str], told: str, tmp_path: Path) -> None:
@@ -435,7 +470,7 @@ class Fake(Job):
 
 
 def fake(root: Path, number: int, *programs: str) -> Fake:
-    return Fake(arm_by_name(REFERENCE), number, root / str(number), programs)
+    return Fake(arm_by_name(REFERENCE), number, root / str(number), programs=programs)
 
 
 def test_the_queue_runs_in_order_pins_and_records_failures(tmp_path: Path) -> None:
@@ -544,9 +579,13 @@ def test_the_whole_command_on_a_tiny_budget(tmp_path: Path) -> None:
     evidence_command("calibrate", "--jobs", "1", *changes)
     only = ("--only", "mae_plain")  # the reference and the control come along
     evidence_command("run", "--steps", "2", "--seeds", "1", "--minutes", "0", *only, *changes)
+    evidence_command("confirm", "--people-seed", "7", "--count", "60", "--jobs", "1")
     evidence_command("table", "--out", str(out))
-    rows = json.loads((tmp_path / "table.json").read_text())["rows"]
+    told = json.loads((tmp_path / "table.json").read_text())
+    rows, again = told["rows"], told["people_7_60"]
     trained = {"vjepa2", "control", "mae_plain"}
-    assert {r["name"] for r in rows} == {"random", *trained, *BASELINE_LABELS}
+    assert {r["name"] for r in rows} == {"random", *trained, *BASELINE_LABELS} == {r["name"] for r in again}
+    here, there = ({r["name"]: r["tasks"]["occupancy"]["score"] for r in part} for part in (rows, again))
+    assert all(here[name] != there[name] for name in trained)  # the same runs, other people
     assert all(r["steps"] == 2 and r["failed"] == 0 for r in rows if r["name"] in trained)
     assert "### What wins" in out.read_text()

@@ -219,7 +219,8 @@ measured; how long a run took beside other work changes nothing. Ablations are c
 they are scored on; *On other people* scores the same runs on people that chose nothing. A claim is a paired
 interval that excludes zero, in **bold**; nothing here corrects for the number of comparisons. RankMe is that
 of valid tokens; `init weight` the share of the random initialisation left in the target encoder, which is
-what is scored. `methods` has learned positions, all others rotary ones: random initialisation is that of the others.
+what is scored. `methods` has learned positions, all others rotary ones: random initialisation is that of the
+others.
 Commits are those of the working copy at the time.
 
 """

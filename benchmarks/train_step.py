@@ -1,6 +1,7 @@
 """A pre-training step against the same step made of Hugging Face's V-JEPA 2 modules, and against dense.
 
     python -m benchmarks.train_step [--json FILE] [--repeats 5] [--rows bf16,float32,visible_vs_dense]
+    python -m benchmarks.train_step --rows compiled
 
 Rows `bf16` and `float32`: ViT-B, volume [32, 192, 192] (grid 8 x 12 x 12), batch 2, context 40 %, target
 60 %, predictor 6 x 384. Both start from the same weights and get the same normalised views; they take turns
@@ -8,7 +9,8 @@ in one process. Row `visible_vs_dense`: a whole step of recipe `vjepa2` at [64, 
 target 0.3 N) against the dense step of recipe `methods`, bfloat16, stochastic layers off. Every time is the
 median of at least five. Utilisation is counted operations (models/flops.py) per second over this machine's
 best matrix product, kept up for half a second: the median of two measurements in every turn. Exit code 1: the
-reference is below the utilisation that it must reach to be a fair one.
+reference is below the utilisation that it must reach to be a fair one. Row `compiled`: `train.compile`
+against eager on the first rows' volume, in both precisions, on a GPU where there is one.
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ from benchmarks.machine import describe, matmul_peak, memory
 from benchmarks.reference_vjepa2 import ReferenceVJEPA2
 from models.flops import encoder_flops, step_flops
 from models.vjepa3d import VJEPA3D
+from pretraining.kernels import compile_blocks
 from pretraining.step import Batch, build_optimizer, train_step, views
 from utils.config import Config, load_config, output_file, run_cli
 from utils.runtime import Runtime, keep_freed_memory
@@ -39,7 +42,8 @@ CONFIG = Path(__file__).resolve().parent.parent / "configs" / "pretrain_oct_vjep
 DTYPES = {"bf16": torch.bfloat16, "float32": torch.float32}
 FAIR_REFERENCE = {"bf16": 0.38, "float32": 0.78}  # utilisation under which the comparison is void
 LR, MOMENTUM = 1e-4, 0.999
-ROWS = ("bf16", "float32", "visible_vs_dense")
+ROWS = ("bf16", "float32", "visible_vs_dense")  # and, on request:
+COMPILED = "compiled"
 
 
 def configure(*overrides: str) -> Config:
@@ -236,6 +240,40 @@ def visible_against_dense(repeats: int) -> dict[str, float]:
     }
 
 
+def compiled_against_eager(repeats: int) -> dict[str, float]:
+    """`train.compile`: seconds of a step and of the first, and how far apart the losses of all steps are."""
+    told = {}
+    for name in DTYPES:
+        runs = {kind: StepOnDevice(name == "bf16", kind == "compiled") for kind in ("eager", "compiled")}
+        first = alternate(dict(runs), 1, warm_up=False)
+        taken = alternate(dict(runs), repeats)
+        pairs = zip(runs["eager"].losses, runs["compiled"].losses, strict=True)
+        told |= {
+            f"{name}_eager_s": taken["eager"],
+            f"{name}_compiled_s": taken["compiled"],
+            f"{name}_ratio": taken["compiled"] / taken["eager"],
+            f"{name}_first_step_s": first["compiled"],
+            f"{name}_loss_diff": max(abs(a - b) / a for a, b in pairs),
+        }
+    return told
+
+
+class StepOnDevice:
+    """Steps of the first rows' volume on the best device of this machine; a call is one."""
+
+    def __init__(self, use_bf16: bool, is_compiled: bool) -> None:
+        self.cfg, self.losses = small_volume(use_bf16), list[float]()
+        self.runtime = Runtime.create(use_bf16)
+        model, self.optimizer, batch = build(self.cfg)
+        self.model, self.batch = model.to(self.runtime.device), self.runtime.to_device(batch)
+        if is_compiled:
+            compile_blocks(self.model, self.runtime.device)
+
+    def __call__(self) -> None:
+        result = train_step(self.model, self.optimizer, [self.batch], self.cfg, self.runtime, 0, LR, MOMENTUM)
+        self.losses.append(float(result.loss))  # waits for the device
+
+
 def main(argv: list[str] | None = None) -> int:
     """Command line: see the module's docstring."""
     parser = argparse.ArgumentParser(
@@ -250,14 +288,16 @@ def main(argv: list[str] | None = None) -> int:
         print(step_memory(args.memory, memory("VmRSS")))
         return 0
     wanted = args.rows.split(",")
-    if not set(wanted) <= set(ROWS) or args.repeats < 5:
-        parser.error(f"expected --rows among {', '.join(ROWS)} and --repeats 5 or more")
+    if not set(wanted) <= {*ROWS, COMPILED} or args.repeats < 5:
+        parser.error(f"expected --rows among {', '.join((*ROWS, COMPILED))} and --repeats 5 or more")
     print(describe(), flush=True)
     keep_freed_memory()  # as a run on a CPU does; the reference gains as much
     results: dict[str, dict[str, Any]] = {}
     for name in wanted:
         if name == "visible_vs_dense":
             results[name] = visible_against_dense(args.repeats)
+        elif name == COMPILED:
+            results[name] = compiled_against_eager(args.repeats)
         else:
             results[name] = against_reference(name, args.repeats)
         print(name)

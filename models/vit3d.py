@@ -128,15 +128,33 @@ class Block(nn.Module):
         self.attn = SelfAttention(width, heads)
         self.norm2 = nn.LayerNorm(width, eps=NORM_EPS)
         self.mlp = Mlp(width, int(width * mlp_ratio))
+        self.compiled: tuple[Callable[..., Tensor], Callable[..., Tensor]] | None = None
 
     def forward(
         self, x: Tensor, rotary: Rotary | None, noise: Stochastic | None = None, drop_path: float = 0.0
     ) -> Tensor:
+        is_compiled = self.compiled is not None and self.training
+        attend, feed = self.compiled if is_compiled else (self.attend, self.feed)
         if noise is None:
-            x = x + self.attn(self.norm1(x), rotary)
-            return x + self.mlp(self.norm2(x))
-        x = x + noise.drop_path(noise.dropout(self.attn(self.norm1(x), rotary)), drop_path)
-        return x + noise.drop_path(noise.dropout(self.mlp(self.norm2(x))), drop_path)
+            x = x + attend(x, rotary)
+            return x + feed(x)
+        x = x + noise.drop_path(noise.dropout(attend(x, rotary)), drop_path)
+        return x + noise.drop_path(noise.dropout(feed(x)), drop_path)
+
+    def attend(self, x: Tensor, rotary: Rotary | None) -> Tensor:
+        """The attention branch of x [B, T, width]; the same shape."""
+        return self.attn(self.norm1(x), rotary)
+
+    def feed(self, x: Tensor) -> Tensor:
+        """The MLP branch of x [B, T, width]; the same shape."""
+        return self.mlp(self.norm2(x))
+
+    def compile_branches(self) -> None:
+        """In training, both branches through torch.compile. The stochastic layers between them stay as they
+        are (each draws other numbers), and so does evaluation, whose last batches have shapes of their own:
+        each would be another program.
+        """
+        self.compiled = torch.compile(self.attend, dynamic=False), torch.compile(self.feed, dynamic=False)
 
 
 def recompute_block(function: Callable[..., Tensor], *arguments: object) -> Tensor:

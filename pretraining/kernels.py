@@ -2,25 +2,35 @@
 
 In: a model on its device, the configuration and the runtime. On a TPU: attention without the tokens x tokens
 matrix where `model.tpu_attention` asks for it, and activation checkpointing that the compiler does not undo.
-Where parameters are spread over the devices, features stay with their samples. Elsewhere nothing changes.
+Where parameters are spread over the devices, features stay with their samples. On a CPU or a GPU: blocks
+that torch.compile has fused, where `train.compile` asks for them. Elsewhere nothing changes.
 """
 
 from __future__ import annotations
 
 import os
+import shutil
 
-from models.vit3d import SelfAttention
+import torch
+
+from models.vit3d import Block, SelfAttention
 from models.vjepa3d import VJEPA3D
-from utils.config import Config
+from utils.config import Config, UserError
 from utils.runtime import Runtime
 
 
 def choose_kernels(model: VJEPA3D, cfg: Config, runtime: Runtime, is_for_tpu: bool | None = None) -> None:
     """Put the engine's kernels into the model; `is_for_tpu`: whether the program is for a TPU, if not for
-    this machine.
+    this machine. Raises UserError for `train.compile` where that cannot be.
     """
     if runtime.device.type != "xla":
+        if cfg.train.compile:
+            compile_blocks(model, runtime.device)
         return
+    if cfg.train.compile:
+        raise UserError(
+            "train.compile: expected false with PyTorch/XLA, which compiles the whole step, found true"
+        )
     from models import xla_kernels  # only here: elsewhere there is no torch_xla
 
     if cfg.train.activation_checkpointing:
@@ -33,3 +43,17 @@ def choose_kernels(model: VJEPA3D, cfg: Config, runtime: Runtime, is_for_tpu: bo
         for module in model.modules():
             if isinstance(module, SelfAttention):
                 module.attention = xla_kernels.FlashAttention(runtime.mesh)
+
+
+def compile_blocks(model: VJEPA3D, device: torch.device) -> None:
+    """torch.compile of every transformer block of both encoders and the predictor, in training; names of
+    parameters stay. Raises UserError where a CPU has no C++ compiler.
+    """
+    compiler = os.environ.get("CXX", "g++")
+    if device.type == "cpu" and shutil.which(compiler) is None:
+        raise UserError(
+            f"train.compile: expected a C++ compiler for this CPU, found no {compiler} (CXX names another)"
+        )
+    for module in model.modules():
+        if isinstance(module, Block):
+            module.compile_branches()

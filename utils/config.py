@@ -308,8 +308,8 @@ def to_yaml(config: Config) -> str:
 # A run directory may be continued with other values of these; any other change is an error. The second line
 # is what only finetuning reads.
 RESUMABLE_KEYS = re.compile(
-    r"train\.(max_steps|epochs|log_\w+|per_core_batch_size|grad_accum_steps|activation_checkpointing|shard_\w+"
-    r"|max_bad_steps|ckpt_every_\w+|keep_last)"
+    r"train\.(max_steps|epochs|log_\w+|per_core_batch_size|grad_accum_steps|activation_checkpointing|compile"
+    r"|shard_\w+|max_bad_steps|ckpt_every_\w+|keep_last)"
     r"|wandb\..*|data\.(workers|prefetch_factor|data_timeout_s|cache_dir)|run\.profile|model\.(checkpoint|tpu_attention)"
     r"|eval\..*|probe\.(bootstrap_samples|random_init_seeds)"
 )

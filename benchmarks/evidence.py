@@ -164,7 +164,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     elif args.command in ("run", "confirm"):
         signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends the runs as Ctrl-C does
         try:
-            run(root, args) if args.command == "run" else confirm(root, args)
+            {"run": run, "confirm": confirm}[args.command](root, args)
         except KeyboardInterrupt:
             print("stopped; the same command goes on", flush=True)
             return 130

@@ -12,45 +12,15 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.evidence_arms import ABLATIONS, CONTROL, MAIN, RANDOM_ARM, REFERENCE
-from benchmarks.evidence_data import PEOPLE
+from benchmarks.evidence_confirmation import confirmation, read_confirmations
 from benchmarks.evidence_run import Plan
 from benchmarks.evidence_score import TASKS
-from benchmarks.evidence_table import Difference, build
+from benchmarks.evidence_table import build
+from benchmarks.evidence_words import NOT_SHOWN, TASK_LABELS, number, signed, span, verdict
 from utils.config import UserError
 
 RESULTS = Path(__file__).resolve().parents[1] / "docs" / "results.md"
 BEGIN, END = "<!-- evidence: begin -->", "<!-- evidence: end -->"
-NOT_SHOWN = "no difference shown"
-TASK_LABELS = {
-    "classes": "4 classes, balanced accuracy",
-    "thickness": "layer thickness, R2",
-    "occupancy": "layer occupancy, R2",
-}
-
-
-def signed(found: Difference | None) -> str:
-    """'+0.050 (+0.010 to +0.090)', bold when the interval excludes zero."""
-    if found is None:
-        return "-"
-    value, (low, high) = found
-    text = f"{value:+.3f} ({low:+.3f} to {high:+.3f})"
-    return text if verdict(found) == NOT_SHOWN else f"**{text}**"
-
-
-def verdict(found: Difference) -> str:
-    """Which side of zero the interval is on, if it is on one."""
-    _, (low, high) = found
-    return "above" if low > 0 else "below" if high < 0 else NOT_SHOWN
-
-
-def number(value: float | None, form: str = ".2f") -> str:
-    """A number, or a dash."""
-    return "-" if value is None else format(value, form)
-
-
-def span(values: Sequence[float] | None) -> str:
-    """'0.610 to 0.640', the lowest and the highest."""
-    return "-" if not values else f"{min(values):.3f} to {max(values):.3f}"
 
 
 def score_table(rows: Sequence[dict[str, Any]], against: str) -> list[str]:
@@ -157,47 +127,6 @@ def markdown(told: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def confirmation(first: dict[str, Any], again: dict[str, Any], folder: str) -> str:
-    """Every difference of the tables beside the same one on other people, who are those of `folder`."""
-    seed, count = folder.removeprefix(PEOPLE).split("_")
-    rows = {r["name"]: r for r in again["rows"]}
-    pairs = [(r, rows[r["name"]]) for r in first["rows"] if r["name"] in rows]
-    recipes = [pair for pair in pairs if pair[0]["factor"] in ("recipe", "baseline")]
-    ablations = [pair for pair in pairs if pair not in recipes]
-    lines = [
-        f"### On other people (phantom of seed {seed})",
-        "",
-        f"`python -m benchmarks.evidence confirm --people-seed {seed} --count {count}`: the same runs,",
-        f"scored on {again['participants']} participants that neither trained nor chose anything. First what",
-        "the tables above say, then what these people say.",
-        *comparison(recipes, "against_random", "random initialisation"),
-        *comparison(recipes, "against_control", "the control"),
-    ]
-    if ablations:
-        lines += comparison(ablations, "against_reference", f"`{REFERENCE}`")
-    return "\n".join(lines)
-
-
-def comparison(
-    pairs: Sequence[tuple[dict[str, Any], dict[str, Any]]], against: str, versus: str
-) -> list[str]:
-    """A table of one difference, first and again, and how many of the claims are there both times."""
-    columns = " | ".join(f"{TASK_LABELS[task]}, first | again" for task in TASKS)
-    lines = ["", f"| minus {versus} | {columns} |", "|---" * (1 + 2 * len(TASKS)) + "|"]
-    claims, kept = 0, 0
-    for pair in pairs:
-        cells = [pair[0]["label"]]
-        for task in TASKS:
-            found = [row["tasks"].get(task, {}).get(against) for row in pair]
-            cells += map(signed, found)
-            if all(found) and verdict(found[0]) != NOT_SHOWN:
-                claims += 1
-                kept += verdict(found[0]) == verdict(found[1])
-        if set(cells[1:]) != {"-"}:
-            lines.append(f"| {' | '.join(cells)} |")
-    return [*lines, "", f"Of the {claims} differences that are shown first, {kept} are shown again."]
-
-
 INTRODUCTION = """# Results
 
 The recipes, random initialisation and one-factor ablations under one protocol, on phantom cohorts (ViT-Ti,
@@ -231,10 +160,9 @@ def write_results(root: Path, out: Path) -> str:
     plan = Plan.load(root)
     told = build(plan)
     text = markdown(told)
-    for people in sorted(root.glob(f"{PEOPLE}*")):
-        again = build(plan, people)
-        told |= {people.name: again["rows"]}
-        text += "\n\n" + confirmation(told, again, people.name)
+    for folder, seed, count, again in read_confirmations(plan, told):
+        told |= {folder.name: again["rows"]}
+        text += "\n\n" + confirmation(told, again, seed, count)
     (root / "table.json").write_text(json.dumps(told, indent=1, allow_nan=False) + "\n")
     page = out.read_text() if out.exists() else f"{INTRODUCTION}{BEGIN}\n{END}\n"
     before, begin, rest = page.partition(BEGIN)

@@ -152,9 +152,10 @@ class Block(nn.Module):
     def compile_branches(self) -> None:
         """In training, both branches through torch.compile. The stochastic layers between them stay as they
         are (each draws other numbers), and so does evaluation, whose last batches have shapes of their own:
-        each would be another program.
+        each would be another program. A deep copy would go on with this block's weights.
         """
-        self.compiled = torch.compile(self.attend, dynamic=False), torch.compile(self.feed, dynamic=False)
+        branches = (torch.compile(f, dynamic=False, fullgraph=True) for f in (self.attend, self.feed))
+        self.compiled = tuple(branches)
 
 
 def recompute_block(function: Callable[..., Tensor], *arguments: object) -> Tensor:

@@ -9,6 +9,7 @@ that torch.compile has fused, where `train.compile` asks for them. Elsewhere not
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 
 import torch
@@ -49,7 +50,7 @@ def compile_blocks(model: VJEPA3D, device: torch.device) -> None:
     """torch.compile of every transformer block of both encoders and the predictor, in training; names of
     parameters stay. Raises UserError where a CPU has no C++ compiler.
     """
-    compiler = os.environ.get("CXX", "g++")
+    compiler = shlex.split(os.environ.get("CXX") or "g++")[0]
     if device.type == "cpu" and shutil.which(compiler) is None:
         raise UserError(
             f"train.compile: expected a C++ compiler for this CPU, found no {compiler} (CXX names another)"

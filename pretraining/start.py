@@ -141,6 +141,8 @@ def settle_memory(
             )
         log.warning("out of memory: per_core_batch_size %d -> %d", cfg.train.per_core_batch_size, smaller)
         cfg = replace(cfg, train=replace(cfg.train, per_core_batch_size=smaller, grad_accum_steps=None))
+        if cfg.train.compile:
+            torch.compiler.reset()  # the programs of the larger batch would count towards its limit
     model.eval()
     check_no_leak(model, views(batch)[0], batch["context"], batch["target"], runtime.end_step)
     model.train()

@@ -1,4 +1,4 @@
-"""A small phantom, its store and a run on it, made once per test session from the real stages."""
+"""A small phantom, its store and a run on it, made once per module of tests from the real stages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`train.compile`: the same losses as eager, for every recipe; who cannot compile is told so."""
+"""`train.compile`: the same losses as eager; who cannot compile is told so."""
 
 from __future__ import annotations
 

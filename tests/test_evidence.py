@@ -34,19 +34,21 @@ from benchmarks.evidence_data import (
     tokens_of_another_grid,
     valid_tokens,
 )
-from benchmarks.evidence_page import BEGIN, END, signed, write_results
+from benchmarks.evidence_page import BEGIN, END, write_results
 from benchmarks.evidence_run import (
     BASELINES,
     Job,
     Plan,
     Queue,
     calibrate,
+    confirmation_jobs,
     fitting_ablations,
     main_jobs,
     steps_of_budget,
 )
 from benchmarks.evidence_score import less_protocol_mean, load_scores, masks_of_folds, save_scores, score
 from benchmarks.evidence_table import BASELINE_LABELS, Draws, commits_of_runs, difference, read_arm
+from benchmarks.evidence_words import signed
 from data_setup.phantom import write_tree
 from data_setup.prepare import main as prepare
 from data_setup.store import PreparedStore
@@ -375,35 +377,74 @@ def test_one_lucky_seed_of_three_is_no_claim(finished: Path) -> None:
     assert difference(good, random, "classes", draws)[1][0] > 0
 
 
-def test_a_confirmation_stands_beside_what_was_found_first(finished: Path, tmp_path: Path) -> None:
-    """People on whom `vjepa2` is no better than chance: its claims are shown once, and not again."""
+@pytest.fixture
+def confirmed(finished: Path, tmp_path: Path) -> Path:
+    """The same, and people on whom `vjepa2` and no regulariser are as good as random initialisation."""
     root = tmp_path / "evidence"
     shutil.copytree(finished, root)
     people = root / "people_1003_40"
-    shutil.copytree(finished / "runs", people / "runs")
-    shutil.copytree(finished / BASELINES, people / BASELINES)
+    for part in ("runs", BASELINES):
+        shutil.copytree(finished / part, people / part)
     for seed in range(3):
         for name in ("vjepa2", "reg_none"):
+            _, facts = load_scores(run_dir(finished, arm_by_name(name), seed))
             noise, _ = load_scores(run_dir(finished, RANDOM_ARM, seed))
-            save_scores(run_dir(people, arm_by_name(name), seed), noise, {"name": name, "seed": seed})
-    text = write_results(root, tmp_path / "results.md")
-    again = text.partition("### On other people (phantom of seed 1003)")[2]
+            save_scores(run_dir(people, arm_by_name(name), seed), noise, facts)
+    return root
+
+
+def test_a_confirmation_stands_beside_what_was_found_first(confirmed: Path, tmp_path: Path) -> None:
+    text = write_results(confirmed, tmp_path / "results.md")
+    again = text.partition("### On other people (phantom of seed 1003, 40 participants)")[2]
     assert "`python -m benchmarks.evidence confirm --people-seed 1003 --count 40`" in again
-    rows = json.loads((root / "table.json").read_text())
-    named = {r["name"]: r["tasks"] for r in rows["rows"]}
-    other = {r["name"]: r["tasks"] for r in rows[people.name]}
+    told = json.loads((confirmed / "table.json").read_text())
+    first = {r["name"]: r["tasks"] for r in told["rows"]}
+    other = {r["name"]: r["tasks"] for r in told["people_1003_40"]}
     for task in ("classes", "thickness", "occupancy"):
-        assert named["vjepa2"][task]["against_random"][1][0] > 0
+        assert first["vjepa2"][task]["against_random"][1][0] > 0
         assert other["vjepa2"][task]["against_random"] == [0.0, [0.0, 0.0]]
-        assert signed(named["vjepa2"][task]["against_random"]) in again
-    line = next(line for line in again.splitlines() if line.startswith("| vjepa2, vicreg 0.05"))
+        assert signed(first["vjepa2"][task]["against_random"]) in again
+    parts = again.split("| minus ")[1:]
+    assert [part.split(" |")[0] for part in parts] == [
+        "random initialisation", "the control", "`vjepa2`", "dense context",
+    ]  # fmt: skip
+    names = [
+        [line.split(" | ")[0][2:] for line in p.splitlines()[2:] if line.startswith("| ")] for p in parts
+    ]
+    recipes = [arm.label for arm in MAIN]
+    assert names[0] == [*recipes, *BASELINE_LABELS.values()]
+    assert names[1] == [label for label in recipes if "control" not in label]
+    assert names[2] == [*recipes[1:], "no regulariser", "dense context", "dense context, MLP predictor"]
+    assert names[3] == ["dense context, MLP predictor"]
+    line = next(line for line in parts[0].splitlines() if line.startswith("| vjepa2, vicreg 0.05"))
     assert [cell.startswith(" **") for cell in line.split("|")[2:-1]] == [True, False] * 3
-    assert line.count("+0.000 (+0.000 to +0.000)") == 3
-    random_part, control_part, reference_part = again.split("| minus ")[1:]
-    assert "Of the 3 differences that are shown first, 0 are shown again." in control_part
-    assert "| no regulariser |" in reference_part
-    assert "| vjepa2" not in reference_part
-    assert "dense context |" not in random_part
+    # vjepa2 has lost all three; dense context, which is what it was, is above it now
+    assert (
+        "Shown first: 3, of which 0 are shown again on the same side of zero. Shown again alone: 0."
+        in parts[1]
+    )
+    assert "of which 0 are shown again on the same side of zero. Shown again alone: 3." in parts[2]
+    assert (
+        "Shown first: 3, of which 3 are shown again on the same side of zero. Shown again alone: 0."
+        in parts[3]
+    )
+
+
+def test_half_a_confirmation_and_one_of_other_runs_are_refused(confirmed: Path, tmp_path: Path) -> None:
+    out = tmp_path / "results.md"
+    (confirmed / "people_1003_40_old").mkdir()  # nobody's
+    write_results(confirmed, out)
+    before = out.read_text()
+    one = run_dir(confirmed / "people_1003_40", arm_by_name("mae_plain"), 2) / "scores.json"
+    kept = one.read_text()
+    one.unlink()
+    told = "found none of mae_plain, seed 2; `evidence confirm --people-seed 1003 --count 40` goes on"
+    with pytest.raises(UserError, match=re.escape(told)):
+        write_results(confirmed, out)
+    one.write_text(kept.replace('"steps": 7', '"steps": 8'))
+    with pytest.raises(UserError, match=r"runs/mae_plain: steps: expected 7 of the run as it is, found 7\.3"):
+        write_results(confirmed, out)
+    assert out.read_text() == before
 
 
 def test_all_commits_of_the_runs_are_named(finished: Path, tmp_path: Path) -> None:
@@ -575,17 +616,43 @@ def test_the_whole_command_on_a_tiny_budget(tmp_path: Path) -> None:
         assert done.returncode == 0, done.stdout + done.stderr
 
     out = tmp_path / "results.md"
-    evidence_command("data", "--pretraining", "24", "--evaluation", "60", *changes)
+    evidence_command("data", "--pretraining", "24", "--evaluation", "40", *changes)
     evidence_command("calibrate", "--jobs", "1", *changes)
     only = ("--only", "mae_plain")  # the reference and the control come along
     evidence_command("run", "--steps", "2", "--seeds", "1", "--minutes", "0", *only, *changes)
-    evidence_command("confirm", "--people-seed", "7", "--count", "60", "--jobs", "1")
     evidence_command("table", "--out", str(out))
-    told = json.loads((tmp_path / "table.json").read_text())
-    rows, again = told["rows"], told["people_7_60"]
+    rows = json.loads((tmp_path / "table.json").read_text())["rows"]
     trained = {"vjepa2", "control", "mae_plain"}
-    assert {r["name"] for r in rows} == {"random", *trained, *BASELINE_LABELS} == {r["name"] for r in again}
-    here, there = ({r["name"]: r["tasks"]["occupancy"]["score"] for r in part} for part in (rows, again))
-    assert all(here[name] != there[name] for name in trained)  # the same runs, other people
+    assert {r["name"] for r in rows} == {"random", *trained, *BASELINE_LABELS}
     assert all(r["steps"] == 2 and r["failed"] == 0 for r in rows if r["name"] in trained)
     assert "### What wins" in out.read_text()
+    # a confirmation on the same people: the same scores
+    people = tmp_path / "people_7_40"
+    people.mkdir()
+    for name in ("evaluation_store", "truth.npz"):
+        (people / name).symlink_to(tmp_path / name)
+    evidence_command("score", "--arm", "mae_plain", "--seed", "0", "--people", str(people))
+    first, again = (load_scores(run_dir(root, arm_by_name("mae_plain"), 0)) for root in (tmp_path, people))
+    assert again[1]["scores"] == first[1]["scores"]
+    assert again[1]["real_rankme"] is None
+
+
+def test_a_confirmation_scores_every_run_that_is_scored_and_trains_none(
+    finished: Path, tmp_path: Path
+) -> None:
+    plan = Plan.load(finished)
+    jobs = confirmation_jobs(plan, tmp_path / "people_1003_40")
+    some = ("random", *(arm.name for arm in MAIN), "reg_none", "context_dense", "predictor_mlp")
+    assert [j.name for j in jobs] == [
+        BASELINES,
+        *(f"{name}, seed {seed}" for name in some for seed in range(3)),
+    ]
+    assert not any(j.is_done for j in jobs)
+    for job in jobs:
+        ((_python, _m, module, verb, *arguments),) = job.commands(plan)  # one command: nothing is trained
+        assert (module, verb) == ("benchmarks.evidence", "score")
+        assert job.folder.is_relative_to(tmp_path)
+        told = dict(zip(arguments[::2], arguments[1::2], strict=True))
+        assert (told["--root"], told["--people"]) == (str(finished), str(tmp_path / "people_1003_40"))
+    with pytest.raises(UserError, match="expected scored runs, found none"):
+        confirmation_jobs(replace(plan, root=tmp_path), tmp_path / "people_1003_40")

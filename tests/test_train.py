@@ -246,7 +246,7 @@ def test_without_a_checkpoint_directory_nothing_is_saved(folder: Path, tmp_path:
     run = tmp_path / "unsaved"
     train(pipeline_config(folder, f"run.dir={run}", "train.ckpt_dir=null", "train.max_steps=2"))
     assert not (run / "checkpoints").exists()
-    assert not list(folder.glob("None*"))
+    assert not list(tmp_path.glob("None*"))
     assert not list(Path.cwd().glob("None*"))
 
 

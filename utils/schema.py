@@ -128,7 +128,7 @@ class TrainConfig:
     use_bf16: bool = MISSING
     # true: only the blocks' inputs are kept for the backward pass, the rest is computed again; same numbers
     activation_checkpointing: bool = False
-    # true: torch.compile of every transformer block, on a CPU (slower there) or GPUs; equal but for rounding
+    # true: torch.compile of every transformer block, in training, not on XLA; equal but for rounding
     compile: bool = False
     # true: each device holds its part of weights, target and moments (PyTorch/XLA alone); same numbers
     shard_parameters: bool = False

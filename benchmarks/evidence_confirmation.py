@@ -77,7 +77,7 @@ def comparison(
             new += first == NOT_SHOWN != again
         lines.append(f"| {' | '.join(cells)} |")
     told = f"Shown first: {claims}, of which {kept} are shown again on the same side of zero."
-    return [*lines, "", f"{told} Shown again alone: {new}."]
+    return [*lines, "", f"{told} Shown here alone: {new}."]
 
 
 def read_confirmations(plan: Plan, first: dict[str, Any]) -> list[tuple[Path, int, int, dict[str, Any]]]:

@@ -420,12 +420,12 @@ def test_a_confirmation_stands_beside_what_was_found_first(confirmed: Path, tmp_
     assert [cell.startswith(" **") for cell in line.split("|")[2:-1]] == [True, False] * 3
     # vjepa2 has lost all three; dense context, which is what it was, is above it now
     assert (
-        "Shown first: 3, of which 0 are shown again on the same side of zero. Shown again alone: 0."
+        "Shown first: 3, of which 0 are shown again on the same side of zero. Shown here alone: 0."
         in parts[1]
     )
-    assert "of which 0 are shown again on the same side of zero. Shown again alone: 3." in parts[2]
+    assert "of which 0 are shown again on the same side of zero. Shown here alone: 3." in parts[2]
     assert (
-        "Shown first: 3, of which 3 are shown again on the same side of zero. Shown again alone: 0."
+        "Shown first: 3, of which 3 are shown again on the same side of zero. Shown here alone: 0."
         in parts[3]
     )
 

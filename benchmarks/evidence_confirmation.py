@@ -49,8 +49,8 @@ def confirmation(first: dict[str, Any], again: dict[str, Any], seed: int, count:
         f"### On other people (phantom of seed {seed}, {count} participants)",
         "",
         f"`python -m benchmarks.evidence confirm --people-seed {seed} --count {count}`: the same runs,",
-        f"scored on {again['participants']} participants that neither trained nor chose anything. First what",
-        "the tables above say, then what these people say.",
+        f"scored on {again['participants']} participants that had no part in pre-training or in choosing a",
+        "recipe. First what the tables above say, then what these people say.",
     ]
     for against, versus, firsts in told:
         lines += comparison([(r, rows[r["name"]]) for r in firsts], against, versus)
@@ -76,8 +76,8 @@ def comparison(
             kept += first == again != NOT_SHOWN
             new += first == NOT_SHOWN != again
         lines.append(f"| {' | '.join(cells)} |")
-    told = f"Shown first: {claims}, of which {kept} are shown again on the same side of zero."
-    return [*lines, "", f"{told} Shown here alone: {new}."]
+    told = f"Shown first: {claims}; again, on the same side of zero: {kept}. Here alone: {new}."
+    return [*lines, "", told]
 
 
 def read_confirmations(plan: Plan, first: dict[str, Any]) -> list[tuple[Path, int, int, dict[str, Any]]]:

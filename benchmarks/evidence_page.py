@@ -100,7 +100,7 @@ def markdown(told: dict[str, Any]) -> str:
         f"{told['participants']} evaluated participants, none of them in pre-training;",
         f"{given} for each arm and seed, {told['seeds']} seeds.",
         "",
-        "### What wins",
+        "### What wins, on the first people",
         "",
         *sentences([*trained, *baselines], "against_random"),
         *sentences([r for r in trained if r["name"] != CONTROL], "against_control"),
@@ -135,22 +135,22 @@ phantom says nothing about real retinas. `python -m benchmarks.evidence table` w
 markers.
 
 How to read it. Pre-training and evaluation use different people. Five folds by participant: three train the
-probe, one chooses C, one is evaluated. *4 classes*: study group from mean + std of valid tokens,
-participants pooled. *Layer thickness*: 10 layers per volume, as the difference from what is usual for the
-protocol. *Layer occupancy*: share of each layer in a token, from the token's features and place. A row is the
-mean over its seeds, random initialisation too. Intervals resample participants and seeds together (2000
-draws, the same for all rows; seed i of two arms begins with the same encoder weights where their shapes
-agree), so that what two seeds of one arm differ by is no claim; three seeds say little about their spread,
-so read the column by seed too. The
-control is the reference arm after two steps: what it gains over random initialisation is no learning, so
-only what exceeds the control counts as learnt. Steps fill the budget by the seconds per step that `calibrate`
-measured; how long a run took beside other work changes nothing. Ablations are compared on the people that
-they are scored on; *On other people* scores the same runs on people that chose nothing. A claim is a paired
-interval that excludes zero, in **bold**; nothing here corrects for the number of comparisons. RankMe is that
-of valid tokens; `init weight` the share of the random initialisation left in the target encoder, which is
-what is scored. `methods` has learned positions, all others rotary ones: random initialisation is that of the
-others.
-Commits are those of the working copy at the time.
+probe, one chooses C, one is evaluated. *4 classes*: study group from mean + std of valid tokens, participants
+pooled. *Layer thickness*: 10 layers per volume, less the training mean of its acquisition protocol. *Layer
+occupancy*: share of each layer in a token, from the token's features and place. A row is the mean over its
+seeds, random initialisation too. Intervals resample participants and seeds together (2000 draws, the same for
+all rows; seed i of two arms begins with the same encoder weights where their shapes agree), so that a
+difference no larger than that between seeds is no claim; three seeds say little about their spread, so read
+the column by seed too. The control is the reference arm after two steps: what it gains over random
+initialisation is counted as no learning, so only what exceeds the control counts as learnt. *As shipped* is
+configs/smoke_test.yaml, which has the masks, penalty, EMA and loss of the large configuration, not its patch,
+predictor, batch or learning rate. Steps fill the budget by the seconds per step that `calibrate` measured;
+how long a run took beside other work changes nothing. The defaults were chosen on the first people; *On other
+people* scores the same runs on people that had no part in it. A claim is a paired interval that excludes
+zero, in **bold**; nothing here corrects for the number of comparisons. RankMe is that of valid tokens; `init
+weight` the share of the random initialisation left in the target encoder, which is what is scored; `alarms`
+their mean number per run. `methods` has learned positions, all others rotary ones: random initialisation is
+that of the others. Commits are those of the working copy at the time.
 
 """
 

@@ -419,15 +419,9 @@ def test_a_confirmation_stands_beside_what_was_found_first(confirmed: Path, tmp_
     line = next(line for line in parts[0].splitlines() if line.startswith("| vjepa2, vicreg 0.05"))
     assert [cell.startswith(" **") for cell in line.split("|")[2:-1]] == [True, False] * 3
     # vjepa2 has lost all three; dense context, which is what it was, is above it now
-    assert (
-        "Shown first: 3, of which 0 are shown again on the same side of zero. Shown here alone: 0."
-        in parts[1]
-    )
-    assert "of which 0 are shown again on the same side of zero. Shown here alone: 3." in parts[2]
-    assert (
-        "Shown first: 3, of which 3 are shown again on the same side of zero. Shown here alone: 0."
-        in parts[3]
-    )
+    assert "Shown first: 3; again, on the same side of zero: 0. Here alone: 0." in parts[1]
+    assert "again, on the same side of zero: 0. Here alone: 3." in parts[2]
+    assert "Shown first: 3; again, on the same side of zero: 3. Here alone: 0." in parts[3]
 
 
 def test_half_a_confirmation_and_one_of_other_runs_are_refused(confirmed: Path, tmp_path: Path) -> None:

@@ -379,7 +379,9 @@ def test_one_lucky_seed_of_three_is_no_claim(finished: Path) -> None:
 
 @pytest.fixture
 def confirmed(finished: Path, tmp_path: Path) -> Path:
-    """The same, and people on whom `vjepa2` and no regulariser are as good as random initialisation."""
+    """The same, and people on whom `vjepa2` and no regulariser are as good as random initialisation, and the
+    device tells all.
+    """
     root = tmp_path / "evidence"
     shutil.copytree(finished, root)
     people = root / "people_1003_40"
@@ -390,6 +392,8 @@ def confirmed(finished: Path, tmp_path: Path) -> Path:
             _, facts = load_scores(run_dir(finished, arm_by_name(name), seed))
             noise, _ = load_scores(run_dir(finished, RANDOM_ARM, seed))
             save_scores(run_dir(people, arm_by_name(name), seed), noise, facts)
+    good, _ = load_scores(run_dir(finished, arm_by_name("vjepa2"), 0))
+    save_scores(people / BASELINES / "device", good, {"name": "device"})
     return root
 
 
@@ -404,6 +408,7 @@ def test_a_confirmation_stands_beside_what_was_found_first(confirmed: Path, tmp_
         assert first["vjepa2"][task]["against_random"][1][0] > 0
         assert other["vjepa2"][task]["against_random"] == [0.0, [0.0, 0.0]]
         assert signed(first["vjepa2"][task]["against_random"]) in again
+    assert first["device"]["classes"]["score"] < 0.6 < other["device"]["classes"]["score"] == 1
     parts = again.split("| minus ")[1:]
     assert [part.split(" |")[0] for part in parts] == [
         "random initialisation", "the control", "`vjepa2`", "dense context",

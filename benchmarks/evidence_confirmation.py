@@ -26,12 +26,11 @@ FACTS_OF_A_RUN = ("num_seeds", "steps", "init_weight", "alarms", "skill_position
 def confirmation(first: dict[str, Any], again: dict[str, Any], seed: int, count: int) -> str:
     """The differences that `markdown` tells of, each beside the same one on other people."""
     rows = {r["name"]: r for r in again["rows"]}
-    recipes = [
-        r for r in first["rows"] if r["factor"] in ("recipe", "baseline") and r["name"] != RANDOM_ARM.name
-    ]
+    scored = [r for r in first["rows"] if r["num_seeds"] and r["name"] != RANDOM_ARM.name]
+    recipes = [r for r in scored if r["factor"] in ("recipe", "baseline")]
     trained = [r for r in recipes if r["factor"] == "recipe"]
-    ablations = [r for r in first["rows"] if r not in recipes and r["name"] != RANDOM_ARM.name]
-    others = sorted({r["compared_with"] for r in ablations} - {REFERENCE})
+    ablations = [r for r in scored if r not in recipes]
+    others = sorted({r["compared_with"] for r in ablations} & rows.keys() - {REFERENCE})
     told = [
         ("against_random", "random initialisation", recipes),
         ("against_control", "the control", [r for r in trained if r["name"] != CONTROL]),
@@ -100,9 +99,9 @@ def read_confirmations(plan: Plan, first: dict[str, Any]) -> list[tuple[Path, in
             )
         again = build(plan, folder)
         rows = {r["name"]: r for r in again["rows"]}
-        for row in first["rows"]:
+        for row in (r for r in first["rows"] if r["num_seeds"]):
             for fact in FACTS_OF_A_RUN:
-                if row["num_seeds"] and row[fact] != rows[row["name"]][fact]:
+                if row[fact] != rows[row["name"]][fact]:
                     raise UserError(
                         f"{folder / 'runs' / row['name']}: {fact}: expected {row[fact]} of the run as it is, "
                         f"found {rows[row['name']][fact]}; remove it, and {command} scores the run again"

@@ -384,6 +384,9 @@ def confirmed(finished: Path, tmp_path: Path) -> Path:
     """
     root = tmp_path / "evidence"
     shutil.copytree(finished, root)
+    failed = run_dir(root, arm_by_name("ema_1"), 0)  # of an arm that has nothing to confirm
+    failed.mkdir(parents=True)
+    (failed / "failed.json").write_text("{}")
     people = root / "people_1003_40"
     for part in ("runs", BASELINES):
         shutil.copytree(finished / part, people / part)

@@ -31,8 +31,8 @@ test: install ## the default tests
 test-slow: install ## longer tests
 	$(PYTEST) -m "slow"
 
-# what a TPU worker has, without the TPU's own library: 8.4 GB, and 4 GB more while pip unpacks it; pip's cache would
-# keep 3 GB of wheels that nothing else uses
+# what a TPU worker has, without the TPU's own library: 8.4 GB, and 4 GB more while pip unpacks it; nothing else uses its
+# wheels, so they are not kept
 $(XLA_VENV)/installed: requirements.txt requirements-tpu.txt requirements-dev.txt
 	test -x $(XLA_VENV)/bin/python || $(PYTHON) -m venv $(XLA_VENV)
 	$(XLA_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-cache-dir -r requirements.txt \

@@ -21,6 +21,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.evidence_arms import ABLATIONS, CONFIG, MAIN, REFERENCE, arm_by_name, arm_config, run_dir
+from benchmarks.evidence_calibration import calibrate, steps_of_budget
 from benchmarks.evidence_data import (
     EVALUATION_SEED,
     PEOPLE,
@@ -30,15 +31,7 @@ from benchmarks.evidence_data import (
     read_truth,
 )
 from benchmarks.evidence_page import RESULTS, write_results
-from benchmarks.evidence_run import (
-    BASELINES,
-    Plan,
-    Queue,
-    calibrate,
-    confirmation_jobs,
-    run_all,
-    steps_of_budget,
-)
+from benchmarks.evidence_run import BASELINES, Plan, Queue, confirmation_jobs, run_all
 from benchmarks.evidence_score import baseline_features, encoder_features, real_eyes, save_scores, score
 from benchmarks.evidence_table import training_facts
 from data_setup.store import PreparedStore

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks import evidence, evidence_run
+from benchmarks import evidence, evidence_calibration
 from benchmarks.evidence_arms import (
     ABLATIONS,
     CONFIG,
@@ -26,6 +26,7 @@ from benchmarks.evidence_arms import (
     cost_key,
     run_dir,
 )
+from benchmarks.evidence_calibration import calibrate, steps_of_budget
 from benchmarks.evidence_data import (
     FOLDS,
     Truth,
@@ -40,11 +41,9 @@ from benchmarks.evidence_run import (
     Job,
     Plan,
     Queue,
-    calibrate,
     confirmation_jobs,
     fitting_ablations,
     main_jobs,
-    steps_of_budget,
 )
 from benchmarks.evidence_score import less_protocol_mean, load_scores, masks_of_folds, save_scores, score
 from benchmarks.evidence_table import BASELINE_LABELS, Draws, commits_of_runs, difference, read_arm
@@ -129,7 +128,7 @@ def test_arms_that_are_new_are_timed_beside_the_reference_and_scaled(
 ) -> None:
     path = tmp_path / "calibration.json"
     known = {arm.name: 2.0 for arm in ALL if arm.name != "context_dense"}
-    monkeypatch.setattr(evidence_run, "_time_on_cores", lambda *_: [{arm.name: [2.0] for arm in ALL}])
+    monkeypatch.setattr(evidence_calibration, "_time_on_cores", lambda *_: [{arm.name: [2.0] for arm in ALL}])
     first = calibrate(tmp_path, 2, ())
     path.write_text(json.dumps(first | {"seconds_per_step": known}))
     asked = []
@@ -141,7 +140,7 @@ def test_arms_that_are_new_are_timed_beside_the_reference_and_scaled(
             {REFERENCE: [1.0], "context_dense": [1.6]},
         ]
 
-    monkeypatch.setattr(evidence_run, "_time_on_cores", timed)
+    monkeypatch.setattr(evidence_calibration, "_time_on_cores", timed)
     told = calibrate(tmp_path, 2, ())
     assert told["seconds_per_step"] == known | {"context_dense": 3.2}
     assert calibrate(tmp_path, 2, ()) == told == json.loads(path.read_text())

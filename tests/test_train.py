@@ -522,6 +522,13 @@ def test_validation_uses_the_batch_that_fits(
     monkeypatch.setattr(loop, "validate", spy)
     assert train(pipeline_config(folder, f"run.dir={tmp_path / 'fits'}", "train.max_steps=1")) == 0
     assert set(seen) == {1}
+    # programs of the batches that did not fit (4, then 2) are forgotten
+    forgotten = []
+    monkeypatch.setattr(loop, "choose_kernels", lambda *_: None)
+    monkeypatch.setattr(torch.compiler, "reset", lambda: forgotten.append(1))
+    again = (f"run.dir={tmp_path / 'compiled'}", "train.max_steps=1", "train.compile=true")
+    assert train(pipeline_config(folder, *again)) == 0
+    assert len(forgotten) == 2
 
 
 PARTS = ("data_wait", "forward", "backward", "update", "logging", "other")

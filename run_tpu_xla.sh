@@ -376,8 +376,8 @@ status_all() { # the exit code is the workers' where they agree
 
 foreground() {
     [[ -x $venv/bin/python ]] || fail "expected $venv/bin/python, found none; make install makes it (OCT_VENV)"
-    [[ $engine != xla ]] || grep -Eqs '^ *(import|from) torch_xla' utils/xla.py ||
-        fail "engine xla: not in this tree (utils/xla.py does not import torch_xla)"
+    [[ $engine != xla ]] || grep -Eqs '^ *(import|from) torch_xla' utils/runtime/xla.py utils/xla.py ||
+        fail "engine xla: not in this tree (utils/runtime/xla.py does not import torch_xla)"
     training 0
     say "engine $engine: $(quoted "${line[@]}")"
     [[ -n $dry ]] || exec "${line[@]}"

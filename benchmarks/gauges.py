@@ -19,16 +19,16 @@ from statistics import median
 
 import torch
 
-from benchmarks.batches import synthetic_batch
+from benchmarks.train_step.batches import synthetic_batch
 from data_setup.masks import MaskPlan, draw_mask
 from data_setup.transforms import random_stream
 from models.vjepa3d import VJEPA3D
-from pretraining.monitor import Gauges, target_drift, update_ratio
-from pretraining.skill import SkillGauge
+from pretraining.gauges.monitor import Gauges, target_drift, update_ratio
+from pretraining.gauges.skill import SkillGauge
 from pretraining.step import Batch, build_optimizer, train_step
 from utils import storage
-from utils.config import Config, load_config, run_cli
-from utils.runtime import Runtime
+from utils.config.load import Config, load_config, run_cli
+from utils.runtime.single import Runtime
 
 BUDGET = 0.02
 KINDS = ("without", "remembered", "measured")

@@ -27,10 +27,10 @@ from sklearn.model_selection import GridSearchCV, StratifiedKFold
 from sklearn.pipeline import Pipeline, make_pipeline
 from sklearn.preprocessing import StandardScaler
 
-from data_setup.dicom import read_volume
-from data_setup.phantom import write_tree
+from data_setup.phantom.cli import write_tree
 from data_setup.protocols import protocol_of_path
-from utils.config import UserError, run_cli
+from data_setup.readers.dicom import read_volume
+from utils.config.load import UserError, run_cli
 
 GRID = (16, 96, 64)  # voxels over 6.0 x 2.3 x 6.0 mm, as configs/smoke_test.yaml has it
 SPACING_MM = (0.375, 0.024, 0.09375)

@@ -24,9 +24,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, default_collate
 
-from data_setup.field import token_valid
 from data_setup.masks import MaskPlan
-from data_setup.store import PreparedStore
+from data_setup.store.reader import PreparedStore
 from data_setup.transforms import (
     NEUTRAL_INTENSITY,
     SEED_LIMIT,
@@ -37,8 +36,9 @@ from data_setup.transforms import (
     random_stream,
     training_transforms,
 )
-from utils.config import Config, ConfigError, UserError
-from utils.runtime import end_with_parent, keep_freed_memory
+from data_setup.valid_field import token_valid
+from utils.config.load import Config, ConfigError, UserError
+from utils.runtime.single import end_with_parent, keep_freed_memory
 
 Batch = dict[str, Tensor]
 

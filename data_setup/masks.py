@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from utils.config import Config, ConfigError, MaskFamily
+from utils.config.load import Config, ConfigError, MaskFamily
 
 MAX_REDRAWS = 100
 

@@ -13,8 +13,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from data_setup.field import valid_planes
 from data_setup.transforms import blocks
+from data_setup.valid_field import valid_planes
 from utils.counter_rng import counter_normal
 
 

@@ -28,18 +28,18 @@ from typing import Any
 
 from tqdm import tqdm
 
-from data_setup.audit import audit_files, list_tree
-from data_setup.dicom import OCTHeader, OCTReadError, RejectReason
-from data_setup.importers import open_record, source_stat
+from data_setup.check.audit import audit_files, list_tree
 from data_setup.manifest import Record, read_records
-from data_setup.prepare_report import shorten, summarise, table
+from data_setup.readers.dicom import OCTHeader, OCTReadError, RejectReason
+from data_setup.readers.open_record import open_record, source_stat
 from data_setup.resample import resample_frames
-from data_setup.shard_lock import setup_lock, shard_lock
-from data_setup.store import KEPT, in_threads, read_attrs
-from data_setup.store_writer import StoreWriter, measure, record_fields
-from data_setup.workers import pool_of
+from data_setup.store.locks import setup_lock, shard_lock
+from data_setup.store.reader import KEPT, in_threads, read_attrs
+from data_setup.store.summary import shorten, summarise, table
+from data_setup.store.writer import StoreWriter, measure, record_fields
 from utils import storage
-from utils.config import EXIT_USER_ERROR, SpatialConfig, StorageOptions, UserError, parse_cli, run_cli
+from utils.config.load import EXIT_USER_ERROR, SpatialConfig, StorageOptions, UserError, parse_cli, run_cli
+from utils.workers import pool_of
 
 WORKER_DIED = "worker_died"  # the process was lost twice at this file; killed for memory, most often
 INTERNAL_ERROR = "internal_error"  # a fault of this program; where it happened goes to stderr
@@ -263,7 +263,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.workers < 0:
         raise UserError(f"--workers: expected 0 or more, found {args.workers}")
     if args.check_only:
-        from data_setup.check import check_tree  # which stands on this module
+        from data_setup.check.cli import check_tree  # which stands on this module
 
         return check_tree(cfg, args.workers, args.pixel_hash or "same-size", args.json)
     if args.json or args.pixel_hash:

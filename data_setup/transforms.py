@@ -21,9 +21,9 @@ import torch.nn.functional as F
 from monai.transforms import MapTransform, Randomizable
 from torch import Tensor
 
-from data_setup.field import token_valid
 from data_setup.masks import MaskPlan, draw_mask
-from utils.config import AugmentConfig, Config
+from data_setup.valid_field import token_valid
+from utils.config.load import AugmentConfig, Config
 
 # Streams of one global position; their numbers are part of every result, so they are never renumbered.
 STREAM_GEOMETRY, STREAM_INTENSITY, STREAM_MASK, STREAM_MODEL = range(4)

@@ -1,8 +1,9 @@
-"""After pre-training.
+"""A checkpoint -> what its encoder is worth.
 
-OpenMP threads that wait must sleep, not spin: where a loader worker or another program shares the cores,
-spinning made a step take 1.9-5.2 s instead of 1.3 s, against 0.7 s and 0.6 s on an idle machine (2 cores).
-The setting is read when torch is loaded, hence here; a value in the environment wins.
+In: a checkpoint and a store. Out: probe scores with intervals beside those of random initialisation. Read
+evaluate.py first.
+
+OMP_WAIT_POLICY: see pretraining/__init__.py.
 """
 
 import os

@@ -2,7 +2,7 @@
 
 In: a configuration, a checkpoint of pretraining.train, rows of the prepared store. Out: an encoder in
 evaluation mode; float32 `[n, F]` features, one row per volume. Everything passes through the one
-normalisation and, for encoders, the one pooling (models.embed) that pre-training uses too.
+normalisation and, for encoders, the one pooling (models.probes.pooling) that pre-training uses too.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from data_setup.field import voxel_valid
 from data_setup.loader import evaluation_batches
 from data_setup.normalisation import normalise
-from data_setup.store import PreparedStore
-from models.embed import embed
+from data_setup.store.reader import PreparedStore
+from data_setup.valid_field import voxel_valid
+from models.probes.pooling import embed
 from models.vjepa3d import build_encoder
 from utils.checkpoint import CheckpointError
-from utils.config import Config, UserError, config_of_yaml, flatten
-from utils.runtime import Runtime
+from utils.config.load import Config, UserError, config_of_yaml, flatten
+from utils.runtime.single import Runtime
 
 # what a checkpoint's weights and features rest on, beside the store's normalisation
 FIXED_KEYS = (

@@ -3,9 +3,9 @@
 In: a checkpoint of pretraining.train (default: best_probe.pt of the run), the prepared store, a label per
 participant. Out: `${run.dir}/probe.json` and a printed table: the pre-trained encoder (EMA target), random
 initialisation (the seed that is best on validation) and three baselines without an encoder, all under the
-protocol of models.probes: fitted on split train, C chosen on split val, scored on the participants of
-`eval.split`; the paired difference pre-trained - random initialisation, its participant-bootstrap interval,
-and the sentence that it allows.
+protocol of models.probes.participants: fitted on split train, C chosen on split val, scored on the
+participants of `eval.split`; the paired difference pre-trained - random initialisation, its
+participant-bootstrap interval, and the sentence that it allows.
 
 Participants that pre-training saw are not evaluated, unless eval.allow_overlap=true; the table then says so.
 """
@@ -23,7 +23,7 @@ import numpy as np
 from sklearn.decomposition import PCA
 
 from data_setup.manifest import load_labels, wanted_values
-from data_setup.store import PreparedStore
+from data_setup.store.reader import PreparedStore
 from finetuning.embed import (
     check_fit,
     device_features,
@@ -32,7 +32,7 @@ from finetuning.embed import (
     random_encoder,
     raw_features,
 )
-from models.probes import (
+from models.probes.participants import (
     Fold,
     Prediction,
     balanced_accuracy,
@@ -46,9 +46,9 @@ from models.probes import (
 )
 from utils import storage
 from utils.checkpoint import load_checkpoint
-from utils.config import Config, UserError, flatten, parse_cli, run_cli
+from utils.config.load import Config, UserError, flatten, parse_cli, run_cli
 from utils.log import setup_logging
-from utils.runtime import Runtime
+from utils.runtime.single import Runtime
 
 FORMAT_VERSION = 1
 MIN_PARTICIPANTS = 2  # in each fold, and classes in the training and the evaluated fold

@@ -9,7 +9,7 @@ import math
 
 import numpy as np
 
-from utils.config import Config, ConfigError
+from utils.config.load import Config, ConfigError
 
 EMA_HALF_LIFE = 0.05  # of the run
 EMA_MAXIMUM = 0.9995

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from models.vjepa3d import VJEPA3D
 from pretraining.optimizer import MOMENTS
-from utils.config import Config
-from utils.runtime import Runtime
+from utils.config.load import Config
+from utils.runtime.single import Runtime
 
 
 def shard_state(model: VJEPA3D, optimizer: torch.optim.AdamW, cfg: Config, runtime: Runtime) -> None:

@@ -18,9 +18,9 @@ from data_setup.normalisation import normalise
 from models.regularisers import Regulariser, SigReg, Statistics, VicReg, surrogate
 from models.vjepa3d import VJEPA3D, Output, parameter_groups
 from pretraining.optimizer import FUSED_DEVICES, SelectingAdamW
-from utils.config import Config
-from utils.group import ALONE
-from utils.runtime import Runtime
+from utils.config.load import Config
+from utils.runtime.processes import ALONE
+from utils.runtime.single import Runtime
 
 Batch = dict[str, Tensor]
 Lap = Callable[[str], None]  # called with the name of the part that has just ended

@@ -16,18 +16,16 @@ from functools import partial
 
 import torch
 
-from data_setup.store import PreparedStore
+from data_setup.store.reader import PreparedStore
 from models.vjepa3d import VJEPA3D
-from pretraining.alarms import closing as closing_lines
-from pretraining.data import Rows, open_rows
-from pretraining.kernels import choose_kernels
-from pretraining.monitor import Gauges, TargetMotion, target_drift, update_ratio
-from pretraining.profiling import StepTrace
-from pretraining.schedules import ema_momentum, learning_rate, total_steps
-from pretraining.sharding import shard_state
-from pretraining.skill import SkillGauge
-from pretraining.start import log_start, next_or_stop, open_loader, rows_of_step, settle_memory
-from pretraining.state import (
+from pretraining.engine_kernels import choose_kernels
+from pretraining.gauges.alarms import closing as closing_lines
+from pretraining.gauges.monitor import Gauges, TargetMotion, target_drift, update_ratio
+from pretraining.gauges.profiling import StepTrace
+from pretraining.gauges.skill import SkillGauge
+from pretraining.gauges.throughput import Throughput
+from pretraining.gauges.validation import snapshot, validate
+from pretraining.resume import (
     NotFiniteError,
     best_names,
     check_run_dir,
@@ -38,15 +36,17 @@ from pretraining.state import (
     report_bad_steps,
     restore,
 )
+from pretraining.rows import Rows, open_rows
+from pretraining.schedules import ema_momentum, learning_rate, total_steps
+from pretraining.sharding import shard_state
 from pretraining.step import Batch, build_optimizer, train_step, trial_step
-from pretraining.throughput import Throughput
-from pretraining.validate import snapshot, validate
+from pretraining.trial import log_start, next_or_stop, open_loader, rows_of_step, settle_memory
 from utils import storage
-from utils.config import EXIT_USER_ERROR, Config, UserError, accumulation_steps, parse_cli, run_cli
-from utils.group import LostPeer
+from utils.config.load import EXIT_USER_ERROR, Config, UserError, accumulation_steps, parse_cli, run_cli
 from utils.log import NoLog, RunLog, log_failure, setup_logging
-from utils.runtime import Runtime, is_out_of_memory
-from utils.visualize import bscan_with_masks, feature_pca, load_snapshot
+from utils.report.pictures import bscan_with_masks, feature_pca, load_snapshot
+from utils.runtime.processes import LostPeer
+from utils.runtime.single import Runtime, is_out_of_memory
 
 log = logging.getLogger(__name__)
 

@@ -18,7 +18,9 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     """A phantom and its store for a module's tests, in a path with a space. Removed after the last of them
     (a run leaves 350 MB), unless one fails.
     """
-    from tests.pipeline_factory import make_store  # here, since it imports torch: after the lines above
+    from tests.support.pipeline_factory import (
+        make_store,  # here, since it imports torch: after the lines above
+    )
 
     before = request.session.testsfailed
     folder = tmp_path_factory.mktemp("the pipeline")

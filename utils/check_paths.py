@@ -11,7 +11,7 @@ import os
 import platform
 
 from utils import storage
-from utils.config import Config, UserError, parse_cli, run_cli
+from utils.config.load import Config, UserError, parse_cli, run_cli
 
 
 def check_paths(cfg: Config) -> str:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from utils import storage
-from utils.config import StorageOptions, UserError
+from utils.config.load import StorageOptions, UserError
 from utils.storage import StorageError
 
 FORMAT_VERSION = 1

@@ -25,7 +25,7 @@ from matplotlib.figure import Figure
 from tqdm import tqdm
 
 from utils import storage
-from utils.config import Config, ConfigError, UserError, flatten
+from utils.config.load import Config, ConfigError, UserError, flatten
 
 log = logging.getLogger(__name__)
 FORM = "%(asctime)s %(levelname)s %(message)s"

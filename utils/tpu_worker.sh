@@ -111,8 +111,8 @@ check() {
     if [[ $engine == xla ]]; then
         package=torch_xla
         # Without the engine every worker would train by itself on its CPU, each as the first of a run of one.
-        grep -Eqs '^ *(import|from) torch_xla' utils/xla.py ||
-            wrong "engine xla: not in this commit (utils/xla.py does not import torch_xla)"
+        grep -Eqs '^ *(import|from) torch_xla' utils/runtime/xla.py utils/xla.py ||
+            wrong "engine xla: not in this commit (utils/runtime/xla.py does not import torch_xla)"
         check_devices
     fi
     if [[ ! -x $python ]]; then

@@ -1,0 +1,82 @@
+"""Data at speed: prepare against a plain loop, reading prepared volumes, and the whole input pipeline.
+
+    python -m benchmarks.data [--json FILE] [--parts prepare,read,pipeline] [--repeats 2] [--work FOLDER]
+
+Part `prepare`: phantom files of full size (128 x 885 x 512 and 512 x 992 x 512; uncompressed and JPEG 2000,
+lossy 8:1), each decoded, decoded and resampled, prepared by one and by two workers, and put through the plain
+loop: pydicom `pixel_array`, MONAI `Spacing`, `ResizeWithPadOrCrop`. Seconds are those of one volume: the mean
+of the two files, each the median of its turns. Peak memory: above imports and a 1 MB volume, in one process.
+Part `read`: one process reads the store of the recommended grid: page cache warm and dropped, the codec and a
+memcpy alone, the same volumes from their DICOM files, and from a gs:// server on loopback (which needs
+requirements-dev.txt). Part `pipeline`: read, geometry, masks in two workers and both views' intensity in this
+process, at 64 x 384 x 384 and 32 x 192 x 192; the share of a ViT-B step that waits for its batch.
+Nothing else should run on the machine. Files and stores stay in --work for the next run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+from benchmarks.data import prepare as data_prepare
+from benchmarks.data import read as data_read
+from benchmarks.data.files import FULL_SIZE
+from benchmarks.machine import describe
+from utils.config.load import output_file
+
+PARTS = ("prepare", "read", "pipeline")
+VOLUMES, STEPS = 8, 16  # rows of the stores that are read; batches of 4 that are timed
+MODEL = "b"
+
+
+def measure(part: str, work: Path, repeats: int) -> dict[str, Any]:
+    """The numbers of one part."""
+    if part == "prepare":
+        return data_prepare.run(work, FULL_SIZE, repeats, volumes=2)
+    if part == "read":
+        return data_read.read(work, FULL_SIZE, repeats, VOLUMES, bucket=True)
+    result = data_read.pipeline(work, FULL_SIZE, repeats, VOLUMES, STEPS)
+    waits = list(data_read.waiting(work, FULL_SIZE, VOLUMES, 5, MODEL))
+    return result | {f"vit_{MODEL}_data_wait_fraction": mean(waits)}
+
+
+def lines(numbers: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
+    """Every number with its keys joined by dots."""
+    for key, value in numbers.items():
+        if isinstance(value, dict):
+            yield from lines(value, f"{prefix}{key}.")
+        elif isinstance(value, int | float):
+            yield f"{prefix}{key}", value
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Command line: see the module's docstring."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.data",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--json", type=output_file, metavar="FILE", help="write the numbers here")
+    parser.add_argument("--parts", default=",".join(PARTS), help="which parts, separated by commas")
+    parser.add_argument("--repeats", type=int, default=2, help="turns of every measurement")
+    parser.add_argument("--work", type=Path, default=Path("runs/data_bench"), help="files and stores")
+    args = parser.parse_args(argv)
+    wanted = args.parts.split(",")
+    if not set(wanted) <= set(PARTS) or args.repeats < 1:
+        parser.error(f"expected --parts among {', '.join(PARTS)} and --repeats 1 or more")
+    machine = f"{describe()}, load {os.getloadavg()[0]:.2f} at the start"
+    print(machine, flush=True)
+    results: dict[str, Any] = {"machine": machine}
+    for part in wanted:
+        results[part] = measure(part, args.work, args.repeats)
+        print(part)
+        for key, value in lines(results[part]):
+            print(f"  {key:44}{value:.4g}", flush=True)
+    if args.json:
+        args.json.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
+    return 0

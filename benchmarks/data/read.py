@@ -1,0 +1,174 @@
+"""Reading prepared volumes, and the whole input pipeline behind it; see benchmarks/data/cli.py."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from statistics import mean, median
+from typing import Any
+
+import numcodecs.blosc
+import numpy as np
+import torch
+
+from benchmarks.data.files import GRIDS, Shape, configure, dicom_files, prepared_store
+from benchmarks.data.prepare import decode_and_resample, seconds
+from data_setup.loader import Loader
+from data_setup.store.reader import PreparedStore, chunk_key
+from models.vjepa3d import VJEPA3D
+from pretraining.step import build_optimizer, train_step, views
+from tests.support.cloud_servers import BUCKET, gcs_server
+from utils import storage
+from utils.config.load import Config, StorageOptions
+from utils.runtime.single import Runtime, keep_freed_memory
+
+LOADER_WORKERS = 2  # processes of the pipeline
+CRC_BYTES = 4  # at the end of a chunk, after what Blosc wrote
+
+
+def rate(work: Callable[[int], object], rows: np.ndarray) -> float:
+    """Median seconds of work(row) over the rows."""
+    return median(seconds(lambda row=row: work(int(row))) for row in rows)
+
+
+def chunk_path(store: PreparedStore, row: int) -> Path:
+    return Path(store.url, chunk_key(row, "volumes"))
+
+
+def drop_from_page_cache(path: Path) -> None:
+    """The next read of this file comes from the disk (or from the host's own cache)."""
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def copy_seconds(size: Shape, repeats: int) -> float:
+    """Seconds of a memcpy of one volume."""
+    source, target = np.ones(size, np.uint8), np.ones(size, np.uint8)
+    return median(seconds(lambda: np.copyto(target, source)) for _ in range(repeats))
+
+
+def codec_seconds(store: PreparedStore, rows: np.ndarray) -> float:
+    """Seconds of the codec alone: compressed bytes in memory to voxels in memory."""
+    taken = []
+    for row in rows:
+        data = chunk_path(store, int(row)).read_bytes()[:-CRC_BYTES]
+        target = bytearray(int(np.prod(store.image_size)))
+        taken.append(seconds(lambda data=data, target=target: numcodecs.blosc.decompress(data, target)))
+    return median(taken)
+
+
+def from_bucket(store: PreparedStore, rows: np.ndarray) -> dict[str, float]:
+    """Seconds a volume from an emulated gs:// bucket: without a cache, filling one, and from it."""
+    with gcs_server() as endpoint, tempfile.TemporaryDirectory() as cache:
+        options, url = StorageOptions(endpoint_url=endpoint), f"gs://{BUCKET}/store"
+        names = ["zarr.json", "volumes/zarr.json", "index.parquet"]
+        for name in [*names, *(chunk_key(int(row), "volumes") for row in rows)]:
+            storage.write_bytes(storage.join(url, name), Path(store.url, name).read_bytes(), options)
+        direct = PreparedStore.open(url, options)
+        cached = PreparedStore.open(url, options, cache_dir=cache)
+        direct.read(int(rows[0]))  # opens the array
+        first = seconds(lambda: cached.read(int(rows[0])))
+        return {
+            "bucket_s": rate(direct.read, rows),
+            "cache_first_read_s": first,
+            "cache_miss_s": rate(cached.read, rows[1:]),
+            "cache_hit_s": rate(cached.read, rows),
+        }
+
+
+def read(work: Path, shapes: dict[str, Shape], repeats: int, volumes: int, bucket: bool) -> dict[str, Any]:
+    """The part `read` of the benchmark: seconds a volume of the recommended store in one process."""
+    size, spacing_mm = next(iter(GRIDS.items()))
+    cfg = configure(size, spacing_mm)
+    files = dicom_files(work, shapes)
+    store = prepared_store(work, list(files["uncompressed"].values()), cfg, volumes)
+    rows = store.kept
+    keep_freed_memory()  # as the loader's workers do
+    store.read(int(rows[0]))  # opens the array
+    warm, cold, codec, copy = [], [], [], []
+    dicom: dict[str, list[float]] = {syntax: [] for syntax in files}
+    for _ in range(repeats):
+        warm.append(rate(store.read, rows))
+        for row in rows:
+            drop_from_page_cache(chunk_path(store, int(row)))
+        cold.append(rate(store.read, rows))
+        codec.append(codec_seconds(store, rows))
+        copy.append(copy_seconds(size, volumes))
+        for syntax, by_name in files.items():
+            dicom[syntax].append(
+                mean(seconds(lambda path=path: decode_and_resample(path, cfg)) for path in by_name.values())
+            )
+    store_s, dicom_s = median(warm), median(dicom["jpeg2000"])
+    plain_s = median(dicom["uncompressed"])
+    return {
+        "store_s": store_s,
+        "dicom_s": dicom_s,
+        "ratio": dicom_s / store_s,
+        "fraction_of_codec_rate": median(codec) / store_s,
+        "volumes_per_s": 1 / store_s,
+        "cold_s": median(cold),
+        "codec_s": median(codec),
+        "memcpy_s": median(copy),
+        "fraction_of_memcpy_rate": median(copy) / store_s,
+        "uncompressed_dicom_s": plain_s,
+        "uncompressed_ratio": plain_s / store_s,
+        "compressed_over_raw": mean(chunk_path(store, int(r)).stat().st_size for r in rows) / np.prod(size),
+        **(from_bucket(store, rows) if bucket else {}),
+    }
+
+
+def pipeline_rate(cfg: Config, store: PreparedStore, warm_up: int, steps: int) -> float:
+    """Volumes a second through the loader and both views' normalisation, with data.workers processes."""
+    runtime = Runtime.create(use_bf16=False)
+    # as many batches lie ready at the end as at the start, so that none comes for nothing
+    ahead = cfg.data.workers * cfg.data.prefetch_factor
+    loader = Loader(cfg, store, store.kept, num_steps=warm_up + steps + ahead)
+    start = seconds = 0.0
+    for step, micro_batches in enumerate(loader, start=1):
+        for batch in micro_batches:
+            views(runtime.to_device(batch))
+        if step == warm_up:
+            start = time.perf_counter()
+        if step == warm_up + steps:
+            seconds = time.perf_counter() - start
+    return steps * cfg.train.global_batch_size / seconds
+
+
+def pipeline(work: Path, shapes: dict[str, Shape], repeats: int, volumes: int, steps: int) -> dict[str, Any]:
+    """The part `pipeline`: volumes a second at every grid, on two worker processes."""
+    files = dicom_files(work, shapes)
+    result: dict[str, Any] = {}
+    for size, spacing_mm in GRIDS.items():
+        batch = ["train.global_batch_size=4", "train.per_core_batch_size=4", "data.sampling=natural"]
+        workers = f"data.workers={LOADER_WORKERS}"
+        cfg = configure(size, spacing_mm, *batch, workers, "train.max_steps=1000")
+        store = prepared_store(work, list(files["uncompressed"].values()), cfg, volumes)
+        warm_up = max(2, steps // 4)
+        rates = [pipeline_rate(cfg, store, warm_up, steps) for _ in range(repeats)]
+        result["x".join(map(str, size)) + "_volumes_per_s"] = median(rates)
+    return result
+
+
+def waiting(work: Path, shapes: dict[str, Shape], volumes: int, steps: int, model: str) -> Iterator[float]:
+    """Share of every step's time that training waits for its batch: recipe vjepa2 at the smaller grid."""
+    size, spacing_mm = list(GRIDS.items())[-1]
+    batch = ["train.global_batch_size=2", "train.per_core_batch_size=2", "data.sampling=natural"]
+    cfg = configure(size, spacing_mm, *batch, "data.workers=1", "train.max_steps=1000", f"model.size={model}")
+    store = prepared_store(work, list(dicom_files(work, shapes)["uncompressed"].values()), cfg, volumes)
+    runtime = Runtime.create(use_bf16=True)
+    torch.manual_seed(0)
+    net = VJEPA3D(cfg).train()
+    optimizer = build_optimizer(net, cfg)
+    start = time.perf_counter()
+    for step, micro_batches in enumerate(Loader(cfg, store, store.kept, num_steps=steps + 1)):
+        got = time.perf_counter()
+        result = train_step(net, optimizer, micro_batches, cfg, runtime, step, 1e-4, 0.999)
+        float(result.loss)
+        end = time.perf_counter()
+        if step:  # the first one waits for the worker to start
+            yield (got - start) / (end - start)
+        start = end

@@ -1,0 +1,5 @@
+from benchmarks.evidence.cli import main
+from utils.config.load import run_cli
+
+if __name__ == "__main__":
+    run_cli(main)

@@ -1,0 +1,170 @@
+"""Evidence: recipes, random initialisation and ablations under one probe protocol, on phantom cohorts.
+
+    python -m benchmarks.evidence data                    cohorts, stores and truth, once
+    python -m benchmarks.evidence calibrate               seconds per step of every arm, on a quiet machine
+    python -m benchmarks.evidence run --budget 300 --minutes 60
+    python -m benchmarks.evidence confirm                 the same runs, scored on people that chose nothing
+    python -m benchmarks.evidence table                   docs/results.md, and table.json beside the runs
+
+In: nothing but --root, where all of it lives. Out: the table. Everything resumes; Ctrl-C is safe.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import signal
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from benchmarks.evidence.arms import ABLATIONS, CONFIG, MAIN, REFERENCE, arm_by_name, arm_config, run_dir
+from benchmarks.evidence.calibration import calibrate, steps_of_budget
+from benchmarks.evidence.cohorts import (
+    EVALUATION_SEED,
+    PEOPLE,
+    PRETRAINING_SEED,
+    make_data,
+    make_people,
+    read_truth,
+)
+from benchmarks.evidence.differences import training_facts
+from benchmarks.evidence.page import RESULTS, write_results
+from benchmarks.evidence.queue import BASELINES, Plan, Queue, confirmation_jobs, run_all
+from benchmarks.evidence.scores import baseline_features, encoder_features, real_eyes, save_scores, score
+from data_setup.store.reader import PreparedStore
+from finetuning.embed import pretrained_encoder, random_encoder
+from utils import storage
+from utils.checkpoint import load_checkpoint
+from utils.config.load import UserError
+
+
+def score_one(root: Path, name: str, seed: int, people: Path) -> None:
+    """Score one run of `root`, one random initialisation, or all baselines on the cohort below `people`;
+    writes scores.json into its folder there.
+    """
+    torch.set_num_threads(1)
+    plan = Plan.load(root)
+    truth, store = read_truth(people), PreparedStore.open(str(people / "evaluation_store"))
+    reference = arm_config(arm_by_name(REFERENCE), 0, plan.steps[REFERENCE], root, plan.extra)
+    if name == BASELINES:
+        for baseline, (pooled, dense) in baseline_features(reference, store, truth).items():
+            scores = score(truth, pooled, dense, reference.grid)
+            save_scores(people / BASELINES / baseline, scores, {"name": baseline})
+        return
+    arm = arm_by_name(name)
+    steps = plan.steps[name] if arm.is_trained else 0
+    cfg = arm_config(arm, seed, max(steps, 1), root, plan.extra)
+    folder, out = run_dir(root, arm, seed), run_dir(people, arm, seed)
+    if arm.is_trained:
+        url = storage.join(str(folder), "checkpoints", f"step_{steps:08d}.pt")
+        encoder = pretrained_encoder(cfg, load_checkpoint(url), url)
+    else:
+        encoder = random_encoder(cfg, seed)
+    pooled, dense, rank = encoder_features(encoder, cfg, store, truth, reference.grid)
+    scores = score(truth, lambda _: pooled, dense, reference.grid)
+    facts = {
+        "name": name,
+        "seed": seed,
+        "rankme": rank,
+        "real_rankme": real_eyes(encoder, cfg, people, out, f"{arm.label}, seed {seed}"),
+        **(training_facts(folder, cfg) if arm.is_trained else {}),
+    }
+    save_scores(out, scores, facts)
+
+
+def run(root: Path, args: argparse.Namespace) -> None:
+    """Train and score what is not done yet."""
+    if args.steps is None:
+        budget, steps = args.budget, steps_of_budget(root, args.budget)
+    else:
+        budget, steps = None, {arm.name: arm.steps or args.steps for arm in (*MAIN, *ABLATIONS)}
+    plan = Plan(root, budget, args.seeds, steps, tuple(args.change))
+    run_all(plan, args.jobs, args.minutes, None if args.only is None else args.only.split(","))
+
+
+def confirm(root: Path, args: argparse.Namespace) -> None:
+    """Score every run again, on people that neither trained nor chose."""
+    plan = Plan.load(root)
+    people = root / f"{PEOPLE}{args.people_seed}_{args.count}"
+    queue, waiting = Queue(plan, args.jobs), confirmation_jobs(plan, people)
+    cfg = arm_config(arm_by_name(REFERENCE), 0, 1, root, plan.extra)
+    make_people(people, cfg, CONFIG, plan.extra, args.count, args.people_seed)
+    queue.run(waiting)
+
+
+def refuse_mistakes(args: argparse.Namespace) -> None:
+    """Raise UserError for the first value that cannot be meant."""
+    given = vars(args)
+    least_of = {"jobs": 1, "seeds": 1, "steps": 2, "pretraining": 1, "evaluation": 1, "count": 1}
+    for name, least in least_of.items():
+        value = given.get(name)
+        if value is not None and value < least:
+            raise UserError(f"--{name}: expected {least} or more, found {value}")
+    if given.get("people_seed") in (PRETRAINING_SEED, EVALUATION_SEED):
+        raise UserError(
+            f"--people-seed: expected people that no run knows, found {args.people_seed}, a seed of `data`"
+        )
+    if "budget" in given and not 0 < args.budget < math.inf:
+        raise UserError(f"--budget: expected a number above 0, found {args.budget:g}")
+    if "minutes" in given and not args.minutes >= 0:
+        raise UserError(f"--minutes: expected a number from 0 on, found {args.minutes:g}")
+    names = [arm.name for arm in (*MAIN, *ABLATIONS)]
+    if given.get("only") is not None and (unknown := set(args.only.split(",")) - set(names)):
+        raise UserError(f"--only: expected some of {', '.join(names)}, found {', '.join(sorted(unknown))}")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Command line: see the module's docstring."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.evidence",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+    verbs = ("data", "calibrate", "run", "score", "confirm", "table")
+    told = {name: commands.add_parser(name) for name in verbs}
+    for name, command in told.items():
+        command.add_argument("--root", type=Path, default=Path("runs/evidence"), help="where all of it lives")
+        if name in ("calibrate", "run", "confirm"):
+            command.add_argument("--jobs", type=int, default=2, help="runs at a time, each on its own core")
+        if name in ("data", "calibrate", "run"):
+            command.add_argument("--change", action="append", default=[], metavar="section.key=value")
+    told["data"].add_argument("--pretraining", type=int, default=240, help="participants to train on")
+    told["data"].add_argument("--evaluation", type=int, default=200, help="other participants to score on")
+    told["run"].add_argument(
+        "--budget", type=float, default=300.0, help="seconds of training per arm and seed"
+    )
+    told["run"].add_argument("--steps", type=int, help="the same steps for every arm instead of a budget")
+    told["run"].add_argument("--seeds", type=int, default=3)
+    told["run"].add_argument("--minutes", type=float, default=60.0, help="of wall-clock for the ablations")
+    told["run"].add_argument("--only", metavar="ARM,ARM", help="these recipes and ablations alone")
+    told["score"].add_argument("--arm", required=True)
+    told["score"].add_argument("--seed", type=int, required=True)
+    told["score"].add_argument("--people", type=Path, help="folder of `confirm`; without it, those of `data`")
+    told["confirm"].add_argument("--count", type=int, default=200, help="people to score on")
+    told["confirm"].add_argument("--people-seed", type=int, default=1003, help="of the phantom")
+    told["table"].add_argument("--out", type=Path, default=RESULTS)
+    args = parser.parse_args(argv)
+    refuse_mistakes(args)
+    root = args.root.resolve()
+    if args.command == "data":
+        root.mkdir(parents=True, exist_ok=True)
+        cfg = arm_config(arm_by_name(REFERENCE), 0, 1, root, args.change)
+        make_data(root, cfg, CONFIG, args.change, (args.pretraining, args.evaluation))
+    elif args.command == "calibrate":
+        print(json.dumps(calibrate(root, args.jobs, args.change), indent=1))
+    elif args.command in ("run", "confirm"):
+        signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends the runs as Ctrl-C does
+        try:
+            {"run": run, "confirm": confirm}[args.command](root, args)
+        except KeyboardInterrupt:
+            print("stopped; the same command goes on", flush=True)
+            return 130
+    elif args.command == "score":
+        score_one(root, args.arm, args.seed, root if args.people is None else args.people.resolve())
+    else:
+        print(write_results(root, args.out))
+    return 0

@@ -1,0 +1,206 @@
+"""What benchmarks.evidence trains and scores on: two phantom cohorts, their stores, and the truth per token.
+
+In: a folder and two numbers of participants. Out, below the folder: `pretraining` and `evaluation` (phantom
+trees of different seeds, so different people, whatever their ids), `*_store`, `real_store` where the real
+eyes are, and `truth.npz`: layer thickness of every evaluated volume, layer occupancy of sampled tokens.
+`people_SEED_COUNT` below it: other people to confirm on, with `evaluation`, its store and truth of their own.
+
+Layer occupancy is the share of each layer in a token, of the *stored* volume: each layer's share of every
+acquired voxel goes through the resampling that made the store.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import torch
+from einops import reduce
+from sklearn.model_selection import StratifiedKFold
+
+from data_setup import prepare
+from data_setup.phantom import cli as phantom
+from data_setup.resample import resample_frames
+from data_setup.store.reader import PreparedStore
+from data_setup.transforms import identity_matrix
+from data_setup.valid_field import token_valid
+from utils.config.load import Config, SpatialConfig
+
+PRETRAINING_SEED, EVALUATION_SEED = 1001, 1002
+PEOPLE = "people_"  # + seed, count: a folder of people to confirm on
+REAL_EYES = Path(__file__).resolve().parents[3] / "shared" / "data" / "real_oct"
+TOKENS_PER_VOLUME = 96
+FOLDS = 5
+
+
+@dataclass(frozen=True)
+class Truth:
+    """The evaluation cohort: what there is to predict, in the order of `rows`."""
+
+    rows: np.ndarray  # store rows [n]
+    person: np.ndarray  # [n]
+    protocol: np.ndarray  # [n]
+    label: np.ndarray  # class number [n]
+    classes: tuple[str, ...]
+    thickness_um: np.ndarray  # [n, L]
+    layers: tuple[str, ...]
+    tokens: np.ndarray  # sampled valid tokens of the reference grid, sorted: [n, T]; -1 where there are fewer
+    occupancy: np.ndarray  # share of each layer in these tokens [n, T, L]; 0 where there is none
+    fold: np.ndarray  # which fold evaluates the row's participant [n]
+
+
+def make_data(root: Path, cfg: Config, base: Path, extra: Sequence[str], people: tuple[int, int]) -> None:
+    """Write what is missing below `root`: trees, stores (geometry of `cfg`), truth.npz."""
+    make_phantom(root / "pretraining", people[0], PRETRAINING_SEED)
+    everyone = pd.read_csv(root / "pretraining" / "participants.tsv", sep="\t", dtype=str)
+    everyone["recommended_split"] = "train"  # evaluation has people of its own
+    everyone.to_csv(root / "pretraining_participants.tsv", sep="\t", index=False)
+    make_store(root, "pretraining", root / "pretraining_participants.tsv", base, extra)
+    make_people(root, cfg, base, extra, people[1], EVALUATION_SEED)
+    if REAL_EYES.is_dir():
+        _prepare(base, [f"data.gcs_root={REAL_EYES}", f"data.store={root / 'real_store'}", *extra])
+
+
+def make_people(folder: Path, cfg: Config, base: Path, extra: Sequence[str], count: int, seed: int) -> None:
+    """Write what is missing of an evaluation cohort: tree, store (geometry of `cfg`), truth.npz."""
+    make_phantom(folder / "evaluation", count, seed)
+    make_store(folder, "evaluation", folder / "evaluation" / "participants.tsv", base, extra)
+    if not (folder / "truth.npz").exists():
+        write_truth(folder, cfg.spatial)
+
+
+def make_phantom(tree: Path, count: int, seed: int) -> None:
+    """A phantom tree, where there is none."""
+    if not (tree / "synthetic.json").exists():
+        phantom.main(["--out", str(tree), "--participants", str(count), "--seed", str(seed)])
+
+
+def make_store(folder: Path, name: str, table: Path, base: Path, extra: Sequence[str]) -> None:
+    """`NAME_store` of the tree `NAME` with the participants of a table."""
+    places = [f"data.gcs_root={folder / name}", f"data.store={folder / f'{name}_store'}"]
+    _prepare(base, [*places, f"data.participants_path={table}", *extra])
+
+
+def _prepare(base: Path, changes: Sequence[str]) -> None:
+    code = prepare.main(["--config", str(base), *changes])
+    if code:
+        raise SystemExit(code)
+
+
+def write_truth(root: Path, spatial: SpatialConfig) -> None:
+    """Thickness, sampled tokens and their occupancy of every kept volume of the evaluation store."""
+    store = PreparedStore.open(str(root / "evaluation_store"))
+    thickness, tokens, occupancy, layers = [], [], [], ()
+    for row in store.kept:
+        record = store.index.loc[row]
+        with np.load(root / "evaluation" / "truth" / f"{record.sop_instance_uid}.npz") as arrays:
+            truth = dict(arrays)
+        layers = tuple(truth["layer_names"].tolist())
+        shares_NL = layer_occupancy(truth, record, spatial)
+        valid = valid_tokens(record, spatial)
+        chosen = np.random.default_rng(int(row)).permutation(np.flatnonzero(valid))[:TOKENS_PER_VOLUME]
+        chosen = np.concatenate([np.sort(chosen), np.full(TOKENS_PER_VOLUME - len(chosen), -1)])
+        thickness.append(truth["layer_thickness_um"])
+        tokens.append(chosen)
+        occupancy.append(np.where(chosen[:, None] >= 0, shares_NL[chosen], 0.0))
+    part = root / "truth.part.npz"
+    np.savez_compressed(
+        part,
+        rows=store.kept,
+        thickness_um=np.array(thickness, np.float32),
+        layers=np.array(layers),
+        tokens=np.array(tokens),
+        occupancy=np.array(occupancy, np.float32),
+    )
+    part.replace(root / "truth.npz")
+
+
+def layer_occupancy(truth: dict[str, np.ndarray], record: pd.Series, spatial: SpatialConfig) -> np.ndarray:
+    """Share of every layer in each token of the stored volume, float32 [N, L], to 1/255 of a voxel.
+
+    `truth` is a phantom's truth file, `record` the volume's row of the store's index.
+    """
+    surfaces = truth["surfaces"]  # [L + 1, D, W]: upper edges, in acquired rows, in file order
+    shape = tuple(int(record[f"shape_before_{a}"]) for a in "dhw")
+    spacing = tuple(float(record[f"spacing_before_{a}"]) for a in "dhw")
+    row_h1 = np.arange(shape[1])[:, None]
+    shares = []
+    for upper, lower in itertools.pairwise(surfaces):
+        # a row covers half a row on both sides of its centre
+        inside = (
+            np.clip(np.minimum(low, row_h1 + 0.5) - np.maximum(up, row_h1 - 0.5), 0, 1)
+            for up, low in zip(upper, lower, strict=True)
+        )
+        frames = (np.rint(255 * frame).astype(np.uint8) for frame in inside)
+        stored = resample_frames(
+            frames,
+            shape,
+            spacing,
+            spatial.image_size,
+            spatial.target_spacing,
+            spatial.resample,
+            bool(record.flipped_d),
+        )
+        d, h, w = spatial.patch_size
+        mean = reduce(stored.voxels / 255.0, "(gd d) (gh h) (gw w) -> (gd gh gw)", "mean", d=d, h=h, w=w)
+        shares.append(mean)
+    return np.stack(shares, axis=1).astype(np.float32)
+
+
+def valid_tokens(record: pd.Series, spatial: SpatialConfig) -> np.ndarray:
+    """bool [N]: the tokens of a stored volume that are inside the acquired field."""
+    box = torch.tensor([[float(record[f"valid_{a}{i}"]) for a in "dhw" for i in "01"]])
+    matrix = torch.from_numpy(identity_matrix())[None]
+    return token_valid(matrix, box, grid_of(spatial), spatial.patch_size)[0].numpy()
+
+
+def grid_of(spatial: SpatialConfig) -> tuple[int, int, int]:
+    """Tokens along (D, H, W)."""
+    d, h, w = (i // p for i, p in zip(spatial.image_size, spatial.patch_size, strict=True))
+    return d, h, w
+
+
+def tokens_of_another_grid(
+    tokens: np.ndarray, grid: tuple[int, int, int], other: tuple[int, int, int]
+) -> np.ndarray:
+    """The token of `other` in which the centre of each token of `grid` lies; both cover one volume."""
+    index = np.unravel_index(tokens, grid)
+    there = [(2 * i + 1) * m // (2 * n) for i, n, m in zip(index, grid, other, strict=True)]
+    return np.ravel_multi_index(there, other)
+
+
+def read_truth(root: Path) -> Truth:
+    """truth.npz with the people, labels and folds of the evaluation store."""
+    store = PreparedStore.open(str(root / "evaluation_store"))
+    with np.load(root / "truth.npz") as arrays:
+        rows, thickness, layers = arrays["rows"], arrays["thickness_um"], arrays["layers"]
+        tokens, occupancy = arrays["tokens"], arrays["occupancy"]
+    index = store.index.loc[rows]
+    person = index["person_id"].to_numpy(str)
+    classes, label = np.unique(index["study_group"].to_numpy(str), return_inverse=True)
+    return Truth(
+        rows=rows,
+        person=person,
+        protocol=index["protocol"].to_numpy(str),
+        label=label,
+        classes=tuple(classes.tolist()),
+        thickness_um=thickness,
+        layers=tuple(layers.tolist()),
+        tokens=tokens,
+        occupancy=occupancy,
+        fold=fold_of_rows(person, label),
+    )
+
+
+def fold_of_rows(person: np.ndarray, label: np.ndarray) -> np.ndarray:
+    """Fold 0..FOLDS-1 of every row, by participant, stratified by class."""
+    people, first = np.unique(person, return_index=True)
+    fold = np.full(len(people), -1)
+    split = StratifiedKFold(FOLDS, shuffle=True, random_state=0).split(people, label[first])
+    for number, (_, evaluated) in enumerate(split):
+        fold[evaluated] = number
+    return fold[np.searchsorted(people, person)]

@@ -1,0 +1,250 @@
+"""The queue of benchmarks.evidence: which runs there are to make and to score, one core each.
+
+A run is `python -m pretraining.train` for the steps that its plan gives it; `evidence score` follows it on
+the same core. A run with scores is not run again; an interrupted one goes on from its checkpoint.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.evidence.arms import (
+    ABLATIONS,
+    CONFIG,
+    CONTROL,
+    MAIN,
+    RANDOM_ARM,
+    REFERENCE,
+    Arm,
+    overrides,
+    run_dir,
+)
+from utils.config.load import UserError
+
+POLL_SECONDS = 0.2
+THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
+BASELINES, LAST_BASELINE = "baselines", "position"  # written in the order of baseline_features
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What every command of one evidence folder shares; kept in plan.json."""
+
+    root: Path
+    budget_s: float | None  # None: a number of steps was asked for
+    seeds: int
+    steps: dict[str, int]  # arm -> steps
+    extra: tuple[str, ...] = ()  # configuration changes for all arms
+
+    def save(self) -> None:
+        """Write plan.json; raises UserError when runs were made under another."""
+        told = {
+            "budget_s": self.budget_s,
+            "seeds": self.seeds,
+            "steps": self.steps,
+            "extra": list(self.extra),
+        }
+        path = self.root / "plan.json"
+        if path.exists() and (self.root / "runs").exists():
+            found = json.loads(path.read_text())
+            # arms that are new since then have no runs yet
+            again = {"steps": {arm: self.steps[arm] for arm in found["steps"] if arm in self.steps}}
+            for key in ("budget_s", "extra", "steps"):
+                value = {**told, **again}[key]
+                if found[key] != value:
+                    raise UserError(
+                        f"{path}: {key}: expected {found[key]} as the runs here began, found {value}; "
+                        "use another --root, or the same values"
+                    )
+        path.write_text(json.dumps(told, indent=1) + "\n")
+
+    @classmethod
+    def load(cls, root: Path) -> Plan:
+        """What `run` wrote; raises UserError where it has not run."""
+        path = root / "plan.json"
+        if not path.exists():
+            raise UserError(f"{path}: expected the plan of a run, found none; run `evidence run` first")
+        told = json.loads(path.read_text())
+        return cls(root, told["budget_s"], told["seeds"], told["steps"], tuple(told["extra"]))
+
+
+def pin(core: int) -> None:
+    """This process, and those it starts, on one core with one thread, where the system can do that."""
+    if hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, {core})
+
+
+def cores(jobs: int) -> list[int]:
+    """A core for each of the runs that go at a time; raises UserError when there are fewer."""
+    count = os.cpu_count() or 1
+    usable = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(count))
+    if jobs > len(usable):
+        raise UserError(f"--jobs: expected at most {len(usable)}, the cores here, found {jobs}")
+    return usable[:jobs]
+
+
+@dataclass(frozen=True)
+class Job:
+    """One run to train and score; arm None: the baselines without an encoder."""
+
+    arm: Arm | None
+    seed: int
+    folder: Path  # of its scores
+    people: Path | None = None  # whom a run that is trained is scored on again
+
+    @property
+    def name(self) -> str:
+        """For messages."""
+        return BASELINES if self.arm is None else f"{self.arm.name}, seed {self.seed}"
+
+    @property
+    def is_done(self) -> bool:
+        """Scored; what failed is tried again by the next call."""
+        folder = self.folder / LAST_BASELINE if self.arm is None else self.folder
+        return (folder / "scores.json").exists()
+
+    def commands(self, plan: Plan) -> list[list[str]]:
+        """Train, then score."""
+        arm = BASELINES if self.arm is None else self.arm.name
+        module = [sys.executable, "-m"]
+        result = [[*module, "benchmarks.evidence", "score", "--root", str(plan.root), "--arm", arm]]
+        result[0] += ["--seed", str(self.seed)]
+        if self.people is not None:
+            result[0] += ["--people", str(self.people)]
+        elif self.arm is not None and self.arm.is_trained:
+            changes = overrides(self.arm, self.seed, plan.steps[self.arm.name], plan.root, plan.extra)
+            result.insert(0, [*module, "pretraining.train", "--config", str(CONFIG), *changes])
+        return result
+
+
+def main_jobs(plan: Plan, only: Collection[str] | None = None) -> list[Job]:
+    """Baselines and random initialisation first, then one seed of every recipe before the next seed.
+
+    `only`: without the other recipes, but for what every difference of the table is to.
+    """
+    jobs = [Job(None, 0, plan.root / BASELINES)]
+    jobs += [Job(RANDOM_ARM, s, run_dir(plan.root, RANDOM_ARM, s)) for s in range(plan.seeds)]
+    arms = [a for a in MAIN if only is None or a.name in {*only, REFERENCE, CONTROL}]
+    return jobs + [Job(a, s, run_dir(plan.root, a, s)) for s in range(plan.seeds) for a in arms]
+
+
+def ablation_jobs(plan: Plan, only: Collection[str] | None = None) -> list[list[Job]]:
+    """The jobs of each ablation, in order; an ablation is started only when all its seeds fit the time."""
+    arms = [a for a in ABLATIONS if only is None or a.name in only]
+    return [[Job(a, s, run_dir(plan.root, a, s)) for s in range(plan.seeds)] for a in arms]
+
+
+def confirmation_jobs(plan: Plan, people: Path) -> list[Job]:
+    """Every run that is scored, to be scored on other people too; raises UserError where there is none."""
+    found = [Job(None, 0, people / BASELINES, people)]
+    for arm in (RANDOM_ARM, *MAIN, *ABLATIONS):
+        for seed in range(plan.seeds):
+            if (run_dir(plan.root, arm, seed) / "scores.json").exists():
+                found.append(Job(arm, seed, run_dir(people, arm, seed), people))
+    if len(found) == 1:
+        raise UserError(f"{plan.root}: expected scored runs, found none; run `evidence run` first")
+    return found
+
+
+class Queue:
+    """Runs jobs on pinned cores, one each; ends its children when it ends."""
+
+    def __init__(self, plan: Plan, jobs: int) -> None:
+        self.plan, self.free = plan, cores(jobs)
+        self.running: dict[subprocess.Popen[bytes], tuple[Job, int, list[list[str]], float]] = {}
+
+    def run(self, jobs: Iterable[Job]) -> None:
+        """All jobs that are not done; KeyboardInterrupt stops the children first (training checkpoints)."""
+        waiting: Iterator[Job] = (job for job in jobs if not job.is_done)
+        job = next(waiting, None)
+        try:
+            while job is not None or self.running:
+                while job is not None and self.free:
+                    self._start(job, self.free.pop(0), job.commands(self.plan), 0.0)
+                    job = next(waiting, None)
+                time.sleep(POLL_SECONDS)
+                for process in [p for p in self.running if p.poll() is not None]:
+                    self._advance(process)
+        finally:
+            for process in self.running:
+                process.send_signal(signal.SIGTERM)
+            for process in self.running:
+                process.wait()
+
+    def _start(self, job: Job, core: int, commands: list[list[str]], used_s: float) -> None:
+        job.folder.mkdir(parents=True, exist_ok=True)
+        (job.folder / "failed.json").unlink(missing_ok=True)
+        with (job.folder / "evidence.log").open("ab") as output:
+            process = subprocess.Popen(
+                commands[0],
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=os.environ | dict.fromkeys(THREAD_VARIABLES, "1"),
+                cwd=CONFIG.parents[1],
+                start_new_session=True,  # Ctrl-C reaches this process alone, which then ends the others
+                preexec_fn=lambda: pin(core),
+            )
+        self.running[process] = job, core, commands[1:], used_s - time.monotonic()
+
+    def _advance(self, process: subprocess.Popen[bytes]) -> None:
+        """Next command of the job, or its end."""
+        job, core, commands, used_s = self.running.pop(process)
+        used_s += time.monotonic()
+        if process.returncode != 0:
+            log = (job.folder / "evidence.log").read_text(errors="replace").splitlines()
+            told = {"returncode": process.returncode, "log": log[-5:], "seconds": used_s}
+            (job.folder / "failed.json").write_text(json.dumps(told, indent=1) + "\n")
+            print(f"FAILED  {job.name}: {log[-1] if log else 'no output'}", flush=True)
+        elif commands:
+            (job.folder / "training_seconds.txt").write_text(f"{used_s:.2f}\n")
+            self._start(job, core, commands, used_s)
+            return
+        else:
+            (job.folder / "seconds.txt").write_text(f"{used_s:.2f}\n")
+            print(f"done    {job.name}: {used_s:.0f} s", flush=True)
+        self.free.append(core)
+
+
+def used_seconds(folder: Path) -> float:
+    """Core seconds that a finished job took; 0 where it has not finished."""
+    path, failed = folder / "seconds.txt", folder / "failed.json"
+    if failed.exists():
+        return float(json.loads(failed.read_text())["seconds"])
+    return float(path.read_text()) if path.exists() else 0.0
+
+
+def run_all(plan: Plan, jobs: int, minutes: float, only: Collection[str] | None = None) -> None:
+    """The recipes, then ablations until `minutes` of wall-clock are used, those of earlier calls included."""
+    plan.save()
+    Queue(plan, jobs).run(main_jobs(plan, only))
+    Queue(plan, jobs).run(fitting_ablations(plan, jobs, minutes * 60, only))
+
+
+def fitting_ablations(
+    plan: Plan, jobs: int, allowed_s: float, only: Collection[str] | None = None
+) -> Iterator[Job]:
+    """Jobs of one ablation after the other, while another is expected to fit the time."""
+    ablations = ablation_jobs(plan, only)
+    spent_s = sum(used_seconds(job.folder) for ablation in ablations for job in ablation) / jobs
+    expected_s = (
+        max(used_seconds(job.folder) for job in main_jobs(plan) if job.arm in MAIN) * plan.seeds / jobs
+    )
+    start = time.monotonic()
+    for ablation in ablations:
+        if all(job.is_done for job in ablation):
+            continue
+        used_s = spent_s + time.monotonic() - start
+        if used_s + expected_s > allowed_s:
+            arm = ablation[0].arm
+            assert arm is not None
+            print(f"stopped before {arm.name}: {used_s / 60:.0f} min used of {allowed_s / 60:g}", flush=True)
+            return
+        yield from ablation

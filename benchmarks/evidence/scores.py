@@ -1,0 +1,290 @@
+"""Scores of one frozen encoder, or of what needs none, on the evaluation cohort of benchmarks.evidence.
+
+In: token features of every evaluated volume. Out: `scores.npz` (predictions and errors per participant, for
+paired intervals) and `scores.json` beside it. Five folds by participant: three train, the next one chooses C,
+one is evaluated; predictions of all folds are pooled. Tasks:
+  classes    study group: mean + std of valid tokens, logistic regression, balanced accuracy over participants
+  thickness  layer thickness per volume, less the mean of its protocol over the training fold: ridge, mean R2
+  occupancy  layer occupancy per token of the reference grid, with its place: ridge, mean R2 over layers
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from einops import rearrange
+from sklearn.decomposition import PCA
+from torch import Tensor, nn
+
+from benchmarks.evidence.cohorts import FOLDS, Truth, tokens_of_another_grid
+from data_setup.loader import evaluation_batches
+from data_setup.normalisation import normalise
+from data_setup.store.reader import PreparedStore
+from finetuning.embed import device_features, raw_features
+from models.probes.participants import (
+    Fold,
+    Prediction,
+    balanced_accuracy,
+    balanced_accuracy_draws,
+    logistic_probe,
+    pool_tokens,
+    rankme,
+)
+from models.probes.tokens import (
+    DensePrediction,
+    Errors,
+    Rows,
+    join_errors,
+    mean_r2,
+    mean_r2_draws,
+    position_columns,
+    ridge_rows,
+)
+from utils.config.load import Config
+from utils.report.pictures import feature_pca, load_snapshot, save_snapshot
+from utils.runtime.single import Runtime
+
+TASKS = ("classes", "thickness", "occupancy")
+PCA_COMPONENTS = 64
+RANKME_TOKENS = 4096
+BATCH = 16
+FoldFeatures = Callable[[np.ndarray], np.ndarray]  # is-training [n] -> features [n, F]
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Out-of-fold results of one encoder; a task that a row has no features for is None."""
+
+    classes: Prediction | None
+    thickness: Errors | None
+    occupancy: Errors | None
+    val: dict[str, float]  # task -> mean over folds of the score that chose C
+    chosen_c: dict[str, list[float]]
+
+    def of(self, task: str) -> float | None:
+        """The score of a task over all participants."""
+        part = getattr(self, task)
+        if part is None:
+            return None
+        return balanced_accuracy(part) if isinstance(part, Prediction) else mean_r2(part)
+
+    def draws(self, task: str, draws_SP: np.ndarray) -> np.ndarray:
+        """The score of every resample of participants [S]."""
+        part = getattr(self, task)
+        if isinstance(part, Prediction):
+            return balanced_accuracy_draws(part, draws_SP)
+        return mean_r2_draws(part, draws_SP)
+
+
+def masks_of_folds(fold: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+    """(training, validation, evaluated) bool [n] of every fold."""
+    for number in range(FOLDS):
+        val, test = fold == (number + 1) % FOLDS, fold == number
+        yield ~(val | test), val, test
+
+
+def score_classes(truth: Truth, features: FoldFeatures) -> tuple[Prediction, list[Prediction]]:
+    """Out-of-fold class probabilities of every participant, and the folds' own."""
+    parts = []
+    for masks in masks_of_folds(truth.fold):
+        x = features(masks[0])
+        parts.append(logistic_probe(*(Fold(x[m], truth.label[m], truth.person[m]) for m in masks)))
+    ids = np.concatenate([p.participants for p in parts])
+    order = np.argsort(ids)
+    labels, scores = (np.concatenate([getattr(p, n) for p in parts])[order] for n in ("labels", "scores"))
+    return Prediction(ids[order], labels, scores), parts
+
+
+def score_thickness(truth: Truth, features: FoldFeatures) -> tuple[Errors, list[DensePrediction]]:
+    """Errors of layer thickness per volume, relative to what is usual for its protocol."""
+    parts = []
+    for masks in masks_of_folds(truth.fold):
+        x, y = features(masks[0]), less_protocol_mean(truth.thickness_um, truth.protocol, masks[0])
+        parts.append(ridge_rows(*(Rows(x[m], y[m], truth.person[m]) for m in masks)))
+    return join_errors([p.errors for p in parts]), parts
+
+
+def less_protocol_mean(values: np.ndarray, protocol: np.ndarray, is_training: np.ndarray) -> np.ndarray:
+    """values [n, L] less their mean over the protocol's training volumes (over all, where it has none)."""
+    left = np.empty(values.shape, np.float64)
+    for name in np.unique(protocol):
+        mine = protocol == name
+        known = mine & is_training
+        left[mine] = values[mine] - values[known if known.any() else is_training].mean(axis=0)
+    return left
+
+
+def score_occupancy(
+    truth: Truth, dense: np.ndarray, grid: tuple[int, int, int]
+) -> tuple[Errors, list[DensePrediction]]:
+    """Errors of layer occupancy; `dense` [n, T, F] are the features of truth.tokens of the reference grid."""
+    used = truth.tokens >= 0
+    place = position_columns(truth.tokens[used], grid)
+    x = np.concatenate([dense[used], place], axis=1)
+    y = truth.occupancy[used]
+    volume = np.broadcast_to(np.arange(len(used))[:, None], used.shape)[used]
+    parts = []
+    for masks in masks_of_folds(truth.fold):
+        folds = [m[volume] for m in masks]
+        parts.append(ridge_rows(*(Rows(x[m], y[m], truth.person[volume[m]]) for m in folds)))
+    return join_errors([p.errors for p in parts]), parts
+
+
+def score(
+    truth: Truth, pooled: FoldFeatures | None, dense: np.ndarray | None, grid: tuple[int, int, int]
+) -> Scores:
+    """All tasks that there are features for; `grid` is the reference grid, that of truth.tokens."""
+    found: dict[str, Any] = {}
+    if pooled is not None:
+        found["classes"] = score_classes(truth, pooled)
+        found["thickness"] = score_thickness(truth, pooled)
+    if dense is not None:
+        found["occupancy"] = score_occupancy(truth, dense, grid)
+    return Scores(
+        **{task: found[task][0] if task in found else None for task in TASKS},
+        val={task: float(np.mean([p.val_score for p in parts])) for task, (_, parts) in found.items()},
+        chosen_c={task: [p.chosen_c for p in parts] for task, (_, parts) in found.items()},
+    )
+
+
+@torch.no_grad()
+def encoder_features(
+    encoder: nn.Module, cfg: Config, store: PreparedStore, truth: Truth, grid: tuple[int, int, int]
+) -> tuple[np.ndarray, np.ndarray, float]:
+    """Pooled features [n, 2E], features [n, T, E] of truth.tokens, and RankMe of valid tokens.
+
+    An encoder with another patch size lends each reference token the features of the token it lies in.
+    """
+    runtime = Runtime.create(cfg.train.use_bf16)
+    encoder = encoder.to(runtime.device).eval()
+    there = tokens_of_another_grid(truth.tokens.clip(min=0), grid, cfg.grid)
+    pooled, dense, sample, start = [], [], [], 0
+    per_volume = -(-RANKME_TOKENS // len(truth.rows))
+    for batch in map(runtime.to_device, evaluation_batches(cfg, store, truth.rows, BATCH)):
+        with runtime.autocast():
+            tokens_BNE = encoder(view_of(batch)).float()
+        pooled.append(pool_tokens(tokens_BNE, batch["context_valid"]).cpu())
+        tokens_BNE = tokens_BNE.cpu()
+        ids_BT = torch.from_numpy(there[start : start + len(tokens_BNE)])
+        dense.append(tokens_BNE.gather(1, ids_BT.unsqueeze(-1).expand(-1, -1, tokens_BNE.shape[-1])))
+        for features, valid in zip(tokens_BNE, batch["context_valid"].cpu(), strict=True):
+            sample.append(spread_tokens(features[valid > 0], per_volume))
+        start += len(tokens_BNE)
+    return torch.cat(pooled).numpy(), torch.cat(dense).numpy(), rankme(torch.cat(sample))
+
+
+def spread_tokens(features_NE: Tensor, count: int) -> Tensor:
+    """`count` rows, or all, evenly spread."""
+    at = torch.linspace(0, len(features_NE) - 1, min(count, len(features_NE))).round().long()
+    return features_NE[at]
+
+
+def view_of(batch: dict[str, Tensor]) -> Tensor:
+    """The volume [B, 1, D, H, W] without augmentation."""
+    return normalise(batch["volume"], batch["matrix"], batch["valid_box"], batch["mean"], batch["std"])
+
+
+def baseline_features(
+    cfg: Config, store: PreparedStore, truth: Truth
+) -> dict[str, tuple[FoldFeatures | None, np.ndarray | None]]:
+    """name -> (pooled features by fold, dense features) of what needs no encoder."""
+    runtime = Runtime.create(False)
+    voxels, profile = raw_features(cfg, store, truth.rows, runtime)
+
+    def components(is_training: np.ndarray) -> np.ndarray:
+        count = min(PCA_COMPONENTS, int(is_training.sum()) - 1, voxels.shape[1])
+        pca = PCA(count, svd_solver="randomized", random_state=0)
+        return pca.fit(voxels[is_training]).transform(voxels)
+
+    d, h, w = cfg.spatial.patch_size
+    patches, start = [], 0
+    for batch in evaluation_batches(cfg, store, truth.rows, BATCH):
+        tokens_BNV = rearrange(
+            view_of(batch)[:, 0], "b (gd d) (gh h) (gw w) -> b (gd gh gw) (d h w)", d=d, h=h, w=w
+        )
+        ids_BT = torch.from_numpy(truth.tokens[start : start + len(tokens_BNV)].clip(min=0))
+        patches.append(tokens_BNV.gather(1, ids_BT.unsqueeze(-1).expand(-1, -1, d * h * w)))
+        start += len(tokens_BNV)
+    return {
+        "voxel_pca": (components, torch.cat(patches).numpy()),
+        "ascan_profile": (lambda _: profile, None),
+        "device": (lambda t: device_features(store, truth.rows, truth.rows[t]), None),
+        "position": (None, np.zeros((*truth.tokens.shape, 0), np.float32)),
+    }
+
+
+def real_eyes(encoder: nn.Module, cfg: Config, root: Path, out: Path, title: str) -> float | None:
+    """RankMe of the real eyes' valid tokens, and a picture of each eye's features; None where there are none.
+
+    The eyes have no labels: nothing is scored.
+    """
+    if not (root / "real_store" / "index.parquet").exists():
+        return None
+    store = PreparedStore.open(str(root / "real_store"))
+    sample = []
+    with torch.no_grad():
+        for batch in evaluation_batches(cfg, store, store.kept, 1):
+            tokens_NE = encoder(view_of(batch))[0].float().cpu()
+            valid_N = batch["context_valid"][0]
+            sample.append(spread_tokens(tokens_NE[valid_N > 0], RANKME_TOKENS))
+            record = store.index.loc[int(batch["row"][0])]
+            path = out / f"real_{record['device']}.npz"
+            save_snapshot(
+                path,
+                volume=batch["volume"][0].numpy(),
+                context=np.zeros(0, int),
+                target=np.zeros(0, int),
+                grid=np.array(cfg.grid),
+                patch=np.array(cfg.spatial.patch_size),
+                spacing=np.array(cfg.spatial.target_spacing),
+                features=tokens_NE.numpy().astype(np.float16),
+                valid=valid_N.numpy(),
+                title=f"{record['device']}, {title}",
+            )
+            feature_pca(load_snapshot(path)).savefig(path.with_suffix(".png"), dpi=90)
+    return rankme(torch.cat(sample))
+
+
+def save_scores(folder: Path, scores: Scores, facts: dict[str, Any]) -> None:
+    """scores.npz, then scores.json, which says that both are there."""
+    arrays: dict[str, np.ndarray] = {}
+    if scores.classes is not None:
+        p = scores.classes
+        arrays |= {"participants": p.participants, "labels": p.labels, "class_scores": p.scores}
+    for task in ("thickness", "occupancy"):
+        errors = getattr(scores, task)
+        if errors is not None:
+            arrays |= {f"{task}_participants": errors.participants}
+            arrays |= {f"{task}_{n}": getattr(errors, n) for n in ("first", "second", "error")}
+    folder.mkdir(parents=True, exist_ok=True)
+    np.savez_compressed(folder / "scores.npz", **arrays)
+    told = facts | {
+        "scores": {task: scores.of(task) for task in TASKS},
+        "val": scores.val,
+        "chosen_c": scores.chosen_c,
+    }
+    part = folder / "scores.json.part"
+    part.write_text(json.dumps(told, indent=1, allow_nan=False) + "\n")
+    part.replace(folder / "scores.json")
+
+
+def load_scores(folder: Path) -> tuple[Scores, dict[str, Any]]:
+    """What save_scores wrote."""
+    told = json.loads((folder / "scores.json").read_text())
+    with np.load(folder / "scores.npz") as a:
+        classes = None
+        if "labels" in a:
+            classes = Prediction(a["participants"], a["labels"], a["class_scores"])
+        errors = {
+            task: Errors(a[f"{task}_participants"], *(a[f"{task}_{n}"] for n in ("first", "second", "error")))
+            if f"{task}_error" in a
+            else None
+            for task in ("thickness", "occupancy")
+        }
+    return Scores(classes, errors["thickness"], errors["occupancy"], told["val"], told["chosen_c"]), told

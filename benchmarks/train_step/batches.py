@@ -1,0 +1,43 @@
+"""Batches for measurements: noise volumes and tokens, in the form that the loader gives."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import torch
+
+from pretraining.step import Batch
+from utils.config.load import Config
+
+
+def synthetic_batch(cfg: Config, seed: int) -> Batch:
+    """Noise volumes without padding and random tokens, in the form that the loader gives."""
+    rng = np.random.RandomState(seed)
+    batch, size = cfg.train.global_batch_size, cfg.spatial.image_size
+    tokens = math.prod(cfg.grid)
+    order = torch.from_numpy(np.stack([rng.permutation(tokens) for _ in range(batch)]))
+    ratio = cfg.method.mask_ratio
+    if ratio is not None:  # methods: all tokens are read
+        context, target = order.sort(dim=1).values, order[:, : round(ratio * tokens)]
+    else:
+        seen, predicted = (round(r * tokens) for r in (cfg.method.context_ratio, cfg.method.target_ratio))
+        context, target = order[:, :seen], order[:, seen : seen + predicted]
+    box = torch.tensor([0, size[0], 0, size[1], 0, size[2]]).float()
+    return {
+        "volume": torch.from_numpy(rng.randint(0, 256, (batch, *size), dtype=np.uint8)),
+        "matrix": torch.eye(3, 4).expand(batch, -1, -1),
+        "valid_box": box.expand(batch, -1),
+        "mean": torch.full((batch,), 127.5),
+        "std": torch.full((batch,), 74.0),
+        "intensity": torch.tensor([1.1, 0.9, 0.05]).expand(batch, 2, 3),
+        "noise_seed": torch.arange(2 * batch).view(batch, 2),
+        "sample_seed": torch.arange(batch),
+        "context": context,
+        "target": target,
+        "context_valid": torch.ones(context.shape),
+        "target_valid": torch.ones(target.shape),
+        "token_valid": torch.ones(batch, tokens, dtype=torch.bool),
+        "row": torch.arange(batch),
+        "position": torch.arange(batch),
+    }

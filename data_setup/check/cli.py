@@ -1,0 +1,296 @@
+"""The verdict on a whole tree from the first bytes of its files, without writing a volume.
+
+In: the manifest's records (`Config`). Out: check_report.json, a table, and a verdict. Of each DICOM file the
+first HEAD_BYTES are fetched, more only when the header is longer; `pixel_hash` says which files are read on:
+`same-size`, those whose pixel data has the length of another one's and agrees with it in the middle; `all`;
+`none`. What only decoding shows, `prepare` alone finds: check_report.FULL_PASS_ONLY. Exit codes:
+docs/expand.md.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+from pydicom.uid import UID
+from tqdm import tqdm
+
+from data_setup.check import report as check_report
+from data_setup.check.audit import Tree, audit_files, list_tree
+from data_setup.check.range_file import HEAD_BYTES, RangeFile
+from data_setup.check.report import NOT_OPENED, OK
+from data_setup.manifest import Record, RecordList, read_records
+from data_setup.prepare import UNREAD, check_manifest
+from data_setup.readers.dicom import OCTHeader, read_header
+from data_setup.readers.faults import OCTReadError, RejectReason, named_faults
+from data_setup.readers.open_record import identify, kind_by_name
+from data_setup.readers.pixels import BoundedFile
+from utils import storage
+from utils.config.load import EXIT_USER_ERROR, Config, StorageOptions, UserError
+from utils.workers import spawned_pool
+
+EXIT_FOUND_BAD = 1
+PIXEL_HASH_MODES = ("same-size", "all", "none")
+_SAMPLE_BYTES = 2**14  # from the middle of the pixel data
+_READ_BYTES = 2**23
+
+
+@dataclass(frozen=True)
+class Item:
+    """One file to look at; `record` is None for an orphan, `size` None where the listing has no object."""
+
+    path: str
+    url: str
+    record: Record | None
+    size: int | None
+    is_folder: bool = False
+    is_double: bool = False  # of a row that is not used, since another has its SOPInstanceUID
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What the first bytes of a file say; `status` is OK, NOT_OPENED, UNREAD or a RejectReason."""
+
+    path: str
+    url: str
+    is_orphan: bool
+    device: str | None
+    protocol: str | None
+    manifest_laterality: str | None
+    is_double: bool = False
+    size: int = 0
+    status: str = OK
+    message: str | None = None
+    kind: str = "DICOM"
+    shape: tuple[int, int, int] | None = None
+    spacing_mm: tuple[float, float, float] | None = None
+    spacing_source: str | None = None
+    orientation_source: str | None = None
+    laterality: str | None = None  # L | R | unknown; of the header
+    transfer_syntax: str | None = None
+    sop_instance_uid: str | None = None
+    pixel_start: int | None = None  # bytes before the value of the pixel data
+    sample: str | None = None  # digest of bytes from the middle of the pixel data
+    pixel_hash: str | None = None  # digest of all bytes from pixel_start on
+    fetched: dict[str, int] = field(default_factory=dict)  # bytes by purpose: header, sample, pixels
+    requests: int = 0
+
+    @property
+    def pixel_bytes(self) -> int:
+        return self.size - (self.pixel_start or 0)
+
+
+def read_finding(item: Item, options: StorageOptions, head_bytes: int = HEAD_BYTES) -> Finding:
+    """Look at one file's header; a fault of the file or of storage is a status, no error."""
+    record = item.record
+    finding = Finding(
+        path=item.path,
+        url=item.url,
+        is_orphan=record is None,
+        device=record.device if record else None,
+        protocol=record.protocol if record else None,
+        manifest_laterality=record.laterality if record else None,
+        is_double=item.is_double,
+        size=item.size or 0,
+    )
+    if item.is_folder and kind_by_name(item.url) is None:
+        return replace(finding, status=NOT_OPENED, kind="folder")
+    if item.size is None:
+        status, said = RejectReason.MISSING_FILE.value, "expected a file, found none"
+        return replace(finding, status=status, message=said)
+    raw = RangeFile(item.url, item.size, options, head_bytes)
+    try:
+        return _with_bytes(_look(finding, raw, record), raw)
+    except OCTReadError as error:
+        said = f"expected {error.expected}, found {error.found}"
+        finding = replace(finding, status=error.reason.value, message=said)
+    except storage.StorageNotFoundError as error:
+        finding = replace(finding, status=RejectReason.MISSING_FILE.value, message=error.problem)
+    except storage.StorageError as error:
+        finding = replace(finding, status=UNREAD, message=error.problem)
+    return _with_bytes(finding, raw)
+
+
+def _look(finding: Finding, raw: RangeFile, record: Record | None) -> Finding:
+    named = kind_by_name(finding.url) or "DICOM"
+    if named != "DICOM":
+        kind, _ = identify(raw.read(1024))
+        return replace(finding, status=NOT_OPENED, kind=kind or named)
+    with named_faults(finding.url, RejectReason.NOT_DICOM, "a DICOM file"):
+        # raw has what BoundedFile uses, and is no BinaryIO in name
+        file = BoundedFile(raw)  # type: ignore[arg-type]
+    header, pixel_start = read_header(file, finding.url)
+    finding = _described(finding, header, pixel_start)
+    if record is not None:
+        try:
+            check_manifest(record, header)
+        except OCTReadError as error:
+            said = f"expected {error.expected}, found {error.found}"
+            return replace(finding, status=error.reason.value, message=said)
+    return finding
+
+
+def _described(finding: Finding, header: OCTHeader, pixel_start: int) -> Finding:
+    return replace(
+        finding,
+        device=finding.device or header.device,
+        protocol=finding.protocol or header.protocol,
+        shape=header.shape,
+        spacing_mm=header.spacing_mm,
+        spacing_source=header.spacing_source,
+        orientation_source=header.orientation_source,
+        laterality=header.laterality or "unknown",
+        transfer_syntax=UID(header.transfer_syntax).name,
+        sop_instance_uid=header.sop_instance_uid,
+        pixel_start=pixel_start,
+    )
+
+
+def _with_bytes(finding: Finding, raw: RangeFile) -> Finding:
+    return replace(finding, fetched={"header": raw.fetched}, requests=raw.requests)
+
+
+def add_sample(finding: Finding, options: StorageOptions) -> Finding:
+    """Digest of bytes from the middle of the pixel data: equal pixels have equal middles."""
+    assert finding.pixel_start is not None
+    start = finding.pixel_start + finding.pixel_bytes // 2
+    return _digested(finding, "sample", start, min(start + _SAMPLE_BYTES, finding.size), options)
+
+
+def add_pixel_hash(finding: Finding, options: StorageOptions) -> Finding:
+    """Digest of the stored bytes from the pixel data's value to the end of the file."""
+    assert finding.pixel_start is not None
+    return _digested(finding, "pixels", finding.pixel_start, finding.size, options)
+
+
+def _digested(finding: Finding, what: str, start: int, end: int, options: StorageOptions) -> Finding:
+    digest, count, requests = hashlib.blake2b(digest_size=16), 0, 0
+    try:
+        for position in range(start, end, _READ_BYTES):
+            data = storage.read_range(finding.url, position, min(position + _READ_BYTES, end), options)
+            digest.update(data)
+            count, requests = count + len(data), requests + 1
+    except storage.StorageError as error:
+        return replace(finding, status=UNREAD, message=error.problem)
+    return replace(
+        finding,
+        **{"sample" if what == "sample" else "pixel_hash": digest.hexdigest()},
+        fetched=finding.fetched | {what: count},
+        requests=finding.requests + requests,
+    )
+
+
+def hash_pixels(
+    findings: Sequence[Finding],
+    mode: str,
+    apply: Callable[[Callable[..., Finding], list[Finding]], list[Finding]],
+) -> list[Finding]:
+    """The findings, with pixel hashes where `mode` asks for them."""
+    found = {f.path: f for f in findings}
+
+    def update(function: Callable[..., Finding], some: Iterable[Finding]) -> None:
+        found.update((f.path, f) for f in apply(function, list(some)))
+
+    readable = [f for f in findings if f.pixel_start is not None]
+    if mode == "same-size":
+        update(add_sample, _shared(readable, lambda f: f.pixel_bytes))
+        sampled = [f for f in found.values() if f.sample is not None]
+        update(add_pixel_hash, _shared(sampled, lambda f: (f.pixel_bytes, f.sample)))
+    elif mode == "all":
+        update(add_pixel_hash, readable)
+    return list(found.values())
+
+
+def _shared(findings: Iterable[Finding], key: Callable[[Finding], object]) -> list[Finding]:
+    """Those that agree with another one in the key."""
+    groups: dict[object, list[Finding]] = {}
+    for finding in findings:
+        groups.setdefault(key(finding), []).append(finding)
+    return [f for group in groups.values() if len(group) > 1 for f in group]
+
+
+def find_items(listing: RecordList, orphans: Sequence[str], tree: Tree) -> list[Item]:
+    """The files of the records, of rows that repeat one, and the orphans; sizes are from the listing."""
+    items = []
+    doubles = [(row, True) for row in listing.doubles if row.path in tree]
+    for record, is_double in [*((r, False) for r in listing.records), *doubles]:
+        is_folder = record.path in tree.folders
+        size = 0 if is_folder else tree.sizes.get(record.path)
+        items.append(Item(record.path, record.url, record, size, is_folder, is_double))
+    return items + [Item(p, storage.join(listing.root, p), None, tree.sizes[p]) for p in orphans]
+
+
+_Run = Callable[[str, Callable[[Any], Finding], Sequence[Any]], list[Finding]]
+
+
+@contextmanager
+def _runner(workers: int) -> Iterator[_Run]:
+    """Calls (title, function, items) -> [function(item) ...] in `workers` processes; 0: in this one.
+
+    Headers of hundreds of frames take their time to parse, so threads would not do.
+    """
+
+    def bar(title: str, items: Sequence[Any], results: Iterable[Finding]) -> list[Finding]:
+        shown = sys.stderr.isatty()
+        return list(tqdm(results, desc=title, total=len(items), unit="file", disable=not shown))
+
+    if workers == 0:
+        yield lambda title, function, items: bar(title, items, map(function, items))
+        return
+    with spawned_pool(workers) as pool:
+
+        def run(title: str, function: Callable[[Any], Finding], items: Sequence[Any]) -> list[Finding]:
+            try:
+                return bar(title, items, pool.map(function, items, chunksize=8))
+            except BrokenProcessPool as error:
+                said = "a worker process was lost, for lack of memory perhaps; run again with fewer --workers"
+                raise UserError(f"{title}: {said}") from error
+
+        yield run
+
+
+def check_tree(cfg: Config, workers: int, pixel_hash: str, json_url: str | None) -> int:
+    """Look at the tree, print the table, write the report; 0, EXIT_FOUND_BAD or EXIT_USER_ERROR."""
+    start = time.perf_counter()
+    options = cfg.data.storage_options
+    listing = read_records(cfg)
+    tree = list_tree(listing, options)
+    audit = audit_files(listing, tree)
+    items = find_items(listing, audit["orphans"], tree)
+    with _runner(workers) as run:
+        findings = run("check", partial(read_finding, options=options), items)
+
+        def apply(function: Callable[..., Finding], some: list[Finding]) -> list[Finding]:
+            return run("compare", partial(function, options=options), some)
+
+        findings = hash_pixels(findings, pixel_hash, apply)
+    report = check_report.summarise(
+        findings,
+        {
+            "tree": cfg.data.gcs_root,
+            "pixel_hash": pixel_hash,
+            "skipped": listing.skipped,
+            "split_source": listing.split_source,
+            "seconds": round(time.perf_counter() - start, 3),
+            "workers": workers,
+        },
+        audit["unused_missing"],
+    )
+    url = json_url or storage.join(cfg.data.store, "check_report.json")
+    print(check_report.table(report), flush=True)  # first: the report may have no place to be written to
+    storage.write_text(url, json.dumps(report, indent=1) + "\n", options)
+    print(f"report: {url}")
+    if report["unread"]:
+        first = next(f for f in findings if f.status == UNREAD)
+        said = f"{report['unread']} files could not be read, run again; first: {first.url}: {first.message}"
+        print(f"error: {said}", file=sys.stderr)
+        return EXIT_USER_ERROR
+    return 0 if report["is_fine"] else EXIT_FOUND_BAD

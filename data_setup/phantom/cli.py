@@ -1,0 +1,189 @@
+"""Write a synthetic AI-READI tree: valid OPT DICOMs with knowable anatomy and labels, and faults on request.
+
+In: a number of participants, a seed, a size. Out, under --out: participants.tsv, participants.json,
+retinal_oct/manifest.tsv, retinal_oct/structural_oct/<device>/<person>/<file>.dcm, truth/<sop uid>.npz for
+every good volume, and synthetic.json (the arguments and the planted faults), which marks the tree as
+synthetic. The same arguments give a byte-identical tree, for any number of workers. It grows beside its
+place, in DIR.partial, and moves there when it is whole; what a killed run left of it is dropped.
+
+    python -m data_setup.phantom --out DIR --participants N --seed S --size small|full [--faults]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import shutil
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+
+from tqdm import tqdm
+
+from data_setup.phantom.cohort import MAX_PARTICIPANTS, Participant, make_participants
+from data_setup.phantom.dicom import SYNTAXES
+from data_setup.phantom.faults import plant_faults
+from data_setup.phantom.files import MANIFEST_COLUMNS, write_person
+from utils.config.load import UserError
+from utils.workers import follow_parent
+
+FORMAT_VERSION = 1
+PARTICIPANT_COLUMNS = {
+    "person_id": "Identifier of the participant",
+    "clinical_site": "Site of the study visit",
+    "study_group": "Diabetes status and treatment",
+    "age": "Age in years at the study visit",
+    "study_visit_date": "Date of the study visit",
+    "recommended_split": "Recommended data split by participant: train, val or test",
+    "cardiac_ecg": "Data of this kind present",
+    "clinical_data": "Data of this kind present",
+    "environment": "Data of this kind present",
+    "retinal_flio": "Data of this kind present",
+    "retinal_oct": "Data of this kind present",
+    "retinal_octa": "Data of this kind present",
+    "retinal_photography": "Data of this kind present",
+    "wearable_activity_monitor": "Data of this kind present",
+    "wearable_blood_glucose": "Data of this kind present",
+}
+
+
+def write_table(path: Path, columns: list[str], rows: list[dict[str, object]]) -> None:
+    """A tab-separated table with a header line, as the AI-READI manifests are written."""
+    lines = ["\t".join(columns)] + ["\t".join(str(row[c]) for c in columns) for row in rows]
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def write_tables(out: Path, people: list[Participant], rows: list[dict[str, object]], naming: str) -> None:
+    """participants.tsv, participants.json and retinal_oct/manifest.tsv."""
+    id_column = "participant_id" if naming == "v2" else "person_id"
+    absent = dict.fromkeys(PARTICIPANT_COLUMNS, "FALSE")
+    table = []
+    for p in people:
+        known = {
+            id_column: p.person_id,
+            "clinical_site": p.clinical_site,
+            "study_group": p.study_group,
+            "age": p.age,
+            "study_visit_date": p.study_visit_date,
+            "recommended_split": p.split,
+        }
+        table.append(absent | known | {"clinical_data": "TRUE", "retinal_oct": "TRUE"})
+    columns = [id_column, *list(PARTICIPANT_COLUMNS)[1:]]
+    write_table(out / "participants.tsv", columns, table)
+    described = dict(zip(columns, PARTICIPANT_COLUMNS.values(), strict=True))
+    text = json.dumps({c: {"Description": d} for c, d in described.items()}, indent=2)
+    (out / "participants.json").write_text(text + "\n", encoding="utf-8")
+    ordered = sorted(rows, key=lambda r: (str(r["person_id"]), str(r["manufacturer"]), str(r["filepath"])))
+    renamed = [{id_column: row["person_id"], **row} for row in ordered]
+    write_table(out / "retinal_oct" / "manifest.tsv", [id_column, *MANIFEST_COLUMNS[1:]], renamed)
+
+
+def write_tree(
+    out: Path,
+    participants: int,
+    seed: int,
+    size: str = "small",
+    faults: bool = False,
+    naming: str = "v3",
+    transfer_syntax: str = "mixed",
+    workers: int | None = None,
+) -> dict[str, object]:
+    """Write the tree to `out` (new or empty) and return what synthetic.json says; raises UserError.
+
+    workers: processes; None: one per CPU, 0 or 1: this one.
+    """
+    if not 1 <= participants <= MAX_PARTICIPANTS:
+        raise UserError(f"--participants: expected 1..{MAX_PARTICIPANTS} (4-digit ids), found {participants}")
+    for name, number in (("--seed", seed), ("--workers", workers)):
+        if number is not None and number < 0:
+            raise UserError(f"{name}: expected 0 or more, found {number}")
+    with _whole_directory(out) as partial_out:
+        return _write_tree(partial_out, participants, seed, size, faults, naming, transfer_syntax, workers)
+
+
+@contextmanager
+def _whole_directory(out: Path) -> Iterator[Path]:
+    """A directory beside `out` that takes its place when the block ends well; raises UserError."""
+    out = out.resolve()
+    partial_out = out.with_name(f".{out.name}.phantom-partial")
+    if out.exists() and not out.is_dir():
+        raise UserError(f"{out}: expected a new or empty directory, found a file")
+    try:
+        if out.is_dir() and any(out.iterdir()):
+            raise UserError(f"{out}: expected a new or empty directory, found files in it")
+        if partial_out.exists():
+            shutil.rmtree(partial_out)
+        partial_out.mkdir(parents=True)
+    except OSError as error:
+        raise UserError(f"{out}: expected a place to write to, found: {error}") from error
+    yield partial_out
+    try:
+        os.replace(partial_out, out)
+    except OSError as error:
+        raise UserError(f"{out}: expected {partial_out} to move here, found: {error}") from error
+
+
+def _write_tree(
+    out: Path,
+    participants: int,
+    seed: int,
+    size: str,
+    faults: bool,
+    naming: str,
+    transfer_syntax: str,
+    workers: int | None,
+) -> dict[str, object]:
+    people = make_participants(participants, seed)
+    (out / "truth").mkdir()
+    (out / "retinal_oct").mkdir()
+    job = partial(write_person, out=out, seed=seed, size=size, naming=naming, transfer_syntax=transfer_syntax)
+    progress = partial(tqdm, total=len(people), desc="phantom", unit="person", disable=None)
+    workers = (os.cpu_count() or 1) if workers is None else workers
+    if workers <= 1:
+        rows = [row for part in progress(map(job, people)) for row in part]
+    else:
+        context = multiprocessing.get_context("spawn")
+        with ProcessPoolExecutor(min(workers, len(people)), context, follow_parent) as pool:
+            rows = [row for part in progress(pool.map(job, people)) for row in part]
+    good = len(rows)
+    planted: list[dict[str, object]] = []
+    if faults:
+        planted = plant_faults(out, people, rows, seed, size, naming)
+    write_tables(out, people, rows, naming)
+    marker = {
+        "synthetic": True,
+        "format_version": FORMAT_VERSION,
+        "arguments": {
+            "participants": participants,
+            "seed": seed,
+            "size": size,
+            "faults": faults,
+            "naming": naming,
+            "transfer_syntax": transfer_syntax,
+        },
+        "volumes": good,
+        "faults": planted,
+    }
+    (out / "synthetic.json").write_text(json.dumps(marker, indent=2) + "\n", encoding="utf-8")
+    return marker
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Command line: see the module's docstring."""
+    parser = argparse.ArgumentParser(prog="python -m data_setup.phantom", description=__doc__.split("\n")[0])
+    parser.add_argument("--out", type=Path, required=True, help="new or empty directory")
+    parser.add_argument("--participants", type=int, required=True)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--size", choices=("small", "full"), default="small")
+    parser.add_argument("--faults", action="store_true", help="plant one bad file of each kind")
+    parser.add_argument("--naming", choices=("v3", "v2"), default="v3")
+    parser.add_argument("--transfer-syntax", choices=("mixed", *SYNTAXES), default="mixed")
+    parser.add_argument("--workers", type=int, help="processes (default: one per CPU); 0: in this one")
+    args = parser.parse_args(argv)
+    marker = write_tree(**vars(args))
+    print(f"{marker['volumes']} volumes of {args.participants} participants in {args.out}", file=sys.stdout)

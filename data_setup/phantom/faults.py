@@ -1,0 +1,264 @@
+"""Plant one file of each known kind of fault, and the oddities that are no fault, into a phantom tree.
+
+In: the tree's root, its participants and manifest rows. Out: more files and rows, and a list that says what
+was planted: {"path", "kind", "expected_reason"}, where the reason is how the reader names the rejection and
+null means that the file is usable (or never looked at). Bad files are small at every size and have no
+truth.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+from pydicom.dataset import FileDataset
+from pydicom.encaps import encapsulate, generate_frames
+from pydicom.uid import JPEGLSLossless, OphthalmicPhotography8BitImageStorage
+
+from data_setup.phantom.cohort import Participant, Scan
+from data_setup.phantom.dicom import add_pixels, build_dataset, to_bytes, write_volume
+from data_setup.phantom.files import (
+    file_path,
+    geometry,
+    make_spec,
+    manifest_row,
+    save_npz,
+    scan_volume,
+    truth_arrays,
+    write_file,
+)
+from data_setup.phantom.groups import FileSpec
+from data_setup.protocols import BY_NAME
+
+FIRST_INDEX = 100  # scan numbers from here on belong to planted files
+PPOL, MACULA = "spectralis_ppol_mac_hr_oct_oct", "maestro2_3d_macula_oct_oct"
+TRITON, CUBE = "triton_macula_6x6_octa_oct", "cirrus_mac_oct_oct"
+
+
+def _encapsulated(frames: list[bytes]) -> bytes:
+    return encapsulate(frames, has_bot=False)
+
+
+def _streams(ds: FileDataset) -> list[bytes]:
+    return list(generate_frames(ds.PixelData, number_of_frames=int(ds.NumberOfFrames)))
+
+
+def no_pixel_data(ds: FileDataset) -> bytes:
+    """PixelData is absent."""
+    del ds.PixelData
+    return to_bytes(ds)
+
+
+def cut_file(ds: FileDataset) -> bytes:
+    """The file ends in the middle of the pixels."""
+    data = to_bytes(ds)
+    return data[: len(data) - len(ds.PixelData) * 2 // 5]
+
+
+def corrupt_codestream(ds: FileDataset) -> bytes:
+    """One frame's JPEG 2000 codestream claims 99 wavelet levels (32 is the most), its length unchanged."""
+    frames = _streams(ds)
+    middle = len(frames) // 2
+    levels = frames[middle].index(b"\xff\x52") + 9  # in the coding style default (COD) segment
+    frames[middle] = frames[middle][:levels] + b"\x63" + frames[middle][levels + 1 :]
+    ds.PixelData = _encapsulated(frames)
+    return to_bytes(ds)
+
+
+def cut_codestream(ds: FileDataset) -> bytes:
+    """One frame's JPEG 2000 codestream is only half there, the file around it whole."""
+    frames = _streams(ds)
+    middle = len(frames) // 2
+    frames[middle] = frames[middle][: len(frames[middle]) // 4 * 2]
+    ds.PixelData = _encapsulated(frames)
+    return to_bytes(ds)
+
+
+def fewer_streams(ds: FileDataset) -> bytes:
+    """Two compressed frames fewer than the header says."""
+    ds.PixelData = _encapsulated(_streams(ds)[:-2])
+    return to_bytes(ds)
+
+
+def claims_more_frames(ds: FileDataset) -> bytes:
+    """The header claims twice the frames that the pixel data holds."""
+    ds.NumberOfFrames = 2 * int(ds.NumberOfFrames)
+    return to_bytes(ds)
+
+
+def wrong_frame_size(ds: FileDataset) -> bytes:
+    """The header claims more columns than the compressed frames have."""
+    ds.Columns = int(ds.Columns) + 8
+    return to_bytes(ds)
+
+
+def constant_volume(ds: FileDataset) -> bytes:
+    """Every voxel has the same value."""
+    ds.PixelData = b"\x10" * len(ds.PixelData)
+    return to_bytes(ds)
+
+
+def missing_spacing(ds: FileDataset) -> bytes:
+    """No PixelMeasures and no positions anywhere."""
+    del ds.SharedFunctionalGroupsSequence[0].PixelMeasuresSequence
+    for frame in ds.PerFrameFunctionalGroupsSequence:
+        del frame.PlanePositionSequence
+        del frame.OphthalmicFrameLocationSequence
+    return to_bytes(ds)
+
+
+def implausible_spacing(ds: FileDataset) -> bytes:
+    """Spacing of 1 mm in every direction, as a reader's default would have left it."""
+    measures = ds.SharedFunctionalGroupsSequence[0].PixelMeasuresSequence[0]
+    measures.PixelSpacing, measures.SliceThickness = ["1", "1"], "1"
+    return to_bytes(ds)
+
+
+def wrong_sop_class(ds: FileDataset) -> bytes:
+    """A photograph's SOP class and modality."""
+    ds.SOPClassUID = ds.file_meta.MediaStorageSOPClassUID = OphthalmicPhotography8BitImageStorage
+    ds.Modality = "OP"
+    return to_bytes(ds)
+
+
+def not_dicom(ds: FileDataset) -> bytes:
+    """Bytes that are no DICOM file."""
+    return np.random.default_rng(len(ds.PixelData)).bytes(4096)
+
+
+def jpeg_ls(ds: FileDataset) -> bytes:
+    """A JPEG-LS transfer syntax, for which no permissive codec is installed; the frames are empty shells."""
+    shell = b"\xff\xd8\xff\xf7\x00\x0b\x08" + b"\0" * 8 + b"\xff\xd9\0"
+    ds.file_meta.TransferSyntaxUID = JPEGLSLossless
+    ds.PixelData = _encapsulated([shell] * int(ds.NumberOfFrames))
+    ds["PixelData"].is_undefined_length = True
+    return to_bytes(ds)
+
+
+def colour_pixels(ds: FileDataset) -> bytes:
+    """Three samples per pixel, as a rendered screen shot has."""
+    ds.SamplesPerPixel, ds.PhotometricInterpretation, ds.PlanarConfiguration = 3, "RGB", 0
+    ds.PixelData = np.repeat(np.frombuffer(ds.PixelData, np.uint8), 3).tobytes()
+    return to_bytes(ds)
+
+
+def single_frame(ds: FileDataset) -> bytes:
+    """One B-scan under the name of a volume."""
+    ds.NumberOfFrames = 1
+    ds.PerFrameFunctionalGroupsSequence = ds.PerFrameFunctionalGroupsSequence[:1]
+    ds.PixelData = ds.PixelData[: ds.Rows * ds.Columns]
+    return to_bytes(ds)
+
+
+def no_rows(ds: FileDataset) -> bytes:
+    """The Rows attribute is absent."""
+    del ds.Rows
+    return to_bytes(ds)
+
+
+def nan_rescale(ds: FileDataset) -> bytes:
+    """A RescaleSlope that is not a number."""
+    ds.RescaleIntercept, ds.RescaleSlope = "0", "1.234567"
+    return to_bytes(ds).replace(b"1.234567", b"NaN     ", 1)
+
+
+# kind, (protocol, syntax, change, the reader's reason)
+BAD_FILES: dict[str, tuple[str, str, Callable[[FileDataset], bytes], str]] = {
+    "no_pixel_data": (TRITON, "explicit", no_pixel_data, "missing_pixel_data"),
+    "truncated_pixel_data": (MACULA, "explicit", cut_file, "truncated_pixel_data"),
+    "corrupt_codestream": (TRITON, "j2k", corrupt_codestream, "corrupt_pixel_data"),
+    "truncated_codestream": (MACULA, "j2k", cut_codestream, "truncated_pixel_data"),
+    "wrong_frame_count": (MACULA, "j2k", fewer_streams, "frame_count_mismatch"),
+    "more_frames_than_pixels": (CUBE, "explicit", claims_more_frames, "frame_count_mismatch"),
+    "wrong_frame_size": (TRITON, "j2k", wrong_frame_size, "frame_size_mismatch"),
+    "constant_volume": (MACULA, "explicit", constant_volume, "constant_volume"),
+    "missing_spacing": (PPOL, "explicit", missing_spacing, "missing_spacing"),
+    "implausible_spacing": (TRITON, "explicit", implausible_spacing, "implausible_spacing"),
+    "wrong_sop_class": (PPOL, "explicit", wrong_sop_class, "not_opt"),
+    "not_dicom": (CUBE, "explicit", not_dicom, "not_dicom"),
+    "unsupported_codec": (TRITON, "explicit", jpeg_ls, "missing_codec"),
+    "colour_pixels": (CUBE, "explicit", colour_pixels, "unsupported_pixels"),
+    "single_frame": (PPOL, "explicit", single_frame, "not_a_volume"),
+    "missing_rows": (MACULA, "explicit", no_rows, "header_mismatch"),
+    "not_finite": (CUBE, "explicit", nan_rescale, "not_finite"),
+}
+
+
+def plant_faults(
+    out: Path, people: list[Participant], rows: list[dict[str, object]], seed: int, size: str, naming: str
+) -> list[dict[str, object]]:
+    """Write the faulty and the odd files, add their rows to `rows` in place, and return what was planted."""
+    rng = np.random.default_rng([seed, 0xFA])
+    order = rng.permutation(len(people))
+    planted: list[dict[str, object]] = []
+    good = [row for row in rows if row["slice_thickness"] != "Not reported"]
+
+    def plan(protocol: str, **options: object) -> tuple[Participant, FileSpec, object]:
+        number = len(planted)
+        person = people[order[number % len(people)]]
+        scan = Scan(BY_NAME[protocol], "RL"[number % 2], 0, FIRST_INDEX + number)
+        volume, spacing = scan_volume(person, scan, seed, **options)
+        syntax = "explicit"
+        return person, make_spec(person, scan, spacing, seed, size, syntax), volume
+
+    def note(path: str, kind: str, reason: str | None) -> None:
+        planted.append({"path": path, "kind": kind, "expected_reason": reason})
+
+    for kind, (protocol, syntax, change, reason) in BAD_FILES.items():
+        _, spec, volume = plan(protocol, size="small")
+        ds = build_dataset(spec, volume.voxels.shape)
+        add_pixels(ds, volume.voxels, syntax)
+        path = file_path(spec, naming)
+        write_file(out / path, change(ds))
+        rows.append(manifest_row(spec, volume.voxels.shape, f"/{path}"))
+        note(path, kind, reason)
+
+    _, spec, volume = plan(CUBE, size="small")
+    path = file_path(spec, naming)
+    rows.append(manifest_row(spec, volume.voxels.shape, f"/{path}"))
+    note(path, "missing_file", "missing_file")
+
+    _, spec, volume = plan(MACULA, size="small")  # a left-over of the other version's naming, in no manifest
+    path = file_path(spec, "v3" if naming == "v2" else "v2")
+    write_file(out / path, write_volume(volume.voxels, spec))
+    note(path, "orphan", None)
+
+    maestro_frames = round(geometry(BY_NAME["maestro2_macula_6x6_octa_oct"], size)[0][0] * 320 / 360)
+    ppol_frames = geometry(BY_NAME[PPOL], size)[0][0] - 1
+    odd = {
+        "unknown_laterality": (TRITON, None),
+        "empty_image_position": (PPOL, None),
+        "maestro2_320_frames": ("maestro2_macula_6x6_octa_oct", maestro_frames),
+        "ppol_60_frames": (PPOL, ppol_frames),
+    }
+    for kind, (protocol, frames) in odd.items():
+        default = geometry(BY_NAME[protocol], size)[0]
+        person, spec, volume = plan(protocol, size=size, shape=(frames or default[0], *default[1:]))
+        ds = build_dataset(spec, volume.voxels.shape)
+        if kind == "empty_image_position":
+            for groups in ds.PerFrameFunctionalGroupsSequence:
+                groups.PlanePositionSequence[0].ImagePositionPatient = None
+        side = kind if kind == "unknown_laterality" else None
+        if side:
+            ds.ImageLaterality = None
+            ds.SharedFunctionalGroupsSequence[0].FrameAnatomySequence[0].FrameLaterality = None
+        add_pixels(ds, volume.voxels, "j2k")
+        path = file_path(spec, naming, side)
+        write_file(out / path, to_bytes(ds))
+        save_npz(out / "truth" / f"{spec.sop_instance_uid}.npz", truth_arrays(volume, spec, person))
+        row = manifest_row(spec, volume.voxels.shape, f"/{path}")
+        rows.append(row | {"laterality": side} if side else row)
+        note(path, kind, None)
+
+    texts = ({"filepath": "dataset{}"}, {"filepath": "/dataset{}"}, {"slice_thickness": "Not reported"})
+    for row, change in zip(good, texts, strict=False):  # texts that others have met in manifests
+        path = str(row["filepath"])
+        row.update({key: text.format(path) for key, text in change.items()})
+        note(path.lstrip("/"), "odd_manifest_text", None)
+    if len(good) > 4:
+        good[3].update(pixel_spacing="None", reference_filepath="Not reported")
+        note(str(good[3]["filepath"]).lstrip("/"), "odd_manifest_text", None)
+        good[4]["filepath"] = str(good[4]["filepath"]).lstrip("/")
+        note(str(good[4]["filepath"]), "odd_manifest_text", None)
+    return planted

@@ -1,0 +1,213 @@
+"""One planned scan of the phantom to its files: the DICOM, its truth and its manifest row.
+
+In: a participant, a scan, a size. Out: files under the tree's root. Every file is a function of the seed,
+the size and the scan alone, so the order of work does not matter.
+"""
+
+from __future__ import annotations
+
+import io
+from dataclasses import asdict
+from pathlib import Path
+
+import numpy as np
+
+from data_setup.phantom.anatomy import LAYERS, SURFACES, make_eye
+from data_setup.phantom.cohort import Participant, Scan
+from data_setup.phantom.dicom import write_volume
+from data_setup.phantom.groups import POSITION_STYLES, FileSpec, make_uid, written_spacing
+from data_setup.phantom.render import LESIONS, Scan3D, render
+from data_setup.protocols import DEVICES, Protocol
+
+MIXED_WEIGHTS = {"explicit": 0.4, "j2k": 0.35, "rle": 0.15, "j2k_lossy": 0.1}
+MANIFEST_COLUMNS = (
+    "person_id",
+    "manufacturer",
+    "manufacturers_model_name",
+    "anatomic_region",
+    "imaging",
+    "laterality",
+    "height",
+    "width",
+    "number_of_frames",
+    "pixel_spacing",
+    "slice_thickness",
+    "sop_instance_uid",
+    "filepath",
+    "reference_instance_uid",
+    "reference_filepath",
+)
+
+
+def small_geometry(protocol: Protocol) -> tuple[tuple[int, int, int], tuple[float, float, float]]:
+    """Shape and spacing (D,H,W) of a protocol at size small: the same field in fewer, larger voxels."""
+    frames, rows, columns = protocol.shape
+    shape = (
+        frames if not protocol.is_volume else round(32 * (frames / 128) ** 0.25),
+        round(128 * (rows / 496) ** 0.3),
+        round(64 * (columns / 200) ** 0.3),
+    )
+    return shape, rescaled(protocol, shape)
+
+
+def rescaled(protocol: Protocol, shape: tuple[int, int, int]) -> tuple[float, float, float]:
+    """The spacing at which `shape` covers the protocol's field."""
+    field = protocol.field_mm
+    return (field[0] / (shape[0] - 1), field[1] / shape[1], field[2] / shape[2])
+
+
+def geometry(protocol: Protocol, size: str) -> tuple[tuple[int, int, int], tuple[float, float, float]]:
+    """Shape and spacing (D,H,W) of a protocol at size "small" or "full"."""
+    return small_geometry(protocol) if size == "small" else (protocol.shape, protocol.spacing_mm)
+
+
+def file_name(spec: FileSpec, naming: str, side: str | None = None) -> str:
+    """`{person}_{protocol}_{l|r}_{uid}.dcm` in the naming of version 3 or 2."""
+    name = spec.protocol.name_v2 if naming == "v2" and spec.protocol.name_v2 else spec.protocol.name
+    return f"{spec.person_id}_{name}_{side or spec.laterality.lower()}_{spec.sop_instance_uid}.dcm"
+
+
+def scan_volume(
+    person: Participant, scan: Scan, seed: int, size: str, shape: tuple[int, int, int] | None = None
+) -> tuple[Scan3D, tuple[float, float, float]]:
+    """Render one planned scan, frames in stored order; returns it with its true spacing."""
+    default_shape, spacing = geometry(scan.protocol, size)
+    if shape is not None:
+        spacing = rescaled(scan.protocol, shape)
+    identity = [seed, int(person.person_id), "RL".index(scan.laterality)]
+    eye = make_eye(person.factors, np.random.default_rng([*identity, 1]))
+    volume = render(
+        eye, scan.protocol, shape or default_shape, spacing, scan.laterality, [*identity, 2, scan.index]
+    )
+    return (flip(volume) if POSITION_STYLES[scan.protocol.name].inferior_first else volume), spacing
+
+
+def flip(volume: Scan3D) -> Scan3D:
+    """The same scan with its B-scans in reverse order."""
+    return Scan3D(
+        voxels=volume.voxels[::-1],
+        surfaces=volume.surfaces[:, ::-1],
+        lesions=volume.lesions[::-1],
+        vessels=volume.vessels[::-1],
+        disc=volume.disc[::-1],
+        u_mm=volume.u_mm[::-1],
+        v_mm=volume.v_mm[::-1],
+    )
+
+
+def choose_syntax(transfer_syntax: str, person: Participant, scan: Scan, seed: int) -> str:
+    """The syntax of one file; "mixed" draws it with MIXED_WEIGHTS."""
+    if transfer_syntax != "mixed":
+        return transfer_syntax
+    rng = np.random.default_rng([seed, int(person.person_id), 3, scan.index])
+    return str(rng.choice(list(MIXED_WEIGHTS), p=list(MIXED_WEIGHTS.values())))
+
+
+def make_spec(
+    person: Participant, scan: Scan, spacing_mm: tuple[float, float, float], seed: int, size: str, syntax: str
+) -> FileSpec:
+    """The file identity of a scan: UIDs are functions of seed, size, person and scan."""
+    key = (seed, size, person.person_id, scan.protocol.name, scan.laterality, scan.index)
+    return FileSpec(
+        person_id=person.person_id,
+        protocol=scan.protocol,
+        laterality=scan.laterality,
+        spacing_mm=spacing_mm,
+        sop_instance_uid=make_uid("oct", *key),
+        reference_uid=make_uid("localizer", *key),
+        visit_date=person.study_visit_date,
+        syntax=syntax,
+    )
+
+
+def truth_arrays(volume: Scan3D, spec: FileSpec, person: Participant) -> dict[str, np.ndarray]:
+    """What is known about a volume, in stored frame order: see docs/phantom.md."""
+    axial_um = spec.spacing_mm[1] * 1000
+    outside = volume.disc < 0.1
+    thickness = np.diff(volume.surfaces, axis=0)[:, outside].mean(axis=1) * axial_um
+    voxel_mm3 = float(np.prod(spec.spacing_mm))
+    lesion_mm3 = np.bincount(volume.lesions.ravel(), minlength=len(LESIONS)) * voxel_mm3
+    factors = asdict(person.factors)
+    return {
+        "surface_names": np.array(SURFACES),
+        "surfaces": volume.surfaces.astype(np.float32),
+        "layer_names": np.array(LAYERS),
+        "layer_thickness_um": thickness.astype(np.float32),
+        "lesion_names": np.array(LESIONS),
+        "lesions": volume.lesions,
+        "lesion_volume_mm3": lesion_mm3.astype(np.float32),
+        "vessels": volume.vessels > 0.5,
+        "vessel_fraction": np.float32(volume.vessels[outside].mean()),
+        "disc": volume.disc > 0.5,
+        "fundus_position_mm": np.stack([volume.u_mm, volume.v_mm]).astype(np.float32),
+        "spacing_mm": np.array(spec.spacing_mm),
+        "shape": np.array(volume.voxels.shape),
+        "factor_names": np.array(list(factors)),
+        "factors": np.array(list(factors.values()), dtype=np.float64),
+    }
+
+
+def manifest_row(spec: FileSpec, shape: tuple[int, int, int], filepath: str) -> dict[str, object]:
+    """The manifest.tsv row of a file."""
+    frames, rows, columns = shape
+    manufacturer, model = DEVICES[spec.protocol.device]
+    thickness, axial, lateral = written_spacing(spec)
+    reference = "ir" if spec.protocol.device == "heidelberg_spectralis" else "cfp"
+    folder = f"/retinal_photography/{reference}/{spec.protocol.device}/{spec.person_id}"
+    missing = int(spec.reference_uid[-2:]) % 10 == 0  # the localizer of one file in ten is not in the release
+    volume = spec.protocol.is_volume
+    return {
+        "person_id": spec.person_id,
+        "manufacturer": manufacturer,
+        "manufacturers_model_name": model,
+        "anatomic_region": spec.protocol.region,
+        "imaging": "OCT",
+        "laterality": spec.laterality,
+        "height": rows,
+        "width": columns,
+        "number_of_frames": frames,
+        "pixel_spacing": f"[{axial}, {lateral}]" if volume else "Varies by frame",
+        "slice_thickness": thickness if volume else "Not reported",
+        "sop_instance_uid": spec.sop_instance_uid,
+        "filepath": filepath,
+        "reference_instance_uid": spec.reference_uid,
+        "reference_filepath": ""
+        if missing
+        else f"{folder}/{spec.person_id}_{spec.protocol.name_v2 or spec.protocol.name}_{reference}_"
+        f"{spec.laterality.lower()}_{spec.reference_uid}.dcm",
+    }
+
+
+def save_npz(path: Path, arrays: dict[str, np.ndarray]) -> None:
+    """Write compressed arrays (numpy stamps members 1980-01-01: the bytes depend on the arrays only)."""
+    buffer = io.BytesIO()
+    np.savez_compressed(buffer, **arrays)
+    path.write_bytes(buffer.getvalue())
+
+
+def file_path(spec: FileSpec, naming: str, side: str | None = None) -> str:
+    """A file's path under the root; `side` replaces the l or r of the file name."""
+    folder = f"retinal_oct/structural_oct/{spec.protocol.device}/{spec.person_id}"
+    return f"{folder}/{file_name(spec, naming, side)}"
+
+
+def write_file(path: Path, data: bytes) -> None:
+    """Write bytes, making the folders on the way."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(data)
+
+
+def write_person(
+    person: Participant, out: Path, seed: int, size: str, naming: str, transfer_syntax: str
+) -> list[dict[str, object]]:
+    """Write a person's files and truth; returns the manifest rows."""
+    rows = []
+    for scan in person.scans:
+        volume, spacing = scan_volume(person, scan, seed, size)
+        syntax = choose_syntax(transfer_syntax, person, scan, seed)
+        spec = make_spec(person, scan, spacing, seed, size, syntax)
+        path = file_path(spec, naming)
+        write_file(out / path, write_volume(volume.voxels, spec))
+        save_npz(out / "truth" / f"{spec.sop_instance_uid}.npz", truth_arrays(volume, spec, person))
+        rows.append(manifest_row(spec, volume.voxels.shape, f"/{path}"))
+    return rows

@@ -1,0 +1,306 @@
+"""DICOM in, arrays out: native frames of any multi-frame file; OPT volumes with geometry, or a named error.
+
+In: a URL of a DICOM file. Out: `decode_frames` the stored values; `read_volume` an OCT volume, uint8
+[D, H, W], superior -> inferior, with its `OCTHeader`; `open_volume` the same frame by frame.
+Every fault is an `OCTReadError` with a `RejectReason`. Nothing but voxels and an `OCTHeader` leaves a file.
+Standard: DICOM PS3.3 A.52 (Ophthalmic Tomography Image IOD) and PS3.5.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import PurePosixPath
+from typing import Any
+
+import numpy as np
+import pydicom
+from pydicom.dataset import Dataset
+
+from data_setup.protocols import DEVICES, Protocol, device_of_path, protocol_of_path, protocol_of_text
+from data_setup.readers import geometry
+from data_setup.readers.faults import (
+    OCTReadError,
+    RejectReason,
+    UnboundedReadError,
+    known,
+    named_faults,
+    number,
+)
+from data_setup.readers.pixels import BoundedFile, PixelLayout, check_element, iter_pixels, read_layout
+from utils.config.load import StorageOptions
+from utils.storage import is_remote, open_url, read_bytes
+
+__all__ = [
+    "OCTHeader",
+    "OCTReadError",
+    "OCTVolume",
+    "RejectReason",
+    "decode_frames",
+    "open_volume",
+    "read_header",
+    "read_volume",
+]
+
+_MAX_RESCALE = 2**16  # no grey scale needs more
+OPT_SOP_CLASS = "1.2.840.10008.5.1.4.1.1.77.1.5.4"
+_PIXEL_TAGS = [
+    "SamplesPerPixel",
+    "PhotometricInterpretation",
+    "PlanarConfiguration",
+    "NumberOfFrames",
+    "Rows",
+    "Columns",
+    "BitsAllocated",
+    "BitsStored",
+    "HighBit",
+    "PixelRepresentation",
+]
+# The allow-list. pydicom skips every other root attribute; the items of the two functional group sequences
+# come whole, and only what geometry.py, _rescale and _laterality ask for is taken out of them.
+_VOLUME_TAGS = [
+    *_PIXEL_TAGS,
+    "SOPClassUID",
+    "SOPInstanceUID",
+    "ManufacturerModelName",
+    "ProtocolName",
+    "ImageLaterality",
+    "Laterality",
+    "PixelSpacing",
+    "SliceThickness",
+    "SpacingBetweenSlices",
+    "RescaleSlope",
+    "RescaleIntercept",
+    "SharedFunctionalGroupsSequence",
+    "PerFrameFunctionalGroupsSequence",
+]
+_GREY = ("MONOCHROME1", "MONOCHROME2")
+_PHOTOMETRIC = (*_GREY, "PALETTE COLOR", "RGB", "YBR_FULL", "YBR_FULL_422", "YBR_ICT", "YBR_RCT", "XYB")
+
+
+@dataclass(frozen=True)
+class OCTHeader:
+    """What is known about a volume before its pixels are decoded; (D, H, W) order, mm."""
+
+    url: str
+    shape: tuple[int, int, int]
+    spacing_mm: tuple[float, float, float]
+    spacing_source: str  # of the B-scan distance: shared | per_frame | root | frame_positions | protocol
+    flip_d: bool  # frames in file order run inferior -> superior
+    orientation_source: str  # reference_coordinates | image_position | unknown
+    device: str | None
+    protocol: str | None
+    laterality: str | None  # L | R
+    sop_instance_uid: str
+    transfer_syntax: str
+    bits_stored: int
+    inverted: bool  # MONOCHROME1: stored white is black
+    rescale: tuple[float, float]  # slope, intercept; (1, 0) when the file has none
+
+
+@dataclass(frozen=True)
+class OCTVolume:
+    """voxels uint8 [D, H, W], superior -> inferior where the header knows; header.shape is the same."""
+
+    voxels: np.ndarray
+    header: OCTHeader
+
+
+def decode_frames(url: str, options: StorageOptions | None = None) -> np.ndarray:
+    """All native frames [F, rows, cols] or [F, rows, cols, samples], stored values; raises OCTReadError."""
+    frames = _native(url, options)
+    layout = next(frames)
+    first = next(frames)
+    result = np.empty((layout.frames, *first.shape), first.dtype)
+    result[0] = first
+    for index, frame in enumerate(frames, start=1):
+        result[index] = frame
+    return result
+
+
+def open_volume(url: str, options: StorageOptions | None = None) -> tuple[OCTHeader, Iterator[np.ndarray]]:
+    """(header, frames uint8 [H, W] in *file* order): for little memory. Raises OCTReadError.
+
+    The first frame is decoded before the header is returned: its number and size of frames can be allocated
+    for. Faults of other frames come up at that frame, a constant volume when the frames are exhausted. The
+    caller reverses the frames when header.flip_d.
+    """
+    frames = _volume(url, options)
+    return next(frames), frames
+
+
+def read_volume(url: str, options: StorageOptions | None = None) -> OCTVolume:
+    """The whole volume, uint8 [D, H, W], superior -> inferior; raises OCTReadError."""
+    header, frames = open_volume(url, options)
+    voxels = np.empty(header.shape, np.uint8)
+    for index, frame in enumerate(frames):
+        voxels[header.shape[0] - 1 - index if header.flip_d else index] = frame
+    return OCTVolume(voxels, header)
+
+
+def read_header(file: BoundedFile, url: str) -> tuple[OCTHeader, int]:
+    """(header, offset of the pixel data) of an open file without a pixel of it; raises OCTReadError.
+
+    What is wrong with single compressed frames is seen by `open_volume` alone.
+    """
+    ds = _read_dataset(file, _VOLUME_TAGS, url)
+    header, layout = _header(ds, url)
+    with named_faults(url, RejectReason.NOT_DICOM, "a pixel data element"):
+        check_element(file, layout, url)
+    return header, file.tell()
+
+
+def _native(url: str, options: StorageOptions | None) -> Iterator[Any]:
+    # A generator that has been started closes its file whether it is exhausted or dropped.
+    with _opened(url, options) as file:
+        ds = _read_dataset(file, _PIXEL_TAGS, url)
+        layout = read_layout(ds, url)
+        yield layout
+        yield from iter_pixels(file, layout, url)
+
+
+def _volume(url: str, options: StorageOptions | None) -> Iterator[Any]:
+    with _opened(url, options) as file:
+        ds = _read_dataset(file, _VOLUME_TAGS, url)
+        header, layout = _header(ds, url)
+        frames = iter_pixels(file, layout, url)
+        first = next(frames)
+        yield header
+        low, high = 255, 0
+        for frame in chain([first], frames):
+            if frame.dtype.itemsize * 8 > layout.bits_allocated:
+                found = f"{frame.dtype} codestreams"
+                raise OCTReadError(url, RejectReason.HEADER_MISMATCH, f"{layout.bits_allocated} bits", found)
+            frame = to_uint8(frame, header)
+            low, high = min(low, int(frame.min())), max(high, int(frame.max()))
+            yield frame
+        if low == high:
+            raise OCTReadError(url, RejectReason.CONSTANT_VOLUME, "an image", f"every voxel {low}")
+
+
+def to_uint8(frame: np.ndarray, header: OCTHeader) -> np.ndarray:
+    """Stored values to uint8: rescale slope and intercept, then 0..2^bits_stored - 1 linearly to 0..255."""
+    plain = header.rescale == (1.0, 0.0)
+    if not plain or header.bits_stored != 8 or frame.dtype != np.uint8:
+        slope, intercept = header.rescale
+        scale = 255 / (2**header.bits_stored - 1)
+        values = frame.astype(np.float32) * np.float32(slope * scale) + np.float32(intercept * scale)
+        frame = np.clip(np.rint(values), 0, 255).astype(np.uint8)
+    return 255 - frame if header.inverted else frame
+
+
+@contextmanager
+def _opened(url: str, options: StorageOptions | None) -> Iterator[BoundedFile]:
+    """The file; a remote one comes in one request: its fragments are walked twice."""
+    with named_faults(url, RejectReason.NOT_DICOM, "a DICOM file"):
+        file = io.BytesIO(read_bytes(url, options)) if is_remote(url) else open_url(url, options=options)
+    with file:
+        yield BoundedFile(file)
+
+
+def _read_dataset(file: BoundedFile, tags: list[str], url: str) -> Dataset:
+    """The attributes in `tags`; leaves the file at its pixel data element."""
+    with named_faults(url, RejectReason.NOT_DICOM, "a DICOM header"):
+        try:
+            ds = pydicom.dcmread(file, stop_before_pixels=True, specific_tags=tags)
+        except UnboundedReadError:  # pydicom would inflate all of it, to whatever size
+            said, found = "frames at known places", "a deflated file"
+            raise OCTReadError(url, RejectReason.UNSUPPORTED_PIXELS, said, found) from None
+        if not ds.file_meta.get("TransferSyntaxUID"):
+            raise OCTReadError(url, RejectReason.NOT_DICOM, "a TransferSyntaxUID", "none")
+        return ds
+
+
+def _header(ds: Dataset, url: str) -> tuple[OCTHeader, PixelLayout]:
+    with named_faults(url, RejectReason.NOT_DICOM, "a DICOM header"):
+        sop_class = str(ds.get("SOPClassUID") or "")
+        if sop_class != OPT_SOP_CLASS:
+            name = known(sop_class, pydicom.uid.UID_dictionary)
+            found = pydicom.uid.UID(name).name if sop_class else "no SOPClassUID"
+            raise OCTReadError(url, RejectReason.NOT_OPT, "Ophthalmic Tomography Image Storage", found)
+        raw = geometry.collect(ds)
+        text = {k: str(ds.get(k) or "") for k in ("SOPInstanceUID", "ManufacturerModelName", "ProtocolName")}
+        laterality = _laterality(ds, url)
+        rescale = _rescale(ds, url)
+        high_bit = None if ds.get("HighBit") is None else int(ds.HighBit)
+    layout = read_layout(ds, url)
+    _check_pixels(layout, high_bit, url)
+    protocol = protocol_of_path(url) or protocol_of_text(text["ProtocolName"])
+    device = _device(url, protocol, text["ManufacturerModelName"])
+    geometry.check_is_volume(raw, protocol, url)
+    if layout.frames < 2:
+        raise OCTReadError(url, RejectReason.NOT_A_VOLUME, "two B-scans or more", layout.frames)
+    described = len(raw.per_frame)
+    if described not in (0, layout.frames):
+        said = f"{number(layout.frames)} per-frame items (NumberOfFrames)"
+        raise OCTReadError(url, RejectReason.FRAME_COUNT_MISMATCH, said, described)
+    spacing_mm, spacing_source = geometry.spacing(raw, layout.frames, device, protocol, url)
+    flip_d, orientation_source = geometry.orientation(raw)
+    header = OCTHeader(
+        url=url,
+        shape=(layout.frames, layout.rows, layout.columns),
+        spacing_mm=spacing_mm,
+        spacing_source=spacing_source,
+        flip_d=flip_d,
+        orientation_source=orientation_source,
+        device=device,
+        protocol=protocol.name if protocol else None,
+        laterality=laterality,
+        sop_instance_uid=text["SOPInstanceUID"],
+        transfer_syntax=known(str(layout.transfer_syntax), pydicom.uid.UID_dictionary),
+        bits_stored=layout.bits_stored,
+        inverted=layout.photometric == "MONOCHROME1",
+        rescale=rescale,
+    )
+    return header, layout
+
+
+def _check_pixels(layout: PixelLayout, high_bit: int | None, url: str) -> None:
+    found = {
+        "SamplesPerPixel": layout.samples == 1,
+        f"PhotometricInterpretation {known(layout.photometric, _PHOTOMETRIC)}": layout.photometric in _GREY,
+        f"BitsAllocated {layout.bits_allocated}": layout.bits_allocated in (8, 16),
+        "signed values": layout.pixel_representation == 0,
+        f"HighBit {number(high_bit or 0, 64)}": high_bit in (None, layout.bits_stored - 1),
+    }
+    wrong = [name for name, is_right in found.items() if not is_right]
+    if wrong:
+        said = "one unsigned grey sample of 8 or 16 bits"
+        raise OCTReadError(url, RejectReason.UNSUPPORTED_PIXELS, said, ", ".join(wrong))
+
+
+def _rescale(ds: Dataset, url: str) -> tuple[float, float]:
+    groups = [*(ds.get("SharedFunctionalGroupsSequence") or [])[:1]]
+    groups += list(ds.get("PerFrameFunctionalGroupsSequence") or [])
+    items = [(g.get("PixelValueTransformationSequence") or [None])[0] for g in groups]
+    found = set()
+    for item in [i for i in items if i is not None] or [ds]:
+        slope, intercept = (geometry.numbers(item.get(k)) for k in ("RescaleSlope", "RescaleIntercept"))
+        found.add((slope[0] if slope else 1.0, intercept[0] if intercept else 0.0))
+    if not np.all(np.abs(list(found)) <= _MAX_RESCALE):
+        raise OCTReadError(url, RejectReason.NOT_FINITE, f"rescale values up to {_MAX_RESCALE}", "others")
+    if len(found) > 1:
+        raise OCTReadError(
+            url, RejectReason.UNSUPPORTED_PIXELS, "one rescale for all frames", f"{len(found)}"
+        )
+    return found.pop()
+
+
+def _laterality(ds: Dataset, url: str) -> str | None:
+    groups = "SharedFunctionalGroupsSequence", "PerFrameFunctionalGroupsSequence"
+    values = [ds.get("ImageLaterality")]
+    values += [geometry.first(ds, group, "FrameAnatomySequence", "FrameLaterality") for group in groups]
+    values.append(ds.get("Laterality"))
+    in_name = re.search(r"_([lr])_[0-9.]+\.dcm$", PurePosixPath(url).name)
+    values.append(in_name[1].upper() if in_name else None)
+    return next((str(v) for v in values if v in ("L", "R")), None)
+
+
+def _device(url: str, protocol: Protocol | None, model: str) -> str | None:
+    if found := device_of_path(url) or (protocol.device if protocol else None):
+        return found
+    return next((d for d, (_, name) in DEVICES.items() if name.lower() in model.lower()), None)

@@ -1,0 +1,267 @@
+"""Multi-page TIFF, and folders of B-scan images with a volume.yaml, as an OCT volume.
+
+Pages and images are B-scans in order, rows go from vitreous to choroid (H), columns along the B-scan (W).
+The spacing comes from the YAML, or from the metadata of OME-TIFF or ImageJ; a plain TIFF tells no B-scan
+distance. Images of a folder are ordered by the number at the end of their names, which may have no gap.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import io
+import re
+import struct
+from collections.abc import Iterator, Sequence
+from typing import IO, Any
+
+import numpy as np
+from defusedxml import ElementTree
+from PIL import Image, TiffImagePlugin
+
+from data_setup.readers.faults import OCTReadError, RejectReason
+from data_setup.readers.sidecar import (
+    FOLDER_SIDECAR,
+    MAX_VOLUME_BYTES,
+    Sidecar,
+    checked_frames,
+    make_header,
+    reading,
+)
+from utils.config.load import StorageOptions
+from utils.storage import join, list_names, read_bytes
+
+MAX_PIXELS = 2**26  # of one B-scan; checked before it is decoded
+_FORMATS = {".png": "PNG", ".tif": "TIFF", ".tiff": "TIFF", ".bmp": "BMP", ".jpg": "JPEG", ".jpeg": "JPEG"}
+_MODES = {"L": "u1", "I;16": "u2", "I;16L": "u2", "I;16B": "u2", "I": "i4", "F": "f4"}
+_MM = {
+    **dict.fromkeys(("mm", "millimeter", "millimeters"), 1.0),
+    **dict.fromkeys(("um", "\u00b5m", "\u03bcm", "\\u00b5m", "micron", "microns", "micrometer"), 1e-3),
+    **dict.fromkeys(("nm", "nanometer"), 1e-6),
+    **dict.fromkeys(("cm", "centimeter"), 10.0),
+    **dict.fromkeys(("inch",), 25.4),
+    **dict.fromkeys(("m", "meter"), 1e3),
+}
+_ONE_VOLUME = "one image of one channel and one time, a slice a page"
+_PLANES = "every plane of TiffData once, in the order of the pages"
+_DESCRIPTION, _X_RESOLUTION, _Y_RESOLUTION, _PHOTOMETRIC, _ORIENTATION = 270, 282, 283, 262, 274
+
+
+def read_tiff(file: IO[bytes], url: str, sidecar: Sidecar) -> Iterator[Any]:
+    """The header, then uint8 frames [H, W] in the order of the pages; raises OCTReadError."""
+    big_endian = file.read(4) == b"MM\0+"
+    file.seek(0)
+    if big_endian:  # Pillow has no reader for it
+        found = "BigTIFF with big-endian numbers"
+        raise OCTReadError(url, RejectReason.UNSUPPORTED_FORMAT, "TIFF, or BigTIFF little-endian", found)
+    with reading(url, RejectReason.CORRUPT_FILE, "a TIFF file"):
+        pages = count_directories(file)
+        file.seek(0)
+        image = Image.open(file, formats=("TIFF",))
+        assert isinstance(image, TiffImagePlugin.TiffImageFile)
+        tags = dict(image.tag_v2)
+    first = pixels_of(image, url, f"page 1 of {pages}")
+    if pages * first.nbytes > MAX_VOLUME_BYTES:
+        said = f"up to {MAX_VOLUME_BYTES} bytes of voxels"
+        raise OCTReadError(url, RejectReason.HEADER_MISMATCH, said, pages * first.nbytes)
+    with reading(url, RejectReason.CORRUPT_FILE, "the metadata of its TIFF tags"):
+        spacing, source, described = _tiff_spacing(tags, (pages, *first.shape), url)
+    if described not in (None, pages):
+        raise OCTReadError(url, RejectReason.FRAME_COUNT_MISMATCH, f"{described} pages (metadata)", pages)
+    header = make_header(url, "TIFF", (pages, *first.shape), first.dtype, (spacing, source), sidecar)
+    yield header
+    yield from checked_frames(_pages(image, pages, url), header)
+
+
+def read_folder(url: str, sidecar: Sidecar, options: StorageOptions | None) -> Iterator[Any]:
+    """The header, then uint8 frames [H, W] by number; raises OCTReadError."""
+    urls = [join(url, name) for name in ordered_images(list_names(url, options), sidecar, url)]
+    first = read_image(urls[0], url, f"image 1 of {len(urls)}", options)
+    spacing = (None, f"no {FOLDER_SIDECAR} that says so")
+    header = make_header(url, "images", (len(urls), *first.shape), first.dtype, spacing, sidecar)
+    yield header
+    yield from checked_frames(iter_images(urls, url, options), header)
+
+
+def ordered_images(names: Sequence[str], sidecar: Sidecar, url: str) -> list[str]:
+    """The B-scan images of a folder by the number at the end of their names; raises OCTReadError."""
+    images = [n for n in names if _suffix(n) in _FORMATS and not n.startswith(".")]
+    if sidecar.files is not None:
+        images = fnmatch.filter(images, sidecar.files)
+    if len(images) < 2:
+        said = f"two B-scan images or more ({', '.join(_FORMATS)})"
+        raise OCTReadError(url, RejectReason.NOT_A_VOLUME, said, len(images))
+    parts = [re.fullmatch(r"(.*?)(\d+)(\.[^.]+)", name) for name in images]
+    if any(p is None for p in parts) or len({(p[1], p[3].lower()) for p in parts if p}) > 1:
+        said = f"names that differ in one number at their end; or files: PATTERN in {FOLDER_SIDECAR}"
+        raise OCTReadError(url, RejectReason.NOT_A_VOLUME, said, "other images among them")
+    numbered = sorted((int(p[2]), name) for p, name in zip(parts, images, strict=True) if p)
+    numbers = [n for n, _ in numbered]
+    if numbers != list(range(numbers[0], numbers[0] + len(numbers))):
+        said = f"B-scans {numbers[0]} to {numbers[-1]} without a gap"
+        raise OCTReadError(url, RejectReason.FRAME_COUNT_MISMATCH, said, f"{len(set(numbers))} numbers")
+    return [name for _, name in numbered]
+
+
+def iter_images(urls: Sequence[str], url: str, options: StorageOptions | None) -> Iterator[np.ndarray]:
+    """Stored values [H, W] of each image; `url` is the volume's, for the errors."""
+    for index, one in enumerate(urls, start=1):
+        yield read_image(one, url, f"image {index} of {len(urls)}", options)
+
+
+def read_image(image_url: str, url: str, where: str, options: StorageOptions | None) -> np.ndarray:
+    """Stored values [H, W] of a file with one grey image; raises OCTReadError, StorageError."""
+    kind = _FORMATS.get(_suffix(image_url))
+    data = read_bytes(image_url, options)
+    with reading(url, RejectReason.CORRUPT_FILE, f"{where} to be an image"):
+        image = Image.open(io.BytesIO(data), formats=tuple(set(_FORMATS.values())))
+        frames = int(getattr(image, "n_frames", 1))
+    if image.format != kind:
+        raise OCTReadError(url, RejectReason.WRONG_KIND, f"{where}: {kind}, as its name says", image.format)
+    if frames != 1:
+        raise OCTReadError(url, RejectReason.FRAME_COUNT_MISMATCH, f"{where}: one image", frames)
+    return pixels_of(image, url, where)
+
+
+def pixels_of(image: Image.Image, url: str, where: str) -> np.ndarray:
+    """Stored values [H, W], uint8, uint16, int32 or float32; raises OCTReadError for colour and more."""
+    if image.width * image.height > MAX_PIXELS:
+        found = f"{image.width} x {image.height} in {where}"
+        raise OCTReadError(url, RejectReason.UNSUPPORTED_PIXELS, f"up to {MAX_PIXELS} pixels", found)
+    if image.mode not in (*_MODES, "RGB", "P"):
+        found = f"mode {image.mode} in {where}"
+        raise OCTReadError(url, RejectReason.UNSUPPORTED_PIXELS, "one grey value a pixel", found)
+    tags = image.tag_v2 if isinstance(image, TiffImagePlugin.TiffImageFile) else {}
+    if tags.get(_ORIENTATION, 1) not in range(1, 5):  # Pillow swaps rows and columns, spacings would not
+        found = f"Orientation {tags[_ORIENTATION]} in {where}"
+        raise OCTReadError(url, RejectReason.UNSUPPORTED_PIXELS, "Orientation 1 to 4, rows as rows", found)
+    inverted = tags.get(_PHOTOMETRIC) == 0
+    if inverted and image.mode != "L":  # Pillow turns 8 bits round, and no others
+        found = f"white is 0, {image.mode} in {where}"
+        raise OCTReadError(url, RejectReason.UNSUPPORTED_PIXELS, "black is 0 in more than 8 bits", found)
+    with reading(url, RejectReason.CORRUPT_PIXEL_DATA, f"{where} to decode"):
+        if image.mode in _MODES:
+            return np.asarray(image).astype(_MODES[image.mode], copy=False)
+        colours = np.asarray(image.convert("RGB"))
+    if not (colours == colours[..., :1]).all():  # grey stored as colour is grey
+        raise OCTReadError(
+            url, RejectReason.UNSUPPORTED_PIXELS, "one grey value a pixel", f"colour in {where}"
+        )
+    return np.ascontiguousarray(colours[..., 0])
+
+
+def count_directories(file: IO[bytes]) -> int:
+    """Pages of a TIFF by its chain of directories; raises ValueError or struct.error where the chain is cut.
+
+    Pillow's own count takes a directory that runs past the end of the file for the last one: B-scans would be
+    lost in silence.
+    """
+    size = file.seek(0, 2)
+    file.seek(0)
+    head = file.read(16)
+    order = "<" if head[:2] == b"II" else ">"
+    big = head[2:4] in (b"+\0", b"\0+")
+    offset = struct.unpack_from(order + ("Q" if big else "I"), head, 8 if big else 4)[0]
+    entries, entry, link = ("Q", 20, "Q") if big else ("H", 12, "I")
+    seen: set[int] = set()
+    while offset:
+        if offset in seen or offset >= size:
+            raise ValueError("a chain of directories that does not end")
+        seen.add(offset)
+        file.seek(offset)
+        count = struct.unpack(order + entries, file.read(struct.calcsize(entries)))[0]
+        file.seek(min(size, file.tell() + count * entry))
+        offset = struct.unpack(order + link, file.read(struct.calcsize(link)))[0]
+    return len(seen)
+
+
+def _pages(image: TiffImagePlugin.TiffImageFile, pages: int, url: str) -> Iterator[np.ndarray]:
+    for index in range(pages):
+        with reading(url, RejectReason.CORRUPT_FILE, f"page {index + 1} of {pages}"):
+            image.seek(index)
+        yield pixels_of(image, url, f"page {index + 1} of {pages}")
+
+
+def _tiff_spacing(
+    tags: dict[int, Any], size: tuple[int, ...], url: str
+) -> tuple[list[float] | None, str, int | None]:
+    """((D, H, W) mm or None, source or why there is none, B-scans that the metadata count).
+
+    `size`: pages, rows and columns of the file. Raises OCTReadError where the metadata say that the pages are
+    not the B-scans of one volume in order: a spacing in a YAML does not change that.
+    """
+    # Pillow takes a text for Latin-1; both writers mean UTF-8, and their micro sign shows it.
+    text = str(tags.get(_DESCRIPTION, "")).encode("latin-1", "replace").decode("utf-8", "replace")
+    if text.startswith("ImageJ="):
+        return _imagej_spacing(text, tags, url)
+    if text.lstrip().startswith("<") and "OME" in text[:2000]:
+        return _ome_spacing(text, size, url)
+    return None, "no OME or ImageJ metadata", None
+
+
+def _ome_spacing(text: str, size: tuple[int, ...], url: str) -> tuple[list[float] | None, str, int | None]:
+    pixels = [e for e in ElementTree.fromstring(text.encode()).iter() if e.tag.endswith("}Pixels")]
+    if len(pixels) != 1:
+        raise OCTReadError(url, RejectReason.NOT_A_VOLUME, _ONE_VOLUME, f"{len(pixels)} images")
+    get = pixels[0].get
+    count, channels, times = (int(get(f"Size{a}", "1")) for a in "ZCT")
+    if (channels, times) != (1, 1):
+        found = f"{channels} channels and {times} times"
+        raise OCTReadError(url, RejectReason.NOT_A_VOLUME, _ONE_VOLUME, found)
+    if count != size[0]:
+        return None, "another number of pages", count
+    described = tuple(int(get(f"Size{a}") or 0) for a in "YX")
+    if described != size[1:]:
+        said = f"pages of {described[0]} x {described[1]} (SizeY, SizeX)"
+        raise OCTReadError(url, RejectReason.FRAME_SIZE_MISMATCH, said, f"{size[1]} x {size[2]}")
+    _check_plane_order(pixels[0], count, url)
+    values = [get(f"PhysicalSize{a}") for a in "ZYX"]
+    units = [_MM.get(get(f"PhysicalSize{a}Unit", "\u00b5m").lower()) for a in "ZYX"]  # the schema's default
+    if None in values or None in units:
+        return None, "OME-XML without three PhysicalSize", count
+    # the type checker does not see that no value or unit is None here
+    return [float(v) * u for v, u in zip(values, units, strict=True)], "ome_xml", count  # type: ignore[arg-type]
+
+
+def _check_plane_order(pixels: Any, count: int, url: str) -> None:
+    """Raise header_mismatch where TiffData do not put every plane Z on page Z of this file, once."""
+    pages: dict[int, int] = {}  # page by plane
+    files, listed = set(), 0
+    for data in (e for e in pixels if e.tag.endswith("}TiffData")):
+        first = int(data.get("IFD", "0"))
+        # The schema's defaults: one plane where IFD is given, else all of the file.
+        length = int(data.get("PlaneCount", "1" if "IFD" in data.keys() else str(count)))  # noqa: SIM118
+        plane = int(data.get("FirstZ", "0"))
+        if any(int(data.get(f"First{a}", "0")) for a in "CT") or not 1 <= length <= count:
+            raise OCTReadError(url, RejectReason.HEADER_MISMATCH, _PLANES, "planes outside of the image")
+        pages.update((plane + i, first + i) for i in range(length))
+        listed += length
+        files |= {e.text for e in data if e.tag.endswith("}UUID")}
+    if len(files) > 1:
+        raise OCTReadError(url, RejectReason.NOT_A_VOLUME, _ONE_VOLUME, f"{len(files)} files")
+    if listed and (listed != count or pages != {i: i for i in range(count)}):
+        moved = sum(plane != page for plane, page in pages.items())
+        found = f"{listed} planes in the list, {moved} on another page"
+        raise OCTReadError(url, RejectReason.HEADER_MISMATCH, _PLANES, found)
+
+
+def _imagej_spacing(text: str, tags: dict[int, Any], url: str) -> tuple[list[float] | None, str, int | None]:
+    said = dict(line.partition("=")[::2] for line in text.splitlines())
+    count = int(said.get("images", "1"))
+    others = [int(said.get(key, "1")) for key in ("channels", "frames")]
+    slices = int(said.get("slices", count))
+    if others != [1, 1]:
+        found = f"{others[0]} channels and {others[1]} times"
+        raise OCTReadError(url, RejectReason.NOT_A_VOLUME, _ONE_VOLUME, found)
+    if slices != count:
+        raise OCTReadError(url, RejectReason.FRAME_COUNT_MISMATCH, f"{count} slices, as images", slices)
+    unit = _MM.get(said.get("unit", "").lower())
+    across = [tags.get(_Y_RESOLUTION), tags.get(_X_RESOLUTION)]  # pixels per unit
+    if unit is None or "spacing" not in said or not all(across):
+        return None, "ImageJ metadata without spacing, unit of length and resolution", count
+    # all(across), which the type checker does not carry into the tuple
+    spacing = [float(said["spacing"]), *(1 / float(a) for a in across)]  # type: ignore[arg-type]
+    return [s * unit for s in spacing], "imagej", count
+
+
+def _suffix(name: str) -> str:
+    return "." + name.rpartition(".")[2].lower()

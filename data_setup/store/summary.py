@@ -1,0 +1,129 @@
+"""What `prepare` tells: counts, fields, spacings and their sources, as prepare_report.json and as a table.
+
+In: the store's index and what the manifest skipped. Out: a dictionary of plain values, and text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from data_setup.store.reader import KEPT, PENDING
+
+AUDIT_NAMES = 20  # files of either kind that the report names
+LOW_VALID_FRACTION = 0.6  # below this share of acquired voxels, most tokens of a volume are padding
+
+
+def counts(values: pd.Series) -> dict[str, int]:
+    """Value -> how often, most frequent first, ties by name."""
+    found = values.dropna().value_counts()
+    return {str(k): int(n) for k, n in sorted(found.items(), key=lambda item: (-item[1], str(item[0])))}
+
+
+def _group(index: pd.DataFrame) -> dict[str, Any]:
+    kept = index[index.status == KEPT]
+
+    def median(name: str) -> list[float] | None:
+        if kept.empty:
+            return None
+        return [round(float(kept[f"{name}_{a}"].median()), 6) for a in "dhw"]
+
+    def mean(name: str) -> float | None:
+        return None if kept.empty else round(float(kept[name].mean()), 4)
+
+    return {
+        "kept": len(kept),
+        "rejected": counts(index.loc[~index.status.isin([KEPT, PENDING]), "status"]),
+        "shape_before": median("shape_before"),
+        "spacing_before": median("spacing_before"),
+        "spacing_after": median("spacing_after"),
+        "valid_fraction": mean("valid_fraction"),
+        "lost_fraction": mean("lost_fraction"),
+        "spacing_source": counts(kept.spacing_source),
+        "orientation_source": counts(kept.orientation_source),
+    }
+
+
+def shorten(audit: Mapping[str, list[str]]) -> dict[str, dict[str, Any]]:
+    """What audit.audit_files found: per kind the count and the first AUDIT_NAMES names."""
+    return {kind: {"count": len(names), "first": names[:AUDIT_NAMES]} for kind, names in audit.items()}
+
+
+def summarise(
+    index: pd.DataFrame, attrs: Mapping[str, Any], skipped: Mapping[str, int], run: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The report: the store, by device, by protocol; medians of shape and spacing, means of fractions."""
+    return {
+        "records": len(index),
+        "pending": int((index.status == PENDING).sum()),
+        "not_in_manifest": int((~index.listed).sum()),
+        "skipped": dict(skipped),
+        "synthetic": attrs["synthetic"],
+        "geometry": attrs["geometry"],
+        **_group(index),
+        "by_device": {str(name): _group(part) for name, part in index.groupby("device")},
+        "by_protocol": {str(name): _group(part) for name, part in index.groupby("protocol")},
+        "participants": {
+            str(split): int(part.person_id.nunique())
+            for split, part in index[index.status == KEPT].groupby("split")
+        },
+        "run": dict(run),
+    }
+
+
+def _words(numbers: Mapping[str, int]) -> str:
+    return ", ".join(f"{name} {n}" for name, n in numbers.items()) or "none"
+
+
+def _triple(values: list[float] | None) -> str:
+    return " x ".join(f"{v:.3g}" for v in values) if values else "-"
+
+
+def table(report: Mapping[str, Any]) -> str:
+    """The report as a few lines of text; spacing in um, D x H x W."""
+    lines = [
+        f"{'protocol':32s} {'kept':>6s} {'rej.':>5s} {'valid':>6s} {'lost':>6s}  "
+        "spacing before -> after [um, D x H x W]"
+    ]
+    warnings = []
+    for name, part in report["by_protocol"].items():
+        rejected = sum(part["rejected"].values())
+        if not part["kept"]:
+            lines.append(f"{name:32s} {0:6d} {rejected:5d}")
+            continue
+        um = [_triple((1000 * np.asarray(part[f"spacing_{when}"])).tolist()) for when in ("before", "after")]
+        lines.append(
+            f"{name:32s} {part['kept']:6d} {rejected:5d} {part['valid_fraction']:6.2f} "
+            f"{part['lost_fraction']:6.2f}  {um[0]} -> {um[1]}"
+        )
+        if part["valid_fraction"] < LOW_VALID_FRACTION:
+            warnings.append(
+                f"warning: {name}: only {part['valid_fraction']:.0%} of the grid lies inside the scan; "
+                "see spatial.target_spacing and spatial.image_size"
+            )
+    lines.append(f"kept by device: {_words({k: v['kept'] for k, v in report['by_device'].items()})}")
+    lines.append(f"rejected: {_words(report['rejected'])}; skipped: {_words(report['skipped'])}")
+    lines.append(f"spacing from: {_words(report['spacing_source'])}")
+    lines.append(f"orientation from: {_words(report['orientation_source'])}")
+    lines.append(f"participants with volumes: {_words(report['participants'])}")
+    if report["pending"]:
+        lines.append(f"pending: {report['pending']} (other shards, or an interrupted run)")
+    if report["not_in_manifest"]:
+        lines.append(f"no longer in the manifest, kept in their rows: {report['not_in_manifest']}")
+    run = report["run"]
+    if run["audit"]:
+        found = {kind: part["count"] for kind, part in run["audit"].items()}
+        lines.append(
+            f"files: {found['missing']} of the manifest missing, {found['orphans']} in no manifest row"
+        )
+    if run["source_missing"]:
+        lines.append(f"source missing now, row kept: {run['source_missing']}")
+    lines.append(
+        f"{run['prepared']} prepared, {run['reused']} reused in {run['seconds']:.1f} s "
+        f"({run['volumes_per_s']:.2f} volumes/s, {run['workers']} workers, "
+        f"{run['peak_memory_mb']:.0f} MB each at most)"
+    )
+    return "\n".join(lines + warnings)

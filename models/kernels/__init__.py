@@ -1,0 +1,4 @@
+"""Attention kernels for engines that need their own.
+
+In and out: the tensors of one attention call. Plain torch uses none of them. Read xla.py first.
+"""

@@ -1,0 +1,154 @@
+"""Kernels for PyTorch/XLA: activation checkpointing and, on a TPU, attention without the T x T matrix.
+
+In and out: torch tensors of that engine. models.kernels.pallas_flash has the kernels themselves; this file
+pads the tokens to whole blocks, hands each device its own samples, and puts the compiled kernels into the
+recorded program. Only where `model.tpu_attention` is flash does it need jax (the version that torch_xla
+names).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache, partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import torch_xla
+import torch_xla.distributed.spmd as xs
+from torch import Tensor, nn
+from torch.autograd.function import FunctionCtx, once_differentiable
+from torch_xla.utils.checkpoint import checkpoint
+
+from models.vit3d import Block, PatchEmbed
+
+Shape = tuple[tuple[int, ...], torch.dtype]
+# (name of a kernel in models.kernels.pallas_flash, its operands, tokens without padding, its results' shapes)
+Caller = Callable[[str, list[Tensor], int, list[Shape]], list[Tensor]]
+
+
+def recompute_block(function: Callable[..., Tensor], *arguments: object) -> Tensor:
+    """models.vit3d.recompute_block for XLA, which would otherwise merge both computations into one."""
+    return checkpoint(function, *arguments, preserve_rng_state=False)
+
+
+def keep_samples_apart(model: nn.Module, mesh: xs.Mesh) -> None:
+    """Tell the compiler that features [B, T, E] between blocks, and their gradients, are spread by samples
+    over `mesh`. With weights that are spread too it would be free to move features instead of weights.
+    """
+
+    def pin(_module: nn.Module, _inputs: object, features: Tensor) -> Tensor:
+        return xs.mark_sharding_with_gradients(features, mesh, _by_sample(features))
+
+    for module in model.modules():
+        if isinstance(module, Block | PatchEmbed):
+            module.register_forward_hook(pin)
+
+
+class FlashAttention:
+    """softmax(q k^T / sqrt(C)) v of [B, heads, T, C]; B is spread over the devices of `mesh`.
+
+    `call` runs a kernel; by default as a part of a TPU's program.
+    """
+
+    def __init__(self, mesh: xs.Mesh | None, call: Caller | None = None) -> None:
+        self.mesh = mesh
+        self.call = call_on_tpu if call is None else call
+
+    def __call__(self, q_BHTC: Tensor, k_BHTC: Tensor, v_BHTC: Tensor) -> Tensor:
+        return _Flash.apply(q_BHTC, k_BHTC, v_BHTC, self)
+
+    def split(self, x: Tensor) -> Tensor:
+        """What one device holds of x [B, ...]."""
+        if self.mesh is None:
+            return x
+        return xs.enable_manual_sharding(x, _by_sample(x), mesh=self.mesh).global_tensor
+
+    def join(self, x: Tensor, samples: int) -> Tensor:
+        """The whole of what every device holds a part of."""
+        if self.mesh is None:
+            return x
+        whole = (samples, *x.shape[1:])
+        return xs.disable_manual_sharding(x, _by_sample(x), whole, mesh=self.mesh).global_tensor
+
+
+class _Flash(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: FunctionCtx, q: Tensor, k: Tensor, v: Tensor, flash: FlashAttention) -> Tensor:
+        samples, heads, tokens, width = q.shape
+        q, k, v = (_pad(flash.split(x)) for x in (q, k, v))
+        shapes: list[Shape] = [(tuple(q.shape), q.dtype), ((len(q), 1, q.shape[1]), torch.float32)]
+        o, lse = flash.call("forward", [q, k, v], tokens, shapes)
+        ctx.save_for_backward(q, k, v, o, lse)
+        ctx.flash, ctx.shape = flash, (samples, heads, tokens, width)
+        return flash.join(_unpad(o, heads, tokens), samples)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, o, lse = ctx.saved_tensors
+        flash, (samples, heads, tokens, _) = ctx.flash, ctx.shape
+        do = _pad(flash.split(grad)).to(q.dtype)
+        di = (o.float() * do.float()).sum(-1).unsqueeze(1)
+        shape: Shape = (tuple(q.shape), q.dtype)
+        (dq,) = flash.call("grad_q", [q, k, v, do, lse, di], tokens, [shape])
+        dk, dv = flash.call("grad_kv", [k, v, q, do, lse, di], tokens, [shape, shape])
+        return *(flash.join(_unpad(x, heads, tokens), samples) for x in (dq, dk, dv)), None
+
+
+def _by_sample(x: Tensor) -> tuple[str | None, ...]:
+    return ("data", *[None] * (x.ndim - 1))
+
+
+def _pad(x_BHTC: Tensor) -> Tensor:
+    """[B x heads, T up to whole blocks, C], zeros behind the tokens."""
+    from models.kernels.pallas_flash import block_of  # needs jax, which only this option does
+
+    tokens = x_BHTC.shape[2]
+    return F.pad(x_BHTC.flatten(0, 1), (0, 0, 0, -tokens % block_of(tokens)))
+
+
+def _unpad(x: Tensor, heads: int, tokens: int) -> Tensor:
+    return x[:, :tokens].unflatten(0, (-1, heads))
+
+
+def call_on_tpu(name: str, operands: list[Tensor], tokens: int, results: list[Shape]) -> list[Tensor]:
+    """Record one kernel as a custom call of the program."""
+    kinds = tuple((tuple(x.shape), str(x.dtype).removeprefix("torch.")) for x in operands)
+    shapes, types = ([list(part[0]) for part in results], [part[1] for part in results])
+    return torch_xla._XLAC._xla_tpu_custom_call(operands, _payload(name, kinds, tokens), shapes, types)
+
+
+@cache
+def _payload(name: str, kinds: tuple[tuple[tuple[int, ...], str], ...], tokens: int) -> str:
+    """The compiled kernel as text. jax is told to lower for a TPU, whether there is one or not, and in a form
+    that the libtpu of torch_xla 2.9 reads: jax 0.7.1's newest is a version too new for it.
+    """
+    from torch_xla.experimental.custom_kernel import jax_import_guard
+
+    jax_import_guard()  # torch_xla must own the TPU before jax looks for one
+    import jax
+    from jax.export import export
+    from jax.interpreters.mlir import make_ir_context
+    from jaxlib.mlir import ir
+
+    from models.kernels import pallas_flash as flash_kernels
+
+    operands = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in kinds]
+    kernel = jax.jit(partial(getattr(flash_kernels, name), tokens=tokens))
+    exported = export(kernel, platforms=["tpu"])(*operands)
+    found: list[str] = []
+    with make_ir_context():
+        for function in ir.Module.parse(exported.mlir_module()).body.operations:
+            _custom_calls(function, found)
+    assert len(found) == 1, f"{name}: expected one custom call, found {len(found)}"
+    return found[0]
+
+
+def _custom_calls(operation: Any, found: list[str]) -> None:
+    for region in operation.regions:
+        for block in region:
+            for inner in block:
+                if inner.operation.name == "stablehlo.custom_call":
+                    found.append(inner.backend_config.value)
+                _custom_calls(inner, found)

@@ -1,0 +1,174 @@
+"""The shapes of a model, from the tensors of a file alone, and whether the tensors make that model.
+
+In: tensors by our names. Out: `Weights`, whose modules `new_encoder` and `new_predictor` build. Shapes are
+all that is read, so it works for tensors on the meta device too.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from models.predictor import HEAD_DIM as PREDICTOR_HEAD_DIM
+from models.predictor import Predictor3D
+from models.vit3d import RopeForm, Size, VisionTransformer3D
+from models.weights.hf_layout import num_mask_tokens
+from utils.checkpoint import CheckpointError
+from utils.config.load import Config
+
+EXPORT_FORMAT = "oct_encoder"  # "format" in the config.json of an export
+FACTS_KEY = "oct_foundation"  # there and in the Hugging Face layout: facts of the training
+Layout = Literal["research", "hugging_face", "checkpoint", "export"]
+HEAD_DIM = 64  # of every V-JEPA 2 encoder but ViT-H
+HEADS = {1280: 16}
+ROLES = ("encoder", "target_encoder", "predictor")
+
+
+@dataclass(frozen=True)
+class Weights:
+    """One file's weights by our names, the shapes they make, and what the file says of them."""
+
+    where: str
+    layout: Layout
+    encoder: dict[str, Tensor]
+    target_encoder: dict[str, Tensor]
+    predictor: dict[str, Tensor]  # empty: the file has none
+    size: Size
+    predictor_size: Size | None
+    grid: tuple[int, int, int]
+    rope: RopeForm
+    recipe: str
+    config: Config | None = None  # of ours
+    facts: dict[str, Any] = field(default_factory=dict)  # of ours: step, participants, normalisation ...
+    left_out: dict[str, str] = field(default_factory=dict)  # the file's name: why
+
+    @property
+    def patch(self) -> tuple[int, int, int]:
+        d, h, w = self.encoder["patch_embed.proj.weight"].shape[2:]
+        return d, h, w
+
+    @property
+    def channels(self) -> int:
+        return self.encoder["patch_embed.proj.weight"].shape[1]
+
+    @property
+    def positions(self) -> Literal["rotary", "learned"]:
+        return "learned" if "pos_embed" in self.encoder else "rotary"
+
+    def role(self, name: str) -> dict[str, Tensor]:
+        """Tensors of one of ROLES."""
+        return {"encoder": self.encoder, "target_encoder": self.target_encoder}.get(name, self.predictor)
+
+
+def encoder_size(url: str, encoder: dict[str, Tensor], heads: int | None) -> Size:
+    """The transformer's shape from its tensors; `heads` None: 64 channels each, as public encoders have."""
+    first = "blocks.0.mlp.fc1.weight"
+    embed = encoder.get("patch_embed.proj.weight")
+    if embed is None or embed.ndim != 5 or first not in encoder:
+        raise CheckpointError(
+            f"{url}: expected patch_embed.proj.weight [E, C, d, h, w] and {first}, found {some([*encoder])}"
+        )
+    width = embed.shape[0]
+    if heads is None:
+        heads = HEADS.get(width, width // HEAD_DIM if width % HEAD_DIM == 0 else 0)
+    if heads == 0 or width % heads:
+        raise CheckpointError(
+            f"{url}: encoder: expected a width of {HEAD_DIM} per head, or heads= with the call, found {width}"
+        )
+    return Size(_num_blocks(encoder, "blocks"), width, heads, _mlp_ratio(width, encoder[first].shape[0]))
+
+
+def predictor_shape(url: str, predictor: dict[str, Tensor], heads: int | None) -> Size:
+    """The same of a predictor; `heads` None: 32 channels each, as the public ones have."""
+    first, embed = "predictor_blocks.0.mlp.fc1.weight", predictor.get("predictor_embed.weight")
+    if embed is None or first not in predictor:
+        raise CheckpointError(
+            f"{url}: predictor: expected predictor_embed.weight and {first}, found {some([*predictor])}"
+        )
+    if num_mask_tokens(predictor) == 0:
+        raise CheckpointError(f"{url}: predictor: expected at least one mask token, found none")
+    width, hidden = embed.shape[0], predictor[first].shape[0]
+    if heads is None:
+        heads = width // PREDICTOR_HEAD_DIM if width % PREDICTOR_HEAD_DIM == 0 else 0
+    if heads == 0 or width % heads or hidden != 4 * width:
+        raise CheckpointError(
+            f"{url}: predictor: expected {PREDICTOR_HEAD_DIM} channels per head, or predictor_heads= with "
+            f"the call, and an MLP of 4 x width, found width {width}, MLP {hidden}"
+        )
+    return Size(_num_blocks(predictor, "predictor_blocks"), width, heads)
+
+
+def new_encoder(weights: Weights) -> VisionTransformer3D:
+    """An encoder of the file's shape, random."""
+    return VisionTransformer3D(
+        weights.size,
+        weights.grid,
+        weights.patch,
+        weights.channels,
+        weights.positions,
+        weights.rope,
+        has_mask_token=weights.positions == "learned" or "mask_token" in weights.encoder,
+    )
+
+
+def new_predictor(weights: Weights, mask_token: int = 0) -> Predictor3D:
+    """A predictor of the file's shape, random; raises CheckpointError for a mask token it does not have."""
+    size = weights.predictor_size
+    assert size is not None, f"{weights.where} has no transformer predictor"
+    count = num_mask_tokens(weights.predictor)
+    if not 0 <= mask_token < count:
+        raise CheckpointError(f"{weights.where}: mask_token: expected 0 to {count - 1}, found {mask_token}")
+    return Predictor3D(
+        weights.size.width,
+        size.width,
+        size.depth,
+        weights.grid,
+        weights.rope,
+        count,
+        size.heads,
+        out_width=weights.predictor["predictor_proj.weight"].shape[0],
+        mask_token=mask_token,
+    )
+
+
+def checked(weights: Weights) -> Weights:
+    """Every name and shape as the modules have them, no more and no less; raises CheckpointError."""
+    with torch.device("meta"):
+        encoder = new_encoder(weights).state_dict()
+        require_same(f"{weights.where}: encoder", encoder, weights.encoder)
+        require_same(f"{weights.where}: target_encoder", encoder, weights.target_encoder)
+        if weights.predictor_size is not None:
+            predictor = new_predictor(weights).state_dict()
+            require_same(f"{weights.where}: predictor", predictor, weights.predictor)
+    return weights
+
+
+def require_same(where: str, expected: dict[str, Tensor], found: dict[str, Tensor]) -> None:
+    """Raise CheckpointError for names that are missing or unexpected, and for the first other shape."""
+    for kind, names in (("missing", expected.keys() - found), ("unexpected", found.keys() - expected)):
+        if names:
+            raise CheckpointError(f"{where}: {kind}: {some(sorted(names))}")
+    for name, tensor in expected.items():
+        if tensor.shape != found[name].shape:
+            raise CheckpointError(
+                f"{where}: {name}: expected shape {list(tensor.shape)}, found {list(found[name].shape)}"
+            )
+
+
+def _num_blocks(tensors: dict[str, Tensor], prefix: str) -> int:
+    return len({name.split(".")[1] for name in tensors if name.startswith(f"{prefix}.")})
+
+
+def _mlp_ratio(width: int, hidden: int) -> float:
+    """A ratio with int(width * ratio) == hidden, whatever the division rounds to."""
+    ratio = hidden / width
+    return ratio if int(width * ratio) == hidden else (hidden + 0.5) / width
+
+
+def some(names: list[str]) -> str:
+    """The first of the names, and how many more."""
+    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    return f"{names[0] if names else 'nothing'}{more}"

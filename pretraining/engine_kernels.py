@@ -1,0 +1,60 @@
+"""The kernels that an engine brings for the model.
+
+In: a model on its device, the configuration and the runtime. On a TPU: attention without the tokens x tokens
+matrix where `model.tpu_attention` asks for it, and activation checkpointing that the compiler does not undo.
+Where parameters are spread over the devices, features stay with their samples. On a CPU or a GPU: blocks
+that torch.compile has fused, where `train.compile` asks for them. Elsewhere nothing changes.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+
+import torch
+
+from models.vit3d import Block, SelfAttention
+from models.vjepa3d import VJEPA3D
+from utils.config.load import Config, UserError
+from utils.runtime.single import Runtime
+
+
+def choose_kernels(model: VJEPA3D, cfg: Config, runtime: Runtime, is_for_tpu: bool | None = None) -> None:
+    """Put the engine's kernels into the model; `is_for_tpu`: whether the program is for a TPU, if not for
+    this machine. Raises UserError for `train.compile` where that cannot be.
+    """
+    if runtime.device.type != "xla":
+        if cfg.train.compile:
+            compile_blocks(model, runtime.device)
+        return
+    if cfg.train.compile:
+        raise UserError(
+            "train.compile: expected false with PyTorch/XLA, which compiles the whole step, found true"
+        )
+    from models.kernels import xla as xla_kernels  # only here: elsewhere there is no torch_xla
+
+    if cfg.train.activation_checkpointing:
+        model.checkpoint_activations(xla_kernels.recompute_block)
+    if cfg.train.shard_parameters:
+        xla_kernels.keep_samples_apart(model, runtime.mesh)
+    if is_for_tpu is None:
+        is_for_tpu = os.environ["PJRT_DEVICE"] == "TPU"
+    if is_for_tpu and cfg.model.tpu_attention == "flash":
+        for module in model.modules():
+            if isinstance(module, SelfAttention):
+                module.attention = xla_kernels.FlashAttention(runtime.mesh)
+
+
+def compile_blocks(model: VJEPA3D, device: torch.device) -> None:
+    """torch.compile of every transformer block of both encoders and the predictor, in training; names of
+    parameters stay. Raises UserError where a CPU has no C++ compiler.
+    """
+    compiler = shlex.split(os.environ.get("CXX") or "g++")[0]
+    if device.type == "cpu" and shutil.which(compiler) is None:
+        raise UserError(
+            f"train.compile: expected a C++ compiler for this CPU, found no {compiler} (CXX names another)"
+        )
+    for module in model.modules():
+        if isinstance(module, Block):
+            module.compile_branches()

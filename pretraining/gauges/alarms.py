@@ -1,0 +1,164 @@
+"""Alarms: what the logged numbers say about collapse, in words, with what to try.
+
+In: every line of metrics, in order, and nothing else. Out: alarms, and `alarm/...` fields that are 1 while
+one holds. Alarms do not stop a run; pretraining.gauges.monitor has the two checks that do.
+
+`alarm/collapse`, each sign a statement about features, not about one model:
+  rank     train/rankme or val/rankme under RANK_FALL of the highest so far: most directions in use are gone.
+           The highest, not the first, since what was learned may collapse too. In validation, of the target's
+           features, recipes without a regulariser lose three of four without collapsing. Blind to features
+           that shrink to a point in proportion. Not for targets that are voxels (mae): its rank falls to a
+           tenth with probes as good as anybody's (docs/results.md).
+  few      either rank under RANK_FLOOR, whatever came before: a run may start collapsed.
+  spread   train/feature_std under SPREAD_FLOOR. Unit vectors have variance + |mean|^2 = 1, so 0.1 says that
+           99 % of the energy of every feature vector is one and the same vector.
+  volume   train/volume_share under VOLUME_FLOOR: a table by position removes 90 % of what a constant leaves.
+`alarm/leak`, a prediction without learning:
+  at once  train/skill_position over EARLY_SKILL at the first measures of a run from random initialisation:
+           who has learned nothing cannot beat the best vector of a position; who copies can.
+  perfect  train/skill_position over LATE_SKILL: the noise in the views alone is more than that leaves.
+A sign counts after PERSISTENCE log lines in a row, or two validations.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+RANK_FALL = {"train/rankme": 0.25, "val/rankme": 0.15}
+RANK_FLOOR = 2.5  # six runs of mae with useful features came down to 3.1 (python -m benchmarks.evidence)
+SPREAD_FLOOR = 0.1
+VOLUME_FLOOR = 0.1
+EARLY_SKILL = 0.3
+LATE_SKILL = 0.95
+EARLY_INIT_WEIGHT = 0.1  # a target with more of its random initialisation is at the start of its run
+PERSISTENCE = 3
+VAL_PERSISTENCE = 2
+
+ALARMS = ("collapse", "leak")
+HEADLINE = {"collapse": "features collapse", "leak": "context sees targets"}
+TRY = {
+    "collapse": "try a lower optim.base_lr, method.regulariser vicreg or a larger method.regulariser_weight, "
+    "or a higher method.ema_base",
+    "leak": "check that context and target tokens are disjoint and that nothing hands the target to the "
+    "predictor",
+}
+SHOWN = ("train/rankme", "val/rankme", "train/feature_std", "train/volume_share", "train/skill_position")
+
+
+@dataclass(frozen=True)
+class Alarm:
+    """One alarm as it began."""
+
+    name: str
+    step: int
+    text: str
+
+
+class Alarms:
+    """Reads the history of a run one line at a time; its state is saved with the run. `has_fixed_targets`:
+    what is predicted does not move with the encoder, so that a fall of the rank is no sign.
+    """
+
+    def __init__(self, has_fixed_targets: bool = False) -> None:
+        self.has_fixed_targets = has_fixed_targets
+        self.raised: list[Alarm] = []
+        self._seen: dict[str, float] = {}  # the newest value of what a text shows
+        self._highest: dict[str, float] = {}  # of each rank
+        self._in_a_row: dict[str, int] = {}  # lines that showed a sign, by metric
+        self._is_early: bool | None = None  # None until skill is measured; true while it may be copying
+
+    def update(self, step: int, values: Mapping[str, float | None]) -> list[Alarm]:
+        """Take in the metrics of a line; returns the alarms that begin with it."""
+        before = self.states()
+        values = {key: v for key, v in values.items() if v is not None and math.isfinite(v)}
+        self._seen |= {key: value for key in SHOWN if (value := values.get(key)) is not None}
+        shown = {**self._collapse_signs(values), **self._leak_signs(values)}
+        for key in SHOWN:
+            if values.get(key) is not None:
+                self._in_a_row[key] = self._in_a_row.get(key, 0) + 1 if key in shown else 0
+        begun = []
+        for name, state in self.states().items():
+            if state > before[name]:
+                alarm = name.removeprefix("alarm/")
+                words = [shown[key] for key in _signs_of(alarm) if self._holds(key) and key in shown]
+                numbers = ", ".join(f"{key} {self._seen[key]:.3g}" for key in SHOWN if key in self._seen)
+                text = f"{HEADLINE[alarm]}: {'; '.join(words)} (seen: {numbers}); {TRY[alarm]}"
+                begun.append(Alarm(alarm, step, text))
+        self.raised += begun
+        return begun
+
+    def states(self) -> dict[str, float]:
+        """`alarm/NAME`: 1 while a sign of it holds, else 0."""
+        return {f"alarm/{name}": float(any(map(self._holds, _signs_of(name)))) for name in ALARMS}
+
+    def _holds(self, key: str) -> bool:
+        needed = VAL_PERSISTENCE if key.startswith("val/") else PERSISTENCE
+        return self._in_a_row.get(key, 0) >= needed
+
+    def _collapse_signs(self, values: Mapping[str, float | None]) -> dict[str, str]:
+        """The metrics of this line that show collapse, each with words for it."""
+        found = {}
+        for key, fall in RANK_FALL.items():
+            rank = values.get(key)
+            if rank is None:
+                continue
+            highest = self._highest[key] = max(rank, self._highest.get(key, rank))
+            if rank < RANK_FLOOR:
+                found[key] = f"{key} is {rank:.1f}: hardly any direction is in use"
+            elif rank < fall * highest and not self.has_fixed_targets:
+                share = rank / highest
+                found[key] = f"{key} fell from {highest:.1f} to {rank:.1f} ({share:.0%} of its highest)"
+        for key, floor, meaning in (
+            ("train/feature_std", SPREAD_FLOOR, "all features point one way"),
+            ("train/volume_share", VOLUME_FLOOR, "targets hold little but their position"),
+        ):
+            value = values.get(key)
+            if value is not None and value < floor:
+                found[key] = f"{meaning}, {key} is {value:.3f}"
+        return found
+
+    def _leak_signs(self, values: Mapping[str, float | None]) -> dict[str, str]:
+        key = "train/skill_position"
+        skill = values.get(key)
+        if skill is None:
+            return {}
+        if self._is_early is None:
+            self._is_early = (values.get("ema/init_weight") or 0.0) > EARLY_INIT_WEIGHT
+        self._is_early = self._is_early and skill > EARLY_SKILL
+        if self._is_early:
+            return {key: f"{key} is {skill:.2f} before anything could be learned"}
+        return (
+            {key: f"{key} is {skill:.2f}, nearer to the target than anything learned is"}
+            if skill > LATE_SKILL
+            else {}
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "raised": [asdict(alarm) for alarm in self.raised],
+            "seen": dict(self._seen),
+            "highest": dict(self._highest),
+            "in_a_row": dict(self._in_a_row),
+            "is_early": self._is_early,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.raised = [Alarm(**alarm) for alarm in state["raised"]]
+        self._seen = dict(state["seen"])
+        self._highest = dict(state["highest"])
+        self._in_a_row = dict(state["in_a_row"])
+        self._is_early = state["is_early"]
+
+
+def _signs_of(alarm: str) -> tuple[str, ...]:
+    return SHOWN[-1:] if alarm == "leak" else SHOWN[:-1]
+
+
+def closing(raised: Sequence[Alarm]) -> list[str]:
+    """What the last lines of a run say about its alarms."""
+    if not raised:
+        return ["no alarm"]
+    return [f"alarm at step {alarm.step}: {alarm.text}" for alarm in raised]

@@ -1,0 +1,128 @@
+"""Skill: how much better a prediction is than a baseline that sees nothing of the volume.
+
+`skill_mean` and `skill_position` are 1 - loss / loss of the best constant vector, and of the best vector of
+each token position (medians for L1, means for squared errors, estimated from other volumes). Only
+skill_position counts as learning: OCT features are mostly position.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from models.vit3d import gather_tokens
+from models.vjepa3d import LOSSES, VJEPA3D
+
+MIN_SAMPLES = 16  # other volumes that a baseline must rest on
+
+Scored = tuple[Tensor, Tensor, Tensor]  # prediction [B, P, E], target [B, P, E], whether it counts [B, P]
+Read = Callable[[Tensor], Tensor]  # utils.runtime.single.Runtime.read
+
+
+def as_it_is(value: Tensor) -> Tensor:
+    return value
+
+
+def nanmedian(values: Tensor, dim: int) -> Tensor:
+    """Median without NaN along a dimension, which is copied to be contiguous: many times faster."""
+    return values.movedim(dim, -1).contiguous().nanmedian(-1).values
+
+
+CENTRES: dict[str, Callable[[Tensor, int], Tensor]] = {
+    "l1": nanmedian,
+    "l2": torch.nanmean,
+    "normalised_l2": torch.nanmean,
+}
+
+
+class SkillGauge:
+    """A ring of recent targets at fixed token positions, and the losses of baselines made of them. Padding
+    tokens are in no baseline.
+    """
+
+    def __init__(
+        self,
+        num_tokens: int,
+        width: int,
+        loss: str,
+        device: torch.device,
+        capacity: int = 128,
+        positions: int = 64,
+    ) -> None:
+        spread = torch.linspace(0, num_tokens - 1, min(positions, num_tokens)).round().long().unique()
+        self.positions_P = spread.to(device)
+        self.num_tokens = num_tokens
+        self.ring_RPE = torch.zeros(capacity, len(spread), width, device=device)
+        self.valid_RP = torch.zeros(capacity, len(spread), dtype=torch.bool, device=device)
+        self.row_R = torch.full((capacity,), -1, dtype=torch.long, device=device)
+        self.distance, self.centre = LOSSES[loss], CENTRES[loss]
+        self.added = 0
+        # on the device, since it is another number in every step
+        self.next_slot = torch.zeros((), dtype=torch.long, device=device)
+
+    @classmethod
+    def of_model(cls, model: VJEPA3D, device: torch.device) -> SkillGauge:
+        return cls(model.encoder.num_tokens, model.target_width, model.loss, device)
+
+    def add(self, targets_BPE: Tensor, valid_BP: Tensor, row_B: Tensor) -> None:
+        """Remember targets at `positions_P`; `valid_BP` bool, `row_B` says which volumes they are of."""
+        capacity = len(self.row_R)
+        count = min(len(row_B), capacity)
+        slots = (self.next_slot + torch.arange(count, device=row_B.device)) % capacity
+        self.ring_RPE[slots] = targets_BPE[:count].float()
+        self.valid_RP[slots] = valid_BP[:count]
+        self.row_R[slots] = row_B[:count]
+        self.next_slot = (self.next_slot + count) % capacity
+        self.added += count
+
+    def select(
+        self, prediction_BME: Tensor, target_BME: Tensor, target_BM: Tensor, valid_BM: Tensor
+    ) -> Scored:
+        """What is at `positions_P`, and which of it is a valid target token."""
+        place_BM = torch.arange(target_BM.shape[1], device=target_BM.device).expand_as(target_BM)
+        place_BN = torch.full((len(target_BM), self.num_tokens), -1, device=target_BM.device)
+        place_BP = place_BN.scatter(1, target_BM, place_BM)[:, self.positions_P]
+        at_BP = place_BP.clamp(min=0)
+        counts_BP = (place_BP >= 0) & (valid_BM.gather(1, at_BP) > 0)
+        return gather_tokens(prediction_BME, at_BP).detach(), gather_tokens(target_BME, at_BP), counts_BP
+
+    @torch.no_grad()
+    def losses(self, scored: list[Scored], rows: Tensor, read: Read = as_it_is) -> Tensor:
+        """Summed losses [4] of the prediction, the constant and the per-position baseline, and the number of
+        scored tokens: those whose position is valid in MIN_SAMPLES volumes outside `rows`, each counted once.
+
+        `rows` are the volumes of the whole global batch, so that one baseline serves all of them and
+        accumulation changes nothing. `read` brings tensors to where shapes may depend on values.
+        """
+        at_BPE, to_BPE, counts_BP = (torch.cat([*map(read, parts)]) for parts in zip(*scored, strict=True))
+        prediction, target, slot = at_BPE[counts_BP], to_BPE[counts_BP], counts_BP.nonzero()[:, 1]
+        row_R = read(self.row_R)
+        is_other_R = (row_R >= 0) & ~torch.isin(row_R, read(rows))
+        usable_RP = read(self.valid_RP) & is_other_R.unsqueeze(1)
+        is_same_RR = (row_R.unsqueeze(1) == row_R).tril(-1)
+        # an entry counts at a position unless an earlier slot holds the same volume, valid there too
+        is_again_RP = (is_same_RR.float() @ usable_RP.float()) > 0
+        is_known_P = (usable_RP & ~is_again_RP).sum(0) >= MIN_SAMPLES
+        ring = read(self.ring_RPE).masked_fill(~usable_RP.unsqueeze(-1), math.nan)
+        constant = self.centre(ring.flatten(0, 1), 0).expand_as(target)
+        per_position = self.centre(ring, 0)[slot]
+        use = is_known_P[slot]
+        losses = [
+            self.distance(guess, target).where(use, 0.0).sum()
+            for guess in (prediction, constant, per_position)
+        ]
+        return torch.stack([*losses, use.sum()])
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"ring": self.ring_RPE, "valid": self.valid_RP, "row": self.row_R, "added": self.added}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.ring_RPE.copy_(state["ring"])
+        self.valid_RP.copy_(state["valid"])
+        self.row_R.copy_(state["row"])
+        self.added = state["added"]
+        self.next_slot.fill_(self.added % len(self.row_R))

@@ -1,0 +1,144 @@
+"""Throughput: how fast the steps are, where their time goes, and how much of the device they use.
+
+In: laps that the loop and the step call out, each with the name of the part that has just ended. Out: the
+`perf/` metrics of one log line, over the time since the line before; docs/throughput.md says what each means.
+A lap reads a clock or records an event: nothing here waits for the device but `restart`.
+
+CPU: the host's clock. CUDA: events on the stream, so the parts are the device's time, what it stands still
+included. XLA: the host only traces forward, backward and update, so these are no parts there.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+
+import torch
+
+from data_setup.masks import MaskPlan
+from models.flops import encoder_flops, step_flops
+from models.vjepa3d import VJEPA3D
+from utils.config.load import Config, accumulation_steps
+from utils.runtime.device_peak import device_peak
+from utils.runtime.single import Runtime
+
+log = logging.getLogger(__name__)
+PARTS = ("data_wait", "forward", "backward", "update", "logging", "other")
+UNSEEN_ON_XLA = ("forward", "backward", "update")
+
+
+class Laps:
+    """Seconds of each part since `clear`, on the host's clock."""
+
+    def __init__(self) -> None:
+        self.clear()
+
+    def clear(self) -> None:
+        self.seconds = dict.fromkeys(PARTS, 0.0)
+        self._last = time.perf_counter()
+
+    def lap(self, part: str) -> None:
+        """What came since the lap before, or since `clear`, was `part`."""
+        now = time.perf_counter()
+        self.seconds[part] += now - self._last
+        self._last = now
+
+    def settle(self, *, wait: bool = False) -> None:
+        """Add what is known by now to `seconds`; with `wait` everything."""
+
+
+class CudaLaps(Laps):
+    """The same on the device's clock: each lap is an event of the current stream, read once it has passed."""
+
+    def clear(self) -> None:
+        self.seconds = dict.fromkeys(PARTS, 0.0)
+        self._free: list[torch.cuda.Event] = []
+        self._pending: deque[tuple[str, torch.cuda.Event]] = deque()
+        self._passed = self._record()
+
+    def _record(self) -> torch.cuda.Event:
+        event = self._free.pop() if self._free else torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def lap(self, part: str) -> None:
+        self._pending.append((part, self._record()))
+
+    def settle(self, *, wait: bool = False) -> None:
+        if wait and self._pending:
+            self._pending[-1][1].synchronize()
+        while self._pending and self._passed.query() and self._pending[0][1].query():
+            part, event = self._pending.popleft()
+            self.seconds[part] += self._passed.elapsed_time(event) / 1000
+            self._free.append(self._passed)
+            self._passed = event
+
+
+def flops_per_step(cfg: Config, model: VJEPA3D, accumulation: int) -> int:
+    """Counted operations of one update on one device: 3 x forward of what is trained, 1 x of the target
+    encoder and of the regulariser's own pass under accumulation. What is computed again is not counted.
+    """
+    plan = MaskPlan.from_config(cfg)
+    sample = step_flops(model, plan.num_context, plan.num_target)
+    if cfg.method.regulariser != "none" and accumulation > 1:
+        sample += encoder_flops(model.encoder, plan.num_context)
+    return sample * cfg.train.per_core_batch_size * accumulation
+
+
+class Throughput:
+    """The clock of the loop: `lap` after each part, `end_step`, and `metrics` for a log line."""
+
+    def __init__(self, cfg: Config, model: VJEPA3D, runtime: Runtime) -> None:
+        self.runtime = runtime
+        self.global_batch_size = cfg.train.global_batch_size
+        self.flops = flops_per_step(cfg, model, accumulation_steps(cfg.train, runtime.num_devices))
+        self.peak = device_peak(runtime.device, runtime.device_kind, runtime.use_bf16)
+        self.laps = CudaLaps() if runtime.device.type == "cuda" else Laps()
+        self.lap = self.laps.lap
+        self._start_window()
+
+    def log_start(self) -> None:
+        """What `perf/mfu` will be relative to, or why there is none."""
+        work = f"{self.flops / 1e9:.4g} GFLOP a step and device"
+        if self.peak.flops_per_s is None:
+            log.info("%s; no perf/mfu: %s", work, self.peak.told)
+        else:
+            log.info("%s; peak %.4g GFLOP/s (%s)", work, self.peak.flops_per_s / 1e9, self.peak.told)
+
+    def _start_window(self) -> None:
+        self._began, self._steps = time.perf_counter(), 0
+
+    def restart(self) -> None:
+        """Forget what came since the last log line, such as a validation; waits for the device."""
+        self.runtime.synchronise()
+        self.laps.clear()
+        self._start_window()
+
+    def end_step(self) -> None:
+        """One update has been handed to the device."""
+        self._steps += 1
+        self.laps.settle()
+
+    def metrics(self) -> dict[str, float | None]:
+        """The `perf/` metrics since the last call or `restart`. The device must have been waited for."""
+        self.lap("other")
+        seconds, steps = time.perf_counter() - self._began, self._steps
+        self._start_window()
+        self.laps.settle(wait=True)
+        spent, self.laps.seconds = self.laps.seconds, dict.fromkeys(PARTS, 0.0)
+        if self.runtime.device.type == "xla":
+            spent["other"] += sum(spent.pop(part) for part in UNSEEN_ON_XLA)
+        rate = self.flops * steps / seconds
+        peak, memory = self.peak.flops_per_s, self.runtime.peak_memory_bytes()
+        values: dict[str, float | None] = {
+            "perf/volumes_per_s": steps * self.global_batch_size / seconds,
+            "perf/step_s": seconds / steps,
+            **{f"perf/{part}_fraction": spent[part] / seconds for part in PARTS if part in spent},
+            "perf/flops_per_s": rate,
+        }
+        if peak is not None:
+            values["perf/mfu"] = rate / peak
+        if memory is not None:
+            values["perf/peak_memory_gib"] = memory / 2**30
+        return values

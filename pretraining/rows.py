@@ -1,0 +1,61 @@
+"""Which rows of the prepared store a run trains and validates on."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+import numpy as np
+
+from data_setup.manifest import load_labels, pretraining_split, wanted_values
+from data_setup.store.reader import PreparedStore
+from utils.config.load import Config, UserError
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Store rows of one run, and what the probe needs to know about them."""
+
+    train: np.ndarray
+    val: np.ndarray
+    official_val: np.ndarray
+    label_of_row: dict[int, str]  # rows without a label are absent
+    person_of_row: dict[int, str]
+    val_source: str  # where the validation participants come from
+
+    @property
+    def participants(self) -> set[str]:
+        """Everybody whose volumes train or validate."""
+        return {self.person_of_row[int(r)] for r in [*self.train, *self.val]}
+
+
+def open_rows(cfg: Config, store: PreparedStore) -> Rows:
+    """Split the kept rows by participant; raises UserError when nothing is left to train on."""
+    index = store.index.loc[store.kept]
+    index = index[index["listed"]]  # what left the manifest keeps its row, and is not trained on
+    # split before filtering: runs on one device and on all of them validate on the same people
+    train_ids, val_ids, source = pretraining_split(list(index.itertuples()), cfg.train.val_fraction, cfg.seed)
+    for field, values in wanted_values(cfg).values():
+        index = index[index[field].isin(values)]
+    person = index["person_id"]
+    labels = load_labels(cfg)
+    rows = Rows(
+        train=index.index[person.isin(train_ids)].to_numpy(),
+        val=index.index[person.isin(val_ids)].to_numpy(),
+        official_val=index.index[index["split"] == "val"].to_numpy(),
+        label_of_row={int(r): labels[p] for r, p in person.items() if p in labels},
+        person_of_row={int(r): p for r, p in person.items()},
+        val_source=source,
+    )
+    for name, found in (("training", rows.train), ("validation", rows.val)):
+        if len(found) == 0:
+            raise UserError(
+                f"{cfg.data.store}: expected {name} volumes, found none among {len(index)} kept rows"
+            )
+    log.info(
+        "%d volumes of %d participants to train on, %d of %d to validate (%s)",
+        len(rows.train), len(train_ids), len(rows.val), len(val_ids), source,
+    )  # fmt: skip
+    return rows

@@ -1,0 +1,221 @@
+"""Does a training step fit a TPU slice, and how fast can it be at best? Answered without a TPU:
+
+    python -m pretraining.tpu_fit --config configs/pretrain_oct_vjepa2.yaml --topology v4-32
+        [--sweep per_core_batch_size=1,2,4] [--volumes N] [--json FILE] [section.key=value ...]
+
+The step that trains is recorded (pretraining.tpu_fit.trace) and compiled by the TPU's own compiler
+(pretraining.tpu_fit.compile), each in an environment that is built on first use (pretraining.tpu_fit.env).
+Out: memory, arithmetic, memory traffic and traffic between chips of one step, and the shortest time that the
+datasheet allows: a floor, not a forecast. Exit code 1 when it does not fit. Compiling takes minutes; the
+results are kept in runs/tpu_fit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from pretraining.tpu_fit.compile import RESULT_VERSION
+from pretraining.tpu_fit.env import ROOT, environment
+from pretraining.tpu_fit.topologies import TOPOLOGIES, Topology
+from pretraining.tpu_fit.verdict import closing_table, describe, facts_of
+from utils.config.load import (
+    EXIT_USER_ERROR,
+    Config,
+    ConfigError,
+    UserError,
+    accumulation_steps,
+    load_config,
+    output_file,
+    parse_cli,
+    to_yaml,
+)
+
+CACHE = ROOT / "runs" / "tpu_fit"
+AI_READI_VOLUMES = 56_477  # OCT volumes of its third release, the default of --volumes
+COMPILER_VARIABLES = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "PJRT_DEVICE", "CPU_NUM_DEVICES")  # never inherited
+BATCH_KEY = "train.per_core_batch_size"
+Facts = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Request:
+    """What the command line asks for; `overrides` are those of every row."""
+
+    config: str
+    overrides: tuple[str, ...]
+    topology: str
+    volumes: int
+
+    @property
+    def slice(self) -> Topology:
+        return TOPOLOGIES[self.topology]
+
+
+def main(argv: list[str] | None = None) -> int:
+    def add_arguments(parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("--topology", required=True, help=f"one of {', '.join(TOPOLOGIES)}")
+        parser.add_argument(
+            "--sweep", metavar="KEY=A,B,C", help="one row for each value of a configuration key"
+        )
+        parser.add_argument(
+            "--volumes", type=int, default=AI_READI_VOLUMES, help="of the data set, for epochs"
+        )
+        parser.add_argument("--json", type=output_file, metavar="FILE", help="write the numbers there")
+
+    _, args = parse_cli(__doc__ or "", argv, add_arguments)
+    if args.topology not in TOPOLOGIES:
+        raise UserError(f"--topology: expected one of {', '.join(TOPOLOGIES)}, found {args.topology}")
+    if args.volumes < 1:
+        raise UserError(f"--volumes: expected 1 or more, found {args.volumes}")
+    request = Request(args.config, tuple(args.overrides), args.topology, args.volumes)
+    asked = changes(args.sweep)
+    for change in asked:
+        config_of(request, change)  # every mistake before the first compilation
+    rows = [row_of(request, change) for change in asked]
+    say_what_fits(request, rows)
+    print("\n\n".join(describe(row) for row in rows))
+    if len(rows) > 1:
+        print("\n" + closing_table(rows))
+    if args.json is not None:
+        args.json.write_text(json.dumps(rows if args.sweep else rows[0], indent=2) + "\n")
+    return 0 if all(row["fits"] for row in rows) else 1
+
+
+def changes(sweep: str | None) -> list[str | None]:
+    """`section.key=value` of every row; a key of the section train may stand alone."""
+    if sweep is None:
+        return [None]
+    key, equals, values = sweep.partition("=")
+    if not equals or not key or not all(values.split(",")):
+        raise UserError(f"--sweep: expected KEY=A,B,C, found {sweep}")
+    return [f"{key if '.' in key else f'train.{key}'}={value}" for value in values.split(",")]
+
+
+def config_of(request: Request, change: str | None) -> Config:
+    """The configuration of a row; raises ConfigError where it is none, or does not divide among the chips."""
+    overrides = [*request.overrides, *([change] if change else [])]
+    cfg = load_config(request.config, overrides)
+    if change and change.startswith(BATCH_KEY):
+        cfg = with_whole_steps(cfg, request.slice.chips)
+    accumulation_steps(cfg.train, request.slice.chips)
+    return cfg
+
+
+def row_of(request: Request, change: str | None) -> Facts:
+    """Trace and compile one configuration, and what follows from it."""
+    cfg = config_of(request, change)
+    return facts_of(
+        request.config, change, request.topology, cfg, *measure(cfg, request.topology), request.volumes
+    )
+
+
+def with_whole_steps(cfg: Config, chips: int) -> Config:
+    """The same per-core batch with the global batch that the slice takes at once, if it does not divide the
+    one configured.
+    """
+    at_once = cfg.train.per_core_batch_size * chips
+    if cfg.train.global_batch_size % at_once == 0:
+        return cfg
+    return replace(cfg, train=replace(cfg.train, global_batch_size=at_once, grad_accum_steps=None))
+
+
+def say_what_fits(request: Request, rows: list[Facts]) -> None:
+    """Put the largest batch that fits into the rows that do not. A sweep of batches answers itself: the
+    largest of its own, or what is below the smallest.
+    """
+    lacking = [row for row in rows if not row["fits"]]
+    if lacking and all((row["change"] or "").startswith(BATCH_KEY) for row in rows):
+        fitting = [row["per_core_batch_size"] for row in rows if row["fits"]]
+        smallest = min(rows, key=lambda row: row["per_core_batch_size"])
+        best = max(fitting) if fitting else largest_batch(request, smallest)
+        for row in lacking:
+            row["largest_batch_that_fits"] = best
+        return
+    for row in lacking:
+        row["largest_batch_that_fits"] = largest_batch(request, row)
+
+
+def largest_batch(request: Request, row: Facts) -> int | None:
+    """The largest smaller per-core batch of the row's global batch that fits, found by halving the range;
+    None where not even one volume does.
+    """
+    change = row["change"]
+    if change is not None and not change.startswith(BATCH_KEY):
+        request = replace(request, overrides=(*request.overrides, change))
+    total = row["global_batch_size"]
+    sizes = [n for n in range(1, row["per_core_batch_size"]) if total % (n * request.slice.chips) == 0]
+    best = None
+    while sizes:
+        middle = sizes[len(sizes) // 2]
+        if row_of(request, f"{BATCH_KEY}={middle}")["fits"]:
+            best, sizes = middle, sizes[len(sizes) // 2 + 1 :]
+        else:
+            sizes = sizes[: len(sizes) // 2]
+    return best
+
+
+def measure(cfg: Config, topology: str) -> tuple[Facts, Facts]:
+    """(what was traced, what the compiler says) of one configuration; compiled once for each program."""
+    CACHE.mkdir(parents=True, exist_ok=True)
+    folder = CACHE / f"{os.getpid()}.partial"
+    folder.mkdir(exist_ok=True)
+    try:
+        return _measure(cfg, topology, folder)
+    finally:
+        shutil.rmtree(folder)
+
+
+def _measure(cfg: Config, topology: str, folder: Path) -> tuple[Facts, Facts]:
+    program, result, config = folder / "program", folder / "result.json", folder / "config.yaml"
+    config.write_text(to_yaml(cfg))
+    chips = TOPOLOGIES[topology].chips
+    own = {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": str(chips)}
+    arguments = ["--config", str(config), "--chips", str(chips), "--program", str(program)]
+    _run("xla", "pretraining.tpu_fit.trace", arguments, folder, own)
+    traced = json.loads(program.with_name("program.json").read_text())
+    kept = CACHE / f"{program_key(program.read_bytes(), traced['aliases'], topology)}.json"
+    if not kept.exists():
+        _run("aot", "pretraining.tpu_fit.compile", [str(program), topology, str(result)], folder, {})
+        result.replace(kept)
+    return traced, json.loads(kept.read_text())
+
+
+def program_key(program: bytes, aliases: list[list[int]], topology: str) -> str:
+    """What the compiler's answer depends on: the program, its shared buffers, the slice, the compiler."""
+    text = json.dumps([aliases, topology, RESULT_VERSION, (ROOT / "requirements-aot.txt").read_text()])
+    return hashlib.sha256(program + text.encode()).hexdigest()[:32]
+
+
+def _run(name: str, module: str, arguments: list[str], folder: Path, own: dict[str, str]) -> None:
+    """One of the two processes; its last line on failure, and where the rest is."""
+    command = [str(environment(name)), "-m", module, *arguments]
+    inherited = {key: value for key, value in os.environ.items() if key not in COMPILER_VARIABLES}
+    done = subprocess.run(
+        command,
+        cwd=ROOT,
+        env=inherited | own,
+        stdout=sys.stderr,
+        stderr=subprocess.PIPE,
+        text=True,
+        check=False,
+    )
+    if done.returncode == 0:
+        return
+    lines = done.stderr.strip().splitlines() or ["no output"]
+    if done.returncode == EXIT_USER_ERROR:
+        raise ConfigError(lines[-1].removeprefix("error: "))
+    log = folder.with_suffix(".log")
+    log.write_text(done.stderr)
+    code = done.returncode
+    found = f"{code}: {lines[-1]}" if code > 0 else f"its end by {signal.Signals(-code).name}"
+    raise UserError(f"{module}: expected exit code 0, found {found} (what it said: {log})")

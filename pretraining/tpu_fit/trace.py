@@ -1,0 +1,160 @@
+"""Record one training step for a TPU slice without running it: the first process of `pretraining.tpu_fit`.
+
+`python -m pretraining.tpu_fit.trace --config FILE --chips N --program OUT [section.key=value ...]`, in the
+environment with torch_xla, with PJRT_DEVICE=CPU and CPU_NUM_DEVICES=N. It calls what training calls: the
+model, the optimizer, the engine and `train_step`; parameters and optimizer state are placeholders without
+data, or zeros where they are sharded. Out: the step as StableHLO, and OUT.json with the bytes of one device's
+parameters, target, optimizer and batch, which outputs share an argument's buffer, and the operations counted
+from the shapes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch_xla
+import torch_xla.core.xla_builder as xb
+from torch import Tensor
+
+from data_setup.masks import MaskPlan
+from models.flops import encoder_flops, flash_backward_flops, recomputed_flops, step_flops
+from models.vjepa3d import VJEPA3D
+from pretraining.engine_kernels import choose_kernels
+from pretraining.sharding import shard_state
+from pretraining.step import Batch, build_optimizer, train_step
+from utils.config.load import Config, accumulation_steps, parse_cli, run_cli
+from utils.runtime.single import Runtime
+
+CLASSES = ("parameters", "target", "optimizer", "batch")
+
+
+def main(argv: list[str] | None = None) -> int:
+    def add_arguments(parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("--chips", type=int, required=True)
+        parser.add_argument("--program", type=Path, required=True)
+
+    cfg, args = parse_cli(__doc__ or "", argv, add_arguments)
+    program, facts = trace(cfg, args.chips)
+    args.program.write_bytes(program)
+    args.program.with_name(f"{args.program.name}.json").write_text(json.dumps(facts))
+    sys.stdout.flush()
+    os._exit(0)  # a normal end would run the recorded step
+
+
+def trace(cfg: Config, chips: int) -> tuple[bytes, dict[str, Any]]:
+    """The program of one update on `chips` devices, and what its arguments are."""
+    runtime = Runtime.create(cfg.train.use_bf16, cfg.data.data_timeout_s)
+    assert runtime.num_devices == chips, (runtime.num_devices, chips)
+    accumulation = accumulation_steps(cfg.train, chips)
+    with torch.device("meta"):
+        model = VJEPA3D(cfg).train()
+    torch.__future__.set_overwrite_module_params_on_conversion(True)
+    hold = partial(_parts, runtime) if cfg.train.shard_parameters else _placeholder
+    model._apply(hold)
+    choose_kernels(model, cfg, runtime, is_for_tpu=True)
+    optimizer = build_optimizer(model, cfg)
+    for _, weight in model.trained_parameters():
+        optimizer.state[weight] = {
+            "step": _placeholder(torch.empty((), device="meta")),
+            "exp_avg": hold(weight.detach()),
+            "exp_avg_sq": hold(weight.detach()),
+        }
+    shard_state(model, optimizer, cfg, runtime)
+    batches = [_batch(cfg, chips, runtime) for _ in range(accumulation)]
+    state = _state(model, optimizer)
+    before = {_id(tensor): place for place, (_, tensor) in enumerate(state)}
+    result = train_step(model, optimizer, batches, cfg, runtime, 0, cfg.optim.base_lr, 0.999)
+
+    outputs = [tensor for _, tensor in _state(model, optimizer)]
+    outputs += [result.loss, result.grad_norm, result.is_finite]
+    ids, _ = torch_xla._XLAC._get_tensors_xla_device_data_node(outputs)
+    program = torch_xla._XLAC._get_stablehlo(outputs, "", [], False)
+    batch_bytes = sum(x.numel() * x.element_size() for batch in batches for x in batch.values()) // chips
+    held = dict.fromkeys(CLASSES, 0) | {"batch": batch_bytes}
+    for kind, tensor in state:
+        held[kind] += tensor.numel() * tensor.element_size() // runtime.parts(tensor)
+    return program, {
+        "chips": chips,
+        "accumulation": accumulation,
+        "flops": _flops(model, cfg, accumulation),
+        "bytes": held,
+        "aliases": [(number, before[i]) for number, i in enumerate(ids) if i in before],
+        "volume_bytes": batches[0]["volume"][0].numel(),
+    }
+
+
+def _flops(model: VJEPA3D, cfg: Config, accumulation: int) -> dict[str, int]:
+    """Operations of one device and step, counted from the shapes, by what they are for."""
+    plan, samples = MaskPlan.from_config(cfg), cfg.train.per_core_batch_size * accumulation
+    counts = (model, plan.num_context, plan.num_target)
+    flops = {"model": step_flops(*counts)}
+    if cfg.train.activation_checkpointing:
+        flops["activation checkpointing"] = recomputed_flops(*counts)
+    if cfg.model.tpu_attention == "flash":
+        flops["flash attention"] = flash_backward_flops(*counts)
+    if cfg.method.regulariser != "none" and accumulation > 1:
+        seen = model.encoder.num_tokens if model.is_dense else plan.num_context
+        flops["means of the regulariser"] = encoder_flops(model.encoder, seen)
+    return {purpose: samples * count for purpose, count in flops.items()}
+
+
+def _placeholder(like: Tensor) -> Tensor:
+    return xb.create_placeholder_tensor(like.shape, like.dtype)
+
+
+def _parts(runtime: Runtime, like: Tensor) -> Tensor:
+    """Zeros, spread at once: a placeholder cannot be, and sixteen whole models are too much."""
+    zeros = runtime.place(torch.zeros(like.shape, dtype=like.dtype, device="cpu"))
+    runtime.shard([zeros])
+    return zeros
+
+
+def _id(tensor: Tensor) -> int:
+    return torch_xla._XLAC._xla_get_tensor_id(tensor)
+
+
+def _state(model: VJEPA3D, optimizer: torch.optim.Optimizer) -> list[tuple[str, Tensor]]:
+    """(class, tensor) of all that an update moves, in a fixed order."""
+    state = [("parameters", weight) for _, weight in model.trained_parameters()]
+    state += [("parameters", buffer) for buffer in model.buffers()]
+    state += [("target", weight) for weight in model.target_encoder.parameters()]
+    for _, weight in model.trained_parameters():
+        state += [("optimizer", value) for value in optimizer.state[weight].values()]
+    return state
+
+
+def _batch(cfg: Config, chips: int, runtime: Runtime) -> Batch:
+    """One micro-batch of all devices, of the shapes and types that the loader gives; no value matters."""
+    plan, size = MaskPlan.from_config(cfg), cfg.train.per_core_batch_size * chips
+    context = torch.zeros(size, plan.num_context, dtype=torch.int64)
+    target = torch.zeros(size, plan.num_target, dtype=torch.int64)
+    number = torch.zeros(size, dtype=torch.int64)
+    return runtime.to_device(
+        {
+            "volume": torch.zeros(size, *cfg.spatial.image_size, dtype=torch.uint8),
+            "matrix": torch.zeros(size, 3, 4),
+            "valid_box": torch.zeros(size, 6),
+            "mean": torch.zeros(size),
+            "std": torch.zeros(size),
+            "intensity": torch.zeros(size, 2, 3),
+            "noise_seed": torch.zeros(size, 2, dtype=torch.int64),
+            "sample_seed": number,
+            "context": context,
+            "target": target,
+            "context_valid": context.float(),
+            "target_valid": target.float(),
+            "row": number.clone(),
+            "position": number.clone(),
+        }
+    )
+
+
+if __name__ == "__main__":
+    run_cli(main)

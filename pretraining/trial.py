@@ -1,0 +1,177 @@
+"""What happens before the first step, and between two: memory, first words, the next batch or the end.
+
+In: the configuration, the store, the model. Out: the configuration that fits, batches, None for "stop".
+"""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+
+import torch
+
+from data_setup.loader import Loader, LoaderError
+from data_setup.store.reader import PreparedStore
+from models.predictor import MlpPredictor
+from models.vjepa3d import VJEPA3D, recipe_name
+from pretraining.gauges.monitor import check_no_leak
+from pretraining.resume import INIT_WEIGHT_LIMIT
+from pretraining.rows import Rows
+from pretraining.schedules import init_weight
+from pretraining.sharding import shard_state
+from pretraining.step import Batch, views
+from utils.checkpoint import to_host
+from utils.config.load import Config, UserError, accumulation_steps
+from utils.runtime.single import Runtime
+
+log = logging.getLogger(__name__)
+GRACE_S = 60.0  # the loader's own limit comes first and says more; and the workers' start counts here alone
+TrialStep = Callable[[VJEPA3D, torch.optim.AdamW, Batch, Config, Runtime], None]
+
+
+def open_loader(
+    cfg: Config, store: PreparedStore, rows: Rows, runtime: Runtime, start: int, stop: int
+) -> Loader:
+    """Global batches of the steps start..stop, this process's share of each."""
+    return Loader(
+        cfg,
+        store,
+        rows.train,
+        rank=runtime.rank,
+        world=runtime.world_size,
+        accum=accumulation_steps(cfg.train, runtime.num_devices),
+        start_step=start,
+        num_steps=stop - start,
+    )
+
+
+def rows_of_step(loader: Loader, step: int) -> list[int]:
+    """The store rows of the whole global batch, whichever processes hold them."""
+    first = step * loader.global_batch
+    return [loader.dataset.order.row(position) for position in range(first, first + loader.global_batch)]
+
+
+@contextmanager
+def watched_workers(timeout_s: float) -> Iterator[None]:
+    """End the loader's workers after so long; raises LoaderError then.
+
+    The loader notices one that hangs in its work. One that is frozen as a whole, or holds the interpreter's
+    lock, also leaves the loader waiting for a batch that it has announced: without limit, as torch has none.
+    """
+    has_fired = threading.Event()
+
+    def end_workers() -> None:
+        has_fired.set()
+        for worker in multiprocessing.active_children():
+            worker.kill()
+
+    timer = threading.Timer(timeout_s + GRACE_S, end_workers)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    except (RuntimeError, EOFError, OSError) as error:
+        if not has_fired.is_set():
+            raise
+        raise LoaderError(
+            f"expected a batch within data.data_timeout_s = {timeout_s:g} s, found a loader worker that is "
+            f"frozen; killed after {timeout_s + GRACE_S:g} s"
+        ) from error
+    finally:
+        timer.cancel()
+
+
+def next_or_stop(batches: Iterator[list[Batch]], runtime: Runtime, timeout_s: float) -> list[Batch] | None:
+    """This process's micro-batches of the next step; None where SIGTERM reached any of the processes.
+
+    Raises LoaderError where the loader fails or gives none for about `timeout_s`.
+    """
+    found = None
+    if not runtime.stop_requested:
+        try:
+            with watched_workers(timeout_s):
+                found = next(batches)
+        except LoaderError:
+            # a signal to a whole process group or control group ends the loader's workers too
+            if not runtime.stop_requested:
+                raise
+    return None if runtime.group.any(runtime.stop_requested) else found
+
+
+def settle_memory(
+    cfg: Config,
+    store: PreparedStore,
+    rows: Rows,
+    model: VJEPA3D,
+    optimizer: torch.optim.AdamW,
+    runtime: Runtime,
+    step: int,
+    trial_step: TrialStep,
+) -> Config:
+    """The configuration with the largest per-core batch that fits every process, before the first update.
+
+    Halves per_core_batch_size and doubles the accumulation, so that the global batch stays; raises UserError
+    when one volume does not fit. The first batch also proves that the context encoder sees no target. From
+    here on batch normalisation is over all processes.
+    """
+    held = None
+    if not runtime.failure_is_clean:
+        held = to_host(runtime.gather((model.state_dict(), optimizer.state_dict())))
+    while True:
+        trial = replace(cfg, data=replace(cfg.data, workers=0))
+        batch = runtime.to_device(next(iter(open_loader(trial, store, rows, runtime, step, step + 1)))[0])
+        if runtime.attempt(partial(trial_step, model, optimizer, batch, cfg, runtime)):
+            break
+        if held is not None:
+            model.load_state_dict(held[0])
+            optimizer.load_state_dict(held[1])
+            shard_state(model, optimizer, cfg, runtime)
+        share = cfg.train.global_batch_size // runtime.num_devices
+        half = cfg.train.per_core_batch_size // 2
+        smaller = max((n for n in range(1, half + 1) if share % n == 0), default=0)
+        if smaller == 0:
+            raise UserError(
+                f"out of memory: one volume of spatial.image_size {list(cfg.spatial.image_size)} does not "
+                f"fit on {runtime.device}; a smaller image_size or model.size, or a larger patch_size, would"
+            )
+        log.warning("out of memory: per_core_batch_size %d -> %d", cfg.train.per_core_batch_size, smaller)
+        cfg = replace(cfg, train=replace(cfg.train, per_core_batch_size=smaller, grad_accum_steps=None))
+        if cfg.train.compile:
+            torch.compiler.reset()  # the programs of the larger batch would count towards its limit
+    model.eval()
+    check_no_leak(model, views(batch)[0], batch["context"], batch["target"], runtime.end_step)
+    model.train()
+    if isinstance(model.predictor, MlpPredictor):
+        model.predictor.norm.total = runtime.group.sum_with_gradient
+    return cfg
+
+
+def log_start(cfg: Config, model: VJEPA3D, rows: Rows, runtime: Runtime, start: int, total: int) -> None:
+    """What is about to run, with the true counts."""
+    counts = {
+        name: sum(p.numel() for p in getattr(model, name).parameters()) / 1e6
+        for name in ("encoder", "predictor")
+    }
+    end_weight = init_weight(cfg, total, total)
+    log.info(
+        "recipe %s, encoder %s %.1f M parameters, predictor %.1f M, %d tokens; %d volumes; step %d of %d",
+        recipe_name(cfg.method), cfg.model.size, counts["encoder"], counts["predictor"],
+        model.encoder.num_tokens, len(rows.train), start, total,
+    )  # fmt: skip
+    sharing = "processes" if runtime.num_devices == runtime.world_size else "devices"
+    log.info(
+        "global batch %d = %d per device x %d %s x %d accumulated, on %s",
+        cfg.train.global_batch_size, cfg.train.per_core_batch_size, runtime.num_devices, sharing,
+        accumulation_steps(cfg.train, runtime.num_devices), runtime.device,
+    )  # fmt: skip
+    if end_weight > INIT_WEIGHT_LIMIT:
+        log.warning(
+            "the target will still be %.0f %% of its random initialisation at the end; "
+            "a longer run or a smaller method.ema_base lets it learn",
+            100 * end_weight,
+        )

@@ -1,0 +1,152 @@
+"""The data benchmark on tiny volumes: it compares the same work, and its numbers have their names."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from benchmarks.data import cli as data
+from benchmarks.data import files as data_files
+from benchmarks.data import prepare as data_prepare
+from benchmarks.data import read as data_read
+from data_setup.prepare import prepare_row
+from data_setup.readers.dicom import open_volume
+from data_setup.resample import Resampled
+from data_setup.store.writer import StoreWriter, measure
+from models.vit3d import SIZES, Size
+from utils import storage
+
+SHAPES = dict(zip(data_files.PROTOCOLS, ((12, 96, 64), (24, 100, 64)), strict=True))
+GRIDS = {(8, 24, 40): (0.75, 0.096, 0.15), (8, 24, 24): (0.75, 0.096, 0.25)}
+PREPARE = {"plain_s", "one_worker_s", "two_workers_s", "speedup_1", "speedup_2", "peak_over_raw"}
+READ = {"store_s", "dicom_s", "ratio", "fraction_of_codec_rate"}
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("data_bench")
+
+
+@pytest.fixture
+def tiny(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The benchmark at a size that takes no time, without processes of its own."""
+    monkeypatch.setattr(data_files, "WRITERS", 0)
+    monkeypatch.setattr(data_read, "LOADER_WORKERS", 0)
+    monkeypatch.setattr(data, "FULL_SIZE", SHAPES)
+    monkeypatch.setattr(data, "VOLUMES", 2)
+    monkeypatch.setattr(data, "STEPS", 2)
+    monkeypatch.setattr(data, "MODEL", "ti")
+    monkeypatch.setitem(SIZES, "ti", Size(2, 48, 2))
+    for module in (data_read, data_prepare):
+        monkeypatch.setattr(module, "GRIDS", GRIDS)
+    monkeypatch.setattr(data_prepare, "run_jobs", lambda jobs, workers: map(prepare_row, jobs))
+    monkeypatch.setattr(data_prepare, "peak_over_raw", lambda *_: {"a": 0.5, "b": 0.7})
+    monkeypatch.setattr(data_read, "from_bucket", lambda *_: {})
+
+
+@pytest.mark.usefixtures("tiny")
+def test_the_whole_command_writes_its_numbers(work: Path) -> None:
+    path = work / "numbers.json"
+    assert data.main(["--repeats", "1", "--work", str(work), "--json", str(path)]) == 0
+    told = json.loads(path.read_text())
+    prepare, read, pipeline = told["prepare"], told["read"], told["pipeline"]
+    assert prepare.keys() >= PREPARE
+    assert prepare["speedup_2"] == pytest.approx(prepare["plain_s"] / prepare["two_workers_s"])
+    assert prepare["peak_over_raw"] == 0.7
+    turns = prepare["seconds_each"]["jpeg2000"]["plain"]
+    assert prepare["plain_s"] == pytest.approx(np.mean([np.median(v) for v in turns.values()]))
+    assert set(turns) == set(SHAPES)
+    assert read.keys() >= READ
+    assert read["ratio"] == pytest.approx(read["dicom_s"] / read["store_s"])
+    assert 0 < read["fraction_of_codec_rate"] < 1
+    assert pipeline.keys() == {
+        "8x24x40_volumes_per_s",
+        "8x24x24_volumes_per_s",
+        "vit_ti_data_wait_fraction",
+    }
+    assert 0 < pipeline["vit_ti_data_wait_fraction"] < 1
+    assert pipeline["8x24x40_volumes_per_s"] > 0
+
+
+def test_every_number_is_printed() -> None:
+    told = {"a": 1.5, "hours": {"1": 3, "16": 0.2}, "machine": "x", "turns": [1.0]}
+    assert dict(data.lines(told)) == {"a": 1.5, "hours.1": 3, "hours.16": 0.2}
+
+
+@pytest.mark.usefixtures("tiny")
+def test_the_plain_loop_makes_the_same_volume(work: Path) -> None:
+    """Or its seconds would be those of another task. On a grid as fine as the file: theirs would alias."""
+    size = (8, 64, 48)
+    cfg = data_files.configure(size, (0.5, 0.02, 0.09))
+    for by_name in data_files.dicom_files(work, SHAPES).values():
+        for path in by_name.values():
+            ours = data_prepare.decode_and_resample(path, cfg)
+            theirs = data_prepare.plain_loop(path, cfg)
+            if open_volume(str(path))[0].flip_d:  # which the plain loop does not know
+                theirs = theirs[::-1]
+            assert theirs.shape == size
+            assert theirs.dtype == np.uint8
+            d0, d1, h0, h1, w0, w1 = ours.valid_box
+            inside = np.s_[d0 + 1 : d1 - 1, h0 + 1 : h1 - 1, w0 + 1 : w1 - 1]
+            a, b = ours.voxels[inside].astype(float).ravel(), theirs[inside].astype(float).ravel()
+            assert np.corrcoef(a, b)[0, 1] > 0.95
+
+
+@pytest.mark.usefixtures("tiny")
+def test_a_file_that_is_rejected_ends_the_measurement(tmp_path: Path) -> None:
+    (size, spacing), *_ = GRIDS.items()
+    path = tmp_path / f"9001_{data_files.PROTOCOLS[0]}_l_1.dcm"
+    path.write_bytes(b"no DICOM at all")
+    with pytest.raises(storage.StorageError, match="not_dicom"):
+        data_prepare.seconds_by_workers(path, data_files.configure(size, spacing), 1, 1)
+
+
+@pytest.mark.slow
+def test_memory_and_workers_are_measured_in_processes_of_their_own(
+    work: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (size, spacing), *_ = GRIDS.items()
+    monkeypatch.setattr(data_files, "WRITERS", 0)
+    cfg = data_files.configure(size, spacing)
+    name = data_files.PROTOCOLS[0]
+    shape = {name: (16, 512, 512)}
+    path = data_files.dicom_files(work, shape)["uncompressed"][name]
+    assert data_prepare.seconds_by_workers(path, cfg, 2, 1) > 0
+    found = data_prepare.peak_over_raw(work, shape, cfg)
+    assert set(found) == {f"{syntax}_{name}" for syntax in data_files.SYNTAXES}
+    assert max(found.values()) < 3
+
+
+def test_a_row_costs_one_request_for_the_array(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without zarr_format Zarr asks for the files of version 2 as well, for every row of a bucket."""
+    size, spacing = (4, 6, 8), (1.0, 1.0, 1.0)
+    cfg = data_files.configure(size, spacing)
+    writer = StoreWriter("memory://one-request")
+    writer.create(cfg.spatial, str(tmp_path), synthetic=True)
+    (row,) = writer.append_records([{"path": "a", "sop_instance_uid": "b"}])
+    asked: list[str] = []
+    real = storage.read_bytes
+
+    def read_bytes(url: str, *arguments: object) -> bytes:
+        asked.append(url.rsplit("/", 1)[1])
+        return real(url, *arguments)
+
+    monkeypatch.setattr(storage, "read_bytes", read_bytes)
+    writer.write_row(row, np.ones(size, np.uint8), {"status": "kept"})
+    assert [name for name in asked if name != f"c.{row}.0.0.0"] == ["zarr.json"]
+
+
+def test_statistics_are_exact() -> None:
+    """Sums in floating point that lose nothing: against integers."""
+    voxels = np.random.default_rng(0).integers(0, 256, (5, 300, 400), dtype=np.uint8)
+    voxels[:, :, :200] = 255
+    box = (1, 5, 3, 299, 0, 390)
+    found = measure(Resampled(voxels, box, (1.0, 1.0, 1.0), 0.0))
+    inside = voxels[1:5, 3:299, 0:390].astype(np.int64)
+    mean = int(inside.sum()) / inside.size
+    assert found["intensity_mean"] == mean
+    assert found["intensity_std"] == (int((inside**2).sum()) / inside.size - mean**2) ** 0.5

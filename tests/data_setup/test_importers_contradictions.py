@@ -1,0 +1,185 @@
+"""Files that contradict themselves, or hold more than one volume: named rejects."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import nibabel as nib
+import numpy as np
+import pytest
+from PIL import Image
+
+from data_setup.readers.faults import RejectReason
+from tests.data_setup.test_importers import SPACING, read, reject
+from tests.support.dicom_factory import speckle
+from tests.support.import_factory import (
+    anatomical_affine,
+    raster,
+    write_heidelberg,
+    write_imagej,
+    write_nifti,
+    write_ome,
+    write_tiff,
+    write_yaml,
+)
+
+WIDTH = SPACING[2] * 36  # of the B-scans of speckle(), mm
+
+
+@pytest.mark.parametrize("sidecar", [False, True])
+@pytest.mark.parametrize("axes", ["ZCYX", "TZYX"])
+def test_imagej_channels_and_times_are_no_b_scans(tmp_path: Path, axes: str, sidecar: bool) -> None:
+    metadata = {"spacing": SPACING[0], "unit": "mm", "axes": axes}
+    voxels = speckle(8).reshape(4, 2, 40, 36)
+    path = tmp_path / "eye.tif"
+    write_tiff(path, voxels, imagej=True, resolution=(1 / SPACING[2], 1 / SPACING[1]), metadata=metadata)
+    if sidecar:
+        write_yaml(tmp_path / "eye.yaml", spacing_mm=list(SPACING))
+    reason, text = reject(path)
+    assert reason == RejectReason.NOT_A_VOLUME
+    assert "channel" in text
+
+
+def test_imagej_slices_are_the_images(tmp_path: Path) -> None:
+    path = write_imagej(tmp_path / "eye.tif", speckle(), SPACING)
+    path.write_bytes(path.read_bytes().replace(b"slices=6", b"slices=3"))
+    assert reject(path)[0] == RejectReason.FRAME_COUNT_MISMATCH
+
+
+def edit_ome(path: Path, old: str, new: str) -> Path:
+    """The description of an OME-TIFF with one text replaced, written again by Pillow."""
+    with Image.open(path) as image:
+        text = image.tag_v2[270]
+    changed = re.sub(old, new, text)
+    pages = [Image.fromarray(p) for p in speckle()]
+    pages[0].save(path, save_all=True, append_images=pages[1:], tiffinfo={270: changed.encode("latin-1")})
+    return path
+
+
+def planes(order: list[int], more: str = "") -> str:
+    items = (f'<TiffData FirstZ="{z}" IFD="{i}"{more} PlaneCount="1"/>' for i, z in enumerate(order))
+    return "".join(items)
+
+
+@pytest.mark.parametrize("sidecar", [False, True])
+@pytest.mark.parametrize(
+    ("old", "new", "reason"),
+    [
+        ("<TiffData[^>]*/>", planes([5, 4, 3, 2, 1, 0]), RejectReason.HEADER_MISMATCH),
+        ("<TiffData[^>]*/>", planes([0, 1, 2, 3, 4, 4]), RejectReason.HEADER_MISMATCH),
+        ("<TiffData[^>]*/>", planes([0, 1, 2]), RejectReason.HEADER_MISMATCH),
+        ("<TiffData[^>]*/>", planes(list(range(6)), ' FirstT="1"'), RejectReason.HEADER_MISMATCH),
+        ('SizeX="36"', 'SizeX="40"', RejectReason.FRAME_SIZE_MISMATCH),
+        ('SizeY="40"', 'SizeY="36"', RejectReason.FRAME_SIZE_MISMATCH),
+        ('SizeZ="6"', 'SizeZ="3"', RejectReason.FRAME_COUNT_MISMATCH),
+        ('SizeC="1"([^>]*)SizeZ="6"|SizeZ="6"([^>]*)SizeC="1"', r'SizeC="2"\1\2SizeZ="3"', "not_a_volume"),
+        ("(<Image .*</Image>)", r"\1\1", RejectReason.NOT_A_VOLUME),
+    ],
+    ids=["reversed", "twice", "too few", "another time", "width", "height", "count", "channels", "images"],
+)
+def test_ome_that_describes_other_pages_is_a_reject(
+    tmp_path: Path, old: str, new: str, reason: str, sidecar: bool
+) -> None:
+    path = edit_ome(write_ome(tmp_path / "eye.ome.tif", speckle(), SPACING), old, new)
+    if sidecar:
+        write_yaml(tmp_path / "eye.yaml", spacing_mm=list(SPACING))
+    assert reject(path)[0] == reason
+
+
+@pytest.mark.parametrize("new", ["<TiffData/>", '<TiffData IFD="0" PlaneCount="6"/>', planes(list(range(6)))])
+def test_ome_planes_in_the_order_of_the_pages_open(tmp_path: Path, new: str) -> None:
+    path = write_ome(tmp_path / "eye.ome.tif", speckle(), SPACING)
+    edit_ome(path, "<TiffData[^>]*/>", new)
+    assert np.array_equal(read(path)[1], speckle())
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_a_turned_tiff_is_a_reject_and_a_mirrored_one_is_shown(tmp_path: Path, orientation: int) -> None:
+    write_yaml(tmp_path / "eye.yaml", spacing_mm=list(SPACING))
+    path = write_tiff(tmp_path / "eye.tif", speckle(), extratags=[(274, "H", 1, orientation, True)])
+    if orientation > 4:
+        assert reject(path)[0] == RejectReason.UNSUPPORTED_PIXELS
+        return
+    rows, columns = [(1, 1), (1, -1), (-1, -1), (-1, 1)][orientation - 1]
+    first = read(path)[1][0]
+    assert np.array_equal(first, speckle()[0, ::rows, ::columns])
+
+
+def test_a_page_turned_among_others_is_a_reject(tmp_path: Path) -> None:
+    pages = [Image.fromarray(p) for p in np.resize(speckle(), (4, 40, 40))]
+    pages[2].info["tiffinfo"] = None
+    path = tmp_path / "eye.tif"
+    pages[0].save(path, save_all=True, append_images=pages[1:], tiffinfo={274: 1})
+    data = bytearray(path.read_bytes())
+    entry = (274).to_bytes(2, "little") + (3).to_bytes(2, "little") + (1).to_bytes(4, "little")
+    places = [m.start() for m in re.finditer(re.escape(entry), bytes(data))]
+    data[places[-1] + 8] = 6
+    path.write_bytes(data)
+    write_yaml(tmp_path / "eye.yaml", spacing_mm=list(SPACING))
+    assert reject(path)[0] == RejectReason.UNSUPPORTED_PIXELS
+
+
+def heidelberg(root: Path, lines: list[tuple[float, ...]]) -> Path:
+    return write_heidelberg(root / "eye.xml", speckle(len(lines)), SPACING, lines=lines)  # type: ignore
+
+
+def swap(line: tuple[float, ...]) -> tuple[float, ...]:
+    return (*line[2:], *line[:2])
+
+
+@pytest.mark.parametrize("factor", [10.0, 1.2, 0.8, 0.1])
+def test_heidelberg_lines_are_as_long_as_the_images_are_wide(tmp_path: Path, factor: float) -> None:
+    reason, text = reject(heidelberg(tmp_path, raster(6, SPACING[0], WIDTH * factor)))
+    assert reason == RejectReason.HEADER_MISMATCH
+    assert "ScaleX" in text
+    read(heidelberg(tmp_path, raster(6, SPACING[0], WIDTH * 35 / 36)))  # from centre to centre
+
+
+def test_heidelberg_lines_of_other_directions_are_rejects(tmp_path: Path) -> None:
+    lines: list[Any] = raster(6, SPACING[0], WIDTH)
+    every_second = [swap(x) if i % 2 else x for i, x in enumerate(lines)]
+    reason, text = reject(heidelberg(tmp_path, every_second))
+    assert (reason, "B-scan 2" in text) == (RejectReason.NOT_A_VOLUME, True)
+    assert reject(heidelberg(tmp_path, [swap(x) for x in lines]))[0] == RejectReason.HEADER_MISMATCH
+
+
+def test_a_vertical_heidelberg_raster_is_of_unknown_order_as_in_dicom(tmp_path: Path) -> None:
+    lines: list[Any] = raster(6, SPACING[0], WIDTH, 90)
+    header, found = read(heidelberg(tmp_path, lines))
+    assert (header.orientation_source, header.flip_d) == ("unknown", False)
+    assert np.array_equal(found, speckle())
+    every_second = [swap(x) if i % 2 else x for i, x in enumerate(lines)]
+    assert reject(heidelberg(tmp_path, every_second))[0] == RejectReason.NOT_A_VOLUME
+
+
+def test_a_gap_in_heidelberg_numbers_is_a_reject(tmp_path: Path) -> None:
+    path = heidelberg(tmp_path, raster(6, SPACING[0], WIDTH))
+    text = path.read_text()
+    for number in (6, 5, 4):
+        text = text.replace(f"<ImageNumber>{number}<", f"<ImageNumber>{number + 1}<")
+    path.write_text(text)
+    reason, said = reject(path)
+    assert (reason, "ImageNumber" in said) == (RejectReason.FRAME_COUNT_MISMATCH, True)
+    path.write_text(text.replace("<ImageNumber>0<", "<ImageNumber>4<"))  # the localizer in between
+    assert np.array_equal(read(path)[1], speckle())
+
+
+@pytest.mark.parametrize(("degrees", "opens"), [(0.5, True), (2, False), (23, False), (-23, False)])
+@pytest.mark.parametrize("axis", [0, 1])
+def test_a_sheared_nifti_is_a_reject(tmp_path: Path, axis: int, degrees: float, opens: bool) -> None:
+    affine = anatomical_affine(SPACING)
+    affine[axis, 2] = np.tan(np.deg2rad(degrees)) * affine[2, 2]
+    slanted = (float(np.linalg.norm(affine[:3, 2])), *SPACING[1:])
+    path = write_nifti(tmp_path / "eye.nii", speckle(), slanted, affine=affine)
+    if opens:
+        assert np.array_equal(read(path)[1], speckle())
+        return
+    assert nib.load(path).header.get_sform(coded=True)[1] > 0
+    reason, text = reject(path)
+    assert (reason, "sheared" in text) == (RejectReason.UNKNOWN_AXES, True)
+    write_yaml(tmp_path / "eye.yaml", axes=["W", "H", "D"])  # the spacing would be the slanted one
+    assert reject(path)[0] == RejectReason.UNKNOWN_AXES
+    write_yaml(tmp_path / "eye.yaml", axes=["W", "H", "D"], spacing_mm=list(SPACING))
+    assert read(path)[0].spacing_mm == SPACING

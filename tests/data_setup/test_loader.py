@@ -1,0 +1,293 @@
+"""data_setup/loader.py: the global batch is a function of (seed, step), whoever computes it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from data_setup.loader import DataOrder, Loader, LoaderError, evaluation_batches, validation_batches
+from data_setup.resample import Resampled
+from data_setup.store.reader import RECORD_COLUMNS, PreparedStore
+from data_setup.store.writer import StoreWriter, measure
+from data_setup.valid_field import token_valid
+from utils.config.load import Config, ConfigError, load_config
+from utils.storage import StorageError
+
+ROOT = Path(__file__).resolve().parents[2]
+SIZE = (8, 24, 32)
+BOX = (1, 8, 2, 22, 0, 32)
+DEVICES = ["topcon_triton"] * 7 + ["zeiss_cirrus"] * 4 + ["heidelberg_spectralis"] * 2
+NUM = len(DEVICES)
+BATCH = 8
+
+
+def small_config(*overrides: str) -> Config:
+    base = [f"spatial.image_size={list(SIZE)}", "data.workers=0", f"train.global_batch_size={BATCH}"]
+    return load_config(ROOT / "configs" / "smoke_test.yaml", [*base, *overrides])
+
+
+@pytest.fixture(scope="module")
+def store_url(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A prepared store of 13 small volumes of three devices, one reject in between."""
+    url = str(tmp_path_factory.mktemp("loader") / "store")
+    writer = StoreWriter(url)
+    cfg = small_config()
+    writer.create(cfg.spatial, "nowhere", synthetic=True)
+    devices = [*DEVICES[:3], "topcon_triton", *DEVICES[3:]]
+    records = [
+        dict.fromkeys(RECORD_COLUMNS)
+        | {"person_id": f"9{i:03d}", "device": device, "path": f"{i}.dcm", "sop_instance_uid": f"2.25.{i}"}
+        for i, device in enumerate(devices)
+    ]
+    rows = writer.append_records(records)
+    for row in rows:
+        if row == 3:
+            writer.write_row(row, None, {"status": "truncated_pixel_data"})
+            continue
+        voxels = np.zeros(SIZE, np.uint8)
+        d0, d1, h0, h1, w0, w1 = BOX
+        inside = np.random.default_rng(row).integers(1, 255, (d1 - d0, h1 - h0, w1 - w0))
+        voxels[d0:d1, h0:h1, w0:w1] = inside
+        fields = measure(Resampled(voxels, BOX, cfg.spatial.target_spacing, 0.0))
+        writer.write_row(row, voxels, fields | {"status": "kept"})
+    writer.finalise(rows)
+    return url
+
+
+@pytest.fixture
+def store(store_url: str) -> PreparedStore:
+    return PreparedStore.open(store_url)
+
+
+def merged(batches: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """Micro-batches of all ranks as one global batch, in the order of the positions."""
+    joined = {key: torch.cat([b[key] for b in batches]) for key in batches[0]}
+    order = joined["position"].argsort()
+    return {key: value[order] for key, value in joined.items()}
+
+
+def global_batches(
+    cfg: Config, store: PreparedStore, world: int, accum: int, start: int, steps: int
+) -> list[dict[str, torch.Tensor]]:
+    ranks = [
+        Loader(cfg, store, store.kept, rank=r, world=world, accum=accum, start_step=start, num_steps=steps)
+        for r in range(world)
+    ]
+    return [merged([b for micro in parts for b in micro]) for parts in zip(*ranks, strict=True)]
+
+
+def assert_equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
+    assert a.keys() == b.keys()
+    for key in a:
+        assert torch.equal(a[key], b[key]), key
+
+
+@pytest.mark.parametrize(
+    ("world", "accum", "workers"), [(1, 1, 2), (2, 1, 0), (1, 4, 1), (2, 2, 0), (4, 2, 0)]
+)
+def test_world_accumulation_and_workers_change_nothing(
+    store: PreparedStore, world: int, accum: int, workers: int
+) -> None:
+    plain = global_batches(small_config(), store, 1, 1, 0, 4)
+    other = global_batches(small_config(f"data.workers={workers}"), store, world, accum, 0, 4)
+    for a, b in zip(plain, other, strict=True):
+        assert_equal(a, b)
+
+
+@pytest.mark.parametrize("sampling", ["natural", "device_balanced"])
+def test_resume_continues_exactly(store: PreparedStore, sampling: str) -> None:
+    cfg = small_config(f"data.sampling={sampling}")
+    whole = global_batches(cfg, store, 1, 1, 0, 40)
+    for a, b in zip(whole[20:], global_batches(cfg, store, 1, 1, 20, 20), strict=True):
+        assert_equal(a, b)
+
+
+def test_batches_are_the_promised_plain_tensors(store: PreparedStore) -> None:
+    cfg = small_config()
+    (batch,) = next(iter(Loader(cfg, store, store.kept, num_steps=1)))
+    n = 2 * 3 * 4
+    k, m = round(cfg.method.context_ratio * n), round(cfg.method.target_ratio * n)
+    expected = {
+        "volume": (torch.uint8, SIZE),
+        "matrix": (torch.float32, (3, 4)),
+        "valid_box": (torch.float32, (6,)),
+        "mean": (torch.float32, ()),
+        "std": (torch.float32, ()),
+        "intensity": (torch.float32, (2, 3)),
+        "noise_seed": (torch.int64, (2,)),
+        "sample_seed": (torch.int64, ()),
+        "context": (torch.int64, (k,)),
+        "target": (torch.int64, (m,)),
+        "context_valid": (torch.float32, (k,)),
+        "target_valid": (torch.float32, (m,)),
+        "token_valid": (torch.bool, (24,)),
+        "row": (torch.int64, ()),
+        "position": (torch.int64, ()),
+    }
+    assert {key: (v.dtype, tuple(v.shape[1:])) for key, v in batch.items()} == expected
+    assert {type(v) for v in batch.values()} == {torch.Tensor}
+    assert {len(v) for v in batch.values()} == {BATCH}
+    assert len(set(batch["sample_seed"].tolist())) == BATCH
+    assert len(np.unique(batch["matrix"].numpy(), axis=0)) == BATCH
+    index = store.index.loc[batch["row"].numpy()]
+    assert np.allclose(batch["mean"], index["intensity_mean"])
+    assert np.allclose(batch["std"], index["intensity_std"])
+
+
+@pytest.mark.parametrize(("world", "accum"), [(1, 1), (2, 2), (4, 1), (1, 8)])
+def test_every_epoch_visits_each_volume_once(store: PreparedStore, world: int, accum: int) -> None:
+    """13 volumes, batches of 8: epochs end inside batches."""
+    rows = {}
+    for batch in global_batches(small_config(), store, world, accum, 0, 13):
+        rows.update(zip(batch["position"].tolist(), batch["row"].tolist(), strict=True))
+    assert sorted(rows) == list(range(13 * BATCH))
+    epochs = [[rows[p] for p in range(e * NUM, (e + 1) * NUM)] for e in range(BATCH)]
+    for epoch in epochs:
+        assert sorted(epoch) == sorted(store.kept)
+    assert len({tuple(epoch) for epoch in epochs}) == len(epochs)  # each in another order
+
+
+def test_the_order_depends_on_the_seed() -> None:
+    rows = np.arange(50)
+    first, same, other = ([DataOrder(s, rows).row(p) for p in range(50)] for s in (0, 0, 1))
+    assert first == same
+    assert first != other
+    with pytest.raises(ValueError, match="at least one store row"):
+        DataOrder(0, np.array([], int))
+
+
+def test_device_balanced_shows_each_device_equally_often(store: PreparedStore) -> None:
+    kept = store.index.loc[store.kept]
+    order = DataOrder(0, store.kept, list(kept["device"]))
+    rows = [order.row(p) for p in range(3 * 4 * 7)]
+    seen = Counter(kept.loc[rows, "device"])
+    assert set(seen.values()) == {28}
+    for start in range(0, len(rows), 3):
+        assert len(set(kept.loc[rows[start : start + 3], "device"])) == 3
+    triton = [r for r in rows if kept.loc[r, "device"] == "topcon_triton"]
+    for start in range(0, 28, 7):  # within a device every epoch visits each volume once
+        assert len(set(triton[start : start + 7])) == 7
+    turns = {tuple(kept.loc[rows[s : s + 3], "device"]) for s in range(0, len(rows), 3)}
+    assert len(turns) == 6  # no device has a place of its own in the batch
+
+
+def test_a_batch_that_cannot_be_shared_is_an_error(store: PreparedStore) -> None:
+    with pytest.raises(ConfigError, match="multiple of world size 3 x accumulation 1, found 8"):
+        Loader(small_config(), store, store.kept, world=3, num_steps=1)
+
+
+class ThreadCountStore(PreparedStore):
+    def read(self, row: int) -> np.ndarray:
+        return np.full(SIZE, torch.get_num_threads(), np.uint8)
+
+
+class FailingStore(PreparedStore):
+    """Reads normally until one row."""
+
+    def read(self, row: int) -> np.ndarray:
+        if row == 5:
+            self.fail()
+        return super().read(row)
+
+    def fail(self) -> None:
+        raise ValueError("row 5 is broken")
+
+
+class UnreadableStore(FailingStore):
+    def fail(self) -> None:
+        raise StorageError("gs://bucket/store/c.5: expected a chunk, found damage")
+
+
+class DyingStore(FailingStore):
+    def fail(self) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+class HangingStore(FailingStore):
+    def fail(self) -> None:
+        time.sleep(60)
+
+
+def test_workers_use_one_torch_thread(store_url: str) -> None:
+    still = ["augment.rotate_hw_deg=0", "augment.scale_range=[1,1]", "augment.shift_fraction=0"]
+    cfg = small_config("data.workers=1", "augment.flip_w_prob=0", "augment.rotate_dw_deg=0", *still)
+    loader = Loader(cfg, ThreadCountStore.open(store_url), np.arange(3), num_steps=1)
+    assert (next(iter(loader))[0]["volume"] == 1).all()
+
+
+@pytest.mark.parametrize(
+    ("kind", "error", "message"),
+    [
+        (FailingStore, ValueError, "row 5 is broken"),
+        (
+            UnreadableStore,
+            LoaderError,
+            r"^rank 0, step \d+: .*gs://bucket/store/c\.5: expected[^\n]*$",
+        ),
+        (DyingStore, LoaderError, r"step \d+, .*loader worker 0 of 1: .*dead worker: .*pid\(s\) \d+"),
+        pytest.param(
+            HangingStore,
+            LoaderError,
+            r"step \d+, .*loader worker 0 of 1: .*data_timeout_s = 1 s, found none after",
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_a_worker_that_fails_dies_or_hangs_is_named(
+    store_url: str, kind: type[PreparedStore], error: type[Exception], message: str
+) -> None:
+    patience = 1 if kind is HangingStore else 60
+    cfg = small_config("data.workers=1", f"data.data_timeout_s={patience}")
+    store = kind.open(store_url)
+    start = time.monotonic()
+    with pytest.raises(error, match=message):
+        for _ in Loader(cfg, store, store.kept, num_steps=10):
+            pass
+    assert time.monotonic() - start < 30
+
+
+@pytest.mark.parametrize("lost", [ConnectionResetError("reset by peer"), EOFError("end of file")])
+def test_a_worker_that_dies_while_it_hands_over_a_batch_is_named(store_url: str, lost: Exception) -> None:
+    """As when a signal to all processes of a run finds it there; the run may then have been asked to stop."""
+    loader = Loader(small_config("data.workers=2"), PreparedStore.open(store_url), np.arange(3), num_steps=9)
+
+    def batches() -> Iterator[dict]:
+        raise lost
+        yield {}
+
+    told = f"step 3, micro-batch 0, waiting for loader worker 1 of 2: expected a batch, .* died .*: {lost}"
+    with pytest.raises(LoaderError, match=told):
+        loader._next(batches(), 3, 3)
+
+
+def test_evaluation_batches_change_nothing(store: PreparedStore) -> None:
+    cfg = small_config()
+    batches = list(evaluation_batches(cfg, store, store.kept, 5))
+    assert [len(b["row"]) for b in batches] == [5, 5, 3]
+    assert torch.cat([b["row"] for b in batches]).tolist() == list(store.kept)
+    for batch in batches:
+        for row, volume in zip(batch["row"].tolist(), batch["volume"], strict=True):
+            assert np.array_equal(volume.numpy(), store.read(row))
+        assert torch.equal(batch["matrix"], torch.eye(3, 4).expand(len(batch["row"]), -1, -1))
+        assert (batch["intensity"] == torch.tensor([1.0, 1.0, 0.0])).all()
+        assert torch.equal(batch["context"][0], torch.arange(24))
+        valid = token_valid(batch["matrix"], batch["valid_box"], cfg.grid, cfg.spatial.patch_size)
+        assert torch.equal(batch["context_valid"].bool(), valid)
+        assert "target" not in batch
+
+
+def test_validation_masks_are_fixed(store: PreparedStore) -> None:
+    first = merged(list(validation_batches(small_config(), store, store.kept, 5)))
+    second = merged(list(validation_batches(small_config("seed=7"), store, store.kept[::-1], 3)))
+    assert_equal(first, second)
+    assert len(np.unique(first["target"].numpy(), axis=0)) == NUM  # each row its own mask
+    train = next(iter(Loader(small_config(), store, store.kept, num_steps=1)))[0]
+    assert first.keys() == train.keys()

@@ -1,0 +1,535 @@
+"""Records, filters, splits and labels from manifests as AI-READI writes them, and as they go wrong."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pandas as pd
+import pytest
+from fsspec.implementations.memory import MemoryFileSystem
+
+from data_setup.check.audit import audit_files, list_tree
+from data_setup.manifest import (
+    Record,
+    load_labels,
+    pretraining_split,
+    read_records,
+)
+from data_setup.splits import stratified_choice
+from utils import storage
+from utils.config.load import Config, ConfigError, StorageOptions, UserError, load_config
+from utils.storage import write_text
+
+NOTHING: dict[str, list[str]] = {"missing": [], "orphans": [], "unused_missing": []}
+TREE = "retinal_oct/structural_oct"
+ROOT = Path(__file__).resolve().parents[2]
+REAL = ROOT.parent / "shared" / "data" / "real_oct"
+COLUMNS = [  # in the order of version 3
+    "person_id",
+    "manufacturer",
+    "manufacturers_model_name",
+    "anatomic_region",
+    "imaging",
+    "laterality",
+    "height",
+    "width",
+    "number_of_frames",
+    "pixel_spacing",
+    "slice_thickness",
+    "sop_instance_uid",
+    "filepath",
+    "reference_instance_uid",
+    "reference_filepath",
+]
+PEOPLE = ["person_id", "clinical_site", "study_group", "age", "study_visit_date", "recommended_split"]
+GROUPS = ("healthy", "pre_diabetes_lifestyle_controlled", "insulin_dependent")
+SITES = ("UW", "UCSD", "UAB")
+NAMES = {  # device folder: file-name part, version 3
+    "topcon_triton": "triton_macula_6x6_octa_oct",
+    "zeiss_cirrus": "cirrus_mac_oct_oct",
+    "heidelberg_spectralis": "spectralis_ppol_mac_hr_oct_oct",
+}
+
+
+def row(
+    person: str, device: str = "topcon_triton", uid: str = "1.1", side: str = "r", **changes: str
+) -> dict[str, str]:
+    """One manifest row; a `name` argument replaces the protocol part of the file name."""
+    name = changes.pop("name", NAMES[device])
+    path = f"/retinal_oct/structural_oct/{device}/{person}/{person}_{name}_{side}_{uid}.dcm"
+    values = dict.fromkeys(COLUMNS, "x") | {
+        "person_id": person,
+        "anatomic_region": "Macula, 6 x 6",
+        "laterality": side.upper(),
+        "height": "992",
+        "width": "320",
+        "number_of_frames": "320",
+        "pixel_spacing": "[0.0026, 0.01875]",
+        "slice_thickness": "0.01875",
+        "sop_instance_uid": uid,
+        "filepath": path,
+        "reference_filepath": "",
+    }
+    return values | changes
+
+
+def person(index: int, split: str | None = None, **changes: str) -> dict[str, str]:
+    """One row of participants.tsv."""
+    values = {
+        "person_id": str(1000 + index),
+        "clinical_site": SITES[index % 3],
+        "study_group": GROUPS[index // 3 % 3],
+        "age": str(40 + index % 50),
+        "study_visit_date": "2024-01-01",
+        "recommended_split": split or ("train", "val", "test")[index % 3],
+    }
+    return values | changes
+
+
+def table(rows: list[dict[str, str]], columns: list[str]) -> str:
+    lines = ["\t".join(columns)] + ["\t".join(r[c] for c in columns) for r in rows]
+    return "\n".join(lines) + "\n"
+
+
+def write_tree(
+    root: Path | str,
+    rows: list[dict[str, str]],
+    people: list[dict[str, str]],
+    columns: list[str] = COLUMNS,
+    people_columns: list[str] = PEOPLE,
+) -> None:
+    """The two tables of a cohort, without its image files."""
+    write_text(f"{root}/retinal_oct/manifest.tsv", table(rows, columns))
+    write_text(f"{root}/participants.tsv", table(people, people_columns))
+
+
+def config(root: Path | str, *overrides: str) -> Config:
+    return load_config(ROOT / "configs" / "smoke_test.yaml", [f"data.gcs_root={root}", *overrides])
+
+
+def audit_of(cfg: Config) -> dict[str, list[str]]:
+    listing = read_records(cfg)
+    return audit_files(listing, list_tree(listing, cfg.data.storage_options))
+
+
+def people_of(*ids: str) -> list[dict[str, str]]:
+    return [person(i, person_id=p) for i, p in enumerate(ids)]
+
+
+# ---- records ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(not REAL.is_dir(), reason="the shared sample files are not here")
+def test_real_eyes() -> None:
+    found = read_records(config(REAL))
+    assert [(r.person_id, r.device, r.split, r.shape) for r in found.records] == [
+        ("9001", "heidelberg_spectralis", "train", (145, 496, 512)),
+        ("9002", "topcon_triton", "val", (49, 200, 200)),
+    ]
+    assert found.skipped == {}
+    assert all(Path(r.url).is_file() for r in found.records)
+    assert pretraining_split(found.records, 0.1, 0) == (["9001"], ["9002"], "recommended_val")
+    assert audit_of(config(REAL)) == NOTHING
+
+
+def test_ids_of_every_site_in_order(tmp_path: Path) -> None:
+    ids = ["9001", "1001", "7001", "4001"]
+    rows = [row(p, uid=f"1.{n}.{i}") for n, p in enumerate(ids) for i in (2, 1)]
+    write_tree(tmp_path, rows, people_of(*ids))
+    records = read_records(config(tmp_path)).records
+    assert [r.person_id for r in records] == [p for p in sorted(ids) for _ in (1, 2)]
+    assert [r.path for r in records] == sorted(r.path for r in records)
+    assert all(not r.path.startswith("/") for r in records)
+    assert all(r.url == f"{tmp_path}/{r.path}" for r in records)
+
+
+def test_versions_2_and_3_read_alike(tmp_path: Path) -> None:
+    rows = [row("1001", name="triton_macula_6x6_oct"), row("4001", name="triton_macula_6x6_oct", uid="1.2")]
+    people = people_of("1001", "4001")
+    names = {"person_id": "participant_id"}
+    old_columns = [names.get(c, c) for c in COLUMNS]
+    old_people = [names.get(c, c) for c in PEOPLE]
+    write_tree(
+        tmp_path,
+        [r | {"participant_id": r["person_id"]} for r in rows],
+        [p | {"participant_id": p["person_id"]} for p in people],
+        old_columns,
+        old_people,
+    )
+    old = read_records(config(tmp_path)).records
+    assert [r.protocol for r in old] == ["triton_macula_6x6_octa_oct"] * 2
+    write_tree(tmp_path, rows, people)
+    assert read_records(config(tmp_path)).records == old
+    assert load_labels(config(tmp_path)) == {p["person_id"]: p["study_group"] for p in people}
+
+
+def test_byte_order_mark(tmp_path: Path) -> None:
+    write_tree(tmp_path, [row("1001")], people_of("1001"))
+    for name in ("participants.tsv", "retinal_oct/manifest.tsv"):
+        path = tmp_path / name
+        path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
+    assert len(read_records(config(tmp_path)).records) == 1
+
+
+def test_facts_come_from_the_path_and_sentinels_are_none(tmp_path: Path) -> None:
+    rows = [
+        row("1001", "zeiss_cirrus", side="l", manufacturer="Topcon", anatomic_region="Optic Disc"),
+        row(
+            "1001",
+            uid="1.2",
+            laterality="unknown_laterality",
+            height="Not reported",
+            pixel_spacing="Varies by frame",
+            slice_thickness="None",
+        ),
+    ]
+    write_tree(tmp_path, rows, [person(0, person_id="1001", age="None", clinical_site="Not reported")])
+    triton, cirrus = read_records(config(tmp_path)).records
+    assert (cirrus.device, cirrus.protocol, cirrus.region) == ("zeiss_cirrus", "cirrus_mac_oct_oct", "Macula")
+    assert (cirrus.laterality, cirrus.shape) == ("L", (320, 992, 320))
+    assert (triton.laterality, triton.shape) == ("R", None)
+    assert (triton.age, triton.clinical_site) == (None, None)
+    assert triton.study_group == "healthy"
+
+
+@pytest.mark.parametrize("root_inside", ["", "dataset", "retinal_oct", "dataset/retinal_oct"])
+@pytest.mark.parametrize("prefix", ["/", "", "/dataset/", "dataset/"])
+def test_prefixes_and_nested_folders(tmp_path: Path, prefix: str, root_inside: str) -> None:
+    """dataset/ may be in the manifest's paths, on disk, both or neither; retinal_oct may be nested twice."""
+    one = row("1001")
+    relative = one["filepath"].lstrip("/")
+    write_tree(tmp_path, [one | {"filepath": prefix + relative}], people_of("1001"))
+    manifest = tmp_path / "retinal_oct" / "manifest.tsv"
+    manifest.rename(tmp_path / "manifest.tsv")
+    manifest.parent.rmdir()
+    file = tmp_path / root_inside / relative
+    file.parent.mkdir(parents=True)
+    file.write_bytes(b"")
+    cfg = config(tmp_path, f"data.manifest_path={tmp_path}/manifest.tsv")
+    (record,) = read_records(cfg).records
+    assert record.path == relative
+    assert record.url == str(file)
+    assert audit_of(cfg) == NOTHING
+
+
+def test_rows_that_are_not_used_are_counted(tmp_path: Path) -> None:
+    rows = [
+        row("1001"),
+        row("1001"),  # the same row again
+        row("1001", name="triton_macula_6x6_oct", uid="1.1"),  # the same file under its version 2 name
+        row("1001", "heidelberg_spectralis", uid="2", name="spectralis_onh_rc_hr_oct_oct"),
+        row("1001", uid="3", name="triton_of_tomorrow"),
+        row("1001", uid="4", filepath="/retinal_oct/structural_oct/optovue/1001/1001_x_r_4.dcm"),
+        row("1001", uid="5", filepath=""),
+        row("1001", uid="6", filepath="/retinal_oct/../../etc/passwd"),
+        row("None", uid="7"),
+        row("4242", uid="8"),
+        row("4001", uid="9"),
+    ]
+    rows[1:1] = [row("1001", uid=u, sop_instance_uid="Varies by frame") for u in ("1.8", "1.9")]  # no UID
+    people = [*people_of("1001"), person(1, person_id="4001", recommended_split="")]
+    write_tree(tmp_path, rows, people)
+    found = read_records(config(tmp_path))
+    assert len(found.records) == 3
+    assert found.skipped == {
+        "duplicate_row": 2,
+        "not_a_volume": 1,
+        "participant_unknown": 1,
+        "participant_without_split": 1,
+        "row_without_path": 2,
+        "row_without_person": 1,
+        "unknown_device": 1,
+        "unknown_protocol": 1,
+    }
+
+
+def test_missing_files_and_orphans(tmp_path: Path) -> None:
+    rows = [row("1001"), row("1001", uid="1.2"), row("4001", "zeiss_cirrus", uid="1.3")]
+    rows.append(row("1001", "heidelberg_spectralis", uid="1.4", name="spectralis_onh_rc_hr_oct_oct"))
+    rows.append(row("1001", "heidelberg_spectralis", uid="1.5"))
+    rows.append(row("1001", uid="1.5", name="triton_no_such_protocol"))
+    write_tree(tmp_path, rows, people_of("1001", "4001"))
+    orphan = rows[0]["filepath"].replace("_1.1.dcm", "_9.9.dcm").lstrip("/")
+    (tmp_path / orphan).parents[1].mkdir(parents=True)
+    ((tmp_path / orphan).parents[1] / "notes.txt").write_text("no folder of a person")
+    for path in [*(r["filepath"] for r in rows[1:]), orphan]:
+        file = tmp_path / path.lstrip("/")
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(b"")
+    cfg = config(tmp_path, "data.laterality_filter=[R]")
+    device = orphan.rpartition("/")[0].rpartition("/")[0]
+    lost = rows[-1]["filepath"].lstrip("/")  # of a row that is not used
+    (tmp_path / lost).unlink()
+    others = [f"{device}/beside.dcm", f"{device}/1001/deeper/down/a.DCM", f"{TREE}/optovue/1001/b.dcm"]
+    for path in [*others, f"{device}/1001/deeper/notes.txt", "retinal_octa/flow_cube/1001/no_oct.dcm"]:
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_bytes(b"")
+    assert audit_of(cfg) == {
+        "missing": [rows[0]["filepath"].lstrip("/")],
+        "orphans": sorted([orphan, *others]),
+        "unused_missing": [lost],
+    }
+
+
+def test_one_listing_whatever_the_number_of_people(monkeypatch: pytest.MonkeyPatch) -> None:
+    root = "memory://audit-bucket/root"
+    people = [str(1000 + n) for n in range(40)]
+    rows = [row(person, uid=f"1.{person}") for person in people]
+    write_tree(root, rows, people_of(*people))
+    for one in rows:
+        write_text(root + one["filepath"], "x")
+    asked = []
+    for name in ("find", "ls", "info"):
+        real = getattr(MemoryFileSystem, name)
+
+        def count(fs: object, *a: object, name: str = name, real: Callable = real, **k: object) -> object:
+            asked.append(name)
+            return real(fs, *a, **k)
+
+        monkeypatch.setattr(MemoryFileSystem, name, count)
+    listing = read_records(config(root))
+    monkeypatch.setattr(storage, "list_names", None)
+    asked.clear()
+    assert len(list_tree(listing, StorageOptions()).sizes) == 41  # the manifest too
+    assert asked.count("find") == 1
+
+
+def test_files_of_ones_own_anywhere_below_the_root(tmp_path: Path) -> None:
+    """Files directly in the root, folders and names without an ending are found; links are followed."""
+    (tmp_path / "elsewhere/inner").mkdir(parents=True)
+    root = tmp_path / "root"
+    (root / "imgs").mkdir(parents=True)
+    (root / "linked").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "elsewhere/inner/back").symlink_to(tmp_path / "elsewhere")
+    (root / "nowhere.dcm").symlink_to(tmp_path / "absent")
+    for path in ("r.nii.gz", "IM0002", "imgs/1.png", "linked/a.dcm", "linked/inner/b.dcm", "beside.dcm"):
+        (root / path).write_bytes(b"x")
+    paths = ("r.nii.gz", "IM0002", "imgs", "linked/a.dcm", "IM0003")
+    lines = [f"{1001 + n}\t{path}\tx\ty\tR\n" for n, path in enumerate(paths)]
+    (root / "manifest.tsv").write_text("person_id\tfilepath\tdevice\tprotocol\tlaterality\n" + "".join(lines))
+    people = "".join(f"{1001 + n}\t\t\t\n" for n in range(len(paths)))
+    (root / "participants.tsv").write_text("person_id\tstudy_group\tclinical_site\tage\n" + people)
+    cfg = config(root, f"data.manifest_path={root / 'manifest.tsv'}")
+    orphans = ["beside.dcm", "linked/inner/b.dcm"]
+    assert audit_of(cfg) == {"missing": ["IM0003"], "orphans": orphans, "unused_missing": []}
+
+
+def test_a_bucket_reads_like_a_folder() -> None:
+    root = "memory://manifest-bucket/root"
+    write_tree(root, [row("1001")], people_of("1001"))
+    (record,) = read_records(config(root)).records
+    assert record.url == f"{root}/{record.path}"
+    write_text(record.url, "x")
+    assert audit_of(config(root)) == NOTHING
+
+
+# ---- filters ----------------------------------------------------------------------------------------------
+
+
+def mixed_tree(root: Path) -> None:
+    rows = [row("1001", device, uid=f"{i}.{s}", side=s) for i, device in enumerate(NAMES) for s in ("l", "r")]
+    write_tree(root, rows, people_of("1001"))
+
+
+@pytest.mark.parametrize(
+    ("override", "count"),
+    [
+        ("data.device_filter=[topcon_triton,zeiss_cirrus]", 4),
+        ("data.protocol_filter=[cirrus_mac_oct_oct]", 2),
+        ("data.protocol_filter=[triton_macula_6x6_oct]", 2),  # the version 2 name
+        ("data.region_filter=[Macula]", 4),
+        ("data.laterality_filter=[L]", 3),
+    ],
+)
+def test_filters(tmp_path: Path, override: str, count: int) -> None:
+    mixed_tree(tmp_path)
+    found = read_records(config(tmp_path, override))
+    assert len(found.records) == count
+    key = override.split("=")[0].removeprefix("data.")
+    assert found.skipped == {f"filtered_by_{key}": 6 - count}
+
+
+def test_single_domain_is_one_device(tmp_path: Path) -> None:
+    mixed_tree(tmp_path)
+    one = ("data.list_strategy=single_domain", "data.device_filter=[zeiss_cirrus]")
+    records = read_records(config(tmp_path, *one)).records
+    assert {r.device for r in records} == {"zeiss_cirrus"}
+    assert len({r.device for r in read_records(config(tmp_path)).records}) == 3
+
+
+@pytest.mark.parametrize(
+    ("override", "names"),
+    [
+        ("data.device_filter=[topcon_tritan]", "topcon_triton"),
+        ("data.protocol_filter=[spectralis_onh_rc_hr_oct_oct]", "cirrus_disc_oct_oct"),  # no volume
+        ("data.region_filter=[macula]", "Macula, 6 x 6"),
+        ("data.laterality_filter=[OD]", "L, R"),
+        ("data.device_filter=[]", "topcon_triton"),
+    ],
+)
+def test_unknown_filter_values_name_the_allowed_ones(tmp_path: Path, override: str, names: str) -> None:
+    mixed_tree(tmp_path)
+    key = override.split("=")[0]
+    with pytest.raises(ConfigError, match=f"{key}: expected some of .*{names}"):
+        read_records(config(tmp_path, override))
+
+
+def test_max_samples_keeps_the_first(tmp_path: Path) -> None:
+    mixed_tree(tmp_path)
+    every = read_records(config(tmp_path)).records
+    found = read_records(config(tmp_path, "data.max_samples=2"))
+    assert found.records == every[:2]
+    assert found.skipped == {"beyond_max_samples": 4}
+
+
+# ---- errors -----------------------------------------------------------------------------------------------
+
+
+def test_errors_name_file_column_and_header(tmp_path: Path) -> None:
+    people = people_of("1001")
+    write_tree(tmp_path, [row("1001")], people, [c for c in COLUMNS if c != "filepath"])
+    with pytest.raises(UserError, match=r"manifest\.tsv: expected a column filepath, found person_id, manu"):
+        read_records(config(tmp_path))
+    write_tree(tmp_path, [row("1001")], people, people_columns=PEOPLE[1:])
+    with pytest.raises(UserError, match=r"participants\.tsv: expected a column person_id or participant_id"):
+        read_records(config(tmp_path))
+    write_tree(tmp_path, [row("1001")], [person(0, "validation", person_id="1001")])
+    with pytest.raises(UserError, match=r"split of 1001: expected train \| val \| test, found 'validation'"):
+        read_records(config(tmp_path))
+    write_tree(tmp_path, [row("1001")], [*people, person(0, "test", person_id="1001")])
+    with pytest.raises(UserError, match="participant 1001: expected one row, found two that differ"):
+        read_records(config(tmp_path))
+    write_tree(tmp_path, [row("7001")], people)
+    with pytest.raises(UserError, match=r"at least one usable row, found none \(participant_unknown 1\)"):
+        read_records(config(tmp_path))
+    write_text(f"{tmp_path}/retinal_oct/manifest.tsv", "")
+    with pytest.raises(UserError, match=r"manifest\.tsv: expected a table with a header line"):
+        read_records(config(tmp_path))
+    with pytest.raises(UserError, match=r"nowhere.*not found"):
+        read_records(config(tmp_path / "nowhere"))
+
+
+# ---- splits -----------------------------------------------------------------------------------------------
+
+
+def cohort(count: int = 200, files: int = 2) -> list[Record]:
+    """Records of `count` participants, 70 % of them train, in uneven strata."""
+    rng = random.Random(0)
+    records = []
+    for index in range(count):
+        about = {
+            "person_id": str(1000 + index),
+            "split": ("train" if index % 10 < 7 else "val" if index % 10 == 7 else "test"),
+            "study_group": rng.choice(GROUPS + GROUPS[:1]),
+            "clinical_site": rng.choice(SITES + SITES[:2]),
+            "age": 50,
+        }
+        for file in range(files):
+            path = f"{index}/{file}.dcm"
+            records.append(
+                Record(
+                    device="topcon_triton",
+                    protocol="triton_macula_6x6_octa_oct",
+                    region="Macula",
+                    laterality="L",
+                    path=path,
+                    url=path,
+                    sop_instance_uid=path,
+                    shape=None,
+                    **about,
+                )
+            )
+    return records
+
+
+def test_pretraining_split_is_inside_train_disjoint_exact_and_stratified() -> None:
+    records = cohort()
+    train, val, source = pretraining_split(records, 0.1, seed=0)
+    official = {r.person_id for r in records if r.split == "train"}
+    assert source == "train_participants"
+    assert not set(train) & set(val)
+    assert set(train) | set(val) == official
+    assert len(val) == round(0.1 * len(official)) == 14
+    stratum = {r.person_id: (r.study_group, r.clinical_site) for r in records}
+    everyone, chosen = Counter(stratum[p] for p in official), Counter(stratum[p] for p in val)
+    for key, number in everyone.items():
+        assert abs(chosen[key] - 0.1 * number) < 1, key
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_shares_are_rounded_by_largest_remainder(seed: int) -> None:
+    strata = {f"{key}{i}": key for key, number in (("a", 19), ("b", 8), ("c", 3)) for i in range(number)}
+    chosen = stratified_choice(strata, 3, seed, "test")  # shares 1.9, 0.8, 0.3
+    assert Counter(strata[p] for p in chosen) == {"a": 2, "b": 1}
+
+
+def test_pretraining_split_depends_on_the_seed_and_on_nothing_else() -> None:
+    records = [replace(r, study_group=None) if r.person_id < "1050" else r for r in cohort()]
+    split = pretraining_split(records, 0.1, seed=0)
+    shuffled = records[:]
+    random.Random(1).shuffle(shuffled)
+    assert pretraining_split(shuffled, 0.1, seed=0) == split
+    rows = pd.DataFrame([vars(r) for r in shuffled]).itertuples()  # the store's index has the same columns
+    assert pretraining_split(rows, 0.1, seed=0) == split
+    gaps = [r if r.study_group else replace(r, study_group=float("nan")) for r in records]  # type: ignore[arg-type]
+    assert pretraining_split(gaps, 0.1, seed=0) == split
+    assert pretraining_split(records, 0.1, seed=1) != split
+
+
+def test_pretraining_split_of_small_cohorts() -> None:
+    records = cohort(10, files=1)
+    two = [replace(r, split="train") for r in records[:2]]
+    train, val, source = pretraining_split(two, 0.1, seed=0)
+    assert (len(train), len(val), source) == (1, 1, "train_participants")
+    one = [replace(records[0], split="train"), *(replace(r, split="val") for r in records[1:3])]
+    assert pretraining_split(one, 0.1, 0) == (["1000"], ["1001", "1002"], "recommended_val")
+    assert pretraining_split(one[:1], 0.1, 0) == (["1000"], [], "recommended_val")
+
+
+def test_cohort_without_recommended_split_is_cut_70_10_20(tmp_path: Path) -> None:
+    people = [person(i) for i in range(150)]
+    rows = [row(p["person_id"], uid=f"1.{p['person_id']}.{i}") for p in people for i in (1, 2)]
+    write_tree(tmp_path, rows, people, people_columns=PEOPLE[:-1])
+    found = read_records(config(tmp_path))
+    assert found.split_source == "seeded_70_10_20"
+    split = {r.person_id: r.split for r in found.records}
+    assert all(split[r.person_id] == r.split for r in found.records)  # by participant
+    assert Counter(split.values()) == {"train": 105, "val": 15, "test": 30}
+    site = {p["person_id"]: p["clinical_site"] for p in people}
+    tests = Counter(site[p] for p, s in split.items() if s == "test")
+    assert max(tests.values()) - min(tests.values()) <= 3
+    write_tree(tmp_path, rows[::-1], people[::-1], people_columns=PEOPLE[:-1])
+    assert read_records(config(tmp_path)).records == found.records
+    other = read_records(config(tmp_path, "seed=1")).records
+    assert {r.person_id: r.split for r in other} != split
+
+
+def test_recommended_split_is_used_as_it_is(tmp_path: Path) -> None:
+    people = [person(i) for i in range(9)]
+    write_tree(tmp_path, [row(p["person_id"], uid=p["person_id"]) for p in people], people)
+    found = read_records(config(tmp_path))
+    assert found.split_source == "recommended_split"
+    assert {r.person_id: r.split for r in found.records} == {
+        p["person_id"]: p["recommended_split"] for p in people
+    }
+
+
+# ---- labels -----------------------------------------------------------------------------------------------
+
+
+def test_labels(tmp_path: Path) -> None:
+    people = [*people_of("1001", "4001"), person(2, person_id="7001", study_group="")]
+    write_tree(tmp_path, [row("1001")], people)
+    assert load_labels(config(tmp_path)) == {"1001": "healthy", "4001": "healthy"}
+    write_text(f"{tmp_path}/own.csv", "patient,grade\n1001,mild\n4001,severe\n9001,None\n1001,mild\n")
+    own = (f"task.labels_path={tmp_path}/own.csv", "task.id_column=patient", "task.label_column=grade")
+    assert load_labels(config(tmp_path, *own)) == {"1001": "mild", "4001": "severe"}
+    with pytest.raises(UserError, match=r"own\.csv: expected a column eye, found patient, grade"):
+        load_labels(config(tmp_path, *own[:2], "task.label_column=eye"))
+    write_text(f"{tmp_path}/own.csv", "patient,grade\n1001,mild\n1001,severe\n")
+    with pytest.raises(UserError, match="grade of 1001: expected one label, found 'mild' and 'severe'"):
+        load_labels(config(tmp_path, *own))

@@ -1,0 +1,671 @@
+"""data_setup/prepare.py: one bad file stops nothing, a kill loses nothing, shards and locks, the report."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import data_setup.store.locks as shard_lock_module
+from data_setup.manifest import read_records
+from data_setup.phantom.cli import write_tree
+from data_setup.prepare import Job, Outcome, main, parse_shard, prepare_row, run_jobs
+from data_setup.store.locks import setup_lock, shard_lock
+from data_setup.store.reader import PreparedStore, checksum
+from data_setup.store.summary import summarise, table
+from data_setup.store.writer import StoreWriter
+from utils import storage
+from utils.config.load import UserError, load_config
+
+ROOT = Path(__file__).resolve().parents[2]
+CONFIG = str(ROOT / "configs" / "smoke_test.yaml")
+REAL = ROOT.parent / "shared" / "data" / "real_oct"
+
+
+@pytest.fixture(scope="session")
+def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A phantom tree of three participants, all files good."""
+    out = tmp_path_factory.mktemp("phantom") / "tree"
+    write_tree(out, participants=3, seed=5, workers=1)
+    return out
+
+
+@pytest.fixture(scope="session")
+def clean(tree: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tree prepared without any interruption."""
+    store = tmp_path_factory.mktemp("clean") / "store"
+    assert main(arguments(tree, store)) == 0
+    return store
+
+
+@pytest.fixture
+def own_tree(tree: Path, tmp_path: Path) -> Path:
+    """A copy of the tree for tests that damage it."""
+    return Path(shutil.copytree(tree, tmp_path / "tree"))
+
+
+def arguments(tree: Path, store: Path, *more: str) -> list[str]:
+    places = [f"data.gcs_root={tree}", f"data.store={store}"]
+    workers = [] if "--workers" in more else ["--workers", "0"]
+    return ["--config", CONFIG, *workers, *more, *places]
+
+
+def contents(store: Path) -> dict[str, str]:
+    """Digest of every file of a store; the report without what the run measured of itself."""
+    digests = {}
+    for path in sorted(p for p in store.rglob("*") if p.is_file()):
+        data = path.read_bytes()
+        if path.name == "prepare_report.json":
+            report = json.loads(data)
+            del report["run"]
+            data = json.dumps(report).encode()
+        digests[str(path.relative_to(store))] = hashlib.sha256(data).hexdigest()
+    return digests
+
+
+def start(tree: Path, store: Path, *more: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "data_setup.prepare", *arguments(tree, store, "--workers", "2", *more)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(
+        command, cwd=ROOT, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+
+
+def wait_until(condition: Callable[[], bool], what: str, seconds: float = 60.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"waited {seconds} s for {what}"
+        time.sleep(0.002)
+
+
+def num_rows(store: Path) -> int:
+    return len(list((store / "rows").glob("*.json"))) if (store / "rows").is_dir() else 0
+
+
+def dicoms(tree: Path) -> list[Path]:
+    return sorted(tree.rglob("*.dcm"))
+
+
+def test_a_good_tree_is_kept_whole(tree: Path, clean: Path) -> None:
+    store = PreparedStore.open(str(clean))
+    assert len(store.kept) == len(dicoms(tree)) == len(store.index)
+    assert store.attrs["synthetic"] is True
+    assert store.attrs["source_root"] == str(tree)
+    assert all(checksum(store.read(row)) == store.index.checksum[row] for row in store.kept)
+    assert store.index.person_id.is_monotonic_increasing
+    report = json.loads((clean / "prepare_report.json").read_text())
+    assert report["kept"] == len(store.kept)
+    assert report["rejected"] == {}
+    assert sum(report["spacing_source"].values()) == len(store.kept)
+    assert sum(report["orientation_source"].values()) == len(store.kept)
+    assert report["run"]["prepared"] == len(store.kept)
+    assert {p["kept"] for p in report["by_protocol"].values()} <= set(range(1, 20))
+    assert sum(d["kept"] for d in report["by_device"].values()) == len(store.kept)
+    assert not list((clean / "locks").iterdir())
+
+
+def test_the_voxels_outside_the_box_are_zero_and_statistics_are_of_those_inside(clean: Path) -> None:
+    store = PreparedStore.open(str(clean))
+    padded = [r for r in store.kept if store.index.valid_fraction[r] < 1]
+    assert padded
+    for row in padded:
+        voxels = store.read(row)
+        box = store.index.loc[row, [f"valid_{a}{i}" for a in "dhw" for i in "01"]].to_numpy(int)
+        inside = np.zeros(voxels.shape, bool)
+        inside[tuple(slice(*pair) for pair in box.reshape(3, 2))] = True
+        assert not voxels[~inside].any()
+        assert store.index.intensity_mean[row] == pytest.approx(voxels[inside].mean(dtype=np.float64))
+        assert store.index.intensity_std[row] == pytest.approx(voxels[inside].std(dtype=np.float64))
+        assert store.index.valid_fraction[row] == pytest.approx(inside.mean())
+
+
+def test_bad_files_are_named_and_repaired_ones_taken_up(
+    own_tree: Path, clean: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    files, store = dicoms(own_tree), tmp_path / "store"
+    whole = [f.read_bytes() for f in files[:3]]
+    files[0].write_bytes(whole[0][: len(whole[0]) * 2 // 3])
+    files[1].unlink()
+    files[2].write_bytes(b"not a DICOM file at all")
+    assert main(arguments(own_tree, store, "data.max_reject_fraction=0.9")) == 0
+    index = PreparedStore.open(str(store)).index.set_index("path")
+    reasons = [index.status[str(f.relative_to(own_tree))] for f in files[:3]]
+    assert reasons == ["truncated_pixel_data", "missing_file", "not_dicom"]
+    assert (index.status == "kept").sum() == len(files) - 3
+    assert index.message[str(files[2].relative_to(own_tree))].startswith("expected")
+    report = json.loads((store / "prepare_report.json").read_text())
+    assert report["rejected"] == {"missing_file": 1, "not_dicom": 1, "truncated_pixel_data": 1}
+    assert "rejected: missing_file 1, not_dicom 1, truncated_pixel_data 1" in capsys.readouterr().out
+    for file, data in zip(files[:3], whole, strict=True):
+        file.write_bytes(data)
+    assert main(arguments(own_tree, store, "data.max_reject_fraction=0.9")) == 0
+    fixed = PreparedStore.open(str(store))
+    assert fixed.index.checksum.to_list() == PreparedStore.open(str(clean)).index.checksum.to_list()
+    assert json.loads((store / "prepare_report.json").read_text())["run"]["prepared"] == 3
+
+
+def test_too_many_rejects_stop_with_the_table(
+    own_tree: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    files, store = dicoms(own_tree), tmp_path / "store"
+    for file in files[: len(files) // 2]:
+        file.write_bytes(b"junk")
+    with pytest.raises(
+        UserError, match=r"expected at most 10% of \d+ records rejected .*found \d+: not_dicom"
+    ):
+        main(arguments(own_tree, store, "data.max_reject_fraction=0.1"))
+    out = capsys.readouterr().out
+    assert "not_dicom" in out
+    assert not list((store / "locks").iterdir())
+    statuses = PreparedStore.open(str(store)).index.status
+    assert (statuses == "not_dicom").sum() == len(files) // 10 + 1
+    assert main(arguments(own_tree, store, "data.max_reject_fraction=0.9")) == 0
+    assert (PreparedStore.open(str(store)).index.status == "kept").sum() == len(files) - len(files) // 2
+
+
+def test_a_rerun_reuses_and_a_changed_source_is_read_again(own_tree: Path, tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    main(arguments(own_tree, store))
+    before = contents(store)
+    chunks = {p: p.stat().st_mtime_ns for p in (store / "volumes").iterdir()}
+    main(arguments(own_tree, store))
+    assert contents(store) == before
+    assert {p: p.stat().st_mtime_ns for p in (store / "volumes").iterdir()} == chunks
+    assert json.loads((store / "prepare_report.json").read_text())["run"]["prepared"] == 0
+    os.utime(dicoms(own_tree)[0], ns=(1, 1))
+    main(arguments(own_tree, store))
+    assert json.loads((store / "prepare_report.json").read_text())["run"]["prepared"] == 1
+
+
+def test_rows_whose_source_is_gone_are_kept(
+    own_tree: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Sources out of reach (an unmounted disk, an offline bucket) cost no volume; back, it is reused."""
+    store, images = tmp_path / "store", own_tree / "retinal_oct" / "structural_oct"
+    main(arguments(own_tree, store))
+    before = contents(store)
+    count = len(PreparedStore.open(str(store)).kept)
+    images.rename(own_tree / "away")
+    assert main(arguments(own_tree, store)) == 0
+    assert contents(store) == before
+    assert f"source missing now, row kept: {count}" in capsys.readouterr().out
+    run = json.loads((store / "prepare_report.json").read_text())["run"]
+    assert (run["reused"], run["source_missing"], run["rejected"]) == (0, count, {})
+    (own_tree / "away").rename(images)
+    dicoms(own_tree)[0].unlink()
+    main(arguments(own_tree, store))
+    assert contents(store) == before
+    run = json.loads((store / "prepare_report.json").read_text())["run"]
+    assert (run["prepared"], run["reused"], run["source_missing"]) == (0, count - 1, 1)
+
+
+def test_a_source_that_vanishes_before_it_is_read_again_costs_no_volume(
+    own_tree: Path, tmp_path: Path
+) -> None:
+    store = tmp_path / "store"
+    main(arguments(own_tree, store))
+    before = contents(store)
+    cfg = load_config(CONFIG, [f"data.gcs_root={own_tree}", f"data.store={store}"])
+    record = read_records(cfg).records[0]
+    Path(record.url).unlink()
+    job = Job(0, record, StoreWriter(str(store)), cfg.spatial, cfg.data.storage_options, was_kept=True)
+    assert prepare_row(job).status == "source_missing"
+    assert contents(store) == before
+
+
+def test_a_manifest_that_grows_appends_and_one_that_shrinks_keeps(
+    own_tree: Path, clean: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    manifest, store = own_tree / "retinal_oct" / "manifest.tsv", tmp_path / "store"
+    lines = manifest.read_text().splitlines(keepends=True)
+    manifest.write_text("".join([lines[0], *lines[4:]]))
+    main(arguments(own_tree, store))
+    first = PreparedStore.open(str(store)).index
+    manifest.write_text("".join([lines[0], *lines[1:-1]]))
+    main(arguments(own_tree, store))
+    second = PreparedStore.open(str(store)).index
+    assert second.path.to_list()[: len(first)] == first.path.to_list()
+    assert second.checksum.to_list()[: len(first)] == first.checksum.to_list()
+    assert len(second) == len(first) + 3
+    assert (~second.listed).sum() == 1
+    assert (second.status == "kept").all()
+    assert "no longer in the manifest, kept in their rows: 1" in capsys.readouterr().out
+    wanted = PreparedStore.open(str(clean)).index.set_index("path").checksum
+    assert second.set_index("path").checksum.sort_index().to_list() == wanted.sort_index().to_list()
+
+
+def test_a_changed_participant_updates_the_row_without_reading_the_volume(
+    own_tree: Path, tmp_path: Path
+) -> None:
+    table, store = own_tree / "participants.tsv", tmp_path / "store"
+    main(arguments(own_tree, store))
+    table.write_text(table.read_text().replace("\ttrain\t", "\tval\t"))
+    main(arguments(own_tree, store))
+    assert json.loads((store / "prepare_report.json").read_text())["run"]["prepared"] == 0
+    assert "train" not in set(PreparedStore.open(str(store)).index.split)
+    assert all(json.loads(p.read_text())["record"]["split"] != "train" for p in (store / "rows").iterdir())
+
+
+def test_shards_make_the_same_store(tree: Path, clean: Path, tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    assert main(arguments(tree, store, "--shard", "1/2")) == 0
+    pending = PreparedStore.open(str(store)).index.status == "pending"
+    assert pending.to_list() == [row % 2 == 0 for row in range(len(pending))]
+    assert main(arguments(tree, store, "--shard", "0/2")) == 0
+    assert contents(store) == contents(clean)
+
+
+@pytest.mark.parametrize("text", ["2/2", "1", "-1/2", "a/b", "0/0"])
+def test_a_wrong_shard_is_named(text: str) -> None:
+    with pytest.raises(UserError, match=r"--shard: expected i/n with 0 <= i < n, found"):
+        parse_shard(text)
+
+
+def test_another_geometry_is_refused(tree: Path, clean: Path) -> None:
+    before = contents(clean)
+    with pytest.raises(UserError, match=r"geometry: expected .*found .*data\.store of its own"):
+        main(arguments(tree, clean, "spatial.image_size=[16, 96, 72]"))
+    assert contents(clean) == before
+
+
+def test_another_source_is_refused_and_the_same_one_spelt_differently_is_not(
+    tree: Path, own_tree: Path, clean: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same relative paths below another root would be taken for the same files."""
+    store = Path(shutil.copytree(clean, tmp_path / "store"))
+    with pytest.raises(UserError, match=rf"source_root: expected {own_tree}, found {tree}; .*data\.store"):
+        main(arguments(own_tree, store))
+    assert contents(store) == contents(clean)
+    monkeypatch.chdir(tree.parent)
+    assert main(arguments(Path("tree/"), store)) == 0
+    assert json.loads((store / "prepare_report.json").read_text())["run"]["reused"] > 0
+    assert contents(store) == contents(clean)
+    row = json.loads((store / "rows" / "000000.json").read_text())
+    assert row["source_url"] == str(tree / row["record"]["path"])
+
+
+def test_missing_files_and_orphans_are_counted(
+    own_tree: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    store, first = tmp_path / "store", dicoms(own_tree)[0]
+    orphans = [first.with_name(f"left_over_{n:02d}.dcm") for n in range(21)]
+    for orphan in orphans:
+        shutil.copy(dicoms(own_tree)[-1], orphan)
+    first.unlink()
+    main(arguments(own_tree, store, "data.max_reject_fraction=0.9"))
+    assert "files: 1 of the manifest missing, 21 in no manifest row" in capsys.readouterr().out
+    audit = json.loads((store / "prepare_report.json").read_text())["run"]["audit"]
+    assert audit["missing"] == {"count": 1, "first": [str(first.relative_to(own_tree))]}
+    assert audit["orphans"]["count"] == 21
+    assert audit["orphans"]["first"] == [str(o.relative_to(own_tree)) for o in orphans[:20]]
+
+
+def test_a_remote_tree_is_listed_on_request_only(tree: Path, tmp_path: Path) -> None:
+    root = f"memory://{tmp_path.name}/tree"
+    for file in (p for p in tree.rglob("*") if p.is_file() and p.suffix != ".npz"):
+        storage.write_bytes(storage.join(root, str(file.relative_to(tree))), file.read_bytes())
+    places = [
+        "--config",
+        CONFIG,
+        "--workers",
+        "0",
+        f"data.gcs_root={root}",
+        f"data.store={tmp_path / 'store'}",
+    ]
+    for more, audit in (
+        ([], None),
+        (["--audit"], {k: {"count": 0, "first": []} for k in ("missing", "orphans", "unused_missing")}),
+    ):
+        assert main([*places, *more]) == 0
+        assert json.loads((tmp_path / "store" / "prepare_report.json").read_text())["run"]["audit"] == audit
+
+
+@pytest.mark.parametrize(
+    ("column", "text", "said"),
+    [
+        ("sop_instance_uid", "2.25.1", "expected SOPInstanceUID 2.25.1 as in the manifest, found another"),
+        ("height", "7", "expected frames x height x width ("),
+        ("number_of_frames", "7", "expected frames x height x width (7, "),
+    ],
+)
+def test_a_file_that_is_not_the_one_of_its_row_is_a_reject(
+    own_tree: Path, tmp_path: Path, column: str, text: str, said: str
+) -> None:
+    manifest, store = own_tree / "retinal_oct" / "manifest.tsv", tmp_path / "store"
+    header, *lines = [line.split("\t") for line in manifest.read_text().splitlines()]
+    lines[0][header.index(column)] = text
+    manifest.write_text("\n".join("\t".join(line) for line in (header, *lines[:2])) + "\n")
+    main(arguments(own_tree, store, "data.max_reject_fraction=0.9"))
+    index = PreparedStore.open(str(store)).index
+    assert sorted(index.status) == ["header_mismatch", "kept"]
+    assert index.message.dropna().iloc[0].startswith(said)
+
+
+def test_laterality_comes_from_the_header_when_the_manifest_has_none(own_tree: Path, tmp_path: Path) -> None:
+    manifest, store = own_tree / "retinal_oct" / "manifest.tsv", tmp_path / "store"
+    header, line, *_ = [line.split("\t") for line in manifest.read_text().splitlines()]
+    side, path = line[header.index("laterality")], line[header.index("filepath")]
+    assert f"_{side.lower()}_" in path
+    line[header.index("laterality")] = "Not reported"
+    line[header.index("filepath")] = path.replace(f"_{side.lower()}_", "_unknown_laterality_")
+    (own_tree / path.lstrip("/")).rename(own_tree / line[header.index("filepath")].lstrip("/"))
+    manifest.write_text("\t".join(header) + "\n" + "\t".join(line) + "\n")
+    main(arguments(own_tree, store))
+    assert StoreWriter(str(store)).read_records()[0]["laterality"] == "unknown"
+    assert PreparedStore.open(str(store)).index.laterality.to_list() == [side]
+
+
+def test_a_damaged_row_is_prepared_again(tree: Path, clean: Path, tmp_path: Path) -> None:
+    store = Path(shutil.copytree(clean, tmp_path / "store"))
+    row = store / "rows" / "000001.json"
+    row.write_bytes(row.read_bytes()[:-30])
+    assert main(arguments(tree, store)) == 0
+    assert json.loads((store / "prepare_report.json").read_text())["run"]["prepared"] == 1
+    assert contents(store) == contents(clean)
+
+
+def test_the_report_tells_spacing_and_warns_of_an_empty_grid(clean: Path) -> None:
+    store = PreparedStore.open(str(clean))
+    protocol = store.index.protocol[0]
+    report = json.loads((clean / "prepare_report.json").read_text())
+    of_protocol = [json.loads(p.read_text()) for p in sorted((clean / "rows").iterdir())]
+    of_protocol = [f for f in of_protocol if f["record"]["protocol"] == protocol]
+    for when in ("before", "after"):
+        columns = [[f[f"spacing_{when}_{a}"] for f in of_protocol] for a in "dhw"]
+        expected = [round(float(np.median(c)), 6) for c in columns]
+        assert report["by_protocol"][protocol][f"spacing_{when}"] == expected
+    assert (
+        report["by_protocol"][protocol]["spacing_before"] != report["by_protocol"][protocol]["spacing_after"]
+    )
+
+    def warnings(fraction: float) -> list[str]:
+        index = store.index.copy()
+        index.loc[index.protocol == protocol, "valid_fraction"] = fraction
+        index.loc[index.protocol != protocol, "valid_fraction"] = 1.0
+        changed = summarise(index, store.attrs, {}, report["run"])
+        return [line for line in table(changed).splitlines() if line.startswith("warning: ")]
+
+    assert warnings(0.6) == []
+    (line,) = warnings(0.59)
+    assert line.startswith(f"warning: {protocol}: only 59% of the grid lies inside the scan")
+
+
+def test_a_second_prepare_is_refused_and_a_dead_one_is_taken_over(tmp_path: Path) -> None:
+    store = str(tmp_path / "store")
+    with shard_lock(store, 0, 2):
+        with pytest.raises(
+            UserError, match=rf"shard 0/2 is being prepared by process {os.getpid()} on"
+        ) as refused:
+            shard_lock(store, 0, 2).__enter__()
+        assert "which is alive; wait for its end" in str(refused.value)
+        assert "remove" not in str(refused.value)
+        with pytest.raises(UserError, match=r"expected --shard i/3, found shard 0/2 at work"):
+            shard_lock(store, 1, 3).__enter__()
+        with shard_lock(store, 1, 2):
+            assert sorted(os.listdir(tmp_path / "store" / "locks")) == [
+                "shard-0-of-2.lock",
+                "shard-1-of-2.lock",
+            ]
+    assert os.listdir(tmp_path / "store" / "locks") == []
+
+    with subprocess.Popen([sys.executable, "-c", "pass"]) as ended:
+        ended.wait()
+    owner = {"pid": ended.pid, "host": socket.gethostname(), "start": "1"}
+    lock = tmp_path / "store" / "locks" / "shard-0-of-2.lock"
+    lock.write_text(json.dumps(owner))
+    with shard_lock(store, 0, 2):
+        assert json.loads(lock.read_text())["pid"] == os.getpid()
+    lock.write_text(json.dumps(owner | {"pid": os.getpid()}))  # the same pid, of an earlier process
+    with shard_lock(store, 0, 2):
+        pass
+    lock.write_text(json.dumps(owner | {"host": "elsewhere"}))
+    with pytest.raises(UserError, match=r"on elsewhere; .* only if that is gone for good, remove .*0-of-2"):
+        shard_lock(store, 0, 2).__enter__()
+
+
+def test_the_setup_lock_is_waited_for_as_long_as_others_take_turns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shard_lock_module, "_SETUP_WAIT_S", 2.0)
+    store, turns = str(tmp_path / "store"), 6
+
+    def work(_: int) -> None:
+        with setup_lock(store):
+            time.sleep(0.7)
+
+    with ThreadPoolExecutor(turns) as pool:
+        list(
+            pool.map(work, range(turns))
+        )  # the last waits for longer than 2 s, for none of the others so long
+    with setup_lock(store), pytest.raises(UserError, match=r"waited 2 s for process .* is alive; wait"):
+        setup_lock(store).__enter__()
+
+
+@pytest.fixture
+def dead_lock(tmp_path: Path) -> Path:
+    """A lock whose process is gone, in a store of its own."""
+    with subprocess.Popen([sys.executable, "-c", "pass"]) as ended:
+        ended.wait()
+    lock = tmp_path / "store" / "locks" / "shard-0-of-1.lock"
+    lock.parent.mkdir(parents=True)
+    lock.write_text(json.dumps({"pid": ended.pid, "host": socket.gethostname(), "start": "1"}))
+    return lock
+
+
+def test_a_dead_lock_taken_by_another_meanwhile_stays_with_that_one(
+    dead_lock: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rival takes the lock over between our last look at it and our own attempt, and works on."""
+    store, rival, replace = str(dead_lock.parents[1]), ExitStack(), shard_lock_module._replace
+    monkeypatch.setattr(shard_lock_module, "_ORPHANS_WAIT_S", 0.001)
+
+    def late(*arguments: Any) -> bool:
+        monkeypatch.setattr(shard_lock_module, "_replace", replace)
+        rival.enter_context(shard_lock(store, 0, 1))
+        return replace(*arguments)
+
+    monkeypatch.setattr(shard_lock_module, "_replace", late)
+    with pytest.raises(UserError, match="shard 0/1 is being prepared by"):
+        shard_lock(store, 0, 1).__enter__()
+    assert json.loads(dead_lock.read_text())["pid"] == os.getpid()
+    rival.close()
+    assert os.listdir(dead_lock.parent) == []
+
+
+def test_of_many_that_find_a_dead_lock_one_gets_it(dead_lock: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shard_lock_module, "_ORPHANS_WAIT_S", 0.005)
+    store, content, contenders = str(dead_lock.parents[1]), dead_lock.read_text(), 6
+    for _ in range(8):
+        dead_lock.write_text(content)
+        together, all_tried = threading.Barrier(contenders), threading.Barrier(contenders)
+
+        def contend(together: threading.Barrier, all_tried: threading.Barrier) -> bool:
+            together.wait()
+            lock = shard_lock(store, 0, 1)
+            try:
+                lock.__enter__()
+            except UserError:
+                all_tried.wait()
+                return False
+            all_tried.wait()
+            lock.__exit__(None, None, None)
+            return True
+
+        with ThreadPoolExecutor(contenders) as pool:
+            futures = [pool.submit(contend, together, all_tried) for _ in range(contenders)]
+            assert sum(f.result(timeout=30) for f in futures) == 1
+        assert os.listdir(dead_lock.parent) == []
+
+
+def test_a_takeover_that_was_killed_is_taken_over_itself(
+    dead_lock: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shard_lock_module, "_ORPHANS_WAIT_S", 0.001)
+    digest = hashlib.blake2b(dead_lock.read_bytes(), digest_size=8).hexdigest()
+    shutil.copy(dead_lock, dead_lock.with_name(f"{dead_lock.name}.{digest}"))  # killed in its turn
+    shutil.copy(dead_lock, dead_lock.with_name(f"{dead_lock.name}.0123"))  # killed after it, long ago
+    with shard_lock(str(dead_lock.parents[1]), 0, 1):
+        assert os.listdir(dead_lock.parent) == [dead_lock.name]
+    assert os.listdir(dead_lock.parent) == []
+
+
+def test_only_ones_own_lock_is_released(tmp_path: Path) -> None:
+    """Removed by hand and taken by another, a lock is no longer ours."""
+    lock = tmp_path / "store" / "locks" / "shard-0-of-1.lock"
+    with shard_lock(str(tmp_path / "store"), 0, 1):
+        lock.write_text("of another")
+    assert lock.read_text() == "of another"
+
+
+def check_after_kill(tree: Path, clean: Path, store: Path, process: subprocess.Popen[str]) -> None:
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    again = start(tree, store)
+    out, err = again.communicate(timeout=120)
+    assert again.returncode == 0, err
+    assert "kept by device" in out
+    assert contents(store) == contents(clean)
+
+
+def test_kill_in_the_middle_then_again_gives_the_same_bytes(tree: Path, clean: Path, tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    with start(tree, store) as process:
+        wait_until(lambda: num_rows(store) >= 2, "two rows")
+        check_after_kill(tree, clean, store, process)
+
+
+def _die_at_row_two(job: Job) -> Outcome:
+    if job.row == 2:
+        os._exit(9)
+    if job.row == 4:
+        raise ArithmeticError("a fault\nof ours")
+    time.sleep(0.05)
+    return Outcome(job.row, "kept")
+
+
+def test_a_dying_worker_costs_its_file_only(
+    tmp_path: Path, clean: Path, tree: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cfg = load_config(CONFIG, [f"data.gcs_root={tree}", f"data.store={tmp_path / 'store'}"])
+    record = read_records(cfg).records[0]
+    writer = StoreWriter(cfg.data.store)
+    writer.create(cfg.spatial, "source", synthetic=True)
+    jobs = [Job(row, record, writer, cfg.spatial, cfg.data.storage_options) for row in range(7)]
+    outcomes = {o.row: o.status for o in run_jobs(jobs, 2, _die_at_row_two)}
+    assert outcomes == dict.fromkeys(range(7), "kept") | {2: "worker_died", 4: "internal_error"}
+    rows = writer.read_rows()
+    assert rows[2]["message"].startswith("its worker process was lost twice")
+    assert re.fullmatch(r"ArithmeticError at test_prepare\.py:\d+", rows[4]["message"])
+    err = capsys.readouterr().err
+    assert re.search(r": ArithmeticError\n(  .*\n)*  .*test_prepare\.py:\d+ _die_at_row_two\n", err)
+    assert "a fault" not in err  # the text of an error may quote the file
+
+
+def _run_out_at_row_two(job: Job) -> Outcome:
+    if job.row == 2:
+        raise MemoryError
+    if job.row == 4:
+        raise ArithmeticError("a fault\nof ours") from ValueError("another")
+    return Outcome(job.row, "kept")
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_an_error_of_ours_costs_its_file_only_with_and_without_processes(
+    tmp_path: Path, clean: Path, tree: Path, capsys: pytest.CaptureFixture[str], workers: int
+) -> None:
+    cfg = load_config(CONFIG, [f"data.gcs_root={tree}", f"data.store={tmp_path / 'store'}"])
+    record = read_records(cfg).records[0]
+    writer = StoreWriter(cfg.data.store)
+    writer.create(cfg.spatial, "source", synthetic=True)
+    jobs = [Job(row, record, writer, cfg.spatial, cfg.data.storage_options) for row in range(6)]
+    outcomes = {o.row: o.status for o in run_jobs(jobs, workers, _run_out_at_row_two)}
+    assert outcomes == dict.fromkeys(range(6), "kept") | {2: "internal_error", 4: "internal_error"}
+    rows = writer.read_rows()
+    assert re.fullmatch(r"MemoryError at test_prepare\.py:\d+", rows[2]["message"])
+    assert re.fullmatch(r"ArithmeticError at test_prepare\.py:\d+", rows[4]["message"])
+    err = capsys.readouterr().err
+    assert re.search(r": MemoryError\n(  .*\n)*  .*test_prepare\.py:\d+ _run_out_at_row_two\n", err)
+    assert "a fault" not in err
+
+
+def test_without_processes_one_file_at_a_time_is_in_work(tmp_path: Path, clean: Path, tree: Path) -> None:
+    """So the run stops at the first reject too many, no file later."""
+    cfg = load_config(CONFIG, [f"data.gcs_root={tree}", f"data.store={tmp_path / 'store'}"])
+    record, begun = read_records(cfg).records[0], []
+    writer = StoreWriter(cfg.data.store)
+    jobs = [Job(row, record, writer, cfg.spatial, cfg.data.storage_options) for row in range(6)]
+
+    def work(job: Job) -> Outcome:
+        begun.append(job.row)
+        return Outcome(job.row, "kept")
+
+    outcomes = run_jobs(jobs, 0, work)
+    assert [next(outcomes).row for _ in range(3)] == [0, 1, 2]
+    outcomes.close()
+    assert begun == [0, 1, 2]
+
+
+def test_user_errors_are_one_line_with_exit_code_two(tree: Path, tmp_path: Path) -> None:
+    with start(tmp_path, tmp_path / "store") as process:
+        out, err = process.communicate(timeout=60)
+    assert process.returncode == 2
+    assert out == ""
+    assert err.startswith("error: ")
+    assert err.count("\n") == 1
+    assert "participants.tsv: not found" in err
+
+
+@pytest.mark.skipif(not REAL.is_dir(), reason="the real eyes are not on this machine")
+def test_the_real_eyes(tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    manifest = f"data.manifest_path={REAL / 'retinal_oct' / 'manifest.tsv'}"
+    assert main(arguments(REAL, store, manifest)) == 0
+    prepared = PreparedStore.open(str(store))
+    assert prepared.kept.tolist() == [0, 1]
+    assert prepared.attrs["synthetic"] is False
+    assert prepared.index.device.to_list() == ["heidelberg_spectralis", "topcon_triton"]
+    assert prepared.index.split.to_list() == ["train", "val"]
+    assert (prepared.index.intensity_std > 10).all()
+    field = [145 * 0.0298, 496 * 0.003872, 512 * 0.011182]
+    valid = [prepared.index[f"valid_{a}1"][0] - prepared.index[f"valid_{a}0"][0] for a in "dhw"]
+    expected = [f / s for f, s in zip(field, (0.375, 0.024, 0.09375), strict=True)]
+    assert np.abs(np.array(valid) - expected).max() <= 1
+
+
+def test_a_storage_error_at_a_finished_row_concerns_that_row_alone(
+    tree: Path,
+    clean: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    store = Path(shutil.copytree(clean, tmp_path / "store"))
+    real = storage.stat
+    blocked = json.loads((store / "rows" / "000000.json").read_text())["record"]["path"]
+
+    def stat(url: str, options: object = None) -> storage.ObjectStat:
+        if url.endswith(blocked):
+            raise storage.StorageError(f"{url}: expected access, found 403")
+        return real(url, options)
+
+    monkeypatch.setattr(storage, "stat", stat)
+    assert main([*arguments(tree, store), "--workers", "0"]) == 2
+    assert "1 files could not be read, run again" in capsys.readouterr().err
+    assert json.loads((store / "rows" / "000000.json").read_text())["status"] == "kept"
+    assert (store / "volumes" / "c.0.0.0.0").exists()

@@ -1,0 +1,366 @@
+"""The probe table: right encoder, right folds, refusals, reuse, a verdict that follows from the numbers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from data_setup.resample import Resampled
+from data_setup.store.reader import RECORD_COLUMNS, PreparedStore
+from data_setup.store.writer import StoreWriter, measure
+from finetuning import evaluate as module
+from finetuning.embed import device_features, embed_rows, pretrained_encoder, random_encoder, raw_features
+from finetuning.evaluate import evaluate, find_checkpoint, main
+from models.probes.participants import Fold, Prediction, logistic_probe
+from models.vjepa3d import VJEPA3D
+from utils.checkpoint import CheckpointError, CheckpointWriter, load_checkpoint
+from utils.config.load import Config, UserError, load_config, run_cli, to_yaml
+from utils.report import cli as report
+from utils.runtime.single import Runtime
+
+CONFIG = Path(__file__).resolve().parents[2] / "configs" / "smoke_test.yaml"
+SIZE = (8, 24, 32)
+PEOPLE = {"train": 16, "val": 8, "test": 12}
+RUNTIME = Runtime(torch.device("cpu"), use_bf16=False)
+
+
+def person(split: str, number: int) -> str:
+    return f"{split}{number:02d}"
+
+
+def draw(rng: np.random.Generator, label: int) -> np.ndarray:
+    """Speckle over a band that is thicker in class 1; the last 4 axial rows are outside the field."""
+    volume = rng.uniform(20, 60, SIZE)
+    volume[:, 6 : 10 + 5 * label] += 120
+    volume[:, 20:] = 0
+    return volume.astype(np.uint8)
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A store of two volumes per participant and two devices, with labels; class alternates."""
+    root = tmp_path_factory.mktemp("world")
+    cfg = config(root, root / "unused")
+    rng = np.random.default_rng(0)
+    records, voxels = [], []
+    for split, count in PEOPLE.items():
+        for number in range(count):
+            for eye in "LR":
+                name = f"{person(split, number)}_{eye}"
+                records.append(
+                    dict.fromkeys(RECORD_COLUMNS)
+                    | {"person_id": person(split, number), "split": split, "laterality": eye}
+                    | {"device": "zeiss_cirrus" if number % 4 < 2 else "topcon_triton"}
+                    | {"path": f"{name}.dcm", "sop_instance_uid": name, "protocol": "p"}
+                )
+                voxels.append(draw(rng, number % 2))
+    writer = StoreWriter(cfg.data.store)
+    writer.create(cfg.spatial, str(root), synthetic=True)
+    rows = writer.append_records(records)
+    for row, volume in zip(rows, voxels, strict=True):
+        volume_ = Resampled(volume, (0, 8, 0, 20, 0, 32), cfg.spatial.target_spacing, 0.0)
+        writer.write_row(row, volume, measure(volume_) | {"status": "kept"})
+    writer.finalise(rows)
+    write_labels(root / "participants.tsv", lambda split, number: "ab"[number % 2])
+    return root
+
+
+def write_labels(path: Path, label: Callable[[str, int], str]) -> None:
+    lines = [f"{person(s, n)}\t{label(s, n)}\t{s}\n" for s, count in PEOPLE.items() for n in range(count)]
+    path.write_text("person_id\tstudy_group\trecommended_split\n" + "".join(lines))
+
+
+def config(root: Path, run: Path, *overrides: str) -> Config:
+    small = ["spatial.image_size=[8,24,32]", "eval.batch_size=8", "probe.bootstrap_samples=300"]
+    place = [f"data.gcs_root={root}", f"data.store={root / 'store'}", f"run.dir={run}"]
+    return load_config(CONFIG, [*small, *place, *overrides])
+
+
+def save_checkpoint(cfg: Config, change: Callable[[VJEPA3D], None] = lambda model: None, **state: Any) -> str:
+    """A checkpoint as pre-training writes it, of an untrained model after `change`; returns its URL."""
+    torch.manual_seed(123)
+    model = VJEPA3D(cfg)
+    change(model)
+    assert cfg.train.ckpt_dir is not None
+    writer = CheckpointWriter(cfg.train.ckpt_dir, keep_last=1)
+    content = {
+        "step": 40,
+        "model": model.state_dict(),
+        "config": to_yaml(cfg),
+        "normalisation": "zscore_valid",
+        "participants": [person("train", n) for n in range(PEOPLE["train"])],
+    }
+    writer.save(content | state, ["best_probe"])
+    writer.close()
+    return f"{cfg.train.ckpt_dir}/best_probe.pt"
+
+
+@torch.no_grad()
+def silence(module_: nn.Module) -> None:
+    """All weights zero: every volume has the same features."""
+    for parameter in module_.parameters():
+        parameter.zero_()
+
+
+def test_table_file_and_verdict(world: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    cfg = config(world, tmp_path)
+    save_checkpoint(cfg)
+    result = evaluate(cfg, RUNTIME)
+    assert result == json.loads((tmp_path / "probe.json").read_text())
+    rows = {row["name"]: row for row in result["rows"]}
+    assert list(rows) == ["pretrained", "random_init", "voxel_pca", "ascan_profile", "device"]
+    for row in rows.values():
+        low, high = row["ci95"]
+        assert 0 <= low <= row["balanced_accuracy"] <= high <= 1
+    assert rows["voxel_pca"]["balanced_accuracy"] == rows["ascan_profile"]["balanced_accuracy"] == 1.0
+    assert rows["ascan_profile"]["macro_auroc"] == 1.0
+    assert rows["device"]["balanced_accuracy"] == 0.5  # devices are balanced over the classes
+    assert rows["device"]["num_features"] == 2
+    assert rows["pretrained"]["num_features"] == 2 * 192
+    assert (result["classes"], result["n_participants"], result["overlap"]) == (["a", "b"], 12, 0)
+    difference = rows["pretrained"]["balanced_accuracy"] - rows["random_init"]["balanced_accuracy"]
+    assert result["paired_difference"]["mean"] == pytest.approx(difference)
+    assert result["cautions"] == []
+    print(module.format_table(result))
+    assert capsys.readouterr().out.splitlines()[-1] == result["verdict"]
+
+
+def test_verdict_when_pretraining_destroyed_the_features(world: Path, tmp_path: Path) -> None:
+    cfg = config(world, tmp_path)
+    save_checkpoint(cfg, lambda model: silence(model.target_encoder))
+    result = evaluate(cfg, RUNTIME)
+    assert result["rows"][0]["balanced_accuracy"] == 0.5
+    assert result["paired_difference"]["ci95"][1] < 0
+    assert result["verdict"].startswith("Pre-training is worse than random initialisation")
+
+
+def test_verdict_when_pretraining_made_the_features(
+    world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cfg = config(world, tmp_path)
+    save_checkpoint(cfg)
+
+    def silent(cfg: Config, seed: int) -> nn.Module:
+        encoder = random_encoder(cfg, seed)
+        silence(encoder)
+        return encoder
+
+    monkeypatch.setattr(module, "random_encoder", silent)
+    result = evaluate(cfg, RUNTIME)
+    assert result["paired_difference"]["ci95"][0] > 0
+    assert result["verdict"].startswith("Pre-training beats random initialisation")
+
+
+def test_the_random_seed_is_chosen_on_validation(
+    world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The seed that is best on val is reported, however poor it is on the evaluated participants."""
+    cfg = config(world, tmp_path)
+    save_checkpoint(cfg)
+    calls: list[float] = []
+
+    def with_val_score(*folds: Fold) -> Prediction:
+        calls.append(0.0)
+        prediction = logistic_probe(*folds)
+        if len(calls) != 3:  # call 1 is the pre-trained encoder, calls 2 to 4 are the seeds
+            return replace(prediction, val_score=0.6)
+        return replace(prediction, val_score=0.9, scores=np.eye(2)[1 - prediction.labels])
+
+    monkeypatch.setattr(module, "logistic_probe", with_val_score)
+    row = evaluate(cfg, RUNTIME)["rows"][1]
+    assert row["label"] == f"random initialisation (seed {cfg.seed + 1})"
+    assert row["balanced_accuracy"] == 0.0
+
+
+def test_the_report_reads_what_evaluate_writes(world: Path, tmp_path: Path) -> None:
+    cfg = config(world, tmp_path)
+    save_checkpoint(cfg)
+    result = evaluate(cfg, RUNTIME)
+    for name, content in {
+        "metrics.jsonl": '{"step": 1, "train/loss": 1.0}\n',
+        "config.yaml": to_yaml(cfg),
+        "provenance.json": "{}",
+        "prepare_report.json": json.dumps(
+            {"kept": 72, "rejected": {}, "synthetic": True, "by_device": {}, "by_protocol": {}}
+        ),
+    }.items():
+        (tmp_path / name).write_text(content)
+    report.main(["--run", str(tmp_path)])
+    out = json.loads((tmp_path / "results.json").read_text())["probe"]
+    assert out["verdict"] == result["verdict"]
+    assert out["n_participants"] == 12
+    assert "mean A-scan profile" in (tmp_path / "report.html").read_text()
+
+
+def test_the_same_question_is_answered_once(
+    world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cfg = config(world, tmp_path)
+    save_checkpoint(cfg)
+    first = evaluate(cfg, RUNTIME)
+
+    def forbidden(*_: object) -> None:
+        raise AssertionError("embedded again")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "embed_rows", forbidden)
+        assert evaluate(cfg, RUNTIME) == first
+        with pytest.raises(AssertionError, match="embedded again"):
+            evaluate(config(world, tmp_path, "eval.split=val"), RUNTIME)
+        save_checkpoint(cfg, lambda model: silence(model.target_encoder))
+        with pytest.raises(AssertionError, match="embedded again"):
+            evaluate(cfg, RUNTIME)
+
+
+def test_overlap_is_refused_or_told(world: Path, tmp_path: Path) -> None:
+    cfg = config(world, tmp_path)
+    save_checkpoint(cfg, participants=["train00", "test03", "test05"])
+    with pytest.raises(UserError, match=r"split test in its pre-training, found 2 \(test03, test05\)"):
+        evaluate(cfg, RUNTIME)
+    assert not (tmp_path / "probe.json").exists()
+    result = evaluate(config(world, tmp_path, "eval.allow_overlap=true"), RUNTIME)
+    assert result["overlap"] == 2
+    assert "OVERLAP: pre-training saw 2" in result["cautions"][0]
+    assert "OVERLAP" in module.format_table(result)
+
+
+def test_scoring_on_val_and_few_participants_are_told(world: Path, tmp_path: Path) -> None:
+    cfg = config(world, tmp_path, "eval.split=val")
+    save_checkpoint(cfg)
+    result = evaluate(cfg, RUNTIME)
+    assert result["n_participants"] == 8
+    assert "C was chosen on the evaluated participants" in result["cautions"][0]
+    assert "smallest class has 4 evaluated participants" in result["cautions"][1]
+
+
+def test_folds_too_small_are_named(world: Path, tmp_path: Path) -> None:
+    cfg = config(world, tmp_path, f"task.labels_path={tmp_path / 'labels.tsv'}")
+    save_checkpoint(cfg)
+    write_labels(tmp_path / "labels.tsv", lambda split, number: "a" if split == "test" else "ab"[number % 2])
+    with pytest.raises(UserError, match="split test: expected 2 participants or more, of two study_group"):
+        evaluate(cfg, RUNTIME)
+    write_labels(tmp_path / "labels.tsv", lambda split, number: "ab"[number % 2] if split != "val" else "")
+    with pytest.raises(UserError, match=r"split val: .* found 0"):
+        evaluate(cfg, RUNTIME)
+    write_labels(
+        tmp_path / "labels.tsv", lambda split, number: "c" if split == "test" and number else "ab"[number % 2]
+    )
+    with pytest.raises(UserError, match=r"found \['c'\] only in val or test"):
+        evaluate(cfg, RUNTIME)
+
+
+def test_only_volumes_that_pass_the_filters_are_probed(world: Path, tmp_path: Path) -> None:
+    cfg = config(world, tmp_path, "data.laterality_filter=[L]", "data.device_filter=[zeiss_cirrus]")
+    cohort = module.read_cohort(cfg, PreparedStore.open(cfg.data.store))
+    assert len(cohort.rows) == sum(PEOPLE.values()) // 2
+    assert (cohort.rows % 8 < 4).all()
+    assert (cohort.rows % 2 == 0).all()
+
+
+def test_a_missing_checkpoint_is_named(
+    world: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(UserError, match=r"checkpoints/best_probe.pt: expected the checkpoint"):
+        find_checkpoint(config(world, tmp_path))
+    with pytest.raises(UserError, match=r"train.ckpt_dir is null too"):
+        find_checkpoint(config(world, tmp_path, "train.ckpt_dir=null"))
+    assert find_checkpoint(config(world, tmp_path, "model.checkpoint=x.pt")) == "x.pt"
+    overrides = [f"data.gcs_root={world}", f"data.store={world / 'store'}", f"run.dir={tmp_path}"]
+    with pytest.raises(SystemExit) as stop:
+        run_cli(lambda: main(["--config", str(CONFIG), *overrides]))
+    assert stop.value.code == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_what_does_not_fit_is_refused(world: Path, tmp_path: Path) -> None:
+    cfg = config(world, tmp_path)
+    save_checkpoint(cfg)
+    for override, message in [
+        ("model.size=s", "model.size: expected s of the configuration, found ti"),
+        ("model.rope=tiled", "model.rope: expected tiled of the configuration, found interleaved"),
+        ("spatial.patch_size=[4,8,16]", r"spatial.patch_size: expected \[4, 8, 16\]"),
+    ]:
+        with pytest.raises(UserError, match=message):
+            evaluate(config(world, tmp_path, override), RUNTIME)
+    save_checkpoint(cfg, normalisation="minmax")
+    with pytest.raises(UserError, match=r"normalisation: expected zscore_valid of .*store, found minmax"):
+        evaluate(cfg, RUNTIME)
+    other = config(world, tmp_path, "spatial.image_size=[8,24,64]")
+    save_checkpoint(other)
+    with pytest.raises(UserError, match=r"store: image_size: expected \[8, 24, 64\]"):
+        evaluate(other, RUNTIME)
+
+
+def test_weights_are_those_of_the_target_and_complete(world: Path, tmp_path: Path) -> None:
+    cfg = config(world, tmp_path)
+    url = save_checkpoint(cfg, lambda model: silence(model.encoder))
+    state = load_checkpoint(url)
+    for name, parameter in pretrained_encoder(cfg, state, url).state_dict().items():
+        assert torch.equal(parameter, state["model"][f"target_encoder.{name}"])
+        assert not torch.equal(parameter, state["model"][f"encoder.{name}"]) or not parameter.any()
+    lost = next(key for key in state["model"] if key.startswith("target_encoder."))
+    del state["model"][lost]
+    with pytest.raises(CheckpointError, match=lost.removeprefix("target_encoder.")):
+        pretrained_encoder(cfg, state, url)
+
+
+def test_random_initialisation_is_that_of_pretraining(world: Path, tmp_path: Path) -> None:
+    cfg = config(world, tmp_path)
+    torch.manual_seed(cfg.seed)
+    began = VJEPA3D(cfg).encoder.state_dict()
+    torch.manual_seed(99)
+    expected = torch.rand(1)
+    torch.manual_seed(99)
+    drawn = random_encoder(cfg, cfg.seed).state_dict()
+    assert torch.equal(torch.rand(1), expected)  # nobody else's random numbers change
+    assert all(torch.equal(drawn[name], began[name]) for name in began)
+    other = random_encoder(cfg, cfg.seed + 1).state_dict()
+    assert any(not torch.equal(other[name], began[name]) for name in began)
+
+
+def test_embedding_keeps_the_order_of_rows_and_ignores_padding(world: Path, tmp_path: Path) -> None:
+    cfg = config(world, tmp_path)
+    store = PreparedStore.open(cfg.data.store)
+    encoder, rows = random_encoder(cfg, 0), np.array([5, 0, 40, 7, 2])
+    together = embed_rows(encoder, cfg, store, rows, RUNTIME)
+    one_by_one = np.concatenate([embed_rows(encoder, cfg, store, rows[i : i + 1], RUNTIME) for i in range(5)])
+    np.testing.assert_allclose(together, one_by_one, atol=1e-4)
+    # by hand, one volume: z-score over valid voxels, mean and std of the tokens whose voxels are valid
+    voxels = store.read(5).astype(np.float32)
+    inside = voxels[:, :20]
+    z = np.zeros(SIZE, np.float32)
+    z[:, :20] = (inside - inside.mean()) / inside.std()
+    with torch.no_grad():
+        tokens = encoder(torch.from_numpy(z)[None, None])[0].reshape(2, 3, 4, -1)
+    share = torch.tensor([1.0, 1.0, 0.5])  # the third axial token row is half outside
+    weights = (share[None, :, None, None] >= 0.5).float() * torch.ones(2, 1, 4, 1)
+    mean = (tokens * weights).sum((0, 1, 2)) / weights.sum()
+    std = (((tokens - mean).square() * weights).sum((0, 1, 2)) / weights.sum()).sqrt()
+    np.testing.assert_allclose(together[0], torch.cat([mean, std]).numpy(), atol=1e-3)
+
+
+def test_raw_features_by_hand(world: Path, tmp_path: Path) -> None:
+    cfg = config(world, tmp_path)
+    store = PreparedStore.open(cfg.data.store)
+    voxels, profile = raw_features(cfg, store, np.array([3, 8]), RUNTIME)
+    inside = store.read(8)[:, :20].astype(np.float64)
+    expected = (inside.mean(axis=(0, 2)) - inside.mean()) / inside.std()
+    np.testing.assert_allclose(profile[1, :20], expected, atol=1e-4)
+    np.testing.assert_array_equal(profile[:, 20:], 0)
+    assert voxels.shape == (2, 8 * 24 * 32)
+    np.testing.assert_allclose(voxels[1].reshape(SIZE).mean(axis=(0, 2)), profile[1], atol=1e-4)
+
+
+def test_device_one_hot_knows_only_the_training_devices(world: Path, tmp_path: Path) -> None:
+    store = PreparedStore.open(config(world, tmp_path).data.store)
+    rows = np.array([0, 4, 5])  # participants 0 (Cirrus) and 2 (Triton)
+    np.testing.assert_array_equal(device_features(store, rows, rows), [[0, 1], [1, 0], [1, 0]])
+    np.testing.assert_array_equal(device_features(store, rows, rows[:1]), [[1], [0], [0]])

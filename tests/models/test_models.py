@@ -1,0 +1,300 @@
+"""Encoder, predictors, losses: values by hand, nothing leaks, every parameter is trained exactly once."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from models.predictor import WeightedBatchNorm
+from models.stochastic import Stochastic
+from models.vit3d import SIZES, VisionTransformer3D, apply_rotary, gather_tokens, rotary_tables
+from models.vjepa3d import VJEPA3D, Output, parameter_groups
+from tests.support.model_factory import VARIANTS, nano_model, small_config, token_ids, volumes
+from utils.config.load import Config
+
+RECIPES = ("vjepa2", "methods", "mae", *VARIANTS)
+
+
+def run(
+    model: VJEPA3D, cfg: Config, batch: int = 3, seed: int = 0
+) -> tuple[Output, torch.Tensor, torch.Tensor, torch.Tensor]:
+    context, target = token_ids(cfg, batch, seed)
+    view = volumes(cfg, batch, seed)
+    return model(view, view, context, target, torch.ones(target.shape)), view, context, target
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_hidden_voxels_never_reach_the_context(recipe: str) -> None:
+    cfg = small_config(recipe)
+    model = nano_model(cfg).eval()
+    context, target = token_ids(cfg, 2)
+    view = volumes(cfg, 2)
+    n = model.encoder.num_tokens
+    hidden = torch.zeros(2, n, dtype=torch.bool)
+    hidden = hidden.scatter(1, target, True) if recipe == "methods" else ~hidden.scatter(1, context, True)
+    _, gh, gw = cfg.grid
+    d, h, w = cfg.spatial.patch_size
+    before = model.encode_context(view, context, target, None)
+    changed = view.clone()
+    for b in range(2):
+        for token in hidden[b].nonzero().flatten().tolist():
+            i, j, k = token // (gh * gw), token // gw % gh, token % gw
+            changed[b, 0, i * d : (i + 1) * d, j * h : (j + 1) * h, k * w : (k + 1) * w] = 9.0
+    assert not torch.equal(changed, view)
+    assert torch.equal(model.encode_context(changed, context, target, None), before)
+    assert not torch.equal(model.encode_context(view + 1, context, target, None), before)
+
+
+def test_visible_tokens_see_what_a_dense_pass_of_them_alone_would() -> None:
+    """With all tokens kept in another order, features are the dense ones in that order."""
+    cfg = small_config()
+    encoder = nano_model(cfg).encoder.eval()
+    view = volumes(cfg, 2)
+    order = torch.stack([torch.randperm(encoder.num_tokens) for _ in range(2)])
+    torch.testing.assert_close(
+        encoder(view, order), gather_tokens(encoder(view), order), atol=1e-5, rtol=1e-5
+    )
+
+
+def test_patch_embedding_is_the_convolution() -> None:
+    cfg = small_config()
+    encoder = nano_model(cfg).encoder
+    view = volumes(cfg, 2)
+    expected = encoder.patch_embed.proj(view).flatten(2).transpose(1, 2)
+    torch.testing.assert_close(encoder.patch_embed(view, None), expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("form", ["interleaved", "tiled"])
+def test_rotary_rotates_each_axis_by_its_own_position(form: str) -> None:
+    """Against complex multiplication, pair by pair, on a grid whose axes differ."""
+    grid, head_dim = (2, 3, 5), 16
+    ids = torch.tensor([[0, 7, 29, 14]])
+    x = torch.randn(1, 1, 4, head_dim)
+    got = apply_rotary(x, rotary_tables(ids, grid, head_dim, form))
+    pairs = head_dim // 3 // 2
+    for t, token in enumerate(ids[0].tolist()):
+        position = (token // 15, token // 5 % 3, token % 5)
+        for axis in range(3):
+            for pair in range(pairs):
+                base = 2 * pairs * axis + 2 * pair
+                for member in (0, 1):
+                    slot = 2 * pair + member
+                    frequency = pair if form == "interleaved" else slot % pairs
+                    angle = position[axis] * 10000.0 ** (-frequency / pairs)
+                    a, b = x[0, 0, t, base], x[0, 0, t, base + 1]
+                    turned = -b if member == 0 else a
+                    expected = (a, b)[member] * math.cos(angle) + turned * math.sin(angle)
+                    torch.testing.assert_close(got[0, 0, t, base + member], expected)
+        torch.testing.assert_close(got[0, 0, t, 6 * pairs :], x[0, 0, t, 6 * pairs :])
+
+
+def test_interleaved_rotary_depends_on_relative_position_only() -> None:
+    grid, head_dim = (4, 4, 4), 32
+    q, k = torch.randn(2, 1, 1, 1, head_dim)
+
+    def score(a: int, b: int) -> torch.Tensor:
+        ids = torch.tensor([[a]]), torch.tensor([[b]])
+        turned = [
+            apply_rotary(x, rotary_tables(i, grid, head_dim, "interleaved"))
+            for x, i in zip((q, k), ids, strict=True)
+        ]
+        return (turned[0] * turned[1]).sum()
+
+    torch.testing.assert_close(score(0, 21), score(21, 42), atol=1e-5, rtol=1e-5)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("loss", ["l1", "l2", "normalised_l2"])
+def test_losses_to_the_targets_layer_norm_by_hand(loss: str) -> None:
+    cfg = small_config("vjepa2" if loss == "l1" else loss)
+    model = nano_model(cfg).eval()
+    out, view, context, target = run(model, cfg)
+    h = model.target_encoder(view)
+    z = model.predictor(model.encoder(view, context), context, target)
+    for b in range(3):
+        total = 0.0
+        for m, token in enumerate(target[b].tolist()):
+            vector, guess = h[b, token], z[b, m]
+            normal = (vector - vector.mean()) / torch.sqrt(vector.var(correction=0) + 1e-6)
+            if loss == "normalised_l2":
+                normal, guess = normal / normal.norm(), guess / guess.norm()
+            apart = (guess - normal).abs()
+            total += float((apart if loss == "l1" else apart**2).sum()) / len(vector)
+        assert float(out.loss_B[b]) == pytest.approx(total / target.shape[1], rel=1e-5)
+
+
+@torch.no_grad()
+def test_a_dense_context_is_what_the_blocks_make_of_visible_tokens_among_mask_tokens() -> None:
+    """The transformer predictor reads the context tokens' features alone, the MLP those of the targets."""
+    cfg, per_token = small_config("dense"), small_config("mlp")
+    model, mlp = nano_model(cfg).eval(), nano_model(per_token).eval()
+    mlp.encoder.load_state_dict(model.encoder.state_dict())
+    out, view, context, target = run(model, cfg)
+    x = model.encoder.patch_embed(view, None)
+    for b in range(3):
+        hidden = sorted(set(range(x.shape[1])) - set(context[b].tolist()))
+        x[b, hidden] = model.encoder.mask_token[0, 0]
+    rotary = rotary_tables(torch.arange(x.shape[1])[None], cfg.grid, 24, cfg.model.rope)
+    for block in model.encoder.blocks:
+        x = block(x, rotary)
+    features = model.encoder.norm(x)
+    torch.testing.assert_close(out.context_BKE, gather_tokens(features, context))
+    expected = model.predictor(gather_tokens(features, context), context, target)
+    torch.testing.assert_close(out.prediction_BME, expected)
+    other = run(mlp, per_token)[0]
+    torch.testing.assert_close(other.context_BKE, gather_tokens(features, context))
+    ones = torch.ones(target.shape)
+    torch.testing.assert_close(other.prediction_BME, mlp.predictor(gather_tokens(features, target), ones))
+
+
+@torch.no_grad()
+def test_methods_loss_by_hand() -> None:
+    cfg = small_config("methods")
+    model = nano_model(cfg).eval()
+    out, view, _, target = run(model, cfg)
+    h = model.target_encoder(view)
+    masked_BN = torch.zeros(3, model.encoder.num_tokens, dtype=torch.bool).scatter(1, target, True)
+    context = model.encoder(view, masked_BN=masked_BN)
+    for b in range(3):
+        z = model.predictor(context[b : b + 1, target[b]], torch.ones(1, target.shape[1]))[0]
+        total = 0.0
+        for m, token in enumerate(target[b].tolist()):
+            a, c = z[m] / z[m].norm(), h[b, token] / h[b, token].norm()
+            total += float(((a - c) ** 2).sum()) / len(a)
+        assert float(out.loss_B[b]) == pytest.approx(total / target.shape[1], rel=1e-4)
+
+
+def test_padding_targets_weigh_nothing() -> None:
+    cfg = small_config()
+    model = nano_model(cfg).eval()
+    context, target = token_ids(cfg, 2)
+    view = volumes(cfg, 2)
+    valid = torch.ones(target.shape)
+    valid[:, 3:] = 0
+    full = model(view, view, context, target, valid).loss_B
+    part = (model(view, view, context, target, torch.ones(target.shape))).target_BME[:, :3]
+    z = model.predictor(model.encoder(view, context), context, target)[:, :3]
+    torch.testing.assert_close(full, (z - part).abs().mean((1, 2)))
+    none = model(view, view, context, target, torch.zeros(target.shape)).loss_B
+    assert torch.equal(none, torch.zeros(2))
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_every_trained_parameter_has_a_gradient_and_is_optimised_once(recipe: str) -> None:
+    cfg = small_config(recipe)
+    model = nano_model(cfg)
+    out, *_ = run(model, cfg)
+    (out.loss_B.sum() + out.context_BKE.sum()).backward()
+    for name, parameter in model.trained_parameters():
+        assert parameter.grad is not None, name
+        assert bool(torch.isfinite(parameter.grad).all()), name
+        assert float(parameter.grad.abs().sum()) > 0, name
+    assert all(p.grad is None and not p.requires_grad for p in model.target_encoder.parameters())
+    groups = parameter_groups(model, 0.05)
+    optimised = [id(p) for g in groups for p in g["params"]]
+    assert sorted(optimised) == sorted(id(p) for _, p in model.trained_parameters())
+    assert len(set(optimised)) == len(optimised)
+    decayed = {id(p) for p in groups[0]["params"]}
+    for name, parameter in model.trained_parameters():
+        is_matrix = name.endswith(".weight") and parameter.ndim >= 2
+        assert (id(parameter) in decayed) == is_matrix, name
+
+
+@torch.no_grad()
+def test_target_starts_as_a_copy_and_follows_the_closed_form() -> None:
+    cfg = small_config()
+    model = nano_model(cfg)
+    start = [p.clone() for p in model.target_encoder.parameters()]
+    replay = [p.clone() for p in start]
+    closed = [p.clone().double() for p in start]
+    momenta = [0.9, 0.99, 0.996, 0.5, 1.0]
+    weights = [math.prod(momenta)]
+    history = []
+    for momentum in momenta:
+        for p in model.encoder.parameters():
+            p.add_(torch.randn(p.shape) * 0.1)
+        history.append([p.clone() for p in model.encoder.parameters()])
+        model.update_target(momentum, torch.tensor(True))
+        for r, p in zip(replay, model.encoder.parameters(), strict=True):
+            r.lerp_(p.detach(), torch.tensor(1 - momentum))
+    for i, t in enumerate(model.target_encoder.parameters()):
+        assert torch.equal(t, replay[i])
+        closed[i] *= weights[0]
+        for s, snapshot in enumerate(history):
+            closed[i] += (1 - momenta[s]) * math.prod(momenta[s + 1 :]) * snapshot[i].double()
+        assert float((t.double() - closed[i]).abs().max()) < 1e-6
+    assert not torch.equal(next(iter(model.target_encoder.parameters())), start[0])
+
+
+def test_a_disabled_update_moves_nothing() -> None:
+    model = nano_model(small_config())
+    before = [p.clone() for p in model.target_encoder.parameters()]
+    with torch.no_grad():
+        for parameter in model.encoder.parameters():
+            parameter.add_(torch.randn_like(parameter))
+    model.update_target(0.9, torch.tensor(False))
+    for a, b in zip(before, model.target_encoder.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_batch_norm_matches_torch_on_the_valid_tokens() -> None:
+    ours, reference = WeightedBatchNorm(5), torch.nn.BatchNorm1d(5)
+    x, weight = torch.randn(3, 4, 5), (torch.rand(3, 4) > 0.4).float()
+    got = ours(x, weight)
+    expected = reference(x[weight > 0])
+    torch.testing.assert_close(got[weight > 0], expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(ours.running_mean, reference.running_mean)
+    torch.testing.assert_close(ours.running_var, reference.running_var)
+    ours.eval()
+    reference.eval()
+    torch.testing.assert_close(ours(x, weight)[weight > 0], reference(x[weight > 0]))
+
+
+def test_stochastic_layers_follow_the_sample_not_the_batch() -> None:
+    seeds = torch.tensor([3, 8, 5])
+    x = torch.ones(3, 50, 40)
+    together = Stochastic(seeds, 0.1, 0.2)
+    whole = [together.dropout(x), together.drop_path(x, 0.5), together.dropout(x)]
+    for b in range(3):
+        alone = Stochastic(seeds[b : b + 1], 0.1, 0.2)
+        single = [alone.dropout(x[:1]), alone.drop_path(x[:1], 0.5), alone.dropout(x[:1])]
+        for a, c in zip(whole, single, strict=True):
+            assert torch.equal(a[b], c[0])
+    assert not torch.equal(whole[0], whole[2])
+    assert float((whole[0] == 0).float().mean()) == pytest.approx(0.1, abs=0.01)
+    assert float(whole[0].mean()) == pytest.approx(1.0, abs=0.02)
+    kept = Stochastic(torch.arange(4000), 0.0, 0.3).drop_path(torch.ones(4000, 1), 0.3)
+    assert float((kept == 0).float().mean()) == pytest.approx(0.3, abs=0.03)
+
+
+@pytest.mark.parametrize(("size", "millions"), [("ti", 5.5), ("s", 21.7), ("b", 86.3), ("l", 303.9)])
+def test_true_parameter_counts(size: str, millions: float) -> None:
+    """Rotary encoder, patch 4 x 16 x 16, one channel: 12 E^2 per block and little else."""
+    with torch.device("meta"):
+        encoder = VisionTransformer3D(size, (16, 24, 24), (4, 16, 16))
+    depth, width, *_ = SIZES[size]
+    by_hand = depth * (12 * width**2 + 13 * width) + (4 * 16 * 16 + 1) * width + 2 * width
+    count = sum(p.numel() for p in encoder.parameters())
+    assert count == by_hand
+    assert count / 1e6 == pytest.approx(millions, rel=0.01)
+
+
+def test_methods_encoder_at_9216_tokens_has_92_9_million_parameters() -> None:
+    with torch.device("meta"):
+        encoder = VisionTransformer3D(
+            "b", (16, 24, 24), (4, 16, 16), positions="learned", has_mask_token=True
+        )
+    assert sum(p.numel() for p in encoder.parameters()) / 1e6 == pytest.approx(92.9, abs=0.1)
+
+
+def test_mask_token_replaces_the_embedding() -> None:
+    cfg = small_config("methods")
+    encoder = nano_model(cfg).encoder
+    masked = torch.arange(encoder.num_tokens)[None] < 2
+    out = encoder(volumes(cfg, 1), masked_BN=masked)
+    assert out.shape == (1, encoder.num_tokens, 48)
+    assert not torch.equal(out, encoder(volumes(cfg, 1)))
+    assert F.cosine_similarity(out[0, 2], out[0, 3], dim=0) < 1

@@ -1,0 +1,342 @@
+"""Probes: numbers known by hand, pooling by participant, paired intervals and the sentence they allow."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import scipy.linalg
+import scipy.stats
+import torch
+from sklearn.metrics import balanced_accuracy_score
+
+from models.probes.participants import (
+    Fold,
+    Prediction,
+    balanced_accuracy,
+    balanced_accuracy_draws,
+    interval95,
+    knn_probe,
+    lidar,
+    logistic_probe,
+    macro_auroc,
+    paired_difference,
+    participant_draws,
+    pool_tokens,
+    r2,
+    rankme,
+    ridge_classifier_probe,
+    ridge_probe,
+    verdict,
+)
+
+
+def prediction(labels: list[int], predicted: list[int], num_classes: int = 2) -> Prediction:
+    ids = np.array([f"{i:03d}" for i in range(len(labels))])
+    return Prediction(ids, np.array(labels), np.eye(num_classes)[predicted])
+
+
+def blobs(rng: np.random.Generator, prefix: str, people: int, volumes: int, gap: float) -> Fold:
+    """Two classes, `gap` standard deviations apart in feature 0; feature 1 is noise on a scale of 1000."""
+    labels = np.repeat(np.arange(people) % 2, volumes)
+    features = rng.normal(size=(people * volumes, 2))
+    features[:, 0] += gap * labels
+    features[:, 1] *= 1000
+    return Fold(features, labels, np.repeat([f"{prefix}{i}" for i in range(people)], volumes))
+
+
+# --- pooling and rank ---
+
+
+def test_pooling_is_mean_and_std_over_valid_tokens_only() -> None:
+    tokens = torch.tensor([[[1.0, 10.0], [3.0, 10.0], [999.0, -999.0]]])
+    pooled = pool_tokens(tokens, torch.tensor([[1.0, 1.0, 0.0]]))
+    torch.testing.assert_close(pooled, torch.tensor([[2.0, 10.0, 1.0, 0.0]]))
+
+
+def test_pooling_weights_partly_valid_tokens() -> None:
+    pooled = pool_tokens(torch.tensor([[[0.0], [4.0]]]), torch.tensor([[0.75, 0.25]]))
+    torch.testing.assert_close(pooled, torch.tensor([[1.0, 3.0**0.5]]))
+
+
+def test_pooling_refuses_a_volume_without_valid_tokens() -> None:
+    with pytest.raises(ValueError, match=r"found none in \[1\]"):
+        pool_tokens(torch.ones(2, 3, 4), torch.tensor([[1.0, 0.0, 0.0], [0.0, 0.0, 0.0]]))
+
+
+def test_rankme_counts_equal_directions_and_ignores_the_mean() -> None:
+    corners = torch.cat([torch.eye(4), -torch.eye(4)])  # centred, four equal singular values
+    assert rankme(corners) == pytest.approx(4.0)
+    assert rankme(corners + 1000.0) == pytest.approx(4.0, rel=1e-3)
+    assert rankme(torch.outer(torch.arange(8.0), torch.ones(4))) == pytest.approx(1.0, abs=1e-4)
+    assert rankme(torch.full((8, 4), 3.7)) == 0.0
+
+
+# --- probes ---
+
+
+def test_logistic_separates_what_is_separable_and_standardises_on_train() -> None:
+    rng = np.random.default_rng(0)
+    train, val, test = (blobs(rng, p, n, 2, 8.0) for p, n in (("a", 20), ("b", 10), ("c", 12)))
+    result = logistic_probe(train, val, test)
+    assert balanced_accuracy(result) == 1.0
+    assert macro_auroc(result) == 1.0
+    assert len(result.participants) == 12
+    assert result.chosen_c is not None
+    # a change of units in one feature changes nothing
+    units = np.array([1e-3, 50.0])
+    scaled = [Fold(f.features * units, f.labels, f.participants) for f in (train, val, test)]
+    np.testing.assert_allclose(logistic_probe(*scaled).scores, result.scores, atol=1e-6)
+
+
+def test_c_is_chosen_on_validation() -> None:
+    """A feature that leads in train and misleads in val: val must push C to the strongest penalty."""
+    rng = np.random.default_rng(0)
+    labels = np.arange(40) % 2
+    shortcut = labels * 6.0 - 3.0
+    weak = labels * 1.0 + rng.normal(size=40) * 0.3
+
+    def fold(prefix: str, sign: float) -> Fold:
+        return Fold(
+            np.stack([sign * shortcut, weak], axis=1), labels, np.array([f"{prefix}{i}" for i in range(40)])
+        )
+
+    honest = logistic_probe(fold("a", 1.0), fold("b", 1.0), fold("c", 1.0), c_grid=(1e-4, 1e4))
+    misled = logistic_probe(fold("a", 1.0), fold("b", -1.0), fold("c", -1.0), c_grid=(1e-4, 1e4))
+    assert honest.chosen_c == 1e4  # both are right about everyone; the lower log loss decides
+    assert misled.chosen_c == 1e-4
+
+
+def test_a_participant_is_the_mean_of_its_volumes() -> None:
+    rng = np.random.default_rng(1)
+    train, val = blobs(rng, "a", 20, 1, 4.0), blobs(rng, "b", 10, 1, 4.0)
+    features = np.array([[0.1, 0.0], [3.0, 0.0], [3.5, 0.0]])
+    together = Fold(features, np.array([1, 1, 1]), np.array(["x", "x", "x"]))
+    apart = Fold(features, np.array([1, 1, 1]), np.array(["x", "y", "z"]))
+    one, three = logistic_probe(train, val, together), logistic_probe(train, val, apart)
+    np.testing.assert_allclose(one.scores[0], three.scores.mean(axis=0))
+    assert three.scores[0].argmax() == 0  # alone, the first volume is on the other side
+
+
+def test_a_participant_with_many_volumes_weighs_no_more() -> None:
+    rng = np.random.default_rng(2)
+    train, val, test = (blobs(rng, p, 20, 1, 1.0) for p in "abc")
+    mirrored = Fold(*(np.concatenate([x, x]) for x in (train.features, train.labels, train.participants)))
+    once, twice = logistic_probe(train, val, test, (1.0,)), logistic_probe(mirrored, val, test, (0.5,))
+    np.testing.assert_allclose(once.scores, twice.scores, atol=1e-4)  # twice the rows, half of C: the same
+    uneven_rows = np.r_[np.arange(20), np.zeros(30, int)]  # participant 0 has 31 volumes
+    uneven = Fold(train.features[uneven_rows], train.labels[uneven_rows], train.participants[uneven_rows])
+    many = ridge_probe(uneven, val, test, (1e4,)).scores
+    few = ridge_probe(train, val, test, (1e4,)).scores
+    np.testing.assert_allclose(many, few, atol=1e-3)  # (almost) no penalty: weights alone decide
+
+
+def test_a_person_on_both_sides_is_refused() -> None:
+    rng = np.random.default_rng(0)
+    train, val = blobs(rng, "a", 10, 1, 1.0), blobs(rng, "b", 10, 1, 1.0)
+    with pytest.raises(ValueError, match="training and the evaluated fold, found 10"):
+        logistic_probe(train, val, train)
+    with pytest.raises(ValueError, match="training and the validation fold"):
+        ridge_probe(train, train, val)
+    with pytest.raises(ValueError, match="several for \\['x'\\]"):
+        knn_probe(train, Fold(np.ones((2, 2)), np.array([0, 1]), np.array(["x", "x"])))
+
+
+def test_knn_votes_by_angle() -> None:
+    angles = np.deg2rad([0, 10, 20, 180, 190])
+    train = Fold(
+        np.stack([np.cos(angles), np.sin(angles)], 1), np.array([0, 0, 0, 1, 1]), np.array(list("abcde"))
+    )
+    direction = train.features.mean(axis=0) + train.features.std(axis=0) * 9.0 * np.array([1.0, 0.3])
+    test = Fold(direction[None], np.array([0]), np.array(["z"]))
+    np.testing.assert_allclose(knn_probe(train, test, k=3).scores, [[1.0, 0.0]])
+    np.testing.assert_allclose(knn_probe(train, test).scores, [[0.6, 0.4]])  # k = 20, five there are
+
+
+def test_ridge_recovers_a_linear_law() -> None:
+    rng = np.random.default_rng(0)
+
+    def fold(prefix: str, n: int) -> Fold:
+        x = rng.normal(size=(n, 3)) * [1, 10, 100]
+        return Fold(x, 50 + x @ [2.0, 0.3, 0.0], np.array([f"{prefix}{i}" for i in range(n)]))
+
+    result = ridge_probe(fold("a", 50), fold("b", 20), fold("c", 20))
+    assert r2(result) > 0.9999
+    assert result.chosen_c == 1e4
+
+
+# --- metrics and intervals ---
+
+
+def test_balanced_accuracy_by_hand() -> None:
+    p = prediction([0, 0, 0, 0, 1, 1], [0, 0, 0, 1, 1, 0])  # recalls 3/4 and 1/2
+    assert balanced_accuracy(p) == pytest.approx(0.625)
+    assert balanced_accuracy(prediction([0, 0], [0, 1])) == pytest.approx(0.5)  # class 1 has nobody
+
+
+def test_auroc_by_hand_and_none_without_all_classes() -> None:
+    ids = np.array(list("abcd"))
+    scores = np.array([0.1, 0.4, 0.35, 0.8])
+    p = Prediction(ids, np.array([0, 0, 1, 1]), np.stack([1 - scores, scores], 1))
+    assert macro_auroc(p) == pytest.approx(0.75)  # 3 of the 4 pairs in order
+    assert macro_auroc(prediction([0, 1, 0], [0, 1, 0], num_classes=3)) is None
+
+
+def test_draws_resample_participants_and_follow_the_seed() -> None:
+    draws = participant_draws(7, 100, seed=3)
+    assert draws.shape == (100, 7)
+    assert (draws.sum(axis=1) == 7).all()
+    assert np.array_equal(draws, participant_draws(7, 100, seed=3))
+    assert not np.array_equal(draws, participant_draws(7, 100, seed=4))
+
+
+def test_resampled_accuracy_equals_that_of_the_repeated_participants() -> None:
+    rng = np.random.default_rng(0)
+    p = prediction(rng.integers(0, 3, 40).tolist(), rng.integers(0, 3, 40).tolist(), 3)
+    draws = participant_draws(40, 20, seed=0)
+    repeated = [
+        balanced_accuracy_score(np.repeat(p.labels, times), np.repeat(p.classes, times)) for times in draws
+    ]
+    np.testing.assert_allclose(balanced_accuracy_draws(p, draws), repeated)
+    np.testing.assert_allclose(balanced_accuracy_draws(p, np.ones((1, 40), int)), [balanced_accuracy(p)])
+    two = prediction([0, 1], [0, 0])
+    np.testing.assert_array_equal(
+        balanced_accuracy_draws(two, np.array([[2, 0], [0, 2], [1, 1]])), [1, 0, 0.5]
+    )
+
+
+def test_interval_of_a_fair_coin() -> None:
+    """One class, half of 400 right: the binomial standard error is .025."""
+    p = prediction([0] * 400, [0] * 200 + [1] * 200)
+    low, high = interval95(balanced_accuracy_draws(p, participant_draws(400, 4000, seed=0)))
+    assert low == pytest.approx(0.5 - 1.96 * 0.025, abs=0.005)
+    assert high == pytest.approx(0.5 + 1.96 * 0.025, abs=0.005)
+
+
+def test_pairing_removes_what_both_arms_share() -> None:
+    labels = [0, 1] * 50
+    first = [v if i % 4 else 1 - v for i, v in enumerate(labels)]
+    same = paired_difference(
+        prediction(labels, first), prediction(labels, first), participant_draws(100, 500, 0)
+    )
+    assert same == (0.0, (0.0, 0.0))  # unpaired resamples would give an interval of about +-.12
+    better = list(first)
+    better[0], better[1] = labels[0], labels[1]
+    mean, (low, high) = paired_difference(
+        prediction(labels, better), prediction(labels, first), participant_draws(100, 500, 0)
+    )
+    assert mean == pytest.approx(0.01)
+    assert 0 <= low <= mean <= high < 0.05
+
+
+def test_pairing_refuses_other_participants() -> None:
+    a, b = prediction([0, 1], [0, 1]), prediction([0, 1, 1], [0, 1, 1])
+    with pytest.raises(ValueError, match="same participants"):
+        paired_difference(a, b, participant_draws(2, 10, 0))
+
+
+# --- the sentence ---
+
+
+def test_verdict_follows_the_interval_on_both_sides() -> None:
+    assert verdict(0.12, (0.05, 0.2)).startswith("Pre-training beats random initialisation: ")
+    assert verdict(-0.12, (-0.2, -0.05)).startswith("Pre-training is worse than random initialisation: ")
+    for mean, *interval in (
+        (0.1, -0.01, 0.2),
+        (-0.1, -0.2, 0.01),
+        (0.1, 0.0, 0.3),
+        (-0.1, -0.3, 0.0),
+        (0, 0, 0),
+    ):
+        assert verdict(mean, interval).startswith("No difference shown: the interval includes zero")
+
+
+def test_verdict_states_the_numbers_and_never_rounds_a_bound_to_zero() -> None:
+    sentence = verdict(0.1234, (0.00004, 0.3))
+    assert "+0.123" in sentence
+    assert "+4.0e-05 to +0.300" in sentence
+    for bad in ((0.2, 0.1), (float("nan"), 0.1)):
+        with pytest.raises(ValueError, match="ordered interval"):
+            verdict(0.1, bad)
+
+
+@pytest.mark.parametrize("winner", [1, -1, 0])
+def test_verdict_matches_predictions(winner: int) -> None:
+    labels = [0, 1, 2, 3] * 20
+    good = labels
+    bad = [(v + (i % 3 > 0)) % 4 for i, v in enumerate(labels)]
+    arms = {1: (good, bad), -1: (bad, good), 0: (bad, bad)}[winner]
+    mean, ci = paired_difference(
+        *(prediction(labels, arm, 4) for arm in arms), participant_draws(len(labels), 500, 0)
+    )
+    assert np.sign(mean) == winner
+    expected = {1: "beats", -1: "worse than", 0: "No difference shown"}[winner]
+    assert expected in verdict(mean, ci)
+
+
+def test_rankme_equals_the_svd_either_way_round() -> None:
+    for shape in ((40, 12), (12, 40)):
+        x = torch.randn(*shape, generator=torch.Generator().manual_seed(0)) * torch.logspace(0, -4, shape[1])
+        share = np.linalg.svd((x - x.mean(0)).double().numpy(), compute_uv=False)
+        share = share[share > 1e-12] / share.sum()
+        assert rankme(x) == pytest.approx(np.exp(-(share * np.log(share)).sum()), rel=1e-5)
+
+
+def test_lidar_by_hand() -> None:
+    """Volumes on a cross, views on a cross around each: within diag(a^2/2, b^2/2, 0) + floor."""
+    means = torch.tensor([[1.0, 0, 0], [-1, 0, 0], [0, 1, 0], [0, -1, 0]])
+
+    def lidar_of(a: float, b: float) -> float:
+        offsets = torch.tensor([[a, 0, 0], [-a, 0, 0], [0, b, 0], [0, -b, 0]])
+        return lidar(means[:, None] + offsets, within_floor=0.1)
+
+    assert lidar_of(1.0, 1.0) == pytest.approx(2.0)  # both directions equally clear
+    assert lidar_of(1.0, math.sqrt(0.2)) == pytest.approx(1.7547654)  # clear as 1 to 3: 4 / 3**0.75
+    assert lidar_of(1e4, 1e-4) == pytest.approx(1.0, abs=1e-4)  # one direction drowns
+
+
+def test_lidar_equals_the_generalised_eigenvalue_problem() -> None:
+    features = torch.randn(20, 5, 8, generator=torch.Generator().manual_seed(1))
+    features = features + torch.randn(20, 1, 8, generator=torch.Generator().manual_seed(2))
+    means, flat = features.mean(1).double().numpy(), features.double().numpy()
+    within = np.cov((flat - means[:, None]).reshape(100, 8).T, bias=True) + 1e-4 * np.eye(8)
+    values = scipy.linalg.eigh(np.cov(means.T, bias=True), within, eigvals_only=True)
+    assert lidar(features) == pytest.approx(np.exp(scipy.stats.entropy(values)), rel=1e-6)
+
+
+def test_lidar_of_one_point_is_zero_and_of_too_little_an_error() -> None:
+    assert lidar(torch.ones(5, 3, 4)) == 0.0
+    for shape in ((1, 3, 4), (3, 1, 4)):
+        with pytest.raises(ValueError, match="two volumes or more and two views or more"):
+            lidar(torch.ones(*shape))
+
+
+def test_ridge_classifier_separates_and_weighs_participants() -> None:
+    rng = np.random.default_rng(0)
+
+    def fold(people: range, num_classes: int) -> Fold:
+        labels = np.array([p % num_classes for p in people])
+        features = np.eye(num_classes)[labels] + 0.1 * rng.standard_normal((len(labels), num_classes))
+        return Fold(features, labels, np.array([f"p{p}" for p in people]))
+
+    for num_classes in (2, 3):
+        result = ridge_classifier_probe(fold(range(30), num_classes), fold(range(30, 60), num_classes))
+        assert balanced_accuracy(result) == 1.0
+        assert result.scores.shape == (30, num_classes)
+    # one participant with 60 mislabelled volumes has one vote among eight
+    features = np.array([[-1.0]] * 4 + [[1.0]] * 4 + [[1.0]] * 60)
+    labels = np.array([0] * 4 + [1] * 4 + [0] * 60)
+    train = Fold(features, labels, np.array([*(f"a{i}" for i in range(8)), *["b"] * 60]))
+    test = Fold(np.array([[-1.0], [1.0]]), np.array([0, 1]), np.array(["c", "d"]))
+    assert ridge_classifier_probe(train, test).classes.tolist() == [0, 1]
+
+
+def test_ridge_classifier_refuses_shared_participants_and_one_class() -> None:
+    train = Fold(np.eye(2), np.array([0, 1]), np.array(["a", "b"]))
+    with pytest.raises(ValueError, match="no participant in both"):
+        ridge_classifier_probe(train, train)
+    other = replace(train, participants=np.array(["c", "d"]))
+    with pytest.raises(ValueError, match="two classes or more"):
+        ridge_classifier_probe(replace(train, labels=np.zeros(2, dtype=int)), other)

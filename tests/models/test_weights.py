@@ -1,0 +1,739 @@
+"""Public weights in and out: the numbers stay, every key is accounted for, what does not fit is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+from torch import Tensor
+from transformers import VJEPA2Config, VJEPA2Model
+
+from data_setup.store.reader import NORMALISATION as STORE_NORMALISATION
+from models.vit3d import SIZES, Size
+from models.vjepa3d import VJEPA3D
+from models.weights.cli import import_weights, load_encoder, load_vjepa2, main, start_from
+from models.weights.files import read_weights
+from models.weights.fit import NORMALISATION, Z_SCORE, fit
+from models.weights.hf_layout import from_hf, to_hf
+from models.weights.shape import encoder_size, new_encoder, predictor_shape, require_same
+from pretraining.resume import restore
+from tests.support.vjepa2_oracle import (
+    Plain,
+    hf_encode,
+    hf_model,
+    hf_predict,
+    hf_tensors,
+    plain_encode,
+    research_names,
+)
+from utils.checkpoint import CheckpointError, CheckpointWriter, load_checkpoint
+from utils.config.load import Config, ConfigError, UserError, load_config, run_cli, to_yaml
+
+ROOT = Path(__file__).resolve().parents[2]
+SMOKE = ROOT / "configs" / "smoke_test.yaml"
+MEAN, STD = torch.tensor([0.485, 0.456, 0.406]), torch.tensor([0.229, 0.224, 0.225])
+NO_PENALTY = ["method.regulariser=none", "method.regulariser_weight=0"]
+METHODS = ["method.recipe=methods", "method.mask_ratio=0.5", "method.ema_base=0.9", *NO_PENALTY]
+MAE = ["method.recipe=mae", "method.mae_target=normalised", *NO_PENALTY]
+TI = Size(3, 128, 2)  # of model.size ti in these tests
+
+
+def research_file(path: Path, context: VJEPA2Model, target: VJEPA2Model, **changes: Any) -> Path:
+    """What V-JEPA 2's code saves: wrapped names, legacy tables, training state."""
+    encoder, predictor = research_names(hf_tensors(context, lambda p: p.detach().clone()))
+    target_encoder, _ = research_names(hf_tensors(target, lambda p: p.detach().clone()))
+    encoder["pos_embed"] = target_encoder["pos_embed"] = torch.zeros(1, 18, encoder["norm.weight"].numel())
+    predictor["predictor_pos_embed"] = torch.zeros(1, 18, predictor["predictor_norm.weight"].numel())
+    parts: dict[str, Any] = {
+        name: {f"module.backbone.{k}": v for k, v in tensors.items()}
+        for name, tensors in (
+            ("encoder", encoder),
+            ("predictor", predictor),
+            ("target_encoder", target_encoder),
+        )
+    }
+    state = {"opt": {"state": {0: torch.zeros(3)}}, "scaler": None, "epoch": 3, "loss": 0.5, "lr": 1e-4}
+    state |= {"batch_size": 24, "world_size": 128}
+    content = {k: v for k, v in {**parts, **state, **changes}.items() if v != "absent"}
+    torch.save(content, path)
+    return path
+
+
+@pytest.fixture(autouse=True)
+def _small_ti(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(SIZES, "ti", TI)
+
+
+@pytest.fixture(scope="module")
+def pair() -> tuple[VJEPA2Model, VJEPA2Model]:
+    """Context and target models of one shape."""
+    return hf_model(0), hf_model(1)
+
+
+@pytest.fixture(scope="module")
+def research(pair: tuple[VJEPA2Model, VJEPA2Model], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return research_file(tmp_path_factory.mktemp("research") / "vit.pt", *pair)
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A research file that fits model.size ti, a predictor of 64 x 2 and patches of 8 x 8."""
+    shape = {"patch_size": 8, "crop_size": 32, "pred_num_mask_tokens": 3}
+    return research_file(
+        tmp_path_factory.mktemp("tiny") / "ti.pt", hf_model(2, **shape), hf_model(3, **shape)
+    )
+
+
+def config(*overrides: str) -> Config:
+    """Grid 2 x 4 x 4 of patches 4 x 8 x 8, which `tiny` fits."""
+    base = ["spatial.image_size=[8,32,32]", "model.rope=tiled"]
+    base += ["method.predictor_width=64", "method.predictor_depth=2"]
+    return load_config(SMOKE, [*base, *overrides])
+
+
+def volume(*shape: int, seed: int = 0) -> Tensor:
+    return torch.rand(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def own_checkpoint(folder: Path, cfg: Config, **changes: Any) -> Path:
+    """A run's checkpoint, as pretraining writes it but for what only training reads."""
+    torch.manual_seed(5)
+    model = VJEPA3D(cfg)
+    for parameter in model.parameters():
+        parameter.data.add_(torch.randn(parameter.shape), alpha=0.05)
+    state = {
+        "step": 7,
+        "model": model.state_dict(),
+        "config": to_yaml(cfg),
+        "recipe": cfg.method.recipe,
+        "normalisation": STORE_NORMALISATION,
+        "participants": ["1001", "1002"],
+        "progress": {"init_weight": 0.25},
+    }
+    writer = CheckpointWriter(str(folder), 1)
+    writer.save({**state, **changes}, ["best_probe"])
+    writer.close()
+    return folder / "best_probe.pt"
+
+
+# --- load_vjepa2 -----------------------------------------------------------------------------------------
+
+
+def test_a_research_file_gives_hugging_faces_numbers(
+    research: Path, pair: tuple[VJEPA2Model, VJEPA2Model]
+) -> None:
+    encoder, target_encoder, predictor = load_vjepa2(str(research))
+    x = volume(2, 3, 4, 12, 12)
+    keep, target = torch.tensor([[0, 4, 7, 17], [16, 2, 9, 3]]), torch.tensor([[1, 11], [0, 12]])
+    with torch.no_grad():
+        torch.testing.assert_close(encoder(x), hf_encode(pair[0], x, None), atol=1e-4, rtol=0)
+        torch.testing.assert_close(target_encoder(x), hf_encode(pair[1], x, None), atol=1e-4, rtol=0)
+        theirs = hf_encode(pair[0], x, keep)
+        ours = encoder(x, keep)
+        torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=0)
+        expected = hf_predict(pair[0], theirs, keep, target)
+        torch.testing.assert_close(predictor(ours, keep, target), expected, atol=1e-4, rtol=0)
+    assert not torch.equal(encoder(x), target_encoder(x))
+    assert encoder.patch_embed.proj.weight.shape == (128, 3, 2, 4, 4)
+
+
+def test_the_mask_token_is_chosen(tmp_path: Path) -> None:
+    """Token 0 by default, as trained; 1 gives the numbers of Hugging Face's bare predictor."""
+    theirs = hf_model(0, pred_num_mask_tokens=3)
+    path = str(research_file(tmp_path / "a.pt", theirs, theirs))
+    context = volume(1, 2, 128)
+    keep, target = torch.tensor([[0, 7]]), torch.tensor([[5, 17]])
+    expected = hf_predict(theirs, context, keep, target)
+    by_default, first, second = (
+        load_vjepa2(path, **options)[2] for options in ({}, {"mask_token": 0}, {"mask_token": 1})
+    )
+    for predictor in (by_default, first, second):
+        predictor.grid = (2, 3, 3)
+    torch.testing.assert_close(second(context, keep, target), expected, atol=1e-4, rtol=0)
+    assert torch.equal(by_default(context, keep, target), first(context, keep, target))
+    assert (first(context, keep, target) - expected).abs().max() > 0.01
+    with pytest.raises(CheckpointError, match=r"a\.pt: mask_token: expected 0 to 2, found 3"):
+        load_vjepa2(path, mask_token=3)
+
+
+def test_positions_follow_the_volume(tmp_path: Path) -> None:
+    """One file, volumes of several sizes in turn; the predictor's positions are the last volume's."""
+    small, large = hf_model(0), hf_model(0, crop_size=20, frames_per_clip=6)  # the same weights
+    encoder, target_encoder, predictor = load_vjepa2(str(research_file(tmp_path / "a.pt", small, small)))
+    keep, target = torch.tensor([[1, 8, 13]]), torch.tensor([[0, 17, 10]])
+    for number, model in enumerate((small, large, small)):
+        cfg = model.config
+        x = volume(1, 3, cfg.frames_per_clip, cfg.crop_size, cfg.crop_size)
+        last = target_encoder if number == 1 else encoder
+        with torch.no_grad():
+            torch.testing.assert_close(last(x), hf_encode(model, x, None), atol=1e-4, rtol=0)
+            context = hf_encode(model, x, keep)
+            expected = hf_predict(model, context, keep, target)
+            torch.testing.assert_close(last(volume_BCDHW=x, keep_BK=keep), context, atol=1e-4, rtol=0)
+            torch.testing.assert_close(predictor(context, keep, target), expected, atol=1e-4, rtol=0)
+    flat = volume(1, 3, 4, 8, 20)  # grid 2 x 2 x 5
+    weights = {name: p.detach().double() for name, p in encoder.named_parameters()}
+    keep = torch.arange(20).unsqueeze(0)
+    expected = plain_encode(weights, 2, Plain((2, 2, 5), (2, 4, 4), "tiled"), flat.double(), keep)
+    torch.testing.assert_close(encoder(flat).detach().double(), expected, atol=1e-4, rtol=0)
+    with pytest.raises(ValueError, match=r"whole patches \(2, 4, 4\), found \(1, 3, 4, 12, 13\)"):
+        encoder(volume(1, 3, 4, 12, 13))
+
+
+def test_adapted_to_one_channel_and_four_planes(
+    research: Path, pair: tuple[VJEPA2Model, VJEPA2Model]
+) -> None:
+    """Gray in [0, 1], twice as many planes: the features of the same gray as normalised RGB."""
+    gray = volume(2, 1, 4, 12, 12)
+    normalised = (gray - MEAN.view(3, 1, 1, 1)) / STD.view(3, 1, 1, 1)
+    doubled = torch.stack((gray, gray), dim=3).flatten(2, 3)
+    keep, target = torch.tensor([[3, 5], [1, 12]]), torch.tensor([[4], [0]])
+    adapted = load_vjepa2(str(research), adapt=True)
+    assert adapted[0].patch_embed.proj.weight.shape == (128, 1, 4, 4, 4)
+    with torch.no_grad():
+        for ours, theirs in zip(adapted[:2], pair, strict=True):
+            torch.testing.assert_close(ours(doubled), hf_encode(theirs, normalised, None), atol=1e-4, rtol=0)
+        context = adapted[0](doubled, keep)
+        expected = hf_predict(pair[0], hf_encode(pair[0], normalised, keep), keep, target)
+        torch.testing.assert_close(adapted[2](context, keep, target), expected, atol=1e-4, rtol=0)
+
+
+def test_a_hugging_face_folder(tmp_path: Path) -> None:
+    """Heads from config.json, where the width would tell otherwise; shards; one encoder for both."""
+    theirs = hf_model(4, num_attention_heads=4, pred_num_attention_heads=4)
+    theirs.save_pretrained(tmp_path / "whole")
+    theirs.save_pretrained(tmp_path / "shards", max_shard_size="200KB")
+    assert len(list((tmp_path / "shards").glob("*.safetensors"))) > 1
+    x, keep, target = volume(1, 3, 4, 12, 12), torch.tensor([[2, 9]]), torch.tensor([[3]])
+    for name in ("whole", "shards"):
+        encoder, target_encoder, predictor = load_vjepa2(str(tmp_path / name))
+        with torch.no_grad():
+            context = hf_encode(theirs, x, keep)
+            torch.testing.assert_close(encoder(x, keep), context, atol=1e-4, rtol=0)
+            torch.testing.assert_close(target_encoder(x, keep), context, atol=1e-4, rtol=0)
+            expected = hf_predict(theirs, context, keep, target)
+            torch.testing.assert_close(predictor(context, keep, target), expected, atol=1e-4, rtol=0)
+        first, second = (m.norm.weight for m in (encoder, target_encoder))
+        assert first.data_ptr() != second.data_ptr()
+    load_vjepa2(str(tmp_path / "whole"), heads=4, predictor_heads=4)
+    with pytest.raises(CheckpointError, match="predictor_heads: expected 4, as the file says, found 2"):
+        load_vjepa2(str(tmp_path / "whole"), heads=4, predictor_heads=2)
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "size"),
+    [
+        ("vitl", {}, SIZES["l"]),
+        ("vith", {"hidden_size": 1280, "num_hidden_layers": 32}, SIZES["h"]),
+        (
+            "vitg",
+            {
+                "hidden_size": 1408,
+                "num_hidden_layers": 40,
+                "num_attention_heads": 22,
+                "mlp_ratio": 4.363636363636363,
+            },
+            Size(40, 1408, 22, 48 / 11),
+        ),
+    ],
+)
+def test_released_configurations(name: str, shape: dict, size: Size) -> None:
+    """Names and shapes of the published models, on the meta device: no weights are needed for that."""
+    with torch.device("meta"):
+        theirs = VJEPA2Model(VJEPA2Config(**shape))
+    tensors = hf_tensors(theirs, lambda p: p.detach())
+    encoder, predictor, unknown = from_hf(tensors)
+    assert not unknown
+    found = encoder_size(name, encoder, None)
+    assert found[:3] == size[:3]
+    assert int(found.width * found.mlp_ratio) == int(size.width * size.mlp_ratio)
+    assert predictor_shape(name, predictor, None) == Size(12, 384, 12)
+    assert sum(n.startswith("mask_tokens") for n in predictor) == 10
+    research_encoder, research_predictor = research_names(tensors)
+    require_same(name, research_encoder, encoder)
+    require_same(name, research_predictor, predictor)
+    assert {n: t.shape for n, t in to_hf(encoder, predictor).items()} == {
+        n: t.shape for n, t in tensors.items()
+    }
+
+
+# --- what is refused -------------------------------------------------------------------------------------
+
+
+def test_research_files_that_are_not_whole(pair: tuple[VJEPA2Model, VJEPA2Model], tmp_path: Path) -> None:
+    encoder, predictor = research_names(hf_tensors(pair[0], lambda p: p.detach().clone()))
+    short = {k: v for k, v in encoder.items() if k != "blocks.1.norm1.bias"}
+    strange = {**encoder, "modality_embed": torch.zeros(3)}
+    reshaped = {**encoder, "norm.weight": torch.zeros(3)}
+    twice = {**encoder, "module.norm.weight": encoder["norm.weight"]}
+    thin = {**predictor, "predictor_embed.weight": torch.zeros(40, 128)}
+    maskless = {k: v for k, v in predictor.items() if k != "mask_tokens.0"}
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({"predictor": "absent"}, "expected encoder, predictor and target_encoder, found no predictor"),
+        ({"encoder": short}, "encoder: missing: blocks.1.norm1.bias"),
+        ({"target_encoder": strange}, "target_encoder: unexpected: modality_embed"),
+        ({"encoder": reshaped}, r"norm.weight: expected shape \[128\], found \[3\]"),
+        ({"encoder": twice}, "expected norm.weight once, found it again as module.norm.weight"),
+        ({"encoder": {"a": 3}}, "encoder: expected tensors by name"),
+        ({"encoder": {"a": torch.zeros(1)}}, "expected patch_embed.proj.weight .*, found a"),
+        ({"predictor": thin}, "predictor: expected 32 channels per head, .*, found width 40"),
+        ({"predictor": maskless}, "predictor: expected at least one mask token, found none"),
+        ({"predictor": {"a": torch.zeros(1)}}, "predictor: expected predictor_embed.weight .*, found a"),
+        ({"ema_encoder": encoder}, "expected target_encoder or ema_encoder, found both"),
+        ({"head": {"weight": torch.zeros(3)}}, "expected encoder, .* found 'head'"),
+    ]
+    for number, (changes, message) in enumerate(cases):
+        path = research_file(tmp_path / f"{number}.pt", *pair, **changes)
+        with pytest.raises(CheckpointError, match=message):
+            load_vjepa2(str(path))
+
+
+def test_training_state_of_any_kind_is_left_out(
+    pair: tuple[VJEPA2Model, VJEPA2Model], tmp_path: Path
+) -> None:
+    state = {"loss": torch.tensor(0.5), "lr": torch.full((2,), 1e-4), "epoch": torch.tensor(3)}
+    state |= {"batch_size": torch.tensor(24), "world_size": [8, 16], "scaler": {"scale": torch.ones(1)}}
+    weights = read_weights(str(research_file(tmp_path / "a.pt", *pair, **state)))
+    assert {name for name, why in weights.left_out.items() if why == "training state"} == {*state, "opt"}
+
+
+def test_files_of_old_torch_are_read(research: Path, tmp_path: Path) -> None:
+    """No zip archive, as torch.save wrote before 1.6."""
+    path = tmp_path / "old.pt"
+    torch.save(torch.load(research, weights_only=True), path, _use_new_zipfile_serialization=False)
+    old, new = read_weights(str(path)), read_weights(str(research))
+    for role in ("encoder", "target_encoder", "predictor"):
+        assert old.role(role).keys() == new.role(role).keys()
+        assert all(torch.equal(value, new.role(role)[name]) for name, value in old.role(role).items())
+    whole = path.read_bytes()
+    for size in range(7000, 9000, 13):  # its end falls on bytes of every kind
+        path.write_bytes(whole[:size])
+        with pytest.raises(CheckpointError, match=r"old\.pt: expected a file of torch.save, tensors only"):
+            read_weights(str(path))
+    path.write_bytes(research.read_bytes()[:9000])
+    with pytest.raises(CheckpointError, match=r"old\.pt: expected a file of torch.save, tensors only"):
+        read_weights(str(path))
+
+
+def test_the_ema_encoder_of_other_files_is_the_target(
+    pair: tuple[VJEPA2Model, VJEPA2Model], tmp_path: Path
+) -> None:
+    encoder, _ = research_names(hf_tensors(pair[1], lambda p: p.detach().clone()))
+    path = research_file(tmp_path / "ema.pt", *pair, target_encoder="absent", ema_encoder=encoder)
+    assert torch.equal(load_vjepa2(str(path))[1].norm.weight, encoder["norm.weight"])
+
+
+def test_widths_that_do_not_tell_the_heads(tmp_path: Path) -> None:
+    theirs = hf_model(
+        0, hidden_size=48, num_attention_heads=3, pred_hidden_size=72, pred_num_attention_heads=6
+    )
+    path = str(research_file(tmp_path / "a.pt", theirs, theirs))
+    with pytest.raises(CheckpointError, match=r"a width of 64 per head, or heads= .*, found 48"):
+        load_vjepa2(path)
+    with pytest.raises(CheckpointError, match=r"32 channels per head, or predictor_heads= .* found width 72"):
+        load_vjepa2(path, heads=3)
+    encoder, _, predictor = load_vjepa2(path, heads=3, predictor_heads=6)
+    x, keep, target = volume(1, 3, 4, 12, 12), torch.tensor([[0, 7]]), torch.tensor([[5]])
+    with torch.no_grad():
+        theirs_context = hf_encode(theirs, x, keep)
+        torch.testing.assert_close(encoder(x, keep), theirs_context, atol=1e-4, rtol=0)
+        expected = hf_predict(theirs, theirs_context, keep, target)
+        torch.testing.assert_close(predictor(theirs_context, keep, target), expected, atol=1e-4, rtol=0)
+
+
+def exit_line(command: list[str], capsys: pytest.CaptureFixture) -> str:
+    """The one line of a command that ends with code 2."""
+    capsys.readouterr()  # what was printed before
+    with pytest.raises(SystemExit) as stop:
+        run_cli(lambda: main(command))
+    assert stop.value.code == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    return error
+
+
+class Planted:
+    """What a hostile file would run."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (print, ("ran",))
+
+
+def test_files_that_are_none_of_the_layouts(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    def refused(path: Path, message: str) -> None:
+        with pytest.raises(CheckpointError, match=message):
+            read_weights(str(path))
+
+    refused(tmp_path / "nowhere.pt", "expected a .pt file or a folder with config.json, found no such file")
+    (tmp_path / "text.pt").write_text("not a checkpoint")
+    refused(tmp_path / "text.pt", "text.pt: expected a file of torch.save, tensors only")
+    torch.save({"encoder": Planted()}, tmp_path / "hostile.pt")
+    refused(tmp_path / "hostile.pt", "hostile.pt: expected a file of torch.save, tensors only")
+    assert capsys.readouterr().out == ""
+    torch.save([1], tmp_path / "list.pt")
+    refused(tmp_path / "list.pt", "expected a dictionary of parts, found list")
+    torch.save({"format_version": 1}, tmp_path / "bare.pt")
+    refused(tmp_path / "bare.pt", "expected its seal")
+    folder = tmp_path / "folder"
+    hf_model(0).save_pretrained(folder)
+    config_path = folder / "config.json"
+    config_text = config_path.read_text()
+    changes = [
+        ("{", "expected JSON, found damage"),
+        ("[]", "expected a JSON object, found list"),
+        (
+            config_text.replace('"vjepa2"', '"vit"'),
+            "expected model_type vjepa2 or format oct_encoder, found vit",
+        ),
+        (config_text.replace('"crop_size"', '"crops"'), "expected the key 'crop_size', found none"),
+        (config_text.replace('"patch_size": 4', '"patch_size": [4, 4]'), "patch_size: expected one number"),
+        (config_text.replace('"gelu"', '"relu"'), "config.json: hidden_act: expected gelu, found relu"),
+        (config_text.replace("1e-06", "1e-05"), "layer_norm_eps: expected 1e-06, found 1e-05"),
+    ]
+    for text, message in changes:
+        config_path.write_text(text)
+        refused(folder, message)
+        assert exit_line(["inspect", str(folder)], capsys)
+    config_path.write_text(config_text)
+    index = folder / "model.safetensors.index.json"
+    for text, message in [
+        ('{"weight_map": {', "index.json: expected JSON, found damage"),
+        ("{}", "index.json: expected weight_map, .*, found None"),
+        ("[]", "index.json: expected weight_map, .*, found None"),
+        ('{"weight_map": {"a": 3}}', "index.json: expected weight_map, .*, found {'a': 3}"),
+    ]:
+        index.write_text(text)
+        refused(folder, message)
+        assert exit_line(["inspect", str(folder)], capsys)
+    index.unlink()
+    tensors = safetensors.torch.load_file(folder / "model.safetensors")
+    lost = {k: v for k, v in tensors.items() if k != "encoder.layer.0.attention.key.bias"}
+    safetensors.torch.save_file(lost, folder / "model.safetensors")
+    refused(folder, "encoder: missing: blocks.0.attn.qkv.bias")
+    safetensors.torch.save_file({**tensors, "pooler.a": torch.zeros(1)}, folder / "model.safetensors")
+    refused(folder, "expected parameters of VJEPA2Model alone, found pooler.a")
+    (folder / "model.safetensors").write_bytes(b"damage")
+    refused(folder, "expected safetensors, found damage")
+    (folder / "model.safetensors").unlink()
+    refused(folder, "model.safetensors: expected safetensors, found no such file")
+
+
+# --- import and init_from --------------------------------------------------------------------------------
+
+
+def test_import_accounts_for_every_key(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    out = tmp_path / "imported.pt"
+    cfg_file = tmp_path / "tiny.yaml"
+    cfg_file.write_text(to_yaml(config()))
+    assert main(["import", str(tiny), "--config", str(cfg_file), "--out", str(out)]) == 0
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[0] == "heads assumed: encoder 2 (64 wide), predictor 2"
+    status = {line[10:].split("  ")[0]: line[:9].strip() for line in printed[1:-1]}
+    raw = torch.load(tiny, weights_only=True)
+    expected = {"opt", "scaler", "epoch", "loss", "lr", "batch_size", "world_size"}
+    for part in ("encoder", "target_encoder", "predictor"):
+        for name in raw[part]:
+            is_legacy = name.endswith("pos_embed")
+            expected.add(f"{part}.{name if is_legacy else name.removeprefix('module.backbone.')}")
+    assert set(status) == expected
+    adapted = {f"{p}.patch_embed.proj.{n}" for p in ("encoder", "target_encoder") for n in ("weight", "bias")}
+    assert {name for name, what in status.items() if what == "adapted"} == adapted
+    left_out = {name for name, what in status.items() if what == "left out"}
+    assert {"opt", "predictor.mask_tokens.1", "predictor.mask_tokens.2"} < left_out
+    assert "encoder.module.backbone.pos_embed" in left_out
+    state = load_checkpoint(str(out))
+    assert state["participants"] == []
+    assert state["normalisation"] == NORMALISATION == STORE_NORMALISATION
+    model = VJEPA3D(config())
+    model.load_state_dict(state["model"])  # complete, and no more
+    blocks = raw["target_encoder"]["module.backbone.blocks.2.attn.qkv.weight"]
+    assert torch.equal(model.target_encoder.blocks[2].attn.qkv.weight, blocks)
+    assert not torch.equal(model.encoder.blocks[2].attn.qkv.weight, blocks)
+    with pytest.raises(UserError, match="--out: expected a new file, found"):
+        import_weights(str(tiny), config(), str(out))
+    with pytest.raises(UserError, match=r"a name that ends with .pt, found .*imported"):
+        import_weights(str(tiny), config(), str(tmp_path / "imported"))
+
+
+def test_what_an_imported_encoder_is_fed(tiny: Path) -> None:
+    """z stands for gray = m + s z: the features of that gray as normalised RGB, planes doubled."""
+    cfg = config()
+    model = VJEPA3D(cfg)
+    model.load_state_dict(fit(read_weights(str(tiny)), cfg).tensors)
+    original = load_vjepa2(str(tiny))[1]
+    z = torch.randn(1, 1, 4, 32, 32)
+    gray = Z_SCORE.mean + Z_SCORE.std * z
+    normalised = (gray - MEAN.view(3, 1, 1, 1)) / STD.view(3, 1, 1, 1)
+    doubled = torch.stack((z, z), dim=3).flatten(2, 3)
+    with torch.no_grad():
+        ours, theirs = model.target_encoder.eval()(doubled), original(normalised)
+    torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=0)
+    # a photograph's mean and spread: the three normalised channels average to 0 and 1
+    at_zero = ((Z_SCORE.mean - MEAN) / STD).mean()
+    assert float(at_zero) == pytest.approx(0, abs=0.01)
+    assert float((Z_SCORE.std / STD).mean()) == pytest.approx(1, abs=0.01)
+
+
+def test_a_predictor_of_another_shape_is_left_out_whole(tiny: Path) -> None:
+    for override, reason in [
+        ("method.predictor_depth=3", "another shape, predictor: missing: predictor_blocks.2"),
+        (
+            "method.predictor_width=96",
+            "another shape, predictor: predictor_embed.weight: expected shape [96, 128]",
+        ),
+    ]:
+        result = fit(read_weights(str(tiny)), config(override))
+        assert not any(name.startswith("predictor.") for name in result.tensors)
+        lines = [line for line in result.lines if line.name.startswith("predictor.")]
+        assert {line.status for line in lines} == {"left out", "missing"}
+        assert all(reason in line.detail for line in lines if "pos_embed" not in line.name), lines
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            ["model.rope=interleaved"],
+            r"model.rope: expected interleaved .*, found tiled \(model.rope=tiled fits",
+        ),
+        (["model.size=s"], "model.size s: expected 12 blocks of width 384 .* found 3 blocks of width 128 "),
+        (["spatial.patch_size=[4,16,16]"], r"expected H and W of \[4, 16, 16\] .*, found \[2, 8, 8\]"),
+        (["spatial.image_size=[9,32,32]", "spatial.patch_size=[3,8,8]"], r"found \[2, 8, 8\]"),
+        (["method.context=dense"], "method.context dense: expected a mask token in the encoder, found none"),
+    ],
+)
+def test_encoders_that_do_not_fit(tiny: Path, overrides: list[str], message: str) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        fit(read_weights(str(tiny)), config(*overrides))
+
+
+def test_learned_positions_take_no_rotary_weights(tiny: Path, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="expected learned positions, found rotary positions"):
+        fit(read_weights(str(tiny)), config(*METHODS))
+    own = own_checkpoint(tmp_path, config(*METHODS))
+    assert (
+        not fit(read_weights(str(own)), config(*METHODS)).tensors.keys()
+        ^ VJEPA3D(config(*METHODS)).state_dict()
+    )
+    with pytest.raises(CheckpointError, match="found none"):
+        load_vjepa2(str(own))
+
+
+def test_channels_without_a_rule(tmp_path: Path) -> None:
+    theirs = hf_model(0, in_chans=2)
+    with pytest.raises(CheckpointError, match="channels: expected 1 or 3, found 2"):
+        load_vjepa2(str(research_file(tmp_path / "a.pt", theirs, theirs)), adapt=True)
+
+
+def test_a_run_starts_from_them(tiny: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    cfg = config(f"method.init_from={tiny}")
+    model = VJEPA3D(cfg)
+    start = start_from(model, cfg, STORE_NORMALISATION)
+    assert (start.participants, start.init_weight) == ([], 0.0)
+    expected = fit(read_weights(str(tiny)), cfg).tensors
+    assert all(torch.equal(value, expected[name]) for name, value in model.state_dict().items())
+    assert not caplog.records or all(record.levelname != "WARNING" for record in caplog.records)
+
+    other = config(f"method.init_from={tiny}", "method.predictor_depth=3")
+    model = VJEPA3D(other)
+    before = model.predictor.predictor_embed.weight.clone()
+    with caplog.at_level("INFO"):
+        start_from(model, other, STORE_NORMALISATION)
+    for line in fit(read_weights(str(tiny)), other).lines:
+        assert (f"{line.status} {line.name}: " in caplog.text) == (line.status != "loaded"), line
+    assert torch.equal(model.predictor.predictor_embed.weight, before)
+    assert torch.equal(model.encoder.norm.weight, expected["encoder.norm.weight"])
+    assert "the predictor starts at random: another shape" in caplog.text
+
+    own = own_checkpoint(tmp_path, config())
+    cfg = config(f"method.init_from={own}")
+    model = VJEPA3D(cfg)
+    start = start_from(model, cfg, STORE_NORMALISATION)
+    assert (start.participants, start.init_weight) == (["1001", "1002"], 0.25)
+    saved = load_checkpoint(str(own))["model"]
+    assert all(torch.equal(value, saved[name]) for name, value in model.state_dict().items())
+    with pytest.raises(CheckpointError, match="normalisation: expected minmax of the store, found"):
+        start_from(model, cfg, "minmax")
+    with pytest.raises(CheckpointError, match=r"model\.rope: expected interleaved"):
+        start_from(model, config(f"method.init_from={own}", "model.rope=interleaved"), STORE_NORMALISATION)
+
+
+def test_training_restores_from_them(tiny: Path, tmp_path: Path) -> None:
+    cfg = config(f"method.init_from={tiny}", f"run.dir={tmp_path}")
+    store: Any = SimpleNamespace(attrs={"normalisation": STORE_NORMALISATION})
+    nothing: Any = None  # what only a resumed run reads
+    model = VJEPA3D(cfg)
+    progress = restore(cfg, store, nothing, model, nothing, nothing)
+    assert (progress["step"], progress["inherited"], progress["init_weight"]) == (0, [], 0.0)
+    expected = fit(read_weights(str(tiny)), cfg).tensors
+    assert all(torch.equal(value, expected[name]) for name, value in model.state_dict().items())
+
+
+def test_a_predictor_of_another_recipe_is_not_taken(tmp_path: Path) -> None:
+    """Where a patch has as many voxels as the encoder is wide, its shape would fit."""
+    patch = ["spatial.patch_size=[2,8,8]"]
+    own = read_weights(str(own_checkpoint(tmp_path, config(*MAE, *patch))))
+    assert own.predictor["predictor_proj.weight"].shape == (128, 64)
+    result = fit(own, config(*patch))
+    details = {line.detail for line in result.lines if line.status == "missing"}
+    assert details == {"random: predictor of recipe mae"}
+    assert set(fit(own, config(*MAE, *patch)).tensors) == set(VJEPA3D(config(*MAE, *patch)).state_dict())
+
+
+# --- export ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("which", ["target", "context"])
+def test_export_and_back(tmp_path: Path, which: str) -> None:
+    path = own_checkpoint(tmp_path / "run", config(), synthetic=True)
+    out = tmp_path / "exported"
+    assert main(["export", "--checkpoint", str(path), "--out", str(out), "--which", which]) == 0
+    assert {p.name for p in out.iterdir()} == {"model.safetensors", "config.json", "README.md"}
+    prefix = {"target": "target_encoder", "context": "encoder"}[which]
+    saved = load_checkpoint(str(path))
+    exported = safetensors.torch.load_file(out / "model.safetensors")
+    mine = {k.removeprefix(f"{prefix}."): v for k, v in saved["model"].items() if k.startswith(f"{prefix}.")}
+    assert set(exported) == set(mine)
+    assert all(torch.equal(exported[k], v) for k, v in mine.items())
+    x = volume(1, 1, 8, 32, 32)
+    reference = new_encoder(read_weights(str(path)))
+    reference.load_state_dict(mine)
+    with torch.no_grad():
+        torch.testing.assert_close(load_encoder(str(out))(x), reference(x), atol=0, rtol=0)
+    card = (out / "README.md").read_text()
+    for text in (
+        "| participants seen | 2 |",
+        "yes: a phantom",
+        STORE_NORMALISATION,
+        "[8, 32, 32]"[1:-1],
+        "Licence",
+    ):
+        assert text in card
+    assert saved["checksum"] in card
+    for secret in ("1001", "1002"):
+        assert secret not in card.replace(saved["checksum"], "")
+        assert secret not in (out / "config.json").read_text().replace(saved["checksum"], "")
+    with pytest.raises(CheckpointError, match=r"the participants .*, found only their number, 2"):
+        import_weights(str(out), config(), str(tmp_path / "again.pt"))
+    with pytest.raises(UserError, match="--out: expected a new or empty folder"):
+        main(["export", "--checkpoint", str(path), "--out", str(out)])
+
+
+def test_what_saw_nobody_may_come_back(tiny: Path, tmp_path: Path) -> None:
+    """Imported public weights, exported in both layouts, imported again: the same encoder."""
+    import_weights(str(tiny), config(), str(tmp_path / "first.pt"))
+    first = load_checkpoint(str(tmp_path / "first.pt"))["model"]
+    for layout in ("ours", "hf"):
+        out = tmp_path / layout
+        main(["export", "--checkpoint", str(tmp_path / "first.pt"), "--out", str(out), "--layout", layout])
+        import_weights(str(out), config(), str(tmp_path / f"{layout}.pt"))
+        second = load_checkpoint(str(tmp_path / f"{layout}.pt"))["model"]
+        for name, value in second.items():
+            expected = first[
+                name.replace("encoder.", "target_encoder.", 1) if name.startswith("encoder.") else name
+            ]
+            assert torch.equal(value, expected), name
+        assert ("predictor.predictor_embed.weight" in second) == (layout == "hf")
+
+
+@pytest.mark.parametrize("recipe", ["vjepa2", "mae"])
+def test_hugging_face_reads_the_export(tmp_path: Path, recipe: str) -> None:
+    cfg = config(*(MAE if recipe == "mae" else []))
+    path, out = own_checkpoint(tmp_path / "run", cfg), tmp_path / "exported"
+    main(["export", "--checkpoint", str(path), "--out", str(out), "--layout", "hf"])
+    theirs = VJEPA2Model.from_pretrained(out).eval()
+    ours = VJEPA3D(cfg).eval()
+    ours.load_state_dict(load_checkpoint(str(path))["model"])
+    x = volume(2, 1, 8, 32, 32)
+    keep, target = torch.arange(16).expand(2, -1), torch.arange(20, 28).expand(2, -1)
+    with torch.no_grad():
+        features = ours.target_encoder(x)
+        found = theirs(x.transpose(1, 2), skip_predictor=True).last_hidden_state
+        torch.testing.assert_close(found, features, atol=1e-4, rtol=0)
+        if recipe == "vjepa2":
+            expected = ours.predictor(features[:, :16], keep, target)
+            output = theirs(x.transpose(1, 2), context_mask=[keep], target_mask=[target]).predictor_output
+            torch.testing.assert_close(output.last_hidden_state, expected, atol=1e-4, rtol=0)
+    card = (out / "README.md").read_text()
+    assert ("The predictor is included" in card) == (recipe == "vjepa2")
+    assert "unknown, the checkpoint does not say" in card
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["model.rope=interleaved"], "its rotary form is tiled, found interleaved"),
+        (["spatial.image_size=[8,32,40]"], r"its grid is square in H and W, found image_size \[8, 32, 40\]"),
+        (["spatial.patch_size=[4,8,16]"], r"its patches are square in H and W, found \[4, 8, 16\]"),
+        (
+            METHODS,
+            "its positions are rotary, found a learned table",
+        ),
+        (["method.context=dense"], "its encoder has no mask token, found one"),
+    ],
+)
+def test_what_hugging_face_cannot_hold(tmp_path: Path, overrides: list[str], message: str) -> None:
+    path = own_checkpoint(tmp_path / "run", config(*overrides))
+    with pytest.raises(UserError, match=f"VJEPA2Model cannot give these features: {message}"):
+        main(["export", "--checkpoint", str(path), "--out", str(tmp_path / "out"), "--layout", "hf"])
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_dense_context_is_named_and_not_taken_for_one_of_visible_tokens(tmp_path: Path) -> None:
+    path = str(own_checkpoint(tmp_path / "run", config("method.context=dense", "method.loss=l2")))
+    with pytest.raises(CheckpointError, match="expected an encoder of visible tokens, found one with a mask"):
+        load_vjepa2(path)
+    out = tmp_path / "out"
+    main(["export", "--checkpoint", path, "--out", str(out)])
+    name = "vjepa2 (context dense, loss l2)"
+    assert name in (out / "README.md").read_text()
+    assert read_weights(path).facts["recipe_name"] == name
+
+
+def test_only_ours_are_exported(tiny: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="expected a checkpoint of ours to export, found research"):
+        main(["export", "--checkpoint", str(tiny), "--out", str(tmp_path / "out")])
+
+
+# --- the command line ------------------------------------------------------------------------------------
+
+
+def test_inspect_lists_every_key(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    assert main(["inspect", str(tiny)]) == 0
+    text = capsys.readouterr().out
+    assert "layout      research, recipe vjepa2" in text
+    assert "3 blocks of width 128 with 2 heads, MLP ratio 4" in text
+    assert "patch       [2, 8, 8], 3 channels, rotary positions, rotary form tiled" in text
+    assert "left out: encoder.module.backbone.pos_embed (legacy position table" in text
+    for role in ("encoder", "target_encoder", "predictor"):
+        for name, tensor in read_weights(str(tiny)).role(role).items():
+            assert f"  {name} {list(tensor.shape)}" in text
+    assert "heads assumed: encoder 2 (64 wide), predictor 2" in text
+    assert main(["inspect", str(tiny), "--heads", "4", "--predictor-heads", "8"]) == 0
+    text = capsys.readouterr().out
+    assert "3 blocks of width 128 with 4 heads" in text
+    assert "2 blocks of width 64 with 8 heads" in text
+    assert "heads assumed" not in text
+    assert "heads: expected at least 1, found 0" in exit_line(["inspect", str(tiny), "--heads", "0"], capsys)
+    assert main(["inspect", str(own_checkpoint(tmp_path, config()))]) == 0
+    assert "saw         2 participants" in capsys.readouterr().out
+
+
+def test_an_error_is_one_line_and_exit_code_2(
+    tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    command = ["import", str(tiny), "--config", str(SMOKE), "model.size=s"]
+    with pytest.raises(SystemExit) as stop:
+        run_cli(lambda: main([*command, "--out", str(tmp_path / "x.pt"), "model.rope=tiled"]))
+    assert stop.value.code == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert "model.size s: expected" in error
+    assert not (tmp_path / "x.pt").exists()
+    for damage, message in [("model.sise=s", "model.sise: unknown key"), ("model.rope=round", "model.rope")]:
+        with pytest.raises(ConfigError, match=message):
+            main([*command, "--out", str(tmp_path / "x.pt"), damage])

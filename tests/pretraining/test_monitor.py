@@ -1,0 +1,271 @@
+"""Gauges by hand."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from models.vjepa3d import Output
+from pretraining.gauges.monitor import Gauges, target_drift, update_ratio, voxels_of_tokens
+from pretraining.gauges.skill import SkillGauge
+from tests.support.model_factory import nano_model, small_config
+
+
+def filled_gauge(loss: str, samples: torch.Tensor, valid: torch.Tensor | None = None) -> SkillGauge:
+    """A gauge that has seen targets [S, N, E] of the rows 100, 101 ..."""
+    gauge = SkillGauge(samples.shape[1], samples.shape[2], loss, torch.device("cpu"), capacity=64)
+    everywhere = torch.ones(samples.shape[:2], dtype=torch.bool)
+    gauge.add(samples, everywhere if valid is None else valid, torch.arange(100, 100 + len(samples)))
+    return gauge
+
+
+def skills(
+    gauge: SkillGauge, prediction: torch.Tensor, target: torch.Tensor, ids: list[int], row: int = 5
+) -> list:
+    """[skill_mean, skill_position] as the training loop computes them, of one sample."""
+    result = gauges_of(gauge, prediction, target, ids, row)
+    return [result["train/skill_mean"], result["train/skill_position"]]
+
+
+def gauges_of(
+    gauge: SkillGauge, prediction: torch.Tensor, target: torch.Tensor, ids: list[int], row: int = 5
+) -> dict[str, float | None]:
+    """All gauges of one sample."""
+    gauges = Gauges(gauge, 1, has_fixed_targets=False)
+    gauges.begin(measure=True)
+    num_tokens = gauge.num_tokens
+    out = Output(
+        torch.zeros(1),
+        prediction,
+        target,
+        torch.randn(1, 4, 3),
+        torch.zeros(1, num_tokens, target.shape[-1]),
+        None,
+    )
+    batch = {
+        "target": torch.tensor([ids]),
+        "target_valid": torch.ones(1, len(ids)),
+        "context_valid": torch.ones(1, 4),
+        "token_valid": torch.ones(1, num_tokens, dtype=torch.bool),
+        "row": torch.tensor([row]),
+    }
+    gauges.observe(out, batch)
+    return gauges.finish()
+
+
+def test_skill_by_hand_l1() -> None:
+    torch.manual_seed(0)
+    seen, ids = torch.randn(20, 6, 3), [4, 1]
+    target = torch.randn(1, 2, 3)
+    skill = skills(filled_gauge("l1", seen), target + 0.1, target, ids)
+    flat = seen.reshape(-1, 3).sort(0).values[(120 - 1) // 2]
+    mean_loss = sum(float((target[0, m] - flat).abs().mean()) for m in range(2))
+    position_loss = sum(
+        float((target[0, m] - seen[:, ids[m]].sort(0).values[9]).abs().mean()) for m in range(2)
+    )
+    assert skill[0] == pytest.approx(1 - 0.2 / mean_loss, abs=1e-5)
+    assert skill[1] == pytest.approx(1 - 0.2 / position_loss, abs=1e-5)
+
+
+def test_position_only_targets_give_no_skill_by_position() -> None:
+    """A predictor that knows the position alone has skill against the mean and none against the position."""
+    torch.manual_seed(0)
+    pattern = torch.randn(1, 6, 3)
+    seen = pattern + 0.1 * torch.randn(30, 6, 3)
+    ids = [0, 3, 5]
+    target = (pattern + 0.1 * torch.randn(1, 6, 3))[:, ids]
+    prediction = seen[:, ids].median(0).values.unsqueeze(0)
+    skill = skills(filled_gauge("l1", seen), prediction, target, ids)
+    assert skill[0] > 0.7
+    assert skill[1] == pytest.approx(0.0, abs=1e-6)
+
+
+def test_padding_in_the_ring_does_not_flatter_the_skill() -> None:
+    torch.manual_seed(0)
+    seen = torch.randn(60, 6, 3)
+    valid = torch.rand(60, 6) > 0.5
+    target = torch.randn(1, 2, 3)
+    spoilt = seen.masked_fill(~valid.unsqueeze(-1), 50.0)
+    ids = [2, 5]
+    assert skills(filled_gauge("l1", spoilt, valid), target + 0.1, target, ids) == pytest.approx(
+        skills(filled_gauge("l1", seen, valid), target + 0.1, target, ids)
+    )
+    flattered = skills(filled_gauge("l1", spoilt), target + 0.1, target, ids)
+    assert flattered[1] > skills(filled_gauge("l1", spoilt, valid), target + 0.1, target, ids)[1]
+
+
+def test_padding_targets_are_not_scored() -> None:
+    torch.manual_seed(0)
+    gauge = filled_gauge("l1", torch.randn(20, 6, 3))
+    target = torch.randn(1, 2, 3)
+    prediction = target + torch.tensor([[[0.1], [9.0]]])
+    ids, valid = torch.tensor([[4, 1]]), torch.tensor([[1.0, 0.0]])
+    losses = gauge.losses([gauge.select(prediction, target, ids, valid)], torch.tensor([5]))
+    assert float(losses[0]) == pytest.approx(0.1, abs=1e-5)
+    assert float(losses[3]) == 1
+
+
+def test_the_floor_is_per_token() -> None:
+    """Targets that all but vanished are no yardstick, however many of them there are."""
+    torch.manual_seed(0)
+    gauge = filled_gauge("l1", 1e-7 * torch.randn(20, 60, 3))
+    target = 1e-7 * torch.randn(1, 60, 3)
+    assert skills(gauge, target, target, list(range(60))) == [None, None]
+    gauge = filled_gauge("l1", 1e-5 * torch.randn(20, 60, 3))
+    assert skills(gauge, 100 * target, 100 * target, list(range(60))) == [1.0, 1.0]
+
+
+def test_the_same_volume_does_not_count_as_another_sample() -> None:
+    gauge = filled_gauge("l1", torch.randn(20, 6, 3))
+    target = torch.randn(1, 1, 3)
+    assert skills(gauge, target + 1, target, [2])[0] is not None
+    gauge.row_R[:10] = 7
+    assert skills(gauge, target + 1, target, [2], row=7) == [None, None]  # 10 others are too few
+
+
+def test_a_constant_target_has_no_skill() -> None:
+    target = torch.ones(1, 1, 3)
+    assert skills(filled_gauge("l1", torch.ones(20, 6, 3)), target, target, [2]) == [None, None]
+
+
+def test_methods_skill_compares_directions() -> None:
+    target = torch.nn.functional.normalize(torch.randn(1, 1, 3), dim=-1)
+    skill = skills(filled_gauge("normalised_l2", torch.randn(20, 6, 3)), target * 5, target, [2])
+    assert skill[0] == pytest.approx(1.0, abs=1e-5)
+
+
+def test_the_ring_keeps_the_newest_and_its_state() -> None:
+    def add(gauge: SkillGauge, row: int) -> None:
+        gauge.add(torch.full((1, 6, 3), float(row)), torch.ones(1, 6, dtype=torch.bool), torch.tensor([row]))
+
+    gauge = SkillGauge(6, 3, "l1", torch.device("cpu"), capacity=4)
+    for row in range(6):
+        add(gauge, row)
+    assert sorted(gauge.row_R.tolist()) == [2, 3, 4, 5]
+    again = SkillGauge(6, 3, "l1", torch.device("cpu"), capacity=4)
+    again.load_state_dict(gauge.state_dict())
+    assert bool(again.valid_RP.all())
+    add(again, 9)
+    assert sorted(again.row_R.tolist()) == [3, 4, 5, 9]
+
+
+def spread(tokens: torch.Tensor, valid: torch.Tensor, parts: int = 1) -> dict[str, float | None]:
+    """feature_std and feature_cosine of context tokens [B, K, E], in so many micro-batches."""
+    gauges = Gauges(SkillGauge(6, 3, "l1", torch.device("cpu")), len(tokens), has_fixed_targets=False)
+    gauges.begin(measure=True)
+    for some, weight in zip(tokens.chunk(parts), valid.chunk(parts), strict=True):
+        n = len(some)
+        nothing = torch.zeros(n, 1, 3)
+        out = Output(torch.zeros(n), nothing, nothing, some, torch.zeros(n, 6, 3), None)
+        batch = {
+            "target": torch.zeros(n, 1, dtype=torch.long),
+            "target_valid": torch.ones(n, 1),
+            "context_valid": weight,
+            "token_valid": torch.ones(n, 6, dtype=torch.bool),
+            "row": torch.arange(n),
+        }
+        gauges.observe(out, batch)
+    return gauges.finish()
+
+
+def test_gauges_see_the_whole_global_batch() -> None:
+    torch.manual_seed(0)
+    tokens, valid = torch.randn(4, 50, 8), (torch.rand(4, 50) > 0.3).float()
+    whole, parts = spread(tokens, valid), spread(tokens, valid, 4)
+    for key in ("train/feature_std", "train/feature_cosine", "train/rankme"):
+        assert parts[key] == pytest.approx(whole[key], rel=1e-4)
+
+
+def test_feature_std_is_one_for_a_spread_and_zero_for_a_point() -> None:
+    torch.manual_seed(0)
+    wide = spread(torch.randn(4, 500, 32), torch.ones(4, 500))
+    assert wide["train/feature_std"] == pytest.approx(1.0, abs=0.02)
+    assert abs(wide["train/feature_cosine"]) < 0.5
+    point = spread(torch.ones(4, 500, 32), torch.ones(4, 500))
+    assert point["train/feature_std"] == pytest.approx(0.0, abs=1e-3)
+    assert point["train/feature_cosine"] == pytest.approx(1.0, abs=1e-5)
+
+
+def test_feature_std_by_hand_ignores_padding() -> None:
+    tokens = torch.tensor([[[3.0, 4.0], [4.0, 3.0], [100.0, -7.0]]])
+    valid = torch.tensor([[1.0, 1.0, 0.0]])
+    by_hand = 0.1 * math.sqrt(2)  # .6 and .8 in both dimensions: std .1
+    assert spread(tokens, valid)["train/feature_std"] == pytest.approx(by_hand, abs=1e-6)
+
+
+def test_voxels_of_tokens_follow_raster_order() -> None:
+    mask = torch.zeros(1, 2 * 3 * 4, dtype=torch.bool)
+    mask[0, 1 * 12 + 2 * 4 + 3] = True
+    voxels = voxels_of_tokens(mask, (2, 3, 4), (4, 8, 2))
+    assert voxels.shape == (1, 1, 8, 24, 8)
+    assert voxels.nonzero()[:, 2].unique().tolist() == [4, 5, 6, 7]
+    assert voxels.nonzero()[:, 3].unique().tolist() == list(range(16, 24))
+    assert voxels.nonzero()[:, 4].unique().tolist() == [6, 7]
+
+
+def test_what_the_position_does_not_tell() -> None:
+    """Targets that repeat one pattern hold nothing of the volume; targets without a pattern hold all."""
+    torch.manual_seed(0)
+    ids, target = [0, 3, 5], torch.randn(1, 3, 3)
+
+    def share(seen: torch.Tensor, target: torch.Tensor) -> float | None:
+        gauge = filled_gauge("l1", seen)
+        return gauges_of(gauge, target, target, ids)["train/volume_share"]
+
+    pattern = torch.randn(1, 6, 3)
+    assert share(pattern.expand(30, -1, -1), pattern[:, ids]) == pytest.approx(0.0, abs=1e-6)
+    assert share(torch.randn(60, 6, 3), target) == pytest.approx(1.0, abs=0.15)
+
+
+def test_mae_skill_is_of_squared_errors_and_means() -> None:
+    seen = torch.zeros(20, 6, 2)
+    seen[:, :, 0] = torch.arange(20.0).unsqueeze(1)  # mean 9.5, median 9
+    target = torch.tensor([[[10.5, 0.0]]])
+    skill = skills(filled_gauge("l2", seen), target + torch.tensor([0.5, 0.0]), target, [2])
+    assert skill == pytest.approx([0.75, 0.75])  # 1 - 0.25 / 1
+
+
+def test_the_baseline_knows_no_volume_of_the_batch() -> None:
+    """Neither the sample's own nor its neighbours' entries: so accumulation changes no skill."""
+    gauge = filled_gauge("l1", torch.randn(40, 6, 3, generator=torch.Generator().manual_seed(0)))
+    target = torch.zeros(1, 1, 3)
+    scored = [gauge.select(target + 1, target, torch.tensor([[2]]), torch.ones(1, 1))]
+    alone = gauge.losses(scored, torch.tensor([5]))
+    gauge.ring_RPE[:20] = 1e3  # rows 100 to 119
+    beside = gauge.losses(scored, torch.arange(100, 120))
+    assert float(beside[1]) < 1, "an entry of the batch is in the baseline"
+    assert float(alone[3]) == float(beside[3]) == 1
+    assert float(gauge.losses(scored, torch.arange(100, 130))[3]) == 0  # 10 others are too few
+
+
+def test_rank_of_context_tokens_by_hand() -> None:
+    """Four tokens on a cross have two equal singular values; padding is not looked at."""
+    cross = torch.tensor([[[1.0, 0, 0], [-1, 0, 0], [0, 1, 0], [0, -1, 0], [9, 9, 9]]])
+    valid = torch.tensor([[1.0, 1, 1, 1, 0]])
+    assert spread(cross, valid)["train/rankme"] == pytest.approx(2.0)
+    flat = cross * torch.tensor([1.0, 0.0, 0.0])
+    assert spread(flat, valid)["train/rankme"] == pytest.approx(1.0)
+    assert spread(cross.log(), valid)["train/rankme"] is None
+
+
+def test_drift_is_relative_to_the_target() -> None:
+    model = nano_model(small_config())
+    assert float(target_drift(model)) == 0
+    with torch.no_grad():
+        for parameter in model.encoder.parameters():
+            parameter.mul_(1.5)
+    assert float(target_drift(model)) == pytest.approx(0.5, rel=1e-5)
+
+
+def test_update_ratio_is_what_the_optimizer_did() -> None:
+    torch.manual_seed(0)
+    weight = torch.nn.Parameter(torch.randn(30, 20))
+    optimizer = torch.optim.AdamW([weight], lr=0.01, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
+    for _ in range(5):
+        before = weight.detach().clone()
+        weight.grad = torch.randn(30, 20)
+        optimizer.step()
+        moved = (weight.detach() - before).norm() / weight.detach().norm()
+        assert float(update_ratio(optimizer)) == pytest.approx(float(moved), rel=1e-4)

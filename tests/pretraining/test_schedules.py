@@ -1,0 +1,59 @@
+"""Schedules: pure functions of the step over the whole run, never restarting."""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+
+import pytest
+
+from pretraining.schedules import ema_momentum, init_weight, learning_rate, total_steps
+from tests.support.model_factory import small_config
+
+
+@pytest.mark.parametrize("recipe", ["methods", "vjepa2"])
+def test_learning_rate_warms_up_then_never_rises(recipe: str) -> None:
+    cfg = small_config(recipe, "optim.warmup_ratio=0.03", "optim.min_lr_ratio=0.1")
+    total = 3000
+    rates = [learning_rate(cfg, s, total) for s in range(total)]
+    assert rates[0] == pytest.approx(cfg.optim.base_lr / 90)
+    assert rates[89] == pytest.approx(cfg.optim.base_lr)
+    assert all(a < b for a, b in pairwise(rates[:90]))
+    assert all(a >= b for a, b in pairwise(rates[89:]))
+    assert rates[-1] == pytest.approx(0.1 * cfg.optim.base_lr)
+    if recipe == "vjepa2":
+        assert rates[90] == rates[2099] == cfg.optim.base_lr  # cool-down is the last 30 %
+        assert rates[2550] == pytest.approx(cfg.optim.base_lr * (1 - 0.9 * 451 / 900))
+    else:
+        assert rates[90 + 1454] == pytest.approx(cfg.optim.base_lr * 0.55, rel=2e-3)
+
+
+def test_scheduler_off_is_constant() -> None:
+    cfg = small_config("vjepa2", "optim.use_scheduler=false")
+    assert {learning_rate(cfg, s, 100) for s in range(100)} == {cfg.optim.base_lr}
+
+
+def test_methods_momentum_is_a_cosine_to_one() -> None:
+    cfg = small_config("methods", "method.ema_base=0.996")
+    values = [ema_momentum(cfg, s, 101) for s in range(101)]
+    assert values[0] == pytest.approx(0.996)
+    assert values[50] == pytest.approx(0.998)
+    assert values[100] == 1.0
+    assert all(a <= b for a, b in pairwise(values))
+
+
+@pytest.mark.parametrize(("total", "expected"), [(200, 0.5**0.1), (2000, 0.5**0.01), (100_000, 0.9995)])
+def test_default_momentum_has_a_half_life_of_five_percent(total: int, expected: float) -> None:
+    assert ema_momentum(small_config(), 0, total) == pytest.approx(expected)
+
+
+def test_init_weight_is_the_product_of_momenta() -> None:
+    assert init_weight(small_config("vjepa2", "method.ema_base=0.9"), 7, 100) == pytest.approx(0.9**7)
+    assert init_weight(small_config(), 200, 200) == pytest.approx(2**-20)
+    assert init_weight(small_config(), 0, 200) == 1.0
+
+
+def test_epochs_become_steps() -> None:
+    cfg = small_config("vjepa2", "train.max_steps=null", "train.epochs=3")
+    assert total_steps(cfg, 50) == math.ceil(150 / 16) == 10
+    assert total_steps(small_config("vjepa2", "train.max_steps=7", "train.epochs=3"), 50) == 7

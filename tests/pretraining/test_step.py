@@ -1,0 +1,181 @@
+"""One update: accumulation changes nothing, the norm is the gradients' own, a bad batch leaves no trace."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from models.regularisers import Statistics, VicReg
+from models.vjepa3d import VJEPA3D
+from pretraining import step as step_module
+from pretraining.step import build_optimizer, predict, train_step, trial_step
+from tests.support.model_factory import nano_model, small_config, uint8_batch
+from utils.config.load import Config
+from utils.runtime.single import Runtime
+
+RECIPES = ("vjepa2", "methods", "mae")
+CPU = Runtime(torch.device("cpu"), use_bf16=False)
+
+
+def split(batch: dict[str, Tensor], parts: int) -> list[dict[str, Tensor]]:
+    return [
+        dict(zip(batch, t, strict=True)) for t in zip(*(v.chunk(parts) for v in batch.values()), strict=True)
+    ]
+
+
+def update(cfg: Config, parts: int, steps: int = 2) -> tuple[VJEPA3D, list[float]]:
+    model = nano_model(cfg).train()
+    optimizer = build_optimizer(model, cfg)
+    losses = []
+    for step in range(steps):
+        batches = split(uint8_batch(cfg, 16, step), parts)
+        result = train_step(model, optimizer, batches, cfg, CPU, step, 1e-3, 0.9)
+        losses.append(float(result.loss))
+    return model, losses
+
+
+@pytest.mark.parametrize(
+    ("recipe", "regulariser"),
+    [
+        *(("vjepa2", kind) for kind in ("none", "vicreg", "sigreg")),
+        *(("mae", kind) for kind in ("none", "vicreg")),
+        *(("dense", "vicreg"), ("normalised_l2", "none")),
+    ],
+)
+def test_accumulation_changes_nothing(recipe: str, regulariser: str) -> None:
+    weight = 0 if regulariser == "none" else 0.5
+    extra = [f"method.regulariser={regulariser}", f"method.regulariser_weight={weight}", "method.dropout=0.1"]
+    cfg = small_config(recipe, *extra, "method.drop_path=0.1")
+    whole, losses = update(cfg, 1)
+    parts, losses_of_parts = update(cfg, 4)
+    assert losses == pytest.approx(losses_of_parts, rel=1e-5)
+    for (name, a), b in zip(whole.named_parameters(), parts.parameters(), strict=True):
+        # Adam divides by the root of tiny second moments; compare against the size of an update
+        torch.testing.assert_close(a, b, atol=2e-4, rtol=1e-3, msg=lambda m, name=name: f"{name}: {m}")
+
+
+@pytest.mark.parametrize("recipe", ["vjepa2", "mae"])
+def test_regulariser_reaches_the_gradient(recipe: str) -> None:
+    plain, _ = update(small_config(recipe, "method.regulariser=none", "method.regulariser_weight=0"), 1, 1)
+    strong, _ = update(small_config(recipe, "method.regulariser=vicreg", "method.regulariser_weight=1"), 1, 1)
+    assert not torch.equal(plain.encoder.norm.weight, strong.encoder.norm.weight)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_grad_norm_and_clipped_update_by_hand(recipe: str) -> None:
+    """The reported norm is that of the whole gradient before clipping, and clipping is applied."""
+    cfg = small_config(
+        recipe, "optim.clip_grad_norm=0.01", "method.regulariser=none", "method.regulariser_weight=0"
+    )
+    batch = uint8_batch(cfg, 16)
+    model = nano_model(cfg).train()
+    predict(model, batch, CPU, stochastic=True).loss_B.mean().backward()
+    by_hand = math.sqrt(sum(float(p.grad.double().square().sum()) for _, p in model.trained_parameters()))
+    model = nano_model(cfg).train()
+    result = train_step(model, build_optimizer(model, cfg), [batch], cfg, CPU, 0, 1e-3, 0.9)
+    assert float(result.grad_norm) == pytest.approx(by_hand, rel=1e-5)
+    assert by_hand > 0.01
+    clipped = math.sqrt(sum(float(p.grad.double().square().sum()) for _, p in model.trained_parameters()))
+    assert clipped == pytest.approx(0.01, rel=1e-3)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_non_finite_batch_leaves_no_trace(recipe: str) -> None:
+    cfg = small_config(recipe)
+    model = nano_model(cfg).train()
+    optimizer = build_optimizer(model, cfg)
+    train_step(model, optimizer, [uint8_batch(cfg, 16)], cfg, CPU, 0, 1e-3, 0.9)
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    moments = [{k: v.clone() for k, v in s.items()} for s in optimizer.state_dict()["state"].values()]
+    bad = uint8_batch(cfg, 16, 1)
+    bad["mean"][3] = float("nan")
+    result = train_step(model, optimizer, [bad], cfg, CPU, 1, 1e-3, 0.9)
+    assert not bool(result.is_finite)
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, before[name]), name
+    for old, new in zip(moments, optimizer.state_dict()["state"].values(), strict=True):
+        for key in old:
+            assert torch.equal(old[key], new[key]), key
+    good = train_step(model, optimizer, [uint8_batch(cfg, 16, 2)], cfg, CPU, 2, 1e-3, 0.9)
+    assert bool(good.is_finite)
+    assert not torch.equal(model.encoder.norm.weight, before["encoder.norm.weight"])
+    assert not torch.equal(model.target_encoder.norm.weight, before["target_encoder.norm.weight"])
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_the_trial_step_leaves_no_trace(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    cfg = small_config(recipe)
+    model = nano_model(cfg).train()
+    optimizer = build_optimizer(model, cfg)
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    trial_step(model, optimizer, uint8_batch(cfg, 4), cfg, CPU)
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+    assert all(p.grad is None for p in model.parameters())
+
+    def out_of_memory(*_: object) -> None:
+        raise torch.OutOfMemoryError("planted in the middle")
+
+    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", out_of_memory)
+    with pytest.raises(torch.OutOfMemoryError):
+        trial_step(model, optimizer, uint8_batch(cfg, 4), cfg, CPU)
+    monkeypatch.undo()
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+    assert all(p.grad is None for p in model.parameters())
+    after_trial = train_step(model, optimizer, [uint8_batch(cfg, 16)], cfg, CPU, 0, 1e-3, 0.9)
+    fresh = nano_model(cfg).train()
+    at_once = train_step(fresh, build_optimizer(fresh, cfg), [uint8_batch(cfg, 16)], cfg, CPU, 0, 1e-3, 0.9)
+    assert torch.equal(after_trial.loss, at_once.loss)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), fresh.parameters(), strict=True))
+
+
+def test_bfloat16_keeps_float32_parameters_and_nearly_the_loss() -> None:
+    cfg = small_config()
+    runtime = Runtime(torch.device("cpu"), use_bf16=True)
+    losses = []
+    for r in (CPU, runtime):
+        model = nano_model(cfg).train()
+        result = train_step(model, build_optimizer(model, cfg), [uint8_batch(cfg, 16)], cfg, r, 0, 1e-3, 0.9)
+        losses.append(float(result.loss))
+        assert {p.dtype for p in model.parameters()} == {torch.float32}
+    assert losses[1] == pytest.approx(losses[0], rel=0.02)
+    assert losses[1] != losses[0], "nothing was computed in bfloat16"
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_the_loss_falls_on_one_batch(recipe: str) -> None:
+    cfg = small_config(recipe, "optim.clip_grad_norm=1")
+    model = nano_model(cfg).train()
+    optimizer = build_optimizer(model, cfg)
+    batch = uint8_batch(cfg, 16)
+    losses = [float(train_step(model, optimizer, [batch], cfg, CPU, s, 2e-3, 0.99).loss) for s in range(50)]
+    assert losses[-1] < 0.9 * losses[0]
+
+
+def test_padding_reaches_neither_loss_nor_regulariser() -> None:
+    """Tokens outside the scan weigh 0: replacing their ids by other padding changes neither."""
+    cfg = small_config()
+    batch = uint8_batch(cfg, 16)
+    padding = (batch["target_valid"] == 0).any(1) & (batch["context_valid"] == 0).any(1)
+    assert bool(padding.any())
+    model = nano_model(cfg).train()
+    out = predict(model, batch, CPU, stochastic=False)
+    per_token = (out.prediction_BME - out.target_BME).abs().mean(-1)
+    expected = [row[valid > 0].mean() for row, valid in zip(per_token, batch["target_valid"], strict=True)]
+    torch.testing.assert_close(out.loss_B, torch.stack(expected))
+    seen: list[Tensor] = []
+
+    class Spy(VicReg):
+        def statistics(self, tokens_BKE: Tensor, weight_BK: Tensor) -> Statistics:
+            seen.append(weight_BK)
+            return super().statistics(tokens_BKE, weight_BK)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(step_module, "VicReg", Spy)
+        for parts in (1, 4):
+            train_step(model, build_optimizer(model, cfg), split(batch, parts), cfg, CPU, 0, 1e-3, 0.9)
+    assert torch.equal(seen[0], batch["context_valid"])
+    assert torch.equal(torch.cat(seen[1:5]), batch["context_valid"])  # the pass that gathers
+    assert torch.equal(torch.cat(seen[5:]), batch["context_valid"])  # the pass with gradients

@@ -1,0 +1,618 @@
+"""The loop on phantom data: it learns, resumes exactly, survives signals and bad input, and says what it
+did.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+
+from data_setup.store.reader import PreparedStore
+from finetuning.embed import check_fit, pretrained_encoder
+from models.vjepa3d import VJEPA3D
+from pretraining import step as step_module
+from pretraining import train as loop
+from pretraining.gauges.monitor import FrozenTargetError, LeakError, check_no_leak
+from pretraining.gauges.profiling import StepTrace
+from pretraining.gauges.validation import snapshot, validate
+from pretraining.resume import best_names
+from pretraining.rows import open_rows
+from pretraining.train import train
+from tests.support.model_factory import nano_model, small_config, token_ids, volumes
+from tests.support.pipeline_factory import ROOT, SMOKE, pipeline_config, pipeline_overrides
+from tests.support.wandb_reader import history, run_ids
+from utils.checkpoint import CheckpointWriter, list_steps, load_checkpoint
+from utils.config.load import ConfigError, UserError
+from utils.runtime.single import Runtime
+
+
+@pytest.fixture(scope="module")
+def finished(folder: Path) -> Path:
+    """An uninterrupted run of 8 steps."""
+    run = folder / "finished"
+    assert train(pipeline_config(folder, f"run.dir={run}")) == 0
+    return run
+
+
+METHODS = (
+    "method.recipe=methods",
+    "method.mask_ratio=0.6",
+    "method.ema_base=0.996",
+    "method.dropout=0.1",
+    "method.drop_path=0.1",
+    "method.regulariser=none",
+    "method.regulariser_weight=0",
+)
+
+
+@pytest.fixture(scope="module")
+def finished_methods(folder: Path) -> Path:
+    """The same of the other recipe."""
+    run = folder / "finished_methods"
+    assert train(pipeline_config(folder, f"run.dir={run}", *METHODS)) == 0
+    return run
+
+
+def metrics(run: Path) -> list[dict]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def without_clock(rows: list[dict]) -> list[dict]:
+    return [{k: v for k, v in row.items() if not k.startswith("perf/")} for row in rows]
+
+
+def weights(run: Path, name: str = "step_00000008") -> dict[str, torch.Tensor]:
+    return load_checkpoint(str(run / "checkpoints" / f"{name}.pt"))["model"]
+
+
+def assert_same_weights(a: Path, b: Path) -> None:
+    for (name, x), y in zip(weights(a).items(), weights(b).values(), strict=True):
+        assert torch.equal(x, y), name
+
+
+def test_a_run_leaves_what_a_reader_needs(finished: Path) -> None:
+    rows = metrics(finished)
+    assert [r["step"] for r in rows if "train/loss" in r] == list(range(1, 9))
+    assert [r["step"] for r in rows if "val/loss" in r] == [0, 4, 8]
+    last = [r for r in rows if "train/loss" in r][-1]
+    for key in ("loss", "lr", "grad_norm", "ema_momentum", "feature_std", "skill_mean", "skill_position"):
+        assert f"train/{key}" in last, key
+    assert {"ema/init_weight", "perf/volumes_per_s", "perf/data_wait_fraction"} <= set(last)
+    assert last["train/grad_norm"] > 0
+    assert last["ema/init_weight"] == pytest.approx(
+        np.prod([r["train/ema_momentum"] for r in rows if "train/loss" in r])
+    )
+    for name in ("config.yaml", "log.txt", "provenance.json", "prepare_report.json"):
+        assert (finished / name).stat().st_size > 0
+    assert len(list((finished / "snapshots").glob("step_00000000_*.npz"))) >= 1
+    assert list_steps(str(finished / "checkpoints")) == [6, 8]
+    assert {p.stem for p in (finished / "checkpoints").glob("best_*.pt")} == {"best_probe", "best_val_loss"}
+
+
+def test_checkpoints_of_epochs_are_kept_whatever_else_is_written(folder: Path, tmp_path: Path) -> None:
+    run = tmp_path / "epochs_kept"
+    every = "train.ckpt_every_steps=3", "train.ckpt_every_epochs=1", "train.keep_last=1", "train.max_steps=11"
+    small = "train.global_batch_size=8", "train.per_core_batch_size=8", "train.val_every_steps=11"
+    cfg = pipeline_config(folder, f"run.dir={run}", *every, *small)
+    epoch = round(len(open_rows(cfg, PreparedStore.open(str(folder / "store"))).train) / 8)
+    assert 1 < epoch < 11
+    assert epoch % 3
+    assert train(cfg) == 0
+    assert list_steps(str(run / "checkpoints")) == sorted({*range(epoch, 11, epoch), 11})
+
+
+def test_the_checkpoint_names_its_participants_and_never_the_test_split(folder: Path, finished: Path) -> None:
+    state = load_checkpoint(str(finished / "checkpoints" / "step_00000008.pt"))
+    index = PreparedStore.open(str(folder / "store")).index
+    seen = index[index["person_id"].isin(state["participants"])]
+    assert set(seen["split"]) == {"train"}
+    assert set(state["participants"]) == set(
+        index[(index["split"] == "train") & (index["status"] == "kept")]["person_id"]
+    )
+    rows = open_rows(pipeline_config(folder), PreparedStore.open(str(folder / "store")))
+    people = [
+        {rows.person_of_row[int(r)] for r in side} for side in (rows.train, rows.val, rows.official_val)
+    ]
+    assert not people[0] & people[1]
+    assert not (people[0] | people[1]) & people[2]
+    assert state["normalisation"] == "zscore_valid"
+
+
+def test_one_wandb_run_with_training_metrics_on_the_step_clock(finished: Path) -> None:
+    assert len(run_ids(finished)) == 1
+    rows = history(finished)
+    logged = {int(r["_step"]): r["train/loss"] for r in rows if "train/loss" in r}
+    assert logged == {r["step"]: r["train/loss"] for r in metrics(finished) if "train/loss" in r}
+
+
+@pytest.mark.parametrize("recipe", ["vjepa2", "methods"])
+def test_sigterm_then_resume_equals_no_interruption(
+    folder: Path, tmp_path: Path, recipe: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    finished = request.getfixturevalue("finished" if recipe == "vjepa2" else "finished_methods")
+    run = tmp_path / f"interrupted_{recipe}"
+    cfg = pipeline_config(folder, f"run.dir={run}", *(METHODS if recipe == "methods" else ()))
+    real = loop.train_step
+
+    def step_then_signal(*args):
+        if args[5] == 4:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return real(*args)
+
+    monkeypatch.setattr(loop, "train_step", step_then_signal)
+    assert train(cfg) == 0
+    assert list_steps(str(run / "checkpoints"))[-1] == 5
+    assert "run the same command again" in (run / "log.txt").read_text()
+    assert "resuming" not in (run / "log.txt").read_text()
+    monkeypatch.setattr(loop, "train_step", real)
+    assert train(cfg) == 0
+    assert "resuming from step 5" in (run / "log.txt").read_text()
+    assert_same_weights(run, finished)
+    assert without_clock(metrics(run)) == without_clock(metrics(finished))
+    assert len(run_ids(run)) == 1
+    before = (run / "metrics.jsonl").read_text()
+    assert train(cfg) == 0  # a third time there is nothing to do
+    assert (run / "metrics.jsonl").read_text() == before
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("after", [3, 6])
+def test_kill_9_then_resume_equals_no_interruption(
+    folder: Path, tmp_path: Path, finished: Path, after: int
+) -> None:
+    """The real command in a process of its own, killed once it has logged so many steps."""
+    run = tmp_path / f"killed_{after}"
+    command = [sys.executable, "-m", "pretraining.train", "--config", str(SMOKE)]
+    command += [*pipeline_overrides(folder), f"run.dir={run}"]
+    # without the W&B service of this process, which would outlive the killed run and hold on to its id
+    env = {k: v for k, v in os.environ.items() if not k.startswith("WANDB")}
+    process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.DEVNULL, env=env)
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline and process.poll() is None:
+        path = run / "metrics.jsonl"
+        if path.exists() and f'"step": {after}, "train' in path.read_text():
+            break
+        time.sleep(0.02)
+    else:
+        pytest.fail(f"no step {after} within two minutes, or before the run ended")
+    process.kill()
+    assert process.wait() == -signal.SIGKILL
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=env)
+    assert done.returncode == 0, done.stderr
+    if after == 6:  # saving step 4 has waited for the checkpoint of step 2
+        assert "resuming from step" in (run / "log.txt").read_text()
+    assert len(run_ids(run)) == 1
+    assert_same_weights(run, finished)
+    assert without_clock(metrics(run)) == without_clock(metrics(finished))
+
+
+def test_workers_and_accumulation_change_nothing(folder: Path, tmp_path: Path, finished: Path) -> None:
+    run = tmp_path / "accumulated"
+    train(pipeline_config(folder, f"run.dir={run}", "train.per_core_batch_size=1", "data.workers=2"))
+    pairs = zip(metrics(run), metrics(finished), strict=True)
+    for a, b in pairs:
+        for key in ("train/loss", "val/loss"):
+            if key in a:
+                assert a[key] == pytest.approx(b[key], rel=1e-4), (a["step"], key)
+
+
+def test_out_of_memory_halves_the_batch_and_keeps_the_losses(
+    folder: Path, tmp_path: Path, finished: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = tmp_path / "small_memory"
+    real = loop.trial_step
+
+    def trial(model, optimizer, batch, cfg, runtime) -> None:
+        if len(batch["row"]) > 1:
+            raise torch.OutOfMemoryError("planted")
+        real(model, optimizer, batch, cfg, runtime)
+
+    monkeypatch.setattr(loop, "trial_step", trial)
+    train(pipeline_config(folder, f"run.dir={run}"))
+    assert "per_core_batch_size 4 -> 2" in (run / "log.txt").read_text()
+    assert "per_core_batch_size 2 -> 1" in (run / "log.txt").read_text()
+    for a, b in zip(metrics(run), metrics(finished), strict=True):
+        if "train/loss" in a:
+            assert a["train/loss"] == pytest.approx(b["train/loss"], rel=1e-4)
+
+    def never(*_: object) -> None:
+        raise torch.OutOfMemoryError("planted")
+
+    monkeypatch.setattr(loop, "trial_step", never)
+    with pytest.raises(UserError, match=r"out of memory: one volume of spatial\.image_size \[8, 24, 32\]"):
+        train(pipeline_config(folder, f"run.dir={tmp_path / 'no_memory'}"))
+
+
+def test_a_changed_key_is_refused_by_name(folder: Path, finished: Path) -> None:
+    cfg = pipeline_config(folder, f"run.dir={finished}", "optim.base_lr=1e-3")
+    with pytest.raises(UserError, match=r"optim\.base_lr: expected 0\.0005 as the run began, found 0\.001"):
+        train(cfg)
+
+
+def test_without_a_checkpoint_directory_nothing_is_saved(folder: Path, tmp_path: Path) -> None:
+    run = tmp_path / "unsaved"
+    train(pipeline_config(folder, f"run.dir={run}", "train.ckpt_dir=null", "train.max_steps=2"))
+    assert not (run / "checkpoints").exists()
+    assert not list(tmp_path.glob("None*"))
+    assert not list(Path.cwd().glob("None*"))
+
+
+def test_a_foreign_store_geometry_is_refused(folder: Path, tmp_path: Path) -> None:
+    cfg = pipeline_config(folder, f"run.dir={tmp_path / 'other'}", "spatial.image_size=[16,24,32]")
+    with pytest.raises(UserError, match="image_size"):
+        train(cfg)
+
+
+def plant_nan(folder: Path, target: Path, rows: slice) -> None:
+    shutil.copytree(folder / "store", target)
+    path = target / "index.parquet"
+    index = pd.read_parquet(path)
+    index.loc[index.index[rows], "intensity_mean"] = float("nan")
+    index.to_parquet(path)
+
+
+def test_a_volume_that_gives_nan_is_skipped_and_counted(folder: Path, tmp_path: Path) -> None:
+    plant_nan(folder, tmp_path / "nan_one", slice(0, 3))
+    run = tmp_path / "nan_run"
+    cfg = pipeline_config(
+        folder, f"run.dir={run}", f"data.store={tmp_path / 'nan_one'}", "train.max_steps=12"
+    )
+    assert train(cfg) == 0
+    last = [r for r in metrics(run) if "train/loss" in r][-1]
+    assert 0 < last["train/bad_steps"] < 12
+    assert "update skipped, loss or gradient not finite: step" in (run / "log.txt").read_text()
+    assert all(bool(torch.isfinite(w).all()) for w in weights(run, "step_00000012").values())
+
+
+def test_nan_for_good_stops_with_the_rows_and_the_checkpoint_named(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also when that checkpoint is still being written."""
+    real = CheckpointWriter._write
+
+    def slow(*args: Any) -> None:
+        time.sleep(1)
+        real(*args)
+
+    monkeypatch.setattr(CheckpointWriter, "_write", slow)
+    plant_nan(folder, tmp_path / "nan_all", slice(None))
+    overrides = [f"data.store={tmp_path / 'nan_all'}", "train.max_steps=30", "train.max_bad_steps=3"]
+    names = r"not finite in 3 updates in a row .*step 2: rows \[.* checkpoint is .*/step_00000002\.pt$"
+    with pytest.raises(UserError, match=names):
+        train(pipeline_config(folder, f"run.dir={tmp_path / 'nan_stop'}", *overrides))
+
+
+def test_a_target_that_does_not_move_is_an_alarm(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(VJEPA3D, "update_target", lambda *_: None)
+    with pytest.raises(FrozenTargetError, match="target is not moving"):
+        train(pipeline_config(folder, f"run.dir={tmp_path / 'frozen'}"))
+
+
+@pytest.mark.parametrize("recipe", ["vjepa2", "methods", "dense", "mlp"])
+def test_a_leak_is_an_alarm(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    cfg = small_config(recipe)
+    model = nano_model(cfg).eval()
+    context, target = token_ids(cfg, 2)
+    check_no_leak(model, volumes(cfg, 2), context, target)
+    monkeypatch.setattr(VJEPA3D, "encode_context", lambda self, view, *_: self.encoder(view))
+    with pytest.raises(LeakError, match="context sees targets"):
+        check_no_leak(model, volumes(cfg, 2), context, target)
+
+
+@pytest.mark.parametrize("predictor", ["null", "mlp"])
+def test_vjepa2_with_parts_of_another_recipe_runs_the_same_loop(
+    folder: Path, tmp_path: Path, predictor: str
+) -> None:
+    run = tmp_path / f"dense_{predictor}"
+    parts = ("method.context=dense", f"method.predictor={predictor}", "method.loss=normalised_l2")
+    cfg = pipeline_config(folder, f"run.dir={run}", *parts)
+    assert train(cfg) == 0
+    assert np.isfinite([r["train/loss"] for r in metrics(run) if "train/loss" in r]).all()
+    url = str(run / "checkpoints" / "step_00000008.pt")
+    state = load_checkpoint(url)
+    assert pretrained_encoder(cfg, state, url).mask_token is not None
+    with pytest.raises(UserError, match=r"method\.context: expected None of the configuration, found dense"):
+        check_fit(pipeline_config(folder), PreparedStore.open(str(folder / "store")), state, url)
+
+
+@pytest.mark.parametrize("recipe", ["vjepa2", "mae"])
+def test_the_alarms_know_whether_the_targets_are_voxels(
+    folder: Path, tmp_path: Path, recipe: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    built, real = [], loop.Gauges
+    monkeypatch.setattr(loop, "Gauges", lambda *a, **k: built.append(real(*a, **k)) or built[-1])
+    mae = ("method.recipe=mae", "method.mae_target=plain", "method.regulariser=none")
+    changes = (*mae, "method.regulariser_weight=0") if recipe == "mae" else ()
+    run = tmp_path / f"alarms_{recipe}"
+    assert train(pipeline_config(folder, f"run.dir={run}", "train.max_steps=1", *changes)) == 0
+    assert [g.alarms.has_fixed_targets for g in built] == [recipe == "mae"]
+
+
+def test_the_methods_recipe_runs_the_same_loop(finished_methods: Path) -> None:
+    losses = [r["train/loss"] for r in metrics(finished_methods) if "train/loss" in r]
+    assert np.isfinite(losses).all()
+    assert len(losses) == 8
+
+
+def test_a_momentum_of_one_or_a_skipped_update_is_no_alarm(folder: Path, tmp_path: Path) -> None:
+    """The last step of methods has momentum 1 and a validation of its own; no update is expected to move."""
+    run = tmp_path / "last_step"
+    overrides = [f"run.dir={run}", "train.max_steps=3", "train.val_every_steps=2", *METHODS]
+    assert train(pipeline_config(folder, *overrides)) == 0
+    plant_nan(folder, tmp_path / "nan_half", slice(0, 12))
+    overrides = [f"data.store={tmp_path / 'nan_half'}", "train.val_every_steps=1"]
+    overrides += [f"run.dir={tmp_path / 'skips'}"]
+    assert train(pipeline_config(folder, *overrides)) == 0
+
+
+def test_a_leaking_encoder_stops_the_run(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = VJEPA3D.encode_context
+
+    def leaks(self, view, context, target, seed):
+        return real(self, view, context, target, seed) + view.mean()
+
+    monkeypatch.setattr(VJEPA3D, "encode_context", leaks)
+    with pytest.raises(LeakError, match="context sees targets"):
+        train(pipeline_config(folder, f"run.dir={tmp_path / 'leak'}"))
+
+
+def test_later_out_of_memory_names_the_last_checkpoint(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = loop.train_step
+
+    def step_then_fail(*args):
+        if args[5] == 5:
+            raise torch.OutOfMemoryError("planted")
+        return real(*args)
+
+    monkeypatch.setattr(loop, "train_step", step_then_fail)
+    with pytest.raises(UserError, match=r"out of memory, .*step_00000004\.pt"):
+        train(pipeline_config(folder, f"run.dir={tmp_path / 'late'}"))
+
+
+def test_a_run_that_could_not_start_leaves_no_claim(folder: Path, tmp_path: Path) -> None:
+    run = tmp_path / "retry"
+    with pytest.raises(ConfigError, match="global 5 != per core 4"):
+        train(pipeline_config(folder, f"run.dir={run}", "train.global_batch_size=5"))
+    with pytest.raises(UserError, match="found no such file"):
+        train(pipeline_config(folder, f"run.dir={run}", "method.init_from=nowhere.pt"))
+    assert train(pipeline_config(folder, f"run.dir={run}", "train.max_steps=1")) == 0
+
+
+def test_filters_and_the_manifest_decide_what_is_trained_on(folder: Path) -> None:
+    store = PreparedStore.open(str(folder / "store"))
+    everything = open_rows(pipeline_config(folder), store)
+    device = store.index.loc[everything.val[0], "device"]
+    one = open_rows(pipeline_config(folder, f"data.device_filter=[{device}]"), store)
+    assert set(store.index.loc[one.train, "device"]) == {device}
+    assert 0 < len(one.train) < len(everything.train)
+    assert set(one.val) <= set(everything.val)
+    gone = everything.train[0]
+    store.index.loc[gone, "listed"] = False
+    assert gone not in open_rows(pipeline_config(folder), store).train
+
+
+def test_validation_leaves_the_model_in_training_mode(folder: Path) -> None:
+    cfg = pipeline_config(folder)
+    store = PreparedStore.open(str(folder / "store"))
+    model = VJEPA3D(cfg).train()
+    runtime = Runtime(torch.device("cpu"), use_bf16=False)
+    validate(model, cfg, store, open_rows(cfg, store), runtime)
+    assert model.training
+    snapshot(model, cfg, store, open_rows(cfg, store), Runtime(torch.device("cpu"), False), 0)
+    assert model.training
+
+
+def test_pictures_go_to_wandb_for_synthetic_data_alone(folder: Path, tmp_path: Path, finished: Path) -> None:
+    assert list(finished.glob("wandb/*/files/media/images/**/*.png"))
+    store = tmp_path / "as_if_real"
+    shutil.copytree(folder / "store", store)
+    attributes = json.loads((store / "zarr.json").read_text())
+    attributes["attributes"]["synthetic"] = False
+    (store / "zarr.json").write_text(json.dumps(attributes))
+    run = tmp_path / "real_run"
+    overrides = [f"run.dir={run}", f"data.store={store}", "train.max_steps=1"]
+    assert train(pipeline_config(folder, *overrides)) == 0
+    assert not list(run.glob("wandb/*/files/media/**/*.png"))
+
+
+def progress_of(init_weight: float = 0.0) -> dict:
+    return {"best": {}, "init_weight": init_weight}
+
+
+def test_which_checkpoint_is_the_best() -> None:
+    measured = {"val/loss": 0.5, "val/rankme": 40.0, "val/probe": 0.6}
+    progress = progress_of()
+    assert best_names(progress, measured, skill_position=0.1, is_warm=False) == []
+    assert best_names(progress, measured, skill_position=0.1, is_warm=True) == ["best_probe", "best_val_loss"]
+    worse = {"val/loss": 0.6, "val/rankme": 50.0, "val/probe": 0.5}
+    assert best_names(progress, worse, skill_position=0.1, is_warm=True) == []
+    spoilt = {"val/loss": float("nan"), "val/rankme": None, "val/probe": 0.7}
+    assert best_names(progress, spoilt, skill_position=None, is_warm=True) == ["best_probe"]
+    lower = {**worse, "val/loss": 0.1}
+    assert best_names(progress, lower, skill_position=None, is_warm=True) == ["best_val_loss"]
+
+
+def test_without_labels_rank_decides_among_learned_checkpoints() -> None:
+    measured = {"val/loss": None, "val/rankme": 40.0, "val/probe": None}
+    assert best_names(progress_of(), measured, skill_position=0.1, is_warm=True) == ["best_rankme"]
+    assert best_names(progress_of(), measured, skill_position=-0.1, is_warm=True) == []
+    assert best_names(progress_of(), measured, skill_position=None, is_warm=True) == []
+    assert best_names(progress_of(0.2), measured, skill_position=0.1, is_warm=True) == []
+
+
+def test_init_from_starts_from_these_weights(folder: Path, tmp_path: Path, finished: Path) -> None:
+    run = tmp_path / "continued"
+    source = finished / "checkpoints" / "step_00000008.pt"
+    train(pipeline_config(folder, f"run.dir={run}", f"method.init_from={source}", "train.max_steps=1"))
+    first = next(r for r in metrics(run) if "val/loss" in r)
+    last = [r for r in metrics(finished) if "val/loss" in r][-1]
+    assert first["val/loss"] == pytest.approx(last["val/loss"], rel=1e-5)
+    state = load_checkpoint(str(source))
+    state["participants"].append("a stranger")
+    writer = CheckpointWriter(str(tmp_path / "strange"), 1)
+    writer.save(state, ["stranger"])
+    writer.close()
+    overrides = [f"method.init_from={tmp_path / 'strange' / 'stranger.pt'}", "train.max_steps=1"]
+    train(pipeline_config(folder, f"run.dir={tmp_path / 'inherits'}", *overrides))
+    seen = load_checkpoint(str(tmp_path / "inherits" / "checkpoints" / "step_00000001.pt"))["participants"]
+    assert "a stranger" in seen
+    assert len(seen) > 1
+    writer = CheckpointWriter(str(tmp_path / "strange"), 1)
+    writer.save({**state, "normalisation": "minmax"}, ["stranger"])
+    writer.close()
+    with pytest.raises(UserError, match=r"normalisation: expected zscore_valid .*, found minmax"):
+        train(pipeline_config(folder, f"run.dir={tmp_path / 'minmax'}", *overrides))
+
+
+def test_a_checkpoint_refuses_another_configuration_under_a_new_run_dir(
+    folder: Path, tmp_path: Path, finished: Path
+) -> None:
+    """A replaced machine has no run.dir, but its checkpoints in the bucket."""
+    kept = shutil.copytree(finished / "checkpoints", tmp_path / "bucket")
+    overrides = [f"run.dir={tmp_path / 'new_machine'}", f"train.ckpt_dir={kept}"]
+    with pytest.raises(UserError, match=r"bucket: optim\.base_lr: expected 0\.0005 as the run began"):
+        train(pipeline_config(folder, *overrides, "optim.base_lr=1e-2"))
+    assert train(pipeline_config(folder, *overrides)) == 0  # nothing left to do
+
+
+def test_skipped_updates_leave_the_initialisation_in_the_target(folder: Path, tmp_path: Path) -> None:
+    plant_nan(folder, tmp_path / "nan_most", slice(None))
+    overrides = [f"data.store={tmp_path / 'nan_most'}", "train.max_steps=4"]
+    run = tmp_path / "nothing_moved"
+    assert train(pipeline_config(folder, f"run.dir={run}", *overrides)) == 0
+    rows = [r for r in metrics(run) if "train/loss" in r]
+    assert rows[-1]["train/bad_steps"] == 4
+    assert {r["ema/init_weight"] for r in rows} == {1.0}
+
+
+def test_validation_uses_the_batch_that_fits(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, seen = loop.trial_step, []
+
+    def trial(model, optimizer, batch, cfg, runtime) -> None:
+        if len(batch["row"]) > 1:
+            raise torch.OutOfMemoryError("planted")
+        real(model, optimizer, batch, cfg, runtime)
+
+    def spy(model, cfg, *rest):
+        seen.append(cfg.train.per_core_batch_size)
+        return validate(model, cfg, *rest)
+
+    monkeypatch.setattr(loop, "trial_step", trial)
+    monkeypatch.setattr(loop, "validate", spy)
+    assert train(pipeline_config(folder, f"run.dir={tmp_path / 'fits'}", "train.max_steps=1")) == 0
+    assert set(seen) == {1}
+    # programs of the batches that did not fit (4, then 2) are forgotten
+    forgotten = []
+    monkeypatch.setattr(loop, "choose_kernels", lambda *_: None)
+    monkeypatch.setattr(torch.compiler, "reset", lambda: forgotten.append(1))
+    again = (f"run.dir={tmp_path / 'compiled'}", "train.max_steps=1", "train.compile=true")
+    assert train(pipeline_config(folder, *again)) == 0
+    assert len(forgotten) == 2
+
+
+PARTS = ("data_wait", "forward", "backward", "update", "logging", "other")
+
+
+def test_where_the_time_of_a_step_goes(finished: Path) -> None:
+    rows = [r for r in metrics(finished) if "train/loss" in r]
+    parameters = sum(w.numel() * w.element_size() for w in weights(finished).values())
+    for row in rows:
+        assert sum(row[f"perf/{part}_fraction"] for part in PARTS) == pytest.approx(1, abs=0.01)
+        assert row["perf/step_s"] * row["perf/volumes_per_s"] == pytest.approx(4)  # the global batch
+        assert all(row[f"perf/{part}_fraction"] > 0 for part in PARTS)
+        assert row["perf/mfu"] > 0
+        assert parameters < row["perf/peak_memory_gib"] * 2**30 < 64 * 2**30
+    peaks = [row["perf/flops_per_s"] / row["perf/mfu"] for row in rows]
+    assert peaks == pytest.approx([peaks[0]] * len(rows))
+    sent = {int(r["_step"]): r for r in history(finished) if "train/loss" in r}
+    for row in rows:
+        told = {key: value for key, value in row.items() if key.startswith("perf/")}
+        assert told.items() <= sent[row["step"]].items()
+
+
+def test_slow_parts_are_named_and_a_profile_is_a_trace_that_changes_no_loss(
+    folder: Path, tmp_path: Path, finished: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pause planted in one part of each of some steps; the last three are profiled."""
+    run, pause_s, slow = tmp_path / "slow", 0.7, {1: "data_wait", 2: "forward", 3: "backward", 4: "update"}
+    current = [0]
+    real_next, real_step, real_report = loop.next_or_stop, loop.train_step, loop.report
+    real_predict, real_update = step_module.predict, VJEPA3D.update_target
+
+    def pause(part: str) -> None:
+        time.sleep(pause_s if slow.get(current[0]) == part else 0)
+
+    def next_or_stop(*args):
+        pause("data_wait")
+        return real_next(*args)
+
+    def train_step(*args):
+        result = real_step(*args)
+        current[0] = args[5] + 1
+        return result
+
+    def predict(*args, **kwargs):
+        output = real_predict(*args, **kwargs)
+        pause("forward")
+        if output.loss_B.requires_grad:
+            output.loss_B.register_hook(lambda _: pause("backward"))
+        return output
+
+    def update_target(*args):
+        pause("update")
+        real_update(*args)
+
+    def report(run_log, gauges, step, values):
+        time.sleep(pause_s if step == 6 else 0)
+        real_report(run_log, gauges, step, values)
+
+    for where, name, planted in (
+        (loop, "next_or_stop", next_or_stop),
+        (loop, "train_step", train_step),
+        (loop, "report", report),
+        (step_module, "predict", predict),
+        (VJEPA3D, "update_target", update_target),
+    ):
+        monkeypatch.setattr(where, name, planted)
+    assert train(pipeline_config(folder, f"run.dir={run}", "run.profile=true")) == 0
+    monkeypatch.undo()
+    rows = {r["step"]: r for r in metrics(run) if "train/loss" in r}
+    for step, part in (*((s + 1, p) for s, p in slow.items()), (7, "logging")):
+        assert rows[step]["perf/step_s"] * rows[step][f"perf/{part}_fraction"] >= pause_s, part
+    assert without_clock(metrics(run)) == without_clock(metrics(finished))
+    assert_same_weights(run, finished)
+
+    (path,) = (run / "profile").iterdir()
+    assert str(path) in (run / "log.txt").read_text()
+    with gzip.open(path) as file:
+        names = {event.get("name") for event in json.load(file)["traceEvents"]}
+    assert {"aten::addmm", "aten::_fused_adamw_"} <= names
+
+
+def test_a_run_too_short_for_a_profile_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    cfg = small_config("vjepa2", "run.profile=true")
+    trace = StepTrace(cfg, Runtime(torch.device("cpu"), use_bf16=False), start=2)
+    assert not any(trace.at(step) for step in range(2, 7))
+    trace.close()
+    assert "run.profile: no trace, the run ended before step 8" in caplog.text

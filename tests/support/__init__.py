@@ -1,0 +1,1 @@
+"""What tests share: small trees, stores, models and processes; servers on loopback; oracles."""

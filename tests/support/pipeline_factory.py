@@ -1,0 +1,52 @@
+"""A small phantom, its store and a run on it, made once per module of tests from the real stages."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from data_setup import prepare
+from data_setup.phantom import cli as phantom
+from utils.config.load import Config, load_config
+
+ROOT = Path(__file__).resolve().parents[2]
+SMOKE = ROOT / "configs" / "smoke_test.yaml"
+
+
+def make_phantom(root: Path, participants: int = 12, *extra: str) -> Path:
+    """Write a phantom tree; returns its root."""
+    phantom.main(
+        ["--out", str(root), "--participants", str(participants), "--seed", "0", "--size", "small", *extra]
+    )
+    return root
+
+
+def pipeline_overrides(folder: Path) -> list[str]:
+    """Phantom, store and run under one folder; grid 2 x 3 x 4, a step in well under a second."""
+    return [
+        f"data.gcs_root={folder / 'phantom'}",
+        f"data.store={folder / 'store'}",
+        f"run.dir={folder / 'run'}",
+        "spatial.target_spacing=[0.75,0.096,0.1875]",
+        "spatial.image_size=[8,24,32]",
+        "method.predictor_depth=2",
+        "method.predictor_width=64",
+        "train.global_batch_size=4",
+        "train.per_core_batch_size=4",
+        "train.max_steps=8",
+        "train.val_every_steps=4",
+        "train.ckpt_every_steps=2",
+        "train.log_every_steps=1",
+        "data.workers=0",
+        "train.use_bf16=false",
+        "optim.base_lr=5e-4",
+    ]
+
+
+def make_store(folder: Path) -> None:
+    """Phantom and prepared store under the folder."""
+    make_phantom(folder / "phantom")
+    assert prepare.main(["--config", str(SMOKE), "--workers", "2", *pipeline_overrides(folder)]) == 0
+
+
+def pipeline_config(folder: Path, *overrides: str) -> Config:
+    return load_config(SMOKE, [*pipeline_overrides(folder), *overrides])

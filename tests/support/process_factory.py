@@ -1,0 +1,186 @@
+"""Training runs in processes of their own: start, watch, signal, and read what they left."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+
+from tests.support.pipeline_factory import ROOT, SMOKE, pipeline_overrides
+from utils.checkpoint import load_checkpoint
+
+MODULE = "pretraining.train"
+PLANTED = "tests.support.planted"
+PATIENCE_S = 900.0  # a start takes seconds, and minutes on a machine that is busy with other things
+
+
+def environment(planted: dict[str, Any] | None = None) -> dict[str, str]:
+    """One thread each, so that sums have one order; without the W&B service of this process."""
+    kept = {k: v for k, v in os.environ.items() if not k.startswith("WANDB")}
+    ours = {"OMP_NUM_THREADS": "1", "WANDB_SILENT": "true", "PYTHONPATH": str(ROOT)}
+    return {**kept, **ours, "PLANTED": json.dumps(planted or {})}
+
+
+def command(folder: Path, *overrides: str, processes: int = 1, module: str = MODULE) -> list[str]:
+    """The documented command line, on the phantom of this folder."""
+    launcher = [sys.executable]
+    if processes > 1:
+        launcher += ["-m", "torch.distributed.run", f"--nproc-per-node={processes}"]
+    return [*launcher, "-m", module, "--config", str(SMOKE), *pipeline_overrides(folder), *overrides]
+
+
+class Running:
+    """A run that has been started; what it says goes into a file beside its run directory.
+
+    `end_all` ends what a failed test left behind.
+    """
+
+    _started: ClassVar[list[Running]] = []
+
+    def __init__(self, argv: Sequence[str], run: Path, planted: dict[str, Any] | None = None) -> None:
+        self.run = run
+        self._said = run.with_suffix(".txt")
+        with self._said.open("a") as file:
+            self.process = subprocess.Popen(
+                argv, cwd=ROOT, stdout=file, stderr=file, env=environment(planted), start_new_session=True
+            )
+
+        self._started.append(self)
+
+    @classmethod
+    def end_all(cls) -> None:
+        """Kill every run that is still going on, with all that it started in its process group."""
+        for running in cls._started:
+            if running.process.poll() is None:
+                os.killpg(running.process.pid, signal.SIGKILL)
+                running.process.wait()
+        cls._started.clear()
+
+    @property
+    def said(self) -> str:
+        return self._said.read_text()
+
+    def wait_for(self, condition: Callable[[], Any], seconds: float = PATIENCE_S) -> None:
+        """Until the condition holds; the run must still be going on then."""
+        deadline = time.monotonic() + seconds
+        while not condition():
+            if self.process.poll() is not None:
+                assert condition(), f"the run ended early: {self.said[-3000:]}"
+                return
+            assert time.monotonic() < deadline, f"waited {seconds:g} s for {condition}: {self.said[-3000:]}"
+            time.sleep(0.005)
+
+    def wait_for_step(self, step: int) -> None:
+        """Until this many updates are in the metrics."""
+        self.wait_for(lambda: steps_logged(self.run) >= step)
+
+    def kill(self) -> None:
+        """kill -9 of the training process; what it started ends by itself."""
+        left = [pid for pid, argv in descendants(self.process.pid).items() if "forkserver" in argv]
+        self.process.kill()
+        assert self.process.wait() in (0, -signal.SIGKILL), self.said[-3000:]
+        deadline = time.monotonic() + PATIENCE_S
+        while any(is_running(pid) for pid in left):
+            assert time.monotonic() < deadline, f"loader workers outlive their run: {left}"
+            time.sleep(0.05)
+
+    def wait(self, seconds: float = PATIENCE_S) -> int:
+        """The exit code."""
+        return self.process.wait(seconds)
+
+
+def is_running(pid: int) -> bool:
+    """Whether it is there and no zombie, which nobody may reap in a container."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def run_to_end(argv: Sequence[str], run: Path, planted: dict[str, Any] | None = None) -> str:
+    """Run a command that must succeed; returns all that was said in this run directory."""
+    running = Running(argv, run, planted)
+    assert running.wait() == 0, running.said[-5000:]
+    return running.said
+
+
+def metrics(run: Path) -> list[dict[str, Any]]:
+    """The whole lines of a run's metrics so far."""
+    path = run / "metrics.jsonl"
+    if not path.exists():
+        return []
+    return [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
+
+
+def losses(run: Path) -> dict[int, float]:
+    """Training loss by step."""
+    return {row["step"]: row["train/loss"] for row in metrics(run) if "train/loss" in row}
+
+
+def steps_logged(run: Path) -> int:
+    return max(losses(run), default=0)
+
+
+def weights(run: Path, step: int) -> dict[str, torch.Tensor]:
+    return load_checkpoint(str(run / "checkpoints" / f"step_{step:08d}.pt"))["model"]
+
+
+def assert_same_run(run: Path, other: Path, step: int) -> None:
+    """The same weights, bit for bit, and the same metrics but for the clock."""
+    for (name, a), b in zip(weights(run, step).items(), weights(other, step).values(), strict=True):
+        assert torch.equal(a, b), name
+    one, two = (
+        [{k: v for k, v in row.items() if not k.startswith("perf/")} for row in metrics(r)]
+        for r in (run, other)
+    )
+    assert one == two
+
+
+def processes() -> dict[int, tuple[int, str]]:
+    """Parent and command line of every process of this machine."""
+    found = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+                argv = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+            except (FileNotFoundError, ProcessLookupError):
+                continue
+            found[int(entry.name)] = parent, argv
+    return found
+
+
+def descendants(pid: int, everybody: dict[int, tuple[int, str]] | None = None) -> dict[int, str]:
+    """Command lines of the processes below one, of `processes()` now or as they were."""
+    everybody = processes() if everybody is None else everybody
+    below = {pid}
+    while True:
+        more = {child for child, (parent, _) in everybody.items() if parent in below} - below
+        if not more:
+            return {child: everybody[child][1] for child in below - {pid}}
+        below |= more
+
+
+def worker_of_rank(launcher: int, rank: int) -> int:
+    """The process that torchrun started for a rank."""
+    for pid, (parent, _) in processes().items():
+        if parent == launcher and f"RANK={rank}".encode() in Path(f"/proc/{pid}/environ").read_bytes().split(
+            b"\0"
+        ):
+            return pid
+    raise AssertionError(f"no process of rank {rank} below {launcher}")
+
+
+def loader_workers(pid: int) -> list[int]:
+    """Loader workers of a training process: what its fork server started."""
+    everybody = processes()
+    below = descendants(pid, everybody)
+    return [p for p in below if "multiprocessing.forkserver" in everybody.get(everybody[p][0], (0, ""))[1]]

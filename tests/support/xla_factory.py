@@ -1,0 +1,111 @@
+"""Models in training for the tests of the XLA engine, and comparisons with plain torch."""
+
+from __future__ import annotations
+
+import os
+from typing import Any, NamedTuple
+
+import torch
+
+from pretraining.engine_kernels import choose_kernels
+from pretraining.gauges.monitor import Gauges
+from pretraining.gauges.skill import SkillGauge
+from pretraining.schedules import ema_momentum, learning_rate
+from pretraining.sharding import shard_state
+from pretraining.step import Batch, build_optimizer, train_step
+from tests.support.model_factory import nano_model, uint8_batch
+from utils.checkpoint import to_host
+from utils.config.load import Config
+from utils.runtime.single import Runtime
+
+BATCH, STEPS, TOTAL = 16, 20, 40
+BAD_STEP = STEPS  # the step after those whose losses are compared has no finite loss
+
+
+def open_xla() -> Runtime:
+    """The engine, opened before the first backward pass of plain torch: autograd would not find it later."""
+    assert os.environ.get("PJRT_DEVICE") == "CPU", "make test-xla sets it"
+    assert os.environ.get("CPU_NUM_DEVICES") == "4", "make test-xla sets it"
+    return Runtime.create(use_bf16=False, data_timeout_s=60.0)
+
+
+class Run(NamedTuple):
+    """A model in training, and what its steps said."""
+
+    cfg: Config
+    model: Any
+    optimizer: torch.optim.AdamW
+    gauges: Gauges
+    runtime: Runtime
+
+    @classmethod
+    def begin(cls, cfg: Config, runtime: Runtime) -> Run:
+        model = nano_model(cfg).to(runtime.device).train()
+        skill = SkillGauge.of_model(model, runtime.device)
+        gauges = Gauges(skill, BATCH, runtime.group, runtime.read, has_fixed_targets=model.recipe == "mae")
+        run = cls(cfg, model, build_optimizer(model, cfg), gauges, runtime)
+        shard_state(model, run.optimizer, cfg, runtime)
+        choose_kernels(model, cfg, runtime)
+        runtime.end_step()
+        return run
+
+    def steps(self, runtime: Runtime, steps: range, micro: int = 1) -> list[torch.Tensor]:
+        losses = []
+        for step in steps:
+            lr, momentum = learning_rate(self.cfg, step, TOTAL), ema_momentum(self.cfg, step, TOTAL)
+            batches = [runtime.to_device(b) for b in micro_batches(self.cfg, step, micro)]
+            self.gauges.begin(measure=False)
+            parts = self.model, self.optimizer, batches, self.cfg, runtime, step, lr, momentum
+            losses.append(train_step(*parts, self.gauges.observe).loss)
+            self.gauges.finish()
+            runtime.end_step()
+        return losses
+
+    def state(self) -> dict[str, Any]:
+        parts = {
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "gauge": self.gauges.state_dict(),
+        }
+        return to_host(self.runtime.gather(parts))
+
+    def load(self, state: dict[str, Any]) -> None:
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.gauges.load_state_dict(state["gauge"])
+        shard_state(self.model, self.optimizer, self.cfg, self.runtime)
+
+
+def micro_batches(cfg: Config, step: int, micro: int) -> list[Batch]:
+    batch = uint8_batch(cfg, BATCH, step)
+    batch["row"] = batch["row"] + BATCH * step
+    if step == BAD_STEP:
+        batch["std"] = torch.zeros(BATCH)
+    size = BATCH // micro
+    return [{k: v[i * size : (i + 1) * size] for k, v in batch.items()} for i in range(micro)]
+
+
+def assert_same_weights(state: dict[str, Any], expected: dict[str, Any]) -> None:
+    """Weights, buffers and moments, bit for bit."""
+    torch.testing.assert_close(state["model"], expected["model"], rtol=0, atol=0)
+    for name, values in expected["optimizer"]["state"].items():
+        torch.testing.assert_close(state["optimizer"]["state"][name], values, rtol=0, atol=0)
+
+
+def assert_close(state: dict[str, Any], expected: dict[str, Any]) -> None:
+    """Weights and buffers, moments and step counts, and the ring of targets, within rounding."""
+    assert state["optimizer"]["param_groups"] == expected["optimizer"]["param_groups"]
+    # a bias before batch normalisation has no gradient but rounding, of which AdamW makes steps
+    weights, wanted = (
+        {name: value for name, value in s["model"].items() if name != "predictor.fc1.bias"}
+        for s in (state, expected)
+    )
+    torch.testing.assert_close(weights, wanted, rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(
+        state["optimizer"]["state"], expected["optimizer"]["state"], rtol=1e-2, atol=1e-5
+    )
+    ring, other = state["gauge"]["skill"], expected["gauge"]["skill"]
+    assert torch.equal(ring["row"], other["row"])
+    assert torch.equal(ring["valid"], other["valid"])
+    assert ring["added"] == other["added"]
+    torch.testing.assert_close(ring["ring"], other["ring"], rtol=1e-2, atol=1e-3)

@@ -1,0 +1,312 @@
+"""gs:// and s3:// against real HTTP servers on loopback, with and without faults in between."""
+
+from __future__ import annotations
+
+import io
+import itertools
+import os
+import re
+import sys
+import zipfile
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from data_setup.readers.dicom import read_volume
+from tests.support.cloud_proxy import (
+    CORRUPT,
+    CUT,
+    FAULTS,
+    LATENCY,
+    LOST,
+    RESET,
+    STALL,
+    UNFRAMED,
+    Proxy,
+    fault_proxy,
+)
+from tests.support.cloud_servers import BUCKET, gcs_server, s3_server
+from tests.support.dicom_factory import TRITON, speckle, write_opt
+from utils import storage
+from utils.config.load import StorageOptions
+from utils.storage import clients as cloud
+from utils.storage.retry import RetryPolicy
+
+PLANTED = "pl4nted-s3cret"  # must not come out anywhere
+QUICK = replace(cloud.POLICY, attempts=5, first_wait_s=0.005)
+HASTY = replace(QUICK, attempts=2, read_timeout_s=0.5)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def environment() -> Iterator[None]:
+    """Credentials that the servers do not ask for, and none of this machine."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in list(os.environ):
+            if name.startswith(("AWS_", "GOOGLE_", "STORAGE_EMULATOR", "BOTO")):
+                patch.delenv(name)
+        patch.setenv("AWS_ACCESS_KEY_ID", f"AKIA{PLANTED}")
+        patch.setenv("AWS_SECRET_ACCESS_KEY", PLANTED)
+        patch.setenv("AWS_SESSION_TOKEN", PLANTED)
+        patch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+        patch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+        yield
+
+
+@pytest.fixture(scope="module")
+def gcs() -> Iterator[str]:
+    with gcs_server() as endpoint:
+        yield endpoint
+
+
+@pytest.fixture(scope="module")
+def s3() -> Iterator[str]:
+    with s3_server() as endpoint:
+        yield endpoint
+
+
+class Bucket:
+    """A folder of its own in the bucket, behind a proxy."""
+
+    def __init__(self, scheme: str, proxy: Proxy, name: str) -> None:
+        self.scheme, self.proxy = scheme, proxy
+        self.root = f"{scheme}://{BUCKET}/{name}"
+        self.options = StorageOptions(endpoint_url=proxy.endpoint)
+
+    def url(self, *parts: str) -> str:
+        return storage.join(self.root, *parts)
+
+
+@pytest.fixture(scope="module")
+def proxies(gcs: str, s3: str) -> Iterator[dict[tuple[str, RetryPolicy], Proxy]]:
+    """A client keeps the time limits that it was made with, so each policy has endpoints of its own."""
+    with ExitStack() as stack:
+        yield {
+            (scheme, policy): stack.enter_context(fault_proxy(server))
+            for scheme, server in (("gs", gcs), ("s3", s3))
+            for policy in (QUICK, HASTY)
+        }
+
+
+@pytest.fixture(params=["gs", "s3"])
+def scheme(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture
+def policy() -> RetryPolicy:
+    return QUICK
+
+
+@pytest.fixture
+def bucket(
+    scheme: str,
+    policy: RetryPolicy,
+    proxies: dict[tuple[str, RetryPolicy], Proxy],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> Iterator[Bucket]:
+    monkeypatch.setattr(cloud, "POLICY", policy)
+    proxy = proxies[scheme, policy]
+    yield Bucket(scheme, proxy, tmp_path.name)
+    proxy.schedule = lambda method, target: None
+    proxy.requests.clear()
+    proxy.faults.clear()
+
+
+def test_operations(bucket: Bucket) -> None:
+    url, options = bucket.url, bucket.options
+    storage.write_bytes(url("a", "b.bin"), b"\x00one", options)
+    storage.write_text(url("a/c.txt"), "zwei é", options)
+    storage.write_bytes(url("a/empty"), b"", options)
+    assert storage.read_bytes(url("a/b.bin"), options) == b"\x00one"
+    assert storage.read_text(url("a/c.txt"), options) == "zwei é"
+    assert storage.read_bytes(url("a/empty"), options) == b""
+    with storage.open_url(url("a/b.bin"), options=options) as file:
+        file.seek(1)
+        assert file.read(2) == b"on"
+    assert storage.list_names(url("a"), options) == ["b.bin", "c.txt", "empty"]
+    assert storage.list_names(url(), options) == ["a"]
+    assert storage.find_names(url(), options) == ["a/b.bin", "a/c.txt", "a/empty"]
+    assert storage.list_names(url("absent"), options) == []
+    assert storage.exists(url("a"), options)
+    assert not storage.exists(url("b"), options)
+    first = storage.stat(url("a/b.bin"), options)
+    storage.write_bytes(url("a/b.bin"), b"\x00two", options)
+    assert (first.size, storage.stat(url("a/b.bin"), options).size) == (4, 4)
+    assert first.etag_or_mtime != storage.stat(url("a/b.bin"), options).etag_or_mtime
+    for _ in range(2):
+        storage.remove(url("a/b.bin"), options)
+    storage.remove(url("a"), options, recursive=True)
+    assert storage.find_names(url(), options) == []
+
+
+# aiohttp repeats GET, PUT, HEAD and DELETE itself when it loses a connection; an upload to gs:// is a POST.
+NO_WARNING = {"gs": (LATENCY,), "s3": (LATENCY, LOST, RESET)}
+
+
+def first_only(fault: str) -> Callable[[str, str], str | None]:
+    faults = iter([fault])
+    return lambda method, target: next(faults, None)
+
+
+def always(fault: str) -> Callable[[str, str], str | None]:
+    return lambda method, target: fault
+
+
+@pytest.mark.parametrize("fault", [f for f in (*FAULTS, CORRUPT, UNFRAMED) if f != STALL])
+def test_a_single_fault_passes(bucket: Bucket, fault: str, caplog: pytest.LogCaptureFixture) -> None:
+    url, options, data = bucket.url("x"), bucket.options, bytes(range(256)) * 8
+    bucket.proxy.schedule = first_only(fault)
+    storage.write_bytes(url, data, options)
+    bucket.proxy.schedule = first_only(fault)
+    assert storage.read_bytes(url, options) == data
+    if fault not in (CORRUPT, UNFRAMED):  # only objects have checksums
+        bucket.proxy.schedule = first_only(fault)
+        assert storage.list_names(bucket.root, options) == ["x"]
+        bucket.proxy.schedule = first_only(fault)
+        assert storage.stat(url, options).size == len(data)
+        bucket.proxy.schedule = first_only(fault)
+        storage.remove(url, options)
+        assert not storage.exists(url, options)
+    assert bucket.proxy.faults[fault] >= 2
+    said = [r.getMessage() for r in caplog.records if r.name == "utils.storage.retry"]
+    if fault not in NO_WARNING[bucket.scheme]:
+        line = re.compile(rf"{re.escape(url)}: attempt 1 of 5 failed \(.+\); again in 0\.0 s")
+        assert any(line.fullmatch(s) for s in said)
+    assert PLANTED not in caplog.text
+
+
+@pytest.mark.parametrize("fault", ["429", "503", CUT, UNFRAMED, CORRUPT, LOST])
+def test_a_lasting_fault_ends_after_the_attempts(bucket: Bucket, fault: str) -> None:
+    """The clients' own retries would multiply ours: gcsfs 6 times, s3fs and botocore 25 times."""
+    url, options = bucket.url("x"), bucket.options
+    storage.write_bytes(url, b"abc" * 100, options)
+    bucket.proxy.requests.clear()
+    bucket.proxy.schedule = always(fault)
+    # aiohttp repeats a request that may be repeated once, without a word, when its connection is lost.
+    expected = QUICK.attempts * (2 if fault == LOST else 1)
+    with pytest.raises(storage.StorageError, match=rf"{url}: gave up after 5 attempts in .+; check the conn"):
+        storage.read_bytes(url, options)
+    assert len(bucket.proxy.requests) == expected
+    if fault == "503":
+        with pytest.raises(storage.StorageError, match=rf"{url}: gave up after 5 attempts"):
+            storage.write_bytes(url, b"def", options)
+        with pytest.raises(storage.StorageError, match=rf"{bucket.root}: gave up after 5 attempts"):
+            storage.list_names(bucket.root, options)
+        assert len(bucket.proxy.requests) == 3 * expected
+
+
+@pytest.mark.parametrize("policy", [HASTY])
+def test_a_stall_ends_with_the_read_timeout(bucket: Bucket, caplog: pytest.LogCaptureFixture) -> None:
+    url, options = bucket.url("x"), bucket.options
+    storage.write_bytes(url, b"abc" * 100, options)
+    bucket.proxy.schedule = first_only(STALL)
+    assert storage.read_bytes(url, options) == b"abc" * 100
+    assert f"{url}: attempt 1 of 2 failed" in caplog.text
+    bucket.proxy.schedule = always(STALL)
+    with pytest.raises(storage.StorageError, match=rf"{url}: gave up after 2 attempts"):
+        storage.read_bytes(url, options)
+    assert bucket.proxy.faults[STALL] == 3
+
+
+@pytest.mark.parametrize(
+    ("code", "advice"),
+    [
+        ("401", {"gs": "gcloud auth application-default login", "s3": "AWS_ACCESS_KEY_ID"}),
+        ("403", {"gs": f"storage.objects.get.* on the bucket {BUCKET}", "s3": f"s3:GetObject.* {BUCKET}"}),
+        ("404", {"gs": f"the bucket name {BUCKET}", "s3": f"the bucket name {BUCKET}"}),
+    ],
+)
+def test_what_cannot_pass_fails_at_once(bucket: Bucket, code: str, advice: dict[str, str]) -> None:
+    bucket.proxy.schedule = always(code)
+    with pytest.raises(storage.StorageError, match=advice[bucket.scheme]) as caught:
+        storage.read_bytes(bucket.url("x"), bucket.options)
+    assert str(caught.value).startswith(bucket.url("x") + ": ")
+    assert len(bucket.proxy.requests) == 1
+    assert isinstance(caught.value, storage.StorageNotFoundError) == (code == "404")
+
+
+def test_a_missing_bucket_is_named_when_writing(bucket: Bucket) -> None:
+    url = f"{bucket.scheme}://no-such-bucket/x"
+    with pytest.raises(storage.StorageError, match="expected the bucket no-such-bucket") as caught:
+        storage.write_bytes(url, b"1", bucket.options)
+    assert not isinstance(caught.value, storage.StorageNotFoundError)
+
+
+def test_create_happens_once_also_when_the_answer_is_lost(bucket: Bucket) -> None:
+    url, options = bucket.url("lock"), bucket.options
+    bucket.proxy.schedule = first_only(LOST)
+    assert storage.create(url, b"mine", options)
+    assert len(bucket.proxy.requests) >= 2
+    assert not storage.create(url, b"theirs", options)
+    assert storage.read_bytes(url, options) == b"mine"
+
+
+@pytest.mark.parametrize("data", [b"a\r", b"a\n", b"\r\n--==0==--", b"\x00" * 3_000_000], ids=range(4))
+def test_bytes_come_back_as_they_went(bucket: Bucket, data: bytes) -> None:
+    storage.write_bytes(bucket.url("x"), data, bucket.options)
+    assert storage.read_bytes(bucket.url("x"), bucket.options) == data
+
+
+def test_a_request_that_the_server_calls_wrong_is_an_error_in_one_line(bucket: Bucket) -> None:
+    bucket.proxy.schedule = always("400")
+    with pytest.raises(storage.StorageError, match=rf"{bucket.url('x')}: "):
+        storage.write_bytes(bucket.url("x"), b"1", bucket.options)
+    assert len(bucket.proxy.requests) == 1
+
+
+def test_an_upload_that_fails_leaves_the_old_content(bucket: Bucket) -> None:
+    url, options = bucket.url("x"), bucket.options
+    storage.write_bytes(url, b"old", options)
+    bucket.proxy.schedule = lambda method, target: RESET if method in ("POST", "PUT") else None
+    with pytest.raises(storage.StorageError, match="gave up"):
+        storage.write_bytes(url, b"new" * 1000, options)
+    assert storage.read_bytes(url, options) == b"old"
+    assert storage.list_names(bucket.root, options) == ["x"]
+
+
+def test_volume_and_archive_are_read_from_the_bucket(bucket: Bucket, tmp_path: Path) -> None:
+    local = write_opt(tmp_path, speckle())
+    url, options = bucket.url(TRITON), bucket.options
+    storage.write_bytes(url, Path(local).read_bytes(), options)
+    bucket.proxy.schedule = first_only(CUT)
+    np.testing.assert_array_equal(read_volume(url, options).voxels, read_volume(local).voxels)
+    bucket.proxy.schedule = always(CUT)
+    with pytest.raises(storage.StorageError, match="gave up"):  # says nothing about the file: no reject
+        read_volume(url, options)
+    bucket.proxy.schedule = first_only("503")
+    archive = io.BytesIO()
+    with zipfile.ZipFile(archive, "w") as members:
+        members.writestr("retinal_oct/a.txt", "text")
+    storage.write_bytes(bucket.url("a.zip"), archive.getvalue(), options)
+    with storage.open_url(bucket.url("a.zip"), options=options) as file, zipfile.ZipFile(file) as members:
+        assert members.read("retinal_oct/a.txt") == b"text"
+
+
+def test_waits_grow_vary_and_end() -> None:
+    policy = RetryPolicy()
+    draws = [[policy.wait_s(attempt) for _ in range(200)] for attempt in range(1, 12)]
+    assert all(len(set(d)) > 100 for d in draws)
+    assert all(max(earlier) <= min(later) for earlier, later in itertools.pairwise(draws[:7]))
+    assert max(draws[0]) <= policy.first_wait_s
+    assert min(draws[-1]) >= 16
+    assert max(draws[-1]) <= policy.max_wait_s
+
+
+def test_credentials_in_a_url_are_refused_and_not_repeated() -> None:
+    bad = StorageOptions(endpoint_url=f"http://user:{PLANTED}@127.0.0.1:1")
+    signed = f"https://host/manifest.tsv?X-Goog-Signature={PLANTED}"
+    for url, options in ((f"s3://key:{PLANTED}@bucket/x", None), ("gs://bucket/x", bad), (signed, None)):
+        with pytest.raises(storage.StorageError, match="expected no credentials in a URL") as caught:
+            storage.read_bytes(url, options)
+        assert PLANTED not in str(caught.value)
+
+
+def test_s3_without_its_extra_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "s3fs", None)
+    with pytest.raises(storage.StorageError, match=r"s3://b/x: s3:// needs .+: pip install s3fs$"):
+        storage.read_bytes("s3://b/x", StorageOptions(endpoint_url="http://127.0.0.1:2"))

@@ -1,0 +1,369 @@
+"""The configuration: every mistake is one line that names the key, with exit code 2."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import get_args, get_type_hints
+
+import pytest
+
+from utils.config.load import (
+    BOUNDS,
+    Config,
+    ConfigError,
+    MaskFamily,
+    TrainConfig,
+    accumulation_steps,
+    changed_keys,
+    load_config,
+    parse_cli,
+    to_yaml,
+)
+
+ROOT = Path(__file__).resolve().parents[2]
+SMOKE = ROOT / "configs" / "smoke_test.yaml"
+
+
+def edited(tmp_path: Path, line: str, new: str) -> Path:
+    """The smoke test's file with the one line that matches replaced."""
+    text, count = re.subn(rf"^{line}\n", new, SMOKE.read_text(), flags=re.MULTILINE)
+    assert count == 1
+    path = tmp_path / "edited.yaml"
+    path.write_text(text)
+    return path
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda p: p.stem)
+def test_shipped_configurations_load(path: Path) -> None:
+    assert load_config(path).experiment_name == path.stem
+
+
+MAE = ["method.recipe=mae", "method.mae_target=normalised", "method.regulariser=none"]
+MAE += ["method.regulariser_weight=0"]
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda p: p.stem)
+def test_every_pretraining_configuration_can_be_switched_to_mae(path: Path) -> None:
+    method = load_config(path, MAE).method
+    assert (method.recipe, method.mae_target) == ("mae", "normalised")
+
+
+def test_mae_has_uniform_masks_or_blocks_and_not_both() -> None:
+    with pytest.raises(
+        ConfigError, match=r"method\.context_ratio: expected null with recipe mae and mask_ratio"
+    ):
+        load_config(SMOKE, [*MAE, "method.mask_ratio=0.6"])
+    with pytest.raises(
+        ConfigError, match=r"method\.mask_blocks: expected at least one family with recipe mae"
+    ):
+        load_config(SMOKE, [*MAE, "method.mask_blocks=[]"])
+    with pytest.raises(ConfigError, match=r"method\.loss: expected null with recipe mae, found l2"):
+        load_config(SMOKE, [*MAE, "method.loss=l2"])
+
+
+def test_methods_configurations_hold_the_methods_values() -> None:
+    for name, epochs in (("single", 120), ("multi", 150)):
+        c = load_config(ROOT / "configs" / f"pretrain_vjepa_{name}_domain.yaml")
+        assert c.spatial.target_spacing == (0.05, 0.02, 0.02)
+        assert (c.spatial.image_size, c.spatial.patch_size) == ((64, 384, 384), (4, 16, 16))
+        assert (c.method.mask_ratio, c.method.ema_base) == (0.6, 0.996)
+        assert (c.train.global_batch_size, c.train.per_core_batch_size, c.train.epochs) == (32, 1, epochs)
+        assert (c.optim.base_lr, c.optim.weight_decay, c.optim.betas) == (1e-4, 0.05, (0.9, 0.95))
+        assert (c.optim.warmup_ratio, c.optim.min_lr_ratio, c.optim.clip_grad_norm) == (0.03, 0.1, 0.01)
+        assert (c.train.use_bf16, c.train.ckpt_every_epochs, c.train.val_fraction) == (True, 5, 0.1)
+        assert accumulation_steps(c.train, 16) == 2  # a v4-32 has 16 chips
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("optim.base_lrr=1", ["optim.base_lrr", "base_lr'"]),
+        ("optims.base_lr=1", ["optims", "optim'"]),
+        ("optim.base_lr=fast", ["optim.base_lr", "fast", "Float"]),
+        ("train.epochs=1.5", ["train.epochs", "1.5", "Integer"]),
+        ("model.size=xl", ["model.size", "xl", "'ti'"]),
+        ("spatial.image_size=[16,96]", ["spatial.image_size", "expected 3 values", "[16, 96]"]),
+        ("spatial.image_size=[16,96,60]", ["spatial.image_size", "[4, 8, 8]", "[16, 96, 60]"]),
+        ("train.ckpt_dir=None", ["train.ckpt_dir=null"]),
+        ("data.drop_last=false", ["data.drop_last", "true"]),
+        ("data.list_strategy=single_domain", ["data.device_filter", "exactly one device"]),
+        ("method.context_ratio=0.8", ["method.context_ratio", "<= 1", "1.1"]),
+        (
+            "method.context_ratio=0.6",
+            ["method.mask_blocks[1].scale", "at most 1 - context_ratio = 0.4", "0.5"],
+        ),
+        ("method.regulariser_weight=0", ["method.regulariser_weight", "above 0"]),
+        ("method.recipe=methods", ["method.mask_ratio", "None"]),
+        ("method.predictor=mlp", ["method.context", "dense with method.predictor=mlp", "None"]),
+        ("method.context=half", ["method.context", "half", "'dense'"]),
+        ("optim.warmup_ratio=0.9", ["optim.cooldown_ratio", "<= 1"]),
+        ("train.max_steps=null", ["train.epochs", "epochs or max_steps"]),
+        ("train.max_steps=0", ["train.max_steps", "1 or more"]),
+        ("seed", ["section.key=value"]),
+        ("method.mask_ratio=0.5", ["method.mask_ratio", "null with recipe vjepa2", "0.5"]),
+        ("method.recipe=mae", ["method.mae_target", "normalised or plain with recipe mae", "None with mae"]),
+        ("method.mae_target=plain", ["method.mae_target", "null with the others", "plain with vjepa2"]),
+        ("method.mae_target=pixels", ["method.mae_target", "pixels", "'normalised'"]),
+        ("method.mask_blocks=[{scale: 0}]", ["method.mask_blocks[0].scale", "(0, 1]", "found 0.0"]),
+        ("method.mask_blocks=[{scale: 1.1}]", ["method.mask_blocks[0].scale", "(0, 1]", "found 1.1"]),
+        ("method.mask_blocks=[{scale: .nan}]", ["method.mask_blocks[0].scale", "found nan"]),
+        ("method.mask_blocks=[{scale: 1, aspect: [0, 1]}]", ["method.mask_blocks[0].aspect", "0 < low"]),
+        ("method.mask_blocks=[{scale: 1, aspect: [2, 1]}]", ["method.mask_blocks[0].aspect", "low <= high"]),
+        ("method.mask_blocks=[{scale: 1, aspect: [1, .inf]}]", ["method.mask_blocks[0].aspect", "inf"]),
+        ("method.predictor_width=0", ["method.predictor_width", "multiple of 32"]),
+        ("method.predictor_width=-32", ["method.predictor_width", "multiple of 32"]),
+        ("method.predictor_width=48", ["method.predictor_width", "multiple of 32"]),
+        ("augment.flip_w_prob=1.1", ["augment.flip_w_prob", "[0, 1]"]),
+        ("augment.scale_range=[1,0.5]", ["augment.scale_range", "low <= high"]),
+        ("spatial.target_spacing=[.inf,1,1]", ["spatial.target_spacing", "finite"]),
+        ("spatial.target_spacing=[1,0,1]", ["spatial.target_spacing", "above 0"]),
+        ("optim.base_lr=.inf", ["optim.base_lr", "finite"]),
+        ("optim.base_lr=0", ["optim.base_lr", "above 0"]),
+        ("optim.weight_decay=.nan", ["optim.weight_decay", "finite"]),
+        ("optim.clip_grad_norm=.inf", ["optim.clip_grad_norm", "finite"]),
+        ("optim.betas=[0.9,1]", ["optim.betas", "[0, 1)"]),
+        ("probe.bootstrap_samples=0", ["probe.bootstrap_samples", "1 or more"]),
+        ("eval.batch_size=0", ["eval.batch_size", "1 or more"]),
+        ("data.device_filter=[None]", ["data.device_filter", "'None'", "null"]),
+        ("train.ckpt_dir=", ["train.ckpt_dir=null"]),
+        ("train.ckpt_dir=''", ["train.ckpt_dir", "found ''", "write null"]),
+        ("method.mask_blocks=[{scale: 1, aspect: [1]}]", ["method.mask_blocks[0].aspect", "2 values", "[1]"]),
+        ("method.mask_blocks=[0.5]", ["method.mask_blocks[0]", "a section of keys", "0.5"]),
+        ("method.mask_blocks=0.5", ["method.mask_blocks", "a list", "0.5"]),
+        ("spatial=[1]", ["spatial", "a section of keys", "[1]"]),
+        ("optim.betas=[null,0.9]", ["optim.betas", "2 values", "None"]),
+        ("data.store=${data.store}", ["data.store: ", "Recursive"]),
+        ("data=${data}", ["data: ", "Recursive"]),
+        ("run.dir=${train.ckpt_dir}", ["run.dir: ", "Recursive"]),
+        ("data.device_filter=['${nowhere}']", ["data.device_filter[0]: ", "'nowhere' not found"]),
+        ("wandb.mode=off", ["wandb.mode", "write disabled", "YAML reads off as false"]),
+    ],
+)
+def test_a_mistake_names_the_key(override: str, expected: list[str]) -> None:
+    with pytest.raises(ConfigError) as error:
+        load_config(SMOKE, [override])
+    message = str(error.value)
+    assert "\n" not in message
+    for part in expected:
+        assert part in message, message
+
+
+def test_a_missing_key_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"optim\.base_lr: expected a value, found none"):
+        load_config(edited(tmp_path, "  base_lr: .*", ""))
+
+
+def test_a_missing_key_is_named_rather_than_one_that_refers_to_it(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"data\.gcs_root: expected a value, found none"):
+        load_config(edited(tmp_path, "  gcs_root: .*", ""), ["data.store=${data.gcs_root}/store"])
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [(b"- a\n- b\n", "top level: expected a section of keys"), (b"seed: \xff\n", "UTF-8 text, found 0xff")],
+)
+def test_a_file_that_is_no_configuration(tmp_path: Path, content: bytes, expected: str) -> None:
+    path = tmp_path / "other.yaml"
+    path.write_bytes(content)
+    with pytest.raises(ConfigError, match=expected) as error:
+        load_config(path)
+    assert str(error.value).startswith(f"{path}: ")
+    assert "\n" not in str(error.value)
+
+
+def test_the_text_none_in_a_file_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"train\.ckpt_dir: .*'None'; write null"):
+        load_config(edited(tmp_path, "train:", "train:\n  ckpt_dir: None\n"))
+
+
+def test_null_switches_checkpoints_off(tmp_path: Path) -> None:
+    assert load_config(SMOKE, ["train.ckpt_dir=null"]).train.ckpt_dir is None
+
+
+def test_1e4_is_a_float_in_file_and_override(tmp_path: Path) -> None:
+    assert load_config(edited(tmp_path, "  base_lr: .*", "  base_lr: 1e-4\n")).optim.base_lr == 1e-4
+    assert load_config(SMOKE, ["optim.base_lr=3e-4"]).optim.base_lr == 3e-4
+
+
+def test_interpolation_follows_overrides() -> None:
+    c = load_config(SMOKE, ["experiment_name=other", "data.gcs_root=gs://b/d"])
+    assert c.run.dir == "runs/other"
+    assert c.train.ckpt_dir == "runs/other/checkpoints"
+    assert c.data.manifest_path == "gs://b/d/retinal_oct/manifest.tsv"
+    assert load_config(SMOKE, ["data.store=${run.dir}/store"]).data.store == "runs/smoke_test/store"
+    with pytest.raises(ConfigError, match=r"run\.dir: .*nowhere"):
+        load_config(SMOKE, ["run.dir=${nowhere}"])
+
+
+def test_a_configuration_is_frozen() -> None:
+    with pytest.raises(AttributeError):
+        load_config(SMOKE).seed = 1  # type: ignore[misc]
+
+
+def test_checkpoint_flag_is_sugar_for_the_key() -> None:
+    cfg, _ = parse_cli("test", ["--config", str(SMOKE), "--checkpoint", "a.pt", "seed=3"])
+    assert (cfg.model.checkpoint, cfg.seed) == ("a.pt", 3)
+
+
+@pytest.mark.parametrize("world", [3, 5])
+def test_contradicting_batch_sizes_state_all_four_numbers(world: int) -> None:
+    cfg = load_config(
+        SMOKE, ["train.global_batch_size=16", "train.per_core_batch_size=4", "train.grad_accum_steps=2"]
+    )
+    with pytest.raises(ConfigError, match=rf"global 16 != per core 4 x world {world} x accumulation 2"):
+        accumulation_steps(cfg.train, world)
+    assert accumulation_steps(cfg.train, 2) == 2
+
+
+def test_accumulation_is_derived() -> None:
+    def train(per_core: int) -> TrainConfig:
+        sizes = ["train.global_batch_size=16", f"train.per_core_batch_size={per_core}"]
+        return load_config(SMOKE, sizes).train
+
+    assert accumulation_steps(train(2), 4) == 2
+    with pytest.raises(ConfigError, match="global 16 != per core 16 x world 2 x accumulation 1"):
+        accumulation_steps(train(16), 2)
+
+
+def test_yaml_round_trip(tmp_path: Path) -> None:
+    cfg = load_config(SMOKE, ["data.device_filter=[topcon_triton]"])
+    path = tmp_path / "again.yaml"
+    path.write_text(to_yaml(cfg))
+    assert load_config(path) == cfg
+
+
+def test_only_operational_keys_may_change_on_resume() -> None:
+    old = load_config(SMOKE)
+    allowed = ["train.max_steps=9", "train.log_every_steps=1", "wandb.mode=disabled", "data.workers=0"]
+    allowed += ["train.per_core_batch_size=8", "train.grad_accum_steps=2"]
+    allowed += ["eval.batch_size=2", "model.checkpoint=a.pt", "probe.bootstrap_samples=9"]
+    allowed += ["probe.random_init_seeds=1", "data.data_timeout_s=9", "data.cache_dir=/tmp/cache"]
+    allowed += ["train.max_bad_steps=50", "train.ckpt_every_steps=7", "train.keep_last=9"]
+    allowed += ["train.shard_parameters=true"]
+    assert changed_keys(old, load_config(SMOKE, allowed)) == []
+    for key, value in (("probe.max_volumes", 9), ("task.label_column", "age"), ("task.id_column", "id")):
+        assert [k for k, _, _ in changed_keys(old, load_config(SMOKE, [f"{key}={value}"]))] == [key]
+    assert changed_keys(old, load_config(SMOKE, ["optim.base_lr=1", "seed=2"])) == [
+        ("seed", 0, 2),
+        ("optim.base_lr", 5e-4, 1.0),
+    ]
+
+
+def test_a_cli_ends_with_one_line_and_exit_code_2() -> None:
+    command = [sys.executable, "-m", "pretraining.train", "--config", str(SMOKE), "optim.base_lrr=1"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1
+    assert "optim.base_lrr" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def sections(cls: type, prefix: str = "") -> dict[str, tuple[str, type]]:
+    """Name of the section -> (its dotted path, its class); the families of mask_blocks count as one."""
+    found = {"MaskFamily": ("method.mask_blocks", MaskFamily)} if not prefix else {}
+    for f in fields(cls):
+        default = f.default_factory() if callable(f.default_factory) else None
+        if is_dataclass(default):
+            found[f.name] = (f"{prefix}{f.name}", type(default))
+            found |= sections(type(default), f"{prefix}{f.name}.")
+    return found
+
+
+SECTIONS = sections(Config)
+
+
+def keys_read(source: str) -> set[str]:
+    """Dotted keys that a module reads.
+
+    `<anything>.section.key`; `name.key` where the module has `name = <anything>.section` or a parameter
+    `name: SectionConfig`; `getattr` of either in a function, with every key that the function spells as text.
+    """
+    tree = ast.parse(source)
+    names = {"cfg": "", "config": ""}  # variable -> section; the whole configuration is ""
+    by_class = {cls.__name__: name for name, (_path, cls) in SECTIONS.items()}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.arg) and node.annotation is not None:
+            for part in ast.walk(node.annotation):
+                if isinstance(part, ast.Name) and part.id in by_class:
+                    names[node.arg] = by_class[part.id]
+        elif isinstance(node, ast.Assign):
+            left, right = node.targets[0], node.value
+            both = isinstance(left, ast.Tuple) and isinstance(right, ast.Tuple)
+            for target, value in zip(left.elts, right.elts, strict=True) if both else [(left, right)]:
+                if (
+                    isinstance(target, ast.Name)
+                    and isinstance(value, ast.Attribute)
+                    and value.attr in SECTIONS
+                ):
+                    names[target.id] = value.attr
+
+    def section_of(node: ast.AST) -> str | None:
+        if isinstance(node, ast.Attribute):
+            return node.attr if node.attr in SECTIONS else None
+        return names.get(node.id) if isinstance(node, ast.Name) else None
+
+    read = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
+            read.add((section_of(node.value), node.attr))
+        if isinstance(node, ast.FunctionDef):
+            texts = {n.value for n in ast.walk(node) if isinstance(n, ast.Constant)}
+            calls = [n for n in ast.walk(node) if isinstance(n, ast.Call) and isinstance(n.func, ast.Name)]
+            loops = {section_of(n.args[0]) for n in calls if n.func.id == "getattr"}
+            read |= {(section, text) for section in loops for text in texts}
+    return {
+        f"{SECTIONS[section][0]}.{key}" if section else key for section, key in read if section is not None
+    }
+
+
+def test_every_number_has_bounds() -> None:
+    by_rule = {"spatial.image_size", "spatial.patch_size", "augment.scale_range", "method.predictor_width"}
+    by_rule |= {"method.mask_blocks.scale", "method.mask_blocks.aspect"}
+    numbers = {"seed"}
+    for path, cls in SECTIONS.values():
+        for name, hint in get_type_hints(cls).items():
+            if {hint, *get_args(hint)} & {int, float}:
+                numbers.add(f"{path}.{name}")
+    assert numbers - by_rule == {key for _is_inside, keys in BOUNDS.values() for key in keys}
+
+
+@pytest.mark.parametrize("key", [key for _is_inside, keys in BOUNDS.values() for key in keys])
+def test_a_number_out_of_bounds_names_its_key(key: str) -> None:
+    value = {"spatial.target_spacing": "[1,1,-1]", "optim.betas": "[0.9,-1]"}.get(key, "-1")
+    with pytest.raises(ConfigError, match=rf"{re.escape(key)}: expected .*, found .*-1"):
+        load_config(SMOKE, [f"{key}={value}"])
+
+
+def test_every_field_is_read_outside_the_schema() -> None:
+    """A key that nothing reads is a lie; checking a value is not reading it."""
+    read: set[str] = set()
+    for folder in ("data_setup", "models", "pretraining", "finetuning", "utils"):
+        for path in (ROOT / folder).glob("**/*.py"):
+            if path.parent.name != "config":
+                read |= keys_read(path.read_text())
+    config = (ROOT / "utils" / "config" / "load.py").read_text()
+    read |= keys_read(config[config.index("def accumulation_steps") : config.index("def to_yaml")])
+    leaves = {f.name for f in fields(Config)} - set(SECTIONS)
+    leaves |= {f"{path}.{f.name}" for path, cls in SECTIONS.values() for f in fields(cls)} - {
+        path for path, _cls in SECTIONS.values() if path != "method.mask_blocks"
+    }
+    only_checked = {"data.drop_last", "data.list_strategy"}
+    assert leaves - read == only_checked
+    assert len(leaves) > 70
+
+
+def test_a_key_of_another_section_or_object_is_no_read() -> None:
+    """What the search above must tell apart."""
+    assert keys_read("def f(cfg):\n    optim = cfg.optim\n    return optim.betas") >= {"optim", "optim.betas"}
+    assert "augment.gain" in keys_read("def f(a: AugmentConfig):\n    return a.gain")
+    assert "data.workers" in keys_read("def f(self):\n    return self.data.workers")
+    assert "data.max_samples" in keys_read(
+        "def f(cfg):\n    return [getattr(cfg.data, k) for k in ('max_samples',)]"
+    )
+    others = "model.compile(); cfg.wandb.workers; zarr.workers; names = ('workers',); cfg.data.workers = 1"
+    assert not keys_read(others) & {"train.workers", "data.workers"}

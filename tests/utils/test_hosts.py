@@ -1,0 +1,115 @@
+"""Several hosts of a TPU, as far as one machine can tell: who loads what, and what is agreed between them."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from data_setup.loader import MicroBatches
+from pretraining.trial import settle_memory
+from tests.support.model_factory import nano_model, small_config, uint8_batch
+from tests.support.pipeline_factory import ROOT
+from tests.support.process_factory import environment
+from utils.config.load import UserError, accumulation_steps
+from utils.runtime.single import Runtime, is_out_of_memory
+
+DEVICES_PER_HOST = 4
+
+
+@pytest.mark.parametrize("hosts", range(1, 17))
+def test_the_hosts_share_every_global_batch(hosts: int) -> None:
+    """Each loads as much as its devices take, all together every position once, in the order of the hosts."""
+    per_core, accum = 2, 3
+    devices = hosts * DEVICES_PER_HOST
+    total = devices * per_core * accum
+    sizes = f"train.global_batch_size={total}", f"train.per_core_batch_size={per_core}"
+    assert accumulation_steps(small_config("mae", *sizes).train, devices) == accum
+    parts = [list(MicroBatches(range(5, 7), total, host, hosts, accum)) for host in range(hosts)]
+    assert {len(batch) for part in parts for batch in part} == {DEVICES_PER_HOST * per_core}
+    micro_batches = zip(*parts, strict=True)
+    visited = [key for micro in micro_batches for batch in micro for key in batch]
+    assert visited == [(step, step * total + n) for step in (5, 6) for n in range(total)]
+
+
+HOST = """
+import sys, torch
+from utils.runtime.processes import join_hosts
+rank, port = int(sys.argv[1]), int(sys.argv[2])
+group = join_hosts(rank, 2, "127.0.0.1", 60.0, port)
+print(group.any(rank == 1), group.any(False), group.broadcast({"step": rank + 7}), group.collect(rank))
+whole = torch.arange(3.0)  # as on the device: each host has all of it
+print(group.sum(whole).tolist(), group.gather(whole).tolist(), group.sum_with_gradient(whole).tolist())
+print(group.share([1, 2, 3]), group.merge([4, 5]), group.is_first)
+group.close()
+"""
+
+
+def test_two_hosts_agree_and_what_is_global_stays_as_it_is() -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    hosts = [
+        subprocess.Popen(
+            [sys.executable, "-c", HOST, str(rank), str(port)],
+            cwd=ROOT, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    for rank, host in enumerate(hosts):
+        said, errors = host.communicate(timeout=300)
+        assert host.returncode == 0, errors
+        assert said.splitlines() == [
+            "True False {'step': 7} [0, 1]",
+            "[0.0, 1.0, 2.0] [0.0, 1.0, 2.0] [0.0, 1.0, 2.0]",
+            f"[1, 2, 3] [4, 5] {rank == 0}",
+        ]
+
+
+def test_xla_is_asked_for_by_pjrt_device_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And only by training: other commands are plain torch wherever they run."""
+    monkeypatch.setenv("PJRT_DEVICE", "CPU")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(UserError, match=r"^PJRT_DEVICE is set: expected torch_xla, found none; pip install"):
+        Runtime.create(use_bf16=False, data_timeout_s=1.0)
+    assert Runtime.create(use_bf16=False).device.type in ("cpu", "cuda")
+    monkeypatch.delenv("PJRT_DEVICE")
+    assert Runtime.create(use_bf16=False, data_timeout_s=1.0).device.type in ("cpu", "cuda")
+
+
+def test_xla_runs_out_of_memory_in_its_own_words() -> None:
+    assert is_out_of_memory(RuntimeError("Bad StatusOr access: RESOURCE_EXHAUSTED: reserving 27G"))
+    assert not is_out_of_memory(RuntimeError("INVALID_ARGUMENT: shapes differ"))
+
+
+class LosesWhatFails(Runtime):
+    """An engine whose tensors are lost with the program that was to compute them."""
+
+    @property
+    def failure_is_clean(self) -> bool:
+        return False
+
+
+def test_weights_that_a_failed_trial_lost_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    cfg = small_config("mae", "train.per_core_batch_size=8")
+    model = nano_model(cfg)
+    optimizer = torch.optim.AdamW(model.parameters())
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    monkeypatch.setattr("pretraining.trial.open_loader", lambda *_: [[uint8_batch(cfg, 2)]])
+    tried = []
+
+    def trial(*arguments: object) -> None:
+        tried.append(arguments[3].train.per_core_batch_size)  # type: ignore[attr-defined]
+        if len(tried) == 1:
+            with torch.no_grad():
+                next(model.parameters()).fill_(float("nan"))
+            raise RuntimeError("RESOURCE_EXHAUSTED: out of HBM")
+
+    runtime = LosesWhatFails(torch.device("cpu"), use_bf16=False)
+    fitting = settle_memory(cfg, None, None, model, optimizer, runtime, 0, trial)  # type: ignore[arg-type]
+    assert tried == [8, 4]
+    assert fitting.train.per_core_batch_size == 4
+    torch.testing.assert_close(dict(model.state_dict()), before, rtol=0, atol=0)

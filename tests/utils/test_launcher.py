@@ -1,0 +1,629 @@
+"""run_tpu_xla.sh, on folders that play the workers of a TPU VM (tests/support/fake_gcloud.py).
+
+Here a small program stands in for the training, so that starting, stopping and refusing are seen in seconds;
+tests/whole_runs/test_launcher_runs.py trains.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.launcher_factory import Pod, git, wait_for
+from tests.support.pipeline_factory import ROOT
+from tests.support.process_factory import is_running
+from utils.check_paths import check_paths
+from utils.config.load import UserError, load_config
+
+SCRIPTS = [ROOT / "run_tpu_xla.sh", ROOT / "utils" / "tpu_worker.sh", ROOT / ".ci" / "run"]
+CONFIG = "configs/small.yaml"
+OVERRIDES = ("data.store=/the store/it's", "spatial.image_size=[8,24,32]", "a.b=$HOME;*")
+
+# Stands where .venv/bin/python would: each command of the launcher, in a way that a test can see. SIGTERM is
+# taken as training takes it; torchrun's processes have sessions of their own.
+PYTHON = r"""#!/usr/bin/env bash
+train() {
+    trap 'echo "stopped by SIGTERM at step 3 of 8"; exit 0' TERM
+    if [[ -f ~/deaf ]]; then trap '' TERM; fi
+    echo "resuming"
+    while :; do sleep 0.05; done
+}
+case "$*" in
+*" torch_xla" | *" torch") [[ ! -f ~/no_package ]] ;;
+"-m utils.check_paths "*) if [[ -f ~/no_store ]]; then echo "error: data.store: none there" >&2; exit 2; fi
+    echo "store readable" ;;
+"-m pretraining.train "*)
+    printf '%s\n' "PJRT_DEVICE=${PJRT_DEVICE:-}" "$@" >~/argv
+    if [[ -f ~/broken ]]; then echo "some words"; echo "error: optim.base_lr: too hot" >&2; exit 2; fi
+    train ;;
+"-m torch.distributed.run "*)
+    trap 'echo "torchrun was signalled"; exit 1' TERM
+    printf '%s\n' "$@" >~/argv
+    setsid "$0" -m pretraining.train child &
+    wait $! ;;
+"-m venv "*) mkdir -p "$3/bin" && cp "$0" "$3/bin/python" ;;
+"-m pip "*) printf '%s\n' "$*" >>~/pip ;;
+*) echo "error: no such call: $*" >&2; exit 9 ;;
+esac
+"""
+
+
+@pytest.fixture(scope="module")
+def ready(tmp_path_factory: pytest.TempPathFactory) -> Pod:
+    """Two workers, at the commit of the source tree; each test leaves them as it found them."""
+    folder = tmp_path_factory.mktemp("pod")
+    pod = Pod(folder, 2, OCT_DEVICE_GLOB=str(folder / "accel*"))
+    python = folder / "venv" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.write_text(PYTHON)
+    python.chmod(0o755)
+    (folder / "accel0").touch()
+    for name in ("run_tpu_xla.sh", "utils/tpu_worker.sh"):
+        (pod.source / name).parent.mkdir(exist_ok=True)
+        shutil.copy(ROOT / name, pod.source / name)
+    pod.commit(
+        **{
+            CONFIG: "seed: 0\n",
+            "utils/runtime/xla.py": "import torch_xla\n",
+            "requirements.txt": "numpy\n",
+            ".gitignore": "/runs/\n",
+        }
+    )
+    done = pod.launch("sync")
+    assert done.returncode == 0, done
+    return pod
+
+
+@pytest.fixture
+def pod(ready: Pod) -> Iterator[Pod]:
+    """The workers, on which nothing runs after the test."""
+    yield ready
+    if any(is_running(pid) for pid in ready.started()):
+        ready.launch("stop", "--kill", OCT_STOP_WAIT_S="5")
+
+
+def launch(pod: Pod, *words: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return pod.launch(*words, OCT_VENV=str(pod.folder / "venv"), **environment)
+
+
+def lines(done: subprocess.CompletedProcess[str]) -> list[str]:
+    return (done.stdout + done.stderr).splitlines()
+
+
+# ---- the command line
+
+
+def test_shellcheck() -> None:
+    program = shutil.which("shellcheck") or str(Path(sys.executable).with_name("shellcheck"))
+    if not Path(program).exists():
+        pytest.skip("shellcheck is not installed (requirements-dev.txt)")
+    done = subprocess.run([program, *SCRIPTS], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+
+
+NO_CLONE = "cd oct-foundation 2>/dev/null || { echo error: no clone in oct-foundation, run sync; exit 1; }"
+SSH = "gcloud compute tpus tpu-vm ssh pod --ssh-flag=-oServerAliveInterval=30"
+
+
+def test_dry_run_prints_the_exact_commands(pod: Pod) -> None:
+    commit = git(pod.source, "rev-parse", "HEAD")
+    before = pod.calls()
+    done = pod.launch(
+        *("--zone=us-central2-b", "--project", "a-project", "--workers", "2", "--dry-run"),
+        *(CONFIG, "data.store=/the store"),
+        gcloud=False,
+        OCT_DIR="",
+    )
+    where = "--zone=us-central2-b --project=a-project"
+    go = f"{SSH} '--command={NO_CLONE}; exec bash utils/tpu_worker.sh"
+    store = r"'\''data.store=/the store'\'''"
+    train = f"env PJRT_DEVICE=TPU .venv/bin/python -m pretraining.train --config {CONFIG} {store}"
+    assert lines(done) == [
+        "# tpu pod, zone us-central2-b, project a-project, workers 2, engine xla",
+        f"# commit {commit}, clone oct-foundation",
+        f"# config {CONFIG} 'data.store=/the store'",
+        "gcloud auth list --filter=status:ACTIVE '--format=value(account)'",
+        "gcloud compute tpus tpu-vm describe pod '--format=value(state,networkEndpoints[].ipAddress.list())' "
+        f"--quiet {where}",
+        f"{go} check {commit} xla .venv 0 {CONFIG} {store} --quiet --worker=0 {where}",
+        f"{go} check {commit} xla .venv 0 {CONFIG} {store} --quiet --worker=1 {where}",
+        f"{go} start LAUNCH xla 0 {train} --quiet --worker=0 {where}",
+        f"{go} start LAUNCH xla 0 {train} --quiet --worker=1 {where}",
+    ]
+    assert done.returncode == 0
+    assert pod.calls() == before  # nothing was run
+
+
+def test_quotes_survive_two_shells(pod: Pod) -> None:
+    last = lines(pod.launch("--dry-run", CONFIG, *OVERRIDES))[-1]
+    command = next(word for word in shlex.split(last) if word.startswith("--command="))
+    assert tuple(shlex.split(command)[-len(OVERRIDES) :]) == OVERRIDES
+
+
+def test_dry_run_of_torchrun_and_sync(pod: Pod) -> None:
+    commit = git(pod.source, "rev-parse", "HEAD")
+    done = pod.launch("--dry-run", "--workers=3", "--engine=torchrun", CONFIG, OCT_MASTER_PORT="29400")
+    starts = [line for line in lines(done) if "tpu_worker.sh start" in line]
+    assert len(starts) == 3
+    for worker, line in enumerate(starts):
+        assert (
+            "start LAUNCH torchrun 0 .venv/bin/python -m torch.distributed.run --nnodes=3 "
+            f"--node-rank={worker} --nproc-per-node=1 --master-addr=ADDRESS_OF_WORKER_0 --master-port=29400 "
+            f"-m pretraining.train --config {CONFIG}' --quiet --worker={worker}"
+        ) in line
+    assert lines(pod.launch("--dry-run", "sync"))[4:] == [
+        f"# oct-sync.bundle: commit {commit[:10]} with its history; oct-sync.sh: utils/tpu_worker.sh",
+        "gcloud compute tpus tpu-vm scp SCRATCH/oct-sync.bundle SCRATCH/oct-sync.sh pod: --quiet --worker=0",
+        f"{SSH} '--command=exec bash oct-sync.sh "
+        rf"sync '\''the clone'\'' {commit} oct-sync.bundle' --quiet --worker=0",
+    ]
+
+
+@pytest.mark.slow
+def test_the_real_gcloud_knows_every_flag(pod: Pod, tmp_path: Path) -> None:
+    """Where it is installed: it reads the command line before it misses a login."""
+    if shutil.which("gcloud") is None:
+        pytest.skip("gcloud is not installed")
+    kinds: dict[str, str] = {}
+    for words in (["sync"], [CONFIG]):
+        for line in lines(pod.launch("--dry-run", "--zone=z", "--project=a-project", *words)):
+            if line.startswith("gcloud compute"):
+                kinds[line.split()[4]] = line
+    assert sorted(kinds) == ["describe", "scp", "ssh"]
+    nobody = os.environ | {
+        "CLOUDSDK_CONFIG": str(tmp_path),
+        "CLOUDSDK_CORE_CHECK_GCE_METADATA": "false",
+        "CLOUDSDK_CORE_DISABLE_PROMPTS": "1",
+    }
+    for line in [*kinds.values(), kinds["ssh"] + " --no-such-flag"]:
+        done = subprocess.run(["bash", "-c", line], env=nobody, capture_output=True, text=True, timeout=120)
+        if line.endswith("--no-such-flag"):
+            assert "unrecognized arguments" in done.stderr
+        else:
+            assert "You do not currently have an active account selected" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["strat"], "error: expected one of check setup sync start status logs stop, or a .yaml"),
+        (["start"], "error: start: expected a CONFIG, found none"),
+        (["start", "configs/none.yaml"], "error: configs/none.yaml: expected a configuration, found no such"),
+        (["start", "/etc/none.yaml"], "error: /etc/none.yaml: expected a configuration inside of"),
+        ([CONFIG, "seed"], "error: override seed: expected section.key=value"),
+        (["status", "a.b=1"], "error: status: takes no overrides"),
+        (["check", "a.b=1"], "error: check: expected a CONFIG before the overrides"),
+        (["--zone"], "error: --zone: expected a value, found none"),
+        (["--zone=", "status"], "error: unknown option --zone="),
+        (["--colour", "red"], "error: unknown option --colour"),
+        (["--engine", "jax", CONFIG], "error: --engine: expected xla, torchrun or torch, found jax"),
+        (["--engine", "torch", CONFIG], "error: --engine: expected xla or torchrun with --tpu, found torch"),
+        (["--workers", "four", "status"], "error: expected a whole number, found four"),
+        (["--workers", "0", "status"], "error: --workers: expected 1 or more, found 0"),
+        (["--worker", "1", CONFIG], "error: --worker: only for status and logs"),
+        (["--kill", "status"], "error: --kill: only for stop"),
+        (["-f", "status"], "error: --follow: only for logs"),
+        (["--commit", "nowhere", CONFIG], "error: --commit: expected a commit of ... found nowhere;"),
+        (["--worker", "7", "status"], "error: --worker: expected one below 2, found 7"),
+    ],
+)
+def test_mistakes_on_the_command_line(ready: Pod, words: list[str], told: str) -> None:
+    done = ready.launch(*words)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    start, _, end = told.partition(" ... ")
+    assert done.stderr.startswith(start)
+    assert end in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "name", ["OCT_STOP_WAIT_S", "OCT_START_GRACE_S", "OCT_MIN_DISK_GB", "OCT_MASTER_PORT"]
+)
+@pytest.mark.parametrize("value", ["15m", "2.5", "-1", "08"])
+def test_numbers_of_the_environment_are_checked_before_anything_is_done(
+    ready: Pod, name: str, value: str
+) -> None:
+    done = ready.launch("stop", **{name: value})
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith(f"error: {name}: expected a whole number, found {value}")
+    assert done.stderr.count("\n") == 1
+
+
+def test_a_verb_without_a_tpu_is_a_mistake(ready: Pod) -> None:
+    done = ready.launch("status", tpu=None)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert "status: expected --tpu NAME" in done.stderr
+
+
+def test_what_is_not_committed_does_not_start(pod: Pod) -> None:
+    (pod.source / "configs/new.yaml").write_text("seed: 1\n")
+    done = launch(pod, "start", "configs/new.yaml")
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: configs/new.yaml: not in commit")
+    (pod.source / "configs/new.yaml").unlink()
+    (pod.source / CONFIG).write_text("seed: 2\n")
+    try:
+        for verb in (["sync"], ["start", CONFIG]):
+            done = launch(pod, *verb)
+            assert done.returncode == 2
+            assert (
+                "expected no changes, found some; commit them, or name a commit with --commit" in done.stderr
+            )
+        assert launch(pod, "check", "--commit", "HEAD", CONFIG).returncode == 0
+    finally:
+        git(pod.source, "checkout", "-q", CONFIG)
+
+
+# ---- check
+
+
+def test_check_says_what_it_saw(pod: Pod) -> None:
+    done = launch(pod, "check", CONFIG, *OVERRIDES)
+    assert done.returncode == 0, done
+    short = git(pod.source, "rev-parse", "--short=10", "HEAD")
+    first, *others = lines(done)
+    assert first == "gcloud: account someone@example.com"
+    for worker, line in enumerate(others):
+        assert line.startswith(f"worker {worker}: ready: commit {short}, ")
+        assert line.endswith("GiB free, 1 devices free, store readable")
+
+
+@pytest.mark.parametrize(
+    ("change", "words", "told"),
+    [
+        ({"account": ""}, [], "error: gcloud: expected an active account, found none; run gcloud auth login"),
+        ({"name": "other"}, [], "error: tpu pod: gcloud could not describe it: ERROR: (gcloud) NOT_FOUND"),
+        ({"state": "PREEMPTED"}, [], "error: tpu pod: expected state READY, found PREEMPTED"),
+        ({"addresses": []}, [], "error: tpu pod: expected an address of every worker, found none"),
+        ({}, ["--workers=4"], "error: tpu pod: expected 4 workers, found 2"),
+    ],
+)
+def test_a_tpu_that_is_not_there(ready: Pod, change: dict, words: list[str], told: str) -> None:
+    before = dict(ready.state)
+    ready.set(**change)
+    done = launch(ready, "check", *words, CONFIG)
+    ready.set(**before)
+    assert done.returncode == 1
+    assert done.stderr.startswith(told)
+    assert done.stderr.count("\n") == 1
+
+
+def test_no_gcloud(ready: Pod) -> None:
+    done = ready.launch("status", gcloud=False)
+    assert (done.returncode, done.stderr) == (
+        1,
+        "error: gcloud: not on PATH; install the Google Cloud CLI\n",
+    )
+
+
+def test_check_names_every_fault_of_every_worker_and_nothing_starts(pod: Pod) -> None:
+    commit = git(pod.source, "rev-parse", "--short=10", "HEAD")
+    git(pod.clone(0), "commit", "-q", "--allow-empty", "-m", "Elsewhere")
+    elsewhere = git(pod.clone(0), "rev-parse", "--short=10", "HEAD")
+    (pod.clone(0) / CONFIG).write_text("seed: 2\n")
+    (pod.home(1) / "no_store").touch()
+    with (pod.folder / "accel0").open() as held:
+        done = launch(pod, "start", CONFIG, OCT_MIN_DISK_GB="99999999")
+        assert held.readable()
+    git(pod.clone(0), "checkout", "-q", CONFIG)
+    (pod.home(1) / "no_store").unlink()
+    assert done.returncode == 1
+    told = [line for line in lines(done) if "worker" in line]
+    assert [line.split(", found")[0] for line in told] == [
+        f"worker 0: error: commit: expected {commit}",
+        f"worker 0: error: clone: expected no changes in {pod.clone(0)}",
+        f"worker 0: error: disk: expected 99999999 GiB free in {pod.clone(0)}",
+        f"worker 0: error: devices: expected {pod.folder}/accel* free",
+        f"worker 1: error: disk: expected 99999999 GiB free in {pod.clone(1)}",
+        f"worker 1: error: devices: expected {pod.folder}/accel* free",
+        "worker 1: error: data.store: none there",
+        "error: nothing was started: see worker 0 1",
+    ]
+    assert told[0].endswith(f", found {elsewhere}; run sync")
+    assert told[3].endswith(f"them in use by pid {os.getpid()}")
+    assert not (pod.home(0) / "argv").exists()
+
+    (pod.home(1) / "no_package").touch()
+    (pod.folder / "accel0").unlink()
+    git(pod.clone(0), "checkout", "-q", commit)
+    pod.clone(0).rename(pod.home(0) / "away")
+    done = launch(pod, "check", CONFIG)
+    (pod.home(0) / "away").rename(pod.clone(0))
+    (pod.folder / "accel0").touch()
+    (pod.home(1) / "no_package").unlink()
+    assert [line for line in lines(done) if "worker" in line] == [
+        "worker 0: error: no clone in the clone, run sync",
+        f"worker 1: error: devices: expected {pod.folder}/accel*, found none; "
+        "this is no TPU VM, or its TPU is not attached",
+        f"worker 1: error: environment: expected torch_xla in {pod.folder}/venv, found none; run setup",
+        "error: not ready: see worker 0 1",
+    ]
+
+    pod.set(unreachable=[1])
+    followed = pod.launch("logs", "-f")
+    done = pod.launch("check", CONFIG)
+    pod.set(unreachable=[])
+    assert followed.returncode == 1
+    assert "exited with return code [255]" in followed.stderr
+    assert done.returncode == 1
+    told = [line for line in lines(done) if "worker" in line]
+    assert told == [
+        "worker 0: error: environment: expected .venv/bin/python, found none; run setup",
+        "worker 1: error: gcloud ended with exit code 255: "
+        "ERROR: (gcloud) [/usr/bin/ssh] exited with return code [255].",
+        "error: not ready: see worker 0 1",
+    ]
+
+
+@pytest.mark.slow
+def test_without_the_xla_engine_nothing_starts(pod: Pod) -> None:
+    """Each worker would train alone on its CPU, each as the first of a run of one."""
+    before = git(pod.source, "rev-parse", "HEAD")
+    pod.commit(**{"utils/runtime/xla.py": "import torch  # no torch_xla\n"})
+    assert launch(pod, "sync").returncode == 0
+    done = launch(pod, "start", CONFIG)
+    git(pod.source, "reset", "-q", "--hard", before)
+    assert launch(pod, "sync").returncode == 0
+    assert done.returncode == 1
+    assert (
+        "worker 1: error: engine xla: not in this commit (utils/runtime/xla.py does not import torch_xla)"
+        in lines(done)
+    )
+    assert not (pod.home(0) / "argv").exists()
+
+
+# ---- start, status, logs, stop
+
+
+def test_start_refuse_status_stop_and_start_again(pod: Pod) -> None:
+    decoy = subprocess.Popen(["bash", "-c", "exec -a pretraining.train sleep 60"], start_new_session=True)
+    done = launch(pod, "start", CONFIG, *OVERRIDES)
+    assert done.returncode == 0, done
+    pids = [pod.pid(worker) for worker in range(2)]
+    for worker, pid in enumerate(pids):
+        assert f"worker {worker}: started, pid {pid}" in lines(done)
+        # the ssh session is over and was killed; arguments arrive as they were typed
+        wait_for(lambda worker=worker: pod.said(worker).endswith("resuming\n"))
+        assert is_running(pid)
+        assert (pod.home(worker) / "argv").read_text().splitlines() == [
+            *("PJRT_DEVICE=TPU", "-m", "pretraining.train", "--config", CONFIG, *OVERRIDES),
+        ]
+    status = launch(pod, "status")
+    assert status.returncode == 0
+    assert f"worker 1: running, pid {pids[1]}, since" in status.stdout
+
+    again = launch(pod, "start", CONFIG)
+    assert again.returncode == 1
+    assert f"worker 0: error: a run is in progress here, pid {pids[0]}; see status, or stop it" in lines(
+        again
+    )
+    assert all(is_running(pid) for pid in pids)
+    assert "a run is in progress here" in launch(pod, "sync").stdout
+
+    follow = subprocess.Popen(
+        [pod.source / "run_tpu_xla.sh", "--tpu", "pod", "logs", "-f"],
+        env=pod.environment(),
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    done = launch(pod, "stop")
+    assert done.returncode == 0
+    for worker, pid in enumerate(pids):
+        assert (
+            f"worker {worker}: stopped, pid {pid}, exit code 0: stopped by SIGTERM at step 3 of 8"
+            in lines(done)
+        )
+        assert not is_running(pid)
+    said, _ = follow.communicate(timeout=120)  # it ends with the run
+    assert follow.returncode == 0
+    assert {"worker 0: resuming", "worker 1: stopped by SIGTERM at step 3 of 8"} <= set(said.splitlines())
+    assert is_running(decoy.pid)
+    decoy.kill()
+    decoy.wait()
+
+    status = launch(pod, "status")
+    assert status.returncode == 3
+    assert status.stdout.count("with exit code 0: stopped by SIGTERM at step 3 of 8") == 2
+
+    assert launch(pod, "start", CONFIG).returncode == 0
+    assert pod.said(0).count(" start at commit ") == 2
+    wait_for(lambda: pod.said(0).endswith("resuming\n"))
+    assert launch(pod, "logs", "-n", "1", "--worker=0").stdout == "worker 0: resuming\n"
+    os.kill(pod.pid(1), signal.SIGKILL)
+    wait_for(lambda: (pod.clone(1) / "runs/launcher/exit_code").exists())
+    status = launch(pod, "status")
+    assert status.returncode == 1
+    assert "with exit code 137" in status.stdout
+
+
+def test_status_tells_an_error_of_the_user_from_what_may_be_started_again(pod: Pod) -> None:
+    states = [pod.clone(worker) / "runs/launcher" for worker in range(2)]
+    for state in states:
+        state.mkdir(parents=True, exist_ok=True)
+        (state / "process").write_text("1 1 another-boot before xla\n")
+        (state / "exit_code").write_text("0\n")
+    assert launch(pod, "status").returncode == 3
+    (states[0] / "exit_code").write_text("2\n")
+    assert launch(pod, "status").returncode == 4
+    for state in states:
+        (state / "exit_code").unlink()
+
+
+def test_a_pid_that_is_somebody_elses_now_is_left_alone(pod: Pod) -> None:
+    """The same pid with another start time, and with the same one after a reboot."""
+    stranger = subprocess.Popen(["sleep", "600"])
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    ticks = Path(f"/proc/{stranger.pid}/stat").read_text().rpartition(")")[2].split()[19]
+    other_boot = boot[::-1]  # a fixed character in one place would be this boot's in one of 16
+    assert other_boot != boot
+    for worker, known in enumerate([f"{int(ticks) - 1} {boot}", f"{ticks} {other_boot}"]):
+        path = pod.clone(worker) / "runs/launcher/process"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"{stranger.pid} {known} before xla\n")
+    assert launch(pod, "status").returncode == 3
+    assert launch(pod, "stop").stdout == "worker 0: not running\nworker 1: not running\n"
+    assert launch(pod, "start", CONFIG).returncode == 0
+    assert is_running(stranger.pid)
+    stranger.kill()
+    stranger.wait()
+
+
+def test_one_worker_that_does_not_start_stops_the_others(pod: Pod) -> None:
+    (pod.home(1) / "broken").touch()
+    done = launch(pod, "start", CONFIG, OCT_START_GRACE_S="6")
+    (pod.home(1) / "broken").unlink()
+    assert done.returncode == 1
+    pid = pod.pid(0)
+    told = lines(done)
+    assert "worker 1: error: ended at once with exit code 2: error: optim.base_lr: too hot" in told
+    assert f"worker 0: stopped, pid {pid}, exit code 0: stopped by SIGTERM at step 3 of 8" in told
+    assert told[-1] == "error: worker 1 did not start, so the others were stopped"
+    assert not is_running(pid)
+
+
+def test_a_start_that_gcloud_repeats_is_one_start(pod: Pod) -> None:
+    """A broken connection makes gcloud send the command again."""
+    worker = [
+        *("bash", "utils/tpu_worker.sh", "start", "the-launch", "xla", "1"),
+        *(str(pod.folder / "venv/bin/python"), "-m", "pretraining.train", "x"),
+    ]
+    answers = [
+        subprocess.run(
+            worker,
+            cwd=pod.clone(0),
+            env=pod.environment() | {"HOME": str(pod.home(0))},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for _ in range(2)
+    ]
+    assert [a.returncode for a in answers] == [0, 0]
+    assert answers[0].stdout == answers[1].stdout == f"started, pid {pod.pid(0)}\n"
+    other = subprocess.run(
+        ["bash", "utils/tpu_worker.sh", "stop", "5", "yes", "another-launch"],
+        cwd=pod.clone(0),
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert other.stdout == f"left alone: pid {pod.pid(0)} is of another start\n"
+    assert is_running(pod.pid(0))
+
+
+def test_torchruns_processes_are_asked_not_torchrun(pod: Pod) -> None:
+    """It would give them 30 s and then kill them, in the middle of a checkpoint."""
+    done = launch(pod, "--engine", "torchrun", "start", CONFIG, OCT_MASTER_PORT="29555")
+    assert done.returncode == 0, done
+    assert not (pod.clone(1) / "runs/launcher/exit_code").exists()
+    wait_for(lambda: pod.said(1).endswith("resuming\n"))
+    done = launch(pod, "stop")
+    assert done.stdout.count("exit code 0: stopped by SIGTERM at step 3 of 8") == 2
+    assert "torchrun was signalled" not in pod.said(0)
+
+
+@pytest.mark.slow
+def test_stop_kill_ends_what_does_not_listen(pod: Pod) -> None:
+    (pod.home(0) / "deaf").touch()
+    assert launch(pod, "--engine", "torchrun", "start", CONFIG).returncode == 0
+    wait_for(lambda: pod.said(0).endswith("resuming\n"))
+    pid = pod.pid(0)
+    done = launch(pod, "stop", OCT_STOP_WAIT_S="1")
+    assert done.returncode == 1
+    assert f"worker 0: error: pid {pid} was sent SIGTERM and still runs after 1 s" in done.stdout
+    assert is_running(pid)
+    os.kill(pid, signal.SIGKILL)  # torchrun goes, what it started stays
+    wait_for(lambda: not is_running(pid))
+    assert "processes of it are left, pids" in launch(pod, "status", "--worker=0").stdout
+    done = launch(pod, "--engine", "torchrun", "start", CONFIG)
+    assert "worker 0: error: processes of the last run are left, pids" in done.stdout
+    done = launch(pod, "stop", "--kill", OCT_STOP_WAIT_S="1")
+    (pod.home(0) / "deaf").unlink()
+    assert "worker 0: killed what the last run had left, pids" in done.stdout
+    assert launch(pod, "status").returncode == 3
+    assert "are left" not in launch(pod, "status").stdout
+
+
+# ---- sync, setup, foreground
+
+
+def test_sync_moves_every_clone_and_loses_no_changes(pod: Pod) -> None:
+    before = git(pod.source, "rev-parse", "HEAD")
+    after = pod.commit(**{CONFIG: "seed: 5\n"})
+    (pod.clone(1) / CONFIG).write_text("seed: 7\n")
+    done = launch(pod, "sync")
+    assert done.returncode == 1
+    assert f"worker 0: at commit {after[:10]}" in lines(done)
+    assert f"worker 1: error: clone: expected no changes in {pod.clone(1)}, found some" in done.stdout
+    assert (pod.clone(1) / CONFIG).read_text() == "seed: 7\n"
+    git(pod.clone(1), "checkout", "-q", CONFIG)
+    assert launch(pod, "sync", "--commit", before).returncode == 0
+    assert {git(pod.clone(w), "rev-parse", "HEAD") for w in range(2)} == {before}
+    git(pod.source, "reset", "-q", "--hard", before)
+
+
+@pytest.mark.slow
+def test_setup_installs_once_and_says_what_is_missing(pod: Pod) -> None:
+    python = {"OCT_PYTHON": str(pod.folder / "venv/bin/python")}
+    done = pod.launch("setup", **python)
+    assert done.returncode == 1
+    told = "error: requirements-tpu.txt: not in this commit, so engine xla cannot be set up"
+    assert f"worker 0: {told}" in lines(done)
+    for said in ("installed requirements.txt", "nothing to do"):
+        done = pod.launch("setup", "--engine=torchrun", **python)
+        assert done.stdout == "".join(f"worker {w}: environment .venv: {said}\n" for w in range(2))
+    assert (pod.home(0) / "pip").read_text() == "-m pip install --quiet -r requirements.txt\n"
+    assert git(pod.clone(0), "status", "--porcelain", "--untracked-files=no") == ""
+
+
+def test_in_the_foreground(pod: Pod) -> None:
+    done = launch_foreground(pod, "--dry-run", "--engine=torch", CONFIG, "a.b=1 2")
+    assert done.stdout.endswith(f"python -m pretraining.train --config {CONFIG} 'a.b=1 2'\n")
+    commit = git(pod.source, "rev-parse", "HEAD")
+    pod.commit(**{"utils/runtime/xla.py": "import torch\n"})
+    done = launch_foreground(pod, "--engine=xla", CONFIG)
+    git(pod.source, "reset", "-q", "--hard", commit)
+    assert done.stderr == (
+        "error: engine xla: not in this tree (utils/runtime/xla.py does not import torch_xla)\n"
+    )
+    done = launch_foreground(pod, "--engine=torchrun", "--dry-run", CONFIG)
+    assert "-m torch.distributed.run --standalone --nproc-per-node=2 -m pretraining.train" in done.stdout
+    (pod.folder / "home" / "broken").touch()
+    done = launch_foreground(pod, "--engine=torch", CONFIG)
+    assert done.returncode == 2
+    assert done.stderr == "error: optim.base_lr: too hot\n"
+    (pod.folder / "home" / "broken").unlink()
+    assert "found none; make install makes it" in pod.launch("--engine=torch", CONFIG, tpu=None).stderr
+
+
+def launch_foreground(pod: Pod, *words: str) -> subprocess.CompletedProcess[str]:
+    return pod.launch(*words, tpu=None, OCT_VENV=str(pod.folder / "venv"), OCT_NPROC="2")
+
+
+# ---- the paths of a configuration
+
+
+def test_check_paths(tmp_path: Path) -> None:
+    store, ckpt = tmp_path / "store", tmp_path / "ckpt"
+    words = [f"data.store={store}", f"train.ckpt_dir={ckpt}"]
+    smoke = ROOT / "configs" / "smoke_test.yaml"
+    with pytest.raises(UserError, match=r"^data\.store: .*expected a prepared store, found none"):
+        check_paths(load_config(smoke, words))
+    store.mkdir()
+    (store / "prepare_report.json").write_text("{}")
+    assert check_paths(load_config(smoke, words)) == (
+        "store readable, checkpoints writable (on the first worker's disk, lost with its VM)"
+    )
+    assert list(ckpt.iterdir()) == []
+    assert "no checkpoints" in check_paths(load_config(smoke, [words[0], "train.ckpt_dir=null"]))
+    ckpt.rmdir()
+    ckpt.write_text("a file")
+    with pytest.raises(UserError, match=str(ckpt)):
+        check_paths(load_config(smoke, words))

@@ -1,0 +1,111 @@
+"""What a run says: offline without a key and it says so, nothing without W&B, one clock."""
+
+from __future__ import annotations
+
+import json
+import logging
+import resource
+from pathlib import Path
+
+import pytest
+
+from tests.support.model_factory import small_config
+from tests.support.wandb_reader import history
+from utils.config.load import UserError
+from utils.log import LineFile, RunLog, _has_api_key, log_failure, log_to_file, setup_logging
+
+
+@pytest.fixture
+def no_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    return tmp_path
+
+
+def test_a_key_comes_from_the_environment_or_netrc(no_key: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    url = "https://wandb.example.org"
+    assert not _has_api_key(url)
+    (no_key / ".netrc").write_text("machine wandb.example.org login user password 123\n")
+    (no_key / ".netrc").chmod(0o600)
+    assert _has_api_key(url)
+    assert not _has_api_key("https://elsewhere.example.org")
+    monkeypatch.setenv("WANDB_API_KEY", "123")
+    assert _has_api_key("https://elsewhere.example.org")
+
+
+def test_online_without_a_key_logs_offline_and_says_so(
+    no_key: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    cfg = small_config("vjepa2", "wandb.mode=online", f"run.dir={no_key / 'run'}")
+    with caplog.at_level(logging.WARNING):
+        run_log = RunLog(cfg, 0, 10, synthetic=True)
+    assert "no API key was found; logging offline" in caplog.text
+    run_log.metrics(3, {"train/loss": 0.5, "val/probe": None})
+    run_log.close()
+    assert [r["train/loss"] for r in history(no_key / "run")] == [0.5]
+
+
+def test_pictures_of_participants_are_announced(no_key: Path, caplog: pytest.LogCaptureFixture) -> None:
+    overrides = ["wandb.mode=disabled", "wandb.log_images=true", f"run.dir={no_key / 'run'}"]
+    with caplog.at_level(logging.WARNING):
+        run_log = RunLog(small_config("vjepa2", *overrides), 0, 10, synthetic=False)
+    run_log.close()
+    assert "data licence" in caplog.text
+    assert run_log.log_images
+    assert not run_log.log_artifacts
+
+
+def test_a_resumed_run_drops_what_came_after_its_checkpoint(no_key: Path) -> None:
+    cfg = small_config("vjepa2", "wandb.mode=disabled", f"run.dir={no_key / 'run'}")
+    setup_logging()
+    logging.getLogger("test").info("said before the run directory existed")
+    first = RunLog(cfg, 0, 10, synthetic=True)
+    for step in (1, 2, 3):
+        first.metrics(step, {"train/loss": float(step), "train/odd": float("nan")})
+    first.close()
+    assert "said before" in (no_key / "run" / "log.txt").read_text()
+    path = no_key / "run" / "metrics.jsonl"
+    path.write_text(path.read_text() + '{"step": 4, "tra')  # a kill cut the line
+    again = RunLog(cfg, 2, 10, synthetic=True)
+    again.metrics(3, {"train/loss": 9.0})
+    again.close()
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [(r["step"], r["train/loss"]) for r in rows] == [(1, 1.0), (2, 2.0), (3, 9.0)]
+    assert rows[0]["train/odd"] == "nan"
+
+
+def test_lines_that_a_full_disk_refuses_are_written_later(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A limit on the size of files stands for the disk: it too lets a part of a line through."""
+    path = tmp_path / "metrics.jsonl"
+    lines = LineFile(path)
+    lines.append("first")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (8, before[1]))
+    try:
+        lines.append("second")
+        lines.append("third")
+        assert path.read_text() == "first\n"
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    lines.append("fourth")
+    lines.close()
+    assert path.read_text().split() == ["first", "second", "third", "fourth"]
+    assert caplog.text.count("training goes on") == 1
+
+
+def test_why_a_run_ended_is_in_its_log_and_not_twice_on_the_console(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    setup_logging()
+    log_to_file(tmp_path / "log.txt")
+    log_failure(UserError("the reason"))
+    assert "stopped: the reason" in (tmp_path / "log.txt").read_text()
+    assert "the reason" not in capsys.readouterr().err
+    setup_logging(rank=3)
+    logging.getLogger("test").warning("said by the first process")
+    logging.getLogger("test").error("a broken disk")
+    said = capsys.readouterr().err
+    assert "rank 3: a broken disk" in said
+    assert "first process" not in said

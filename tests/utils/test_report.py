@@ -1,0 +1,448 @@
+"""The report: results.json's shape and numbers, a page that fetches nothing, and runs without a probe."""
+
+from __future__ import annotations
+
+import base64
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from data_setup.check.cli import Finding
+from data_setup.check.report import summarise
+from models.probes.participants import Prediction, paired_difference, participant_draws, verdict
+from utils.config.load import UserError
+from utils.report.cli import main, summary
+from utils.report.pictures import bscan_with_masks, feature_pca, load_snapshot, png_data, save_snapshot
+from utils.report.run_files import findings, read_run, results
+
+GRID, PATCH = (4, 12, 8), (4, 8, 8)
+
+
+GROUP = {
+    "kept": 48,
+    "rejected": {"missing_file": 1, "truncated_pixel_data": 2},
+    "shape_before": [32, 256, 128],
+    "spacing_before": [0.19, 0.0078, 0.0469],
+    "spacing_after": [0.375, 0.024, 0.09375],
+    "valid_fraction": 0.9312345,
+    "lost_fraction": 0.01,
+    "spacing_source": {"frame_positions": 48},
+    "orientation_source": {"unknown": 48},
+}
+
+
+def write_snapshot(path: Path, title: str = "step 200, row 3") -> None:
+    """A curved bright band: features follow the distance to it, the last two token columns are outside."""
+    d, h, w = np.meshgrid(*(np.arange(g * p) for g, p in zip(GRID, PATCH, strict=True)), indexing="ij")
+    depth = h - 40 - 0.01 * (w - 30) ** 2 - d
+    noise = np.random.default_rng(0).uniform(0.6, 1.0, d.shape)
+    volume = 230 * noise * np.where((depth > 0) & (depth < 22), np.exp(-depth / 15), 0.08)
+    tokens = depth.reshape(4, 4, 12, 8, 8, 8).mean(axis=(1, 3, 5)).ravel()
+    order = np.random.default_rng(0).permutation(tokens.size)
+    valid = np.ones(GRID)
+    valid[:, :, -2:] = 0
+    save_snapshot(
+        path,
+        volume=volume.astype(np.uint8),
+        context=order[:150],
+        target=order[150:260],
+        grid=GRID,
+        patch=PATCH,
+        spacing=(0.375, 0.024, 0.09375),
+        features=np.stack([np.sin(tokens * f) for f in np.linspace(0.01, 0.2, 12)], axis=1),
+        valid=valid.ravel(),
+        title=title,
+    )
+
+
+def probe_json(low: float, high: float) -> dict:
+    def row(name: str, label: str, value: float) -> dict:
+        return {
+            "name": name,
+            "label": label,
+            "balanced_accuracy": value,
+            "ci95": [value - 0.1, value + 0.1],
+            "macro_auroc": 0.7 if name == "pretrained" else None,
+            "chosen_c": 0.01,
+            "val_balanced_accuracy": 0.5,
+            "num_features": 384,
+        }
+
+    mean = (low + high) / 2
+    return {
+        "label_column": "study_group",
+        "classes": ["a", "b", "c", "d"],
+        "split": "test",
+        "checkpoint": "best_probe.pt",
+        "step": 150,
+        "n_participants": 31,
+        "rows": [
+            row("pretrained", "pre-trained encoder", 0.5 + mean),
+            row("random_init", "random initialisation", 0.5),
+            row("voxel_pca", "raw-voxel PCA", 0.3),
+        ],
+        "paired_difference": {"mean": mean, "ci95": [low, high]},
+        "verdict": verdict(mean, (low, high)),
+        "cautions": ["OVERLAP: pre-training saw 3 of the evaluated participants."],
+        "notes": ["Random initialisation: best of 3 seeds on validation participants."],
+    }
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    """A run directory as the stages write it, without probe.json."""
+    path = tmp_path / "my_run"
+    path.mkdir()
+    lines = []
+    for step in range(10, 201, 10):
+        line = {
+            "step": step,
+            "train/loss": 0.7 - 0.001 * step,
+            "train/lr": 5e-4 * min(1, step / 20),
+            "train/grad_norm": 1 / step,
+            "train/ema_momentum": 0.96,
+            "ema/init_weight": 0.96**step,
+            "train/feature_std": 0.8,
+            "train/skill_mean": None if step == 10 else 0.3,
+            "train/skill_position": 0.001 * step,
+            "perf/volumes_per_s": float(step),
+            "perf/data_wait_fraction": 0.02,
+            "perf/forward_fraction": 0.98,
+            "perf/mfu": 0.25,
+        }
+        if step % 50 == 0:
+            line |= {"val/loss": 0.6, "val/rankme": 10 + step / 10, "val/probe": 0.4}
+        lines.append(json.dumps(line))
+    (path / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    (path / "config.yaml").write_text("experiment_name: my_run\nnote: <b>not bold</b>\n")
+    (path / "provenance.json").write_text(json.dumps({"commit": "abc", "packages": {"torch": "2.9.1"}}))
+    (path / "prepare_report.json").write_text(
+        json.dumps(
+            {
+                "synthetic": True,
+                "kept": 48,
+                "rejected": {"missing_file": 1, "truncated_pixel_data": 2},
+                "by_device": {"zeiss_cirrus": GROUP},
+                "by_protocol": {"cirrus_mac_oct_oct": GROUP},
+                "participants": {"train": 16, "test": 8},
+            }
+        )
+    )
+    (path / "stages.tsv").write_text("prepare\t10.0\ntrain\t100.5\nprepare\t2.25\n")
+    write_snapshot(path / "snapshots" / "step_00000000_row_000003.npz", "step 0, row 3")
+    write_snapshot(path / "snapshots" / "step_00000200_row_000003.npz")
+    return path
+
+
+class Links(HTMLParser):
+    """Collects every attribute that makes a browser fetch something."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+        self.tags: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.found += [
+            value or "" for key, value in attrs if key in ("src", "href", "srcset", "data", "poster")
+        ]
+
+
+def test_results_without_probe(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main(["--run", str(run_dir)])
+    out = json.loads((run_dir / "results.json").read_text())
+    assert out == {
+        "data": {"kept": 48, "rejected": {"missing_file": 1, "truncated_pixel_data": 2}},
+        "pretraining": {
+            "loss_first": pytest.approx(0.69),
+            "loss_last": pytest.approx(0.5),
+            "skill_mean_last": 0.3,
+            "skill_position_last": pytest.approx(0.2),
+            "rankme_first": 15.0,
+            "rankme_last": 30.0,
+            "alarms": [],
+            "volumes_per_s": 105.0,
+            "mfu": 0.25,
+        },
+        "probe": None,
+        "seconds": {"prepare": 12.2, "train": 100.5},
+    }
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[-1].split() == ["report", str(run_dir / "report.html")]
+    assert "48 kept, 3 rejected (truncated_pixel_data 2, missing_file 1)" in printed[0]
+    assert len(printed) <= 8
+    page = (run_dir / "report.html").read_text()
+    assert "Not evaluated" in page
+    assert "synthetic data" in page
+    shares = re.findall(r"<td>([a-z ]+)</td><td[^>]*>([\d.]+%)</td>", page)
+    assert shares == [("data wait", "2.0%"), ("forward", "98.0%")]
+
+
+@pytest.mark.parametrize(
+    ("interval", "words"),
+    [
+        ((0.02, 0.1), "Pre-training beats random initialisation"),
+        ((-0.1, -0.02), "Pre-training is worse than random initialisation"),
+        ((-0.02, 0.1), "No difference shown: the interval includes zero"),
+    ],
+)
+def test_results_with_probe_whichever_side_wins(
+    run_dir: Path, interval: tuple[float, float], words: str
+) -> None:
+    (run_dir / "probe.json").write_text(json.dumps(probe_json(*interval)))
+    run = read_run(run_dir)
+    out = results(run)
+    probe = out["probe"]
+    assert set(probe) == {"pretrained", "random_init", "paired_difference", "n_participants", "verdict"}
+    assert set(probe["pretrained"]) == set(probe["random_init"]) == {"balanced_accuracy", "ci95"}
+    assert probe["random_init"]["balanced_accuracy"] == 0.5
+    assert probe["paired_difference"]["ci95"] == list(interval)
+    assert probe["verdict"].startswith(words)
+    assert dict(summary(out))["verdict"].startswith(words)
+
+
+def test_page_is_one_self_contained_file(run_dir: Path) -> None:
+    (run_dir / "probe.json").write_text(json.dumps(probe_json(0.02, 0.1)))
+    (run_dir / "check_report.json").write_text(json.dumps(check_json()))
+    main(["--run", str(run_dir)])
+    page = (run_dir / "report.html").read_text()
+    assert "Something is wrong in 1 files, of which 10 of 100 bytes (10.00%) were fetched" in page
+    assert "&lt;i&gt;.dcm</td>" in page
+    assert page.index("Pre-training beats") < page.index("In numbers")  # the verdict comes first
+    assert page.index("OVERLAP") < page.index("In numbers")
+    assert "raw-voxel PCA" in page
+    links = Links()
+    links.feed(page)
+    assert len(links.found) >= 11 + 3  # charts, masks, two pictures of features
+    for link in links.found:
+        head, _, data = link.partition(",")
+        assert head == "data:image/png;base64"
+        assert base64.b64decode(data, validate=True).startswith(b"\x89PNG")
+    assert not {"script", "link", "iframe"} & set(links.tags)
+    assert not re.search(r"https?://|@import|url\(", page)
+    assert "<b>not bold</b>" not in page  # text of the run is text
+
+
+def check_json() -> dict:
+    """What prepare --check-only writes of a tree of one bad file."""
+    finding = Finding(
+        path="oct/<i>.dcm",
+        url="",
+        is_orphan=False,
+        device="zeiss_cirrus",
+        protocol="cirrus_mac_oct_oct",
+        manifest_laterality="L",
+        size=100,
+        status="not_dicom",
+        message="expected a DICOM header, found none",
+        fetched={"header": 10},
+    )
+    return summarise([finding], {"pixel_hash": "none", "skipped": {}, "seconds": 1.0})
+
+
+def test_a_bare_run_still_reports(run_dir: Path) -> None:
+    """A short run has no validation, no pictures, no stages: all of that is said, nothing fails."""
+    (run_dir / "metrics.jsonl").write_text('{"step": 1, "train/loss": 0.5, "train/grad_norm": "nan"}\n')
+    (run_dir / "stages.tsv").unlink()
+    for path in (run_dir / "snapshots").iterdir():
+        path.unlink()
+    prepared = json.loads((run_dir / "prepare_report.json").read_text()) | {"synthetic": False}
+    (run_dir / "prepare_report.json").write_text(json.dumps(prepared))
+    main(["--run", str(run_dir)])
+    assert "Check of the tree" not in (run_dir / "report.html").read_text()
+    out = json.loads((run_dir / "results.json").read_text())
+    assert out["pretraining"]["loss_first"] == out["pretraining"]["loss_last"] == 0.5
+    assert out["pretraining"]["rankme_first"] is None
+    assert out["pretraining"]["volumes_per_s"] is None
+    assert out["pretraining"]["mfu"] is None
+    assert out["seconds"] == {}
+    page = (run_dir / "report.html").read_text()
+    assert "train/grad_norm was not finite at step 1" in page
+    assert "This run wrote no pictures" in page
+    assert "the terms of the data apply" in page
+    assert "synthetic data" not in page
+
+
+def test_a_repeated_step_counts_once(run_dir: Path) -> None:
+    """A run killed after its checkpoint logs some steps again when it resumes."""
+    with (run_dir / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 200, "train/loss": 0.25}\n{"step": 10, "train/loss": 0.75}\n')
+    run = read_run(run_dir)
+    steps = [step for step, _ in run.series["train/loss"]]
+    assert steps == list(range(10, 201, 10))
+    assert results(run)["pretraining"]["loss_first"] == 0.75
+    assert results(run)["pretraining"]["loss_last"] == 0.25
+
+
+def test_alarms_stand_in_the_table_the_page_and_results(
+    run_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    main(["--run", str(run_dir)])
+    assert re.search(r"^alarms +none$", capsys.readouterr().out, re.MULTILINE)
+    with (run_dir / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 210, "alarm": "collapse", "text": "features collapse: <b>"}\n')
+    main(["--run", str(run_dir)])
+    assert "step 210: features collapse: <b>" in capsys.readouterr().out
+    out = json.loads((run_dir / "results.json").read_text())
+    assert out["pretraining"]["alarms"] == [{"step": 210, "text": "features collapse: <b>"}]
+    assert "Alarm at step 210: features collapse: &lt;b&gt;" in (run_dir / "report.html").read_text()
+
+
+def test_findings_say_what_the_numbers_warn_of(run_dir: Path) -> None:
+    assert findings(read_run(run_dir)) == []
+    with (run_dir / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 210, "train/skill_position": -0.1, "ema/init_weight": 0.4, "val/rankme": 3.0}\n')
+    found = findings(read_run(run_dir))
+    assert len(found) == 3
+    assert "no learning beyond position" in found[0]
+    assert "from 15.0 to 3.0" in found[1]
+    assert "40%" in found[2]
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "config.yaml", "provenance.json", "prepare_report.json"])
+def test_a_missing_file_is_named(run_dir: Path, name: str) -> None:
+    (run_dir / name).unlink()
+    with pytest.raises(UserError, match=re.escape(name)):
+        main(["--run", str(run_dir)])
+
+
+def test_damage_is_named_with_its_line(run_dir: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="expected a run directory"):
+        read_run(tmp_path / "absent")
+    metrics = run_dir / "metrics.jsonl"
+    whole = metrics.read_bytes()
+    for damage in (
+        b'{"step": 21',
+        b'{"train/loss": 1}',
+        b"[1]",
+        b"7",
+        b'{"step": 21, "\xff": 1}',
+        b'{"st\x0bep": 1}',
+    ):
+        metrics.write_bytes(whole + damage + b"\n")
+        with pytest.raises(UserError, match=r'metrics.jsonl:21: expected JSON with "step"'):
+            read_run(run_dir)
+    metrics.write_bytes(b'{"step": 1, \n' + whole[:-9])
+    with pytest.raises(UserError, match=r"metrics.jsonl:1: expected JSON"):
+        read_run(run_dir)
+
+
+def test_a_run_that_is_running_or_was_killed_reports(run_dir: Path) -> None:
+    """Its last line may be cut anywhere; the lines before count."""
+    metrics = run_dir / "metrics.jsonl"
+    whole = metrics.read_bytes()
+    last = whole.rindex(b"\n", 0, -1) + 1
+    for end in range(last, len(whole) - 1):
+        metrics.write_bytes(whole[:end])
+        assert [step for step, _ in read_run(run_dir).series["train/loss"]] == list(range(10, 200, 10))
+    main(["--run", str(run_dir)])
+    metrics.write_bytes(whole[:-1])  # complete but for its newline
+    assert read_run(run_dir).series["train/loss"][-1][0] == 200
+
+
+# --- pictures ---
+
+
+def test_snapshot_survives_the_file(tmp_path: Path) -> None:
+    write_snapshot(tmp_path / "deep" / "a.npz")
+    snapshot = load_snapshot(tmp_path / "deep" / "a.npz")
+    assert snapshot.volume.shape == (16, 96, 64)
+    assert (snapshot.grid, snapshot.patch) == (GRID, PATCH)
+    assert snapshot.spacing == (0.375, 0.024, 0.09375)
+    assert snapshot.title == "step 200, row 3"
+    assert [p.name for p in (tmp_path / "deep").iterdir()] == ["a.npz"]  # no partial file stays
+
+
+def test_snapshot_refuses_what_does_not_fit(tmp_path: Path) -> None:
+    write_snapshot(tmp_path / "a.npz")
+    good = vars(load_snapshot(tmp_path / "a.npz"))
+    for change, message in [
+        ({"volume": good["volume"].astype(np.float32)}, "volume: expected uint8"),
+        ({"volume": good["volume"][:8]}, r"volume: expected uint8 \(16, 96, 64\)"),
+        ({"features": good["features"][:7]}, "features: expected 384 tokens, found 7"),
+        ({"colour": 1}, "expected the snapshot fields"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            save_snapshot(tmp_path / "b.npz", **{**good, **change})
+    assert not (tmp_path / "b.npz").exists()
+
+
+def test_masks_lie_on_their_patches(tmp_path: Path) -> None:
+    """Token (d 2, h 1, w 3) as the only context: in plane 9 exactly its 8 x 8 voxels are tinted blue."""
+    write_snapshot(tmp_path / "a.npz")
+    good = vars(load_snapshot(tmp_path / "a.npz"))
+    token = np.ravel_multi_index((2, 1, 3), GRID)
+    good |= {
+        "context": np.array([token]),
+        "target": np.array([], int),
+        "volume": np.zeros((16, 96, 64), np.uint8),
+    }
+    save_snapshot(tmp_path / "b.npz", **good)
+    figure = bscan_with_masks(load_snapshot(tmp_path / "b.npz"), num_planes=16)
+    tinted = {plane: figure.axes[16 + plane].images[0].get_array() for plane in (7, 8, 9, 11, 12)}
+    for plane, image in tinted.items():
+        where = np.argwhere(image[..., 2] > 0)
+        if plane in (8, 9, 11):
+            assert where.min(axis=0).tolist() == [8, 24]
+            assert where.max(axis=0).tolist() == [15, 31]
+            assert len(where) == 64
+        else:
+            assert len(where) == 0
+    good["valid"][token] = 0  # padding belongs to neither set
+    save_snapshot(tmp_path / "b.npz", **good)
+    figure = bscan_with_masks(load_snapshot(tmp_path / "b.npz"), num_planes=16)
+    assert not figure.axes[16 + 9].images[0].get_array().any()
+
+
+def test_pictures_have_the_proportions_of_the_eye(tmp_path: Path) -> None:
+    write_snapshot(tmp_path / "a.npz")
+    snapshot = load_snapshot(tmp_path / "a.npz")
+    for figure in (bscan_with_masks(snapshot), feature_pca(snapshot)):
+        assert all(axis.get_aspect() == 1.0 for axis in figure.axes)
+    extents = [axis.images[0].get_extent() for axis in feature_pca(snapshot).axes]
+    height, width, length = 96 * 0.024, 64 * 0.09375, 16 * 0.375  # mm
+    for extent, expected in zip(extents, [height, length, length, height], strict=True):
+        np.testing.assert_allclose(extent, (0, width, expected, 0))
+
+
+def test_feature_colours_follow_the_features_and_leave_invalid_tokens_grey(tmp_path: Path) -> None:
+    write_snapshot(tmp_path / "a.npz")
+    good = vars(load_snapshot(tmp_path / "a.npz"))
+    rows = np.indices(GRID)[1].ravel()
+    features = np.zeros((384, 6))
+    features[:, 0] = rows  # one direction only: the axial position
+    save_snapshot(tmp_path / "b.npz", **{**good, "features": features})
+    image = feature_pca(load_snapshot(tmp_path / "b.npz")).axes[3].images[0].get_array()
+    red = image[:, 0, 0]
+    assert red[0] == 0
+    assert red[-1] == 1
+    assert (np.diff(red) >= 0).all()
+    np.testing.assert_array_equal(image[:, -2:], 0.5)
+
+
+def test_png_data_is_a_picture(tmp_path: Path) -> None:
+    write_snapshot(tmp_path / "a.npz")
+    text = png_data(feature_pca(load_snapshot(tmp_path / "a.npz")), dpi=40)
+    assert base64.b64decode(text.removeprefix("data:image/png;base64,")).startswith(b"\x89PNG")
+
+
+def test_verdict_in_results_matches_real_predictions(run_dir: Path) -> None:
+    """From predictions to results.json: the sentence says what the interval says."""
+    labels = np.arange(60) % 4
+    ids = np.array([f"{i:02d}" for i in range(60)])
+    good = Prediction(ids, labels, np.eye(4)[labels])
+    poor = Prediction(ids, labels, np.eye(4)[(labels + (np.arange(60) % 3 > 0)) % 4])
+    mean, ci = paired_difference(good, poor, participant_draws(60, 300, 0))
+    probe = probe_json(*ci) | {
+        "paired_difference": {"mean": mean, "ci95": list(ci)},
+        "verdict": verdict(mean, ci),
+    }
+    (run_dir / "probe.json").write_text(json.dumps(probe))
+    out = results(read_run(run_dir))["probe"]
+    assert out["paired_difference"]["ci95"][0] > 0
+    assert out["verdict"].startswith("Pre-training beats")

@@ -1,0 +1,315 @@
+"""utils/storage.py: whole writes, named errors, the same behaviour on a disk and on an object store."""
+
+from __future__ import annotations
+
+import errno
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import zarr
+
+from utils import storage
+from utils.config.load import StorageOptions
+from utils.storage.errors import storage_error
+from utils.storage.local_copies import read_through
+from utils.storage.retry import redact
+from utils.storage.zarr_keys import zarr_store
+
+
+@pytest.fixture(params=["disk", "memory"])
+def root(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """A fresh folder on a disk and in fsspec's in-memory object store."""
+    return str(tmp_path / "root") if request.param == "disk" else f"memory://{tmp_path.name}/root"
+
+
+def test_round_trip_and_listing(root: str) -> None:
+    storage.write_bytes(storage.join(root, "a", "b.bin"), b"\x00one")
+    storage.write_text(storage.join(root, "a/c.txt"), "zwei é")
+    assert storage.read_bytes(storage.join(root, "/a/", "/b.bin")) == b"\x00one"
+    assert storage.read_text(storage.join(root, "a", "c.txt")) == "zwei é"
+    with storage.open_url(storage.join(root, "a", "c.txt"), "r") as file:
+        assert file.read() == "zwei é"
+    assert storage.list_names(storage.join(root, "a")) == ["b.bin", "c.txt"]
+    assert storage.list_names(root) == ["a"]
+    assert storage.list_names(storage.join(root, "absent")) == []
+    assert "b.bin" not in storage.list_names(storage.join(root, "a", "c.txt"))
+    assert storage.exists(storage.join(root, "a"))
+    assert storage.exists(storage.join(root, "a", "b.bin"))
+    storage.remove(storage.join(root, "a", "b.bin"))
+    storage.remove(storage.join(root, "a", "b.bin"))
+    assert not storage.exists(storage.join(root, "a", "b.bin"))
+    storage.remove(storage.join(root, "a"), recursive=True)
+    assert not storage.exists(storage.join(root, "a"))
+
+
+def test_stat_changes_with_the_content(root: str) -> None:
+    url = storage.join(root, "x")
+    storage.write_bytes(url, b"1234")
+    first = storage.stat(url)
+    time.sleep(0.02)
+    storage.write_bytes(url, b"5678")
+    assert first.size == storage.stat(url).size == 4
+    assert first.etag_or_mtime != storage.stat(url).etag_or_mtime
+
+
+def test_create_happens_once(root: str) -> None:
+    url = storage.join(root, "locks", "one")
+    assert storage.create(url, b"mine")
+    assert not storage.create(url, b"theirs")
+    assert storage.read_bytes(url) == b"mine"
+
+
+def test_missing_object_names_the_url_and_survives_pickling(root: str) -> None:
+    url = storage.join(root, "absent.dcm")
+    for read in (storage.read_bytes, storage.stat, storage.open_url):
+        with pytest.raises(storage.StorageNotFoundError, match=r"absent\.dcm: not found; check the path"):
+            read(url)
+    error = pickle.loads(pickle.dumps(storage.StorageNotFoundError(url, "not found")))
+    assert (error.url, str(error)) == (url, f"{url}: not found")
+
+
+class _Unreadable(torch.utils.data.Dataset[int]):
+    def __len__(self) -> int:
+        return 1
+
+    def __getitem__(self, index: int) -> int:
+        raise storage.StorageNotFoundError("gs://bucket/x", "not found")
+
+
+def test_an_error_of_a_loader_worker_keeps_its_name_and_text() -> None:
+    with pytest.raises(storage.StorageNotFoundError, match="gs://bucket/x: not found"):
+        next(iter(torch.utils.data.DataLoader(_Unreadable(), num_workers=1)))
+    error = pickle.loads(pickle.dumps(storage.StorageError("only a message")))
+    assert (error.url, error.problem, str(error)) == ("", "only a message", "only a message")
+
+
+def test_no_permission_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def deny(*_: object) -> bytes:
+        raise PermissionError(
+            13, "Permission denied"
+        )  # root may read everything, so chmod proves nothing here
+
+    monkeypatch.setattr(Path, "read_bytes", deny)
+    with pytest.raises(storage.StorageError, match="no permission") as caught:
+        storage.read_bytes(str(tmp_path / "secret"))
+    assert not isinstance(caught.value, storage.StorageNotFoundError)
+
+
+def test_cloud_client_errors_are_named() -> None:
+    from google.auth.exceptions import DefaultCredentialsError
+
+    error = storage_error("gs://bucket/x", DefaultCredentialsError("no default credentials"))
+    assert "gcloud auth application-default login" in str(error)
+    assert str(error).startswith("gs://bucket/x: no permission")
+
+
+def test_unknown_scheme_and_text_are_named(tmp_path: Path) -> None:
+    with pytest.raises(storage.StorageError, match="gz://bucket"):
+        storage.read_bytes("gz://bucket/x")
+    storage.write_bytes(str(tmp_path / "t"), b"\xff\xfe\x00")
+    with pytest.raises(storage.StorageError, match="expected UTF-8 text"):
+        storage.read_text(str(tmp_path / "t"))
+    with pytest.raises(ValueError, match="use write_bytes"):
+        storage.open_url(str(tmp_path / "t"), "wb")
+
+
+def test_join() -> None:
+    assert storage.join("gs://b/x/", "/retinal_oct/a.dcm") == "gs://b/x/retinal_oct/a.dcm"
+    assert storage.join("/", "a") == "/a"
+    assert storage.join("rel", "a", "", "b/") == "rel/a/b"
+    assert storage.join("", "a") == "a"
+    assert storage.is_remote("gs://b/x")
+    assert not storage.is_remote("/a/b")
+    assert not storage.is_remote("file:///a/b")
+
+
+def test_one_place_has_one_absolute_url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    names = ["a/b", "a/b/", "./a/c/../b", f"{tmp_path}/a/b", f"file://{tmp_path}/a/b/"]
+    assert {storage.absolute(n) for n in names} == {str(tmp_path / "a" / "b")}
+    assert storage.absolute("gcs://b/x/") == storage.absolute("gs://b/x") == "gs://b/x"
+
+
+def test_gs_endpoint_reaches_gcsfs_without_this_machines_account(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("GOOGLE_APPLICATION_CREDENTIALS", raising=False)
+    fs, path = storage._filesystem("gs://bucket/a/b", StorageOptions(endpoint_url="http://127.0.0.1:1"))
+    assert path == "bucket/a/b"
+    assert fs.storage_options["endpoint_url"] == "http://127.0.0.1:1"
+    assert fs.storage_options["token"] == "anon"
+
+
+def test_a_killed_write_leaves_the_old_content(tmp_path: Path) -> None:
+    """A writer killed at any moment leaves one whole version, and no name that list_names shows."""
+    url = tmp_path / "object"
+    size = 1 << 20
+    code = (
+        "import sys; from utils.storage import write_bytes\n"
+        f"write_bytes({str(url)!r}, bytes([0]) * {size}); print('ready', flush=True); n = 0\n"
+        f"while True: n += 1; write_bytes({str(url)!r}, bytes([n % 256]) * {size})"
+    )
+    for delay in (0.0, 0.004, 0.011, 0.017):
+        with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as writer:
+            assert writer.stdout is not None
+            writer.stdout.readline()
+            time.sleep(delay)
+            writer.send_signal(signal.SIGKILL)
+        data = url.read_bytes()
+        assert len(data) == size
+        assert len(set(data)) == 1
+        assert storage.list_names(str(tmp_path)) == ["object"]
+
+
+@pytest.mark.parametrize("step", ["fsync", "replace"])
+def test_a_write_that_fails_leaves_the_old_content(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    url = str(tmp_path / "object")
+    storage.write_bytes(url, b"old")
+
+    def no_space(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, step, no_space)
+    with pytest.raises(storage.StorageError, match="no space left; free some and run again"):
+        storage.write_bytes(url, b"new")
+    monkeypatch.undo()
+    assert storage.read_bytes(url) == b"old"
+    assert storage.list_names(str(tmp_path)) == ["object"]
+
+
+def test_zarr_on_the_store(root: str) -> None:
+    zarr.create_group(zarr_store(root, read_only=False))
+    array = zarr.create_array(
+        zarr_store(root, read_only=False), name="v", shape=(3, 4, 5), chunks=(1, 4, 5), dtype="uint8"
+    )
+    plane = np.arange(20, dtype=np.uint8).reshape(4, 5)
+    array[1] = plane
+    again = zarr.open_array(zarr_store(root), path="v", mode="r")
+    np.testing.assert_array_equal(again[1], plane)
+    assert not again[0].any()
+    assert list(zarr.open_group(zarr_store(root), mode="r").array_keys()) == ["v"]
+    assert storage.find_names(root) == ["v/c/1/0/0", "v/zarr.json", "zarr.json"]
+    with pytest.raises(ValueError, match="read-only"):
+        zarr_store(root).with_read_only(True)._check_writable()
+
+
+def test_a_copy_answers_when_the_remote_is_gone(tmp_path: Path) -> None:
+    url = f"memory://{tmp_path.name}/x"
+    storage.write_bytes(url, b"abc")
+    copy = tmp_path / "cache" / "k" / "x"
+    assert read_through(url, copy) == b"abc"
+    storage.remove(url)
+    assert read_through(url, copy) == b"abc"
+    assert os.listdir(copy.parent) == ["x"]
+    with pytest.raises(storage.StorageNotFoundError):
+        read_through(url, tmp_path / "other")
+
+
+@pytest.mark.parametrize("fault", ["full", "read_only", "no_folder", "copies_are_folders"])
+def test_copies_that_cannot_be_kept_cost_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, fault: str
+) -> None:
+    """Whatever is wrong with the disk of the copies, the data comes, with one warning a process."""
+    root = f"memory://{tmp_path.name}"
+    cache, fsyncs = tmp_path / "cache", []
+
+    def refuse(descriptor: int) -> None:
+        fsyncs.append(descriptor)
+        raise OSError(errno.ENOSPC if fault == "full" else errno.EROFS, "refused")
+
+    if fault in ("full", "read_only"):
+        monkeypatch.setattr(os, "fsync", refuse)
+    elif fault == "no_folder":
+        cache.write_text("a file")
+    for name in ("a", "b", "c"):
+        storage.write_bytes(f"{root}/{name}", name.encode())
+        if fault == "copies_are_folders":
+            (cache / name).mkdir(parents=True)
+    for name in ("a", "b", "c", "a"):
+        assert read_through(f"{root}/{name}", cache / name) == name.encode()
+    (said,) = [r.getMessage() for r in caplog.records]
+    assert said.startswith(f"data.cache_dir {cache}: no more local copies")
+    assert len(fsyncs) <= 1
+    if fault in ("full", "read_only"):
+        assert os.listdir(cache) == []  # a full disk needs the space
+
+
+def test_a_copy_is_on_the_disk_before_it_has_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    storage.write_bytes(f"memory://{tmp_path.name}/x", b"abc")
+    synced = []
+    monkeypatch.setattr(os, "fsync", lambda descriptor: synced.append((tmp_path / "copy").exists()))
+    read_through(f"memory://{tmp_path.name}/x", tmp_path / "copy")
+    assert synced[0] is False
+    assert (tmp_path / "copy").read_bytes() == b"abc"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Authorization: Bearer S3CR.ET-1_2/x=",
+        "authorization: Basic S3CRET==",
+        "{'Authorization': 'Bearer S3CRET'}",
+        '{"authorization":"S3CRET"}',
+        "AWS4-HMAC-SHA256 Credential=S3CRET/2020, Signature=S3CRET",
+        "refresh_token=S3CRET client_secret=S3CRET",
+        '{"refresh_token": "S3CRET", "private_key": "-----BEGIN KEY-----\\nS3CRET S3CRET"}',
+        r'"{\"access_token\": \"S3CRET\"}"',
+        "X-Amz-Security-Token: S3CRET",
+        "https://h/o?a=S3CRET&X-Goog-Signature=S3CRET",
+        "http://user:p@S3CRET@host/x",
+        "gs://AKIA1:12/S3CRET@bucket/x",
+        "s3://AKIA1:S3C/S3CRET@bucket/x",
+    ],
+)
+def test_no_secret_is_repeated(text: str) -> None:
+    assert "S3C" not in redact(f"before {text} after")
+    assert redact(f"before {text} after").startswith("before ")
+    assert redact(f"before {text} after").endswith(" after")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "gs://bucket/a@b: not found",
+        "gs://bucket/a:b@c",
+        "http://127.0.0.1:9000/bucket/a@b",
+        "http://[::1]:9000/bucket/a@b",
+        "no default credentials: see the manual",
+        "expected crc32c abc, found def",
+    ],
+)
+def test_what_is_no_secret_stays(text: str) -> None:
+    assert redact(text) == text
+
+
+@pytest.mark.parametrize("url", ["gs://AKIA1:S3C/RET@bucket/x", "s3://AKIA1:12/RET@bucket/x"])
+def test_a_secret_with_a_slash_is_refused_before_a_request(url: str) -> None:
+    with pytest.raises(storage.StorageError, match="expected no credentials in a URL") as caught:
+        storage.read_bytes(url, StorageOptions(endpoint_url="http://127.0.0.1:1"))
+    assert "RET" not in str(caught.value)
+
+
+def test_an_at_sign_in_a_name_is_no_credential(tmp_path: Path) -> None:
+    url = f"memory://{tmp_path.name}/a:b@c"
+    storage.write_bytes(url, b"1")
+    assert storage.read_bytes(url) == b"1"
+    storage._filesystem("gs://bucket/a@b", StorageOptions(endpoint_url="http://127.0.0.1:1"))
+
+
+@pytest.mark.parametrize("query", ["sv=2024&sig=S3C%2FRET", "sig=S3CRET", "X-Goog-Signature=S3CRET"])
+def test_a_signed_url_is_refused(query: str) -> None:
+    with pytest.raises(storage.StorageError, match="expected no credentials in a URL") as caught:
+        storage.read_bytes(f"memory://container/x?{query}")
+    assert "S3C" not in str(caught.value)
+    with pytest.raises(storage.StorageNotFoundError):
+        storage.read_bytes("memory://container/x?design=1")

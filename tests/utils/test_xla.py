@@ -1,0 +1,205 @@
+"""The XLA engine against plain torch: the same update from the same batch. `make test-xla` runs these, on
+four devices of a CPU; whole runs are in tests/whole_runs/test_xla_run.py.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from pretraining.optimizer import MOMENTS, SelectingAdamW
+from pretraining.step import train_step, trial_step
+from pretraining.trial import settle_memory
+from tests.support.model_factory import small_config, uint8_batch
+from tests.support.xla_counters import count_compiled, count_fallbacks, count_read_back
+from tests.support.xla_factory import BAD_STEP, BATCH, STEPS, Run, assert_close, assert_same_weights, open_xla
+from utils.counter_rng import counter_bits, counter_normal, counter_uniform
+from utils.runtime.device_peak import device_peak
+from utils.runtime.single import Runtime, provenance
+
+pytestmark = pytest.mark.xla
+SHARDED = "train.shard_parameters=true"
+RECIPES = {
+    "vjepa2": ("vjepa2", 2, ()),  # recipe, micro-batches, overrides
+    "vjepa2_sharded": ("vjepa2", 2, (SHARDED,)),
+    "vjepa2_sigreg": ("vjepa2", 1, ("method.regulariser=sigreg",)),
+    "mae": ("mae", 1, ()),
+    "methods": ("methods", 1, ()),
+    "methods_sharded": ("methods", 1, (SHARDED,)),
+}
+
+
+@pytest.fixture(scope="module")
+def xla() -> Runtime:
+    return open_xla()
+
+
+@pytest.fixture(scope="module")
+def plain(xla: Runtime) -> Runtime:
+    return Runtime(torch.device("cpu"), use_bf16=False)
+
+
+@pytest.mark.parametrize("name", list(RECIPES))
+def test_losses_are_those_of_plain_torch(name: str, xla: Runtime, plain: Runtime) -> None:
+    """With it: one program after the first step, nothing read back, nothing that XLA leaves to the CPU, the
+    same optimizer state and gauges, and an update without finite loss moves nothing.
+    """
+    recipe, micro, overrides = RECIPES[name]
+    cfg = small_config(recipe, *overrides)
+    expected = Run.begin(cfg, plain)
+    wanted = expected.steps(plain, range(STEPS), micro)
+    run = Run.begin(cfg, xla)
+    fallbacks = count_fallbacks()
+    losses = run.steps(xla, range(3), micro)
+    compiled, read_back = count_compiled(), count_read_back()
+    losses += run.steps(xla, range(3, STEPS), micro)
+    assert (count_compiled(), count_read_back()) == (compiled, read_back)
+    assert count_fallbacks() == fallbacks
+
+    assert [float(x) for x in losses[:5]] == pytest.approx([float(x) for x in wanted[:5]], rel=1e-4)
+    assert [float(x) for x in losses] == pytest.approx([float(x) for x in wanted], rel=1e-3)
+    before = run.state()
+    assert_close(before, expected.state())
+
+    (loss,) = run.steps(xla, range(BAD_STEP, BAD_STEP + 1), micro)
+    assert not bool(torch.isfinite(loss))
+    assert_same_weights(run.state(), before)
+
+
+def test_a_batch_is_spread_and_the_weights_are_everywhere(xla: Runtime) -> None:
+    from utils.runtime.xla import placement
+
+    cfg = small_config("mae")
+    run = Run.begin(cfg, xla)
+    batch = xla.to_device(uint8_batch(cfg, BATCH))
+    assert all(placement(value).startswith("{devices=[4") for value in batch.values())
+    run.steps(xla, range(2))
+    held = [*run.model.parameters(), *run.model.buffers(), run.gauges.skill.ring_RPE]
+    held += [state[name] for state in run.optimizer.state.values() for name in MOMENTS]
+    assert {placement(value) for value in held} <= {"{replicated}", ""}
+    assert xla.num_devices == 4
+    assert provenance(xla)["device"] == "xla: 4 x CPU"
+    assert "torch_xla" in provenance(xla)["packages"]
+
+
+def test_sharded_parameters_lie_in_parts_before_and_after_a_step(xla: Runtime) -> None:
+    """Every matrix of model and target with its moments; what is read back is whole."""
+    from utils.runtime.xla import placement
+
+    run = Run.begin(small_config("vjepa2", SHARDED), xla)
+    names = dict(run.model.named_parameters())
+    expected = {name for name, p in names.items() if p.ndim > 1 and any(s % 4 == 0 for s in p.shape)}
+    assert {name.split(".")[0] for name in expected} == {"encoder", "target_encoder", "predictor"}
+    for steps in (0, 2):
+        run.steps(xla, range(steps))
+        held = {name: {placement(p)} for name, p in names.items()}
+        for name, weight in run.model.trained_parameters():
+            held[name] |= {placement(run.optimizer.state[weight][moment]) for moment in MOMENTS[1:]}
+        split = {name for name, places in held.items() if all("devices=[" in place for place in places)}
+        whole = {name for name, places in held.items() if places <= {"{replicated}", ""}}
+        assert split == expected
+        assert whole == set(names) - expected
+    state = run.state()
+    assert {name: value.shape for name, value in state["model"].items() if name in names} == {
+        name: p.shape for name, p in names.items()
+    }
+
+
+def test_the_device_is_named_as_the_table_of_peaks_names_it(
+    xla: Runtime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch_xla's own answers raise under SPMD."""
+    assert xla.device_kind == "CPU"
+    assert xla.peak_memory_bytes() is None
+    monkeypatch.setenv("PJRT_DEVICE", "TPU")
+    for told, name in (("v4", "TPU v4"), ("v5litepod", "TPU v5e")):
+        monkeypatch.setattr("utils.runtime.xla.get_tpu_type", lambda told=told: told)
+        assert xla.device_kind == name
+        assert device_peak(xla.device, name, use_bf16=True).flops_per_s is not None
+
+
+def test_an_evaluation_batch_is_filled_up(xla: Runtime) -> None:
+    placed = xla.spread({"x": torch.arange(10).view(5, 2)}, 8)["x"]
+    expected = torch.tensor([[0, 1], [2, 3], [4, 5], [6, 7], *[[8, 9]] * 4])
+    assert torch.equal(xla.read(placed), expected)
+
+
+def test_random_numbers_are_the_same_bits(xla: Runtime) -> None:
+    seed = torch.tensor([0, 5, 2**31 + 1, 2**40 + 7, 2**62 - 1]).unsqueeze(1)
+    counter = torch.arange(5000, dtype=torch.int32)
+    for function in (counter_bits, counter_uniform, counter_normal):
+        drawn = function(seed.to(xla.device), counter.to(xla.device))
+        assert torch.equal(drawn.cpu(), function(seed, counter)), function.__name__
+
+
+@pytest.mark.parametrize("begins_on_xla", [True, False])
+@pytest.mark.parametrize("overrides", [(), (SHARDED,)], ids=["whole", "sharded"])
+def test_either_engine_goes_on_with_the_other_ones_state(
+    begins_on_xla: bool, overrides: tuple[str, ...], xla: Runtime, plain: Runtime
+) -> None:
+    cfg = small_config("mae", *overrides)
+    uninterrupted = Run.begin(cfg, plain)
+    wanted = uninterrupted.steps(plain, range(12))
+    engines = (xla, plain) if begins_on_xla else (plain, xla)
+    first, second = (Run.begin(cfg, runtime) for runtime in engines)
+    losses = first.steps(engines[0], range(6))
+    second.load(first.state())
+    losses += second.steps(engines[1], range(6, 12))
+    assert [float(x) for x in losses] == pytest.approx([float(x) for x in wanted], rel=1e-4)
+    assert_close(second.state(), uninterrupted.state())
+
+
+def test_bfloat16_by_autocast_with_float32_parameters(xla: Runtime) -> None:
+    import torch_xla
+
+    cfg = small_config("mae")
+    half = Runtime.create(use_bf16=True, data_timeout_s=60.0)
+    exact, rounded = (Run.begin(cfg, runtime) for runtime in (xla, half))
+    batch = half.to_device(uint8_batch(cfg, BATCH))
+    loss = train_step(rounded.model, rounded.optimizer, [batch], cfg, half, 0, 1e-3, 0.9).loss
+    products = [line for line in torch_xla._XLAC._get_xla_tensors_hlo([loss]).splitlines() if " dot(" in line]
+    assert sum(" = bf16[" in line for line in products) > 20
+    half.end_step()
+    (expected,) = exact.steps(xla, range(1))
+    assert float(loss) == pytest.approx(float(expected), rel=0.02)
+    assert float(loss) != float(expected)
+    assert {p.dtype for p in rounded.model.parameters()} == {torch.float32}
+    assert {s["exp_avg"].dtype for s in rounded.optimizer.state.values()} == {torch.float32}
+
+
+def test_the_optimizer_selects_only_where_nothing_fuses(xla: Runtime, plain: Runtime) -> None:
+    cfg = small_config("mae")
+    assert isinstance(Run.begin(cfg, xla).optimizer, SelectingAdamW)
+    assert type(Run.begin(cfg, plain).optimizer) is torch.optim.AdamW
+
+
+@pytest.mark.parametrize("overrides", [(), (SHARDED,)], ids=["whole", "sharded"])
+def test_out_of_memory_halves_the_batch_and_leaves_the_weights(
+    overrides: tuple[str, ...], xla: Runtime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the failed program was to compute is lost; the weights come back from the host, in their parts."""
+    from utils.runtime.xla import placement
+
+    cfg = small_config("mae", "train.per_core_batch_size=4", *overrides)
+    run = Run.begin(cfg, xla)
+    is_split = ["devices=[" in placement(p) for p in run.model.parameters()]
+    before = run.state()
+    batch = uint8_batch(cfg, BATCH)
+    monkeypatch.setattr("pretraining.trial.open_loader", lambda *_: [[batch]])
+    tried = []
+
+    def trial(*arguments: Any) -> None:
+        tried.append(arguments[3].train.per_core_batch_size)
+        if len(tried) == 1:
+            train_step(*arguments[:2], [arguments[2]], cfg, xla, 0, 1e-3, 0.5)  # pending, and then lost
+            raise RuntimeError("RESOURCE_EXHAUSTED: Attempting to allocate 27.53G")
+        trial_step(*arguments)
+
+    fitting = settle_memory(cfg, None, None, run.model, run.optimizer, xla, 0, trial)  # type: ignore[arg-type]
+    assert tried == [4, 2]
+    assert fitting.train.per_core_batch_size == 2
+    assert any(is_split) == bool(overrides)
+    assert ["devices=[" in placement(p) for p in run.model.parameters()] == is_split
+    assert_same_weights(run.state(), before)

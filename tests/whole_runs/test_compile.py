@@ -1,0 +1,59 @@
+"""`train.compile`: the same losses as eager; who cannot compile is told so."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from pretraining.engine_kernels import choose_kernels
+from pretraining.train import train
+from tests.support.model_factory import nano_model, small_config
+from tests.support.pipeline_factory import pipeline_config
+from utils.checkpoint import load_checkpoint
+from utils.config.load import UserError
+from utils.runtime.single import Runtime
+
+ON = "train.compile=true"
+
+
+def losses_of(run: Path) -> list[float]:
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [row["train/loss"] for row in rows if "train/loss" in row]
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # torch's compiler warns of its own code
+def test_a_compiled_run_has_the_losses_of_an_eager_one(folder: Path, tmp_path: Path) -> None:
+    """A whole run: trial step, stochastic layers, validation, and on from its checkpoint without."""
+    noise = ("method.dropout=0.1", "method.drop_path=0.1")
+    runs = tmp_path / "eager", tmp_path / "compiled"
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    for run, *compiled in ((runs[0],), (runs[1], ON)):
+        assert train(pipeline_config(folder, f"run.dir={run}", *noise, *compiled)) == 0
+        assert train(pipeline_config(folder, f"run.dir={run}", *noise, "train.max_steps=12")) == 0
+    # both branches, for context, target and predictor; validation has none of its own
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 6
+    assert not torch._dynamo.utils.counters["graph_break"]
+    losses = [losses_of(run) for run in runs]
+    assert len(losses[0]) == len(losses[1]) == 12
+    assert losses[1] == pytest.approx(losses[0], rel=1e-4)
+    assert losses[1] != losses[0]  # by rounding: another program ran
+    last = (load_checkpoint(str(run / "checkpoints" / "step_00000012.pt"))["model"] for run in runs)
+    assert len({tuple(state) for state in last}) == 1  # names of parameters
+
+
+def test_who_cannot_compile_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    cfg = small_config("vjepa2", ON)
+    monkeypatch.setenv("CXX", "no_such_compiler")
+    with pytest.raises(
+        UserError, match=r"train.compile: expected a C\+\+ compiler .* found no no_such_compiler"
+    ):
+        choose_kernels(nano_model(cfg), cfg, Runtime(torch.device("cpu"), False))
+    xla = SimpleNamespace(device=SimpleNamespace(type="xla"))
+    with pytest.raises(UserError, match="expected false with PyTorch/XLA"):
+        choose_kernels(nano_model(cfg), cfg, xla)

@@ -1,0 +1,136 @@
+"""run_tpu_xla.sh trains: four clones of this tree are the workers, and torchrun joins them over gloo.
+
+The launcher, its worker's half, the training and its checkpoints are the real ones; only gcloud is played.
+"""
+
+from __future__ import annotations
+
+import socket
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from data_setup.store.reader import PreparedStore
+from pretraining.rows import open_rows
+from pretraining.train import train
+from tests.support.launcher_factory import Pod, copy_tree, wait_for
+from tests.support.pipeline_factory import SMOKE, pipeline_config, pipeline_overrides
+from tests.support.process_factory import is_running, losses, steps_logged
+from tests.support.wandb_reader import run_ids
+from utils.checkpoint import list_steps
+from utils.config.load import load_config
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]  # seconds of CPU, minutes on a busy machine
+WORKERS = 4
+EPOCHS = 4
+CONFIG = "configs/smoke_test.yaml"
+
+# Each process writes down the rows of its batches, in its worker's home.
+SPY = """
+import os
+from pathlib import Path
+
+from data_setup.loader import Loader
+
+_batches = Loader.__iter__
+
+
+def _noted(self):
+    for step, batches in zip(self.steps, _batches(self), strict=True):
+        rows = [int(row) for batch in batches for row in batch["row"]]
+        with Path.home().joinpath("rows").open("a") as file:
+            print(len(self.steps), step, *rows, file=file)
+        yield batches
+
+
+Loader.__iter__ = _noted
+"""
+
+
+@pytest.fixture(scope="module")
+def pod(folder: Path) -> Iterator[Pod]:
+    pod = Pod(folder / "pod", WORKERS, OMP_NUM_THREADS="1", WANDB_SILENT="true")
+    copy_tree(pod.source)
+    package = "pretraining/__init__.py"
+    pod.commit(**{package: (pod.source / package).read_text() + SPY})
+    yield pod
+    if any(is_running(pid) for pid in pod.started()):
+        pod.launch("stop", "--kill", OCT_STOP_WAIT_S="1")
+
+
+def free_port() -> int:
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        return server.getsockname()[1]
+
+
+def test_four_workers_are_one_run_that_stops_and_resumes(folder: Path, pod: Pod) -> None:
+    venv = {"OCT_VENV": sys.prefix, "OCT_ENGINE": "torchrun"}
+    rows = open_rows(pipeline_config(folder), PreparedStore.open(str(folder / "store"))).train
+    assert len(rows) % WORKERS == 0
+    steps = EPOCHS * len(rows) // WORKERS
+    run = folder / "run"
+    words = [
+        *pipeline_overrides(folder),
+        *(f"train.max_steps={steps}", "train.per_core_batch_size=1", "train.val_every_steps=1000"),
+    ]
+
+    done = pod.launch("sync")
+    assert done.returncode == 0, done
+    start = ("start", CONFIG, *words)
+    done = pod.launch(*start, **venv, OCT_MASTER_PORT=str(free_port()))
+    assert done.returncode == 0, done
+    pids = [pod.pid(worker) for worker in range(WORKERS)]
+    again = pod.launch(*start, **venv)
+    assert again.returncode == 1
+    assert again.stdout.count("error: a run is in progress here, pid") == WORKERS
+    wait_for(lambda: steps_logged(run) >= 2 or not all(map(is_running, pids)), seconds=450)
+    assert all(map(is_running, pids)), pod.said(0)
+
+    done = pod.launch("stop")
+    assert done.returncode == 0, done
+    assert done.stdout.count(", exit code 0: ") == WORKERS, done.stdout
+    (stopped,) = list_steps(str(run / "checkpoints"))[-1:]
+    assert stopped == steps_logged(run) < steps - 1
+    assert (
+        f"stopped by SIGTERM at step {stopped} of {steps}; run the same command again to go on" in pod.said(0)
+    )
+    assert not any(map(is_running, pids))
+
+    done = pod.launch(*start, **venv, OCT_MASTER_PORT=str(free_port()))
+    assert done.returncode == 0, done
+    wait_for(lambda: not any(map(is_running, pod.started())), seconds=450)
+    status = pod.launch("status")
+    assert status.returncode == 3
+    assert status.stdout.count("with exit code 0: ") == WORKERS, status.stdout
+    assert f"resuming from step {stopped}" in pod.said(0)
+    assert "4 processes" in pod.said(0)
+
+    # one W&B run, one set of checkpoints, and nothing of the run in any clone
+    assert len(run_ids(run)) == 1
+    assert list_steps(str(run / "checkpoints"))[-1] == steps
+    assert list(losses(run)) == list(range(1, steps + 1))
+    for worker in range(WORKERS):
+        assert [p.name for p in (pod.clone(worker) / "runs").iterdir()] == ["launcher"]
+
+    # each volume once per epoch, over all workers and both starts
+    seen: dict[int, list[int]] = {}
+    for worker in range(WORKERS):
+        for line in (pod.home(worker) / "rows").read_text().splitlines():
+            left, step, *own = map(int, line.split())
+            trial = left == 1  # before the first update, the trial step reads the batch that is next
+            first = left == steps
+            if not trial and step < (stopped if first else steps):
+                seen.setdefault(step, []).extend(own)
+    assert sorted(seen) == list(range(steps))
+    order = [row for step in range(steps) for row in seen[step]]
+    for epoch in range(EPOCHS):
+        assert sorted(order[epoch * len(rows) :][: len(rows)]) == sorted(rows)
+
+    # and the numbers are those of one process
+    alone = folder / "alone"
+    changes = [*words, "train.per_core_batch_size=4", f"run.dir={alone}"]
+    assert train(load_config(SMOKE, changes)) == 0
+    assert losses(run) == pytest.approx(losses(alone), rel=1e-5)

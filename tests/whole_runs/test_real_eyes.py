@@ -1,0 +1,49 @@
+"""The path on two real OCT eyes: one trains, one validates; batches span epochs; the report shows them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from data_setup import prepare
+from data_setup.store.reader import PreparedStore
+from pretraining import train
+from tests.support.pipeline_factory import ROOT, SMOKE
+from utils.checkpoint import load_checkpoint
+from utils.report import cli as report
+
+EYES = ROOT.parent / "shared" / "data" / "real_oct"
+
+
+@pytest.mark.skipif(not EYES.is_dir(), reason="the two real eyes are not part of the project")
+def test_prepare_train_and_report_on_real_eyes(tmp_path: Path) -> None:
+    arguments = [
+        "--config",
+        str(SMOKE),
+        f"data.gcs_root={EYES}",
+        f"data.manifest_path={EYES}/retinal_oct/manifest.tsv",
+        f"data.store={tmp_path / 'store'}",
+        f"run.dir={tmp_path / 'run'}",
+        "train.max_steps=10",
+        "train.global_batch_size=4",
+        "train.per_core_batch_size=4",
+        "data.workers=0",
+    ]
+    assert prepare.main(arguments) == 0
+    store = PreparedStore.open(str(tmp_path / "store"))
+    assert list(store.index["person_id"]) == ["9001", "9002"]
+    assert store.attrs["synthetic"] is False
+    assert train.main(arguments) == 0
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    losses = [r["train/loss"] for r in rows if "train/loss" in r]
+    assert losses[-1] < losses[0]
+    assert all(r["val/loss"] > 0 for r in rows if "val/loss" in r)
+    state = load_checkpoint(str(tmp_path / "run" / "checkpoints" / "step_00000010.pt"))
+    assert state["participants"] == ["9001", "9002"]
+    report.main(["--run", str(tmp_path / "run")])
+    page = (tmp_path / "run" / "report.html").read_text()
+    assert "topcon_triton" in page
+    assert page.count("data:image/png;base64") >= 4
+    assert json.loads((tmp_path / "run" / "results.json").read_text())["probe"] is None

@@ -1,0 +1,236 @@
+"""torchrun: two processes are one run. The same losses, files, decisions and end, whoever is hit or dies."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pandas as pd
+import pytest
+import torch
+
+from data_setup.store.reader import PreparedStore
+from pretraining import train as loop
+from pretraining.rows import open_rows
+from tests.support.pipeline_factory import pipeline_config
+from tests.support.process_factory import (
+    PLANTED,
+    Running,
+    command,
+    is_running,
+    loader_workers,
+    losses,
+    metrics,
+    run_to_end,
+    weights,
+    worker_of_rank,
+)
+from tests.support.wandb_reader import run_ids
+from utils.checkpoint import list_steps
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
+STEPS = 12
+TWO = (f"train.max_steps={STEPS}", "train.per_core_batch_size=2")
+ONE = (f"train.max_steps={STEPS}",)
+RECIPES = {
+    "vjepa2": (),
+    "methods": (
+        *("method.recipe=methods", "method.mask_ratio=0.6", "method.ema_base=0.996", "method.dropout=0.1"),
+        *("method.drop_path=0.1", "method.regulariser=none", "method.regulariser_weight=0"),
+    ),
+    "mae": ("method.recipe=mae", "method.mae_target=normalised"),
+}
+FILES = {"config.yaml", "log.txt", "metrics.jsonl", "prepare_report.json", "provenance.json", "wandb_id.txt"}
+
+
+@pytest.fixture(autouse=True)
+def no_run_stays() -> Iterator[None]:
+    yield
+    Running.end_all()
+
+
+def train_alone(folder: Path, run: Path, *overrides: str) -> None:
+    """One process, one thread, as torchrun's have."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        assert loop.train(pipeline_config(folder, f"run.dir={run}", *overrides)) == 0
+    finally:
+        torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def alone(folder: Path) -> Path:
+    """An uninterrupted run of one process."""
+    train_alone(folder, folder / "alone", *ONE)
+    return folder / "alone"
+
+
+def assert_same_numbers(run: Path, other: Path) -> None:
+    """Every metric of every line, but for the clock; what is not finite is text."""
+    for row, expected in zip(metrics(run), metrics(other), strict=True):
+        assert row.keys() == expected.keys()
+        for key in row:
+            if expected[key] is None or isinstance(expected[key], str):
+                assert row[key] == expected[key], (row["step"], key)
+            elif key.endswith("/loss"):
+                assert row[key] == pytest.approx(expected[key], rel=1e-5), (row["step"], key)
+            elif not key.startswith("perf/"):
+                assert row[key] == pytest.approx(expected[key], rel=1e-3, abs=1e-6), (row["step"], key)
+
+
+def assert_one_set_of_files(run: Path) -> None:
+    assert {p.name for p in run.iterdir() if p.is_file()} == FILES
+    assert {p.name for p in run.iterdir() if p.is_dir()} == {"checkpoints", "snapshots", "wandb"}
+    assert len(run_ids(run)) == 1
+    assert list_steps(str(run / "checkpoints"))[-1] == STEPS
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_two_processes_have_the_losses_of_one(
+    folder: Path, tmp_path: Path, recipe: str, request: pytest.FixtureRequest
+) -> None:
+    one, two = tmp_path / f"one_{recipe}", tmp_path / f"two_{recipe}"
+    if recipe == "vjepa2":
+        one = request.getfixturevalue("alone")
+    else:
+        train_alone(folder, one, *ONE, *RECIPES[recipe])
+    said = run_to_end(command(folder, f"run.dir={two}", *TWO, *RECIPES[recipe], processes=2), two)
+    assert "2 per device x 2 processes x 1 accumulated" in said
+    assert said.count("finished at step") == 1  # the second process is silent
+    assert len(metrics(two)) > STEPS
+    assert_same_numbers(two, one)
+    assert_one_set_of_files(two)
+    assert len(list((two / "wandb").glob("offline-run-*"))) == 1
+
+
+def test_two_one_two_processes_over_resumes(
+    folder: Path, tmp_path: Path, alone: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both stops by SIGTERM, the first to the second process only."""
+    run = tmp_path / "two_one_two"
+    two = command(folder, f"run.dir={run}", *TWO, processes=2)
+    running = Running(two, run)
+    running.wait_for_step(2)
+    os.kill(worker_of_rank(running.process.pid, 1), signal.SIGTERM)
+    assert running.wait() == 0, running.said[-3000:]
+    first = list_steps(str(run / "checkpoints"))[-1]
+    assert first == max(losses(run)) < STEPS - 3
+    assert f"stopped by SIGTERM at step {first} of {STEPS}; run the same command again" in running.said
+
+    real = loop.train_step
+
+    def step_then_signal(*args):
+        if args[5] == first + 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return real(*args)
+
+    monkeypatch.setattr(loop, "train_step", step_then_signal)
+    train_alone(folder, run, *ONE)
+    assert list_steps(str(run / "checkpoints"))[-1] == first + 2
+    run_to_end(two, run)
+    assert f"resuming from step {first + 2}" in (run / "log.txt").read_text()
+    assert_same_numbers(run, alone)
+    assert_one_set_of_files(run)
+
+
+def test_a_process_that_dies_ends_all_and_the_run_goes_on_later(
+    folder: Path, tmp_path: Path, alone: Path
+) -> None:
+    run = tmp_path / "dies"
+    running = Running(command(folder, f"run.dir={run}", *TWO, processes=2), run)
+    running.wait_for_step(3)
+    os.kill(worker_of_rank(running.process.pid, 1), signal.SIGKILL)
+    start = time.monotonic()
+    assert running.wait() != 0
+    assert time.monotonic() - start < 60
+    log = (run / "log.txt").read_text()
+    assert "stopped: rank 0 lost another of the 2 processes of this run" in log
+    newest = list_steps(str(run / "checkpoints"))[-1]
+    assert f"The last good checkpoint is {run}/checkpoints/step_{newest:08d}.pt" in log
+    train_alone(folder, run, *ONE)
+    assert_same_numbers(run, alone)
+
+
+def test_both_take_the_same_decisions(folder: Path, tmp_path: Path) -> None:
+    """Out of memory on one process halves the batch of both; a NaN of one skips the update of both. Every
+    epoch visits each volume once.
+    """
+    store = tmp_path / "nan_store"
+    shutil.copytree(folder / "store", store)
+    index = pd.read_parquet(store / "index.parquet")
+    rows = open_rows(pipeline_config(folder), PreparedStore.open(str(folder / "store"))).train
+    index.loc[index.index[rows[0]], "intensity_mean"] = float("nan")
+    index.to_parquet(store / "index.parquet")
+    steps = 2 * len(rows) // 4
+    bad = (f"data.store={store}", f"train.max_steps={steps}")
+    one, two, seen = tmp_path / "decides_alone", tmp_path / "decides", tmp_path / "seen"
+    seen.mkdir()
+    train_alone(folder, one, *bad)
+    planted = {"rank": 1, "out_of_memory_above": 1, "seen": str(seen)}
+    argv = command(folder, f"run.dir={two}", *TWO, *bad, processes=2, module=PLANTED)
+    said = run_to_end(argv, two, planted)
+    assert said.count("per_core_batch_size 2 -> 1") == 1
+    assert metrics(one)[-1]["step"] == steps
+    skipped = [line for line in said.splitlines() if "update skipped" in line]
+    assert [s.split("WARNING")[1] for s in skipped] == [
+        s.split("WARNING")[1] for s in (one / "log.txt").read_text().splitlines() if "update skipped" in s
+    ]
+    assert 1 <= len(skipped) == metrics(two)[-2]["train/bad_steps"] <= 3
+    assert all(bool(torch.isfinite(w).all()) for w in weights(two, steps).values())
+    assert_same_numbers(two, one)
+    visits = [
+        list(map(int, line.split())) for rank in "01" for line in (seen / rank).read_text().splitlines()
+    ]
+    for epoch in range(2):
+        inside = [r for step, *r in visits if epoch * steps <= 2 * step < (epoch + 1) * steps]
+        assert sorted(r for part in inside for r in part) == sorted(rows)
+
+
+def test_a_loader_worker_that_hangs_is_named_by_the_first_process(folder: Path, tmp_path: Path) -> None:
+    """The second process's worker hangs; all end with code 2 and the reason is in the one log."""
+    run = tmp_path / "hangs"
+    overrides = (*TWO, "data.workers=1", "data.data_timeout_s=4", "train.max_steps=4000")
+    argv = command(folder, f"run.dir={run}", *overrides, processes=2, module=PLANTED)
+    running = Running(argv, run, {"grace_s": 30})
+    running.wait_for_step(2)
+    (hung,) = loader_workers(worker_of_rank(running.process.pid, 1))
+    os.kill(hung, signal.SIGSTOP)
+    start = time.monotonic()
+    assert running.wait() != 0
+    assert time.monotonic() - start < 120
+    (told,) = [line for line in (run / "log.txt").read_text().splitlines() if "stopped: " in line]
+    assert "stopped: rank 1" in told
+    assert "expected a batch within data.data_timeout_s = 4 s" in told
+    assert "The last good checkpoint is" in told
+    assert not is_running(hung)
+
+
+HANGS = """
+import sys, time, torch
+from utils.runtime.processes import LostPeer, join
+group = join(torch.device("cpu"), 4.0)
+assert group.any(group.rank == 1)
+if group.rank == 1:
+    time.sleep(600)
+try:
+    group.sum(torch.ones(3))
+except LostPeer as error:
+    print(error, flush=True)
+    sys.exit(2)
+"""
+
+
+def test_a_process_that_hangs_is_given_up_after_its_time(tmp_path: Path) -> None:
+    script = tmp_path / "hangs.py"
+    script.write_text(HANGS)
+    argv = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", str(script)]
+    running = Running(argv, tmp_path / "hangs")
+    assert running.wait(100) != 0
+    assert "rank 0 lost another of the 2 processes of this run" in running.said
+    assert "silent for 4 s" in running.said

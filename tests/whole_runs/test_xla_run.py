@@ -1,0 +1,117 @@
+"""Whole runs with the XLA engine in this process, on four devices of a CPU: `make test-xla`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from models import vit3d
+from pretraining import train as loop
+from tests.support.pipeline_factory import pipeline_config
+from tests.support.process_factory import losses, metrics
+from tests.support.xla_counters import count_compiled, count_fallbacks, count_read_back
+from utils.checkpoint import list_steps
+from utils.runtime.single import Runtime
+
+pytestmark = [pytest.mark.xla, pytest.mark.timeout(3600)]
+STEPS = 12
+GLOBAL = ("train.global_batch_size=8", "train.per_core_batch_size=8")
+SPREAD = ("train.global_batch_size=8", "train.per_core_batch_size=1")  # four devices: two micro-batches
+
+
+@pytest.fixture(scope="module")
+def small() -> Iterator[None]:
+    """Encoders of this process are small, so that a program compiles within seconds. And the engine is opened
+    before the first backward pass of plain torch: autograd would not find it later.
+    """
+    Runtime.create(use_bf16=False, data_timeout_s=60.0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(vit3d.SIZES, "ti", vit3d.Size(2, 48, 2))
+        yield
+
+
+def train(folder: Path, name: str, engine: str, *overrides: str, stop_after: int | None = None) -> Path:
+    """A run in this process, which asks for the signal's end after so many steps; returns its directory."""
+    own = GLOBAL if engine == "torch" else SPREAD
+    own += ("train.shard_parameters=true",) if engine == "sharded" else ()
+    cfg = pipeline_config(folder, f"run.dir={folder / name}", f"train.max_steps={STEPS}", *own, *overrides)
+    real = loop.train_step
+
+    def step_then_signal(*arguments: Any) -> Any:
+        result = real(*arguments)
+        if arguments[5] + 1 == stop_after:
+            arguments[4].stop_requested = True
+        return result
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop, "train_step", step_then_signal)
+        if engine == "torch":
+            patch.delenv("PJRT_DEVICE")
+        assert loop.train(cfg) == 0
+    return folder / name
+
+
+@pytest.fixture(scope="module")
+def plain(folder: Path, small: None) -> Path:
+    return train(folder, "plain", "torch")
+
+
+@pytest.mark.parametrize(
+    ("first", "second"), [("xla", "torch"), ("torch", "xla"), ("sharded", "torch"), ("xla", "sharded")]
+)
+def test_a_run_goes_on_with_the_other_engine(first: str, second: str, folder: Path, plain: Path) -> None:
+    name = f"{first}_then_{second}"
+    run = train(folder, name, first, stop_after=6)
+    assert list_steps(str(run / "checkpoints"))[-1] == 6
+    assert train(folder, name, second) == run
+    expected = losses(plain)
+    assert list(losses(run)) == list(range(1, STEPS + 1))
+    assert losses(run) == pytest.approx(expected, rel=1e-3)
+    assert [losses(run)[s] for s in range(1, 6)] == pytest.approx(
+        [expected[s] for s in range(1, 6)], rel=1e-4
+    )
+    for row, wanted in zip(metrics(run), metrics(plain), strict=True):
+        for key in {"val/loss", "val/rankme", "train/rankme", "train/skill_position", "ema/drift"} & set(row):
+            is_known = wanted[key] is not None
+            told = row["step"], key
+            assert row[key] == (pytest.approx(wanted[key], rel=0.01) if is_known else None), told
+
+
+def test_no_program_is_compiled_and_nothing_read_back_between_two_lines_of_the_log(
+    folder: Path, small: None
+) -> None:
+    """Steps 3 to 50, with logs, validations and checkpoints between them: the first validation, before the
+    first step, compiles what all of them need.
+    """
+    counts: dict[int, tuple[int, int, dict[str, int]]] = {}
+    evaluations: list[int] = []
+    real_step, real_validate = loop.train_step, loop.validate
+
+    def counted_step(*arguments: Any) -> Any:
+        counts[arguments[5]] = count_compiled(), count_read_back(), count_fallbacks()
+        return real_step(*arguments)
+
+    def counted_validate(*arguments: Any) -> Any:
+        before = count_compiled()
+        result = real_validate(*arguments)
+        evaluations.append(count_compiled() - before)
+        return result
+
+    every = "train.log_every_steps=10", "train.val_every_steps=20", "train.ckpt_every_steps=20"
+    # a batch of its own, so that nothing is there from the other tests
+    overrides = "train.per_core_batch_size=2", "train.max_steps=52", *every
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop, "train_step", counted_step)
+        patch.setattr(loop, "validate", counted_validate)
+        cfg = pipeline_config(folder, f"run.dir={folder / 'counted'}", *SPREAD, *overrides)
+        assert loop.train(cfg) == 0
+    assert len(evaluations) == 4
+    assert evaluations[0] > 0
+    assert counts[50][0] - counts[3][0] == sum(evaluations[1:3]) == 0
+    quiet = [step for step in range(3, 50) if (step + 1) % 10]
+    assert len(quiet) == 42
+    for step in quiet:
+        assert counts[step + 1][1:] == counts[step][1:], f"step {step}"

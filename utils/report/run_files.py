@@ -1,0 +1,182 @@
+"""What a run directory says: its files as one object, the numbers of results.json, and what they warn of.
+
+In: files of the run directory only: metrics.jsonl, config.yaml, provenance.json, prepare_report.json, and
+where they exist check_report.json (data_setup.prepare --check-only), probe.json (finetuning.evaluate),
+snapshots/*.npz (utils.report.pictures) and stages.tsv (name, tab, seconds). Out: a `Run`; the dictionary of
+results.json; sentences about what the numbers warn of.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from utils.config.load import UserError
+
+Points = list[tuple[int, float]]
+
+ARMS = ("pretrained", "random_init")  # the two rows of probe.json that results.json compares
+STEP_PARTS = ("data_wait", "forward", "backward", "update", "logging", "other")
+INIT_WEIGHT_LIMIT = 0.1
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a run directory says; probe, checked are None and seconds empty where their files are absent."""
+
+    path: Path
+    series: dict[str, Points]  # metric -> (step, value), by step; null left out
+    not_finite: dict[str, int]  # metric -> the first step with NaN or an infinity
+    alarms: list[tuple[int, str]]  # (step, text), in the order in which they began
+    config: str
+    provenance: dict[str, Any]
+    prepared: dict[str, Any]
+    probe: dict[str, Any] | None
+    checked: dict[str, Any] | None  # the tree's check by its headers
+    seconds: dict[str, float]
+    snapshots: list[Path]
+
+
+def read_run(path: str | Path) -> Run:
+    """Read a run directory; UserError names the file that is missing or damaged."""
+    path = Path(path)
+    if not path.is_dir():
+        raise UserError(f"{path}: expected a run directory, found none; pretraining.train makes it")
+    series, not_finite, alarms = _series(_text(path / "metrics.jsonl"), path / "metrics.jsonl")
+    probe, stages, checked = path / "probe.json", path / "stages.tsv", path / "check_report.json"
+    return Run(
+        path=path,
+        series=series,
+        not_finite=not_finite,
+        alarms=alarms,
+        config=_text(path / "config.yaml"),
+        provenance=_json(path / "provenance.json"),
+        prepared=_json(path / "prepare_report.json"),
+        probe=_json(probe) if probe.exists() else None,
+        checked=_json(checked) if checked.exists() else None,
+        seconds=_seconds(stages) if stages.exists() else {},
+        snapshots=sorted((path / "snapshots").glob("*.npz")),
+    )
+
+
+def _text(path: Path) -> str:
+    if not path.is_file():
+        raise UserError(f"{path}: expected a file that pretraining.train writes, found none")
+    return path.read_text(encoding="utf-8", errors="backslashreplace")  # which is no JSON, so damage is named
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        return json.loads(_text(path))
+    except json.JSONDecodeError as error:
+        raise UserError(f"{path}: expected JSON, found damage: {error}") from error
+
+
+def _series(text: str, path: Path) -> tuple[dict[str, Points], dict[str, int], list[tuple[int, str]]]:
+    """Metrics by step, the first step of each that is not finite, and alarms; a step that a resumed run
+    repeated counts once, as logged last.
+
+    A last line without its newline may be cut, since a run is writing it or was killed in it: it is left out.
+    """
+    merged: dict[str, dict[int, float]] = {}
+    not_finite: dict[str, int] = {}
+    alarms: dict[tuple[int, str], str] = {}
+    lines = text.splitlines(keepends=True)
+    for number, line in enumerate(lines, 1):
+        try:
+            values = json.loads(line)
+            step = values.pop("step")
+            if "alarm" in values:
+                alarms[step, values["alarm"]] = str(values["text"])
+                continue
+        except (json.JSONDecodeError, KeyError, AttributeError, TypeError) as error:
+            if number == len(lines) and not line.endswith("\n"):
+                break
+            raise UserError(f'{path}:{number}: expected JSON with "step", found {line[:60]!r}') from error
+        for key, value in values.items():
+            if isinstance(value, str) or (value is not None and not math.isfinite(value)):
+                not_finite[key] = min(step, not_finite.get(key, step))
+            elif value is not None:
+                merged.setdefault(key, {})[step] = float(value)
+    by_step = {key: sorted(points.items()) for key, points in merged.items()}
+    return by_step, not_finite, [(step, said) for (step, _), said in sorted(alarms.items())]
+
+
+def _seconds(path: Path) -> dict[str, float]:
+    """Seconds per stage in the order of their first line; several lines of one stage add up."""
+    total: dict[str, float] = {}
+    for number, line in enumerate(path.read_text().splitlines(), 1):
+        name, _tab, value = line.partition("\t")
+        try:
+            total[name] = total.get(name, 0.0) + float(value)
+        except ValueError as error:
+            raise UserError(f"{path}:{number}: expected name, tab, seconds, found {line!r}") from error
+    return {name: round(value, 1) for name, value in total.items()}
+
+
+def results(run: Run) -> dict[str, Any]:
+    """What results.json holds; a number that was not measured is null."""
+    p = run.probe
+    rows = {row["name"]: row for row in p["rows"]} if p else {}
+    return {
+        "data": {"kept": run.prepared["kept"], "rejected": run.prepared["rejected"]},
+        "pretraining": {
+            "loss_first": _end(run, "train/loss", 0),
+            "loss_last": _end(run, "train/loss", -1),
+            "skill_mean_last": _end(run, "train/skill_mean", -1),
+            "skill_position_last": _end(run, "train/skill_position", -1),
+            "rankme_first": _end(run, "val/rankme", 0),
+            "rankme_last": _end(run, "val/rankme", -1),
+            "alarms": [{"step": step, "text": text} for step, text in run.alarms],
+            "volumes_per_s": _median(run, "perf/volumes_per_s"),
+            "mfu": _median(run, "perf/mfu"),
+        },
+        "probe": p
+        and {
+            **{arm: {k: rows[arm][k] for k in ("balanced_accuracy", "ci95")} for arm in ARMS},
+            **{key: p[key] for key in ("paired_difference", "n_participants", "verdict")},
+        },
+        "seconds": run.seconds,
+    }
+
+
+def _end(run: Run, key: str, index: int) -> float | None:
+    return run.series[key][index][1] if key in run.series else None
+
+
+def step_shares(run: Run) -> list[tuple[str, str]]:
+    """(part, share of a step's time), medians over the log lines; parts not measured are left out."""
+    shares = [(part, _median(run, f"perf/{part}_fraction")) for part in STEP_PARTS]
+    return [(part.replace("_", " "), f"{share:.1%}") for part, share in shares if share is not None]
+
+
+def _median(run: Run, key: str) -> float | None:
+    return median(v for _, v in run.series[key]) if key in run.series else None
+
+
+def findings(run: Run) -> list[str]:
+    """Sentences about this run that a reader should not overlook, derived from its numbers."""
+    found = [f"Alarm at step {step}: {text}." for step, text in run.alarms]
+    found += [f"{key} was not finite at step {step}." for key, step in run.not_finite.items()]
+    skill = _end(run, "train/skill_position", -1)
+    if skill is not None and skill <= 0:
+        found.append(
+            f"skill_position ends at {skill:.3f}: the prediction is no better than the mean of its position, "
+            "so this run shows no learning beyond position."
+        )
+    first, last = _end(run, "val/rankme", 0), _end(run, "val/rankme", -1)
+    if first is not None and last is not None and last < first / 2:
+        found.append(
+            f"RankMe fell from {first:.1f} to {last:.1f}, by more than half: do the probes fall with it?"
+        )
+    weight = _end(run, "ema/init_weight", -1)
+    if weight is not None and weight > INIT_WEIGHT_LIMIT:
+        found.append(
+            f"The target encoder still holds {weight:.0%} of its random initialisation: the run is too short "
+            "for its momentum."
+        )
+    return found

@@ -1,0 +1,239 @@
+"""The processes that share a global batch: sums, gathers and agreements between them.
+
+In: tensors and plain values of this process. Out: those of all processes. `ALONE`, a single process, gives
+everything back as it is, so the training loop has one path. `join` makes a `ProcessGroup` where torchrun (or
+what else sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT) started more than one: gloo between CPUs and for
+what is on the host, NCCL between GPUs. `join_hosts` makes a `HostGroup` of the hosts of a TPU. Every process
+calls the same methods in the same order.
+
+A process that ends leaves closed connections, and the others notice within seconds; one that hangs is given
+`timeout_s`. Either way they raise LostPeer, with the last words of the lost process if it had any.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from utils.config.load import UserError
+
+HOSTS_PORT = 29500  # as torchrun's
+BUCKET_BYTES = 32 * 2**20  # gradients are summed in flat pieces of about this size
+_T = TypeVar("_T")
+
+
+class LostPeer(UserError):
+    """Another process of the run ended, hangs or cannot be reached."""
+
+
+class Group:
+    """One process, which is all there is. The methods say what a group of several does."""
+
+    rank: int = 0
+    size: int = 1
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this process writes the files, the console and Weights & Biases."""
+        return self.rank == 0
+
+    def sum(self, value: Tensor) -> Tensor:
+        """The sum over the processes, without gradient; the same on all of them."""
+        return value
+
+    def sum_with_gradient(self, value: Tensor) -> Tensor:
+        """The sum over the processes of a tensor that all their losses depend on."""
+        return value
+
+    def sum_gradients(self, parameters: Iterable[Tensor]) -> None:
+        """Replace every gradient by its sum over the processes."""
+
+    def gather(self, value: Tensor) -> Tensor:
+        """The processes' tensors, of one shape, joined along their first axis in the order of the ranks."""
+        return value
+
+    def any(self, flag: bool) -> bool:
+        """Whether the flag is set on at least one process."""
+        return flag
+
+    def broadcast(self, value: _T) -> _T:
+        """The first process's value, of plain types and tensors; on the others `value` is ignored."""
+        return value
+
+    def collect(self, value: _T) -> list[_T]:
+        """The value of every process, in the order of the ranks."""
+        return [value]
+
+    def share(self, items: Sequence[_T]) -> Sequence[_T]:
+        """This process's part of a list that all have: item i is rank i % size's."""
+        return items[self.rank :: self.size]
+
+    def merge(self, part: Sequence[_T]) -> list[_T]:
+        """The list again, from the parts that `share` handed out or from what became of them."""
+        parts = self.collect(part)
+        return [parts[i % self.size][i // self.size] for i in range(sum(map(len, parts)))]
+
+    def tell(self, text: str) -> None:
+        """Leave last words for the processes that stay behind."""
+
+    def close(self) -> None:
+        """Leave, when all have arrived here."""
+
+
+ALONE = Group()
+
+
+class ProcessGroup(Group):
+    """Several processes, through torch.distributed."""
+
+    def __init__(self, rank: int, size: int, store: dist.Store, timeout_s: float) -> None:
+        self.rank, self.size = rank, size
+        self._words = dist.PrefixStore("last words", store)
+        self._timeout_s = timeout_s
+
+    def sum(self, value: Tensor) -> Tensor:
+        total = value.detach().clone()
+        self._call(lambda: dist.all_reduce(total))
+        return total
+
+    def sum_with_gradient(self, value: Tensor) -> Tensor:
+        return _SumWithGradient.apply(value, self)
+
+    def sum_gradients(self, parameters: Iterable[Tensor]) -> None:
+        for bucket in _buckets([p.grad for p in parameters if p.grad is not None]):
+            flat = torch.cat([g.reshape(-1) for g in bucket])
+            self._call(lambda flat=flat: dist.all_reduce(flat))
+            pieces = flat.split([g.numel() for g in bucket])
+            torch._foreach_copy_(bucket, [p.view_as(g) for p, g in zip(pieces, bucket, strict=True)])
+
+    def gather(self, value: Tensor) -> Tensor:
+        sent = value.detach().contiguous()
+        sent = sent.view(torch.uint8) if sent.dtype == torch.bool else sent  # gloo knows no bool
+        received = [torch.empty_like(sent) for _ in range(self.size)]
+        self._call(lambda: dist.all_gather(received, sent))
+        return torch.cat(received).view(value.dtype)
+
+    def any(self, flag: bool) -> bool:
+        votes = torch.tensor(int(flag))
+        self._call(lambda: dist.all_reduce(votes))
+        return bool(votes)
+
+    def broadcast(self, value: _T) -> _T:
+        box: list[Any] = [value if self.is_first else None]
+        self._call(lambda: dist.broadcast_object_list(box, src=0))
+        return box[0]
+
+    def collect(self, value: _T) -> list[_T]:
+        values: list[Any] = [None] * self.size
+        self._call(lambda: dist.all_gather_object(values, value))
+        return values
+
+    def tell(self, text: str) -> None:
+        with _ignoring_lost_store():
+            self._words.set(str(self.rank), text)
+
+    def close(self) -> None:
+        self._call(dist.barrier)
+        dist.destroy_process_group()
+
+    def _call(self, collective: Callable[[], Any]) -> None:
+        try:
+            collective()
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:  # what gloo and NCCL raise has no class of its own
+            raise LostPeer(self._what_happened()) from error
+
+    def _what_happened(self) -> str:
+        words = {}
+        with _ignoring_lost_store():
+            for rank in set(range(self.size)) - {self.rank}:
+                if self._words.check([str(rank)]):
+                    words[rank] = self._words.get(str(rank)).decode()
+        if words:
+            return "; ".join(f"rank {rank}: {text}" for rank, text in sorted(words.items()))
+        return (
+            f"rank {self.rank} lost another of the {self.size} processes of this run, which left no message: "
+            f"killed, its machine gone, or silent for {self._timeout_s:g} s"
+        )
+
+
+class HostGroup(ProcessGroup):
+    """The hosts of an engine whose tensors are logically global (utils.runtime.xla): they are summed and
+    gathered as they are, and every host takes part in each computation, so nothing is shared out between
+    them. What is on the hosts alone goes over gloo.
+    """
+
+    sum = Group.sum
+    sum_with_gradient = Group.sum_with_gradient
+    sum_gradients = Group.sum_gradients
+    gather = Group.gather
+
+    def share(self, items: Sequence[_T]) -> Sequence[_T]:
+        return items
+
+    def merge(self, part: Sequence[_T]) -> list[_T]:
+        return list(part)
+
+
+@contextmanager
+def _ignoring_lost_store() -> Iterator[None]:
+    """The launcher, which keeps the last words, may be gone itself."""
+    try:
+        yield
+    except RuntimeError:
+        return
+
+
+class _SumWithGradient(torch.autograd.Function):
+    """all_reduce whose backward is one too: every process's loss depends on every process's tensor."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.group = group
+        return group.sum(value)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return ctx.group.sum(gradient), None
+
+
+def _buckets(tensors: list[Tensor]) -> Iterator[list[Tensor]]:
+    bucket: list[Tensor] = []
+    size = 0
+    for tensor in tensors:
+        if bucket and (size >= BUCKET_BYTES or tensor.dtype != bucket[0].dtype):
+            yield bucket
+            bucket, size = [], 0
+        bucket.append(tensor)
+        size += tensor.nbytes
+    if bucket:
+        yield bucket
+
+
+def join(device: torch.device, timeout_s: float) -> Group:
+    """The group that this process was started in; ALONE where it was started by itself."""
+    size = int(os.environ.get("WORLD_SIZE", "1"))
+    if size == 1:
+        return ALONE
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    store, rank, size = next(iter(dist.rendezvous("env://", timeout=timedelta(seconds=timeout_s))))
+    dist.init_process_group(
+        backend, store=store, rank=rank, world_size=size, timeout=timedelta(seconds=timeout_s)
+    )
+    return ProcessGroup(rank, size, store, timeout_s)
+
+
+def join_hosts(rank: int, size: int, address: str, timeout_s: float, port: int = HOSTS_PORT) -> HostGroup:
+    """The group of `size` hosts, of which number 0 has this address."""
+    timeout = timedelta(seconds=timeout_s)
+    store = dist.TCPStore(address, port, size, is_master=rank == 0, timeout=timeout)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timeout)
+    return HostGroup(rank, size, store, timeout_s)

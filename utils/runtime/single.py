@@ -1,0 +1,291 @@
+"""Where a run computes: the device, its precision, its place among the processes, and signals.
+
+One object hides the engine from the training loop: plain torch on a CPU or one GPU, torchrun over several of
+either (utils.runtime.processes), or PyTorch/XLA over the devices of a TPU (utils.runtime.xla). Training uses
+XLA exactly when PJRT_DEVICE is set; the other commands always use plain torch.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import logging
+import multiprocessing
+import os
+import platform
+import resource
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from utils.config.load import UserError
+from utils.runtime.processes import ALONE, Group, join
+
+log = logging.getLogger(__name__)
+M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX = -1, -2, -4  # malloc.h of glibc
+# Beyond what the loader of another process may take: the first process alone waits for a bucket, fits probes.
+PEER_PATIENCE_S = 600.0
+OUT_OF_MEMORY_TEXTS = ("not enough memory", "can't allocate memory", "out of memory", "RESOURCE_EXHAUSTED")
+PACKAGES = ("torch", "monai", "zarr", "pydicom", "omegaconf", "numpy", "scikit-learn", "wandb")
+
+
+@dataclass
+class Runtime:
+    """One process of a run; `group` are those that share a global batch with it."""
+
+    device: torch.device
+    use_bf16: bool
+    group: Group = ALONE
+    stop_requested: bool = field(default=False, init=False)
+
+    @classmethod
+    def create(cls, use_bf16: bool, data_timeout_s: float | None = None) -> Runtime:
+        """The best device of this machine, or this process's own. With `data_timeout_s`, how long a process
+        may wait for its data, together with the other processes of the run.
+        """
+        if data_timeout_s is not None and "PJRT_DEVICE" in os.environ:
+            return _open_xla(use_bf16, data_timeout_s + PEER_PATIENCE_S)
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        if device.type == "cpu":
+            keep_freed_memory()
+        if data_timeout_s is None:
+            return cls(device, use_bf16)
+        if device.type == "cuda":
+            device = torch.device("cuda", _local_gpu())
+            torch.cuda.set_device(device)
+        return cls(device, use_bf16, join(device, data_timeout_s + PEER_PATIENCE_S))
+
+    @property
+    def rank(self) -> int:
+        return self.group.rank
+
+    @property
+    def world_size(self) -> int:
+        """The processes that share a global batch."""
+        return self.group.size
+
+    @property
+    def num_devices(self) -> int:
+        """The devices that share a global batch; as many on every process."""
+        return self.world_size
+
+    @property
+    def evaluation_devices(self) -> int:
+        """The devices that share a batch which `spread` places."""
+        return 1
+
+    @property
+    def failure_is_clean(self) -> bool:
+        """Whether a step that ran out of memory leaves every tensor that it did not reach as it was."""
+        return True
+
+    @property
+    def device_name(self) -> str:
+        """For people."""
+        return self.device_kind
+
+    @property
+    def device_kind(self) -> str:
+        """What the driver calls the device: NVIDIA H200, TPU v4; on a CPU the processor's family."""
+        if self.device.type == "cuda":
+            return torch.cuda.get_device_name(self.device)
+        return platform.processor() or platform.machine()
+
+    def peak_memory_bytes(self) -> int | None:
+        """The most memory that this process has held so far: on the device, on a CPU resident in all. None
+        where the device does not tell.
+        """
+        if self.device.type == "cuda":
+            return torch.cuda.max_memory_allocated(self.device)
+        unit = 1 if sys.platform == "darwin" else 1024
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+    @contextmanager
+    def write_trace(self, path: Path) -> Iterator[None]:
+        """Trace what happens inside: to `path`.json.gz (Chrome trace), on XLA to the folder `path`
+        (TensorBoard). Raises OSError where the file cannot be written.
+        """
+        path.parent.mkdir(parents=True, exist_ok=True)
+        activities = [torch.profiler.ProfilerActivity.CPU]
+        if self.device.type == "cuda":
+            activities.append(torch.profiler.ProfilerActivity.CUDA)
+        with torch.profiler.profile(activities=activities) as profile:
+            yield
+        file = f"{path}.json.gz"
+        profile.export_chrome_trace(file)
+        log.info("profile: %s, for ui.perfetto.dev or chrome://tracing", file)
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """bfloat16 autocast where the configuration asks for it; parameters stay float32."""
+        return torch.autocast(self.device.type, torch.bfloat16) if self.use_bf16 else nullcontext()
+
+    def to_device(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        """This process's micro-batch, on its device or devices."""
+        return {k: v.to(self.device, non_blocking=True) for k, v in batch.items()}
+
+    def spread(self, batch: dict[str, Tensor], size: int) -> dict[str, Tensor]:
+        """An evaluation batch of at most `size` samples, a multiple of `evaluation_devices`, which every
+        process that shares it has whole. Where shapes are to stay, its last sample is repeated up to `size`.
+        """
+        return self.to_device(batch)
+
+    def read(self, value: Tensor) -> Tensor:
+        """The tensor where plain torch computes with it: any operation, any shape."""
+        return value
+
+    def place(self, value: Tensor) -> Tensor:
+        """A tensor that every process has whole, on its device or devices."""
+        return value.to(self.device)
+
+    def scalar(self, value: float) -> float | Tensor:
+        """A number of the host that is another in every step, for the device."""
+        return value
+
+    def shard(self, values: Iterable[Tensor]) -> None:
+        """Spread these tensors over the devices, in place; one device has all of them. Raises UserError where
+        the engine cannot do that for its several devices.
+        """
+        if self.num_devices > 1:
+            raise UserError(
+                f"train.shard_parameters: expected PyTorch/XLA or one process, found {self.world_size} "
+                "processes of torchrun, each of which holds the whole model"
+            )
+
+    def gather(self, state: Any) -> Any:
+        """State for a checkpoint: what `shard` has spread, whole and on the host; the rest as it is. Where
+        something is spread, every process has to call this.
+        """
+        return state
+
+    def parts(self, value: Tensor) -> int:
+        """Over how many devices `shard` has spread this tensor; 1 where each has it whole."""
+        return 1
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether `shard` has spread anything."""
+        return False
+
+    def end_step(self) -> None:
+        """Where operations are only recorded: run those so far, as one program."""
+
+    def synchronise(self) -> None:
+        """Wait for the device, so that a clock read afterwards means something."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def catch_sigterm(self) -> None:
+        """From now on SIGTERM asks for a checkpoint and a clean end instead of killing the process."""
+
+        def handler(_signum: int, _frame: FrameType | None) -> None:
+            self.stop_requested = True
+
+        signal.signal(signal.SIGTERM, handler)
+
+    def attempt(self, work: Callable[[], None]) -> bool:
+        """Run work, which must not need the other processes; False when the device or the host of one of them
+        ran out of memory, and its cache is emptied.
+        """
+        try:
+            work()
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            failed = True
+        else:
+            failed = False
+        if failed and self.device.type == "cuda":  # out here the traceback no longer holds the graph
+            torch.cuda.empty_cache()
+        return not self.group.any(failed)
+
+
+def _open_xla(use_bf16: bool, timeout_s: float) -> Runtime:
+    if importlib.util.find_spec("torch_xla") is None:
+        raise UserError(
+            "PJRT_DEVICE is set: expected torch_xla, found none; pip install -r requirements-tpu.txt, "
+            "or unset PJRT_DEVICE for plain torch"
+        )
+    from utils.runtime.xla import XlaRuntime  # only here: elsewhere there is no torch_xla
+
+    return XlaRuntime.open(use_bf16, timeout_s)
+
+
+def _local_gpu() -> int:
+    """The GPU of this process: one each; raises UserError where a machine has fewer than processes."""
+    local, count = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+    if local >= count:
+        raise UserError(
+            f"torchrun --nproc-per-node: expected at most {count}, the GPUs here, found {local + 1} or more"
+        )
+    return local
+
+
+def keep_freed_memory() -> None:
+    """Let this process keep what it frees, instead of giving every large tensor of every step back.
+
+    glibc maps blocks of that size one by one and the kernel zeroes their pages each time: a tenth of a
+    training step on a CPU and more (docs/benchmarks.md). Other C libraries are left as they are.
+    """
+    if platform.libc_ver()[0] != "glibc":
+        return
+    mallopt = ctypes.CDLL(None).mallopt
+    for parameter, value in ((M_MMAP_MAX, 0), (M_TRIM_THRESHOLD, -1), (M_TOP_PAD, 64 * 2**20)):
+        if mallopt(parameter, value) != 1:
+            raise RuntimeError(f"mallopt: expected parameter {parameter} to take {value}, found a refusal")
+
+
+def end_with_parent() -> None:
+    """Wait for the end of the process that uses this one, and end: for a thread of a loader worker.
+
+    A killed training process would leave its workers behind: they and the fork server keep each other alive.
+    """
+    parent = multiprocessing.parent_process()
+    assert parent is not None, "this runs in a worker"
+    parent.join()
+    os._exit(1)
+
+
+def is_out_of_memory(error: RuntimeError) -> bool:
+    """The GPU allocator has an error class of its own; the CPU's has only its text."""
+    return isinstance(error, torch.OutOfMemoryError) or any(t in str(error) for t in OUT_OF_MEMORY_TEXTS)
+
+
+def provenance(runtime: Runtime) -> dict[str, Any]:
+    """What a reader needs to believe a number: versions, commit, machine."""
+    packages = (*PACKAGES, "torch_xla") if runtime.device.type == "xla" else PACKAGES
+    return {
+        "commit": _git_commit(),
+        "python": platform.python_version(),
+        "packages": {name: version(name) for name in packages},
+        "device": f"{runtime.device.type}: {runtime.device_name}",
+        "threads": torch.get_num_threads(),
+        "world_size": runtime.world_size,
+    }
+
+
+def _git_commit() -> str | None:
+    """The commit of this checkout, with '+changes' when the tree differs; null outside git."""
+    root = Path(__file__).resolve().parents[2]
+    try:
+        commit = subprocess.run(
+            ["git", "-C", str(root), "rev-parse", "HEAD"], capture_output=True, text=True, check=True
+        ).stdout.strip()
+        changes = subprocess.run(
+            ["git", "-C", str(root), "status", "--porcelain", "-uno"],
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout.strip()
+    except (FileNotFoundError, subprocess.CalledProcessError):
+        return None
+    return commit + ("+changes" if changes else "")

@@ -1,0 +1,298 @@
+"""The clients of gs:// and s3:// with one retry layer: ours, at every HTTP request.
+
+gcsfs repeats a request 6 times after 408, 429, 5xx and lost connections, with waits that cannot be set and
+without a word of which object, and it waits for a stalled one forever; s3fs (5) and botocore (5) multiply to
+25. Here each client makes one attempt and utils/storage/retry.py repeats it. A response counts only when it
+is whole: as long as its Content-Length, and with the checksum that the server gives. A whole object goes up
+in one request, so a repeated upload replaces the object by itself, and no part of it is ever seen.
+
+In: an endpoint and a profile name. Out: fsspec file systems for utils/storage.py. Credentials come from the
+environment: application default credentials, the AWS variables.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import hashlib
+import io
+import json
+import os
+import re
+import sys
+from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
+
+import fsspec
+
+from utils.storage.retry import IntegrityError, RetryPolicy, with_retries
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+POLICY = RetryPolicy()
+_RETRY_CODES = {408, 429, 500, 502, 503, 504}
+_LARGEST_PUT = 5 * 2**30 - 1  # bytes; S3 takes no more in one request
+
+
+def gcs_filesystem(endpoint_url: str | None) -> fsspec.AbstractFileSystem:
+    """A client of Google Cloud Storage; an endpoint is an emulator, and gets no login of this machine."""
+    import aiohttp
+
+    is_emulator = bool(endpoint_url or os.environ.get("STORAGE_EMULATOR_HOST"))
+    token = "anon" if is_emulator and not os.environ.get("GOOGLE_APPLICATION_CREDENTIALS") else None
+    limits = aiohttp.ClientTimeout(
+        total=None, sock_connect=POLICY.connect_timeout_s, sock_read=POLICY.read_timeout_s
+    )
+    return _gcs_class()(
+        endpoint_url=endpoint_url,
+        token=token,
+        requests_timeout=limits,
+        use_listings_cache=False,  # other processes write while we look
+        skip_instance_cache=True,
+    )
+
+
+def s3_filesystem(endpoint_url: str | None, profile: str | None) -> fsspec.AbstractFileSystem:
+    """A client of S3 or of a store that speaks its protocol; ImportError where s3fs is not installed."""
+    arguments = {k: v for k, v in {"endpoint_url": endpoint_url, "profile": profile}.items() if v}
+    return _s3_class()(
+        config_kwargs={
+            "retries": {"total_max_attempts": 1, "mode": "standard"},
+            "connect_timeout": POLICY.connect_timeout_s,
+            "read_timeout": POLICY.read_timeout_s,
+        },
+        max_concurrency=1,  # one GET a read, one PUT a write
+        use_listings_cache=False,
+        skip_instance_cache=True,
+        **arguments,
+    )
+
+
+def upload(fs: fsspec.AbstractFileSystem, path: str, data: bytes, mode: str = "overwrite") -> None:
+    """Put the whole object in one request; mode "create" raises FileExistsError where there is one."""
+    own = type(fs).__module__ == __name__
+    # s3fs cuts more than its chunk size into requests of which the last is not safe to repeat.
+    parts = {"chunksize": _LARGEST_PUT} if own else {}
+    fs.pipe_file(path, data, mode=mode, **parts)
+
+
+def check_stored(answer: bytes, data: bytes) -> None:
+    """Raise IntegrityError unless the answer to an upload describes the bytes that were sent."""
+    try:
+        stored = json.loads(answer)
+        size, crc32c = int(stored["size"]), stored["crc32c"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise IntegrityError(f"expected the description of an object, found {answer[:80]!r}") from error
+    if size != len(data):
+        raise IntegrityError(f"sent {len(data)} bytes, the server stored {size}")
+    _check_hash({"crc32c": crc32c}, data)
+
+
+def check_whole(headers: Mapping[str, str], data: bytes, is_object: bool) -> None:
+    """Raise IntegrityError unless a response of GCS is provably what was sent: by its checksum or its length.
+
+    aiohttp has compared the length, where there is one; a hash is that of the stored bytes of an object.
+    """
+    parts = [part.strip() for part in headers.get("X-Goog-Hash", "").split(",")]
+    is_plain = headers.get("X-Goog-Stored-Content-Encoding", "identity") == "identity"
+    if parts != [""] and is_object and is_plain:
+        _check_hash(dict(part.split("=", 1) for part in parts), data)
+    elif "Content-Length" not in headers and headers.get("Transfer-Encoding") != "chunked":
+        raise IntegrityError(f"{len(data)} bytes without a length or a checksum")
+
+
+def asked_part(asked: str | None, status: int, said: str | None, data: bytes) -> bytes:
+    """The part of an object that a Range header asked for, out of the answer to it.
+
+    A server may ignore the header and send all (200). Raises IntegrityError when a part (206) is another one
+    than was asked, or shorter than its Content-Range says; it ends early only where the object does.
+    """
+    bounds = re.fullmatch(r"bytes=(\d+)-(\d*)", asked or "")
+    if bounds is None or status not in (200, 206):
+        return data
+    start, last = int(bounds[1]), int(bounds[2]) if bounds[2] else sys.maxsize
+    if status == 200:
+        return data[start : last + 1]
+    found = re.fullmatch(r"bytes (\d+)-(\d+)/(\d+)", said or "")
+    if (
+        found is None
+        or int(found[1]) != start
+        or int(found[2]) != min(last, int(found[3]) - 1)
+        or len(data) != int(found[2]) + 1 - start
+    ):
+        wanted = f"bytes {start}-{bounds[2]}"
+        raise IntegrityError(f"expected {wanted}, found {len(data)} bytes said to be {said or 'nothing'}")
+    return data
+
+
+def check_json(answer: bytes) -> None:
+    """Raise IntegrityError unless the answer is a JSON object, not a cut one or a network's login page."""
+    try:
+        found = json.loads(answer)
+    except ValueError:  # JSONDecodeError, UnicodeDecodeError
+        found = None
+    if not isinstance(found, dict):
+        raise IntegrityError(
+            f"expected JSON that describes objects, found {len(answer)} bytes: {answer[:80]!r}"
+        )
+
+
+def _check_hash(hashes: Mapping[str, str], data: bytes) -> None:
+    import google_crc32c
+
+    if "crc32c" in hashes:
+        name, digest = "crc32c", google_crc32c.Checksum(data).digest()
+    else:
+        name, digest = "md5", hashlib.md5(data).digest()
+    found = base64.b64encode(digest).decode()
+    if found != hashes[name]:
+        raise IntegrityError(f"expected {name} {hashes[name]}, found {found} in {len(data)} bytes")
+
+
+def _gcs_class() -> type[fsspec.AbstractFileSystem]:
+    import aiohttp
+    from gcsfs.core import GCSFileSystem
+    from gcsfs.retry import HttpError
+    from google.auth.exceptions import GoogleAuthError, TransportError
+    from requests.exceptions import ProxyError
+
+    errors = (HttpError, IntegrityError, GoogleAuthError, aiohttp.ClientError, OSError)
+
+    def is_transient(error: BaseException) -> bool:
+        if isinstance(error, HttpError):
+            return str(error.code) in map(str, _RETRY_CODES)
+        if isinstance(error, GoogleAuthError):
+            return error.retryable or isinstance(error, TransportError)
+        if isinstance(error, aiohttp.ClientConnectorSSLError | aiohttp.InvalidURL):
+            return False
+        # ProxyError is what gcsfs makes of 502.
+        return isinstance(
+            error, (ProxyError, IntegrityError, aiohttp.ClientError, ConnectionError, TimeoutError)
+        )
+
+    one_attempt = GCSFileSystem._request.__wrapped__  # below gcsfs's own retries
+
+    class Gcs(GCSFileSystem):
+        """gcsfs without its gRPC paths, which ask for a bucket's layout and wait 60 s where they cannot."""
+
+        async def _call(self, *args: Any, json_out: bool = False, **kwargs: Any) -> Any:
+            return await super()._call(*args, json_out=json_out, is_json=json_out, **kwargs)
+
+        async def _request(
+            self, method: str, path: str, *args: str, data: Any = None, is_json: bool = False, **kwargs: Any
+        ) -> Any:
+            size = len(data) if data is not None else 0
+
+            async def request() -> Any:
+                body = io.BytesIO(data) if isinstance(data, bytes) else data
+                try:
+                    async with asyncio.timeout(None if data is None else _upload_s(size)):
+                        status, headers, info, content = await one_attempt(
+                            self, method, path, *args, data=body, **kwargs
+                        )
+                except ValueError as error:  # what gcsfs makes of 400
+                    raise HttpError({"code": 400, "message": str(error)}) from error
+                if status in (200, 206):  # a part of an object comes without a checksum of its own
+                    check_whole(headers, content, is_object="alt=media" in path and status == 200)
+                if method == "GET":
+                    asked = (kwargs.get("headers") or {}).get("Range")
+                    content = asked_part(asked, status, headers.get("Content-Range"), content)
+                if is_json:
+                    check_json(content)
+                if kwargs.get("uploadType") == "media":
+                    check_stored(content, data)
+                return status, headers, info, content
+
+            return await with_retries(request, errors, is_transient, POLICY)
+
+        async def _pipe_file(self, path: str, data: bytes, mode: str = "overwrite", **kwargs: Any) -> None:
+            # gcsfs wraps the data in MIME parts with a bare line feed before the last boundary: a server
+            # that knows CRLF too takes a carriage return at the end of the data for a part of that.
+            bucket, key, _ = self.split_path(path)
+            if not data:  # nothing that could be lost, and the emulator takes no plain upload of no bytes
+                await super()._pipe_file(path, data, mode=mode, **kwargs)
+                return
+            await self._call(
+                "POST",
+                f"{self._location}/upload/storage/v1/b/{quote(bucket)}/o",
+                uploadType="media",
+                name=key,
+                headers={"Content-Type": "application/octet-stream"},
+                data=data,
+                **({"ifGenerationMatch": "0"} if mode == "create" else {}),
+            )
+
+    return Gcs
+
+
+def _s3_class() -> type[fsspec.AbstractFileSystem]:
+    import aiohttp
+    from botocore.exceptions import (
+        BotoCoreError,
+        ClientError,
+        FlexibleChecksumError,
+        HTTPClientError,
+        IncompleteReadError,
+        SSLError,
+    )
+    from botocore.exceptions import ConnectionError as NoConnection
+    from botocore.parsers import ResponseParserError
+    from s3fs import S3FileSystem
+
+    lost = (NoConnection, HTTPClientError, IncompleteReadError, ResponseParserError, aiohttp.ClientError)
+    passing = (*lost, FlexibleChecksumError, IntegrityError, ConnectionError, TimeoutError)
+    errors = (BotoCoreError, ResponseParserError, IntegrityError, aiohttp.ClientError, OSError)
+
+    def is_transient(error: BaseException) -> bool:
+        answer = error.__cause__  # s3fs makes an OSError of the server's answer
+        if isinstance(answer, ClientError):
+            code = answer.response["Error"].get("Code", "")
+            status = answer.response.get("ResponseMetadata", {}).get("HTTPStatusCode")
+            return status in _RETRY_CODES or code in ("SlowDown", "RequestTimeout", "InternalError")
+        return isinstance(error, passing) and not isinstance(error, SSLError)
+
+    class S3(S3FileSystem):
+        retries = 1
+
+        async def _call_s3(self, method: str, *args: Any, **kwargs: Any) -> Any:
+            call = super()._call_s3
+            size = len(kwargs.get("Body", b""))
+
+            async def request() -> Any:
+                async with asyncio.timeout(_upload_s(size) if size else None):
+                    answer = await call(method, *args, **kwargs)
+                if method == "get_object":
+                    body, whole = answer["Body"], answer.get("ContentLength")
+                    try:
+                        data = await body.read()
+                    finally:
+                        body.close()
+                    if whole is None or len(data) != whole:
+                        raise IntegrityError(f"expected {whole} bytes, found {len(data)}")
+                    status = answer["ResponseMetadata"]["HTTPStatusCode"]
+                    data = asked_part(kwargs.get("Range"), status, answer.get("ContentRange"), data)
+                    answer["Body"] = _Body(data)
+                return answer
+
+            return await with_retries(request, errors, is_transient, POLICY)
+
+    return S3
+
+
+class _Body:
+    """A response body that has been read, for s3fs, which reads it again."""
+
+    def __init__(self, data: bytes) -> None:
+        self._file = io.BytesIO(data)
+
+    async def read(self, amount: int = -1) -> bytes:
+        return self._file.read(amount)
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def _upload_s(size: int) -> float:
+    """Seconds after which an upload is given up as stalled."""
+    return POLICY.connect_timeout_s + POLICY.read_timeout_s + size / POLICY.min_upload_rate

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 
 from benchmarks.machine import describe, seconds
 from models import attention
-from utils.runtime.single import keep_freed_memory
+from utils.runtime.open import keep_freed_memory
 
 SHAPES = ((2, 12, 461, 64), (2, 12, 1152, 64), (2, 12, 1152, 32), (1, 12, 3686, 64))
 BLOCKS_MIB = (1, 2, 4, 8, 16)

@@ -27,7 +27,10 @@ from pretraining.gauges.monitor import Gauges, target_drift, update_ratio
 from pretraining.gauges.skill import SkillGauge
 from pretraining.step import Batch, build_optimizer, train_step
 from utils import storage
-from utils.config.load import Config, load_config, run_cli
+from utils.cli import run_cli
+from utils.config.load import load_config
+from utils.config.schema import Config
+from utils.runtime.open import open_runtime
 from utils.runtime.single import Runtime
 
 BUDGET = 0.02
@@ -47,7 +50,7 @@ def masked_batch(cfg: Config, size: int, runtime: Runtime) -> Batch:
 def measure(cfg: Config, size: int, rounds: int) -> dict[str, float]:
     """Median seconds of the three kinds of step, and the gauges' share of the wall time."""
     cfg = replace(cfg, train=replace(cfg.train, global_batch_size=size, per_core_batch_size=size))
-    runtime = Runtime.create(cfg.train.use_bf16)
+    runtime = open_runtime(cfg.train.use_bf16)
     torch.manual_seed(0)
     model = VJEPA3D(cfg).to(runtime.device).train()
     optimizer = build_optimizer(model, cfg)

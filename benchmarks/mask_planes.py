@@ -20,7 +20,7 @@ from collections.abc import Callable
 import numpy as np
 
 from data_setup.masks import MaskPlan, draw_mask
-from utils.config.load import MaskFamily
+from utils.config.schema import MaskFamily
 
 GRID = (16, 24, 24)
 BATCHES = (8, 24)  # samples; 24 is the published batch of one device

@@ -30,7 +30,8 @@ from sklearn.preprocessing import StandardScaler
 from data_setup.phantom.cli import write_tree
 from data_setup.protocols import protocol_of_path
 from data_setup.readers.dicom import read_volume
-from utils.config.load import UserError, run_cli
+from utils.cli import run_cli
+from utils.errors import UserError
 
 GRID = (16, 96, 64)  # voxels over 6.0 x 2.3 x 6.0 mm, as configs/smoke_test.yaml has it
 SPACING_MM = (0.375, 0.024, 0.09375)

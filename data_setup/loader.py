@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import math
 import multiprocessing
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -37,8 +36,10 @@ from data_setup.transforms import (
     training_transforms,
 )
 from data_setup.valid_field import token_valid
-from utils.config.load import Config, ConfigError, UserError
-from utils.runtime.single import end_with_parent, keep_freed_memory
+from utils.config.schema import Config
+from utils.errors import ConfigError, UserError
+from utils.runtime.open import keep_freed_memory
+from utils.workers import follow_parent
 
 Batch = dict[str, Tensor]
 
@@ -268,7 +269,7 @@ def _start_worker(worker: int) -> None:
     """One torch thread per worker: the workers are the parallelism. Volumes come and go at one size."""
     torch.set_num_threads(1)
     keep_freed_memory()
-    threading.Thread(target=end_with_parent, daemon=True).start()
+    follow_parent()  # and the fork server with it: each would keep the other alive
 
 
 def evaluation_batches(

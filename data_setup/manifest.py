@@ -18,7 +18,8 @@ import pandas as pd
 
 from data_setup.protocols import BY_NAME, DEVICES, PROTOCOLS, device_of_path, protocol_of_path
 from data_setup.splits import pretraining_split, seeded_split
-from utils.config.load import Config, ConfigError, StorageOptions, UserError
+from utils.config.schema import Config, StorageOptions
+from utils.errors import ConfigError, UserError
 from utils.storage import join, list_names, read_text
 
 __all__ = [

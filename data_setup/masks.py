@@ -13,7 +13,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from utils.config.load import Config, ConfigError, MaskFamily
+from utils.config.schema import Config, MaskFamily
+from utils.errors import ConfigError
 
 MAX_REDRAWS = 100
 

@@ -28,22 +28,24 @@ from typing import Any
 
 from tqdm import tqdm
 
+from data_setup.check import cli as check
 from data_setup.check.audit import audit_files, list_tree
 from data_setup.manifest import Record, read_records
-from data_setup.readers.dicom import OCTHeader, OCTReadError, RejectReason
-from data_setup.readers.open_record import open_record, source_stat
+from data_setup.readers.dicom import OCTReadError, RejectReason
+from data_setup.readers.open_record import check_manifest, open_record, source_stat
 from data_setup.resample import resample_frames
 from data_setup.store.locks import setup_lock, shard_lock
-from data_setup.store.reader import KEPT, in_threads, read_attrs
+from data_setup.store.reader import KEPT, UNREAD, read_attrs
 from data_setup.store.summary import shorten, summarise, table
 from data_setup.store.writer import StoreWriter, measure, record_fields
 from utils import storage
-from utils.config.load import EXIT_USER_ERROR, SpatialConfig, StorageOptions, UserError, parse_cli, run_cli
-from utils.workers import pool_of
+from utils.cli import add_workers, parse_cli, run_cli
+from utils.config.schema import SpatialConfig, StorageOptions
+from utils.errors import EXIT_USER_ERROR, UserError
+from utils.workers import in_threads, pool_of
 
 WORKER_DIED = "worker_died"  # the process was lost twice at this file; killed for memory, most often
 INTERNAL_ERROR = "internal_error"  # a fault of this program; where it happened goes to stderr
-UNREAD = "unread"  # storage did not answer; the row stays as it was
 DONE, TO_DO = "done", "to_do"  # rows before the run
 SOURCE_MISSING = "source_missing"  # a kept row whose file is not there now: row and volume stay
 _IN_FLIGHT = 3  # files per worker that are handed out ahead
@@ -124,17 +126,6 @@ def prepare_row(job: Job) -> Outcome:
     else:
         job.writer.write_fields(job.row, fields)  # whatever volume there may be stays
     return Outcome(job.row, fields["status"], fields["message"])
-
-
-def check_manifest(record: Record, header: OCTHeader) -> None:
-    """Raise header_mismatch when the file is not the one that its manifest row describes."""
-    uid, found_uid = record.sop_instance_uid, header.sop_instance_uid
-    if uid and found_uid and uid != found_uid:  # an id that no manifest has does not leave the file
-        said = f"SOPInstanceUID {uid} as in the manifest"
-        raise OCTReadError(record.url, RejectReason.HEADER_MISMATCH, said, "another")
-    if record.shape is not None and record.shape != header.shape:
-        said = f"frames x height x width {record.shape} as in the manifest"
-        raise OCTReadError(record.url, RejectReason.HEADER_MISMATCH, said, header.shape)
 
 
 def _identity(job: Job) -> dict[str, Any]:
@@ -238,9 +229,7 @@ def _peak_memory_mb(workers: int) -> float:
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--workers", type=int, default=os.cpu_count() or 1, metavar="N", help="processes; 0: in this one"
-    )
+    add_workers(parser)
     parser.add_argument(
         "--audit", action="store_true", help="list the files of a remote tree too; a local one always is"
     )
@@ -248,24 +237,17 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--check-only",
         action="store_true",
-        help="the tree's verdict from its headers, no store (docs/expand.md)",
+        help="the same as python -m data_setup.check",
     )
-    parser.add_argument("--json", metavar="URL", help="--check-only: the report (default: in data.store)")
-    parser.add_argument(
-        "--pixel-hash", choices=("same-size", "all", "none"), help="--check-only: duplicates (same-size)"
-    )
+    check.add_arguments(parser)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the stage; 0, or EXIT_USER_ERROR when too many files were rejected or some could not be read."""
-    cfg, args = parse_cli(__doc__ or "", argv, _add_arguments)
+    cfg, args = parse_cli("data_setup.prepare", __doc__ or "", argv, _add_arguments)
     shard, num_shards = parse_shard(args.shard)
-    if args.workers < 0:
-        raise UserError(f"--workers: expected 0 or more, found {args.workers}")
     if args.check_only:
-        from data_setup.check.cli import check_tree  # which stands on this module
-
-        return check_tree(cfg, args.workers, args.pixel_hash or "same-size", args.json)
+        return check.check_tree(cfg, args.workers, args.pixel_hash or "same-size", args.json)
     if args.json or args.pixel_hash:
         raise UserError("--json, --pixel-hash: expected --check-only with them, found none")
     start = time.perf_counter()

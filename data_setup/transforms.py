@@ -23,7 +23,7 @@ from torch import Tensor
 
 from data_setup.masks import MaskPlan, draw_mask
 from data_setup.valid_field import token_valid
-from utils.config.load import AugmentConfig, Config
+from utils.config.schema import AugmentConfig, Config
 
 # Streams of one global position; their numbers are part of every result, so they are never renumbered.
 STREAM_GEOMETRY, STREAM_INTENSITY, STREAM_MASK, STREAM_MODEL = range(4)

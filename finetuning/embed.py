@@ -21,7 +21,9 @@ from data_setup.valid_field import voxel_valid
 from models.probes.pooling import embed
 from models.vjepa3d import build_encoder
 from utils.checkpoint import CheckpointError
-from utils.config.load import Config, UserError, config_of_yaml, flatten
+from utils.config.load import config_of_yaml, flatten
+from utils.config.schema import Config
+from utils.errors import UserError
 from utils.runtime.single import Runtime
 
 # what a checkpoint's weights and features rest on, beside the store's normalisation

@@ -46,8 +46,12 @@ from models.probes.participants import (
 )
 from utils import storage
 from utils.checkpoint import load_checkpoint
-from utils.config.load import Config, UserError, flatten, parse_cli, run_cli
+from utils.cli import parse_cli, run_cli
+from utils.config.load import flatten
+from utils.config.schema import Config
+from utils.errors import UserError
 from utils.log import setup_logging
+from utils.runtime.open import open_runtime
 from utils.runtime.single import Runtime
 
 FORMAT_VERSION = 1
@@ -281,9 +285,9 @@ def format_table(result: dict[str, Any]) -> str:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Evaluate the checkpoint of a configuration and print its table."""
-    cfg, _ = parse_cli(__doc__ or "", argv)
+    cfg, _ = parse_cli("finetuning.evaluate", __doc__ or "", argv)
     setup_logging()
-    print(format_table(evaluate(cfg, Runtime.create(cfg.train.use_bf16))))
+    print(format_table(evaluate(cfg, open_runtime(cfg.train.use_bf16))))
 
 
 if __name__ == "__main__":

@@ -22,8 +22,7 @@ from models.mae import pixel_targets
 from models.predictor import MlpPredictor, Predictor3D
 from models.stochastic import Stochastic
 from models.vit3d import NORM_EPS, Recompute, VisionTransformer3D, gather_tokens, recompute_block
-from utils.config.load import Config
-from utils.config.schema import MethodConfig
+from utils.config.schema import Config, MethodConfig
 
 
 @dataclass

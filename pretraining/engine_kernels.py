@@ -16,7 +16,8 @@ import torch
 
 from models.vit3d import Block, SelfAttention
 from models.vjepa3d import VJEPA3D
-from utils.config.load import Config, UserError
+from utils.config.schema import Config
+from utils.errors import UserError
 from utils.runtime.single import Runtime
 
 

@@ -23,9 +23,12 @@ from pretraining.gauges.monitor import Gauges
 from pretraining.rows import Rows
 from utils import storage
 from utils.checkpoint import CheckpointError, CheckpointWriter, list_steps, load_newest, to_host
-from utils.config.load import Config, UserError, changed_keys, config_of_yaml, load_config, to_yaml
+from utils.config.load import changed_keys, config_of_yaml, load_config, to_yaml
+from utils.config.schema import Config
+from utils.errors import UserError
+from utils.provenance import provenance
 from utils.runtime.processes import ALONE, Group
-from utils.runtime.single import Runtime, provenance
+from utils.runtime.single import Runtime
 
 log = logging.getLogger(__name__)
 INIT_WEIGHT_LIMIT = 0.1  # a target with more of its random initialisation is no candidate for the best

@@ -9,7 +9,8 @@ import numpy as np
 
 from data_setup.manifest import load_labels, pretraining_split, wanted_values
 from data_setup.store.reader import PreparedStore
-from utils.config.load import Config, UserError
+from utils.config.schema import Config
+from utils.errors import UserError
 
 log = logging.getLogger(__name__)
 

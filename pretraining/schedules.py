@@ -9,7 +9,8 @@ import math
 
 import numpy as np
 
-from utils.config.load import Config, ConfigError
+from utils.config.schema import Config
+from utils.errors import ConfigError
 
 EMA_HALF_LIFE = 0.05  # of the run
 EMA_MAXIMUM = 0.9995

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from models.vjepa3d import VJEPA3D
 from pretraining.optimizer import MOMENTS
-from utils.config.load import Config
+from utils.config.schema import Config
 from utils.runtime.single import Runtime
 
 

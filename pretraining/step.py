@@ -18,7 +18,7 @@ from data_setup.normalisation import normalise
 from models.regularisers import Regulariser, SigReg, Statistics, VicReg, surrogate
 from models.vjepa3d import VJEPA3D, Output, parameter_groups
 from pretraining.optimizer import FUSED_DEVICES, SelectingAdamW
-from utils.config.load import Config
+from utils.config.schema import Config
 from utils.runtime.processes import ALONE
 from utils.runtime.single import Runtime
 

@@ -42,9 +42,13 @@ from pretraining.sharding import shard_state
 from pretraining.step import Batch, build_optimizer, train_step, trial_step
 from pretraining.trial import log_start, next_or_stop, open_loader, rows_of_step, settle_memory
 from utils import storage
-from utils.config.load import EXIT_USER_ERROR, Config, UserError, accumulation_steps, parse_cli, run_cli
+from utils.cli import parse_cli, run_cli
+from utils.config.load import accumulation_steps
+from utils.config.schema import Config
+from utils.errors import EXIT_USER_ERROR, UserError
 from utils.log import NoLog, RunLog, log_failure, setup_logging
 from utils.report.pictures import bscan_with_masks, feature_pca, load_snapshot
+from utils.runtime.open import open_runtime
 from utils.runtime.processes import LostPeer
 from utils.runtime.single import Runtime, is_out_of_memory
 
@@ -52,13 +56,13 @@ log = logging.getLogger(__name__)
 
 
 def main(argv: list[str] | None = None) -> int:
-    cfg, _ = parse_cli(__doc__ or "", argv)
+    cfg, _ = parse_cli("pretraining.train", __doc__ or "", argv)
     return train(cfg)
 
 
 def train(cfg: Config) -> int:
     """Run the configuration to its end or to SIGTERM; returns the exit code."""
-    runtime = Runtime.create(cfg.train.use_bf16, cfg.data.data_timeout_s)
+    runtime = open_runtime(cfg.train.use_bf16, cfg.data.data_timeout_s)
     setup_logging(runtime.rank)
     runtime.catch_sigterm()
     with ExitStack() as outer:

@@ -26,7 +26,9 @@ from pretraining.schedules import init_weight
 from pretraining.sharding import shard_state
 from pretraining.step import Batch, views
 from utils.checkpoint import to_host
-from utils.config.load import Config, UserError, accumulation_steps
+from utils.config.load import accumulation_steps
+from utils.config.schema import Config
+from utils.errors import UserError
 from utils.runtime.single import Runtime
 
 log = logging.getLogger(__name__)

@@ -29,6 +29,45 @@ def imports(path: Path) -> set[str]:
     return {name.split(".")[0] for name in found}
 
 
+def module_name(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def arrows(paths: list[Path]) -> dict[str, set[str]]:
+    """Module -> those of `paths` that it imports anywhere: at its top, in a function, for types alone."""
+    names = {module_name(path) for path in paths}
+    edges: dict[str, set[str]] = {}
+    for path in paths:
+        imported = set()
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                imported |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.module:
+                inner = {f"{node.module}.{alias.name}" for alias in node.names}
+                imported |= inner & names or {node.module}
+        edges[module_name(path)] = imported & names
+    return edges
+
+
+def circle(edges: dict[str, set[str]]) -> list[str]:
+    """A circle of imports, its first module repeated at its end; empty where there is none."""
+    done: set[str] = set()
+
+    def visit(name: str, trail: list[str]) -> list[str]:
+        if name in trail:
+            return [*trail[trail.index(name) :], name]
+        if name in done:
+            return []
+        for other in sorted(edges[name]):
+            if closed := visit(other, [*trail, name]):
+                return closed
+        done.add(name)
+        return []
+
+    return next((closed for name in sorted(edges) if (closed := visit(name, []))), [])
+
+
 MODULES = sorted(p for folder in FOLDERS for p in (ROOT / folder).glob("**/*.py"))
 
 
@@ -39,11 +78,25 @@ def test_dependency_direction(path: Path) -> None:
     assert ours <= MAY_IMPORT[folder], f"{path}: {ours - MAY_IMPORT[folder]}"
 
 
+def test_no_circle_of_imports() -> None:
+    assert circle(arrows(MODULES)) == []
+
+
+def test_a_circle_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three modules, one of which imports inside a function."""
+    monkeypatch.setattr(f"{__name__}.ROOT", tmp_path)
+    texts = {"a": "from room import b", "b": "import room.c", "c": "def f():\n    from room.a import x"}
+    (tmp_path / "room").mkdir()
+    for name, text in texts.items():
+        (tmp_path / "room" / f"{name}.py").write_text(text)
+    assert circle(arrows(sorted(tmp_path.glob("room/*.py")))) == ["room.a", "room.b", "room.c", "room.a"]
+
+
 def test_xla_stays_in_its_files() -> None:
     allowed = {"utils/runtime/xla.py", "models/kernels/xla.py", "pretraining/tpu_fit/trace.py"}
     assert {str(p.relative_to(ROOT)) for p in MODULES if "torch_xla" in imports(p)} <= allowed
-    using = [p for p in MODULES if "from utils.runtime.xla import" in p.read_text()]
-    assert [str(p.relative_to(ROOT)) for p in using] == ["utils/runtime/single.py"]
+    using = [name for name, imported in arrows(MODULES).items() if "utils.runtime.xla" in imported]
+    assert using == ["utils.runtime.open"]
 
 
 def test_only_storage_knows_urls() -> None:

@@ -11,7 +11,9 @@ import os
 import platform
 
 from utils import storage
-from utils.config.load import Config, UserError, parse_cli, run_cli
+from utils.cli import parse_cli, run_cli
+from utils.config.schema import Config
+from utils.errors import UserError
 
 
 def check_paths(cfg: Config) -> str:
@@ -37,7 +39,7 @@ def check_paths(cfg: Config) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    cfg, _ = parse_cli(__doc__ or "", argv)
+    cfg, _ = parse_cli("utils.check_paths", __doc__ or "", argv)
     print(check_paths(cfg))
     return 0
 

@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 
 from utils import storage
-from utils.config.load import StorageOptions, UserError
+from utils.config.schema import StorageOptions
+from utils.errors import UserError
 from utils.storage import StorageError
 
 FORMAT_VERSION = 1

@@ -25,7 +25,9 @@ from matplotlib.figure import Figure
 from tqdm import tqdm
 
 from utils import storage
-from utils.config.load import Config, ConfigError, UserError, flatten
+from utils.config.load import flatten
+from utils.config.schema import Config
+from utils.errors import ConfigError, UserError
 
 log = logging.getLogger(__name__)
 FORM = "%(asctime)s %(levelname)s %(message)s"

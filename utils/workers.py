@@ -5,9 +5,14 @@ from __future__ import annotations
 import multiprocessing
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import contextmanager
+from typing import TypeVar
+
+STORAGE_THREADS = 16  # calls that wait for storage at the same time
+_T = TypeVar("_T")
+_R = TypeVar("_R")
 
 
 def follow_parent() -> None:
@@ -52,3 +57,9 @@ def pool_of(workers: int) -> Iterator[Executor]:
         yield thread
     finally:
         thread.shutdown(cancel_futures=True)
+
+
+def in_threads(function: Callable[[_T], _R], items: Sequence[_T]) -> list[_R]:
+    """[function(item) ...] for calls that wait for storage."""
+    with ThreadPoolExecutor(STORAGE_THREADS) as pool:
+        return list(pool.map(function, items))

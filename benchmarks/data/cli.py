@@ -27,7 +27,7 @@ from benchmarks.data import prepare as data_prepare
 from benchmarks.data import read as data_read
 from benchmarks.data.files import FULL_SIZE
 from benchmarks.machine import describe
-from utils.config.load import output_file
+from utils.cli import output_file
 
 PARTS = ("prepare", "read", "pipeline")
 VOLUMES, STEPS = 8, 16  # rows of the stores that are read; batches of 4 that are timed

@@ -23,7 +23,8 @@ from data_setup.prepare import Job, prepare_row
 from data_setup.protocols import BY_NAME
 from data_setup.store.reader import KEPT, PreparedStore
 from data_setup.store.writer import StoreWriter, record_fields
-from utils.config.load import Config, load_config
+from utils.config.load import load_config
+from utils.config.schema import Config
 from utils.storage import StorageError
 
 CONFIG = Path(__file__).resolve().parents[2] / "configs" / "pretrain_oct_vjepa2.yaml"

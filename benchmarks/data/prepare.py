@@ -23,7 +23,7 @@ from data_setup.prepare import prepare_row, run_jobs
 from data_setup.readers.dicom import open_volume
 from data_setup.resample import Resampled, resample_frames
 from data_setup.store.reader import KEPT
-from utils.config.load import Config
+from utils.config.schema import Config
 from utils.storage import StorageError
 
 # AI-READI 3.0.0: rows of the OCT manifest, and the bytes of their pixels by protocol shapes.

@@ -22,8 +22,8 @@ from models.vjepa3d import VJEPA3D
 from pretraining.step import build_optimizer, train_step, views
 from tests.support.cloud_servers import BUCKET, gcs_server
 from utils import storage
-from utils.config.load import Config, StorageOptions
-from utils.runtime.single import Runtime, keep_freed_memory
+from utils.config.schema import Config, StorageOptions
+from utils.runtime.open import keep_freed_memory, open_runtime
 
 LOADER_WORKERS = 2  # processes of the pipeline
 CRC_BYTES = 4  # at the end of a chunk, after what Blosc wrote
@@ -123,7 +123,7 @@ def read(work: Path, shapes: dict[str, Shape], repeats: int, volumes: int, bucke
 
 def pipeline_rate(cfg: Config, store: PreparedStore, warm_up: int, steps: int) -> float:
     """Volumes a second through the loader and both views' normalisation, with data.workers processes."""
-    runtime = Runtime.create(use_bf16=False)
+    runtime = open_runtime(use_bf16=False)
     # as many batches lie ready at the end as at the start, so that none comes for nothing
     ahead = cfg.data.workers * cfg.data.prefetch_factor
     loader = Loader(cfg, store, store.kept, num_steps=warm_up + steps + ahead)
@@ -159,7 +159,7 @@ def waiting(work: Path, shapes: dict[str, Shape], volumes: int, steps: int, mode
     batch = ["train.global_batch_size=2", "train.per_core_batch_size=2", "data.sampling=natural"]
     cfg = configure(size, spacing_mm, *batch, "data.workers=1", "train.max_steps=1000", f"model.size={model}")
     store = prepared_store(work, list(dicom_files(work, shapes)["uncompressed"].values()), cfg, volumes)
-    runtime = Runtime.create(use_bf16=True)
+    runtime = open_runtime(use_bf16=True)
     torch.manual_seed(0)
     net = VJEPA3D(cfg).train()
     optimizer = build_optimizer(net, cfg)

@@ -11,7 +11,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from utils.config.load import Config, UserError, load_config
+from utils.config.load import load_config
+from utils.config.schema import Config
+from utils.errors import UserError
 
 CONFIG = Path(__file__).resolve().parents[2] / "configs" / "smoke_test.yaml"
 REFERENCE = "vjepa2"  # every ablation changes one thing of this arm

@@ -28,7 +28,7 @@ from models.vjepa3d import VJEPA3D
 from pretraining.rows import open_rows
 from pretraining.schedules import ema_momentum, learning_rate
 from pretraining.step import build_optimizer, train_step
-from utils.config.load import UserError
+from utils.errors import UserError
 from utils.runtime.single import Runtime
 
 ROUNDS, WARM_UP_ROUNDS = 9, 2

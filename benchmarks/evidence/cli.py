@@ -38,7 +38,7 @@ from data_setup.store.reader import PreparedStore
 from finetuning.embed import pretrained_encoder, random_encoder
 from utils import storage
 from utils.checkpoint import load_checkpoint
-from utils.config.load import UserError
+from utils.errors import UserError
 
 
 def score_one(root: Path, name: str, seed: int, people: Path) -> None:

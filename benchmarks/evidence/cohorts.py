@@ -28,7 +28,7 @@ from data_setup.resample import resample_frames
 from data_setup.store.reader import PreparedStore
 from data_setup.transforms import identity_matrix
 from data_setup.valid_field import token_valid
-from utils.config.load import Config, SpatialConfig
+from utils.config.schema import Config, SpatialConfig
 
 PRETRAINING_SEED, EVALUATION_SEED = 1001, 1002
 PEOPLE = "people_"  # + seed, count: a folder of people to confirm on

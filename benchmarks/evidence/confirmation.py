@@ -17,7 +17,7 @@ from benchmarks.evidence.differences import build
 from benchmarks.evidence.queue import Plan, confirmation_jobs
 from benchmarks.evidence.scores import TASKS
 from benchmarks.evidence.words import NOT_SHOWN, TASK_LABELS, signed, verdict
-from utils.config.load import UserError
+from utils.errors import UserError
 
 # what a row takes from its runs' own logs, not from the people
 FACTS_OF_A_RUN = ("num_seeds", "steps", "init_weight", "alarms", "skill_position_by_seed")

@@ -30,9 +30,11 @@ from benchmarks.evidence.arms import (
 from benchmarks.evidence.queue import BASELINES, Plan
 from benchmarks.evidence.scores import TASKS, Scores, load_scores
 from models.probes.participants import interval95, participant_draws
-from utils.config.load import Config, UserError
+from utils.config.schema import Config
+from utils.errors import UserError
+from utils.provenance import provenance
 from utils.report.run_files import read_run
-from utils.runtime.single import Runtime, provenance
+from utils.runtime.open import open_runtime
 
 BOOTSTRAP_SAMPLES, BOOTSTRAP_SEED = 2000, 0
 BASELINE_LABELS = {
@@ -198,7 +200,7 @@ def build(plan: Plan, people: Path | None = None) -> dict[str, Any]:
         "participants": len(participants.participants),
         "rows": table,
         "commits": commits_of_runs(plan),
-        "packages": provenance(Runtime.create(False))["packages"],
+        "packages": provenance(open_runtime(False))["packages"],
         "machine": f"{platform.processor() or platform.machine()}, {platform.system()}",
         "date": datetime.date.today().isoformat(),
     }

@@ -17,7 +17,7 @@ from benchmarks.evidence.differences import build
 from benchmarks.evidence.queue import Plan
 from benchmarks.evidence.scores import TASKS
 from benchmarks.evidence.words import NOT_SHOWN, TASK_LABELS, number, signed, span, verdict
-from utils.config.load import UserError
+from utils.errors import UserError
 
 RESULTS = Path(__file__).resolve().parents[2] / "docs" / "results.md"
 BEGIN, END = "<!-- evidence: begin -->", "<!-- evidence: end -->"

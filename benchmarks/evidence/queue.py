@@ -27,7 +27,7 @@ from benchmarks.evidence.arms import (
     overrides,
     run_dir,
 )
-from utils.config.load import UserError
+from utils.errors import UserError
 
 POLL_SECONDS = 0.2
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")

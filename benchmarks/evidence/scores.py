@@ -46,9 +46,9 @@ from models.probes.tokens import (
     position_columns,
     ridge_rows,
 )
-from utils.config.load import Config
+from utils.config.schema import Config
 from utils.report.pictures import feature_pca, load_snapshot, save_snapshot
-from utils.runtime.single import Runtime
+from utils.runtime.open import open_runtime
 
 TASKS = ("classes", "thickness", "occupancy")
 PCA_COMPONENTS = 64
@@ -161,7 +161,7 @@ def encoder_features(
 
     An encoder with another patch size lends each reference token the features of the token it lies in.
     """
-    runtime = Runtime.create(cfg.train.use_bf16)
+    runtime = open_runtime(cfg.train.use_bf16)
     encoder = encoder.to(runtime.device).eval()
     there = tokens_of_another_grid(truth.tokens.clip(min=0), grid, cfg.grid)
     pooled, dense, sample, start = [], [], [], 0
@@ -194,7 +194,7 @@ def baseline_features(
     cfg: Config, store: PreparedStore, truth: Truth
 ) -> dict[str, tuple[FoldFeatures | None, np.ndarray | None]]:
     """name -> (pooled features by fold, dense features) of what needs no encoder."""
-    runtime = Runtime.create(False)
+    runtime = open_runtime(False)
     voxels, profile = raw_features(cfg, store, truth.rows, runtime)
 
     def components(is_training: np.ndarray) -> np.ndarray:

@@ -1,5 +1,5 @@
 from benchmarks.train_step.cli import main
-from utils.config.load import run_cli
+from utils.cli import run_cli
 
 if __name__ == "__main__":
     run_cli(main)

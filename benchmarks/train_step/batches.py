@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from pretraining.step import Batch
-from utils.config.load import Config
+from utils.config.schema import Config
 
 
 def synthetic_batch(cfg: Config, seed: int) -> Batch:

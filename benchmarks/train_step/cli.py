@@ -37,8 +37,11 @@ from models.flops import encoder_flops, step_flops
 from models.vjepa3d import VJEPA3D
 from pretraining.engine_kernels import compile_blocks
 from pretraining.step import Batch, build_optimizer, train_step, views
-from utils.config.load import Config, load_config, output_file
-from utils.runtime.single import Runtime, keep_freed_memory
+from utils.cli import output_file
+from utils.config.load import load_config
+from utils.config.schema import Config
+from utils.runtime.open import keep_freed_memory, open_runtime
+from utils.runtime.single import Runtime
 
 CONFIG = Path(__file__).resolve().parents[2] / "configs" / "pretrain_oct_vjepa2.yaml"
 DTYPES = {"bf16": torch.bfloat16, "float32": torch.float32}
@@ -268,7 +271,7 @@ class StepOnDevice:
 
     def __init__(self, use_bf16: bool, is_compiled: bool) -> None:
         self.cfg, self.losses = small_volume(use_bf16), list[float]()
-        self.runtime = Runtime.create(use_bf16)
+        self.runtime = open_runtime(use_bf16)
         model, self.optimizer, batch = build(self.cfg)
         self.model, self.batch = model.to(self.runtime.device), self.runtime.to_device(batch)
         if is_compiled:

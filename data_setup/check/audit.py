@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from data_setup.manifest import TREE, RecordList
 from utils import storage
-from utils.config.load import StorageOptions
+from utils.config.schema import StorageOptions
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The verdict on a whole tree from the first bytes of its files, without writing a volume.
+"""The verdict on a whole tree from the first bytes of its files: `python -m data_setup.check --config FILE`.
 
 In: the manifest's records (`Config`). Out: check_report.json, a table, and a verdict. Of each DICOM file the
 first HEAD_BYTES are fetched, more only when the header is longer; `pixel_hash` says which files are read on:
@@ -9,6 +9,7 @@ docs/expand.md.
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import json
 import sys
@@ -16,7 +17,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -25,16 +26,18 @@ from tqdm import tqdm
 
 from data_setup.check import report as check_report
 from data_setup.check.audit import Tree, audit_files, list_tree
+from data_setup.check.finding import NOT_OPENED, Finding
 from data_setup.check.range_file import HEAD_BYTES, RangeFile
-from data_setup.check.report import NOT_OPENED, OK
 from data_setup.manifest import Record, RecordList, read_records
-from data_setup.prepare import UNREAD, check_manifest
 from data_setup.readers.dicom import OCTHeader, read_header
 from data_setup.readers.faults import OCTReadError, RejectReason, named_faults
-from data_setup.readers.open_record import identify, kind_by_name
+from data_setup.readers.open_record import check_manifest, identify, kind_by_name
 from data_setup.readers.pixels import BoundedFile
+from data_setup.store.reader import UNREAD
 from utils import storage
-from utils.config.load import EXIT_USER_ERROR, Config, StorageOptions, UserError
+from utils.cli import add_workers, parse_cli
+from utils.config.schema import Config, StorageOptions
+from utils.errors import EXIT_USER_ERROR, UserError
 from utils.workers import spawned_pool
 
 EXIT_FOUND_BAD = 1
@@ -53,39 +56,6 @@ class Item:
     size: int | None
     is_folder: bool = False
     is_double: bool = False  # of a row that is not used, since another has its SOPInstanceUID
-
-
-@dataclass(frozen=True)
-class Finding:
-    """What the first bytes of a file say; `status` is OK, NOT_OPENED, UNREAD or a RejectReason."""
-
-    path: str
-    url: str
-    is_orphan: bool
-    device: str | None
-    protocol: str | None
-    manifest_laterality: str | None
-    is_double: bool = False
-    size: int = 0
-    status: str = OK
-    message: str | None = None
-    kind: str = "DICOM"
-    shape: tuple[int, int, int] | None = None
-    spacing_mm: tuple[float, float, float] | None = None
-    spacing_source: str | None = None
-    orientation_source: str | None = None
-    laterality: str | None = None  # L | R | unknown; of the header
-    transfer_syntax: str | None = None
-    sop_instance_uid: str | None = None
-    pixel_start: int | None = None  # bytes before the value of the pixel data
-    sample: str | None = None  # digest of bytes from the middle of the pixel data
-    pixel_hash: str | None = None  # digest of all bytes from pixel_start on
-    fetched: dict[str, int] = field(default_factory=dict)  # bytes by purpose: header, sample, pixels
-    requests: int = 0
-
-    @property
-    def pixel_bytes(self) -> int:
-        return self.size - (self.pixel_start or 0)
 
 
 def read_finding(item: Item, options: StorageOptions, head_bytes: int = HEAD_BYTES) -> Finding:
@@ -255,6 +225,23 @@ def _runner(workers: int) -> Iterator[_Run]:
                 raise UserError(f"{title}: {said}") from error
 
         yield run
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments that only a check has; `prepare --check-only` takes them too."""
+    parser.add_argument("--json", metavar="URL", help="where to write the report (default: in data.store)")
+    parser.add_argument("--pixel-hash", choices=PIXEL_HASH_MODES, help="find duplicates (default same-size)")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; 0, EXIT_FOUND_BAD, or EXIT_USER_ERROR when some files could not be read."""
+
+    def add_all(parser: argparse.ArgumentParser) -> None:
+        add_workers(parser)
+        add_arguments(parser)
+
+    cfg, args = parse_cli("data_setup.check", __doc__ or "", argv, add_all)
+    return check_tree(cfg, args.workers, args.pixel_hash or "same-size", args.json)
 
 
 def check_tree(cfg: Config, workers: int, pixel_hash: str, json_url: str | None) -> int:

@@ -6,7 +6,7 @@ In: a URL and the object's size. Out: read, seek and tell, and counts of what ca
 from __future__ import annotations
 
 from utils import storage
-from utils.config.load import StorageOptions
+from utils.config.schema import StorageOptions
 
 HEAD_BYTES = 2**16  # of the first request; the header of 100 frames
 

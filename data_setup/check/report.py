@@ -8,15 +8,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from data_setup.prepare import UNREAD
+from data_setup.check.finding import NOT_OPENED, OK, Finding
 from data_setup.readers.faults import RejectReason
+from data_setup.store.reader import UNREAD
 
-if TYPE_CHECKING:
-    from data_setup.check.cli import Finding
-
-OK, NOT_OPENED = "ok", "not_opened"  # not_opened: a kind other than DICOM, whose header is not asked for
 # What no header tells and decoding does. Of uncompressed files the length tells the first two.
 FULL_PASS_ONLY = (
     "truncated_pixel_data and frame_count_mismatch of compressed files",

@@ -21,7 +21,8 @@ from dataclasses import dataclass
 
 from data_setup.expand.rules import Member
 from utils import storage
-from utils.config.load import StorageOptions, UserError
+from utils.config.schema import StorageOptions
+from utils.errors import UserError
 from utils.storage.errors import named_errors
 
 CHUNK_BYTES = 8 * 2**20  # of one range request, and of one step of inflating

@@ -30,7 +30,8 @@ from data_setup.expand.state import Archive, Places, load_state, mark_done, save
 from data_setup.prepare import parse_shard
 from data_setup.store.locks import shard_lock
 from utils import storage
-from utils.config.load import EXIT_USER_ERROR, StorageOptions, UserError
+from utils.config.schema import StorageOptions
+from utils.errors import EXIT_USER_ERROR, UserError
 
 EXIT_FOUND_BAD = 1  # damaged archives or members, or other content in their place
 CONFLICT = "other_content"  # an object is there that this program has not written and that differs

@@ -21,7 +21,7 @@ from typing import Any
 from data_setup.expand.archive import Directory
 from data_setup.expand.rules import EXPECTED, STATE_FOLDER, Member, Plan, Refusal, key_of
 from utils import storage
-from utils.config.load import StorageOptions
+from utils.config.schema import StorageOptions
 
 FORMAT_VERSION = 1
 SAVE_EVERY_S = 2.0  # object stores take about one write a second to one object

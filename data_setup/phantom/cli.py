@@ -29,7 +29,7 @@ from data_setup.phantom.cohort import MAX_PARTICIPANTS, Participant, make_partic
 from data_setup.phantom.dicom import SYNTAXES
 from data_setup.phantom.faults import plant_faults
 from data_setup.phantom.files import MANIFEST_COLUMNS, write_person
-from utils.config.load import UserError
+from utils.errors import UserError
 from utils.workers import follow_parent
 
 FORMAT_VERSION = 1

@@ -24,7 +24,7 @@ from data_setup.readers.faults import OCTReadError, RejectReason
 from data_setup.readers.geometry import Measures, RawGeometry
 from data_setup.readers.images import iter_images, read_image
 from data_setup.readers.sidecar import Sidecar, checked_frames, make_header, reading
-from utils.config.load import StorageOptions
+from utils.config.schema import StorageOptions
 from utils.storage import join, list_names, read_bytes
 
 MAX_XML_BYTES = 2**28

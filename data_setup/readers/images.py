@@ -27,7 +27,7 @@ from data_setup.readers.sidecar import (
     make_header,
     reading,
 )
-from utils.config.load import StorageOptions
+from utils.config.schema import StorageOptions
 from utils.storage import join, list_names, read_bytes
 
 MAX_PIXELS = 2**26  # of one B-scan; checked before it is decoded

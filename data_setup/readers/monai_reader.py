@@ -16,7 +16,7 @@ from monai.data import ImageReader
 from monai.utils import ensure_tuple
 
 from data_setup.readers.dicom import OCTVolume, read_volume
-from utils.config.load import StorageOptions
+from utils.config.schema import StorageOptions
 
 
 class OCTReader(ImageReader):

@@ -27,10 +27,10 @@ from data_setup.readers import nifti as importers_nifti
 from data_setup.readers.dicom import OCTHeader
 from data_setup.readers.faults import OCTReadError, RejectReason
 from data_setup.readers.sidecar import FOLDER_SIDECAR, Sidecar, open_file, read_sidecar, sidecar_url
-from data_setup.store.reader import in_threads
 from utils import storage
-from utils.config.load import StorageOptions
+from utils.config.schema import StorageOptions
 from utils.storage import ObjectStat, StorageNotFoundError, join, list_names
+from utils.workers import in_threads
 
 _SUFFIXES = {
     ".dcm": "DICOM",
@@ -165,3 +165,14 @@ def _stat_or_none(url: str, options: StorageOptions | None) -> ObjectStat | None
         return storage.stat(url, options)
     except StorageNotFoundError:
         return None
+
+
+def check_manifest(record: Record, header: OCTHeader) -> None:
+    """Raise header_mismatch when the file is not the one that its manifest row describes."""
+    uid, found_uid = record.sop_instance_uid, header.sop_instance_uid
+    if uid and found_uid and uid != found_uid:  # an id that no manifest has does not leave the file
+        said = f"SOPInstanceUID {uid} as in the manifest"
+        raise OCTReadError(record.url, RejectReason.HEADER_MISMATCH, said, "another")
+    if record.shape is not None and record.shape != header.shape:
+        said = f"frames x height x width {record.shape} as in the manifest"
+        raise OCTReadError(record.url, RejectReason.HEADER_MISMATCH, said, header.shape)

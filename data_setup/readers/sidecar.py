@@ -26,7 +26,7 @@ from PIL import Image
 from data_setup.readers.dicom import OCTHeader, to_uint8
 from data_setup.readers.faults import OCTReadError, RejectReason, named_faults
 from data_setup.readers.geometry import PLAUSIBLE_MM
-from utils.config.load import StorageOptions
+from utils.config.schema import StorageOptions
 from utils.storage import StorageNotFoundError, is_remote, open_url, read_bytes
 
 FOLDER_SIDECAR = "volume.yaml"

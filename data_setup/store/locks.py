@@ -24,7 +24,8 @@ from pathlib import Path
 from typing import Any
 
 from utils import storage
-from utils.config.load import StorageOptions, UserError
+from utils.config.schema import StorageOptions
+from utils.errors import UserError
 
 # The setup lock is held for seconds: the record list, the index; every request may be repeated for a minute.
 _SETUP_WAIT_S = 600.0  # for one holder, however many take their turns before us

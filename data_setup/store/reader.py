@@ -19,18 +19,18 @@ import hashlib
 import io
 import json
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import pandas as pd
 import zarr
 
 from utils import storage
-from utils.config.load import SpatialConfig, StorageOptions, UserError
+from utils.config.schema import SpatialConfig, StorageOptions
+from utils.errors import UserError
 from utils.storage import local_copies
 from utils.storage.zarr_keys import zarr_store
 
@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 FORMAT_VERSION = 1
 NORMALISATION = "zscore_valid"  # what readers do with a volume: z-score over its valid voxels
 KEPT, PENDING = "kept", "pending"  # the other statuses are reject reasons
-_READERS = 16  # small objects read at once; hides the latency of a bucket
+UNREAD = "unread"  # of an attempt: storage did not answer; the row stays as it was
 
 # column -> (pandas type, meaning). Lengths in mm; d, h, w = B-scan, axial, A-scan; text is missing as NaN.
 INDEX_COLUMNS: dict[str, tuple[str, str]] = {
@@ -75,8 +75,6 @@ INDEX_COLUMNS: dict[str, tuple[str, str]] = {
     "checksum": ("str", "of the stored voxels: BLAKE2b, 16 bytes, hex"),
 }
 RECORD_COLUMNS = tuple(INDEX_COLUMNS)[4:15]  # taken from records.jsonl; those after them from rows/
-_T = TypeVar("_T")
-_R = TypeVar("_R")
 
 
 class DamagedError(UserError):
@@ -228,9 +226,3 @@ def read_attrs(url: str, options: StorageOptions | None = None) -> dict[str, Any
     text = storage.read_text(attrs_url, options)
     with intact(attrs_url):
         return dict(json.loads(text)["attributes"])
-
-
-def in_threads(function: Callable[[_T], _R], items: Sequence[_T]) -> list[_R]:
-    """[function(item) ...] for calls that wait for storage."""
-    with ThreadPoolExecutor(_READERS) as pool:
-        return list(pool.map(function, items))

@@ -30,13 +30,14 @@ from data_setup.store.reader import (
     checksum,
     chunk_key,
     geometry_of,
-    in_threads,
     intact,
     read_attrs,
 )
 from utils import storage
-from utils.config.load import SpatialConfig, StorageOptions, UserError
+from utils.config.schema import SpatialConfig, StorageOptions
+from utils.errors import UserError
 from utils.storage.zarr_keys import zarr_store
+from utils.workers import in_threads
 
 
 def measure(volume: Resampled) -> dict[str, float | str]:

@@ -27,7 +27,9 @@ from models.weights.fit import ADAPTED_PLANES, GRAY, NORMALISATION, Line, adapt_
 from models.weights.shape import Weights, new_encoder, new_predictor
 from utils import storage
 from utils.checkpoint import CheckpointError, CheckpointWriter
-from utils.config.load import Config, UserError, load_config, to_yaml
+from utils.config.load import load_config, to_yaml
+from utils.config.schema import Config
+from utils.errors import UserError
 
 log = logging.getLogger(__name__)
 

@@ -16,7 +16,8 @@ from models.vjepa3d import recipe_name
 from models.weights.hf_layout import hf_config, num_mask_tokens, to_hf
 from models.weights.shape import EXPORT_FORMAT, FACTS_KEY, Weights
 from utils import storage
-from utils.config.load import Config, UserError
+from utils.config.schema import Config
+from utils.errors import UserError
 
 NO_PREDICTOR = Size(0, 32, 1)  # of a Hugging Face model whose predictor nobody is to call
 

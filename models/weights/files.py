@@ -37,7 +37,8 @@ from models.weights.shape import (
 )
 from utils import storage
 from utils.checkpoint import CheckpointError, load_checkpoint
-from utils.config.load import StorageOptions, config_of_yaml
+from utils.config.load import config_of_yaml
+from utils.config.schema import StorageOptions
 
 PUBLIC_GRID = (8, 16, 16)  # of the public weights' pre-training: 16 frames of 256 x 256, patch 2 x 16 x 16
 ROLE_NAMES = {"encoder": "encoder", "predictor": "predictor"} | dict.fromkeys(

@@ -29,7 +29,7 @@ from models.vit3d import SIZES, Size
 from models.vjepa3d import VJEPA3D, is_dense
 from models.weights.shape import Weights, require_same
 from utils.checkpoint import CheckpointError
-from utils.config.load import Config
+from utils.config.schema import Config
 
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 NORMALISATION = "zscore_valid"  # the prepared store's, which Z_SCORE stands for

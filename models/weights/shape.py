@@ -17,7 +17,7 @@ from models.predictor import Predictor3D
 from models.vit3d import RopeForm, Size, VisionTransformer3D
 from models.weights.hf_layout import num_mask_tokens
 from utils.checkpoint import CheckpointError
-from utils.config.load import Config
+from utils.config.schema import Config
 
 EXPORT_FORMAT = "oct_encoder"  # "format" in the config.json of an export
 FACTS_KEY = "oct_foundation"  # there and in the Hugging Face layout: facts of the training

@@ -11,7 +11,7 @@ import logging
 from contextlib import ExitStack
 from pathlib import Path
 
-from utils.config.load import Config
+from utils.config.schema import Config
 from utils.runtime.single import Runtime
 
 log = logging.getLogger(__name__)

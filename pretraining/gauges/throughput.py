@@ -19,7 +19,8 @@ import torch
 from data_setup.masks import MaskPlan
 from models.flops import encoder_flops, step_flops
 from models.vjepa3d import VJEPA3D
-from utils.config.load import Config, accumulation_steps
+from utils.config.load import accumulation_steps
+from utils.config.schema import Config
 from utils.runtime.device_peak import device_peak
 from utils.runtime.single import Runtime
 

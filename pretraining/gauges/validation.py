@@ -26,7 +26,7 @@ from models.vjepa3d import VJEPA3D
 from pretraining.gauges.validation_probes import probe_scores
 from pretraining.rows import Rows
 from pretraining.step import Batch, predict, view
-from utils.config.load import Config
+from utils.config.schema import Config
 from utils.report.pictures import save_snapshot
 from utils.runtime.single import Runtime
 

@@ -19,7 +19,7 @@ from models.probes.pooling import embed
 from models.vjepa3d import VJEPA3D
 from pretraining.rows import Rows
 from pretraining.step import view
-from utils.config.load import Config
+from utils.config.schema import Config
 from utils.runtime.single import Runtime
 
 log = logging.getLogger(__name__)

@@ -1,5 +1,5 @@
 from pretraining.tpu_fit.cli import main
-from utils.config.load import run_cli
+from utils.cli import run_cli
 
 if __name__ == "__main__":
     run_cli(main)

@@ -28,17 +28,10 @@ from pretraining.tpu_fit.compile import RESULT_VERSION
 from pretraining.tpu_fit.env import ROOT, environment
 from pretraining.tpu_fit.topologies import TOPOLOGIES, Topology
 from pretraining.tpu_fit.verdict import closing_table, describe, facts_of
-from utils.config.load import (
-    EXIT_USER_ERROR,
-    Config,
-    ConfigError,
-    UserError,
-    accumulation_steps,
-    load_config,
-    output_file,
-    parse_cli,
-    to_yaml,
-)
+from utils.cli import output_file, parse_cli
+from utils.config.load import accumulation_steps, load_config, to_yaml
+from utils.config.schema import Config
+from utils.errors import EXIT_USER_ERROR, ConfigError, UserError
 
 CACHE = ROOT / "runs" / "tpu_fit"
 AI_READI_VOLUMES = 56_477  # OCT volumes of its third release, the default of --volumes
@@ -72,7 +65,7 @@ def main(argv: list[str] | None = None) -> int:
         )
         parser.add_argument("--json", type=output_file, metavar="FILE", help="write the numbers there")
 
-    _, args = parse_cli(__doc__ or "", argv, add_arguments)
+    _, args = parse_cli("pretraining.tpu_fit", __doc__ or "", argv, add_arguments)
     if args.topology not in TOPOLOGIES:
         raise UserError(f"--topology: expected one of {', '.join(TOPOLOGIES)}, found {args.topology}")
     if args.volumes < 1:

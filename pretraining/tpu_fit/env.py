@@ -11,7 +11,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from utils.config.load import UserError, run_cli
+from utils.cli import run_cli
+from utils.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[2]
 NAMES = ("xla", "aot")

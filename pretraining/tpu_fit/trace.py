@@ -29,7 +29,10 @@ from models.vjepa3d import VJEPA3D
 from pretraining.engine_kernels import choose_kernels
 from pretraining.sharding import shard_state
 from pretraining.step import Batch, build_optimizer, train_step
-from utils.config.load import Config, accumulation_steps, parse_cli, run_cli
+from utils.cli import parse_cli, run_cli
+from utils.config.load import accumulation_steps
+from utils.config.schema import Config
+from utils.runtime.open import open_runtime
 from utils.runtime.single import Runtime
 
 CLASSES = ("parameters", "target", "optimizer", "batch")
@@ -40,7 +43,7 @@ def main(argv: list[str] | None = None) -> int:
         parser.add_argument("--chips", type=int, required=True)
         parser.add_argument("--program", type=Path, required=True)
 
-    cfg, args = parse_cli(__doc__ or "", argv, add_arguments)
+    cfg, args = parse_cli("pretraining.tpu_fit.trace", __doc__ or "", argv, add_arguments)
     program, facts = trace(cfg, args.chips)
     args.program.write_bytes(program)
     args.program.with_name(f"{args.program.name}.json").write_text(json.dumps(facts))
@@ -50,7 +53,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def trace(cfg: Config, chips: int) -> tuple[bytes, dict[str, Any]]:
     """The program of one update on `chips` devices, and what its arguments are."""
-    runtime = Runtime.create(cfg.train.use_bf16, cfg.data.data_timeout_s)
+    runtime = open_runtime(cfg.train.use_bf16, cfg.data.data_timeout_s)
     assert runtime.num_devices == chips, (runtime.num_devices, chips)
     accumulation = accumulation_steps(cfg.train, chips)
     with torch.device("meta"):

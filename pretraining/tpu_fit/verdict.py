@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from pretraining.tpu_fit.topologies import TOPOLOGIES
-from utils.config.load import Config
+from utils.config.schema import Config
 
 Facts = dict[str, Any]
 GIB = 2.0**30

@@ -55,7 +55,9 @@ from data_setup.store.reader import PreparedStore
 from models.probes.tokens import position_columns
 from pretraining.schedules import init_weight
 from tests.support.pipeline_factory import ROOT
-from utils.config.load import SpatialConfig, UserError, flatten, load_config
+from utils.config.load import flatten, load_config
+from utils.config.schema import SpatialConfig
+from utils.errors import UserError
 
 ALL = (*MAIN, *ABLATIONS)
 KEYS_OF_FACTOR = {

@@ -14,7 +14,7 @@ import torch
 from benchmarks.train_step import cli as train_step
 from benchmarks.train_step.reference_vjepa2 import ReferenceVJEPA2
 from models.vit3d import SIZES, Size
-from utils.config.load import Config
+from utils.config.schema import Config
 from utils.runtime.single import Runtime
 
 KEYS = {"ours_s", "reference_s", "ratio", "loss_diff", "flops", "matmul_flops_per_s", "utilisation"}

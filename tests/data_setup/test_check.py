@@ -26,9 +26,11 @@ from tests.support.cloud_servers import BUCKET, gcs_server
 from tests.support.dicom_factory import rows_down, speckle, steps_along, write_opt
 from tests.support.pipeline_factory import SMOKE
 from utils import storage
-from utils.config.load import StorageOptions, UserError, load_config
+from utils.config.load import load_config
+from utils.config.schema import StorageOptions
+from utils.errors import UserError
 from utils.report import tree_check as check_section
-from utils.runtime.single import Runtime
+from utils.runtime.open import open_runtime
 from utils.storage import clients as cloud
 
 TRITON = "retinal_oct/structural_oct/topcon_triton"
@@ -378,7 +380,7 @@ def test_worker_processes_find_the_same(good: Path, tmp_path: Path) -> None:
 
 def test_a_run_takes_the_report_along(tmp_path: Path) -> None:
     where = [f"data.store={tmp_path / 'store'}", f"run.dir={tmp_path / 'run'}"]
-    cfg, runtime = load_config(SMOKE, where), Runtime.create(use_bf16=False)
+    cfg, runtime = load_config(SMOKE, where), open_runtime(use_bf16=False)
     storage.write_text(f"{tmp_path}/store/prepare_report.json", "{}")
     claim_run_dir(cfg, runtime)
     assert not (tmp_path / "run/check_report.json").exists()

@@ -27,7 +27,8 @@ from data_setup.store.locks import shard_lock
 from tests.support.cloud_proxy import CORRUPT, CUT, RESET, UNFRAMED, Proxy, fault_proxy
 from tests.support.cloud_servers import BUCKET, gcs_server
 from utils import storage
-from utils.config.load import StorageOptions, UserError
+from utils.config.schema import StorageOptions
+from utils.errors import UserError
 from utils.storage import clients as cloud
 
 OCT = "retinal_oct/structural_oct/topcon_triton"

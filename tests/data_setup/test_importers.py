@@ -42,7 +42,8 @@ from tests.support.import_factory import (
 )
 from tests.support.pipeline_factory import ROOT, SMOKE
 from utils import storage
-from utils.config.load import UserError, load_config
+from utils.config.load import load_config
+from utils.errors import UserError
 
 SPACING = (0.12, 0.0026, 0.03)
 DOWN = "superior_to_inferior"

@@ -18,7 +18,9 @@ from data_setup.resample import Resampled
 from data_setup.store.reader import RECORD_COLUMNS, PreparedStore
 from data_setup.store.writer import StoreWriter, measure
 from data_setup.valid_field import token_valid
-from utils.config.load import Config, ConfigError, load_config
+from utils.config.load import load_config
+from utils.config.schema import Config
+from utils.errors import ConfigError
 from utils.storage import StorageError
 
 ROOT = Path(__file__).resolve().parents[2]

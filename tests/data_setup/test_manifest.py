@@ -21,7 +21,9 @@ from data_setup.manifest import (
 )
 from data_setup.splits import stratified_choice
 from utils import storage
-from utils.config.load import Config, ConfigError, StorageOptions, UserError, load_config
+from utils.config.load import load_config
+from utils.config.schema import Config, StorageOptions
+from utils.errors import ConfigError, UserError
 from utils.storage import write_text
 
 NOTHING: dict[str, list[str]] = {"missing": [], "orphans": [], "unused_missing": []}

@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 
 from data_setup.masks import MaskPlan, draw_mask
-from utils.config.load import ConfigError, MaskFamily, load_config
+from utils.config.load import load_config
+from utils.config.schema import MaskFamily
+from utils.errors import ConfigError
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 GRID = (16, 12, 12)

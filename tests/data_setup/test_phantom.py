@@ -35,7 +35,7 @@ from data_setup.phantom.render import DEVICE_PHYSICS, LESIONS
 from data_setup.protocols import BY_NAME, DEVICES, PROTOCOLS
 from data_setup.readers.dicom import read_volume
 from data_setup.readers.faults import OCTReadError
-from utils.config.load import UserError
+from utils.errors import UserError
 
 SEED = 11
 

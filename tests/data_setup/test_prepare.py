@@ -31,7 +31,8 @@ from data_setup.store.reader import PreparedStore, checksum
 from data_setup.store.summary import summarise, table
 from data_setup.store.writer import StoreWriter
 from utils import storage
-from utils.config.load import UserError, load_config
+from utils.config.load import load_config
+from utils.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIG = str(ROOT / "configs" / "smoke_test.yaml")

@@ -24,7 +24,8 @@ from data_setup.store.reader import (
 )
 from data_setup.store.writer import StoreWriter, measure
 from utils import storage
-from utils.config.load import SpatialConfig, UserError
+from utils.config.schema import SpatialConfig
+from utils.errors import UserError
 
 SIZE = (4, 6, 5)
 SPATIAL = SpatialConfig(target_spacing=(0.1, 0.02, 0.02), image_size=SIZE, patch_size=(2, 2, 5))

@@ -27,7 +27,7 @@ from data_setup.transforms import (
     resample,
 )
 from data_setup.valid_field import EDGE_TOLERANCE, token_share, token_valid, voxel_valid
-from utils.config.load import AugmentConfig, MaskFamily
+from utils.config.schema import AugmentConfig, MaskFamily
 from utils.counter_rng import counter_bits, counter_normal, counter_uniform
 
 SIZE = (12, 40, 30)

@@ -22,7 +22,10 @@ from finetuning.evaluate import evaluate, find_checkpoint, main
 from models.probes.participants import Fold, Prediction, logistic_probe
 from models.vjepa3d import VJEPA3D
 from utils.checkpoint import CheckpointError, CheckpointWriter, load_checkpoint
-from utils.config.load import Config, UserError, load_config, run_cli, to_yaml
+from utils.cli import run_cli
+from utils.config.load import load_config, to_yaml
+from utils.config.schema import Config
+from utils.errors import UserError
 from utils.report import cli as report
 from utils.runtime.single import Runtime
 

@@ -13,7 +13,7 @@ from models.vit3d import gather_tokens
 from pretraining.schedules import ema_momentum, learning_rate
 from pretraining.step import build_optimizer, predict, train_step
 from tests.support.model_factory import nano_model, small_config, token_ids, uint8_batch, volumes
-from utils.config.load import Config
+from utils.config.schema import Config
 from utils.runtime.single import Runtime
 
 CPU = Runtime(torch.device("cpu"), use_bf16=False)

@@ -13,7 +13,7 @@ from models.stochastic import Stochastic
 from models.vit3d import SIZES, VisionTransformer3D, apply_rotary, gather_tokens, rotary_tables
 from models.vjepa3d import VJEPA3D, Output, parameter_groups
 from tests.support.model_factory import VARIANTS, nano_model, small_config, token_ids, volumes
-from utils.config.load import Config
+from utils.config.schema import Config
 
 RECIPES = ("vjepa2", "methods", "mae", *VARIANTS)
 

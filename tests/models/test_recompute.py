@@ -9,7 +9,7 @@ from torch import Tensor
 from models.vjepa3d import VJEPA3D
 from pretraining.step import build_optimizer, predict, train_step
 from tests.support.model_factory import nano_model, small_config, uint8_batch
-from utils.config.load import Config
+from utils.config.schema import Config
 from utils.runtime.single import Runtime
 
 NOISE = ("method.dropout=0.2", "method.drop_path=0.3")

@@ -31,7 +31,10 @@ from tests.support.vjepa2_oracle import (
     research_names,
 )
 from utils.checkpoint import CheckpointError, CheckpointWriter, load_checkpoint
-from utils.config.load import Config, ConfigError, UserError, load_config, run_cli, to_yaml
+from utils.cli import run_cli
+from utils.config.load import load_config, to_yaml
+from utils.config.schema import Config
+from utils.errors import ConfigError, UserError
 
 ROOT = Path(__file__).resolve().parents[2]
 SMOKE = ROOT / "configs" / "smoke_test.yaml"

@@ -26,6 +26,7 @@ from models.kernels.xla import FlashAttention, Shape, _payload, call_on_tpu
 from pretraining.engine_kernels import choose_kernels
 from pretraining.step import build_optimizer, predict, train_step
 from tests.support.model_factory import nano_model, small_config, uint8_batch
+from utils.runtime.open import open_runtime
 from utils.runtime.single import Runtime
 
 pytestmark = [
@@ -37,7 +38,7 @@ pytestmark = [
 @pytest.fixture(scope="module", autouse=True)
 def xla() -> Runtime:
     """The engine, opened before the first backward pass of plain torch: autograd would not find it later."""
-    return Runtime.create(use_bf16=False, data_timeout_s=60.0)
+    return open_runtime(use_bf16=False, data_timeout_s=60.0)
 
 
 def interpret(name: str, operands: list[Tensor], tokens: int, results: list[Shape]) -> list[Tensor]:

@@ -13,7 +13,7 @@ from models.vjepa3d import VJEPA3D
 from pretraining import step as step_module
 from pretraining.step import build_optimizer, predict, train_step, trial_step
 from tests.support.model_factory import nano_model, small_config, uint8_batch
-from utils.config.load import Config
+from utils.config.schema import Config
 from utils.runtime.single import Runtime
 
 RECIPES = ("vjepa2", "methods", "mae")

@@ -15,7 +15,7 @@ from pretraining.gauges.throughput import CudaLaps, Laps, Throughput, flops_per_
 from pretraining.step import build_optimizer, train_step
 from tests.models.test_flops import plain_attention
 from tests.support.model_factory import nano_model, small_config, uint8_batch
-from utils.config.load import Config
+from utils.config.schema import Config
 from utils.runtime.device_peak import device_peak, measure_matmul
 from utils.runtime.single import Runtime
 

@@ -18,7 +18,8 @@ from pretraining.tpu_fit.env import environment, requirements
 from pretraining.tpu_fit.topologies import TOPOLOGIES
 from pretraining.tpu_fit.verdict import PARTS, describe, facts_of
 from tests.support.model_factory import small_config
-from utils.config.load import ConfigError, UserError, load_config
+from utils.config.load import load_config
+from utils.errors import ConfigError, UserError
 
 ROOT = Path(__file__).resolve().parents[2]
 VJEPA2 = "configs/pretrain_oct_vjepa2.yaml"

@@ -35,7 +35,7 @@ from tests.support.model_factory import nano_model, small_config, token_ids, vol
 from tests.support.pipeline_factory import ROOT, SMOKE, pipeline_config, pipeline_overrides
 from tests.support.wandb_reader import history, run_ids
 from utils.checkpoint import CheckpointWriter, list_steps, load_checkpoint
-from utils.config.load import ConfigError, UserError
+from utils.errors import ConfigError, UserError
 from utils.runtime.single import Runtime
 
 

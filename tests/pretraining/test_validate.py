@@ -18,7 +18,7 @@ from pretraining.gauges import validation_probes as val_probes
 from pretraining.rows import Rows, open_rows
 from tests.support.model_factory import nano_model
 from tests.support.pipeline_factory import pipeline_config
-from utils.config.load import Config
+from utils.config.schema import Config
 from utils.runtime.single import Runtime
 
 CPU = Runtime(torch.device("cpu"), use_bf16=False)

@@ -10,7 +10,8 @@ from torch import Tensor
 from data_setup.valid_field import token_valid
 from models import vit3d
 from models.vjepa3d import VJEPA3D
-from utils.config.load import Config, load_config
+from utils.config.load import load_config
+from utils.config.schema import Config
 
 ROOT = Path(__file__).resolve().parents[2]
 # a size for tests alone; the configuration cannot name it

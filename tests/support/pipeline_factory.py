@@ -6,7 +6,8 @@ from pathlib import Path
 
 from data_setup import prepare
 from data_setup.phantom import cli as phantom
-from utils.config.load import Config, load_config
+from utils.config.load import load_config
+from utils.config.schema import Config
 
 ROOT = Path(__file__).resolve().parents[2]
 SMOKE = ROOT / "configs" / "smoke_test.yaml"

@@ -25,7 +25,7 @@ from models.vjepa3d import Output
 from pretraining import step as step_module
 from pretraining import train as loop
 from pretraining import trial as start
-from utils.config.load import run_cli
+from utils.cli import run_cli
 from utils.storage import clients as cloud
 
 PLANTED: dict[str, Any] = json.loads(os.environ.get("PLANTED", "{}"))

@@ -15,7 +15,8 @@ from pretraining.sharding import shard_state
 from pretraining.step import Batch, build_optimizer, train_step
 from tests.support.model_factory import nano_model, uint8_batch
 from utils.checkpoint import to_host
-from utils.config.load import Config
+from utils.config.schema import Config
+from utils.runtime.open import open_runtime
 from utils.runtime.single import Runtime
 
 BATCH, STEPS, TOTAL = 16, 20, 40
@@ -26,7 +27,7 @@ def open_xla() -> Runtime:
     """The engine, opened before the first backward pass of plain torch: autograd would not find it later."""
     assert os.environ.get("PJRT_DEVICE") == "CPU", "make test-xla sets it"
     assert os.environ.get("CPU_NUM_DEVICES") == "4", "make test-xla sets it"
-    return Runtime.create(use_bf16=False, data_timeout_s=60.0)
+    return open_runtime(use_bf16=False, data_timeout_s=60.0)
 
 
 class Run(NamedTuple):

@@ -32,7 +32,7 @@ from tests.support.cloud_proxy import (
 from tests.support.cloud_servers import BUCKET, gcs_server, s3_server
 from tests.support.dicom_factory import TRITON, speckle, write_opt
 from utils import storage
-from utils.config.load import StorageOptions
+from utils.config.schema import StorageOptions
 from utils.storage import clients as cloud
 from utils.storage.retry import RetryPolicy
 

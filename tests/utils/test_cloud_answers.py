@@ -11,7 +11,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from utils import storage
-from utils.config.load import StorageOptions
+from utils.config.schema import StorageOptions
 from utils.storage import clients as cloud
 
 DATA = bytes(range(256)) * 4

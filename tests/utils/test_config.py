@@ -12,18 +12,10 @@ from typing import get_args, get_type_hints
 
 import pytest
 
-from utils.config.load import (
-    BOUNDS,
-    Config,
-    ConfigError,
-    MaskFamily,
-    TrainConfig,
-    accumulation_steps,
-    changed_keys,
-    load_config,
-    parse_cli,
-    to_yaml,
-)
+from utils.cli import parse_cli
+from utils.config.load import BOUNDS, accumulation_steps, changed_keys, load_config, to_yaml
+from utils.config.schema import Config, MaskFamily, TrainConfig
+from utils.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
 SMOKE = ROOT / "configs" / "smoke_test.yaml"
@@ -206,7 +198,7 @@ def test_a_configuration_is_frozen() -> None:
 
 
 def test_checkpoint_flag_is_sugar_for_the_key() -> None:
-    cfg, _ = parse_cli("test", ["--config", str(SMOKE), "--checkpoint", "a.pt", "seed=3"])
+    cfg, _ = parse_cli("test", "", ["--config", str(SMOKE), "--checkpoint", "a.pt", "seed=3"])
     assert (cfg.model.checkpoint, cfg.seed) == ("a.pt", 3)
 
 

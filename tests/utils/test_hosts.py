@@ -14,7 +14,9 @@ from pretraining.trial import settle_memory
 from tests.support.model_factory import nano_model, small_config, uint8_batch
 from tests.support.pipeline_factory import ROOT
 from tests.support.process_factory import environment
-from utils.config.load import UserError, accumulation_steps
+from utils.config.load import accumulation_steps
+from utils.errors import UserError
+from utils.runtime.open import open_runtime
 from utils.runtime.single import Runtime, is_out_of_memory
 
 DEVICES_PER_HOST = 4
@@ -74,10 +76,10 @@ def test_xla_is_asked_for_by_pjrt_device_alone(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv("PJRT_DEVICE", "CPU")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"^PJRT_DEVICE is set: expected torch_xla, found none; pip install"):
-        Runtime.create(use_bf16=False, data_timeout_s=1.0)
-    assert Runtime.create(use_bf16=False).device.type in ("cpu", "cuda")
+        open_runtime(use_bf16=False, data_timeout_s=1.0)
+    assert open_runtime(use_bf16=False).device.type in ("cpu", "cuda")
     monkeypatch.delenv("PJRT_DEVICE")
-    assert Runtime.create(use_bf16=False, data_timeout_s=1.0).device.type in ("cpu", "cuda")
+    assert open_runtime(use_bf16=False, data_timeout_s=1.0).device.type in ("cpu", "cuda")
 
 
 def test_xla_runs_out_of_memory_in_its_own_words() -> None:

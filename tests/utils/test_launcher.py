@@ -21,7 +21,8 @@ from tests.support.launcher_factory import Pod, git, wait_for
 from tests.support.pipeline_factory import ROOT
 from tests.support.process_factory import is_running
 from utils.check_paths import check_paths
-from utils.config.load import UserError, load_config
+from utils.config.load import load_config
+from utils.errors import UserError
 
 SCRIPTS = [ROOT / "run_tpu_xla.sh", ROOT / "utils" / "tpu_worker.sh", ROOT / ".ci" / "run"]
 CONFIG = "configs/small.yaml"

@@ -11,7 +11,7 @@ import pytest
 
 from tests.support.model_factory import small_config
 from tests.support.wandb_reader import history
-from utils.config.load import UserError
+from utils.errors import UserError
 from utils.log import LineFile, RunLog, _has_api_key, log_failure, log_to_file, setup_logging
 
 

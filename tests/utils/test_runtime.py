@@ -9,14 +9,14 @@ import sys
 import pytest
 import torch
 
-from utils.config.load import UserError
+from utils.errors import UserError
 from utils.runtime.processes import Group
 from utils.runtime.single import Runtime
 
 FAULTS = """
 import resource, torch
-from utils.runtime.single import Runtime
-if {tuned}: Runtime.create(use_bf16=False)
+from utils.runtime.open import open_runtime
+if {tuned}: open_runtime(use_bf16=False)
 def faults(): return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 for step in range(20):
     if step == 10: start = faults()

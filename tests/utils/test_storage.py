@@ -17,7 +17,7 @@ import torch
 import zarr
 
 from utils import storage
-from utils.config.load import StorageOptions
+from utils.config.schema import StorageOptions
 from utils.storage.errors import storage_error
 from utils.storage.local_copies import read_through
 from utils.storage.retry import redact

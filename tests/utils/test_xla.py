@@ -16,8 +16,10 @@ from tests.support.model_factory import small_config, uint8_batch
 from tests.support.xla_counters import count_compiled, count_fallbacks, count_read_back
 from tests.support.xla_factory import BAD_STEP, BATCH, STEPS, Run, assert_close, assert_same_weights, open_xla
 from utils.counter_rng import counter_bits, counter_normal, counter_uniform
+from utils.provenance import provenance
 from utils.runtime.device_peak import device_peak
-from utils.runtime.single import Runtime, provenance
+from utils.runtime.open import open_runtime
+from utils.runtime.single import Runtime
 
 pytestmark = pytest.mark.xla
 SHARDED = "train.shard_parameters=true"
@@ -155,7 +157,7 @@ def test_bfloat16_by_autocast_with_float32_parameters(xla: Runtime) -> None:
     import torch_xla
 
     cfg = small_config("mae")
-    half = Runtime.create(use_bf16=True, data_timeout_s=60.0)
+    half = open_runtime(use_bf16=True, data_timeout_s=60.0)
     exact, rounded = (Run.begin(cfg, runtime) for runtime in (xla, half))
     batch = half.to_device(uint8_batch(cfg, BATCH))
     loss = train_step(rounded.model, rounded.optimizer, [batch], cfg, half, 0, 1e-3, 0.9).loss

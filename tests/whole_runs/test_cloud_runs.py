@@ -25,7 +25,7 @@ from tests.support.cloud_servers import BUCKET, gcs_server, s3_server, token_ser
 from tests.support.pipeline_factory import SMOKE, make_phantom, pipeline_overrides
 from utils import storage
 from utils.checkpoint import list_steps, load_checkpoint
-from utils.config.load import StorageOptions
+from utils.config.schema import StorageOptions
 from utils.storage import clients as cloud
 
 pytestmark = pytest.mark.slow

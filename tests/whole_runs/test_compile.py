@@ -14,7 +14,7 @@ from pretraining.train import train
 from tests.support.model_factory import nano_model, small_config
 from tests.support.pipeline_factory import pipeline_config
 from utils.checkpoint import load_checkpoint
-from utils.config.load import UserError
+from utils.errors import UserError
 from utils.runtime.single import Runtime
 
 ON = "train.compile=true"

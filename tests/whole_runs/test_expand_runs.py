@@ -22,7 +22,7 @@ from tests.data_setup.test_expand import OCT, make_zip, tree_of
 from tests.support.cloud_proxy import FAULTS, RESET, STALL, Proxy, Schedule, fault_proxy, seeded
 from tests.support.cloud_servers import BUCKET, gcs_server
 from utils import storage
-from utils.config.load import StorageOptions
+from utils.config.schema import StorageOptions
 from utils.storage import clients as cloud
 
 pytestmark = pytest.mark.slow
@@ -123,7 +123,7 @@ def hook(event, args):
             written.append(args[0])
 from data_setup.expand import cli as expand
 from utils import storage
-from utils.config.load import StorageOptions
+from utils.config.schema import StorageOptions
 endpoint = sys.argv[sys.argv.index("--endpoint-url") + 1]
 storage.exists(sys.argv[2], StorageOptions(endpoint_url=endpoint))  # the client and its imports
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

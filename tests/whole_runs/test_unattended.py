@@ -34,7 +34,8 @@ from tests.support.process_factory import (
 )
 from tests.support.wandb_reader import run_ids
 from utils.checkpoint import list_steps, load_checkpoint
-from utils.config.load import EXIT_USER_ERROR, StorageOptions
+from utils.config.schema import StorageOptions
+from utils.errors import EXIT_USER_ERROR
 
 pytestmark = pytest.mark.timeout(3600)
 STEPS = 12

@@ -14,7 +14,7 @@ from tests.support.pipeline_factory import pipeline_config
 from tests.support.process_factory import losses, metrics
 from tests.support.xla_counters import count_compiled, count_fallbacks, count_read_back
 from utils.checkpoint import list_steps
-from utils.runtime.single import Runtime
+from utils.runtime.open import open_runtime
 
 pytestmark = [pytest.mark.xla, pytest.mark.timeout(3600)]
 STEPS = 12
@@ -27,7 +27,7 @@ def small() -> Iterator[None]:
     """Encoders of this process are small, so that a program compiles within seconds. And the engine is opened
     before the first backward pass of plain torch: autograd would not find it later.
     """
-    Runtime.create(use_bf16=False, data_timeout_s=60.0)
+    open_runtime(use_bf16=False, data_timeout_s=60.0)
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(vit3d.SIZES, "ti", vit3d.Size(2, 48, 2))
         yield

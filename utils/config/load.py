@@ -6,10 +6,8 @@ key. Lengths are mm, sizes voxels, and every triple is in (D, H, W) order: B-sca
 
 from __future__ import annotations
 
-import argparse
 import math
 import re
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields, is_dataclass
 from pathlib import Path
@@ -25,22 +23,8 @@ from omegaconf.errors import (
     OmegaConfBaseException,
 )
 
-from utils.config.schema import AugmentConfig, Config, MaskFamily, SpatialConfig, StorageOptions, TrainConfig
-
-__all__ = [
-    "AugmentConfig",
-    "Config",
-    "ConfigError",
-    "MaskFamily",
-    "SpatialConfig",
-    "StorageOptions",
-    "UserError",
-]
-EXIT_USER_ERROR = 2
-
-
-class ConfigError(ValueError):
-    """A configuration that cannot be run; one line with the key, what was expected and what was found."""
+from utils.config.schema import Config, TrainConfig
+from utils.errors import ConfigError
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
@@ -321,44 +305,3 @@ def changed_keys(old: Config, new: Config) -> list[tuple[str, Any, Any]]:
     return [
         (k, before[k], after[k]) for k in after if before[k] != after[k] and not RESUMABLE_KEYS.fullmatch(k)
     ]
-
-
-def parse_cli(
-    description: str,
-    argv: Sequence[str] | None,
-    add_arguments: Callable[[argparse.ArgumentParser], None] | None = None,
-) -> tuple[Config, argparse.Namespace]:
-    """`--config FILE [--checkpoint X] [section.key=value ...]`, the command line that every stage shares."""
-    parser = argparse.ArgumentParser(
-        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--config", required=True, metavar="FILE", help="a YAML file of configs/")
-    parser.add_argument("--checkpoint", metavar="URL", help="the same as model.checkpoint=URL")
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="changes to the file")
-    if add_arguments:
-        add_arguments(parser)
-    args = parser.parse_intermixed_args(argv)
-    overrides = list(args.overrides) + ([f"model.checkpoint={args.checkpoint}"] if args.checkpoint else [])
-    return load_config(args.config, overrides), args
-
-
-def output_file(text: str) -> Path:
-    """For argparse: a file that will be written after long work, so its folder must be there now."""
-    path = Path(text)
-    if not path.absolute().parent.is_dir():
-        raise argparse.ArgumentTypeError(f"expected a folder {path.parent}, found none")
-    return path
-
-
-class UserError(RuntimeError):
-    """The user's mistake, told in one line; a CLI ends with exit code 2."""
-
-
-def run_cli(main: Callable[[], int | None]) -> None:
-    """Run a stage's main(): a ConfigError or UserError becomes one line on stderr and exit code 2."""
-    try:
-        code = main()
-    except (ConfigError, UserError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(EXIT_USER_ERROR)
-    sys.exit(code or 0)

@@ -1,4 +1,4 @@
-from utils.config.load import run_cli
+from utils.cli import run_cli
 from utils.report.cli import main
 
 if __name__ == "__main__":

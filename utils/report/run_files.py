@@ -15,7 +15,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from utils.config.load import UserError
+from utils.errors import UserError
 
 Points = list[tuple[int, float]]
 

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from utils.config.load import UserError
+from utils.errors import UserError
 
 HOSTS_PORT = 29500  # as torchrun's
 BUCKET_BYTES = 32 * 2**20  # gradients are summed in flat pieces of about this size

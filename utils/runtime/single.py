@@ -7,20 +7,14 @@ XLA exactly when PJRT_DEVICE is set; the other commands always use plain torch.
 
 from __future__ import annotations
 
-import ctypes
-import importlib.util
 import logging
-import multiprocessing
-import os
 import platform
 import resource
 import signal
-import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from importlib.metadata import version
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -28,8 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from utils.config.load import UserError
-from utils.runtime.processes import ALONE, Group, join
+from utils.errors import UserError
+from utils.runtime.processes import ALONE, Group
 
 log = logging.getLogger(__name__)
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX = -1, -2, -4  # malloc.h of glibc
@@ -47,23 +41,6 @@ class Runtime:
     use_bf16: bool
     group: Group = ALONE
     stop_requested: bool = field(default=False, init=False)
-
-    @classmethod
-    def create(cls, use_bf16: bool, data_timeout_s: float | None = None) -> Runtime:
-        """The best device of this machine, or this process's own. With `data_timeout_s`, how long a process
-        may wait for its data, together with the other processes of the run.
-        """
-        if data_timeout_s is not None and "PJRT_DEVICE" in os.environ:
-            return _open_xla(use_bf16, data_timeout_s + PEER_PATIENCE_S)
-        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        if device.type == "cpu":
-            keep_freed_memory()
-        if data_timeout_s is None:
-            return cls(device, use_bf16)
-        if device.type == "cuda":
-            device = torch.device("cuda", _local_gpu())
-            torch.cuda.set_device(device)
-        return cls(device, use_bf16, join(device, data_timeout_s + PEER_PATIENCE_S))
 
     @property
     def rank(self) -> int:
@@ -209,83 +186,6 @@ class Runtime:
         return not self.group.any(failed)
 
 
-def _open_xla(use_bf16: bool, timeout_s: float) -> Runtime:
-    if importlib.util.find_spec("torch_xla") is None:
-        raise UserError(
-            "PJRT_DEVICE is set: expected torch_xla, found none; pip install -r requirements-tpu.txt, "
-            "or unset PJRT_DEVICE for plain torch"
-        )
-    from utils.runtime.xla import XlaRuntime  # only here: elsewhere there is no torch_xla
-
-    return XlaRuntime.open(use_bf16, timeout_s)
-
-
-def _local_gpu() -> int:
-    """The GPU of this process: one each; raises UserError where a machine has fewer than processes."""
-    local, count = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
-    if local >= count:
-        raise UserError(
-            f"torchrun --nproc-per-node: expected at most {count}, the GPUs here, found {local + 1} or more"
-        )
-    return local
-
-
-def keep_freed_memory() -> None:
-    """Let this process keep what it frees, instead of giving every large tensor of every step back.
-
-    glibc maps blocks of that size one by one and the kernel zeroes their pages each time: a tenth of a
-    training step on a CPU and more (docs/benchmarks.md). Other C libraries are left as they are.
-    """
-    if platform.libc_ver()[0] != "glibc":
-        return
-    mallopt = ctypes.CDLL(None).mallopt
-    for parameter, value in ((M_MMAP_MAX, 0), (M_TRIM_THRESHOLD, -1), (M_TOP_PAD, 64 * 2**20)):
-        if mallopt(parameter, value) != 1:
-            raise RuntimeError(f"mallopt: expected parameter {parameter} to take {value}, found a refusal")
-
-
-def end_with_parent() -> None:
-    """Wait for the end of the process that uses this one, and end: for a thread of a loader worker.
-
-    A killed training process would leave its workers behind: they and the fork server keep each other alive.
-    """
-    parent = multiprocessing.parent_process()
-    assert parent is not None, "this runs in a worker"
-    parent.join()
-    os._exit(1)
-
-
 def is_out_of_memory(error: RuntimeError) -> bool:
     """The GPU allocator has an error class of its own; the CPU's has only its text."""
     return isinstance(error, torch.OutOfMemoryError) or any(t in str(error) for t in OUT_OF_MEMORY_TEXTS)
-
-
-def provenance(runtime: Runtime) -> dict[str, Any]:
-    """What a reader needs to believe a number: versions, commit, machine."""
-    packages = (*PACKAGES, "torch_xla") if runtime.device.type == "xla" else PACKAGES
-    return {
-        "commit": _git_commit(),
-        "python": platform.python_version(),
-        "packages": {name: version(name) for name in packages},
-        "device": f"{runtime.device.type}: {runtime.device_name}",
-        "threads": torch.get_num_threads(),
-        "world_size": runtime.world_size,
-    }
-
-
-def _git_commit() -> str | None:
-    """The commit of this checkout, with '+changes' when the tree differs; null outside git."""
-    root = Path(__file__).resolve().parents[2]
-    try:
-        commit = subprocess.run(
-            ["git", "-C", str(root), "rev-parse", "HEAD"], capture_output=True, text=True, check=True
-        ).stdout.strip()
-        changes = subprocess.run(
-            ["git", "-C", str(root), "status", "--porcelain", "-uno"],
-            capture_output=True,
-            text=True,
-            check=True,
-        ).stdout.strip()
-    except (FileNotFoundError, subprocess.CalledProcessError):
-        return None
-    return commit + ("+changes" if changes else "")

@@ -32,7 +32,7 @@ import torch_xla.runtime as xr
 from torch import Tensor
 from torch_xla._internal.tpu import discover_master_worker_ip, get_tpu_type
 
-from utils.config.load import UserError
+from utils.errors import UserError
 from utils.runtime.processes import ALONE, Group, join_hosts
 from utils.runtime.single import Runtime
 

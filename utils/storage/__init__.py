@@ -25,7 +25,7 @@ from urllib.parse import urlsplit
 
 import fsspec
 
-from utils.config.load import StorageOptions
+from utils.config.schema import StorageOptions
 from utils.storage import clients as cloud
 from utils.storage.errors import (
     NamedFile,

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Iterator
 from typing import IO
 
-from utils.config.load import UserError
+from utils.errors import UserError
 from utils.storage.retry import GaveUp, current_url, describe, redact
 
 _SCHEME_ALIASES = {"gcs": "gs", "s3a": "s3"}

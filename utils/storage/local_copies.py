@@ -12,7 +12,7 @@ import logging
 from pathlib import Path
 
 from utils import storage
-from utils.config.load import StorageOptions
+from utils.config.schema import StorageOptions
 
 log = logging.getLogger(__name__)
 _given_up: set[Path] = set()  # folders that this process keeps no new copies in, each after one warning

@@ -19,7 +19,7 @@ from zarr.abc.store import (
 from zarr.core.buffer import Buffer, BufferPrototype
 
 from utils import storage
-from utils.config.load import StorageOptions
+from utils.config.schema import StorageOptions
 from utils.storage.local_copies import read_through
 
 

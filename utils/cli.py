@@ -1,0 +1,74 @@
+"""The command line that every stage shares.
+
+In: the words of the command line. Out: a checked configuration and the stage's own arguments; exit codes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from utils.config.load import load_config
+from utils.config.schema import Config
+from utils.errors import EXIT_USER_ERROR, UserError
+
+
+def parse_cli(
+    command: str,
+    description: str,
+    argv: Sequence[str] | None,
+    add_arguments: Callable[[argparse.ArgumentParser], None] | None = None,
+) -> tuple[Config, argparse.Namespace]:
+    """`--config FILE [--checkpoint X] [section.key=value ...]`, the command line that every stage shares."""
+    parser = argparse.ArgumentParser(
+        prog=f"python -m {command}",
+        description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--config", required=True, metavar="FILE", help="a YAML file of configs/")
+    parser.add_argument("--checkpoint", metavar="URL", help="the same as model.checkpoint=URL")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="changes to the file")
+    if add_arguments:
+        add_arguments(parser)
+    args = parser.parse_intermixed_args(argv)
+    overrides = list(args.overrides) + ([f"model.checkpoint={args.checkpoint}"] if args.checkpoint else [])
+    return load_config(args.config, overrides), args
+
+
+def worker_count(text: str) -> int:
+    """For argparse: 0 or more."""
+    if not text.isdigit():
+        raise argparse.ArgumentTypeError(f"expected 0 or more, found {text}")
+    return int(text)
+
+
+def add_workers(parser: argparse.ArgumentParser) -> None:
+    """`--workers N`, by default a process for each processor."""
+    parser.add_argument(
+        "--workers",
+        type=worker_count,
+        default=os.cpu_count() or 1,
+        metavar="N",
+        help="processes; 0: in this one",
+    )
+
+
+def output_file(text: str) -> Path:
+    """For argparse: a file that will be written after long work, so its folder must be there now."""
+    path = Path(text)
+    if not path.absolute().parent.is_dir():
+        raise argparse.ArgumentTypeError(f"expected a folder {path.parent}, found none")
+    return path
+
+
+def run_cli(main: Callable[[], int | None]) -> None:
+    """Run a command's main(): a UserError becomes one line on stderr and exit code 2."""
+    try:
+        code = main()
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(EXIT_USER_ERROR)
+    sys.exit(code or 0)

@@ -1,0 +1,46 @@
+"""What a reader needs to believe a number: versions, commit, machine."""
+
+from __future__ import annotations
+
+import platform
+import subprocess
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from utils.runtime.single import Runtime
+
+PACKAGES = ("torch", "monai", "zarr", "pydicom", "omegaconf", "numpy", "scikit-learn", "wandb")
+
+
+def provenance(runtime: Runtime) -> dict[str, Any]:
+    """What a reader needs to believe a number: versions, commit, machine."""
+    packages = (*PACKAGES, "torch_xla") if runtime.device.type == "xla" else PACKAGES
+    return {
+        "commit": _git_commit(),
+        "python": platform.python_version(),
+        "packages": {name: version(name) for name in packages},
+        "device": f"{runtime.device.type}: {runtime.device_name}",
+        "threads": torch.get_num_threads(),
+        "world_size": runtime.world_size,
+    }
+
+
+def _git_commit() -> str | None:
+    """The commit of this checkout, with '+changes' when the tree differs; null outside git."""
+    root = Path(__file__).resolve().parents[1]
+    try:
+        commit = subprocess.run(
+            ["git", "-C", str(root), "rev-parse", "HEAD"], capture_output=True, text=True, check=True
+        ).stdout.strip()
+        changes = subprocess.run(
+            ["git", "-C", str(root), "status", "--porcelain", "-uno"],
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout.strip()
+    except (FileNotFoundError, subprocess.CalledProcessError):
+        return None
+    return commit + ("+changes" if changes else "")

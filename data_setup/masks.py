@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from utils.config.recipes import recipe_of
 from utils.config.schema import Config, MaskFamily
 from utils.errors import ConfigError
 
@@ -31,13 +32,14 @@ class MaskPlan:
     families: tuple[MaskFamily, ...] | None
 
     @classmethod
-    def from_config(cls, config: Config) -> MaskPlan:
+    def from_config(cls, cfg: Config) -> MaskPlan:
         """The plan of method.recipe; ConfigError when a ratio rounds to no token at all."""
-        method, grid = config.method, config.grid
+        method, grid = cfg.method, cfg.grid
         num_tokens = math.prod(grid)
         if method.mask_ratio is not None:
             num_target = round(method.mask_ratio * num_tokens)
-            num_context = num_tokens if method.recipe == "methods" else num_tokens - num_target
+            hides_targets_alone = recipe_of(method).hidden == "targets"
+            num_context = num_tokens if hides_targets_alone else num_tokens - num_target
             plan = cls(grid, num_context, num_target, None)
         else:
             assert method.context_ratio is not None

@@ -9,6 +9,7 @@ import math
 
 import numpy as np
 
+from utils.config.recipes import recipe_of
 from utils.config.schema import Config
 from utils.errors import ConfigError
 
@@ -26,14 +27,14 @@ def total_steps(cfg: Config, num_volumes: int) -> int:
 
 
 def learning_rate(cfg: Config, step: int, total: int) -> float:
-    """Linear warm-up, then a cosine to the minimum (methods) or constant and a linear cool-down (others)."""
+    """Linear warm-up, then as `Recipe.lr`: a cosine to the minimum, or constant and a linear cool-down."""
     optim = cfg.optim
     if not optim.use_scheduler:
         return optim.base_lr
     warmup = round(optim.warmup_ratio * total)
     if step < warmup:
         return optim.base_lr * (step + 1) / warmup
-    if cfg.method.recipe == "methods":
+    if recipe_of(cfg.method).lr == "cosine":
         progress = (step - warmup) / max(1, total - 1 - warmup)
         factor = optim.min_lr_ratio + (1 - optim.min_lr_ratio) * (1 + math.cos(math.pi * progress)) / 2
         return optim.base_lr * factor
@@ -45,9 +46,9 @@ def learning_rate(cfg: Config, step: int, total: int) -> float:
 
 
 def ema_momentum(cfg: Config, step: int, total: int) -> float:
-    """methods: cosine from ema_base to 1; others: constant, by default a half-life of 5 % of the run."""
+    """As `Recipe.ema`: a cosine from ema_base to 1, or constant, by default a half-life of 5 % of the run."""
     base = cfg.method.ema_base
-    if cfg.method.recipe == "methods":
+    if recipe_of(cfg.method).ema == "cosine":
         assert base is not None, "checked with the configuration"
         return 1 - (1 - base) * (1 + math.cos(math.pi * step / max(1, total - 1))) / 2
     return base if base is not None else min(EMA_MAXIMUM, 0.5 ** (1 / max(1.0, EMA_HALF_LIFE * total)))

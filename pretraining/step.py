@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from data_setup.normalisation import normalise
-from models.regularisers import Regulariser, SigReg, Statistics, VicReg, surrogate
+from models.losses import Regulariser, SigReg, Statistics, VicReg, surrogate
 from models.vjepa3d import VJEPA3D, Output, parameter_groups
 from pretraining.optimizer import FUSED_DEVICES, SelectingAdamW
 from utils.config.schema import Config

@@ -113,7 +113,7 @@ def _train(cfg: Config, runtime: Runtime, stack: ExitStack) -> int:
         cfg.train.global_batch_size,
         runtime.group,
         runtime.read,
-        has_fixed_targets=model.recipe == "mae",
+        has_fixed_targets=model.recipe.has_fixed_targets,
     )
 
     # restore: this run, else init_from, else scratch

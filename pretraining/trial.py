@@ -18,7 +18,7 @@ import torch
 from data_setup.loader import Loader, LoaderError
 from data_setup.store.reader import PreparedStore
 from models.predictor import MlpPredictor
-from models.vjepa3d import VJEPA3D, recipe_name
+from models.vjepa3d import VJEPA3D
 from pretraining.gauges.monitor import check_no_leak
 from pretraining.resume import INIT_WEIGHT_LIMIT
 from pretraining.rows import Rows
@@ -27,6 +27,7 @@ from pretraining.sharding import shard_state
 from pretraining.step import Batch, views
 from utils.checkpoint import to_host
 from utils.config.load import accumulation_steps
+from utils.config.recipes import recipe_name
 from utils.config.schema import Config
 from utils.errors import UserError
 from utils.runtime.single import Runtime

@@ -71,10 +71,11 @@ def large_volume(recipe: str) -> Config:
     """ViT-B on [64, 384, 384], batch 1: recipe vjepa2 or methods."""
     size = ["spatial.image_size=[64,384,384]", "spatial.patch_size=[4,16,16]", "model.size=b"]
     size += ["train.global_batch_size=1", "train.per_core_batch_size=1", "train.use_bf16=true"]
-    if recipe == "vjepa2":
-        return configure(*size, "method.context_ratio=0.4", "method.target_ratio=0.3")
-    dense = ["method.recipe=methods", "method.mask_ratio=0.6", "method.ema_base=0.996"]
-    return configure(*size, *dense)
+    own = {
+        "vjepa2": ("method.context_ratio=0.4", "method.target_ratio=0.3"),
+        "methods": ("method.recipe=methods", "method.mask_ratio=0.6", "method.ema_base=0.996"),
+    }
+    return configure(*size, *own[recipe])
 
 
 def build(cfg: Config) -> tuple[VJEPA3D, torch.optim.AdamW, Batch]:

@@ -192,13 +192,13 @@ def check_no_leak(
     """Change every voxel that the context encoder must not see; raises LeakError unless its output is bit-
     identical.
 
-    vjepa2: everything outside the context tokens. methods: the masked tokens. `end_step` is the runtime's:
+    Which voxels: `Recipe.hidden`. `end_step` is the runtime's:
     two compiled programs may round differently, so both outputs come from one.
     """
     is_hidden = torch.zeros(
         len(view_BCDHW), model.encoder.num_tokens, dtype=torch.bool, device=view_BCDHW.device
     )
-    if model.recipe == "methods":
+    if model.recipe.hidden == "targets":
         is_hidden = is_hidden.scatter(1, target_BM, True)
     else:
         is_hidden = ~is_hidden.scatter(1, context_BK, True)

@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from models.losses import TOKEN_LOSSES
 from models.vit3d import gather_tokens
-from models.vjepa3d import LOSSES, VJEPA3D
+from models.vjepa3d import VJEPA3D
 
 MIN_SAMPLES = 16  # other volumes that a baseline must rest on
 
@@ -59,14 +60,14 @@ class SkillGauge:
         self.ring_RPE = torch.zeros(capacity, len(spread), width, device=device)
         self.valid_RP = torch.zeros(capacity, len(spread), dtype=torch.bool, device=device)
         self.row_R = torch.full((capacity,), -1, dtype=torch.long, device=device)
-        self.distance, self.centre = LOSSES[loss], CENTRES[loss]
+        self.distance, self.centre = TOKEN_LOSSES[loss], CENTRES[loss]
         self.added = 0
         # on the device, since it is another number in every step
         self.next_slot = torch.zeros((), dtype=torch.long, device=device)
 
     @classmethod
     def of_model(cls, model: VJEPA3D, device: torch.device) -> SkillGauge:
-        return cls(model.encoder.num_tokens, model.target_width, model.loss, device)
+        return cls(model.encoder.num_tokens, model.target_width, model.recipe.loss, device)
 
     def add(self, targets_BPE: Tensor, valid_BP: Tensor, row_B: Tensor) -> None:
         """Remember targets at `positions_P`; `valid_BP` bool, `row_B` says which volumes they are of."""

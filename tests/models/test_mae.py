@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from models.mae import pixel_targets
+from models.losses import pixel_targets
 from models.vit3d import gather_tokens
 from pretraining.schedules import ema_momentum, learning_rate
 from pretraining.step import build_optimizer, predict, train_step

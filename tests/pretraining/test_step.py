@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 
-from models.regularisers import Statistics, VicReg
+from models.losses import TOKEN_LOSSES, Statistics, VicReg
 from models.vjepa3d import VJEPA3D
 from pretraining import step as step_module
 from pretraining.step import build_optimizer, predict, train_step, trial_step
 from tests.support.model_factory import nano_model, small_config, uint8_batch
+from utils.config import recipes
 from utils.config.schema import Config
 from utils.runtime.single import Runtime
 
@@ -179,3 +181,19 @@ def test_padding_reaches_neither_loss_nor_regulariser() -> None:
     assert torch.equal(seen[0], batch["context_valid"])
     assert torch.equal(torch.cat(seen[1:5]), batch["context_valid"])  # the pass that gathers
     assert torch.equal(torch.cat(seen[5:]), batch["context_valid"])  # the pass with gradients
+
+
+def test_a_new_recipe_is_a_row_and_a_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing but the two tables knows of it, and it trains: its loss falls on one batch."""
+
+    def huber(prediction: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.huber_loss(prediction, target, reduction="none").mean(-1)
+
+    monkeypatch.setitem(TOKEN_LOSSES, "huber", huber)
+    row = replace(recipes.RECIPES["vjepa2"], loss="huber", target_norm="unit", lr="cosine")  # type: ignore[arg-type]
+    monkeypatch.setitem(recipes.RECIPES, "new", row)
+    cfg = small_config("vjepa2", "method.recipe=new")
+    model = nano_model(cfg).train()
+    optimizer, batch = build_optimizer(model, cfg), uint8_batch(cfg, 16)
+    losses = [float(train_step(model, optimizer, [batch], cfg, CPU, s, 2e-3, 0.99).loss) for s in range(20)]
+    assert losses[-1] < 0.8 * losses[0]

@@ -43,7 +43,9 @@ class Run(NamedTuple):
     def begin(cls, cfg: Config, runtime: Runtime) -> Run:
         model = nano_model(cfg).to(runtime.device).train()
         skill = SkillGauge.of_model(model, runtime.device)
-        gauges = Gauges(skill, BATCH, runtime.group, runtime.read, has_fixed_targets=model.recipe == "mae")
+        gauges = Gauges(
+            skill, BATCH, runtime.group, runtime.read, has_fixed_targets=model.recipe.has_fixed_targets
+        )
         run = cls(cfg, model, build_optimizer(model, cfg), gauges, runtime)
         shard_state(model, run.optimizer, cfg, runtime)
         choose_kernels(model, cfg, runtime)

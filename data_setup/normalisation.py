@@ -112,3 +112,11 @@ def _noise(noise_std: Tensor, seed: Tensor, size: Sequence[int], first_plane: in
     within = torch.arange(plane, dtype=torch.int32, device=seed.device).view(1, *size[1:])
     counter = (first * plane).view(-1, 1, 1) + within
     return counter_normal(seed[per_sample], counter).mul_(noise_std[per_sample])
+
+
+def view(batch: dict[str, Tensor], number: int) -> Tensor:
+    """The context view (0) or the target view (1) of a batch, [B, 1, D, H, W]: one geometry, intensities of
+    their own.
+    """
+    common = (batch["volume"], batch["matrix"], batch["valid_box"], batch["mean"], batch["std"])
+    return normalise(*common, batch["intensity"][:, number], batch["noise_seed"][:, number])

@@ -11,6 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from models.vjepa3d import VJEPA3D
+from utils.config.schema import Config
+from utils.runtime.single import Runtime
+
 FUSED_DEVICES = ("cpu", "cuda")
 FUSED_FLAGS = {"fused": True, "foreach": None, "capturable": False}  # of a state dict, whichever engine
 SELECTING_FLAGS = {"fused": None, "foreach": False, "capturable": True}
@@ -54,3 +58,12 @@ class SelectingAdamW(torch.optim.AdamW):
         super().load_state_dict(state_dict)
         for group in self.param_groups:
             group.update(SELECTING_FLAGS)
+
+
+def shard_state(model: VJEPA3D, optimizer: torch.optim.AdamW, cfg: Config, runtime: Runtime) -> None:
+    """Spread weights, target and moments where the configuration asks for it; once more after a load."""
+    if not cfg.train.shard_parameters:
+        return
+    values: list[Tensor] = list(model.parameters())
+    values += [state[name] for state in optimizer.state.values() for name in MOMENTS[1:]]
+    runtime.shard(values)

@@ -6,6 +6,7 @@ Step s is the s-th update, 0 <= s < total_steps. Nothing here has state, so resu
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -15,6 +16,7 @@ from utils.errors import ConfigError
 
 EMA_HALF_LIFE = 0.05  # of the run
 EMA_MAXIMUM = 0.9995
+INIT_WEIGHT_LIMIT = 0.1  # a target with more of its random initialisation is no candidate for the best
 
 
 def total_steps(cfg: Config, num_volumes: int) -> int:
@@ -58,3 +60,35 @@ def init_weight(cfg: Config, steps_done: int, total: int) -> float:
     """Share of the random initialisation left in the target after so many updates: the product of momenta."""
     momenta = [ema_momentum(cfg, step, total) for step in range(steps_done)]
     return float(np.prod(momenta)) if momenta else 1.0
+
+
+@dataclass(frozen=True)
+class Calendar:
+    """What happens after how many updates."""
+
+    total: int
+    log_every: int
+    validate_every: int
+    save_every: int
+    keep_every: int  # checkpoints that are never deleted
+
+    @classmethod
+    def of(cls, cfg: Config, num_volumes: int) -> Calendar:
+        epoch = max(1, round(num_volumes / cfg.train.global_batch_size))  # in updates
+        keep = cfg.train.ckpt_every_epochs * epoch
+        return cls(
+            total=total_steps(cfg, num_volumes),
+            log_every=cfg.train.log_every_steps,
+            validate_every=cfg.train.val_every_steps or epoch,
+            save_every=cfg.train.ckpt_every_steps or keep,
+            keep_every=keep,
+        )
+
+    def logs(self, done: int) -> bool:
+        return done % self.log_every == 0 or done in (1, self.total)
+
+    def validates(self, done: int) -> bool:
+        return done % self.validate_every == 0 or done == self.total
+
+    def saves(self, done: int) -> bool:
+        return done % self.save_every == 0 or done % self.keep_every == 0 or done == self.total

@@ -27,13 +27,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from pretraining.schedules import INIT_WEIGHT_LIMIT
+
 RANK_FALL = {"train/rankme": 0.25, "val/rankme": 0.15}
 RANK_FLOOR = 2.5  # six runs of mae with useful features came down to 3.1 (python -m benchmarks.evidence)
 SPREAD_FLOOR = 0.1
 VOLUME_FLOOR = 0.1
 EARLY_SKILL = 0.3
 LATE_SKILL = 0.95
-EARLY_INIT_WEIGHT = 0.1  # a target with more of its random initialisation is at the start of its run
 PERSISTENCE = 3
 VAL_PERSISTENCE = 2
 
@@ -126,7 +127,7 @@ class Alarms:
         if skill is None:
             return {}
         if self._is_early is None:
-            self._is_early = (values.get("ema/init_weight") or 0.0) > EARLY_INIT_WEIGHT
+            self._is_early = (values.get("ema/init_weight") or 0.0) > INIT_WEIGHT_LIMIT
         self._is_early = self._is_early and skill > EARLY_SKILL
         if self._is_early:
             return {key: f"{key} is {skill:.2f} before anything could be learned"}

@@ -19,6 +19,7 @@ from models.probes.participants import rankme
 from models.vjepa3d import VJEPA3D, Output
 from pretraining.gauges.alarms import Alarms
 from pretraining.gauges.skill import Read, Scored, SkillGauge, as_it_is
+from utils.indices import evenly_spaced
 from utils.runtime.processes import ALONE, Group
 
 BASELINE_FLOOR = 1e-6  # under this a baseline loss is no yardstick
@@ -70,8 +71,8 @@ class Gauges:
     def observe(self, out: Output, batch: dict[str, Tensor]) -> None:
         """One micro-batch after its forward pass."""
         positions = self.skill.positions_P
-        told = (out.target_all_BNE[:, positions], batch["token_valid"][:, positions], batch["row"])
-        targets, valid, row = map(self.group.gather, told)
+        local = (out.target_all_BNE[:, positions], batch["token_valid"][:, positions], batch["row"])
+        targets, valid, row = map(self.group.gather, local)
         self._remember.append((targets, valid, row))
         if not self.measure:
             return
@@ -85,10 +86,8 @@ class Gauges:
         self._sums.append((weight_BK1.sum(), unit.sum((0, 1)), unit.square().sum((0, 1))))
         total = (features * weight_BK1).sum(1)
         self._pooled.append(F.normalize(total / weight_BK1.sum(1).clamp(min=1), dim=-1))
-        last = features.shape[1] - 1
-        spread = torch.linspace(0, last, min(self.tokens_per_sample, last + 1)).round().long()
-        spread = spread.to(features.device)
-        self._tokens.append((features[:, spread].flatten(0, 1), is_valid_BK[:, spread].flatten()))
+        chosen = evenly_spaced(features.shape[1], self.tokens_per_sample).to(features.device)
+        self._tokens.append((features[:, chosen].flatten(0, 1), is_valid_BK[:, chosen].flatten()))
 
     def finish(self) -> dict[str, float | None]:
         """End the step; with `measure` its gauges:

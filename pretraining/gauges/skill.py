@@ -17,6 +17,7 @@ from torch import Tensor
 from models.losses import TOKEN_LOSSES
 from models.vit3d import gather_tokens
 from models.vjepa3d import VJEPA3D
+from utils.indices import evenly_spaced
 
 MIN_SAMPLES = 16  # other volumes that a baseline must rest on
 
@@ -54,11 +55,11 @@ class SkillGauge:
         capacity: int = 128,
         positions: int = 64,
     ) -> None:
-        spread = torch.linspace(0, num_tokens - 1, min(positions, num_tokens)).round().long().unique()
-        self.positions_P = spread.to(device)
+        chosen = evenly_spaced(num_tokens, positions)
+        self.positions_P = chosen.to(device)
         self.num_tokens = num_tokens
-        self.ring_RPE = torch.zeros(capacity, len(spread), width, device=device)
-        self.valid_RP = torch.zeros(capacity, len(spread), dtype=torch.bool, device=device)
+        self.ring_RPE = torch.zeros(capacity, len(chosen), width, device=device)
+        self.valid_RP = torch.zeros(capacity, len(chosen), dtype=torch.bool, device=device)
         self.row_R = torch.full((capacity,), -1, dtype=torch.long, device=device)
         self.distance, self.centre = TOKEN_LOSSES[loss], CENTRES[loss]
         self.added = 0

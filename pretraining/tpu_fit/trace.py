@@ -23,12 +23,13 @@ import torch_xla
 import torch_xla.core.xla_builder as xb
 from torch import Tensor
 
+from data_setup.loader import Batch
 from data_setup.masks import MaskPlan
 from models.flops import encoder_flops, flash_backward_flops, recomputed_flops, step_flops
 from models.vjepa3d import VJEPA3D
 from pretraining.engine_kernels import choose_kernels
-from pretraining.sharding import shard_state
-from pretraining.step import Batch, build_optimizer, train_step
+from pretraining.optimizer import shard_state
+from pretraining.step import Update, build_optimizer, train_step
 from utils.cli import parse_cli, run_cli
 from utils.config.load import accumulation_steps
 from utils.config.schema import Config
@@ -73,7 +74,7 @@ def trace(cfg: Config, chips: int) -> tuple[bytes, dict[str, Any]]:
     batches = [_batch(cfg, chips, runtime) for _ in range(accumulation)]
     state = _state(model, optimizer)
     before = {_id(tensor): place for place, (_, tensor) in enumerate(state)}
-    result = train_step(model, optimizer, batches, cfg, runtime, 0, cfg.optim.base_lr, 0.999)
+    result = train_step(model, optimizer, batches, cfg, runtime, Update(0, cfg.optim.base_lr, 0.999))
 
     outputs = [tensor for _, tensor in _state(model, optimizer)]
     outputs += [result.loss, result.grad_norm, result.is_finite]

@@ -24,7 +24,7 @@ import torch_xla
 from models.kernels import pallas_flash as flash_kernels
 from models.kernels.xla import FlashAttention, Shape, _payload, call_on_tpu
 from pretraining.engine_kernels import choose_kernels
-from pretraining.step import build_optimizer, predict, train_step
+from pretraining.step import Update, build_optimizer, predict, train_step
 from tests.support.model_factory import nano_model, small_config, uint8_batch
 from utils.runtime.open import open_runtime
 from utils.runtime.single import Runtime
@@ -160,7 +160,9 @@ def test_a_training_step_takes_it() -> None:
         runtime = Runtime(torch.device("cpu"), use_bf16=False)
         for step in (0, 1):
             batch = uint8_batch(cfg, 16, step)
-            losses.append(float(train_step(model, optimizer, [batch], cfg, runtime, step, 1e-3, 0.9).loss))
+            losses.append(
+                float(train_step(model, optimizer, [batch], cfg, runtime, Update(step, 1e-3, 0.9)).loss)
+            )
     assert losses[:2] == pytest.approx(losses[2:], rel=1e-5)
 
 
@@ -174,7 +176,7 @@ def test_checkpointing_on_xla_changes_no_gradient(recipe: str, xla: Runtime) -> 
         choose_kernels(model, cfg, xla)
         optimizer = build_optimizer(model, cfg)
         batch = xla.to_device(uint8_batch(cfg, 16))
-        loss = train_step(model, optimizer, [batch], cfg, xla, 0, 1e-3, 0.9).loss
+        loss = train_step(model, optimizer, [batch], cfg, xla, Update(0, 1e-3, 0.9)).loss
         xla.end_step()
         losses.append(float(loss))
         gradients.append({name: p.grad.cpu() for name, p in model.trained_parameters()})

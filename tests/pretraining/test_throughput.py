@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from data_setup.masks import MaskPlan
 from models.vit3d import SelfAttention
 from pretraining.gauges.throughput import CudaLaps, Laps, Throughput, flops_per_step
-from pretraining.step import build_optimizer, train_step
+from pretraining.step import Update, build_optimizer, train_step
 from tests.models.test_flops import plain_attention
 from tests.support.model_factory import nano_model, small_config, uint8_batch
 from utils.config.schema import Config
@@ -181,7 +181,7 @@ def counted_by_torch(cfg: Config, parts: int) -> tuple[int, int]:
             module.attention = plain_attention
     batches = split(batch_of(cfg), parts)
     with FlopCounterMode(display=False) as counter:
-        train_step(model, build_optimizer(model, cfg), batches, cfg, CPU, 0, 1e-3, 0.9)
+        train_step(model, build_optimizer(model, cfg), batches, cfg, CPU, Update(0, 1e-3, 0.9))
     return flops_per_step(cfg, model, parts), counter.get_total_flops()
 
 

@@ -7,12 +7,13 @@ from typing import Any, NamedTuple
 
 import torch
 
+from data_setup.loader import Batch
 from pretraining.engine_kernels import choose_kernels
 from pretraining.gauges.monitor import Gauges
 from pretraining.gauges.skill import SkillGauge
+from pretraining.optimizer import shard_state
 from pretraining.schedules import ema_momentum, learning_rate
-from pretraining.sharding import shard_state
-from pretraining.step import Batch, build_optimizer, train_step
+from pretraining.step import Update, Watch, build_optimizer, train_step
 from tests.support.model_factory import nano_model, uint8_batch
 from utils.checkpoint import to_host
 from utils.config.schema import Config
@@ -58,8 +59,8 @@ class Run(NamedTuple):
             lr, momentum = learning_rate(self.cfg, step, TOTAL), ema_momentum(self.cfg, step, TOTAL)
             batches = [runtime.to_device(b) for b in micro_batches(self.cfg, step, micro)]
             self.gauges.begin(measure=False)
-            parts = self.model, self.optimizer, batches, self.cfg, runtime, step, lr, momentum
-            losses.append(train_step(*parts, self.gauges.observe).loss)
+            parts = self.model, self.optimizer, batches, self.cfg, runtime, Update(step, lr, momentum)
+            losses.append(train_step(*parts, Watch(self.gauges.observe)).loss)
             self.gauges.finish()
             runtime.end_step()
         return losses

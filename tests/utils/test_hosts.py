@@ -5,11 +5,13 @@ from __future__ import annotations
 import socket
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 import torch
 
 from data_setup.loader import MicroBatches
+from pretraining.run import Run
 from pretraining.trial import settle_memory
 from tests.support.model_factory import nano_model, small_config, uint8_batch
 from tests.support.pipeline_factory import ROOT
@@ -111,7 +113,9 @@ def test_weights_that_a_failed_trial_lost_come_back(monkeypatch: pytest.MonkeyPa
             raise RuntimeError("RESOURCE_EXHAUSTED: out of HBM")
 
     runtime = LosesWhatFails(torch.device("cpu"), use_bf16=False)
-    fitting = settle_memory(cfg, None, None, model, optimizer, runtime, 0, trial)  # type: ignore[arg-type]
+    monkeypatch.setattr("pretraining.trial.trial_step", trial)
+    nothing: Any = None  # of the store and its rows, which open_loader would read
+    fitting = settle_memory(Run(cfg, nothing, nothing, model, optimizer, runtime), 0).cfg
     assert tried == [8, 4]
     assert fitting.train.per_core_batch_size == 4
     torch.testing.assert_close(dict(model.state_dict()), before, rtol=0, atol=0)

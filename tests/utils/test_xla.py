@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from pretraining.optimizer import MOMENTS, SelectingAdamW
-from pretraining.step import train_step, trial_step
+from pretraining.run import Run as TrainingRun
+from pretraining.step import Update, train_step, trial_step
 from pretraining.trial import settle_memory
 from tests.support.model_factory import small_config, uint8_batch
 from tests.support.xla_counters import count_compiled, count_fallbacks, count_read_back
@@ -160,7 +161,7 @@ def test_bfloat16_by_autocast_with_float32_parameters(xla: Runtime) -> None:
     half = open_runtime(use_bf16=True, data_timeout_s=60.0)
     exact, rounded = (Run.begin(cfg, runtime) for runtime in (xla, half))
     batch = half.to_device(uint8_batch(cfg, BATCH))
-    loss = train_step(rounded.model, rounded.optimizer, [batch], cfg, half, 0, 1e-3, 0.9).loss
+    loss = train_step(rounded.model, rounded.optimizer, [batch], cfg, half, Update(0, 1e-3, 0.9)).loss
     products = [line for line in torch_xla._XLAC._get_xla_tensors_hlo([loss]).splitlines() if " dot(" in line]
     assert sum(" = bf16[" in line for line in products) > 20
     half.end_step()
@@ -195,11 +196,15 @@ def test_out_of_memory_halves_the_batch_and_leaves_the_weights(
     def trial(*arguments: Any) -> None:
         tried.append(arguments[3].train.per_core_batch_size)
         if len(tried) == 1:
-            train_step(*arguments[:2], [arguments[2]], cfg, xla, 0, 1e-3, 0.5)  # pending, and then lost
+            train_step(
+                *arguments[:2], [arguments[2]], cfg, xla, Update(0, 1e-3, 0.5)
+            )  # pending, and then lost
             raise RuntimeError("RESOURCE_EXHAUSTED: Attempting to allocate 27.53G")
         trial_step(*arguments)
 
-    fitting = settle_memory(cfg, None, None, run.model, run.optimizer, xla, 0, trial)  # type: ignore[arg-type]
+    monkeypatch.setattr("pretraining.trial.trial_step", trial)
+    nothing: Any = None  # of the store and its rows, which open_loader would read
+    fitting = settle_memory(TrainingRun(cfg, nothing, nothing, run.model, run.optimizer, xla), 0).cfg
     assert tried == [4, 2]
     assert fitting.train.per_core_batch_size == 2
     assert any(is_split) == bool(overrides)

@@ -126,7 +126,7 @@ def test_two_one_two_processes_over_resumes(
     real = loop.train_step
 
     def step_then_signal(*args):
-        if args[5] == first + 1:
+        if args[5].step == first + 1:
             os.kill(os.getpid(), signal.SIGTERM)
         return real(*args)
 

@@ -112,7 +112,7 @@ def _draw_uniform(rng: np.random.RandomState, num_target: int, valid: np.ndarray
     Where only a third of the grid is valid, valid tokens first would mask every one of them. One valid token
     on either side at least, where there are two and room for it.
     """
-    num_tokens, num_valid = len(valid), np.count_nonzero(valid)
+    num_tokens, num_valid = len(valid), int(np.count_nonzero(valid))
     share = min(max(1, round(num_target * num_valid / num_tokens)), num_valid - 1)
     from_valid = max(0, share, num_target - (num_tokens - num_valid))
     order = rng.random_sample(num_tokens)

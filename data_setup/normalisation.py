@@ -81,11 +81,10 @@ def _normalise_on_cpu(
         one = slice(sample, sample + 1)
         drawn = None if intensity is None else intensity[one]
         table = _standardise(greys, mean[one], std[one], drawn).flatten()
-        is_noisy = drawn is not None and noise_seed is not None and bool(drawn[0, 2] > 0)
         for planes in blocks(volume.shape[1], volume.shape[2] * volume.shape[3]):
             part = volume[one, planes]
             x = table.index_select(0, part.flatten().to(torch.int32)).view(part.shape)
-            if is_noisy:
+            if drawn is not None and noise_seed is not None and bool(drawn[0, 2] > 0):
                 x.add_(_noise(drawn[:, 2], noise_seed[one], part.shape[1:], planes.start))
             result[one, planes] = x.masked_fill_(~(in_dw[one, planes] & in_hw[one]), 0.0)
     return result

@@ -132,7 +132,7 @@ class RandGeometryd(Randomizable, MapTransform):
     def randomize(self, data: Any = None) -> None:
         """Draw this sample's motion; the same number of draws whatever the settings are."""
         a, draw = self.augment, self.R.uniform
-        self.motion = {
+        self.motion: dict[str, Any] = {
             "flip_w": bool(draw() < a.flip_w_prob),
             "rotate_dw_deg": draw(-1, 1) * a.rotate_dw_deg,
             "rotate_hw_deg": draw(-1, 1) * a.rotate_hw_deg,

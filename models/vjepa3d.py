@@ -174,18 +174,21 @@ def update_ema(
     enabled: Tensor | None = None,
 ) -> None:
     """target <- target + (1 - momentum) * (source - target), in place; `enabled` is a bool on the device."""
-    if enabled is None:
+    if enabled is None and not isinstance(momentum, Tensor):
         torch._foreach_lerp_(list(target), list(source), 1.0 - momentum)
         return
     # the source is finite: a skipped update left it alone
-    weight = torch.where(enabled, 1.0 - momentum, 0.0).float()
-    for held, moving in zip(target, source, strict=True):
-        held.lerp_(moving, weight)
+    weight = torch.as_tensor(1.0 - momentum, dtype=torch.float32)
+    if enabled is not None:
+        weight = torch.where(enabled, 1.0 - momentum, 0.0).float()
+    for average, latest in zip(target, source, strict=True):
+        average.lerp_(latest, weight)
 
 
 def parameter_groups(model: VJEPA3D, weight_decay: float) -> list[dict]:
     """AdamW groups: weight decay on matrices only; mask tokens, positions, norms and biases have none."""
-    decay, plain = [], []
+    decay: list[nn.Parameter] = []
+    plain: list[nn.Parameter] = []
     for name, parameter in model.trained_parameters():
         is_table = name.endswith(("pos_embed", "mask_token")) or ".mask_tokens." in name
         (plain if parameter.ndim < 2 or is_table else decay).append(parameter)

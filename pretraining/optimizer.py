@@ -27,7 +27,7 @@ class SelectingAdamW(torch.optim.AdamW):
     found_inf: Tensor
 
     def __init__(self, groups: list[dict[str, Any]], **settings: Any) -> None:
-        super().__init__(groups, **settings, **SELECTING_FLAGS)
+        super().__init__(groups, **{**settings, **SELECTING_FLAGS})
         for group in self.param_groups:  # now, so that the first step is the same program as the next
             for weight in group["params"]:
                 zeros = {name: torch.zeros_like(weight, requires_grad=False) for name in MOMENTS[1:]}

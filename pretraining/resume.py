@@ -143,7 +143,7 @@ def restore(run: Run, gauges: Gauges) -> Progress:
                 f"{run.cfg.data.store}: expected the same training volumes on every process, found others"
             )
         parts = (run.model.state_dict(), run.optimizer.state_dict(), gauges.state_dict(), state)
-        own_parts = to_host(parts) if group.is_first else None
+        own_parts = to_host(parts) if group.is_first else parts  # the others' are ignored
         of_model, of_optimizer, of_gauges, state = group.broadcast(own_parts)
         if not group.is_first:
             run.model.load_state_dict(of_model)

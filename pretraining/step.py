@@ -161,7 +161,7 @@ def train_step(
     for group in optimizer.param_groups:
         group["lr"] = update.lr
     # the optimizer's own select: with found_inf = 1 neither parameters nor moments nor its step count move
-    optimizer.found_inf = 1.0 - is_finite.float()
+    optimizer.found_inf = 1.0 - is_finite.float()  # type: ignore[attr-defined]  # read by the fused kernels
     optimizer.step()
     model.update_target(runtime.scalar(update.momentum), is_finite)
     with torch.no_grad():

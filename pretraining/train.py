@@ -15,6 +15,8 @@ from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 from functools import partial
 
+import torch
+
 from data_setup.loader import Batch
 from pretraining.gauges.alarms import closing as closing_lines
 from pretraining.gauges.monitor import Gauges, TargetMotion, target_drift, update_ratio
@@ -194,7 +196,8 @@ def step_metrics(
 ) -> dict[str, float | None]:
     """The metrics of one update; every process calls this, since it sums over them."""
     runtime = run.runtime
-    valid_tokens = sum(runtime.read(batch["context_valid"]).sum() for batch in micro_batches)
+    counts = [runtime.read(batch["context_valid"]).sum() for batch in micro_batches]
+    valid_tokens = torch.stack(counts).sum()
     return {
         "train/loss": float(result.loss),
         "train/regulariser": None if result.regulariser is None else float(result.regulariser),

@@ -114,7 +114,7 @@ class Gauges:
             result["train/skill_position"] = 1 - prediction / position if is_yardstick["position"] else None
             result["train/volume_share"] = position / constant if is_yardstick["mean"] else None
             result["train/rankme"] = self._rank()
-            sums = (sum(map(read, part)) for part in zip(*self._sums, strict=True))
+            sums = (torch.stack([*map(read, part)]).sum(0) for part in zip(*self._sums, strict=True))
             count, first, second = map(self.group.sum, sums)
             variance = (second / count - (first / count).square()).clamp(min=0)
             result["train/feature_std"] = float(variance.sqrt().mean() * math.sqrt(len(first)))
@@ -224,7 +224,9 @@ class TargetMotion:
         self._before = self._probe(model)
 
     def _probe(self, model: VJEPA3D) -> Tensor:
-        return self.read(model.target_encoder.blocks[-1].mlp.fc2.weight.detach()).to("cpu", copy=True)
+        encoder = model.target_encoder
+        weight = encoder.get_parameter(f"blocks.{encoder.depth - 1}.mlp.fc2.weight")
+        return self.read(weight.detach()).to("cpu", copy=True)
 
     def check(self, model: VJEPA3D, updates: int) -> None:
         """Raises FrozenTargetError when nothing moved although `updates` should have moved the target

@@ -50,8 +50,9 @@ def probe_scores(run: Run) -> dict[str, float | None]:
     for key, of_row in wanted.items():
         folds = make_folds(embedded, of_row, rows.person_of_row)
         if folds is not None:
-            for name, probe in zip(names[key], (knn_probe, ridge_classifier_probe), strict=True):
-                scores[name] = balanced_accuracy(probe(*folds))
+            by_knn, by_ridge = names[key]
+            scores[by_knn] = balanced_accuracy(knn_probe(*folds))
+            scores[by_ridge] = balanced_accuracy(ridge_classifier_probe(*folds))
     return scores
 
 
@@ -79,11 +80,11 @@ def embed_rows(run: Run, chosen: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     Several processes share the volumes, and all of them get all features.
     """
     runtime = run.runtime
-    own = runtime.group.share(chosen)
+    own = np.array(runtime.group.share(chosen.tolist()), dtype=int)
     size = run.cfg.train.per_core_batch_size * runtime.evaluation_devices
     on_device = (runtime.spread(b, size) for b in evaluation_batches(run.cfg, run.store, own, size))
     loaded = ((view(b, 1), b["context_valid"]) for b in on_device)
-    part = embed(run.model.target_encoder, loaded, runtime)[: len(own)] if len(own) else []
+    part = [*embed(run.model.target_encoder, loaded, runtime)[: len(own)]] if len(own) else []
     features = np.stack(runtime.group.merge(part))
     usable = np.isfinite(features).all(axis=1)
     if not usable.all():

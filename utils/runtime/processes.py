@@ -16,6 +16,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -109,7 +110,7 @@ class ProcessGroup(Group):
     def sum_gradients(self, parameters: Iterable[Tensor]) -> None:
         for bucket in _buckets([p.grad for p in parameters if p.grad is not None]):
             flat = torch.cat([g.reshape(-1) for g in bucket])
-            self._call(lambda flat=flat: dist.all_reduce(flat))
+            self._call(partial(dist.all_reduce, flat))
             pieces = flat.split([g.numel() for g in bucket])
             torch._foreach_copy_(bucket, [p.view_as(g) for p, g in zip(pieces, bucket, strict=True)])
 
@@ -201,7 +202,7 @@ class _SumWithGradient(torch.autograd.Function):
         return group.sum(value)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         return ctx.group.sum(gradient), None
 
 

@@ -50,8 +50,8 @@ def open_rows(cfg: Config, store: PreparedStore) -> Rows:
         person_of_row={int(r): p for r, p in person.items()},
         val_source=source,
     )
-    for name, found in (("training", rows.train), ("validation", rows.val)):
-        if len(found) == 0:
+    for name, side_rows in (("training", rows.train), ("validation", rows.val)):
+        if len(side_rows) == 0:
             raise UserError(
                 f"{cfg.data.store}: expected {name} volumes, found none among {len(index)} kept rows"
             )

@@ -8,6 +8,11 @@ processes; all of them take the same decisions, and the first alone writes.
 
 from __future__ import annotations
 
+from utils.cli import answer_early, parse_cli, run_cli
+
+if __name__ == "__main__":  # torch and MONAI take seconds to import
+    answer_early("pretraining.train", __doc__ or "")
+
 import logging
 import multiprocessing
 from collections.abc import Iterator
@@ -32,7 +37,6 @@ from pretraining.schedules import Calendar, ema_momentum, learning_rate
 from pretraining.step import StepResult, Update, Watch, train_step
 from pretraining.trial import log_start, next_or_stop, open_loader, rows_of_step, settle_memory
 from utils import storage
-from utils.cli import parse_cli, run_cli
 from utils.config.schema import Config
 from utils.errors import EXIT_USER_ERROR, UserError
 from utils.log import NoLog, RunLog, log_failure, setup_logging

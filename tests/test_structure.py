@@ -22,13 +22,13 @@ URL_LIBRARIES = {"fsspec", "gcsfs", "s3fs", "google", "aiohttp"}
 
 
 def imports(path: Path) -> set[str]:
-    found = set()
+    names = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
+            names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
-            found.add(node.module)
-    return {name.split(".")[0] for name in found}
+            names.add(node.module)
+    return {name.split(".")[0] for name in names}
 
 
 def module_name(path: Path) -> str:

@@ -101,25 +101,25 @@ class Alarms:
 
     def _collapse_signs(self, values: Mapping[str, float | None]) -> dict[str, str]:
         """The metrics of this line that show collapse, each with words for it."""
-        found = {}
+        active = {}
         for key, fall in RANK_FALL.items():
             rank = values.get(key)
             if rank is None:
                 continue
             highest = self._highest[key] = max(rank, self._highest.get(key, rank))
             if rank < RANK_FLOOR:
-                found[key] = f"{key} is {rank:.1f}: hardly any direction is in use"
+                active[key] = f"{key} is {rank:.1f}: hardly any direction is in use"
             elif rank < fall * highest and not self.has_fixed_targets:
                 share = rank / highest
-                found[key] = f"{key} fell from {highest:.1f} to {rank:.1f} ({share:.0%} of its highest)"
+                active[key] = f"{key} fell from {highest:.1f} to {rank:.1f} ({share:.0%} of its highest)"
         for key, floor, meaning in (
             ("train/feature_std", SPREAD_FLOOR, "all features point one way"),
             ("train/volume_share", VOLUME_FLOOR, "targets hold little but their position"),
         ):
             value = values.get(key)
             if value is not None and value < floor:
-                found[key] = f"{meaning}, {key} is {value:.3f}"
-        return found
+                active[key] = f"{meaning}, {key} is {value:.3f}"
+        return active
 
     def _leak_signs(self, values: Mapping[str, float | None]) -> dict[str, str]:
         key = "train/skill_position"

@@ -103,9 +103,9 @@ class Throughput:
         """What `perf/mfu` will be relative to, or why there is none."""
         work = f"{self.flops / 1e9:.4g} GFLOP a step and device"
         if self.peak.flops_per_s is None:
-            log.info("%s; no perf/mfu: %s", work, self.peak.told)
+            log.info("%s; no perf/mfu: %s", work, self.peak.source)
         else:
-            log.info("%s; peak %.4g GFLOP/s (%s)", work, self.peak.flops_per_s / 1e9, self.peak.told)
+            log.info("%s; peak %.4g GFLOP/s (%s)", work, self.peak.flops_per_s / 1e9, self.peak.source)
 
     def _start_window(self) -> None:
         self._began, self._steps = time.perf_counter(), 0

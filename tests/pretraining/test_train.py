@@ -548,8 +548,8 @@ def test_where_the_time_of_a_step_goes(finished: Path) -> None:
     assert peaks == pytest.approx([peaks[0]] * len(rows))
     sent = {int(r["_step"]): r for r in history(finished) if "train/loss" in r}
     for row in rows:
-        told = {key: value for key, value in row.items() if key.startswith("perf/")}
-        assert told.items() <= sent[row["step"]].items()
+        logged = {key: value for key, value in row.items() if key.startswith("perf/")}
+        assert logged.items() <= sent[row["step"]].items()
 
 
 def test_slow_parts_are_named_and_a_profile_is_a_trace_that_changes_no_loss(

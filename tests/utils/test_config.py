@@ -257,15 +257,24 @@ def test_a_cli_ends_with_one_line_and_exit_code_2() -> None:
     assert "Traceback" not in done.stderr
 
 
+def test_help_of_training_imports_nothing_heavy() -> None:
+    """torch and MONAI take seconds to import; --help and a wrong key need neither."""
+    command = [sys.executable, "-X", "importtime", "-m", "pretraining.train", "--help"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
+    assert "utils.cli" in imported
+    assert imported & {"torch", "monai", "zarr", "pandas", "matplotlib"} == set()
+
+
 def sections(cls: type, prefix: str = "") -> dict[str, tuple[str, type]]:
     """Name of the section -> (its dotted path, its class); the families of mask_blocks count as one."""
-    found = {"MaskFamily": ("method.mask_blocks", MaskFamily)} if not prefix else {}
+    result = {"MaskFamily": ("method.mask_blocks", MaskFamily)} if not prefix else {}
     for f in fields(cls):
         default = f.default_factory() if callable(f.default_factory) else None
         if is_dataclass(default):
-            found[f.name] = (f"{prefix}{f.name}", type(default))
-            found |= sections(type(default), f"{prefix}{f.name}.")
-    return found
+            result[f.name] = (f"{prefix}{f.name}", type(default))
+            result |= sections(type(default), f"{prefix}{f.name}.")
+    return result
 
 
 SECTIONS = sections(Config)
@@ -286,9 +295,9 @@ def keys_read(source: str) -> set[str]:
                 if isinstance(part, ast.Name) and part.id in by_class:
                     names[node.arg] = by_class[part.id]
         elif isinstance(node, ast.Assign):
-            left, right = node.targets[0], node.value
-            both = isinstance(left, ast.Tuple) and isinstance(right, ast.Tuple)
-            for target, value in zip(left.elts, right.elts, strict=True) if both else [(left, right)]:
+            names, values = node.targets[0], node.value
+            both = isinstance(names, ast.Tuple) and isinstance(values, ast.Tuple)
+            for target, value in zip(names.elts, values.elts, strict=True) if both else [(names, values)]:
                 if (
                     isinstance(target, ast.Name)
                     and isinstance(value, ast.Attribute)

@@ -64,9 +64,9 @@ def test_two_hosts_agree_and_what_is_global_stays_as_it_is() -> None:
         for rank in range(2)
     ]  # fmt: skip
     for rank, host in enumerate(hosts):
-        said, errors = host.communicate(timeout=300)
+        output, errors = host.communicate(timeout=300)
         assert host.returncode == 0, errors
-        assert said.splitlines() == [
+        assert output.splitlines() == [
             "True False {'step': 7} [0, 1]",
             "[0.0, 1.0, 2.0] [0.0, 1.0, 2.0] [0.0, 1.0, 2.0]",
             f"[1, 2, 3] [4, 5] {rank == 0}",

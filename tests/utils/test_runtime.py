@@ -31,8 +31,8 @@ def test_memory_is_kept_between_steps() -> None:
     counts = {}
     for tuned in (True, False):
         code = FAULTS.format(tuned=tuned)
-        told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-        counts[tuned] = int(told.stdout)
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+        counts[tuned] = int(done.stdout)
     assert counts[True] < 100 < counts[False]
 
 

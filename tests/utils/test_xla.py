@@ -117,8 +117,8 @@ def test_the_device_is_named_as_the_table_of_peaks_names_it(
     assert xla.device_kind == "CPU"
     assert xla.peak_memory_bytes() is None
     monkeypatch.setenv("PJRT_DEVICE", "TPU")
-    for told, name in (("v4", "TPU v4"), ("v5litepod", "TPU v5e")):
-        monkeypatch.setattr("utils.runtime.xla.get_tpu_type", lambda told=told: told)
+    for machine, name in (("v4", "TPU v4"), ("v5litepod", "TPU v5e")):
+        monkeypatch.setattr("utils.runtime.xla.get_tpu_type", lambda machine=machine: machine)
         assert xla.device_kind == name
         assert device_peak(xla.device, name, use_bf16=True).flops_per_s is not None
 

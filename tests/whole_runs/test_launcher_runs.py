@@ -119,9 +119,9 @@ def test_four_workers_are_one_run_that_stops_and_resumes(folder: Path, pod: Pod)
     seen: dict[int, list[int]] = {}
     for worker in range(WORKERS):
         for line in (pod.home(worker) / "rows").read_text().splitlines():
-            left, step, *own = map(int, line.split())
-            trial = left == 1  # before the first update, the trial step reads the batch that is next
-            first = left == steps
+            first_pid, step, *own = map(int, line.split())
+            trial = first_pid == 1  # before the first update, the trial step reads the batch that is next
+            first = first_pid == steps
             if not trial and step < (stopped if first else steps):
                 seen.setdefault(step, []).extend(own)
     assert sorted(seen) == list(range(steps))

@@ -77,8 +77,8 @@ def test_a_run_goes_on_with_the_other_engine(first: str, second: str, folder: Pa
     for row, wanted in zip(metrics(run), metrics(plain), strict=True):
         for key in {"val/loss", "val/rankme", "train/rankme", "train/skill_position", "ema/drift"} & set(row):
             is_known = wanted[key] is not None
-            told = row["step"], key
-            assert row[key] == (pytest.approx(wanted[key], rel=0.01) if is_known else None), told
+            place = row["step"], key
+            assert row[key] == (pytest.approx(wanted[key], rel=0.01) if is_known else None), place
 
 
 def test_no_program_is_compiled_and_nothing_read_back_between_two_lines_of_the_log(

@@ -45,8 +45,8 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     except (OmegaConfBaseException, yaml.YAMLError) as error:
         raise ConfigError(f"{path}: {_one_line(error)}") from error
     except UnicodeDecodeError as error:
-        found = f"{error.object[error.start]:#04x} at byte {error.start}"
-        raise ConfigError(f"{path}: expected UTF-8 text, found {found}") from error
+        byte = f"{error.object[error.start]:#04x} at byte {error.start}"
+        raise ConfigError(f"{path}: expected UTF-8 text, found {byte}") from error
     assert isinstance(config, Config)
     for key, value in flatten(config):
         for text in value if isinstance(value, list) else [value]:

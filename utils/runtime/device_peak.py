@@ -35,7 +35,7 @@ class Peak:
     """`flops_per_s` of one device, None where nobody knows; `told`: from where, or why not."""
 
     flops_per_s: float | None
-    told: str
+    source: str
 
 
 def device_peak(device: torch.device, name: str, use_bf16: bool) -> Peak:

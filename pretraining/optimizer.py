@@ -66,4 +66,4 @@ def shard_state(model: VJEPA3D, optimizer: torch.optim.AdamW, cfg: Config, runti
         return
     values: list[Tensor] = list(model.parameters())
     values += [state[name] for state in optimizer.state.values() for name in MOMENTS[1:]]
-    runtime.shard(values)
+    runtime.shard_parameters(values)

@@ -48,10 +48,10 @@ class Progress:
         self._worst_run = self._counter(state["bad_run"])
         self._moves = self._counter(0)  # updates since the last look that should have moved the target
         weight = torch.tensor(state["init_weight"], dtype=torch.float64)
-        self._init_weight = runtime.place(weight)
+        self._init_weight = runtime.to_device_replicated(weight)
 
     def _counter(self, value: int) -> Tensor:
-        return self.runtime.place(torch.tensor(value))
+        return self.runtime.to_device_replicated(torch.tensor(value))
 
     def count(self, step: int, is_finite: Tensor, momentum: float) -> None:
         """Update number `step` has been made, or skipped where its loss or gradient was not finite."""

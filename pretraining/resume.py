@@ -111,7 +111,7 @@ class Checkpoints:
             self.saved = progress.step
         if not names or (self.writer is None and not run.runtime.is_sharded):
             return
-        state = run.runtime.gather(checkpoint_state(run, gauges, progress))
+        state = run.runtime.full_state(checkpoint_state(run, gauges, progress))
         if self.writer is not None:
             self.writer.save(state, names, permanent=progress.step % self.keep_every == 0)
 
@@ -137,7 +137,7 @@ def restore(run: Run, gauges: Gauges) -> Progress:
     group = run.runtime.group
     state = _load(run, gauges) if group.is_first else NEW_RUN
     if group.size > 1:
-        checksums = group.collect(rows_checksum(run.rows, run.store))
+        checksums = group.gather_objects(rows_checksum(run.rows, run.store))
         if len(set(checksums)) > 1:
             raise UserError(
                 f"{run.cfg.data.store}: expected the same training volumes on every process, found others"

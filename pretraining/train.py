@@ -85,7 +85,7 @@ def _leave_word(runtime: Runtime, _kind: object, error: BaseException | None, _t
         for worker in multiprocessing.active_children():
             worker.kill()  # one that hangs would keep this process, and with it the others, from ending
         text = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
-        runtime.group.tell(text)
+        runtime.group.leave_message(text)
 
 
 def _train(cfg: Config, runtime: Runtime, stack: ExitStack) -> int:
@@ -114,13 +114,13 @@ def _train(cfg: Config, runtime: Runtime, stack: ExitStack) -> int:
     loader = open_loader(run, start, total)
     batches = iter(loader)
     stack.callback(checkpoints.wait)
-    motion, validation = TargetMotion(model, runtime.read), Validation(run)
+    motion, validation = TargetMotion(model, runtime.to_torch), Validation(run)
     if start == 0:
         measured = validation(with_share=False)
         report(run_log, gauges, 0, {**measured, "ema/init_weight": progress.init_weight})
         show_snapshots(run, run_log, 0)
     validation.restart()
-    runtime.end_step()
+    runtime.mark_step()
     clock.restart()
     for step in range(start, total):
         if trace.at(step):
@@ -139,11 +139,11 @@ def _train(cfg: Config, runtime: Runtime, stack: ExitStack) -> int:
         result = train_step(model, optimizer, micro_batches, cfg, runtime, update, watch)
         progress.count(step, result.is_finite, update.momentum)
         if is_read:
-            runtime.end_step()  # now, so that what is read below does not compute it once more
+            runtime.mark_step()  # now, so that what is read below does not compute it once more
         clock.lap("other")
         gauge_values = gauges.finish()
         clock.lap("logging")
-        runtime.end_step()
+        runtime.mark_step()
         clock.end_step()
         if calendar.logs(done):
             runtime.synchronise()
@@ -192,7 +192,7 @@ def open_gauges(run: Run) -> Gauges:
     skill = SkillGauge.of_model(run.model, runtime.device)
     batch = run.cfg.train.global_batch_size
     fixed = run.model.recipe.has_fixed_targets
-    return Gauges(skill, batch, runtime.group, runtime.read, has_fixed_targets=fixed)
+    return Gauges(skill, batch, runtime.group, runtime.to_torch, has_fixed_targets=fixed)
 
 
 def step_metrics(
@@ -200,7 +200,7 @@ def step_metrics(
 ) -> dict[str, float | None]:
     """The metrics of one update; every process calls this, since it sums over them."""
     runtime = run.runtime
-    counts = [runtime.read(batch["context_valid"]).sum() for batch in micro_batches]
+    counts = [runtime.to_torch(batch["context_valid"]).sum() for batch in micro_batches]
     valid_tokens = torch.stack(counts).sum()
     return {
         "train/loss": float(result.loss),

@@ -112,7 +112,7 @@ def settle_memory(run: Run, step: int) -> Run:
     model, optimizer, runtime, cfg = run.model, run.optimizer, run.runtime, run.cfg
     before = None
     if not runtime.failure_is_clean:
-        before = to_host(runtime.gather((model.state_dict(), optimizer.state_dict())))
+        before = to_host(runtime.full_state((model.state_dict(), optimizer.state_dict())))
     while True:
         trial = replace(run, cfg=replace(cfg, data=replace(cfg.data, workers=0)))
         batch = runtime.to_device(next(iter(open_loader(trial, step, step + 1)))[0])
@@ -124,7 +124,7 @@ def settle_memory(run: Run, step: int) -> Run:
             shard_state(model, optimizer, cfg, runtime)
         cfg = _smaller_batch(cfg, runtime)
     model.eval()
-    check_no_leak(model, view(batch, 0), batch["context"], batch["target"], runtime.end_step)
+    check_no_leak(model, view(batch, 0), batch["context"], batch["target"], runtime.mark_step)
     model.train()
     if isinstance(model.predictor, MlpPredictor):
         model.predictor.norm.total = runtime.group.sum_with_gradient

@@ -23,5 +23,5 @@ def embed(encoder: nn.Module, views: Iterable[tuple[Tensor, Tensor]], runtime: R
     for view_BCDHW, valid_BN in views:
         with runtime.autocast():
             tokens_BNE = encoder(view_BCDHW)
-        features.append(runtime.read(pool_tokens(tokens_BNE.float(), valid_BN)).cpu())
+        features.append(runtime.to_torch(pool_tokens(tokens_BNE.float(), valid_BN)).cpu())
     return torch.cat(features).numpy()

@@ -22,7 +22,7 @@ from utils.indices import evenly_spaced
 MIN_SAMPLES = 16  # other volumes that a baseline must rest on
 
 Scored = tuple[Tensor, Tensor, Tensor]  # prediction [B, P, E], target [B, P, E], whether it counts [B, P]
-Read = Callable[[Tensor], Tensor]  # utils.runtime.single.Runtime.read
+Read = Callable[[Tensor], Tensor]  # utils.runtime.single.Runtime.to_torch
 
 
 def as_it_is(value: Tensor) -> Tensor:

@@ -67,7 +67,7 @@ def validate(run: Run) -> dict[str, float | None]:
         measure_batch(run, plan, cpu_batch, with_views=first < LIDAR_VOLUMES)
         for first, cpu_batch in shared_batches(run)
     ]
-    parts = run.runtime.group.merge(parts)
+    parts = run.runtime.group.merge_from_ranks(parts)
     tokens = [t for part in parts for t in part.tokens]
     views_NQE = [v for part in parts for v in part.views]
     count = sum(part.count for part in parts)
@@ -103,7 +103,7 @@ def evaluation_size(run: Run) -> int:
 def shared_batches(run: Run) -> Iterator[tuple[int, Batch]]:
     """This process's validation batches, each with the place of its first volume among all rows."""
     rows, size = run.rows.val, evaluation_size(run)
-    starts = run.runtime.group.share(range(0, len(rows), size))
+    starts = run.runtime.group.split_among_ranks(range(0, len(rows), size))
     own_rows = np.concatenate([rows[:0], *(rows[s : s + size] for s in starts)])
     # only the last of all batches may be short, and it is the last of its process
     return zip(starts, validation_batches(run.cfg, run.store, own_rows, size), strict=True)
@@ -112,18 +112,18 @@ def shared_batches(run: Run) -> Iterator[tuple[int, Batch]]:
 def measure_batch(run: Run, plan: MaskPlan, cpu_batch: Batch, *, with_views: bool) -> Part:
     """One batch, with its share of RANKME_TOKENS; `with_views`: also for LiDAR."""
     runtime, count = run.runtime, len(cpu_batch["row"])
-    batch = runtime.spread(cpu_batch, evaluation_size(run))
+    batch = runtime.to_device_padded(cpu_batch, evaluation_size(run))
     output = predict(run.model, batch, runtime, stochastic=False)
     assert output.features_all_BNE is not None, "None in training alone"
-    runtime.end_step()
+    runtime.mark_step()
     per_volume = -(-RANKME_TOKENS // len(run.rows.val))
     tokens = []
-    features_BNE = runtime.read(output.features_all_BNE).cpu()[:count]
+    features_BNE = runtime.to_torch(output.features_all_BNE).cpu()[:count]
     for features, valid in zip(features_BNE, cpu_batch["token_valid"], strict=True):
         ids = valid.nonzero().flatten()
         tokens.append(features[ids[evenly_spaced(len(ids), per_volume)]])
     return Part(
-        float(runtime.read(output.loss_B)[:count].sum()),
+        float(runtime.to_torch(output.loss_B)[:count].sum()),
         int((cpu_batch["target_valid"].sum(1) > 0).sum()),
         tokens,
         [v.clone() for v in masked_views(run, plan, cpu_batch)] if with_views else [],
@@ -136,8 +136,8 @@ def masked_views(run: Run, plan: MaskPlan, cpu_batch: Batch) -> Iterator[Tensor]
     The masks depend on the row alone; the first is that of the validation loss.
     """
     runtime, size = run.runtime, evaluation_size(run)
-    view_BCDHW = view(runtime.spread(cpu_batch, size), 0)
-    runtime.end_step()
+    view_BCDHW = view(runtime.to_device_padded(cpu_batch, size), 0)
+    runtime.mark_step()
     means = []
     for number in range(LIDAR_MASKS):
         drawn = [
@@ -146,14 +146,16 @@ def masked_views(run: Run, plan: MaskPlan, cpu_batch: Batch) -> Iterator[Tensor]
         ]
         context_BK, target_BM = (torch.from_numpy(np.stack(ids)) for ids in zip(*drawn, strict=True))
         weight_BK = cpu_batch["token_valid"].gather(1, context_BK).float()
-        mask = runtime.spread({"context": context_BK, "target": target_BM, "weight": weight_BK}, size)
+        mask = runtime.to_device_padded(
+            {"context": context_BK, "target": target_BM, "weight": weight_BK}, size
+        )
         with runtime.autocast():
             encoded = run.model.encode_context(view_BCDHW, mask["context"], mask["target"], None)
             features_BKE = run.model.context_tokens(encoded, mask["context"]).float()
         total_BE = (features_BKE * mask["weight"].unsqueeze(-1)).sum(1)
         means.append(total_BE / mask["weight"].sum(1, keepdim=True).clamp(min=1))
-        runtime.end_step()
-    return iter(torch.stack([*map(runtime.read, means)], dim=1).cpu()[: len(cpu_batch["row"])])
+        runtime.mark_step()
+    return iter(torch.stack([*map(runtime.to_torch, means)], dim=1).cpu()[: len(cpu_batch["row"])])
 
 
 @torch.no_grad()
@@ -167,9 +169,9 @@ def snapshot(run: Run, step: int) -> list[Path]:
     run.model.eval()
     paths = []
     for cpu_batch in validation_batches(cfg, store, chosen, 1):
-        batch = runtime.spread(cpu_batch, runtime.evaluation_devices)
+        batch = runtime.to_device_padded(cpu_batch, runtime.evaluation_devices)
         with runtime.autocast():
-            features = runtime.read(run.model.target_encoder(view(batch, 1)))
+            features = runtime.to_torch(run.model.target_encoder(view(batch, 1)))
         if not runtime.group.is_first:
             continue
         row = int(cpu_batch["row"][0])

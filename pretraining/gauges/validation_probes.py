@@ -80,12 +80,12 @@ def embed_rows(run: Run, chosen: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     Several processes share the volumes, and all of them get all features.
     """
     runtime = run.runtime
-    own = np.array(runtime.group.share(chosen.tolist()), dtype=int)
+    own = np.array(runtime.group.split_among_ranks(chosen.tolist()), dtype=int)
     size = run.cfg.train.per_core_batch_size * runtime.evaluation_devices
-    on_device = (runtime.spread(b, size) for b in evaluation_batches(run.cfg, run.store, own, size))
+    on_device = (runtime.to_device_padded(b, size) for b in evaluation_batches(run.cfg, run.store, own, size))
     loaded = ((view(b, 1), b["context_valid"]) for b in on_device)
     part = [*embed(run.model.target_encoder, loaded, runtime)[: len(own)]] if len(own) else []
-    features = np.stack(runtime.group.merge(part))
+    features = np.stack(runtime.group.merge_from_ranks(part))
     usable = np.isfinite(features).all(axis=1)
     if not usable.all():
         log.warning("probe: features not finite, left out: rows %s", chosen[~usable].tolist())

@@ -83,7 +83,7 @@ def trace(cfg: Config, chips: int) -> tuple[bytes, dict[str, Any]]:
     batch_bytes = sum(x.numel() * x.element_size() for batch in batches for x in batch.values()) // chips
     held = dict.fromkeys(CLASSES, 0) | {"batch": batch_bytes}
     for kind, tensor in state:
-        held[kind] += tensor.numel() * tensor.element_size() // runtime.parts(tensor)
+        held[kind] += tensor.numel() * tensor.element_size() // runtime.num_shards(tensor)
     return program, {
         "chips": chips,
         "accumulation": accumulation,
@@ -115,8 +115,8 @@ def _placeholder(like: Tensor) -> Tensor:
 
 def _parts(runtime: Runtime, like: Tensor) -> Tensor:
     """Zeros, spread at once: a placeholder cannot be, and sixteen whole models are too much."""
-    zeros = runtime.place(torch.zeros(like.shape, dtype=like.dtype, device="cpu"))
-    runtime.shard([zeros])
+    zeros = runtime.to_device_replicated(torch.zeros(like.shape, dtype=like.dtype, device="cpu"))
+    runtime.shard_parameters([zeros])
     return zeros
 
 

@@ -117,7 +117,7 @@ def test_every_device_of_a_mesh_attends_to_its_own_samples(xla: Runtime) -> None
     results = [out, *(x.grad for x in placed)]
     wanted = [expected, *(x.grad for x in inputs)]
     for ours, theirs in zip(results, wanted, strict=True):
-        torch.testing.assert_close(xla.read(ours.detach()), theirs.detach().float(), atol=2e-5, rtol=1e-4)
+        torch.testing.assert_close(xla.to_torch(ours.detach()), theirs.detach().float(), atol=2e-5, rtol=1e-4)
 
 
 def test_far_tokens_that_do_not_fit_are_read_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -177,7 +177,7 @@ def test_checkpointing_on_xla_changes_no_gradient(recipe: str, xla: Runtime) -> 
         optimizer = build_optimizer(model, cfg)
         batch = xla.to_device(uint8_batch(cfg, 16))
         loss = train_step(model, optimizer, [batch], cfg, xla, Update(0, 1e-3, 0.9)).loss
-        xla.end_step()
+        xla.mark_step()
         losses.append(float(loss))
         gradients.append({name: p.grad.cpu() for name, p in model.trained_parameters()})
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)

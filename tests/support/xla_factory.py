@@ -45,12 +45,12 @@ class Run(NamedTuple):
         model = nano_model(cfg).to(runtime.device).train()
         skill = SkillGauge.of_model(model, runtime.device)
         gauges = Gauges(
-            skill, BATCH, runtime.group, runtime.read, has_fixed_targets=model.recipe.has_fixed_targets
+            skill, BATCH, runtime.group, runtime.to_torch, has_fixed_targets=model.recipe.has_fixed_targets
         )
         run = cls(cfg, model, build_optimizer(model, cfg), gauges, runtime)
         shard_state(model, run.optimizer, cfg, runtime)
         choose_kernels(model, cfg, runtime)
-        runtime.end_step()
+        runtime.mark_step()
         return run
 
     def steps(self, runtime: Runtime, steps: range, micro: int = 1) -> list[torch.Tensor]:
@@ -62,7 +62,7 @@ class Run(NamedTuple):
             parts = self.model, self.optimizer, batches, self.cfg, runtime, Update(step, lr, momentum)
             losses.append(train_step(*parts, Watch(self.gauges.observe)).loss)
             self.gauges.finish()
-            runtime.end_step()
+            runtime.mark_step()
         return losses
 
     def state(self) -> dict[str, Any]:
@@ -71,7 +71,7 @@ class Run(NamedTuple):
             "optimizer": self.optimizer.state_dict(),
             "gauge": self.gauges.state_dict(),
         }
-        return to_host(self.runtime.gather(parts))
+        return to_host(self.runtime.full_state(parts))
 
     def load(self, state: dict[str, Any]) -> None:
         self.model.load_state_dict(state["model"])

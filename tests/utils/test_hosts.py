@@ -44,10 +44,10 @@ import sys, torch
 from utils.runtime.processes import join_hosts
 rank, port = int(sys.argv[1]), int(sys.argv[2])
 group = join_hosts(rank, 2, "127.0.0.1", 60.0, port)
-print(group.any(rank == 1), group.any(False), group.broadcast({"step": rank + 7}), group.collect(rank))
+print(group.any(rank == 1), group.any(False), group.broadcast({"step": rank + 7}), group.gather_objects(rank))
 whole = torch.arange(3.0)  # as on the device: each host has all of it
 print(group.sum(whole).tolist(), group.gather(whole).tolist(), group.sum_with_gradient(whole).tolist())
-print(group.share([1, 2, 3]), group.merge([4, 5]), group.is_first)
+print(group.split_among_ranks([1, 2, 3]), group.merge_from_ranks([4, 5]), group.is_first)
 group.close()
 """
 

@@ -40,9 +40,9 @@ def test_only_one_process_may_be_asked_to_share_its_weights_out() -> None:
     """One device has all of them; the processes of torchrun cannot."""
     weight = torch.ones(4, 4)
     alone, two = (Runtime(torch.device("cpu"), use_bf16=False, group=Group()) for _ in range(2))
-    alone.shard([weight])
+    alone.shard_parameters([weight])
     assert not alone.is_sharded
-    assert alone.gather({"weight": weight})["weight"] is weight
+    assert alone.full_state({"weight": weight})["weight"] is weight
     two.group.size = 2
     with pytest.raises(UserError, match=r"train.shard_parameters: .* found 2 processes"):
-        two.shard([weight])
+        two.shard_parameters([weight])

@@ -124,9 +124,9 @@ def test_the_device_is_named_as_the_table_of_peaks_names_it(
 
 
 def test_an_evaluation_batch_is_filled_up(xla: Runtime) -> None:
-    placed = xla.spread({"x": torch.arange(10).view(5, 2)}, 8)["x"]
+    placed = xla.to_device_padded({"x": torch.arange(10).view(5, 2)}, 8)["x"]
     expected = torch.tensor([[0, 1], [2, 3], [4, 5], [6, 7], *[[8, 9]] * 4])
-    assert torch.equal(xla.read(placed), expected)
+    assert torch.equal(xla.to_torch(placed), expected)
 
 
 def test_random_numbers_are_the_same_bits(xla: Runtime) -> None:
@@ -164,7 +164,7 @@ def test_bfloat16_by_autocast_with_float32_parameters(xla: Runtime) -> None:
     loss = train_step(rounded.model, rounded.optimizer, [batch], cfg, half, Update(0, 1e-3, 0.9)).loss
     products = [line for line in torch_xla._XLAC._get_xla_tensors_hlo([loss]).splitlines() if " dot(" in line]
     assert sum(" = bf16[" in line for line in products) > 20
-    half.end_step()
+    half.mark_step()
     (expected,) = exact.steps(xla, range(1))
     assert float(loss) == pytest.approx(float(expected), rel=0.02)
     assert float(loss) != float(expected)

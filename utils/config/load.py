@@ -41,29 +41,29 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
         merged = OmegaConf.merge(OmegaConf.structured(Config), loaded, changes)
         for part in written:
             _check_interpolations(part, merged, str(path))
-        config = OmegaConf.to_object(merged)
+        cfg = OmegaConf.to_object(merged)
     except (OmegaConfBaseException, yaml.YAMLError) as error:
         raise ConfigError(f"{path}: {_one_line(error)}") from error
     except UnicodeDecodeError as error:
         byte = f"{error.object[error.start]:#04x} at byte {error.start}"
         raise ConfigError(f"{path}: expected UTF-8 text, found {byte}") from error
-    assert isinstance(config, Config)
-    for key, value in flatten(config):
+    assert isinstance(cfg, Config)
+    for key, value in flatten(cfg):
         for text in value if isinstance(value, list) else [value]:
             if isinstance(text, str) and text.strip() in ("", "None"):
                 raise ConfigError(f"{path}: {key}: expected a value or null, found {text!r}; write null")
-    check_rules(config, str(path))
-    return config
+    check_rules(cfg, str(path))
+    return cfg
 
 
 def config_of_yaml(text: str, where: str) -> Config:
     """The configuration that `to_yaml` wrote; raises ConfigError."""
     try:
-        config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.create(text)))
+        cfg = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.create(text)))
     except (OmegaConfBaseException, yaml.YAMLError) as error:
         raise ConfigError(f"{where}: {_one_line(error)}") from error
-    assert isinstance(config, Config)
-    return config
+    assert isinstance(cfg, Config)
+    return cfg
 
 
 def _check_shapes(hint: Any, value: Any, where: str, key: str = "") -> None:
@@ -152,9 +152,9 @@ def accumulation_steps(train: TrainConfig, world_size: int) -> int:
     return steps
 
 
-def to_yaml(config: Config) -> str:
+def to_yaml(cfg: Config) -> str:
     """The whole resolved configuration as YAML text."""
-    return OmegaConf.to_yaml(OmegaConf.structured(config), resolve=True)
+    return OmegaConf.to_yaml(OmegaConf.structured(cfg), resolve=True)
 
 
 def changed_keys(old: Config, new: Config) -> list[tuple[str, Any, Any]]:

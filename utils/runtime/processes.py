@@ -68,20 +68,20 @@ class Group:
         """The first process's value, of plain types and tensors; on the others `value` is ignored."""
         return value
 
-    def collect(self, value: _T) -> list[_T]:
+    def gather_objects(self, value: _T) -> list[_T]:
         """The value of every process, in the order of the ranks."""
         return [value]
 
-    def share(self, items: Sequence[_T]) -> Sequence[_T]:
+    def split_among_ranks(self, items: Sequence[_T]) -> Sequence[_T]:
         """This process's part of a list that all have: item i is rank i % size's."""
         return items[self.rank :: self.size]
 
-    def merge(self, part: Sequence[_T]) -> list[_T]:
-        """The list again, from the parts that `share` handed out or from what became of them."""
-        parts = self.collect(part)
+    def merge_from_ranks(self, part: Sequence[_T]) -> list[_T]:
+        """The list again, from the parts that `split_among_ranks` handed out or from what became of them."""
+        parts = self.gather_objects(part)
         return [parts[i % self.size][i // self.size] for i in range(sum(map(len, parts)))]
 
-    def tell(self, text: str) -> None:
+    def leave_message(self, text: str) -> None:
         """Leave last words for the processes that stay behind."""
 
     def close(self) -> None:
@@ -131,12 +131,12 @@ class ProcessGroup(Group):
         self._call(lambda: dist.broadcast_object_list(box, src=0))
         return box[0]
 
-    def collect(self, value: _T) -> list[_T]:
+    def gather_objects(self, value: _T) -> list[_T]:
         values: list[Any] = [None] * self.size
         self._call(lambda: dist.all_gather_object(values, value))
         return values
 
-    def tell(self, text: str) -> None:
+    def leave_message(self, text: str) -> None:
         with _ignoring_lost_store():
             self._words.set(str(self.rank), text)
 
@@ -177,10 +177,10 @@ class HostGroup(ProcessGroup):
     sum_gradients = Group.sum_gradients
     gather = Group.gather
 
-    def share(self, items: Sequence[_T]) -> Sequence[_T]:
+    def split_among_ranks(self, items: Sequence[_T]) -> Sequence[_T]:
         return items
 
-    def merge(self, part: Sequence[_T]) -> list[_T]:
+    def merge_from_ranks(self, part: Sequence[_T]) -> list[_T]:
         return list(part)
 
 

@@ -58,7 +58,7 @@ class Runtime:
 
     @property
     def evaluation_devices(self) -> int:
-        """The devices that share a batch which `spread` places."""
+        """The devices that share a batch which `to_device_padded` places."""
         return 1
 
     @property
@@ -110,17 +110,17 @@ class Runtime:
         """This process's micro-batch, on its device or devices."""
         return {k: v.to(self.device, non_blocking=True) for k, v in batch.items()}
 
-    def spread(self, batch: dict[str, Tensor], size: int) -> dict[str, Tensor]:
+    def to_device_padded(self, batch: dict[str, Tensor], size: int) -> dict[str, Tensor]:
         """An evaluation batch of at most `size` samples, a multiple of `evaluation_devices`, which every
         process that shares it has whole. Where shapes are to stay, its last sample is repeated up to `size`.
         """
         return self.to_device(batch)
 
-    def read(self, value: Tensor) -> Tensor:
+    def to_torch(self, value: Tensor) -> Tensor:
         """The tensor where plain torch computes with it: any operation, any shape."""
         return value
 
-    def place(self, value: Tensor) -> Tensor:
+    def to_device_replicated(self, value: Tensor) -> Tensor:
         """A tensor that every process has whole, on its device or devices."""
         return value.to(self.device)
 
@@ -128,7 +128,7 @@ class Runtime:
         """A number of the host that is another in every step, for the device."""
         return value
 
-    def shard(self, values: Iterable[Tensor]) -> None:
+    def shard_parameters(self, values: Iterable[Tensor]) -> None:
         """Spread these tensors over the devices, in place; one device has all of them. Raises UserError where
         the engine cannot do that for its several devices.
         """
@@ -138,22 +138,22 @@ class Runtime:
                 "processes of torchrun, each of which holds the whole model"
             )
 
-    def gather(self, state: Any) -> Any:
-        """State for a checkpoint: what `shard` has spread, whole and on the host; the rest as it is. Where
-        something is spread, every process has to call this.
+    def full_state(self, state: Any) -> Any:
+        """State for a checkpoint: what `shard_parameters` has spread, whole and on the host; the rest as it
+        is. Where something is spread, every process has to call this.
         """
         return state
 
-    def parts(self, value: Tensor) -> int:
-        """Over how many devices `shard` has spread this tensor; 1 where each has it whole."""
+    def num_shards(self, value: Tensor) -> int:
+        """Over how many devices `shard_parameters` has spread this tensor; 1 where each has it whole."""
         return 1
 
     @property
     def is_sharded(self) -> bool:
-        """Whether `shard` has spread anything."""
+        """Whether `shard_parameters` has spread anything."""
         return False
 
-    def end_step(self) -> None:
+    def mark_step(self) -> None:
         """Where operations are only recorded: run those so far, as one program."""
 
     def synchronise(self) -> None:

@@ -22,8 +22,8 @@ MAX_REDRAWS = 100
 
 @dataclass(frozen=True)
 class MaskPlan:
-    """What every mask of a run has in common. `families` None: uniform targets; the context is then all
-    positions or, where num_context says so, the rest.
+    """What all masks of a run have in common. Where `families` is None, targets are drawn uniformly, and the
+    context is all positions or the rest (num_context).
     """
 
     grid: tuple[int, int, int]
@@ -59,9 +59,9 @@ class MaskPlan:
 def draw_mask(rng: np.random.RandomState, plan: MaskPlan, valid: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """(context, target): int64 ids [K] and [M], disjoint unless context is all positions; valid [N] bool.
 
-    Padding stands last in both. Blocks: one family, drawn per sample, is added to until the union holds M
-    tokens; valid ones take the slots first, what is over M belongs to neither set, and draws without a valid
-    token on both sides are repeated, up to 100 times, since such a sample would teach nothing. Uniform: the
+    Padding stands last in both. Blocks: one family is drawn per sample, and blocks are added until their
+    union holds M tokens. Valid tokens take the slots first; surplus tokens belong to neither set. A draw
+    without a valid token on both sides would teach nothing and is repeated, up to 100 times. Uniform: the
     same share of the valid tokens as of the padding. Raises ConfigError when 100 draws leave fewer than K
     tokens for the context.
     """

@@ -160,7 +160,7 @@ class Block(nn.Module):
 
 
 def recompute_block(function: Callable[..., Tensor], *arguments: object) -> Tensor:
-    """`function(*arguments)`, of which only the arguments are kept: the backward pass computes it again."""
+    """Call `function(*arguments)` and keep only the arguments: the backward pass computes it again."""
     return checkpoint(function, *arguments, use_reentrant=False, preserve_rng_state=False)
 
 

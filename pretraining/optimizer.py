@@ -22,7 +22,7 @@ MOMENTS = ("step", "exp_avg", "exp_avg_sq")
 
 
 class SelectingAdamW(torch.optim.AdamW):
-    """AdamW of plain operations, everything that changes from step to step being a tensor on the device."""
+    """AdamW of plain operations; every number that changes from step to step is a tensor on the device."""
 
     found_inf: Tensor
 
@@ -35,7 +35,7 @@ class SelectingAdamW(torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self) -> None:  # type: ignore[override]
-        """Update, and take it back where found_inf is 1."""
+        """Update, then undo the update where found_inf is 1."""
         is_skipped = self.found_inf > 0
         del self.found_inf  # the class above refuses to see it
         weights = [weight for group in self.param_groups for weight in group["params"]]
@@ -61,7 +61,9 @@ class SelectingAdamW(torch.optim.AdamW):
 
 
 def shard_state(model: VJEPA3D, optimizer: torch.optim.AdamW, cfg: Config, runtime: Runtime) -> None:
-    """Spread weights, target and moments where the configuration asks for it; once more after a load."""
+    """Spread weights, target and moments over the devices if the configuration asks for it; also after a
+    load.
+    """
     if not cfg.train.shard_parameters:
         return
     values: list[Tensor] = list(model.parameters())

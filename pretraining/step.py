@@ -28,7 +28,7 @@ SIGREG_DIRECTIONS = 256
 
 
 class Update(NamedTuple):
-    """Which update this is; `enabled=False` does all of its work and moves nothing."""
+    """Which update this is. With `enabled=False` it does all of its work and moves nothing."""
 
     step: int
     lr: float
@@ -37,7 +37,7 @@ class Update(NamedTuple):
 
 
 def ignore(*_: object) -> None:
-    """Nobody watches."""
+    """Do nothing: nobody watches."""
 
 
 class Watch(NamedTuple):

@@ -1,4 +1,4 @@
-"""Alarms: what the logged numbers say about collapse, in words, with what to try.
+"""Alarms: they read the logged numbers, say in words that features collapse, and name what to try.
 
 In: every line of metrics, in order, and nothing else. Out: alarms, and `alarm/...` fields that are 1 while
 one holds. Alarms do not stop a run; pretraining.gauges.monitor has the two checks that do.
@@ -72,7 +72,7 @@ class Alarms:
         self._is_early: bool | None = None  # None until skill is measured; true while it may be copying
 
     def update(self, step: int, values: Mapping[str, float | None]) -> list[Alarm]:
-        """Take in the metrics of a line; returns the alarms that begin with it."""
+        """Read the metrics of a line; returns the alarms that begin with it."""
         before = self.states()
         values = {key: v for key, v in values.items() if v is not None and math.isfinite(v)}
         self._seen |= {key: value for key in SHOWN if (value := values.get(key)) is not None}

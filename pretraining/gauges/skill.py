@@ -84,7 +84,7 @@ class SkillGauge:
     def select(
         self, prediction_BME: Tensor, target_BME: Tensor, target_BM: Tensor, valid_BM: Tensor
     ) -> Scored:
-        """What is at `positions_P`, and which of it is a valid target token."""
+        """Select the tokens at `positions_P`, and mark the valid targets among them."""
         place_BM = torch.arange(target_BM.shape[1], device=target_BM.device).expand_as(target_BM)
         place_BN = torch.full((len(target_BM), self.num_tokens), -1, device=target_BM.device)
         place_BP = place_BN.scatter(1, target_BM, place_BM)[:, self.positions_P]

@@ -35,7 +35,7 @@ class LostPeer(UserError):
 
 
 class Group:
-    """One process, which is all there is. The methods say what a group of several does."""
+    """A group of one process. The docstrings say what a group of several does."""
 
     rank: int = 0
     size: int = 1
@@ -73,19 +73,19 @@ class Group:
         return [value]
 
     def split_among_ranks(self, items: Sequence[_T]) -> Sequence[_T]:
-        """This process's part of a list that all have: item i is rank i % size's."""
+        """This process's part of a list that all have: item i belongs to rank i % size."""
         return items[self.rank :: self.size]
 
     def merge_from_ranks(self, part: Sequence[_T]) -> list[_T]:
-        """The list again, from the parts that `split_among_ranks` handed out or from what became of them."""
+        """Join the parts of `split_among_ranks`, or their results, in the order of the whole list."""
         parts = self.gather_objects(part)
         return [parts[i % self.size][i // self.size] for i in range(sum(map(len, parts)))]
 
     def leave_message(self, text: str) -> None:
-        """Leave last words for the processes that stay behind."""
+        """Leave a message for the processes that are still running."""
 
     def close(self) -> None:
-        """Leave, when all have arrived here."""
+        """Wait for all processes, then leave the group."""
 
 
 ALONE = Group()
@@ -186,7 +186,7 @@ class HostGroup(ProcessGroup):
 
 @contextmanager
 def _ignoring_lost_store() -> Iterator[None]:
-    """The launcher, which keeps the last words, may be gone itself."""
+    """Ignore a lost store: the launcher that keeps the messages may be gone itself."""
     try:
         yield
     except RuntimeError:
@@ -194,7 +194,7 @@ def _ignoring_lost_store() -> Iterator[None]:
 
 
 class _SumWithGradient(torch.autograd.Function):
-    """all_reduce whose backward is one too: every process's loss depends on every process's tensor."""
+    """all_reduce with an all_reduce as its backward: every loss depends on every process's tensor."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, group: ProcessGroup) -> Tensor:

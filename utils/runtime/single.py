@@ -63,7 +63,7 @@ class Runtime:
 
     @property
     def failure_is_clean(self) -> bool:
-        """Whether a step that ran out of memory leaves every tensor that it did not reach as it was."""
+        """Whether a step that runs out of memory leaves the tensors that it did not reach unchanged."""
         return True
 
     @property
@@ -117,15 +117,15 @@ class Runtime:
         return self.to_device(batch)
 
     def to_torch(self, value: Tensor) -> Tensor:
-        """The tensor where plain torch computes with it: any operation, any shape."""
+        """Return the tensor in a form that plain torch computes with: any operation, any shape."""
         return value
 
     def to_device_replicated(self, value: Tensor) -> Tensor:
-        """A tensor that every process has whole, on its device or devices."""
+        """Copy a tensor whole to the device or devices of every process."""
         return value.to(self.device)
 
     def scalar(self, value: float) -> float | Tensor:
-        """A number of the host that is another in every step, for the device."""
+        """Pass a host number that changes from step to step to the device."""
         return value
 
     def shard_parameters(self, values: Iterable[Tensor]) -> None:
@@ -145,16 +145,16 @@ class Runtime:
         return state
 
     def num_shards(self, value: Tensor) -> int:
-        """Over how many devices `shard_parameters` has spread this tensor; 1 where each has it whole."""
+        """The number of devices that hold a part of this tensor; 1 where each holds it whole."""
         return 1
 
     @property
     def is_sharded(self) -> bool:
-        """Whether `shard_parameters` has spread anything."""
+        """Whether `shard_parameters` has been called with tensors to spread."""
         return False
 
     def mark_step(self) -> None:
-        """Where operations are only recorded: run those so far, as one program."""
+        """Run the operations recorded so far as one program (PyTorch/XLA; elsewhere nothing is recorded)."""
 
     def synchronise(self) -> None:
         """Wait for the device, so that a clock read afterwards means something."""
@@ -162,7 +162,7 @@ class Runtime:
             torch.cuda.synchronize(self.device)
 
     def catch_sigterm(self) -> None:
-        """From now on SIGTERM asks for a checkpoint and a clean end instead of killing the process."""
+        """Let SIGTERM ask for a checkpoint and a clean end instead of killing the process."""
 
         def handler(_signum: int, _frame: FrameType | None) -> None:
             self.stop_requested = True

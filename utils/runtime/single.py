@@ -16,11 +16,11 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import FrameType
+from types import FrameType, ModuleType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from utils.errors import UserError
 from utils.runtime.processes import ALONE, Group
@@ -155,6 +155,17 @@ class Runtime:
 
     def mark_step(self) -> None:
         """Run the operations recorded so far as one program (PyTorch/XLA; elsewhere nothing is recorded)."""
+
+    def checkpoint_function(self) -> Callable[..., Any] | None:
+        """Activation checkpointing that this engine needs in place of torch's own; None: torch's."""
+        return None
+
+    def keep_samples_apart(self, modules: Iterable[nn.Module]) -> None:
+        """Keep the features that these modules return with their samples, where weights are spread too."""
+
+    def flash_attention(self, kernels: ModuleType) -> Callable[[Tensor, Tensor, Tensor], Tensor] | None:
+        """Attention without the tokens x tokens matrix from these kernels; None where there is none."""
+        return None
 
     def synchronise(self) -> None:
         """Wait for the device, so that a clock read afterwards means something."""

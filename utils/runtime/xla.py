@@ -15,11 +15,12 @@ from __future__ import annotations
 import logging
 import os
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -29,10 +30,11 @@ import torch_xla.core.xla_model as xm
 import torch_xla.debug.profiler as profiler
 import torch_xla.distributed.spmd as xs
 import torch_xla.runtime as xr
-from torch import Tensor
+from torch import Tensor, nn
 from torch_xla._internal.tpu import discover_master_worker_ip, get_tpu_type
 
 from utils.errors import UserError
+from utils.runtime import xla_kernels
 from utils.runtime.processes import ALONE, Group, join_hosts
 from utils.runtime.single import Runtime
 
@@ -166,6 +168,15 @@ class XlaRuntime(Runtime):
 
     def mark_step(self) -> None:
         torch_xla.sync()
+
+    def checkpoint_function(self) -> Callable[..., Any]:
+        return xla_kernels.recompute_block
+
+    def keep_samples_apart(self, modules: Iterable[nn.Module]) -> None:
+        xla_kernels.keep_samples_apart(modules, self.mesh)
+
+    def flash_attention(self, kernels: ModuleType) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+        return xla_kernels.FlashAttention(self.mesh, kernels)
 
     def synchronise(self) -> None:
         torch_xla.sync(wait=True)

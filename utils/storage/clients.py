@@ -215,27 +215,21 @@ def _gcs_class() -> type[fsspec.AbstractFileSystem]:
 
 def _s3_class() -> type[fsspec.AbstractFileSystem]:
     import aiohttp
-    from botocore.exceptions import (
-        ClientError,
-        FlexibleChecksumError,
-        HTTPClientError,
-        IncompleteReadError,
-        SSLError,
-    )
-    from botocore.exceptions import ConnectionError as NoConnection
+    from botocore import exceptions as boto
     from botocore.parsers import ResponseParserError
     from s3fs import S3FileSystem
 
-    lost = (NoConnection, HTTPClientError, IncompleteReadError, ResponseParserError, aiohttp.ClientError)
-    passing = (*lost, FlexibleChecksumError, IntegrityError, ConnectionError, TimeoutError)
+    lost = (boto.ConnectionError, boto.HTTPClientError, boto.IncompleteReadError, aiohttp.ClientError)
+    checks = (boto.FlexibleChecksumError, ResponseParserError, IntegrityError)
+    passing = (*lost, *checks, ConnectionError, TimeoutError)
 
     def is_transient(error: BaseException) -> bool:
         answer = error.__cause__  # s3fs makes an OSError of the server's answer
-        if isinstance(answer, ClientError):
+        if isinstance(answer, boto.ClientError):
             code = answer.response["Error"].get("Code", "")
             status = answer.response.get("ResponseMetadata", {}).get("HTTPStatusCode")
             return status in _RETRY_CODES or code in ("SlowDown", "RequestTimeout", "InternalError")
-        return isinstance(error, passing) and not isinstance(error, SSLError)
+        return isinstance(error, passing) and not isinstance(error, boto.SSLError)
 
     class S3(S3FileSystem):
         """s3fs with checked answers and our retries."""

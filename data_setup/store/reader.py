@@ -32,7 +32,7 @@ from utils import storage
 from utils.config.schema import SpatialConfig, StorageOptions
 from utils.errors import UserError
 from utils.storage import local_copies
-from utils.storage.zarr_keys import zarr_store
+from utils.storage.zarr_keys import ObjectStore
 
 log = logging.getLogger(__name__)
 FORMAT_VERSION = 1
@@ -193,7 +193,7 @@ class PreparedStore:
             for r, c in self._checksums.items()
             if isinstance(c, str)
         }
-        keys = zarr_store(self.url, self.options, cache_dir=cache_dir, chunk_names=names)
+        keys = ObjectStore(self.url, self.options, cache_dir=cache_dir, chunk_names=names)
         with intact(storage.join(self.url, "volumes", "zarr.json")):
             return zarr.open_array(keys, path="volumes", mode="r", zarr_format=3)
 

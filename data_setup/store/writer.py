@@ -36,7 +36,7 @@ from data_setup.store.reader import (
 from utils import storage
 from utils.config.schema import SpatialConfig, StorageOptions
 from utils.errors import UserError
-from utils.storage.zarr_keys import zarr_store
+from utils.storage.zarr_keys import ObjectStore
 from utils.workers import in_threads
 
 
@@ -90,10 +90,10 @@ class StoreWriter:
             return
         # The array comes last: its presence says that the store is complete enough to be opened.
         if not storage.exists(storage.join(self.url, "zarr.json"), self.options):
-            keys = zarr_store(self.url, self.options, read_only=False)
+            keys = ObjectStore(self.url, self.options, read_only=False)
             zarr.create_group(keys, attributes=wanted)
         with intact(self.url):
-            group = zarr.open_group(zarr_store(self.url, self.options, read_only=False), mode="r+")
+            group = zarr.open_group(ObjectStore(self.url, self.options, read_only=False), mode="r+")
         group.create_array(
             "volumes",
             shape=(0, *spatial.image_size),
@@ -108,7 +108,7 @@ class StoreWriter:
         )
 
     def _array(self) -> zarr.Array:
-        keys = zarr_store(self.url, self.options, read_only=False)
+        keys = ObjectStore(self.url, self.options, read_only=False)
         with intact(storage.join(self.url, "volumes", "zarr.json")):
             return zarr.open_array(keys, path="volumes", mode="r+", zarr_format=3)
 

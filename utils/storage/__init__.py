@@ -86,7 +86,7 @@ class _RemoteFile(io.RawIOBase):
         self._position = offset + (0, self._position, self._size)[whence]
         return self._position
 
-    def readinto(self, buffer: memoryview) -> int:
+    def readinto(self, buffer: Any) -> int:
         end = min(self._position + len(buffer), self._size)
         data = read_range(self._url, self._position, end, self._options)
         buffer[: len(data)] = data
@@ -140,17 +140,17 @@ def write_bytes(
             fs.pipe_file(path, bytes(data))
         return
     with named_errors(url):
-        path = Path(split_scheme(url)[1])
-        partial = path.with_name(f".{path.name}{PARTIAL_SUFFIX}")
+        file = Path(split_scheme(url)[1])
+        partial = file.with_name(f".{file.name}{PARTIAL_SUFFIX}")
         if staging is not None:
-            partial = _unique_partial(path, staging)
+            partial = _unique_partial(file, staging)
         _write_file(partial, data)
         try:
-            os.replace(partial, path)
+            os.replace(partial, file)
         except OSError:
             partial.unlink(missing_ok=True)
             raise
-        _sync_folder(path.parent)
+        _sync_folder(file.parent)
 
 
 def _unique_partial(path: Path, staging: str | None) -> Path:

@@ -200,6 +200,7 @@ def _gcs_class() -> type[fsspec.AbstractFileSystem]:
             if not data:  # no byte can be lost here, and the emulator refuses a plain upload of nothing
                 await super()._pipe_file(path, data, mode=mode, **kwargs)
                 return
+            condition: dict[str, Any] = {"ifGenerationMatch": "0"} if mode == "create" else {}
             await self._call(
                 "POST",
                 f"{self._location}/upload/storage/v1/b/{quote(bucket)}/o",
@@ -207,7 +208,7 @@ def _gcs_class() -> type[fsspec.AbstractFileSystem]:
                 name=key,
                 headers={"Content-Type": "application/octet-stream"},
                 data=data,
-                **({"ifGenerationMatch": "0"} if mode == "create" else {}),
+                **condition,
             )
 
     return Gcs
@@ -268,7 +269,7 @@ def _s3_class() -> type[fsspec.AbstractFileSystem]:
 class _Body(io.BytesIO):
     """The body of an answer, for s3fs, which awaits its bytes."""
 
-    async def read(self) -> bytes:
+    async def read(self) -> bytes:  # type: ignore[override]  # s3fs awaits it
         return self.getvalue()
 
 

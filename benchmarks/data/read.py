@@ -17,7 +17,8 @@ import torch
 from benchmarks.data.files import GRIDS, Shape, configure, dicom_files, prepared_store
 from benchmarks.data.prepare import decode_and_resample, seconds
 from data_setup.loader import Loader
-from data_setup.store.reader import PreparedStore, chunk_key
+from data_setup.store.format import chunk_key
+from data_setup.store.reader import PreparedStore
 from models.vjepa3d import VJEPA3D
 from pretraining.step import build_optimizer, train_step, views
 from tests.support.cloud_servers import BUCKET, gcs_server

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from data_setup.store.reader import KEPT, PENDING
+from data_setup.store.format import KEPT, PENDING
 
 AUDIT_NAMES = 20  # files of either kind that the report names
 LOW_VALID_FRACTION = 0.6  # below this share of acquired voxels, most tokens of a volume are padding
@@ -82,6 +82,15 @@ def _triple(values: list[float] | None) -> str:
     return " x ".join(f"{v:.3g}" for v in values) if values else "-"
 
 
+def run_line(run: Mapping[str, Any]) -> str:
+    """What a run did, in one line."""
+    return (
+        f"{run['prepared']} prepared, {run['reused']} reused in {run['seconds']:.1f} s "
+        f"({run['volumes_per_s']:.2f} volumes/s, {run['workers']} workers, "
+        f"{run['peak_memory_mb']:.0f} MB each at most)"
+    )
+
+
 def table(report: Mapping[str, Any]) -> str:
     """The report as a few lines of text; spacing in um, D x H x W."""
     lines = [
@@ -121,9 +130,5 @@ def table(report: Mapping[str, Any]) -> str:
         )
     if run["source_missing"]:
         lines.append(f"source missing now, row kept: {run['source_missing']}")
-    lines.append(
-        f"{run['prepared']} prepared, {run['reused']} reused in {run['seconds']:.1f} s "
-        f"({run['volumes_per_s']:.2f} volumes/s, {run['workers']} workers, "
-        f"{run['peak_memory_mb']:.0f} MB each at most)"
-    )
+    lines.append(run_line(run))
     return "\n".join(lines + warnings)

@@ -15,7 +15,8 @@ import torch
 
 from data_setup.loader import DataOrder, Loader, LoaderError, evaluation_batches, validation_batches
 from data_setup.resample import Resampled
-from data_setup.store.reader import RECORD_COLUMNS, PreparedStore
+from data_setup.store.format import RECORD_COLUMNS
+from data_setup.store.reader import PreparedStore
 from data_setup.store.writer import StoreWriter, measure
 from data_setup.valid_field import token_valid
 from utils.config.load import load_config

@@ -3,14 +3,15 @@
 A URL is a local path (no scheme), or gs://, s3://, memory:// ... . Credentials come from the environment
 (gcloud or GOOGLE_APPLICATION_CREDENTIALS, the AWS variables), never from a URL; options carry an endpoint and
 a profile name. Writes appear whole or not at all: temporary name, fsync, rename on a disk; one put on an
-object store. The caller is the only writer of its object. Requests to a bucket are repeated
-(utils/storage/clients.py); every failure that stays is a `StorageError` with the URL and what to do.
+object store. Several processes may write the same object, the last one stays. Requests to a bucket are
+repeated (utils/storage/clients.py); every failure that stays is a `StorageError` with the URL and what to do.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import io
 import os
 import posixpath
@@ -147,7 +148,7 @@ def write_bytes(
 ) -> None:
     """Write the whole object, making its folder; readers see the old or the new content, never a part.
 
-    Others may write the same object meanwhile only with `staging`: see `create`.
+    `staging`: see `create`.
     """
     with named_errors(url):
         if is_remote(url):
@@ -156,15 +157,10 @@ def write_bytes(
                 cloud.upload(fs, path, bytes(data))
             return
         path = Path(split_scheme(url)[1])
-        partial = path.with_name(f".{path.name}{PARTIAL_SUFFIX}")
         if staging is not None:
-            partial = _partial_of_its_own(path, staging)
-        _write_partial(partial, data)
-        try:
-            os.replace(partial, path)
-        except OSError:
-            partial.unlink(missing_ok=True)
-            raise
+            _write_partial(_partial_of_its_own(path, staging), data, path)
+        elif not _write_partial(path.with_name(f".{path.name}{PARTIAL_SUFFIX}"), data, path):
+            _write_partial(_partial_of_its_own(path, None), data, path)
         _sync_folder(path.parent)
 
 
@@ -179,20 +175,42 @@ def _partial_of_its_own(path: Path, staging: str | None) -> Path:
     return folder / f".{path.name[:50]}.{secrets.token_hex(8)}{PARTIAL_SUFFIX}"
 
 
-def _write_partial(partial: Path, data: bytes | memoryview) -> None:
-    """Write the file, making its folder, to the disk itself; nothing stays of it after an error."""
+def _write_partial(partial: Path, data: bytes | memoryview, target: Path | None = None) -> bool:
+    """Write the file to the disk, making its folder, and rename it to `target`; an error leaves nothing of it.
+
+    False, with nothing written, while another process writes a file of that name.
+    """
     try:
-        file = open(partial, "wb")  # noqa: SIM115 (opened again when its folder has to be made first)
+        file = open(partial, "ab")  # noqa: SIM115 (opened again when its folder has to be made first)
     except FileNotFoundError:
         partial.parent.mkdir(parents=True, exist_ok=True)
-        file = open(partial, "wb")  # noqa: SIM115
-    try:
-        with file:
+        file = open(partial, "ab")  # noqa: SIM115
+    with file:
+        if not _is_ours(file, partial):
+            return False
+        try:
+            file.truncate(0)  # a killed process may have left a part
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
-    except OSError:
-        partial.unlink(missing_ok=True)  # a disk that is full needs the space
+            if target is not None:
+                os.replace(partial, target)
+        except OSError:
+            partial.unlink(missing_ok=True)  # a disk that is full needs the space
+            raise
+    return True
+
+
+def _is_ours(file: IO[bytes], partial: Path) -> bool:
+    """Lock the open file until it is closed; False when another process holds it, or has just renamed it."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return os.path.samestat(os.fstat(file.fileno()), os.stat(partial))
+    except (BlockingIOError, FileNotFoundError):
+        return False
+    except OSError as error:
+        if error.errno in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS):  # one writer an object, then
+            return True
         raise
 
 

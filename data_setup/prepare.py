@@ -55,11 +55,11 @@ from utils.config.schema import Config, SpatialConfig, StorageOptions
 from utils.errors import EXIT_USER_ERROR, UserError
 from utils.workers import in_threads, pool_of
 
-WORKER_DIED = "worker_died"  # the process was lost twice at this file; killed for memory, most often
-INTERNAL_ERROR = "internal_error"  # a fault of this program; where it happened goes to stderr
-DONE, TO_DO = "done", "to_do"  # rows before the run
-SOURCE_MISSING = "source_missing"  # a kept row whose file is not there now: row and volume stay
-_IN_FLIGHT = 3  # files per worker that are handed out ahead
+WORKER_DIED = "worker_died"  # the process died twice at this file, most often for lack of memory
+INTERNAL_ERROR = "internal_error"  # a fault of this program; its place goes to stderr
+DONE, TO_DO = "done", "to_do"  # states of rows before the run
+SOURCE_MISSING = "source_missing"  # a kept row whose file is missing now: row and volume stay
+_IN_FLIGHT = 3  # jobs per worker that are submitted ahead
 
 
 @dataclass(frozen=True)
@@ -181,11 +181,10 @@ def state_of(job: Job, written: dict[str, Any] | None) -> str:
 def run_jobs(
     jobs: Sequence[Job], workers: int, work: Callable[[Job], Outcome] = prepare_row
 ) -> Iterator[Outcome]:
-    """Outcomes as they come, from `workers` processes (0: a thread of this one); closing the generator ends
-    them.
+    """Yield outcomes as they come from `workers` processes (0: one thread of this process).
 
-    When a process is lost, the files that were in the pool run again one by one: the one that takes its
-    process with it a second time is a reject. A row that cannot be written ends the run: StorageError.
+    When a process dies, its pool's jobs run again one by one; a job whose process dies again is a reject.
+    Closing the generator ends the processes. Raises StorageError when a row cannot be written.
     """
     waiting, suspects = list(reversed(jobs)), []
     while waiting or suspects:
@@ -222,8 +221,8 @@ def run_jobs(
 
 
 def _internal_error(job: Job, error: BaseException) -> Outcome:
-    """A reject with the error's kind and place; not its text, which may quote the file."""
-    if error.__traceback__ is None:  # of another process: the way to the error is text
+    """Reject a row with the error's kind and place, without its text, which may quote the file."""
+    if error.__traceback__ is None:  # the error of another process has its traceback as text
         places = re.findall(r'^  File "(.*)", line (\d+), in (.*)$', str(error.__cause__), re.MULTILINE)
     else:
         frames = traceback.extract_tb(error.__traceback__)

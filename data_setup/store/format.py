@@ -40,7 +40,7 @@ INDEX_COLUMNS: dict[str, tuple[str, str]] = {
     "device": ("str", "device folder"),
     "protocol": ("str", "Protocol.name of data_setup/protocols.py"),
     "region": ("str", "the manifest's anatomic_region"),
-    "laterality": ("str", "L or R; unknown where manifest, file name and header do not tell"),
+    "laterality": ("str", "L or R; unknown where manifest, file name and header have none"),
     "split": ("str", "recommended split: train, val or test"),
     "study_group": ("str", "of participants.tsv"),
     "clinical_site": ("str", "of participants.tsv"),
@@ -53,7 +53,7 @@ INDEX_COLUMNS: dict[str, tuple[str, str]] = {
     **{f"spacing_before_{a}": ("float64", f"acquired voxel spacing along {a}") for a in "dhw"},
     **{f"spacing_after_{a}": ("float64", f"stored voxel spacing along {a}") for a in "dhw"},
     "spacing_source": ("str", "where the acquired spacing was found"),
-    "orientation_source": ("str", "what told the direction of d"),
+    "orientation_source": ("str", "what gave the direction of d"),
     "flipped_d": ("bool", "the file's frames ran inferior -> superior"),
     "bits_stored": ("float64", "of the DICOM pixels"),
     "transfer_syntax": ("str", "UID"),
@@ -68,7 +68,7 @@ RECORD_COLUMNS = tuple(INDEX_COLUMNS)[4:15]  # taken from records.jsonl; those a
 
 
 class DamagedError(UserError):
-    """A file of a store that is not what was written; one line with its URL."""
+    """A file of a store is damaged; one line with its URL."""
 
 
 @contextmanager
@@ -91,7 +91,7 @@ def checksum(voxels: np.ndarray) -> str:
 
 
 def geometry_of(spatial: SpatialConfig) -> dict[str, Any]:
-    """What the store's attributes say of the grid that every volume is on."""
+    """The store's attribute `geometry`: the grid that every volume is on."""
     return {
         "image_size": list(spatial.image_size),
         "target_spacing": list(spatial.target_spacing),

@@ -123,7 +123,7 @@ class PreparedStore:
             return zarr.open_array(keys, path="volumes", mode="r", zarr_format=3)
 
     def _decoded(self, array: zarr.Array, row: int, digest: str) -> Any:
-        """The row's voxels; a damaged local copy is dropped, and the store's own chunk read instead, once."""
+        """The row's voxels; a damaged local copy is dropped and the chunk is read from the store."""
         try:
             return array[row]
         except (RuntimeError, ValueError):  # of the codec

@@ -61,7 +61,7 @@ def measure(volume: Resampled) -> dict[str, float | str]:
 
 @dataclass(frozen=True)
 class StoreWriter:
-    """The write side, used by prepare only; small and picklable, so that every worker process has one."""
+    """Writes a store; small and picklable, so that every worker process has one."""
 
     url: str
     options: StorageOptions | None = None
@@ -148,7 +148,7 @@ class StoreWriter:
         return storage.join(self.url, "rows", f"{row:06d}.json")
 
     def read_rows(self, wanted: Callable[[int], bool] = lambda row: True) -> dict[int, dict[str, Any]]:
-        """row -> what rows/{row}.json says, for the rows that have a whole one; the others are pending."""
+        """row -> content of rows/{row}.json, for the rows that have a whole one; the others are pending."""
         names = storage.list_names(storage.join(self.url, "rows"), self.options)
         rows = [int(match[1]) for n in names if (match := re.fullmatch(r"(\d+)\.json", n))]
         rows = [r for r in rows if wanted(r)]
@@ -156,7 +156,7 @@ class StoreWriter:
         return {row: fields for row, fields in zip(rows, contents, strict=True) if fields is not None}
 
     def _read_row(self, row: int) -> dict[str, Any] | None:
-        """What rows/{row}.json says; None when it is damaged, which costs preparing one volume again."""
+        """The content of rows/{row}.json; None when it is damaged, so that the row is prepared again."""
         try:
             with intact(self._row_url(row)):
                 fields = json.loads(storage.read_text(self._row_url(row), self.options))

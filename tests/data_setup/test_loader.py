@@ -266,8 +266,8 @@ def test_a_worker_that_dies_while_it_hands_over_a_batch_is_named(store_url: str,
         raise lost
         yield {}
 
-    told = f"step 3, micro-batch 0, waiting for loader worker 1 of 2: expected a batch, .* died .*: {lost}"
-    with pytest.raises(LoaderError, match=told):
+    message = f"step 3, micro-batch 0, waiting for loader worker 1 of 2: expected a batch, .* died .*: {lost}"
+    with pytest.raises(LoaderError, match=message):
         loader._next(batches(), 3, 3)
 
 

@@ -176,7 +176,7 @@ def _partial_of_its_own(path: Path, staging: str | None) -> Path:
 
 
 def _write_partial(partial: Path, data: bytes | memoryview, target: Path | None = None) -> bool:
-    """Write the file to the disk, making its folder, and rename it to `target`; an error leaves nothing of it.
+    """Write the file to the disk, making its folder, and rename it to `target`; after an error it is gone.
 
     False, with nothing written, while another process writes a file of that name.
     """

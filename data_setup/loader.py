@@ -43,8 +43,7 @@ from utils.workers import follow_parent
 
 Batch = dict[str, Tensor]
 
-# First words of the seeds of the data order and of validation masks. random_stream starts with the run's seed
-# and has four words, these have three, so no two streams meet.
+# Second words of the data order's seeds. Its generator is another one than random_stream's, so no streams meet.
 ORDER_EPOCH, ORDER_DEVICES = 0, 1
 VALIDATION_SEED = 0  # validation masks depend on the row alone, so runs with different seeds are comparable
 POLL_SECONDS = 5.0  # how often the training process looks whether its loader workers are alive

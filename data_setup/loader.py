@@ -43,7 +43,7 @@ from utils.workers import follow_parent
 
 Batch = dict[str, Tensor]
 
-# Second words of the data order's seeds. Its generator is another one than random_stream's, so no streams meet.
+# Second words of the data order's seeds. Its generator is not random_stream's, so no two streams meet.
 ORDER_EPOCH, ORDER_DEVICES = 0, 1
 VALIDATION_SEED = 0  # validation masks depend on the row alone, so runs with different seeds are comparable
 POLL_SECONDS = 5.0  # how often the training process looks whether its loader workers are alive

@@ -17,19 +17,10 @@ from typing import Any
 import pandas as pd
 
 from data_setup.protocols import BY_NAME, DEVICES, PROTOCOLS, device_of_path, protocol_of_path
-from data_setup.splits import pretraining_split, seeded_split
+from data_setup.splits import seeded_split
 from utils.config.schema import Config, StorageOptions
 from utils.errors import ConfigError, UserError
 from utils.storage import join, list_names, read_text
-
-__all__ = [
-    "Record",
-    "RecordList",
-    "load_labels",
-    "pretraining_split",
-    "read_participants",
-    "read_records",
-]
 
 SPLITS = ("train", "val", "test")
 _ID_COLUMNS = ("person_id", "participant_id")  # version 3, versions 1 and 2

@@ -16,10 +16,9 @@ from data_setup.check.audit import audit_files, list_tree
 from data_setup.manifest import (
     Record,
     load_labels,
-    pretraining_split,
     read_records,
 )
-from data_setup.splits import stratified_choice
+from data_setup.splits import pretraining_split, stratified_choice
 from utils import storage
 from utils.config.load import load_config
 from utils.config.schema import Config, StorageOptions

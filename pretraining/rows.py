@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from data_setup.manifest import load_labels, pretraining_split, wanted_values
+from data_setup.manifest import load_labels, wanted_values
+from data_setup.splits import pretraining_split
 from data_setup.store.reader import PreparedStore
 from utils.config.schema import Config
 from utils.errors import UserError

@@ -23,7 +23,8 @@ def check_paths(cfg: Config) -> str:
         storage.read_bytes(storage.join(cfg.data.store, "prepare_report.json"), options)
     except storage.StorageNotFoundError as error:
         raise UserError(
-            f"data.store: {cfg.data.store}: expected a prepared store, found none; run data_setup.prepare"
+            f"data.store: {cfg.data.store}: expected a prepared store, found none that is finalised; run "
+            "data_setup.prepare, after shards with --finalise"
         ) from error
     if cfg.train.ckpt_dir is None:
         return "store readable, no checkpoints (train.ckpt_dir is null)"

@@ -18,7 +18,8 @@ from benchmarks.data.files import GRIDS, Shape, configure, dicom_files, prepared
 from benchmarks.data.prepare import decode_and_resample, seconds
 from data_setup.loader import Loader
 from data_setup.normalisation import view
-from data_setup.store.reader import PreparedStore, chunk_key
+from data_setup.store.format import chunk_key
+from data_setup.store.reader import PreparedStore
 from models.vjepa3d import VJEPA3D
 from pretraining.step import Update, build_optimizer, train_step
 from tests.support.cloud_servers import BUCKET, gcs_server

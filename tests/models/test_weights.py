@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import VJEPA2Config, VJEPA2Model
 
-from data_setup.store.reader import NORMALISATION as STORE_NORMALISATION
+from data_setup.store.format import NORMALISATION as STORE_NORMALISATION
 from models.vit3d import SIZES, Size
 from models.vjepa3d import VJEPA3D
 from models.weights.cli import import_weights, load_encoder, load_vjepa2, main, start_from

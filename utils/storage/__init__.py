@@ -3,14 +3,16 @@
 A URL is a local path (no scheme), or gs://, s3://, memory:// ... . Credentials come from the environment
 (gcloud or GOOGLE_APPLICATION_CREDENTIALS, the AWS variables), never from a URL; options hold an endpoint and
 a profile name. A write appears whole or not at all: on a disk by a temporary name, fsync and rename, in a
-bucket by one request. Only the caller may write its object. Requests to a bucket are repeated (clients.py,
-retry.py); a failure that stays is a `StorageError` with the URL and what to do (errors.py).
+bucket by one request. Several processes may write the same object; the last one stays. Requests to a bucket
+are repeated (clients.py, retry.py); a failure that stays is a `StorageError` with the URL and what to do
+(errors.py).
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import io
 import os
 import posixpath
@@ -133,7 +135,7 @@ def write_bytes(
 ) -> None:
     """Write the whole object and make its folder; readers see the old or the new content, never a part.
 
-    Other processes may write the same object at the same time only with `staging` (see `create`).
+    `staging`: see `create`.
     """
     if is_remote(url):
         with _client_of(url, options) as (fs, path), missing_bucket(url):
@@ -141,15 +143,9 @@ def write_bytes(
         return
     with named_errors(url):
         file = Path(split_scheme(url)[1])
-        partial = file.with_name(f".{file.name}{PARTIAL_SUFFIX}")
-        if staging is not None:
-            partial = _unique_partial(file, staging)
-        _write_file(partial, data)
-        try:
-            os.replace(partial, file)
-        except OSError:
-            partial.unlink(missing_ok=True)
-            raise
+        hidden = file.with_name(f".{file.name}{PARTIAL_SUFFIX}")
+        if staging is not None or not _replace(hidden, data, file):
+            _replace(_unique_partial(file, staging), data, file)
         _sync_folder(file.parent)
 
 
@@ -162,6 +158,41 @@ def _unique_partial(path: Path, staging: str | None) -> Path:
         if other.stat().st_dev == folder.stat().st_dev:
             folder = other
     return folder / f".{path.name[:50]}.{secrets.token_hex(8)}{PARTIAL_SUFFIX}"
+
+
+def _replace(partial: Path, data: bytes | memoryview, target: Path) -> bool:
+    """Write `partial` to the disk, make its folder, and rename it to `target`; an error leaves no part
+    behind.
+
+    False, with nothing written, while another process writes a file of that name.
+    """
+    partial.parent.mkdir(parents=True, exist_ok=True)
+    with open(partial, "ab") as file:
+        if not _lock(file, partial):
+            return False
+        try:
+            file.truncate(0)  # a killed process may have left a part
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+            os.replace(partial, target)
+        except OSError:
+            partial.unlink(missing_ok=True)  # a full disk needs the space
+            raise
+    return True
+
+
+def _lock(file: IO[bytes], partial: Path) -> bool:
+    """Lock the open file until it is closed; False when another process holds it, or has just renamed it."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return os.path.samestat(os.fstat(file.fileno()), os.stat(partial))
+    except (BlockingIOError, FileNotFoundError):
+        return False
+    except OSError as error:
+        if error.errno in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS):  # then each object needs one writer
+            return True
+        raise
 
 
 def _write_file(path: Path, data: bytes | memoryview, mode: str = "wb") -> None:

@@ -17,7 +17,7 @@ from matplotlib.figure import Figure
 
 from utils.report import pictures, tree_check
 from utils.report.run_files import NO_PROBE, Run, findings, step_shares
-from utils.report.tables import Table, cell, data_tables, number, probe_size, probe_table
+from utils.report.tables import Table, cell, data_tables, number, probe_table
 
 # title, metric keys, what it means
 CHARTS: tuple[tuple[str, tuple[str, ...], str], ...] = (
@@ -84,16 +84,11 @@ class Picture:
 
 @dataclass(frozen=True)
 class Page:
-    """What the template shows of a run, in the order of the page."""
+    """What the template shows beside the run's own texts, in the order of the page."""
 
-    name: str
-    is_synthetic: bool
     verdict: str
-    probe_size: str  # empty without a probe
-    cautions: Sequence[str]
     numbers: Sequence[tuple[str, str]]  # (label, value)
     probe: Table | None
-    probe_notes: Sequence[str]
     findings: Sequence[str]
     charts: Sequence[Picture]
     step: Table  # without rows where no times were logged
@@ -102,9 +97,8 @@ class Page:
     data: Sequence[Table]
     check: str  # the verdict on the tree; empty where it was not checked
     check_tables: Sequence[Table]
-    seconds: Table | None
+    seconds: Table
     versions: Table
-    config: str
 
 
 def render(run: Run, out: Mapping[str, Any]) -> str:
@@ -113,23 +107,16 @@ def render(run: Run, out: Mapping[str, Any]) -> str:
         loader=FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=StrictUndefined
     ).get_template("template.html.j2")
     colours = {"context": to_hex(pictures.CONTEXT_RGB), "target": to_hex(pictures.TARGET_RGB)}
-    return template.render(page=page_of(run, out), colours=colours)
+    return template.render(run=run, page=page_of(run, out), colours=colours)
 
 
 def page_of(run: Run, out: Mapping[str, Any]) -> Page:
     """The contents of a run's page."""
     first, last = _snapshots(run.snapshots)
-    probe = run.probe
-    seconds = [[stage, f"{value:.1f}"] for stage, value in run.seconds.items()]
     return Page(
-        name=run.path.resolve().name,
-        is_synthetic=run.prepared["synthetic"],
-        verdict=probe["verdict"] if probe else NO_PROBE,
-        probe_size=probe_size(probe) if probe else "",
-        cautions=probe["cautions"] if probe else [],
+        verdict=run.probe["verdict"] if run.probe else NO_PROBE,
         numbers=_numbers(out),
-        probe=probe_table(probe) if probe else None,
-        probe_notes=probe["notes"] if probe else [NO_PROBE],
+        probe=probe_table(run.probe) if run.probe else None,
         findings=findings(run),
         charts=_charts(run),
         step=Table("a training step", ["part", "share of the time, median"], step_shares(run)),
@@ -138,9 +125,8 @@ def page_of(run: Run, out: Mapping[str, Any]) -> Page:
         data=data_tables(run.prepared),
         check=tree_check.sentence(run.checked) if run.checked else "",
         check_tables=tree_check.tables(run.checked) if run.checked else [],
-        seconds=Table("seconds per stage", ["", ""], seconds) if seconds else None,
-        versions=Table("versions", ["", ""], [[k, cell(v)] for k, v in run.provenance.items()], is_text=True),
-        config=run.config,
+        seconds=Table("seconds per stage", ["", ""], [(k, f"{v:.1f}") for k, v in run.seconds.items()]),
+        versions=Table("versions", ["", ""], [(k, cell(v)) for k, v in run.provenance.items()], is_text=True),
     )
 
 

@@ -1,7 +1,7 @@
 """What a run directory says: its files as one object, the numbers of results.json, and what they warn of.
 
 In: files of the run directory only: metrics.jsonl, config.yaml, provenance.json, prepare_report.json, and
-where they exist check_report.json (data_setup.prepare --check-only), probe.json (finetuning.evaluate),
+where they exist check_report.json (data_setup.check), probe.json (finetuning.evaluate),
 snapshots/*.npz (utils.report.pictures) and stages.tsv (name, tab, seconds). Out: a `Run`; the dictionary of
 results.json; sentences about what the numbers warn of.
 """

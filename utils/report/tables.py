@@ -45,20 +45,16 @@ def probe_table(probe: Mapping[str, Any]) -> Table:
         ]
         for row in probe["rows"]
     ]
+    title = (
+        f"{probe['label_column']}: {len(probe['classes'])} classes, {probe['n_participants']} participants "
+        f"of split {probe['split']}, checkpoint {probe['checkpoint']} (step {probe['step']})"
+    )
     return Table(
-        probe_size(probe),
+        title,
         ["features", "balanced accuracy", "95 % interval", "macro AUROC", "on val", "C", "size"],
         rows,
         f"Chance is {1 / len(probe['classes']):.3f}. Same protocol for every row.",
         tuple(i for i, row in enumerate(probe["rows"]) if row["name"] in ARMS),
-    )
-
-
-def probe_size(probe: Mapping[str, Any]) -> str:
-    """What was probed, on how many people, from which checkpoint."""
-    return (
-        f"{probe['label_column']}: {len(probe['classes'])} classes, {probe['n_participants']} participants "
-        f"of split {probe['split']}, checkpoint {probe['checkpoint']} (step {probe['step']})"
     )
 
 

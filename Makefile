@@ -1,9 +1,10 @@
-# Every target uses .venv, which `install` makes once and refreshes when the requirements change; test-xla has an
-# environment of its own, since torch_xla goes with one version of torch.
+# Every target uses .venv, which `install` makes once and refreshes when the requirements change. test-xla uses
+# .venv-xla, because torch_xla goes with one version of torch; so it takes no versions from constraints.txt.
 PYTHON ?= python3.11
 VENV := .venv
 PY := $(VENV)/bin/python
 XLA_VENV := .venv-xla
+LOCK_VENV := .venv-lock
 RUN := runs/smoke_test
 CONFIG := configs/smoke_test.yaml
 PARTICIPANTS := 120
@@ -11,19 +12,29 @@ PARTICIPANTS := 120
 PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist loadfile
 
 .DEFAULT_GOAL := help
-.PHONY: help install test test-slow test-xla soak tpu-fit-env lint demo clean-demo
+.PHONY: help install lock test test-slow test-xla soak tpu-fit-env lint demo clean-demo
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 install: $(VENV)/installed ## make .venv with everything that the targets need
 
-$(VENV)/installed: requirements.txt requirements-dev.txt
+$(VENV)/installed: requirements.txt requirements-dev.txt constraints.txt
 	@mkdir -p $(RUN)
 	@start=$$(date +%s) && test -x $(PY) || $(PYTHON) -m venv $(VENV) && \
-	$(PY) -m pip install --quiet --disable-pip-version-check -r requirements-dev.txt && \
+	$(PY) -m pip install --quiet --disable-pip-version-check -r requirements-dev.txt -c constraints.txt && \
 	printf 'install\t%s\n' $$(( $$(date +%s) - start )) >> $(RUN)/stages.tsv
 	@touch $@
+
+lock: ## write constraints.txt anew, from the newest versions that the requirements allow
+	rm -rf $(LOCK_VENV)
+	$(PYTHON) -m venv $(LOCK_VENV)
+	$(LOCK_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -r requirements-dev.txt
+	head -n 1 constraints.txt > $(LOCK_VENV)/constraints.txt
+	$(LOCK_VENV)/bin/python -m pip --disable-pip-version-check list --format=freeze | grep -v '^pip==' \
+	    | sed 's/+[A-Za-z0-9.]*$$//' >> $(LOCK_VENV)/constraints.txt
+	mv $(LOCK_VENV)/constraints.txt constraints.txt
+	rm -rf $(LOCK_VENV)
 
 test: install ## the default tests
 	$(PYTEST) -m "not slow and not soak and not xla and not gpu"

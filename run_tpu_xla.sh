@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Train on every worker of a TPU VM, or here in the foreground (docs/launcher.md).
+# Train on every worker of a TPU VM, or here in the foreground (docs/guides/launcher.md).
 #
 #   run_tpu_xla.sh CONFIG [section.key=value ...]                        here, in the foreground
 #   run_tpu_xla.sh --tpu NAME [options] [VERB] [CONFIG [overrides ...]]  on all workers of a TPU VM

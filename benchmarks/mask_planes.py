@@ -7,7 +7,7 @@ batch to the smallest one, at the end of the raster-ordered lists; raster order 
 always falls on the last planes. That sampler is re-modelled here in a few lines (block size once per batch,
 places per sample, prefix trim). For batches of 8 and 24 the tables show the probability that a token of a
 plane is context, or target, the last plane over the first, the tokens per sample and the time that one core
-needs to draw a batch. docs/masks.md holds the numbers and what they mean.
+needs to draw a batch. docs/concepts/masks.md holds the numbers and what they mean.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Scaled dot-product attention, softmax(q k^T / sqrt(C)) v, without a large T x T matrix in memory.
 
 In and out: [B, heads, T, C]. PyTorch's own kernel, except on a CPU: there, in bfloat16, it computes a fifth
-of what plain matrix products of the same size do (docs/benchmarks.md), so the products are plain ones over
-blocks that stay in the cache. The backward pass computes the probabilities again, except those of short
-sequences, which are small enough to keep.
+of what plain matrix products of the same size do (docs/evidence/benchmarks.md), so the products are plain
+ones over blocks that stay in the cache. The backward pass computes the probabilities again, except those of
+short sequences, which are small enough to keep.
 
 The price in bfloat16: scores are rounded before the softmax, as in any attention written out under autocast;
 PyTorch's kernel keeps them in float32. Scores of a standard deviation of 9 put the output off by about 1.3 %

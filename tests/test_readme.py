@@ -1,9 +1,10 @@
-"""The README tells what exists: its commands, its tree, and their limits of length."""
+"""README and docs/ tell what exists: commands, configurations, targets, rooms, links, pictures."""
 
 from __future__ import annotations
 
 import re
 import shlex
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -11,54 +12,153 @@ import pytest
 from utils.config.load import load_config
 
 ROOT = Path(__file__).resolve().parents[1]
-README = (ROOT / "README.md").read_text()
+ROOMS = ("data_setup", "models", "pretraining", "finetuning", "utils", "benchmarks")
+PAGES = {
+    str(path.relative_to(ROOT)): path.read_text()
+    for path in [*ROOT.glob("*.md"), *sorted((ROOT / "docs").glob("**/*.md"))]
+}
+README = PAGES["README.md"]
 MAKEFILE = (ROOT / "Makefile").read_text()
-BLOCKS = re.findall(r"```\n(.*?)```", README, re.DOTALL)
-COMMANDS = [
-    line.strip()
-    for block in BLOCKS
-    for line in block.replace("\\\n", " ").splitlines()
-    if line.startswith(("make ", "python ", "pip "))
-]
+MAX_PICTURE_BYTES = 300_000
+
+FENCE = re.compile(r"^( *)```.*\n((?:.*\n)*?)\1```$", re.MULTILINE)
+LINK = re.compile(r"(!?)\[[^\]]*\]\(([^)\s]+)\)")
+OVERRIDE = re.compile(r"[a-z_]+(\.[a-z_]+)+=.*")
 
 
-def test_it_is_short_and_finished() -> None:
-    assert len(README.splitlines()) <= 150
-    assert re.findall(r"\b(?:DEMO_OUTPUT|RESULTS)\b|\bTREE_\w*", README) == []  # where numbers go
+def blocks(text: str) -> list[str]:
+    """The code blocks of a page, fenced or indented by four spaces; lines joined where one goes on."""
+    fenced = [match[2] for match in FENCE.finditer(text)]
+    indented = re.findall(r"(?:^ {4,}.*\n)+", FENCE.sub("", text), re.MULTILINE)
+    return [re.sub(r"\\\n\s*", "", block) for block in [*fenced, *indented]]
 
 
-@pytest.mark.parametrize("command", [c for c in COMMANDS if c.startswith("make ")])
-def test_make_targets_exist(command: str) -> None:
-    for target in command.split()[1:]:
-        assert re.search(rf"^{re.escape(target)}:", MAKEFILE, re.MULTILINE), target
+def prose(text: str) -> str:
+    return FENCE.sub("", text)
 
 
-@pytest.mark.parametrize("command", [c for c in COMMANDS if c.startswith("python ")])
-def test_commands_name_modules_and_configurations_that_load(command: str) -> None:
-    words = shlex.split(command)
-    assert words[1] == "-m"
-    module = ROOT / words[2].replace(".", "/")
-    assert module.with_suffix(".py").is_file() or (module / "__main__.py").is_file()
-    if "--config" in words:
-        load_config(ROOT / words[words.index("--config") + 1], [w for w in words if "=" in w])
+def slug(heading: str) -> str:
+    """The anchor of a heading, as GitHub makes it."""
+    return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+
+
+def anchors(text: str) -> set[str]:
+    return {slug(heading) for heading in re.findall(r"^#+ (.*)$", prose(text), re.MULTILINE)}
+
+
+def dead_links(page: str, text: str) -> list[str]:
+    """Relative links of a page whose file or anchor is not there."""
+    dead = []
+    for _, address in LINK.findall(prose(text)):
+        if re.match(r"[a-z]+:", address):
+            continue
+        path, _, anchor = address.partition("#")
+        target = (ROOT / page).parent / path if path else ROOT / page
+        if not target.exists() or (anchor and anchor not in anchors(target.read_text())):
+            dead.append(address)
+    return dead
+
+
+def missing_modules(text: str) -> list[str]:
+    """Modules of `python -m X` and `torchrun ... -m X` that cannot be run."""
+    missing = []
+    for name in re.findall(r"(?:python|torchrun[^`\n]*?)\s+-m\s+(\w+(?:\.\w+)*)", text):
+        path = ROOT / name.replace(".", "/")
+        is_ours = path.parent.is_dir() and name.partition(".")[0] in (*ROOMS, "tests")
+        if is_ours and not (path.with_suffix(".py").is_file() or (path / "__main__.py").is_file()):
+            missing.append(name)
+        if not is_ours and find_spec(name.partition(".")[0]) is None:
+            missing.append(name)
+    return missing
+
+
+def configured_commands(text: str) -> list[tuple[str, list[str]]]:
+    """(configuration, overrides) of the commands in a page's code blocks."""
+    commands = []
+    for line in "".join(blocks(text)).splitlines():
+        if match := re.search(r"\bconfigs/\w+\.yaml", line):
+            words = shlex.split(line[match.end() :].partition(";")[0], comments=True)
+            commands.append((match[0], [word for word in words if OVERRIDE.fullmatch(word)]))
+    return commands
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_link_is_alive(page: str) -> None:
+    assert dead_links(page, PAGES[page]) == []
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_command_names_a_module_that_can_be_run(page: str) -> None:
+    assert missing_modules(PAGES[page]) == []
+
+
+@pytest.mark.parametrize("page", [page for page, text in PAGES.items() if configured_commands(text)])
+def test_every_configuration_of_a_command_loads_with_its_overrides(page: str) -> None:
+    for path, overrides in configured_commands(PAGES[page]):
+        load_config(ROOT / path, overrides)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_make_target_exists(page: str) -> None:
+    lines = re.findall(r"^make (.+)$", "".join(blocks(PAGES[page])), re.MULTILINE)
+    spans = re.findall(r"`make\s+([a-z-]+)`", PAGES[page])
+    targets = {target for line in [*lines, *spans] for target in line.split()}
+    assert {t for t in targets if not re.search(rf"^{re.escape(t)}:", MAKEFILE, re.MULTILINE)} == set()
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page != "CHANGELOG.md"])
+def test_every_file_that_a_page_names_exists(page: str) -> None:
+    paths = re.findall(r"\b(?:configs|tests|" + "|".join(ROOMS) + r")/[\w/]+\.(?:py|sh|yaml)", PAGES[page])
+    assert {path for path in paths if not (ROOT / path).is_file()} == set()
+
+
+def test_every_picture_is_small_and_shown() -> None:
+    shown = {
+        ((ROOT / page).parent / address).resolve()
+        for page, text in PAGES.items()
+        for mark, address in LINK.findall(prose(text))
+        if mark
+    }
+    pictures = set((ROOT / "docs" / "pictures").iterdir())
+    assert shown == pictures
+    assert {path.name for path in pictures if path.stat().st_size >= MAX_PICTURE_BYTES} == set()
 
 
 def test_the_commands_without_make_are_those_of_the_demo() -> None:
-    """`make demo` runs in CI; so the README's other spelling must be the same commands."""
+    """`make demo` runs in CI; so the other spelling must be the same commands."""
     values = dict(re.findall(r"^(\w+) :?\??= *(.*)$", MAKEFILE, re.MULTILINE))
     recipe = MAKEFILE.split("\ndemo:")[1].split("\n\n")[0]
     for _ in range(2):
         recipe = re.sub(r"\$\((\w+)\)", lambda m: values.get(m[1], m[0]), recipe)
     demo = [c.rstrip(")") for c in re.findall(r"-m [^|\n]*", recipe)]
-    block = next(b for b in BLOCKS if b.startswith("pip install"))
-    assert [line.removeprefix("python ") for line in block.splitlines()[1:]] == demo
+    for page in ("README.md", "docs/start/demo.md"):
+        block = next(b for b in blocks(PAGES[page]) if b.startswith("pip install"))
+        assert [line.removeprefix("python ") for line in block.splitlines()[1:]] == demo
 
 
-def test_the_tree_lists_every_room() -> None:
-    tree = README.split("## The tree")[1]
-    for folder in ("data_setup", "models", "pretraining", "finetuning", "utils", "benchmarks"):
-        for sign in (ROOT / folder).glob("**/__init__.py"):
-            room = sign.parent
-            assert re.search(rf"^( *|.* ){room.name}/", tree, re.MULTILINE), (
-                f"{room} is not in the README's tree"
-            )
+def test_the_tree_lists_every_room_on_a_line() -> None:
+    tree = README.split("## The tree")[1].split("\n## ")[0]
+    lines = re.findall(r"^ *\* \[\w+/\]\(([\w/]+)\): ", tree, re.MULTILINE)
+    rooms = {
+        str(sign.parent.relative_to(ROOT)) for room in ROOMS for sign in (ROOT / room).glob("**/__init__.py")
+    }
+    assert rooms - set(lines) == set()
+    assert len(lines) == len(set(lines))
+
+
+def test_dead_ends_are_seen() -> None:
+    """What the searches above must find."""
+    text = (
+        "[a](docs/README.md) [b](absent.md) [c](README.md#nowhere) [d](#letters) ![e](no.png)\n## Letters\n"
+    )
+    assert dead_links("README.md", text) == ["absent.md", "README.md#nowhere", "no.png"]
+    text = (
+        "`python -m data_setup.prepare` `python -m data_setup.absent` `torchrun --n=2 -m pretraining.nothing`"
+    )
+    assert missing_modules(text + " `python -m pytest -m soak`") == [
+        "data_setup.absent",
+        "pretraining.nothing",
+    ]
+    text = "```\nuntil python -m x --config configs/smoke_test.yaml \\\n    seed.a=1 --flag b=2; do\n```\n"
+    assert configured_commands(text) == [("configs/smoke_test.yaml", ["seed.a=1"])]
+    assert slug("Gauges, and `which` checkpoint is good") == "gauges-and-which-checkpoint-is-good"

@@ -19,7 +19,7 @@ CONFIG = Path(__file__).resolve().parents[2] / "configs" / "smoke_test.yaml"
 REFERENCE = "vjepa2"  # every ablation changes one thing of this arm
 RANDOM = "random"
 CONTROL = "control"  # the reference arm, hardly trained
-# 4 volumes a step: 0.8 s on one core (docs/results.md), so hundreds of updates in minutes
+# 4 volumes a step: 0.8 s on one core (docs/evidence/results.md), so hundreds of updates in minutes
 BASE = (
     "train.global_batch_size=4",
     "train.per_core_batch_size=4",

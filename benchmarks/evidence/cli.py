@@ -4,7 +4,7 @@
     python -m benchmarks.evidence calibrate               seconds per step of every arm, on a quiet machine
     python -m benchmarks.evidence run --budget 300 --minutes 60
     python -m benchmarks.evidence confirm                 the same runs, scored on people that chose nothing
-    python -m benchmarks.evidence table                   docs/results.md, and table.json beside the runs
+    python -m benchmarks.evidence table                   docs/evidence/results.md, and table.json of the runs
 
 In: nothing but --root, where all of it lives. Out: the table. Everything resumes; Ctrl-C is safe.
 """

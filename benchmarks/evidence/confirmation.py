@@ -1,7 +1,7 @@
 """What benchmarks.evidence says of people that chose nothing, beside what it said first.
 
 In: the folders `people_SEED_COUNT` of `evidence confirm` and the numbers of the first comparison. Out: the
-part "On other people" of docs/results.md.
+part "On other people" of docs/evidence/results.md.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The numbers of docs/results.md from the scores of benchmarks.evidence; all are read from the runs.
+"""The numbers of docs/evidence/results.md from the scores of benchmarks.evidence; all are read from the runs.
 
 In: the folder of runs. Out: scores with bootstrap intervals, paired differences against random
 initialisation, the control and the reference arm. An arm's score is the mean over its seeds, random

@@ -1,4 +1,4 @@
-"""docs/results.md and table.json: the numbers of benchmarks.evidence.differences as tables and sentences.
+"""docs/evidence/results.md and table.json: the numbers of benchmarks.evidence as tables and sentences.
 
 In: the folder of runs. Out: the part of the page between its markers, where every sentence is made from the
 paired intervals.
@@ -19,7 +19,7 @@ from benchmarks.evidence.scores import TASKS
 from benchmarks.evidence.words import NOT_SHOWN, TASK_LABELS, number, signed, span, verdict
 from utils.errors import UserError
 
-RESULTS = Path(__file__).resolve().parents[2] / "docs" / "results.md"
+RESULTS = Path(__file__).resolve().parents[2] / "docs" / "evidence" / "results.md"
 BEGIN, END = "<!-- evidence: begin -->", "<!-- evidence: end -->"
 
 
@@ -79,7 +79,7 @@ def sentences(rows: Sequence[dict[str, Any]], against: str, name: str = "") -> l
 
 
 def markdown(told: dict[str, Any]) -> str:
-    """The generated part of docs/results.md."""
+    """The generated part of docs/evidence/results.md."""
     rows = told["rows"]
     recipes = [r for r in rows if r["factor"] == "recipe"]
     trained = [r for r in recipes if r["name"] != RANDOM_ARM.name]

@@ -4,7 +4,7 @@ In: the manifest's records (`Config`). Out: check_report.json, a table, and a ve
 first HEAD_BYTES are fetched, more only when the header is longer; `pixel_hash` says which files are read on:
 `same-size`, those whose pixel data has the length of another one's and agrees with it in the middle; `all`;
 `none`. What only decoding shows, `prepare` alone finds: check_report.FULL_PASS_ONLY. Exit codes:
-docs/expand.md.
+docs/guides/expand.md.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ In: --src, one archive, a folder of them or a pattern; --dst, the root of the tr
 object of its own, checked against the archive's CRC-32 and size before it is written, and written whole or
 not at all; a line for each archive; DST/.expand/report-i-of-n.json. An archive with dangerous names, links or
 sizes is refused before anything of it is written. A rerun goes on where the last one ended. Limits, exit
-codes and what resumes: docs/expand.md.
+codes and what resumes: docs/guides/expand.md.
 
     python -m data_setup.expand --src URL --dst URL [--workers N] [--shard i/n] [--overwrite] [--verify]
 """

@@ -29,7 +29,7 @@ SPLIT_FRACTIONS = {"train": 0.69, "val": 0.155, "test": 0.155}
 MAX_PARTICIPANTS = 2700  # 900 ids per leading digit
 
 # Strength of each sign per unit of severity (0 healthy ... 3 insulin dependent) and the person's own spread.
-# These numbers set the difficulty; docs/phantom.md records what was measured with them.
+# These numbers set the difficulty; docs/concepts/phantom.md records what was measured with them.
 SEVERITY_SPREAD = 0.22
 
 

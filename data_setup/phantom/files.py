@@ -121,7 +121,7 @@ def make_spec(
 
 
 def truth_arrays(volume: Scan3D, spec: FileSpec, person: Participant) -> dict[str, np.ndarray]:
-    """What is known about a volume, in stored frame order: see docs/phantom.md."""
+    """What is known about a volume, in stored frame order: see docs/concepts/phantom.md."""
     axial_um = spec.spacing_mm[1] * 1000
     outside = volume.disc < 0.1
     thickness = np.diff(volume.surfaces, axis=0)[:, outside].mean(axis=1) * axial_um

@@ -4,7 +4,7 @@ In: a manifest `Record` whose path ends in .nii, .nii.gz, .tif, .tiff or .xml, o
 path is a DICOM file. Out: `open_record` what data_setup/readers/dicom.py's `open_volume` returns, an
 `OCTHeader` and uint8 frames [H, W] in file order, so that checks, rejects, resampling and the store are one
 path; `source_stat` the size and version of all that the volume was read from. A kind that nothing here opens
-is a reject with its name and version. What each kind needs: docs/importers.md.
+is a reject with its name and version. What each kind needs: docs/guides/importers.md.
 """
 
 from __future__ import annotations

@@ -213,7 +213,7 @@ def test_a_scan_filed_under_two_people_is_named(tmp_path: Path, capsys: pytest.C
     assert "something is wrong" in said
     assert ["left out by prepare: an earlier row has the SOPInstanceUID", "1"] in check_section.tables(
         report
-    )[0][2]
+    )[0].rows
 
     write_opt((root / twice.path).parent, speckle(*SHAPE, seed=9), name=Path(twice.path).name)  # another UID
     code, report = run(root, tmp_path, "--pixel-hash", "none")
@@ -395,7 +395,7 @@ def test_the_section_says_what_was_found(tmp_path: Path) -> None:
     (root / eyes[0].path).write_bytes(b"nothing")
     _, report = run(root, tmp_path)
     assert check_section.sentence(report).startswith("Something is wrong in 2 files, of which ")
-    found = {title: rows for title, _, rows, *_ in check_section.tables(report)}
+    found = {table.title: table.rows for table in check_section.tables(report)}
     assert ["unreadable: not_dicom", "1"] in found["what was found"]
     assert ["a file in no manifest row", "1"] in found["what was found"]
     named = {name: [what, said] for what, said, name in found["files to look at"]}

@@ -400,7 +400,7 @@ def test_full_size_has_the_shapes_of_the_devices(tmp_path: Path) -> None:
 def test_labels_are_in_the_truth_but_not_in_raw_voxels(tmp_path: Path) -> None:
     write_tree(tmp_path / "t", participants=80, seed=2)
     results = {k: r["balanced_accuracy"] for k, r in measure(tmp_path / "t", seed=0, repeats=1).items()}
-    # 64 people a fold teach the reference less than 192 do: its height is measured in docs/phantom.md
+    # 64 people a fold teach the reference less than 192 do: docs/concepts/phantom.md measures it
     assert max(results["mean intensity"], results["voxel PCA"]) < results["truth"] - 0.2, results
     assert max(results["mean intensity"], results["voxel PCA"]) <= 0.40, results
     assert results["scan plan"] < 0.4, results

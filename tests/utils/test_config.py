@@ -295,9 +295,9 @@ def keys_read(source: str) -> set[str]:
                 if isinstance(part, ast.Name) and part.id in by_class:
                     names[node.arg] = by_class[part.id]
         elif isinstance(node, ast.Assign):
-            names, values = node.targets[0], node.value
-            both = isinstance(names, ast.Tuple) and isinstance(values, ast.Tuple)
-            for target, value in zip(names.elts, values.elts, strict=True) if both else [(names, values)]:
+            to, of = node.targets[0], node.value
+            both = isinstance(to, ast.Tuple) and isinstance(of, ast.Tuple)
+            for target, value in zip(to.elts, of.elts, strict=True) if both else [(to, of)]:
                 if (
                     isinstance(target, ast.Name)
                     and isinstance(value, ast.Attribute)

@@ -15,6 +15,7 @@ from data_setup.check.cli import Finding
 from data_setup.check.report import summarise
 from models.probes.participants import Prediction, paired_difference, participant_draws, verdict
 from utils.errors import UserError
+from utils.report import pictures
 from utils.report.cli import main, summary
 from utils.report.pictures import bscan_with_masks, feature_pca, load_snapshot, png_data, save_snapshot
 from utils.report.run_files import findings, read_run, results
@@ -143,12 +144,12 @@ class Links(HTMLParser):
 
     def __init__(self) -> None:
         super().__init__()
-        self.found: list[str] = []
+        self.addresses: list[str] = []
         self.tags: list[str] = []
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.tags.append(tag)
-        self.found += [
+        self.addresses += [
             value or "" for key, value in attrs if key in ("src", "href", "srcset", "data", "poster")
         ]
 
@@ -218,8 +219,8 @@ def test_page_is_one_self_contained_file(run_dir: Path) -> None:
     assert "raw-voxel PCA" in page
     links = Links()
     links.feed(page)
-    assert len(links.found) >= 11 + 3  # charts, masks, two pictures of features
-    for link in links.found:
+    assert len(links.addresses) >= 11 + 3  # charts, masks, two pictures of features
+    for link in links.addresses:
         head, _, data = link.partition(",")
         assert head == "data:image/png;base64"
         assert base64.b64decode(data, validate=True).startswith(b"\x89PNG")
@@ -229,7 +230,7 @@ def test_page_is_one_self_contained_file(run_dir: Path) -> None:
 
 
 def check_json() -> dict:
-    """What prepare --check-only writes of a tree of one bad file."""
+    """What data_setup.check writes of a tree of one bad file."""
     finding = Finding(
         path="oct/<i>.dcm",
         url="",
@@ -297,11 +298,11 @@ def test_findings_say_what_the_numbers_warn_of(run_dir: Path) -> None:
     assert findings(read_run(run_dir)) == []
     with (run_dir / "metrics.jsonl").open("a") as file:
         file.write('{"step": 210, "train/skill_position": -0.1, "ema/init_weight": 0.4, "val/rankme": 3.0}\n')
-    found = findings(read_run(run_dir))
-    assert len(found) == 3
-    assert "no learning beyond position" in found[0]
-    assert "from 15.0 to 3.0" in found[1]
-    assert "40%" in found[2]
+    sentences = findings(read_run(run_dir))
+    assert len(sentences) == 3
+    assert "no learning beyond position" in sentences[0]
+    assert "from 15.0 to 3.0" in sentences[1]
+    assert "40%" in sentences[2]
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "config.yaml", "provenance.json", "prepare_report.json"])
@@ -429,6 +430,36 @@ def test_png_data_is_a_picture(tmp_path: Path) -> None:
     write_snapshot(tmp_path / "a.npz")
     text = png_data(feature_pca(load_snapshot(tmp_path / "a.npz")), dpi=40)
     assert base64.b64decode(text.removeprefix("data:image/png;base64,")).startswith(b"\x89PNG")
+
+
+def test_pictures_of_the_documents_are_drawn_from_a_run(
+    run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The first volume, at its first and its last step; each picture is small enough for a repository."""
+    write_snapshot(run_dir / "snapshots" / "step_00000200_row_000009.npz", "step 200, row 9")
+    folder = tmp_path / "docs"
+    pictures.main(["--docs", "--run", str(run_dir)], folder)
+    paths = [Path(line) for line in capsys.readouterr().out.splitlines()]
+    assert paths == [folder / "overview.png", folder / "masks.png"]
+    for path in paths:
+        assert path.read_bytes().startswith(b"\x89PNG")
+        assert path.stat().st_size < 300_000
+    (run_dir / "snapshots" / "step_00000000_row_000003.npz").unlink()
+    with pytest.raises(UserError, match="pictures of one volume at two steps, found 1"):
+        pictures.main(["--docs", "--run", str(run_dir)], folder)
+
+
+def test_the_overview_gives_equal_features_equal_colours(tmp_path: Path) -> None:
+    """Features that only changed their signs and order keep their colours; the titles name the step."""
+    write_snapshot(tmp_path / "a.npz", "volume, step 0")
+    good = vars(load_snapshot(tmp_path / "a.npz"))
+    turned = {**good, "features": -good["features"][:, ::-1], "title": "volume, step 7"}
+    save_snapshot(tmp_path / "b.npz", **turned)
+    figure = pictures.overview(load_snapshot(tmp_path / "a.npz"), load_snapshot(tmp_path / "b.npz"))
+    images = [axis.images[0].get_array() for axis in figure.axes]
+    np.testing.assert_allclose(images[2], images[3], atol=1e-3)
+    assert [axis.get_title(loc="left")[-6:] for axis in figure.axes][3] == "step 7"
+    assert all(axis.get_aspect() == 1.0 for axis in figure.axes)
 
 
 def test_verdict_in_results_matches_real_predictions(run_dir: Path) -> None:

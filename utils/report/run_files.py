@@ -1,7 +1,7 @@
 """What a run directory says: its files as one object, the numbers of results.json, and what they warn of.
 
 In: files of the run directory only: metrics.jsonl, config.yaml, provenance.json, prepare_report.json, and
-where they exist check_report.json (data_setup.prepare --check-only), probe.json (finetuning.evaluate),
+where they exist check_report.json (data_setup.check), probe.json (finetuning.evaluate),
 snapshots/*.npz (utils.report.pictures) and stages.tsv (name, tab, seconds). Out: a `Run`; the dictionary of
 results.json; sentences about what the numbers warn of.
 """
@@ -22,6 +22,7 @@ Points = list[tuple[int, float]]
 ARMS = ("pretrained", "random_init")  # the two rows of probe.json that results.json compares
 STEP_PARTS = ("data_wait", "forward", "backward", "update", "logging", "other")
 INIT_WEIGHT_LIMIT = 0.1
+NO_PROBE = "Not evaluated: this run has no probe.json. finetuning.evaluate writes it."
 
 
 @dataclass(frozen=True)
@@ -103,7 +104,7 @@ def _series(text: str, path: Path) -> tuple[dict[str, Points], dict[str, int], l
             elif value is not None:
                 merged.setdefault(key, {})[step] = float(value)
     by_step = {key: sorted(points.items()) for key, points in merged.items()}
-    return by_step, not_finite, [(step, said) for (step, _), said in sorted(alarms.items())]
+    return by_step, not_finite, [(step, text) for (step, _), text in sorted(alarms.items())]
 
 
 def _seconds(path: Path) -> dict[str, float]:
@@ -160,23 +161,23 @@ def _median(run: Run, key: str) -> float | None:
 
 def findings(run: Run) -> list[str]:
     """Sentences about this run that a reader should not overlook, derived from its numbers."""
-    found = [f"Alarm at step {step}: {text}." for step, text in run.alarms]
-    found += [f"{key} was not finite at step {step}." for key, step in run.not_finite.items()]
+    sentences = [f"Alarm at step {step}: {text}." for step, text in run.alarms]
+    sentences += [f"{key} was not finite at step {step}." for key, step in run.not_finite.items()]
     skill = _end(run, "train/skill_position", -1)
     if skill is not None and skill <= 0:
-        found.append(
+        sentences.append(
             f"skill_position ends at {skill:.3f}: the prediction is no better than the mean of its position, "
             "so this run shows no learning beyond position."
         )
     first, last = _end(run, "val/rankme", 0), _end(run, "val/rankme", -1)
     if first is not None and last is not None and last < first / 2:
-        found.append(
+        sentences.append(
             f"RankMe fell from {first:.1f} to {last:.1f}, by more than half: do the probes fall with it?"
         )
     weight = _end(run, "ema/init_weight", -1)
     if weight is not None and weight > INIT_WEIGHT_LIMIT:
-        found.append(
+        sentences.append(
             f"The target encoder still holds {weight:.0%} of its random initialisation: the run is too short "
             "for its momentum."
         )
-    return found
+    return sentences

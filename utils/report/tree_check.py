@@ -1,15 +1,14 @@
-"""The check of the tree (check_report.json of data_setup.prepare --check-only) as tables of the report.
+"""The check of the tree (check_report.json of data_setup.check) as tables of the report.
 
-In: that file's dictionary. Out: a sentence, and tables as (title, header, rows, note, bold rows, is text),
-which utils/report/cli.py draws.
+In: that file's dictionary. Out: a sentence, and tables for the page.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-Columns = tuple[str, Sequence[str], list[list[str]], str, tuple[int, ...], bool]
+from utils.report.tables import Table
 
 NAMED = 20  # files of a kind that the page names; check_report.json has all
 _COLUMNS = {  # of the files by protocol and by device: key of the report -> title
@@ -35,44 +34,47 @@ def sentence(report: Mapping[str, Any]) -> str:
     """The verdict and what it rests on."""
     read = report["bytes"]
     share = "" if read["share"] is None else f" ({read['share']:.2%})"
-    found = "Nothing wrong was found" if report["is_fine"] else "Something is wrong"
+    verdict = "Nothing wrong was found" if report["is_fine"] else "Something is wrong"
     unread = f" {report['unread']} files could not be read." if report["unread"] else ""
     return (
-        f"{found} in {report['records']} files, of which {read['fetched']:,} of {read['stored']:,} bytes"
+        f"{verdict} in {report['records']} files, of which {read['fetched']:,} of {read['stored']:,} bytes"
         f"{share} were fetched; {report['ok']} are fine by their headers.{unread}"
     )
 
 
-def tables(report: Mapping[str, Any]) -> list[Columns]:
+def tables(report: Mapping[str, Any]) -> list[Table]:
     """What is wrong by kind and by name, then the files by protocol and by device."""
     counts = [[f"unreadable: {reason}", str(n)] for reason, n in report["unreadable"].items()]
-    counts += [[said, str(len(report[kind]))] for kind, said in _KINDS.items() if kind in report]
+    counts += [[meaning, str(len(report[kind]))] for kind, meaning in _KINDS.items() if kind in report]
     looked_for = report["pixel_hash"] != "none"
-    for kind, said in _DUPLICATES.items():
+    for kind, meaning in _DUPLICATES.items():
         is_known = kind == "uid" or looked_for
-        counts.append([said, f"{len(report['duplicates'][kind])} groups" if is_known else "not looked for"])
+        counts.append(
+            [meaning, f"{len(report['duplicates'][kind])} groups" if is_known else "not looked for"]
+        )
     counts += [[f"no DICOM, not opened: {kind}", str(n)] for kind, n in report["not_opened"].items()]
     counts += [[f"manifest rows not used: {reason}", str(n)] for reason, n in report["skipped"].items()]
     note = f"Only decoding shows, and only prepare finds: {'; '.join(report['full_pass_only'])}."
-    found: list[Columns] = [("what was found", ("", "files"), counts, note, (), False)]
+    shown = [Table("what was found", ("", "files"), counts, note)]
     named = _named(report)
     if named:
         more = len(named) - NAMED
         rest = f"{more} more are in check_report.json." if more > 0 else ""
-        found.append(("files to look at", ("what", "found", "file"), named[:NAMED], rest, (), True))
+        shown.append(Table("files to look at", ("what", "found", "file"), named[:NAMED], rest, is_text=True))
     for key, columns in _COLUMNS.items():
         rows = [_row(name, part, columns) for name, part in report[key].items()]
-        found.append((key.replace("_", " "), ("", "files", "ok", *columns.values()), rows, "", (), True))
-    return found
+        header = ("", "files", "ok", *columns.values())
+        shown.append(Table(key.replace("_", " "), header, rows, is_text=True))
+    return shown
 
 
 def _named(report: Mapping[str, Any]) -> list[list[str]]:
     rows = [[p["status"], p["message"], _name(p["path"])] for p in report["problems"]]
     for kind in ("orphans", "laterality_conflicts"):
         rows += [[kind.replace("_", " ").rstrip("s"), _KINDS[kind], _name(path)] for path in report[kind]]
-    for kind, said in _DUPLICATES.items():
+    for kind, meaning in _DUPLICATES.items():
         groups = report["duplicates"][kind]
-        rows += [["duplicates", said, ", ".join(map(_name, group))] for group in groups]
+        rows += [["duplicates", meaning, ", ".join(map(_name, group))] for group in groups]
     return rows
 
 

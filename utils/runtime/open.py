@@ -64,7 +64,7 @@ def keep_freed_memory() -> None:
     """Let this process keep what it frees, instead of giving every large tensor of every step back.
 
     glibc maps blocks of that size one by one and the kernel zeroes their pages each time: a tenth of a
-    training step on a CPU and more (docs/benchmarks.md). Other C libraries are left as they are.
+    training step on a CPU and more (docs/evidence/benchmarks.md). Other C libraries are left as they are.
     """
     if platform.libc_ver()[0] != "glibc":
         return

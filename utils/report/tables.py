@@ -1,0 +1,112 @@
+"""Tables of the report: what prepare counted, what the probe scored.
+
+In: dictionaries that other stages wrote (prepare_report.json, probe.json). Out: tables of texts for the page.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from utils.report.run_files import ARMS
+
+GROUPS = ("by_device", "by_protocol")  # of prepare_report.json
+GROUP_HEADER = ("", "kept", "rejected", "valid", "lost", "spacing, um", "spacing from", "orientation from")
+GROUP_NOTE = (
+    "Spacing before resampling, median, D x H x W (B-scan, axial, A-scan). Valid: share of the grid inside "
+    "the scan. Lost: share of the scan outside the grid."
+)
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table as texts; a row's first cell names it."""
+
+    title: str
+    header: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    note: str = ""
+    bold: tuple[int, ...] = ()  # numbers of rows
+    is_text: bool = False  # false: columns after the first hold numbers
+
+
+def probe_table(probe: Mapping[str, Any]) -> Table:
+    """The scores of all rows of probe.json; the compared ones in bold."""
+    rows = [
+        [
+            row["label"],
+            f"{row['balanced_accuracy']:.3f}",
+            f"{row['ci95'][0]:.3f} to {row['ci95'][1]:.3f}",
+            "-" if row["macro_auroc"] is None else f"{row['macro_auroc']:.3f}",
+            f"{row['val_balanced_accuracy']:.3f}",
+            f"{row['chosen_c']:g}",
+            str(row["num_features"]),
+        ]
+        for row in probe["rows"]
+    ]
+    title = (
+        f"{probe['label_column']}: {len(probe['classes'])} classes, {probe['n_participants']} participants "
+        f"of split {probe['split']}, checkpoint {probe['checkpoint']} (step {probe['step']})"
+    )
+    return Table(
+        title,
+        ["features", "balanced accuracy", "95 % interval", "macro AUROC", "on val", "C", "size"],
+        rows,
+        f"Chance is {1 / len(probe['classes']):.3f}. Same protocol for every row.",
+        tuple(i for i, row in enumerate(probe["rows"]) if row["name"] in ARMS),
+    )
+
+
+def data_tables(prepared: Mapping[str, Any]) -> list[Table]:
+    """What prepare counted: rejects by reason, groups of volumes, and every single fact last."""
+    rejected = sorted(prepared["rejected"].items(), key=lambda item: -item[1])
+    tables = [
+        Table(
+            f"{prepared['kept']} volumes kept, {sum(prepared['rejected'].values())} rejected",
+            ["reason of rejection", "volumes"],
+            [[reason, str(n)] for reason, n in rejected] or [["none", "0"]],
+        )
+    ]
+    for key in GROUPS:
+        rows = [_group_row(name, group) for name, group in prepared[key].items()]
+        tables.append(Table(key.replace("_", " "), GROUP_HEADER, rows, GROUP_NOTE, is_text=True))
+    facts = [
+        [key.replace("_", " "), cell(value)]
+        for key, value in prepared.items()
+        if key not in ("kept", "rejected", *GROUPS)
+    ]
+    return [*tables, Table("the store", ["", ""], facts, is_text=True)]
+
+
+def _group_row(name: str, group: Mapping[str, Any]) -> list[str]:
+    """One device or protocol; fractions and spacing are null where nothing was kept."""
+    spacing = group["spacing_before"]
+    shares = [group["valid_fraction"], group["lost_fraction"]]
+    sources = [group["spacing_source"], group["orientation_source"]]
+    return [
+        name,
+        str(group["kept"]),
+        str(sum(group["rejected"].values())),
+        *("-" if share is None else f"{share:.0%}" for share in shares),
+        "\u00a0x\u00a0".join(f"{1000 * mm:.3g}" for mm in spacing) if spacing else "-",  # never broken
+        *(next(iter(counts)) if len(counts) == 1 else cell(counts) for counts in sources),
+    ]
+
+
+def number(value: float | None) -> str:
+    """Three digits; a dash for what was not measured."""
+    return "-" if value is None else f"{value:.3g}"
+
+
+def cell(value: Any) -> str:
+    """Any value of a JSON file as text."""
+    if value is None:
+        return "-"
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    if isinstance(value, list | tuple):
+        return " x ".join(cell(v) for v in value)
+    if isinstance(value, dict):
+        return ", ".join(f"{k} {cell(v)}" for k, v in value.items()) or "none"
+    return str(value)

@@ -18,7 +18,7 @@ import torch
 
 from data_setup.store.reader import PreparedStore
 from models.vjepa3d import VJEPA3D
-from models.weights.cli import start_from
+from models.weights.load import start_from
 from pretraining.gauges.monitor import Gauges
 from pretraining.rows import Rows
 from utils import storage

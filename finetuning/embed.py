@@ -18,7 +18,7 @@ from data_setup.loader import evaluation_batches
 from data_setup.normalisation import normalise
 from data_setup.store.reader import PreparedStore
 from data_setup.valid_field import voxel_valid
-from models.probes.pooling import embed
+from models.probes.features import embed
 from models.vjepa3d import build_encoder
 from utils.checkpoint import CheckpointError
 from utils.config.load import config_of_yaml, flatten

@@ -32,18 +32,14 @@ from finetuning.embed import (
     random_encoder,
     raw_features,
 )
-from models.probes.participants import (
-    Fold,
-    Prediction,
-    balanced_accuracy,
+from models.probes.intervals import (
     balanced_accuracy_draws,
     interval95,
-    logistic_probe,
-    macro_auroc,
     paired_difference,
     participant_draws,
     verdict,
 )
+from models.probes.participants import Fold, Prediction, balanced_accuracy, logistic_probe, macro_auroc
 from utils import storage
 from utils.checkpoint import load_checkpoint
 from utils.cli import parse_cli, run_cli

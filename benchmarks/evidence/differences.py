@@ -29,7 +29,7 @@ from benchmarks.evidence.arms import (
 )
 from benchmarks.evidence.queue import BASELINES, Plan
 from benchmarks.evidence.scores import TASKS, Scores, load_scores
-from models.probes.participants import interval95, participant_draws
+from models.probes.intervals import interval95, participant_draws
 from utils.config.schema import Config
 from utils.errors import UserError
 from utils.provenance import provenance

@@ -27,15 +27,9 @@ from data_setup.loader import evaluation_batches
 from data_setup.normalisation import normalise
 from data_setup.store.reader import PreparedStore
 from finetuning.embed import device_features, raw_features
-from models.probes.participants import (
-    Fold,
-    Prediction,
-    balanced_accuracy,
-    balanced_accuracy_draws,
-    logistic_probe,
-    pool_tokens,
-    rankme,
-)
+from models.probes.features import pool_tokens, rankme
+from models.probes.intervals import balanced_accuracy_draws
+from models.probes.participants import Fold, Prediction, balanced_accuracy, logistic_probe
 from models.probes.tokens import (
     DensePrediction,
     Errors,

@@ -21,7 +21,7 @@ from data_setup.loader import VALIDATION_SEED, validation_batches
 from data_setup.masks import MaskPlan, draw_mask
 from data_setup.store.reader import PreparedStore
 from data_setup.transforms import STREAM_MASK, random_stream
-from models.probes.participants import lidar, rankme
+from models.probes.features import lidar, rankme
 from models.vjepa3d import VJEPA3D
 from pretraining.gauges.validation_probes import probe_scores
 from pretraining.rows import Rows

@@ -14,8 +14,8 @@ import numpy as np
 
 from data_setup.loader import evaluation_batches
 from data_setup.store.reader import PreparedStore
+from models.probes.features import embed
 from models.probes.participants import Fold, balanced_accuracy, knn_probe, ridge_classifier_probe
-from models.probes.pooling import embed
 from models.vjepa3d import VJEPA3D
 from pretraining.rows import Rows
 from pretraining.step import view

@@ -8,7 +8,7 @@ from sklearn.linear_model import Ridge
 from sklearn.metrics import r2_score
 from sklearn.preprocessing import StandardScaler
 
-from models.probes.participants import participant_draws
+from models.probes.intervals import participant_draws
 from models.probes.tokens import (
     Rows,
     errors_by_participant,

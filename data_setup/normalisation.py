@@ -112,3 +112,8 @@ def _noise(noise_std: Tensor, seed: Tensor, size: Sequence[int], first_plane: in
     within = torch.arange(plane, dtype=torch.int32, device=seed.device).view(1, *size[1:])
     counter = (first * plane).view(-1, 1, 1) + within
     return counter_normal(seed[per_sample], counter).mul_(noise_std[per_sample])
+
+
+def plain_view(batch: dict[str, Tensor]) -> Tensor:
+    """The normalised volume [B, 1, D, H, W] without augmentation."""
+    return normalise(batch["volume"], batch["matrix"], batch["valid_box"], batch["mean"], batch["std"])

@@ -20,14 +20,14 @@ import numpy as np
 import torch
 from einops import rearrange
 from sklearn.decomposition import PCA
-from torch import Tensor, nn
+from torch import nn
 
 from benchmarks.evidence.cohorts import FOLDS, Truth, tokens_of_another_grid
 from data_setup.loader import evaluation_batches
-from data_setup.normalisation import normalise
+from data_setup.normalisation import plain_view
 from data_setup.store.reader import PreparedStore
 from finetuning.embed import device_features, raw_features
-from models.probes.features import pool_tokens, rankme
+from models.probes.features import evenly_spaced, pool_tokens, rankme
 from models.probes.intervals import balanced_accuracy_draws
 from models.probes.participants import Fold, Prediction, balanced_accuracy, logistic_probe
 from models.probes.tokens import (
@@ -162,26 +162,16 @@ def encoder_features(
     per_volume = -(-RANKME_TOKENS // len(truth.rows))
     for batch in map(runtime.to_device, evaluation_batches(cfg, store, truth.rows, BATCH)):
         with runtime.autocast():
-            tokens_BNE = encoder(view_of(batch)).float()
+            tokens_BNE = encoder(plain_view(batch)).float()
         pooled.append(pool_tokens(tokens_BNE, batch["context_valid"]).cpu())
         tokens_BNE = tokens_BNE.cpu()
         ids_BT = torch.from_numpy(there[start : start + len(tokens_BNE)])
         dense.append(tokens_BNE.gather(1, ids_BT.unsqueeze(-1).expand(-1, -1, tokens_BNE.shape[-1])))
         for features, valid in zip(tokens_BNE, batch["context_valid"].cpu(), strict=True):
-            sample.append(spread_tokens(features[valid > 0], per_volume))
+            inside = features[valid > 0]
+            sample.append(inside[evenly_spaced(len(inside), per_volume)])
         start += len(tokens_BNE)
     return torch.cat(pooled).numpy(), torch.cat(dense).numpy(), rankme(torch.cat(sample))
-
-
-def spread_tokens(features_NE: Tensor, count: int) -> Tensor:
-    """`count` rows, or all, evenly spread."""
-    at = torch.linspace(0, len(features_NE) - 1, min(count, len(features_NE))).round().long()
-    return features_NE[at]
-
-
-def view_of(batch: dict[str, Tensor]) -> Tensor:
-    """The volume [B, 1, D, H, W] without augmentation."""
-    return normalise(batch["volume"], batch["matrix"], batch["valid_box"], batch["mean"], batch["std"])
 
 
 def baseline_features(
@@ -200,7 +190,7 @@ def baseline_features(
     patches, start = [], 0
     for batch in evaluation_batches(cfg, store, truth.rows, BATCH):
         tokens_BNV = rearrange(
-            view_of(batch)[:, 0], "b (gd d) (gh h) (gw w) -> b (gd gh gw) (d h w)", d=d, h=h, w=w
+            plain_view(batch)[:, 0], "b (gd d) (gh h) (gw w) -> b (gd gh gw) (d h w)", d=d, h=h, w=w
         )
         ids_BT = torch.from_numpy(truth.tokens[start : start + len(tokens_BNV)].clip(min=0))
         patches.append(tokens_BNV.gather(1, ids_BT.unsqueeze(-1).expand(-1, -1, d * h * w)))
@@ -224,9 +214,10 @@ def real_eyes(encoder: nn.Module, cfg: Config, root: Path, out: Path, title: str
     sample = []
     with torch.no_grad():
         for batch in evaluation_batches(cfg, store, store.kept, 1):
-            tokens_NE = encoder(view_of(batch))[0].float().cpu()
+            tokens_NE = encoder(plain_view(batch))[0].float().cpu()
             valid_N = batch["context_valid"][0]
-            sample.append(spread_tokens(tokens_NE[valid_N > 0], RANKME_TOKENS))
+            inside = tokens_NE[valid_N > 0]
+            sample.append(inside[evenly_spaced(len(inside), RANKME_TOKENS)])
             record = store.index.loc[int(batch["row"][0])]
             path = out / f"real_{record['device']}.npz"
             save_snapshot(

@@ -82,5 +82,10 @@ def lidar(features_NQE: Tensor, within_floor: float = LIDAR_FLOOR) -> float:
     return _effective_number(values / values.sum())
 
 
+def evenly_spaced(count: int, wanted: int) -> Tensor:
+    """`wanted` indices, or all, spread evenly over 0 .. count - 1, both ends included."""
+    return torch.linspace(0, count - 1, min(wanted, count)).round().long()
+
+
 def _effective_number(share: Tensor) -> float:
     return float(torch.exp(-torch.xlogy(share, share).sum()))

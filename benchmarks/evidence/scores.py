@@ -1,4 +1,4 @@
-"""Scores of one frozen encoder, or of what needs none, on the evaluation cohort of benchmarks.evidence.
+"""Scores of one frozen encoder, or of a baseline without one, on benchmarks.evidence's people.
 
 In: token features of every evaluated volume. Out: `scores.npz` (predictions and errors per participant, for
 paired intervals) and `scores.json` beside it. Five folds by participant: three train, the next one chooses C,
@@ -53,7 +53,7 @@ FoldFeatures = Callable[[np.ndarray], np.ndarray]  # is-training [n] -> features
 
 @dataclass(frozen=True)
 class Scores:
-    """Out-of-fold results of one encoder; a task that a row has no features for is None."""
+    """Out-of-fold results of one encoder; a task without features is None."""
 
     classes: Prediction | None
     thickness: Errors | None
@@ -106,12 +106,12 @@ def score_thickness(truth: Truth, features: FoldFeatures) -> tuple[Errors, list[
 
 def less_protocol_mean(values: np.ndarray, protocol: np.ndarray, is_training: np.ndarray) -> np.ndarray:
     """values [n, L] less their mean over the protocol's training volumes (over all, where it has none)."""
-    left = np.empty(values.shape, np.float64)
+    result = np.empty(values.shape, np.float64)
     for name in np.unique(protocol):
-        mine = protocol == name
-        known = mine & is_training
-        left[mine] = values[mine] - values[known if known.any() else is_training].mean(axis=0)
-    return left
+        is_name = protocol == name
+        known = is_name & is_training
+        result[is_name] = values[is_name] - values[known if known.any() else is_training].mean(axis=0)
+    return result
 
 
 def score_occupancy(
@@ -134,16 +134,16 @@ def score(
     truth: Truth, pooled: FoldFeatures | None, dense: np.ndarray | None, grid: tuple[int, int, int]
 ) -> Scores:
     """All tasks that there are features for; `grid` is the reference grid, that of truth.tokens."""
-    found: dict[str, Any] = {}
+    scored: dict[str, Any] = {}
     if pooled is not None:
-        found["classes"] = score_classes(truth, pooled)
-        found["thickness"] = score_thickness(truth, pooled)
+        scored["classes"] = score_classes(truth, pooled)
+        scored["thickness"] = score_thickness(truth, pooled)
     if dense is not None:
-        found["occupancy"] = score_occupancy(truth, dense, grid)
+        scored["occupancy"] = score_occupancy(truth, dense, grid)
     return Scores(
-        **{task: found[task][0] if task in found else None for task in TASKS},
-        val={task: float(np.mean([p.val_score for p in parts])) for task, (_, parts) in found.items()},
-        chosen_c={task: [p.chosen_c for p in parts] for task, (_, parts) in found.items()},
+        **{task: scored[task][0] if task in scored else None for task in TASKS},
+        val={task: float(np.mean([p.val_score for p in parts])) for task, (_, parts) in scored.items()},
+        chosen_c={task: [p.chosen_c for p in parts] for task, (_, parts) in scored.items()},
     )
 
 
@@ -177,7 +177,7 @@ def encoder_features(
 def baseline_features(
     cfg: Config, store: PreparedStore, truth: Truth
 ) -> dict[str, tuple[FoldFeatures | None, np.ndarray | None]]:
-    """name -> (pooled features by fold, dense features) of what needs no encoder."""
+    """name -> (pooled features by fold, dense features) of the baselines without an encoder."""
     runtime = open_runtime(False)
     voxels, profile = raw_features(cfg, store, truth.rows, runtime)
 
@@ -204,9 +204,9 @@ def baseline_features(
 
 
 def real_eyes(encoder: nn.Module, cfg: Config, root: Path, out: Path, title: str) -> float | None:
-    """RankMe of the real eyes' valid tokens, and a picture of each eye's features; None where there are none.
+    """RankMe of the real eyes' valid tokens, and a picture of each eye's features; None without `real_store`.
 
-    The eyes have no labels: nothing is scored.
+    The eyes have no labels, so nothing is scored.
     """
     if not (root / "real_store" / "index.parquet").exists():
         return None
@@ -237,7 +237,7 @@ def real_eyes(encoder: nn.Module, cfg: Config, root: Path, out: Path, title: str
 
 
 def save_scores(folder: Path, scores: Scores, facts: dict[str, Any]) -> None:
-    """scores.npz, then scores.json, which says that both are there."""
+    """Write scores.npz, then scores.json, whose presence means that both are there."""
     arrays: dict[str, np.ndarray] = {}
     if scores.classes is not None:
         p = scores.classes
@@ -249,19 +249,19 @@ def save_scores(folder: Path, scores: Scores, facts: dict[str, Any]) -> None:
             arrays |= {f"{task}_{n}": getattr(errors, n) for n in ("first", "second", "error")}
     folder.mkdir(parents=True, exist_ok=True)
     np.savez_compressed(folder / "scores.npz", **arrays)
-    told = facts | {
+    content = facts | {
         "scores": {task: scores.of(task) for task in TASKS},
         "val": scores.val,
         "chosen_c": scores.chosen_c,
     }
     part = folder / "scores.json.part"
-    part.write_text(json.dumps(told, indent=1, allow_nan=False) + "\n")
+    part.write_text(json.dumps(content, indent=1, allow_nan=False) + "\n")
     part.replace(folder / "scores.json")
 
 
 def load_scores(folder: Path) -> tuple[Scores, dict[str, Any]]:
     """What save_scores wrote."""
-    told = json.loads((folder / "scores.json").read_text())
+    content = json.loads((folder / "scores.json").read_text())
     with np.load(folder / "scores.npz") as a:
         classes = None
         if "labels" in a:
@@ -272,4 +272,6 @@ def load_scores(folder: Path) -> tuple[Scores, dict[str, Any]]:
             else None
             for task in ("thickness", "occupancy")
         }
-    return Scores(classes, errors["thickness"], errors["occupancy"], told["val"], told["chosen_c"]), told
+    return Scores(
+        classes, errors["thickness"], errors["occupancy"], content["val"], content["chosen_c"]
+    ), content

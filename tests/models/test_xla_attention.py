@@ -114,9 +114,9 @@ def test_every_device_of_a_mesh_attends_to_its_own_samples(xla: Runtime) -> None
     placed = [batch[name].detach().requires_grad_() for name in "qkv"]
     out = FlashAttention(xla.mesh, in_torch)(*placed)
     out.backward(batch["grad"])
-    found = [out, *(x.grad for x in placed)]
+    ours_all = [out, *(x.grad for x in placed)]
     wanted = [expected, *(x.grad for x in inputs)]
-    for ours, theirs in zip(found, wanted, strict=True):
+    for ours, theirs in zip(ours_all, wanted, strict=True):
         torch.testing.assert_close(xla.read(ours.detach()), theirs.detach().float(), atol=2e-5, rtol=1e-4)
 
 

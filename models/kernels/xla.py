@@ -1,9 +1,8 @@
 """Kernels for PyTorch/XLA: activation checkpointing and, on a TPU, attention without the T x T matrix.
 
-In and out: torch tensors of that engine. models.kernels.pallas_flash has the kernels themselves; this file
-pads the tokens to whole blocks, hands each device its own samples, and puts the compiled kernels into the
-recorded program. Only where `model.tpu_attention` is flash does it need jax (the version that torch_xla
-names).
+In and out: torch tensors of that engine. The kernels are in models.kernels.pallas_flash; this file pads the
+tokens to whole blocks, gives each device its own samples, and puts the compiled kernels into the recorded
+program. It needs jax (the version that torch_xla names) only if `model.tpu_attention` is flash.
 """
 
 from __future__ import annotations
@@ -28,13 +27,13 @@ Caller = Callable[[str, list[Tensor], int, list[Shape]], list[Tensor]]
 
 
 def recompute_block(function: Callable[..., Tensor], *arguments: object) -> Tensor:
-    """models.vit3d.recompute_block for XLA, which would otherwise merge both computations into one."""
+    """models.vit3d.recompute_block for XLA, which would merge the two computations without a checkpoint."""
     return checkpoint(function, *arguments, preserve_rng_state=False)
 
 
 def keep_samples_apart(model: nn.Module, mesh: xs.Mesh) -> None:
     """Tell the compiler that features [B, T, E] between blocks, and their gradients, are spread by samples
-    over `mesh`. With weights that are spread too it would be free to move features instead of weights.
+    over `mesh`. If the weights are spread too, it could otherwise move features instead of weights.
     """
 
     def pin(_module: nn.Module, _inputs: object, features: Tensor) -> Tensor:
@@ -59,13 +58,13 @@ class FlashAttention:
         return _Flash.apply(q_BHTC, k_BHTC, v_BHTC, self)
 
     def split(self, x: Tensor) -> Tensor:
-        """What one device holds of x [B, ...]."""
+        """The samples of x [B, ...] that one device holds."""
         if self.mesh is None:
             return x
         return xs.enable_manual_sharding(x, _by_sample(x), mesh=self.mesh).global_tensor
 
     def join(self, x: Tensor, samples: int) -> Tensor:
-        """The whole of what every device holds a part of."""
+        """The whole tensor of which every device holds a part."""
         if self.mesh is None:
             return x
         whole = (samples, *x.shape[1:])
@@ -121,8 +120,8 @@ def call_on_tpu(name: str, operands: list[Tensor], tokens: int, results: list[Sh
 
 @cache
 def _payload(name: str, kinds: tuple[tuple[tuple[int, ...], str], ...], tokens: int) -> str:
-    """The compiled kernel as text. jax is told to lower for a TPU, whether there is one or not, and in a form
-    that the libtpu of torch_xla 2.9 reads: jax 0.7.1's newest is a version too new for it.
+    """The compiled kernel as text. jax lowers it for a TPU, with or without one here, and in a form that the
+    libtpu of torch_xla 2.9 reads: the newest form of jax 0.7.1 is one version too new for it.
     """
     from torch_xla.experimental.custom_kernel import jax_import_guard
 

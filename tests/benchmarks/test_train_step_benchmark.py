@@ -1,4 +1,4 @@
-"""The step benchmark: the reference computes our loss, numbers have names, an unfair reference is reported."""
+"""The step benchmark: the reference computes our loss, numbers have names, an unfair one is reported."""
 
 from __future__ import annotations
 

@@ -20,12 +20,13 @@ from statistics import median
 import torch
 
 from benchmarks.train_step.batches import synthetic_batch
+from data_setup.loader import Batch
 from data_setup.masks import MaskPlan, draw_mask
 from data_setup.transforms import random_stream
 from models.vjepa3d import VJEPA3D
 from pretraining.gauges.monitor import Gauges, target_drift, update_ratio
 from pretraining.gauges.skill import SkillGauge
-from pretraining.step import Batch, build_optimizer, train_step
+from pretraining.step import UNWATCHED, Update, Watch, build_optimizer, train_step
 from utils import storage
 from utils.cli import run_cli
 from utils.config.load import load_config
@@ -77,8 +78,9 @@ def measure(cfg: Config, size: int, rounds: int) -> dict[str, float]:
         runtime.synchronise()
         began = time.perf_counter()
         gauges.begin(measure=kind == "measured")
-        observe = None if kind == "without" else partial(timed, gauges.observe)
-        train_step(model, optimizer, [batch], cfg, runtime, 0, cfg.optim.base_lr, 0.99, observe)
+        watch = UNWATCHED if kind == "without" else Watch(partial(timed, gauges.observe))
+        update = Update(0, cfg.optim.base_lr, 0.99)
+        train_step(model, optimizer, [batch], cfg, runtime, update, watch)
         if kind != "without":
             timed(gauges.finish)
         if kind == "measured":

@@ -43,15 +43,14 @@ from utils.workers import follow_parent
 
 Batch = dict[str, Tensor]
 
-# First words of the seeds of the data order and of validation masks. random_stream starts with the run's seed
-# and has four words, these have three, so no two streams meet.
+# Second words of the data order's seeds. Its generator is not random_stream's, so no two streams meet.
 ORDER_EPOCH, ORDER_DEVICES = 0, 1
 VALIDATION_SEED = 0  # validation masks depend on the row alone, so runs with different seeds are comparable
 POLL_SECONDS = 5.0  # how often the training process looks whether its loader workers are alive
 
 
 class LoaderError(UserError):
-    """A loader worker that died or hangs: which one, what it was loading, how long it was waited for."""
+    """A loader worker died or hangs: names the worker, the step and the time waited."""
 
 
 class DataOrder:
@@ -80,7 +79,7 @@ class DataOrder:
 
     def row(self, position: int) -> int:
         """The store row at a global position."""
-        # Device-balanced: every run of len(pools) positions holds each device once, in an order of its own.
+        # Device-balanced: every len(pools) positions hold each device once, in an order drawn for that turn.
         turn, offset = divmod(position, len(self.pools))
         pool = 0
         if len(self.pools) > 1:
@@ -121,19 +120,19 @@ class RowReader:
 
 
 def _finish(sample: dict[str, object]) -> dict[str, object]:
-    """Plain values only, without what served the transforms alone."""
+    """The sample without `spacing`, which only the transforms need."""
     return {key: value for key, value in sample.items() if key != "spacing"}
 
 
 class TrainingSamples(Dataset[dict[str, object]]):
     """The augmented, masked sample of a (step, global position)."""
 
-    def __init__(self, config: Config, store: PreparedStore, rows: np.ndarray) -> None:
-        self.seed = config.seed
+    def __init__(self, cfg: Config, store: PreparedStore, rows: np.ndarray) -> None:
+        self.seed = cfg.seed
         self.read = RowReader(store, rows)
-        balanced = config.data.sampling == "device_balanced"
-        self.order = DataOrder(config.seed, rows, list(store.index.loc[rows, "device"]) if balanced else None)
-        self.transforms = training_transforms(config)
+        balanced = cfg.data.sampling == "device_balanced"
+        self.order = DataOrder(cfg.seed, rows, list(store.index.loc[rows, "device"]) if balanced else None)
+        self.transforms = training_transforms(cfg)
 
     def __getitem__(self, key: tuple[int, int]) -> dict[str, object]:
         step, position = key
@@ -226,7 +225,7 @@ class Loader:
             yield [self._next(batches, step, index * self.accum + micro) for micro in range(self.accum)]
 
     def _next(self, batches: Iterator[Batch], step: int, number: int) -> Batch:
-        """The next micro-batch; torch's timeouts are the polls, and a worker's fate is told in one line."""
+        """The next micro-batch; polls at torch's timeout, and names a dead or silent worker in one line."""
         start = time.monotonic()
         while True:
             try:
@@ -235,13 +234,13 @@ class Loader:
                 if self.data.workers == 0:
                     raise
                 # torch wraps a worker's exception in its traceback; the last line is the message
-                told = str(error).strip().splitlines()[-1]
-                raise LoaderError(f"rank {self.rank}, step {step}: {told}") from error
+                message = str(error).strip().splitlines()[-1]
+                raise LoaderError(f"rank {self.rank}, step {step}: {message}") from error
             except (ConnectionError, EOFError) as error:
                 if self.data.workers == 0 or "DataLoader worker" in str(error):  # raised by its own code
                     raise
-                told = f"expected a batch, found a worker that died handing it over: {error}"
-                raise LoaderError(f"{self._waiting(step, number)}: {told}") from error
+                message = f"expected a batch, found a worker that died handing it over: {error}"
+                raise LoaderError(f"{self._waiting(step, number)}: {message}") from error
             except RuntimeError as error:
                 if self.data.workers == 0:
                     raise
@@ -258,7 +257,7 @@ class Loader:
                     ) from error
 
     def _waiting(self, step: int, number: int) -> str:
-        """Who is waited for. Batches come from the workers in turn; a dead one may be another than this."""
+        """Names the worker that owes the batch: workers deliver in turn; a dead one may be another."""
         return (
             f"rank {self.rank}, step {step}, micro-batch {number % self.accum}, waiting for loader worker "
             f"{number % self.data.workers} of {self.data.workers}"
@@ -266,9 +265,9 @@ class Loader:
 
 
 def _start_worker(worker: int) -> None:
-    """One torch thread per worker: the workers are the parallelism. Volumes come and go at one size."""
+    """Set up a worker process: one torch thread, since the workers are the parallelism."""
     torch.set_num_threads(1)
-    keep_freed_memory()
+    keep_freed_memory()  # volumes come and go at one size
     follow_parent()  # and the fork server with it: each would keep the other alive
 
 

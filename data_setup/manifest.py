@@ -1,4 +1,4 @@
-"""manifest.tsv and participants.tsv to records, participant-level splits and labels; once, for all stages.
+"""Read manifest.tsv and participants.tsv: records, participant-level splits and labels for all stages.
 
 In: a `Config` (data.*, task.*, seed). Out: `Record`s in the order (person_id, path) with device, protocol and
 region from the file's path, its URL, its split and what is known about the participant. Rows that are not
@@ -17,19 +17,10 @@ from typing import Any
 import pandas as pd
 
 from data_setup.protocols import BY_NAME, DEVICES, PROTOCOLS, device_of_path, protocol_of_path
-from data_setup.splits import pretraining_split, seeded_split
+from data_setup.splits import seeded_split
 from utils.config.schema import Config, StorageOptions
 from utils.errors import ConfigError, UserError
 from utils.storage import join, list_names, read_text
-
-__all__ = [
-    "Record",
-    "RecordList",
-    "load_labels",
-    "pretraining_split",
-    "read_participants",
-    "read_records",
-]
 
 SPLITS = ("train", "val", "test")
 _ID_COLUMNS = ("person_id", "participant_id")  # version 3, versions 1 and 2
@@ -71,12 +62,12 @@ class RecordList:
         """Unused rows that give another file the SOPInstanceUID of a record: the first row is used."""
         paths = {r.path for r in self.records}
         uids = {r.sop_instance_uid for r in self.records} - {""}
-        found = {r.path: r for r in self.unused if r.path not in paths and r.sop_instance_uid in uids}
-        return list(found.values())
+        by_path = {r.path: r for r in self.unused if r.path not in paths and r.sop_instance_uid in uids}
+        return list(by_path.values())
 
 
 def read_records(cfg: Config) -> RecordList:
-    """The records that the data.* filters leave, by (person_id, path); raises UserError, ConfigError."""
+    """The records that pass the data.* filters, by (person_id, path); raises UserError, ConfigError."""
     allowed = wanted_values(cfg)
     participants, split_source = read_participants(cfg)
     rows, unused, skipped = _manifest_rows(cfg)
@@ -157,15 +148,15 @@ def load_labels(cfg: Config) -> dict[str, str]:
         if person_id is None or label is None:
             continue
         if labels.setdefault(person_id, label) != label:
-            found = f"{labels[person_id]!r} and {label!r}"
             raise UserError(
-                f"{url}: {cfg.task.label_column} of {person_id}: expected one label, found {found}"
+                f"{url}: {cfg.task.label_column} of {person_id}: expected one label, "
+                f"found {labels[person_id]!r} and {label!r}"
             )
     return labels
 
 
 def _manifest_rows(cfg: Config) -> tuple[list[Record], list[Record], Counter[str]]:
-    """Rows as records without participant and URL, the rows that are none, and their counts by reason."""
+    """(records without participant and URL, rows that are not used, counts of those by reason)."""
     table, id_column = _read_table(cfg.data.manifest_path, cfg.data.storage_options, ("filepath",))
     if not {"device", "protocol"} <= set(table.columns):
         _require(table, _AI_READI_COLUMNS, cfg.data.manifest_path)
@@ -238,14 +229,16 @@ def wanted_values(cfg: Config) -> dict[str, tuple[str, set[str]]]:
             wanted = [BY_NAME[w].name if w in BY_NAME else w for w in wanted]
         unknown = [w for w in wanted if w not in values]
         if unknown or not wanted:
-            said = f"data.{key}: expected some of {', '.join(values)}; or null for all"
-            raise ConfigError(f"{said}, found {', '.join(map(repr, unknown)) or 'an empty list'}")
+            raise ConfigError(
+                f"data.{key}: expected some of {', '.join(values)}; or null for all, "
+                f"found {', '.join(map(repr, unknown)) or 'an empty list'}"
+            )
         filters[key] = (field, set(wanted))
     return filters
 
 
 def _tree_root(cfg: Config) -> str:
-    """What the records' paths are relative to: the tree may sit in dataset/, or repeat retinal_oct/."""
+    """The folder of the records' paths: data.gcs_root, dataset/ in it, or a repeated retinal_oct/."""
     root, options = cfg.data.gcs_root, cfg.data.storage_options
     names = list_names(root, options)
     if TREE[0] not in names and "dataset" in names:

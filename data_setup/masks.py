@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from utils.config.recipes import recipe_of
 from utils.config.schema import Config, MaskFamily
 from utils.errors import ConfigError
 
@@ -21,8 +22,8 @@ MAX_REDRAWS = 100
 
 @dataclass(frozen=True)
 class MaskPlan:
-    """What every mask of a run has in common. `families` None: uniform targets; the context is then all
-    positions or, where num_context says so, the rest.
+    """What all masks of a run have in common. Where `families` is None, targets are drawn uniformly, and the
+    context is all positions or the rest (num_context).
     """
 
     grid: tuple[int, int, int]
@@ -31,13 +32,14 @@ class MaskPlan:
     families: tuple[MaskFamily, ...] | None
 
     @classmethod
-    def from_config(cls, config: Config) -> MaskPlan:
+    def from_config(cls, cfg: Config) -> MaskPlan:
         """The plan of method.recipe; ConfigError when a ratio rounds to no token at all."""
-        method, grid = config.method, config.grid
+        method, grid = cfg.method, cfg.grid
         num_tokens = math.prod(grid)
         if method.mask_ratio is not None:
             num_target = round(method.mask_ratio * num_tokens)
-            num_context = num_tokens if method.recipe == "methods" else num_tokens - num_target
+            hides_targets_alone = recipe_of(method).hidden == "targets"
+            num_context = num_tokens if hides_targets_alone else num_tokens - num_target
             plan = cls(grid, num_context, num_target, None)
         else:
             assert method.context_ratio is not None
@@ -57,9 +59,9 @@ class MaskPlan:
 def draw_mask(rng: np.random.RandomState, plan: MaskPlan, valid: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """(context, target): int64 ids [K] and [M], disjoint unless context is all positions; valid [N] bool.
 
-    Padding stands last in both. Blocks: one family, drawn per sample, is added to until the union holds M
-    tokens; valid ones take the slots first, what is over M belongs to neither set, and draws without a valid
-    token on both sides are repeated, up to 100 times, since such a sample would teach nothing. Uniform: the
+    Padding stands last in both. Blocks: one family is drawn per sample, and blocks are added until their
+    union holds M tokens. Valid tokens take the slots first; surplus tokens belong to neither set. A draw
+    without a valid token on both sides would teach nothing and is repeated, up to 100 times. Uniform: the
     same share of the valid tokens as of the padding. Raises ConfigError when 100 draws leave fewer than K
     tokens for the context.
     """
@@ -110,7 +112,7 @@ def _draw_uniform(rng: np.random.RandomState, num_target: int, valid: np.ndarray
     Where only a third of the grid is valid, valid tokens first would mask every one of them. One valid token
     on either side at least, where there are two and room for it.
     """
-    num_tokens, num_valid = len(valid), np.count_nonzero(valid)
+    num_tokens, num_valid = len(valid), int(np.count_nonzero(valid))
     share = min(max(1, round(num_target * num_valid / num_tokens)), num_valid - 1)
     from_valid = max(0, share, num_target - (num_tokens - num_valid))
     order = rng.random_sample(num_tokens)

@@ -81,11 +81,10 @@ def _normalise_on_cpu(
         one = slice(sample, sample + 1)
         drawn = None if intensity is None else intensity[one]
         table = _standardise(greys, mean[one], std[one], drawn).flatten()
-        is_noisy = drawn is not None and noise_seed is not None and bool(drawn[0, 2] > 0)
         for planes in blocks(volume.shape[1], volume.shape[2] * volume.shape[3]):
             part = volume[one, planes]
             x = table.index_select(0, part.flatten().to(torch.int32)).view(part.shape)
-            if is_noisy:
+            if drawn is not None and noise_seed is not None and bool(drawn[0, 2] > 0):
                 x.add_(_noise(drawn[:, 2], noise_seed[one], part.shape[1:], planes.start))
             result[one, planes] = x.masked_fill_(~(in_dw[one, planes] & in_hw[one]), 0.0)
     return result
@@ -112,6 +111,14 @@ def _noise(noise_std: Tensor, seed: Tensor, size: Sequence[int], first_plane: in
     within = torch.arange(plane, dtype=torch.int32, device=seed.device).view(1, *size[1:])
     counter = (first * plane).view(-1, 1, 1) + within
     return counter_normal(seed[per_sample], counter).mul_(noise_std[per_sample])
+
+
+def view(batch: dict[str, Tensor], number: int) -> Tensor:
+    """The context view (0) or the target view (1) of a batch, [B, 1, D, H, W]: one geometry, intensities of
+    their own.
+    """
+    common = (batch["volume"], batch["matrix"], batch["valid_box"], batch["mean"], batch["std"])
+    return normalise(*common, batch["intensity"][:, number], batch["noise_seed"][:, number])
 
 
 def plain_view(batch: dict[str, Tensor]) -> Tensor:

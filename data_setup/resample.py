@@ -49,7 +49,7 @@ class AxisWeights:
 
     @cached_property
     def used(self) -> slice:
-        """The source lines that any target line needs; a wide field reaches beyond the grid."""
+        """The source lines that target lines need; a wide field has more."""
         used = np.flatnonzero(self.weights.any(axis=0))
         return slice(int(used[0]), int(used[-1]) + 1)
 
@@ -125,20 +125,19 @@ def resample_frames(
 ) -> Resampled:
     """Resample uint8 frames [H, W] given in file order; flip_d: the file's last frame becomes d = 0.
 
-    Holds the output and the few frames that one target plane needs, their H already resampled and what lies
-    outside the grid cut off; the caller counts the frames. Raises ValueError for a field too small for it.
+    Memory: the output, and the few frames that one target plane needs, resampled in H and cropped in W.
+    Raises ValueError for a field too small for the grid.
     """
     spacing = output_spacing(shape, spacing_mm, image_size, target_spacing, mode)
     axes = [axis_weights(*a) for a in zip(shape, spacing_mm, image_size, spacing, strict=True)]
     along_d, along_h, along_w = axes
     d0, d1, h0, h1, w0, w1 = (edge for axis in axes for edge in axis.valid)
     sources = [np.flatnonzero(along_d.weights[d]) for d in range(d0, d1)]
-    completed_by: dict[
-        int, list[int]
-    ] = {}  # source plane -> target planes that need no later one of the file
+    # source plane -> the target planes that are complete with it
+    completed_by: dict[int, list[int]] = {}
     for d, needed in enumerate(sources, start=d0):
         completed_by.setdefault(int(needed[0 if flip_d else -1]), []).append(d)
-    # The latest source planes; none that a target plane still needs has the slot of another one.
+    # The latest source planes: enough slots that no plane is overwritten while a target plane needs it.
     slots = max(int(np.ptp(needed)) + 1 for needed in sources)
     num_h, num_w = h1 - h0, along_w.used.stop - along_w.used.start
     latest = np.zeros((slots, num_h, num_w), np.float32)

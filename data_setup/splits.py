@@ -1,7 +1,7 @@
 """Participant-level splits: stratified, exact in size, and the same whatever order the records come in.
 
-In: who there is, with study group and clinical site, and a seed. Out: sets of participant ids. Who is chosen
-hangs on a hash of (seed, purpose, id): on no order and on no random state.
+In: participants with study group and clinical site, and a seed. Out: sets of participant ids. The choice
+depends on a hash of (seed, purpose, id), not on an order or a random state.
 """
 
 from __future__ import annotations

@@ -132,7 +132,7 @@ class RandGeometryd(Randomizable, MapTransform):
     def randomize(self, data: Any = None) -> None:
         """Draw this sample's motion; the same number of draws whatever the settings are."""
         a, draw = self.augment, self.R.uniform
-        self.motion = {
+        self.motion: dict[str, Any] = {
             "flip_w": bool(draw() < a.flip_w_prob),
             "rotate_dw_deg": draw(-1, 1) * a.rotate_dw_deg,
             "rotate_hw_deg": draw(-1, 1) * a.rotate_hw_deg,
@@ -206,10 +206,10 @@ class JEPAMaskd(Randomizable, MapTransform):
         return sample
 
 
-def training_transforms(config: Config) -> tuple[tuple[int, Randomizable], ...]:
+def training_transforms(cfg: Config) -> tuple[tuple[int, Randomizable], ...]:
     """(stream, transform) in the order in which a training sample passes through them."""
     return (
-        (STREAM_GEOMETRY, RandGeometryd(config.augment)),
-        (STREAM_INTENSITY, RandIntensityParamsd(config.augment)),
-        (STREAM_MASK, JEPAMaskd(MaskPlan.from_config(config), config.spatial.patch_size)),
+        (STREAM_GEOMETRY, RandGeometryd(cfg.augment)),
+        (STREAM_INTENSITY, RandIntensityParamsd(cfg.augment)),
+        (STREAM_MASK, JEPAMaskd(MaskPlan.from_config(cfg), cfg.spatial.patch_size)),
     )

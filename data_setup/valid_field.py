@@ -1,4 +1,4 @@
-"""The acquired field on the model's grid: which voxels and tokens lie inside what the device has scanned.
+"""The acquired field on the model's grid: which voxels and tokens lie inside the scan.
 
 In: `matrix` [B,3,4] of data_setup.transforms (output voxel index -> stored voxel index) and `valid_box`
 [B,6], half-open, in stored indices. Out: bool masks and shares over voxels [B,D,H,W] or tokens [B,N].

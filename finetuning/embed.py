@@ -22,28 +22,17 @@ from models.probes.features import embed
 from models.vjepa3d import build_encoder
 from utils.checkpoint import CheckpointError
 from utils.config.load import config_of_yaml, flatten
-from utils.config.schema import Config
+from utils.config.schema import Config, keys_with
 from utils.errors import UserError
 from utils.runtime.single import Runtime
 
-# keys that a checkpoint's weights and features depend on, beside the store's normalisation
-FIXED_KEYS = (
-    "spatial.target_spacing",
-    "spatial.image_size",
-    "spatial.patch_size",
-    "spatial.resample",
-    "model.size",
-    "model.rope",
-    "method.recipe",
-    "method.context",
-)
 BASELINE_VOXELS = (16, 48, 32)  # raw volumes are averaged down to at most this before their PCA
 
 
 def check_fit(cfg: Config, store: PreparedStore, state: dict[str, Any], url: str) -> None:
     """Raise UserError unless checkpoint, configuration and store agree on geometry, model, normalisation."""
     seen, wanted = dict(flatten(config_of_yaml(state["config"], url))), dict(flatten(cfg))
-    for key in FIXED_KEYS:
+    for key in keys_with("identity"):
         if seen[key] != wanted[key]:
             expected, value = (list(v) if isinstance(v, tuple) else v for v in (wanted[key], seen[key]))
             raise UserError(f"{url}: {key}: expected {expected} of the configuration, found {value}")

@@ -12,10 +12,12 @@ instead of 0.2 %.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.autograd.function import once_differentiable
 
 BLOCK_BYTES = 4 * 2**20  # of probabilities at a time; the fastest of 1, 2, 4, 8 and 16 MiB
 KEPT_BYTES = 64 * 2**20  # of probabilities of one call that are kept for its backward pass
@@ -36,7 +38,7 @@ def blockwise_attention(q_BHTC: Tensor, k_BHTC: Tensor, v_BHTC: Tensor) -> Tenso
 
 class _Blockwise(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: FunctionCtx, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         shape = q.shape
         q, k, v = (x.reshape(-1, *shape[-2:]) for x in (q * shape[-1] ** -0.5, k, v))
         heads, queries, room = _blocks(q)
@@ -54,7 +56,7 @@ class _Blockwise(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v, kept = ctx.saved_tensors
         grad = grad.reshape(q.shape)
         grad_q, grad_k, grad_v = (torch.empty_like(x) for x in (q, k, v))
@@ -71,9 +73,11 @@ class _Blockwise(torch.autograd.Function):
                 grad_q[matrices, rows] = torch.bmm(grad_s, k[matrices])
                 sum_v = _add(sum_v, torch.bmm(p.transpose(1, 2), grad_block), len(queries))
                 sum_k = _add(sum_k, torch.bmm(grad_s.transpose(1, 2), q_block), len(queries))
+            assert sum_k is not None, "there is at least one block of queries"
+            assert sum_v is not None
             grad_k[matrices], grad_v[matrices] = sum_k, sum_v
         grad_q.mul_(q.shape[-1] ** -0.5)
-        return tuple(x.view(ctx.shape) for x in (grad_q, grad_k, grad_v))
+        return grad_q.view(ctx.shape), grad_k.view(ctx.shape), grad_v.view(ctx.shape)
 
 
 def _are_kept(q: Tensor) -> bool:

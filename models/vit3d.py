@@ -133,8 +133,9 @@ class Block(nn.Module):
     def forward(
         self, x: Tensor, rotary: Rotary | None, noise: Stochastic | None = None, drop_path: float = 0.0
     ) -> Tensor:
-        is_compiled = self.compiled is not None and self.training
-        attend, feed = self.compiled if is_compiled else (self.attend, self.feed)
+        attend, feed = self.attend, self.feed
+        if self.compiled is not None and self.training:
+            attend, feed = self.compiled
         if noise is None:
             x = x + attend(x, rotary)
             return x + feed(x)
@@ -154,12 +155,12 @@ class Block(nn.Module):
         are (each draws other numbers), and so does evaluation, whose last batches have shapes of their own:
         each would be another program. A deep copy would go on with this block's weights.
         """
-        branches = (torch.compile(f, dynamic=False, fullgraph=True) for f in (self.attend, self.feed))
-        self.compiled = tuple(branches)
+        attend, feed = (torch.compile(f, dynamic=False, fullgraph=True) for f in (self.attend, self.feed))
+        self.compiled = attend, feed
 
 
 def recompute_block(function: Callable[..., Tensor], *arguments: object) -> Tensor:
-    """`function(*arguments)`, of which only the arguments are kept: the backward pass computes it again."""
+    """Call `function(*arguments)` and keep only the arguments: the backward pass computes it again."""
     return checkpoint(function, *arguments, use_reentrant=False, preserve_rng_state=False)
 
 

@@ -2,10 +2,7 @@
 losses.
 
 In: two normalised views [B, 1, D, H, W] of one geometry, context and target token ids. Out: per-sample
-losses and features. Recipe `vjepa2` follows V-JEPA 2 (arXiv:2506.09985), and can take the context, the
-predictor or the loss of another recipe for comparisons; recipe `methods` follows the
-Methods text of the project (all positions, masked ones replaced; normalised squared error; MLP predictor);
-recipe `mae` reconstructs the voxels of masked patches with the encoder and the predictor of `vjepa2`.
+losses and features. What differs between recipes is read from utils/config/recipes.py.
 """
 
 from __future__ import annotations
@@ -18,11 +15,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from models.mae import pixel_targets
+from models.losses import TOKEN_LOSSES, PixelNorm, pixel_targets, weighted_mean
 from models.predictor import MlpPredictor, Predictor3D
 from models.stochastic import Stochastic
 from models.vit3d import NORM_EPS, Recompute, VisionTransformer3D, gather_tokens, recompute_block
-from utils.config.schema import Config, MethodConfig
+from utils.config.recipes import recipe_of
+from utils.config.schema import Config
 
 
 @dataclass
@@ -39,50 +37,15 @@ class Output:
 
 def build_encoder(cfg: Config) -> VisionTransformer3D:
     """A randomly initialised encoder of this configuration (torch's global generator)."""
+    recipe = recipe_of(cfg.method)
     return VisionTransformer3D(
         cfg.model.size,
         cfg.grid,
         cfg.spatial.patch_size,
-        positions="learned" if cfg.method.recipe == "methods" else "rotary",
+        positions=recipe.positions,
         rope=cfg.model.rope,
-        has_mask_token=is_dense(cfg.method),
+        has_mask_token=recipe.context == "dense",
     )
-
-
-def is_dense(method: MethodConfig) -> bool:
-    """Whether the context encoder computes all positions, what is hidden replaced by the mask token."""
-    return method.recipe == "methods" or method.context == "dense"
-
-
-def recipe_name(method: MethodConfig) -> str:
-    """'vjepa2', or with what it has of another recipe: 'vjepa2 (context dense, loss l2)'."""
-    parts = {"context": method.context, "predictor": method.predictor, "loss": method.loss}
-    changed = ", ".join(f"{name} {value}" for name, value in parts.items() if value is not None)
-    return f"{method.recipe} ({changed})" if changed else method.recipe
-
-
-def per_token_l1(prediction: Tensor, target: Tensor) -> Tensor:
-    """Mean absolute difference over the features: [..., E] -> [...]."""
-    return (prediction - target).abs().mean(-1)
-
-
-def per_token_normalised_l2(prediction: Tensor, target: Tensor) -> Tensor:
-    """Mean over the features of the squared difference of L2-normalised vectors: [..., E] -> [...]."""
-    return (F.normalize(prediction, dim=-1) - F.normalize(target, dim=-1)).square().mean(-1)
-
-
-def per_token_l2(prediction: Tensor, target: Tensor) -> Tensor:
-    """Mean squared difference over the voxels of a patch: [..., V] -> [...]."""
-    return (prediction - target).square().mean(-1)
-
-
-LOSSES = {"l1": per_token_l1, "l2": per_token_l2, "normalised_l2": per_token_normalised_l2}
-RECIPE_LOSS = {"methods": "normalised_l2", "vjepa2": "l1", "mae": "l2"}
-
-
-def weighted_mean(values_BM: Tensor, weight_BM: Tensor) -> Tensor:
-    """Per-sample mean [B] over the tokens with weight; 0 where a sample has none."""
-    return (values_BM * weight_BM).sum(1) / weight_BM.sum(1).clamp(min=1.0)
 
 
 class VJEPA3D(nn.Module):
@@ -90,23 +53,21 @@ class VJEPA3D(nn.Module):
 
     def __init__(self, cfg: Config) -> None:
         super().__init__()
-        self.recipe, self.is_dense = cfg.method.recipe, is_dense(cfg.method)
-        self.loss = cfg.method.loss or RECIPE_LOSS[self.recipe]
+        self.recipe = recipe_of(cfg.method)
+        self.is_dense = self.recipe.context == "dense"
         self.dropout, self.drop_path = cfg.method.dropout, cfg.method.drop_path
         self.encoder = build_encoder(cfg)
-        self.mae_target = cfg.method.mae_target
         self.target_width = self.encoder.width
-        if self.recipe == "mae":
+        if self.recipe.target == "pixels":
             self.target_width = self.encoder.patch_embed.proj.weight[0].numel()
         self.predictor: Predictor3D | MlpPredictor
-        if self.recipe == "methods" or cfg.method.predictor == "mlp":
+        if self.recipe.predictor == "mlp":
             self.predictor = MlpPredictor(self.encoder.width)
         else:
-            method = cfg.method
             self.predictor = Predictor3D(
                 self.encoder.width,
-                method.predictor_width,
-                method.predictor_depth,
+                cfg.method.predictor_width,
+                cfg.method.predictor_depth,
                 cfg.grid,
                 cfg.model.rope,
                 out_width=self.target_width,
@@ -132,8 +93,7 @@ class VJEPA3D(nn.Module):
             noise = Stochastic(seed_B, self.dropout, self.drop_path)
         if not self.is_dense:
             return self.encoder(view_BCDHW, context_BK, noise=noise)
-        # methods hides the targets alone; vjepa2 shows the same tokens, dense or not
-        are_targets = self.recipe == "methods"
+        are_targets = self.recipe.hidden == "targets"
         shape = len(view_BCDHW), self.encoder.num_tokens
         masked_BN = torch.full(shape, not are_targets, device=view_BCDHW.device)
         masked_BN = masked_BN.scatter(1, target_BM if are_targets else context_BK, are_targets)
@@ -141,13 +101,14 @@ class VJEPA3D(nn.Module):
 
     def context_tokens(self, encoded: Tensor, context_BK: Tensor) -> Tensor:
         """[B, K, E] of the context tokens alone, from what `encode_context` returned."""
-        is_gathered = not self.is_dense or self.recipe == "methods"  # whose context is all tokens, in order
+        # where only targets are hidden, the context is all tokens in order
+        is_gathered = not self.is_dense or self.recipe.hidden == "targets"
         return encoded if is_gathered else gather_tokens(encoded, context_BK)
 
     @property
     def reads_target_view(self) -> bool:
-        """Whether a forward pass needs the target view: mae in training predicts the other view alone."""
-        return self.recipe != "mae" or not self.training
+        """Whether a forward pass needs the target view: pixel targets are those of the context view."""
+        return self.recipe.target == "features" or not self.training
 
     @torch.no_grad()
     def compute_targets(
@@ -158,16 +119,15 @@ class VJEPA3D(nn.Module):
         """
         features_BNE = None
         if self.reads_target_view:
-            assert target_view is not None, "only mae in training does without the target view"
+            assert target_view is not None, "only pixel targets in training do without the target view"
             raw_BNE = self.target_encoder(target_view).float()
-            if self.recipe == "methods":
+            if self.recipe.target_norm == "unit":
                 features_BNE = F.normalize(raw_BNE, dim=-1)
             else:
                 features_BNE = F.layer_norm(raw_BNE, raw_BNE.shape[-1:], eps=NORM_EPS)
-        if self.recipe == "mae":
-            assert self.mae_target is not None, "checked with the configuration"
-            patch = self.encoder.patch_embed.patch
-            return pixel_targets(context_view, patch, self.mae_target), features_BNE
+        if self.recipe.target == "pixels":
+            kind: PixelNorm = "plain" if self.recipe.target_norm == "plain" else "normalised"
+            return pixel_targets(context_view, self.encoder.patch_embed.patch, kind), features_BNE
         assert features_BNE is not None
         return features_BNE, features_BNE
 
@@ -191,8 +151,8 @@ class VJEPA3D(nn.Module):
             prediction_BME = self.predictor(gather_tokens(encoded, target_BM), target_valid_BM).float()
         else:
             prediction_BME = self.predictor(ctx_BKE, context_BK, target_BM).float()
-        loss_BM = LOSSES[self.loss](prediction_BME, target_BME)
-        if self.loss == "normalised_l2":
+        loss_BM = TOKEN_LOSSES[self.recipe.loss](prediction_BME, target_BME)
+        if self.recipe.loss == "normalised_l2":
             prediction_BME = F.normalize(prediction_BME, dim=-1)
         loss_B = weighted_mean(loss_BM, target_valid_BM)
         return Output(loss_B, prediction_BME, target_BME, ctx_BKE, targets_BNE, features_BNE)
@@ -214,18 +174,21 @@ def update_ema(
     enabled: Tensor | None = None,
 ) -> None:
     """target <- target + (1 - momentum) * (source - target), in place; `enabled` is a bool on the device."""
-    if enabled is None:
+    if enabled is None and not isinstance(momentum, Tensor):
         torch._foreach_lerp_(list(target), list(source), 1.0 - momentum)
         return
     # the source is finite: a skipped update left it alone
-    weight = torch.where(enabled, 1.0 - momentum, 0.0).float()
-    for held, moving in zip(target, source, strict=True):
-        held.lerp_(moving, weight)
+    weight = torch.as_tensor(1.0 - momentum, dtype=torch.float32)
+    if enabled is not None:
+        weight = torch.where(enabled, 1.0 - momentum, 0.0).float()
+    for average, latest in zip(target, source, strict=True):
+        average.lerp_(latest, weight)
 
 
 def parameter_groups(model: VJEPA3D, weight_decay: float) -> list[dict]:
     """AdamW groups: weight decay on matrices only; mask tokens, positions, norms and biases have none."""
-    decay, plain = [], []
+    decay: list[nn.Parameter] = []
+    plain: list[nn.Parameter] = []
     for name, parameter in model.trained_parameters():
         is_table = name.endswith(("pos_embed", "mask_token")) or ".mask_tokens." in name
         (plain if parameter.ndim < 2 or is_table else decay).append(parameter)

@@ -14,7 +14,7 @@ import shutil
 
 import torch
 
-from models.vit3d import Block, SelfAttention
+from models.vit3d import Block, PatchEmbed, SelfAttention
 from models.vjepa3d import VJEPA3D
 from utils.config.schema import Config
 from utils.errors import UserError
@@ -33,18 +33,20 @@ def choose_kernels(model: VJEPA3D, cfg: Config, runtime: Runtime, is_for_tpu: bo
         raise UserError(
             "train.compile: expected false with PyTorch/XLA, which compiles the whole step, found true"
         )
-    from models.kernels import xla as xla_kernels  # only here: elsewhere there is no torch_xla
-
-    if cfg.train.activation_checkpointing:
-        model.checkpoint_activations(xla_kernels.recompute_block)
+    recompute = runtime.checkpoint_function()
+    if cfg.train.activation_checkpointing and recompute is not None:
+        model.checkpoint_activations(recompute)
     if cfg.train.shard_parameters:
-        xla_kernels.keep_samples_apart(model, runtime.mesh)
+        runtime.keep_samples_apart(m for m in model.modules() if isinstance(m, Block | PatchEmbed))
     if is_for_tpu is None:
         is_for_tpu = os.environ["PJRT_DEVICE"] == "TPU"
     if is_for_tpu and cfg.model.tpu_attention == "flash":
+        from models.kernels import pallas_flash  # needs jax, which only this option does
+
+        attention = runtime.flash_attention(pallas_flash)
         for module in model.modules():
-            if isinstance(module, SelfAttention):
-                module.attention = xla_kernels.FlashAttention(runtime.mesh)
+            if isinstance(module, SelfAttention) and attention is not None:
+                module.attention = attention
 
 
 def compile_blocks(model: VJEPA3D, device: torch.device) -> None:

@@ -11,6 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from models.vjepa3d import VJEPA3D
+from utils.config.schema import Config
+from utils.runtime.single import Runtime
+
 FUSED_DEVICES = ("cpu", "cuda")
 FUSED_FLAGS = {"fused": True, "foreach": None, "capturable": False}  # of a state dict, whichever engine
 SELECTING_FLAGS = {"fused": None, "foreach": False, "capturable": True}
@@ -18,12 +22,12 @@ MOMENTS = ("step", "exp_avg", "exp_avg_sq")
 
 
 class SelectingAdamW(torch.optim.AdamW):
-    """AdamW of plain operations, everything that changes from step to step being a tensor on the device."""
+    """AdamW of plain operations; every number that changes from step to step is a tensor on the device."""
 
     found_inf: Tensor
 
     def __init__(self, groups: list[dict[str, Any]], **settings: Any) -> None:
-        super().__init__(groups, **settings, **SELECTING_FLAGS)
+        super().__init__(groups, **{**settings, **SELECTING_FLAGS})
         for group in self.param_groups:  # now, so that the first step is the same program as the next
             for weight in group["params"]:
                 zeros = {name: torch.zeros_like(weight, requires_grad=False) for name in MOMENTS[1:]}
@@ -31,7 +35,7 @@ class SelectingAdamW(torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self) -> None:  # type: ignore[override]
-        """Update, and take it back where found_inf is 1."""
+        """Update, then undo the update where found_inf is 1."""
         is_skipped = self.found_inf > 0
         del self.found_inf  # the class above refuses to see it
         weights = [weight for group in self.param_groups for weight in group["params"]]
@@ -54,3 +58,14 @@ class SelectingAdamW(torch.optim.AdamW):
         super().load_state_dict(state_dict)
         for group in self.param_groups:
             group.update(SELECTING_FLAGS)
+
+
+def shard_state(model: VJEPA3D, optimizer: torch.optim.AdamW, cfg: Config, runtime: Runtime) -> None:
+    """Spread weights, target and moments over the devices if the configuration asks for it; also after a
+    load.
+    """
+    if not cfg.train.shard_parameters:
+        return
+    values: list[Tensor] = list(model.parameters())
+    values += [state[name] for state in optimizer.state.values() for name in MOMENTS[1:]]
+    runtime.shard_parameters(values)

@@ -8,34 +8,31 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import math
-from collections.abc import Callable
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from data_setup.store.reader import PreparedStore
 from models.vjepa3d import VJEPA3D
 from models.weights.load import start_from
 from pretraining.gauges.monitor import Gauges
+from pretraining.progress import NEW_RUN, Progress
 from pretraining.rows import Rows
+from pretraining.run import Run
 from utils import storage
 from utils.checkpoint import CheckpointError, CheckpointWriter, list_steps, load_newest, to_host
 from utils.config.load import changed_keys, config_of_yaml, load_config, to_yaml
 from utils.config.schema import Config
 from utils.errors import UserError
 from utils.provenance import provenance
-from utils.runtime.processes import ALONE, Group
 from utils.runtime.single import Runtime
 
 log = logging.getLogger(__name__)
-INIT_WEIGHT_LIMIT = 0.1  # a target with more of its random initialisation is no candidate for the best
 
 
 def check_run_dir(cfg: Config) -> None:
-    """Where a run has begun, its configuration must be this one, but for what a resumed run may change."""
+    """A resumed run must have the same configuration, except for the keys that may change (schema.py)."""
     path = Path(cfg.run.dir) / "config.yaml"
     if path.exists():
         refuse_changes(load_config(path), cfg, str(path))
@@ -69,92 +66,94 @@ def claim_run_dir(cfg: Config, runtime: Runtime) -> None:
         storage.write_text(str(run_dir / name), text)
 
 
-def checkpoint_writer(cfg: Config) -> CheckpointWriter | None:
-    """The run's writer; None where train.ckpt_dir is null."""
-    if cfg.train.ckpt_dir is None:
-        return None
-    return CheckpointWriter(cfg.train.ckpt_dir, cfg.train.keep_last, cfg.data.storage_options)
-
-
-def checkpoint_state(
-    cfg: Config,
-    store: PreparedStore,
-    rows: Rows,
-    model: VJEPA3D,
-    optimizer: torch.optim.Optimizer,
-    gauges: Gauges,
-    progress: dict[str, Any],
-) -> dict[str, Any]:
-    """Everything that the next step, and an evaluation, depend on."""
-    return {
-        "step": progress["step"],
-        "model": model.state_dict(),
-        "optimizer": optimizer.state_dict(),
-        "gauge": gauges.state_dict(),
-        "progress": progress,
-        "config": to_yaml(cfg),
-        "recipe": cfg.method.recipe,
-        "normalisation": store.attrs["normalisation"],
-        "synthetic": bool(store.attrs["synthetic"]),
-        "participants": sorted(set(progress["inherited"]) | rows.participants),
-        "rows_sha256": rows_checksum(rows, store),
-    }
-
-
 def rows_checksum(rows: Rows, store: PreparedStore) -> str:
     """The data order rests on which volumes are trained on, in which order; this names them."""
     checksums = store.index.loc[rows.train, "checksum"]
     return hashlib.sha256(repr([*zip(rows.train.tolist(), checksums, strict=True)]).encode()).hexdigest()
 
 
-def restore(
-    cfg: Config,
-    store: PreparedStore,
-    rows: Rows,
-    model: VJEPA3D,
-    optimizer: torch.optim.Optimizer,
-    gauges: Gauges,
-    group: Group = ALONE,
-) -> dict[str, Any]:
+def checkpoint_state(run: Run, gauges: Gauges, progress: Progress) -> dict[str, Any]:
+    """Everything that the next step, and an evaluation, depend on."""
+    return {
+        "step": progress.step,
+        "model": run.model.state_dict(),
+        "optimizer": run.optimizer.state_dict(),
+        "gauge": gauges.state_dict(),
+        "progress": progress.state_dict(),
+        "config": to_yaml(run.cfg),
+        "recipe": run.cfg.method.recipe,
+        "normalisation": run.store.attrs["normalisation"],
+        "synthetic": bool(run.store.attrs["synthetic"]),
+        "participants": sorted(set(progress.inherited) | run.rows.participants),
+        "rows_sha256": rows_checksum(run.rows, run.store),
+    }
+
+
+class Checkpoints:
+    """Writes a run's checkpoints, under the names that the loop asks for. Every process calls the same
+    methods; the first one writes, and only where train.ckpt_dir is set.
+    """
+
+    def __init__(self, run: Run, gauges: Gauges, progress: Progress, keep_every: int) -> None:
+        self.parts = run, gauges, progress
+        self.keep_every = keep_every
+        self.saved = progress.step
+        self.writer: CheckpointWriter | None = None
+        cfg = run.cfg
+        if run.runtime.group.is_first and cfg.train.ckpt_dir is not None:
+            self.writer = CheckpointWriter(cfg.train.ckpt_dir, cfg.train.keep_last, cfg.data.storage_options)
+
+    def save(self, names: list[str], *, with_step: bool) -> None:
+        """Write the present state under these names and, last, the step's: with it, the others are there."""
+        run, gauges, progress = self.parts
+        if with_step:
+            names = [*names, f"step_{progress.step:08d}"]
+            self.saved = progress.step
+        if not names or (self.writer is None and not run.runtime.is_sharded):
+            return
+        state = run.runtime.full_state(checkpoint_state(run, gauges, progress))
+        if self.writer is not None:
+            self.writer.save(state, names, permanent=progress.step % self.keep_every == 0)
+
+    def wait(self) -> None:
+        """Let the checkpoint under way be written, so that it can be named."""
+        if self.writer is not None:
+            self.writer.wait()
+
+    def close(self) -> None:
+        """Write what has not been written, where the run was stopped, and end."""
+        if self.parts[2].step > self.saved:
+            self.save([], with_step=True)
+        if self.writer is not None:
+            self.writer.close()
+
+
+def restore(run: Run, gauges: Gauges) -> Progress:
     """Load this run's newest intact checkpoint, else method.init_from, else nothing; returns the progress.
 
     The first process of the group reads, and the others take over what it has: checkpoints may be on its disk
     alone, and all must start from one of them.
     """
-    progress = _load(cfg, store, rows, model, optimizer, gauges) if group.is_first else {}
-    if group.size == 1:
-        return progress
-    checksums = group.collect(rows_checksum(rows, store))
-    if len(set(checksums)) > 1:
-        raise UserError(
-            f"{cfg.data.store}: expected the same training volumes on every process, found others"
-        )
-    parts = (model.state_dict(), optimizer.state_dict(), gauges.state_dict(), progress)
-    own_parts = to_host(parts) if group.is_first else None
-    of_model, of_optimizer, of_gauges, progress = group.broadcast(own_parts)
-    if not group.is_first:
-        model.load_state_dict(of_model)
-        optimizer.load_state_dict(of_optimizer)
-        gauges.load_state_dict(of_gauges)
-    return progress
+    group = run.runtime.group
+    state = _load(run, gauges) if group.is_first else NEW_RUN
+    if group.size > 1:
+        checksums = group.gather_objects(rows_checksum(run.rows, run.store))
+        if len(set(checksums)) > 1:
+            raise UserError(
+                f"{run.cfg.data.store}: expected the same training volumes on every process, found others"
+            )
+        parts = (run.model.state_dict(), run.optimizer.state_dict(), gauges.state_dict(), state)
+        own_parts = to_host(parts) if group.is_first else parts  # the others' are ignored
+        of_model, of_optimizer, of_gauges, state = group.broadcast(own_parts)
+        if not group.is_first:
+            run.model.load_state_dict(of_model)
+            run.optimizer.load_state_dict(of_optimizer)
+            gauges.load_state_dict(of_gauges)
+    return Progress(run.runtime, state)
 
 
-def _load(
-    cfg: Config,
-    store: PreparedStore,
-    rows: Rows,
-    model: VJEPA3D,
-    optimizer: torch.optim.Optimizer,
-    gauges: Gauges,
-) -> dict[str, Any]:
-    progress: dict[str, Any] = {
-        "step": 0,
-        "bad_run": 0,
-        "bad_total": 0,
-        "init_weight": 1.0,  # share of the random initialisation in the target
-        "best": {},
-        "inherited": [],  # participants that the weights of method.init_from saw
-    }
+def _load(run: Run, gauges: Gauges) -> Mapping[str, Any]:
+    cfg, store = run.cfg, run.store
     state = None
     if cfg.train.ckpt_dir is not None:
         state = load_newest(cfg.train.ckpt_dir, cfg.data.storage_options)
@@ -162,22 +161,21 @@ def _load(
         where = str(cfg.train.ckpt_dir)
         began_as = config_of_yaml(state["config"], where)
         refuse_changes(began_as, cfg, where, moved=("run.dir", "train.ckpt_dir"))
-        if state["rows_sha256"] != rows_checksum(rows, store):
+        if state["rows_sha256"] != rows_checksum(run.rows, store):
             raise UserError(
-                f"{cfg.train.ckpt_dir}: expected the training volumes of {cfg.data.store} as the run began, "
-                f"found others ({len(rows.train)}); a store that changed needs another run.dir with "
+                f"{where}: expected the training volumes of {cfg.data.store} as the run began, "
+                f"found others ({len(run.rows.train)}); a store that changed needs another run.dir with "
                 "method.init_from"
             )
-        load_weights(model, state, store, cfg.train.ckpt_dir or "")
-        optimizer.load_state_dict(state["optimizer"])
+        load_weights(run.model, state, store, where)
+        run.optimizer.load_state_dict(state["optimizer"])
         gauges.load_state_dict(state["gauge"])
-        log.info("resuming from step %d of %s", state["step"], cfg.train.ckpt_dir)
+        log.info("resuming from step %d of %s", state["step"], where)
         return state["progress"]
     if cfg.method.init_from is not None:
-        start = start_from(model, cfg, store.attrs["normalisation"])
-        progress["inherited"] = start.participants
-        progress["init_weight"] = start.init_weight
-    return progress
+        start = start_from(run.model, cfg, store.attrs["normalisation"])
+        return {**NEW_RUN, "inherited": start.participants, "init_weight": start.init_weight}
+    return NEW_RUN
 
 
 def load_weights(model: VJEPA3D, state: dict[str, Any], store: PreparedStore, where: str) -> None:
@@ -194,54 +192,6 @@ def load_weights(model: VJEPA3D, state: dict[str, Any], store: PreparedStore, wh
     except RuntimeError as error:
         lines = [line.strip() for line in str(error).splitlines()[1:]]
         raise CheckpointError(f"{where}: the weights do not fit the configuration: {lines[0]}") from error
-
-
-def best_names(
-    progress: dict[str, Any],
-    measured: dict[str, float | None],
-    *,
-    skill_position: float | None,
-    is_warm: bool,
-) -> list[str]:
-    """Names under which this checkpoint is to be kept, because a measure is the best so far after warm-up.
-
-    best_probe: highest val/probe. Without labels best_rankme: highest val/rankme with init_weight < 0.1 and
-    skill_position > 0. best_val_loss: lowest val/loss; for the record, not for choosing.
-    """
-    if not is_warm:
-        return []
-    scores: dict[str, float] = {}
-    if measured["val/probe"] is not None:
-        scores["best_probe"] = measured["val/probe"]
-    elif progress["init_weight"] < INIT_WEIGHT_LIMIT and (skill_position or 0.0) > 0:
-        scores |= {} if measured["val/rankme"] is None else {"best_rankme": measured["val/rankme"]}
-    if measured["val/loss"] is not None and math.isfinite(measured["val/loss"]):
-        scores["best_val_loss"] = -measured["val/loss"]
-    best = progress["best"]
-    names = [name for name, score in scores.items() if name not in best or score >= best[name]]
-    best.update({name: scores[name] for name in names})
-    return names
-
-
-class NotFiniteError(RuntimeError):
-    """Too many updates in a row had a loss or a gradient that is not finite."""
-
-
-def report_bad_steps(
-    cfg: Config,
-    longest_bad_run: int,
-    recent: list[tuple[int, torch.Tensor]],
-    rows_of_step: Callable[[int], list[int]],
-) -> None:
-    """Name the skipped updates since the last log line; NotFiniteError after max_bad_steps in a row."""
-    skipped = [f"step {step}: rows {rows_of_step(step)}" for step, ok in recent if not bool(ok)]
-    for text in skipped:
-        log.warning("update skipped, loss or gradient not finite: %s of the store", text)
-    if longest_bad_run >= cfg.train.max_bad_steps:
-        raise NotFiniteError(
-            f"loss or gradient not finite in {longest_bad_run} updates in a row (train.max_bad_steps "
-            f"{cfg.train.max_bad_steps}); last: {'; '.join(skipped[-3:])}"
-        )
 
 
 def last_good(cfg: Config) -> str:

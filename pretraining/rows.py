@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from data_setup.manifest import load_labels, pretraining_split, wanted_values
+from data_setup.manifest import load_labels, wanted_values
+from data_setup.splits import pretraining_split
 from data_setup.store.reader import PreparedStore
 from utils.config.schema import Config
 from utils.errors import UserError
@@ -50,8 +51,8 @@ def open_rows(cfg: Config, store: PreparedStore) -> Rows:
         person_of_row={int(r): p for r, p in person.items()},
         val_source=source,
     )
-    for name, found in (("training", rows.train), ("validation", rows.val)):
-        if len(found) == 0:
+    for name, side_rows in (("training", rows.train), ("validation", rows.val)):
+        if len(side_rows) == 0:
             raise UserError(
                 f"{cfg.data.store}: expected {name} volumes, found none among {len(index)} kept rows"
             )

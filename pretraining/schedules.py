@@ -6,14 +6,17 @@ Step s is the s-th update, 0 <= s < total_steps. Nothing here has state, so resu
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import numpy as np
 
+from utils.config.recipes import recipe_of
 from utils.config.schema import Config
 from utils.errors import ConfigError
 
 EMA_HALF_LIFE = 0.05  # of the run
 EMA_MAXIMUM = 0.9995
+INIT_WEIGHT_LIMIT = 0.1  # a target with more of its random initialisation is no candidate for the best
 
 
 def total_steps(cfg: Config, num_volumes: int) -> int:
@@ -26,14 +29,14 @@ def total_steps(cfg: Config, num_volumes: int) -> int:
 
 
 def learning_rate(cfg: Config, step: int, total: int) -> float:
-    """Linear warm-up, then a cosine to the minimum (methods) or constant and a linear cool-down (others)."""
+    """Linear warm-up, then as `Recipe.lr`: a cosine to the minimum, or constant and a linear cool-down."""
     optim = cfg.optim
     if not optim.use_scheduler:
         return optim.base_lr
     warmup = round(optim.warmup_ratio * total)
     if step < warmup:
         return optim.base_lr * (step + 1) / warmup
-    if cfg.method.recipe == "methods":
+    if recipe_of(cfg.method).lr == "cosine":
         progress = (step - warmup) / max(1, total - 1 - warmup)
         factor = optim.min_lr_ratio + (1 - optim.min_lr_ratio) * (1 + math.cos(math.pi * progress)) / 2
         return optim.base_lr * factor
@@ -45,9 +48,9 @@ def learning_rate(cfg: Config, step: int, total: int) -> float:
 
 
 def ema_momentum(cfg: Config, step: int, total: int) -> float:
-    """methods: cosine from ema_base to 1; others: constant, by default a half-life of 5 % of the run."""
+    """As `Recipe.ema`: a cosine from ema_base to 1, or constant, by default a half-life of 5 % of the run."""
     base = cfg.method.ema_base
-    if cfg.method.recipe == "methods":
+    if recipe_of(cfg.method).ema == "cosine":
         assert base is not None, "checked with the configuration"
         return 1 - (1 - base) * (1 + math.cos(math.pi * step / max(1, total - 1))) / 2
     return base if base is not None else min(EMA_MAXIMUM, 0.5 ** (1 / max(1.0, EMA_HALF_LIFE * total)))
@@ -57,3 +60,35 @@ def init_weight(cfg: Config, steps_done: int, total: int) -> float:
     """Share of the random initialisation left in the target after so many updates: the product of momenta."""
     momenta = [ema_momentum(cfg, step, total) for step in range(steps_done)]
     return float(np.prod(momenta)) if momenta else 1.0
+
+
+@dataclass(frozen=True)
+class Calendar:
+    """What happens after how many updates."""
+
+    total: int
+    log_every: int
+    validate_every: int
+    save_every: int
+    keep_every: int  # checkpoints that are never deleted
+
+    @classmethod
+    def of(cls, cfg: Config, num_volumes: int) -> Calendar:
+        epoch = max(1, round(num_volumes / cfg.train.global_batch_size))  # in updates
+        keep = cfg.train.ckpt_every_epochs * epoch
+        return cls(
+            total=total_steps(cfg, num_volumes),
+            log_every=cfg.train.log_every_steps,
+            validate_every=cfg.train.val_every_steps or epoch,
+            save_every=cfg.train.ckpt_every_steps or keep,
+            keep_every=keep,
+        )
+
+    def logs(self, done: int) -> bool:
+        return done % self.log_every == 0 or done in (1, self.total)
+
+    def validates(self, done: int) -> bool:
+        return done % self.validate_every == 0 or done == self.total
+
+    def saves(self, done: int) -> bool:
+        return done % self.save_every == 0 or done % self.keep_every == 0 or done == self.total

@@ -9,26 +9,47 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from data_setup.normalisation import normalise
-from models.regularisers import Regulariser, SigReg, Statistics, VicReg, surrogate
+from data_setup.loader import Batch
+from data_setup.normalisation import view
+from models.losses import Regulariser, SigReg, Statistics, VicReg, surrogate
 from models.vjepa3d import VJEPA3D, Output, parameter_groups
 from pretraining.optimizer import FUSED_DEVICES, SelectingAdamW
 from utils.config.schema import Config
 from utils.runtime.processes import ALONE
 from utils.runtime.single import Runtime
 
-Batch = dict[str, Tensor]
-Lap = Callable[[str], None]  # called with the name of the part that has just ended
 SIGREG_DIRECTIONS = 256
 
 
-def unheard(_part: str) -> None:
-    """The Lap of a step that nobody times."""
+class Update(NamedTuple):
+    """Which update this is. With `enabled=False` it does all of its work and moves nothing."""
+
+    step: int
+    lr: float
+    momentum: float
+    enabled: bool = True
+
+
+def ignore(*_: object) -> None:
+    """Do nothing: nobody watches."""
+
+
+class Watch(NamedTuple):
+    """Who watches an update: `observe` sees every micro-batch with its output, `lap` hears which part
+    (forward, backward, logging, update) has just been handed to the device.
+    """
+
+    observe: Callable[[Output, Batch], None] = ignore
+    lap: Callable[[str], None] = ignore
+
+
+UNWATCHED = Watch()
 
 
 @dataclass
@@ -48,17 +69,6 @@ def build_optimizer(model: VJEPA3D, cfg: Config) -> torch.optim.AdamW:
     if next(model.parameters()).device.type in FUSED_DEVICES:
         return torch.optim.AdamW(groups, lr=lr, betas=betas, fused=True)
     return SelectingAdamW(groups, lr=lr, betas=betas)
-
-
-def view(batch: Batch, number: int) -> Tensor:
-    """The context view (0) or the target view (1), [B, 1, D, H, W], with its own intensities."""
-    common = (batch["volume"], batch["matrix"], batch["valid_box"], batch["mean"], batch["std"])
-    return normalise(*common, batch["intensity"][:, number], batch["noise_seed"][:, number])
-
-
-def views(batch: Batch) -> tuple[Tensor, Tensor]:
-    """The context view and the target view [B, 1, D, H, W]: one geometry, each its own intensities."""
-    return view(batch, 0), view(batch, 1)
 
 
 def predict(model: VJEPA3D, batch: Batch, runtime: Runtime, *, stochastic: bool) -> Output:
@@ -109,20 +119,12 @@ def train_step(
     batches: list[Batch],
     cfg: Config,
     runtime: Runtime,
-    step: int,
-    lr: float,
-    momentum: float,
-    observe: Callable[[Output, Batch], None] | None = None,
-    lap: Lap = unheard,
-    enabled: bool = True,
+    update: Update,
+    watch: Watch = UNWATCHED,
 ) -> StepResult:
-    """Update number `step` on this process's micro-batches of one global batch; the result is the batch's.
-
-    `observe` sees every micro-batch with its output, `lap` is told when forward, backward, logging (observe)
-    and update have been handed to the device. `enabled=False` does all the work and moves nothing.
-    """
+    """One update from this process's micro-batches of one global batch; the result is the whole batch's."""
     samples = cfg.train.global_batch_size
-    regulariser = build_regulariser(cfg, model, step)
+    regulariser = build_regulariser(cfg, model, update.step)
     weight = cfg.method.regulariser_weight
     means: Statistics | None = None
     if regulariser is not None and len(batches) > 1:
@@ -144,29 +146,28 @@ def train_step(
             penalty, gradient = surrogate(regulariser, means)
             linear = sum((g * s).sum() for g, s in zip(gradient, local, strict=True))
             objective = objective + weight * linear
-        lap("forward")
+        watch.lap("forward")
         objective.backward()
-        lap("backward")
-        if observe is not None:
-            observe(output, batch)
-        lap("logging")
+        watch.lap("backward")
+        watch.observe(output, batch)
+        watch.lap("logging")
         loss_sum = loss_sum + prediction_loss.detach()
 
     parameters = [p for _, p in model.trained_parameters()]
     runtime.group.sum_gradients(parameters)
     loss_sum = runtime.group.sum(loss_sum)
     grad_norm = torch.nn.utils.clip_grad_norm_(parameters, cfg.optim.clip_grad_norm)
-    is_finite = torch.isfinite(grad_norm) & torch.isfinite(loss_sum) & enabled
+    is_finite = torch.isfinite(grad_norm) & torch.isfinite(loss_sum) & update.enabled
     for group in optimizer.param_groups:
-        group["lr"] = lr
+        group["lr"] = update.lr
     # the optimizer's own select: with found_inf = 1 neither parameters nor moments nor its step count move
-    optimizer.found_inf = 1.0 - is_finite.float()
+    optimizer.found_inf = 1.0 - is_finite.float()  # type: ignore[attr-defined]  # read by the fused kernels
     optimizer.step()
-    model.update_target(runtime.scalar(momentum), is_finite)
+    model.update_target(runtime.scalar(update.momentum), is_finite)
     with torch.no_grad():
         for name, buffer in model.named_buffers():
             buffer.copy_(torch.where(is_finite, buffer, buffers[name]))
-    lap("update")
+    watch.lap("update")
     return StepResult(loss_sum, penalty, grad_norm, is_finite)
 
 
@@ -178,10 +179,10 @@ def trial_step(
     Leaves no trace either when it runs out of memory half-way. It needs no other process, since another may
     run out of memory alone.
     """
-    by_itself = replace(runtime, group=ALONE)
+    single_process = replace(runtime, group=ALONE)
     buffers = {name: b.clone() for name, b in model.named_buffers()}
     try:
-        train_step(model, optimizer, [batch], cfg, by_itself, 0, 0.0, 1.0, enabled=False)
+        train_step(model, optimizer, [batch], cfg, single_process, Update(0, 0.0, 1.0, enabled=False))
         runtime.synchronise()
     finally:
         optimizer.zero_grad(set_to_none=True)

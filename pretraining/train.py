@@ -8,42 +8,35 @@ processes; all of them take the same decisions, and the first alone writes.
 
 from __future__ import annotations
 
+from utils.cli import answer_early, parse_cli, run_cli
+
+if __name__ == "__main__":  # torch and MONAI take seconds to import
+    answer_early("pretraining.train", __doc__ or "")
+
 import logging
 import multiprocessing
-import time
-from contextlib import ExitStack, closing
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import replace
 from functools import partial
 
 import torch
 
-from data_setup.store.reader import PreparedStore
-from models.vjepa3d import VJEPA3D
-from pretraining.engine_kernels import choose_kernels
+from data_setup.loader import Batch
 from pretraining.gauges.alarms import closing as closing_lines
 from pretraining.gauges.monitor import Gauges, TargetMotion, target_drift, update_ratio
 from pretraining.gauges.profiling import StepTrace
 from pretraining.gauges.skill import SkillGauge
 from pretraining.gauges.throughput import Throughput
-from pretraining.gauges.validation import snapshot, validate
-from pretraining.resume import (
-    NotFiniteError,
-    best_names,
-    check_run_dir,
-    checkpoint_state,
-    checkpoint_writer,
-    claim_run_dir,
-    last_good,
-    report_bad_steps,
-    restore,
-)
-from pretraining.rows import Rows, open_rows
-from pretraining.schedules import ema_momentum, learning_rate, total_steps
-from pretraining.sharding import shard_state
-from pretraining.step import Batch, build_optimizer, train_step, trial_step
+from pretraining.gauges.validation import Validation, snapshot
+from pretraining.optimizer import shard_state
+from pretraining.progress import NotFiniteError, Progress
+from pretraining.resume import Checkpoints, check_run_dir, claim_run_dir, last_good, restore
+from pretraining.run import Run, open_run
+from pretraining.schedules import Calendar, ema_momentum, learning_rate
+from pretraining.step import StepResult, Update, Watch, train_step
 from pretraining.trial import log_start, next_or_stop, open_loader, rows_of_step, settle_memory
 from utils import storage
-from utils.cli import parse_cli, run_cli
-from utils.config.load import accumulation_steps
 from utils.config.schema import Config
 from utils.errors import EXIT_USER_ERROR, UserError
 from utils.log import NoLog, RunLog, log_failure, setup_logging
@@ -76,206 +69,167 @@ def train(cfg: Config) -> int:
             raise UserError(f"{error}. {last_good(cfg)}") from error
         except NotFiniteError as error:
             raise UserError(f"{error}. {last_good(cfg)}") from error
+        except UserError:
+            raise
         except RuntimeError as error:
-            if isinstance(error, UserError) or not is_out_of_memory(error):
+            if not is_out_of_memory(error):
                 raise
-            told = f"out of memory, although a trial step fitted. {last_good(cfg)}"
-            raise UserError(told) from error
+            message = f"out of memory, although a trial step fitted. {last_good(cfg)}"
+            raise UserError(message) from error
 
 
 def _leave_word(runtime: Runtime, _kind: object, error: BaseException | None, _trace: object) -> None:
-    """What ends the run goes into its log, and to the processes that are left behind."""
+    """Log the failure and tell the other processes."""
     if error is not None:
         log_failure(error)
         for worker in multiprocessing.active_children():
             worker.kill()  # one that hangs would keep this process, and with it the others, from ending
-        told = error if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
-        runtime.group.tell(str(told))
+        text = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
+        runtime.group.leave_message(text)
 
 
 def _train(cfg: Config, runtime: Runtime, stack: ExitStack) -> int:
-    # build
-    accumulation_steps(cfg.train, runtime.num_devices)
+    # build, and restore: this run, else init_from, else scratch
     is_first = runtime.group.is_first
     if is_first:
         check_run_dir(cfg)
-    store = PreparedStore.open(cfg.data.store, cfg.data.storage_options, cfg.data.cache_dir)
-    store.require_geometry(cfg.spatial)
-    rows = open_rows(cfg, store)
-    total = total_steps(cfg, len(rows.train))
-    torch.manual_seed(cfg.seed)
-    model = VJEPA3D(cfg).to(runtime.device).train()
-    choose_kernels(model, cfg, runtime)
-    optimizer = build_optimizer(model, cfg)
-    skill = SkillGauge.of_model(model, runtime.device)
-    gauges = Gauges(
-        skill,
-        cfg.train.global_batch_size,
-        runtime.group,
-        runtime.read,
-        has_fixed_targets=model.recipe == "mae",
-    )
-
-    # restore: this run, else init_from, else scratch
-    progress = restore(cfg, store, rows, model, optimizer, gauges, runtime.group)
-    start = progress["step"]
+    run = open_run(cfg, runtime)
+    model, optimizer = run.model, run.optimizer
+    gauges = open_gauges(run)
+    progress = restore(run, gauges)
     shard_state(model, optimizer, cfg, runtime)
-
-    # one trial step settles the memory and proves that no target leaks into the context
+    calendar = Calendar.of(cfg, len(run.rows.train))
+    start, total = progress.step, calendar.total
     if start >= total:
         log.info("nothing to do: the run is at step %d of %d", start, total)
         runtime.group.close()
         return 0
-    fitting = settle_memory(cfg, store, rows, model, optimizer, runtime, start, trial_step)
-    run_log: RunLog | NoLog = NoLog()
-    writer = None
-    if is_first:
-        claim_run_dir(cfg, runtime)
-        run_log = RunLog(cfg, start, total, synthetic=bool(store.attrs["synthetic"]))
-        stack.enter_context(closing(run_log))
-        writer = checkpoint_writer(cfg)
-    log_start(fitting, model, rows, runtime, start, total)
-    speed = Throughput(fitting, model, runtime)
-    speed.log_start()
-    trace = StepTrace(cfg, runtime, start)
-    stack.callback(trace.close)
-    loader = open_loader(fitting, store, rows, runtime, start, total)
+    # one trial step settles the memory and proves that no target leaks into the context
+    checkpoints = Checkpoints(run, gauges, progress, calendar.keep_every)
+    run = settle_memory(run, start)
+    run_log = stack.enter_context(open_log(replace(run, cfg=cfg), start))
+    clock = Throughput(run.cfg, model, runtime)
+    log_start(run, clock, start)
+    trace = stack.enter_context(closing(StepTrace(cfg, runtime, start)))
+    loader = open_loader(run, start, total)
     batches = iter(loader)
-    if writer is not None:
-        stack.callback(writer.wait)
-    motion, moves = TargetMotion(model, runtime.read), runtime.place(torch.tensor(0))
-    steps_per_epoch = max(1, round(len(rows.train) / cfg.train.global_batch_size))
-    val_every = cfg.train.val_every_steps or steps_per_epoch
-    save_every = cfg.train.ckpt_every_steps or cfg.train.ckpt_every_epochs * steps_per_epoch
-    keep_every = cfg.train.ckpt_every_epochs * steps_per_epoch
+    stack.callback(checkpoints.wait)
+    motion, validation = TargetMotion(model, runtime.to_torch), Validation(run)
     if start == 0:
-        first = runtime.group.broadcast(validate(model, fitting, store, rows, runtime))
-        report(run_log, gauges, 0, {**first, "ema/init_weight": progress["init_weight"]})
-        show_snapshots(model, cfg, store, rows, runtime, run_log, 0)
-
-    recent: list[tuple[int, torch.Tensor]] = []  # steps since the last log line, and whether they were finite
-    bad_run = runtime.place(torch.tensor(progress["bad_run"]))
-    bad_total = runtime.place(torch.tensor(progress["bad_total"]))
-    worst_run = runtime.place(torch.tensor(progress["bad_run"]))
-    left = runtime.place(torch.tensor(progress["init_weight"], dtype=torch.float64))
-    validated = time.perf_counter()
-    done = saved = start
-    runtime.end_step()
-
-    def save(names: list[str]) -> None:
-        if not names or (writer is None and not runtime.is_sharded):
-            return
-        progress.update(step=done, bad_run=int(bad_run), bad_total=int(bad_total), init_weight=float(left))
-        state = runtime.gather(checkpoint_state(cfg, store, rows, model, optimizer, gauges, progress))
-        if writer is not None:
-            writer.save(state, names, permanent=done % keep_every == 0)
-
-    speed.restart()
+        measured = validation(with_share=False)
+        report(run_log, gauges, 0, {**measured, "ema/init_weight": progress.init_weight})
+        show_snapshots(run, run_log, 0)
+    validation.restart()
+    runtime.mark_step()
+    clock.restart()
     for step in range(start, total):
         if trace.at(step):
-            speed.restart()  # writing it was no part of a step
-        speed.lap("other")
+            clock.restart()  # writing it was no part of a step
+        clock.lap("other")
         on_host = next_or_stop(batches, runtime, cfg.data.data_timeout_s)
         if on_host is None:
             break
-        micro_batches: list[Batch] = [runtime.to_device(b) for b in on_host]
-        speed.lap("data_wait")
-        done = step + 1
-        last = done == total
-        is_logged = done % cfg.train.log_every_steps == 0 or last or done == 1
-        is_validated = done % val_every == 0 or last
-        lr, momentum = learning_rate(cfg, step, total), ema_momentum(cfg, step, total)
-
-        gauges.begin(measure=is_logged or is_validated)
-        result = train_step(
-            model, optimizer, micro_batches, cfg, runtime, step, lr, momentum, gauges.observe, speed.lap
-        )
-        kept = runtime.scalar(momentum)
-        bad_run = torch.where(result.is_finite, 0, bad_run + 1)
-        worst_run = torch.maximum(worst_run, bad_run)
-        bad_total = bad_total + (~result.is_finite).long()
-        moves = moves + (result.is_finite & (kept < 1)).long()
-        left = left * torch.where(result.is_finite, kept, 1.0)
-        recent.append((step, result.is_finite))
-        if is_logged or is_validated:
-            runtime.end_step()  # now, so that what is read below does not compute it once more
-        speed.lap("other")
-        measured_gauges = gauges.finish()
-        speed.lap("logging")
-        runtime.end_step()
-        speed.end_step()
-
-        if is_logged:
+        micro_batches = [runtime.to_device(batch) for batch in on_host]
+        clock.lap("data_wait")
+        done, is_last = step + 1, step + 1 == total
+        is_read = calendar.logs(done) or calendar.validates(done)
+        update = Update(step, learning_rate(cfg, step, total), ema_momentum(cfg, step, total))
+        gauges.begin(measure=is_read)
+        watch = Watch(gauges.observe, clock.lap)
+        result = train_step(model, optimizer, micro_batches, cfg, runtime, update, watch)
+        progress.count(step, result.is_finite, update.momentum)
+        if is_read:
+            runtime.mark_step()  # now, so that what is read below does not compute it once more
+        clock.lap("other")
+        gauge_values = gauges.finish()
+        clock.lap("logging")
+        runtime.mark_step()
+        clock.end_step()
+        if calendar.logs(done):
             runtime.synchronise()
-            pace = speed.metrics()
-            valid_tokens = sum(runtime.read(b["context_valid"]).sum() for b in micro_batches)
-            report(
-                run_log,
-                gauges,
-                done,
-                {
-                    "train/loss": float(result.loss),
-                    "train/regulariser": None if result.regulariser is None else float(result.regulariser),
-                    "train/lr": lr,
-                    "train/grad_norm": float(result.grad_norm),
-                    "train/update_ratio": float(update_ratio(optimizer)),
-                    "train/ema_momentum": momentum,
-                    "ema/init_weight": float(left),
-                    "ema/drift": float(target_drift(model)),
-                    **measured_gauges,
-                    "train/bad_steps": int(bad_total),
-                    "train/valid_context_tokens": float(runtime.group.sum(valid_tokens))
-                    / cfg.train.global_batch_size,
-                    **pace,
-                },
-            )
+            pace = clock.metrics()
+            values = step_metrics(run, update, result, progress, micro_batches)
+            report(run_log, gauges, done, {**values, **gauge_values, **pace})
             if is_first:
-                report_bad_steps(cfg, int(worst_run), recent, partial(rows_of_step, loader))
-            recent, worst_run = [], runtime.place(torch.tensor(0))
-            speed.lap("logging")
+                progress.check_finite(cfg, partial(rows_of_step, loader))
+            progress.forget_recent()
+            clock.lap("logging")
         elif step == start:
-            speed.restart()  # a resumed run starts its loader here
+            clock.restart()  # a resumed run starts its loader here
         run_log.bar.update()
-
         names: list[str] = []
-        if is_validated:
-            motion.check(model, int(moves))
-            moves = runtime.place(torch.tensor(0))
-            began = time.perf_counter()
-            measured = runtime.group.broadcast(validate(model, fitting, store, rows, runtime))
-            now = time.perf_counter()
-            measured["perf/validation_fraction"] = (now - began) / (now - validated)
-            validated = now
-            progress["init_weight"] = float(left)
+        if calendar.validates(done):
+            motion.check(model, progress.take_moves())
+            measured = validation()
             report(run_log, gauges, done, measured)
-            names = best_names(
-                progress,
-                measured,
-                skill_position=measured_gauges["train/skill_position"],
-                is_warm=done >= cfg.optim.warmup_ratio * total,
-            )
-            speed.restart()
-        if last:
-            show_snapshots(model, cfg, store, rows, runtime, run_log, done)
-        if done % save_every == 0 or done % keep_every == 0 or last:
-            names = [*names, f"step_{done:08d}"]  # the step comes last: with it, the others are there
-            saved = done
-        save(names)
-    if done > saved:  # stopped
-        save([f"step_{done:08d}"])
-    if writer is not None:
-        writer.close()
+            is_warm = done >= cfg.optim.warmup_ratio * total
+            names = progress.best_names(measured, gauge_values["train/skill_position"], is_warm=is_warm)
+            clock.restart()
+        if is_last:
+            show_snapshots(run, run_log, done)
+        checkpoints.save(names, with_step=calendar.saves(done))
+    checkpoints.close()
     runtime.group.close()
+    finish(cfg, gauges, progress, total, run_log)
+    return 0
+
+
+@contextmanager
+def open_log(run: Run, start: int) -> Iterator[RunLog | NoLog]:
+    """The log of a run that begins now, or goes on; the first process alone writes one."""
+    if not run.runtime.group.is_first:
+        yield NoLog()
+        return
+    claim_run_dir(run.cfg, run.runtime)
+    synthetic = bool(run.store.attrs["synthetic"])
+    with closing(RunLog(run.cfg, start, run.total_steps, synthetic=synthetic)) as run_log:
+        yield run_log
+
+
+def open_gauges(run: Run) -> Gauges:
+    """The gauges of a run's global batch."""
+    runtime = run.runtime
+    skill = SkillGauge.of_model(run.model, runtime.device)
+    batch = run.cfg.train.global_batch_size
+    fixed = run.model.recipe.has_fixed_targets
+    return Gauges(skill, batch, runtime.group, runtime.to_torch, has_fixed_targets=fixed)
+
+
+def step_metrics(
+    run: Run, update: Update, result: StepResult, progress: Progress, micro_batches: list[Batch]
+) -> dict[str, float | None]:
+    """The metrics of one update; every process calls this, since it sums over them."""
+    runtime = run.runtime
+    counts = [runtime.to_torch(batch["context_valid"]).sum() for batch in micro_batches]
+    valid_tokens = torch.stack(counts).sum()
+    return {
+        "train/loss": float(result.loss),
+        "train/regulariser": None if result.regulariser is None else float(result.regulariser),
+        "train/lr": update.lr,
+        "train/grad_norm": float(result.grad_norm),
+        "train/update_ratio": float(update_ratio(run.optimizer)),
+        "train/ema_momentum": update.momentum,
+        "ema/init_weight": progress.init_weight,
+        "ema/drift": float(target_drift(run.model)),
+        "train/bad_steps": progress.bad_total,
+        "train/valid_context_tokens": float(runtime.group.sum(valid_tokens))
+        / run.cfg.train.global_batch_size,
+    }
+
+
+def finish(cfg: Config, gauges: Gauges, progress: Progress, total: int, run_log: RunLog | NoLog) -> None:
+    """Log how the run ended and what to do next; a finished one hands its best checkpoints on."""
     for line in closing_lines(gauges.alarms.raised):
         log.info("%s", line)
-    if done < total:
+    if progress.step < total:
         next_time = "to go on" if cfg.train.ckpt_dir is not None else "to start anew (train.ckpt_dir is null)"
-        log.info("stopped by SIGTERM at step %d of %d; run the same command again %s", done, total, next_time)
-    else:
-        for name in progress["best"] if cfg.train.ckpt_dir is not None else ():
+        text = "stopped by SIGTERM at step %d of %d; run the same command again %s"
+        log.info(text, progress.step, total, next_time)
+        return
+    if cfg.train.ckpt_dir is not None:
+        for name in progress.best:
             run_log.artifact(name, storage.join(cfg.train.ckpt_dir, f"{name}.pt"))
-        log.info("finished at step %d; run directory %s", total, cfg.run.dir)
-    return 0
+    log.info("finished at step %d; run directory %s", total, cfg.run.dir)
 
 
 def report(run_log: RunLog | NoLog, gauges: Gauges, step: int, values: dict[str, float | None]) -> None:
@@ -286,26 +240,18 @@ def report(run_log: RunLog | NoLog, gauges: Gauges, step: int, values: dict[str,
         run_log.alarm(step, alarm.name, alarm.text)
 
 
-def show_snapshots(
-    model: VJEPA3D,
-    cfg: Config,
-    store: PreparedStore,
-    rows: Rows,
-    runtime: Runtime,
-    run_log: RunLog | NoLog,
-    step: int,
-) -> None:
-    """Write the arrays of example pictures, and send the pictures where that is allowed; a full disk has
-    none.
+def show_snapshots(run: Run, run_log: RunLog | NoLog, step: int) -> None:
+    """Write example pictures, and send them where that is allowed. A full disk costs the pictures, not the
+    run.
     """
     try:
-        for path in snapshot(model, cfg, store, rows, runtime, step):
+        for path in snapshot(run, step):
             if run_log.log_images:
                 shown = load_snapshot(path)
                 for name, figure in (("masks", bscan_with_masks(shown)), ("features", feature_pca(shown))):
                     run_log.image(step, f"{name}/{shown.title.split(',')[0]}", figure)
     except OSError as error:
-        model.train()
+        run.model.train()
         log.warning("pictures of step %d not written, training goes on: %s", step, error)
 
 

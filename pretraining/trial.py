@@ -1,6 +1,6 @@
-"""What happens before the first step, and between two: memory, first words, the next batch or the end.
+"""The trial step, the start banner, and the next batch or the end.
 
-In: the configuration, the store, the model. Out: the configuration that fits, batches, None for "stop".
+In: a run. Out: the run with the batch size that fits; batches, or None to stop.
 """
 
 from __future__ import annotations
@@ -8,45 +8,42 @@ from __future__ import annotations
 import logging
 import multiprocessing
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 
 import torch
 
-from data_setup.loader import Loader, LoaderError
-from data_setup.store.reader import PreparedStore
+from data_setup.loader import Batch, Loader, LoaderError
+from data_setup.normalisation import view
 from models.predictor import MlpPredictor
-from models.vjepa3d import VJEPA3D, recipe_name
 from pretraining.gauges.monitor import check_no_leak
-from pretraining.resume import INIT_WEIGHT_LIMIT
-from pretraining.rows import Rows
-from pretraining.schedules import init_weight
-from pretraining.sharding import shard_state
-from pretraining.step import Batch, views
+from pretraining.gauges.throughput import Throughput
+from pretraining.optimizer import shard_state
+from pretraining.run import Run
+from pretraining.schedules import INIT_WEIGHT_LIMIT, init_weight
+from pretraining.step import trial_step
 from utils.checkpoint import to_host
 from utils.config.load import accumulation_steps
+from utils.config.recipes import recipe_name
 from utils.config.schema import Config
 from utils.errors import UserError
 from utils.runtime.single import Runtime
 
 log = logging.getLogger(__name__)
 GRACE_S = 60.0  # the loader's own limit comes first and says more; and the workers' start counts here alone
-TrialStep = Callable[[VJEPA3D, torch.optim.AdamW, Batch, Config, Runtime], None]
 
 
-def open_loader(
-    cfg: Config, store: PreparedStore, rows: Rows, runtime: Runtime, start: int, stop: int
-) -> Loader:
+def open_loader(run: Run, start: int, stop: int) -> Loader:
     """Global batches of the steps start..stop, this process's share of each."""
     return Loader(
-        cfg,
-        store,
-        rows.train,
-        rank=runtime.rank,
-        world=runtime.world_size,
-        accum=accumulation_steps(cfg.train, runtime.num_devices),
+        run.cfg,
+        run.store,
+        run.rows.train,
+        rank=run.runtime.rank,
+        world=run.runtime.world_size,
+        accum=accumulation_steps(run.cfg.train, run.runtime.num_devices),
         start_step=start,
         num_steps=stop - start,
     )
@@ -93,68 +90,66 @@ def next_or_stop(batches: Iterator[list[Batch]], runtime: Runtime, timeout_s: fl
 
     Raises LoaderError where the loader fails or gives none for about `timeout_s`.
     """
-    found = None
+    micro_batches = None
     if not runtime.stop_requested:
         try:
             with watched_workers(timeout_s):
-                found = next(batches)
+                micro_batches = next(batches)
         except LoaderError:
             # a signal to a whole process group or control group ends the loader's workers too
             if not runtime.stop_requested:
                 raise
-    return None if runtime.group.any(runtime.stop_requested) else found
+    return None if runtime.group.any(runtime.stop_requested) else micro_batches
 
 
-def settle_memory(
-    cfg: Config,
-    store: PreparedStore,
-    rows: Rows,
-    model: VJEPA3D,
-    optimizer: torch.optim.AdamW,
-    runtime: Runtime,
-    step: int,
-    trial_step: TrialStep,
-) -> Config:
-    """The configuration with the largest per-core batch that fits every process, before the first update.
+def settle_memory(run: Run, step: int) -> Run:
+    """The run with the largest per-core batch that fits every process, before the first update.
 
     Halves per_core_batch_size and doubles the accumulation, so that the global batch stays; raises UserError
     when one volume does not fit. The first batch also proves that the context encoder sees no target. From
     here on batch normalisation is over all processes.
     """
-    held = None
+    model, optimizer, runtime, cfg = run.model, run.optimizer, run.runtime, run.cfg
+    before = None
     if not runtime.failure_is_clean:
-        held = to_host(runtime.gather((model.state_dict(), optimizer.state_dict())))
+        before = to_host(runtime.full_state((model.state_dict(), optimizer.state_dict())))
     while True:
-        trial = replace(cfg, data=replace(cfg.data, workers=0))
-        batch = runtime.to_device(next(iter(open_loader(trial, store, rows, runtime, step, step + 1)))[0])
+        trial = replace(run, cfg=replace(cfg, data=replace(cfg.data, workers=0)))
+        batch = runtime.to_device(next(iter(open_loader(trial, step, step + 1)))[0])
         if runtime.attempt(partial(trial_step, model, optimizer, batch, cfg, runtime)):
             break
-        if held is not None:
-            model.load_state_dict(held[0])
-            optimizer.load_state_dict(held[1])
+        if before is not None:
+            model.load_state_dict(before[0])
+            optimizer.load_state_dict(before[1])
             shard_state(model, optimizer, cfg, runtime)
-        share = cfg.train.global_batch_size // runtime.num_devices
-        half = cfg.train.per_core_batch_size // 2
-        smaller = max((n for n in range(1, half + 1) if share % n == 0), default=0)
-        if smaller == 0:
-            raise UserError(
-                f"out of memory: one volume of spatial.image_size {list(cfg.spatial.image_size)} does not "
-                f"fit on {runtime.device}; a smaller image_size or model.size, or a larger patch_size, would"
-            )
-        log.warning("out of memory: per_core_batch_size %d -> %d", cfg.train.per_core_batch_size, smaller)
-        cfg = replace(cfg, train=replace(cfg.train, per_core_batch_size=smaller, grad_accum_steps=None))
-        if cfg.train.compile:
-            torch.compiler.reset()  # the programs of the larger batch would count towards its limit
+        cfg = _smaller_batch(cfg, runtime)
     model.eval()
-    check_no_leak(model, views(batch)[0], batch["context"], batch["target"], runtime.end_step)
+    check_no_leak(model, view(batch, 0), batch["context"], batch["target"], runtime.mark_step)
     model.train()
     if isinstance(model.predictor, MlpPredictor):
         model.predictor.norm.total = runtime.group.sum_with_gradient
-    return cfg
+    return replace(run, cfg=cfg)
 
 
-def log_start(cfg: Config, model: VJEPA3D, rows: Rows, runtime: Runtime, start: int, total: int) -> None:
-    """What is about to run, with the true counts."""
+def _smaller_batch(cfg: Config, runtime: Runtime) -> Config:
+    """The next smaller per-core batch that divides the global one; raises UserError after a batch of 1."""
+    share = cfg.train.global_batch_size // runtime.num_devices
+    half = cfg.train.per_core_batch_size // 2
+    smaller = max((n for n in range(1, half + 1) if share % n == 0), default=0)
+    if smaller == 0:
+        raise UserError(
+            f"out of memory: one volume of spatial.image_size {list(cfg.spatial.image_size)} does not "
+            f"fit on {runtime.device}; a smaller image_size or model.size, or a larger patch_size, would"
+        )
+    log.warning("out of memory: per_core_batch_size %d -> %d", cfg.train.per_core_batch_size, smaller)
+    if cfg.train.compile:
+        torch.compiler.reset()  # the programs of the larger batch would count towards its limit
+    return replace(cfg, train=replace(cfg.train, per_core_batch_size=smaller, grad_accum_steps=None))
+
+
+def log_start(run: Run, clock: Throughput, start: int) -> None:
+    """Log what is about to run, with the true counts."""
+    cfg, model, runtime, total = run.cfg, run.model, run.runtime, run.total_steps
     counts = {
         name: sum(p.numel() for p in getattr(model, name).parameters()) / 1e6
         for name in ("encoder", "predictor")
@@ -163,7 +158,7 @@ def log_start(cfg: Config, model: VJEPA3D, rows: Rows, runtime: Runtime, start: 
     log.info(
         "recipe %s, encoder %s %.1f M parameters, predictor %.1f M, %d tokens; %d volumes; step %d of %d",
         recipe_name(cfg.method), cfg.model.size, counts["encoder"], counts["predictor"],
-        model.encoder.num_tokens, len(rows.train), start, total,
+        model.encoder.num_tokens, len(run.rows.train), start, total,
     )  # fmt: skip
     sharing = "processes" if runtime.num_devices == runtime.world_size else "devices"
     log.info(
@@ -177,3 +172,4 @@ def log_start(cfg: Config, model: VJEPA3D, rows: Rows, runtime: Runtime, start: 
             "a longer run or a smaller method.ema_base lets it learn",
             100 * end_weight,
         )
+    clock.log_start()

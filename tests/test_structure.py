@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from utils.config.recipes import RECIPES
+
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("utils", "models", "data_setup", "pretraining", "finetuning")
 MAY_IMPORT = {
@@ -20,13 +22,13 @@ URL_LIBRARIES = {"fsspec", "gcsfs", "s3fs", "google", "aiohttp"}
 
 
 def imports(path: Path) -> set[str]:
-    found = set()
+    names = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
+            names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
-            found.add(node.module)
-    return {name.split(".")[0] for name in found}
+            names.add(node.module)
+    return {name.split(".")[0] for name in names}
 
 
 def module_name(path: Path) -> str:
@@ -93,7 +95,7 @@ def test_a_circle_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_xla_stays_in_its_files() -> None:
-    allowed = {"utils/runtime/xla.py", "models/kernels/xla.py", "pretraining/tpu_fit/trace.py"}
+    allowed = {"utils/runtime/xla.py", "utils/runtime/xla_kernels.py", "pretraining/tpu_fit/trace.py"}
     assert {str(p.relative_to(ROOT)) for p in MODULES if "torch_xla" in imports(p)} <= allowed
     using = [name for name, imported in arrows(MODULES).items() if "utils.runtime.xla" in imported]
     assert using == ["utils.runtime.open"]
@@ -116,3 +118,30 @@ def test_only_the_store_opens_zarr() -> None:
 def test_pydicom_stays_in_data_setup() -> None:
     knowing = {p.relative_to(ROOT).parts[0] for p in MODULES if "pydicom" in imports(p)}
     assert knowing == {"data_setup"}
+
+
+def recipe_comparisons(text: str) -> list[str]:
+    """Comparisons with a recipe's name: `x == "mae"`, `x in ("mae", "methods")`, `case "mae":`."""
+    lines = []
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Compare):
+            parts: list[ast.AST] = [node.left, *node.comparators]
+        elif isinstance(node, ast.MatchValue):
+            parts = [node.value]
+        else:
+            continue
+        constants = [c for part in parts for c in ast.walk(part) if isinstance(c, ast.Constant)]
+        if any(constant.value in RECIPES for constant in constants if isinstance(constant.value, str)):
+            lines.append(ast.unparse(node))
+    return lines
+
+
+def test_nothing_but_the_table_asks_for_a_recipe_by_name() -> None:
+    benchmarks = sorted((ROOT / "benchmarks").glob("**/*.py"))
+    asking = {str(p): recipe_comparisons(p.read_text()) for p in [*MODULES, *benchmarks]}
+    assert {path: lines for path, lines in asking.items() if lines} == {}
+
+
+def test_a_comparison_with_a_recipe_is_seen() -> None:
+    text = "a = cfg.method.recipe == 'mae'\nb = name not in ('vjepa2', 'x')\nmatch c:\n  case 'methods': pass"
+    assert len(recipe_comparisons(text + "\nd = RECIPES['mae']\ne = f('mae')")) == 3

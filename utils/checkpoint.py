@@ -1,8 +1,7 @@
 """Checkpoints: one file of tensors and plain values, and beside it a seal with its checksum.
 
-A checkpoint `NAME.pt` counts only when its seal `NAME.json` exists and matches; the seal is written last,
-so a write that was cut short leaves nothing that could be mistaken for a checkpoint. Loading never runs
-code from the file.
+A checkpoint `NAME.pt` counts only when its seal `NAME.json` exists and matches. The seal is written last, so
+an interrupted write leaves no file that looks like a checkpoint. Loading never runs code from the file.
 """
 
 from __future__ import annotations
@@ -74,10 +73,10 @@ def _seal_of(url: str) -> str:
 
 
 class CheckpointWriter:
-    """Writes checkpoints of one run in the background, keeps the last few and every one that is marked.
+    """Writes the checkpoints of one run in the background; keeps the last few and all permanent ones.
 
-    A failed write is reported and does not stop training. The next one supersedes a step, while a best one is
-    kept and written again then. `close` raises CheckpointError when the last one failed.
+    A failed write is a warning and does not stop training. The next save replaces a failed step, and writes a
+    failed best checkpoint again from memory. `close` raises CheckpointError when the last save failed.
     """
 
     def __init__(self, directory: str, keep_last: int, options: StorageOptions | None = None) -> None:
@@ -85,19 +84,19 @@ class CheckpointWriter:
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._pending: Future[None] | None = None
         self._failure: str | None = None
-        self._owed: dict[str, dict[str, Any]] = {}  # states by name, of what no later step replaces
+        self._owed: dict[str, dict[str, Any]] = {}  # states by name that no later step replaces
 
     def save(self, state: dict[str, Any], names: list[str], *, permanent: bool = False) -> None:
         """Copy the state to the host and write it under every name; returns before the write is done.
 
-        Names are file names without ending: step_00000100, best_probe. Waits for the write before.
+        Names are file names without ending: step_00000100, best_probe. Waits for the previous write.
         """
         self.wait()
         snapshot = to_host({**state, "format_version": FORMAT_VERSION})
         self._pending = self._pool.submit(self._write, snapshot, names, permanent)
 
     def wait(self) -> None:
-        """Until the write under way is done; a failure is reported once."""
+        """Wait until the current write is done; a failure is reported once."""
         if self._pending is None:
             return
         pending, self._pending = self._pending, None
@@ -118,7 +117,6 @@ class CheckpointWriter:
     def _write(self, state: dict[str, Any], names: list[str], permanent: bool) -> None:
         is_step = {name: STEP_NAME.fullmatch(f"{name}.json") is not None for name in names}
         self._owed.update({name: state for name in names if not is_step[name]})
-        storage.make_dirs(self.directory, self.options)
         data = _encode(state)
         for name, owed in list(self._owed.items()):
             self._write_one(name, owed, data if owed is state else _encode(owed), permanent)
@@ -137,8 +135,7 @@ class CheckpointWriter:
         }
         url = storage.join(self.directory, f"{name}.pt")
         seal_url = _seal_of(url)
-        if storage.exists(seal_url, self.options):
-            storage.remove(seal_url, self.options)  # the old seal must not vouch for new bytes
+        storage.remove(seal_url, self.options)  # the old seal must not vouch for new bytes
         storage.write_bytes(url, data, self.options)
         storage.write_text(seal_url, json.dumps(seal), self.options)
 
@@ -149,11 +146,10 @@ class CheckpointWriter:
             try:
                 is_permanent = _read_seal(url, self.options)["permanent"]
             except CheckpointError:
-                is_permanent = False  # it vouches for nothing any more
+                is_permanent = False  # a damaged seal protects nothing
             if not is_permanent:
                 storage.remove(_seal_of(url), self.options)
-                if storage.exists(url, self.options):
-                    storage.remove(url, self.options)
+                storage.remove(url, self.options)
 
 
 def _encode(state: dict[str, Any]) -> memoryview:
@@ -164,15 +160,13 @@ def _encode(state: dict[str, Any]) -> memoryview:
 
 def list_steps(directory: str, options: StorageOptions | None = None) -> list[int]:
     """Steps of the sealed checkpoints in a directory, ascending; empty when there is none."""
-    if not storage.exists(directory, options):
-        return []
     return sorted(int(m[1]) for n in storage.list_names(directory, options) if (m := STEP_NAME.fullmatch(n)))
 
 
 def load_newest(directory: str, options: StorageOptions | None = None) -> dict[str, Any] | None:
-    """The newest intact checkpoint, or None when the directory has none at all.
+    """The newest intact checkpoint, or None when the directory has no checkpoint at all.
 
-    A damaged one is reported and the one before it is used; CheckpointError when all are damaged.
+    A damaged one is reported and the one before it is tried; raises CheckpointError when all are damaged.
     """
     steps = list_steps(directory, options)
     for step in reversed(steps):
@@ -187,7 +181,7 @@ def load_newest(directory: str, options: StorageOptions | None = None) -> dict[s
 
 
 def to_host(value: Any) -> Any:
-    """A copy that later updates do not reach, with every tensor on the CPU."""
+    """A copy with every tensor on the CPU, which later updates do not change."""
     if isinstance(value, Tensor):
         return value.detach().to("cpu", copy=True)
     if isinstance(value, dict):

@@ -8,7 +8,8 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from utils.config.load import load_config
@@ -64,11 +65,23 @@ def output_file(text: str) -> Path:
     return path
 
 
-def run_cli(main: Callable[[], int | None]) -> None:
-    """Run a command's main(): a UserError becomes one line on stderr and exit code 2."""
+@contextmanager
+def errors_in_one_line() -> Iterator[None]:
+    """A UserError inside becomes one line on stderr and exit code 2."""
     try:
-        code = main()
+        yield
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(EXIT_USER_ERROR)
-    sys.exit(code or 0)
+
+
+def answer_early(command: str, description: str) -> None:
+    """Answer --help, or refuse a wrong command line, before a module imports what takes seconds."""
+    with errors_in_one_line():
+        parse_cli(command, description, None)
+
+
+def run_cli(main: Callable[[], int | None]) -> None:
+    """Run a command's main(): a UserError becomes one line on stderr and exit code 2."""
+    with errors_in_one_line():
+        sys.exit(main() or 0)

@@ -1,9 +1,7 @@
-"""What a run says: log.txt, metrics.jsonl, Weights & Biases and the progress bar, on one clock, the
-optimizer step.
+"""The log of a run: log.txt, metrics.jsonl, Weights & Biases and the progress bar, all by optimizer step.
 
 Only rank 0 writes. `metrics.jsonl` holds one JSON object per line: "step" and the metrics of that step. A
-resumed run drops the lines after its checkpoint, so that the file is the one an uninterrupted run would
-have written.
+resumed run drops the lines after its checkpoint, so the file is the same as without the interruption.
 """
 
 from __future__ import annotations
@@ -37,17 +35,17 @@ DATA_LICENCE = (
 
 
 class RunLog:
-    """Writers of one run directory; `start_step` drops what an interrupted run logged after its
-    checkpoint.
-    """
+    """The writers of one run directory; lines of metrics after `start_step` are dropped."""
 
     def __init__(self, cfg: Config, start_step: int, total_steps: int, *, synthetic: bool) -> None:
         self.run_dir = Path(cfg.run.dir)
         self.run_dir.mkdir(parents=True, exist_ok=True)
         log_to_file(self.run_dir / "log.txt")
         path = self.run_dir / "metrics.jsonl"
-        kept = [line for line in _lines(path) if json.loads(line)["step"] <= start_step] if start_step else []
-        storage.write_text(str(path), "".join(kept))  # whole: a kill must not take the history along
+        lines = (
+            [line for line in _lines(path) if json.loads(line)["step"] <= start_step] if start_step else []
+        )
+        storage.write_text(str(path), "".join(lines))  # a whole write: a kill must not destroy the history
         self._metrics = LineFile(path)
         self.log_images = _allowed("wandb.log_images", cfg.wandb.log_images, synthetic)
         self.log_artifacts = _allowed("wandb.log_artifacts", cfg.wandb.log_artifacts, synthetic)
@@ -61,7 +59,7 @@ class RunLog:
         )
 
     def metrics(self, step: int, values: dict[str, float | None]) -> None:
-        """Record the metrics after `step` updates; NaN and infinities are kept as text, null as null."""
+        """Record the metrics after `step` updates; NaN and infinities are written as text, None as null."""
         finite = {k: v if v is None or math.isfinite(v) else str(v) for k, v in values.items()}
         self._metrics.append(json.dumps({"step": step, **finite}))
         if self._wandb is not None:
@@ -70,23 +68,23 @@ class RunLog:
         log.info("step %d: %s", step, ", ".join(shown))
 
     def alarm(self, step: int, name: str, text: str) -> None:
-        """Warn, and record the words of an alarm as a line of its own, {"step", "alarm", "text"}."""
+        """Warn, and record the alarm as a separate line {"step", "alarm", "text"}."""
         log.warning("ALARM at step %d: %s", step, text)
         self._metrics.append(json.dumps({"step": step, "alarm": name, "text": text}))
         if self._wandb is not None:
             self._wandb.alert(title=f"{name} at step {step}", text=text)
 
     def image(self, step: int, name: str, figure: Figure) -> None:
-        """Send a picture to Weights & Biases, where that is allowed."""
+        """Send a picture to Weights & Biases if that is allowed."""
         if self._wandb is not None and self.log_images:
             import wandb
 
             self._wandb.log({name: wandb.Image(figure)}, step=step)
 
     def artifact(self, name: str, url: str) -> None:
-        """Send a checkpoint to Weights & Biases, where that is allowed and online.
+        """Send a checkpoint to Weights & Biases if that is allowed and W&B is online.
 
-        Offline it would be copied outside the run directory; a bucket keeps its own.
+        Offline W&B would copy it outside the run directory. A checkpoint in a bucket stays there.
         """
         if (
             self._wandb is not None
@@ -104,7 +102,7 @@ class RunLog:
 
 
 class LineFile:
-    """Appends lines to a file. What a full disk refuses is kept, and written with a later line."""
+    """Appends lines to a file; lines that a full disk refuses are kept and written with a later line."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -113,13 +111,13 @@ class LineFile:
         self._pending: list[str] = []
 
     def append(self, line: str) -> None:
-        """Add a line; a warning where it has to wait."""
+        """Add a line; a warning when it cannot be written yet."""
         self._pending.append(line + "\n")
-        left = memoryview("".join(self._pending).encode())
+        data = memoryview("".join(self._pending).encode())
         try:
-            size = self._size + len(left)
-            while left:
-                left = left[self._file.write(left) :]
+            size = self._size + len(data)
+            while data:
+                data = data[self._file.write(data) :]
         except OSError as error:
             self._file.truncate(self._size)  # no half lines
             if len(self._pending) == 1:
@@ -128,14 +126,14 @@ class LineFile:
         self._pending, self._size = [], size
 
     def close(self) -> None:
-        """End; says how many lines could not be written."""
+        """Close the file; log how many lines could not be written."""
         if self._pending:
             log.error("%s: the last %d lines could not be written", self.path, len(self._pending))
         self._file.close()
 
 
 class NoLog:
-    """What a process writes that is not the first: nothing."""
+    """The log of every process but the first: it writes nothing."""
 
     log_images = False
 
@@ -143,7 +141,7 @@ class NoLog:
         self.bar = tqdm(disable=True)
 
     def metrics(self, step: int, values: dict[str, float | None]) -> None:
-        """Nothing; as are the others."""
+        """Do nothing, like the other methods."""
 
     def alarm(self, step: int, name: str, text: str) -> None: ...
 
@@ -153,24 +151,24 @@ class NoLog:
 
 
 def setup_logging(rank: int = 0) -> None:
-    """Messages to stderr; they are also held back until `log_to_file` says where they belong.
+    """Show messages on stderr, and keep them until `log_to_file` names their file.
 
-    Of the processes after the first, errors alone are shown.
+    Processes after the first show only errors.
     """
     if rank > 0:
         form = f"%(asctime)s %(levelname)s rank {rank}: %(message)s"
         logging.basicConfig(level=logging.ERROR, format=form, handlers=[_TqdmHandler()], force=True)
         return
-    held = logging.handlers.MemoryHandler(
+    early = logging.handlers.MemoryHandler(
         capacity=10_000, flushLevel=logging.CRITICAL + 1, flushOnClose=False
     )
-    logging.basicConfig(level=logging.INFO, format=FORM, handlers=[_TqdmHandler(), held], force=True)
+    logging.basicConfig(level=logging.INFO, format=FORM, handlers=[_TqdmHandler(), early], force=True)
     for noisy in ("fsspec", "gcsfs", "aiobotocore", "urllib3", "matplotlib", "PIL"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
 
 
 class _LogFile(logging.FileHandler):
-    """log.txt; on a full disk the messages are on the console alone."""
+    """log.txt; when the disk is full, messages appear only on the console."""
 
     def handleError(self, record: logging.LogRecord) -> None:
         if not isinstance(sys.exc_info()[1], OSError):
@@ -178,7 +176,7 @@ class _LogFile(logging.FileHandler):
 
 
 def log_to_file(path: Path) -> None:
-    """Append what was said so far, and all that follows, to a file."""
+    """Append all messages so far, and all later ones, to a file."""
     file = _LogFile(path)
     file.setFormatter(logging.Formatter(FORM))
     root = logging.getLogger()
@@ -192,13 +190,13 @@ def log_to_file(path: Path) -> None:
 
 
 def log_failure(error: BaseException) -> None:
-    """Why the run ends, for log.txt; on the console whoever catches the error says it."""
+    """Write why the run ends to log.txt; the console gets it from whoever catches the error."""
     is_explained = isinstance(error, UserError | ConfigError)
     log.error("stopped: %s", error, exc_info=None if is_explained else error, extra={"is_shown": False})
 
 
 class _TqdmHandler(logging.Handler):
-    """Log lines above a progress bar instead of through it; a console that is gone or full stops no run."""
+    """Prints messages above the progress bar; a console that is gone or full does not stop the run."""
 
     def emit(self, record: logging.LogRecord) -> None:
         if getattr(record, "is_shown", True):
@@ -207,7 +205,7 @@ class _TqdmHandler(logging.Handler):
 
 
 def _lines(path: Path) -> list[str]:
-    """Whole lines of a file; a last one that a kill cut short is left out."""
+    """The whole lines of a file, without a last one that a kill cut short."""
     if not path.exists():
         return []
     return [line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
@@ -220,7 +218,7 @@ def _allowed(key: str, wanted: bool | None, synthetic: bool) -> bool:
 
 
 def _has_api_key(base_url: str) -> bool:
-    """Where the client itself looks: the environment, and ~/.netrc after `wandb login`."""
+    """True when a key is where the client looks: in the environment, or in ~/.netrc after `wandb login`."""
     if os.environ.get("WANDB_API_KEY"):
         return True
     try:

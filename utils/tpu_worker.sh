@@ -1,18 +1,18 @@
 #!/usr/bin/env bash
-# The worker's half of run_tpu_xla.sh: what one worker does, in its own clone of this repository.
+# The part of run_tpu_xla.sh that runs on each worker, in the worker's clone of this repository.
 #
-#   check    COMMIT ENGINE VENV MIN_DISK_GB [CONFIG overrides...]   all that a start needs, or one line each
-#   setup    ENGINE VENV PYTHON                                     the virtual environment
-#   start    LAUNCH ENGINE GRACE_S COMMAND...                       detached; refused while one runs
-#   status                                                          exit code 0 while it runs, else 3 or 4
+#   check    COMMIT ENGINE VENV MIN_DISK_GB [CONFIG overrides...]   checks all that a start needs
+#   setup    ENGINE VENV PYTHON                                     makes the virtual environment
+#   start    LAUNCH ENGINE GRACE_S COMMAND...                       starts a run; refused while one runs
+#   status                                                          exit code 0 while the run goes on, else 3 or 4
 #   logs     LINES [follow]
-#   stop     WAIT_S KILL_AFTER [LAUNCH]                             SIGTERM to its own process, and wait
-#   sync     DIR COMMIT BUNDLE                                      make or move the clone; run from a copy
+#   stop     WAIT_S KILL_AFTER [LAUNCH]                             sends SIGTERM to the run, and waits
+#   sync     DIR COMMIT BUNDLE                                      makes or moves the clone; runs from a copy
 #
-# Each line on stdout is for the user; one that begins with "error:" says what is wrong and what to do. Exit
-# codes: 0 done, 1 refused or failed, 3 not running, 4 not running and starting again would not help. State is in
-# runs/launcher: `process` (pid, start time in ticks, boot, launch, engine), `exit_code`, `command`, `log`. A pid
-# alone may have been given to another process since; pid, start time and boot together name one for good.
+# Each line on stdout is for the user; a line that begins with "error:" says what is wrong and what to do. Exit
+# codes: 0 done, 1 refused or failed, 3 not running, 4 not running and a new start would not help. State is in
+# runs/launcher: `process` (pid, start time in ticks, boot, launch, engine), `exit_code`, `command`, `log`. The
+# system reuses a pid; pid, start time and boot together belong to one process only.
 set -euo pipefail
 
 STATE=runs/launcher
@@ -25,23 +25,23 @@ fail() {
     exit 1
 }
 
-start_ticks() { # PID: its start time in clock ticks since boot; fails for one that is gone or a zombie
+start_ticks() { # PID: its start time in clock ticks since boot; fails when it is gone or a zombie
     local stat fields
     { stat=$(<"/proc/$1/stat"); } 2>/dev/null || return 1
-    read -ra fields <<<"${stat##*) }" # what follows the name, which may hold spaces: state is the 3rd field
+    read -ra fields <<<"${stat##*) }" # after the name, which may contain spaces: state is field 3
     [[ ${fields[0]} != [ZX] ]] && printf '%s\n' "${fields[19]}"
 }
 
-read_process() { # sets run_*; fails where nothing was ever started
+read_process() { # sets run_*; fails when nothing was ever started
     [[ -f $STATE/process ]] && read -r run_pid run_ticks run_boot run_launch run_engine <"$STATE/process"
 }
 
-running() { # whether the process that was started is alive; sets run_*
+running() { # succeeds when the started process is alive; sets run_*
     read_process && [[ $run_boot == "$(</proc/sys/kernel/random/boot_id)" ]] &&
         [[ $(start_ticks "$run_pid") == "$run_ticks" ]]
 }
 
-family() { # the living processes of the last launch, by the mark that they inherited from it
+family() { # the living processes of the last launch; they inherited OCT_LAUNCH from it
     read_process || return 0
     { grep -lzxF -e "OCT_LAUNCH=$run_launch $PWD" /proc/[0-9]*/environ 2>/dev/null || true; } | cut -d / -f 3 |
         paste -sd ' '
@@ -60,7 +60,7 @@ last_attempt() { # the log's lines since the last start, backwards
     tac "$LOG" 2>/dev/null | sed '/^== .* start at commit /q'
 }
 
-last_words() { # CODE: what the run said last, or the error that ended it
+last_words() { # CODE: the last line of the run, or the error that ended it
     local words=''
     if [[ $1 != 0 ]]; then words=$(last_attempt | grep -m 1 -E '^error:') || true; fi
     if [[ -z $words ]]; then words=$(last_attempt | grep -m 1 -Ev '^(==.*|[-= ]*)$') || true; fi
@@ -69,7 +69,7 @@ last_words() { # CODE: what the run said last, or the error that ended it
 
 # ---- check
 
-wrong() { # one fault; the check goes on
+wrong() { # prints one fault; the check goes on
     say "error: $*"
     faults=$((faults + 1))
 }
@@ -77,14 +77,14 @@ wrong() { # one fault; the check goes on
 check_devices() {
     local glob=${OCT_DEVICE_GLOB:-/dev/accel*} devices users as=()
     if [[ -z ${OCT_DEVICE_GLOB:-} ]] && compgen -G '/dev/vfio/[0-9]*' >/dev/null; then
-        compgen -G "$glob" >/dev/null || glob='/dev/vfio/[0-9]*' # where the newer TPUs are
+        compgen -G "$glob" >/dev/null || glob='/dev/vfio/[0-9]*' # the devices of newer TPUs
     fi
     devices=$({ compgen -G "$glob" || true; } | wc -l)
     if ((devices == 0)); then
         wrong "devices: expected $glob, found none; this is no TPU VM, or its TPU is not attached"
         return
     fi
-    # Another user's processes hide what they have open from all but root.
+    # Only root sees the open files of another user's processes.
     if sudo -n true 2>/dev/null; then as=(sudo -n); fi
     users=$("${as[@]}" find /proc/[0-9]*/fd -lname "$glob" 2>/dev/null | cut -d / -f 3 | sort -un | paste -sd ' ') ||
         true
@@ -110,7 +110,7 @@ check() {
     found+=", $free GiB free"
     if [[ $engine == xla ]]; then
         package=torch_xla
-        # Without the engine every worker would train by itself on its CPU, each as the first of a run of one.
+        # Without the engine every worker would train alone on its CPU, as rank 0 of its own run.
         grep -Eqs '^ *(import|from) torch_xla' utils/runtime/xla.py utils/xla.py ||
             wrong "engine xla: not in this commit (utils/runtime/xla.py does not import torch_xla)"
         check_devices
@@ -173,10 +173,10 @@ setup() {
 
 # ---- start, stop
 
-supervise() { # LAUNCH ENGINE COMMAND...: run it, and keep what became of it
+supervise() { # LAUNCH ENGINE COMMAND...: runs the command and writes its exit code
     local launch=$1 engine=$2 child ticks code interrupted=1
     shift 2
-    trap 'interrupted=1' TERM INT # a machine that goes down signals everybody; the command's end is waited for
+    trap 'interrupted=1' TERM INT # a shutdown signals every process; wait for the command's end
     OCT_LAUNCH="$launch $PWD" "$@" &
     child=$!
     ticks=$(start_ticks "$child") || ticks=0
@@ -198,7 +198,7 @@ start() {
     exec 9>"$STATE/lock"
     flock -n 9 || fail "another start is in progress here"
     if running && [[ $run_launch == "$wanted" ]]; then
-        say "started, pid $run_pid" # gcloud repeats a command whose connection broke
+        say "started, pid $run_pid" # gcloud repeats a command when its connection breaks
         return
     fi
     refuse_while_running
@@ -206,7 +206,7 @@ start() {
     printf '%q ' "$@" >"$STATE/command"
     say "== $(date '+%F %T') start at commit $(git rev-parse --short=10 HEAD): $(<"$STATE/command")" >>"$LOG"
     setsid nohup bash "$self" supervise "$wanted" "$engine" "$@" </dev/null >>"$LOG" 2>&1 9>&- &
-    # An error in the first seconds is told at once; what ends later is seen by status.
+    # Report an error in the first seconds at once; `status` shows a later end.
     deadline=$((SECONDS + grace))
     until [[ -f $STATE/exit_code ]] || { [[ -f $STATE/process ]] && ((SECONDS >= deadline)); }; do
         ((SECONDS < deadline + 60)) || fail "nothing was started within 60 s; see logs"
@@ -237,8 +237,8 @@ stop() {
         return
     fi
     targets=$run_pid
-    # torchrun gives its processes 30 s after a SIGTERM of its own, too little for a large checkpoint; the
-    # processes themselves take it as the request to checkpoint and end, and torchrun ends with them.
+    # After a SIGTERM torchrun kills its processes within 30 s, too little for a large checkpoint. So the signal
+    # goes to the processes: they write a checkpoint and end, and torchrun ends with them.
     if [[ $run_engine == torchrun ]]; then
         targets=$({ grep -lxF "PPid:	$run_pid" /proc/[0-9]*/status 2>/dev/null || true; } | cut -d / -f 3)
         targets=${targets:-$run_pid}
@@ -279,7 +279,7 @@ status() {
     fi
     left=$(family)
     [[ -z $left ]] || say "processes of it are left, pids $left; stop --kill ends them"
-    [[ $code != 2 ]] || exit 4 # the run's own word for what a person has to look at
+    [[ $code != 2 ]] || exit 4 # the run ends with 2 for errors that a person has to correct
     exit 3
 }
 
@@ -292,7 +292,7 @@ logs() {
     exec tail -n "$lines" "$LOG"
 }
 
-main() { # parsed as a whole before it runs: sync may replace this file
+main() { # bash parses a function whole before it runs: sync may replace this file
     local verb=$1
     shift
     case $verb in

@@ -16,7 +16,7 @@ _R = TypeVar("_R")
 
 
 def follow_parent() -> None:
-    """Initializer of a pool's workers: end when the parent does, however it ends.
+    """Initializer of a pool's workers: end the process when its parent ends.
 
     A worker whose parent was killed would wait for work forever, or write where its successor writes.
     """
@@ -32,7 +32,7 @@ def follow_parent() -> None:
 
 @contextmanager
 def spawned_pool(workers: int) -> Iterator[ProcessPoolExecutor]:
-    """Spawned workers with one compute thread each, which end when this process does, however it ends."""
+    """Spawned workers with one compute thread each, which end when this process is killed."""
     names = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
     before = {name: os.environ.get(name) for name in names}
     os.environ.update(dict.fromkeys(names, "1"))
@@ -47,7 +47,7 @@ def spawned_pool(workers: int) -> Iterator[ProcessPoolExecutor]:
 
 @contextmanager
 def pool_of(workers: int) -> Iterator[Executor]:
-    """`spawned_pool`, or for 0 workers one thread of this process: an error is a future's there as well."""
+    """`spawned_pool`, or for 0 workers one thread of this process; errors arrive in futures either way."""
     if workers:
         with spawned_pool(workers) as processes:
             yield processes

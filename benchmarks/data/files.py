@@ -21,7 +21,8 @@ from data_setup.phantom.dicom import write_volume
 from data_setup.phantom.files import make_spec, rescaled, scan_volume
 from data_setup.prepare import Job, prepare_row
 from data_setup.protocols import BY_NAME
-from data_setup.store.reader import KEPT, PreparedStore
+from data_setup.store.format import KEPT
+from data_setup.store.reader import PreparedStore
 from data_setup.store.writer import StoreWriter, record_fields
 from utils.config.load import load_config
 from utils.config.schema import Config

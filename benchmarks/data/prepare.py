@@ -22,7 +22,7 @@ from benchmarks.machine import memory
 from data_setup.prepare import prepare_row, run_jobs
 from data_setup.readers.dicom import open_volume
 from data_setup.resample import Resampled, resample_frames
-from data_setup.store.reader import KEPT
+from data_setup.store.format import KEPT
 from utils.config.schema import Config
 from utils.storage import StorageError
 

@@ -17,9 +17,11 @@ import torch
 from benchmarks.data.files import GRIDS, Shape, configure, dicom_files, prepared_store
 from benchmarks.data.prepare import decode_and_resample, seconds
 from data_setup.loader import Loader
-from data_setup.store.reader import PreparedStore, chunk_key
+from data_setup.normalisation import view
+from data_setup.store.format import chunk_key
+from data_setup.store.reader import PreparedStore
 from models.vjepa3d import VJEPA3D
-from pretraining.step import build_optimizer, train_step, views
+from pretraining.step import Update, build_optimizer, train_step
 from tests.support.cloud_servers import BUCKET, gcs_server
 from utils import storage
 from utils.config.schema import Config, StorageOptions
@@ -130,7 +132,8 @@ def pipeline_rate(cfg: Config, store: PreparedStore, warm_up: int, steps: int) -
     start = seconds = 0.0
     for step, micro_batches in enumerate(loader, start=1):
         for batch in micro_batches:
-            views(runtime.to_device(batch))
+            on_device = runtime.to_device(batch)
+            (view(on_device, 0), view(on_device, 1))
         if step == warm_up:
             start = time.perf_counter()
         if step == warm_up + steps:
@@ -166,7 +169,7 @@ def waiting(work: Path, shapes: dict[str, Shape], volumes: int, steps: int, mode
     start = time.perf_counter()
     for step, micro_batches in enumerate(Loader(cfg, store, store.kept, num_steps=steps + 1)):
         got = time.perf_counter()
-        result = train_step(net, optimizer, micro_batches, cfg, runtime, step, 1e-4, 0.999)
+        result = train_step(net, optimizer, micro_batches, cfg, runtime, Update(step, 1e-4, 0.999))
         float(result.loss)
         end = time.perf_counter()
         if step:  # the first one waits for the worker to start

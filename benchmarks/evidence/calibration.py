@@ -27,7 +27,7 @@ from data_setup.store.reader import PreparedStore
 from models.vjepa3d import VJEPA3D
 from pretraining.rows import open_rows
 from pretraining.schedules import ema_momentum, learning_rate
-from pretraining.step import build_optimizer, train_step
+from pretraining.step import Update, build_optimizer, train_step
 from utils.errors import UserError
 from utils.runtime.single import Runtime
 
@@ -102,7 +102,7 @@ def time_steps(
         for name, (cfg, model, optimizer, batches) in parts.items():
             lr, momentum = learning_rate(cfg, step, ROUNDS), ema_momentum(cfg, step, ROUNDS)
             start = time.perf_counter()
-            train_step(model, optimizer, next(batches), cfg, runtime, step, lr, momentum)
+            train_step(model, optimizer, next(batches), cfg, runtime, Update(step, lr, momentum))
             if step >= WARM_UP_ROUNDS:
                 timed[name].append(time.perf_counter() - start)
     return {name: timed[first_of[cost_key(cfg)]] for name, cfg in configs.items()}

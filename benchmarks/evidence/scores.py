@@ -27,7 +27,7 @@ from data_setup.loader import evaluation_batches
 from data_setup.normalisation import plain_view
 from data_setup.store.reader import PreparedStore
 from finetuning.embed import device_features, raw_features
-from models.probes.features import evenly_spaced, pool_tokens, rankme
+from models.probes.features import pool_tokens, rankme
 from models.probes.intervals import balanced_accuracy_draws
 from models.probes.participants import Fold, Prediction, balanced_accuracy, logistic_probe
 from models.probes.tokens import (
@@ -41,6 +41,7 @@ from models.probes.tokens import (
     ridge_rows,
 )
 from utils.config.schema import Config
+from utils.indices import evenly_spaced
 from utils.report.pictures import feature_pca, load_snapshot, save_snapshot
 from utils.runtime.open import open_runtime
 

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import torch
 
-from pretraining.step import Batch
+from data_setup.loader import Batch
 from utils.config.schema import Config
 
 

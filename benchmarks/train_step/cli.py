@@ -33,10 +33,12 @@ from torch import Tensor
 from benchmarks.machine import describe, matmul_peak, memory
 from benchmarks.train_step.batches import synthetic_batch
 from benchmarks.train_step.reference_vjepa2 import ReferenceVJEPA2
+from data_setup.loader import Batch
+from data_setup.normalisation import view
 from models.flops import encoder_flops, step_flops
 from models.vjepa3d import VJEPA3D
 from pretraining.engine_kernels import compile_blocks
-from pretraining.step import Batch, build_optimizer, train_step, views
+from pretraining.step import Update, build_optimizer, train_step
 from utils.cli import output_file
 from utils.config.load import load_config
 from utils.config.schema import Config
@@ -71,10 +73,11 @@ def large_volume(recipe: str) -> Config:
     """ViT-B on [64, 384, 384], batch 1: recipe vjepa2 or methods."""
     size = ["spatial.image_size=[64,384,384]", "spatial.patch_size=[4,16,16]", "model.size=b"]
     size += ["train.global_batch_size=1", "train.per_core_batch_size=1", "train.use_bf16=true"]
-    if recipe == "vjepa2":
-        return configure(*size, "method.context_ratio=0.4", "method.target_ratio=0.3")
-    dense = ["method.recipe=methods", "method.mask_ratio=0.6", "method.ema_base=0.996"]
-    return configure(*size, *dense)
+    own = {
+        "vjepa2": ("method.context_ratio=0.4", "method.target_ratio=0.3"),
+        "methods": ("method.recipe=methods", "method.mask_ratio=0.6", "method.ema_base=0.996"),
+    }
+    return configure(*size, *own[recipe])
 
 
 def build(cfg: Config) -> tuple[VJEPA3D, torch.optim.AdamW, Batch]:
@@ -88,7 +91,7 @@ def reference_step(
 ) -> Tensor:
     """The same update by the reference's modules."""
     optimizer.zero_grad(set_to_none=True)
-    context_view, target_view = views(batch)
+    context_view, target_view = (view(batch, 0), view(batch, 1))
     with runtime.autocast():
         loss = model(context_view, target_view, batch["context"], batch["target"])
     loss.backward()
@@ -121,7 +124,7 @@ def against_reference(name: str, repeats: int) -> dict[str, float]:
     losses: dict[str, list[Tensor]] = {"ours": [], "reference": []}
 
     def ours() -> None:
-        result = train_step(model, optimizer, [batch], cfg, runtime, 0, LR, MOMENTUM)
+        result = train_step(model, optimizer, [batch], cfg, runtime, Update(0, LR, MOMENTUM))
         losses["ours"].append(result.loss)
 
     def theirs() -> None:
@@ -189,7 +192,7 @@ def step_memory(recipe: str, imported: int) -> int:
     cfg = large_volume(recipe)
     runtime = Runtime(torch.device("cpu"), use_bf16=True)
     model, optimizer, batch = build(cfg)
-    train_step(model, optimizer, [batch], cfg, runtime, 0, LR, MOMENTUM)
+    train_step(model, optimizer, [batch], cfg, runtime, Update(0, LR, MOMENTUM))
     moments = [m for state in optimizer.state.values() for m in state.values()]
     apart = sum(t.numel() * t.element_size() for t in (*model.parameters(), *moments))
     return memory("VmHWM") - imported - apart
@@ -215,7 +218,7 @@ def visible_against_dense(repeats: int) -> dict[str, float]:
         clock = clocks[recipe] = EncoderClock(model)
 
         def step(model=model, optimizer=optimizer, batch=batch, cfg=cfg, clock=clock) -> None:
-            train_step(model, optimizer, [batch], cfg, runtime, 0, LR, MOMENTUM)
+            train_step(model, optimizer, [batch], cfg, runtime, Update(0, LR, MOMENTUM))
             clock.close_step()
 
         works[recipe] = step
@@ -278,7 +281,9 @@ class StepOnDevice:
             compile_blocks(self.model, self.runtime.device)
 
     def __call__(self) -> None:
-        result = train_step(self.model, self.optimizer, [self.batch], self.cfg, self.runtime, 0, LR, MOMENTUM)
+        result = train_step(
+            self.model, self.optimizer, [self.batch], self.cfg, self.runtime, Update(0, LR, MOMENTUM)
+        )
         self.losses.append(float(result.loss))  # waits for the device
 
 

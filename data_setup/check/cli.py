@@ -33,7 +33,7 @@ from data_setup.readers.dicom import OCTHeader, read_header
 from data_setup.readers.faults import OCTReadError, RejectReason, named_faults
 from data_setup.readers.open_record import check_manifest, identify, kind_by_name
 from data_setup.readers.pixels import BoundedFile
-from data_setup.store.reader import UNREAD
+from data_setup.store.format import UNREAD
 from utils import storage
 from utils.cli import add_workers, parse_cli
 from utils.config.schema import Config, StorageOptions

@@ -12,7 +12,7 @@ from typing import Any
 
 from data_setup.check.finding import NOT_OPENED, OK, Finding
 from data_setup.readers.faults import RejectReason
-from data_setup.store.reader import UNREAD
+from data_setup.store.format import UNREAD
 
 # What no header tells and decoding does. Of uncompressed files the length tells the first two.
 FULL_PASS_ONLY = (

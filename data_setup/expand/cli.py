@@ -19,7 +19,7 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 from tqdm import tqdm
@@ -28,7 +28,6 @@ from data_setup.expand.archive import ArchiveFault, crc_of, find_archives, read_
 from data_setup.expand.rules import STATE_FOLDER, Limits, Member, Plan, make_plan
 from data_setup.expand.state import Archive, Places, load_state, mark_done, save_state, tell
 from data_setup.prepare import parse_shard
-from data_setup.store.locks import shard_lock
 from utils import storage
 from utils.config.schema import StorageOptions
 from utils.errors import EXIT_USER_ERROR, UserError
@@ -297,23 +296,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     start = time.perf_counter()
     urls = find_archives(args.src, options)[shard::num_shards]
     own = storage.join(args.dst, STATE_FOLDER)
-    with ExitStack() as stack:
-        try:
-            stack.enter_context(shard_lock(own, shard, num_shards, options))
-        except storage.StorageError:
-            raise
-        except UserError as error:
-            raise UserError(f"{args.dst}: another expand is at work there: {error}") from error
-        with _folder_of_its_own(own, shard, num_shards) as staging:
-            expansion = Expansion(args.dst, staging, options, args)
-            expansion.run(urls)
-        seconds = time.perf_counter() - start
-        report = {
-            "seconds": round(seconds, 3),
-            "archives": [archive.summary() for archive in expansion.archives],
-        }
-        name = f"report-{shard}-of-{num_shards}.json"
-        storage.write_text(storage.join(own, name), json.dumps(report, indent=1) + "\n", options)
+    with _folder_of_its_own(own, shard, num_shards) as staging:
+        expansion = Expansion(args.dst, staging, options, args)
+        expansion.run(urls)
+    seconds = time.perf_counter() - start
+    report = {
+        "seconds": round(seconds, 3),
+        "archives": [archive.summary() for archive in expansion.archives],
+    }
+    name = f"report-{shard}-of-{num_shards}.json"
+    storage.write_text(storage.join(own, name), json.dumps(report, indent=1) + "\n", options)
     files = sum(a.counts["written"] + a.counts["repaired"] for a in expansion.archives)
     total = sum(a.bytes_written for a in expansion.archives)
     print(f"{len(urls)} archives: {files} files, {total / 1e6:.1f} MB written in {seconds:.1f} s", flush=True)

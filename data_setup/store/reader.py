@@ -1,26 +1,13 @@
-"""The prepared store: every volume on one grid, one Zarr v3 chunk each. Its layout, and the side that reads.
+"""The read side of the prepared store.
 
-Layout under the store's URL, the same on a disk and in a bucket:
-    zarr.json               attributes: format_version, geometry, normalisation, synthetic, source_root
-    volumes/                uint8 [N, D, H, W], one chunk a volume, Blosc LZ4 + CRC32C; a reject has none
-    records.jsonl           the ordered record list: line = row, only ever appended to
-    rows/{row:06d}.json     what was measured, written after the row's chunk: a row counts when this exists
-    index.parquet           both, compacted: INDEX_COLUMNS
-    prepare_report.json     the summary of the last `data_setup.prepare`
-    locks/                  one file per running prepare process
-
-In: what data_setup/store/writer.py wrote. Out: uint8 volumes and the index, to everybody else. These two
-modules alone open a store.
+In: what data_setup/store/writer.py wrote, in the layout of data_setup/store/format.py. Out: uint8 volumes and
+the index.
 """
 
 from __future__ import annotations
 
-import hashlib
 import io
-import json
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -28,89 +15,26 @@ import numpy as np
 import pandas as pd
 import zarr
 
+from data_setup.store.format import (
+    FORMAT_VERSION,
+    INDEX_COLUMNS,
+    KEPT,
+    chunk_key,
+    geometry_of,
+    intact,
+    read_attrs,
+)
 from utils import storage
 from utils.config.schema import SpatialConfig, StorageOptions
 from utils.errors import UserError
 from utils.storage import local_copies
-from utils.storage.zarr_keys import zarr_store
+from utils.storage.zarr_keys import ObjectStore
 
 log = logging.getLogger(__name__)
-FORMAT_VERSION = 1
-NORMALISATION = "zscore_valid"  # what readers do with a volume: z-score over its valid voxels
-KEPT, PENDING = "kept", "pending"  # the other statuses are reject reasons
-UNREAD = "unread"  # of an attempt: storage did not answer; the row stays as it was
-
-# column -> (pandas type, meaning). Lengths in mm; d, h, w = B-scan, axial, A-scan; text is missing as NaN.
-INDEX_COLUMNS: dict[str, tuple[str, str]] = {
-    "row": ("int64", "position in volumes and in records.jsonl"),
-    "status": ("str", "kept, pending (not prepared yet), or the reason of the reject"),
-    "message": ("str", "the reject in one line"),
-    "listed": ("bool", "the record was in the manifest of the last prepare"),
-    "person_id": ("str", "participant"),
-    "device": ("str", "device folder"),
-    "protocol": ("str", "Protocol.name of data_setup/protocols.py"),
-    "region": ("str", "the manifest's anatomic_region"),
-    "laterality": ("str", "L or R; unknown where manifest, file name and header do not tell"),
-    "split": ("str", "recommended split: train, val or test"),
-    "study_group": ("str", "of participants.tsv"),
-    "clinical_site": ("str", "of participants.tsv"),
-    "age": ("float64", "years"),
-    "path": ("str", "DICOM file relative to the source root"),
-    "sop_instance_uid": ("str", "DICOM SOPInstanceUID"),
-    "source_size": ("float64", "bytes of the DICOM file"),
-    "source_version": ("str", "its ETag or modification time when it was read"),
-    **{f"shape_before_{a}": ("float64", f"voxels of the acquired volume along {a}") for a in "dhw"},
-    **{f"spacing_before_{a}": ("float64", f"acquired voxel spacing along {a}") for a in "dhw"},
-    **{f"spacing_after_{a}": ("float64", f"stored voxel spacing along {a}") for a in "dhw"},
-    "spacing_source": ("str", "where the acquired spacing was found"),
-    "orientation_source": ("str", "what told the direction of d"),
-    "flipped_d": ("bool", "the file's frames ran inferior -> superior"),
-    "bits_stored": ("float64", "of the DICOM pixels"),
-    "transfer_syntax": ("str", "UID"),
-    **{f"valid_{a}{i}": ("float64", f"valid box, half-open, along {a}") for a in "dhw" for i in "01"},
-    "valid_fraction": ("float64", "share of the grid inside the acquired field"),
-    "lost_fraction": ("float64", "share of the acquired field outside the grid"),
-    "intensity_mean": ("float64", "over valid voxels, 0..255"),
-    "intensity_std": ("float64", "over valid voxels, 0..255"),
-    "checksum": ("str", "of the stored voxels: BLAKE2b, 16 bytes, hex"),
-}
-RECORD_COLUMNS = tuple(INDEX_COLUMNS)[4:15]  # taken from records.jsonl; those after them from rows/
-
-
-class DamagedError(UserError):
-    """A file of a store that is not what was written; one line with its URL."""
-
-
-@contextmanager
-def intact(url: str, advice: str = "restore it, or prepare into another data.store") -> Iterator[None]:
-    """Errors of the parsers below about a file's content become a DamagedError."""
-    try:
-        yield
-    except UserError:
-        raise
-    except (ValueError, LookupError, TypeError, AttributeError, OSError) as error:
-        said = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-        raise DamagedError(
-            f"{url}: expected a whole file of a prepared store, found a damaged one ({said}); {advice}"
-        ) from error
-
-
-def checksum(voxels: np.ndarray) -> str:
-    """BLAKE2b (16 bytes, hex) of the voxels in C order."""
-    return hashlib.blake2b(np.ascontiguousarray(voxels), digest_size=16).hexdigest()
-
-
-def geometry_of(spatial: SpatialConfig) -> dict[str, Any]:
-    """What the store's attributes say of the grid that every volume is on."""
-    return {
-        "image_size": list(spatial.image_size),
-        "target_spacing": list(spatial.target_spacing),
-        "resample": spatial.resample,
-    }
 
 
 class PreparedStore:
-    """The read side: volumes and their index; picklable for loader workers."""
+    """Volumes and their index; picklable for loader workers."""
 
     def __init__(
         self,
@@ -136,9 +60,10 @@ class PreparedStore:
         try:
             data = storage.read_bytes(index_url, options)
         except storage.StorageNotFoundError as error:
-            raise UserError(
-                f"{url}: expected a prepared store, found no index.parquet; run data_setup.prepare first"
-            ) from error
+            begun = storage.exists(storage.join(url, "records.jsonl"), options)
+            expected = "a finalised store" if begun else "a prepared store"
+            command = "data_setup.prepare with --finalise" if begun else "data_setup.prepare first"
+            raise UserError(f"{url}: expected {expected}, found no index.parquet; run {command}") from error
         attrs = read_attrs(url, options)
         if attrs.get("format_version") != FORMAT_VERSION:
             raise UserError(
@@ -161,10 +86,10 @@ class PreparedStore:
     def require_geometry(self, spatial: SpatialConfig) -> None:
         """Raise UserError that names the first difference between this store and the configuration."""
         for key, value in geometry_of(spatial).items():
-            found = self.attrs["geometry"][key]
-            if found != value:
+            stored = self.attrs["geometry"][key]
+            if stored != value:
                 raise UserError(
-                    f"{self.url}: {key}: expected {value} of the configuration, found {found}; "
+                    f"{self.url}: {key}: expected {value} of the configuration, found {stored}; "
                     "run data_setup.prepare into another store"
                 )
 
@@ -193,12 +118,12 @@ class PreparedStore:
             for r, c in self._checksums.items()
             if isinstance(c, str)
         }
-        keys = zarr_store(self.url, self.options, cache_dir=cache_dir, chunk_names=names)
+        keys = ObjectStore(self.url, self.options, cache_dir=cache_dir, chunk_names=names)
         with intact(storage.join(self.url, "volumes", "zarr.json")):
             return zarr.open_array(keys, path="volumes", mode="r", zarr_format=3)
 
     def _decoded(self, array: zarr.Array, row: int, digest: str) -> Any:
-        """The row's voxels; a damaged local copy is dropped, and the store's own chunk read instead, once."""
+        """The row's voxels; a damaged local copy is dropped and the chunk is read from the store."""
         try:
             return array[row]
         except (RuntimeError, ValueError):  # of the codec
@@ -211,18 +136,5 @@ class PreparedStore:
 
 
 def _copy_name(row: int, digest: str) -> str:
-    """Of a local copy: a row prepared again has another checksum, so a stale copy is never asked for."""
+    """The file name of a local copy; a row prepared again has another checksum, hence another name."""
     return f"{row}-{digest}"
-
-
-def chunk_key(row: int, prefix: str = "") -> str:
-    """The key of a row's chunk below `volumes`."""
-    return storage.join(prefix, f"c.{row}.0.0.0")
-
-
-def read_attrs(url: str, options: StorageOptions | None = None) -> dict[str, Any]:
-    """The attributes of a store."""
-    attrs_url = storage.join(url, "zarr.json")
-    text = storage.read_text(attrs_url, options)
-    with intact(attrs_url):
-        return dict(json.loads(text)["attributes"])

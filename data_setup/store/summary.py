@@ -1,4 +1,4 @@
-"""What `prepare` tells: counts, fields, spacings and their sources, as prepare_report.json and as a table.
+"""What `prepare` reports: counts, fields, spacings and their sources, as prepare_report.json and as a table.
 
 In: the store's index and what the manifest skipped. Out: a dictionary of plain values, and text.
 """
@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from data_setup.store.reader import KEPT, PENDING
+from data_setup.store.format import KEPT, PENDING
 
 AUDIT_NAMES = 20  # files of either kind that the report names
 LOW_VALID_FRACTION = 0.6  # below this share of acquired voxels, most tokens of a volume are padding
@@ -19,8 +19,8 @@ LOW_VALID_FRACTION = 0.6  # below this share of acquired voxels, most tokens of 
 
 def counts(values: pd.Series) -> dict[str, int]:
     """Value -> how often, most frequent first, ties by name."""
-    found = values.dropna().value_counts()
-    return {str(k): int(n) for k, n in sorted(found.items(), key=lambda item: (-item[1], str(item[0])))}
+    numbers = values.dropna().value_counts()
+    return {str(k): int(n) for k, n in sorted(numbers.items(), key=lambda item: (-item[1], str(item[0])))}
 
 
 def _group(index: pd.DataFrame) -> dict[str, Any]:
@@ -48,7 +48,7 @@ def _group(index: pd.DataFrame) -> dict[str, Any]:
 
 
 def shorten(audit: Mapping[str, list[str]]) -> dict[str, dict[str, Any]]:
-    """What audit.audit_files found: per kind the count and the first AUDIT_NAMES names."""
+    """The result of audit.audit_files: per kind the count and the first AUDIT_NAMES names."""
     return {kind: {"count": len(names), "first": names[:AUDIT_NAMES]} for kind, names in audit.items()}
 
 
@@ -80,6 +80,15 @@ def _words(numbers: Mapping[str, int]) -> str:
 
 def _triple(values: list[float] | None) -> str:
     return " x ".join(f"{v:.3g}" for v in values) if values else "-"
+
+
+def run_line(run: Mapping[str, Any]) -> str:
+    """What a run did, in one line."""
+    return (
+        f"{run['prepared']} prepared, {run['reused']} reused in {run['seconds']:.1f} s "
+        f"({run['volumes_per_s']:.2f} volumes/s, {run['workers']} workers, "
+        f"{run['peak_memory_mb']:.0f} MB each at most)"
+    )
 
 
 def table(report: Mapping[str, Any]) -> str:
@@ -115,15 +124,11 @@ def table(report: Mapping[str, Any]) -> str:
         lines.append(f"no longer in the manifest, kept in their rows: {report['not_in_manifest']}")
     run = report["run"]
     if run["audit"]:
-        found = {kind: part["count"] for kind, part in run["audit"].items()}
+        numbers = {kind: part["count"] for kind, part in run["audit"].items()}
         lines.append(
-            f"files: {found['missing']} of the manifest missing, {found['orphans']} in no manifest row"
+            f"files: {numbers['missing']} of the manifest missing, {numbers['orphans']} in no manifest row"
         )
     if run["source_missing"]:
         lines.append(f"source missing now, row kept: {run['source_missing']}")
-    lines.append(
-        f"{run['prepared']} prepared, {run['reused']} reused in {run['seconds']:.1f} s "
-        f"({run['volumes_per_s']:.2f} volumes/s, {run['workers']} workers, "
-        f"{run['peak_memory_mb']:.0f} MB each at most)"
-    )
+    lines.append(run_line(run))
     return "\n".join(lines + warnings)

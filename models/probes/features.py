@@ -25,7 +25,7 @@ def embed(encoder: nn.Module, views: Iterable[tuple[Tensor, Tensor]], runtime: R
     for view_BCDHW, valid_BN in views:
         with runtime.autocast():
             tokens_BNE = encoder(view_BCDHW)
-        features.append(runtime.read(pool_tokens(tokens_BNE.float(), valid_BN)).cpu())
+        features.append(runtime.to_torch(pool_tokens(tokens_BNE.float(), valid_BN)).cpu())
     return torch.cat(features).numpy()
 
 
@@ -80,11 +80,6 @@ def lidar(features_NQE: Tensor, within_floor: float = LIDAR_FLOOR) -> float:
     if values.sum() <= 1e-20 * max(1.0, float(features.square().max())):
         return 0.0
     return _effective_number(values / values.sum())
-
-
-def evenly_spaced(count: int, wanted: int) -> Tensor:
-    """`wanted` indices, or all, spread evenly over 0 .. count - 1, both ends included."""
-    return torch.linspace(0, count - 1, min(wanted, count)).round().long()
 
 
 def _effective_number(share: Tensor) -> float:

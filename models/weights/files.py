@@ -25,7 +25,6 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from models.vit3d import SIZES
-from models.vjepa3d import recipe_name
 from models.weights.hf_layout import FIXED, MODEL_TYPE, from_hf
 from models.weights.shape import (
     EXPORT_FORMAT,
@@ -40,6 +39,7 @@ from models.weights.shape import (
 from utils import storage
 from utils.checkpoint import CheckpointError, load_checkpoint
 from utils.config.load import config_of_yaml
+from utils.config.recipes import recipe_name
 from utils.config.schema import StorageOptions
 
 PUBLIC_GRID = (8, 16, 16)  # of the public weights' pre-training: 16 frames of 256 x 256, patch 2 x 16 x 16

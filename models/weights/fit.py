@@ -25,9 +25,10 @@ from torch import Tensor
 
 from models.predictor import Predictor3D
 from models.vit3d import SIZES, Size
-from models.vjepa3d import VJEPA3D, is_dense
+from models.vjepa3d import VJEPA3D
 from models.weights.shape import Weights, require_same
 from utils.checkpoint import CheckpointError
+from utils.config.recipes import recipe_of
 from utils.config.schema import Config
 
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
@@ -133,7 +134,8 @@ def fit(weights: Weights, cfg: Config) -> Fit:
 
 def _require_encoder(weights: Weights, cfg: Config) -> None:
     wanted, where = SIZES[cfg.model.size], weights.where
-    is_learned = cfg.method.recipe == "methods"
+    recipe = recipe_of(cfg.method)
+    is_learned, is_dense = recipe.positions == "learned", recipe.context == "dense"
     if is_learned != (weights.positions == "learned"):
         raise CheckpointError(
             f"{where}: method.recipe {cfg.method.recipe}: expected {'learned' if is_learned else 'rotary'} "
@@ -144,9 +146,9 @@ def _require_encoder(weights: Weights, cfg: Config) -> None:
             f"{where}: model.rope: expected {cfg.model.rope} of the configuration, found {weights.rope} "
             f"(model.rope={weights.rope} fits these weights)"
         )
-    if not is_learned and is_dense(cfg.method) != ("mask_token" in weights.encoder):
+    if not is_learned and is_dense != ("mask_token" in weights.encoder):
         difference = "a mask token in the encoder, found none"
-        if not is_dense(cfg.method):
+        if not is_dense:
             difference = "no mask token in the encoder, found one"
         raise CheckpointError(f"{where}: method.context {cfg.method.context}: expected {difference}")
     if weights.size != wanted:

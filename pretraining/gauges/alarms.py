@@ -1,4 +1,4 @@
-"""Alarms: what the logged numbers say about collapse, in words, with what to try.
+"""Alarms: they read the logged numbers, say in words that features collapse, and name what to try.
 
 In: every line of metrics, in order, and nothing else. Out: alarms, and `alarm/...` fields that are 1 while
 one holds. Alarms do not stop a run; pretraining.gauges.monitor has the two checks that do.
@@ -27,13 +27,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from pretraining.schedules import INIT_WEIGHT_LIMIT
+
 RANK_FALL = {"train/rankme": 0.25, "val/rankme": 0.15}
 RANK_FLOOR = 2.5  # six runs of mae with useful features came down to 3.1 (python -m benchmarks.evidence)
 SPREAD_FLOOR = 0.1
 VOLUME_FLOOR = 0.1
 EARLY_SKILL = 0.3
 LATE_SKILL = 0.95
-EARLY_INIT_WEIGHT = 0.1  # a target with more of its random initialisation is at the start of its run
 PERSISTENCE = 3
 VAL_PERSISTENCE = 2
 
@@ -71,7 +72,7 @@ class Alarms:
         self._is_early: bool | None = None  # None until skill is measured; true while it may be copying
 
     def update(self, step: int, values: Mapping[str, float | None]) -> list[Alarm]:
-        """Take in the metrics of a line; returns the alarms that begin with it."""
+        """Read the metrics of a line; returns the alarms that begin with it."""
         before = self.states()
         values = {key: v for key, v in values.items() if v is not None and math.isfinite(v)}
         self._seen |= {key: value for key in SHOWN if (value := values.get(key)) is not None}
@@ -100,25 +101,25 @@ class Alarms:
 
     def _collapse_signs(self, values: Mapping[str, float | None]) -> dict[str, str]:
         """The metrics of this line that show collapse, each with words for it."""
-        found = {}
+        active = {}
         for key, fall in RANK_FALL.items():
             rank = values.get(key)
             if rank is None:
                 continue
             highest = self._highest[key] = max(rank, self._highest.get(key, rank))
             if rank < RANK_FLOOR:
-                found[key] = f"{key} is {rank:.1f}: hardly any direction is in use"
+                active[key] = f"{key} is {rank:.1f}: hardly any direction is in use"
             elif rank < fall * highest and not self.has_fixed_targets:
                 share = rank / highest
-                found[key] = f"{key} fell from {highest:.1f} to {rank:.1f} ({share:.0%} of its highest)"
+                active[key] = f"{key} fell from {highest:.1f} to {rank:.1f} ({share:.0%} of its highest)"
         for key, floor, meaning in (
             ("train/feature_std", SPREAD_FLOOR, "all features point one way"),
             ("train/volume_share", VOLUME_FLOOR, "targets hold little but their position"),
         ):
             value = values.get(key)
             if value is not None and value < floor:
-                found[key] = f"{meaning}, {key} is {value:.3f}"
-        return found
+                active[key] = f"{meaning}, {key} is {value:.3f}"
+        return active
 
     def _leak_signs(self, values: Mapping[str, float | None]) -> dict[str, str]:
         key = "train/skill_position"
@@ -126,7 +127,7 @@ class Alarms:
         if skill is None:
             return {}
         if self._is_early is None:
-            self._is_early = (values.get("ema/init_weight") or 0.0) > EARLY_INIT_WEIGHT
+            self._is_early = (values.get("ema/init_weight") or 0.0) > INIT_WEIGHT_LIMIT
         self._is_early = self._is_early and skill > EARLY_SKILL
         if self._is_early:
             return {key: f"{key} is {skill:.2f} before anything could be learned"}

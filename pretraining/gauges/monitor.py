@@ -19,6 +19,7 @@ from models.probes.features import rankme
 from models.vjepa3d import VJEPA3D, Output
 from pretraining.gauges.alarms import Alarms
 from pretraining.gauges.skill import Read, Scored, SkillGauge, as_it_is
+from utils.indices import evenly_spaced
 from utils.runtime.processes import ALONE, Group
 
 BASELINE_FLOOR = 1e-6  # under this a baseline loss is no yardstick
@@ -37,7 +38,7 @@ class Gauges:
     """The training gauges of one global batch, whatever its micro-batches: `observe` each, then `finish`.
 
     `global_batch_size` shares RANK_TOKENS out among the samples. The processes of `group` share the batch,
-    and all of them get the same gauges; `read` is the runtime's. `has_fixed_targets`: those of mae.
+    and all of them get the same gauges; `to_torch` is the runtime's. `has_fixed_targets`: those of mae.
     """
 
     def __init__(
@@ -45,11 +46,11 @@ class Gauges:
         skill: SkillGauge,
         global_batch_size: int,
         group: Group = ALONE,
-        read: Read = as_it_is,
+        to_torch: Read = as_it_is,
         *,
         has_fixed_targets: bool,
     ) -> None:
-        self.skill, self.group, self.read = skill, group, read
+        self.skill, self.group, self.to_torch = skill, group, to_torch
         self.alarms = Alarms(has_fixed_targets=has_fixed_targets)
         self.tokens_per_sample = -(-RANK_TOKENS // global_batch_size)
         self._begin(measure=False)
@@ -70,8 +71,8 @@ class Gauges:
     def observe(self, out: Output, batch: dict[str, Tensor]) -> None:
         """One micro-batch after its forward pass."""
         positions = self.skill.positions_P
-        told = (out.target_all_BNE[:, positions], batch["token_valid"][:, positions], batch["row"])
-        targets, valid, row = map(self.group.gather, told)
+        local = (out.target_all_BNE[:, positions], batch["token_valid"][:, positions], batch["row"])
+        targets, valid, row = map(self.group.gather, local)
         self._remember.append((targets, valid, row))
         if not self.measure:
             return
@@ -85,10 +86,8 @@ class Gauges:
         self._sums.append((weight_BK1.sum(), unit.sum((0, 1)), unit.square().sum((0, 1))))
         total = (features * weight_BK1).sum(1)
         self._pooled.append(F.normalize(total / weight_BK1.sum(1).clamp(min=1), dim=-1))
-        last = features.shape[1] - 1
-        spread = torch.linspace(0, last, min(self.tokens_per_sample, last + 1)).round().long()
-        spread = spread.to(features.device)
-        self._tokens.append((features[:, spread].flatten(0, 1), is_valid_BK[:, spread].flatten()))
+        chosen = evenly_spaced(features.shape[1], self.tokens_per_sample).to(features.device)
+        self._tokens.append((features[:, chosen].flatten(0, 1), is_valid_BK[:, chosen].flatten()))
 
     def finish(self) -> dict[str, float | None]:
         """End the step; with `measure` its gauges:
@@ -103,9 +102,9 @@ class Gauges:
         """
         result: dict[str, float | None] = {}
         if self.measure:
-            read = self.read
-            rows = torch.cat([read(row) for _, _, row in self._remember])
-            losses = self.group.sum(self.skill.losses(self._scored, rows, read))
+            to_torch = self.to_torch
+            rows = torch.cat([to_torch(row) for _, _, row in self._remember])
+            losses = self.group.sum(self.skill.losses(self._scored, rows, to_torch))
             prediction, constant, position, tokens = losses.tolist()
             is_yardstick = {
                 name: loss > BASELINE_FLOOR * tokens
@@ -115,11 +114,11 @@ class Gauges:
             result["train/skill_position"] = 1 - prediction / position if is_yardstick["position"] else None
             result["train/volume_share"] = position / constant if is_yardstick["mean"] else None
             result["train/rankme"] = self._rank()
-            sums = (sum(map(read, part)) for part in zip(*self._sums, strict=True))
+            sums = (torch.stack([*map(to_torch, part)]).sum(0) for part in zip(*self._sums, strict=True))
             count, first, second = map(self.group.sum, sums)
             variance = (second / count - (first / count).square()).clamp(min=0)
             result["train/feature_std"] = float(variance.sqrt().mean() * math.sqrt(len(first)))
-            pooled = self.group.gather(torch.cat([*map(read, self._pooled)]))
+            pooled = self.group.gather(torch.cat([*map(to_torch, self._pooled)]))
             if len(pooled) > 1:
                 cosine = pooled @ pooled.T
                 pairs = len(pooled) * (len(pooled) - 1)
@@ -131,7 +130,7 @@ class Gauges:
 
     def _rank(self) -> float | None:
         features, is_valid = (
-            self.group.gather(torch.cat([*map(self.read, parts)])).cpu()
+            self.group.gather(torch.cat([*map(self.to_torch, parts)])).cpu()
             for parts in zip(*self._tokens, strict=True)
         )
         features = features[is_valid]
@@ -187,28 +186,28 @@ def check_no_leak(
     view_BCDHW: Tensor,
     context_BK: Tensor,
     target_BM: Tensor,
-    end_step: Callable[[], None] = lambda: None,
+    mark_step: Callable[[], None] = lambda: None,
 ) -> None:
     """Change every voxel that the context encoder must not see; raises LeakError unless its output is bit-
     identical.
 
-    vjepa2: everything outside the context tokens. methods: the masked tokens. `end_step` is the runtime's:
+    Which voxels: `Recipe.hidden`. `mark_step` is the runtime's:
     two compiled programs may round differently, so both outputs come from one.
     """
     is_hidden = torch.zeros(
         len(view_BCDHW), model.encoder.num_tokens, dtype=torch.bool, device=view_BCDHW.device
     )
-    if model.recipe == "methods":
+    if model.recipe.hidden == "targets":
         is_hidden = is_hidden.scatter(1, target_BM, True)
     else:
         is_hidden = ~is_hidden.scatter(1, context_BK, True)
     hidden = voxels_of_tokens(is_hidden, model.encoder.grid, model.encoder.patch_embed.patch)
     changed = torch.where(hidden, view_BCDHW + 1.0 + view_BCDHW.square(), view_BCDHW)
-    end_step()
+    mark_step()
     before = model.encode_context(view_BCDHW, context_BK, target_BM, None)
-    end_step()
+    mark_step()
     after = model.encode_context(changed, context_BK, target_BM, None)
-    end_step()
+    mark_step()
     if not torch.allclose(before, after, rtol=0, atol=0, equal_nan=True):
         difference = float((before - after).abs().nan_to_num().max())
         raise LeakError(
@@ -220,12 +219,14 @@ def check_no_leak(
 class TargetMotion:
     """Alarm 'target is not moving': compares a target parameter between two calls."""
 
-    def __init__(self, model: VJEPA3D, read: Read = as_it_is) -> None:
-        self.read = read
+    def __init__(self, model: VJEPA3D, to_torch: Read = as_it_is) -> None:
+        self.to_torch = to_torch
         self._before = self._probe(model)
 
     def _probe(self, model: VJEPA3D) -> Tensor:
-        return self.read(model.target_encoder.blocks[-1].mlp.fc2.weight.detach()).to("cpu", copy=True)
+        encoder = model.target_encoder
+        weight = encoder.get_parameter(f"blocks.{encoder.depth - 1}.mlp.fc2.weight")
+        return self.to_torch(weight.detach()).to("cpu", copy=True)
 
     def check(self, model: VJEPA3D, updates: int) -> None:
         """Raises FrozenTargetError when nothing moved although `updates` should have moved the target

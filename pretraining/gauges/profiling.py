@@ -29,7 +29,9 @@ class StepTrace:
         self._open, self._is_open = ExitStack(), False
 
     def at(self, step: int) -> bool:
-        """`step` updates have been made; True where the trace has just been ended, which takes a while."""
+        """Start or end the trace before update number `step`; True where it has just ended, which takes a
+        while.
+        """
         if self.is_wanted and step == self.first:
             self.runtime.synchronise()
             self._open.enter_context(self.runtime.write_trace(self.path))
@@ -40,7 +42,7 @@ class StepTrace:
         return is_over
 
     def close(self) -> None:
-        """End a trace that is going on."""
+        """End the trace, if one is running."""
         if not self.is_wanted:
             return
         self.is_wanted = False

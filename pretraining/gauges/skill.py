@@ -14,13 +14,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from models.losses import TOKEN_LOSSES
 from models.vit3d import gather_tokens
-from models.vjepa3d import LOSSES, VJEPA3D
+from models.vjepa3d import VJEPA3D
+from utils.indices import evenly_spaced
 
 MIN_SAMPLES = 16  # other volumes that a baseline must rest on
 
 Scored = tuple[Tensor, Tensor, Tensor]  # prediction [B, P, E], target [B, P, E], whether it counts [B, P]
-Read = Callable[[Tensor], Tensor]  # utils.runtime.single.Runtime.read
+Read = Callable[[Tensor], Tensor]  # utils.runtime.single.Runtime.to_torch
 
 
 def as_it_is(value: Tensor) -> Tensor:
@@ -53,20 +55,20 @@ class SkillGauge:
         capacity: int = 128,
         positions: int = 64,
     ) -> None:
-        spread = torch.linspace(0, num_tokens - 1, min(positions, num_tokens)).round().long().unique()
-        self.positions_P = spread.to(device)
+        chosen = evenly_spaced(num_tokens, positions)
+        self.positions_P = chosen.to(device)
         self.num_tokens = num_tokens
-        self.ring_RPE = torch.zeros(capacity, len(spread), width, device=device)
-        self.valid_RP = torch.zeros(capacity, len(spread), dtype=torch.bool, device=device)
+        self.ring_RPE = torch.zeros(capacity, len(chosen), width, device=device)
+        self.valid_RP = torch.zeros(capacity, len(chosen), dtype=torch.bool, device=device)
         self.row_R = torch.full((capacity,), -1, dtype=torch.long, device=device)
-        self.distance, self.centre = LOSSES[loss], CENTRES[loss]
+        self.distance, self.centre = TOKEN_LOSSES[loss], CENTRES[loss]
         self.added = 0
         # on the device, since it is another number in every step
         self.next_slot = torch.zeros((), dtype=torch.long, device=device)
 
     @classmethod
     def of_model(cls, model: VJEPA3D, device: torch.device) -> SkillGauge:
-        return cls(model.encoder.num_tokens, model.target_width, model.loss, device)
+        return cls(model.encoder.num_tokens, model.target_width, model.recipe.loss, device)
 
     def add(self, targets_BPE: Tensor, valid_BP: Tensor, row_B: Tensor) -> None:
         """Remember targets at `positions_P`; `valid_BP` bool, `row_B` says which volumes they are of."""
@@ -82,7 +84,7 @@ class SkillGauge:
     def select(
         self, prediction_BME: Tensor, target_BME: Tensor, target_BM: Tensor, valid_BM: Tensor
     ) -> Scored:
-        """What is at `positions_P`, and which of it is a valid target token."""
+        """Select the tokens at `positions_P`, and mark the valid targets among them."""
         place_BM = torch.arange(target_BM.shape[1], device=target_BM.device).expand_as(target_BM)
         place_BN = torch.full((len(target_BM), self.num_tokens), -1, device=target_BM.device)
         place_BP = place_BN.scatter(1, target_BM, place_BM)[:, self.positions_P]

@@ -40,13 +40,13 @@ class Laps:
         self._last = time.perf_counter()
 
     def lap(self, part: str) -> None:
-        """What came since the lap before, or since `clear`, was `part`."""
+        """Book the time since the last lap, or since `clear`, under `part`."""
         now = time.perf_counter()
         self.seconds[part] += now - self._last
         self._last = now
 
     def settle(self, *, wait: bool = False) -> None:
-        """Add what is known by now to `seconds`; with `wait` everything."""
+        """Add the laps that have ended to `seconds`; with `wait`, all of them."""
 
 
 class CudaLaps(Laps):
@@ -77,8 +77,8 @@ class CudaLaps(Laps):
 
 
 def flops_per_step(cfg: Config, model: VJEPA3D, accumulation: int) -> int:
-    """Counted operations of one update on one device: 3 x forward of what is trained, 1 x of the target
-    encoder and of the regulariser's own pass under accumulation. What is computed again is not counted.
+    """Count the operations of one update on one device: 3 x forward for trained modules, 1 x for the target
+    encoder and, under accumulation, for the regulariser's own pass. Recomputation is not counted.
     """
     plan = MaskPlan.from_config(cfg)
     sample = step_flops(model, plan.num_context, plan.num_target)
@@ -100,18 +100,18 @@ class Throughput:
         self._start_window()
 
     def log_start(self) -> None:
-        """What `perf/mfu` will be relative to, or why there is none."""
+        """Log the peak that `perf/mfu` refers to, or why there is none."""
         work = f"{self.flops / 1e9:.4g} GFLOP a step and device"
         if self.peak.flops_per_s is None:
-            log.info("%s; no perf/mfu: %s", work, self.peak.told)
+            log.info("%s; no perf/mfu: %s", work, self.peak.source)
         else:
-            log.info("%s; peak %.4g GFLOP/s (%s)", work, self.peak.flops_per_s / 1e9, self.peak.told)
+            log.info("%s; peak %.4g GFLOP/s (%s)", work, self.peak.flops_per_s / 1e9, self.peak.source)
 
     def _start_window(self) -> None:
         self._began, self._steps = time.perf_counter(), 0
 
     def restart(self) -> None:
-        """Forget what came since the last log line, such as a validation; waits for the device."""
+        """Drop the time since the last log line, such as a validation's; waits for the device."""
         self.runtime.synchronise()
         self.laps.clear()
         self._start_window()

@@ -9,6 +9,7 @@ would.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,38 +18,56 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from data_setup.loader import VALIDATION_SEED, validation_batches
+from data_setup.loader import VALIDATION_SEED, Batch, validation_batches
 from data_setup.masks import MaskPlan, draw_mask
-from data_setup.store.reader import PreparedStore
+from data_setup.normalisation import view
 from data_setup.transforms import STREAM_MASK, random_stream
 from models.probes.features import lidar, rankme
-from models.vjepa3d import VJEPA3D
 from pretraining.gauges.validation_probes import probe_scores
-from pretraining.rows import Rows
-from pretraining.step import Batch, predict, view
-from utils.config.schema import Config
+from pretraining.run import Run
+from pretraining.step import predict
+from utils.indices import evenly_spaced
 from utils.report.pictures import save_snapshot
-from utils.runtime.single import Runtime
 
 log = logging.getLogger(__name__)
 RANKME_TOKENS = 2048
 LIDAR_VOLUMES, LIDAR_MASKS = 64, 8  # each mask is a pass of the context encoder
 
 
+class Validation:
+    """Validates a run, and tells which share of the time that took."""
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        self.restart()
+
+    def restart(self) -> None:
+        """The next share is one of the time from now on."""
+        self._ended = time.perf_counter()
+
+    def __call__(self, *, with_share: bool = True) -> dict[str, float | None]:
+        """What `validate` measures, the same on every process, and perf/validation_fraction, its share of the
+        time since the last call.
+        """
+        began = time.perf_counter()
+        measured = self.run.runtime.group.broadcast(validate(self.run))
+        now = time.perf_counter()
+        if with_share:
+            measured["perf/validation_fraction"] = (now - began) / (now - self._ended)
+        self._ended = now
+        return measured
+
+
 @torch.no_grad()
-def validate(
-    model: VJEPA3D, cfg: Config, store: PreparedStore, rows: Rows, runtime: Runtime
-) -> dict[str, float | None]:
+def validate(run: Run) -> dict[str, float | None]:
     """val/loss, val/rankme, val/lidar (null for a single volume) and what probe_scores names."""
-    model.eval()
-    plan = MaskPlan.from_config(cfg)
+    run.model.eval()
+    plan = MaskPlan.from_config(run.cfg)
     parts = [
-        measure_batch(
-            model, cfg, plan, cpu_batch, runtime, rows_in_all=len(rows.val), with_views=first < LIDAR_VOLUMES
-        )
-        for first, cpu_batch in shared_batches(cfg, store, rows.val, runtime)
+        measure_batch(run, plan, cpu_batch, with_views=first < LIDAR_VOLUMES)
+        for first, cpu_batch in shared_batches(run)
     ]
-    parts = runtime.group.merge(parts)
+    parts = run.runtime.group.merge_from_ranks(parts)
     tokens = [t for part in parts for t in part.tokens]
     views_NQE = [v for part in parts for v in part.views]
     count = sum(part.count for part in parts)
@@ -61,8 +80,8 @@ def validate(
         "val/rankme": rankme(torch.cat(finite)) if finite else None,
         "val/lidar": lidar(torch.stack(whole)) if len(whole) > 1 else None,
     }
-    scores = probe_scores(model, cfg, store, rows, runtime)
-    model.train()
+    scores = probe_scores(run)
+    run.model.train()
     return measured | scores
 
 
@@ -76,63 +95,49 @@ class Part:
     views: list[Tensor]  # of each volume, features [LIDAR_MASKS, E] under several masks
 
 
-def evaluation_size(cfg: Config, runtime: Runtime) -> int:
+def evaluation_size(run: Run) -> int:
     """The volumes of an evaluation batch."""
-    return cfg.train.per_core_batch_size * runtime.evaluation_devices
+    return run.cfg.train.per_core_batch_size * run.runtime.evaluation_devices
 
 
-def shared_batches(
-    cfg: Config, store: PreparedStore, rows: np.ndarray, runtime: Runtime
-) -> Iterator[tuple[int, Batch]]:
-    """This process's batches, each with the place of its first volume among all rows."""
-    size = evaluation_size(cfg, runtime)
-    starts = runtime.group.share(range(0, len(rows), size))
-    own = np.concatenate([rows[:0], *(rows[s : s + size] for s in starts)])
+def shared_batches(run: Run) -> Iterator[tuple[int, Batch]]:
+    """This process's validation batches, each with the place of its first volume among all rows."""
+    rows, size = run.rows.val, evaluation_size(run)
+    starts = run.runtime.group.split_among_ranks(range(0, len(rows), size))
+    own_rows = np.concatenate([rows[:0], *(rows[s : s + size] for s in starts)])
     # only the last of all batches may be short, and it is the last of its process
-    return zip(starts, validation_batches(cfg, store, own, size), strict=True)
+    return zip(starts, validation_batches(run.cfg, run.store, own_rows, size), strict=True)
 
 
-def measure_batch(
-    model: VJEPA3D,
-    cfg: Config,
-    plan: MaskPlan,
-    cpu_batch: Batch,
-    runtime: Runtime,
-    *,
-    rows_in_all: int,
-    with_views: bool,
-) -> Part:
+def measure_batch(run: Run, plan: MaskPlan, cpu_batch: Batch, *, with_views: bool) -> Part:
     """One batch, with its share of RANKME_TOKENS; `with_views`: also for LiDAR."""
-    count = len(cpu_batch["row"])
-    batch = runtime.spread(cpu_batch, evaluation_size(cfg, runtime))
-    output = predict(model, batch, runtime, stochastic=False)
+    runtime, count = run.runtime, len(cpu_batch["row"])
+    batch = runtime.to_device_padded(cpu_batch, evaluation_size(run))
+    output = predict(run.model, batch, runtime, stochastic=False)
     assert output.features_all_BNE is not None, "None in training alone"
-    runtime.end_step()
-    per_volume = -(-RANKME_TOKENS // rows_in_all)
+    runtime.mark_step()
+    per_volume = -(-RANKME_TOKENS // len(run.rows.val))
     tokens = []
-    features_BNE = runtime.read(output.features_all_BNE).cpu()[:count]
+    features_BNE = runtime.to_torch(output.features_all_BNE).cpu()[:count]
     for features, valid in zip(features_BNE, cpu_batch["token_valid"], strict=True):
         ids = valid.nonzero().flatten()
-        spread = torch.linspace(0, len(ids) - 1, min(per_volume, len(ids))).round().long()
-        tokens.append(features[ids[spread]])
+        tokens.append(features[ids[evenly_spaced(len(ids), per_volume)]])
     return Part(
-        float(runtime.read(output.loss_B)[:count].sum()),
+        float(runtime.to_torch(output.loss_B)[:count].sum()),
         int((cpu_batch["target_valid"].sum(1) > 0).sum()),
         tokens,
-        [v.clone() for v in masked_views(model, cfg, plan, cpu_batch, runtime)] if with_views else [],
+        [v.clone() for v in masked_views(run, plan, cpu_batch)] if with_views else [],
     )
 
 
-def masked_views(
-    model: VJEPA3D, cfg: Config, plan: MaskPlan, cpu_batch: Batch, runtime: Runtime
-) -> Iterator[Tensor]:
+def masked_views(run: Run, plan: MaskPlan, cpu_batch: Batch) -> Iterator[Tensor]:
     """For each volume, context features [LIDAR_MASKS, E] under masks of its own: means over valid tokens.
 
     The masks depend on the row alone; the first is that of the validation loss.
     """
-    size = evaluation_size(cfg, runtime)
-    view_BCDHW = view(runtime.spread(cpu_batch, size), 0)
-    runtime.end_step()
+    runtime, size = run.runtime, evaluation_size(run)
+    view_BCDHW = view(runtime.to_device_padded(cpu_batch, size), 0)
+    runtime.mark_step()
     means = []
     for number in range(LIDAR_MASKS):
         drawn = [
@@ -141,31 +146,32 @@ def masked_views(
         ]
         context_BK, target_BM = (torch.from_numpy(np.stack(ids)) for ids in zip(*drawn, strict=True))
         weight_BK = cpu_batch["token_valid"].gather(1, context_BK).float()
-        mask = runtime.spread({"context": context_BK, "target": target_BM, "weight": weight_BK}, size)
+        mask = runtime.to_device_padded(
+            {"context": context_BK, "target": target_BM, "weight": weight_BK}, size
+        )
         with runtime.autocast():
-            encoded = model.encode_context(view_BCDHW, mask["context"], mask["target"], None)
-            features_BKE = model.context_tokens(encoded, mask["context"]).float()
+            encoded = run.model.encode_context(view_BCDHW, mask["context"], mask["target"], None)
+            features_BKE = run.model.context_tokens(encoded, mask["context"]).float()
         total_BE = (features_BKE * mask["weight"].unsqueeze(-1)).sum(1)
         means.append(total_BE / mask["weight"].sum(1, keepdim=True).clamp(min=1))
-        runtime.end_step()
-    return iter(torch.stack([*map(runtime.read, means)], dim=1).cpu()[: len(cpu_batch["row"])])
+        runtime.mark_step()
+    return iter(torch.stack([*map(runtime.to_torch, means)], dim=1).cpu()[: len(cpu_batch["row"])])
 
 
 @torch.no_grad()
-def snapshot(
-    model: VJEPA3D, cfg: Config, store: PreparedStore, rows: Rows, runtime: Runtime, step: int
-) -> list[Path]:
+def snapshot(run: Run, step: int) -> list[Path]:
     """Write the arrays of example pictures: up to three validation volumes of different devices. The first
     process writes them; the others take part where the engine computes on all at once.
     """
-    by_device = {store.index.loc[int(r), "device"]: int(r) for r in reversed(rows.val)}
+    cfg, store, runtime = run.cfg, run.store, run.runtime
+    by_device = {store.index.loc[int(r), "device"]: int(r) for r in reversed(run.rows.val)}
     chosen = np.array(sorted(by_device.values())[:3])
-    model.eval()
+    run.model.eval()
     paths = []
     for cpu_batch in validation_batches(cfg, store, chosen, 1):
-        batch = runtime.spread(cpu_batch, runtime.evaluation_devices)
+        batch = runtime.to_device_padded(cpu_batch, runtime.evaluation_devices)
         with runtime.autocast():
-            features = runtime.read(model.target_encoder(view(batch, 1)))
+            features = runtime.to_torch(run.model.target_encoder(view(batch, 1)))
         if not runtime.group.is_first:
             continue
         row = int(cpu_batch["row"][0])
@@ -187,5 +193,5 @@ def snapshot(
             title=f"{record['device']} {record['protocol']} {record['laterality']}, step {step}",
         )
         paths.append(path)
-    model.train()
+    run.model.train()
     return paths

@@ -13,32 +13,29 @@ from collections.abc import Mapping
 import numpy as np
 
 from data_setup.loader import evaluation_batches
+from data_setup.normalisation import view
 from data_setup.store.reader import PreparedStore
 from models.probes.features import embed
 from models.probes.participants import Fold, balanced_accuracy, knn_probe, ridge_classifier_probe
-from models.vjepa3d import VJEPA3D
-from pretraining.rows import Rows
-from pretraining.step import view
-from utils.config.schema import Config
-from utils.runtime.single import Runtime
+from pretraining.run import Run
+from utils.indices import evenly_spaced
 
 log = logging.getLogger(__name__)
 SHORTCUTS = ("device", "laterality")
 UNKNOWN = "unknown"  # what the store writes where a laterality is not told
 
 
-def probe_scores(
-    model: VJEPA3D, cfg: Config, store: PreparedStore, rows: Rows, runtime: Runtime
-) -> dict[str, float | None]:
+def probe_scores(run: Run) -> dict[str, float | None]:
     """Balanced accuracies val/probe (kNN on labels), val/ridge, and val/knn_X, val/ridge_X of each shortcut.
 
     Null where a side has fewer than two classes, or a participant is on both sides.
     """
-    targets = {"": rows.label_of_row} | {f"_{name}": values_of(store, name) for name in SHORTCUTS}
+    rows = run.rows
+    targets = {"": rows.label_of_row} | {f"_{name}": values_of(run.store, name) for name in SHORTCUTS}
     names = {key: (f"val/knn{key}" if key else "val/probe", f"val/ridge{key}") for key in targets}
     scores: dict[str, float | None] = {name: None for pair in names.values() for name in pair}
     sides = [
-        choose_rows(side, rows.label_of_row, cfg.probe.max_volumes)
+        choose_rows(side, rows.label_of_row, run.cfg.probe.max_volumes)
         for side in (rows.train, rows.official_val)
     ]
     people = [{rows.person_of_row[int(r)] for r in side} for side in sides]
@@ -49,12 +46,13 @@ def probe_scores(
     }
     if people[0] & people[1] or not wanted:
         return scores
-    embedded = [embed_rows(model, cfg, store, side, runtime) for side in sides]
+    embedded = [embed_rows(run, side) for side in sides]
     for key, of_row in wanted.items():
         folds = make_folds(embedded, of_row, rows.person_of_row)
         if folds is not None:
-            for name, probe in zip(names[key], (knn_probe, ridge_classifier_probe), strict=True):
-                scores[name] = balanced_accuracy(probe(*folds))
+            by_knn, by_ridge = names[key]
+            scores[by_knn] = balanced_accuracy(knn_probe(*folds))
+            scores[by_ridge] = balanced_accuracy(ridge_classifier_probe(*folds))
     return scores
 
 
@@ -69,26 +67,25 @@ def choose_rows(side: np.ndarray, label_of_row: Mapping[int, str], limit: int) -
     pool = labelled if len(labelled) else np.asarray(side, dtype=int)
     if len(pool) == 0:
         return pool
-    return pool[np.linspace(0, len(pool) - 1, min(limit, len(pool))).round().astype(int)]
+    return pool[evenly_spaced(len(pool), limit).numpy()]
 
 
 def classes_of(side: np.ndarray, of_row: Mapping[int, str]) -> set[str]:
     return {of_row[int(r)] for r in side if int(r) in of_row}
 
 
-def embed_rows(
-    model: VJEPA3D, cfg: Config, store: PreparedStore, chosen: np.ndarray, runtime: Runtime
-) -> tuple[np.ndarray, np.ndarray]:
+def embed_rows(run: Run, chosen: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Pooled target encoder features [n, 2E] of rows [n]; rows whose features are not finite are left out.
 
     Several processes share the volumes, and all of them get all features.
     """
-    own = runtime.group.share(chosen)
-    size = cfg.train.per_core_batch_size * runtime.evaluation_devices
-    on_device = (runtime.spread(b, size) for b in evaluation_batches(cfg, store, own, size))
+    runtime = run.runtime
+    own = np.array(runtime.group.split_among_ranks(chosen.tolist()), dtype=int)
+    size = run.cfg.train.per_core_batch_size * runtime.evaluation_devices
+    on_device = (runtime.to_device_padded(b, size) for b in evaluation_batches(run.cfg, run.store, own, size))
     loaded = ((view(b, 1), b["context_valid"]) for b in on_device)
-    part = embed(model.target_encoder, loaded, runtime)[: len(own)] if len(own) else []
-    features = np.stack(runtime.group.merge(part))
+    part = [*embed(run.model.target_encoder, loaded, runtime)[: len(own)]] if len(own) else []
+    features = np.stack(runtime.group.merge_from_ranks(part))
     usable = np.isfinite(features).all(axis=1)
     if not usable.all():
         log.warning("probe: features not finite, left out: rows %s", chosen[~usable].tolist())

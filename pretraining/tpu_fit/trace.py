@@ -23,12 +23,13 @@ import torch_xla
 import torch_xla.core.xla_builder as xb
 from torch import Tensor
 
+from data_setup.loader import Batch
 from data_setup.masks import MaskPlan
 from models.flops import encoder_flops, flash_backward_flops, recomputed_flops, step_flops
 from models.vjepa3d import VJEPA3D
 from pretraining.engine_kernels import choose_kernels
-from pretraining.sharding import shard_state
-from pretraining.step import Batch, build_optimizer, train_step
+from pretraining.optimizer import shard_state
+from pretraining.step import Update, build_optimizer, train_step
 from utils.cli import parse_cli, run_cli
 from utils.config.load import accumulation_steps
 from utils.config.schema import Config
@@ -73,7 +74,7 @@ def trace(cfg: Config, chips: int) -> tuple[bytes, dict[str, Any]]:
     batches = [_batch(cfg, chips, runtime) for _ in range(accumulation)]
     state = _state(model, optimizer)
     before = {_id(tensor): place for place, (_, tensor) in enumerate(state)}
-    result = train_step(model, optimizer, batches, cfg, runtime, 0, cfg.optim.base_lr, 0.999)
+    result = train_step(model, optimizer, batches, cfg, runtime, Update(0, cfg.optim.base_lr, 0.999))
 
     outputs = [tensor for _, tensor in _state(model, optimizer)]
     outputs += [result.loss, result.grad_norm, result.is_finite]
@@ -82,7 +83,7 @@ def trace(cfg: Config, chips: int) -> tuple[bytes, dict[str, Any]]:
     batch_bytes = sum(x.numel() * x.element_size() for batch in batches for x in batch.values()) // chips
     held = dict.fromkeys(CLASSES, 0) | {"batch": batch_bytes}
     for kind, tensor in state:
-        held[kind] += tensor.numel() * tensor.element_size() // runtime.parts(tensor)
+        held[kind] += tensor.numel() * tensor.element_size() // runtime.num_shards(tensor)
     return program, {
         "chips": chips,
         "accumulation": accumulation,
@@ -114,8 +115,8 @@ def _placeholder(like: Tensor) -> Tensor:
 
 def _parts(runtime: Runtime, like: Tensor) -> Tensor:
     """Zeros, sharded at once: a placeholder cannot be sharded, and sixteen whole models are too much."""
-    zeros = runtime.place(torch.zeros(like.shape, dtype=like.dtype, device="cpu"))
-    runtime.shard([zeros])
+    zeros = runtime.to_device_replicated(torch.zeros(like.shape, dtype=like.dtype, device="cpu"))
+    runtime.shard_parameters([zeros])
     return zeros
 
 

@@ -13,7 +13,9 @@ import torch
 
 from benchmarks.train_step import cli as train_step
 from benchmarks.train_step.reference_vjepa2 import ReferenceVJEPA2
+from data_setup.normalisation import view
 from models.vit3d import SIZES, Size
+from pretraining.step import Update
 from utils.config.schema import Config
 from utils.runtime.single import Runtime
 
@@ -41,7 +43,7 @@ def test_the_reference_has_our_loss_and_our_gradients() -> None:
     model, _, batch = train_step.build(cfg)
     model.encoder.rope = model.target_encoder.rope = model.predictor.rope = "tiled"
     reference = ReferenceVJEPA2(model)
-    context_view, target_view = train_step.views(batch)
+    context_view, target_view = view(batch, 0), view(batch, 1)
     ours = model(context_view, target_view, batch["context"], batch["target"], batch["target_valid"])
     theirs = reference(context_view, target_view, batch["context"], batch["target"])
     ours.loss_B.mean().backward()
@@ -99,10 +101,10 @@ def test_the_encoder_clock_excludes_everything_else() -> None:
     model.predictor.register_forward_pre_hook(lambda *_: time.sleep(slow))
     model.target_encoder.register_forward_pre_hook(lambda *_: time.sleep(slow))
     runtime = Runtime(torch.device("cpu"), use_bf16=False)
-    train_step.train_step(model, optimizer, [batch], cfg, runtime, 0, 1e-4, 0.999)
+    train_step.train_step(model, optimizer, [batch], cfg, runtime, Update(0, 1e-4, 0.999))
     clock.close_step()
     assert 0 < clock.seconds[0] < slow
     model.encoder.blocks[0].register_forward_pre_hook(lambda *_: time.sleep(slow))
-    train_step.train_step(model, optimizer, [batch], cfg, runtime, 1, 1e-4, 0.999)
+    train_step.train_step(model, optimizer, [batch], cfg, runtime, Update(1, 1e-4, 0.999))
     clock.close_step()
     assert clock.seconds[1] > slow

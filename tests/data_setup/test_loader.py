@@ -15,7 +15,8 @@ import torch
 
 from data_setup.loader import DataOrder, Loader, LoaderError, evaluation_batches, validation_batches
 from data_setup.resample import Resampled
-from data_setup.store.reader import RECORD_COLUMNS, PreparedStore
+from data_setup.store.format import RECORD_COLUMNS
+from data_setup.store.reader import PreparedStore
 from data_setup.store.writer import StoreWriter, measure
 from data_setup.valid_field import token_valid
 from utils.config.load import load_config
@@ -265,8 +266,8 @@ def test_a_worker_that_dies_while_it_hands_over_a_batch_is_named(store_url: str,
         raise lost
         yield {}
 
-    told = f"step 3, micro-batch 0, waiting for loader worker 1 of 2: expected a batch, .* died .*: {lost}"
-    with pytest.raises(LoaderError, match=told):
+    message = f"step 3, micro-batch 0, waiting for loader worker 1 of 2: expected a batch, .* died .*: {lost}"
+    with pytest.raises(LoaderError, match=message):
         loader._next(batches(), 3, 3)
 
 

@@ -16,10 +16,9 @@ from data_setup.check.audit import audit_files, list_tree
 from data_setup.manifest import (
     Record,
     load_labels,
-    pretraining_split,
     read_records,
 )
-from data_setup.splits import stratified_choice
+from data_setup.splits import pretraining_split, stratified_choice
 from utils import storage
 from utils.config.load import load_config
 from utils.config.schema import Config, StorageOptions
@@ -127,14 +126,14 @@ def people_of(*ids: str) -> list[dict[str, str]]:
 
 @pytest.mark.skipif(not REAL.is_dir(), reason="the shared sample files are not here")
 def test_real_eyes() -> None:
-    found = read_records(config(REAL))
-    assert [(r.person_id, r.device, r.split, r.shape) for r in found.records] == [
+    listing = read_records(config(REAL))
+    assert [(r.person_id, r.device, r.split, r.shape) for r in listing.records] == [
         ("9001", "heidelberg_spectralis", "train", (145, 496, 512)),
         ("9002", "topcon_triton", "val", (49, 200, 200)),
     ]
-    assert found.skipped == {}
-    assert all(Path(r.url).is_file() for r in found.records)
-    assert pretraining_split(found.records, 0.1, 0) == (["9001"], ["9002"], "recommended_val")
+    assert listing.skipped == {}
+    assert all(Path(r.url).is_file() for r in listing.records)
+    assert pretraining_split(listing.records, 0.1, 0) == (["9001"], ["9002"], "recommended_val")
     assert audit_of(config(REAL)) == NOTHING
 
 
@@ -235,9 +234,9 @@ def test_rows_that_are_not_used_are_counted(tmp_path: Path) -> None:
     rows[1:1] = [row("1001", uid=u, sop_instance_uid="Varies by frame") for u in ("1.8", "1.9")]  # no UID
     people = [*people_of("1001"), person(1, person_id="4001", recommended_split="")]
     write_tree(tmp_path, rows, people)
-    found = read_records(config(tmp_path))
-    assert len(found.records) == 3
-    assert found.skipped == {
+    listing = read_records(config(tmp_path))
+    assert len(listing.records) == 3
+    assert listing.skipped == {
         "duplicate_row": 2,
         "not_a_volume": 1,
         "participant_unknown": 1,
@@ -349,10 +348,10 @@ def mixed_tree(root: Path) -> None:
 )
 def test_filters(tmp_path: Path, override: str, count: int) -> None:
     mixed_tree(tmp_path)
-    found = read_records(config(tmp_path, override))
-    assert len(found.records) == count
+    listing = read_records(config(tmp_path, override))
+    assert len(listing.records) == count
     key = override.split("=")[0].removeprefix("data.")
-    assert found.skipped == {f"filtered_by_{key}": 6 - count}
+    assert listing.skipped == {f"filtered_by_{key}": 6 - count}
 
 
 def test_single_domain_is_one_device(tmp_path: Path) -> None:
@@ -383,9 +382,9 @@ def test_unknown_filter_values_name_the_allowed_ones(tmp_path: Path, override: s
 def test_max_samples_keeps_the_first(tmp_path: Path) -> None:
     mixed_tree(tmp_path)
     every = read_records(config(tmp_path)).records
-    found = read_records(config(tmp_path, "data.max_samples=2"))
-    assert found.records == every[:2]
-    assert found.skipped == {"beyond_max_samples": 4}
+    listing = read_records(config(tmp_path, "data.max_samples=2"))
+    assert listing.records == every[:2]
+    assert listing.skipped == {"beyond_max_samples": 4}
 
 
 # ---- errors -----------------------------------------------------------------------------------------------
@@ -496,16 +495,16 @@ def test_cohort_without_recommended_split_is_cut_70_10_20(tmp_path: Path) -> Non
     people = [person(i) for i in range(150)]
     rows = [row(p["person_id"], uid=f"1.{p['person_id']}.{i}") for p in people for i in (1, 2)]
     write_tree(tmp_path, rows, people, people_columns=PEOPLE[:-1])
-    found = read_records(config(tmp_path))
-    assert found.split_source == "seeded_70_10_20"
-    split = {r.person_id: r.split for r in found.records}
-    assert all(split[r.person_id] == r.split for r in found.records)  # by participant
+    listing = read_records(config(tmp_path))
+    assert listing.split_source == "seeded_70_10_20"
+    split = {r.person_id: r.split for r in listing.records}
+    assert all(split[r.person_id] == r.split for r in listing.records)  # by participant
     assert Counter(split.values()) == {"train": 105, "val": 15, "test": 30}
     site = {p["person_id"]: p["clinical_site"] for p in people}
     tests = Counter(site[p] for p, s in split.items() if s == "test")
     assert max(tests.values()) - min(tests.values()) <= 3
     write_tree(tmp_path, rows[::-1], people[::-1], people_columns=PEOPLE[:-1])
-    assert read_records(config(tmp_path)).records == found.records
+    assert read_records(config(tmp_path)).records == listing.records
     other = read_records(config(tmp_path, "seed=1")).records
     assert {r.person_id: r.split for r in other} != split
 
@@ -513,9 +512,9 @@ def test_cohort_without_recommended_split_is_cut_70_10_20(tmp_path: Path) -> Non
 def test_recommended_split_is_used_as_it_is(tmp_path: Path) -> None:
     people = [person(i) for i in range(9)]
     write_tree(tmp_path, [row(p["person_id"], uid=p["person_id"]) for p in people], people)
-    found = read_records(config(tmp_path))
-    assert found.split_source == "recommended_split"
-    assert {r.person_id: r.split for r in found.records} == {
+    listing = read_records(config(tmp_path))
+    assert listing.split_source == "recommended_split"
+    assert {r.person_id: r.split for r in listing.records} == {
         p["person_id"]: p["recommended_split"] for p in people
     }
 

@@ -1,4 +1,4 @@
-"""data_setup/prepare.py: one bad file stops nothing, a kill loses nothing, shards and locks, the report."""
+"""data_setup/prepare.py: one bad file stops nothing, a kill loses nothing, shards, the report."""
 
 from __future__ import annotations
 
@@ -8,26 +8,23 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-import data_setup.store.locks as shard_lock_module
+from data_setup import prepare
 from data_setup.manifest import read_records
 from data_setup.phantom.cli import write_tree
 from data_setup.prepare import Job, Outcome, main, parse_shard, prepare_row, run_jobs
-from data_setup.store.locks import setup_lock, shard_lock
-from data_setup.store.reader import PreparedStore, checksum
+from data_setup.resample import resample_frames
+from data_setup.store.format import checksum
+from data_setup.store.reader import PreparedStore
 from data_setup.store.summary import summarise, table
 from data_setup.store.writer import StoreWriter
 from utils import storage
@@ -118,7 +115,6 @@ def test_a_good_tree_is_kept_whole(tree: Path, clean: Path) -> None:
     assert report["run"]["prepared"] == len(store.kept)
     assert {p["kept"] for p in report["by_protocol"].values()} <= set(range(1, 20))
     assert sum(d["kept"] for d in report["by_device"].values()) == len(store.kept)
-    assert not list((clean / "locks").iterdir())
 
 
 def test_the_voxels_outside_the_box_are_zero_and_statistics_are_of_those_inside(clean: Path) -> None:
@@ -173,7 +169,6 @@ def test_too_many_rejects_stop_with_the_table(
         main(arguments(own_tree, store, "data.max_reject_fraction=0.1"))
     out = capsys.readouterr().out
     assert "not_dicom" in out
-    assert not list((store / "locks").iterdir())
     statuses = PreparedStore.open(str(store)).index.status
     assert (statuses == "not_dicom").sum() == len(files) // 10 + 1
     assert main(arguments(own_tree, store, "data.max_reject_fraction=0.9")) == 0
@@ -263,13 +258,61 @@ def test_a_changed_participant_updates_the_row_without_reading_the_volume(
     assert all(json.loads(p.read_text())["record"]["split"] != "train" for p in (store / "rows").iterdir())
 
 
-def test_shards_make_the_same_store(tree: Path, clean: Path, tmp_path: Path) -> None:
+def test_shards_and_finalise_make_the_same_store(
+    tree: Path, clean: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     store = tmp_path / "store"
     assert main(arguments(tree, store, "--shard", "1/2")) == 0
+    assert "prepared, 0 reused" in capsys.readouterr().out
+    assert {p.name for p in store.iterdir()} == {"zarr.json", "records.jsonl", "volumes", "rows"}
+    assert all(int(p.stem) % 2 == 1 for p in (store / "rows").iterdir())
+    with pytest.raises(UserError, match=r"expected a finalised store, found no index\.parquet; .*--finalise"):
+        PreparedStore.open(str(store))
+    assert main(arguments(tree, store, "--finalise")) == 0
     pending = PreparedStore.open(str(store)).index.status == "pending"
     assert pending.to_list() == [row % 2 == 0 for row in range(len(pending))]
     assert main(arguments(tree, store, "--shard", "0/2")) == 0
+    assert main(arguments(tree, store, "--finalise")) == 0
     assert contents(store) == contents(clean)
+    run = json.loads((store / "prepare_report.json").read_text())["run"]
+    assert run["audit"]["missing"]["count"] == run["prepared"] == run["reused"] == 0
+
+
+def test_shards_that_work_at_once_are_harmless(tree: Path, clean: Path, tmp_path: Path) -> None:
+    """One shard twice, and shards of another n, all started together in an empty store."""
+    store = tmp_path / "store"
+    shards = [start(tree, store, "--shard", shard) for shard in ("0/2", "0/2", "1/2", "0/1")]
+    errors = [process.communicate(timeout=240)[1] for process in shards]
+    assert [process.returncode for process in shards] == [0] * 4, errors
+    assert not (store / "index.parquet").exists()
+    assert main(arguments(tree, store, "--finalise")) == 0
+    assert contents(store) == contents(clean)
+    assert set(PreparedStore.open(str(store)).index.status) == {"kept"}
+
+
+def test_a_shard_whose_manifest_differs_is_refused_until_finalise_takes_it_up(
+    own_tree: Path, tmp_path: Path
+) -> None:
+    manifest, store = own_tree / "retinal_oct" / "manifest.tsv", tmp_path / "store"
+    whole = manifest.read_text()
+    manifest.write_text("".join(whole.splitlines(keepends=True)[:-2]))
+    assert main(arguments(own_tree, store, "--shard", "0/2")) == 0
+    before = contents(store)
+    manifest.write_text(whole)
+    with pytest.raises(UserError, match=r"records\.jsonl: expected the records of this .*--finalise"):
+        main(arguments(own_tree, store, "--shard", "1/2"))
+    assert contents(store) == before
+    assert main(arguments(own_tree, store, "--finalise")) == 0
+    for shard in ("0/2", "1/2"):
+        assert main(arguments(own_tree, store, "--shard", shard)) == 0
+    assert main(arguments(own_tree, store, "--finalise")) == 0
+    assert set(PreparedStore.open(str(store)).index.status) == {"kept"}
+
+
+def test_an_audit_belongs_to_the_run_that_writes_the_report(tree: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="--audit: expected with --finalise or alone, found --shard"):
+        main(arguments(tree, tmp_path / "store", "--audit", "--shard", "0/2"))
+    assert not (tmp_path / "store").exists()
 
 
 @pytest.mark.parametrize("text", ["2/2", "1", "-1/2", "a/b", "0/0"])
@@ -338,7 +381,7 @@ def test_a_remote_tree_is_listed_on_request_only(tree: Path, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
-    ("column", "text", "said"),
+    ("column", "text", "message"),
     [
         ("sop_instance_uid", "2.25.1", "expected SOPInstanceUID 2.25.1 as in the manifest, found another"),
         ("height", "7", "expected frames x height x width ("),
@@ -346,16 +389,29 @@ def test_a_remote_tree_is_listed_on_request_only(tree: Path, tmp_path: Path) -> 
     ],
 )
 def test_a_file_that_is_not_the_one_of_its_row_is_a_reject(
-    own_tree: Path, tmp_path: Path, column: str, text: str, said: str
+    own_tree: Path,
+    tmp_path: Path,
+    column: str,
+    text: str,
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     manifest, store = own_tree / "retinal_oct" / "manifest.tsv", tmp_path / "store"
     header, *lines = [line.split("\t") for line in manifest.read_text().splitlines()]
     lines[0][header.index(column)] = text
     manifest.write_text("\n".join("\t".join(line) for line in (header, *lines[:2])) + "\n")
+    resampled: list[Any] = []
+
+    def count(frames: Any, *grid: Any) -> Any:
+        resampled.append(grid)
+        return resample_frames(frames, *grid)
+
+    monkeypatch.setattr(prepare, "resample_frames", count)
     main(arguments(own_tree, store, "data.max_reject_fraction=0.9"))
     index = PreparedStore.open(str(store)).index
     assert sorted(index.status) == ["header_mismatch", "kept"]
-    assert index.message.dropna().iloc[0].startswith(said)
+    assert index.message.dropna().iloc[0].startswith(message)
+    assert len(resampled) == 1  # the other file is refused by its header
 
 
 def test_laterality_comes_from_the_header_when_the_manifest_has_none(own_tree: Path, tmp_path: Path) -> None:
@@ -405,133 +461,6 @@ def test_the_report_tells_spacing_and_warns_of_an_empty_grid(clean: Path) -> Non
     assert warnings(0.6) == []
     (line,) = warnings(0.59)
     assert line.startswith(f"warning: {protocol}: only 59% of the grid lies inside the scan")
-
-
-def test_a_second_prepare_is_refused_and_a_dead_one_is_taken_over(tmp_path: Path) -> None:
-    store = str(tmp_path / "store")
-    with shard_lock(store, 0, 2):
-        with pytest.raises(
-            UserError, match=rf"shard 0/2 is being prepared by process {os.getpid()} on"
-        ) as refused:
-            shard_lock(store, 0, 2).__enter__()
-        assert "which is alive; wait for its end" in str(refused.value)
-        assert "remove" not in str(refused.value)
-        with pytest.raises(UserError, match=r"expected --shard i/3, found shard 0/2 at work"):
-            shard_lock(store, 1, 3).__enter__()
-        with shard_lock(store, 1, 2):
-            assert sorted(os.listdir(tmp_path / "store" / "locks")) == [
-                "shard-0-of-2.lock",
-                "shard-1-of-2.lock",
-            ]
-    assert os.listdir(tmp_path / "store" / "locks") == []
-
-    with subprocess.Popen([sys.executable, "-c", "pass"]) as ended:
-        ended.wait()
-    owner = {"pid": ended.pid, "host": socket.gethostname(), "start": "1"}
-    lock = tmp_path / "store" / "locks" / "shard-0-of-2.lock"
-    lock.write_text(json.dumps(owner))
-    with shard_lock(store, 0, 2):
-        assert json.loads(lock.read_text())["pid"] == os.getpid()
-    lock.write_text(json.dumps(owner | {"pid": os.getpid()}))  # the same pid, of an earlier process
-    with shard_lock(store, 0, 2):
-        pass
-    lock.write_text(json.dumps(owner | {"host": "elsewhere"}))
-    with pytest.raises(UserError, match=r"on elsewhere; .* only if that is gone for good, remove .*0-of-2"):
-        shard_lock(store, 0, 2).__enter__()
-
-
-def test_the_setup_lock_is_waited_for_as_long_as_others_take_turns(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(shard_lock_module, "_SETUP_WAIT_S", 2.0)
-    store, turns = str(tmp_path / "store"), 6
-
-    def work(_: int) -> None:
-        with setup_lock(store):
-            time.sleep(0.7)
-
-    with ThreadPoolExecutor(turns) as pool:
-        list(
-            pool.map(work, range(turns))
-        )  # the last waits for longer than 2 s, for none of the others so long
-    with setup_lock(store), pytest.raises(UserError, match=r"waited 2 s for process .* is alive; wait"):
-        setup_lock(store).__enter__()
-
-
-@pytest.fixture
-def dead_lock(tmp_path: Path) -> Path:
-    """A lock whose process is gone, in a store of its own."""
-    with subprocess.Popen([sys.executable, "-c", "pass"]) as ended:
-        ended.wait()
-    lock = tmp_path / "store" / "locks" / "shard-0-of-1.lock"
-    lock.parent.mkdir(parents=True)
-    lock.write_text(json.dumps({"pid": ended.pid, "host": socket.gethostname(), "start": "1"}))
-    return lock
-
-
-def test_a_dead_lock_taken_by_another_meanwhile_stays_with_that_one(
-    dead_lock: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A rival takes the lock over between our last look at it and our own attempt, and works on."""
-    store, rival, replace = str(dead_lock.parents[1]), ExitStack(), shard_lock_module._replace
-    monkeypatch.setattr(shard_lock_module, "_ORPHANS_WAIT_S", 0.001)
-
-    def late(*arguments: Any) -> bool:
-        monkeypatch.setattr(shard_lock_module, "_replace", replace)
-        rival.enter_context(shard_lock(store, 0, 1))
-        return replace(*arguments)
-
-    monkeypatch.setattr(shard_lock_module, "_replace", late)
-    with pytest.raises(UserError, match="shard 0/1 is being prepared by"):
-        shard_lock(store, 0, 1).__enter__()
-    assert json.loads(dead_lock.read_text())["pid"] == os.getpid()
-    rival.close()
-    assert os.listdir(dead_lock.parent) == []
-
-
-def test_of_many_that_find_a_dead_lock_one_gets_it(dead_lock: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shard_lock_module, "_ORPHANS_WAIT_S", 0.005)
-    store, content, contenders = str(dead_lock.parents[1]), dead_lock.read_text(), 6
-    for _ in range(8):
-        dead_lock.write_text(content)
-        together, all_tried = threading.Barrier(contenders), threading.Barrier(contenders)
-
-        def contend(together: threading.Barrier, all_tried: threading.Barrier) -> bool:
-            together.wait()
-            lock = shard_lock(store, 0, 1)
-            try:
-                lock.__enter__()
-            except UserError:
-                all_tried.wait()
-                return False
-            all_tried.wait()
-            lock.__exit__(None, None, None)
-            return True
-
-        with ThreadPoolExecutor(contenders) as pool:
-            futures = [pool.submit(contend, together, all_tried) for _ in range(contenders)]
-            assert sum(f.result(timeout=30) for f in futures) == 1
-        assert os.listdir(dead_lock.parent) == []
-
-
-def test_a_takeover_that_was_killed_is_taken_over_itself(
-    dead_lock: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(shard_lock_module, "_ORPHANS_WAIT_S", 0.001)
-    digest = hashlib.blake2b(dead_lock.read_bytes(), digest_size=8).hexdigest()
-    shutil.copy(dead_lock, dead_lock.with_name(f"{dead_lock.name}.{digest}"))  # killed in its turn
-    shutil.copy(dead_lock, dead_lock.with_name(f"{dead_lock.name}.0123"))  # killed after it, long ago
-    with shard_lock(str(dead_lock.parents[1]), 0, 1):
-        assert os.listdir(dead_lock.parent) == [dead_lock.name]
-    assert os.listdir(dead_lock.parent) == []
-
-
-def test_only_ones_own_lock_is_released(tmp_path: Path) -> None:
-    """Removed by hand and taken by another, a lock is no longer ours."""
-    lock = tmp_path / "store" / "locks" / "shard-0-of-1.lock"
-    with shard_lock(str(tmp_path / "store"), 0, 1):
-        lock.write_text("of another")
-    assert lock.read_text() == "of another"
 
 
 def check_after_kill(tree: Path, clean: Path, store: Path, process: subprocess.Popen[str]) -> None:

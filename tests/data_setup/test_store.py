@@ -1,27 +1,21 @@
-"""data_setup/store/reader.py: rows never move, statuses are kept, volumes come back, bit for bit."""
+"""data_setup/store: rows never move, statuses are kept, volumes come back, bit for bit."""
 
 from __future__ import annotations
 
 import dataclasses
 import errno
+import fcntl
 import multiprocessing
 import pickle
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pandas as pd
 import pytest
 
 from data_setup.resample import Resampled
-from data_setup.store.reader import (
-    FORMAT_VERSION,
-    INDEX_COLUMNS,
-    RECORD_COLUMNS,
-    PreparedStore,
-    checksum,
-    chunk_key,
-)
+from data_setup.store.format import FORMAT_VERSION, INDEX_COLUMNS, RECORD_COLUMNS, checksum, chunk_key
+from data_setup.store.reader import PreparedStore
 from data_setup.store.writer import StoreWriter, measure
 from utils import storage
 from utils.config.schema import SpatialConfig
@@ -141,10 +135,10 @@ def test_another_version_is_refused_and_not_touched(filled: StoreWriter) -> None
     before = {
         name: storage.read_bytes(storage.join(filled.url, name)) for name in storage.find_names(filled.url)
     }
-    said = f"^{filled.url}: format_version: expected {FORMAT_VERSION}, found {FORMAT_VERSION + 1}[^\n]*$"
-    with pytest.raises(UserError, match=said):
+    message = f"^{filled.url}: format_version: expected {FORMAT_VERSION}, found {FORMAT_VERSION + 1}[^\n]*$"
+    with pytest.raises(UserError, match=message):
         filled.create(SPATIAL, "gs://source", synthetic=True)
-    with pytest.raises(UserError, match=said):
+    with pytest.raises(UserError, match=message):
         PreparedStore.open(filled.url)
     assert before == {name: storage.read_bytes(storage.join(filled.url, name)) for name in before}
 
@@ -219,42 +213,74 @@ def test_a_chunk_comes_before_its_row(filled: StoreWriter, monkeypatch: pytest.M
     assert not storage.exists(storage.join(filled.url, "rows", "000003.json"))
 
 
-def test_shards_that_end_together_lose_no_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever writes the index last has read the others' rows before these were there, and reads none now."""
+def test_a_row_file_of_another_record_is_pending(filled: StoreWriter) -> None:
+    """Two runs with two manifests at once may give one row to two records."""
+    measured = filled.read_rows()[0]
+    filled.write_fields(0, measured | {"record": record(0)})
+    assert filled.finalise(range(4)).status[0] == "kept"
+    filled.write_fields(0, measured | {"record": record(7)})
+    assert filled.finalise(range(4)).status.to_list() == ["pending", "missing_file", "kept", "pending"]
+
+
+def test_a_record_that_has_lost_its_row_is_an_error(filled: StoreWriter) -> None:
+    records = [record(9), record(2)]
+    rows = filled.append_records(records)
+    filled.append_records([record(10)])
+    filled.check_rows(records, rows)
+    url = storage.join(filled.url, "records.jsonl")
+    lines = storage.read_text(url).splitlines(keepends=True)
+    for other in ([*lines[:4], lines[5]], lines[:4]):
+        storage.write_text(url, "".join(other))
+        with pytest.raises(UserError, match=r"records\.jsonl: expected every record in the row .* at once"):
+            filled.check_rows(records, rows)
+
+
+def test_a_record_list_that_may_not_change_is_an_error(filled: StoreWriter) -> None:
+    assert filled.append_records([record(2, age=52)], may_change=False) == [2]
+    for changed in (record(9), record(2, age=52, split="val")):
+        with pytest.raises(UserError, match=r"records\.jsonl: expected the records of this manifest"):
+            filled.append_records([changed], may_change=False)
+    assert len(filled.read_records()) == 4
+
+
+def _write_again_and_again(url: str, seed: int) -> None:
+    writer = StoreWriter(url)
+    for _ in range(60):
+        write(writer, seed, volume(seed))
+
+
+def test_two_writers_of_one_row_leave_it_whole(tmp_path: Path) -> None:
     writer = StoreWriter(str(tmp_path / "store"))
     writer.create(SPATIAL, "gs://source", synthetic=False)
-    sides = ["unknown", "L", "unknown", "R", "unknown", "L"]
-    rows = writer.append_records([record(n, laterality=side) for n, side in enumerate(sides)])
+    rows = writer.append_records([record(0)])
+    write(writer, 0, volume(0))
+    context = multiprocessing.get_context("spawn")
+    rivals = [context.Process(target=_write_again_and_again, args=(writer.url, 0)) for _ in range(2)]
+    for rival in rivals:
+        rival.start()
+    writer.finalise(rows)
+    store, reads = PreparedStore.open(writer.url), 0
+    while any(rival.is_alive() for rival in rivals):
+        np.testing.assert_array_equal(store.read(0), volume(0))
+        assert writer.read_rows().keys() == {0}
+        reads += 1
+    for rival in rivals:
+        rival.join()
+    assert [rival.exitcode for rival in rivals] == [0, 0]
+    assert reads > 10
+    assert [p.name for p in (tmp_path / "store").rglob(".*")] == []
 
-    def fill(shard: int) -> None:
-        for row in range(shard, 5, 2):  # the last row stays pending
-            kept = write(writer, row, volume(row)) | {"header_laterality": "R", "spacing_source": "root"}
-            reject = {"status": "not_opt", "message": f"row {row}"}
-            writer.write_fields(row, reject if row == 3 else kept)
 
-    is_own = [lambda row, shard=shard: row % 2 == shard for shard in range(2)]
-    fill(0)
-    early = writer.read_unindexed(is_own[0])
-    fill(1)
-    assert early.keys() == {0, 2, 4}
-    late = writer.read_unindexed(is_own[1])
-    assert late.keys() == {0, 1, 2, 3, 4}  # nothing is indexed yet
-    whole = writer.finalise(rows)
-    for first, second in (((early, 0), (late, 1)), ((late, 1), (early, 0))):
-        storage.remove(storage.join(writer.url, "index.parquet"))
-        with monkeypatch.context() as patch:
-            patch.setattr(StoreWriter, "_read_row", None)  # no row file is read under the lock
-            for measured, shard in (first, second):
-                index = writer.finalise(rows, measured, is_own[shard])
-        pd.testing.assert_frame_equal(index, whole)
-    assert writer.read_unindexed(is_own[0]).keys() == {0, 2, 4}  # the others' are in the index
-    write(writer, 2, volume(7))
-    assert writer.finalise(rows, writer.read_unindexed(is_own[0]), is_own[0]).checksum[2] == checksum(
-        volume(7)
-    )
-    storage.write_bytes(storage.join(writer.url, "index.parquet"), b"PAR1")
-    again = writer.read_unindexed(is_own[1])
-    assert writer.finalise(rows, again, is_own[1]).status.to_list() == [*whole.status]
+def test_a_write_goes_on_while_another_process_is_stopped_in_its_own(tmp_path: Path) -> None:
+    target, partial = tmp_path / "one.json", tmp_path / f".one.json{storage.PARTIAL_SUFFIX}"
+    with open(partial, "wb") as stopped:
+        fcntl.flock(stopped, fcntl.LOCK_EX)
+        stopped.write(b"half")
+        storage.write_bytes(str(target), b"whole")
+        assert target.read_bytes() == b"whole"
+        assert sorted(p.name for p in tmp_path.iterdir()) == [partial.name, target.name]
+    storage.write_bytes(str(target), b"again")  # the other was killed: its part is replaced
+    assert [p.read_bytes() for p in tmp_path.iterdir()] == [b"again"]
 
 
 def test_not_a_store_is_named(tmp_path: Path) -> None:

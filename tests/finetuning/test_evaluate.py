@@ -14,7 +14,8 @@ import torch
 from torch import nn
 
 from data_setup.resample import Resampled
-from data_setup.store.reader import RECORD_COLUMNS, PreparedStore
+from data_setup.store.format import RECORD_COLUMNS
+from data_setup.store.reader import PreparedStore
 from data_setup.store.writer import StoreWriter, measure
 from finetuning import evaluate as module
 from finetuning.embed import device_features, embed_rows, pretrained_encoder, random_encoder, raw_features

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from models.mae import pixel_targets
+from models.losses import pixel_targets
 from models.vit3d import gather_tokens
 from pretraining.schedules import ema_momentum, learning_rate
-from pretraining.step import build_optimizer, predict, train_step
+from pretraining.step import Update, build_optimizer, predict, train_step
 from tests.support.model_factory import nano_model, small_config, token_ids, uint8_batch, volumes
 from utils.config.schema import Config
 from utils.runtime.single import Runtime
@@ -134,7 +134,7 @@ def test_the_target_encoder_is_the_average_of_the_encoder() -> None:
     optimizer = build_optimizer(model, cfg)
     held = {k: v.clone() for k, v in model.target_encoder.state_dict().items()}
     for step in range(3):
-        train_step(model, optimizer, [uint8_batch(cfg, 16, step)], cfg, CPU, step, 1e-3, 0.75)
+        train_step(model, optimizer, [uint8_batch(cfg, 16, step)], cfg, CPU, Update(step, 1e-3, 0.75))
         for name, moving in model.encoder.state_dict().items():
             held[name] = 0.75 * held[name] + 0.25 * moving
     for name, value in model.target_encoder.state_dict().items():
@@ -181,7 +181,9 @@ def test_it_learns_what_the_visible_patches_tell(kind: str) -> None:
         return batch
 
     for step in range(120):
-        train_step(model, optimizer, [patterned(uint8_batch(cfg, 16, step))], cfg, CPU, step, 3e-3, 0.9)
+        train_step(
+            model, optimizer, [patterned(uint8_batch(cfg, 16, step))], cfg, CPU, Update(step, 3e-3, 0.9)
+        )
     with torch.no_grad():
         out = predict(model, patterned(uint8_batch(cfg, 64, 1000)), CPU, stochastic=False)
     valid = uint8_batch(cfg, 64, 1000)["target_valid"] > 0

@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from models.losses import per_token_l1, weighted_mean
 from models.predictor import Predictor3D
 from models.vit3d import Size, VisionTransformer3D, gather_tokens
-from models.vjepa3d import per_token_l1, weighted_mean
 from tests.support.model_factory import nano_model, small_config, volumes
 from tests.support.vjepa2_oracle import (
     Plain,

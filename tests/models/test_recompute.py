@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from models.vjepa3d import VJEPA3D
-from pretraining.step import build_optimizer, predict, train_step
+from pretraining.step import Update, build_optimizer, predict, train_step
 from tests.support.model_factory import nano_model, small_config, uint8_batch
 from utils.config.schema import Config
 from utils.runtime.single import Runtime
@@ -41,7 +41,7 @@ def test_loss_and_gradients_are_the_same_bits(recipe: str, use_bf16: bool) -> No
         cfg = config(recipe, on)
         model = nano_model(cfg).train()
         optimizer = build_optimizer(model, cfg)
-        result = train_step(model, optimizer, [uint8_batch(cfg, 16)], cfg, runtime, 0, 1e-3, 0.9)
+        result = train_step(model, optimizer, [uint8_batch(cfg, 16)], cfg, runtime, Update(0, 1e-3, 0.9))
         results.append((result.loss, {n: p.grad for n, p in model.trained_parameters()}))
     (loss, gradients), (loss_again, gradients_again) = results
     assert torch.equal(loss, loss_again)

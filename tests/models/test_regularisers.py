@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from models.regularisers import SigReg, VicReg, surrogate
+from models.losses import SigReg, VicReg, surrogate
 
 
 def test_vicreg_by_hand() -> None:

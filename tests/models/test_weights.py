@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import VJEPA2Config, VJEPA2Model
 
-from data_setup.store.reader import NORMALISATION as STORE_NORMALISATION
+from data_setup.store.format import NORMALISATION as STORE_NORMALISATION
 from models.vit3d import SIZES, Size
 from models.vjepa3d import VJEPA3D
 from models.weights import load_encoder
@@ -23,6 +23,7 @@ from models.weights.hf_layout import from_hf, to_hf
 from models.weights.load import load_vjepa2, start_from
 from models.weights.shape import encoder_size, new_encoder, predictor_shape, require_same
 from pretraining.resume import restore
+from pretraining.run import Run
 from tests.support.vjepa2_oracle import (
     Plain,
     hf_encode,
@@ -37,6 +38,7 @@ from utils.cli import run_cli
 from utils.config.load import load_config, to_yaml
 from utils.config.schema import Config
 from utils.errors import ConfigError, UserError
+from utils.runtime.single import Runtime
 
 ROOT = Path(__file__).resolve().parents[2]
 SMOKE = ROOT / "configs" / "smoke_test.yaml"
@@ -572,8 +574,9 @@ def test_training_restores_from_them(tiny: Path, tmp_path: Path) -> None:
     store: Any = SimpleNamespace(attrs={"normalisation": STORE_NORMALISATION})
     nothing: Any = None  # what only a resumed run reads
     model = VJEPA3D(cfg)
-    progress = restore(cfg, store, nothing, model, nothing, nothing)
-    assert (progress["step"], progress["inherited"], progress["init_weight"]) == (0, [], 0.0)
+    cpu = Runtime(torch.device("cpu"), use_bf16=False)
+    progress = restore(Run(cfg, store, nothing, model, nothing, cpu), nothing)
+    assert (progress.step, progress.inherited, progress.init_weight) == (0, [], 0.0)
     expected = fit(read_weights(str(tiny)), cfg).tensors
     assert all(torch.equal(value, expected[name]) for name, value in model.state_dict().items())
 

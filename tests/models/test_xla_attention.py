@@ -1,5 +1,5 @@
-"""The kernels of models/kernels/xla.py: flash attention against the plain path, its kernels run by Pallas'
-interpreter on the CPU, and activation checkpointing against none. `make test-xla` runs these.
+"""The kernels of utils/runtime/xla_kernels.py: flash attention against the plain path, its kernels run by
+Pallas' interpreter on the CPU, and activation checkpointing against none. `make test-xla` runs these.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ import jax.numpy as jnp
 import torch_xla
 
 from models.kernels import pallas_flash as flash_kernels
-from models.kernels.xla import FlashAttention, Shape, _payload, call_on_tpu
 from pretraining.engine_kernels import choose_kernels
-from pretraining.step import build_optimizer, predict, train_step
+from pretraining.step import Update, build_optimizer, predict, train_step
 from tests.support.model_factory import nano_model, small_config, uint8_batch
 from utils.runtime.open import open_runtime
 from utils.runtime.single import Runtime
+from utils.runtime.xla_kernels import FlashAttention, Shape, _payload, call_on_tpu
 
 pytestmark = [
     pytest.mark.xla,
@@ -65,7 +65,7 @@ def plain(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return torch.softmax(q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5, -1) @ v
 
 
-FLASH = FlashAttention(None, interpret)
+FLASH = FlashAttention(None, flash_kernels, interpret)
 # tokens: fewer than a block; whole blocks; padding in a block of 128, of 384; two passes over far tokens
 SHAPES = [(2, 2, 24, 32), (1, 2, 256, 64), (1, 1, 300, 32), (1, 1, 1100, 64)]
 
@@ -112,12 +112,12 @@ def test_every_device_of_a_mesh_attends_to_its_own_samples(xla: Runtime) -> None
     expected.backward(grad.to(expected.dtype))
     batch = xla.to_device({"q": q, "k": k, "v": v, "grad": grad})
     placed = [batch[name].detach().requires_grad_() for name in "qkv"]
-    out = FlashAttention(xla.mesh, in_torch)(*placed)
+    out = FlashAttention(xla.mesh, flash_kernels, in_torch)(*placed)
     out.backward(batch["grad"])
-    ours_all = [out, *(x.grad for x in placed)]
+    results = [out, *(x.grad for x in placed)]
     wanted = [expected, *(x.grad for x in inputs)]
-    for ours, theirs in zip(ours_all, wanted, strict=True):
-        torch.testing.assert_close(xla.read(ours.detach()), theirs.detach().float(), atol=2e-5, rtol=1e-4)
+    for ours, theirs in zip(results, wanted, strict=True):
+        torch.testing.assert_close(xla.to_torch(ours.detach()), theirs.detach().float(), atol=2e-5, rtol=1e-4)
 
 
 def test_far_tokens_that_do_not_fit_are_read_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -160,7 +160,9 @@ def test_a_training_step_takes_it() -> None:
         runtime = Runtime(torch.device("cpu"), use_bf16=False)
         for step in (0, 1):
             batch = uint8_batch(cfg, 16, step)
-            losses.append(float(train_step(model, optimizer, [batch], cfg, runtime, step, 1e-3, 0.9).loss))
+            losses.append(
+                float(train_step(model, optimizer, [batch], cfg, runtime, Update(step, 1e-3, 0.9)).loss)
+            )
     assert losses[:2] == pytest.approx(losses[2:], rel=1e-5)
 
 
@@ -174,8 +176,8 @@ def test_checkpointing_on_xla_changes_no_gradient(recipe: str, xla: Runtime) -> 
         choose_kernels(model, cfg, xla)
         optimizer = build_optimizer(model, cfg)
         batch = xla.to_device(uint8_batch(cfg, 16))
-        loss = train_step(model, optimizer, [batch], cfg, xla, 0, 1e-3, 0.9).loss
-        xla.end_step()
+        loss = train_step(model, optimizer, [batch], cfg, xla, Update(0, 1e-3, 0.9)).loss
+        xla.mark_step()
         losses.append(float(loss))
         gradients.append({name: p.grad.cpu() for name, p in model.trained_parameters()})
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)
@@ -201,7 +203,7 @@ def test_checkpointing_reaches_the_recorded_program(xla: Runtime) -> None:
 def test_the_kernels_become_custom_calls_of_a_tpu(xla: Runtime) -> None:
     q, k, v = (torch.zeros(2, 256, 64, dtype=torch.bfloat16).to(torch_xla.device()) for _ in range(3))
     shapes: list[Shape] = [((2, 256, 64), torch.bfloat16), ((2, 1, 256), torch.float32)]
-    out = call_on_tpu("forward", [q, k, v], 256, shapes)
+    out = call_on_tpu(flash_kernels, "forward", [q, k, v], 256, shapes)
     assert "tpu_custom_call" in torch_xla._XLAC._get_xla_tensors_hlo(out)
 
 
@@ -211,7 +213,9 @@ def test_the_kernels_have_the_form_that_the_workers_compiler_reads() -> None:
     from jaxlib.mlir import ir
 
     kind = ((2, 256, 64), "bfloat16")
-    body = base64.b64decode(json.loads(_payload("forward", (kind,) * 3, 256))["custom_call_config"]["body"])
+    body = base64.b64decode(
+        json.loads(_payload(flash_kernels, "forward", (kind,) * 3, 256))["custom_call_config"]["body"]
+    )
     with make_ir_context() as context:
         context.allow_unregistered_dialects = True
         version = ir.Module.parse(body).operation.attributes["stable_mosaic.version"]

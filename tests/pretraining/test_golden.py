@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from pretraining.schedules import ema_momentum, learning_rate
-from pretraining.step import build_optimizer, train_step
+from pretraining.step import Update, build_optimizer, train_step
 from tests.support.model_factory import nano_model, small_config, uint8_batch
 from utils.runtime.single import Runtime
 
@@ -36,7 +36,9 @@ def losses(name: str) -> list[float]:
     for step in range(STEPS):
         lr, momentum = learning_rate(cfg, step, STEPS), ema_momentum(cfg, step, STEPS)
         batch = uint8_batch(cfg, 16, step)
-        values.append(float(train_step(model, optimizer, [batch], cfg, runtime, step, lr, momentum).loss))
+        values.append(
+            float(train_step(model, optimizer, [batch], cfg, runtime, Update(step, lr, momentum)).loss)
+        )
     return values
 
 

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 
-from models.regularisers import Statistics, VicReg
+from models.losses import TOKEN_LOSSES, Statistics, VicReg
 from models.vjepa3d import VJEPA3D
 from pretraining import step as step_module
-from pretraining.step import build_optimizer, predict, train_step, trial_step
+from pretraining.step import Update, build_optimizer, predict, train_step, trial_step
 from tests.support.model_factory import nano_model, small_config, uint8_batch
+from utils.config import recipes
 from utils.config.schema import Config
 from utils.runtime.single import Runtime
 
@@ -32,7 +34,7 @@ def update(cfg: Config, parts: int, steps: int = 2) -> tuple[VJEPA3D, list[float
     losses = []
     for step in range(steps):
         batches = split(uint8_batch(cfg, 16, step), parts)
-        result = train_step(model, optimizer, batches, cfg, CPU, step, 1e-3, 0.9)
+        result = train_step(model, optimizer, batches, cfg, CPU, Update(step, 1e-3, 0.9))
         losses.append(float(result.loss))
     return model, losses
 
@@ -75,7 +77,7 @@ def test_grad_norm_and_clipped_update_by_hand(recipe: str) -> None:
     predict(model, batch, CPU, stochastic=True).loss_B.mean().backward()
     by_hand = math.sqrt(sum(float(p.grad.double().square().sum()) for _, p in model.trained_parameters()))
     model = nano_model(cfg).train()
-    result = train_step(model, build_optimizer(model, cfg), [batch], cfg, CPU, 0, 1e-3, 0.9)
+    result = train_step(model, build_optimizer(model, cfg), [batch], cfg, CPU, Update(0, 1e-3, 0.9))
     assert float(result.grad_norm) == pytest.approx(by_hand, rel=1e-5)
     assert by_hand > 0.01
     clipped = math.sqrt(sum(float(p.grad.double().square().sum()) for _, p in model.trained_parameters()))
@@ -87,19 +89,19 @@ def test_a_non_finite_batch_leaves_no_trace(recipe: str) -> None:
     cfg = small_config(recipe)
     model = nano_model(cfg).train()
     optimizer = build_optimizer(model, cfg)
-    train_step(model, optimizer, [uint8_batch(cfg, 16)], cfg, CPU, 0, 1e-3, 0.9)
+    train_step(model, optimizer, [uint8_batch(cfg, 16)], cfg, CPU, Update(0, 1e-3, 0.9))
     before = {k: v.clone() for k, v in model.state_dict().items()}
     moments = [{k: v.clone() for k, v in s.items()} for s in optimizer.state_dict()["state"].values()]
     bad = uint8_batch(cfg, 16, 1)
     bad["mean"][3] = float("nan")
-    result = train_step(model, optimizer, [bad], cfg, CPU, 1, 1e-3, 0.9)
+    result = train_step(model, optimizer, [bad], cfg, CPU, Update(1, 1e-3, 0.9))
     assert not bool(result.is_finite)
     for name, value in model.state_dict().items():
         assert torch.equal(value, before[name]), name
     for old, new in zip(moments, optimizer.state_dict()["state"].values(), strict=True):
         for key in old:
             assert torch.equal(old[key], new[key]), key
-    good = train_step(model, optimizer, [uint8_batch(cfg, 16, 2)], cfg, CPU, 2, 1e-3, 0.9)
+    good = train_step(model, optimizer, [uint8_batch(cfg, 16, 2)], cfg, CPU, Update(2, 1e-3, 0.9))
     assert bool(good.is_finite)
     assert not torch.equal(model.encoder.norm.weight, before["encoder.norm.weight"])
     assert not torch.equal(model.target_encoder.norm.weight, before["target_encoder.norm.weight"])
@@ -124,9 +126,11 @@ def test_the_trial_step_leaves_no_trace(recipe: str, monkeypatch: pytest.MonkeyP
     monkeypatch.undo()
     assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
     assert all(p.grad is None for p in model.parameters())
-    after_trial = train_step(model, optimizer, [uint8_batch(cfg, 16)], cfg, CPU, 0, 1e-3, 0.9)
+    after_trial = train_step(model, optimizer, [uint8_batch(cfg, 16)], cfg, CPU, Update(0, 1e-3, 0.9))
     fresh = nano_model(cfg).train()
-    at_once = train_step(fresh, build_optimizer(fresh, cfg), [uint8_batch(cfg, 16)], cfg, CPU, 0, 1e-3, 0.9)
+    at_once = train_step(
+        fresh, build_optimizer(fresh, cfg), [uint8_batch(cfg, 16)], cfg, CPU, Update(0, 1e-3, 0.9)
+    )
     assert torch.equal(after_trial.loss, at_once.loss)
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), fresh.parameters(), strict=True))
 
@@ -137,7 +141,9 @@ def test_bfloat16_keeps_float32_parameters_and_nearly_the_loss() -> None:
     losses = []
     for r in (CPU, runtime):
         model = nano_model(cfg).train()
-        result = train_step(model, build_optimizer(model, cfg), [uint8_batch(cfg, 16)], cfg, r, 0, 1e-3, 0.9)
+        result = train_step(
+            model, build_optimizer(model, cfg), [uint8_batch(cfg, 16)], cfg, r, Update(0, 1e-3, 0.9)
+        )
         losses.append(float(result.loss))
         assert {p.dtype for p in model.parameters()} == {torch.float32}
     assert losses[1] == pytest.approx(losses[0], rel=0.02)
@@ -150,7 +156,9 @@ def test_the_loss_falls_on_one_batch(recipe: str) -> None:
     model = nano_model(cfg).train()
     optimizer = build_optimizer(model, cfg)
     batch = uint8_batch(cfg, 16)
-    losses = [float(train_step(model, optimizer, [batch], cfg, CPU, s, 2e-3, 0.99).loss) for s in range(50)]
+    losses = [
+        float(train_step(model, optimizer, [batch], cfg, CPU, Update(s, 2e-3, 0.99)).loss) for s in range(50)
+    ]
     assert losses[-1] < 0.9 * losses[0]
 
 
@@ -175,7 +183,27 @@ def test_padding_reaches_neither_loss_nor_regulariser() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(step_module, "VicReg", Spy)
         for parts in (1, 4):
-            train_step(model, build_optimizer(model, cfg), split(batch, parts), cfg, CPU, 0, 1e-3, 0.9)
+            train_step(
+                model, build_optimizer(model, cfg), split(batch, parts), cfg, CPU, Update(0, 1e-3, 0.9)
+            )
     assert torch.equal(seen[0], batch["context_valid"])
     assert torch.equal(torch.cat(seen[1:5]), batch["context_valid"])  # the pass that gathers
     assert torch.equal(torch.cat(seen[5:]), batch["context_valid"])  # the pass with gradients
+
+
+def test_a_new_recipe_is_a_row_and_a_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing but the two tables knows of it, and it trains: its loss falls on one batch."""
+
+    def huber(prediction: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.huber_loss(prediction, target, reduction="none").mean(-1)
+
+    monkeypatch.setitem(TOKEN_LOSSES, "huber", huber)
+    row = replace(recipes.RECIPES["vjepa2"], loss="huber", target_norm="unit", lr="cosine")  # type: ignore[arg-type]
+    monkeypatch.setitem(recipes.RECIPES, "new", row)
+    cfg = small_config("vjepa2", "method.recipe=new")
+    model = nano_model(cfg).train()
+    optimizer, batch = build_optimizer(model, cfg), uint8_batch(cfg, 16)
+    losses = [
+        float(train_step(model, optimizer, [batch], cfg, CPU, Update(s, 2e-3, 0.99)).loss) for s in range(20)
+    ]
+    assert losses[-1] < 0.8 * losses[0]

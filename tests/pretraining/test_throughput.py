@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from data_setup.masks import MaskPlan
 from models.vit3d import SelfAttention
 from pretraining.gauges.throughput import CudaLaps, Laps, Throughput, flops_per_step
-from pretraining.step import build_optimizer, train_step
+from pretraining.step import Update, build_optimizer, train_step
 from tests.models.test_flops import plain_attention
 from tests.support.model_factory import nano_model, small_config, uint8_batch
 from utils.config.schema import Config
@@ -58,8 +58,8 @@ def test_laps_on_a_gpu_are_the_streams_time_and_nobody_waits_for_it(monkeypatch:
     assert laps.seconds["update"] == pytest.approx(0.1)  # two steps have passed, the third is under way
     assert FakeEvent.now_ms == 1500
     laps.settle(wait=True)
-    told = {"data_wait": 0.03, "forward": 0.6, "backward": 1.2, "update": 0.15, "logging": 0, "other": 0}
-    assert laps.seconds == pytest.approx(told)
+    expected = {"data_wait": 0.03, "forward": 0.6, "backward": 1.2, "update": 0.15, "logging": 0, "other": 0}
+    assert laps.seconds == pytest.approx(expected)
     assert FakeEvent.now_ms == FakeEvent.enqueued_ms == 1980
 
 
@@ -133,7 +133,7 @@ def test_peaks_of_data_sheets(name: str, bf16: float | None, float32: float | No
     for use_bf16, tera in ((True, bf16), (False, float32)):
         peak = device_peak(device, name, use_bf16)
         assert peak.flops_per_s == (None if tera is None else tera * 1e12)
-        assert name in peak.told
+        assert name in peak.source
 
 
 def test_rounded_float32_products_have_no_float32_peak(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -181,7 +181,7 @@ def counted_by_torch(cfg: Config, parts: int) -> tuple[int, int]:
             module.attention = plain_attention
     batches = split(batch_of(cfg), parts)
     with FlopCounterMode(display=False) as counter:
-        train_step(model, build_optimizer(model, cfg), batches, cfg, CPU, 0, 1e-3, 0.9)
+        train_step(model, build_optimizer(model, cfg), batches, cfg, CPU, Update(0, 1e-3, 0.9))
     return flops_per_step(cfg, model, parts), counter.get_total_flops()
 
 

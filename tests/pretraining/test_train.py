@@ -25,11 +25,14 @@ from finetuning.embed import check_fit, pretrained_encoder
 from models.vjepa3d import VJEPA3D
 from pretraining import step as step_module
 from pretraining import train as loop
+from pretraining import trial as trial_module
+from pretraining.gauges import validation
 from pretraining.gauges.monitor import FrozenTargetError, LeakError, check_no_leak
 from pretraining.gauges.profiling import StepTrace
 from pretraining.gauges.validation import snapshot, validate
-from pretraining.resume import best_names
+from pretraining.progress import NEW_RUN, Progress
 from pretraining.rows import open_rows
+from pretraining.run import open_run
 from pretraining.train import train
 from tests.support.model_factory import nano_model, small_config, token_ids, volumes
 from tests.support.pipeline_factory import ROOT, SMOKE, pipeline_config, pipeline_overrides
@@ -148,7 +151,7 @@ def test_sigterm_then_resume_equals_no_interruption(
     real = loop.train_step
 
     def step_then_signal(*args):
-        if args[5] == 4:
+        if args[5].step == 4:
             os.kill(os.getpid(), signal.SIGTERM)
         return real(*args)
 
@@ -213,14 +216,14 @@ def test_out_of_memory_halves_the_batch_and_keeps_the_losses(
     folder: Path, tmp_path: Path, finished: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = tmp_path / "small_memory"
-    real = loop.trial_step
+    real = trial_module.trial_step
 
     def trial(model, optimizer, batch, cfg, runtime) -> None:
         if len(batch["row"]) > 1:
             raise torch.OutOfMemoryError("planted")
         real(model, optimizer, batch, cfg, runtime)
 
-    monkeypatch.setattr(loop, "trial_step", trial)
+    monkeypatch.setattr(trial_module, "trial_step", trial)
     train(pipeline_config(folder, f"run.dir={run}"))
     assert "per_core_batch_size 4 -> 2" in (run / "log.txt").read_text()
     assert "per_core_batch_size 2 -> 1" in (run / "log.txt").read_text()
@@ -231,7 +234,7 @@ def test_out_of_memory_halves_the_batch_and_keeps_the_losses(
     def never(*_: object) -> None:
         raise torch.OutOfMemoryError("planted")
 
-    monkeypatch.setattr(loop, "trial_step", never)
+    monkeypatch.setattr(trial_module, "trial_step", never)
     with pytest.raises(UserError, match=r"out of memory: one volume of spatial\.image_size \[8, 24, 32\]"):
         train(pipeline_config(folder, f"run.dir={tmp_path / 'no_memory'}"))
 
@@ -379,7 +382,7 @@ def test_later_out_of_memory_names_the_last_checkpoint(
     real = loop.train_step
 
     def step_then_fail(*args):
-        if args[5] == 5:
+        if args[5].step == 5:
             raise torch.OutOfMemoryError("planted")
         return real(*args)
 
@@ -412,13 +415,11 @@ def test_filters_and_the_manifest_decide_what_is_trained_on(folder: Path) -> Non
 
 def test_validation_leaves_the_model_in_training_mode(folder: Path) -> None:
     cfg = pipeline_config(folder)
-    store = PreparedStore.open(str(folder / "store"))
-    model = VJEPA3D(cfg).train()
-    runtime = Runtime(torch.device("cpu"), use_bf16=False)
-    validate(model, cfg, store, open_rows(cfg, store), runtime)
-    assert model.training
-    snapshot(model, cfg, store, open_rows(cfg, store), Runtime(torch.device("cpu"), False), 0)
-    assert model.training
+    run = open_run(cfg, Runtime(torch.device("cpu"), use_bf16=False))
+    validate(run)
+    assert run.model.training
+    snapshot(run, 0)
+    assert run.model.training
 
 
 def test_pictures_go_to_wandb_for_synthetic_data_alone(folder: Path, tmp_path: Path, finished: Path) -> None:
@@ -434,29 +435,29 @@ def test_pictures_go_to_wandb_for_synthetic_data_alone(folder: Path, tmp_path: P
     assert not list(run.glob("wandb/*/files/media/**/*.png"))
 
 
-def progress_of(init_weight: float = 0.0) -> dict:
-    return {"best": {}, "init_weight": init_weight}
+def progress_of(init_weight: float = 0.0) -> Progress:
+    return Progress(Runtime(torch.device("cpu"), use_bf16=False), {**NEW_RUN, "init_weight": init_weight})
 
 
 def test_which_checkpoint_is_the_best() -> None:
     measured = {"val/loss": 0.5, "val/rankme": 40.0, "val/probe": 0.6}
     progress = progress_of()
-    assert best_names(progress, measured, skill_position=0.1, is_warm=False) == []
-    assert best_names(progress, measured, skill_position=0.1, is_warm=True) == ["best_probe", "best_val_loss"]
+    assert progress.best_names(measured, 0.1, is_warm=False) == []
+    assert progress.best_names(measured, 0.1, is_warm=True) == ["best_probe", "best_val_loss"]
     worse = {"val/loss": 0.6, "val/rankme": 50.0, "val/probe": 0.5}
-    assert best_names(progress, worse, skill_position=0.1, is_warm=True) == []
+    assert progress.best_names(worse, 0.1, is_warm=True) == []
     spoilt = {"val/loss": float("nan"), "val/rankme": None, "val/probe": 0.7}
-    assert best_names(progress, spoilt, skill_position=None, is_warm=True) == ["best_probe"]
+    assert progress.best_names(spoilt, None, is_warm=True) == ["best_probe"]
     lower = {**worse, "val/loss": 0.1}
-    assert best_names(progress, lower, skill_position=None, is_warm=True) == ["best_val_loss"]
+    assert progress.best_names(lower, None, is_warm=True) == ["best_val_loss"]
 
 
 def test_without_labels_rank_decides_among_learned_checkpoints() -> None:
     measured = {"val/loss": None, "val/rankme": 40.0, "val/probe": None}
-    assert best_names(progress_of(), measured, skill_position=0.1, is_warm=True) == ["best_rankme"]
-    assert best_names(progress_of(), measured, skill_position=-0.1, is_warm=True) == []
-    assert best_names(progress_of(), measured, skill_position=None, is_warm=True) == []
-    assert best_names(progress_of(0.2), measured, skill_position=0.1, is_warm=True) == []
+    assert progress_of().best_names(measured, 0.1, is_warm=True) == ["best_rankme"]
+    assert progress_of().best_names(measured, -0.1, is_warm=True) == []
+    assert progress_of().best_names(measured, None, is_warm=True) == []
+    assert progress_of(0.2).best_names(measured, 0.1, is_warm=True) == []
 
 
 def test_init_from_starts_from_these_weights(folder: Path, tmp_path: Path, finished: Path) -> None:
@@ -507,24 +508,24 @@ def test_skipped_updates_leave_the_initialisation_in_the_target(folder: Path, tm
 def test_validation_uses_the_batch_that_fits(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real, seen = loop.trial_step, []
+    real, seen = trial_module.trial_step, []
 
     def trial(model, optimizer, batch, cfg, runtime) -> None:
         if len(batch["row"]) > 1:
             raise torch.OutOfMemoryError("planted")
         real(model, optimizer, batch, cfg, runtime)
 
-    def spy(model, cfg, *rest):
-        seen.append(cfg.train.per_core_batch_size)
-        return validate(model, cfg, *rest)
+    def spy(run):
+        seen.append(run.cfg.train.per_core_batch_size)
+        return validate(run)
 
-    monkeypatch.setattr(loop, "trial_step", trial)
-    monkeypatch.setattr(loop, "validate", spy)
+    monkeypatch.setattr(trial_module, "trial_step", trial)
+    monkeypatch.setattr(validation, "validate", spy)
     assert train(pipeline_config(folder, f"run.dir={tmp_path / 'fits'}", "train.max_steps=1")) == 0
     assert set(seen) == {1}
     # programs of the batches that did not fit (4, then 2) are forgotten
     forgotten = []
-    monkeypatch.setattr(loop, "choose_kernels", lambda *_: None)
+    monkeypatch.setattr("pretraining.run.choose_kernels", lambda *_: None)
     monkeypatch.setattr(torch.compiler, "reset", lambda: forgotten.append(1))
     again = (f"run.dir={tmp_path / 'compiled'}", "train.max_steps=1", "train.compile=true")
     assert train(pipeline_config(folder, *again)) == 0
@@ -547,8 +548,8 @@ def test_where_the_time_of_a_step_goes(finished: Path) -> None:
     assert peaks == pytest.approx([peaks[0]] * len(rows))
     sent = {int(r["_step"]): r for r in history(finished) if "train/loss" in r}
     for row in rows:
-        told = {key: value for key, value in row.items() if key.startswith("perf/")}
-        assert told.items() <= sent[row["step"]].items()
+        logged = {key: value for key, value in row.items() if key.startswith("perf/")}
+        assert logged.items() <= sent[row["step"]].items()
 
 
 def test_slow_parts_are_named_and_a_profile_is_a_trace_that_changes_no_loss(
@@ -569,7 +570,7 @@ def test_slow_parts_are_named_and_a_profile_is_a_trace_that_changes_no_loss(
 
     def train_step(*args):
         result = real_step(*args)
-        current[0] = args[5] + 1
+        current[0] = args[5].step + 1
         return result
 
     def predict(*args, **kwargs):

@@ -12,13 +12,11 @@ import torch
 
 from data_setup.store.reader import PreparedStore
 from models.probes.participants import knn_probe
-from models.vjepa3d import VJEPA3D
 from pretraining.gauges import validation as validate
 from pretraining.gauges import validation_probes as val_probes
-from pretraining.rows import Rows, open_rows
+from pretraining.run import Run, open_run
 from tests.support.model_factory import nano_model
 from tests.support.pipeline_factory import pipeline_config
-from utils.config.schema import Config
 from utils.runtime.single import Runtime
 
 CPU = Runtime(torch.device("cpu"), use_bf16=False)
@@ -27,10 +25,9 @@ PROBES |= {"val/knn_laterality", "val/ridge_laterality"}
 
 
 @pytest.fixture
-def parts(folder: Path) -> tuple[VJEPA3D, Config, PreparedStore, Rows]:
+def run(folder: Path) -> Run:
     cfg = pipeline_config(folder)
-    store = PreparedStore.open(str(folder / "store"))
-    return nano_model(cfg), cfg, store, open_rows(cfg, store)
+    return replace(open_run(cfg, CPU), model=nano_model(cfg))
 
 
 def features_that_tell(store: PreparedStore, column: str) -> object:
@@ -38,10 +35,12 @@ def features_that_tell(store: PreparedStore, column: str) -> object:
     values = sorted(set(store.index[column]))
     asked: list[list[int]] = []
 
-    def embed_rows(model: object, cfg: object, store: PreparedStore, chosen: np.ndarray, runtime: object):
+    def embed_rows(run: Run, chosen: np.ndarray):
         asked.append(chosen.tolist())
         noise = 0.01 * np.random.default_rng(0).standard_normal((len(chosen), len(values)))
-        return np.eye(len(values))[[values.index(v) for v in store.index.loc[chosen, column]]] + noise, chosen
+        return np.eye(len(values))[
+            [values.index(v) for v in run.store.index.loc[chosen, column]]
+        ] + noise, chosen
 
     embed_rows.asked = asked
     return embed_rows
@@ -49,13 +48,12 @@ def features_that_tell(store: PreparedStore, column: str) -> object:
 
 @pytest.mark.parametrize("column", val_probes.SHORTCUTS)
 def test_features_that_tell_a_shortcut_are_found_out(
-    parts: tuple, column: str, monkeypatch: pytest.MonkeyPatch
+    run: Run, column: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, cfg, store, rows = parts
-    planted = features_that_tell(store, column)
+    planted = features_that_tell(run.store, column)
     monkeypatch.setattr(val_probes, "embed_rows", planted)
     monkeypatch.setattr(val_probes, "knn_probe", partial(knn_probe, k=1))  # 20 are all of so small a fold
-    scores = val_probes.probe_scores(model, cfg, store, rows, CPU)
+    scores = val_probes.probe_scores(run)
     assert set(scores) == PROBES
     assert scores[f"val/knn_{column}"] == scores[f"val/ridge_{column}"] == 1.0
     (other,) = set(val_probes.SHORTCUTS) - {column}
@@ -63,19 +61,17 @@ def test_features_that_tell_a_shortcut_are_found_out(
     assert len(planted.asked) == 2, "each side is embedded once for all probes"
 
 
-def test_no_participant_is_on_both_sides(parts: tuple) -> None:
-    model, cfg, store, rows = parts
-    scores = val_probes.probe_scores(model, cfg, store, rows, CPU)
+def test_no_participant_is_on_both_sides(run: Run) -> None:
+    scores = val_probes.probe_scores(run)
     assert all(scores[name] is not None for name in PROBES)
-    person = rows.person_of_row[int(rows.train[0])]
-    shared = {**rows.person_of_row, int(rows.official_val[0]): person}
-    mixed = replace(rows, person_of_row=shared)
-    assert set(val_probes.probe_scores(model, cfg, store, mixed, CPU).values()) == {None}
+    person = run.rows.person_of_row[int(run.rows.train[0])]
+    shared = {**run.rows.person_of_row, int(run.rows.official_val[0]): person}
+    mixed = replace(run.rows, person_of_row=shared)
+    assert set(val_probes.probe_scores(replace(run, rows=mixed)).values()) == {None}
 
 
-def test_without_labels_the_shortcuts_are_still_measured(parts: tuple) -> None:
-    model, cfg, store, rows = parts
-    scores = val_probes.probe_scores(model, cfg, store, replace(rows, label_of_row={}), CPU)
+def test_without_labels_the_shortcuts_are_still_measured(run: Run) -> None:
+    scores = val_probes.probe_scores(replace(run, rows=replace(run.rows, label_of_row={})))
     assert scores["val/probe"] is scores["val/ridge"] is None
     assert scores["val/knn_device"] is not None
 
@@ -96,29 +92,27 @@ def test_two_eyes_of_one_participant_count_for_their_own_side() -> None:
     assert val_probes.make_folds(embedded, dict.fromkeys(range(8), "L"), people) is None
 
 
-def test_validation_measures_everything_and_repeats(parts: tuple) -> None:
-    model, cfg, store, rows = parts
-    rows = replace(rows, val=rows.train[:6])
-    first = validate.validate(model, cfg, store, rows, CPU)
+def test_validation_measures_everything_and_repeats(run: Run) -> None:
+    run = replace(run, rows=replace(run.rows, val=run.rows.train[:6]))
+    first = validate.validate(run)
     assert set(first) == {"val/loss", "val/rankme", "val/lidar"} | PROBES
     assert 1 < first["val/lidar"] <= 5
-    assert validate.validate(model, cfg, store, rows, CPU) == first
-    one = validate.validate(model, cfg, store, replace(rows, val=rows.val[:1]), CPU)
+    assert validate.validate(run) == first
+    one = validate.validate(replace(run, rows=replace(run.rows, val=run.rows.val[:1])))
     assert one["val/lidar"] is None
 
 
-def test_lidar_sees_one_volume_under_several_masks(parts: tuple, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, cfg, store, rows = parts
+def test_lidar_sees_one_volume_under_several_masks(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[torch.Tensor] = []
 
     def mean_id(view: torch.Tensor, context: torch.Tensor, *_: object) -> torch.Tensor:
         seen.append(context)
         return torch.stack([context.float(), view.mean((1, 2, 3, 4))[:, None].expand(context.shape)], dim=-1)
 
-    monkeypatch.setattr(model, "encode_context", mean_id)
-    cpu_batch = next(validate.validation_batches(cfg, store, rows.val, 2))
-    plan = validate.MaskPlan.from_config(cfg)
-    views_QE = torch.stack(list(validate.masked_views(model, cfg, plan, cpu_batch, CPU)))
+    monkeypatch.setattr(run.model, "encode_context", mean_id)
+    cpu_batch = next(validate.validation_batches(run.cfg, run.store, run.rows.val, 2))
+    plan = validate.MaskPlan.from_config(run.cfg)
+    views_QE = torch.stack(list(validate.masked_views(run, plan, cpu_batch)))
     assert views_QE.shape == (2, validate.LIDAR_MASKS, 2)
     assert torch.equal(seen[0], cpu_batch["context"]), "the first mask is that of the validation loss"
     assert len({tuple(ids[0].tolist()) for ids in seen}) > validate.LIDAR_MASKS // 2

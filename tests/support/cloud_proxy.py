@@ -1,7 +1,7 @@
 """An HTTP proxy before a storage server: it counts the requests and injects faults on a seeded schedule.
 
-It also keeps the promise that locks rest on and gcp-storage-emulator does not: an upload with
-ifGenerationMatch=0 is refused with 412 when the object is there.
+It also refuses an upload with ifGenerationMatch=0 with 412 when the object exists. Locks need this, and
+gcp-storage-emulator does not do it.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ LATENCY, RESET, LOST, CUT, STALL = "latency", "reset", "lost", "cut", "stall"
 CORRUPT, UNFRAMED = "corrupt", "unframed"
 CODES = ("429", "500", "502", "503")
 FAULTS = (LATENCY, *CODES, RESET, LOST, CUT, STALL)
-# reset: before the server has heard of the request; lost: after it has done it, without a word of the answer;
-# cut: half of the answer's body, then the end; stall: half of it, then silence; corrupt: a flipped bit;
-# unframed: cut, by a server that gives neither length nor checksum.
+# reset: the connection breaks before the server gets the request; lost: it breaks after the server did it,
+# before the answer; cut: half of the answer's body, then the end; stall: half of the body, then silence;
+# corrupt: a flipped bit; unframed: cut, without length and checksum in the headers.
 
 Schedule = Callable[[str, str], str | None]  # (method, target) -> a fault, an HTTP code, or None
 
@@ -39,7 +39,7 @@ def seeded(seed: int, fraction: float, faults: tuple[str, ...] = FAULTS) -> Sche
 
 @dataclass
 class Proxy:
-    """The endpoint, what was asked, and what was done to it; set `schedule` at any time."""
+    """The endpoint, the requests and the injected faults; set `schedule` at any time."""
 
     upstream: str
     schedule: Schedule = lambda method, target: None

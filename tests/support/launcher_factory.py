@@ -123,7 +123,7 @@ class Pod:
         workers = [w for w in range(self.size) if (self.clone(w) / "runs/launcher/process").exists()]
         return [self.pid(worker) for worker in workers]
 
-    def said(self, worker: int) -> str:
+    def log_text(self, worker: int) -> str:
         return (self.clone(worker) / "runs/launcher/log").read_text()
 
 

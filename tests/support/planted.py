@@ -33,7 +33,7 @@ RANK = int(os.environ.get("RANK", "0"))
 
 
 def plant() -> None:
-    real_trial, real_step, real_predict = loop.trial_step, loop.train_step, step_module.predict
+    real_trial, real_step, real_predict = start.trial_step, loop.train_step, step_module.predict
     limit = PLANTED.get("out_of_memory_above", math.inf) if PLANTED.get("rank", RANK) == RANK else math.inf
     current = [-1]  # the step that is going on; the trial step is none
 
@@ -43,15 +43,15 @@ def plant() -> None:
         real_trial(model, optimizer, batch, *rest)
 
     def train_step(
-        model: Any, optimizer: Any, batches: list[dict], cfg: Any, runtime: Any, step: int, *rest: Any
+        model: Any, optimizer: Any, batches: list[dict], cfg: Any, runtime: Any, update: Any, *rest: Any
     ):
         time.sleep(PLANTED.get("pause_s", 0))
-        current[0] = step
+        current[0] = update.step
         if "seen" in PLANTED:
             rows = [row for batch in batches for row in batch["row"].tolist()]
             with (Path(PLANTED["seen"]) / str(RANK)).open("a") as file:
-                print(step, *rows, file=file)
-        return real_step(model, optimizer, batches, cfg, runtime, step, *rest)
+                print(update.step, *rows, file=file)
+        return real_step(model, optimizer, batches, cfg, runtime, update, *rest)
 
     def predict(*args: Any, **kwargs: Any) -> Output:
         output = real_predict(*args, **kwargs)
@@ -61,7 +61,7 @@ def plant() -> None:
     if PLANTED.get("impatient"):
         cloud.POLICY = replace(cloud.POLICY, attempts=2, first_wait_s=0.01)
     start.GRACE_S = PLANTED.get("grace_s", start.GRACE_S)
-    loop.trial_step, loop.train_step, step_module.predict = trial_step, train_step, predict
+    start.trial_step, loop.train_step, step_module.predict = trial_step, train_step, predict
 
 
 def hang() -> None:

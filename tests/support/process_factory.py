@@ -65,7 +65,7 @@ class Running:
         cls._started.clear()
 
     @property
-    def said(self) -> str:
+    def output(self) -> str:
         return self._said.read_text()
 
     def wait_for(self, condition: Callable[[], Any], seconds: float = PATIENCE_S) -> None:
@@ -73,9 +73,9 @@ class Running:
         deadline = time.monotonic() + seconds
         while not condition():
             if self.process.poll() is not None:
-                assert condition(), f"the run ended early: {self.said[-3000:]}"
+                assert condition(), f"the run ended early: {self.output[-3000:]}"
                 return
-            assert time.monotonic() < deadline, f"waited {seconds:g} s for {condition}: {self.said[-3000:]}"
+            assert time.monotonic() < deadline, f"waited {seconds:g} s for {condition}: {self.output[-3000:]}"
             time.sleep(0.005)
 
     def wait_for_step(self, step: int) -> None:
@@ -84,12 +84,12 @@ class Running:
 
     def kill(self) -> None:
         """kill -9 of the training process; what it started ends by itself."""
-        left = [pid for pid, argv in descendants(self.process.pid).items() if "forkserver" in argv]
+        fork_servers = [pid for pid, argv in descendants(self.process.pid).items() if "forkserver" in argv]
         self.process.kill()
-        assert self.process.wait() in (0, -signal.SIGKILL), self.said[-3000:]
+        assert self.process.wait() in (0, -signal.SIGKILL), self.output[-3000:]
         deadline = time.monotonic() + PATIENCE_S
-        while any(is_running(pid) for pid in left):
-            assert time.monotonic() < deadline, f"loader workers outlive their run: {left}"
+        while any(is_running(pid) for pid in fork_servers):
+            assert time.monotonic() < deadline, f"loader workers outlive their run: {fork_servers}"
             time.sleep(0.05)
 
     def wait(self, seconds: float = PATIENCE_S) -> int:
@@ -108,8 +108,8 @@ def is_running(pid: int) -> bool:
 def run_to_end(argv: Sequence[str], run: Path, planted: dict[str, Any] | None = None) -> str:
     """Run a command that must succeed; returns all that was said in this run directory."""
     running = Running(argv, run, planted)
-    assert running.wait() == 0, running.said[-5000:]
-    return running.said
+    assert running.wait() == 0, running.output[-5000:]
+    return running.output
 
 
 def metrics(run: Path) -> list[dict[str, Any]]:
@@ -146,7 +146,7 @@ def assert_same_run(run: Path, other: Path, step: int) -> None:
 
 def processes() -> dict[int, tuple[int, str]]:
     """Parent and command line of every process of this machine."""
-    found = {}
+    children = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             try:
@@ -154,8 +154,8 @@ def processes() -> dict[int, tuple[int, str]]:
                 argv = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
             except (FileNotFoundError, ProcessLookupError):
                 continue
-            found[int(entry.name)] = parent, argv
-    return found
+            children[int(entry.name)] = parent, argv
+    return children
 
 
 def descendants(pid: int, everybody: dict[int, tuple[int, str]] | None = None) -> dict[int, str]:

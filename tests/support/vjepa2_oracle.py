@@ -53,8 +53,8 @@ def hf_model(seed: int = 0, **changes: object) -> VJEPA2Model:
 
 def hf_tensors(model: VJEPA2Model, read: Callable[[Tensor], Tensor | None]) -> dict[str, Tensor]:
     """`read` of every parameter by its Hugging Face name."""
-    found = {name: read(parameter) for name, parameter in model.named_parameters()}
-    return {name: value for name, value in found.items() if value is not None}
+    values = {name: read(parameter) for name, parameter in model.named_parameters()}
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def research_names(tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:

@@ -15,19 +15,19 @@ SETTLED_S = 3.0
 
 
 def records(path: Path) -> list[Record]:
-    data, offset, parts, found = path.read_bytes(), 7, b"", []
+    data, offset, parts, decoded = path.read_bytes(), 7, b"", []
     while offset + 7 <= len(data):
-        left = BLOCK - offset % BLOCK
-        if left < 7:
-            offset += left
+        room = BLOCK - offset % BLOCK
+        if room < 7:
+            offset += room
             continue
         _, length, kind = struct.unpack_from("<IHB", data, offset)
         chunk = data[offset + 7 : offset + 7 + length]
         offset += 7 + length
         parts = chunk if kind in (FULL, FIRST) else parts + chunk
         if kind in (FULL, LAST):
-            found.append(Record.FromString(parts))
-    return found
+            decoded.append(Record.FromString(parts))
+    return decoded
 
 
 def written(run_dir: Path) -> list[list[Record]]:
@@ -35,14 +35,14 @@ def written(run_dir: Path) -> list[list[Record]]:
 
     A killed run has no end; its file is taken once nothing came for SETTLED_S.
     """
-    found = []
+    everything = []
     for path in sorted(run_dir.glob("wandb/*run-*/*.wandb")):
         while time.time() - path.stat().st_mtime < SETTLED_S:
             if any(r.HasField("exit") for r in records(path)):
                 break
             time.sleep(0.05)
-        found.append(records(path))
-    return found
+        everything.append(records(path))
+    return everything
 
 
 def history(run_dir: Path) -> list[dict[str, float]]:

@@ -7,12 +7,13 @@ from typing import Any, NamedTuple
 
 import torch
 
+from data_setup.loader import Batch
 from pretraining.engine_kernels import choose_kernels
 from pretraining.gauges.monitor import Gauges
 from pretraining.gauges.skill import SkillGauge
+from pretraining.optimizer import shard_state
 from pretraining.schedules import ema_momentum, learning_rate
-from pretraining.sharding import shard_state
-from pretraining.step import Batch, build_optimizer, train_step
+from pretraining.step import Update, Watch, build_optimizer, train_step
 from tests.support.model_factory import nano_model, uint8_batch
 from utils.checkpoint import to_host
 from utils.config.schema import Config
@@ -43,11 +44,13 @@ class Run(NamedTuple):
     def begin(cls, cfg: Config, runtime: Runtime) -> Run:
         model = nano_model(cfg).to(runtime.device).train()
         skill = SkillGauge.of_model(model, runtime.device)
-        gauges = Gauges(skill, BATCH, runtime.group, runtime.read, has_fixed_targets=model.recipe == "mae")
+        gauges = Gauges(
+            skill, BATCH, runtime.group, runtime.to_torch, has_fixed_targets=model.recipe.has_fixed_targets
+        )
         run = cls(cfg, model, build_optimizer(model, cfg), gauges, runtime)
         shard_state(model, run.optimizer, cfg, runtime)
         choose_kernels(model, cfg, runtime)
-        runtime.end_step()
+        runtime.mark_step()
         return run
 
     def steps(self, runtime: Runtime, steps: range, micro: int = 1) -> list[torch.Tensor]:
@@ -56,10 +59,10 @@ class Run(NamedTuple):
             lr, momentum = learning_rate(self.cfg, step, TOTAL), ema_momentum(self.cfg, step, TOTAL)
             batches = [runtime.to_device(b) for b in micro_batches(self.cfg, step, micro)]
             self.gauges.begin(measure=False)
-            parts = self.model, self.optimizer, batches, self.cfg, runtime, step, lr, momentum
-            losses.append(train_step(*parts, self.gauges.observe).loss)
+            parts = self.model, self.optimizer, batches, self.cfg, runtime, Update(step, lr, momentum)
+            losses.append(train_step(*parts, Watch(self.gauges.observe)).loss)
             self.gauges.finish()
-            runtime.end_step()
+            runtime.mark_step()
         return losses
 
     def state(self) -> dict[str, Any]:
@@ -68,7 +71,7 @@ class Run(NamedTuple):
             "optimizer": self.optimizer.state_dict(),
             "gauge": self.gauges.state_dict(),
         }
-        return to_host(self.runtime.gather(parts))
+        return to_host(self.runtime.full_state(parts))
 
     def load(self, state: dict[str, Any]) -> None:
         self.model.load_state_dict(state["model"])

@@ -1,4 +1,4 @@
-"""Checkpoints: whole or absent, damage reported, the one before used, nothing executed on load."""
+"""A checkpoint is whole or absent; a damaged one is reported and skipped; loading executes nothing."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def test_missing_checkpoint_is_named(tmp_path: Path) -> None:
 
 
 def test_a_best_checkpoint_that_failed_is_written_with_the_next(tmp_path: Path) -> None:
-    """Its state is that of its own step; a step that failed is not missed, since the next one replaces it."""
+    """It keeps the state of its own step. A failed step is not written again: the next replaces it."""
     blocked = tmp_path / "folder"
     blocked.write_text("a file where the directory should be")
     writer = CheckpointWriter(str(blocked), 2)

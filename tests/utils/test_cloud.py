@@ -173,10 +173,10 @@ def test_a_single_fault_passes(bucket: Bucket, fault: str, caplog: pytest.LogCap
         storage.remove(url, options)
         assert not storage.exists(url, options)
     assert bucket.proxy.faults[fault] >= 2
-    said = [r.getMessage() for r in caplog.records if r.name == "utils.storage.retry"]
+    messages = [r.getMessage() for r in caplog.records if r.name == "utils.storage.retry"]
     if fault not in NO_WARNING[bucket.scheme]:
         line = re.compile(rf"{re.escape(url)}: attempt 1 of 5 failed \(.+\); again in 0\.0 s")
-        assert any(line.fullmatch(s) for s in said)
+        assert any(line.fullmatch(m) for m in messages)
     assert PLANTED not in caplog.text
 
 
@@ -228,6 +228,13 @@ def test_what_cannot_pass_fails_at_once(bucket: Bucket, code: str, advice: dict[
     assert str(caught.value).startswith(bucket.url("x") + ": ")
     assert len(bucket.proxy.requests) == 1
     assert isinstance(caught.value, storage.StorageNotFoundError) == (code == "404")
+
+
+@pytest.mark.parametrize("list_objects", [storage.find_names, storage.find_sizes, storage.list_names])
+def test_a_listing_that_is_not_allowed_is_not_empty(bucket: Bucket, list_objects: Callable) -> None:
+    bucket.proxy.schedule = always("403")
+    with pytest.raises(storage.StorageError, match="no permission"):
+        list_objects(bucket.root, bucket.options)
 
 
 def test_a_missing_bucket_is_named_when_writing(bucket: Bucket) -> None:

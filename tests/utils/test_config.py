@@ -8,17 +8,19 @@ import subprocess
 import sys
 from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import get_args, get_type_hints
+from typing import Literal, get_args, get_origin, get_type_hints
 
 import pytest
 
 from utils.cli import parse_cli
-from utils.config.load import BOUNDS, accumulation_steps, changed_keys, load_config, to_yaml
-from utils.config.schema import Config, MaskFamily, TrainConfig
+from utils.config.load import accumulation_steps, changed_keys, load_config, to_yaml
+from utils.config.recipes import RECIPES, Recipe, markdown, recipe_of
+from utils.config.schema import Config, MaskFamily, TrainConfig, keys_with, leaves
 from utils.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
 SMOKE = ROOT / "configs" / "smoke_test.yaml"
+BOUNDED = [name for name, part, _ in leaves(Config()) if part.metadata.get("bound")]
 
 
 def edited(tmp_path: Path, line: str, new: str) -> Path:
@@ -255,15 +257,24 @@ def test_a_cli_ends_with_one_line_and_exit_code_2() -> None:
     assert "Traceback" not in done.stderr
 
 
+def test_help_of_training_imports_nothing_heavy() -> None:
+    """torch and MONAI take seconds to import; --help and a wrong key need neither."""
+    command = [sys.executable, "-X", "importtime", "-m", "pretraining.train", "--help"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
+    assert "utils.cli" in imported
+    assert imported & {"torch", "monai", "zarr", "pandas", "matplotlib"} == set()
+
+
 def sections(cls: type, prefix: str = "") -> dict[str, tuple[str, type]]:
     """Name of the section -> (its dotted path, its class); the families of mask_blocks count as one."""
-    found = {"MaskFamily": ("method.mask_blocks", MaskFamily)} if not prefix else {}
+    result = {"MaskFamily": ("method.mask_blocks", MaskFamily)} if not prefix else {}
     for f in fields(cls):
         default = f.default_factory() if callable(f.default_factory) else None
         if is_dataclass(default):
-            found[f.name] = (f"{prefix}{f.name}", type(default))
-            found |= sections(type(default), f"{prefix}{f.name}.")
-    return found
+            result[f.name] = (f"{prefix}{f.name}", type(default))
+            result |= sections(type(default), f"{prefix}{f.name}.")
+    return result
 
 
 SECTIONS = sections(Config)
@@ -284,9 +295,9 @@ def keys_read(source: str) -> set[str]:
                 if isinstance(part, ast.Name) and part.id in by_class:
                     names[node.arg] = by_class[part.id]
         elif isinstance(node, ast.Assign):
-            left, right = node.targets[0], node.value
-            both = isinstance(left, ast.Tuple) and isinstance(right, ast.Tuple)
-            for target, value in zip(left.elts, right.elts, strict=True) if both else [(left, right)]:
+            names, values = node.targets[0], node.value
+            both = isinstance(names, ast.Tuple) and isinstance(values, ast.Tuple)
+            for target, value in zip(names.elts, values.elts, strict=True) if both else [(names, values)]:
                 if (
                     isinstance(target, ast.Name)
                     and isinstance(value, ast.Attribute)
@@ -321,10 +332,10 @@ def test_every_number_has_bounds() -> None:
         for name, hint in get_type_hints(cls).items():
             if {hint, *get_args(hint)} & {int, float}:
                 numbers.add(f"{path}.{name}")
-    assert numbers - by_rule == {key for _is_inside, keys in BOUNDS.values() for key in keys}
+    assert numbers - by_rule == set(BOUNDED)
 
 
-@pytest.mark.parametrize("key", [key for _is_inside, keys in BOUNDS.values() for key in keys])
+@pytest.mark.parametrize("key", BOUNDED)
 def test_a_number_out_of_bounds_names_its_key(key: str) -> None:
     value = {"spatial.target_spacing": "[1,1,-1]", "optim.betas": "[0.9,-1]"}.get(key, "-1")
     with pytest.raises(ConfigError, match=rf"{re.escape(key)}: expected .*, found .*-1"):
@@ -336,7 +347,7 @@ def test_every_field_is_read_outside_the_schema() -> None:
     read: set[str] = set()
     for folder in ("data_setup", "models", "pretraining", "finetuning", "utils"):
         for path in (ROOT / folder).glob("**/*.py"):
-            if path.parent.name != "config":
+            if path.parent.name != "config" or path.name == "recipes.py":
                 read |= keys_read(path.read_text())
     config = (ROOT / "utils" / "config" / "load.py").read_text()
     read |= keys_read(config[config.index("def accumulation_steps") : config.index("def to_yaml")])
@@ -359,3 +370,38 @@ def test_a_key_of_another_section_or_object_is_no_read() -> None:
     )
     others = "model.compile(); cfg.wandb.workers; zarr.workers; names = ('workers',); cfg.data.workers = 1"
     assert not keys_read(others) & {"train.workers", "data.workers"}
+
+
+def test_the_document_shows_the_table() -> None:
+    assert markdown() in (ROOT / "docs" / "concepts" / "recipes.md").read_text()
+
+
+def test_the_table_has_a_value_for_every_field() -> None:
+    for name, recipe in RECIPES.items():
+        for part in fields(Recipe):
+            choices = get_args(get_type_hints(Recipe)[part.name])
+            if get_origin(get_type_hints(Recipe)[part.name]) is Literal:
+                assert getattr(recipe, part.name) in choices, f"{name}.{part.name}"
+
+
+def test_a_part_of_another_recipe_replaces_the_rows_own() -> None:
+    method = load_config(SMOKE, ["method.context=dense", "method.predictor=mlp", "method.loss=l2"]).method
+    recipe = recipe_of(method)
+    assert (recipe.context, recipe.predictor, recipe.loss) == ("dense", "mlp", "l2")
+    assert recipe.hidden == RECIPES["vjepa2"].hidden  # a dense context sees no more than a visible one
+
+
+def test_an_unknown_recipe_names_the_nearest() -> None:
+    with pytest.raises(ConfigError, match=r"expected one of .*, found vjepa \(did you mean vjepa2"):
+        load_config(SMOKE, ["method.recipe=vjepa"])
+
+
+def test_marks_stand_beside_the_keys() -> None:
+    """A change here is a change of what old runs and checkpoints may be continued with."""
+    assert keys_with("identity") == [
+        *("spatial.target_spacing", "spatial.image_size", "spatial.patch_size", "spatial.resample"),
+        *("model.size", "model.rope", "method.recipe", "method.context"),
+    ]
+    assert len(keys_with("may_change")) == 29
+    assert {"train.max_steps", "data.workers", "wandb.mode"} <= set(keys_with("may_change"))
+    assert not {"seed", "optim.base_lr", "train.global_batch_size"} & set(keys_with("may_change"))

@@ -14,13 +14,13 @@ from utils.runtime.single import Runtime
 
 
 class OneOf(Group):
-    """A rank of several whose `collect` answers with what the others were given."""
+    """A rank of several whose `gather_objects` answers with what the others were given."""
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
         self.parts: list[list[str]] = []
 
-    def collect(self, value: list[str]) -> list[list[str]]:
+    def gather_objects(self, value: list[str]) -> list[list[str]]:
         assert value == self.parts[self.rank]
         return self.parts
 
@@ -30,12 +30,12 @@ class OneOf(Group):
 def test_what_is_shared_comes_together_again(size: int, count: int) -> None:
     items = [f"item {i}" for i in range(count)]
     ranks = [OneOf(r, size) for r in range(size)]
-    parts = [[f"done {item}" for item in rank.share(items)] for rank in ranks]
+    parts = [[f"done {item}" for item in rank.split_among_ranks(items)] for rank in ranks]
     assert sum(map(len, parts)) == count
     assert max(map(len, parts)) - min(map(len, parts)) <= 1
     for rank, part in zip(ranks, parts, strict=True):
         rank.parts = parts
-        assert rank.merge(part) == [f"done {item}" for item in items]
+        assert rank.merge_from_ranks(part) == [f"done {item}" for item in items]
 
 
 def test_one_process_is_its_own_group(monkeypatch: pytest.MonkeyPatch) -> None:

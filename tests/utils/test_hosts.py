@@ -5,11 +5,13 @@ from __future__ import annotations
 import socket
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 import torch
 
 from data_setup.loader import MicroBatches
+from pretraining.run import Run
 from pretraining.trial import settle_memory
 from tests.support.model_factory import nano_model, small_config, uint8_batch
 from tests.support.pipeline_factory import ROOT
@@ -42,10 +44,10 @@ import sys, torch
 from utils.runtime.processes import join_hosts
 rank, port = int(sys.argv[1]), int(sys.argv[2])
 group = join_hosts(rank, 2, "127.0.0.1", 60.0, port)
-print(group.any(rank == 1), group.any(False), group.broadcast({"step": rank + 7}), group.collect(rank))
+print(group.any(rank == 1), group.any(False), group.broadcast({"step": rank + 7}), group.gather_objects(rank))
 whole = torch.arange(3.0)  # as on the device: each host has all of it
 print(group.sum(whole).tolist(), group.gather(whole).tolist(), group.sum_with_gradient(whole).tolist())
-print(group.share([1, 2, 3]), group.merge([4, 5]), group.is_first)
+print(group.split_among_ranks([1, 2, 3]), group.merge_from_ranks([4, 5]), group.is_first)
 group.close()
 """
 
@@ -62,9 +64,9 @@ def test_two_hosts_agree_and_what_is_global_stays_as_it_is() -> None:
         for rank in range(2)
     ]  # fmt: skip
     for rank, host in enumerate(hosts):
-        said, errors = host.communicate(timeout=300)
+        output, errors = host.communicate(timeout=300)
         assert host.returncode == 0, errors
-        assert said.splitlines() == [
+        assert output.splitlines() == [
             "True False {'step': 7} [0, 1]",
             "[0.0, 1.0, 2.0] [0.0, 1.0, 2.0] [0.0, 1.0, 2.0]",
             f"[1, 2, 3] [4, 5] {rank == 0}",
@@ -111,7 +113,9 @@ def test_weights_that_a_failed_trial_lost_come_back(monkeypatch: pytest.MonkeyPa
             raise RuntimeError("RESOURCE_EXHAUSTED: out of HBM")
 
     runtime = LosesWhatFails(torch.device("cpu"), use_bf16=False)
-    fitting = settle_memory(cfg, None, None, model, optimizer, runtime, 0, trial)  # type: ignore[arg-type]
+    monkeypatch.setattr("pretraining.trial.trial_step", trial)
+    nothing: Any = None  # of the store and its rows, which open_loader would read
+    fitting = settle_memory(Run(cfg, nothing, nothing, model, optimizer, runtime), 0).cfg
     assert tried == [8, 4]
     assert fitting.train.per_core_batch_size == 4
     torch.testing.assert_close(dict(model.state_dict()), before, rtol=0, atol=0)

@@ -59,7 +59,7 @@ esac
 
 @pytest.fixture(scope="module")
 def ready(tmp_path_factory: pytest.TempPathFactory) -> Pod:
-    """Two workers, at the commit of the source tree; each test leaves them as it found them."""
+    """Two workers, at the commit of the source tree; no test changes them for the next one."""
     folder = tmp_path_factory.mktemp("pod")
     pod = Pod(folder, 2, OCT_DEVICE_GLOB=str(folder / "accel*"))
     python = folder / "venv" / "bin" / "python"
@@ -170,7 +170,7 @@ def test_dry_run_of_torchrun_and_sync(pod: Pod) -> None:
 
 @pytest.mark.slow
 def test_the_real_gcloud_knows_every_flag(pod: Pod, tmp_path: Path) -> None:
-    """Where it is installed: it reads the command line before it misses a login."""
+    """Needs gcloud; it reads the command line before it asks for a login."""
     if shutil.which("gcloud") is None:
         pytest.skip("gcloud is not installed")
     kinds: dict[str, str] = {}
@@ -193,7 +193,7 @@ def test_the_real_gcloud_knows_every_flag(pod: Pod, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "message"),
     [
         (["strat"], "error: expected one of check setup sync start status logs stop, or a .yaml"),
         (["start"], "error: start: expected a CONFIG, found none"),
@@ -216,11 +216,11 @@ def test_the_real_gcloud_knows_every_flag(pod: Pod, tmp_path: Path) -> None:
         (["--worker", "7", "status"], "error: --worker: expected one below 2, found 7"),
     ],
 )
-def test_mistakes_on_the_command_line(ready: Pod, words: list[str], told: str) -> None:
+def test_mistakes_on_the_command_line(ready: Pod, words: list[str], message: str) -> None:
     done = ready.launch(*words)
     assert done.returncode == 2
     assert done.stdout == ""
-    start, _, end = told.partition(" ... ")
+    start, _, end = message.partition(" ... ")
     assert done.stderr.startswith(start)
     assert end in done.stderr
     assert done.stderr.count("\n") == 1
@@ -279,7 +279,7 @@ def test_check_says_what_it_saw(pod: Pod) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "words", "told"),
+    ("change", "words", "message"),
     [
         ({"account": ""}, [], "error: gcloud: expected an active account, found none; run gcloud auth login"),
         ({"name": "other"}, [], "error: tpu pod: gcloud could not describe it: ERROR: (gcloud) NOT_FOUND"),
@@ -288,13 +288,13 @@ def test_check_says_what_it_saw(pod: Pod) -> None:
         ({}, ["--workers=4"], "error: tpu pod: expected 4 workers, found 2"),
     ],
 )
-def test_a_tpu_that_is_not_there(ready: Pod, change: dict, words: list[str], told: str) -> None:
+def test_a_tpu_that_is_not_there(ready: Pod, change: dict, words: list[str], message: str) -> None:
     before = dict(ready.state)
     ready.set(**change)
     done = launch(ready, "check", *words, CONFIG)
     ready.set(**before)
     assert done.returncode == 1
-    assert done.stderr.startswith(told)
+    assert done.stderr.startswith(message)
     assert done.stderr.count("\n") == 1
 
 
@@ -318,8 +318,8 @@ def test_check_names_every_fault_of_every_worker_and_nothing_starts(pod: Pod) ->
     git(pod.clone(0), "checkout", "-q", CONFIG)
     (pod.home(1) / "no_store").unlink()
     assert done.returncode == 1
-    told = [line for line in lines(done) if "worker" in line]
-    assert [line.split(", found")[0] for line in told] == [
+    worker_lines = [line for line in lines(done) if "worker" in line]
+    assert [line.split(", found")[0] for line in worker_lines] == [
         f"worker 0: error: commit: expected {commit}",
         f"worker 0: error: clone: expected no changes in {pod.clone(0)}",
         f"worker 0: error: disk: expected 99999999 GiB free in {pod.clone(0)}",
@@ -329,8 +329,8 @@ def test_check_names_every_fault_of_every_worker_and_nothing_starts(pod: Pod) ->
         "worker 1: error: data.store: none there",
         "error: nothing was started: see worker 0 1",
     ]
-    assert told[0].endswith(f", found {elsewhere}; run sync")
-    assert told[3].endswith(f"them in use by pid {os.getpid()}")
+    assert worker_lines[0].endswith(f", found {elsewhere}; run sync")
+    assert worker_lines[3].endswith(f"them in use by pid {os.getpid()}")
     assert not (pod.home(0) / "argv").exists()
 
     (pod.home(1) / "no_package").touch()
@@ -356,8 +356,8 @@ def test_check_names_every_fault_of_every_worker_and_nothing_starts(pod: Pod) ->
     assert followed.returncode == 1
     assert "exited with return code [255]" in followed.stderr
     assert done.returncode == 1
-    told = [line for line in lines(done) if "worker" in line]
-    assert told == [
+    worker_lines = [line for line in lines(done) if "worker" in line]
+    assert worker_lines == [
         "worker 0: error: environment: expected .venv/bin/python, found none; run setup",
         "worker 1: error: gcloud ended with exit code 255: "
         "ERROR: (gcloud) [/usr/bin/ssh] exited with return code [255].",
@@ -367,7 +367,7 @@ def test_check_names_every_fault_of_every_worker_and_nothing_starts(pod: Pod) ->
 
 @pytest.mark.slow
 def test_without_the_xla_engine_nothing_starts(pod: Pod) -> None:
-    """Each worker would train alone on its CPU, each as the first of a run of one."""
+    """Otherwise each worker would train alone on its CPU, as rank 0 of its own run."""
     before = git(pod.source, "rev-parse", "HEAD")
     pod.commit(**{"utils/runtime/xla.py": "import torch  # no torch_xla\n"})
     assert launch(pod, "sync").returncode == 0
@@ -393,7 +393,7 @@ def test_start_refuse_status_stop_and_start_again(pod: Pod) -> None:
     for worker, pid in enumerate(pids):
         assert f"worker {worker}: started, pid {pid}" in lines(done)
         # the ssh session is over and was killed; arguments arrive as they were typed
-        wait_for(lambda worker=worker: pod.said(worker).endswith("resuming\n"))
+        wait_for(lambda worker=worker: pod.log_text(worker).endswith("resuming\n"))
         assert is_running(pid)
         assert (pod.home(worker) / "argv").read_text().splitlines() == [
             *("PJRT_DEVICE=TPU", "-m", "pretraining.train", "--config", CONFIG, *OVERRIDES),
@@ -424,9 +424,9 @@ def test_start_refuse_status_stop_and_start_again(pod: Pod) -> None:
             in lines(done)
         )
         assert not is_running(pid)
-    said, _ = follow.communicate(timeout=120)  # it ends with the run
+    output, _ = follow.communicate(timeout=120)  # it ends with the run
     assert follow.returncode == 0
-    assert {"worker 0: resuming", "worker 1: stopped by SIGTERM at step 3 of 8"} <= set(said.splitlines())
+    assert {"worker 0: resuming", "worker 1: stopped by SIGTERM at step 3 of 8"} <= set(output.splitlines())
     assert is_running(decoy.pid)
     decoy.kill()
     decoy.wait()
@@ -436,8 +436,8 @@ def test_start_refuse_status_stop_and_start_again(pod: Pod) -> None:
     assert status.stdout.count("with exit code 0: stopped by SIGTERM at step 3 of 8") == 2
 
     assert launch(pod, "start", CONFIG).returncode == 0
-    assert pod.said(0).count(" start at commit ") == 2
-    wait_for(lambda: pod.said(0).endswith("resuming\n"))
+    assert pod.log_text(0).count(" start at commit ") == 2
+    wait_for(lambda: pod.log_text(0).endswith("resuming\n"))
     assert launch(pod, "logs", "-n", "1", "--worker=0").stdout == "worker 0: resuming\n"
     os.kill(pod.pid(1), signal.SIGKILL)
     wait_for(lambda: (pod.clone(1) / "runs/launcher/exit_code").exists())
@@ -484,10 +484,10 @@ def test_one_worker_that_does_not_start_stops_the_others(pod: Pod) -> None:
     (pod.home(1) / "broken").unlink()
     assert done.returncode == 1
     pid = pod.pid(0)
-    told = lines(done)
-    assert "worker 1: error: ended at once with exit code 2: error: optim.base_lr: too hot" in told
-    assert f"worker 0: stopped, pid {pid}, exit code 0: stopped by SIGTERM at step 3 of 8" in told
-    assert told[-1] == "error: worker 1 did not start, so the others were stopped"
+    output = lines(done)
+    assert "worker 1: error: ended at once with exit code 2: error: optim.base_lr: too hot" in output
+    assert f"worker 0: stopped, pid {pid}, exit code 0: stopped by SIGTERM at step 3 of 8" in output
+    assert output[-1] == "error: worker 1 did not start, so the others were stopped"
     assert not is_running(pid)
 
 
@@ -520,21 +520,21 @@ def test_a_start_that_gcloud_repeats_is_one_start(pod: Pod) -> None:
 
 
 def test_torchruns_processes_are_asked_not_torchrun(pod: Pod) -> None:
-    """It would give them 30 s and then kill them, in the middle of a checkpoint."""
+    """torchrun would give its processes 30 s and then kill them, in the middle of a checkpoint."""
     done = launch(pod, "--engine", "torchrun", "start", CONFIG, OCT_MASTER_PORT="29555")
     assert done.returncode == 0, done
     assert not (pod.clone(1) / "runs/launcher/exit_code").exists()
-    wait_for(lambda: pod.said(1).endswith("resuming\n"))
+    wait_for(lambda: pod.log_text(1).endswith("resuming\n"))
     done = launch(pod, "stop")
     assert done.stdout.count("exit code 0: stopped by SIGTERM at step 3 of 8") == 2
-    assert "torchrun was signalled" not in pod.said(0)
+    assert "torchrun was signalled" not in pod.log_text(0)
 
 
 @pytest.mark.slow
 def test_stop_kill_ends_what_does_not_listen(pod: Pod) -> None:
     (pod.home(0) / "deaf").touch()
     assert launch(pod, "--engine", "torchrun", "start", CONFIG).returncode == 0
-    wait_for(lambda: pod.said(0).endswith("resuming\n"))
+    wait_for(lambda: pod.log_text(0).endswith("resuming\n"))
     pid = pod.pid(0)
     done = launch(pod, "stop", OCT_STOP_WAIT_S="1")
     assert done.returncode == 1
@@ -575,11 +575,11 @@ def test_setup_installs_once_and_says_what_is_missing(pod: Pod) -> None:
     python = {"OCT_PYTHON": str(pod.folder / "venv/bin/python")}
     done = pod.launch("setup", **python)
     assert done.returncode == 1
-    told = "error: requirements-tpu.txt: not in this commit, so engine xla cannot be set up"
-    assert f"worker 0: {told}" in lines(done)
-    for said in ("installed requirements.txt", "nothing to do"):
+    message = "error: requirements-tpu.txt: not in this commit, so engine xla cannot be set up"
+    assert f"worker 0: {message}" in lines(done)
+    for message in ("installed requirements.txt", "nothing to do"):
         done = pod.launch("setup", "--engine=torchrun", **python)
-        assert done.stdout == "".join(f"worker {w}: environment .venv: {said}\n" for w in range(2))
+        assert done.stdout == "".join(f"worker {w}: environment .venv: {message}\n" for w in range(2))
     assert (pod.home(0) / "pip").read_text() == "-m pip install --quiet -r requirements.txt\n"
     assert git(pod.clone(0), "status", "--porcelain", "--untracked-files=no") == ""
 

@@ -1,4 +1,4 @@
-"""What a run says: offline without a key and it says so, nothing without W&B, one clock."""
+"""The log of a run: offline without a key and with a warning, nothing without W&B, one clock."""
 
 from __future__ import annotations
 
@@ -58,12 +58,12 @@ def test_pictures_of_participants_are_announced(no_key: Path, caplog: pytest.Log
 def test_a_resumed_run_drops_what_came_after_its_checkpoint(no_key: Path) -> None:
     cfg = small_config("vjepa2", "wandb.mode=disabled", f"run.dir={no_key / 'run'}")
     setup_logging()
-    logging.getLogger("test").info("said before the run directory existed")
+    logging.getLogger("test").info("before the run directory existed")
     first = RunLog(cfg, 0, 10, synthetic=True)
     for step in (1, 2, 3):
         first.metrics(step, {"train/loss": float(step), "train/odd": float("nan")})
     first.close()
-    assert "said before" in (no_key / "run" / "log.txt").read_text()
+    assert "before the run directory" in (no_key / "run" / "log.txt").read_text()
     path = no_key / "run" / "metrics.jsonl"
     path.write_text(path.read_text() + '{"step": 4, "tra')  # a kill cut the line
     again = RunLog(cfg, 2, 10, synthetic=True)
@@ -77,7 +77,7 @@ def test_a_resumed_run_drops_what_came_after_its_checkpoint(no_key: Path) -> Non
 def test_lines_that_a_full_disk_refuses_are_written_later(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A limit on the size of files stands for the disk: it too lets a part of a line through."""
+    """A limit on the file size stands for a full disk: both let a part of a line through."""
     path = tmp_path / "metrics.jsonl"
     lines = LineFile(path)
     lines.append("first")
@@ -104,8 +104,8 @@ def test_why_a_run_ended_is_in_its_log_and_not_twice_on_the_console(
     assert "stopped: the reason" in (tmp_path / "log.txt").read_text()
     assert "the reason" not in capsys.readouterr().err
     setup_logging(rank=3)
-    logging.getLogger("test").warning("said by the first process")
+    logging.getLogger("test").warning("from the first process")
     logging.getLogger("test").error("a broken disk")
-    said = capsys.readouterr().err
-    assert "rank 3: a broken disk" in said
-    assert "first process" not in said
+    stderr = capsys.readouterr().err
+    assert "rank 3: a broken disk" in stderr
+    assert "first process" not in stderr

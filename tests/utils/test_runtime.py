@@ -31,8 +31,8 @@ def test_memory_is_kept_between_steps() -> None:
     counts = {}
     for tuned in (True, False):
         code = FAULTS.format(tuned=tuned)
-        told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-        counts[tuned] = int(told.stdout)
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+        counts[tuned] = int(done.stdout)
     assert counts[True] < 100 < counts[False]
 
 
@@ -40,9 +40,9 @@ def test_only_one_process_may_be_asked_to_share_its_weights_out() -> None:
     """One device has all of them; the processes of torchrun cannot."""
     weight = torch.ones(4, 4)
     alone, two = (Runtime(torch.device("cpu"), use_bf16=False, group=Group()) for _ in range(2))
-    alone.shard([weight])
+    alone.shard_parameters([weight])
     assert not alone.is_sharded
-    assert alone.gather({"weight": weight})["weight"] is weight
+    assert alone.full_state({"weight": weight})["weight"] is weight
     two.group.size = 2
     with pytest.raises(UserError, match=r"train.shard_parameters: .* found 2 processes"):
-        two.shard([weight])
+        two.shard_parameters([weight])

@@ -1,4 +1,4 @@
-"""utils/storage.py: whole writes, named errors, the same behaviour on a disk and on an object store."""
+"""utils/storage: whole writes, named errors, the same behaviour on a disk and on an object store."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from utils.config.schema import StorageOptions
 from utils.storage.errors import storage_error
 from utils.storage.local_copies import read_through
 from utils.storage.retry import redact
-from utils.storage.zarr_keys import zarr_store
+from utils.storage.zarr_keys import ObjectStore
 
 
 @pytest.fixture(params=["disk", "memory"])
@@ -35,8 +35,8 @@ def test_round_trip_and_listing(root: str) -> None:
     storage.write_text(storage.join(root, "a/c.txt"), "zwei é")
     assert storage.read_bytes(storage.join(root, "/a/", "/b.bin")) == b"\x00one"
     assert storage.read_text(storage.join(root, "a", "c.txt")) == "zwei é"
-    with storage.open_url(storage.join(root, "a", "c.txt"), "r") as file:
-        assert file.read() == "zwei é"
+    with storage.open_url(storage.join(root, "a", "c.txt")) as file:
+        assert file.read().decode() == "zwei é"
     assert storage.list_names(storage.join(root, "a")) == ["b.bin", "c.txt"]
     assert storage.list_names(root) == ["a"]
     assert storage.list_names(storage.join(root, "absent")) == []
@@ -65,6 +65,22 @@ def test_create_happens_once(root: str) -> None:
     assert storage.create(url, b"mine")
     assert not storage.create(url, b"theirs")
     assert storage.read_bytes(url) == b"mine"
+
+
+@pytest.mark.parametrize("is_there", [False, True])
+def test_create_on_a_disk_without_hard_links(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_there: bool
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.EPERM, "Operation not permitted")
+
+    url = tmp_path / "one"
+    if is_there:
+        url.write_bytes(b"old")
+    monkeypatch.setattr(os, "link", refuse)
+    assert storage.create(str(url), b"new") is not is_there
+    assert url.read_bytes() == (b"old" if is_there else b"new")
+    assert os.listdir(tmp_path) == ["one"]
 
 
 def test_missing_object_names_the_url_and_survives_pickling(root: str) -> None:
@@ -117,8 +133,6 @@ def test_unknown_scheme_and_text_are_named(tmp_path: Path) -> None:
     storage.write_bytes(str(tmp_path / "t"), b"\xff\xfe\x00")
     with pytest.raises(storage.StorageError, match="expected UTF-8 text"):
         storage.read_text(str(tmp_path / "t"))
-    with pytest.raises(ValueError, match="use write_bytes"):
-        storage.open_url(str(tmp_path / "t"), "wb")
 
 
 def test_join() -> None:
@@ -186,19 +200,19 @@ def test_a_write_that_fails_leaves_the_old_content(
 
 
 def test_zarr_on_the_store(root: str) -> None:
-    zarr.create_group(zarr_store(root, read_only=False))
+    zarr.create_group(ObjectStore(root, read_only=False))
     array = zarr.create_array(
-        zarr_store(root, read_only=False), name="v", shape=(3, 4, 5), chunks=(1, 4, 5), dtype="uint8"
+        ObjectStore(root, read_only=False), name="v", shape=(3, 4, 5), chunks=(1, 4, 5), dtype="uint8"
     )
     plane = np.arange(20, dtype=np.uint8).reshape(4, 5)
     array[1] = plane
-    again = zarr.open_array(zarr_store(root), path="v", mode="r")
+    again = zarr.open_array(ObjectStore(root), path="v", mode="r")
     np.testing.assert_array_equal(again[1], plane)
     assert not again[0].any()
-    assert list(zarr.open_group(zarr_store(root), mode="r").array_keys()) == ["v"]
+    assert list(zarr.open_group(ObjectStore(root), mode="r").array_keys()) == ["v"]
     assert storage.find_names(root) == ["v/c/1/0/0", "v/zarr.json", "zarr.json"]
     with pytest.raises(ValueError, match="read-only"):
-        zarr_store(root).with_read_only(True)._check_writable()
+        ObjectStore(root).with_read_only(True)._check_writable()
 
 
 def test_a_copy_answers_when_the_remote_is_gone(tmp_path: Path) -> None:
@@ -235,8 +249,8 @@ def test_copies_that_cannot_be_kept_cost_a_warning(
             (cache / name).mkdir(parents=True)
     for name in ("a", "b", "c", "a"):
         assert read_through(f"{root}/{name}", cache / name) == name.encode()
-    (said,) = [r.getMessage() for r in caplog.records]
-    assert said.startswith(f"data.cache_dir {cache}: no more local copies")
+    (message,) = [r.getMessage() for r in caplog.records]
+    assert message.startswith(f"data.cache_dir {cache}: no more local copies")
     assert len(fsyncs) <= 1
     if fault in ("full", "read_only"):
         assert os.listdir(cache) == []  # a full disk needs the space

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from pretraining.optimizer import MOMENTS, SelectingAdamW
-from pretraining.step import train_step, trial_step
+from pretraining.run import Run as TrainingRun
+from pretraining.step import Update, train_step, trial_step
 from pretraining.trial import settle_memory
 from tests.support.model_factory import small_config, uint8_batch
 from tests.support.xla_counters import count_compiled, count_fallbacks, count_read_back
@@ -116,16 +117,16 @@ def test_the_device_is_named_as_the_table_of_peaks_names_it(
     assert xla.device_kind == "CPU"
     assert xla.peak_memory_bytes() is None
     monkeypatch.setenv("PJRT_DEVICE", "TPU")
-    for told, name in (("v4", "TPU v4"), ("v5litepod", "TPU v5e")):
-        monkeypatch.setattr("utils.runtime.xla.get_tpu_type", lambda told=told: told)
+    for machine, name in (("v4", "TPU v4"), ("v5litepod", "TPU v5e")):
+        monkeypatch.setattr("utils.runtime.xla.get_tpu_type", lambda machine=machine: machine)
         assert xla.device_kind == name
         assert device_peak(xla.device, name, use_bf16=True).flops_per_s is not None
 
 
 def test_an_evaluation_batch_is_filled_up(xla: Runtime) -> None:
-    placed = xla.spread({"x": torch.arange(10).view(5, 2)}, 8)["x"]
+    placed = xla.to_device_padded({"x": torch.arange(10).view(5, 2)}, 8)["x"]
     expected = torch.tensor([[0, 1], [2, 3], [4, 5], [6, 7], *[[8, 9]] * 4])
-    assert torch.equal(xla.read(placed), expected)
+    assert torch.equal(xla.to_torch(placed), expected)
 
 
 def test_random_numbers_are_the_same_bits(xla: Runtime) -> None:
@@ -160,10 +161,10 @@ def test_bfloat16_by_autocast_with_float32_parameters(xla: Runtime) -> None:
     half = open_runtime(use_bf16=True, data_timeout_s=60.0)
     exact, rounded = (Run.begin(cfg, runtime) for runtime in (xla, half))
     batch = half.to_device(uint8_batch(cfg, BATCH))
-    loss = train_step(rounded.model, rounded.optimizer, [batch], cfg, half, 0, 1e-3, 0.9).loss
+    loss = train_step(rounded.model, rounded.optimizer, [batch], cfg, half, Update(0, 1e-3, 0.9)).loss
     products = [line for line in torch_xla._XLAC._get_xla_tensors_hlo([loss]).splitlines() if " dot(" in line]
     assert sum(" = bf16[" in line for line in products) > 20
-    half.end_step()
+    half.mark_step()
     (expected,) = exact.steps(xla, range(1))
     assert float(loss) == pytest.approx(float(expected), rel=0.02)
     assert float(loss) != float(expected)
@@ -195,11 +196,15 @@ def test_out_of_memory_halves_the_batch_and_leaves_the_weights(
     def trial(*arguments: Any) -> None:
         tried.append(arguments[3].train.per_core_batch_size)
         if len(tried) == 1:
-            train_step(*arguments[:2], [arguments[2]], cfg, xla, 0, 1e-3, 0.5)  # pending, and then lost
+            train_step(
+                *arguments[:2], [arguments[2]], cfg, xla, Update(0, 1e-3, 0.5)
+            )  # pending, and then lost
             raise RuntimeError("RESOURCE_EXHAUSTED: Attempting to allocate 27.53G")
         trial_step(*arguments)
 
-    fitting = settle_memory(cfg, None, None, run.model, run.optimizer, xla, 0, trial)  # type: ignore[arg-type]
+    monkeypatch.setattr("pretraining.trial.trial_step", trial)
+    nothing: Any = None  # of the store and its rows, which open_loader would read
+    fitting = settle_memory(TrainingRun(cfg, nothing, nothing, run.model, run.optimizer, xla), 0).cfg
     assert tried == [4, 2]
     assert fitting.train.per_core_batch_size == 2
     assert any(is_split) == bool(overrides)

@@ -55,9 +55,9 @@ def run(folder: Path, name: str, seed: int, *more: str) -> tuple[list[tuple[int,
     series, _, alarms = _series(path.read_text(), path)
     measured = {key: [round(v, 3) for _, v in points] for key, points in series.items() if key in SHOWN}
     print(json.dumps({"run": run_dir.name, "alarms": alarms, **measured}))
-    said = (run_dir / "log.txt").read_text()
-    assert ("alarm at step" in said) == bool(alarms)
-    assert ("no alarm" in said) == (not alarms)
+    log_text = (run_dir / "log.txt").read_text()
+    assert ("alarm at step" in log_text) == bool(alarms)
+    assert ("no alarm" in log_text) == (not alarms)
     return alarms, series
 
 

@@ -87,7 +87,7 @@ def test_four_workers_are_one_run_that_stops_and_resumes(folder: Path, pod: Pod)
     assert again.returncode == 1
     assert again.stdout.count("error: a run is in progress here, pid") == WORKERS
     wait_for(lambda: steps_logged(run) >= 2 or not all(map(is_running, pids)), seconds=450)
-    assert all(map(is_running, pids)), pod.said(0)
+    assert all(map(is_running, pids)), pod.log_text(0)
 
     done = pod.launch("stop")
     assert done.returncode == 0, done
@@ -95,7 +95,8 @@ def test_four_workers_are_one_run_that_stops_and_resumes(folder: Path, pod: Pod)
     (stopped,) = list_steps(str(run / "checkpoints"))[-1:]
     assert stopped == steps_logged(run) < steps - 1
     assert (
-        f"stopped by SIGTERM at step {stopped} of {steps}; run the same command again to go on" in pod.said(0)
+        f"stopped by SIGTERM at step {stopped} of {steps}; run the same command again to go on"
+        in pod.log_text(0)
     )
     assert not any(map(is_running, pids))
 
@@ -105,8 +106,8 @@ def test_four_workers_are_one_run_that_stops_and_resumes(folder: Path, pod: Pod)
     status = pod.launch("status")
     assert status.returncode == 3
     assert status.stdout.count("with exit code 0: ") == WORKERS, status.stdout
-    assert f"resuming from step {stopped}" in pod.said(0)
-    assert "4 processes" in pod.said(0)
+    assert f"resuming from step {stopped}" in pod.log_text(0)
+    assert "4 processes" in pod.log_text(0)
 
     # one W&B run, one set of checkpoints, and nothing of the run in any clone
     assert len(run_ids(run)) == 1
@@ -119,9 +120,9 @@ def test_four_workers_are_one_run_that_stops_and_resumes(folder: Path, pod: Pod)
     seen: dict[int, list[int]] = {}
     for worker in range(WORKERS):
         for line in (pod.home(worker) / "rows").read_text().splitlines():
-            left, step, *own = map(int, line.split())
-            trial = left == 1  # before the first update, the trial step reads the batch that is next
-            first = left == steps
+            first_pid, step, *own = map(int, line.split())
+            trial = first_pid == 1  # before the first update, the trial step reads the batch that is next
+            first = first_pid == steps
             if not trial and step < (stopped if first else steps):
                 seen.setdefault(step, []).extend(own)
     assert sorted(seen) == list(range(steps))

@@ -106,8 +106,8 @@ def kill_again_and_again(victim: Victim, kills: int, seed: int) -> list[int]:
 
     span = complete()
     victim.start_over()
-    found: list[int] = []
-    while len(found) < kills:
+    progress: list[int] = []
+    while len(progress) < kills:
         before = victim.progress()
         by_time, fraction, extra = rng.random() < 0.5, rng.random(), rng.uniform(0, 0.02)
         with start(victim.module, victim.arguments) as process:
@@ -126,13 +126,13 @@ def kill_again_and_again(victim: Victim, kills: int, seed: int) -> list[int]:
                 process.send_signal(signal.SIGKILL) if alone else os.killpg(process.pid, signal.SIGKILL)
             process.communicate(timeout=TIMEOUT_S)
         if not ended:
-            found.append(victim.progress())
+            progress.append(victim.progress())
             victim.check_killed()
-        if ended or found[-1] == victim.total:
+        if ended or progress[-1] == victim.total:
             complete()
             victim.start_over()
     complete()
-    return found
+    return progress
 
 
 @pytest.mark.parametrize("kills", KILLS)
@@ -145,8 +145,8 @@ def test_prepare_killed_at_drawn_moments_ends_with_the_same_store(
 
     def check_killed() -> None:
         """What counts as written is whole: rows with their chunks."""
-        found = contents(store) if store.exists() else {}
-        written = {k: v for k, v in found.items() if k.startswith(("rows/0", "volumes/c."))}
+        digests = contents(store) if store.exists() else {}
+        written = {k: v for k, v in digests.items() if k.startswith(("rows/0", "volumes/c."))}
         assert written.items() <= expected.items()
         kept = {int(Path(k).stem) for k in written if k.startswith("rows/")}
         assert {f"volumes/c.{row}.0.0.0" for row in kept} <= written.keys()
@@ -163,8 +163,8 @@ def test_prepare_killed_at_drawn_moments_ends_with_the_same_store(
         check_finished,
         lambda: shutil.rmtree(store),
     )
-    found = kill_again_and_again(victim, kills, seed=workers)
-    assert any(0 < n < rows for n in found), f"no kill hit the work: {found} of {rows} rows"
+    progress = kill_again_and_again(victim, kills, seed=workers)
+    assert any(0 < n < rows for n in progress), f"no kill hit the work: {progress} of {rows} rows"
 
 
 def tree_bytes(folder: Path) -> dict[str, bytes]:
@@ -196,8 +196,8 @@ def test_expand_killed_at_drawn_moments_ends_with_the_same_tree(tmp_path: Path, 
     assert tree_bytes(whole) == expected
 
     def check_killed() -> None:
-        found = tree_bytes(target) if target.exists() else {}
-        visible = {k: v for k, v in found.items() if not Path(k).name.startswith(".")}
+        files = tree_bytes(target) if target.exists() else {}
+        visible = {k: v for k, v in files.items() if not Path(k).name.startswith(".")}
         assert visible.items() <= expected.items()
 
     def check_finished() -> None:
@@ -213,8 +213,10 @@ def test_expand_killed_at_drawn_moments_ends_with_the_same_tree(tmp_path: Path, 
         check_finished,
         lambda: shutil.rmtree(target),
     )
-    found = kill_again_and_again(victim, kills, seed=0)
-    assert any(0 < n < len(expected) for n in found), f"no kill hit the work: {found} of {len(expected)}"
+    progress = kill_again_and_again(victim, kills, seed=0)
+    assert any(0 < n < len(expected) for n in progress), (
+        f"no kill hit the work: {progress} of {len(expected)}"
+    )
 
 
 # ---- a target that cannot be written ----------------------------------------------------------------------
@@ -287,8 +289,8 @@ def test_a_target_that_cannot_be_written_is_one_line_and_loses_nothing(
         code, err = finish("data_setup.prepare", command, **target.options)
         check_one_line(err, str(target.path), *target.words)
         assert code == 2
-    left = contents(target.path) if target.path.exists() else {}
-    rows = {k: v for k, v in left.items() if k.startswith("rows/0")}
+    digests = contents(target.path) if target.path.exists() else {}
+    rows = {k: v for k, v in digests.items() if k.startswith("rows/0")}
     assert rows.items() <= whole.items()
     assert rows or "no space left" not in target.words  # there was room for some
     target.repair()
@@ -316,9 +318,10 @@ def test_a_finished_store_on_a_read_only_disk_is_read_and_not_touched(
 
 
 @pytest.mark.slow
-def test_of_two_prepares_of_one_shard_one_works_and_one_says_why_not(
+def test_two_prepares_at_once_both_finish_with_the_same_store(
     tree: Path, clean: Path, tmp_path: Path
 ) -> None:
+    """The second does all the work while the first is stopped in the middle of its own."""
     store = tmp_path / "store"
     command = arguments(tree, store, "--workers", "2")
     with start("data_setup.prepare", command) as first:
@@ -327,13 +330,36 @@ def test_of_two_prepares_of_one_shard_one_works_and_one_says_why_not(
             assert first.poll() is None
             assert time.monotonic() < deadline
             time.sleep(0.002)
-        os.killpg(first.pid, signal.SIGSTOP)  # at work for as long as the second one looks
+        os.killpg(first.pid, signal.SIGSTOP)
         code, err = finish("data_setup.prepare", command)
+        assert code == 0, err
+        prepared = PreparedStore.open(str(store))
+        assert all(prepared.read(row).any() for row in prepared.kept)
         os.killpg(first.pid, signal.SIGCONT)
-        assert code == 2
-        check_one_line(err, f"shard 0/1 is being prepared by process {first.pid} on")
-        first.communicate(timeout=TIMEOUT_S)
-    assert first.returncode == 0
+        _, err = first.communicate(timeout=TIMEOUT_S)
+    assert first.returncode == 0, err
+    assert contents(store) == contents(clean)
+
+
+@pytest.mark.slow
+def test_a_shard_killed_while_another_works_ends_with_the_same_store(
+    tree: Path, clean: Path, tmp_path: Path
+) -> None:
+    store = tmp_path / "store"
+    commands = [arguments(tree, store, "--workers", "1", "--shard", f"{i}/2") for i in range(2)]
+    with start("data_setup.prepare", commands[0]) as other:
+        with start("data_setup.prepare", commands[1]) as killed:
+            while not list(store.glob("rows/0*[13579].json")):
+                assert killed.poll() is None, killed.communicate()
+                time.sleep(0.002)
+            os.killpg(killed.pid, signal.SIGKILL)
+            killed.communicate(timeout=TIMEOUT_S)
+        code, err = finish("data_setup.prepare", commands[1])
+        assert code == 0, err
+        other.communicate(timeout=TIMEOUT_S)
+    assert other.returncode == 0
+    code, err = finish("data_setup.prepare", arguments(tree, store, "--finalise"))
+    assert code == 0, err
     assert contents(store) == contents(clean)
 
 
@@ -355,7 +381,7 @@ def test_a_manifest_that_grows_between_kills_ends_with_the_same_volumes(
             os.killpg(process.pid, signal.SIGKILL)
             process.communicate(timeout=TIMEOUT_S)
     assert finish("data_setup.prepare", arguments(own, store))[0] == 0
-    found, wanted = (PreparedStore.open(str(s)).index.set_index("path") for s in (store, clean))
-    assert found.index.is_unique
-    assert found.checksum.sort_index().to_dict() == wanted.checksum.sort_index().to_dict()
-    assert (found.status == "kept").all()
+    index, expected = (PreparedStore.open(str(s)).index.set_index("path") for s in (store, clean))
+    assert index.index.is_unique
+    assert index.checksum.sort_index().to_dict() == expected.checksum.sort_index().to_dict()
+    assert (index.status == "kept").all()

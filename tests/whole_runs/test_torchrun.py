@@ -100,9 +100,9 @@ def test_two_processes_have_the_losses_of_one(
         one = request.getfixturevalue("alone")
     else:
         train_alone(folder, one, *ONE, *RECIPES[recipe])
-    said = run_to_end(command(folder, f"run.dir={two}", *TWO, *RECIPES[recipe], processes=2), two)
-    assert "2 per device x 2 processes x 1 accumulated" in said
-    assert said.count("finished at step") == 1  # the second process is silent
+    output = run_to_end(command(folder, f"run.dir={two}", *TWO, *RECIPES[recipe], processes=2), two)
+    assert "2 per device x 2 processes x 1 accumulated" in output
+    assert output.count("finished at step") == 1  # the second process is silent
     assert len(metrics(two)) > STEPS
     assert_same_numbers(two, one)
     assert_one_set_of_files(two)
@@ -118,15 +118,15 @@ def test_two_one_two_processes_over_resumes(
     running = Running(two, run)
     running.wait_for_step(2)
     os.kill(worker_of_rank(running.process.pid, 1), signal.SIGTERM)
-    assert running.wait() == 0, running.said[-3000:]
+    assert running.wait() == 0, running.output[-3000:]
     first = list_steps(str(run / "checkpoints"))[-1]
     assert first == max(losses(run)) < STEPS - 3
-    assert f"stopped by SIGTERM at step {first} of {STEPS}; run the same command again" in running.said
+    assert f"stopped by SIGTERM at step {first} of {STEPS}; run the same command again" in running.output
 
     real = loop.train_step
 
     def step_then_signal(*args):
-        if args[5] == first + 1:
+        if args[5].step == first + 1:
             os.kill(os.getpid(), signal.SIGTERM)
         return real(*args)
 
@@ -174,10 +174,10 @@ def test_both_take_the_same_decisions(folder: Path, tmp_path: Path) -> None:
     train_alone(folder, one, *bad)
     planted = {"rank": 1, "out_of_memory_above": 1, "seen": str(seen)}
     argv = command(folder, f"run.dir={two}", *TWO, *bad, processes=2, module=PLANTED)
-    said = run_to_end(argv, two, planted)
-    assert said.count("per_core_batch_size 2 -> 1") == 1
+    output = run_to_end(argv, two, planted)
+    assert output.count("per_core_batch_size 2 -> 1") == 1
     assert metrics(one)[-1]["step"] == steps
-    skipped = [line for line in said.splitlines() if "update skipped" in line]
+    skipped = [line for line in output.splitlines() if "update skipped" in line]
     assert [s.split("WARNING")[1] for s in skipped] == [
         s.split("WARNING")[1] for s in (one / "log.txt").read_text().splitlines() if "update skipped" in s
     ]
@@ -204,10 +204,10 @@ def test_a_loader_worker_that_hangs_is_named_by_the_first_process(folder: Path, 
     start = time.monotonic()
     assert running.wait() != 0
     assert time.monotonic() - start < 120
-    (told,) = [line for line in (run / "log.txt").read_text().splitlines() if "stopped: " in line]
-    assert "stopped: rank 1" in told
-    assert "expected a batch within data.data_timeout_s = 4 s" in told
-    assert "The last good checkpoint is" in told
+    (line,) = [line for line in (run / "log.txt").read_text().splitlines() if "stopped: " in line]
+    assert "stopped: rank 1" in line
+    assert "expected a batch within data.data_timeout_s = 4 s" in line
+    assert "The last good checkpoint is" in line
     assert not is_running(hung)
 
 
@@ -232,5 +232,5 @@ def test_a_process_that_hangs_is_given_up_after_its_time(tmp_path: Path) -> None
     argv = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", str(script)]
     running = Running(argv, tmp_path / "hangs")
     assert running.wait(100) != 0
-    assert "rank 0 lost another of the 2 processes of this run" in running.said
-    assert "silent for 4 s" in running.said
+    assert "rank 0 lost another of the 2 processes of this run" in running.output
+    assert "silent for 4 s" in running.output

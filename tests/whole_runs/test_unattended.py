@@ -75,12 +75,12 @@ def test_sigterm_to_everything_of_a_run(
     running = Running(argv(folder, run), run)
     running.wait_for_step(step)
     os.killpg(running.process.pid, signal.SIGTERM)
-    assert running.wait() == 0, running.said[-3000:]
+    assert running.wait() == 0, running.output[-3000:]
     stopped = list_steps(str(run / "checkpoints"))[-1]
     assert step <= stopped == steps_logged(run) < STEPS
     assert (
         f"stopped by SIGTERM at step {stopped} of {STEPS}; run the same command again to go on"
-        in running.said
+        in running.output
     )
     run_to_end(argv(folder, run), run)
     assert_same_run(run, uninterrupted(STEPS), STEPS)
@@ -125,14 +125,13 @@ def test_kill_9_at_drawn_moments(
             if newest not in damaged[-1:]:  # a kill before the next checkpoint finds it damaged already
                 damage(newest, rng.choice(["flipped", "cut"]))
                 damaged.append(newest)
-    said = run_to_end(arguments, run)
+    output = run_to_end(arguments, run)
     assert_same_run(run, uninterrupted(steps), steps)
     assert len(run_ids(run)) == 1
     for path in damaged:
-        assert f"damaged checkpoint, trying the one before: {path}" in said
-    print(
-        f"{kills} kills, {len(damaged)} damaged checkpoints, resumed {said.count('resuming from step')} times"
-    )
+        assert f"damaged checkpoint, trying the one before: {path}" in output
+    resumed = output.count("resuming from step")
+    print(f"{kills} kills, {len(damaged)} damaged checkpoints, resumed {resumed} times")
 
 
 @pytest.mark.slow
@@ -158,9 +157,9 @@ def test_kill_during_a_checkpoint_write_and_a_damaged_one_before(
     (unsealed,) = checkpoints.glob(".step_*.partial")
     assert str(written[-1]) not in unsealed.name
     damage(checkpoints / f"step_{written[-1]:08d}.pt", kind)
-    said = run_to_end(argv(folder, run), run)
-    assert f"step_{written[-1]:08d}.pt: expected" in said
-    assert f"resuming from step {written[-2]} of" in said
+    output = run_to_end(argv(folder, run), run)
+    assert f"step_{written[-1]:08d}.pt: expected" in output
+    assert f"resuming from step {written[-2]} of" in output
     assert_same_run(run, uninterrupted(STEPS), STEPS)
 
 
@@ -194,19 +193,19 @@ def test_disk_full(
         )  # the disk is full from one step on, however slow the machine
         fill(ballast)
         running.process.send_signal(signal.SIGCONT)
-        running.wait_for(lambda: "checkpoint not written, training goes on" in running.said)
-        running.wait_for(lambda: "metrics.jsonl: not written, training goes on" in running.said)
+        running.wait_for(lambda: "checkpoint not written, training goes on" in running.output)
+        running.wait_for(lambda: "metrics.jsonl: not written, training goes on" in running.output)
         if is_freed:
             ballast.unlink()
-            assert running.wait() == 0, running.said[-3000:]
+            assert running.wait() == 0, running.output[-3000:]
             assert_same_run(run, uninterrupted(STEPS), STEPS)
             best = "checkpoints/best_val_loss.pt"
-            mine, theirs = (load_checkpoint(str(r / best))["step"] for r in (run, uninterrupted(STEPS)))
-            assert mine == theirs
+            own, theirs = (load_checkpoint(str(r / best))["step"] for r in (run, uninterrupted(STEPS)))
+            assert own == theirs
         else:
             assert running.wait() == EXIT_USER_ERROR
-            assert "the last checkpoint was not written" in running.said
-            assert "No space left on device" in running.said
+            assert "the last checkpoint was not written" in running.output
+            assert "No space left on device" in running.output
             assert not list((run / "checkpoints").glob(".*.partial"))
             assert load_checkpoint(str(run / "checkpoints" / "step_00000002.pt"))["step"] == 2
     finally:
@@ -241,23 +240,23 @@ def test_the_checkpoint_bucket_fails(
     proxy.schedule = lambda method, target: "503" if method in ("PUT", "POST") else None
     planted = {"pause_s": 0.3, "impatient": True}
     running = Running(argv(folder, run, *overrides, module=PLANTED), run, planted)
-    running.wait_for(lambda: "checkpoint not written, training goes on" in running.said)
+    running.wait_for(lambda: "checkpoint not written, training goes on" in running.output)
     options = StorageOptions(endpoint_url=proxy.endpoint)
     if comes_back:
         proxy.schedule = lambda method, target: None
-        assert running.wait() == 0, running.said[-3000:]
+        assert running.wait() == 0, running.output[-3000:]
         state = load_checkpoint(f"{directory}/step_{STEPS:08d}.pt", options)
         for name, weight in weights(uninterrupted(STEPS), STEPS).items():
             assert torch.equal(state["model"][name], weight), name
         best = uninterrupted(STEPS) / "checkpoints" / "best_val_loss.pt"
-        mine = load_checkpoint(f"{directory}/best_val_loss.pt", options)
-        assert mine["step"] == load_checkpoint(str(best))["step"]
+        own = load_checkpoint(f"{directory}/best_val_loss.pt", options)
+        assert own["step"] == load_checkpoint(str(best))["step"]
     else:
         assert running.wait() == EXIT_USER_ERROR
-        assert f"{directory}: the last checkpoint was not written" in running.said
+        assert f"{directory}: the last checkpoint was not written" in running.output
         assert steps_logged(run) == STEPS
         assert list_steps(directory, options) == []
-    assert f"finished at step {STEPS}" in running.said or not comes_back
+    assert f"finished at step {STEPS}" in running.output or not comes_back
 
 
 @pytest.mark.slow
@@ -270,15 +269,15 @@ def test_a_loader_worker_that_hangs_is_named_in_time(folder: Path, tmp_path: Pat
     overrides = ("data.workers=2", "data.data_timeout_s=6", "train.max_steps=4000")
     running = Running(argv(folder, run, *overrides, module=PLANTED), run, {"hang_row": row})
     assert running.wait() == EXIT_USER_ERROR
-    (told,) = re.findall(r"^error: (.*)$", running.said, re.MULTILINE)
-    found = re.match(
+    (message,) = re.findall(r"^error: (.*)$", running.output, re.MULTILINE)
+    match = re.match(
         rf"rank 0, step {step}, micro-batch 0, waiting for loader worker {step % 2} of 2: expected a batch "
         r"within data\.data_timeout_s = 6 s, found none after (.*) s$",
-        told,
+        message,
     )
-    assert found is not None, told
-    assert 6 <= float(found[1]) < 30
-    assert f"stopped: {told}" in (run / "log.txt").read_text()
+    assert match is not None, message
+    assert 6 <= float(match[1]) < 30
+    assert f"stopped: {message}" in (run / "log.txt").read_text()
 
 
 @pytest.mark.slow
@@ -293,15 +292,17 @@ def test_nan_once_is_skipped_and_nan_for_good_names_the_last_good_checkpoint(
     cfg = pipeline_config(folder)
     order = DataOrder(cfg.seed, open_rows(cfg, PreparedStore.open(str(folder / "store"))).train)
     rows = {step: [order.row(4 * step + i) for i in range(4)] for step in range(STEPS)}
-    assert f"update skipped, loss or gradient not finite: step 2: rows {rows[2]} of the store" in running.said
+    assert (
+        f"update skipped, loss or gradient not finite: step 2: rows {rows[2]} of the store" in running.output
+    )
     counted = {row["step"]: row["train/bad_steps"] for row in metrics(run) if "train/loss" in row}
     assert counted == {s: int(s > 2) + max(0, s - first_bad) for s in range(1, first_bad + allowed + 1)}
     last = f"step {first_bad + allowed - 1}: rows {rows[first_bad + allowed - 1]}"
-    (told,) = re.findall(r"^error: (.*)$", running.said, re.MULTILINE)
-    assert f"not finite in {allowed} updates in a row" in told
-    assert last in told
-    good = told.partition("The last good checkpoint is ")[2]
+    (message,) = re.findall(r"^error: (.*)$", running.output, re.MULTILINE)
+    assert f"not finite in {allowed} updates in a row" in message
+    assert last in message
+    good = message.partition("The last good checkpoint is ")[2]
     newest = list_steps(str(run / "checkpoints"))[-1]
     assert good == str(run / "checkpoints" / f"step_{newest:08d}.pt")
     assert all(bool(torch.isfinite(w).all()) for w in load_checkpoint(good)["model"].values())
-    assert f"stopped: {told}" in (run / "log.txt").read_text()
+    assert f"stopped: {message}" in (run / "log.txt").read_text()

@@ -28,14 +28,14 @@ def test_the_command_stops_at_sigterm_and_goes_on(tmp_path: Path) -> None:
     try:
         running.wait_for_step(2)
         running.process.send_signal(signal.SIGTERM)
-        assert running.wait() == 0, running.said[-3000:]
+        assert running.wait() == 0, running.output[-3000:]
     finally:
         Running.end_all()
-    assert "global batch 4 = 1 per device x 4 devices x 1 accumulated, on xla:0" in running.said
-    assert "stopped by SIGTERM at step" in running.said
-    said = run_to_end(argv, run)
-    assert "resuming from step" in said
-    assert f"finished at step {STEPS}" in said
+    assert "global batch 4 = 1 per device x 4 devices x 1 accumulated, on xla:0" in running.output
+    assert "stopped by SIGTERM at step" in running.output
+    output = run_to_end(argv, run)
+    assert "resuming from step" in output
+    assert f"finished at step {STEPS}" in output
     assert list(losses(run)) == list(range(1, STEPS + 1))
     assert all(math.isfinite(loss) for loss in losses(run).values())
     (trace,) = (run / "profile").glob("steps_*/plugins/profile/*/*.xplane.pb")

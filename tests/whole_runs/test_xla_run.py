@@ -10,6 +10,7 @@ import pytest
 
 from models import vit3d
 from pretraining import train as loop
+from pretraining.gauges import validation
 from tests.support.pipeline_factory import pipeline_config
 from tests.support.process_factory import losses, metrics
 from tests.support.xla_counters import count_compiled, count_fallbacks, count_read_back
@@ -42,7 +43,7 @@ def train(folder: Path, name: str, engine: str, *overrides: str, stop_after: int
 
     def step_then_signal(*arguments: Any) -> Any:
         result = real(*arguments)
-        if arguments[5] + 1 == stop_after:
+        if arguments[5].step + 1 == stop_after:
             arguments[4].stop_requested = True
         return result
 
@@ -76,8 +77,8 @@ def test_a_run_goes_on_with_the_other_engine(first: str, second: str, folder: Pa
     for row, wanted in zip(metrics(run), metrics(plain), strict=True):
         for key in {"val/loss", "val/rankme", "train/rankme", "train/skill_position", "ema/drift"} & set(row):
             is_known = wanted[key] is not None
-            told = row["step"], key
-            assert row[key] == (pytest.approx(wanted[key], rel=0.01) if is_known else None), told
+            place = row["step"], key
+            assert row[key] == (pytest.approx(wanted[key], rel=0.01) if is_known else None), place
 
 
 def test_no_program_is_compiled_and_nothing_read_back_between_two_lines_of_the_log(
@@ -88,10 +89,10 @@ def test_no_program_is_compiled_and_nothing_read_back_between_two_lines_of_the_l
     """
     counts: dict[int, tuple[int, int, dict[str, int]]] = {}
     evaluations: list[int] = []
-    real_step, real_validate = loop.train_step, loop.validate
+    real_step, real_validate = loop.train_step, validation.validate
 
     def counted_step(*arguments: Any) -> Any:
-        counts[arguments[5]] = count_compiled(), count_read_back(), count_fallbacks()
+        counts[arguments[5].step] = count_compiled(), count_read_back(), count_fallbacks()
         return real_step(*arguments)
 
     def counted_validate(*arguments: Any) -> Any:
@@ -105,7 +106,7 @@ def test_no_program_is_compiled_and_nothing_read_back_between_two_lines_of_the_l
     overrides = "train.per_core_batch_size=2", "train.max_steps=52", *every
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loop, "train_step", counted_step)
-        patch.setattr(loop, "validate", counted_validate)
+        patch.setattr(validation, "validate", counted_validate)
         cfg = pipeline_config(folder, f"run.dir={folder / 'counted'}", *SPREAD, *overrides)
         assert loop.train(cfg) == 0
     assert len(evaluations) == 4

@@ -1,15 +1,38 @@
 """The schema of a configuration: one frozen dataclass per section.
 
 Lengths are mm, sizes voxels, and every triple is in (D, H, W) order: B-scan, axial, A-scan. A field without
-a default must be in the file.
+a default must be in the file. What else is known of a key stands beside it: its bound, whether a resumed run
+may change it (`may_change`), and whether weights and features of a checkpoint rest on it (`identity`).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Literal
+from collections.abc import Callable, Iterator
+from dataclasses import Field, dataclass, field, fields, is_dataclass
+from typing import Any, Literal
 
 from omegaconf import MISSING
+
+
+@dataclass(frozen=True)
+class Bound:
+    """What a number must be; of a tuple each value."""
+
+    text: str
+    holds: Callable[[float], bool]
+
+
+AT_LEAST_1 = Bound("1 or more", lambda value: value >= 1)
+AT_LEAST_0 = Bound("0 or more", lambda value: value >= 0)
+ABOVE_0 = Bound("a number above 0", lambda value: value > 0)
+SHARE = Bound("a number in [0, 1]", lambda value: 0 <= value <= 1)
+BELOW_1 = Bound("a number in [0, 1)", lambda value: 0 <= value < 1)
+INNER_SHARE = Bound("a number in (0, 1)", lambda value: 0 < value < 1)
+
+
+def key(default: Any, bound: Bound | None = None, *, may_change: bool = False, identity: bool = False) -> Any:
+    """A field with what else is known of it; null passes its bound where the type allows null."""
+    return field(default=default, metadata={"bound": bound, "may_change": may_change, "identity": identity})
 
 
 @dataclass(frozen=True)
@@ -31,47 +54,53 @@ class DataConfig:
     region_filter: list[str] | None = None  # the manifest's anatomic_region texts; null: all
     laterality_filter: list[str] | None = None  # [L], [R]; null: both
     sampling: Literal["natural", "device_balanced"] = "natural"
-    cache_dir: str | None = None  # local read-through cache of a remote store; null: none
-    max_samples: int | None = None  # prepare only the first so many records after the filters; null: all
-    workers: int = 1  # loader processes per rank; 0: in the training process
-    prefetch_factor: int = 2  # batches ahead per worker
+    # local read-through cache of a remote store; null: none
+    cache_dir: str | None = key(None, may_change=True)
+    # prepare only the first so many records after the filters; null: all
+    max_samples: int | None = key(None, AT_LEAST_1)
+    # loader processes per rank; 0: in the training process
+    workers: int = key(1, AT_LEAST_0, may_change=True)
+    prefetch_factor: int = key(2, AT_LEAST_1, may_change=True)  # batches ahead per worker
     pin_memory: bool = False
     persistent_workers: bool = True
     drop_last: bool = True  # only true: batches have one size, and a batch may span epochs
-    max_reject_fraction: float = 0.05  # prepare stops above this share of rejected records
-    data_timeout_s: float = 600.0  # a loader worker silent for longer is named, and the run stops
+    max_reject_fraction: float = key(0.05, SHARE)  # prepare stops above this share of rejected records
+    # a loader worker silent for longer is named, and the run stops
+    data_timeout_s: float = key(600.0, ABOVE_0, may_change=True)
 
 
 @dataclass(frozen=True)
 class SpatialConfig:
-    target_spacing: tuple[float, float, float] = MISSING  # mm
-    image_size: tuple[int, int, int] = MISSING  # voxels
-    patch_size: tuple[int, int, int] = MISSING  # voxels
-    resample: Literal["spacing", "resize"] = (
-        "spacing"  # resize: the whole scan into image_size, spacing ignored
-    )
+    target_spacing: tuple[float, float, float] = key(MISSING, ABOVE_0, identity=True)  # mm
+    image_size: tuple[int, int, int] = key(MISSING, identity=True)  # voxels
+    patch_size: tuple[int, int, int] = key(MISSING, identity=True)  # voxels
+    # resize: the whole scan into image_size, spacing ignored
+    resample: Literal["spacing", "resize"] = key("spacing", identity=True)
 
 
 @dataclass(frozen=True)
 class AugmentConfig:
-    flip_w_prob: float = 0.5
-    rotate_dw_deg: float = 10.0  # en face rotation, uniform in +-
-    rotate_hw_deg: float = 3.0  # tilt of the B-scan, uniform in +-
+    flip_w_prob: float = key(0.5, SHARE)
+    rotate_dw_deg: float = key(10.0, AT_LEAST_0)  # en face rotation, uniform in +-
+    rotate_hw_deg: float = key(3.0, AT_LEAST_0)  # tilt of the B-scan, uniform in +-
     scale_range: tuple[float, float] = (0.9, 1.1)
-    shift_fraction: float = 0.05  # of each axis, uniform in +-
-    intensity_prob: float = 0.8  # per view: gain, gamma and noise
-    gain: float = 0.2  # log-uniform in 1 / (1 + gain) .. 1 + gain
-    gamma: float = 0.3  # likewise
-    noise_std: float = 0.1  # upper end of a uniform draw, in units of the volume's standard deviation
+    shift_fraction: float = key(0.05, AT_LEAST_0)  # of each axis, uniform in +-
+    intensity_prob: float = key(0.8, SHARE)  # per view: gain, gamma and noise
+    gain: float = key(0.2, AT_LEAST_0)  # log-uniform in 1 / (1 + gain) .. 1 + gain
+    gamma: float = key(0.3, AT_LEAST_0)  # likewise
+    # upper end of a uniform draw, in units of the volume's standard deviation
+    noise_std: float = key(0.1, AT_LEAST_0)
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    size: Literal["ti", "s", "b", "l", "h"] = MISSING
-    rope: Literal["interleaved", "tiled"] = "interleaved"  # tiled: what released V-JEPA 2.0 weights need
+    size: Literal["ti", "s", "b", "l", "h"] = key(MISSING, identity=True)
+    # tiled: what released V-JEPA 2.0 weights need
+    rope: Literal["interleaved", "tiled"] = key("interleaved", identity=True)
     # on a TPU (other devices have one kernel): flash never holds the tokens x tokens matrix
-    tpu_attention: Literal["plain", "flash"] = "plain"
-    checkpoint: str | None = None  # what finetuning reads; null: best_probe.pt of this run
+    tpu_attention: Literal["plain", "flash"] = key("plain", may_change=True)
+    # what finetuning reads; null: best_probe.pt of this run
+    checkpoint: str | None = key(None, may_change=True)
 
 
 @dataclass(frozen=True)
@@ -83,77 +112,83 @@ class MaskFamily:
 
 @dataclass(frozen=True)
 class MethodConfig:
-    recipe: Literal["methods", "vjepa2", "mae"] = MISSING
+    recipe: str = key(MISSING, identity=True)  # a name of utils/config/recipes.py
     # methods: share of tokens replaced by the mask token and predicted; mae, in place of the next three:
     # share of tokens predicted from all others
-    mask_ratio: float | None = None
-    context_ratio: float | None = None  # vjepa2, mae: share of tokens that the context encoder sees
-    target_ratio: float | None = None  # vjepa2, mae: share of tokens that are predicted
+    mask_ratio: float | None = key(None, INNER_SHARE)
+    # vjepa2, mae: share of tokens that the context encoder sees
+    context_ratio: float | None = key(None, INNER_SHARE)
+    target_ratio: float | None = key(None, INNER_SHARE)  # vjepa2, mae: share of tokens that are predicted
     mask_blocks: list[MaskFamily] | None = None  # vjepa2, mae: one family is drawn per sample
     mae_target: Literal["normalised", "plain"] | None = None  # mae: of each patch, or as they are
     # vjepa2 with a part of another recipe, for comparisons; null: its own (visible tokens, transformer, L1)
-    context: Literal["dense"] | None = None  # all positions, hidden ones replaced by a mask token
+    # all positions, hidden ones replaced by a mask token
+    context: Literal["dense"] | None = key(None, identity=True)
     predictor: Literal["mlp"] | None = None  # per target token, of a dense context; batch norm as in methods
     loss: Literal["l2", "normalised_l2"] | None = None  # scale regulariser_weight with its gradient
-    predictor_depth: int = 6
+    predictor_depth: int = key(6, AT_LEAST_1)
     predictor_width: int = 384
-    ema_base: float | None = None  # null (vjepa2, mae): a half-life of 5 % of the run, at most 0.9995
+    # null (vjepa2, mae): a half-life of 5 % of the run, at most 0.9995
+    ema_base: float | None = key(None, SHARE)
     regulariser: Literal["none", "vicreg", "sigreg"] = "none"
-    regulariser_weight: float = 0.0
+    regulariser_weight: float = key(0.0, AT_LEAST_0)
     init_from: str | None = None  # a checkpoint whose weights start this run; null: random
-    dropout: float = 0.0
-    drop_path: float = 0.0
+    dropout: float = key(0.0, BELOW_1)
+    drop_path: float = key(0.0, BELOW_1)
 
 
 @dataclass(frozen=True)
 class OptimConfig:
-    base_lr: float = MISSING
-    weight_decay: float = MISSING
-    betas: tuple[float, float] = MISSING
-    warmup_ratio: float = MISSING  # share of the run
-    cooldown_ratio: float = 0.0  # vjepa2, mae: linear decay over the last share of the run
-    min_lr_ratio: float = MISSING  # end of the schedule as a share of base_lr
-    clip_grad_norm: float = MISSING
+    base_lr: float = key(MISSING, ABOVE_0)
+    weight_decay: float = key(MISSING, AT_LEAST_0)
+    betas: tuple[float, float] = key(MISSING, BELOW_1)
+    warmup_ratio: float = key(MISSING, SHARE)  # share of the run
+    cooldown_ratio: float = key(0.0, SHARE)  # vjepa2, mae: linear decay over the last share of the run
+    min_lr_ratio: float = key(MISSING, SHARE)  # end of the schedule as a share of base_lr
+    clip_grad_norm: float = key(MISSING, ABOVE_0)
     use_scheduler: bool = True  # false: base_lr throughout
 
 
 @dataclass(frozen=True)
 class TrainConfig:
-    global_batch_size: int = MISSING
-    per_core_batch_size: int = MISSING
-    grad_accum_steps: int | None = None  # null: derived from the other two and the world size
-    epochs: int | None = None
-    max_steps: int | None = None  # wins over epochs when both are given
-    val_fraction: float = 0.1  # of the training participants
+    global_batch_size: int = key(MISSING, AT_LEAST_1)
+    per_core_batch_size: int = key(MISSING, AT_LEAST_1, may_change=True)
+    # null: derived from the other two and the world size
+    grad_accum_steps: int | None = key(None, AT_LEAST_1, may_change=True)
+    epochs: int | None = key(None, AT_LEAST_1, may_change=True)
+    max_steps: int | None = key(None, AT_LEAST_1, may_change=True)  # wins over epochs when both are given
+    val_fraction: float = key(0.1, INNER_SHARE)  # of the training participants
     use_bf16: bool = MISSING
     # true: only the blocks' inputs are kept for the backward pass, the rest is computed again; same numbers
-    activation_checkpointing: bool = False
+    activation_checkpointing: bool = key(False, may_change=True)
     # true: torch.compile of every transformer block, in training, not on XLA; equal but for rounding
-    compile: bool = False
+    compile: bool = key(False, may_change=True)
     # true: each device holds its part of weights, target and moments (PyTorch/XLA alone); same numbers
-    shard_parameters: bool = False
+    shard_parameters: bool = key(False, may_change=True)
     ckpt_dir: str | None = "${run.dir}/checkpoints"  # null: no checkpoints
-    ckpt_every_epochs: int = 5
-    ckpt_every_steps: int | None = None  # null: only by epochs
-    keep_last: int = 2
-    log_every_steps: int = 10
-    val_every_steps: int | None = None  # null: once per epoch
-    max_bad_steps: int = 10  # so many non-finite updates in a row stop the run
+    ckpt_every_epochs: int = key(5, AT_LEAST_1, may_change=True)
+    ckpt_every_steps: int | None = key(None, AT_LEAST_1, may_change=True)  # null: only by epochs
+    keep_last: int = key(2, AT_LEAST_1, may_change=True)
+    log_every_steps: int = key(10, AT_LEAST_1, may_change=True)
+    val_every_steps: int | None = key(None, AT_LEAST_1)  # null: once per epoch
+    # so many non-finite updates in a row stop the run
+    max_bad_steps: int = key(10, AT_LEAST_1, may_change=True)
 
 
 @dataclass(frozen=True)
 class RunConfig:
     dir: str = "runs/${experiment_name}"
-    profile: bool = False  # true: a trace of the 6th to 8th step after each start, in run.dir/profile
+    # true: a trace of the 6th to 8th step after each start, in run.dir/profile
+    profile: bool = key(False, may_change=True)
 
 
 @dataclass(frozen=True)
 class WandbConfig:
-    project: str = "oct-foundation"
-    entity: str | None = None
-    mode: Literal["online", "offline", "disabled"] = "offline"
-    log_images: bool | None = None  # null: only for synthetic stores
-    log_artifacts: bool | None = None  # null: only for synthetic stores
+    project: str = key("oct-foundation", may_change=True)
+    entity: str | None = key(None, may_change=True)
+    mode: Literal["online", "offline", "disabled"] = key("offline", may_change=True)
+    log_images: bool | None = key(None, may_change=True)  # null: only for synthetic stores
+    log_artifacts: bool | None = key(None, may_change=True)  # null: only for synthetic stores
 
 
 @dataclass(frozen=True)
@@ -165,22 +200,23 @@ class TaskConfig:
 
 @dataclass(frozen=True)
 class ProbeConfig:
-    max_volumes: int = 2000  # cap on the volumes embedded by the probe during pre-training
-    bootstrap_samples: int = 2000
-    random_init_seeds: int = 3
+    max_volumes: int = key(2000, AT_LEAST_1)  # cap on the volumes embedded by the probe during pre-training
+    bootstrap_samples: int = key(2000, AT_LEAST_1, may_change=True)
+    random_init_seeds: int = key(3, AT_LEAST_1, may_change=True)
 
 
 @dataclass(frozen=True)
 class EvalConfig:
-    split: Literal["val", "test"] = "test"
-    batch_size: int = 16
-    allow_overlap: bool = False  # true: participants seen in pre-training may be evaluated; tables say so
+    split: Literal["val", "test"] = key("test", may_change=True)
+    batch_size: int = key(16, AT_LEAST_1, may_change=True)
+    # true: participants seen in pre-training may be evaluated; tables say so
+    allow_overlap: bool = key(False, may_change=True)
 
 
 @dataclass(frozen=True)
 class Config:
     experiment_name: str = MISSING
-    seed: int = MISSING
+    seed: int = key(MISSING, AT_LEAST_0)
     data: DataConfig = field(default_factory=DataConfig)
     spatial: SpatialConfig = field(default_factory=SpatialConfig)
     augment: AugmentConfig = field(default_factory=AugmentConfig)
@@ -199,3 +235,18 @@ class Config:
         """Tokens along (D, H, W)."""
         d, h, w = (i // p for i, p in zip(self.spatial.image_size, self.spatial.patch_size, strict=True))
         return d, h, w
+
+
+def leaves(section: Any, prefix: str = "") -> Iterator[tuple[str, Field[Any], Any]]:
+    """('section.key', its field, its value) for every key of a configuration."""
+    for part in fields(section):
+        value = getattr(section, part.name)
+        if is_dataclass(value):
+            yield from leaves(value, f"{prefix}{part.name}.")
+        else:
+            yield f"{prefix}{part.name}", part, value
+
+
+def keys_with(mark: Literal["may_change", "identity"]) -> list[str]:
+    """The keys that bear a mark."""
+    return [name for name, part, _ in leaves(Config()) if part.metadata.get(mark)]

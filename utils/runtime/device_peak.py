@@ -1,4 +1,4 @@
-"""What a device computes at most: the yardstick of `perf/mfu`.
+"""The peak rate of a device, to which `perf/mfu` refers.
 
 In: the device and the precision of its matrix products. Out: dense FLOP/s, two per multiply-add. GPUs and
 TPUs have a row with the numbers of their data sheets, without sparsity (NVIDIA: A100, H100 and H200 Tensor
@@ -32,10 +32,12 @@ SECONDS_PER_SIZE = 0.2
 
 @dataclass(frozen=True)
 class Peak:
-    """`flops_per_s` of one device, None where nobody knows; `told`: from where, or why not."""
+    """`flops_per_s` of one device, None where unknown; `source` says where it is from, or why there is
+    none.
+    """
 
     flops_per_s: float | None
-    told: str
+    source: str
 
 
 def device_peak(device: torch.device, name: str, use_bf16: bool) -> Peak:

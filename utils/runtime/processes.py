@@ -16,6 +16,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -34,7 +35,7 @@ class LostPeer(UserError):
 
 
 class Group:
-    """One process, which is all there is. The methods say what a group of several does."""
+    """A group of one process. The docstrings say what a group of several does."""
 
     rank: int = 0
     size: int = 1
@@ -67,24 +68,24 @@ class Group:
         """The first process's value, of plain types and tensors; on the others `value` is ignored."""
         return value
 
-    def collect(self, value: _T) -> list[_T]:
+    def gather_objects(self, value: _T) -> list[_T]:
         """The value of every process, in the order of the ranks."""
         return [value]
 
-    def share(self, items: Sequence[_T]) -> Sequence[_T]:
-        """This process's part of a list that all have: item i is rank i % size's."""
+    def split_among_ranks(self, items: Sequence[_T]) -> Sequence[_T]:
+        """This process's part of a list that all have: item i belongs to rank i % size."""
         return items[self.rank :: self.size]
 
-    def merge(self, part: Sequence[_T]) -> list[_T]:
-        """The list again, from the parts that `share` handed out or from what became of them."""
-        parts = self.collect(part)
+    def merge_from_ranks(self, part: Sequence[_T]) -> list[_T]:
+        """Join the parts of `split_among_ranks`, or their results, in the order of the whole list."""
+        parts = self.gather_objects(part)
         return [parts[i % self.size][i // self.size] for i in range(sum(map(len, parts)))]
 
-    def tell(self, text: str) -> None:
-        """Leave last words for the processes that stay behind."""
+    def leave_message(self, text: str) -> None:
+        """Leave a message for the processes that are still running."""
 
     def close(self) -> None:
-        """Leave, when all have arrived here."""
+        """Wait for all processes, then leave the group."""
 
 
 ALONE = Group()
@@ -109,7 +110,7 @@ class ProcessGroup(Group):
     def sum_gradients(self, parameters: Iterable[Tensor]) -> None:
         for bucket in _buckets([p.grad for p in parameters if p.grad is not None]):
             flat = torch.cat([g.reshape(-1) for g in bucket])
-            self._call(lambda flat=flat: dist.all_reduce(flat))
+            self._call(partial(dist.all_reduce, flat))
             pieces = flat.split([g.numel() for g in bucket])
             torch._foreach_copy_(bucket, [p.view_as(g) for p, g in zip(pieces, bucket, strict=True)])
 
@@ -130,12 +131,12 @@ class ProcessGroup(Group):
         self._call(lambda: dist.broadcast_object_list(box, src=0))
         return box[0]
 
-    def collect(self, value: _T) -> list[_T]:
+    def gather_objects(self, value: _T) -> list[_T]:
         values: list[Any] = [None] * self.size
         self._call(lambda: dist.all_gather_object(values, value))
         return values
 
-    def tell(self, text: str) -> None:
+    def leave_message(self, text: str) -> None:
         with _ignoring_lost_store():
             self._words.set(str(self.rank), text)
 
@@ -176,16 +177,16 @@ class HostGroup(ProcessGroup):
     sum_gradients = Group.sum_gradients
     gather = Group.gather
 
-    def share(self, items: Sequence[_T]) -> Sequence[_T]:
+    def split_among_ranks(self, items: Sequence[_T]) -> Sequence[_T]:
         return items
 
-    def merge(self, part: Sequence[_T]) -> list[_T]:
+    def merge_from_ranks(self, part: Sequence[_T]) -> list[_T]:
         return list(part)
 
 
 @contextmanager
 def _ignoring_lost_store() -> Iterator[None]:
-    """The launcher, which keeps the last words, may be gone itself."""
+    """Ignore a lost store: the launcher that keeps the messages may be gone itself."""
     try:
         yield
     except RuntimeError:
@@ -193,7 +194,7 @@ def _ignoring_lost_store() -> Iterator[None]:
 
 
 class _SumWithGradient(torch.autograd.Function):
-    """all_reduce whose backward is one too: every process's loss depends on every process's tensor."""
+    """all_reduce with an all_reduce as its backward: every loss depends on every process's tensor."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, group: ProcessGroup) -> Tensor:
@@ -201,7 +202,7 @@ class _SumWithGradient(torch.autograd.Function):
         return group.sum(value)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         return ctx.group.sum(gradient), None
 
 

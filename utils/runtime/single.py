@@ -16,11 +16,11 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import FrameType
+from types import FrameType, ModuleType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from utils.errors import UserError
 from utils.runtime.processes import ALONE, Group
@@ -58,12 +58,12 @@ class Runtime:
 
     @property
     def evaluation_devices(self) -> int:
-        """The devices that share a batch which `spread` places."""
+        """The devices that share a batch which `to_device_padded` places."""
         return 1
 
     @property
     def failure_is_clean(self) -> bool:
-        """Whether a step that ran out of memory leaves every tensor that it did not reach as it was."""
+        """Whether a step that runs out of memory leaves the tensors that it did not reach unchanged."""
         return True
 
     @property
@@ -110,25 +110,25 @@ class Runtime:
         """This process's micro-batch, on its device or devices."""
         return {k: v.to(self.device, non_blocking=True) for k, v in batch.items()}
 
-    def spread(self, batch: dict[str, Tensor], size: int) -> dict[str, Tensor]:
+    def to_device_padded(self, batch: dict[str, Tensor], size: int) -> dict[str, Tensor]:
         """An evaluation batch of at most `size` samples, a multiple of `evaluation_devices`, which every
         process that shares it has whole. Where shapes are to stay, its last sample is repeated up to `size`.
         """
         return self.to_device(batch)
 
-    def read(self, value: Tensor) -> Tensor:
-        """The tensor where plain torch computes with it: any operation, any shape."""
+    def to_torch(self, value: Tensor) -> Tensor:
+        """Return the tensor in a form that plain torch computes with: any operation, any shape."""
         return value
 
-    def place(self, value: Tensor) -> Tensor:
-        """A tensor that every process has whole, on its device or devices."""
+    def to_device_replicated(self, value: Tensor) -> Tensor:
+        """Copy a tensor whole to the device or devices of every process."""
         return value.to(self.device)
 
     def scalar(self, value: float) -> float | Tensor:
-        """A number of the host that is another in every step, for the device."""
+        """Pass a host number that changes from step to step to the device."""
         return value
 
-    def shard(self, values: Iterable[Tensor]) -> None:
+    def shard_parameters(self, values: Iterable[Tensor]) -> None:
         """Spread these tensors over the devices, in place; one device has all of them. Raises UserError where
         the engine cannot do that for its several devices.
         """
@@ -138,23 +138,34 @@ class Runtime:
                 "processes of torchrun, each of which holds the whole model"
             )
 
-    def gather(self, state: Any) -> Any:
-        """State for a checkpoint: what `shard` has spread, whole and on the host; the rest as it is. Where
-        something is spread, every process has to call this.
+    def full_state(self, state: Any) -> Any:
+        """State for a checkpoint: what `shard_parameters` has spread, whole and on the host; the rest as it
+        is. Where something is spread, every process has to call this.
         """
         return state
 
-    def parts(self, value: Tensor) -> int:
-        """Over how many devices `shard` has spread this tensor; 1 where each has it whole."""
+    def num_shards(self, value: Tensor) -> int:
+        """The number of devices that hold a part of this tensor; 1 where each holds it whole."""
         return 1
 
     @property
     def is_sharded(self) -> bool:
-        """Whether `shard` has spread anything."""
+        """Whether `shard_parameters` has been called with tensors to spread."""
         return False
 
-    def end_step(self) -> None:
-        """Where operations are only recorded: run those so far, as one program."""
+    def mark_step(self) -> None:
+        """Run the operations recorded so far as one program (PyTorch/XLA; elsewhere nothing is recorded)."""
+
+    def checkpoint_function(self) -> Callable[..., Any] | None:
+        """Activation checkpointing that this engine needs in place of torch's own; None: torch's."""
+        return None
+
+    def keep_samples_apart(self, modules: Iterable[nn.Module]) -> None:
+        """Keep the features that these modules return with their samples, where weights are spread too."""
+
+    def flash_attention(self, kernels: ModuleType) -> Callable[[Tensor, Tensor, Tensor], Tensor] | None:
+        """Attention without the tokens x tokens matrix from these kernels; None where there is none."""
+        return None
 
     def synchronise(self) -> None:
         """Wait for the device, so that a clock read afterwards means something."""
@@ -162,7 +173,7 @@ class Runtime:
             torch.cuda.synchronize(self.device)
 
     def catch_sigterm(self) -> None:
-        """From now on SIGTERM asks for a checkpoint and a clean end instead of killing the process."""
+        """Let SIGTERM ask for a checkpoint and a clean end instead of killing the process."""
 
         def handler(_signum: int, _frame: FrameType | None) -> None:
             self.stop_requested = True

@@ -6,8 +6,8 @@ all hosts, everything else is on each of them, and the compiler writes the sums 
 utils.runtime.single alone imports this file; torch_xla 2.9 is the last of its line, and what follows it
 replaces this file.
 
-Operations are recorded, and run at `end_step` as one compiled program. A Python number that changes from step
-to step would be another program: `scalar` makes it an input.
+Operations are recorded, and run at `mark_step` as one compiled program. A Python number that changes from
+step to step would be another program: `scalar` makes it an input.
 """
 
 from __future__ import annotations
@@ -15,11 +15,12 @@ from __future__ import annotations
 import logging
 import os
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -29,10 +30,11 @@ import torch_xla.core.xla_model as xm
 import torch_xla.debug.profiler as profiler
 import torch_xla.distributed.spmd as xs
 import torch_xla.runtime as xr
-from torch import Tensor
+from torch import Tensor, nn
 from torch_xla._internal.tpu import discover_master_worker_ip, get_tpu_type
 
 from utils.errors import UserError
+from utils.runtime import xla_kernels
 from utils.runtime.processes import ALONE, Group, join_hosts
 from utils.runtime.single import Runtime
 
@@ -64,7 +66,7 @@ class XlaRuntime(Runtime):
             group = join_hosts(xr.process_index(), hosts, discover_master_worker_ip(), timeout_s)
         everywhere = torch_xla._XLAC._xla_get_all_runtime_devices()
         own = [everywhere.index(device) for device in torch_xla._XLAC._xla_get_runtime_devices()]
-        order = np.array(list(chain.from_iterable(group.collect(sorted(own)))))
+        order = np.array(list(chain.from_iterable(group.gather_objects(sorted(own)))))
         return cls(torch_xla.device(), use_bf16, group, mesh=xs.Mesh(order, (len(order),), ("data",)))
 
     @property
@@ -110,7 +112,7 @@ class XlaRuntime(Runtime):
     def to_device(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         return {key: self._shard(value) for key, value in batch.items()}
 
-    def spread(self, batch: dict[str, Tensor], size: int) -> dict[str, Tensor]:
+    def to_device_padded(self, batch: dict[str, Tensor], size: int) -> dict[str, Tensor]:
         share = size // self.world_size
         own = slice(self.rank * share, (self.rank + 1) * share)
         return self.to_device({key: _fill(value, size)[own] for key, value in batch.items()})
@@ -121,7 +123,7 @@ class XlaRuntime(Runtime):
         sharding = xs.ShardingSpec(self.mesh, split, minibatch=True)
         return xm.send_cpu_data_to_device([value.contiguous()], self.device, sharding)[0]
 
-    def shard(self, values: Iterable[Tensor]) -> None:
+    def shard_parameters(self, values: Iterable[Tensor]) -> None:
         """Matrices and larger, each along its longest axis that the devices divide; the rest stays whole."""
         for value in values:
             axes = [axis for axis, size in enumerate(value.shape) if size % self.num_devices == 0]
@@ -131,24 +133,24 @@ class XlaRuntime(Runtime):
                 xs.mark_sharding(value, self.mesh, spec)
         self._is_sharded = True
 
-    def parts(self, value: Tensor) -> int:
+    def num_shards(self, value: Tensor) -> int:
         return 1 if placement(value) in WHOLE else self.num_devices
 
     @property
     def is_sharded(self) -> bool:
         return self._is_sharded
 
-    def gather(self, state: Any) -> Any:
+    def full_state(self, state: Any) -> Any:
         if isinstance(state, Tensor):
-            is_whole = state.device.type != self.device.type or self.parts(state) == 1
-            return state if is_whole else self.read(state)
+            is_whole = state.device.type != self.device.type or self.num_shards(state) == 1
+            return state if is_whole else self.to_torch(state)
         if isinstance(state, dict):
-            return {key: self.gather(value) for key, value in state.items()}
+            return {key: self.full_state(value) for key, value in state.items()}
         if isinstance(state, list | tuple):
-            return [self.gather(value) for value in state]
+            return [self.full_state(value) for value in state]
         return state
 
-    def read(self, value: Tensor) -> Tensor:
+    def to_torch(self, value: Tensor) -> Tensor:
         if value.device.type != self.device.type:
             return value
         # a program of its own that gathers it, compiled once a shape; what `cpu` itself does is compiled anew
@@ -157,15 +159,24 @@ class XlaRuntime(Runtime):
         xs.mark_sharding(whole, self.mesh, (None,) * whole.ndim)
         return whole.cpu()[0]
 
-    def place(self, value: Tensor) -> Tensor:
+    def to_device_replicated(self, value: Tensor) -> Tensor:
         # `to` writes a single 0 or 1 into the program as a constant
         return xm.send_cpu_data_to_device([value], self.device)[0]
 
     def scalar(self, value: float) -> Tensor:
-        return self.place(torch.tensor(value, dtype=torch.float64))
+        return self.to_device_replicated(torch.tensor(value, dtype=torch.float64))
 
-    def end_step(self) -> None:
+    def mark_step(self) -> None:
         torch_xla.sync()
+
+    def checkpoint_function(self) -> Callable[..., Any]:
+        return xla_kernels.recompute_block
+
+    def keep_samples_apart(self, modules: Iterable[nn.Module]) -> None:
+        xla_kernels.keep_samples_apart(modules, self.mesh)
+
+    def flash_attention(self, kernels: ModuleType) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+        return xla_kernels.FlashAttention(self.mesh, kernels)
 
     def synchronise(self) -> None:
         torch_xla.sync(wait=True)

@@ -1,16 +1,18 @@
-"""Bytes at a URL: the only file that knows URL schemes and fsspec.
+"""Bytes at a URL: the only room that knows URL schemes and fsspec.
 
 A URL is a local path (no scheme), or gs://, s3://, memory:// ... . Credentials come from the environment
-(gcloud or GOOGLE_APPLICATION_CREDENTIALS, the AWS variables), never from a URL; options carry an endpoint and
-a profile name. Writes appear whole or not at all: temporary name, fsync, rename on a disk; one put on an
-object store. The caller is the only writer of its object. Requests to a bucket are repeated
-(utils/storage/clients.py); every failure that stays is a `StorageError` with the URL and what to do.
+(gcloud or GOOGLE_APPLICATION_CREDENTIALS, the AWS variables), never from a URL; options hold an endpoint and
+a profile name. A write appears whole or not at all: on a disk by a temporary name, fsync and rename, in a
+bucket by one request. Several processes may write the same object; the last one stays. Requests to a bucket
+are repeated (clients.py, retry.py); a failure that stays is a `StorageError` with the URL and what to do
+(errors.py).
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import io
 import os
 import posixpath
@@ -26,43 +28,15 @@ from urllib.parse import urlsplit
 import fsspec
 
 from utils.config.schema import StorageOptions
-from utils.storage import clients as cloud
-from utils.storage.errors import (
-    NamedFile,
-    StorageError,
-    StorageNotFoundError,
-    missing_is_the_bucket,
-    named_errors,
-    split_scheme,
-)
+from utils.storage import clients
+from utils.storage.errors import StorageError as StorageError  # named again: a part of this room's surface
+from utils.storage.errors import StorageNotFoundError as StorageNotFoundError
+from utils.storage.errors import missing_bucket, named_errors, split_scheme
 from utils.storage.retry import has_login, redact
 
-__all__ = [
-    "PARTIAL_SUFFIX",
-    "ObjectStat",
-    "StorageError",
-    "StorageNotFoundError",
-    "absolute",
-    "create",
-    "exists",
-    "find_names",
-    "find_sizes",
-    "is_remote",
-    "join",
-    "list_names",
-    "make_dirs",
-    "open_url",
-    "read_bytes",
-    "read_range",
-    "read_text",
-    "remove",
-    "stat",
-    "write_bytes",
-    "write_text",
-]
-
 _SECRET = re.compile(r"(?i)://.*[?&](sig|[^=&]*(signature|token|secret|credential|password|key)[^=&]*)=")
-PARTIAL_SUFFIX = ".partial"  # of an unfinished local write; list_names hides it
+PARTIAL_SUFFIX = ".partial"  # of an unfinished local write; listings hide it
+_READ_AHEAD = 2**20  # bytes of a range request
 
 
 @dataclass(frozen=True)
@@ -89,27 +63,42 @@ def absolute(url: str) -> str:
     return os.path.abspath(rest) if scheme == "file" else f"{scheme}://{rest}".rstrip("/")
 
 
-def open_url(url: str, mode: str = "rb", options: StorageOptions | None = None) -> IO[Any]:
-    """Open for reading ("rb", or "r" for UTF-8 text); to write, use write_bytes."""
-    if mode not in ("rb", "r"):
-        raise ValueError(
-            f"{url}: open_url: expected mode 'rb' or 'r', found {mode!r}; use write_bytes to write"
-        )
+def open_url(url: str, options: StorageOptions | None = None) -> IO[bytes]:
+    """Open an object to read it; raises StorageError, later reads as well when it is in a bucket."""
     with named_errors(url):
-        encoding = {"encoding": "utf-8"} if mode == "r" else {}
         if not is_remote(url):
-            return open(split_scheme(url)[1], mode, **encoding)
-        fs, path = _filesystem(url, options)
-        # Of one kind for all clients; that of gcsfs prefetches in a thread, which logs tracebacks by itself.
-        file = NamedFile(url, fs.open(path, "rb", cache_type="readahead"))
-        buffered = io.BufferedReader(file)
-        return io.TextIOWrapper(buffered, **encoding) if encoding else buffered
+            return open(split_scheme(url)[1], "rb")
+    return io.BufferedReader(_RemoteFile(url, options), _READ_AHEAD)
+
+
+class _RemoteFile(io.RawIOBase):
+    """An object of a bucket as a file; each read is a range request."""
+
+    def __init__(self, url: str, options: StorageOptions | None) -> None:
+        self._url, self._options = url, options
+        self._size, self._position = stat(url, options).size, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        self._position = offset + (0, self._position, self._size)[whence]
+        return self._position
+
+    def readinto(self, buffer: Any) -> int:
+        end = min(self._position + len(buffer), self._size)
+        data = read_range(self._url, self._position, end, self._options)
+        buffer[: len(data)] = data
+        self._position += len(data)
+        return len(data)
 
 
 def exists(url: str, options: StorageOptions | None = None) -> bool:
     """True when an object or a folder is there; no permission is an error, not False."""
-    with named_errors(url):
-        fs, path = _filesystem(url, options)
+    with _client_of(url, options) as (fs, path):
         try:
             fs.info(path)
         except (FileNotFoundError, NotADirectoryError):
@@ -119,17 +108,16 @@ def exists(url: str, options: StorageOptions | None = None) -> bool:
 
 def read_bytes(url: str, options: StorageOptions | None = None) -> bytes:
     """The whole object; raises StorageError."""
+    if is_remote(url):
+        with _client_of(url, options) as (fs, path):
+            return fs.cat_file(path)
     with named_errors(url):
-        if not is_remote(url):
-            return Path(split_scheme(url)[1]).read_bytes()
-        fs, path = _filesystem(url, options)
-        return fs.cat_file(path)
+        return Path(split_scheme(url)[1]).read_bytes()
 
 
 def read_range(url: str, start: int, end: int, options: StorageOptions | None = None) -> bytes:
     """Bytes [start, end) of an object, fewer where it ends before that; raises StorageError."""
-    with named_errors(url):
-        fs, path = _filesystem(url, options)
+    with _client_of(url, options) as (fs, path):
         return fs.cat_file(path, start=start, end=end) if start < end else b""
 
 
@@ -145,31 +133,24 @@ def read_text(url: str, options: StorageOptions | None = None) -> str:
 def write_bytes(
     url: str, data: bytes | memoryview, options: StorageOptions | None = None, staging: str | None = None
 ) -> None:
-    """Write the whole object, making its folder; readers see the old or the new content, never a part.
+    """Write the whole object and make its folder; readers see the old or the new content, never a part.
 
-    Others may write the same object meanwhile only with `staging`: see `create`.
+    `staging`: see `create`.
     """
+    if is_remote(url):
+        with _client_of(url, options) as (fs, path), missing_bucket(url):
+            fs.pipe_file(path, bytes(data))
+        return
     with named_errors(url):
-        if is_remote(url):
-            fs, path = _filesystem(url, options)
-            with missing_is_the_bucket(url):
-                cloud.upload(fs, path, bytes(data))
-            return
-        path = Path(split_scheme(url)[1])
-        partial = path.with_name(f".{path.name}{PARTIAL_SUFFIX}")
-        if staging is not None:
-            partial = _partial_of_its_own(path, staging)
-        _write_partial(partial, data)
-        try:
-            os.replace(partial, path)
-        except OSError:
-            partial.unlink(missing_ok=True)
-            raise
-        _sync_folder(path.parent)
+        file = Path(split_scheme(url)[1])
+        hidden = file.with_name(f".{file.name}{PARTIAL_SUFFIX}")
+        if staging is not None or not _replace(hidden, data, file):
+            _replace(_unique_partial(file, staging), data, file)
+        _sync_folder(file.parent)
 
 
-def _partial_of_its_own(path: Path, staging: str | None) -> Path:
-    """An unfinished file that nobody else has, in `staging` when that is on the target's disk."""
+def _unique_partial(path: Path, staging: str | None) -> Path:
+    """A new name for an unfinished file, in `staging` when that is on the disk of the target."""
     folder = path.parent
     if staging is not None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -179,20 +160,52 @@ def _partial_of_its_own(path: Path, staging: str | None) -> Path:
     return folder / f".{path.name[:50]}.{secrets.token_hex(8)}{PARTIAL_SUFFIX}"
 
 
-def _write_partial(partial: Path, data: bytes | memoryview) -> None:
-    """Write the file, making its folder, to the disk itself; nothing stays of it after an error."""
+def _replace(partial: Path, data: bytes | memoryview, target: Path) -> bool:
+    """Write `partial` to the disk, make its folder, and rename it to `target`; an error leaves no part
+    behind.
+
+    False, with nothing written, while another process writes a file of that name.
+    """
+    partial.parent.mkdir(parents=True, exist_ok=True)
+    with open(partial, "ab") as file:
+        if not _lock(file, partial):
+            return False
+        try:
+            file.truncate(0)  # a killed process may have left a part
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+            os.replace(partial, target)
+        except OSError:
+            partial.unlink(missing_ok=True)  # a full disk needs the space
+            raise
+    return True
+
+
+def _lock(file: IO[bytes], partial: Path) -> bool:
+    """Lock the open file until it is closed; False when another process holds it, or has just renamed it."""
     try:
-        file = open(partial, "wb")  # noqa: SIM115 (opened again when its folder has to be made first)
-    except FileNotFoundError:
-        partial.parent.mkdir(parents=True, exist_ok=True)
-        file = open(partial, "wb")  # noqa: SIM115
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return os.path.samestat(os.fstat(file.fileno()), os.stat(partial))
+    except (BlockingIOError, FileNotFoundError):
+        return False
+    except OSError as error:
+        if error.errno in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS):  # then each object needs one writer
+            return True
+        raise
+
+
+def _write_file(path: Path, data: bytes | memoryview, mode: str = "wb") -> None:
+    """Write a file to the disk itself, and make its folder; an error leaves no file behind."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    file = open(path, mode)  # noqa: SIM115 (outside: mode "xb" must not remove the file that it finds)
     try:
         with file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
     except OSError:
-        partial.unlink(missing_ok=True)  # a disk that is full needs the space
+        path.unlink(missing_ok=True)  # a full disk needs the space
         raise
 
 
@@ -202,60 +215,47 @@ def write_text(url: str, text: str, options: StorageOptions | None = None) -> No
 
 
 def create(url: str, data: bytes, options: StorageOptions | None = None, staging: str | None = None) -> bool:
-    """Write the whole object only if there is none; False when there is one (of a bucket: another one).
+    """Write the whole object if there is none; False if there is one (in a bucket: one with other content).
 
-    `staging`: an existing folder of the same disk for the unfinished file, which a kill leaves behind; who
-    names it removes it. Without, that file lies hidden beside the object. A bucket needs neither.
+    `staging` is an existing folder on the same disk for the unfinished file. A kill may leave that file, so
+    the caller removes the folder. Without `staging` the file is hidden beside the object. Buckets need none.
     """
-    with named_errors(url):
-        fs, path = _filesystem(url, options)
+    with _client_of(url, options) as (fs, path):
         if is_remote(url):
             try:
-                with missing_is_the_bucket(url):
-                    cloud.upload(fs, path, data, "create")
+                with missing_bucket(url):
+                    fs.pipe_file(path, data, mode="create")
             except FileExistsError:
-                # Ours, when the answer to the first attempt was lost and the second met its success.
+                # The object is ours when the answer to the first attempt was lost.
                 with contextlib.suppress(FileNotFoundError):
                     return fs.cat_file(path) == data
                 return False
             return True
-        partial = _partial_of_its_own(Path(path), staging)
-        _write_partial(partial, data)
+        partial = _unique_partial(Path(path), staging)
+        _write_file(partial, data)
         try:
-            os.link(partial, path)  # unlike a rename, no other file is replaced
+            _link(partial, path, data)
         except FileExistsError:
             return False
-        except OSError as error:
-            if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.ENOSYS):
-                raise
-            return _create_without_links(path, data)
         finally:
             partial.unlink(missing_ok=True)
         _sync_folder(Path(path).parent)
         return True
 
 
-def _create_without_links(path: str, data: bytes) -> bool:
-    """On a file system without hard links; a kill may leave a part of the file."""
+def _link(partial: Path, path: str, data: bytes) -> None:
+    """Give the file its name; unlike a rename this replaces no other file, but raises FileExistsError."""
     try:
-        descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
-    except FileExistsError:
-        return False
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-    except OSError:
-        os.unlink(path)
-        raise
-    return True
+        os.link(partial, path)
+    except OSError as error:
+        if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.ENOSYS):
+            raise
+        _write_file(Path(path), data, "xb")  # a disk without hard links: a kill may leave a part of the file
 
 
 def list_names(url: str, options: StorageOptions | None = None) -> list[str]:
     """Sorted names of the children of a folder; empty when there is no such folder."""
-    with named_errors(url):
-        fs, path = _filesystem(url, options)
+    with _client_of(url, options) as (fs, path):
         try:
             children = os.listdir(path) if not is_remote(url) else fs.ls(path, detail=False)
         except (FileNotFoundError, NotADirectoryError):
@@ -266,41 +266,40 @@ def list_names(url: str, options: StorageOptions | None = None) -> list[str]:
 
 def find_names(url: str, options: StorageOptions | None = None) -> list[str]:
     """Sorted paths of all objects below a folder, relative to it; empty when there is no such folder."""
-    with named_errors(url):
-        fs, path = _filesystem(url, options)
-        root = path.rstrip("/") + "/"
-        found = [f.removeprefix(root) for f in fs.find(path)] if fs.exists(path) else []
-        return sorted(f for f in found if not f.endswith(PARTIAL_SUFFIX))
+    return list(find_sizes(url, options))
 
 
 def find_sizes(url: str, options: StorageOptions | None = None) -> dict[str, int]:
-    """{path: bytes} of all objects below a folder, as find_names; one listing, no request per object.
+    """{path: bytes} of all objects below a folder, sorted; empty when there is no such folder.
 
-    On a disk links are followed; folders that may not be read count as empty.
+    One listing gives all. On a disk links are followed, and folders that may not be read count as empty.
     """
-    with named_errors(url):
-        fs, path = _filesystem(url, options)
+    with _client_of(url, options) as (fs, path):
         root = path.rstrip("/") + "/"
         if is_remote(url):
-            found = fs.find(path, detail=True) if fs.exists(path) else {}
-            names = {name.removeprefix(root): int(info["size"] or 0) for name, info in found.items()}
+            infos: dict[str, Any] = {}
+            with contextlib.suppress(FileNotFoundError):
+                infos = fs.find(path, detail=True)
+            sizes = {name: int(info["size"] or 0) for name, info in infos.items()}
         else:
-            names = {file.removeprefix(root): size for file, size in _walk(root, frozenset())}
-        return {n: names[n] for n in sorted(names) if not n.endswith((PARTIAL_SUFFIX, "/"))}
+            sizes = dict(_walk(root, frozenset()))
+        names = sorted(n for n in sizes if n.startswith(root) and not n.endswith((PARTIAL_SUFFIX, "/")))
+        return {name.removeprefix(root): sizes[name] for name in names}
 
 
 def _walk(folder: str, above: frozenset[tuple[int, int]]) -> Iterator[tuple[str, int]]:
-    """(path, bytes) of the files below; `above`: the folders on the way here, where no link leads back."""
+    """(path, bytes) of the files below; a link back to one of the folders `above` is skipped."""
     try:
-        here = os.stat(folder)
+        info = os.stat(folder)
         entries = list(os.scandir(folder))
     except (FileNotFoundError, NotADirectoryError, PermissionError):
         return
-    if (here.st_dev, here.st_ino) in above:
+    place = (info.st_dev, info.st_ino)
+    if place in above:
         return
     for entry in entries:
         if entry.is_dir():
-            yield from _walk(entry.path, above | {(here.st_dev, here.st_ino)})
+            yield from _walk(entry.path, above | {place})
         else:
             with contextlib.suppress(FileNotFoundError):  # a link to nowhere
                 yield entry.path, entry.stat().st_size
@@ -308,17 +307,15 @@ def _walk(folder: str, above: frozenset[tuple[int, int]]) -> Iterator[tuple[str,
 
 def remove(url: str, options: StorageOptions | None = None, recursive: bool = False) -> None:
     """Remove an object (or, with recursive, a folder); it is no error when there is none."""
-    with named_errors(url):
-        fs, path = _filesystem(url, options)
-        with contextlib.suppress(FileNotFoundError):
-            if recursive:
-                fs.rm(path, recursive=True)
-            else:
-                fs.rm_file(path)
+    with _client_of(url, options) as (fs, path), contextlib.suppress(FileNotFoundError):
+        if recursive:
+            fs.rm(path, recursive=True)
+        else:
+            fs.rm_file(path)
 
 
 def make_dirs(url: str, options: StorageOptions | None = None) -> None:
-    """Make a folder and its parents; object stores have none, so nothing happens there."""
+    """Make a folder and its parents; buckets have no folders, so nothing happens there."""
     if not is_remote(url):
         with named_errors(url):
             os.makedirs(split_scheme(url)[1], exist_ok=True)
@@ -326,15 +323,21 @@ def make_dirs(url: str, options: StorageOptions | None = None) -> None:
 
 def stat(url: str, options: StorageOptions | None = None) -> ObjectStat:
     """Size and version of an object; raises StorageError."""
-    with named_errors(url):
-        fs, path = _filesystem(url, options)
+    with _client_of(url, options) as (fs, path):
         if not is_remote(url):
-            info = os.stat(path)
-            return ObjectStat(info.st_size, str(info.st_mtime_ns))
-        found = fs.info(path)
+            status = os.stat(path)
+            return ObjectStat(status.st_size, str(status.st_mtime_ns))
+        info = fs.info(path)
         keys = ("etag", "ETag", "generation", "mtime", "LastModified", "updated", "created")
-        version = next((found[k] for k in keys if found.get(k)), "")
-        return ObjectStat(int(found["size"] or 0), str(version).strip('"'))
+        version = next((info[k] for k in keys if info.get(k)), "")
+        return ObjectStat(int(info["size"] or 0), str(version).strip('"'))
+
+
+@contextlib.contextmanager
+def _client_of(url: str, options: StorageOptions | None) -> Iterator[tuple[fsspec.AbstractFileSystem, str]]:
+    """The client of a URL and the path there; every error inside becomes a StorageError."""
+    with named_errors(url):
+        yield _filesystem(url, options)
 
 
 def _filesystem(url: str, options: StorageOptions | None) -> tuple[fsspec.AbstractFileSystem, str]:
@@ -353,20 +356,20 @@ def _filesystem(url: str, options: StorageOptions | None) -> tuple[fsspec.Abstra
     return fs, fs._strip_protocol(url)
 
 
-@cache  # fsspec keeps one a thread, each with its own connections and login
+@cache  # fsspec itself keeps one for each thread, with its own connections and login
 def _client(
     scheme: str, endpoint_url: str | None, profile: str | None, pid: int
 ) -> fsspec.AbstractFileSystem:
-    """The one client of this process; a forked one cannot use its parent's."""
+    """The one client of this process; a forked process cannot use the client of its parent."""
     if scheme == "gs":
-        return cloud.gcs_filesystem(endpoint_url)
+        return clients.gcs_filesystem(endpoint_url)
     if scheme == "s3":
-        return cloud.s3_filesystem(endpoint_url, profile)
+        return clients.s3_filesystem(endpoint_url, profile)
     return fsspec.filesystem(scheme, use_listings_cache=False)
 
 
 def _sync_folder(folder: Path) -> None:
-    """Make a rename durable; some file systems refuse to sync a folder, and there the rename has to do."""
+    """Make a rename durable, on file systems that can sync a folder."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

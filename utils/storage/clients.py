@@ -1,13 +1,12 @@
-"""The clients of gs:// and s3:// with one retry layer: ours, at every HTTP request.
+"""The clients of gs:// and s3://, with our one retry layer at every HTTP request.
 
-gcsfs repeats a request 6 times after 408, 429, 5xx and lost connections, with waits that cannot be set and
-without a word of which object, and it waits for a stalled one forever; s3fs (5) and botocore (5) multiply to
-25. Here each client makes one attempt and utils/storage/retry.py repeats it. A response counts only when it
-is whole: as long as its Content-Length, and with the checksum that the server gives. A whole object goes up
-in one request, so a repeated upload replaces the object by itself, and no part of it is ever seen.
+gcsfs repeats a request 6 times with fixed waits, names no object and waits for a stalled server forever; the
+retries of s3fs (5) and botocore (5) multiply to 25. Here a client makes one attempt and retry.py repeats it.
+An answer counts only when it is whole: it has its Content-Length and the checksum that the server gives. A
+whole object is uploaded in one request, so a repeated upload replaces it, and nobody ever sees a part of it.
 
-In: an endpoint and a profile name. Out: fsspec file systems for utils/storage.py. Credentials come from the
-environment: application default credentials, the AWS variables.
+In: an endpoint and a profile name. Out: fsspec file systems for utils/storage/__init__.py. Credentials come
+from the environment: application default credentials, the AWS variables.
 """
 
 from __future__ import annotations
@@ -19,7 +18,6 @@ import io
 import json
 import os
 import re
-import sys
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
@@ -39,7 +37,7 @@ def gcs_filesystem(endpoint_url: str | None) -> fsspec.AbstractFileSystem:
     """A client of Google Cloud Storage; an endpoint is an emulator, and gets no login of this machine."""
     import aiohttp
 
-    is_emulator = bool(endpoint_url or os.environ.get("STORAGE_EMULATOR_HOST"))
+    is_emulator = endpoint_url or os.environ.get("STORAGE_EMULATOR_HOST")
     token = "anon" if is_emulator and not os.environ.get("GOOGLE_APPLICATION_CREDENTIALS") else None
     limits = aiohttp.ClientTimeout(
         total=None, sock_connect=POLICY.connect_timeout_s, sock_read=POLICY.read_timeout_s
@@ -69,14 +67,6 @@ def s3_filesystem(endpoint_url: str | None, profile: str | None) -> fsspec.Abstr
     )
 
 
-def upload(fs: fsspec.AbstractFileSystem, path: str, data: bytes, mode: str = "overwrite") -> None:
-    """Put the whole object in one request; mode "create" raises FileExistsError where there is one."""
-    own = type(fs).__module__ == __name__
-    # s3fs cuts more than its chunk size into requests of which the last is not safe to repeat.
-    parts = {"chunksize": _LARGEST_PUT} if own else {}
-    fs.pipe_file(path, data, mode=mode, **parts)
-
-
 def check_stored(answer: bytes, data: bytes) -> None:
     """Raise IntegrityError unless the answer to an upload describes the bytes that were sent."""
     try:
@@ -90,9 +80,9 @@ def check_stored(answer: bytes, data: bytes) -> None:
 
 
 def check_whole(headers: Mapping[str, str], data: bytes, is_object: bool) -> None:
-    """Raise IntegrityError unless a response of GCS is provably what was sent: by its checksum or its length.
+    """Raise IntegrityError unless an answer of GCS has the right checksum or, without one, a length.
 
-    aiohttp has compared the length, where there is one; a hash is that of the stored bytes of an object.
+    aiohttp has compared the length already. A checksum in the headers is that of the stored object.
     """
     parts = [part.strip() for part in headers.get("X-Goog-Hash", "").split(",")]
     is_plain = headers.get("X-Goog-Stored-Content-Encoding", "identity") == "identity"
@@ -102,40 +92,36 @@ def check_whole(headers: Mapping[str, str], data: bytes, is_object: bool) -> Non
         raise IntegrityError(f"{len(data)} bytes without a length or a checksum")
 
 
-def asked_part(asked: str | None, status: int, said: str | None, data: bytes) -> bytes:
-    """The part of an object that a Range header asked for, out of the answer to it.
+def requested_part(requested: str | None, status: int, content_range: str | None, data: bytes) -> bytes:
+    """The bytes that a Range header requested, taken from the answer to it.
 
-    A server may ignore the header and send all (200). Raises IntegrityError when a part (206) is another one
-    than was asked, or shorter than its Content-Range says; it ends early only where the object does.
+    A server may ignore the header and send the whole object (200). Raises IntegrityError when a part (206)
+    is another one, or shorter than its Content-Range. Only the end of the object makes a part shorter.
     """
-    bounds = re.fullmatch(r"bytes=(\d+)-(\d*)", asked or "")
+    bounds = re.fullmatch(r"bytes=(\d+)-(\d+)", requested or "")
     if bounds is None or status not in (200, 206):
         return data
-    start, last = int(bounds[1]), int(bounds[2]) if bounds[2] else sys.maxsize
+    start, last = int(bounds[1]), int(bounds[2])
     if status == 200:
         return data[start : last + 1]
-    found = re.fullmatch(r"bytes (\d+)-(\d+)/(\d+)", said or "")
-    if (
-        found is None
-        or int(found[1]) != start
-        or int(found[2]) != min(last, int(found[3]) - 1)
-        or len(data) != int(found[2]) + 1 - start
-    ):
-        wanted = f"bytes {start}-{bounds[2]}"
-        raise IntegrityError(f"expected {wanted}, found {len(data)} bytes said to be {said or 'nothing'}")
-    return data
+    sent = re.fullmatch(r"bytes (\d+)-(\d+)/(\d+)", content_range or "")
+    if sent is not None:
+        first, end, size = map(int, sent.groups())
+        if (first, end, len(data)) == (start, min(last, size - 1), end + 1 - start):
+            return data
+    raise IntegrityError(
+        f"expected bytes {start}-{last}, found {len(data)} bytes said to be {content_range or 'nothing'}"
+    )
 
 
 def check_json(answer: bytes) -> None:
-    """Raise IntegrityError unless the answer is a JSON object, not a cut one or a network's login page."""
+    """Raise IntegrityError unless the answer is a JSON object ; a cut answer or a login page is none."""
     try:
-        found = json.loads(answer)
+        if isinstance(json.loads(answer), dict):
+            return
     except ValueError:  # JSONDecodeError, UnicodeDecodeError
-        found = None
-    if not isinstance(found, dict):
-        raise IntegrityError(
-            f"expected JSON that describes objects, found {len(answer)} bytes: {answer[:80]!r}"
-        )
+        pass
+    raise IntegrityError(f"expected JSON that describes objects, found {len(answer)} bytes: {answer[:80]!r}")
 
 
 def _check_hash(hashes: Mapping[str, str], data: bytes) -> None:
@@ -145,9 +131,9 @@ def _check_hash(hashes: Mapping[str, str], data: bytes) -> None:
         name, digest = "crc32c", google_crc32c.Checksum(data).digest()
     else:
         name, digest = "md5", hashlib.md5(data).digest()
-    found = base64.b64encode(digest).decode()
-    if found != hashes[name]:
-        raise IntegrityError(f"expected {name} {hashes[name]}, found {found} in {len(data)} bytes")
+    checksum = base64.b64encode(digest).decode()
+    if checksum != hashes[name]:
+        raise IntegrityError(f"expected {name} {hashes[name]}, found {checksum} in {len(data)} bytes")
 
 
 def _gcs_class() -> type[fsspec.AbstractFileSystem]:
@@ -156,8 +142,6 @@ def _gcs_class() -> type[fsspec.AbstractFileSystem]:
     from gcsfs.retry import HttpError
     from google.auth.exceptions import GoogleAuthError, TransportError
     from requests.exceptions import ProxyError
-
-    errors = (HttpError, IntegrityError, GoogleAuthError, aiohttp.ClientError, OSError)
 
     def is_transient(error: BaseException) -> bool:
         if isinstance(error, HttpError):
@@ -174,7 +158,10 @@ def _gcs_class() -> type[fsspec.AbstractFileSystem]:
     one_attempt = GCSFileSystem._request.__wrapped__  # below gcsfs's own retries
 
     class Gcs(GCSFileSystem):
-        """gcsfs without its gRPC paths, which ask for a bucket's layout and wait 60 s where they cannot."""
+        """gcsfs with checked answers and our retries.
+
+        Its gRPC paths are not used: they ask for a bucket's layout and may wait 60 s for it.
+        """
 
         async def _call(self, *args: Any, json_out: bool = False, **kwargs: Any) -> Any:
             return await super()._call(*args, json_out=json_out, is_json=json_out, **kwargs)
@@ -196,23 +183,24 @@ def _gcs_class() -> type[fsspec.AbstractFileSystem]:
                 if status in (200, 206):  # a part of an object comes without a checksum of its own
                     check_whole(headers, content, is_object="alt=media" in path and status == 200)
                 if method == "GET":
-                    asked = (kwargs.get("headers") or {}).get("Range")
-                    content = asked_part(asked, status, headers.get("Content-Range"), content)
+                    requested = (kwargs.get("headers") or {}).get("Range")
+                    content = requested_part(requested, status, headers.get("Content-Range"), content)
                 if is_json:
                     check_json(content)
                 if kwargs.get("uploadType") == "media":
                     check_stored(content, data)
                 return status, headers, info, content
 
-            return await with_retries(request, errors, is_transient, POLICY)
+            return await with_retries(request, is_transient, POLICY)
 
         async def _pipe_file(self, path: str, data: bytes, mode: str = "overwrite", **kwargs: Any) -> None:
-            # gcsfs wraps the data in MIME parts with a bare line feed before the last boundary: a server
-            # that knows CRLF too takes a carriage return at the end of the data for a part of that.
+            # gcsfs ends the data with a bare line feed before the last MIME boundary. When the data ends in a
+            # carriage return, a server may take both for the line end and drop that byte.
             bucket, key, _ = self.split_path(path)
-            if not data:  # nothing that could be lost, and the emulator takes no plain upload of no bytes
+            if not data:  # no byte can be lost here, and the emulator refuses a plain upload of nothing
                 await super()._pipe_file(path, data, mode=mode, **kwargs)
                 return
+            condition: dict[str, Any] = {"ifGenerationMatch": "0"} if mode == "create" else {}
             await self._call(
                 "POST",
                 f"{self._location}/upload/storage/v1/b/{quote(bucket)}/o",
@@ -220,7 +208,7 @@ def _gcs_class() -> type[fsspec.AbstractFileSystem]:
                 name=key,
                 headers={"Content-Type": "application/octet-stream"},
                 data=data,
-                **({"ifGenerationMatch": "0"} if mode == "create" else {}),
+                **condition,
             )
 
     return Gcs
@@ -228,32 +216,30 @@ def _gcs_class() -> type[fsspec.AbstractFileSystem]:
 
 def _s3_class() -> type[fsspec.AbstractFileSystem]:
     import aiohttp
-    from botocore.exceptions import (
-        BotoCoreError,
-        ClientError,
-        FlexibleChecksumError,
-        HTTPClientError,
-        IncompleteReadError,
-        SSLError,
-    )
-    from botocore.exceptions import ConnectionError as NoConnection
+    from botocore import exceptions as boto
     from botocore.parsers import ResponseParserError
     from s3fs import S3FileSystem
 
-    lost = (NoConnection, HTTPClientError, IncompleteReadError, ResponseParserError, aiohttp.ClientError)
-    passing = (*lost, FlexibleChecksumError, IntegrityError, ConnectionError, TimeoutError)
-    errors = (BotoCoreError, ResponseParserError, IntegrityError, aiohttp.ClientError, OSError)
+    lost = (boto.ConnectionError, boto.HTTPClientError, boto.IncompleteReadError, aiohttp.ClientError)
+    checks = (boto.FlexibleChecksumError, ResponseParserError, IntegrityError)
+    passing = (*lost, *checks, ConnectionError, TimeoutError)
 
     def is_transient(error: BaseException) -> bool:
         answer = error.__cause__  # s3fs makes an OSError of the server's answer
-        if isinstance(answer, ClientError):
+        if isinstance(answer, boto.ClientError):
             code = answer.response["Error"].get("Code", "")
             status = answer.response.get("ResponseMetadata", {}).get("HTTPStatusCode")
             return status in _RETRY_CODES or code in ("SlowDown", "RequestTimeout", "InternalError")
-        return isinstance(error, passing) and not isinstance(error, SSLError)
+        return isinstance(error, passing) and not isinstance(error, boto.SSLError)
 
     class S3(S3FileSystem):
+        """s3fs with checked answers and our retries."""
+
         retries = 1
+
+        async def _pipe_file(self, path: str, data: bytes, **kwargs: Any) -> None:
+            # s3fs cuts what exceeds its chunk size into requests, of which the last is not safe to repeat.
+            await super()._pipe_file(path, data, chunksize=_LARGEST_PUT, **kwargs)
 
         async def _call_s3(self, method: str, *args: Any, **kwargs: Any) -> Any:
             call = super()._call_s3
@@ -271,28 +257,22 @@ def _s3_class() -> type[fsspec.AbstractFileSystem]:
                     if whole is None or len(data) != whole:
                         raise IntegrityError(f"expected {whole} bytes, found {len(data)}")
                     status = answer["ResponseMetadata"]["HTTPStatusCode"]
-                    data = asked_part(kwargs.get("Range"), status, answer.get("ContentRange"), data)
+                    data = requested_part(kwargs.get("Range"), status, answer.get("ContentRange"), data)
                     answer["Body"] = _Body(data)
                 return answer
 
-            return await with_retries(request, errors, is_transient, POLICY)
+            return await with_retries(request, is_transient, POLICY)
 
     return S3
 
 
-class _Body:
-    """A response body that has been read, for s3fs, which reads it again."""
+class _Body(io.BytesIO):
+    """The body of an answer, for s3fs, which awaits its bytes."""
 
-    def __init__(self, data: bytes) -> None:
-        self._file = io.BytesIO(data)
-
-    async def read(self, amount: int = -1) -> bytes:
-        return self._file.read(amount)
-
-    def close(self) -> None:
-        self._file.close()
+    async def read(self) -> bytes:  # type: ignore[override]  # s3fs awaits it
+        return self.getvalue()
 
 
 def _upload_s(size: int) -> float:
-    """Seconds after which an upload is given up as stalled."""
+    """Seconds after which an upload counts as stalled."""
     return POLICY.connect_timeout_s + POLICY.read_timeout_s + size / POLICY.min_upload_rate

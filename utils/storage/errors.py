@@ -1,20 +1,16 @@
 """What goes wrong with storage, in one line: the URL, what was expected or found, and what to do.
 
-In: any error of a file system or a cloud client. Out: `StorageError`, or `StorageNotFoundError`; none of them
-repeats a credential.
+In: any error of a file system or a cloud client. Out: a `StorageError` without credentials.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import io
-import sys
 from collections.abc import Iterator
-from typing import IO
 
 from utils.errors import UserError
-from utils.storage.retry import GaveUp, current_url, describe, redact
+from utils.storage.retry import GaveUp, client_errors, current_url, describe, redact
 
 _SCHEME_ALIASES = {"gcs": "gs", "s3a": "s3"}
 _CLOUDS = {  # how to log in, and what an account needs
@@ -32,7 +28,7 @@ _CLOUDS = {  # how to log in, and what an account needs
 class StorageError(UserError):
     """An object that cannot be read or written; one line with the URL, the cause and what to do.
 
-    A message alone will do as well: torch's DataLoader makes a worker's error again from its text.
+    A message alone is enough, because torch's DataLoader makes a worker's error again from its text.
     """
 
     def __init__(self, url_or_message: str, problem: str | None = None) -> None:
@@ -56,70 +52,25 @@ def split_scheme(url: str) -> tuple[str, str]:
     return _SCHEME_ALIASES.get(scheme, scheme), rest
 
 
-def _remote_error_types() -> tuple[type[BaseException], ...]:
-    """Errors of the cloud clients that are no OSError; only asked for when something already went wrong."""
-    names = {
-        "gcsfs.retry": ("HttpError", "ChecksumError", "NonRetryableError"),
-        "google.auth.exceptions": ("GoogleAuthError",),
-        "aiohttp": ("ClientError",),
-        "botocore.exceptions": ("BotoCoreError", "ClientError"),
-    }
-    return tuple(getattr(sys.modules[m], n) for m, ns in names.items() if m in sys.modules for n in ns)
-
-
 @contextlib.contextmanager
 def named_errors(url: str) -> Iterator[None]:
-    """Whatever goes wrong at the URL inside becomes a StorageError; retries in there name the URL."""
+    """Turn any error inside into a StorageError of this URL; retries inside log this URL."""
     token = current_url.set(url)
     try:
         yield
     except GaveUp as error:
         last = describe(error.__cause__ or error)
-        said = f"gave up after {error.attempts} attempts in {error.seconds:.0f} s, the last: {last}"
-        raise StorageError(redact(url), f"{said}; check the connection and run again") from error
-    except (OSError, ImportError, *_remote_error_types()) as error:  # the tuple is made only after an error
+        problem = f"gave up after {error.attempts} attempts in {error.seconds:.0f} s, the last: {last}"
+        raise StorageError(redact(url), f"{problem}; check the connection and run again") from error
+    except (OSError, ImportError, *client_errors()) as error:
         raise storage_error(url, error) from error
     finally:
         current_url.reset(token)
 
 
-class NamedFile(io.RawIOBase):
-    """A client's open file for reading: an error of any later read or seek is a StorageError as well."""
-
-    def __init__(self, url: str, file: IO[bytes]) -> None:
-        self._url, self._file = url, file
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = 0) -> int:
-        with named_errors(self._url):
-            return self._file.seek(offset, whence)
-
-    def tell(self) -> int:
-        return self._file.tell()
-
-    def readinto(self, buffer: memoryview) -> int:
-        with named_errors(self._url):
-            data = self._file.read(len(buffer))
-        buffer[: len(data)] = data
-        return len(data)
-
-    def readall(self) -> bytes:
-        with named_errors(self._url):
-            return self._file.read()
-
-    def close(self) -> None:
-        self._file.close()
-        super().close()
-
-
 @contextlib.contextmanager
-def missing_is_the_bucket(url: str) -> Iterator[None]:
-    """An upload finds everything missing but its bucket."""
+def missing_bucket(url: str) -> Iterator[None]:
+    """Around an upload: what an upload does not find is its bucket."""
     try:
         yield
     except FileNotFoundError as error:
@@ -134,7 +85,7 @@ def _bucket(url: str) -> str:
 
 
 def storage_error(url: str, error: BaseException) -> StorageError:
-    """The error of a client as one line: what is wrong and what to do."""
+    """A client's error as one line: what is wrong and what to do."""
     scheme = split_scheme(url)[0]
     url = redact(url)
     if isinstance(error, (FileNotFoundError, NotADirectoryError)):
@@ -162,7 +113,7 @@ def storage_error(url: str, error: BaseException) -> StorageError:
 
 
 def _is_denied(error: BaseException) -> bool:
-    """401 or 403, or no usable credentials; each client says it in its own way."""
+    """True for 401, 403 or no usable credentials; each client has another error for them."""
     names = {c.__name__ for c in type(error).__mro__}
     if isinstance(error, PermissionError) or names & {"GoogleAuthError", "NoCredentialsError"}:
         return True

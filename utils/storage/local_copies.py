@@ -1,8 +1,8 @@
-"""Local copies of a bucket's objects: read through when they are there, kept when there is room.
+"""Local copies of a bucket's objects, read when they are there and written when there is room.
 
-In: the URL of an object whose copy has a name that changes with the content. Out: its bytes. A copy only
-saves time, so no fault of the copies' disk (full, read-only, no permission) ends a run: one warning a
-process, and the object comes from the bucket. A copy is on the disk itself before it has its name.
+In: the URL of an object, and the path of its copy, whose name changes with the content. Out: the bytes. A
+copy only saves time, so no fault of its disk (full, read-only, no permission) ends a run: the process warns
+once and reads the bucket. A copy is on the disk itself before it has its name.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from utils import storage
 from utils.config.schema import StorageOptions
 
 log = logging.getLogger(__name__)
-_given_up: set[Path] = set()  # folders that this process keeps no new copies in, each after one warning
+_given_up: set[Path] = set()  # folders in which this process writes no more copies; it warned once for each
 
 
 def read_through(url: str, copy: Path, options: StorageOptions | None = None) -> bytes:
-    """The object, from its copy when that is there, else from the URL and copied; raises StorageError."""
+    """The object from its copy, or from the URL, which makes the copy; raises StorageError."""
     try:
         return copy.read_bytes()
     except FileNotFoundError:
@@ -36,7 +36,7 @@ def read_through(url: str, copy: Path, options: StorageOptions | None = None) ->
 
 
 def drop(copy: Path) -> bool:
-    """Remove a copy that cannot be decoded; False when there is none to blame."""
+    """Remove a copy that cannot be decoded; False when there is no copy."""
     if not copy.is_file():
         return False
     with contextlib.suppress(OSError):  # it may be on a read-only disk
@@ -47,5 +47,5 @@ def drop(copy: Path) -> bool:
 def _give_up(folder: Path, error: OSError | storage.StorageError) -> None:
     if folder not in _given_up:
         _given_up.add(folder)
-        said = "no more local copies are kept there by this process, the store is read instead"
-        log.warning("data.cache_dir %s: %s (%s)", folder, said, error)
+        message = "no more local copies are kept there by this process, the store is read instead"
+        log.warning("data.cache_dir %s: %s (%s)", folder, message, error)

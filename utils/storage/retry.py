@@ -1,16 +1,18 @@
-"""Bounded retries with a jittered, growing wait; every retry and the end name the object.
+"""Bounded retries with growing, random waits; each retry logs the object and the error.
 
-In: a coroutine function that makes one request, and which of its errors pass by themselves. Out: its result,
-or `GaveUp`. One layer for every cloud client (utils/storage/clients.py switches the clients' own off), so
-that the attempts of a request are `RetryPolicy.attempts` and never a product.
+In: a coroutine function that makes one request, and a test for errors that may pass by themselves. Out: its
+result, or `GaveUp`. All cloud clients share this one layer (clients.py switches their own retries off), so a
+request is made `RetryPolicy.attempts` times at most.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import random
 import re
+import sys
 import time
 from collections.abc import Awaitable, Callable
 from contextvars import ContextVar
@@ -20,10 +22,10 @@ from typing import TypeVar
 log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
-# The URL that the calling thread works on; a coroutine sent to another thread's event loop takes it along.
+# The URL that the calling thread works on; it follows a coroutine into another thread's event loop.
 current_url: ContextVar[str] = ContextVar("current_url", default="storage")
 
-# The secret of an AWS key often has a slash, so a login may reach past the first one.
+# The secret of an AWS key often contains a slash, so a login may go on after the first slash.
 # host:port/name@x is no login; a bucket has no port.
 _PORT = r"(?: \[[^\]/\s]*\] (?: :\d{1,5})? | [^/:@\s]*:\d{1,5} ) (?: [/?\#\s] | $ )"
 _LOGIN = re.compile(
@@ -43,23 +45,23 @@ _NAMED_SECRET = re.compile(
 
 @dataclass(frozen=True)
 class RetryPolicy:
-    """How long a request may fail, in seconds; the defaults wait 63 s in all at most, 48 s on average."""
+    """How long a request may fail; with the defaults the waits add up to 63 s at most, 48 s on average."""
 
     attempts: int = 8
-    first_wait_s: float = 0.5  # doubled after every attempt
+    first_wait_s: float = 0.5  # doubles after every attempt
     max_wait_s: float = 32.0
     connect_timeout_s: float = 15.0
     read_timeout_s: float = 60.0  # without a single byte
-    min_upload_rate: float = 2**18  # bytes/s; a slower upload is taken for a stalled one
+    min_upload_rate: float = 2**18  # bytes/s; a slower upload counts as stalled
 
     def wait_s(self, attempt: int) -> float:
-        """Seconds before the attempt after this one (1, 2, ...): half of it fixed, half drawn."""
+        """Seconds to wait after this attempt (1, 2, ...): half of them fixed, half drawn."""
         longest = min(self.max_wait_s, self.first_wait_s * 2 ** (attempt - 1))
         return random.uniform(longest / 2, longest)  # not seeded: workers must not retry in step
 
 
 class IntegrityError(Exception):
-    """A response that is not what the server stored: cut short, or with another checksum."""
+    """An answer that differs from what the server stored: too short, or with another checksum."""
 
 
 class GaveUp(Exception):
@@ -70,34 +72,36 @@ class GaveUp(Exception):
         self.attempts, self.seconds = attempts, seconds
 
 
+def client_errors() -> tuple[type[BaseException], ...]:
+    """Errors of the cloud clients that are no OSError; a client that was never imported raises none."""
+    names = {
+        "gcsfs.retry": ("HttpError", "ChecksumError", "NonRetryableError"),
+        "google.auth.exceptions": ("GoogleAuthError",),
+        "aiohttp": ("ClientError",),
+        "botocore.exceptions": ("BotoCoreError", "ClientError"),
+        "botocore.parsers": ("ResponseParserError",),
+    }
+    return tuple(getattr(sys.modules[m], n) for m, ns in names.items() if m in sys.modules for n in ns)
+
+
 async def with_retries(
-    request: Callable[[], Awaitable[_T]],
-    errors: tuple[type[BaseException], ...],
-    is_transient: Callable[[BaseException], bool],
-    policy: RetryPolicy,
+    request: Callable[[], Awaitable[_T]], is_transient: Callable[[BaseException], bool], policy: RetryPolicy
 ) -> _T:
     """The request's result; its own error when that is not transient; GaveUp after policy.attempts."""
     start = time.monotonic()
-    attempt = 1
-    while True:
+    for attempt in itertools.count(1):
         try:
             return await request()
-        except errors as error:
+        except (OSError, IntegrityError, *client_errors()) as error:
             if not is_transient(error):
                 raise
             if attempt == policy.attempts:
                 raise GaveUp(attempt, time.monotonic() - start) from error
             wait = policy.wait_s(attempt)
-            log.warning(
-                "%s: attempt %d of %d failed (%s); again in %.1f s",
-                redact(current_url.get()),
-                attempt,
-                policy.attempts,
-                describe(error),
-                wait,
-            )
+            text = "%s: attempt %d of %d failed (%s); again in %.1f s"
+            log.warning(text, redact(current_url.get()), attempt, policy.attempts, describe(error), wait)
         await asyncio.sleep(wait)
-        attempt += 1
+    raise AssertionError  # the loop has no end
 
 
 def describe(error: BaseException) -> str:

@@ -1,6 +1,6 @@
-"""The key-value layer below Zarr, on utils/storage.py: one code path for a disk and a bucket.
+"""The key-value layer below Zarr: one code path for a disk and a bucket.
 
-In: the URL of a store. Out: what zarr.open_array and zarr.create_group take as their store.
+In: the URL of a store. Out: the store for zarr.open_array and zarr.create_group.
 """
 
 from __future__ import annotations
@@ -23,28 +23,15 @@ from utils.config.schema import StorageOptions
 from utils.storage.local_copies import read_through
 
 
-def zarr_store(
-    url: str,
-    options: StorageOptions | None = None,
-    read_only: bool = True,
-    cache_dir: str | None = None,
-    chunk_names: Mapping[str, str] | None = None,
-) -> Store:
-    """The key-value store that Zarr reads and writes.
+class ObjectStore(Store):
+    """A Zarr store on the reads and the whole writes of utils/storage/__init__.py.
 
-    A key in chunk_names is known to exist: Zarr would read a lost chunk as zeros, here it is an error. With
-    cache_dir, such a key of a remote store is read through a local copy at cache_dir/chunk_names[key]; the
+    A key in `chunk_names` is known to exist: Zarr reads a lost chunk as zeros, here it is an error. With
+    `cache_dir`, such a key of a remote store is read through a local copy at cache_dir/chunk_names[key]; the
     name should change with the content.
     """
-    return ObjectStore(url, options, read_only, cache_dir if storage.is_remote(url) else None, chunk_names)
 
-
-class ObjectStore(Store):
-    """A Zarr store on the reads and the whole writes of utils/storage.py."""
-
-    supports_writes = True
-    supports_deletes = True
-    supports_listing = True
+    supports_writes = supports_deletes = supports_listing = True
 
     def __init__(
         self,
@@ -56,7 +43,8 @@ class ObjectStore(Store):
     ) -> None:
         super().__init__(read_only=read_only)
         self.url, self.options = url, options
-        self.cache_dir, self.chunk_names = cache_dir, chunk_names or {}
+        self.cache_dir = cache_dir if storage.is_remote(url) else None
+        self.chunk_names = chunk_names or {}
 
     def __eq__(self, other: object) -> bool:
         return (
@@ -73,27 +61,24 @@ class ObjectStore(Store):
 
     def _read(self, key: str) -> bytes | None:
         url = storage.join(self.url, key)
-        if key in self.chunk_names:
-            if self.cache_dir is None:
-                return storage.read_bytes(url, self.options)
+        if key in self.chunk_names and self.cache_dir is not None:
             return read_through(url, Path(self.cache_dir, self.chunk_names[key]), self.options)
         try:
             return storage.read_bytes(url, self.options)
         except storage.StorageNotFoundError:
+            if key in self.chunk_names:
+                raise
             return None
 
     async def get(
         self, key: str, prototype: BufferPrototype, byte_range: ByteRequest | None = None
     ) -> Buffer | None:
-        # A disk read is quicker than the hop to a thread; a bucket read must not block the other ones.
-        data = (
-            self._read(key) if not storage.is_remote(self.url) else await asyncio.to_thread(self._read, key)
-        )
+        # Reading a disk is quicker than a change of threads; reading a bucket must not block the other reads.
+        is_remote = storage.is_remote(self.url)
+        data = await asyncio.to_thread(self._read, key) if is_remote else self._read(key)
         if data is None:
             return None
         match byte_range:
-            case None:
-                pass
             case RangeByteRequest(start, end):
                 data = data[start:end]
             case OffsetByteRequest(offset):
@@ -112,9 +97,8 @@ class ObjectStore(Store):
 
     async def set(self, key: str, value: Buffer) -> None:
         self._check_writable()
-        await asyncio.to_thread(
-            storage.write_bytes, storage.join(self.url, key), value.to_bytes(), self.options
-        )
+        url = storage.join(self.url, key)
+        await asyncio.to_thread(storage.write_bytes, url, value.to_bytes(), self.options)
 
     async def delete(self, key: str) -> None:
         self._check_writable()
@@ -130,7 +114,6 @@ class ObjectStore(Store):
                 yield key
 
     async def list_dir(self, prefix: str) -> AsyncIterator[str]:
-        for child in await asyncio.to_thread(
-            storage.list_names, storage.join(self.url, prefix), self.options
-        ):
+        url = storage.join(self.url, prefix)
+        for child in await asyncio.to_thread(storage.list_names, url, self.options):
             yield child

@@ -1,14 +1,16 @@
 """Kernels for PyTorch/XLA: activation checkpointing and, on a TPU, attention without the T x T matrix.
 
-In and out: torch tensors of that engine. The kernels are in models.kernels.pallas_flash; this file pads the
-tokens to whole blocks, gives each device its own samples, and puts the compiled kernels into the recorded
-program. It needs jax (the version that torch_xla names) only if `model.tpu_attention` is flash.
+In and out: torch tensors of that engine. The kernels themselves are the caller's, a module of jax functions
+(models/kernels/pallas_flash.py); this file pads the tokens to whole blocks, hands each device its own
+samples, and puts the compiled kernels into the recorded program. Only flash attention needs jax (the version
+that torch_xla names).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cache, partial
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -16,55 +18,58 @@ import torch.nn.functional as F
 import torch_xla
 import torch_xla.distributed.spmd as xs
 from torch import Tensor, nn
-from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.autograd.function import once_differentiable
 from torch_xla.utils.checkpoint import checkpoint
 
-from models.vit3d import Block, PatchEmbed
-
 Shape = tuple[tuple[int, ...], torch.dtype]
-# (name of a kernel in models.kernels.pallas_flash, its operands, tokens without padding, its results' shapes)
+# (name of a kernel, its operands, tokens without padding, its results' shapes)
 Caller = Callable[[str, list[Tensor], int, list[Shape]], list[Tensor]]
 
 
 def recompute_block(function: Callable[..., Tensor], *arguments: object) -> Tensor:
-    """models.vit3d.recompute_block for XLA, which would merge the two computations without a checkpoint."""
+    """models.vit3d.recompute_block for XLA, which would otherwise merge both computations into one."""
     return checkpoint(function, *arguments, preserve_rng_state=False)
 
 
-def keep_samples_apart(model: nn.Module, mesh: xs.Mesh) -> None:
-    """Tell the compiler that features [B, T, E] between blocks, and their gradients, are spread by samples
-    over `mesh`. If the weights are spread too, it could otherwise move features instead of weights.
+def keep_samples_apart(modules: Iterable[nn.Module], mesh: xs.Mesh) -> None:
+    """Tell the compiler that the features [B, T, E] that these modules return, and their gradients, are
+    spread by samples over `mesh`. With weights that are spread too it would be free to move features instead.
     """
 
     def pin(_module: nn.Module, _inputs: object, features: Tensor) -> Tensor:
         return xs.mark_sharding_with_gradients(features, mesh, _by_sample(features))
 
-    for module in model.modules():
-        if isinstance(module, Block | PatchEmbed):
-            module.register_forward_hook(pin)
+    for module in modules:
+        module.register_forward_hook(pin)
 
 
 class FlashAttention:
     """softmax(q k^T / sqrt(C)) v of [B, heads, T, C]; B is spread over the devices of `mesh`.
 
-    `call` runs a kernel; by default as a part of a TPU's program.
+    `kernels` has the functions forward, grad_q, grad_kv and block_of; `call` runs one of them, by default as
+    a part of a TPU's program.
     """
 
-    def __init__(self, mesh: xs.Mesh | None, call: Caller | None = None) -> None:
-        self.mesh = mesh
-        self.call = call_on_tpu if call is None else call
+    def __init__(self, mesh: xs.Mesh | None, kernels: ModuleType, call: Caller | None = None) -> None:
+        self.mesh, self.kernels = mesh, kernels
+        self.call = partial(call_on_tpu, kernels) if call is None else call
 
     def __call__(self, q_BHTC: Tensor, k_BHTC: Tensor, v_BHTC: Tensor) -> Tensor:
         return _Flash.apply(q_BHTC, k_BHTC, v_BHTC, self)
 
+    def pad(self, x_BHTC: Tensor) -> Tensor:
+        """[B x heads, T up to whole blocks, C], zeros behind the tokens."""
+        tokens = x_BHTC.shape[2]
+        return F.pad(x_BHTC.flatten(0, 1), (0, 0, 0, -tokens % self.kernels.block_of(tokens)))
+
     def split(self, x: Tensor) -> Tensor:
-        """The samples of x [B, ...] that one device holds."""
+        """What one device holds of x [B, ...]."""
         if self.mesh is None:
             return x
         return xs.enable_manual_sharding(x, _by_sample(x), mesh=self.mesh).global_tensor
 
     def join(self, x: Tensor, samples: int) -> Tensor:
-        """The whole tensor of which every device holds a part."""
+        """The whole of what every device holds a part of."""
         if self.mesh is None:
             return x
         whole = (samples, *x.shape[1:])
@@ -73,9 +78,9 @@ class FlashAttention:
 
 class _Flash(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: FunctionCtx, q: Tensor, k: Tensor, v: Tensor, flash: FlashAttention) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, flash: FlashAttention) -> Tensor:
         samples, heads, tokens, width = q.shape
-        q, k, v = (_pad(flash.split(x)) for x in (q, k, v))
+        q, k, v = (flash.pad(flash.split(x)) for x in (q, k, v))
         shapes: list[Shape] = [(tuple(q.shape), q.dtype), ((len(q), 1, q.shape[1]), torch.float32)]
         o, lse = flash.call("forward", [q, k, v], tokens, shapes)
         ctx.save_for_backward(q, k, v, o, lse)
@@ -84,10 +89,10 @@ class _Flash(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, o, lse = ctx.saved_tensors
         flash, (samples, heads, tokens, _) = ctx.flash, ctx.shape
-        do = _pad(flash.split(grad)).to(q.dtype)
+        do = flash.pad(flash.split(grad)).to(q.dtype)
         di = (o.float() * do.float()).sum(-1).unsqueeze(1)
         shape: Shape = (tuple(q.shape), q.dtype)
         (dq,) = flash.call("grad_q", [q, k, v, do, lse, di], tokens, [shape])
@@ -99,29 +104,27 @@ def _by_sample(x: Tensor) -> tuple[str | None, ...]:
     return ("data", *[None] * (x.ndim - 1))
 
 
-def _pad(x_BHTC: Tensor) -> Tensor:
-    """[B x heads, T up to whole blocks, C], zeros behind the tokens."""
-    from models.kernels.pallas_flash import block_of  # needs jax, which only this option does
-
-    tokens = x_BHTC.shape[2]
-    return F.pad(x_BHTC.flatten(0, 1), (0, 0, 0, -tokens % block_of(tokens)))
-
-
 def _unpad(x: Tensor, heads: int, tokens: int) -> Tensor:
     return x[:, :tokens].unflatten(0, (-1, heads))
 
 
-def call_on_tpu(name: str, operands: list[Tensor], tokens: int, results: list[Shape]) -> list[Tensor]:
+def call_on_tpu(
+    kernels: ModuleType, name: str, operands: list[Tensor], tokens: int, results: list[Shape]
+) -> list[Tensor]:
     """Record one kernel as a custom call of the program."""
     kinds = tuple((tuple(x.shape), str(x.dtype).removeprefix("torch.")) for x in operands)
     shapes, types = ([list(part[0]) for part in results], [part[1] for part in results])
-    return torch_xla._XLAC._xla_tpu_custom_call(operands, _payload(name, kinds, tokens), shapes, types)
+    return torch_xla._XLAC._xla_tpu_custom_call(
+        operands, _payload(kernels, name, kinds, tokens), shapes, types
+    )
 
 
 @cache
-def _payload(name: str, kinds: tuple[tuple[tuple[int, ...], str], ...], tokens: int) -> str:
-    """The compiled kernel as text. jax lowers it for a TPU, with or without one here, and in a form that the
-    libtpu of torch_xla 2.9 reads: the newest form of jax 0.7.1 is one version too new for it.
+def _payload(
+    kernels: ModuleType, name: str, kinds: tuple[tuple[tuple[int, ...], str], ...], tokens: int
+) -> str:
+    """The compiled kernel as text. jax is told to lower for a TPU, whether there is one or not, and in a form
+    that the libtpu of torch_xla 2.9 reads: jax 0.7.1's newest is a version too new for it.
     """
     from torch_xla.experimental.custom_kernel import jax_import_guard
 
@@ -131,10 +134,8 @@ def _payload(name: str, kinds: tuple[tuple[tuple[int, ...], str], ...], tokens: 
     from jax.interpreters.mlir import make_ir_context
     from jaxlib.mlir import ir
 
-    from models.kernels import pallas_flash as flash_kernels
-
     operands = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in kinds]
-    kernel = jax.jit(partial(getattr(flash_kernels, name), tokens=tokens))
+    kernel = jax.jit(partial(getattr(kernels, name), tokens=tokens))
     exported = export(kernel, platforms=["tpu"])(*operands)
     calls: list[str] = []
     with make_ir_context():

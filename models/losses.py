@@ -1,4 +1,6 @@
-"""Penalties on the distribution of the context tokens, against collapse.
+"""What training minimises: the loss of a token, pixel targets, and penalties against collapse.
+
+In: predictions and targets [..., E], or the context tokens of a batch. Out: a loss per token, or a penalty.
 
 A penalty is a function of *mean statistics* of the tokens. The mean over the global batch is a sum over its
 samples, so the exact gradient of the global penalty reaches every sample as the gradient of
@@ -6,15 +8,60 @@ samples, so the exact gradient of the global penalty reaches every sample as the
 
 `vicreg`: hinge on the standard deviation at 1 and off-diagonal covariance (Bardes et al. 2022,
 arXiv:2105.04906). `sigreg`: distance of the characteristic functions of random projections to the standard
-normal's (LeJEPA, Balestriero and LeCun 2025, arXiv:2511.08544).
+normal's (LeJEPA, Balestriero and LeCun 2025, arXiv:2511.08544). Pixel targets: He et al. 2022,
+arXiv:2111.06377.
 """
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
+import torch.nn.functional as F
+from einops import rearrange
 from torch import Tensor
+
+PixelNorm = Literal["normalised", "plain"]
+VARIANCE_EPS = 1e-6
+
+
+def per_token_l1(prediction: Tensor, target: Tensor) -> Tensor:
+    """Mean absolute difference over the features: [..., E] -> [...]."""
+    return (prediction - target).abs().mean(-1)
+
+
+def per_token_normalised_l2(prediction: Tensor, target: Tensor) -> Tensor:
+    """Mean over the features of the squared difference of L2-normalised vectors: [..., E] -> [...]."""
+    return (F.normalize(prediction, dim=-1) - F.normalize(target, dim=-1)).square().mean(-1)
+
+
+def per_token_l2(prediction: Tensor, target: Tensor) -> Tensor:
+    """Mean squared difference over the features of a vector: [..., E] -> [...]."""
+    return (prediction - target).square().mean(-1)
+
+
+TOKEN_LOSSES = {"l1": per_token_l1, "l2": per_token_l2, "normalised_l2": per_token_normalised_l2}
+
+
+def weighted_mean(values_BM: Tensor, weight_BM: Tensor) -> Tensor:
+    """Per-sample mean [B] over the tokens with weight; 0 where a sample has none."""
+    return (values_BM * weight_BM).sum(1) / weight_BM.sum(1).clamp(min=1.0)
+
+
+def pixel_targets(view_BCDHW: Tensor, patch: tuple[int, int, int], kind: PixelNorm) -> Tensor:
+    """float32 voxels [B, N, C*d*h*w] of every patch; `normalised`: each patch to mean 0 and variance 1.
+
+    The variance is the unbiased one with 1e-6 added, as the published norm_pix_loss has it.
+    """
+    d, h, w = patch
+    targets = rearrange(
+        view_BCDHW.float(), "b c (gd d) (gh h) (gw w) -> b (gd gh gw) (c d h w)", d=d, h=h, w=w
+    )
+    if kind == "plain":
+        return targets
+    mean, variance = targets.mean(-1, keepdim=True), targets.var(-1, keepdim=True)
+    return (targets - mean) / (variance + VARIANCE_EPS).sqrt()
+
 
 Statistics = tuple[Tensor, ...]
 

@@ -1,0 +1,129 @@
+"""How far a run is: its counters, saved and restored with every checkpoint.
+
+In: what each update reports. Out: the numbers that decide about stopping, about the target's motion and about
+which checkpoint is the best. Counters of every step stay on the device until something reads them.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pretraining.schedules import INIT_WEIGHT_LIMIT
+from utils.config.schema import Config
+from utils.runtime.single import Runtime
+
+log = logging.getLogger(__name__)
+NEW_RUN: Mapping[str, Any] = {
+    "step": 0,
+    "bad_run": 0,
+    "bad_total": 0,
+    "init_weight": 1.0,  # share of the random initialisation in the target
+    "best": {},
+    "inherited": [],  # participants that the weights of method.init_from saw
+}
+
+
+class NotFiniteError(RuntimeError):
+    """Too many updates in a row had a loss or a gradient that is not finite."""
+
+
+class Progress:
+    """Counters of a run on one process; all processes count the same."""
+
+    def __init__(self, runtime: Runtime, state: Mapping[str, Any] = NEW_RUN) -> None:
+        self.runtime = runtime
+        self.step: int = state["step"]  # updates made
+        self.best: dict[str, float] = dict(state["best"])  # name of a best checkpoint -> its score
+        self.inherited: list[str] = list(state["inherited"])
+        self._recent: list[
+            tuple[int, Tensor]
+        ] = []  # steps since the last check, and whether they were finite
+        self._bad_run, self._bad_total = (self._counter(state[name]) for name in ("bad_run", "bad_total"))
+        self._worst_run = self._counter(state["bad_run"])
+        self._moves = self._counter(0)  # updates since the last look that should have moved the target
+        weight = torch.tensor(state["init_weight"], dtype=torch.float64)
+        self._init_weight = runtime.to_device_replicated(weight)
+
+    def _counter(self, value: int) -> Tensor:
+        return self.runtime.to_device_replicated(torch.tensor(value))
+
+    def count(self, step: int, is_finite: Tensor, momentum: float) -> None:
+        """Update number `step` has been made, or skipped where its loss or gradient was not finite."""
+        kept = self.runtime.scalar(momentum)
+        self._bad_run = torch.where(is_finite, 0, self._bad_run + 1)
+        self._worst_run = torch.maximum(self._worst_run, self._bad_run)
+        self._bad_total = self._bad_total + (~is_finite).long()
+        self._moves = self._moves + (is_finite & (kept < 1)).long()
+        self._init_weight = self._init_weight * torch.where(is_finite, kept, 1.0)
+        self._recent.append((step, is_finite))
+        self.step = step + 1
+
+    @property
+    def init_weight(self) -> float:
+        """Share of the random initialisation that is left in the target: the product of momenta."""
+        return float(self._init_weight)
+
+    @property
+    def bad_total(self) -> int:
+        """Updates skipped so far."""
+        return int(self._bad_total)
+
+    def take_moves(self) -> int:
+        """Updates since the last call that should have moved the target."""
+        moves, self._moves = int(self._moves), self._counter(0)
+        return moves
+
+    def check_finite(self, cfg: Config, rows_of_step: Callable[[int], list[int]]) -> None:
+        """Name the updates skipped since the last call; NotFiniteError after max_bad_steps in a row."""
+        skipped = [f"step {step}: rows {rows_of_step(step)}" for step, ok in self._recent if not bool(ok)]
+        for text in skipped:
+            log.warning("update skipped, loss or gradient not finite: %s of the store", text)
+        worst_run = int(self._worst_run)
+        if worst_run >= cfg.train.max_bad_steps:
+            raise NotFiniteError(
+                f"loss or gradient not finite in {worst_run} updates in a row (train.max_bad_steps "
+                f"{cfg.train.max_bad_steps}); last: {'; '.join(skipped[-3:])}"
+            )
+
+    def forget_recent(self) -> None:
+        """Start a new window of steps for `check_finite`."""
+        self._recent, self._worst_run = [], self._counter(0)
+
+    def best_names(
+        self, measured: Mapping[str, float | None], skill_position: float | None, *, is_warm: bool
+    ) -> list[str]:
+        """Names under which this checkpoint is kept, because a measure is the best so far after warm-up.
+
+        best_probe: highest val/probe. Without labels best_rankme: highest val/rankme with init_weight < 0.1
+        and skill_position > 0. best_val_loss: lowest val/loss; for the record, not for choosing.
+        """
+        if not is_warm:
+            return []
+        scores: dict[str, float] = {}
+        probe, rank, loss = (measured[f"val/{name}"] for name in ("probe", "rankme", "loss"))
+        if probe is not None:
+            scores["best_probe"] = probe
+        elif self.init_weight < INIT_WEIGHT_LIMIT and (skill_position or 0.0) > 0 and rank is not None:
+            scores["best_rankme"] = rank
+        if loss is not None and math.isfinite(loss):
+            scores["best_val_loss"] = -loss
+        names = [name for name, score in scores.items() if name not in self.best or score >= self.best[name]]
+        self.best.update({name: scores[name] for name in names})
+        return names
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain values for the checkpoint."""
+        return {
+            "step": self.step,
+            "bad_run": int(self._bad_run),
+            "bad_total": int(self._bad_total),
+            "init_weight": self.init_weight,
+            "best": dict(self.best),
+            "inherited": list(self.inherited),
+        }

@@ -1,0 +1,49 @@
+"""What travels together through a run: its configuration, volumes, model, optimizer and engine.
+
+In: a checked configuration and the runtime. Out: a `Run`, built in the order that random numbers demand.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from data_setup.store.reader import PreparedStore
+from models.vjepa3d import VJEPA3D
+from pretraining.engine_kernels import choose_kernels
+from pretraining.rows import Rows, open_rows
+from pretraining.schedules import total_steps
+from pretraining.step import build_optimizer
+from utils.config.load import accumulation_steps
+from utils.config.schema import Config
+from utils.runtime.single import Runtime
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training run on this process."""
+
+    cfg: Config
+    store: PreparedStore
+    rows: Rows
+    model: VJEPA3D
+    optimizer: torch.optim.AdamW
+    runtime: Runtime
+
+    @property
+    def total_steps(self) -> int:
+        """The updates of the whole run."""
+        return total_steps(self.cfg, len(self.rows.train))
+
+
+def open_run(cfg: Config, runtime: Runtime) -> Run:
+    """A run at its random initialisation; raises UserError where store, rows and configuration disagree."""
+    accumulation_steps(cfg.train, runtime.num_devices)
+    store = PreparedStore.open(cfg.data.store, cfg.data.storage_options, cfg.data.cache_dir)
+    store.require_geometry(cfg.spatial)
+    rows = open_rows(cfg, store)
+    torch.manual_seed(cfg.seed)
+    model = VJEPA3D(cfg).to(runtime.device).train()
+    choose_kernels(model, cfg, runtime)
+    return Run(cfg, store, rows, model, build_optimizer(model, cfg), runtime)

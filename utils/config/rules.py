@@ -1,0 +1,138 @@
+"""The rules of a configuration that a type cannot say: bounds of single keys, and rules that join keys.
+
+In: a `Config` of the right types. Out: nothing, or a `ConfigError` that names the first key that is wrong.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+
+from utils.config.recipes import RECIPES, Recipe, recipe_of
+from utils.config.schema import Config, MethodConfig, leaves
+from utils.errors import ConfigError
+
+BLOCK_KEYS = ("context_ratio", "target_ratio", "mask_blocks")
+
+
+def check_rules(cfg: Config, where: str) -> None:
+    """Raise ConfigError for the first value out of bounds, or the first broken rule that joins keys."""
+    try:
+        _check_bounds(cfg)
+        _check_sections(cfg)
+        _check_recipe(cfg.method)
+        _check_masks(cfg.method, recipe_of(cfg.method))
+        _check_parts(cfg.method, recipe_of(cfg.method))
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from None
+
+
+def _require(condition: bool, key: str, expected: str, value: object) -> None:
+    if not condition:
+        raise ConfigError(f"{key}: expected {expected}, found {value}")
+
+
+def _check_bounds(cfg: Config) -> None:
+    for key, part, value in leaves(cfg):
+        numbers = value if isinstance(value, tuple) else (value,)
+        finite = all(math.isfinite(number) for number in numbers if isinstance(number, float))
+        _require(finite, key, "finite numbers", value)
+        bound = part.metadata.get("bound")
+        if bound is not None:
+            inside = all(bound.holds(number) for number in numbers if number is not None)
+            _require(inside, key, bound.text, value)
+
+
+def _check_sections(cfg: Config) -> None:
+    """The rules of every section but `method`."""
+    spatial, optim = cfg.spatial, cfg.optim
+    for image, patch in zip(spatial.image_size, spatial.patch_size, strict=True):
+        _require(
+            patch > 0 and image > 0 and image % patch == 0,
+            "spatial.image_size",
+            f"positive multiples of spatial.patch_size {list(spatial.patch_size)}",
+            list(spatial.image_size),
+        )
+    low, high = cfg.augment.scale_range
+    _require(0 < low <= high, "augment.scale_range", "0 < low <= high", cfg.augment.scale_range)
+    is_local = "://" not in cfg.run.dir
+    _require(is_local, "run.dir", "a local folder (checkpoints may be in a bucket)", cfg.run.dir)
+    devices = cfg.data.device_filter
+    _require(
+        cfg.data.list_strategy == "multi_domain" or len(devices or []) == 1,
+        "data.device_filter",
+        "exactly one device with data.list_strategy single_domain",
+        devices,
+    )
+    drop_last = cfg.data.drop_last
+    _require(drop_last, "data.drop_last", "true (batches have one size; a batch may span epochs)", drop_last)
+    share = optim.warmup_ratio + optim.cooldown_ratio
+    _require(share <= 1, "optim.cooldown_ratio", "warmup_ratio + cooldown_ratio <= 1", share)
+    has_end = cfg.train.epochs is not None or cfg.train.max_steps is not None
+    _require(has_end, "train.epochs", "epochs or max_steps", None)
+
+
+def _check_recipe(method: MethodConfig) -> None:
+    near = difflib.get_close_matches(method.recipe, RECIPES, n=1)
+    hint = f" (did you mean {near[0]}?)" if near else ""
+    known = method.recipe in RECIPES
+    _require(known, "method.recipe", f"one of {', '.join(RECIPES)}", f"{method.recipe}{hint}")
+    _require(
+        (method.regulariser_weight > 0) == (method.regulariser != "none"),
+        "method.regulariser_weight",
+        "above 0 exactly when method.regulariser is not none",
+        f"{method.regulariser_weight} with {method.regulariser}",
+    )
+    width = method.predictor_width
+    is_whole = width >= 32 and width % 32 == 0
+    _require(is_whole, "method.predictor_width", "a multiple of 32, the width of an attention head", width)
+
+
+def _check_masks(method: MethodConfig, recipe: Recipe) -> None:
+    """Each way of drawing targets needs its own keys, and none of the other way's."""
+    name = method.recipe
+    is_uniform = "blocks" not in recipe.masks or ("uniform" in recipe.masks and method.mask_ratio is not None)
+    needed: tuple[str, ...] = ("mask_ratio",) if is_uniform else BLOCK_KEYS
+    if is_uniform and "blocks" in recipe.masks:
+        for key in BLOCK_KEYS:
+            value = getattr(method, key)
+            _require(value is None, f"method.{key}", f"null with recipe {name} and mask_ratio", value)
+    if recipe.ema == "cosine":
+        needed = (*needed, "ema_base")
+    for key in needed:
+        value = getattr(method, key)
+        kind = "at least one family" if key == "mask_blocks" else "a number"
+        _require(value not in (None, []), f"method.{key}", f"{kind} with recipe {name}", value)
+    if not is_uniform:
+        ratio = method.mask_ratio
+        _require(ratio is None, "method.mask_ratio", f"null with recipe {name}", ratio)
+        total = (method.context_ratio or 0) + (method.target_ratio or 0)
+        _require(total <= 1, "method.context_ratio", "context_ratio + target_ratio <= 1", round(total, 6))
+    for number, family in enumerate(method.mask_blocks or []):
+        key, (low, high) = f"method.mask_blocks[{number}]", family.aspect
+        _require(0 < family.scale <= 1, f"{key}.scale", "a number in (0, 1]", family.scale)
+        _require(0 < low <= high < math.inf, f"{key}.aspect", "0 < low <= high", family.aspect)
+        room = 1 - (method.context_ratio or 0)
+        text = f"at most 1 - context_ratio = {room:g}"
+        _require(family.scale <= room, f"{key}.scale", text, family.scale)
+
+
+def _check_parts(method: MethodConfig, recipe: Recipe) -> None:
+    """What a configuration takes from another recipe."""
+    of_pixels = " or ".join(name for name, row in RECIPES.items() if row.target == "pixels")
+    _require(
+        (method.mae_target is not None) == (recipe.target == "pixels"),
+        "method.mae_target",
+        f"normalised or plain with recipe {of_pixels}, null with the others",
+        f"{method.mae_target} with {method.recipe}",
+    )
+    for name in ("context", "predictor", "loss"):
+        value = getattr(method, name)
+        is_fitting = value is None or recipe.takes_parts
+        _require(is_fitting, f"method.{name}", f"null with recipe {method.recipe}", value)
+    _require(
+        recipe.predictor != "mlp" or recipe.context == "dense",
+        "method.context",
+        "dense with method.predictor=mlp, which reads target positions",
+        method.context,
+    )

@@ -1,0 +1,13 @@
+"""Which of many items to look at, the same choice everywhere."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def evenly_spaced(count: int, limit: int) -> Tensor:
+    """int64 indices of at most `limit` of `count` items, first and last among them; all where `limit`
+    allows.
+    """
+    return torch.linspace(0, count - 1, min(limit, count)).round().long()

@@ -43,8 +43,8 @@ def upstream(blocks: int, scale: float) -> Scheme:
         while len(masks) < batch:
             visible = np.ones(GRID, dtype=bool)
             for _ in range(blocks):
-                top, left = rng.randint(size_h - h + 1), rng.randint(size_w - w + 1)
-                visible[:, top : top + h, left : left + w] = False
+                first_h, first_w = rng.randint(size_h - h + 1), rng.randint(size_w - w + 1)
+                visible[:, first_h : first_h + h, first_w : first_w + w] = False
             if visible.any():
                 masks.append((np.flatnonzero(visible), np.flatnonzero(~visible)))
         keep, keep_target = (min(len(pair[side]) for pair in masks) for side in (0, 1))

@@ -89,9 +89,9 @@ def centre_by_protocol(features: np.ndarray, protocols: np.ndarray, training: np
     """Subtract each protocol's mean over the training volumes (scans of macula and disc differ)."""
     centred = features.astype(np.float64)
     for protocol in np.unique(protocols):
-        mine = protocols == protocol
-        reference = mine & training if (mine & training).any() else training
-        centred[mine] -= features[reference].mean(axis=0)
+        of_protocol = protocols == protocol
+        reference = of_protocol & training if (of_protocol & training).any() else training
+        centred[of_protocol] -= features[reference].mean(axis=0)
     return centred
 
 

@@ -119,3 +119,8 @@ def view(batch: dict[str, Tensor], number: int) -> Tensor:
     """
     common = (batch["volume"], batch["matrix"], batch["valid_box"], batch["mean"], batch["std"])
     return normalise(*common, batch["intensity"][:, number], batch["noise_seed"][:, number])
+
+
+def plain_view(batch: dict[str, Tensor]) -> Tensor:
+    """The normalised volume [B, 1, D, H, W] without augmentation."""
+    return normalise(batch["volume"], batch["matrix"], batch["valid_box"], batch["mean"], batch["std"])

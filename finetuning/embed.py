@@ -1,8 +1,8 @@
-"""A frozen encoder out of a checkpoint, and features of prepared volumes: the encoder's and the baselines'.
+"""A frozen encoder from a checkpoint, and features of prepared volumes: the encoder's and the baselines'.
 
 In: a configuration, a checkpoint of pretraining.train, rows of the prepared store. Out: an encoder in
-evaluation mode; float32 `[n, F]` features, one row per volume. Everything passes through the one
-normalisation and, for encoders, the one pooling (models.probes.pooling) that pre-training uses too.
+evaluation mode; float32 `[n, F]` features, one row per volume. Normalisation and pooling
+(models.probes.features) are those of pre-training.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 from data_setup.loader import evaluation_batches
-from data_setup.normalisation import normalise
+from data_setup.normalisation import plain_view
 from data_setup.store.reader import PreparedStore
 from data_setup.valid_field import voxel_valid
-from models.probes.pooling import embed
+from models.probes.features import embed
 from models.vjepa3d import build_encoder
 from utils.checkpoint import CheckpointError
 from utils.config.load import config_of_yaml, flatten
@@ -34,8 +34,8 @@ def check_fit(cfg: Config, store: PreparedStore, state: dict[str, Any], url: str
     seen, wanted = dict(flatten(config_of_yaml(state["config"], url))), dict(flatten(cfg))
     for key in keys_with("identity"):
         if seen[key] != wanted[key]:
-            expected, found = (list(v) if isinstance(v, tuple) else v for v in (wanted[key], seen[key]))
-            raise UserError(f"{url}: {key}: expected {expected} of the configuration, found {found}")
+            expected, value = (list(v) if isinstance(v, tuple) else v for v in (wanted[key], seen[key]))
+            raise UserError(f"{url}: {key}: expected {expected} of the configuration, found {value}")
     if state["normalisation"] != store.attrs["normalisation"]:
         raise UserError(
             f"{url}: normalisation: expected {store.attrs['normalisation']} of {store.url}, "
@@ -60,7 +60,7 @@ def pretrained_encoder(cfg: Config, state: dict[str, Any], url: str) -> nn.Modul
 
 
 def random_encoder(cfg: Config, seed: int) -> nn.Module:
-    """A randomly initialised encoder; cfg.seed gives the one that pre-training began with."""
+    """A randomly initialised encoder; cfg.seed gives the one that pre-training starts from."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return build_encoder(cfg).eval().requires_grad_(False)
@@ -72,17 +72,17 @@ def embed_rows(
     """Mean and standard deviation over valid tokens, float32 [n, 2E], in the order of `rows`."""
     encoder.to(runtime.device)
     batches = (runtime.to_device(b) for b in evaluation_batches(cfg, store, rows, cfg.eval.batch_size))
-    return embed(encoder, ((_view(b), b["context_valid"]) for b in batches), runtime)
+    return embed(encoder, ((plain_view(b), b["context_valid"]) for b in batches), runtime)
 
 
 def raw_features(
     cfg: Config, store: PreparedStore, rows: np.ndarray, runtime: Runtime
 ) -> tuple[np.ndarray, np.ndarray]:
-    """What needs no encoder: averaged normalised voxels [n, V], mean A-scan over valid voxels [n, H]."""
+    """Baselines without an encoder: averaged voxels [n, V], mean A-scan over valid voxels [n, H]."""
     size = tuple(min(a, b) for a, b in zip(cfg.spatial.image_size, BASELINE_VOXELS, strict=True))
     voxels, profiles = [], []
     for batch in map(runtime.to_device, evaluation_batches(cfg, store, rows, cfg.eval.batch_size)):
-        view = _view(batch)
+        view = plain_view(batch)
         inside = voxel_valid(batch["matrix"], batch["valid_box"], cfg.spatial.image_size)
         voxels.append(F.adaptive_avg_pool3d(view, size).flatten(1).cpu())
         count_BH = inside.sum(dim=(1, 3)).clamp(min=1)
@@ -91,12 +91,7 @@ def raw_features(
 
 
 def device_features(store: PreparedStore, rows: np.ndarray, known_rows: np.ndarray) -> np.ndarray:
-    """One-hot device of every row [n, devices]; a device that `known_rows` lack is all zeros."""
+    """One-hot device of every row [n, devices]; a device that is not among `known_rows` is all zeros."""
     device = store.index["device"].fillna("unknown")
     known = sorted(set(device.loc[known_rows]))
     return (device.loc[rows].to_numpy()[:, None] == np.array(known)[None]).astype(np.float32)
-
-
-def _view(batch: dict[str, Tensor]) -> Tensor:
-    """The volume [B, 1, D, H, W] without augmentation."""
-    return normalise(batch["volume"], batch["matrix"], batch["valid_box"], batch["mean"], batch["std"])

@@ -2,12 +2,12 @@
 
 In: a checkpoint of pretraining.train (default: best_probe.pt of the run), the prepared store, a label per
 participant. Out: `${run.dir}/probe.json` and a printed table: the pre-trained encoder (EMA target), random
-initialisation (the seed that is best on validation) and three baselines without an encoder, all under the
-protocol of models.probes.participants: fitted on split train, C chosen on split val, scored on the
-participants of `eval.split`; the paired difference pre-trained - random initialisation, its
-participant-bootstrap interval, and the sentence that it allows.
+initialisation (the seed that is best on validation) and three baselines without an encoder; then the paired
+difference pre-trained - random initialisation, its participant-bootstrap interval, and the sentence that it
+allows. All follow the protocol of models.probes.participants: fitted on split train, C chosen on split val,
+scored on the participants of `eval.split`.
 
-Participants that pre-training saw are not evaluated, unless eval.allow_overlap=true; the table then says so.
+Participants that pre-training saw are an error, unless eval.allow_overlap=true; the table then says so.
 """
 
 from __future__ import annotations
@@ -32,18 +32,14 @@ from finetuning.embed import (
     random_encoder,
     raw_features,
 )
-from models.probes.participants import (
-    Fold,
-    Prediction,
-    balanced_accuracy,
+from models.probes.intervals import (
     balanced_accuracy_draws,
     interval95,
-    logistic_probe,
-    macro_auroc,
     paired_difference,
     participant_draws,
     verdict,
 )
+from models.probes.participants import Fold, Prediction, balanced_accuracy, logistic_probe, macro_auroc
 from utils import storage
 from utils.checkpoint import load_checkpoint
 from utils.cli import parse_cli, run_cli
@@ -55,7 +51,7 @@ from utils.runtime.open import open_runtime
 from utils.runtime.single import Runtime
 
 FORMAT_VERSION = 1
-MIN_PARTICIPANTS = 2  # in each fold, and classes in the training and the evaluated fold
+MIN_PARTICIPANTS = 2  # in each fold
 MAX_COMPONENTS = 256  # of the raw-voxel PCA
 FEW_PER_CLASS = 5  # evaluated participants; below, the table says that its intervals are too narrow
 log = logging.getLogger(__name__)
@@ -80,7 +76,7 @@ class Cohort:
 
 
 def find_checkpoint(cfg: Config) -> str:
-    """model.checkpoint, else best_probe.pt of this run; UserError names what was looked for."""
+    """model.checkpoint, else best_probe.pt of this run; UserError names the missing file."""
     if cfg.model.checkpoint is not None:
         return cfg.model.checkpoint
     if cfg.train.ckpt_dir is None:
@@ -95,7 +91,7 @@ def find_checkpoint(cfg: Config) -> str:
 
 
 def read_cohort(cfg: Config, store: PreparedStore) -> Cohort:
-    """Kept, labelled rows of the folds; UserError where a fold is too small to say anything."""
+    """Kept, labelled rows of the folds; UserError if a fold is too small for a probe."""
     labels = load_labels(cfg)
     index = store.index.loc[store.kept]
     index = index[index["listed"] & index["person_id"].isin(list(labels))]
@@ -104,12 +100,12 @@ def read_cohort(cfg: Config, store: PreparedStore) -> Cohort:
     parts = []
     for number, split in enumerate(("train", "val", cfg.eval.split)):
         rows = index[index["split"] == split]
-        people = sorted(set(rows["person_id"]))
-        found = {labels[p] for p in people}
-        if len(people) < MIN_PARTICIPANTS or (split != "val" and len(found) < 2):
+        people = set(rows["person_id"])
+        num_classes = len({labels[p] for p in people})
+        if len(people) < MIN_PARTICIPANTS or (split != "val" and num_classes < 2):
             raise UserError(
                 f"{store.url}: split {split}: expected {MIN_PARTICIPANTS} participants or more, of two "
-                f"{cfg.task.label_column} classes, found {len(people)} of {len(found)}: no probe is possible"
+                f"{cfg.task.label_column} classes, found {len(people)} of {num_classes}: no probe is possible"
             )
         parts.append((rows.index.to_numpy(), np.full(len(rows), number), rows["person_id"].to_numpy(str)))
     rows, fold, person = (np.concatenate(columns) for columns in zip(*parts, strict=True))
@@ -137,7 +133,7 @@ def count_overlap(cfg: Config, cohort: Cohort, state: dict[str, Any], url: str) 
 
 
 def fingerprint(cfg: Config, store: PreparedStore, cohort: Cohort, checksum: str) -> str:
-    """Names all that probe.json depends on: checkpoint, keys of the protocol, volumes, labels, folds."""
+    """A hash of all that probe.json depends on: checkpoint, keys of the protocol, volumes, labels, folds."""
     keys = ("spatial.", "model.size", "method.recipe", "task.", "probe.", "eval.", "seed", "train.use_bf16")
     used = {k: v for k, v in flatten(cfg) if k.startswith(keys)}
     volumes = store.index.loc[cohort.rows, "checksum"].tolist()
@@ -161,7 +157,7 @@ def table_row(name: str, label: str, size: int, prediction: Prediction, draws: n
 
 
 def evaluate(cfg: Config, runtime: Runtime) -> dict[str, Any]:
-    """What probe.json holds; reused when the file answers the same question about the same checkpoint."""
+    """The content of probe.json; an existing file of the same checkpoint and configuration is reused."""
     url = find_checkpoint(cfg)
     state = load_checkpoint(url, cfg.data.storage_options)
     store = PreparedStore.open(cfg.data.store, cfg.data.storage_options, cfg.data.cache_dir)
@@ -238,23 +234,23 @@ def evaluate(cfg: Config, runtime: Runtime) -> dict[str, Any]:
 
 def cautions(cfg: Config, cohort: Cohort, overlap: int) -> list[str]:
     """What weakens the verdict; shown wherever the verdict is."""
-    told = []
+    lines = []
     if overlap:
-        told.append(
+        lines.append(
             f"OVERLAP: pre-training saw {overlap} of the evaluated participants (eval.allow_overlap=true)."
         )
     if cfg.eval.split == "val":
-        told.append(
+        lines.append(
             "C was chosen on the evaluated participants (eval.split=val): the numbers are optimistic."
         )
     evaluated = set(zip(cohort.person[cohort.fold == 2], cohort.label[cohort.fold == 2], strict=True))
     smallest = min(sum(label == number for _, label in evaluated) for number in range(len(cohort.classes)))
     if smallest < FEW_PER_CLASS:
-        told.append(
+        lines.append(
             f"The smallest class has {smallest} evaluated participants: intervals of so few are too "
             "narrow, and nothing should be concluded from them."
         )
-    return told
+    return lines
 
 
 def notes(cfg: Config, seeds: Sequence[int], arms: Sequence[Prediction]) -> list[str]:

@@ -15,7 +15,7 @@ from typing import Any
 
 from data_setup.store.reader import PreparedStore
 from models.vjepa3d import VJEPA3D
-from models.weights.cli import start_from
+from models.weights.load import start_from
 from pretraining.gauges.monitor import Gauges
 from pretraining.progress import NEW_RUN, Progress
 from pretraining.rows import Rows

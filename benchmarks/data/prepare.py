@@ -96,20 +96,20 @@ def peak_memory(path: Path, cfg: Config, tiny: Path) -> int:
 
 
 def peak_over_raw(work: Path, shapes: dict[str, Shape], cfg: Config) -> dict[str, float]:
-    """syntax_protocol -> peak memory over the bytes of the raw volume, each in a process of its own."""
+    """syntax_protocol -> peak memory over the bytes of the raw volume, each in a new process."""
     # 1 MB of raw voxels
     tiny = dicom_files(work, {"maestro2_3d_macula_oct_oct": (16, 256, 256)})
-    found = {}
+    ratios = {}
     for syntax, by_name in dicom_files(work, shapes).items():
         for name, path in by_name.items():
             grid = [*map(str, cfg.spatial.image_size), *map(str, cfg.spatial.target_spacing)]
             (warm,) = tiny[syntax].values()
-            told = subprocess.run(
+            process = subprocess.run(
                 [sys.executable, "-m", "benchmarks.data.prepare", str(path), str(warm), *grid],
                 capture_output=True, text=True, check=True,
             )  # fmt: skip
-            found[f"{syntax}_{name}"] = int(told.stdout) / float(np.prod(shapes[name]))
-    return found
+            ratios[f"{syntax}_{name}"] = int(process.stdout) / float(np.prod(shapes[name]))
+    return ratios
 
 
 def run(work: Path, shapes: dict[str, Shape], repeats: int, volumes: int) -> dict[str, Any]:

@@ -1,8 +1,8 @@
 """The arms of benchmarks.evidence: what is compared, as changes to configs/smoke_test.yaml.
 
-In: an arm, a seed, a number of steps and where the evidence lives. Out: its configuration, the same that
-`python -m pretraining.train` reads. An ablation changes one thing of the reference arm, or of another that it
-names.
+In: an arm, a seed, a number of steps and the evidence folder. Out: its configuration, the same that
+`python -m pretraining.train` reads. An ablation changes one thing of the reference arm, or of another named
+arm.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ BASE = (
     "data.workers=0",
     "wandb.mode=disabled",
 )
-# what the Methods text says, but for the patch, which all arms share
+# as in the Methods text, except the patch, which all arms share
 METHODS = (
     "method.recipe=methods",
     "method.mask_ratio=0.6",
@@ -58,16 +58,16 @@ DENSE = ("method.context=dense",)
 
 @dataclass(frozen=True)
 class Arm:
-    """One thing to train, or (not `is_trained`) an encoder as it is initialised."""
+    """A configuration to train, or (not `is_trained`) a randomly initialised encoder."""
 
     name: str
     label: str
     factor: str  # "recipe", or what an ablation changes
     changes: tuple[str, ...] = ()
-    ema_half_life: float | None = None  # share of the run; None: what the recipe and the changes say
+    ema_half_life: float | None = None  # share of the run; None: as in the recipe and the changes
     compared_with: str = REFERENCE  # an ablation: the arm that it changes one thing of
     is_trained: bool = True
-    steps: int | None = None  # always so many; None: what the budget gives
+    steps: int | None = None  # fixed; None: as many as fit the budget
 
 
 def _weight(kind: str, weight: float) -> tuple[str, ...]:

@@ -1,8 +1,8 @@
 """Calibration of benchmarks.evidence: seconds per step of every arm, for the same wall-clock in all.
 
-In: the stores of `evidence data`. Out: calibration.json. A step of every arm is timed, interleaved, on as
-many pinned cores as runs will share the machine. Steps per arm = budget / seconds per step: fixed in advance,
-because schedules need the total, so that results do not depend on what else the machine does.
+In: the stores of `evidence data`. Out: calibration.json. Steps of all arms are timed in turn, on as many
+pinned cores as runs will share the machine. Steps per arm = budget / seconds per step. They are fixed in
+advance because schedules need the total; so results do not depend on what else the machine does.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ ROUNDS, WARM_UP_ROUNDS = 9, 2
 def calibrate(root: Path, jobs: int, extra: Sequence[str]) -> dict[str, Any]:
     """Seconds per step of every arm, written to calibration.json.
 
-    Arms that the file already has keep their time. Those that are new are timed beside the reference, and
-    their times scaled to the file's reference, so that all rest on one speed of the machine. Raises UserError
-    for a file of another machine, number of jobs or configuration.
+    Arms that the file already has keep their time. New arms are timed beside the reference and scaled to the
+    file's time of the reference, so that all times mean one speed of the machine. Raises UserError for a file
+    of another machine, number of jobs or configuration.
     """
     path = root / "calibration.json"
     conditions = {
@@ -48,26 +48,26 @@ def calibrate(root: Path, jobs: int, extra: Sequence[str]) -> dict[str, Any]:
         "rounds": ROUNDS - WARM_UP_ROUNDS,
         "extra": list(extra),
     }
-    found = json.loads(path.read_text()) if path.exists() else {**conditions, "seconds_per_step": {}}
+    earlier = json.loads(path.read_text()) if path.exists() else {**conditions, "seconds_per_step": {}}
     for key, value in conditions.items():
-        if found.get(key) != value:
+        if earlier.get(key) != value:
             raise UserError(
-                f"{path}: {key}: expected {value} as now, found {found.get(key)}; "
+                f"{path}: {key}: expected {value} as now, found {earlier.get(key)}; "
                 "remove the file to time all again"
             )
-    known = found["seconds_per_step"]
+    known = earlier["seconds_per_step"]
     new = [arm.name for arm in (*MAIN, *ABLATIONS) if arm.name not in known]
     if known and new:
         new.insert(0, REFERENCE)
     times = _time_on_cores(root, jobs, extra, new) if new else []
     medians = {name: median(s for one in times for s in one[name]) for name in new}
     scale = known[REFERENCE] / medians[REFERENCE] if known and new else 1.0
-    told = {
+    calibration = {
         **conditions,
         "seconds_per_step": {name: round(scale * s, 5) for name, s in medians.items()} | known,
     }
-    path.write_text(json.dumps(told, indent=1) + "\n")
-    return told
+    path.write_text(json.dumps(calibration, indent=1) + "\n")
+    return calibration
 
 
 def _time_on_cores(
@@ -84,9 +84,7 @@ def _time_on_cores(
 def time_steps(
     root: Path, core: int, extra: tuple[str, ...], names: tuple[str, ...]
 ) -> dict[str, list[float]]:
-    """Seconds of single steps, loading included: one step of each named arm in turn; arms of one cost
-    share.
-    """
+    """Seconds of single steps with loading: one step of each named arm in turn; arms of equal cost share."""
     pin(core)
     torch.set_num_threads(1)
     runtime = Runtime(torch.device("cpu"), use_bf16=False)

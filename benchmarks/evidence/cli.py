@@ -1,12 +1,12 @@
 """Evidence: recipes, random initialisation and ablations under one probe protocol, on phantom cohorts.
 
-    python -m benchmarks.evidence data                    cohorts, stores and truth, once
+    python -m benchmarks.evidence data [--real-eyes DIR]  cohorts, stores and truth, once
     python -m benchmarks.evidence calibrate               seconds per step of every arm, on a quiet machine
     python -m benchmarks.evidence run --budget 300 --minutes 60
     python -m benchmarks.evidence confirm                 the same runs, scored on people that chose nothing
     python -m benchmarks.evidence table                   docs/evidence/results.md, and table.json of the runs
 
-In: nothing but --root, where all of it lives. Out: the table. Everything resumes; Ctrl-C is safe.
+Everything lives below --root. Every command resumes, and Ctrl-C is safe.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def score_one(root: Path, name: str, seed: int, people: Path) -> None:
 
 
 def run(root: Path, args: argparse.Namespace) -> None:
-    """Train and score what is not done yet."""
+    """Train and score all runs that are not done yet."""
     if args.steps is None:
         budget, steps = args.budget, steps_of_budget(root, args.budget)
     else:
@@ -86,7 +86,7 @@ def run(root: Path, args: argparse.Namespace) -> None:
 
 
 def confirm(root: Path, args: argparse.Namespace) -> None:
-    """Score every run again, on people that neither trained nor chose."""
+    """Score every run again, on people that had no part in training or in choosing."""
     plan = Plan.load(root)
     people = root / f"{PEOPLE}{args.people_seed}_{args.count}"
     queue, waiting = Queue(plan, args.jobs), confirmation_jobs(plan, people)
@@ -96,7 +96,7 @@ def confirm(root: Path, args: argparse.Namespace) -> None:
 
 
 def refuse_mistakes(args: argparse.Namespace) -> None:
-    """Raise UserError for the first value that cannot be meant."""
+    """Raise UserError for the first argument that makes no sense."""
     given = vars(args)
     least_of = {"jobs": 1, "seeds": 1, "steps": 2, "pretraining": 1, "evaluation": 1, "count": 1}
     for name, least in least_of.items():
@@ -114,6 +114,12 @@ def refuse_mistakes(args: argparse.Namespace) -> None:
     names = [arm.name for arm in (*MAIN, *ABLATIONS)]
     if given.get("only") is not None and (unknown := set(args.only.split(",")) - set(names)):
         raise UserError(f"--only: expected some of {', '.join(names)}, found {', '.join(sorted(unknown))}")
+    eyes = given.get("real_eyes")
+    if eyes is not None and not (eyes / "retinal_oct" / "manifest.tsv").is_file():
+        raise UserError(
+            "--real-eyes: expected an AI-READI folder (participants.tsv, retinal_oct/manifest.tsv and the "
+            f"DICOM files that it names), found no retinal_oct/manifest.tsv in {eyes}"
+        )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -124,36 +130,39 @@ def main(argv: Sequence[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     commands = parser.add_subparsers(dest="command", required=True)
-    verbs = ("data", "calibrate", "run", "score", "confirm", "table")
-    told = {name: commands.add_parser(name) for name in verbs}
-    for name, command in told.items():
+    names = ("data", "calibrate", "run", "score", "confirm", "table")
+    verbs = {name: commands.add_parser(name) for name in names}
+    for name, command in verbs.items():
         command.add_argument("--root", type=Path, default=Path("runs/evidence"), help="where all of it lives")
         if name in ("calibrate", "run", "confirm"):
             command.add_argument("--jobs", type=int, default=2, help="runs at a time, each on its own core")
         if name in ("data", "calibrate", "run"):
             command.add_argument("--change", action="append", default=[], metavar="section.key=value")
-    told["data"].add_argument("--pretraining", type=int, default=240, help="participants to train on")
-    told["data"].add_argument("--evaluation", type=int, default=200, help="other participants to score on")
-    told["run"].add_argument(
+    verbs["data"].add_argument("--pretraining", type=int, default=240, help="participants to train on")
+    verbs["data"].add_argument("--evaluation", type=int, default=200, help="other participants to score on")
+    verbs["data"].add_argument("--real-eyes", type=Path, metavar="DIR", help="AI-READI folder of real scans")
+    verbs["run"].add_argument(
         "--budget", type=float, default=300.0, help="seconds of training per arm and seed"
     )
-    told["run"].add_argument("--steps", type=int, help="the same steps for every arm instead of a budget")
-    told["run"].add_argument("--seeds", type=int, default=3)
-    told["run"].add_argument("--minutes", type=float, default=60.0, help="of wall-clock for the ablations")
-    told["run"].add_argument("--only", metavar="ARM,ARM", help="these recipes and ablations alone")
-    told["score"].add_argument("--arm", required=True)
-    told["score"].add_argument("--seed", type=int, required=True)
-    told["score"].add_argument("--people", type=Path, help="folder of `confirm`; without it, those of `data`")
-    told["confirm"].add_argument("--count", type=int, default=200, help="people to score on")
-    told["confirm"].add_argument("--people-seed", type=int, default=1003, help="of the phantom")
-    told["table"].add_argument("--out", type=Path, default=RESULTS)
+    verbs["run"].add_argument("--steps", type=int, help="the same steps for every arm instead of a budget")
+    verbs["run"].add_argument("--seeds", type=int, default=3)
+    verbs["run"].add_argument("--minutes", type=float, default=60.0, help="of wall-clock for the ablations")
+    verbs["run"].add_argument("--only", metavar="ARM,ARM", help="these recipes and ablations alone")
+    verbs["score"].add_argument("--arm", required=True)
+    verbs["score"].add_argument("--seed", type=int, required=True)
+    verbs["score"].add_argument(
+        "--people", type=Path, help="folder of `confirm`; without it, those of `data`"
+    )
+    verbs["confirm"].add_argument("--count", type=int, default=200, help="people to score on")
+    verbs["confirm"].add_argument("--people-seed", type=int, default=1003, help="of the phantom")
+    verbs["table"].add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args(argv)
     refuse_mistakes(args)
     root = args.root.resolve()
     if args.command == "data":
         root.mkdir(parents=True, exist_ok=True)
         cfg = arm_config(arm_by_name(REFERENCE), 0, 1, root, args.change)
-        make_data(root, cfg, CONFIG, args.change, (args.pretraining, args.evaluation))
+        make_data(root, cfg, CONFIG, args.change, (args.pretraining, args.evaluation), args.real_eyes)
     elif args.command == "calibrate":
         print(json.dumps(calibrate(root, args.jobs, args.change), indent=1))
     elif args.command in ("run", "confirm"):

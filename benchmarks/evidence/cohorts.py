@@ -1,11 +1,17 @@
-"""What benchmarks.evidence trains and scores on: two phantom cohorts, their stores, and the truth per token.
+"""The data of benchmarks.evidence: two phantom cohorts, their stores, and the truth per token.
 
-In: a folder and two numbers of participants. Out, below the folder: `pretraining` and `evaluation` (phantom
-trees of different seeds, so different people, whatever their ids), `*_store`, `real_store` where the real
-eyes are, and `truth.npz`: layer thickness of every evaluated volume, layer occupancy of sampled tokens.
-`people_SEED_COUNT` below it: other people to confirm on, with `evaluation`, its store and truth of their own.
+In: a folder and two numbers of participants. Out, below the folder:
+  pretraining, evaluation    phantom trees of different seeds, so of different people, whatever their ids
+  *_store                    their prepared stores
+  truth.npz                  layer thickness of every evaluated volume, layer occupancy of sampled tokens
+  people_SEED_COUNT          other people to confirm on: `evaluation`, its store and its truth
+  real_store                 only with --real-eyes DIR, for the column "real eyes" of the tables:
+                             RankMe of real scans without labels
 
-Layer occupancy is the share of each layer in a token, of the *stored* volume: each layer's share of every
+DIR is laid out as AI-READI is: `participants.tsv`, `retinal_oct/manifest.tsv` and the DICOM files that the
+manifest names.
+
+Layer occupancy is the share of each layer in a token of the *stored* volume: each layer's share of every
 acquired voxel goes through the resampling that made the store.
 """
 
@@ -32,7 +38,6 @@ from utils.config.schema import Config, SpatialConfig
 
 PRETRAINING_SEED, EVALUATION_SEED = 1001, 1002
 PEOPLE = "people_"  # + seed, count: a folder of people to confirm on
-REAL_EYES = Path(__file__).resolve().parents[3] / "shared" / "data" / "real_oct"
 TOKENS_PER_VOLUME = 96
 FOLDS = 5
 
@@ -53,20 +58,28 @@ class Truth:
     fold: np.ndarray  # which fold evaluates the row's participant [n]
 
 
-def make_data(root: Path, cfg: Config, base: Path, extra: Sequence[str], people: tuple[int, int]) -> None:
+def make_data(
+    root: Path,
+    cfg: Config,
+    base: Path,
+    extra: Sequence[str],
+    people: tuple[int, int],
+    real_eyes: Path | None = None,
+) -> None:
     """Write what is missing below `root`: trees, stores (geometry of `cfg`), truth.npz."""
     make_phantom(root / "pretraining", people[0], PRETRAINING_SEED)
     everyone = pd.read_csv(root / "pretraining" / "participants.tsv", sep="\t", dtype=str)
-    everyone["recommended_split"] = "train"  # evaluation has people of its own
+    everyone["recommended_split"] = "train"  # other people are evaluated
     everyone.to_csv(root / "pretraining_participants.tsv", sep="\t", index=False)
     make_store(root, "pretraining", root / "pretraining_participants.tsv", base, extra)
     make_people(root, cfg, base, extra, people[1], EVALUATION_SEED)
-    if REAL_EYES.is_dir():
-        _prepare(base, [f"data.gcs_root={REAL_EYES}", f"data.store={root / 'real_store'}", *extra])
+    if real_eyes is not None:
+        places = [f"data.gcs_root={real_eyes.resolve()}", f"data.store={root / 'real_store'}"]
+        _prepare(base, [*places, *extra])
 
 
 def make_people(folder: Path, cfg: Config, base: Path, extra: Sequence[str], count: int, seed: int) -> None:
-    """Write what is missing of an evaluation cohort: tree, store (geometry of `cfg`), truth.npz."""
+    """Write the missing parts of an evaluation cohort: tree, store (geometry of `cfg`), truth.npz."""
     make_phantom(folder / "evaluation", count, seed)
     make_store(folder, "evaluation", folder / "evaluation" / "participants.tsv", base, extra)
     if not (folder / "truth.npz").exists():
@@ -74,13 +87,13 @@ def make_people(folder: Path, cfg: Config, base: Path, extra: Sequence[str], cou
 
 
 def make_phantom(tree: Path, count: int, seed: int) -> None:
-    """A phantom tree, where there is none."""
+    """Write a phantom tree if there is none."""
     if not (tree / "synthetic.json").exists():
         phantom.main(["--out", str(tree), "--participants", str(count), "--seed", str(seed)])
 
 
 def make_store(folder: Path, name: str, table: Path, base: Path, extra: Sequence[str]) -> None:
-    """`NAME_store` of the tree `NAME` with the participants of a table."""
+    """Prepare `NAME_store` from the tree `NAME` with the participants of a table."""
     places = [f"data.gcs_root={folder / name}", f"data.store={folder / f'{name}_store'}"]
     _prepare(base, [*places, f"data.participants_path={table}", *extra])
 

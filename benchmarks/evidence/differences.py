@@ -1,9 +1,9 @@
 """The numbers of docs/evidence/results.md from the scores of benchmarks.evidence; all are read from the runs.
 
-In: the folder of runs. Out: scores with bootstrap intervals, paired differences against random
-initialisation, the control and the reference arm. An arm's score is the mean over its seeds, random
-initialisation's too. Every resample draws participants and seeds, the same for all arms: seed i of two arms
-begins with the same weights, so they are paired. Two arms that differ by their seeds alone are no claim then.
+In: the folder of runs. Out: a `Table` of scores with bootstrap intervals and of paired differences. The score
+of an arm, random initialisation included, is the mean over its seeds. Every resample draws participants and
+seeds, the same for all arms: seed i of two arms starts from the same weights, so seeds are paired, and two
+arms that differ only by their seeds give no claim.
 """
 
 from __future__ import annotations
@@ -18,18 +18,10 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.evidence.arms import (
-    ABLATIONS,
-    CONTROL,
-    MAIN,
-    RANDOM_ARM,
-    REFERENCE,
-    Arm,
-    run_dir,
-)
+from benchmarks.evidence.arms import ABLATIONS, CONTROL, MAIN, RANDOM, RANDOM_ARM, REFERENCE, Arm, run_dir
 from benchmarks.evidence.queue import BASELINES, Plan
 from benchmarks.evidence.scores import TASKS, Scores, load_scores
-from models.probes.participants import interval95, participant_draws
+from models.probes.intervals import interval95, participant_draws
 from utils.config.schema import Config
 from utils.errors import UserError
 from utils.provenance import provenance
@@ -37,17 +29,72 @@ from utils.report.run_files import read_run
 from utils.runtime.open import open_runtime
 
 BOOTSTRAP_SAMPLES, BOOTSTRAP_SEED = 2000, 0
+FACTS = ("rankme", "real_rankme", "skill_position", "steps", "init_weight", "alarms")
 BASELINE_LABELS = {
     "voxel_pca": "raw voxels (64 components; the patch's own voxels)",
     "ascan_profile": "mean A-scan profile",
     "device": "device one-hot",
     "position": "place of the token alone",
 }
-Difference = tuple[float, tuple[float, float]]
+Difference = tuple[float, tuple[float, float]]  # and its interval
+
+
+@dataclass(frozen=True)
+class TaskResult:
+    """A row's score in one task, and its differences; None where there is nothing to compare with."""
+
+    score: float
+    ci95: tuple[float, float]
+    by_seed: list[float]
+    against_random: Difference | None
+    against_reference: Difference | None
+    against_named: Difference | None  # the arm of Row.compared_with, if that is not the reference
+    against_control: Difference | None
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row of the tables, with the keys of table.json; what the runs logged is the mean over the seeds."""
+
+    name: str
+    label: str
+    factor: str
+    compared_with: str
+    num_seeds: int
+    failed: int
+    rankme: float | None
+    real_rankme: float | None
+    skill_position: float | None
+    steps: float | None
+    init_weight: float | None
+    alarms: float | None
+    seconds_per_step_in_run: float | None
+    seconds_per_step: float | None
+    skill_position_by_seed: list[float | None]
+    tasks: dict[str, TaskResult]
+
+    def difference(self, task: str, against: str) -> Difference | None:
+        """`against`: random, control, reference or named."""
+        return getattr(self.tasks[task], f"against_{against}") if task in self.tasks else None
+
+
+@dataclass(frozen=True)
+class Table:
+    """Everything that table.json holds."""
+
+    budget_s: float | None
+    seeds: int
+    steps: dict[str, int]
+    participants: int
+    rows: list[Row]
+    commits: list[str]
+    packages: dict[str, Any]
+    machine: str
+    date: str
 
 
 def training_facts(folder: Path, cfg: Config) -> dict[str, Any]:
-    """What the run logged: steps, seconds per step, skill_position, alarms."""
+    """Numbers that the run logged: steps, seconds per step, skill_position, alarms."""
     run = read_run(folder)
     skill = [v for _, v in run.series.get("train/skill_position", [])][-3:]
     volumes_per_s = median(v for _, v in run.series["perf/volumes_per_s"])
@@ -63,7 +110,7 @@ def training_facts(folder: Path, cfg: Config) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Draws:
-    """What every resample takes, the same for all rows."""
+    """The participants and seeds of every resample, the same for all rows."""
 
     participants_SP: np.ndarray
     seeds_SN: np.ndarray  # indices of N seeds, with replacement
@@ -76,8 +123,8 @@ class Draws:
 
 
 @dataclass(frozen=True)
-class Row:
-    """One line of the tables: an arm's seeds, or one baseline."""
+class Scored:
+    """The scored seeds of an arm, or one baseline."""
 
     name: str
     label: str
@@ -87,7 +134,7 @@ class Row:
     compared_with: str = REFERENCE
 
     def has(self, task: str) -> bool:
-        """Whether there is anything to report."""
+        """Whether there is a score to report."""
         return bool(self.seeds) and self.seeds[0][0].of(task) is not None
 
     def point(self, task: str) -> float:
@@ -106,15 +153,15 @@ class Row:
         return mean(values) if values else None
 
 
-def read_arm(plan: Plan, arm: Arm, people: Path) -> Row:
+def read_arm(plan: Plan, arm: Arm, people: Path) -> Scored:
     """The seeds of an arm that are scored on the people of a folder."""
     folders = [run_dir(people, arm, seed) for seed in range(plan.seeds)]
     scored = [load_scores(f) for f in folders if (f / "scores.json").exists()]
     failed = sum((f / "failed.json").exists() for f in folders)
-    return Row(arm.name, arm.label, arm.factor, scored, failed, arm.compared_with)
+    return Scored(arm.name, arm.label, arm.factor, scored, failed, arm.compared_with)
 
 
-def difference(first: Row, second: Row, task: str, draws: Draws) -> Difference:
+def difference(first: Scored, second: Scored, task: str, draws: Draws) -> Difference:
     """first - second with its interval under shared draws; raises ValueError for other participants."""
     ids = [getattr(s, task).participants for s, _ in (*first.seeds, *second.seeds)]
     if not all(np.array_equal(ids[0], other) for other in ids):
@@ -124,83 +171,84 @@ def difference(first: Row, second: Row, task: str, draws: Draws) -> Difference:
 
 
 def commits_of_runs(plan: Plan) -> list[str]:
-    """The commits under which the trained runs ended, each once."""
+    """The commits under which the training runs ended, each once."""
     paths = sorted((plan.root / "runs").glob("*/seed_*/provenance.json"))
     return sorted({str(json.loads(path.read_text())["commit"]) for path in paths})
 
 
 def calibrated_seconds(root: Path) -> dict[str, float]:
-    """Seconds per step by which the budget was shared out; empty where steps were given instead."""
+    """The seconds per step behind the plan's steps; empty if the steps were given instead."""
     path = root / "calibration.json"
     return json.loads(path.read_text())["seconds_per_step"] if path.exists() else {}
 
 
-def build(plan: Plan, people: Path | None = None) -> dict[str, Any]:
-    """Every number of the tables; raises UserError while what all is compared with has not run.
+def build_table(plan: Plan, people: Path | None = None) -> Table:
+    """Every number of the tables; raises UserError if random initialisation, the reference or the control has
+    no scores.
 
-    `people`: folder of a confirmation; without it, the people that the runs were compared on first.
+    `people`: folder of a confirmation; without it, the people that the runs were first compared on.
     """
     people = plan.root if people is None else people
-    random = read_arm(plan, RANDOM_ARM, people)
-    found = [read_arm(plan, arm, people) for arm in MAIN]
-    needed = (RANDOM_ARM.name, REFERENCE, CONTROL)
-    missing = [r.name for r in (random, *found) if not r.seeds and r.name in needed]
+    scored = {arm.name: read_arm(plan, arm, people) for arm in (*MAIN, RANDOM_ARM)}
+    missing = [name for name in (RANDOM, REFERENCE, CONTROL) if not scored[name].seeds]
     if missing:
         raise UserError(
             f"{people}: expected scores of what all is compared with, found none of {', '.join(missing)}"
         )
-    recipes = [r for r in found if r.seeds or r.failed]
-    baselines = [
-        Row(name, label, "baseline", [load_scores(people / BASELINES / name)])
-        for name, label in BASELINE_LABELS.items()
-    ]
-    ablations = [r for r in (read_arm(plan, arm, people) for arm in ABLATIONS) if r.seeds or r.failed]
-    calibrated = calibrated_seconds(plan.root)
-    reference = next(r for r in recipes if r.name == REFERENCE)
-    control = next(r for r in recipes if r.name == CONTROL)
-    participants = random.seeds[0][0].classes
+    for name, label in BASELINE_LABELS.items():
+        scored[name] = Scored(name, label, "baseline", [load_scores(people / BASELINES / name)])
+    scored |= {arm.name: read_arm(plan, arm, people) for arm in ABLATIONS}
+    participants = scored[RANDOM].seeds[0][0].classes
     assert participants is not None
     draws = Draws.of(len(participants.participants), plan.seeds)
-    others = {row.name: row for row in ablations}
-    table = []
-    for row in (*recipes, random, *baselines, *ablations):
-        line: dict[str, Any] = {
-            "name": row.name,
-            "label": row.label,
-            "factor": row.factor,
-            "compared_with": row.compared_with,
-            "num_seeds": len(row.seeds),
-            "failed": row.failed,
-            **{k: row.fact(k) for k in ("rankme", "real_rankme", "skill_position", "steps")},
-            **{k: row.fact(k) for k in ("init_weight", "alarms")},
-            "seconds_per_step_in_run": row.fact("seconds_per_step"),
-            "seconds_per_step": calibrated.get(row.name),
-            "skill_position_by_seed": [f.get("skill_position") for _, f in row.seeds],
-            "tasks": {},
-        }
-        for task in TASKS:
-            if not row.has(task):
-                continue
-            line["tasks"][task] = {
-                "score": row.point(task),
-                "ci95": interval95(row.draws(task, draws)),
-                "by_seed": [s.of(task) for s, _ in row.seeds],
-                "against_random": None if row is random else difference(row, random, task, draws),
-                "against_reference": None if row is reference else difference(row, reference, task, draws),
-                "against_named": None
-                if row.compared_with not in others or not others[row.compared_with].has(task)
-                else difference(row, others[row.compared_with], task, draws),
-                "against_control": None if row is control else difference(row, control, task, draws),
-            }
-        table.append(line)
-    return {
-        "budget_s": plan.budget_s,
-        "seeds": plan.seeds,
-        "steps": plan.steps,
-        "participants": len(participants.participants),
-        "rows": table,
-        "commits": commits_of_runs(plan),
-        "packages": provenance(open_runtime(False))["packages"],
-        "machine": f"{platform.processor() or platform.machine()}, {platform.system()}",
-        "date": datetime.date.today().isoformat(),
-    }
+    calibrated = calibrated_seconds(plan.root)
+    return Table(
+        budget_s=plan.budget_s,
+        seeds=plan.seeds,
+        steps=plan.steps,
+        participants=len(participants.participants),
+        rows=[
+            make_row(entry, scored, draws, calibrated.get(entry.name))
+            for entry in scored.values()
+            if entry.seeds or entry.failed
+        ],
+        commits=commits_of_runs(plan),
+        packages=provenance(open_runtime(False))["packages"],
+        machine=f"{platform.processor() or platform.machine()}, {platform.system()}",
+        date=datetime.date.today().isoformat(),
+    )
+
+
+def make_row(entry: Scored, scored: dict[str, Scored], draws: Draws, seconds: float | None) -> Row:
+    """The row of an entry; `scored` holds all entries by name."""
+
+    def against(name: str, task: str) -> Difference | None:
+        other = scored[name]
+        return None if other is entry or not other.has(task) else difference(entry, other, task, draws)
+
+    named = None if entry.compared_with == REFERENCE else entry.compared_with
+    return Row(
+        name=entry.name,
+        label=entry.label,
+        factor=entry.factor,
+        compared_with=entry.compared_with,
+        num_seeds=len(entry.seeds),
+        failed=entry.failed,
+        **{name: entry.fact(name) for name in FACTS},
+        seconds_per_step_in_run=entry.fact("seconds_per_step"),
+        seconds_per_step=seconds,
+        skill_position_by_seed=[facts.get("skill_position") for _, facts in entry.seeds],
+        tasks={
+            task: TaskResult(
+                score=entry.point(task),
+                ci95=interval95(entry.draws(task, draws)),
+                by_seed=[s.of(task) for s, _ in entry.seeds],
+                against_random=against(RANDOM, task),
+                against_reference=against(REFERENCE, task),
+                against_named=against(named, task) if named else None,
+                against_control=against(CONTROL, task),
+            )
+            for task in TASKS
+            if entry.has(task)
+        },
+    )

@@ -1,7 +1,7 @@
-"""The queue of benchmarks.evidence: which runs there are to make and to score, one core each.
+"""The queue of benchmarks.evidence: the runs to train and to score, one core each.
 
-A run is `python -m pretraining.train` for the steps that its plan gives it; `evidence score` follows it on
-the same core. A run with scores is not run again; an interrupted one goes on from its checkpoint.
+A run is `python -m pretraining.train` for the steps of its plan, then `evidence score` on the same core. A
+run with scores is not run again; an interrupted one resumes from its checkpoint.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ class Plan:
     extra: tuple[str, ...] = ()  # configuration changes for all arms
 
     def save(self) -> None:
-        """Write plan.json; raises UserError when runs were made under another."""
-        told = {
+        """Write plan.json; raises UserError if runs were made under another plan."""
+        content = {
             "budget_s": self.budget_s,
             "seeds": self.seeds,
             "steps": self.steps,
@@ -54,36 +54,36 @@ class Plan:
         }
         path = self.root / "plan.json"
         if path.exists() and (self.root / "runs").exists():
-            found = json.loads(path.read_text())
+            earlier = json.loads(path.read_text())
             # arms that are new since then have no runs yet
-            again = {"steps": {arm: self.steps[arm] for arm in found["steps"] if arm in self.steps}}
+            known = {"steps": {arm: self.steps[arm] for arm in earlier["steps"] if arm in self.steps}}
             for key in ("budget_s", "extra", "steps"):
-                value = {**told, **again}[key]
-                if found[key] != value:
+                value = {**content, **known}[key]
+                if earlier[key] != value:
                     raise UserError(
-                        f"{path}: {key}: expected {found[key]} as the runs here began, found {value}; "
+                        f"{path}: {key}: expected {earlier[key]} as the runs here began, found {value}; "
                         "use another --root, or the same values"
                     )
-        path.write_text(json.dumps(told, indent=1) + "\n")
+        path.write_text(json.dumps(content, indent=1) + "\n")
 
     @classmethod
     def load(cls, root: Path) -> Plan:
-        """What `run` wrote; raises UserError where it has not run."""
+        """Read plan.json; raises UserError if `run` has not written it."""
         path = root / "plan.json"
         if not path.exists():
             raise UserError(f"{path}: expected the plan of a run, found none; run `evidence run` first")
-        told = json.loads(path.read_text())
-        return cls(root, told["budget_s"], told["seeds"], told["steps"], tuple(told["extra"]))
+        content = json.loads(path.read_text())
+        return cls(root, content["budget_s"], content["seeds"], content["steps"], tuple(content["extra"]))
 
 
 def pin(core: int) -> None:
-    """This process, and those it starts, on one core with one thread, where the system can do that."""
+    """Keep this process and its children on one core, where the system can do that."""
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, {core})
 
 
 def cores(jobs: int) -> list[int]:
-    """A core for each of the runs that go at a time; raises UserError when there are fewer."""
+    """A core for each of the simultaneous runs; raises UserError if there are fewer."""
     count = os.cpu_count() or 1
     usable = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(count))
     if jobs > len(usable):
@@ -98,7 +98,7 @@ class Job:
     arm: Arm | None
     seed: int
     folder: Path  # of its scores
-    people: Path | None = None  # whom a run that is trained is scored on again
+    people: Path | None = None  # folder of other people to score a trained run on
 
     @property
     def name(self) -> str:
@@ -107,7 +107,7 @@ class Job:
 
     @property
     def is_done(self) -> bool:
-        """Scored; what failed is tried again by the next call."""
+        """Whether it is scored; the next call tries failed jobs again."""
         folder = self.folder / LAST_BASELINE if self.arm is None else self.folder
         return (folder / "scores.json").exists()
 
@@ -128,7 +128,7 @@ class Job:
 def main_jobs(plan: Plan, only: Collection[str] | None = None) -> list[Job]:
     """Baselines and random initialisation first, then one seed of every recipe before the next seed.
 
-    `only`: without the other recipes, but for what every difference of the table is to.
+    `only`: these recipes, and those that every difference of the table refers to.
     """
     jobs = [Job(None, 0, plan.root / BASELINES)]
     jobs += [Job(RANDOM_ARM, s, run_dir(plan.root, RANDOM_ARM, s)) for s in range(plan.seeds)]
@@ -143,15 +143,15 @@ def ablation_jobs(plan: Plan, only: Collection[str] | None = None) -> list[list[
 
 
 def confirmation_jobs(plan: Plan, people: Path) -> list[Job]:
-    """Every run that is scored, to be scored on other people too; raises UserError where there is none."""
-    found = [Job(None, 0, people / BASELINES, people)]
+    """A job on other people for every scored run; raises UserError if no run is scored."""
+    jobs = [Job(None, 0, people / BASELINES, people)]
     for arm in (RANDOM_ARM, *MAIN, *ABLATIONS):
         for seed in range(plan.seeds):
             if (run_dir(plan.root, arm, seed) / "scores.json").exists():
-                found.append(Job(arm, seed, run_dir(people, arm, seed), people))
-    if len(found) == 1:
+                jobs.append(Job(arm, seed, run_dir(people, arm, seed), people))
+    if len(jobs) == 1:
         raise UserError(f"{plan.root}: expected scored runs, found none; run `evidence run` first")
-    return found
+    return jobs
 
 
 class Queue:
@@ -162,7 +162,7 @@ class Queue:
         self.running: dict[subprocess.Popen[bytes], tuple[Job, int, list[list[str]], float]] = {}
 
     def run(self, jobs: Iterable[Job]) -> None:
-        """All jobs that are not done; KeyboardInterrupt stops the children first (training checkpoints)."""
+        """Run all jobs that are not done; KeyboardInterrupt stops the children (training checkpoints)."""
         waiting: Iterator[Job] = (job for job in jobs if not job.is_done)
         job = next(waiting, None)
         try:
@@ -200,8 +200,8 @@ class Queue:
         used_s += time.monotonic()
         if process.returncode != 0:
             log = (job.folder / "evidence.log").read_text(errors="replace").splitlines()
-            told = {"returncode": process.returncode, "log": log[-5:], "seconds": used_s}
-            (job.folder / "failed.json").write_text(json.dumps(told, indent=1) + "\n")
+            failure = {"returncode": process.returncode, "log": log[-5:], "seconds": used_s}
+            (job.folder / "failed.json").write_text(json.dumps(failure, indent=1) + "\n")
             print(f"FAILED  {job.name}: {log[-1] if log else 'no output'}", flush=True)
         elif commands:
             (job.folder / "training_seconds.txt").write_text(f"{used_s:.2f}\n")
@@ -214,7 +214,7 @@ class Queue:
 
 
 def used_seconds(folder: Path) -> float:
-    """Core seconds that a finished job took; 0 where it has not finished."""
+    """Core seconds that a finished job took; 0 if it has not finished."""
     path, failed = folder / "seconds.txt", folder / "failed.json"
     if failed.exists():
         return float(json.loads(failed.read_text())["seconds"])

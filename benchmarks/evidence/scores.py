@@ -1,4 +1,4 @@
-"""Scores of one frozen encoder, or of what needs none, on the evaluation cohort of benchmarks.evidence.
+"""Scores of one frozen encoder, or of a baseline without one, on benchmarks.evidence's people.
 
 In: token features of every evaluated volume. Out: `scores.npz` (predictions and errors per participant, for
 paired intervals) and `scores.json` beside it. Five folds by participant: three train, the next one chooses C,
@@ -20,22 +20,16 @@ import numpy as np
 import torch
 from einops import rearrange
 from sklearn.decomposition import PCA
-from torch import Tensor, nn
+from torch import nn
 
 from benchmarks.evidence.cohorts import FOLDS, Truth, tokens_of_another_grid
 from data_setup.loader import evaluation_batches
-from data_setup.normalisation import normalise
+from data_setup.normalisation import plain_view
 from data_setup.store.reader import PreparedStore
 from finetuning.embed import device_features, raw_features
-from models.probes.participants import (
-    Fold,
-    Prediction,
-    balanced_accuracy,
-    balanced_accuracy_draws,
-    logistic_probe,
-    pool_tokens,
-    rankme,
-)
+from models.probes.features import pool_tokens, rankme
+from models.probes.intervals import balanced_accuracy_draws
+from models.probes.participants import Fold, Prediction, balanced_accuracy, logistic_probe
 from models.probes.tokens import (
     DensePrediction,
     Errors,
@@ -47,6 +41,7 @@ from models.probes.tokens import (
     ridge_rows,
 )
 from utils.config.schema import Config
+from utils.indices import evenly_spaced
 from utils.report.pictures import feature_pca, load_snapshot, save_snapshot
 from utils.runtime.open import open_runtime
 
@@ -59,7 +54,7 @@ FoldFeatures = Callable[[np.ndarray], np.ndarray]  # is-training [n] -> features
 
 @dataclass(frozen=True)
 class Scores:
-    """Out-of-fold results of one encoder; a task that a row has no features for is None."""
+    """Out-of-fold results of one encoder; a task without features is None."""
 
     classes: Prediction | None
     thickness: Errors | None
@@ -112,12 +107,12 @@ def score_thickness(truth: Truth, features: FoldFeatures) -> tuple[Errors, list[
 
 def less_protocol_mean(values: np.ndarray, protocol: np.ndarray, is_training: np.ndarray) -> np.ndarray:
     """values [n, L] less their mean over the protocol's training volumes (over all, where it has none)."""
-    left = np.empty(values.shape, np.float64)
+    result = np.empty(values.shape, np.float64)
     for name in np.unique(protocol):
-        mine = protocol == name
-        known = mine & is_training
-        left[mine] = values[mine] - values[known if known.any() else is_training].mean(axis=0)
-    return left
+        is_name = protocol == name
+        known = is_name & is_training
+        result[is_name] = values[is_name] - values[known if known.any() else is_training].mean(axis=0)
+    return result
 
 
 def score_occupancy(
@@ -140,16 +135,16 @@ def score(
     truth: Truth, pooled: FoldFeatures | None, dense: np.ndarray | None, grid: tuple[int, int, int]
 ) -> Scores:
     """All tasks that there are features for; `grid` is the reference grid, that of truth.tokens."""
-    found: dict[str, Any] = {}
+    scored: dict[str, Any] = {}
     if pooled is not None:
-        found["classes"] = score_classes(truth, pooled)
-        found["thickness"] = score_thickness(truth, pooled)
+        scored["classes"] = score_classes(truth, pooled)
+        scored["thickness"] = score_thickness(truth, pooled)
     if dense is not None:
-        found["occupancy"] = score_occupancy(truth, dense, grid)
+        scored["occupancy"] = score_occupancy(truth, dense, grid)
     return Scores(
-        **{task: found[task][0] if task in found else None for task in TASKS},
-        val={task: float(np.mean([p.val_score for p in parts])) for task, (_, parts) in found.items()},
-        chosen_c={task: [p.chosen_c for p in parts] for task, (_, parts) in found.items()},
+        **{task: scored[task][0] if task in scored else None for task in TASKS},
+        val={task: float(np.mean([p.val_score for p in parts])) for task, (_, parts) in scored.items()},
+        chosen_c={task: [p.chosen_c for p in parts] for task, (_, parts) in scored.items()},
     )
 
 
@@ -168,32 +163,22 @@ def encoder_features(
     per_volume = -(-RANKME_TOKENS // len(truth.rows))
     for batch in map(runtime.to_device, evaluation_batches(cfg, store, truth.rows, BATCH)):
         with runtime.autocast():
-            tokens_BNE = encoder(view_of(batch)).float()
+            tokens_BNE = encoder(plain_view(batch)).float()
         pooled.append(pool_tokens(tokens_BNE, batch["context_valid"]).cpu())
         tokens_BNE = tokens_BNE.cpu()
         ids_BT = torch.from_numpy(there[start : start + len(tokens_BNE)])
         dense.append(tokens_BNE.gather(1, ids_BT.unsqueeze(-1).expand(-1, -1, tokens_BNE.shape[-1])))
         for features, valid in zip(tokens_BNE, batch["context_valid"].cpu(), strict=True):
-            sample.append(spread_tokens(features[valid > 0], per_volume))
+            inside = features[valid > 0]
+            sample.append(inside[evenly_spaced(len(inside), per_volume)])
         start += len(tokens_BNE)
     return torch.cat(pooled).numpy(), torch.cat(dense).numpy(), rankme(torch.cat(sample))
-
-
-def spread_tokens(features_NE: Tensor, count: int) -> Tensor:
-    """`count` rows, or all, evenly spread."""
-    at = torch.linspace(0, len(features_NE) - 1, min(count, len(features_NE))).round().long()
-    return features_NE[at]
-
-
-def view_of(batch: dict[str, Tensor]) -> Tensor:
-    """The volume [B, 1, D, H, W] without augmentation."""
-    return normalise(batch["volume"], batch["matrix"], batch["valid_box"], batch["mean"], batch["std"])
 
 
 def baseline_features(
     cfg: Config, store: PreparedStore, truth: Truth
 ) -> dict[str, tuple[FoldFeatures | None, np.ndarray | None]]:
-    """name -> (pooled features by fold, dense features) of what needs no encoder."""
+    """name -> (pooled features by fold, dense features) of the baselines without an encoder."""
     runtime = open_runtime(False)
     voxels, profile = raw_features(cfg, store, truth.rows, runtime)
 
@@ -206,7 +191,7 @@ def baseline_features(
     patches, start = [], 0
     for batch in evaluation_batches(cfg, store, truth.rows, BATCH):
         tokens_BNV = rearrange(
-            view_of(batch)[:, 0], "b (gd d) (gh h) (gw w) -> b (gd gh gw) (d h w)", d=d, h=h, w=w
+            plain_view(batch)[:, 0], "b (gd d) (gh h) (gw w) -> b (gd gh gw) (d h w)", d=d, h=h, w=w
         )
         ids_BT = torch.from_numpy(truth.tokens[start : start + len(tokens_BNV)].clip(min=0))
         patches.append(tokens_BNV.gather(1, ids_BT.unsqueeze(-1).expand(-1, -1, d * h * w)))
@@ -220,9 +205,9 @@ def baseline_features(
 
 
 def real_eyes(encoder: nn.Module, cfg: Config, root: Path, out: Path, title: str) -> float | None:
-    """RankMe of the real eyes' valid tokens, and a picture of each eye's features; None where there are none.
+    """RankMe of the real eyes' valid tokens, and a picture of each eye's features; None without `real_store`.
 
-    The eyes have no labels: nothing is scored.
+    The eyes have no labels, so nothing is scored.
     """
     if not (root / "real_store" / "index.parquet").exists():
         return None
@@ -230,9 +215,10 @@ def real_eyes(encoder: nn.Module, cfg: Config, root: Path, out: Path, title: str
     sample = []
     with torch.no_grad():
         for batch in evaluation_batches(cfg, store, store.kept, 1):
-            tokens_NE = encoder(view_of(batch))[0].float().cpu()
+            tokens_NE = encoder(plain_view(batch))[0].float().cpu()
             valid_N = batch["context_valid"][0]
-            sample.append(spread_tokens(tokens_NE[valid_N > 0], RANKME_TOKENS))
+            inside = tokens_NE[valid_N > 0]
+            sample.append(inside[evenly_spaced(len(inside), RANKME_TOKENS)])
             record = store.index.loc[int(batch["row"][0])]
             path = out / f"real_{record['device']}.npz"
             save_snapshot(
@@ -252,7 +238,7 @@ def real_eyes(encoder: nn.Module, cfg: Config, root: Path, out: Path, title: str
 
 
 def save_scores(folder: Path, scores: Scores, facts: dict[str, Any]) -> None:
-    """scores.npz, then scores.json, which says that both are there."""
+    """Write scores.npz, then scores.json, whose presence means that both are there."""
     arrays: dict[str, np.ndarray] = {}
     if scores.classes is not None:
         p = scores.classes
@@ -264,19 +250,19 @@ def save_scores(folder: Path, scores: Scores, facts: dict[str, Any]) -> None:
             arrays |= {f"{task}_{n}": getattr(errors, n) for n in ("first", "second", "error")}
     folder.mkdir(parents=True, exist_ok=True)
     np.savez_compressed(folder / "scores.npz", **arrays)
-    told = facts | {
+    content = facts | {
         "scores": {task: scores.of(task) for task in TASKS},
         "val": scores.val,
         "chosen_c": scores.chosen_c,
     }
     part = folder / "scores.json.part"
-    part.write_text(json.dumps(told, indent=1, allow_nan=False) + "\n")
+    part.write_text(json.dumps(content, indent=1, allow_nan=False) + "\n")
     part.replace(folder / "scores.json")
 
 
 def load_scores(folder: Path) -> tuple[Scores, dict[str, Any]]:
     """What save_scores wrote."""
-    told = json.loads((folder / "scores.json").read_text())
+    content = json.loads((folder / "scores.json").read_text())
     with np.load(folder / "scores.npz") as a:
         classes = None
         if "labels" in a:
@@ -287,4 +273,6 @@ def load_scores(folder: Path) -> tuple[Scores, dict[str, Any]]:
             else None
             for task in ("thickness", "occupancy")
         }
-    return Scores(classes, errors["thickness"], errors["occupancy"], told["val"], told["chosen_c"]), told
+    return Scores(
+        classes, errors["thickness"], errors["occupancy"], content["val"], content["chosen_c"]
+    ), content

@@ -14,19 +14,19 @@ TASK_LABELS = {
 }
 
 
-def signed(found: Difference | None) -> str:
-    """'+0.050 (+0.010 to +0.090)', bold when the interval excludes zero."""
-    if found is None:
+def signed(difference: Difference | None) -> str:
+    """'+0.050 (+0.010 to +0.090)', bold if the interval excludes zero."""
+    if difference is None:
         return "-"
-    value, (low, high) = found
+    value, (low, high) = difference
     text = f"{value:+.3f} ({low:+.3f} to {high:+.3f})"
-    return text if verdict(found) == NOT_SHOWN else f"**{text}**"
+    return text if verdict(difference) == NOT_SHOWN else f"**{text}**"
 
 
-def verdict(found: Difference) -> str:
-    """Which side of zero the interval is on, if it is on one."""
-    _, (low, high) = found
-    return "above" if low > 0 else "below" if high < 0 else NOT_SHOWN
+def verdict(difference: Difference) -> str:
+    """The side of zero on which the whole interval lies: 'higher', 'lower' or NOT_SHOWN."""
+    _, (low, high) = difference
+    return "higher" if low > 0 else "lower" if high < 0 else NOT_SHOWN
 
 
 def number(value: float | None, form: str = ".2f") -> str:
@@ -34,6 +34,12 @@ def number(value: float | None, form: str = ".2f") -> str:
     return "-" if value is None else format(value, form)
 
 
-def span(values: Sequence[float] | None) -> str:
-    """'0.610 to 0.640', the lowest and the highest."""
-    return "-" if not values else f"{min(values):.3f} to {max(values):.3f}"
+def span(values: Sequence[float], form: str = ".3f") -> str:
+    """'0.610 to 0.640', the lowest and the highest, or a dash."""
+    return f"{min(values):{form}} to {max(values):{form}}" if values else "-"
+
+
+def table_head(cells: Sequence[str]) -> list[str]:
+    """The first two lines of a Markdown table."""
+    line = f"| {' | '.join(cells)} |"
+    return [line, "|---" * (line.count(" | ") + 1) + "|"]

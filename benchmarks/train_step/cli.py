@@ -228,11 +228,11 @@ def visible_against_dense(repeats: int) -> dict[str, float]:
     inside = {recipe: statistics.median(clock.seconds) for recipe, clock in clocks.items()}
     peaks = {}
     for recipe in ("vjepa2", "methods"):
-        told = subprocess.run(
+        process = subprocess.run(
             [sys.executable, "-m", "benchmarks.train_step", "--memory", recipe],
             capture_output=True, text=True, check=True,
         )  # fmt: skip
-        peaks[recipe] = int(told.stdout)
+        peaks[recipe] = int(process.stdout)
     return {
         "vjepa2_s": taken["vjepa2"],
         "dense_s": taken["methods"],
@@ -249,8 +249,8 @@ def visible_against_dense(repeats: int) -> dict[str, float]:
 
 
 def compiled_against_eager(repeats: int) -> dict[str, float]:
-    """`train.compile`: seconds of a step and of the first, and how far apart the losses of all steps are."""
-    told = {}
+    """`train.compile`: seconds of a step and of the first step, and the largest difference of the losses."""
+    result = {}
     cache = TemporaryDirectory()  # or the first step would find the programs of an earlier call
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = cache.name
     for name in DTYPES:
@@ -258,7 +258,7 @@ def compiled_against_eager(repeats: int) -> dict[str, float]:
         first = alternate(dict(runs), 1, warm_up=False)
         taken = alternate(dict(runs), repeats)
         pairs = zip(runs["eager"].losses, runs["compiled"].losses, strict=True)
-        told |= {
+        result |= {
             f"{name}_eager_s": taken["eager"],
             f"{name}_compiled_s": taken["compiled"],
             f"{name}_ratio": taken["compiled"] / taken["eager"],
@@ -266,7 +266,7 @@ def compiled_against_eager(repeats: int) -> dict[str, float]:
             f"{name}_loss_diff": max(abs(a - b) / a for a, b in pairs),
         }
     cache.cleanup()
-    return told
+    return result
 
 
 class StepOnDevice:

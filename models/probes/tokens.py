@@ -1,13 +1,12 @@
 """Dense probes: what a frozen encoder's token features say about the place that each token covers.
 
-In: rows (tokens, or volumes) with features `[n, F]`, several values to predict `[n, L]` and a participant,
-in folds that share no participant. Out: ridge predictions and R2 averaged over the values, with what a
-participant bootstrap needs.
+In: rows (tokens or volumes) with features `[n, F]`, several values to predict `[n, L]` and a participant, in
+folds that share no participant. Out: ridge predictions and R2 averaged over the values, for a participant
+bootstrap.
 
-The protocol is that of models.probes.participants: features standardised on the training fold, every
-participant weighs the same however many rows it has, C (1 / penalty) chosen per encoder on validation
-participants. Tokens also get their place: normalised (d, h, w) and their squares, so that knowing where a
-token is scores nothing.
+The protocol is that of models.probes.participants: features are standardised on the training fold, every
+participant has the same weight, C (1 / penalty) is chosen per encoder on validation participants. A token's
+features should include its place (`position_columns`), so that knowing where a token lies scores nothing.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 from sklearn.preprocessing import StandardScaler
 
-from models.probes.participants import C_GRID
+from models.probes.participants import C_GRID, mean_by_participant, participant_weights, require_disjoint
 
 CONSTANT = 1e-9  # a value whose variance is below this share of its mean square cannot be explained
 
@@ -76,13 +75,10 @@ def ridge_rows(train: Rows, val: Rows, test: Rows, c_grid: Sequence[float] = C_G
 
     Raises ValueError when the training fold shares a participant with another.
     """
-    for name, fold in (("validation", val), ("evaluated", test)):
-        shared = np.intersect1d(train.participants, fold.participants)
-        if len(shared):
-            raise ValueError(f"expected no participant in training and {name} fold, found {len(shared)}")
+    require_disjoint(train.participants, val.participants, test.participants)
     scaler = StandardScaler().fit(train.features.astype(np.float64))
     train_x, val_x, test_x = (scaler.transform(f.features.astype(np.float64)) for f in (train, val, test))
-    weight_n1 = _participant_weights(train.participants)[:, None]
+    weight_n1 = participant_weights(train.participants)[:, None]
     centre_x = (weight_n1 * train_x).sum(0) / weight_n1.sum()
     centre_y = (weight_n1 * train.targets).sum(0) / weight_n1.sum()
     centred = train_x - centre_x
@@ -106,15 +102,10 @@ def ridge_rows(train: Rows, val: Rows, test: Rows, c_grid: Sequence[float] = C_G
 
 def errors_by_participant(rows: Rows, predicted: np.ndarray) -> Errors:
     """Means over the rows of every participant."""
-    ids, number, count = np.unique(rows.participants, return_inverse=True, return_counts=True)
-
-    def mean(values: np.ndarray) -> np.ndarray:
-        sums = np.zeros((len(ids), values.shape[1]))
-        np.add.at(sums, number, values)
-        return sums / count[:, None]
-
-    y = rows.targets.astype(np.float64)
-    return Errors(ids, mean(y), mean(y**2), mean((y - predicted) ** 2))
+    y, of = rows.targets.astype(np.float64), rows.participants
+    squared_error = (y - predicted) ** 2
+    means = (mean_by_participant(of, values) for values in (y, y**2, squared_error))
+    return Errors(np.unique(of), *means)
 
 
 def join_errors(parts: Sequence[Errors]) -> Errors:
@@ -149,10 +140,3 @@ def mean_r2_draws(errors: Errors, draws_SP: np.ndarray) -> np.ndarray:
         raise ValueError("R2: expected a value that varies over the participants, found constants only")
     r2_SL = 1 - np.divide(error_SL, variance_SL, out=np.ones_like(error_SL), where=varies_SL)
     return (r2_SL * varies_SL).sum(axis=1) / varies_SL.sum(axis=1)
-
-
-def _participant_weights(participants: np.ndarray) -> np.ndarray:
-    """One weight per row, mean 1; the rows of every participant add up to the same."""
-    _, number, count = np.unique(participants, return_inverse=True, return_counts=True)
-    weight = 1 / count[number]
-    return weight / weight.mean()

@@ -1,7 +1,7 @@
-"""An encoder of ours for others: safetensors, config.json and a model card, our layout or Hugging Face's.
+"""An encoder of ours for others: safetensors, config.json and a model card, in our layout or Hugging Face's.
 
-In: a checkpoint of ours. Out: a folder. The card and config.json carry facts of the checkpoint alone: how
-many participants it saw, never which.
+In: a checkpoint of ours. Out: a folder. The card and config.json hold the number of participants that the
+checkpoint saw, never their ids.
 """
 
 from __future__ import annotations
@@ -10,22 +10,23 @@ import json
 from typing import Any, Literal
 
 import safetensors.torch
+from torch import Tensor
 
 from models.vit3d import Size
-from models.weights.hf_layout import hf_config, num_mask_tokens, to_hf
+from models.weights.hf_layout import FIXED, MODEL_TYPE, num_mask_tokens, to_hf
 from models.weights.shape import EXPORT_FORMAT, FACTS_KEY, Weights
 from utils import storage
 from utils.config.recipes import RECIPES, recipe_name
 from utils.config.schema import Config
 from utils.errors import UserError
 
-NO_PREDICTOR = Size(0, 32, 1)  # of a Hugging Face model whose predictor nobody is to call
+NO_PREDICTOR = Size(0, 32, 1)  # of a Hugging Face model whose predictor must not be called
 
 
 def export_encoder(
     weights: Weights, out: str, which: Literal["target", "context"], layout: Literal["ours", "hf"]
 ) -> list[str]:
-    """Write the folder; returns what to print. Raises UserError where the layout cannot hold the encoder."""
+    """Write the folder; returns lines to print. Raises UserError if the layout cannot hold the encoder."""
     cfg = weights.config
     if cfg is None:
         raise UserError(f"{weights.where}: expected a checkpoint of ours to export, found {weights.layout}")
@@ -40,17 +41,7 @@ def export_encoder(
     facts = export_facts(weights, cfg, which)
     if layout == "hf":
         tensors = to_hf(encoder, predictor)
-        size = weights.predictor_size if predictor else NO_PREDICTOR
-        assert size is not None
-        config: dict[str, Any] = hf_config(
-            image_size=cfg.spatial.image_size,
-            patch=weights.patch,
-            channels=weights.channels,
-            encoder=weights.size,
-            predictor=size,
-            mask_tokens=num_mask_tokens(predictor) or 1,
-        )
-        config[FACTS_KEY] = facts
+        config = {**_hf_config(weights, cfg, predictor), FACTS_KEY: facts}
     else:
         tensors = encoder
         shape = {
@@ -72,8 +63,35 @@ def export_encoder(
     return [f"{which} encoder, {count} parameters, {layout} layout, written to {out}"]
 
 
+def _hf_config(weights: Weights, cfg: Config, predictor: dict[str, Tensor]) -> dict[str, Any]:
+    """config.json of VJEPA2Model; H and W are equal, as why_not_hf made sure."""
+    encoder, size = weights.size, weights.predictor_size if predictor else NO_PREDICTOR
+    assert size is not None
+    return {
+        "architectures": ["VJEPA2Model"],
+        "model_type": MODEL_TYPE,
+        "dtype": "float32",
+        "patch_size": weights.patch[1],
+        "crop_size": cfg.spatial.image_size[1],
+        "frames_per_clip": cfg.spatial.image_size[0],
+        "tubelet_size": weights.patch[0],
+        "in_chans": weights.channels,
+        "num_hidden_layers": encoder.depth,
+        "hidden_size": encoder.width,
+        "num_attention_heads": encoder.heads,
+        "mlp_ratio": encoder.mlp_ratio,
+        "pred_num_hidden_layers": size.depth,
+        "pred_hidden_size": size.width,
+        "pred_num_attention_heads": size.heads,
+        "pred_mlp_ratio": size.mlp_ratio,
+        "pred_num_mask_tokens": num_mask_tokens(predictor) or 1,
+        "qkv_bias": True,
+        **FIXED,
+    }
+
+
 def why_not_hf(weights: Weights, cfg: Config) -> str | None:
-    """The first thing that VJEPA2Model lacks; None when it gives the same features."""
+    """The first thing that VJEPA2Model lacks; None if it gives the same features."""
     _, height, width = cfg.spatial.image_size
     if weights.positions != "rotary":
         return f"its positions are rotary, found a learned table (recipe {weights.recipe})"
@@ -89,7 +107,7 @@ def why_not_hf(weights: Weights, cfg: Config) -> str | None:
 
 
 def export_facts(weights: Weights, cfg: Config, which: str) -> dict[str, Any]:
-    """What config.json and the card say about the training."""
+    """The facts about the training in config.json and the card."""
     return {
         "encoder": which,
         "recipe": weights.recipe,

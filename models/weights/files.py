@@ -1,10 +1,12 @@
-"""Weights as files hold them, read into one form: names of models/vit3d.py and models/predictor.py.
+"""Weights files of four layouts, read into one form: the names of models/vit3d.py and models/predictor.py.
 
-Four layouts. `research`: the `.pt` of V-JEPA 2's code, a dictionary with `encoder`, `predictor` and
-`target_encoder` (or `ema_encoder`), keys `module.backbone.*`. `hugging_face`: a folder with config.json and
-safetensors of VJEPA2Model; its one encoder stands for both. `checkpoint`: ours, of pretraining or of
-`models.weights import`. `export`: ours as safetensors, an encoder alone. Nothing in a file is run, every
-tensor is either used, left out for a reason that is kept, or an error.
+research      the `.pt` of V-JEPA 2's code: `encoder`, `predictor` and `target_encoder` (or `ema_encoder`),
+              keys `module.backbone.*`
+hugging_face  a folder with config.json and safetensors of VJEPA2Model; its one encoder serves as both of ours
+checkpoint    ours, written by pretraining or by `models.weights import`
+export        ours as safetensors, an encoder alone
+
+No code of a file is run. Every tensor is used, or left out for a recorded reason, or an error.
 """
 
 from __future__ import annotations
@@ -22,8 +24,8 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from models.vit3d import NORM_EPS, SIZES
-from models.weights.hf_layout import MODEL_TYPE, from_hf
+from models.vit3d import SIZES
+from models.weights.hf_layout import FIXED, MODEL_TYPE, from_hf
 from models.weights.shape import (
     EXPORT_FORMAT,
     FACTS_KEY,
@@ -41,16 +43,13 @@ from utils.config.recipes import recipe_name
 from utils.config.schema import StorageOptions
 
 PUBLIC_GRID = (8, 16, 16)  # of the public weights' pre-training: 16 frames of 256 x 256, patch 2 x 16 x 16
-ROLE_NAMES = {"encoder": "encoder", "predictor": "predictor"} | dict.fromkeys(
-    ("target_encoder", "ema_encoder"), "target_encoder"
-)
-# what torch.load raises for a cut or changed file, by the byte where it ends
+ROLE_OF = {"encoder": "encoder", "predictor": "predictor"}
+ROLE_OF |= dict.fromkeys(("target_encoder", "ema_encoder"), "target_encoder")
+# what torch.load raises for a cut or changed file, depending on the byte where it ends
 DAMAGE = (pickle.UnpicklingError, RuntimeError, EOFError, LookupError, OSError, ValueError, struct.error)
-# of the research code, values of any kind, never used
+# keys of the research code that are not used; their values may be of any kind
 TRAINING_STATE = ("opt", "scaler", "epoch", "loss", "batch_size", "world_size", "lr")
-FIXED = {"hidden_act": "gelu", "layer_norm_eps": NORM_EPS}  # of config.json: what our modules compute
-LEGACY = {"pos_embed": "legacy position table, the model is rotary"}
-LEGACY |= {"predictor_pos_embed": LEGACY["pos_embed"]}
+LEGACY = dict.fromkeys(("pos_embed", "predictor_pos_embed"), "legacy position table, the model is rotary")
 
 
 def read_weights(
@@ -60,15 +59,13 @@ def read_weights(
     heads: int | None = None,
     predictor_heads: int | None = None,
 ) -> Weights:
-    """Read any of the layouts; raises CheckpointError. Heads are for research files: their widths need not
-    tell them.
-    """
-    for name, number in (("heads", heads), ("predictor_heads", predictor_heads)):
+    """Read a file of any layout; raises CheckpointError. A research file does not hold its heads."""
+    asked = {"heads": heads, "predictor_heads": predictor_heads}
+    for name, number in asked.items():
         if number is not None and number < 1:
             raise CheckpointError(f"{url}: {name}: expected at least 1, found {number}")
-    weights = _read_any(url, options, heads, predictor_heads)
-    told = weights.size, weights.predictor_size
-    for name, number, size in zip(("heads", "predictor_heads"), (heads, predictor_heads), told, strict=True):
+    weights = checked(_read_any(url, options, heads, predictor_heads))
+    for (name, number), size in zip(asked.items(), (weights.size, weights.predictor_size), strict=True):
         if number is not None and size is not None and number != size.heads:
             raise CheckpointError(f"{url}: {name}: expected {size.heads}, as the file says, found {number}")
     return weights
@@ -77,16 +74,15 @@ def read_weights(
 def _read_any(
     url: str, options: StorageOptions | None, heads: int | None, predictor_heads: int | None
 ) -> Weights:
-    config_url = storage.join(url, "config.json")
-    if storage.exists(config_url, options):
-        return _read_folder(url, config_url, options)
+    if storage.exists(storage.join(url, "config.json"), options):
+        return _read_folder(url, options)
     if not storage.exists(url, options):
         raise CheckpointError(f"{url}: expected a .pt file or a folder with config.json, found no such file")
     if storage.exists(url.removesuffix(".pt") + ".json", options):
         return _own(url, load_checkpoint(url, options))
     raw = _load(url, options)
     if "format_version" in raw:
-        return _own(url, load_checkpoint(url, options))  # which names the seal that is missing
+        return _own(url, load_checkpoint(url, options))  # raises the error that names the missing seal
     return _research(url, raw, heads, predictor_heads)
 
 
@@ -96,8 +92,8 @@ def _load(url: str, options: StorageOptions | None) -> dict[str, Any]:
             data = io.BytesIO(storage.read_bytes(url, options))
             raw = torch.load(data, map_location="cpu", weights_only=True)
         else:
-            # mapped: a public file is mostly optimizer state, which is then never read; before torch 1.6
-            # files were no zip archives, and those cannot be mapped
+            # A public file is mostly optimizer state, which a mapped file never reads. Files from before
+            # torch 1.6 are no zip archives and cannot be mapped.
             raw = torch.load(url, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(url))
     except DAMAGE as error:
         reason = " ".join(str(error).split())[:200]
@@ -111,7 +107,7 @@ def _research(url: str, raw: dict[str, Any], heads: int | None, predictor_heads:
     parts: dict[str, dict[str, Tensor]] = {}
     left_out: dict[str, str] = {}
     for name, value in raw.items():
-        role = ROLE_NAMES.get(name)
+        role = ROLE_OF.get(name)
         if role is None:
             if name not in TRAINING_STATE and not isinstance(value, int | float | str | None):
                 raise CheckpointError(
@@ -126,28 +122,21 @@ def _research(url: str, raw: dict[str, Any], heads: int | None, predictor_heads:
     missing = [role for role in ROLES if role not in parts]
     if missing:
         raise CheckpointError(f"{url}: expected encoder, predictor and target_encoder, found no {missing[0]}")
-    encoder = parts["encoder"]
-    size = encoder_size(url, encoder, heads)
+    size = encoder_size(url, parts["encoder"], heads)
     predictor_size = predictor_shape(url, parts["predictor"], predictor_heads)
-    return checked(
-        Weights(
-            url,
-            "research",
-            encoder,
-            parts["target_encoder"],
-            parts["predictor"],
-            size,
-            predictor_size,
-            PUBLIC_GRID,
-            "tiled",
-            "vjepa2",
-            left_out=left_out,
-        )
+    return Weights(
+        url,
+        "research",
+        **parts,
+        size=size,
+        predictor_size=predictor_size,
+        grid=PUBLIC_GRID,
+        left_out=left_out,
     )
 
 
 def _stripped(url: str, part: str, value: Any) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Without the wrappers' prefixes and the legacy tables."""
+    """The tensors without the wrappers' prefixes, and why the legacy tables are left out."""
     if not isinstance(value, dict) or not all(isinstance(v, Tensor) for v in value.values()):
         raise CheckpointError(f"{url}: {part}: expected tensors by name, found {type(value).__name__}")
     tensors: dict[str, Tensor] = {}
@@ -163,18 +152,15 @@ def _stripped(url: str, part: str, value: Any) -> tuple[dict[str, Tensor], dict[
     return tensors, left_out
 
 
-def _read_folder(url: str, config_url: str, options: StorageOptions | None) -> Weights:
-    try:
-        config = json.loads(storage.read_text(config_url, options))
-    except ValueError as error:
-        raise CheckpointError(f"{config_url}: expected JSON, found damage ({error})") from error
+def _read_folder(url: str, options: StorageOptions | None) -> Weights:
+    config_url = storage.join(url, "config.json")
+    config = _read_json(config_url, options)
     if not isinstance(config, dict):
         raise CheckpointError(f"{config_url}: expected a JSON object, found {type(config).__name__}")
-    is_export = config.get("format") == EXPORT_FORMAT
-    if not is_export and config.get("model_type") != MODEL_TYPE:
-        found = config.get("model_type")
+    is_export, model_type = config.get("format") == EXPORT_FORMAT, config.get("model_type")
+    if not is_export and model_type != MODEL_TYPE:
         raise CheckpointError(
-            f"{config_url}: expected model_type {MODEL_TYPE} or format {EXPORT_FORMAT}, found {found}"
+            f"{config_url}: expected model_type {MODEL_TYPE} or format {EXPORT_FORMAT}, found {model_type}"
         )
     tensors = _read_safetensors(url, options)
     try:
@@ -183,11 +169,18 @@ def _read_folder(url: str, config_url: str, options: StorageOptions | None) -> W
         raise CheckpointError(f"{config_url}: expected the key {error}, found none") from error
 
 
+def _read_json(url: str, options: StorageOptions | None) -> Any:
+    try:
+        return json.loads(storage.read_text(url, options))
+    except ValueError as error:
+        raise CheckpointError(f"{url}: expected JSON, found damage ({error})") from error
+
+
 def _read_safetensors(url: str, options: StorageOptions | None) -> dict[str, Tensor]:
     names = ["model.safetensors"]
     index_url = storage.join(url, "model.safetensors.index.json")
     if storage.exists(index_url, options):
-        names = _shards(index_url, storage.read_text(index_url, options))
+        names = _shards(index_url, _read_json(index_url, options))
     tensors: dict[str, Tensor] = {}
     for name in names:
         file_url = storage.join(url, name)
@@ -203,12 +196,8 @@ def _read_safetensors(url: str, options: StorageOptions | None) -> dict[str, Ten
     return tensors
 
 
-def _shards(index_url: str, text: str) -> list[str]:
-    """File names of an index."""
-    try:
-        index = json.loads(text)
-    except ValueError as error:
-        raise CheckpointError(f"{index_url}: expected JSON, found damage ({error})") from error
+def _shards(index_url: str, index: Any) -> list[str]:
+    """The file names of an index."""
     shards = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(shards, dict) or not all(isinstance(name, str) for name in shards.values()):
         raise CheckpointError(f"{index_url}: expected weight_map, file names by tensor, found {shards}"[:300])
@@ -226,24 +215,18 @@ def _hugging_face(url: str, config: dict[str, Any], tensors: dict[str, Tensor]) 
     if not isinstance(patch, int):
         raise CheckpointError(f"{url}: patch_size: expected one number, found {patch}")
     grid = (config["frames_per_clip"] // config["tubelet_size"], crop // patch, crop // patch)
-    predictor_size = None
-    if predictor:
-        predictor_size = predictor_shape(url, predictor, config["pred_num_attention_heads"])
-    size = encoder_size(url, encoder, config["num_attention_heads"])
-    return checked(
-        Weights(
-            url,
-            "hugging_face",
-            encoder,
-            encoder,
-            predictor,
-            size,
-            predictor_size,
-            grid,
-            "tiled",
-            "vjepa2",
-            facts=config.get(FACTS_KEY, {}),  # absent from what others wrote
-        )
+    return Weights(
+        url,
+        "hugging_face",
+        encoder,
+        encoder,
+        predictor,
+        size=encoder_size(url, encoder, config["num_attention_heads"]),
+        predictor_size=predictor_shape(url, predictor, config["pred_num_attention_heads"])
+        if predictor
+        else None,
+        grid=grid,
+        facts=config.get(FACTS_KEY, {}),  # absent from what others wrote
     )
 
 
@@ -255,7 +238,7 @@ def _own(url: str, state: dict[str, Any]) -> Weights:
         if role not in parts:
             raise CheckpointError(f"{url}: expected {', '.join(ROLES)}, found {name}")
         parts[role][rest] = tensor
-    encoder, predictor = parts["encoder"], parts["predictor"]
+    predictor = parts["predictor"]
     is_transformer = "predictor_embed.weight" in predictor
     facts = {
         "recipe_name": recipe_name(config.method),
@@ -263,43 +246,36 @@ def _own(url: str, state: dict[str, Any]) -> Weights:
         "normalisation": state["normalisation"],
         "participants": state["participants"],
         "init_weight": state["progress"]["init_weight"],
-        "synthetic": state.get("synthetic"),  # None: an early checkpoint, which does not say
+        "synthetic": state.get("synthetic"),  # None: an early checkpoint does not hold it
         "imported_from": state.get("imported_from"),
         "sha256": state["checksum"],
     }
-    return checked(
-        Weights(
-            url,
-            "checkpoint",
-            encoder,
-            parts["target_encoder"],
-            predictor,
-            encoder_size(url, encoder, SIZES[config.model.size].heads),
-            predictor_shape(url, predictor, None) if is_transformer else None,
-            config.grid,
-            config.model.rope,
-            config.method.recipe,
-            config,
-            facts,
-            dict.fromkeys(sorted(set(state) & {"optimizer", "gauge"}), "training state"),
-        )
+    return Weights(
+        url,
+        "checkpoint",
+        **parts,
+        size=encoder_size(url, parts["encoder"], SIZES[config.model.size].heads),
+        predictor_size=predictor_shape(url, predictor, None) if is_transformer else None,
+        grid=config.grid,
+        rope=config.model.rope,
+        recipe=config.method.recipe,
+        config=config,
+        facts=facts,
+        left_out=dict.fromkeys(sorted(set(state) & {"optimizer", "gauge"}), "training state"),
     )
 
 
 def _export(url: str, config: dict[str, Any], tensors: dict[str, Tensor]) -> Weights:
-    facts = config[FACTS_KEY]
-    return checked(
-        Weights(
-            url,
-            "export",
-            tensors,
-            tensors,
-            {},
-            encoder_size(url, tensors, config["heads"]),
-            None,
-            tuple(config["grid"]),
-            config["rope"],
-            facts["recipe"],
-            facts=facts,
-        )
+    return Weights(
+        url,
+        "export",
+        tensors,
+        tensors,
+        {},
+        size=encoder_size(url, tensors, config["heads"]),
+        predictor_size=None,
+        grid=tuple(config["grid"]),
+        rope=config["rope"],
+        recipe=config[FACTS_KEY]["recipe"],
+        facts=config[FACTS_KEY],
     )

@@ -1,16 +1,15 @@
-"""Weights fitted to a configuration of ours: one channel, its patch, its predictor; a line for every key.
+"""Weights fitted to a configuration of ours: its one channel, patch and predictor; a line for every key.
 
-In: `Weights` of any file. Out: tensors by the names of VJEPA3D. Encoders fit whole or not at all; a predictor
-of another shape is left out whole.
+In: `Weights` of any file. Out: tensors by the names of VJEPA3D. An encoder that does not fit is an error; a
+predictor of another shape is left out whole.
 
-Three colour channels become one. The public encoders were fed (gray_c - mean_c) / std_c with gray in [0, 1]
-and ImageNet's mean and std. One channel fed x, which stands for gray = m + s * x, gives the same embedding
-with
+Three colour channels become one. The public encoders were given (gray_c - mean_c) / std_c with gray in [0, 1]
+and ImageNet's mean and std. One channel x with gray = m + s * x gives the same embedding with
 
     kernel' = sum_c kernel_c * s / std_c        bias' = bias + sum_c sum(kernel_c) * (m - mean_c) / std_c
 
-`GRAY` (m 0, s 1): x is the gray value itself. `Z_SCORE` (m .449, s .226, the channels' means): x is a volume
-z-scored as ours are, so that its mean and spread meet the first layer as an average photograph's did.
+`GRAY` (m 0, s 1): x is the gray value itself. `Z_SCORE` (m .449, s .226, the channels' means): x is z-scored
+as our volumes are, so that the first layer gets the mean and spread of an average photograph.
 A patch of 2 planes becomes one of 4 by repeating each plane's kernel and halving it.
 """
 
@@ -33,12 +32,12 @@ from utils.config.recipes import recipe_of
 from utils.config.schema import Config
 
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-NORMALISATION = "zscore_valid"  # the prepared store's, which Z_SCORE stands for
+NORMALISATION = "zscore_valid"  # of the prepared store; Z_SCORE assumes it
 ADAPTED_PLANES = 4
 
 
 class InputScale(NamedTuple):
-    """What an adapted encoder is fed: x, where gray in [0, 1] = mean + std * x."""
+    """The input x of an adapted encoder, where gray in [0, 1] = mean + std * x."""
 
     mean: float
     std: float
@@ -89,9 +88,9 @@ def adapt_patches(
         changes = {kernel_name: f"3 channels summed, {text}", bias_name: text}
     planes = kernel.shape[2]
     if tuple(kernel.shape[3:]) != tuple(patch[1:]) or patch[0] % planes:
-        found = list(kernel.shape[2:])
         raise CheckpointError(
-            f"{weights.where}: patch: expected H and W of {list(patch)} and a divisor of its D, found {found}"
+            f"{weights.where}: patch: expected H and W of {list(patch)} and a divisor of its D, "
+            f"found {list(kernel.shape[2:])}"
         )
     if planes != patch[0]:
         times = patch[0] // planes
@@ -138,10 +137,9 @@ def _require_encoder(weights: Weights, cfg: Config) -> None:
     recipe = recipe_of(cfg.method)
     is_learned, is_dense = recipe.positions == "learned", recipe.context == "dense"
     if is_learned != (weights.positions == "learned"):
-        found = f"{weights.positions} positions"
         raise CheckpointError(
             f"{where}: method.recipe {cfg.method.recipe}: expected {'learned' if is_learned else 'rotary'} "
-            f"positions, found {found}"
+            f"positions, found {weights.positions} positions"
         )
     if not is_learned and weights.rope != cfg.model.rope:
         raise CheckpointError(
@@ -149,11 +147,10 @@ def _require_encoder(weights: Weights, cfg: Config) -> None:
             f"(model.rope={weights.rope} fits these weights)"
         )
     if not is_learned and is_dense != ("mask_token" in weights.encoder):
-        expected, found = ("a", "none") if is_dense else ("no", "one")
-        raise CheckpointError(
-            f"{where}: method.context {cfg.method.context}: expected {expected} mask token in the encoder, "
-            f"found {found}"
-        )
+        difference = "a mask token in the encoder, found none"
+        if not is_dense:
+            difference = "no mask token in the encoder, found one"
+        raise CheckpointError(f"{where}: method.context {cfg.method.context}: expected {difference}")
     if weights.size != wanted:
         raise CheckpointError(
             f"{where}: model.size {cfg.model.size}: expected {shown(wanted)}, found {shown(weights.size)}"
@@ -168,7 +165,7 @@ def shown(size: Size) -> str:
 
 
 def _predictor_misfit(weights: Weights, theirs: dict[str, Tensor], cfg: Config, model: VJEPA3D) -> str | None:
-    """Why the file's predictor cannot be this model's; None when it can."""
+    """Why the file's predictor cannot be this model's; None if it can."""
     if not theirs:
         return "the file has no predictor"
     if weights.recipe != cfg.method.recipe:

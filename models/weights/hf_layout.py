@@ -1,7 +1,7 @@
-"""Hugging Face's VJEPA2Model and ours: names of parameters, and the configuration file.
+"""Parameter names of Hugging Face's VJEPA2Model and of our modules, each translated into the other.
 
-In: tensors by one side's names. Out: the same by the other's. Theirs keeps query, key and value apart, stacks
-the mask tokens, and calls a block `layer`. Facts from transformers' VJEPA2Config and VJEPA2Model.
+VJEPA2Model keeps query, key and value apart, stacks the mask tokens, and calls a block `layer`. The facts are
+from transformers' VJEPA2Config and VJEPA2Model.
 """
 
 from __future__ import annotations
@@ -12,7 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from models.vit3d import NORM_EPS
+
 MODEL_TYPE = "vjepa2"
+FIXED = {"hidden_act": "gelu", "layer_norm_eps": NORM_EPS}  # of config.json: what our modules compute
 # (theirs, ours); the first that matches the beginning of a name is used
 ENCODER_NAMES = (
     ("encoder.embeddings.patch_embeddings.", "patch_embed."),
@@ -30,7 +33,7 @@ PARTS = ("query", "key", "value")
 
 
 def from_hf(tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor], list[str]]:
-    """Encoder and predictor by our names, and their names that VJEPA2Model does not have."""
+    """Encoder and predictor by our names, and the names that VJEPA2Model does not have."""
     encoder: dict[str, Tensor] = {}
     predictor: dict[str, Tensor] = {}
     unknown = []
@@ -49,7 +52,7 @@ def from_hf(tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Te
 
 
 def to_hf(encoder: dict[str, Tensor], predictor: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Our tensors by their names; an empty predictor stays away."""
+    """Our tensors by Hugging Face's names; an empty predictor adds none."""
     out: dict[str, Tensor] = {}
     masks = [predictor[f"mask_tokens.{i}"] for i in range(num_mask_tokens(predictor))]
     if masks:
@@ -70,44 +73,8 @@ def to_hf(encoder: dict[str, Tensor], predictor: dict[str, Tensor]) -> dict[str,
 
 
 def num_mask_tokens(predictor: dict[str, Tensor]) -> int:
-    """How many mask tokens there are by our names."""
+    """How many mask tokens a predictor has, by our names."""
     return sum(name.startswith("mask_tokens.") for name in predictor)
-
-
-def hf_config(
-    *,
-    image_size: tuple[int, int, int],
-    patch: tuple[int, int, int],
-    channels: int,
-    encoder: tuple[int, int, int, float],
-    predictor: tuple[int, int, int, float],
-    mask_tokens: int,
-) -> dict[str, Any]:
-    """config.json of VJEPA2Model for shapes (blocks, width, heads, MLP ratio); H and W must be equal."""
-    assert image_size[1] == image_size[2], image_size
-    assert patch[1] == patch[2], patch
-    return {
-        "architectures": ["VJEPA2Model"],
-        "model_type": MODEL_TYPE,
-        "dtype": "float32",
-        "patch_size": patch[1],
-        "crop_size": image_size[1],
-        "frames_per_clip": image_size[0],
-        "tubelet_size": patch[0],
-        "in_chans": channels,
-        "num_hidden_layers": encoder[0],
-        "hidden_size": encoder[1],
-        "num_attention_heads": encoder[2],
-        "mlp_ratio": encoder[3],
-        "pred_num_hidden_layers": predictor[0],
-        "pred_hidden_size": predictor[1],
-        "pred_num_attention_heads": predictor[2],
-        "pred_mlp_ratio": predictor[3],
-        "pred_num_mask_tokens": mask_tokens,
-        "layer_norm_eps": 1e-6,
-        "qkv_bias": True,
-        "hidden_act": "gelu",
-    }
 
 
 def _renamed(name: str, names: Any) -> str | None:
@@ -118,7 +85,7 @@ def _renamed(name: str, names: Any) -> str | None:
 
 
 def _joined(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """attn.query, key and value as one attn.qkv; an incomplete triple stays, and is unexpected later."""
+    """attn.query, key and value joined to attn.qkv; an incomplete triple stays, and is an error later."""
     out = {}
     for name, tensor in tensors.items():
         match = re.fullmatch(r"(.*\.attn\.)(query|key|value)(\..*)", name)

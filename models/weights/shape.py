@@ -1,7 +1,7 @@
-"""The shapes of a model, from the tensors of a file alone, and whether the tensors make that model.
+"""The shape of a model from its tensors alone, and a check that the tensors make that model.
 
-In: tensors by our names. Out: `Weights`, whose modules `new_encoder` and `new_predictor` build. Shapes are
-all that is read, so it works for tensors on the meta device too.
+In: tensors by our names. Out: `Weights`, whose modules `new_encoder` and `new_predictor` build. Only the
+tensors' shapes are read, so meta tensors work too.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from models.weights.hf_layout import num_mask_tokens
 from utils.checkpoint import CheckpointError
 from utils.config.schema import Config
 
-EXPORT_FORMAT = "oct_encoder"  # "format" in the config.json of an export
-FACTS_KEY = "oct_foundation"  # there and in the Hugging Face layout: facts of the training
+EXPORT_FORMAT = "oct_encoder"  # "format" in an export's config.json
+FACTS_KEY = "oct_foundation"  # facts of the training, in the config.json of both layouts
 Layout = Literal["research", "hugging_face", "checkpoint", "export"]
 HEAD_DIM = 64  # of every V-JEPA 2 encoder but ViT-H
 HEADS = {1280: 16}
@@ -29,7 +29,7 @@ ROLES = ("encoder", "target_encoder", "predictor")
 
 @dataclass(frozen=True)
 class Weights:
-    """One file's weights by our names, the shapes they make, and what the file says of them."""
+    """One file's weights by our names, their shapes, and the facts that the file holds about them."""
 
     where: str
     layout: Layout
@@ -39,8 +39,8 @@ class Weights:
     size: Size
     predictor_size: Size | None
     grid: tuple[int, int, int]
-    rope: RopeForm
-    recipe: str
+    rope: RopeForm = "tiled"
+    recipe: str = "vjepa2"
     config: Config | None = None  # of ours
     facts: dict[str, Any] = field(default_factory=dict)  # of ours: step, participants, normalisation ...
     left_out: dict[str, str] = field(default_factory=dict)  # the file's name: why
@@ -71,18 +71,21 @@ def encoder_size(url: str, encoder: dict[str, Tensor], heads: int | None) -> Siz
         raise CheckpointError(
             f"{url}: expected patch_embed.proj.weight [E, C, d, h, w] and {first}, found {some([*encoder])}"
         )
-    width = embed.shape[0]
+    width, hidden = embed.shape[0], encoder[first].shape[0]
     if heads is None:
-        heads = HEADS.get(width, width // HEAD_DIM if width % HEAD_DIM == 0 else 0)
+        heads = HEADS.get(width, _num_heads(width, HEAD_DIM))
     if heads == 0 or width % heads:
         raise CheckpointError(
             f"{url}: encoder: expected a width of {HEAD_DIM} per head, or heads= with the call, found {width}"
         )
-    return Size(_num_blocks(encoder, "blocks"), width, heads, _mlp_ratio(width, encoder[first].shape[0]))
+    ratio = hidden / width
+    if int(width * ratio) != hidden:  # the division was rounded down
+        ratio = (hidden + 0.5) / width
+    return Size(_num_blocks(encoder, "blocks"), width, heads, ratio)
 
 
 def predictor_shape(url: str, predictor: dict[str, Tensor], heads: int | None) -> Size:
-    """The same of a predictor; `heads` None: 32 channels each, as the public ones have."""
+    """The same of a predictor; `heads` None: 32 channels each, as public predictors have."""
     first, embed = "predictor_blocks.0.mlp.fc1.weight", predictor.get("predictor_embed.weight")
     if embed is None or first not in predictor:
         raise CheckpointError(
@@ -92,13 +95,22 @@ def predictor_shape(url: str, predictor: dict[str, Tensor], heads: int | None) -
         raise CheckpointError(f"{url}: predictor: expected at least one mask token, found none")
     width, hidden = embed.shape[0], predictor[first].shape[0]
     if heads is None:
-        heads = width // PREDICTOR_HEAD_DIM if width % PREDICTOR_HEAD_DIM == 0 else 0
+        heads = _num_heads(width, PREDICTOR_HEAD_DIM)
     if heads == 0 or width % heads or hidden != 4 * width:
         raise CheckpointError(
             f"{url}: predictor: expected {PREDICTOR_HEAD_DIM} channels per head, or predictor_heads= with "
             f"the call, and an MLP of 4 x width, found width {width}, MLP {hidden}"
         )
     return Size(_num_blocks(predictor, "predictor_blocks"), width, heads)
+
+
+def _num_heads(width: int, head_dim: int) -> int:
+    """Heads of `head_dim` channels; 0 if the width is no multiple."""
+    return 0 if width % head_dim else width // head_dim
+
+
+def _num_blocks(tensors: dict[str, Tensor], prefix: str) -> int:
+    return len({name.split(".")[1] for name in tensors if name.startswith(f"{prefix}.")})
 
 
 def new_encoder(weights: Weights) -> VisionTransformer3D:
@@ -135,7 +147,7 @@ def new_predictor(weights: Weights, mask_token: int = 0) -> Predictor3D:
 
 
 def checked(weights: Weights) -> Weights:
-    """Every name and shape as the modules have them, no more and no less; raises CheckpointError."""
+    """The weights; raises CheckpointError unless they have exactly the modules' names and shapes."""
     with torch.device("meta"):
         encoder = new_encoder(weights).state_dict()
         require_same(f"{weights.where}: encoder", encoder, weights.encoder)
@@ -146,26 +158,16 @@ def checked(weights: Weights) -> Weights:
     return weights
 
 
-def require_same(where: str, expected: dict[str, Tensor], found: dict[str, Tensor]) -> None:
-    """Raise CheckpointError for names that are missing or unexpected, and for the first other shape."""
-    for kind, names in (("missing", expected.keys() - found), ("unexpected", found.keys() - expected)):
+def require_same(where: str, expected: dict[str, Tensor], tensors: dict[str, Tensor]) -> None:
+    """Raise CheckpointError for missing names, for unexpected names, and for the first other shape."""
+    for kind, names in (("missing", expected.keys() - tensors), ("unexpected", tensors.keys() - expected)):
         if names:
             raise CheckpointError(f"{where}: {kind}: {some(sorted(names))}")
     for name, tensor in expected.items():
-        if tensor.shape != found[name].shape:
+        if tensor.shape != tensors[name].shape:
             raise CheckpointError(
-                f"{where}: {name}: expected shape {list(tensor.shape)}, found {list(found[name].shape)}"
+                f"{where}: {name}: expected shape {list(tensor.shape)}, found {list(tensors[name].shape)}"
             )
-
-
-def _num_blocks(tensors: dict[str, Tensor], prefix: str) -> int:
-    return len({name.split(".")[1] for name in tensors if name.startswith(f"{prefix}.")})
-
-
-def _mlp_ratio(width: int, hidden: int) -> float:
-    """A ratio with int(width * ratio) == hidden, whatever the division rounds to."""
-    ratio = hidden / width
-    return ratio if int(width * ratio) == hidden else (hidden + 0.5) / width
 
 
 def some(names: list[str]) -> str:

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor
 
-from models.probes.participants import rankme
+from models.probes.features import rankme
 from models.vjepa3d import VJEPA3D, Output
 from pretraining.gauges.alarms import Alarms
 from pretraining.gauges.skill import Read, Scored, SkillGauge, as_it_is

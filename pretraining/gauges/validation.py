@@ -22,7 +22,7 @@ from data_setup.loader import VALIDATION_SEED, Batch, validation_batches
 from data_setup.masks import MaskPlan, draw_mask
 from data_setup.normalisation import view
 from data_setup.transforms import STREAM_MASK, random_stream
-from models.probes.participants import lidar, rankme
+from models.probes.features import lidar, rankme
 from pretraining.gauges.validation_probes import probe_scores
 from pretraining.run import Run
 from pretraining.step import predict

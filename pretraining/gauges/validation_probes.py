@@ -15,8 +15,8 @@ import numpy as np
 from data_setup.loader import evaluation_batches
 from data_setup.normalisation import view
 from data_setup.store.reader import PreparedStore
+from models.probes.features import embed
 from models.probes.participants import Fold, balanced_accuracy, knn_probe, ridge_classifier_probe
-from models.probes.pooling import embed
 from pretraining.run import Run
 from utils.indices import evenly_spaced
 

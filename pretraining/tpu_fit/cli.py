@@ -123,8 +123,8 @@ def with_whole_steps(cfg: Config, chips: int) -> Config:
 
 
 def say_what_fits(request: Request, rows: list[Facts]) -> None:
-    """Put the largest batch that fits into the rows that do not. A sweep of batches answers itself: the
-    largest of its own, or what is below the smallest.
+    """Write the largest batch that fits into the rows that do not fit. For a sweep of batches it is the
+    largest of the sweep, or one below the smallest.
     """
     lacking = [row for row in rows if not row["fits"]]
     if lacking and all((row["change"] or "").startswith(BATCH_KEY) for row in rows):
@@ -140,7 +140,7 @@ def say_what_fits(request: Request, rows: list[Facts]) -> None:
 
 def largest_batch(request: Request, row: Facts) -> int | None:
     """The largest smaller per-core batch of the row's global batch that fits, found by halving the range;
-    None where not even one volume does.
+    None if not even one volume fits.
     """
     change = row["change"]
     if change is not None and not change.startswith(BATCH_KEY):
@@ -210,5 +210,5 @@ def _run(name: str, module: str, arguments: list[str], folder: Path, own: dict[s
     log = folder.with_suffix(".log")
     log.write_text(done.stderr)
     code = done.returncode
-    found = f"{code}: {lines[-1]}" if code > 0 else f"its end by {signal.Signals(-code).name}"
-    raise UserError(f"{module}: expected exit code 0, found {found} (what it said: {log})")
+    end = f"{code}: {lines[-1]}" if code > 0 else f"its end by {signal.Signals(-code).name}"
+    raise UserError(f"{module}: expected exit code 0, found {end} (its output: {log})")

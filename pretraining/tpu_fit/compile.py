@@ -53,15 +53,15 @@ def collectives(hlo: str) -> dict[str, dict[str, int]]:
     An asynchronous operation is counted at its start, whose type also repeats the operands: only the results
     of an all-gather or a permutation are counted. No training step here has a loop around a collective.
     """
-    found: dict[str, dict[str, int]] = {}
+    counts: dict[str, dict[str, int]] = {}
     for kind, name, is_start in COLLECTIVE.findall(hlo):
         moved = shape_bytes(kind)
         if is_start and name != "all-reduce":
             moved = shape_bytes(_results_of_start(kind))
-        entry = found.setdefault(name, {"count": 0, "bytes": 0})
+        entry = counts.setdefault(name, {"count": 0, "bytes": 0})
         entry["count"] += 1
         entry["bytes"] += moved
-    return found
+    return counts
 
 
 def _results_of_start(kind: str) -> str:
@@ -106,7 +106,7 @@ def compile_program(program: bytes, aliases: list[tuple[int, int]], topology: To
     """Compile for one slice. Private names of JAX are used here and nowhere else."""
     # no TPU is opened here, so its lock against a second process means nothing
     os.environ.update(TPU_SKIP_MDS_QUERY="1", JAX_PLATFORMS="cpu", ALLOW_MULTIPLE_LIBTPU_LOAD="1")
-    found = {name: version(name) for name in TESTED}
+    versions = {name: version(name) for name in TESTED}
     try:
         import jax
         import numpy as np
@@ -133,7 +133,7 @@ def compile_program(program: bytes, aliases: list[tuple[int, int]], topology: To
             client = devices[0].client
             compile_it = client.compile
     except (ImportError, AttributeError, TypeError) as error:
-        raise SystemExit(f"tpu_compile: works with {TESTED}, found {found}: {error}") from error
+        raise SystemExit(f"tpu_compile: works with {TESTED}, found {versions}: {error}") from error
     start = time.monotonic()
     try:
         compiled = compile_it(module, executable_devices=device_list, compile_options=options)

@@ -1,5 +1,5 @@
-"""The two environments of `pretraining.tpu_fit`, built on first use; `python -m pretraining.tpu_fit.env` does
-it ahead.
+"""The two environments of `pretraining.tpu_fit`, built on first use, or ahead by
+`python -m pretraining.tpu_fit.env`.
 
 .venv-xla records a training step (torch_xla, and the jax that its kernels need), .venv-aot compiles it (jax
 and libtpu). Together about 9 GB; neither needs a TPU.
@@ -19,7 +19,7 @@ NAMES = ("xla", "aot")
 
 
 def requirements(name: str) -> list[str]:
-    """What .venv-NAME holds; a TPU's own library is not needed to record a program."""
+    """The requirements of .venv-NAME; recording a program does not need the TPU's own library."""
     if name == "aot":
         return (ROOT / "requirements-aot.txt").read_text().splitlines()
     lines = (ROOT / "requirements-tpu.txt").read_text().splitlines()
@@ -28,7 +28,7 @@ def requirements(name: str) -> list[str]:
 
 
 def environment(name: str) -> Path:
-    """The interpreter of .venv-NAME, which is built if it is not there; UserError when that fails."""
+    """The interpreter of .venv-NAME, built if it is missing; UserError if that fails."""
     folder = ROOT / f".venv-{name}"
     python, mark = folder / "bin" / "python", folder / "tpu_fit.txt"
     wanted = "".join(f"{line}\n" for line in requirements(name))

@@ -53,7 +53,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def trace(cfg: Config, chips: int) -> tuple[bytes, dict[str, Any]]:
-    """The program of one update on `chips` devices, and what its arguments are."""
+    """The program of one update on `chips` devices, and the facts about its arguments."""
     runtime = open_runtime(cfg.train.use_bf16, cfg.data.data_timeout_s)
     assert runtime.num_devices == chips, (runtime.num_devices, chips)
     accumulation = accumulation_steps(cfg.train, chips)
@@ -114,7 +114,7 @@ def _placeholder(like: Tensor) -> Tensor:
 
 
 def _parts(runtime: Runtime, like: Tensor) -> Tensor:
-    """Zeros, spread at once: a placeholder cannot be, and sixteen whole models are too much."""
+    """Zeros, sharded at once: a placeholder cannot be sharded, and sixteen whole models are too much."""
     zeros = runtime.to_device_replicated(torch.zeros(like.shape, dtype=like.dtype, device="cpu"))
     runtime.shard_parameters([zeros])
     return zeros
@@ -125,7 +125,7 @@ def _id(tensor: Tensor) -> int:
 
 
 def _state(model: VJEPA3D, optimizer: torch.optim.Optimizer) -> list[tuple[str, Tensor]]:
-    """(class, tensor) of all that an update moves, in a fixed order."""
+    """(class, tensor) of everything that an update changes, in a fixed order."""
     state = [("parameters", weight) for _, weight in model.trained_parameters()]
     state += [("parameters", buffer) for buffer in model.buffers()]
     state += [("target", weight) for weight in model.target_encoder.parameters()]

@@ -150,7 +150,7 @@ def _parts(facts: Facts) -> str:
 
 
 def _difference(facts: Facts) -> str:
-    """XLA's count against the one from the shapes; what is left when they differ by more than a tenth."""
+    """XLA's operation count against the one from the shapes, and the reason for a difference."""
     share = facts["xla_flops_per_step"] / facts["flops_per_step"] - 1
     if abs(share) <= CLOSE:
         return f"{share:+.0%}"

@@ -52,8 +52,8 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def test_the_whole_command_writes_its_numbers(work: Path) -> None:
     path = work / "numbers.json"
     assert data.main(["--repeats", "1", "--work", str(work), "--json", str(path)]) == 0
-    told = json.loads(path.read_text())
-    prepare, read, pipeline = told["prepare"], told["read"], told["pipeline"]
+    result = json.loads(path.read_text())
+    prepare, read, pipeline = result["prepare"], result["read"], result["pipeline"]
     assert prepare.keys() >= PREPARE
     assert prepare["speedup_2"] == pytest.approx(prepare["plain_s"] / prepare["two_workers_s"])
     assert prepare["peak_over_raw"] == 0.7
@@ -73,8 +73,8 @@ def test_the_whole_command_writes_its_numbers(work: Path) -> None:
 
 
 def test_every_number_is_printed() -> None:
-    told = {"a": 1.5, "hours": {"1": 3, "16": 0.2}, "machine": "x", "turns": [1.0]}
-    assert dict(data.lines(told)) == {"a": 1.5, "hours.1": 3, "hours.16": 0.2}
+    nested = {"a": 1.5, "hours": {"1": 3, "16": 0.2}, "machine": "x", "turns": [1.0]}
+    assert dict(data.lines(nested)) == {"a": 1.5, "hours.1": 3, "hours.16": 0.2}
 
 
 @pytest.mark.usefixtures("tiny")
@@ -116,9 +116,9 @@ def test_memory_and_workers_are_measured_in_processes_of_their_own(
     shape = {name: (16, 512, 512)}
     path = data_files.dicom_files(work, shape)["uncompressed"][name]
     assert data_prepare.seconds_by_workers(path, cfg, 2, 1) > 0
-    found = data_prepare.peak_over_raw(work, shape, cfg)
-    assert set(found) == {f"{syntax}_{name}" for syntax in data_files.SYNTAXES}
-    assert max(found.values()) < 3
+    peaks = data_prepare.peak_over_raw(work, shape, cfg)
+    assert set(peaks) == {f"{syntax}_{name}" for syntax in data_files.SYNTAXES}
+    assert max(peaks.values()) < 3
 
 
 def test_a_row_costs_one_request_for_the_array(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,8 +145,8 @@ def test_statistics_are_exact() -> None:
     voxels = np.random.default_rng(0).integers(0, 256, (5, 300, 400), dtype=np.uint8)
     voxels[:, :, :200] = 255
     box = (1, 5, 3, 299, 0, 390)
-    found = measure(Resampled(voxels, box, (1.0, 1.0, 1.0), 0.0))
+    facts = measure(Resampled(voxels, box, (1.0, 1.0, 1.0), 0.0))
     inside = voxels[1:5, 3:299, 0:390].astype(np.int64)
     mean = int(inside.sum()) / inside.size
-    assert found["intensity_mean"] == mean
-    assert found["intensity_std"] == (int((inside**2).sum()) / inside.size - mean**2) ** 0.5
+    assert facts["intensity_mean"] == mean
+    assert facts["intensity_std"] == (int((inside**2).sum()) / inside.size - mean**2) ** 0.5

@@ -77,8 +77,8 @@ def test_an_ablation_changes_its_factor_and_nothing_else(tmp_path: Path) -> None
     for arm in ABLATIONS:
         if arm.factor in KEYS_OF_FACTOR:
             reference = dict(flatten(arm_config(arm_by_name(arm.compared_with), 0, 400, tmp_path)))
-            found = dict(flatten(arm_config(arm, 0, 400, tmp_path)))
-            changed = {k for k in found if found[k] != reference[k]} - own
+            ablated = dict(flatten(arm_config(arm, 0, 400, tmp_path)))
+            changed = {k for k in ablated if ablated[k] != reference[k]} - own
             assert changed, arm.name
             assert changed <= KEYS_OF_FACTOR[arm.factor], arm.name
     assert len({a.name for a in ALL}) == len(ALL)
@@ -144,9 +144,9 @@ def test_arms_that_are_new_are_timed_beside_the_reference_and_scaled(
         ]
 
     monkeypatch.setattr(evidence_calibration, "_time_on_cores", timed)
-    told = calibrate(tmp_path, 2, ())
-    assert told["seconds_per_step"] == known | {"context_dense": 3.2}
-    assert calibrate(tmp_path, 2, ()) == told == json.loads(path.read_text())
+    calibration = calibrate(tmp_path, 2, ())
+    assert calibration["seconds_per_step"] == known | {"context_dense": 3.2}
+    assert calibrate(tmp_path, 2, ()) == calibration == json.loads(path.read_text())
     assert asked == [[REFERENCE, "context_dense"]]
     with pytest.raises(UserError, match="jobs: expected 1 as now, found 2; remove the file"):
         calibrate(tmp_path, 1, ())
@@ -161,8 +161,8 @@ def test_tokens_of_a_coarser_patch_hold_the_finer_ones() -> None:
     for axis, n in enumerate(size):
         voxel_of_fine = voxel_of_fine.repeat(n // fine[axis], axis)
         voxel_of_coarse = voxel_of_coarse.repeat(n // coarse[axis], axis)
-    found = tokens_of_another_grid(np.arange(4 * 12 * 8), fine, coarse)
-    np.testing.assert_array_equal(found[voxel_of_fine], voxel_of_coarse)
+    token_of_coarse = tokens_of_another_grid(np.arange(4 * 12 * 8), fine, coarse)
+    np.testing.assert_array_equal(token_of_coarse[voxel_of_fine], voxel_of_coarse)
     np.testing.assert_array_equal(tokens_of_another_grid(np.arange(384), fine, fine), np.arange(384))
     assert tokens_of_another_grid(np.array([1]), (1, 1, 2), (1, 1, 6)) == 4  # a finer one: that of the centre
 
@@ -182,8 +182,8 @@ def phantom(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, PreparedSto
 def explained(shares_NL: np.ndarray, grey_N: np.ndarray) -> float:
     """R2 of a token's mean grey value from its layer occupancy."""
     x = np.concatenate([shares_NL, np.ones((len(shares_NL), 1))], axis=1)
-    left = grey_N - x @ np.linalg.lstsq(x, grey_N, rcond=None)[0]
-    return 1 - float((left**2).sum() / ((grey_N - grey_N.mean()) ** 2).sum())
+    residual = grey_N - x @ np.linalg.lstsq(x, grey_N, rcond=None)[0]
+    return 1 - float((residual**2).sum() / ((grey_N - grey_N.mean()) ** 2).sum())
 
 
 def test_occupancy_lies_where_the_stored_pixels_are(phantom: tuple[Path, PreparedStore]) -> None:
@@ -268,8 +268,8 @@ def test_thickness_is_relative_to_the_training_volumes_of_a_protocol() -> None:
     values = np.array([[1.0], [3.0], [10.0], [20.0], [100.0]])
     protocol = np.array(["a", "a", "a", "b", "c"])
     training = np.array([True, True, False, True, False])
-    found = less_protocol_mean(values, protocol, training)
-    np.testing.assert_allclose(found.ravel(), [-1, 1, 8, 0, 92])  # c: less the mean of 1, 3 and 20
+    relative = less_protocol_mean(values, protocol, training)
+    np.testing.assert_allclose(relative.ravel(), [-1, 1, 8, 0, 92])  # c: less the mean of 1, 3 and 20
 
 
 def test_scores_find_what_the_features_hold_and_nothing_in_noise() -> None:
@@ -339,8 +339,8 @@ def test_saved_scores_come_back(finished: Path) -> None:
 def test_the_table_says_what_wins_and_what_does_not(finished: Path, tmp_path: Path) -> None:
     out = tmp_path / "results.md"
     text = write_results(finished, out)
-    told = json.loads((finished / "table.json").read_text())
-    rows = {r["name"]: r for r in told["rows"]}
+    table = json.loads((finished / "table.json").read_text())
+    rows = {r["name"]: r for r in table["rows"]}
     value, (low, high) = rows["vjepa2"]["tasks"]["classes"]["against_random"]
     assert 0.3 < low < value < high
     assert value == pytest.approx(1 - rows["random"]["tasks"]["classes"]["score"])
@@ -352,15 +352,18 @@ def test_the_table_says_what_wins_and_what_does_not(finished: Path, tmp_path: Pa
     assert "| 1.25 | 7 |" in text
     assert rows["reg_none"]["tasks"]["classes"]["against_reference"][1] == [0.0, 0.0]
     assert (rows["vjepa2"]["rankme"], rows["vjepa2"]["alarms"]) == (51.0, 1.0)
-    assert "against random initialisation: above: vjepa2, vicreg 0.05 (as shipped) (+" in text
-    assert "no difference shown: methods, as its text says" in text
+    assert (
+        "Compared with random initialisation:\n\n* 4 classes, balanced accuracy. Higher: vjepa2, vic" in text
+    )
+    assert "No difference shown: methods, as its text says (" in text
     assert "Not run: vicreg 0.02, " in text
     named = rows["predictor_mlp"]["tasks"]["thickness"]["against_named"]
     assert (
         named == rows["predictor_mlp"]["tasks"]["thickness"]["against_reference"]
     )  # both are the good scores
     assert rows["context_dense"]["tasks"]["thickness"]["against_named"] is None
-    assert "* layer thickness, R2, against dense context: below: dense context, MLP predictor (" in text
+    named_part = text.partition("Compared with dense context:")[2]
+    assert "* layer thickness, R2. Lower: dense context, MLP predictor (" in named_part
     assert f"**{value:+.3f} ({low:+.3f} to {high:+.3f})**" in text
 
 
@@ -402,13 +405,13 @@ def confirmed(finished: Path, tmp_path: Path) -> Path:
     return root
 
 
-def test_a_confirmation_stands_beside_what_was_found_first(confirmed: Path, tmp_path: Path) -> None:
+def test_a_confirmation_stands_beside_the_first_differences(confirmed: Path, tmp_path: Path) -> None:
     text = write_results(confirmed, tmp_path / "results.md")
     again = text.partition("### On other people (phantom of seed 1003, 40 participants)")[2]
     assert "`python -m benchmarks.evidence confirm --people-seed 1003 --count 40`" in again
-    told = json.loads((confirmed / "table.json").read_text())
-    first = {r["name"]: r["tasks"] for r in told["rows"]}
-    other = {r["name"]: r["tasks"] for r in told["people_1003_40"]}
+    table = json.loads((confirmed / "table.json").read_text())
+    first = {r["name"]: r["tasks"] for r in table["rows"]}
+    other = {r["name"]: r["tasks"] for r in table["people_1003_40"]}
     for task in ("classes", "thickness", "occupancy"):
         assert first["vjepa2"][task]["against_random"][1][0] > 0
         assert other["vjepa2"][task]["against_random"] == [0.0, [0.0, 0.0]]
@@ -429,9 +432,9 @@ def test_a_confirmation_stands_beside_what_was_found_first(confirmed: Path, tmp_
     line = next(line for line in parts[0].splitlines() if line.startswith("| vjepa2, vicreg 0.05"))
     assert [cell.startswith(" **") for cell in line.split("|")[2:-1]] == [True, False] * 3
     # vjepa2 has lost all three; dense context, which is what it was, is above it now
-    assert "Shown first: 3; again, on the same side of zero: 0. Here alone: 0." in parts[1]
-    assert "again, on the same side of zero: 0. Here alone: 3." in parts[2]
-    assert "Shown first: 3; again, on the same side of zero: 3. Here alone: 0." in parts[3]
+    assert "Shown first: 3; shown again with the same sign: 0; shown only here: 0." in parts[1]
+    assert "shown again with the same sign: 0; shown only here: 3." in parts[2]
+    assert "Shown first: 3; shown again with the same sign: 3; shown only here: 0." in parts[3]
 
 
 def test_half_a_confirmation_and_one_of_other_runs_are_refused(confirmed: Path, tmp_path: Path) -> None:
@@ -442,8 +445,8 @@ def test_half_a_confirmation_and_one_of_other_runs_are_refused(confirmed: Path, 
     one = run_dir(confirmed / "people_1003_40", arm_by_name("mae_plain"), 2) / "scores.json"
     kept = one.read_text()
     one.unlink()
-    told = "found none of mae_plain, seed 2; `evidence confirm --people-seed 1003 --count 40` goes on"
-    with pytest.raises(UserError, match=re.escape(told)):
+    message = "found none of mae_plain, seed 2; `evidence confirm --people-seed 1003 --count 40` goes on"
+    with pytest.raises(UserError, match=re.escape(message)):
         write_results(confirmed, out)
     one.write_text(kept.replace('"steps": 7', '"steps": 8'))
     with pytest.raises(UserError, match=r"runs/mae_plain: steps: expected 7 of the run as it is, found 7\.3"):
@@ -461,7 +464,7 @@ def test_all_commits_of_the_runs_are_named(finished: Path, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "message"),
     [
         (["run", "--jobs", "0"], "--jobs: expected 1 or more, found 0"),
         (["run", "--seeds", "0"], "--seeds: expected 1 or more, found 0"),
@@ -475,10 +478,13 @@ def test_all_commits_of_the_runs_are_named(finished: Path, tmp_path: Path) -> No
         (["confirm", "--count", "0"], "--count: expected 1 or more, found 0"),
         (["confirm", "--people-seed", "1002"], "expected people that no run knows, found 1002"),
         (["confirm"], "expected the plan of a run, found none"),
+        (["data", "--real-eyes", "nowhere"], "found no retinal_oct/manifest.tsv in nowhere"),
     ],
 )
-def test_mistakes_are_told_before_anything_is_written(words: list[str], told: str, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=re.escape(told)):
+def test_mistakes_are_refused_before_anything_is_written(
+    words: list[str], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(UserError, match=re.escape(message)):
         evidence.main([words[0], "--root", str(tmp_path / "root"), *words[1:]])
     assert not (tmp_path / "root").exists()
 
@@ -571,8 +577,8 @@ def test_ablations_stop_when_the_next_would_not_fit(
     # an ablation takes 3 x 100 s on 2 cores; 50 s are used
     assert list(fitting_ablations(plan, 2, 195)) == []
     assert f"stopped before {ABLATIONS[0].name}: 1 min used" in capsys.readouterr().out
-    found = list(fitting_ablations(plan, 2, 205))
-    assert [j.arm for j in found] == [a for a in ABLATIONS for _ in range(3)]
+    fitting = list(fitting_ablations(plan, 2, 205))
+    assert [j.arm for j in fitting] == [a for a in ABLATIONS for _ in range(3)]
 
 
 def test_only_some_arms_run_with_what_they_are_compared_with(tmp_path: Path) -> None:
@@ -656,7 +662,7 @@ def test_a_confirmation_scores_every_run_that_is_scored_and_trains_none(
         ((_python, _m, module, verb, *arguments),) = job.commands(plan)  # one command: nothing is trained
         assert (module, verb) == ("benchmarks.evidence", "score")
         assert job.folder.is_relative_to(tmp_path)
-        told = dict(zip(arguments[::2], arguments[1::2], strict=True))
-        assert (told["--root"], told["--people"]) == (str(finished), str(tmp_path / "people_1003_40"))
+        flags = dict(zip(arguments[::2], arguments[1::2], strict=True))
+        assert (flags["--root"], flags["--people"]) == (str(finished), str(tmp_path / "people_1003_40"))
     with pytest.raises(UserError, match="expected scored runs, found none"):
         confirmation_jobs(replace(plan, root=tmp_path), tmp_path / "people_1003_40")

@@ -1,4 +1,4 @@
-"""The step benchmark: the reference computes our loss, numbers have their names, an unfair one is told."""
+"""The step benchmark: the reference computes our loss, numbers have names, an unfair one is reported."""
 
 from __future__ import annotations
 
@@ -65,14 +65,14 @@ def test_numbers_are_written_and_an_unfair_reference_is_told(
     monkeypatch.setattr(train_step, "matmul_peak", lambda dtype, shapes: 1e11)
     path = tmp_path / "numbers.json"
     assert train_step.main(["--rows", "bf16,float32", "--json", str(path)]) == code
-    told = json.loads(path.read_text())
-    assert set(told) == {"bf16", "float32"}
-    for row in told.values():
+    result = json.loads(path.read_text())
+    assert set(result) == {"bf16", "float32"}
+    for row in result.values():
         assert KEYS | {"reference_utilisation"} <= set(row)
         assert row["ratio"] == pytest.approx(row["ours_s"] / row["reference_s"])
         rate = row["flops"] / row["ours_s"]
         assert row["utilisation"] == pytest.approx(rate / row["matmul_flops_per_s"])
-    assert told["float32"]["loss_diff"] < 1e-5
+    assert result["float32"]["loss_diff"] < 1e-5
 
 
 @pytest.mark.usefixtures("small")

@@ -8,7 +8,7 @@ from sklearn.linear_model import Ridge
 from sklearn.metrics import r2_score
 from sklearn.preprocessing import StandardScaler
 
-from models.probes.participants import participant_draws
+from models.probes.intervals import participant_draws
 from models.probes.tokens import (
     Rows,
     errors_by_participant,
@@ -38,11 +38,11 @@ def test_it_is_the_weighted_ridge_of_scikit_learn() -> None:
     scaler = StandardScaler().fit(train.features)
     for c in (1e-3, 0.1, 10.0):
         expected = Ridge(alpha=1 / c).fit(scaler.transform(train.features), train.targets, weight)
-        found = ridge_rows(train, val, test, [c])
+        result = ridge_rows(train, val, test, [c])
         np.testing.assert_allclose(
-            found.predicted, expected.predict(scaler.transform(test.features)), rtol=1e-8
+            result.predicted, expected.predict(scaler.transform(test.features)), rtol=1e-8
         )
-        assert found.chosen_c == c
+        assert result.chosen_c == c
 
 
 def test_c_is_the_best_on_validation() -> None:

@@ -144,20 +144,20 @@ def test_the_numbers_of_hugging_face(shape: dict, kind: str) -> None:
 
 
 def test_the_mask_token_of_hugging_faces_bare_predictor() -> None:
-    """Of several it takes number 1; ours takes 0 unless told."""
+    """Of several it takes number 1; ours takes 0 by default."""
     theirs = hf_model(7, pred_num_mask_tokens=3)
     weights = research_names(hf_tensors(theirs, lambda p: p.detach()))[1]
     keep_BK, target_BM = token_sets("shuffled", (2, 3, 3))
     context = torch.randn(*keep_BK.shape, 128, generator=torch.Generator().manual_seed(8))
-    found = {}
+    predictions = {}
     for mask_token in (0, 1, 2):
         predictor = Predictor3D(128, 64, 2, (2, 3, 3), "tiled", 3, 2, mask_token=mask_token)
         predictor.load_state_dict(weights)
-        found[mask_token] = predictor(context, keep_BK, target_BM)
+        predictions[mask_token] = predictor(context, keep_BK, target_BM)
     expected = hf_predict(theirs, context, keep_BK, target_BM)
-    assert_near(found[1], expected, "predictions from mask token 1")
+    assert_near(predictions[1], expected, "predictions from mask token 1")
     for other in (0, 2):
-        assert (found[other] - expected).abs().max() > 0.01
+        assert (predictions[other] - expected).abs().max() > 0.01
     with pytest.raises(ValueError, match="mask_token: expected 0 to 2, found 3"):
         Predictor3D(128, 64, 2, (2, 3, 3), "tiled", 3, 2, mask_token=3)
 

@@ -12,24 +12,24 @@ import scipy.stats
 import torch
 from sklearn.metrics import balanced_accuracy_score
 
+from models.probes.features import lidar, pool_tokens, rankme
+from models.probes.intervals import (
+    balanced_accuracy_draws,
+    interval95,
+    paired_difference,
+    participant_draws,
+    verdict,
+)
 from models.probes.participants import (
     Fold,
     Prediction,
     balanced_accuracy,
-    balanced_accuracy_draws,
-    interval95,
     knn_probe,
-    lidar,
     logistic_probe,
     macro_auroc,
-    paired_difference,
-    participant_draws,
-    pool_tokens,
     r2,
-    rankme,
     ridge_classifier_probe,
     ridge_probe,
-    verdict,
 )
 
 

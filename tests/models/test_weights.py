@@ -15,10 +15,12 @@ from transformers import VJEPA2Config, VJEPA2Model
 from data_setup.store.format import NORMALISATION as STORE_NORMALISATION
 from models.vit3d import SIZES, Size
 from models.vjepa3d import VJEPA3D
-from models.weights.cli import import_weights, load_encoder, load_vjepa2, main, start_from
+from models.weights import load_encoder
+from models.weights.cli import import_weights, main
 from models.weights.files import read_weights
 from models.weights.fit import NORMALISATION, Z_SCORE, fit
 from models.weights.hf_layout import from_hf, to_hf
+from models.weights.load import load_vjepa2, start_from
 from models.weights.shape import encoder_size, new_encoder, predictor_shape, require_same
 from pretraining.resume import restore
 from pretraining.run import Run
@@ -253,9 +255,9 @@ def test_released_configurations(name: str, shape: dict, size: Size) -> None:
     tensors = hf_tensors(theirs, lambda p: p.detach())
     encoder, predictor, unknown = from_hf(tensors)
     assert not unknown
-    found = encoder_size(name, encoder, None)
-    assert found[:3] == size[:3]
-    assert int(found.width * found.mlp_ratio) == int(size.width * size.mlp_ratio)
+    inferred = encoder_size(name, encoder, None)
+    assert inferred[:3] == size[:3]
+    assert int(inferred.width * inferred.mlp_ratio) == int(size.width * size.mlp_ratio)
     assert predictor_shape(name, predictor, None) == Size(12, 384, 12)
     assert sum(n.startswith("mask_tokens") for n in predictor) == 10
     research_encoder, research_predictor = research_names(tensors)
@@ -602,12 +604,14 @@ def test_export_and_back(tmp_path: Path, which: str) -> None:
     prefix = {"target": "target_encoder", "context": "encoder"}[which]
     saved = load_checkpoint(str(path))
     exported = safetensors.torch.load_file(out / "model.safetensors")
-    mine = {k.removeprefix(f"{prefix}."): v for k, v in saved["model"].items() if k.startswith(f"{prefix}.")}
-    assert set(exported) == set(mine)
-    assert all(torch.equal(exported[k], v) for k, v in mine.items())
+    tensors = {
+        k.removeprefix(f"{prefix}."): v for k, v in saved["model"].items() if k.startswith(f"{prefix}.")
+    }
+    assert set(exported) == set(tensors)
+    assert all(torch.equal(exported[k], v) for k, v in tensors.items())
     x = volume(1, 1, 8, 32, 32)
     reference = new_encoder(read_weights(str(path)))
-    reference.load_state_dict(mine)
+    reference.load_state_dict(tensors)
     with torch.no_grad():
         torch.testing.assert_close(load_encoder(str(out))(x), reference(x), atol=0, rtol=0)
     card = (out / "README.md").read_text()
@@ -658,8 +662,8 @@ def test_hugging_face_reads_the_export(tmp_path: Path, recipe: str) -> None:
     keep, target = torch.arange(16).expand(2, -1), torch.arange(20, 28).expand(2, -1)
     with torch.no_grad():
         features = ours.target_encoder(x)
-        found = theirs(x.transpose(1, 2), skip_predictor=True).last_hidden_state
-        torch.testing.assert_close(found, features, atol=1e-4, rtol=0)
+        output = theirs(x.transpose(1, 2), skip_predictor=True).last_hidden_state
+        torch.testing.assert_close(output, features, atol=1e-4, rtol=0)
         if recipe == "vjepa2":
             expected = ours.predictor(features[:, :16], keep, target)
             output = theirs(x.transpose(1, 2), context_mask=[keep], target_mask=[target]).predictor_output

@@ -91,9 +91,9 @@ def test_boolean_constants_are_unpacked() -> None:
     text = (
         f'%c = constant dense<"0x{packed}"> : tensor<5x13xi1>\n%d = constant dense<"0x0102"> : tensor<2xi8>'
     )
-    found = re.search(r'dense<"0x([0-9A-F]+)"> : tensor<5x13xi1>', unpack_booleans(text))
-    assert found is not None
-    assert np.array_equal(np.frombuffer(bytes.fromhex(found[1]), np.uint8).reshape(5, 13), bits)
+    match = re.search(r'dense<"0x([0-9A-F]+)"> : tensor<5x13xi1>', unpack_booleans(text))
+    assert match is not None
+    assert np.array_equal(np.frombuffer(bytes.fromhex(match[1]), np.uint8).reshape(5, 13), bits)
     assert unpack_booleans(text).endswith(text.splitlines()[1])
     assert unpack_booleans(unpack_booleans(text)) == unpack_booleans(text)
 
@@ -173,14 +173,14 @@ def test_the_largest_batch_that_fits(
     assert tried[0] == 16
     assert set(tried[1:]) <= {1, 2, 4, 8}
     assert len(tried) <= 4
-    told = capsys.readouterr().out
-    assert f"train.per_core_batch_size={expected}" in told if expected else "no smaller batch" in told
+    output = capsys.readouterr().out
+    assert f"train.per_core_batch_size={expected}" in output if expected else "no smaller batch" in output
 
 
 def test_the_largest_batch_is_that_of_the_row(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """ViT-B fits at 1, ViT-L nowhere: what is said of the one is not said of the other."""
+    """ViT-B fits at 1, ViT-L nowhere: the sentence of one is not that of the other."""
     tried = []
 
     def measure(cfg: Any, topology: str) -> tuple[dict, dict]:
@@ -217,8 +217,8 @@ def test_a_sweep_ends_with_a_table(
     monkeypatch.setattr(tpu_fit, "measure", lambda cfg, topology: (TRACED, COMPILED))
     command = ["--config", str(ROOT / VJEPA2), "--topology", "v4-8", "--sweep", "per_core_batch_size=1,2"]
     assert tpu_fit.main(command) == 0
-    told = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in told[-2:]] == [f"train.per_core_batch_size={n}" for n in (1, 2)]
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines[-2:]] == [f"train.per_core_batch_size={n}" for n in (1, 2)]
 
 
 def test_mistakes_are_told_before_anything_is_compiled(

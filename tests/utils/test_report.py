@@ -13,7 +13,8 @@ import pytest
 
 from data_setup.check.cli import Finding
 from data_setup.check.report import summarise
-from models.probes.participants import Prediction, paired_difference, participant_draws, verdict
+from models.probes.intervals import paired_difference, participant_draws, verdict
+from models.probes.participants import Prediction
 from utils.errors import UserError
 from utils.report import pictures
 from utils.report.cli import main, summary

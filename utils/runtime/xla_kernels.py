@@ -137,18 +137,18 @@ def _payload(
     operands = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in kinds]
     kernel = jax.jit(partial(getattr(kernels, name), tokens=tokens))
     exported = export(kernel, platforms=["tpu"])(*operands)
-    found: list[str] = []
+    calls: list[str] = []
     with make_ir_context():
         for function in ir.Module.parse(exported.mlir_module()).body.operations:
-            _custom_calls(function, found)
-    assert len(found) == 1, f"{name}: expected one custom call, found {len(found)}"
-    return found[0]
+            _custom_calls(function, calls)
+    assert len(calls) == 1, f"{name}: expected one custom call, found {len(calls)}"
+    return calls[0]
 
 
-def _custom_calls(operation: Any, found: list[str]) -> None:
+def _custom_calls(operation: Any, calls: list[str]) -> None:
     for region in operation.regions:
         for block in region:
             for inner in block:
                 if inner.operation.name == "stablehlo.custom_call":
-                    found.append(inner.backend_config.value)
-                _custom_calls(inner, found)
+                    calls.append(inner.backend_config.value)
+                _custom_calls(inner, calls)

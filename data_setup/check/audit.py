@@ -1,8 +1,8 @@
 """One listing of the tree against the manifest: files that rows name and nobody has, files that no row names.
 
-In: the `RecordList` of data_setup/manifest.py. Out: `list_tree` every file with its size, `audit_files` what
-is missing and what is orphaned. A bucket is listed in pages of a thousand files, so no request per person is
-needed. Below an AI-READI root only retinal_oct/ is looked through; where rows name other places, all of it.
+In: the `RecordList` of data_setup/manifest.py. Out: `list_tree` returns every file with its size,
+`audit_files` the missing and the orphaned ones. A bucket is listed in pages of a thousand files, without a
+request per person. Only retinal_oct/ is listed, unless a row names another place: then the whole root is.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ class Tree:
 
 
 def list_tree(listing: RecordList, options: StorageOptions) -> Tree:
-    """The files that are there, from one listing; raises StorageError."""
+    """All files and folders, from one listing; raises StorageError."""
     top = f"{TREE[0]}/"
     if not all(row.path.startswith(top) for row in [*listing.records, *listing.unused]):
         top = ""
-    found = storage.find_sizes(storage.join(listing.root, top), options)
-    sizes = {top + name: size for name, size in found.items()}
+    below = storage.find_sizes(storage.join(listing.root, top), options)
+    sizes = {top + name: size for name, size in below.items()}
     folders: set[str] = set()
     for path in sizes:
         while (path := path.rpartition("/")[0]) and path not in folders:
@@ -40,8 +40,9 @@ def list_tree(listing: RecordList, options: StorageOptions) -> Tree:
 
 
 def audit_files(listing: RecordList, tree: Tree) -> dict[str, list[str]]:
-    """Paths, sorted: "missing" of records, "unused_missing" of rows that are no records, "orphans": .dcm
-    files anywhere in the listing that no row of the manifest names.
+    """Sorted paths: "missing" of records, "unused_missing" of other rows, "orphans" of no row at all.
+
+    An orphan is a .dcm file anywhere in the listing.
     """
     used = {record.path for record in listing.records}
     unused = {row.path for row in listing.unused} - used

@@ -1,10 +1,9 @@
 """The verdict on a whole tree from the first bytes of its files: `python -m data_setup.check --config FILE`.
 
-In: the manifest's records (`Config`). Out: check_report.json, a table, and a verdict. Of each DICOM file the
-first HEAD_BYTES are fetched, more only when the header is longer; `pixel_hash` says which files are read on:
-`same-size`, those whose pixel data has the length of another one's and agrees with it in the middle; `all`;
-`none`. What only decoding shows, `prepare` alone finds: check_report.FULL_PASS_ONLY. Exit codes:
-docs/guides/expand.md.
+In: the manifest's records (`Config`). Out: check_report.json, a table and a verdict. HEAD_BYTES of each DICOM
+file are fetched, and more only when the header is longer. `--pixel-hash` says which files are read to the
+end: `same-size` those that have the length of another one's pixel data and the same bytes in its middle;
+`all`; `none`. Only decoding shows the faults in report.FULL_PASS_ONLY. Exit codes: docs/guides/expand.md.
 """
 
 from __future__ import annotations
@@ -26,8 +25,7 @@ from tqdm import tqdm
 
 from data_setup.check import report as check_report
 from data_setup.check.audit import Tree, audit_files, list_tree
-from data_setup.check.finding import NOT_OPENED, Finding
-from data_setup.check.range_file import HEAD_BYTES, RangeFile
+from data_setup.check.finding import NOT_OPENED, Finding, grouped
 from data_setup.manifest import Record, RecordList, read_records
 from data_setup.readers.dicom import OCTHeader, read_header
 from data_setup.readers.faults import OCTReadError, RejectReason, named_faults
@@ -38,9 +36,11 @@ from utils import storage
 from utils.cli import add_workers, parse_cli
 from utils.config.schema import Config, StorageOptions
 from utils.errors import EXIT_USER_ERROR, UserError
+from utils.storage.ranges import RangeFile
 from utils.workers import spawned_pool
 
 EXIT_FOUND_BAD = 1
+HEAD_BYTES = 2**16  # of one request; the header of some hundred frames
 PIXEL_HASH_MODES = ("same-size", "all", "none")
 _SAMPLE_BYTES = 2**14  # from the middle of the pixel data
 _READ_BYTES = 2**23
@@ -48,18 +48,18 @@ _READ_BYTES = 2**23
 
 @dataclass(frozen=True)
 class Item:
-    """One file to look at; `record` is None for an orphan, `size` None where the listing has no object."""
+    """One file to look at; `record` is None for an orphan, `size` is None for a file that is not listed."""
 
     path: str
     url: str
     record: Record | None
     size: int | None
     is_folder: bool = False
-    is_double: bool = False  # of a row that is not used, since another has its SOPInstanceUID
+    is_double: bool = False  # an earlier row has the SOPInstanceUID, so prepare does not use this one
 
 
-def read_finding(item: Item, options: StorageOptions, head_bytes: int = HEAD_BYTES) -> Finding:
-    """Look at one file's header; a fault of the file or of storage is a status, no error."""
+def read_finding(item: Item, options: StorageOptions) -> Finding:
+    """Look at one file's header; a fault of the file or of storage becomes the status."""
     record = item.record
     finding = Finding(
         path=item.path,
@@ -74,38 +74,28 @@ def read_finding(item: Item, options: StorageOptions, head_bytes: int = HEAD_BYT
     if item.is_folder and kind_by_name(item.url) is None:
         return replace(finding, status=NOT_OPENED, kind="folder")
     if item.size is None:
-        status, said = RejectReason.MISSING_FILE.value, "expected a file, found none"
-        return replace(finding, status=status, message=said)
-    raw = RangeFile(item.url, item.size, options, head_bytes)
+        message = "expected a file, found none"
+        return replace(finding, status=RejectReason.MISSING_FILE.value, message=message)
+    file = RangeFile(item.url, item.size, options, HEAD_BYTES)
     try:
-        return _with_bytes(_look(finding, raw, record), raw)
+        if (named := kind_by_name(item.url) or "DICOM") != "DICOM":
+            kind, _ = identify(file.read(1024))
+            finding = replace(finding, status=NOT_OPENED, kind=kind or named)
+        else:
+            with named_faults(item.url, RejectReason.NOT_DICOM, "a DICOM file"):
+                bounded = BoundedFile(file)
+            header, pixel_start = read_header(bounded, item.url)
+            finding = _described(finding, header, pixel_start)
+            if record is not None:
+                check_manifest(record, header)
     except OCTReadError as error:
-        said = f"expected {error.expected}, found {error.found}"
-        finding = replace(finding, status=error.reason.value, message=said)
+        message = f"expected {error.expected}, found {error.found}"
+        finding = replace(finding, status=error.reason.value, message=message)
     except storage.StorageNotFoundError as error:
         finding = replace(finding, status=RejectReason.MISSING_FILE.value, message=error.problem)
     except storage.StorageError as error:
         finding = replace(finding, status=UNREAD, message=error.problem)
-    return _with_bytes(finding, raw)
-
-
-def _look(finding: Finding, raw: RangeFile, record: Record | None) -> Finding:
-    named = kind_by_name(finding.url) or "DICOM"
-    if named != "DICOM":
-        kind, _ = identify(raw.read(1024))
-        return replace(finding, status=NOT_OPENED, kind=kind or named)
-    with named_faults(finding.url, RejectReason.NOT_DICOM, "a DICOM file"):
-        # raw has what BoundedFile uses, and is no BinaryIO in name
-        file = BoundedFile(raw)  # type: ignore[arg-type]
-    header, pixel_start = read_header(file, finding.url)
-    finding = _described(finding, header, pixel_start)
-    if record is not None:
-        try:
-            check_manifest(record, header)
-        except OCTReadError as error:
-            said = f"expected {error.expected}, found {error.found}"
-            return replace(finding, status=error.reason.value, message=said)
-    return finding
+    return replace(finding, fetched={"header": file.fetched}, requests=file.requests)
 
 
 def _described(finding: Finding, header: OCTHeader, pixel_start: int) -> Finding:
@@ -124,24 +114,20 @@ def _described(finding: Finding, header: OCTHeader, pixel_start: int) -> Finding
     )
 
 
-def _with_bytes(finding: Finding, raw: RangeFile) -> Finding:
-    return replace(finding, fetched={"header": raw.fetched}, requests=raw.requests)
-
-
 def add_sample(finding: Finding, options: StorageOptions) -> Finding:
-    """Digest of bytes from the middle of the pixel data: equal pixels have equal middles."""
+    """Add the digest of bytes from the middle of the pixel data: equal pixels have equal middles."""
     assert finding.pixel_start is not None
     start = finding.pixel_start + finding.pixel_bytes // 2
     return _digested(finding, "sample", start, min(start + _SAMPLE_BYTES, finding.size), options)
 
 
 def add_pixel_hash(finding: Finding, options: StorageOptions) -> Finding:
-    """Digest of the stored bytes from the pixel data's value to the end of the file."""
+    """Add the digest of the stored bytes from the pixel data's value to the end of the file."""
     assert finding.pixel_start is not None
     return _digested(finding, "pixels", finding.pixel_start, finding.size, options)
 
 
-def _digested(finding: Finding, what: str, start: int, end: int, options: StorageOptions) -> Finding:
+def _digested(finding: Finding, purpose: str, start: int, end: int, options: StorageOptions) -> Finding:
     digest, count, requests = hashlib.blake2b(digest_size=16), 0, 0
     try:
         for position in range(start, end, _READ_BYTES):
@@ -152,8 +138,8 @@ def _digested(finding: Finding, what: str, start: int, end: int, options: Storag
         return replace(finding, status=UNREAD, message=error.problem)
     return replace(
         finding,
-        **{"sample" if what == "sample" else "pixel_hash": digest.hexdigest()},
-        fetched=finding.fetched | {what: count},
+        **{"sample" if purpose == "sample" else "pixel_hash": digest.hexdigest()},
+        fetched=finding.fetched | {purpose: count},
         requests=finding.requests + requests,
     )
 
@@ -164,31 +150,28 @@ def hash_pixels(
     apply: Callable[[Callable[..., Finding], list[Finding]], list[Finding]],
 ) -> list[Finding]:
     """The findings, with pixel hashes where `mode` asks for them."""
-    found = {f.path: f for f in findings}
+    by_path = {f.path: f for f in findings}
 
     def update(function: Callable[..., Finding], some: Iterable[Finding]) -> None:
-        found.update((f.path, f) for f in apply(function, list(some)))
+        by_path.update((f.path, f) for f in apply(function, list(some)))
 
     readable = [f for f in findings if f.pixel_start is not None]
     if mode == "same-size":
         update(add_sample, _shared(readable, lambda f: f.pixel_bytes))
-        sampled = [f for f in found.values() if f.sample is not None]
+        sampled = [f for f in by_path.values() if f.sample is not None]
         update(add_pixel_hash, _shared(sampled, lambda f: (f.pixel_bytes, f.sample)))
     elif mode == "all":
         update(add_pixel_hash, readable)
-    return list(found.values())
+    return list(by_path.values())
 
 
 def _shared(findings: Iterable[Finding], key: Callable[[Finding], object]) -> list[Finding]:
-    """Those that agree with another one in the key."""
-    groups: dict[object, list[Finding]] = {}
-    for finding in findings:
-        groups.setdefault(key(finding), []).append(finding)
-    return [f for group in groups.values() if len(group) > 1 for f in group]
+    """The findings that have the key of another one."""
+    return [f for group in grouped(findings, key).values() if len(group) > 1 for f in group]
 
 
 def find_items(listing: RecordList, orphans: Sequence[str], tree: Tree) -> list[Item]:
-    """The files of the records, of rows that repeat one, and the orphans; sizes are from the listing."""
+    """The files of the records and of rows that repeat one, and the orphans; sizes come from the listing."""
     items = []
     doubles = [(row, True) for row in listing.doubles if row.path in tree]
     for record, is_double in [*((r, False) for r in listing.records), *doubles]:
@@ -203,9 +186,9 @@ _Run = Callable[[str, Callable[[Any], Finding], Sequence[Any]], list[Finding]]
 
 @contextmanager
 def _runner(workers: int) -> Iterator[_Run]:
-    """Calls (title, function, items) -> [function(item) ...] in `workers` processes; 0: in this one.
+    """A function (title, function, items) -> [function(item) ...] that uses `workers` processes; 0: this one.
 
-    Headers of hundreds of frames take their time to parse, so threads would not do.
+    Threads would not help: parsing the header of hundreds of frames keeps the interpreter's lock.
     """
 
     def bar(title: str, items: Sequence[Any], results: Iterable[Finding]) -> list[Finding]:
@@ -221,14 +204,16 @@ def _runner(workers: int) -> Iterator[_Run]:
             try:
                 return bar(title, items, pool.map(function, items, chunksize=8))
             except BrokenProcessPool as error:
-                said = "a worker process was lost, for lack of memory perhaps; run again with fewer --workers"
-                raise UserError(f"{title}: {said}") from error
+                message = (
+                    "a worker process was lost, for lack of memory perhaps; run again with fewer --workers"
+                )
+                raise UserError(f"{title}: {message}") from error
 
         yield run
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments that only a check has; `prepare --check-only` takes them too."""
+    """The arguments of a check alone; `prepare --check-only` takes them too."""
     parser.add_argument("--json", metavar="URL", help="where to write the report (default: in data.store)")
     parser.add_argument("--pixel-hash", choices=PIXEL_HASH_MODES, help="find duplicates (default same-size)")
 
@@ -277,7 +262,9 @@ def check_tree(cfg: Config, workers: int, pixel_hash: str, json_url: str | None)
     print(f"report: {url}")
     if report["unread"]:
         first = next(f for f in findings if f.status == UNREAD)
-        said = f"{report['unread']} files could not be read, run again; first: {first.url}: {first.message}"
-        print(f"error: {said}", file=sys.stderr)
+        message = (
+            f"{report['unread']} files could not be read, run again; first: {first.url}: {first.message}"
+        )
+        print(f"error: {message}", file=sys.stderr)
         return EXIT_USER_ERROR
     return 0 if report["is_fine"] else EXIT_FOUND_BAD

@@ -1,10 +1,11 @@
-"""What the check knows of one file."""
+"""What the check knows about one file."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-OK, NOT_OPENED = "ok", "not_opened"  # not_opened: a kind other than DICOM, whose header is not asked for
+OK, NOT_OPENED = "ok", "not_opened"  # NOT_OPENED: of another kind than DICOM, so the header is not read
 
 
 @dataclass(frozen=True)
@@ -38,3 +39,11 @@ class Finding:
     @property
     def pixel_bytes(self) -> int:
         return self.size - (self.pixel_start or 0)
+
+
+def grouped(findings: Iterable[Finding], key: Callable[[Finding], object]) -> dict[object, list[Finding]]:
+    """Key -> the findings that have it."""
+    groups: dict[object, list[Finding]] = {}
+    for finding in findings:
+        groups.setdefault(key(finding), []).append(finding)
+    return groups

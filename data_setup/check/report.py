@@ -1,7 +1,7 @@
-"""What the check of a tree tells: counts, what is wrong by reason and name, bytes read; JSON and a table.
+"""The report of a check: counts, faults by reason and by name, bytes read; as JSON and as a table.
 
-In: the findings of data_setup/check/cli.py. Out: a dictionary of plain values, which utils/report/cli.py
-shows too, and text.
+In: the findings of data_setup/check/cli.py. Out: a dictionary of plain values, which the HTML report shows
+too, and text.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from data_setup.check.finding import NOT_OPENED, OK, Finding
+from data_setup.check.finding import NOT_OPENED, OK, Finding, grouped
 from data_setup.readers.faults import RejectReason
 from data_setup.store.format import UNREAD
 
-# What no header tells and decoding does. Of uncompressed files the length tells the first two.
+# Only decoding shows these. The length of an uncompressed file shows the first two.
 FULL_PASS_ONLY = (
     "truncated_pixel_data and frame_count_mismatch of compressed files",
     "frame_size_mismatch of single frames",
@@ -23,7 +23,7 @@ FULL_PASS_ONLY = (
     "a field smaller than a voxel of the grid",
     "files that are no DICOM (counted as not_opened)",
 )
-SHOWN = 3  # values of a column, and names of a kind of problem, in the table; the JSON has all
+SHOWN = 3  # names of each kind of problem in the table; the JSON has all
 _UM = 1000
 
 
@@ -32,8 +32,8 @@ def summarise(
 ) -> dict[str, Any]:
     """The report; `is_fine`: nothing is unreadable, missing, orphaned, double or contradictory.
 
-    `unused_missing`: files of rows that are not used; a tree of some devices has none of the others' files,
-    so they are told and do not count.
+    `unused_missing` files belong to rows that are not used. They are named and do not count as wrong, since a
+    tree of some devices lacks the files of the others.
     """
     listed = [f for f in findings if not f.is_orphan and not f.is_double]
     doubles = [f for f in findings if f.is_double]
@@ -41,8 +41,8 @@ def summarise(
     readable = (OK, NOT_OPENED, UNREAD, RejectReason.MISSING_FILE)
     unreadable = [f for f in listed + doubles if f.status not in readable]
     duplicates = {
-        "uid": _groups(findings, lambda f: f.sop_instance_uid),
-        "pixels": _groups(findings, lambda f: f.pixel_hash),
+        "uid": _duplicates(findings, "sop_instance_uid"),
+        "pixels": _duplicates(findings, "pixel_hash"),
     }
     conflicts = [
         f.path
@@ -88,9 +88,7 @@ def summarise(
 
 
 def _by(findings: Iterable[Finding], name: str) -> dict[str, Any]:
-    groups: dict[str, list[Finding]] = {}
-    for finding in findings:
-        groups.setdefault(str(getattr(finding, name)), []).append(finding)
+    groups = grouped(findings, lambda f: str(getattr(f, name)))
     return {key: _group(groups[key]) for key in sorted(groups)}
 
 
@@ -102,31 +100,26 @@ def _group(findings: Sequence[Finding]) -> dict[str, Any]:
         "bytes": sum(f.size for f in findings),
         "shape": _counts(" x ".join(map(str, f.shape or ())) for f in seen),
         "spacing_um": _counts(" x ".join(f"{_UM * mm:.3g}" for mm in f.spacing_mm or ()) for f in seen),
-        "spacing_source": _counts(str(f.spacing_source) for f in seen),
-        "orientation_source": _counts(str(f.orientation_source) for f in seen),
-        "transfer_syntax": _counts(str(f.transfer_syntax) for f in seen),
-        "laterality": _counts(str(f.laterality) for f in seen),
+        **{
+            name: _counts(getattr(f, name) for f in seen)
+            for name in ("spacing_source", "orientation_source", "transfer_syntax", "laterality")
+        },
     }
 
 
-def _counts(values: Iterable[str]) -> dict[str, int]:
+def _counts(values: Iterable[object]) -> dict[str, int]:
     """Value -> how often, most frequent first, ties by name."""
     return dict(sorted(Counter(map(str, values)).items(), key=lambda item: (-item[1], item[0])))
 
 
-def _groups(findings: Iterable[Finding], key: Any) -> list[list[str]]:
-    """Paths of the files that agree in a value, where there is more than one."""
-    groups: dict[str, list[str]] = {}
-    for finding in findings:
-        if key(finding):
-            groups.setdefault(key(finding), []).append(finding.path)
-    return sorted(sorted(paths) for paths in groups.values() if len(paths) > 1)
+def _duplicates(findings: Iterable[Finding], name: str) -> list[list[str]]:
+    """The paths of files that share a value."""
+    groups = grouped(findings, lambda f: getattr(f, name))
+    return sorted(sorted(f.path for f in group) for v, group in groups.items() if v and len(group) > 1)
 
 
-def _words(numbers: Mapping[str, int], shown: int = 10**6) -> str:
-    words = [f"{name} {n}" for name, n in list(numbers.items())[:shown]]
-    more = len(numbers) - shown
-    return ", ".join(words + ([f"{more} more"] if more > 0 else [])) or "none"
+def _words(numbers: Mapping[str, int]) -> str:
+    return ", ".join(f"{name} {n}" for name, n in numbers.items()) or "none"
 
 
 def _commonest(numbers: Mapping[str, int]) -> str:
@@ -140,7 +133,7 @@ def _names(paths: Sequence[str]) -> list[str]:
 
 
 def table(report: Mapping[str, Any]) -> str:
-    """The report as text: each protocol with its commonest shape and spacing, then what is wrong."""
+    """The report as text: each protocol with its commonest shape and spacing, then the faults."""
     lines = [
         f"{'protocol':32s} {'files':>6s} {'ok':>6s} {'L':>5s} {'R':>5s} {'?':>4s}  "
         f"{'shape, D x H x W':24s} spacing, um"
@@ -160,19 +153,19 @@ def table(report: Mapping[str, Any]) -> str:
     lines.append(f"unreadable: {_words(report['unreadable'])}")
     bad = [p for p in report["problems"] if p["status"] != RejectReason.MISSING_FILE]
     lines += _names([f"{p['path']}: {p['status']}: {p['message']}" for p in bad])
-    for kind, said in (
+    for kind, words in (
         ("missing", "missing, in the manifest only"),
         ("orphans", "orphaned, in no manifest row"),
         ("doubles", "left out by prepare, an earlier row has the SOPInstanceUID"),
         ("unused_missing", "missing, of manifest rows not used"),
         ("laterality_conflicts", "another eye in the header than in the manifest"),
     ):
-        lines.append(f"{said}: {len(report[kind])}")
+        lines.append(f"{words}: {len(report[kind])}")
         lines += _names(report[kind])
-    for kind, said in (("uid", "the same SOPInstanceUID"), ("pixels", "the same pixel data")):
+    for kind, words in (("uid", "the same SOPInstanceUID"), ("pixels", "the same pixel data")):
         groups = report["duplicates"][kind]
         checked = kind == "uid" or report["pixel_hash"] != "none"
-        lines.append(f"{said}: {f'{len(groups)} groups' if checked else 'not looked for'}")
+        lines.append(f"{words}: {f'{len(groups)} groups' if checked else 'not looked for'}")
         lines += _names([" = ".join(group) for group in groups])
     read = report["bytes"]
     share = "" if read["share"] is None else f" = {read['share']:.2%}"
@@ -186,7 +179,7 @@ def table(report: Mapping[str, Any]) -> str:
 
 
 def verdict(report: Mapping[str, Any]) -> str:
-    """One phrase."""
+    """One phrase on the whole tree."""
     if report["unread"]:
         return f"not finished: {report['unread']} files could not be read"
     if report["is_fine"]:

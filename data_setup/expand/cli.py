@@ -1,10 +1,9 @@
-"""Expand zip archives of a bucket (or a disk) into the AI-READI tree, without a local copy of any archive.
+"""Expand zip archives of a bucket or a disk into a tree of files, without a local copy of an archive.
 
-In: --src, one archive, a folder of them or a pattern; --dst, the root of the tree. Out: every member as an
-object of its own, checked against the archive's CRC-32 and size before it is written, and written whole or
-not at all; a line for each archive; DST/.expand/report-i-of-n.json. An archive with dangerous names, links or
-sizes is refused before anything of it is written. A rerun goes on where the last one ended. Limits, exit
-codes and what resumes: docs/guides/expand.md.
+In: --src, one archive, a folder of them or a pattern; --dst, the root of the tree. Out: every member as a
+file, written whole or not at all once its size and CRC-32 are right, and a line for each archive. An archive
+that is damaged or not safe to expand is named, and the others go on. A second run skips what is there. Rules
+and exit codes: docs/guides/expand.md.
 
     python -m data_setup.expand --src URL --dst URL [--workers N] [--shard i/n] [--overwrite] [--verify]
 """
@@ -12,249 +11,153 @@ codes and what resumes: docs/guides/expand.md.
 from __future__ import annotations
 
 import argparse
-import json
-import re
+import contextlib
+import fcntl
+import hashlib
+import os
 import sys
-import time
-from collections import deque
+from collections import Counter
 from collections.abc import Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager
-from typing import Any
+from concurrent.futures import ThreadPoolExecutor
 
 from tqdm import tqdm
 
-from data_setup.expand.archive import ArchiveFault, crc_of, find_archives, read_directory, read_member
-from data_setup.expand.rules import STATE_FOLDER, Limits, Member, Plan, make_plan
-from data_setup.expand.state import Archive, Places, load_state, mark_done, save_state, tell
+from data_setup.expand.archive import (
+    STATE_FOLDER,
+    ArchiveFault,
+    Member,
+    crc_of,
+    find_archives,
+    key_of,
+    read_member,
+    read_members,
+)
 from data_setup.prepare import parse_shard
 from utils import storage
 from utils.config.schema import StorageOptions
 from utils.errors import EXIT_USER_ERROR, UserError
+from utils.storage.errors import named_errors
 
-EXIT_FOUND_BAD = 1  # damaged archives or members, or other content in their place
-CONFLICT = "other_content"  # an object is there that this program has not written and that differs
-WRITE, COMPARE, REPAIR = "write", "compare", "repair"  # what to do with a member
+WRITTEN, PRESENT = "written", "there already"
 
 
 class Expansion:
-    """One run: archives in, objects out; everything but the members themselves happens in one thread."""
+    """One run: the files at the destination, and what to do with one archive."""
 
-    def __init__(self, dst: str, staging: str, options: StorageOptions, args: argparse.Namespace) -> None:
-        self.dst, self.staging, self.options, self.args = dst, staging, options, args
-        self.limits = Limits(
-            args.max_ratio, args.max_total_ratio, int(args.max_member_gib * 2**30), args.max_members
-        )
-        self.present: dict[str, int] = {}  # object below the destination -> bytes
-        self.places = Places()
-        self.pool = ThreadPoolExecutor(args.workers)
-        self.running: dict[Future[tuple[str, int]], tuple[Archive, Member, str]] = {}
-        self.in_flight = 0  # expanded bytes of the running members
-        self.archives: list[Archive] = []
-        self.bar = tqdm(desc="expand", unit="B", unit_scale=True, disable=not sys.stderr.isatty(), total=0)
+    def __init__(self, args: argparse.Namespace, options: StorageOptions, staging: str | None) -> None:
+        self.args, self.options, self.staging = args, options, staging
+        self.sizes = storage.find_sizes(args.dst, options)  # at the start of the run, bytes
+        self.places: dict[str, str] = {}  # key of a file or, with a slash, of a folder -> a file's name
+        for name in self.sizes:
+            self.places |= _places_of(name)
+        self.finished: dict[str, tuple[int, int]] = {}  # name -> (size, CRC-32) of a file of this run
 
-    def run(self, urls: Sequence[str]) -> None:
-        """Expand the archives; raises StorageError when the storage fails, after saving what is done."""
-        self.present = storage.find_sizes(self.dst, self.options)
-        with self.pool:
-            try:
-                for archive, member, action in self._tasks(urls):
-                    while self.running and (
-                        len(self.running) >= 2 * self.args.workers
-                        or self.in_flight + member.size > self.args.memory_gib * 2**30
-                    ):
-                        self._collect()
-                    self._submit(archive, member, action)
-                while self.running:
-                    self._collect()
-            finally:
-                self.pool.shutdown(cancel_futures=True)
-                for future, (archive, member, _) in self.running.items():
-                    if future.done() and not future.cancelled() and future.exception() is None:
-                        mark_done(archive, member)
-                for archive in self.archives:
-                    save_state(self.dst, archive, self.options, now=True)
-                self.bar.close()
-
-    def _tasks(self, urls: Sequence[str]) -> Iterator[tuple[Archive, Member, str]]:
-        """What is to do, archive by archive; the directories of the next ones are read meanwhile."""
-        ahead: deque[Future[Archive]] = deque()
-        waiting = deque(urls)
-        while waiting or ahead:
-            while waiting and len(ahead) < self.args.workers:
-                ahead.append(self.pool.submit(self._open, waiting.popleft()))
-            archive = ahead.popleft().result()
-            self.archives.append(archive)
-            self.places.refuse_clashes(archive)
-            if self._is_refused(archive):
-                archive.plan.members = []
-            todo = []
-            for member in self.places.take(archive):
-                if action := self._action(archive, member):
-                    todo.append((member, action))
-                else:
-                    self.places.settle(member)
-            self.bar.total += sum(m.size for m, _ in todo)
-            archive.pending += len(todo)
-            if archive.pending == 0:
-                self._finish(archive)
-            for member, action in todo:
-                yield archive, member, action
-
-    def _open(self, url: str) -> Archive:
-        """Read and judge one archive's directory, and its state."""
-        archive = Archive(url)
+    def expand(self, url: str) -> bool:
+        """Expand one archive and print what became of it; False when something is wrong with it."""
         try:
-            directory = archive.directory = read_directory(url, self.options)
+            members = read_members(url, self.options)
+            self._check_names(members)
         except ArchiveFault as error:
-            archive.fail("", error.reason, str(error))
-            return archive
-        except storage.StorageNotFoundError as error:
-            archive.fail("", "missing_archive", f"missing_archive: {error.problem}")
-            return archive
-        archive.plan = make_plan(directory.entries, directory.start, directory.size, self.limits)
-        directory.entries.clear()  # the plan has what is needed of them
-        if archive.plan.members and not self.args.verify:
-            archive.done = load_state(self.dst, archive, self.options)
-        return archive
+            print(f"error: {url}: {error}; nothing of the archive written", file=sys.stderr)
+            return False
+        marker = _marker(members)
+        is_trusted = marker in self.sizes and not self.args.verify
+        todo = [member for member in members if member.name not in self.finished]
+        counts = Counter({"in an earlier archive": len(members) - len(todo)})
+        with ThreadPoolExecutor(self.args.workers) as pool:
+            results = pool.map(lambda member: self._expand_member(url, member, is_trusted), todo)
+            bar = tqdm(results, url.rpartition("/")[2], len(todo), disable=not sys.stderr.isatty())
+            for member, result in zip(todo, bar, strict=True):
+                if isinstance(result, ArchiveFault):
+                    counts["failed"] += 1
+                    print(f"error: {url}: {member.name!r}: {result}", file=sys.stderr)
+                else:
+                    counts[result] += 1
+                    self.finished[member.name] = member.size, member.crc
+                    self.places |= _places_of(member.name)
+        if not counts["failed"] and marker not in self.sizes:
+            place = storage.join(self.args.dst, marker)
+            storage.create(place, f"{url}\n".encode(), self.options, self.staging)
+        words = ", ".join(f"{count} {what}" for what, count in counts.items() if count)
+        print(f"{url}: {words or 'no files'}", flush=True)
+        return not counts["failed"]
 
-    def _is_refused(self, archive: Archive) -> bool:
-        plan: Plan = archive.plan
-        return plan.whole is not None or bool(plan.refused and not self.args.skip_refused)
-
-    def _action(self, archive: Archive, member: Member) -> str | None:
-        """What to do with a member; None: it is there."""
-        found = self.present.get(member.target)
-        is_ours = member.index in archive.done
-        if is_ours and found == member.size:
-            archive.counts["present"] += 1
-            return None
-        archive.done.discard(member.index)
-        if found is None:
-            return WRITE
-        if found == member.size:
-            return COMPARE
-        if self.args.overwrite or is_ours:
-            return REPAIR
-        said = f"an object of {found} bytes; --overwrite replaces it"
-        archive.fail(member.name, CONFLICT, f"{CONFLICT}: expected {member.size} bytes or none, found {said}")
-        return None
-
-    def _expand(self, url: str, member: Member, action: str) -> tuple[str, int]:
-        """In a worker: (what was done, bytes written). Raises ArchiveFault, StorageError."""
-        target = storage.join(self.dst, member.target)
-        if action == COMPARE:
-            with _obstacles_named():
-                crc = crc_of(target, member.size, self.options)
-            if crc == member.crc:
-                return COMPARE, 0
+    def _expand_member(self, url: str, member: Member, is_trusted: bool) -> str | ArchiveFault:
+        """WRITTEN, PRESENT, or what is wrong; raises StorageError."""
+        target = storage.join(self.args.dst, member.name)
+        size = self.sizes.get(member.name)
+        try:
+            if size is None:
+                data = read_member(url, member, self.options)
+                if storage.create(target, data, self.options, self.staging):
+                    return WRITTEN
+                size = storage.stat(target, self.options).size  # another run was first
+            if size == member.size and (is_trusted or crc_of(target, size, self.options) == member.crc):
+                return PRESENT
             if not self.args.overwrite:
-                said = f"{crc:08x}; --overwrite replaces it"
-                raise ArchiveFault(CONFLICT, f"CRC-32 {member.crc:08x} or no object", said)
-            action = REPAIR
-        data = read_member(url, member, self.options)
-        with _obstacles_named():
-            if action == REPAIR:
-                storage.write_bytes(target, data, self.options, self.staging)
-                return REPAIR, member.size
-            if storage.create(target, data, self.options, self.staging):
-                return WRITE, member.size
-            size = storage.stat(target, self.options).size  # another shard was first
-            if size != member.size or crc_of(target, size, self.options) != member.crc:
-                raise ArchiveFault(
-                    CONFLICT, "no object", f"another one of {size} bytes, new since the listing"
-                )
-            return COMPARE, 0
+                expected = f"no file, or one of {member.size} bytes with CRC-32 {member.crc:08x}"
+                problem = f"another one of {size} bytes; --overwrite replaces it"
+                return ArchiveFault("other_content", expected, problem)
+            data = read_member(url, member, self.options)
+        except ArchiveFault as error:
+            return error
+        storage.write_bytes(target, data, self.options, self.staging)
+        return WRITTEN
 
-    def _collect(self) -> None:
-        """Wait for at least one member, and do what follows from its end."""
-        for future in wait(self.running, return_when=FIRST_COMPLETED).done:
-            archive, member, action = self.running[future]
-            settled = [archive]
-            try:
-                action, count = future.result()
-            except ArchiveFault as error:
-                archive.fail(member.name, error.reason, str(error))
-                twin = self.places.pass_on(member) if error.reason != CONFLICT else None
-                if twin is not None:
-                    self.bar.total += twin[1].size
-                    self._submit(*twin, action)
-                elif error.reason == CONFLICT:
-                    settled += self._settle(member)
-            else:
-                archive.bytes_written += count
-                archive.counts[{WRITE: "written", COMPARE: "compared", REPAIR: "repaired"}[action]] += 1
-                mark_done(archive, member)
-                settled += self._settle(member)
-            del self.running[future]
-            self.in_flight -= member.size
-            self.bar.update(member.size)
-            for one in settled:
-                one.pending -= 1
-                if one.pending == 0:
-                    self._finish(one)
-            save_state(self.dst, archive, self.options)
-
-    def _settle(self, member: Member) -> list[Archive]:
-        """The archives whose equal member is not needed."""
-        archives = [archive for archive, _ in self.places.settle(member)]
-        for archive in archives:
-            archive.counts["repeated"] += 1
-        return archives
-
-    def _submit(self, archive: Archive, member: Member, action: str) -> None:
-        future = self.pool.submit(self._expand, archive.url, member, action)
-        self.running[future] = (archive, member, action)
-        self.in_flight += member.size
-
-    def _finish(self, archive: Archive) -> None:
-        """Save the state and tell what became of the archive, its failures and refusals by name."""
-        save_state(self.dst, archive, self.options, now=True)
-        self.bar.clear()
-        tell(archive, self.args.skip_refused)
-        archive.plan.members = []
+    def _check_names(self, members: Sequence[Member]) -> None:
+        """Raise ArchiveFault when two different files, or a file and a folder, need one place."""
+        own: dict[str, str] = {}
+        for member in members:
+            name, content = member.name, (member.size, member.crc)
+            key, *folders = _places_of(name)
+            for place in (key, f"{key}/", *(folder.rstrip("/") for folder in folders)):
+                other = own.get(place) or self.places.get(place, name)
+                if place in own or other != name or self.finished.get(name, content) != content:
+                    problem = f"{other!r}, here or in an earlier archive"
+                    raise ArchiveFault(f"{name!r}: clash", "no other file for its place", problem)
+            own |= _places_of(name)
 
 
-@contextmanager
-def _obstacles_named() -> Iterator[None]:
-    """A file of a disk where a folder has to be, or the other way round, is this one member's fault."""
-    try:
-        yield
-    except storage.StorageError as error:
-        if isinstance(error.__cause__, (NotADirectoryError, IsADirectoryError, FileExistsError)):
-            expected = "folders above the file and none in its place"
-            raise ArchiveFault(CONFLICT, expected, error.problem) from error
-        raise
+def _places_of(name: str) -> dict[str, str]:
+    """The name under the key of the file and under those of the folders above it, which end in a slash."""
+    key = key_of(name)
+    return {key: name} | {key[: at + 1]: name for at, letter in enumerate(key) if letter == "/"}
 
 
-@contextmanager
-def _folder_of_its_own(own: str, shard: int, num_shards: int) -> Iterator[str]:
-    """A folder for unfinished files, without what killed runs left there; an object store needs none.
+def _marker(members: Sequence[Member]) -> str:
+    """The file below the destination that says that these members have all been written."""
+    content = sorted((member.name, member.size, member.crc) for member in members)
+    digest = hashlib.blake2b(repr(content).encode(), digest_size=16).hexdigest()
+    return f"{STATE_FOLDER}/finished/{digest}"
 
-    With the shard's lock held: no run with another number of shards is at work then, so their folders go too.
+
+@contextlib.contextmanager
+def _staging_folder(dst: str) -> Iterator[str | None]:
+    """A folder for unfinished files on the destination's disk; a bucket needs none.
+
+    Runs share it. A run that is alone removes what killed runs left there: the system frees their locks.
     """
-    url = storage.join(own, f"unfinished-{shard}-of-{num_shards}")
-    if storage.is_remote(url):
-        yield url
+    if storage.is_remote(dst):
+        yield None
         return
-    for name in storage.list_names(own):
-        match = re.fullmatch(r"unfinished-(\d+)-of-(\d+)", name)
-        if match and (int(match[2]) != num_shards or int(match[1]) == shard):
-            storage.remove(storage.join(own, name), recursive=True)
-    storage.make_dirs(url)
-    yield url
-    storage.remove(url, recursive=True)
+    own = storage.join(storage.absolute(dst), STATE_FOLDER)
+    url = storage.join(own, "unfinished")
+    storage.make_dirs(own)
+    with named_errors(own):
+        descriptor = os.open(own, os.O_RDONLY)
+    try:
+        with named_errors(own):
+            with contextlib.suppress(BlockingIOError):  # another run is at work
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                storage.remove(url, recursive=True)
+            fcntl.flock(descriptor, fcntl.LOCK_SH)
+        storage.make_dirs(url)
+        yield url
+    finally:
+        os.close(descriptor)
 
 
-def exit_code(archives: Sequence[Archive], skip_refused: bool) -> int:
-    """2 when anything was refused that was not asked to be skipped, 1 for damage, else 0."""
-    if any(a.plan.whole or (a.plan.refused and not skip_refused) for a in archives):
-        return EXIT_USER_ERROR
-    return EXIT_FOUND_BAD if any(a.failed for a in archives) else 0
-
-
-def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    default = Limits()
+def _parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m data_setup.expand",
         description=__doc__,
@@ -264,49 +167,24 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--dst", required=True, metavar="URL", help="the root of the tree")
     parser.add_argument("--workers", type=int, default=8, metavar="N", help="members at a time")
     parser.add_argument("--shard", default="0/1", metavar="i/n", help="archives with number %% n == i only")
-    parser.add_argument("--overwrite", action="store_true", help="replace objects that are there and differ")
-    parser.add_argument("--verify", action="store_true", help="read what is there and compare its CRC-32")
-    parser.add_argument(
-        "--skip-refused", action="store_true", help="leave refused members out, expand the others"
-    )
-    limits: list[tuple[str, Any, float, str]] = [
-        ("--max-ratio", float, default.max_ratio, "expanded / stored bytes of a member over 1 MiB"),
-        ("--max-total-ratio", float, default.max_total_ratio, "expanded bytes / archive, over 16 MiB"),
-        ("--max-member-gib", float, default.max_member_bytes / 2**30, "expanded size of a member"),
-        ("--max-members", int, default.max_members, "entries of an archive"),
-        ("--memory-gib", float, 1.0, "expanded bytes in work at a time (one member may be more)"),
-    ]
-    for name, kind, value, said in limits:
-        parser.add_argument(name, type=kind, default=value, metavar="X", help=f"{said} (default {value:g})")
+    parser.add_argument("--overwrite", action="store_true", help="replace files that are there and differ")
+    parser.add_argument("--verify", action="store_true", help="read every file back that is there")
     parser.add_argument("--endpoint-url", metavar="URL", help="an S3-compatible store, or an emulator")
     parser.add_argument("--profile", metavar="NAME", help="of the AWS credentials file")
     args = parser.parse_args(argv)
-    for name, _, _, _ in [*limits, ("--workers", int, 0, "")]:
-        value = getattr(args, name.lstrip("-").replace("-", "_"))
-        if not value > 0:
-            raise UserError(f"{name}: expected a number above 0, found {value}")
+    if args.workers < 1:
+        raise UserError(f"--workers: expected a number above 0, found {args.workers}")
     return args
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the stage; 0, EXIT_FOUND_BAD, or EXIT_USER_ERROR."""
-    args = _arguments(argv)
+    """Run the command; 0, or EXIT_USER_ERROR when something of an archive is not in the tree."""
+    args = _parse_arguments(argv)
     shard, num_shards = parse_shard(args.shard)
     options = StorageOptions(endpoint_url=args.endpoint_url, profile=args.profile)
-    start = time.perf_counter()
     urls = find_archives(args.src, options)[shard::num_shards]
-    own = storage.join(args.dst, STATE_FOLDER)
-    with _folder_of_its_own(own, shard, num_shards) as staging:
-        expansion = Expansion(args.dst, staging, options, args)
-        expansion.run(urls)
-    seconds = time.perf_counter() - start
-    report = {
-        "seconds": round(seconds, 3),
-        "archives": [archive.summary() for archive in expansion.archives],
-    }
-    name = f"report-{shard}-of-{num_shards}.json"
-    storage.write_text(storage.join(own, name), json.dumps(report, indent=1) + "\n", options)
-    files = sum(a.counts["written"] + a.counts["repaired"] for a in expansion.archives)
-    total = sum(a.bytes_written for a in expansion.archives)
-    print(f"{len(urls)} archives: {files} files, {total / 1e6:.1f} MB written in {seconds:.1f} s", flush=True)
-    return exit_code(expansion.archives, args.skip_refused)
+    with _staging_folder(args.dst) as staging:
+        expansion = Expansion(args, options, staging)
+        is_fine = [expansion.expand(url) for url in urls]
+    print(f"{len(urls)} archives, {is_fine.count(False)} with errors", flush=True)
+    return 0 if all(is_fine) else EXIT_USER_ERROR

@@ -17,7 +17,6 @@ from pydicom.dataset import FileDataset
 from data_setup import prepare
 from data_setup.check import cli as check
 from data_setup.check import report as check_report
-from data_setup.check.range_file import RangeFile
 from data_setup.phantom import cli as phantom
 from data_setup.readers.faults import RejectReason
 from pretraining.resume import claim_run_dir
@@ -32,6 +31,7 @@ from utils.errors import UserError
 from utils.report import tree_check as check_section
 from utils.runtime.open import open_runtime
 from utils.storage import clients as cloud
+from utils.storage.ranges import RangeFile
 
 TRITON = "retinal_oct/structural_oct/topcon_triton"
 SHAPE = (32, 200, 200)
@@ -121,10 +121,10 @@ def test_every_planted_fault_that_a_header_shows(tmp_path: Path, capsys: pytest.
     kinds = {f["kind"]: f["path"] for f in planted}
     assert report["orphans"] == [kinds["orphan"]]
     assert report["missing"] == [kinds["missing_file"]]
-    said = capsys.readouterr().out
+    output = capsys.readouterr().out
     for reason, count in report["unreadable"].items():
-        assert f"{reason} {count}" in said
-    assert kinds["orphan"] in said
+        assert f"{reason} {count}" in output
+    assert kinds["orphan"] in output
     shapes = {shape for part in report["by_protocol"].values() for shape in part["shape"]}
     rejected = len(planted) - sum(f["expected_reason"] is None for f in planted)
     assert report["records"] - report["ok"] == rejected - len(UNSEEN)
@@ -147,9 +147,9 @@ def test_a_sound_tree(good: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
     assert read["header"] == 6 * check.HEAD_BYTES
     assert read["sample"] == 6 * 2**14  # of one length, and different in the middle
     assert read["pixels"] == 0
-    said = capsys.readouterr().out
-    assert f"bytes fetched / stored: {read['fetched']} / {stored}" in said
-    assert "nothing wrong in the headers of 6 files" in said
+    output = capsys.readouterr().out
+    assert f"bytes fetched / stored: {read['fetched']} / {stored}" in output
+    assert "nothing wrong in the headers of 6 files" in output
 
 
 def test_the_report_is_beside_the_rows_by_default(good: Path, tmp_path: Path) -> None:
@@ -208,9 +208,9 @@ def test_a_scan_filed_under_two_people_is_named(tmp_path: Path, capsys: pytest.C
     assert report["doubles"] == [twice.path]
     pair = [GOOD[1].path, twice.path]
     assert report["duplicates"] == {"uid": [pair], "pixels": [pair]}
-    said = capsys.readouterr().out
-    assert "left out by prepare, an earlier row has the SOPInstanceUID: 1\n    " + twice.path in said
-    assert "something is wrong" in said
+    output = capsys.readouterr().out
+    assert "left out by prepare, an earlier row has the SOPInstanceUID: 1\n    " + twice.path in output
+    assert "something is wrong" in output
     assert ["left out by prepare: an earlier row has the SOPInstanceUID", "1"] in check_section.tables(
         report
     )[0].rows
@@ -290,7 +290,7 @@ def set_uid(ds: FileDataset) -> None:
 def test_ranges_read_like_a_file(tmp_path: Path) -> None:
     data, rng = random.Random(0).randbytes(50_000), random.Random(1)
     (tmp_path / "x").write_bytes(data)
-    file, plain = RangeFile(str(tmp_path / "x"), len(data), StorageOptions(), first=100), io.BytesIO(data)
+    file, plain = RangeFile(str(tmp_path / "x"), len(data), StorageOptions(), 100), io.BytesIO(data)
     for _ in range(500):
         whence = rng.choice((0, 1, 2))
         offset = {0: rng.randrange(50_000), 1: rng.randrange(200), 2: -rng.randrange(1000)}[whence]
@@ -307,11 +307,11 @@ def test_every_cut_of_a_file_has_a_name(good: Path) -> None:
     url = "memory://cut/" + eye.path
     for size in [*range(0, 2000, 37), 10_000, len(data) - 1]:
         storage.write_bytes(url, data[:size])
-        found = check.read_finding(check.Item(eye.path, url, None, size), StorageOptions())
-        assert found.status in set(RejectReason), (size, found)
+        finding = check.read_finding(check.Item(eye.path, url, None, size), StorageOptions())
+        assert finding.status in set(RejectReason), (size, finding)
     storage.write_bytes(url, data)
-    found = check.read_finding(check.Item(eye.path, url, None, len(data)), StorageOptions())
-    assert found.status == check_report.OK
+    finding = check.read_finding(check.Item(eye.path, url, None, len(data)), StorageOptions())
+    assert finding.status == check_report.OK
 
 
 # ---- in a bucket
@@ -395,10 +395,10 @@ def test_the_section_says_what_was_found(tmp_path: Path) -> None:
     (root / eyes[0].path).write_bytes(b"nothing")
     _, report = run(root, tmp_path)
     assert check_section.sentence(report).startswith("Something is wrong in 2 files, of which ")
-    found = {table.title: table.rows for table in check_section.tables(report)}
-    assert ["unreadable: not_dicom", "1"] in found["what was found"]
-    assert ["a file in no manifest row", "1"] in found["what was found"]
-    named = {name: [what, said] for what, said, name in found["files to look at"]}
+    sections = {table.title: table.rows for table in check_section.tables(report)}
+    assert ["unreadable: not_dicom", "1"] in sections["what was found"]
+    assert ["a file in no manifest row", "1"] in sections["what was found"]
+    named = {name: [what, words] for what, words, name in sections["files to look at"]}
     assert named[Path(eyes[0].path).name][0] == "not_dicom"
     assert named[Path(eyes[2].path).name] == ["orphan", "a file in no manifest row"]
-    assert found["by device"] == [["topcon_triton", "2", "1", "Explicit VR Little Endian", "R"]]
+    assert sections["by device"] == [["topcon_triton", "2", "1", "Explicit VR Little Endian", "R"]]

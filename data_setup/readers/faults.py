@@ -20,8 +20,9 @@ from pydicom.errors import BytesLengthException, InvalidDicomError
 
 from utils.storage import StorageError, StorageNotFoundError
 
-# It repeats values of the file in its remarks, also through warnings; handlers of the root would keep them.
-logging.getLogger("pydicom").setLevel(logging.CRITICAL + 1)
+# They repeat values of the file in their remarks, also through warnings; handlers of the root would keep them.
+for _library in ("pydicom", "tifffile"):
+    logging.getLogger(_library).setLevel(logging.CRITICAL + 1)
 
 
 class RejectReason(StrEnum):

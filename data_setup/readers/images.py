@@ -17,6 +17,7 @@ from typing import IO, Any
 import numpy as np
 from defusedxml import ElementTree
 from PIL import Image, TiffImagePlugin
+from tifffile import TiffFile, TiffTags
 
 from data_setup.readers.faults import OCTReadError, RejectReason
 from data_setup.readers.sidecar import (
@@ -43,33 +44,30 @@ _MM = {
 }
 _ONE_VOLUME = "one image of one channel and one time, a slice a page"
 _PLANES = "every plane of TiffData once, in the order of the pages"
-_DESCRIPTION, _X_RESOLUTION, _Y_RESOLUTION, _PHOTOMETRIC, _ORIENTATION = 270, 282, 283, 262, 274
+_PHOTOMETRIC, _ORIENTATION = 262, 274  # TIFF tags
 
 
 def read_tiff(file: IO[bytes], url: str, sidecar: Sidecar) -> Iterator[Any]:
     """The header, then uint8 frames [H, W] in the order of the pages; raises OCTReadError."""
-    big_endian = file.read(4) == b"MM\0+"
-    file.seek(0)
-    if big_endian:  # Pillow has no reader for it
-        found = "BigTIFF with big-endian numbers"
-        raise OCTReadError(url, RejectReason.UNSUPPORTED_FORMAT, "TIFF, or BigTIFF little-endian", found)
     with reading(url, RejectReason.CORRUPT_FILE, "a TIFF file"):
-        pages = count_directories(file)
+        tiff = TiffFile(file, is_lsm=False, is_scanimage=False)  # their pages are not in the file's own chain
+        if tiff.is_bigtiff and tiff.byteorder == ">":  # Pillow cannot decode it
+            expected, actual = "TIFF, or BigTIFF little-endian", "BigTIFF with big-endian numbers"
+            raise OCTReadError(url, RejectReason.UNSUPPORTED_FORMAT, expected, actual)
+        pages = _count_pages(tiff)
         file.seek(0)
         image = Image.open(file, formats=("TIFF",))
-        assert isinstance(image, TiffImagePlugin.TiffImageFile)
-        tags = dict(image.tag_v2)
     first = pixels_of(image, url, f"page 1 of {pages}")
     if pages * first.nbytes > MAX_VOLUME_BYTES:
-        said = f"up to {MAX_VOLUME_BYTES} bytes of voxels"
-        raise OCTReadError(url, RejectReason.HEADER_MISMATCH, said, pages * first.nbytes)
+        expected = f"up to {MAX_VOLUME_BYTES} bytes of voxels"
+        raise OCTReadError(url, RejectReason.HEADER_MISMATCH, expected, pages * first.nbytes)
     with reading(url, RejectReason.CORRUPT_FILE, "the metadata of its TIFF tags"):
-        spacing, source, described = _tiff_spacing(tags, (pages, *first.shape), url)
+        spacing, source, described = _tiff_spacing(tiff, (pages, *first.shape), url)
     if described not in (None, pages):
         raise OCTReadError(url, RejectReason.FRAME_COUNT_MISMATCH, f"{described} pages (metadata)", pages)
     header = make_header(url, "TIFF", (pages, *first.shape), first.dtype, (spacing, source), sidecar)
     yield header
-    yield from checked_frames(_pages(image, pages, url), header)
+    yield from checked_frames(_decoded_pages(image, pages, url), header)
 
 
 def read_folder(url: str, sidecar: Sidecar, options: StorageOptions | None) -> Iterator[Any]:
@@ -149,32 +147,28 @@ def pixels_of(image: Image.Image, url: str, where: str) -> np.ndarray:
     return np.ascontiguousarray(colours[..., 0])
 
 
-def count_directories(file: IO[bytes]) -> int:
-    """Pages of a TIFF by its chain of directories; raises ValueError or struct.error where the chain is cut.
+def _count_pages(tiff: TiffFile) -> int:
+    """The number of pages; raises IndexError, ValueError or struct.error for a cut chain or one with a loop.
 
-    Pillow's own count takes a directory that runs past the end of the file for the last one: B-scans would be
-    lost in silence.
+    tifffile and Pillow end the chain at a link that leads past the end of the file: the B-scans behind it
+    would be lost in silence.
     """
-    size = file.seek(0, 2)
-    file.seek(0)
-    head = file.read(16)
-    order = "<" if head[:2] == b"II" else ">"
-    big = head[2:4] in (b"+\0", b"\0+")
-    offset = struct.unpack_from(order + ("Q" if big else "I"), head, 8 if big else 4)[0]
-    entries, entry, link = ("Q", 20, "Q") if big else ("H", 12, "I")
-    seen: set[int] = set()
-    while offset:
-        if offset in seen or offset >= size:
-            raise ValueError("a chain of directories that does not end")
-        seen.add(offset)
-        file.seek(offset)
-        count = struct.unpack(order + entries, file.read(struct.calcsize(entries)))[0]
-        file.seek(min(size, file.tell() + count * entry))
-        offset = struct.unpack(order + link, file.read(struct.calcsize(link)))[0]
-    return len(seen)
+    offsets, last = set(), tiff.pages.first.offset
+    for page in tiff.pages:
+        last = page.offset
+        if last in offsets:
+            raise ValueError("a loop in the chain of pages")
+        offsets.add(last)
+    layout, file = tiff.tiff, tiff.filehandle
+    file.seek(last)
+    tags = struct.unpack(layout.tagnoformat, file.read(layout.tagnosize))[0]
+    file.seek(tags * layout.tagsize, 1)
+    if struct.unpack(layout.offsetformat, file.read(layout.offsetsize)) != (0,):
+        raise ValueError("a last page that names another one")
+    return len(offsets)
 
 
-def _pages(image: TiffImagePlugin.TiffImageFile, pages: int, url: str) -> Iterator[np.ndarray]:
+def _decoded_pages(image: Image.Image, pages: int, url: str) -> Iterator[np.ndarray]:
     for index in range(pages):
         with reading(url, RejectReason.CORRUPT_FILE, f"page {index + 1} of {pages}"):
             image.seek(index)
@@ -182,18 +176,17 @@ def _pages(image: TiffImagePlugin.TiffImageFile, pages: int, url: str) -> Iterat
 
 
 def _tiff_spacing(
-    tags: dict[int, Any], size: tuple[int, ...], url: str
+    tiff: TiffFile, size: tuple[int, ...], url: str
 ) -> tuple[list[float] | None, str, int | None]:
-    """((D, H, W) mm or None, source or why there is none, B-scans that the metadata count).
+    """((D, H, W) mm or None, source or why there is none, number of B-scans in the metadata).
 
     `size`: pages, rows and columns of the file. Raises OCTReadError where the metadata say that the pages are
-    not the B-scans of one volume in order: a spacing in a YAML does not change that.
+    not the B-scans of one volume in order; a spacing in a YAML does not change that.
     """
-    # Pillow takes a text for Latin-1; both writers mean UTF-8, and their micro sign shows it.
-    text = str(tags.get(_DESCRIPTION, "")).encode("latin-1", "replace").decode("utf-8", "replace")
-    if text.startswith("ImageJ="):
-        return _imagej_spacing(text, tags, url)
-    if text.lstrip().startswith("<") and "OME" in text[:2000]:
+    if tiff.imagej_metadata is not None:
+        return _imagej_spacing(tiff.imagej_metadata, tiff.pages.first.tags, url)
+    text = tiff.pages.first.description
+    if text.lstrip().startswith("<") and "OME" in text[:2000]:  # tiff.is_ome looks at the end alone
         return _ome_spacing(text, size, url)
     return None, "no OME or ImageJ metadata", None
 
@@ -244,23 +237,20 @@ def _check_plane_order(pixels: Any, count: int, url: str) -> None:
         raise OCTReadError(url, RejectReason.HEADER_MISMATCH, _PLANES, found)
 
 
-def _imagej_spacing(text: str, tags: dict[int, Any], url: str) -> tuple[list[float] | None, str, int | None]:
-    said = dict(line.partition("=")[::2] for line in text.splitlines())
-    count = int(said.get("images", "1"))
-    others = [int(said.get(key, "1")) for key in ("channels", "frames")]
-    slices = int(said.get("slices", count))
-    if others != [1, 1]:
-        found = f"{others[0]} channels and {others[1]} times"
-        raise OCTReadError(url, RejectReason.NOT_A_VOLUME, _ONE_VOLUME, found)
-    if slices != count:
+def _imagej_spacing(
+    metadata: dict[str, Any], tags: TiffTags, url: str
+) -> tuple[list[float] | None, str, int | None]:
+    count, channels, times = (int(metadata.get(key, 1)) for key in ("images", "channels", "frames"))
+    if (channels, times) != (1, 1):
+        actual = f"{channels} channels and {times} times"
+        raise OCTReadError(url, RejectReason.NOT_A_VOLUME, _ONE_VOLUME, actual)
+    if (slices := int(metadata.get("slices", count))) != count:
         raise OCTReadError(url, RejectReason.FRAME_COUNT_MISMATCH, f"{count} slices, as images", slices)
-    unit = _MM.get(said.get("unit", "").lower())
-    across = [tags.get(_Y_RESOLUTION), tags.get(_X_RESOLUTION)]  # pixels per unit
-    if unit is None or "spacing" not in said or not all(across):
+    unit = _MM.get(str(metadata.get("unit")).lower())
+    ratios = [tags.valueof(name) for name in ("YResolution", "XResolution")]  # of pixels and units
+    if unit is None or "spacing" not in metadata or not all(ratio and all(ratio) for ratio in ratios):
         return None, "ImageJ metadata without spacing, unit of length and resolution", count
-    # all(across), which the type checker does not carry into the tuple
-    spacing = [float(said["spacing"]), *(1 / float(a) for a in across)]  # type: ignore[arg-type]
-    return [s * unit for s in spacing], "imagej", count
+    return [s * unit for s in (metadata["spacing"], *(units / n for n, units in ratios))], "imagej", count
 
 
 def _suffix(name: str) -> str:

@@ -22,6 +22,7 @@ import yaml
 from nibabel.spatialimages import HeaderDataError
 from nibabel.wrapstruct import WrapStructError
 from PIL import Image
+from tifffile import TiffFileError
 
 from data_setup.readers.dicom import OCTHeader, to_uint8
 from data_setup.readers.faults import OCTReadError, RejectReason, named_faults
@@ -38,6 +39,7 @@ _LIBRARY_ERRORS = (
     yaml.YAMLError,
     HeaderDataError,
     WrapStructError,
+    TiffFileError,  # no ValueError in older versions
     Image.DecompressionBombError,
     Image.DecompressionBombWarning,
 )

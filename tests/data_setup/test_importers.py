@@ -10,6 +10,7 @@ import random
 import tracemalloc
 import zlib
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -348,6 +349,54 @@ def test_a_cut_tiff_is_never_a_shorter_volume(tmp_path: Path, options: dict[str,
         path.write_bytes(whole[:end])
         outcomes.add(reject(path)[0])
     assert outcomes <= {RejectReason.CORRUPT_FILE, RejectReason.CORRUPT_PIXEL_DATA, RejectReason.WRONG_KIND}
+
+
+def links_of(path: Path) -> list[int]:
+    """Where the offset of each page of a little-endian TIFF stands in the file, and the 0 of the last page."""
+    data, links = path.read_bytes(), [4]
+    while offset := int.from_bytes(data[links[-1] :][:4], "little"):
+        links.append(offset + 2 + 12 * int.from_bytes(data[offset:][:2], "little"))
+    return links
+
+
+@pytest.mark.parametrize("count", [6, 150])  # tifffile itself sees loops among the first 100 pages alone
+@pytest.mark.parametrize(("link", "target"), [(-1, "first"), (-1, "past the end"), (3, "past the end")])
+def test_a_broken_chain_of_tiff_pages_is_a_reject(
+    tmp_path: Path, count: int, link: int, target: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = write_tiff(tmp_path / "eye.tif", speckle(count, 8, 8))
+    write_yaml(tmp_path / "eye.yaml", spacing_mm=list(SPACING))
+    links, data = links_of(path), bytearray(path.read_bytes())
+    offset = int.from_bytes(data[4:8], "little") if target == "first" else len(data) + 9
+    data[links[link] : links[link] + 4] = offset.to_bytes(4, "little")
+    path.write_bytes(data)
+    assert reject(path)[0] == RejectReason.CORRUPT_FILE
+    assert not caplog.records  # tifffile's remarks quote the file
+
+
+@pytest.mark.parametrize("start", [0, 2**31])
+def test_a_tiff_without_pages_is_a_reject(tmp_path: Path, start: int) -> None:
+    path = write_tiff(tmp_path / "eye.tif", speckle())
+    data = path.read_bytes()
+    path.write_bytes(data[:4] + start.to_bytes(4, "little") + data[8:])
+    assert reject(path)[0] == RejectReason.CORRUPT_FILE
+
+
+@pytest.mark.parametrize("tag", [256, 257, 270, 273, 279])  # width, length, description, strips
+def test_a_tiff_tag_that_claims_too_much_allocates_nothing(tmp_path: Path, tag: int) -> None:
+    path = write_tiff(tmp_path / "eye.tif", speckle(), description="a text")
+    write_yaml(tmp_path / "eye.yaml", spacing_mm=list(SPACING))
+    data = bytearray(path.read_bytes())
+    entry = data.index(tag.to_bytes(2, "little"), int.from_bytes(data[4:8], "little"))
+    field = slice(entry + 8, entry + 12) if tag in (256, 257) else slice(entry + 4, entry + 8)
+    data[field] = (2**30).to_bytes(4, "little")
+    path.write_bytes(data)
+    tracemalloc.start()
+    with suppress(OCTReadError):  # a description is not needed
+        read(path)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 2**24
 
 
 @pytest.mark.parametrize(

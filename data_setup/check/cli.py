@@ -80,8 +80,7 @@ def read_finding(item: Item, options: StorageOptions, head_bytes: int = HEAD_BYT
     try:
         return _with_bytes(_look(finding, raw, record), raw)
     except OCTReadError as error:
-        said = f"expected {error.expected}, found {error.found}"
-        finding = replace(finding, status=error.reason.value, message=said)
+        finding = replace(finding, status=error.reason.value, message=error.detail)
     except storage.StorageNotFoundError as error:
         finding = replace(finding, status=RejectReason.MISSING_FILE.value, message=error.problem)
     except storage.StorageError as error:
@@ -103,8 +102,7 @@ def _look(finding: Finding, raw: RangeFile, record: Record | None) -> Finding:
         try:
             check_manifest(record, header)
         except OCTReadError as error:
-            said = f"expected {error.expected}, found {error.found}"
-            return replace(finding, status=error.reason.value, message=said)
+            return replace(finding, status=error.reason.value, message=error.detail)
     return finding
 
 

@@ -107,7 +107,7 @@ def prepare_row(job: Job) -> Outcome:
     except storage.StorageError as error:
         return Outcome(job.row, UNREAD, str(error))
     except OCTReadError as error:
-        fields |= {"status": error.reason.value, "message": f"expected {error.expected}, found {error.found}"}
+        fields |= {"status": error.reason.value, "message": error.detail}
     else:
         voxels = volume.voxels
         fields |= {"status": KEPT} | measured | _acquisition(header)

@@ -89,8 +89,7 @@ def read_finding(item: Item, options: StorageOptions) -> Finding:
             if record is not None:
                 check_manifest(record, header)
     except OCTReadError as error:
-        message = f"expected {error.expected}, found {error.found}"
-        finding = replace(finding, status=error.reason.value, message=message)
+        finding = replace(finding, status=error.reason.value, message=error.detail)
     except storage.StorageNotFoundError as error:
         finding = replace(finding, status=RejectReason.MISSING_FILE.value, message=error.problem)
     except storage.StorageError as error:

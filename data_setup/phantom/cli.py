@@ -3,8 +3,8 @@
 In: a number of participants, a seed, a size. Out, under --out: participants.tsv, participants.json,
 retinal_oct/manifest.tsv, retinal_oct/structural_oct/<device>/<person>/<file>.dcm, truth/<sop uid>.npz for
 every good volume, and synthetic.json (the arguments and the planted faults), which marks the tree as
-synthetic. The same arguments give a byte-identical tree, for any number of workers. It grows beside its
-place, in DIR.partial, and moves there when it is whole; what a killed run left of it is dropped.
+synthetic. The same arguments give a byte-identical tree, for any number of workers. The tree is written to
+DIR.partial and renamed when it is complete; the remains of a killed run are deleted.
 
     python -m data_setup.phantom --out DIR --participants N --seed S --size small|full [--faults]
 """
@@ -93,7 +93,7 @@ def write_tree(
     transfer_syntax: str = "mixed",
     workers: int | None = None,
 ) -> dict[str, object]:
-    """Write the tree to `out` (new or empty) and return what synthetic.json says; raises UserError.
+    """Write the tree to `out` (new or empty) and return the content of synthetic.json; raises UserError.
 
     workers: processes; None: one per CPU, 0 or 1: this one.
     """

@@ -219,7 +219,7 @@ def plant_faults(
     rows.append(manifest_row(spec, volume.voxels.shape, f"/{path}"))
     note(path, "missing_file", "missing_file")
 
-    _, spec, volume = plan(MACULA, size="small")  # a left-over of the other version's naming, in no manifest
+    _, spec, volume = plan(MACULA, size="small")  # named as in the other version, in no manifest
     path = file_path(spec, "v3" if naming == "v2" else "v2")
     write_file(out / path, write_volume(volume.voxels, spec))
     note(path, "orphan", None)
@@ -252,7 +252,7 @@ def plant_faults(
         note(path, kind, None)
 
     texts = ({"filepath": "dataset{}"}, {"filepath": "/dataset{}"}, {"slice_thickness": "Not reported"})
-    for row, change in zip(good, texts, strict=False):  # texts that others have met in manifests
+    for row, change in zip(good, texts, strict=False):  # texts seen in real manifests
         path = str(row["filepath"])
         row.update({key: text.format(path) for key, text in change.items()})
         note(path.lstrip("/"), "odd_manifest_text", None)

@@ -1,8 +1,8 @@
-"""Is a JPEG, JPEG-LS or JPEG 2000 codestream whole, and of the size that the DICOM header says?
+"""Is a JPEG, JPEG-LS or JPEG 2000 codestream whole, and of the size in the DICOM header?
 
-The codecs do not notice a JPEG 2000 stream that ends early (they return a partial picture), and they allocate
-whatever size a codestream claims; so the end marker, the tile-part lengths, the size, and the number of
-planes, tiles and scans are read here first.
+The codecs return a partial picture for a JPEG 2000 stream that ends early, and allocate whatever size a
+codestream claims. So the end marker, the tile-part lengths, the size, and the number of planes, tiles and
+scans are checked here first.
 Standard: ISO/IEC 15444-1 annex A (JPEG 2000 markers), ITU-T T.81 annex B (JPEG markers).
 """
 
@@ -39,46 +39,46 @@ def is_complete(data: bytes) -> bool:
 
 
 def check_codestream(data: bytes, syntax: UID, size: tuple[int, int, int], where: str, url: str) -> bytes:
-    """One frame's codestream as the codec may have it: without a JP2 wrapper, whose boxes nobody has read.
+    """One frame's codestream without its JP2 wrapper, whose boxes are not checked.
 
-    Raises OCTReadError when it is cut, not `size` (rows, columns, samples), or more work than such a frame.
+    Raises OCTReadError when it is cut, not of `size` (rows, columns, samples), or too much work for it.
     """
     is_j2k = syntax in JPEG2000TransferSyntaxes
     if not is_j2k and syntax not in JPEGTransferSyntaxes and syntax not in JPEGLSTransferSyntaxes:
         return data
     if not is_complete(data):
-        found = f"{where} of {len(data)} bytes without one"
-        raise OCTReadError(url, RejectReason.TRUNCATED_PIXEL_DATA, "an end-of-codestream marker", found)
+        actual = f"{where} of {len(data)} bytes without one"
+        raise OCTReadError(url, RejectReason.TRUNCATED_PIXEL_DATA, "an end-of-codestream marker", actual)
     with named_faults(url, RejectReason.CORRUPT_PIXEL_DATA, f"a codestream in {where}"):
         if is_j2k:
             data = data[data.index(_J2K_START) :]
-            found_size, tiles = _j2k_size(data)
+            actual_size, tiles = _j2k_size(data)
             missing, packets = _j2k_walk(data)
             kind, scans = None, 1
         else:
-            found_size, kind, scans = _jpeg_size(data)
+            actual_size, kind, scans = _jpeg_size(data)
             missing, tiles, packets = 0, 1, 0
     if missing > 0:
-        found = f"{where} ends {number(missing, len(data))} bytes early"
-        raise OCTReadError(url, RejectReason.TRUNCATED_PIXEL_DATA, "whole tile-parts", found)
-    if found_size != size:
-        said, found = (" x ".join(map(number, s)) for s in (size, found_size))
-        raise OCTReadError(url, RejectReason.FRAME_SIZE_MISMATCH, said, f"{found} in {where}")
+        actual = f"{where} ends {number(missing, len(data))} bytes early"
+        raise OCTReadError(url, RejectReason.TRUNCATED_PIXEL_DATA, "whole tile-parts", actual)
+    if actual_size != size:
+        expected, actual = (" x ".join(map(number, s)) for s in (size, actual_size))
+        raise OCTReadError(url, RejectReason.FRAME_SIZE_MISMATCH, expected, f"{actual} in {where}")
     wrong = {
         "as many tiles as fit into its bytes": tiles * _TILE_PART_BYTES > len(data),
         "as many packets as fit into its bytes": packets > len(data),
         "a sequential JPEG": syntax in (JPEGBaseline8Bit, JPEGExtended12Bit) and kind not in _SEQUENTIAL,
         "a scan for each sample at most": scans > size[2],
     }
-    for said in (said for said, is_wrong in wrong.items() if is_wrong):
-        raise OCTReadError(url, RejectReason.CORRUPT_PIXEL_DATA, said, f"another codestream in {where}")
+    for expected in (rule for rule, is_wrong in wrong.items() if is_wrong):
+        raise OCTReadError(url, RejectReason.CORRUPT_PIXEL_DATA, expected, f"another codestream in {where}")
     return data
 
 
 def _j2k_size(data: bytes) -> tuple[tuple[int, int, int], int]:
     """(rows, columns, components) and the number of tiles of the SIZ segment."""
-    x1, y1, x0, y0, width, height, left, top, planes = struct.unpack_from(">8LH", data, 8)
-    tiles = -((left - x1) // width) * -((top - y1) // height)
+    x1, y1, x0, y0, width, height, tile_x, tile_y, planes = struct.unpack_from(">8LH", data, 8)
+    tiles = -((tile_x - x1) // width) * -((tile_y - y1) // height)
     return (y1 - y0, x1 - x0, planes), tiles
 
 
@@ -96,7 +96,7 @@ def _j2k_walk(data: bytes) -> tuple[int, int]:
         elif marker == _J2K_DATA:
             position = part_end
             continue
-        elif marker not in _J2K_SEGMENTS:  # codecs search for the next marker, inside of this segment too
+        elif marker not in _J2K_SEGMENTS:  # codecs would search for the next marker
             raise ValueError("no marker segment")
         elif marker in (_J2K_STYLE, _J2K_STYLE + 1):
             packets = max(packets, _j2k_packets(data, position))
@@ -129,7 +129,7 @@ def _jpeg_size(data: bytes) -> tuple[tuple[int, int, int], int, int]:
         if (first, marker) == (0xFF, 0xFF):  # a fill byte
             position += 1
             continue
-        if first != 0xFF or marker in _BARE or length < 2:  # codecs search for the next one, each its own way
+        if first != 0xFF or marker in _BARE or length < 2:  # each codec would search on in its own way
             raise ValueError("no marker segment")
         if marker in _SIZE_MARKERS:
             frame = struct.unpack_from(">HHB", data, position + 5), marker

@@ -1,8 +1,8 @@
 """DICOM in, arrays out: native frames of any multi-frame file; OPT volumes with geometry, or a named error.
 
-In: a URL of a DICOM file. Out: `decode_frames` the stored values; `read_volume` an OCT volume, uint8
+In: a URL of a DICOM file. Out: `decode_frames` gives the stored values; `read_volume` an OCT volume, uint8
 [D, H, W], superior -> inferior, with its `OCTHeader`; `open_volume` the same frame by frame.
-Every fault is an `OCTReadError` with a `RejectReason`. Nothing but voxels and an `OCTHeader` leaves a file.
+Every fault is an `OCTReadError` with a `RejectReason`. Only voxels and an `OCTHeader` leave a file.
 Standard: DICOM PS3.3 A.52 (Ophthalmic Tomography Image IOD) and PS3.5.
 """
 
@@ -10,12 +10,11 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import PurePosixPath
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 import pydicom
@@ -35,17 +34,6 @@ from data_setup.readers.pixels import BoundedFile, PixelLayout, check_element, i
 from utils.config.schema import StorageOptions
 from utils.storage import is_remote, open_url, read_bytes
 
-__all__ = [
-    "OCTHeader",
-    "OCTReadError",
-    "OCTVolume",
-    "RejectReason",
-    "decode_frames",
-    "open_volume",
-    "read_header",
-    "read_volume",
-]
-
 _MAX_RESCALE = 2**16  # no grey scale needs more
 OPT_SOP_CLASS = "1.2.840.10008.5.1.4.1.1.77.1.5.4"
 _PIXEL_TAGS = [
@@ -60,8 +48,8 @@ _PIXEL_TAGS = [
     "HighBit",
     "PixelRepresentation",
 ]
-# The allow-list. pydicom skips every other root attribute; the items of the two functional group sequences
-# come whole, and only what geometry.py, _rescale and _laterality ask for is taken out of them.
+# The allow-list: pydicom skips every other root attribute. The items of the two functional group sequences
+# come whole; only geometry.py, _rescale and _laterality take values out of them.
 _VOLUME_TAGS = [
     *_PIXEL_TAGS,
     "SOPClassUID",
@@ -125,9 +113,9 @@ def decode_frames(url: str, options: StorageOptions | None = None) -> np.ndarray
 def open_volume(url: str, options: StorageOptions | None = None) -> tuple[OCTHeader, Iterator[np.ndarray]]:
     """(header, frames uint8 [H, W] in *file* order): for little memory. Raises OCTReadError.
 
-    The first frame is decoded before the header is returned: its number and size of frames can be allocated
-    for. Faults of other frames come up at that frame, a constant volume when the frames are exhausted. The
-    caller reverses the frames when header.flip_d.
+    The first frame is decoded before the header is returned, so the caller can trust the header's shape and
+    allocate it. A fault of another frame is raised at that frame, a constant volume at the end. The caller
+    reverses the frames when header.flip_d.
     """
     frames = _volume(url, options)
     return next(frames), frames
@@ -143,9 +131,9 @@ def read_volume(url: str, options: StorageOptions | None = None) -> OCTVolume:
 
 
 def read_header(file: BoundedFile, url: str) -> tuple[OCTHeader, int]:
-    """(header, offset of the pixel data) of an open file without a pixel of it; raises OCTReadError.
+    """(header, offset of the pixel data) of an open file, without a pixel; raises OCTReadError.
 
-    What is wrong with single compressed frames is seen by `open_volume` alone.
+    Faults of single compressed frames need `open_volume`.
     """
     ds = _read_dataset(file, _VOLUME_TAGS, url)
     header, layout = _header(ds, url)
@@ -156,30 +144,35 @@ def read_header(file: BoundedFile, url: str) -> tuple[OCTHeader, int]:
 
 def _native(url: str, options: StorageOptions | None) -> Iterator[Any]:
     # A generator that has been started closes its file whether it is exhausted or dropped.
-    with _opened(url, options) as file:
-        ds = _read_dataset(file, _PIXEL_TAGS, url)
-        layout = read_layout(ds, url)
+    with open_file(url, options) as opened:
+        file = BoundedFile(opened)
+        layout = read_layout(_read_dataset(file, _PIXEL_TAGS, url), url)
         yield layout
         yield from iter_pixels(file, layout, url)
 
 
 def _volume(url: str, options: StorageOptions | None) -> Iterator[Any]:
-    with _opened(url, options) as file:
-        ds = _read_dataset(file, _VOLUME_TAGS, url)
-        header, layout = _header(ds, url)
+    with open_file(url, options) as opened:
+        file = BoundedFile(opened)
+        header, layout = _header(_read_dataset(file, _VOLUME_TAGS, url), url)
         frames = iter_pixels(file, layout, url)
         first = next(frames)
+        if first.dtype.itemsize * 8 > layout.bits_allocated:
+            expected, actual = f"{layout.bits_allocated} bits", f"{first.dtype} codestreams"
+            raise OCTReadError(url, RejectReason.HEADER_MISMATCH, expected, actual)
         yield header
-        low, high = 255, 0
-        for frame in chain([first], frames):
-            if frame.dtype.itemsize * 8 > layout.bits_allocated:
-                found = f"{frame.dtype} codestreams"
-                raise OCTReadError(url, RejectReason.HEADER_MISMATCH, f"{layout.bits_allocated} bits", found)
-            frame = to_uint8(frame, header)
-            low, high = min(low, int(frame.min())), max(high, int(frame.max()))
-            yield frame
-        if low == high:
-            raise OCTReadError(url, RejectReason.CONSTANT_VOLUME, "an image", f"every voxel {low}")
+        yield from grey_frames(chain([first], frames), header)
+
+
+def grey_frames(frames: Iterable[np.ndarray], header: OCTHeader) -> Iterator[np.ndarray]:
+    """Stored values to uint8; raises OCTReadError constant_volume at the end where all voxels are equal."""
+    low, high = 255, 0
+    for frame in frames:
+        grey = to_uint8(frame, header)
+        low, high = min(low, int(grey.min())), max(high, int(grey.max()))
+        yield grey
+    if low == high:
+        raise OCTReadError(header.url, RejectReason.CONSTANT_VOLUME, "an image", f"every voxel {low}")
 
 
 def to_uint8(frame: np.ndarray, header: OCTHeader) -> np.ndarray:
@@ -193,13 +186,10 @@ def to_uint8(frame: np.ndarray, header: OCTHeader) -> np.ndarray:
     return 255 - frame if header.inverted else frame
 
 
-@contextmanager
-def _opened(url: str, options: StorageOptions | None) -> Iterator[BoundedFile]:
-    """The file; a remote one comes in one request: its fragments are walked twice."""
-    with named_faults(url, RejectReason.NOT_DICOM, "a DICOM file"):
-        file = io.BytesIO(read_bytes(url, options)) if is_remote(url) else open_url(url, options=options)
-    with file:
-        yield BoundedFile(file)
+def open_file(url: str, options: StorageOptions | None) -> IO[bytes]:
+    """The file, seekable; a remote one comes in one request. Raises OCTReadError missing_file."""
+    with named_faults(url, RejectReason.MISSING_FILE, "a file"):
+        return io.BytesIO(read_bytes(url, options)) if is_remote(url) else open_url(url, options=options)
 
 
 def _read_dataset(file: BoundedFile, tags: list[str], url: str) -> Dataset:
@@ -208,8 +198,8 @@ def _read_dataset(file: BoundedFile, tags: list[str], url: str) -> Dataset:
         try:
             ds = pydicom.dcmread(file, stop_before_pixels=True, specific_tags=tags)
         except UnboundedReadError:  # pydicom would inflate all of it, to whatever size
-            said, found = "frames at known places", "a deflated file"
-            raise OCTReadError(url, RejectReason.UNSUPPORTED_PIXELS, said, found) from None
+            expected, actual = "frames at known places", "a deflated file"
+            raise OCTReadError(url, RejectReason.UNSUPPORTED_PIXELS, expected, actual) from None
         if not ds.file_meta.get("TransferSyntaxUID"):
             raise OCTReadError(url, RejectReason.NOT_DICOM, "a TransferSyntaxUID", "none")
         return ds
@@ -220,8 +210,8 @@ def _header(ds: Dataset, url: str) -> tuple[OCTHeader, PixelLayout]:
         sop_class = str(ds.get("SOPClassUID") or "")
         if sop_class != OPT_SOP_CLASS:
             name = known(sop_class, pydicom.uid.UID_dictionary)
-            found = pydicom.uid.UID(name).name if sop_class else "no SOPClassUID"
-            raise OCTReadError(url, RejectReason.NOT_OPT, "Ophthalmic Tomography Image Storage", found)
+            actual = pydicom.uid.UID(name).name if sop_class else "no SOPClassUID"
+            raise OCTReadError(url, RejectReason.NOT_OPT, "Ophthalmic Tomography Image Storage", actual)
         raw = geometry.collect(ds)
         text = {k: str(ds.get(k) or "") for k in ("SOPInstanceUID", "ManufacturerModelName", "ProtocolName")}
         laterality = _laterality(ds, url)
@@ -236,8 +226,8 @@ def _header(ds: Dataset, url: str) -> tuple[OCTHeader, PixelLayout]:
         raise OCTReadError(url, RejectReason.NOT_A_VOLUME, "two B-scans or more", layout.frames)
     described = len(raw.per_frame)
     if described not in (0, layout.frames):
-        said = f"{number(layout.frames)} per-frame items (NumberOfFrames)"
-        raise OCTReadError(url, RejectReason.FRAME_COUNT_MISMATCH, said, described)
+        expected = f"{number(layout.frames)} per-frame items (NumberOfFrames)"
+        raise OCTReadError(url, RejectReason.FRAME_COUNT_MISMATCH, expected, described)
     spacing_mm, spacing_source = geometry.spacing(raw, layout.frames, device, protocol, url)
     flip_d, orientation_source = geometry.orientation(raw)
     header = OCTHeader(
@@ -260,34 +250,32 @@ def _header(ds: Dataset, url: str) -> tuple[OCTHeader, PixelLayout]:
 
 
 def _check_pixels(layout: PixelLayout, high_bit: int | None, url: str) -> None:
-    found = {
+    rules = {
         "SamplesPerPixel": layout.samples == 1,
         f"PhotometricInterpretation {known(layout.photometric, _PHOTOMETRIC)}": layout.photometric in _GREY,
         f"BitsAllocated {layout.bits_allocated}": layout.bits_allocated in (8, 16),
         "signed values": layout.pixel_representation == 0,
         f"HighBit {number(high_bit or 0, 64)}": high_bit in (None, layout.bits_stored - 1),
     }
-    wrong = [name for name, is_right in found.items() if not is_right]
+    wrong = ", ".join(name for name, is_right in rules.items() if not is_right)
     if wrong:
-        said = "one unsigned grey sample of 8 or 16 bits"
-        raise OCTReadError(url, RejectReason.UNSUPPORTED_PIXELS, said, ", ".join(wrong))
+        expected = "one unsigned grey sample of 8 or 16 bits"
+        raise OCTReadError(url, RejectReason.UNSUPPORTED_PIXELS, expected, wrong)
 
 
 def _rescale(ds: Dataset, url: str) -> tuple[float, float]:
     groups = [*(ds.get("SharedFunctionalGroupsSequence") or [])[:1]]
     groups += list(ds.get("PerFrameFunctionalGroupsSequence") or [])
     items = [(g.get("PixelValueTransformationSequence") or [None])[0] for g in groups]
-    found = set()
+    pairs = set()
     for item in [i for i in items if i is not None] or [ds]:
         slope, intercept = (geometry.numbers(item.get(k)) for k in ("RescaleSlope", "RescaleIntercept"))
-        found.add((slope[0] if slope else 1.0, intercept[0] if intercept else 0.0))
-    if not np.all(np.abs(list(found)) <= _MAX_RESCALE):
+        pairs.add((slope[0] if slope else 1.0, intercept[0] if intercept else 0.0))
+    if not np.all(np.abs(list(pairs)) <= _MAX_RESCALE):
         raise OCTReadError(url, RejectReason.NOT_FINITE, f"rescale values up to {_MAX_RESCALE}", "others")
-    if len(found) > 1:
-        raise OCTReadError(
-            url, RejectReason.UNSUPPORTED_PIXELS, "one rescale for all frames", f"{len(found)}"
-        )
-    return found.pop()
+    if len(pairs) > 1:
+        raise OCTReadError(url, RejectReason.UNSUPPORTED_PIXELS, "one rescale for all frames", len(pairs))
+    return pairs.pop()
 
 
 def _laterality(ds: Dataset, url: str) -> str | None:
@@ -301,6 +289,6 @@ def _laterality(ds: Dataset, url: str) -> str | None:
 
 
 def _device(url: str, protocol: Protocol | None, model: str) -> str | None:
-    if found := device_of_path(url) or (protocol.device if protocol else None):
-        return found
+    if device := device_of_path(url) or (protocol.device if protocol else None):
+        return device
     return next((d for d, (_, name) in DEVICES.items() if name.lower() in model.lower()), None)

@@ -1,15 +1,16 @@
-"""The named ways in which one DICOM file is unusable, and the boundary that gives them their names.
+"""The reasons why a file is not used, and the boundary that turns a library's error into one of them.
 
-A reader raises `OCTReadError(url, reason, expected, found)`; `prepare` counts the reasons and goes on.
-Errors of storage itself (no permission, no connection) stay `StorageError`: they say nothing about the file.
-Neither text ever repeats a value of the file that is not a number or a term of the standard: reasons go into
-reports and logs, and a damaged header can hold a name anywhere.
+A reader raises `OCTReadError(url, reason, expected, actual)`; `prepare` counts the reasons and goes on.
+An error of storage (no permission, no connection) stays a `StorageError`: it says nothing about the file.
+The texts repeat only numbers and terms of the standard. They go into reports and logs, and a damaged header
+can hold a patient's name anywhere.
 """
 
 from __future__ import annotations
 
 import logging
 import struct
+import traceback
 import warnings
 import zlib
 from collections.abc import Collection, Iterator
@@ -20,8 +21,9 @@ from pydicom.errors import BytesLengthException, InvalidDicomError
 
 from utils.storage import StorageError, StorageNotFoundError
 
-# It repeats values of the file in its remarks, also through warnings; handlers of the root would keep them.
-logging.getLogger("pydicom").setLevel(logging.CRITICAL + 1)
+# Their log messages repeat values of the file, and the root logger's handlers would keep them.
+for _library in ("pydicom", "tifffile"):
+    logging.getLogger(_library).setLevel(logging.CRITICAL + 1)
 
 
 class RejectReason(StrEnum):
@@ -52,25 +54,25 @@ class RejectReason(StrEnum):
 
 
 class OCTReadError(Exception):
-    """One file that cannot be used: `url: reason: expected ..., found ...` in one line; pickles whole."""
+    """One file that cannot be used: `url: reason: expected ..., found ...` in one line; it can be pickled."""
 
-    def __init__(self, url: str, reason: RejectReason, expected: object, found: object) -> None:
-        super().__init__(url, reason, expected, found)
+    def __init__(self, url: str, reason: RejectReason, expected: object, actual: object) -> None:
+        super().__init__(url, reason, expected, actual)
         self.url = url
         self.reason = reason
-        self.expected = " ".join(str(expected).split())
-        self.found = " ".join(str(found).split())[:300]
+        expected, actual = (" ".join(str(text).split()) for text in (expected, actual))
+        self.detail = f"expected {expected}, found {actual[:300]}"
 
     def __str__(self) -> str:
-        return f"{self.url}: {self.reason}: expected {self.expected}, found {self.found}"
+        return f"{self.url}: {self.reason}: {self.detail}"
 
 
 class UnboundedReadError(Exception):
-    """A library asked for all that is left of a file."""
+    """A library asked for the whole rest of a file."""
 
 
-# What pydicom and its codecs raise on bytes that are not what they claim; LookupError covers KeyError and
-# IndexError, ValueError bad numbers and text, RuntimeError recursion and "no plugin decoded it".
+# What pydicom and its codecs raise for damaged bytes. LookupError covers KeyError and IndexError, ValueError
+# bad numbers and text, RuntimeError recursion and "no plugin decoded it".
 _LIBRARY_ERRORS = (
     InvalidDicomError,
     BytesLengthException,
@@ -87,29 +89,27 @@ _LIBRARY_ERRORS = (
 
 
 def place_of(error: BaseException) -> str:
-    """The error's kind and module, `ValueError in pydicom.valuerep`; not its text, which quotes values."""
-    place = error.__traceback__
-    while place is not None and place.tb_next is not None:
-        place = place.tb_next
-    where = f" in {place.tb_frame.f_globals.get('__name__')}" if place is not None else ""
-    return f"{type(error).__name__}{where}"
+    """The error's type and module, `ValueError in pydicom.valuerep`; its text would quote values."""
+    name = type(error).__name__
+    frames = list(traceback.walk_tb(error.__traceback__))
+    return f"{name} in {frames[-1][0].f_globals.get('__name__')}" if frames else name
 
 
 def known(value: str, terms: Collection[str]) -> str:
-    """A value of the file that may be repeated because it is a term of the standard; else "another value"."""
+    """The value where it is one of the terms, which a message may repeat; else "another value"."""
     return value if value in terms else "another value"
 
 
 def number(value: float, limit: float = 0xFFFF) -> str:
-    """A number of the file that may be repeated because it is plausible; a date in its place is not."""
+    """The number as text where it is plausible; a date in its place is not repeated."""
     return f"{value:g}" if abs(value) <= limit else "a number out of range"
 
 
 @contextmanager
 def named_faults(url: str, reason: RejectReason, expected: str) -> Iterator[None]:
-    """Turn an error of the DICOM library about this file's bytes into an OCTReadError with this reason.
+    """Turn a library's error about this file's bytes into an OCTReadError with this reason.
 
-    Its warnings are remarks about odd values that nothing here reads; what matters is checked by the callers.
+    The library's warnings are ignored: the callers check the values that matter.
     """
     try:
         with warnings.catch_warnings():
@@ -122,5 +122,5 @@ def named_faults(url: str, reason: RejectReason, expected: str) -> Iterator[None
     except (*_LIBRARY_ERRORS, OSError) as error:
         if isinstance(error, OSError) and error.errno is not None:  # pydicom's own OSErrors have no number
             raise StorageError(url, f"reading failed: {error}; run again") from error
-        # Not chained: a printed traceback would show the text of the cause.
+        # `from None`: a printed traceback would show the text of the cause, which quotes values.
         raise OCTReadError(url, reason, expected, place_of(error)) from None

@@ -1,7 +1,7 @@
-"""Spacing and orientation of an OPT volume from what its header says; nothing is invented.
+"""Spacing and orientation of an OPT volume from its header; nothing is invented.
 
-In: plain numbers collected from the functional groups (`collect`). Out: `spacing_mm` (D, H, W) and whether
-the frames have to be reversed to run superior -> inferior, each with its source. Lengths are mm.
+In: the numbers that `collect` takes from the functional groups. Out: `spacing_mm` (D, H, W), and whether the
+frames have to be reversed to run superior -> inferior, each with its source. Lengths are in mm.
 Standard: DICOM PS3.3, Enhanced multi-frame functional groups and Ophthalmic Frame Location.
 """
 
@@ -18,11 +18,11 @@ from pydicom.dataset import Dataset
 from data_setup.protocols import Protocol
 from data_setup.readers.faults import OCTReadError, RejectReason, known, number
 
-# Wide enough for phantoms of a few voxels that keep the whole field. 1 mm, which careless writers put where
-# they know nothing, is out on every axis.
+# Wide enough for phantoms of a few voxels over the whole field. 1 mm, the placeholder of careless writers, is
+# out of range on every axis.
 PLAUSIBLE_MM = {"B-scan distance": (0.001, 0.6), "axial": (0.0005, 0.05), "lateral": (0.001, 0.5)}
 CIRRUS = "zeiss_cirrus"
-_SHOWN_MM = 100  # what a message repeats
+_SHOWN_MM = 100  # the largest length that a message repeats
 _AGREE = 1e-3  # relative: spacings of one volume
 _FAR = 1e9  # no coordinate is near this; the squares of larger ones overflow
 _PARALLEL = 0.95  # cosine: B-scans of one raster, and steps along one line
@@ -39,7 +39,7 @@ class Measures:
 
 @dataclass(frozen=True)
 class RawGeometry:
-    """What the header says about geometry, before anything is believed."""
+    """The header's values about geometry, unchecked."""
 
     shared: Measures
     per_frame: tuple[Measures, ...]
@@ -112,8 +112,8 @@ def check_is_volume(raw: RawGeometry, protocol: Protocol | None, url: str) -> No
         raise OCTReadError(url, RejectReason.NOT_A_VOLUME, parallel, f"protocol {protocol.name}")
     if raw.shapes - {"LINEAR"}:
         terms = ("LINEAR", "NONLINEAR", "TRANSVERSE")
-        found = f"OphthalmicImageOrientation {', '.join(sorted({known(s, terms) for s in raw.shapes}))}"
-        raise OCTReadError(url, RejectReason.NOT_A_VOLUME, parallel, found)
+        actual = f"OphthalmicImageOrientation {', '.join(sorted({known(s, terms) for s in raw.shapes}))}"
+        raise OCTReadError(url, RejectReason.NOT_A_VOLUME, parallel, actual)
     rows = np.array([o[:3] for o in raw.orientations] or [[1.0, 0.0, 0.0]])
     lines = _reference_lines(raw)
     if lines is None:
@@ -123,9 +123,8 @@ def check_is_volume(raw: RawGeometry, protocol: Protocol | None, url: str) -> No
         cosine = np.abs(vectors @ vectors[0]) / np.maximum(lengths * lengths[0], 1e-12)
         if np.any((cosine < _PARALLEL) & (lengths > 1e-6)) and lengths[0] > 1e-6:
             angle = math.degrees(math.acos(min(1.0, float(cosine.min()))))
-            raise OCTReadError(
-                url, RejectReason.NOT_A_VOLUME, parallel, f"{name} turned by {angle:.0f} degrees"
-            )
+            actual = f"{name} turned by {angle:.0f} degrees"
+            raise OCTReadError(url, RejectReason.NOT_A_VOLUME, parallel, actual)
 
 
 def spacing(
@@ -139,35 +138,39 @@ def spacing(
     frames disagree, not_a_volume.
     """
     levels = {"shared": raw.shared, "per_frame": _agreed(raw.per_frame, url), "root": raw.root}
-    plane = next(((k, m) for k, m in levels.items() if m.axial is not None and m.lateral is not None), None)
+    planes = ((m.axial, m.lateral) for m in levels.values())
+    plane = next((lengths for lengths in planes if None not in lengths), None)
     if plane is None:
         raise OCTReadError(url, RejectReason.MISSING_SPACING, "PixelSpacing (axial, lateral)", "none")
-    _, in_plane = plane
+    axial, lateral = plane
     header = next(((k, m.distance) for k, m in levels.items() if m.distance is not None), None)
     measured = _position_distance(raw)
-    candidates = [header, ("frame_positions", measured) if measured is not None else None]
+    positions = None if measured is None else ("frame_positions", measured)
+    candidates = [header, positions]
     if device == CIRRUS:
-        nominal = None
+        field = None
         if protocol is not None and frames > 1:
-            nominal = ("protocol", protocol.field_mm[0] / (frames - 1))
-        trap = header is not None and math.isclose(header[1] or 0, in_plane.lateral or 0, rel_tol=_AGREE)
-        candidates = [candidates[1], nominal, None if trap else header]
-    source, distance = next((c for c in candidates if c is not None), (None, None))
-    if source is None or distance is None:
-        found = (
-            "none"
-            if header is None
-            else f"SliceThickness {number(header[1] or 0, _SHOWN_MM)}, which Cirrus fills with the lateral"
-        )
-        raise OCTReadError(url, RejectReason.MISSING_SPACING, "a distance between B-scans", found)
-    result = (distance, float(in_plane.axial or 0), float(in_plane.lateral or 0))
-    for (name, (low, high)), value in zip(PLAUSIBLE_MM.items(), result, strict=True):
+            field = ("protocol", protocol.field_mm[0] / (frames - 1))
+        is_lateral = header is not None and math.isclose(header[1], lateral, rel_tol=_AGREE)
+        candidates = [positions, field, None if is_lateral else header]
+    chosen = next((c for c in candidates if c is not None), None)
+    if chosen is None:
+        actual = "none"
+        if header is not None:
+            actual = f"SliceThickness {number(header[1], _SHOWN_MM)}, which Cirrus fills with the lateral"
+        raise OCTReadError(url, RejectReason.MISSING_SPACING, "a distance between B-scans", actual)
+    source, distance = chosen
+    check_plausible((distance, axial, lateral), source, url)
+    return (distance, axial, lateral), source
+
+
+def check_plausible(spacing_mm: tuple[float, float, float], source: str, url: str) -> None:
+    """Raise implausible_spacing for a (B-scan distance, axial, lateral) that no OCT volume has."""
+    for (name, (low, high)), value in zip(PLAUSIBLE_MM.items(), spacing_mm, strict=True):
         if not low <= value <= high:
-            said = f"{name} spacing in {low:g}..{high:g} mm"
-            raise OCTReadError(
-                url, RejectReason.IMPLAUSIBLE_SPACING, said, f"{number(value, _SHOWN_MM)} mm ({source})"
-            )
-    return result, source
+            expected = f"{name} spacing in {low:g}..{high:g} mm"
+            actual = f"{number(value, _SHOWN_MM)} mm ({source})"
+            raise OCTReadError(url, RejectReason.IMPLAUSIBLE_SPACING, expected, actual)
 
 
 def orientation(raw: RawGeometry) -> tuple[bool, str]:
@@ -188,14 +191,14 @@ def orientation(raw: RawGeometry) -> tuple[bool, str]:
 
 
 def _agreed(items: tuple[Measures, ...], url: str) -> Measures:
-    """The measures that all frames share; a value that only some frames have is no measure."""
+    """The measures that all frames share; a value of only some frames counts as none."""
     values = {}
     for name in ("axial", "lateral", "distance"):
         column = [getattr(m, name) for m in items]
         present = [v for v in column if v is not None]
         if present and not np.allclose(present, present[0], rtol=_AGREE, atol=0, equal_nan=True):
-            found = f"{name} spacing {' .. '.join(number(f(present), _SHOWN_MM) for f in (min, max))} mm"
-            raise OCTReadError(url, RejectReason.NOT_A_VOLUME, "one spacing for all frames", found)
+            actual = f"{name} spacing {' .. '.join(number(f(present), _SHOWN_MM) for f in (min, max))} mm"
+            raise OCTReadError(url, RejectReason.NOT_A_VOLUME, "one spacing for all frames", actual)
         values[name] = present[0] if present and len(present) == len(column) else None
     return Measures(**values)
 

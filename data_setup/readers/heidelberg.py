@@ -1,10 +1,10 @@
 """Heidelberg's XML export (HEYEX "XML"): one .xml and its B-scan images in one folder, as an OCT volume.
 
-Every Image of type OCT is a B-scan, in the order of ImageNumber where all have one, else of the file. ScaleX
-is the lateral spacing, ScaleY the axial one; the distance between B-scans and their direction follow from
-Start and End of each, in mm on the localizer, whose y grows to inferior. Radial and circle scans are no
-volume. Names and dates of the patient are in the file; nothing of them is read. The element names follow
-eyepy's reader (MIT).
+Every Image of type OCT is a B-scan. ImageNumber orders them where all have one, else the file does. ScaleX is
+the lateral spacing, ScaleY the axial one. Start and End of each B-scan, in mm on the localizer, give the
+distance between B-scans and their direction; the localizer's y grows to inferior. Radial and circle scans are
+no volume. The patient's names and dates in the file are never read. The element names follow eyepy's reader
+(MIT).
 """
 
 from __future__ import annotations
@@ -22,18 +22,16 @@ from defusedxml import ElementTree
 from data_setup.readers import geometry
 from data_setup.readers.faults import OCTReadError, RejectReason
 from data_setup.readers.geometry import Measures, RawGeometry
-from data_setup.readers.images import iter_images, read_image
+from data_setup.readers.images import iter_images
 from data_setup.readers.sidecar import Sidecar, checked_frames, make_header, reading
 from utils.config.schema import StorageOptions
 from utils.storage import join, list_names, read_bytes
 
 MAX_XML_BYTES = 2**28
 DEVICE = "heidelberg_spectralis"
-_UNEVEN = 0.25  # a step between B-scans further than this from the median: one is missing
-_PARALLEL = 0.95  # cosine with the first line, with its sign: not the other way round
-_LENGTH = (
-    0.05  # relative: from Start to End against Width x ScaleX; centres of pixels lie one pixel less apart
-)
+_UNEVEN = 0.25  # relative: a B-scan is missing where a step differs by more than this from the median
+_PARALLEL = 0.95  # signed cosine with the first line, so an opposite line is not parallel
+_LENGTH = 0.05  # relative: Start to End against Width x ScaleX; from centre to centre is one pixel less
 _Point = tuple[float, float]
 
 
@@ -50,31 +48,29 @@ def read_xml(url: str, options: StorageOptions | None) -> Iterator[Any]:
     """The header, then uint8 frames [H, W] in order; raises OCTReadError."""
     scans, laterality = _parse(url, options)
     folder = url.rpartition("/")[0]
-    there = set(list_names(folder or ".", options))
-    missing = [i for i, s in enumerate(scans, start=1) if s.file not in there]
+    names = set(list_names(folder or ".", options))
+    missing = [i for i, s in enumerate(scans, start=1) if s.file not in names]
     if missing:
-        said = f"the images of {len(scans)} B-scans beside the XML"
-        found = f"{len(missing)} missing, the first of B-scan {missing[0]}"
-        raise OCTReadError(url, RejectReason.FRAME_COUNT_MISMATCH, said, found)
+        expected = f"the images of {len(scans)} B-scans beside the XML"
+        actual = f"{len(missing)} missing, the first of B-scan {missing[0]}"
+        raise OCTReadError(url, RejectReason.FRAME_COUNT_MISMATCH, expected, actual)
     raw = _geometry(scans)
     geometry.check_is_volume(raw, None, url)
     _check_even(scans, url)
     _check_lines(scans, url)
-    spacing, source = geometry.spacing(raw, len(scans), None, None, url)
+    spacing = geometry.spacing(raw, len(scans), None, None, url)
     flip_d, orientation_source = geometry.orientation(raw)
     sizes = {s.size for s in scans}
     if len(sizes) > 1:
-        raise OCTReadError(
-            url, RejectReason.FRAME_SIZE_MISMATCH, "one size for all B-scans", f"{sorted(sizes)}"
-        )
+        raise OCTReadError(url, RejectReason.FRAME_SIZE_MISMATCH, "one size for all B-scans", sorted(sizes))
     urls = [join(folder, s.file) for s in scans]
-    first = read_image(urls[0], url, f"image 1 of {len(urls)}", options)
+    first = next(iter_images(urls, url, options))
     header = make_header(
         url,
         "Heidelberg XML",
         (len(scans), *scans[0].size),
         first.dtype,
-        (spacing, source),
+        spacing,
         Sidecar(),
         flip_d=flip_d,
         orientation_source=orientation_source,
@@ -106,20 +102,24 @@ def _parse(url: str, options: StorageOptions | None) -> tuple[list[_BScan], str 
     images = [i for i in series[0].iter("Image") if _is_oct(i)]
     with reading(url, RejectReason.CORRUPT_FILE, "numbers in the XML"):
         scans = [_b_scan(i, url) for i in images]
-        numbers = [int(t) if (t := i.findtext("ImageNumber")) else None for i in images]
-    if None not in numbers:
-        if len(set(numbers)) != len(numbers):
-            raise OCTReadError(url, RejectReason.FRAME_COUNT_MISMATCH, "one B-scan an ImageNumber", "two")
+        numbers = _image_numbers(images)
         # A localizer or another picture of the series may stand between B-scans.
-        with reading(url, RejectReason.CORRUPT_FILE, "numbers in the XML"):
-            taken = {int(t) for i in series[0].iter("Image") if (t := i.findtext("ImageNumber"))}
-        first, last = min(taken & set(numbers)), max(taken & set(numbers))
-        if missing := last - first + 1 - sum(first <= n <= last for n in taken):
-            said = f"ImageNumber {first} to {last} without a gap"
-            raise OCTReadError(url, RejectReason.FRAME_COUNT_MISMATCH, said, f"{missing} missing")
-        scans = [scan for _, scan in sorted(zip(numbers, scans, strict=True), key=lambda pair: pair[0] or 0)]
+        all_numbers = set(_image_numbers(list(series[0].iter("Image"))))
+    if len(numbers) == len(images):
+        by_number = dict(zip(numbers, scans, strict=True))
+        if len(by_number) != len(scans):
+            raise OCTReadError(url, RejectReason.FRAME_COUNT_MISMATCH, "one B-scan an ImageNumber", "two")
+        first, last = min(by_number), max(by_number)
+        if missing := last - first + 1 - sum(first <= n <= last for n in all_numbers):
+            expected = f"ImageNumber {first} to {last} without a gap"
+            raise OCTReadError(url, RejectReason.FRAME_COUNT_MISMATCH, expected, f"{missing} missing")
+        scans = [by_number[number] for number in sorted(by_number)]
     laterality = (series[0].findtext("Laterality") or "").strip().upper()
     return scans, laterality if laterality in ("L", "R") else None
+
+
+def _image_numbers(images: list[Element]) -> list[int]:
+    return [int(text) for image in images if (text := image.findtext("ImageNumber"))]
 
 
 def _is_oct(image: Element) -> bool:
@@ -127,14 +127,12 @@ def _is_oct(image: Element) -> bool:
 
 
 def _b_scan(image: Element, url: str) -> _BScan:
-    context = "OphthalmicAcquisitionContext"
-
     def number(path: str) -> float:
-        text = image.findtext(f"{context}/{path}")
+        text = image.findtext(f"OphthalmicAcquisitionContext/{path}")
         if text is None:
-            said = f"{path} of every B-scan"
-            reason = RejectReason.MISSING_SPACING if "Scale" in path or "Coord" in path else None
-            raise OCTReadError(url, reason or RejectReason.CORRUPT_FILE, said, "none")
+            is_size = path in ("Height", "Width")
+            reason = RejectReason.CORRUPT_FILE if is_size else RejectReason.MISSING_SPACING
+            raise OCTReadError(url, reason, f"{path} of every B-scan", "none")
         value = float(text)
         if not math.isfinite(value):
             raise ValueError(path)
@@ -153,7 +151,7 @@ def _b_scan(image: Element, url: str) -> _BScan:
 
 
 def _geometry(scans: list[_BScan]) -> RawGeometry:
-    """As of a DICOM file: centres of the lines as positions, the lines as (row, column) on the localizer."""
+    """As in a DICOM file: positions are the centres of the lines, references their (row, column)."""
     return RawGeometry(
         shared=Measures(),
         per_frame=tuple(Measures(*s.scale) for s in scans),
@@ -173,14 +171,13 @@ def _check_even(scans: list[_BScan], url: str) -> None:
         raise OCTReadError(url, RejectReason.NOT_A_VOLUME, "B-scans beside each other", "some in one place")
     middle = float(np.median(steps))
     if np.abs(steps - middle).max() > _UNEVEN * middle:
-        found = f"steps of {steps.min():.3g} to {steps.max():.3g} mm"
-        raise OCTReadError(url, RejectReason.FRAME_COUNT_MISMATCH, "evenly spaced B-scans", found)
+        actual = f"steps of {steps.min():.3g} to {steps.max():.3g} mm"
+        raise OCTReadError(url, RejectReason.FRAME_COUNT_MISMATCH, "evenly spaced B-scans", actual)
 
 
 def _check_lines(scans: list[_BScan], url: str) -> None:
-    """Raise not_a_volume where lines run against the first, header_mismatch where one is not its image.
-
-    A line from right to left would show its B-scans mirrored against all others.
+    """Raise header_mismatch for a line of another length than its image or from right to left, not_a_volume
+    for one that runs another way than the first: its B-scan would be mirrored against the others.
     """
     lines = np.array([(s.end[0] - s.start[0], s.end[1] - s.start[1]) for s in scans])
     lengths = np.linalg.norm(lines, axis=1)
@@ -188,13 +185,13 @@ def _check_lines(scans: list[_BScan], url: str) -> None:
     wrong = np.flatnonzero(~(np.abs(lengths - widths) <= _LENGTH * widths))
     if len(wrong):
         i = wrong[0]
-        said = f"Start to End of B-scan {i + 1} as long as Width x ScaleX, {widths[i]:.4g} mm"
-        raise OCTReadError(url, RejectReason.HEADER_MISMATCH, said, f"{lengths[i]:.4g} mm")
+        expected = f"Start to End of B-scan {i + 1} as long as Width x ScaleX, {widths[i]:.4g} mm"
+        raise OCTReadError(url, RejectReason.HEADER_MISMATCH, expected, f"{lengths[i]:.4g} mm")
     turned = np.flatnonzero(~(lines @ lines[0] > _PARALLEL * lengths * lengths[0]))
     if len(turned):
-        found = f"B-scan {turned[0] + 1} runs another way than the first"
-        raise OCTReadError(url, RejectReason.NOT_A_VOLUME, "B-scans of one direction", found)
+        actual = f"B-scan {turned[0] + 1} runs another way than the first"
+        raise OCTReadError(url, RejectReason.NOT_A_VOLUME, "B-scans of one direction", actual)
     x, y = lines.sum(axis=0)
     if x < 0 and abs(x) >= abs(y):
-        said = "lines from left to right on the localizer"
-        raise OCTReadError(url, RejectReason.HEADER_MISMATCH, said, "from right to left")
+        expected = "lines from left to right on the localizer"
+        raise OCTReadError(url, RejectReason.HEADER_MISMATCH, expected, "from right to left")

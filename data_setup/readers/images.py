@@ -1,8 +1,8 @@
 """Multi-page TIFF, and folders of B-scan images with a volume.yaml, as an OCT volume.
 
-Pages and images are B-scans in order, rows go from vitreous to choroid (H), columns along the B-scan (W).
-The spacing comes from the YAML, or from the metadata of OME-TIFF or ImageJ; a plain TIFF tells no B-scan
-distance. Images of a folder are ordered by the number at the end of their names, which may have no gap.
+Each page or image is a B-scan. Rows go from vitreous to choroid (H), columns along the B-scan (W). The
+spacing comes from the YAML, or from the metadata of OME-TIFF or ImageJ. The number at the end of its name
+orders the images of a folder, without a gap.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import IO, Any
 import numpy as np
 from defusedxml import ElementTree
 from PIL import Image, TiffImagePlugin
+from tifffile import TiffFile, TiffTags
 
 from data_setup.readers.faults import OCTReadError, RejectReason
 from data_setup.readers.sidecar import (
@@ -43,40 +44,37 @@ _MM = {
 }
 _ONE_VOLUME = "one image of one channel and one time, a slice a page"
 _PLANES = "every plane of TiffData once, in the order of the pages"
-_DESCRIPTION, _X_RESOLUTION, _Y_RESOLUTION, _PHOTOMETRIC, _ORIENTATION = 270, 282, 283, 262, 274
+_PHOTOMETRIC, _ORIENTATION = 262, 274  # TIFF tags
 
 
 def read_tiff(file: IO[bytes], url: str, sidecar: Sidecar) -> Iterator[Any]:
     """The header, then uint8 frames [H, W] in the order of the pages; raises OCTReadError."""
-    big_endian = file.read(4) == b"MM\0+"
-    file.seek(0)
-    if big_endian:  # Pillow has no reader for it
-        found = "BigTIFF with big-endian numbers"
-        raise OCTReadError(url, RejectReason.UNSUPPORTED_FORMAT, "TIFF, or BigTIFF little-endian", found)
     with reading(url, RejectReason.CORRUPT_FILE, "a TIFF file"):
-        pages = count_directories(file)
+        tiff = TiffFile(file, is_lsm=False, is_scanimage=False)  # their pages are not in the file's own chain
+        if tiff.is_bigtiff and tiff.byteorder == ">":  # Pillow cannot decode it
+            expected, actual = "TIFF, or BigTIFF little-endian", "BigTIFF with big-endian numbers"
+            raise OCTReadError(url, RejectReason.UNSUPPORTED_FORMAT, expected, actual)
+        pages = _count_pages(tiff)
         file.seek(0)
         image = Image.open(file, formats=("TIFF",))
-        assert isinstance(image, TiffImagePlugin.TiffImageFile)
-        tags = dict(image.tag_v2)
     first = pixels_of(image, url, f"page 1 of {pages}")
     if pages * first.nbytes > MAX_VOLUME_BYTES:
-        said = f"up to {MAX_VOLUME_BYTES} bytes of voxels"
-        raise OCTReadError(url, RejectReason.HEADER_MISMATCH, said, pages * first.nbytes)
+        expected = f"up to {MAX_VOLUME_BYTES} bytes of voxels"
+        raise OCTReadError(url, RejectReason.HEADER_MISMATCH, expected, pages * first.nbytes)
     with reading(url, RejectReason.CORRUPT_FILE, "the metadata of its TIFF tags"):
-        spacing, source, described = _tiff_spacing(tags, (pages, *first.shape), url)
+        spacing, source, described = _tiff_spacing(tiff, (pages, *first.shape), url)
     if described not in (None, pages):
         raise OCTReadError(url, RejectReason.FRAME_COUNT_MISMATCH, f"{described} pages (metadata)", pages)
     header = make_header(url, "TIFF", (pages, *first.shape), first.dtype, (spacing, source), sidecar)
     yield header
-    yield from checked_frames(_pages(image, pages, url), header)
+    yield from checked_frames(_decoded_pages(image, pages, url), header)
 
 
 def read_folder(url: str, sidecar: Sidecar, options: StorageOptions | None) -> Iterator[Any]:
     """The header, then uint8 frames [H, W] by number; raises OCTReadError."""
     urls = [join(url, name) for name in ordered_images(list_names(url, options), sidecar, url)]
-    first = read_image(urls[0], url, f"image 1 of {len(urls)}", options)
-    spacing = (None, f"no {FOLDER_SIDECAR} that says so")
+    first = next(iter_images(urls, url, options))
+    spacing = (None, f"no {FOLDER_SIDECAR} with one")
     header = make_header(url, "images", (len(urls), *first.shape), first.dtype, spacing, sidecar)
     yield header
     yield from checked_frames(iter_images(urls, url, options), header)
@@ -88,28 +86,27 @@ def ordered_images(names: Sequence[str], sidecar: Sidecar, url: str) -> list[str
     if sidecar.files is not None:
         images = fnmatch.filter(images, sidecar.files)
     if len(images) < 2:
-        said = f"two B-scan images or more ({', '.join(_FORMATS)})"
-        raise OCTReadError(url, RejectReason.NOT_A_VOLUME, said, len(images))
-    parts = [re.fullmatch(r"(.*?)(\d+)(\.[^.]+)", name) for name in images]
-    if any(p is None for p in parts) or len({(p[1], p[3].lower()) for p in parts if p}) > 1:
-        said = f"names that differ in one number at their end; or files: PATTERN in {FOLDER_SIDECAR}"
-        raise OCTReadError(url, RejectReason.NOT_A_VOLUME, said, "other images among them")
-    numbered = sorted((int(p[2]), name) for p, name in zip(parts, images, strict=True) if p)
-    numbers = [n for n, _ in numbered]
-    if numbers != list(range(numbers[0], numbers[0] + len(numbers))):
-        said = f"B-scans {numbers[0]} to {numbers[-1]} without a gap"
-        raise OCTReadError(url, RejectReason.FRAME_COUNT_MISMATCH, said, f"{len(set(numbers))} numbers")
-    return [name for _, name in numbered]
+        expected = f"two B-scan images or more ({', '.join(_FORMATS)})"
+        raise OCTReadError(url, RejectReason.NOT_A_VOLUME, expected, len(images))
+    parts = [p for name in images if (p := re.fullmatch(r"(.*?)(\d+)(\.[^.]+)", name))]
+    if len(parts) < len(images) or len({(p[1], p[3].lower()) for p in parts}) > 1:
+        expected = f"names that differ in one number at their end; or files: PATTERN in {FOLDER_SIDECAR}"
+        raise OCTReadError(url, RejectReason.NOT_A_VOLUME, expected, "other images among them")
+    by_number = {int(p[2]): p[0] for p in parts}
+    low, high = min(by_number), max(by_number)
+    if not len(by_number) == len(images) == high - low + 1:
+        expected, actual = f"B-scans {low} to {high} without a gap", f"{len(by_number)} numbers"
+        raise OCTReadError(url, RejectReason.FRAME_COUNT_MISMATCH, expected, actual)
+    return [by_number[number] for number in range(low, high + 1)]
 
 
 def iter_images(urls: Sequence[str], url: str, options: StorageOptions | None) -> Iterator[np.ndarray]:
     """Stored values [H, W] of each image; `url` is the volume's, for the errors."""
-    for index, one in enumerate(urls, start=1):
-        yield read_image(one, url, f"image {index} of {len(urls)}", options)
+    for index, image_url in enumerate(urls, start=1):
+        yield _read_image(image_url, url, f"image {index} of {len(urls)}", options)
 
 
-def read_image(image_url: str, url: str, where: str, options: StorageOptions | None) -> np.ndarray:
-    """Stored values [H, W] of a file with one grey image; raises OCTReadError, StorageError."""
+def _read_image(image_url: str, url: str, where: str, options: StorageOptions | None) -> np.ndarray:
     kind = _FORMATS.get(_suffix(image_url))
     data = read_bytes(image_url, options)
     with reading(url, RejectReason.CORRUPT_FILE, f"{where} to be an image"):
@@ -124,57 +121,50 @@ def read_image(image_url: str, url: str, where: str, options: StorageOptions | N
 
 def pixels_of(image: Image.Image, url: str, where: str) -> np.ndarray:
     """Stored values [H, W], uint8, uint16, int32 or float32; raises OCTReadError for colour and more."""
-    if image.width * image.height > MAX_PIXELS:
-        found = f"{image.width} x {image.height} in {where}"
-        raise OCTReadError(url, RejectReason.UNSUPPORTED_PIXELS, f"up to {MAX_PIXELS} pixels", found)
-    if image.mode not in (*_MODES, "RGB", "P"):
-        found = f"mode {image.mode} in {where}"
-        raise OCTReadError(url, RejectReason.UNSUPPORTED_PIXELS, "one grey value a pixel", found)
     tags = image.tag_v2 if isinstance(image, TiffImagePlugin.TiffImageFile) else {}
-    if tags.get(_ORIENTATION, 1) not in range(1, 5):  # Pillow swaps rows and columns, spacings would not
-        found = f"Orientation {tags[_ORIENTATION]} in {where}"
-        raise OCTReadError(url, RejectReason.UNSUPPORTED_PIXELS, "Orientation 1 to 4, rows as rows", found)
-    inverted = tags.get(_PHOTOMETRIC) == 0
-    if inverted and image.mode != "L":  # Pillow turns 8 bits round, and no others
-        found = f"white is 0, {image.mode} in {where}"
-        raise OCTReadError(url, RejectReason.UNSUPPORTED_PIXELS, "black is 0 in more than 8 bits", found)
+    limits = {
+        f"up to {MAX_PIXELS} pixels": image.width * image.height <= MAX_PIXELS,
+        "one grey value a pixel": image.mode in (*_MODES, "RGB", "P"),
+        # Pillow swaps rows and columns for the others, and the spacing would not follow.
+        "Orientation 1 to 4, rows as rows": tags.get(_ORIENTATION, 1) in range(1, 5),
+        # Pillow inverts 8 bits alone.
+        "black is 0 in more than 8 bits": tags.get(_PHOTOMETRIC) != 0 or image.mode == "L",
+    }
+    for expected in (text for text, is_right in limits.items() if not is_right):
+        actual = f"another image ({image.width} x {image.height}, {image.mode}) in {where}"
+        raise OCTReadError(url, RejectReason.UNSUPPORTED_PIXELS, expected, actual)
     with reading(url, RejectReason.CORRUPT_PIXEL_DATA, f"{where} to decode"):
         if image.mode in _MODES:
             return np.asarray(image).astype(_MODES[image.mode], copy=False)
         colours = np.asarray(image.convert("RGB"))
-    if not (colours == colours[..., :1]).all():  # grey stored as colour is grey
-        raise OCTReadError(
-            url, RejectReason.UNSUPPORTED_PIXELS, "one grey value a pixel", f"colour in {where}"
-        )
+    if not (colours == colours[..., :1]).all():  # three equal channels are grey
+        actual = f"colour in {where}"
+        raise OCTReadError(url, RejectReason.UNSUPPORTED_PIXELS, "one grey value a pixel", actual)
     return np.ascontiguousarray(colours[..., 0])
 
 
-def count_directories(file: IO[bytes]) -> int:
-    """Pages of a TIFF by its chain of directories; raises ValueError or struct.error where the chain is cut.
+def _count_pages(tiff: TiffFile) -> int:
+    """The number of pages; raises IndexError, ValueError or struct.error for a cut chain or one with a loop.
 
-    Pillow's own count takes a directory that runs past the end of the file for the last one: B-scans would be
-    lost in silence.
+    tifffile and Pillow end the chain at a link that leads past the end of the file: the B-scans behind it
+    would be lost in silence.
     """
-    size = file.seek(0, 2)
-    file.seek(0)
-    head = file.read(16)
-    order = "<" if head[:2] == b"II" else ">"
-    big = head[2:4] in (b"+\0", b"\0+")
-    offset = struct.unpack_from(order + ("Q" if big else "I"), head, 8 if big else 4)[0]
-    entries, entry, link = ("Q", 20, "Q") if big else ("H", 12, "I")
-    seen: set[int] = set()
-    while offset:
-        if offset in seen or offset >= size:
-            raise ValueError("a chain of directories that does not end")
-        seen.add(offset)
-        file.seek(offset)
-        count = struct.unpack(order + entries, file.read(struct.calcsize(entries)))[0]
-        file.seek(min(size, file.tell() + count * entry))
-        offset = struct.unpack(order + link, file.read(struct.calcsize(link)))[0]
-    return len(seen)
+    offsets, last = set(), tiff.pages.first.offset
+    for page in tiff.pages:
+        last = page.offset
+        if last in offsets:
+            raise ValueError("a loop in the chain of pages")
+        offsets.add(last)
+    layout, file = tiff.tiff, tiff.filehandle
+    file.seek(last)
+    tags = struct.unpack(layout.tagnoformat, file.read(layout.tagnosize))[0]
+    file.seek(tags * layout.tagsize, 1)
+    if struct.unpack(layout.offsetformat, file.read(layout.offsetsize)) != (0,):
+        raise ValueError("a last page that names another one")
+    return len(offsets)
 
 
-def _pages(image: TiffImagePlugin.TiffImageFile, pages: int, url: str) -> Iterator[np.ndarray]:
+def _decoded_pages(image: Image.Image, pages: int, url: str) -> Iterator[np.ndarray]:
     for index in range(pages):
         with reading(url, RejectReason.CORRUPT_FILE, f"page {index + 1} of {pages}"):
             image.seek(index)
@@ -182,18 +172,17 @@ def _pages(image: TiffImagePlugin.TiffImageFile, pages: int, url: str) -> Iterat
 
 
 def _tiff_spacing(
-    tags: dict[int, Any], size: tuple[int, ...], url: str
+    tiff: TiffFile, size: tuple[int, ...], url: str
 ) -> tuple[list[float] | None, str, int | None]:
-    """((D, H, W) mm or None, source or why there is none, B-scans that the metadata count).
+    """((D, H, W) mm or None, source or why there is none, number of B-scans in the metadata).
 
     `size`: pages, rows and columns of the file. Raises OCTReadError where the metadata say that the pages are
-    not the B-scans of one volume in order: a spacing in a YAML does not change that.
+    not the B-scans of one volume in order; a spacing in a YAML does not change that.
     """
-    # Pillow takes a text for Latin-1; both writers mean UTF-8, and their micro sign shows it.
-    text = str(tags.get(_DESCRIPTION, "")).encode("latin-1", "replace").decode("utf-8", "replace")
-    if text.startswith("ImageJ="):
-        return _imagej_spacing(text, tags, url)
-    if text.lstrip().startswith("<") and "OME" in text[:2000]:
+    if tiff.imagej_metadata is not None:
+        return _imagej_spacing(tiff.imagej_metadata, tiff.pages.first.tags, url)
+    text = tiff.pages.first.description
+    if text.lstrip().startswith("<") and "OME" in text[:2000]:  # tiff.is_ome looks at the end alone
         return _ome_spacing(text, size, url)
     return None, "no OME or ImageJ metadata", None
 
@@ -203,64 +192,63 @@ def _ome_spacing(text: str, size: tuple[int, ...], url: str) -> tuple[list[float
     if len(pixels) != 1:
         raise OCTReadError(url, RejectReason.NOT_A_VOLUME, _ONE_VOLUME, f"{len(pixels)} images")
     get = pixels[0].get
-    count, channels, times = (int(get(f"Size{a}", "1")) for a in "ZCT")
-    if (channels, times) != (1, 1):
-        found = f"{channels} channels and {times} times"
-        raise OCTReadError(url, RejectReason.NOT_A_VOLUME, _ONE_VOLUME, found)
+    count, channels, times = (int(get(f"Size{a}", 1)) for a in "ZCT")
+    _check_one_volume(channels, times, url)
     if count != size[0]:
         return None, "another number of pages", count
     described = tuple(int(get(f"Size{a}") or 0) for a in "YX")
     if described != size[1:]:
-        said = f"pages of {described[0]} x {described[1]} (SizeY, SizeX)"
-        raise OCTReadError(url, RejectReason.FRAME_SIZE_MISMATCH, said, f"{size[1]} x {size[2]}")
+        expected = f"pages of {described[0]} x {described[1]} (SizeY, SizeX)"
+        raise OCTReadError(url, RejectReason.FRAME_SIZE_MISMATCH, expected, f"{size[1]} x {size[2]}")
     _check_plane_order(pixels[0], count, url)
-    values = [get(f"PhysicalSize{a}") for a in "ZYX"]
+    lengths = [get(f"PhysicalSize{a}") for a in "ZYX"]
     units = [_MM.get(get(f"PhysicalSize{a}Unit", "\u00b5m").lower()) for a in "ZYX"]  # the schema's default
-    if None in values or None in units:
+    spacing = [float(n) * unit for n, unit in zip(lengths, units, strict=True) if n and unit]
+    if len(spacing) < 3:
         return None, "OME-XML without three PhysicalSize", count
-    # the type checker does not see that no value or unit is None here
-    return [float(v) * u for v, u in zip(values, units, strict=True)], "ome_xml", count  # type: ignore[arg-type]
+    return spacing, "ome_xml", count
 
 
 def _check_plane_order(pixels: Any, count: int, url: str) -> None:
     """Raise header_mismatch where TiffData do not put every plane Z on page Z of this file, once."""
-    pages: dict[int, int] = {}  # page by plane
-    files, listed = set(), 0
+    pages: list[tuple[int, int]] = []  # (plane, page)
+    files = set()
     for data in (e for e in pixels if e.tag.endswith("}TiffData")):
-        first = int(data.get("IFD", "0"))
         # The schema's defaults: one plane where IFD is given, else all of the file.
-        length = int(data.get("PlaneCount", "1" if "IFD" in data.keys() else str(count)))  # noqa: SIM118
-        plane = int(data.get("FirstZ", "0"))
-        if any(int(data.get(f"First{a}", "0")) for a in "CT") or not 1 <= length <= count:
-            raise OCTReadError(url, RejectReason.HEADER_MISMATCH, _PLANES, "planes outside of the image")
-        pages.update((plane + i, first + i) for i in range(length))
-        listed += length
+        length = int(data.get("PlaneCount", count if data.get("IFD") is None else 1))
+        plane, page = int(data.get("FirstZ", 0)), int(data.get("IFD", 0))
+        if any(int(data.get(f"First{a}", 0)) for a in "CT") or not 1 <= length <= count - len(pages):
+            raise OCTReadError(
+                url, RejectReason.HEADER_MISMATCH, _PLANES, "planes outside of the image, or twice"
+            )
+        pages += ((plane + i, page + i) for i in range(length))
         files |= {e.text for e in data if e.tag.endswith("}UUID")}
     if len(files) > 1:
         raise OCTReadError(url, RejectReason.NOT_A_VOLUME, _ONE_VOLUME, f"{len(files)} files")
-    if listed and (listed != count or pages != {i: i for i in range(count)}):
-        moved = sum(plane != page for plane, page in pages.items())
-        found = f"{listed} planes in the list, {moved} on another page"
-        raise OCTReadError(url, RejectReason.HEADER_MISMATCH, _PLANES, found)
+    if pages and sorted(pages) != [(i, i) for i in range(count)]:
+        moved = sum(plane != page for plane, page in pages)
+        actual = f"{len(pages)} planes in the list, {moved} on another page"
+        raise OCTReadError(url, RejectReason.HEADER_MISMATCH, _PLANES, actual)
 
 
-def _imagej_spacing(text: str, tags: dict[int, Any], url: str) -> tuple[list[float] | None, str, int | None]:
-    said = dict(line.partition("=")[::2] for line in text.splitlines())
-    count = int(said.get("images", "1"))
-    others = [int(said.get(key, "1")) for key in ("channels", "frames")]
-    slices = int(said.get("slices", count))
-    if others != [1, 1]:
-        found = f"{others[0]} channels and {others[1]} times"
-        raise OCTReadError(url, RejectReason.NOT_A_VOLUME, _ONE_VOLUME, found)
-    if slices != count:
+def _check_one_volume(channels: int, times: int, url: str) -> None:
+    if (channels, times) != (1, 1):
+        actual = f"{channels} channels and {times} times"
+        raise OCTReadError(url, RejectReason.NOT_A_VOLUME, _ONE_VOLUME, actual)
+
+
+def _imagej_spacing(
+    metadata: dict[str, Any], tags: TiffTags, url: str
+) -> tuple[list[float] | None, str, int | None]:
+    count, channels, times = (int(metadata.get(key, 1)) for key in ("images", "channels", "frames"))
+    _check_one_volume(channels, times, url)
+    if (slices := int(metadata.get("slices", count))) != count:
         raise OCTReadError(url, RejectReason.FRAME_COUNT_MISMATCH, f"{count} slices, as images", slices)
-    unit = _MM.get(said.get("unit", "").lower())
-    across = [tags.get(_Y_RESOLUTION), tags.get(_X_RESOLUTION)]  # pixels per unit
-    if unit is None or "spacing" not in said or not all(across):
+    unit = _MM.get(str(metadata.get("unit")).lower())
+    ratios = [tags.valueof(name) for name in ("YResolution", "XResolution")]  # of pixels and units
+    if unit is None or "spacing" not in metadata or not all(ratio and all(ratio) for ratio in ratios):
         return None, "ImageJ metadata without spacing, unit of length and resolution", count
-    # all(across), which the type checker does not carry into the tuple
-    spacing = [float(said["spacing"]), *(1 / float(a) for a in across)]  # type: ignore[arg-type]
-    return [s * unit for s in spacing], "imagej", count
+    return [s * unit for s in (metadata["spacing"], *(units / n for n, units in ratios))], "imagej", count
 
 
 def _suffix(name: str) -> str:

@@ -1,7 +1,7 @@
 """The OCT reader as a MONAI `ImageReader`: `LoadImage(reader=OCTReader())` reads an OPT file like any image.
 
-In: paths or URLs of OPT DICOM files. Out: uint8 [D, H, W] with an affine in mm (the axes' spacing; where the
-eye is in space is not known, so the origin is 0) and the header's facts in the metadata.
+In: paths or URLs of OPT DICOM files. Out: uint8 [D, H, W], an affine in mm (the axes' spacing, with origin 0:
+the eye's place in space is not known) and the header's fields as metadata.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ class OCTReader(ImageReader):
         volumes = [img] if isinstance(img, OCTVolume) else list(img)
         head = volumes[0].header
         for volume in volumes[1:]:
-            found = (volume.header.shape, volume.header.spacing_mm)
-            if found != (head.shape, head.spacing_mm):
-                expected = (head.shape, head.spacing_mm)
-                raise ValueError(f"{volume.header.url}: expected shape and spacing {expected}, found {found}")
+            expected, actual = ((h.shape, h.spacing_mm) for h in (head, volume.header))
+            if actual != expected:
+                problem = f"expected shape and spacing {expected}, found {actual}"
+                raise ValueError(f"{volume.header.url}: {problem}")
         affine = np.diag([*head.spacing_mm, 1.0])
         meta = {
             **asdict(head),

@@ -1,10 +1,10 @@
 """NIfTI-1 and -2 (.nii, .nii.gz) as an OCT volume: spacing, axes and directions from the header, or a reject.
 
-The world is right, anterior, superior. Where sform or qform is set, the axis nearest to each decides:
-left-right is W (A-scans), anterior-posterior H (axial), superior-inferior D (B-scans). H and W are turned so
-that the index grows to posterior and to the patient's left; D stays in file order and says whether it runs
-upwards. Files made from OCT DICOM often hold another world (axial along z): there the axial spacing is not
-the smallest, and the YAML has to give `axes`, as it has to where neither form is set.
+The world is right, anterior, superior. The sform or qform gives each axis of the array its direction:
+left-right is W (A-scans), anterior-posterior H (axial), superior-inferior D (B-scans). H and W are flipped to
+grow to posterior and to the patient's left; D stays in file order, and the header says whether it runs
+upwards. The YAML has to give `axes` where neither form is set, or where the axial spacing would not be the
+smallest: files made from OCT DICOM often put the axial direction along z.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from data_setup.readers.sidecar import MAX_VOLUME_BYTES, Sidecar, checked_frames
 _NIFTI1, _NIFTI2 = 348, 540
 _MM = {"mm": 1.0, "micron": 1e-3, "meter": 1e3}
 _PIECE_BYTES = 2**22
-_WORLD = ("W", "H", "D")  # along right, anterior, superior
 _ALONG = 0.9  # cosine with the world's axis
 _SQUARE = math.sin(math.radians(1))  # cosine between two axes of the array: at most 1 degree off 90
 _AGREE = 1e-3  # relative: pixdim and the affine
@@ -46,12 +45,12 @@ def read(file: IO[bytes], url: str, sidecar: Sidecar) -> Iterator[Any]:
     if len(shape) != 3 or min(shape) < 1:
         raise OCTReadError(url, RejectReason.NOT_A_VOLUME, "three axes", f"shape {shape}")
     if dtype.kind not in "uif":
-        found = "colour" if dtype.names else dtype.name
-        raise OCTReadError(url, RejectReason.UNSUPPORTED_PIXELS, "one grey value a voxel", found)
+        actual = "colour" if dtype.names else dtype.name
+        raise OCTReadError(url, RejectReason.UNSUPPORTED_PIXELS, "one grey value a voxel", actual)
     length = math.prod(shape) * dtype.itemsize
     if length > MAX_VOLUME_BYTES or not consumed <= offset <= consumed + 2**20:
-        said = f"up to {MAX_VOLUME_BYTES} bytes of voxels that begin after the header"
-        raise OCTReadError(url, RejectReason.HEADER_MISMATCH, said, f"{length} at {offset}")
+        expected = f"up to {MAX_VOLUME_BYTES} bytes of voxels that begin after the header"
+        raise OCTReadError(url, RejectReason.HEADER_MISMATCH, expected, f"{length} at {offset}")
     if not gzipped and offset + length > size:
         raise OCTReadError(url, RejectReason.TRUNCATED_PIXEL_DATA, f"{offset + length} bytes", size)
     order, flips, flip_d, source = _axes(hdr, sidecar, url)
@@ -74,16 +73,15 @@ def read(file: IO[bytes], url: str, sidecar: Sidecar) -> Iterator[Any]:
             stream.read(1)  # the end of the stream, where its checksum is
     if len(data) < length:
         raise OCTReadError(url, RejectReason.TRUNCATED_PIXEL_DATA, f"{length} bytes of voxels", len(data))
-    voxels = (
-        np.frombuffer(data, dtype).reshape(shape, order="F").transpose(order)[:, :: flips[0], :: flips[1]]
-    )
+    array = np.frombuffer(data, dtype).reshape(shape, order="F")
+    voxels = array.transpose(order)[:, :: flips[0], :: flips[1]]
     native = dtype.newbyteorder("=")
     yield header
     yield from checked_frames((np.ascontiguousarray(frame, native) for frame in voxels), header)
 
 
 def _read_up_to(stream: Any, length: int) -> bytearray:
-    """That many bytes, or as many as there are: gzip would reserve all that a header asks for at once."""
+    """That many bytes, or as many as there are; gzip would reserve at once all that a header claims."""
     data = bytearray()
     while len(data) < length and (piece := stream.read(min(_PIECE_BYTES, length - len(data)))):
         data += piece
@@ -101,79 +99,74 @@ def _read_header(stream: Any, url: str) -> tuple[Any, int]:
         raise OCTReadError(url, RejectReason.WRONG_KIND, "NIfTI, as its name says", "another kind")
     hdr = kind.from_fileobj(io.BytesIO(head), check=False)
     if bytes(hdr["magic"]).startswith(b"ni"):
-        raise OCTReadError(
-            url,
-            RejectReason.UNSUPPORTED_FORMAT,
-            "header and voxels in one file (.nii)",
-            "NIfTI .hdr/.img pair",
-        )
+        expected, actual = "header and voxels in one file (.nii)", "NIfTI .hdr/.img pair"
+        raise OCTReadError(url, RejectReason.UNSUPPORTED_FORMAT, expected, actual)
     return hdr, len(head)
 
 
-def _axes(hdr: Any, sidecar: Sidecar, url: str) -> tuple[list[int], tuple[int, int], bool, str]:
+def _axes(hdr: Any, sidecar: Sidecar, url: str) -> tuple[list[int], list[int], bool, str]:
     """(array axes of D, H, W; steps of H and W: 1 or -1; D runs upwards; sidecar | nifti_affine)."""
-    form, code = hdr.get_sform(coded=True)  # a qform is a rotation
-    if code > 0 and _is_sheared(form) and (sidecar.axes is None or sidecar.spacing_mm is None):
-        said = "an sform of axes at right angles, by 1 degree; or axes and spacing_mm in the YAML"
-        raise OCTReadError(url, RejectReason.UNKNOWN_AXES, said, "a sheared one")
-    if sidecar.axes is not None:
-        names = [a.removeprefix("-") for a in sidecar.axes]
-        order = [names.index(a) for a in "DHW"]
-        return order, (_step(sidecar.axes[order[1]]), _step(sidecar.axes[order[2]])), False, "sidecar"
     with reading(url, RejectReason.UNKNOWN_AXES, "an affine"):
-        forms = [f for f, code in (hdr.get_sform(coded=True), hdr.get_qform(coded=True)) if code > 0]
-    found = [_oriented(form) for form in forms]
-    said = "an affine (sform or qform) along right, anterior, superior; or axes: [W, H, D] in the YAML"
-    if not found or found[0] is None or any(f != found[0] for f in found):
-        what = "none" if not found else "an oblique one" if found[0] is None else "two that differ"
-        raise OCTReadError(url, RejectReason.UNKNOWN_AXES, said, what)
-    order, upwards = found[0]
-    zooms = hdr.get_zooms()
-    norms = np.linalg.norm(forms[0][:3, :3], axis=0)
-    if not np.allclose(norms, zooms[:3], rtol=_AGREE, atol=0) and sidecar.spacing_mm is None:
-        said = f"pixdim {[float(f'{z:.6g}') for z in zooms[:3]]} as in the affine"
-        raise OCTReadError(url, RejectReason.HEADER_MISMATCH, said, [float(f"{n:.6g}") for n in norms])
-    if int(np.argmin(norms)) != order[1]:
-        found_text = f"{norms[order[1]]:g} along anterior-posterior, {norms.min():g} along another axis"
-        raise OCTReadError(
-            url,
-            RejectReason.UNKNOWN_AXES,
-            "the smallest spacing along the A-scan; else axes in the YAML",
-            found_text,
+        coded = [hdr.get_sform(coded=True)]
+        if sidecar.axes is None:
+            coded.append(hdr.get_qform(coded=True))
+    forms = [form[:3, :3] for form, code in coded if code > 0]
+    is_sheared = any(map(_is_sheared, forms))
+    if is_sheared and (sidecar.axes is None or sidecar.spacing_mm is None):
+        expected = "an sform of axes at right angles, by 1 degree; or axes and spacing_mm in the YAML"
+        raise OCTReadError(url, RejectReason.UNKNOWN_AXES, expected, "a sheared one")
+    if sidecar.axes is not None:
+        names = [axis.removeprefix("-") for axis in sidecar.axes]
+        order = [names.index(name) for name in "DHW"]
+        return order, [-1 if sidecar.axes[i].startswith("-") else 1 for i in order[1:]], False, "sidecar"
+    orientations = [_orientation(form) for form in forms]
+    if not forms or orientations[0] is None or any(o != orientations[0] for o in orientations):
+        expected = (
+            "an affine (sform or qform) along right, anterior, superior; or axes: [W, H, D] in the YAML"
         )
-    d, h, w = order
-    return order, (-1 if upwards[h] else 1, -1 if upwards[w] else 1), upwards[d], "nifti_affine"
+        actual = "none" if not forms else "an oblique one" if orientations[0] is None else "two that differ"
+        raise OCTReadError(url, RejectReason.UNKNOWN_AXES, expected, actual)
+    order, signs = orientations[0]
+    zooms, norms = hdr.get_zooms()[:3], np.linalg.norm(forms[0], axis=0)
+    if not np.allclose(norms, zooms, rtol=_AGREE, atol=0) and sidecar.spacing_mm is None:
+        expected, actual = ([float(f"{length:.6g}") for length in lengths] for lengths in (zooms, norms))
+        raise OCTReadError(url, RejectReason.HEADER_MISMATCH, f"pixdim {expected} as in the affine", actual)
+    if int(np.argmin(norms)) != order[1]:
+        expected = "the smallest spacing along the A-scan; else axes in the YAML"
+        actual = f"{norms[order[1]]:g} along anterior-posterior, {norms.min():g} along another axis"
+        raise OCTReadError(url, RejectReason.UNKNOWN_AXES, expected, actual)
+    return order, [-signs[1], -signs[2]], signs[0] > 0, "nifti_affine"
 
 
 def _is_sheared(form: np.ndarray) -> bool:
-    """Whether two axes are not at right angles: B-scans would be shifted against each other, and the length
-    of a slanted step is no distance between them."""
-    columns = form[:3, :3]
-    norms = np.linalg.norm(columns, axis=0)
-    if not np.all(np.isfinite(columns)) or np.any(norms == 0):
-        return False  # no axes at all: `_oriented` says so
-    cosine = columns / norms
-    return bool(np.abs(np.triu(cosine.T @ cosine, 1)).max() > _SQUARE)
+    """Whether two axes [3, 3] are not at right angles: B-scans would be shifted against each other, and a
+    slanted step is longer than the distance between them."""
+    cosine = _cosines(form)
+    return cosine is not None and bool(np.abs(np.triu(cosine.T @ cosine, 1)).max() > _SQUARE)
 
 
-def _oriented(form: np.ndarray) -> tuple[list[int], tuple[bool, ...]] | None:
-    """(array axes of D, H, W; whether each array axis grows to right, anterior, superior); None: oblique."""
-    columns = form[:3, :3]
-    norms = np.linalg.norm(columns, axis=0)
-    if not np.all(np.isfinite(columns)) or np.any(norms == 0):
+def _orientation(form: np.ndarray) -> tuple[list[int], list[int]] | None:
+    """(array axes of D, H, W; 1 where it grows to superior, anterior or right, else -1); None: oblique."""
+    cosine = _cosines(form)
+    if cosine is None:
         return None
-    cosine = columns / norms
-    along = np.abs(cosine).argmax(axis=0).tolist()
-    if sorted(along) != [0, 1, 2] or np.abs(cosine).max(axis=0).min() < _ALONG:
+    nearest = np.abs(cosine).argmax(axis=1)[[2, 1, 0]].tolist()  # to superior, anterior, right
+    along = [float(cosine[world, axis]) for world, axis in zip((2, 1, 0), nearest, strict=True)]
+    if sorted(nearest) != [0, 1, 2] or min(map(abs, along)) < _ALONG:
         return None
-    names = [_WORLD[world] for world in along]
-    return [names.index(a) for a in "DHW"], tuple(bool(cosine[world, i] > 0) for i, world in enumerate(along))
+    return nearest, [1 if value > 0 else -1 for value in along]
+
+
+def _cosines(form: np.ndarray) -> np.ndarray | None:
+    """The columns at length 1; None where they are no axes."""
+    norms = np.linalg.norm(form, axis=0)
+    return form / norms if np.all(np.isfinite(form)) and np.all(norms > 0) else None
 
 
 def _spacing(
     hdr: Any, order: list[int], sidecar: Sidecar, source: str, url: str
 ) -> tuple[list[float] | None, str]:
-    """(spacing of D, H, W in mm, "nifti_header"), or (None, why there is none)."""
+    """(spacing of D, H, W in mm, "nifti_header"), or None and the reason."""
     with reading(url, RejectReason.MISSING_SPACING, "a unit of length"):
         unit = hdr.get_xyzt_units()[0]
     zooms = [hdr.get_zooms()[i] for i in order]
@@ -183,7 +176,3 @@ def _spacing(
         return None, "a pixdim that is no length"
     # NIfTI-1 holds single precision: 0.12 comes as 0.119999997; the shortest decimal gives it back.
     return [float(str(z)) * _MM[unit] for z in zooms], "nifti_header"
-
-
-def _step(axis: str) -> int:
-    return -1 if axis.startswith("-") else 1

@@ -1,10 +1,10 @@
-"""Files that are no DICOM, behind the same records: NIfTI, multi-page TIFF, image folders, Heidelberg XML.
+"""A manifest record of any kind of file as a header and frames: choose the reader here.
 
-In: a manifest `Record` whose path ends in .nii, .nii.gz, .tif, .tiff or .xml, or is a folder; every other
-path is a DICOM file. Out: `open_record` what data_setup/readers/dicom.py's `open_volume` returns, an
-`OCTHeader` and uint8 frames [H, W] in file order, so that checks, rejects, resampling and the store are one
-path; `source_stat` the size and version of all that the volume was read from. A kind that nothing here opens
-is a reject with its name and version. What each kind needs: docs/guides/importers.md.
+In: a `Record` whose path ends in .nii, .nii.gz, .tif, .tiff or .xml, or is a folder; every other path is a
+DICOM file. Out: `open_record` gives an `OCTHeader` and uint8 frames [H, W] in file order, as `open_volume` of
+data_setup/readers/dicom.py does; `source_stat` the size and version of all files that the volume is read
+from. A kind that cannot be opened is a reject with its name and version. docs/guides/importers.md: what each
+needs.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import re
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import PurePosixPath
 from typing import IO, Any
@@ -20,13 +20,10 @@ from typing import IO, Any
 import numpy as np
 
 from data_setup.manifest import Record
-from data_setup.readers import dicom
-from data_setup.readers import heidelberg as importers_heidelberg
-from data_setup.readers import images as importers_images
-from data_setup.readers import nifti as importers_nifti
-from data_setup.readers.dicom import OCTHeader
+from data_setup.readers import dicom, heidelberg, images, nifti
+from data_setup.readers.dicom import OCTHeader, open_file
 from data_setup.readers.faults import OCTReadError, RejectReason
-from data_setup.readers.sidecar import FOLDER_SIDECAR, Sidecar, open_file, read_sidecar, sidecar_url
+from data_setup.readers.sidecar import FOLDER_SIDECAR, read_sidecar, sidecar_url
 from utils import storage
 from utils.config.schema import StorageOptions
 from utils.storage import ObjectStat, StorageNotFoundError, join, list_names
@@ -46,8 +43,7 @@ _SUFFIXES = {
     ".img": "Zeiss IMG",
 }
 _CLOSED = ("Heidelberg E2E", "Heidelberg VOL", "Topcon FDA", "Topcon FDS", "Zeiss IMG")
-_Reader = Callable[[IO[bytes], str, Sidecar], Iterator[Any]]
-_FILE_READERS: dict[str, _Reader] = {"NIfTI": importers_nifti.read, "TIFF": importers_images.read_tiff}
+_OPENABLE = "a kind that can be opened: export it as DICOM or XML from the maker's software"
 _HEAD_BYTES = 1024
 
 
@@ -63,21 +59,27 @@ def open_record(
     if kind == "DICOM":
         return dicom.open_volume(url, options)
     if kind == "folder":
-        volume = importers_images.read_folder(url, read_sidecar(join(url, FOLDER_SIDECAR), options), options)
-    elif kind == "Heidelberg XML":
-        with open_file(url, options) as file:
-            _check_content(kind, file, url)
-        volume = importers_heidelberg.read_xml(url, options)
+        volume = images.read_folder(url, read_sidecar(join(url, FOLDER_SIDECAR), options), options)
     else:
         volume = _file_volume(kind, url, options)
     header = next(volume)
     for name in ("laterality", "device", "protocol"):
-        said, found = getattr(record, name), getattr(header, name)
-        if found is not None and said not in (found, "unknown"):
-            raise OCTReadError(
-                url, RejectReason.HEADER_MISMATCH, f"{name} {said} as in the manifest", f"another {name}"
-            )
+        row_value, value = getattr(record, name), getattr(header, name)
+        if value is not None and row_value not in (value, "unknown"):
+            expected = f"{name} {row_value} as in the manifest"
+            raise OCTReadError(url, RejectReason.HEADER_MISMATCH, expected, f"another {name}")
     return header, volume
+
+
+def _file_volume(kind: str, url: str, options: StorageOptions | None) -> Iterator[Any]:
+    # A started generator closes its file, whether it is exhausted or dropped.
+    with open_file(url, options) as file:
+        _check_content(kind, file, url)
+        if kind == "Heidelberg XML":
+            yield from heidelberg.read_xml(url, options)
+        else:
+            read = {"NIfTI": nifti.read, "TIFF": images.read_tiff}[kind]
+            yield from read(file, url, read_sidecar(sidecar_url(url), options))
 
 
 def source_stat(record: Record, options: StorageOptions | None = None) -> ObjectStat:
@@ -90,18 +92,17 @@ def source_stat(record: Record, options: StorageOptions | None = None) -> Object
     elif kind == "Heidelberg XML":
         urls = [url]
         with suppress(OCTReadError):  # the reader meets the same fault and names it
-            urls += importers_heidelberg.image_urls(url, options)
+            urls += heidelberg.image_urls(url, options)
     else:
         urls = [url, sidecar_url(url)]
     first = storage.stat(urls[0], options)
-    found = [first, *in_threads(lambda u: _stat_or_none(u, options), urls[1:])]
-    there = [(u.rpartition("/")[2], s) for u, s in zip(urls, found, strict=True) if s is not None]
-    if len(there) == 1:
+    others = in_threads(lambda u: _stat_or_none(u, options), urls[1:])
+    stats = [(u, s) for u, s in zip(urls, [first, *others], strict=True) if s is not None]
+    if len(stats) == 1:
         return first
-    lines = "".join(f"{name}\t{s.size}\t{s.etag_or_mtime}\n" for name, s in there)
-    return ObjectStat(
-        sum(s.size for _, s in there), hashlib.blake2b(lines.encode(), digest_size=16).hexdigest()
-    )
+    lines = "".join(f"{u.rpartition('/')[2]}\t{s.size}\t{s.etag_or_mtime}\n" for u, s in stats)
+    digest = hashlib.blake2b(lines.encode(), digest_size=16).hexdigest()
+    return ObjectStat(sum(s.size for _, s in stats), digest)
 
 
 def identify(head: bytes) -> tuple[str | None, str]:
@@ -127,37 +128,27 @@ def identify(head: bytes) -> tuple[str | None, str]:
 
 
 def kind_by_name(url: str) -> str | None:
-    """The kind that the name's ending says; None without a known ending: a folder or a DICOM file."""
+    """The kind of the name's ending; None without a known one: the URL is a folder or a DICOM file."""
     name = PurePosixPath(url).name.lower()
     return next((kind for suffix, kind in _SUFFIXES.items() if name.endswith(suffix)), None)
 
 
 def _kind(url: str, options: StorageOptions | None) -> str:
-    """By the name; a name without a known ending is a folder when there is something in it, else DICOM."""
     return kind_by_name(url) or ("folder" if list_names(url, options) else "DICOM")
 
 
 def _check_content(kind: str, file: IO[bytes], url: str) -> None:
     """Raise wrong_kind when the bytes are not those of the kind, unsupported_format for a closed one."""
-    found, version = identify(file.read(_HEAD_BYTES))
+    actual, version = identify(file.read(_HEAD_BYTES))
     file.seek(0)
-    if kind == "Zeiss IMG" and found is None:  # raw voxels: nothing in it says what it is
-        said = "Zeiss IMG by its name; it has no header, so no version, no shape and no spacing"
-        raise OCTReadError(url, RejectReason.UNSUPPORTED_FORMAT, _OPENABLE, said)
-    if found in _CLOSED:
-        raise OCTReadError(url, RejectReason.UNSUPPORTED_FORMAT, _OPENABLE, f"{found}, version {version}")
-    if found != ("gzip" if url.lower().endswith(".gz") else kind):
-        raise OCTReadError(url, RejectReason.WRONG_KIND, f"{kind}, as its name says", found or "another kind")
-
-
-_OPENABLE = "a kind that can be opened: export it as DICOM or XML from the maker's software"
-
-
-def _file_volume(kind: str, url: str, options: StorageOptions | None) -> Iterator[Any]:
-    # A generator that has been started closes its file whether it is exhausted or dropped.
-    with open_file(url, options) as file:
-        _check_content(kind, file, url)
-        yield from _FILE_READERS[kind](file, url, read_sidecar(sidecar_url(url), options))
+    if kind == "Zeiss IMG" and actual is None:  # raw voxels, without a mark
+        described = "Zeiss IMG by its name; it has no header, so no version, no shape and no spacing"
+        raise OCTReadError(url, RejectReason.UNSUPPORTED_FORMAT, _OPENABLE, described)
+    if actual in _CLOSED:
+        raise OCTReadError(url, RejectReason.UNSUPPORTED_FORMAT, _OPENABLE, f"{actual}, version {version}")
+    if actual != ("gzip" if url.lower().endswith(".gz") else kind):
+        expected = f"{kind}, as its name says"
+        raise OCTReadError(url, RejectReason.WRONG_KIND, expected, actual or "another kind")
 
 
 def _stat_or_none(url: str, options: StorageOptions | None) -> ObjectStat | None:
@@ -168,11 +159,11 @@ def _stat_or_none(url: str, options: StorageOptions | None) -> ObjectStat | None
 
 
 def check_manifest(record: Record, header: OCTHeader) -> None:
-    """Raise header_mismatch when the file is not the one that its manifest row describes."""
-    uid, found_uid = record.sop_instance_uid, header.sop_instance_uid
-    if uid and found_uid and uid != found_uid:  # an id that no manifest has does not leave the file
-        said = f"SOPInstanceUID {uid} as in the manifest"
-        raise OCTReadError(record.url, RejectReason.HEADER_MISMATCH, said, "another")
+    """Raise header_mismatch when the file is not the one of its manifest row."""
+    row_uid, uid = record.sop_instance_uid, header.sop_instance_uid
+    if row_uid and uid and row_uid != uid:  # the file's own UID may identify a person: no message has it
+        expected = f"SOPInstanceUID {row_uid} as in the manifest"
+        raise OCTReadError(record.url, RejectReason.HEADER_MISMATCH, expected, "another")
     if record.shape is not None and record.shape != header.shape:
-        said = f"frames x height x width {record.shape} as in the manifest"
-        raise OCTReadError(record.url, RejectReason.HEADER_MISMATCH, said, header.shape)
+        expected = f"frames x height x width {record.shape} as in the manifest"
+        raise OCTReadError(record.url, RejectReason.HEADER_MISMATCH, expected, header.shape)

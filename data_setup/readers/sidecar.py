@@ -1,13 +1,12 @@
-"""What the importers share: the YAML beside a file, grey values to uint8, the header, the fault boundary.
+"""What the importers share: the YAML beside a file, the header, the checked frames, the fault boundary.
 
-The YAML (`Sidecar`) says what a file cannot say of itself; what it says goes before what the file says.
-Nothing is invented: a spacing, a range of values or an order of axes that neither tells is a reject.
+The YAML (`Sidecar`) holds what a file does not, and goes before what the file holds. Nothing is invented: a
+missing spacing, range of values or order of axes is a reject.
 """
 
 from __future__ import annotations
 
 import difflib
-import io
 import math
 import re
 import warnings
@@ -15,19 +14,20 @@ import zlib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 import yaml
 from nibabel.spatialimages import HeaderDataError
 from nibabel.wrapstruct import WrapStructError
 from PIL import Image
+from tifffile import TiffFileError
 
-from data_setup.readers.dicom import OCTHeader, to_uint8
+from data_setup.readers.dicom import OCTHeader, grey_frames
 from data_setup.readers.faults import OCTReadError, RejectReason, named_faults
-from data_setup.readers.geometry import PLAUSIBLE_MM
+from data_setup.readers.geometry import check_plausible
 from utils.config.schema import StorageOptions
-from utils.storage import StorageNotFoundError, is_remote, open_url, read_bytes
+from utils.storage import StorageNotFoundError, read_bytes
 
 FOLDER_SIDECAR = "volume.yaml"
 MAX_SIDECAR_BYTES = 2**16
@@ -38,6 +38,7 @@ _LIBRARY_ERRORS = (
     yaml.YAMLError,
     HeaderDataError,
     WrapStructError,
+    TiffFileError,  # no ValueError in older versions
     Image.DecompressionBombError,
     Image.DecompressionBombWarning,
 )
@@ -47,7 +48,7 @@ Triple = tuple[float, float, float]
 
 @dataclass(frozen=True)
 class Sidecar:
-    """The YAML beside a file, or volume.yaml in a folder; None: not said."""
+    """The YAML beside a file, or volume.yaml in a folder; a key that it does not have is None."""
 
     spacing_mm: Triple | None = None  # (D, H, W)
     laterality: str | None = None  # L | R
@@ -57,8 +58,47 @@ class Sidecar:
     d_order: str | None = None  # superior_to_inferior | inferior_to_superior | unknown
     bits_stored: int | None = None  # of unsigned integers; 12 bits in 16, say
     value_range: tuple[float, float] | None = None  # values of black and white, for signed and float data
-    num_frames: int | None = None  # how many B-scans there have to be
+    num_frames: int | None = None  # the number of B-scans that has to be there
     files: str | None = None  # folder: pattern of the B-scan images, "oct_*.png"
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str) and value.strip() != ""
+
+
+def _is_whole(value: Any, low: int, high: float = math.inf) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
+
+
+def _are_numbers(value: Any, count: int) -> bool:
+    return (
+        isinstance(value, list)
+        and len(value) == count
+        and all(isinstance(v, (int, float)) and not isinstance(v, bool) and math.isfinite(v) for v in value)
+    )
+
+
+def _are_axes(value: Any) -> bool:
+    return (
+        isinstance(value, list)
+        and all(isinstance(v, str) and v != "-D" for v in value)
+        and sorted(v.removeprefix("-") for v in value) == ["D", "H", "W"]
+    )
+
+
+_RULES = {
+    "spacing_mm": ("three lengths in mm above 0, [D, H, W]", lambda v: _are_numbers(v, 3) and min(v) > 0),
+    "laterality": ("L or R", lambda v: v in ("L", "R")),
+    "device": ("a name", _is_text),
+    "protocol": ("a name", _is_text),
+    "axes": ("D, H and W in array order, such as [W, -H, D]", _are_axes),
+    "d_order": (" | ".join(_D_ORDERS), lambda v: _is_text(v) and v in _D_ORDERS),
+    "bits_stored": ("1 to 16", lambda v: _is_whole(v, 1, 16)),
+    "value_range": ("[black, white], black below white", lambda v: _are_numbers(v, 2) and v[0] < v[1]),
+    "num_frames": ("2 or more", lambda v: _is_whole(v, 2)),
+    "files": ("a pattern such as oct_*.png", _is_text),
+}
+assert list(_RULES) == [f.name for f in fields(Sidecar)]
 
 
 def sidecar_url(url: str) -> str:
@@ -75,37 +115,18 @@ def read_sidecar(url: str, options: StorageOptions | None) -> Sidecar:
     if len(data) > MAX_SIDECAR_BYTES:
         raise OCTReadError(url, RejectReason.BAD_SIDECAR, f"at most {MAX_SIDECAR_BYTES} bytes", len(data))
     with reading(url, RejectReason.BAD_SIDECAR, "YAML of `key: value` lines"):
-        loaded = yaml.safe_load(data.decode("utf-8-sig"))
-    keys = [f.name for f in fields(Sidecar)]
-    if not isinstance(loaded, dict) or not all(isinstance(k, str) for k in loaded):
-        raise OCTReadError(url, RejectReason.BAD_SIDECAR, "`key: value` lines", type(loaded).__name__)
-    for key in loaded:
-        if key not in keys:
-            near = difflib.get_close_matches(key, keys, 1)
-            said = f"keys out of {', '.join(keys)}"
-            raise OCTReadError(
-                url, RejectReason.BAD_SIDECAR, said, f"another one{', near ' + near[0] if near else ''}"
-            )
-    rules = {
-        "spacing_mm": ("three lengths in mm above 0, [D, H, W]", lambda v: _numbers(v, 3) and min(v) > 0),
-        "laterality": ("L or R", lambda v: v in ("L", "R")),
-        "device": ("a name", _is_text),
-        "protocol": ("a name", _is_text),
-        "axes": ("D, H and W in array order, such as [W, -H, D]", _are_axes),
-        "d_order": (" | ".join(_D_ORDERS), lambda v: isinstance(v, str) and v in _D_ORDERS),
-        "bits_stored": ("1 to 16", lambda v: _is_whole(v) and 1 <= v <= 16),
-        "value_range": (
-            "[black, white], the first below the second",
-            lambda v: _numbers(v, 2) and v[0] < v[1],
-        ),
-        "num_frames": ("2 or more", lambda v: _is_whole(v) and v >= 2),
-        "files": ("a pattern such as oct_*.png", _is_text),
-    }
-    for key, value in loaded.items():
-        said, is_right = rules[key]
+        values = yaml.safe_load(data.decode("utf-8-sig"))
+    if not isinstance(values, dict) or not all(isinstance(k, str) for k in values):
+        raise OCTReadError(url, RejectReason.BAD_SIDECAR, "`key: value` lines", type(values).__name__)
+    for key, value in values.items():
+        if key not in _RULES:
+            near = "".join(f", near {k}" for k in difflib.get_close_matches(key, _RULES, 1))
+            expected = f"keys out of {', '.join(_RULES)}"
+            raise OCTReadError(url, RejectReason.BAD_SIDECAR, expected, f"another one{near}")
+        rule, is_right = _RULES[key]
         if not is_right(value):
-            raise OCTReadError(url, RejectReason.BAD_SIDECAR, f"{key}: {said}", "something else")
-    return Sidecar(**{k: tuple(v) if isinstance(v, list) else v for k, v in loaded.items()})
+            raise OCTReadError(url, RejectReason.BAD_SIDECAR, f"{key}: {rule}", "something else")
+    return Sidecar(**{k: tuple(v) if isinstance(v, list) else v for k, v in values.items()})
 
 
 @contextmanager
@@ -117,12 +138,6 @@ def reading(url: str, reason: RejectReason, expected: str) -> Iterator[None]:
             yield
     except _LIBRARY_ERRORS as error:
         raise OCTReadError(url, reason, expected, type(error).__name__) from None
-
-
-def open_file(url: str, options: StorageOptions | None) -> IO[bytes]:
-    """The file, seekable; a remote one comes in one request. Raises OCTReadError missing_file."""
-    with named_faults(url, RejectReason.CORRUPT_FILE, "a file"):
-        return io.BytesIO(read_bytes(url, options)) if is_remote(url) else open_url(url, options=options)
 
 
 def make_header(
@@ -139,25 +154,23 @@ def make_header(
     laterality: str | None = None,
     device: str | None = None,
 ) -> OCTHeader:
-    """The header of an imported volume; spacing and order of D of the sidecar go before the given ones.
+    """The header of an imported volume; the values of the sidecar go before the given ones.
 
-    Raises OCTReadError: missing_spacing, implausible_spacing, not_a_volume, frame_count_mismatch,
-    unsupported_pixels (float or signed data, or scaled data, without value_range).
+    `spacing`: (D, H, W) in mm and its source, or None and why there is none. Raises OCTReadError:
+    missing_spacing, implausible_spacing, not_a_volume, frame_count_mismatch, unsupported_pixels (float,
+    signed or scaled data without value_range).
     """
-    found, source = (sidecar.spacing_mm, "sidecar") if sidecar.spacing_mm else spacing
-    if found is None:
-        said = f"a spacing in mm; the file has none: give spacing_mm: [D, H, W] in {_sidecar_name(kind)}"
-        raise OCTReadError(url, RejectReason.MISSING_SPACING, said, source)
-    d, h, w = (float(s) for s in found)
-    for (name, (low, high)), value in zip(PLAUSIBLE_MM.items(), (d, h, w), strict=True):
-        if not low <= value <= high:
-            said = f"{name} spacing in {low:g}..{high:g} mm"
-            raise OCTReadError(url, RejectReason.IMPLAUSIBLE_SPACING, said, f"{value:g} mm ({source})")
+    spacing_mm, source = (sidecar.spacing_mm, "sidecar") if sidecar.spacing_mm else spacing
+    if spacing_mm is None:
+        expected = "a spacing in mm; the file has none: give spacing_mm: [D, H, W] in its YAML"
+        raise OCTReadError(url, RejectReason.MISSING_SPACING, expected, source)
+    d, h, w = (float(s) for s in spacing_mm)
+    check_plausible((d, h, w), source, url)
     if shape[0] < 2:
         raise OCTReadError(url, RejectReason.NOT_A_VOLUME, "two B-scans or more", shape[0])
     if sidecar.num_frames not in (None, shape[0]):
-        said = f"{sidecar.num_frames} B-scans (num_frames)"
-        raise OCTReadError(url, RejectReason.FRAME_COUNT_MISMATCH, said, shape[0])
+        expected = f"{sidecar.num_frames} B-scans (num_frames)"
+        raise OCTReadError(url, RejectReason.FRAME_COUNT_MISMATCH, expected, shape[0])
     if sidecar.d_order is not None:
         flip_d = _D_ORDERS[sidecar.d_order]
         orientation_source = "unknown" if sidecar.d_order == "unknown" else "sidecar"
@@ -182,32 +195,31 @@ def make_header(
 
 def checked_frames(frames: Iterable[np.ndarray], header: OCTHeader) -> Iterator[np.ndarray]:
     """Stored values [H, W] to uint8, each frame checked; raises OCTReadError at the frame that is wrong."""
+    return grey_frames(_stored_frames(frames, header), header)
+
+
+def _stored_frames(frames: Iterable[np.ndarray], header: OCTHeader) -> Iterator[np.ndarray]:
     url, (slope, intercept) = header.url, header.rescale
     top = 2**header.bits_stored - 1
-    darkest, brightest, count, dtype = 255, 0, 0, None
+    count, dtype = 0, None
     for count, frame in enumerate(frames, start=1):
         where = f"B-scan {count} of {header.shape[0]}"
         dtype = dtype or frame.dtype
         if frame.shape != header.shape[1:] or frame.dtype != dtype:
-            said = f"{header.shape[1:]} {dtype}"
-            found = f"{frame.shape} {frame.dtype} in {where}"
-            raise OCTReadError(url, RejectReason.FRAME_SIZE_MISMATCH, said, found)
+            expected, actual = f"{header.shape[1:]} {dtype}", f"{frame.shape} {frame.dtype} in {where}"
+            raise OCTReadError(url, RejectReason.FRAME_SIZE_MISMATCH, expected, actual)
         if frame.dtype.kind == "f" and not np.isfinite(frame).all():
-            found = f"{np.count_nonzero(~np.isfinite(frame))} others in {where}"
-            raise OCTReadError(url, RejectReason.NOT_FINITE, "finite values", found)
-        low, high = float(frame.min()), float(frame.max())
-        if min(low * slope, high * slope) + intercept < -1e-4 * top or (
-            max(low * slope, high * slope) + intercept > (1 + 1e-4) * top
-        ):
-            said = "values inside value_range, or 0 to 2^bits_stored - 1"
-            raise OCTReadError(url, RejectReason.HEADER_MISMATCH, said, f"{low:g} to {high:g} in {where}")
-        grey = to_uint8(frame, header)
-        darkest, brightest = min(darkest, int(grey.min())), max(brightest, int(grey.max()))
-        yield grey
+            actual = f"{np.count_nonzero(~np.isfinite(frame))} others in {where}"
+            raise OCTReadError(url, RejectReason.NOT_FINITE, "finite values", actual)
+        ends = np.array([frame.min(), frame.max()], float)
+        share = (ends * slope + intercept) / top  # 0 black, 1 white
+        if share.min() < -1e-4 or share.max() > 1 + 1e-4:
+            expected = "values inside value_range, or 0 to 2^bits_stored - 1"
+            actual = f"{ends[0]:g} to {ends[1]:g} in {where}"
+            raise OCTReadError(url, RejectReason.HEADER_MISMATCH, expected, actual)
+        yield frame
     if count != header.shape[0]:
         raise OCTReadError(url, RejectReason.FRAME_COUNT_MISMATCH, f"{header.shape[0]} B-scans", count)
-    if darkest == brightest:
-        raise OCTReadError(url, RejectReason.CONSTANT_VOLUME, "an image", f"every voxel {darkest}")
 
 
 def _grey_values(
@@ -220,38 +232,9 @@ def _grey_values(
         gain = (2**bits - 1) / (white - black)
         return bits, (gain * scale[0], gain * (scale[1] - black))
     if dtype.kind != "u" or bits > 16 or scale != (1.0, 0.0):
-        scaled = " with a scale" if scale != (1.0, 0.0) else ""
-        said = "unsigned integers of 8 or 16 bits, or value_range: [black, white] in the YAML"
-        raise OCTReadError(url, RejectReason.UNSUPPORTED_PIXELS, said, f"{dtype.name}{scaled}")
+        expected = "unsigned integers of 8 or 16 bits, or value_range: [black, white] in the YAML"
+        actual = f"{dtype.name}{' with a scale' if scale != (1.0, 0.0) else ''}"
+        raise OCTReadError(url, RejectReason.UNSUPPORTED_PIXELS, expected, actual)
     if sidecar.bits_stored is not None and sidecar.bits_stored > bits:
         raise OCTReadError(url, RejectReason.BAD_SIDECAR, f"bits_stored up to {bits}", sidecar.bits_stored)
     return sidecar.bits_stored or bits, (1.0, 0.0)
-
-
-def _sidecar_name(kind: str) -> str:
-    return FOLDER_SIDECAR if kind == "images" else "a YAML of the same name beside it"
-
-
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str) and value.strip() != ""
-
-
-def _is_whole(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _numbers(value: Any, count: int) -> bool:
-    return (
-        isinstance(value, list)
-        and len(value) == count
-        and all(isinstance(v, (int, float)) and not isinstance(v, bool) and math.isfinite(v) for v in value)
-    )
-
-
-def _are_axes(value: Any) -> bool:
-    return (
-        isinstance(value, list)
-        and all(isinstance(v, str) for v in value)
-        and sorted(v.removeprefix("-") for v in value) == ["D", "H", "W"]
-        and "-D" not in value
-    )

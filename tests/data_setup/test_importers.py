@@ -10,6 +10,7 @@ import random
 import tracemalloc
 import zlib
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -220,8 +221,8 @@ def test_nifti_affine_decides_axes_and_directions(
     image = nib.Nifti1Image(np.ascontiguousarray(array.transpose(order)), affine[:, [*order, 3]])
     image.header.set_xyzt_units("mm")
     nib.save(image, tmp_path / "eye.nii")
-    header, found = read(tmp_path / "eye.nii")
-    assert np.array_equal(found, voxels)
+    header, volume = read(tmp_path / "eye.nii")
+    assert np.array_equal(volume, voxels)
     assert header.spacing_mm == SPACING  # as decimals, not as single precision has them
     assert (header.flip_d, header.orientation_source) == (not downwards, "nifti_affine")
 
@@ -238,12 +239,12 @@ def test_a_yaml_says_what_a_nifti_header_does_not(tmp_path: Path) -> None:
     path, voxels = write_nifti(tmp_path / "eye.nii", speckle()[:, ::-1], SPACING, affine=None), speckle()
     assert reject(path)[0] == RejectReason.UNKNOWN_AXES
     write_yaml(tmp_path / "eye.yaml", axes=["W", "-H", "D"])
-    header, found = read(path)
-    assert np.array_equal(found, voxels)
+    header, volume = read(path)
+    assert np.array_equal(volume, voxels)
     assert (header.orientation_source, header.spacing_source) == ("unknown", "nifti_header")
     write_yaml(tmp_path / "eye.yaml", axes=["W", "-H", "D"], d_order="inferior_to_superior")
-    header, found = read(path)
-    assert np.array_equal(found, voxels[::-1])
+    header, volume = read(path)
+    assert np.array_equal(volume, voxels[::-1])
     assert (header.orientation_source, header.flip_d) == ("sidecar", True)
 
 
@@ -257,8 +258,8 @@ def test_an_affine_of_another_world_is_not_believed(tmp_path: Path) -> None:
     assert reason == RejectReason.UNKNOWN_AXES
     assert "axes in the YAML" in text
     write_yaml(tmp_path / "eye.yaml", axes=["W", "D", "H"])
-    header, found = read(tmp_path / "eye.nii")
-    assert np.array_equal(found, speckle())
+    header, volume = read(tmp_path / "eye.nii")
+    assert np.array_equal(volume, speckle())
     assert header.spacing_mm == pytest.approx(SPACING)
 
 
@@ -292,19 +293,19 @@ def test_nifti_spacing_is_never_invented(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("write", [write_ome, write_imagej])
 def test_tiff_metadata_give_the_spacing(tmp_path: Path, write: Callable[..., Path]) -> None:
-    header, found = read(write(tmp_path / "eye.ome.tif", speckle(), SPACING))
-    assert np.array_equal(found, speckle())
+    header, volume = read(write(tmp_path / "eye.ome.tif", speckle(), SPACING))
+    assert np.array_equal(volume, speckle())
     assert header.spacing_mm == pytest.approx(SPACING, rel=1e-6)
     assert header.orientation_source == "unknown"
 
 
 def test_tiff_metadata_count_the_pages(tmp_path: Path) -> None:
-    for write, said, other in (
+    for write, written, other in (
         (write_ome, b'SizeZ="6"', b'SizeZ="7"'),
         (write_imagej, b"images=6", b"images=7"),
     ):
         path = write(tmp_path / "eye.tif", speckle(), SPACING)
-        path.write_bytes(path.read_bytes().replace(said, other))
+        path.write_bytes(path.read_bytes().replace(written, other))
         assert reject(path)[0] == RejectReason.FRAME_COUNT_MISMATCH
 
 
@@ -350,6 +351,54 @@ def test_a_cut_tiff_is_never_a_shorter_volume(tmp_path: Path, options: dict[str,
     assert outcomes <= {RejectReason.CORRUPT_FILE, RejectReason.CORRUPT_PIXEL_DATA, RejectReason.WRONG_KIND}
 
 
+def links_of(path: Path) -> list[int]:
+    """The places of the offsets of all pages in a little-endian TIFF, and of the 0 after the last page."""
+    data, links = path.read_bytes(), [4]
+    while offset := int.from_bytes(data[links[-1] :][:4], "little"):
+        links.append(offset + 2 + 12 * int.from_bytes(data[offset:][:2], "little"))
+    return links
+
+
+@pytest.mark.parametrize("count", [6, 150])  # tifffile itself sees loops among the first 100 pages alone
+@pytest.mark.parametrize(("link", "target"), [(-1, "first"), (-1, "past the end"), (3, "past the end")])
+def test_a_broken_chain_of_tiff_pages_is_a_reject(
+    tmp_path: Path, count: int, link: int, target: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = write_tiff(tmp_path / "eye.tif", speckle(count, 8, 8))
+    write_yaml(tmp_path / "eye.yaml", spacing_mm=list(SPACING))
+    links, data = links_of(path), bytearray(path.read_bytes())
+    offset = int.from_bytes(data[4:8], "little") if target == "first" else len(data) + 9
+    data[links[link] : links[link] + 4] = offset.to_bytes(4, "little")
+    path.write_bytes(data)
+    assert reject(path)[0] == RejectReason.CORRUPT_FILE
+    assert not caplog.records  # tifffile's remarks quote the file
+
+
+@pytest.mark.parametrize("start", [0, 2**31])
+def test_a_tiff_without_pages_is_a_reject(tmp_path: Path, start: int) -> None:
+    path = write_tiff(tmp_path / "eye.tif", speckle())
+    data = path.read_bytes()
+    path.write_bytes(data[:4] + start.to_bytes(4, "little") + data[8:])
+    assert reject(path)[0] == RejectReason.CORRUPT_FILE
+
+
+@pytest.mark.parametrize("tag", [256, 257, 270, 273, 279])  # width, length, description, strips
+def test_a_tiff_tag_that_claims_too_much_allocates_nothing(tmp_path: Path, tag: int) -> None:
+    path = write_tiff(tmp_path / "eye.tif", speckle(), description="a text")
+    write_yaml(tmp_path / "eye.yaml", spacing_mm=list(SPACING))
+    data = bytearray(path.read_bytes())
+    entry = data.index(tag.to_bytes(2, "little"), int.from_bytes(data[4:8], "little"))
+    field = slice(entry + 8, entry + 12) if tag in (256, 257) else slice(entry + 4, entry + 8)
+    data[field] = (2**30).to_bytes(4, "little")
+    path.write_bytes(data)
+    tracemalloc.start()
+    with suppress(OCTReadError):  # a description is not needed
+        read(path)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 2**24
+
+
 @pytest.mark.parametrize(
     "options",
     [
@@ -370,8 +419,10 @@ def test_heidelberg_lines_give_distance_and_direction(tmp_path: Path, angle: flo
     voxels = speckle()
     lines = raster(len(voxels), SPACING[0], SPACING[2] * voxels.shape[2], angle)[:: -1 if upwards else 1]
     stored = voxels[::-1] if upwards else voxels
-    header, found = read(write_heidelberg(tmp_path / "eye.xml", stored, SPACING, lines=lines, laterality="L"))
-    assert np.array_equal(found, voxels)
+    header, volume = read(
+        write_heidelberg(tmp_path / "eye.xml", stored, SPACING, lines=lines, laterality="L")
+    )
+    assert np.array_equal(volume, voxels)
     assert header.spacing_mm == pytest.approx(SPACING)
     assert (header.flip_d, header.orientation_source) == (upwards, "reference_coordinates")
     assert (header.laterality, header.device) == ("L", "heidelberg_spectralis")
@@ -411,8 +462,8 @@ def test_sixteen_bits_become_eight_as_in_dicom(tmp_path: Path, bits: int) -> Non
         write_folder(tmp_path / "folder", voxels, spacing_mm=list(SPACING), **says),
     ]
     for path in files:
-        header, found = read(path)
-        assert np.array_equal(found, expected), path
+        header, volume = read(path)
+        assert np.array_equal(volume, expected), path
         assert header.bits_stored == bits
 
 
@@ -640,8 +691,8 @@ def test_heidelberg_exports_with_a_fault_are_named(
 ) -> None:
     path = write_heidelberg(tmp_path / "eye.xml", speckle(), SPACING, prolog="")
     path.write_text(path.read_text().replace(*change))
-    found, text = reject(path)
-    assert found == reason
+    actual, text = reject(path)
+    assert actual == reason
     assert "Secret" not in text
 
 
@@ -673,11 +724,11 @@ def vendor_files() -> dict[str, tuple[bytes, str]]:
 
 @pytest.mark.parametrize("name", vendor_files())
 def test_what_cannot_be_opened_is_named_with_its_version(tmp_path: Path, name: str) -> None:
-    data, said = vendor_files()[name]
+    data, description = vendor_files()[name]
     (tmp_path / name).write_bytes(data)
     reason, text = reject(tmp_path / name)
     assert reason == RejectReason.UNSUPPORTED_FORMAT
-    assert said in text
+    assert description in text
     assert "export it as DICOM or XML" in text
     other = tmp_path / "eye.nii"
     other.write_bytes(data)
@@ -797,8 +848,8 @@ def test_every_kind_from_a_bucket(tmp_path: Path) -> None:
         storage.write_bytes(f"memory://import/{file.relative_to(tmp_path)}", file.read_bytes())
     for path in paths:
         url = f"memory://import/{path.strip('/')}"
-        header, found = read(url)
-        assert np.array_equal(found, voxels)
+        header, volume = read(url)
+        assert np.array_equal(volume, voxels)
         assert header.laterality == "L"
         assert source_stat(record(url)).size > voxels.size / 10
     storage.remove("memory://import", recursive=True)

@@ -147,9 +147,9 @@ def test_heidelberg_lines_of_other_directions_are_rejects(tmp_path: Path) -> Non
 
 def test_a_vertical_heidelberg_raster_is_of_unknown_order_as_in_dicom(tmp_path: Path) -> None:
     lines: list[Any] = raster(6, SPACING[0], WIDTH, 90)
-    header, found = read(heidelberg(tmp_path, lines))
+    header, volume = read(heidelberg(tmp_path, lines))
     assert (header.orientation_source, header.flip_d) == ("unknown", False)
-    assert np.array_equal(found, speckle())
+    assert np.array_equal(volume, speckle())
     every_second = [swap(x) if i % 2 else x for i, x in enumerate(lines)]
     assert reject(heidelberg(tmp_path, every_second))[0] == RejectReason.NOT_A_VOLUME
 
@@ -160,8 +160,8 @@ def test_a_gap_in_heidelberg_numbers_is_a_reject(tmp_path: Path) -> None:
     for number in (6, 5, 4):
         text = text.replace(f"<ImageNumber>{number}<", f"<ImageNumber>{number + 1}<")
     path.write_text(text)
-    reason, said = reject(path)
-    assert (reason, "ImageNumber" in said) == (RejectReason.FRAME_COUNT_MISMATCH, True)
+    reason, message = reject(path)
+    assert (reason, "ImageNumber" in message) == (RejectReason.FRAME_COUNT_MISMATCH, True)
     path.write_text(text.replace("<ImageNumber>0<", "<ImageNumber>4<"))  # the localizer in between
     assert np.array_equal(read(path)[1], speckle())
 

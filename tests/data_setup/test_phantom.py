@@ -169,11 +169,13 @@ def test_transfer_syntax_round_trip(syntax: str, tmp_path: Path) -> None:
 
 
 def test_the_syntax_switch_and_mixed(tree: Path, tmp_path: Path) -> None:
-    found = {pydicom.dcmread(p, specific_tags=[]).file_meta.TransferSyntaxUID for _, p, _ in good_files(tree)}
-    assert len(found) > 2
+    syntaxes = {
+        pydicom.dcmread(p, specific_tags=[]).file_meta.TransferSyntaxUID for _, p, _ in good_files(tree)
+    }
+    assert len(syntaxes) > 2
     write_tree(tmp_path / "t", participants=1, seed=3, transfer_syntax="rle", workers=1)
-    found = {pydicom.dcmread(p).file_meta.TransferSyntaxUID for _, p, _ in good_files(tmp_path / "t")}
-    assert found == {SYNTAXES["rle"]}
+    syntaxes = {pydicom.dcmread(p).file_meta.TransferSyntaxUID for _, p, _ in good_files(tmp_path / "t")}
+    assert syntaxes == {SYNTAXES["rle"]}
 
 
 def test_every_protocol_writes_its_own_structure() -> None:

@@ -457,16 +457,16 @@ def _watch(cases: Sequence[int], folder: Path) -> list[Result]:
     results: list[Result] = []
     folder.mkdir(parents=True, exist_ok=True)
     while len(results) < len(cases):
-        left = cases[len(results) :]
+        remaining = cases[len(results) :]
         command = [sys.executable, "-m", "tests.support.dicom_fuzz", str(folder)]
         with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
             lines: queue.Queue[bytes] = queue.Queue()
             reader = threading.Thread(target=_pump, args=(process.stdout, lines))
             reader.start()
-            process.stdin.write(json.dumps(list(left)).encode())  # type: ignore[union-attr]
+            process.stdin.write(json.dumps(list(remaining)).encode())  # type: ignore[union-attr]
             process.stdin.close()  # type: ignore[union-attr]
             assert lines.get(timeout=_START_S), "the reading process failed at the sound files"
-            for case in left:
+            for case in remaining:
                 try:
                     line = lines.get(timeout=LIMIT_S)
                 except queue.Empty:

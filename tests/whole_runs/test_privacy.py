@@ -177,13 +177,13 @@ def pieces(path: Path) -> Iterator[bytes]:
 
 
 def leaks(folder: Path) -> list[str]:
-    """Files below the folder in which, or in whose names, something planted is found."""
-    found = []
+    """Files below the folder in which, or in whose names, something planted occurs."""
+    lines = []
     for path in sorted(p for p in folder.rglob("*") if p.is_file()):
         hits = {m.group() for piece in (str(path).encode(), *pieces(path)) for m in NEEDLE.finditer(piece)}
         if hits:
-            found.append(f"{path}: {sorted(hits)}")
-    return found
+            lines.append(f"{path}: {sorted(hits)}")
+    return lines
 
 
 # ---- the reader -------------------------------------------------------------------------------------------
@@ -216,16 +216,16 @@ def test_no_fault_repeats_a_value(
     recwarn.clear()
     caplog.clear()
     assert NEEDLE.search(Path(path).read_bytes())
-    said = ""
+    output = ""
     try:
-        said = repr(open_volume(path)[0])
+        output = repr(open_volume(path)[0])
         assert name in HARMLESS or name == "almost a photometric"
-        said = said if name != "another id" else ""  # the id is for the comparison with the manifest
+        output = output if name != "another id" else ""  # the id is for the comparison with the manifest
     except OCTReadError as error:
         assert name not in HARMLESS
-        said = "".join(traceback.format_exception(error))
-    said += caplog.text + "".join(str(w.message) for w in recwarn)
-    assert not NEEDLE.search(said.encode()), said
+        output = "".join(traceback.format_exception(error))
+    output += caplog.text + "".join(str(w.message) for w in recwarn)
+    assert not NEEDLE.search(output.encode()), output
 
 
 def test_an_error_is_told_by_its_kind_and_place() -> None:

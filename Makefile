@@ -62,9 +62,10 @@ soak: install ## long proofs, run by hand
 tpu-fit-env: install ## the two environments of pretraining.tpu_fit (9 GB, minutes)
 	$(PY) -m pretraining.tpu_fit.env
 
-lint: install ## ruff check and format
+lint: install ## ruff check and format, types by mypy
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
 
 # one timed stage of the demo: $(call stage,name,command)
 define stage

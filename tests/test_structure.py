@@ -145,3 +145,40 @@ def test_nothing_but_the_table_asks_for_a_recipe_by_name() -> None:
 def test_a_comparison_with_a_recipe_is_seen() -> None:
     text = "a = cfg.method.recipe == 'mae'\nb = name not in ('vjepa2', 'x')\nmatch c:\n  case 'methods': pass"
     assert len(recipe_comparisons(text + "\nd = RECIPES['mae']\ne = f('mae')")) == 3
+
+
+NO_NAMES = {"told", "said", "found", "left", "mine", "heard"}  # they say nothing of what they hold
+
+
+def names_that_say_nothing(text: str) -> list[str]:
+    """Variables, parameters and attributes of these names, where they are bound."""
+    bound = []
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            bound.append(node.id)
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            bound.append(node.attr)
+        elif isinstance(node, ast.arg):
+            bound.append(node.arg)
+    return [name for name in bound if name in NO_NAMES]
+
+
+def test_a_variable_says_what_it_holds() -> None:
+    paths = [
+        *MODULES,
+        *(p for room in ("benchmarks", "tests") for p in sorted((ROOT / room).glob("**/*.py"))),
+    ]
+    bound = {str(path): names_that_say_nothing(path.read_text()) for path in paths}
+    assert {path: names for path, names in bound.items() if names} == {}
+
+
+def test_a_name_that_says_nothing_is_seen() -> None:
+    text = "told = 1\nfor said in x: pass\ndef f(found, *, left=1): self.mine = 2\nheard: int = 3"
+    assert sorted(names_that_say_nothing(text)) == sorted(NO_NAMES)
+
+
+def test_every_room_has_a_sign() -> None:
+    """What comes in, what goes out, which file to read first."""
+    for room in {path.parent for path in MODULES}:
+        sign = ast.get_docstring(ast.parse((room / "__init__.py").read_text()))
+        assert sign, f"{room} has no docstring in __init__.py"

@@ -44,7 +44,7 @@ from utils import storage
 from utils.checkpoint import load_checkpoint
 from utils.cli import parse_cli, run_cli
 from utils.config.load import flatten
-from utils.config.schema import Config
+from utils.config.schema import Config, keys_with
 from utils.errors import UserError
 from utils.log import setup_logging
 from utils.runtime.open import open_runtime
@@ -134,8 +134,8 @@ def count_overlap(cfg: Config, cohort: Cohort, state: dict[str, Any], url: str) 
 
 def fingerprint(cfg: Config, store: PreparedStore, cohort: Cohort, checksum: str) -> str:
     """A hash of all that probe.json depends on: checkpoint, keys of the protocol, volumes, labels, folds."""
-    keys = ("spatial.", "model.size", "method.recipe", "task.", "probe.", "eval.", "seed", "train.use_bf16")
-    used = {k: v for k, v in flatten(cfg) if k.startswith(keys)}
+    sections, keys = ("task.", "probe.", "eval."), {*keys_with("identity"), "seed", "train.use_bf16"}
+    used = {key: value for key, value in flatten(cfg) if key.startswith(sections) or key in keys}
     volumes = store.index.loc[cohort.rows, "checksum"].tolist()
     table = [volumes, cohort.fold.tolist(), cohort.label.tolist(), cohort.person.tolist(), cohort.classes]
     text = json.dumps([FORMAT_VERSION, checksum, used, table], sort_keys=True)

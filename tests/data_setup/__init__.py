@@ -1,0 +1,1 @@
+"""Tests of data_setup/: readers, store, loader, masks, phantom, expand, check."""

@@ -1,0 +1,1 @@
+"""Tests of models/: encoder, predictor, losses, probes, weights, kernels."""

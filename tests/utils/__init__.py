@@ -1,0 +1,1 @@
+"""Tests of utils/: configuration, storage, engines, report, and of the launcher's scripts."""

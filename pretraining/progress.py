@@ -80,20 +80,22 @@ class Progress:
         return moves
 
     def check_finite(self, cfg: Config, rows_of_step: Callable[[int], list[int]]) -> None:
-        """Name the updates skipped since the last call; NotFiniteError after max_bad_steps in a row."""
-        skipped = [f"step {step}: rows {rows_of_step(step)}" for step, ok in self._recent if not bool(ok)]
+        """Name the updates skipped since the last call; NotFiniteError after max_bad_steps in a row. The first
+        process alone reads its counters and speaks.
+        """
+        recent, worst = self._recent, self._worst_run
+        self._recent, self._worst_run = [], self._counter(0)
+        if not self.runtime.group.is_first:
+            return
+        skipped = [f"step {step}: rows {rows_of_step(step)}" for step, ok in recent if not bool(ok)]
         for text in skipped:
             log.warning("update skipped, loss or gradient not finite: %s of the store", text)
-        worst_run = int(self._worst_run)
+        worst_run = int(worst)
         if worst_run >= cfg.train.max_bad_steps:
             raise NotFiniteError(
                 f"loss or gradient not finite in {worst_run} updates in a row (train.max_bad_steps "
                 f"{cfg.train.max_bad_steps}); last: {'; '.join(skipped[-3:])}"
             )
-
-    def forget_recent(self) -> None:
-        """Start a new window of steps for `check_finite`."""
-        self._recent, self._worst_run = [], self._counter(0)
 
     def best_names(
         self, measured: Mapping[str, float | None], skill_position: float | None, *, is_warm: bool

@@ -90,8 +90,7 @@ def _leave_word(runtime: Runtime, _kind: object, error: BaseException | None, _t
 
 def _train(cfg: Config, runtime: Runtime, stack: ExitStack) -> int:
     # build, and restore: this run, else init_from, else scratch
-    is_first = runtime.group.is_first
-    if is_first:
+    if runtime.group.is_first:
         check_run_dir(cfg)
     run = open_run(cfg, runtime)
     model, optimizer = run.model, run.optimizer
@@ -119,6 +118,7 @@ def _train(cfg: Config, runtime: Runtime, stack: ExitStack) -> int:
         measured = validation(with_share=False)
         report(run_log, gauges, 0, {**measured, "ema/init_weight": progress.init_weight})
         show_snapshots(run, run_log, 0)
+    watch = Watch(gauges.observe, clock.lap)
     validation.restart()
     runtime.mark_step()
     clock.restart()
@@ -131,11 +131,10 @@ def _train(cfg: Config, runtime: Runtime, stack: ExitStack) -> int:
             break
         micro_batches = [runtime.to_device(batch) for batch in on_host]
         clock.lap("data_wait")
-        done, is_last = step + 1, step + 1 == total
+        done = step + 1
         is_read = calendar.logs(done) or calendar.validates(done)
         update = Update(step, learning_rate(cfg, step, total), ema_momentum(cfg, step, total))
         gauges.begin(measure=is_read)
-        watch = Watch(gauges.observe, clock.lap)
         result = train_step(model, optimizer, micro_batches, cfg, runtime, update, watch)
         progress.count(step, result.is_finite, update.momentum)
         if is_read:
@@ -150,9 +149,7 @@ def _train(cfg: Config, runtime: Runtime, stack: ExitStack) -> int:
             pace = clock.metrics()
             values = step_metrics(run, update, result, progress, micro_batches)
             report(run_log, gauges, done, {**values, **gauge_values, **pace})
-            if is_first:
-                progress.check_finite(cfg, partial(rows_of_step, loader))
-            progress.forget_recent()
+            progress.check_finite(cfg, partial(rows_of_step, loader))
             clock.lap("logging")
         elif step == start:
             clock.restart()  # a resumed run starts its loader here
@@ -165,13 +162,12 @@ def _train(cfg: Config, runtime: Runtime, stack: ExitStack) -> int:
             is_warm = done >= cfg.optim.warmup_ratio * total
             names = progress.best_names(measured, gauge_values["train/skill_position"], is_warm=is_warm)
             clock.restart()
-        if is_last:
+        if done == total:
             show_snapshots(run, run_log, done)
         checkpoints.save(names, with_step=calendar.saves(done))
     checkpoints.close()
     runtime.group.close()
-    finish(cfg, gauges, progress, total, run_log)
-    return 0
+    return finish(cfg, gauges, progress, total, run_log)
 
 
 @contextmanager
@@ -217,19 +213,20 @@ def step_metrics(
     }
 
 
-def finish(cfg: Config, gauges: Gauges, progress: Progress, total: int, run_log: RunLog | NoLog) -> None:
-    """Log how the run ended and what to do next; a finished one hands its best checkpoints on."""
+def finish(cfg: Config, gauges: Gauges, progress: Progress, total: int, run_log: RunLog | NoLog) -> int:
+    """Log how the run ended and what to do next; returns the exit code. A finished run hands its bests on."""
     for line in closing_lines(gauges.alarms.raised):
         log.info("%s", line)
     if progress.step < total:
         next_time = "to go on" if cfg.train.ckpt_dir is not None else "to start anew (train.ckpt_dir is null)"
         text = "stopped by SIGTERM at step %d of %d; run the same command again %s"
         log.info(text, progress.step, total, next_time)
-        return
+        return 0
     if cfg.train.ckpt_dir is not None:
         for name in progress.best:
             run_log.artifact(name, storage.join(cfg.train.ckpt_dir, f"{name}.pt"))
     log.info("finished at step %d; run directory %s", total, cfg.run.dir)
+    return 0
 
 
 def report(run_log: RunLog | NoLog, gauges: Gauges, step: int, values: dict[str, float | None]) -> None:

@@ -182,3 +182,15 @@ def test_every_room_has_a_sign() -> None:
     for room in {path.parent for path in MODULES}:
         sign = ast.get_docstring(ast.parse((room / "__init__.py").read_text()))
         assert sign, f"{room} has no docstring in __init__.py"
+
+
+def test_the_loop_can_be_recited() -> None:
+    functions = {
+        node.name: node
+        for name in ("train", "step")
+        for node in ast.walk(ast.parse((ROOT / "pretraining" / f"{name}.py").read_text()))
+        if isinstance(node, ast.FunctionDef)
+    }
+    loop, update = functions["_train"], functions["train_step"]
+    assert (loop.end_lineno or 0) - loop.lineno + 1 <= 80
+    assert len(update.args.args) + len(update.args.kwonlyargs) <= 7

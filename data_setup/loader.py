@@ -14,9 +14,10 @@ from __future__ import annotations
 import math
 import multiprocessing
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from typing import Any
 
 import numpy as np
 import torch
@@ -42,6 +43,7 @@ from utils.runtime.open import keep_freed_memory
 from utils.workers import follow_parent
 
 Batch = dict[str, Tensor]
+Sample = dict[Hashable, Any]  # the keys are those of MONAI's transforms
 
 # Second words of the data order's seeds. Its generator is not random_stream's, so no two streams meet.
 ORDER_EPOCH, ORDER_DEVICES = 0, 1
@@ -101,7 +103,7 @@ class RowReader:
         self.store = store
         self.about = {int(r): about for r, *about in zip(rows, box, spacing, statistics, strict=True)}
 
-    def __call__(self, row: int) -> dict[str, object]:
+    def __call__(self, row: int) -> Sample:
         """The sample of one row, in the stored geometry."""
         box, spacing, (mean, std) = self.about[row]
         return {
@@ -119,12 +121,12 @@ class RowReader:
         }
 
 
-def _finish(sample: dict[str, object]) -> dict[str, object]:
+def _finish(sample: Sample) -> Sample:
     """The sample without `spacing`, which only the transforms need."""
     return {key: value for key, value in sample.items() if key != "spacing"}
 
 
-class TrainingSamples(Dataset[dict[str, object]]):
+class TrainingSamples(Dataset[Sample]):
     """The augmented, masked sample of a (step, global position)."""
 
     def __init__(self, cfg: Config, store: PreparedStore, rows: np.ndarray) -> None:
@@ -134,7 +136,7 @@ class TrainingSamples(Dataset[dict[str, object]]):
         self.order = DataOrder(cfg.seed, rows, list(store.index.loc[rows, "device"]) if balanced else None)
         self.transforms = training_transforms(cfg)
 
-    def __getitem__(self, key: tuple[int, int]) -> dict[str, object]:
+    def __getitem__(self, key: tuple[int, int]) -> Sample:
         step, position = key
         sample = self.read(self.order.row(position))
         for stream, transform in self.transforms:
@@ -200,7 +202,7 @@ class Loader:
         return len(self.steps)
 
     @cached_property
-    def _batches(self) -> DataLoader[Batch]:
+    def _batches(self) -> DataLoader[Sample]:
         sampler = MicroBatches(self.steps, self.global_batch, self.rank, self.world, self.accum)
         if self.data.workers == 0:
             return DataLoader(self.dataset, batch_sampler=sampler, pin_memory=self.data.pin_memory)
@@ -300,7 +302,7 @@ def validation_batches(
         yield default_collate(masked)
 
 
-def _in_batches(store: PreparedStore, rows: np.ndarray, batch_size: int) -> Iterator[list[dict[str, object]]]:
+def _in_batches(store: PreparedStore, rows: np.ndarray, batch_size: int) -> Iterator[list[Sample]]:
     read = RowReader(store, rows)
     for start in range(0, len(rows), batch_size):
         yield [read(int(row)) for row in rows[start : start + batch_size]]

@@ -186,7 +186,7 @@ def _manifest_rows(cfg: Config) -> tuple[list[Record], list[Record], Counter[str
             skipped[reason] += 1
         if path is None:
             continue
-        shape = [_integer(row.get(c)) for c in ("number_of_frames", "height", "width")]
+        frames, height, width = (_integer(row.get(c)) for c in ("number_of_frames", "height", "width"))
         record = Record(
             person_id=person_id or "unknown",
             device=device or "unknown",
@@ -196,7 +196,7 @@ def _manifest_rows(cfg: Config) -> tuple[list[Record], list[Record], Counter[str
             path=path,
             url="",
             sop_instance_uid=uid,
-            shape=(shape[0], shape[1], shape[2]) if all(shape) else None,  # type: ignore[arg-type]
+            shape=(frames, height, width) if frames and height and width else None,
             split="",
             study_group=None,
             clinical_site=None,

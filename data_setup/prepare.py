@@ -30,7 +30,7 @@ import sys
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
@@ -180,16 +180,16 @@ def state_of(job: Job, written: dict[str, Any] | None) -> str:
 
 def run_jobs(
     jobs: Sequence[Job], workers: int, work: Callable[[Job], Outcome] = prepare_row
-) -> Iterator[Outcome]:
+) -> Generator[Outcome, None, None]:
     """Yield outcomes as they come from `workers` processes (0: one thread of this process).
 
     When a process dies, its pool's jobs run again one by one; a job whose process dies again is a reject.
     Closing the generator ends the processes. Raises StorageError when a row cannot be written.
     """
-    waiting, suspects = list(reversed(jobs)), []
+    waiting, suspects = list(reversed(jobs)), list[Job]()
     while waiting or suspects:
         alone = bool(suspects)
-        todo, lost = (suspects, []) if alone else (waiting, [])
+        todo, lost = suspects if alone else waiting, list[Job]()
         size = 1 if alone else workers
         ahead = 1 if alone else _IN_FLIGHT * size or 1
         with pool_of(size) as pool:

@@ -206,7 +206,9 @@ class JEPAMaskd(Randomizable, MapTransform):
         return sample
 
 
-def training_transforms(cfg: Config) -> tuple[tuple[int, Randomizable], ...]:
+def training_transforms(
+    cfg: Config,
+) -> tuple[tuple[int, RandGeometryd | RandIntensityParamsd | JEPAMaskd], ...]:
     """(stream, transform) in the order in which a training sample passes through them."""
     return (
         (STREAM_GEOMETRY, RandGeometryd(cfg.augment)),

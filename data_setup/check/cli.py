@@ -135,12 +135,10 @@ def _digested(finding: Finding, purpose: str, start: int, end: int, options: Sto
             count, requests = count + len(data), requests + 1
     except storage.StorageError as error:
         return replace(finding, status=UNREAD, message=error.problem)
-    return replace(
-        finding,
-        **{"sample" if purpose == "sample" else "pixel_hash": digest.hexdigest()},
-        fetched=finding.fetched | {purpose: count},
-        requests=finding.requests + requests,
-    )
+    fetched, requests = finding.fetched | {purpose: count}, finding.requests + requests
+    finding = replace(finding, fetched=fetched, requests=requests)
+    value = digest.hexdigest()
+    return replace(finding, sample=value) if purpose == "sample" else replace(finding, pixel_hash=value)
 
 
 def hash_pixels(

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from typing import TypeVar
+
+_K = TypeVar("_K")
 
 OK, NOT_OPENED = "ok", "not_opened"  # NOT_OPENED: of another kind than DICOM, so the header is not read
 
@@ -41,9 +44,9 @@ class Finding:
         return self.size - (self.pixel_start or 0)
 
 
-def grouped(findings: Iterable[Finding], key: Callable[[Finding], object]) -> dict[object, list[Finding]]:
+def grouped(findings: Iterable[Finding], key: Callable[[Finding], _K]) -> dict[_K, list[Finding]]:
     """Key -> the findings that have it."""
-    groups: dict[object, list[Finding]] = {}
+    groups: dict[_K, list[Finding]] = {}
     for finding in findings:
         groups.setdefault(key(finding), []).append(finding)
     return groups

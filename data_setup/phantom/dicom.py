@@ -52,11 +52,11 @@ def build_dataset(spec: FileSpec, shape: tuple[int, int, int]) -> FileDataset:
     moment = f"{day}101112"
     meta = FileMetaDataset()
     meta.MediaStorageSOPClassUID = OphthalmicTomographyImageStorage
-    meta.MediaStorageSOPInstanceUID = spec.sop_instance_uid
+    meta.MediaStorageSOPInstanceUID = UID(spec.sop_instance_uid)
     meta.TransferSyntaxUID = ExplicitVRLittleEndian
-    meta.ImplementationClassUID = make_uid("implementation")
+    meta.ImplementationClassUID = UID(make_uid("implementation"))
     meta.ImplementationVersionName = "OCT_PHANTOM"
-    ds = FileDataset(None, {}, file_meta=meta, preamble=b"\0" * 128)
+    ds = FileDataset(io.BytesIO(), {}, file_meta=meta, preamble=b"\0" * 128)
     onh = not spec.protocol.is_volume
     anatomy = make_code(*(("81016008", "SCT", "Optic nerve head") if onh else ("5665001", "SCT", "Retina")))
     manufacturer, model = MODEL_TEXT[device]
@@ -185,10 +185,8 @@ def add_pixels(ds: FileDataset, voxels: np.ndarray, syntax: str) -> None:
         ds.PixelData = data + b"\0" * (len(data) % 2)
         ds["PixelData"].VR = "OB"
         return
-    extra = {"j2k_cr": [LOSSY_RATIO]} if uid == JPEG2000 else {}
-    ds.compress(
-        uid, np.ascontiguousarray(voxels), encapsulate_ext=False, generate_instance_uid=False, **extra
-    )
+    ratios = [LOSSY_RATIO] if uid == JPEG2000 else None
+    ds.compress(uid, np.ascontiguousarray(voxels), generate_instance_uid=False, j2k_cr=ratios)
     if uid == JPEG2000:
         ds.LossyImageCompression = "01"
         ds.LossyImageCompressionRatio = f"{voxels.size / len(ds.PixelData):.4g}"

@@ -29,6 +29,7 @@ from data_setup.phantom.files import (
     write_file,
 )
 from data_setup.phantom.groups import FileSpec
+from data_setup.phantom.render import Scan3D
 from data_setup.protocols import BY_NAME
 
 FIRST_INDEX = 100  # scan numbers from here on belong to planted files
@@ -194,19 +195,20 @@ def plant_faults(
     planted: list[dict[str, object]] = []
     good = [row for row in rows if row["slice_thickness"] != "Not reported"]
 
-    def plan(protocol: str, **options: object) -> tuple[Participant, FileSpec, object]:
+    def plan(
+        protocol: str, volume_size: str, shape: tuple[int, int, int] | None = None
+    ) -> tuple[Participant, FileSpec, Scan3D]:
         number = len(planted)
         person = people[order[number % len(people)]]
         scan = Scan(BY_NAME[protocol], "RL"[number % 2], 0, FIRST_INDEX + number)
-        volume, spacing = scan_volume(person, scan, seed, **options)
-        syntax = "explicit"
-        return person, make_spec(person, scan, spacing, seed, size, syntax), volume
+        volume, spacing = scan_volume(person, scan, seed, volume_size, shape)
+        return person, make_spec(person, scan, spacing, seed, size, "explicit"), volume
 
     def note(path: str, kind: str, reason: str | None) -> None:
         planted.append({"path": path, "kind": kind, "expected_reason": reason})
 
     for kind, (protocol, syntax, change, reason) in BAD_FILES.items():
-        _, spec, volume = plan(protocol, size="small")
+        _, spec, volume = plan(protocol, "small")
         ds = build_dataset(spec, volume.voxels.shape)
         add_pixels(ds, volume.voxels, syntax)
         path = file_path(spec, naming)
@@ -214,12 +216,12 @@ def plant_faults(
         rows.append(manifest_row(spec, volume.voxels.shape, f"/{path}"))
         note(path, kind, reason)
 
-    _, spec, volume = plan(CUBE, size="small")
+    _, spec, volume = plan(CUBE, "small")
     path = file_path(spec, naming)
     rows.append(manifest_row(spec, volume.voxels.shape, f"/{path}"))
     note(path, "missing_file", "missing_file")
 
-    _, spec, volume = plan(MACULA, size="small")  # named as in the other version, in no manifest
+    _, spec, volume = plan(MACULA, "small")  # named as in the other version, in no manifest
     path = file_path(spec, "v3" if naming == "v2" else "v2")
     write_file(out / path, write_volume(volume.voxels, spec))
     note(path, "orphan", None)
@@ -234,7 +236,7 @@ def plant_faults(
     }
     for kind, (protocol, frames) in odd.items():
         default = geometry(BY_NAME[protocol], size)[0]
-        person, spec, volume = plan(protocol, size=size, shape=(frames or default[0], *default[1:]))
+        person, spec, volume = plan(protocol, size, (frames or default[0], *default[1:]))
         ds = build_dataset(spec, volume.voxels.shape)
         if kind == "empty_image_position":
             for groups in ds.PerFrameFunctionalGroupsSequence:
@@ -252,9 +254,9 @@ def plant_faults(
         note(path, kind, None)
 
     texts = ({"filepath": "dataset{}"}, {"filepath": "/dataset{}"}, {"slice_thickness": "Not reported"})
-    for row, change in zip(good, texts, strict=False):  # texts seen in real manifests
+    for row, odd_text in zip(good, texts, strict=False):  # texts seen in real manifests
         path = str(row["filepath"])
-        row.update({key: text.format(path) for key, text in change.items()})
+        row.update({key: text.format(path) for key, text in odd_text.items()})
         note(path.lstrip("/"), "odd_manifest_text", None)
     if len(good) > 4:
         good[3].update(pixel_spacing="None", reference_filepath="Not reported")

@@ -181,7 +181,7 @@ def manifest_row(spec: FileSpec, shape: tuple[int, int, int], filepath: str) -> 
 def save_npz(path: Path, arrays: dict[str, np.ndarray]) -> None:
     """Write compressed arrays (numpy stamps members 1980-01-01: the bytes depend on the arrays only)."""
     buffer = io.BytesIO()
-    np.savez_compressed(buffer, **arrays)
+    np.savez_compressed(buffer, allow_pickle=True, **arrays)
     path.write_bytes(buffer.getvalue())
 
 

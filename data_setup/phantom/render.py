@@ -161,8 +161,8 @@ def lesion_boxes(
         for cu, cv, lateral, axial, level in lesions:
             squared = ((u - cu) ** 2 + (v - cv) ** 2) / lateral**2
             for frame in np.flatnonzero((squared < 1).any(axis=1)):
-                columns = np.flatnonzero(squared[frame] < 1)
-                columns = slice(max(columns[0] - 1, 0), columns[-1] + 2)
+                inner = np.flatnonzero(squared[frame] < 1)
+                columns = slice(max(inner[0] - 1, 0), inner[-1] + 2)
                 layer = int(level)
                 upper, lower = surfaces[layer, frame, columns], surfaces[layer + 1, frame, columns]
                 inside = 1 - squared[frame, columns]

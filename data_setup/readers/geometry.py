@@ -114,7 +114,7 @@ def check_is_volume(raw: RawGeometry, protocol: Protocol | None, url: str) -> No
         terms = ("LINEAR", "NONLINEAR", "TRANSVERSE")
         actual = f"OphthalmicImageOrientation {', '.join(sorted({known(s, terms) for s in raw.shapes}))}"
         raise OCTReadError(url, RejectReason.NOT_A_VOLUME, parallel, actual)
-    rows = np.array([o[:3] for o in raw.orientations] or [[1.0, 0.0, 0.0]])
+    rows = np.array([o[:3] for o in raw.orientations] or [(1.0, 0.0, 0.0)])
     lines = _reference_lines(raw)
     if lines is None:
         lines = np.array([[0.0, 1.0]])
@@ -138,8 +138,8 @@ def spacing(
     frames disagree, not_a_volume.
     """
     levels = {"shared": raw.shared, "per_frame": _agreed(raw.per_frame, url), "root": raw.root}
-    planes = ((m.axial, m.lateral) for m in levels.values())
-    plane = next((lengths for lengths in planes if None not in lengths), None)
+    planes = ((m.axial, m.lateral) for m in levels.values() if m.axial is not None and m.lateral is not None)
+    plane = next(planes, None)
     if plane is None:
         raise OCTReadError(url, RejectReason.MISSING_SPACING, "PixelSpacing (axial, lateral)", "none")
     axial, lateral = plane

@@ -54,11 +54,11 @@ def read(file: IO[bytes], url: str, sidecar: Sidecar) -> Iterator[Any]:
     if not gzipped and offset + length > size:
         raise OCTReadError(url, RejectReason.TRUNCATED_PIXEL_DATA, f"{offset + length} bytes", size)
     order, flips, flip_d, source = _axes(hdr, sidecar, url)
+    frames, rows, columns = (shape[i] for i in order)
     header = make_header(
         url,
         "NIfTI",
-        # three of them, since order has three
-        tuple(shape[i] for i in order),  # type: ignore[arg-type]
+        (frames, rows, columns),
         dtype,
         _spacing(hdr, order, sidecar, source, url),
         sidecar,
@@ -129,8 +129,8 @@ def _axes(hdr: Any, sidecar: Sidecar, url: str) -> tuple[list[int], list[int], b
     order, signs = orientations[0]
     zooms, norms = hdr.get_zooms()[:3], np.linalg.norm(forms[0], axis=0)
     if not np.allclose(norms, zooms, rtol=_AGREE, atol=0) and sidecar.spacing_mm is None:
-        expected, actual = ([float(f"{length:.6g}") for length in lengths] for lengths in (zooms, norms))
-        raise OCTReadError(url, RejectReason.HEADER_MISMATCH, f"pixdim {expected} as in the affine", actual)
+        pixdim, steps = ([float(f"{length:.6g}") for length in lengths] for lengths in (zooms, norms))
+        raise OCTReadError(url, RejectReason.HEADER_MISMATCH, f"pixdim {pixdim} as in the affine", steps)
     if int(np.argmin(norms)) != order[1]:
         expected = "the smallest spacing along the A-scan; else axes in the YAML"
         actual = f"{norms[order[1]]:g} along anterior-posterior, {norms.min():g} along another axis"

@@ -126,7 +126,8 @@ def read_sidecar(url: str, options: StorageOptions | None) -> Sidecar:
         rule, is_right = _RULES[key]
         if not is_right(value):
             raise OCTReadError(url, RejectReason.BAD_SIDECAR, f"{key}: {rule}", "something else")
-    return Sidecar(**{k: tuple(v) if isinstance(v, list) else v for k, v in values.items()})
+    parts: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
+    return Sidecar(**parts)
 
 
 @contextmanager

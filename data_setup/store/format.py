@@ -87,7 +87,7 @@ def intact(url: str, advice: str = "restore it, or prepare into another data.sto
 
 def checksum(voxels: np.ndarray) -> str:
     """BLAKE2b (16 bytes, hex) of the voxels in C order."""
-    return hashlib.blake2b(np.ascontiguousarray(voxels), digest_size=16).hexdigest()
+    return hashlib.blake2b(np.ascontiguousarray(voxels).data, digest_size=16).hexdigest()
 
 
 def geometry_of(spatial: SpatialConfig) -> dict[str, Any]:

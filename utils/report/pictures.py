@@ -73,7 +73,7 @@ def save_snapshot(path: str | Path, **arrays: object) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f".{path.name}.part")
     with part.open("wb") as file:
-        np.savez_compressed(file, **data)
+        np.savez_compressed(file, allow_pickle=True, **data)
     os.replace(part, path)
 
 
@@ -244,8 +244,8 @@ def _spread(size: int, count: int) -> list[int]:
 def _show(axis: Axes, image: np.ndarray, pixel_mm: tuple[float, ...], title: str | None) -> None:
     """Draw an image [rows, columns(, 3)] in millimetres, so that its proportions are those of the eye."""
     height, width = (n * mm for n, mm in zip(image.shape[:2], pixel_mm, strict=True))
-    limits = {"cmap": "gray", "vmin": 0.0, "vmax": max(float(image.max()), 1e-6)} if image.ndim == 2 else {}
-    axis.imshow(image, extent=(0, width, height, 0), aspect="equal", interpolation="nearest", **limits)
+    extent, white = (0.0, width, height, 0.0), max(float(image.max()), 1e-6)  # matplotlib scales no colours
+    axis.imshow(image, "gray", aspect="equal", interpolation="nearest", vmin=0.0, vmax=white, extent=extent)
     if title:
         axis.set_title(title, fontsize="small")
     axis.tick_params(labelsize="small")

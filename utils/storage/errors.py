@@ -62,7 +62,7 @@ def named_errors(url: str) -> Iterator[None]:
         last = describe(error.__cause__ or error)
         problem = f"gave up after {error.attempts} attempts in {error.seconds:.0f} s, the last: {last}"
         raise StorageError(redact(url), f"{problem}; check the connection and run again") from error
-    except (OSError, ImportError, *client_errors()) as error:
+    except client_errors(OSError, ImportError) as error:
         raise storage_error(url, error) from error
     finally:
         current_url.reset(token)

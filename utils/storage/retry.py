@@ -72,8 +72,8 @@ class GaveUp(Exception):
         self.attempts, self.seconds = attempts, seconds
 
 
-def client_errors() -> tuple[type[BaseException], ...]:
-    """Errors of the cloud clients that are no OSError; a client that was never imported raises none."""
+def client_errors(*others: type[Exception]) -> tuple[type[Exception], ...]:
+    """`others`, and errors of the cloud clients that are no OSError; a client never imported raises none."""
     names = {
         "gcsfs.retry": ("HttpError", "ChecksumError", "NonRetryableError"),
         "google.auth.exceptions": ("GoogleAuthError",),
@@ -81,7 +81,8 @@ def client_errors() -> tuple[type[BaseException], ...]:
         "botocore.exceptions": ("BotoCoreError", "ClientError"),
         "botocore.parsers": ("ResponseParserError",),
     }
-    return tuple(getattr(sys.modules[m], n) for m, ns in names.items() if m in sys.modules for n in ns)
+    known = (getattr(sys.modules[m], n) for m, ns in names.items() if m in sys.modules for n in ns)
+    return (*others, *known)
 
 
 async def with_retries(
@@ -92,7 +93,7 @@ async def with_retries(
     for attempt in itertools.count(1):
         try:
             return await request()
-        except (OSError, IntegrityError, *client_errors()) as error:
+        except client_errors(OSError, IntegrityError) as error:
             if not is_transient(error):
                 raise
             if attempt == policy.attempts:

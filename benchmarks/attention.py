@@ -9,9 +9,12 @@ and the context encoder at [64, 384, 384]. Forward, and forward with backward, s
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from benchmarks.machine import describe, seconds
 from models import attention
@@ -19,6 +22,11 @@ from utils.runtime.open import keep_freed_memory
 
 SHAPES = ((2, 12, 461, 64), (2, 12, 1152, 64), (2, 12, 1152, 32), (1, 12, 3686, 64))
 BLOCKS_MIB = (1, 2, 4, 8, 16)
+Kernel = Callable[..., Tensor]  # of queries, keys and values
+
+
+def forward_and_backward(kernel: Kernel, leaves: Sequence[Tensor], grad: Tensor) -> None:
+    torch.autograd.grad(kernel(*leaves), leaves, grad)
 
 
 def main() -> None:
@@ -37,15 +45,15 @@ def main() -> None:
         made = [torch.randn(batch, tokens, heads, width, dtype=torch.bfloat16) for _ in range(4)]
         q, k, v, grad = (x.transpose(1, 2) for x in made)
         leaves = [x.requires_grad_() for x in (q, k, v)]
-        kernels = {"PyTorch": (F.scaled_dot_product_attention, attention.BLOCK_BYTES)}
+        kernels: dict[str, tuple[Kernel, int]] = {
+            "PyTorch": (F.scaled_dot_product_attention, attention.BLOCK_BYTES)
+        }
         for mib in BLOCKS_MIB:
             kernels[f"blocks of {mib} MiB"] = (attention.blockwise_attention, mib * 2**20)
         for name, (kernel, attention.BLOCK_BYTES) in kernels.items():
             with torch.no_grad():
-                forward = seconds(lambda kernel=kernel, x=leaves: kernel(*x), repeats)
-            both = seconds(
-                lambda kernel=kernel, x=leaves, g=grad: torch.autograd.grad(kernel(*x), x, g), repeats
-            )
+                forward = seconds(partial(kernel, *leaves), repeats)
+            both = seconds(partial(forward_and_backward, kernel, leaves, grad), repeats)
             rates = flops / forward / 1e9, 3 * flops / both / 1e9
             print(
                 f"{shape!s:22}{name:18}{forward * 1e3:11.1f}{rates[0]:9.0f}{both * 1e3:18.1f}{rates[1]:9.0f}",

@@ -6,6 +6,7 @@ import os
 import platform
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from statistics import median
 
 import torch
@@ -32,8 +33,8 @@ def matmul_peak(dtype: torch.dtype, shapes: Sequence[tuple[int, int, int]] = ())
     best = 0.0
     for m, k, n in ((2048, 2048, 2048), *shapes):
         a, b = torch.randn(m, k).to(dtype), torch.randn(n, k).to(dtype)
-        once = min(_times(lambda a=a, b=b: F.linear(a, b), 1))
-        taken = _times(lambda a=a, b=b: F.linear(a, b), max(5, round(0.5 / once)))
+        product = partial(F.linear, a, b)
+        taken = _times(product, max(5, round(0.5 / seconds(product, 1))))
         best = max(best, 2 * m * k * n / median(taken))
     return best
 

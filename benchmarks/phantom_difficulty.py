@@ -65,8 +65,10 @@ def load(root: Path) -> tuple[pd.DataFrame, dict[str, np.ndarray], np.ndarray]:
     """Volumes of a small tree: (person and protocol per volume, features by kind [n,F], label per volume)."""
     people = pd.read_csv(root / "participants.tsv", sep="\t", dtype=str).set_index("person_id")
     rows = pd.read_csv(root / "retinal_oct" / "manifest.tsv", sep="\t", dtype=str)
-    rows["protocol"] = [protocol_of_path(p).name for p in rows.filepath]
-    rows = rows[[protocol_of_path(p).is_volume for p in rows.filepath]].reset_index(drop=True)
+    # one for each row, or pandas refuses the column
+    protocols = [p for p in map(protocol_of_path, rows.filepath) if p is not None]
+    rows["protocol"] = [p.name for p in protocols]
+    rows = rows[[p.is_volume for p in protocols]].reset_index(drop=True)
     rows["site"] = people.clinical_site[rows.person_id].to_numpy()
     truth, mean, voxels = [], [], []
     for row in rows.itertuples():

@@ -79,12 +79,12 @@ def raw_features(
     cfg: Config, store: PreparedStore, rows: np.ndarray, runtime: Runtime
 ) -> tuple[np.ndarray, np.ndarray]:
     """Baselines without an encoder: averaged voxels [n, V], mean A-scan over valid voxels [n, H]."""
-    size = tuple(min(a, b) for a, b in zip(cfg.spatial.image_size, BASELINE_VOXELS, strict=True))
+    d, h, w = (min(a, b) for a, b in zip(cfg.spatial.image_size, BASELINE_VOXELS, strict=True))
     voxels, profiles = [], []
     for batch in map(runtime.to_device, evaluation_batches(cfg, store, rows, cfg.eval.batch_size)):
         view = plain_view(batch)
         inside = voxel_valid(batch["matrix"], batch["valid_box"], cfg.spatial.image_size)
-        voxels.append(F.adaptive_avg_pool3d(view, size).flatten(1).cpu())
+        voxels.append(F.adaptive_avg_pool3d(view, (d, h, w)).flatten(1).cpu())
         count_BH = inside.sum(dim=(1, 3)).clamp(min=1)
         profiles.append((view[:, 0].sum(dim=(1, 3)) / count_BH).cpu())
     return torch.cat(voxels).numpy(), torch.cat(profiles).numpy()

@@ -7,6 +7,8 @@ patch embedding). What a kernel computes again is not counted.
 
 from __future__ import annotations
 
+from torch import nn
+
 from models.predictor import MlpPredictor, Predictor3D
 from models.vit3d import Block, VisionTransformer3D
 from models.vjepa3d import VJEPA3D
@@ -22,7 +24,7 @@ def block_flops(block: Block, tokens: int) -> int:
 def encoder_flops(encoder: VisionTransformer3D, tokens: int, *, backward: bool = False) -> int:
     """One sample through the encoder with so many tokens kept; `backward` adds the backward pass."""
     embedding = 2 * tokens * encoder.patch_embed.proj.weight.numel()
-    blocks = sum(block_flops(block, tokens) for block in encoder.blocks)
+    blocks = sum(block_flops(block, tokens) for block in _blocks(encoder))
     return 2 * embedding + 3 * blocks if backward else embedding + blocks
 
 
@@ -30,7 +32,7 @@ def predictor_flops(predictor: Predictor3D | MlpPredictor, context: int, target:
     """Forward pass of one sample."""
     if isinstance(predictor, MlpPredictor):
         return 2 * target * (predictor.fc1.weight.numel() + predictor.fc2.weight.numel())
-    blocks = sum(block_flops(block, context + target) for block in predictor.predictor_blocks)
+    blocks = sum(block_flops(block, context + target) for block in _blocks(predictor))
     ends = (
         context * predictor.predictor_embed.weight.numel() + target * predictor.predictor_proj.weight.numel()
     )
@@ -71,7 +73,9 @@ def flash_backward_flops(model: VJEPA3D, context: int, target: int) -> int:
 def _trained_blocks(model: VJEPA3D, context: int, target: int) -> list[tuple[Block, int]]:
     """Every block that a gradient passes, with the number of its tokens."""
     seen = model.encoder.num_tokens if model.is_dense else context
-    blocks = [(block, seen) for block in model.encoder.blocks]
-    if not isinstance(model.predictor, MlpPredictor):
-        blocks += [(block, context + target) for block in model.predictor.predictor_blocks]
-    return blocks
+    blocks = [(block, seen) for block in _blocks(model.encoder)]
+    return blocks + [(block, context + target) for block in _blocks(model.predictor)]
+
+
+def _blocks(module: nn.Module) -> list[Block]:
+    return [part for part in module.modules() if isinstance(part, Block)]

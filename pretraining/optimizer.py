@@ -34,7 +34,7 @@ class SelectingAdamW(torch.optim.AdamW):
                 self.state[weight] = {"step": torch.zeros((), device=weight.device), **zeros}
 
     @torch.no_grad()
-    def step(self) -> None:  # type: ignore[override]
+    def step(self) -> None:  # type: ignore[override]  # takes no closure
         """Update, then undo the update where found_inf is 1."""
         is_skipped = self.found_inf > 0
         del self.found_inf  # the class above refuses to see it

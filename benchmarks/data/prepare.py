@@ -37,8 +37,8 @@ def plain_loop(path: Path, cfg: Config) -> np.ndarray:
     measures = ds.SharedFunctionalGroupsSequence[0].PixelMeasuresSequence[0]
     spacing = [float(v) for v in (measures.SliceThickness, *measures.PixelSpacing)]
     affine = torch.diag(torch.tensor([*spacing, 1.0], dtype=torch.float64))
-    image = MetaTensor(torch.from_numpy(ds.pixel_array[None]).float(), affine=affine)
-    image = Spacing(cfg.spatial.target_spacing, mode="bilinear", padding_mode="border", dtype=torch.float32)(
+    image: torch.Tensor = MetaTensor(torch.from_numpy(ds.pixel_array[None]).float(), affine=affine)
+    image = Spacing(cfg.spatial.target_spacing, mode="bilinear", padding_mode="border", dtype=np.float32)(
         image
     )
     image = ResizeWithPadOrCrop(cfg.spatial.image_size)(image)

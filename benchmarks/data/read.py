@@ -6,6 +6,7 @@ import os
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
@@ -33,7 +34,7 @@ CRC_BYTES = 4  # at the end of a chunk, after what Blosc wrote
 
 def rate(work: Callable[[int], object], rows: np.ndarray) -> float:
     """Median seconds of work(row) over the rows."""
-    return median(seconds(lambda row=row: work(int(row))) for row in rows)
+    return median(seconds(partial(work, int(row))) for row in rows)
 
 
 def chunk_path(store: PreparedStore, row: int) -> Path:
@@ -59,7 +60,7 @@ def codec_seconds(store: PreparedStore, rows: np.ndarray) -> float:
     for row in rows:
         data = chunk_path(store, int(row)).read_bytes()[:-CRC_BYTES]
         target = bytearray(int(np.prod(store.image_size)))
-        taken.append(seconds(lambda data=data, target=target: numcodecs.blosc.decompress(data, target)))
+        taken.append(seconds(partial(numcodecs.blosc.decompress, data, target)))
     return median(taken)
 
 
@@ -102,7 +103,7 @@ def read(work: Path, shapes: dict[str, Shape], repeats: int, volumes: int, bucke
         copy.append(copy_seconds(size, volumes))
         for syntax, by_name in files.items():
             dicom[syntax].append(
-                mean(seconds(lambda path=path: decode_and_resample(path, cfg)) for path in by_name.values())
+                mean(seconds(partial(decode_and_resample, path, cfg)) for path in by_name.values())
             )
     store_s, dicom_s = median(warm), median(dicom["jpeg2000"])
     plain_s = median(dicom["uncompressed"])

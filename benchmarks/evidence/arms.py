@@ -143,7 +143,7 @@ def run_dir(root: Path, arm: Arm, seed: int) -> Path:
 
 def overrides(arm: Arm, seed: int, steps: int, root: Path, extra: Iterable[str] = ()) -> list[str]:
     """The arm as changes to CONFIG; `extra` comes last (another geometry, for tests)."""
-    half_life = ()
+    half_life: tuple[str, ...] = ()
     if arm.ema_half_life is not None:
         half_life = (f"method.ema_base={0.5 ** (1 / max(1.0, arm.ema_half_life * steps)):.6f}",)
     places = (

@@ -48,7 +48,9 @@ def calibrate(root: Path, jobs: int, extra: Sequence[str]) -> dict[str, Any]:
         "rounds": ROUNDS - WARM_UP_ROUNDS,
         "extra": list(extra),
     }
-    earlier = json.loads(path.read_text()) if path.exists() else {**conditions, "seconds_per_step": {}}
+    earlier: dict[str, Any] = {**conditions, "seconds_per_step": {}}
+    if path.exists():
+        earlier = json.loads(path.read_text())
     for key, value in conditions.items():
         if earlier.get(key) != value:
             raise UserError(

@@ -50,8 +50,8 @@ def score_one(root: Path, name: str, seed: int, people: Path) -> None:
     truth, store = read_truth(people), PreparedStore.open(str(people / "evaluation_store"))
     reference = arm_config(arm_by_name(REFERENCE), 0, plan.steps[REFERENCE], root, plan.extra)
     if name == BASELINES:
-        for baseline, (pooled, dense) in baseline_features(reference, store, truth).items():
-            scores = score(truth, pooled, dense, reference.grid)
+        for baseline, features in baseline_features(reference, store, truth).items():
+            scores = score(truth, *features, reference.grid)
             save_scores(people / BASELINES / baseline, scores, {"name": baseline})
         return
     arm = arm_by_name(name)

@@ -138,9 +138,9 @@ def layer_occupancy(truth: dict[str, np.ndarray], record: pd.Series, spatial: Sp
     `truth` is a phantom's truth file, `record` the volume's row of the store's index.
     """
     surfaces = truth["surfaces"]  # [L + 1, D, W]: upper edges, in acquired rows, in file order
-    shape = tuple(int(record[f"shape_before_{a}"]) for a in "dhw")
-    spacing = tuple(float(record[f"spacing_before_{a}"]) for a in "dhw")
-    row_h1 = np.arange(shape[1])[:, None]
+    depth, rows, columns = (int(record[f"shape_before_{a}"]) for a in "dhw")
+    frame_mm, row_mm, column_mm = (float(record[f"spacing_before_{a}"]) for a in "dhw")
+    row_h1 = np.arange(rows)[:, None]
     shares = []
     for upper, lower in itertools.pairwise(surfaces):
         # a row covers half a row on both sides of its centre
@@ -151,8 +151,8 @@ def layer_occupancy(truth: dict[str, np.ndarray], record: pd.Series, spatial: Sp
         frames = (np.rint(255 * frame).astype(np.uint8) for frame in inside)
         stored = resample_frames(
             frames,
-            shape,
-            spacing,
+            (depth, rows, columns),
+            (frame_mm, row_mm, column_mm),
             spatial.image_size,
             spatial.target_spacing,
             spatial.resample,

@@ -137,9 +137,13 @@ class Scored:
         """Whether there is a score to report."""
         return bool(self.seeds) and self.seeds[0][0].of(task) is not None
 
+    def by_seed(self, task: str) -> list[float]:
+        """The score of every seed that has one."""
+        return [score for scores, _ in self.seeds if (score := scores.of(task)) is not None]
+
     def point(self, task: str) -> float:
         """Mean over the seeds."""
-        return mean(s.of(task) for s, _ in self.seeds if s.of(task) is not None)
+        return mean(self.by_seed(task))
 
     def draws(self, task: str, draws: Draws) -> np.ndarray:
         """The score [S] of every resample of participants and seeds."""
@@ -242,7 +246,7 @@ def make_row(entry: Scored, scored: dict[str, Scored], draws: Draws, seconds: fl
             task: TaskResult(
                 score=entry.point(task),
                 ci95=interval95(entry.draws(task, draws)),
-                by_seed=[s.of(task) for s, _ in entry.seeds],
+                by_seed=entry.by_seed(task),
                 against_random=against(RANDOM, task),
                 against_reference=against(REFERENCE, task),
                 against_named=against(named, task) if named else None,

@@ -25,6 +25,7 @@ from torch import nn
 from benchmarks.evidence.cohorts import FOLDS, Truth, tokens_of_another_grid
 from data_setup.loader import evaluation_batches
 from data_setup.normalisation import plain_view
+from data_setup.phantom.files import save_npz
 from data_setup.store.reader import PreparedStore
 from finetuning.embed import device_features, raw_features
 from models.probes.features import pool_tokens, rankme
@@ -89,7 +90,8 @@ def score_classes(truth: Truth, features: FoldFeatures) -> tuple[Prediction, lis
     parts = []
     for masks in masks_of_folds(truth.fold):
         x = features(masks[0])
-        parts.append(logistic_probe(*(Fold(x[m], truth.label[m], truth.person[m]) for m in masks)))
+        train, val, test = (Fold(x[m], truth.label[m], truth.person[m]) for m in masks)
+        parts.append(logistic_probe(train, val, test))
     ids = np.concatenate([p.participants for p in parts])
     order = np.argsort(ids)
     labels, scores = (np.concatenate([getattr(p, n) for p in parts])[order] for n in ("labels", "scores"))
@@ -101,7 +103,8 @@ def score_thickness(truth: Truth, features: FoldFeatures) -> tuple[Errors, list[
     parts = []
     for masks in masks_of_folds(truth.fold):
         x, y = features(masks[0]), less_protocol_mean(truth.thickness_um, truth.protocol, masks[0])
-        parts.append(ridge_rows(*(Rows(x[m], y[m], truth.person[m]) for m in masks)))
+        train, val, test = (Rows(x[m], y[m], truth.person[m]) for m in masks)
+        parts.append(ridge_rows(train, val, test))
     return join_errors([p.errors for p in parts]), parts
 
 
@@ -127,7 +130,8 @@ def score_occupancy(
     parts = []
     for masks in masks_of_folds(truth.fold):
         folds = [m[volume] for m in masks]
-        parts.append(ridge_rows(*(Rows(x[m], y[m], truth.person[volume[m]]) for m in folds)))
+        train, val, test = (Rows(x[m], y[m], truth.person[volume[m]]) for m in folds)
+        parts.append(ridge_rows(train, val, test))
     return join_errors([p.errors for p in parts]), parts
 
 
@@ -249,7 +253,7 @@ def save_scores(folder: Path, scores: Scores, facts: dict[str, Any]) -> None:
             arrays |= {f"{task}_participants": errors.participants}
             arrays |= {f"{task}_{n}": getattr(errors, n) for n in ("first", "second", "error")}
     folder.mkdir(parents=True, exist_ok=True)
-    np.savez_compressed(folder / "scores.npz", **arrays)
+    save_npz(folder / "scores.npz", arrays)
     content = facts | {
         "scores": {task: scores.of(task) for task in TASKS},
         "val": scores.val,

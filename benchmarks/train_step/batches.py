@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from data_setup.loader import Batch
+from data_setup.masks import MaskPlan
 from utils.config.schema import Config
 
 
@@ -17,12 +18,11 @@ def synthetic_batch(cfg: Config, seed: int) -> Batch:
     batch, size = cfg.train.global_batch_size, cfg.spatial.image_size
     tokens = math.prod(cfg.grid)
     order = torch.from_numpy(np.stack([rng.permutation(tokens) for _ in range(batch)]))
-    ratio = cfg.method.mask_ratio
-    if ratio is not None:  # methods: all tokens are read
-        context, target = order.sort(dim=1).values, order[:, : round(ratio * tokens)]
+    plan = MaskPlan.from_config(cfg)
+    if plan.families is None:  # methods: all tokens are read
+        context, target = order.sort(dim=1).values, order[:, : plan.num_target]
     else:
-        seen, predicted = (round(r * tokens) for r in (cfg.method.context_ratio, cfg.method.target_ratio))
-        context, target = order[:, :seen], order[:, seen : seen + predicted]
+        context, target, _ = order.tensor_split((plan.num_context, plan.num_context + plan.num_target), dim=1)
     box = torch.tensor([0, size[0], 0, size[1], 0, size[2]]).float()
     return {
         "volume": torch.from_numpy(rng.randint(0, 256, (batch, *size), dtype=np.uint8)),

@@ -23,6 +23,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -198,6 +199,18 @@ def step_memory(recipe: str, imported: int) -> int:
     return memory("VmHWM") - imported - apart
 
 
+def timed_step(
+    clock: EncoderClock,
+    model: VJEPA3D,
+    optimizer: torch.optim.AdamW,
+    batch: Batch,
+    cfg: Config,
+    runtime: Runtime,
+) -> None:
+    train_step(model, optimizer, [batch], cfg, runtime, Update(0, LR, MOMENTUM))
+    clock.close_step()
+
+
 def visible_against_dense(repeats: int) -> dict[str, float]:
     """Row 3: recipe vjepa2 against the dense one of the Methods text, the encoders timed inside the steps."""
     runtime = Runtime(torch.device("cpu"), use_bf16=True)
@@ -216,12 +229,7 @@ def visible_against_dense(repeats: int) -> dict[str, float]:
         flops[recipe] = step_flops(model, context, target)
         encoder[recipe] = encoder_flops(model.encoder, context, backward=True)
         clock = clocks[recipe] = EncoderClock(model)
-
-        def step(model=model, optimizer=optimizer, batch=batch, cfg=cfg, clock=clock) -> None:
-            train_step(model, optimizer, [batch], cfg, runtime, Update(0, LR, MOMENTUM))
-            clock.close_step()
-
-        works[recipe] = step
+        works[recipe] = partial(timed_step, clock, model, optimizer, batch, cfg, runtime)
     taken = alternate(
         works, repeats, warm_up=False
     )  # a turn takes minutes, of which a warm-up would save little
@@ -250,7 +258,7 @@ def visible_against_dense(repeats: int) -> dict[str, float]:
 
 def compiled_against_eager(repeats: int) -> dict[str, float]:
     """`train.compile`: seconds of a step and of the first step, and the largest difference of the losses."""
-    result = {}
+    result: dict[str, float] = {}
     cache = TemporaryDirectory()  # or the first step would find the programs of an earlier call
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = cache.name
     for name in DTYPES:

@@ -30,21 +30,21 @@ class ReferenceVJEPA2(nn.Module):
         d, h, w = encoder.grid
         patch = encoder.patch_embed.patch
         assert (h, patch[1]) == (w, patch[2]), "the reference knows square grids alone"
-        config = VJEPA2Config(
-            patch_size=patch[1],
-            crop_size=h * patch[1],
-            frames_per_clip=d * patch[0],
-            tubelet_size=patch[0],
-            in_chans=1,
-            hidden_size=encoder.width,
-            num_attention_heads=encoder.heads,
-            num_hidden_layers=encoder.depth,
-            pred_hidden_size=predictor.predictor_embed.out_features,
-            pred_num_attention_heads=predictor.heads,
-            pred_num_hidden_layers=len(predictor.predictor_blocks),
-            pred_num_mask_tokens=1,
-            attn_implementation="sdpa",
-        )
+        shape = {
+            "patch_size": patch[1],
+            "crop_size": h * patch[1],
+            "frames_per_clip": d * patch[0],
+            "tubelet_size": patch[0],
+            "in_chans": 1,
+            "hidden_size": encoder.width,
+            "num_attention_heads": encoder.heads,
+            "num_hidden_layers": encoder.depth,
+            "pred_hidden_size": predictor.predictor_embed.out_features,
+            "pred_num_attention_heads": predictor.heads,
+            "pred_num_hidden_layers": len(predictor.predictor_blocks),
+            "pred_num_mask_tokens": 1,
+        }
+        config = VJEPA2Config.from_dict(shape, attn_implementation="sdpa")
         self.encoder = VJEPA2Encoder(config)
         self.predictor = VJEPA2Predictor(config)
         self.encoder.load_state_dict(encoder_weights(encoder))
@@ -85,13 +85,13 @@ class ReferenceVJEPA2(nn.Module):
 
     @torch.no_grad()
     def update_target(self, momentum: float) -> None:
-        pairs = list(self.target_encoder.parameters()), list(self.encoder.parameters())
-        torch._foreach_lerp_(*pairs, 1.0 - momentum)
+        targets, sources = self.target_encoder.parameters(), self.encoder.parameters()
+        torch._foreach_lerp_(list(targets), list(sources), 1.0 - momentum)
 
 
 def encoder_weights(encoder: VisionTransformer3D) -> dict[str, Tensor]:
     """Our encoder's weights under the reference's names."""
-    renamed = {}
+    renamed: dict[str, Tensor] = {}
     for name, value in encoder.state_dict().items():
         for old, new in (
             ("patch_embed.", "embeddings.patch_embeddings."),

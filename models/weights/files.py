@@ -127,7 +127,9 @@ def _research(url: str, raw: dict[str, Any], heads: int | None, predictor_heads:
     return Weights(
         url,
         "research",
-        **parts,
+        encoder=parts["encoder"],
+        target_encoder=parts["target_encoder"],
+        predictor=parts["predictor"],
         size=size,
         predictor_size=predictor_size,
         grid=PUBLIC_GRID,

@@ -59,9 +59,11 @@ def load_vjepa2(
             "dense)"
         )
     if adapt:
-        roles, patch = ("encoder", "target_encoder"), (ADAPTED_PLANES, *weights.patch[1:])
+        patch = (ADAPTED_PLANES, *weights.patch[1:])
         weights = replace(
-            weights, **{role: adapt_patches(weights, role, patch, 1, GRAY)[0] for role in roles}
+            weights,
+            encoder=adapt_patches(weights, "encoder", patch, 1, GRAY)[0],
+            target_encoder=adapt_patches(weights, "target_encoder", patch, 1, GRAY)[0],
         )
     with torch.random.fork_rng(devices=[]):
         encoder, target_encoder = new_encoder(weights), new_encoder(weights)
@@ -88,6 +90,7 @@ def load_encoder(path: str) -> VisionTransformer3D:
 
 def _follow_volumes(encoder: VisionTransformer3D, *others: Predictor3D) -> None:
     """Before each call, set the token grid of the encoder and the others to the volume's."""
+    modules: tuple[VisionTransformer3D | Predictor3D, ...] = (encoder, *others)
 
     def set_grid(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         volume = args[0] if args else kwargs["volume_BCDHW"]
@@ -98,7 +101,7 @@ def _follow_volumes(encoder: VisionTransformer3D, *others: Predictor3D) -> None:
             )
         d, h, w = (size // p for size, p in zip(sizes, patch, strict=True))
         encoder.num_tokens = d * h * w
-        for module in (encoder, *others):
+        for module in modules:
             module.grid = (d, h, w)
 
     encoder.register_forward_pre_hook(set_grid, with_kwargs=True)

@@ -171,8 +171,8 @@ def _share_buffers(module: Any, aliases: list[tuple[int, int]], ir: Any) -> None
     for argument, output in aliases:
         of_arguments[argument]["tf.aliasing_output"] = ir.IntegerAttr.get(number, output)
         of_results[output]["mhlo.sharding"] = of_arguments[argument]["mhlo.sharding"]
-    for name, held in (("arg_attrs", of_arguments), ("res_attrs", of_results)):
-        entry.attributes[name] = ir.ArrayAttr.get([ir.DictAttr.get(h) for h in held])
+    for name, attributes in (("arg_attrs", of_arguments), ("res_attrs", of_results)):
+        entry.attributes[name] = ir.ArrayAttr.get([ir.DictAttr.get(a) for a in attributes])
 
 
 def _attributes(entry: Any, name: str, count: int, ir: Any) -> list[dict[str, Any]]:

@@ -126,7 +126,7 @@ def _id(tensor: Tensor) -> int:
 
 def _state(model: VJEPA3D, optimizer: torch.optim.Optimizer) -> list[tuple[str, Tensor]]:
     """(class, tensor) of everything that an update changes, in a fixed order."""
-    state = [("parameters", weight) for _, weight in model.trained_parameters()]
+    state: list[tuple[str, Tensor]] = [("parameters", weight) for _, weight in model.trained_parameters()]
     state += [("parameters", buffer) for buffer in model.buffers()]
     state += [("target", weight) for weight in model.target_encoder.parameters()]
     for _, weight in model.trained_parameters():

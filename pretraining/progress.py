@@ -80,8 +80,8 @@ class Progress:
         return moves
 
     def check_finite(self, cfg: Config, rows_of_step: Callable[[int], list[int]]) -> None:
-        """Name the updates skipped since the last call; NotFiniteError after max_bad_steps in a row. The first
-        process alone reads its counters and speaks.
+        """Name the updates skipped since the last call; NotFiniteError after max_bad_steps in a row. Only the
+        first process reads its counters and logs.
         """
         recent, worst = self._recent, self._worst_run
         self._recent, self._worst_run = [], self._counter(0)

@@ -360,6 +360,17 @@ def _exit_code(cfg: Config, tally: Tally) -> int:
     return EXIT_USER_ERROR
 
 
+def _exit_code_of_all(cfg: Config, report: Mapping[str, Any]) -> int:
+    """As `_exit_code`, of every shard's rows; EXIT_USER_ERROR also where rows have not been prepared yet."""
+    tally = Tally()
+    tally.num_rows, tally.rejected = report["records"], Counter(report["rejected"])
+    if report["pending"]:
+        problem = f"expected all {report['records']} records prepared, found {report['pending']} pending"
+        print(f"error: {cfg.data.store}: {problem}; run their shards, then --finalise again", file=sys.stderr)
+        return EXIT_USER_ERROR
+    return _exit_code(cfg, tally)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the stage; 0, or EXIT_USER_ERROR when too many files were rejected or some could not be read."""
     cfg, args = parse_cli("data_setup.prepare", __doc__ or "", argv, _add_arguments)
@@ -394,7 +405,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.shard:
         print(f"shard {args.shard} of {cfg.data.store}: {run_line(run)}; after all shards: --finalise")
     else:
-        print(table(finalise(cfg, writer, listing, rows, run, args.audit or not storage.is_remote(root))))
+        report = finalise(cfg, writer, listing, rows, run, args.audit or not storage.is_remote(root))
+        print(table(report))
+        if args.finalise:
+            return _exit_code_of_all(cfg, report)
     return _exit_code(cfg, tally)
 
 

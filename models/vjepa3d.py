@@ -151,7 +151,7 @@ class VJEPA3D(nn.Module):
             prediction_BME = self.predictor(gather_tokens(encoded, target_BM), target_valid_BM).float()
         else:
             prediction_BME = self.predictor(ctx_BKE, context_BK, target_BM).float()
-        loss_BM = TOKEN_LOSSES[self.recipe.loss](prediction_BME, target_BME)
+        loss_BM = TOKEN_LOSSES[self.recipe.loss].distance(prediction_BME, target_BME)
         if self.recipe.loss == "normalised_l2":
             prediction_BME = F.normalize(prediction_BME, dim=-1)
         loss_B = weighted_mean(loss_BM, target_valid_BM)

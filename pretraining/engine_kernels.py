@@ -33,8 +33,9 @@ def choose_kernels(model: VJEPA3D, cfg: Config, runtime: Runtime, is_for_tpu: bo
         raise UserError(
             "train.compile: expected false with PyTorch/XLA, which compiles the whole step, found true"
         )
-    recompute = runtime.checkpoint_function()
-    if cfg.train.activation_checkpointing and recompute is not None:
+    if cfg.train.activation_checkpointing:
+        recompute = runtime.checkpoint_function()
+        assert recompute is not None, "XLA has its own"
         model.checkpoint_activations(recompute)
     if cfg.train.shard_parameters:
         runtime.keep_samples_apart(m for m in model.modules() if isinstance(m, Block | PatchEmbed))
@@ -44,8 +45,9 @@ def choose_kernels(model: VJEPA3D, cfg: Config, runtime: Runtime, is_for_tpu: bo
         from models.kernels import pallas_flash  # needs jax, which only this option does
 
         attention = runtime.flash_attention(pallas_flash)
+        assert attention is not None, "XLA has its own"
         for module in model.modules():
-            if isinstance(module, SelfAttention) and attention is not None:
+            if isinstance(module, SelfAttention):
                 module.attention = attention
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -10,4 +11,4 @@ def evenly_spaced(count: int, limit: int) -> Tensor:
     """int64 indices of at most `limit` of `count` items, first and last among them; all where `limit`
     allows.
     """
-    return torch.linspace(0, count - 1, min(limit, count)).round().long()
+    return torch.from_numpy(np.linspace(0, count - 1, min(limit, count)).round().astype(np.int64))

@@ -29,18 +29,19 @@ def provenance(runtime: Runtime) -> dict[str, Any]:
 
 
 def _git_commit() -> str | None:
-    """The commit of this checkout, with '+changes' when the tree differs; null outside git."""
+    """The commit of this checkout, with '+changes' when the tree differs; null where this is no checkout, as
+    after `pip install .`, even inside another project's.
+    """
     root = Path(__file__).resolve().parents[1]
+
+    def git(*words: str) -> str:
+        command = ["git", "-C", str(root), *words]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
     try:
-        commit = subprocess.run(
-            ["git", "-C", str(root), "rev-parse", "HEAD"], capture_output=True, text=True, check=True
-        ).stdout.strip()
-        changes = subprocess.run(
-            ["git", "-C", str(root), "status", "--porcelain", "-uno"],
-            capture_output=True,
-            text=True,
-            check=True,
-        ).stdout.strip()
+        if Path(git("rev-parse", "--show-toplevel")).resolve() != root:
+            return None
+        commit, changes = git("rev-parse", "HEAD"), git("status", "--porcelain", "-uno")
     except (FileNotFoundError, subprocess.CalledProcessError):
         return None
     return commit + ("+changes" if changes else "")

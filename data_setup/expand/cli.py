@@ -88,7 +88,7 @@ class Expansion:
         size = self.sizes.get(member.name)
         try:
             if size is None:
-                data = read_member(url, member, self.options)
+                data = self._read(url, member)
                 if storage.create(target, data, self.options, self.staging):
                     return WRITTEN
                 size = storage.stat(target, self.options).size  # another run was first
@@ -98,11 +98,22 @@ class Expansion:
                 expected = f"no file, or one of {member.size} bytes with CRC-32 {member.crc:08x}"
                 problem = f"another one of {size} bytes; --overwrite replaces it"
                 return ArchiveFault("other_content", expected, problem)
-            data = read_member(url, member, self.options)
+            data = self._read(url, member)
         except ArchiveFault as error:
             return error
         storage.write_bytes(target, data, self.options, self.staging)
         return WRITTEN
+
+    def _read(self, url: str, member: Member) -> bytes:
+        """The member's bytes. An answer for a part of an object has no checksum, so one flipped bit on the
+        way does not condemn an archive in a bucket: it is read once more.
+        """
+        try:
+            return read_member(url, member, self.options)
+        except ArchiveFault:
+            if not storage.is_remote(url):
+                raise
+            return read_member(url, member, self.options)
 
     def _check_names(self, members: Sequence[Member]) -> None:
         """Raise ArchiveFault when two different files, or a file and a folder, need one place."""

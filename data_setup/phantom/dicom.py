@@ -2,7 +2,7 @@
 
 In: voxels in stored frame order, a `FileSpec`. Out: the bytes of a valid file. Root attributes follow the
 AI-READI format notes: empty ones where the Spectralis converter writes them, the whole original data set
-for Topcon; the functional groups are in phantom_groups.py.
+for Topcon; the functional groups are in groups.py.
 """
 
 from __future__ import annotations

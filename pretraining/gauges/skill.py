@@ -29,18 +29,6 @@ def as_it_is(value: Tensor) -> Tensor:
     return value
 
 
-def nanmedian(values: Tensor, dim: int) -> Tensor:
-    """Median without NaN along a dimension, which is copied to be contiguous: many times faster."""
-    return values.movedim(dim, -1).contiguous().nanmedian(-1).values
-
-
-CENTRES: dict[str, Callable[[Tensor, int], Tensor]] = {
-    "l1": nanmedian,
-    "l2": torch.nanmean,
-    "normalised_l2": torch.nanmean,
-}
-
-
 class SkillGauge:
     """A ring of recent targets at fixed token positions, and the losses of baselines made of them. Padding
     tokens are in no baseline.
@@ -61,7 +49,7 @@ class SkillGauge:
         self.ring_RPE = torch.zeros(capacity, len(chosen), width, device=device)
         self.valid_RP = torch.zeros(capacity, len(chosen), dtype=torch.bool, device=device)
         self.row_R = torch.full((capacity,), -1, dtype=torch.long, device=device)
-        self.distance, self.centre = TOKEN_LOSSES[loss], CENTRES[loss]
+        self.distance, self.centre = TOKEN_LOSSES[loss]
         self.added = 0
         # on the device, since it is another number in every step
         self.next_slot = torch.zeros((), dtype=torch.long, device=device)

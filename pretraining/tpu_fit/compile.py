@@ -133,7 +133,9 @@ def compile_program(program: bytes, aliases: list[tuple[int, int]], topology: To
             client = devices[0].client
             compile_it = client.compile
     except (ImportError, AttributeError, TypeError) as error:
-        raise SystemExit(f"tpu_compile: works with {TESTED}, found {versions}: {error}") from error
+        raise SystemExit(
+            f"pretraining.tpu_fit.compile: works with {TESTED}, found {versions}: {error}"
+        ) from error
     start = time.monotonic()
     try:
         compiled = compile_it(module, executable_devices=device_list, compile_options=options)

@@ -35,7 +35,7 @@ from utils.storage.ranges import RangeFile
 
 TRITON = "retinal_oct/structural_oct/topcon_triton"
 SHAPE = (32, 200, 200)
-# Kinds of phantom_faults.py that the header pass does not see, or not by the name that decoding gives.
+# Kinds of phantom/faults.py that the header pass does not see, or not by the name that decoding gives.
 UNSEEN = {"corrupt_codestream", "truncated_codestream", "wrong_frame_count", "constant_volume"}
 OTHER_NAME = {"wrong_frame_size": "header_mismatch"}
 

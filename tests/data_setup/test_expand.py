@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import io
 import os
 import stat
@@ -19,8 +20,8 @@ import numpy as np
 import pytest
 
 from data_setup.expand import cli as expand
-from data_setup.expand.archive import CHUNK_BYTES, find_archives, key_of
-from tests.support.cloud_proxy import CUT, RESET, UNFRAMED, Proxy, fault_proxy
+from data_setup.expand.archive import CHUNK_BYTES, ArchiveFault, find_archives, key_of, read_members
+from tests.support.cloud_proxy import CORRUPT, CUT, RESET, UNFRAMED, Proxy, fault_proxy
 from tests.support.cloud_servers import BUCKET, gcs_server
 from utils import storage
 from utils.config.schema import StorageOptions
@@ -134,7 +135,7 @@ def test_an_extra_field_longer_than_expected(disk: Disk) -> None:
 
 def test_zip64_and_data_descriptors(disk: Disk) -> None:
     data = io.BytesIO()
-    with zipfile.ZipFile(Unseekable(data), "w", zipfile.ZIP_DEFLATED) as archive:  # type: ignore[arg-type]
+    with zipfile.ZipFile(Unseekable(data), "w", zipfile.ZIP_DEFLATED) as archive:
         for name, content in TREE.items():
             with archive.open(zipfile.ZipInfo(name), "w", force_zip64=True) as member:
                 member.write(content)
@@ -154,7 +155,7 @@ class Unseekable(io.RawIOBase):
     def writable(self) -> bool:
         return True
 
-    def write(self, data: bytes) -> int:  # type: ignore[override]
+    def write(self, data: bytes) -> int:
         return self.file.write(data)
 
 
@@ -314,7 +315,7 @@ def listed_by_both() -> Callable[..., dict[str, int]]:
     listed, find_sizes = Barrier(2), storage.find_sizes
 
     def find(*arguments: object) -> dict[str, int]:
-        sizes = find_sizes(*arguments)  # type: ignore[arg-type]
+        sizes = find_sizes(*arguments)
         listed.wait(30)
         return sizes
 
@@ -577,3 +578,17 @@ def test_uploads_that_fail_leave_nothing_and_the_next_run_goes_on(bucket: Cloud)
     assert bucket.tree() == TREE
     uploads = [t for m, t in bucket.proxy.requests if m == "POST" and ".expand" not in t]
     assert len([t for t in uploads if "b.dcm" not in t]) == len(TREE) - there - 1
+
+
+def test_an_answer_with_a_flipped_bit_does_not_condemn_the_archive(bucket: Cloud) -> None:
+    """A part of an object comes without a checksum; the archive's own tells, and the member is read again."""
+    bucket.put("a.zip", make_zip({"x": NOISE}, zipfile.ZIP_STORED))
+    url = f"{bucket.src}/a.zip"
+    (member,) = read_members(url, bucket.options)
+    expansion = expand.Expansion(argparse.Namespace(dst=bucket.dst), bucket.options, None)
+    faults = iter([CORRUPT])
+    bucket.proxy.schedule = lambda method, target: next(faults, None)
+    assert expansion._read(url, member) == NOISE
+    bucket.proxy.schedule = lambda method, target: CORRUPT
+    with pytest.raises(ArchiveFault, match="damaged_header"):
+        expansion._read(url, member)

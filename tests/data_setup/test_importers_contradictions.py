@@ -122,7 +122,7 @@ def test_a_page_turned_among_others_is_a_reject(tmp_path: Path) -> None:
 
 
 def heidelberg(root: Path, lines: list[tuple[float, ...]]) -> Path:
-    return write_heidelberg(root / "eye.xml", speckle(len(lines)), SPACING, lines=lines)  # type: ignore
+    return write_heidelberg(root / "eye.xml", speckle(len(lines)), SPACING, lines=lines)
 
 
 def swap(line: tuple[float, ...]) -> tuple[float, ...]:

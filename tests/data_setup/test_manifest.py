@@ -476,7 +476,7 @@ def test_pretraining_split_depends_on_the_seed_and_on_nothing_else() -> None:
     assert pretraining_split(shuffled, 0.1, seed=0) == split
     rows = pd.DataFrame([vars(r) for r in shuffled]).itertuples()  # the store's index has the same columns
     assert pretraining_split(rows, 0.1, seed=0) == split
-    gaps = [r if r.study_group else replace(r, study_group=float("nan")) for r in records]  # type: ignore[arg-type]
+    gaps = [r if r.study_group else replace(r, study_group=float("nan")) for r in records]
     assert pretraining_split(gaps, 0.1, seed=0) == split
     assert pretraining_split(records, 0.1, seed=1) != split
 

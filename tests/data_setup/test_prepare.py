@@ -268,7 +268,8 @@ def test_shards_and_finalise_make_the_same_store(
     assert all(int(p.stem) % 2 == 1 for p in (store / "rows").iterdir())
     with pytest.raises(UserError, match=r"expected a finalised store, found no index\.parquet; .*--finalise"):
         PreparedStore.open(str(store))
-    assert main(arguments(tree, store, "--finalise")) == 0
+    assert main(arguments(tree, store, "--finalise")) == 2, "training must not begin on half of a store"
+    assert re.search(r"expected all \d+ records prepared, found \d+ pending", capsys.readouterr().err)
     pending = PreparedStore.open(str(store)).index.status == "pending"
     assert pending.to_list() == [row % 2 == 0 for row in range(len(pending))]
     assert main(arguments(tree, store, "--shard", "0/2")) == 0
@@ -302,7 +303,7 @@ def test_a_shard_whose_manifest_differs_is_refused_until_finalise_takes_it_up(
     with pytest.raises(UserError, match=r"records\.jsonl: expected the records of this .*--finalise"):
         main(arguments(own_tree, store, "--shard", "1/2"))
     assert contents(store) == before
-    assert main(arguments(own_tree, store, "--finalise")) == 0
+    assert main(arguments(own_tree, store, "--finalise")) == 2, "rows are pending"
     for shard in ("0/2", "1/2"):
         assert main(arguments(own_tree, store, "--shard", shard)) == 0
     assert main(arguments(own_tree, store, "--finalise")) == 0

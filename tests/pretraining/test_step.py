@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from models.losses import TOKEN_LOSSES, Statistics, VicReg
+from models.losses import TOKEN_LOSSES, Statistics, TokenLoss, VicReg
 from models.vjepa3d import VJEPA3D
 from pretraining import step as step_module
+from pretraining.gauges.skill import SkillGauge
 from pretraining.step import Update, build_optimizer, predict, train_step, trial_step
 from tests.support.model_factory import nano_model, small_config, uint8_batch
 from utils.config import recipes
@@ -197,11 +198,12 @@ def test_a_new_recipe_is_a_row_and_a_loss(monkeypatch: pytest.MonkeyPatch) -> No
     def huber(prediction: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         return torch.nn.functional.huber_loss(prediction, target, reduction="none").mean(-1)
 
-    monkeypatch.setitem(TOKEN_LOSSES, "huber", huber)
-    row = replace(recipes.RECIPES["vjepa2"], loss="huber", target_norm="unit", lr="cosine")  # type: ignore[arg-type]
+    monkeypatch.setitem(TOKEN_LOSSES, "huber", TokenLoss(huber))
+    row = replace(recipes.RECIPES["vjepa2"], loss="huber", target_norm="unit", lr="cosine")
     monkeypatch.setitem(recipes.RECIPES, "new", row)
-    cfg = small_config("vjepa2", "method.recipe=new")
+    cfg = small_config("new")
     model = nano_model(cfg).train()
+    assert SkillGauge.of_model(model, CPU.device).distance is huber  # the gauges of a real run know it too
     optimizer, batch = build_optimizer(model, cfg), uint8_batch(cfg, 16)
     losses = [
         float(train_step(model, optimizer, [batch], cfg, CPU, Update(s, 2e-3, 0.99)).loss) for s in range(20)

@@ -95,7 +95,7 @@ def write_opt(
     **options: object,
 ) -> str:
     """Write an OPT file and return its path; `edit` changes the dataset before it is written."""
-    ds = opt_dataset(voxels, **options)  # type: ignore[arg-type]
+    ds = opt_dataset(voxels, **options)
     if UID(syntax).is_compressed:
         ds.compress(syntax, generate_instance_uid=False)
     elif syntax == ImplicitVRLittleEndian:
@@ -105,7 +105,7 @@ def write_opt(
     path = folder / name
     folder.mkdir(parents=True, exist_ok=True)
     encoding = {"implicit_vr": syntax == ImplicitVRLittleEndian, "little_endian": True}
-    ds.save_as(path, enforce_file_format=False, **encoding)  # type: ignore[arg-type]
+    ds.save_as(path, enforce_file_format=False, **encoding)
     return str(path)
 
 

@@ -463,8 +463,8 @@ def _watch(cases: Sequence[int], folder: Path) -> list[Result]:
             lines: queue.Queue[bytes] = queue.Queue()
             reader = threading.Thread(target=_pump, args=(process.stdout, lines))
             reader.start()
-            process.stdin.write(json.dumps(list(remaining)).encode())  # type: ignore[union-attr]
-            process.stdin.close()  # type: ignore[union-attr]
+            process.stdin.write(json.dumps(list(remaining)).encode())
+            process.stdin.close()
             assert lines.get(timeout=_START_S), "the reading process failed at the sound files"
             for case in remaining:
                 try:

@@ -11,6 +11,7 @@ from data_setup.valid_field import token_valid
 from models import vit3d
 from models.vjepa3d import VJEPA3D
 from utils.config.load import load_config
+from utils.config.recipes import RECIPES
 from utils.config.schema import Config
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -33,11 +34,13 @@ def small_config(recipe: str = "vjepa2", *overrides: str) -> Config:
     base += ["train.global_batch_size=16", "train.per_core_batch_size=16", "train.max_steps=200"]
     base += ["optim.base_lr=5e-4", "optim.warmup_ratio=0.1", "optim.cooldown_ratio=0.3"]
     base += ["optim.min_lr_ratio=0.01", "method.regulariser=vicreg", "method.regulariser_weight=0.05"]
+    if recipe in RECIPES:
+        base += [f"method.recipe={recipe}"]
     if recipe == "methods":
-        base += ["method.recipe=methods", "method.mask_ratio=0.5", "method.ema_base=0.9"]
+        base += ["method.mask_ratio=0.5", "method.ema_base=0.9"]
         base += ["method.regulariser=none", "method.regulariser_weight=0"]
     if recipe == "mae":
-        base += ["method.recipe=mae", "method.mae_target=normalised"]
+        base += ["method.mae_target=normalised"]
         base += ["method.regulariser=none", "method.regulariser_weight=0"]
     base += VARIANTS.get(recipe, ())
     return load_config(ROOT / "configs" / "smoke_test.yaml", [*base, *overrides])

@@ -73,7 +73,7 @@ def hang() -> None:
             time.sleep(3600)
         return real_read(store, row)
 
-    PreparedStore.read = read  # type: ignore[method-assign]  # the fault is this method
+    PreparedStore.read = read  # the fault is this method
 
 
 if __name__ == "__mp_main__" and "hang_row" in PLANTED:

@@ -13,7 +13,7 @@ from typing import Literal, get_args, get_origin, get_type_hints
 import pytest
 
 from utils.cli import parse_cli
-from utils.config.load import accumulation_steps, changed_keys, load_config, to_yaml
+from utils.config.load import accumulation_steps, changed_keys, config_of_yaml, load_config, to_yaml
 from utils.config.recipes import RECIPES, Recipe, markdown, recipe_of
 from utils.config.schema import Config, MaskFamily, TrainConfig, keys_with, leaves
 from utils.errors import ConfigError
@@ -196,7 +196,7 @@ def test_interpolation_follows_overrides() -> None:
 
 def test_a_configuration_is_frozen() -> None:
     with pytest.raises(AttributeError):
-        load_config(SMOKE).seed = 1  # type: ignore[misc]
+        load_config(SMOKE).seed = 1
 
 
 def test_checkpoint_flag_is_sugar_for_the_key() -> None:
@@ -405,3 +405,9 @@ def test_marks_stand_beside_the_keys() -> None:
     assert len(keys_with("may_change")) == 29
     assert {"train.max_steps", "data.workers", "wandb.mode"} <= set(keys_with("may_change"))
     assert not {"seed", "optim.base_lr", "train.global_batch_size"} & set(keys_with("may_change"))
+
+
+def test_a_checkpoint_of_an_unknown_recipe_is_one_line() -> None:
+    text = to_yaml(load_config(SMOKE)).replace("recipe: vjepa2", "recipe: of_tomorrow")
+    with pytest.raises(ConfigError, match=r"a\.pt: method\.recipe: expected one of .*, found of_tomorrow"):
+        config_of_yaml(text, "a.pt")

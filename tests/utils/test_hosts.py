@@ -106,7 +106,7 @@ def test_weights_that_a_failed_trial_lost_come_back(monkeypatch: pytest.MonkeyPa
     tried = []
 
     def trial(*arguments: object) -> None:
-        tried.append(arguments[3].train.per_core_batch_size)  # type: ignore[attr-defined]
+        tried.append(arguments[3].train.per_core_batch_size)
         if len(tried) == 1:
             with torch.no_grad():
                 next(model.parameters()).fill_(float("nan"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import platform
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -46,3 +47,18 @@ def test_only_one_process_may_be_asked_to_share_its_weights_out() -> None:
     two.group.size = 2
     with pytest.raises(UserError, match=r"train.shard_parameters: .* found 2 processes"):
         two.shard_parameters([weight])
+
+
+def test_the_commit_is_this_projects_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After `pip install .` the files may lie inside the checkout of something else."""
+    from utils import provenance
+
+    installed = tmp_path / "venv" / "site-packages" / "utils" / "provenance.py"
+    installed.parent.mkdir(parents=True)
+    for words in (("init", "-q"), ("commit", "-q", "--allow-empty", "-m", "Another project")):
+        author = ("-c", "user.name=a", "-c", "user.email=a@b")
+        subprocess.run(["git", "-C", str(tmp_path), *author, *words], check=True)
+    monkeypatch.setattr(provenance, "__file__", str(installed))
+    assert provenance._git_commit() is None
+    monkeypatch.setattr(provenance, "__file__", str(tmp_path / "utils" / "provenance.py"))
+    assert len(provenance._git_commit() or "") == 40

@@ -202,7 +202,6 @@ def test_expand_killed_at_drawn_moments_ends_with_the_same_tree(tmp_path: Path, 
 
     def check_finished() -> None:
         assert tree_bytes(target) == tree_bytes(whole)
-        assert not list(target.rglob("shard*.lock*"))  # a hidden one was never whole, so it locks nothing
 
     victim = Victim(
         "data_setup.expand",

@@ -22,7 +22,7 @@ from omegaconf.errors import (
     OmegaConfBaseException,
 )
 
-from utils.config.rules import check_rules
+from utils.config.rules import check_recipe, check_rules
 from utils.config.schema import Config, TrainConfig, leaves
 from utils.errors import ConfigError
 
@@ -63,6 +63,7 @@ def config_of_yaml(text: str, where: str) -> Config:
     except (OmegaConfBaseException, yaml.YAMLError) as error:
         raise ConfigError(f"{where}: {_one_line(error)}") from error
     assert isinstance(cfg, Config)
+    check_recipe(cfg.method, where)
     return cfg
 
 

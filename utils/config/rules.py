@@ -17,10 +17,11 @@ BLOCK_KEYS = ("context_ratio", "target_ratio", "mask_blocks")
 
 def check_rules(cfg: Config, where: str) -> None:
     """Raise ConfigError for the first value out of bounds, or the first broken rule that joins keys."""
+    check_recipe(cfg.method, where)
     try:
         _check_bounds(cfg)
         _check_sections(cfg)
-        _check_recipe(cfg.method)
+        _check_method(cfg.method)
         _check_masks(cfg.method, recipe_of(cfg.method))
         _check_parts(cfg.method, recipe_of(cfg.method))
     except ConfigError as error:
@@ -72,11 +73,15 @@ def _check_sections(cfg: Config) -> None:
     _require(has_end, "train.epochs", "epochs or max_steps", None)
 
 
-def _check_recipe(method: MethodConfig) -> None:
+def check_recipe(method: MethodConfig, where: str) -> None:
+    """Raise ConfigError where the table has no such recipe."""
     near = difflib.get_close_matches(method.recipe, RECIPES, n=1)
     hint = f" (did you mean {near[0]}?)" if near else ""
     known = method.recipe in RECIPES
-    _require(known, "method.recipe", f"one of {', '.join(RECIPES)}", f"{method.recipe}{hint}")
+    _require(known, f"{where}: method.recipe", f"one of {', '.join(RECIPES)}", f"{method.recipe}{hint}")
+
+
+def _check_method(method: MethodConfig) -> None:
     _require(
         (method.regulariser_weight > 0) == (method.regulariser != "none"),
         "method.regulariser_weight",

@@ -26,11 +26,7 @@ from utils.errors import UserError
 from utils.runtime.processes import ALONE, Group
 
 log = logging.getLogger(__name__)
-M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX = -1, -2, -4  # malloc.h of glibc
-# Beyond what the loader of another process may take: the first process alone waits for a bucket, fits probes.
-PEER_PATIENCE_S = 600.0
 OUT_OF_MEMORY_TEXTS = ("not enough memory", "can't allocate memory", "out of memory", "RESOURCE_EXHAUSTED")
-PACKAGES = ("torch", "monai", "zarr", "pydicom", "omegaconf", "numpy", "scikit-learn", "wandb")
 
 
 @dataclass

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from pretraining.run import Run
 from utils import storage
 from utils.checkpoint import CheckpointError, CheckpointWriter, list_steps, load_newest, to_host
 from utils.config.load import changed_keys, config_of_yaml, load_config, to_yaml
-from utils.config.schema import Config
+from utils.config.schema import Config, keys_with
 from utils.errors import UserError
 from utils.provenance import provenance
 from utils.runtime.single import Runtime
@@ -38,7 +38,7 @@ def check_run_dir(cfg: Config) -> None:
         refuse_changes(load_config(path), cfg, str(path))
 
 
-def refuse_changes(old: Config, new: Config, where: str, moved: tuple[str, ...] = ()) -> None:
+def refuse_changes(old: Config, new: Config, where: str, moved: Sequence[str] = ()) -> None:
     """Raise UserError for the first key that a resumed run may not change; `moved` keys may."""
     changes = [change for change in changed_keys(old, new) if change[0] not in moved]
     if changes:
@@ -160,7 +160,7 @@ def _load(run: Run, gauges: Gauges) -> Mapping[str, Any]:
     if state is not None:
         where = str(cfg.train.ckpt_dir)
         began_as = config_of_yaml(state["config"], where)
-        refuse_changes(began_as, cfg, where, moved=("run.dir", "train.ckpt_dir"))
+        refuse_changes(began_as, cfg, where, moved=keys_with("is_place"))
         if state["rows_sha256"] != rows_checksum(run.rows, store):
             raise UserError(
                 f"{where}: expected the training volumes of {cfg.data.store} as the run began, "

@@ -27,7 +27,7 @@ def export_encoder(
     weights: Weights, out: str, which: Literal["target", "context"], layout: Literal["ours", "hf"]
 ) -> list[str]:
     """Write the folder; returns lines to print. Raises UserError if the layout cannot hold the encoder."""
-    cfg = weights.config
+    cfg = weights.cfg
     if cfg is None:
         raise UserError(f"{weights.where}: expected a checkpoint of ours to export, found {weights.layout}")
     if storage.exists(out) and storage.list_names(out):

@@ -233,7 +233,7 @@ def _hugging_face(url: str, config: dict[str, Any], tensors: dict[str, Tensor]) 
 
 
 def _own(url: str, state: dict[str, Any]) -> Weights:
-    config = config_of_yaml(state["config"], url)
+    cfg = config_of_yaml(state["config"], url)
     parts: dict[str, dict[str, Tensor]] = {role: {} for role in ROLES}
     for name, tensor in state["model"].items():
         role, _, rest = name.partition(".")
@@ -243,7 +243,7 @@ def _own(url: str, state: dict[str, Any]) -> Weights:
     predictor = parts["predictor"]
     is_transformer = "predictor_embed.weight" in predictor
     facts = {
-        "recipe_name": recipe_name(config.method),
+        "recipe_name": recipe_name(cfg.method),
         "step": state["step"],
         "normalisation": state["normalisation"],
         "participants": state["participants"],
@@ -256,12 +256,12 @@ def _own(url: str, state: dict[str, Any]) -> Weights:
         url,
         "checkpoint",
         **parts,
-        size=encoder_size(url, parts["encoder"], SIZES[config.model.size].heads),
+        size=encoder_size(url, parts["encoder"], SIZES[cfg.model.size].heads),
         predictor_size=predictor_shape(url, predictor, None) if is_transformer else None,
-        grid=config.grid,
-        rope=config.model.rope,
-        recipe=config.method.recipe,
-        config=config,
+        grid=cfg.grid,
+        rope=cfg.model.rope,
+        recipe=cfg.method.recipe,
+        cfg=cfg,
         facts=facts,
         left_out=dict.fromkeys(sorted(set(state) & {"optimizer", "gauge"}), "training state"),
     )

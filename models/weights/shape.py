@@ -41,7 +41,7 @@ class Weights:
     grid: tuple[int, int, int]
     rope: RopeForm = "tiled"
     recipe: str = "vjepa2"
-    config: Config | None = None  # of ours
+    cfg: Config | None = None  # of ours
     facts: dict[str, Any] = field(default_factory=dict)  # of ours: step, participants, normalisation ...
     left_out: dict[str, str] = field(default_factory=dict)  # the file's name: why
 

@@ -325,7 +325,7 @@ def keys_read(source: str) -> set[str]:
 
 
 def test_every_number_has_bounds() -> None:
-    by_rule = {"spatial.image_size", "spatial.patch_size", "augment.scale_range", "method.predictor_width"}
+    by_rule = {"spatial.image_size", "spatial.patch_size", "augment.scale_range"}
     by_rule |= {"method.mask_blocks.scale", "method.mask_blocks.aspect"}
     numbers = {"seed"}
     for path, cls in SECTIONS.values():
@@ -402,6 +402,7 @@ def test_marks_stand_beside_the_keys() -> None:
         *("spatial.target_spacing", "spatial.image_size", "spatial.patch_size", "spatial.resample"),
         *("model.size", "model.rope", "method.recipe", "method.context"),
     ]
+    assert keys_with("is_place") == ["train.ckpt_dir", "run.dir"]
     assert len(keys_with("may_change")) == 29
     assert {"train.max_steps", "data.workers", "wandb.mode"} <= set(keys_with("may_change"))
     assert not {"seed", "optim.base_lr", "train.global_batch_size"} & set(keys_with("may_change"))

@@ -88,9 +88,6 @@ def _check_method(method: MethodConfig) -> None:
         "above 0 exactly when method.regulariser is not none",
         f"{method.regulariser_weight} with {method.regulariser}",
     )
-    width = method.predictor_width
-    is_whole = width >= 32 and width % 32 == 0
-    _require(is_whole, "method.predictor_width", "a multiple of 32, the width of an attention head", width)
 
 
 def _check_masks(method: MethodConfig, recipe: Recipe) -> None:

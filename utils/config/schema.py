@@ -1,8 +1,9 @@
 """The schema of a configuration: one frozen dataclass per section.
 
-Lengths are mm, sizes voxels, and every triple is in (D, H, W) order: B-scan, axial, A-scan. A field without
-a default must be in the file. What else is known of a key stands beside it: its bound, whether a resumed run
-may change it (`may_change`), and whether weights and features of a checkpoint rest on it (`identity`).
+Lengths are mm, sizes voxels, and every triple is in (D, H, W) order: B-scan, axial, A-scan. A field without a
+default must be in the file. What else is known of a key stands beside it: its bound, whether a resumed run
+may change it (`may_change`), whether weights and features of a checkpoint rest on it (`identity`), and
+whether it names a place to which a run may have been moved (`is_place`).
 """
 
 from __future__ import annotations
@@ -27,12 +28,25 @@ AT_LEAST_0 = Bound("0 or more", lambda value: value >= 0)
 ABOVE_0 = Bound("a number above 0", lambda value: value > 0)
 SHARE = Bound("a number in [0, 1]", lambda value: 0 <= value <= 1)
 BELOW_1 = Bound("a number in [0, 1)", lambda value: 0 <= value < 1)
+WHOLE_HEADS = Bound(
+    "a multiple of 32, the width of an attention head", lambda value: value >= 32 and value % 32 == 0
+)
 INNER_SHARE = Bound("a number in (0, 1)", lambda value: 0 < value < 1)
 
 
-def key(default: Any, bound: Bound | None = None, *, may_change: bool = False, identity: bool = False) -> Any:
+def key(
+    default: Any,
+    bound: Bound | None = None,
+    *,
+    may_change: bool = False,
+    identity: bool = False,
+    is_place: bool = False,
+) -> Any:
     """A field with what else is known of it; null passes its bound where the type allows null."""
-    return field(default=default, metadata={"bound": bound, "may_change": may_change, "identity": identity})
+    return field(
+        default=default,
+        metadata={"bound": bound, "may_change": may_change, "identity": identity, "is_place": is_place},
+    )
 
 
 @dataclass(frozen=True)
@@ -127,7 +141,7 @@ class MethodConfig:
     predictor: Literal["mlp"] | None = None  # per target token, of a dense context; batch norm as in methods
     loss: Literal["l2", "normalised_l2"] | None = None  # scale regulariser_weight with its gradient
     predictor_depth: int = key(6, AT_LEAST_1)
-    predictor_width: int = 384
+    predictor_width: int = key(384, WHOLE_HEADS)
     # null (vjepa2, mae): a half-life of 5 % of the run, at most 0.9995
     ema_base: float | None = key(None, SHARE)
     regulariser: Literal["none", "vicreg", "sigreg"] = "none"
@@ -165,7 +179,7 @@ class TrainConfig:
     compile: bool = key(False, may_change=True)
     # true: each device holds its part of weights, target and moments (PyTorch/XLA alone); same numbers
     shard_parameters: bool = key(False, may_change=True)
-    ckpt_dir: str | None = "${run.dir}/checkpoints"  # null: no checkpoints
+    ckpt_dir: str | None = key("${run.dir}/checkpoints", is_place=True)  # null: no checkpoints
     ckpt_every_epochs: int = key(5, AT_LEAST_1, may_change=True)
     ckpt_every_steps: int | None = key(None, AT_LEAST_1, may_change=True)  # null: only by epochs
     keep_last: int = key(2, AT_LEAST_1, may_change=True)
@@ -177,7 +191,7 @@ class TrainConfig:
 
 @dataclass(frozen=True)
 class RunConfig:
-    dir: str = "runs/${experiment_name}"
+    dir: str = key("runs/${experiment_name}", is_place=True)
     # true: a trace of the 6th to 8th step after each start, in run.dir/profile
     profile: bool = key(False, may_change=True)
 
@@ -247,6 +261,6 @@ def leaves(section: Any, prefix: str = "") -> Iterator[tuple[str, Field[Any], An
             yield f"{prefix}{part.name}", part, value
 
 
-def keys_with(mark: Literal["may_change", "identity"]) -> list[str]:
+def keys_with(mark: Literal["may_change", "identity", "is_place"]) -> list[str]:
     """The keys that bear a mark."""
     return [name for name, part, _ in leaves(Config()) if part.metadata.get(mark)]

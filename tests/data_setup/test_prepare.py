@@ -310,6 +310,19 @@ def test_a_shard_whose_manifest_differs_is_refused_until_finalise_takes_it_up(
     assert set(PreparedStore.open(str(store)).index.status) == {"kept"}
 
 
+def test_finalise_holds_the_reject_limit_over_all_shards(own_tree: Path, tmp_path: Path) -> None:
+    """A shard checks its own rows alone."""
+    store = tmp_path / "store"
+    next(own_tree.rglob("*.dcm")).write_bytes(b"junk")
+    for shard in ("0/2", "1/2"):
+        assert main(arguments(own_tree, store, "--shard", shard, "data.max_reject_fraction=0.9")) == 0
+    assert main(arguments(own_tree, store, "--finalise", "data.max_reject_fraction=0.9")) == 0
+    with pytest.raises(
+        UserError, match=r"expected at most 0% of \d+ records rejected .*, found 1: not_dicom 1"
+    ):
+        main(arguments(own_tree, store, "--finalise", "data.max_reject_fraction=0"))
+
+
 def test_an_audit_belongs_to_the_run_that_writes_the_report(tree: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="--audit: expected with --finalise or alone, found --shard"):
         main(arguments(tree, tmp_path / "store", "--audit", "--shard", "0/2"))

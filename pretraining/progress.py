@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pretraining.schedules import INIT_WEIGHT_LIMIT
+from pretraining.schedules import INIT_WEIGHT_LIMIT, Schedule
 from utils.config.schema import Config
 from utils.runtime.single import Runtime
 
@@ -36,8 +36,8 @@ class NotFiniteError(RuntimeError):
 class Progress:
     """Counters of a run on one process; all processes count the same."""
 
-    def __init__(self, runtime: Runtime, state: Mapping[str, Any] = NEW_RUN) -> None:
-        self.runtime = runtime
+    def __init__(self, runtime: Runtime, schedule: Schedule, state: Mapping[str, Any] = NEW_RUN) -> None:
+        self.runtime, self.schedule = runtime, schedule
         self.step: int = state["step"]  # updates made
         self.best: dict[str, float] = dict(state["best"])  # name of a best checkpoint -> its score
         self.inherited: list[str] = list(state["inherited"])
@@ -128,4 +128,5 @@ class Progress:
             "init_weight": self.init_weight,
             "best": dict(self.best),
             "inherited": list(self.inherited),
+            "schedule": self.schedule.state_dict(),
         }

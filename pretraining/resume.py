@@ -20,6 +20,7 @@ from pretraining.gauges.monitor import Gauges
 from pretraining.progress import NEW_RUN, Progress
 from pretraining.rows import Rows
 from pretraining.run import Run
+from pretraining.schedules import Schedule, total_steps
 from utils import storage
 from utils.checkpoint import CheckpointError, CheckpointWriter, list_steps, load_newest, to_host
 from utils.config.load import changed_keys, config_of_yaml, load_config, to_yaml
@@ -149,7 +150,10 @@ def restore(run: Run, gauges: Gauges) -> Progress:
             run.model.load_state_dict(of_model)
             run.optimizer.load_state_dict(of_optimizer)
             gauges.load_state_dict(of_gauges)
-    return Progress(run.runtime, state)
+    schedule = Schedule(run.cfg, run.total_steps)
+    if "schedule" in state:
+        schedule = Schedule.of_state(run.cfg, state["schedule"])
+    return Progress(run.runtime, schedule.resumed(state["step"], run.total_steps), state)
 
 
 def _load(run: Run, gauges: Gauges) -> Mapping[str, Any]:
@@ -171,7 +175,9 @@ def _load(run: Run, gauges: Gauges) -> Mapping[str, Any]:
         run.optimizer.load_state_dict(state["optimizer"])
         gauges.load_state_dict(state["gauge"])
         log.info("resuming from step %d of %s", state["step"], where)
-        return state["progress"]
+        # a checkpoint of before 0.2 has no schedule of its own: its run had the length of its configuration
+        began = Schedule(cfg, total_steps(began_as, len(run.rows.train)))
+        return {"schedule": began.state_dict(), **state["progress"]}
     if cfg.method.init_from is not None:
         start = start_from(run.model, cfg, store.attrs["normalisation"])
         return {**NEW_RUN, "inherited": start.participants, "init_weight": start.init_weight}

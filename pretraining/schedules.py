@@ -1,18 +1,20 @@
 """Learning rate, target momentum and its product: pure functions of the optimizer step over the whole run.
 
-Step s is the s-th update, 0 <= s < total_steps. Nothing here has state, so resuming needs none.
+Step s is the s-th update, 0 <= s < total_steps. The only state is the length of the run as it began, and how
+it was made longer since: a `Schedule`, which every checkpoint keeps.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
 from utils.config.recipes import recipe_of
 from utils.config.schema import Config
-from utils.errors import ConfigError
+from utils.errors import ConfigError, UserError
 
 EMA_HALF_LIFE = 0.05  # of the run
 EMA_MAXIMUM = 0.9995
@@ -60,6 +62,88 @@ def init_weight(cfg: Config, steps_done: int, total: int) -> float:
     """Share of the random initialisation left in the target after so many updates: the product of momenta."""
     momenta = [ema_momentum(cfg, step, total) for step in range(steps_done)]
     return float(np.prod(momenta)) if momenta else 1.0
+
+
+class Extension(NamedTuple):
+    """A run made longer: from update `start` on, it goes on to `end`."""
+
+    start: int
+    end: int
+    how: Literal["cooldown_from_here", "rewarm"]
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Learning rate and momentum of every update; its length is that of the run as it began."""
+
+    cfg: Config
+    total: int
+    extensions: tuple[Extension, ...] = ()
+
+    @property
+    def end(self) -> int:
+        """The updates of the run with all its extensions."""
+        return self.extensions[-1].end if self.extensions else self.total
+
+    def learning_rate(self, step: int) -> float:
+        """As `learning_rate`; an extension goes on from the last rate before it."""
+        part, before = self._extension_of(step)
+        optim = self.cfg.optim
+        if part is None or not optim.use_scheduler:
+            return learning_rate(self.cfg, step, self.total)
+        into, length = step - part.start, part.end - part.start
+        last = before.learning_rate(part.start - 1)
+        if part.how == "cooldown_from_here":
+            lowest = min(last, optim.base_lr * optim.min_lr_ratio)
+            return last + (lowest - last) * (into + 1) / length
+        warmup = round(optim.warmup_ratio * length)
+        if into < warmup:
+            return last + (optim.base_lr - last) * (into + 1) / warmup
+        return learning_rate(self.cfg, into, length)
+
+    def momentum(self, step: int) -> float:
+        """As `ema_momentum`; `cooldown_from_here` holds the last one, `rewarm` begins anew."""
+        part, before = self._extension_of(step)
+        if part is None:
+            return ema_momentum(self.cfg, step, self.total)
+        if part.how == "cooldown_from_here":
+            return before.momentum(part.start - 1)
+        return ema_momentum(self.cfg, step - part.start, part.end - part.start)
+
+    def _extension_of(self, step: int) -> tuple[Extension | None, Schedule]:
+        """The extension that `step` lies in, and the schedule before it."""
+        for number in reversed(range(len(self.extensions))):
+            if step >= self.extensions[number].start:
+                return self.extensions[number], replace(self, extensions=self.extensions[:number])
+        return None, self
+
+    def resumed(self, step: int, total: int) -> Schedule:
+        """The schedule of a run that has made `step` updates and is now to end after `total`.
+
+        A shorter run ends early on the schedule that it has. A longer one needs optim.extend, or UserError.
+        """
+        if step == 0:
+            return Schedule(self.cfg, total)
+        if total <= self.end:
+            return self
+        how = self.cfg.optim.extend
+        if how is None:
+            raise UserError(
+                f"train.max_steps: expected at most {self.end} updates, the length of the run as it began "
+                f"(its schedule rests on it), found {total}; optim.extend=cooldown_from_here lowers the "
+                "learning rate from where it is, optim.extend=rewarm warms up again, and another run.dir "
+                "with method.init_from starts a new run from these weights"
+            )
+        return replace(self, extensions=(*self.extensions, Extension(step, total, how)))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain values for the checkpoint."""
+        return {"total": self.total, "extensions": [list(part) for part in self.extensions]}
+
+    @classmethod
+    def of_state(cls, cfg: Config, state: dict[str, Any]) -> Schedule:
+        """What `state_dict` returned, with the configuration of the run."""
+        return cls(cfg, state["total"], tuple(Extension(*part) for part in state["extensions"]))
 
 
 @dataclass(frozen=True)

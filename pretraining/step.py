@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -65,10 +65,11 @@ class StepResult:
 def build_optimizer(model: VJEPA3D, cfg: Config) -> torch.optim.AdamW:
     """AdamW, fused where there is such a kernel; weight decay on matrices only."""
     groups = parameter_groups(model, cfg.optim.weight_decay)
-    lr, betas = cfg.optim.base_lr, cfg.optim.betas
+    optim = cfg.optim
+    settings: dict[str, Any] = {"lr": optim.base_lr, "betas": optim.betas, "eps": optim.eps}
     if next(model.parameters()).device.type in FUSED_DEVICES:
-        return torch.optim.AdamW(groups, lr=lr, betas=betas, fused=True)
-    return SelectingAdamW(groups, lr=lr, betas=betas)
+        return torch.optim.AdamW(groups, fused=True, **settings)
+    return SelectingAdamW(groups, **settings)
 
 
 def predict(model: VJEPA3D, batch: Batch, runtime: Runtime, *, stochastic: bool) -> Output:

@@ -33,7 +33,7 @@ from pretraining.optimizer import shard_state
 from pretraining.progress import NotFiniteError, Progress
 from pretraining.resume import Checkpoints, check_run_dir, claim_run_dir, last_good, restore
 from pretraining.run import Run, open_run
-from pretraining.schedules import Calendar, ema_momentum, learning_rate
+from pretraining.schedules import Calendar
 from pretraining.step import StepResult, Update, Watch, train_step
 from pretraining.trial import log_start, next_or_stop, open_loader, rows_of_step, settle_memory
 from utils import storage
@@ -98,7 +98,7 @@ def _train(cfg: Config, runtime: Runtime, stack: ExitStack) -> int:
     progress = restore(run, gauges)
     shard_state(model, optimizer, cfg, runtime)
     calendar = Calendar.of(cfg, len(run.rows.train))
-    start, total = progress.step, calendar.total
+    start, total, schedule = progress.step, calendar.total, progress.schedule
     if start >= total:
         log.info("nothing to do: the run is at step %d of %d", start, total)
         runtime.group.close()
@@ -133,7 +133,7 @@ def _train(cfg: Config, runtime: Runtime, stack: ExitStack) -> int:
         clock.lap("data_wait")
         done = step + 1
         is_read = calendar.logs(done) or calendar.validates(done)
-        update = Update(step, learning_rate(cfg, step, total), ema_momentum(cfg, step, total))
+        update = Update(step, schedule.learning_rate(step), schedule.momentum(step))
         gauges.begin(measure=is_read)
         result = train_step(model, optimizer, micro_batches, cfg, runtime, update, watch)
         progress.count(step, result.is_finite, update.momentum)

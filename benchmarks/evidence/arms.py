@@ -50,6 +50,7 @@ METHODS = (
     "optim.cooldown_ratio=0",
     "optim.min_lr_ratio=0.1",
     "optim.clip_grad_norm=0.01",
+    "optim.eps=1e-12",
 )
 NO_REGULARISER = ("method.regulariser=none", "method.regulariser_weight=0")
 MAE = ("method.recipe=mae", *NO_REGULARISER)
@@ -119,6 +120,13 @@ ABLATIONS = (
     ),
     Arm("lr_2e-4", "peak learning rate 2e-4", "learning rate", ("optim.base_lr=2e-4",)),
     Arm("lr_1e-3", "peak learning rate 1e-3", "learning rate", ("optim.base_lr=1e-3",)),
+    Arm(
+        "methods_eps_1e-8",
+        "methods with AdamW's default eps",
+        "methods, not as its text says",
+        (*METHODS, "optim.eps=1e-8"),
+        compared_with="methods",
+    ),
     Arm(
         "methods_scaled",
         "methods with lr 5e-4, clip 1, EMA from 0.97",

@@ -7,8 +7,9 @@ from itertools import pairwise
 
 import pytest
 
-from pretraining.schedules import ema_momentum, init_weight, learning_rate, total_steps
+from pretraining.schedules import Schedule, ema_momentum, init_weight, learning_rate, total_steps
 from tests.support.model_factory import small_config
+from utils.errors import UserError
 
 
 @pytest.mark.parametrize("recipe", ["methods", "vjepa2"])
@@ -57,3 +58,51 @@ def test_epochs_become_steps() -> None:
     cfg = small_config("vjepa2", "train.max_steps=null", "train.epochs=3")
     assert total_steps(cfg, 50) == math.ceil(150 / 16) == 10
     assert total_steps(small_config("vjepa2", "train.max_steps=7", "train.epochs=3"), 50) == 7
+
+
+def test_a_run_is_not_made_longer_without_a_word() -> None:
+    began = Schedule(small_config("methods", "method.ema_base=0.996"), 160)
+    with pytest.raises(UserError, match=r"at most 160 updates.*found 320.*cooldown_from_here.*rewarm"):
+        began.resumed(160, 320)
+    assert began.resumed(0, 320).total == 320  # nothing was done yet
+
+
+def test_a_shorter_end_leaves_the_schedule_alone() -> None:
+    began = Schedule(small_config(), 160)
+    assert began.resumed(40, 80) == began
+    assert began.resumed(40, 80).resumed(80, 160) == began
+
+
+@pytest.mark.parametrize("recipe", ["methods", "vjepa2"])
+@pytest.mark.parametrize("stopped", [70, 160])
+def test_a_cooldown_from_here_never_rises(recipe: str, stopped: int) -> None:
+    cfg = small_config(recipe, "optim.extend=cooldown_from_here", "optim.warmup_ratio=0.1")
+    longer = Schedule(cfg, 160).resumed(stopped, 320)
+    rates = [longer.learning_rate(s) for s in range(320)]
+    assert rates[:stopped] == [learning_rate(cfg, s, 160) for s in range(stopped)]
+    assert all(a >= b for a, b in pairwise(rates[16:]))
+    lowest = cfg.optim.base_lr * cfg.optim.min_lr_ratio
+    assert rates[-1] == pytest.approx(min(lowest, rates[stopped - 1]))
+    momenta = [longer.momentum(s) for s in range(320)]
+    assert set(momenta[stopped:]) == {momenta[stopped - 1]} == {ema_momentum(cfg, stopped - 1, 160)}
+
+
+@pytest.mark.parametrize("recipe", ["methods", "vjepa2"])
+def test_rewarming_starts_where_the_rate_is(recipe: str) -> None:
+    cfg = small_config(recipe, "optim.extend=rewarm", "optim.warmup_ratio=0.1")
+    longer = Schedule(cfg, 160).resumed(160, 360)
+    rates = [longer.learning_rate(s) for s in range(360)]
+    step = (cfg.optim.base_lr - rates[159]) / 20
+    assert [b - a for a, b in pairwise(rates[159:180])] == pytest.approx([step] * 20)
+    assert all(a >= b for a, b in pairwise(rates[179:]))
+    assert rates[-1] == pytest.approx(cfg.optim.base_lr * cfg.optim.min_lr_ratio)
+    assert longer.momentum(160) == ema_momentum(cfg, 0, 200)
+
+
+def test_a_checkpoint_keeps_every_extension() -> None:
+    cfg = small_config("vjepa2", "optim.extend=cooldown_from_here")
+    twice = Schedule(cfg, 160).resumed(160, 200).resumed(200, 240)
+    again = Schedule.of_state(cfg, twice.state_dict())
+    assert (again.total, again.end) == (160, 240)
+    assert [again.learning_rate(s) for s in range(240)] == [twice.learning_rate(s) for s in range(240)]
+    assert again.resumed(230, 240) == again

@@ -33,6 +33,7 @@ from pretraining.gauges.validation import snapshot, validate
 from pretraining.progress import NEW_RUN, Progress
 from pretraining.rows import open_rows
 from pretraining.run import open_run
+from pretraining.schedules import Schedule, ema_momentum
 from pretraining.train import train
 from tests.support.model_factory import nano_model, small_config, token_ids, volumes
 from tests.support.pipeline_factory import ROOT, SMOKE, pipeline_config, pipeline_overrides
@@ -352,6 +353,14 @@ def test_the_methods_recipe_runs_the_same_loop(finished_methods: Path) -> None:
     assert len(losses) == 8
 
 
+def test_an_update_uses_its_own_momentum(folder: Path, finished_methods: Path) -> None:
+    """Update s moves the target by the momentum of s, not by that of the update before."""
+    cfg = pipeline_config(folder, *METHODS)
+    rows = {r["step"]: r for r in metrics(finished_methods) if "train/loss" in r}
+    expected = [ema_momentum(cfg, step, 8) for step in range(8)]
+    assert [rows[done]["train/ema_momentum"] for done in range(1, 9)] == pytest.approx(expected, abs=1e-12)
+
+
 def test_a_momentum_of_one_or_a_skipped_update_is_no_alarm(folder: Path, tmp_path: Path) -> None:
     """The last step of methods has momentum 1 and a validation of its own; no update is expected to move."""
     run = tmp_path / "last_step"
@@ -436,7 +445,8 @@ def test_pictures_go_to_wandb_for_synthetic_data_alone(folder: Path, tmp_path: P
 
 
 def progress_of(init_weight: float = 0.0) -> Progress:
-    return Progress(Runtime(torch.device("cpu"), use_bf16=False), {**NEW_RUN, "init_weight": init_weight})
+    runtime = Runtime(torch.device("cpu"), use_bf16=False)
+    return Progress(runtime, Schedule(small_config(), 8), {**NEW_RUN, "init_weight": init_weight})
 
 
 def test_which_checkpoint_is_the_best() -> None:

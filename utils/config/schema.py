@@ -161,6 +161,10 @@ class OptimConfig:
     min_lr_ratio: float = key(MISSING, SHARE)  # end of the schedule as a share of base_lr
     clip_grad_norm: float = key(MISSING, ABOVE_0)
     use_scheduler: bool = True  # false: base_lr throughout
+    # AdamW's; far below the gradients (`methods` has some of 1e-9), or the smallest of them move nothing
+    eps: float = key(1e-8, ABOVE_0)
+    # how a run goes on beyond the length that it began with; null: it does not
+    extend: Literal["cooldown_from_here", "rewarm"] | None = key(None, may_change=True)
 
 
 @dataclass(frozen=True)

@@ -101,8 +101,10 @@ def _sum_of_means(values_BKX: Tensor, weight_BK: Tensor) -> Tensor:
 class VicReg:
     """mean(relu(1 - std)) + covariance_weight * sum of squared off-diagonal covariances / E."""
 
-    covariance_weight = 0.1
     eps = 1e-4
+
+    def __init__(self, covariance_weight: float = 0.1) -> None:
+        self.covariance_weight = covariance_weight
 
     def statistics(self, tokens_BKE: Tensor, weight_BK: Tensor) -> Statistics:
         tokens = tokens_BKE.float()

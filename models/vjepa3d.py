@@ -56,6 +56,7 @@ class VJEPA3D(nn.Module):
         self.recipe = recipe_of(cfg.method)
         self.is_dense = self.recipe.context == "dense"
         self.dropout, self.drop_path = cfg.method.dropout, cfg.method.drop_path
+        self.has_mismatched_targets = cfg.method.control == "mismatched_targets"
         self.encoder = build_encoder(cfg)
         self.target_width = self.encoder.width
         if self.recipe.target == "pixels":
@@ -144,7 +145,8 @@ class VJEPA3D(nn.Module):
         `reads_target_view` is false.
         """
         targets_BNE, features_BNE = self.compute_targets(context_view, target_view)
-        target_BME = gather_tokens(targets_BNE, target_BM)
+        is_mismatched = self.has_mismatched_targets and self.training
+        target_BME = gather_tokens(targets_BNE.roll(1, 0) if is_mismatched else targets_BNE, target_BM)
         encoded = self.encode_context(context_view, context_BK, target_BM, seed_B)
         ctx_BKE = self.context_tokens(encoded, context_BK)
         if isinstance(self.predictor, MlpPredictor):

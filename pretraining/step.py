@@ -86,7 +86,7 @@ def predict(model: VJEPA3D, batch: Batch, runtime: Runtime, *, stochastic: bool)
 def build_regulariser(cfg: Config, model: VJEPA3D, step: int) -> Regulariser | None:
     """The configured penalty; sigreg draws its directions from (seed, step)."""
     if cfg.method.regulariser == "vicreg":
-        return VicReg()
+        return VicReg(cfg.method.covariance_weight)
     if cfg.method.regulariser == "sigreg":
         rng = np.random.default_rng([cfg.seed, step])
         directions = rng.standard_normal((model.encoder.width, SIGREG_DIRECTIONS), dtype=np.float32)
@@ -127,6 +127,7 @@ def train_step(
     samples = cfg.train.global_batch_size
     regulariser = build_regulariser(cfg, model, update.step)
     weight = cfg.method.regulariser_weight
+    share = 0.0 if cfg.method.control == "penalty_only" else 1.0
     means: Statistics | None = None
     if regulariser is not None and len(batches) > 1:
         means = global_means(regulariser, model, batches, runtime, samples)
@@ -138,7 +139,7 @@ def train_step(
     for batch in batches:
         output = predict(model, batch, runtime, stochastic=True)
         prediction_loss = output.loss_B.sum() / samples
-        objective = prediction_loss
+        objective = share * prediction_loss
         if regulariser is not None:
             statistics = regulariser.statistics(output.context_BKE.float(), batch["context_valid"])
             local = tuple(s / samples for s in statistics)

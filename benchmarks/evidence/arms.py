@@ -19,6 +19,9 @@ CONFIG = Path(__file__).resolve().parents[2] / "configs" / "smoke_test.yaml"
 REFERENCE = "vjepa2"  # every ablation changes one thing of this arm
 RANDOM = "random"
 CONTROL = "control"  # the reference arm, hardly trained
+# the reference arm without what a JEPA is about: nothing to predict, and nothing of this volume to predict
+PENALTY_ONLY, MISMATCHED = "penalty_only", "mismatched_targets"
+CONTROLS = RANDOM, CONTROL, PENALTY_ONLY, MISMATCHED  # a claim about the reference arm is above all of them
 # 4 volumes a step: 0.8 s on one core (docs/evidence/results.md), so hundreds of updates in minutes
 BASE = (
     "train.global_batch_size=4",
@@ -83,6 +86,10 @@ RANDOM_ARM = Arm(RANDOM, "random initialisation", "recipe", is_trained=False)
 MAIN = (
     Arm("vjepa2", "vjepa2, vicreg 0.05 (as shipped)", "recipe"),
     Arm(CONTROL, "vjepa2 after 2 steps (control)", "recipe", steps=2),
+    Arm(
+        PENALTY_ONLY, "penalty alone, nothing predicted (control)", "recipe", ("method.control=penalty_only",)
+    ),
+    Arm(MISMATCHED, "targets of another volume (control)", "recipe", ("method.control=mismatched_targets",)),
     Arm("methods", "methods, as its text says", "recipe", METHODS),
     Arm("mae_normalised", "mae, normalised patches", "recipe", (*MAE, "method.mae_target=normalised")),
     Arm("mae_plain", "mae, plain patches", "recipe", (*MAE, "method.mae_target=plain")),
@@ -91,6 +98,9 @@ ABLATIONS = (
     Arm("reg_none", "no regulariser", "regulariser", NO_REGULARISER),
     Arm("reg_vicreg_0.02", "vicreg 0.02", "regulariser", _weight("vicreg", 0.02)),
     Arm("reg_vicreg_0.2", "vicreg 0.2", "regulariser", _weight("vicreg", 0.2)),
+    Arm("reg_vicreg_0.005", "vicreg 0.005", "regulariser", _weight("vicreg", 0.005)),
+    Arm("cov_0", "vicreg without covariance", "regulariser", ("method.covariance_weight=0",)),
+    Arm("cov_0.01", "covariance 0.01 of the hinge", "regulariser", ("method.covariance_weight=0.01",)),
     Arm("reg_sigreg_0.05", "sigreg 0.05", "regulariser", _weight("sigreg", 0.05)),
     Arm("reg_sigreg_0.5", "sigreg 0.5", "regulariser", _weight("sigreg", 0.5)),
     Arm("ema_1", "EMA half-life 1 % of the run", "EMA", ema_half_life=0.01),

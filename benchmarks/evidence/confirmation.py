@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.evidence.arms import CONTROL, RANDOM, REFERENCE
+from benchmarks.evidence.arms import CONTROLS, RANDOM, REFERENCE
 from benchmarks.evidence.cohorts import PEOPLE
 from benchmarks.evidence.differences import Row, Table, build_table
 from benchmarks.evidence.queue import Plan, confirmation_jobs
@@ -42,13 +42,14 @@ def confirmation(first: Table, again: Confirmation) -> str:
     ablations = [r for r in scored if r not in recipes]
     others = sorted({r.compared_with for r in ablations} & rows.keys() - {REFERENCE})
     comparisons = [
-        ("random", "random initialisation", recipes),
-        ("control", "the control", [r for r in trained if r.name != CONTROL]),
-        ("reference", f"`{REFERENCE}`", [r for r in (*trained, *ablations) if r.name != REFERENCE]),
+        (RANDOM, "random initialisation", recipes),
         *(
-            ("named", rows[other].label, [r for r in ablations if r.compared_with == other])
-            for other in others
+            (control, rows[control].label, [r for r in (*trained, *ablations) if r.name not in CONTROLS])
+            for control in CONTROLS
+            if control != RANDOM and control in rows
         ),
+        (REFERENCE, f"`{REFERENCE}`", [r for r in (*trained, *ablations) if r.name != REFERENCE]),
+        *((other, rows[other].label, [r for r in ablations if r.compared_with == other]) for other in others),
     ]
     lines = [
         f"### On other people (phantom of seed {again.seed}, {again.count} participants)",

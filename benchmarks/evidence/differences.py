@@ -18,7 +18,17 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.evidence.arms import ABLATIONS, CONTROL, MAIN, RANDOM, RANDOM_ARM, REFERENCE, Arm, run_dir
+from benchmarks.evidence.arms import (
+    ABLATIONS,
+    CONTROL,
+    CONTROLS,
+    MAIN,
+    RANDOM,
+    RANDOM_ARM,
+    REFERENCE,
+    Arm,
+    run_dir,
+)
 from benchmarks.evidence.queue import BASELINES, Plan
 from benchmarks.evidence.scores import TASKS, Scores, load_scores
 from models.probes.intervals import interval95, participant_draws
@@ -41,15 +51,12 @@ Difference = tuple[float, tuple[float, float]]  # and its interval
 
 @dataclass(frozen=True)
 class TaskResult:
-    """A row's score in one task, and its differences; None where there is nothing to compare with."""
+    """A row's score in one task, and its differences to the arms that have one."""
 
     score: float
     ci95: tuple[float, float]
     by_seed: list[float]
-    against_random: Difference | None
-    against_reference: Difference | None
-    against_named: Difference | None  # the arm of Row.compared_with, if that is not the reference
-    against_control: Difference | None
+    against: dict[str, Difference]  # this less another arm: the controls, the reference, Row.compared_with
 
 
 @dataclass(frozen=True)
@@ -74,8 +81,8 @@ class Row:
     tasks: dict[str, TaskResult]
 
     def difference(self, task: str, against: str) -> Difference | None:
-        """`against`: random, control, reference or named."""
-        return getattr(self.tasks[task], f"against_{against}") if task in self.tasks else None
+        """This row less the arm `against`; None where one of them has no score."""
+        return self.tasks[task].against.get(against) if task in self.tasks else None
 
 
 @dataclass(frozen=True)
@@ -226,11 +233,10 @@ def build_table(plan: Plan, people: Path | None = None) -> Table:
 def make_row(entry: Scored, scored: dict[str, Scored], draws: Draws, seconds: float | None) -> Row:
     """The row of an entry; `scored` holds all entries by name."""
 
-    def against(name: str, task: str) -> Difference | None:
-        other = scored[name]
-        return None if other is entry or not other.has(task) else difference(entry, other, task, draws)
+    def against(task: str) -> dict[str, Difference]:
+        others = (scored[name] for name in dict.fromkeys((*CONTROLS, REFERENCE, entry.compared_with)))
+        return {o.name: difference(entry, o, task, draws) for o in others if o is not entry and o.has(task)}
 
-    named = None if entry.compared_with == REFERENCE else entry.compared_with
     return Row(
         name=entry.name,
         label=entry.label,
@@ -247,10 +253,7 @@ def make_row(entry: Scored, scored: dict[str, Scored], draws: Draws, seconds: fl
                 score=entry.point(task),
                 ci95=interval95(entry.draws(task, draws)),
                 by_seed=entry.by_seed(task),
-                against_random=against(RANDOM, task),
-                against_reference=against(REFERENCE, task),
-                against_named=against(named, task) if named else None,
-                against_control=against(CONTROL, task),
+                against=against(task),
             )
             for task in TASKS
             if entry.has(task)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from benchmarks.evidence.arms import ABLATIONS, CONTROL, MAIN, RANDOM, REFERENCE
+from benchmarks.evidence.arms import ABLATIONS, CONTROL, CONTROLS, MAIN, RANDOM, REFERENCE
 from benchmarks.evidence.confirmation import confirmation, read_confirmations
 from benchmarks.evidence.differences import Row, Table, build_table
 from benchmarks.evidence.queue import Plan
@@ -25,8 +25,7 @@ BEGIN, END = "<!-- evidence: begin -->", "<!-- evidence: end -->"
 
 def score_table(rows: Sequence[Row], against: str) -> list[str]:
     """Score, interval and a paired difference for every task."""
-    versus = REFERENCE if against == "reference" else against
-    lines = table_head(["features", *(f"{TASK_LABELS[t]} | minus {versus}" for t in TASKS)])
+    lines = table_head(["features", *(f"{TASK_LABELS[t]} | minus {against}" for t in TASKS)])
     for row in rows:
         cells = [row.label + (f" ({row.failed} failed)" if row.failed else "")]
         for task in TASKS:
@@ -69,6 +68,26 @@ def sentences(rows: Sequence[Row], against: str, versus: str) -> list[str]:
     return [*lines, ""]
 
 
+def claims(rows: Sequence[Row]) -> list[str]:
+    """Per task: which rows are above every control, and which controls the others are not above."""
+    lines = ["Above all four controls (random initialisation, two steps, penalty alone, another volume):", ""]
+    for task in TASKS:
+        shown, rest = [], []
+        for row in rows:
+            differences = {name: row.difference(task, name) for name in CONTROLS}
+            short = [n for n, d in differences.items() if d is None or verdict(d) != "higher"]
+            if short:
+                words = (
+                    f"{n} {'not run' if differences[n] is None else signed(differences[n])}" for n in short
+                )
+                rest.append(f"{row.label}: not above {', '.join(words)}")
+            else:
+                least = min(d[0] for d in differences.values() if d is not None)
+                shown.append(f"{row.label} (at least {least:+.3f})")
+        lines.append(f"* {TASK_LABELS[task]}. Shown: {'; '.join(shown) or 'none'}. {'. '.join(rest)}.")
+    return [*lines, ""]
+
+
 def conditions(table: Table) -> list[str]:
     """When, where and how the runs were made."""
     if table.budget_s is None:
@@ -77,7 +96,7 @@ def conditions(table: Table) -> list[str]:
     else:
         asked, given = f"budget {table.budget_s:g}", f"{table.budget_s:g} s of one core"
     only = [r.name for r in table.rows if r.factor != "baseline"]
-    only = [name for name in only if name not in (REFERENCE, CONTROL, RANDOM)]
+    only = [name for name in only if name not in (REFERENCE, *CONTROLS)]
     run = f"run --{asked} --seeds {table.seeds} --only {','.join(only)}"
     return [
         f"* Date and machine: {table.date}, {table.machine}, torch {table.packages['torch']}.",
@@ -100,23 +119,24 @@ def markdown(table: Table) -> str:
         "",
         "### What wins, on the first people",
         "",
-        *sentences([*trained, *baselines], "random", "random initialisation"),
-        *sentences([r for r in trained if r.name != CONTROL], "control", "the control"),
-        *sentences([r for r in trained if r.name != REFERENCE], "reference", f"`{REFERENCE}`"),
+        *claims([r for r in (*trained, *ablations) if r.name not in CONTROLS]),
+        *sentences([*trained, *baselines], RANDOM, "random initialisation"),
+        *sentences([r for r in trained if r.name != CONTROL], CONTROL, "the control of two steps"),
+        *sentences([r for r in trained if r.name != REFERENCE], REFERENCE, f"`{REFERENCE}`"),
         "### Recipes",
         "",
-        *score_table([*recipes, *baselines], "random"),
+        *score_table([*recipes, *baselines], RANDOM),
         "",
         *training_table(recipes),
     ]
     if ablations:
         lines += ["", "### Ablations: one change to `vjepa2` each, or to the arm named below", ""]
-        lines += sentences(ablations, "reference", f"`{REFERENCE}`")
+        lines += sentences(ablations, REFERENCE, f"`{REFERENCE}`")
         labels = {r.name: r.label for r in ablations}
         for other in sorted({r.compared_with for r in ablations} - {REFERENCE}):
             changed = [r for r in ablations if r.compared_with == other]
-            lines += sentences(changed, "named", labels[other])
-        lines += [*score_table(ablations, "reference"), "", *training_table(ablations)]
+            lines += sentences(changed, other, labels[other])
+        lines += [*score_table(ablations, REFERENCE), "", *training_table(ablations)]
     not_run = [arm.label for arm in (*MAIN, *ABLATIONS) if arm.name not in {r.name for r in table.rows}]
     if not_run:
         lines += ["", f"Not run: {', '.join(not_run)}."]

@@ -19,7 +19,7 @@ from pathlib import Path
 from benchmarks.evidence.arms import (
     ABLATIONS,
     CONFIG,
-    CONTROL,
+    CONTROLS,
     MAIN,
     RANDOM_ARM,
     REFERENCE,
@@ -128,11 +128,11 @@ class Job:
 def main_jobs(plan: Plan, only: Collection[str] | None = None) -> list[Job]:
     """Baselines and random initialisation first, then one seed of every recipe before the next seed.
 
-    `only`: these recipes, and those that every difference of the table refers to.
+    `only`: these recipes, and those that every claim of the table refers to.
     """
     jobs = [Job(None, 0, plan.root / BASELINES)]
     jobs += [Job(RANDOM_ARM, s, run_dir(plan.root, RANDOM_ARM, s)) for s in range(plan.seeds)]
-    arms = [a for a in MAIN if only is None or a.name in {*only, REFERENCE, CONTROL}]
+    arms = [a for a in MAIN if only is None or a.name in {*only, REFERENCE, *CONTROLS}]
     return jobs + [Job(a, s, run_dir(plan.root, a, s)) for s in range(plan.seeds) for a in arms]
 
 

@@ -19,6 +19,7 @@ from benchmarks.evidence import cli as evidence
 from benchmarks.evidence.arms import (
     ABLATIONS,
     CONFIG,
+    CONTROLS,
     MAIN,
     RANDOM_ARM,
     REFERENCE,
@@ -61,7 +62,7 @@ from utils.errors import UserError
 
 ALL = (*MAIN, *ABLATIONS)
 KEYS_OF_FACTOR = {
-    "regulariser": {"method.regulariser", "method.regulariser_weight"},
+    "regulariser": {"method.regulariser", "method.regulariser_weight", "method.covariance_weight"},
     "EMA": {"method.ema_base"},
     "patch": {"spatial.patch_size"},
     "predictor": {"method.predictor_depth", "method.predictor_width", "method.predictor"},
@@ -94,8 +95,7 @@ def test_recipes_share_data_patch_batch_and_model(tmp_path: Path) -> None:
     assert all(t == tables[0] for t in tables)
     recipes = [arm_config(a, 0, 50, tmp_path).method for a in MAIN]
     expected = [
-        ("vjepa2", None),
-        ("vjepa2", None),
+        *[("vjepa2", None)] * 4,  # with three controls
         ("methods", None),
         ("mae", "normalised"),
         ("mae", "plain"),
@@ -341,7 +341,7 @@ def test_the_table_says_what_wins_and_what_does_not(finished: Path, tmp_path: Pa
     text = write_results(finished, out)
     table = json.loads((finished / "table.json").read_text())
     rows = {r["name"]: r for r in table["rows"]}
-    value, (low, high) = rows["vjepa2"]["tasks"]["classes"]["against_random"]
+    value, (low, high) = rows["vjepa2"]["tasks"]["classes"]["against"]["random"]
     assert 0.3 < low < value < high
     assert value == pytest.approx(1 - rows["random"]["tasks"]["classes"]["score"])
     by_seed = rows["methods"]["tasks"]["classes"]["by_seed"]
@@ -350,21 +350,37 @@ def test_the_table_says_what_wins_and_what_does_not(finished: Path, tmp_path: Pa
     assert min(by_seed) < max(by_seed)
     assert (rows["methods"]["seconds_per_step"], rows["vjepa2"]["seconds_per_step"]) == (1.25, None)
     assert "| 1.25 | 7 |" in text
-    assert rows["reg_none"]["tasks"]["classes"]["against_reference"][1] == [0.0, 0.0]
+    assert rows["reg_none"]["tasks"]["classes"]["against"]["vjepa2"][1] == [0.0, 0.0]
     assert (rows["vjepa2"]["rankme"], rows["vjepa2"]["alarms"]) == (51.0, 1.0)
     assert (
         "Compared with random initialisation:\n\n* 4 classes, balanced accuracy. Higher: vjepa2, vic" in text
     )
-    assert "No difference shown: methods, as its text says (" in text
+    assert re.search(r"No difference shown: [^\n]*; methods, as its text says \(", text)
     assert "Not run: vicreg 0.02, " in text
-    named = rows["predictor_mlp"]["tasks"]["thickness"]["against_named"]
-    assert (
-        named == rows["predictor_mlp"]["tasks"]["thickness"]["against_reference"]
-    )  # both are the good scores
-    assert rows["context_dense"]["tasks"]["thickness"]["against_named"] is None
+    against = rows["predictor_mlp"]["tasks"]["thickness"]["against"]
+    assert against["context_dense"] == against["vjepa2"]  # both are the good scores
+    assert set(rows["context_dense"]["tasks"]["thickness"]["against"]) == {*CONTROLS, "vjepa2"}
     named_part = text.partition("Compared with dense context:")[2]
     assert "* layer thickness, R2. Lower: dense context, MLP predictor (" in named_part
     assert f"**{value:+.3f} ({low:+.3f} to {high:+.3f})**" in text
+
+
+def test_a_claim_is_above_every_control(finished: Path, tmp_path: Path) -> None:
+    """One control that does as well takes the claim away, and the page names it."""
+    before = write_results(finished, tmp_path / "results.md").partition("Above all four controls")[2]
+    shown = before.partition("Compared with")[0].splitlines()
+    assert all("Shown: vjepa2, vicreg 0.05 (as shipped) (at least +" in line for line in shown[2:5])
+    root = tmp_path / "level"
+    shutil.copytree(finished, root)
+    for seed in range(3):
+        good, facts = load_scores(run_dir(root, arm_by_name("vjepa2"), seed))
+        save_scores(run_dir(root, arm_by_name("mismatched_targets"), seed), good, facts)
+    shutil.rmtree(root / "runs" / "penalty_only")
+    after = write_results(root, tmp_path / "level.md").partition("Above all four controls")[2]
+    lines = after.partition("Compared with")[0].splitlines()[2:5]
+    assert all("Shown: none." in line for line in lines)
+    short = "as shipped): not above penalty_only not run, mismatched_targets +0.000 (+0.000 to +0.000)"
+    assert all(short in line for line in lines)
 
 
 def test_one_lucky_seed_of_three_is_no_claim(finished: Path) -> None:
@@ -413,28 +429,30 @@ def test_a_confirmation_stands_beside_the_first_differences(confirmed: Path, tmp
     first = {r["name"]: r["tasks"] for r in table["rows"]}
     other = {r["name"]: r["tasks"] for r in table["people_1003_40"]}
     for task in ("classes", "thickness", "occupancy"):
-        assert first["vjepa2"][task]["against_random"][1][0] > 0
-        assert other["vjepa2"][task]["against_random"] == [0.0, [0.0, 0.0]]
-        assert signed(first["vjepa2"][task]["against_random"]) in again
+        assert first["vjepa2"][task]["against"]["random"][1][0] > 0
+        assert other["vjepa2"][task]["against"]["random"] == [0.0, [0.0, 0.0]]
+        assert signed(first["vjepa2"][task]["against"]["random"]) in again
     assert first["device"]["classes"]["score"] < 0.6 < other["device"]["classes"]["score"] == 1
     parts = again.split("| minus ")[1:]
     assert [part.split(" |")[0] for part in parts] == [
-        "random initialisation", "the control", "`vjepa2`", "dense context",
+        *(arm_by_name(name).label for name in CONTROLS), "`vjepa2`", "dense context",
     ]  # fmt: skip
     names = [
         [line.split(" | ")[0][2:] for line in p.splitlines()[2:] if line.startswith("| ")] for p in parts
     ]
     recipes = [arm.label for arm in MAIN]
     assert names[0] == [*recipes, *BASELINE_LABELS.values()]
-    assert names[1] == [label for label in recipes if "control" not in label]
-    assert names[2] == [*recipes[1:], "no regulariser", "dense context", "dense context, MLP predictor"]
-    assert names[3] == ["dense context, MLP predictor"]
+    ablations = ["no regulariser", "dense context", "dense context, MLP predictor"]
+    for part in names[1:4]:
+        assert part == [*(label for label in recipes if "control" not in label), *ablations]
+    assert names[4] == [*recipes[1:], *ablations]
+    assert names[5] == ["dense context, MLP predictor"]
     line = next(line for line in parts[0].splitlines() if line.startswith("| vjepa2, vicreg 0.05"))
     assert [cell.startswith(" **") for cell in line.split("|")[2:-1]] == [True, False] * 3
     # vjepa2 has lost all three; dense context, which is what it was, is above it now
-    assert "Shown first: 3; shown again with the same sign: 0; shown only here: 0." in parts[1]
-    assert "shown again with the same sign: 0; shown only here: 3." in parts[2]
-    assert "Shown first: 3; shown again with the same sign: 3; shown only here: 0." in parts[3]
+    assert "Shown first: 3; shown again with the same sign: 0; shown only here: 0." not in parts[1]
+    assert "shown again with the same sign: 0; shown only here: 3." in parts[4]
+    assert "Shown first: 3; shown again with the same sign: 3; shown only here: 0." in parts[5]
 
 
 def test_half_a_confirmation_and_one_of_other_runs_are_refused(confirmed: Path, tmp_path: Path) -> None:
@@ -584,7 +602,7 @@ def test_ablations_stop_when_the_next_would_not_fit(
 def test_only_some_arms_run_with_what_they_are_compared_with(tmp_path: Path) -> None:
     plan = Plan(tmp_path, 60.0, 1, {})
     names = [job.arm.name if job.arm else BASELINES for job in main_jobs(plan, ["mae_plain", "ema_20"])]
-    assert names == [BASELINES, "random", "vjepa2", "control", "mae_plain"]
+    assert names == [BASELINES, "random", "vjepa2", *CONTROLS[1:], "mae_plain"]
     later = fitting_ablations(plan, 1, 1e9, ["mae_plain", "ema_20"])
     assert [job.arm.name for job in later if job.arm] == ["ema_20"]
 
@@ -628,11 +646,11 @@ def test_the_whole_command_on_a_tiny_budget(tmp_path: Path) -> None:
     out = tmp_path / "results.md"
     evidence_command("data", "--pretraining", "24", "--evaluation", "40", *changes)
     evidence_command("calibrate", "--jobs", "1", *changes)
-    only = ("--only", "mae_plain")  # the reference and the control come along
+    only = ("--only", "penalty_only")  # the reference and the other controls come along
     evidence_command("run", "--steps", "2", "--seeds", "1", "--minutes", "0", *only, *changes)
     evidence_command("table", "--out", str(out))
     rows = json.loads((tmp_path / "table.json").read_text())["rows"]
-    trained = {"vjepa2", "control", "mae_plain"}
+    trained = {"vjepa2", *CONTROLS[1:]}
     assert {r["name"] for r in rows} == {"random", *trained, *BASELINE_LABELS}
     assert all(r["steps"] == 2 and r["failed"] == 0 for r in rows if r["name"] in trained)
     assert "### What wins" in out.read_text()
@@ -641,8 +659,8 @@ def test_the_whole_command_on_a_tiny_budget(tmp_path: Path) -> None:
     people.mkdir()
     for name in ("evaluation_store", "truth.npz"):
         (people / name).symlink_to(tmp_path / name)
-    evidence_command("score", "--arm", "mae_plain", "--seed", "0", "--people", str(people))
-    first, again = (load_scores(run_dir(root, arm_by_name("mae_plain"), 0)) for root in (tmp_path, people))
+    evidence_command("score", "--arm", "penalty_only", "--seed", "0", "--people", str(people))
+    first, again = (load_scores(run_dir(root, arm_by_name("penalty_only"), 0)) for root in (tmp_path, people))
     assert again[1]["scores"] == first[1]["scores"]
     assert again[1]["real_rankme"] is None
 

@@ -67,6 +67,34 @@ def test_regulariser_reaches_the_gradient(recipe: str) -> None:
     assert not torch.equal(plain.encoder.norm.weight, strong.encoder.norm.weight)
 
 
+def test_penalty_alone_teaches_the_predictor_nothing() -> None:
+    still = "optim.weight_decay=0", "method.regulariser=vicreg", "method.regulariser_weight=1"
+    cfg = small_config("vjepa2", *still, "method.control=penalty_only")
+    trained, _ = update(cfg, 1, 2)
+    begun = nano_model(cfg)
+    for name, parameter in trained.predictor.named_parameters():
+        assert torch.equal(parameter, begun.predictor.get_parameter(name)), name
+    moved = [
+        not torch.equal(p, begun.encoder.get_parameter(n)) for n, p in trained.encoder.named_parameters()
+    ]
+    assert all(moved)
+
+
+def test_mismatched_targets_are_those_of_another_volume_in_training_alone() -> None:
+    cfg = small_config("vjepa2", "method.control=mismatched_targets")
+    batch = uint8_batch(cfg, 4)
+    control, plain = nano_model(cfg), nano_model(small_config("vjepa2"))
+    batch["target"] = batch["target"][:1].expand(4, -1)  # the same places, so that only the volume differs
+    outputs = []
+    for model, training in ((control, True), (plain, True), (control, False)):
+        with torch.no_grad():
+            outputs.append(predict(model.train(training), batch, CPU, stochastic=False))
+    other, own, evaluated = (out.target_BME for out in outputs)
+    for volume in range(4):
+        torch.testing.assert_close(other[volume], own[volume - 1])
+    torch.testing.assert_close(evaluated, own)
+
+
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_grad_norm_and_clipped_update_by_hand(recipe: str) -> None:
     """The reported norm is that of the whole gradient before clipping, and clipping is applied."""

@@ -73,6 +73,19 @@ def test_methods_configurations_hold_the_methods_values() -> None:
         assert accumulation_steps(c.train, 16) == 2  # a v4-32 has 16 chips
 
 
+def test_a_control_needs_what_it_controls() -> None:
+    alone = ["method.control=penalty_only", "method.regulariser=none", "method.regulariser_weight=0"]
+    with pytest.raises(
+        ConfigError, match=r"method\.regulariser: expected vicreg or sigreg with .*penalty_only"
+    ):
+        load_config(SMOKE, alone)
+    single = ["method.control=mismatched_targets", "train.per_core_batch_size=1"]
+    with pytest.raises(
+        ConfigError, match=r"train\.per_core_batch_size: expected 2 or more with .*mismatched"
+    ):
+        load_config(SMOKE, single)
+
+
 @pytest.mark.parametrize(
     ("override", "expected"),
     [

@@ -67,6 +67,12 @@ def _check_sections(cfg: Config) -> None:
     )
     drop_last = cfg.data.drop_last
     _require(drop_last, "data.drop_last", "true (batches have one size; a batch may span epochs)", drop_last)
+    _require(
+        cfg.method.control != "mismatched_targets" or cfg.train.per_core_batch_size > 1,
+        "train.per_core_batch_size",
+        "2 or more with method.control=mismatched_targets (targets are those of another volume)",
+        cfg.train.per_core_batch_size,
+    )
     share = optim.warmup_ratio + optim.cooldown_ratio
     _require(share <= 1, "optim.cooldown_ratio", "warmup_ratio + cooldown_ratio <= 1", share)
     has_end = cfg.train.epochs is not None or cfg.train.max_steps is not None
@@ -87,6 +93,12 @@ def _check_method(method: MethodConfig) -> None:
         "method.regulariser_weight",
         "above 0 exactly when method.regulariser is not none",
         f"{method.regulariser_weight} with {method.regulariser}",
+    )
+    _require(
+        method.control != "penalty_only" or method.regulariser != "none",
+        "method.regulariser",
+        "vicreg or sigreg with method.control=penalty_only, which has nothing else to train on",
+        method.regulariser,
     )
 
 

@@ -146,6 +146,10 @@ class MethodConfig:
     ema_base: float | None = key(None, SHARE)
     regulariser: Literal["none", "vicreg", "sigreg"] = "none"
     regulariser_weight: float = key(0.0, AT_LEAST_0)
+    covariance_weight: float = key(0.1, AT_LEAST_0)  # vicreg: of the off-diagonal part, the hinge has 1
+    # a control for claims, no way to train: the prediction's loss times 0, or, in training, the targets of
+    # another volume of the batch
+    control: Literal["penalty_only", "mismatched_targets"] | None = None
     init_from: str | None = None  # a checkpoint whose weights start this run; null: random
     dropout: float = key(0.0, BELOW_1)
     drop_path: float = key(0.0, BELOW_1)

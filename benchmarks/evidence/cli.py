@@ -1,10 +1,11 @@
-"""Evidence: recipes, random initialisation and ablations under one probe protocol, on phantom cohorts.
+"""Evidence: recipes, random initialisation and ablations under one probe protocol.
 
     python -m benchmarks.evidence data [--real-eyes DIR]  cohorts, stores and truth, once
     python -m benchmarks.evidence calibrate               seconds per step of every arm, on a quiet machine
     python -m benchmarks.evidence run --budget 300 --minutes 60
     python -m benchmarks.evidence confirm                 the same runs, scored on people that chose nothing
     python -m benchmarks.evidence table                   docs/evidence/results.md, and table.json of the runs
+    python -m benchmarks.evidence real --data FOLDER      the same on real eyes with layer masks: real.py
 
 Everything lives below --root. Every command resumes, and Ctrl-C is safe.
 """
@@ -33,6 +34,7 @@ from benchmarks.evidence.cohorts import (
 from benchmarks.evidence.differences import training_facts
 from benchmarks.evidence.page import RESULTS, write_results
 from benchmarks.evidence.queue import BASELINES, Plan, Queue, confirmation_jobs, run_all
+from benchmarks.evidence.real import make_real_data
 from benchmarks.evidence.scores import baseline_features, encoder_features, real_eyes, save_scores, score
 from data_setup.store.reader import PreparedStore
 from finetuning.embed import pretrained_encoder, random_encoder
@@ -85,6 +87,17 @@ def run(root: Path, args: argparse.Namespace) -> None:
     run_all(plan, args.jobs, args.minutes, None if args.only is None else args.only.split(","))
 
 
+def real(root: Path, args: argparse.Namespace) -> None:
+    """All of it on real eyes: data, calibration, runs, scores and the page."""
+    root.mkdir(parents=True, exist_ok=True)
+    cfg = arm_config(arm_by_name(REFERENCE), 0, 1, root, args.change)
+    make_real_data(root, args.data, cfg, CONFIG, args.change)
+    if args.steps is None:
+        calibrate(root, args.jobs, args.change)
+    run(root, args)
+    print(write_results(root, root / "real.md" if args.out is None else args.out))
+
+
 def confirm(root: Path, args: argparse.Namespace) -> None:
     """Score every run again, on people that had no part in training or in choosing."""
     plan = Plan.load(root)
@@ -130,24 +143,29 @@ def main(argv: Sequence[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     commands = parser.add_subparsers(dest="command", required=True)
-    names = ("data", "calibrate", "run", "score", "confirm", "table")
+    names = ("data", "real", "calibrate", "run", "score", "confirm", "table")
     verbs = {name: commands.add_parser(name) for name in names}
     for name, command in verbs.items():
         command.add_argument("--root", type=Path, default=Path("runs/evidence"), help="where all of it lives")
-        if name in ("calibrate", "run", "confirm"):
+        if name in ("real", "calibrate", "run", "confirm"):
             command.add_argument("--jobs", type=int, default=2, help="runs at a time, each on its own core")
-        if name in ("data", "calibrate", "run"):
+        if name in ("real", "run"):
+            command.add_argument(
+                "--budget", type=float, default=300.0, help="seconds of training per arm and seed"
+            )
+            command.add_argument("--steps", type=int, help="the same steps for every arm instead of a budget")
+            command.add_argument("--seeds", type=int, default=3)
+            command.add_argument(
+                "--minutes", type=float, default=60.0, help="of wall-clock for the ablations"
+            )
+            command.add_argument("--only", metavar="ARM,ARM", help="these recipes and ablations alone")
+        if name in ("data", "real", "calibrate", "run"):
             command.add_argument("--change", action="append", default=[], metavar="section.key=value")
     verbs["data"].add_argument("--pretraining", type=int, default=240, help="participants to train on")
     verbs["data"].add_argument("--evaluation", type=int, default=200, help="other participants to score on")
     verbs["data"].add_argument("--real-eyes", type=Path, metavar="DIR", help="AI-READI folder of real scans")
-    verbs["run"].add_argument(
-        "--budget", type=float, default=300.0, help="seconds of training per arm and seed"
-    )
-    verbs["run"].add_argument("--steps", type=int, help="the same steps for every arm instead of a budget")
-    verbs["run"].add_argument("--seeds", type=int, default=3)
-    verbs["run"].add_argument("--minutes", type=float, default=60.0, help="of wall-clock for the ablations")
-    verbs["run"].add_argument("--only", metavar="ARM,ARM", help="these recipes and ablations alone")
+    verbs["real"].add_argument("--data", type=Path, required=True, help="folder of eyes: see real.py")
+    verbs["real"].add_argument("--out", type=Path, help="the page; by default real.md below --root")
     verbs["score"].add_argument("--arm", required=True)
     verbs["score"].add_argument("--seed", type=int, required=True)
     verbs["score"].add_argument(
@@ -165,10 +183,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         make_data(root, cfg, CONFIG, args.change, (args.pretraining, args.evaluation), args.real_eyes)
     elif args.command == "calibrate":
         print(json.dumps(calibrate(root, args.jobs, args.change), indent=1))
-    elif args.command in ("run", "confirm"):
+    elif args.command in ("real", "run", "confirm"):
         signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends the runs as Ctrl-C does
         try:
-            {"run": run, "confirm": confirm}[args.command](root, args)
+            {"real": real, "run": run, "confirm": confirm}[args.command](root, args)
         except KeyboardInterrupt:
             print("stopped; the same command goes on", flush=True)
             return 130

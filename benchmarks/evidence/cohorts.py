@@ -18,7 +18,7 @@ acquired voxel goes through the resampling that made the store.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -107,24 +107,39 @@ def _prepare(base: Path, changes: Sequence[str]) -> None:
 def write_truth(root: Path, spatial: SpatialConfig) -> None:
     """Thickness, sampled tokens and their occupancy of every kept volume of the evaluation store."""
     store = PreparedStore.open(str(root / "evaluation_store"))
-    thickness, tokens, occupancy, layers = [], [], [], ()
+    shares, thickness, layers = {}, {}, ()
     for row in store.kept:
         record = store.index.loc[row]
         with np.load(root / "evaluation" / "truth" / f"{record.sop_instance_uid}.npz") as arrays:
             truth = dict(arrays)
         layers = tuple(truth["layer_names"].tolist())
-        shares_NL = layer_occupancy(truth, record, spatial)
-        valid = valid_tokens(record, spatial)
-        chosen = np.random.default_rng(int(row)).permutation(np.flatnonzero(valid))[:TOKENS_PER_VOLUME]
+        thickness[int(row)] = truth["layer_thickness_um"]
+        shares[int(row)] = layer_occupancy(truth, record, spatial)
+    save_truth(root, store, spatial, shares, layers, thickness)
+
+
+def save_truth(
+    root: Path,
+    store: PreparedStore,
+    spatial: SpatialConfig,
+    shares: dict[int, np.ndarray],
+    layers: tuple[str, ...],
+    thickness: dict[int, np.ndarray],
+) -> None:
+    """Write truth.npz: some valid tokens of each row of `shares` [N, L], and its `thickness` [L] if known."""
+    tokens, occupancy = [], []
+    for row, shares_NL in shares.items():
+        valid = valid_tokens(store.index.loc[row], spatial)
+        chosen = np.random.default_rng(row).permutation(np.flatnonzero(valid))[:TOKENS_PER_VOLUME]
         chosen = np.concatenate([np.sort(chosen), np.full(TOKENS_PER_VOLUME - len(chosen), -1)])
-        thickness.append(truth["layer_thickness_um"])
         tokens.append(chosen)
         occupancy.append(np.where(chosen[:, None] >= 0, shares_NL[chosen], 0.0))
+    thickness_um = [thickness[row] for row in shares] if thickness else np.zeros((len(shares), 0))
     part = root / "truth.part.npz"
     np.savez_compressed(
         part,
-        rows=store.kept,
-        thickness_um=np.array(thickness, np.float32),
+        rows=np.array(list(shares)),
+        thickness_um=np.array(thickness_um, np.float32),
         layers=np.array(layers),
         tokens=np.array(tokens),
         occupancy=np.array(occupancy, np.float32),
@@ -138,17 +153,29 @@ def layer_occupancy(truth: dict[str, np.ndarray], record: pd.Series, spatial: Sp
     `truth` is a phantom's truth file, `record` the volume's row of the store's index.
     """
     surfaces = truth["surfaces"]  # [L + 1, D, W]: upper edges, in acquired rows, in file order
+    row_h1 = np.arange(int(record["shape_before_h"]))[:, None]
+
+    def frames_of_layer(upper: np.ndarray, lower: np.ndarray) -> Iterator[np.ndarray]:
+        for up, low in zip(upper, lower, strict=True):
+            # a row covers half a row on both sides of its centre
+            inside = np.clip(np.minimum(low, row_h1 + 0.5) - np.maximum(up, row_h1 - 0.5), 0, 1)
+            yield np.rint(255 * inside).astype(np.uint8)
+
+    return token_shares((frames_of_layer(*pair) for pair in itertools.pairwise(surfaces)), record, spatial)
+
+
+def token_shares(
+    layers: Iterable[Iterator[np.ndarray]], record: pd.Series, spatial: SpatialConfig
+) -> np.ndarray:
+    """Share of every layer in each token of the stored volume, float32 [N, L].
+
+    `layers`: for each, its share of every acquired voxel as frames uint8 [H, W] in file order, 255 for all.
+    """
     depth, rows, columns = (int(record[f"shape_before_{a}"]) for a in "dhw")
     frame_mm, row_mm, column_mm = (float(record[f"spacing_before_{a}"]) for a in "dhw")
-    row_h1 = np.arange(rows)[:, None]
+    d, h, w = spatial.patch_size
     shares = []
-    for upper, lower in itertools.pairwise(surfaces):
-        # a row covers half a row on both sides of its centre
-        inside = (
-            np.clip(np.minimum(low, row_h1 + 0.5) - np.maximum(up, row_h1 - 0.5), 0, 1)
-            for up, low in zip(upper, lower, strict=True)
-        )
-        frames = (np.rint(255 * frame).astype(np.uint8) for frame in inside)
+    for frames in layers:
         stored = resample_frames(
             frames,
             (depth, rows, columns),
@@ -158,7 +185,6 @@ def layer_occupancy(truth: dict[str, np.ndarray], record: pd.Series, spatial: Sp
             spatial.resample,
             bool(record.flipped_d),
         )
-        d, h, w = spatial.patch_size
         mean = reduce(stored.voxels / 255.0, "(gd d) (gh h) (gw w) -> (gd gh gw)", "mean", d=d, h=h, w=w)
         shares.append(mean)
     return np.stack(shares, axis=1).astype(np.float32)
@@ -194,7 +220,7 @@ def read_truth(root: Path) -> Truth:
         tokens, occupancy = arrays["tokens"], arrays["occupancy"]
     index = store.index.loc[rows]
     person = index["person_id"].to_numpy(str)
-    classes, label = np.unique(index["study_group"].to_numpy(str), return_inverse=True)
+    classes, label = np.unique(index["study_group"].fillna("").to_numpy(str), return_inverse=True)
     return Truth(
         rows=rows,
         person=person,

@@ -209,15 +209,15 @@ def build_table(plan: Plan, people: Path | None = None) -> Table:
     for name, label in BASELINE_LABELS.items():
         scored[name] = Scored(name, label, "baseline", [load_scores(people / BASELINES / name)])
     scored |= {arm.name: read_arm(plan, arm, people) for arm in ABLATIONS}
-    participants = scored[RANDOM].seeds[0][0].classes
-    assert participants is not None
-    draws = Draws.of(len(participants.participants), plan.seeds)
+    tasks = (getattr(scored[RANDOM].seeds[0][0], task) for task in TASKS)
+    participants = next(part for part in tasks if part is not None).participants
+    draws = Draws.of(len(np.unique(participants)), plan.seeds)
     calibrated = calibrated_seconds(plan.root)
     return Table(
         budget_s=plan.budget_s,
         seeds=plan.seeds,
         steps=plan.steps,
-        participants=len(participants.participants),
+        participants=len(np.unique(participants)),
         rows=[
             make_row(entry, scored, draws, calibrated.get(entry.name))
             for entry in scored.values()

@@ -73,7 +73,7 @@ def claims(rows: Sequence[Row]) -> list[str]:
     lines = ["Above all four controls (random initialisation, two steps, penalty alone, another volume):", ""]
     for task in TASKS:
         shown, rest = [], []
-        for row in rows:
+        for row in (r for r in rows if task in r.tasks):
             differences = {name: row.difference(task, name) for name in CONTROLS}
             short = [n for n, d in differences.items() if d is None or verdict(d) != "higher"]
             if short:
@@ -84,7 +84,8 @@ def claims(rows: Sequence[Row]) -> list[str]:
             else:
                 least = min(d[0] for d in differences.values() if d is not None)
                 shown.append(f"{row.label} (at least {least:+.3f})")
-        lines.append(f"* {TASK_LABELS[task]}. Shown: {'; '.join(shown) or 'none'}. {'. '.join(rest)}.")
+        if shown or rest:
+            lines.append(f"* {TASK_LABELS[task]}. Shown: {'; '.join(shown) or 'none'}. {'. '.join(rest)}.")
     return [*lines, ""]
 
 

@@ -138,10 +138,11 @@ def score_occupancy(
 def score(
     truth: Truth, pooled: FoldFeatures | None, dense: np.ndarray | None, grid: tuple[int, int, int]
 ) -> Scores:
-    """All tasks that there are features for; `grid` is the reference grid, that of truth.tokens."""
+    """All tasks that there are features and truth for; `grid` is the reference grid, that of truth.tokens."""
     scored: dict[str, Any] = {}
-    if pooled is not None:
+    if pooled is not None and len(truth.classes) > 1:
         scored["classes"] = score_classes(truth, pooled)
+    if pooled is not None and truth.thickness_um.shape[1]:
         scored["thickness"] = score_thickness(truth, pooled)
     if dense is not None:
         scored["occupancy"] = score_occupancy(truth, dense, grid)

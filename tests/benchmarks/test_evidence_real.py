@@ -1,0 +1,123 @@
+"""`evidence real`: labelled eyes of a user's folder become stores, truth and, at the end, the page."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from benchmarks.evidence.arms import CONFIG, CONTROLS, arm_by_name, arm_config
+from benchmarks.evidence.cohorts import layer_occupancy, read_truth
+from benchmarks.evidence.real import make_real_data, read_table
+from data_setup.manifest import read_records
+from data_setup.store.reader import PreparedStore
+from tests.support.import_factory import write_nifti
+from tests.support.pipeline_factory import ROOT, make_phantom
+from utils.config.load import load_config
+from utils.errors import UserError
+
+GEOMETRY = ("spatial.target_spacing=[0.75,0.072,0.1875]", "spatial.image_size=[8,32,32]")
+
+
+def label_volume(truth: dict[str, np.ndarray], rows: int) -> np.ndarray:
+    """uint8 [D, H, W]: the layer that holds each voxel's centre, from 1 on; 0 outside all."""
+    row_1H1 = np.arange(rows)[None, :, None]
+    return (truth["surfaces"][:, :, None, :] <= row_1H1).sum(0).astype(np.uint8) % len(truth["surfaces"])
+
+
+@pytest.fixture(scope="module")
+def eyes(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Phantom eyes as a user's folder: 6 people with label volumes, the others without."""
+    folder = tmp_path_factory.mktemp("eyes")
+    make_phantom(folder, 10)
+    cfg = load_config(CONFIG, [f"data.gcs_root={folder}", "data.store=unused"])
+    records = read_records(cfg).records
+    labelled = sorted({record.person_id for record in records})[:6]
+    rows = []
+    for number, record in enumerate(records):
+        name = ""
+        if record.person_id in labelled:
+            with np.load(folder / "truth" / f"{record.sop_instance_uid}.npz") as arrays:
+                assert record.shape is not None
+                labels = label_volume(dict(arrays), record.shape[1])
+            name = f"labels/{record.sop_instance_uid}" + (".nii.gz" if number == 0 else ".npy")
+            (folder / "labels").mkdir(exist_ok=True)
+            if number == 0:
+                write_nifti(folder / name, labels, (0.1, 0.004, 0.05))
+            else:
+                np.save(folder / name, labels)
+        rows.append([record.person_id, record.path, record.device, record.protocol, record.laterality, name])
+    columns = ["person_id", "filepath", "device", "protocol", "laterality", "labels"]
+    pd.DataFrame(rows, columns=columns).to_csv(folder / "manifest.tsv", sep="\t", index=False)
+    return folder
+
+
+def test_labels_of_voxels_become_the_occupancy_of_tokens(eyes: Path, tmp_path: Path) -> None:
+    cfg = arm_config(arm_by_name("vjepa2"), 0, 1, tmp_path, GEOMETRY)
+    make_real_data(tmp_path, eyes, cfg, CONFIG, GEOMETRY)
+    truth = read_truth(tmp_path)
+    assert truth.classes == ("",)
+    assert truth.thickness_um.shape[1] == 0
+    table = read_table(eyes)
+    labelled = set(table["person_id"][table["labels"].notna()])
+    assert set(truth.person) == labelled
+    trained = PreparedStore.open(str(tmp_path / "pretraining_store")).index
+    assert not set(trained["person_id"]) & labelled
+    index = PreparedStore.open(str(tmp_path / "evaluation_store")).index
+    names = {
+        row.path: row.sop_instance_uid
+        for row in read_records(load_config(CONFIG, [f"data.gcs_root={eyes}"])).records
+    }
+    for row, tokens, occupancy in zip(truth.rows, truth.tokens, truth.occupancy, strict=True):
+        record = index.loc[row]
+        with np.load(eyes / "truth" / f"{names[record['path'].removeprefix('eyes/')]}.npz") as arrays:
+            exact = layer_occupancy(dict(arrays), record, cfg.spatial)[tokens.clip(min=0)]
+        used = tokens >= 0
+        # a voxel has one layer here and shares of two there
+        assert np.abs(occupancy[used] - exact[used]).mean() < 0.01
+        assert np.corrcoef(occupancy[used].ravel(), exact[used].ravel())[0, 1] > 0.98
+
+
+def test_what_is_wrong_with_the_table_is_said(eyes: Path, tmp_path: Path) -> None:
+    table = pd.read_csv(eyes / "manifest.tsv", sep="\t", dtype=str)
+    with pytest.raises(UserError, match=r"manifest\.tsv: expected a table of volumes .*found no such file"):
+        read_table(tmp_path)
+    (tmp_path / "manifest.tsv").write_text(table.drop(columns="labels").to_csv(sep="\t", index=False))
+    with pytest.raises(UserError, match="expected a column labels, found person_id, filepath"):
+        read_table(tmp_path)
+    both = table.copy()
+    both.loc[both.index[both["labels"].notna()][0], "labels"] = None
+    (tmp_path / "manifest.tsv").write_text(both.to_csv(sep="\t", index=False))
+    with pytest.raises(UserError, match=r"expected other people to evaluate .*, found \d+ in both"):
+        read_table(tmp_path)
+    few = table[table["person_id"].isin(sorted(set(table["person_id"]))[2:])]
+    (tmp_path / "manifest.tsv").write_text(few.to_csv(sep="\t", index=False))
+    with pytest.raises(UserError, match=r"labels of 5 people or more .*, found \d+ and 4"):
+        read_table(tmp_path)
+
+
+@pytest.mark.slow
+def test_the_whole_command_on_labelled_eyes(eyes: Path, tmp_path: Path) -> None:
+    changes = [word for change in GEOMETRY for word in ("--change", change)]
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.evidence",
+        "real",
+        "--data",
+        str(eyes),
+        "--root",
+        str(tmp_path),
+    ]
+    words = [*command, "--steps", "2", "--seeds", "1", "--minutes", "0", "--only", "vjepa2", *changes]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = {row["name"]: row for row in json.loads((tmp_path / "table.json").read_text())["rows"]}
+    assert {"vjepa2", *CONTROLS} <= set(rows)
+    assert set(rows["vjepa2"]["tasks"]) == {"occupancy"}
+    assert "* layer occupancy, R2. Shown: " in (tmp_path / "real.md").read_text()

@@ -42,11 +42,13 @@ def ignore(*_: object) -> None:
 
 class Watch(NamedTuple):
     """Who watches an update: `observe` sees every micro-batch with its output, `lap` hears which part
-    (forward, backward, logging, update) has just been handed to the device.
+    (forward, backward, logging, update) has just been handed to the device, `measures` says whether the
+    update's numbers will be read.
     """
 
     observe: Callable[[Output, Batch], None] = ignore
     lap: Callable[[str], None] = ignore
+    measures: Callable[[], object] = ignore
 
 
 UNWATCHED = Watch()
@@ -60,6 +62,33 @@ class StepResult:
     regulariser: Tensor | None
     grad_norm: Tensor
     is_finite: Tensor
+    penalty_to_prediction: Tensor | None = None  # where `Watch.measures`: see Balance
+
+
+class Balance:
+    """Which of two losses pulls harder: the norms of the penalty's and of the prediction's gradient at the
+    context encoder's output, over all context tokens of the global batch.
+    """
+
+    def __init__(self) -> None:
+        self.squares: list[Tensor] = []  # of the penalty, of the prediction; a micro-batch each
+
+    def watch(self, penalty: Tensor, tokens_BKE: Tensor) -> None:
+        """Take part in the backward pass that comes next: its gradient at the tokens is the sum of both."""
+        (alone,) = torch.autograd.grad(penalty, tokens_BKE, retain_graph=True)
+
+        def split(both: Tensor) -> None:
+            parts = alone.float(), both.float() - alone.float()
+            self.squares.append(torch.stack([part.square().sum() for part in parts]))
+
+        tokens_BKE.register_hook(split)
+
+    def ratio(self, runtime: Runtime) -> Tensor | None:
+        """The penalty's norm over the prediction's; None without a penalty."""
+        if not self.squares:
+            return None
+        penalty, prediction = runtime.group.sum(torch.stack(self.squares).sum(0)).sqrt()
+        return penalty / prediction
 
 
 def build_optimizer(model: VJEPA3D, cfg: Config) -> torch.optim.AdamW:
@@ -136,6 +165,7 @@ def train_step(
     optimizer.zero_grad(set_to_none=True)
     loss_sum = torch.zeros((), device=runtime.device)
     penalty: Tensor | None = None
+    balance = Balance()
     for batch in batches:
         output = predict(model, batch, runtime, stochastic=True)
         prediction_loss = output.loss_B.sum() / samples
@@ -148,6 +178,8 @@ def train_step(
             penalty, gradient = surrogate(regulariser, means)
             linear = sum((g * s).sum() for g, s in zip(gradient, local, strict=True))
             objective = objective + weight * linear
+            if watch.measures():
+                balance.watch(weight * linear, output.context_BKE)
         watch.lap("forward")
         objective.backward()
         watch.lap("backward")
@@ -170,7 +202,7 @@ def train_step(
         for name, buffer in model.named_buffers():
             buffer.copy_(torch.where(is_finite, buffer, buffers[name]))
     watch.lap("update")
-    return StepResult(loss_sum, penalty, grad_norm, is_finite)
+    return StepResult(loss_sum, penalty, grad_norm, is_finite, balance.ratio(runtime))
 
 
 def trial_step(

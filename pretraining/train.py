@@ -14,6 +14,7 @@ if __name__ == "__main__":  # torch and MONAI take seconds to import
     answer_early("pretraining.train", __doc__ or "")
 
 import logging
+import math
 import multiprocessing
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
@@ -118,7 +119,7 @@ def _train(cfg: Config, runtime: Runtime, stack: ExitStack) -> int:
         measured = validation(with_share=False)
         report(run_log, gauges, 0, {**measured, "ema/init_weight": progress.init_weight})
         show_snapshots(run, run_log, 0)
-    watch = Watch(gauges.observe, clock.lap)
+    watch = Watch(gauges.observe, clock.lap, lambda: gauges.measure)
     validation.restart()
     runtime.mark_step()
     clock.restart()
@@ -201,6 +202,7 @@ def step_metrics(
     return {
         "train/loss": float(result.loss),
         "train/regulariser": None if result.regulariser is None else float(result.regulariser),
+        "train/penalty_to_prediction": _finite(result.penalty_to_prediction),
         "train/lr": update.lr,
         "train/grad_norm": float(result.grad_norm),
         "train/update_ratio": float(update_ratio(run.optimizer)),
@@ -211,6 +213,11 @@ def step_metrics(
         "train/valid_context_tokens": float(runtime.group.sum(valid_tokens))
         / run.cfg.train.global_batch_size,
     }
+
+
+def _finite(value: torch.Tensor | None) -> float | None:
+    """A number for the log; null where there is none, as of a ratio to 0."""
+    return None if value is None or not math.isfinite(float(value)) else float(value)
 
 
 def finish(cfg: Config, gauges: Gauges, progress: Progress, total: int, run_log: RunLog | NoLog) -> int:

@@ -67,6 +67,27 @@ def test_regulariser_reaches_the_gradient(recipe: str) -> None:
     assert not torch.equal(plain.encoder.norm.weight, strong.encoder.norm.weight)
 
 
+@pytest.mark.parametrize("parts", [1, 4])
+def test_the_balance_is_that_of_two_gradients_taken_apart(parts: int) -> None:
+    """Norms at the context tokens, each from a backward pass of its own; accumulation changes nothing."""
+    cfg = small_config("vjepa2", "method.regulariser=vicreg", "method.regulariser_weight=0.3")
+    batch = uint8_batch(cfg, 16)
+    model = nano_model(cfg).train()
+    output = predict(model, batch, CPU, stochastic=True)
+    reg = VicReg()
+    means = tuple(s / 16 for s in reg.statistics(output.context_BKE, batch["context_valid"]))
+    norms = [
+        torch.autograd.grad(value, output.context_BKE, retain_graph=True)[0].norm()
+        for value in (0.3 * reg.penalty(means), output.loss_B.mean())
+    ]
+    model = nano_model(cfg).train()
+    watch = step_module.Watch(measures=lambda: True)
+    batches = split(batch, parts)
+    result = train_step(model, build_optimizer(model, cfg), batches, cfg, CPU, Update(0, 1e-3, 0.9), watch)
+    assert result.penalty_to_prediction is not None
+    assert float(result.penalty_to_prediction) == pytest.approx(float(norms[0] / norms[1]), rel=1e-4)
+
+
 def test_penalty_alone_teaches_the_predictor_nothing() -> None:
     still = "optim.weight_decay=0", "method.regulariser=vicreg", "method.regulariser_weight=1"
     cfg = small_config("vjepa2", *still, "method.control=penalty_only")

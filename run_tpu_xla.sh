@@ -17,24 +17,23 @@
 # --commit C (OCT_COMMIT)     what all workers run; default HEAD of a tree without changes
 # --config FILE (OCT_CONFIG)  the same as CONFIG
 # --dir DIR (OCT_DIR)         the clone on the workers, from their home; default oct-foundation
-# --engine E (OCT_ENGINE)     xla (default), torchrun; in the foreground also torch, and the default is what is here
 # --workers N (OCT_WORKERS)   refuse a TPU with another number; --dry-run shows N (default 1)
 # --worker I                  status and logs of one worker
 # -f, --follow   -n LINES     for logs
 # --kill                      for stop: SIGKILL what still runs after the wait
 # --dry-run                   print the commands; nothing is run, and gcloud is not needed
 # Also from the environment: OCT_VENV (.venv), OCT_PYTHON (python3.11), OCT_MIN_DISK_GB (10), OCT_STOP_WAIT_S
-# (900), OCT_START_GRACE_S (5); for torchrun OCT_NPROC (1), OCT_MASTER_ADDR (worker 0's), OCT_MASTER_PORT (29500).
+# (900), OCT_START_GRACE_S (5).
 #
 # Exit codes: 0 done, 1 refused or failed on a worker, 2 a mistake on the command line, 3 and 4 see status.
 set -euo pipefail
 
 VERBS="check setup sync start status logs stop"
 tpu=${OCT_TPU:-} zone=${OCT_ZONE:-} project=${OCT_PROJECT:-} commit=${OCT_COMMIT:-} config=${OCT_CONFIG:-}
-folder=${OCT_DIR:-oct-foundation} engine=${OCT_ENGINE:-} num_workers=${OCT_WORKERS:-}
+folder=${OCT_DIR:-oct-foundation} num_workers=${OCT_WORKERS:-}
 venv=${OCT_VENV:-.venv} python=${OCT_PYTHON:-python3.11}
 verb='' overrides=() only='' follow='' lines=50 kill_after=no dry=''
-address='' scratch='' workers=() jobs=() codes=() failed=() line=() launch=''
+scratch='' workers=() jobs=() codes=() failed=() line=() launch=''
 
 say() { printf '%s\n' "$*"; }
 
@@ -70,7 +69,7 @@ parse() {
     local rest=()
     while (($# > 0)); do
         case $1 in
-        --tpu | --zone | --project | --commit | --config | --dir | --engine | --workers | --worker | -n)
+        --tpu | --zone | --project | --commit | --config | --dir | --workers | --worker | -n)
             (($# > 1)) && [[ -n $2 ]] || usage_error "$1: expected a value, found none"
             option "$1" "$2"
             shift
@@ -101,7 +100,6 @@ option() { # NAME VALUE
     --commit) commit=$2 ;;
     --config) config=$2 ;;
     --dir) folder=$2 ;;
-    --engine) engine=$2 ;;
     --workers) num_workers=$2 ;;
     --worker) only=$2 ;;
     -n) lines=$2 ;;
@@ -129,7 +127,7 @@ words() { # [VERB] [CONFIG] [overrides...]
 
 check_words() {
     local number name
-    for name in OCT_MASTER_PORT OCT_MIN_DISK_GB OCT_START_GRACE_S OCT_STOP_WAIT_S; do
+    for name in OCT_MIN_DISK_GB OCT_START_GRACE_S OCT_STOP_WAIT_S; do
         case ${!name:-} in *[!0-9]* | 0?*) usage_error "$name: expected a whole number, found ${!name}" ;; esac
     done
     for number in "$num_workers" "$only" "$lines"; do
@@ -141,15 +139,6 @@ check_words() {
     [[ $kill_after == no || $verb == stop ]] || usage_error "--kill: only for stop"
     [[ $verb == check || $verb == start || ${#overrides[@]} == 0 ]] || usage_error "$verb: takes no overrides"
     if [[ -z $tpu && $verb != start ]]; then usage_error "$verb: expected --tpu NAME, found none"; fi
-    if [[ -z $tpu && -z $engine ]]; then
-        engine=torch
-        if compgen -G '/dev/accel*' >/dev/null; then engine=xla; fi
-    fi
-    case ${engine:=xla}/$tpu in
-    xla/* | torchrun/* | torch/) ;;
-    torch/*) usage_error "--engine: expected xla or torchrun with --tpu, found torch" ;;
-    *) usage_error "--engine: expected xla, torchrun or torch, found $engine" ;;
-    esac
     if [[ $verb == start && -z $config ]]; then usage_error "start: expected a CONFIG, found none"; fi
     if [[ $verb == check && -z $config && ${#overrides[@]} -gt 0 ]]; then
         usage_error "check: expected a CONFIG before the overrides, found none"
@@ -165,22 +154,9 @@ check_words() {
 
 # ---- what runs on a worker
 
-training() { # WORKER: sets `line` to the training command
-    local module=(-m pretraining.train --config "$config" ${overrides[@]+"${overrides[@]}"})
-    case $engine in
-    xla) line=(env "PJRT_DEVICE=TPU" "$venv/bin/python" "${module[@]}") ;;
-    torch) line=("$venv/bin/python" "${module[@]}") ;;
-    torchrun)
-        line=("$venv/bin/python" -m torch.distributed.run)
-        if [[ -n $tpu ]]; then
-            line+=("--nnodes=$num_workers" "--node-rank=$1" "--nproc-per-node=${OCT_NPROC:-1}"
-                "--master-addr=$address" "--master-port=${OCT_MASTER_PORT:-29500}")
-        else
-            line+=(--standalone "--nproc-per-node=${OCT_NPROC:-gpu}")
-        fi
-        line+=("${module[@]}")
-        ;;
-    esac
+training() { # sets `line` to the training command
+    line=("$venv/bin/python" -m pretraining.train --config "$config" ${overrides[@]+"${overrides[@]}"})
+    if [[ -n $tpu ]] || compgen -G '/dev/accel*' >/dev/null; then line=(env PJRT_DEVICE=TPU "${line[@]}"); fi
 }
 
 gcloud_tpu() { # WORKER SUBCOMMAND ARGUMENTS...: sets `line` to the gcloud command
@@ -203,17 +179,17 @@ on_worker() { # WORKER VERB ARGUMENTS...: sets `line` to the gcloud command that
 check_line() {
     local paths=()
     if [[ -n $config ]]; then paths=("$config" ${overrides[@]+"${overrides[@]}"}); fi
-    on_worker "$1" check "$commit" "$engine" "$venv" "${OCT_MIN_DISK_GB:-10}" ${paths[@]+"${paths[@]}"}
+    on_worker "$1" check "$commit" "$venv" "${OCT_MIN_DISK_GB:-10}" ${paths[@]+"${paths[@]}"}
 }
 start_line() {
-    training "$1"
-    on_worker "$1" start "$launch" "$engine" "${OCT_START_GRACE_S:-5}" "${line[@]}"
+    training
+    on_worker "$1" start "$launch" "${OCT_START_GRACE_S:-5}" "${line[@]}"
 }
 stop_line() { on_worker "$1" stop "${OCT_STOP_WAIT_S:-900}" "$kill_after"; }
 undo_line() { on_worker "$1" stop 10 yes "$launch"; } # what has just been started has nothing to save
 status_line() { on_worker "$1" status; }
 logs_line() { on_worker "$1" logs "$lines" ${follow:+"$follow"}; }
-setup_line() { on_worker "$1" setup "$engine" "$venv" "$python"; }
+setup_line() { on_worker "$1" setup "$venv" "$python"; }
 copy_line() { gcloud_tpu "$1" scp "$scratch/oct-sync.bundle" "$scratch/oct-sync.sh" "$tpu:"; }
 sync_line() {
     gcloud_tpu "$1" ssh "$tpu" --ssh-flag=-oServerAliveInterval=30 \
@@ -292,11 +268,11 @@ find_commit() {
     fi
 }
 
-find_workers() { # sets num_workers and address
-    local answer state
+find_workers() { # sets num_workers
+    local answer state address addresses
     gcloud_tpu '' describe "$tpu" '--format=value(state,networkEndpoints[].ipAddress.list())'
     if [[ -n $dry ]]; then
-        : "${num_workers:=1}" "${address:=${OCT_MASTER_ADDR:-ADDRESS_OF_WORKER_0}}"
+        : "${num_workers:=1}"
         say "$(quoted "${line[@]}")"
         return
     fi
@@ -305,12 +281,10 @@ find_workers() { # sets num_workers and address
     read -r state address <<<"$answer"
     [[ $state == READY ]] || fail "tpu $tpu: expected state READY, found $state"
     [[ -n $address ]] || fail "tpu $tpu: expected an address of every worker, found none"
-    local addresses
     IFS=, read -ra addresses <<<"$address"
     [[ -z $num_workers || $num_workers == "${#addresses[@]}" ]] ||
         fail "tpu $tpu: expected $num_workers workers, found ${#addresses[@]}"
     num_workers=${#addresses[@]}
-    address=${OCT_MASTER_ADDR:-${addresses[0]}}
 }
 
 find_account() {
@@ -326,7 +300,7 @@ find_account() {
 }
 
 describe_plan() {
-    say "# tpu $tpu, zone ${zone:-of gcloud}, project ${project:-of gcloud}, workers ${num_workers:-1}, engine $engine"
+    say "# tpu $tpu, zone ${zone:-of gcloud}, project ${project:-of gcloud}, workers ${num_workers:-1}"
     say "# commit ${commit:-not used}, clone $folder"
     say "# config $(quoted "${config:-none}" ${overrides[@]+"${overrides[@]}"})"
 }
@@ -376,10 +350,8 @@ status_all() { # the exit code is the workers' where they agree
 
 foreground() {
     [[ -x $venv/bin/python ]] || fail "expected $venv/bin/python, found none; make install makes it (OCT_VENV)"
-    [[ $engine != xla ]] || grep -Eqs '^ *(import|from) torch_xla' utils/runtime/xla.py utils/xla.py ||
-        fail "engine xla: not in this tree (utils/runtime/xla.py does not import torch_xla)"
-    training 0
-    say "engine $engine: $(quoted "${line[@]}")"
+    training
+    say "$(quoted "${line[@]}")"
     [[ -n $dry ]] || exec "${line[@]}"
 }
 

@@ -29,27 +29,22 @@ CONFIG = "configs/small.yaml"
 OVERRIDES = ("data.store=/the store/it's", "spatial.image_size=[8,24,32]", "a.b=$HOME;*")
 
 # Stands where .venv/bin/python would: each command of the launcher, in a way that a test can see. SIGTERM is
-# taken as training takes it; torchrun's processes have sessions of their own.
+# taken as training takes it; what is deaf to it has a process that outlives it.
 PYTHON = r"""#!/usr/bin/env bash
 train() {
     trap 'echo "stopped by SIGTERM at step 3 of 8"; exit 0' TERM
-    if [[ -f ~/deaf ]]; then trap '' TERM; fi
+    if [[ -f ~/deaf ]]; then trap '' TERM; setsid sleep 600 & fi
     echo "resuming"
     while :; do sleep 0.05; done
 }
 case "$*" in
-*" torch_xla" | *" torch") [[ ! -f ~/no_package ]] ;;
+*"torch_xla"*) [[ ! -f ~/no_package ]] ;;
 "-m utils.check_paths "*) if [[ -f ~/no_store ]]; then echo "error: data.store: none there" >&2; exit 2; fi
     echo "store readable" ;;
 "-m pretraining.train "*)
     printf '%s\n' "PJRT_DEVICE=${PJRT_DEVICE:-}" "$@" >~/argv
     if [[ -f ~/broken ]]; then echo "some words"; echo "error: optim.base_lr: too hot" >&2; exit 2; fi
     train ;;
-"-m torch.distributed.run "*)
-    trap 'echo "torchrun was signalled"; exit 1' TERM
-    printf '%s\n' "$@" >~/argv
-    setsid "$0" -m pretraining.train child &
-    wait $! ;;
 "-m venv "*) mkdir -p "$3/bin" && cp "$0" "$3/bin/python" ;;
 "-m pip "*) printf '%s\n' "$*" >>~/pip ;;
 *) echo "error: no such call: $*" >&2; exit 9 ;;
@@ -73,8 +68,8 @@ def ready(tmp_path_factory: pytest.TempPathFactory) -> Pod:
     pod.commit(
         **{
             CONFIG: "seed: 0\n",
-            "utils/runtime/xla.py": "import torch_xla\n",
             "requirements.txt": "numpy\n",
+            "requirements-tpu.txt": "-r requirements.txt\n",
             ".gitignore": "/runs/\n",
         }
     )
@@ -128,16 +123,16 @@ def test_dry_run_prints_the_exact_commands(pod: Pod) -> None:
     store = r"'\''data.store=/the store'\'''"
     train = f"env PJRT_DEVICE=TPU .venv/bin/python -m pretraining.train --config {CONFIG} {store}"
     assert lines(done) == [
-        "# tpu pod, zone us-central2-b, project a-project, workers 2, engine xla",
+        "# tpu pod, zone us-central2-b, project a-project, workers 2",
         f"# commit {commit}, clone oct-foundation",
         f"# config {CONFIG} 'data.store=/the store'",
         "gcloud auth list --filter=status:ACTIVE '--format=value(account)'",
         "gcloud compute tpus tpu-vm describe pod '--format=value(state,networkEndpoints[].ipAddress.list())' "
         f"--quiet {where}",
-        f"{go} check {commit} xla .venv 0 {CONFIG} {store} --quiet --worker=0 {where}",
-        f"{go} check {commit} xla .venv 0 {CONFIG} {store} --quiet --worker=1 {where}",
-        f"{go} start LAUNCH xla 0 {train} --quiet --worker=0 {where}",
-        f"{go} start LAUNCH xla 0 {train} --quiet --worker=1 {where}",
+        f"{go} check {commit} .venv 0 {CONFIG} {store} --quiet --worker=0 {where}",
+        f"{go} check {commit} .venv 0 {CONFIG} {store} --quiet --worker=1 {where}",
+        f"{go} start LAUNCH 0 {train} --quiet --worker=0 {where}",
+        f"{go} start LAUNCH 0 {train} --quiet --worker=1 {where}",
     ]
     assert done.returncode == 0
     assert pod.calls() == before  # nothing was run
@@ -149,17 +144,8 @@ def test_quotes_survive_two_shells(pod: Pod) -> None:
     assert tuple(shlex.split(command)[-len(OVERRIDES) :]) == OVERRIDES
 
 
-def test_dry_run_of_torchrun_and_sync(pod: Pod) -> None:
+def test_dry_run_of_sync(pod: Pod) -> None:
     commit = git(pod.source, "rev-parse", "HEAD")
-    done = pod.launch("--dry-run", "--workers=3", "--engine=torchrun", CONFIG, OCT_MASTER_PORT="29400")
-    starts = [line for line in lines(done) if "tpu_worker.sh start" in line]
-    assert len(starts) == 3
-    for worker, line in enumerate(starts):
-        assert (
-            "start LAUNCH torchrun 0 .venv/bin/python -m torch.distributed.run --nnodes=3 "
-            f"--node-rank={worker} --nproc-per-node=1 --master-addr=ADDRESS_OF_WORKER_0 --master-port=29400 "
-            f"-m pretraining.train --config {CONFIG}' --quiet --worker={worker}"
-        ) in line
     assert lines(pod.launch("--dry-run", "sync"))[4:] == [
         f"# oct-sync.bundle: commit {commit[:10]} with its history; oct-sync.sh: utils/tpu_worker.sh",
         "gcloud compute tpus tpu-vm scp SCRATCH/oct-sync.bundle SCRATCH/oct-sync.sh pod: --quiet --worker=0",
@@ -205,8 +191,6 @@ def test_the_real_gcloud_knows_every_flag(pod: Pod, tmp_path: Path) -> None:
         (["--zone"], "error: --zone: expected a value, found none"),
         (["--zone=", "status"], "error: unknown option --zone="),
         (["--colour", "red"], "error: unknown option --colour"),
-        (["--engine", "jax", CONFIG], "error: --engine: expected xla, torchrun or torch, found jax"),
-        (["--engine", "torch", CONFIG], "error: --engine: expected xla or torchrun with --tpu, found torch"),
         (["--workers", "four", "status"], "error: expected a whole number, found four"),
         (["--workers", "0", "status"], "error: --workers: expected 1 or more, found 0"),
         (["--worker", "1", CONFIG], "error: --worker: only for status and logs"),
@@ -226,9 +210,7 @@ def test_mistakes_on_the_command_line(ready: Pod, words: list[str], message: str
     assert done.stderr.count("\n") == 1
 
 
-@pytest.mark.parametrize(
-    "name", ["OCT_STOP_WAIT_S", "OCT_START_GRACE_S", "OCT_MIN_DISK_GB", "OCT_MASTER_PORT"]
-)
+@pytest.mark.parametrize("name", ["OCT_STOP_WAIT_S", "OCT_START_GRACE_S", "OCT_MIN_DISK_GB"])
 @pytest.mark.parametrize("value", ["15m", "2.5", "-1", "08"])
 def test_numbers_of_the_environment_are_checked_before_anything_is_done(
     ready: Pod, name: str, value: str
@@ -365,23 +347,6 @@ def test_check_names_every_fault_of_every_worker_and_nothing_starts(pod: Pod) ->
     ]
 
 
-@pytest.mark.slow
-def test_without_the_xla_engine_nothing_starts(pod: Pod) -> None:
-    """Otherwise each worker would train alone on its CPU, as rank 0 of its own run."""
-    before = git(pod.source, "rev-parse", "HEAD")
-    pod.commit(**{"utils/runtime/xla.py": "import torch  # no torch_xla\n"})
-    assert launch(pod, "sync").returncode == 0
-    done = launch(pod, "start", CONFIG)
-    git(pod.source, "reset", "-q", "--hard", before)
-    assert launch(pod, "sync").returncode == 0
-    assert done.returncode == 1
-    assert (
-        "worker 1: error: engine xla: not in this commit (utils/runtime/xla.py does not import torch_xla)"
-        in lines(done)
-    )
-    assert not (pod.home(0) / "argv").exists()
-
-
 # ---- start, status, logs, stop
 
 
@@ -450,7 +415,7 @@ def test_status_tells_an_error_of_the_user_from_what_may_be_started_again(pod: P
     states = [pod.clone(worker) / "runs/launcher" for worker in range(2)]
     for state in states:
         state.mkdir(parents=True, exist_ok=True)
-        (state / "process").write_text("1 1 another-boot before xla\n")
+        (state / "process").write_text("1 1 another-boot before\n")
         (state / "exit_code").write_text("0\n")
     assert launch(pod, "status").returncode == 3
     (states[0] / "exit_code").write_text("2\n")
@@ -469,7 +434,7 @@ def test_a_pid_that_is_somebody_elses_now_is_left_alone(pod: Pod) -> None:
     for worker, known in enumerate([f"{int(ticks) - 1} {boot}", f"{ticks} {other_boot}"]):
         path = pod.clone(worker) / "runs/launcher/process"
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(f"{stranger.pid} {known} before xla\n")
+        path.write_text(f"{stranger.pid} {known} before\n")
     assert launch(pod, "status").returncode == 3
     assert launch(pod, "stop").stdout == "worker 0: not running\nworker 1: not running\n"
     assert launch(pod, "start", CONFIG).returncode == 0
@@ -494,7 +459,7 @@ def test_one_worker_that_does_not_start_stops_the_others(pod: Pod) -> None:
 def test_a_start_that_gcloud_repeats_is_one_start(pod: Pod) -> None:
     """A broken connection makes gcloud send the command again."""
     worker = [
-        *("bash", "utils/tpu_worker.sh", "start", "the-launch", "xla", "1"),
+        *("bash", "utils/tpu_worker.sh", "start", "the-launch", "1"),
         *(str(pod.folder / "venv/bin/python"), "-m", "pretraining.train", "x"),
     ]
     answers = [
@@ -519,31 +484,20 @@ def test_a_start_that_gcloud_repeats_is_one_start(pod: Pod) -> None:
     assert is_running(pod.pid(0))
 
 
-def test_torchruns_processes_are_asked_not_torchrun(pod: Pod) -> None:
-    """torchrun would give its processes 30 s and then kill them, in the middle of a checkpoint."""
-    done = launch(pod, "--engine", "torchrun", "start", CONFIG, OCT_MASTER_PORT="29555")
-    assert done.returncode == 0, done
-    assert not (pod.clone(1) / "runs/launcher/exit_code").exists()
-    wait_for(lambda: pod.log_text(1).endswith("resuming\n"))
-    done = launch(pod, "stop")
-    assert done.stdout.count("exit code 0: stopped by SIGTERM at step 3 of 8") == 2
-    assert "torchrun was signalled" not in pod.log_text(0)
-
-
 @pytest.mark.slow
 def test_stop_kill_ends_what_does_not_listen(pod: Pod) -> None:
     (pod.home(0) / "deaf").touch()
-    assert launch(pod, "--engine", "torchrun", "start", CONFIG).returncode == 0
+    assert launch(pod, "start", CONFIG).returncode == 0
     wait_for(lambda: pod.log_text(0).endswith("resuming\n"))
     pid = pod.pid(0)
     done = launch(pod, "stop", OCT_STOP_WAIT_S="1")
     assert done.returncode == 1
     assert f"worker 0: error: pid {pid} was sent SIGTERM and still runs after 1 s" in done.stdout
     assert is_running(pid)
-    os.kill(pid, signal.SIGKILL)  # torchrun goes, what it started stays
+    os.kill(pid, signal.SIGKILL)  # it goes, what it started stays
     wait_for(lambda: not is_running(pid))
     assert "processes of it are left, pids" in launch(pod, "status", "--worker=0").stdout
-    done = launch(pod, "--engine", "torchrun", "start", CONFIG)
+    done = launch(pod, "start", CONFIG)
     assert "worker 0: error: processes of the last run are left, pids" in done.stdout
     done = launch(pod, "stop", "--kill", OCT_STOP_WAIT_S="1")
     (pod.home(0) / "deaf").unlink()
@@ -573,39 +527,26 @@ def test_sync_moves_every_clone_and_loses_no_changes(pod: Pod) -> None:
 @pytest.mark.slow
 def test_setup_installs_once_and_says_what_is_missing(pod: Pod) -> None:
     python = {"OCT_PYTHON": str(pod.folder / "venv/bin/python")}
-    done = pod.launch("setup", **python)
-    assert done.returncode == 1
-    message = "error: requirements-tpu.txt: not in this commit, so engine xla cannot be set up"
-    assert f"worker 0: {message}" in lines(done)
-    for message in ("installed requirements.txt", "nothing to do"):
-        done = pod.launch("setup", "--engine=torchrun", **python)
+    for message in ("installed requirements-tpu.txt", "nothing to do"):
+        done = pod.launch("setup", **python)
         assert done.stdout == "".join(f"worker {w}: environment .venv: {message}\n" for w in range(2))
-    assert (pod.home(0) / "pip").read_text() == "-m pip install --quiet -r requirements.txt\n"
+    assert (pod.home(0) / "pip").read_text() == "-m pip install --quiet -r requirements-tpu.txt\n"
     assert git(pod.clone(0), "status", "--porcelain", "--untracked-files=no") == ""
 
 
 def test_in_the_foreground(pod: Pod) -> None:
-    done = launch_foreground(pod, "--dry-run", "--engine=torch", CONFIG, "a.b=1 2")
+    done = launch_foreground(pod, "--dry-run", CONFIG, "a.b=1 2")
     assert done.stdout.endswith(f"python -m pretraining.train --config {CONFIG} 'a.b=1 2'\n")
-    commit = git(pod.source, "rev-parse", "HEAD")
-    pod.commit(**{"utils/runtime/xla.py": "import torch\n"})
-    done = launch_foreground(pod, "--engine=xla", CONFIG)
-    git(pod.source, "reset", "-q", "--hard", commit)
-    assert done.stderr == (
-        "error: engine xla: not in this tree (utils/runtime/xla.py does not import torch_xla)\n"
-    )
-    done = launch_foreground(pod, "--engine=torchrun", "--dry-run", CONFIG)
-    assert "-m torch.distributed.run --standalone --nproc-per-node=2 -m pretraining.train" in done.stdout
     (pod.folder / "home" / "broken").touch()
-    done = launch_foreground(pod, "--engine=torch", CONFIG)
+    done = launch_foreground(pod, CONFIG)
     assert done.returncode == 2
     assert done.stderr == "error: optim.base_lr: too hot\n"
     (pod.folder / "home" / "broken").unlink()
-    assert "found none; make install makes it" in pod.launch("--engine=torch", CONFIG, tpu=None).stderr
+    assert "found none; make install makes it" in pod.launch(CONFIG, tpu=None).stderr
 
 
 def launch_foreground(pod: Pod, *words: str) -> subprocess.CompletedProcess[str]:
-    return pod.launch(*words, tpu=None, OCT_VENV=str(pod.folder / "venv"), OCT_NPROC="2")
+    return pod.launch(*words, tpu=None, OCT_VENV=str(pod.folder / "venv"))
 
 
 # ---- the paths of a configuration

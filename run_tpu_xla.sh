@@ -8,8 +8,8 @@
 #        sync     bring the commit to every worker
 #        setup    make the virtual environment on every worker
 #        start    check, then train on every worker, detached; resumes what was stopped (the default)
-#        status   exit code 0 when all workers run, 3 when none does, 4 when none does and an error of the
-#                 user ended one, 1 otherwise
+#        status   exit code 0 when all workers run, 3 when none does and a start goes on, 4 when none does
+#                 and a mistake ended one, 5 when all have finished, 1 otherwise
 #        logs     the last lines of every worker's log
 #        stop     SIGTERM to the run's own process on every worker: it writes a checkpoint and ends
 #
@@ -25,7 +25,7 @@
 # Also from the environment: OCT_VENV (.venv), OCT_PYTHON (python3.11), OCT_MIN_DISK_GB (10), OCT_STOP_WAIT_S
 # (900), OCT_START_GRACE_S (5).
 #
-# Exit codes: 0 done, 1 refused or failed on a worker, 2 a mistake on the command line, 3 and 4 see status.
+# Exit codes: 0 done, 1 refused or failed on a worker, 2 a mistake on the command line, 3 to 5 see status.
 set -euo pipefail
 
 VERBS="check setup sync start status logs stop"
@@ -338,12 +338,16 @@ undo_start() {
     fan_out undo_line || say "error: what was started on worker ${failed[*]} could not be stopped; run stop --kill"
 }
 
-status_all() { # the exit code is the workers' where they agree
+status_all() { # 4 where a worker's is 4, 5 where all are 5, else 3; 1 where one runs or was not reached
     fan_out status_line && return
-    local code answer=3
+    local code answer=5
     for code in "${codes[@]}"; do
-        [[ $code == [34] ]] || exit 1
-        ((code < answer)) || answer=$code
+        case $code in
+        4) answer=4 ;;
+        3) ((answer == 4)) || answer=3 ;;
+        5) ;;
+        *) exit 1 ;;
+        esac
     done
     exit "$answer"
 }

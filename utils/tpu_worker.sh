@@ -4,15 +4,16 @@
 #   check    COMMIT VENV MIN_DISK_GB [CONFIG overrides...]          checks all that a start needs
 #   setup    VENV PYTHON                                            makes the virtual environment
 #   start    LAUNCH GRACE_S COMMAND...                              starts a run; refused while one runs
-#   status                                                          exit code 0 while the run goes on, else 3 or 4
+#   status                                                          exit code 0 while the run goes on, else 3 to 5
 #   logs     LINES [follow]
 #   stop     WAIT_S KILL_AFTER [LAUNCH]                             sends SIGTERM to the run, and waits
 #   sync     DIR COMMIT BUNDLE                                      makes or moves the clone; runs from a copy
 #
 # Each line on stdout is for the user; a line that begins with "error:" says what is wrong and what to do. Exit
-# codes: 0 done, 1 refused or failed, 3 not running, 4 not running and a new start would not help. State is in
-# runs/launcher: `process` (pid, start time in ticks, boot, launch), `exit_code`, `command`, `log`. The
-# system reuses a pid; pid, start time and boot together belong to one process only.
+# codes: 0 done, 1 refused or failed; of status also 3 not running, and start goes on, 4 not running, and a person
+# has to correct something, 5 finished. State is in runs/launcher: `process` (pid, start time in ticks, boot,
+# launch), `exit_code`, `command`, `log`. The system reuses a pid; pid, start time and boot together belong to one
+# process only.
 set -euo pipefail
 
 STATE=runs/launcher
@@ -246,6 +247,16 @@ stop() {
 
 # ---- status, logs
 
+meaning() { # CODE: what the training's exit code says; docs/guides/launcher.md has the table
+    case $1 in
+    0) say "finished" ;;
+    2) say "a person has to correct it; start does not help" ;;
+    75) say "lost another worker, or its storage; start goes on" ;;
+    76) say "stopped before its end; start goes on" ;;
+    *) if (($1 > 128)); then say "killed by signal $(($1 - 128)); start goes on"; else say "start goes on"; fi ;;
+    esac
+}
+
 status() {
     local code='' left
     if running; then
@@ -257,14 +268,17 @@ status() {
         say "never started"
     elif [[ -f $STATE/exit_code ]]; then
         code=$(<"$STATE/exit_code")
-        say "ended at $(date -r "$STATE/exit_code" '+%F %T') with exit code $code: $(last_words "$code")"
+        say "ended at $(date -r "$STATE/exit_code" '+%F %T') with exit code $code ($(meaning "$code")): $(last_words "$code")"
     else
         say "gone without an exit code: the machine went down, or it was killed; start resumes"
     fi
     left=$(family)
     [[ -z $left ]] || say "processes of it are left, pids $left; stop --kill ends them"
-    [[ $code != 2 ]] || exit 4 # the run ends with 2 for errors that a person has to correct
-    exit 3
+    case $code in
+    0) exit 5 ;;
+    2) exit 4 ;;
+    *) exit 3 ;;
+    esac
 }
 
 logs() {

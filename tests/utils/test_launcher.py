@@ -32,10 +32,12 @@ OVERRIDES = ("data.store=/the store/it's", "spatial.image_size=[8,24,32]", "a.b=
 # taken as training takes it; what is deaf to it has a process that outlives it.
 PYTHON = r"""#!/usr/bin/env bash
 train() {
-    trap 'echo "stopped by SIGTERM at step 3 of 8"; exit 0' TERM
+    trap 'echo "stopped by SIGTERM at step 3 of 8"; exit 76' TERM
     if [[ -f ~/deaf ]]; then trap '' TERM; setsid sleep 600 & fi
     echo "resuming"
-    while :; do sleep 0.05; done
+    until [[ -f ~/exit_code ]]; do sleep 0.05; done
+    echo "error: the reason"
+    exit "$(<~/exit_code)"
 }
 case "$*" in
 *"torch_xla"*) [[ ! -f ~/no_package ]] ;;
@@ -80,10 +82,12 @@ def ready(tmp_path_factory: pytest.TempPathFactory) -> Pod:
 
 @pytest.fixture
 def pod(ready: Pod) -> Iterator[Pod]:
-    """The workers, on which nothing runs after the test."""
+    """The workers, on which nothing runs and nothing is known of a run after the test."""
     yield ready
     if any(is_running(pid) for pid in ready.started()):
         ready.launch("stop", "--kill", OCT_STOP_WAIT_S="5")
+    for worker in range(ready.size):
+        shutil.rmtree(ready.clone(worker) / "runs", ignore_errors=True)
 
 
 def launch(pod: Pod, *words: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -385,7 +389,7 @@ def test_start_refuse_status_stop_and_start_again(pod: Pod) -> None:
     assert done.returncode == 0
     for worker, pid in enumerate(pids):
         assert (
-            f"worker {worker}: stopped, pid {pid}, exit code 0: stopped by SIGTERM at step 3 of 8"
+            f"worker {worker}: stopped, pid {pid}, exit code 76: stopped by SIGTERM at step 3 of 8"
             in lines(done)
         )
         assert not is_running(pid)
@@ -398,7 +402,7 @@ def test_start_refuse_status_stop_and_start_again(pod: Pod) -> None:
 
     status = launch(pod, "status")
     assert status.returncode == 3
-    assert status.stdout.count("with exit code 0: stopped by SIGTERM at step 3 of 8") == 2
+    assert status.stdout.count("start goes on): stopped by SIGTERM at step 3 of 8") == 2
 
     assert launch(pod, "start", CONFIG).returncode == 0
     assert pod.log_text(0).count(" start at commit ") == 2
@@ -411,17 +415,71 @@ def test_start_refuse_status_stop_and_start_again(pod: Pod) -> None:
     assert "with exit code 137" in status.stdout
 
 
-def test_status_tells_an_error_of_the_user_from_what_may_be_started_again(pod: Pod) -> None:
+@pytest.mark.parametrize(
+    ("codes", "status", "words"),
+    [
+        ((0, 0), 5, "with exit code 0 (finished): "),
+        ((76, 76), 3, "with exit code 76 (stopped before its end; start goes on): "),
+        ((137, 75), 3, "with exit code 137 (killed by signal 9; start goes on): "),
+        ((0, 137), 3, "with exit code 137 (killed by signal 9; start goes on): "),
+        ((1, 75), 3, "with exit code 75 (lost another worker, or its storage; start goes on): "),
+        ((2, 75), 4, "with exit code 2 (a person has to correct it; start does not help): "),
+    ],
+)
+def test_status_says_whether_a_start_would_help(
+    pod: Pod, codes: tuple[int, int], status: int, words: str
+) -> None:
     states = [pod.clone(worker) / "runs/launcher" for worker in range(2)]
-    for state in states:
+    for state, code in zip(states, codes, strict=True):
         state.mkdir(parents=True, exist_ok=True)
         (state / "process").write_text("1 1 another-boot before\n")
-        (state / "exit_code").write_text("0\n")
-    assert launch(pod, "status").returncode == 3
-    (states[0] / "exit_code").write_text("2\n")
-    assert launch(pod, "status").returncode == 4
-    for state in states:
-        (state / "exit_code").unlink()
+        (state / "exit_code").write_text(f"{code}\n")
+    done = launch(pod, "status")
+    assert done.returncode == status
+    assert words in done.stdout
+
+
+def test_the_documented_rule_restarts_what_was_lost_and_nothing_else(pod: Pod) -> None:
+    text = (ROOT / "docs/guides/launcher.md").read_text()
+    (rule,) = [line for line in text.splitlines() if line.startswith("./run_tpu_xla.sh status;")]
+
+    def follow_rule() -> str:
+        return subprocess.run(
+            ["bash", "-c", rule.replace("CONFIG ...", CONFIG)],
+            cwd=pod.source,
+            env=pod.environment(more={"OCT_TPU": "pod", "OCT_VENV": str(pod.folder / "venv")}),
+            capture_output=True,
+            text=True,
+        ).stdout
+
+    def end(*workers: int, code: int) -> None:
+        for worker in workers:
+            (pod.home(worker) / "exit_code").write_text(f"{code}\n")
+            wait_for(lambda worker=worker: (pod.clone(worker) / "runs/launcher/exit_code").exists())
+            (pod.home(worker) / "exit_code").unlink()
+
+    assert launch(pod, "start", CONFIG).returncode == 0
+    assert "started on" not in follow_rule()  # all workers run
+    for lost in (True, False):
+        first = pod.started()
+        if lost:  # a host is killed, and the others leave for want of it
+            os.kill(pod.pid(1), signal.SIGKILL)
+            wait_for(lambda: (pod.clone(1) / "runs/launcher/exit_code").exists())
+            end(0, code=75)
+        else:
+            launch(pod, "stop")
+        assert "started on 2 workers" in follow_rule()
+        assert all(map(is_running, pod.started()))
+        assert not set(first) & set(pod.started())
+    end(0, code=75)
+    end(1, code=2)
+    answer = follow_rule()
+    assert "started on" not in answer
+    assert "with exit code 2 (a person has to correct it; start does not help): error: the reason" in answer
+    assert launch(pod, "start", CONFIG).returncode == 0
+    end(0, 1, code=0)
+    assert "started on" not in follow_rule()
+    assert not any(map(is_running, pod.started()))
 
 
 def test_a_pid_that_is_somebody_elses_now_is_left_alone(pod: Pod) -> None:
@@ -451,7 +509,7 @@ def test_one_worker_that_does_not_start_stops_the_others(pod: Pod) -> None:
     pid = pod.pid(0)
     output = lines(done)
     assert "worker 1: error: ended at once with exit code 2: error: optim.base_lr: too hot" in output
-    assert f"worker 0: stopped, pid {pid}, exit code 0: stopped by SIGTERM at step 3 of 8" in output
+    assert f"worker 0: stopped, pid {pid}, exit code 76: stopped by SIGTERM at step 3 of 8" in output
     assert output[-1] == "error: worker 1 did not start, so the others were stopped"
     assert not is_running(pid)
 

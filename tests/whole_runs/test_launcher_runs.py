@@ -110,7 +110,7 @@ def test_four_workers_are_one_run_that_stops_and_resumes(folder: Path, pod: Pod)
 
     done = pod.launch("stop")
     assert done.returncode == 0, done
-    assert done.stdout.count(", exit code 0: ") == WORKERS, done.stdout
+    assert done.stdout.count("stopped, pid") == WORKERS, done.stdout
     (stopped,) = list_steps(str(run / "checkpoints"))[-1:]
     assert stopped == steps_logged(run) < steps - 1
     assert (
@@ -124,8 +124,8 @@ def test_four_workers_are_one_run_that_stops_and_resumes(folder: Path, pod: Pod)
     assert done.returncode == 0, done
     wait_for(lambda: not any(map(is_running, pod.started())), seconds=450)
     status = pod.launch("status")
-    assert status.returncode == 3
-    assert status.stdout.count("with exit code 0: ") == WORKERS, status.stdout
+    assert status.returncode == 5
+    assert status.stdout.count("with exit code 0 (finished): ") == WORKERS, status.stdout
     assert f"resuming from step {stopped}" in pod.log_text(0)
     assert "4 processes" in pod.log_text(0)
 

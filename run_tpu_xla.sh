@@ -14,6 +14,7 @@
 #        stop     SIGTERM to the run's own process on every worker: it writes a checkpoint and ends
 #
 # --tpu NAME (OCT_TPU)   --zone ZONE (OCT_ZONE)   --project ID (OCT_PROJECT)   default: gcloud's
+# --tunnel-through-iap, --internal-ip (OCT_SSH, without the dashes)   how gcloud's ssh and scp reach the workers
 # --commit C (OCT_COMMIT)     what all workers run; default HEAD of a tree without changes
 # --config FILE (OCT_CONFIG)  the same as CONFIG
 # --dir DIR (OCT_DIR)         the clone on the workers, from their home; default oct-foundation
@@ -31,7 +32,7 @@ set -euo pipefail
 VERBS="check setup sync start status logs stop"
 tpu=${OCT_TPU:-} zone=${OCT_ZONE:-} project=${OCT_PROJECT:-} commit=${OCT_COMMIT:-} config=${OCT_CONFIG:-}
 folder=${OCT_DIR:-oct-foundation} num_workers=${OCT_WORKERS:-}
-venv=${OCT_VENV:-.venv} python=${OCT_PYTHON:-python3.11}
+way=${OCT_SSH:-} venv=${OCT_VENV:-.venv} python=${OCT_PYTHON:-python3.11}
 verb='' overrides=() only='' follow='' lines=50 kill_after=no dry=''
 scratch='' workers=() jobs=() codes=() failed=() line=() launch=''
 
@@ -75,6 +76,10 @@ parse() {
             shift
             ;;
         --*=?*) option "${1%%=*}" "${1#*=}" ;;
+        --tunnel-through-iap | --internal-ip)
+            [[ -z $way || $way == "${1#--}" ]] || usage_error "$1: not beside --$way"
+            way=${1#--}
+            ;;
         -f | --follow) follow=follow ;;
         --kill) kill_after=yes ;;
         --dry-run) dry=yes ;;
@@ -133,6 +138,10 @@ check_words() {
     for number in "$num_workers" "$only" "$lines"; do
         case $number in *[!0-9]*) usage_error "expected a whole number, found $number" ;; esac
     done
+    case $way in
+    '' | tunnel-through-iap | internal-ip) ;;
+    *) usage_error "OCT_SSH: expected tunnel-through-iap or internal-ip, found $way" ;;
+    esac
     [[ $num_workers != 0 ]] || usage_error "--workers: expected 1 or more, found 0"
     [[ -z $only || $verb == status || $verb == logs ]] || usage_error "--worker: only for status and logs"
     [[ -z $follow || $verb == logs ]] || usage_error "--follow: only for logs"
@@ -163,7 +172,7 @@ gcloud_tpu() { # WORKER SUBCOMMAND ARGUMENTS...: sets `line` to the gcloud comma
     local worker=$1 subcommand=$2
     shift 2
     line=(gcloud compute tpus tpu-vm "$subcommand" "$@" --quiet)
-    [[ -z $worker ]] || line+=("--worker=$worker")
+    if [[ -n $worker ]]; then line+=("--worker=$worker" ${way:+"--$way"}); fi
     [[ -z $zone ]] || line+=("--zone=$zone")
     [[ -z $project ]] || line+=("--project=$project")
 }
@@ -191,6 +200,7 @@ status_line() { on_worker "$1" status; }
 logs_line() { on_worker "$1" logs "$lines" ${follow:+"$follow"}; }
 setup_line() { on_worker "$1" setup "$venv" "$python"; }
 copy_line() { gcloud_tpu "$1" scp "$scratch/oct-sync.bundle" "$scratch/oct-sync.sh" "$tpu:"; }
+clean_line() { gcloud_tpu "$1" ssh "$tpu" --ssh-flag=-oServerAliveInterval=30 "--command=rm -f oct-sync.bundle oct-sync.sh"; }
 sync_line() {
     gcloud_tpu "$1" ssh "$tpu" --ssh-flag=-oServerAliveInterval=30 \
         "--command=exec bash oct-sync.sh sync $(quoted "$folder" "$commit" oct-sync.bundle)"
@@ -306,18 +316,24 @@ describe_plan() {
 }
 
 sync_all() {
-    local bare=$scratch/bare
+    local bare=$scratch/bare code=0
     if [[ -n $dry ]]; then
-        say "# oct-sync.bundle: commit ${commit:0:10} with its history; oct-sync.sh: utils/tpu_worker.sh"
+        say "# oct-sync.bundle: the files of commit ${commit:0:10}; oct-sync.sh: utils/tpu_worker.sh"
     else
-        git clone -q --bare --shared . "$bare"
+        # Without the commits before it, which a shallow clone does not have and no worker needs.
+        git init -q --bare "$bare"
+        (cd "$(git rev-parse --git-path objects)" && pwd) >"$bare/objects/info/alternates"
+        say "$commit" >"$bare/shallow"
         git -C "$bare" update-ref refs/heads/oct-sync "$commit"
         git -C "$bare" bundle create -q "$scratch/oct-sync.bundle" refs/heads/oct-sync
         git show "$commit:utils/tpu_worker.sh" >"$scratch/oct-sync.sh" 2>/dev/null ||
             fail "commit ${commit:0:10} has no utils/tpu_worker.sh"
     fi
     fan_out copy_line || fail "not all workers were reached: ${failed[*]}"
-    fan_out sync_line || fail "not all workers are at commit ${commit:0:10}: see worker ${failed[*]}"
+    fan_out sync_line || code=$?
+    local guilty="${failed[*]-}"
+    fan_out clean_line || say "error: oct-sync.bundle stays on worker ${failed[*]}"
+    ((code == 0)) || fail "not all workers are at commit ${commit:0:10}: see worker $guilty"
 }
 
 start_all() {

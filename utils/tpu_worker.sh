@@ -128,7 +128,7 @@ check() {
 # ---- sync, setup
 
 sync() {
-    local folder=$1 commit=$2 bundle=$3
+    local folder=$1 commit=$2 bundle=$3 shallow
     if [[ ! -d $folder/.git ]]; then
         [[ -z $(ls -A "$folder" 2>/dev/null) ]] ||
             fail "$folder: expected a clone or nothing, found another folder; give --dir"
@@ -140,6 +140,8 @@ sync() {
     refuse_while_running
     [[ -z $(git status --porcelain --untracked-files=no) ]] ||
         fail "clone: expected no changes in $PWD, found some; they would be lost: run git diff there"
+    shallow=$(git rev-parse --git-path shallow) # the bundle has no commit before this one
+    grep -qsxF "$commit" "$shallow" || say "$commit" >>"$shallow"
     git fetch -q "$bundle" refs/heads/oct-sync 2>&1 || fail "$bundle: git could not read it"
     git checkout -q --detach "$commit" 2>&1 || fail "git could not check out ${commit:0:10}"
     say "at commit $(git rev-parse --short=10 HEAD)"

@@ -151,10 +151,11 @@ def test_quotes_survive_two_shells(pod: Pod) -> None:
 def test_dry_run_of_sync(pod: Pod) -> None:
     commit = git(pod.source, "rev-parse", "HEAD")
     assert lines(pod.launch("--dry-run", "sync"))[4:] == [
-        f"# oct-sync.bundle: commit {commit[:10]} with its history; oct-sync.sh: utils/tpu_worker.sh",
+        f"# oct-sync.bundle: the files of commit {commit[:10]}; oct-sync.sh: utils/tpu_worker.sh",
         "gcloud compute tpus tpu-vm scp SCRATCH/oct-sync.bundle SCRATCH/oct-sync.sh pod: --quiet --worker=0",
         f"{SSH} '--command=exec bash oct-sync.sh "
         rf"sync '\''the clone'\'' {commit} oct-sync.bundle' --quiet --worker=0",
+        f"{SSH} '--command=rm -f oct-sync.bundle oct-sync.sh' --quiet --worker=0",
     ]
 
 
@@ -198,6 +199,7 @@ def test_the_real_gcloud_knows_every_flag(pod: Pod, tmp_path: Path) -> None:
         (["--workers", "four", "status"], "error: expected a whole number, found four"),
         (["--workers", "0", "status"], "error: --workers: expected 1 or more, found 0"),
         (["--worker", "1", CONFIG], "error: --worker: only for status and logs"),
+        (["--tunnel-through-iap", "--internal-ip", "status"], "error: --internal-ip: not beside --tunnel"),
         (["--kill", "status"], "error: --kill: only for stop"),
         (["-f", "status"], "error: --follow: only for logs"),
         (["--commit", "nowhere", CONFIG], "error: --commit: expected a commit of ... found nowhere;"),
@@ -576,10 +578,48 @@ def test_sync_moves_every_clone_and_loses_no_changes(pod: Pod) -> None:
     assert f"worker 0: at commit {after[:10]}" in lines(done)
     assert f"worker 1: error: clone: expected no changes in {pod.clone(1)}, found some" in done.stdout
     assert (pod.clone(1) / CONFIG).read_text() == "seed: 7\n"
+    assert [path.name for path in pod.home(1).glob("oct-sync*")] == []
     git(pod.clone(1), "checkout", "-q", CONFIG)
     assert launch(pod, "sync", "--commit", before).returncode == 0
+    assert [path.name for w in range(2) for path in pod.home(w).glob("oct-sync*")] == []
     assert {git(pod.clone(w), "rev-parse", "HEAD") for w in range(2)} == {before}
     git(pod.source, "reset", "-q", "--hard", before)
+
+
+def test_sync_from_a_shallow_clone(pod: Pod, tmp_path: Path) -> None:
+    """Its commit names a parent that is not there; on a worker with the history, and on a new one."""
+    git(pod.source, "commit", "-q", "--allow-empty", "-m", "Another")
+    git(tmp_path, "clone", "-q", "--depth", "1", f"file://{pod.source}", "shallow")
+    shallow = tmp_path / "shallow"
+    commit = git(shallow, "rev-parse", "HEAD")
+    git(pod.source, "reset", "-q", "--hard", "HEAD^")
+    for folder in ("the clone", "a new clone"):
+        done = subprocess.run(
+            [shallow / "run_tpu_xla.sh", "--tpu", "pod", "--dir", folder, "sync"],
+            env=pod.environment(),
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == 0, done
+        for worker in range(2):
+            clone = pod.home(worker) / folder
+            assert git(clone, "rev-parse", "HEAD") == commit
+            assert git(clone, "status", "--porcelain") == ""
+            git(clone, "fsck")
+    assert launch(pod, "sync").returncode == 0
+
+
+@pytest.mark.parametrize("way", ["tunnel-through-iap", "internal-ip"])
+def test_the_way_to_the_workers_is_gclouds(pod: Pod, way: str) -> None:
+    """Every ssh and scp takes it; describe asks the API and does not."""
+    before = len(pod.calls())
+    assert launch(pod, f"--{way}", "sync").returncode == 0
+    assert launch(pod, "status", OCT_SSH=way).returncode == 3
+    assert launch(pod, "logs", "-f", OCT_SSH=way).returncode == 1  # never started
+    calls = pod.calls()[before:]
+    reaching = [call for call in calls if " ssh " in call or " scp " in call]
+    assert len(reaching) == 6 + 2 + 2
+    assert [call for call in calls if f"--{way}" in call] == reaching
 
 
 @pytest.mark.slow

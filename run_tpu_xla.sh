@@ -23,7 +23,8 @@
 # -f, --follow   -n LINES     for logs
 # --kill                      for stop: SIGKILL what still runs after the wait
 # --dry-run                   print the commands; nothing is run, and gcloud is not needed
-# Also from the environment: OCT_VENV (.venv), OCT_PYTHON (python3.11), OCT_MIN_DISK_GB (10), OCT_STOP_WAIT_S
+# Also from the environment: OCT_VENV (.venv), for setup OCT_PYTHON (3.11) and OCT_UV_OPTIONS of `uv pip install`
+# (--torch-backend=cpu: the CPU build of torch), OCT_MIN_DISK_GB (10), OCT_STOP_WAIT_S
 # (900), OCT_START_GRACE_S (5).
 #
 # Exit codes: 0 done, 1 refused or failed on a worker, 2 a mistake on the command line, 3 to 5 see status.
@@ -32,7 +33,7 @@ set -euo pipefail
 VERBS="check setup sync start status logs stop"
 tpu=${OCT_TPU:-} zone=${OCT_ZONE:-} project=${OCT_PROJECT:-} commit=${OCT_COMMIT:-} config=${OCT_CONFIG:-}
 folder=${OCT_DIR:-oct-foundation} num_workers=${OCT_WORKERS:-}
-way=${OCT_SSH:-} venv=${OCT_VENV:-.venv} python=${OCT_PYTHON:-python3.11}
+way=${OCT_SSH:-} venv=${OCT_VENV:-.venv} python=${OCT_PYTHON:-3.11}
 verb='' overrides=() only='' follow='' lines=50 kill_after=no dry=''
 scratch='' workers=() jobs=() codes=() failed=() line=() launch=''
 
@@ -198,7 +199,11 @@ stop_line() { on_worker "$1" stop "${OCT_STOP_WAIT_S:-900}" "$kill_after"; }
 undo_line() { on_worker "$1" stop 10 yes "$launch"; } # what has just been started has nothing to save
 status_line() { on_worker "$1" status; }
 logs_line() { on_worker "$1" logs "$lines" ${follow:+"$follow"}; }
-setup_line() { on_worker "$1" setup "$venv" "$python"; }
+setup_line() {
+    local options
+    read -ra options <<<"${OCT_UV_OPTIONS---torch-backend=cpu}"
+    on_worker "$1" setup "$venv" "$python" ${options[@]+"${options[@]}"}
+}
 copy_line() { gcloud_tpu "$1" scp "$scratch/oct-sync.bundle" "$scratch/oct-sync.sh" "$tpu:"; }
 clean_line() { gcloud_tpu "$1" ssh "$tpu" --ssh-flag=-oServerAliveInterval=30 "--command=rm -f oct-sync.bundle oct-sync.sh"; }
 sync_line() {

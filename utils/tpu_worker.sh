@@ -2,7 +2,7 @@
 # The part of run_tpu_xla.sh that runs on each worker, in the worker's clone of this repository.
 #
 #   check    COMMIT VENV MIN_DISK_GB [CONFIG overrides...]          checks all that a start needs
-#   setup    VENV PYTHON                                            makes the virtual environment
+#   setup    VENV PYTHON UV_OPTIONS...                              makes the virtual environment
 #   start    LAUNCH GRACE_S COMMAND...                              starts a run; refused while one runs
 #   status                                                          exit code 0 while the run goes on, else 3 to 5
 #   logs     LINES [follow]
@@ -148,22 +148,43 @@ sync() {
 }
 
 setup() {
-    local venv=$1 python=$2 requirements="requirements-tpu.txt" stamp wanted
+    local venv=$1 stamp=$1/launcher_setup wanted log=$STATE/setup.log
     refuse_while_running
-    stamp=$venv/launcher_setup
-    wanted=$(cat requirements.txt "$requirements" | sha256sum)
+    wanted=$({ cat requirements.txt requirements-tpu.txt constraints-tpu.txt && say "$@"; } | sha256sum)
     if [[ -f $stamp && $(<"$stamp") == "$wanted" ]]; then
         say "environment $venv: nothing to do"
         return
     fi
-    if ! command -v "$python" >/dev/null; then
-        { sudo -n apt-get update && sudo -n apt-get install -y "$python" "$python-venv"; } >/dev/null 2>&1 ||
-            fail "$python: not here, and apt-get install $python $python-venv failed; install it, or set OCT_PYTHON"
+    mkdir -p "$STATE"
+    if ! install "$@" >"$log" 2>&1; then
+        tail -n 20 "$log"
+        fail "environment $venv: not installed, see above and $PWD/$log"
     fi
-    { "$python" -m venv "$venv" && "$venv/bin/python" -m pip install --quiet -r "$requirements"; } 2>&1 ||
-        fail "environment $venv: pip could not install $requirements"
-    printf '%s\n' "$wanted" >"$stamp"
-    say "environment $venv: installed $requirements"
+    say "$wanted" >"$stamp"
+    say "environment $venv: installed constraints-tpu.txt"
+}
+
+install() { # VENV PYTHON UV_OPTIONS...
+    local venv=$1 python=$2 uv
+    shift 2
+    uv=$(find_uv) && "$uv" venv --clear --python "$python" "$venv" &&
+        "$uv" pip install --python "$venv/bin/python" -r requirements-tpu.txt -c constraints-tpu.txt "$@"
+}
+
+find_uv() { # prints its path; brings it, by the image's own pip, where it is missing
+    local own=$STATE/uv
+    if type -P uv; then return; fi
+    if [[ ! -x $own/bin/uv ]]; then
+        {
+            if ! python3 -m pip --version; then
+                # After a boot the system's own upgrades hold the lock for minutes.
+                sudo -n apt-get -o DPkg::Lock::Timeout=600 -q update
+                sudo -n apt-get -o DPkg::Lock::Timeout=600 -q install -y python3-pip
+            fi
+            python3 -m pip install -q --target "$own" uv || return 1
+        } >&2
+    fi
+    say "$own/bin/uv"
 }
 
 # ---- start, stop

@@ -1,5 +1,5 @@
 # Every target uses .venv, which `install` makes once and refreshes when the requirements change. test-xla uses
-# .venv-xla, because torch_xla goes with one version of torch; so it takes no versions from constraints.txt.
+# .venv-xla, because torch_xla goes with one version of torch; so its versions are those of constraints-tpu.txt.
 PYTHON ?= python3.11
 VENV := .venv
 PY := $(VENV)/bin/python
@@ -12,7 +12,7 @@ PARTICIPANTS := 120
 PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist loadfile
 
 .DEFAULT_GOAL := help
-.PHONY: help install lock test test-slow test-xla soak tpu-fit-env lint demo clean-demo
+.PHONY: help install lock lock-tpu test test-slow test-xla soak tpu-fit-env lint demo clean-demo
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -42,11 +42,23 @@ test: install ## the default tests
 test-slow: install ## longer tests
 	$(PYTEST) -m "slow"
 
+lock-tpu: ## write constraints-tpu.txt anew, from the newest versions that the requirements allow
+	rm -rf $(LOCK_VENV)
+	$(PYTHON) -m venv $(LOCK_VENV)
+	$(LOCK_VENV)/bin/python -m pip install --quiet --disable-pip-version-check uv
+	head -n 1 constraints-tpu.txt > $(LOCK_VENV)/constraints.txt
+	$(LOCK_VENV)/bin/uv pip compile --quiet --no-header --no-annotate --python-version 3.11 \
+	    --python-platform x86_64-manylinux_2_31 --output-file $(LOCK_VENV)/all.txt requirements-tpu.txt
+	grep -Ev '^(nvidia-|triton==)' $(LOCK_VENV)/all.txt >> $(LOCK_VENV)/constraints.txt
+	mv $(LOCK_VENV)/constraints.txt constraints-tpu.txt
+	rm -rf $(LOCK_VENV)
+
 # what a TPU worker has, without the TPU's own library: 8.4 GB, and 4 GB more while pip unpacks it; nothing else uses its
 # wheels, so they are not kept
-$(XLA_VENV)/installed: requirements.txt requirements-tpu.txt requirements-dev.txt
+$(XLA_VENV)/installed: requirements.txt requirements-tpu.txt requirements-dev.txt constraints-tpu.txt
 	test -x $(XLA_VENV)/bin/python || $(PYTHON) -m venv $(XLA_VENV)
-	$(XLA_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-cache-dir -r requirements.txt \
+	$(XLA_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-cache-dir \
+	    -c constraints-tpu.txt -r requirements.txt \
 	    $$(sed '/^-r/d; /^#/d; s/\[tpu\]//' requirements-tpu.txt) $$(grep '^pytest' requirements-dev.txt)
 	@touch $@
 

@@ -8,33 +8,34 @@
 #        sync     bring the commit to every worker
 #        setup    make the virtual environment on every worker
 #        start    check, then train on every worker, detached; resumes what was stopped (the default)
-#        status   exit code 0 when all workers run, 3 when none does, 4 when none does and an error of the
-#                 user ended one, 1 otherwise
+#        status   exit code 0 when all workers run, 3 when none does and a start goes on, 4 when none does
+#                 and a mistake ended one, 5 when all have finished, 1 otherwise
 #        logs     the last lines of every worker's log
 #        stop     SIGTERM to the run's own process on every worker: it writes a checkpoint and ends
 #
 # --tpu NAME (OCT_TPU)   --zone ZONE (OCT_ZONE)   --project ID (OCT_PROJECT)   default: gcloud's
+# --tunnel-through-iap, --internal-ip (OCT_SSH, without the dashes)   how gcloud's ssh and scp reach the workers
 # --commit C (OCT_COMMIT)     what all workers run; default HEAD of a tree without changes
 # --config FILE (OCT_CONFIG)  the same as CONFIG
 # --dir DIR (OCT_DIR)         the clone on the workers, from their home; default oct-foundation
-# --engine E (OCT_ENGINE)     xla (default), torchrun; in the foreground also torch, and the default is what is here
 # --workers N (OCT_WORKERS)   refuse a TPU with another number; --dry-run shows N (default 1)
 # --worker I                  status and logs of one worker
 # -f, --follow   -n LINES     for logs
 # --kill                      for stop: SIGKILL what still runs after the wait
 # --dry-run                   print the commands; nothing is run, and gcloud is not needed
-# Also from the environment: OCT_VENV (.venv), OCT_PYTHON (python3.11), OCT_MIN_DISK_GB (10), OCT_STOP_WAIT_S
-# (900), OCT_START_GRACE_S (5); for torchrun OCT_NPROC (1), OCT_MASTER_ADDR (worker 0's), OCT_MASTER_PORT (29500).
+# Also from the environment: OCT_VENV (.venv), for setup OCT_PYTHON (3.11) and OCT_UV_OPTIONS of `uv pip install`
+# (--torch-backend=cpu: the CPU build of torch), OCT_MIN_DISK_GB (10), OCT_STOP_WAIT_S
+# (900), OCT_START_GRACE_S (5).
 #
-# Exit codes: 0 done, 1 refused or failed on a worker, 2 a mistake on the command line, 3 and 4 see status.
+# Exit codes: 0 done, 1 refused or failed on a worker, 2 a mistake on the command line, 3 to 5 see status.
 set -euo pipefail
 
 VERBS="check setup sync start status logs stop"
 tpu=${OCT_TPU:-} zone=${OCT_ZONE:-} project=${OCT_PROJECT:-} commit=${OCT_COMMIT:-} config=${OCT_CONFIG:-}
-folder=${OCT_DIR:-oct-foundation} engine=${OCT_ENGINE:-} num_workers=${OCT_WORKERS:-}
-venv=${OCT_VENV:-.venv} python=${OCT_PYTHON:-python3.11}
+folder=${OCT_DIR:-oct-foundation} num_workers=${OCT_WORKERS:-}
+way=${OCT_SSH:-} venv=${OCT_VENV:-.venv} python=${OCT_PYTHON:-3.11}
 verb='' overrides=() only='' follow='' lines=50 kill_after=no dry=''
-address='' scratch='' workers=() jobs=() codes=() failed=() line=() launch=''
+scratch='' workers=() jobs=() codes=() failed=() line=() launch=''
 
 say() { printf '%s\n' "$*"; }
 
@@ -70,12 +71,16 @@ parse() {
     local rest=()
     while (($# > 0)); do
         case $1 in
-        --tpu | --zone | --project | --commit | --config | --dir | --engine | --workers | --worker | -n)
+        --tpu | --zone | --project | --commit | --config | --dir | --workers | --worker | -n)
             (($# > 1)) && [[ -n $2 ]] || usage_error "$1: expected a value, found none"
             option "$1" "$2"
             shift
             ;;
         --*=?*) option "${1%%=*}" "${1#*=}" ;;
+        --tunnel-through-iap | --internal-ip)
+            [[ -z $way || $way == "${1#--}" ]] || usage_error "$1: not beside --$way"
+            way=${1#--}
+            ;;
         -f | --follow) follow=follow ;;
         --kill) kill_after=yes ;;
         --dry-run) dry=yes ;;
@@ -101,7 +106,6 @@ option() { # NAME VALUE
     --commit) commit=$2 ;;
     --config) config=$2 ;;
     --dir) folder=$2 ;;
-    --engine) engine=$2 ;;
     --workers) num_workers=$2 ;;
     --worker) only=$2 ;;
     -n) lines=$2 ;;
@@ -129,27 +133,22 @@ words() { # [VERB] [CONFIG] [overrides...]
 
 check_words() {
     local number name
-    for name in OCT_MASTER_PORT OCT_MIN_DISK_GB OCT_START_GRACE_S OCT_STOP_WAIT_S; do
+    for name in OCT_MIN_DISK_GB OCT_START_GRACE_S OCT_STOP_WAIT_S; do
         case ${!name:-} in *[!0-9]* | 0?*) usage_error "$name: expected a whole number, found ${!name}" ;; esac
     done
     for number in "$num_workers" "$only" "$lines"; do
         case $number in *[!0-9]*) usage_error "expected a whole number, found $number" ;; esac
     done
+    case $way in
+    '' | tunnel-through-iap | internal-ip) ;;
+    *) usage_error "OCT_SSH: expected tunnel-through-iap or internal-ip, found $way" ;;
+    esac
     [[ $num_workers != 0 ]] || usage_error "--workers: expected 1 or more, found 0"
     [[ -z $only || $verb == status || $verb == logs ]] || usage_error "--worker: only for status and logs"
     [[ -z $follow || $verb == logs ]] || usage_error "--follow: only for logs"
     [[ $kill_after == no || $verb == stop ]] || usage_error "--kill: only for stop"
     [[ $verb == check || $verb == start || ${#overrides[@]} == 0 ]] || usage_error "$verb: takes no overrides"
     if [[ -z $tpu && $verb != start ]]; then usage_error "$verb: expected --tpu NAME, found none"; fi
-    if [[ -z $tpu && -z $engine ]]; then
-        engine=torch
-        if compgen -G '/dev/accel*' >/dev/null; then engine=xla; fi
-    fi
-    case ${engine:=xla}/$tpu in
-    xla/* | torchrun/* | torch/) ;;
-    torch/*) usage_error "--engine: expected xla or torchrun with --tpu, found torch" ;;
-    *) usage_error "--engine: expected xla, torchrun or torch, found $engine" ;;
-    esac
     if [[ $verb == start && -z $config ]]; then usage_error "start: expected a CONFIG, found none"; fi
     if [[ $verb == check && -z $config && ${#overrides[@]} -gt 0 ]]; then
         usage_error "check: expected a CONFIG before the overrides, found none"
@@ -165,29 +164,16 @@ check_words() {
 
 # ---- what runs on a worker
 
-training() { # WORKER: sets `line` to the training command
-    local module=(-m pretraining.train --config "$config" ${overrides[@]+"${overrides[@]}"})
-    case $engine in
-    xla) line=(env "PJRT_DEVICE=TPU" "$venv/bin/python" "${module[@]}") ;;
-    torch) line=("$venv/bin/python" "${module[@]}") ;;
-    torchrun)
-        line=("$venv/bin/python" -m torch.distributed.run)
-        if [[ -n $tpu ]]; then
-            line+=("--nnodes=$num_workers" "--node-rank=$1" "--nproc-per-node=${OCT_NPROC:-1}"
-                "--master-addr=$address" "--master-port=${OCT_MASTER_PORT:-29500}")
-        else
-            line+=(--standalone "--nproc-per-node=${OCT_NPROC:-gpu}")
-        fi
-        line+=("${module[@]}")
-        ;;
-    esac
+training() { # sets `line` to the training command
+    line=("$venv/bin/python" -m pretraining.train --config "$config" ${overrides[@]+"${overrides[@]}"})
+    if [[ -n $tpu ]] || compgen -G '/dev/accel*' >/dev/null; then line=(env PJRT_DEVICE=TPU "${line[@]}"); fi
 }
 
 gcloud_tpu() { # WORKER SUBCOMMAND ARGUMENTS...: sets `line` to the gcloud command
     local worker=$1 subcommand=$2
     shift 2
     line=(gcloud compute tpus tpu-vm "$subcommand" "$@" --quiet)
-    [[ -z $worker ]] || line+=("--worker=$worker")
+    if [[ -n $worker ]]; then line+=("--worker=$worker" ${way:+"--$way"}); fi
     [[ -z $zone ]] || line+=("--zone=$zone")
     [[ -z $project ]] || line+=("--project=$project")
 }
@@ -203,18 +189,23 @@ on_worker() { # WORKER VERB ARGUMENTS...: sets `line` to the gcloud command that
 check_line() {
     local paths=()
     if [[ -n $config ]]; then paths=("$config" ${overrides[@]+"${overrides[@]}"}); fi
-    on_worker "$1" check "$commit" "$engine" "$venv" "${OCT_MIN_DISK_GB:-10}" ${paths[@]+"${paths[@]}"}
+    on_worker "$1" check "$commit" "$venv" "${OCT_MIN_DISK_GB:-10}" ${paths[@]+"${paths[@]}"}
 }
 start_line() {
-    training "$1"
-    on_worker "$1" start "$launch" "$engine" "${OCT_START_GRACE_S:-5}" "${line[@]}"
+    training
+    on_worker "$1" start "$launch" "${OCT_START_GRACE_S:-5}" "${line[@]}"
 }
 stop_line() { on_worker "$1" stop "${OCT_STOP_WAIT_S:-900}" "$kill_after"; }
 undo_line() { on_worker "$1" stop 10 yes "$launch"; } # what has just been started has nothing to save
 status_line() { on_worker "$1" status; }
 logs_line() { on_worker "$1" logs "$lines" ${follow:+"$follow"}; }
-setup_line() { on_worker "$1" setup "$engine" "$venv" "$python"; }
+setup_line() {
+    local options
+    read -ra options <<<"${OCT_UV_OPTIONS---torch-backend=cpu}"
+    on_worker "$1" setup "$venv" "$python" ${options[@]+"${options[@]}"}
+}
 copy_line() { gcloud_tpu "$1" scp "$scratch/oct-sync.bundle" "$scratch/oct-sync.sh" "$tpu:"; }
+clean_line() { gcloud_tpu "$1" ssh "$tpu" --ssh-flag=-oServerAliveInterval=30 "--command=rm -f oct-sync.bundle oct-sync.sh"; }
 sync_line() {
     gcloud_tpu "$1" ssh "$tpu" --ssh-flag=-oServerAliveInterval=30 \
         "--command=exec bash oct-sync.sh sync $(quoted "$folder" "$commit" oct-sync.bundle)"
@@ -292,11 +283,11 @@ find_commit() {
     fi
 }
 
-find_workers() { # sets num_workers and address
-    local answer state
+find_workers() { # sets num_workers
+    local answer state address addresses
     gcloud_tpu '' describe "$tpu" '--format=value(state,networkEndpoints[].ipAddress.list())'
     if [[ -n $dry ]]; then
-        : "${num_workers:=1}" "${address:=${OCT_MASTER_ADDR:-ADDRESS_OF_WORKER_0}}"
+        : "${num_workers:=1}"
         say "$(quoted "${line[@]}")"
         return
     fi
@@ -305,12 +296,10 @@ find_workers() { # sets num_workers and address
     read -r state address <<<"$answer"
     [[ $state == READY ]] || fail "tpu $tpu: expected state READY, found $state"
     [[ -n $address ]] || fail "tpu $tpu: expected an address of every worker, found none"
-    local addresses
     IFS=, read -ra addresses <<<"$address"
     [[ -z $num_workers || $num_workers == "${#addresses[@]}" ]] ||
         fail "tpu $tpu: expected $num_workers workers, found ${#addresses[@]}"
     num_workers=${#addresses[@]}
-    address=${OCT_MASTER_ADDR:-${addresses[0]}}
 }
 
 find_account() {
@@ -326,24 +315,30 @@ find_account() {
 }
 
 describe_plan() {
-    say "# tpu $tpu, zone ${zone:-of gcloud}, project ${project:-of gcloud}, workers ${num_workers:-1}, engine $engine"
+    say "# tpu $tpu, zone ${zone:-of gcloud}, project ${project:-of gcloud}, workers ${num_workers:-1}"
     say "# commit ${commit:-not used}, clone $folder"
     say "# config $(quoted "${config:-none}" ${overrides[@]+"${overrides[@]}"})"
 }
 
 sync_all() {
-    local bare=$scratch/bare
+    local bare=$scratch/bare code=0
     if [[ -n $dry ]]; then
-        say "# oct-sync.bundle: commit ${commit:0:10} with its history; oct-sync.sh: utils/tpu_worker.sh"
+        say "# oct-sync.bundle: the files of commit ${commit:0:10}; oct-sync.sh: utils/tpu_worker.sh"
     else
-        git clone -q --bare --shared . "$bare"
+        # Without the commits before it, which a shallow clone does not have and no worker needs.
+        git init -q --bare "$bare"
+        (cd "$(git rev-parse --git-path objects)" && pwd) >"$bare/objects/info/alternates"
+        say "$commit" >"$bare/shallow"
         git -C "$bare" update-ref refs/heads/oct-sync "$commit"
         git -C "$bare" bundle create -q "$scratch/oct-sync.bundle" refs/heads/oct-sync
         git show "$commit:utils/tpu_worker.sh" >"$scratch/oct-sync.sh" 2>/dev/null ||
             fail "commit ${commit:0:10} has no utils/tpu_worker.sh"
     fi
     fan_out copy_line || fail "not all workers were reached: ${failed[*]}"
-    fan_out sync_line || fail "not all workers are at commit ${commit:0:10}: see worker ${failed[*]}"
+    fan_out sync_line || code=$?
+    local guilty="${failed[*]-}"
+    fan_out clean_line || say "error: oct-sync.bundle stays on worker ${failed[*]}"
+    ((code == 0)) || fail "not all workers are at commit ${commit:0:10}: see worker $guilty"
 }
 
 start_all() {
@@ -364,22 +359,24 @@ undo_start() {
     fan_out undo_line || say "error: what was started on worker ${failed[*]} could not be stopped; run stop --kill"
 }
 
-status_all() { # the exit code is the workers' where they agree
+status_all() { # 4 where a worker's is 4, 5 where all are 5, else 3; 1 where one runs or was not reached
     fan_out status_line && return
-    local code answer=3
+    local code answer=5
     for code in "${codes[@]}"; do
-        [[ $code == [34] ]] || exit 1
-        ((code < answer)) || answer=$code
+        case $code in
+        4) answer=4 ;;
+        3) ((answer == 4)) || answer=3 ;;
+        5) ;;
+        *) exit 1 ;;
+        esac
     done
     exit "$answer"
 }
 
 foreground() {
     [[ -x $venv/bin/python ]] || fail "expected $venv/bin/python, found none; make install makes it (OCT_VENV)"
-    [[ $engine != xla ]] || grep -Eqs '^ *(import|from) torch_xla' utils/runtime/xla.py utils/xla.py ||
-        fail "engine xla: not in this tree (utils/runtime/xla.py does not import torch_xla)"
-    training 0
-    say "engine $engine: $(quoted "${line[@]}")"
+    training
+    say "$(quoted "${line[@]}")"
     [[ -n $dry ]] || exec "${line[@]}"
 }
 

@@ -1,18 +1,19 @@
 #!/usr/bin/env bash
 # The part of run_tpu_xla.sh that runs on each worker, in the worker's clone of this repository.
 #
-#   check    COMMIT ENGINE VENV MIN_DISK_GB [CONFIG overrides...]   checks all that a start needs
-#   setup    ENGINE VENV PYTHON                                     makes the virtual environment
-#   start    LAUNCH ENGINE GRACE_S COMMAND...                       starts a run; refused while one runs
-#   status                                                          exit code 0 while the run goes on, else 3 or 4
+#   check    COMMIT VENV MIN_DISK_GB [CONFIG overrides...]          checks all that a start needs
+#   setup    VENV PYTHON UV_OPTIONS...                              makes the virtual environment
+#   start    LAUNCH GRACE_S COMMAND...                              starts a run; refused while one runs
+#   status                                                          exit code 0 while the run goes on, else 3 to 5
 #   logs     LINES [follow]
 #   stop     WAIT_S KILL_AFTER [LAUNCH]                             sends SIGTERM to the run, and waits
 #   sync     DIR COMMIT BUNDLE                                      makes or moves the clone; runs from a copy
 #
 # Each line on stdout is for the user; a line that begins with "error:" says what is wrong and what to do. Exit
-# codes: 0 done, 1 refused or failed, 3 not running, 4 not running and a new start would not help. State is in
-# runs/launcher: `process` (pid, start time in ticks, boot, launch, engine), `exit_code`, `command`, `log`. The
-# system reuses a pid; pid, start time and boot together belong to one process only.
+# codes: 0 done, 1 refused or failed; of status also 3 not running, and start goes on, 4 not running, and a person
+# has to correct something, 5 finished. State is in runs/launcher: `process` (pid, start time in ticks, boot,
+# launch), `exit_code`, `command`, `log`. The system reuses a pid; pid, start time and boot together belong to one
+# process only.
 set -euo pipefail
 
 STATE=runs/launcher
@@ -33,7 +34,7 @@ start_ticks() { # PID: its start time in clock ticks since boot; fails when it i
 }
 
 read_process() { # sets run_*; fails when nothing was ever started
-    [[ -f $STATE/process ]] && read -r run_pid run_ticks run_boot run_launch run_engine <"$STATE/process"
+    [[ -f $STATE/process ]] && read -r run_pid run_ticks run_boot run_launch <"$STATE/process"
 }
 
 running() { # succeeds when the started process is alive; sets run_*
@@ -96,9 +97,9 @@ check_devices() {
 }
 
 check() {
-    local commit=$1 engine=$2 venv=$3 min_gb=$4 faults=0 found='' free answer
-    local python=$venv/bin/python package=torch
-    shift 4
+    local commit=$1 venv=$2 min_gb=$3 faults=0 found='' free answer
+    local python=$venv/bin/python
+    shift 3
     if running; then fail "a run is in progress here, pid $run_pid; see status, or stop it"; fi
     found="commit $(git rev-parse --short=10 HEAD)"
     [[ $(git rev-parse HEAD) == "$commit" ]] ||
@@ -108,17 +109,11 @@ check() {
     free=$(df -Pk . | awk 'NR == 2 {print int($4 / 1048576)}')
     ((free >= min_gb)) || wrong "disk: expected $min_gb GiB free in $PWD, found $free"
     found+=", $free GiB free"
-    if [[ $engine == xla ]]; then
-        package=torch_xla
-        # Without the engine every worker would train alone on its CPU, as rank 0 of its own run.
-        grep -Eqs '^ *(import|from) torch_xla' utils/runtime/xla.py utils/xla.py ||
-            wrong "engine xla: not in this commit (utils/runtime/xla.py does not import torch_xla)"
-        check_devices
-    fi
+    check_devices
     if [[ ! -x $python ]]; then
         wrong "environment: expected $python, found none; run setup"
-    elif ! "$python" -c 'import importlib.util, sys; sys.exit(not importlib.util.find_spec(sys.argv[1]))' "$package"; then
-        wrong "environment: expected $package in $venv, found none; run setup"
+    elif ! "$python" -c 'import importlib.util, sys; sys.exit(not importlib.util.find_spec("torch_xla"))'; then
+        wrong "environment: expected torch_xla in $venv, found none; run setup"
     elif (($# > 0)); then
         if answer=$("$python" -m utils.check_paths --config "$@" 2>&1); then
             found+=", $answer"
@@ -133,7 +128,7 @@ check() {
 # ---- sync, setup
 
 sync() {
-    local folder=$1 commit=$2 bundle=$3
+    local folder=$1 commit=$2 bundle=$3 shallow
     if [[ ! -d $folder/.git ]]; then
         [[ -z $(ls -A "$folder" 2>/dev/null) ]] ||
             fail "$folder: expected a clone or nothing, found another folder; give --dir"
@@ -145,42 +140,63 @@ sync() {
     refuse_while_running
     [[ -z $(git status --porcelain --untracked-files=no) ]] ||
         fail "clone: expected no changes in $PWD, found some; they would be lost: run git diff there"
+    shallow=$(git rev-parse --git-path shallow) # the bundle has no commit before this one
+    grep -qsxF "$commit" "$shallow" || say "$commit" >>"$shallow"
     git fetch -q "$bundle" refs/heads/oct-sync 2>&1 || fail "$bundle: git could not read it"
     git checkout -q --detach "$commit" 2>&1 || fail "git could not check out ${commit:0:10}"
     say "at commit $(git rev-parse --short=10 HEAD)"
 }
 
 setup() {
-    local engine=$1 venv=$2 python=$3 requirements="requirements.txt" stamp wanted
-    [[ $engine != xla ]] || requirements="requirements-tpu.txt"
-    [[ -f $requirements ]] || fail "$requirements: not in this commit, so engine $engine cannot be set up"
+    local venv=$1 stamp=$1/launcher_setup wanted log=$STATE/setup.log
     refuse_while_running
-    stamp=$venv/launcher_setup
-    wanted=$(cat requirements.txt "$requirements" | sha256sum)
+    wanted=$({ cat requirements.txt requirements-tpu.txt constraints-tpu.txt && say "$@"; } | sha256sum)
     if [[ -f $stamp && $(<"$stamp") == "$wanted" ]]; then
         say "environment $venv: nothing to do"
         return
     fi
-    if ! command -v "$python" >/dev/null; then
-        { sudo -n apt-get update && sudo -n apt-get install -y "$python" "$python-venv"; } >/dev/null 2>&1 ||
-            fail "$python: not here, and apt-get install $python $python-venv failed; install it, or set OCT_PYTHON"
+    mkdir -p "$STATE"
+    if ! install "$@" >"$log" 2>&1; then
+        tail -n 20 "$log"
+        fail "environment $venv: not installed, see above and $PWD/$log"
     fi
-    { "$python" -m venv "$venv" && "$venv/bin/python" -m pip install --quiet -r "$requirements"; } 2>&1 ||
-        fail "environment $venv: pip could not install $requirements"
-    printf '%s\n' "$wanted" >"$stamp"
-    say "environment $venv: installed $requirements"
+    say "$wanted" >"$stamp"
+    say "environment $venv: installed constraints-tpu.txt"
+}
+
+install() { # VENV PYTHON UV_OPTIONS...
+    local venv=$1 python=$2 uv
+    shift 2
+    uv=$(find_uv) && "$uv" venv --clear --python "$python" "$venv" &&
+        "$uv" pip install --python "$venv/bin/python" -r requirements-tpu.txt -c constraints-tpu.txt "$@"
+}
+
+find_uv() { # prints its path; brings it, by the image's own pip, where it is missing
+    local own=$STATE/uv
+    if type -P uv; then return; fi
+    if [[ ! -x $own/bin/uv ]]; then
+        {
+            if ! python3 -m pip --version; then
+                # After a boot the system's own upgrades hold the lock for minutes.
+                sudo -n apt-get -o DPkg::Lock::Timeout=600 -q update
+                sudo -n apt-get -o DPkg::Lock::Timeout=600 -q install -y python3-pip
+            fi
+            python3 -m pip install -q --target "$own" uv || return 1
+        } >&2
+    fi
+    say "$own/bin/uv"
 }
 
 # ---- start, stop
 
-supervise() { # LAUNCH ENGINE COMMAND...: runs the command and writes its exit code
-    local launch=$1 engine=$2 child ticks code interrupted=1
-    shift 2
+supervise() { # LAUNCH COMMAND...: runs the command and writes its exit code
+    local launch=$1 child ticks code interrupted=1
+    shift
     trap 'interrupted=1' TERM INT # a shutdown signals every process; wait for the command's end
     OCT_LAUNCH="$launch $PWD" "$@" &
     child=$!
     ticks=$(start_ticks "$child") || ticks=0
-    say "$child $ticks $(</proc/sys/kernel/random/boot_id) $launch $engine" >"$STATE/process.partial"
+    say "$child $ticks $(</proc/sys/kernel/random/boot_id) $launch" >"$STATE/process.partial"
     mv "$STATE/process.partial" "$STATE/process"
     while [[ -n $interrupted ]]; do
         interrupted='' code=0
@@ -191,8 +207,8 @@ supervise() { # LAUNCH ENGINE COMMAND...: runs the command and writes its exit c
 }
 
 start() {
-    local wanted=$1 engine=$2 grace=$3 deadline self
-    shift 3
+    local wanted=$1 grace=$2 deadline self
+    shift 2
     self=$(realpath "${BASH_SOURCE[0]}")
     mkdir -p "$STATE"
     exec 9>"$STATE/lock"
@@ -205,7 +221,7 @@ start() {
     rm -f "$STATE/process" "$STATE/exit_code"
     printf '%q ' "$@" >"$STATE/command"
     say "== $(date '+%F %T') start at commit $(git rev-parse --short=10 HEAD): $(<"$STATE/command")" >>"$LOG"
-    setsid nohup bash "$self" supervise "$wanted" "$engine" "$@" </dev/null >>"$LOG" 2>&1 9>&- &
+    setsid nohup bash "$self" supervise "$wanted" "$@" </dev/null >>"$LOG" 2>&1 9>&- &
     # Report an error in the first seconds at once; `status` shows a later end.
     deadline=$((SECONDS + grace))
     until [[ -f $STATE/exit_code ]] || { [[ -f $STATE/process ]] && ((SECONDS >= deadline)); }; do
@@ -220,7 +236,7 @@ start() {
 }
 
 stop() {
-    local wait_s=$1 kill_after=$2 wanted=${3:-} deadline targets left code
+    local wait_s=$1 kill_after=$2 wanted=${3:-} deadline left code
     if ! running; then
         left=$(family)
         if [[ -n $left && $kill_after == yes && (-z $wanted || $run_launch == "$wanted") ]]; then
@@ -236,15 +252,7 @@ stop() {
         say "left alone: pid $run_pid is of another start"
         return
     fi
-    targets=$run_pid
-    # After a SIGTERM torchrun kills its processes within 30 s, too little for a large checkpoint. So the signal
-    # goes to the processes: they write a checkpoint and end, and torchrun ends with them.
-    if [[ $run_engine == torchrun ]]; then
-        targets=$({ grep -lxF "PPid:	$run_pid" /proc/[0-9]*/status 2>/dev/null || true; } | cut -d / -f 3)
-        targets=${targets:-$run_pid}
-    fi
-    # shellcheck disable=SC2086 # a list of pids
-    kill -TERM $targets 2>/dev/null || true
+    kill -TERM "$run_pid" 2>/dev/null || true
     deadline=$((SECONDS + wait_s))
     while running && ((SECONDS < deadline)); do sleep 0.2; done
     if running; then
@@ -262,6 +270,16 @@ stop() {
 
 # ---- status, logs
 
+meaning() { # CODE: what the training's exit code says; docs/guides/launcher.md has the table
+    case $1 in
+    0) say "finished" ;;
+    2) say "a person has to correct it; start does not help" ;;
+    75) say "lost another worker, or its storage; start goes on" ;;
+    76) say "stopped before its end; start goes on" ;;
+    *) if (($1 > 128)); then say "killed by signal $(($1 - 128)); start goes on"; else say "start goes on"; fi ;;
+    esac
+}
+
 status() {
     local code='' left
     if running; then
@@ -273,14 +291,17 @@ status() {
         say "never started"
     elif [[ -f $STATE/exit_code ]]; then
         code=$(<"$STATE/exit_code")
-        say "ended at $(date -r "$STATE/exit_code" '+%F %T') with exit code $code: $(last_words "$code")"
+        say "ended at $(date -r "$STATE/exit_code" '+%F %T') with exit code $code ($(meaning "$code")): $(last_words "$code")"
     else
         say "gone without an exit code: the machine went down, or it was killed; start resumes"
     fi
     left=$(family)
     [[ -z $left ]] || say "processes of it are left, pids $left; stop --kill ends them"
-    [[ $code != 2 ]] || exit 4 # the run ends with 2 for errors that a person has to correct
-    exit 3
+    case $code in
+    0) exit 5 ;;
+    2) exit 4 ;;
+    *) exit 3 ;;
+    esac
 }
 
 logs() {

@@ -51,6 +51,9 @@ def parser() -> argparse.ArgumentParser:
     scp.add_argument("sources", nargs="+")
     scp.add_argument("target")
     for verb in (ssh, scp):
+        way = verb.add_mutually_exclusive_group()
+        way.add_argument("--tunnel-through-iap", action="store_true")
+        way.add_argument("--internal-ip", action="store_true")
         verb.add_argument("--worker", type=int, required=True)
     for verb in (describe, ssh, scp):
         verb.add_argument("--quiet", action="store_true", required=True)

@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 from tests.support.launcher_factory import Pod, git, wait_for
 from tests.support.pipeline_factory import ROOT
@@ -29,29 +30,24 @@ CONFIG = "configs/small.yaml"
 OVERRIDES = ("data.store=/the store/it's", "spatial.image_size=[8,24,32]", "a.b=$HOME;*")
 
 # Stands where .venv/bin/python would: each command of the launcher, in a way that a test can see. SIGTERM is
-# taken as training takes it; torchrun's processes have sessions of their own.
+# taken as training takes it; what is deaf to it has a process that outlives it.
 PYTHON = r"""#!/usr/bin/env bash
 train() {
-    trap 'echo "stopped by SIGTERM at step 3 of 8"; exit 0' TERM
-    if [[ -f ~/deaf ]]; then trap '' TERM; fi
+    trap 'echo "stopped by SIGTERM at step 3 of 8"; exit 76' TERM
+    if [[ -f ~/deaf ]]; then trap '' TERM; setsid sleep 600 & fi
     echo "resuming"
-    while :; do sleep 0.05; done
+    until [[ -f ~/exit_code ]]; do sleep 0.05; done
+    echo "error: the reason"
+    exit "$(<~/exit_code)"
 }
 case "$*" in
-*" torch_xla" | *" torch") [[ ! -f ~/no_package ]] ;;
+*"torch_xla"*) [[ ! -f ~/no_package ]] ;;
 "-m utils.check_paths "*) if [[ -f ~/no_store ]]; then echo "error: data.store: none there" >&2; exit 2; fi
     echo "store readable" ;;
 "-m pretraining.train "*)
     printf '%s\n' "PJRT_DEVICE=${PJRT_DEVICE:-}" "$@" >~/argv
     if [[ -f ~/broken ]]; then echo "some words"; echo "error: optim.base_lr: too hot" >&2; exit 2; fi
     train ;;
-"-m torch.distributed.run "*)
-    trap 'echo "torchrun was signalled"; exit 1' TERM
-    printf '%s\n' "$@" >~/argv
-    setsid "$0" -m pretraining.train child &
-    wait $! ;;
-"-m venv "*) mkdir -p "$3/bin" && cp "$0" "$3/bin/python" ;;
-"-m pip "*) printf '%s\n' "$*" >>~/pip ;;
 *) echo "error: no such call: $*" >&2; exit 9 ;;
 esac
 """
@@ -73,9 +69,10 @@ def ready(tmp_path_factory: pytest.TempPathFactory) -> Pod:
     pod.commit(
         **{
             CONFIG: "seed: 0\n",
-            "utils/runtime/xla.py": "import torch_xla\n",
             "requirements.txt": "numpy\n",
-            ".gitignore": "/runs/\n",
+            "requirements-tpu.txt": "-r requirements.txt\n",
+            "constraints-tpu.txt": "numpy==2\n",
+            ".gitignore": "/runs/\n.venv/\n",
         }
     )
     done = pod.launch("sync")
@@ -85,10 +82,12 @@ def ready(tmp_path_factory: pytest.TempPathFactory) -> Pod:
 
 @pytest.fixture
 def pod(ready: Pod) -> Iterator[Pod]:
-    """The workers, on which nothing runs after the test."""
+    """The workers, on which nothing runs and nothing is known of a run after the test."""
     yield ready
     if any(is_running(pid) for pid in ready.started()):
         ready.launch("stop", "--kill", OCT_STOP_WAIT_S="5")
+    for worker in range(ready.size):
+        shutil.rmtree(ready.clone(worker) / "runs", ignore_errors=True)
 
 
 def launch(pod: Pod, *words: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -128,16 +127,16 @@ def test_dry_run_prints_the_exact_commands(pod: Pod) -> None:
     store = r"'\''data.store=/the store'\'''"
     train = f"env PJRT_DEVICE=TPU .venv/bin/python -m pretraining.train --config {CONFIG} {store}"
     assert lines(done) == [
-        "# tpu pod, zone us-central2-b, project a-project, workers 2, engine xla",
+        "# tpu pod, zone us-central2-b, project a-project, workers 2",
         f"# commit {commit}, clone oct-foundation",
         f"# config {CONFIG} 'data.store=/the store'",
         "gcloud auth list --filter=status:ACTIVE '--format=value(account)'",
         "gcloud compute tpus tpu-vm describe pod '--format=value(state,networkEndpoints[].ipAddress.list())' "
         f"--quiet {where}",
-        f"{go} check {commit} xla .venv 0 {CONFIG} {store} --quiet --worker=0 {where}",
-        f"{go} check {commit} xla .venv 0 {CONFIG} {store} --quiet --worker=1 {where}",
-        f"{go} start LAUNCH xla 0 {train} --quiet --worker=0 {where}",
-        f"{go} start LAUNCH xla 0 {train} --quiet --worker=1 {where}",
+        f"{go} check {commit} .venv 0 {CONFIG} {store} --quiet --worker=0 {where}",
+        f"{go} check {commit} .venv 0 {CONFIG} {store} --quiet --worker=1 {where}",
+        f"{go} start LAUNCH 0 {train} --quiet --worker=0 {where}",
+        f"{go} start LAUNCH 0 {train} --quiet --worker=1 {where}",
     ]
     assert done.returncode == 0
     assert pod.calls() == before  # nothing was run
@@ -149,22 +148,14 @@ def test_quotes_survive_two_shells(pod: Pod) -> None:
     assert tuple(shlex.split(command)[-len(OVERRIDES) :]) == OVERRIDES
 
 
-def test_dry_run_of_torchrun_and_sync(pod: Pod) -> None:
+def test_dry_run_of_sync(pod: Pod) -> None:
     commit = git(pod.source, "rev-parse", "HEAD")
-    done = pod.launch("--dry-run", "--workers=3", "--engine=torchrun", CONFIG, OCT_MASTER_PORT="29400")
-    starts = [line for line in lines(done) if "tpu_worker.sh start" in line]
-    assert len(starts) == 3
-    for worker, line in enumerate(starts):
-        assert (
-            "start LAUNCH torchrun 0 .venv/bin/python -m torch.distributed.run --nnodes=3 "
-            f"--node-rank={worker} --nproc-per-node=1 --master-addr=ADDRESS_OF_WORKER_0 --master-port=29400 "
-            f"-m pretraining.train --config {CONFIG}' --quiet --worker={worker}"
-        ) in line
     assert lines(pod.launch("--dry-run", "sync"))[4:] == [
-        f"# oct-sync.bundle: commit {commit[:10]} with its history; oct-sync.sh: utils/tpu_worker.sh",
+        f"# oct-sync.bundle: the files of commit {commit[:10]}; oct-sync.sh: utils/tpu_worker.sh",
         "gcloud compute tpus tpu-vm scp SCRATCH/oct-sync.bundle SCRATCH/oct-sync.sh pod: --quiet --worker=0",
         f"{SSH} '--command=exec bash oct-sync.sh "
         rf"sync '\''the clone'\'' {commit} oct-sync.bundle' --quiet --worker=0",
+        f"{SSH} '--command=rm -f oct-sync.bundle oct-sync.sh' --quiet --worker=0",
     ]
 
 
@@ -205,11 +196,10 @@ def test_the_real_gcloud_knows_every_flag(pod: Pod, tmp_path: Path) -> None:
         (["--zone"], "error: --zone: expected a value, found none"),
         (["--zone=", "status"], "error: unknown option --zone="),
         (["--colour", "red"], "error: unknown option --colour"),
-        (["--engine", "jax", CONFIG], "error: --engine: expected xla, torchrun or torch, found jax"),
-        (["--engine", "torch", CONFIG], "error: --engine: expected xla or torchrun with --tpu, found torch"),
         (["--workers", "four", "status"], "error: expected a whole number, found four"),
         (["--workers", "0", "status"], "error: --workers: expected 1 or more, found 0"),
         (["--worker", "1", CONFIG], "error: --worker: only for status and logs"),
+        (["--tunnel-through-iap", "--internal-ip", "status"], "error: --internal-ip: not beside --tunnel"),
         (["--kill", "status"], "error: --kill: only for stop"),
         (["-f", "status"], "error: --follow: only for logs"),
         (["--commit", "nowhere", CONFIG], "error: --commit: expected a commit of ... found nowhere;"),
@@ -226,9 +216,7 @@ def test_mistakes_on_the_command_line(ready: Pod, words: list[str], message: str
     assert done.stderr.count("\n") == 1
 
 
-@pytest.mark.parametrize(
-    "name", ["OCT_STOP_WAIT_S", "OCT_START_GRACE_S", "OCT_MIN_DISK_GB", "OCT_MASTER_PORT"]
-)
+@pytest.mark.parametrize("name", ["OCT_STOP_WAIT_S", "OCT_START_GRACE_S", "OCT_MIN_DISK_GB"])
 @pytest.mark.parametrize("value", ["15m", "2.5", "-1", "08"])
 def test_numbers_of_the_environment_are_checked_before_anything_is_done(
     ready: Pod, name: str, value: str
@@ -365,23 +353,6 @@ def test_check_names_every_fault_of_every_worker_and_nothing_starts(pod: Pod) ->
     ]
 
 
-@pytest.mark.slow
-def test_without_the_xla_engine_nothing_starts(pod: Pod) -> None:
-    """Otherwise each worker would train alone on its CPU, as rank 0 of its own run."""
-    before = git(pod.source, "rev-parse", "HEAD")
-    pod.commit(**{"utils/runtime/xla.py": "import torch  # no torch_xla\n"})
-    assert launch(pod, "sync").returncode == 0
-    done = launch(pod, "start", CONFIG)
-    git(pod.source, "reset", "-q", "--hard", before)
-    assert launch(pod, "sync").returncode == 0
-    assert done.returncode == 1
-    assert (
-        "worker 1: error: engine xla: not in this commit (utils/runtime/xla.py does not import torch_xla)"
-        in lines(done)
-    )
-    assert not (pod.home(0) / "argv").exists()
-
-
 # ---- start, status, logs, stop
 
 
@@ -420,7 +391,7 @@ def test_start_refuse_status_stop_and_start_again(pod: Pod) -> None:
     assert done.returncode == 0
     for worker, pid in enumerate(pids):
         assert (
-            f"worker {worker}: stopped, pid {pid}, exit code 0: stopped by SIGTERM at step 3 of 8"
+            f"worker {worker}: stopped, pid {pid}, exit code 76: stopped by SIGTERM at step 3 of 8"
             in lines(done)
         )
         assert not is_running(pid)
@@ -433,7 +404,7 @@ def test_start_refuse_status_stop_and_start_again(pod: Pod) -> None:
 
     status = launch(pod, "status")
     assert status.returncode == 3
-    assert status.stdout.count("with exit code 0: stopped by SIGTERM at step 3 of 8") == 2
+    assert status.stdout.count("start goes on): stopped by SIGTERM at step 3 of 8") == 2
 
     assert launch(pod, "start", CONFIG).returncode == 0
     assert pod.log_text(0).count(" start at commit ") == 2
@@ -446,17 +417,71 @@ def test_start_refuse_status_stop_and_start_again(pod: Pod) -> None:
     assert "with exit code 137" in status.stdout
 
 
-def test_status_tells_an_error_of_the_user_from_what_may_be_started_again(pod: Pod) -> None:
+@pytest.mark.parametrize(
+    ("codes", "status", "words"),
+    [
+        ((0, 0), 5, "with exit code 0 (finished): "),
+        ((76, 76), 3, "with exit code 76 (stopped before its end; start goes on): "),
+        ((137, 75), 3, "with exit code 137 (killed by signal 9; start goes on): "),
+        ((0, 137), 3, "with exit code 137 (killed by signal 9; start goes on): "),
+        ((1, 75), 3, "with exit code 75 (lost another worker, or its storage; start goes on): "),
+        ((2, 75), 4, "with exit code 2 (a person has to correct it; start does not help): "),
+    ],
+)
+def test_status_says_whether_a_start_would_help(
+    pod: Pod, codes: tuple[int, int], status: int, words: str
+) -> None:
     states = [pod.clone(worker) / "runs/launcher" for worker in range(2)]
-    for state in states:
+    for state, code in zip(states, codes, strict=True):
         state.mkdir(parents=True, exist_ok=True)
-        (state / "process").write_text("1 1 another-boot before xla\n")
-        (state / "exit_code").write_text("0\n")
-    assert launch(pod, "status").returncode == 3
-    (states[0] / "exit_code").write_text("2\n")
-    assert launch(pod, "status").returncode == 4
-    for state in states:
-        (state / "exit_code").unlink()
+        (state / "process").write_text("1 1 another-boot before\n")
+        (state / "exit_code").write_text(f"{code}\n")
+    done = launch(pod, "status")
+    assert done.returncode == status
+    assert words in done.stdout
+
+
+def test_the_documented_rule_restarts_what_was_lost_and_nothing_else(pod: Pod) -> None:
+    text = (ROOT / "docs/guides/launcher.md").read_text()
+    (rule,) = [line for line in text.splitlines() if line.startswith("./run_tpu_xla.sh status;")]
+
+    def follow_rule() -> str:
+        return subprocess.run(
+            ["bash", "-c", rule.replace("CONFIG ...", CONFIG)],
+            cwd=pod.source,
+            env=pod.environment(more={"OCT_TPU": "pod", "OCT_VENV": str(pod.folder / "venv")}),
+            capture_output=True,
+            text=True,
+        ).stdout
+
+    def end(*workers: int, code: int) -> None:
+        for worker in workers:
+            (pod.home(worker) / "exit_code").write_text(f"{code}\n")
+            wait_for(lambda worker=worker: (pod.clone(worker) / "runs/launcher/exit_code").exists())
+            (pod.home(worker) / "exit_code").unlink()
+
+    assert launch(pod, "start", CONFIG).returncode == 0
+    assert "started on" not in follow_rule()  # all workers run
+    for lost in (True, False):
+        first = pod.started()
+        if lost:  # a host is killed, and the others leave for want of it
+            os.kill(pod.pid(1), signal.SIGKILL)
+            wait_for(lambda: (pod.clone(1) / "runs/launcher/exit_code").exists())
+            end(0, code=75)
+        else:
+            launch(pod, "stop")
+        assert "started on 2 workers" in follow_rule()
+        assert all(map(is_running, pod.started()))
+        assert not set(first) & set(pod.started())
+    end(0, code=75)
+    end(1, code=2)
+    answer = follow_rule()
+    assert "started on" not in answer
+    assert "with exit code 2 (a person has to correct it; start does not help): error: the reason" in answer
+    assert launch(pod, "start", CONFIG).returncode == 0
+    end(0, 1, code=0)
+    assert "started on" not in follow_rule()
+    assert not any(map(is_running, pod.started()))
 
 
 def test_a_pid_that_is_somebody_elses_now_is_left_alone(pod: Pod) -> None:
@@ -469,7 +494,7 @@ def test_a_pid_that_is_somebody_elses_now_is_left_alone(pod: Pod) -> None:
     for worker, known in enumerate([f"{int(ticks) - 1} {boot}", f"{ticks} {other_boot}"]):
         path = pod.clone(worker) / "runs/launcher/process"
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(f"{stranger.pid} {known} before xla\n")
+        path.write_text(f"{stranger.pid} {known} before\n")
     assert launch(pod, "status").returncode == 3
     assert launch(pod, "stop").stdout == "worker 0: not running\nworker 1: not running\n"
     assert launch(pod, "start", CONFIG).returncode == 0
@@ -486,7 +511,7 @@ def test_one_worker_that_does_not_start_stops_the_others(pod: Pod) -> None:
     pid = pod.pid(0)
     output = lines(done)
     assert "worker 1: error: ended at once with exit code 2: error: optim.base_lr: too hot" in output
-    assert f"worker 0: stopped, pid {pid}, exit code 0: stopped by SIGTERM at step 3 of 8" in output
+    assert f"worker 0: stopped, pid {pid}, exit code 76: stopped by SIGTERM at step 3 of 8" in output
     assert output[-1] == "error: worker 1 did not start, so the others were stopped"
     assert not is_running(pid)
 
@@ -494,7 +519,7 @@ def test_one_worker_that_does_not_start_stops_the_others(pod: Pod) -> None:
 def test_a_start_that_gcloud_repeats_is_one_start(pod: Pod) -> None:
     """A broken connection makes gcloud send the command again."""
     worker = [
-        *("bash", "utils/tpu_worker.sh", "start", "the-launch", "xla", "1"),
+        *("bash", "utils/tpu_worker.sh", "start", "the-launch", "1"),
         *(str(pod.folder / "venv/bin/python"), "-m", "pretraining.train", "x"),
     ]
     answers = [
@@ -519,31 +544,20 @@ def test_a_start_that_gcloud_repeats_is_one_start(pod: Pod) -> None:
     assert is_running(pod.pid(0))
 
 
-def test_torchruns_processes_are_asked_not_torchrun(pod: Pod) -> None:
-    """torchrun would give its processes 30 s and then kill them, in the middle of a checkpoint."""
-    done = launch(pod, "--engine", "torchrun", "start", CONFIG, OCT_MASTER_PORT="29555")
-    assert done.returncode == 0, done
-    assert not (pod.clone(1) / "runs/launcher/exit_code").exists()
-    wait_for(lambda: pod.log_text(1).endswith("resuming\n"))
-    done = launch(pod, "stop")
-    assert done.stdout.count("exit code 0: stopped by SIGTERM at step 3 of 8") == 2
-    assert "torchrun was signalled" not in pod.log_text(0)
-
-
 @pytest.mark.slow
 def test_stop_kill_ends_what_does_not_listen(pod: Pod) -> None:
     (pod.home(0) / "deaf").touch()
-    assert launch(pod, "--engine", "torchrun", "start", CONFIG).returncode == 0
+    assert launch(pod, "start", CONFIG).returncode == 0
     wait_for(lambda: pod.log_text(0).endswith("resuming\n"))
     pid = pod.pid(0)
     done = launch(pod, "stop", OCT_STOP_WAIT_S="1")
     assert done.returncode == 1
     assert f"worker 0: error: pid {pid} was sent SIGTERM and still runs after 1 s" in done.stdout
     assert is_running(pid)
-    os.kill(pid, signal.SIGKILL)  # torchrun goes, what it started stays
+    os.kill(pid, signal.SIGKILL)  # it goes, what it started stays
     wait_for(lambda: not is_running(pid))
     assert "processes of it are left, pids" in launch(pod, "status", "--worker=0").stdout
-    done = launch(pod, "--engine", "torchrun", "start", CONFIG)
+    done = launch(pod, "start", CONFIG)
     assert "worker 0: error: processes of the last run are left, pids" in done.stdout
     done = launch(pod, "stop", "--kill", OCT_STOP_WAIT_S="1")
     (pod.home(0) / "deaf").unlink()
@@ -564,48 +578,148 @@ def test_sync_moves_every_clone_and_loses_no_changes(pod: Pod) -> None:
     assert f"worker 0: at commit {after[:10]}" in lines(done)
     assert f"worker 1: error: clone: expected no changes in {pod.clone(1)}, found some" in done.stdout
     assert (pod.clone(1) / CONFIG).read_text() == "seed: 7\n"
+    assert [path.name for path in pod.home(1).glob("oct-sync*")] == []
     git(pod.clone(1), "checkout", "-q", CONFIG)
     assert launch(pod, "sync", "--commit", before).returncode == 0
+    assert [path.name for w in range(2) for path in pod.home(w).glob("oct-sync*")] == []
     assert {git(pod.clone(w), "rev-parse", "HEAD") for w in range(2)} == {before}
     git(pod.source, "reset", "-q", "--hard", before)
 
 
-@pytest.mark.slow
-def test_setup_installs_once_and_says_what_is_missing(pod: Pod) -> None:
-    python = {"OCT_PYTHON": str(pod.folder / "venv/bin/python")}
-    done = pod.launch("setup", **python)
+def test_sync_from_a_shallow_clone(pod: Pod, tmp_path: Path) -> None:
+    """Its commit names a parent that is not there; on a worker with the history, and on a new one."""
+    git(pod.source, "commit", "-q", "--allow-empty", "-m", "Another")
+    git(tmp_path, "clone", "-q", "--depth", "1", f"file://{pod.source}", "shallow")
+    shallow = tmp_path / "shallow"
+    commit = git(shallow, "rev-parse", "HEAD")
+    git(pod.source, "reset", "-q", "--hard", "HEAD^")
+    for folder in ("the clone", "a new clone"):
+        done = subprocess.run(
+            [shallow / "run_tpu_xla.sh", "--tpu", "pod", "--dir", folder, "sync"],
+            env=pod.environment(),
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == 0, done
+        for worker in range(2):
+            clone = pod.home(worker) / folder
+            assert git(clone, "rev-parse", "HEAD") == commit
+            assert git(clone, "status", "--porcelain") == ""
+            git(clone, "fsck")
+    assert launch(pod, "sync").returncode == 0
+
+
+@pytest.mark.parametrize("way", ["tunnel-through-iap", "internal-ip"])
+def test_the_way_to_the_workers_is_gclouds(pod: Pod, way: str) -> None:
+    """Every ssh and scp takes it; describe asks the API and does not."""
+    before = len(pod.calls())
+    assert launch(pod, f"--{way}", "sync").returncode == 0
+    assert launch(pod, "status", OCT_SSH=way).returncode == 3
+    assert launch(pod, "logs", "-f", OCT_SSH=way).returncode == 1  # never started
+    calls = pod.calls()[before:]
+    reaching = [call for call in calls if " ssh " in call or " scp " in call]
+    assert len(reaching) == 6 + 2 + 2
+    assert [call for call in calls if f"--{way}" in call] == reaching
+
+
+# Stand for programs of a worker's image: uv, and what brings uv where it is missing. Their calls are noted.
+IMAGE = {
+    "uv/uv": r"""
+        if [[ -f ~/no_index ]]; then echo "Resolving"; echo "error: no index"; exit 1; fi >&2
+        if [[ $1 == venv ]]; then mkdir -p .venv/bin && ln -sf "$(type -P true)" .venv/bin/python; fi""",
+    "no_uv/python3": r"""
+        if [[ ! -f ~/pip ]]; then echo "No module named pip" >&2; exit 1; fi
+        if [[ $3 == install ]]; then mkdir -p "$6/bin" && cp "${0%/*}/../uv/uv" "$6/bin"; fi""",
+    "no_uv/sudo": '[[ $* != *" install "* ]] || touch ~/pip',
+}
+INSTALL = "uv pip install --python .venv/bin/python -r requirements-tpu.txt -c constraints-tpu.txt"
+
+
+@pytest.fixture
+def image(pod: Pod) -> Iterator[dict[str, str]]:
+    """A PATH of workers that have uv, and of workers that have neither uv nor pip."""
+    for name, text in IMAGE.items():
+        program = pod.folder / name
+        program.parent.mkdir(exist_ok=True)
+        program.write_text(f'#!/usr/bin/env bash\necho "{program.name} $*" >>~/calls\n{text}\n')
+        program.chmod(0o755)
+    yield {name: f"{pod.folder}/bin:{pod.folder}/{name}:/usr/bin:/bin" for name in ("uv", "no_uv")}
+    for worker in range(pod.size):
+        shutil.rmtree(pod.clone(worker) / ".venv", ignore_errors=True)
+        (pod.home(worker) / "calls").unlink()
+
+
+def calls(pod: Pod) -> list[str]:
+    return (pod.home(1) / "calls").read_text().splitlines()
+
+
+def test_setup_installs_the_lock_once_and_shows_its_log_where_it_fails(pod: Pod, image: dict) -> None:
+    (pod.home(0) / "no_index").touch()
+    done = pod.launch("setup", PATH=image["uv"])
+    (pod.home(0) / "no_index").unlink()
     assert done.returncode == 1
-    message = "error: requirements-tpu.txt: not in this commit, so engine xla cannot be set up"
-    assert f"worker 0: {message}" in lines(done)
-    for message in ("installed requirements.txt", "nothing to do"):
-        done = pod.launch("setup", "--engine=torchrun", **python)
-        assert done.stdout == "".join(f"worker {w}: environment .venv: {message}\n" for w in range(2))
-    assert (pod.home(0) / "pip").read_text() == "-m pip install --quiet -r requirements.txt\n"
-    assert git(pod.clone(0), "status", "--porcelain", "--untracked-files=no") == ""
+    log = pod.clone(0) / "runs/launcher/setup.log"
+    assert lines(done) == [
+        "worker 0: Resolving",
+        "worker 0: error: no index",
+        f"worker 0: error: environment .venv: not installed, see above and {log}",
+        "worker 1: environment .venv: installed constraints-tpu.txt",
+        "error: not set up: see worker 0",
+    ]
+    done = pod.launch("setup", PATH=image["uv"])
+    assert lines(done) == [
+        "worker 0: environment .venv: installed constraints-tpu.txt",
+        "worker 1: environment .venv: nothing to do",
+    ]
+    assert calls(pod) == ["uv venv --clear --python 3.11 .venv", f"{INSTALL} --torch-backend=cpu"]
+    assert git(pod.clone(0), "status", "--porcelain") == ""
+    options = {"OCT_UV_OPTIONS": "--extra-index-url file:///wheels", "OCT_PYTHON": "3.12"}
+    assert pod.launch("setup", PATH=image["uv"], **options).returncode == 0
+    assert calls(pod)[2:] == [
+        "uv venv --clear --python 3.12 .venv",
+        f"{INSTALL} --extra-index-url file:///wheels",
+    ]
+
+
+def test_setup_brings_uv_where_there_is_none(pod: Pod, image: dict) -> None:
+    done = pod.launch("setup", PATH=image["no_uv"])
+    assert done.returncode == 0, done
+    apt = "sudo -n apt-get -o DPkg::Lock::Timeout=600 -q"
+    assert calls(pod) == [
+        "python3 -m pip --version",
+        f"{apt} update",
+        f"{apt} install -y python3-pip",
+        "python3 -m pip install -q --target runs/launcher/uv uv",
+        "uv venv --clear --python 3.11 .venv",
+        f"{INSTALL} --torch-backend=cpu",
+    ]
+
+
+@pytest.mark.parametrize("name", ["requirements.txt", "requirements-tpu.txt"])
+def test_every_requirement_of_a_worker_is_locked(name: str) -> None:
+    locked = dict(
+        line.split("==") for line in (ROOT / "constraints-tpu.txt").read_text().splitlines() if "==" in line
+    )
+    for line in (ROOT / name).read_text().splitlines():
+        if line and not line.startswith(("#", "-r")):
+            wanted = Requirement(line)
+            assert wanted.specifier.contains(locked[wanted.name.replace("_", "-")]), line
+    assert not [package for package in locked if package.startswith(("nvidia", "triton"))]
 
 
 def test_in_the_foreground(pod: Pod) -> None:
-    done = launch_foreground(pod, "--dry-run", "--engine=torch", CONFIG, "a.b=1 2")
+    done = launch_foreground(pod, "--dry-run", CONFIG, "a.b=1 2")
     assert done.stdout.endswith(f"python -m pretraining.train --config {CONFIG} 'a.b=1 2'\n")
-    commit = git(pod.source, "rev-parse", "HEAD")
-    pod.commit(**{"utils/runtime/xla.py": "import torch\n"})
-    done = launch_foreground(pod, "--engine=xla", CONFIG)
-    git(pod.source, "reset", "-q", "--hard", commit)
-    assert done.stderr == (
-        "error: engine xla: not in this tree (utils/runtime/xla.py does not import torch_xla)\n"
-    )
-    done = launch_foreground(pod, "--engine=torchrun", "--dry-run", CONFIG)
-    assert "-m torch.distributed.run --standalone --nproc-per-node=2 -m pretraining.train" in done.stdout
     (pod.folder / "home" / "broken").touch()
-    done = launch_foreground(pod, "--engine=torch", CONFIG)
+    done = launch_foreground(pod, CONFIG)
     assert done.returncode == 2
     assert done.stderr == "error: optim.base_lr: too hot\n"
     (pod.folder / "home" / "broken").unlink()
-    assert "found none; make install makes it" in pod.launch("--engine=torch", CONFIG, tpu=None).stderr
+    assert "found none; make install makes it" in pod.launch(CONFIG, tpu=None).stderr
 
 
 def launch_foreground(pod: Pod, *words: str) -> subprocess.CompletedProcess[str]:
-    return pod.launch(*words, tpu=None, OCT_VENV=str(pod.folder / "venv"), OCT_NPROC="2")
+    return pod.launch(*words, tpu=None, OCT_VENV=str(pod.folder / "venv"))
 
 
 # ---- the paths of a configuration

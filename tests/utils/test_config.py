@@ -143,9 +143,7 @@ def test_methods_configurations_hold_the_methods_values() -> None:
         ("data.store=${${run.dir}:x}", ["data.store: ", "found ${${run.dir}:x}"]),
     ],
 )
-def test_a_mistake_names_the_key(
-    override: str, expected: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_mistake_names_the_key(override: str, expected: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PLANTED", "S3CRET")
     with pytest.raises(ConfigError) as error:
         load_config(SMOKE, [override])

@@ -58,8 +58,8 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
 
 
 def config_of_yaml(text: str, where: str) -> Config:
-    """The configuration that `to_yaml` wrote; raises ConfigError, also where it is to be looked up what a value
-    is: the text may be a stranger's.
+    """The configuration that `to_yaml` wrote; raises ConfigError. The text may be a stranger's, so nothing is
+    looked up for it.
     """
     try:
         saved = OmegaConf.create(text)
@@ -117,15 +117,15 @@ def _references(written: Any, key: str = "") -> Iterator[tuple[str, str]]:
 
 
 def _refuse_resolvers(references: list[tuple[str, str]], where: str) -> None:
-    """Functions like ${oc.env:NAME}: what they give, a secret perhaps, would be saved and sent with the run."""
+    """Functions like ${oc.env:NAME}: their result, a secret perhaps, would be saved and sent with the run."""
     for key, text in references:
         rest, before = text, ""
         while rest != before:  # from the inside out, take away references like ${run.dir}
             rest, before = re.sub(r"\$\{[^{}:]*\}", "_", rest), rest
         if "${" in rest:
             raise ConfigError(
-                f"{where}: {key}: expected a value or a reference like ${{run.dir}}, found {text}; nothing is "
-                "read from the environment here, but a shell fills in section.key=$NAME on the command line"
+                f"{where}: {key}: expected a value or a reference like ${{run.dir}}, found {text}; nothing "
+                f"is read from the environment here, but on the command line the shell fills in {key}=$NAME"
             )
 
 

@@ -67,7 +67,8 @@ def validate(run: Run) -> dict[str, float | None]:
         measure_batch(run, plan, cpu_batch, with_views=first < LIDAR_VOLUMES)
         for first, cpu_batch in shared_batches(run)
     ]
-    parts = run.runtime.group.merge_from_ranks(parts)
+    sent = [vars(part) for part in parts]  # as plain values
+    parts = [Part(**values) for values in run.runtime.group.merge_from_ranks(sent)]
     tokens = [t for part in parts for t in part.tokens]
     views_NQE = [v for part in parts for v in part.views]
     count = sum(part.count for part in parts)

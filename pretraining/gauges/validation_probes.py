@@ -11,6 +11,7 @@ import logging
 from collections.abc import Mapping
 
 import numpy as np
+import torch
 
 from data_setup.loader import evaluation_batches
 from data_setup.normalisation import view
@@ -85,7 +86,8 @@ def embed_rows(run: Run, chosen: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     on_device = (runtime.to_device_padded(b, size) for b in evaluation_batches(run.cfg, run.store, own, size))
     loaded = ((view(b, 1), b["context_valid"]) for b in on_device)
     part = [*embed(run.model.target_encoder, loaded, runtime)[: len(own)]] if len(own) else []
-    features = np.stack(runtime.group.merge_from_ranks(part))
+    parts = runtime.group.merge_from_ranks([torch.from_numpy(one) for one in part])
+    features = torch.stack(parts).numpy()
     usable = np.isfinite(features).all(axis=1)
     if not usable.all():
         log.warning("probe: features not finite, left out: rows %s", chosen[~usable].tolist())

@@ -193,7 +193,14 @@ def test_the_report_reads_what_evaluate_writes(world: Path, tmp_path: Path) -> N
         "config.yaml": to_yaml(cfg),
         "provenance.json": "{}",
         "prepare_report.json": json.dumps(
-            {"kept": 72, "rejected": {}, "synthetic": True, "by_device": {}, "by_protocol": {}}
+            {
+                "kept": 72,
+                "rejected": {},
+                "synthetic": True,
+                "by_device": {},
+                "by_protocol": {},
+                "run": {"audit": None},
+            }
         ),
     }.items():
         (tmp_path / name).write_text(content)

@@ -21,12 +21,13 @@ from dataclasses import dataclass, field
 from urllib.parse import parse_qs, quote, urlsplit
 
 LATENCY, RESET, LOST, CUT, STALL = "latency", "reset", "lost", "cut", "stall"
-CORRUPT, UNFRAMED = "corrupt", "unframed"
+CORRUPT, UNFRAMED, DAMAGED = "corrupt", "unframed", "damaged"
 CODES = ("429", "500", "502", "503")
 FAULTS = (LATENCY, *CODES, RESET, LOST, CUT, STALL)
 # reset: the connection breaks before the server gets the request; lost: it breaks after the server did it,
 # before the answer; cut: half of the answer's body, then the end; stall: half of the body, then silence;
-# corrupt: a flipped bit; unframed: cut, without length and checksum in the headers.
+# corrupt: a flipped bit; unframed: cut, without length and checksum in the headers; damaged: a flipped bit in
+# what the server gets, of which it describes what it stored.
 
 Schedule = Callable[[str, str], str | None]  # (method, target) -> a fault, an HTTP code, or None
 
@@ -71,6 +72,8 @@ class Proxy:
         elif fault and fault.isdigit():
             writer.write(_response(fault, _complaint(fault, target) if method != "HEAD" else b""))
             return
+        if fault == DAMAGED and body:
+            body = bytes([body[0] ^ 1]) + body[1:]
         answer = await self._forward(method, target, head, body)
         top, _, content = answer.partition(b"\r\n\r\n")
         if fault == LOST:

@@ -5,7 +5,7 @@ PLANTED is JSON. {"rank": R, "out_of_memory_above": B}: on rank R a trial step o
 not fit. {"seen": DIR}: every process appends "step row row ..." of each step to DIR/RANK. {"nan_steps":
 [...]}: the loss of these steps is NaN. {"pause_s": S}: every step takes S longer. {"impatient": true}: a
 bucket that fails is given up within a second. {"grace_s": S}: start.GRACE_S. {"hang_row": R}: a loader
-worker never finishes reading row R of the store.
+worker never finishes reading row R of the store. {"no_pickle": true}: whatever reads a pickle fails.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from models.vjepa3d import Output
 from pretraining import step as step_module
 from pretraining import train as loop
 from pretraining import trial as start
+from tests.support.planted_pickle import forbid_pickle
 from utils.cli import run_cli
 from utils.storage import clients as cloud
 
@@ -60,6 +61,8 @@ def plant() -> None:
 
     if PLANTED.get("impatient"):
         cloud.POLICY = replace(cloud.POLICY, attempts=2, first_wait_s=0.01)
+    if PLANTED.get("no_pickle"):
+        forbid_pickle(writing=False)  # torch.save writes one, which torch.load reads by code of its own
     start.GRACE_S = PLANTED.get("grace_s", start.GRACE_S)
     start.trial_step, loop.train_step, step_module.predict = trial_step, train_step, predict
 

@@ -11,15 +11,22 @@ import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
+from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
+import fsspec
 import numpy as np
 import pytest
+from fsspec.implementations.memory import MemoryFileSystem
+from packaging.specifiers import SpecifierSet
+from packaging.version import Version
 
 from data_setup.readers.dicom import read_volume
 from tests.support.cloud_proxy import (
     CORRUPT,
     CUT,
+    DAMAGED,
     FAULTS,
     LATENCY,
     LOST,
@@ -276,6 +283,17 @@ def test_an_upload_that_fails_leaves_the_old_content(bucket: Bucket) -> None:
     assert storage.list_names(bucket.root, options) == ["x"]
 
 
+@pytest.mark.parametrize("scheme", ["gs"])  # on s3 the client sends the checksum, and the server compares
+def test_an_upload_that_arrives_damaged_is_sent_again(bucket: Bucket) -> None:
+    url, options, data = bucket.url("x"), bucket.options, bytes(range(256))
+    bucket.proxy.schedule = first_only(DAMAGED)
+    storage.write_bytes(url, data, options)
+    assert storage.read_bytes(url, options) == data
+    bucket.proxy.schedule = always(DAMAGED)
+    with pytest.raises(storage.StorageError, match=r"gave up after 5 attempts.+expected crc32c"):
+        storage.write_bytes(url, data, options)
+
+
 def test_volume_and_archive_are_read_from_the_bucket(bucket: Bucket, tmp_path: Path) -> None:
     local = write_opt(tmp_path, speckle())
     url, options = bucket.url(TRITON), bucket.options
@@ -307,13 +325,51 @@ def test_waits_grow_vary_and_end() -> None:
 def test_credentials_in_a_url_are_refused_and_not_repeated() -> None:
     bad = StorageOptions(endpoint_url=f"http://user:{PLANTED}@127.0.0.1:1")
     signed = f"https://host/manifest.tsv?X-Goog-Signature={PLANTED}"
-    for url, options in ((f"s3://key:{PLANTED}@bucket/x", None), ("gs://bucket/x", bad), (signed, None)):
+    azure = f"abfs://c@a.dfs.core.windows.net/x?sig={PLANTED}", f"abfs://c:{PLANTED}@a.dfs.core.windows.net/x"
+    for url, options in (
+        (f"s3://key:{PLANTED}@bucket/x", None), ("gs://bucket/x", bad), (signed, None),
+        *((url, None) for url in azure),
+    ):  # fmt: skip
         with pytest.raises(storage.StorageError, match="expected no credentials in a URL") as caught:
             storage.read_bytes(url, options)
         assert PLANTED not in str(caught.value)
 
 
+def test_azure_names_its_container_before_the_account() -> None:
+    accounts = []
+
+    class Azure(MemoryFileSystem):
+        """As adlfs takes the two apart."""
+
+        protocol = ("abfs", "abfss")
+        cachable = False
+
+        def __init__(self, account_name: str, **options: Any) -> None:
+            super().__init__(**options)
+            accounts.append(account_name)
+
+        @classmethod
+        def _strip_protocol(cls, path: str) -> str:
+            return re.sub(r"abfss?://(\w+)@[^/]*", r"/\1", path)
+
+    for name in Azure.protocol:
+        fsspec.register_implementation(name, Azure, clobber=True)
+    storage.write_bytes("abfs://box@eyes.dfs.core.windows.net/x", b"1")
+    assert storage.read_bytes("abfss://box@eyes.dfs.core.windows.net/x") == b"1"
+    assert set(accounts) == {"eyes"}
+
+
+@pytest.mark.parametrize("package", ["gcsfs", "s3fs"])
+def test_a_client_is_one_of_the_versions_that_were_tried(package: str) -> None:
+    """Private names of theirs are used, so their next version may have others."""
+    written = Path("requirements.txt").read_text() + Path("requirements-dev.txt").read_text()
+    bounds = re.search(rf"^{package}(.+)$", written, re.MULTILINE)[1]
+    assert re.fullmatch(r">=[\d.]+,<[\d.]+", bounds)
+    assert bounds == cloud.VERSIONS[package]
+    assert Version(version(package)) in SpecifierSet(bounds)
+
+
 def test_s3_without_its_extra_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "s3fs", None)
-    with pytest.raises(storage.StorageError, match=r"s3://b/x: s3:// needs .+: pip install s3fs$"):
+    with pytest.raises(storage.StorageError, match=r"s3://b/x: s3:// needs .+: pip install 's3fs>=.+'$"):
         storage.read_bytes("s3://b/x", StorageOptions(endpoint_url="http://127.0.0.1:2"))

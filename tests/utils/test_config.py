@@ -149,15 +149,35 @@ def test_a_control_needs_what_it_controls() -> None:
         ("run.dir=${train.ckpt_dir}", ["run.dir: ", "Recursive"]),
         ("data.device_filter=['${nowhere}']", ["data.device_filter[0]: ", "'nowhere' not found"]),
         ("wandb.mode=off", ["wandb.mode", "write disabled", "YAML reads off as false"]),
+        ("wandb.entity=${oc.env:PLANTED}", ["wandb.entity: ", "found ${oc.env:PLANTED}", "command line"]),
+        ("seed=${oc.env:PLANTED,1}", ["seed: ", "found ${oc.env:PLANTED,1}"]),
+        ("spatial.image_size=['${oc.env:PLANTED}',1,1]", ["spatial.image_size[0]: ", "${oc.env:PLANTED}"]),
+        ("data=${${oc.env:PLANTED}:x}", ["data: ", "found ${${oc.env:PLANTED}:x}"]),
+        ("data.store=${${run.dir}:x}", ["data.store: ", "found ${${run.dir}:x}"]),
     ],
 )
-def test_a_mistake_names_the_key(override: str, expected: list[str]) -> None:
+def test_a_mistake_names_the_key(override: str, expected: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PLANTED", "S3CRET")
     with pytest.raises(ConfigError) as error:
         load_config(SMOKE, [override])
     message = str(error.value)
     assert "\n" not in message
+    assert "S3CRET" not in message
     for part in expected:
         assert part in message, message
+
+
+@pytest.mark.parametrize("text", ["${oc.env:PLANTED}", "${run.dir}", "a ${oc.decode:1}"])
+def test_nothing_is_looked_up_for_a_configuration_out_of_a_checkpoint(
+    text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may be a stranger's, and what it resolves to would be copied on."""
+    monkeypatch.setenv("PLANTED", "S3CRET")
+    written = to_yaml(load_config(SMOKE, ["wandb.entity=nobody"]))
+    assert config_of_yaml(written, "a.pt").wandb.entity == "nobody"
+    with pytest.raises(ConfigError) as error:
+        config_of_yaml(written.replace("entity: nobody", f"entity: {text}"), "a.pt")
+    assert str(error.value) == f"a.pt: wandb.entity: expected a plain value, found the reference {text}"
 
 
 def test_a_missing_key_is_an_error(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -41,36 +42,67 @@ def test_the_hosts_share_every_global_batch(hosts: int) -> None:
 
 HOST = """
 import sys, torch
+import torch.distributed as dist
+from tests.support.planted_pickle import Evil, forbid_pickle
+from utils.errors import UserError
 from utils.runtime.processes import join_hosts
-rank, port = int(sys.argv[1]), int(sys.argv[2])
+rank, port, evil_path = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+undo = forbid_pickle()
 group = join_hosts(rank, 2, "127.0.0.1", 60.0, port)
 print(group.any(rank == 1), group.any(False), group.broadcast({"step": rank + 7}), group.gather_objects(rank))
 whole = torch.arange(3.0)  # as on the device: each host has all of it
 print(group.sum(whole).tolist(), group.gather(whole).tolist(), group.sum_with_gradient(whole).tolist())
 print(group.split_among_ranks([1, 2, 3]), group.merge_from_ranks([4, 5]), group.is_first)
+state = {
+    0: {"step": torch.tensor(5.0), "moment": torch.full((3, 4), rank + 0.5, dtype=torch.bfloat16)},
+    "mask": torch.tensor([True, False]), "none": [None, (1, float("inf"), "\u00fc")],
+    "rows": torch.empty(0, 7),
+    "big": torch.arange(2**23) + rank, "wide": torch.arange(6).view(2, 3).T,
+}
+first = group.broadcast(state)
+print(first[0]["step"].shape, first[0]["moment"].tolist(), first["mask"].tolist(), [*first["none"][1]])
+print(first["rows"].shape, int(first["big"][-1]), first["wide"].tolist(), [*first])
+print([one[0]["moment"][0, 0].item() for one in group.gather_objects(state)])
+if rank == 0:
+    undo()
+    dist.broadcast_object_list([Evil(evil_path)], src=0)  # a peer that is not this program
+else:
+    try:
+        group.broadcast(None)
+    except UserError as error:
+        print(error)
 group.close()
 """
 
 
-def test_two_hosts_agree_and_what_is_global_stays_as_it_is() -> None:
+def test_two_hosts_agree_without_pickle_and_what_is_global_stays_as_it_is(tmp_path: Path) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
+    evil = tmp_path / "evil"
     hosts = [
         subprocess.Popen(
-            [sys.executable, "-c", HOST, str(rank), str(port)],
+            [sys.executable, "-c", HOST, str(rank), str(port), str(evil)],
             cwd=ROOT, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         )
         for rank in range(2)
     ]  # fmt: skip
-    for rank, host in enumerate(hosts):
-        output, errors = host.communicate(timeout=300)
+    answers = [host.communicate(timeout=300) for host in hosts]
+    assert not evil.exists(), "what the other host sent was run as code"
+    for rank, (host, (output, errors)) in enumerate(zip(hosts, answers, strict=True)):
         assert host.returncode == 0, errors
-        assert output.splitlines() == [
+        lines = output.splitlines()
+        assert lines[:6] == [
             "True False {'step': 7} [0, 1]",
             "[0.0, 1.0, 2.0] [0.0, 1.0, 2.0] [0.0, 1.0, 2.0]",
             f"[1, 2, 3] [4, 5] {rank == 0}",
+            f"torch.Size([]) {[[0.5] * 4] * 3} [True, False] [1, inf, 'ü']",
+            f"torch.Size([0, 7]) {2**23 - 1} [[0, 3], [1, 4], [2, 5]] "
+            "[0, 'mask', 'none', 'rows', 'big', 'wide']",
+            "[0.5, 1.5]",
         ]
+        assert len(lines) == 6 + rank
+    assert lines[6].startswith("rank 0: expected a message of this program, found ")
 
 
 def test_xla_is_asked_for_by_pjrt_device_alone(monkeypatch: pytest.MonkeyPatch) -> None:

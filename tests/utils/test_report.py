@@ -126,6 +126,7 @@ def run_dir(tmp_path: Path) -> Path:
         json.dumps(
             {
                 "synthetic": True,
+                "run": {"seconds": 1.5, "audit": None},
                 "kept": 48,
                 "rejected": {"missing_file": 1, "truncated_pixel_data": 2},
                 "by_device": {"zeiss_cirrus": GROUP},
@@ -214,7 +215,6 @@ def test_page_is_one_self_contained_file(run_dir: Path) -> None:
     main(["--run", str(run_dir)])
     page = (run_dir / "report.html").read_text()
     assert "Something is wrong in 1 files, of which 10 of 100 bytes (10.00%) were fetched" in page
-    assert "&lt;i&gt;.dcm</td>" in page
     assert page.index("Pre-training beats") < page.index("In numbers")  # the verdict comes first
     assert page.index("OVERLAP") < page.index("In numbers")
     assert "raw-voxel PCA" in page
@@ -230,10 +230,39 @@ def test_page_is_one_self_contained_file(run_dir: Path) -> None:
     assert "<b>not bold</b>" not in page  # text of the run is text
 
 
+PATIENT = "oct/SMITH^JOHN_19500101_OD.dcm"
+
+
+def test_a_file_is_told_by_its_digest_alone(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The page is shared, and clinics put names and birthdays into file names."""
+    checked = check_json() | {"orphans": [PATIENT.replace("OD", "OS")]}
+    checked["duplicates"] = checked["duplicates"] | {"uid": [[PATIENT, PATIENT.replace("JOHN", "JANE")]]}
+    (run_dir / "check_report.json").write_text(json.dumps(checked))
+    prepared = json.loads((run_dir / "prepare_report.json").read_text())
+    prepared["run"]["audit"] = {"missing": {"count": 1, "first": [PATIENT.replace("SMITH", "SMITHE")]}}
+    (run_dir / "prepare_report.json").write_text(json.dumps(prepared))
+    main(["--run", str(run_dir)])
+    shared = (run_dir / "report.html").read_text() + (run_dir / "results.json").read_text()
+    shared += capsys.readouterr().out
+    assert not re.search("smith|john|jane|19500101", shared, re.IGNORECASE)
+    digests = set(re.findall(r"file [0-9a-f]{12}", shared))
+    assert len(digests) == 4
+    for digest in digests:
+        main(["--run", str(run_dir), "--file", digest.removeprefix("file ")])
+    assert sorted(capsys.readouterr().out.split()) == sorted(
+        [
+            PATIENT,
+            *(PATIENT.replace(*change) for change in (("OD", "OS"), ("JOHN", "JANE"), ("SMITH", "SMITHE"))),
+        ]
+    )
+    with pytest.raises(UserError, match=r"--file: expected a digest of .*, found 0123"):
+        main(["--run", str(run_dir), "--file", "0123"])
+
+
 def check_json() -> dict:
     """What data_setup.check writes of a tree of one bad file."""
     finding = Finding(
-        path="oct/<i>.dcm",
+        path=PATIENT,
         url="",
         is_orphan=False,
         device="zeiss_cirrus",
@@ -241,7 +270,7 @@ def check_json() -> dict:
         manifest_laterality="L",
         size=100,
         status="not_dicom",
-        message="expected a DICOM header, found none",
+        message=f"expected a DICOM header, found none in {PATIENT.rpartition('/')[2]}",
         fetched={"header": 10},
     )
     return summarise([finding], {"pixel_hash": "none", "skipped": {}, "seconds": 1.0})

@@ -159,7 +159,7 @@ def test_a_process_that_dies_ends_all_and_the_run_goes_on_later(
 
 def test_both_take_the_same_decisions(folder: Path, tmp_path: Path) -> None:
     """Out of memory on one process halves the batch of both; a NaN of one skips the update of both. Every
-    epoch visits each volume once.
+    epoch visits each volume once. Nothing that they exchange is a pickle.
     """
     store = tmp_path / "nan_store"
     shutil.copytree(folder / "store", store)
@@ -172,7 +172,7 @@ def test_both_take_the_same_decisions(folder: Path, tmp_path: Path) -> None:
     one, two, seen = tmp_path / "decides_alone", tmp_path / "decides", tmp_path / "seen"
     seen.mkdir()
     train_alone(folder, one, *bad)
-    planted = {"rank": 1, "out_of_memory_above": 1, "seen": str(seen)}
+    planted = {"rank": 1, "out_of_memory_above": 1, "seen": str(seen), "no_pickle": True}
     argv = command(folder, f"run.dir={two}", *TWO, *bad, processes=2, module=PLANTED)
     output = run_to_end(argv, two, planted)
     assert output.count("per_core_batch_size 2 -> 1") == 1

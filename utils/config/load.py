@@ -38,9 +38,10 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
         written = [OmegaConf.to_container(part) for part in (loaded, changes)]
         for part in written:
             _check_shapes(Config, part, str(path))
+        references = [reference for part in written for reference in _references(part)]
+        _refuse_resolvers(references, str(path))
         merged = OmegaConf.merge(OmegaConf.structured(Config), loaded, changes)
-        for part in written:
-            _check_interpolations(part, merged, str(path))
+        _check_references(references, merged, str(path))
         cfg = OmegaConf.to_object(merged)
     except (OmegaConfBaseException, yaml.YAMLError) as error:
         raise ConfigError(f"{path}: {_one_line(error)}") from error
@@ -57,9 +58,14 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
 
 
 def config_of_yaml(text: str, where: str) -> Config:
-    """The configuration that `to_yaml` wrote; raises ConfigError."""
+    """The configuration that `to_yaml` wrote; raises ConfigError. The text may be a stranger's, so nothing is
+    looked up for it.
+    """
     try:
-        cfg = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.create(text)))
+        saved = OmegaConf.create(text)
+        for key, reference in _references(OmegaConf.to_container(saved)):
+            raise ConfigError(f"{where}: {key}: expected a plain value, found the reference {reference}")
+        cfg = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), saved))
     except (OmegaConfBaseException, yaml.YAMLError) as error:
         raise ConfigError(f"{where}: {_one_line(error)}") from error
     assert isinstance(cfg, Config)
@@ -98,15 +104,34 @@ def _check_shapes(hint: Any, value: Any, where: str, key: str = "") -> None:
         refuse(f"one of {', '.join(choices)} (YAML reads off as false: write disabled)")
 
 
-def _check_interpolations(written: Any, merged: Any, where: str, key: str = "") -> None:
-    """OmegaConf's own error for a reference to nothing or to itself does not name the key that makes it."""
+def _references(written: Any, key: str = "") -> Iterator[tuple[str, str]]:
+    """(key, text) of every value that names another one."""
     if isinstance(written, dict):
         for name, value in written.items():
-            _check_interpolations(value, merged, where, f"{key}.{name}" if key else str(name))
+            yield from _references(value, f"{key}.{name}" if key else str(name))
     elif isinstance(written, list):
         for number, value in enumerate(written):
-            _check_interpolations(value, merged, where, f"{key}[{number}]")
+            yield from _references(value, f"{key}[{number}]")
     elif isinstance(written, str) and "${" in written:
+        yield key, written
+
+
+def _refuse_resolvers(references: list[tuple[str, str]], where: str) -> None:
+    """Functions like ${oc.env:NAME}: their result, a secret perhaps, would be saved and sent with the run."""
+    for key, text in references:
+        rest, before = text, ""
+        while rest != before:  # from the inside out, take away references like ${run.dir}
+            rest, before = re.sub(r"\$\{[^{}:]*\}", "_", rest), rest
+        if "${" in rest:
+            raise ConfigError(
+                f"{where}: {key}: expected a value or a reference like ${{run.dir}}, found {text}; nothing "
+                f"is read from the environment here, but on the command line the shell fills in {key}=$NAME"
+            )
+
+
+def _check_references(references: list[tuple[str, str]], merged: Any, where: str) -> None:
+    """OmegaConf's own error for a reference to nothing or to itself does not name the key that makes it."""
+    for key, _ in references:
         try:
             OmegaConf.select(merged, key)
         except InterpolationToMissingValueError:

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from utils import storage
+from utils.errors import UserError
 from utils.report.page import render
 from utils.report.run_files import ARMS, NO_PROBE, read_run, results
-from utils.report.tables import number
+from utils.report.tables import file_digest, number
 
 REASONS_SHOWN = 3  # on the terminal; the page and results.json have all
 
@@ -54,11 +55,32 @@ def _interval(row: Mapping[str, Any]) -> str:
     return f"{row['balanced_accuracy']:.3f} [{row['ci95'][0]:.3f}, {row['ci95'][1]:.3f}]"
 
 
+def _texts(value: Any) -> Iterator[str]:
+    """Every text inside a value of a JSON file."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        yield from _texts([*value.values()])
+    elif isinstance(value, list):
+        for part in value:
+            yield from _texts(part)
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Write report.html and results.json of a run; print a short table that ends with the report's path."""
     parser = argparse.ArgumentParser(prog="python -m utils.report", description=main.__doc__)
     parser.add_argument("--run", required=True, metavar="DIR", help="a run directory of pretraining.train")
-    run = read_run(parser.parse_args(argv).run)
+    parser.add_argument(
+        "--file", metavar="DIGEST", help="only print which path the page calls by this digest"
+    )
+    args = parser.parse_args(argv)
+    run = read_run(args.run)
+    if args.file is not None:
+        paths = {text for text in _texts([run.prepared, run.checked]) if args.file in file_digest(text)}
+        if not paths:
+            raise UserError(f"--file: expected a digest of {run.path / 'report.html'}, found {args.file}")
+        print(*sorted(paths), sep="\n")
+        return
     out = results(run)
     report = run.path / "report.html"
     storage.write_text(str(run.path / "results.json"), json.dumps(out, indent=2, allow_nan=False) + "\n")

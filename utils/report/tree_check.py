@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from utils.report.tables import Table
+from utils.report.tables import Table, file_digest
 
 NAMED = 20  # files of a kind that the page names; check_report.json has all
 _COLUMNS = {  # of the files by protocol and by device: key of the report -> title
@@ -59,7 +59,8 @@ def tables(report: Mapping[str, Any]) -> list[Table]:
     named = _named(report)
     if named:
         more = len(named) - NAMED
-        rest = f"{more} more are in check_report.json." if more > 0 else ""
+        rest = "python -m utils.report --run DIR --file DIGEST tells the path."
+        rest += f" {more} more are in check_report.json." if more > 0 else ""
         shown.append(Table("files to look at", ("what", "found", "file"), named[:NAMED], rest, is_text=True))
     for key, columns in _COLUMNS.items():
         rows = [_row(name, part, columns) for name, part in report[key].items()]
@@ -69,19 +70,21 @@ def tables(report: Mapping[str, Any]) -> list[Table]:
 
 
 def _named(report: Mapping[str, Any]) -> list[list[str]]:
-    rows = [[p["status"], p["message"], _name(p["path"])] for p in report["problems"]]
+    rows = [[p["status"], _without_name(p["message"], p["path"]), p["path"]] for p in report["problems"]]
     for kind in ("orphans", "laterality_conflicts"):
-        rows += [[kind.replace("_", " ").rstrip("s"), _KINDS[kind], _name(path)] for path in report[kind]]
+        rows += [[kind.replace("_", " ").rstrip("s"), _KINDS[kind], path] for path in report[kind]]
+    rows = [[what, meaning, file_digest(path)] for what, meaning, path in rows]
     for kind, meaning in _DUPLICATES.items():
         groups = report["duplicates"][kind]
-        rows += [["duplicates", meaning, ", ".join(map(_name, group))] for group in groups]
+        rows += [["duplicates", meaning, ", ".join(map(file_digest, group))] for group in groups]
     return rows
 
 
-def _name(path: str) -> str:
-    """The file's name without the middle of its UID: the whole would push the table out of the page."""
-    name = path.rpartition("/")[2]
-    return name if len(name) <= 56 else f"{name[:40]}…{name[-14:]}"
+def _without_name(message: str, path: str) -> str:
+    """What was wrong with a file, where an error's text repeats its name."""
+    for name in (path, path.rpartition("/")[2]):
+        message = message.replace(name, file_digest(path))
+    return message
 
 
 def _row(name: str, part: Mapping[str, Any], columns: Mapping[str, str]) -> list[str]:

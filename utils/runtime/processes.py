@@ -24,9 +24,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from utils.errors import UserError
+from utils.runtime.messages import decode, encode
 
 HOSTS_PORT = 29500  # as torchrun's
-BUCKET_BYTES = 32 * 2**20  # gradients are summed in flat pieces of about this size
+BUCKET_BYTES = 32 * 2**20  # tensors travel in flat pieces of about this size
 _T = TypeVar("_T")
 
 
@@ -69,7 +70,7 @@ class Group:
         return value
 
     def gather_objects(self, value: _T) -> list[_T]:
-        """The value of every process, in the order of the ranks."""
+        """The value of every process, of plain types and tensors, in the order of the ranks."""
         return [value]
 
     def split_among_ranks(self, items: Sequence[_T]) -> Sequence[_T]:
@@ -127,14 +128,25 @@ class ProcessGroup(Group):
         return bool(votes)
 
     def broadcast(self, value: _T) -> _T:
-        box: list[Any] = [value if self.is_first else None]
-        self._call(lambda: dist.broadcast_object_list(box, src=0))
-        return box[0]
+        return self._value_of(0, value)
 
     def gather_objects(self, value: _T) -> list[_T]:
-        values: list[Any] = [None] * self.size
-        self._call(lambda: dist.all_gather_object(values, value))
-        return values
+        return [self._value_of(rank, value) for rank in range(self.size)]
+
+    def _value_of(self, sender: int, value: _T) -> _T:
+        """One process's value on all of them, as JSON and tensors: pickle would run what it is sent."""
+        text, tensors = encode(value) if self.rank == sender else (b"", [])
+        size = torch.tensor(len(text))
+        self._call(lambda: dist.broadcast(size, sender))
+        data = torch.frombuffer(bytearray(text or int(size)), dtype=torch.uint8)
+        self._call(lambda: dist.broadcast(data, sender))
+        if self.rank != sender:
+            value, tensors = decode(bytes(data.numpy()), f"rank {sender}")
+        for bucket in _buckets([t.reshape(-1).view(torch.uint8) for t in tensors if t.numel()]):
+            flat = torch.cat(bucket)
+            self._call(partial(dist.broadcast, flat, sender))
+            torch._foreach_copy_(bucket, list(flat.split([part.numel() for part in bucket])))
+        return value
 
     def leave_message(self, text: str) -> None:
         with _ignoring_lost_store():

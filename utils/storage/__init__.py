@@ -35,6 +35,7 @@ from utils.storage.errors import missing_bucket, named_errors, split_scheme
 from utils.storage.retry import has_login, redact
 
 _SECRET = re.compile(r"(?i)://.*[?&](sig|[^=&]*(signature|token|secret|credential|password|key)[^=&]*)=")
+_AZURE = re.compile(r"abfss?://[\w-]+@(?P<account>\w+)\.dfs\.core\.windows\.net(?:/|$)")  # container@account
 PARTIAL_SUFFIX = ".partial"  # of an unfinished local write; listings hide it
 _READ_AHEAD = 2**20  # bytes of a range request
 
@@ -343,12 +344,16 @@ def _client_of(url: str, options: StorageOptions | None) -> Iterator[tuple[fsspe
 def _filesystem(url: str, options: StorageOptions | None) -> tuple[fsspec.AbstractFileSystem, str]:
     scheme, _ = split_scheme(url)
     options = options or StorageOptions()
+    azure = _AZURE.match(url)
     for where in (url, options.endpoint_url or ""):
-        if "@" in urlsplit(where).netloc or has_login(where) or _SECRET.search(where):
+        has_user = "@" in urlsplit(where).netloc or has_login(where)
+        if (has_user and not (azure and where == url)) or _SECRET.search(where):
             problem = "expected no credentials in a URL; put them into the environment"
             raise StorageError(redact(where), problem)
     try:
-        fs = _client(scheme, options.endpoint_url, options.profile, os.getpid())
+        fs = _client(
+            scheme, options.endpoint_url, options.profile, os.getpid(), azure["account"] if azure else None
+        )
     except ValueError as error:
         raise StorageError(
             url, f"expected a path or a gs://, s3:// or other fsspec URL, found: {error}"
@@ -358,14 +363,15 @@ def _filesystem(url: str, options: StorageOptions | None) -> tuple[fsspec.Abstra
 
 @cache  # fsspec itself keeps one for each thread, with its own connections and login
 def _client(
-    scheme: str, endpoint_url: str | None, profile: str | None, pid: int
+    scheme: str, endpoint_url: str | None, profile: str | None, pid: int, azure_account: str | None
 ) -> fsspec.AbstractFileSystem:
     """The one client of this process; a forked process cannot use the client of its parent."""
     if scheme == "gs":
         return clients.gcs_filesystem(endpoint_url)
     if scheme == "s3":
         return clients.s3_filesystem(endpoint_url, profile)
-    return fsspec.filesystem(scheme, use_listings_cache=False)
+    account = {"account_name": azure_account} if azure_account else {}
+    return fsspec.filesystem(scheme, use_listings_cache=False, **account)
 
 
 def _sync_folder(folder: Path) -> None:

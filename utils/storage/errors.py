@@ -10,6 +10,7 @@ import errno
 from collections.abc import Iterator
 
 from utils.errors import UserError
+from utils.storage.clients import VERSIONS
 from utils.storage.retry import GaveUp, client_errors, current_url, describe, redact
 
 _SCHEME_ALIASES = {"gcs": "gs", "s3a": "s3"}
@@ -97,6 +98,7 @@ def storage_error(url: str, error: BaseException) -> StorageError:
         return StorageError(url, "expected a file, found a folder")
     if isinstance(error, ImportError):
         package = {"s3": "s3fs", "gs": "gcsfs"}.get(scheme, error.name or "its fsspec client")
+        package = f"'{package}{VERSIONS[package]}'" if package in VERSIONS else package
         return StorageError(url, f"{scheme}:// needs an extra package: pip install {package}")
     if _is_denied(error):
         advice = ""

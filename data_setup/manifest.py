@@ -8,26 +8,30 @@ manifest with columns device and protocol needs no AI-READI paths: docs/guides/i
 
 from __future__ import annotations
 
+import csv
 import io
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Any
-
-import pandas as pd
 
 from data_setup.protocols import BY_NAME, DEVICES, PROTOCOLS, device_of_path, protocol_of_path
-from data_setup.splits import seeded_split
+from data_setup.splits import seeded_split, stratified_choice
 from utils.config.schema import Config, StorageOptions
 from utils.errors import ConfigError, UserError
 from utils.storage import join, list_names, read_text
 
 SPLITS = ("train", "val", "test")
+RECOMMENDED, SEEDED = "recommended_split", "seeded_70_10_20"  # where the splits come from
 _ID_COLUMNS = ("person_id", "participant_id")  # version 3, versions 1 and 2
 TREE = ("retinal_oct", "structural_oct")
 _AI_READI_COLUMNS = ("sop_instance_uid", "laterality", "number_of_frames", "height", "width")
-# Texts that the manifests of this family write where they have no value.
+_OPTIONAL_COLUMNS = ("study_group", "clinical_site", "age")  # of participants.tsv
+# Texts that the manifests of this family write where a file has no value; in a label they are a class.
 _SENTINELS = {"", "nan", "none", "null", "n/a", "not reported", "not provided", "varies by frame"}
+_SIDES = {"l": "L", "left": "L", "os": "L", "r": "R", "right": "R", "od": "R"}
+_NO_SIDE = _SENTINELS | {"unknown", "unknown_laterality"}
+
+Row = dict[str, str]  # of a table, by column
 
 
 @dataclass(frozen=True)
@@ -53,9 +57,10 @@ class Record:
 class RecordList:
     records: list[Record]
     skipped: dict[str, int]  # rows that are not used, by reason
-    split_source: str  # recommended_split | seeded_70_10_20
+    split_source: str  # RECOMMENDED | SEEDED
     unused: list[Record]  # the other rows that name a file; device, protocol, person may be unknown in them
     root: str  # what the paths are relative to
+    filtered: list[Record]  # those of `unused` that only data.*_filter or data.max_samples exclude
 
     @property
     def doubles(self) -> list[Record]:
@@ -71,85 +76,92 @@ def read_records(cfg: Config) -> RecordList:
     allowed = wanted_values(cfg)
     participants, split_source = read_participants(cfg)
     rows, unused, skipped = _manifest_rows(cfg)
-    records = []
+    records, filtered = [], []
     for row in rows:
         person = participants.get(row.person_id)
         if person is None:
             skipped["participant_unknown"] += 1
             unused.append(row)
             continue
-        if person["split"] is None:
+        record = replace(row, **vars(person))
+        if not record.split:
             skipped["participant_without_split"] += 1
             unused.append(row)
             continue
-        record = replace(row, **person)
         rejected = next(
             (k for k, (field, values) in allowed.items() if getattr(record, field) not in values), None
         )
         if rejected:
             skipped[f"filtered_by_{rejected}"] += 1
-            unused.append(record)
+            filtered.append(record)
         else:
             records.append(record)
     records.sort(key=lambda r: (r.person_id, r.path))
     limit = cfg.data.max_samples
     if limit is not None and len(records) > limit:
         skipped["beyond_max_samples"] = len(records) - limit
-        unused += records[limit:]
-        records = records[:limit]
+        strata = {r.path: (r.clinical_site, r.device, r.study_group) for r in records}
+        chosen = stratified_choice(strata, limit, cfg.seed, "max_samples")
+        filtered += [r for r in records if r.path not in chosen]
+        records = [r for r in records if r.path in chosen]
     if not records:
         counts = ", ".join(f"{k} {n}" for k, n in sorted(skipped.items())) or "an empty manifest"
         raise UserError(f"{cfg.data.manifest_path}: expected at least one usable row, found none ({counts})")
     root = _tree_root(cfg)
-    records, unused = ([replace(r, url=join(root, r.path)) for r in part] for part in (records, unused))
-    return RecordList(records, dict(sorted(skipped.items())), split_source, unused, root)
+    records, filtered, unused = (
+        [replace(r, url=join(root, r.path)) for r in part] for part in (records, filtered, unused)
+    )
+    return RecordList(records, dict(sorted(skipped.items())), split_source, unused + filtered, root, filtered)
 
 
-def read_participants(cfg: Config) -> tuple[dict[str, dict[str, Any]], str]:
-    """({person_id: split, study_group, clinical_site, age}, where the split comes from); raises UserError."""
+@dataclass(frozen=True)
+class Participant:
+    """What participants.tsv says of a person; the names are those of `Record`."""
+
+    split: str  # train | val | test; empty where the table leaves it so
+    study_group: str | None
+    clinical_site: str | None
+    age: int | None
+
+
+def read_participants(cfg: Config) -> tuple[dict[str, Participant], str]:
+    """({person_id: participant}, where the split comes from); raises UserError."""
     url = cfg.data.participants_path
-    table, id_column = _read_table(url, cfg.data.storage_options, ("study_group", "clinical_site", "age"))
-    people: dict[str, dict[str, Any]] = {}
-    for row in table.to_dict("records"):
+    table, columns, id_column = _read_table(url, cfg.data.storage_options, ())
+    people: dict[str, Participant] = {}
+    for row in table.values():
         person_id = _person_id(row[id_column])
         if person_id is None:
             continue
-        split = _text(row.get("recommended_split"))
-        if split is not None and split not in SPLITS:
+        split = _fact(row.get("recommended_split")) or ""
+        if split and split not in SPLITS:
             raise UserError(
                 f"{url}: recommended_split of {person_id}: expected {' | '.join(SPLITS)}, found {split!r}"
             )
-        person = {
-            "split": split,
-            "study_group": _text(row["study_group"]),
-            "clinical_site": _text(row["clinical_site"]),
-            "age": _integer(row["age"]),
-        }
+        person = Participant(
+            split, _label(row.get("study_group")), _label(row.get("clinical_site")), _integer(row.get("age"))
+        )
         if people.setdefault(person_id, person) != person:
             raise UserError(f"{url}: participant {person_id}: expected one row, found two that differ")
-    if "recommended_split" in table.columns:
-        return people, "recommended_split"
-    strata = {p: (v["study_group"], v["clinical_site"]) for p, v in people.items()}
-    split_of = seeded_split(strata, cfg.seed)
-    for person_id, person in people.items():
-        person["split"] = split_of[person_id]
-    return people, "seeded_70_10_20"
+    if "recommended_split" in columns:
+        return people, RECOMMENDED
+    splits = seeded_split(people, cfg.seed)
+    return {p: replace(person, split=splits[p]) for p, person in people.items()}, SEEDED
 
 
 def load_labels(cfg: Config) -> dict[str, str]:
-    """{person_id: label} of task.*; people without a label are left out; raises UserError."""
-    url = cfg.task.labels_path or cfg.data.participants_path
-    table, id_column = _read_table(
-        url, cfg.data.storage_options, (cfg.task.label_column,), cfg.task.id_column
-    )
+    """{person_id: label} of task.*; people whose label is empty are left out; raises UserError."""
+    url, column = cfg.task.labels_path or cfg.data.participants_path, cfg.task.label_column
+    required = () if cfg.task.labels_path is None and column in _OPTIONAL_COLUMNS else (column,)
+    table, _, id_column = _read_table(url, cfg.data.storage_options, required, cfg.task.id_column)
     labels: dict[str, str] = {}
-    for raw_id, raw_label in zip(table[id_column], table[cfg.task.label_column], strict=True):
-        person_id, label = _person_id(raw_id), _text(raw_label)
+    for row in table.values():
+        person_id, label = _person_id(row[id_column]), _label(row.get(column))
         if person_id is None or label is None:
             continue
         if labels.setdefault(person_id, label) != label:
             raise UserError(
-                f"{url}: {cfg.task.label_column} of {person_id}: expected one label, "
+                f"{url}: {column} of {person_id}: expected one label, "
                 f"found {labels[person_id]!r} and {label!r}"
             )
     return labels
@@ -157,21 +169,22 @@ def load_labels(cfg: Config) -> dict[str, str]:
 
 def _manifest_rows(cfg: Config) -> tuple[list[Record], list[Record], Counter[str]]:
     """(records without participant and URL, rows that are not used, counts of those by reason)."""
-    table, id_column = _read_table(cfg.data.manifest_path, cfg.data.storage_options, ("filepath",))
-    if not {"device", "protocol"} <= set(table.columns):
-        _require(table, _AI_READI_COLUMNS, cfg.data.manifest_path)
+    url = cfg.data.manifest_path
+    table, columns, id_column = _read_table(url, cfg.data.storage_options, ("filepath",))
+    if not {"device", "protocol"} <= set(columns):
+        _require(columns, _AI_READI_COLUMNS, url)
     rows: list[Record] = []
     unused: list[Record] = []
     skipped: Counter[str] = Counter()
     paths: set[str] = set()
     uids: set[str] = set()
-    for row in table.to_dict("records"):
+    for line, row in table.items():
         path = _clean_path(row["filepath"])
         person_id = _person_id(row[id_column])
-        uid = _text(row.get("sop_instance_uid")) or ""
+        uid = _fact(row.get("sop_instance_uid")) or ""
         known = protocol_of_path(path) if path else None
-        device = _text(row.get("device")) or (device_of_path(path) if path else None)
-        protocol = _text(row.get("protocol")) or (known.name if known else None)
+        device = _fact(row.get("device")) or (device_of_path(path) if path else None)
+        protocol = _fact(row.get("protocol")) or (known.name if known else None)
         known = BY_NAME.get(protocol) if protocol else None
         reasons = {
             "row_without_path": path is None,
@@ -191,8 +204,8 @@ def _manifest_rows(cfg: Config) -> tuple[list[Record], list[Record], Counter[str
             person_id=person_id or "unknown",
             device=device or "unknown",
             protocol=known.name if known else protocol or "unknown",
-            region=known.region if known else _text(row.get("anatomic_region")) or "unknown",
-            laterality=_laterality(row.get("laterality"), path),
+            region=known.region if known else _fact(row.get("anatomic_region")) or "unknown",
+            laterality=_laterality(row.get("laterality"), path, f"{url}: line {line}"),
             path=path,
             url="",
             sop_instance_uid=uid,
@@ -250,54 +263,74 @@ def _tree_root(cfg: Config) -> str:
 
 
 def _read_table(
-    url: str, options: StorageOptions, columns: Iterable[str], id_column: str | None = None
-) -> tuple[pd.DataFrame, str]:
-    """(table of texts, name of its id column); tab separated, or by comma when the name ends in .csv."""
-    text = read_text(url, options)
-    separator = "," if url.lower().endswith(".csv") else "\t"
+    url: str, options: StorageOptions, required: Iterable[str], id_column: str | None = None
+) -> tuple[dict[int, Row], list[str], str]:
+    """({line number: row}, columns, name of the id column); commas where the name ends in .csv, else tabs."""
+    text = io.StringIO(read_text(url, options), newline=None)  # None: any line end
+    lines = csv.reader(text, delimiter="," if url.lower().endswith(".csv") else "\t", strict=True)
     try:
-        table = pd.read_csv(io.StringIO(text), sep=separator, dtype=str, keep_default_na=False)
-    except (pd.errors.ParserError, pd.errors.EmptyDataError) as error:
-        raise UserError(f"{url}: expected a table with a header line, found: {error}".strip()) from error
-    table.columns = [str(c).strip() for c in table.columns]
-    header = ", ".join(table.columns)
+        header = [name.strip() for name in next(lines, [])]
+        rows = {number: fields for fields, number in ((f, lines.line_num) for f in lines) if fields}
+    except csv.Error as error:
+        raise UserError(f"{url}: expected a table with a header line, found: {error}") from error
+    if not header:
+        raise UserError(f"{url}: expected a table with a header line, found an empty one")
+    for name, count in Counter(filter(None, header)).items():
+        if count > 1:
+            raise UserError(f"{url}: column {name}: expected it once, found {count} times")
+    for number, fields in rows.items():
+        if len(fields) != len(header):
+            raise UserError(
+                f"{url}: line {number}: expected {len(header)} fields, as in the header, found {len(fields)}"
+            )
     names = (id_column,) if id_column else _ID_COLUMNS
-    found_id = next((name for name in names if name in table.columns), None)
-    if found_id is None:
-        raise UserError(f"{url}: expected a column {' or '.join(names)}, found {header}")
-    _require(table, columns, url)
-    return table, found_id
+    known_id = next((name for name in names if name in header), None)
+    if known_id is None:
+        raise UserError(f"{url}: expected a column {' or '.join(names)}, found {', '.join(header)}")
+    _require(header, required, url)
+    return {n: dict(zip(header, fields, strict=True)) for n, fields in rows.items()}, header, known_id
 
 
-def _require(table: pd.DataFrame, columns: Iterable[str], url: str) -> None:
-    for column in columns:
-        if column not in table.columns:
-            raise UserError(f"{url}: expected a column {column}, found {', '.join(table.columns)}")
+def _require(columns: list[str], required: Iterable[str], url: str) -> None:
+    for column in required:
+        if column not in columns:
+            raise UserError(f"{url}: expected a column {column}, found {', '.join(columns)}")
 
 
-def _text(value: Any) -> str | None:
-    text = value.strip() if isinstance(value, str) else ""
+def _label(value: str | None) -> str | None:
+    """A class or a group: only an empty cell is missing."""
+    return (value or "").strip() or None
+
+
+def _fact(value: str | None) -> str | None:
+    """What a table says of a file or a person: a sentinel is missing too."""
+    text = (value or "").strip()
     return None if text.lower() in _SENTINELS else text
 
 
-def _integer(value: Any) -> int | None:
-    text = (_text(value) or "").removesuffix(".0")
+def _integer(value: str | None) -> int | None:
+    text = (_fact(value) or "").removesuffix(".0")
     return int(text) if text.isdecimal() else None
 
 
-def _person_id(value: Any) -> str | None:
-    text = _text(value)
+def _person_id(value: str | None) -> str | None:
+    text = _fact(value)
     return text.removesuffix(".0") if text else None  # an integer column with a gap is written as 1001.0
 
 
-def _clean_path(value: Any) -> str | None:
-    text = (_text(value) or "").strip("/").removeprefix("dataset/")
+def _clean_path(value: str | None) -> str | None:
+    text = (_fact(value) or "").strip("/").removeprefix("dataset/")
     return text if text and ".." not in text.split("/") else None
 
 
-def _laterality(value: Any, path: str) -> str:
-    text = (_text(value) or "").upper()
-    if text in ("L", "R"):
-        return text
+def _laterality(value: str | None, path: str, where: str) -> str:
+    """L | R | unknown by the manifest's word, else by the file's name; raises UserError for another word."""
+    word = (value or "").strip().lower()
+    if word in _SIDES:
+        return _SIDES[word]
+    if word not in _NO_SIDE:
+        raise UserError(
+            f"{where}: laterality: expected L, R, OS, OD, left, right or nothing, found {value!r}"
+        )
     side = next((s for s in ("_l_", "_r_") if s in path.rpartition("/")[2]), None)
     return side.strip("_").upper() if side else "unknown"

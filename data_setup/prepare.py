@@ -33,7 +33,7 @@ from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -41,13 +41,13 @@ from tqdm import tqdm
 
 from data_setup.check import cli as check
 from data_setup.check.audit import audit_files, list_tree
-from data_setup.manifest import Record, RecordList, read_records
+from data_setup.manifest import RECOMMENDED, Record, RecordList, read_records
 from data_setup.readers.dicom import OCTHeader
 from data_setup.readers.faults import OCTReadError, RejectReason
 from data_setup.readers.open_record import check_manifest, open_record, source_stat
 from data_setup.resample import Resampled, resample_frames
 from data_setup.store.format import KEPT, UNREAD, read_attrs
-from data_setup.store.summary import run_line, shorten, summarise, table
+from data_setup.store.summary import rows_text, run_line, shorten, summarise, table
 from data_setup.store.writer import StoreWriter, measure, record_fields
 from utils import storage
 from utils.cli import add_workers, parse_cli, run_cli
@@ -334,13 +334,36 @@ def finalise(
 ) -> dict[str, Any]:
     """Write the index and prepare_report.json, whose `run` section is `run`; returns the report."""
     options = cfg.data.storage_options
-    index = writer.finalise(rows)
+    others = writer.find_rows(map(record_fields, listing.filtered)) if listing.filtered else []
+    index = writer.finalise([*rows, *others])
     files = shorten(audit_files(listing, list_tree(listing, options))) if audit else None
     about = dict(run) | {"split_source": listing.split_source, "audit": files}
     report = summarise(index, read_attrs(writer.url, options), listing.skipped, about)
     url = storage.join(writer.url, "prepare_report.json")
     storage.write_text(url, json.dumps(report, indent=1) + "\n", options)
     return report
+
+
+def keep_splits(listing: RecordList, writer: StoreWriter) -> RecordList:
+    """The listing with the splits that its participants have in the store, where no table recommends one."""
+    if listing.split_source == RECOMMENDED:
+        return listing
+    splits = {record["person_id"]: record["split"] for record in writer.read_records()}
+    records, filtered = (
+        [replace(r, split=splits.get(r.person_id, r.split)) for r in part]
+        for part in (listing.records, listing.filtered)
+    )
+    return replace(listing, records=records, filtered=filtered)
+
+
+def _require_apart(cfg: Config, report: Mapping[str, Any]) -> None:
+    """Raise UserError when one volume stands in two splits under several participants."""
+    leaks = [rows for rows in report["identical_volumes"] if len(set(rows.values())) > 1]
+    if leaks:
+        raise UserError(
+            f"{cfg.data.store}: expected no volume in two splits, found {rows_text(leaks)} with the same "
+            "voxels under several participants; correct manifest or participants and prepare again"
+        )
 
 
 def _exit_code(cfg: Config, tally: Tally) -> int:
@@ -383,12 +406,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise UserError("--audit: expected with --finalise or alone, found --shard with it")
     start = time.perf_counter()
     options, root = cfg.data.storage_options, cfg.data.gcs_root
-    listing = read_records(cfg)
-    records = [record_fields(r) for r in listing.records]
     writer = StoreWriter(cfg.data.store, options)
+    listing = keep_splits(read_records(cfg), writer)
+    records = [record_fields(r) for r in listing.records]
     synthetic = storage.exists(storage.join(root, "synthetic.json"), options)
     writer.create(cfg.spatial, root, synthetic, len(records))
-    rows = writer.append_records(records, may_change=args.shard is None)
+    filtered = [record_fields(r) for r in listing.filtered]
+    rows = writer.append_records(records, may_change=args.shard is None, others=filtered)
     tally = Tally()
     if not args.finalise:
         own_records = {r: c for r, c in zip(rows, listing.records, strict=True) if r % num_shards == shard}
@@ -407,6 +431,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     else:
         report = finalise(cfg, writer, listing, rows, run, args.audit or not storage.is_remote(root))
         print(table(report))
+        _require_apart(cfg, report)
         if args.finalise:
             return _exit_code_of_all(cfg, report)
     return _exit_code(cfg, tally)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from data_setup.manifest import load_labels, wanted_values
-from data_setup.splits import pretraining_split
+from data_setup.splits import EXACT, pretraining_split
 from data_setup.store.reader import PreparedStore
 from utils.config.schema import Config
 from utils.errors import UserError
@@ -38,7 +38,9 @@ def open_rows(cfg: Config, store: PreparedStore) -> Rows:
     index = store.index.loc[store.kept]
     index = index[index["listed"]]  # what left the manifest keeps its row, and is not trained on
     # split before filtering: runs on one device and on all of them validate on the same people
-    train_ids, val_ids, source = pretraining_split(list(index.itertuples()), cfg.train.val_fraction, cfg.seed)
+    rule = store.attrs.get("splits", EXACT)  # a store from before the hash has no such attribute
+    people = list(index.drop_duplicates("person_id", keep="last").itertuples())
+    train_ids, val_ids, source = pretraining_split(people, cfg.train.val_fraction, cfg.seed, rule)
     for field, values in wanted_values(cfg).values():
         index = index[index[field].isin(values)]
     person = index["person_id"]

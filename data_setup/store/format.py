@@ -1,7 +1,8 @@
 """The format of the prepared store: every volume on one grid, one Zarr v3 chunk each.
 
 Layout under the store's URL, the same on a disk and in a bucket:
-    zarr.json               attributes: format_version, geometry, normalisation, synthetic, source_root
+    zarr.json               attributes: format_version, geometry, normalisation, synthetic, source_root,
+                            splits (how validation participants are cut: data_setup/splits.py)
     volumes/                uint8 [N, D, H, W], one chunk a volume, Blosc LZ4 + CRC32C; a reject has none
     records.jsonl           the ordered record list: line = row, only ever appended to
     rows/{row:06d}.json     what was measured, written after the row's chunk: a row counts when this exists
@@ -35,7 +36,7 @@ INDEX_COLUMNS: dict[str, tuple[str, str]] = {
     "row": ("int64", "position in volumes and in records.jsonl"),
     "status": ("str", "kept, pending (not prepared yet), or the reason of the reject"),
     "message": ("str", "the reject in one line"),
-    "listed": ("bool", "the record was in the manifest of the last prepare"),
+    "listed": ("bool", "the record was in the manifest of the last prepare, whatever its filters"),
     "person_id": ("str", "participant"),
     "device": ("str", "device folder"),
     "protocol": ("str", "Protocol.name of data_setup/protocols.py"),

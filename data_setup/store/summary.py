@@ -5,7 +5,7 @@ In: the store's index and what the manifest skipped. Out: a dictionary of plain 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -47,6 +47,19 @@ def _group(index: pd.DataFrame) -> dict[str, Any]:
     }
 
 
+def identical_volumes(index: pd.DataFrame) -> list[dict[int, str]]:
+    """{row: split} of every volume that several participants have, bit for bit, among the listed rows."""
+    kept = index[(index.status == KEPT) & index.listed]
+    same = kept[kept.checksum.duplicated(keep=False)].groupby("checksum", sort=False)
+    return [dict(zip(part.row, part.split, strict=True)) for _, part in same if part.person_id.nunique() > 1]
+
+
+def rows_text(volumes: Sequence[Mapping[int, str]]) -> str:
+    """The first rows of `identical_volumes` in one line."""
+    first = [", ".join(f"{row} ({split})" for row, split in rows.items()) for rows in volumes[:AUDIT_NAMES]]
+    return "rows " + "; ".join(first) + (f" and {more} more" if (more := len(volumes) - len(first)) else "")
+
+
 def shorten(audit: Mapping[str, list[str]]) -> dict[str, dict[str, Any]]:
     """The result of audit.audit_files: per kind the count and the first AUDIT_NAMES names."""
     return {kind: {"count": len(names), "first": names[:AUDIT_NAMES]} for kind, names in audit.items()}
@@ -60,6 +73,7 @@ def summarise(
         "records": len(index),
         "pending": int((index.status == PENDING).sum()),
         "not_in_manifest": int((~index.listed).sum()),
+        "identical_volumes": identical_volumes(index),
         "skipped": dict(skipped),
         "synthetic": attrs["synthetic"],
         "geometry": attrs["geometry"],
@@ -122,6 +136,8 @@ def table(report: Mapping[str, Any]) -> str:
         lines.append(f"pending: {report['pending']} (other shards, or an interrupted run)")
     if report["not_in_manifest"]:
         lines.append(f"no longer in the manifest, kept in their rows: {report['not_in_manifest']}")
+    if report["identical_volumes"]:
+        lines.append(f"the same volume under several participants: {rows_text(report['identical_volumes'])}")
     run = report["run"]
     if run["audit"]:
         numbers = {kind: part["count"] for kind, part in run["audit"].items()}

@@ -19,6 +19,7 @@ import zarr
 from zarr.codecs import BloscCodec, Crc32cCodec
 
 from data_setup.resample import Resampled
+from data_setup.splits import HASH
 from data_setup.store.format import (
     FORMAT_VERSION,
     INDEX_COLUMNS,
@@ -80,7 +81,7 @@ class StoreWriter:
             "source_root": storage.absolute(source_root),
         }
         if not storage.exists(storage.join(self.url, "volumes", "zarr.json"), self.options):
-            for name, data in _metadata(attrs, spatial.image_size, num_rows):
+            for name, data in _metadata(attrs | {"splits": HASH}, spatial.image_size, num_rows):
                 storage.write_bytes(storage.join(self.url, name), data, self.options)
             return
         stored = read_attrs(self.url, self.options)
@@ -104,11 +105,17 @@ class StoreWriter:
         with intact(url):
             return [json.loads(line) for line in storage.read_text(url, self.options).splitlines()]
 
-    def append_records(self, records: Sequence[dict[str, Any]], may_change: bool = True) -> list[int]:
+    def append_records(
+        self,
+        records: Sequence[dict[str, Any]],
+        may_change: bool = True,
+        others: Sequence[dict[str, Any]] = (),
+    ) -> list[int]:
         """Give every record (the RECORD_COLUMNS) its row; new ones are appended, known ones keep theirs.
 
-        Fields of a known record are updated (a split, an age); a row no longer listed keeps its record.
-        Raises UserError when that changes an existing list that may not change.
+        Fields of a known record are updated (a split, an age), also where it is among `others`, which are
+        not appended; a row in neither keeps its record. Raises UserError when that changes an existing list
+        that may not change.
         """
         stored = self.read_records()
         listed = list(stored)
@@ -120,6 +127,9 @@ class StoreWriter:
                 listed.append(record)
             listed[row] = record
             rows.append(row)
+        for record in others:
+            if _key(record) in row_of:
+                listed[row_of[_key(record)]] = record
         if listed != stored:
             url = storage.join(self.url, "records.jsonl")
             if stored and not may_change:
@@ -134,6 +144,11 @@ class StoreWriter:
         if array.shape[0] < len(listed):
             array.resize((len(listed), *array.shape[1:]))
         return rows
+
+    def find_rows(self, records: Iterable[dict[str, Any]]) -> list[int]:
+        """The rows of those records that have one."""
+        keys = {_key(record) for record in records}
+        return [row for row, record in enumerate(self.read_records()) if _key(record) in keys]
 
     def check_rows(self, records: Sequence[dict[str, Any]], rows: Sequence[int]) -> None:
         """Raise UserError when a record has lost its row since `append_records`."""

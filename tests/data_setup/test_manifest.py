@@ -18,7 +18,7 @@ from data_setup.manifest import (
     load_labels,
     read_records,
 )
-from data_setup.splits import pretraining_split, stratified_choice
+from data_setup.splits import pretraining_split, seeded_split, stratified_choice
 from utils import storage
 from utils.config.load import load_config
 from utils.config.schema import Config, StorageOptions
@@ -188,13 +188,49 @@ def test_facts_come_from_the_path_and_sentinels_are_none(tmp_path: Path) -> None
             slice_thickness="None",
         ),
     ]
-    write_tree(tmp_path, rows, [person(0, person_id="1001", age="None", clinical_site="Not reported")])
+    write_tree(tmp_path, rows, [person(0, person_id="1001", age="None", clinical_site="")])
     triton, cirrus = read_records(config(tmp_path)).records
     assert (cirrus.device, cirrus.protocol, cirrus.region) == ("zeiss_cirrus", "cirrus_mac_oct_oct", "Macula")
     assert (cirrus.laterality, cirrus.shape) == ("L", (320, 992, 320))
     assert (triton.laterality, triton.shape) == ("R", None)
     assert (triton.age, triton.clinical_site) == (None, None)
     assert triton.study_group == "healthy"
+
+
+@pytest.mark.parametrize(
+    ("word", "side"),
+    [
+        ("OD", "R"),
+        ("os", "L"),
+        ("Right", "R"),
+        ("left", "L"),
+        ("L", "L"),
+        ("unknown", "unknown"),
+        ("", "unknown"),
+    ],
+)
+def test_words_for_the_side_of_an_eye(tmp_path: Path, word: str, side: str) -> None:
+    one = row("1001", laterality=word, filepath=f"{TREE}/zeiss_cirrus/1001/1001_cirrus_mac_oct_oct_1.dcm")
+    write_tree(tmp_path, [one], people_of("1001"))
+    assert [r.laterality for r in read_records(config(tmp_path)).records] == [side]
+
+
+def test_a_word_that_is_no_side_is_an_error(tmp_path: Path) -> None:
+    write_tree(tmp_path, [row("1001"), row("1001", uid="1.2", laterality="rechts")], people_of("1001"))
+    expected = (
+        r"manifest\.tsv: line 3: laterality: expected L, R, OS, OD, left, right or nothing, found 'rechts'"
+    )
+    with pytest.raises(UserError, match=expected):
+        read_records(config(tmp_path))
+
+
+def test_columns_of_participants_that_may_be_empty_are_optional(tmp_path: Path) -> None:
+    write_tree(tmp_path, [row("1001")], people_of("1001"), people_columns=["person_id"])
+    (record,) = read_records(config(tmp_path)).records
+    assert (record.study_group, record.clinical_site, record.age) == (None, None, None)
+    assert load_labels(config(tmp_path)) == {}
+    with pytest.raises(UserError, match="expected a column study_gruop, found person_id"):
+        load_labels(config(tmp_path, "task.label_column=study_gruop"))
 
 
 @pytest.mark.parametrize("root_inside", ["", "dataset", "retinal_oct", "dataset/retinal_oct"])
@@ -379,12 +415,25 @@ def test_unknown_filter_values_name_the_allowed_ones(tmp_path: Path, override: s
         read_records(config(tmp_path, override))
 
 
-def test_max_samples_keeps_the_first(tmp_path: Path) -> None:
-    mixed_tree(tmp_path)
+def test_max_samples_takes_its_share_of_every_site_device_and_group(tmp_path: Path) -> None:
+    """In AI-READI the first digit of an id is the site: the lowest ids would be one site."""
+    people = [person(n, person_id=str(n % 3 * 3000 + 1000 + n)) for n in range(90)]
+    rows = [
+        row(p["person_id"], device, uid=f"1.{p['person_id']}.{device}")
+        for p in people
+        for device in ("topcon_triton", "zeiss_cirrus")
+    ]
+    write_tree(tmp_path, rows, people)
     every = read_records(config(tmp_path)).records
-    listing = read_records(config(tmp_path, "data.max_samples=2"))
-    assert listing.records == every[:2]
-    assert listing.skipped == {"beyond_max_samples": 4}
+    listing = read_records(config(tmp_path, "data.max_samples=36"))
+    assert listing.skipped == {"beyond_max_samples": 180 - 36}
+    assert Counter((r.clinical_site, r.study_group, r.device) for r in listing.records) == Counter(
+        dict.fromkeys({(r.clinical_site, r.study_group, r.device) for r in every}, 2)
+    )
+    assert listing.records == [r for r in every if r in listing.records]  # in the order of the list
+    write_tree(tmp_path, rows[::-1], people[::-1])
+    assert read_records(config(tmp_path, "data.max_samples=36")).records == listing.records
+    assert read_records(config(tmp_path, "data.max_samples=36", "seed=1")).records != listing.records
 
 
 # ---- errors -----------------------------------------------------------------------------------------------
@@ -412,6 +461,35 @@ def test_errors_name_file_column_and_header(tmp_path: Path) -> None:
         read_records(config(tmp_path))
     with pytest.raises(UserError, match=r"nowhere.*not found"):
         read_records(config(tmp_path / "nowhere"))
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("patient,grade,grade\n1001,a,b\n", "column grade: expected it once, found 2 times"),
+        ("patient,grade\n1001,mild,\n", r"line 2: expected 2 fields, as in the header, found 3"),
+        ("patient,grade\n1001,mild\n1002\n", r"line 3: expected 2 fields, as in the header, found 1"),
+        ('patient,grade\n1001,"mild\n', "expected a table with a header line, found: unexpected end of data"),
+    ],
+)
+def test_tables_whose_columns_cannot_be_told_apart_are_errors(
+    tmp_path: Path, text: str, problem: str
+) -> None:
+    write_tree(tmp_path, [row("1001")], people_of("1001"))
+    write_text(f"{tmp_path}/own.csv", text)
+    own = (f"task.labels_path={tmp_path}/own.csv", "task.id_column=patient", "task.label_column=grade")
+    with pytest.raises(UserError, match=rf"own\.csv: {problem}"):
+        load_labels(config(tmp_path, *own))
+
+
+def test_empty_lines_carriage_returns_and_quotes_are_read(tmp_path: Path) -> None:
+    write_tree(tmp_path, [row("1001")], people_of("1001"))
+    own = (f"task.labels_path={tmp_path}/own.csv", "task.id_column=patient", "task.label_column=grade")
+    for end in ("\n", "\r\n", "\r"):
+        write_text(
+            f"{tmp_path}/own.csv", end.join(["patient,grade", "", '1001,"mild, left"', "4001,none", ""])
+        )
+        assert load_labels(config(tmp_path, *own)) == {"1001": "mild, left", "4001": "none"}
 
 
 # ---- splits -----------------------------------------------------------------------------------------------
@@ -447,18 +525,57 @@ def cohort(count: int = 200, files: int = 2) -> list[Record]:
     return records
 
 
-def test_pretraining_split_is_inside_train_disjoint_exact_and_stratified() -> None:
-    records = cohort()
+def test_pretraining_split_is_inside_train_disjoint_and_of_its_size() -> None:
+    records = cohort(2000, files=1)
     train, val, source = pretraining_split(records, 0.1, seed=0)
     official = {r.person_id for r in records if r.split == "train"}
     assert source == "train_participants"
     assert not set(train) & set(val)
+    assert set(train) | set(val) == official
+    assert abs(len(val) / len(official) - 0.1) < 0.025  # three standard errors
+    site = {r.person_id: r.clinical_site for r in records}
+    everyone, chosen = Counter(site[p] for p in official), Counter(site[p] for p in val)
+    for key, number in everyone.items():
+        assert abs(chosen[key] / number - 0.1) < 0.045, key
+
+
+def test_a_cohort_that_grows_moves_nobody() -> None:
+    records = cohort(600, files=1)
+    for count in (200, 400):
+        (train, val, _), (all_train, all_val, _) = (
+            pretraining_split(part, 0.1, seed=0) for part in (records[:count], records)
+        )
+        assert set(train) <= set(all_train)
+        assert set(val) <= set(all_val)
+    ids = [str(n) for n in range(2280 + 228)]
+    before, after = seeded_split(ids[:2280], 0), seeded_split(ids, 0)
+    assert {p: after[p] for p in before} == before
+    shares = Counter(after.values())
+    for name, share in {"train": 0.7, "val": 0.1, "test": 0.2}.items():
+        assert abs(shares[name] / len(ids) - share) < 0.03, name
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_every_side_of_a_small_cohort_has_somebody(seed: int) -> None:
+    split = seeded_split(["a", "b", "c"], seed)
+    assert sorted(split.values()) == ["test", "train", "val"]
+    assert set(seeded_split(["a", "b"], seed).values()) == {"train", "test"}
+    assert seeded_split(["a"], seed) == {"a": "train"}
+
+
+def test_a_store_from_before_the_hash_keeps_its_exact_and_stratified_choice() -> None:
+    records = cohort()
+    train, val, source = pretraining_split(records, 0.1, seed=0, rule="exact")
+    official = {r.person_id for r in records if r.split == "train"}
+    assert source == "train_participants"
     assert set(train) | set(val) == official
     assert len(val) == round(0.1 * len(official)) == 14
     stratum = {r.person_id: (r.study_group, r.clinical_site) for r in records}
     everyone, chosen = Counter(stratum[p] for p in official), Counter(stratum[p] for p in val)
     for key, number in everyone.items():
         assert abs(chosen[key] - 0.1 * number) < 1, key
+    with pytest.raises(UserError, match="splits: expected exact or hash, found 'other'"):
+        pretraining_split(records, 0.1, 0, rule="other")
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -499,10 +616,9 @@ def test_cohort_without_recommended_split_is_cut_70_10_20(tmp_path: Path) -> Non
     assert listing.split_source == "seeded_70_10_20"
     split = {r.person_id: r.split for r in listing.records}
     assert all(split[r.person_id] == r.split for r in listing.records)  # by participant
-    assert Counter(split.values()) == {"train": 105, "val": 15, "test": 30}
-    site = {p["person_id"]: p["clinical_site"] for p in people}
-    tests = Counter(site[p] for p, s in split.items() if s == "test")
-    assert max(tests.values()) - min(tests.values()) <= 3
+    shares = Counter(split.values())
+    for name, share in {"train": 0.7, "val": 0.1, "test": 0.2}.items():
+        assert abs(shares[name] / 150 - share) < 0.1, name
     write_tree(tmp_path, rows[::-1], people[::-1], people_columns=PEOPLE[:-1])
     assert read_records(config(tmp_path)).records == listing.records
     other = read_records(config(tmp_path, "seed=1")).records
@@ -526,9 +642,13 @@ def test_labels(tmp_path: Path) -> None:
     people = [*people_of("1001", "4001"), person(2, person_id="7001", study_group="")]
     write_tree(tmp_path, [row("1001")], people)
     assert load_labels(config(tmp_path)) == {"1001": "healthy", "4001": "healthy"}
-    write_text(f"{tmp_path}/own.csv", "patient,grade\n1001,mild\n4001,severe\n9001,None\n1001,mild\n")
+    write_text(f"{tmp_path}/own.csv", "patient,grade\n1001,mild\n4001,severe\n7001,none\n9001,\n1001,mild\n")
     own = (f"task.labels_path={tmp_path}/own.csv", "task.id_column=patient", "task.label_column=grade")
-    assert load_labels(config(tmp_path, *own)) == {"1001": "mild", "4001": "severe"}
+    assert load_labels(config(tmp_path, *own)) == {
+        "1001": "mild",
+        "4001": "severe",
+        "7001": "none",
+    }  # none is a class
     with pytest.raises(UserError, match=r"own\.csv: expected a column eye, found patient, grade"):
         load_labels(config(tmp_path, *own[:2], "task.label_column=eye"))
     write_text(f"{tmp_path}/own.csv", "patient,grade\n1001,mild\n1001,severe\n")

@@ -3,7 +3,7 @@
 `python -m pretraining.tpu_fit.compile PROGRAM TOPOLOGY RESULT`, in the environment with jax and libtpu (`make
 tpu-fit-env`). In: StableHLO bytes PROGRAM, and beside them PROGRAM.json with `aliases`, the pairs (argument,
 output) that share one buffer in training. Out: RESULT, JSON with the memory of one device, XLA's operation
-and byte counts and the collectives; or `out_of_hbm`, with what the program wanted.
+and byte counts, the collectives and the compiler's version; or `out_of_hbm`, with what the program wanted.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 from pretraining.tpu_fit.topologies import TOPOLOGIES, Topology
 
 TESTED = {"jax": "0.10.2", "jaxlib": "0.10.2", "libtpu": "0.0.51"}
-RESULT_VERSION = 1  # of what RESULT holds; a new one makes kept results void
+RESULT_VERSION = 2  # of what RESULT holds; a new one makes kept results void
 GIB = 2.0**30
 UNITS = {"": 1.0, "K": 2.0**10, "M": 2.0**20, "G": GIB, "T": 2.0**40}
 BITS = {"pred": 8, "bf16": 16, **{f"{kind}{n}": n for kind in "fsu" for n in (8, 16, 32, 64)}}
@@ -143,10 +143,15 @@ def compile_program(program: bytes, aliases: list[tuple[int, int]], topology: To
         memory = wanted_bytes(str(error))
         if memory is None:
             raise
-        return {"out_of_hbm": {"wanted_bytes": memory[0], "available_bytes": memory[1]}}
+        wanted, available = memory
+        return {
+            "libtpu": versions["libtpu"],
+            "out_of_hbm": {"wanted_bytes": wanted, "available_bytes": available},
+        }
     stats = compiled.get_compiled_memory_stats()
     cost = compiled.cost_analysis()
     return {
+        "libtpu": versions["libtpu"],
         "seconds": time.monotonic() - start,
         "hosts": len({d.process_index for d in devices}),
         "argument_bytes": stats.argument_size_in_bytes,

@@ -4,8 +4,8 @@
 environment with torch_xla, with PJRT_DEVICE=CPU and CPU_NUM_DEVICES=N. It calls what training calls: the
 model, the optimizer, the engine and `train_step`; parameters and optimizer state are placeholders without
 data, or zeros where they are sharded. Out: the step as StableHLO, and OUT.json with the bytes of one device's
-parameters, target, optimizer and batch, which outputs share an argument's buffer, and the operations counted
-from the shapes.
+parameters, target, optimizer and batch, which outputs share an argument's buffer, the operations counted from
+the shapes, and the compiler that a TPU worker gets.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import json
 import os
 import sys
 from functools import partial
+from importlib.metadata import requires
 from pathlib import Path
 from typing import Any
 
@@ -91,7 +92,16 @@ def trace(cfg: Config, chips: int) -> tuple[bytes, dict[str, Any]]:
         "bytes": held,
         "aliases": [(number, before[i]) for number, i in enumerate(ids) if i in before],
         "volume_bytes": batches[0]["volume"][0].numel(),
+        "worker_libtpu": libtpu_of_workers(),
     }
+
+
+def libtpu_of_workers() -> str:
+    """The compiler that a TPU worker gets: the libtpu which torch_xla[tpu] names."""
+    (version,) = (
+        line[8:].partition(";")[0] for line in requires("torch_xla") or () if line[:8] == "libtpu=="
+    )
+    return version.strip()
 
 
 def _flops(model: VJEPA3D, cfg: Config, accumulation: int) -> dict[str, int]:

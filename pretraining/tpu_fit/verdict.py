@@ -39,6 +39,8 @@ def facts_of(
         "flops_per_step": sum(traced["flops"].values()),
         "flops_parts": traced["flops"],
         "data_set_volumes": volumes,
+        "libtpu": compiled["libtpu"],
+        "worker_libtpu": traced["worker_libtpu"],
     }
     if not facts["fits"]:
         wanted, room = (compiled["out_of_hbm"][key] / GIB for key in ("wanted_bytes", "available_bytes"))
@@ -89,6 +91,7 @@ def describe(facts: Facts) -> str:
         f"{facts['config']}{change} on {facts['topology']}",
         f"slice            {place.chips} chips of {place.hbm_gib:g} GiB, {hosts}",
         f"batch            {per_chip} per chip, {steps}, {in_all} in all",
+        f"compiler         {_compiler(facts)}",
     ]
     parts = ", ".join(f"{name} {size:.2f}" for name, size in facts["hbm_parts_gib"].items())
     if not facts["fits"]:
@@ -143,6 +146,14 @@ def closing_table(rows: list[Facts]) -> str:
 
 def _tera(flops: float) -> str:
     return f"{flops / 1e12:.2f}"
+
+
+def _compiler(facts: Facts) -> str:
+    """Whose numbers these are, and whether a TPU worker compiles with the same."""
+    own, workers = facts["libtpu"], facts["worker_libtpu"]
+    if own == workers:
+        return f"libtpu {own}, as on a TPU worker"
+    return f"libtpu {own}, on a TPU worker {workers}: memory and traffic are near those there, not the same"
 
 
 def _parts(facts: Facts) -> str:

@@ -41,6 +41,7 @@ OUT_OF_HBM = (
     "temporaries (48.83G) exceeds available HBM (30.75G). HLO module: big.\nSee https://openxla.org/xla/errors"
 )
 COMPILED = {
+    "libtpu": "0.0.51",
     "argument_bytes": 3 * 2**30,
     "output_bytes": 2 * 2**30,
     "alias_bytes": 2 * 2**30,
@@ -55,6 +56,7 @@ TRACED = {
     "flops": {"model": 275e12},
     "bytes": {"parameters": 2**30, "target": 2**29, "optimizer": 2**30, "batch": 2**29},
     "volume_bytes": 10_000_000,
+    "worker_libtpu": "0.0.21",
 }
 
 
@@ -122,6 +124,20 @@ def test_counts_that_differ_by_more_than_a_tenth_are_explained() -> None:
     assert "+20%, since it also counts" in describe(facts(flops=330e12))
     assert "-20%: fewer" in describe(facts(flops=220e12))
     assert "+300%: far more than the products" in describe(facts(flops=1100e12))
+
+
+def test_the_compiler_is_named_beside_a_workers_own() -> None:
+    for does_not_fit in ({}, {"out_of_hbm": {"wanted_bytes": 2**36, "available_bytes": 2**35}}):
+        text = describe(facts(**does_not_fit))
+        assert "libtpu 0.0.51, on a TPU worker 0.0.21: memory and traffic are near" in text
+    assert "libtpu 0.0.21, as on a TPU worker\n" in describe(facts(libtpu="0.0.21"))
+
+
+@pytest.mark.xla
+def test_a_workers_compiler_is_the_one_that_torch_xla_names() -> None:
+    from pretraining.tpu_fit.trace import libtpu_of_workers
+
+    assert re.fullmatch(r"0\.0\.\d+", libtpu_of_workers())
 
 
 def test_a_program_that_does_not_fit_says_what_it_wanted() -> None:
@@ -354,6 +370,7 @@ def test_a_small_step_from_configuration_to_numbers(whole: dict[str, Any]) -> No
     assert parts["activations and temporaries"] > 0
     assert whole["hbm_used_gib"] < 1
     assert whole["xla_flops_per_step"] > 0
+    assert whole["libtpu"] in (ROOT / "requirements-aot.txt").read_text()
     # the gradients of all trained weights, in float32, pass between the chips, and no activation does
     moved = sum(entry["bytes"] for entry in whole["collectives"].values()) / 2**30
     assert moved == pytest.approx(trained, rel=0.2)

@@ -8,8 +8,9 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,8 @@ from utils.checkpoint import CheckpointError, CheckpointWriter, list_steps, load
 from utils.config.load import changed_keys, config_of_yaml, load_config, to_yaml
 from utils.config.schema import Config, keys_with
 from utils.errors import UserError
+from utils.history import NO_CHECKPOINT_YET, history_files, history_url, refuse_lost_checkpoints
+from utils.lease import Lease, hold
 from utils.provenance import provenance
 from utils.runtime.single import Runtime
 
@@ -36,6 +39,20 @@ def check_run_dir(cfg: Config) -> None:
     path = Path(cfg.run.dir) / "config.yaml"
     if path.exists():
         refuse_changes(load_config(path), cfg, str(path))
+
+
+@contextmanager
+def held_run(cfg: Config, runtime: Runtime) -> Iterator[Lease | None]:
+    """The lease on the run's checkpoints, which the first process holds for all; a changed run is refused."""
+    if not runtime.group.is_first:
+        yield None
+        return
+    check_run_dir(cfg)
+    if cfg.train.ckpt_dir is None:
+        yield None
+        return
+    with hold(cfg.train.ckpt_dir, cfg.data.storage_options) as lease:
+        yield lease
 
 
 def refuse_changes(old: Config, new: Config, where: str, moved: Sequence[str] = ()) -> None:
@@ -94,14 +111,20 @@ class Checkpoints:
     methods; the first one writes, and only where train.ckpt_dir is set.
     """
 
-    def __init__(self, run: Run, gauges: Gauges, progress: Progress, keep_every: int) -> None:
+    def __init__(
+        self, run: Run, gauges: Gauges, progress: Progress, keep_every: int, lease: Lease | None
+    ) -> None:
         self.parts = run, gauges, progress
+        self.lease = lease
         self.keep_every = keep_every
         self.saved = progress.step
         self.writer: CheckpointWriter | None = None
         cfg = run.cfg
         if run.runtime.group.is_first and cfg.train.ckpt_dir is not None:
-            self.writer = CheckpointWriter(cfg.train.ckpt_dir, cfg.train.keep_last, cfg.data.storage_options)
+            drop_mark = partial((Path(cfg.run.dir) / NO_CHECKPOINT_YET).unlink, missing_ok=True)
+            self.writer = CheckpointWriter(
+                cfg.train.ckpt_dir, cfg.train.keep_last, cfg.data.storage_options, drop_mark
+            )
 
     def save(self, names: list[str], *, with_step: bool) -> None:
         """Write the present state under these names and, last, the step's: with it, the others are there."""
@@ -112,8 +135,12 @@ class Checkpoints:
         if not names or (self.writer is None and not run.runtime.is_sharded):
             return
         state = run.runtime.full_state(checkpoint_state(run, gauges, progress))
+        if self.lease is not None:
+            self.lease.check()
         if self.writer is not None:
-            self.writer.save(state, names, permanent=progress.step % self.keep_every == 0)
+            files = history_files(Path(run.cfg.run.dir)) if with_step else {}
+            beside = {history_url(self.writer.directory, name): data for name, data in files.items()}
+            self.writer.save(state, names, permanent=progress.step % self.keep_every == 0, beside=beside)
 
     def wait(self) -> None:
         """Let the checkpoint under way be written, so that it can be named."""
@@ -172,6 +199,7 @@ def _load(run: Run, gauges: Gauges) -> Mapping[str, Any]:
         gauges.load_state_dict(state["gauge"])
         log.info("resuming from step %d of %s", state["step"], where)
         return state["progress"]
+    refuse_lost_checkpoints(cfg)
     if cfg.method.init_from is not None:
         start = start_from(run.model, cfg, store.attrs["normalisation"])
         return {**NEW_RUN, "inherited": start.participants, "init_weight": start.init_weight}

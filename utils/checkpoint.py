@@ -12,6 +12,7 @@ import json
 import logging
 import pickle
 import re
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -79,21 +80,36 @@ class CheckpointWriter:
     failed best checkpoint again from memory. `close` raises CheckpointError when the last save failed.
     """
 
-    def __init__(self, directory: str, keep_last: int, options: StorageOptions | None = None) -> None:
+    def __init__(
+        self,
+        directory: str,
+        keep_last: int,
+        options: StorageOptions | None = None,
+        after_step: Callable[[], None] = lambda: None,
+    ) -> None:
         self.directory, self.keep_last, self.options = directory, keep_last, options
+        self._after_step = after_step
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._pending: Future[None] | None = None
         self._failure: str | None = None
         self._owed: dict[str, dict[str, Any]] = {}  # states by name that no later step replaces
 
-    def save(self, state: dict[str, Any], names: list[str], *, permanent: bool = False) -> None:
+    def save(
+        self,
+        state: dict[str, Any],
+        names: list[str],
+        *,
+        permanent: bool = False,
+        beside: Mapping[str, bytes] | None = None,
+    ) -> None:
         """Copy the state to the host and write it under every name; returns before the write is done.
 
-        Names are file names without ending: step_00000100, best_probe. Waits for the previous write.
+        Names are file names without ending: step_00000100, best_probe. `beside` are small files, by URL, that
+        are written before a step's seal. Waits for the previous write.
         """
         self.wait()
         snapshot = to_host({**state, "format_version": FORMAT_VERSION})
-        self._pending = self._pool.submit(self._write, snapshot, names, permanent)
+        self._pending = self._pool.submit(self._write, snapshot, names, permanent, beside or {})
 
     def wait(self) -> None:
         """Wait until the current write is done; a failure is reported once."""
@@ -114,16 +130,21 @@ class CheckpointWriter:
         if self._failure is not None:
             raise CheckpointError(f"{self.directory}: the last checkpoint was not written: {self._failure}")
 
-    def _write(self, state: dict[str, Any], names: list[str], permanent: bool) -> None:
+    def _write(
+        self, state: dict[str, Any], names: list[str], permanent: bool, beside: Mapping[str, bytes]
+    ) -> None:
         is_step = {name: STEP_NAME.fullmatch(f"{name}.json") is not None for name in names}
         self._owed.update({name: state for name in names if not is_step[name]})
         data = _encode(state)
         for name, owed in list(self._owed.items()):
             self._write_one(name, owed, data if owed is state else _encode(owed), permanent)
             del self._owed[name]
+        for url, content in beside.items():
+            storage.write_bytes(url, content, self.options)
         for name in names:
             if is_step[name]:
                 self._write_one(name, state, data, permanent)
+                self._after_step()
         self._prune()
 
     def _write_one(self, name: str, state: dict[str, Any], data: memoryview, permanent: bool) -> None:

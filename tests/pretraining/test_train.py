@@ -171,6 +171,84 @@ def test_sigterm_then_resume_equals_no_interruption(
     assert (run / "metrics.jsonl").read_text() == before
 
 
+def test_a_run_whose_checkpoints_are_gone_is_an_error_and_keeps_its_history(
+    folder: Path, tmp_path: Path, finished: Path
+) -> None:
+    before = (finished / "metrics.jsonl").read_bytes()
+    elsewhere = (finished / "checkpoints").rename(tmp_path / "elsewhere")
+    try:
+        expected = (
+            r"finished: expected checkpoints of this run, which is at step 8, found none in .*checkpoints;"
+        )
+        with pytest.raises(UserError, match=expected):
+            train(pipeline_config(folder, f"run.dir={finished}"))
+    finally:
+        shutil.rmtree(finished / "checkpoints", ignore_errors=True)
+        elsewhere.rename(finished / "checkpoints")
+    assert (finished / "metrics.jsonl").read_bytes() == before
+
+
+def test_a_run_that_ended_before_its_first_checkpoint_begins_anew_and_says_so(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = tmp_path / "early"
+    cfg = pipeline_config(folder, f"run.dir={run}", "train.ckpt_every_steps=4", "train.max_steps=4")
+    real = loop.train_step
+
+    def step_or_end(*args):
+        if args[5].step == 2:
+            raise UserError("planted")
+        return real(*args)
+
+    monkeypatch.setattr(loop, "train_step", step_or_end)
+    with pytest.raises(UserError, match="planted"):
+        train(cfg)
+    monkeypatch.setattr(loop, "train_step", real)
+    assert train(cfg) == 0
+    assert "the run ended at about step 2 and begins anew at step 0" in (run / "log.txt").read_text()
+    assert [r["step"] for r in metrics(run) if "train/loss" in r] == [1, 2, 3, 4]
+    shutil.rmtree(run / "checkpoints")
+    with pytest.raises(UserError, match="which is at step 4"):
+        train(cfg)
+
+
+def test_a_run_goes_on_where_its_machine_is_replaced(
+    folder: Path, tmp_path: Path, finished: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stopped at step 7, its run directory gone: one W&B run, one history, one log."""
+    run, kept = tmp_path / "moved", tmp_path / "bucket"
+    cfg = pipeline_config(folder, f"run.dir={run}", f"train.ckpt_dir={kept}")
+    real = loop.train_step
+
+    def step_then_signal(*args):
+        if args[5].step == 6:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return real(*args)
+
+    monkeypatch.setattr(loop, "train_step", step_then_signal)
+    assert train(cfg) == 0
+    monkeypatch.setattr(loop, "train_step", real)
+    (wandb_id,) = run_ids(run)
+    old = run.rename(tmp_path / "old_machine")
+    with (old / "metrics.jsonl").open("a") as file:  # of steps that no checkpoint has
+        file.write('{"step": 8, "train/loss": 0.0}\n')
+    assert train(cfg) == 0
+    assert run_ids(run) == {wandb_id}
+    assert without_clock(metrics(run)) == without_clock(metrics(finished))
+    text = (run / "log.txt").read_text()
+    assert text.count("stopped by SIGTERM at step 7 of 8") == text.count("resuming from step 7") == 1
+    assert text.index("stopped by SIGTERM") < text.index("resuming from step 7")
+
+    shutil.rmtree(run)
+    old.rename(run)  # the first machine again: it takes over what the second one did
+    longer = pipeline_config(folder, f"run.dir={run}", f"train.ckpt_dir={kept}", "train.max_steps=9")
+    assert train(longer) == 0
+    assert [r["step"] for r in metrics(run) if "train/loss" in r] == list(range(1, 10))
+    shared = [row for row in without_clock(metrics(run)) if row["step"] <= 8]
+    assert shared == without_clock(metrics(finished))
+    assert (run / "log.txt").read_text().count("finished at step 8") == 1
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("after", [3, 6])
 def test_kill_9_then_resume_equals_no_interruption(

@@ -22,7 +22,15 @@ from pretraining.progress import NEW_RUN, Progress
 from pretraining.rows import Rows
 from pretraining.run import Run
 from utils import storage
-from utils.checkpoint import CheckpointError, CheckpointWriter, list_steps, load_newest, to_host
+from utils.checkpoint import (
+    CheckpointError,
+    CheckpointWriter,
+    list_steps,
+    load_newest,
+    num_bytes,
+    to_host,
+    wait_together,
+)
 from utils.config.load import changed_keys, config_of_yaml, load_config, to_yaml
 from utils.config.schema import Config, keys_with
 from utils.errors import UserError
@@ -123,8 +131,32 @@ class Checkpoints:
         if run.runtime.group.is_first and cfg.train.ckpt_dir is not None:
             drop_mark = partial((Path(cfg.run.dir) / NO_CHECKPOINT_YET).unlink, missing_ok=True)
             self.writer = CheckpointWriter(
-                cfg.train.ckpt_dir, cfg.train.keep_last, cfg.data.storage_options, drop_mark
+                cfg.train.ckpt_dir,
+                cfg.train.keep_last,
+                cfg.data.storage_options,
+                is_kept=lambda step: step % keep_every == 0,
+                after_step=drop_mark,
             )
+
+    def log_need(self) -> None:
+        """Log what the checkpoints of the run will take at most; a warning where a disk has less."""
+        if self.writer is None:
+            return
+        run, gauges, _ = self.parts
+        each = num_bytes((run.model.state_dict(), run.optimizer.state_dict(), gauges.state_dict()))
+        last, kept, bests = run.cfg.train.keep_last, run.total_steps // self.keep_every, 2
+        at_most = last + kept + bests + 1
+        log.info(
+            "checkpoints: %.1f MB each, at most %d of them (the last %d, %d of epochs, %d bests, 1 being "
+            "written): %.3g GB in %s",
+            each / 1e6, at_most, last, kept, bests, at_most * each / 1e9, self.writer.directory,
+        )  # fmt: skip
+        storage.make_dirs(self.writer.directory)
+        free = storage.free_bytes(self.writer.directory)
+        there = sum(storage.find_sizes(self.writer.directory).values()) if free is not None else 0
+        if free is not None and free + there < at_most * each:
+            text = "%s: %.2f GB free, less than that; train.keep_epochs and train.keep_last say how many stay"
+            log.warning(text, self.writer.directory, free / 1e9)
 
     def save(self, names: list[str], *, with_step: bool) -> None:
         """Write the present state under these names and, last, the step's: with it, the others are there."""
@@ -140,7 +172,7 @@ class Checkpoints:
         if self.writer is not None:
             files = history_files(Path(run.cfg.run.dir)) if with_step else {}
             beside = {history_url(self.writer.directory, name): data for name, data in files.items()}
-            self.writer.save(state, names, permanent=progress.step % self.keep_every == 0, beside=beside)
+            self.writer.save(state, names, beside)
 
     def wait(self) -> None:
         """Let the checkpoint under way be written, so that it can be named."""
@@ -151,6 +183,7 @@ class Checkpoints:
         """Write what has not been written, where the run was stopped, and end."""
         if self.parts[2].step > self.saved:
             self.save([], with_step=True)
+        wait_together(self.parts[0].runtime.group, self.writer)
         if self.writer is not None:
             self.writer.close()
 

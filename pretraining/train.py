@@ -108,6 +108,7 @@ def _train(cfg: Config, runtime: Runtime, stack: ExitStack) -> int:
     run_log = stack.enter_context(open_log(replace(run, cfg=cfg), start))
     clock = Throughput(run.cfg, model, runtime)
     log_start(run, clock, start)
+    checkpoints.log_need()
     trace = stack.enter_context(closing(StepTrace(cfg, runtime, start)))
     loader = open_loader(run, start, total)
     batches = iter(loader)

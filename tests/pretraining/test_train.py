@@ -7,6 +7,7 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -105,16 +106,28 @@ def test_a_run_leaves_what_a_reader_needs(finished: Path) -> None:
     assert {p.stem for p in (finished / "checkpoints").glob("best_*.pt")} == {"best_probe", "best_val_loss"}
 
 
-def test_checkpoints_of_epochs_are_kept_whatever_else_is_written(folder: Path, tmp_path: Path) -> None:
-    run = tmp_path / "epochs_kept"
-    every = "train.ckpt_every_steps=3", "train.ckpt_every_epochs=1", "train.keep_last=1", "train.max_steps=11"
-    small = "train.global_batch_size=8", "train.per_core_batch_size=8", "train.val_every_steps=11"
-    cfg = pipeline_config(folder, f"run.dir={run}", *every, *small)
+@pytest.mark.parametrize("keep", [10, 2])
+def test_checkpoints_of_epochs_are_kept_whatever_else_is_written(
+    folder: Path, tmp_path: Path, keep: int
+) -> None:
+    """As many as train.keep_epochs at most, and the start says what they will take."""
+    run = tmp_path / f"epochs_kept_{keep}"
+    every = "train.ckpt_every_steps=3", "train.ckpt_every_epochs=1", "train.keep_last=1", "train.max_steps=14"
+    small = "train.global_batch_size=8", "train.per_core_batch_size=8", "train.val_every_steps=14"
+    cfg = pipeline_config(folder, f"run.dir={run}", *every, *small, f"train.keep_epochs={keep}")
     epoch = round(len(open_rows(cfg, PreparedStore.open(str(folder / "store"))).train) / 8)
-    assert 1 < epoch < 11
-    assert epoch % 3
+    assert epoch == 2, "seven epochs, of which keep_epochs=2 leaves every fourth"
     assert train(cfg) == 0
-    assert list_steps(str(run / "checkpoints")) == sorted({*range(epoch, 11, epoch), 11})
+    kept = list(range(2, 15, 2)) if keep == 10 else [8]
+    assert list_steps(str(run / "checkpoints")) == sorted({*kept, 14})
+    banner = re.search(
+        r"checkpoints: (\S+) MB each, at most (\d+) of them .*: (\S+) GB in", (run / "log.txt").read_text()
+    )
+    assert banner is not None
+    size = (run / "checkpoints" / "step_00000014.pt").stat().st_size
+    assert float(banner[1]) == pytest.approx(size / 1e6, rel=0.02)
+    assert int(banner[2]) == 1 + len(kept) + 2 + 1
+    assert float(banner[3]) == pytest.approx(int(banner[2]) * size / 1e9, rel=0.02)
 
 
 def test_the_checkpoint_names_its_participants_and_never_the_test_split(folder: Path, finished: Path) -> None:

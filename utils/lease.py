@@ -184,6 +184,9 @@ class Lease:
             number, holder = self._newest()
             if number > self._number and holder is not None:
                 raise self._refusal(holder)
+            if number != self._number:  # whoever takes over removes it
+                text = "expected the lease of this run, found none: another training has taken over and ended"
+                raise UserError(f"{self.directory}: {text}, or it was removed; run the same command again")
             expires = time.time() + LEASE_S
             storage.write_bytes(self._url(self._number), self._text(), self.options)
             self._expires = expires

@@ -90,6 +90,8 @@ def test_one_that_is_silent_on_another_machine_is_waited_for(
         silent.release()
         ours.check()
         assert storage.list_names(place) == ["lease_000002.json"]
+    with pytest.raises(UserError, match="another training has taken over and ended"):
+        silent.check()
 
 
 def test_one_that_goes_on_on_another_machine_is_not_waited_for(place: str, brief: None) -> None:
@@ -144,14 +146,13 @@ def test_a_renewal_that_fails_is_a_warning_and_the_lease_goes_on_later(
 ) -> None:
     place = tmp_path / "checkpoints"
     with caplog.at_level(logging.WARNING), hold(str(place)) as lease:
-        away = place.rename(tmp_path / "away")
-        place.write_text("a file where the directory should be")
+        fault = place / ".lease_000001.json.partial"
+        fault.mkdir()
+        before = (place / "lease_000001.json").read_bytes()
         while "not renewed, training goes on" not in caplog.text:
             time.sleep(0.02)
         lease.check()
-        place.unlink()
-        away.rename(place)
-        before = (place / "lease_000001.json").read_bytes()
+        fault.rmdir()
         while (place / "lease_000001.json").read_bytes() == before:
             time.sleep(0.02)
 

@@ -8,8 +8,9 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +23,20 @@ from pretraining.rows import Rows
 from pretraining.run import Run
 from pretraining.schedules import Schedule, total_steps
 from utils import storage
-from utils.checkpoint import CheckpointError, CheckpointWriter, list_steps, load_newest, to_host
+from utils.checkpoint import (
+    CheckpointError,
+    CheckpointWriter,
+    list_steps,
+    load_newest,
+    num_bytes,
+    to_host,
+    wait_together,
+)
 from utils.config.load import changed_keys, config_of_yaml, load_config, to_yaml
 from utils.config.schema import Config, keys_with
 from utils.errors import UserError
+from utils.history import NO_CHECKPOINT_YET, history_files, history_url, refuse_lost_checkpoints
+from utils.lease import Lease, hold
 from utils.provenance import provenance
 from utils.runtime.single import Runtime
 
@@ -37,6 +48,20 @@ def check_run_dir(cfg: Config) -> None:
     path = Path(cfg.run.dir) / "config.yaml"
     if path.exists():
         refuse_changes(load_config(path), cfg, str(path))
+
+
+@contextmanager
+def held_run(cfg: Config, runtime: Runtime) -> Iterator[Lease | None]:
+    """The lease on the run's checkpoints, which the first process holds for all; a changed run is refused."""
+    if not runtime.group.is_first:
+        yield None
+        return
+    check_run_dir(cfg)
+    if cfg.train.ckpt_dir is None:
+        yield None
+        return
+    with hold(cfg.train.ckpt_dir, cfg.data.storage_options) as lease:
+        yield lease
 
 
 def refuse_changes(old: Config, new: Config, where: str, moved: Sequence[str] = ()) -> None:
@@ -95,14 +120,44 @@ class Checkpoints:
     methods; the first one writes, and only where train.ckpt_dir is set.
     """
 
-    def __init__(self, run: Run, gauges: Gauges, progress: Progress, keep_every: int) -> None:
+    def __init__(
+        self, run: Run, gauges: Gauges, progress: Progress, keep_every: int, lease: Lease | None
+    ) -> None:
         self.parts = run, gauges, progress
+        self.lease = lease
         self.keep_every = keep_every
         self.saved = progress.step
         self.writer: CheckpointWriter | None = None
         cfg = run.cfg
         if run.runtime.group.is_first and cfg.train.ckpt_dir is not None:
-            self.writer = CheckpointWriter(cfg.train.ckpt_dir, cfg.train.keep_last, cfg.data.storage_options)
+            drop_mark = partial((Path(cfg.run.dir) / NO_CHECKPOINT_YET).unlink, missing_ok=True)
+            self.writer = CheckpointWriter(
+                cfg.train.ckpt_dir,
+                cfg.train.keep_last,
+                cfg.data.storage_options,
+                is_kept=lambda step: step % keep_every == 0,
+                after_step=drop_mark,
+            )
+
+    def log_need(self) -> None:
+        """Log what the checkpoints of the run will take at most; a warning where a disk has less."""
+        if self.writer is None:
+            return
+        run, gauges, _ = self.parts
+        each = num_bytes((run.model.state_dict(), run.optimizer.state_dict(), gauges.state_dict()))
+        last, kept, bests = run.cfg.train.keep_last, run.total_steps // self.keep_every, 2
+        at_most = last + kept + bests + 1
+        log.info(
+            "checkpoints: %.1f MB each, at most %d of them (the last %d, %d of epochs, %d bests, 1 being "
+            "written): %.3g GB in %s",
+            each / 1e6, at_most, last, kept, bests, at_most * each / 1e9, self.writer.directory,
+        )  # fmt: skip
+        storage.make_dirs(self.writer.directory)
+        free = storage.free_bytes(self.writer.directory)
+        there = sum(storage.find_sizes(self.writer.directory).values()) if free is not None else 0
+        if free is not None and free + there < at_most * each:
+            text = "%s: %.2f GB free, less than that; train.keep_epochs and train.keep_last say how many stay"
+            log.warning(text, self.writer.directory, free / 1e9)
 
     def save(self, names: list[str], *, with_step: bool) -> None:
         """Write the present state under these names and, last, the step's: with it, the others are there."""
@@ -113,8 +168,12 @@ class Checkpoints:
         if not names or (self.writer is None and not run.runtime.is_sharded):
             return
         state = run.runtime.full_state(checkpoint_state(run, gauges, progress))
+        if self.lease is not None:
+            self.lease.check()
         if self.writer is not None:
-            self.writer.save(state, names, permanent=progress.step % self.keep_every == 0)
+            files = history_files(Path(run.cfg.run.dir)) if with_step else {}
+            beside = {history_url(self.writer.directory, name): data for name, data in files.items()}
+            self.writer.save(state, names, beside)
 
     def wait(self) -> None:
         """Let the checkpoint under way be written, so that it can be named."""
@@ -125,6 +184,7 @@ class Checkpoints:
         """Write what has not been written, where the run was stopped, and end."""
         if self.parts[2].step > self.saved:
             self.save([], with_step=True)
+        wait_together(self.parts[0].runtime.group, self.writer)
         if self.writer is not None:
             self.writer.close()
 
@@ -175,9 +235,10 @@ def _load(run: Run, gauges: Gauges) -> Mapping[str, Any]:
         run.optimizer.load_state_dict(state["optimizer"])
         gauges.load_state_dict(state["gauge"])
         log.info("resuming from step %d of %s", state["step"], where)
-        # a checkpoint of before 0.2 has no schedule of its own: its run had the length of its configuration
+        # an older checkpoint has no schedule: its run had the length of its configuration
         began = Schedule(cfg, total_steps(began_as, len(run.rows.train)))
         return {"schedule": began.state_dict(), **state["progress"]}
+    refuse_lost_checkpoints(cfg)
     if cfg.method.init_from is not None:
         start = start_from(run.model, cfg, store.attrs["normalisation"])
         return {**NEW_RUN, "inherited": start.participants, "init_weight": start.init_weight}

@@ -154,17 +154,19 @@ class Calendar:
     log_every: int
     validate_every: int
     save_every: int
-    keep_every: int  # checkpoints that are never deleted
+    keep_every: int  # checkpoints that stay: every train.ckpt_every_epochs, thinned to train.keep_epochs
 
     @classmethod
     def of(cls, cfg: Config, num_volumes: int) -> Calendar:
         epoch = max(1, round(num_volumes / cfg.train.global_batch_size))  # in updates
-        keep = cfg.train.ckpt_every_epochs * epoch
+        total = total_steps(cfg, num_volumes)
+        rhythm = cfg.train.ckpt_every_epochs * epoch
+        keep = rhythm * max(1, math.ceil(total // rhythm / cfg.train.keep_epochs))
         return cls(
-            total=total_steps(cfg, num_volumes),
+            total=total,
             log_every=cfg.train.log_every_steps,
             validate_every=cfg.train.val_every_steps or epoch,
-            save_every=cfg.train.ckpt_every_steps or keep,
+            save_every=cfg.train.ckpt_every_steps or rhythm,
             keep_every=keep,
         )
 

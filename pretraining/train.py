@@ -32,7 +32,7 @@ from pretraining.gauges.throughput import Throughput
 from pretraining.gauges.validation import Validation, snapshot
 from pretraining.optimizer import shard_state
 from pretraining.progress import NotFiniteError, Progress
-from pretraining.resume import Checkpoints, check_run_dir, claim_run_dir, last_good, restore
+from pretraining.resume import Checkpoints, claim_run_dir, held_run, last_good, restore
 from pretraining.run import Run, open_run
 from pretraining.schedules import Calendar
 from pretraining.step import StepResult, Update, Watch, train_step
@@ -91,8 +91,7 @@ def _leave_word(runtime: Runtime, _kind: object, error: BaseException | None, _t
 
 def _train(cfg: Config, runtime: Runtime, stack: ExitStack) -> int:
     # build, and restore: this run, else init_from, else scratch
-    if runtime.group.is_first:
-        check_run_dir(cfg)
+    lease = stack.enter_context(held_run(cfg, runtime))
     run = open_run(cfg, runtime)
     model, optimizer = run.model, run.optimizer
     gauges = open_gauges(run)
@@ -105,11 +104,12 @@ def _train(cfg: Config, runtime: Runtime, stack: ExitStack) -> int:
         runtime.group.close()
         return 0
     # one trial step settles the memory and proves that no target leaks into the context
-    checkpoints = Checkpoints(run, gauges, progress, calendar.keep_every)
+    checkpoints = Checkpoints(run, gauges, progress, calendar.keep_every, lease)
     run = settle_memory(run, start)
     run_log = stack.enter_context(open_log(replace(run, cfg=cfg), start))
     clock = Throughput(run.cfg, model, runtime)
     log_start(run, clock, start)
+    checkpoints.log_need()
     trace = stack.enter_context(closing(StepTrace(cfg, runtime, start)))
     loader = open_loader(run, start, total)
     batches = iter(loader)

@@ -12,19 +12,28 @@ import json
 import logging
 import pickle
 import re
+import threading
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from utils import storage
 from utils.config.schema import StorageOptions
 from utils.errors import UserError
-from utils.storage import StorageError
+from utils.runtime.processes import Group
+from utils.storage import Chunks, StorageError
 
 FORMAT_VERSION = 1
 STEP_NAME = re.compile(r"step_(\d{8})\.json")
+STEP_FILE = re.compile(r"step_\d{8}\.pt")
+UNFINISHED = re.compile(r"\.(step|best)_\w+\.(pt|json)\.")
+CLOSE_WAIT_S = 30.0  # between two signs of life of the process that writes the last checkpoint
+PATIENCE_S = 5.0  # training waits so long for a checkpoint that waits for the one before it
 log = logging.getLogger(__name__)
 
 
@@ -72,40 +81,75 @@ def _seal_of(url: str) -> str:
     return url.removesuffix(".pt") + ".json"
 
 
-class CheckpointWriter:
-    """Writes the checkpoints of one run in the background; keeps the last few and all permanent ones.
+@dataclass(frozen=True)
+class _Snapshot:
+    """A state on the host, as it was at one step."""
 
-    A failed write is a warning and does not stop training. The next save replaces a failed step, and writes a
-    failed best checkpoint again from memory. `close` raises CheckpointError when the last save failed.
+    state: dict[str, Any]
+    permanent: bool
+    beside: Mapping[str, bytes]  # small files by URL, written before the seal of a step
+
+
+class CheckpointWriter:
+    """Writes the checkpoints of one run in the background; keeps the last few and those of `is_kept` steps.
+
+    A checkpoint goes up once, and gets its other names there (storage.copy). While one is being written, one
+    more waits: a newer one takes its place, after PATIENCE_S. Bests and kept steps give up no place. A failed
+    write is a warning and does not stop training: the next save replaces a failed step, and writes a failed
+    best checkpoint again from memory. `close` raises CheckpointError when the last save failed.
+
+    keep_last None: nothing in the folder but the names that are written is touched.
     """
 
-    def __init__(self, directory: str, keep_last: int, options: StorageOptions | None = None) -> None:
+    def __init__(
+        self,
+        directory: str,
+        keep_last: int | None,
+        options: StorageOptions | None = None,
+        is_kept: Callable[[int], bool] = lambda step: False,
+        after_step: Callable[[], None] = lambda: None,
+    ) -> None:
         self.directory, self.keep_last, self.options = directory, keep_last, options
+        self._is_kept, self._after_step = is_kept, after_step
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
-        self._pending: Future[None] | None = None
+        self._task: Future[None] | None = None
+        self._is_working = False
+        self._changed = threading.Condition()  # guards what follows
+        self._waiting: dict[str, _Snapshot] = {}  # by name; a new one, and what could not be written
         self._failure: str | None = None
-        self._owed: dict[str, dict[str, Any]] = {}  # states by name that no later step replaces
 
-    def save(self, state: dict[str, Any], names: list[str], *, permanent: bool = False) -> None:
+    def save(
+        self, state: dict[str, Any], names: list[str], beside: Mapping[str, bytes] | None = None
+    ) -> None:
         """Copy the state to the host and write it under every name; returns before the write is done.
 
-        Names are file names without ending: step_00000100, best_probe. Waits for the previous write.
+        Names are file names without ending: step_00000100, best_probe. `beside` are small files, by URL, that
+        are written before a step's seal.
         """
-        self.wait()
-        snapshot = to_host({**state, "format_version": FORMAT_VERSION})
-        self._pending = self._pool.submit(self._write, snapshot, names, permanent)
+        with self._changed:
+            self._changed.wait_for(lambda: not self._passing(), PATIENCE_S)
+            for name in self._passing() if any(map(_is_step, names)) else []:
+                log.warning("%s: not written, since writing is slow; the next one is", name)
+                del self._waiting[name]  # before the next one is copied: memory for one of them is enough
+        copy = to_host({**state, "format_version": FORMAT_VERSION})
+        snapshot = _Snapshot(copy, self._is_kept(state["step"]), beside or {})
+        with self._changed:
+            self._waiting.update(dict.fromkeys(names, snapshot))
+            if not self._is_working:
+                self._is_working = True
+                self._task = self._pool.submit(self._work)
 
-    def wait(self) -> None:
-        """Wait until the current write is done; a failure is reported once."""
-        if self._pending is None:
-            return
-        pending, self._pending = self._pending, None
-        try:
-            pending.result()
-            self._failure = None
-        except (StorageError, OSError) as error:
-            self._failure = str(error)
-            log.warning("checkpoint not written, training goes on: %s", error)
+    def _passing(self) -> list[str]:
+        """Names of the steps that wait and may be replaced."""
+        return [name for name, s in self._waiting.items() if _is_step(name) and not s.permanent]
+
+    def wait(self, seconds: float | None = None) -> bool:
+        """Wait until everything is written, or for so long; returns whether it is."""
+        with self._changed:
+            is_done = self._changed.wait_for(lambda: not self._is_working, seconds)
+        if is_done and self._task is not None:
+            self._task.result()
+        return is_done
 
     def close(self) -> None:
         """Finish; raises CheckpointError when the newest checkpoint could not be written."""
@@ -114,48 +158,147 @@ class CheckpointWriter:
         if self._failure is not None:
             raise CheckpointError(f"{self.directory}: the last checkpoint was not written: {self._failure}")
 
-    def _write(self, state: dict[str, Any], names: list[str], permanent: bool) -> None:
-        is_step = {name: STEP_NAME.fullmatch(f"{name}.json") is not None for name in names}
-        self._owed.update({name: state for name in names if not is_step[name]})
-        data = _encode(state)
-        for name, owed in list(self._owed.items()):
-            self._write_one(name, owed, data if owed is state else _encode(owed), permanent)
-            del self._owed[name]
-        for name in names:
-            if is_step[name]:
-                self._write_one(name, state, data, permanent)
+    def _work(self) -> None:
+        """Write what waits until nothing new does."""
+        try:
+            while True:
+                with self._changed:
+                    batch, self._waiting = self._waiting, {}
+                    self._changed.notify_all()
+                try:
+                    self._write(batch)
+                    self._failure = None
+                except (StorageError, OSError) as error:
+                    self._failure = str(error)
+                    log.warning("checkpoint not written, training goes on: %s", error)
+                with self._changed:
+                    has_new = bool(self._waiting)
+                    owed = {name: snapshot for name, snapshot in batch.items() if not _is_step(name)}
+                    self._waiting = {**owed, **self._waiting}
+                    if not has_new:
+                        self._end_work()
+                        return
+        except BaseException:
+            with self._changed:
+                self._end_work()
+            raise
+
+    def _end_work(self) -> None:
+        self._is_working = False
+        self._changed.notify_all()
+
+    def _write(self, batch: dict[str, _Snapshot]) -> None:
+        """Write the snapshots, the step's name last, and remove each name that is done from the batch."""
+        self._remove_leftovers()
+        while batch:
+            first = min(batch, key=lambda name: batch[name].state["step"])
+            snapshot, names = batch[first], sorted(_names_of(batch, first), key=_is_step)
+            self._write_one(snapshot, names, batch)
         self._prune()
 
-    def _write_one(self, name: str, state: dict[str, Any], data: memoryview, permanent: bool) -> None:
+    def _write_one(self, snapshot: _Snapshot, names: list[str], batch: dict[str, _Snapshot]) -> None:
+        data = _encode(snapshot.state)
+        checksum = hashlib.sha256()
+        data.feed(checksum.update)
         seal = {
-            "sha256": hashlib.sha256(data).hexdigest(),
+            "sha256": checksum.hexdigest(),
             "size": len(data),
-            "step": state["step"],
-            "permanent": permanent,
+            "step": snapshot.state["step"],
+            "permanent": snapshot.permanent,
         }
-        url = storage.join(self.directory, f"{name}.pt")
-        seal_url = _seal_of(url)
-        storage.remove(seal_url, self.options)  # the old seal must not vouch for new bytes
-        storage.write_bytes(url, data, self.options)
-        storage.write_text(seal_url, json.dumps(seal), self.options)
+        urls = [storage.join(self.directory, f"{name}.pt") for name in names]
+        for name, url in zip(names, urls, strict=True):
+            storage.remove(_seal_of(url), self.options)  # the old seal must not vouch for new bytes
+            if url == urls[0]:
+                storage.write_bytes(url, data, self.options)
+            else:
+                storage.copy(urls[0], url, self.options)
+            if _is_step(name):
+                for other, content in snapshot.beside.items():
+                    storage.write_bytes(other, content, self.options)
+            storage.write_text(_seal_of(url), json.dumps(seal), self.options)
+            if _is_step(name):
+                self._after_step()
+            del batch[name]
+
+    def _remove_leftovers(self) -> None:
+        """Remove what a kill has left of a write: nothing else writes checkpoints here now."""
+        if self.keep_last is None:
+            return
+        names = set(storage.list_names(self.directory, self.options))
+        unsealed = [name for name in names if STEP_FILE.fullmatch(name) and _seal_of(name) not in names]
+        partial = [name for name in storage.list_unfinished(self.directory) if UNFINISHED.match(name)]
+        for name in (*unsealed, *partial):
+            storage.remove(storage.join(self.directory, name), self.options)
 
     def _prune(self) -> None:
-        steps = list_steps(self.directory, self.options)
-        for step in steps[: -self.keep_last]:
-            url = storage.join(self.directory, f"step_{step:08d}.pt")
-            try:
-                is_permanent = _read_seal(url, self.options)["permanent"]
-            except CheckpointError:
-                is_permanent = False  # a damaged seal protects nothing
-            if not is_permanent:
+        if self.keep_last is None:
+            return
+        for step in list_steps(self.directory, self.options)[: -self.keep_last]:
+            if not self._is_kept(step):
+                url = storage.join(self.directory, f"step_{step:08d}.pt")
                 storage.remove(_seal_of(url), self.options)
                 storage.remove(url, self.options)
 
 
-def _encode(state: dict[str, Any]) -> memoryview:
-    buffer = io.BytesIO()
-    torch.save(state, buffer)
-    return buffer.getbuffer()
+def wait_together(group: Group, writer: CheckpointWriter | None) -> None:
+    """Wait until the first process has written its checkpoints. The others are asked again and again, so that
+    none gives up on the first one while an upload is slow.
+    """
+    while group.any(writer is not None and not writer.wait(CLOSE_WAIT_S)):
+        pass
+
+
+def _is_step(name: str) -> bool:
+    return STEP_NAME.fullmatch(f"{name}.json") is not None
+
+
+def _names_of(batch: Mapping[str, _Snapshot], name: str) -> list[str]:
+    """All names of the snapshot that has this one."""
+    return [other for other, snapshot in batch.items() if snapshot is batch[name]]
+
+
+def num_bytes(state: Any) -> int:
+    """Size of the tensors of a state, which is that of its checkpoint but for some KB."""
+    return sum(tensor.numel() * tensor.element_size() for tensor in _tensors(state))
+
+
+def _encode(state: dict[str, Any]) -> Chunks:
+    """What torch.save writes, in parts; those of tensors are the tensors' own memory, not a copy of it."""
+    sink = _Sink(state)
+    torch.save(state, sink)  # type: ignore[arg-type]  # it needs no more than write and flush
+    return Chunks(sink.parts)
+
+
+class _Sink:
+    """Collects what torch.save writes."""
+
+    def __init__(self, state: dict[str, Any]) -> None:
+        self.parts: list[bytes | memoryview] = []
+        self._memory: dict[int, memoryview] = {}  # address of a storage -> its bytes
+        for tensor in _tensors(state):
+            whole = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
+            if whole.numel():
+                self._memory[whole.data_ptr()] = whole.numpy().data
+
+    def write(self, data: Any) -> int:
+        """Take the tensor's memory where that is what is written, else a copy."""
+        view = memoryview(data).cast("B")
+        own = self._memory.get(np.frombuffer(view, np.uint8).ctypes.data) if len(view) else None
+        is_whole = own is not None and len(own) == len(view)
+        self.parts.append(own if own is not None and is_whole else bytes(view))
+        return len(view)
+
+    def flush(self) -> None:
+        """Do nothing: all is in memory."""
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, dict | list | tuple):
+        for inner in value.values() if isinstance(value, dict) else value:
+            yield from _tensors(inner)
 
 
 def list_steps(directory: str, options: StorageOptions | None = None) -> list[int]:

@@ -1,7 +1,8 @@
 """The log of a run: log.txt, metrics.jsonl, Weights & Biases and the progress bar, all by optimizer step.
 
 Only rank 0 writes. `metrics.jsonl` holds one JSON object per line: "step" and the metrics of that step. A
-resumed run drops the lines after its checkpoint, so the file is the same as without the interruption.
+resumed run drops the lines after its checkpoint, so the file is the same as without the interruption
+(utils/history.py).
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import netrc
 import os
 import secrets
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlparse
@@ -26,27 +28,26 @@ from utils import storage
 from utils.config.load import flatten
 from utils.config.schema import Config
 from utils.errors import ConfigError, UserError
+from utils.history import LOG, METRICS, WANDB_ID, bring_back, save_last_words
+from utils.storage.retry import describe
 
 log = logging.getLogger(__name__)
 FORM = "%(asctime)s %(levelname)s %(message)s"
+INIT_TIMEOUT_S = 30.0  # a start waits so long for Weights & Biases
 DATA_LICENCE = (
     "pictures or checkpoints of participants go to Weights & Biases: check that the data licence allows it"
 )
 
 
 class RunLog:
-    """The writers of one run directory; lines of metrics after `start_step` are dropped."""
+    """The writers of one run directory, whose history becomes that of `start_step`."""
 
     def __init__(self, cfg: Config, start_step: int, total_steps: int, *, synthetic: bool) -> None:
-        self.run_dir = Path(cfg.run.dir)
+        self._cfg, self.run_dir = cfg, Path(cfg.run.dir)
         self.run_dir.mkdir(parents=True, exist_ok=True)
-        log_to_file(self.run_dir / "log.txt")
-        path = self.run_dir / "metrics.jsonl"
-        lines = (
-            [line for line in _lines(path) if json.loads(line)["step"] <= start_step] if start_step else []
-        )
-        storage.write_text(str(path), "".join(lines))  # a whole write: a kill must not destroy the history
-        self._metrics = LineFile(path)
+        bring_back(cfg, start_step)
+        log_to_file(self.run_dir / LOG)
+        self._metrics = LineFile(self.run_dir / METRICS)
         self.log_images = _allowed("wandb.log_images", cfg.wandb.log_images, synthetic)
         self.log_artifacts = _allowed("wandb.log_artifacts", cfg.wandb.log_artifacts, synthetic)
         self._wandb = _start_wandb(cfg, self.run_dir)
@@ -99,6 +100,7 @@ class RunLog:
         self._metrics.close()
         if self._wandb is not None:
             self._wandb.finish()
+        save_last_words(self._cfg)
 
 
 class LineFile:
@@ -204,13 +206,6 @@ class _TqdmHandler(logging.Handler):
                 tqdm.write(self.format(record), file=sys.stderr)
 
 
-def _lines(path: Path) -> list[str]:
-    """The whole lines of a file, without a last one that a kill cut short."""
-    if not path.exists():
-        return []
-    return [line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
-
-
 def _allowed(key: str, wanted: bool | None, synthetic: bool) -> bool:
     if wanted and not synthetic:
         log.warning("%s: %s", key, DATA_LICENCE)
@@ -237,17 +232,29 @@ def _start_wandb(cfg: Config, run_dir: Path) -> Any | None:
     if mode == "online" and not _has_api_key(wandb.setup().settings.base_url):
         log.warning("wandb.mode: online was asked for, but no API key was found; logging offline")
         mode = "offline"
-    id_file = run_dir / "wandb_id.txt"
+    id_file = run_dir / WANDB_ID
     if not id_file.exists():
         id_file.write_text(secrets.token_hex(4))
-    return wandb.init(
+    begin = partial(
+        wandb.init,
         project=cfg.wandb.project,
         entity=cfg.wandb.entity,
         name=cfg.experiment_name,
         id=id_file.read_text().strip(),
         resume="allow",
         dir=str(run_dir),
-        mode=mode,
         config=dict(flatten(cfg)),
-        settings=wandb.Settings(console="off", silent=True),
+        settings=wandb.Settings(console="off", silent=True, init_timeout=_init_timeout_s()),
     )
+    try:
+        return begin(mode=mode)
+    except wandb.errors.CommError as error:
+        text = "wandb.mode: Weights & Biases is not reached, logging offline until the next start: %s"
+        log.warning(text, describe(error))
+    wandb.teardown()  # else its process holds on to the id
+    return begin(mode="offline")
+
+
+def _init_timeout_s() -> float:
+    """How long a start waits for Weights & Biases."""
+    return float(os.environ.get("WANDB_INIT_TIMEOUT", INIT_TIMEOUT_S))

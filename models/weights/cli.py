@@ -76,8 +76,8 @@ def import_weights(
         "imported_from": f"{posixpath.basename(path.rstrip('/'))} ({weights.layout})",
     }
     folder, name = posixpath.split(out)
-    writer = CheckpointWriter(folder or ".", keep_last=sys.maxsize)  # never deletes a neighbour
-    writer.save(state, [name.removesuffix(".pt")], permanent=True)
+    writer = CheckpointWriter(folder or ".", keep_last=None)
+    writer.save(state, [name.removesuffix(".pt")])
     writer.close()
     return result.lines, assumed_heads(weights, heads, predictor_heads)
 

@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import pytest
 
-from pretraining.schedules import Schedule, ema_momentum, init_weight, learning_rate, total_steps
+from pretraining.schedules import Calendar, Schedule, ema_momentum, init_weight, learning_rate, total_steps
 from tests.support.model_factory import small_config
 from utils.errors import UserError
 
@@ -106,3 +106,21 @@ def test_a_checkpoint_keeps_every_extension() -> None:
     assert (again.total, again.end) == (160, 240)
     assert [again.learning_rate(s) for s in range(240)] == [twice.learning_rate(s) for s in range(240)]
     assert again.resumed(230, 240) == again
+
+
+@pytest.mark.parametrize("keep", [1, 3, 10])
+@pytest.mark.parametrize("epochs", [1, 4, 26, 100, 1000])
+def test_checkpoints_of_epochs_are_thinned_evenly_over_the_run(epochs: int, keep: int) -> None:
+    """With 48 volumes in batches of 16 an epoch has three updates; every second one has a checkpoint."""
+    overrides = (
+        f"train.epochs={epochs}",
+        "train.ckpt_every_epochs=2",
+        "train.ckpt_every_steps=null",
+        f"train.keep_epochs={keep}",
+    )
+    calendar = Calendar.of(small_config("vjepa2", "train.max_steps=null", *overrides), 48)
+    saved = [step for step in range(1, calendar.total + 1) if calendar.saves(step)]
+    kept = [step for step in saved if step % calendar.keep_every == 0]
+    assert saved == sorted({*range(6, 3 * epochs + 1, 6), 3 * epochs})
+    assert min(keep, epochs // 2) / 2 <= len(kept) <= keep
+    assert len(kept) == epochs // 2 or len({b - a for a, b in pairwise([0, *kept])}) == 1

@@ -7,6 +7,7 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -106,16 +107,28 @@ def test_a_run_leaves_what_a_reader_needs(finished: Path) -> None:
     assert {p.stem for p in (finished / "checkpoints").glob("best_*.pt")} == {"best_probe", "best_val_loss"}
 
 
-def test_checkpoints_of_epochs_are_kept_whatever_else_is_written(folder: Path, tmp_path: Path) -> None:
-    run = tmp_path / "epochs_kept"
-    every = "train.ckpt_every_steps=3", "train.ckpt_every_epochs=1", "train.keep_last=1", "train.max_steps=11"
-    small = "train.global_batch_size=8", "train.per_core_batch_size=8", "train.val_every_steps=11"
-    cfg = pipeline_config(folder, f"run.dir={run}", *every, *small)
+@pytest.mark.parametrize("keep", [10, 2])
+def test_checkpoints_of_epochs_are_kept_whatever_else_is_written(
+    folder: Path, tmp_path: Path, keep: int
+) -> None:
+    """As many as train.keep_epochs at most, and the start says what they will take."""
+    run = tmp_path / f"epochs_kept_{keep}"
+    every = "train.ckpt_every_steps=3", "train.ckpt_every_epochs=1", "train.keep_last=1", "train.max_steps=14"
+    small = "train.global_batch_size=8", "train.per_core_batch_size=8", "train.val_every_steps=14"
+    cfg = pipeline_config(folder, f"run.dir={run}", *every, *small, f"train.keep_epochs={keep}")
     epoch = round(len(open_rows(cfg, PreparedStore.open(str(folder / "store"))).train) / 8)
-    assert 1 < epoch < 11
-    assert epoch % 3
+    assert epoch == 2, "seven epochs, of which keep_epochs=2 leaves every fourth"
     assert train(cfg) == 0
-    assert list_steps(str(run / "checkpoints")) == sorted({*range(epoch, 11, epoch), 11})
+    kept = list(range(2, 15, 2)) if keep == 10 else [8]
+    assert list_steps(str(run / "checkpoints")) == sorted({*kept, 14})
+    banner = re.search(
+        r"checkpoints: (\S+) MB each, at most (\d+) of them .*: (\S+) GB in", (run / "log.txt").read_text()
+    )
+    assert banner is not None
+    size = (run / "checkpoints" / "step_00000014.pt").stat().st_size
+    assert float(banner[1]) == pytest.approx(size / 1e6, rel=0.02)
+    assert int(banner[2]) == 1 + len(kept) + 2 + 1
+    assert float(banner[3]) == pytest.approx(int(banner[2]) * size / 1e9, rel=0.02)
 
 
 def test_the_checkpoint_names_its_participants_and_never_the_test_split(folder: Path, finished: Path) -> None:
@@ -170,6 +183,84 @@ def test_sigterm_then_resume_equals_no_interruption(
     before = (run / "metrics.jsonl").read_text()
     assert train(cfg) == 0  # a third time there is nothing to do
     assert (run / "metrics.jsonl").read_text() == before
+
+
+def test_a_run_whose_checkpoints_are_gone_is_an_error_and_keeps_its_history(
+    folder: Path, tmp_path: Path, finished: Path
+) -> None:
+    before = (finished / "metrics.jsonl").read_bytes()
+    elsewhere = (finished / "checkpoints").rename(tmp_path / "elsewhere")
+    try:
+        expected = (
+            r"finished: expected checkpoints of this run, which is at step 8, found none in .*checkpoints;"
+        )
+        with pytest.raises(UserError, match=expected):
+            train(pipeline_config(folder, f"run.dir={finished}"))
+    finally:
+        shutil.rmtree(finished / "checkpoints", ignore_errors=True)
+        elsewhere.rename(finished / "checkpoints")
+    assert (finished / "metrics.jsonl").read_bytes() == before
+
+
+def test_a_run_that_ended_before_its_first_checkpoint_begins_anew_and_says_so(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = tmp_path / "early"
+    cfg = pipeline_config(folder, f"run.dir={run}", "train.ckpt_every_steps=4", "train.max_steps=4")
+    real = loop.train_step
+
+    def step_or_end(*args):
+        if args[5].step == 2:
+            raise UserError("planted")
+        return real(*args)
+
+    monkeypatch.setattr(loop, "train_step", step_or_end)
+    with pytest.raises(UserError, match="planted"):
+        train(cfg)
+    monkeypatch.setattr(loop, "train_step", real)
+    assert train(cfg) == 0
+    assert "the run ended at about step 2 and begins anew at step 0" in (run / "log.txt").read_text()
+    assert [r["step"] for r in metrics(run) if "train/loss" in r] == [1, 2, 3, 4]
+    shutil.rmtree(run / "checkpoints")
+    with pytest.raises(UserError, match="which is at step 4"):
+        train(cfg)
+
+
+def test_a_run_goes_on_where_its_machine_is_replaced(
+    folder: Path, tmp_path: Path, finished: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stopped at step 7, its run directory gone: one W&B run, one history, one log."""
+    run, kept = tmp_path / "moved", tmp_path / "bucket"
+    cfg = pipeline_config(folder, f"run.dir={run}", f"train.ckpt_dir={kept}")
+    real = loop.train_step
+
+    def step_then_signal(*args):
+        if args[5].step == 6:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return real(*args)
+
+    monkeypatch.setattr(loop, "train_step", step_then_signal)
+    assert train(cfg) == 0
+    monkeypatch.setattr(loop, "train_step", real)
+    (wandb_id,) = run_ids(run)
+    old = run.rename(tmp_path / "old_machine")
+    with (old / "metrics.jsonl").open("a") as file:  # of steps that no checkpoint has
+        file.write('{"step": 8, "train/loss": 0.0}\n')
+    assert train(cfg) == 0
+    assert run_ids(run) == {wandb_id}
+    assert without_clock(metrics(run)) == without_clock(metrics(finished))
+    text = (run / "log.txt").read_text()
+    assert text.count("stopped by SIGTERM at step 7 of 8") == text.count("resuming from step 7") == 1
+    assert text.index("stopped by SIGTERM") < text.index("resuming from step 7")
+
+    shutil.rmtree(run)
+    old.rename(run)  # the first machine again: it takes over what the second one did
+    longer = pipeline_config(folder, f"run.dir={run}", f"train.ckpt_dir={kept}", "train.max_steps=9")
+    assert train(longer) == 0
+    assert [r["step"] for r in metrics(run) if "train/loss" in r] == list(range(1, 10))
+    shared = [row for row in without_clock(metrics(run)) if row["step"] <= 8]
+    assert shared == without_clock(metrics(finished))
+    assert (run / "log.txt").read_text().count("finished at step 8") == 1
 
 
 @pytest.mark.slow

@@ -3,27 +3,38 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import logging
 import pickle
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-from utils.checkpoint import CheckpointError, CheckpointWriter, list_steps, load_checkpoint, load_newest
+from tests.support.pipeline_factory import ROOT
+from utils.checkpoint import (
+    CheckpointError,
+    CheckpointWriter,
+    _encode,
+    list_steps,
+    load_checkpoint,
+    load_newest,
+)
 
 
-def write(directory: Path, steps: list[int], keep: int = 2, **kwargs: bool) -> CheckpointWriter:
-    writer = CheckpointWriter(str(directory), keep)
+def write(directory: Path, steps: list[int], keep: int = 2) -> CheckpointWriter:
+    writer = CheckpointWriter(str(directory), keep, is_kept=lambda step: step == 10)
     for step in steps:
-        writer.save({"step": step, "w": torch.full((1000,), float(step))}, [f"step_{step:08d}"], **kwargs)
-    writer.wait()
+        writer.save({"step": step, "w": torch.full((1000,), float(step))}, [f"step_{step:08d}"])
+        writer.wait()
     return writer
 
 
 def test_round_trip_and_what_is_kept(tmp_path: Path) -> None:
-    writer = write(tmp_path, [10], permanent=True)
+    writer = write(tmp_path, [10])
     write(tmp_path, [20, 30, 40])
     writer.save({"step": 30, "w": torch.zeros(1)}, ["best_probe"])
     writer.close()
@@ -151,3 +162,119 @@ def test_a_best_checkpoint_that_failed_is_written_with_the_next(tmp_path: Path) 
     }
     assert steps == {"best_probe": 1, "best_val_loss": 2}
     assert list_steps(str(blocked)) == [2]
+
+
+LEFTOVERS = [
+    "step_00000005.pt",
+    ".step_00000006.pt.partial",
+    ".best_probe.pt.0f3a.partial",
+    ".step_00000006.json.partial",
+]
+OTHERS = [
+    "notes.txt",
+    "best_rankme.pt",
+    "lease_000001.json",
+    ".lease_000001.json.partial",
+    "step_00000003.pt.bak",
+]
+
+
+@pytest.mark.parametrize("keep_last", [1, None])
+def test_what_kills_have_left_is_removed_and_nothing_else(tmp_path: Path, keep_last: int | None) -> None:
+    for name in (*LEFTOVERS, *OTHERS):
+        (tmp_path / name).write_text("")
+    writer = CheckpointWriter(str(tmp_path), keep_last)
+    writer.save({"step": 10}, ["best_probe", "step_00000010"])
+    writer.close()
+    names = {path.name for path in tmp_path.iterdir()}
+    written = {f"{name}.{ending}" for name in ("best_probe", "step_00000010") for ending in ("pt", "json")}
+    assert names == {*OTHERS, *written, *(LEFTOVERS if keep_last is None else ())}
+
+
+def test_leftovers_are_gone_before_a_write_that_needs_their_space(tmp_path: Path) -> None:
+    (tmp_path / "step_00000001.pt").write_text("")
+    (tmp_path / "step_00000002.pt").mkdir()  # cannot be written
+    (tmp_path / "step_00000002.json").mkdir()
+    writer = CheckpointWriter(str(tmp_path), 1)
+    writer.save({"step": 2}, ["step_00000002"])
+    with pytest.raises(CheckpointError, match="last checkpoint was not written"):
+        writer.close()
+    assert not (tmp_path / "step_00000001.pt").exists()
+
+
+def test_names_of_one_checkpoint_share_their_bytes_on_a_disk(tmp_path: Path) -> None:
+    writer = CheckpointWriter(str(tmp_path), 1)
+    for step in (1, 2):
+        writer.save(
+            {"step": step, "w": torch.ones(1000)}, ["best_probe", "best_val_loss", f"step_{step:08d}"]
+        )
+        writer.wait()
+    writer.save({"step": 3}, ["best_probe", "step_00000003"])
+    writer.close()
+    steps = {
+        name: load_checkpoint(str(tmp_path / f"{name}.pt"))["step"]
+        for name in ("best_probe", "best_val_loss")
+    }
+    assert steps == {"best_probe": 3, "best_val_loss": 2}
+    assert (tmp_path / "best_probe.pt").stat().st_ino == (tmp_path / "step_00000003.pt").stat().st_ino
+
+
+def test_encoded_bytes_are_those_of_torch_and_no_copy_of_the_tensors(tmp_path: Path) -> None:
+    shared = torch.arange(6.0)
+    state = {
+        "a": torch.rand(300, 7),
+        "b": [shared, shared[2:4]],
+        "c": {"n": 3, "empty": torch.empty(0)},
+        "d": shared.bool(),
+    }
+    expected = io.BytesIO()
+    torch.save(state, expected)
+    chunks = _encode(state)
+    assert b"".join(chunks.parts) == chunks.open().read() == expected.getvalue()
+    assert len(chunks) == len(expected.getvalue())
+    assert b"".join(chunks[100:4000].parts) == expected.getvalue()[100:4000]
+    before = bytes(chunks.parts[-1])
+    state["a"].zero_()
+    assert b"".join(chunks.parts) != expected.getvalue()
+    assert bytes(chunks.parts[-1]) == before
+
+
+PEAK = """
+import sys, threading, torch
+from pathlib import Path
+from utils.checkpoint import CheckpointWriter
+from utils.config.schema import StorageOptions
+
+folder, endpoint = sys.argv[1], sys.argv[2] if len(sys.argv) > 2 else None
+writer = CheckpointWriter(folder, 1, StorageOptions(endpoint_url=endpoint))
+writer.save({"step": 1, "w": torch.ones(10)}, ["best_probe", "step_00000001"])  # loads what the clients need
+writer.wait()
+state = {"step": 2, "model": {str(n): torch.rand(2_500_000) for n in range(20)}}
+size, resident, is_over = 20 * 10_000_000, [], threading.Event()
+
+def watch():
+    while not is_over.wait(0.002):
+        resident.append(int(Path("/proc/self/statm").read_text().split()[1]) * 4096)
+
+watcher = threading.Thread(target=watch)
+watcher.start()
+while not resident:
+    pass
+before = resident[0]
+writer.save(state, ["best_probe", "best_val_loss", "step_00000002"])
+writer.close()
+is_over.set()
+watcher.join()
+print((max(resident) - before) / size)
+"""
+
+
+def peak_of_saving(*arguments: str) -> float:
+    """The most memory while a state of 200 MB is written, in units of the state, the live one not counted."""
+    done = subprocess.run([sys.executable, "-c", PEAK, *arguments], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return float(done.stdout)
+
+
+def test_saving_needs_one_copy_of_the_state_in_memory(tmp_path: Path) -> None:
+    assert 0.9 < peak_of_saving(str(tmp_path)) < 1.5

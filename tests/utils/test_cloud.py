@@ -7,6 +7,7 @@ import itertools
 import os
 import re
 import sys
+import threading
 import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -14,10 +15,12 @@ from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
+from urllib.parse import parse_qs, unquote, urlsplit
 
 import fsspec
 import numpy as np
 import pytest
+import torch
 from fsspec.implementations.memory import MemoryFileSystem
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
@@ -38,7 +41,9 @@ from tests.support.cloud_proxy import (
 )
 from tests.support.cloud_servers import BUCKET, gcs_server, s3_server
 from tests.support.dicom_factory import TRITON, speckle, write_opt
-from utils import storage
+from tests.utils.test_checkpoint import peak_of_saving
+from utils import checkpoint, storage
+from utils.checkpoint import CheckpointWriter, list_steps, load_checkpoint
 from utils.config.schema import StorageOptions
 from utils.storage import clients as cloud
 from utils.storage.retry import RetryPolicy
@@ -264,6 +269,75 @@ def test_create_happens_once_also_when_the_answer_is_lost(bucket: Bucket) -> Non
 def test_bytes_come_back_as_they_went(bucket: Bucket, data: bytes) -> None:
     storage.write_bytes(bucket.url("x"), data, bucket.options)
     assert storage.read_bytes(bucket.url("x"), bucket.options) == data
+
+
+def uploads(proxy: Proxy) -> list[str]:
+    """The files whose bytes went up, in order."""
+    names = []
+    for method, target in proxy.requests:
+        path = urlsplit(target).path
+        if method == "POST" and path.startswith("/upload/"):
+            names.append(parse_qs(urlsplit(target).query)["name"][0])
+        elif method == "PUT":
+            names.append(path)
+    return [name.rpartition("/")[2] for name in names if name.endswith(".pt")]
+
+
+def test_a_checkpoint_of_three_names_goes_up_once(bucket: Bucket) -> None:
+    names = ["best_probe", "best_val_loss", "step_00000004"]
+    writer = CheckpointWriter(bucket.root, 1, bucket.options)
+    writer.save({"step": 4, "w": torch.rand(100_000)}, names)
+    writer.close()
+    copies = 2 if bucket.scheme == "s3" else 0  # a copy is a PUT there
+    assert uploads(bucket.proxy)[0] == "best_probe.pt"
+    assert len(uploads(bucket.proxy)) == 1 + copies
+    states = [load_checkpoint(bucket.url(f"{name}.pt"), bucket.options) for name in names]
+    assert len({state["checksum"] for state in states}) == 1
+
+
+@pytest.mark.slow
+def test_saving_into_a_bucket_needs_one_copy_of_the_state_in_memory(
+    scheme: str, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    endpoint = request.getfixturevalue("gcs" if scheme == "gs" else "s3")
+    assert 0.9 < peak_of_saving(f"{scheme}://{BUCKET}/{tmp_path.name}", endpoint) < 1.5
+
+
+def test_a_slow_bucket_does_not_stop_training(
+    bucket: Bucket, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """While the first checkpoint goes up, the newest step takes the place of those that wait; the bests and
+    what is kept for good do not give way.
+    """
+    monkeypatch.setattr(checkpoint, "PATIENCE_S", 0.1)
+    is_there, may_go_on = threading.Event(), threading.Event()
+
+    def slow(method: str, target: str) -> None:
+        if "step_00000001.pt" in unquote(target) and method in ("POST", "PUT"):
+            is_there.set()
+            may_go_on.wait(30)
+
+    bucket.proxy.schedule = slow
+    writer = CheckpointWriter(bucket.root, 9, bucket.options, is_kept=lambda step: step == 3)
+    bests = {2: ["best_probe"], 4: ["best_val_loss"], 5: ["best_val_loss"]}
+    for step in range(1, 7):
+        writer.save({"step": step}, [*bests.get(step, []), f"step_{step:08d}"])
+        assert is_there.wait(30)
+    assert not writer.wait(0.0)
+    may_go_on.set()
+    writer.close()
+    assert list_steps(bucket.root, bucket.options) == [1, 3, 6]
+    steps = {
+        name: load_checkpoint(bucket.url(f"{name}.pt"), bucket.options)["step"]
+        for name in ("best_probe", "best_val_loss")
+    }
+    assert steps == {"best_probe": 2, "best_val_loss": 5}
+    assert "step_00000005: not written, since writing is slow" in caplog.text
+
+
+def test_an_upload_slower_than_the_limit_counts_as_stalled() -> None:
+    """1.5 GB used to have 97 minutes for one attempt."""
+    assert cloud.upload_limit_s(1_500_000_000) < 400
 
 
 def test_a_request_that_the_server_calls_wrong_is_an_error_in_one_line(bucket: Bucket) -> None:

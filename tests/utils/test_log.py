@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import logging
 import resource
+import socket
 from pathlib import Path
 
 import pytest
+import wandb
 
 from tests.support.model_factory import small_config
-from tests.support.wandb_reader import history
+from tests.support.wandb_reader import history, run_ids
 from utils.errors import UserError
 from utils.log import LineFile, RunLog, _has_api_key, log_failure, log_to_file, setup_logging
 
@@ -43,6 +45,29 @@ def test_online_without_a_key_logs_offline_and_says_so(
     run_log.metrics(3, {"train/loss": 0.5, "val/probe": None})
     run_log.close()
     assert [r["train/loss"] for r in history(no_key / "run")] == [0.5]
+
+
+def test_online_with_the_server_away_logs_offline_and_says_so_once(
+    no_key: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The real client against a port of loopback where nothing listens; one run, under the id of the run."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{probe.getsockname()[1]}")
+    monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
+    monkeypatch.setenv("WANDB_INIT_TIMEOUT", "2")
+    wandb.teardown()  # its settings are read once
+    try:
+        run_log = RunLog(
+            small_config("vjepa2", "wandb.mode=online", f"run.dir={no_key / 'run'}"), 0, 10, synthetic=True
+        )
+        run_log.metrics(3, {"train/loss": 0.5})
+        run_log.close()
+    finally:
+        wandb.teardown()
+    assert caplog.text.count("Weights & Biases is not reached, logging offline until the next start") == 1
+    assert [r["train/loss"] for r in history(no_key / "run")] == [0.5]
+    assert run_ids(no_key / "run") == {(no_key / "run" / "wandb_id.txt").read_text()}
 
 
 def test_pictures_of_participants_are_announced(no_key: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -23,6 +23,7 @@ from pretraining import train
 from tests.support.cloud_proxy import FAULTS, STALL, Schedule, fault_proxy, seeded
 from tests.support.cloud_servers import BUCKET, gcs_server, s3_server, token_server
 from tests.support.pipeline_factory import SMOKE, make_phantom, pipeline_overrides
+from tests.support.wandb_reader import run_ids
 from utils import storage
 from utils.checkpoint import list_steps, load_checkpoint
 from utils.config.schema import StorageOptions
@@ -135,12 +136,15 @@ def logged_in(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 def plain(
     phantom: Path, servers: dict[str, str], logged_in: None, tmp_path_factory: pytest.TempPathFactory
 ) -> Place:
-    """A run from end to end without faults: two worker processes, a stop, a resume, an evaluation."""
+    """A run from end to end without faults: two worker processes, a stop, a resume in a new run directory, an
+    evaluation.
+    """
     place = Place("gs", servers["gs"], tmp_path_factory.mktemp("runs"), "plain")
     place.upload(phantom)
     assert place.run(prepare, "--workers", "2", "--audit") == 0
     assert place.run(train, "train.max_steps=4", "data.workers=1") == 0
     assert list_steps(place.checkpoints, place.options) == [2, 4]
+    (place.folder / "run").rename(place.folder / "old_machine")
     assert place.run(train) == 0
     assert list_steps(place.checkpoints, place.options) == [6, 8]
     evaluate.main(["--config", str(SMOKE), *place.overrides])
@@ -150,7 +154,12 @@ def plain(
 def test_a_run_in_the_bucket_resumes_and_is_evaluated(plain: Place) -> None:
     rows = storage.list_names(f"{plain.store}/rows", plain.options)
     assert len(rows) == len(list((plain.folder / "cache").iterdir())) > 10
-    assert "resuming from step 4 of gs://" in (plain.folder / "run" / "log.txt").read_text()
+    run, before = plain.folder / "run", plain.folder / "old_machine"
+    text = (run / "log.txt").read_text()
+    assert text.index("finished at step 4") < text.index("resuming from step 4 of gs://")
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if "train/loss" in line] == list(range(1, 9))
+    assert run_ids(run) == run_ids(before)
     assert json.loads((plain.folder / "run" / "probe.json").read_text())
     report = json.loads(storage.read_text(f"{plain.store}/prepare_report.json", plain.options))
     assert {kind: objects["count"] for kind, objects in report["run"]["audit"].items()} == {

@@ -226,6 +226,36 @@ except LostPeer as error:
 """
 
 
+UPLOADS = """
+import sys, time, torch
+from utils import checkpoint
+from utils.checkpoint import CheckpointWriter, wait_together
+from utils.runtime.processes import join
+
+real = CheckpointWriter._write
+def slow(*args):
+    time.sleep(8)
+    real(*args)
+
+CheckpointWriter._write, checkpoint.CLOSE_WAIT_S = slow, 0.5
+group = join(torch.device("cpu"), 3.0)
+writer = CheckpointWriter(sys.argv[1], 1) if group.is_first else None
+if writer is not None:
+    writer.save({"step": 1}, ["step_00000001"])
+wait_together(group, writer)
+group.close()
+"""
+
+
+def test_nobody_gives_up_while_the_first_process_uploads(tmp_path: Path) -> None:
+    """The last upload takes longer than a silent process is given."""
+    script = tmp_path / "uploads.py"
+    script.write_text(UPLOADS)
+    launcher = ["torch.distributed.run", "--nproc-per-node=2", str(script), str(tmp_path / "checkpoints")]
+    run_to_end([sys.executable, "-m", *launcher], tmp_path / "uploads")
+    assert list_steps(str(tmp_path / "checkpoints")) == [1]
+
+
 def test_a_process_that_hangs_is_given_up_after_its_time(tmp_path: Path) -> None:
     script = tmp_path / "hangs.py"
     script.write_text(HANGS)

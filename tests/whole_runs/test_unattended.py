@@ -69,11 +69,19 @@ def uninterrupted(folder: Path) -> Callable[[int], Path]:
 def test_sigterm_to_everything_of_a_run(
     folder: Path, tmp_path: Path, uninterrupted: Callable[[int], Path]
 ) -> None:
-    """The whole process group is told, as by a scheduler: loader workers and the W&B service too."""
+    """The whole process group is told, as by a scheduler: loader workers and the W&B service too. Before, the
+    same command is refused.
+    """
     run = tmp_path / "sigterm"
     step = random.randrange(1, STEPS - 4)
     running = Running(argv(folder, run), run)
     running.wait_for_step(step)
+    running.process.send_signal(signal.SIGSTOP)  # it is there, however long the second one takes to start
+    second = Running(argv(folder, run), tmp_path / "second")
+    assert second.wait() == EXIT_USER_ERROR
+    who = f"found process {running.process.pid} on {os.uname().nodename}, since "
+    assert f"checkpoints: expected no other training of this run, {who}" in second.output
+    running.process.send_signal(signal.SIGCONT)
     os.killpg(running.process.pid, signal.SIGTERM)
     assert running.wait() == 0, running.output[-3000:]
     stopped = list_steps(str(run / "checkpoints"))[-1]
@@ -237,7 +245,11 @@ def test_the_checkpoint_bucket_fails(
     run = tmp_path / f"bucket_{comes_back}"
     directory = f"s3://{BUCKET}/{run.name}"
     overrides = [f"train.ckpt_dir={directory}", f"data.storage_options.endpoint_url={proxy.endpoint}"]
-    proxy.schedule = lambda method, target: "503" if method in ("PUT", "POST") else None
+    # from the first checkpoint on: a bucket that cannot be written when a run starts is an error there
+    fails = re.compile(r"(step|best)_\w+\.pt|history")
+    proxy.schedule = lambda method, target: (
+        "503" if method in ("PUT", "POST") and fails.search(target) else None
+    )
     planted = {"pause_s": 0.3, "impatient": True}
     running = Running(argv(folder, run, *overrides, module=PLANTED), run, planted)
     running.wait_for(lambda: "checkpoint not written, training goes on" in running.output)

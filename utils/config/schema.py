@@ -189,6 +189,8 @@ class TrainConfig:
     shard_parameters: bool = key(False, may_change=True)
     ckpt_dir: str | None = key("${run.dir}/checkpoints", is_place=True)  # null: no checkpoints
     ckpt_every_epochs: int = key(5, AT_LEAST_1, may_change=True)
+    # of the checkpoints of epochs so many stay at most, evenly over the run
+    keep_epochs: int = key(10, AT_LEAST_1, may_change=True)
     ckpt_every_steps: int | None = key(None, AT_LEAST_1, may_change=True)  # null: only by epochs
     keep_last: int = key(2, AT_LEAST_1, may_change=True)
     log_every_steps: int = key(10, AT_LEAST_1, may_change=True)

@@ -18,6 +18,7 @@ import os
 import posixpath
 import re
 import secrets
+import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -29,6 +30,7 @@ import fsspec
 
 from utils.config.schema import StorageOptions
 from utils.storage import clients
+from utils.storage.chunks import Chunks as Chunks
 from utils.storage.errors import StorageError as StorageError  # named again: a part of this room's surface
 from utils.storage.errors import StorageNotFoundError as StorageNotFoundError
 from utils.storage.errors import missing_bucket, named_errors, split_scheme
@@ -132,7 +134,10 @@ def read_text(url: str, options: StorageOptions | None = None) -> str:
 
 
 def write_bytes(
-    url: str, data: bytes | memoryview, options: StorageOptions | None = None, staging: str | None = None
+    url: str,
+    data: bytes | memoryview | Chunks,
+    options: StorageOptions | None = None,
+    staging: str | None = None,
 ) -> None:
     """Write the whole object and make its folder; readers see the old or the new content, never a part.
 
@@ -140,7 +145,9 @@ def write_bytes(
     """
     if is_remote(url):
         with _client_of(url, options) as (fs, path), missing_bucket(url):
-            fs.pipe_file(path, bytes(data))
+            if isinstance(data, Chunks) and not getattr(fs, "takes_chunks", False):
+                data = b"".join(data.parts)
+            fs.pipe_file(path, data if isinstance(data, Chunks) else bytes(data))
         return
     with named_errors(url):
         file = Path(split_scheme(url)[1])
@@ -161,7 +168,7 @@ def _unique_partial(path: Path, staging: str | None) -> Path:
     return folder / f".{path.name[:50]}.{secrets.token_hex(8)}{PARTIAL_SUFFIX}"
 
 
-def _replace(partial: Path, data: bytes | memoryview, target: Path) -> bool:
+def _replace(partial: Path, data: bytes | memoryview | Chunks, target: Path) -> bool:
     """Write `partial` to the disk, make its folder, and rename it to `target`; an error leaves no part
     behind.
 
@@ -173,7 +180,7 @@ def _replace(partial: Path, data: bytes | memoryview, target: Path) -> bool:
             return False
         try:
             file.truncate(0)  # a killed process may have left a part
-            file.write(data)
+            (data if isinstance(data, Chunks) else Chunks([data])).feed(file.write)
             file.flush()
             os.fsync(file.fileno())
             os.replace(partial, target)
@@ -252,6 +259,44 @@ def _link(partial: Path, path: str, data: bytes) -> None:
         if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.ENOSYS):
             raise
         _write_file(Path(path), data, "xb")  # a disk without hard links: a kill may leave a part of the file
+
+
+def copy(source: str, target: str, options: StorageOptions | None = None) -> None:
+    """Give an object a second name beside the first; a bucket copies it itself, a disk makes a hard link."""
+    with _client_of(target, options) as (fs, path):
+        if is_remote(target):
+            fs.cp_file(fs._strip_protocol(source), path)
+            return
+        partial = _unique_partial(Path(path), None)
+        try:
+            os.link(split_scheme(source)[1], partial)
+        except OSError as error:
+            if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK):
+                raise
+            write_bytes(target, read_bytes(source))
+            return
+        try:
+            os.replace(partial, path)
+        finally:
+            partial.unlink(missing_ok=True)
+        _sync_folder(Path(path).parent)
+
+
+def list_unfinished(url: str) -> list[str]:
+    """Sorted names of what local writes have begun in a folder, or a kill has left; a bucket has none."""
+    folder = Path(split_scheme(url)[1])
+    if is_remote(url) or not folder.is_dir():
+        return []
+    with named_errors(url):
+        return sorted(name for name in os.listdir(folder) if name.endswith(PARTIAL_SUFFIX))
+
+
+def free_bytes(url: str) -> int | None:
+    """Space left on the disk of an existing folder; None for a bucket."""
+    if is_remote(url):
+        return None
+    with named_errors(url):
+        return shutil.disk_usage(split_scheme(url)[1]).free
 
 
 def list_names(url: str, options: StorageOptions | None = None) -> list[str]:

@@ -23,6 +23,7 @@ from urllib.parse import quote
 
 import fsspec
 
+from utils.storage.chunks import Chunks
 from utils.storage.retry import IntegrityError, RetryPolicy, with_retries
 
 if TYPE_CHECKING:
@@ -32,6 +33,7 @@ POLICY = RetryPolicy()
 # The classes below build on private names of theirs: raise these, and the requirements, once the tests pass.
 VERSIONS = {"gcsfs": ">=2025.3,<2026.11", "s3fs": ">=2025.3,<2026.10"}
 _RETRY_CODES = {408, 429, 500, 502, 503, 504}
+_PIECE = 2**20  # bytes; google_crc32c takes no memoryview
 _LARGEST_PUT = 5 * 2**30 - 1  # bytes; S3 takes no more in one request
 
 
@@ -69,7 +71,7 @@ def s3_filesystem(endpoint_url: str | None, profile: str | None) -> fsspec.Abstr
     )
 
 
-def check_stored(answer: bytes, data: bytes) -> None:
+def check_stored(answer: bytes, data: bytes | Chunks) -> None:
     """Raise IntegrityError unless the answer to an upload describes the bytes that were sent."""
     try:
         stored = json.loads(answer)
@@ -126,14 +128,14 @@ def check_json(answer: bytes) -> None:
     raise IntegrityError(f"expected JSON that describes objects, found {len(answer)} bytes: {answer[:80]!r}")
 
 
-def _check_hash(hashes: Mapping[str, str], data: bytes) -> None:
+def _check_hash(hashes: Mapping[str, str], data: bytes | Chunks) -> None:
     import google_crc32c
 
-    if "crc32c" in hashes:
-        name, digest = "crc32c", google_crc32c.Checksum(data).digest()
-    else:
-        name, digest = "md5", hashlib.md5(data).digest()
-    checksum = base64.b64encode(digest).decode()
+    name, hasher = ("crc32c", google_crc32c.Checksum()) if "crc32c" in hashes else ("md5", hashlib.md5())
+    for part in data.parts if isinstance(data, Chunks) else [data]:
+        for start in range(0, len(part), _PIECE):
+            hasher.update(bytes(part[start : start + _PIECE]))
+    checksum = base64.b64encode(hasher.digest()).decode()
     if checksum != hashes[name]:
         raise IntegrityError(f"expected {name} {hashes[name]}, found {checksum} in {len(data)} bytes")
 
@@ -165,6 +167,8 @@ def _gcs_class() -> type[fsspec.AbstractFileSystem]:
         Its gRPC paths are not used: they ask for a bucket's layout and may wait 60 s for it.
         """
 
+        takes_chunks = True
+
         async def _call(self, *args: Any, json_out: bool = False, **kwargs: Any) -> Any:
             return await super()._call(*args, json_out=json_out, is_json=json_out, **kwargs)
 
@@ -175,8 +179,9 @@ def _gcs_class() -> type[fsspec.AbstractFileSystem]:
 
             async def request() -> Any:
                 body = io.BytesIO(data) if isinstance(data, bytes) else data
+                body = data.open() if isinstance(data, Chunks) else body
                 try:
-                    async with asyncio.timeout(None if data is None else _upload_s(size)):
+                    async with asyncio.timeout(None if data is None else upload_limit_s(size)):
                         status, headers, info, content = await one_attempt(
                             self, method, path, *args, data=body, **kwargs
                         )
@@ -195,7 +200,9 @@ def _gcs_class() -> type[fsspec.AbstractFileSystem]:
 
             return await with_retries(request, is_transient, POLICY)
 
-        async def _pipe_file(self, path: str, data: bytes, mode: str = "overwrite", **kwargs: Any) -> None:
+        async def _pipe_file(
+            self, path: str, data: bytes | Chunks, mode: str = "overwrite", **kwargs: Any
+        ) -> None:
             # gcsfs ends the data with a bare line feed before the last MIME boundary. When the data ends in a
             # carriage return, a server may take both for the line end and drop that byte.
             bucket, key, _ = self.split_path(path)
@@ -208,7 +215,7 @@ def _gcs_class() -> type[fsspec.AbstractFileSystem]:
                 f"{self._location}/upload/storage/v1/b/{quote(bucket)}/o",
                 uploadType="media",
                 name=key,
-                headers={"Content-Type": "application/octet-stream"},
+                headers={"Content-Type": "application/octet-stream", "Content-Length": str(len(data))},
                 data=data,
                 **condition,
             )
@@ -238,17 +245,21 @@ def _s3_class() -> type[fsspec.AbstractFileSystem]:
         """s3fs with checked answers and our retries."""
 
         retries = 1
+        takes_chunks = True
 
-        async def _pipe_file(self, path: str, data: bytes, **kwargs: Any) -> None:
+        async def _pipe_file(self, path: str, data: bytes | Chunks, **kwargs: Any) -> None:
             # s3fs cuts what exceeds its chunk size into requests, of which the last is not safe to repeat.
             await super()._pipe_file(path, data, chunksize=_LARGEST_PUT, **kwargs)
 
         async def _call_s3(self, method: str, *args: Any, **kwargs: Any) -> Any:
             call = super()._call_s3
-            size = len(kwargs.get("Body", b""))
+            content = kwargs.get("Body", b"")
+            size = len(content)
 
             async def request() -> Any:
-                async with asyncio.timeout(_upload_s(size) if size else None):
+                if isinstance(content, Chunks):
+                    kwargs["Body"] = content.open()
+                async with asyncio.timeout(upload_limit_s(size) if size else None):
                     answer = await call(method, *args, **kwargs)
                 if method == "get_object":
                     body, whole = answer["Body"], answer.get("ContentLength")
@@ -275,6 +286,6 @@ class _Body(io.BytesIO):
         return self.getvalue()
 
 
-def _upload_s(size: int) -> float:
+def upload_limit_s(size: int) -> float:
     """Seconds after which an upload counts as stalled."""
     return POLICY.connect_timeout_s + POLICY.read_timeout_s + size / POLICY.min_upload_rate

@@ -52,7 +52,7 @@ class RetryPolicy:
     max_wait_s: float = 32.0
     connect_timeout_s: float = 15.0
     read_timeout_s: float = 60.0  # without a single byte
-    min_upload_rate: float = 2**18  # bytes/s; a slower upload counts as stalled
+    min_upload_rate: float = 5 * 2**20  # bytes/s; a slower upload counts as stalled
 
     def wait_s(self, attempt: int) -> float:
         """Seconds to wait after this attempt (1, 2, ...): half of them fixed, half drawn."""

@@ -222,10 +222,11 @@ start() {
     printf '%q ' "$@" >"$STATE/command"
     say "== $(date '+%F %T') start at commit $(git rev-parse --short=10 HEAD): $(<"$STATE/command")" >>"$LOG"
     setsid nohup bash "$self" supervise "$wanted" "$@" </dev/null >>"$LOG" 2>&1 9>&- &
-    # Report an error in the first seconds at once; `status` shows a later end.
+    # Wait for what utils/runtime/open.py says of every host once its devices are open; `status` shows a later end.
     deadline=$((SECONDS + grace))
-    until [[ -f $STATE/exit_code ]] || { [[ -f $STATE/process ]] && ((SECONDS >= deadline)); }; do
-        ((SECONDS < deadline + 60)) || fail "nothing was started within 60 s; see logs"
+    until [[ -f $STATE/exit_code ]] ||
+        [[ -f $STATE/process && $(last_attempt | grep -c '^opened: ') != 0 ]]; do
+        ((SECONDS < deadline)) || fail "opened no devices within $grace s (OCT_START_GRACE_S); see logs"
         sleep 0.1
     done
     if [[ -f $STATE/exit_code ]]; then

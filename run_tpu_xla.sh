@@ -23,9 +23,9 @@
 # -f, --follow   -n LINES     for logs
 # --kill                      for stop: SIGKILL what still runs after the wait
 # --dry-run                   print the commands; nothing is run, and gcloud is not needed
-# Also from the environment: OCT_VENV (.venv), for setup OCT_PYTHON (3.11) and OCT_UV_OPTIONS of `uv pip install`
-# (--torch-backend=cpu: the CPU build of torch), OCT_MIN_DISK_GB (10), OCT_STOP_WAIT_S
-# (900), OCT_START_GRACE_S (300: until the training has opened its devices).
+# Also from the environment: OCT_VENV (.venv), for setup OCT_PYTHON (3.11) and OCT_UV_OPTIONS (of `uv pip install`:
+# --torch-backend=cpu), OCT_MIN_DISK_GB (10), OCT_STOP_WAIT_S (900), OCT_START_GRACE_S (300: how long the training
+# may take until its devices are open).
 #
 # Exit codes: 0 done, 1 refused or failed on a worker, 2 a mistake on the command line, 3 to 5 see status.
 set -euo pipefail

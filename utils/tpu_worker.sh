@@ -164,11 +164,22 @@ setup() {
     say "environment $venv: installed constraints-tpu.txt"
 }
 
+# torch_xla needs libpython, which lies beside uv's Python alone, and looks for it in its own lib (pytorch/xla#6372).
+LINK_LIBPYTHON='
+import pathlib, sysconfig
+library = pathlib.Path(sysconfig.get_config_var("LIBDIR"), sysconfig.get_config_var("INSTSONAME"))
+link = pathlib.Path(sysconfig.get_path("platlib"), "torch_xla/lib", library.name)
+if library.suffix != ".a":
+    link.parent.mkdir(exist_ok=True)
+    link.symlink_to(library)
+'
+
 install() { # VENV PYTHON UV_OPTIONS...
     local venv=$1 python=$2 uv
     shift 2
     uv=$(find_uv) && "$uv" venv --clear --python "$python" "$venv" &&
-        "$uv" pip install --python "$venv/bin/python" -r requirements-tpu.txt -c constraints-tpu.txt "$@"
+        "$uv" pip install --python "$venv/bin/python" -r requirements-tpu.txt -c constraints-tpu.txt "$@" &&
+        "$venv/bin/python" -c "$LINK_LIBPYTHON" && PJRT_DEVICE=CPU "$venv/bin/python" -c 'import torch_xla'
 }
 
 find_uv() { # prints its path; brings it, by the image's own pip, where it is missing

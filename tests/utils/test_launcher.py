@@ -13,6 +13,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -656,7 +657,11 @@ def test_the_way_to_the_workers_is_gclouds(pod: Pod, way: str) -> None:
 IMAGE = {
     "uv/uv": r"""
         if [[ -f ~/no_index ]]; then echo "Resolving"; echo "error: no index"; exit 1; fi >&2
-        if [[ $1 == venv ]]; then mkdir -p .venv/bin && ln -sf "$(type -P true)" .venv/bin/python; fi""",
+        if [[ $1 == venv ]]; then exec PYTHON -m venv --clear --without-pip .venv; fi
+        packages=$(.venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("platlib"))')
+        mkdir -p "$packages/torch_xla"
+        if [[ -f ~/broken_wheel ]]; then echo "import _XLAC"; fi >"$packages/torch_xla/__init__.py"
+        """.replace("PYTHON", sys.executable),
     "no_uv/python3": r"""
         if [[ ! -f ~/pip ]]; then echo "No module named pip" >&2; exit 1; fi
         if [[ $3 == install ]]; then mkdir -p "$6/bin" && cp "${0%/*}/../uv/uv" "$6/bin"; fi""",
@@ -684,7 +689,11 @@ def calls(pod: Pod) -> list[str]:
 
 
 def test_setup_installs_the_lock_once_and_shows_its_log_where_it_fails(pod: Pod, image: dict) -> None:
-    (pod.home(0) / "no_index").touch()
+    (pod.home(0) / "broken_wheel").touch()
+    done = pod.launch("setup", PATH=image["uv"])
+    (pod.home(0) / "broken_wheel").rename(pod.home(0) / "no_index")
+    assert done.returncode == 1
+    assert "worker 0: ModuleNotFoundError: No module named '_XLAC'" in lines(done)
     done = pod.launch("setup", PATH=image["uv"])
     (pod.home(0) / "no_index").unlink()
     assert done.returncode == 1
@@ -693,7 +702,7 @@ def test_setup_installs_the_lock_once_and_shows_its_log_where_it_fails(pod: Pod,
         "worker 0: Resolving",
         "worker 0: error: no index",
         f"worker 0: error: environment .venv: not installed, see above and {log}",
-        "worker 1: environment .venv: installed constraints-tpu.txt",
+        "worker 1: environment .venv: nothing to do",
         "error: not set up: see worker 0",
     ]
     done = pod.launch("setup", PATH=image["uv"])
@@ -702,6 +711,9 @@ def test_setup_installs_the_lock_once_and_shows_its_log_where_it_fails(pod: Pod,
         "worker 1: environment .venv: nothing to do",
     ]
     assert calls(pod) == ["uv venv --clear --python 3.11 .venv", f"{INSTALL} --torch-backend=cpu"]
+    soname = sysconfig.get_config_var("INSTSONAME")
+    links = list(pod.clone(0).glob("**/torch_xla/lib/*"))
+    assert [(link.name, link.exists()) for link in links] == [(soname, True)] * (not soname.endswith(".a"))
     assert git(pod.clone(0), "status", "--porcelain") == ""
     options = {"OCT_UV_OPTIONS": "--extra-index-url file:///wheels", "OCT_PYTHON": "3.12"}
     assert pod.launch("setup", PATH=image["uv"], **options).returncode == 0

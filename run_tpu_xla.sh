@@ -23,9 +23,9 @@
 # -f, --follow   -n LINES     for logs
 # --kill                      for stop: SIGKILL what still runs after the wait
 # --dry-run                   print the commands; nothing is run, and gcloud is not needed
-# Also from the environment: OCT_VENV (.venv), for setup OCT_PYTHON (3.11) and OCT_UV_OPTIONS of `uv pip install`
-# (--torch-backend=cpu: the CPU build of torch), OCT_MIN_DISK_GB (10), OCT_STOP_WAIT_S
-# (900), OCT_START_GRACE_S (5).
+# Also from the environment: OCT_VENV (.venv), for setup OCT_PYTHON (3.11) and OCT_UV_OPTIONS (of `uv pip install`:
+# --torch-backend=cpu), OCT_MIN_DISK_GB (10), OCT_STOP_WAIT_S (900), OCT_START_GRACE_S (300: how long the training
+# may take until its devices are open).
 #
 # Exit codes: 0 done, 1 refused or failed on a worker, 2 a mistake on the command line, 3 to 5 see status.
 set -euo pipefail
@@ -166,7 +166,11 @@ check_words() {
 
 training() { # sets `line` to the training command
     line=("$venv/bin/python" -m pretraining.train --config "$config" ${overrides[@]+"${overrides[@]}"})
-    if [[ -n $tpu ]] || compgen -G '/dev/accel*' >/dev/null; then line=(env PJRT_DEVICE=TPU "${line[@]}"); fi
+    if [[ -n $tpu ]]; then
+        line=(env PJRT_DEVICE=TPU "OCT_EXPECT_HOSTS=$num_workers" "${line[@]}")
+    elif compgen -G '/dev/accel*' >/dev/null; then
+        line=(env PJRT_DEVICE=TPU "${line[@]}")
+    fi
 }
 
 gcloud_tpu() { # WORKER SUBCOMMAND ARGUMENTS...: sets `line` to the gcloud command
@@ -193,7 +197,7 @@ check_line() {
 }
 start_line() {
     training
-    on_worker "$1" start "$launch" "${OCT_START_GRACE_S:-5}" "${line[@]}"
+    on_worker "$1" start "$launch" "${OCT_START_GRACE_S:-300}" "${line[@]}"
 }
 stop_line() { on_worker "$1" stop "${OCT_STOP_WAIT_S:-900}" "$kill_after"; }
 undo_line() { on_worker "$1" stop 10 yes "$launch"; } # what has just been started has nothing to save
@@ -214,8 +218,8 @@ sync_line() {
 # ---- on all workers at once
 
 # One gcloud a worker: with --worker=all, older ones drop the exit codes.
-fan_out() { # LINE_FUNCTION: run its line for each worker, tell what they said; sets `codes` and `failed`
-    local of_worker=$1 worker code
+fan_out() { # LINE_FUNCTION [together]: run its line for each worker, tell what they said; sets `codes` and `failed`
+    local of_worker=$1 together=${2:-} worker
     jobs=() codes=() failed=()
     for worker in "${workers[@]}"; do
         "$of_worker" "$worker"
@@ -229,15 +233,38 @@ fan_out() { # LINE_FUNCTION: run its line for each worker, tell what they said; 
         if [[ ! -f ~/.ssh/google_compute_engine ]]; then wait $! || true; fi
     done
     [[ -z $dry ]] || return 0
-    for worker in "${workers[@]}"; do
-        code=0
-        wait "${jobs[${#codes[@]}]}" || code=$?
+    if [[ -n $together ]]; then wait_for_failure; fi
+    local i code
+    for i in "${!workers[@]}"; do
+        worker=${workers[i]} code=0
+        wait "${jobs[i]}" || code=$?
         codes+=("$code")
+        if [[ -n $together && $code == 143 ]]; then
+            say "worker $worker: waited for the others"
+            continue
+        fi
         tell "$worker" "$code" "$scratch/$worker"
         if ((code > 0)); then failed+=("$worker"); fi
     done
     jobs=()
     ((${#failed[@]} == 0))
+}
+
+wait_for_failure() { # until all jobs have ended, or one has failed; the others may wait for that one
+    local job running=yes
+    while [[ -n $running ]]; do
+        sleep 0.2
+        running=''
+        for job in "${jobs[@]}"; do
+            if kill -0 "$job" 2>/dev/null; then
+                running=yes
+            elif ! wait "$job"; then
+                sleep 2 # for those that fail by themselves
+                end_jobs
+                return
+            fi
+        done
+    done
 }
 
 tell() { # WORKER CODE FILES: what it said; where it failed without a word of its own, gcloud's last
@@ -346,7 +373,7 @@ start_all() {
     [[ -z $dry ]] || launch=LAUNCH
     fan_out check_line || fail "nothing was started: see worker ${failed[*]}"
     trap 'trap - INT TERM; end_jobs; undo_start; exit 130' INT TERM
-    if ! fan_out start_line; then
+    if ! fan_out start_line together; then
         local guilty="${failed[*]}"
         undo_start
         fail "worker $guilty did not start, so the others were stopped"

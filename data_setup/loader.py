@@ -40,7 +40,7 @@ from data_setup.valid_field import token_valid
 from utils.config.schema import Config
 from utils.errors import ConfigError, UserError
 from utils.runtime.open import keep_freed_memory
-from utils.workers import follow_parent
+from utils.workers import count_loaders, follow_parent
 
 Batch = dict[str, Tensor]
 Sample = dict[Hashable, Any]  # the keys are those of MONAI's transforms
@@ -196,6 +196,7 @@ class Loader:
         self.global_batch = cfg.train.global_batch_size
         self.steps = range(start_step, start_step + num_steps)
         self.data = cfg.data
+        self.num_workers = count_loaders(cfg.data.workers)
         self.dataset = TrainingSamples(cfg, store, np.asarray(rows))
 
     def __len__(self) -> int:
@@ -204,7 +205,7 @@ class Loader:
     @cached_property
     def _batches(self) -> DataLoader[Sample]:
         sampler = MicroBatches(self.steps, self.global_batch, self.rank, self.world, self.accum)
-        if self.data.workers == 0:
+        if self.num_workers == 0:
             return DataLoader(self.dataset, batch_sampler=sampler, pin_memory=self.data.pin_memory)
         # A fork server, not fork: the training process has threads (torch, fsspec, zarr) and maybe a device.
         context = multiprocessing.get_context("forkserver")
@@ -212,7 +213,7 @@ class Loader:
         return DataLoader(
             self.dataset,
             batch_sampler=sampler,
-            num_workers=self.data.workers,
+            num_workers=self.num_workers,
             prefetch_factor=self.data.prefetch_factor,
             pin_memory=self.data.pin_memory,
             persistent_workers=self.data.persistent_workers,
@@ -233,18 +234,18 @@ class Loader:
             try:
                 return next(batches)
             except UserError as error:
-                if self.data.workers == 0:
+                if self.num_workers == 0:
                     raise
                 # torch wraps a worker's exception in its traceback; the last line is the message
                 message = str(error).strip().splitlines()[-1]
                 raise LoaderError(f"rank {self.rank}, step {step}: {message}") from error
             except (ConnectionError, EOFError) as error:
-                if self.data.workers == 0 or "DataLoader worker" in str(error):  # raised by its own code
+                if self.num_workers == 0 or "DataLoader worker" in str(error):  # raised by its own code
                     raise
                 message = f"expected a batch, found a worker that died handing it over: {error}"
                 raise LoaderError(f"{self._waiting(step, number)}: {message}") from error
             except RuntimeError as error:
-                if self.data.workers == 0:
+                if self.num_workers == 0:
                     raise
                 waited = time.monotonic() - start
                 where = self._waiting(step, number)
@@ -262,7 +263,7 @@ class Loader:
         """Names the worker that owes the batch: workers deliver in turn; a dead one may be another."""
         return (
             f"rank {self.rank}, step {step}, micro-batch {number % self.accum}, waiting for loader worker "
-            f"{number % self.data.workers} of {self.data.workers}"
+            f"{number % self.num_workers} of {self.num_workers}"
         )
 
 

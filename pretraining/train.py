@@ -42,7 +42,7 @@ from utils.config.schema import Config
 from utils.errors import EXIT_USER_ERROR, UserError
 from utils.log import NoLog, RunLog, log_failure, setup_logging
 from utils.report.pictures import bscan_with_masks, feature_pca, load_snapshot
-from utils.runtime.open import open_runtime
+from utils.runtime.open import open_runtime, report_opened
 from utils.runtime.processes import LostPeer
 from utils.runtime.single import Runtime, is_out_of_memory
 
@@ -58,6 +58,7 @@ def train(cfg: Config) -> int:
     """Run the configuration to its end or to SIGTERM; returns the exit code."""
     runtime = open_runtime(cfg.train.use_bf16, cfg.data.data_timeout_s)
     setup_logging(runtime.rank)
+    report_opened(runtime)
     runtime.catch_sigterm()
     with ExitStack() as outer:
         outer.push(partial(_leave_word, runtime))

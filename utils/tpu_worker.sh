@@ -164,11 +164,22 @@ setup() {
     say "environment $venv: installed constraints-tpu.txt"
 }
 
+# torch_xla needs libpython, which lies beside uv's Python alone, and looks for it in its own lib (pytorch/xla#6372).
+LINK_LIBPYTHON='
+import pathlib, sysconfig
+library = pathlib.Path(sysconfig.get_config_var("LIBDIR"), sysconfig.get_config_var("INSTSONAME"))
+link = pathlib.Path(sysconfig.get_path("platlib"), "torch_xla/lib", library.name)
+if library.suffix != ".a":
+    link.parent.mkdir(exist_ok=True)
+    link.symlink_to(library)
+'
+
 install() { # VENV PYTHON UV_OPTIONS...
     local venv=$1 python=$2 uv
     shift 2
     uv=$(find_uv) && "$uv" venv --clear --python "$python" "$venv" &&
-        "$uv" pip install --python "$venv/bin/python" -r requirements-tpu.txt -c constraints-tpu.txt "$@"
+        "$uv" pip install --python "$venv/bin/python" -r requirements-tpu.txt -c constraints-tpu.txt "$@" &&
+        "$venv/bin/python" -c "$LINK_LIBPYTHON" && PJRT_DEVICE=CPU "$venv/bin/python" -c 'import torch_xla'
 }
 
 find_uv() { # prints its path; brings it, by the image's own pip, where it is missing
@@ -222,10 +233,11 @@ start() {
     printf '%q ' "$@" >"$STATE/command"
     say "== $(date '+%F %T') start at commit $(git rev-parse --short=10 HEAD): $(<"$STATE/command")" >>"$LOG"
     setsid nohup bash "$self" supervise "$wanted" "$@" </dev/null >>"$LOG" 2>&1 9>&- &
-    # Report an error in the first seconds at once; `status` shows a later end.
+    # Wait for what utils/runtime/open.py says of every host once its devices are open; `status` shows a later end.
     deadline=$((SECONDS + grace))
-    until [[ -f $STATE/exit_code ]] || { [[ -f $STATE/process ]] && ((SECONDS >= deadline)); }; do
-        ((SECONDS < deadline + 60)) || fail "nothing was started within 60 s; see logs"
+    until [[ -f $STATE/exit_code ]] ||
+        [[ -f $STATE/process && $(last_attempt | grep -c '^opened: ') != 0 ]]; do
+        ((SECONDS < deadline)) || fail "opened no devices within $grace s (OCT_START_GRACE_S); see logs"
         sleep 0.1
     done
     if [[ -f $STATE/exit_code ]]; then

@@ -11,8 +11,18 @@ from contextlib import contextmanager
 from typing import TypeVar
 
 STORAGE_THREADS = 16  # calls that wait for storage at the same time
+MAX_LOADERS = 32  # a host of a TPU has hundreds of CPUs, and its devices take no more than so many give
 _T = TypeVar("_T")
 _R = TypeVar("_R")
+
+
+def count_loaders(wanted: int | None) -> int:
+    """The loader processes of this process: `wanted`; for None one a CPU of its share, without its own."""
+    if wanted is not None:
+        return wanted
+    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    share = cpus // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # torchrun's processes on this machine
+    return min(max(share - 1, 1), MAX_LOADERS)
 
 
 def follow_parent() -> None:

@@ -219,6 +219,20 @@ class HangingStore(FailingStore):
         time.sleep(60)
 
 
+@pytest.mark.parametrize(
+    ("cpus", "processes", "workers"), [(1, 1, 1), (2, 1, 1), (8, 1, 7), (240, 1, 32), (128, 8, 15), (4, 8, 1)]
+)
+def test_null_workers_are_a_process_share_of_the_cpus(
+    store: PreparedStore, monkeypatch: pytest.MonkeyPatch, cpus: int, processes: int, workers: int
+) -> None:
+    """A host of a TPU v4 has 240 CPUs for one process, a machine with eight GPUs shares them."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cpus)))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(processes))
+    loader = Loader(small_config("data.workers=null"), store, np.arange(3), num_steps=1)
+    assert loader._batches.num_workers == workers
+    assert Loader(small_config(), store, np.arange(3), num_steps=1)._batches.num_workers == 0
+
+
 def test_workers_use_one_torch_thread(store_url: str) -> None:
     still = ["augment.rotate_hw_deg=0", "augment.scale_range=[1,1]", "augment.shift_fraction=0"]
     cfg = small_config("data.workers=1", "augment.flip_w_prob=0", "augment.rotate_dw_deg=0", *still)

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from pretraining.tpu_fit import cli as tpu_fit
 from pretraining.tpu_fit.compile import collectives, shape_bytes, unpack_booleans, wanted_bytes
@@ -20,6 +21,7 @@ from pretraining.tpu_fit.verdict import PARTS, describe, facts_of
 from tests.support.model_factory import small_config
 from utils.config.load import load_config
 from utils.errors import ConfigError, UserError
+from utils.runtime.device_peak import device_peak
 
 ROOT = Path(__file__).resolve().parents[2]
 VJEPA2 = "configs/pretrain_oct_vjepa2.yaml"
@@ -298,8 +300,32 @@ def test_the_failure_of_a_process_is_one_line(monkeypatch: pytest.MonkeyPatch, t
         tpu_fit._run("aot", "pretraining.tpu_fit.compile", [], tmp_path / "1.partial", {})
 
 
-def test_datasheets() -> None:
+JAX_CHIPS = """
+import json
+from jax.experimental.pallas import tpu
+
+chips = {"v4": (tpu.ChipVersion.TPU_V4, 2), "v5e": (tpu.ChipVersion.TPU_V5E, 1)}
+infos = {name: tpu.get_tpu_info_for_chip(*chip) for name, chip in chips.items()}
+keys = "hbm_capacity_bytes", "bf16_ops_per_second", "mem_bw_bytes_per_second"
+print(json.dumps({name: [i.num_cores * getattr(i, key) for key in keys] for name, i in infos.items()}))
+"""
+
+
+@pytest.mark.xla
+def test_datasheets_are_those_of_jax() -> None:
+    """By its own table, in rounded numbers and per core, jax sizes its kernels; links are not in it."""
+    command = [str(environment("aot")), "-c", JAX_CHIPS]
+    chips = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
     for name, place in TOPOLOGIES.items():
+        sheet = [place.hbm_gib * 2**30, place.bf16_tflop_per_s * 1e12, place.hbm_gb_per_s * 1e9]
+        assert sheet == pytest.approx(chips[place.libtpu_name.split(":")[0]], rel=0.03), name
+
+
+def test_datasheets() -> None:
+    kinds = {"v4": "TPU v4", "v5e": "TPU v5 lite"}
+    for name, place in TOPOLOGIES.items():
+        peak = device_peak(torch.device("xla"), kinds[place.libtpu_name.split(":")[0]], use_bf16=True)
+        assert place.bf16_tflop_per_s * 1e12 == peak.flops_per_s, name
         assert place.chips % place.hosts == 0, name
         assert place.chips == np.prod([int(n) for n in place.libtpu_name.split(":")[1].split("x")]), name
 

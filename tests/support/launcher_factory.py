@@ -110,7 +110,7 @@ class Pod:
             "FAKE_GCLOUD": str(self.folder),
             "OCT_DIR": "the clone",
             "OCT_MIN_DISK_GB": "0",
-            "OCT_START_GRACE_S": "0",
+            "OCT_START_GRACE_S": "240",
             **(more or {}),
         }
 

@@ -7,11 +7,13 @@ tests/whole_runs/test_launcher_runs.py trains.
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import shutil
 import signal
 import subprocess
 import sys
+import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -24,6 +26,7 @@ from tests.support.process_factory import is_running
 from utils.check_paths import check_paths
 from utils.config.load import load_config
 from utils.errors import UserError
+from utils.runtime.open import open_runtime, report_opened
 
 SCRIPTS = [ROOT / "run_tpu_xla.sh", ROOT / "utils" / "tpu_worker.sh", ROOT / ".ci" / "run"]
 CONFIG = "configs/small.yaml"
@@ -35,6 +38,8 @@ PYTHON = r"""#!/usr/bin/env bash
 train() {
     trap 'echo "stopped by SIGTERM at step 3 of 8"; exit 76' TERM
     if [[ -f ~/deaf ]]; then trap '' TERM; setsid sleep 600 & fi
+    while [[ -f ~/slow ]]; do sleep 0.05; done
+    echo "opened: 2 x TPU, host 1 of 2"
     echo "resuming"
     until [[ -f ~/exit_code ]]; do sleep 0.05; done
     echo "error: the reason"
@@ -45,7 +50,7 @@ case "$*" in
 "-m utils.check_paths "*) if [[ -f ~/no_store ]]; then echo "error: data.store: none there" >&2; exit 2; fi
     echo "store readable" ;;
 "-m pretraining.train "*)
-    printf '%s\n' "PJRT_DEVICE=${PJRT_DEVICE:-}" "$@" >~/argv
+    printf '%s\n' "$PJRT_DEVICE, $OCT_EXPECT_HOSTS hosts" "$@" >>~/argv
     if [[ -f ~/broken ]]; then echo "some words"; echo "error: optim.base_lr: too hot" >&2; exit 2; fi
     train ;;
 *) echo "error: no such call: $*" >&2; exit 9 ;;
@@ -125,7 +130,8 @@ def test_dry_run_prints_the_exact_commands(pod: Pod) -> None:
     where = "--zone=us-central2-b --project=a-project"
     go = f"{SSH} '--command={NO_CLONE}; exec bash utils/tpu_worker.sh"
     store = r"'\''data.store=/the store'\'''"
-    train = f"env PJRT_DEVICE=TPU .venv/bin/python -m pretraining.train --config {CONFIG} {store}"
+    variables = "env PJRT_DEVICE=TPU OCT_EXPECT_HOSTS=2"
+    train = f"{variables} .venv/bin/python -m pretraining.train --config {CONFIG} {store}"
     assert lines(done) == [
         "# tpu pod, zone us-central2-b, project a-project, workers 2",
         f"# commit {commit}, clone oct-foundation",
@@ -135,8 +141,8 @@ def test_dry_run_prints_the_exact_commands(pod: Pod) -> None:
         f"--quiet {where}",
         f"{go} check {commit} .venv 0 {CONFIG} {store} --quiet --worker=0 {where}",
         f"{go} check {commit} .venv 0 {CONFIG} {store} --quiet --worker=1 {where}",
-        f"{go} start LAUNCH 0 {train} --quiet --worker=0 {where}",
-        f"{go} start LAUNCH 0 {train} --quiet --worker=1 {where}",
+        f"{go} start LAUNCH 240 {train} --quiet --worker=0 {where}",
+        f"{go} start LAUNCH 240 {train} --quiet --worker=1 {where}",
     ]
     assert done.returncode == 0
     assert pod.calls() == before  # nothing was run
@@ -367,7 +373,7 @@ def test_start_refuse_status_stop_and_start_again(pod: Pod) -> None:
         wait_for(lambda worker=worker: pod.log_text(worker).endswith("resuming\n"))
         assert is_running(pid)
         assert (pod.home(worker) / "argv").read_text().splitlines() == [
-            *("PJRT_DEVICE=TPU", "-m", "pretraining.train", "--config", CONFIG, *OVERRIDES),
+            *("TPU, 2 hosts", "-m", "pretraining.train", "--config", CONFIG, *OVERRIDES),
         ]
     status = launch(pod, "status")
     assert status.returncode == 0
@@ -406,7 +412,8 @@ def test_start_refuse_status_stop_and_start_again(pod: Pod) -> None:
     assert status.returncode == 3
     assert status.stdout.count("start goes on): stopped by SIGTERM at step 3 of 8") == 2
 
-    assert launch(pod, "start", CONFIG).returncode == 0
+    done = launch(pod, "start", CONFIG)
+    assert done.returncode == 0, done
     assert pod.log_text(0).count(" start at commit ") == 2
     wait_for(lambda: pod.log_text(0).endswith("resuming\n"))
     assert launch(pod, "logs", "-n", "1", "--worker=0").stdout == "worker 0: resuming\n"
@@ -504,36 +511,60 @@ def test_a_pid_that_is_somebody_elses_now_is_left_alone(pod: Pod) -> None:
 
 
 def test_one_worker_that_does_not_start_stops_the_others(pod: Pod) -> None:
+    """The other waits for it and opens nothing; nobody waits for the end of the grace."""
+    (pod.home(0) / "slow").touch()
     (pod.home(1) / "broken").touch()
-    done = launch(pod, "start", CONFIG, OCT_START_GRACE_S="6")
+    done = launch(pod, "start", CONFIG, OCT_START_GRACE_S="60")
     (pod.home(1) / "broken").unlink()
+    (pod.home(0) / "slow").unlink()
     assert done.returncode == 1
     pid = pod.pid(0)
     output = lines(done)
     assert "worker 1: error: ended at once with exit code 2: error: optim.base_lr: too hot" in output
+    assert "worker 0: waited for the others" in output
     assert f"worker 0: stopped, pid {pid}, exit code 76: stopped by SIGTERM at step 3 of 8" in output
     assert output[-1] == "error: worker 1 did not start, so the others were stopped"
     assert not is_running(pid)
 
 
+def test_a_worker_that_opens_no_devices_is_seen_when_the_grace_is_over(pod: Pod) -> None:
+    (pod.home(1) / "slow").touch()
+    done = launch(pod, "start", CONFIG, OCT_START_GRACE_S="2")
+    (pod.home(1) / "slow").unlink()
+    assert done.returncode == 1
+    assert f"worker 0: started, pid {pod.pid(0)}" in lines(done)
+    assert "worker 1: error: opened no devices within 2 s (OCT_START_GRACE_S); see logs" in lines(done)
+    assert lines(done)[-1] == "error: worker 1 did not start, so the others were stopped"
+    assert not any(map(is_running, pod.started()))
+
+
+def start_on_worker(pod: Pod, name: str) -> subprocess.Popen[str]:
+    words = ["start", name, "60", str(pod.folder / "venv/bin/python"), "-m", "pretraining.train", "x"]
+    return subprocess.Popen(
+        ["bash", "utils/tpu_worker.sh", *words],
+        cwd=pod.clone(0),
+        env=pod.environment() | {"HOME": str(pod.home(0)), "PJRT_DEVICE": "TPU", "OCT_EXPECT_HOSTS": "1"},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+
+
+def test_of_two_starts_at_once_one_is_refused(pod: Pod) -> None:
+    """Two people at two machines; the devices of a TPU have one owner."""
+    (pod.home(0) / "argv").unlink(missing_ok=True)
+    (pod.home(0) / "slow").touch()
+    starts = [start_on_worker(pod, name) for name in ("one", "other")]
+    wait_for(lambda: any(start.poll() is not None for start in starts))
+    (pod.home(0) / "slow").unlink()
+    answers = {start.communicate()[0]: start.returncode for start in starts}
+    assert answers == {f"started, pid {pod.pid(0)}\n": 0, "error: another start is in progress here\n": 1}
+    assert (pod.home(0) / "argv").read_text().count("pretraining.train") == 1
+
+
 def test_a_start_that_gcloud_repeats_is_one_start(pod: Pod) -> None:
     """A broken connection makes gcloud send the command again."""
-    worker = [
-        *("bash", "utils/tpu_worker.sh", "start", "the-launch", "1"),
-        *(str(pod.folder / "venv/bin/python"), "-m", "pretraining.train", "x"),
-    ]
-    answers = [
-        subprocess.run(
-            worker,
-            cwd=pod.clone(0),
-            env=pod.environment() | {"HOME": str(pod.home(0))},
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for _ in range(2)
-    ]
-    assert [a.returncode for a in answers] == [0, 0]
-    assert answers[0].stdout == answers[1].stdout == f"started, pid {pod.pid(0)}\n"
+    answers = [start_on_worker(pod, "the-launch").communicate()[0] for _ in range(2)]
+    assert answers[0] == answers[1] == f"started, pid {pod.pid(0)}\n"
     other = subprocess.run(
         ["bash", "utils/tpu_worker.sh", "stop", "5", "yes", "another-launch"],
         cwd=pod.clone(0),
@@ -626,7 +657,11 @@ def test_the_way_to_the_workers_is_gclouds(pod: Pod, way: str) -> None:
 IMAGE = {
     "uv/uv": r"""
         if [[ -f ~/no_index ]]; then echo "Resolving"; echo "error: no index"; exit 1; fi >&2
-        if [[ $1 == venv ]]; then mkdir -p .venv/bin && ln -sf "$(type -P true)" .venv/bin/python; fi""",
+        if [[ $1 == venv ]]; then exec PYTHON -m venv --clear --without-pip .venv; fi
+        packages=$(.venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("platlib"))')
+        mkdir -p "$packages/torch_xla"
+        if [[ -f ~/broken_wheel ]]; then echo "import _XLAC"; fi >"$packages/torch_xla/__init__.py"
+        """.replace("PYTHON", sys.executable),
     "no_uv/python3": r"""
         if [[ ! -f ~/pip ]]; then echo "No module named pip" >&2; exit 1; fi
         if [[ $3 == install ]]; then mkdir -p "$6/bin" && cp "${0%/*}/../uv/uv" "$6/bin"; fi""",
@@ -654,7 +689,11 @@ def calls(pod: Pod) -> list[str]:
 
 
 def test_setup_installs_the_lock_once_and_shows_its_log_where_it_fails(pod: Pod, image: dict) -> None:
-    (pod.home(0) / "no_index").touch()
+    (pod.home(0) / "broken_wheel").touch()
+    done = pod.launch("setup", PATH=image["uv"])
+    (pod.home(0) / "broken_wheel").rename(pod.home(0) / "no_index")
+    assert done.returncode == 1
+    assert "worker 0: ModuleNotFoundError: No module named '_XLAC'" in lines(done)
     done = pod.launch("setup", PATH=image["uv"])
     (pod.home(0) / "no_index").unlink()
     assert done.returncode == 1
@@ -663,7 +702,7 @@ def test_setup_installs_the_lock_once_and_shows_its_log_where_it_fails(pod: Pod,
         "worker 0: Resolving",
         "worker 0: error: no index",
         f"worker 0: error: environment .venv: not installed, see above and {log}",
-        "worker 1: environment .venv: installed constraints-tpu.txt",
+        "worker 1: environment .venv: nothing to do",
         "error: not set up: see worker 0",
     ]
     done = pod.launch("setup", PATH=image["uv"])
@@ -672,6 +711,9 @@ def test_setup_installs_the_lock_once_and_shows_its_log_where_it_fails(pod: Pod,
         "worker 1: environment .venv: nothing to do",
     ]
     assert calls(pod) == ["uv venv --clear --python 3.11 .venv", f"{INSTALL} --torch-backend=cpu"]
+    soname = sysconfig.get_config_var("INSTSONAME")
+    links = list(pod.clone(0).glob("**/torch_xla/lib/*"))
+    assert [(link.name, link.exists()) for link in links] == [(soname, True)] * (not soname.endswith(".a"))
     assert git(pod.clone(0), "status", "--porcelain") == ""
     options = {"OCT_UV_OPTIONS": "--extra-index-url file:///wheels", "OCT_PYTHON": "3.12"}
     assert pod.launch("setup", PATH=image["uv"], **options).returncode == 0
@@ -720,6 +762,16 @@ def test_in_the_foreground(pod: Pod) -> None:
 
 def launch_foreground(pod: Pod, *words: str) -> subprocess.CompletedProcess[str]:
     return pod.launch(*words, tpu=None, OCT_VENV=str(pod.folder / "venv"))
+
+
+def test_training_says_that_its_devices_are_open(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runtime = open_runtime(use_bf16=False)
+    report_opened(runtime)
+    monkeypatch.setenv("OCT_EXPECT_HOSTS", "1")
+    report_opened(runtime)
+    assert re.fullmatch(r"opened: .+, host 1 of 1\n", capsys.readouterr().err)
 
 
 # ---- the paths of a configuration

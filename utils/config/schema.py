@@ -72,8 +72,8 @@ class DataConfig:
     cache_dir: str | None = key(None, may_change=True)
     # prepare only the first so many records after the filters; null: all
     max_samples: int | None = key(None, AT_LEAST_1)
-    # loader processes per rank; 0: in the training process
-    workers: int = key(1, AT_LEAST_0, may_change=True)
+    # loader processes per rank; 0: in the training process; null: by the CPUs of its machine, up to 32
+    workers: int | None = key(1, AT_LEAST_0, may_change=True)
     prefetch_factor: int = key(2, AT_LEAST_1, may_change=True)  # batches ahead per worker
     pin_memory: bool = False
     persistent_workers: bool = True

@@ -9,6 +9,7 @@ import ctypes
 import importlib.util
 import os
 import platform
+import sys
 
 import torch
 
@@ -37,6 +38,13 @@ def open_runtime(use_bf16: bool, data_timeout_s: float | None = None) -> Runtime
         device = torch.device("cuda", _local_gpu())
         torch.cuda.set_device(device)
     return Runtime(device, use_bf16, join(device, data_timeout_s + PEER_PATIENCE_S))
+
+
+def report_opened(runtime: Runtime) -> None:
+    """Say on each host that its devices are open: run_tpu_xla.sh sets the variable and waits for the line."""
+    if "OCT_EXPECT_HOSTS" in os.environ:
+        line = f"opened: {runtime.device_name}, host {runtime.rank + 1} of {runtime.world_size}"
+        print(line, file=sys.stderr, flush=True)
 
 
 def _open_xla(use_bf16: bool, timeout_s: float) -> Runtime:

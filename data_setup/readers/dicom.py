@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import PurePosixPath
@@ -61,6 +61,7 @@ _VOLUME_TAGS = [
     "PixelSpacing",
     "SliceThickness",
     "SpacingBetweenSlices",
+    "InConcatenationTotalNumber",
     "RescaleSlope",
     "RescaleIntercept",
     "SharedFunctionalGroupsSequence",
@@ -78,8 +79,8 @@ class OCTHeader:
     shape: tuple[int, int, int]
     spacing_mm: tuple[float, float, float]
     spacing_source: str  # of the B-scan distance: shared | per_frame | root | frame_positions | protocol
-    flip_d: bool  # frames in file order run inferior -> superior
-    orientation_source: str  # reference_coordinates | image_position | unknown
+    flip_d: bool  # frames as `open_volume` gives them run inferior -> superior
+    orientation_source: str  # reference_coordinates | assumed | unknown, and those of the importers
     device: str | None
     protocol: str | None
     laterality: str | None  # L | R
@@ -111,7 +112,7 @@ def decode_frames(url: str, options: StorageOptions | None = None) -> np.ndarray
 
 
 def open_volume(url: str, options: StorageOptions | None = None) -> tuple[OCTHeader, Iterator[np.ndarray]]:
-    """(header, frames uint8 [H, W] in *file* order): for little memory. Raises OCTReadError.
+    """(header, frames uint8 [H, W] in order of their positions): for little memory. Raises OCTReadError.
 
     The first frame is decoded before the header is returned, so the caller can trust the header's shape and
     allocate it. A fault of another frame is raised at that frame, a constant volume at the end. The caller
@@ -136,7 +137,7 @@ def read_header(file: BoundedFile, url: str) -> tuple[OCTHeader, int]:
     Faults of single compressed frames need `open_volume`.
     """
     ds = _read_dataset(file, _VOLUME_TAGS, url)
-    header, layout = _header(ds, url)
+    header, layout, _ = _header(ds, url)
     with named_faults(url, RejectReason.NOT_DICOM, "a pixel data element"):
         check_element(file, layout, url)
     return header, file.tell()
@@ -154,8 +155,8 @@ def _native(url: str, options: StorageOptions | None) -> Iterator[Any]:
 def _volume(url: str, options: StorageOptions | None) -> Iterator[Any]:
     with open_file(url, options) as opened:
         file = BoundedFile(opened)
-        header, layout = _header(_read_dataset(file, _VOLUME_TAGS, url), url)
-        frames = iter_pixels(file, layout, url)
+        header, layout, order = _header(_read_dataset(file, _VOLUME_TAGS, url), url)
+        frames = iter_pixels(file, layout, url, order)
         first = next(frames)
         if first.dtype.itemsize * 8 > layout.bits_allocated:
             expected, actual = f"{layout.bits_allocated} bits", f"{first.dtype} codestreams"
@@ -205,7 +206,8 @@ def _read_dataset(file: BoundedFile, tags: list[str], url: str) -> Dataset:
         return ds
 
 
-def _header(ds: Dataset, url: str) -> tuple[OCTHeader, PixelLayout]:
+def _header(ds: Dataset, url: str) -> tuple[OCTHeader, PixelLayout, Sequence[int] | None]:
+    """(header, description of the pixels, index in the file of each frame or None); raises OCTReadError."""
     with named_faults(url, RejectReason.NOT_DICOM, "a DICOM header"):
         sop_class = str(ds.get("SOPClassUID") or "")
         if sop_class != OPT_SOP_CLASS:
@@ -221,22 +223,21 @@ def _header(ds: Dataset, url: str) -> tuple[OCTHeader, PixelLayout]:
     _check_pixels(layout, high_bit, url)
     protocol = protocol_of_path(url) or protocol_of_text(text["ProtocolName"])
     device = _device(url, protocol, text["ManufacturerModelName"])
-    geometry.check_is_volume(raw, protocol, url)
     if layout.frames < 2:
         raise OCTReadError(url, RejectReason.NOT_A_VOLUME, "two B-scans or more", layout.frames)
     described = len(raw.per_frame)
     if described not in (0, layout.frames):
         expected = f"{number(layout.frames)} per-frame items (NumberOfFrames)"
         raise OCTReadError(url, RejectReason.FRAME_COUNT_MISMATCH, expected, described)
-    spacing_mm, spacing_source = geometry.spacing(raw, layout.frames, device, protocol, url)
-    flip_d, orientation_source = geometry.orientation(raw)
+    shape = (layout.frames, layout.rows, layout.columns)
+    measured = geometry.check_geometry(raw, shape, device, protocol, url)
     header = OCTHeader(
         url=url,
-        shape=(layout.frames, layout.rows, layout.columns),
-        spacing_mm=spacing_mm,
-        spacing_source=spacing_source,
-        flip_d=flip_d,
-        orientation_source=orientation_source,
+        shape=shape,
+        spacing_mm=measured.spacing_mm,
+        spacing_source=measured.spacing_source,
+        flip_d=measured.flip_d,
+        orientation_source=measured.orientation_source,
         device=device,
         protocol=protocol.name if protocol else None,
         laterality=laterality,
@@ -246,7 +247,7 @@ def _header(ds: Dataset, url: str) -> tuple[OCTHeader, PixelLayout]:
         inverted=layout.photometric == "MONOCHROME1",
         rescale=rescale,
     )
-    return header, layout
+    return header, layout, measured.order
 
 
 def _check_pixels(layout: PixelLayout, high_bit: int | None, url: str) -> None:

@@ -20,7 +20,8 @@ import numpy as np
 import pydicom
 from pydicom.dataset import Dataset
 
-from data_setup.protocols import DEVICES, Protocol, device_of_path, protocol_of_path, protocol_of_text
+from data_setup.manifest import Record
+from data_setup.protocols import BY_NAME, DEVICES, device_of_path, protocol_of_path, protocol_of_text
 from data_setup.readers import geometry
 from data_setup.readers.faults import (
     OCTReadError,
@@ -81,7 +82,7 @@ class OCTHeader:
     spacing_source: str  # of the B-scan distance: shared | per_frame | root | frame_positions | protocol
     flip_d: bool  # frames as `open_volume` gives them run inferior -> superior
     orientation_source: str  # reference_coordinates | assumed | unknown, and those of the importers
-    device: str | None
+    device: str | None  # as the file states it, else as manifest or path name it; protocol too
     protocol: str | None
     laterality: str | None  # L | R
     sop_instance_uid: str
@@ -111,14 +112,16 @@ def decode_frames(url: str, options: StorageOptions | None = None) -> np.ndarray
     return result
 
 
-def open_volume(url: str, options: StorageOptions | None = None) -> tuple[OCTHeader, Iterator[np.ndarray]]:
+def open_volume(
+    url: str, options: StorageOptions | None = None, record: Record | None = None
+) -> tuple[OCTHeader, Iterator[np.ndarray]]:
     """(header, frames uint8 [H, W] in order of their positions): for little memory. Raises OCTReadError.
 
     The first frame is decoded before the header is returned, so the caller can trust the header's shape and
     allocate it. A fault of another frame is raised at that frame, a constant volume at the end. The caller
-    reverses the frames when header.flip_d.
+    reverses the frames when header.flip_d. `record` names the device and the protocol, instead of the path.
     """
-    frames = _volume(url, options)
+    frames = _volume(url, options, record)
     return next(frames), frames
 
 
@@ -131,13 +134,13 @@ def read_volume(url: str, options: StorageOptions | None = None) -> OCTVolume:
     return OCTVolume(voxels, header)
 
 
-def read_header(file: BoundedFile, url: str) -> tuple[OCTHeader, int]:
+def read_header(file: BoundedFile, url: str, record: Record | None = None) -> tuple[OCTHeader, int]:
     """(header, offset of the pixel data) of an open file, without a pixel; raises OCTReadError.
 
     Faults of single compressed frames need `open_volume`.
     """
     ds = _read_dataset(file, _VOLUME_TAGS, url)
-    header, layout, _ = _header(ds, url)
+    header, layout, _ = _header(ds, url, record)
     with named_faults(url, RejectReason.NOT_DICOM, "a pixel data element"):
         check_element(file, layout, url)
     return header, file.tell()
@@ -152,10 +155,10 @@ def _native(url: str, options: StorageOptions | None) -> Iterator[Any]:
         yield from iter_pixels(file, layout, url)
 
 
-def _volume(url: str, options: StorageOptions | None) -> Iterator[Any]:
+def _volume(url: str, options: StorageOptions | None, record: Record | None) -> Iterator[Any]:
     with open_file(url, options) as opened:
         file = BoundedFile(opened)
-        header, layout, order = _header(_read_dataset(file, _VOLUME_TAGS, url), url)
+        header, layout, order = _header(_read_dataset(file, _VOLUME_TAGS, url), url, record)
         frames = iter_pixels(file, layout, url, order)
         first = next(frames)
         if first.dtype.itemsize * 8 > layout.bits_allocated:
@@ -206,7 +209,9 @@ def _read_dataset(file: BoundedFile, tags: list[str], url: str) -> Dataset:
         return ds
 
 
-def _header(ds: Dataset, url: str) -> tuple[OCTHeader, PixelLayout, Sequence[int] | None]:
+def _header(
+    ds: Dataset, url: str, record: Record | None
+) -> tuple[OCTHeader, PixelLayout, Sequence[int] | None]:
     """(header, description of the pixels, index in the file of each frame or None); raises OCTReadError."""
     with named_faults(url, RejectReason.NOT_DICOM, "a DICOM header"):
         sop_class = str(ds.get("SOPClassUID") or "")
@@ -221,8 +226,13 @@ def _header(ds: Dataset, url: str) -> tuple[OCTHeader, PixelLayout, Sequence[int
         high_bit = None if ds.get("HighBit") is None else int(ds.HighBit)
     layout = read_layout(ds, url)
     _check_pixels(layout, high_bit, url)
-    protocol = protocol_of_path(url) or protocol_of_text(text["ProtocolName"])
-    device = _device(url, protocol, text["ManufacturerModelName"])
+    stated = protocol_of_text(text["ProtocolName"])
+    protocol = (BY_NAME.get(record.protocol) if record else protocol_of_path(url)) or stated
+    device = record.device if record and record.device in DEVICES else device_of_path(url)
+    device = device or (protocol.device if protocol else None)
+    model = text["ManufacturerModelName"].lower()
+    stated_device = next((d for d, (_, name) in DEVICES.items() if name.lower() in model), None)
+    stated_device = stated_device or (stated.device if stated else None)
     if layout.frames < 2:
         raise OCTReadError(url, RejectReason.NOT_A_VOLUME, "two B-scans or more", layout.frames)
     described = len(raw.per_frame)
@@ -230,7 +240,7 @@ def _header(ds: Dataset, url: str) -> tuple[OCTHeader, PixelLayout, Sequence[int
         expected = f"{number(layout.frames)} per-frame items (NumberOfFrames)"
         raise OCTReadError(url, RejectReason.FRAME_COUNT_MISMATCH, expected, described)
     shape = (layout.frames, layout.rows, layout.columns)
-    measured = geometry.check_geometry(raw, shape, device, protocol, url)
+    measured = geometry.check_geometry(raw, shape, device or stated_device, protocol, url)
     header = OCTHeader(
         url=url,
         shape=shape,
@@ -238,8 +248,8 @@ def _header(ds: Dataset, url: str) -> tuple[OCTHeader, PixelLayout, Sequence[int
         spacing_source=measured.spacing_source,
         flip_d=measured.flip_d,
         orientation_source=measured.orientation_source,
-        device=device,
-        protocol=protocol.name if protocol else None,
+        device=stated_device or device,
+        protocol=(stated or protocol).name if stated or protocol else None,
         laterality=laterality,
         sop_instance_uid=text["SOPInstanceUID"],
         transfer_syntax=known(str(layout.transfer_syntax), pydicom.uid.UID_dictionary),
@@ -287,9 +297,3 @@ def _laterality(ds: Dataset, url: str) -> str | None:
     in_name = re.search(r"_([lr])_[0-9.]+\.dcm$", PurePosixPath(url).name)
     values.append(in_name[1].upper() if in_name else None)
     return next((str(v) for v in values if v in ("L", "R")), None)
-
-
-def _device(url: str, protocol: Protocol | None, model: str) -> str | None:
-    if device := device_of_path(url) or (protocol.device if protocol else None):
-        return device
-    return next((d for d, (_, name) in DEVICES.items() if name.lower() in model.lower()), None)

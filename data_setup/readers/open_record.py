@@ -20,6 +20,7 @@ from typing import IO, Any
 import numpy as np
 
 from data_setup.manifest import Record
+from data_setup.protocols import BY_NAME, DEVICES
 from data_setup.readers import dicom, heidelberg, images, nifti
 from data_setup.readers.dicom import OCTHeader, open_file
 from data_setup.readers.faults import OCTReadError, RejectReason
@@ -52,22 +53,18 @@ def open_record(
 ) -> tuple[OCTHeader, Iterator[np.ndarray]]:
     """(header, frames uint8 [H, W] in file order) of a record of any kind; as `dicom.open_volume`.
 
-    Raises OCTReadError; header_mismatch also where the file and the manifest name another eye, device or
-    protocol.
+    Raises OCTReadError; header_mismatch also where `check_manifest` does.
     """
     url, kind = record.url, _kind(record.url, options)
     if kind == "DICOM":
-        return dicom.open_volume(url, options)
-    if kind == "folder":
-        volume = images.read_folder(url, read_sidecar(join(url, FOLDER_SIDECAR), options), options)
+        header, volume = dicom.open_volume(url, options, record)
     else:
-        volume = _file_volume(kind, url, options)
-    header = next(volume)
-    for name in ("laterality", "device", "protocol"):
-        row_value, value = getattr(record, name), getattr(header, name)
-        if value is not None and row_value not in (value, "unknown"):
-            expected = f"{name} {row_value} as in the manifest"
-            raise OCTReadError(url, RejectReason.HEADER_MISMATCH, expected, f"another {name}")
+        if kind == "folder":
+            volume = images.read_folder(url, read_sidecar(join(url, FOLDER_SIDECAR), options), options)
+        else:
+            volume = _file_volume(kind, url, options)
+        header = next(volume)
+    check_manifest(record, header)
     return header, volume
 
 
@@ -159,7 +156,19 @@ def _stat_or_none(url: str, options: StorageOptions | None) -> ObjectStat | None
 
 
 def check_manifest(record: Record, header: OCTHeader) -> None:
-    """Raise header_mismatch when the file is not the one of its manifest row."""
+    """Raise header_mismatch when the file is not the one of its manifest row.
+
+    A DICOM file has its maker's words for device and protocol: they contradict no name of the manifest's own.
+    """
+    is_dicom = header.transfer_syntax.startswith("1.2.")
+    for name, words in (("laterality", ("L", "R")), ("device", DEVICES), ("protocol", BY_NAME)):
+        row_value, value = getattr(record, name), getattr(header, name)
+        is_comparable = row_value in words or not is_dicom
+        same = BY_NAME.get(row_value)  # versions 2 and 3 have two names for a protocol
+        names = (row_value, same.name if same else "unknown")
+        if value is not None and row_value != "unknown" and is_comparable and value not in names:
+            expected = f"{name} {row_value} as in the manifest"
+            raise OCTReadError(record.url, RejectReason.HEADER_MISMATCH, expected, f"another {name}")
     row_uid, uid = record.sop_instance_uid, header.sop_instance_uid
     if row_uid and uid and row_uid != uid:  # the file's own UID may identify a person: no message has it
         expected = f"SOPInstanceUID {row_uid} as in the manifest"

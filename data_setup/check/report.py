@@ -20,6 +20,7 @@ FULL_PASS_ONLY = (
     "frame_size_mismatch of single frames",
     "corrupt_pixel_data",
     "constant_volume",
+    "few_grey_levels, and values that a rescale would clip",
     "a field smaller than a voxel of the grid",
     "files that are no DICOM (counted as not_opened)",
 )

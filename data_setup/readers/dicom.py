@@ -36,6 +36,8 @@ from utils.config.schema import StorageOptions
 from utils.storage import is_remote, open_url, read_bytes
 
 _MAX_RESCALE = 2**16  # no grey scale needs more
+_ROUNDING = 1e-4  # of the range of values
+FEWEST_LEVELS = 64  # 12 bits in 16 leave 17, 13 leave 33
 OPT_SOP_CLASS = "1.2.840.10008.5.1.4.1.1.77.1.5.4"
 _PIXEL_TAGS = [
     "SamplesPerPixel",
@@ -90,6 +92,11 @@ class OCTHeader:
     bits_stored: int
     inverted: bool  # MONOCHROME1: stored white is black
     rescale: tuple[float, float]  # slope, intercept; (1, 0) when the file has none
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the stored values are the grey values."""
+        return self.bits_stored == 8 and self.rescale == (1.0, 0.0)
 
 
 @dataclass(frozen=True)
@@ -169,20 +176,43 @@ def _volume(url: str, options: StorageOptions | None, record: Record | None) -> 
 
 
 def grey_frames(frames: Iterable[np.ndarray], header: OCTHeader) -> Iterator[np.ndarray]:
-    """Stored values to uint8; raises OCTReadError constant_volume at the end where all voxels are equal."""
-    low, high = 255, 0
-    for frame in frames:
+    """Stored values to uint8; raises OCTReadError header_mismatch at a frame with values out of range.
+
+    At the end: constant_volume where all voxels are equal, few_grey_levels where fewer than FEWEST_LEVELS are
+    left of more than 8 bits, or of rescaled values. Nothing is stretched: a scale of each volume's own would
+    change its brightness against the others.
+    """
+    seen = np.zeros(256, bool)
+    top = 2**header.bits_stored - 1
+    for count, frame in enumerate(frames, start=1):
+        if not header.is_plain:
+            slope, intercept = header.rescale
+            ends = np.array([frame.min(), frame.max()], float)
+            share = (ends * slope + intercept) / top  # 0 black, 1 white
+            if share.min() < -_ROUNDING or share.max() > 1 + _ROUNDING:
+                expected = "values that end in 0 to 2^bits_stored - 1, or inside value_range"
+                actual = f"{ends[0]:g} to {ends[1]:g} in B-scan {count} of {header.shape[0]}"
+                if header.rescale != (1.0, 0.0):
+                    actual += f", times {slope:g} plus {intercept:g}"
+                raise OCTReadError(header.url, RejectReason.HEADER_MISMATCH, expected, actual)
         grey = to_uint8(frame, header)
-        low, high = min(low, int(grey.min())), max(high, int(grey.max()))
+        seen[grey.ravel() if not header.is_plain else [grey.min(), grey.max()]] = True
         yield grey
-    if low == high:
-        raise OCTReadError(header.url, RejectReason.CONSTANT_VOLUME, "an image", f"every voxel {low}")
+    levels = int(np.count_nonzero(seen))
+    if levels == 1:
+        actual = f"every voxel {seen.argmax()}"
+        raise OCTReadError(header.url, RejectReason.CONSTANT_VOLUME, "an image", actual)
+    if levels < FEWEST_LEVELS and not header.is_plain:
+        expected = (
+            f"{FEWEST_LEVELS} grey levels of 256 or more; BitsStored (bits_stored) is what the data use"
+        )
+        actual = f"{levels} of {header.bits_stored} bits, the brightest {255 - seen[::-1].argmax()}"
+        raise OCTReadError(header.url, RejectReason.FEW_GREY_LEVELS, expected, actual)
 
 
 def to_uint8(frame: np.ndarray, header: OCTHeader) -> np.ndarray:
     """Stored values to uint8: rescale slope and intercept, then 0..2^bits_stored - 1 linearly to 0..255."""
-    plain = header.rescale == (1.0, 0.0)
-    if not plain or header.bits_stored != 8 or frame.dtype != np.uint8:
+    if not header.is_plain or frame.dtype != np.uint8:
         slope, intercept = header.rescale
         scale = 255 / (2**header.bits_stored - 1)
         values = frame.astype(np.float32) * np.float32(slope * scale) + np.float32(intercept * scale)

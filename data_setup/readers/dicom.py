@@ -147,7 +147,7 @@ def read_header(file: BoundedFile, url: str, record: Record | None = None) -> tu
     Faults of single compressed frames need `open_volume`.
     """
     ds = _read_dataset(file, _VOLUME_TAGS, url)
-    header, layout, _ = _header(ds, url, record)
+    header, layout, _ = _header(ds, file, url, record)
     with named_faults(url, RejectReason.NOT_DICOM, "a pixel data element"):
         check_element(file, layout, url)
     return header, file.tell()
@@ -165,7 +165,7 @@ def _native(url: str, options: StorageOptions | None) -> Iterator[Any]:
 def _volume(url: str, options: StorageOptions | None, record: Record | None) -> Iterator[Any]:
     with open_file(url, options) as opened:
         file = BoundedFile(opened)
-        header, layout, order = _header(_read_dataset(file, _VOLUME_TAGS, url), url, record)
+        header, layout, order = _header(_read_dataset(file, _VOLUME_TAGS, url), file, url, record)
         frames = iter_pixels(file, layout, url, order)
         first = next(frames)
         if first.dtype.itemsize * 8 > layout.bits_allocated:
@@ -228,11 +228,12 @@ def open_file(url: str, options: StorageOptions | None) -> IO[bytes]:
 
 def _read_dataset(file: BoundedFile, tags: list[str], url: str) -> Dataset:
     """The attributes in `tags`; leaves the file at its pixel data element."""
-    with named_faults(url, RejectReason.NOT_DICOM, "a DICOM header"):
+    with named_faults(url, RejectReason.NOT_DICOM, "a whole DICOM header"):
         try:
             ds = pydicom.dcmread(file, stop_before_pixels=True, specific_tags=tags)
         except UnboundedReadError:  # pydicom would inflate all of it, to whatever size
-            expected, actual = "frames at known places", "a deflated file"
+            expected = "frames at known places: decompress it with dcmconv +te or the like"
+            actual = "Deflated Explicit VR Little Endian, a file deflated as a whole"
             raise OCTReadError(url, RejectReason.UNSUPPORTED_PIXELS, expected, actual) from None
         if not ds.file_meta.get("TransferSyntaxUID"):
             raise OCTReadError(url, RejectReason.NOT_DICOM, "a TransferSyntaxUID", "none")
@@ -240,7 +241,7 @@ def _read_dataset(file: BoundedFile, tags: list[str], url: str) -> Dataset:
 
 
 def _header(
-    ds: Dataset, url: str, record: Record | None
+    ds: Dataset, file: BoundedFile, url: str, record: Record | None
 ) -> tuple[OCTHeader, PixelLayout, Sequence[int] | None]:
     """(header, description of the pixels, index in the file of each frame or None); raises OCTReadError."""
     with named_faults(url, RejectReason.NOT_DICOM, "a DICOM header"):
@@ -249,6 +250,10 @@ def _header(
             name = known(sop_class, pydicom.uid.UID_dictionary)
             actual = pydicom.uid.UID(name).name if sop_class else "no SOPClassUID"
             raise OCTReadError(url, RejectReason.NOT_OPT, "Ophthalmic Tomography Image Storage", actual)
+        if file.tell() >= file.size:
+            expected = "a PixelData element"
+            actual = f"the end of the file after {file.size} bytes: a cut header, or a file without pixels"
+            raise OCTReadError(url, RejectReason.MISSING_PIXEL_DATA, expected, actual)
         raw = geometry.collect(ds)
         text = {k: str(ds.get(k) or "") for k in ("SOPInstanceUID", "ManufacturerModelName", "ProtocolName")}
         laterality = _laterality(ds, url)

@@ -42,6 +42,20 @@ _SUFFIXES = {
     ".fda": "Topcon FDA",
     ".fds": "Topcon FDS",
     ".img": "Zeiss IMG",
+    ".mat": "MATLAB",
+    ".mhd": "MetaImage",
+    ".mha": "MetaImage",
+    ".npy": "NumPy",
+    ".png": "a single image",
+    ".bmp": "a single image",
+    ".jpg": "a single image",
+    ".jpeg": "a single image",
+}
+_ADVICE = {  # kinds that are not looked into: what a user can do
+    **dict.fromkeys(
+        ("MATLAB", "MetaImage", "NumPy"), "a kind that can be opened: write it as NIfTI (.nii.gz)"
+    ),
+    "a single image": "a folder of B-scan images: name the folder in the manifest",
 }
 _CLOSED = ("Heidelberg E2E", "Heidelberg VOL", "Topcon FDA", "Topcon FDS", "Zeiss IMG")
 _OPENABLE = "a kind that can be opened: export it as DICOM or XML from the maker's software"
@@ -136,6 +150,8 @@ def _kind(url: str, options: StorageOptions | None) -> str:
 
 def _check_content(kind: str, file: IO[bytes], url: str) -> None:
     """Raise wrong_kind when the bytes are not those of the kind, unsupported_format for a closed one."""
+    if kind in _ADVICE:
+        raise OCTReadError(url, RejectReason.UNSUPPORTED_FORMAT, _ADVICE[kind], f"{kind}, by its name")
     actual, version = identify(file.read(_HEAD_BYTES))
     file.seek(0)
     if kind == "Zeiss IMG" and actual is None:  # raw voxels, without a mark

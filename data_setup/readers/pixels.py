@@ -18,10 +18,16 @@ import numpy as np
 from pydicom.dataset import Dataset
 from pydicom.encaps import encapsulate
 from pydicom.pixels import get_decoder
-from pydicom.uid import UID, JPEGLSTransferSyntaxes, JPEGTransferSyntaxes
+from pydicom.uid import UID, JPEGLSTransferSyntaxes, JPEGTransferSyntaxes, UID_dictionary
 
 from data_setup.readers.codestream import check_codestream, is_complete
-from data_setup.readers.faults import OCTReadError, RejectReason, UnboundedReadError, named_faults, number
+from data_setup.readers.faults import (
+    OCTReadError,
+    RejectReason,
+    UnboundedReadError,
+    named_faults,
+    number,
+)
 
 MAX_FRAME_BYTES = 2**30  # no OCT frame is near this; a header that claims more is wrong
 # A codec needs 20 times a frame's bytes. A frame above 8 MiB with more than this many times the bytes of its
@@ -176,9 +182,13 @@ def check_element(file: BoundedFile, layout: PixelLayout, url: str) -> None:
 
 
 def _decoder(syntax: UID, url: str) -> Any:
-    supported = "a transfer syntax that pydicom decodes frame by frame"
+    supported = "a transfer syntax that pydicom decodes frame by frame: export it uncompressed"
     with named_faults(url, RejectReason.UNSUPPORTED_PIXELS, supported):
-        decoder = get_decoder(syntax)
+        try:
+            decoder = get_decoder(syntax)
+        except NotImplementedError:
+            name = syntax.name if syntax in UID_dictionary else "another one"
+            raise OCTReadError(url, RejectReason.UNSUPPORTED_PIXELS, supported, name) from None
     if not decoder.is_available:
         package = "pylibjpeg pylibjpeg-openjpeg"
         if syntax in JPEGTransferSyntaxes + JPEGLSTransferSyntaxes:

@@ -583,6 +583,18 @@ def test_rescale_that_is_no_number(tmp_path: Path) -> None:
     assert reason_of(read_volume, str(path)) == RejectReason.NOT_FINITE
 
 
+def test_a_header_that_ends_early_says_so(tmp_path: Path) -> None:
+    path = Path(write_opt(tmp_path, speckle(), references=rows_down(6)))
+    data = path.read_bytes()
+    ends = [
+        data.index(struct.pack("<HH", *tag)) for tag in ((0x0028, 0x0011), (0x5200, 0x9229), (0x5200, 0x9230))
+    ]
+    for end in ends:
+        path.write_bytes(data[:end])
+        with pytest.raises(OCTReadError, match=f"missing_pixel_data.*after {end} bytes: a cut header"):
+            read_volume(str(path))
+
+
 def test_a_file_that_ends_early(tmp_path: Path) -> None:
     """Cut anywhere in its pixels, a file is truncated: no partial volume ever comes back."""
     for syntax in SYNTAXES:
@@ -643,15 +655,16 @@ def test_missing_codecs_are_named_with_their_pip_line(tmp_path: Path) -> None:
             read_volume(path)
         assert caught.value.reason == RejectReason.MISSING_CODEC
     path = write_opt(tmp_path, speckle(), edit=relabel("1.2.840.10008.1.2.4.102"))  # MPEG-4
-    assert reason_of(read_volume, path) == RejectReason.UNSUPPORTED_PIXELS
+    with pytest.raises(OCTReadError, match=r"unsupported_pixels.* found MPEG-4 AVC/H.264 High Profile"):
+        read_volume(path)
 
 
 def test_deflated_files_are_unsupported(tmp_path: Path) -> None:
     ds = opt_dataset(speckle())
     ds.file_meta.TransferSyntaxUID = DeflatedExplicitVRLittleEndian
     ds.save_as(tmp_path / "deflated.dcm", implicit_vr=False, little_endian=True)
-    reason = reason_of(read_volume, str(tmp_path / "deflated.dcm"))
-    assert reason == RejectReason.UNSUPPORTED_PIXELS
+    with pytest.raises(OCTReadError, match=r"unsupported_pixels.* found Deflated Explicit VR Little Endian"):
+        read_volume(str(tmp_path / "deflated.dcm"))
 
 
 def test_errors_survive_pickling() -> None:

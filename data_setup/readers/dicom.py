@@ -262,7 +262,8 @@ def _header(
     layout = read_layout(ds, url)
     _check_pixels(layout, high_bit, url)
     stated = protocol_of_text(text["ProtocolName"])
-    protocol = (BY_NAME.get(record.protocol) if record else protocol_of_path(url)) or stated
+    in_row = BY_NAME.get(record.protocol) if record else None
+    protocol = in_row or protocol_of_path(url) or stated
     device = record.device if record and record.device in DEVICES else device_of_path(url)
     device = device or (protocol.device if protocol else None)
     model = text["ManufacturerModelName"].lower()
@@ -274,6 +275,7 @@ def _header(
     if described not in (0, layout.frames):
         expected = f"{number(layout.frames)} per-frame items (NumberOfFrames)"
         raise OCTReadError(url, RejectReason.FRAME_COUNT_MISMATCH, expected, described)
+    named = stated or protocol
     shape = (layout.frames, layout.rows, layout.columns)
     measured = geometry.check_geometry(raw, shape, device or stated_device, protocol, url)
     header = OCTHeader(
@@ -284,7 +286,7 @@ def _header(
         flip_d=measured.flip_d,
         orientation_source=measured.orientation_source,
         device=stated_device or device,
-        protocol=(stated or protocol).name if stated or protocol else None,
+        protocol=named.name if named else None,
         laterality=laterality,
         sop_instance_uid=text["SOPInstanceUID"],
         transfer_syntax=known(str(layout.transfer_syntax), pydicom.uid.UID_dictionary),

@@ -53,7 +53,7 @@ def read_xml(url: str, options: StorageOptions | None) -> Iterator[Any]:
         raise OCTReadError(url, RejectReason.FRAME_SIZE_MISMATCH, "one size for all B-scans", sorted(sizes))
     shape = (len(scans), *scans[0].size)
     measured = check_geometry(_geometry(scans), shape, None, None, url)
-    urls = [join(folder, scans[index].file) for index in measured.order]
+    urls = [join(folder, scans[index].file) for index in measured.order or range(len(scans))]
     first = next(iter_images(urls, url, options))
     header = make_header(
         url,

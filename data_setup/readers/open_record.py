@@ -65,11 +65,12 @@ _HEAD_BYTES = 1024
 def open_record(
     record: Record, options: StorageOptions | None = None
 ) -> tuple[OCTHeader, Iterator[np.ndarray]]:
-    """(header, frames uint8 [H, W] in file order) of a record of any kind; as `dicom.open_volume`.
+    """(header, frames uint8 [H, W] in order) of a record of any kind; as `dicom.open_volume`.
 
     Raises OCTReadError; header_mismatch also where `check_manifest` does.
     """
     url, kind = record.url, _kind(record.url, options)
+    volume: Iterator[Any]
     if kind == "DICOM":
         header, volume = dicom.open_volume(url, options, record)
     else:

@@ -44,7 +44,7 @@ from data_setup.check.audit import audit_files, list_tree
 from data_setup.manifest import RECOMMENDED, Record, RecordList, read_records
 from data_setup.readers.dicom import OCTHeader
 from data_setup.readers.faults import OCTReadError, RejectReason
-from data_setup.readers.open_record import check_manifest, open_record, source_stat
+from data_setup.readers.open_record import open_record, source_stat
 from data_setup.resample import Resampled, resample_frames
 from data_setup.store.format import KEPT, UNREAD, read_attrs
 from data_setup.store.summary import rows_text, run_line, shorten, summarise, table
@@ -95,7 +95,6 @@ def prepare_row(job: Job) -> Outcome:
         source = source_stat(job.record, job.options)
         fields |= {"source_size": source.size, "source_version": source.etag_or_mtime}
         header, frames = open_record(job.record, job.options)
-        check_manifest(job.record, header)
         volume = _resample(job, header, frames)
         measured = measure(volume)
         if measured["intensity_std"] == 0:

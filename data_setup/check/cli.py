@@ -84,7 +84,7 @@ def read_finding(item: Item, options: StorageOptions) -> Finding:
         else:
             with named_faults(item.url, RejectReason.NOT_DICOM, "a DICOM file"):
                 bounded = BoundedFile(file)
-            header, pixel_start = read_header(bounded, item.url)
+            header, pixel_start = read_header(bounded, item.url, record)
             finding = _described(finding, header, pixel_start)
             if record is not None:
                 check_manifest(record, header)

@@ -20,6 +20,7 @@ FULL_PASS_ONLY = (
     "frame_size_mismatch of single frames",
     "corrupt_pixel_data",
     "constant_volume",
+    "few_grey_levels, and values that a rescale would clip",
     "a field smaller than a voxel of the grid",
     "files that are no DICOM (counted as not_opened)",
 )
@@ -146,7 +147,10 @@ def table(report: Mapping[str, Any]) -> str:
             f"{_commonest(part['spacing_um'])}"
         )
     for name, part in report["by_device"].items():
-        lines.append(f"{name}: {part['files']} files, {_words(part['transfer_syntax'])}")
+        lines.append(
+            f"{name}: {part['files']} files, {_words(part['transfer_syntax'])}; "
+            f"orientation from: {_words(part['orientation_source'])}"
+        )
     lines.append(f"manifest rows not used: {_words(report['skipped'])}")
     if report["not_opened"]:
         lines.append(f"no DICOM, not opened: {_words(report['not_opened'])}")

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import PurePosixPath
@@ -20,7 +20,8 @@ import numpy as np
 import pydicom
 from pydicom.dataset import Dataset
 
-from data_setup.protocols import DEVICES, Protocol, device_of_path, protocol_of_path, protocol_of_text
+from data_setup.manifest import Record
+from data_setup.protocols import BY_NAME, DEVICES, device_of_path, protocol_of_path, protocol_of_text
 from data_setup.readers import geometry
 from data_setup.readers.faults import (
     OCTReadError,
@@ -35,6 +36,8 @@ from utils.config.schema import StorageOptions
 from utils.storage import is_remote, open_url, read_bytes
 
 _MAX_RESCALE = 2**16  # no grey scale needs more
+_ROUNDING = 1e-4  # of the range of values
+FEWEST_LEVELS = 64  # 12 bits in 16 leave 17, 13 leave 33
 OPT_SOP_CLASS = "1.2.840.10008.5.1.4.1.1.77.1.5.4"
 _PIXEL_TAGS = [
     "SamplesPerPixel",
@@ -61,6 +64,7 @@ _VOLUME_TAGS = [
     "PixelSpacing",
     "SliceThickness",
     "SpacingBetweenSlices",
+    "InConcatenationTotalNumber",
     "RescaleSlope",
     "RescaleIntercept",
     "SharedFunctionalGroupsSequence",
@@ -78,9 +82,9 @@ class OCTHeader:
     shape: tuple[int, int, int]
     spacing_mm: tuple[float, float, float]
     spacing_source: str  # of the B-scan distance: shared | per_frame | root | frame_positions | protocol
-    flip_d: bool  # frames in file order run inferior -> superior
-    orientation_source: str  # reference_coordinates | image_position | unknown
-    device: str | None
+    flip_d: bool  # frames as `open_volume` gives them run inferior -> superior
+    orientation_source: str  # reference_coordinates | assumed | unknown, and those of the importers
+    device: str | None  # as the file states it, else as manifest or path name it; protocol too
     protocol: str | None
     laterality: str | None  # L | R
     sop_instance_uid: str
@@ -88,6 +92,11 @@ class OCTHeader:
     bits_stored: int
     inverted: bool  # MONOCHROME1: stored white is black
     rescale: tuple[float, float]  # slope, intercept; (1, 0) when the file has none
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the stored values are the grey values."""
+        return self.bits_stored == 8 and self.rescale == (1.0, 0.0)
 
 
 @dataclass(frozen=True)
@@ -110,14 +119,16 @@ def decode_frames(url: str, options: StorageOptions | None = None) -> np.ndarray
     return result
 
 
-def open_volume(url: str, options: StorageOptions | None = None) -> tuple[OCTHeader, Iterator[np.ndarray]]:
-    """(header, frames uint8 [H, W] in *file* order): for little memory. Raises OCTReadError.
+def open_volume(
+    url: str, options: StorageOptions | None = None, record: Record | None = None
+) -> tuple[OCTHeader, Iterator[np.ndarray]]:
+    """(header, frames uint8 [H, W] in order of their positions): for little memory. Raises OCTReadError.
 
     The first frame is decoded before the header is returned, so the caller can trust the header's shape and
     allocate it. A fault of another frame is raised at that frame, a constant volume at the end. The caller
-    reverses the frames when header.flip_d.
+    reverses the frames when header.flip_d. `record` names the device and the protocol, instead of the path.
     """
-    frames = _volume(url, options)
+    frames = _volume(url, options, record)
     return next(frames), frames
 
 
@@ -130,13 +141,13 @@ def read_volume(url: str, options: StorageOptions | None = None) -> OCTVolume:
     return OCTVolume(voxels, header)
 
 
-def read_header(file: BoundedFile, url: str) -> tuple[OCTHeader, int]:
+def read_header(file: BoundedFile, url: str, record: Record | None = None) -> tuple[OCTHeader, int]:
     """(header, offset of the pixel data) of an open file, without a pixel; raises OCTReadError.
 
     Faults of single compressed frames need `open_volume`.
     """
     ds = _read_dataset(file, _VOLUME_TAGS, url)
-    header, layout = _header(ds, url)
+    header, layout, _ = _header(ds, file, url, record)
     with named_faults(url, RejectReason.NOT_DICOM, "a pixel data element"):
         check_element(file, layout, url)
     return header, file.tell()
@@ -151,11 +162,11 @@ def _native(url: str, options: StorageOptions | None) -> Iterator[Any]:
         yield from iter_pixels(file, layout, url)
 
 
-def _volume(url: str, options: StorageOptions | None) -> Iterator[Any]:
+def _volume(url: str, options: StorageOptions | None, record: Record | None) -> Iterator[Any]:
     with open_file(url, options) as opened:
         file = BoundedFile(opened)
-        header, layout = _header(_read_dataset(file, _VOLUME_TAGS, url), url)
-        frames = iter_pixels(file, layout, url)
+        header, layout, order = _header(_read_dataset(file, _VOLUME_TAGS, url), file, url, record)
+        frames = iter_pixels(file, layout, url, order)
         first = next(frames)
         if first.dtype.itemsize * 8 > layout.bits_allocated:
             expected, actual = f"{layout.bits_allocated} bits", f"{first.dtype} codestreams"
@@ -165,20 +176,43 @@ def _volume(url: str, options: StorageOptions | None) -> Iterator[Any]:
 
 
 def grey_frames(frames: Iterable[np.ndarray], header: OCTHeader) -> Iterator[np.ndarray]:
-    """Stored values to uint8; raises OCTReadError constant_volume at the end where all voxels are equal."""
-    low, high = 255, 0
-    for frame in frames:
+    """Stored values to uint8; raises OCTReadError header_mismatch at a frame with values out of range.
+
+    At the end: constant_volume where all voxels are equal, few_grey_levels where fewer than FEWEST_LEVELS are
+    left of more than 8 bits, or of rescaled values. Nothing is stretched: a scale of each volume's own would
+    change its brightness against the others.
+    """
+    seen = np.zeros(256, bool)
+    top = 2**header.bits_stored - 1
+    for count, frame in enumerate(frames, start=1):
+        if not header.is_plain:
+            slope, intercept = header.rescale
+            ends = np.array([frame.min(), frame.max()], float)
+            share = (ends * slope + intercept) / top  # 0 black, 1 white
+            if share.min() < -_ROUNDING or share.max() > 1 + _ROUNDING:
+                expected = "values that end in 0 to 2^bits_stored - 1, or inside value_range"
+                actual = f"{ends[0]:g} to {ends[1]:g} in B-scan {count} of {header.shape[0]}"
+                if header.rescale != (1.0, 0.0):
+                    actual += f", times {slope:g} plus {intercept:g}"
+                raise OCTReadError(header.url, RejectReason.HEADER_MISMATCH, expected, actual)
         grey = to_uint8(frame, header)
-        low, high = min(low, int(grey.min())), max(high, int(grey.max()))
+        seen[grey.ravel() if not header.is_plain else [grey.min(), grey.max()]] = True
         yield grey
-    if low == high:
-        raise OCTReadError(header.url, RejectReason.CONSTANT_VOLUME, "an image", f"every voxel {low}")
+    levels = int(np.count_nonzero(seen))
+    if levels == 1:
+        actual = f"every voxel {seen.argmax()}"
+        raise OCTReadError(header.url, RejectReason.CONSTANT_VOLUME, "an image", actual)
+    if levels < FEWEST_LEVELS and not header.is_plain:
+        expected = (
+            f"{FEWEST_LEVELS} grey levels of 256 or more; BitsStored (bits_stored) is what the data use"
+        )
+        actual = f"{levels} of {header.bits_stored} bits, the brightest {255 - seen[::-1].argmax()}"
+        raise OCTReadError(header.url, RejectReason.FEW_GREY_LEVELS, expected, actual)
 
 
 def to_uint8(frame: np.ndarray, header: OCTHeader) -> np.ndarray:
     """Stored values to uint8: rescale slope and intercept, then 0..2^bits_stored - 1 linearly to 0..255."""
-    plain = header.rescale == (1.0, 0.0)
-    if not plain or header.bits_stored != 8 or frame.dtype != np.uint8:
+    if not header.is_plain or frame.dtype != np.uint8:
         slope, intercept = header.rescale
         scale = 255 / (2**header.bits_stored - 1)
         values = frame.astype(np.float32) * np.float32(slope * scale) + np.float32(intercept * scale)
@@ -194,24 +228,32 @@ def open_file(url: str, options: StorageOptions | None) -> IO[bytes]:
 
 def _read_dataset(file: BoundedFile, tags: list[str], url: str) -> Dataset:
     """The attributes in `tags`; leaves the file at its pixel data element."""
-    with named_faults(url, RejectReason.NOT_DICOM, "a DICOM header"):
+    with named_faults(url, RejectReason.NOT_DICOM, "a whole DICOM header"):
         try:
             ds = pydicom.dcmread(file, stop_before_pixels=True, specific_tags=tags)
         except UnboundedReadError:  # pydicom would inflate all of it, to whatever size
-            expected, actual = "frames at known places", "a deflated file"
+            expected = "frames at known places: decompress it with dcmconv +te or the like"
+            actual = "Deflated Explicit VR Little Endian, a file deflated as a whole"
             raise OCTReadError(url, RejectReason.UNSUPPORTED_PIXELS, expected, actual) from None
         if not ds.file_meta.get("TransferSyntaxUID"):
             raise OCTReadError(url, RejectReason.NOT_DICOM, "a TransferSyntaxUID", "none")
         return ds
 
 
-def _header(ds: Dataset, url: str) -> tuple[OCTHeader, PixelLayout]:
+def _header(
+    ds: Dataset, file: BoundedFile, url: str, record: Record | None
+) -> tuple[OCTHeader, PixelLayout, Sequence[int] | None]:
+    """(header, description of the pixels, index in the file of each frame or None); raises OCTReadError."""
     with named_faults(url, RejectReason.NOT_DICOM, "a DICOM header"):
         sop_class = str(ds.get("SOPClassUID") or "")
         if sop_class != OPT_SOP_CLASS:
             name = known(sop_class, pydicom.uid.UID_dictionary)
             actual = pydicom.uid.UID(name).name if sop_class else "no SOPClassUID"
             raise OCTReadError(url, RejectReason.NOT_OPT, "Ophthalmic Tomography Image Storage", actual)
+        if file.tell() >= file.size:
+            expected = "a PixelData element"
+            actual = f"the end of the file after {file.size} bytes: a cut header, or a file without pixels"
+            raise OCTReadError(url, RejectReason.MISSING_PIXEL_DATA, expected, actual)
         raw = geometry.collect(ds)
         text = {k: str(ds.get(k) or "") for k in ("SOPInstanceUID", "ManufacturerModelName", "ProtocolName")}
         laterality = _laterality(ds, url)
@@ -219,26 +261,32 @@ def _header(ds: Dataset, url: str) -> tuple[OCTHeader, PixelLayout]:
         high_bit = None if ds.get("HighBit") is None else int(ds.HighBit)
     layout = read_layout(ds, url)
     _check_pixels(layout, high_bit, url)
-    protocol = protocol_of_path(url) or protocol_of_text(text["ProtocolName"])
-    device = _device(url, protocol, text["ManufacturerModelName"])
-    geometry.check_is_volume(raw, protocol, url)
+    stated = protocol_of_text(text["ProtocolName"])
+    in_row = BY_NAME.get(record.protocol) if record else None
+    protocol = in_row or protocol_of_path(url) or stated
+    device = record.device if record and record.device in DEVICES else device_of_path(url)
+    device = device or (protocol.device if protocol else None)
+    model = text["ManufacturerModelName"].lower()
+    stated_device = next((d for d, (_, name) in DEVICES.items() if name.lower() in model), None)
+    stated_device = stated_device or (stated.device if stated else None)
     if layout.frames < 2:
         raise OCTReadError(url, RejectReason.NOT_A_VOLUME, "two B-scans or more", layout.frames)
     described = len(raw.per_frame)
     if described not in (0, layout.frames):
         expected = f"{number(layout.frames)} per-frame items (NumberOfFrames)"
         raise OCTReadError(url, RejectReason.FRAME_COUNT_MISMATCH, expected, described)
-    spacing_mm, spacing_source = geometry.spacing(raw, layout.frames, device, protocol, url)
-    flip_d, orientation_source = geometry.orientation(raw)
+    named = stated or protocol
+    shape = (layout.frames, layout.rows, layout.columns)
+    measured = geometry.check_geometry(raw, shape, device or stated_device, protocol, url)
     header = OCTHeader(
         url=url,
-        shape=(layout.frames, layout.rows, layout.columns),
-        spacing_mm=spacing_mm,
-        spacing_source=spacing_source,
-        flip_d=flip_d,
-        orientation_source=orientation_source,
-        device=device,
-        protocol=protocol.name if protocol else None,
+        shape=shape,
+        spacing_mm=measured.spacing_mm,
+        spacing_source=measured.spacing_source,
+        flip_d=measured.flip_d,
+        orientation_source=measured.orientation_source,
+        device=stated_device or device,
+        protocol=named.name if named else None,
         laterality=laterality,
         sop_instance_uid=text["SOPInstanceUID"],
         transfer_syntax=known(str(layout.transfer_syntax), pydicom.uid.UID_dictionary),
@@ -246,7 +294,7 @@ def _header(ds: Dataset, url: str) -> tuple[OCTHeader, PixelLayout]:
         inverted=layout.photometric == "MONOCHROME1",
         rescale=rescale,
     )
-    return header, layout
+    return header, layout, measured.order
 
 
 def _check_pixels(layout: PixelLayout, high_bit: int | None, url: str) -> None:
@@ -286,9 +334,3 @@ def _laterality(ds: Dataset, url: str) -> str | None:
     in_name = re.search(r"_([lr])_[0-9.]+\.dcm$", PurePosixPath(url).name)
     values.append(in_name[1].upper() if in_name else None)
     return next((str(v) for v in values if v in ("L", "R")), None)
-
-
-def _device(url: str, protocol: Protocol | None, model: str) -> str | None:
-    if device := device_of_path(url) or (protocol.device if protocol else None):
-        return device
-    return next((d for d, (_, name) in DEVICES.items() if name.lower() in model.lower()), None)

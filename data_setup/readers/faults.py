@@ -40,6 +40,7 @@ class RejectReason(StrEnum):
     UNSUPPORTED_PIXELS = "unsupported_pixels"
     CORRUPT_PIXEL_DATA = "corrupt_pixel_data"
     CONSTANT_VOLUME = "constant_volume"
+    FEW_GREY_LEVELS = "few_grey_levels"
     MISSING_SPACING = "missing_spacing"
     IMPLAUSIBLE_SPACING = "implausible_spacing"
     NOT_A_VOLUME = "not_a_volume"

@@ -1,7 +1,8 @@
-"""Spacing and orientation of an OPT volume from its header; nothing is invented.
+"""Order, spacing and orientation of B-scans from what a file states; nothing is invented.
 
-In: the numbers that `collect` takes from the functional groups. Out: `spacing_mm` (D, H, W), and whether the
-frames have to be reversed to run superior -> inferior, each with its source. Lengths are in mm.
+In: the numbers that `collect` takes from a DICOM file's functional groups, or heidelberg.py from an XML.
+Out: `check_geometry` gives the order of the frames, `spacing_mm` (D, H, W), and whether they run
+inferior -> superior, each with its source; a file that contradicts itself is a reject. Lengths are in mm.
 Standard: DICOM PS3.3, Enhanced multi-frame functional groups and Ophthalmic Frame Location.
 """
 
@@ -24,8 +25,13 @@ PLAUSIBLE_MM = {"B-scan distance": (0.001, 0.6), "axial": (0.0005, 0.05), "later
 CIRRUS = "zeiss_cirrus"
 _SHOWN_MM = 100  # the largest length that a message repeats
 _AGREE = 1e-3  # relative: spacings of one volume
+_SHORT = 1e-6  # no direction
 _FAR = 1e9  # no coordinate is near this; the squares of larger ones overflow
-_PARALLEL = 0.95  # cosine: B-scans of one raster, and steps along one line
+_PARALLEL = 0.95  # signed cosine with the first B-scan's line; an opposite line mirrors its B-scan
+_ASIDE = 0.25  # of the field: how far from their line the B-scans may lie
+_UNEVEN = 0.25  # relative: a B-scan is missing where a step differs by more than this from the median
+_SAME_PLACE = 1e-3  # relative to the longest step
+_LENGTH = 0.05  # relative: two statements of one length
 
 
 @dataclass(frozen=True)
@@ -39,15 +45,30 @@ class Measures:
 
 @dataclass(frozen=True)
 class RawGeometry:
-    """The header's values about geometry, unchecked."""
+    """The file's values about geometry, unchecked; a tuple has an item for every frame, or none."""
 
     shared: Measures
     per_frame: tuple[Measures, ...]
     root: Measures
-    positions: tuple[tuple[float, ...] | None, ...]  # ImagePositionPatient of every frame
-    orientations: tuple[tuple[float, ...], ...]  # ImageOrientationPatient of the frames that have one
-    references: tuple[tuple[float, ...] | None, ...]  # ReferenceCoordinates of every frame
+    positions: tuple[tuple[float, ...] | None, ...]  # ImagePositionPatient
+    orientations: tuple[tuple[float, ...] | None, ...]  # ImageOrientationPatient
+    references: tuple[tuple[float, ...] | None, ...]  # ReferenceCoordinates: (row, column) of start .. end
     shapes: frozenset[str]  # OphthalmicImageOrientation values
+    stacks: frozenset[str] = frozenset()  # StackID values
+    numbers: tuple[tuple[float, ...] | None, ...] = ()  # InStackPositionNumber
+    parts: int = 1  # InConcatenationTotalNumber
+    reference_unit: str = "pixels"  # | mm
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """What is known about a volume; `order` has the index in the file of each frame, None: as in the file."""
+
+    order: tuple[int, ...] | None
+    spacing_mm: tuple[float, float, float]  # (D, H, W)
+    spacing_source: str  # of the B-scan distance: shared | per_frame | root | frame_positions | protocol
+    flip_d: bool  # the frames in this order run inferior -> superior
+    orientation_source: str  # reference_coordinates | assumed | unknown
 
 
 def numbers(value: Any) -> tuple[float, ...] | None:
@@ -89,53 +110,191 @@ def collect(ds: Dataset) -> RawGeometry:
     def item(group: Dataset | None, keyword: str) -> Dataset | None:
         return next(iter(group.get(keyword) or []), None) if group is not None else None
 
-    groups = ([shared] if shared is not None else []) + frames
-    orientations = [numbers(first(g, "PlaneOrientationSequence", "ImageOrientationPatient")) for g in groups]
-    shapes = [first(g, "OphthalmicFrameLocationSequence", "OphthalmicImageOrientation") for g in groups]
+    def of_frames(*path: str) -> tuple[tuple[float, ...] | None, ...]:
+        return tuple(numbers(first(frame, *path)) for frame in frames)
+
+    orientation = ("PlaneOrientationSequence", "ImageOrientationPatient")
+    common = numbers(first(shared, *orientation))
+    shapes = [
+        first(g, "OphthalmicFrameLocationSequence", "OphthalmicImageOrientation") for g in [shared, *frames]
+    ]
+    stacks = [first(g, "FrameContentSequence", "StackID") for g in frames]
     return RawGeometry(
         shared=measures(item(shared, "PixelMeasuresSequence")),
         per_frame=tuple(measures(item(f, "PixelMeasuresSequence")) for f in frames),
         root=measures(ds),
-        positions=tuple(numbers(first(f, "PlanePositionSequence", "ImagePositionPatient")) for f in frames),
-        orientations=tuple(o for o in orientations if o and len(o) == 6 and _are_near(o)),
-        references=tuple(
-            numbers(first(f, "OphthalmicFrameLocationSequence", "ReferenceCoordinates")) for f in frames
-        ),
+        positions=of_frames("PlanePositionSequence", "ImagePositionPatient"),
+        orientations=tuple(own or common for own in of_frames(*orientation)) or (common,),
+        references=of_frames("OphthalmicFrameLocationSequence", "ReferenceCoordinates"),
         shapes=frozenset(str(s) for s in shapes if s),
+        stacks=frozenset(str(s) for s in stacks if s),
+        numbers=of_frames("FrameContentSequence", "InStackPositionNumber"),
+        parts=int((numbers(ds.get("InConcatenationTotalNumber")) or (1,))[0]),
     )
 
 
-def check_is_volume(raw: RawGeometry, protocol: Protocol | None, url: str) -> None:
-    """Raise not_a_volume for radial and circle scans, which no D axis orders."""
-    parallel = "parallel B-scans (a volume)"
-    if protocol is not None and not protocol.is_volume:
-        raise OCTReadError(url, RejectReason.NOT_A_VOLUME, parallel, f"protocol {protocol.name}")
-    if raw.shapes - {"LINEAR"}:
-        terms = ("LINEAR", "NONLINEAR", "TRANSVERSE")
-        actual = f"OphthalmicImageOrientation {', '.join(sorted({known(s, terms) for s in raw.shapes}))}"
-        raise OCTReadError(url, RejectReason.NOT_A_VOLUME, parallel, actual)
-    rows = np.array([o[:3] for o in raw.orientations] or [(1.0, 0.0, 0.0)])
+def check_geometry(
+    raw: RawGeometry,
+    shape: tuple[int, int, int],
+    device: str | None,
+    protocol: Protocol | None,
+    url: str,
+) -> Geometry:
+    """The geometry of a volume of `shape` (frames, rows, columns).
+
+    The frames are ordered by their positions, else by InStackPositionNumber, else as in the file. Raises
+    OCTReadError: not_a_volume, frame_count_mismatch, missing_spacing, implausible_spacing, header_mismatch.
+    """
+    _check_one_volume(raw, protocol, url)
+    _check_directions(raw, url)
     lines = _reference_lines(raw)
-    if lines is None:
-        lines = np.array([[0.0, 1.0]])
-    for name, vectors in (("ImageOrientationPatient", rows), ("ReferenceCoordinates", lines)):
-        lengths = np.linalg.norm(vectors, axis=1)
-        cosine = np.abs(vectors @ vectors[0]) / np.maximum(lengths * lengths[0], 1e-12)
-        if np.any((cosine < _PARALLEL) & (lengths > 1e-6)) and lengths[0] > 1e-6:
-            angle = math.degrees(math.acos(min(1.0, float(cosine.min()))))
-            actual = f"{name} turned by {angle:.0f} degrees"
-            raise OCTReadError(url, RejectReason.NOT_A_VOLUME, parallel, actual)
+    points = {
+        "ImagePositionPatient": (_points(raw.positions, 3), "mm"),
+        "ReferenceCoordinates": (None if lines is None else lines.mean(axis=1), raw.reference_unit),
+    }
+    # A DICOM file may fill all positions with one placeholder; an XML's Start and End are measured.
+    are_measured = raw.reference_unit == "mm"
+    stated = {
+        n: (p, u) for n, (p, u) in points.items() if p is not None and (are_measured or np.ptp(p, 0).any())
+    }
+    # A count of frames that no item bears out may be any number: nothing of that length is made.
+    is_described = len(raw.positions) == shape[0]
+    order, distance = _order(raw, shape[0], stated, url) if is_described else (None, None)
+    spacing_mm, source = _spacing(raw, shape[0], distance, device, protocol, url)
+    if lines is not None and raw.reference_unit == "mm":
+        _check_lengths(lines, shape[2] * spacing_mm[2], url)
+    if order is None:
+        return Geometry(None, spacing_mm, source, False, "unknown")
+    whole = {name: p[order[-1]] - p[order[0]] for name, (p, _) in stated.items()}
+    return Geometry(tuple(order.tolist()), spacing_mm, source, *_orientation(whole))
 
 
-def spacing(
-    raw: RawGeometry, frames: int, device: str | None, protocol: Protocol | None, url: str
+def _check_one_volume(raw: RawGeometry, protocol: Protocol | None, url: str) -> None:
+    """Raise not_a_volume for radial and circle scans, several stacks, and a part of a volume."""
+    terms = ("LINEAR", "NONLINEAR", "TRANSVERSE")
+    shapes = ", ".join(sorted({known(s, terms) for s in raw.shapes}))
+    faults = {
+        f"protocol {protocol.name if protocol else None}": protocol is not None and not protocol.is_volume,
+        f"OphthalmicImageOrientation {shapes}": bool(raw.shapes - {"LINEAR"}),
+        f"{len(raw.stacks)} stacks (StackID): write each to a file of its own": len(raw.stacks) > 1,
+        f"one of {number(raw.parts)} parts (InConcatenationTotalNumber): join them": raw.parts > 1,
+    }
+    for actual in (text for text, is_fault in faults.items() if is_fault):
+        raise OCTReadError(url, RejectReason.NOT_A_VOLUME, "parallel B-scans of one whole volume", actual)
+
+
+def _check_directions(raw: RawGeometry, url: str) -> None:
+    """Raise not_a_volume where a B-scan runs another way than the first, header_mismatch for mirrored."""
+    planes = [o if o and len(o) == 6 and _are_near(o) else (0.0,) * 6 for o in raw.orientations or (None,)]
+    lines = _reference_lines(raw)
+    vectors = {
+        "ReferenceCoordinates": np.zeros((1, 2)) if lines is None else lines[:, 1] - lines[:, 0],
+        "rows of ImageOrientationPatient": np.array(planes)[:, :3],
+        "columns of ImageOrientationPatient": np.array(planes)[:, 3:],
+    }
+    for name, some in vectors.items():
+        lengths = np.linalg.norm(some, axis=1)
+        base = some[np.argmax(lengths > _SHORT)]
+        cosine = some @ base / np.maximum(lengths * np.linalg.norm(base), _SHORT**2)
+        for index in np.flatnonzero((cosine < _PARALLEL) & (lengths > _SHORT))[:1]:
+            angle = math.degrees(math.acos(max(-1.0, float(cosine[index]))))
+            expected = f"parallel B-scans of one direction ({name})"
+            actual = f"B-scan {index + 1} turned by {angle:.0f} degrees"
+            raise OCTReadError(url, RejectReason.NOT_A_VOLUME, expected, actual)
+    rows, columns = vectors["ReferenceCoordinates"].sum(axis=0)
+    x, y, z = vectors["rows of ImageOrientationPatient"].sum(axis=0)
+    is_mirrored = columns < -abs(rows) if lines is not None else x < -max(abs(y), abs(z))
+    if is_mirrored:
+        expected = "B-scans from left to right on the localizer, or to the patient's left"
+        raise OCTReadError(url, RejectReason.HEADER_MISMATCH, expected, "from right to left, so mirrored")
+
+
+def _check_lengths(lines: np.ndarray, width: float, url: str) -> None:
+    """Raise header_mismatch for a line [frames, 2, 2] of another length than its B-scan is wide, in mm."""
+    lengths = np.linalg.norm(lines[:, 1] - lines[:, 0], axis=1)
+    for index in np.flatnonzero(~(np.abs(lengths - width) <= _LENGTH * width))[:1]:
+        expected = f"Start to End of B-scan {index + 1} as long as Width x ScaleX, {width:.4g} mm"
+        actual = f"{number(lengths[index], _SHOWN_MM)} mm"
+        raise OCTReadError(url, RejectReason.HEADER_MISMATCH, expected, actual)
+
+
+def _order(
+    raw: RawGeometry, frames: int, stated: dict[str, tuple[np.ndarray, str]], url: str
+) -> tuple[np.ndarray, float | None]:
+    """(indices of the frames in order, distance between B-scans in mm or None)."""
+    order, distance = _order_by_number(raw.numbers, frames, bool(stated), url), None
+    for count, (name, (points, unit)) in enumerate(stated.items()):
+        along = _along_line(points, name, url)
+        if along[order[-1]] < along[order[0]]:
+            along = -along
+        by_place = order[np.argsort(along[order], kind="stable")]  # as it was where it runs backwards
+        rounding = 1.0 if unit == "pixels" else 0.0
+        if count == 0:
+            order = by_place
+        elif np.diff(along[order]).min() < -max(rounding, _SAME_PLACE * np.ptp(along)):
+            expected = f"frames in the order of {next(iter(stated))}"
+            raise OCTReadError(url, RejectReason.HEADER_MISMATCH, expected, f"another order in {name}")
+        steps = np.diff(along[order])
+        low, middle, high = float(steps.min()), float(np.median(steps)), float(steps.max())
+        if low <= _SAME_PLACE * high and (high > 2 * rounding or not rounding):
+            expected = f"B-scans beside each other ({name})"
+            actual = "some in one place: a B-scan twice, or two scans in one file"
+            raise OCTReadError(url, RejectReason.NOT_A_VOLUME, expected, actual)
+        if max(high - middle, middle - low) > _UNEVEN * middle + rounding:
+            actual = f"steps of {low:.3g} to {high:.3g} {unit}: B-scans are missing, or two scans in one file"
+            expected = f"evenly spaced B-scans ({name})"
+            raise OCTReadError(url, RejectReason.FRAME_COUNT_MISMATCH, expected, actual)
+        if unit == "mm" and distance is None:
+            whole = points[order[-1]] - points[order[0]]
+            distance = float(np.median(np.diff(points[order], axis=0) @ (whole / np.linalg.norm(whole))))
+    return order, distance
+
+
+def _order_by_number(
+    values: tuple[tuple[float, ...] | None, ...], frames: int, has_places: bool, url: str
+) -> np.ndarray:
+    """The indices by InStackPositionNumber; as in the file where not all frames have one, or all the same."""
+    in_file = np.arange(frames)
+    if len(values) != frames or not all(v is not None and _are_near(v) for v in values):
+        return in_file
+    column = np.array([v[0] for v in values if v is not None])
+    low, high, different = column.min(), column.max(), len(np.unique(column))
+    if different == 1:
+        return in_file
+    if different == frames == high - low + 1:
+        return np.argsort(column)
+    if has_places:  # they are better evidence
+        return in_file
+    expected = f"InStackPositionNumber {number(low)} to {number(high)}, each once"
+    raise OCTReadError(url, RejectReason.FRAME_COUNT_MISMATCH, expected, f"{different} in {frames} frames")
+
+
+def _along_line(points: np.ndarray, name: str, url: str) -> np.ndarray:
+    """How far each point lies along the line through the two that are farthest apart; raises not_a_volume."""
+    start = points[np.linalg.norm(points - points[0], axis=1).argmax()]
+    end = points[np.linalg.norm(points - start, axis=1).argmax()]
+    length = max(float(np.linalg.norm(end - start)), 1 / _FAR)
+    along = (points - start) @ ((end - start) / length)
+    aside = np.linalg.norm(points - start - np.outer(along / length, end - start), axis=1).max()
+    if aside > _ASIDE * length:
+        actual = f"some beside it by {aside / length:.0%} of its length"
+        raise OCTReadError(url, RejectReason.NOT_A_VOLUME, f"B-scans along one line ({name})", actual)
+    return along
+
+
+def _spacing(
+    raw: RawGeometry,
+    frames: int,
+    measured: float | None,
+    device: str | None,
+    protocol: Protocol | None,
+    url: str,
 ) -> tuple[tuple[float, float, float], str]:
     """(B-scan distance, axial, lateral) in mm and the source of the B-scan distance.
 
-    Shared groups first, then per frame, then root; sources: shared, per_frame, root, frame_positions,
-    protocol. Cirrus writes the lateral spacing into SliceThickness: there the frame positions come first,
-    then the field of the protocol. Raises OCTReadError missing_spacing, implausible_spacing or, where the
-    frames disagree, not_a_volume.
+    Shared groups first, then per frame, then root; then `measured`, the distance between the positions, which
+    has to agree. Cirrus writes the lateral spacing into SliceThickness: there the positions come first, then
+    the field of the protocol.
     """
     levels = {"shared": raw.shared, "per_frame": _agreed(raw.per_frame, url), "root": raw.root}
     planes = ((m.axial, m.lateral) for m in levels.values() if m.axial is not None and m.lateral is not None)
@@ -144,15 +303,18 @@ def spacing(
         raise OCTReadError(url, RejectReason.MISSING_SPACING, "PixelSpacing (axial, lateral)", "none")
     axial, lateral = plane
     header = next(((k, m.distance) for k, m in levels.items() if m.distance is not None), None)
-    measured = _position_distance(raw)
     positions = None if measured is None else ("frame_positions", measured)
     candidates = [header, positions]
+    is_trap = device == CIRRUS and header is not None and math.isclose(header[1], lateral, rel_tol=_AGREE)
     if device == CIRRUS:
         field = None
         if protocol is not None and frames > 1:
             field = ("protocol", protocol.field_mm[0] / (frames - 1))
-        is_lateral = header is not None and math.isclose(header[1], lateral, rel_tol=_AGREE)
-        candidates = [positions, field, None if is_lateral else header]
+        candidates = [positions, field, None if is_trap else header]
+    if header and measured and not is_trap and not math.isclose(header[1], measured, rel_tol=_LENGTH):
+        expected = f"SliceThickness within {100 * _LENGTH:g} % of the distance between positions"
+        texts = (f"{number(mm, _SHOWN_MM)} mm" for mm in (header[1], measured))
+        raise OCTReadError(url, RejectReason.HEADER_MISMATCH, expected, " and ".join(texts))
     chosen = next((c for c in candidates if c is not None), None)
     if chosen is None:
         actual = "none"
@@ -165,29 +327,34 @@ def spacing(
 
 
 def check_plausible(spacing_mm: tuple[float, float, float], source: str, url: str) -> None:
-    """Raise implausible_spacing for a (B-scan distance, axial, lateral) that no OCT volume has."""
+    """Raise implausible_spacing for a (B-scan distance, axial, lateral) in mm that no OCT volume has."""
     for (name, (low, high)), value in zip(PLAUSIBLE_MM.items(), spacing_mm, strict=True):
         if not low <= value <= high:
             expected = f"{name} spacing in {low:g}..{high:g} mm"
             actual = f"{number(value, _SHOWN_MM)} mm ({source})"
             raise OCTReadError(url, RejectReason.IMPLAUSIBLE_SPACING, expected, actual)
+    if not spacing_mm[1] < spacing_mm[2]:
+        expected = f"axial spacing below the lateral one, {spacing_mm[2]:g} mm"
+        actual = f"{spacing_mm[1]:g} mm: the two may be swapped ({source})"
+        raise OCTReadError(url, RejectReason.IMPLAUSIBLE_SPACING, expected, actual)
 
 
-def orientation(raw: RawGeometry) -> tuple[bool, str]:
-    """(flip D to run superior -> inferior, source); conflicting or absent evidence: (False, "unknown").
+def _orientation(whole: dict[str, np.ndarray]) -> tuple[bool, str]:
+    """(flip D to run superior -> inferior, source) by the way from the first place to the last.
 
     ReferenceCoordinates: rows of the localizer grow downwards, to inferior. ImagePositionPatient: along z it
-    is LPS (superior is +z); along y it grows to inferior, as the OCT converters write it.
+    is LPS (superior is +z); along y it is assumed to grow to inferior. No device's file has shown that yet,
+    so its source is "assumed". Conflicting or absent evidence, and a vertical raster: (False, "unknown").
     """
-    by_reference = _reference_direction(raw)
-    by_position = _position_direction(raw)
-    if by_reference and by_position and by_reference != by_position:
+    rows, columns = whole.get("ReferenceCoordinates", (0.0, 0.0))
+    x, y, z = whole.get("ImagePositionPatient", (0.0, 0.0, 0.0))
+    by_reference = np.sign(rows) if abs(rows) > abs(columns) else 0
+    by_position = (0, np.sign(y), -np.sign(z))[int(np.argmax(np.abs((x, y, z))))]
+    if by_reference * by_position < 0 or not (by_reference or by_position):
         return False, "unknown"
     if by_reference:
-        return by_reference < 0, "reference_coordinates"
-    if by_position:
-        return by_position < 0, "image_position"
-    return False, "unknown"
+        return bool(by_reference < 0), "reference_coordinates"
+    return bool(by_position < 0), "assumed"
 
 
 def _agreed(items: tuple[Measures, ...], url: str) -> Measures:
@@ -203,56 +370,14 @@ def _agreed(items: tuple[Measures, ...], url: str) -> Measures:
     return Measures(**values)
 
 
-def _positions(raw: RawGeometry) -> np.ndarray | None:
-    points = [p for p in raw.positions if p and len(p) == 3 and _are_near(p)]
-    return np.array(points) if len(points) == len(raw.positions) and len(points) > 1 else None
-
-
-def _position_distance(raw: RawGeometry) -> float | None:
-    """Median distance between neighbouring frames, when their positions step along one line."""
-    points = _positions(raw)
-    if points is None:
-        return None
-    steps = np.diff(points, axis=0)
-    whole = points[-1] - points[0]
-    lengths = np.linalg.norm(steps, axis=1)
-    if np.linalg.norm(whole) == 0 or np.any(lengths == 0):
-        return None
-    cosine = steps @ whole / (lengths * np.linalg.norm(whole))
-    return float(np.median(lengths)) if np.all(cosine > _PARALLEL) else None
-
-
-def _position_direction(raw: RawGeometry) -> int:
-    """+1: superior first, -1: inferior first, 0: unknown."""
-    if _position_distance(raw) is None:
-        return 0
-    points = _positions(raw)
-    assert points is not None
-    x, y, z = points[-1] - points[0]
-    axis = int(np.argmax(np.abs((x, y, z))))
-    return (0, 1 if y > 0 else -1, 1 if z < 0 else -1)[axis]
-
-
-def _reference_points(raw: RawGeometry) -> np.ndarray | None:
-    """[frames, 2 (start, end), 2 (row, column)] on the localizer, when every frame has its line."""
-    lines = [r[:2] + r[-2:] for r in raw.references if r and len(r) >= 4 and len(r) % 2 == 0]
-    if len(lines) != len(raw.references) or len(lines) < 2 or not all(map(_are_near, lines)):
-        return None
-    return np.array(lines).reshape(-1, 2, 2)
+def _points(values: tuple[tuple[float, ...] | None, ...], length: int) -> np.ndarray | None:
+    """[frames, length], when every frame has its values."""
+    points = [v for v in values if v and len(v) == length and _are_near(v)]
+    return np.array(points) if len(points) == len(values) and len(points) > 1 else None
 
 
 def _reference_lines(raw: RawGeometry) -> np.ndarray | None:
-    points = _reference_points(raw)
-    return None if points is None else points[:, 1] - points[:, 0]
-
-
-def _reference_direction(raw: RawGeometry) -> int:
-    points = _reference_points(raw)
-    if points is None:
-        return 0
-    centres = points.mean(axis=1)
-    rows, columns = centres[-1] - centres[0]
-    steps = np.diff(centres[:, 0])
-    if abs(rows) <= abs(columns) or np.mean(np.sign(steps) == np.sign(rows)) < 0.9:
-        return 0
-    return 1 if rows > 0 else -1
+    """[frames, 2 (start, end), 2 (row, column)] on the localizer, when every frame has its line."""
+    ends = tuple(r[:2] + r[-2:] if r and len(r) >= 4 and len(r) % 2 == 0 else None for r in raw.references)
+    points = _points(ends, 4)
+    return None if points is None else points.reshape(-1, 2, 2)

@@ -1,10 +1,9 @@
 """Heidelberg's XML export (HEYEX "XML"): one .xml and its B-scan images in one folder, as an OCT volume.
 
-Every Image of type OCT is a B-scan. ImageNumber orders them where all have one, else the file does. ScaleX is
-the lateral spacing, ScaleY the axial one. Start and End of each B-scan, in mm on the localizer, give the
-distance between B-scans and their direction; the localizer's y grows to inferior. Radial and circle scans are
-no volume. The patient's names and dates in the file are never read. The element names follow eyepy's reader
-(MIT).
+Every Image of type OCT is a B-scan. ScaleX is the lateral spacing, ScaleY the axial one. Start and End, in mm
+on the localizer, give order, distance and direction of the B-scans, checked as in a DICOM file (geometry.py);
+the localizer's y grows to inferior. ImageNumber, where all have one, has no gap.
+The patient's names and dates in the file are never read. The element names follow eyepy's reader (MIT).
 """
 
 from __future__ import annotations
@@ -16,12 +15,10 @@ from dataclasses import dataclass
 from typing import Any
 from xml.etree.ElementTree import Element
 
-import numpy as np
 from defusedxml import ElementTree
 
-from data_setup.readers import geometry
 from data_setup.readers.faults import OCTReadError, RejectReason
-from data_setup.readers.geometry import Measures, RawGeometry
+from data_setup.readers.geometry import Measures, RawGeometry, check_geometry
 from data_setup.readers.images import iter_images
 from data_setup.readers.sidecar import Sidecar, checked_frames, make_header, reading
 from utils.config.schema import StorageOptions
@@ -29,9 +26,6 @@ from utils.storage import join, list_names, read_bytes
 
 MAX_XML_BYTES = 2**28
 DEVICE = "heidelberg_spectralis"
-_UNEVEN = 0.25  # relative: a B-scan is missing where a step differs by more than this from the median
-_PARALLEL = 0.95  # signed cosine with the first line, so an opposite line is not parallel
-_LENGTH = 0.05  # relative: Start to End against Width x ScaleX; from centre to centre is one pixel less
 _Point = tuple[float, float]
 
 
@@ -54,26 +48,22 @@ def read_xml(url: str, options: StorageOptions | None) -> Iterator[Any]:
         expected = f"the images of {len(scans)} B-scans beside the XML"
         actual = f"{len(missing)} missing, the first of B-scan {missing[0]}"
         raise OCTReadError(url, RejectReason.FRAME_COUNT_MISMATCH, expected, actual)
-    raw = _geometry(scans)
-    geometry.check_is_volume(raw, None, url)
-    _check_even(scans, url)
-    _check_lines(scans, url)
-    spacing = geometry.spacing(raw, len(scans), None, None, url)
-    flip_d, orientation_source = geometry.orientation(raw)
     sizes = {s.size for s in scans}
     if len(sizes) > 1:
         raise OCTReadError(url, RejectReason.FRAME_SIZE_MISMATCH, "one size for all B-scans", sorted(sizes))
-    urls = [join(folder, s.file) for s in scans]
+    shape = (len(scans), *scans[0].size)
+    measured = check_geometry(_geometry(scans), shape, None, None, url)
+    urls = [join(folder, scans[index].file) for index in measured.order or range(len(scans))]
     first = next(iter_images(urls, url, options))
     header = make_header(
         url,
         "Heidelberg XML",
-        (len(scans), *scans[0].size),
+        shape,
         first.dtype,
-        spacing,
+        (measured.spacing_mm, measured.spacing_source),
         Sidecar(),
-        flip_d=flip_d,
-        orientation_source=orientation_source,
+        flip_d=measured.flip_d,
+        orientation_source=measured.orientation_source,
         laterality=laterality,
         device=DEVICE,
     )
@@ -160,38 +150,5 @@ def _geometry(scans: list[_BScan]) -> RawGeometry:
         orientations=(),
         references=tuple((s.start[1], s.start[0], s.end[1], s.end[0]) for s in scans),
         shapes=frozenset(),
+        reference_unit="mm",
     )
-
-
-def _check_even(scans: list[_BScan], url: str) -> None:
-    """Raise frame_count_mismatch where the lines leave a gap, not_a_volume where they do not advance."""
-    lines = np.array([(s.start, s.end) for s in scans])
-    steps = np.linalg.norm(np.diff(lines.mean(axis=1), axis=0), axis=1)
-    if not len(steps) or not steps.min() > 0:
-        raise OCTReadError(url, RejectReason.NOT_A_VOLUME, "B-scans beside each other", "some in one place")
-    middle = float(np.median(steps))
-    if np.abs(steps - middle).max() > _UNEVEN * middle:
-        actual = f"steps of {steps.min():.3g} to {steps.max():.3g} mm"
-        raise OCTReadError(url, RejectReason.FRAME_COUNT_MISMATCH, "evenly spaced B-scans", actual)
-
-
-def _check_lines(scans: list[_BScan], url: str) -> None:
-    """Raise header_mismatch for a line of another length than its image or from right to left, not_a_volume
-    for one that runs another way than the first: its B-scan would be mirrored against the others.
-    """
-    lines = np.array([(s.end[0] - s.start[0], s.end[1] - s.start[1]) for s in scans])
-    lengths = np.linalg.norm(lines, axis=1)
-    widths = np.array([s.size[1] * s.scale[1] for s in scans])
-    wrong = np.flatnonzero(~(np.abs(lengths - widths) <= _LENGTH * widths))
-    if len(wrong):
-        i = wrong[0]
-        expected = f"Start to End of B-scan {i + 1} as long as Width x ScaleX, {widths[i]:.4g} mm"
-        raise OCTReadError(url, RejectReason.HEADER_MISMATCH, expected, f"{lengths[i]:.4g} mm")
-    turned = np.flatnonzero(~(lines @ lines[0] > _PARALLEL * lengths * lengths[0]))
-    if len(turned):
-        actual = f"B-scan {turned[0] + 1} runs another way than the first"
-        raise OCTReadError(url, RejectReason.NOT_A_VOLUME, "B-scans of one direction", actual)
-    x, y = lines.sum(axis=0)
-    if x < 0 and abs(x) >= abs(y):
-        expected = "lines from left to right on the localizer"
-        raise OCTReadError(url, RejectReason.HEADER_MISMATCH, expected, "from right to left")

@@ -20,6 +20,7 @@ from typing import IO, Any
 import numpy as np
 
 from data_setup.manifest import Record
+from data_setup.protocols import BY_NAME, DEVICES
 from data_setup.readers import dicom, heidelberg, images, nifti
 from data_setup.readers.dicom import OCTHeader, open_file
 from data_setup.readers.faults import OCTReadError, RejectReason
@@ -41,6 +42,20 @@ _SUFFIXES = {
     ".fda": "Topcon FDA",
     ".fds": "Topcon FDS",
     ".img": "Zeiss IMG",
+    ".mat": "MATLAB",
+    ".mhd": "MetaImage",
+    ".mha": "MetaImage",
+    ".npy": "NumPy",
+    ".png": "a single image",
+    ".bmp": "a single image",
+    ".jpg": "a single image",
+    ".jpeg": "a single image",
+}
+_ADVICE = {  # kinds that are not looked into: what a user can do
+    **dict.fromkeys(
+        ("MATLAB", "MetaImage", "NumPy"), "a kind that can be opened: write it as NIfTI (.nii.gz)"
+    ),
+    "a single image": "a folder of B-scan images: name the folder in the manifest",
 }
 _CLOSED = ("Heidelberg E2E", "Heidelberg VOL", "Topcon FDA", "Topcon FDS", "Zeiss IMG")
 _OPENABLE = "a kind that can be opened: export it as DICOM or XML from the maker's software"
@@ -50,24 +65,21 @@ _HEAD_BYTES = 1024
 def open_record(
     record: Record, options: StorageOptions | None = None
 ) -> tuple[OCTHeader, Iterator[np.ndarray]]:
-    """(header, frames uint8 [H, W] in file order) of a record of any kind; as `dicom.open_volume`.
+    """(header, frames uint8 [H, W] in order) of a record of any kind; as `dicom.open_volume`.
 
-    Raises OCTReadError; header_mismatch also where the file and the manifest name another eye, device or
-    protocol.
+    Raises OCTReadError; header_mismatch also where `check_manifest` does.
     """
     url, kind = record.url, _kind(record.url, options)
+    volume: Iterator[Any]
     if kind == "DICOM":
-        return dicom.open_volume(url, options)
-    if kind == "folder":
-        volume = images.read_folder(url, read_sidecar(join(url, FOLDER_SIDECAR), options), options)
+        header, volume = dicom.open_volume(url, options, record)
     else:
-        volume = _file_volume(kind, url, options)
-    header = next(volume)
-    for name in ("laterality", "device", "protocol"):
-        row_value, value = getattr(record, name), getattr(header, name)
-        if value is not None and row_value not in (value, "unknown"):
-            expected = f"{name} {row_value} as in the manifest"
-            raise OCTReadError(url, RejectReason.HEADER_MISMATCH, expected, f"another {name}")
+        if kind == "folder":
+            volume = images.read_folder(url, read_sidecar(join(url, FOLDER_SIDECAR), options), options)
+        else:
+            volume = _file_volume(kind, url, options)
+        header = next(volume)
+    check_manifest(record, header)
     return header, volume
 
 
@@ -139,6 +151,8 @@ def _kind(url: str, options: StorageOptions | None) -> str:
 
 def _check_content(kind: str, file: IO[bytes], url: str) -> None:
     """Raise wrong_kind when the bytes are not those of the kind, unsupported_format for a closed one."""
+    if kind in _ADVICE:
+        raise OCTReadError(url, RejectReason.UNSUPPORTED_FORMAT, _ADVICE[kind], f"{kind}, by its name")
     actual, version = identify(file.read(_HEAD_BYTES))
     file.seek(0)
     if kind == "Zeiss IMG" and actual is None:  # raw voxels, without a mark
@@ -159,7 +173,19 @@ def _stat_or_none(url: str, options: StorageOptions | None) -> ObjectStat | None
 
 
 def check_manifest(record: Record, header: OCTHeader) -> None:
-    """Raise header_mismatch when the file is not the one of its manifest row."""
+    """Raise header_mismatch when the file is not the one of its manifest row.
+
+    A DICOM file has its maker's words for device and protocol: they contradict no name of the manifest's own.
+    """
+    is_dicom = header.transfer_syntax.startswith("1.2.")
+    for name, words in (("laterality", ("L", "R")), ("device", DEVICES), ("protocol", BY_NAME)):
+        row_value, value = getattr(record, name), getattr(header, name)
+        is_comparable = row_value in words or not is_dicom
+        same = BY_NAME.get(row_value)  # versions 2 and 3 have two names for a protocol
+        names = (row_value, same.name if same else "unknown")
+        if value is not None and row_value != "unknown" and is_comparable and value not in names:
+            expected = f"{name} {row_value} as in the manifest"
+            raise OCTReadError(record.url, RejectReason.HEADER_MISMATCH, expected, f"another {name}")
     row_uid, uid = record.sop_instance_uid, header.sop_instance_uid
     if row_uid and uid and row_uid != uid:  # the file's own UID may identify a person: no message has it
         expected = f"SOPInstanceUID {row_uid} as in the manifest"

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import struct
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import IO, Any
@@ -18,10 +18,16 @@ import numpy as np
 from pydicom.dataset import Dataset
 from pydicom.encaps import encapsulate
 from pydicom.pixels import get_decoder
-from pydicom.uid import UID, JPEGLSTransferSyntaxes, JPEGTransferSyntaxes
+from pydicom.uid import UID, JPEGLSTransferSyntaxes, JPEGTransferSyntaxes, UID_dictionary
 
 from data_setup.readers.codestream import check_codestream, is_complete
-from data_setup.readers.faults import OCTReadError, RejectReason, UnboundedReadError, named_faults, number
+from data_setup.readers.faults import (
+    OCTReadError,
+    RejectReason,
+    UnboundedReadError,
+    named_faults,
+    number,
+)
 
 MAX_FRAME_BYTES = 2**30  # no OCT frame is near this; a header that claims more is wrong
 # A codec needs 20 times a frame's bytes. A frame above 8 MiB with more than this many times the bytes of its
@@ -126,10 +132,13 @@ def read_layout(ds: Dataset, url: str) -> PixelLayout:
     return layout
 
 
-def iter_pixels(file: BoundedFile, layout: PixelLayout, url: str) -> Iterator[np.ndarray]:
-    """Native frames [rows, cols] or [rows, cols, samples] in file order; raises OCTReadError.
+def iter_pixels(
+    file: BoundedFile, layout: PixelLayout, url: str, order: Sequence[int] | None = None
+) -> Iterator[np.ndarray]:
+    """Native frames [rows, cols] or [rows, cols, samples]; raises OCTReadError.
 
-    The file stands at the pixel data element. Values and colours are those that the file stores.
+    `order` has the index in the file of each frame, None for file order. The file stands at the pixel data
+    element. Values and colours are those that the file stores.
     """
     syntax = layout.transfer_syntax
     decoder = _decoder(syntax, url)
@@ -139,9 +148,9 @@ def iter_pixels(file: BoundedFile, layout: PixelLayout, url: str) -> Iterator[np
     shape = (layout.rows, layout.columns) + ((layout.samples,) if layout.samples > 1 else ())
     options = layout.options if syntax.is_encapsulated else layout.options | {"pixel_vr": vr}
     dtype = None
-    for index, fragments in enumerate(spans):
+    for index in order or range(layout.frames):
         where = f"frame {index + 1} of {number(layout.frames)}"
-        data = b"".join(_read_span(file, *span) for span in fragments)
+        data = b"".join(_read_span(file, *span) for span in spans[index])
         if syntax.is_encapsulated:
             if layout.frame_bytes > max(_PLAUSIBLE_BYTES, _MAX_RATIO * len(data)):
                 expected = f"{layout.frame_bytes} bytes, at most {_MAX_RATIO} times those of the codestream"
@@ -173,9 +182,13 @@ def check_element(file: BoundedFile, layout: PixelLayout, url: str) -> None:
 
 
 def _decoder(syntax: UID, url: str) -> Any:
-    supported = "a transfer syntax that pydicom decodes frame by frame"
+    supported = "a transfer syntax that pydicom decodes frame by frame: export it uncompressed"
     with named_faults(url, RejectReason.UNSUPPORTED_PIXELS, supported):
-        decoder = get_decoder(syntax)
+        try:
+            decoder = get_decoder(syntax)
+        except NotImplementedError:
+            name = syntax.name if syntax in UID_dictionary else "another one"
+            raise OCTReadError(url, RejectReason.UNSUPPORTED_PIXELS, supported, name) from None
     if not decoder.is_available:
         package = "pylibjpeg pylibjpeg-openjpeg"
         if syntax in JPEGTransferSyntaxes + JPEGLSTransferSyntaxes:
@@ -207,7 +220,8 @@ def _element_header(file: BoundedFile, syntax: UID, url: str) -> tuple[str, int]
 
 def _native_frames(
     file: BoundedFile, layout: PixelLayout, length: int, url: str
-) -> Iterator[list[tuple[int, int]]]:
+) -> list[list[tuple[int, int]]]:
+    """The bytes of each frame as one (offset, length)."""
     total = layout.frames * layout.frame_bytes
     start, rest = file.tell(), file.size - file.tell()
     expected = f"{number(layout.frames)} frames of {layout.frame_bytes} bytes"
@@ -223,7 +237,7 @@ def _native_frames(
         elif length < total:
             reason = RejectReason.TRUNCATED_PIXEL_DATA
         raise OCTReadError(url, reason, expected, f"{length} bytes")
-    return ([(start + i * layout.frame_bytes, layout.frame_bytes)] for i in range(layout.frames))
+    return [[(start + i * layout.frame_bytes, layout.frame_bytes)] for i in range(layout.frames)]
 
 
 def _encapsulated_frames(

@@ -22,7 +22,7 @@ from data_setup.readers.faults import RejectReason
 from pretraining.resume import claim_run_dir
 from tests.support.cloud_proxy import Proxy, fault_proxy
 from tests.support.cloud_servers import BUCKET, gcs_server
-from tests.support.dicom_factory import rows_down, speckle, steps_along, write_opt
+from tests.support.dicom_factory import speckle, steps_along, write_opt
 from tests.support.pipeline_factory import SMOKE
 from utils import storage
 from utils.config.load import load_config
@@ -272,15 +272,15 @@ def test_a_long_header_is_read_to_its_end_and_no_further(tmp_path: Path) -> None
     eye = Eye("9001", "1.2.3.0", 0, shape=(1500, 20, 20))
     root = write_tree(tmp_path / "tree", [eye])
     path = root / eye.path
-    places, steps = rows_down(1500), steps_along(1500, 1, 0.12)
-    voxels = speckle(*eye.shape)
-    write_opt(path.parent, voxels, name=path.name, references=places, positions=steps, edit=set_uid)
+    steps = steps_along(1500, 1, 0.12)
+    write_opt(path.parent, speckle(*eye.shape), name=path.name, positions=steps, edit=set_uid)
     header = path.stat().st_size - int(np.prod(eye.shape))
     code, report = run(root, tmp_path)
     assert code == 0
     assert report["by_device"]["topcon_triton"]["shape"] == {"1500 x 20 x 20": 1}
     assert report["requests"] >= 2
     assert check.HEAD_BYTES < header < report["bytes"]["fetched"] <= 2 * header
+    assert "orientation from: assumed 1" in check_report.table(report)
 
 
 def set_uid(ds: FileDataset) -> None:

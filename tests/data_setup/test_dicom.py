@@ -265,6 +265,40 @@ def test_rescale_is_applied(tmp_path: Path, place: str) -> None:
     np.testing.assert_array_equal(volume.voxels, np.rint(voxels * 0.5 + 10).astype(np.uint8))
 
 
+@pytest.mark.parametrize("bits", [12, 13])
+@pytest.mark.parametrize("stored", [16, None])
+def test_values_that_use_few_of_their_bits_are_a_reject(
+    tmp_path: Path, bits: int, stored: int | None
+) -> None:
+    def edit(ds: FileDataset) -> None:
+        ds.BitsStored, ds.HighBit = stored, None if stored is None else stored - 1
+
+    path = write_opt(tmp_path, speckle(bits=bits), edit=edit)
+    with pytest.raises(OCTReadError, match=r"few_grey_levels.* BitsStored .* found (16|17|32|33) of 16 bits"):
+        read_volume(path)
+    assert read_volume(write_opt(tmp_path, speckle(bits=14))).header.bits_stored == 16
+
+
+@pytest.mark.parametrize(
+    ("values", "bits"),
+    [
+        ({"RescaleIntercept": "-128", "RescaleSlope": "1"}, 8),
+        ({"RescaleIntercept": "0", "RescaleSlope": "4"}, 8),
+        ({"RescaleIntercept": "0", "RescaleSlope": "4"}, 16),
+    ],
+)
+def test_a_rescale_that_would_clip_is_a_reject(tmp_path: Path, values: dict[str, str], bits: int) -> None:
+    path = write_opt(tmp_path, speckle(bits=bits), edit=assign(**values))
+    with pytest.raises(OCTReadError, match=r"in B-scan 1 of 6, times (1|4) plus (-128|0)") as caught:
+        read_volume(path)
+    assert caught.value.reason == RejectReason.HEADER_MISMATCH
+
+
+def test_8_bits_of_few_grey_levels_are_what_they_are(tmp_path: Path) -> None:
+    voxels = speckle() // 32
+    np.testing.assert_array_equal(read_volume(write_opt(tmp_path, voxels)).voxels, voxels)
+
+
 def test_8_bits_stored_in_16_come_as_uint8(tmp_path: Path) -> None:
     voxels = speckle()
     volume = read_volume(write_opt(tmp_path, voxels.astype(np.uint16), bits_stored=8))
@@ -417,13 +451,13 @@ def test_one_frame_and_nonlinear_frames_are_no_volume(tmp_path: Path) -> None:
     [
         (None, rows_down(6), False, "reference_coordinates"),
         (None, rows_down(6)[::-1], True, "reference_coordinates"),
-        (steps_along(6, 1, 0.1), None, False, "image_position"),
-        (steps_along(6, 1, -0.1), None, True, "image_position"),
-        (steps_along(6, 2, -0.1), None, False, "image_position"),
-        (steps_along(6, 2, 0.1), None, True, "image_position"),
-        (steps_along(6, 0, 0.1), None, False, "unknown"),  # B-scans side by side: temporal to nasal
-        (steps_along(6, 1, 0.1), rows_down(6), False, "reference_coordinates"),
-        (steps_along(6, 1, -0.1), rows_down(6), False, "unknown"),  # they contradict each other
+        (steps_along(6, 1, 0.12), None, False, "assumed"),
+        (steps_along(6, 1, -0.12), None, True, "assumed"),
+        (steps_along(6, 2, -0.12), None, False, "assumed"),
+        (steps_along(6, 2, 0.12), None, True, "assumed"),
+        (steps_along(6, 0, 0.12), None, False, "unknown"),  # B-scans side by side: temporal to nasal
+        (steps_along(6, 1, 0.12), rows_down(6), False, "reference_coordinates"),
+        (steps_along(6, 1, -0.12), rows_down(6), False, "unknown"),  # they contradict each other
         (None, [[0, i, 500, i] for i in range(6)], False, "unknown"),
         (None, [*rows_down(5), []], False, "unknown"),
         (None, None, False, "unknown"),
@@ -549,6 +583,18 @@ def test_rescale_that_is_no_number(tmp_path: Path) -> None:
     assert reason_of(read_volume, str(path)) == RejectReason.NOT_FINITE
 
 
+def test_a_header_that_ends_early_says_so(tmp_path: Path) -> None:
+    path = Path(write_opt(tmp_path, speckle(), references=rows_down(6)))
+    data = path.read_bytes()
+    ends = [
+        data.index(struct.pack("<HH", *tag)) for tag in ((0x0028, 0x0011), (0x5200, 0x9229), (0x5200, 0x9230))
+    ]
+    for end in ends:
+        path.write_bytes(data[:end])
+        with pytest.raises(OCTReadError, match=f"missing_pixel_data.*after {end} bytes: a cut header"):
+            read_volume(str(path))
+
+
 def test_a_file_that_ends_early(tmp_path: Path) -> None:
     """Cut anywhere in its pixels, a file is truncated: no partial volume ever comes back."""
     for syntax in SYNTAXES:
@@ -609,15 +655,16 @@ def test_missing_codecs_are_named_with_their_pip_line(tmp_path: Path) -> None:
             read_volume(path)
         assert caught.value.reason == RejectReason.MISSING_CODEC
     path = write_opt(tmp_path, speckle(), edit=relabel("1.2.840.10008.1.2.4.102"))  # MPEG-4
-    assert reason_of(read_volume, path) == RejectReason.UNSUPPORTED_PIXELS
+    with pytest.raises(OCTReadError, match=r"unsupported_pixels.* found MPEG-4 AVC/H.264 High Profile"):
+        read_volume(path)
 
 
 def test_deflated_files_are_unsupported(tmp_path: Path) -> None:
     ds = opt_dataset(speckle())
     ds.file_meta.TransferSyntaxUID = DeflatedExplicitVRLittleEndian
     ds.save_as(tmp_path / "deflated.dcm", implicit_vr=False, little_endian=True)
-    reason = reason_of(read_volume, str(tmp_path / "deflated.dcm"))
-    assert reason == RejectReason.UNSUPPORTED_PIXELS
+    with pytest.raises(OCTReadError, match=r"unsupported_pixels.* found Deflated Explicit VR Little Endian"):
+        read_volume(str(tmp_path / "deflated.dcm"))
 
 
 def test_errors_survive_pickling() -> None:
@@ -630,7 +677,7 @@ def test_errors_survive_pickling() -> None:
 @pytest.mark.parametrize("syntax", SYNTAXES, ids=lambda s: UID(s).name)
 def test_damaged_bytes_give_named_errors_or_frames(tmp_path: Path, syntax: str) -> None:
     """Random damage never escapes the boundary as another exception, wherever it hits."""
-    path = Path(write_opt(tmp_path, speckle(4, 40, 36), syntax=syntax, positions=steps_along(4, 1, 0.1)))
+    path = Path(write_opt(tmp_path, speckle(4, 40, 36), syntax=syntax, positions=steps_along(4, 1, 0.12)))
     sound = path.read_bytes()
     rng = np.random.default_rng(0)
     named = 0

@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 from defusedxml import ElementTree
 from PIL import Image
+from pydicom.dataset import FileDataset
 
 from data_setup import prepare
 from data_setup.manifest import Record, read_records
@@ -190,9 +191,13 @@ def test_a_real_eye_gives_the_same_row_from_every_kind(tmp_path: Path) -> None:
     volume, root = read_volume(str(source)), tmp_path / "tree"
     paths = write_every_kind(root, volume.voxels, volume.header.spacing_mm, volume.header.laterality or "")
     name = TRITON.replace("_r_", "_l_")
+
+    def edit(ds: FileDataset) -> None:
+        ds.ImageLaterality, ds.ManufacturerModelName = "L", "Spectralis"
+
     write_opt(
         root / "dicom", volume.voxels, name=name, spacing=volume.header.spacing_mm,
-        references=rows_down(len(volume.voxels)), edit=lambda ds: setattr(ds, "ImageLaterality", "L"),
+        references=rows_down(len(volume.voxels)), edit=edit,
     )  # fmt: skip
     paths.append(f"dicom/{name}")
     write_lists(root, paths, "heidelberg_spectralis", "own_raster")

@@ -10,10 +10,11 @@ import nibabel as nib
 import numpy as np
 import pytest
 from PIL import Image
+from pydicom.dataset import FileDataset
 
 from data_setup.readers.faults import RejectReason
 from tests.data_setup.test_importers import SPACING, read, reject
-from tests.support.dicom_factory import speckle
+from tests.support.dicom_factory import speckle, write_opt
 from tests.support.import_factory import (
     anatomical_affine,
     raster,
@@ -183,3 +184,75 @@ def test_a_sheared_nifti_is_a_reject(tmp_path: Path, axis: int, degrees: float, 
     assert reject(path)[0] == RejectReason.UNKNOWN_AXES
     write_yaml(tmp_path / "eye.yaml", axes=["W", "H", "D"], spacing_mm=list(SPACING))
     assert read(path)[0].spacing_mm == SPACING
+
+
+# DICOM files under a manifest's own names
+
+CIRRUS = {"device": "zeiss_cirrus", "protocol": "cirrus_mac_oct_oct"}
+LATERAL = (0.06, 0.00195, 0.06)  # Cirrus writes the lateral spacing into SliceThickness
+
+
+def plain_dicom(root: Path, spacing: tuple[float, float, float] = SPACING, **values: Any) -> str:
+    """A DICOM file whose name says nothing."""
+
+    def edit(ds: FileDataset) -> None:
+        for keyword, value in values.items():
+            setattr(ds, keyword, value)
+
+    return write_opt(root, speckle(16), name="eye.dcm", spacing=spacing, edit=edit)
+
+
+@pytest.mark.parametrize("model", ["HD-OCT 5000", "CIRRUS HD-OCT 5000", None])
+def test_the_manifest_tells_the_cirrus_distance(tmp_path: Path, model: str | None) -> None:
+    path = plain_dicom(tmp_path, LATERAL, ManufacturerModelName=model)
+    header, volume = read(path, **CIRRUS)
+    assert (header.spacing_mm[0], header.spacing_source) == (pytest.approx(6 / 15), "protocol")
+    assert np.array_equal(volume, speckle(16))
+    own = read(path, device="cirrus_of_clinic_a", protocol="cube")[0] if model == "HD-OCT 5000" else None
+    assert own is None or own.spacing_mm == LATERAL
+
+
+@pytest.mark.parametrize(
+    ("row", "values", "word"),
+    [
+        ({"laterality": "L"}, {}, "laterality"),
+        (CIRRUS, {}, "device"),
+        ({"device": "topcon_maestro2"}, {}, "device"),
+        (
+            {"protocol": "triton_macula_12x12_octa_oct"},
+            {"ProtocolName": "triton macula 6x6 octa"},
+            "protocol",
+        ),
+        (
+            {"device": "zeiss_cirrus"},
+            {"ManufacturerModelName": None, "ProtocolName": "triton macula 6x6 octa"},
+            "device",
+        ),
+    ],
+)
+def test_a_dicom_header_that_contradicts_the_manifest_is_a_reject(
+    tmp_path: Path, row: dict[str, str], values: dict[str, str], word: str
+) -> None:
+    reason, text = reject(plain_dicom(tmp_path, **values), **{"device": "topcon_triton"} | row)
+    assert reason == RejectReason.HEADER_MISMATCH
+    assert f"{word} {row[word]} as in the manifest" in text
+
+
+def test_names_of_the_manifest_that_agree_with_the_header_or_are_its_own_open(tmp_path: Path) -> None:
+    path = plain_dicom(tmp_path, ProtocolName="triton macula 6x6 octa")
+    for row in (
+        {"laterality": "R", "device": "topcon_triton", "protocol": "triton_macula_6x6_oct"},
+        {"device": "triton_of_clinic_a", "protocol": "macula_raster"},
+        {"device": "unknown", "protocol": "unknown"},
+    ):
+        assert np.array_equal(read(path, **row)[1], speckle(16))
+
+
+@pytest.mark.parametrize(
+    ("name", "advice"),
+    [(f"eye.{s}", "NIfTI") for s in ("mat", "mhd", "npy")] + [("eye.jpeg", "folder"), ("EYE.PNG", "folder")],
+)
+def test_kinds_that_nothing_opens_say_what_to_do(tmp_path: Path, name: str, advice: str) -> None:
+    (tmp_path / name).write_bytes(b"MATLAB 5.0 MAT-file" * 20)
+    reason, text = reject(tmp_path / name)
+    assert (reason, advice in text) == (RejectReason.UNSUPPORTED_FORMAT, True)

@@ -86,7 +86,7 @@ def _baseline(ds: FileDataset) -> None:
 def sound_files(folder: Path) -> list[bytes]:
     """Every kind of file that the reader opens: codecs, byte orders, bits, and places of the geometry."""
     eight, sixteen = speckle(*_SHAPE), speckle(*_SHAPE, bits=16)
-    down, along = {"references": rows_down(_SHAPE[0])}, {"positions": steps_along(_SHAPE[0], 1, 0.1)}
+    down, along = {"references": rows_down(_SHAPE[0])}, {"positions": steps_along(_SHAPE[0], 1, 0.12)}
     paths = [
         write_opt(folder / "0", eight, **down),
         write_opt(folder / "1", sixteen, syntax=ImplicitVRLittleEndian, where="per_frame", **along),

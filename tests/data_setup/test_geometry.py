@@ -1,0 +1,206 @@
+"""data_setup/readers/geometry.py: the frames of a file in order, and every contradiction by its name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from pydicom.dataset import FileDataset
+from pydicom.uid import ExplicitVRLittleEndian, JPEG2000Lossless
+
+from data_setup.protocols import BY_NAME
+from data_setup.readers.dicom import OCTHeader, read_volume
+from data_setup.readers.faults import OCTReadError, RejectReason
+from tests.support.dicom_factory import item, measures, rows_down, speckle, steps_along, write_opt
+
+SPACING = (0.12, 0.0026, 0.03)
+ORDER = [0, 2, 4, 6, 1, 3, 5, 7]  # an interleaved scan: the even lines first
+COUNT = len(ORDER)
+LINES, STEPS = rows_down(COUNT), steps_along(COUNT, 1, SPACING[0])
+Edit = Callable[[FileDataset], None]
+
+
+def content(numbers: Sequence[int] | None = None, stacks: Sequence[str] | None = None) -> Edit:
+    """InStackPositionNumber and StackID of every frame."""
+
+    def edit(ds: FileDataset) -> None:
+        for index, frame in enumerate(ds.PerFrameFunctionalGroupsSequence):
+            one = item()
+            if numbers is not None:
+                one.InStackPositionNumber = numbers[index]
+            if stacks is not None:
+                one.StackID = stacks[index]
+            frame.FrameContentSequence = [one]
+
+    return edit
+
+
+def directions(rows: Sequence[Sequence[float]]) -> Edit:
+    """ImageOrientationPatient of every frame."""
+
+    def edit(ds: FileDataset) -> None:
+        for frame, row in zip(ds.PerFrameFunctionalGroupsSequence, rows, strict=True):
+            frame.PlaneOrientationSequence = [item(ImageOrientationPatient=list(row))]
+
+    return edit
+
+
+def root(**values: Any) -> Edit:
+    def edit(ds: FileDataset) -> None:
+        for keyword, value in values.items():
+            setattr(ds, keyword, value)
+
+    return edit
+
+
+def shared(**values: Any) -> Edit:
+    """Attributes of the shared Pixel Measures item."""
+
+    def edit(ds: FileDataset) -> None:
+        for keyword, value in values.items():
+            setattr(ds.SharedFunctionalGroupsSequence[0].PixelMeasuresSequence[0], keyword, value)
+
+    return edit
+
+
+def reject(path: str) -> tuple[RejectReason, str]:
+    with pytest.raises(OCTReadError) as caught:
+        read_volume(path)
+    return caught.value.reason, caught.value.detail
+
+
+def chosen(values: Sequence[Any], order: Sequence[int]) -> list[Any]:
+    return [values[i] for i in order]
+
+
+# ---- the order of the frames ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("upwards", [False, True])
+@pytest.mark.parametrize("syntax", [ExplicitVRLittleEndian, JPEG2000Lossless], ids=["native", "j2k"])
+@pytest.mark.parametrize(
+    "stated", ["positions", "references", "both", "numbers", "positions against numbers"]
+)
+def test_interleaved_frames_give_the_ordered_volume(
+    tmp_path: Path, stated: str, syntax: str, upwards: bool
+) -> None:
+    def write(name: str, order: Sequence[int]) -> tuple[np.ndarray, OCTHeader]:
+        numbers = order if stated == "numbers" else range(COUNT)
+        path = write_opt(
+            tmp_path,
+            speckle(COUNT)[order],
+            name=name,
+            syntax=syntax,
+            edit=content([n + 1 for n in numbers]) if "numbers" in stated else None,
+            positions=chosen(STEPS, order) if stated.startswith(("positions", "both")) else None,
+            references=chosen(LINES, order) if stated in ("references", "both") else None,
+        )
+        volume = read_volume(path)
+        return volume.voxels, volume.header
+
+    ordered = list(range(COUNT))[:: -1 if upwards else 1]
+    mixed = ORDER[:: -1 if upwards else 1]
+    (voxels, header), (again, scrambled) = write("ordered.dcm", ordered), write("mixed.dcm", mixed)
+    np.testing.assert_array_equal(voxels, speckle(COUNT))
+    np.testing.assert_array_equal(again, voxels)
+    assert scrambled.orientation_source == header.orientation_source
+    assert scrambled.spacing_mm == header.spacing_mm
+
+
+def test_positions_that_are_all_the_same_state_nothing(tmp_path: Path) -> None:
+    """So are numbers: placeholders order nothing, and the file is read as one without them."""
+    path = write_opt(tmp_path, speckle(), positions=[[0, 0, 0]] * 6, edit=content([1] * 6))
+    volume = read_volume(path)
+    np.testing.assert_array_equal(volume.voxels, speckle())
+    assert volume.header.orientation_source == "unknown"
+
+
+def test_coordinates_rounded_to_pixels_are_even(tmp_path: Path) -> None:
+    for step in (2.4, 0.7):
+        lines = [[round(100 + i * step), 0, round(100 + i * step), 500] for i in range(20)]
+        volume = read_volume(write_opt(tmp_path, speckle(20), references=lines))
+        np.testing.assert_array_equal(volume.voxels, speckle(20))
+
+
+# ---- contradictions ---------------------------------------------------------------------------------------
+
+VOLUME, MISMATCH = RejectReason.NOT_A_VOLUME, RejectReason.HEADER_MISMATCH
+MISSING, RANGE = RejectReason.FRAME_COUNT_MISMATCH, RejectReason.IMPLAUSIBLE_SPACING
+GAP = [0, 1, 2, 3, 4, 5, 6, 10]
+RIGHT, LEFT = (1, 0, 0, 0, 0, -1), (-1, 0, 0, 0, 0, -1)
+TO_LEFT = [[a, d, c, b] for a, b, c, d in LINES]
+
+
+@pytest.mark.parametrize(
+    ("options", "reason", "words"),
+    [
+        ({"edit": content(stacks=list("11112222"))}, VOLUME, "2 stacks"),
+        ({"edit": root(InConcatenationTotalNumber=4, InConcatenationNumber=1)}, VOLUME, "one of 4 parts"),
+        ({"edit": content(GAP)}, MISSING, "InStackPositionNumber"),
+        ({"edit": content([1, 2, 3, 4, 4, 5, 6, 7])}, MISSING, "InStackPositionNumber"),
+        ({"positions": chosen(steps_along(11, 1, 0.12), GAP)}, MISSING, "steps of 0.12 to 0.48 mm"),
+        ({"references": chosen(rows_down(11), GAP)}, MISSING, "steps of 10 to 40 pixels"),
+        ({"positions": chosen(STEPS, [0, 0, 1, 1, 2, 2, 3, 3])}, VOLUME, "one place"),
+        ({"references": chosen(LINES, [0, 1, 2, 3, 0, 1, 2, 3])}, VOLUME, "one place"),
+        ({"positions": [[0, 0.12 * i + 0.04 * (i % 2), 0] for i in range(8)]}, MISSING, "two scans"),
+        ({"positions": [[0, np.sin(i), np.cos(i)] for i in range(8)]}, VOLUME, "one line"),
+        ({"positions": STEPS, "references": chosen(LINES, ORDER)}, MISMATCH, "another order"),
+        ({"references": [*LINES[:3], TO_LEFT[3], *LINES[4:]]}, VOLUME, "B-scan 4"),
+        ({"references": TO_LEFT}, MISMATCH, "right to left"),
+        ({"edit": directions([*[RIGHT] * 3, LEFT, *[RIGHT] * 4])}, VOLUME, "B-scan 4"),
+        ({"edit": directions([*[RIGHT] * 6, (1, 0, 0, 0, 0, 1), RIGHT])}, VOLUME, "B-scan 7"),
+        ({"edit": directions([LEFT] * 8)}, MISMATCH, "right to left"),
+        ({"positions": steps_along(COUNT, 1, 0.2)}, MISMATCH, "5 %"),
+        ({"positions": steps_along(COUNT, 2, 0.127)}, MISMATCH, "5 %"),
+        ({"spacing": (0.12, 0.0117, 0.0039)}, RANGE, "axial"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_contradictions_are_rejects(
+    tmp_path: Path, options: dict[str, Any], reason: RejectReason, words: str
+) -> None:
+    actual, text = reject(write_opt(tmp_path, speckle(COUNT), name="eye.dcm", **options))
+    assert actual == reason
+    assert words in text
+
+
+def test_five_percent_between_thickness_and_positions_are_allowed(tmp_path: Path) -> None:
+    header = read_volume(write_opt(tmp_path, speckle(COUNT), positions=steps_along(COUNT, 1, 0.125))).header
+    assert (header.spacing_mm[0], header.spacing_source) == (0.12, "shared")
+
+
+def test_the_distance_is_spacing_between_slices_not_their_thickness(tmp_path: Path) -> None:
+    """SliceThickness is the nominal width of a B-scan (PS3.3 C.7.6.2); the other one is the distance."""
+    edit = shared(SpacingBetweenSlices=0.12, SliceThickness=0.05)
+    for positions in (None, STEPS):
+        header = read_volume(write_opt(tmp_path, speckle(COUNT), edit=edit, positions=positions)).header
+        assert header.spacing_mm[0] == 0.12
+
+    def per_frame(ds: FileDataset) -> None:
+        for frame in ds.PerFrameFunctionalGroupsSequence:
+            frame.PixelMeasuresSequence = measures((0.05, *SPACING[1:]))
+            frame.PixelMeasuresSequence[0].SpacingBetweenSlices = 0.12
+
+    header = read_volume(write_opt(tmp_path, speckle(COUNT), where="none", edit=per_frame)).header
+    assert header.spacing_mm[0] == 0.12
+
+
+@pytest.mark.parametrize(
+    ("name", "start_of_text"),
+    [
+        ("maestro2_3d_wide_oct_oct", "0.07086614173"),
+        ("maestro2_3d_macula_oct_oct", "0.04724409449"),
+        ("maestro2_macula_6x6_octa_oct", "0.0166"),
+        ("triton_3d_radial_oct_oct", "0.03"),
+        ("triton_macula_6x6_octa_oct", "0.01875"),
+        ("triton_macula_12x12_octa_oct", "0.0234375"),
+    ],
+)
+def test_nominal_distances_are_those_by_which_the_converters_know_a_protocol(
+    name: str, start_of_text: str
+) -> None:
+    """AI-READI's converters sort Topcon's exports by the text of SliceThickness (aireadi_retinal_imaging)."""
+    assert f"{BY_NAME[name].spacing_mm[0]:.11f}".startswith(start_of_text)

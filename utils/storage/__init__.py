@@ -32,8 +32,8 @@ from utils.storage.chunks import Chunks as Chunks
 from utils.storage.errors import StorageError as StorageError  # named again: a part of this room's surface
 from utils.storage.errors import StorageNotFoundError as StorageNotFoundError
 from utils.storage.errors import missing_bucket, named_errors, split_scheme
+from utils.storage.local_writes import PARTIAL_SUFFIX as PARTIAL_SUFFIX
 from utils.storage.local_writes import (
-    PARTIAL_SUFFIX,
     link_once,
     replace_whole,
     sync_folder,

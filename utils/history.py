@@ -99,4 +99,4 @@ def _bytes_of(path: Path) -> bytes:
 
 def _lines(data: bytes) -> list[str]:
     """The whole lines of a file, without a last one that a kill cut short."""
-    return [line for line in data.decode().splitlines(keepends=True) if line.endswith("\n")]
+    return [line + "\n" for line in data.decode(errors="replace").split("\n")[:-1]]

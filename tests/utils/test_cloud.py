@@ -45,6 +45,8 @@ from tests.utils.test_checkpoint import peak_of_saving
 from utils import checkpoint, storage
 from utils.checkpoint import CheckpointWriter, list_steps, load_checkpoint
 from utils.config.schema import StorageOptions
+from utils.errors import UserError
+from utils.lease import hold
 from utils.storage import clients as cloud
 from utils.storage.retry import RetryPolicy
 
@@ -333,6 +335,23 @@ def test_a_slow_bucket_does_not_stop_training(
     }
     assert steps == {"best_probe": 2, "best_val_loss": 5}
     assert "step_00000005: not written, since writing is slow" in caplog.text
+
+
+def test_one_training_at_a_time_in_a_bucket(bucket: Bucket) -> None:
+    """The answer to the first creation is lost: it is the holder's own all the same."""
+    first = itertools.count()
+    bucket.proxy.schedule = lambda method, _: LOST if method in ("POST", "PUT") and next(first) == 0 else None
+    with hold(bucket.root, bucket.options) as lease:
+        again = hold(bucket.root, bucket.options)
+        with (
+            pytest.raises(UserError, match=f"expected no other training .* process {os.getpid()} on "),
+            again,
+        ):
+            pass
+        lease._renew()
+        assert storage.list_names(bucket.root, bucket.options) == ["lease_000001.json"]
+        assert not storage.create(bucket.url("lease_000001.json"), b"another's", bucket.options)
+    assert storage.list_names(bucket.root, bucket.options) == []
 
 
 def test_an_upload_slower_than_the_limit_counts_as_stalled() -> None:

@@ -12,12 +12,10 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import io
 import os
 import posixpath
 import re
-import secrets
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -34,11 +32,18 @@ from utils.storage.chunks import Chunks as Chunks
 from utils.storage.errors import StorageError as StorageError  # named again: a part of this room's surface
 from utils.storage.errors import StorageNotFoundError as StorageNotFoundError
 from utils.storage.errors import missing_bucket, named_errors, split_scheme
+from utils.storage.local_writes import PARTIAL_SUFFIX as PARTIAL_SUFFIX
+from utils.storage.local_writes import (
+    link_once,
+    replace_whole,
+    sync_folder,
+    unique_partial,
+    write_new,
+)
 from utils.storage.retry import has_login, redact
 
 _SECRET = re.compile(r"(?i)://.*[?&](sig|[^=&]*(signature|token|secret|credential|password|key)[^=&]*)=")
 _AZURE = re.compile(r"abfss?://[\w-]+@(?P<account>\w+)\.dfs\.core\.windows\.net(?:/|$)")  # container@account
-PARTIAL_SUFFIX = ".partial"  # of an unfinished local write; listings hide it
 _READ_AHEAD = 2**20  # bytes of a range request
 
 
@@ -152,69 +157,9 @@ def write_bytes(
     with named_errors(url):
         file = Path(split_scheme(url)[1])
         hidden = file.with_name(f".{file.name}{PARTIAL_SUFFIX}")
-        if staging is not None or not _replace(hidden, data, file):
-            _replace(_unique_partial(file, staging), data, file)
-        _sync_folder(file.parent)
-
-
-def _unique_partial(path: Path, staging: str | None) -> Path:
-    """A new name for an unfinished file, in `staging` when that is on the disk of the target."""
-    folder = path.parent
-    if staging is not None:
-        folder.mkdir(parents=True, exist_ok=True)
-        other = Path(split_scheme(staging)[1])
-        if other.stat().st_dev == folder.stat().st_dev:
-            folder = other
-    return folder / f".{path.name[:50]}.{secrets.token_hex(8)}{PARTIAL_SUFFIX}"
-
-
-def _replace(partial: Path, data: bytes | memoryview | Chunks, target: Path) -> bool:
-    """Write `partial` to the disk, make its folder, and rename it to `target`; an error leaves no part
-    behind.
-
-    False, with nothing written, while another process writes a file of that name.
-    """
-    partial.parent.mkdir(parents=True, exist_ok=True)
-    with open(partial, "ab") as file:
-        if not _lock(file, partial):
-            return False
-        try:
-            file.truncate(0)  # a killed process may have left a part
-            (data if isinstance(data, Chunks) else Chunks([data])).feed(file.write)
-            file.flush()
-            os.fsync(file.fileno())
-            os.replace(partial, target)
-        except OSError:
-            partial.unlink(missing_ok=True)  # a full disk needs the space
-            raise
-    return True
-
-
-def _lock(file: IO[bytes], partial: Path) -> bool:
-    """Lock the open file until it is closed; False when another process holds it, or has just renamed it."""
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return os.path.samestat(os.fstat(file.fileno()), os.stat(partial))
-    except (BlockingIOError, FileNotFoundError):
-        return False
-    except OSError as error:
-        if error.errno in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS):  # then each object needs one writer
-            return True
-        raise
-
-
-def _write_file(path: Path, data: bytes | memoryview, mode: str = "wb") -> None:
-    """Write a file to the disk itself, and make its folder; an error leaves no file behind."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    file = open(path, mode)  # noqa: SIM115 (outside: mode "xb" must not remove the file that it finds)
-    try:
-        with file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-    except OSError:
-        path.unlink(missing_ok=True)  # a full disk needs the space
-        raise
+        if staging is not None or not replace_whole(hidden, data, file):
+            replace_whole(unique_partial(file, staging), data, file)
+        sync_folder(file.parent)
 
 
 def write_text(url: str, text: str, options: StorageOptions | None = None) -> None:
@@ -239,26 +184,16 @@ def create(url: str, data: bytes, options: StorageOptions | None = None, staging
                     return fs.cat_file(path) == data
                 return False
             return True
-        partial = _unique_partial(Path(path), staging)
-        _write_file(partial, data)
+        partial = unique_partial(Path(path), staging)
+        write_new(partial, data)
         try:
-            _link(partial, path, data)
+            link_once(partial, path, data)
         except FileExistsError:
             return False
         finally:
             partial.unlink(missing_ok=True)
-        _sync_folder(Path(path).parent)
+        sync_folder(Path(path).parent)
         return True
-
-
-def _link(partial: Path, path: str, data: bytes) -> None:
-    """Give the file its name; unlike a rename this replaces no other file, but raises FileExistsError."""
-    try:
-        os.link(partial, path)
-    except OSError as error:
-        if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.ENOSYS):
-            raise
-        _write_file(Path(path), data, "xb")  # a disk without hard links: a kill may leave a part of the file
 
 
 def copy(source: str, target: str, options: StorageOptions | None = None) -> None:
@@ -267,7 +202,7 @@ def copy(source: str, target: str, options: StorageOptions | None = None) -> Non
         if is_remote(target):
             fs.cp_file(fs._strip_protocol(source), path)
             return
-        partial = _unique_partial(Path(path), None)
+        partial = unique_partial(Path(path), None)
         try:
             os.link(split_scheme(source)[1], partial)
         except OSError as error:
@@ -279,7 +214,7 @@ def copy(source: str, target: str, options: StorageOptions | None = None) -> Non
             os.replace(partial, path)
         finally:
             partial.unlink(missing_ok=True)
-        _sync_folder(Path(path).parent)
+        sync_folder(Path(path).parent)
 
 
 def list_unfinished(url: str) -> list[str]:
@@ -417,15 +352,3 @@ def _client(
         return clients.s3_filesystem(endpoint_url, profile)
     account = {"account_name": azure_account} if azure_account else {}
     return fsspec.filesystem(scheme, use_listings_cache=False, **account)
-
-
-def _sync_folder(folder: Path) -> None:
-    """Make a rename durable, on file systems that can sync a folder."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
-            raise
-    finally:
-        os.close(descriptor)

@@ -12,7 +12,7 @@ PARTICIPANTS := 120
 PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist loadfile
 
 .DEFAULT_GOAL := help
-.PHONY: help install lock lock-tpu test test-slow test-xla soak tpu-fit-env lint demo clean-demo
+.PHONY: help install lock lock-tpu test test-slow test-gpu test-xla soak tpu-fit-env lint demo clean-demo
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -52,6 +52,8 @@ lock-tpu: ## write constraints-tpu.txt anew, from the newest versions that the r
 	grep -Ev '^(nvidia-|triton==)' $(LOCK_VENV)/all.txt >> $(LOCK_VENV)/constraints.txt
 	mv $(LOCK_VENV)/constraints.txt constraints-tpu.txt
 	rm -rf $(LOCK_VENV)
+test-gpu: install ## the tests that need a CUDA device; without one each says so and skips
+	$(PY) -m pytest -m "gpu"
 
 # what a TPU worker has, without the TPU's own library: 8.4 GB, and 4 GB more while pip unpacks it; nothing else uses its
 # wheels, so they are not kept

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import re
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -194,3 +196,10 @@ def test_the_loop_can_be_recited() -> None:
     loop, update = functions["_train"], functions["train_step"]
     assert (loop.end_lineno or 0) - loop.lineno + 1 <= 80
     assert len(update.args.args) + len(update.args.kwonlyargs) <= 7
+
+
+def test_every_marker_has_a_make_target() -> None:
+    """A test that no target runs is no test."""
+    markers = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["pytest"]["ini_options"]["markers"]
+    targets = re.findall(r'-m "(\w+)"', (ROOT / "Makefile").read_text())
+    assert {marker.partition(":")[0] for marker in markers} == set(targets)

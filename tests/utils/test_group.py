@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import math
+import socket
+import subprocess
+import sys
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 
 from data_setup.loader import LoaderError
 from pretraining.trial import next_or_stop
+from tests.support.pipeline_factory import ROOT
+from tests.support.process_factory import environment
+from tests.support.two_processes import CASES, losses_and_weights
 from utils.runtime.processes import ALONE, Group, join
 from utils.runtime.single import Runtime
 
@@ -48,6 +56,43 @@ def test_one_process_is_its_own_group(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.equal(weight.grad, torch.full((3,), 2.0))
     assert ALONE.any(True)
     assert not ALONE.any(False)
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> list[list[Any]]:
+    """What each of two real processes has settled and learned."""
+    out = tmp_path_factory.mktemp("two") / "two.pt"
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    argv = [sys.executable, "-m", "tests.support.two_processes", str(out)]
+    running = [
+        subprocess.Popen(
+            argv, cwd=ROOT, env=environment() | place | {"RANK": str(rank)}, stderr=subprocess.PIPE, text=True
+        )
+        for rank in range(2)
+    ]
+    errors = [process.communicate(timeout=300)[1] for process in running]
+    assert [process.returncode for process in running] == [0, 0], "".join(errors)[-3000:]
+    return torch.load(out, weights_only=True)
+
+
+def test_out_of_memory_on_one_process_halves_the_batch_of_both(two: list[list[Any]]) -> None:
+    assert [settled for settled, _ in two] == [1, 1]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_two_processes_learn_what_one_does(two: list[list[Any]], name: str) -> None:
+    """The same losses and norms, and one set of weights; what is not finite on one is skipped on both."""
+    losses, weights = losses_and_weights(Runtime(torch.device("cpu"), use_bf16=False), name)
+    of_first, of_second = (saved[name] for _, saved in two)
+    assert math.isnan(losses[2])
+    assert of_first[0] == pytest.approx(losses, rel=1e-4, nan_ok=True)
+    assert of_second[0] == pytest.approx(of_first[0], rel=1e-12, nan_ok=True)
+    assert weights.keys() == of_first[1].keys()
+    for key, value in of_first[1].items():
+        assert torch.equal(value, of_second[1][key]), key
 
 
 def failing(error: Exception) -> Iterator[list[dict]]:

@@ -1,0 +1,80 @@
+"""What one of two processes of a run does: `python -m tests.support.two_processes OUT` with what torchrun sets
+(RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT). RANK 0 saves to OUT; alone, one process saves the same of itself.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+
+from models.predictor import MlpPredictor
+from pretraining import trial
+from pretraining.run import Run
+from pretraining.step import Update, build_optimizer, train_step
+from tests.support.model_factory import nano_model, small_config, uint8_batch
+from utils.runtime.open import open_runtime
+from utils.runtime.single import Runtime
+
+SAMPLES = 8
+CASES = {  # recipe, overrides, accumulation
+    "vjepa2": ("vjepa2", (), 1),
+    "accumulated": ("vjepa2", ("method.regulariser=sigreg",), 2),
+    "methods": ("methods", ("method.dropout=0.1",), 1),
+    "mae": ("mae", (), 2),
+    "mlp": ("mlp", (), 1),
+}
+
+
+def losses_and_weights(runtime: Runtime, name: str) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Three updates of a case, of which the second is not finite."""
+    recipe, overrides, accumulation = CASES[name]
+    cfg = small_config(recipe, f"train.global_batch_size={SAMPLES}", *overrides)
+    model = nano_model(cfg).train()
+    if isinstance(model.predictor, MlpPredictor):
+        model.predictor.norm.total = runtime.group.sum_with_gradient
+    optimizer = build_optimizer(model, cfg)
+    losses = []
+    for step in range(3):
+        batch = uint8_batch(cfg, SAMPLES, step)
+        if step == 1:
+            batch["intensity"][-1] = float("nan")  # of the last process alone
+        share = SAMPLES // runtime.world_size // accumulation
+        firsts = [(n * runtime.world_size + runtime.rank) * share for n in range(accumulation)]
+        parts = [{key: value[first : first + share] for key, value in batch.items()} for first in firsts]
+        result = train_step(model, optimizer, parts, cfg, runtime, Update(step, 1e-3, 0.9))
+        losses += [float(result.loss), float(result.grad_norm)]
+    return losses, model.state_dict()
+
+
+def settled_batch(runtime: Runtime) -> int:
+    """The per-core batch after the second process alone could not do with more than one volume."""
+    cfg = small_config("mae", "train.global_batch_size=8", "train.per_core_batch_size=4")
+    model = nano_model(cfg)
+    run = Run(cfg, None, None, model, build_optimizer(model, cfg), runtime)  # type: ignore[arg-type]
+    real = trial.trial_step
+
+    def limited(model: Any, optimizer: Any, batch: dict, *rest: Any) -> None:
+        real(model, optimizer, batch, *rest)
+        if runtime.rank == 1 and len(batch["row"]) > 1:
+            raise torch.OutOfMemoryError("planted")
+
+    trial.trial_step = limited
+    trial.open_loader = lambda run, *_: [[uint8_batch(run.cfg, run.cfg.train.per_core_batch_size)]]
+    return trial.settle_memory(run, 0).cfg.train.per_core_batch_size
+
+
+def main(out: str) -> None:
+    torch.set_num_threads(1)
+    runtime = open_runtime(use_bf16=False, data_timeout_s=1.0)
+    settled = settled_batch(runtime)
+    saved = {name: losses_and_weights(runtime, name) for name in CASES}
+    everyone = runtime.group.gather_objects([settled, saved])
+    if runtime.group.is_first:
+        torch.save(everyone, out)
+    runtime.group.close()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

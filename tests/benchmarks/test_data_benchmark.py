@@ -13,7 +13,7 @@ from benchmarks.data import cli as data
 from benchmarks.data import files as data_files
 from benchmarks.data import prepare as data_prepare
 from benchmarks.data import read as data_read
-from data_setup.prepare import prepare_row
+from data_setup.jobs import prepare_row
 from data_setup.readers.dicom import open_volume
 from data_setup.resample import Resampled
 from data_setup.store.writer import StoreWriter, measure

@@ -27,13 +27,15 @@ from data_setup.store.format import KEPT, UNREAD
 from data_setup.store.writer import StoreWriter, measure, record_fields
 from utils import storage
 from utils.config.schema import SpatialConfig, StorageOptions
-from utils.workers import pool_of
+from utils.errors import UserError
+from utils.workers import executor_of, is_lost_worker
 
 WORKER_DIED = "worker_died"  # the process died twice at this file, most often for lack of memory
 INTERNAL_ERROR = "internal_error"  # a fault of this program; its place goes to stderr
 DONE, TO_DO = "done", "to_do"  # states of rows before the run
 SOURCE_MISSING = "source_missing"  # a kept row whose file is missing now: row and volume stay
 _IN_FLIGHT = 3  # jobs per worker that are submitted ahead
+_ON_CLUSTER = 1000  # jobs that a cluster has at a time: its workers may come and go
 
 
 @dataclass(frozen=True)
@@ -157,11 +159,15 @@ def state_of(job: Job, written: dict[str, Any] | None, rebase: bool = False) -> 
 
 
 def run_jobs(
-    jobs: Sequence[Job], workers: int, work: Callable[[Job], Outcome] = prepare_row
+    jobs: Sequence[Job],
+    workers: int,
+    work: Callable[[Job], Outcome] = prepare_row,
+    cluster: str | None = None,
 ) -> Generator[Outcome, None, None]:
-    """Yield outcomes as they come from `workers` processes (0: one thread of this process).
+    """Yield outcomes as they come from `workers` processes (0: one thread of this process) or a cluster.
 
-    When a process dies, its pool's jobs run again one by one; a job whose process dies again is a reject.
+    When a process dies, its pool's jobs run again one by one; a job whose process dies again is a reject. A
+    dask cluster (the address of its scheduler) runs jobs of a lost worker again itself, some times.
     Closing the generator ends the processes. Raises StorageError when a row cannot be written.
     """
     waiting, suspects = list(reversed(jobs)), list[Job]()
@@ -169,8 +175,8 @@ def run_jobs(
         alone = bool(suspects)
         todo, lost = suspects if alone else waiting, list[Job]()
         size = 1 if alone else workers
-        ahead = 1 if alone else _IN_FLIGHT * size or 1
-        with pool_of(size) as pool:
+        ahead = 1 if alone else _ON_CLUSTER if cluster else _IN_FLIGHT * size or 1
+        with executor_of(size, cluster) as pool:
             running: dict[Future[Outcome], Job] = {}
             while (todo or running) and not lost:
                 while todo and len(running) < ahead:
@@ -182,11 +188,16 @@ def run_jobs(
                         break
                 done, _ = wait(running, return_when=FIRST_COMPLETED) if running else (set(), None)
                 for future in done:
+                    if future.cancelled():
+                        problem = "found it gone; finished rows are kept, run again"
+                        raise UserError(f"--dask {cluster}: expected the scheduler until the end, {problem}")
                     job, error = running.pop(future), future.exception()
                     if isinstance(error, BrokenProcessPool):
                         lost.append(job)
                     elif isinstance(error, storage.StorageError):
                         raise error
+                    elif error is not None and is_lost_worker(error):
+                        yield _reject(job, WORKER_DIED, "every worker that ran it was lost")
                     elif error is not None:
                         yield _internal_error(job, error)
                     else:

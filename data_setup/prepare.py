@@ -7,14 +7,17 @@ is out of reach, takes up new records, and tries rejects again; after a kill at 
 same bytes.
 
     python -m data_setup.prepare --config FILE [--workers N] [--audit] [section.key=value ...]
+    python -m data_setup.prepare --config FILE --dask tcp://SCHEDULER:8786  the same by a cluster's workers
     python -m data_setup.prepare --config FILE --shard i/n [--workers N]    on each of n machines
     python -m data_setup.prepare --config FILE --finalise [--audit]         once, after all shards
     python -m data_setup.prepare --config FILE --verify [--workers N]
     python -m data_setup.prepare --config FILE --check-only [--json URL] [--pixel-hash all|same-size|none]
 
 `--shard i/n` writes the volumes and row files of the rows with row % n == i; `--finalise` writes the index
-and the report. A run without either does both. `--verify` reads every volume again and compares checksums.
-`--rebase` takes a tree that has moved for the same one: files of equal size are not read again.
+and the report. A run without either does both. With `--dask` the workers of a cluster prepare the rows in
+place of this machine's processes: they need this package, data.gcs_root and data.store. `--verify` reads
+every volume again and compares checksums. `--rebase` takes a tree that has moved for the same one: files of
+equal size are not read again.
 
 There are no locks. Every row is computed from its own file alone and every object is written whole, so the
 same shard prepared twice at once, or shards of another n, only write the same bytes twice. Only a run without
@@ -68,6 +71,9 @@ def _peak_memory_mb(workers: int) -> float:
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
     add_workers(parser)
+    parser.add_argument(
+        "--dask", metavar="ADDRESS", help="run on the dask cluster of this scheduler, tcp://HOST:8786"
+    )
     parser.add_argument(
         "--audit", action="store_true", help="list the files of a remote tree too; a local one always is"
     )
@@ -130,12 +136,12 @@ def select(
     return [job for job, state in zip(jobs, states, strict=True) if state == TO_DO]
 
 
-def work(jobs: Sequence[Job], workers: int, limit: float, tally: Tally) -> None:
+def work(jobs: Sequence[Job], workers: int, limit: float, tally: Tally, cluster: str | None = None) -> None:
     """Run the jobs and count their outcomes; stop when more than `limit` rows are rejected.
 
     Not before LOOKED_AT of them: a small set is looked at to its end, so that all its rejects are known.
     """
-    outcomes = run_jobs(jobs, workers)
+    outcomes = run_jobs(jobs, workers, cluster=cluster)
     path_of = {job.row: job.record.path for job in jobs}
     with tqdm(total=len(jobs), desc="prepare", unit="vol", disable=not sys.stderr.isatty()) as bar:
         for count, outcome in enumerate(outcomes, 1):
@@ -235,7 +241,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.check_only:
         return check.check_tree(cfg, args.workers, args.pixel_hash or "same-size", args.json)
     if args.verify:
-        return verify(cfg, args.workers)
+        return verify(cfg, args.workers, args.dask)
     if args.json or args.pixel_hash:
         raise UserError("--json, --pixel-hash: expected --check-only with them, found none")
     if args.audit and args.shard:
@@ -253,14 +259,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not args.finalise:
         own_records = {r: c for r, c in zip(rows, listing.records, strict=True) if r % num_shards == shard}
         jobs = select(cfg, writer, own_records, tally, args.rebase)
-        work(jobs, args.workers, cfg.data.max_reject_fraction * len(own_records), tally)
+        work(jobs, args.workers, cfg.data.max_reject_fraction * len(own_records), tally, args.dask)
         writer.check_rows(records, rows)
     seconds = time.perf_counter() - start
     run = tally.fields() | {
-        "workers": args.workers,
+        "workers": "dask" if args.dask else args.workers,
         "seconds": round(seconds, 3),
         "volumes_per_s": round(tally.prepared / seconds, 3),
-        "peak_memory_mb": round(_peak_memory_mb(args.workers), 1),
+        "peak_memory_mb": None if args.dask else round(_peak_memory_mb(args.workers), 1),
     }
     if args.shard:
         print(f"shard {args.shard} of {cfg.data.store}: {run_line(run)}; after all shards: --finalise")

@@ -120,10 +120,10 @@ def _triple(values: list[float] | None) -> str:
 
 def run_line(run: Mapping[str, Any]) -> str:
     """What a run did, in one line."""
+    memory = "" if run["peak_memory_mb"] is None else f", {run['peak_memory_mb']:.0f} MB each at most"
     return (
         f"{run['prepared']} prepared, {run['reused']} reused in {run['seconds']:.1f} s "
-        f"({run['volumes_per_s']:.2f} volumes/s, {run['workers']} workers, "
-        f"{run['peak_memory_mb']:.0f} MB each at most)"
+        f"({run['volumes_per_s']:.2f} volumes/s, {run['workers']} workers{memory})"
     )
 
 

@@ -12,18 +12,18 @@ from data_setup.store.reader import PreparedStore, VolumeReader
 from utils.config.schema import Config
 from utils.errors import EXIT_USER_ERROR
 from utils.storage import StorageError
-from utils.workers import pool_of
+from utils.workers import executor_of
 
 _ROWS = 64  # of a job
 
 
-def verify(cfg: Config, workers: int) -> int:
+def verify(cfg: Config, workers: int, cluster: str | None = None) -> int:
     """0, or EXIT_USER_ERROR when a volume is not what the index says; raises UserError."""
     store = PreparedStore.open(cfg.data.store, cfg.data.storage_options)
     count = len(store.kept)
     parts = [store.volumes.of(store.kept[start : start + _ROWS]) for start in range(0, count, _ROWS)]
     problems: dict[int, str] = {}
-    with pool_of(workers) as pool:
+    with executor_of(workers, cluster) as pool:
         for future in as_completed([pool.submit(_problems, part) for part in parts]):
             problems |= future.result()
     for _, problem in sorted(problems.items()):

@@ -17,8 +17,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import dask
 import numpy as np
 import pytest
+from distributed import LocalCluster
 
 from data_setup.jobs import Job, Outcome, prepare_row, run_jobs
 from data_setup.manifest import read_records
@@ -635,6 +637,45 @@ def test_kill_in_the_middle_then_again_gives_the_same_bytes(tree: Path, clean: P
     with start(tree, store) as process:
         wait_until(lambda: num_rows(store) >= 2, "two rows")
         check_after_kill(tree, clean, store, process)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("default")  # of dask and its event loop
+def test_a_cluster_that_loses_a_worker_makes_the_same_store(tree: Path, clean: Path, tmp_path: Path) -> None:
+    store, total = tmp_path / "store", len(dicoms(tree))
+    with (
+        dask.config.set({"distributed.scheduler.allowed-failures": 1}),
+        LocalCluster(n_workers=3, threads_per_worker=1, dashboard_address=None) as cluster,
+    ):
+        address = cluster.scheduler_address
+        with start(tree, store, "--dask", address) as process:
+            wait_until(lambda: num_rows(store) >= 2, "two rows")
+            busy = next(w for w in cluster.scheduler.workers.values() if w.processing)
+            os.kill(cluster.workers[busy.name].pid, signal.SIGKILL)
+            assert num_rows(store) < total, "the kill has to come in the middle"
+            out, err = process.communicate(timeout=120)
+        assert process.returncode == 0, err
+        assert contents(store) == contents(clean)
+        run = json.loads((store / "prepare_report.json").read_text())["run"]
+        assert (run["prepared"], run["reused"], run["rejected"], run["workers"]) == (total, 0, {}, "dask")
+        assert f"{total} prepared, 0 reused" in out
+        assert main(arguments(tree, store, "--verify", "--dask", address)) == 0
+        cfg = load_config(CONFIG, [f"data.gcs_root={tree}", f"data.store={tmp_path / 'other'}"])
+        writer = StoreWriter(cfg.data.store)
+        job = Job(2, read_records(cfg).records[0], writer, cfg.spatial, cfg.data.storage_options)
+        (outcome,) = run_jobs([job], 0, _die_at_row_two, cluster=address)
+        assert (outcome.status, outcome.message) == ("worker_died", "every worker that ran it was lost")
+        assert writer.read_rows()[2]["status"] == "worker_died"
+
+
+def test_a_cluster_that_is_not_there_is_named(
+    tree: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("utils.workers.CONNECT_SECONDS", 0.2)
+    with pytest.raises(
+        UserError, match=r"--dask tcp://127\.0\.0\.1:9: expected a dask scheduler, found none: "
+    ):
+        main(arguments(tree, tmp_path / "store", "--dask", "tcp://127.0.0.1:9"))
 
 
 def _die_at_row_two(job: Job) -> Outcome:

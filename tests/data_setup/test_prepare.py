@@ -17,10 +17,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import dask
 import numpy as np
 import pytest
-from distributed import LocalCluster
 
 from data_setup.jobs import Job, Outcome, prepare_row, run_jobs
 from data_setup.manifest import read_records
@@ -642,6 +640,9 @@ def test_kill_in_the_middle_then_again_gives_the_same_bytes(tree: Path, clean: P
 @pytest.mark.slow
 @pytest.mark.filterwarnings("default")  # of dask and its event loop
 def test_a_cluster_that_loses_a_worker_makes_the_same_store(tree: Path, clean: Path, tmp_path: Path) -> None:
+    import dask  # here, since prepare does without
+    from distributed import LocalCluster
+
     store, total = tmp_path / "store", len(dicoms(tree))
     with (
         dask.config.set({"distributed.scheduler.allowed-failures": 1}),

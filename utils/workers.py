@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import TypeVar
 
+from utils.errors import UserError
+
+CONNECT_SECONDS = 30.0  # within which a dask scheduler has to answer
 STORAGE_THREADS = 16  # calls that wait for storage at the same time
 MAX_LOADERS = 32  # a host of a TPU has hundreds of CPUs, and its devices take no more than so many give
 _T = TypeVar("_T")
@@ -67,6 +71,41 @@ def pool_of(workers: int) -> Iterator[Executor]:
         yield thread
     finally:
         thread.shutdown(cancel_futures=True)
+
+
+@contextmanager
+def executor_of(workers: int, cluster: str | None = None) -> Iterator[Executor]:
+    """`pool_of`, or the workers of the dask cluster whose scheduler is at the address `cluster`.
+
+    A cluster runs a call again on another worker when one is lost. Raises UserError where there is none.
+    """
+    if cluster is None:
+        with pool_of(workers) as pool:
+            yield pool
+        return
+    try:
+        from distributed import Client
+    except ImportError as error:
+        raise UserError(
+            "--dask: expected the package distributed, found none; pip install distributed"
+        ) from error
+    try:
+        client = Client(cluster, timeout=CONNECT_SECONDS)
+    except (OSError, ValueError) as error:
+        problem = " ".join(str(error).split())
+        raise UserError(f"--dask {cluster}: expected a dask scheduler, found none: {problem}") from error
+    with client:
+        executor = client.get_executor(pure=False)
+        try:
+            yield executor
+        finally:
+            executor.shutdown(wait=False)  # cancels what is not finished
+
+
+def is_lost_worker(error: BaseException) -> bool:
+    """Whether a cluster gave a call up, since every worker that ran it was lost."""
+    distributed = sys.modules.get("distributed")
+    return distributed is not None and isinstance(error, distributed.KilledWorker)
 
 
 def in_threads(function: Callable[[_T], _R], items: Sequence[_T]) -> list[_R]:

@@ -1,6 +1,7 @@
 """Data at speed: prepare against a plain loop, reading prepared volumes, and the whole input pipeline.
 
     python -m benchmarks.data [--json FILE] [--parts prepare,read,pipeline] [--repeats 2] [--work FOLDER]
+    python -m benchmarks.data --parts scale --rows 100000,1000000
 
 Part `prepare`: phantom files of full size (128 x 885 x 512 and 512 x 992 x 512; uncompressed and JPEG 2000,
 lossy 8:1), each decoded, decoded and resampled, prepared by one and by two workers, and put through the plain
@@ -10,6 +11,7 @@ Part `read`: one process reads the store of the recommended grid: page cache war
 memcpy alone, the same volumes from their DICOM files, and from a gs:// server on loopback (which needs
 requirements-dev.txt). Part `pipeline`: read, geometry, masks in two workers and both views' intensity in this
 process, at 64 x 384 x 384 and 32 x 192 x 192; the share of a ViT-B step that waits for its batch.
+Part `scale`, on request: what a store of that many rows costs to finalise, to open, and to hand to a worker.
 Nothing else should run on the machine. Files and stores stay in --work for the next run.
 """
 
@@ -25,17 +27,20 @@ from typing import Any
 
 from benchmarks.data import prepare as data_prepare
 from benchmarks.data import read as data_read
+from benchmarks.data import scale as data_scale
 from benchmarks.data.files import FULL_SIZE
 from benchmarks.machine import describe
 from utils.cli import output_file
 
-PARTS = ("prepare", "read", "pipeline")
+PARTS = ("prepare", "read", "pipeline", "scale")
 VOLUMES, STEPS = 8, 16  # rows of the stores that are read; batches of 4 that are timed
 MODEL = "b"
 
 
-def measure(part: str, work: Path, repeats: int) -> dict[str, Any]:
-    """The numbers of one part."""
+def measure(part: str, work: Path, repeats: int, rows: list[int]) -> dict[str, Any]:
+    """The numbers of one part; `rows`: how many rows the stores of part scale have."""
+    if part == "scale":
+        return {str(number): data_scale.run(work, number) for number in rows}
     if part == "prepare":
         return data_prepare.run(work, FULL_SIZE, repeats, volumes=2)
     if part == "read":
@@ -62,7 +67,10 @@ def main(argv: list[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--json", type=output_file, metavar="FILE", help="write the numbers here")
-    parser.add_argument("--parts", default=",".join(PARTS), help="which parts, separated by commas")
+    parser.add_argument("--parts", default=",".join(PARTS[:3]), help="which parts, separated by commas")
+    parser.add_argument(
+        "--rows", type=lambda text: [int(n) for n in text.split(",")], default=[100_000], help="of part scale"
+    )
     parser.add_argument("--repeats", type=int, default=2, help="turns of every measurement")
     parser.add_argument("--work", type=Path, default=Path("runs/data_bench"), help="files and stores")
     args = parser.parse_args(argv)
@@ -73,7 +81,7 @@ def main(argv: list[str] | None = None) -> int:
     print(machine, flush=True)
     results: dict[str, Any] = {"machine": machine}
     for part in wanted:
-        results[part] = measure(part, args.work, args.repeats)
+        results[part] = measure(part, args.work, args.repeats, args.rows)
         print(part)
         for key, value in lines(results[part]):
             print(f"  {key:44}{value:.4g}", flush=True)

@@ -15,11 +15,11 @@ from pathlib import Path
 
 import numpy as np
 
+from data_setup.jobs import Job, prepare_row
 from data_setup.manifest import Record
 from data_setup.phantom.cohort import make_participants
 from data_setup.phantom.dicom import write_volume
 from data_setup.phantom.files import make_spec, rescaled, scan_volume
-from data_setup.prepare import Job, prepare_row
 from data_setup.protocols import BY_NAME
 from data_setup.store.format import KEPT
 from data_setup.store.reader import PreparedStore

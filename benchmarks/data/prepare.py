@@ -19,7 +19,7 @@ from monai.transforms import ResizeWithPadOrCrop, Spacing
 
 from benchmarks.data.files import GRIDS, Shape, configure, dicom_files, make_jobs
 from benchmarks.machine import memory
-from data_setup.prepare import prepare_row, run_jobs
+from data_setup.jobs import prepare_row, run_jobs
 from data_setup.readers.dicom import open_volume
 from data_setup.resample import Resampled, resample_frames
 from data_setup.store.format import KEPT

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import io
 import logging
+import re
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from data_setup.store.format import (
     FORMAT_VERSION,
     INDEX_COLUMNS,
     KEPT,
+    checksum,
     chunk_key,
     geometry_of,
     intact,
@@ -48,8 +51,8 @@ class PreparedStore:
         self.attrs = attrs  # format_version, geometry, normalisation, synthetic, source_root
         self.index = index  # INDEX_COLUMNS; label = row
         self.kept: np.ndarray = index.loc[index.status == KEPT, "row"].to_numpy()
-        self._checksums = index.checksum.where(index.status == KEPT).to_dict()
-        self._array: zarr.Array | None = None
+        digests = np.frombuffer(bytes.fromhex("".join(index.checksum[self.kept])), np.uint8).reshape(-1, 16)
+        self.volumes = VolumeReader(url, options, cache_dir, self.kept, digests)
 
     @classmethod
     def open(
@@ -74,9 +77,6 @@ class PreparedStore:
         index = index.set_index("row", drop=False).rename_axis(None)
         return cls(url, options, cache_dir, attrs, index)
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_array": None}  # a worker opens its own
-
     @property
     def image_size(self) -> tuple[int, int, int]:
         """Voxels of every volume (D, H, W)."""
@@ -95,44 +95,110 @@ class PreparedStore:
 
     def read(self, row: int) -> np.ndarray:
         """uint8 [D, H, W] of a kept row; raises ValueError for another row, StorageError."""
-        digest = self._checksums.get(row)
-        if not isinstance(digest, str):
+        if row not in self.volumes:
             status = self.index.status.get(row, "no such row")
             raise ValueError(f"{self.url}: row {row}: expected a kept row, found {status}")
+        return self.volumes.read(row)
+
+
+class VolumeReader:
+    """The volumes of some rows, without the index: 24 bytes a row, which is what loader workers get."""
+
+    def __init__(
+        self,
+        url: str,
+        options: StorageOptions | None,
+        cache_dir: str | None,
+        rows: np.ndarray,
+        digests: np.ndarray,
+    ) -> None:
+        self.url, self.options = url, options
+        self.cache_dir = cache_dir if storage.is_remote(url) else None
+        self.rows = rows  # int64, ascending
+        self.digests = digests  # uint8 [rows, 16]: the volumes' checksums
+        self._array: zarr.Array | None = None
+        self._compared: set[int] = set()  # rows whose local copy this process has compared with its checksum
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_array": None, "_compared": set()}  # a worker opens its own
+
+    def __contains__(self, row: int) -> bool:
+        place = np.searchsorted(self.rows, row)
+        return bool(place < len(self.rows) and self.rows[place] == row)
+
+    def digest(self, row: int) -> str:
+        """The checksum of a row's volume as it was prepared."""
+        return self.digests[np.searchsorted(self.rows, row)].tobytes().hex()
+
+    def of(self, rows: np.ndarray) -> VolumeReader:
+        """The same store with some of these rows, ascending."""
+        digests = self.digests[np.searchsorted(self.rows, rows)]
+        return VolumeReader(self.url, self.options, self.cache_dir, rows, digests)
+
+    def read(self, row: int, compare: bool = False) -> np.ndarray:
+        """uint8 [D, H, W] of one of the rows; raises StorageError.
+
+        The codec finds damage inside a chunk; a chunk in another's place is found by the checksum, which is
+        compared at the first read of a local copy, and where `compare` asks for it.
+        """
         if self._array is None:
             self._array = self._open_array(self.cache_dir)
+        compare = compare or (self.cache_dir is not None and row not in self._compared)
         try:
-            voxels = self._decoded(self._array, row, digest)
+            voxels = self._decoded(self._array, row, compare)
         except (storage.StorageNotFoundError, RuntimeError, ValueError) as error:  # the last two: the codec
             raise storage.StorageError(
                 storage.join(self.url, chunk_key(row, "volumes")),
-                f"expected the volume of row {row}, found none or a damaged one ({error}); "
+                f"expected the volume of row {row}, found none, a damaged or another one ({error}); "
                 f"remove {self.url}/rows/{row:06d}.json and prepare again",
             ) from error
         assert isinstance(voxels, np.ndarray)
+        if self.cache_dir is not None:
+            self._compared.add(row)
         return voxels
 
     def _open_array(self, cache_dir: str | None) -> zarr.Array:
-        names = {
-            chunk_key(r, "volumes"): _copy_name(r, c)
-            for r, c in self._checksums.items()
-            if isinstance(c, str)
-        }
-        keys = ObjectStore(self.url, self.options, cache_dir=cache_dir, chunk_names=names)
+        keys = ObjectStore(self.url, self.options, cache_dir=cache_dir, chunk_names=_CopyNames(self))
         with intact(storage.join(self.url, "volumes", "zarr.json")):
             return zarr.open_array(keys, path="volumes", mode="r", zarr_format=3)
 
-    def _decoded(self, array: zarr.Array, row: int, digest: str) -> Any:
+    def _decoded(self, array: zarr.Array, row: int, compare: bool) -> Any:
         """The row's voxels; a damaged local copy is dropped and the chunk is read from the store."""
         try:
-            return array[row]
-        except (RuntimeError, ValueError):  # of the codec
-            copy = Path(self.cache_dir or "", _copy_name(row, digest))
-            if self.cache_dir is None or not storage.is_remote(self.url) or not local_copies.drop(copy):
+            return self._compare(array[row], row) if compare else array[row]
+        except (RuntimeError, ValueError):  # of the codec, or another volume
+            copy = Path(self.cache_dir or "", _copy_name(row, self.digest(row)))
+            if self.cache_dir is None or not local_copies.drop(copy):
                 raise
-            voxels = self._open_array(None)[row]
+            voxels = self._compare(self._open_array(None)[row], row)
             log.warning("%s: a damaged local copy, read from the store again", copy)
             return voxels
+
+    def _compare(self, voxels: Any, row: int) -> Any:
+        """The voxels; raises ValueError when they are not those of the checksum."""
+        actual, expected = checksum(voxels), self.digest(row)
+        if actual != expected:
+            raise ValueError(f"checksum: expected {expected}, found {actual}")
+        return voxels
+
+
+class _CopyNames(Mapping[str, str]):
+    """Chunk key -> file name of its local copy, of a reader's rows."""
+
+    def __init__(self, volumes: VolumeReader) -> None:
+        self.volumes = volumes
+
+    def __getitem__(self, key: str) -> str:
+        match = re.fullmatch(r"volumes/c\.(\d+)\.0\.0\.0", key)
+        if not match or int(match[1]) not in self.volumes:
+            raise KeyError(key)
+        return _copy_name(int(match[1]), self.volumes.digest(int(match[1])))
+
+    def __iter__(self) -> Iterator[str]:
+        return (chunk_key(int(row), "volumes") for row in self.volumes.rows)
+
+    def __len__(self) -> int:
+        return len(self.volumes.rows)
 
 
 def _copy_name(row: int, digest: str) -> str:

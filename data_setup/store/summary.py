@@ -54,6 +54,28 @@ def identical_volumes(index: pd.DataFrame) -> list[dict[int, str]]:
     return [dict(zip(part.row, part.split, strict=True)) for _, part in same if part.person_id.nunique() > 1]
 
 
+# What to do about a reject; the reasons that are not here are faults of the file itself.
+_NEXT_STEPS = {
+    "missing_file": "bring the file to this path, or take its row out of the manifest",
+    "missing_codec": "install the decoder that the message names, and prepare again",
+    "missing_spacing": "give the spacing in a sidecar (docs/guides/importers.md), or export with geometry",
+    "implausible_spacing": "compare the spacing with the device's, and correct it in a sidecar",
+    "header_mismatch": "compare the file with its row of the manifest, and correct the one that is wrong",
+    "bad_sidecar": "correct the sidecar (docs/guides/importers.md)",
+    "unknown_axes": "name the order of the axes in a sidecar (docs/guides/importers.md)",
+    "unsupported_format": "export as DICOM, NIfTI or TIFF (docs/guides/importers.md)",
+    "not_a_volume": "export the whole volume as one file, or take its row out of the manifest",
+    "unread": "run again",
+    "worker_died": "run again with fewer --workers",
+    "internal_error": "report the place that is printed above",
+}
+
+
+def next_step(status: str) -> str:
+    """What the user does about a reject."""
+    return _NEXT_STEPS.get(status, "export or copy the file again, or take its row out of the manifest")
+
+
 def rows_text(volumes: Sequence[Mapping[int, str]]) -> str:
     """The first rows of `identical_volumes` in one line."""
     first = [", ".join(f"{row} ({split})" for row, split in rows.items()) for rows in volumes[:AUDIT_NAMES]]
@@ -98,10 +120,10 @@ def _triple(values: list[float] | None) -> str:
 
 def run_line(run: Mapping[str, Any]) -> str:
     """What a run did, in one line."""
+    memory = "" if run["peak_memory_mb"] is None else f", {run['peak_memory_mb']:.0f} MB each at most"
     return (
         f"{run['prepared']} prepared, {run['reused']} reused in {run['seconds']:.1f} s "
-        f"({run['volumes_per_s']:.2f} volumes/s, {run['workers']} workers, "
-        f"{run['peak_memory_mb']:.0f} MB each at most)"
+        f"({run['volumes_per_s']:.2f} volumes/s, {run['workers']} workers{memory})"
     )
 
 

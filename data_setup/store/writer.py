@@ -1,4 +1,4 @@
-"""The write side of the prepared store, used by data_setup/prepare.py alone.
+"""The write side of the prepared store, used by data_setup/prepare.py and jobs.py alone.
 
 In: resampled volumes and what was measured. Out: chunks, row files, the record list, the index; the layout is
 in data_setup/store/format.py. Every object is written whole, and a row's JSON comes after its chunk.
@@ -67,11 +67,18 @@ class StoreWriter:
     url: str
     options: StorageOptions | None = None
 
-    def create(self, spatial: SpatialConfig, source_root: str, synthetic: bool, num_rows: int = 0) -> None:
+    def create(
+        self,
+        spatial: SpatialConfig,
+        source_root: str,
+        synthetic: bool,
+        num_rows: int = 0,
+        rebase: bool = False,
+    ) -> None:
         """Make a store of `num_rows` empty rows, or check that the one here has this geometry and source.
 
-        Raises UserError. One store has one source: a path identifies a row only below one root. Runs that
-        start together write the same bytes.
+        Raises UserError. One store has one source: a path identifies a row only below one root; `rebase`
+        says that the root is now `source_root`. Runs that start together write the same bytes.
         """
         attrs = {
             "format_version": FORMAT_VERSION,
@@ -85,12 +92,19 @@ class StoreWriter:
                 storage.write_bytes(storage.join(self.url, name), data, self.options)
             return
         stored = read_attrs(self.url, self.options)
+        moved = stored.get("source_root") != attrs["source_root"]
         for key, expected in attrs.items():
-            if stored.get(key) != expected:
+            if stored.get(key) != expected and not (rebase and key == "source_root"):
+                advice = ", or --rebase if its files have moved there" if key == "source_root" else ""
                 raise UserError(
                     f"{self.url}: {key}: expected {expected}, found {stored.get(key)}; "
-                    "give this configuration a data.store of its own"
+                    f"give this configuration a data.store of its own{advice}"
                 )
+        if moved:
+            url = storage.join(self.url, "zarr.json")
+            group = json.loads(storage.read_text(url, self.options))
+            group["attributes"]["source_root"] = attrs["source_root"]
+            storage.write_text(url, json.dumps(group, indent=2), self.options)
 
     def _array(self) -> zarr.Array:
         keys = ObjectStore(self.url, self.options, read_only=False)

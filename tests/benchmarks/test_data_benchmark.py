@@ -13,7 +13,8 @@ from benchmarks.data import cli as data
 from benchmarks.data import files as data_files
 from benchmarks.data import prepare as data_prepare
 from benchmarks.data import read as data_read
-from data_setup.prepare import prepare_row
+from benchmarks.data import scale as data_scale
+from data_setup.jobs import prepare_row
 from data_setup.readers.dicom import open_volume
 from data_setup.resample import Resampled
 from data_setup.store.writer import StoreWriter, measure
@@ -150,3 +151,13 @@ def test_statistics_are_exact() -> None:
     mean = int(inside.sum()) / inside.size
     assert facts["intensity_mean"] == mean
     assert facts["intensity_std"] == (int((inside**2).sum()) / inside.size - mean**2) ** 0.5
+
+
+def test_scale_counts_every_request_and_leaves_nothing(tmp_path: Path) -> None:
+    numbers = data_scale.run(tmp_path, 1200)
+    assert numbers["finalise"]["requests"] == 1200 + 2 + 2, "rows, two pages of names, records, index"
+    assert numbers["finalise"]["bytes_written"] == numbers["index_bytes"]
+    assert numbers["finalise"]["bytes_read"] > numbers["records_bytes"]
+    assert numbers["open"]["requests"] == 2
+    assert numbers["bytes_per_training_row"] < 100
+    assert not list(tmp_path.iterdir())

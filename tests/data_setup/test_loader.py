@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import signal
 import time
 from collections import Counter
@@ -13,7 +14,14 @@ import numpy as np
 import pytest
 import torch
 
-from data_setup.loader import DataOrder, Loader, LoaderError, evaluation_batches, validation_batches
+from data_setup.loader import (
+    DataOrder,
+    Loader,
+    LoaderError,
+    TrainingSamples,
+    evaluation_batches,
+    validation_batches,
+)
 from data_setup.resample import Resampled
 from data_setup.store.format import RECORD_COLUMNS
 from data_setup.store.reader import PreparedStore
@@ -231,6 +239,24 @@ def test_null_workers_are_a_process_share_of_the_cpus(
     loader = Loader(small_config("data.workers=null"), store, np.arange(3), num_steps=1)
     assert loader._batches.num_workers == workers
     assert Loader(small_config(), store, np.arange(3), num_steps=1)._batches.num_workers == 0
+
+
+def test_a_worker_gets_the_arrays_of_its_rows_and_not_the_index(store: PreparedStore) -> None:
+    """Pickled bytes a row: box 24, spacing 24, statistics 8, row 8, checksum 16, and 8 of the data order."""
+    count = 100_000
+    one = store.index.loc[[int(store.kept[0])]]
+    index = one.loc[one.index.repeat(count)].assign(
+        row=np.arange(count), path=[f"{n}.dcm" for n in range(count)]
+    )
+    large = PreparedStore(store.url, None, None, store.attrs, index.set_index("row", drop=False))
+    for sampling in ("natural", "device_balanced"):
+        cfg = small_config(f"data.sampling={sampling}")
+        loader = Loader(cfg, large, large.kept, num_steps=1)
+        size = len(pickle.dumps(loader.dataset, protocol=pickle.HIGHEST_PROTOCOL))
+        assert size / count < 100
+    samples = pickle.loads(pickle.dumps(TrainingSamples(small_config(), store, store.kept)))
+    for key, value in samples[(0, 3)].items():
+        np.testing.assert_array_equal(value, TrainingSamples(small_config(), store, store.kept)[(0, 3)][key])
 
 
 def test_workers_use_one_torch_thread(store_url: str) -> None:

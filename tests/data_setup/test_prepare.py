@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import itertools
 import json
@@ -19,10 +20,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from data_setup import prepare
+from data_setup.jobs import Job, Outcome, prepare_row, run_jobs
 from data_setup.manifest import read_records
 from data_setup.phantom.cli import write_tree
-from data_setup.prepare import Job, Outcome, main, parse_shard, prepare_row, run_jobs
+from data_setup.prepare import Tally, main, parse_shard, work
 from data_setup.resample import resample_frames
 from data_setup.store.format import checksum
 from data_setup.store.reader import PreparedStore
@@ -168,12 +169,78 @@ def test_too_many_rejects_stop_with_the_table(
         UserError, match=r"expected at most 10% of \d+ records rejected .*found \d+: not_dicom"
     ):
         main(arguments(own_tree, store, "data.max_reject_fraction=0.1"))
-    out = capsys.readouterr().out
+    out, err = capsys.readouterr()
     assert "not_dicom" in out
+    rejects = [line for line in err.splitlines() if line.startswith("rejected: ")]
+    assert len(rejects) == 3
+    for line in rejects:
+        match = re.fullmatch(r"rejected: (\S+): not_dicom: expected .*, found .*; next: .*export.*", line)
+        assert match, line
+        assert (own_tree / match[1]).read_bytes() == b"junk"
     statuses = PreparedStore.open(str(store)).index.status
-    assert (statuses == "not_dicom").sum() == len(files) // 10 + 1
+    assert (statuses == "not_dicom").sum() == len(files) // 2, "a small set is looked at to its end"
+    assert (statuses == "kept").sum() == len(files) - len(files) // 2
     assert main(arguments(own_tree, store, "data.max_reject_fraction=0.9")) == 0
     assert (PreparedStore.open(str(store)).index.status == "kept").sum() == len(files) - len(files) // 2
+
+
+def test_a_large_set_stops_once_it_is_clear(tmp_path: Path, tree: Path) -> None:
+    cfg = load_config(CONFIG, [f"data.gcs_root={tree}", f"data.store={tmp_path / 'store'}"])
+    record = dataclasses.replace(read_records(cfg).records[0], url=str(tmp_path / "absent.dcm"))
+    writer = StoreWriter(cfg.data.store)
+    jobs = [Job(row, record, writer, cfg.spatial, cfg.data.storage_options) for row in range(130)]
+    tally = Tally(num_rows=130)
+    work(jobs, 0, 6.5, tally)
+    assert tally.rejected == {"missing_file": 100}
+
+
+def test_verify_names_a_chunk_in_the_wrong_place(
+    tree: Path, clean: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each chunk is whole by itself, so only the volume's checksum tells."""
+    store = Path(shutil.copytree(clean, tmp_path / "store"))
+    assert main(arguments(tree, store, "--verify")) == 0
+    count = len(dicoms(tree))
+    assert f"{count} volumes are what the index says" in capsys.readouterr().out
+    first, second = (store / "volumes" / f"c.{row}.0.0.0" for row in (0, 3))
+    first.rename(tmp_path / "aside")
+    second.rename(first)
+    (tmp_path / "aside").rename(second)
+    before = contents(store)
+    assert main(arguments(tree, store, "--verify")) == 2
+    err = capsys.readouterr().err
+    assert re.findall(r"expected the volume of row (\d+), .*another one.*; remove .*\.json", err) == [
+        "0",
+        "3",
+    ]
+    assert f"expected {count} volumes as in the index, found 2 that differ" in err
+    assert contents(store) == before
+
+
+def test_a_tree_that_moved_is_taken_up_on_request(own_tree: Path, tmp_path: Path) -> None:
+    """A copy in another place has other modification times; its files are not read again."""
+    store, place = tmp_path / "store", tmp_path / "elsewhere"
+    assert main(arguments(own_tree, store)) == 0
+    checksums = PreparedStore.open(str(store)).index.checksum.to_list()
+    own_tree.rename(place)
+    for number, file in enumerate(dicoms(place)):
+        os.utime(file, ns=(number, number))
+    with pytest.raises(UserError, match=r"source_root: expected .*elsewhere, found .*; .*--rebase"):
+        main(arguments(place, store))
+    for rebase in (["--rebase"], []):
+        assert main(arguments(place, store, *rebase)) == 0
+        run = json.loads((store / "prepare_report.json").read_text())["run"]
+        assert (run["prepared"], run["reused"]) == (0, len(checksums))
+    again = PreparedStore.open(str(store))
+    assert again.attrs["source_root"] == str(place)
+    assert again.index.checksum.to_list() == checksums
+    dicoms(place)[0].write_bytes(dicoms(place)[0].read_bytes() + b"x")
+    with pytest.raises(UserError, match=r"geometry: expected"):
+        main(arguments(place, store, "--rebase", "spatial.image_size=[16, 96, 72]"))
+    other = Path(shutil.copytree(place, tmp_path / "changed"))
+    assert main(arguments(other, store, "--rebase", "data.max_reject_fraction=0.9")) == 0
+    run = json.loads((store / "prepare_report.json").read_text())["run"]
+    assert run["reused"] == len(checksums) - 1, "a file of another size is read"
 
 
 def test_a_rerun_reuses_and_a_changed_source_is_read_again(own_tree: Path, tmp_path: Path) -> None:
@@ -496,7 +563,7 @@ def test_a_file_that_is_not_the_one_of_its_row_is_a_reject(
         resampled.append(grid)
         return resample_frames(frames, *grid)
 
-    monkeypatch.setattr(prepare, "resample_frames", count)
+    monkeypatch.setattr("data_setup.jobs.resample_frames", count)
     main(arguments(own_tree, store, "data.max_reject_fraction=0.9"))
     index = PreparedStore.open(str(store)).index
     assert sorted(index.status) == ["header_mismatch", "kept"]
@@ -568,6 +635,48 @@ def test_kill_in_the_middle_then_again_gives_the_same_bytes(tree: Path, clean: P
     with start(tree, store) as process:
         wait_until(lambda: num_rows(store) >= 2, "two rows")
         check_after_kill(tree, clean, store, process)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("default")  # of dask and its event loop
+def test_a_cluster_that_loses_a_worker_makes_the_same_store(tree: Path, clean: Path, tmp_path: Path) -> None:
+    import dask  # here, since prepare does without
+    from distributed import LocalCluster
+
+    store, total = tmp_path / "store", len(dicoms(tree))
+    with (
+        dask.config.set({"distributed.scheduler.allowed-failures": 1}),
+        LocalCluster(n_workers=3, threads_per_worker=1, dashboard_address=None) as cluster,
+    ):
+        address = cluster.scheduler_address
+        with start(tree, store, "--dask", address) as process:
+            wait_until(lambda: num_rows(store) >= 2, "two rows")
+            busy = next(w for w in cluster.scheduler.workers.values() if w.processing)
+            os.kill(cluster.workers[busy.name].pid, signal.SIGKILL)
+            assert num_rows(store) < total, "the kill has to come in the middle"
+            out, err = process.communicate(timeout=120)
+        assert process.returncode == 0, err
+        assert contents(store) == contents(clean)
+        run = json.loads((store / "prepare_report.json").read_text())["run"]
+        assert (run["prepared"], run["reused"], run["rejected"], run["workers"]) == (total, 0, {}, "dask")
+        assert f"{total} prepared, 0 reused" in out
+        assert main(arguments(tree, store, "--verify", "--dask", address)) == 0
+        cfg = load_config(CONFIG, [f"data.gcs_root={tree}", f"data.store={tmp_path / 'other'}"])
+        writer = StoreWriter(cfg.data.store)
+        job = Job(2, read_records(cfg).records[0], writer, cfg.spatial, cfg.data.storage_options)
+        (outcome,) = run_jobs([job], 0, _die_at_row_two, cluster=address)
+        assert (outcome.status, outcome.message) == ("worker_died", "every worker that ran it was lost")
+        assert writer.read_rows()[2]["status"] == "worker_died"
+
+
+def test_a_cluster_that_is_not_there_is_named(
+    tree: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("utils.workers.CONNECT_SECONDS", 0.2)
+    with pytest.raises(
+        UserError, match=r"--dask tcp://127\.0\.0\.1:9: expected a dask scheduler, found none: "
+    ):
+        main(arguments(tree, tmp_path / "store", "--dask", "tcp://127.0.0.1:9"))
 
 
 def _die_at_row_two(job: Job) -> Outcome:

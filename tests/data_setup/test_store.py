@@ -341,6 +341,31 @@ def test_a_damaged_local_copy_is_fetched_again(
     np.testing.assert_array_equal(store.read(0), volume(0))
 
 
+def test_a_local_copy_of_another_volume_is_fetched_again(tmp_path: Path) -> None:
+    """Whole by itself, so the codec reads it; the first read of a process compares the volume's checksum."""
+    writer = StoreWriter(f"memory://{tmp_path.name}/remote")
+    writer.create(SPATIAL, "gs://source", synthetic=False)
+    rows = writer.append_records([record(0), record(1)])
+    for row in rows:
+        write(writer, row, volume(row))
+    writer.finalise(rows)
+    cache = tmp_path / "cache"
+    store = PreparedStore.open(writer.url, cache_dir=str(cache))
+    for row in rows:
+        store.read(row)
+    first, second = sorted(cache.iterdir())
+    right, wrong = first.read_bytes(), second.read_bytes()
+    first.write_bytes(wrong)
+    again = PreparedStore.open(writer.url, cache_dir=str(cache))
+    np.testing.assert_array_equal(again.read(0), volume(0))
+    np.testing.assert_array_equal(again.read(0), volume(0))
+    assert first.read_bytes() == right
+    storage.write_bytes(storage.join(writer.url, "volumes", chunk_key(0)), wrong)
+    first.unlink()
+    with pytest.raises(storage.StorageError, match=r"expected the volume of row 0, .*another one"):
+        PreparedStore.open(writer.url, cache_dir=str(cache)).read(0)
+
+
 def _read_in_worker(store: PreparedStore, row: int) -> np.ndarray:
     return store.read(row)
 

@@ -1,0 +1,47 @@
+"""Read every volume of a store and compare it with its checksum.
+
+In: a configuration. Out: a line for every volume that is missing, damaged or another one, and the exit code.
+"""
+
+from __future__ import annotations
+
+import sys
+from concurrent.futures import as_completed
+
+from data_setup.store.reader import PreparedStore, VolumeReader
+from utils.config.schema import Config
+from utils.errors import EXIT_USER_ERROR
+from utils.storage import StorageError
+from utils.workers import executor_of
+
+_ROWS = 64  # of a job
+
+
+def verify(cfg: Config, workers: int, cluster: str | None = None) -> int:
+    """0, or EXIT_USER_ERROR when a volume is not what the index says; raises UserError."""
+    store = PreparedStore.open(cfg.data.store, cfg.data.storage_options)
+    count = len(store.kept)
+    parts = [store.volumes.of(store.kept[start : start + _ROWS]) for start in range(0, count, _ROWS)]
+    problems: dict[int, str] = {}
+    with executor_of(workers, cluster) as pool:
+        for future in as_completed([pool.submit(_problems, part) for part in parts]):
+            problems |= future.result()
+    for _, problem in sorted(problems.items()):
+        print(f"error: {problem}", file=sys.stderr)
+    if problems:
+        text = f"expected {count} volumes as in the index, found {len(problems)} that differ"
+        print(f"error: {store.url}: {text}", file=sys.stderr)
+        return EXIT_USER_ERROR
+    print(f"{store.url}: {count} volumes are what the index says")
+    return 0
+
+
+def _problems(volumes: VolumeReader) -> dict[int, str]:
+    """Row -> what is wrong with its volume."""
+    problems = {}
+    for row in volumes.rows.tolist():
+        try:
+            volumes.read(row, compare=True)
+        except StorageError as error:
+            problems[row] = str(error)
+    return problems

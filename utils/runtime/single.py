@@ -38,6 +38,12 @@ class Runtime:
     group: Group = ALONE
     stop_requested: bool = field(default=False, init=False)
 
+    def leave(self, code: int) -> int:
+        """End the process at once where its normal end may wait for a lost process without limit
+        (PyTorch/XLA); elsewhere return the exit code for that normal end.
+        """
+        return code
+
     @property
     def rank(self) -> int:
         return self.group.rank

@@ -5,7 +5,6 @@ The launcher, its worker's half, the training and its checkpoints are the real o
 
 from __future__ import annotations
 
-import socket
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,7 +16,7 @@ from pretraining.rows import open_rows
 from pretraining.train import train
 from tests.support.launcher_factory import Pod, copy_tree, wait_for
 from tests.support.pipeline_factory import SMOKE, pipeline_config, pipeline_overrides
-from tests.support.process_factory import is_running, losses, steps_logged
+from tests.support.process_factory import free_port, is_running, losses, steps_logged
 from tests.support.wandb_reader import run_ids
 from utils.checkpoint import list_steps
 from utils.config.load import load_config
@@ -58,12 +57,6 @@ def pod(folder: Path) -> Iterator[Pod]:
     yield pod
     if any(is_running(pid) for pid in pod.started()):
         pod.launch("stop", "--kill", OCT_STOP_WAIT_S="1")
-
-
-def free_port() -> int:
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        return server.getsockname()[1]
 
 
 def test_four_workers_are_one_run_that_stops_and_resumes(folder: Path, pod: Pod) -> None:

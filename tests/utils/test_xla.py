@@ -238,7 +238,7 @@ def test_devices_in_another_order_are_refused(xla: Runtime, monkeypatch: pytest.
 
 
 LEAVING = """
-import logging.handlers, sys, torch
+import logging.handlers, sys, time, torch
 from utils.runtime.open import open_runtime
 runtime = open_runtime(use_bf16=False, data_timeout_s=60.0)
 logging.getLogger().addHandler(logging.handlers.MemoryHandler(100, target=logging.FileHandler(sys.argv[1])))
@@ -248,27 +248,27 @@ for _ in range(400):
 runtime.mark_step()  # the device computes for minutes
 logging.warning("lost a host")
 print("leaving", flush=True)
+time.sleep(1)  # so that a reader may go
 print("and")
 sys.exit(runtime.leave(75))
 """
 
 
-def test_a_process_leaves_while_its_device_is_busy(tmp_path: Path) -> None:
-    """Its normal end waits for the device, which a lost host may keep busy for ever; logs are written."""
-    argv = [
-        sys.executable,
-        "-W",
-        "ignore",
-        "-c",
-        f"import logging.handlers\n{LEAVING}",
-        str(tmp_path / "log"),
-    ]
-    with subprocess.Popen(argv, cwd=ROOT, env=environment(), stdout=subprocess.PIPE, text=True) as process:
+@pytest.mark.parametrize("is_read", [True, False])
+def test_a_process_leaves_while_its_device_is_busy(is_read: bool, tmp_path: Path) -> None:
+    """Its normal end waits for the device, which a lost host may keep busy for ever. Logs are written, and
+    output, if anybody still reads it.
+    """
+    argv = [sys.executable, "-W", "ignore", "-c", LEAVING, str(tmp_path / "log")]
+    buffered = {**environment(), "PYTHONUNBUFFERED": ""}
+    with subprocess.Popen(argv, cwd=ROOT, env=buffered, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "leaving\n"
+        if not is_read:
+            process.stdout.close()
         try:
             assert process.wait(timeout=20) == 75
         finally:
             process.kill()
-        assert process.stdout.read() == "and\n"
+        assert not is_read or process.stdout.read() == "and\n"
     assert (tmp_path / "log").read_text() == "lost a host\n"

@@ -81,10 +81,12 @@ class XlaRuntime(Runtime):
 
     def leave(self, code: int) -> int:
         # without atexit, where torch_xla waits without limit for programs that a lost host holds up
-        logging.shutdown()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
+        try:
+            logging.shutdown()
+            sys.stdout.flush()
+            sys.stderr.flush()
+        finally:  # also where nobody reads any more what is flushed
+            os._exit(code)
 
     @property
     def num_devices(self) -> int:

@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import torch
 
@@ -57,6 +58,7 @@ def train(cfg: Config) -> int:
     """Run the configuration to its end or to SIGTERM; returns the exit code."""
     runtime = open_runtime(cfg.train.use_bf16, cfg.data.data_timeout_s)
     setup_logging(runtime.rank)
+    runtime.keep_programs(Path(cfg.run.dir) / "programs")
     runtime.catch_sigterm()
     with ExitStack() as outer:
         outer.push(partial(_leave_word, runtime))

@@ -7,7 +7,7 @@ the other host feeds comes over gloo. All else is the project's own: `pretrainin
 the host group, and which part of a batch a host feeds. Host 1 gets SIGTERM after update STOP (0: never).
 
 Printed, a JSON object a line: the mesh, the rows that this host feeds at each step, how many programs it has
-executed.
+executed, how many an earlier start had kept and how many not.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from torch import Tensor
 import utils.runtime.xla as engine
 from models import vit3d
 from pretraining import train as loop
-from tests.support.xla_counters import count_executed
+from tests.support.xla_counters import count_executed, count_kept_programs
 from utils.cli import run_cli
 from utils.runtime.processes import join_hosts
 
@@ -95,6 +95,7 @@ def main(argv: list[str]) -> int:
     code = loop.main(argv[3:])
     xm.wait_device_ops()
     say("executed", count_executed())
+    say("kept", count_kept_programs())
     return code
 
 

@@ -16,6 +16,18 @@ def count_executed() -> int:
     return _samples("ExecuteReplicatedTime")
 
 
+def count_kept_programs() -> tuple[int, int]:
+    """Programs that an earlier start has kept, and those that it has not. A CPU cannot load what was kept,
+    and compiles it anew.
+    """
+    import torch_xla.debug.metrics as metrics
+
+    hits, refused, misses = (
+        metrics.counter_value(f"PersistentCache{kind}") or 0 for kind in ("Hit", "DeserializeFailure", "Miss")
+    )
+    return hits + refused, misses
+
+
 def count_read_back() -> int:
     """Transfers from the device to the host; each waits for the device."""
     return _samples("TransferFromDeviceTime")

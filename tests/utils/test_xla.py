@@ -272,3 +272,23 @@ def test_a_process_leaves_while_its_device_is_busy(is_read: bool, tmp_path: Path
             process.kill()
         assert not is_read or process.stdout.read() == "and\n"
     assert (tmp_path / "log").read_text() == "lost a host\n"
+
+
+KEEPING = """
+import logging, sys, torch
+from pathlib import Path
+from utils.runtime.open import open_runtime
+logging.basicConfig(stream=sys.stdout, format="%(message)s")
+runtime = open_runtime(use_bf16=False, data_timeout_s=60.0)
+runtime.keep_programs(Path(sys.argv[1]))
+print(float(runtime.to_torch(runtime.to_device({"x": torch.arange(8.0)})["x"].sum())))
+"""
+
+
+def test_programs_that_cannot_be_kept_are_a_warning(tmp_path: Path) -> None:
+    (tmp_path / "a file").touch()
+    argv = [sys.executable, "-W", "ignore", "-c", KEEPING, str(tmp_path / "a file")]
+    done = subprocess.run(argv, cwd=ROOT, env=environment(), capture_output=True, text=True, check=True)
+    warning, value = done.stdout.splitlines()
+    assert "a file/host_0: compiled programs are not kept, training goes on: [Errno 20]" in warning
+    assert float(value) == 28

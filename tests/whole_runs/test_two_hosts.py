@@ -128,3 +128,15 @@ def test_the_same_programs_with_spread_parameters_and_weights_of_another_run(
     options = "train.shard_parameters=true", f"method.init_from={weights}", "method.predictor_depth=1"
     few = "train.max_steps=2", "train.val_every_steps=2", "train.ckpt_every_steps=1"
     assert_same_programs(start_hosts(folder, "spread", f"run.dir={folder / 'spread'}", *options, *few))
+
+
+def test_a_second_start_finds_its_programs_among_those_of_the_first(
+    fresh: list[Host], resumed: list[Host]
+) -> None:
+    """All but the trial step: the optimizer's counts of 0 are constants in that of a fresh run."""
+    for first, second in zip(fresh, resumed, strict=True):
+        ((kept, new),) = first.printed["kept"]
+        assert kept == 0 < new
+        ((kept, new),) = second.printed["kept"]
+        assert kept > 20
+        assert new == 1

@@ -79,6 +79,17 @@ class XlaRuntime(Runtime):
         order = np.array(list(chain.from_iterable(group.gather_objects(own))))
         return cls(torch_xla.device(), use_bf16, group, mesh=xs.Mesh(order, (len(order),), ("data",)))
 
+    def keep_programs(self, folder: Path) -> None:
+        if torch_xla._XLAC._xla_computation_cache_is_initialized():
+            return  # a process has one place, chosen before its first program
+        own = folder / f"host_{self.rank}"
+        try:
+            own.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            log.warning("%s: compiled programs are not kept, training goes on: %s", own, error)
+        else:
+            xr.initialize_cache(str(own))
+
     def leave(self, code: int) -> int:
         # without atexit, where torch_xla waits without limit for programs that a lost host holds up
         try:

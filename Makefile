@@ -67,7 +67,8 @@ $(XLA_VENV)/installed: requirements.txt requirements-tpu.txt requirements-dev.tx
 test-xla: $(XLA_VENV)/installed ## the XLA engine, on four devices of this CPU
 	PJRT_DEVICE=CPU CPU_NUM_DEVICES=4 XLA_FLAGS=--xla_backend_optimization_level=0 OMP_NUM_THREADS=1 \
 	    $(XLA_VENV)/bin/python -m pytest -n 2 --dist loadfile -m "xla" \
-	    tests/utils/test_xla.py tests/whole_runs/test_xla_run.py tests/whole_runs/test_xla_command.py \
+	    tests/utils/test_xla.py tests/whole_runs/test_two_hosts.py tests/whole_runs/test_xla_run.py \
+	    tests/whole_runs/test_xla_command.py \
 	    tests/models/test_xla_attention.py tests/pretraining/test_tpu_fit.py
 
 soak: install ## long proofs, run by hand

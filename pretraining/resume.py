@@ -192,31 +192,37 @@ class Checkpoints:
 def restore(run: Run, gauges: Gauges) -> Progress:
     """Load this run's newest intact checkpoint, else method.init_from, else nothing; returns the progress.
 
-    The first process of the group reads, and the others take over what it has: checkpoints may be on its disk
-    alone, and all must start from one of them.
+    The first process of the group reads, and all of them load what it has: checkpoints may be on its disk
+    alone, and all must start from one of them. XLA hosts have to run the same programs: what is recorded so
+    far runs before, and the first puts nothing on the device that the others do not.
     """
     group = run.runtime.group
-    state = _load(run, gauges) if group.is_first else NEW_RUN
+    run.runtime.mark_step()
+    state, progress = _read(run) if group.is_first else (None, NEW_RUN)
     if group.size > 1:
         checksums = group.gather_objects(rows_checksum(run.rows, run.store))
         if len(set(checksums)) > 1:
             raise UserError(
                 f"{run.cfg.data.store}: expected the same training volumes on every process, found others"
             )
-        parts = (run.model.state_dict(), run.optimizer.state_dict(), gauges.state_dict(), state)
-        own_parts = to_host(parts) if group.is_first else parts  # the others' are ignored
-        of_model, of_optimizer, of_gauges, state = group.broadcast(own_parts)
-        if not group.is_first:
-            run.model.load_state_dict(of_model)
-            run.optimizer.load_state_dict(of_optimizer)
-            gauges.load_state_dict(of_gauges)
+        if group.is_first and state is None:
+            parts = {"model": run.model, "optimizer": run.optimizer, "gauge": gauges}
+            state = {name: to_host(part.state_dict()) for name, part in parts.items()}
+        state, progress = group.broadcast((state, progress))
+    if state is not None:
+        load_weights(run.model, state["model"], str(run.cfg.train.ckpt_dir))
+        run.optimizer.load_state_dict(state["optimizer"])
+        gauges.load_state_dict(state["gauge"])
     schedule = Schedule(run.cfg, run.total_steps)
-    if "schedule" in state:
-        schedule = Schedule.of_state(run.cfg, state["schedule"])
-    return Progress(run.runtime, schedule.resumed(state["step"], run.total_steps), state)
+    if "schedule" in progress:
+        schedule = Schedule.of_state(run.cfg, progress["schedule"])
+    return Progress(run.runtime, schedule.resumed(progress["step"], run.total_steps), progress)
 
 
-def _load(run: Run, gauges: Gauges) -> Mapping[str, Any]:
+def _read(run: Run) -> tuple[dict[str, Any] | None, Mapping[str, Any]]:
+    """The state of the newest intact checkpoint, None where there is none, and the progress. The weights of
+    method.init_from go into the model.
+    """
     cfg, store = run.cfg, run.store
     state = None
     if cfg.train.ckpt_dir is not None:
@@ -231,31 +237,27 @@ def _load(run: Run, gauges: Gauges) -> Mapping[str, Any]:
                 f"found others ({len(run.rows.train)}); a store that changed needs another run.dir with "
                 "method.init_from"
             )
-        load_weights(run.model, state, store, where)
-        run.optimizer.load_state_dict(state["optimizer"])
-        gauges.load_state_dict(state["gauge"])
+        expected = store.attrs["normalisation"]
+        if state["normalisation"] != expected:
+            raise CheckpointError(
+                f"{where}: normalisation: expected {expected} of {store.url}, found {state['normalisation']}"
+            )
         log.info("resuming from step %d of %s", state["step"], where)
         # an older checkpoint has no schedule: its run had the length of its configuration
         began = Schedule(cfg, total_steps(began_as, len(run.rows.train)))
-        return {"schedule": began.state_dict(), **state["progress"]}
+        progress = {"schedule": began.state_dict(), **state["progress"]}
+        return {name: state[name] for name in ("model", "optimizer", "gauge")}, progress
     refuse_lost_checkpoints(cfg)
     if cfg.method.init_from is not None:
         start = start_from(run.model, cfg, store.attrs["normalisation"])
-        return {**NEW_RUN, "inherited": start.participants, "init_weight": start.init_weight}
-    return NEW_RUN
+        return None, {**NEW_RUN, "inherited": start.participants, "init_weight": start.init_weight}
+    return None, NEW_RUN
 
 
-def load_weights(model: VJEPA3D, state: dict[str, Any], store: PreparedStore, where: str) -> None:
-    """Every key, no more and no less, and one normalisation; raises CheckpointError that names what
-    differs.
-    """
-    expected = store.attrs["normalisation"]
-    if state["normalisation"] != expected:
-        raise CheckpointError(
-            f"{where}: normalisation: expected {expected} of {store.url}, found {state['normalisation']}"
-        )
+def load_weights(model: VJEPA3D, weights: dict[str, Any], where: str) -> None:
+    """Every key, no more and no less; raises CheckpointError that names what differs."""
     try:
-        model.load_state_dict(state["model"])
+        model.load_state_dict(weights)
     except RuntimeError as error:
         lines = [line.strip() for line in str(error).splitlines()[1:]]
         raise CheckpointError(f"{where}: the weights do not fit the configuration: {lines[0]}") from error

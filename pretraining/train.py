@@ -20,6 +20,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import torch
 
@@ -59,6 +60,7 @@ def train(cfg: Config) -> int:
     runtime = open_runtime(cfg.train.use_bf16, cfg.data.data_timeout_s)
     setup_logging(runtime.rank)
     report_opened(runtime)
+    runtime.keep_programs(Path(cfg.run.dir) / "programs")
     runtime.catch_sigterm()
     with ExitStack() as outer:
         outer.push(partial(_leave_word, runtime))

@@ -19,7 +19,7 @@ from models.vjepa3d import VJEPA3D
 from models.weights.files import read_weights
 from models.weights.fit import ADAPTED_PLANES, GRAY, NORMALISATION, adapt_patches, fit, summary
 from models.weights.shape import Weights, new_encoder, new_predictor
-from utils.checkpoint import CheckpointError
+from utils.checkpoint import CheckpointError, to_host
 from utils.config.schema import Config
 
 log = logging.getLogger(__name__)
@@ -118,7 +118,8 @@ def start_from(model: VJEPA3D, cfg: Config, normalisation: str) -> Start:
             f"{url}: normalisation: expected {normalisation} of the store, found {trained_with}"
         )
     result, start = fit(weights, cfg), lineage(weights)
-    model.load_state_dict({**model.state_dict(), **result.tensors})
+    # from the host alone: what XLA copied on the device, the first host would run as programs of its own
+    model.load_state_dict({**to_host(model.state_dict()), **result.tensors})
     for line in result.lines:
         if line.status != "loaded":
             log.info("%s %s: %s", line.status, line.name, line.detail)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -20,6 +21,12 @@ from utils.checkpoint import load_checkpoint
 MODULE = "pretraining.train"
 PLANTED = "tests.support.planted"
 PATIENCE_S = 900.0  # a start takes seconds, and minutes on a machine that is busy with other things
+
+
+def free_port() -> int:
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        return server.getsockname()[1]
 
 
 def environment(planted: dict[str, Any] | None = None) -> dict[str, str]:

@@ -1,4 +1,5 @@
-"""What torch_xla counts: programs compiled, tensors read back, operations that it left to the CPU.
+"""What torch_xla counts: programs compiled and executed, tensors read back, operations left to the
+CPU.
 
 The imports are inside: tests that use these are collected where there is no torch_xla.
 """
@@ -8,6 +9,23 @@ from __future__ import annotations
 
 def count_compiled() -> int:
     return _samples("CompileTime")
+
+
+def count_executed() -> int:
+    """Programs, however often each."""
+    return _samples("ExecuteReplicatedTime")
+
+
+def count_kept_programs() -> tuple[int, int]:
+    """Programs that an earlier start has kept, and those that it has not. A CPU cannot load what was kept,
+    and compiles it anew.
+    """
+    import torch_xla.debug.metrics as metrics
+
+    hits, refused, misses = (
+        metrics.counter_value(f"PersistentCache{kind}") or 0 for kind in ("Hit", "DeserializeFailure", "Miss")
+    )
+    return hits + refused, misses
 
 
 def count_read_back() -> int:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 
 from data_setup.loader import Batch
@@ -15,6 +17,7 @@ from pretraining.optimizer import shard_state
 from pretraining.schedules import ema_momentum, learning_rate
 from pretraining.step import Update, Watch, build_optimizer, train_step
 from tests.support.model_factory import nano_model, uint8_batch
+from tests.support.process_factory import losses, metrics
 from utils.checkpoint import to_host
 from utils.config.schema import Config
 from utils.runtime.open import open_runtime
@@ -113,3 +116,16 @@ def assert_close(state: dict[str, Any], expected: dict[str, Any]) -> None:
     assert torch.equal(ring["valid"], other["valid"])
     assert ring["added"] == other["added"]
     torch.testing.assert_close(ring["ring"], other["ring"], rtol=1e-2, atol=1e-3)
+
+
+def assert_same_metrics(run: Path, expected: Path) -> None:
+    """Losses of every step, and what a validation and the gauges say, but for rounding."""
+    measured, wanted = losses(run), losses(expected)
+    assert list(measured) == list(wanted)
+    assert measured == pytest.approx(wanted, rel=1e-3)
+    assert [measured[s] for s in range(1, 6)] == pytest.approx([wanted[s] for s in range(1, 6)], rel=1e-4)
+    for row, other in zip(metrics(run), metrics(expected), strict=True):
+        for key in {"val/loss", "val/rankme", "train/rankme", "train/skill_position", "ema/drift"} & set(row):
+            is_known = other[key] is not None
+            place = row["step"], key
+            assert row[key] == (pytest.approx(other[key], rel=0.01) if is_known else None), place

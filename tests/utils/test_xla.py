@@ -4,6 +4,9 @@ four devices of a CPU; whole runs are in tests/whole_runs/test_xla_run.py.
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,9 +17,12 @@ from pretraining.run import Run as TrainingRun
 from pretraining.step import Update, train_step, trial_step
 from pretraining.trial import settle_memory
 from tests.support.model_factory import small_config, uint8_batch
+from tests.support.pipeline_factory import ROOT
+from tests.support.process_factory import environment
 from tests.support.xla_counters import count_compiled, count_fallbacks, count_read_back
 from tests.support.xla_factory import BAD_STEP, BATCH, STEPS, Run, assert_close, assert_same_weights, open_xla
 from utils.counter_rng import counter_bits, counter_normal, counter_uniform
+from utils.errors import UserError
 from utils.provenance import provenance
 from utils.runtime.device_peak import device_peak
 from utils.runtime.open import open_runtime
@@ -210,3 +216,79 @@ def test_out_of_memory_halves_the_batch_and_leaves_the_weights(
     assert any(is_split) == bool(overrides)
     assert ["devices=[" in placement(p) for p in run.model.parameters()] == is_split
     assert_same_weights(run.state(), before)
+
+
+def test_another_number_of_hosts_is_refused(xla: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With wrong TPU_* variables every host would be the first of one, and write the same checkpoints."""
+    monkeypatch.setenv("OCT_EXPECT_HOSTS", "4")
+    with pytest.raises(UserError, match=r"^OCT_EXPECT_HOSTS: expected a TPU of 4 hosts, found 1; .*TPU_\*"):
+        open_runtime(use_bf16=False, data_timeout_s=60.0)
+    monkeypatch.setenv("OCT_EXPECT_HOSTS", "1")
+    assert open_runtime(use_bf16=False, data_timeout_s=60.0).world_size == 1
+
+
+def test_devices_in_another_order_are_refused(xla: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A batch's rows would lie on other devices than the mesh says."""
+    import torch_xla
+
+    devices = torch_xla._XLAC._xla_get_runtime_devices()
+    monkeypatch.setattr(torch_xla._XLAC, "_xla_get_runtime_devices", lambda: devices[::-1])
+    with pytest.raises(AssertionError, match=r"ascending order, found \[3, 2, 1, 0\]"):
+        open_runtime(use_bf16=False, data_timeout_s=60.0)
+
+
+LEAVING = """
+import logging.handlers, sys, time, torch
+from utils.runtime.open import open_runtime
+runtime = open_runtime(use_bf16=False, data_timeout_s=60.0)
+logging.getLogger().addHandler(logging.handlers.MemoryHandler(100, target=logging.FileHandler(sys.argv[1])))
+value = runtime.to_device_replicated(torch.eye(2000))
+for _ in range(400):
+    value = value @ value
+runtime.mark_step()  # the device computes for minutes
+logging.warning("lost a host")
+print("leaving", flush=True)
+time.sleep(1)  # so that a reader may go
+print("and")
+sys.exit(runtime.leave(75))
+"""
+
+
+@pytest.mark.parametrize("is_read", [True, False])
+def test_a_process_leaves_while_its_device_is_busy(is_read: bool, tmp_path: Path) -> None:
+    """Its normal end waits for the device, which a lost host may keep busy for ever. Logs are written, and
+    output, if anybody still reads it.
+    """
+    argv = [sys.executable, "-W", "ignore", "-c", LEAVING, str(tmp_path / "log")]
+    buffered = {**environment(), "PYTHONUNBUFFERED": ""}
+    with subprocess.Popen(argv, cwd=ROOT, env=buffered, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "leaving\n"
+        if not is_read:
+            process.stdout.close()
+        try:
+            assert process.wait(timeout=20) == 75
+        finally:
+            process.kill()
+        assert not is_read or process.stdout.read() == "and\n"
+    assert (tmp_path / "log").read_text() == "lost a host\n"
+
+
+KEEPING = """
+import logging, sys, torch
+from pathlib import Path
+from utils.runtime.open import open_runtime
+logging.basicConfig(stream=sys.stdout, format="%(message)s")
+runtime = open_runtime(use_bf16=False, data_timeout_s=60.0)
+runtime.keep_programs(Path(sys.argv[1]))
+print(float(runtime.to_torch(runtime.to_device({"x": torch.arange(8.0)})["x"].sum())))
+"""
+
+
+def test_programs_that_cannot_be_kept_are_a_warning(tmp_path: Path) -> None:
+    (tmp_path / "a file").touch()
+    argv = [sys.executable, "-W", "ignore", "-c", KEEPING, str(tmp_path / "a file")]
+    done = subprocess.run(argv, cwd=ROOT, env=environment(), capture_output=True, text=True, check=True)
+    warning, value = done.stdout.splitlines()
+    assert "a file/host_0: compiled programs are not kept, training goes on: [Errno 20]" in warning
+    assert float(value) == 28

@@ -12,8 +12,9 @@ from models import vit3d
 from pretraining import train as loop
 from pretraining.gauges import validation
 from tests.support.pipeline_factory import pipeline_config
-from tests.support.process_factory import losses, metrics
+from tests.support.process_factory import losses
 from tests.support.xla_counters import count_compiled, count_fallbacks, count_read_back
+from tests.support.xla_factory import assert_same_metrics
 from utils.checkpoint import list_steps
 from utils.runtime.open import open_runtime
 
@@ -68,17 +69,8 @@ def test_a_run_goes_on_with_the_other_engine(first: str, second: str, folder: Pa
     run = train(folder, name, first, stop_after=6)
     assert list_steps(str(run / "checkpoints"))[-1] == 6
     assert train(folder, name, second) == run
-    expected = losses(plain)
     assert list(losses(run)) == list(range(1, STEPS + 1))
-    assert losses(run) == pytest.approx(expected, rel=1e-3)
-    assert [losses(run)[s] for s in range(1, 6)] == pytest.approx(
-        [expected[s] for s in range(1, 6)], rel=1e-4
-    )
-    for row, wanted in zip(metrics(run), metrics(plain), strict=True):
-        for key in {"val/loss", "val/rankme", "train/rankme", "train/skill_position", "ema/drift"} & set(row):
-            is_known = wanted[key] is not None
-            place = row["step"], key
-            assert row[key] == (pytest.approx(wanted[key], rel=0.01) if is_known else None), place
+    assert_same_metrics(run, plain)
 
 
 def test_no_program_is_compiled_and_nothing_read_back_between_two_lines_of_the_log(

@@ -38,6 +38,17 @@ class Runtime:
     group: Group = ALONE
     stop_requested: bool = field(default=False, init=False)
 
+    def keep_programs(self, folder: Path) -> None:
+        """Keep compiled programs in this folder of this machine, so that the next start takes them from there
+        (PyTorch/XLA; elsewhere nothing is compiled ahead). Call it before anything is computed.
+        """
+
+    def leave(self, code: int) -> int:
+        """End the process at once where its normal end may wait for a lost process without limit
+        (PyTorch/XLA); elsewhere return the exit code for that normal end.
+        """
+        return code
+
     @property
     def rank(self) -> int:
         return self.group.rank

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -62,12 +63,41 @@ class XlaRuntime(Runtime):
                 warnings.filterwarnings("ignore", "Replicating tensors already initialized", UserWarning)
                 xr.use_spmd()
         group: Group = ALONE
-        if (hosts := xr.process_count()) > 1:
+        hosts = xr.process_count()
+        expected = os.environ.get("OCT_EXPECT_HOSTS", str(hosts))
+        if expected != str(hosts):
+            raise UserError(
+                f"OCT_EXPECT_HOSTS: expected a TPU of {expected} hosts, found {hosts}; look at the TPU_* "
+                "variables of this worker, which say of which TPU it is a part"
+            )
+        if hosts > 1:
             group = join_hosts(xr.process_index(), hosts, discover_master_worker_ip(), timeout_s)
         everywhere = torch_xla._XLAC._xla_get_all_runtime_devices()
         own = [everywhere.index(device) for device in torch_xla._XLAC._xla_get_runtime_devices()]
-        order = np.array(list(chain.from_iterable(group.gather_objects(sorted(own)))))
+        # the i-th part of what a host feeds goes to its i-th device, wherever that is in the mesh
+        assert own == sorted(own), f"expected this host's devices in ascending order, found {own}"
+        order = np.array(list(chain.from_iterable(group.gather_objects(own))))
         return cls(torch_xla.device(), use_bf16, group, mesh=xs.Mesh(order, (len(order),), ("data",)))
+
+    def keep_programs(self, folder: Path) -> None:
+        if torch_xla._XLAC._xla_computation_cache_is_initialized():
+            return  # a process has one place, chosen before its first program
+        own = folder / f"host_{self.rank}"
+        try:
+            own.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            log.warning("%s: compiled programs are not kept, training goes on: %s", own, error)
+        else:
+            xr.initialize_cache(str(own))
+
+    def leave(self, code: int) -> int:
+        # without atexit, where torch_xla waits without limit for programs that a lost host holds up
+        try:
+            logging.shutdown()
+            sys.stdout.flush()
+            sys.stderr.flush()
+        finally:  # also where nobody reads any more what is flushed
+            os._exit(code)
 
     @property
     def num_devices(self) -> int:

@@ -16,6 +16,7 @@ from utils.errors import ConfigError
 
 EMA_HALF_LIFE = 0.05  # of the run
 EMA_MAXIMUM = 0.9995
+VALIDATION_SHARE = 0.025  # volumes that validations read by default, of those that training reads
 INIT_WEIGHT_LIMIT = 0.1  # a target with more of its random initialisation is no candidate for the best
 
 
@@ -73,13 +74,16 @@ class Calendar:
     keep_every: int  # checkpoints that are never deleted
 
     @classmethod
-    def of(cls, cfg: Config, num_volumes: int) -> Calendar:
+    def of(cls, cfg: Config, num_volumes: int, validation_volumes: int = 0) -> Calendar:
+        """`num_volumes` are trained on; a validation reads `validation_volumes`."""
         epoch = max(1, round(num_volumes / cfg.train.global_batch_size))  # in updates
+        # so many epochs that a validation reads no more than its share of what they read
+        epochs = max(1, math.ceil(validation_volumes / (VALIDATION_SHARE * num_volumes)))
         keep = cfg.train.ckpt_every_epochs * epoch
         return cls(
             total=total_steps(cfg, num_volumes),
             log_every=cfg.train.log_every_steps,
-            validate_every=cfg.train.val_every_steps or epoch,
+            validate_every=cfg.train.val_every_steps or epochs * epoch,
             save_every=cfg.train.ckpt_every_steps or keep,
             keep_every=keep,
         )

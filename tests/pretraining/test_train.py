@@ -544,9 +544,9 @@ def test_validation_uses_the_batch_that_fits(
             raise torch.OutOfMemoryError("planted")
         real(model, optimizer, batch, cfg, runtime)
 
-    def spy(run):
+    def spy(run, **options):
         seen.append(run.cfg.train.per_core_batch_size)
-        return validate(run)
+        return validate(run, **options)
 
     monkeypatch.setattr(trial_module, "trial_step", trial)
     monkeypatch.setattr(validation, "validate", spy)

@@ -14,8 +14,10 @@ import torch
 
 from data_setup.store.reader import PreparedStore
 from models.probes.participants import knn_probe
+from models.vit3d import gather_tokens
 from pretraining.gauges import validation as validate
 from pretraining.gauges import validation_probes as val_probes
+from pretraining.gauges.alarms import Alarms
 from pretraining.gauges.volumes import participants_in_turn, quarters
 from pretraining.run import Run, open_run
 from tests.support.model_factory import nano_model
@@ -28,6 +30,17 @@ PROBES = {f"val/{name}" for name in ("probe", "ridge", "knn_device", "ridge_devi
 PROBES |= {"val/knn_laterality", "val/ridge_laterality"}
 
 
+NO_PENALTY = "method.regulariser=none", "method.regulariser_weight=0"
+RECIPES = {
+    "vjepa2": (),
+    "mae": ("method.recipe=mae", "method.mae_target=normalised", *NO_PENALTY),
+    "methods": (
+        "method.recipe=methods",
+        "method.mask_ratio=0.5",
+        "method.ema_base=0.9",
+        *NO_PENALTY,
+    ),
+}
 MEASURED = {f"val/{name}" for name in ("loss", "skill_mean", "skill_position", "leak", "rankme", "lidar")}
 
 
@@ -87,6 +100,28 @@ def test_rows_with_labels_come_first_and_are_spread() -> None:
     chosen = val_probes.choose_rows(np.arange(100), dict.fromkeys(range(0, 100, 2), "a"), 5)
     assert chosen.tolist() == [0, 24, 48, 74, 98]
     assert val_probes.choose_rows(np.arange(10), {}, 4).tolist() == [0, 3, 6, 9]
+
+
+@pytest.mark.parametrize("recipe", list(RECIPES))
+def test_a_context_that_attends_to_its_targets_is_a_leak(
+    recipe: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before anything is learned; without the fault the predictions do not move at all."""
+    cfg = pipeline_config(folder, *RECIPES[recipe])
+    run = replace(open_run(cfg, CPU), model=nano_model(cfg))
+    healthy = validate.validate(run, is_first=True)
+    assert healthy["val/leak"] < 1e-6
+    assert Alarms().update(0, healthy) == []
+
+    def sees_all(view: torch.Tensor, context: torch.Tensor, *_: object) -> torch.Tensor:
+        everything = run.model.encoder(view)
+        return everything if run.model.is_dense else gather_tokens(everything, context)
+
+    monkeypatch.setattr(run.model, "encode_context", sees_all)
+    measured = validate.validate(run, is_first=True)
+    assert measured["val/leak"] > 0.01
+    (alarm,) = Alarms().update(0, measured)
+    assert alarm.text.startswith("context sees targets: the prediction moves with the voxels of its targets")
 
 
 def test_validation_takes_participants_in_turn_and_always_the_same() -> None:

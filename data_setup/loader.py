@@ -14,15 +14,15 @@ from __future__ import annotations
 import math
 import multiprocessing
 import time
-from collections.abc import Hashable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, default_collate
+from torch.utils.data import DataLoader, Dataset
 
 from data_setup.masks import MaskPlan
 from data_setup.store.reader import PreparedStore
@@ -37,7 +37,7 @@ from data_setup.transforms import (
     training_transforms,
 )
 from data_setup.valid_field import token_valid
-from utils.config.schema import Config
+from utils.config.schema import Config, DataConfig
 from utils.errors import ConfigError, UserError
 from utils.runtime.open import keep_freed_memory
 from utils.workers import count_loaders, follow_parent
@@ -206,22 +206,7 @@ class Loader:
     @cached_property
     def _batches(self) -> DataLoader[Sample]:
         sampler = MicroBatches(self.steps, self.global_batch, self.rank, self.world, self.accum)
-        if self.num_workers == 0:
-            return DataLoader(self.dataset, batch_sampler=sampler, pin_memory=self.data.pin_memory)
-        # A fork server, not fork: the training process has threads (torch, fsspec, zarr) and maybe a device.
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload([__name__])
-        return DataLoader(
-            self.dataset,
-            batch_sampler=sampler,
-            num_workers=self.num_workers,
-            prefetch_factor=self.data.prefetch_factor,
-            pin_memory=self.data.pin_memory,
-            persistent_workers=self.data.persistent_workers,
-            timeout=min(POLL_SECONDS, self.data.data_timeout_s),
-            worker_init_fn=_start_worker,
-            multiprocessing_context=context,
-        )
+        return _data_loader(self.data, self.dataset, sampler, persistent=self.data.persistent_workers)
 
     def __iter__(self) -> Iterator[list[Batch]]:
         batches = iter(self._batches)
@@ -229,43 +214,71 @@ class Loader:
             yield [self._next(batches, step, index * self.accum + micro) for micro in range(self.accum)]
 
     def _next(self, batches: Iterator[Batch], step: int, number: int) -> Batch:
-        """The next micro-batch; polls at torch's timeout, and names a dead or silent worker in one line."""
-        start = time.monotonic()
-        while True:
-            try:
-                return next(batches)
-            except UserError as error:
-                if self.num_workers == 0:
-                    raise
-                # torch wraps a worker's exception in its traceback; the last line is the message
-                message = str(error).strip().splitlines()[-1]
-                raise LoaderError(f"rank {self.rank}, step {step}: {message}") from error
-            except (ConnectionError, EOFError) as error:
-                if self.num_workers == 0 or "DataLoader worker" in str(error):  # raised by its own code
-                    raise
-                message = f"expected a batch, found a worker that died handing it over: {error}"
-                raise LoaderError(f"{self._waiting(step, number)}: {message}") from error
-            except RuntimeError as error:
-                if self.num_workers == 0:
-                    raise
-                waited = time.monotonic() - start
-                where = self._waiting(step, number)
-                if "exited unexpectedly" in str(error) or "is killed by signal" in str(error):
-                    raise LoaderError(f"{where}: expected a batch, found a dead worker: {error}") from error
-                if "timed out" not in str(error):
-                    raise
-                if waited >= self.data.data_timeout_s:
-                    raise LoaderError(
-                        f"{where}: expected a batch within data.data_timeout_s = "
-                        f"{self.data.data_timeout_s:g} s, found none after {waited:.1f} s"
-                    ) from error
+        where = f"rank {self.rank}, step {step}"
+        return _next_batch(batches, self.data, number, where, f", micro-batch {number % self.accum}")
 
-    def _waiting(self, step: int, number: int) -> str:
-        """Names the worker that owes the batch: workers deliver in turn; a dead one may be another."""
-        return (
-            f"rank {self.rank}, step {step}, micro-batch {number % self.accum}, waiting for loader worker "
-            f"{number % self.num_workers} of {self.num_workers}"
-        )
+
+def _data_loader(
+    data: DataConfig,
+    dataset: Dataset[Sample],
+    sampler: Iterable[Any],
+    *,
+    persistent: bool,
+    generator: torch.Generator | None = None,
+) -> DataLoader[Sample]:
+    """torch's loader of batches of keys, with data.workers processes; `generator` seeds them, None: torch's
+    global one.
+    """
+    options: dict[str, Any] = {"batch_sampler": sampler, "pin_memory": data.pin_memory}
+    workers = count_loaders(data.workers)
+    if workers > 0:
+        # A fork server, not fork: the training process has threads (torch, fsspec, zarr) and maybe a device.
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload([__name__])
+        options |= {
+            "num_workers": workers,
+            "prefetch_factor": data.prefetch_factor,
+            "persistent_workers": persistent,
+            "timeout": min(POLL_SECONDS, data.data_timeout_s),
+            "worker_init_fn": _start_worker,
+            "multiprocessing_context": context,
+        }
+    return DataLoader(dataset, generator=generator, **options)
+
+
+def _next_batch(batches: Iterator[Batch], data: DataConfig, number: int, where: str, part: str = "") -> Batch:
+    """The next batch; polls at torch's timeout, and names a dead or silent worker in one line: the one that
+    owes the batch, since workers deliver in turn; a dead one may be another.
+    """
+    start, workers = time.monotonic(), count_loaders(data.workers)
+    owing = f"{where}{part}, waiting for loader worker {number % max(1, workers)} of {workers}"
+    while True:
+        try:
+            return next(batches)
+        except UserError as error:
+            if workers == 0:
+                raise
+            # torch wraps a worker's exception in its traceback; the last line is the message
+            message = str(error).strip().splitlines()[-1]
+            raise LoaderError(f"{where}: {message}") from error
+        except (ConnectionError, EOFError) as error:
+            if workers == 0 or "DataLoader worker" in str(error):  # raised by its own code
+                raise
+            message = f"expected a batch, found a worker that died handing it over: {error}"
+            raise LoaderError(f"{owing}: {message}") from error
+        except RuntimeError as error:
+            if workers == 0:
+                raise
+            waited = time.monotonic() - start
+            if "exited unexpectedly" in str(error) or "is killed by signal" in str(error):
+                raise LoaderError(f"{owing}: expected a batch, found a dead worker: {error}") from error
+            if "timed out" not in str(error):
+                raise
+            if waited >= data.data_timeout_s:
+                raise LoaderError(
+                    f"{owing}: expected a batch within data.data_timeout_s = "
+                    f"{data.data_timeout_s:g} s, found none after {waited:.1f} s"
+                ) from error
 
 
 def _start_worker(worker: int) -> None:
@@ -273,6 +286,21 @@ def _start_worker(worker: int) -> None:
     torch.set_num_threads(1)
     keep_freed_memory()  # volumes come and go at one size
     follow_parent()  # and the fork server with it: each would keep the other alive
+
+
+class StoredSamples(Dataset[Sample]):
+    """The sample of a row, not augmented; `mask` adds context and target, the same at every call and seed."""
+
+    def __init__(self, store: PreparedStore, rows: np.ndarray, mask: JEPAMaskd | None = None) -> None:
+        self.read = RowReader(store, rows)
+        self.mask = mask
+
+    def __getitem__(self, row: int) -> Sample:
+        sample = self.read(row)
+        if self.mask is not None:
+            self.mask.set_random_state(state=random_stream(VALIDATION_SEED, 0, row, STREAM_MASK))
+            sample = self.mask(sample)
+        return _finish(sample)
 
 
 def evaluation_batches(
@@ -283,10 +311,9 @@ def evaluation_batches(
     The last batch is smaller when batch_size does not divide the rows; `position` repeats `row`.
     """
     everything = torch.arange(math.prod(cfg.grid))
-    for samples in _in_batches(store, rows, batch_size):
-        batch = default_collate([_finish(sample) for sample in samples])
+    for batch in _stored_batches(cfg.data, StoredSamples(store, rows), rows, batch_size):
         valid = token_valid(batch["matrix"], batch["valid_box"], cfg.grid, cfg.spatial.patch_size)
-        batch["context"] = everything.repeat(len(samples), 1)
+        batch["context"] = everything.repeat(len(batch["row"]), 1)
         batch["context_valid"] = valid.to(torch.float32)
         yield batch
 
@@ -296,15 +323,16 @@ def validation_batches(
 ) -> Iterator[Batch]:
     """Rows in the given order, not augmented, each with one fixed mask: the same at every call and seed."""
     mask = JEPAMaskd(MaskPlan.from_config(cfg), cfg.spatial.patch_size)
-    for samples in _in_batches(store, rows, batch_size):
-        masked = []
-        for sample in samples:
-            mask.set_random_state(state=random_stream(VALIDATION_SEED, 0, sample["row"], STREAM_MASK))
-            masked.append(_finish(mask(sample)))
-        yield default_collate(masked)
+    yield from _stored_batches(cfg.data, StoredSamples(store, rows, mask), rows, batch_size)
 
 
-def _in_batches(store: PreparedStore, rows: np.ndarray, batch_size: int) -> Iterator[list[Sample]]:
-    read = RowReader(store, rows)
-    for start in range(0, len(rows), batch_size):
-        yield [read(int(row)) for row in rows[start : start + batch_size]]
+def _stored_batches(
+    data: DataConfig, samples: StoredSamples, rows: np.ndarray, batch_size: int
+) -> Iterator[Batch]:
+    """Batches of rows, read by workers that live as long as this; in this process where there are none."""
+    keys = [rows[start : start + batch_size].tolist() for start in range(0, len(rows), batch_size)]
+    data = replace(data, workers=min(data.workers, len(keys)))  # with no row there is none to start
+    own_seeds = torch.Generator()  # an evaluation moves no random number of the training
+    batches = iter(_data_loader(data, samples, keys, persistent=False, generator=own_seeds))
+    for number in range(len(keys)):
+        yield _next_batch(batches, data, number, f"evaluation batch {number + 1} of {len(keys)}")

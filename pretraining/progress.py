@@ -97,21 +97,21 @@ class Progress:
                 f"{cfg.train.max_bad_steps}); last: {'; '.join(skipped[-3:])}"
             )
 
-    def best_names(
-        self, measured: Mapping[str, float | None], skill_position: float | None, *, is_warm: bool
-    ) -> list[str]:
+    def best_names(self, measured: Mapping[str, float | None], *, is_warm: bool) -> list[str]:
         """Names under which this checkpoint is kept, because a measure is the best so far after warm-up.
 
         best_probe: highest val/probe. Without labels best_rankme: highest val/rankme with init_weight < 0.1
-        and skill_position > 0. best_val_loss: lowest val/loss; for the record, not for choosing.
+        and val/skill_position > 0. best_val_loss: lowest val/loss; for the record, not for choosing.
         """
         if not is_warm:
             return []
         scores: dict[str, float] = {}
-        probe, rank, loss = (measured[f"val/{name}"] for name in ("probe", "rankme", "loss"))
+        probe, rank, loss, skill = (
+            measured[f"val/{name}"] for name in ("probe", "rankme", "loss", "skill_position")
+        )
         if probe is not None:
             scores["best_probe"] = probe
-        elif self.init_weight < INIT_WEIGHT_LIMIT and (skill_position or 0.0) > 0 and rank is not None:
+        elif self.init_weight < INIT_WEIGHT_LIMIT and (skill or 0.0) > 0 and rank is not None:
             scores["best_rankme"] = rank
         if loss is not None and math.isfinite(loss):
             scores["best_val_loss"] = -loss

@@ -18,6 +18,7 @@ from utils.errors import ConfigError, UserError
 
 EMA_HALF_LIFE = 0.05  # of the run
 EMA_MAXIMUM = 0.9995
+VALIDATION_SHARE = 0.025  # volumes that validations read by default, of those that training reads
 INIT_WEIGHT_LIMIT = 0.1  # a target with more of its random initialisation is no candidate for the best
 
 
@@ -157,15 +158,18 @@ class Calendar:
     keep_every: int  # checkpoints that stay: every train.ckpt_every_epochs, thinned to train.keep_epochs
 
     @classmethod
-    def of(cls, cfg: Config, num_volumes: int) -> Calendar:
+    def of(cls, cfg: Config, num_volumes: int, validation_volumes: int = 0) -> Calendar:
+        """`num_volumes` are trained on; a validation reads `validation_volumes`."""
         epoch = max(1, round(num_volumes / cfg.train.global_batch_size))  # in updates
         total = total_steps(cfg, num_volumes)
         rhythm = cfg.train.ckpt_every_epochs * epoch
         keep = rhythm * max(1, math.ceil(total // rhythm / cfg.train.keep_epochs))
+        # so many epochs that a validation reads no more than its share of what they read
+        epochs = max(1, math.ceil(validation_volumes / (VALIDATION_SHARE * num_volumes)))
         return cls(
             total=total,
             log_every=cfg.train.log_every_steps,
-            validate_every=cfg.train.val_every_steps or epoch,
+            validate_every=cfg.train.val_every_steps or epochs * epoch,
             save_every=cfg.train.ckpt_every_steps or rhythm,
             keep_every=keep,
         )

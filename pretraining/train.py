@@ -30,7 +30,7 @@ from pretraining.gauges.monitor import Gauges, TargetMotion, target_drift, updat
 from pretraining.gauges.profiling import StepTrace
 from pretraining.gauges.skill import SkillGauge
 from pretraining.gauges.throughput import Throughput
-from pretraining.gauges.validation import Validation, snapshot
+from pretraining.gauges.validation import Validation, snapshot, volumes_read
 from pretraining.optimizer import shard_state
 from pretraining.progress import NotFiniteError, Progress
 from pretraining.resume import Checkpoints, claim_run_dir, held_run, last_good, restore
@@ -100,7 +100,7 @@ def _train(cfg: Config, runtime: Runtime, stack: ExitStack) -> int:
     gauges = open_gauges(run)
     progress = restore(run, gauges)
     shard_state(model, optimizer, cfg, runtime)
-    calendar = Calendar.of(cfg, len(run.rows.train))
+    calendar = Calendar.of(cfg, len(run.rows.train), volumes_read(run))
     start, total, schedule = progress.step, calendar.total, progress.schedule
     if start >= total:
         log.info("nothing to do: the run is at step %d of %d", start, total)
@@ -117,13 +117,12 @@ def _train(cfg: Config, runtime: Runtime, stack: ExitStack) -> int:
     loader = open_loader(run, start, total)
     batches = iter(loader)
     stack.callback(checkpoints.wait)
-    motion, validation = TargetMotion(model, runtime.to_torch), Validation(run)
+    motion, validation = TargetMotion(model, runtime.to_torch), Validation(run, start)
     if start == 0:
-        measured = validation(with_share=False)
+        measured = validation(0)
         report(run_log, gauges, 0, {**measured, "ema/init_weight": progress.init_weight})
         show_snapshots(run, run_log, 0)
     watch = Watch(gauges.observe, clock.lap, lambda: gauges.measure)
-    validation.restart()
     runtime.mark_step()
     clock.restart()
     for step in range(start, total):
@@ -161,10 +160,10 @@ def _train(cfg: Config, runtime: Runtime, stack: ExitStack) -> int:
         names: list[str] = []
         if calendar.validates(done):
             motion.check(model, progress.take_moves())
-            measured = validation()
+            measured = validation(done)
             report(run_log, gauges, done, measured)
             is_warm = done >= cfg.optim.warmup_ratio * total
-            names = progress.best_names(measured, gauge_values["train/skill_position"], is_warm=is_warm)
+            names = progress.best_names(measured, is_warm=is_warm)
             clock.restart()
         if done == total:
             show_snapshots(run, run_log, done)

@@ -18,7 +18,7 @@ import torch
 from data_setup.loader import Batch, Loader, LoaderError
 from data_setup.normalisation import view
 from models.predictor import MlpPredictor
-from pretraining.gauges.monitor import check_no_leak
+from pretraining.gauges.monitor import check_disjoint, check_no_leak
 from pretraining.gauges.throughput import Throughput
 from pretraining.optimizer import shard_state
 from pretraining.run import Run
@@ -115,7 +115,10 @@ def settle_memory(run: Run, step: int) -> Run:
         before = to_host(runtime.full_state((model.state_dict(), optimizer.state_dict())))
     while True:
         trial = replace(run, cfg=replace(cfg, data=replace(cfg.data, workers=0)))
-        batch = runtime.to_device(next(iter(open_loader(trial, step, step + 1)))[0])
+        cpu_batch = next(iter(open_loader(trial, step, step + 1)))[0]
+        if model.recipe.hidden == "all_but_context":
+            check_disjoint(cpu_batch)
+        batch = runtime.to_device(cpu_batch)
         if runtime.attempt(partial(trial_step, model, optimizer, batch, cfg, runtime)):
             break
         if before is not None:

@@ -11,13 +11,14 @@ one holds. Alarms do not stop a run; pretraining.gauges.monitor has the two chec
            tenth with probes as good as anybody's (docs/evidence/results.md).
   few      either rank under RANK_FLOOR, whatever came before: a run may start collapsed.
   spread   train/feature_std under SPREAD_FLOOR. Unit vectors have variance + |mean|^2 = 1, so 0.1 says that
-           99 % of the energy of every feature vector is one and the same vector.
+           99 % of the energy of every feature vector is one and the same vector. Or under NARROW_SPREAD with
+           train/feature_cosine over ALIKE: what little spread there is lies within volumes, not between them.
   volume   train/volume_share under VOLUME_FLOOR: a table by position removes 90 % of what a constant leaves.
-`alarm/leak`, a prediction without learning:
-  at once  train/skill_position over EARLY_SKILL at the first measures of a run from random initialisation:
-           who has learned nothing cannot beat the best vector of a position; who copies can.
-  perfect  train/skill_position over LATE_SKILL: the noise in the views alone is more than that leaves.
-A sign counts after PERSISTENCE log lines in a row, or two validations.
+`alarm/leak`, a prediction that sees its targets:
+  moves    val/leak over LEAK_LIMIT: the prediction changes when nothing but its targets' voxels does.
+           Rounding is far below, and any path from a target to its prediction above, learned or not.
+  perfect  val/skill_position over PERFECT_SKILL: the noise in the views alone is more than that leaves.
+A sign counts after PERSISTENCE log lines in a row, or two validations; val/leak, which has no noise, at once.
 """
 
 from __future__ import annotations
@@ -27,18 +28,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from pretraining.schedules import INIT_WEIGHT_LIMIT
-
 RANK_FALL = {"train/rankme": 0.25, "val/rankme": 0.15}
 RANK_FLOOR = 2.5  # six runs of mae with useful features came down to 3.1 (python -m benchmarks.evidence)
 SPREAD_FLOOR = 0.1
+NARROW_SPREAD, ALIKE = 0.4, 0.98
 VOLUME_FLOOR = 0.1
-EARLY_SKILL = 0.3
-LATE_SKILL = 0.95
+LEAK_LIMIT = 1e-3
+PERFECT_SKILL = 0.95
 PERSISTENCE = 3
-VAL_PERSISTENCE = 2
+VAL_PERSISTENCE = {"val/rankme": 2, "val/skill_position": 2, "val/leak": 1}
 
-ALARMS = ("collapse", "leak")
 HEADLINE = {"collapse": "features collapse", "leak": "context sees targets"}
 TRY = {
     "collapse": "try a lower optim.base_lr, method.regulariser vicreg or a larger method.regulariser_weight, "
@@ -46,7 +45,11 @@ TRY = {
     "leak": "check that context and target tokens are disjoint and that nothing hands the target to the "
     "predictor",
 }
-SHOWN = ("train/rankme", "val/rankme", "train/feature_std", "train/volume_share", "train/skill_position")
+SIGNS = {
+    "collapse": ("train/rankme", "val/rankme", "train/feature_std", "train/volume_share"),
+    "leak": ("val/skill_position", "val/leak"),
+}
+SHOWN = SIGNS["collapse"] + SIGNS["leak"]
 
 
 @dataclass(frozen=True)
@@ -69,7 +72,6 @@ class Alarms:
         self._seen: dict[str, float] = {}  # the newest value of what a text shows
         self._highest: dict[str, float] = {}  # of each rank
         self._in_a_row: dict[str, int] = {}  # lines that showed a sign, by metric
-        self._is_early: bool | None = None  # None until skill is measured; true while it may be copying
 
     def update(self, step: int, values: Mapping[str, float | None]) -> list[Alarm]:
         """Read the metrics of a line; returns the alarms that begin with it."""
@@ -84,7 +86,7 @@ class Alarms:
         for name, state in self.states().items():
             if state > before[name]:
                 alarm = name.removeprefix("alarm/")
-                words = [shown[key] for key in _signs_of(alarm) if self._holds(key) and key in shown]
+                words = [shown[key] for key in SIGNS[alarm] if self._holds(key) and key in shown]
                 numbers = ", ".join(f"{key} {self._seen[key]:.3g}" for key in SHOWN if key in self._seen)
                 text = f"{HEADLINE[alarm]}: {'; '.join(words)} (seen: {numbers}); {TRY[alarm]}"
                 begun.append(Alarm(alarm, step, text))
@@ -93,11 +95,10 @@ class Alarms:
 
     def states(self) -> dict[str, float]:
         """`alarm/NAME`: 1 while a sign of it holds, else 0."""
-        return {f"alarm/{name}": float(any(map(self._holds, _signs_of(name)))) for name in ALARMS}
+        return {f"alarm/{name}": float(any(map(self._holds, keys))) for name, keys in SIGNS.items()}
 
     def _holds(self, key: str) -> bool:
-        needed = VAL_PERSISTENCE if key.startswith("val/") else PERSISTENCE
-        return self._in_a_row.get(key, 0) >= needed
+        return self._in_a_row.get(key, 0) >= VAL_PERSISTENCE.get(key, PERSISTENCE)
 
     def _collapse_signs(self, values: Mapping[str, float | None]) -> dict[str, str]:
         """The metrics of this line that show collapse, each with words for it."""
@@ -119,23 +120,25 @@ class Alarms:
             value = values.get(key)
             if value is not None and value < floor:
                 active[key] = f"{meaning}, {key} is {value:.3f}"
+        spread, cosine = (values.get(f"train/feature_{name}") for name in ("std", "cosine"))
+        if spread is not None and cosine is not None and spread < NARROW_SPREAD and cosine > ALIKE:
+            text = (
+                f"volumes are alike, train/feature_cosine is {cosine:.3f} and train/feature_std {spread:.3f}"
+            )
+            active.setdefault("train/feature_std", text)
         return active
 
     def _leak_signs(self, values: Mapping[str, float | None]) -> dict[str, str]:
-        key = "train/skill_position"
-        skill = values.get(key)
-        if skill is None:
-            return {}
-        if self._is_early is None:
-            self._is_early = (values.get("ema/init_weight") or 0.0) > INIT_WEIGHT_LIMIT
-        self._is_early = self._is_early and skill > EARLY_SKILL
-        if self._is_early:
-            return {key: f"{key} is {skill:.2f} before anything could be learned"}
-        return (
-            {key: f"{key} is {skill:.2f}, nearer to the target than anything learned is"}
-            if skill > LATE_SKILL
-            else {}
-        )
+        """The metrics of this line that show a leak, each with words for it."""
+        active = {}
+        for key, limit, meaning in (
+            ("val/skill_position", PERFECT_SKILL, "nearer to the target than anything learned is"),
+            ("val/leak", LEAK_LIMIT, "the prediction moves with the voxels of its targets"),
+        ):
+            value = values.get(key)
+            if value is not None and value > limit:
+                active[key] = f"{meaning}, {key} is {value:.3g}"
+        return active
 
     def state_dict(self) -> dict[str, Any]:
         return {
@@ -143,7 +146,6 @@ class Alarms:
             "seen": dict(self._seen),
             "highest": dict(self._highest),
             "in_a_row": dict(self._in_a_row),
-            "is_early": self._is_early,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -151,11 +153,6 @@ class Alarms:
         self._seen = dict(state["seen"])
         self._highest = dict(state["highest"])
         self._in_a_row = dict(state["in_a_row"])
-        self._is_early = state["is_early"]
-
-
-def _signs_of(alarm: str) -> tuple[str, ...]:
-    return SHOWN[-1:] if alarm == "leak" else SHOWN[:-1]
 
 
 def closing(raised: Sequence[Alarm]) -> list[str]:

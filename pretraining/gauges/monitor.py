@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from einops import rearrange
@@ -18,11 +19,10 @@ from torch import Tensor
 from models.probes.features import rankme
 from models.vjepa3d import VJEPA3D, Output
 from pretraining.gauges.alarms import Alarms
-from pretraining.gauges.skill import Read, Scored, SkillGauge, as_it_is
+from pretraining.gauges.skill import BASELINE_FLOOR, Read, Scored, SkillGauge, as_it_is
 from utils.indices import evenly_spaced
 from utils.runtime.processes import ALONE, Group
 
-BASELINE_FLOOR = 1e-6  # under this a baseline loss is no yardstick
 RANK_TOKENS = 512  # of a global batch; the rank is at most one less
 
 
@@ -178,6 +178,17 @@ def voxels_of_tokens(is_token_BN: Tensor, grid: tuple[int, int, int], patch: tup
     d, h, w = patch
     tokens = rearrange(is_token_BN, "b (gd gh gw) -> b 1 gd gh gw", gd=grid[0], gh=grid[1])
     return tokens.repeat_interleave(d, 2).repeat_interleave(h, 3).repeat_interleave(w, 4)
+
+
+def check_disjoint(batch: dict[str, Tensor]) -> None:
+    """Raise LeakError for the first volume of a batch on the host that has a token in context and target."""
+    for row, context, target in zip(batch["row"], batch["context"], batch["target"], strict=True):
+        shared = np.intersect1d(context, target)
+        if len(shared):
+            raise LeakError(
+                f"context sees targets: row {int(row)}: expected disjoint context and target tokens, found "
+                f"{len(shared)} in both (the first: {int(shared[0])}); check data_setup/masks.py"
+            )
 
 
 @torch.no_grad()

@@ -3,6 +3,10 @@
 `skill_mean` and `skill_position` are 1 - loss / loss of the best constant vector, and of the best vector of
 each token position (medians for L1, means for squared errors, estimated from other volumes). Only
 skill_position counts as learning: OCT features are mostly position.
+
+`validation_skill` is the measure: one target encoder made all of the targets. `SkillGauge` follows training
+between validations and is a moving estimate: its baselines rest on the targets of earlier target encoders,
+and where those move fast it may call a prediction good that has learned nothing.
 """
 
 from __future__ import annotations
@@ -20,6 +24,8 @@ from models.vjepa3d import VJEPA3D
 from utils.indices import evenly_spaced
 
 MIN_SAMPLES = 16  # other volumes that a baseline must rest on
+MIN_HALF = 8  # in validation
+BASELINE_FLOOR = 1e-6  # under this a baseline loss is no yardstick
 
 Scored = tuple[Tensor, Tensor, Tensor]  # prediction [B, P, E], target [B, P, E], whether it counts [B, P]
 Read = Callable[[Tensor], Tensor]  # utils.runtime.single.Runtime.to_torch
@@ -27,6 +33,71 @@ Read = Callable[[Tensor], Tensor]  # utils.runtime.single.Runtime.to_torch
 
 def as_it_is(value: Tensor) -> Tensor:
     return value
+
+
+def select(
+    positions_P: Tensor,
+    num_tokens: int,
+    prediction_BME: Tensor,
+    target_BME: Tensor,
+    target_BM: Tensor,
+    valid_BM: Tensor,
+) -> Scored:
+    """Select the tokens at `positions_P`, and mark the valid targets among them."""
+    place_BM = torch.arange(target_BM.shape[1], device=target_BM.device).expand_as(target_BM)
+    place_BN = torch.full((len(target_BM), num_tokens), -1, device=target_BM.device)
+    place_BP = place_BN.scatter(1, target_BM, place_BM)[:, positions_P]
+    at_BP = place_BP.clamp(min=0)
+    counts_BP = (place_BP >= 0) & (valid_BM.gather(1, at_BP) > 0)
+    return gather_tokens(prediction_BME, at_BP).detach(), gather_tokens(target_BME, at_BP), counts_BP
+
+
+def validation_skill(
+    scored: Scored, all_VPE: Tensor, valid_VP: Tensor, quarter_V: Tensor, loss: str
+) -> tuple[float | None, float | None]:
+    """(skill_mean, skill_position) over volumes whose targets one target encoder made.
+
+    `scored` are the volumes' predictions and targets at P positions, and which of them are targets;
+    `all_VPE` the targets there whether predicted or not, `valid_VP` which are no padding. Baselines are
+    fitted on two quarters of the participants and scored on the other two, and the other way round. A
+    baseline of n participants is worse than the best one by about k / n: its loss L(n) is replaced by
+    2 L(n) - L(n / 2), L(n / 2) as a mean over both quarters, so that few volumes do not flatter a
+    prediction. None where no position has MIN_HALF valid volumes in a half and one in each quarter, or the
+    targets hardly differ.
+    """
+    prediction_VPE, target_VPE, counts_VP = scored
+    totals = torch.zeros(3, dtype=torch.float64)  # of the prediction, the constant, the position
+    count = 0
+    for half in (0, 1):
+        own = [quarter_V == 2 * half, quarter_V == 2 * half + 1]
+        is_fit_V = own[0] | own[1]
+        numbers = [(valid_VP & part.unsqueeze(1)).sum(0) for part in own]
+        known_P = (numbers[0] + numbers[1] >= MIN_HALF) & (numbers[0] > 0) & (numbers[1] > 0)
+        use_VP = counts_VP & ~is_fit_V.unsqueeze(1) & known_P
+        if not bool(use_VP.any()):
+            continue
+        target, slot = target_VPE[use_VP].float(), use_VP.nonzero()[:, 1]
+        fits = [_baseline_losses(all_VPE, valid_VP, part, target, slot, loss) for part in (is_fit_V, *own)]
+        baselines = 2 * fits[0] - (fits[1] + fits[2]) / 2
+        predicted = TOKEN_LOSSES[loss].distance(prediction_VPE[use_VP].float(), target).double().sum()
+        totals += torch.cat([predicted.unsqueeze(0), baselines])
+        count += len(target)
+    prediction, constant, position = totals.tolist()
+    skills = [
+        1 - prediction / baseline if count and baseline > BASELINE_FLOOR * count else None
+        for baseline in (constant, position)
+    ]
+    return skills[0], skills[1]
+
+
+def _baseline_losses(
+    all_VPE: Tensor, valid_VP: Tensor, is_fit_V: Tensor, target: Tensor, slot: Tensor, loss: str
+) -> Tensor:
+    """Summed losses [2] of the best constant and of the best vector per position of some volumes."""
+    distance, centre = TOKEN_LOSSES[loss]
+    fitted = all_VPE[is_fit_V].float().masked_fill(~valid_VP[is_fit_V].unsqueeze(-1), math.nan)
+    guesses = centre(fitted.flatten(0, 1), 0).expand_as(target), centre(fitted, 0)[slot]
+    return torch.stack([distance(guess, target).double().sum() for guess in guesses])
 
 
 class SkillGauge:
@@ -72,13 +143,8 @@ class SkillGauge:
     def select(
         self, prediction_BME: Tensor, target_BME: Tensor, target_BM: Tensor, valid_BM: Tensor
     ) -> Scored:
-        """Select the tokens at `positions_P`, and mark the valid targets among them."""
-        place_BM = torch.arange(target_BM.shape[1], device=target_BM.device).expand_as(target_BM)
-        place_BN = torch.full((len(target_BM), self.num_tokens), -1, device=target_BM.device)
-        place_BP = place_BN.scatter(1, target_BM, place_BM)[:, self.positions_P]
-        at_BP = place_BP.clamp(min=0)
-        counts_BP = (place_BP >= 0) & (valid_BM.gather(1, at_BP) > 0)
-        return gather_tokens(prediction_BME, at_BP).detach(), gather_tokens(target_BME, at_BP), counts_BP
+        """`select` at this gauge's positions."""
+        return select(self.positions_P, self.num_tokens, prediction_BME, target_BME, target_BM, valid_BM)
 
     @torch.no_grad()
     def losses(self, scored: list[Scored], rows: Tensor, read: Read = as_it_is) -> Tensor:

@@ -13,11 +13,12 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
+from typing import NamedTuple
 
 import torch
 
 from data_setup.masks import MaskPlan
-from models.flops import encoder_flops, step_flops
+from models.flops import encoder_flops, predictor_flops, step_flops
 from models.vjepa3d import VJEPA3D
 from utils.config.load import accumulation_steps
 from utils.config.schema import Config
@@ -76,15 +77,36 @@ class CudaLaps(Laps):
             self._passed = event
 
 
-def flops_per_step(cfg: Config, model: VJEPA3D, accumulation: int) -> int:
-    """Count the operations of one update on one device: 3 x forward for trained modules, 1 x for the target
-    encoder and, under accumulation, for the regulariser's own pass. Recomputation is not counted.
+class VolumeFlops(NamedTuple):
+    """Counted operations of one volume: in a training step, in a forward pass with its target, in the context
+    encoder alone, and in the target encoder alone.
+    """
+
+    training: int
+    prediction: int
+    context: int
+    target: int
+
+
+def volume_flops(cfg: Config, model: VJEPA3D, accumulation: int = 1) -> VolumeFlops:
+    """3 x forward for trained modules, 1 x for the target encoder and, under accumulation, for the
+    regulariser's own pass. Recomputation is not counted.
     """
     plan = MaskPlan.from_config(cfg)
-    sample = step_flops(model, plan.num_context, plan.num_target)
+    num_tokens = model.encoder.num_tokens
+    context = encoder_flops(model.encoder, num_tokens if model.is_dense else plan.num_context)
+    target = encoder_flops(model.target_encoder, num_tokens)
+    prediction = context + predictor_flops(model.predictor, plan.num_context, plan.num_target) + target
+    training = step_flops(model, plan.num_context, plan.num_target)
     if cfg.method.regulariser != "none" and accumulation > 1:
-        sample += encoder_flops(model.encoder, plan.num_context)
-    return sample * cfg.train.per_core_batch_size * accumulation
+        training += context
+    return VolumeFlops(training, prediction, context, target)
+
+
+def flops_per_step(cfg: Config, model: VJEPA3D, accumulation: int) -> int:
+    """Count the operations of one update on one device."""
+    volumes = cfg.train.per_core_batch_size * accumulation
+    return volume_flops(cfg, model, accumulation).training * volumes
 
 
 class Throughput:

@@ -16,10 +16,10 @@ import torch
 from data_setup.loader import evaluation_batches
 from data_setup.normalisation import view
 from data_setup.store.reader import PreparedStore
-from models.probes.features import embed
+from models.probes.features import pool_tokens
 from models.probes.participants import Fold, balanced_accuracy, knn_probe, ridge_classifier_probe
+from pretraining.gauges.volumes import choose_rows, shared_batches
 from pretraining.run import Run
-from utils.indices import evenly_spaced
 
 log = logging.getLogger(__name__)
 SHORTCUTS = ("device", "laterality")
@@ -31,25 +31,14 @@ def probe_scores(run: Run) -> dict[str, float | None]:
 
     Null where a side has fewer than two classes, or a participant is on both sides.
     """
-    rows = run.rows
-    targets = {"": rows.label_of_row} | {f"_{name}": values_of(run.store, name) for name in SHORTCUTS}
+    targets, sides = targets_of(run), probe_sides(run)
     names = {key: (f"val/knn{key}" if key else "val/probe", f"val/ridge{key}") for key in targets}
     scores: dict[str, float | None] = {name: None for pair in names.values() for name in pair}
-    sides = [
-        choose_rows(side, rows.label_of_row, run.cfg.probe.max_volumes)
-        for side in (rows.train, rows.official_val)
-    ]
-    people = [{rows.person_of_row[int(r)] for r in side} for side in sides]
-    wanted = {
-        key: of_row
-        for key, of_row in targets.items()
-        if all(len(classes_of(side, of_row)) > 1 for side in sides)
-    }
-    if people[0] & people[1] or not wanted:
+    if not sides:
         return scores
     embedded = [embed_rows(run, side) for side in sides]
-    for key, of_row in wanted.items():
-        folds = make_folds(embedded, of_row, rows.person_of_row)
+    for key, of_row in targets.items():
+        folds = make_folds(embedded, of_row, run.rows.person_of_row)
         if folds is not None:
             by_knn, by_ridge = names[key]
             scores[by_knn] = balanced_accuracy(knn_probe(*folds))
@@ -57,18 +46,30 @@ def probe_scores(run: Run) -> dict[str, float | None]:
     return scores
 
 
+def targets_of(run: Run) -> dict[str, dict[int, str]]:
+    """What each probe looks for, by row: '' the labels, '_X' shortcut X."""
+    return {"": run.rows.label_of_row} | {f"_{name}": values_of(run.store, name) for name in SHORTCUTS}
+
+
+def probe_sides(run: Run) -> list[np.ndarray]:
+    """The rows to fit on and to score on, embedded once for all probes; none where a participant is on both
+    sides, or no target has two classes on both.
+    """
+    rows = run.rows
+    sides = [
+        choose_rows(side, rows.label_of_row, run.cfg.probe.max_volumes)
+        for side in (rows.train, rows.official_val)
+    ]
+    people = [{rows.person_of_row[int(r)] for r in side} for side in sides]
+    is_useful = any(
+        all(len(classes_of(side, of_row)) > 1 for side in sides) for of_row in targets_of(run).values()
+    )
+    return sides if is_useful and not people[0] & people[1] else []
+
+
 def values_of(store: PreparedStore, column: str) -> dict[int, str]:
     """What the index says of every row in a column; rows where it does not know are absent."""
     return {int(row): value for row, value in store.index[column].items() if value != UNKNOWN}
-
-
-def choose_rows(side: np.ndarray, label_of_row: Mapping[int, str], limit: int) -> np.ndarray:
-    """At most `limit` rows, evenly spread: of those with a label where any has one."""
-    labelled = np.array([int(r) for r in side if int(r) in label_of_row], dtype=int)
-    pool = labelled if len(labelled) else np.asarray(side, dtype=int)
-    if len(pool) == 0:
-        return pool
-    return pool[evenly_spaced(len(pool), limit).numpy()]
 
 
 def classes_of(side: np.ndarray, of_row: Mapping[int, str]) -> set[str]:
@@ -80,14 +81,13 @@ def embed_rows(run: Run, chosen: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
     Several processes share the volumes, and all of them get all features.
     """
-    runtime = run.runtime
-    own = np.array(runtime.group.split_among_ranks(chosen.tolist()), dtype=int)
-    size = run.cfg.train.per_core_batch_size * runtime.evaluation_devices
-    on_device = (runtime.to_device_padded(b, size) for b in evaluation_batches(run.cfg, run.store, own, size))
-    loaded = ((view(b, 1), b["context_valid"]) for b in on_device)
-    part = [*embed(run.model.target_encoder, loaded, runtime)[: len(own)]] if len(own) else []
-    parts = runtime.group.merge_from_ranks([torch.from_numpy(one) for one in part])
-    features = torch.stack(parts).numpy()
+    runtime, parts = run.runtime, []
+    for cpu_batch, batch in shared_batches(run, chosen, evaluation_batches):
+        with runtime.autocast():
+            tokens_BNE = run.model.target_encoder(view(batch, 1))
+        pooled = pool_tokens(tokens_BNE.float(), batch["context_valid"])
+        parts.append(runtime.collect(pooled, len(cpu_batch["row"])))
+    features = torch.cat(parts)[: len(chosen)].numpy()
     usable = np.isfinite(features).all(axis=1)
     if not usable.all():
         log.warning("probe: features not finite, left out: rows %s", chosen[~usable].tolist())

@@ -24,8 +24,7 @@ def line(**changes: float | None) -> dict[str, float | None]:
         "train/rankme": 40.0,
         "train/feature_std": 0.9,
         "train/volume_share": 0.6,
-        "train/skill_position": 0.1,
-        "ema/init_weight": 0.5,
+        "train/feature_cosine": 0.5,
     }
     return healthy | {f"train/{key}": value for key, value in changes.items()}
 
@@ -73,20 +72,28 @@ def test_the_rank_in_validation_counts_the_second_time() -> None:
     assert steps_of([{"val/rankme": 80.0}, low, {"val/rankme": 30.0}, low]) == []
 
 
-def test_a_skill_that_is_not_finite_disarms_nothing() -> None:
-    spoilt = line(skill_position=float("nan"))
-    assert steps_of([spoilt] + 3 * [line(skill_position=0.6)]) == [("leak", 3)]
+def test_a_prediction_that_moves_with_its_targets_is_a_leak_at_once() -> None:
+    assert steps_of([{"val/leak": 1e-5}, {"val/leak": 0.002}]) == [("leak", 1)]
+    assert steps_of([{"val/leak": 1e-4}, {"val/leak": None}, {"val/leak": 0.0}]) == []
 
 
-def test_prediction_before_learning_is_a_leak() -> None:
-    assert steps_of(3 * [line(skill_position=0.6)]) == [("leak", 2)]
-    assert steps_of(9 * [line(skill_position=0.25)]) == []
-    unknown = line(skill_position=None)
-    assert steps_of([unknown, unknown] + 3 * [line(skill_position=0.6)]) == [("leak", 4)]
-    # what is learned after a start without skill is no leak, nor what a trained start brings along
-    assert steps_of([line(skill_position=0.0)] + 9 * [line(skill_position=0.9)]) == []
-    assert steps_of(5 * [line(skill_position=0.6) | {"ema/init_weight": 0.01}]) == []
-    assert steps_of([line()] + 3 * [line(skill_position=0.96)]) == [("leak", 3)]
+def test_only_a_skill_that_nothing_learned_reaches_is_a_leak() -> None:
+    assert steps_of(2 * [{"val/skill_position": 0.96}]) == [("leak", 1)]
+    assert steps_of([{"val/skill_position": 0.96}, {"val/skill_position": 0.94}]) == []
+    assert steps_of(9 * [{"val/skill_position": 0.7}]) == []
+    spoilt = {"val/skill_position": float("nan")}
+    assert steps_of([spoilt, *2 * [{"val/skill_position": 0.99}]]) == [("leak", 2)]
+    # a moving estimate decides nothing
+    assert steps_of(9 * [line(skill_position=0.99)]) == []
+
+
+def test_little_spread_of_features_that_are_alike_is_a_collapse() -> None:
+    narrow = {"feature_std": 0.39, "feature_cosine": 0.985}
+    assert steps_of([line(), *3 * [line(**narrow)]]) == [("collapse", 3)]
+    assert steps_of([line(), *3 * [line(**narrow)], *9 * [line()]]) == [("collapse", 3)]
+    assert steps_of([line()] + 9 * [line(**narrow | {"feature_std": 0.41})]) == []
+    assert steps_of([line()] + 9 * [line(**narrow | {"feature_cosine": 0.97})]) == []
+    assert steps_of([line()] + 9 * [line(**narrow | {"feature_cosine": None})]) == []
 
 
 def test_an_alarm_ends_and_may_begin_again() -> None:
@@ -105,7 +112,7 @@ def test_it_says_what_it_saw_and_what_to_try() -> None:
         alarms.update(step, line(rankme=rank, feature_std=0.11))
     assert [alarm.text for alarm in alarms.raised] == [
         "features collapse: train/rankme fell from 92.1 to 6.3 (7% of its highest) (seen: train/rankme 6.3, "
-        "train/feature_std 0.11, train/volume_share 0.6, train/skill_position 0.1); try a lower "
+        "train/feature_std 0.11, train/volume_share 0.6); try a lower "
         "optim.base_lr, method.regulariser vicreg or a larger method.regulariser_weight, or a higher "
         "method.ema_base"
     ]
@@ -115,7 +122,7 @@ def test_it_says_what_it_saw_and_what_to_try() -> None:
 
 @pytest.mark.parametrize("cut", range(1, 8))
 def test_a_resumed_history_alarms_like_a_whole_one(cut: int) -> None:
-    lines = [line(skill_position=0.6), line(skill_position=0.7), line(rankme=90.0, skill_position=0.6)]
+    lines = [line(), {"val/skill_position": 0.97}, {"val/skill_position": 0.97}, line(rankme=90.0)]
     lines += 3 * [line(rankme=13.0)] + [line(), {"val/rankme": 50.0}, *2 * [{"val/rankme": 7.0}]]
     whole, first, second = Alarms(), Alarms(), Alarms()
     for step, values in enumerate(lines):
@@ -128,8 +135,8 @@ def test_a_resumed_history_alarms_like_a_whole_one(cut: int) -> None:
     assert second.state_dict() == whole.state_dict()
     assert [(alarm.name, alarm.step) for alarm in whole.raised] == [
         ("leak", 2),
-        ("collapse", 5),
-        ("collapse", 9),
+        ("collapse", 6),
+        ("collapse", 10),
     ]
 
 

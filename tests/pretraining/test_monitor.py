@@ -9,7 +9,7 @@ import torch
 
 from models.vjepa3d import Output
 from pretraining.gauges.monitor import Gauges, target_drift, update_ratio, voxels_of_tokens
-from pretraining.gauges.skill import SkillGauge
+from pretraining.gauges.skill import MIN_HALF, SkillGauge, validation_skill
 from tests.support.model_factory import nano_model, small_config
 
 
@@ -269,3 +269,71 @@ def test_update_ratio_is_what_the_optimizer_did() -> None:
         optimizer.step()
         moved = (weight.detach() - before).norm() / weight.detach().norm()
         assert float(update_ratio(optimizer)) == pytest.approx(float(moved), rel=1e-4)
+
+
+def volumes_of(people: int, *, seed: int, scale: float = 1.0, spread: float = 1.0) -> tuple:
+    """(targets [V, P, E], position means [P, E], quarters [V]): three volumes of each participant, who share
+    something; drawn for L1 and squared losses alike.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    means = torch.randn(12, 16, generator=generator)
+    own = 0.7 * torch.randn(people, 1, 12, 16, generator=generator)
+    noise = 0.7 * torch.randn(people, 3, 12, 16, generator=generator)
+    targets = scale * (means + spread * (own + noise)).flatten(0, 1)
+    return targets, scale * means, torch.arange(people).repeat_interleave(3) % 4
+
+
+def skill_of(prediction: torch.Tensor, targets: torch.Tensor, quarters: torch.Tensor, loss: str) -> tuple:
+    everywhere = torch.ones(targets.shape[:2], dtype=torch.bool)
+    counts = everywhere.clone()
+    counts[:, ::3] = False  # positions that are no targets
+    return validation_skill((prediction, targets, counts), targets, everywhere, quarters, loss)
+
+
+@pytest.mark.parametrize("loss", ["l1", "l2"])
+@pytest.mark.parametrize("people", [8, 20, 80])
+def test_who_knows_the_position_alone_has_no_skill_in_validation(people: int, loss: str) -> None:
+    """However few volumes the baseline rests on: the true position means are no better than it, nor is a
+    small step from them; who sees the volume is, and an untrained prediction is far worse.
+    """
+    by_seed = []
+    for seed in range(6):
+        targets, means, quarters = volumes_of(people, seed=seed)
+        knows = skill_of(means.expand_as(targets), targets, quarters, loss)
+        by_seed.append(knows[1])
+        sees = skill_of(targets + 0.3 * (means - targets), targets, quarters, loss)
+        assert sees[1] > 0.5
+        assert sees[0] > sees[1]
+        assert skill_of(torch.zeros_like(targets), targets, quarters, loss)[1] < -0.2
+        assert knows[0] > 0.2, "the mean over all positions is an easy baseline"
+    assert -0.04 < sum(by_seed) / len(by_seed) < 0.01
+
+
+def test_skill_in_validation_is_none_where_it_would_rest_on_too_little() -> None:
+    targets, _, quarters = volumes_of(8, seed=0)
+    assert skill_of(targets, targets, quarters, "l1") == (1, 1)
+    few = slice(0, 2 * MIN_HALF - 4)
+    assert skill_of(targets[few], targets[few], quarters[few], "l1") == (None, None)
+    assert skill_of(targets, targets, quarters // 2 * 2, "l1") == (None, None), "empty quarters"
+    still = torch.ones_like(targets)
+    assert skill_of(still, still, quarters, "l1") == (None, None)
+
+
+def test_the_participants_that_fit_a_baseline_are_not_scored_on_it() -> None:
+    """Each participant has a target of its own: whoever fitted on the scored ones would be nearer."""
+    people, quarters = 8, torch.arange(8).repeat_interleave(3) % 4
+    targets = torch.randn(people, 1, 12, 16, generator=torch.Generator().manual_seed(0))
+    targets = targets.expand(-1, 3, -1, -1).flatten(0, 1)
+    valid = torch.ones(targets.shape[:2], dtype=torch.bool)
+    scored = torch.zeros_like(targets), targets, valid
+    baseline = 0.0
+    for halves in ((0, 2), (2, 0)):
+        fit = (quarters // 2 == halves[0] // 2).nonzero().flatten()
+        others = (quarters // 2 != halves[0] // 2).nonzero().flatten()
+        full, one, two = (
+            (targets[others] - targets[part].mean(0)).square().mean(-1).sum()
+            for part in (fit, fit[quarters[fit] % 2 == 0], fit[quarters[fit] % 2 == 1])
+        )
+        baseline += float(2 * full - (one + two) / 2)
+    expected = 1 - float(targets.square().mean(-1).sum()) / baseline
+    assert validation_skill(scored, targets, valid, quarters, "l2")[1] == pytest.approx(expected, rel=1e-5)

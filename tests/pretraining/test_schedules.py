@@ -7,7 +7,15 @@ from itertools import pairwise
 
 import pytest
 
-from pretraining.schedules import Calendar, Schedule, ema_momentum, init_weight, learning_rate, total_steps
+from pretraining.schedules import (
+    VALIDATION_SHARE,
+    Calendar,
+    Schedule,
+    ema_momentum,
+    init_weight,
+    learning_rate,
+    total_steps,
+)
 from tests.support.model_factory import small_config
 from utils.errors import UserError
 
@@ -124,3 +132,18 @@ def test_checkpoints_of_epochs_are_thinned_evenly_over_the_run(epochs: int, keep
     assert saved == sorted({*range(6, 3 * epochs + 1, 6), 3 * epochs})
     assert min(keep, epochs // 2) / 2 <= len(kept) <= keep
     assert len(kept) == epochs // 2 or len({b - a for a, b in pairwise([0, *kept])}) == 1
+
+
+def test_a_validation_reads_its_share_of_what_training_reads() -> None:
+    """Every epoch where there are volumes enough, else every few epochs; a wish of the user's wins."""
+    cfg = small_config("vjepa2", "train.val_every_steps=null")
+
+    def epochs(num_volumes: int, read: int) -> int:
+        epoch = round(num_volumes / cfg.train.global_batch_size)
+        return Calendar.of(cfg, num_volumes, read).validate_every // epoch
+
+    assert [epochs(35_600, 768), epochs(32_000, 800), epochs(32_000, 801), epochs(8_000, 768)] == [1, 1, 2, 4]
+    for num_volumes, read in ((35_600, 768), (8_000, 768), (160, 183)):
+        every = Calendar.of(cfg, num_volumes, read).validate_every * cfg.train.global_batch_size
+        assert read <= VALIDATION_SHARE * every
+    assert Calendar.of(small_config("vjepa2", "train.val_every_steps=5"), 160, 183).validate_every == 5

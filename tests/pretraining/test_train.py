@@ -22,6 +22,7 @@ import pytest
 import torch
 
 from data_setup.store.reader import PreparedStore
+from data_setup.transforms import JEPAMaskd
 from finetuning.embed import check_fit, pretrained_encoder
 from models.vjepa3d import VJEPA3D
 from pretraining import step as step_module
@@ -91,7 +92,13 @@ def assert_same_weights(a: Path, b: Path) -> None:
 def test_a_run_leaves_what_a_reader_needs(finished: Path) -> None:
     rows = metrics(finished)
     assert [r["step"] for r in rows if "train/loss" in r] == list(range(1, 9))
-    assert [r["step"] for r in rows if "val/loss" in r] == [0, 4, 8]
+    validations = {r["step"]: r for r in rows if "val/loss" in r}
+    assert list(validations) == [0, 4, 8]
+    assert not {"val/probe", "perf/validation_fraction"} & set(validations[0]), "a small one before step 1"
+    for step in (4, 8):
+        assert {"val/probe", "val/skill_position", "val/leak"} <= set(validations[step])
+        assert 0 < validations[step]["perf/gauges_fraction"] < 1
+        assert 0 < validations[step]["perf/validation_fraction"] < 1
     last = [r for r in rows if "train/loss" in r][-1]
     for key in ("loss", "lr", "grad_norm", "ema_momentum", "feature_std", "skill_mean", "skill_position"):
         assert f"train/{key}" in last, key
@@ -463,6 +470,27 @@ def test_a_momentum_of_one_or_a_skipped_update_is_no_alarm(folder: Path, tmp_pat
     assert train(pipeline_config(folder, *overrides)) == 0
 
 
+@pytest.mark.parametrize("start", [0, 8])
+def test_a_first_batch_with_a_token_on_both_sides_stops_the_run(
+    folder: Path, tmp_path: Path, finished: Path, start: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the run goes on: before any step is made."""
+    real = JEPAMaskd.__call__
+
+    def overlapping(self: JEPAMaskd, sample: dict) -> dict:
+        masked = real(self, sample)
+        masked["target"][0] = masked["context"][2]
+        return masked
+
+    monkeypatch.setattr(JEPAMaskd, "__call__", overlapping)
+    monkeypatch.setattr("pretraining.trial.trial_step", None)
+    run = tmp_path / "overlap"
+    if start:
+        shutil.copytree(finished / "checkpoints", run / "checkpoints")
+    with pytest.raises(LeakError, match=r"row \d+: expected disjoint context and target .* found 1 in both"):
+        train(pipeline_config(folder, f"run.dir={run}", "train.max_steps=9"))
+
+
 def test_a_leaking_encoder_stops_the_run(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -541,24 +569,25 @@ def progress_of(init_weight: float = 0.0) -> Progress:
 
 
 def test_which_checkpoint_is_the_best() -> None:
-    measured = {"val/loss": 0.5, "val/rankme": 40.0, "val/probe": 0.6}
+    measured = {"val/loss": 0.5, "val/rankme": 40.0, "val/probe": 0.6, "val/skill_position": 0.1}
     progress = progress_of()
-    assert progress.best_names(measured, 0.1, is_warm=False) == []
-    assert progress.best_names(measured, 0.1, is_warm=True) == ["best_probe", "best_val_loss"]
-    worse = {"val/loss": 0.6, "val/rankme": 50.0, "val/probe": 0.5}
-    assert progress.best_names(worse, 0.1, is_warm=True) == []
-    spoilt = {"val/loss": float("nan"), "val/rankme": None, "val/probe": 0.7}
-    assert progress.best_names(spoilt, None, is_warm=True) == ["best_probe"]
-    lower = {**worse, "val/loss": 0.1}
-    assert progress.best_names(lower, None, is_warm=True) == ["best_val_loss"]
+    assert progress.best_names(measured, is_warm=False) == []
+    assert progress.best_names(measured, is_warm=True) == ["best_probe", "best_val_loss"]
+    worse = {**measured, "val/loss": 0.6, "val/rankme": 50.0, "val/probe": 0.5}
+    assert progress.best_names(worse, is_warm=True) == []
+    spoilt = {"val/loss": float("nan"), "val/rankme": None, "val/probe": 0.7, "val/skill_position": None}
+    assert progress.best_names(spoilt, is_warm=True) == ["best_probe"]
+    lower = {**worse, "val/loss": 0.1, "val/skill_position": None}
+    assert progress.best_names(lower, is_warm=True) == ["best_val_loss"]
 
 
 def test_without_labels_rank_decides_among_learned_checkpoints() -> None:
-    measured = {"val/loss": None, "val/rankme": 40.0, "val/probe": None}
-    assert progress_of().best_names(measured, 0.1, is_warm=True) == ["best_rankme"]
-    assert progress_of().best_names(measured, -0.1, is_warm=True) == []
-    assert progress_of().best_names(measured, None, is_warm=True) == []
-    assert progress_of(0.2).best_names(measured, 0.1, is_warm=True) == []
+    def names(skill: float | None, init_weight: float = 0.0) -> list[str]:
+        measured = {"val/loss": None, "val/rankme": 40.0, "val/probe": None, "val/skill_position": skill}
+        return progress_of(init_weight).best_names(measured, is_warm=True)
+
+    assert names(0.1) == ["best_rankme"]
+    assert names(-0.1) == names(None) == names(0.1, 0.2) == []
 
 
 def test_init_from_starts_from_these_weights(folder: Path, tmp_path: Path, finished: Path) -> None:
@@ -616,9 +645,9 @@ def test_validation_uses_the_batch_that_fits(
             raise torch.OutOfMemoryError("planted")
         real(model, optimizer, batch, cfg, runtime)
 
-    def spy(run):
+    def spy(run, **options):
         seen.append(run.cfg.train.per_core_batch_size)
-        return validate(run)
+        return validate(run, **options)
 
     monkeypatch.setattr(trial_module, "trial_step", trial)
     monkeypatch.setattr(validation, "validate", spy)

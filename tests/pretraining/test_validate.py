@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -12,16 +14,34 @@ import torch
 
 from data_setup.store.reader import PreparedStore
 from models.probes.participants import knn_probe
+from models.vit3d import gather_tokens
 from pretraining.gauges import validation as validate
 from pretraining.gauges import validation_probes as val_probes
+from pretraining.gauges.alarms import Alarms
+from pretraining.gauges.volumes import participants_in_turn, quarters
 from pretraining.run import Run, open_run
 from tests.support.model_factory import nano_model
 from tests.support.pipeline_factory import pipeline_config
+from tests.support.process_factory import command, run_to_end
 from utils.runtime.single import Runtime
 
 CPU = Runtime(torch.device("cpu"), use_bf16=False)
 PROBES = {f"val/{name}" for name in ("probe", "ridge", "knn_device", "ridge_device")}
 PROBES |= {"val/knn_laterality", "val/ridge_laterality"}
+
+
+NO_PENALTY = "method.regulariser=none", "method.regulariser_weight=0"
+RECIPES = {
+    "vjepa2": (),
+    "mae": ("method.recipe=mae", "method.mae_target=normalised", *NO_PENALTY),
+    "methods": (
+        "method.recipe=methods",
+        "method.mask_ratio=0.5",
+        "method.ema_base=0.9",
+        *NO_PENALTY,
+    ),
+}
+MEASURED = {f"val/{name}" for name in ("loss", "skill_mean", "skill_position", "leak", "rankme", "lidar")}
 
 
 @pytest.fixture
@@ -82,6 +102,47 @@ def test_rows_with_labels_come_first_and_are_spread() -> None:
     assert val_probes.choose_rows(np.arange(10), {}, 4).tolist() == [0, 3, 6, 9]
 
 
+@pytest.mark.parametrize("recipe", list(RECIPES))
+def test_a_context_that_attends_to_its_targets_is_a_leak(
+    recipe: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before anything is learned; without the fault the predictions do not move at all."""
+    cfg = pipeline_config(folder, *RECIPES[recipe])
+    run = replace(open_run(cfg, CPU), model=nano_model(cfg))
+    healthy = validate.validate(run, is_first=True)
+    assert healthy["val/leak"] < 1e-6
+    assert Alarms().update(0, healthy) == []
+
+    def sees_all(view: torch.Tensor, context: torch.Tensor, *_: object) -> torch.Tensor:
+        everything = run.model.encoder(view)
+        return everything if run.model.is_dense else gather_tokens(everything, context)
+
+    monkeypatch.setattr(run.model, "encode_context", sees_all)
+    measured = validate.validate(run, is_first=True)
+    assert measured["val/leak"] > 0.01
+    (alarm,) = Alarms().update(0, measured)
+    assert alarm.text.startswith("context sees targets: the prediction moves with the voxels of its targets")
+
+
+def test_validation_takes_participants_in_turn_and_always_the_same() -> None:
+    people = {
+        row: f"p{row // 10 if row < 30 else row}" for row in range(40)
+    }  # three of ten volumes, ten of one
+    rows = np.arange(40)
+    chosen = participants_in_turn(rows, people, 20)
+    assert len({people[row] for row in chosen[:13].tolist()}) == 13, "one of each before a second of any"
+    by_person = [sum(people[row] == f"p{n}" for row in chosen.tolist()) for n in range(3)]
+    assert max(by_person) - min(by_person) <= 1
+    assert participants_in_turn(rows[::-1], people, 20).tolist() == chosen.tolist()
+    assert participants_in_turn(rows, people, 7).tolist() == chosen[:7].tolist()
+    assert sorted(participants_in_turn(rows, people, 99).tolist()) == rows.tolist()
+    quarter = quarters([people[row] for row in chosen.tolist()])
+    assert (
+        len({(people[row], part) for row, part in zip(chosen.tolist(), quarter.tolist(), strict=True)}) == 13
+    )
+    assert np.bincount(quarter[:13]).tolist() == [4, 3, 3, 3]
+
+
 def test_two_eyes_of_one_participant_count_for_their_own_side() -> None:
     embedded = [(np.eye(4), np.arange(4)), (np.eye(4), np.arange(4, 8))]
     people = {r: f"p{r // 2}" for r in range(8)}
@@ -92,10 +153,46 @@ def test_two_eyes_of_one_participant_count_for_their_own_side() -> None:
     assert val_probes.make_folds(embedded, dict.fromkeys(range(8), "L"), people) is None
 
 
+@torch.no_grad()
+def test_the_probes_read_the_target_encoder(run: Run) -> None:
+    """And nothing of the context encoder, which is another one after the first update."""
+    rows = run.rows.official_val[:3]
+    before, _ = val_probes.embed_rows(run, rows)
+    for weight in run.model.encoder.parameters():
+        weight.mul_(3).add_(0.1)
+    assert np.array_equal(val_probes.embed_rows(run, rows)[0], before)
+    run.model.update_target(0.0)
+    assert not np.allclose(val_probes.embed_rows(run, rows)[0], before, rtol=0.01)
+
+
+def test_two_processes_share_the_reads_and_get_the_numbers_of_one(folder: Path, tmp_path: Path) -> None:
+    """Each reads its part with workers, each volume once for each purpose, and nothing itself."""
+    run_dir = tmp_path / "shared"
+    overrides = [f"run.dir={run_dir}", "train.per_core_batch_size=2", "train.val_fraction=0.7"]
+    overrides += ["val.max_volumes=17", "probe.max_volumes=7"]
+    module = "tests.support.counted_validation"
+    run_to_end(command(folder, *overrides, "data.workers=1", processes=2, module=module), run_dir)
+    alone = open_run(pipeline_config(folder, *overrides), CPU)
+    expected = validate.validate(alone)
+    assert all(expected[name] is not None for name in MEASURED)
+    sides = [len(side) for side in val_probes.probe_sides(alone)]
+    assert sides == [4, 7]
+    for rank in range(2):
+        numbers = json.loads((run_dir / f"numbers_{rank}.json").read_text())
+        measured = {name: value for name, value in expected.items() if value is not None}
+        assert {name for name, value in numbers.items() if value is not None} == set(measured)
+        assert {name: numbers[name] for name in measured} == pytest.approx(measured, rel=1e-4)
+        reads = [path.name.split("_") for path in (run_dir / "reads").glob(f"{rank}_*")]
+        assert len(reads) <= math.ceil(17 / 2) + math.ceil(4 / 2) + math.ceil(7 / 2)
+        assert all(process != "own" for _, process, _, _ in reads), "a worker's work"
+    rows = {int(path.name.split("_")[2]) for path in (run_dir / "reads").iterdir()}
+    assert len(rows) == 17 + sum(sides), "every volume was read by somebody"
+
+
 def test_validation_measures_everything_and_repeats(run: Run) -> None:
     run = replace(run, rows=replace(run.rows, val=run.rows.train[:6]))
     first = validate.validate(run)
-    assert set(first) == {"val/loss", "val/rankme", "val/lidar"} | PROBES
+    assert set(first) == MEASURED | PROBES
     assert 1 < first["val/lidar"] <= 5
     assert validate.validate(run) == first
     one = validate.validate(replace(run, rows=replace(run.rows, val=run.rows.val[:1])))
@@ -111,8 +208,7 @@ def test_lidar_sees_one_volume_under_several_masks(run: Run, monkeypatch: pytest
 
     monkeypatch.setattr(run.model, "encode_context", mean_id)
     cpu_batch = next(validate.validation_batches(run.cfg, run.store, run.rows.val, 2))
-    plan = validate.MaskPlan.from_config(run.cfg)
-    views_QE = torch.stack(list(validate.masked_views(run, plan, cpu_batch)))
+    views_QE = validate.masked_views(run, cpu_batch, cpu_batch)
     assert views_QE.shape == (2, validate.LIDAR_MASKS, 2)
     assert torch.equal(seen[0], cpu_batch["context"]), "the first mask is that of the validation loss"
     assert len({tuple(ids[0].tolist()) for ids in seen}) > validate.LIDAR_MASKS // 2

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -22,28 +23,23 @@ from utils.runtime.single import Runtime
 
 
 class OneOf(Group):
-    """A rank of several whose `gather_objects` answers with what the others were given."""
+    """A rank of several."""
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
-        self.parts: list[list[str]] = []
-
-    def gather_objects(self, value: list[str]) -> list[list[str]]:
-        assert value == self.parts[self.rank]
-        return self.parts
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
 @pytest.mark.parametrize("count", [0, 1, 4, 7])
 def test_what_is_shared_comes_together_again(size: int, count: int) -> None:
-    items = [f"item {i}" for i in range(count)]
-    ranks = [OneOf(r, size) for r in range(size)]
-    parts = [[f"done {item}" for item in rank.split_among_ranks(items)] for rank in ranks]
-    assert sum(map(len, parts)) == count
-    assert max(map(len, parts)) - min(map(len, parts)) <= 1
-    for rank, part in zip(ranks, parts, strict=True):
-        rank.parts = parts
-        assert rank.merge_from_ranks(part) == [f"done {item}" for item in items]
+    """All parts have one length, and the last item fills them up."""
+    items = np.arange(10, 10 + count)
+    parts = [OneOf(rank, size).share(items) for rank in range(size)]
+    assert {len(part) for part in parts} == {math.ceil(count / size)}
+    joined = torch.cat([torch.from_numpy(part) for part in parts])
+    together = OneOf(0, size).interleave(joined).tolist()
+    assert together[:count] == items.tolist()
+    assert set(together[count:]) <= set(items[-1:].tolist())
 
 
 def test_one_process_is_its_own_group(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -41,7 +41,7 @@ def test_the_hosts_share_every_global_batch(hosts: int) -> None:
 
 
 HOST = """
-import sys, torch
+import sys, numpy as np, torch
 import torch.distributed as dist
 from tests.support.planted_pickle import Evil, forbid_pickle
 from utils.errors import UserError
@@ -52,7 +52,7 @@ group = join_hosts(rank, 2, "127.0.0.1", 60.0, port)
 print(group.any(rank == 1), group.any(False), group.broadcast({"step": rank + 7}), group.gather_objects(rank))
 whole = torch.arange(3.0)  # as on the device: each host has all of it
 print(group.sum(whole).tolist(), group.gather(whole).tolist(), group.sum_with_gradient(whole).tolist())
-print(group.split_among_ranks([1, 2, 3]), group.merge_from_ranks([4, 5]), group.is_first)
+print(group.share(np.arange(1, 4)).tolist(), group.interleave(torch.arange(4)).tolist(), group.is_first)
 state = {
     0: {"step": torch.tensor(5.0), "moment": torch.full((3, 4), rank + 0.5, dtype=torch.bfloat16)},
     "mask": torch.tensor([True, False]), "none": [None, (1, float("inf"), "\u00fc")],
@@ -95,7 +95,7 @@ def test_two_hosts_agree_without_pickle_and_what_is_global_stays_as_it_is(tmp_pa
         assert lines[:6] == [
             "True False {'step': 7} [0, 1]",
             "[0.0, 1.0, 2.0] [0.0, 1.0, 2.0] [0.0, 1.0, 2.0]",
-            f"[1, 2, 3] [4, 5] {rank == 0}",
+            f"{[[1, 3], [2, 3]][rank]} [0, 2, 1, 3] {rank == 0}",
             f"torch.Size([]) {[[0.5] * 4] * 3} [True, False] [1, inf, 'ü']",
             f"torch.Size([0, 7]) {2**23 - 1} [[0, 3], [1, 4], [2, 5]] "
             "[0, 'mask', 'none', 'rows', 'big', 'wide']",

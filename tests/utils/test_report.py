@@ -109,12 +109,14 @@ def run_dir(tmp_path: Path) -> Path:
             "train/ema_momentum": 0.96,
             "ema/init_weight": 0.96**step,
             "train/feature_std": 0.8,
-            "train/skill_mean": None if step == 10 else 0.3,
-            "train/skill_position": 0.001 * step,
+            "val/skill_mean": None if step == 10 else 0.3,
+            "val/skill_position": 0.001 * step,
+            "train/skill_position": -0.5,
             "perf/volumes_per_s": float(step),
             "perf/data_wait_fraction": 0.02,
             "perf/forward_fraction": 0.98,
             "perf/mfu": 0.25,
+            "perf/gauges_fraction": 0.0001 * step,
         }
         if step % 50 == 0:
             line |= {"val/loss": 0.6, "val/rankme": 10 + step / 10, "val/probe": 0.4}
@@ -171,6 +173,8 @@ def test_results_without_probe(run_dir: Path, capsys: pytest.CaptureFixture[str]
             "alarms": [],
             "volumes_per_s": 105.0,
             "mfu": 0.25,
+            "validation_fraction": None,
+            "gauges_fraction": pytest.approx(0.02),
         },
         "probe": None,
         "seconds": {"prepare": 12.2, "train": 100.5},
@@ -327,7 +331,7 @@ def test_alarms_stand_in_the_table_the_page_and_results(
 def test_findings_say_what_the_numbers_warn_of(run_dir: Path) -> None:
     assert findings(read_run(run_dir)) == []
     with (run_dir / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 210, "train/skill_position": -0.1, "ema/init_weight": 0.4, "val/rankme": 3.0}\n')
+        file.write('{"step": 210, "val/skill_position": -0.1, "ema/init_weight": 0.4, "val/rankme": 3.0}\n')
     sentences = findings(read_run(run_dir))
     assert len(sentences) == 3
     assert "no learning beyond position" in sentences[0]

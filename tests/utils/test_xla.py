@@ -133,6 +133,7 @@ def test_an_evaluation_batch_is_filled_up(xla: Runtime) -> None:
     placed = xla.to_device_padded({"x": torch.arange(10).view(5, 2)}, 8)["x"]
     expected = torch.tensor([[0, 1], [2, 3], [4, 5], [6, 7], *[[8, 9]] * 4])
     assert torch.equal(xla.to_torch(placed), expected)
+    assert torch.equal(xla.collect(placed, 5), expected[:5])
 
 
 def test_random_numbers_are_the_same_bits(xla: Runtime) -> None:

@@ -1,9 +1,13 @@
-"""Three planted collapses alarm within 200 steps of the real loop on phantom data; healthy runs never do."""
+"""Planted collapses and a planted leak alarm within 200 steps of the real loop on phantom data, healthy runs
+never do; controls that learn nothing of the volume have no skill in validation.
+"""
 
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,8 +15,8 @@ import torch.nn.functional as F
 
 from data_setup import prepare
 from models import vit3d
-from models.predictor import Predictor3D
-from models.vjepa3d import VJEPA3D
+from models.vjepa3d import VJEPA3D, Output
+from pretraining import step as step_module
 from pretraining import train as loop
 from tests.support.pipeline_factory import SMOKE, make_phantom
 from utils.config.load import load_config
@@ -61,7 +65,9 @@ def run(folder: Path, name: str, seed: int, *more: str) -> tuple[list[tuple[int,
     return alarms, series
 
 
-SHOWN = ("train/rankme", "train/feature_std", "train/volume_share", "train/skill_position", "val/rankme")
+SHOWN = ("train/rankme", "train/feature_std", "train/feature_cosine", "train/volume_share", "val/rankme")
+SHOWN += ("train/skill_position", "val/skill_mean", "val/skill_position", "val/leak")
+REAL_TARGETS, REAL_PREDICT = VJEPA3D.compute_targets, step_module.predict
 
 
 @pytest.fixture(autouse=True)
@@ -91,27 +97,68 @@ def test_gradient_through_the_target_alarms(folder: Path, seed: int, monkeypatch
     assert alarms[0][1].startswith("features collapse")
 
 
+# a validation that skill can rest on, and several of them
+MEASURED = "train.val_fraction=0.6", "train.val_every_steps=40"
+NO_PENALTY = "method.regulariser=none", "method.regulariser_weight=0"
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", SEEDS)
-def test_a_predictor_that_copies_the_target_alarms(
-    folder: Path, seed: int, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("penalty", [NO_PENALTY, ()], ids=["copies", "learns_nothing"])
+def test_a_context_that_holds_the_targets_alarms(
+    folder: Path, penalty: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def identity(self: Predictor3D, context: torch.Tensor, _: object, target: torch.Tensor) -> torch.Tensor:
-        unused = sum(0 * p.sum() for p in self.parameters())
-        fits = context.shape[1] == target.shape[1]  # not so in validation, which is not planted
-        return unused + (context if fits else context[:, :1].expand(-1, target.shape[1], -1))
+    """With the real predictor, at the first validation, whether it learns to copy or not."""
+    real = VJEPA3D.forward
 
-    real = loop.train_step
+    def context_is_target(
+        self: VJEPA3D, view: Any, other: Any, context: Any, target: Any, *rest: Any
+    ) -> Output:
+        own = self.encoder(view, context)  # what the penalty reads
+        return replace(real(self, view, other, target, target, *rest), context_BKE=own)
 
-    def context_is_target(model, optimizer, batches, *rest):
-        planted = [{**b, "context": b["target"], "context_valid": b["target_valid"]} for b in batches]
-        return real(model, optimizer, planted, *rest)
+    monkeypatch.setattr(VJEPA3D, "forward", context_is_target)
+    steps = ("train.max_steps=10",) if penalty == () else ()
+    alarms, series = run(folder, "leak", 0, *MEASURED, *penalty, *steps)
+    assert [step for step, text in alarms if text.startswith("context sees targets")] == [0]
+    if penalty:
+        assert series["val/skill_position"][-1][1] > 0.5
 
-    monkeypatch.setattr(Predictor3D, "forward", identity)
-    monkeypatch.setattr(loop, "train_step", context_is_target)
-    alarms, _ = run(folder, "identity", seed)
-    assert alarms, "no alarm"
-    assert alarms[0][1].startswith("context sees targets")
+
+def mismatched(self: VJEPA3D, context: torch.Tensor, target: torch.Tensor) -> tuple:
+    """Targets of the next volume of the batch, in training."""
+    targets, features = REAL_TARGETS(self, context, target)
+    return (targets.roll(1, 0) if self.training else targets), features
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("control", ["penalty_only", "mismatched_targets", "frozen_predictor"])
+def test_a_prediction_that_learned_nothing_of_the_volume_has_no_skill(
+    folder: Path, control: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At no validation, although the moving estimate of training may say so."""
+    if control == "mismatched_targets":
+        monkeypatch.setattr(VJEPA3D, "compute_targets", mismatched)
+    elif control == "penalty_only":
+        monkeypatch.setattr(step_module, "predict", without_loss)
+    else:
+        real = loop.open_run
+
+        def frozen(*arguments: Any) -> Any:
+            opened = real(*arguments)
+            for weight in opened.model.predictor.parameters():
+                weight.register_hook(torch.zeros_like)
+            return opened
+
+        monkeypatch.setattr(loop, "open_run", frozen)
+    _, series = run(folder, control, 0, *MEASURED, "train.max_steps=120")
+    skills = [value for _, value in series["val/skill_position"]]
+    assert len(skills) == 4
+    assert max(skills) <= 0.02
+
+
+def without_loss(*arguments: Any, **options: Any) -> Output:
+    output = REAL_PREDICT(*arguments, **options)
+    return replace(output, loss_B=0 * output.loss_B)
 
 
 @pytest.mark.slow

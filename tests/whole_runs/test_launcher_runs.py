@@ -6,6 +6,7 @@ plain torch stands where PyTorch/XLA would take a TPU.
 
 from __future__ import annotations
 
+import socket
 import sys
 from collections.abc import Iterator
 from pathlib import Path

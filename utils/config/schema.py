@@ -194,9 +194,16 @@ class TrainConfig:
     ckpt_every_steps: int | None = key(None, AT_LEAST_1, may_change=True)  # null: only by epochs
     keep_last: int = key(2, AT_LEAST_1, may_change=True)
     log_every_steps: int = key(10, AT_LEAST_1, may_change=True)
-    val_every_steps: int | None = key(None, AT_LEAST_1)  # null: once per epoch
+    # null: every epoch, or every few, so that validations read at most 2.5 % of what training reads
+    val_every_steps: int | None = key(None, AT_LEAST_1)
     # so many non-finite updates in a row stop the run
     max_bad_steps: int = key(10, AT_LEAST_1, may_change=True)
+
+
+@dataclass(frozen=True)
+class ValConfig:
+    # cap on the volumes of a validation: the same at each, participants in turn
+    max_volumes: int = key(256, AT_LEAST_1, may_change=True)
 
 
 @dataclass(frozen=True)
@@ -224,7 +231,8 @@ class TaskConfig:
 
 @dataclass(frozen=True)
 class ProbeConfig:
-    max_volumes: int = key(2000, AT_LEAST_1)  # cap on the volumes embedded by the probe during pre-training
+    # cap on the volumes of each side that are embedded for the probes during pre-training
+    max_volumes: int = key(256, AT_LEAST_1, may_change=True)
     bootstrap_samples: int = key(2000, AT_LEAST_1, may_change=True)
     random_init_seeds: int = key(3, AT_LEAST_1, may_change=True)
 
@@ -248,6 +256,7 @@ class Config:
     method: MethodConfig = field(default_factory=MethodConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
+    val: ValConfig = field(default_factory=ValConfig)
     run: RunConfig = field(default_factory=RunConfig)
     wandb: WandbConfig = field(default_factory=WandbConfig)
     task: TaskConfig = field(default_factory=TaskConfig)

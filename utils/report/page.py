@@ -24,15 +24,28 @@ CHARTS: tuple[tuple[str, tuple[str, ...], str], ...] = (
     ("Loss", ("train/loss", "val/loss"), "A low loss proves nothing: the target moves with the encoder."),
     (
         "Skill",
-        ("train/skill_position", "train/skill_mean"),
-        "1 - loss / loss of the best constant. Only skill_position counts as learning: its constant is the "
+        ("val/skill_position", "val/skill_mean"),
+        "1 - loss / loss of the best constant, in validation: one target encoder for all, fitted on half of "
+        "the participants, scored on the others. Only skill_position counts as learning: its constant is the "
         "best vector for each token position.",
+    ),
+    (
+        "Skill in training, a moving estimate",
+        ("train/skill_position", "train/skill_mean"),
+        "The same of single batches, against targets of the steps before: too good while the target moves "
+        "fast. It decides nothing.",
+    ),
+    (
+        "Leak",
+        ("val/leak",),
+        "How far a prediction moves when nothing but the voxels of its targets changes; above 0 by more than "
+        "rounding, the prediction sees its targets.",
     ),
     (
         "RankMe",
         ("val/rankme", "train/rankme"),
         "Effective number of feature directions in use, of the target encoder (val) and the context encoder "
-        "(train); a fall means collapse.",
+        "(train); a fall means collapse. Before step 1 it is of at most 64 volumes.",
     ),
     (
         "LiDAR",
@@ -66,7 +79,13 @@ CHARTS: tuple[tuple[str, tuple[str, ...], str], ...] = (
     (
         "Time for validation",
         ("perf/validation_fraction",),
-        "Share of the time since the validation before; train.val_every_steps sets it.",
+        "Share of the time since this start of the run; val.max_volumes, probe.max_volumes and "
+        "train.val_every_steps set it.",
+    ),
+    (
+        "Work for gauges",
+        ("perf/gauges_fraction",),
+        "Counted operations of LiDAR, the check for leaks and the probes, as a share of all.",
     ),
     ("Waiting for data", ("perf/data_wait_fraction",), "Share of the time; near zero: the loader keeps up."),
     ("Model FLOPs utilisation", ("perf/mfu",), "Counted operations a second / the device's peak."),
@@ -135,10 +154,12 @@ def _numbers(out: Mapping[str, Any]) -> list[tuple[str, str]]:
     return [
         ("volumes kept", str(out["data"]["kept"])),
         ("loss, first to last", f"{number(training['loss_first'])} → {number(training['loss_last'])}"),
-        ("skill by position", number(training["skill_position_last"])),
+        ("skill by position, in validation", number(training["skill_position_last"])),
         ("RankMe, first to last", f"{number(training['rankme_first'])} → {number(training['rankme_last'])}"),
         ("volumes per second", number(training["volumes_per_s"])),
         ("model FLOPs utilisation", number(training["mfu"])),
+        ("time for validation", number(training["validation_fraction"])),
+        ("work for gauges", number(training["gauges_fraction"])),
         ("alarms", str(len(training["alarms"])) if training["alarms"] else "none"),
     ]
 

@@ -128,13 +128,15 @@ def results(run: Run) -> dict[str, Any]:
         "pretraining": {
             "loss_first": _end(run, "train/loss", 0),
             "loss_last": _end(run, "train/loss", -1),
-            "skill_mean_last": _end(run, "train/skill_mean", -1),
-            "skill_position_last": _end(run, "train/skill_position", -1),
+            "skill_mean_last": _end(run, "val/skill_mean", -1),
+            "skill_position_last": _end(run, "val/skill_position", -1),
             "rankme_first": _end(run, "val/rankme", 0),
             "rankme_last": _end(run, "val/rankme", -1),
             "alarms": [{"step": step, "text": text} for step, text in run.alarms],
             "volumes_per_s": _median(run, "perf/volumes_per_s"),
             "mfu": _median(run, "perf/mfu"),
+            "validation_fraction": _end(run, "perf/validation_fraction", -1),
+            "gauges_fraction": _end(run, "perf/gauges_fraction", -1),
         },
         "probe": p
         and {
@@ -163,7 +165,7 @@ def findings(run: Run) -> list[str]:
     """Sentences about this run that a reader should not overlook, derived from its numbers."""
     sentences = [f"Alarm at step {step}: {text}." for step, text in run.alarms]
     sentences += [f"{key} was not finite at step {step}." for key, step in run.not_finite.items()]
-    skill = _end(run, "train/skill_position", -1)
+    skill = _end(run, "val/skill_position", -1)
     if skill is not None and skill <= 0:
         sentences.append(
             f"skill_position ends at {skill:.3f}: the prediction is no better than the mean of its position, "

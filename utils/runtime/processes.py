@@ -13,12 +13,13 @@ A process that ends leaves closed connections, and the others notice within seco
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -73,14 +74,16 @@ class Group:
         """The value of every process, of plain types and tensors, in the order of the ranks."""
         return [value]
 
-    def split_among_ranks(self, items: Sequence[_T]) -> Sequence[_T]:
-        """This process's part of a list that all have: item i belongs to rank i % size."""
-        return items[self.rank :: self.size]
+    def share(self, items: np.ndarray) -> np.ndarray:
+        """This process's part of what all have: item i belongs to rank i % size, and the last item fills the
+        parts up to one length.
+        """
+        filled = np.concatenate([items, np.repeat(items[-1:], -len(items) % self.size, axis=0)])
+        return filled[self.rank :: self.size]
 
-    def merge_from_ranks(self, part: Sequence[_T]) -> list[_T]:
-        """Join the parts of `split_among_ranks`, or their results, in the order of the whole list."""
-        parts = self.gather_objects(part)
-        return [parts[i % self.size][i // self.size] for i in range(sum(map(len, parts)))]
+    def interleave(self, value: Tensor) -> Tensor:
+        """Put results of `share`, joined in the order of the ranks, into the order of the items."""
+        return value.unflatten(0, (self.size, -1)).transpose(0, 1).flatten(0, 1)
 
     def leave_message(self, text: str) -> None:
         """Leave a message for the processes that are still running."""
@@ -180,20 +183,14 @@ class ProcessGroup(Group):
 
 class HostGroup(ProcessGroup):
     """The hosts of an engine whose tensors are logically global (utils.runtime.xla): they are summed and
-    gathered as they are, and every host takes part in each computation, so nothing is shared out between
-    them. What is on the hosts alone goes over gloo.
+    gathered as they are, and every host takes part in each computation. What is on the hosts alone goes over
+    gloo.
     """
 
     sum = Group.sum
     sum_with_gradient = Group.sum_with_gradient
     sum_gradients = Group.sum_gradients
     gather = Group.gather
-
-    def split_among_ranks(self, items: Sequence[_T]) -> Sequence[_T]:
-        return items
-
-    def merge_from_ranks(self, part: Sequence[_T]) -> list[_T]:
-        return list(part)
 
 
 @contextmanager

@@ -65,7 +65,7 @@ class Runtime:
 
     @property
     def evaluation_devices(self) -> int:
-        """The devices that share a batch which `to_device_padded` places."""
+        """The devices of this process that share a batch which `to_device_padded` places."""
         return 1
 
     @property
@@ -118,10 +118,16 @@ class Runtime:
         return {k: v.to(self.device, non_blocking=True) for k, v in batch.items()}
 
     def to_device_padded(self, batch: dict[str, Tensor], size: int) -> dict[str, Tensor]:
-        """An evaluation batch of at most `size` samples, a multiple of `evaluation_devices`, which every
-        process that shares it has whole. Where shapes are to stay, its last sample is repeated up to `size`.
+        """This process's part of an evaluation batch: at most `size` samples, a multiple of
+        `evaluation_devices`. Where shapes are to stay, its last sample is repeated up to `size`.
         """
         return self.to_device(batch)
+
+    def collect(self, value: Tensor, count: int) -> Tensor:
+        """The first `count` samples of every process's part of an evaluation result, whole and on the host,
+        in the order of the items that `Group.share` gave out.
+        """
+        return self.group.interleave(self.group.gather(value[:count]).cpu())
 
     def to_torch(self, value: Tensor) -> Tensor:
         """Return the tensor in a form that plain torch computes with: any operation, any shape."""

@@ -105,7 +105,7 @@ class XlaRuntime(Runtime):
 
     @property
     def evaluation_devices(self) -> int:
-        return self.num_devices
+        return self.num_devices // self.world_size
 
     @property
     def failure_is_clean(self) -> bool:
@@ -143,9 +143,10 @@ class XlaRuntime(Runtime):
         return {key: self._shard(value) for key, value in batch.items()}
 
     def to_device_padded(self, batch: dict[str, Tensor], size: int) -> dict[str, Tensor]:
-        share = size // self.world_size
-        own = slice(self.rank * share, (self.rank + 1) * share)
-        return self.to_device({key: _fill(value, size)[own] for key, value in batch.items()})
+        return self.to_device({key: _fill(value, size) for key, value in batch.items()})
+
+    def collect(self, value: Tensor, count: int) -> Tensor:
+        return self.group.interleave(self.to_torch(value))[: count * self.world_size]
 
     def _shard(self, value: Tensor) -> Tensor:
         """This host's part of a tensor becomes the global one, split along its first axis."""

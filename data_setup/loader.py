@@ -197,7 +197,6 @@ class Loader:
         self.global_batch = cfg.train.global_batch_size
         self.steps = range(start_step, start_step + num_steps)
         self.data = cfg.data
-        self.num_workers = count_loaders(cfg.data.workers)
         self.dataset = TrainingSamples(cfg, store, np.asarray(rows))
 
     def __len__(self) -> int:
@@ -331,7 +330,7 @@ def _stored_batches(
 ) -> Iterator[Batch]:
     """Batches of rows, read by workers that live as long as this; in this process where there are none."""
     keys = [rows[start : start + batch_size].tolist() for start in range(0, len(rows), batch_size)]
-    data = replace(data, workers=min(data.workers, len(keys)))  # with no row there is none to start
+    data = replace(data, workers=min(count_loaders(data.workers), len(keys)))  # with no row there is none to start
     own_seeds = torch.Generator()  # an evaluation moves no random number of the training
     batches = iter(_data_loader(data, samples, keys, persistent=False, generator=own_seeds))
     for number in range(len(keys)):

@@ -38,7 +38,7 @@ from data_setup.transforms import (
 )
 from data_setup.valid_field import token_valid
 from utils.config.schema import Config
-from utils.errors import ConfigError, UserError
+from utils.errors import ConfigError, TransientError, UserError
 from utils.runtime.open import keep_freed_memory
 from utils.workers import follow_parent
 
@@ -52,7 +52,11 @@ POLL_SECONDS = 5.0  # how often the training process looks whether its loader wo
 
 
 class LoaderError(UserError):
-    """A loader worker died or hangs: names the worker, the step and the time waited."""
+    """A sample that cannot be had: names the step and what a worker met."""
+
+
+class LostWorkerError(LoaderError, TransientError):
+    """A loader worker died, hangs, or waits for storage that is away: names it, the step and the time."""
 
 
 class DataOrder:
@@ -170,8 +174,8 @@ class Loader:
     """Iterate over steps; each is the list of this rank's `accum` micro-batches.
 
     Micro-batch a of rank r holds the positions step*G + (a*world + r)*B + b with B = G / (world * accum),
-    G = train.global_batch_size. Yields `num_steps` steps from `start_step`. Raises LoaderError when a worker
-    dies or is silent for data.data_timeout_s.
+    G = train.global_batch_size. Yields `num_steps` steps from `start_step`. Raises LostWorkerError when a
+    worker dies or is silent for data.data_timeout_s, LoaderError for a sample that cannot be read.
     """
 
     def __init__(
@@ -237,23 +241,25 @@ class Loader:
                     raise
                 # torch wraps a worker's exception in its traceback; the last line is the message
                 message = str(error).strip().splitlines()[-1]
-                raise LoaderError(f"rank {self.rank}, step {step}: {message}") from error
+                kind = LostWorkerError if isinstance(error, TransientError) else LoaderError
+                raise kind(f"rank {self.rank}, step {step}: {message}") from error
             except (ConnectionError, EOFError) as error:
                 if self.data.workers == 0 or "DataLoader worker" in str(error):  # raised by its own code
                     raise
                 message = f"expected a batch, found a worker that died handing it over: {error}"
-                raise LoaderError(f"{self._waiting(step, number)}: {message}") from error
+                raise LostWorkerError(f"{self._waiting(step, number)}: {message}") from error
             except RuntimeError as error:
                 if self.data.workers == 0:
                     raise
                 waited = time.monotonic() - start
                 where = self._waiting(step, number)
                 if "exited unexpectedly" in str(error) or "is killed by signal" in str(error):
-                    raise LoaderError(f"{where}: expected a batch, found a dead worker: {error}") from error
+                    message = f"expected a batch, found a dead worker: {error}"
+                    raise LostWorkerError(f"{where}: {message}") from error
                 if "timed out" not in str(error):
                     raise
                 if waited >= self.data.data_timeout_s:
-                    raise LoaderError(
+                    raise LostWorkerError(
                         f"{where}: expected a batch within data.data_timeout_s = "
                         f"{self.data.data_timeout_s:g} s, found none after {waited:.1f} s"
                     ) from error

@@ -80,15 +80,13 @@ class Progress:
         return moves
 
     def check_finite(self, cfg: Config, rows_of_step: Callable[[int], list[int]]) -> None:
-        """Name the updates skipped since the last call; NotFiniteError after max_bad_steps in a row. Only the
-        first process reads its counters and logs.
+        """Name the updates skipped since the last call; NotFiniteError after max_bad_steps in a row, on every
+        process. The first one logs.
         """
         recent, worst = self._recent, self._worst_run
         self._recent, self._worst_run = [], self._counter(0)
-        if not self.runtime.group.is_first:
-            return
         skipped = [f"step {step}: rows {rows_of_step(step)}" for step, ok in recent if not bool(ok)]
-        for text in skipped:
+        for text in skipped if self.runtime.group.is_first else []:
             log.warning("update skipped, loss or gradient not finite: %s of the store", text)
         worst_run = int(worst)
         if worst_run >= cfg.train.max_bad_steps:

@@ -1,8 +1,8 @@
 """Pre-training: `python -m pretraining.train --config configs/smoke_test.yaml [section.key=value ...]`.
 
 In: a prepared store. Out: a run directory with checkpoints, metrics and pictures. Running the same command
-again goes on where the run stopped, bit for bit on a CPU; SIGTERM writes a checkpoint first and ends with
-exit code 0. `torchrun --nproc-per-node=N -m pretraining.train ...` shares every global batch among N
+again goes on where the run stopped, bit for bit on a CPU; SIGTERM writes a checkpoint first. Exit codes:
+utils/errors.py. `torchrun --nproc-per-node=N -m pretraining.train ...` shares every global batch among N
 processes; all of them take the same decisions, and the first alone writes.
 """
 
@@ -38,7 +38,7 @@ from pretraining.step import StepResult, Update, Watch, train_step
 from pretraining.trial import log_start, next_or_stop, open_loader, rows_of_step, settle_memory
 from utils import storage
 from utils.config.schema import Config
-from utils.errors import EXIT_USER_ERROR, UserError
+from utils.errors import EXIT_FAILURE, EXIT_FINISHED, EXIT_STOPPED, UserError
 from utils.log import NoLog, RunLog, log_failure, setup_logging
 from utils.report.pictures import bscan_with_masks, feature_pca, load_snapshot
 from utils.runtime.open import open_runtime
@@ -62,11 +62,13 @@ def train(cfg: Config) -> int:
         outer.push(partial(_leave_word, runtime))
         try:
             with ExitStack() as stack:  # once it is left, the checkpoint under way is there to be named
-                return _train(cfg, runtime, stack)
+                code = _train(cfg, runtime, stack)
+            runtime.group.close()  # last: torchrun ends the others once one has ended with 76
+            return code
         except LostPeer as error:
             if not runtime.group.is_first:
-                return EXIT_USER_ERROR  # the first process says it
-            raise UserError(f"{error}. {last_good(cfg)}") from error
+                raise
+            raise LostPeer(f"{error}. {last_good(cfg)}", error.exit_code) from error
         except NotFiniteError as error:
             raise UserError(f"{error}. {last_good(cfg)}") from error
         except UserError:
@@ -84,8 +86,10 @@ def _leave_word(runtime: Runtime, _kind: object, error: BaseException | None, _t
         log_failure(error)
         for worker in multiprocessing.active_children():
             worker.kill()  # one that hangs would keep this process, and with it the others, from ending
-        text = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
-        runtime.group.leave_message(text)
+        if isinstance(error, UserError):
+            runtime.group.leave_message(str(error), error.exit_code)
+        else:
+            runtime.group.leave_message(f"{type(error).__name__}: {error}", EXIT_FAILURE)
 
 
 def _train(cfg: Config, runtime: Runtime, stack: ExitStack) -> int:
@@ -101,8 +105,7 @@ def _train(cfg: Config, runtime: Runtime, stack: ExitStack) -> int:
     start, total = progress.step, calendar.total
     if start >= total:
         log.info("nothing to do: the run is at step %d of %d", start, total)
-        runtime.group.close()
-        return 0
+        return EXIT_FINISHED
     # one trial step settles the memory and proves that no target leaks into the context
     checkpoints = Checkpoints(run, gauges, progress, calendar.keep_every)
     run = settle_memory(run, start)
@@ -166,7 +169,6 @@ def _train(cfg: Config, runtime: Runtime, stack: ExitStack) -> int:
             show_snapshots(run, run_log, done)
         checkpoints.save(names, with_step=calendar.saves(done))
     checkpoints.close()
-    runtime.group.close()
     return finish(cfg, gauges, progress, total, run_log)
 
 
@@ -221,12 +223,12 @@ def finish(cfg: Config, gauges: Gauges, progress: Progress, total: int, run_log:
         next_time = "to go on" if cfg.train.ckpt_dir is not None else "to start anew (train.ckpt_dir is null)"
         text = "stopped by SIGTERM at step %d of %d; run the same command again %s"
         log.info(text, progress.step, total, next_time)
-        return 0
+        return EXIT_STOPPED
     if cfg.train.ckpt_dir is not None:
         for name in progress.best:
             run_log.artifact(name, storage.join(cfg.train.ckpt_dir, f"{name}.pt"))
     log.info("finished at step %d; run directory %s", total, cfg.run.dir)
-    return 0
+    return EXIT_FINISHED
 
 
 def report(run_log: RunLog | NoLog, gauges: Gauges, step: int, values: dict[str, float | None]) -> None:

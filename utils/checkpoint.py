@@ -20,7 +20,7 @@ from torch import Tensor
 
 from utils import storage
 from utils.config.schema import StorageOptions
-from utils.errors import UserError
+from utils.errors import TransientError, UserError
 from utils.storage import StorageError
 
 FORMAT_VERSION = 1
@@ -30,6 +30,10 @@ log = logging.getLogger(__name__)
 
 class CheckpointError(UserError):
     """A checkpoint that is missing, damaged or does not fit; the message names it and what was expected."""
+
+
+class LastWriteError(CheckpointError, TransientError):
+    """The last checkpoint of a run could not be written: the next start goes on from the one before."""
 
 
 def load_checkpoint(url: str, options: StorageOptions | None = None) -> dict[str, Any]:
@@ -76,7 +80,7 @@ class CheckpointWriter:
     """Writes the checkpoints of one run in the background; keeps the last few and all permanent ones.
 
     A failed write is a warning and does not stop training. The next save replaces a failed step, and writes a
-    failed best checkpoint again from memory. `close` raises CheckpointError when the last save failed.
+    failed best checkpoint again from memory. `close` raises LastWriteError when the last save failed.
     """
 
     def __init__(self, directory: str, keep_last: int, options: StorageOptions | None = None) -> None:
@@ -108,11 +112,11 @@ class CheckpointWriter:
             log.warning("checkpoint not written, training goes on: %s", error)
 
     def close(self) -> None:
-        """Finish; raises CheckpointError when the newest checkpoint could not be written."""
+        """Finish; raises LastWriteError when the newest checkpoint could not be written."""
         self.wait()
         self._pool.shutdown()
         if self._failure is not None:
-            raise CheckpointError(f"{self.directory}: the last checkpoint was not written: {self._failure}")
+            raise LastWriteError(f"{self.directory}: the last checkpoint was not written: {self._failure}")
 
     def _write(self, state: dict[str, Any], names: list[str], permanent: bool) -> None:
         is_step = {name: STEP_NAME.fullmatch(f"{name}.json") is not None for name in names}

@@ -103,6 +103,8 @@ class PreparedStore:
             self._array = self._open_array(self.cache_dir)
         try:
             voxels = self._decoded(self._array, row, digest)
+        except storage.StorageAwayError:
+            raise
         except (storage.StorageNotFoundError, RuntimeError, ValueError) as error:  # the last two: the codec
             raise storage.StorageError(
                 storage.join(self.url, chunk_key(row, "volumes")),

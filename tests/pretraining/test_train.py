@@ -38,7 +38,7 @@ from tests.support.model_factory import nano_model, small_config, token_ids, vol
 from tests.support.pipeline_factory import ROOT, SMOKE, pipeline_config, pipeline_overrides
 from tests.support.wandb_reader import history, run_ids
 from utils.checkpoint import CheckpointWriter, list_steps, load_checkpoint
-from utils.errors import ConfigError, UserError
+from utils.errors import EXIT_STOPPED, ConfigError, UserError
 from utils.runtime.single import Runtime
 
 
@@ -156,7 +156,7 @@ def test_sigterm_then_resume_equals_no_interruption(
         return real(*args)
 
     monkeypatch.setattr(loop, "train_step", step_then_signal)
-    assert train(cfg) == 0
+    assert train(cfg) == EXIT_STOPPED
     assert list_steps(str(run / "checkpoints"))[-1] == 5
     assert "run the same command again" in (run / "log.txt").read_text()
     assert "resuming" not in (run / "log.txt").read_text()

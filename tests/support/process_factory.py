@@ -19,6 +19,7 @@ from utils.checkpoint import load_checkpoint
 
 MODULE = "pretraining.train"
 PLANTED = "tests.support.planted"
+SPOT_S = 30.0  # what a spot machine gives between SIGTERM and its end
 PATIENCE_S = 900.0  # a start takes seconds, and minutes on a machine that is busy with other things
 
 

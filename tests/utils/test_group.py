@@ -50,6 +50,18 @@ def test_one_process_is_its_own_group(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not ALONE.any(False)
 
 
+class HearsAnother(Group):
+    """A rank of several, of which another one has the flag set."""
+
+    def any(self, flag: bool) -> bool:
+        return True
+
+
+def test_another_processs_sigterm_is_a_stop() -> None:
+    runtime = Runtime(torch.device("cpu"), use_bf16=False, group=HearsAnother())
+    assert next_or_stop(iter([[{}]]), runtime, 60.0) is None
+
+
 def failing(error: Exception) -> Iterator[list[dict]]:
     raise error
     yield

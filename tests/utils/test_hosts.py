@@ -52,25 +52,68 @@ group.close()
 """
 
 
-def test_two_hosts_agree_and_what_is_global_stays_as_it_is() -> None:
+def two_hosts(script: str, *words: str) -> list[tuple[int, str, str]]:
+    """(exit code, stdout, stderr) of the script, started as RANK PORT WORDS... on two hosts."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     hosts = [
         subprocess.Popen(
-            [sys.executable, "-c", HOST, str(rank), str(port)],
+            [sys.executable, "-c", script, str(rank), str(port), *words],
             cwd=ROOT, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         )
         for rank in range(2)
     ]  # fmt: skip
-    for rank, host in enumerate(hosts):
-        output, errors = host.communicate(timeout=300)
-        assert host.returncode == 0, errors
+    ends = [host.communicate(timeout=300) for host in hosts]
+    return [(host.returncode, *end) for host, end in zip(hosts, ends, strict=True)]
+
+
+def test_two_hosts_agree_and_what_is_global_stays_as_it_is() -> None:
+    for rank, (code, output, errors) in enumerate(two_hosts(HOST)):
+        assert code == 0, errors
         assert output.splitlines() == [
             "True False {'step': 7} [0, 1]",
             "[0.0, 1.0, 2.0] [0.0, 1.0, 2.0] [0.0, 1.0, 2.0]",
             f"[1, 2, 3] [4, 5] {rank == 0}",
         ]
+
+
+FAULT = """
+import sys, torch
+import torch.distributed as dist
+from utils.cli import run_cli
+from utils.errors import UserError
+from utils.runtime.processes import ProcessGroup, join_hosts
+rank, port, faulty, fault = int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
+join_hosts(rank, 2, "127.0.0.1", 60.0, port)
+group = ProcessGroup(rank, 2, dist.distributed_c10d._get_default_store(), 60.0)
+def main():
+    try:
+        if rank == faulty and fault == "config":
+            raise UserError("run.dir: expected another")
+        group.sum(torch.ones(3).to(torch.uint16 if rank == faulty else torch.float))  # gloo knows no uint16
+    except UserError as error:
+        group.leave_message(str(error), error.exit_code)
+        raise
+run_cli(main)
+"""
+
+
+@pytest.mark.parametrize(
+    ("fault", "faulty", "code", "text"),
+    [
+        ("collective", 0, 75, "met RuntimeError: Invalid scalar type"),
+        ("config", 1, 2, "run.dir: expected another"),
+    ],
+)
+def test_the_first_error_is_named_on_all_with_its_code(fault: str, faulty: int, code: int, text: str) -> None:
+    """Also where the process that keeps the messages, the first, is the one that fails."""
+    ends = two_hosts(FAULT, str(faulty), fault)
+    for rank, (own_code, _, errors) in enumerate(ends):
+        (line,) = [line for line in errors.splitlines() if line.startswith("error: ")]
+        assert (own_code, text in line) == (code, True), errors
+        assert (f"rank {faulty}: " in line) == (rank != faulty), errors
+    assert ("Traceback" in ends[faulty][2]) == (fault == "collective")
 
 
 def test_xla_is_asked_for_by_pjrt_device_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,7 @@ from tests.support.pipeline_factory import pipeline_config
 from tests.support.process_factory import losses, metrics
 from tests.support.xla_counters import count_compiled, count_fallbacks, count_read_back
 from utils.checkpoint import list_steps
+from utils.errors import EXIT_STOPPED
 from utils.runtime.open import open_runtime
 
 pytestmark = [pytest.mark.xla, pytest.mark.timeout(3600)]
@@ -51,7 +52,7 @@ def train(folder: Path, name: str, engine: str, *overrides: str, stop_after: int
         patch.setattr(loop, "train_step", step_then_signal)
         if engine == "torch":
             patch.delenv("PJRT_DEVICE")
-        assert loop.train(cfg) == 0
+        assert loop.train(cfg) == (EXIT_STOPPED if stop_after else 0)
     return folder / name
 
 

@@ -41,6 +41,8 @@ class Progress:
         self.step: int = state["step"]  # updates made
         self.best: dict[str, float] = dict(state["best"])  # name of a best checkpoint -> its score
         self.inherited: list[str] = list(state["inherited"])
+        # the gauges that a validation needs which SIGTERM cut short, and which the next start makes
+        self.owed: dict[str, float | None] | None = state.get("owed")
         self._recent: list[
             tuple[int, Tensor]
         ] = []  # steps since the last check, and whether they were finite
@@ -119,7 +121,9 @@ class Progress:
 
     def state_dict(self) -> dict[str, Any]:
         """Plain values for the checkpoint."""
+        owed = {} if self.owed is None else {"owed": self.owed}
         return {
+            **owed,
             "step": self.step,
             "bad_run": int(self._bad_run),
             "bad_total": int(self._bad_total),

@@ -111,6 +111,7 @@ class Checkpoints:
             self.saved = progress.step
         if not names or (self.writer is None and not run.runtime.is_sharded):
             return
+        run.runtime.watchdog.beat(f"checkpoint of step {progress.step}")
         state = run.runtime.full_state(checkpoint_state(run, gauges, progress))
         if self.writer is not None:
             self.writer.save(state, names, permanent=progress.step % self.keep_every == 0)
@@ -125,6 +126,7 @@ class Checkpoints:
         if self.parts[2].step > self.saved:
             self.save([], with_step=True)
         if self.writer is not None:
+            self.parts[0].runtime.watchdog.beat("last checkpoint")
             self.writer.close()
 
 

@@ -43,7 +43,8 @@ from utils.log import NoLog, RunLog, log_failure, setup_logging
 from utils.report.pictures import bscan_with_masks, feature_pca, load_snapshot
 from utils.runtime.open import open_runtime
 from utils.runtime.processes import LostPeer
-from utils.runtime.single import Runtime, is_out_of_memory
+from utils.runtime.single import Runtime, StopRequested, is_out_of_memory
+from utils.runtime.watchdog import Watchdog
 
 log = logging.getLogger(__name__)
 
@@ -55,16 +56,22 @@ def main(argv: list[str] | None = None) -> int:
 
 def train(cfg: Config) -> int:
     """Run the configuration to its end or to SIGTERM; returns the exit code."""
-    runtime = open_runtime(cfg.train.use_bf16, cfg.data.data_timeout_s)
-    setup_logging(runtime.rank)
-    runtime.catch_sigterm()
     with ExitStack() as outer:
+        watchdog = outer.enter_context(Watchdog(cfg.run.stall_timeout_s))
+        runtime = open_runtime(cfg.train.use_bf16, cfg.data.data_timeout_s)
+        runtime.watchdog = watchdog
+        setup_logging(runtime.rank)
+        runtime.catch_sigterm()
         outer.push(partial(_leave_word, runtime))
         try:
             with ExitStack() as stack:  # once it is left, the checkpoint under way is there to be named
                 code = _train(cfg, runtime, stack)
             runtime.group.close()  # last: torchrun ends the others once one has ended with 76
             return code
+        except StopRequested:
+            log.info("stopped by SIGTERM before the first step; run the same command again")
+            runtime.group.close()
+            return EXIT_STOPPED
         except LostPeer as error:
             if not runtime.group.is_first:
                 raise
@@ -99,16 +106,19 @@ def _train(cfg: Config, runtime: Runtime, stack: ExitStack) -> int:
     run = open_run(cfg, runtime)
     model, optimizer = run.model, run.optimizer
     gauges = open_gauges(run)
+    runtime.enter("restore")
     progress = restore(run, gauges)
     shard_state(model, optimizer, cfg, runtime)
     calendar = Calendar.of(cfg, len(run.rows.train))
     start, total = progress.step, calendar.total
-    if start >= total:
+    if start >= total and progress.owed is None:
         log.info("nothing to do: the run is at step %d of %d", start, total)
         return EXIT_FINISHED
     # one trial step settles the memory and proves that no target leaks into the context
+    runtime.enter("trial step")
     checkpoints = Checkpoints(run, gauges, progress, calendar.keep_every)
     run = settle_memory(run, start)
+    runtime.enter("start of the log")
     run_log = stack.enter_context(open_log(replace(run, cfg=cfg), start))
     clock = Throughput(run.cfg, model, runtime)
     log_start(run, clock, start)
@@ -117,15 +127,13 @@ def _train(cfg: Config, runtime: Runtime, stack: ExitStack) -> int:
     batches = iter(loader)
     stack.callback(checkpoints.wait)
     motion, validation = TargetMotion(model, runtime.to_torch), Validation(run)
-    if start == 0:
-        measured = validation(with_share=False)
-        report(run_log, gauges, 0, {**measured, "ema/init_weight": progress.init_weight})
-        show_snapshots(run, run_log, 0)
+    validate_at_start(validation, gauges, progress, checkpoints, run_log)
     watch = Watch(gauges.observe, clock.lap)
     validation.restart()
     runtime.mark_step()
     clock.restart()
     for step in range(start, total):
+        runtime.watchdog.beat(f"step {step + 1}")
         if trace.at(step):
             clock.restart()  # writing it was no part of a step
         clock.lap("other")
@@ -160,10 +168,7 @@ def _train(cfg: Config, runtime: Runtime, stack: ExitStack) -> int:
         names: list[str] = []
         if calendar.validates(done):
             motion.check(model, progress.take_moves())
-            measured = validation()
-            report(run_log, gauges, done, measured)
-            is_warm = done >= cfg.optim.warmup_ratio * total
-            names = progress.best_names(measured, gauge_values["train/skill_position"], is_warm=is_warm)
+            names = validate_now(validation, gauges, progress, gauge_values, run_log)
             clock.restart()
         if done == total:
             show_snapshots(run, run_log, done)
@@ -215,11 +220,50 @@ def step_metrics(
     }
 
 
+def validate_at_start(
+    validation: Validation,
+    gauges: Gauges,
+    progress: Progress,
+    checkpoints: Checkpoints,
+    run_log: RunLog | NoLog,
+) -> None:
+    """Validate a new run, and one that owes it."""
+    if progress.step == 0:
+        if (measured := validation(with_share=False)) is not None:
+            report(run_log, gauges, 0, {**measured, "ema/init_weight": progress.init_weight})
+            show_snapshots(validation.run, run_log, 0)
+    elif progress.owed is not None:
+        names = validate_now(validation, gauges, progress, progress.owed, run_log)
+        checkpoints.save(names, with_step=True)
+
+
+def validate_now(
+    validation: Validation,
+    gauges: Gauges,
+    progress: Progress,
+    gauge_values: dict[str, float | None],
+    run_log: RunLog | NoLog,
+) -> list[str]:
+    """Validate after the last update; the names under which its checkpoint is kept. Where SIGTERM cuts that
+    short, the next start owes it.
+    """
+    measured = validation()
+    skill = gauge_values["train/skill_position"]
+    if measured is None:
+        progress.owed = {"train/skill_position": skill}
+        return []
+    progress.owed = None
+    report(run_log, gauges, progress.step, measured)
+    cfg, total = validation.run.cfg, validation.run.total_steps
+    is_warm = progress.step >= cfg.optim.warmup_ratio * total
+    return progress.best_names(measured, skill, is_warm=is_warm)
+
+
 def finish(cfg: Config, gauges: Gauges, progress: Progress, total: int, run_log: RunLog | NoLog) -> int:
     """Log how the run ended and what to do next; returns the exit code. A finished run hands its bests on."""
     for line in closing_lines(gauges.alarms.raised):
         log.info("%s", line)
-    if progress.step < total:
+    if progress.step < total or progress.owed is not None:
         next_time = "to go on" if cfg.train.ckpt_dir is not None else "to start anew (train.ckpt_dir is null)"
         text = "stopped by SIGTERM at step %d of %d; run the same command again %s"
         log.info(text, progress.step, total, next_time)

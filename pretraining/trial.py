@@ -99,7 +99,7 @@ def next_or_stop(batches: Iterator[list[Batch]], runtime: Runtime, timeout_s: fl
             # a signal to a whole process group or control group ends the loader's workers too
             if not runtime.stop_requested:
                 raise
-    return None if runtime.group.any(runtime.stop_requested) else micro_batches
+    return None if runtime.stop_agreed() else micro_batches
 
 
 def settle_memory(run: Run, step: int) -> Run:

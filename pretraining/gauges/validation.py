@@ -28,6 +28,7 @@ from pretraining.run import Run
 from pretraining.step import predict
 from utils.indices import evenly_spaced
 from utils.report.pictures import save_snapshot
+from utils.runtime.single import StopRequested
 
 log = logging.getLogger(__name__)
 RANKME_TOKENS = 2048
@@ -45,12 +46,16 @@ class Validation:
         """The next share is one of the time from now on."""
         self._ended = time.perf_counter()
 
-    def __call__(self, *, with_share: bool = True) -> dict[str, float | None]:
+    def __call__(self, *, with_share: bool = True) -> dict[str, float | None] | None:
         """What `validate` measures, the same on every process, and perf/validation_fraction, its share of the
-        time since the last call.
+        time since the last call. None where SIGTERM came before its end.
         """
         began = time.perf_counter()
-        measured = self.run.runtime.group.broadcast(validate(self.run))
+        try:
+            measured = self.run.runtime.group.broadcast(validate(self.run))
+        except StopRequested:
+            self.run.model.train()
+            return None
         now = time.perf_counter()
         if with_share:
             measured["perf/validation_fraction"] = (now - began) / (now - self._ended)
@@ -65,7 +70,7 @@ def validate(run: Run) -> dict[str, float | None]:
     plan = MaskPlan.from_config(run.cfg)
     parts = [
         measure_batch(run, plan, cpu_batch, with_views=first < LIDAR_VOLUMES)
-        for first, cpu_batch in shared_batches(run)
+        for first, cpu_batch in run.runtime.until_stopped("validation", shared_batches(run))
     ]
     parts = run.runtime.group.merge_from_ranks(parts)
     tokens = [t for part in parts for t in part.tokens]

@@ -82,9 +82,10 @@ def embed_rows(run: Run, chosen: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     runtime = run.runtime
     own = np.array(runtime.group.split_among_ranks(chosen.tolist()), dtype=int)
     size = run.cfg.train.per_core_batch_size * runtime.evaluation_devices
-    on_device = (runtime.to_device_padded(b, size) for b in evaluation_batches(run.cfg, run.store, own, size))
+    batches = runtime.until_stopped("probe", evaluation_batches(run.cfg, run.store, own, size))
+    on_device = (runtime.to_device_padded(b, size) for b in batches)
     loaded = ((view(b, 1), b["context_valid"]) for b in on_device)
-    part = [*embed(run.model.target_encoder, loaded, runtime)[: len(own)]] if len(own) else []
+    part = [*embed(run.model.target_encoder, loaded, runtime)[: len(own)]] if len(own) else [*batches]
     features = np.stack(runtime.group.merge_from_ranks(part))
     usable = np.isfinite(features).all(axis=1)
     if not usable.all():

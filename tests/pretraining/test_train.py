@@ -171,6 +171,57 @@ def test_sigterm_then_resume_equals_no_interruption(
     assert (run / "metrics.jsonl").read_text() == before
 
 
+@pytest.mark.parametrize("at", [4, 8])
+def test_sigterm_in_a_validation_ends_it_and_the_next_start_makes_it(
+    folder: Path, tmp_path: Path, finished: Path, at: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also in that of the last step. The run is then as if nothing had happened, its best checkpoint too."""
+    run = tmp_path / f"validating_{at}"
+    cfg = pipeline_config(folder, f"run.dir={run}")
+    real = validation.measure_batch
+
+    def signal_then_measure(*arguments: Any, **options: Any) -> Any:
+        if [row["step"] for row in metrics(run)][-1:] == [at]:
+            os.kill(os.getpid(), signal.SIGTERM)
+            monkeypatch.setattr(validation, "measure_batch", never)
+            monkeypatch.setattr(validation, "probe_scores", never)
+        return real(*arguments, **options)
+
+    monkeypatch.setattr(validation, "measure_batch", signal_then_measure)
+    assert train(cfg) == EXIT_STOPPED
+    assert list_steps(str(run / "checkpoints"))[-1] == at
+    assert [row for row in metrics(run) if "val/loss" in row and row["step"] == at] == []
+    monkeypatch.undo()
+    assert train(cfg) == 0
+    assert without_clock(metrics(run)) == without_clock(metrics(finished))
+    assert_same_weights(run, finished)
+    best = [load_checkpoint(str(r / "checkpoints" / "best_val_loss.pt"))["step"] for r in (run, finished)]
+    assert best[0] == best[1]
+    assert train(cfg) == 0  # and nothing is owed any more
+    assert without_clock(metrics(run)) == without_clock(metrics(finished))
+
+
+@pytest.mark.parametrize("phase", ["open_run", "restore", "settle_memory"])
+def test_sigterm_while_it_starts_ends_it_before_the_next_phase(
+    folder: Path, tmp_path: Path, phase: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = getattr(loop, phase)
+
+    def signal_then(*arguments: Any) -> Any:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return real(*arguments)
+
+    monkeypatch.setattr(loop, phase, signal_then)
+    after = {"open_run": "restore", "restore": "settle_memory", "settle_memory": "open_log"}[phase]
+    monkeypatch.setattr(loop, after, never)
+    assert train(pipeline_config(folder, f"run.dir={tmp_path / phase}")) == EXIT_STOPPED
+    assert not (tmp_path / phase).exists()
+
+
+def never(*_: Any, **__: Any) -> Any:
+    raise AssertionError("expected the run to have ended")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("after", [3, 6])
 def test_kill_9_then_resume_equals_no_interruption(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -96,6 +97,13 @@ class Running:
     def wait(self, seconds: float = PATIENCE_S) -> int:
         """The exit code."""
         return self.process.wait(seconds)
+
+
+def free_port() -> int:
+    """A port of this machine that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 def is_running(pid: int) -> bool:

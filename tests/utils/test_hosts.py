@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import subprocess
 import sys
 from typing import Any
@@ -15,7 +14,7 @@ from pretraining.run import Run
 from pretraining.trial import settle_memory
 from tests.support.model_factory import nano_model, small_config, uint8_batch
 from tests.support.pipeline_factory import ROOT
-from tests.support.process_factory import environment
+from tests.support.process_factory import environment, free_port
 from utils.config.load import accumulation_steps
 from utils.errors import UserError
 from utils.runtime.open import open_runtime
@@ -54,9 +53,7 @@ group.close()
 
 def two_hosts(script: str, *words: str) -> list[tuple[int, str, str]]:
     """(exit code, stdout, stderr) of the script, started as RANK PORT WORDS... on two hosts."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     hosts = [
         subprocess.Popen(
             [sys.executable, "-c", script, str(rank), str(port), *words],

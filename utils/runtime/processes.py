@@ -174,12 +174,13 @@ class ProcessGroup(Group):
         """The last words of the other processes, and this one's own error: on a GPU a fault of its own shows
         in a collective first. The code is a user error's where one of them ended with that.
         """
-        words, codes = {}, set()
+        words: dict[int, str] = {}
+        codes: set[int] = set()
         with _ignoring_lost_store():
             for rank in set(range(self.size)) - {self.rank}:
                 if self._words.check([str(rank)]):
-                    code, _, words[rank] = self._words.get(str(rank)).decode().partition(" ")
-                    codes.add(int(code))
+                    number, _, words[rank] = self._words.get(str(rank)).decode().partition(" ")
+                    codes.add(int(number))
             self._words.set(f"read by {self.rank}", "")
         text = "; ".join(f"rank {rank}: {text}" for rank, text in sorted(words.items())) or (
             f"rank {self.rank} lost another of the {self.size} processes of this run, which left no message: "

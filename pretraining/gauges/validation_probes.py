@@ -85,7 +85,9 @@ def embed_rows(run: Run, chosen: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     batches = runtime.until_stopped("probe", evaluation_batches(run.cfg, run.store, own, size))
     on_device = (runtime.to_device_padded(b, size) for b in batches)
     loaded = ((view(b, 1), b["context_valid"]) for b in on_device)
-    part = [*embed(run.model.target_encoder, loaded, runtime)[: len(own)]] if len(own) else [*batches]
+    if not len(own):
+        list(batches)  # none, but agreed with the processes that have some
+    part = [*embed(run.model.target_encoder, loaded, runtime)[: len(own)]] if len(own) else []
     features = np.stack(runtime.group.merge_from_ranks(part))
     usable = np.isfinite(features).all(axis=1)
     if not usable.all():

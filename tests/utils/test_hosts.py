@@ -75,6 +75,35 @@ def test_two_hosts_agree_and_what_is_global_stays_as_it_is() -> None:
         ]
 
 
+UNTIL = """
+import os, signal, sys, torch
+import torch.distributed as dist
+from utils.runtime.processes import ProcessGroup, join_hosts
+from utils.runtime.single import Runtime, StopRequested
+rank, port = int(sys.argv[1]), int(sys.argv[2])
+join_hosts(rank, 2, "127.0.0.1", 20.0, port)
+group = ProcessGroup(rank, 2, dist.distributed_c10d._get_default_store(), 20.0)
+runtime = Runtime(torch.device("cpu"), False, group)
+runtime.catch_sigterm()
+print([*runtime.until_stopped("validation", range(3 - 2 * rank))])
+done = []
+try:
+    for batch in runtime.until_stopped("validation", range(4 - rank)):
+        done.append(batch)
+        if rank == 1 and batch == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+except StopRequested:
+    print("stopped", done)
+group.close()
+"""
+
+
+def test_batches_of_unequal_number_end_together_at_a_peers_sigterm() -> None:
+    for rank, (code, output, errors) in enumerate(two_hosts(UNTIL)):
+        assert code == 0, errors
+        assert output.splitlines() == ["[0, 1, 2]" if rank == 0 else "[0]", "stopped [0, 1]"]
+
+
 FAULT = """
 import sys, torch
 import torch.distributed as dist

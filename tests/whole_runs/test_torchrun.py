@@ -161,9 +161,12 @@ def test_the_documented_rule_restarts_two_hosts_to_their_end_and_leaves_a_finish
 ) -> None:
     """Host 1 is killed; later it is frozen, and host 0 waits in a collective until its watchdog ends it."""
     run = tmp_path / "hosts"
-    argv = command(folder, f"run.dir={run}", *TWO, "run.stall_timeout_s=12")
+    argv = command(folder, f"run.dir={run}", *TWO, "run.stall_timeout_s=15", module=PLANTED)
     port = free_port()
-    hosts = [Running(documented_rule(argv, rank, port), tmp_path / f"host_{rank}") for rank in range(2)]
+    hosts = [
+        Running(documented_rule(argv, rank, port), tmp_path / f"host_{rank}", {"pause_s": 0.3})
+        for rank in range(2)
+    ]
     hosts[0].wait_for(lambda: steps_logged(run) >= 3, LIMIT_S)
     os.kill(worker_of_rank(hosts[1].process.pid, 1), signal.SIGKILL)
     log = run / "log.txt"
@@ -175,7 +178,7 @@ def test_the_documented_rule_restarts_two_hosts_to_their_end_and_leaves_a_finish
     frozen = worker_of_rank(hosts[1].process.pid, 1)
     os.kill(frozen, signal.SIGSTOP)
     hosts[0].wait_for(lambda: "stopped: step " in log.read_text(), LIMIT_S)
-    assert "expected at most run.stall_timeout_s = 12" in log.read_text()
+    assert "expected at most run.stall_timeout_s = 15" in log.read_text()
     assert "Current thread" in hosts[0].output, "the stacks"
     os.kill(frozen, signal.SIGKILL)
     assert [host.wait(LIMIT_S) for host in hosts] == [0, 0]

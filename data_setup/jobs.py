@@ -57,6 +57,7 @@ class Outcome:
     row: int
     status: str
     message: str | None = None
+    is_away: bool = False  # storage did not answer, but may later
 
 
 def prepare_row(job: Job) -> Outcome:
@@ -80,7 +81,7 @@ def prepare_row(job: Job) -> Outcome:
     except storage.StorageNotFoundError as error:
         fields |= {"status": RejectReason.MISSING_FILE.value, "message": error.problem}
     except storage.StorageError as error:
-        return Outcome(job.row, UNREAD, str(error))
+        return Outcome(job.row, UNREAD, str(error), isinstance(error, storage.StorageAwayError))
     except OCTReadError as error:
         fields |= {"status": error.reason.value, "message": error.detail}
     else:

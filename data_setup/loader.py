@@ -38,7 +38,7 @@ from data_setup.transforms import (
 )
 from data_setup.valid_field import token_valid
 from utils.config.schema import Config, DataConfig
-from utils.errors import ConfigError, UserError
+from utils.errors import ConfigError, TransientError, UserError
 from utils.runtime.open import keep_freed_memory
 from utils.workers import count_loaders, follow_parent
 
@@ -52,7 +52,11 @@ POLL_SECONDS = 5.0  # how often the training process looks whether its loader wo
 
 
 class LoaderError(UserError):
-    """A loader worker died or hangs: names the worker, the step and the time waited."""
+    """A sample that cannot be had: names the step and what a worker met."""
+
+
+class LostWorkerError(LoaderError, TransientError):
+    """A loader worker died, hangs, or waits for storage that is away: names it, the step and the time."""
 
 
 class DataOrder:
@@ -171,8 +175,8 @@ class Loader:
     """Iterate over steps; each is the list of this rank's `accum` micro-batches.
 
     Micro-batch a of rank r holds the positions step*G + (a*world + r)*B + b with B = G / (world * accum),
-    G = train.global_batch_size. Yields `num_steps` steps from `start_step`. Raises LoaderError when a worker
-    dies or is silent for data.data_timeout_s.
+    G = train.global_batch_size. Yields `num_steps` steps from `start_step`. Raises LostWorkerError when a
+    worker dies or is silent for data.data_timeout_s, LoaderError for a sample that cannot be read.
     """
 
     def __init__(
@@ -259,22 +263,23 @@ def _next_batch(batches: Iterator[Batch], data: DataConfig, number: int, where: 
                 raise
             # torch wraps a worker's exception in its traceback; the last line is the message
             message = str(error).strip().splitlines()[-1]
-            raise LoaderError(f"{where}: {message}") from error
+            kind = LostWorkerError if isinstance(error, TransientError) else LoaderError
+            raise kind(f"{where}: {message}") from error
         except (ConnectionError, EOFError) as error:
             if workers == 0 or "DataLoader worker" in str(error):  # raised by its own code
                 raise
             message = f"expected a batch, found a worker that died handing it over: {error}"
-            raise LoaderError(f"{owing}: {message}") from error
+            raise LostWorkerError(f"{owing}: {message}") from error
         except RuntimeError as error:
             if workers == 0:
                 raise
             waited = time.monotonic() - start
             if "exited unexpectedly" in str(error) or "is killed by signal" in str(error):
-                raise LoaderError(f"{owing}: expected a batch, found a dead worker: {error}") from error
+                raise LostWorkerError(f"{owing}: expected a batch, found a dead worker: {error}") from error
             if "timed out" not in str(error):
                 raise
             if waited >= data.data_timeout_s:
-                raise LoaderError(
+                raise LostWorkerError(
                     f"{owing}: expected a batch within data.data_timeout_s = "
                     f"{data.data_timeout_s:g} s, found none after {waited:.1f} s"
                 ) from error
@@ -330,7 +335,8 @@ def _stored_batches(
 ) -> Iterator[Batch]:
     """Batches of rows, read by workers that live as long as this; in this process where there are none."""
     keys = [rows[start : start + batch_size].tolist() for start in range(0, len(rows), batch_size)]
-    data = replace(data, workers=min(count_loaders(data.workers), len(keys)))  # with no row there is none to start
+    workers = min(count_loaders(data.workers), len(keys))  # with no row there is none to start
+    data = replace(data, workers=workers)
     own_seeds = torch.Generator()  # an evaluation moves no random number of the training
     batches = iter(_data_loader(data, samples, keys, persistent=False, generator=own_seeds))
     for number in range(len(keys)):

@@ -50,7 +50,7 @@ from data_setup.store.writer import StoreWriter, record_fields
 from utils import storage
 from utils.cli import add_workers, parse_cli, run_cli
 from utils.config.schema import Config
-from utils.errors import EXIT_USER_ERROR, UserError
+from utils.errors import EXIT_TRY_AGAIN, EXIT_USER_ERROR, UserError
 from utils.workers import in_threads
 
 
@@ -108,6 +108,7 @@ class Tally:
     prepared: int = 0
     rejected: Counter[str] = field(default_factory=Counter)  # by status; UNREAD is one of them
     first_unread: str | None = None  # the message of the first storage error
+    num_away: int = 0  # rows whose storage did not answer
     examples: list[str] = field(default_factory=list)  # the first rejects, with what to do about them
 
     def fields(self) -> dict[str, Any]:
@@ -157,6 +158,7 @@ def work(jobs: Sequence[Job], workers: int, limit: float, tally: Tally, cluster:
                     tally.examples.append(f"{text}; next: {next_step(outcome.status)}")
             if outcome.status == UNREAD:
                 tally.first_unread = tally.first_unread or outcome.message
+                tally.num_away += outcome.is_away
             if tally.rejected.total() > limit and count >= LOOKED_AT:
                 break
     outcomes.close()
@@ -207,9 +209,9 @@ def _require_apart(cfg: Config, report: Mapping[str, Any]) -> None:
 
 
 def _exit_code(cfg: Config, tally: Tally) -> int:
-    """0, or EXIT_USER_ERROR when files could not be read; raises UserError for too many rejects."""
+    """0, or what files that could not be read call for; raises UserError for too many other rejects."""
     url, limit, rejected = cfg.data.store, cfg.data.max_reject_fraction, tally.rejected
-    if rejected.total() > limit * tally.num_rows:
+    if rejected.total() - tally.num_away > limit * tally.num_rows:
         reasons = ", ".join(f"{name} {n}" for name, n in rejected.most_common())
         raise UserError(
             f"{url}: expected at most {limit:.0%} of {tally.num_rows} records rejected "
@@ -220,7 +222,7 @@ def _exit_code(cfg: Config, tally: Tally) -> int:
         return 0
     problem = f"{rejected[UNREAD]} files could not be read, run again; first: {tally.first_unread}"
     print(f"error: {problem}", file=sys.stderr)
-    return EXIT_USER_ERROR
+    return EXIT_TRY_AGAIN if tally.num_away else EXIT_USER_ERROR
 
 
 def _exit_code_of_all(cfg: Config, report: Mapping[str, Any]) -> int:
@@ -235,7 +237,7 @@ def _exit_code_of_all(cfg: Config, report: Mapping[str, Any]) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the stage; 0, or EXIT_USER_ERROR when too many files were rejected or some could not be read."""
+    """Run the stage; 0, or an exit code of utils.errors when some files could not be read."""
     cfg, args = parse_cli("data_setup.prepare", __doc__ or "", argv, _add_arguments)
     shard, num_shards = parse_shard(args.shard or "0/1")
     if args.check_only:

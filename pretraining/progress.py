@@ -41,6 +41,7 @@ class Progress:
         self.step: int = state["step"]  # updates made
         self.best: dict[str, float] = dict(state["best"])  # name of a best checkpoint -> its score
         self.inherited: list[str] = list(state["inherited"])
+        self.owes_validation: bool = state.get("owes_validation", False)  # SIGTERM cut it short
         self._recent: list[
             tuple[int, Tensor]
         ] = []  # steps since the last check, and whether they were finite
@@ -80,15 +81,13 @@ class Progress:
         return moves
 
     def check_finite(self, cfg: Config, rows_of_step: Callable[[int], list[int]]) -> None:
-        """Name the updates skipped since the last call; NotFiniteError after max_bad_steps in a row. Only the
-        first process reads its counters and logs.
+        """Name the updates skipped since the last call; NotFiniteError after max_bad_steps in a row, on every
+        process. The first one logs.
         """
         recent, worst = self._recent, self._worst_run
         self._recent, self._worst_run = [], self._counter(0)
-        if not self.runtime.group.is_first:
-            return
         skipped = [f"step {step}: rows {rows_of_step(step)}" for step, ok in recent if not bool(ok)]
-        for text in skipped:
+        for text in skipped if self.runtime.group.is_first else []:
             log.warning("update skipped, loss or gradient not finite: %s of the store", text)
         worst_run = int(worst)
         if worst_run >= cfg.train.max_bad_steps:
@@ -122,6 +121,7 @@ class Progress:
     def state_dict(self) -> dict[str, Any]:
         """Plain values for the checkpoint."""
         return {
+            "owes_validation": self.owes_validation,
             "step": self.step,
             "bad_run": int(self._bad_run),
             "bad_total": int(self._bad_total),

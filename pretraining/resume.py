@@ -167,6 +167,7 @@ class Checkpoints:
             self.saved = progress.step
         if not names or (self.writer is None and not run.runtime.is_sharded):
             return
+        run.runtime.watchdog.beat(f"checkpoint of step {progress.step}")
         state = run.runtime.full_state(checkpoint_state(run, gauges, progress))
         if self.lease is not None:
             self.lease.check()
@@ -186,6 +187,7 @@ class Checkpoints:
             self.save([], with_step=True)
         wait_together(self.parts[0].runtime.group, self.writer)
         if self.writer is not None:
+            self.parts[0].runtime.watchdog.beat("last checkpoint")
             self.writer.close()
 
 
@@ -206,8 +208,8 @@ def restore(run: Run, gauges: Gauges) -> Progress:
                 f"{run.cfg.data.store}: expected the same training volumes on every process, found others"
             )
         if group.is_first and state is None:
-            parts = {"model": run.model, "optimizer": run.optimizer, "gauge": gauges}
-            state = {name: to_host(part.state_dict()) for name, part in parts.items()}
+            parts = {"model": run.model.state_dict(), "optimizer": run.optimizer.state_dict()}
+            state = to_host({**parts, "gauge": gauges.state_dict()})
         state, progress = group.broadcast((state, progress))
     if state is not None:
         load_weights(run.model, state["model"], str(run.cfg.train.ckpt_dir))

@@ -176,10 +176,11 @@ def train_step(
             if means is None:  # the global batch has one micro-batch on each process, so no pass of its own
                 means = tuple(runtime.group.sum(s.detach()) for s in local)
             penalty, gradient = surrogate(regulariser, means)
-            linear = sum((g * s).sum() for g, s in zip(gradient, local, strict=True))
-            objective = objective + weight * linear
+            terms = [(g * s).sum() for g, s in zip(gradient, local, strict=True)]
+            linear = weight * torch.stack(terms).sum()
+            objective = objective + linear
             if watch.measures():
-                balance.watch(weight * linear, output.context_BKE)
+                balance.watch(linear, output.context_BKE)
         watch.lap("forward")
         objective.backward()
         watch.lap("backward")

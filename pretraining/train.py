@@ -1,8 +1,8 @@
 """Pre-training: `python -m pretraining.train --config configs/smoke_test.yaml [section.key=value ...]`.
 
 In: a prepared store. Out: a run directory with checkpoints, metrics and pictures. Running the same command
-again goes on where the run stopped, bit for bit on a CPU; SIGTERM writes a checkpoint first and ends with
-exit code 0. `torchrun --nproc-per-node=N -m pretraining.train ...` shares every global batch among N
+again goes on where the run stopped, bit for bit on a CPU; SIGTERM writes a checkpoint first. Exit codes:
+utils/errors.py. `torchrun --nproc-per-node=N -m pretraining.train ...` shares every global batch among N
 processes; all of them take the same decisions, and the first alone writes.
 """
 
@@ -40,12 +40,13 @@ from pretraining.step import StepResult, Update, Watch, train_step
 from pretraining.trial import log_start, next_or_stop, open_loader, rows_of_step, settle_memory
 from utils import storage
 from utils.config.schema import Config
-from utils.errors import EXIT_USER_ERROR, UserError
+from utils.errors import EXIT_FAILURE, EXIT_FINISHED, EXIT_STOPPED, UserError
 from utils.log import NoLog, RunLog, log_failure, setup_logging
 from utils.report.pictures import bscan_with_masks, feature_pca, load_snapshot
 from utils.runtime.open import open_runtime, report_opened
 from utils.runtime.processes import LostPeer
-from utils.runtime.single import Runtime, is_out_of_memory
+from utils.runtime.single import Runtime, StopRequested, is_out_of_memory
+from utils.runtime.watchdog import Watchdog
 
 log = logging.getLogger(__name__)
 
@@ -57,20 +58,28 @@ def main(argv: list[str] | None = None) -> int:
 
 def train(cfg: Config) -> int:
     """Run the configuration to its end or to SIGTERM; returns the exit code."""
-    runtime = open_runtime(cfg.train.use_bf16, cfg.data.data_timeout_s)
-    setup_logging(runtime.rank)
-    report_opened(runtime)
-    runtime.keep_programs(Path(cfg.run.dir) / "programs")
-    runtime.catch_sigterm()
     with ExitStack() as outer:
+        watchdog = outer.enter_context(Watchdog(cfg.run.stall_timeout_s))
+        runtime = open_runtime(cfg.train.use_bf16, cfg.data.data_timeout_s)
+        runtime.watchdog = watchdog
+        setup_logging(runtime.rank)
+        report_opened(runtime)
+        runtime.keep_programs(Path(cfg.run.dir) / "programs")
+        runtime.catch_sigterm()
         outer.push(partial(_leave_word, runtime))
         try:
             with ExitStack() as stack:  # once it is left, the checkpoint under way is there to be named
-                return _train(cfg, runtime, stack)
+                code = _train(cfg, runtime, stack)
+            runtime.group.close()  # last: torchrun ends the others once one has ended with 76
+            return code
+        except StopRequested:
+            log.info("stopped by SIGTERM before the first step; run the same command again")
+            runtime.group.close()
+            return EXIT_STOPPED
         except LostPeer as error:
             if not runtime.group.is_first:
-                return EXIT_USER_ERROR  # the first process says it
-            raise UserError(f"{error}. {last_good(cfg)}") from error
+                raise
+            raise LostPeer(f"{error}. {last_good(cfg)}", error.exit_code) from error
         except NotFiniteError as error:
             raise UserError(f"{error}. {last_good(cfg)}") from error
         except UserError:
@@ -88,8 +97,10 @@ def _leave_word(runtime: Runtime, _kind: object, error: BaseException | None, _t
         log_failure(error)
         for worker in multiprocessing.active_children():
             worker.kill()  # one that hangs would keep this process, and with it the others, from ending
-        text = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
-        runtime.group.leave_message(text)
+        if isinstance(error, UserError):
+            runtime.group.leave_message(str(error), error.exit_code)
+        else:
+            runtime.group.leave_message(f"{type(error).__name__}: {error}", EXIT_FAILURE)
 
 
 def _train(cfg: Config, runtime: Runtime, stack: ExitStack) -> int:
@@ -98,17 +109,19 @@ def _train(cfg: Config, runtime: Runtime, stack: ExitStack) -> int:
     run = open_run(cfg, runtime)
     model, optimizer = run.model, run.optimizer
     gauges = open_gauges(run)
+    runtime.enter("restore")
     progress = restore(run, gauges)
     shard_state(model, optimizer, cfg, runtime)
     calendar = Calendar.of(cfg, len(run.rows.train), volumes_read(run))
     start, total, schedule = progress.step, calendar.total, progress.schedule
-    if start >= total:
+    if start >= total and not progress.owes_validation:
         log.info("nothing to do: the run is at step %d of %d", start, total)
-        runtime.group.close()
-        return 0
+        return EXIT_FINISHED
     # one trial step settles the memory and proves that no target leaks into the context
+    runtime.enter("trial step")
     checkpoints = Checkpoints(run, gauges, progress, calendar.keep_every, lease)
     run = settle_memory(run, start)
+    runtime.enter("start of the log")
     run_log = stack.enter_context(open_log(replace(run, cfg=cfg), start))
     clock = Throughput(run.cfg, model, runtime)
     log_start(run, clock, start)
@@ -118,14 +131,12 @@ def _train(cfg: Config, runtime: Runtime, stack: ExitStack) -> int:
     batches = iter(loader)
     stack.callback(checkpoints.wait)
     motion, validation = TargetMotion(model, runtime.to_torch), Validation(run, start)
-    if start == 0:
-        measured = validation(0)
-        report(run_log, gauges, 0, {**measured, "ema/init_weight": progress.init_weight})
-        show_snapshots(run, run_log, 0)
+    validate_at_start(validation, gauges, progress, checkpoints, run_log)
     watch = Watch(gauges.observe, clock.lap, lambda: gauges.measure)
     runtime.mark_step()
     clock.restart()
     for step in range(start, total):
+        runtime.watchdog.beat(f"step {step + 1}")
         if trace.at(step):
             clock.restart()  # writing it was no part of a step
         clock.lap("other")
@@ -160,16 +171,12 @@ def _train(cfg: Config, runtime: Runtime, stack: ExitStack) -> int:
         names: list[str] = []
         if calendar.validates(done):
             motion.check(model, progress.take_moves())
-            measured = validation(done)
-            report(run_log, gauges, done, measured)
-            is_warm = done >= cfg.optim.warmup_ratio * total
-            names = progress.best_names(measured, is_warm=is_warm)
+            names = validate_now(validation, gauges, progress, run_log)
             clock.restart()
         if done == total:
             show_snapshots(run, run_log, done)
         checkpoints.save(names, with_step=calendar.saves(done))
     checkpoints.close()
-    runtime.group.close()
     return finish(cfg, gauges, progress, total, run_log)
 
 
@@ -222,20 +229,56 @@ def _finite(value: torch.Tensor | None) -> float | None:
     return None if value is None or not math.isfinite(float(value)) else float(value)
 
 
+def validate_at_start(
+    validation: Validation,
+    gauges: Gauges,
+    progress: Progress,
+    checkpoints: Checkpoints,
+    run_log: RunLog | NoLog,
+) -> None:
+    """Validate a new run, and one that owes it."""
+    if progress.step == 0:
+        if (measured := validation(0)) is not None:
+            report(run_log, gauges, 0, {**measured, "ema/init_weight": progress.init_weight})
+            show_snapshots(validation.run, run_log, 0)
+    elif progress.owes_validation:
+        names = validate_now(validation, gauges, progress, run_log)
+        checkpoints.save(names, with_step=True)
+
+
+def validate_now(
+    validation: Validation,
+    gauges: Gauges,
+    progress: Progress,
+    run_log: RunLog | NoLog,
+) -> list[str]:
+    """Validate after the last update; the names under which its checkpoint is kept. Where SIGTERM cuts that
+    short, the next start owes it.
+    """
+    measured = validation(progress.step)
+    progress.owes_validation = measured is None
+    if measured is None:
+        return []
+    report(run_log, gauges, progress.step, measured)
+    cfg, total = validation.run.cfg, validation.run.total_steps
+    is_warm = progress.step >= cfg.optim.warmup_ratio * total
+    return progress.best_names(measured, is_warm=is_warm)
+
+
 def finish(cfg: Config, gauges: Gauges, progress: Progress, total: int, run_log: RunLog | NoLog) -> int:
     """Log how the run ended and what to do next; returns the exit code. A finished run hands its bests on."""
     for line in closing_lines(gauges.alarms.raised):
         log.info("%s", line)
-    if progress.step < total:
+    if progress.step < total or progress.owes_validation:
         next_time = "to go on" if cfg.train.ckpt_dir is not None else "to start anew (train.ckpt_dir is null)"
         text = "stopped by SIGTERM at step %d of %d; run the same command again %s"
         log.info(text, progress.step, total, next_time)
-        return 0
+        return EXIT_STOPPED
     if cfg.train.ckpt_dir is not None:
         for name in progress.best:
             run_log.artifact(name, storage.join(cfg.train.ckpt_dir, f"{name}.pt"))
     log.info("finished at step %d; run directory %s", total, cfg.run.dir)
-    return 0
+    return EXIT_FINISHED
 
 
 def report(run_log: RunLog | NoLog, gauges: Gauges, step: int, values: dict[str, float | None]) -> None:

@@ -15,7 +15,7 @@ from functools import partial
 
 import torch
 
-from data_setup.loader import Batch, Loader, LoaderError
+from data_setup.loader import Batch, Loader, LoaderError, LostWorkerError
 from data_setup.normalisation import view
 from models.predictor import MlpPredictor
 from pretraining.gauges.monitor import check_disjoint, check_no_leak
@@ -57,7 +57,7 @@ def rows_of_step(loader: Loader, step: int) -> list[int]:
 
 @contextmanager
 def watched_workers(timeout_s: float) -> Iterator[None]:
-    """End the loader's workers after so long; raises LoaderError then.
+    """End the loader's workers after so long; raises LostWorkerError then.
 
     The loader notices one that hangs in its work. One that is frozen as a whole, or holds the interpreter's
     lock, also leaves the loader waiting for a batch that it has announced: without limit, as torch has none.
@@ -77,7 +77,7 @@ def watched_workers(timeout_s: float) -> Iterator[None]:
     except (RuntimeError, EOFError, OSError) as error:
         if not has_fired.is_set():
             raise
-        raise LoaderError(
+        raise LostWorkerError(
             f"expected a batch within data.data_timeout_s = {timeout_s:g} s, found a loader worker that is "
             f"frozen; killed after {timeout_s + GRACE_S:g} s"
         ) from error
@@ -99,7 +99,7 @@ def next_or_stop(batches: Iterator[list[Batch]], runtime: Runtime, timeout_s: fl
             # a signal to a whole process group or control group ends the loader's workers too
             if not runtime.stop_requested:
                 raise
-    return None if runtime.group.any(runtime.stop_requested) else micro_batches
+    return None if runtime.stop_agreed() else micro_batches
 
 
 def settle_memory(run: Run, step: int) -> Run:

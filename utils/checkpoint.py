@@ -24,7 +24,7 @@ from torch import Tensor
 
 from utils import storage
 from utils.config.schema import StorageOptions
-from utils.errors import UserError
+from utils.errors import TransientError, UserError
 from utils.runtime.processes import Group
 from utils.storage import Chunks, StorageError
 
@@ -39,6 +39,10 @@ log = logging.getLogger(__name__)
 
 class CheckpointError(UserError):
     """A checkpoint that is missing, damaged or does not fit; the message names it and what was expected."""
+
+
+class LastWriteError(CheckpointError, TransientError):
+    """The last checkpoint of a run could not be written: the next start goes on from the one before."""
 
 
 def load_checkpoint(url: str, options: StorageOptions | None = None) -> dict[str, Any]:
@@ -96,7 +100,7 @@ class CheckpointWriter:
     A checkpoint goes up once, and gets its other names there (storage.copy). While one is being written, one
     more waits: a newer one takes its place, after PATIENCE_S. Bests and kept steps give up no place. A failed
     write is a warning and does not stop training: the next save replaces a failed step, and writes a failed
-    best checkpoint again from memory. `close` raises CheckpointError when the last save failed.
+    best checkpoint again from memory. `close` raises LastWriteError when the last save failed.
 
     keep_last None: nothing in the folder but the names that are written is touched.
     """
@@ -152,11 +156,11 @@ class CheckpointWriter:
         return is_done
 
     def close(self) -> None:
-        """Finish; raises CheckpointError when the newest checkpoint could not be written."""
+        """Finish; raises LastWriteError when the newest checkpoint could not be written."""
         self.wait()
         self._pool.shutdown()
         if self._failure is not None:
-            raise CheckpointError(f"{self.directory}: the last checkpoint was not written: {self._failure}")
+            raise LastWriteError(f"{self.directory}: the last checkpoint was not written: {self._failure}")
 
     def _work(self) -> None:
         """Write what waits until nothing new does."""

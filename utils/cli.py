@@ -14,7 +14,8 @@ from pathlib import Path
 
 from utils.config.load import load_config
 from utils.config.schema import Config
-from utils.errors import EXIT_USER_ERROR, UserError
+from utils.errors import UserError
+from utils.runtime.leave import leave
 
 
 def parse_cli(
@@ -67,12 +68,14 @@ def output_file(text: str) -> Path:
 
 @contextmanager
 def errors_in_one_line() -> Iterator[None]:
-    """A UserError inside becomes one line on stderr and exit code 2."""
+    """A UserError inside becomes one line on stderr and its exit code."""
     try:
         yield
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
-        sys.exit(EXIT_USER_ERROR)
+        if error.leaves_at_once:
+            leave(error.exit_code)
+        sys.exit(error.exit_code)
 
 
 def answer_early(command: str, description: str) -> None:
@@ -82,6 +85,6 @@ def answer_early(command: str, description: str) -> None:
 
 
 def run_cli(main: Callable[[], int | None]) -> None:
-    """Run a command's main(): a UserError becomes one line on stderr and exit code 2."""
+    """Run a command's main(): a UserError becomes one line on stderr and its exit code."""
     with errors_in_one_line():
         sys.exit(main() or 0)

@@ -1,15 +1,29 @@
-"""The errors that end a command with one line instead of a traceback.
+"""The errors that end a command with one line instead of a traceback, and the exit codes of all commands.
 
-`UserError` is their root. A command ends with exit code 2 on any of them (utils.cli).
+`UserError` is their root. Its classes say with which code a command ends (utils.cli). A restart rule needs no
+more than the code: stop at EXIT_FINISHED and EXIT_USER_ERROR, start again at any other.
 """
 
 from __future__ import annotations
 
-EXIT_USER_ERROR = 2
+EXIT_FINISHED = 0
+EXIT_FAILURE = 1  # a traceback: a fault of the program
+EXIT_USER_ERROR = 2  # the configuration, the data or a NaN: a person has to look
+EXIT_TRY_AGAIN = 75  # EX_TEMPFAIL of sysexits.h: it may pass by itself
+EXIT_STOPPED = 76  # training was told to stop before its end; neither shells nor Python use this code
 
 
 class UserError(RuntimeError):
     """The user's mistake, in one line: what, where, what was expected, what was found."""
+
+    exit_code = EXIT_USER_ERROR
+    leaves_at_once = False  # the process must not wait for its threads and devices at its end
+
+
+class TransientError(UserError):
+    """What is nobody's mistake and may pass by itself, in one line: the same command again goes on."""
+
+    exit_code = EXIT_TRY_AGAIN
 
 
 class ConfigError(UserError):

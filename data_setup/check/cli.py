@@ -35,7 +35,7 @@ from data_setup.store.format import UNREAD
 from utils import storage
 from utils.cli import add_workers, parse_cli
 from utils.config.schema import Config, StorageOptions
-from utils.errors import EXIT_USER_ERROR, UserError
+from utils.errors import EXIT_TRY_AGAIN, UserError
 from utils.storage.ranges import RangeFile
 from utils.workers import spawned_pool
 
@@ -216,7 +216,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; 0, EXIT_FOUND_BAD, or EXIT_USER_ERROR when some files could not be read."""
+    """Run the command; 0, EXIT_FOUND_BAD, or EXIT_TRY_AGAIN when storage did not give some files."""
 
     def add_all(parser: argparse.ArgumentParser) -> None:
         add_workers(parser)
@@ -227,7 +227,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def check_tree(cfg: Config, workers: int, pixel_hash: str, json_url: str | None) -> int:
-    """Look at the tree, print the table, write the report; 0, EXIT_FOUND_BAD or EXIT_USER_ERROR."""
+    """Look at the tree, print the table, write the report; 0, EXIT_FOUND_BAD or EXIT_TRY_AGAIN."""
     start = time.perf_counter()
     options = cfg.data.storage_options
     listing = read_records(cfg)
@@ -263,5 +263,5 @@ def check_tree(cfg: Config, workers: int, pixel_hash: str, json_url: str | None)
             f"{report['unread']} files could not be read, run again; first: {first.url}: {first.message}"
         )
         print(f"error: {message}", file=sys.stderr)
-        return EXIT_USER_ERROR
+        return EXIT_TRY_AGAIN
     return 0 if report["is_fine"] else EXIT_FOUND_BAD

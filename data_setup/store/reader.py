@@ -146,6 +146,8 @@ class VolumeReader:
         compare = compare or (self.cache_dir is not None and row not in self._compared)
         try:
             voxels = self._decoded(self._array, row, compare)
+        except storage.StorageAwayError:
+            raise
         except (storage.StorageNotFoundError, RuntimeError, ValueError) as error:  # the last two: the codec
             raise storage.StorageError(
                 storage.join(self.url, chunk_key(row, "volumes")),

@@ -60,6 +60,6 @@ def shared_batches(run: Run, rows: np.ndarray, load: Load) -> Iterator[tuple[Bat
     `Runtime.collect` of the results, joined and cut to len(rows), is in the order of `rows`.
     """
     size = evaluation_size(run)
-    for cpu_batch in load(run.cfg, run.store, run.runtime.group.share(rows), size):
-        # every batch of every validation passes here, on all processes as often: the place to hear a stop
+    batches = load(run.cfg, run.store, run.runtime.group.share(rows), size)
+    for cpu_batch in run.runtime.until_stopped("validation", batches):
         yield cpu_batch, run.runtime.to_device_padded(cpu_batch, size)

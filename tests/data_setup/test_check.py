@@ -361,7 +361,7 @@ def test_in_a_bucket_few_bytes_are_sent(
     lost = GOOD[2].path
     bucket.schedule = lambda m, t: "503" if GOOD[2].uid in t and "alt=media" in t else None
     code, report = run(root, tmp_path, endpoint)
-    assert code == 2
+    assert code == 75
     assert (report["unread"], report["ok"], report["unreadable"]) == (1, 5, {})
     assert f"1 files could not be read, run again; first: {root}/{lost}: gave up" in capsys.readouterr().err
 

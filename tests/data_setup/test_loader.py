@@ -18,6 +18,7 @@ from data_setup.loader import (
     DataOrder,
     Loader,
     LoaderError,
+    LostWorkerError,
     TrainingSamples,
     evaluation_batches,
     validation_batches,
@@ -30,7 +31,7 @@ from data_setup.valid_field import token_valid
 from utils.config.load import load_config
 from utils.config.schema import Config
 from utils.errors import ConfigError
-from utils.storage import StorageError
+from utils.storage import StorageAwayError, StorageError
 
 ROOT = Path(__file__).resolve().parents[2]
 SIZE = (8, 24, 32)
@@ -217,6 +218,11 @@ class UnreadableStore(FailingStore):
         raise StorageError("gs://bucket/store/c.5: expected a chunk, found damage")
 
 
+class AwayStore(FailingStore):
+    def fail(self) -> None:
+        raise StorageAwayError("gs://bucket/store/c.5: gave up after 8 attempts")
+
+
 class DyingStore(FailingStore):
     def fail(self) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -275,7 +281,8 @@ def test_workers_use_one_torch_thread(store_url: str) -> None:
             LoaderError,
             r"^rank 0, step \d+: .*gs://bucket/store/c\.5: expected[^\n]*$",
         ),
-        (DyingStore, LoaderError, r"step \d+, .*loader worker 0 of 1: .*dead worker: .*pid\(s\) \d+"),
+        (AwayStore, LostWorkerError, r"^rank 0, step \d+: .*gs://bucket/store/c\.5: gave up[^\n]*$"),
+        (DyingStore, LostWorkerError, r"step \d+, .*loader worker 0 of 1: .*dead worker: .*pid\(s\) \d+"),
         pytest.param(
             HangingStore,
             LoaderError,

@@ -777,7 +777,10 @@ def test_the_real_eyes(tmp_path: Path) -> None:
     assert np.abs(np.array(valid) - expected).max() <= 1
 
 
+@pytest.mark.parametrize(("kind", "code"), [(storage.StorageError, 2), (storage.StorageAwayError, 75)])
 def test_a_storage_error_at_a_finished_row_concerns_that_row_alone(
+    kind: type[storage.StorageError],
+    code: int,
     tree: Path,
     clean: Path,
     tmp_path: Path,
@@ -790,11 +793,11 @@ def test_a_storage_error_at_a_finished_row_concerns_that_row_alone(
 
     def stat(url: str, options: object = None) -> storage.ObjectStat:
         if url.endswith(blocked):
-            raise storage.StorageError(f"{url}: expected access, found 403")
+            raise kind(f"{url}: expected access, found 403")
         return real(url, options)
 
     monkeypatch.setattr(storage, "stat", stat)
-    assert main([*arguments(tree, store), "--workers", "0"]) == 2
+    assert main([*arguments(tree, store), "--workers", "0"]) == code
     assert "1 files could not be read, run again" in capsys.readouterr().err
     assert json.loads((store / "rows" / "000000.json").read_text())["status"] == "kept"
     assert (store / "volumes" / "c.0.0.0.0").exists()

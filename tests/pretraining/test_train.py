@@ -41,7 +41,7 @@ from tests.support.model_factory import nano_model, small_config, token_ids, vol
 from tests.support.pipeline_factory import ROOT, SMOKE, pipeline_config, pipeline_overrides
 from tests.support.wandb_reader import history, run_ids
 from utils.checkpoint import CheckpointWriter, list_steps, load_checkpoint
-from utils.errors import ConfigError, UserError
+from utils.errors import EXIT_STOPPED, ConfigError, UserError
 from utils.runtime.single import Runtime
 
 
@@ -177,7 +177,7 @@ def test_sigterm_then_resume_equals_no_interruption(
         return real(*args)
 
     monkeypatch.setattr(loop, "train_step", step_then_signal)
-    assert train(cfg) == 0
+    assert train(cfg) == EXIT_STOPPED
     assert list_steps(str(run / "checkpoints"))[-1] == 5
     assert "run the same command again" in (run / "log.txt").read_text()
     assert "resuming" not in (run / "log.txt").read_text()
@@ -247,7 +247,7 @@ def test_a_run_goes_on_where_its_machine_is_replaced(
         return real(*args)
 
     monkeypatch.setattr(loop, "train_step", step_then_signal)
-    assert train(cfg) == 0
+    assert train(cfg) == EXIT_STOPPED
     monkeypatch.setattr(loop, "train_step", real)
     (wandb_id,) = run_ids(run)
     old = run.rename(tmp_path / "old_machine")
@@ -262,12 +262,64 @@ def test_a_run_goes_on_where_its_machine_is_replaced(
 
     shutil.rmtree(run)
     old.rename(run)  # the first machine again: it takes over what the second one did
-    longer = pipeline_config(folder, f"run.dir={run}", f"train.ckpt_dir={kept}", "train.max_steps=9")
+    places = f"run.dir={run}", f"train.ckpt_dir={kept}"
+    longer = pipeline_config(folder, *places, "train.max_steps=9", "optim.extend=cooldown_from_here")
     assert train(longer) == 0
     assert [r["step"] for r in metrics(run) if "train/loss" in r] == list(range(1, 10))
     shared = [row for row in without_clock(metrics(run)) if row["step"] <= 8]
     assert shared == without_clock(metrics(finished))
     assert (run / "log.txt").read_text().count("finished at step 8") == 1
+
+
+@pytest.mark.parametrize("at", [4, 8])
+def test_sigterm_in_a_validation_ends_it_and_the_next_start_makes_it(
+    folder: Path, tmp_path: Path, finished: Path, at: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also in that of the last step. The run is then as if nothing had happened, its best checkpoint too."""
+    run = tmp_path / f"validating_{at}"
+    cfg = pipeline_config(folder, f"run.dir={run}")
+    real = validation.measure_batch
+
+    def signal_then_measure(*arguments: Any, **options: Any) -> Any:
+        if [row["step"] for row in metrics(run)][-1:] == [at]:
+            os.kill(os.getpid(), signal.SIGTERM)
+            monkeypatch.setattr(validation, "measure_batch", never)
+            monkeypatch.setattr(validation, "probe_scores", never)
+        return real(*arguments, **options)
+
+    monkeypatch.setattr(validation, "measure_batch", signal_then_measure)
+    assert train(cfg) == EXIT_STOPPED
+    assert list_steps(str(run / "checkpoints"))[-1] == at
+    assert [row for row in metrics(run) if "val/loss" in row and row["step"] == at] == []
+    monkeypatch.undo()
+    assert train(cfg) == 0
+    assert without_clock(metrics(run)) == without_clock(metrics(finished))
+    assert_same_weights(run, finished)
+    best = [load_checkpoint(str(r / "checkpoints" / "best_val_loss.pt"))["step"] for r in (run, finished)]
+    assert best[0] == best[1]
+    assert train(cfg) == 0  # and nothing is owed any more
+    assert without_clock(metrics(run)) == without_clock(metrics(finished))
+
+
+@pytest.mark.parametrize("phase", ["open_run", "restore", "settle_memory"])
+def test_sigterm_while_it_starts_ends_it_before_the_next_phase(
+    folder: Path, tmp_path: Path, phase: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = getattr(loop, phase)
+
+    def signal_then(*arguments: Any) -> Any:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return real(*arguments)
+
+    monkeypatch.setattr(loop, phase, signal_then)
+    after = {"open_run": "restore", "restore": "settle_memory", "settle_memory": "open_log"}[phase]
+    monkeypatch.setattr(loop, after, never)
+    assert train(pipeline_config(folder, f"run.dir={tmp_path / phase}")) == EXIT_STOPPED
+    assert not (tmp_path / phase).exists()
+
+
+def never(*_: Any, **__: Any) -> Any:
+    raise AssertionError("expected the run to have ended")
 
 
 @pytest.mark.slow

@@ -20,13 +20,8 @@ from utils.checkpoint import load_checkpoint
 
 MODULE = "pretraining.train"
 PLANTED = "tests.support.planted"
+SPOT_S = 30.0  # what a spot machine gives between SIGTERM and its end
 PATIENCE_S = 900.0  # a start takes seconds, and minutes on a machine that is busy with other things
-
-
-def free_port() -> int:
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        return server.getsockname()[1]
 
 
 def environment(planted: dict[str, Any] | None = None) -> dict[str, str]:
@@ -102,6 +97,13 @@ class Running:
     def wait(self, seconds: float = PATIENCE_S) -> int:
         """The exit code."""
         return self.process.wait(seconds)
+
+
+def free_port() -> int:
+    """A port of this machine that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 def is_running(pid: int) -> bool:

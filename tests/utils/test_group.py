@@ -91,6 +91,18 @@ def test_two_processes_learn_what_one_does(two: list[list[Any]], name: str) -> N
         assert torch.equal(value, of_second[1][key]), key
 
 
+class HearsAnother(Group):
+    """A rank of several, of which another one has the flag set."""
+
+    def any(self, flag: bool) -> bool:
+        return True
+
+
+def test_another_processs_sigterm_is_a_stop() -> None:
+    runtime = Runtime(torch.device("cpu"), use_bf16=False, group=HearsAnother())
+    assert next_or_stop(iter([[{}]]), runtime, 60.0) is None
+
+
 def failing(error: Exception) -> Iterator[list[dict]]:
     raise error
     yield

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -16,7 +15,7 @@ from pretraining.run import Run
 from pretraining.trial import settle_memory
 from tests.support.model_factory import nano_model, small_config, uint8_batch
 from tests.support.pipeline_factory import ROOT
-from tests.support.process_factory import environment
+from tests.support.process_factory import environment, free_port
 from utils.config.load import accumulation_steps
 from utils.errors import UserError
 from utils.runtime.open import open_runtime
@@ -75,22 +74,26 @@ group.close()
 """
 
 
-def test_two_hosts_agree_without_pickle_and_what_is_global_stays_as_it_is(tmp_path: Path) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    evil = tmp_path / "evil"
+def two_hosts(script: str, *words: str) -> list[tuple[int, str, str]]:
+    """(exit code, stdout, stderr) of the script, started as RANK PORT WORDS... on two hosts."""
+    port = free_port()
     hosts = [
         subprocess.Popen(
-            [sys.executable, "-c", HOST, str(rank), str(port), str(evil)],
+            [sys.executable, "-c", script, str(rank), str(port), *words],
             cwd=ROOT, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         )
         for rank in range(2)
     ]  # fmt: skip
-    answers = [host.communicate(timeout=300) for host in hosts]
+    ends = [host.communicate(timeout=300) for host in hosts]
+    return [(host.returncode, *end) for host, end in zip(hosts, ends, strict=True)]
+
+
+def test_two_hosts_agree_without_pickle_and_what_is_global_stays_as_it_is(tmp_path: Path) -> None:
+    evil = tmp_path / "evil"
+    ends = two_hosts(HOST, str(evil))
     assert not evil.exists(), "what the other host sent was run as code"
-    for rank, (host, (output, errors)) in enumerate(zip(hosts, answers, strict=True)):
-        assert host.returncode == 0, errors
+    for rank, (code, output, errors) in enumerate(ends):
+        assert code == 0, errors
         lines = output.splitlines()
         assert lines[:6] == [
             "True False {'step': 7} [0, 1]",
@@ -103,6 +106,73 @@ def test_two_hosts_agree_without_pickle_and_what_is_global_stays_as_it_is(tmp_pa
         ]
         assert len(lines) == 6 + rank
     assert lines[6].startswith("rank 0: expected a message of this program, found ")
+
+
+UNTIL = """
+import os, signal, sys, torch
+import torch.distributed as dist
+from utils.runtime.processes import ProcessGroup, join_hosts
+from utils.runtime.single import Runtime, StopRequested
+rank, port = int(sys.argv[1]), int(sys.argv[2])
+join_hosts(rank, 2, "127.0.0.1", 20.0, port)
+group = ProcessGroup(rank, 2, dist.distributed_c10d._get_default_store(), 20.0)
+runtime = Runtime(torch.device("cpu"), False, group)
+runtime.catch_sigterm()
+print([*runtime.until_stopped("validation", range(3 - 2 * rank))])
+done = []
+try:
+    for batch in runtime.until_stopped("validation", range(4 - rank)):
+        done.append(batch)
+        if rank == 1 and batch == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+except StopRequested:
+    print("stopped", done)
+group.close()
+"""
+
+
+def test_batches_of_unequal_number_end_together_at_a_peers_sigterm() -> None:
+    for rank, (code, output, errors) in enumerate(two_hosts(UNTIL)):
+        assert code == 0, errors
+        assert output.splitlines() == ["[0, 1, 2]" if rank == 0 else "[0]", "stopped [0, 1]"]
+
+
+FAULT = """
+import sys, torch
+import torch.distributed as dist
+from utils.cli import run_cli
+from utils.errors import UserError
+from utils.runtime.processes import ProcessGroup, join_hosts
+rank, port, faulty, fault = int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
+join_hosts(rank, 2, "127.0.0.1", 60.0, port)
+group = ProcessGroup(rank, 2, dist.distributed_c10d._get_default_store(), 60.0)
+def main():
+    try:
+        if rank == faulty and fault == "config":
+            raise UserError("run.dir: expected another")
+        group.sum(torch.ones(3).to(torch.uint16 if rank == faulty else torch.float))  # gloo knows no uint16
+    except UserError as error:
+        group.leave_message(str(error), error.exit_code)
+        raise
+run_cli(main)
+"""
+
+
+@pytest.mark.parametrize(
+    ("fault", "faulty", "code", "text"),
+    [
+        ("collective", 0, 75, "met RuntimeError: Invalid scalar type"),
+        ("config", 1, 2, "run.dir: expected another"),
+    ],
+)
+def test_the_first_error_is_named_on_all_with_its_code(fault: str, faulty: int, code: int, text: str) -> None:
+    """Also where the process that keeps the messages, the first, is the one that fails."""
+    ends = two_hosts(FAULT, str(faulty), fault)
+    for rank, (own_code, _, errors) in enumerate(ends):
+        (line,) = [line for line in errors.splitlines() if line.startswith("error: ")]
+        assert (own_code, text in line) == (code, True), errors
+        assert (f"rank {faulty}: " in line) == (rank != faulty), errors
+    assert ("Traceback" in ends[faulty][2]) == (fault == "collective")
 
 
 def test_xla_is_asked_for_by_pjrt_device_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,6 +24,7 @@ from tests.support.cloud_servers import BUCKET, s3_server
 from tests.support.pipeline_factory import pipeline_config
 from tests.support.process_factory import (
     PLANTED,
+    SPOT_S,
     Running,
     assert_same_run,
     command,
@@ -35,7 +36,7 @@ from tests.support.process_factory import (
 from tests.support.wandb_reader import run_ids
 from utils.checkpoint import list_steps, load_checkpoint
 from utils.config.schema import StorageOptions
-from utils.errors import EXIT_USER_ERROR
+from utils.errors import EXIT_STOPPED, EXIT_TRY_AGAIN, EXIT_USER_ERROR
 
 pytestmark = pytest.mark.timeout(3600)
 STEPS = 12
@@ -83,7 +84,7 @@ def test_sigterm_to_everything_of_a_run(
     assert f"checkpoints: expected no other training of this run, {who}" in second.output
     running.process.send_signal(signal.SIGCONT)
     os.killpg(running.process.pid, signal.SIGTERM)
-    assert running.wait() == 0, running.output[-3000:]
+    assert running.wait(SPOT_S) == EXIT_STOPPED, running.output[-3000:]
     stopped = list_steps(str(run / "checkpoints"))[-1]
     assert step <= stopped == steps_logged(run) < STEPS
     assert (
@@ -211,7 +212,7 @@ def test_disk_full(
             own, theirs = (load_checkpoint(str(r / best))["step"] for r in (run, uninterrupted(STEPS)))
             assert own == theirs
         else:
-            assert running.wait() == EXIT_USER_ERROR
+            assert running.wait() == EXIT_TRY_AGAIN
             assert "the last checkpoint was not written" in running.output
             assert "No space left on device" in running.output
             assert not list((run / "checkpoints").glob(".*.partial"))
@@ -264,7 +265,7 @@ def test_the_checkpoint_bucket_fails(
         own = load_checkpoint(f"{directory}/best_val_loss.pt", options)
         assert own["step"] == load_checkpoint(str(best))["step"]
     else:
-        assert running.wait() == EXIT_USER_ERROR
+        assert running.wait() == EXIT_TRY_AGAIN
         assert f"{directory}: the last checkpoint was not written" in running.output
         assert steps_logged(run) == STEPS
         assert list_steps(directory, options) == []
@@ -280,7 +281,7 @@ def test_a_loader_worker_that_hangs_is_named_in_time(folder: Path, tmp_path: Pat
     step, row = next((n // 4, order.row(n)) for n in range(8, 40) if order.row(n) not in seen)
     overrides = ("data.workers=2", "data.data_timeout_s=6", "train.max_steps=4000")
     running = Running(argv(folder, run, *overrides, module=PLANTED), run, {"hang_row": row})
-    assert running.wait() == EXIT_USER_ERROR
+    assert running.wait() == EXIT_TRY_AGAIN
     (message,) = re.findall(r"^error: (.*)$", running.output, re.MULTILINE)
     match = re.match(
         rf"rank 0, step {step}, micro-batch 0, waiting for loader worker {step % 2} of 2: expected a batch "

@@ -10,6 +10,7 @@ import pytest
 
 from tests.support.pipeline_factory import make_store
 from tests.support.process_factory import Running, command, losses, run_to_end
+from utils.errors import EXIT_STOPPED
 
 STEPS = 16
 pytestmark = [pytest.mark.xla, pytest.mark.timeout(3600)]
@@ -28,7 +29,7 @@ def test_the_command_stops_at_sigterm_and_goes_on(tmp_path: Path) -> None:
     try:
         running.wait_for_step(2)
         running.process.send_signal(signal.SIGTERM)
-        assert running.wait() == 0, running.output[-3000:]
+        assert running.wait() == EXIT_STOPPED, running.output[-3000:]
     finally:
         Running.end_all()
     assert "global batch 4 = 1 per device x 4 devices x 1 accumulated, on xla:0" in running.output

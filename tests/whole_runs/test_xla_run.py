@@ -16,6 +16,7 @@ from tests.support.process_factory import losses
 from tests.support.xla_counters import count_compiled, count_fallbacks, count_read_back
 from tests.support.xla_factory import assert_same_metrics
 from utils.checkpoint import list_steps
+from utils.errors import EXIT_STOPPED
 from utils.runtime.open import open_runtime
 
 pytestmark = [pytest.mark.xla, pytest.mark.timeout(3600)]
@@ -52,7 +53,7 @@ def train(folder: Path, name: str, engine: str, *overrides: str, stop_after: int
         patch.setattr(loop, "train_step", step_then_signal)
         if engine == "torch":
             patch.delenv("PJRT_DEVICE")
-        assert loop.train(cfg) == 0
+        assert loop.train(cfg) == (EXIT_STOPPED if stop_after else 0)
     return folder / name
 
 

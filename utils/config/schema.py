@@ -209,6 +209,8 @@ class ValConfig:
 @dataclass(frozen=True)
 class RunConfig:
     dir: str = key("runs/${experiment_name}", is_place=True)
+    # without a finished step, evaluation batch or checkpoint for so long, the process ends with code 75
+    stall_timeout_s: float = key(1800.0, ABOVE_0, may_change=True)
     # true: a trace of the 6th to 8th step after each start, in run.dir/profile
     profile: bool = key(False, may_change=True)
 

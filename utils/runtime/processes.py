@@ -12,7 +12,9 @@ A process that ends leaves closed connections, and the others notice within seco
 
 from __future__ import annotations
 
+import logging
 import os
+import traceback
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -24,16 +26,26 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from utils.errors import UserError
+from utils.errors import EXIT_TRY_AGAIN, EXIT_USER_ERROR, TransientError
 from utils.runtime.messages import decode, encode
+from utils.storage.retry import describe
 
+log = logging.getLogger(__name__)
 HOSTS_PORT = 29500  # as torchrun's
 BUCKET_BYTES = 32 * 2**20  # tensors travel in flat pieces of about this size
+BUCKET_BYTES = 32 * 2**20  # gradients are summed in flat pieces of about this size
+FAREWELL_S = 5.0  # longer than the others need to notice that a process has left
 _T = TypeVar("_T")
 
 
-class LostPeer(UserError):
-    """Another process of the run ended, hangs or cannot be reached."""
+class LostPeer(TransientError):
+    """Another process of the run ended, hangs or cannot be reached; ends with 2 where that one did."""
+
+    leaves_at_once = True  # what waits for the lost process on a device would never end
+
+    def __init__(self, message: str, exit_code: int = EXIT_TRY_AGAIN) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
 
 
 class Group:
@@ -85,8 +97,8 @@ class Group:
         """Put results of `share`, joined in the order of the ranks, into the order of the items."""
         return value.unflatten(0, (self.size, -1)).transpose(0, 1).flatten(0, 1)
 
-    def leave_message(self, text: str) -> None:
-        """Leave a message for the processes that are still running."""
+    def leave_message(self, text: str, exit_code: int) -> None:
+        """Leave a message for the processes that are still running, and the code that this one ends with."""
 
     def close(self) -> None:
         """Wait for all processes, then leave the group."""
@@ -151,9 +163,14 @@ class ProcessGroup(Group):
             torch._foreach_copy_(bucket, list(flat.split([part.numel() for part in bucket])))
         return value
 
-    def leave_message(self, text: str) -> None:
+    def leave_message(self, text: str, exit_code: int) -> None:
         with _ignoring_lost_store():
-            self._words.set(str(self.rank), text)
+            self._words.set(str(self.rank), f"{exit_code} {text}")
+            if self.is_first and dist.get_backend() == "gloo":
+                # the messages may be kept by this process: let the others notice, and read them
+                dist.destroy_process_group()
+                readers = [f"read by {rank}" for rank in range(1, self.size)]
+                self._words.wait(readers, timedelta(seconds=FAREWELL_S))
 
     def close(self) -> None:
         self._call(dist.barrier)
@@ -165,20 +182,28 @@ class ProcessGroup(Group):
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:  # what gloo and NCCL raise has no class of its own
-            raise LostPeer(self._what_happened()) from error
+            log.error("rank %d: a collective failed", self.rank, exc_info=error)
+            traceback.clear_frames(error.__traceback__)  # they would keep the connections open
+            raise self._what_happened(error) from error
 
-    def _what_happened(self) -> str:
-        words = {}
+    def _what_happened(self, error: RuntimeError) -> LostPeer:
+        """The last words of the other processes, and this one's own error: on a GPU a fault of its own shows
+        in a collective first. The code is a user error's where one of them ended with that.
+        """
+        words: dict[int, str] = {}
+        codes: set[int] = set()
         with _ignoring_lost_store():
             for rank in set(range(self.size)) - {self.rank}:
                 if self._words.check([str(rank)]):
-                    words[rank] = self._words.get(str(rank)).decode()
-        if words:
-            return "; ".join(f"rank {rank}: {text}" for rank, text in sorted(words.items()))
-        return (
+                    number, _, words[rank] = self._words.get(str(rank)).decode().partition(" ")
+                    codes.add(int(number))
+            self._words.set(f"read by {self.rank}", "")
+        text = "; ".join(f"rank {rank}: {text}" for rank, text in sorted(words.items())) or (
             f"rank {self.rank} lost another of the {self.size} processes of this run, which left no message: "
             f"killed, its machine gone, or silent for {self._timeout_s:g} s"
         )
+        code = EXIT_USER_ERROR if EXIT_USER_ERROR in codes else EXIT_TRY_AGAIN
+        return LostPeer(f"{text} (rank {self.rank} met {describe(error)})", code)
 
 
 class HostGroup(ProcessGroup):
@@ -200,6 +225,15 @@ def _ignoring_lost_store() -> Iterator[None]:
         yield
     except RuntimeError:
         return
+
+
+@contextmanager
+def _named_if_lost(place: str, size: int) -> Iterator[None]:
+    """Turn what torch raises while the processes look for each other into LostPeer."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise LostPeer(f"expected {size} processes to meet at {place}, found {describe(error)}") from error
 
 
 class _SumWithGradient(torch.autograd.Function):
@@ -234,16 +268,17 @@ def join(device: torch.device, timeout_s: float) -> Group:
     if size == 1:
         return ALONE
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    store, rank, size = next(iter(dist.rendezvous("env://", timeout=timedelta(seconds=timeout_s))))
-    dist.init_process_group(
-        backend, store=store, rank=rank, world_size=size, timeout=timedelta(seconds=timeout_s)
-    )
+    timeout = timedelta(seconds=timeout_s)
+    with _named_if_lost(f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}", size):
+        store, rank, size = next(iter(dist.rendezvous("env://", timeout=timeout)))
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
     return ProcessGroup(rank, size, store, timeout_s)
 
 
 def join_hosts(rank: int, size: int, address: str, timeout_s: float, port: int = HOSTS_PORT) -> HostGroup:
     """The group of `size` hosts, of which number 0 has this address."""
     timeout = timedelta(seconds=timeout_s)
-    store = dist.TCPStore(address, port, size, is_master=rank == 0, timeout=timeout)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timeout)
+    with _named_if_lost(f"{address}:{port}", size):
+        store = dist.TCPStore(address, port, size, is_master=rank == 0, timeout=timeout)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timeout)
     return HostGroup(rank, size, store, timeout_s)

@@ -17,16 +17,22 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType, ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from utils.errors import UserError
 from utils.runtime.processes import ALONE, Group
+from utils.runtime.watchdog import Watchdog
 
 log = logging.getLogger(__name__)
+_T = TypeVar("_T")
 OUT_OF_MEMORY_TEXTS = ("not enough memory", "can't allocate memory", "out of memory", "RESOURCE_EXHAUSTED")
+
+
+class StopRequested(Exception):
+    """SIGTERM reached one of the processes; all of them raise this at the same place."""
 
 
 @dataclass
@@ -37,6 +43,7 @@ class Runtime:
     use_bf16: bool
     group: Group = ALONE
     stop_requested: bool = field(default=False, init=False)
+    watchdog: Watchdog = field(default_factory=Watchdog, init=False)
 
     def keep_programs(self, folder: Path) -> None:
         """Keep compiled programs in this folder of this machine, so that the next start takes them from there
@@ -192,6 +199,29 @@ class Runtime:
             self.stop_requested = True
 
         signal.signal(signal.SIGTERM, handler)
+
+    def stop_agreed(self) -> bool:
+        """Whether SIGTERM has reached any of the processes, all of which call this."""
+        return self.group.any(self.stop_requested)
+
+    def enter(self, phase: str) -> None:
+        """Name what begins now; raises StopRequested on all processes, all of which call this."""
+        self.watchdog.beat(phase)
+        if self.stop_agreed():
+            raise StopRequested
+
+    def until_stopped(self, phase: str, items: Iterable[_T]) -> Iterator[_T]:
+        """The items; raises StopRequested before any of them. Every process goes to the end of its own items,
+        of which another may have more.
+        """
+        iterator = iter(items)
+        while True:
+            self.enter(phase)
+            item = next(iterator, None)
+            if not self.group.any(item is not None):
+                return
+            if item is not None:
+                yield item
 
     def attempt(self, work: Callable[[], None]) -> bool:
         """Run work, which must not need the other processes; False when the device or the host of one of them

@@ -29,6 +29,7 @@ import fsspec
 from utils.config.schema import StorageOptions
 from utils.storage import clients
 from utils.storage.chunks import Chunks as Chunks
+from utils.storage.errors import StorageAwayError as StorageAwayError
 from utils.storage.errors import StorageError as StorageError  # named again: a part of this room's surface
 from utils.storage.errors import StorageNotFoundError as StorageNotFoundError
 from utils.storage.errors import missing_bucket, named_errors, split_scheme

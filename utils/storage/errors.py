@@ -9,7 +9,7 @@ import contextlib
 import errno
 from collections.abc import Iterator
 
-from utils.errors import UserError
+from utils.errors import TransientError, UserError
 from utils.storage.clients import VERSIONS
 from utils.storage.retry import GaveUp, client_errors, current_url, describe, redact
 
@@ -45,6 +45,10 @@ class StorageNotFoundError(StorageError):
     """There is no object at this URL."""
 
 
+class StorageAwayError(StorageError, TransientError):
+    """Storage that does not answer, or not as it should; it may later."""
+
+
 def split_scheme(url: str) -> tuple[str, str]:
     """(scheme, rest) of a URL; ("file", path) of a path."""
     scheme, separator, rest = url.partition("://")
@@ -62,7 +66,7 @@ def named_errors(url: str) -> Iterator[None]:
     except GaveUp as error:
         last = describe(error.__cause__ or error)
         problem = f"gave up after {error.attempts} attempts in {error.seconds:.0f} s, the last: {last}"
-        raise StorageError(redact(url), f"{problem}; check the connection and run again") from error
+        raise StorageAwayError(redact(url), f"{problem}; check the connection and run again") from error
     except client_errors(OSError, ImportError) as error:
         raise storage_error(url, error) from error
     finally:
@@ -111,7 +115,8 @@ def storage_error(url: str, error: BaseException) -> StorageError:
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         return StorageError(url, "no space left; free some and run again, finished work is kept")
     what = "disk" if scheme == "file" else "connection"
-    return StorageError(url, f"{describe(error)}; check the {what} and run again")
+    kind = StorageAwayError if isinstance(error, (ConnectionError, TimeoutError)) else StorageError
+    return kind(url, f"{describe(error)}; check the {what} and run again")
 
 
 def _is_denied(error: BaseException) -> bool:

@@ -1,0 +1,90 @@
+"""Exit codes: 2 for what a person has to mend, 75 for what passes by itself, at every command's boundary."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from data_setup import prepare
+from data_setup.check import cli as check
+from data_setup.expand import cli as expand
+from data_setup.loader import LoaderError, LostWorkerError
+from finetuning import evaluate
+from pretraining import train as loop
+from tests.support.pipeline_factory import SMOKE, pipeline_overrides
+from utils.checkpoint import CheckpointError, LastWriteError
+from utils.cli import run_cli
+from utils.errors import EXIT_STOPPED, EXIT_TRY_AGAIN, EXIT_USER_ERROR, ConfigError, TransientError, UserError
+from utils.runtime.processes import LostPeer
+from utils.storage import StorageAwayError, StorageError, StorageNotFoundError, clients
+
+NOBODY = "http://127.0.0.1:9"  # the discard port: refused
+SHELL = {126, 127, *range(128, 166), 255}  # of a shell: not executable, not found, signals, out of range
+
+
+def exit_code(command: Callable[[], int | None]) -> int:
+    with pytest.raises(SystemExit) as ending:
+        run_cli(command)
+    assert isinstance(ending.value.code, int)
+    return ending.value.code
+
+
+def test_the_codes_are_distinct_and_nobody_elses() -> None:
+    codes = [0, EXIT_USER_ERROR, EXIT_TRY_AGAIN, EXIT_STOPPED]
+    assert codes == [0, 2, 75, 76]  # the launcher and the documented rule go by these numbers
+    assert not {EXIT_TRY_AGAIN, EXIT_STOPPED} & (SHELL | {1, 120})  # 1, 120: Python's own
+
+
+@pytest.mark.parametrize(
+    ("kind", "code"),
+    [
+        *((kind, 2) for kind in (UserError, ConfigError, StorageError, StorageNotFoundError)),
+        *((kind, 2) for kind in (CheckpointError, LoaderError)),
+        *((kind, 75) for kind in (TransientError, StorageAwayError, LastWriteError)),
+        *((kind, 75) for kind in (LostWorkerError, LostPeer)),
+    ],
+)
+def test_a_command_ends_with_its_errors_code(
+    kind: type[UserError], code: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail() -> None:
+        raise kind("what happened")
+
+    monkeypatch.setattr("utils.cli.leave", lambda code: raise_exit(code))
+    assert exit_code(fail) == code
+    assert capsys.readouterr().err == "error: what happened\n"
+
+
+def raise_exit(code: int) -> None:
+    raise SystemExit(code)
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(clients, "POLICY", replace(clients.POLICY, attempts=2, first_wait_s=0.01))
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.setenv(name, "test")
+    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+
+
+@pytest.mark.parametrize("command", ["prepare", "check", "expand", "train", "evaluate"])
+def test_a_bucket_away_is_75_of_every_command(
+    tmp_path: Path, impatient: None, command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    place = f"data.storage_options.endpoint_url={NOBODY}"
+    words = ["--config", str(SMOKE), *pipeline_overrides(tmp_path), place, f"run.dir={tmp_path / 'run'}"]
+    words += ["data.gcs_root=s3://bucket/tree", "data.store=s3://bucket/store"]
+    words += ["model.checkpoint=s3://bucket/x.pt"]
+    archives = ["--src=s3://bucket/a.zip", "--dst=s3://bucket/tree", f"--endpoint-url={NOBODY}"]
+    run = {
+        "prepare": lambda: prepare.main(words),
+        "check": lambda: check.main(words),
+        "expand": lambda: expand.main(archives),
+        "train": lambda: loop.main(words),
+        "evaluate": lambda: evaluate.main(words),
+    }[command]
+    assert exit_code(run) == EXIT_TRY_AGAIN
+    assert "gave up after 2 attempts" in capsys.readouterr().err

@@ -1,0 +1,67 @@
+"""A process in which nothing moves any more ends by itself, so that what restarts it can.
+
+In: the phases that a run goes through, as they begin. Out: where one takes longer than the limit, the stacks
+of all threads on stderr, a line in the log, and exit code 75. Waits that nothing else bounds are a device
+that does not answer, and a collective whose peer is silent but there.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import logging
+import math
+import threading
+import time
+from types import TracebackType
+
+from utils.errors import EXIT_TRY_AGAIN
+from utils.runtime.leave import leave
+
+log = logging.getLogger(__name__)
+STDERR = 2
+GRACE_S = 10.0  # for the log's last line; the thread that hangs may hold its lock
+
+
+class Watchdog:
+    """Watches from a thread of its own while it is entered; until then, and after, it only takes notes."""
+
+    def __init__(self, limit_s: float = math.inf) -> None:
+        self.limit_s = limit_s
+        self._phase, self._began = "start", time.monotonic()
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+
+    def beat(self, phase: str) -> None:
+        """Something has ended, and this begins."""
+        self._phase, self._began = phase, time.monotonic()
+
+    def __enter__(self) -> Watchdog:
+        self.beat("start")
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, _kind: type[BaseException] | None, _error: BaseException | None, _trace: TracebackType | None
+    ) -> None:
+        self._is_over.set()
+        self._thread.join()
+        faulthandler.cancel_dump_traceback_later()
+
+    def _watch(self) -> None:
+        while not self._is_over.wait(self.limit_s / 20):
+            rest_s = self.limit_s - (time.monotonic() - self._began)
+            if rest_s <= 0:
+                self._end()
+            # where the interpreter's lock is never given back, this thread stops too, and only a timer in C
+            # is left: it knows no exit code but 1
+            faulthandler.dump_traceback_later(rest_s + GRACE_S, exit=True, file=STDERR)
+
+    def _end(self) -> None:
+        faulthandler.dump_traceback_later(GRACE_S, exit=True, file=STDERR)
+        faulthandler.dump_traceback(file=STDERR, all_threads=True)
+        quiet_s = time.monotonic() - self._began
+        text = (
+            "stopped: %s takes %.0f s, expected at most run.stall_timeout_s = %g; all threads are on stderr"
+        )
+        log.error(text, self._phase, quiet_s, self.limit_s)
+        leave(EXIT_TRY_AGAIN)

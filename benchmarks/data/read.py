@@ -27,6 +27,7 @@ from tests.support.cloud_servers import BUCKET, gcs_server
 from utils import storage
 from utils.config.schema import Config, StorageOptions
 from utils.runtime.open import keep_freed_memory, open_runtime
+from utils.workers import count_loaders
 
 LOADER_WORKERS = 2  # processes of the pipeline
 CRC_BYTES = 4  # at the end of a chunk, after what Blosc wrote

@@ -57,8 +57,8 @@ class Validation:
     def __call__(self, step: int) -> dict[str, float | None] | None:
         """What `validate` measures after `step` updates, the same on every process, and, after the first
         update, the shares of all that this process of the run did since its start: perf/validation_fraction
-        of the time, perf/gauges_fraction of the counted operations (LiDAR, the check for leaks, probes). None where
-        SIGTERM came before its end.
+        of the time, perf/gauges_fraction of the counted operations (LiDAR, the check for leaks, probes).
+        None where SIGTERM came before its end.
         """
         run = self.run
         run.runtime.synchronise()  # what the steps have left to compute is theirs

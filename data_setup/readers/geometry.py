@@ -241,7 +241,8 @@ def _order(
             actual = "some in one place: a B-scan twice, or two scans in one file"
             raise OCTReadError(url, RejectReason.NOT_A_VOLUME, expected, actual)
         if max(high - middle, middle - low) > _UNEVEN * middle + rounding:
-            actual = f"steps of {low:.3g} to {high:.3g} {unit}: B-scans are missing, or two scans in one file"
+            ends = " to ".join(number(float(f"{step:.3g}")) for step in (low, high))
+            actual = f"steps of {ends} {unit}: B-scans are missing, or two scans in one file"
             expected = f"evenly spaced B-scans ({name})"
             raise OCTReadError(url, RejectReason.FRAME_COUNT_MISMATCH, expected, actual)
         if unit == "mm" and distance is None:

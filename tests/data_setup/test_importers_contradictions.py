@@ -155,6 +155,13 @@ def test_a_vertical_heidelberg_raster_is_of_unknown_order_as_in_dicom(tmp_path: 
     assert reject(heidelberg(tmp_path, every_second))[0] == RejectReason.NOT_A_VOLUME
 
 
+def test_heidelberg_lines_order_the_images_whatever_their_numbers(tmp_path: Path) -> None:
+    mixed, lines = [0, 2, 4, 1, 3, 5], raster(6, SPACING[0], WIDTH)
+    interleaved = [lines[i] for i in mixed]
+    write_heidelberg(tmp_path / "eye.xml", speckle()[mixed], SPACING, lines=interleaved)
+    assert np.array_equal(read(tmp_path / "eye.xml")[1], speckle())
+
+
 def test_a_gap_in_heidelberg_numbers_is_a_reject(tmp_path: Path) -> None:
     path = heidelberg(tmp_path, raster(6, SPACING[0], WIDTH))
     text = path.read_text()

@@ -7,22 +7,28 @@ import math
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from data_setup.store.reader import PreparedStore
+from models import vit3d
+from models.predictor import Predictor3D
 from models.probes.participants import knn_probe
 from models.vit3d import gather_tokens
+from models.vjepa3d import VJEPA3D
 from pretraining.gauges import validation as validate
 from pretraining.gauges import validation_probes as val_probes
 from pretraining.gauges.alarms import Alarms
 from pretraining.gauges.volumes import participants_in_turn, quarters
 from pretraining.run import Run, open_run
+from pretraining.train import train
 from tests.support.model_factory import nano_model
 from tests.support.pipeline_factory import pipeline_config
 from tests.support.process_factory import command, run_to_end
+from utils.report.run_files import _series
 from utils.runtime.single import Runtime
 
 CPU = Runtime(torch.device("cpu"), use_bf16=False)
@@ -122,6 +128,32 @@ def test_a_context_that_attends_to_its_targets_is_a_leak(
     assert measured["val/leak"] > 0.01
     (alarm,) = Alarms().update(0, measured)
     assert alarm.text.startswith("context sees targets: the prediction moves with the voxels of its targets")
+
+
+def test_a_run_that_copies_its_targets_reads_above_a_half_and_alarms(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The context encoder sees the target tokens, and the predictor hands on what it gets."""
+    real = VJEPA3D.forward
+
+    def context_is_target(self: VJEPA3D, view: Any, other: Any, context: Any, target: Any, *rest: Any) -> Any:
+        own = self.encoder(view, context)  # what the gauges of training read
+        return replace(real(self, view, other, target, target, *rest), context_BKE=own)
+
+    def hand_on(self: Predictor3D, context: torch.Tensor, *_: object) -> torch.Tensor:
+        return context + sum(0 * p.sum() for p in self.parameters())
+
+    monkeypatch.setattr(VJEPA3D, "forward", context_is_target)
+    monkeypatch.setattr(Predictor3D, "forward", hand_on)
+    monkeypatch.setitem(vit3d.SIZES, "ti", vit3d.SIZES["nano"])
+    many = "train.val_fraction=0.7", "train.max_steps=30", "train.val_every_steps=15", "probe.max_volumes=1"
+    quiet = "train.ckpt_dir=null", "wandb.mode=disabled", "train.log_every_steps=15", f"run.dir={tmp_path}"
+    assert train(pipeline_config(folder, *many, *quiet, *NO_PENALTY)) == 0
+    series, _, alarms = _series((tmp_path / "metrics.jsonl").read_text(), tmp_path)
+    assert [step for step, _ in series["val/skill_position"]] == [0, 15, 30]
+    assert min(value for _, value in series["val/skill_position"]) > 0.5
+    assert alarms[0][0] == 0
+    assert alarms[0][1].startswith("context sees targets")
 
 
 def test_validation_takes_participants_in_turn_and_always_the_same() -> None:

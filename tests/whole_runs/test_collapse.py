@@ -1,5 +1,5 @@
-"""Planted collapses and a planted leak alarm within 200 steps of the real loop on phantom data, healthy runs
-never do; controls that learn nothing of the volume have no skill in validation.
+"""Planted collapses alarm within 200 steps of the real loop on phantom data, healthy runs never do; controls
+that learn nothing of the volume have no skill in validation.
 """
 
 from __future__ import annotations
@@ -99,29 +99,6 @@ def test_gradient_through_the_target_alarms(folder: Path, seed: int, monkeypatch
 
 # a validation that skill can rest on, and several of them
 MEASURED = "train.val_fraction=0.6", "train.val_every_steps=40"
-NO_PENALTY = "method.regulariser=none", "method.regulariser_weight=0"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("penalty", [NO_PENALTY, ()], ids=["copies", "learns_nothing"])
-def test_a_context_that_holds_the_targets_alarms(
-    folder: Path, penalty: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With the real predictor, at the first validation, whether it learns to copy or not."""
-    real = VJEPA3D.forward
-
-    def context_is_target(
-        self: VJEPA3D, view: Any, other: Any, context: Any, target: Any, *rest: Any
-    ) -> Output:
-        own = self.encoder(view, context)  # what the penalty reads
-        return replace(real(self, view, other, target, target, *rest), context_BKE=own)
-
-    monkeypatch.setattr(VJEPA3D, "forward", context_is_target)
-    steps = ("train.max_steps=10",) if penalty == () else ()
-    alarms, series = run(folder, "leak", 0, *MEASURED, *penalty, *steps)
-    assert [step for step, text in alarms if text.startswith("context sees targets")] == [0]
-    if penalty:
-        assert series["val/skill_position"][-1][1] > 0.5
 
 
 def mismatched(self: VJEPA3D, context: torch.Tensor, target: torch.Tensor) -> tuple:

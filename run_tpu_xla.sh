@@ -176,8 +176,11 @@ training() { # sets `line` to the training command
 gcloud_tpu() { # WORKER SUBCOMMAND ARGUMENTS...: sets `line` to the gcloud command
     local worker=$1 subcommand=$2
     shift 2
-    line=(gcloud compute tpus tpu-vm "$subcommand" "$@" --quiet)
-    if [[ -n $worker ]]; then line+=("--worker=$worker" ${way:+"--$way"}); fi
+    line=(gcloud)
+    # The tunnel is known to its alpha track alone (seen with 528.0.0).
+    [[ -z $worker || $way != tunnel-through-iap ]] || line+=(alpha)
+    line+=(compute tpus tpu-vm "$subcommand" "$@" --quiet)
+    [[ -z $worker ]] || line+=("--worker=$worker" ${way:+"--$way"})
     [[ -z $zone ]] || line+=("--zone=$zone")
     [[ -z $project ]] || line+=("--project=$project")
 }

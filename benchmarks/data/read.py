@@ -27,6 +27,7 @@ from tests.support.cloud_servers import BUCKET, gcs_server
 from utils import storage
 from utils.config.schema import Config, StorageOptions
 from utils.runtime.open import keep_freed_memory, open_runtime
+from utils.workers import count_loaders
 
 LOADER_WORKERS = 2  # processes of the pipeline
 CRC_BYTES = 4  # at the end of a chunk, after what Blosc wrote
@@ -128,7 +129,7 @@ def pipeline_rate(cfg: Config, store: PreparedStore, warm_up: int, steps: int) -
     """Volumes a second through the loader and both views' normalisation, with data.workers processes."""
     runtime = open_runtime(use_bf16=False)
     # as many batches lie ready at the end as at the start, so that none comes for nothing
-    ahead = cfg.data.workers * cfg.data.prefetch_factor
+    ahead = count_loaders(cfg.data.workers) * cfg.data.prefetch_factor
     loader = Loader(cfg, store, store.kept, num_steps=warm_up + steps + ahead)
     start = seconds = 0.0
     for step, micro_batches in enumerate(loader, start=1):

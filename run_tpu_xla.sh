@@ -176,18 +176,25 @@ training() { # sets `line` to the training command
 gcloud_tpu() { # WORKER SUBCOMMAND ARGUMENTS...: sets `line` to the gcloud command
     local worker=$1 subcommand=$2
     shift 2
-    line=(gcloud compute tpus tpu-vm "$subcommand" "$@" --quiet)
-    if [[ -n $worker ]]; then line+=("--worker=$worker" ${way:+"--$way"}); fi
+    line=(gcloud)
+    # The tunnel is known to its alpha track alone (seen with 528.0.0).
+    [[ -z $worker || $way != tunnel-through-iap ]] || line+=(alpha)
+    line+=(compute tpus tpu-vm "$subcommand" "$@" --quiet)
+    [[ -z $worker ]] || line+=("--worker=$worker" ${way:+"--$way"})
     [[ -z $zone ]] || line+=("--zone=$zone")
     [[ -z $project ]] || line+=("--project=$project")
+}
+
+over_ssh() { # WORKER COMMAND: sets `line` to the gcloud command
+    gcloud_tpu "$1" ssh "$tpu" --ssh-flag=-oServerAliveInterval=30 "--command=$2"
 }
 
 on_worker() { # WORKER VERB ARGUMENTS...: sets `line` to the gcloud command that runs it in the clone
     local worker=$1 clone
     shift
     clone=$(quote "$folder")
-    gcloud_tpu "$worker" ssh "$tpu" --ssh-flag=-oServerAliveInterval=30 \
-        "--command=cd $clone 2>/dev/null || { echo error: no clone in $clone, run sync; exit 1; }; exec bash utils/tpu_worker.sh $(quoted "$@")"
+    over_ssh "$worker" \
+        "cd $clone 2>/dev/null || { echo error: no clone in $clone, run sync; exit 1; }; exec bash utils/tpu_worker.sh $(quoted "$@")"
 }
 
 check_line() {
@@ -209,11 +216,8 @@ setup_line() {
     on_worker "$1" setup "$venv" "$python" ${options[@]+"${options[@]}"}
 }
 copy_line() { gcloud_tpu "$1" scp "$scratch/oct-sync.bundle" "$scratch/oct-sync.sh" "$tpu:"; }
-clean_line() { gcloud_tpu "$1" ssh "$tpu" --ssh-flag=-oServerAliveInterval=30 "--command=rm -f oct-sync.bundle oct-sync.sh"; }
-sync_line() {
-    gcloud_tpu "$1" ssh "$tpu" --ssh-flag=-oServerAliveInterval=30 \
-        "--command=exec bash oct-sync.sh sync $(quoted "$folder" "$commit" oct-sync.bundle)"
-}
+sync_line() { over_ssh "$1" "exec bash oct-sync.sh sync $(quoted "$folder" "$commit" oct-sync.bundle)"; }
+clean_line() { over_ssh "$1" "rm -f oct-sync.bundle oct-sync.sh"; }
 
 # ---- on all workers at once
 

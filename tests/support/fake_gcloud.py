@@ -30,7 +30,7 @@ def fail(text: str) -> NoReturn:
     sys.exit(1)
 
 
-def parser() -> argparse.ArgumentParser:
+def parser(alpha: bool) -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(prog="gcloud", allow_abbrev=False)
     below = top.add_subparsers(dest="group", required=True)
     accounts = below.add_parser("auth").add_subparsers(dest="verb", required=True).add_parser("list")
@@ -52,8 +52,9 @@ def parser() -> argparse.ArgumentParser:
     scp.add_argument("target")
     for verb in (ssh, scp):
         way = verb.add_mutually_exclusive_group()
-        way.add_argument("--tunnel-through-iap", action="store_true")
         way.add_argument("--internal-ip", action="store_true")
+        if alpha:  # as in gcloud 528
+            way.add_argument("--tunnel-through-iap", action="store_true")
         verb.add_argument("--worker", type=int, required=True)
     for verb in (describe, ssh, scp):
         verb.add_argument("--quiet", action="store_true", required=True)
@@ -85,7 +86,8 @@ def run_there(command: str, home: Path, environment: dict[str, str]) -> int:
 
 
 def main() -> int:
-    args = parser().parse_args()
+    alpha = sys.argv[1] == "alpha"
+    args = parser(alpha).parse_args(sys.argv[1 + alpha :])
     with (FOLDER / "calls.txt").open("a") as file:
         file.write(" ".join(sys.argv[1:]) + "\n")
     state: dict[str, Any] = json.loads((FOLDER / "state.json").read_text())

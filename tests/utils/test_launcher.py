@@ -170,18 +170,18 @@ def test_the_real_gcloud_knows_every_flag(pod: Pod, tmp_path: Path) -> None:
     """Needs gcloud; it reads the command line before it asks for a login."""
     if shutil.which("gcloud") is None:
         pytest.skip("gcloud is not installed")
-    kinds: dict[str, str] = {}
-    for words in (["sync"], [CONFIG]):
-        for line in lines(pod.launch("--dry-run", "--zone=z", "--project=a-project", *words)):
-            if line.startswith("gcloud compute"):
-                kinds[line.split()[4]] = line
-    assert sorted(kinds) == ["describe", "scp", "ssh"]
+    kinds: dict[tuple[str, str], str] = {}
+    for way in ("", "tunnel-through-iap", "internal-ip"):
+        for line in lines(pod.launch("--dry-run", "--zone=z", "--project=a-project", "sync", OCT_SSH=way)):
+            if line.startswith("gcloud"):
+                kinds[way, line.split(" tpu-vm ")[1].split()[0]] = line
+    assert sorted(name for _, name in kinds) == ["describe"] * 3 + ["scp"] * 3 + ["ssh"] * 3
     nobody = os.environ | {
         "CLOUDSDK_CONFIG": str(tmp_path),
         "CLOUDSDK_CORE_CHECK_GCE_METADATA": "false",
         "CLOUDSDK_CORE_DISABLE_PROMPTS": "1",
     }
-    for line in [*kinds.values(), kinds["ssh"] + " --no-such-flag"]:
+    for line in [*kinds.values(), kinds["", "ssh"] + " --no-such-flag"]:
         done = subprocess.run(["bash", "-c", line], env=nobody, capture_output=True, text=True, timeout=120)
         if line.endswith("--no-such-flag"):
             assert "unrecognized arguments" in done.stderr

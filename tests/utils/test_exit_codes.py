@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +16,8 @@ from data_setup.expand import cli as expand
 from data_setup.loader import LoaderError, LostWorkerError
 from finetuning import evaluate
 from pretraining import train as loop
-from tests.support.pipeline_factory import SMOKE, pipeline_overrides
+from tests.support.pipeline_factory import ROOT, SMOKE, pipeline_overrides
+from tests.support.process_factory import environment
 from utils.checkpoint import CheckpointError, LastWriteError
 from utils.cli import run_cli
 from utils.errors import EXIT_STOPPED, EXIT_TRY_AGAIN, EXIT_USER_ERROR, ConfigError, TransientError, UserError
@@ -56,6 +59,25 @@ def test_a_command_ends_with_its_errors_code(
     monkeypatch.setattr("utils.cli.leave", lambda code: raise_exit(code))
     assert exit_code(fail) == code
     assert capsys.readouterr().err == "error: what happened\n"
+
+
+LOST = """
+import atexit, threading
+from utils.cli import run_cli
+from utils.runtime.processes import LostPeer
+atexit.register(threading.Event().wait)  # as torch_xla waits for a collective of the lost process
+def main():
+    print("what was still to be written")
+    raise LostPeer("rank 0 lost another")
+run_cli(main)
+"""
+
+
+def test_after_a_lost_peer_the_process_leaves_at_once_with_its_logs_written() -> None:
+    command = [sys.executable, "-c", LOST]
+    done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=50)
+    assert done.returncode == EXIT_TRY_AGAIN
+    assert (done.stdout, done.stderr) == ("what was still to be written\n", "error: rank 0 lost another\n")
 
 
 def raise_exit(code: int) -> None:

@@ -208,8 +208,8 @@ def restore(run: Run, gauges: Gauges) -> Progress:
                 f"{run.cfg.data.store}: expected the same training volumes on every process, found others"
             )
         if group.is_first and state is None:
-            parts = {"model": run.model.state_dict(), "optimizer": run.optimizer.state_dict()}
-            state = to_host({**parts, "gauge": gauges.state_dict()})
+            states = run.model.state_dict(), run.optimizer.state_dict(), gauges.state_dict()
+            state = dict(zip(("model", "optimizer", "gauge"), to_host(states), strict=True))
         state, progress = group.broadcast((state, progress))
     if state is not None:
         load_weights(run.model, state["model"], str(run.cfg.train.ckpt_dir))

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from data_setup.loader import Batch
 from data_setup.normalisation import view
@@ -101,13 +101,15 @@ def build_optimizer(model: VJEPA3D, cfg: Config) -> torch.optim.AdamW:
     return SelectingAdamW(groups, **settings)
 
 
-def predict(model: VJEPA3D, batch: Batch, runtime: Runtime, *, stochastic: bool) -> Output:
-    """Forward pass of one micro-batch."""
+def predict(
+    model: VJEPA3D, batch: Batch, runtime: Runtime, *, stochastic: bool, replica: nn.Module | None = None
+) -> Output:
+    """Forward pass of one micro-batch, through the group's replica of the model where gradients follow."""
     context_view = view(batch, 0)
     target_view = view(batch, 1) if model.reads_target_view else None
     seed = batch["sample_seed"] if stochastic else None
     with runtime.autocast():
-        return model(
+        return (model if replica is None else replica)(
             context_view, target_view, batch["context"], batch["target"], batch["target_valid"], seed
         )
 
@@ -166,8 +168,9 @@ def train_step(
     loss_sum = torch.zeros((), device=runtime.device)
     penalty: Tensor | None = None
     balance = Balance()
-    for batch in batches:
-        output = predict(model, batch, runtime, stochastic=True)
+    for number, batch in enumerate(batches, 1):
+        replica = runtime.group.replica(model, sums=number == len(batches))
+        output = predict(model, batch, runtime, stochastic=True, replica=replica)
         prediction_loss = output.loss_B.sum() / samples
         objective = share * prediction_loss
         if regulariser is not None:
@@ -182,14 +185,13 @@ def train_step(
             if watch.measures():
                 balance.watch(linear, output.context_BKE)
         watch.lap("forward")
-        objective.backward()
+        runtime.group.backward(objective)
         watch.lap("backward")
         watch.observe(output, batch)
         watch.lap("logging")
         loss_sum = loss_sum + prediction_loss.detach()
 
     parameters = [p for _, p in model.trained_parameters()]
-    runtime.group.sum_gradients(parameters)
     loss_sum = runtime.group.sum(loss_sum)
     grad_norm = torch.nn.utils.clip_grad_norm_(parameters, cfg.optim.clip_grad_norm)
     is_finite = torch.isfinite(grad_norm) & torch.isfinite(loss_sum) & update.enabled

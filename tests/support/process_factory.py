@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -37,6 +38,22 @@ def command(folder: Path, *overrides: str, processes: int = 1, module: str = MOD
     if processes > 1:
         launcher += ["-m", "torch.distributed.run", f"--nproc-per-node={processes}"]
     return [*launcher, "-m", module, "--config", str(SMOKE), *pipeline_overrides(folder), *overrides]
+
+
+def documented_nodes(folder: Path, *overrides: str) -> list[list[str]]:
+    """The command of docs/guides/pretraining.md for two machines, as two launchers of one process each."""
+    text = (ROOT / "docs/guides/pretraining.md").read_text()
+    (line,) = re.findall(r"^torchrun (--nnodes=2 .+) -m pretraining\.train ", text, re.MULTILINE)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    places = {"HOST0": "127.0.0.1", "29500": port, "per-node=8": "per-node=1"}
+    for word, here in places.items():
+        assert word in line, word
+        line = line.replace(word, here)
+    _, *rest = command(folder, *overrides)
+    launcher = [sys.executable, "-m", "torch.distributed.run"]
+    return [[*launcher, *line.replace("NODE", str(node)).split(), *rest] for node in range(2)]
 
 
 class Running:

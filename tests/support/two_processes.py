@@ -1,5 +1,6 @@
-"""What one of two processes of a run does: `python -m tests.support.two_processes OUT` with what torchrun
-sets (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT). RANK 0 saves to OUT; alone, one process saves the same.
+"""What one of two processes of a run does: `python -m tests.support.two_processes OUT`.
+
+In: RANK and the other variables that torchrun sets. Out: the first saves to OUT what each of them has.
 """
 
 from __future__ import annotations

@@ -18,6 +18,8 @@ from pretraining.trial import next_or_stop
 from tests.support.pipeline_factory import ROOT
 from tests.support.process_factory import environment
 from tests.support.two_processes import CASES, losses_and_weights
+from utils.errors import UserError
+from utils.runtime.messages import decode
 from utils.runtime.processes import ALONE, Group, join
 from utils.runtime.single import Runtime
 
@@ -47,8 +49,7 @@ def test_one_process_is_its_own_group(monkeypatch: pytest.MonkeyPatch) -> None:
     assert join(torch.device("cpu"), 1.0) is ALONE
     weight = torch.ones(3, requires_grad=True)
     total = ALONE.sum_with_gradient(weight * 2).sum()
-    total.backward()
-    ALONE.sum_gradients([weight])
+    ALONE.backward(total)
     assert torch.equal(weight.grad, torch.full((3,), 2.0))
     assert ALONE.any(True)
     assert not ALONE.any(False)
@@ -121,3 +122,20 @@ def test_a_loader_that_a_signal_ended_is_a_stop_and_no_error() -> None:
 
     assert next_or_stop(dies_of_the_signal(), runtime, 60.0) is None
     assert next_or_stop(iter([[{}]]), runtime, 60.0) is None
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"\x80\x04cposix\nsystem\n",
+        b'{"tensor": ["torch.float32", [-1]]}',
+        b'{"tensor": ["os.system", [1]]}',
+        b'{"code": 1}',
+        b'{"items": [[[1], 2]]}',
+        b"[" * 100_000,
+    ],
+    ids=range(6),
+)
+def test_what_is_no_message_is_one_line(data: bytes) -> None:
+    with pytest.raises(UserError, match=rf"^rank 1: expected a message .+, found {len(data)} other bytes"):
+        decode(data, "rank 1")

@@ -24,6 +24,7 @@ from tests.support.process_factory import (
     SPOT_S,
     Running,
     command,
+    documented_nodes,
     free_port,
     is_running,
     loader_workers,
@@ -106,7 +107,13 @@ def test_two_processes_have_the_losses_of_one(
         one = request.getfixturevalue("alone")
     else:
         train_alone(folder, one, *ONE, *RECIPES[recipe])
-    output = run_to_end(command(folder, f"run.dir={two}", *TWO, *RECIPES[recipe], processes=2), two)
+    overrides = (f"run.dir={two}", *TWO, *RECIPES[recipe])
+    if recipe == "mae":  # on what could be two machines
+        nodes = [Running(argv, two) for argv in documented_nodes(folder, *overrides)]
+        assert [node.wait() for node in nodes] == [0, 0], nodes[0].output[-5000:]
+        output = nodes[0].output
+    else:
+        output = run_to_end(command(folder, *overrides, processes=2), two)
     assert "2 per device x 2 processes x 1 accumulated" in output
     assert output.count("finished at step") == 1  # the second process is silent
     assert len(metrics(two)) > STEPS
@@ -251,10 +258,14 @@ import sys, time, torch
 from utils.runtime.processes import LostPeer, join
 group = join(torch.device("cpu"), 4.0)
 assert group.any(group.rank == 1)
+model = torch.nn.Linear(3, 1)
 if group.rank == 1:
     time.sleep(600)
 try:
-    group.sum(torch.ones(3))
+    if sys.argv[1] == "sum":
+        group.sum(torch.ones(3))
+    else:
+        group.backward(group.replica(model, sums=True)(torch.ones(3)).sum())
 except LostPeer as error:
     print(error, flush=True)
     sys.exit(2)
@@ -291,10 +302,11 @@ def test_nobody_gives_up_while_the_first_process_uploads(tmp_path: Path) -> None
     assert list_steps(str(tmp_path / "checkpoints")) == [1]
 
 
-def test_a_process_that_hangs_is_given_up_after_its_time(tmp_path: Path) -> None:
+@pytest.mark.parametrize("where", ["sum", "gradients"])
+def test_a_process_that_hangs_is_given_up_after_its_time(tmp_path: Path, where: str) -> None:
     script = tmp_path / "hangs.py"
     script.write_text(HANGS)
-    argv = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", str(script)]
+    argv = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", str(script), where]
     running = Running(argv, tmp_path / "hangs")
     assert running.wait(100) != 0
     assert "rank 0 lost another of the 2 processes of this run" in running.output

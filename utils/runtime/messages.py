@@ -35,7 +35,7 @@ def decode(data: bytes, sender: str) -> tuple[Any, list[Tensor]]:
     tensors: list[Tensor] = []
     try:
         return _of_form(json.loads(data), tensors), tensors
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RuntimeError) as error:
         raise UserError(
             f"{sender}: expected a message of this program, found {len(data)} other bytes; every process has "
             "to run the same version, and nobody else may reach their ports"

@@ -15,7 +15,8 @@ from __future__ import annotations
 import logging
 import os
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+import warnings
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
@@ -24,7 +25,8 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from utils.errors import EXIT_TRY_AGAIN, EXIT_USER_ERROR, TransientError
 from utils.runtime.messages import decode, encode
@@ -33,7 +35,6 @@ from utils.storage.retry import describe
 log = logging.getLogger(__name__)
 HOSTS_PORT = 29500  # as torchrun's
 BUCKET_BYTES = 32 * 2**20  # tensors travel in flat pieces of about this size
-BUCKET_BYTES = 32 * 2**20  # gradients are summed in flat pieces of about this size
 FAREWELL_S = 5.0  # longer than the others need to notice that a process has left
 _T = TypeVar("_T")
 
@@ -67,8 +68,13 @@ class Group:
         """The sum over the processes of a tensor that all their losses depend on."""
         return value
 
-    def sum_gradients(self, parameters: Iterable[Tensor]) -> None:
-        """Replace every gradient by its sum over the processes."""
+    def replica(self, model: nn.Module, *, sums: bool) -> nn.Module:
+        """The model to call; with `sums`, `backward` makes every gradient its sum over the processes."""
+        return model
+
+    def backward(self, objective: Tensor) -> None:
+        """The gradients of what a `replica` gave, added to those of the micro-batches before."""
+        objective.backward()
 
     def gather(self, value: Tensor) -> Tensor:
         """The processes' tensors, of one shape, joined along their first axis in the order of the ranks."""
@@ -114,6 +120,8 @@ class ProcessGroup(Group):
         self.rank, self.size = rank, size
         self._words = dist.PrefixStore("last words", store)
         self._timeout_s = timeout_s
+        self._replica: DistributedDataParallel | None = None
+        self._sum_failed = False
 
     def sum(self, value: Tensor) -> Tensor:
         total = value.detach().clone()
@@ -123,12 +131,44 @@ class ProcessGroup(Group):
     def sum_with_gradient(self, value: Tensor) -> Tensor:
         return _SumWithGradient.apply(value, self)
 
-    def sum_gradients(self, parameters: Iterable[Tensor]) -> None:
-        for bucket in _buckets([p.grad for p in parameters if p.grad is not None]):
-            flat = torch.cat([g.reshape(-1) for g in bucket])
-            self._call(partial(dist.all_reduce, flat))
-            pieces = flat.split([g.numel() for g in bucket])
-            torch._foreach_copy_(bucket, [p.view_as(g) for p, g in zip(pieces, bucket, strict=True)])
+    def replica(self, model: nn.Module, *, sums: bool) -> nn.Module:
+        if self._replica is None or self._replica.module is not model:
+            with warnings.catch_warnings():  # torch 2.9 has no other name for broadcast_buffers
+                warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
+                # weights and buffers are equal on all processes, and stay so
+                self._replica = DistributedDataParallel(
+                    model, init_sync=False, broadcast_buffers=False, gradient_as_bucket_view=True
+                )
+            self._replica.register_comm_hook(self, ProcessGroup._sum_bucket)
+        self._replica.require_backward_grad_sync = sums  # what its no_sync() sets
+        return self._replica
+
+    def _sum_bucket(self, bucket):  # type: ignore[no-untyped-def]  # DDP refuses annotations that are texts
+        """Sum a bucket of gradients while others are computed; DDP's own hook would take the mean."""
+
+        def summed(future: torch.futures.Future[list[Tensor]]) -> Tensor:
+            with self._noting_failure():
+                return future.value()[0]
+
+        with self._noting_failure():
+            return dist.all_reduce(bucket.buffer(), async_op=True).get_future().then(summed)
+
+    @contextmanager
+    def _noting_failure(self) -> Iterator[None]:
+        """Remember that a sum failed: `backward` raises a RuntimeError for that and for faults of its own."""
+        try:
+            yield
+        except RuntimeError:
+            self._sum_failed = True
+            raise
+
+    def backward(self, objective: Tensor) -> None:
+        try:
+            objective.backward()
+        except RuntimeError as error:
+            if not self._sum_failed:
+                raise
+            raise self._lost(error) from error
 
     def gather(self, value: Tensor) -> Tensor:
         sent = value.detach().contiguous()
@@ -182,14 +222,14 @@ class ProcessGroup(Group):
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:  # what gloo and NCCL raise has no class of its own
-            log.error("rank %d: a collective failed", self.rank, exc_info=error)
-            traceback.clear_frames(error.__traceback__)  # they would keep the connections open
-            raise self._what_happened(error) from error
+            raise self._lost(error) from error
 
-    def _what_happened(self, error: RuntimeError) -> LostPeer:
-        """The last words of the other processes, and this one's own error: on a GPU a fault of its own shows
-        in a collective first. The code is a user error's where one of them ended with that.
+    def _lost(self, error: RuntimeError) -> LostPeer:
+        """What a failed collective means: the last words of the other processes, and this one's own error,
+        since a GPU's fault shows in a collective first. The code is a user error's where one ended with that.
         """
+        log.error("rank %d: a collective failed", self.rank, exc_info=error)
+        traceback.clear_frames(error.__traceback__)  # they would keep the connections open
         words: dict[int, str] = {}
         codes: set[int] = set()
         with _ignoring_lost_store():
@@ -214,7 +254,8 @@ class HostGroup(ProcessGroup):
 
     sum = Group.sum
     sum_with_gradient = Group.sum_with_gradient
-    sum_gradients = Group.sum_gradients
+    replica = Group.replica
+    backward = Group.backward
     gather = Group.gather
 
 

@@ -133,7 +133,7 @@ class VolumeReader:
     def of(self, rows: np.ndarray) -> VolumeReader:
         """The same store with some of these rows, ascending."""
         digests = self.digests[np.searchsorted(self.rows, rows)]
-        return VolumeReader(self.url, self.options, self.cache_dir, rows, digests)
+        return type(self)(self.url, self.options, self.cache_dir, rows, digests)
 
     def read(self, row: int, compare: bool = False) -> np.ndarray:
         """uint8 [D, H, W] of one of the rows; raises StorageError.

@@ -25,7 +25,7 @@ from data_setup.loader import (
 )
 from data_setup.resample import Resampled
 from data_setup.store.format import RECORD_COLUMNS
-from data_setup.store.reader import PreparedStore
+from data_setup.store.reader import PreparedStore, VolumeReader
 from data_setup.store.writer import StoreWriter, measure
 from data_setup.valid_field import token_valid
 from utils.config.load import load_config
@@ -196,39 +196,47 @@ def test_a_batch_that_cannot_be_shared_is_an_error(store: PreparedStore) -> None
         Loader(small_config(), store, store.kept, world=3, num_steps=1)
 
 
-class ThreadCountStore(PreparedStore):
-    def read(self, row: int) -> np.ndarray:
+def store_with(kind: type[VolumeReader], url: str) -> PreparedStore:
+    """The store, read by another class."""
+    store = PreparedStore.open(url)
+    whole = store.volumes
+    store.volumes = kind(whole.url, whole.options, whole.cache_dir, whole.rows, whole.digests)
+    return store
+
+
+class ThreadCountVolumes(VolumeReader):
+    def read(self, row: int, compare: bool = False) -> np.ndarray:
         return np.full(SIZE, torch.get_num_threads(), np.uint8)
 
 
-class FailingStore(PreparedStore):
+class FailingVolumes(VolumeReader):
     """Reads normally until one row."""
 
-    def read(self, row: int) -> np.ndarray:
+    def read(self, row: int, compare: bool = False) -> np.ndarray:
         if row == 5:
             self.fail()
-        return super().read(row)
+        return super().read(row, compare)
 
     def fail(self) -> None:
         raise ValueError("row 5 is broken")
 
 
-class UnreadableStore(FailingStore):
+class UnreadableVolumes(FailingVolumes):
     def fail(self) -> None:
         raise StorageError("gs://bucket/store/c.5: expected a chunk, found damage")
 
 
-class AwayStore(FailingStore):
+class AwayVolumes(FailingVolumes):
     def fail(self) -> None:
         raise StorageAwayError("gs://bucket/store/c.5: gave up after 8 attempts")
 
 
-class DyingStore(FailingStore):
+class DyingVolumes(FailingVolumes):
     def fail(self) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-class HangingStore(FailingStore):
+class HangingVolumes(FailingVolumes):
     def fail(self) -> None:
         time.sleep(60)
 
@@ -268,23 +276,23 @@ def test_a_worker_gets_the_arrays_of_its_rows_and_not_the_index(store: PreparedS
 def test_workers_use_one_torch_thread(store_url: str) -> None:
     still = ["augment.rotate_hw_deg=0", "augment.scale_range=[1,1]", "augment.shift_fraction=0"]
     cfg = small_config("data.workers=1", "augment.flip_w_prob=0", "augment.rotate_dw_deg=0", *still)
-    loader = Loader(cfg, ThreadCountStore.open(store_url), np.arange(3), num_steps=1)
+    loader = Loader(cfg, store_with(ThreadCountVolumes, store_url), np.arange(3), num_steps=1)
     assert (next(iter(loader))[0]["volume"] == 1).all()
 
 
 @pytest.mark.parametrize(
     ("kind", "error", "message"),
     [
-        (FailingStore, ValueError, "row 5 is broken"),
+        (FailingVolumes, ValueError, "row 5 is broken"),
         (
-            UnreadableStore,
+            UnreadableVolumes,
             LoaderError,
             r"^rank 0, step \d+: .*gs://bucket/store/c\.5: expected[^\n]*$",
         ),
-        (AwayStore, LostWorkerError, r"^rank 0, step \d+: .*gs://bucket/store/c\.5: gave up[^\n]*$"),
-        (DyingStore, LostWorkerError, r"step \d+, .*loader worker 0 of 1: .*dead worker: .*pid\(s\) \d+"),
+        (AwayVolumes, LostWorkerError, r"^rank 0, step \d+: .*gs://bucket/store/c\.5: gave up[^\n]*$"),
+        (DyingVolumes, LostWorkerError, r"step \d+, .*loader worker 0 of 1: .*dead worker: .*pid\(s\) \d+"),
         pytest.param(
-            HangingStore,
+            HangingVolumes,
             LoaderError,
             r"step \d+, .*loader worker 0 of 1: .*data_timeout_s = 1 s, found none after",
             marks=pytest.mark.slow,
@@ -292,11 +300,11 @@ def test_workers_use_one_torch_thread(store_url: str) -> None:
     ],
 )
 def test_a_worker_that_fails_dies_or_hangs_is_named(
-    store_url: str, kind: type[PreparedStore], error: type[Exception], message: str
+    store_url: str, kind: type[VolumeReader], error: type[Exception], message: str
 ) -> None:
-    patience = 1 if kind is HangingStore else 60
+    patience = 1 if kind is HangingVolumes else 60
     cfg = small_config("data.workers=1", f"data.data_timeout_s={patience}")
-    store = kind.open(store_url)
+    store = store_with(kind, store_url)
     start = time.monotonic()
     with pytest.raises(error, match=message):
         for _ in Loader(cfg, store, store.kept, num_steps=10):

@@ -98,6 +98,7 @@ def _leave_word(runtime: Runtime, _kind: object, error: BaseException | None, _t
         for worker in multiprocessing.active_children():
             worker.kill()  # one that hangs would keep this process, and with it the others, from ending
         if isinstance(error, UserError):
+            error.leaves_at_once = runtime.group.size > 1  # a device may wait for the others' part of a sum
             runtime.group.leave_message(str(error), error.exit_code)
         else:
             runtime.group.leave_message(f"{type(error).__name__}: {error}", EXIT_FAILURE)

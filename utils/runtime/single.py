@@ -50,12 +50,6 @@ class Runtime:
         (PyTorch/XLA; elsewhere nothing is compiled ahead). Call it before anything is computed.
         """
 
-    def leave(self, code: int) -> int:
-        """End the process at once where its normal end may wait for a lost process without limit
-        (PyTorch/XLA); elsewhere return the exit code for that normal end.
-        """
-        return code
-
     @property
     def rank(self) -> int:
         return self.group.rank

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import logging
 import os
-import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -89,15 +88,6 @@ class XlaRuntime(Runtime):
             log.warning("%s: compiled programs are not kept, training goes on: %s", own, error)
         else:
             xr.initialize_cache(str(own))
-
-    def leave(self, code: int) -> int:
-        # without atexit, where torch_xla waits without limit for programs that a lost host holds up
-        try:
-            logging.shutdown()
-            sys.stdout.flush()
-            sys.stderr.flush()
-        finally:  # also where nobody reads any more what is flushed
-            os._exit(code)
 
     @property
     def num_devices(self) -> int:

@@ -37,10 +37,10 @@ lock: ## write constraints.txt anew, from the newest versions that the requireme
 	rm -rf $(LOCK_VENV)
 
 test: install ## the default tests
-	$(PYTEST) -m "not slow and not soak and not xla and not gpu"
+	$(PYTEST) -m "not slow and not soak and not xla and not gpu" --durations 12
 
 test-slow: install ## longer tests
-	$(PYTEST) -m "slow"
+	$(PYTEST) -m "slow" --durations 20
 
 lock-tpu: ## write constraints-tpu.txt anew, from the newest versions that the requirements allow
 	rm -rf $(LOCK_VENV)

@@ -92,7 +92,7 @@ def make_jobs(paths: list[Path], store: Path, cfg: Config) -> list[Job]:
     writer.create(cfg.spatial, str(paths[0].parent), synthetic=True)
     records = [
         Record(
-            person_id=f"9{i:03d}", device="topcon_triton", protocol="", region="", laterality="L",
+            person_id=f"9{i:03d}", device="any", protocol="", region="", laterality="unknown",
             path=f"{i}/{path.name}", url=str(path), sop_instance_uid="", shape=None, split="train",
             study_group=None, clinical_site=None, age=None,
         )

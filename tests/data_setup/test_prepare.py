@@ -369,7 +369,8 @@ def test_one_volume_under_two_participants_is_named_and_across_splits_an_error(
     first, second = next(
         (a, b)
         for a, b in pairs
-        if (a.protocol, a.shape) == (b.protocol, b.shape) and a.person_id != b.person_id
+        if (a.protocol, a.shape, a.laterality) == (b.protocol, b.shape, b.laterality)
+        and a.person_id != b.person_id
     )
     shutil.copy(first.url, second.url)
     manifest.write_text(manifest.read_text().replace(second.sop_instance_uid + "\t", "\t"))

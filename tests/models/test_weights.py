@@ -575,7 +575,8 @@ def test_training_restores_from_them(tiny: Path, tmp_path: Path) -> None:
     nothing: Any = None  # what only a resumed run reads
     model = VJEPA3D(cfg)
     cpu = Runtime(torch.device("cpu"), use_bf16=False)
-    progress = restore(Run(cfg, store, nothing, model, nothing, cpu), nothing)
+    rows: Any = SimpleNamespace(train=range(4))
+    progress = restore(Run(cfg, store, rows, model, nothing, cpu), nothing)
     assert (progress.step, progress.inherited, progress.init_weight) == (0, [], 0.0)
     expected = fit(read_weights(str(tiny)), cfg).tensors
     assert all(torch.equal(value, expected[name]) for name, value in model.state_dict().items())

@@ -540,8 +540,9 @@ def test_a_first_batch_with_a_token_on_both_sides_stops_the_run(
     run = tmp_path / "overlap"
     if start:
         shutil.copytree(finished / "checkpoints", run / "checkpoints")
+    cfg = pipeline_config(folder, f"run.dir={run}", "train.max_steps=9", "optim.extend=rewarm")
     with pytest.raises(LeakError, match=r"row \d+: expected disjoint context and target .* found 1 in both"):
-        train(pipeline_config(folder, f"run.dir={run}", "train.max_steps=9"))
+        train(cfg)
 
 
 def test_a_leaking_encoder_stops_the_run(

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from data_setup.store.reader import PreparedStore
+from data_setup.store.reader import VolumeReader
 from pretraining.gauges.validation import validate
 from pretraining.run import open_run
 from utils.cli import parse_cli
@@ -24,13 +24,13 @@ from utils.runtime.open import open_runtime
 RANK = os.environ.get("RANK", "0")
 
 
-class CountedStore(PreparedStore):
-    def read(self, row: int) -> np.ndarray:
+class CountedVolumes(VolumeReader):
+    def read(self, row: int, compare: bool = False) -> np.ndarray:
         place = Path(os.environ["READS"])
         process = "own" if multiprocessing.parent_process() is None else str(os.getpid())
         number = len(list(place.glob(f"{RANK}_{process}_{row}_*")))
         (place / f"{RANK}_{process}_{row}_{number}").touch()
-        return super().read(row)
+        return super().read(row, compare)
 
 
 def main() -> None:
@@ -39,7 +39,7 @@ def main() -> None:
     os.environ["READS"] = str(Path(cfg.run.dir) / "reads")
     Path(os.environ["READS"]).mkdir(parents=True, exist_ok=True)
     run: Any = open_run(cfg, runtime)
-    run.store.__class__ = CountedStore
+    run.store.volumes.__class__ = CountedVolumes
     numbers = validate(run)
     (Path(cfg.run.dir) / f"numbers_{RANK}.json").write_text(json.dumps(numbers))
     runtime.group.close()

@@ -49,10 +49,6 @@ def test_only_one_process_may_be_asked_to_share_its_weights_out() -> None:
         two.shard_parameters([weight])
 
 
-def test_plain_torch_leaves_by_its_normal_end() -> None:
-    assert Runtime(torch.device("cpu"), use_bf16=False).leave(75) == 75
-
-
 def test_the_commit_is_this_projects_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """After `pip install .` the files may lie inside the checkout of something else."""
     from utils import provenance

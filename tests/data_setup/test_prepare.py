@@ -369,11 +369,15 @@ def test_one_volume_under_two_participants_is_named_and_across_splits_an_error(
     first, second = next(
         (a, b)
         for a, b in pairs
-        if (a.protocol, a.shape, a.laterality) == (b.protocol, b.shape, b.laterality)
-        and a.person_id != b.person_id
+        if (a.protocol, a.shape) == (b.protocol, b.shape) and a.person_id != b.person_id
     )
     shutil.copy(first.url, second.url)
-    manifest.write_text(manifest.read_text().replace(second.sop_instance_uid + "\t", "\t"))
+    lines = manifest.read_text().replace(second.sop_instance_uid + "\t", "\t").splitlines(keepends=True)
+    sides = (
+        f"\t{second.laterality}\t",
+        f"\t{first.laterality}\t",
+    )  # the file's own, which the manifest repeats
+    manifest.write_text("".join(x.replace(*sides) if second.path in x else x for x in lines))
     for name in ("train", "val", "test"):
         people.write_text(re.sub(rf"\t{name}\b", "\ttrain", people.read_text()))
     assert main(arguments(own_tree, tmp_path / "store")) == 0

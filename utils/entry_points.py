@@ -1,21 +1,13 @@
-"""The installed commands: `oct-prepare` is `python -m data_setup.prepare`, and so on ([project.scripts]).
-
-A room's command is imported by name when it is called, because utils imports no other room.
-"""
+"""The installed commands: `oct-prepare` is `python -m data_setup.prepare`, and so on ([project.scripts])."""
 
 from __future__ import annotations
 
-from importlib import import_module
-
-from utils.cli import run_cli
+from runpy import run_module
 
 
 def _run(module: str) -> None:
-    """Run the main() of a module, or of the cli.py of a package."""
-    command = import_module(module)
-    if hasattr(command, "__path__"):
-        command = import_module(f"{module}.cli")
-    run_cli(command.main)
+    """As `python -m MODULE`: help comes before anything that takes seconds to import."""
+    run_module(module, run_name="__main__", alter_sys=True)
 
 
 def check() -> None:

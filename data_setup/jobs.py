@@ -27,7 +27,7 @@ from data_setup.store.format import KEPT, UNREAD
 from data_setup.store.writer import StoreWriter, measure, record_fields
 from utils import storage
 from utils.config.schema import SpatialConfig, StorageOptions
-from utils.errors import UserError
+from utils.errors import TransientError
 from utils.workers import executor_of, is_lost_worker
 
 WORKER_DIED = "worker_died"  # the process died twice at this file, most often for lack of memory
@@ -190,7 +190,9 @@ def run_jobs(
                 for future in done:
                     if future.cancelled():
                         problem = "found it gone; finished rows are kept, run again"
-                        raise UserError(f"--dask {cluster}: expected the scheduler until the end, {problem}")
+                        raise TransientError(
+                            f"--dask {cluster}: expected the scheduler until the end, {problem}"
+                        )
                     job, error = running.pop(future), future.exception()
                     if isinstance(error, BrokenProcessPool):
                         lost.append(job)

@@ -44,7 +44,7 @@ from data_setup.check.audit import audit_files, list_tree
 from data_setup.jobs import DONE, SOURCE_MISSING, TO_DO, Job, run_jobs, state_of
 from data_setup.manifest import RECOMMENDED, Record, RecordList, read_records
 from data_setup.store.format import KEPT, UNREAD, read_attrs
-from data_setup.store.summary import next_step, rows_text, run_line, shorten, summarise, table
+from data_setup.store.summary import next_step, require_apart, run_line, shorten, summarise, table
 from data_setup.store.verify import verify
 from data_setup.store.writer import StoreWriter, record_fields
 from utils import storage
@@ -198,16 +198,6 @@ def keep_splits(listing: RecordList, writer: StoreWriter) -> RecordList:
     return replace(listing, records=records, filtered=filtered)
 
 
-def _require_apart(cfg: Config, report: Mapping[str, Any]) -> None:
-    """Raise UserError when one volume stands in two splits under several participants."""
-    leaks = [rows for rows in report["identical_volumes"] if len(set(rows.values())) > 1]
-    if leaks:
-        raise UserError(
-            f"{cfg.data.store}: expected no volume in two splits, found {rows_text(leaks)} with the same "
-            "voxels under several participants; correct manifest or participants and prepare again"
-        )
-
-
 def _exit_code(cfg: Config, tally: Tally) -> int:
     """0, or what files that could not be read call for; raises UserError for too many other rejects."""
     url, limit, rejected = cfg.data.store, cfg.data.max_reject_fraction, tally.rejected
@@ -240,6 +230,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the stage; 0, or an exit code of utils.errors when some files could not be read."""
     cfg, args = parse_cli("data_setup.prepare", __doc__ or "", argv, _add_arguments)
     shard, num_shards = parse_shard(args.shard or "0/1")
+    if (args.check_only or args.verify) and (args.rebase or args.audit):
+        raise UserError("--rebase, --audit: expected neither --check-only nor --verify with them, found one")
+    if args.check_only and args.dask:
+        raise UserError("--dask: expected no --check-only with it, which runs on this machine, found it")
     if args.check_only:
         return check.check_tree(cfg, args.workers, args.pixel_hash or "same-size", args.json)
     if args.verify:
@@ -275,7 +269,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     else:
         report = finalise(cfg, writer, listing, rows, run, args.audit or not storage.is_remote(root))
         print(table(report))
-        _require_apart(cfg, report)
+        require_apart(cfg.data.store, report["identical_volumes"])
         if args.finalise:
             return _exit_code_of_all(cfg, report)
     return _exit_code(cfg, tally)

@@ -33,7 +33,7 @@ from utils.checkpoint import (
     wait_together,
 )
 from utils.config.load import changed_keys, config_of_yaml, load_config, to_yaml
-from utils.config.schema import Config, keys_with
+from utils.config.schema import Config, keys_with, leaves
 from utils.errors import UserError
 from utils.history import NO_CHECKPOINT_YET, history_files, history_url, refuse_lost_checkpoints
 from utils.lease import Lease, hold
@@ -96,6 +96,27 @@ def rows_checksum(rows: Rows, store: PreparedStore) -> str:
     """The data order rests on which volumes are trained on, in which order; this names them."""
     checksums = store.index.loc[rows.train, "checksum"]
     return hashlib.sha256(repr([*zip(rows.train.tolist(), checksums, strict=True)]).encode()).hexdigest()
+
+
+def shared_settings(cfg: Config) -> dict[str, str]:
+    """What all processes of a run must agree on: every key but places and where a machine has its data."""
+    return {
+        name: repr(value)
+        for name, part, value in leaves(cfg)
+        if not part.metadata.get("is_place") and not name.startswith(("data.", "wandb."))
+    }
+
+
+def require_one_configuration(settings: Sequence[Mapping[str, str]]) -> None:
+    """Raise UserError for the first key in which a process differs from the first one: they would run
+    different programs and wait for each other.
+    """
+    for rank, own in enumerate(settings):
+        for name, value in settings[0].items():
+            if own[name] != value:
+                raise UserError(
+                    f"{name}: expected {value} as on process 0, found {own[name]} on process {rank}"
+                )
 
 
 def checkpoint_state(run: Run, gauges: Gauges, progress: Progress) -> dict[str, Any]:
@@ -185,9 +206,9 @@ class Checkpoints:
         """Write what has not been written, where the run was stopped, and end."""
         if self.parts[2].step > self.saved:
             self.save([], with_step=True)
-        wait_together(self.parts[0].runtime.group, self.writer)
+        runtime = self.parts[0].runtime
+        wait_together(runtime.group, self.writer, partial(runtime.watchdog.beat, "last checkpoint"))
         if self.writer is not None:
-            self.parts[0].runtime.watchdog.beat("last checkpoint")
             self.writer.close()
 
 
@@ -202,6 +223,7 @@ def restore(run: Run, gauges: Gauges) -> Progress:
     run.runtime.mark_step()
     state, progress = _read(run) if group.is_first else (None, NEW_RUN)
     if group.size > 1:
+        require_one_configuration(group.gather_objects(shared_settings(run.cfg)))
         checksums = group.gather_objects(rows_checksum(run.rows, run.store))
         if len(set(checksums)) > 1:
             raise UserError(

@@ -10,6 +10,7 @@ import numpy as np
 from data_setup.manifest import load_labels, wanted_values
 from data_setup.splits import EXACT, pretraining_split
 from data_setup.store.reader import PreparedStore
+from data_setup.store.summary import identical_volumes, require_apart
 from utils.config.schema import Config
 from utils.errors import UserError
 
@@ -37,6 +38,7 @@ def open_rows(cfg: Config, store: PreparedStore) -> Rows:
     """Split the kept rows by participant; raises UserError when nothing is left to train on."""
     index = store.index.loc[store.kept]
     index = index[index["listed"]]  # what left the manifest keeps its row, and is not trained on
+    require_apart(store.url, identical_volumes(store.index))
     # split before filtering: runs on one device and on all of them validate on the same people
     rule = store.attrs.get("splits", EXACT)  # a store from before the hash has no such attribute
     people = list(index.drop_duplicates("person_id", keep="last").itertuples())

@@ -43,6 +43,7 @@ from utils.config.schema import Config
 from utils.errors import EXIT_FAILURE, EXIT_FINISHED, EXIT_STOPPED, UserError
 from utils.log import NoLog, RunLog, log_failure, setup_logging
 from utils.report.pictures import bscan_with_masks, feature_pca, load_snapshot
+from utils.runtime.leave import leave
 from utils.runtime.open import open_runtime, report_opened
 from utils.runtime.processes import LostPeer
 from utils.runtime.single import Runtime, StopRequested, is_out_of_memory
@@ -102,6 +103,8 @@ def _leave_word(runtime: Runtime, _kind: object, error: BaseException | None, _t
             runtime.group.leave_message(str(error), error.exit_code)
         else:
             runtime.group.leave_message(f"{type(error).__name__}: {error}", EXIT_FAILURE)
+            if runtime.group.size > 1:
+                leave(EXIT_FAILURE)
 
 
 def _train(cfg: Config, runtime: Runtime, stack: ExitStack) -> int:
@@ -174,9 +177,9 @@ def _train(cfg: Config, runtime: Runtime, stack: ExitStack) -> int:
             motion.check(model, progress.take_moves())
             names = validate_now(validation, gauges, progress, run_log)
             clock.restart()
+        checkpoints.save(names, with_step=calendar.saves(done))
         if done == total:
             show_snapshots(run, run_log, done)
-        checkpoints.save(names, with_step=calendar.saves(done))
     checkpoints.close()
     return finish(cfg, gauges, progress, total, run_log)
 
@@ -261,8 +264,7 @@ def validate_now(
     if measured is None:
         return []
     report(run_log, gauges, progress.step, measured)
-    cfg, total = validation.run.cfg, validation.run.total_steps
-    is_warm = progress.step >= cfg.optim.warmup_ratio * total
+    is_warm = progress.step >= validation.run.cfg.optim.warmup_ratio * progress.schedule.total
     return progress.best_names(measured, is_warm=is_warm)
 
 

@@ -245,12 +245,13 @@ class CheckpointWriter:
                 storage.remove(url, self.options)
 
 
-def wait_together(group: Group, writer: CheckpointWriter | None) -> None:
+def wait_together(group: Group, writer: CheckpointWriter | None, beat: Callable[[], None]) -> None:
     """Wait until the first process has written its checkpoints. The others are asked again and again, so that
-    none gives up on the first one while an upload is slow.
+    none gives up on the first one while an upload is slow, and neither does the watchdog, which hears `beat`.
     """
+    beat()
     while group.any(writer is not None and not writer.wait(CLOSE_WAIT_S)):
-        pass
+        beat()
 
 
 def _is_step(name: str) -> bool:

@@ -35,13 +35,21 @@ def history_url(ckpt_dir: str, name: str) -> str:
     return storage.join(ckpt_dir, "history", name)
 
 
+def _step_of(line: str) -> int:
+    """The step of a line of metrics; -1 for what a power cut has made of one."""
+    try:
+        return int(json.loads(line)["step"])
+    except (ValueError, TypeError, KeyError):
+        return -1
+
+
 def refuse_lost_checkpoints(cfg: Config) -> None:
     """For a run that would begin at step 0: raise UserError where its run directory has steps whose
     checkpoints are gone.
     """
     run_dir = Path(cfg.run.dir)
-    steps = [json.loads(line)["step"] for line in _lines(_bytes_of(run_dir / METRICS))]
-    if not any(steps):
+    steps = [_step_of(line) for line in _lines(_bytes_of(run_dir / METRICS))]
+    if max(steps, default=0) < 1:
         return
     where = cfg.train.ckpt_dir
     if not (run_dir / NO_CHECKPOINT_YET).exists():
@@ -71,7 +79,7 @@ def bring_back(cfg: Config, start_step: int) -> None:
         for name in storage.list_names(folder, options)
     }
     candidates = [_lines(data) for data in (_bytes_of(run_dir / METRICS), kept.get(METRICS, b""))]
-    lines = max(([ln for ln in some if json.loads(ln)["step"] <= start_step] for some in candidates), key=len)
+    lines = max(([ln for ln in some if 0 <= _step_of(ln) <= start_step] for some in candidates), key=len)
     storage.write_text(str(run_dir / METRICS), "".join(lines))  # a whole write: a kill must not destroy it
     if WANDB_ID in kept:
         (run_dir / WANDB_ID).write_bytes(kept[WANDB_ID])

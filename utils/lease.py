@@ -26,7 +26,7 @@ from pathlib import Path
 
 from utils import storage
 from utils.config.schema import StorageOptions
-from utils.errors import UserError
+from utils.errors import TransientError, UserError
 
 LEASE_S = 300.0  # a holder that is silent for longer has lost it
 RENEWALS = 5  # within that time
@@ -81,6 +81,10 @@ def process_start(pid: int) -> int:
     return -1 if fields[0] in "ZX" else int(fields[19])
 
 
+class LeaseError(TransientError):
+    """Another training holds the lease, out of this machine's sight: it may end, or its lease expire."""
+
+
 class Lease:
     """A lease that this process holds; see `hold`."""
 
@@ -131,7 +135,8 @@ class Lease:
             log.warning("the lease is not released, it ends by itself: %s", error)
 
     def _refusal(self, holder: Holder) -> UserError:
-        return UserError(
+        kind = UserError if holder.is_on_this_machine else LeaseError
+        return kind(
             f"{self.directory}: expected no other training of this run, found {holder}; wait for its end, "
             "stop it, or use another run.dir and train.ckpt_dir"
         )
@@ -186,7 +191,7 @@ class Lease:
                 raise self._refusal(holder)
             if number != self._number:  # whoever takes over removes it
                 text = "expected the lease of this run, found none: another training has taken over and ended"
-                raise UserError(f"{self.directory}: {text}, or it was removed; run the same command again")
+                raise LeaseError(f"{self.directory}: {text}, or it was removed; run the same command again")
             expires = time.time() + LEASE_S
             storage.write_bytes(self._url(self._number), self._text(), self.options)
             self._expires = expires

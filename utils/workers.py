@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import multiprocessing
 import os
 import sys
@@ -9,12 +10,14 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TypeVar
 
 from utils.errors import UserError
 
 CONNECT_SECONDS = 30.0  # within which a dask scheduler has to answer
 STORAGE_THREADS = 16  # calls that wait for storage at the same time
+CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")
 MAX_LOADERS = 32  # a host of a TPU has hundreds of CPUs, and its devices take no more than so many give
 _T = TypeVar("_T")
 _R = TypeVar("_R")
@@ -25,6 +28,9 @@ def count_loaders(wanted: int | None) -> int:
     if wanted is not None:
         return wanted
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if CPU_QUOTA.exists():  # of a container
+        quota, _, period = CPU_QUOTA.read_text().partition(" ")
+        cpus = cpus if quota == "max" else min(cpus, math.ceil(int(quota) / int(period)))
     share = cpus // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # torchrun's processes on this machine
     return min(max(share - 1, 1), MAX_LOADERS)
 

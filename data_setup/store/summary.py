@@ -12,6 +12,7 @@ import numpy as np
 import pandas as pd
 
 from data_setup.store.format import KEPT, PENDING
+from utils.errors import UserError
 
 AUDIT_NAMES = 20  # files of either kind that the report names
 LOW_VALID_FRACTION = 0.6  # below this share of acquired voxels, most tokens of a volume are padding
@@ -52,6 +53,16 @@ def identical_volumes(index: pd.DataFrame) -> list[dict[int, str]]:
     kept = index[(index.status == KEPT) & index.listed]
     same = kept[kept.checksum.duplicated(keep=False)].groupby("checksum", sort=False)
     return [dict(zip(part.row, part.split, strict=True)) for _, part in same if part.person_id.nunique() > 1]
+
+
+def require_apart(url: str, identical: Sequence[Mapping[Any, str]]) -> None:
+    """Raise UserError when a volume of `identical_volumes` stands in two splits."""
+    leaks = [rows for rows in identical if len(set(rows.values())) > 1]
+    if leaks:
+        raise UserError(
+            f"{url}: expected no volume in two splits, found {rows_text(leaks)} with the same "
+            "voxels under several participants; correct manifest or participants and prepare again"
+        )
 
 
 # What to do about a reject; the reasons that are not here are faults of the file itself.

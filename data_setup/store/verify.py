@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import sys
 from concurrent.futures import as_completed
+from concurrent.futures.process import BrokenProcessPool
 
 from data_setup.store.reader import PreparedStore, VolumeReader
 from utils.config.schema import Config
-from utils.errors import EXIT_USER_ERROR
-from utils.storage import StorageError
-from utils.workers import executor_of
+from utils.errors import EXIT_USER_ERROR, TransientError
+from utils.storage import StorageAwayError, StorageError
+from utils.workers import executor_of, is_lost_worker
 
 _ROWS = 64  # of a job
 
@@ -25,6 +26,10 @@ def verify(cfg: Config, workers: int, cluster: str | None = None) -> int:
     problems: dict[int, str] = {}
     with executor_of(workers, cluster) as pool:
         for future in as_completed([pool.submit(_problems, part) for part in parts]):
+            error = future.exception()
+            if isinstance(error, BrokenProcessPool) or (error is not None and is_lost_worker(error)):
+                text = "expected workers that live, found one that was killed, most often for lack of memory"
+                raise TransientError(f"{store.url}: {text}; run again, with fewer --workers") from error
             problems |= future.result()
     for _, problem in sorted(problems.items()):
         print(f"error: {problem}", file=sys.stderr)
@@ -42,6 +47,8 @@ def _problems(volumes: VolumeReader) -> dict[int, str]:
     for row in volumes.rows.tolist():
         try:
             volumes.read(row, compare=True)
+        except StorageAwayError:
+            raise
         except StorageError as error:
             problems[row] = str(error)
     return problems

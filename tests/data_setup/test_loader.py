@@ -28,6 +28,7 @@ from data_setup.store.format import RECORD_COLUMNS
 from data_setup.store.reader import PreparedStore, VolumeReader
 from data_setup.store.writer import StoreWriter, measure
 from data_setup.valid_field import token_valid
+from utils import workers as workers_module
 from utils.config.load import load_config
 from utils.config.schema import Config
 from utils.errors import ConfigError
@@ -349,3 +350,14 @@ def test_validation_masks_are_fixed(store: PreparedStore) -> None:
     assert len(np.unique(first["target"].numpy(), axis=0)) == NUM  # each row its own mask
     train = next(iter(Loader(small_config(), store, store.kept, num_steps=1)))[0]
     assert first.keys() == train.keys()
+
+
+def test_null_workers_keep_to_the_quota_of_a_container(
+    store: PreparedStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(200)))
+    monkeypatch.setattr(workers_module, "CPU_QUOTA", tmp_path / "cpu.max")
+    for text, count in (("400000 100000\n", 3), ("max 100000\n", 32)):
+        (tmp_path / "cpu.max").write_text(text)
+        loader = Loader(small_config("data.workers=null"), store, np.arange(3), num_steps=1)
+        assert loader._batches.num_workers == count

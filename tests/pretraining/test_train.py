@@ -595,6 +595,15 @@ def test_filters_and_the_manifest_decide_what_is_trained_on(folder: Path) -> Non
     assert gone not in open_rows(pipeline_config(folder), store).train
 
 
+def test_one_volume_in_two_splits_is_not_trained_on(folder: Path) -> None:
+    """Also where `prepare` has not been asked again since."""
+    store = PreparedStore.open(str(folder / "store"))
+    first, second = (store.index[store.index["split"] == split].index[0] for split in ("train", "test"))
+    store.index.loc[second, "checksum"] = store.index.loc[first, "checksum"]
+    with pytest.raises(UserError, match=r"store: expected no volume in two splits, found rows .*\(train\)"):
+        open_rows(pipeline_config(folder), store)
+
+
 def test_validation_leaves_the_model_in_training_mode(folder: Path) -> None:
     cfg = pipeline_config(folder)
     run = open_run(cfg, Runtime(torch.device("cpu"), use_bf16=False))

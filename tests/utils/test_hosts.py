@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from data_setup.loader import MicroBatches
+from pretraining.resume import require_one_configuration, shared_settings
 from pretraining.run import Run
 from pretraining.trial import settle_memory
 from tests.support.model_factory import nano_model, small_config, uint8_batch
@@ -221,3 +222,16 @@ def test_weights_that_a_failed_trial_lost_come_back(monkeypatch: pytest.MonkeyPa
     assert tried == [8, 4]
     assert fitting.train.per_core_batch_size == 4
     torch.testing.assert_close(dict(model.state_dict()), before, rtol=0, atol=0)
+
+
+def test_processes_with_other_settings_are_named() -> None:
+    """They would run other programs, and wait for each other without end."""
+    first = shared_settings(small_config("vjepa2", "train.use_bf16=false"))
+    second = shared_settings(small_config("vjepa2", "train.use_bf16=true"))
+    require_one_configuration([first, first])
+    with pytest.raises(
+        UserError, match=r"train\.use_bf16: expected False .* process 0, found True on process 1"
+    ):
+        require_one_configuration([first, second])
+    places = shared_settings(small_config("vjepa2", "run.dir=elsewhere", "data.cache_dir=/tmp/cache"))
+    require_one_configuration([shared_settings(small_config("vjepa2")), places])

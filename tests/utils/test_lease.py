@@ -20,13 +20,13 @@ import pytest
 from tests.support.pipeline_factory import ROOT
 from utils import lease as lease_module
 from utils import storage
-from utils.errors import UserError
-from utils.lease import Lease, hold
+from utils.errors import EXIT_TRY_AGAIN, UserError
+from utils.lease import Lease, LeaseError, hold
 
 pytestmark = pytest.mark.timeout(120)
 HOLD = """
 import sys, time
-from utils.lease import hold
+from utils.lease import LeaseError, hold
 with hold(sys.argv[1]):
     print("held", flush=True)
     time.sleep(600)
@@ -90,15 +90,17 @@ def test_one_that_is_silent_on_another_machine_is_waited_for(
         silent.release()
         ours.check()
         assert storage.list_names(place) == ["lease_000002.json"]
-    with pytest.raises(UserError, match="another training has taken over and ended"):
+    with pytest.raises(LeaseError, match="another training has taken over and ended"):
         silent.check()
 
 
 def test_one_that_goes_on_on_another_machine_is_not_waited_for(place: str, brief: None) -> None:
     other = Elsewhere(place, None)
     other.take()
-    with pytest.raises(UserError, match="expected no other training of this run"), hold(place):
+    refused = pytest.raises(LeaseError, match="expected no other training of this run")
+    with refused as error, hold(place):
         pass
+    assert error.value.exit_code == EXIT_TRY_AGAIN  # it may be about to end
     assert storage.list_names(place) == ["lease_000001.json"]
     other.release()
 

@@ -5,14 +5,16 @@ from __future__ import annotations
 import platform
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
+from data_setup.loader import LostWorkerError
 from utils.errors import UserError
 from utils.runtime.processes import Group
-from utils.runtime.single import Runtime
+from utils.runtime.single import Runtime, StopRequested
 
 FAULTS = """
 import resource, torch
@@ -62,3 +64,17 @@ def test_the_commit_is_this_projects_own(tmp_path: Path, monkeypatch: pytest.Mon
     assert provenance._git_commit() is None
     monkeypatch.setattr(provenance, "__file__", str(tmp_path / "utils" / "provenance.py"))
     assert len(provenance._git_commit() or "") == 40
+
+
+@pytest.mark.parametrize("is_stopped", [True, False])
+def test_a_sigterm_that_also_ends_the_loaders_workers_is_a_stop(is_stopped: bool) -> None:
+    """As one to a whole process group, in a validation; without it a dead worker is an error."""
+    runtime = Runtime(torch.device("cpu"), use_bf16=False)
+
+    def batches() -> Iterator[int]:
+        yield 1
+        runtime.stop_requested = is_stopped
+        raise LostWorkerError("evaluation batch 2 of 3: found a dead worker")
+
+    with pytest.raises(StopRequested if is_stopped else LostWorkerError):
+        list(runtime.until_stopped("validation", batches()))

@@ -288,7 +288,7 @@ group = join(torch.device("cpu"), 3.0)
 writer = CheckpointWriter(sys.argv[1], 1) if group.is_first else None
 if writer is not None:
     writer.save({"step": 1}, ["step_00000001"])
-wait_together(group, writer)
+wait_together(group, writer, lambda: None)
 group.close()
 """
 

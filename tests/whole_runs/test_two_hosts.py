@@ -18,6 +18,7 @@ from pretraining import train as loop
 from tests.support.pipeline_factory import SMOKE, pipeline_config, pipeline_overrides
 from tests.support.process_factory import Running, free_port
 from tests.support.xla_factory import assert_same_metrics, open_xla
+from utils.errors import EXIT_STOPPED
 
 pytestmark = [pytest.mark.xla, pytest.mark.timeout(3600)]
 STOP, STEPS, BATCH = 9, 12, 16
@@ -45,7 +46,7 @@ def start_hosts(folder: Path, name: str, *overrides: str, stop: int = 0) -> list
         hosts.append(Running(["env", *debug, *module, *config, *overrides], place))
     try:
         for host in hosts:
-            assert host.wait() == 0, host.output[-5000:]
+            assert host.wait() == (EXIT_STOPPED if stop else 0), host.output[-5000:]
     finally:
         Running.end_all()
     return [read_host(host) for host in hosts]

@@ -70,7 +70,8 @@ class DataConfig:
     sampling: Literal["natural", "device_balanced"] = "natural"
     # local read-through cache of a remote store; null: none
     cache_dir: str | None = key(None, may_change=True)
-    # prepare only the first so many records after the filters; null: all
+    # prepare so many records, of all sites, devices and groups in turn; null: all. Training takes what the
+    # store has
     max_samples: int | None = key(None, AT_LEAST_1)
     # loader processes per rank; 0: in the training process; null: by the CPUs of its machine, up to 32
     workers: int | None = key(1, AT_LEAST_0, may_change=True)

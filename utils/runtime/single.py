@@ -210,8 +210,15 @@ class Runtime:
         """
         iterator = iter(items)
         while True:
-            self.enter(phase)
-            item = next(iterator, None)
+            self.watchdog.beat(phase)
+            try:
+                item = next(iterator, None)
+            except UserError:
+                if not self.stop_requested:  # a signal to a whole process group ends the loader's workers too
+                    raise
+                item = None
+            if self.stop_agreed():
+                raise StopRequested
             if not self.group.any(item is not None):
                 return
             if item is not None:

@@ -30,6 +30,7 @@ from utils.config.schema import StorageOptions
 from utils.storage import clients as cloud
 
 pytestmark = pytest.mark.slow
+LONGER = "optim.extend=rewarm"  # beyond the 4 steps of the first run
 PLANTED = "pl4nted-s3cret"  # must not come out anywhere
 FAST = replace(
     cloud.POLICY, first_wait_s=0.01, read_timeout_s=5
@@ -145,7 +146,7 @@ def plain(
     assert place.run(train, "train.max_steps=4", "data.workers=1") == 0
     assert list_steps(place.checkpoints, place.options) == [2, 4]
     (place.folder / "run").rename(place.folder / "old_machine")
-    assert place.run(train) == 0
+    assert place.run(train, LONGER) == 0
     assert list_steps(place.checkpoints, place.options) == [6, 8]
     evaluate.main(["--config", str(SMOKE), *place.overrides])
     return place
@@ -186,7 +187,7 @@ def test_with_faults_in_a_tenth_of_the_requests_the_results_are_the_same(
             place.upload(phantom)
         assert place.run(prepare, "--workers", "0") == 0
         assert place.run(train, "train.max_steps=4") == 0
-        assert place.run(train) == 0
+        assert place.run(train, LONGER) == 0
         injected, asked = dict(proxy.faults), len(proxy.requests)
         proxy.schedule = lambda method, target: None
         store, checkpoints = place.objects(place.store), place.objects(place.checkpoints)

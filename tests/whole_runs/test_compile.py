@@ -31,11 +31,12 @@ def test_a_compiled_run_has_the_losses_of_an_eager_one(folder: Path, tmp_path: P
     """A whole run: trial step, stochastic layers, validation, and on from its checkpoint without."""
     noise = ("method.dropout=0.1", "method.drop_path=0.1")
     runs = tmp_path / "eager", tmp_path / "compiled"
+    longer = "train.max_steps=12", "optim.extend=rewarm"
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     for run, *compiled in ((runs[0],), (runs[1], ON)):
         assert train(pipeline_config(folder, f"run.dir={run}", *noise, *compiled)) == 0
-        assert train(pipeline_config(folder, f"run.dir={run}", *noise, "train.max_steps=12")) == 0
+        assert train(pipeline_config(folder, f"run.dir={run}", *noise, *longer)) == 0
     # both branches, for context, target and predictor; validation has none of its own
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 6
     assert not torch._dynamo.utils.counters["graph_break"]

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from data_setup.store.reader import PreparedStore
+from data_setup.store.reader import VolumeReader
 from models.vjepa3d import Output
 from pretraining import step as step_module
 from pretraining import train as loop
@@ -69,14 +69,14 @@ def plant() -> None:
 
 def hang() -> None:
     """In a loader worker, which imports this module under another name."""
-    real_read = PreparedStore.read
+    real_read = VolumeReader.read
 
-    def read(store: PreparedStore, row: int) -> Any:
+    def read(volumes: VolumeReader, row: int, compare: bool = False) -> Any:
         if row == PLANTED["hang_row"]:
             time.sleep(3600)
-        return real_read(store, row)
+        return real_read(volumes, row, compare)
 
-    PreparedStore.read = read  # the fault is this method
+    VolumeReader.read = read  # the fault is this method
 
 
 if __name__ == "__mp_main__" and "hang_row" in PLANTED:

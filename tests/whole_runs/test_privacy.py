@@ -97,7 +97,7 @@ def plant(ds: FileDataset) -> None:
     for group in ds.PerFrameFunctionalGroupsSequence:
         content = item(FrameComments=text(9), FrameAcquisitionDateTime=f"{DAY}101112")
         group.FrameContentSequence = Sequence([content])
-    ds.ManufacturerModelName = f"Triton {WORD}"
+    ds.ManufacturerModelName = f"{ds.ManufacturerModelName} {WORD}"
     ds.ProtocolName = text(10)
     ds.preamble = text(11).encode().ljust(128, b"\0")
     ds.file_meta.SourceApplicationEntityTitle = WORD

@@ -18,6 +18,7 @@ from pretraining import train as loop
 from tests.support.pipeline_factory import SMOKE, pipeline_config, pipeline_overrides
 from tests.support.process_factory import Running, free_port
 from tests.support.xla_factory import assert_same_metrics, open_xla
+from utils.checkpoint import list_steps
 from utils.errors import EXIT_STOPPED
 
 pytestmark = [pytest.mark.xla, pytest.mark.timeout(3600)]
@@ -125,7 +126,8 @@ def test_the_same_programs_with_spread_parameters_and_weights_of_another_run(
     folder: Path, fresh: list[Host]
 ) -> None:
     """The file lacks the new run's predictor, so part of the weights stay as they were drawn."""
-    weights = folder / "run" / "checkpoints" / f"step_{STOP:08d}.pt"
+    checkpoints = folder / "run" / "checkpoints"
+    weights = checkpoints / f"step_{list_steps(str(checkpoints))[-1]:08d}.pt"
     options = "train.shard_parameters=true", f"method.init_from={weights}", "method.predictor_depth=1"
     few = "train.max_steps=2", "train.val_every_steps=2", "train.ckpt_every_steps=1"
     assert_same_programs(start_hosts(folder, "spread", f"run.dir={folder / 'spread'}", *options, *few))

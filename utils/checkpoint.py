@@ -164,6 +164,7 @@ class CheckpointWriter:
 
     def _work(self) -> None:
         """Write what waits until nothing new does."""
+        is_ended = False
         try:
             while True:
                 with self._changed:
@@ -181,11 +182,12 @@ class CheckpointWriter:
                     self._waiting = {**owed, **self._waiting}
                     if not has_new:
                         self._end_work()
+                        is_ended = True
                         return
-        except BaseException:
-            with self._changed:
-                self._end_work()
-            raise
+        finally:
+            if not is_ended:  # an error that is no write's: who waits must not wait for ever
+                with self._changed:
+                    self._end_work()
 
     def _end_work(self) -> None:
         self._is_working = False

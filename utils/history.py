@@ -84,6 +84,7 @@ def bring_back(cfg: Config, start_step: int) -> None:
     if WANDB_ID in kept:
         (run_dir / WANDB_ID).write_bytes(kept[WANDB_ID])
     own, other = (_lines(data) for data in (_bytes_of(run_dir / LOG), kept.get(LOG, b"")))
+    # of two logs one is usually longer; what they share is their beginning
     shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(own, other, strict=False)))
     with (run_dir / LOG).open("a") as file:
         file.write("".join(other[shared:]))

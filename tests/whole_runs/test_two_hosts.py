@@ -65,6 +65,7 @@ def read_host(host: Running) -> Host:
 def assert_same_programs(hosts: list[Host]) -> None:
     """From start to end, and no execution is missing from the list."""
     first, second = hosts
+    # the first difference says more than unequal lengths, which are compared below
     for place, (one, other) in enumerate(zip(first.programs, second.programs, strict=False)):
         assert one == other, f"program {place} of {len(first.programs)} and {len(second.programs)}"
     assert len(first.programs) == len(second.programs)

@@ -69,6 +69,11 @@ CHARTS: tuple[tuple[str, tuple[str, ...], str], ...] = (
         ("train/volume_share",),
         "What the position alone does not tell of the targets; near zero: they hold nothing else.",
     ),
+    (
+        "Penalty to prediction",
+        ("train/penalty_to_prediction",),
+        "Norms of the two gradients at the encoder's output; far above 1 the penalty teaches.",
+    ),
     ("Size of an update", ("train/update_ratio",), "Norm of the last update / norm of the weights."),
     ("Lag of the target", ("ema/drift",), "Norm of encoder - target / norm of the target."),
     ("Learning rate", ("train/lr",), "A function of the optimizer step; it never restarts."),

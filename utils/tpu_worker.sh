@@ -92,23 +92,23 @@ check_devices() {
     if [[ -n $users ]]; then
         wrong "devices: expected $glob free, found them in use by pid $users"
     else
-        found+=", $devices devices free"
+        facts+=", $devices devices free"
     fi
 }
 
 check() {
-    local commit=$1 venv=$2 min_gb=$3 faults=0 found='' free answer
+    local commit=$1 venv=$2 min_gb=$3 faults=0 facts='' free answer
     local python=$venv/bin/python
     shift 3
     if running; then fail "a run is in progress here, pid $run_pid; see status, or stop it"; fi
-    found="commit $(git rev-parse --short=10 HEAD)"
+    facts="commit $(git rev-parse --short=10 HEAD)"
     [[ $(git rev-parse HEAD) == "$commit" ]] ||
         wrong "commit: expected ${commit:0:10}, found $(git rev-parse --short=10 HEAD); run sync"
     [[ -z $(git status --porcelain --untracked-files=no) ]] ||
         wrong "clone: expected no changes in $PWD, found some; run git diff there"
     free=$(df -Pk . | awk 'NR == 2 {print int($4 / 1048576)}')
     ((free >= min_gb)) || wrong "disk: expected $min_gb GiB free in $PWD, found $free"
-    found+=", $free GiB free"
+    facts+=", $free GiB free"
     check_devices
     if [[ ! -x $python ]]; then
         wrong "environment: expected $python, found none; run setup"
@@ -116,13 +116,13 @@ check() {
         wrong "environment: expected torch_xla in $venv, found none; run setup"
     elif (($# > 0)); then
         if answer=$("$python" -m utils.check_paths --config "$@" 2>&1); then
-            found+=", $answer"
+            facts+=", $answer"
         else
             wrong "$(tail -n 1 <<<"$answer" | sed 's/^error: //')"
         fi
     fi
     ((faults == 0)) || exit 1
-    say "ready: $found"
+    say "ready: $facts"
 }
 
 # ---- sync, setup

@@ -7,7 +7,7 @@ key. Lengths are mm, sizes voxels, and every triple is in (D, H, W) order: B-sca
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import is_dataclass
 from pathlib import Path
 from types import NoneType, UnionType
@@ -27,8 +27,13 @@ from utils.config.schema import Config, TrainConfig, leaves
 from utils.errors import ConfigError
 
 
-def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
-    """Read a YAML file, apply `section.key=value` overrides, check everything; raises ConfigError."""
+def load_config(
+    path: str | Path, overrides: Sequence[str] = (), base: Mapping[str, Any] | None = None
+) -> Config:
+    """Read a YAML file, apply `section.key=value` overrides, check everything; raises ConfigError.
+
+    `base` holds plain values of sections that lie below those of the file, as a checkpoint's configuration.
+    """
     path = Path(path)
     if not path.is_file():
         raise ConfigError(f"{path}: expected a YAML configuration, found no such file")
@@ -40,7 +45,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
             _check_shapes(Config, part, str(path))
         references = [reference for part in written for reference in _references(part)]
         _refuse_resolvers(references, str(path))
-        merged = OmegaConf.merge(OmegaConf.structured(Config), loaded, changes)
+        merged = OmegaConf.merge(OmegaConf.structured(Config), dict(base or {}), loaded, changes)
         _check_references(references, merged, str(path))
         cfg = OmegaConf.to_object(merged)
     except (OmegaConfBaseException, yaml.YAMLError) as error:

@@ -228,8 +228,37 @@ class WandbConfig:
 @dataclass(frozen=True)
 class TaskConfig:
     labels_path: str | None = None  # a table with an id and a label; null: participants.tsv
-    id_column: str | None = None  # null: person_id or participant_id
+    id_column: str | None = None  # null: the column of the unit (person_id or participant_id, ...)
     label_column: str = "study_group"
+    label_columns: list[str] | None = None  # multilabel: a column of 0 and 1 for each label
+    # what the label is; `ordinal` needs class_order
+    kind: Literal["classification", "ordinal", "regression", "multilabel"] = "classification"
+    class_order: list[str] | None = None  # ordinal: all classes, lowest first
+    # what a row of the table, and a prediction, is about; predictions of its volumes are averaged
+    unit: Literal["volume", "eye", "participant"] = "participant"
+
+
+@dataclass(frozen=True)
+class HeadConfig:
+    # linear and mlp read mean and standard deviation over valid tokens, attentive the tokens themselves
+    kind: Literal["linear", "mlp", "attentive"] = "linear"
+    hidden: int = key(256, AT_LEAST_1)  # width of the mlp
+    dropout: float = key(0.0, BELOW_1)
+    # all pairs are trained together on frozen features; the one that is best on validation is kept
+    learning_rates: list[float] = field(default_factory=lambda: [1e-4, 3e-4, 1e-3, 3e-3, 1e-2])
+    weight_decays: list[float] = field(default_factory=lambda: [1e-4, 1e-2, 1e-1])
+
+
+@dataclass(frozen=True)
+class FinetuneConfig:
+    encoder: Literal["frozen", "trained"] = "frozen"
+    # learning rate of a block is this to the power of the number of blocks above it
+    layer_decay: float = key(0.75, Bound("a number in (0, 1]", lambda value: 0 < value <= 1))
+    unfreeze_at_epoch: int = key(0, AT_LEAST_0)  # until then the head alone is trained
+    class_weights: Literal["auto", "none"] = "auto"  # auto: every class has the same weight in the loss
+    label_smoothing: float = key(0.0, BELOW_1)
+    mixup: float = key(0.0, AT_LEAST_0)  # alpha of its beta distribution; 0: none
+    patience: int | None = key(10, AT_LEAST_1)  # epochs without a better validation; null: to the end
 
 
 @dataclass(frozen=True)
@@ -243,6 +272,10 @@ class ProbeConfig:
 @dataclass(frozen=True)
 class EvalConfig:
     split: Literal["val", "test"] = key("test", may_change=True)
+    # official: the splits of the table; crossfit: folds over all labelled participants that pre-training did
+    # not see
+    protocol: Literal["official", "crossfit"] = key("official", may_change=True)
+    folds: int = key(5, Bound("3 or more", lambda value: value >= 3), may_change=True)  # of crossfit
     batch_size: int = key(16, AT_LEAST_1, may_change=True)
     # true: participants seen in pre-training may be evaluated; tables say so
     allow_overlap: bool = key(False, may_change=True)
@@ -263,6 +296,8 @@ class Config:
     run: RunConfig = field(default_factory=RunConfig)
     wandb: WandbConfig = field(default_factory=WandbConfig)
     task: TaskConfig = field(default_factory=TaskConfig)
+    head: HeadConfig = field(default_factory=HeadConfig)
+    finetune: FinetuneConfig = field(default_factory=FinetuneConfig)
     probe: ProbeConfig = field(default_factory=ProbeConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
 

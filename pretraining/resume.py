@@ -52,7 +52,9 @@ def check_run_dir(cfg: Config) -> None:
 
 @contextmanager
 def held_run(cfg: Config, runtime: Runtime) -> Iterator[Lease | None]:
-    """The lease on the run's checkpoints, which the first process holds for all; a changed run is refused."""
+    """The lease on the run's checkpoints, which the first process holds for all; a changed run is refused.
+    After SIGTERM it is not waited for: the phase that comes next (`Runtime.enter`) ends the run.
+    """
     if not runtime.group.is_first:
         yield None
         return
@@ -60,7 +62,8 @@ def held_run(cfg: Config, runtime: Runtime) -> Iterator[Lease | None]:
     if cfg.train.ckpt_dir is None:
         yield None
         return
-    with hold(cfg.train.ckpt_dir, cfg.data.storage_options) as lease:
+    options, is_stopped = cfg.data.storage_options, lambda: runtime.stop_requested
+    with hold(cfg.train.ckpt_dir, options, is_stopped) as lease:
         yield lease
 
 

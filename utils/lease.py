@@ -18,7 +18,7 @@ import re
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
@@ -96,10 +96,12 @@ class Lease:
         self._is_over = threading.Event()
         self._renewer = threading.Thread(target=self._keep, name="lease", daemon=True)
 
-    def take(self) -> None:
-        """Become the holder; raises UserError while another process is. May wait for LEASE_S."""
+    def take(self, is_stopped: Callable[[], bool] = lambda: False) -> None:
+        """Become the holder; raises UserError while another process is. May wait for LEASE_S, and gives up
+        the wait, not being the holder, once `is_stopped`.
+        """
         first_seen: Holder | None = None
-        while True:
+        while not is_stopped():
             number, holder = self._newest()
             if holder is not None and holder.is_on_this_machine:
                 if holder.is_running:
@@ -208,10 +210,14 @@ class Lease:
 
 
 @contextmanager
-def hold(directory: str, options: StorageOptions | None = None) -> Iterator[Lease]:
-    """Hold the lease of a folder of checkpoints; raises UserError while another process holds it."""
+def hold(
+    directory: str, options: StorageOptions | None = None, is_stopped: Callable[[], bool] = lambda: False
+) -> Iterator[Lease]:
+    """Hold the lease of a folder of checkpoints; raises UserError while another process holds it. Where
+    `is_stopped` ends the wait for it, the caller must end too: it holds nothing.
+    """
     lease = Lease(directory, options)
-    lease.take()
+    lease.take(is_stopped)
     try:
         yield lease
     finally:

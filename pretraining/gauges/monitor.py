@@ -20,18 +20,21 @@ from models.probes.features import rankme
 from models.vjepa3d import VJEPA3D, Output
 from pretraining.gauges.alarms import Alarms
 from pretraining.gauges.skill import BASELINE_FLOOR, Read, Scored, SkillGauge, as_it_is
+from utils.errors import UserError
 from utils.indices import evenly_spaced
 from utils.runtime.processes import ALONE, Group
 
 RANK_TOKENS = 512  # of a global batch; the rank is at most one less
 
 
-class LeakError(RuntimeError):
-    """The context encoder's output depends on voxels that it must not see."""
+class LeakError(UserError):
+    """The context encoder's output depends on voxels that it must not see. Another start would meet it again,
+    so a person has to look: it ends with the code of a user's mistake.
+    """
 
 
-class FrozenTargetError(RuntimeError):
-    """The target encoder did not move although its momentum is below 1."""
+class FrozenTargetError(UserError):
+    """The target encoder did not move although its momentum is below 1; see LeakError."""
 
 
 class Gauges:

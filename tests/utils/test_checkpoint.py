@@ -22,7 +22,9 @@ from utils.checkpoint import (
     list_steps,
     load_checkpoint,
     load_newest,
+    wait_together,
 )
+from utils.runtime.processes import Group
 
 
 def write(directory: Path, steps: list[int], keep: int = 2) -> CheckpointWriter:
@@ -31,6 +33,19 @@ def write(directory: Path, steps: list[int], keep: int = 2) -> CheckpointWriter:
         writer.save({"step": step, "w": torch.full((1000,), float(step))}, [f"step_{step:08d}"])
         writer.wait()
     return writer
+
+
+def test_the_last_upload_feeds_the_watchdog_while_it_lasts(tmp_path: Path) -> None:
+    """All processes ask until the first one's checkpoint is there; each question is a sign of life."""
+    beats: list[str] = []
+
+    class Uploading(Group):
+        def any(self, flag: bool) -> bool:
+            beats.append("asked")
+            return beats.count("asked") < 4
+
+    wait_together(Uploading(), None, lambda: beats.append("beat"))
+    assert beats == ["beat", "asked", "beat", "asked", "beat", "asked", "beat", "asked"]
 
 
 def test_round_trip_and_what_is_kept(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from data_setup.expand import cli as expand
 from data_setup.loader import LoaderError, LostWorkerError
 from finetuning import evaluate
 from pretraining import train as loop
+from pretraining.gauges.monitor import FrozenTargetError, LeakError
 from tests.support.pipeline_factory import ROOT, SMOKE, pipeline_overrides
 from tests.support.process_factory import environment
 from utils.checkpoint import CheckpointError, LastWriteError
@@ -45,7 +46,7 @@ def test_the_codes_are_distinct_and_nobody_elses() -> None:
     ("kind", "code"),
     [
         *((kind, 2) for kind in (UserError, ConfigError, StorageError, StorageNotFoundError)),
-        *((kind, 2) for kind in (CheckpointError, LoaderError)),
+        *((kind, 2) for kind in (CheckpointError, LoaderError, LeakError, FrozenTargetError)),
         *((kind, 75) for kind in (TransientError, StorageAwayError, LastWriteError)),
         *((kind, 75) for kind in (LostWorkerError, LostPeer)),
     ],

@@ -105,6 +105,22 @@ def test_one_that_goes_on_on_another_machine_is_not_waited_for(place: str, brief
     other.release()
 
 
+def test_sigterm_ends_the_wait_for_another_machines_lease(place: str, brief: None) -> None:
+    other = Elsewhere(place, None)
+    other.take()
+    checks = []
+
+    def is_stopped() -> bool:
+        checks.append(1)
+        return len(checks) > 2  # while it waits
+
+    with hold(place, is_stopped=is_stopped):
+        assert storage.list_names(place) == ["lease_000001.json"]
+    assert len(checks) == 3
+    assert storage.list_names(place) == ["lease_000001.json"]  # what it did not hold it does not remove
+    other.release()
+
+
 def test_of_many_that_start_at_once_one_holds(place: str, brief: None) -> None:
     """After one that was killed: its successors race for its place."""
     storage.write_text(f"{place}/lease_000007.json", storage.read_text(_of_the_dead(place)))

@@ -38,6 +38,7 @@ _MONTH = r"(0?[1-9]|1[0-2]|(jan|feb|mar|apr|may|jun|jul|aug|sep|oct|nov|dec)[a-z
 _ORDERS = ((_YEAR, _MONTH, _DAY), (_DAY, _MONTH, _YEAR), (_MONTH, _DAY, _YEAR))
 _DATE_TEXT = re.compile(f"({'|'.join('[-./ ,]+'.join(order) for order in _ORDERS)})([T ,].*)?", re.IGNORECASE)
 _PLAIN_DATE = re.compile(rf"{_YEAR}(0[1-9]|1[0-2])(0[1-9]|[12]\d|3[01])")
+_WHOLE = re.compile(r"-?\d+\.0")
 _CLOCK = re.compile(r"\d{1,2}:\d{2}(:\d{2}(\.\d+)?)?")
 log = logging.getLogger(__name__)
 
@@ -88,7 +89,9 @@ def read_labels(cfg: Config, index: pd.DataFrame) -> Labels:
     for line, row in table.items():
         where = f"{url}: line {line}"
         row_id = _row_id(row[id_column], row[side_column] if side_column else "", task.unit, where)
-        value = _value(task, [row[column] for column in columns], f"{where}: {row_id}")
+        value = None
+        if row_id is not None:
+            value = _value(task, [row[column] for column in columns], f"{where}: {row_id}")
         if row_id is None or value is None:
             num_missing += 1
             continue
@@ -165,12 +168,15 @@ def _value(task: TaskConfig, cells: Sequence[str], where: str) -> Value | None:
             if _number(text) not in (0.0, 1.0):
                 raise UserError(f"{where}: {column}: expected 0 or 1, found {text!r}")
         return tuple(float(text) for text in texts)
-    if task.class_order is not None and texts[0] not in task.class_order:
+    known = task.class_order or ()
+    # an integer column with a gap is written as 1.0
+    text = texts[0] if texts[0] in known or not _WHOLE.fullmatch(texts[0]) else texts[0].removesuffix(".0")
+    if task.kind == "ordinal" and text not in known:
         raise UserError(
             f"{where}: {task.label_column}: expected a class of task.class_order "
-            f"({', '.join(task.class_order)}), found {texts[0]!r}"
+            f"({', '.join(known)}), found {texts[0]!r}"
         )
-    return texts[0]
+    return text
 
 
 def _number(text: str) -> float | None:

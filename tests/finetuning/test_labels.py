@@ -156,8 +156,8 @@ def test_volumes_are_named_by_instance_or_path(tmp_path: Path) -> None:
 
 
 def test_eyes_by_any_word(tmp_path: Path) -> None:
-    for left, right in [("OS", "OD"), ("os", "od"), ("L", "R"), ("Left", "RIGHT"), ("l", " right ")]:
-        text = f"person_id,eye,grade\n1001,{left},a\n1001,{right},b\n4001,{right},a\n"
+    for os, od in [("OS", "OD"), ("os", "od"), ("L", "R"), ("Left", "RIGHT"), ("l", " right ")]:
+        text = f"person_id,eye,grade\n1001,{os},a\n1001,{od},b\n4001,{od},a\n"
         labels = labels_of(tmp_path, text, "task.unit=eye")
         assert labels.target == {"1001_L": (0.0,), "1001_R": (1.0,), "4001_R": (0.0,)}
     for word in ("OU", "", "lefty"):
@@ -220,6 +220,23 @@ def test_each_kind_has_its_own_keys(tmp_path: Path, override: list[str], problem
     with pytest.raises(ConfigError) as error:
         config(tmp_path, tmp_path, *override)
     assert problem in str(error.value)
+
+
+def test_classes_that_are_whole_numbers(tmp_path: Path) -> None:
+    """An integer column with a gap, as pandas writes it, has the classes of the column without it."""
+    text = "person_id,grade\n1001,1.0\n4001,\n7001,0.0\n"
+    assert labels_of(tmp_path, text).names == ("0", "1")
+    ordinal = labels_of(tmp_path, text, "task.kind=ordinal", "task.class_order=[1,0]")
+    assert ordinal.target == {"1001": (0.0,), "7001": (1.0,)}
+    written = labels_of(tmp_path, text, "task.kind=ordinal", "task.class_order=['1.0','0.0']")
+    assert (written.names, written.target) == (("1.0", "0.0"), ordinal.target)
+    pd.DataFrame({"person_id": [1001, 4001, 7001], "grade": [1, None, 0]}).to_parquet(
+        tmp_path / "own.parquet"
+    )
+    cfg = config(
+        tmp_path, tmp_path, f"task.labels_path={tmp_path / 'own.parquet'}", "task.label_column=grade"
+    )
+    assert read_labels(cfg, STORE.index) == labels_of(tmp_path, text)
 
 
 # ---- what is refused --------------------------------------------------------------------------------------

@@ -146,7 +146,7 @@ class Grid:
 
 
 def schedule(step: int, total: int, warmup_ratio: float, min_ratio: float) -> float:
-    """Share of the learning rate at update `step` of `total`: linear warm-up, then a cosine to `min_ratio`."""
+    """Share of the learning rate at update `step` of `total`: linear warm-up, then cosine to `min_ratio`."""
     warmup = round(warmup_ratio * total)
     if step < warmup:
         return (step + 1) / warmup

@@ -54,6 +54,9 @@ from utils.runtime.single import Runtime
 
 SHORT = {"balanced_accuracy": "bal. acc.", "macro_auroc": "AUROC"}  # headers of the short table
 MAX_COMPONENTS = 256  # of the raw-voxel PCA
+# what probe.json repeats of evaluation.json
+KEPT = ["fingerprint", "title", "label_column", "split", "protocol", "n_participants", "look", "overlap"]
+KEPT += ["n_participants_train", "n_participants_val", "verdict", "cautions", "notes"]
 log = logging.getLogger(__name__)
 
 
@@ -193,8 +196,6 @@ def short_table(content: dict[str, Any]) -> dict[str, Any]:
         }
         for row in content["rows"]
     ]
-    same = ("fingerprint", "title", "label_column", "split", "protocol", "n_participants", "look", "overlap")
-    same += ("n_participants_train", "n_participants_val", "verdict", "cautions", "notes")
     return {
         "format_version": content["format_version"],
         "metric": metric,
@@ -204,7 +205,7 @@ def short_table(content: dict[str, Any]) -> dict[str, Any]:
         "classes": content["names"],
         "rows": rows,
         "paired_difference": {k: content["difference"][k] for k in ("mean", "ci95", "could_have_shown")},
-        **{key: content[key] for key in same},
+        **{key: content[key] for key in KEPT},
     }
 
 
@@ -213,7 +214,8 @@ def format_table(result: dict[str, Any]) -> str:
     metric = result["metric"]
     lines = [
         result["title"],
-        f"{'features':<37} {SHORT.get(metric, TITLES[metric]):>9}  {'95 % interval':<15} {'AUROC':>6} {'val':>6} {'C':>7}",
+        f"{'features':<37} {SHORT.get(metric, TITLES[metric]):>9}  {'95 % interval':<15} {'AUROC':>6} "
+        f"{'val':>6} {'C':>7}",
     ]
     for row in result["rows"]:
         auroc = "-" if row.get("macro_auroc") is None else f"{row['macro_auroc']:.3f}"

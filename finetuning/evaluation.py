@@ -1,8 +1,8 @@
 """What is asked of a checkpoint or a head, and the content of evaluation.json that answers it.
 
-In: a configuration, the store, who was seen in training; then the `Scored` of every row of the table. Out: the
-cohorts that are evaluated, checked; a dictionary: rows with metrics and intervals, the difference between the
-first two rows with its verdict and what the cohort could have shown, subgroups, cautions.
+In: a configuration, the store, the cohorts that are evaluated, the `Scored` of every row of the table. Out: a
+dictionary: rows with metrics and intervals, the difference between two rows with its verdict and what the
+cohort could have shown, subgroups, cautions.
 """
 
 from __future__ import annotations
@@ -63,8 +63,11 @@ class Asked:
     def fingerprint(self) -> str:
         """A hash of all that the answer depends on: checkpoint, protocol, volumes, targets, folds."""
         table = [
-            [self.store.index.loc[c.rows, "checksum"].tolist(), c.fold.tolist(), c.target.tolist()]
-            + [c.unit.tolist(), c.person.tolist(), c.names]
+            [
+                self.store.index.loc[c.rows, "checksum"].tolist(),
+                *(part.tolist() for part in (c.fold, c.target, c.unit, c.person)),
+                c.names,
+            ]
             for c in self.cohorts
         ]
         return _digest([FORMAT_VERSION, self.checksum, self._protocol(), table])

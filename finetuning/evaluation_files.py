@@ -1,9 +1,9 @@
 """The files of an evaluation: evaluation.json, evaluation.md, predictions.parquet and figures/.
 
-In: the content of evaluation.json, and the `Scored` of every row of its table. Out: files in the run's folder.
-predictions.parquet has a line for every row of the table (column `row`) and unit; device, laterality, site and
-age are joined with + where the volumes of a unit differ; `fold` is the number of the crossfit fold, 0 with
-the official splits.
+In: the content of evaluation.json, and the `Scored` of every row of its table. Out: files in the run's
+folder. predictions.parquet has a line for every row of the table (column `row`) and unit; device, laterality
+and site are joined with + where the volumes of a unit differ; `fold` is the number of the crossfit fold, 0
+with the official splits.
 """
 
 from __future__ import annotations
@@ -114,9 +114,7 @@ def _threshold(main: Mapping[str, Any]) -> list[str]:
     if not chosen:
         return []
     values = ", ".join(f"{value:.3f}" for value in chosen["values"])
-    rows = [
-        [TITLES[name], _cell(chosen["by_class"][name][1])] for name in ("sensitivity", "specificity")
-    ]
+    rows = [[TITLES[name], _cell(chosen["by_class"][name][1])] for name in ("sensitivity", "specificity")]
     rows += [[TITLES[name], _cell(chosen["metrics"][name])] for name in ("balanced_accuracy", "macro_f1")]
     title = f"## {chosen['positive']} from probability {values} on: {chosen['rule']}"
     return ["", title, "", *_table(["", chosen["positive"]], rows)]

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from data_setup.store.reader import PreparedStore
-from finetuning.cohort import EVALUATED, TRAIN, VAL, Cohort, count_overlap, read_cohort
+from finetuning.cohort import TRAIN, Cohort, count_overlap, read_cohort
 from finetuning.embed import embed_rows
 from finetuning.evaluation import Asked, Row, answer, known_answer
 from finetuning.evaluation_files import write_evaluation
@@ -84,7 +84,7 @@ def _evaluate(asked: Asked, head: Head, runtime: Runtime) -> dict[str, Any]:
     constant = Row("constant", "one prediction for all", Scored((cohort,), (_constant(cohort),)), {})
     features = of_rows(asked.rows, embed_rows(head.encoder, head.cfg, store, asked.rows, runtime))
     of_device, _ = device_cohorts(asked.cohorts, store)
-    is_trained = head.state["encoder_weights"] is not None
+    kind = f"{head.state['head_kind']} head on a {'frozen' if head.is_frozen else 'fine-tuned'} encoder"
     content = answer(
         asked,
         [first, constant],
@@ -93,7 +93,7 @@ def _evaluate(asked: Asked, head: Head, runtime: Runtime) -> dict[str, Any]:
         probe(of_device, features).scored if of_device else None,
         {"name": "head", "url": head.url, "sha256": head.checksum, "encoder": dict(head.state["encoder"])},
         [
-            f"The head is {head.state['head_kind']} on {'a fine-tuned' if is_trained else 'a frozen'} encoder.",
+            f"The head: {kind} {head.state['encoder']['url']}.",
             "Permuted truth: the head's predictions against truth dealt out anew among the evaluated units, "
             "mean and central 95 % of the shuffles; the head is not trained again.",
         ],

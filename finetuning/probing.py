@@ -82,7 +82,9 @@ def device_cohorts(cohorts: Sequence[Cohort], store: PreparedStore) -> tuple[lis
     the training, or any in another fold.
     """
     parts, num_lost = [], 0
-    names = tuple(sorted(set(store.index.loc[np.concatenate([c.rows for c in cohorts]), "device"].fillna("unknown"))))
+    names = tuple(
+        sorted(set(store.index.loc[np.concatenate([c.rows for c in cohorts]), "device"].fillna("unknown")))
+    )
     for cohort in cohorts:
         device = store.index.loc[cohort.rows, "device"].fillna("unknown").to_numpy(str)
         known = np.isin(device, np.unique(device[cohort.fold == TRAIN]))

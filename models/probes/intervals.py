@@ -94,8 +94,7 @@ def verdict(
             f"verdict: expected a finite difference and an ordered interval, found {mean}, {ci95}"
         )
     numbers = (
-        f"paired difference of {metric} {_signed(mean)}, "
-        f"95 % interval {_signed(low)} to {_signed(high)}"
+        f"paired difference of {metric} {_signed(mean)}, 95 % interval {_signed(low)} to {_signed(high)}"
     )
     if low > 0:
         return f"{first} beats {second}: {numbers}."

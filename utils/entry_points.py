@@ -42,5 +42,9 @@ def report() -> None:
     _run("utils.report")
 
 
+def truth() -> None:
+    _run("finetuning.truth")
+
+
 def weights() -> None:
     _run("models.weights")

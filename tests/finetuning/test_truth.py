@@ -288,7 +288,7 @@ def test_a_store_without_truth_is_refused(
     cfg = config(world, tmp_path / "run")
     store = PreparedStore.open(cfg.data.store)
     store.attrs = store.attrs | {"synthetic": False}
-    with pytest.raises(UserError, match="expected a phantom's store, whose truth is known, found real eyes"):
+    with pytest.raises(UserError, match="expected the store of a phantom, whose truth is known"):
         module.read_truth(cfg, store)
     save(cfg, 160)
     save(config(world, tmp_path / "control"), 2)

@@ -26,7 +26,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from data_setup.loader import evaluation_batches
+from data_setup.loader import evaluation_batches, start_early
 from data_setup.manifest import wanted_values
 from data_setup.normalisation import plain_view
 from data_setup.phantom.truth_tokens import layer_occupancy, read_truth_file, sample_tokens, valid_tokens
@@ -266,6 +266,7 @@ def fingerprint(cfg: Config, store: PreparedStore, cohort: TruthCohort, checksum
 
 def measure(cfg: Config, control_place: str, runtime: Runtime) -> dict[str, Any]:
     """The content of truth.json; an existing file of the same checkpoints and volumes is reused."""
+    start_early(cfg.data)
     options = cfg.data.storage_options
     url, control_url = find_checkpoint(cfg), find_in_run(control_place, options)
     state, control = (load_checkpoint(place, options) for place in (url, control_url))

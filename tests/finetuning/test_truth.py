@@ -22,7 +22,6 @@ from finetuning import truth as module
 from finetuning.cohort import EVALUATED, TRAIN, VAL
 from finetuning.embed import random_encoder
 from models.probes.tokens import mean_r2
-from models.vjepa3d import VJEPA3D
 from tests.support.pipeline_factory import SMOKE
 from utils.checkpoint import CheckpointWriter
 from utils.cli import run_cli
@@ -105,15 +104,14 @@ def silence(part: nn.Module) -> None:
 def save(
     cfg: Config, step: int, change: Callable[[nn.Module], None] = lambda part: None, **state: Any
 ) -> str:
-    """A checkpoint as pre-training writes it: the model of cfg.seed, its target after `change`."""
-    torch.manual_seed(cfg.seed)
-    model = VJEPA3D(cfg)
-    change(model.target_encoder)
+    """A checkpoint with the part that is read: the target encoder of cfg.seed after `change`."""
+    encoder = random_encoder(cfg, cfg.seed)
+    change(encoder)
     assert cfg.train.ckpt_dir is not None
     writer = CheckpointWriter(cfg.train.ckpt_dir, keep_last=1)
     content = {
         "step": step,
-        "model": model.state_dict(),
+        "model": {f"target_encoder.{name}": value for name, value in encoder.state_dict().items()},
         "config": to_yaml(cfg),
         "normalisation": "zscore_valid",
         "participants": [person("train", n) for n in range(PEOPLE["train"])],

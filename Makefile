@@ -6,6 +6,7 @@ PY := $(VENV)/bin/python
 XLA_VENV := .venv-xla
 LOCK_VENV := .venv-lock
 RUN := runs/smoke_test
+CONTROL := runs/smoke_control
 CONFIG := configs/smoke_test.yaml
 PARTICIPANTS := 120
 # two test files at a time, one thread each: faster on two cores than one file with two threads
@@ -88,12 +89,14 @@ define stage
 	printf '%s\t%s\n' $(1) $$(( $$(date +%s) - start )) >> $(RUN)/stages.tsv
 endef
 
-demo: install ## phantom data -> store -> pre-training -> probe -> report, in minutes on a CPU
+demo: install ## phantom data -> store -> pre-training -> truth and probe -> report, in minutes on a CPU
 	$(call stage,phantom,test -f runs/phantom/synthetic.json || $(PY) -m data_setup.phantom --out runs/phantom --participants $(PARTICIPANTS) --seed 0 --size small --faults)
 	$(call stage,prepare,$(PY) -m data_setup.prepare --config $(CONFIG))
 	$(call stage,pretrain,$(PY) -m pretraining.train --config $(CONFIG))
+	$(call stage,control,$(PY) -m pretraining.train --config $(CONFIG) run.dir=$(CONTROL) train.max_steps=2 wandb.mode=disabled)
+	$(call stage,truth,$(PY) -m finetuning.truth --config $(CONFIG) --control $(CONTROL))
 	$(call stage,evaluate,$(PY) -m finetuning.evaluate --config $(CONFIG))
 	@$(PY) -m utils.report --run $(RUN)
 
 clean-demo: ## remove what demo made
-	rm -rf runs/phantom runs/.phantom.phantom-partial runs/phantom_store $(RUN)
+	rm -rf runs/phantom runs/.phantom.phantom-partial runs/phantom_store $(RUN) $(CONTROL)

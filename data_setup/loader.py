@@ -17,6 +17,8 @@ import time
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
+from multiprocessing import forkserver
+from multiprocessing.context import ForkServerContext
 from typing import Any
 
 import numpy as np
@@ -221,6 +223,21 @@ class Loader:
         return _next_batch(batches, self.data, number, where, f", micro-batch {number % self.accum}")
 
 
+def start_early(data: DataConfig) -> None:
+    """Start the process that loader workers are forked from, if any will be: it imports for seconds, in which
+    the caller can do something else.
+    """
+    if count_loaders(data.workers) > 0:
+        _fork_server()
+        forkserver.ensure_running()
+
+
+def _fork_server() -> ForkServerContext:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])
+    return context
+
+
 def _data_loader(
     data: DataConfig,
     dataset: Dataset[Sample],
@@ -236,8 +253,7 @@ def _data_loader(
     workers = count_loaders(data.workers)
     if workers > 0:
         # A fork server, not fork: the training process has threads (torch, fsspec, zarr) and maybe a device.
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload([__name__])
+        context = _fork_server()
         options |= {
             "num_workers": workers,
             "prefetch_factor": data.prefetch_factor,

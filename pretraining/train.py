@@ -24,7 +24,7 @@ from pathlib import Path
 
 import torch
 
-from data_setup.loader import Batch
+from data_setup.loader import Batch, start_early
 from pretraining.gauges.alarms import closing as closing_lines
 from pretraining.gauges.monitor import Gauges, TargetMotion, target_drift, update_ratio
 from pretraining.gauges.profiling import StepTrace
@@ -109,6 +109,7 @@ def _leave_word(runtime: Runtime, _kind: object, error: BaseException | None, _t
 
 def _train(cfg: Config, runtime: Runtime, stack: ExitStack) -> int:
     # build, and restore: this run, else init_from, else scratch
+    start_early(cfg.data)
     lease = stack.enter_context(held_run(cfg, runtime))
     run = open_run(cfg, runtime)
     model, optimizer = run.model, run.optimizer

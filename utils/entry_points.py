@@ -22,6 +22,10 @@ def expand() -> None:
     _run("data_setup.expand")
 
 
+def finetune() -> None:
+    _run("finetuning.train")
+
+
 def phantom() -> None:
     _run("data_setup.phantom")
 
@@ -36,6 +40,10 @@ def pretrain() -> None:
 
 def report() -> None:
     _run("utils.report")
+
+
+def truth() -> None:
+    _run("finetuning.truth")
 
 
 def weights() -> None:

@@ -11,34 +11,27 @@ In: a folder and two numbers of participants. Out, below the folder:
 DIR is laid out as AI-READI is: `participants.tsv`, `retinal_oct/manifest.tsv` and the DICOM files that the
 manifest names.
 
-Layer occupancy is the share of each layer in a token of the *stored* volume: each layer's share of every
-acquired voxel goes through the resampling that made the store.
+data_setup.phantom.truth_tokens says what layer occupancy is.
 """
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
-import torch
-from einops import reduce
 from sklearn.model_selection import StratifiedKFold
 
 from data_setup import prepare
 from data_setup.phantom import cli as phantom
-from data_setup.resample import resample_frames
+from data_setup.phantom.truth_tokens import layer_occupancy, read_truth_file, sample_tokens, valid_tokens
 from data_setup.store.reader import PreparedStore
-from data_setup.transforms import identity_matrix
-from data_setup.valid_field import token_valid
 from utils.config.schema import Config, SpatialConfig
 
 PRETRAINING_SEED, EVALUATION_SEED = 1001, 1002
 PEOPLE = "people_"  # + seed, count: a folder of people to confirm on
-TOKENS_PER_VOLUME = 96
 FOLDS = 5
 
 
@@ -110,8 +103,7 @@ def write_truth(root: Path, spatial: SpatialConfig) -> None:
     shares, thickness, layers = {}, {}, ()
     for row in store.kept:
         record = store.index.loc[row]
-        with np.load(root / "evaluation" / "truth" / f"{record.sop_instance_uid}.npz") as arrays:
-            truth = dict(arrays)
+        truth = read_truth_file(str(root / "evaluation"), record)
         layers = tuple(truth["layer_names"].tolist())
         thickness[int(row)] = truth["layer_thickness_um"]
         shares[int(row)] = layer_occupancy(truth, record, spatial)
@@ -130,8 +122,7 @@ def save_truth(
     tokens, occupancy = [], []
     for row, shares_NL in shares.items():
         valid = valid_tokens(store.index.loc[row], spatial)
-        chosen = np.random.default_rng(row).permutation(np.flatnonzero(valid))[:TOKENS_PER_VOLUME]
-        chosen = np.concatenate([np.sort(chosen), np.full(TOKENS_PER_VOLUME - len(chosen), -1)])
+        chosen = sample_tokens(valid, row)
         tokens.append(chosen)
         occupancy.append(np.where(chosen[:, None] >= 0, shares_NL[chosen], 0.0))
     thickness_um = [thickness[row] for row in shares] if thickness else np.zeros((len(shares), 0))
@@ -145,62 +136,6 @@ def save_truth(
         occupancy=np.array(occupancy, np.float32),
     )
     part.replace(root / "truth.npz")
-
-
-def layer_occupancy(truth: dict[str, np.ndarray], record: pd.Series, spatial: SpatialConfig) -> np.ndarray:
-    """Share of every layer in each token of the stored volume, float32 [N, L], to 1/255 of a voxel.
-
-    `truth` is a phantom's truth file, `record` the volume's row of the store's index.
-    """
-    surfaces = truth["surfaces"]  # [L + 1, D, W]: upper edges, in acquired rows, in file order
-    row_h1 = np.arange(int(record["shape_before_h"]))[:, None]
-
-    def frames_of_layer(upper: np.ndarray, lower: np.ndarray) -> Iterator[np.ndarray]:
-        for up, low in zip(upper, lower, strict=True):
-            # a row covers half a row on both sides of its centre
-            inside = np.clip(np.minimum(low, row_h1 + 0.5) - np.maximum(up, row_h1 - 0.5), 0, 1)
-            yield np.rint(255 * inside).astype(np.uint8)
-
-    return token_shares((frames_of_layer(*pair) for pair in itertools.pairwise(surfaces)), record, spatial)
-
-
-def token_shares(
-    layers: Iterable[Iterator[np.ndarray]], record: pd.Series, spatial: SpatialConfig
-) -> np.ndarray:
-    """Share of every layer in each token of the stored volume, float32 [N, L].
-
-    `layers`: for each, its share of every acquired voxel as frames uint8 [H, W] in file order, 255 for all.
-    """
-    depth, rows, columns = (int(record[f"shape_before_{a}"]) for a in "dhw")
-    frame_mm, row_mm, column_mm = (float(record[f"spacing_before_{a}"]) for a in "dhw")
-    d, h, w = spatial.patch_size
-    shares = []
-    for frames in layers:
-        stored = resample_frames(
-            frames,
-            (depth, rows, columns),
-            (frame_mm, row_mm, column_mm),
-            spatial.image_size,
-            spatial.target_spacing,
-            spatial.resample,
-            bool(record.flipped_d),
-        )
-        mean = reduce(stored.voxels / 255.0, "(gd d) (gh h) (gw w) -> (gd gh gw)", "mean", d=d, h=h, w=w)
-        shares.append(mean)
-    return np.stack(shares, axis=1).astype(np.float32)
-
-
-def valid_tokens(record: pd.Series, spatial: SpatialConfig) -> np.ndarray:
-    """bool [N]: the tokens of a stored volume that are inside the acquired field."""
-    box = torch.tensor([[float(record[f"valid_{a}{i}"]) for a in "dhw" for i in "01"]])
-    matrix = torch.from_numpy(identity_matrix())[None]
-    return token_valid(matrix, box, grid_of(spatial), spatial.patch_size)[0].numpy()
-
-
-def grid_of(spatial: SpatialConfig) -> tuple[int, int, int]:
-    """Tokens along (D, H, W)."""
-    d, h, w = (i // p for i, p in zip(spatial.image_size, spatial.patch_size, strict=True))
-    return d, h, w
 
 
 def tokens_of_another_grid(

@@ -17,8 +17,9 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from benchmarks.evidence.cohorts import FOLDS, make_store, save_truth, token_shares
+from benchmarks.evidence.cohorts import FOLDS, make_store, save_truth
 from data_setup.manifest import Record, read_records
+from data_setup.phantom.truth_tokens import token_shares
 from data_setup.readers.open_record import open_record
 from data_setup.store.reader import PreparedStore
 from utils.config.load import load_config

@@ -36,6 +36,7 @@ from models.probes.tokens import (
     Errors,
     Rows,
     join_errors,
+    less_protocol_mean,
     mean_r2,
     mean_r2_draws,
     position_columns,
@@ -106,16 +107,6 @@ def score_thickness(truth: Truth, features: FoldFeatures) -> tuple[Errors, list[
         train, val, test = (Rows(x[m], y[m], truth.person[m]) for m in masks)
         parts.append(ridge_rows(train, val, test))
     return join_errors([p.errors for p in parts]), parts
-
-
-def less_protocol_mean(values: np.ndarray, protocol: np.ndarray, is_training: np.ndarray) -> np.ndarray:
-    """values [n, L] less their mean over the protocol's training volumes (over all, where it has none)."""
-    result = np.empty(values.shape, np.float64)
-    for name in np.unique(protocol):
-        is_name = protocol == name
-        known = is_name & is_training
-        result[is_name] = values[is_name] - values[known if known.any() else is_training].mean(axis=0)
-    return result
 
 
 def score_occupancy(

@@ -70,6 +70,16 @@ def position_columns(token_ids: np.ndarray, grid: tuple[int, int, int]) -> np.nd
     return np.concatenate([place, place**2], axis=1).astype(np.float32)
 
 
+def less_protocol_mean(values: np.ndarray, protocol: np.ndarray, is_training: np.ndarray) -> np.ndarray:
+    """values [n, L] less their mean over the protocol's training volumes (over all, where it has none)."""
+    result = np.empty(values.shape, np.float64)
+    for name in np.unique(protocol):
+        is_name = protocol == name
+        known = is_name & is_training
+        result[is_name] = values[is_name] - values[known if known.any() else is_training].mean(axis=0)
+    return result
+
+
 def ridge_rows(train: Rows, val: Rows, test: Rows, c_grid: Sequence[float] = C_GRID) -> DensePrediction:
     """Ridge regression of all values at once; the C with the highest R2 on val (ties: the smaller).
 

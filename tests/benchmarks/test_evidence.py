@@ -33,9 +33,7 @@ from benchmarks.evidence.cohorts import (
     FOLDS,
     Truth,
     fold_of_rows,
-    layer_occupancy,
     tokens_of_another_grid,
-    valid_tokens,
 )
 from benchmarks.evidence.differences import BASELINE_LABELS, Draws, commits_of_runs, difference, read_arm
 from benchmarks.evidence.page import BEGIN, END, write_results
@@ -48,12 +46,13 @@ from benchmarks.evidence.queue import (
     fitting_ablations,
     main_jobs,
 )
-from benchmarks.evidence.scores import less_protocol_mean, load_scores, masks_of_folds, save_scores, score
+from benchmarks.evidence.scores import load_scores, masks_of_folds, save_scores, score
 from benchmarks.evidence.words import signed
 from data_setup.phantom.cli import write_tree
+from data_setup.phantom.truth_tokens import layer_occupancy, valid_tokens
 from data_setup.prepare import main as prepare
 from data_setup.store.reader import PreparedStore
-from models.probes.tokens import position_columns
+from models.probes.tokens import less_protocol_mean, position_columns
 from pretraining.schedules import init_weight
 from tests.support.pipeline_factory import ROOT
 from utils.config.load import flatten, load_config

@@ -12,9 +12,10 @@ import pandas as pd
 import pytest
 
 from benchmarks.evidence.arms import CONFIG, CONTROLS, arm_by_name, arm_config
-from benchmarks.evidence.cohorts import layer_occupancy, read_truth
+from benchmarks.evidence.cohorts import read_truth
 from benchmarks.evidence.real import make_real_data, read_table
 from data_setup.manifest import read_records
+from data_setup.phantom.truth_tokens import layer_occupancy
 from data_setup.store.reader import PreparedStore
 from tests.support.import_factory import write_nifti
 from tests.support.pipeline_factory import ROOT, make_phantom

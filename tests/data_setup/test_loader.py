@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 
+from data_setup import loader as loader_module
 from data_setup.loader import (
     DataOrder,
     Loader,
@@ -21,6 +22,7 @@ from data_setup.loader import (
     LostWorkerError,
     TrainingSamples,
     evaluation_batches,
+    start_early,
     validation_batches,
 )
 from data_setup.resample import Resampled
@@ -272,6 +274,15 @@ def test_a_worker_gets_the_arrays_of_its_rows_and_not_the_index(store: PreparedS
     samples = pickle.loads(pickle.dumps(TrainingSamples(small_config(), store, store.kept)))
     for key, value in samples[(0, 3)].items():
         np.testing.assert_array_equal(value, TrainingSamples(small_config(), store, store.kept)[(0, 3)][key])
+
+
+def test_the_fork_server_starts_early_where_there_will_be_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    started = []
+    monkeypatch.setattr(loader_module.forkserver, "ensure_running", lambda: started.append(True))
+    start_early(small_config("data.workers=0").data)
+    assert started == []
+    start_early(small_config("data.workers=1").data)
+    assert started == [True]
 
 
 def test_workers_use_one_torch_thread(store_url: str) -> None:

@@ -13,6 +13,7 @@ import pytest
 
 from data_setup.check.cli import Finding
 from data_setup.check.report import summarise
+from finetuning.truth import verdict as verdict_of_truth
 from models.probes.intervals import paired_difference, participant_draws, verdict
 from models.probes.participants import Prediction
 from utils.errors import UserError
@@ -176,6 +177,7 @@ def test_results_without_probe(run_dir: Path, capsys: pytest.CaptureFixture[str]
             "validation_fraction": None,
             "gauges_fraction": pytest.approx(0.02),
         },
+        "truth": None,
         "probe": None,
         "seconds": {"prepare": 12.2, "train": 100.5},
     }
@@ -211,6 +213,64 @@ def test_results_with_probe_whichever_side_wins(
     assert probe["paired_difference"]["ci95"] == list(interval)
     assert probe["verdict"].startswith(words)
     assert dict(summary(out))["verdict"].startswith(words)
+
+
+def truth_json(low: float, high: float) -> dict:
+    """truth.json of two questions whose differences have this interval."""
+    names = ("pretrained", "random_init", "control")
+    difference = {"mean": (low + high) / 2, "ci95": [low, high]}
+    differences = dict.fromkeys(names[1:], difference)
+    row = {"r2": 0.6, "ci95": [0.5, 0.7], "val_r2": 0.55, "chosen_c": 0.01}
+    return {
+        "labels": {name: f"features of {name}" for name in names},
+        "control_step": 2,
+        "n_participants": 19,
+        "n_volumes": 57,
+        "n_tokens": 5432,
+        "layers": ["RNFL", "GCL"],
+        "questions": [
+            {
+                "name": name,
+                "rows": [row | {"name": arm} for arm in names],
+                "differences": differences,
+                "verdict": verdict_of_truth(name, differences),
+            }
+            for name in ("occupancy", "thickness")
+        ],
+    }
+
+
+@pytest.mark.parametrize(
+    ("interval", "words"),
+    [
+        ((0.02, 0.1), "learnt. Pre-training is better than random initialisation and the control."),
+        ((-0.1, -0.02), "not shown to be learnt. Pre-training is worse than random initialisation and"),
+        ((-0.02, 0.1), "not shown to be learnt. Pre-training is not shown to differ from random init"),
+    ],
+)
+def test_the_truth_comes_before_the_classes_whichever_side_wins(
+    run_dir: Path, capsys: pytest.CaptureFixture[str], interval: tuple[float, float], words: str
+) -> None:
+    (run_dir / "probe.json").write_text(json.dumps(probe_json(0.02, 0.1)))
+    (run_dir / "truth.json").write_text(json.dumps(truth_json(*interval)))
+    main(["--run", str(run_dir)])
+    lines = capsys.readouterr().out.splitlines()
+    names = [line[:13].strip() for line in lines]
+    at = names.index("occupancy")
+    assert names[at : at + 5] == ["occupancy", "", "thickness", "", "probe"]
+    mean, ends = f"{sum(interval) / 2:+.3f}", f"{interval[0]:+.3f}, {interval[1]:+.3f}"
+    assert (
+        f"R2 0.600, above random init by {mean} [{ends}], control by {mean} [{ends}]; 5432 tok" in lines[at]
+    )
+    assert f"Layer occupancy of a token: {words}" in lines[at + 1]
+    assert f"Layer thickness of a volume: {words}" in lines[at + 3]
+    page = (run_dir / "report.html").read_text()
+    assert page.index(words) < page.index("Pre-training beats random") < page.index("In numbers")
+    assert page.index("layer occupancy of 5432 tokens") < page.index("<h2>Probe</h2>")
+    assert "features of control" in page
+    out = json.loads((run_dir / "results.json").read_text())["truth"]
+    assert out["questions"][0]["differences"]["control"]["ci95"] == list(interval)
+    assert out["n_tokens"] == 5432
 
 
 def test_page_is_one_self_contained_file(run_dir: Path) -> None:

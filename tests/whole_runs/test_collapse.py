@@ -45,6 +45,8 @@ def overrides(folder: Path) -> list[str]:
         "method.predictor_width=64",
         f"train.max_steps={STEPS}",
         f"train.val_every_steps={STEPS}",
+        "val.max_volumes=256",
+        "probe.max_volumes=256",
         "train.ckpt_dir=null",
         "data.workers=0",
         "wandb.mode=disabled",

@@ -16,7 +16,7 @@ from utils import storage
 from utils.errors import UserError
 from utils.report.page import render
 from utils.report.run_files import ARMS, NO_PROBE, read_run, results
-from utils.report.tables import file_digest, number
+from utils.report.tables import difference_text, file_digest, number
 
 REASONS_SHOWN = 3  # on the terminal; the page and results.json have all
 
@@ -42,12 +42,31 @@ def summary(out: Mapping[str, Any]) -> list[tuple[str, str]]:
     ]
     alarms = [f"step {alarm['step']}: {alarm['text']}" for alarm in pre["alarms"]]
     lines.append(("alarms", "; ".join(alarms) if alarms else "none"))
+    if out["truth"]:
+        lines += _truth_lines(out["truth"])
     if probe:
         arms = [f"{arm.replace('_', ' ')} {_interval(probe[arm])}" for arm in ARMS]
         lines.append(("probe", f"{', '.join(arms)}; {probe['n_participants']} participants"))
     lines.append(("verdict", probe["verdict"] if probe else NO_PROBE))
     if out["seconds"]:
         lines.append(("seconds", ", ".join(f"{k} {v:.0f}" for k, v in out["seconds"].items())))
+    return lines
+
+
+def _truth_lines(truth: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Two rows a question: pre-training's R2 with what it is above the others by, and the verdict."""
+    units = {
+        "occupancy": f"{truth['n_tokens']} tokens of {truth['n_participants']} participants",
+        "thickness": f"{truth['n_volumes']} volumes",
+    }
+    lines = []
+    for question in truth["questions"]:
+        name, r2 = question["name"], question["rows"][0]["r2"]
+        apart = [
+            f"{arm.replace('_', ' ')} by {difference_text(d)}" for arm, d in question["differences"].items()
+        ]
+        lines.append((name, f"R2 {r2:.3f}, above {', '.join(apart)}; {units[name]}"))
+        lines.append(("", question["verdict"]))
     return lines
 
 

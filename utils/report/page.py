@@ -17,7 +17,7 @@ from matplotlib.figure import Figure
 
 from utils.report import pictures, tree_check
 from utils.report.run_files import NO_PROBE, Run, findings, step_shares
-from utils.report.tables import Table, cell, data_tables, number, probe_table
+from utils.report.tables import Table, cell, data_tables, number, probe_table, truth_tables
 
 # title, metric keys, what it means
 CHARTS: tuple[tuple[str, tuple[str, ...], str], ...] = (
@@ -112,6 +112,7 @@ class Page:
 
     verdict: str
     numbers: Sequence[tuple[str, str]]  # (label, value)
+    truth: Sequence[Table]  # of a phantom
     probe: Table | None
     findings: Sequence[str]
     charts: Sequence[Picture]
@@ -140,6 +141,7 @@ def page_of(run: Run, out: Mapping[str, Any]) -> Page:
     return Page(
         verdict=run.probe["verdict"] if run.probe else NO_PROBE,
         numbers=_numbers(out),
+        truth=truth_tables(run.truth) if run.truth else [],
         probe=probe_table(run.probe) if run.probe else None,
         findings=findings(run),
         charts=_charts(run),

@@ -1,7 +1,8 @@
 """What a run directory says: its files as one object, the numbers of results.json, and what they warn of.
 
 In: files of the run directory only: metrics.jsonl, config.yaml, provenance.json, prepare_report.json, and
-where they exist check_report.json (data_setup.check), probe.json (finetuning.evaluate),
+where they exist check_report.json (data_setup.check), truth.json (finetuning.truth), probe.json
+(finetuning.evaluate),
 snapshots/*.npz (utils.report.pictures) and stages.tsv (name, tab, seconds). Out: a `Run`; the dictionary of
 results.json; sentences about what the numbers warn of.
 """
@@ -20,6 +21,8 @@ from utils.errors import UserError
 Points = list[tuple[int, float]]
 
 ARMS = ("pretrained", "random_init")  # the two rows of probe.json that results.json compares
+# of truth.json, what results.json repeats
+TRUTH_KEYS = ("control_step", "n_participants", "n_volumes", "n_tokens", "questions")
 STEP_PARTS = ("data_wait", "forward", "backward", "update", "logging", "other")
 INIT_WEIGHT_LIMIT = 0.1
 NO_PROBE = "Not evaluated: this run has no probe.json. finetuning.evaluate writes it."
@@ -27,7 +30,9 @@ NO_PROBE = "Not evaluated: this run has no probe.json. finetuning.evaluate write
 
 @dataclass(frozen=True)
 class Run:
-    """What a run directory says; probe, checked are None and seconds empty where their files are absent."""
+    """What a run directory says; probe, truth, checked are None and seconds empty where their files are
+    absent.
+    """
 
     path: Path
     series: dict[str, Points]  # metric -> (step, value), by step; null left out
@@ -36,6 +41,7 @@ class Run:
     config: str
     provenance: dict[str, Any]
     prepared: dict[str, Any]
+    truth: dict[str, Any] | None  # of a phantom
     probe: dict[str, Any] | None
     checked: dict[str, Any] | None  # the tree's check by its headers
     seconds: dict[str, float]
@@ -48,7 +54,8 @@ def read_run(path: str | Path) -> Run:
     if not path.is_dir():
         raise UserError(f"{path}: expected a run directory, found none; pretraining.train makes it")
     series, not_finite, alarms = _series(_text(path / "metrics.jsonl"), path / "metrics.jsonl")
-    probe, stages, checked = path / "probe.json", path / "stages.tsv", path / "check_report.json"
+    probe, truth = path / "probe.json", path / "truth.json"
+    stages, checked = path / "stages.tsv", path / "check_report.json"
     return Run(
         path=path,
         series=series,
@@ -57,6 +64,7 @@ def read_run(path: str | Path) -> Run:
         config=_text(path / "config.yaml"),
         provenance=_json(path / "provenance.json"),
         prepared=_json(path / "prepare_report.json"),
+        truth=_json(truth) if truth.exists() else None,
         probe=_json(probe) if probe.exists() else None,
         checked=_json(checked) if checked.exists() else None,
         seconds=_seconds(stages) if stages.exists() else {},
@@ -138,6 +146,7 @@ def results(run: Run) -> dict[str, Any]:
             "validation_fraction": _end(run, "perf/validation_fraction", -1),
             "gauges_fraction": _end(run, "perf/gauges_fraction", -1),
         },
+        "truth": run.truth and {key: run.truth[key] for key in TRUTH_KEYS},
         "probe": p
         and {
             **{arm: {k: rows[arm][k] for k in ("balanced_accuracy", "ci95")} for arm in ARMS},

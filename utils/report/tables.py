@@ -1,6 +1,7 @@
-"""Tables of the report: what prepare counted, what the probe scored.
+"""Tables of the report: what prepare counted, what the probes scored.
 
-In: dictionaries that other stages wrote (prepare_report.json, probe.json). Out: tables of texts for the page.
+In: dictionaries that other stages wrote (prepare_report.json, truth.json, probe.json). Out: tables of texts
+for the page.
 """
 
 from __future__ import annotations
@@ -57,6 +58,46 @@ def probe_table(probe: Mapping[str, Any]) -> Table:
         f"Chance is {1 / len(probe['classes']):.3f}. Same protocol for every row.",
         tuple(i for i, row in enumerate(probe["rows"]) if row["name"] in ARMS),
     )
+
+
+def truth_tables(truth: Mapping[str, Any]) -> list[Table]:
+    """A table for each question of truth.json: R2 of every encoder, and what pre-training is above it by."""
+    asked = f"{truth['n_volumes']} volumes of {truth['n_participants']} participants of split test"
+    titles = {
+        "occupancy": f"layer occupancy of {truth['n_tokens']} tokens, {asked}",
+        "thickness": f"layer thickness of {asked}",
+    }
+    return [
+        Table(
+            f"{titles[question['name']]}, mean over {len(truth['layers'])} layers",
+            ["features", "R2", "95 % interval", "pre-training is above it by", "on val", "C"],
+            [_truth_row(row, truth["labels"], question["differences"]) for row in question["rows"]],
+            question["verdict"],
+            bold=(0,),
+        )
+        for question in truth["questions"]
+    ]
+
+
+def _truth_row(
+    row: Mapping[str, Any], labels: Mapping[str, str], differences: Mapping[str, Any]
+) -> list[str]:
+    """One encoder of one question; pre-training has no difference to itself."""
+    difference = differences.get(row["name"])
+    return [
+        labels[row["name"]],
+        f"{row['r2']:.3f}",
+        f"{row['ci95'][0]:.3f} to {row['ci95'][1]:.3f}",
+        difference_text(difference) if difference else "",
+        f"{row['val_r2']:.3f}",
+        f"{row['chosen_c']:g}",
+    ]
+
+
+def difference_text(difference: Mapping[str, Any]) -> str:
+    """A paired difference with its interval."""
+    low, high = difference["ci95"]
+    return f"{difference['mean']:+.3f} [{low:+.3f}, {high:+.3f}]"
 
 
 def data_tables(prepared: dict[str, Any]) -> list[Table]:

@@ -1,0 +1,162 @@
+"""What a cohort can show: the formula holds in simulated cohorts, which are judged as tables judge."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from scipy.stats import norm
+
+from finetuning.power import (
+    MIN_PER_CLASS,
+    Draw,
+    counts_of,
+    disagreement_of_means,
+    effective_size,
+    main,
+    participants_needed,
+    pilot_disagreement,
+    seeds_needed,
+    simulate,
+    smallest_difference,
+)
+from models.probes.intervals import paired_difference, participant_draws
+from models.probes.participants import Prediction
+from utils.cli import run_cli
+from utils.errors import UserError
+
+UNEVEN = [40, 160, 70, 82]
+
+
+@pytest.mark.parametrize("draw", ["participants", "within classes"])
+def test_planned_differences_are_shown_as_often_as_promised(draw: Draw) -> None:
+    """200 cohorts: three standard errors are 9 points at 80 %, 5 points at 5 %."""
+    planned = smallest_difference(UNEVEN, 0.3)
+    assert 0.71 <= simulate(UNEVEN, 0.3, planned, 200, 0, draw, 400).first <= 0.89
+    null = simulate(UNEVEN, 0.3, 0.0, 200, 1, draw, 400)
+    assert null.first + null.second <= 0.10
+    half = simulate(UNEVEN, 0.3, planned / 2, 200, 2, draw, 400).first
+    assert half < 0.5
+
+
+def test_simulated_cohorts_are_judged_as_tables_judge() -> None:
+    """The same share of shown differences as with persons, predictions and paired_difference."""
+    counts, q, difference, cohorts = [12, 30, 18], 0.4, 0.2, 200
+    rng = np.random.default_rng(0)
+    labels = np.repeat(np.arange(3), counts)
+    ids = np.arange(len(labels)).astype(str)
+    shown = 0
+    for number in range(cohorts):
+        kind = rng.choice(4, size=len(labels), p=[(q + difference) / 2, (q - difference) / 2, 0.3, 0.3])
+        rows = []
+        for right in (np.isin(kind, [0, 2]), np.isin(kind, [1, 2])):
+            rows.append(Prediction(ids, labels, np.eye(3)[np.where(right, labels, (labels + 1) % 3)]))
+        draws = participant_draws(len(labels), 300, number)
+        shown += paired_difference(rows[0], rows[1], draws)[1][0] > 0
+    simulated = simulate(counts, q, difference, 1000, 1, "participants", 300).first
+    assert abs(shown / cohorts - simulated) < 0.1
+    assert 0.4 < simulated < 0.9  # neither end hides a difference
+
+
+def test_one_class_is_the_paired_test_of_two_shares() -> None:
+    """One class of many participants: the difference of two dependent shares, by its textbook power."""
+    size, q = 2000, 0.2
+    difference = smallest_difference([size], q)
+    error = np.sqrt((q - difference**2) / size)
+    assert norm.sf(norm.ppf(0.975) - difference / error) == pytest.approx(0.8, abs=1e-6)
+
+
+def test_more_participants_less_disagreement_and_balance_show_more() -> None:
+    base = smallest_difference([50] * 4, 0.3)
+    assert smallest_difference([100] * 4, 0.3) < base
+    assert smallest_difference([50] * 4, 0.2) < base
+    assert smallest_difference([20, 60, 60, 60], 0.3) > base
+    assert smallest_difference([50] * 4, 0.3, power=0.9) > base
+    assert smallest_difference([50] * 4, 0.3, alpha=0.01) > base
+    assert effective_size([50] * 4) == pytest.approx(200)
+
+
+def test_rows_that_never_disagree_still_need_a_difference() -> None:
+    """Identical pilots do not mean that anything can be shown."""
+    smallest = smallest_difference([20, 20], 0.0)
+    assert smallest > 0.1
+    assert smallest == smallest_difference([20, 20], smallest / 2)
+
+
+def test_the_official_test_split() -> None:
+    """352 participants of four classes show nothing under .08 to .11 at usual disagreements."""
+    assert 0.075 < smallest_difference([88] * 4, 0.3) < smallest_difference([88] * 4, 0.5) < 0.115
+
+
+@pytest.mark.parametrize(("q", "effect"), [(0.3, 0.05), (0.1, 0.08), (0.02, 0.05)])
+def test_the_needed_participants_are_the_fewest_that_show_the_effect(q: float, effect: float) -> None:
+    counts = [10, 30]
+    people = participants_needed(counts, q, effect)
+    assert smallest_difference([people / 4, people * 3 / 4], q) <= effect
+    assert smallest_difference([(people - 1) / 4, (people - 1) * 3 / 4], q) > effect
+
+
+def test_seeds_remove_their_own_disagreement_alone() -> None:
+    assert disagreement_of_means(0.3, 0.2, 1) == pytest.approx(0.3)
+    rng = np.random.default_rng(0)
+    right = rng.beta(2, 2, size=(2, 40_000, 1)) > rng.random((2, 40_000, 6))  # rows, persons, seeds
+    one_seed = np.mean(right[0, :, 0] != right[1, :, 0])
+    of_seeds = np.mean([np.mean(row[:, 0] != row[:, 1]) for row in right])
+    means = right.mean(axis=2)
+    expected = np.mean((means[0] - means[1]) ** 2)
+    assert disagreement_of_means(one_seed, of_seeds, 6) == pytest.approx(expected, abs=0.01)
+    enough = seeds_needed([88] * 4, 0.3, 0.25, 0.06)
+    assert enough is not None
+    assert enough > 1
+    assert smallest_difference([88] * 4, disagreement_of_means(0.3, 0.25, enough)) <= 0.06
+    assert smallest_difference([88] * 4, disagreement_of_means(0.3, 0.25, enough - 1)) > 0.06
+    assert seeds_needed([88] * 4, 0.3, 0.1, 0.03) is None
+
+
+def test_pilot_disagreement_by_hand() -> None:
+    labels = np.array([0, 0, 0, 0, 1, 1])
+    first = np.array([0, 0, 1, 1, 1, 2])
+    second = np.array([0, 1, 1, 2, 0, 0])
+    # class 0: one of four (both wrong on the last two); class 1: one of two
+    assert pilot_disagreement(labels, first, second) == pytest.approx((1 / 4 + 1 / 2) / 2)
+
+
+def test_command(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["--participants", "352", "--classes", "4", "--effect", "0.05"])
+    out = capsys.readouterr().out
+    assert "could show a difference of 0.081" in out
+    assert f"needs {participants_needed([88] * 4, 0.3, 0.05)} participants" in out
+    assert "assumed" in out
+    assert "WARNING" not in out
+    main(["--counts", f"{MIN_PER_CLASS - 1},40", "--disagreement", "0.1", "--simulate", "20"])
+    out = capsys.readouterr().out
+    assert out.count("WARNING: ") >= 2
+    assert "of a pilot" in out
+    assert "20 simulated cohorts" in out
+    assert "within classes" in out
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "--participants N and --classes K"),
+        (["--participants", "3", "--classes", "4"], "--classes: expected 1 to 3"),
+        (["--counts", "3,x"], "--counts: expected numbers above 0"),
+        (["--counts", "3,4", "--participants", "8"], "--participants: expected 7 .* found 8"),
+        (["--counts", "30,40", "--disagreement", "1.5"], "disagreement: expected a share"),
+        (["--counts", "30,40", "--effect", "0"], "effect: expected a number in"),
+        (["--counts", "30,40", "--seeds", "3"], "--seeds: expected 1, or more with --seed-disagreement"),
+        (["--counts", "30,40", "--seed-disagreement", "0.9"], "disagreement of seeds: expected 0 to 0.3"),
+        (["--counts", "30,40", "--simulate", "0"], "--simulate: expected 1"),
+    ],
+)
+def test_wrong_words_are_named(words: list[str], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        main(words)
+    with pytest.raises(SystemExit) as stop:
+        run_cli(lambda: main(words))
+    assert stop.value.code == 2
+
+
+def test_counts_of_participants() -> None:
+    assert counts_of(10, 4, None) == [3, 3, 2, 2]
+    assert counts_of(7, 2, "3, 4") == [3, 4]

@@ -14,20 +14,47 @@ import numpy as np
 from models.probes.participants import Prediction, balanced_accuracy
 
 
-def participant_draws(num_participants: int, samples: int, seed: int) -> np.ndarray:
-    """How often each resample of the bootstrap draws each participant, int [samples, P]; rows sum to P."""
+def participant_draws(
+    num_participants: int, samples: int, seed: int, strata_P: np.ndarray | None = None
+) -> np.ndarray:
+    """How often each resample of the bootstrap draws each participant, int [samples, P]; rows sum to P.
+
+    `strata_P` keeps the number of participants of every stratum (a class, say) in every resample.
+    """
     rng = np.random.default_rng(seed)
-    return rng.multinomial(num_participants, np.full(num_participants, 1 / num_participants), size=samples)
+    strata_P = np.zeros(num_participants, int) if strata_P is None else strata_P
+    if len(strata_P) != num_participants:
+        raise ValueError(f"draws: expected a stratum for {num_participants} people, found {len(strata_P)}")
+    draws_SP = np.zeros((samples, num_participants), np.int64)
+    for stratum in np.unique(strata_P):
+        members = np.flatnonzero(strata_P == stratum)
+        share = np.full(len(members), 1 / len(members))
+        draws_SP[:, members] = rng.multinomial(len(members), share, size=samples)
+    return draws_SP
+
+
+def confusion_draws(
+    labels_U: np.ndarray, classes_U: np.ndarray, num_classes: int, draws_SU: np.ndarray
+) -> np.ndarray:
+    """How many units of each class (second axis) were given each class (third): float64 [S, C, C]."""
+    cell_U = labels_U.astype(int) * num_classes + classes_U.astype(int)
+    in_cell_UK = cell_U[:, None] == np.arange(num_classes**2)
+    counts_SK = draws_SU.astype(np.float64) @ in_cell_UK.astype(np.float64)
+    return counts_SK.reshape(-1, num_classes, num_classes)
+
+
+def mean_recall(confusion_SCC: np.ndarray) -> np.ndarray:
+    """Balanced accuracy [S]; a class that a resample lacks is left out of its mean."""
+    total_SC = confusion_SCC.sum(axis=2)
+    hits_SC = np.diagonal(confusion_SCC, axis1=1, axis2=2)
+    recall_SC = np.divide(hits_SC, total_SC, out=np.zeros(total_SC.shape), where=total_SC > 0)
+    return recall_SC.sum(axis=1) / (total_SC > 0).sum(axis=1)
 
 
 def balanced_accuracy_draws(prediction: Prediction, draws_SP: np.ndarray) -> np.ndarray:
     """Balanced accuracy [S] of every resample; a class that a resample lacks is left out of its mean."""
-    is_class_PC = prediction.labels[:, None] == np.unique(prediction.labels)[None, :]
-    hit_P = prediction.labels == prediction.classes
-    total_SC = draws_SP @ is_class_PC
-    hits_SC = draws_SP @ (is_class_PC & hit_P[:, None])
-    recall_SC = np.divide(hits_SC, total_SC, out=np.zeros(total_SC.shape), where=total_SC > 0)
-    return recall_SC.sum(axis=1) / (total_SC > 0).sum(axis=1)
+    num_classes = prediction.scores.shape[1]
+    return mean_recall(confusion_draws(prediction.labels, prediction.classes, num_classes, draws_SP))
 
 
 def interval95(values: np.ndarray) -> tuple[float, float]:

@@ -61,6 +61,15 @@ class Prediction:
         return self.scores.argmax(axis=1)
 
 
+@dataclass(frozen=True)
+class Fitted:
+    """A probe whose C was chosen on validation participants."""
+
+    score: Callable[[np.ndarray], np.ndarray]  # features [n, F] -> scores of volumes [n, C]
+    chosen_c: float
+    val_score: float  # as in Prediction
+
+
 def knn_probe(train: Fold, test: Fold, k: int = 20) -> Prediction:
     """Vote shares of the k nearest training volumes by cosine (k at most their number)."""
     scale, num_classes = _standardise(train), _num_classes(train)
@@ -75,51 +84,65 @@ def logistic_probe(train: Fold, val: Fold, test: Fold, c_grid: Sequence[float] =
 
     Raises ValueError when train holds one class only or a fold shares participants with train.
     """
-    _require_two_classes(train)
     require_disjoint(train.participants, val.participants, test.participants)
+    return _judged(fit_logistic(train, val, c_grid), test)
+
+
+def fit_logistic(train: Fold, val: Fold, c_grid: Sequence[float] = C_GRID) -> Fitted:
+    """The probe of logistic_probe; the participants of `val` say whose volumes are pooled there."""
+    _require_two_classes(train)
     scale, num_classes = _standardise(train), _num_classes(train)
-    train_x, val_x, weight = scale(train.features), scale(val.features), _class_weights(train)
-
-    def predict(model: LogisticRegression, fold: Fold, x: np.ndarray) -> Prediction:
-        return _pooled(fold, _all_classes(model.predict_proba(x), model.classes_, num_classes))
-
-    best: tuple[tuple[float, float, float], LogisticRegression] | None = None
+    train_x, weight = scale(train.features), _class_weights(train)
+    best: tuple[tuple[float, float, float], Callable[[np.ndarray], np.ndarray]] | None = None
     for c in sorted(c_grid):
         model = LogisticRegression(C=c, max_iter=1000)
         with warnings.catch_warnings():
             # separable features with a large C may not converge; val decides among the solutions
             warnings.simplefilter("ignore", ConvergenceWarning)
             model.fit(train_x, train.labels, sample_weight=weight)
-        on_val = predict(model, val, val_x)
+
+        def score(features: np.ndarray, model: LogisticRegression = model) -> np.ndarray:
+            return _all_classes(model.predict_proba(scale(features)), model.classes_, num_classes)
+
+        on_val = _pooled(val, score(val.features))
         loss = float(log_loss(on_val.labels, on_val.scores, labels=np.arange(num_classes)))
         rank = (balanced_accuracy(on_val), -loss, -c)
         if best is None or rank > best[0]:
-            best = rank, model
+            best = rank, score
     assert best is not None
-    (val_score, _, minus_c), model = best
-    return replace(predict(model, test, scale(test.features)), chosen_c=-minus_c, val_score=val_score)
+    (val_score, _, minus_c), chosen = best
+    return Fitted(chosen, -minus_c, val_score)
 
 
 def ridge_probe(train: Fold, val: Fold, test: Fold, c_grid: Sequence[float] = C_GRID) -> Prediction:
     """Ridge regression of a value per participant; penalty 1 / C with the lowest squared error on val."""
     require_disjoint(train.participants, val.participants, test.participants)
+    return _judged(fit_ridge(train, val, c_grid), test)
+
+
+def fit_ridge(train: Fold, val: Fold, c_grid: Sequence[float] = C_GRID) -> Fitted:
+    """The probe of ridge_probe; the participants of `val` say whose volumes are pooled there."""
     scale = _standardise(train)
-    train_x, val_x, weight = (
-        scale(train.features),
-        scale(val.features),
-        participant_weights(train.participants),
-    )
-    best: tuple[tuple[float, float], Ridge] | None = None
+    train_x, weight = scale(train.features), participant_weights(train.participants)
+    best: tuple[tuple[float, float], Callable[[np.ndarray], np.ndarray]] | None = None
     for c in sorted(c_grid):
         model = Ridge(alpha=1 / c).fit(train_x, train.labels, sample_weight=weight)
-        on_val = _pooled(val, model.predict(val_x)[:, None])
+
+        def score(features: np.ndarray, model: Ridge = model) -> np.ndarray:
+            return np.asarray(model.predict(scale(features)))[:, None]
+
+        on_val = _pooled(val, score(val.features))
         rank = (-float(np.mean((on_val.scores[:, 0] - on_val.labels) ** 2)), -c)
         if best is None or rank > best[0]:
-            best = rank, model
+            best = rank, score
     assert best is not None
-    (val_score, minus_c), model = best
-    result = _pooled(test, model.predict(scale(test.features))[:, None])
-    return replace(result, chosen_c=-minus_c, val_score=val_score)
+    (val_score, minus_c), chosen = best
+    return Fitted(chosen, -minus_c, val_score)
+
+
+def _judged(fitted: Fitted, test: Fold) -> Prediction:
+    result = _pooled(test, fitted.score(test.features))
+    return replace(result, chosen_c=fitted.chosen_c, val_score=fitted.val_score)
 
 
 def ridge_classifier_probe(train: Fold, test: Fold, c_grid: Sequence[float] = C_GRID) -> Prediction:

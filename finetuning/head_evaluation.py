@@ -9,6 +9,7 @@ not trained again: its training labels stay).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from finetuning.cohort import TRAIN, Cohort, count_overlap, read_cohort
 from finetuning.embed import embed_rows
 from finetuning.evaluation import Asked, Row, answer, known_answer
 from finetuning.evaluation_files import write_evaluation
+from finetuning.features.kept import KeptFeatures, features_folder
 from finetuning.head_file import Head, open_head, predict_rows
 from finetuning.predictions import Scored
 from finetuning.probing import device_cohorts, of_rows, probe
@@ -37,8 +39,11 @@ def evaluate_head(wanted: str, overrides: Sequence[str]) -> dict[str, Any]:
 
     Raises UserError where the head does not fit the store, the labels, or has seen an evaluated participant.
     """
-    head = open_head(wanted, storage_options_of(overrides))
+    prefix = "model.checkpoint="  # the same encoder in another place; open_head compares checksums
+    places = [word.removeprefix(prefix) for word in overrides if word.startswith(prefix)]
+    head = open_head(wanted, storage_options_of(overrides), places[-1] if places else None)
     cfg = evaluated_config(head, overrides)
+    head = replace(head, cfg=cfg)
     runtime = open_runtime(cfg.train.use_bf16)
     store = PreparedStore.open(cfg.data.store, cfg.data.storage_options, cfg.data.cache_dir)
     asked = _asked(head, cfg, store)
@@ -82,7 +87,7 @@ def _evaluate(asked: Asked, head: Head, runtime: Runtime) -> dict[str, Any]:
     facts = {"validation": head.state["validation"]["score"]}
     first = Row("head", f"{head.state['head_kind']} head", Scored((cohort,), (scores,)), facts)
     constant = Row("constant", "one prediction for all", Scored((cohort,), (_constant(cohort),)), {})
-    features = of_rows(asked.rows, embed_rows(head.encoder, head.cfg, store, asked.rows, runtime))
+    features = of_rows(asked.rows, _features(head, asked, runtime))
     of_device, _ = device_cohorts(asked.cohorts, store)
     kind = f"{head.state['head_kind']} head on a {'frozen' if head.is_frozen else 'fine-tuned'} encoder"
     content = answer(
@@ -103,6 +108,15 @@ def _evaluate(asked: Asked, head: Head, runtime: Runtime) -> dict[str, Any]:
     scores_of_rows = {row.name: row.scored for row in (first, constant)}
     write_evaluation(cfg.run.dir, content, scores_of_rows, store.index)
     return content
+
+
+def _features(head: Head, asked: Asked, runtime: Runtime) -> np.ndarray:
+    """Pooled features of the head's encoder [n, 2E]; those of a frozen one are kept."""
+    if not head.is_frozen:
+        return embed_rows(head.encoder, head.cfg, asked.store, asked.rows, runtime)
+    return KeptFeatures(head.encoder, head.cfg, asked.store, runtime, features_folder(head.cfg)).pooled(
+        asked.rows
+    )
 
 
 def _constant(cohort: Cohort) -> np.ndarray:

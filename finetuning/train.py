@@ -52,7 +52,7 @@ def train(config: str, overrides: Sequence[str]) -> int:
         raise UserError("finetune.encoder=frozen: expected one process, found torchrun with several")
     url, state = train_frozen(source, store, cohort, open_runtime(cfg.train.use_bf16))
     print(format_grid(state["validation"]))
-    print(f"head: {url}\nnext: python -m finetuning.evaluate --config {config} --checkpoint {url}")
+    print(f"head: {url}\nnext: python -m finetuning.evaluate --head {url}")
     return EXIT_FINISHED
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from data_setup.store.reader import PreparedStore
-from finetuning.cohort import TRAIN, Cohort, count_overlap, read_cohort
+from finetuning.cohort import EVALUATED, TRAIN, Cohort, read_cohort
 from finetuning.embed import embed_rows
 from finetuning.evaluation import Asked, Row, answer, known_answer
 from finetuning.evaluation_files import write_evaluation
@@ -71,11 +71,25 @@ def _asked(head: Head, cfg: Config, store: PreparedStore) -> Asked:
     cohort = read_cohort(cfg, store)
     if cohort.names != head.names:
         raise UserError(f"{head.url}: expected the labels {list(head.names)}, found {list(cohort.names)}")
+    return Asked(cfg, store, (cohort,), _overlap(head, cfg, cohort), head.checksum, "training")
+
+
+def _overlap(head: Head, cfg: Config, cohort: Cohort) -> int:
+    """How many evaluated participants were seen in any training; UserError unless that is 0 or allowed."""
     people = head.state["participants"]
-    seen = {*people["train"], *head.state["pretraining_participants"]}
+    seen = {"training": people["train"], "encoder's pre-training": head.state["pretraining_participants"]}
     if cfg.eval.split != "val":  # whom the head was chosen on; with eval.split=val the table says so
-        seen |= set(people["val"])
-    return Asked(cfg, store, (cohort,), count_overlap(cfg, cohort, seen, head.url), head.checksum)
+        seen["validation"] = people["val"]
+    evaluated = set(cohort.person[cohort.fold == EVALUATED].tolist())
+    shared = {stage: sorted(evaluated & set(ids)) for stage, ids in seen.items()}
+    for stage, ids in shared.items():
+        if ids and not cfg.eval.allow_overlap:
+            raise UserError(
+                f"{head.url}: expected no participant of split {cfg.eval.split} in its {stage}, found "
+                f"{len(ids)} ({', '.join(ids[:3])}); eval.allow_overlap=true evaluates them all the same, "
+                "and the table says so"
+            )
+    return len({person for ids in shared.values() for person in ids})
 
 
 def _evaluate(asked: Asked, head: Head, runtime: Runtime) -> dict[str, Any]:

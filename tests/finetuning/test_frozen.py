@@ -161,7 +161,7 @@ def test_the_kept_head_is_the_best_epoch_of_the_best_member(world: Path) -> None
     for name, value in chosen.head.named_parameters():
         torch.testing.assert_close(value, expected[name], atol=1e-5, rtol=1e-5)
     normal = train_grid(cfg, cohort, pooled(cohort, features), WIDTH, CPU).validation
-    assert (normal["score"], normal["learning_rate"]) == (1.0, 3e-2)
+    assert (normal["score"], normal["learning_rate"]) == (1.0, 3e-2)  # the loss breaks a tie
 
 
 def test_evaluated_participants_change_nothing(world: Path) -> None:

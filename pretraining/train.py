@@ -25,29 +25,32 @@ from pathlib import Path
 import torch
 
 from data_setup.loader import Batch
+from data_setup.next_batch import next_or_stop
+from models.optimizer import shard_state
 from pretraining.gauges.alarms import closing as closing_lines
 from pretraining.gauges.monitor import Gauges, TargetMotion, target_drift, update_ratio
 from pretraining.gauges.profiling import StepTrace
 from pretraining.gauges.skill import SkillGauge
 from pretraining.gauges.throughput import Throughput
 from pretraining.gauges.validation import Validation, snapshot, volumes_read
-from pretraining.optimizer import shard_state
-from pretraining.progress import NotFiniteError, Progress
-from pretraining.resume import Checkpoints, claim_run_dir, held_run, last_good, restore
+from pretraining.progress import Progress
+from pretraining.resume import Checkpoints, restore
 from pretraining.run import Run, open_run
 from pretraining.schedules import Calendar
 from pretraining.step import StepResult, Update, Watch, train_step
-from pretraining.trial import log_start, next_or_stop, open_loader, rows_of_step, settle_memory
+from pretraining.trial import log_start, open_loader, rows_of_step, settle_memory
 from utils import storage
 from utils.config.schema import Config
 from utils.errors import EXIT_FAILURE, EXIT_FINISHED, EXIT_STOPPED, UserError
 from utils.log import NoLog, RunLog, log_failure, setup_logging
 from utils.report.pictures import bscan_with_masks, feature_pca, load_snapshot
+from utils.run_dir import claim_run_dir, held_run, last_good
 from utils.runtime.leave import leave
 from utils.runtime.open import open_runtime, report_opened
 from utils.runtime.processes import LostPeer
 from utils.runtime.single import Runtime, StopRequested, is_out_of_memory
 from utils.runtime.watchdog import Watchdog
+from utils.skipped_updates import NotFiniteError
 
 log = logging.getLogger(__name__)
 
@@ -167,7 +170,7 @@ def _train(cfg: Config, runtime: Runtime, stack: ExitStack) -> int:
             pace = clock.metrics()
             values = step_metrics(run, update, result, progress, micro_batches)
             report(run_log, gauges, done, {**values, **gauge_values, **pace})
-            progress.check_finite(cfg, partial(rows_of_step, loader))
+            progress.skipped.check(cfg, partial(rows_of_step, loader))
             clock.lap("logging")
         elif step == start:
             clock.restart()  # a resumed run starts its loader here
@@ -222,7 +225,7 @@ def step_metrics(
         "train/ema_momentum": update.momentum,
         "ema/init_weight": progress.init_weight,
         "ema/drift": float(target_drift(run.model)),
-        "train/bad_steps": progress.bad_total,
+        "train/bad_steps": progress.skipped.total,
         "train/valid_context_tokens": float(runtime.group.sum(valid_tokens))
         / run.cfg.train.global_batch_size,
     }

@@ -9,10 +9,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from models.vjepa3d import VJEPA3D
-from utils.config.schema import Config
+from utils.config.schema import Config, OptimConfig
 from utils.runtime.single import Runtime
 
 FUSED_DEVICES = ("cpu", "cuda")
@@ -60,7 +59,15 @@ class SelectingAdamW(torch.optim.AdamW):
             group.update(SELECTING_FLAGS)
 
 
-def shard_state(model: VJEPA3D, optimizer: torch.optim.AdamW, cfg: Config, runtime: Runtime) -> None:
+def build_adamw(groups: list[dict[str, Any]], optim: OptimConfig, device: torch.device) -> torch.optim.AdamW:
+    """AdamW of these parameter groups, fused where there is such a kernel."""
+    settings: dict[str, Any] = {"lr": optim.base_lr, "betas": optim.betas, "eps": optim.eps}
+    if device.type in FUSED_DEVICES:
+        return torch.optim.AdamW(groups, fused=True, **settings)
+    return SelectingAdamW(groups, **settings)
+
+
+def shard_state(model: nn.Module, optimizer: torch.optim.AdamW, cfg: Config, runtime: Runtime) -> None:
     """Spread weights, target and moments over the devices if the configuration asks for it; also after a
     load.
     """

@@ -9,10 +9,12 @@ import multiprocessing
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TypeVar
 
-from data_setup.loader import Batch, LoaderError, LostWorkerError
+from data_setup.loader import LoaderError, LostWorkerError
 from utils.runtime.single import Runtime
 
+_T = TypeVar("_T")
 GRACE_S = 60.0  # the loader's own limit comes first and says more; and the workers' start counts here alone
 
 
@@ -46,7 +48,7 @@ def watched_workers(timeout_s: float) -> Iterator[None]:
         timer.cancel()
 
 
-def next_or_stop(batches: Iterator[list[Batch]], runtime: Runtime, timeout_s: float) -> list[Batch] | None:
+def next_or_stop(batches: Iterator[_T], runtime: Runtime, timeout_s: float) -> _T | None:
     """This process's micro-batches of the next step; None where SIGTERM reached any of the processes.
 
     Raises LoaderError where the loader fails or gives none for about `timeout_s`.

@@ -6,6 +6,7 @@ fused kernels of CPU and GPU know it. Where there is none, `SelectingAdamW` does
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -57,6 +58,18 @@ class SelectingAdamW(torch.optim.AdamW):
         super().load_state_dict(state_dict)
         for group in self.param_groups:
             group.update(SELECTING_FLAGS)
+
+
+def warmup_cosine(optim: OptimConfig, step: int, total: int) -> float:
+    """Learning rate of update `step` of `total`: linear warm-up, then a cosine to the minimum."""
+    if not optim.use_scheduler:
+        return optim.base_lr
+    warmup = round(optim.warmup_ratio * total)
+    if step < warmup:
+        return optim.base_lr * (step + 1) / warmup
+    progress = (step - warmup) / max(1, total - 1 - warmup)
+    factor = optim.min_lr_ratio + (1 - optim.min_lr_ratio) * (1 + math.cos(math.pi * progress)) / 2
+    return optim.base_lr * factor
 
 
 def build_adamw(groups: list[dict[str, Any]], optim: OptimConfig, device: torch.device) -> torch.optim.AdamW:

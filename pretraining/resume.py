@@ -8,8 +8,6 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Mapping
-from functools import partial
-from pathlib import Path
 from typing import Any
 
 from data_setup.store.reader import PreparedStore
@@ -20,20 +18,15 @@ from pretraining.progress import NEW_RUN, Progress
 from pretraining.rows import Rows
 from pretraining.run import Run
 from pretraining.schedules import Schedule, total_steps
-from utils import storage
 from utils.checkpoint import (
     CheckpointError,
-    CheckpointWriter,
     load_newest,
-    num_bytes,
     to_host,
-    wait_together,
 )
 from utils.config.load import config_of_yaml, to_yaml
 from utils.config.schema import keys_with
 from utils.errors import UserError
-from utils.history import NO_CHECKPOINT_YET, history_files, history_url, refuse_lost_checkpoints
-from utils.lease import Lease
+from utils.history import refuse_lost_checkpoints
 from utils.run_dir import refuse_changes, require_one_configuration, shared_settings
 
 log = logging.getLogger(__name__)
@@ -60,82 +53,6 @@ def checkpoint_state(run: Run, gauges: Gauges, progress: Progress) -> dict[str, 
         "participants": sorted(set(progress.inherited) | run.rows.participants),
         "rows_sha256": rows_checksum(run.rows, run.store),
     }
-
-
-class Checkpoints:
-    """Writes a run's checkpoints, under the names that the loop asks for. Every process calls the same
-    methods; the first one writes, and only where train.ckpt_dir is set.
-    """
-
-    def __init__(
-        self, run: Run, gauges: Gauges, progress: Progress, keep_every: int, lease: Lease | None
-    ) -> None:
-        self.parts = run, gauges, progress
-        self.lease = lease
-        self.keep_every = keep_every
-        self.saved = progress.step
-        self.writer: CheckpointWriter | None = None
-        cfg = run.cfg
-        if run.runtime.group.is_first and cfg.train.ckpt_dir is not None:
-            drop_mark = partial((Path(cfg.run.dir) / NO_CHECKPOINT_YET).unlink, missing_ok=True)
-            self.writer = CheckpointWriter(
-                cfg.train.ckpt_dir,
-                cfg.train.keep_last,
-                cfg.data.storage_options,
-                is_kept=lambda step: step % keep_every == 0,
-                after_step=drop_mark,
-            )
-
-    def log_need(self) -> None:
-        """Log what the checkpoints of the run will take at most; a warning where a disk has less."""
-        if self.writer is None:
-            return
-        run, gauges, _ = self.parts
-        each = num_bytes((run.model.state_dict(), run.optimizer.state_dict(), gauges.state_dict()))
-        last, kept, bests = run.cfg.train.keep_last, run.total_steps // self.keep_every, 2
-        at_most = last + kept + bests + 1
-        log.info(
-            "checkpoints: %.1f MB each, at most %d of them (the last %d, %d of epochs, %d bests, 1 being "
-            "written): %.3g GB in %s",
-            each / 1e6, at_most, last, kept, bests, at_most * each / 1e9, self.writer.directory,
-        )  # fmt: skip
-        storage.make_dirs(self.writer.directory)
-        free = storage.free_bytes(self.writer.directory)
-        there = sum(storage.find_sizes(self.writer.directory).values()) if free is not None else 0
-        if free is not None and free + there < at_most * each:
-            text = "%s: %.2f GB free, less than that; train.keep_epochs and train.keep_last say how many stay"
-            log.warning(text, self.writer.directory, free / 1e9)
-
-    def save(self, names: list[str], *, with_step: bool) -> None:
-        """Write the present state under these names and, last, the step's: with it, the others are there."""
-        run, gauges, progress = self.parts
-        if with_step:
-            names = [*names, f"step_{progress.step:08d}"]
-            self.saved = progress.step
-        if not names or (self.writer is None and not run.runtime.is_sharded):
-            return
-        run.runtime.watchdog.beat(f"checkpoint of step {progress.step}")
-        state = run.runtime.full_state(checkpoint_state(run, gauges, progress))
-        if self.lease is not None:
-            self.lease.check()
-        if self.writer is not None:
-            files = history_files(Path(run.cfg.run.dir)) if with_step else {}
-            beside = {history_url(self.writer.directory, name): data for name, data in files.items()}
-            self.writer.save(state, names, beside)
-
-    def wait(self) -> None:
-        """Let the checkpoint under way be written, so that it can be named."""
-        if self.writer is not None:
-            self.writer.wait()
-
-    def close(self) -> None:
-        """Write what has not been written, where the run was stopped, and end."""
-        if self.parts[2].step > self.saved:
-            self.save([], with_step=True)
-        runtime = self.parts[0].runtime
-        wait_together(runtime.group, self.writer, partial(runtime.watchdog.beat, "last checkpoint"))
-        if self.writer is not None:
-            self.writer.close()
 
 
 def restore(run: Run, gauges: Gauges) -> Progress:

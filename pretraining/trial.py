@@ -44,12 +44,6 @@ def open_loader(run: Run, start: int, stop: int) -> Loader:
     )
 
 
-def rows_of_step(loader: Loader, step: int) -> list[int]:
-    """The store rows of the whole global batch, whichever processes hold them."""
-    first = step * loader.global_batch
-    return [loader.dataset.order.row(position) for position in range(first, first + loader.global_batch)]
-
-
 def settle_memory(run: Run, step: int) -> Run:
     """The run with the largest per-core batch that fits every process, before the first update.
 

@@ -12,13 +12,14 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from data_setup.loader import evaluation_batches
 from data_setup.normalisation import plain_view
 from data_setup.store.reader import PreparedStore
 from data_setup.valid_field import voxel_valid
 from models.probes.features import embed
+from models.vit3d import VisionTransformer3D
 from models.vjepa3d import build_encoder
 from utils.checkpoint import CheckpointError
 from utils.config.load import config_of_yaml, flatten
@@ -29,8 +30,12 @@ from utils.runtime.single import Runtime
 BASELINE_VOXELS = (16, 48, 32)  # raw volumes are averaged down to at most this before their PCA
 
 
+NAMED_KEYS = 3  # of each kind, in the error about weights that do not fit
+
+
 def check_fit(cfg: Config, store: PreparedStore, state: dict[str, Any], url: str) -> None:
     """Raise UserError unless checkpoint, configuration and store agree on geometry, model, normalisation."""
+    require_pretraining(state, url)
     seen, wanted = dict(flatten(config_of_yaml(state["config"], url))), dict(flatten(cfg))
     for key in keys_with("identity"):
         if seen[key] != wanted[key]:
@@ -44,22 +49,51 @@ def check_fit(cfg: Config, store: PreparedStore, state: dict[str, Any], url: str
     store.require_geometry(cfg.spatial)
 
 
-def pretrained_encoder(cfg: Config, state: dict[str, Any], url: str) -> nn.Module:
+def require_pretraining(state: dict[str, Any], url: str) -> None:
+    """Raise CheckpointError unless a loaded file is a checkpoint of pretraining.train."""
+    lost = [key for key in ("model", "config", "normalisation", "participants") if key not in state]
+    if lost:
+        kind = state.get("kind", "one with " + ", ".join(sorted(state)[:NAMED_KEYS]))
+        raise CheckpointError(
+            f"{url}: expected a checkpoint of pretraining.train, found no {', '.join(lost)} ({kind})"
+        )
+
+
+def pretrained_encoder(cfg: Config, state: dict[str, Any], url: str) -> VisionTransformer3D:
     """The target (EMA) encoder of a loaded checkpoint; raises CheckpointError for weights that do not fit."""
+    require_pretraining(state, url)
     encoder = build_encoder(cfg)
     prefix = "target_encoder."
     weights = {k.removeprefix(prefix): v for k, v in state["model"].items() if k.startswith(prefix)}
-    try:
-        encoder.load_state_dict(weights, strict=True)
-    except RuntimeError as error:
-        reason = " ".join(line.strip() for line in str(error).splitlines()[1:2])
-        raise CheckpointError(
-            f"{url}: expected the weights of model.size {cfg.model.size}: {reason}"
-        ) from error
+    load_strictly(encoder, weights, f"{url}: weights of model.size {cfg.model.size}")
     return encoder.eval().requires_grad_(False)
 
 
-def random_encoder(cfg: Config, seed: int) -> nn.Module:
+def load_strictly(module: nn.Module, weights: dict[str, Tensor], where: str) -> None:
+    """Load all weights; raises CheckpointError that names the first keys that differ, and how."""
+    own = module.state_dict()
+    differences = {
+        "lacks": [key for key in own if key not in weights],
+        "has in excess": [key for key in weights if key not in own],
+        "has in another shape": [
+            f"{key} ({list(weights[key].shape)} for {list(value.shape)})"
+            for key, value in own.items()
+            if key in weights and weights[key].shape != value.shape
+        ],
+    }
+    texts = [
+        f"{verb} {len(keys)}: {', '.join(keys[:NAMED_KEYS])}{', ...' if len(keys) > NAMED_KEYS else ''}"
+        for verb, keys in differences.items()
+        if keys
+    ]
+    if texts:
+        raise CheckpointError(
+            f"{where}: expected the {len(own)} tensors of the model; the file {'; '.join(texts)}"
+        )
+    module.load_state_dict(weights, strict=True)
+
+
+def random_encoder(cfg: Config, seed: int) -> VisionTransformer3D:
     """A randomly initialised encoder; cfg.seed gives the one that pre-training starts from."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

@@ -18,13 +18,15 @@ from utils.errors import UserError
 from utils.runtime.leave import leave
 
 
-def parse_cli(
+def parse_words(
     command: str,
     description: str,
     argv: Sequence[str] | None,
     add_arguments: Callable[[argparse.ArgumentParser], None] | None = None,
-) -> tuple[Config, argparse.Namespace]:
-    """`--config FILE [--checkpoint X] [section.key=value ...]`, the command line that every stage shares."""
+) -> argparse.Namespace:
+    """`--config FILE [--checkpoint X] [section.key=value ...]` of every stage, not looked at yet: `config`,
+    and in `overrides` the changes to it, --checkpoint among them.
+    """
     parser = argparse.ArgumentParser(
         prog=f"python -m {command}",
         description=description,
@@ -36,8 +38,22 @@ def parse_cli(
     if add_arguments:
         add_arguments(parser)
     args = parser.parse_intermixed_args(argv)
-    overrides = list(args.overrides) + ([f"model.checkpoint={args.checkpoint}"] if args.checkpoint else [])
-    return load_config(args.config, overrides), args
+    args.overrides = [
+        *args.overrides,
+        *([f"model.checkpoint={args.checkpoint}"] if args.checkpoint else []),
+    ]
+    return args
+
+
+def parse_cli(
+    command: str,
+    description: str,
+    argv: Sequence[str] | None,
+    add_arguments: Callable[[argparse.ArgumentParser], None] | None = None,
+) -> tuple[Config, argparse.Namespace]:
+    """The command line that every stage shares, and the configuration that it means."""
+    args = parse_words(command, description, argv, add_arguments)
+    return load_config(args.config, args.overrides), args
 
 
 def worker_count(text: str) -> int:
@@ -78,10 +94,12 @@ def errors_in_one_line() -> Iterator[None]:
         sys.exit(error.exit_code)
 
 
-def answer_early(command: str, description: str) -> None:
-    """Answer --help, or refuse a wrong command line, before a module imports what takes seconds."""
+def answer_early(command: str, description: str, parse: Callable[..., object] = parse_cli) -> None:
+    """Answer --help, or refuse a wrong command line, before a module imports what takes seconds. `parse`:
+    parse_words where the file alone is no whole configuration.
+    """
     with errors_in_one_line():
-        parse_cli(command, description, None)
+        parse(command, description, None)
 
 
 def run_cli(main: Callable[[], int | None]) -> None:

@@ -22,6 +22,10 @@ def expand() -> None:
     _run("data_setup.expand")
 
 
+def finetune() -> None:
+    _run("finetuning.train")
+
+
 def phantom() -> None:
     _run("data_setup.phantom")
 

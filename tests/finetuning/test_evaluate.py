@@ -3,115 +3,43 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
 
-from data_setup.resample import Resampled
-from data_setup.store.format import RECORD_COLUMNS
 from data_setup.store.reader import PreparedStore
-from data_setup.store.writer import StoreWriter, measure
 from finetuning import evaluate as module
 from finetuning.embed import device_features, embed_rows, pretrained_encoder, random_encoder, raw_features
 from finetuning.evaluate import evaluate, find_checkpoint, main
 from models.probes.participants import Fold, Prediction, logistic_probe
 from models.vjepa3d import VJEPA3D
-from utils.checkpoint import CheckpointError, CheckpointWriter, load_checkpoint
+from tests.support.finetune_factory import (
+    CONFIG,
+    PEOPLE,
+    RUNTIME,
+    SIZE,
+    config,
+    make_world,
+    save_checkpoint,
+    silence,
+    write_labels,
+)
+from utils.checkpoint import CheckpointError, load_checkpoint
 from utils.cli import run_cli
-from utils.config.load import load_config, to_yaml
+from utils.config.load import to_yaml
 from utils.config.schema import Config
 from utils.errors import UserError
 from utils.report import cli as report
-from utils.runtime.single import Runtime
-
-CONFIG = Path(__file__).resolve().parents[2] / "configs" / "smoke_test.yaml"
-SIZE = (8, 24, 32)
-PEOPLE = {"train": 16, "val": 8, "test": 12}
-RUNTIME = Runtime(torch.device("cpu"), use_bf16=False)
-
-
-def person(split: str, number: int) -> str:
-    return f"{split}{number:02d}"
-
-
-def draw(rng: np.random.Generator, label: int) -> np.ndarray:
-    """Speckle over a band that is thicker in class 1; the last 4 axial rows are outside the field."""
-    volume = rng.uniform(20, 60, SIZE)
-    volume[:, 6 : 10 + 5 * label] += 120
-    volume[:, 20:] = 0
-    return volume.astype(np.uint8)
 
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A store of two volumes per participant and two devices, with labels; class alternates."""
-    root = tmp_path_factory.mktemp("world")
-    cfg = config(root, root / "unused")
-    rng = np.random.default_rng(0)
-    records, voxels = [], []
-    for split, count in PEOPLE.items():
-        for number in range(count):
-            for eye in "LR":
-                name = f"{person(split, number)}_{eye}"
-                records.append(
-                    dict.fromkeys(RECORD_COLUMNS)
-                    | {"person_id": person(split, number), "split": split, "laterality": eye}
-                    | {"device": "zeiss_cirrus" if number % 4 < 2 else "topcon_triton"}
-                    | {"path": f"{name}.dcm", "sop_instance_uid": name, "protocol": "p"}
-                )
-                voxels.append(draw(rng, number % 2))
-    writer = StoreWriter(cfg.data.store)
-    writer.create(cfg.spatial, str(root), synthetic=True)
-    rows = writer.append_records(records)
-    for row, volume in zip(rows, voxels, strict=True):
-        volume_ = Resampled(volume, (0, 8, 0, 20, 0, 32), cfg.spatial.target_spacing, 0.0)
-        writer.write_row(row, volume, measure(volume_) | {"status": "kept"})
-    writer.finalise(rows)
-    write_labels(root / "participants.tsv", lambda split, number: "ab"[number % 2])
-    return root
-
-
-def write_labels(path: Path, label: Callable[[str, int], str]) -> None:
-    lines = [f"{person(s, n)}\t{label(s, n)}\t{s}\n" for s, count in PEOPLE.items() for n in range(count)]
-    path.write_text("person_id\tstudy_group\trecommended_split\n" + "".join(lines))
-
-
-def config(root: Path, run: Path, *overrides: str) -> Config:
-    small = ["spatial.image_size=[8,24,32]", "eval.batch_size=8", "probe.bootstrap_samples=300"]
-    place = [f"data.gcs_root={root}", f"data.store={root / 'store'}", f"run.dir={run}"]
-    return load_config(CONFIG, [*small, *place, *overrides])
-
-
-def save_checkpoint(cfg: Config, change: Callable[[VJEPA3D], None] = lambda model: None, **state: Any) -> str:
-    """A checkpoint as pre-training writes it, of an untrained model after `change`; returns its URL."""
-    torch.manual_seed(123)
-    model = VJEPA3D(cfg)
-    change(model)
-    assert cfg.train.ckpt_dir is not None
-    writer = CheckpointWriter(cfg.train.ckpt_dir, keep_last=1)
-    content = {
-        "step": 40,
-        "model": model.state_dict(),
-        "config": to_yaml(cfg),
-        "normalisation": "zscore_valid",
-        "participants": [person("train", n) for n in range(PEOPLE["train"])],
-    }
-    writer.save(content | state, ["best_probe"])
-    writer.close()
-    return f"{cfg.train.ckpt_dir}/best_probe.pt"
-
-
-@torch.no_grad()
-def silence(module_: nn.Module) -> None:
-    """All weights zero: every volume has the same features."""
-    for parameter in module_.parameters():
-        parameter.zero_()
+    return make_world(tmp_path_factory.mktemp("world"))
 
 
 def test_table_file_and_verdict(world: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

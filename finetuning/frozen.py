@@ -1,0 +1,307 @@
+"""Heads on frozen features: all pairs of learning rate and weight decay, trained together.
+
+In: features of the training and validation volumes (finetuning.features) and their cohort. Out: the one head
+that is best on validation, as it was after its best epoch. Every member of the grid starts from the same
+weights, sees the same batches in the same order and has its own AdamW; the parameters of all members are
+stacked, and each batch goes through them once. Evaluated volumes are not looked at: no feature of theirs is
+even read.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from sklearn.preprocessing import StandardScaler
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from data_setup.store.reader import PreparedStore
+from finetuning.cohort import TRAIN, VAL, Cohort
+from finetuning.embed import pretrained_encoder
+from finetuning.features.kept import KeptFeatures, features_folder
+from finetuning.head_file import Standardise, head_state, write_head
+from finetuning.objective import METRICS, row_losses, row_weights, to_scores, validation_score
+from finetuning.predictions import pool
+from finetuning.source import Source
+from models.heads import build_head, reads_tokens, rescale_output
+from models.probes.participants import participant_weights
+from utils.config.schema import Config
+from utils.errors import UserError
+from utils.runtime.single import Runtime
+
+log = logging.getLogger(__name__)
+
+
+class Inputs(Protocol):
+    """What a head reads of some volumes."""
+
+    @property
+    def at_once(self) -> int:
+        """Volumes that fit into memory together."""
+
+    def read(self, places: np.ndarray) -> tuple[Tensor, ...]:
+        """The head's arguments for the volumes at these places of the cohort's rows."""
+
+
+class PooledInputs:
+    """Pooled features of the training and validation volumes, standardised on the training ones."""
+
+    def __init__(
+        self, features: np.ndarray, cohort: Cohort, places: np.ndarray, device: torch.device
+    ) -> None:
+        """`features` [m, 2E] are those of the cohort's rows at `places` [m]."""
+        scaler = StandardScaler().fit(features[cohort.fold[places] == TRAIN].astype(np.float64))
+        self.standardise = Standardise(scaler.mean_, scaler.scale_)
+        self.at_once = len(places)
+        self._place_of = np.full(len(cohort.rows), -1)
+        self._place_of[places] = np.arange(len(places))
+        self._features = self.standardise(torch.from_numpy(features).to(device))
+
+    def read(self, places: np.ndarray) -> tuple[Tensor, ...]:
+        return (self._features[torch.from_numpy(self._place_of[places]).to(self._features.device)],)
+
+
+@dataclass(frozen=True)
+class TokenInputs:
+    """Tokens and their validity, read from the kept features batch by batch."""
+
+    kept: KeptFeatures
+    cohort: Cohort
+    device: torch.device
+    at_once: int
+
+    def read(self, places: np.ndarray) -> tuple[Tensor, ...]:
+        rows = self.cohort.rows[places]
+        tokens = torch.from_numpy(self.kept.tokens(rows)).to(self.device).float()
+        return tokens, torch.from_numpy(self.kept.valid(rows)).to(self.device)
+
+
+class Grid:
+    """Members of a head: parameters of their own, one AdamW whose groups have the members' rates."""
+
+    def __init__(
+        self, head: nn.Module, pairs: Sequence[tuple[float, float]], cfg: Config, together: bool
+    ) -> None:
+        """`pairs` of learning rate and weight decay; matrices alone decay. `together`: one forward pass for
+        all members, whose activations must fit into memory; else one member after the other.
+        """
+        self.head, self.pairs = head, pairs
+        self.members = [
+            {name: p.detach().clone().requires_grad_() for name, p in head.named_parameters()} for _ in pairs
+        ]
+        groups = [
+            {"params": chosen, "lr": rate, "weight_decay": decay if is_matrix else 0.0, "peak": rate}
+            for (rate, decay), member in zip(pairs, self.members, strict=True)
+            for is_matrix in (True, False)
+            if (chosen := [p for p in member.values() if (p.ndim > 1) == is_matrix])
+        ]
+        self.optimizer = torch.optim.AdamW(groups, betas=cfg.optim.betas, eps=cfg.optim.eps)
+        everyone = range(len(pairs))
+        self.parts = [list(everyone)] if together else [[number] for number in everyone]
+
+    def outputs(self, part: list[int], inputs: tuple[Tensor, ...]) -> Tensor:
+        """[G, B, C] of the G members of a part."""
+        if len(part) == 1:
+            return functional_call(self.head, self.members[part[0]], inputs)[None]
+        stacked = {name: torch.stack([self.members[g][name] for g in part]) for name in self.members[0]}
+
+        def one(parameters: dict[str, Tensor]) -> Tensor:
+            return functional_call(self.head, parameters, inputs)
+
+        return torch.vmap(one, randomness="same")(stacked)
+
+    def step(
+        self, inputs: tuple[Tensor, ...], kind: str, truth: Tensor, weight: Tensor, cfg: Config, scale: float
+    ) -> None:
+        """One update of all members; `scale`: the schedule's share of each learning rate."""
+        self.head.train()
+        self.optimizer.zero_grad()
+        for part in self.parts:
+            outputs = self.outputs(part, inputs)
+            losses = [
+                (row_losses(kind, o, truth, cfg.finetune.label_smoothing) * weight).mean() for o in outputs
+            ]
+            torch.stack(losses).sum().backward()
+        for group in self.optimizer.param_groups:
+            group["lr"] = group["peak"] * scale
+        self.optimizer.step()
+
+    @torch.no_grad()
+    def predict(self, inputs: Inputs, places: np.ndarray) -> Tensor:
+        """Outputs of all members [G, n, C] at these places, on the host."""
+        self.head.eval()
+        batches = []
+        for start in range(0, len(places), inputs.at_once):
+            batch = inputs.read(places[start : start + inputs.at_once])
+            batches.append(torch.cat([self.outputs(part, batch) for part in self.parts]).cpu())
+        return torch.cat(batches, dim=1)
+
+
+def schedule(step: int, total: int, warmup_ratio: float, min_ratio: float) -> float:
+    """Share of the learning rate at update `step` of `total`: linear warm-up, then cosine to `min_ratio`."""
+    warmup = round(warmup_ratio * total)
+    if step < warmup:
+        return (step + 1) / warmup
+    progress = (step - warmup) / max(1, total - warmup)
+    return min_ratio + (1 - min_ratio) * 0.5 * (1 + math.cos(math.pi * progress))
+
+
+@dataclass
+class Best:
+    """The best epoch of one member."""
+
+    rank: tuple[float, float] = (-math.inf, -math.inf)  # score, minus the loss
+    epoch: int = 0
+    parameters: dict[str, Tensor] | None = None
+
+
+@dataclass(frozen=True)
+class TrainedHead:
+    """A head and how it was chosen."""
+
+    head: nn.Module
+    validation: dict[str, Any]
+
+
+def train_grid(cfg: Config, cohort: Cohort, inputs: Inputs, width: int, device: torch.device) -> TrainedHead:
+    """Train all pairs of head.learning_rates x head.weight_decays; returns the best on VAL.
+
+    The score is that of finetuning.objective.METRICS on units, a tie goes to the smaller loss, then to the
+    first pair. Ends after train.epochs (or max_steps), or when for finetune.patience epochs no member became
+    better. Raises UserError where every member's outputs stopped being numbers.
+    """
+    train, val = (np.flatnonzero(cohort.fold == fold) for fold in (TRAIN, VAL))
+    centre, spread = _target_scale(cohort, train)
+    target = torch.from_numpy((cohort.target - centre) / spread).to(device, torch.float32)
+    weight = torch.from_numpy(
+        row_weights(cohort.kind, cohort.target[train], cohort.person[train], cfg.finetune.class_weights)
+    ).to(device, torch.float32)
+    size = min(cfg.train.global_batch_size, len(train))
+    per_epoch = math.ceil(len(train) / size)
+    total = num_updates(cfg, per_epoch)
+    gpus = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices=gpus):
+        torch.manual_seed(cfg.seed)
+        head = build_head(cfg.head.kind, width, cohort.num_outputs, cfg.head.hidden, cfg.head.dropout).to(
+            device
+        )
+        pairs = list(product(cfg.head.learning_rates, cfg.head.weight_decays))
+        grid = Grid(head, pairs, cfg, together=not reads_tokens(cfg.head.kind))
+        bests = [Best() for _ in pairs]
+        for step in range(total):
+            epoch, place = divmod(step, per_epoch)
+            if place == 0:
+                order = np.random.default_rng([cfg.seed, epoch]).permutation(len(train))
+            chosen = order[place * size : (place + 1) * size]
+            share = schedule(step, total, cfg.optim.warmup_ratio, cfg.optim.min_lr_ratio)
+            grid.step(
+                inputs.read(train[chosen]), cohort.kind, target[train[chosen]], weight[chosen], cfg, share
+            )
+            if place + 1 == per_epoch or step + 1 == total:
+                _update_bests(bests, grid, cohort, inputs, val, (centre, spread), epoch + 1)
+                last = max(best.epoch for best in bests)
+                if cfg.finetune.patience is not None and epoch + 1 - last >= cfg.finetune.patience:
+                    break
+    return _chosen(grid, bests, cohort.kind, centre, spread)
+
+
+def num_updates(cfg: Config, per_epoch: int) -> int:
+    """train.max_steps, else train.epochs times `per_epoch`."""
+    if cfg.train.max_steps is not None:
+        return cfg.train.max_steps
+    assert cfg.train.epochs is not None  # of utils.config.rules
+    return cfg.train.epochs * per_epoch
+
+
+def _target_scale(cohort: Cohort, train: np.ndarray) -> tuple[float, float]:
+    """Mean and standard deviation of a regression's values on the training participants; else 0 and 1."""
+    if cohort.kind != "regression":
+        return 0.0, 1.0
+    values, weight = cohort.target[train, 0], participant_weights(cohort.person[train])
+    centre = float(np.average(values, weights=weight))
+    spread = float(np.average((values - centre) ** 2, weights=weight) ** 0.5)
+    if spread == 0:
+        raise UserError(
+            f"{cohort.names[0]}: expected a value that varies on split train, found {centre:g} alone"
+        )
+    return centre, spread
+
+
+def _update_bests(
+    bests: list[Best],
+    grid: Grid,
+    cohort: Cohort,
+    inputs: Inputs,
+    val: np.ndarray,
+    scale: tuple[float, float],
+    epoch: int,
+) -> None:
+    """Score every member on VAL, and keep those that became better."""
+    centre, spread = scale
+    outputs_GnC = grid.predict(inputs, val).double()
+    target = torch.from_numpy((cohort.target[val] - centre) / spread)
+    weight = torch.from_numpy(row_weights(cohort.kind, cohort.target[val], cohort.person[val], "none"))
+    for number, (best, outputs_nC) in enumerate(zip(bests, outputs_GnC, strict=True)):
+        if not bool(outputs_nC.isfinite().all()):
+            continue  # a rate that is too high
+        loss = float((row_losses(cohort.kind, outputs_nC, target) * weight).mean())
+        scores = to_scores(cohort.kind, outputs_nC) * spread + centre
+        score = validation_score(pool(cohort, VAL, scores.numpy()))
+        if (score, -loss) > best.rank:
+            best.rank, best.epoch = (score, -loss), epoch
+            best.parameters = {name: p.detach().clone() for name, p in grid.members[number].items()}
+
+
+def _chosen(grid: Grid, bests: list[Best], kind: str, centre: float, spread: float) -> TrainedHead:
+    """The best member as a head that predicts in the label's own unit."""
+    number = max(range(len(bests)), key=lambda g: bests[g].rank)
+    best = bests[number]
+    if best.parameters is None:
+        raise UserError(
+            "head.learning_rates: expected one that trains, found outputs that are no numbers with each of "
+            f"{sorted({rate for rate, _ in grid.pairs})}"
+        )
+    head = copy.deepcopy(grid.head).eval()
+    head.load_state_dict(best.parameters)
+    if kind == "regression":
+        rescale_output(head, centre, spread)
+    lines = [
+        {
+            "learning_rate": rate,
+            "weight_decay": decay,
+            "epoch": b.epoch,
+            "score": b.rank[0],
+            "loss": -b.rank[1],
+        }
+        for (rate, decay), b in zip(grid.pairs, bests, strict=True)
+    ]
+    return TrainedHead(head, {"metric": METRICS[kind], **lines[number], "grid": lines})
+
+
+def train_frozen(
+    source: Source, store: PreparedStore, cohort: Cohort, runtime: Runtime
+) -> tuple[str, dict[str, Any]]:
+    """Train a head on the features of a checkpoint's encoder; returns its file's URL and content."""
+    cfg = source.cfg
+    encoder = pretrained_encoder(cfg, source.state, source.url)
+    kept = KeptFeatures(encoder, cfg, store, runtime, features_folder(cfg))
+    places = np.flatnonzero((cohort.fold == TRAIN) | (cohort.fold == VAL))
+    standardise = None
+    inputs: Inputs
+    if reads_tokens(cfg.head.kind):
+        kept.keep_tokens(cohort.rows[places])
+        inputs = TokenInputs(kept, cohort, runtime.device, cfg.eval.batch_size)
+    else:
+        inputs = PooledInputs(kept.pooled(cohort.rows[places]), cohort, places, runtime.device)
+        standardise = inputs.standardise
+    trained = train_grid(cfg, cohort, inputs, encoder.width, runtime.device)
+    state = head_state(source, store, cohort, trained.head, standardise, trained.validation)
+    return write_head(cfg, state), state

@@ -1,0 +1,96 @@
+"""Train a head for a task: `python -m finetuning.train --config FILE model.checkpoint=RUN_OR_FILE`.
+
+In: a task's file of configs/, a checkpoint of pretraining.train or its run's folder, the prepared store that
+it was trained on, labels. Out: `${train.ckpt_dir}/head.pt`, which finetuning.evaluate reads. Data, geometry,
+model and method are those of the checkpoint. finetune.encoder=frozen: heads on kept features
+(finetuning/frozen.py); trained: the whole model (finetuning/finetune.py). Exit codes: utils/errors.py.
+"""
+
+from __future__ import annotations
+
+from utils.cli import answer_early, parse_words, run_cli
+
+if __name__ == "__main__":  # torch and scikit-learn take seconds to import
+    answer_early("finetuning.train", __doc__ or "", parse_words)
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from data_setup.store.reader import PreparedStore
+from finetuning import evaluate as probes
+from finetuning.cohort import EVALUATED, TRAIN, VAL, Cohort
+from finetuning.embed import check_fit
+from finetuning.frozen import train_frozen
+from finetuning.source import open_source
+from utils.errors import EXIT_FINISHED
+from utils.log import setup_logging
+from utils.runtime.open import open_runtime
+
+log = logging.getLogger(__name__)
+
+
+def train(config: str, overrides: Sequence[str]) -> int:
+    """Train what the configuration asks for; returns the exit code. Raises UserError."""
+    source = open_source(config, overrides)
+    cfg = source.cfg
+    store = PreparedStore.open(cfg.data.store, cfg.data.storage_options, cfg.data.cache_dir)
+    check_fit(cfg, store, source.state, source.url)
+    known = probes.read_cohort(cfg, store)
+    overlap = probes.count_overlap(cfg, known, source.state, source.url)
+    cohort = Cohort(
+        "classification",
+        known.classes,
+        known.rows,
+        known.fold,
+        known.label[:, None].astype(np.float64),
+        known.person,
+        known.person,
+    )
+    log.info("%s; pre-training saw %d of the evaluated participants", summary(cohort), overlap)
+    if cfg.finetune.encoder == "trained":
+        from finetuning.finetune import finetune
+
+        runtime = open_runtime(cfg.train.use_bf16, cfg.data.data_timeout_s)
+        return finetune(source, store, cohort, runtime)
+    url, state = train_frozen(source, store, cohort, open_runtime(cfg.train.use_bf16))
+    print(format_grid(state["validation"]))
+    print(f"head: {url}\nnext: python -m finetuning.evaluate --config {config} --checkpoint {url}")
+    return EXIT_FINISHED
+
+
+def summary(cohort: Cohort) -> str:
+    """Volumes and participants of the folds in one line."""
+    parts = []
+    for name, fold in (("train", TRAIN), ("val", VAL), ("evaluated", EVALUATED)):
+        chosen = cohort.fold == fold
+        parts.append(f"{name} {int(chosen.sum())} volumes of {len(np.unique(cohort.person[chosen]))}")
+    return f"{cohort.kind}: {', '.join(parts)} participants"
+
+
+def format_grid(validation: dict[str, Any]) -> str:
+    """Every pair of the grid at its best epoch, and which one is kept."""
+    lines = [
+        f"{'learning rate':>13} {'weight decay':>12} {'epoch':>6} {validation['metric']:>24} {'loss':>8}"
+    ]
+    chosen = validation["learning_rate"], validation["weight_decay"]
+    for row in validation["grid"]:
+        mark = "  kept" if (row["learning_rate"], row["weight_decay"]) == chosen else ""
+        lines.append(
+            f"{row['learning_rate']:>13g} {row['weight_decay']:>12g} {row['epoch']:>6} {row['score']:>24.4f} "
+            f"{row['loss']:>8.4f}{mark}"
+        )
+    return "\n".join([*lines, "Chosen on validation alone; the evaluated participants were not looked at."])
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Train what a command line asks for."""
+    args = parse_words("finetuning.train", __doc__ or "", argv)
+    setup_logging()
+    return train(args.config, args.overrides)
+
+
+if __name__ == "__main__":
+    run_cli(main)

@@ -1,0 +1,128 @@
+"""A small labelled store and a checkpoint of an untrained model, for tests of finetuning.
+
+A volume is speckle with a band that is thicker in a later class, so a probe can learn it; every participant
+has both eyes, and devices are balanced over the classes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from data_setup.resample import Resampled
+from data_setup.store.format import RECORD_COLUMNS
+from data_setup.store.writer import StoreWriter, measure
+from models.vjepa3d import VJEPA3D
+from utils.checkpoint import CheckpointWriter
+from utils.config.load import load_config, to_yaml
+from utils.config.schema import Config
+from utils.runtime.single import Runtime
+
+CONFIG = Path(__file__).resolve().parents[2] / "configs" / "smoke_test.yaml"
+SIZE = (8, 24, 32)
+PEOPLE = {"train": 16, "val": 8, "test": 12}
+DEVICES = ("zeiss_cirrus", "topcon_triton")
+SITES = ("UW", "UCSD", "UAB")
+RUNTIME = Runtime(torch.device("cpu"), use_bf16=False)
+
+
+def person(split: str, number: int) -> str:
+    return f"{split}{number:02d}"
+
+
+def band_rows(label: int, num_classes: int = 2) -> int:
+    """Axial rows of the band of a class: 4 to 13."""
+    return 4 + 10 * label // num_classes
+
+
+def draw(rng: np.random.Generator, label: int, num_classes: int = 2) -> np.ndarray:
+    """Speckle over a band that is thicker in a later class; the last 4 axial rows are outside the field."""
+    volume = rng.uniform(20, 60, SIZE)
+    volume[:, 6 : 6 + band_rows(label, num_classes)] += 120
+    volume[:, 20:] = 0
+    return volume.astype(np.uint8)
+
+
+def make_world(root: Path, people: Mapping[str, int] = PEOPLE, classes: str = "ab") -> Path:
+    """A store of both eyes of every participant, and participants.tsv; the class is number % len(classes).
+
+    participants.tsv has a column more than AI-READI's: band_rows, a number that the class decides.
+    """
+    cfg = config(root, root / "unused")
+    rng = np.random.default_rng(0)
+    records, voxels, lines = [], [], []
+    for split, count in people.items():
+        for number in range(count):
+            label = number % len(classes)
+            facts = {
+                "person_id": person(split, number),
+                "clinical_site": SITES[number % len(SITES)],
+                "study_group": classes[label],
+                "age": 40 + 7 * number % 50,
+            }
+            lines.append([*facts.values(), split, band_rows(label, len(classes))])
+            for eye in "LR":
+                name = f"{person(split, number)}_{eye}"
+                records.append(
+                    dict.fromkeys(RECORD_COLUMNS)
+                    | facts
+                    | {"split": split, "laterality": eye, "region": "Macula", "protocol": "p"}
+                    | {"device": DEVICES[number // len(classes) % len(DEVICES)]}
+                    | {"path": f"{name}.dcm", "sop_instance_uid": name}
+                )
+                voxels.append(draw(rng, label, len(classes)))
+    writer = StoreWriter(cfg.data.store)
+    writer.create(cfg.spatial, str(root), synthetic=True)
+    rows = writer.append_records(records)
+    for row, volume in zip(rows, voxels, strict=True):
+        volume_ = Resampled(volume, (0, 8, 0, 20, 0, 32), cfg.spatial.target_spacing, 0.0)
+        writer.write_row(row, volume, measure(volume_) | {"status": "kept"})
+    writer.finalise(rows)
+    header = ["person_id", "clinical_site", "study_group", "age", "recommended_split", "band_rows"]
+    table = "".join("\t".join(map(str, line)) + "\n" for line in [header, *lines])
+    (root / "participants.tsv").write_text(table)
+    return root
+
+
+def write_labels(path: Path, label: Callable[[str, int], str]) -> None:
+    """A table of the participants of PEOPLE with another study_group: label(split, number)."""
+    lines = [f"{person(s, n)}\t{label(s, n)}\t{s}\n" for s, count in PEOPLE.items() for n in range(count)]
+    path.write_text("person_id\tstudy_group\trecommended_split\n" + "".join(lines))
+
+
+def config(root: Path, run: Path, *overrides: str) -> Config:
+    """The smoke test's configuration for the store of make_world, with a grid of 2 x 3 x 4."""
+    small = ["spatial.image_size=[8,24,32]", "eval.batch_size=8", "probe.bootstrap_samples=300"]
+    place = [f"data.gcs_root={root}", f"data.store={root / 'store'}", f"run.dir={run}"]
+    return load_config(CONFIG, [*small, *place, *overrides])
+
+
+def save_checkpoint(cfg: Config, change: Callable[[VJEPA3D], None] = lambda model: None, **state: Any) -> str:
+    """A checkpoint as pre-training writes it, of an untrained model after `change`; returns its URL."""
+    torch.manual_seed(123)
+    model = VJEPA3D(cfg)
+    change(model)
+    assert cfg.train.ckpt_dir is not None
+    writer = CheckpointWriter(cfg.train.ckpt_dir, keep_last=1)
+    content = {
+        "step": 40,
+        "model": model.state_dict(),
+        "config": to_yaml(cfg),
+        "normalisation": "zscore_valid",
+        "participants": [person("train", n) for n in range(PEOPLE["train"])],
+    }
+    writer.save(content | state, ["best_probe"])
+    writer.close()
+    return f"{cfg.train.ckpt_dir}/best_probe.pt"
+
+
+@torch.no_grad()
+def silence(module_: nn.Module) -> None:
+    """All weights zero: every volume has the same features."""
+    for parameter in module_.parameters():
+        parameter.zero_()

@@ -27,6 +27,7 @@ from finetuning.frozen import train_frozen
 from finetuning.source import open_source
 from utils.errors import EXIT_FINISHED
 from utils.log import setup_logging
+from utils.run_training import open_engine
 from utils.runtime.open import open_runtime
 
 log = logging.getLogger(__name__)
@@ -53,8 +54,8 @@ def train(config: str, overrides: Sequence[str]) -> int:
     if cfg.finetune.encoder == "trained":
         from finetuning.finetune import finetune
 
-        runtime = open_runtime(cfg.train.use_bf16, cfg.data.data_timeout_s)
-        return finetune(source, store, cohort, runtime)
+        with open_engine(cfg) as runtime:
+            return finetune(source, store, cohort, runtime)
     url, state = train_frozen(source, store, cohort, open_runtime(cfg.train.use_bf16))
     print(format_grid(state["validation"]))
     print(f"head: {url}\nnext: python -m finetuning.evaluate --config {config} --checkpoint {url}")

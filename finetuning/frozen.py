@@ -124,11 +124,8 @@ class Grid:
         self.head.train()
         self.optimizer.zero_grad()
         for part in self.parts:
-            outputs = self.outputs(part, inputs)
-            losses = [
-                (row_losses(kind, o, truth, cfg.finetune.label_smoothing) * weight).mean() for o in outputs
-            ]
-            torch.stack(losses).sum().backward()
+            losses_GBT = row_losses(kind, self.outputs(part, inputs), truth, cfg.finetune.label_smoothing)
+            (losses_GBT * weight).mean(dim=(1, 2)).sum().backward()  # no member's gradient reaches another
         for group in self.optimizer.param_groups:
             group["lr"] = group["peak"] * scale
         self.optimizer.step()

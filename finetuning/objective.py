@@ -52,7 +52,8 @@ def target_scale(cohort: Cohort) -> tuple[float, float]:
 
 
 def row_losses(kind: str, outputs_BC: Tensor, target_BT: Tensor, label_smoothing: float = 0.0) -> Tensor:
-    """Loss of each volume and value, [B, T]; T = 1 but for multilabel.
+    """Loss of each volume and value, [B, T] (of several heads: [G, B, C] -> [G, B, T]); T = 1 but for
+    multilabel.
 
     `label_smoothing` moves so much of the truth evenly to all classes (of a label: to 0 and 1); a value has
     none.
@@ -61,7 +62,9 @@ def row_losses(kind: str, outputs_BC: Tensor, target_BT: Tensor, label_smoothing
         return (outputs_BC - target_BT).square()
     if kind == "multilabel":
         truth_BC = target_BT * (1 - label_smoothing) + label_smoothing / 2
-        return F.binary_cross_entropy_with_logits(outputs_BC, truth_BC, reduction="none")
+        return F.binary_cross_entropy_with_logits(
+            outputs_BC, truth_BC.expand_as(outputs_BC), reduction="none"
+        )
     num_classes = outputs_BC.shape[-1]
     truth_BC = F.one_hot(target_BT[:, 0].long(), num_classes).to(outputs_BC)
     truth_BC = truth_BC * (1 - label_smoothing) + label_smoothing / num_classes

@@ -25,8 +25,10 @@ from utils.runtime.single import Runtime
 
 MIXUP_STREAM = 0x6D6978  # second word of the seeds of mixup: another one than the data order's
 # what an update reads of a batch; masks stay behind
-FIELDS = ("volume", "matrix", "valid_box", "mean", "std", "intensity", "noise_seed")
-FIELDS += ("sample_seed", "token_valid")
+FIELDS = (
+    *("volume", "matrix", "valid_box", "mean", "std", "intensity", "noise_seed"),
+    *("sample_seed", "token_valid"),
+)
 
 
 class Examples:

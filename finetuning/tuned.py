@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from models.heads import AttentiveHead, build_head
 from models.probes.features import token_moments
 from models.stochastic import Stochastic
-from models.vit3d import VisionTransformer3D, recompute_block
+from models.vit3d import Recompute, VisionTransformer3D, recompute_block
 from utils.config.schema import Config
 
 LEAST_VARIANCE = 1e-12  # of a feature over the tokens: the gradient of a root has no value at 0
@@ -64,12 +64,16 @@ class TunedModel(nn.Module):
         """
         super().__init__()
         self.encoder = encoder
-        if cfg.train.activation_checkpointing:
-            encoder.recompute = recompute_block
         head = build_head(cfg.head.kind, encoder.width, num_outputs, cfg.head.hidden, cfg.head.dropout)
         self.top = HeadOnTokens(head, cfg.head.dropout)
         self.dropout, self.drop_path = cfg.method.dropout, cfg.method.drop_path
+        if cfg.train.activation_checkpointing:
+            self.checkpoint_activations(recompute_block)
         self.freeze(is_frozen=False)
+
+    def checkpoint_activations(self, recompute: Recompute) -> None:
+        """Keep only the blocks' inputs for the backward pass; an engine may bring its own `recompute`."""
+        self.encoder.recompute = recompute
 
     def freeze(self, *, is_frozen: bool) -> None:
         """Train the head alone, on an encoder in evaluation mode without gradients; or both."""

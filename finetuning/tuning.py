@@ -21,6 +21,7 @@ from finetuning.embed import load_strictly, pretrained_encoder
 from finetuning.examples import Examples
 from finetuning.source import Source
 from finetuning.tuned import TunedModel, layer_groups
+from models.engine_kernels import choose_kernels
 from models.optimizer import build_adamw
 from utils.checkpoint import CheckpointError, load_newest, to_host
 from utils.config.load import config_of_yaml, to_yaml
@@ -107,6 +108,7 @@ def open_tuning(source: Source, store: PreparedStore, cohort: Cohort, runtime: R
     torch.manual_seed(cfg.seed)
     encoder = pretrained_encoder(cfg, source.state, source.url)
     model = TunedModel(encoder, cohort.num_outputs, cfg).to(runtime.device)
+    choose_kernels(model, cfg, runtime)
     groups = layer_groups(model, cfg.optim.weight_decay, cfg.finetune.layer_decay)
     optimizer = build_adamw(groups, cfg.optim, runtime.device)
     plan = Plan.of(cfg, len(examples))

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from data_setup.loader import Batch
+from models.engine_kernels import choose_kernels
 from models.optimizer import shard_state
-from pretraining.engine_kernels import choose_kernels
 from pretraining.gauges.monitor import Gauges
 from pretraining.gauges.skill import SkillGauge
 from pretraining.schedules import ema_momentum, learning_rate

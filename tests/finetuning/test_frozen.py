@@ -161,7 +161,8 @@ def test_the_kept_head_is_the_best_epoch_of_the_best_member(world: Path) -> None
     for name, value in chosen.head.named_parameters():
         torch.testing.assert_close(value, expected[name], atol=1e-5, rtol=1e-5)
     normal = train_grid(cfg, cohort, pooled(cohort, features), WIDTH, CPU).validation
-    assert (normal["score"], normal["learning_rate"]) == (1.0, 3e-2)  # the loss breaks a tie
+    assert normal["learning_rate"] == 3e-2
+    assert normal["score"] > 0.8
 
 
 def test_evaluated_participants_change_nothing(world: Path) -> None:
@@ -412,7 +413,7 @@ def test_the_command_trains_and_says_what_is_next(
     assert main(["--config", TASK, f"model.checkpoint={checkpoint}", f"run.dir={run}", *QUICK]) == 0
     out = capsys.readouterr().out
     assert out.count("kept") == 1
-    assert f"--checkpoint {run}/checkpoints/head.pt" in out
+    assert f"next: python -m finetuning.evaluate --head {run}/checkpoints/head.pt" in out
     assert "Chosen on validation alone" in out
     store = PreparedStore.open(load_checkpoint_config(checkpoint).data.store)
     for rows in asked:
@@ -585,6 +586,7 @@ def test_mistakes_are_one_line(
     use = ("--checkpoint", checkpoint)
     assert "train.ckpt_dir: expected a folder for the head" in fails(*use, "train.ckpt_dir=null")
     assert "model.size: expected s of the configuration, found ti" in fails(*use, "model.size=s")
+    assert "eval.protocol: expected official, found crossfit" in fails(*use, "eval.protocol=crossfit")
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert "expected one process" in fails(*use, "data.workers=0")
 

@@ -20,8 +20,10 @@ import torch.nn.functional as F
 from sklearn.metrics import cohen_kappa_score, roc_auc_score
 from torch import Tensor
 
+from finetuning.cohort import TRAIN, Cohort
 from finetuning.predictions import Predictions
 from models.probes.participants import Prediction, balanced_accuracy, participant_weights
+from utils.errors import UserError
 
 METRICS = {
     "classification": "balanced accuracy",
@@ -29,6 +31,24 @@ METRICS = {
     "multilabel": "mean AUROC",
     "regression": "minus the squared error",
 }
+
+
+def target_scale(cohort: Cohort) -> tuple[float, float]:
+    """Mean and standard deviation of a regression's values on the training participants; else 0 and 1.
+
+    Raises UserError where the value does not vary.
+    """
+    if cohort.kind != "regression":
+        return 0.0, 1.0
+    train = cohort.fold == TRAIN
+    values, weight = cohort.target[train, 0], participant_weights(cohort.person[train])
+    centre = float(np.average(values, weights=weight))
+    spread = float(np.average((values - centre) ** 2, weights=weight) ** 0.5)
+    if spread == 0:
+        raise UserError(
+            f"{cohort.names[0]}: expected a value that varies on split train, found {centre:g} alone"
+        )
+    return centre, spread
 
 
 def row_losses(kind: str, outputs_BC: Tensor, target_BT: Tensor, label_smoothing: float = 0.0) -> Tensor:

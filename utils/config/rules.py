@@ -26,6 +26,7 @@ def check_rules(cfg: Config, where: str) -> None:
         _check_masks(cfg.method, recipe_of(cfg.method))
         _check_parts(cfg.method, recipe_of(cfg.method))
         _check_head(cfg)
+        _check_finetune(cfg)
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from None
 
@@ -181,3 +182,16 @@ def _check_head(cfg: Config) -> None:
             ("unfreeze_at_epoch", cfg.finetune.unfreeze_at_epoch),
         ):
             _require(value == 0, f"finetune.{key}", "0 with finetune.encoder=frozen", value)
+
+
+def _check_finetune(cfg: Config) -> None:
+    """A trained encoder is trained, and its best epoch kept."""
+    if cfg.finetune.encoder == "frozen":
+        return
+    epochs, unfreeze = cfg.train.epochs, cfg.finetune.unfreeze_at_epoch
+    _require(
+        cfg.train.max_steps is not None or epochs is None or unfreeze < epochs,
+        "finetune.unfreeze_at_epoch",
+        f"less than train.epochs {epochs} with finetune.encoder=trained",
+        unfreeze,
+    )

@@ -134,7 +134,7 @@ def leaderboard(words: Words, runtime: Runtime | None = None) -> Board:
         for entry in [*entries, *random]
     ]
     notes += [
-        f"OVERLAP: pre-training of {url} saw {number} of the evaluated participants (eval.allow_overlap=true)."
+        f"OVERLAP: pre-training of {url} saw {number} evaluated participants (eval.allow_overlap=true)."
         for url, number in overlaps.items()
         if number
     ]

@@ -28,11 +28,10 @@ from finetuning.cohort import TRAIN, VAL, Cohort
 from finetuning.embed import pretrained_encoder
 from finetuning.features.kept import KeptFeatures, features_folder
 from finetuning.head_file import Standardise, head_state, write_head
-from finetuning.objective import METRICS, row_losses, row_weights, to_scores, validation_score
+from finetuning.objective import METRICS, row_losses, row_weights, target_scale, to_scores, validation_score
 from finetuning.predictions import pool
 from finetuning.source import Source
 from models.heads import build_head, reads_tokens, rescale_output
-from models.probes.participants import participant_weights
 from utils.config.schema import Config
 from utils.errors import UserError
 from utils.runtime.single import Runtime
@@ -125,11 +124,8 @@ class Grid:
         self.head.train()
         self.optimizer.zero_grad()
         for part in self.parts:
-            outputs = self.outputs(part, inputs)
-            losses = [
-                (row_losses(kind, o, truth, cfg.finetune.label_smoothing) * weight).mean() for o in outputs
-            ]
-            torch.stack(losses).sum().backward()
+            losses_GBT = row_losses(kind, self.outputs(part, inputs), truth, cfg.finetune.label_smoothing)
+            (losses_GBT * weight).mean(dim=(1, 2)).sum().backward()  # no member's gradient reaches another
         for group in self.optimizer.param_groups:
             group["lr"] = group["peak"] * scale
         self.optimizer.step()
@@ -146,7 +142,7 @@ class Grid:
 
 
 def schedule(step: int, total: int, warmup_ratio: float, min_ratio: float) -> float:
-    """Share of the learning rate at update `step` of `total`: linear warm-up, then a cosine to `min_ratio`."""
+    """Share of the learning rate at update `step` of `total`: linear warm-up, then cosine to `min_ratio`."""
     warmup = round(warmup_ratio * total)
     if step < warmup:
         return (step + 1) / warmup
@@ -179,7 +175,7 @@ def train_grid(cfg: Config, cohort: Cohort, inputs: Inputs, width: int, device: 
     better. Raises UserError where every member's outputs stopped being numbers.
     """
     train, val = (np.flatnonzero(cohort.fold == fold) for fold in (TRAIN, VAL))
-    centre, spread = _target_scale(cohort, train)
+    centre, spread = target_scale(cohort)
     target = torch.from_numpy((cohort.target - centre) / spread).to(device, torch.float32)
     weight = torch.from_numpy(
         row_weights(cohort.kind, cohort.target[train], cohort.person[train], cfg.finetune.class_weights)
@@ -219,20 +215,6 @@ def num_updates(cfg: Config, per_epoch: int) -> int:
         return cfg.train.max_steps
     assert cfg.train.epochs is not None  # of utils.config.rules
     return cfg.train.epochs * per_epoch
-
-
-def _target_scale(cohort: Cohort, train: np.ndarray) -> tuple[float, float]:
-    """Mean and standard deviation of a regression's values on the training participants; else 0 and 1."""
-    if cohort.kind != "regression":
-        return 0.0, 1.0
-    values, weight = cohort.target[train, 0], participant_weights(cohort.person[train])
-    centre = float(np.average(values, weights=weight))
-    spread = float(np.average((values - centre) ** 2, weights=weight) ** 0.5)
-    if spread == 0:
-        raise UserError(
-            f"{cohort.names[0]}: expected a value that varies on split train, found {centre:g} alone"
-        )
-    return centre, spread
 
 
 def _update_bests(

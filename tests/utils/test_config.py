@@ -12,6 +12,7 @@ from typing import Literal, get_args, get_origin, get_type_hints
 
 import pytest
 
+from tests.support.task_configs import below
 from utils.cli import parse_cli
 from utils.config.load import accumulation_steps, changed_keys, config_of_yaml, load_config, to_yaml
 from utils.config.recipes import RECIPES, Recipe, markdown, recipe_of
@@ -34,14 +35,17 @@ def edited(tmp_path: Path, line: str, new: str) -> Path:
 
 @pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda p: p.stem)
 def test_shipped_configurations_load(path: Path) -> None:
-    assert load_config(path).experiment_name == path.stem
+    assert load_config(path, base=below(path)).experiment_name == path.stem
 
 
 MAE = ["method.recipe=mae", "method.mae_target=normalised", "method.regulariser=none"]
 MAE += ["method.regulariser_weight=0"]
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda p: p.stem)
+PRETRAINING = [path for path in sorted((ROOT / "configs").glob("*.yaml")) if not below(path)]
+
+
+@pytest.mark.parametrize("path", PRETRAINING, ids=lambda p: p.stem)
 def test_every_pretraining_configuration_can_be_switched_to_mae(path: Path) -> None:
     method = load_config(path, MAE).method
     assert (method.recipe, method.mae_target) == ("mae", "normalised")

@@ -139,7 +139,7 @@ def low_shot(cohort: Cohort, fraction: float, seed: int) -> Cohort:
     place = {p: (n + 0.5) / len(ids) for ids in members.values() for n, p in enumerate(ids)}
     order = sorted(strata, key=lambda p: (place[p], strata[p], p))
     covered: set[tuple[int, float]] = set()
-    first = []  # the fewest that a walk along the order needs for every class
+    first = []  # whom a walk along the order meets as the first of a class
     for person in order:
         classes = {(column, value) for row in strata[person] for column, value in enumerate(row)}
         if not classes <= covered:

@@ -1,20 +1,27 @@
-"""The probe table of a checkpoint: `python -m finetuning.evaluate --config FILE [--checkpoint URL]`.
+"""What a checkpoint or a head is worth: `python -m finetuning.evaluate --config FILE [--checkpoint URL]`, or
+`python -m finetuning.evaluate --head FILE_OR_RUN [section.key=value ...]`.
 
-In: a checkpoint of pretraining.train (default: best_probe.pt of the run), the prepared store, a label per
-participant. Out: `${run.dir}/probe.json` and a printed table: the pre-trained encoder (EMA target), random
-initialisation (the seed that is best on validation) and three baselines without an encoder; then the paired
-difference pre-trained - random initialisation, its participant-bootstrap interval, and the sentence that it
-allows. All follow the protocol of models.probes.participants: fitted on split train, C chosen on split val,
-scored on the participants of `eval.split`.
+In: a checkpoint of pretraining.train (default: best_probe.pt of the run) or a head of finetuning.train, the
+prepared store, labels. Out: a printed table, and in `${run.dir}` evaluation.json, evaluation.md,
+predictions.parquet, figures/ and, of a checkpoint's classes, probe.json.
+
+A checkpoint: probes on its encoder (EMA target), on random initialisation (the seed that is best on
+validation) and on three baselines without an encoder, and once on permuted labels, which shows what chance
+is; then the paired difference pre-trained - random initialisation, its participant-bootstrap interval, and
+the sentence that it allows. All follow the protocol of models.probes.participants: fitted on the training
+fold, C chosen on the validation fold, scored on the evaluated one. eval.protocol=official: the splits of the
+table; crossfit: folds over all labelled participants that pre-training did not see. A head: finetuning/
+head_evaluation.py.
 
 Participants that pre-training saw are an error, unless eval.allow_overlap=true; the table then says so.
 """
 
 from __future__ import annotations
 
-import hashlib
+import argparse
 import json
 import logging
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,7 +29,7 @@ import numpy as np
 from sklearn.decomposition import PCA
 
 from data_setup.store.reader import PreparedStore
-from finetuning.cohort import Cohort, count_overlap, read_cohort
+from finetuning.cohort import EVALUATED, TRAIN, Cohort, count_overlap, read_cohorts
 from finetuning.embed import (
     check_fit,
     device_features,
@@ -31,42 +38,26 @@ from finetuning.embed import (
     random_encoder,
     raw_features,
 )
-from models.probes.intervals import (
-    balanced_accuracy_draws,
-    interval95,
-    paired_difference,
-    participant_draws,
-    verdict,
-)
-from models.probes.participants import Fold, Prediction, balanced_accuracy, logistic_probe, macro_auroc
+from finetuning.evaluation import CLASSES, Asked, Row, answer, known_answer
+from finetuning.evaluation_files import TITLES, markdown, write_evaluation
+from finetuning.head_evaluation import evaluate_head
+from finetuning.metrics import PRIMARY, observed
+from finetuning.probing import Probed, device_cohorts, judged_by, of_rows, permuted, probe
 from utils import storage
 from utils.checkpoint import load_checkpoint
 from utils.cli import parse_cli, run_cli
-from utils.config.load import flatten
-from utils.config.schema import Config, keys_with
+from utils.config.schema import Config
 from utils.errors import UserError
 from utils.log import setup_logging
 from utils.runtime.open import open_runtime
 from utils.runtime.single import Runtime
 
-FORMAT_VERSION = 1
+SHORT = {"balanced_accuracy": "bal. acc.", "macro_auroc": "AUROC"}  # headers of the short table
 MAX_COMPONENTS = 256  # of the raw-voxel PCA
-FEW_PER_CLASS = 5  # evaluated participants; below, the table says that its intervals are too narrow
+# what probe.json repeats of evaluation.json
+KEPT = ["fingerprint", "title", "label_column", "split", "protocol", "n_participants", "look", "overlap"]
+KEPT += ["n_participants_train", "n_participants_val", "verdict", "cautions", "notes"]
 log = logging.getLogger(__name__)
-
-
-def probe_folds(cohort: Cohort, features: np.ndarray) -> tuple[Fold, Fold, Fold]:
-    """Train, val and evaluated, from features [n, F] in the order of the cohort."""
-    label = class_numbers(cohort)
-    train, val, evaluated = (
-        Fold(features[at], label[at], cohort.person[at]) for at in (cohort.fold == i for i in range(3))
-    )
-    return train, val, evaluated
-
-
-def class_numbers(cohort: Cohort) -> np.ndarray:
-    """int64 [n]."""
-    return cohort.target[:, 0].astype(np.int64)
 
 
 def find_checkpoint(cfg: Config) -> str:
@@ -84,165 +75,178 @@ def find_checkpoint(cfg: Config) -> str:
     return url
 
 
-def fingerprint(cfg: Config, store: PreparedStore, cohort: Cohort, checksum: str) -> str:
-    """A hash of all that probe.json depends on: checkpoint, keys of the protocol, volumes, labels, folds."""
-    sections, keys = ("task.", "probe.", "eval."), {*keys_with("identity"), "seed", "train.use_bf16"}
-    used = {key: value for key, value in flatten(cfg) if key.startswith(sections) or key in keys}
-    volumes = store.index.loc[cohort.rows, "checksum"].tolist()
-    table = [
-        volumes,
-        cohort.fold.tolist(),
-        class_numbers(cohort).tolist(),
-        cohort.person.tolist(),
-        cohort.names,
-    ]
-    text = json.dumps([FORMAT_VERSION, checksum, used, table], sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()
-
-
-def table_row(name: str, label: str, size: int, prediction: Prediction, draws: np.ndarray) -> dict[str, Any]:
-    """One line of the table as probe.json holds it."""
-    return {
-        "name": name,
-        "label": label,
-        "balanced_accuracy": balanced_accuracy(prediction),
-        "ci95": list(interval95(balanced_accuracy_draws(prediction, draws))),
-        "macro_auroc": macro_auroc(prediction),
-        "chosen_c": prediction.chosen_c,
-        "val_balanced_accuracy": prediction.val_score,
-        "num_features": size,
-    }
-
-
 def evaluate(cfg: Config, runtime: Runtime) -> dict[str, Any]:
-    """The content of probe.json; an existing file of the same checkpoint and configuration is reused."""
+    """The short table of a checkpoint (the content of probe.json, where the task has classes); an existing
+    evaluation.json of the same checkpoint and configuration is reused.
+    """
     url = find_checkpoint(cfg)
     state = load_checkpoint(url, cfg.data.storage_options)
     store = PreparedStore.open(cfg.data.store, cfg.data.storage_options, cfg.data.cache_dir)
     check_fit(cfg, store, state, url)
-    cohort = read_cohort(cfg, store)
-    overlap = count_overlap(cfg, cohort, state["participants"], url)
-    path = storage.join(cfg.run.dir, "probe.json")
-    question = fingerprint(cfg, store, cohort, state["checksum"])
-    if storage.exists(path):
-        known = json.loads(storage.read_text(path))
-        if known["fingerprint"] == question:
-            log.info("%s already answers for this checkpoint and configuration: reused", path)
-            return known
+    cohorts = tuple(read_cohorts(cfg, store, state["participants"]))
+    overlap = sum(count_overlap(cfg, cohort, state["participants"], url) for cohort in cohorts)
+    asked = Asked(cfg, store, cohorts, overlap, state["checksum"])
+    known = known_answer(asked)
+    if known is None:
+        known = _evaluate(asked, state, url, runtime)
+    return short_table(known)
 
-    num_evaluated = len(np.unique(cohort.person[cohort.fold == 2]))
-    draws = participant_draws(num_evaluated, cfg.probe.bootstrap_samples, cfg.seed)
 
-    def probe(features: np.ndarray) -> Prediction:
-        return logistic_probe(*probe_folds(cohort, features))
-
+def _evaluate(asked: Asked, state: dict[str, Any], url: str, runtime: Runtime) -> dict[str, Any]:
+    """Embed, probe, write all files; returns the content of evaluation.json."""
+    cfg, store = asked.cfg, asked.store
     log.info(
-        "%d volumes, %d classes, %d evaluated participants",
-        len(cohort.rows),
-        len(cohort.names),
-        num_evaluated,
+        "%d volumes, %s of %s, %d evaluated participants",
+        len(asked.rows),
+        asked.cohort.kind,
+        ", ".join(asked.cohort.names),
+        asked.people(EVALUATED),
     )
-    features = embed_rows(pretrained_encoder(cfg, state, url), cfg, store, cohort.rows, runtime)
-    pretrained = probe(features)
+    pretrained = of_rows(
+        asked.rows, embed_rows(pretrained_encoder(cfg, state, url), cfg, store, asked.rows, runtime)
+    )
+    first = _row("pretrained", "pre-trained encoder (EMA target)", probe(asked.cohorts, pretrained))
+    shuffled = [permuted(cohort, cfg.seed) for cohort in asked.cohorts]
+    chance = judged_by(asked.cohorts, probe(shuffled, pretrained))
+    second, notes = _random_row(asked, runtime)
+    rows = [first, second, *_baselines(asked, runtime)]
+    rows.append(_row("permuted", "pre-trained, labels permuted (chance)", chance))
+    of_device, _ = device_cohorts(asked.cohorts, store)
+    content = answer(
+        asked,
+        rows,
+        second,
+        ("Pre-training", "random initialisation"),
+        probe(of_device, pretrained).scored if of_device else None,
+        {"name": "probe", "url": url, "sha256": state["checksum"], "step": state["step"]},
+        notes,
+    )
+    if content["kind"] in CLASSES:
+        text = json.dumps(short_table(content), indent=1, allow_nan=False) + "\n"
+        storage.write_text(storage.join(cfg.run.dir, "probe.json"), text)
+    write_evaluation(cfg.run.dir, content, {row.name: row.scored for row in rows}, store.index)
+    return content
+
+
+def _random_row(asked: Asked, runtime: Runtime) -> tuple[Row, list[str]]:
+    """Random initialisation: the seed that is best on validation, and what the others did."""
+    cfg = asked.cfg
     seeds = range(cfg.seed, cfg.seed + cfg.probe.random_init_seeds)
-    arms = []
-    for seed in seeds:
-        arms.append(probe(embed_rows(random_encoder(cfg, seed), cfg, store, cohort.rows, runtime)))
-    best = max(range(len(arms)), key=lambda i: arms[i].val_score or 0.0)
-    voxels, profile = raw_features(cfg, store, cohort.rows, runtime)
-    is_train = cohort.fold == 0
-    pca = PCA(min(MAX_COMPONENTS, int(is_train.sum()) - 1, voxels.shape[1]), random_state=0)
-    components = pca.fit(voxels[is_train]).transform(voxels)
-    device = device_features(store, cohort.rows, cohort.rows[is_train])
-
-    mean, ci95 = paired_difference(pretrained, arms[best], draws)
-    width = features.shape[1]
-    table = [
-        table_row("pretrained", "pre-trained encoder (EMA target)", width, pretrained, draws),
-        table_row("random_init", f"random initialisation (seed {seeds[best]})", width, arms[best], draws),
+    arms = [
+        probe(
+            asked.cohorts,
+            of_rows(asked.rows, embed_rows(random_encoder(cfg, s), cfg, asked.store, asked.rows, runtime)),
+        )
+        for s in seeds
     ]
-    for name, label, raw in (
-        ("voxel_pca", "raw-voxel PCA", components),
-        ("ascan_profile", "mean A-scan profile", profile),
-        ("device", "device one-hot", device),
-    ):
-        table.append(table_row(name, label, raw.shape[1], probe(raw), draws))
-    result = {
-        "format_version": FORMAT_VERSION,
-        "fingerprint": question,
-        "checkpoint": url,
-        "checkpoint_sha256": state["checksum"],
-        "step": state["step"],
-        "label_column": cfg.task.label_column,
-        "classes": list(cohort.names),
-        "split": cfg.eval.split,
-        "n_participants": num_evaluated,
-        "n_participants_train": len(np.unique(cohort.person[is_train])),
-        "n_participants_val": len(np.unique(cohort.person[cohort.fold == 1])),
-        "overlap": overlap,
-        "rows": table,
-        "paired_difference": {"mean": mean, "ci95": list(ci95)},
-        "verdict": verdict(mean, ci95),
-        "cautions": cautions(cfg, cohort, overlap),
-        "notes": notes(cfg, seeds, arms),
-    }
-    storage.write_text(path, json.dumps(result, indent=1, allow_nan=False) + "\n")
-    return result
-
-
-def cautions(cfg: Config, cohort: Cohort, overlap: int) -> list[str]:
-    """What weakens the verdict; shown wherever the verdict is."""
-    lines = []
-    if overlap:
-        lines.append(
-            f"OVERLAP: pre-training saw {overlap} of the evaluated participants (eval.allow_overlap=true)."
-        )
-    if cfg.eval.split == "val":
-        lines.append(
-            "C was chosen on the evaluated participants (eval.split=val): the numbers are optimistic."
-        )
-    evaluated = set(
-        zip(cohort.person[cohort.fold == 2], class_numbers(cohort)[cohort.fold == 2], strict=True)
-    )
-    smallest = min(sum(label == number for _, label in evaluated) for number in range(len(cohort.names)))
-    if smallest < FEW_PER_CLASS:
-        lines.append(
-            f"The smallest class has {smallest} evaluated participants: intervals of so few are too "
-            "narrow, and nothing should be concluded from them."
-        )
-    return lines
-
-
-def notes(cfg: Config, seeds: Sequence[int], arms: Sequence[Prediction]) -> list[str]:
-    """How to read the table."""
+    best = max(range(len(arms)), key=lambda i: arms[i].val_score)
+    metric = PRIMARY[asked.cohort.kind]
+    here = [observed(arm.scored.evaluated()).overall[metric][0] for arm in arms]
     each = ", ".join(
-        f"seed {s}: {a.val_score:.3f} on val, {balanced_accuracy(a):.3f} here"
-        for s, a in zip(seeds, arms, strict=True)
+        f"seed {s}: {arm.val_score:.3f} on val, {value:.3f} here"
+        for s, arm, value in zip(seeds, arms, here, strict=True)
     )
+    note = f"Random initialisation is the seed that is best on validation participants ({each})."
+    return _row("random_init", f"random initialisation (seed {seeds[best]})", arms[best]), [note]
+
+
+def _baselines(asked: Asked, runtime: Runtime) -> list[Row]:
+    """Rows without an encoder."""
+    voxels, profile = raw_features(asked.cfg, asked.store, asked.rows, runtime)
+    voxels_of = of_rows(asked.rows, voxels)
+
+    def components(cohort: Cohort) -> np.ndarray:
+        """The principal components of the training fold."""
+        is_train, raw = cohort.fold == TRAIN, voxels_of(cohort)
+        pca = PCA(min(MAX_COMPONENTS, int(is_train.sum()) - 1, raw.shape[1]), random_state=0)
+        return pca.fit(raw[is_train]).transform(raw)
+
+    def device(cohort: Cohort) -> np.ndarray:
+        return device_features(asked.store, cohort.rows, cohort.rows[cohort.fold == TRAIN])
+
     return [
-        f"Random initialisation is the seed that is best on validation participants ({each}).",
-        "Intervals: participant bootstrap, all volumes of a participant pooled; "
-        f"{cfg.probe.bootstrap_samples} resamples, the same for both sides of the difference.",
+        _row("voxel_pca", "raw-voxel PCA", probe(asked.cohorts, components)),
+        _row("ascan_profile", "mean A-scan profile", probe(asked.cohorts, of_rows(asked.rows, profile))),
+        _row("device", "device one-hot", probe(asked.cohorts, device)),
     ]
+
+
+def _row(name: str, label: str, probed: Probed) -> Row:
+    facts = {
+        "chosen_c": probed.chosen_c,
+        "val_score": probed.val_score,
+        "num_features": probed.num_features,
+    }
+    return Row(name, label, probed.scored, facts)
+
+
+def short_table(content: dict[str, Any]) -> dict[str, Any]:
+    """The table as probe.json holds it: the primary metric, macro AUROC, and how C was chosen."""
+    metric, is_class = content["difference"]["metric"], content["kind"] in CLASSES
+    rows = [
+        {
+            "name": row["name"],
+            "label": row["label"],
+            metric: row["metrics"][metric]["value"],
+            "ci95": row["metrics"][metric]["ci95"],
+            **({"macro_auroc": row["metrics"]["macro_auroc"]["value"]} if is_class else {}),
+            "chosen_c": row["chosen_c"],
+            f"val_{metric}" if is_class else "val_score": row["val_score"],
+            "num_features": row["num_features"],
+        }
+        for row in content["rows"]
+    ]
+    return {
+        "format_version": content["format_version"],
+        "metric": metric,
+        "checkpoint": content["subject"]["url"],
+        "checkpoint_sha256": content["subject"]["sha256"],
+        "step": content["subject"]["step"],
+        "classes": content["names"],
+        "rows": rows,
+        "paired_difference": {k: content["difference"][k] for k in ("mean", "ci95", "could_have_shown")},
+        **{key: content[key] for key in KEPT},
+    }
 
 
 def format_table(result: dict[str, Any]) -> str:
-    """The table for a terminal, the verdict last."""
-    lines = [f"{'features':<36} {'bal. acc.':>9}  {'95 % interval':<15} {'AUROC':>6} {'val':>6} {'C':>7}"]
+    """The short table for a terminal, the verdict last."""
+    metric = result["metric"]
+    lines = [
+        result["title"],
+        f"{'features':<37} {SHORT.get(metric, TITLES[metric]):>9}  {'95 % interval':<15} {'AUROC':>6} "
+        f"{'val':>6} {'C':>7}",
+    ]
     for row in result["rows"]:
-        auroc = "-" if row["macro_auroc"] is None else f"{row['macro_auroc']:.3f}"
-        low, high = row["ci95"]
+        auroc = "-" if row.get("macro_auroc") is None else f"{row['macro_auroc']:.3f}"
+        on_val = row[f"val_{metric}"] if f"val_{metric}" in row else row["val_score"]
         lines.append(
-            f"{row['label']:<36} {row['balanced_accuracy']:>9.3f}  {low:.3f} to {high:.3f}  {auroc:>6} "
-            f"{row['val_balanced_accuracy']:>6.3f} {row['chosen_c']:>7g}"
+            f"{row['label']:<37} {_number(row[metric]):>9}  {_interval(row['ci95']):<15} {auroc:>6} "
+            f"{on_val:>6.3f} {row['chosen_c']:>7g}"
         )
     return "\n".join([*lines, *result["notes"], *result["cautions"], result["verdict"]])
 
 
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3f}"
+
+
+def _interval(ci95: Sequence[float] | None) -> str:
+    return "-" if ci95 is None else f"{ci95[0]:.3f} to {ci95[1]:.3f}"
+
+
 def main(argv: Sequence[str] | None = None) -> None:
-    """Evaluate the checkpoint of a configuration and print its table."""
-    cfg, _ = parse_cli("finetuning.evaluate", __doc__ or "", argv)
+    """Evaluate the checkpoint of a configuration, or a head, and print its table."""
+    words = sys.argv[1:] if argv is None else list(argv)
     setup_logging()
+    if any(word == "--head" or word.startswith("--head=") for word in words):
+        parser = argparse.ArgumentParser(prog="python -m finetuning.evaluate")
+        parser.add_argument("--head", required=True, metavar="FILE_OR_RUN")
+        parser.add_argument("overrides", nargs="*", metavar="section.key=value")
+        args = parser.parse_intermixed_args(words)
+        print(markdown(evaluate_head(args.head, args.overrides)))
+        return
+    cfg, _ = parse_cli("finetuning.evaluate", __doc__ or "", words)
     print(format_table(evaluate(cfg, open_runtime(cfg.train.use_bf16))))
 
 

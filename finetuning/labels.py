@@ -7,7 +7,6 @@ missing value: the text `none` is a class. Sex and dates are refused as labels.
 
 from __future__ import annotations
 
-import datetime
 import logging
 import math
 import re
@@ -28,10 +27,18 @@ NO_SEX = (
     "would say nothing"
 )
 NO_DATE = "dates and times identify people, and say when they were examined, not what they have"
-_SEX = {"sex", "gender"}
-_DATE = {"date", "datetime", "timestamp", "dob", "birthdate", "birthday"}
-_WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
-_DATE_FORMATS = ("%d.%m.%Y", "%m/%d/%Y", "%d/%m/%Y", "%Y/%m/%d", "%d-%m-%Y", "%d-%b-%Y", "%d %b %Y")
+# words of a column's name, also as DICOM joins them: PatientSex, study_date, AcquisitionDateTime
+_WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
+_PREFIX = r"(patient|birth|study|series|acquisition|content|visit|exam|instance|creation)*"
+_SEX = re.compile(_PREFIX + "(sex|gender)")
+_DATE = re.compile(_PREFIX + "(date|datetime|timestamp|dob|birthday)")
+_TIME = re.compile(_PREFIX + "time")
+_DAY, _YEAR = r"(0?[1-9]|[12]\d|3[01])", r"(19|20)\d\d"
+_MONTH = r"(0?[1-9]|1[0-2]|(jan|feb|mar|apr|may|jun|jul|aug|sep|oct|nov|dec)[a-z]*)"
+_ORDERS = ((_YEAR, _MONTH, _DAY), (_DAY, _MONTH, _YEAR), (_MONTH, _DAY, _YEAR))
+_DATE_TEXT = re.compile(f"({'|'.join('[-./ ,]+'.join(order) for order in _ORDERS)})([T ,].*)?", re.IGNORECASE)
+_PLAIN_DATE = re.compile(rf"{_YEAR}(0[1-9]|1[0-2])(0[1-9]|[12]\d|3[01])")
+_WHOLE = re.compile(r"-?\d+\.0")
 _CLOCK = re.compile(r"\d{1,2}:\d{2}(:\d{2}(\.\d+)?)?")
 log = logging.getLogger(__name__)
 
@@ -62,14 +69,13 @@ def units_of(index: pd.DataFrame, unit: str) -> pd.Series:
 
 def read_labels(cfg: Config, index: pd.DataFrame) -> Labels:
     """The labels of units in `index`, a part of the store's; raises UserError with line, id and value."""
-    task, url = cfg.task, cfg.data.participants_path if cfg.task.labels_path is None else cfg.task.labels_path
+    task, url = cfg.task, cfg.task.labels_path or cfg.data.participants_path
     columns = tuple(task.label_columns or ()) if task.kind == "multilabel" else (task.label_column,)
     for column in columns:
         refuse_name(url, column)
-    names = (
-        (task.id_column,) if task.id_column else VOLUME_COLUMNS if task.unit == "volume" else PERSON_COLUMNS
-    )
-    table, header, id_column = read_table(url, cfg.data.storage_options, columns, names)
+    usual_ids = VOLUME_COLUMNS if task.unit == "volume" else PERSON_COLUMNS
+    ids = (task.id_column,) if task.id_column else usual_ids
+    table, header, id_column = read_table(url, cfg.data.storage_options, columns, ids)
     for column in columns:
         refuse_dates(url, column, [row[column] for row in table.values()])
     side_column = next((name for name in SIDE_COLUMNS if name in header), None)
@@ -83,7 +89,9 @@ def read_labels(cfg: Config, index: pd.DataFrame) -> Labels:
     for line, row in table.items():
         where = f"{url}: line {line}"
         row_id = _row_id(row[id_column], row[side_column] if side_column else "", task.unit, where)
-        value = _value(task, [row[column] for column in columns], f"{where}: {row_id}")
+        value = None
+        if row_id is not None:
+            value = _value(task, [row[column] for column in columns], f"{where}: {row_id}")
         if row_id is None or value is None:
             num_missing += 1
             continue
@@ -102,36 +110,25 @@ def read_labels(cfg: Config, index: pd.DataFrame) -> Labels:
 
 
 def refuse_name(url: str, column: str) -> None:
-    """Raise UserError for a column whose name says sex, a date or a time."""
+    """Raise UserError for a column whose name says sex, a date or, in its last word, a time."""
     words = [word.lower() for word in _WORD.findall(column)]
-    if _SEX & set(words):
+    if any(_SEX.fullmatch(word) for word in words):
         raise UserError(f"{url}: column {column}: expected another label: {NO_SEX}")
-    if _DATE & set(words) or words[-1:] == ["time"]:
-        advice = "; a duration names its unit, as in reaction_time_s" if words[-1] == "time" else ""
-        raise UserError(f"{url}: column {column}: expected another label: {NO_DATE}{advice}")
+    if any(_DATE.fullmatch(word) for word in words):
+        raise UserError(f"{url}: column {column}: expected another label: {NO_DATE}")
+    if words and _TIME.fullmatch(words[-1]):
+        advice = "a duration names its unit, as in reaction_time_s"
+        raise UserError(f"{url}: column {column}: expected another label: {NO_DATE}; {advice}")
 
 
 def refuse_dates(url: str, column: str, cells: Iterable[str]) -> None:
     """Raise UserError where a cell is written as a date or a clock time, or all are dates as YYYYMMDD."""
     texts = [text for text in map(str.strip, cells) if text]
-    plain = [text.isdecimal() and len(text) == 8 and _is_date(text) for text in texts]
-    number = plain.index(True) if plain and all(plain) else None
-    if number is None:
-        number = next((n for n, text in enumerate(texts) if not text.isdecimal() and _is_date(text)), None)
-    if number is not None:
-        raise UserError(f"{url}: column {column}: expected a label, found {texts[number]!r}: {NO_DATE}")
-
-
-def _is_date(text: str) -> bool:
-    if _CLOCK.fullmatch(text):
-        return True
-    for form in (None, *_DATE_FORMATS):
-        try:
-            day = datetime.datetime.strptime(text, form) if form else datetime.datetime.fromisoformat(text)
-        except ValueError:
-            continue
-        return 1900 <= day.year < 2100
-    return False
+    dates = [text for text in texts if _DATE_TEXT.fullmatch(text) or _CLOCK.fullmatch(text)]
+    if not dates and all(_PLAIN_DATE.fullmatch(text) for text in texts):
+        dates = texts
+    if dates:
+        raise UserError(f"{url}: column {column}: expected a label, found {dates[0]!r}: {NO_DATE}")
 
 
 def _store_ids(index: pd.DataFrame, unit: str) -> dict[str, str]:
@@ -171,12 +168,15 @@ def _value(task: TaskConfig, cells: Sequence[str], where: str) -> Value | None:
             if _number(text) not in (0.0, 1.0):
                 raise UserError(f"{where}: {column}: expected 0 or 1, found {text!r}")
         return tuple(float(text) for text in texts)
-    if task.class_order is not None and texts[0] not in task.class_order:
+    known = task.class_order or ()
+    # an integer column with a gap is written as 1.0
+    text = texts[0] if texts[0] in known or not _WHOLE.fullmatch(texts[0]) else texts[0].removesuffix(".0")
+    if task.kind == "ordinal" and text not in known:
         raise UserError(
             f"{where}: {task.label_column}: expected a class of task.class_order "
-            f"({', '.join(task.class_order)}), found {texts[0]!r}"
+            f"({', '.join(known)}), found {texts[0]!r}"
         )
-    return texts[0]
+    return text
 
 
 def _number(text: str) -> float | None:

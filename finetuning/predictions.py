@@ -61,9 +61,7 @@ class Scored:
         return number[np.argsort(unit)]
 
 
-def pool(
-    cohort: Cohort, fold: int, scores_nC: np.ndarray, volumes: np.ndarray | None = None
-) -> Predictions:
+def pool(cohort: Cohort, fold: int, scores_nC: np.ndarray, volumes: np.ndarray | None = None) -> Predictions:
     """Mean score of each unit of a fold; `scores_nC` has a row for each volume of that fold, in its order.
 
     `volumes`, bool over all volumes of the cohort: only these count, and `scores_nC` has rows for these.

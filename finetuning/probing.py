@@ -50,6 +50,16 @@ def probe(cohorts: Sequence[Cohort], features: Features) -> Probed:
     )
 
 
+def of_rows(rows: np.ndarray, values_nF: np.ndarray) -> Features:
+    """Features of store rows, ascending, for any cohort of them."""
+    return lambda cohort: values_nF[np.searchsorted(rows, cohort.rows)]
+
+
+def judged_by(cohorts: Sequence[Cohort], probed: Probed) -> Probed:
+    """The same scores with the targets of other cohorts of the same volumes."""
+    return replace(probed, scored=Scored(tuple(cohorts), probed.scored.scores))
+
+
 def permuted(cohort: Cohort, seed: int) -> Cohort:
     """The cohort with the targets of its training and validation people dealt out anew within each fold.
 
@@ -72,7 +82,9 @@ def device_cohorts(cohorts: Sequence[Cohort], store: PreparedStore) -> tuple[lis
     the training, or any in another fold.
     """
     parts, num_lost = [], 0
-    names = tuple(sorted(set(store.index.loc[np.concatenate([c.rows for c in cohorts]), "device"].fillna("unknown"))))
+    names = tuple(
+        sorted(set(store.index.loc[np.concatenate([c.rows for c in cohorts]), "device"].fillna("unknown")))
+    )
     for cohort in cohorts:
         device = store.index.loc[cohort.rows, "device"].fillna("unknown").to_numpy(str)
         known = np.isin(device, np.unique(device[cohort.fold == TRAIN]))

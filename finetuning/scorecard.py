@@ -62,9 +62,7 @@ def scorecard(scored: Scored, samples: int, seed: int) -> dict[str, Any]:
         return result
     num_classes = len(predictions.names)
     once = np.ones((1, len(predictions.unit)))
-    confusion_SCC = confusion_draws(
-        predictions.truth[:, 0], decided(predictions.scores), num_classes, once
-    )
+    confusion_SCC = confusion_draws(predictions.truth[:, 0], decided(predictions.scores), num_classes, once)
     result["confusion"] = confusion_SCC[0].astype(int).tolist()
     if num_classes == 2:
         result["threshold"] = _threshold(scored, predictions, counts)
@@ -78,7 +76,12 @@ def chance_of(predictions: Predictions, seed: int) -> dict[str, Any]:
     for _ in range(CHANCE_SHUFFLES):
         dealt = predictions.truth[rng.permutation(len(predictions.unit))]
         shuffled = Predictions(
-            predictions.kind, predictions.names, predictions.unit, predictions.person, dealt, predictions.scores
+            predictions.kind,
+            predictions.names,
+            predictions.unit,
+            predictions.person,
+            dealt,
+            predictions.scores,
         )
         parts.append(observed(shuffled).overall)
     result = {}

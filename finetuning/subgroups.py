@@ -1,7 +1,7 @@
 """The same predictions by device, laterality, site and age: whom a head or probe serves worse.
 
-In: `Scored` and the store's index. Out: for every group its people and the metrics of their units, pooled over
-the volumes of the group alone. A group of fewer than MIN_PEOPLE people, or of one class alone, has no
+In: `Scored` and the store's index. Out: for every group its people and the metrics of their units, pooled
+over the volumes of the group alone. A group of fewer than MIN_PEOPLE people, or of one class alone, has no
 metrics: None.
 """
 
@@ -23,7 +23,9 @@ MIN_PEOPLE = 10
 UNKNOWN = "unknown"
 
 
-def subgroups(scored: Scored, index: pd.DataFrame, samples: int, seed: int) -> dict[str, list[dict[str, Any]]]:
+def subgroups(
+    scored: Scored, index: pd.DataFrame, samples: int, seed: int
+) -> dict[str, list[dict[str, Any]]]:
     """{device, laterality, site, age: groups}, each {group, n_participants, n_units, metrics or None}."""
     return {name: _groups(scored, index, column, samples, seed) for name, column in COLUMNS.items()}
 
@@ -54,7 +56,9 @@ def _groups(
     groups = [group_of_volumes(index, cohort.rows, column) for cohort in scored.cohorts]
     names = {g for of, c in zip(groups, scored.cohorts, strict=True) for g in of[c.fold == EVALUATED]}
     order = [age_band(age) for age in (0, *AGE_EDGES)]  # the youngest first; other names by alphabet
-    ranked = sorted(names, key=lambda name: (name == UNKNOWN, order.index(name) if name in order else 0, name))
+    ranked = sorted(
+        names, key=lambda name: (name == UNKNOWN, order.index(name) if name in order else 0, name)
+    )
     return [
         _group(name, scored.evaluated(tuple(of == name for of in groups)), samples, seed) for name in ranked
     ]

@@ -21,8 +21,7 @@ from typing import Any
 import numpy as np
 
 from data_setup.store.reader import PreparedStore
-from finetuning import evaluate as probes
-from finetuning.cohort import EVALUATED, TRAIN, VAL, Cohort
+from finetuning.cohort import EVALUATED, TRAIN, VAL, Cohort, count_overlap, read_cohort
 from finetuning.embed import check_fit
 from finetuning.frozen import train_frozen
 from finetuning.source import open_source
@@ -42,17 +41,8 @@ def train(config: str, overrides: Sequence[str]) -> int:
         raise ConfigError("train.ckpt_dir: expected a folder for the head, found null")
     store = PreparedStore.open(cfg.data.store, cfg.data.storage_options, cfg.data.cache_dir)
     check_fit(cfg, store, source.state, source.url)
-    known = probes.read_cohort(cfg, store)
-    overlap = probes.count_overlap(cfg, known, source.state, source.url)
-    cohort = Cohort(
-        "classification",
-        known.classes,
-        known.rows,
-        known.fold,
-        known.label[:, None].astype(np.float64),
-        known.person,
-        known.person,
-    )
+    cohort = read_cohort(cfg, store)
+    overlap = count_overlap(cfg, cohort, source.state["participants"], source.url)
     log.info("%s; pre-training saw %d of the evaluated participants", summary(cohort), overlap)
     if cfg.finetune.encoder == "trained":
         from finetuning.finetune import finetune

@@ -77,8 +77,14 @@ def paired_difference(
     return balanced_accuracy(first) - balanced_accuracy(second), interval95(draws)
 
 
-def verdict(mean: float, ci95: Sequence[float]) -> str:
-    """The sentence that a paired interval of pre-trained minus random initialisation allows, either way.
+def verdict(
+    mean: float,
+    ci95: Sequence[float],
+    first: str = "Pre-training",
+    second: str = "random initialisation",
+    metric: str = "balanced accuracy",
+) -> str:
+    """The sentence that a paired interval of `first` minus `second` allows, either way.
 
     Raises ValueError for an interval that is not ordered or not finite.
     """
@@ -88,13 +94,12 @@ def verdict(mean: float, ci95: Sequence[float]) -> str:
             f"verdict: expected a finite difference and an ordered interval, found {mean}, {ci95}"
         )
     numbers = (
-        f"paired difference of balanced accuracy {_signed(mean)}, "
-        f"95 % interval {_signed(low)} to {_signed(high)}"
+        f"paired difference of {metric} {_signed(mean)}, 95 % interval {_signed(low)} to {_signed(high)}"
     )
     if low > 0:
-        return f"Pre-training beats random initialisation: {numbers}."
+        return f"{first} beats {second}: {numbers}."
     if high < 0:
-        return f"Pre-training is worse than random initialisation: {numbers}."
+        return f"{first} is worse than {second}: {numbers}."
     return f"No difference shown: the interval includes zero ({numbers})."
 
 

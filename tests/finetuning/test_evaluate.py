@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,9 +14,11 @@ from torch import nn
 
 from data_setup.store.reader import PreparedStore
 from finetuning import evaluate as module
+from finetuning.cohort import Cohort, read_cohort
 from finetuning.embed import device_features, embed_rows, pretrained_encoder, random_encoder, raw_features
 from finetuning.evaluate import evaluate, find_checkpoint, main
-from models.probes.participants import Fold, Prediction, logistic_probe
+from finetuning.predictions import Scored
+from finetuning.probing import Features, Probed, probe
 from models.vjepa3d import VJEPA3D
 from tests.support.finetune_factory import (
     CONFIG,
@@ -48,7 +51,7 @@ def test_table_file_and_verdict(world: Path, tmp_path: Path, capsys: pytest.Capt
     result = evaluate(cfg, RUNTIME)
     assert result == json.loads((tmp_path / "probe.json").read_text())
     rows = {row["name"]: row for row in result["rows"]}
-    assert list(rows) == ["pretrained", "random_init", "voxel_pca", "ascan_profile", "device"]
+    assert list(rows) == ["pretrained", "random_init", "voxel_pca", "ascan_profile", "device", "permuted"]
     for row in rows.values():
         low, high = row["ci95"]
         assert 0 <= low <= row["balanced_accuracy"] <= high <= 1
@@ -99,14 +102,15 @@ def test_the_random_seed_is_chosen_on_validation(
     save_checkpoint(cfg)
     calls: list[float] = []
 
-    def with_val_score(*folds: Fold) -> Prediction:
+    def with_val_score(cohorts: Sequence[Cohort], features: Features) -> Probed:
         calls.append(0.0)
-        prediction = logistic_probe(*folds)
-        if len(calls) != 3:  # call 1 is the pre-trained encoder, calls 2 to 4 are the seeds
-            return replace(prediction, val_score=0.6)
-        return replace(prediction, val_score=0.9, scores=np.eye(2)[1 - prediction.labels])
+        probed = probe(cohorts, features)
+        if len(calls) != 4:  # call 1 is the pre-trained encoder, 2 permuted labels, 3 to 5 are the seeds
+            return replace(probed, val_score=0.6)
+        wrong = np.eye(2)[1 - cohorts[0].target[:, 0].astype(int)]
+        return replace(probed, val_score=0.9, scored=Scored(tuple(cohorts), (wrong,)))
 
-    monkeypatch.setattr(module, "logistic_probe", with_val_score)
+    monkeypatch.setattr(module, "probe", with_val_score)
     row = evaluate(cfg, RUNTIME)["rows"][1]
     assert row["label"] == f"random initialisation (seed {cfg.seed + 1})"
     assert row["balanced_accuracy"] == 0.0
@@ -198,7 +202,7 @@ def test_folds_too_small_are_named(world: Path, tmp_path: Path) -> None:
 
 def test_only_volumes_that_pass_the_filters_are_probed(world: Path, tmp_path: Path) -> None:
     cfg = config(world, tmp_path, "data.laterality_filter=[L]", "data.device_filter=[zeiss_cirrus]")
-    cohort = module.read_cohort(cfg, PreparedStore.open(cfg.data.store))
+    cohort = read_cohort(cfg, PreparedStore.open(cfg.data.store))
     assert len(cohort.rows) == sum(PEOPLE.values()) // 2
     assert (cohort.rows % 8 < 4).all()
     assert (cohort.rows % 2 == 0).all()

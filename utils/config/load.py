@@ -23,7 +23,7 @@ from omegaconf.errors import (
 )
 
 from utils.config.rules import check_recipe, check_rules
-from utils.config.schema import Config, TrainConfig, leaves
+from utils.config.schema import Config, StorageOptions, TrainConfig, leaves
 from utils.errors import ConfigError
 
 
@@ -39,26 +39,53 @@ def load_config(
         raise ConfigError(f"{path}: expected a YAML configuration, found no such file")
     try:
         loaded = OmegaConf.load(path)
-        changes = OmegaConf.from_dotlist([_checked_override(o) for o in overrides])
-        written = [OmegaConf.to_container(part) for part in (loaded, changes)]
-        for part in written:
-            _check_shapes(Config, part, str(path))
-        references = [reference for part in written for reference in _references(part)]
-        _refuse_resolvers(references, str(path))
-        merged = OmegaConf.merge(OmegaConf.structured(Config), dict(base or {}), loaded, changes)
-        _check_references(references, merged, str(path))
-        cfg = OmegaConf.to_object(merged)
     except (OmegaConfBaseException, yaml.YAMLError) as error:
         raise ConfigError(f"{path}: {_one_line(error)}") from error
     except UnicodeDecodeError as error:
         byte = f"{error.object[error.start]:#04x} at byte {error.start}"
         raise ConfigError(f"{path}: expected UTF-8 text, found {byte}") from error
+    return _checked(loaded, overrides, base, str(path))
+
+
+def changed_config(cfg: Config, overrides: Sequence[str], where: str) -> Config:
+    """A configuration with `section.key=value` overrides on top, checked as load_config does."""
+    return _checked(OmegaConf.create({}), overrides, yaml.safe_load(to_yaml(cfg)), where)
+
+
+def storage_options_of(overrides: Sequence[str]) -> StorageOptions:
+    """data.storage_options of a command line, for a file that must be opened before its configuration is
+    known; raises ConfigError.
+    """
+    try:
+        written = OmegaConf.from_dotlist([_checked_override(o) for o in overrides])
+        wanted = OmegaConf.select(written, "data.storage_options") or {}
+        options = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(StorageOptions), wanted))
+    except (OmegaConfBaseException, yaml.YAMLError) as error:
+        raise ConfigError(f"command line: data.storage_options: {_one_line(error)}") from error
+    assert isinstance(options, StorageOptions)
+    return options
+
+
+def _checked(loaded: Any, overrides: Sequence[str], base: Mapping[str, Any] | None, where: str) -> Config:
+    """`loaded` over `base`, the overrides on top of both; raises ConfigError."""
+    try:
+        changes = OmegaConf.from_dotlist([_checked_override(o) for o in overrides])
+        written = [OmegaConf.to_container(part) for part in (loaded, changes)]
+        for part in written:
+            _check_shapes(Config, part, where)
+        references = [reference for part in written for reference in _references(part)]
+        _refuse_resolvers(references, where)
+        merged = OmegaConf.merge(OmegaConf.structured(Config), dict(base or {}), loaded, changes)
+        _check_references(references, merged, where)
+        cfg = OmegaConf.to_object(merged)
+    except (OmegaConfBaseException, yaml.YAMLError) as error:
+        raise ConfigError(f"{where}: {_one_line(error)}") from error
     assert isinstance(cfg, Config)
     for key, value in flatten(cfg):
         for text in value if isinstance(value, list) else [value]:
             if isinstance(text, str) and text.strip() in ("", "None"):
-                raise ConfigError(f"{path}: {key}: expected a value or null, found {text!r}; write null")
-    check_rules(cfg, str(path))
+                raise ConfigError(f"{where}: {key}: expected a value or null, found {text!r}; write null")
+    check_rules(cfg, where)
     return cfg
 
 

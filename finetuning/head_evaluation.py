@@ -1,0 +1,114 @@
+"""What a trained head is worth on people that neither it nor its encoder has seen.
+
+In: `head.pt` of finetuning.train (or its run's folder) and overrides of the configuration in it. Out: the
+content of evaluation.json, written into `${run.dir}` with its tables and figures: the head, a constant
+prediction that knows nothing, and the head against permuted truth, which shows what chance is (the head is
+not trained again: its training labels stay).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from data_setup.store.reader import PreparedStore
+from finetuning.cohort import TRAIN, Cohort, count_overlap, read_cohort
+from finetuning.embed import embed_rows
+from finetuning.evaluation import Asked, Row, answer, known_answer
+from finetuning.evaluation_files import write_evaluation
+from finetuning.head_file import Head, open_head, predict_rows
+from finetuning.predictions import Scored
+from finetuning.probing import device_cohorts, of_rows, probe
+from finetuning.scorecard import chance_of
+from utils.config.load import changed_config, flatten, storage_options_of
+from utils.config.schema import Config
+from utils.errors import ConfigError, UserError
+from utils.runtime.open import open_runtime
+from utils.runtime.single import Runtime
+
+# what may differ from the head's own configuration: where, whom and how to evaluate, never what the head is
+MAY_CHANGE = ("data.", "eval.", "probe.", "run.", "task.labels_path", "task.id_column", "model.checkpoint")
+
+
+def evaluate_head(wanted: str, overrides: Sequence[str]) -> dict[str, Any]:
+    """The content of evaluation.json of a head; an existing one of the same question is reused.
+
+    Raises UserError where the head does not fit the store, the labels, or has seen an evaluated participant.
+    """
+    head = open_head(wanted, storage_options_of(overrides))
+    cfg = evaluated_config(head, overrides)
+    runtime = open_runtime(cfg.train.use_bf16)
+    store = PreparedStore.open(cfg.data.store, cfg.data.storage_options, cfg.data.cache_dir)
+    asked = _asked(head, cfg, store)
+    known = known_answer(asked)
+    return _evaluate(asked, head, runtime) if known is None else known
+
+
+def evaluated_config(head: Head, overrides: Sequence[str]) -> Config:
+    """The head's configuration with the overrides; raises ConfigError for one that would be another head."""
+    cfg = changed_config(head.cfg, overrides, head.url)
+    before = dict(flatten(head.cfg))
+    for key, value in flatten(cfg):
+        if value != before[key] and not key.startswith(MAY_CHANGE):
+            raise ConfigError(f"{head.url}: {key}: expected {before[key]} as in training, found {value}")
+    if cfg.eval.protocol == "crossfit":
+        raise ConfigError(
+            f"{head.url}: eval.protocol: expected official, found crossfit: a head has one training set, so "
+            "folds of other people would have been seen in training"
+        )
+    return cfg
+
+
+def _asked(head: Head, cfg: Config, store: PreparedStore) -> Asked:
+    """Labels and folds; raises UserError for other classes, or for participants that were seen."""
+    cohort = read_cohort(cfg, store)
+    if cohort.names != head.names:
+        raise UserError(f"{head.url}: expected the labels {list(head.names)}, found {list(cohort.names)}")
+    people = head.state["participants"]
+    seen = {*people["train"], *head.state["pretraining_participants"]}
+    if cfg.eval.split != "val":  # whom the head was chosen on; with eval.split=val the table says so
+        seen |= set(people["val"])
+    return Asked(cfg, store, (cohort,), count_overlap(cfg, cohort, seen, head.url), head.checksum)
+
+
+def _evaluate(asked: Asked, head: Head, runtime: Runtime) -> dict[str, Any]:
+    """Predict, write all files; returns the content of evaluation.json."""
+    cfg, store, cohort = asked.cfg, asked.store, asked.cohort
+    scores = np.full((len(cohort.rows), cohort.num_outputs), np.nan)
+    is_wanted = cohort.fold != TRAIN
+    scores[is_wanted] = predict_rows(head, store, cohort.rows[is_wanted], runtime)
+    facts = {"validation": head.state["validation"]["score"]}
+    first = Row("head", f"{head.state['head_kind']} head", Scored((cohort,), (scores,)), facts)
+    constant = Row("constant", "one prediction for all", Scored((cohort,), (_constant(cohort),)), {})
+    features = of_rows(asked.rows, embed_rows(head.encoder, head.cfg, store, asked.rows, runtime))
+    of_device, _ = device_cohorts(asked.cohorts, store)
+    kind = f"{head.state['head_kind']} head on a {'frozen' if head.is_frozen else 'fine-tuned'} encoder"
+    content = answer(
+        asked,
+        [first, constant],
+        constant,
+        ("The head", "one prediction for all"),
+        probe(of_device, features).scored if of_device else None,
+        {"name": "head", "url": head.url, "sha256": head.checksum, "encoder": dict(head.state["encoder"])},
+        [
+            f"The head: {kind} {head.state['encoder']['url']}.",
+            "Permuted truth: the head's predictions against truth dealt out anew among the evaluated units, "
+            "mean and central 95 % of the shuffles; the head is not trained again.",
+        ],
+    )
+    chance = chance_of(first.scored.evaluated(), cfg.seed)
+    content["rows"].append({"name": "permuted", "label": "the head, permuted truth (chance)", **chance})
+    scores_of_rows = {row.name: row.scored for row in (first, constant)}
+    write_evaluation(cfg.run.dir, content, scores_of_rows, store.index)
+    return content
+
+
+def _constant(cohort: Cohort) -> np.ndarray:
+    """The mean target over training units for every volume [n, C]: shares of classes, or a mean value."""
+    _, first = np.unique(cohort.unit[cohort.fold == TRAIN], return_index=True)
+    target = cohort.target[cohort.fold == TRAIN][first]
+    if cohort.kind in ("classification", "ordinal"):
+        target = np.eye(cohort.num_outputs)[target[:, 0].astype(int)]
+    return np.tile(target.mean(axis=0), (len(cohort.rows), 1))

@@ -135,7 +135,11 @@ def _main_table(board: Board, results: Results) -> Table:
             one = results.estimates[row.entry.label, column]
             texts += [f"{cell.val:.3f}", _value(one), _interval(one)]
         rows.append([*texts, f"{_seconds(row):.1f}", _memory(row)])
-    note = f"{NO_ENCODER}: no encoder to train on from." if any(NO_ENCODER in r for r in rows) else ""
+    note = (
+        f"{NO_ENCODER}: not asked for, or no encoder to train on from."
+        if any(NO_ENCODER in r for r in rows)
+        else ""
+    )
     return Table("Rows by validation", [*header, "seconds", "peak memory, MiB"], rows, note)
 
 

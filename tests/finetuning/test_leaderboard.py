@@ -279,7 +279,7 @@ def question_of(world: Path, tmp_path: Path) -> Question:
     cfg = config(world, tmp_path, "data.workers=0")
     store = PreparedStore.open(cfg.data.store)
     cohort = read_cohort(cfg, store)
-    return Question(Volumes(cfg, store, np.unique(cohort.rows), RUNTIME), [cohort], [0, 1])
+    return Question(Volumes(cfg, store, np.unique(cohort.rows), RUNTIME), [cohort], [0, 1], str(tmp_path))
 
 
 def planted(features: np.ndarray, rows: np.ndarray) -> Entry:
@@ -418,11 +418,12 @@ def test_all_rows_and_columns_together(world: Path, runs: Path, tmp_path: Path) 
         tmp_path / "all",
         "head.learning_rates=[0.01]",
         "head.weight_decays=[0.01]",
-        "train.epochs=2",
+        "train.epochs=1",
         checkpoints=(str(runs / "good"),),
         control=str(runs / "silent"),
         image_encoder=image_encoder(tmp_path / "vit"),
         columns=("attentive",),
+        supervised=True,
     )
     result = leaderboard(asked, RUNTIME)
     rows = {row.entry.label: row for row in result.rows}
@@ -435,6 +436,10 @@ def test_all_rows_and_columns_together(world: Path, runs: Path, tmp_path: Path) 
     assert (
         rows["good"].answers["linear"].peak_bytes is None or rows["good"].answers["linear"].peak_bytes > 2**20
     )
+    tuned = {label: row.answers["fine-tuned"] for label, row in rows.items() if "fine-tuned" in row.answers}
+    assert [label.split(" (")[0] for label in tuned] == ["random initialisation"]
+    (answer,) = tuned.values()
+    assert len(answer.cells["fine-tuned"].predictions) == 3
     table = write_pages(result).split("## Rows by validation")[1]
     assert "attentive, val" in table
     assert "- | - | -" in table

@@ -21,7 +21,7 @@ from finetuning.board.compare import Comparison, Estimate, compare, estimate
 from finetuning.board.rows import Board, Row
 from finetuning.cohort import EVALUATED, TRAIN, VAL
 from finetuning.metrics import PRIMARY
-from finetuning.power import ALPHA
+from finetuning.power import ALPHA, MIN_PER_CLASS
 from utils import storage
 from utils.report.pictures import png_data
 from utils.report.tables import Table
@@ -105,7 +105,23 @@ def sentences(board: Board, results: Results) -> list[str]:
         lines.append(
             f"The pair that disagrees most could have shown {smallest:.3f} (80 % power, before correction)."
         )
-    return lines + board.notes
+    return [*lines, *cautions(board), *board.notes]
+
+
+def cautions(board: Board) -> list[str]:
+    """What weakens the table."""
+    lines = []
+    if board.cohorts[0].kind in ("classification", "ordinal"):
+        truth = board.rows[0].answers[LINEAR].cells[LINEAR].predictions[0].truth[:, 0]
+        smallest = min(int(np.sum(truth == number)) for number in np.unique(truth))
+        if smallest < MIN_PER_CLASS:
+            lines.append(
+                f"The smallest class has {smallest} evaluated units: below {MIN_PER_CLASS} intervals are too "
+                "narrow, and nothing should be concluded from them."
+            )
+    if board.cfg.eval.split == "val" and board.cfg.eval.protocol == "official":
+        lines.append("Rows were chosen on the evaluated participants (eval.split=val): they are optimistic.")
+    return lines
 
 
 def tables_of(board: Board, results: Results) -> list[Table]:
@@ -289,13 +305,15 @@ def _draw_curves(axis: Axes, board: Board, results: Results, metric: str) -> Non
     shares = [*board.rows[0].answers[LOW_SHOT].cells, LINEAR]
     for number, row in enumerate(board.rows):
         cells = {**row.answers[LOW_SHOT].cells, **row.answers[LINEAR].cells}
-        people = [cells[name].participants for name in shares]
+        people = sorted(cells[name].participants for name in shares)
         values = [results.estimates[row.entry.label, name].value for name in shares]
         known = [(p, v) for p, v in zip(people, values, strict=True) if v is not None]
         style = "-" if number < 10 else "--"
         points = zip(*known, strict=True)
         axis.plot(*points, style, marker="o", color=f"C{number % 10}", markersize=3, label=row.entry.label)
     axis.set_xscale("log")
+    axis.set_xticks(people, [str(count) for count in people])
+    axis.minorticks_off()
     axis.set_xlabel("training participants", fontsize="small")
     axis.set_ylabel(metric, fontsize="small")
     axis.legend(fontsize="x-small", frameon=False)

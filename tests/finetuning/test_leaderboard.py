@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,7 @@ import pytest
 import torch
 
 from data_setup.store.reader import PreparedStore
+from finetuning import probing
 from finetuning.board import columns
 from finetuning.board.answers import Cell
 from finetuning.board.columns import Question, device_tables, low_shots
@@ -28,7 +30,7 @@ from finetuning.metrics import bootstrap_counts, measure
 from finetuning.predictions import Predictions
 from finetuning.probing import Features, Probed
 from models.probes.intervals import paired_difference
-from models.probes.participants import Prediction
+from models.probes.participants import Prediction, fit_logistic
 from tests.support.finetune_factory import (
     DEVICES,
     RUNTIME,
@@ -41,6 +43,14 @@ from utils.errors import UserError
 
 LINEAR_PROBE = Path(__file__).resolve().parents[2] / "configs" / "cls_linear_probe.yaml"
 BASELINES = ["raw-voxel PCA", "mean A-scan profile", "device one-hot"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_penalty() -> Iterator[None]:
+    """Probes choose among one C: nothing here is about that choice, and nine fits a probe are slow."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(probing, "fit_logistic", partial(fit_logistic, c_grid=(1.0,)))
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -235,7 +235,7 @@ def cautions(counts: Sequence[int], disagreement: float) -> list[str]:
     if min(counts) < MIN_PER_CLASS:
         lines.append(
             f"WARNING: the smallest class has {min(counts)} participants: below {MIN_PER_CLASS} intervals "
-            f"are too narrow, and may exclude zero in over {MAX_FALSE:.0%} of the cohorts without a difference."
+            f"are too narrow, and exclude zero in over {MAX_FALSE:.0%} of some cohorts without a difference."
         )
     if (disagreeing := disagreement * sum(counts)) < MIN_DISAGREEING:
         lines.append(

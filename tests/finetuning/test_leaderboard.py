@@ -27,7 +27,7 @@ from finetuning.board.words import Words, parse
 from finetuning.cohort import EVALUATED, TRAIN, VAL, Cohort, read_cohort
 from finetuning.leaderboard import leaderboard
 from finetuning.metrics import bootstrap_counts, measure
-from finetuning.predictions import Predictions
+from finetuning.predictions import Predictions, pool
 from finetuning.probing import Features, Probed
 from models.probes.intervals import paired_difference
 from models.probes.participants import Prediction, fit_logistic
@@ -176,46 +176,24 @@ def units(labels: Sequence[int], chosen: Sequence[int] | np.ndarray) -> Predicti
     return Predictions("classification", ("a", "b"), names, names, truth, np.eye(2)[list(chosen)])
 
 
-def test_order_is_that_of_validation(board: Board, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_order_is_that_of_validation(
+    world: Path, runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A row that is worst on validation and best on the evaluated split stands last."""
-    best_on_test = max(
-        board.rows,
-        key=lambda row: estimate(row.answers["linear"].cells["linear"].predictions, 20, 0).value or 0,
-    )
+    cohort = question_of(world, tmp_path).cohorts[0]
+    right = np.eye(2)[cohort.target[cohort.fold == EVALUATED, 0].astype(int)]
 
     def column(entry: Entry, question: Question) -> dict[str, Cell]:
-        cell = best_on_test.answers["linear"].cells["linear"]
-        val = 0.1 if entry.name == "ascan_profile" else 0.9
-        if entry.name != "ascan_profile":
-            wrong = tuple(replace(p, scores=np.zeros_like(p.scores)) for p in cell.predictions)
-            cell = replace(cell, predictions=wrong)
-        return {"linear": replace(cell, val_scores=(val,))}
+        is_odd = entry.name == "ascan_profile"
+        predictions = pool(cohort, EVALUATED, right if is_odd else 1 - right)
+        return {"linear": Cell((predictions,), (0.1 if is_odd else 0.9,), 4)}
 
     monkeypatch.setitem(columns.COLUMNS, "linear", column)
-    run_dir = Path(board.folder).parent / "ordered"
-    paths = [path.replace("/checkpoints", "") for path in (board_checkpoints(board))]
-    cfg = board.cfg
-    asked = Words(
-        str(LINEAR_PROBE),
-        (
-            "data.workers=0",
-            "probe.bootstrap_samples=100",
-            f"run.dir={run_dir}",
-            f"data.store={cfg.data.store}",
-        ),
-        tuple(paths),
-        columns=(),
-    )
-    ordered = leaderboard(asked, RUNTIME)
+    ordered = leaderboard(words(world, runs, tmp_path, columns=()), RUNTIME)
     assert ordered.rows[-1].entry.name == "ascan_profile"
-    first_table = write_pages(ordered).split("## Rows by validation")[1].split("##")[0]
-    assert "mean A-scan profile | 0.100 | 1.000" in first_table.strip().splitlines()[-1]
-
-
-def board_checkpoints(board: Board) -> list[str]:
-    """The checkpoint files of a board's rows."""
-    encoders = [row.entry.encoder for row in board.rows if row.entry.name.startswith("checkpoint")]
-    return [encoder().source.url for encoder in encoders if encoder is not None]
+    table = write_pages(ordered).split("## Rows by validation")[1].split("##")[0].strip().splitlines()
+    assert "good | 0.900 | 0.000" in table[2]
+    assert "mean A-scan profile | 0.100 | 1.000" in table[-1]
 
 
 def test_the_random_seed_is_chosen_on_validation(

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from data_setup.store.reader import PreparedStore
 from finetuning import probing
@@ -55,7 +56,9 @@ def _one_penalty() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_world(tmp_path_factory.mktemp("world"))
+    root = make_world(tmp_path_factory.mktemp("world"))
+    (root / "store" / "prepare_report.json").write_text("{}")  # runs of fine-tuning copy it
+    return root
 
 
 @pytest.fixture(scope="module")
@@ -393,6 +396,12 @@ def test_a_2d_encoder_reads_every_bscan_of_the_field(world: Path, tmp_path: Path
     before = encoder.digest()
     image_encoder(tmp_path / "vit")
     assert SliceEncoder(folder).digest() != before
+    weights = load_file(tmp_path / "vit" / "model.safetensors")
+    lost = next(name for name in weights if name.endswith("query.weight"))
+    del weights[lost]
+    save_file(weights, tmp_path / "vit" / "model.safetensors", {"format": "pt"})
+    with pytest.raises(UserError, match=r"expected all weights of the encoder, found no layers.0.attention.q_proj"):
+        SliceEncoder(folder)
     (tmp_path / "vit" / "preprocessor_config.json").unlink()
     with pytest.raises(UserError, match=r"found no preprocessor_config.json"):
         SliceEncoder(folder)

@@ -81,20 +81,14 @@ def main_columns(board: Board) -> list[str]:
 
 def sentences(board: Board, results: Results) -> list[str]:
     """What stands above and below the numbers."""
-    split, shown = board.cfg.eval.split, [c for c in results.comparisons if c.shown]
+    shown = [c for c in results.comparisons if c.shown]
     smallest = max((c.could_have_shown for c in results.comparisons), default=None)
     unique = {person for c in board.cohorts for person in c.person[c.fold == EVALUATED].tolist()}
-    people = [
-        len(np.unique(np.concatenate([c.person[c.fold == fold] for c in board.cohorts])))
-        for fold in (TRAIN, VAL)
-    ]
     looked = "this command added it" if board.is_new_look else "all answers were kept, this was no new one"
-    where = f"split {split}" if board.cfg.eval.protocol == "official" else f"{len(board.cohorts)} folds"
     lines = [
         f"Look {board.look} of this split ({looked}).",
-        f"{board.cfg.task.label_column}: {len(unique)} evaluated participants ({where}), trained on "
-        f"{people[0]}, chosen on {people[1]}; {PRIMARY[board.cohorts[0].kind].replace('_', ' ')}, "
-        f"seeds {', '.join(map(str, board.seeds))}.",
+        f"{board.cfg.task.label_column}: {len(unique)} evaluated participants, {_where(board)}; "
+        f"{PRIMARY[board.cohorts[0].kind].replace('_', ' ')}, seeds {', '.join(map(str, board.seeds))}.",
         "Ordered by validation. linear: logistic or ridge probe on pooled frozen features, C chosen on "
         "validation. Means over seeds where seeds differ: low-shot draws, trained heads.",
         f"{len(results.comparisons)} pairs of rows: "
@@ -105,7 +99,37 @@ def sentences(board: Board, results: Results) -> list[str]:
         lines.append(
             f"The pair that disagrees most could have shown {smallest:.3f} (80 % power, before correction)."
         )
-    return [*lines, *cautions(board), *board.notes]
+    return [*lines, *verdicts(board, results), *cautions(board), *board.notes]
+
+
+def _where(board: Board) -> str:
+    """Whom rows were evaluated on, in words."""
+    if board.cfg.eval.protocol == "crossfit":
+        return f"{len(board.cohorts)} folds of people that pre-training did not see (eval.protocol=crossfit)"
+    (cohort,) = board.cohorts
+    people = [len(np.unique(cohort.person[cohort.fold == fold])) for fold in (TRAIN, VAL)]
+    return f"split {board.cfg.eval.split} (trained on {people[0]}, chosen on {people[1]})"
+
+
+def verdicts(board: Board, results: Results) -> list[str]:
+    """Each checkpoint against random initialisation, in the linear column."""
+    of_kind = {
+        kind: {row.entry.label for row in board.rows if row.entry.name.startswith(kind)}
+        for kind in ("checkpoint", "random")
+    }
+    lines = []
+    for c in results.comparisons:
+        pair = (c.first, c.second) if c.second in of_kind["random"] else (c.second, c.first)
+        if c.column != LINEAR or pair[0] not in of_kind["checkpoint"] or pair[1] not in of_kind["random"]:
+            continue
+        sign = 1 if pair[0] == c.first else -1
+        low, high = sorted(sign * bound for bound in c.ci95)
+        lines.append(
+            f"{pair[0]} - {pair[1]}: {sign * c.value:+.3f} ({low:+.3f} to {high:+.3f}), "
+            f"{'shown' if c.shown else 'not shown'} (p after Holm {c.p_holm:.4f}); "
+            f"could have shown {c.could_have_shown:.3f}."
+        )
+    return lines
 
 
 def cautions(board: Board) -> list[str]:
@@ -156,7 +180,7 @@ def _main_table(board: Board, results: Results) -> Table:
         if any(NO_ENCODER in r for r in rows)
         else ""
     )
-    return Table("Rows by validation", [*header, "seconds", "peak memory, MiB"], rows, note)
+    return Table("Rows by validation", [*header, "seconds", "peak, MiB"], rows, note)
 
 
 def _low_shot_table(board: Board, results: Results) -> Table:

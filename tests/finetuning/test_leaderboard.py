@@ -34,6 +34,7 @@ from models.probes.intervals import paired_difference
 from models.probes.participants import Prediction, fit_logistic
 from tests.support.finetune_factory import (
     DEVICES,
+    PEOPLE,
     RUNTIME,
     config,
     make_world,
@@ -170,6 +171,20 @@ def test_another_split_is_another_question(world: Path, runs: Path, board: Board
     other = leaderboard(words(world, runs, Path(board.folder).parent, "eval.split=val", columns=()), RUNTIME)
     assert (other.look, other.is_new_look) == (1, True)  # the first look at val
     assert other.columns == ["linear"]
+
+
+def test_crossfit_evaluates_everybody_that_pretraining_did_not_see(
+    world: Path, runs: Path, tmp_path: Path
+) -> None:
+    overrides = ("eval.protocol=crossfit", "eval.folds=3")
+    crossed = leaderboard(words(world, runs, tmp_path, *overrides, columns=()), RUNTIME)
+    (predictions,) = crossed.rows[0].answers["linear"].cells["linear"].predictions
+    assert len(predictions.person) == PEOPLE["val"] + PEOPLE["test"]
+    assert not any(name.startswith("train") for name in predictions.person)
+    text = write_pages(crossed)
+    assert "20 evaluated participants, 3 folds of people that pre-training did not see" in text
+    random = next(row.entry.label for row in crossed.rows if row.entry.name.startswith("random"))
+    assert f"silent - {random}: -0.500 (-0.500 to -0.500), shown" in text
 
 
 def units(labels: Sequence[int], chosen: Sequence[int] | np.ndarray) -> Predictions:
@@ -400,7 +415,9 @@ def test_a_2d_encoder_reads_every_bscan_of_the_field(world: Path, tmp_path: Path
     lost = next(name for name in weights if name.endswith("query.weight"))
     del weights[lost]
     save_file(weights, tmp_path / "vit" / "model.safetensors", {"format": "pt"})
-    with pytest.raises(UserError, match=r"expected all weights of the encoder, found no layers.0.attention.q_proj"):
+    with pytest.raises(
+        UserError, match=r"expected all weights of the encoder, found no layers.0.attention.q_proj"
+    ):
         SliceEncoder(folder)
     (tmp_path / "vit" / "preprocessor_config.json").unlink()
     with pytest.raises(UserError, match=r"found no preprocessor_config.json"):

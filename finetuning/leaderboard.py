@@ -31,7 +31,7 @@ import numpy as np
 
 from data_setup.store.reader import PreparedStore
 from finetuning.board.answers import Answer, Answers
-from finetuning.board.columns import COLUMNS, LINEAR, NEEDS_ENCODER, Question
+from finetuning.board.columns import COLUMNS, LINEAR, NEEDS_ENCODER, TUNED, Question
 from finetuning.board.cost import measured
 from finetuning.board.entries import (
     Entry,
@@ -120,21 +120,23 @@ def leaderboard(words: Words, runtime: Runtime | None = None) -> Board:
     entries = entries_of(words, volumes, sources)
     folder = storage.join(cfg.run.dir, "leaderboard")
     protocol = protocol_digest(cfg, seeds)
+    digest = digest_of([protocol, whole_digest(store, cohorts)])
     desk = Desk(
-        Question(volumes, cohorts, seeds),
-        Answers(folder, digest_of([protocol, whole_digest(store, cohorts)])),
+        Question(volumes, cohorts, seeds, storage.join(folder, f"fine-tuned_{digest[:12]}")),
+        Answers(folder, digest),
         protocol,
         f"leaderboard of {', '.join(entry.label for entry in entries)}: split {cfg.eval.split}",
         " ".join(source.state["checksum"] for source in sources),
     )
     random, notes = best_random(desk, sources, seeds)
     columns = [LINEAR, *words.columns]
-    answered = [
-        Row(entry, {c: desk.answer(entry, c) for c in columns if entry.encoder or c not in NEEDS_ENCODER})
-        for entry in [*entries, *random]
-    ]
+    answered = [Row(e, {c: desk.answer(e, c) for c in columns_of(e, columns)}) for e in entries]
+    if words.supervised:
+        columns = [*columns, *({TUNED} - set(columns))]
+        notes.append("Fine-tuned from random initialisation: supervised training from scratch.")
+    answered += [Row(e, {c: desk.answer(e, c) for c in columns_of(e, columns)}) for e in random]
     notes += [
-        f"OVERLAP: pre-training of {url} saw {number} of the evaluated participants (eval.allow_overlap=true)."
+        f"OVERLAP: pre-training of {url} saw {number} evaluated participants (eval.allow_overlap=true)."
         for url, number in overlaps.items()
         if number
     ]
@@ -154,6 +156,11 @@ def entries_of(words: Words, volumes: Volumes, sources: Sequence[Source]) -> lis
     if words.image_encoder:
         entries.append(slice_entry(volumes, words.image_encoder))
     return entries + baseline_entries(volumes)
+
+
+def columns_of(entry: Entry, columns: Sequence[str]) -> list[str]:
+    """Those that a row can have."""
+    return [column for column in columns if entry.encoder or column not in NEEDS_ENCODER]
 
 
 def best_random(desk: Desk, sources: Sequence[Source], seeds: Sequence[int]) -> tuple[list[Entry], list[str]]:

@@ -2,12 +2,13 @@
 
 In: an `Entry`, cohorts, seeds. Out: cells by name. `linear` is the probe of finetuning.probing (logistic,
 ridge for a value; C chosen on validation), the same for encoders and baselines. `attentive` trains a head on
-the tokens of an encoder, once a seed; a row without an encoder has no such cell.
+the tokens of an encoder, `fine-tuned` the encoder too, once a seed; a row without one has no such cell.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import hashlib
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -17,14 +18,21 @@ from finetuning.board.answers import Cell
 from finetuning.board.entries import Encoder, Entry, Volumes, kept_features
 from finetuning.cohort import EVALUATED, TRAIN, VAL, Cohort, low_shot
 from finetuning.features.kept import KeptFeatures
+from finetuning.finetune import finetune
 from finetuning.frozen import TokenInputs, train_grid
+from finetuning.head_file import NAME as HEAD_NAME
+from finetuning.head_file import open_head, predict_rows
 from finetuning.objective import to_scores
 from finetuning.predictions import Predictions, Scored
 from finetuning.probing import probe
+from finetuning.source import Source
+from utils import storage
 from utils.config.schema import Config
+from utils.errors import EXIT_FINISHED, EXIT_STOPPED, UserError
 
 FRACTIONS = (0.01, 0.05, 0.1, 0.25)  # of the training participants; all of them are the linear column
-LINEAR, LOW_SHOT, DEVICES, ATTENTIVE = "linear", "low-shot", "devices", "attentive"
+LINEAR, LOW_SHOT, DEVICES = "linear", "low-shot", "devices"
+ATTENTIVE, TUNED = "attentive", "fine-tuned"
 
 
 @dataclass(frozen=True)
@@ -34,6 +42,7 @@ class Question:
     volumes: Volumes
     cohorts: Sequence[Cohort]
     seeds: Sequence[int]
+    folder: str  # of its runs of fine-tuning
 
 
 def linear(entry: Entry, question: Question) -> dict[str, Cell]:
@@ -121,14 +130,62 @@ def _attentive_scores(
     return scores, float(trained.validation["score"])
 
 
+def fine_tuned(entry: Entry, question: Question) -> dict[str, Cell]:
+    """The whole model, trained by finetune.*: a run a seed, which goes on where it was stopped.
+
+    From random initialisation this is supervised training from scratch. Raises `Stopped` after SIGTERM.
+    """
+    assert entry.encoder is not None
+    encoder, volumes = entry.encoder(), question.volumes
+    predictions, vals = [], []
+    for seed in question.seeds:
+        scores, of_val = [], []
+        for number, cohort in enumerate(question.cohorts):
+            source = _tuning_source(encoder, entry, question, seed, number)
+            if finetune(source, volumes.store, cohort, volumes.runtime) != EXIT_FINISHED:
+                raise Stopped(f"{source.cfg.run.dir}: stopped by SIGTERM; the same command again goes on")
+            head = open_head(storage.join(str(source.cfg.train.ckpt_dir), f"{HEAD_NAME}.pt"))
+            scores.append(predict_rows(head, volumes.store, cohort.rows, volumes.runtime))
+            of_val.append(float(head.state["validation"]["score"]))
+        predictions.append(Scored(tuple(question.cohorts), tuple(scores)).evaluated())
+        vals.append(float(np.mean(of_val)))
+    return {TUNED: _cell(predictions, vals, [question.cohorts] * len(vals))}
+
+
+class Stopped(UserError):
+    """The command was told to stop; the same command again goes on."""
+
+    exit_code = EXIT_STOPPED
+
+
+def _tuning_source(encoder: Encoder, entry: Entry, question: Question, seed: int, number: int) -> Source:
+    """What a run of fine-tuning starts from: the encoder's weights, and a folder of its own."""
+    name = hashlib.sha256(entry.identity.encode()).hexdigest()[:12]
+    folder = storage.join(question.folder, f"{name}_seed_{seed}_fold_{number}")
+    cfg = replace(
+        encoder.cfg,
+        seed=seed,
+        run=replace(encoder.cfg.run, dir=folder),
+        train=replace(encoder.cfg.train, ckpt_dir=storage.join(folder, "checkpoints")),
+        finetune=replace(encoder.cfg.finetune, encoder="trained"),
+        wandb=replace(encoder.cfg.wandb, mode="disabled"),
+    )
+    if not encoder.is_random:
+        return replace(encoder.source, cfg=cfg)
+    weights = {f"target_encoder.{key}": value for key, value in encoder.module.state_dict().items()}
+    state = encoder.source.state | {"model": weights, "participants": [], "checksum": entry.identity}
+    return Source(cfg, f"random initialisation {entry.name}", state)
+
+
 Column = Callable[[Entry, Question], dict[str, Cell]]
-COLUMNS: Mapping[str, Column] = {
+COLUMNS: dict[str, Column] = {
     LINEAR: linear,
     LOW_SHOT: low_shots,
     DEVICES: device_tables,
     ATTENTIVE: attentive,
+    TUNED: fine_tuned,
 }
-NEEDS_ENCODER = {ATTENTIVE}
+NEEDS_ENCODER = {ATTENTIVE, TUNED}
 
 
 def device_of(volumes: Volumes, cohort: Cohort) -> np.ndarray:

@@ -98,7 +98,7 @@ def compare(
 
 def bootstrap_p(draws_S: np.ndarray) -> float:
     """Two-sided p of no difference, from the resamples of a difference; never 0."""
-    sides = (np.sum(draws_S <= 0), np.sum(draws_S >= 0))
+    sides = (int(np.sum(draws_S <= 0)), int(np.sum(draws_S >= 0)))
     return min(1.0, 2 * (min(sides) + 1) / (len(draws_S) + 1))
 
 

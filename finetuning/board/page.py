@@ -21,7 +21,7 @@ from finetuning.board.compare import Comparison, Estimate, compare, estimate
 from finetuning.board.rows import Board, Row
 from finetuning.cohort import EVALUATED, TRAIN, VAL
 from finetuning.metrics import PRIMARY
-from finetuning.power import ALPHA
+from finetuning.power import ALPHA, MIN_PER_CLASS
 from utils import storage
 from utils.report.pictures import png_data
 from utils.report.tables import Table
@@ -81,20 +81,14 @@ def main_columns(board: Board) -> list[str]:
 
 def sentences(board: Board, results: Results) -> list[str]:
     """What stands above and below the numbers."""
-    split, shown = board.cfg.eval.split, [c for c in results.comparisons if c.shown]
+    shown = [c for c in results.comparisons if c.shown]
     smallest = max((c.could_have_shown for c in results.comparisons), default=None)
     unique = {person for c in board.cohorts for person in c.person[c.fold == EVALUATED].tolist()}
-    people = [
-        len(np.unique(np.concatenate([c.person[c.fold == fold] for c in board.cohorts])))
-        for fold in (TRAIN, VAL)
-    ]
     looked = "this command added it" if board.is_new_look else "all answers were kept, this was no new one"
-    where = f"split {split}" if board.cfg.eval.protocol == "official" else f"{len(board.cohorts)} folds"
     lines = [
         f"Look {board.look} of this split ({looked}).",
-        f"{board.cfg.task.label_column}: {len(unique)} evaluated participants ({where}), trained on "
-        f"{people[0]}, chosen on {people[1]}; {PRIMARY[board.cohorts[0].kind].replace('_', ' ')}, "
-        f"seeds {', '.join(map(str, board.seeds))}.",
+        f"{board.cfg.task.label_column}: {len(unique)} evaluated participants, {_where(board)}; "
+        f"{PRIMARY[board.cohorts[0].kind].replace('_', ' ')}, seeds {', '.join(map(str, board.seeds))}.",
         "Ordered by validation. linear: logistic or ridge probe on pooled frozen features, C chosen on "
         "validation. Means over seeds where seeds differ: low-shot draws, trained heads.",
         f"{len(results.comparisons)} pairs of rows: "
@@ -105,7 +99,53 @@ def sentences(board: Board, results: Results) -> list[str]:
         lines.append(
             f"The pair that disagrees most could have shown {smallest:.3f} (80 % power, before correction)."
         )
-    return lines + board.notes
+    return [*lines, *verdicts(board, results), *cautions(board), *board.notes]
+
+
+def _where(board: Board) -> str:
+    """Whom rows were evaluated on, in words."""
+    if board.cfg.eval.protocol == "crossfit":
+        return f"{len(board.cohorts)} folds of people that pre-training did not see (eval.protocol=crossfit)"
+    (cohort,) = board.cohorts
+    people = [len(np.unique(cohort.person[cohort.fold == fold])) for fold in (TRAIN, VAL)]
+    return f"split {board.cfg.eval.split} (trained on {people[0]}, chosen on {people[1]})"
+
+
+def verdicts(board: Board, results: Results) -> list[str]:
+    """Each checkpoint against random initialisation, in the linear column."""
+    of_kind = {
+        kind: {row.entry.label for row in board.rows if row.entry.name.startswith(kind)}
+        for kind in ("checkpoint", "random")
+    }
+    lines = []
+    for c in results.comparisons:
+        pair = (c.first, c.second) if c.second in of_kind["random"] else (c.second, c.first)
+        if c.column != LINEAR or pair[0] not in of_kind["checkpoint"] or pair[1] not in of_kind["random"]:
+            continue
+        sign = 1 if pair[0] == c.first else -1
+        low, high = sorted(sign * bound for bound in c.ci95)
+        lines.append(
+            f"{pair[0]} - {pair[1]}: {sign * c.value:+.3f} ({low:+.3f} to {high:+.3f}), "
+            f"{'shown' if c.shown else 'not shown'} (p after Holm {c.p_holm:.4f}); "
+            f"could have shown {c.could_have_shown:.3f}."
+        )
+    return lines
+
+
+def cautions(board: Board) -> list[str]:
+    """What weakens the table."""
+    lines = []
+    if board.cohorts[0].kind in ("classification", "ordinal"):
+        truth = board.rows[0].answers[LINEAR].cells[LINEAR].predictions[0].truth[:, 0]
+        smallest = min(int(np.sum(truth == number)) for number in np.unique(truth))
+        if smallest < MIN_PER_CLASS:
+            lines.append(
+                f"The smallest class has {smallest} evaluated units: below {MIN_PER_CLASS} intervals are too "
+                "narrow, and nothing should be concluded from them."
+            )
+    if board.cfg.eval.split == "val" and board.cfg.eval.protocol == "official":
+        lines.append("Rows were chosen on the evaluated participants (eval.split=val): they are optimistic.")
+    return lines
 
 
 def tables_of(board: Board, results: Results) -> list[Table]:
@@ -135,8 +175,12 @@ def _main_table(board: Board, results: Results) -> Table:
             one = results.estimates[row.entry.label, column]
             texts += [f"{cell.val:.3f}", _value(one), _interval(one)]
         rows.append([*texts, f"{_seconds(row):.1f}", _memory(row)])
-    note = f"{NO_ENCODER}: no encoder to train on from." if any(NO_ENCODER in r for r in rows) else ""
-    return Table("Rows by validation", [*header, "seconds", "peak memory, MiB"], rows, note)
+    note = (
+        f"{NO_ENCODER}: not asked for, or no encoder to train on from."
+        if any(NO_ENCODER in r for r in rows)
+        else ""
+    )
+    return Table("Rows by validation", [*header, "seconds", "peak, MiB"], rows, note)
 
 
 def _low_shot_table(board: Board, results: Results) -> Table:
@@ -285,13 +329,15 @@ def _draw_curves(axis: Axes, board: Board, results: Results, metric: str) -> Non
     shares = [*board.rows[0].answers[LOW_SHOT].cells, LINEAR]
     for number, row in enumerate(board.rows):
         cells = {**row.answers[LOW_SHOT].cells, **row.answers[LINEAR].cells}
-        people = [cells[name].participants for name in shares]
+        people = sorted(cells[name].participants for name in shares)
         values = [results.estimates[row.entry.label, name].value for name in shares]
         known = [(p, v) for p, v in zip(people, values, strict=True) if v is not None]
         style = "-" if number < 10 else "--"
         points = zip(*known, strict=True)
         axis.plot(*points, style, marker="o", color=f"C{number % 10}", markersize=3, label=row.entry.label)
     axis.set_xscale("log")
+    axis.set_xticks(people, [str(count) for count in people])
+    axis.minorticks_off()
     axis.set_xlabel("training participants", fontsize="small")
     axis.set_ylabel(metric, fontsize="small")
     axis.legend(fontsize="x-small", frameon=False)

@@ -29,6 +29,8 @@ FILES = ("config.json", "preprocessor_config.json")
 class SliceEncoder:
     """An image encoder of a local folder; raises UserError for a folder that is none."""
 
+    model: Any  # transformers has no common type of its models
+
     def __init__(self, folder: str) -> None:
         self.folder = Path(folder)
         for name in FILES:
@@ -44,10 +46,18 @@ class SliceEncoder:
                 "--image-encoder: expected the package transformers, found none: pip install transformers"
             ) from error
         try:
-            self.model: Any = AutoModel.from_pretrained(folder, local_files_only=True).eval()
+            self.model, loaded = AutoModel.from_pretrained(
+                folder, local_files_only=True, output_loading_info=True
+            )
         except (OSError, ValueError) as error:
             reason = str(error).splitlines()[0]
             raise UserError(f"--image-encoder: {folder}: expected an image encoder: {reason}") from error
+        if lost := sorted(key for key in loaded["missing_keys"] if not key.startswith("pooler.")):
+            raise UserError(
+                f"--image-encoder: {folder}: expected all weights of the encoder, found no "
+                f"{', '.join(lost[:3])} ({len(lost)} in all)"
+            )
+        self.model.eval()
         config = self.model.config
         size = getattr(config, "image_size", None)
         if size is None:

@@ -14,7 +14,7 @@ from utils.cli import parse_words
 from utils.errors import UserError
 
 OVERRIDE = re.compile(r"[a-z_]+(\.[a-z_]+)*=")  # section.key=value; no URL begins so
-EXTRA_COLUMNS = ("low-shot", "devices", "attentive")
+EXTRA_COLUMNS = ("low-shot", "devices", "attentive", "fine-tuned")
 
 
 @dataclass(frozen=True)
@@ -26,6 +26,7 @@ class Words:
     checkpoints: tuple[str, ...]
     control: str | None = None
     image_encoder: str | None = None
+    supervised: bool = False  # random initialisation is fine-tuned, whatever `columns` says
     columns: tuple[str, ...] = EXTRA_COLUMNS[:2]  # beside the linear one
 
 
@@ -35,6 +36,9 @@ def parse(description: str, argv: Sequence[str] | None) -> Words:
     def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser.add_argument("--checkpoints", nargs="+", required=True, metavar="RUN_OR_FILE", help="the rows")
         parser.add_argument("--control", metavar="RUN_OR_FILE", help="the two-step control")
+        parser.add_argument(
+            "--supervised", action="store_true", help="train random initialisation with labels alone"
+        )
         parser.add_argument("--image-encoder", metavar="FOLDER", help="a local Hugging Face image encoder")
         parser.add_argument(
             "--columns",
@@ -57,5 +61,6 @@ def parse(description: str, argv: Sequence[str] | None) -> Words:
         tuple(checkpoints),
         args.control,
         args.image_encoder,
+        args.supervised,
         columns,
     )

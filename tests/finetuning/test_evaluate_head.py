@@ -23,7 +23,7 @@ from finetuning.evaluation_files import predictions_table
 from finetuning.head_evaluation import evaluate_head
 from finetuning.head_file import Standardise, head_state, open_head, predict_rows, write_head
 from finetuning.predictions import Scored
-from finetuning.probing import permuted
+from finetuning.probing import of_rows, permuted, probe
 from finetuning.scorecard import chance_of, difference, scorecard
 from finetuning.source import Source
 from finetuning.subgroups import age_band, subgroups
@@ -305,3 +305,28 @@ def test_units_of_several_devices_name_them_all() -> None:
     assert set(table["device"]) == {"x+y"}
     assert table["site"].isna().all()
     assert table["age"].tolist() == list(range(100))
+
+
+@pytest.mark.parametrize("kind", ["multilabel", "classification"])
+def test_probes_of_labels_and_of_eyes(kind: str) -> None:
+    """Two eyes each, of two volumes; an eye's target decides its features, so every eye is predicted."""
+    rng = np.random.default_rng(0)
+    eye = np.repeat(np.arange(90), 2)
+    target = rng.integers(0, 2, (90, 3 if kind == "multilabel" else 1)).astype(float)[eye]
+    cohort = Cohort(
+        kind,
+        ("x", "y", "z") if kind == "multilabel" else ("x", "y"),
+        np.arange(180),
+        np.repeat([0, 1, 2], 60),
+        target,
+        np.array([f"p{n // 2:02d}_{'LR'[n % 2]}" for n in eye]),
+        np.array([f"p{n // 2:02d}" for n in eye]),
+    )
+    features = 3 * (target - 0.5) + rng.normal(0, 0.3, target.shape)
+    probed = probe([cohort], of_rows(cohort.rows, features.astype(np.float32)))
+    result = probed.scored.evaluated()
+    assert (len(result.unit), len(np.unique(result.person))) == (30, 15)
+    assert scorecard(probed.scored, 50, 0)["metrics"]["macro_auroc"]["value"] == 1.0
+    one_class = replace(cohort, target=np.where(cohort.fold[:, None] == 0, 0.0, target))
+    with pytest.raises(UserError, match="expected two classes among the training participants, found one"):
+        probe([one_class], of_rows(cohort.rows, features.astype(np.float32)))

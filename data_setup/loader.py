@@ -208,6 +208,11 @@ class Loader:
     def __len__(self) -> int:
         return len(self.steps)
 
+    def rows_of_step(self, step: int) -> list[int]:
+        """The store rows of the whole global batch, whichever processes hold them."""
+        first = step * self.global_batch
+        return [self.dataset.order.row(position) for position in range(first, first + self.global_batch)]
+
     @cached_property
     def _batches(self) -> DataLoader[Sample]:
         sampler = MicroBatches(self.steps, self.global_batch, self.rank, self.world, self.accum)

@@ -38,8 +38,8 @@ def confusion(predictions: Predictions) -> Figure:
     units_CC = confusion_draws(predictions.truth[:, 0], decided(predictions.scores), count, once)[0]
     total_C1 = units_CC.sum(axis=1, keepdims=True)
     share_CC = np.divide(units_CC, total_C1, out=np.zeros((count, count)), where=total_C1 > 0)
-    side = max(SIDE, 0.9 * count + 1.6)
-    figure = Figure(figsize=(side, side), layout="constrained")
+    side = max(SIDE, 0.9 * count + 0.08 * max(map(len, names)))
+    figure = Figure(figsize=(side * 1.15, side), layout="constrained")
     axes = figure.subplots()
     axes.imshow(share_CC, cmap="Blues", vmin=0, vmax=1)
     for row in range(count):

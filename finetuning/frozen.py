@@ -28,11 +28,10 @@ from finetuning.cohort import TRAIN, VAL, Cohort
 from finetuning.embed import pretrained_encoder
 from finetuning.features.kept import KeptFeatures, features_folder
 from finetuning.head_file import Standardise, head_state, write_head
-from finetuning.objective import METRICS, row_losses, row_weights, to_scores, validation_score
+from finetuning.objective import METRICS, row_losses, row_weights, target_scale, to_scores, validation_score
 from finetuning.predictions import pool
 from finetuning.source import Source
 from models.heads import build_head, reads_tokens, rescale_output
-from models.probes.participants import participant_weights
 from utils.config.schema import Config
 from utils.errors import UserError
 from utils.runtime.single import Runtime
@@ -84,6 +83,16 @@ class TokenInputs:
         return tokens, torch.from_numpy(self.kept.valid(rows)).to(self.device)
 
 
+@dataclass(frozen=True)
+class Task:
+    """What the members are trained for, for every place of a cohort's rows."""
+
+    kind: str
+    target: Tensor  # [n, T], a regression's standardised
+    weight: Tensor  # [n, T], 0 but for TRAIN
+    label_smoothing: float
+
+
 class Grid:
     """Members of a head: parameters of their own, one AdamW whose groups have the members' rates."""
 
@@ -118,18 +127,21 @@ class Grid:
 
         return torch.vmap(one, randomness="same")(stacked)
 
-    def step(
-        self, inputs: tuple[Tensor, ...], kind: str, truth: Tensor, weight: Tensor, cfg: Config, scale: float
-    ) -> None:
-        """One update of all members; `scale`: the schedule's share of each learning rate."""
+    def step(self, inputs: Inputs, places: np.ndarray, task: Task, scale: float) -> None:
+        """One update of all members with the volumes at these places, `inputs.at_once` of them at a time;
+        `scale`: the schedule's share of each learning rate.
+        """
         self.head.train()
         self.optimizer.zero_grad()
-        for part in self.parts:
-            outputs = self.outputs(part, inputs)
-            losses = [
-                (row_losses(kind, o, truth, cfg.finetune.label_smoothing) * weight).mean() for o in outputs
-            ]
-            torch.stack(losses).sum().backward()
+        for start in range(0, len(places), inputs.at_once):
+            some = places[start : start + inputs.at_once]
+            batch = inputs.read(some)
+            for part in self.parts:
+                losses_GBT = row_losses(
+                    task.kind, self.outputs(part, batch), task.target[some], task.label_smoothing
+                )
+                mean_G = (losses_GBT * task.weight[some]).mean(dim=2).sum(dim=1) / len(places)
+                mean_G.sum().backward()  # no member's gradient reaches another
         for group in self.optimizer.param_groups:
             group["lr"] = group["peak"] * scale
         self.optimizer.step()
@@ -179,11 +191,17 @@ def train_grid(cfg: Config, cohort: Cohort, inputs: Inputs, width: int, device: 
     better. Raises UserError where every member's outputs stopped being numbers.
     """
     train, val = (np.flatnonzero(cohort.fold == fold) for fold in (TRAIN, VAL))
-    centre, spread = _target_scale(cohort, train)
-    target = torch.from_numpy((cohort.target - centre) / spread).to(device, torch.float32)
-    weight = torch.from_numpy(
-        row_weights(cohort.kind, cohort.target[train], cohort.person[train], cfg.finetune.class_weights)
-    ).to(device, torch.float32)
+    centre, spread = target_scale(cohort)
+    weight = np.zeros_like(cohort.target)
+    weight[train] = row_weights(
+        cohort.kind, cohort.target[train], cohort.person[train], cfg.finetune.class_weights
+    )
+    task = Task(
+        cohort.kind,
+        torch.from_numpy((cohort.target - centre) / spread).to(device, torch.float32),
+        torch.from_numpy(weight).to(device, torch.float32),
+        cfg.finetune.label_smoothing,
+    )
     size = min(cfg.train.global_batch_size, len(train))
     per_epoch = math.ceil(len(train) / size)
     total = num_updates(cfg, per_epoch)
@@ -202,9 +220,7 @@ def train_grid(cfg: Config, cohort: Cohort, inputs: Inputs, width: int, device: 
                 order = np.random.default_rng([cfg.seed, epoch]).permutation(len(train))
             chosen = order[place * size : (place + 1) * size]
             share = schedule(step, total, cfg.optim.warmup_ratio, cfg.optim.min_lr_ratio)
-            grid.step(
-                inputs.read(train[chosen]), cohort.kind, target[train[chosen]], weight[chosen], cfg, share
-            )
+            grid.step(inputs, train[chosen], task, share)
             if place + 1 == per_epoch or step + 1 == total:
                 _update_bests(bests, grid, cohort, inputs, val, (centre, spread), epoch + 1)
                 last = max(best.epoch for best in bests)
@@ -219,20 +235,6 @@ def num_updates(cfg: Config, per_epoch: int) -> int:
         return cfg.train.max_steps
     assert cfg.train.epochs is not None  # of utils.config.rules
     return cfg.train.epochs * per_epoch
-
-
-def _target_scale(cohort: Cohort, train: np.ndarray) -> tuple[float, float]:
-    """Mean and standard deviation of a regression's values on the training participants; else 0 and 1."""
-    if cohort.kind != "regression":
-        return 0.0, 1.0
-    values, weight = cohort.target[train, 0], participant_weights(cohort.person[train])
-    centre = float(np.average(values, weights=weight))
-    spread = float(np.average((values - centre) ** 2, weights=weight) ** 0.5)
-    if spread == 0:
-        raise UserError(
-            f"{cohort.names[0]}: expected a value that varies on split train, found {centre:g} alone"
-        )
-    return centre, spread
 
 
 def _update_bests(

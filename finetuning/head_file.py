@@ -33,7 +33,7 @@ from utils import storage
 from utils.checkpoint import CheckpointError, CheckpointWriter, load_checkpoint
 from utils.config.load import config_of_yaml, to_yaml
 from utils.config.schema import Config, StorageOptions
-from utils.errors import ConfigError, UserError
+from utils.errors import UserError
 from utils.runtime.single import Runtime
 
 NAME = "head"
@@ -112,8 +112,7 @@ def head_state(
 
 def write_head(cfg: Config, state: dict[str, Any]) -> str:
     """Write `head.pt` and its seal into train.ckpt_dir, which may be in a bucket; returns its URL."""
-    if cfg.train.ckpt_dir is None:
-        raise ConfigError("train.ckpt_dir: expected a folder for the head, found null")
+    assert cfg.train.ckpt_dir is not None  # finetuning.train has asked for one
     writer = CheckpointWriter(cfg.train.ckpt_dir, keep_last=None, options=cfg.data.storage_options)
     writer.save(state, [NAME])
     writer.close()

@@ -62,12 +62,15 @@ def count_looks(folder: str, data_digest: str, options: StorageOptions | None = 
     return sum(one["data"] == data_digest for one in looks)
 
 
-def data_digest(store: PreparedStore, cohort: Cohort) -> str:
-    """What the evaluated fold of a cohort is: a hash of its volumes, targets and persons."""
-    chosen = cohort.fold == EVALUATED
-    volumes = store.index.loc[cohort.rows[chosen], "checksum"].tolist()
-    people, targets = cohort.person[chosen].tolist(), cohort.target[chosen].tolist()
-    text = json.dumps([cohort.kind, cohort.names, sorted(zip(volumes, people, targets, strict=True))])
+def data_digest(store: PreparedStore, *cohorts: Cohort) -> str:
+    """What the evaluated folds of the cohorts are: a hash of their volumes, targets and persons."""
+    volumes: list[tuple[str, str, list[float]]] = []
+    for cohort in cohorts:
+        chosen = cohort.fold == EVALUATED
+        checksums = store.index.loc[cohort.rows[chosen], "checksum"].tolist()
+        people, targets = cohort.person[chosen].tolist(), cohort.target[chosen].tolist()
+        volumes += zip(checksums, people, targets, strict=True)
+    text = json.dumps([cohorts[0].kind, cohorts[0].names, sorted(volumes)])
     return hashlib.sha256(text.encode()).hexdigest()
 
 

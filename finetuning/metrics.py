@@ -12,8 +12,8 @@ The definitions are scikit-learn's, and tests compare with it. What has several 
   ECE                 15 bins of equal width of the highest probability; an edge belongs to the lower bin
   multilabel          each label is a task of two classes (yes above .5); the mean over labels, of F1, AUROC
                       and AUPRC that of "yes"
-  threshold           of two classes, on validation alone: the highest sensitivity + specificity (Youden's J);
-                      of several such thresholds the highest
+  threshold           of two classes, on validation alone: the highest sensitivity + specificity (Youden's J),
+                      half way from the score that reaches it to the next lower; of several the highest
 """
 
 from __future__ import annotations
@@ -107,7 +107,8 @@ def youden_threshold(is_positive_U: np.ndarray, score_U: np.ndarray) -> float | 
     is_above_TU = score_U[None] >= thresholds_T[:, None]
     sensitivity_T = is_above_TU[:, is_positive_U].mean(axis=1)
     youden_T = sensitivity_T - is_above_TU[:, ~is_positive_U].mean(axis=1)
-    return float(thresholds_T[np.flatnonzero(youden_T >= youden_T.max() - 1e-12)[-1]])
+    best = int(np.flatnonzero(youden_T >= youden_T.max() - 1e-12)[-1])
+    return float(thresholds_T[max(0, best - 1) : best + 1].mean())
 
 
 def at_threshold(predictions: Predictions, threshold_U: np.ndarray, counts_SU: np.ndarray) -> Measures:

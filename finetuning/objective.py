@@ -20,8 +20,10 @@ import torch.nn.functional as F
 from sklearn.metrics import cohen_kappa_score, roc_auc_score
 from torch import Tensor
 
+from finetuning.cohort import TRAIN, Cohort
 from finetuning.predictions import Predictions
 from models.probes.participants import Prediction, balanced_accuracy, participant_weights
+from utils.errors import UserError
 
 METRICS = {
     "classification": "balanced accuracy",
@@ -31,8 +33,27 @@ METRICS = {
 }
 
 
+def target_scale(cohort: Cohort) -> tuple[float, float]:
+    """Mean and standard deviation of a regression's values on the training participants; else 0 and 1.
+
+    Raises UserError where the value does not vary.
+    """
+    if cohort.kind != "regression":
+        return 0.0, 1.0
+    train = cohort.fold == TRAIN
+    values, weight = cohort.target[train, 0], participant_weights(cohort.person[train])
+    centre = float(np.average(values, weights=weight))
+    spread = float(np.average((values - centre) ** 2, weights=weight) ** 0.5)
+    if spread == 0:
+        raise UserError(
+            f"{cohort.names[0]}: expected a value that varies on split train, found {centre:g} alone"
+        )
+    return centre, spread
+
+
 def row_losses(kind: str, outputs_BC: Tensor, target_BT: Tensor, label_smoothing: float = 0.0) -> Tensor:
-    """Loss of each volume and value, [B, T]; T = 1 but for multilabel.
+    """Loss of each volume and value, [B, T] (of several heads: [G, B, C] -> [G, B, T]); T = 1 but for
+    multilabel.
 
     `label_smoothing` moves so much of the truth evenly to all classes (of a label: to 0 and 1); a value has
     none.
@@ -41,7 +62,9 @@ def row_losses(kind: str, outputs_BC: Tensor, target_BT: Tensor, label_smoothing
         return (outputs_BC - target_BT).square()
     if kind == "multilabel":
         truth_BC = target_BT * (1 - label_smoothing) + label_smoothing / 2
-        return F.binary_cross_entropy_with_logits(outputs_BC, truth_BC, reduction="none")
+        return F.binary_cross_entropy_with_logits(
+            outputs_BC, truth_BC.expand_as(outputs_BC), reduction="none"
+        )
     num_classes = outputs_BC.shape[-1]
     truth_BC = F.one_hot(target_BT[:, 0].long(), num_classes).to(outputs_BC)
     truth_BC = truth_BC * (1 - label_smoothing) + label_smoothing / num_classes

@@ -15,6 +15,7 @@ from typing import Any
 import yaml
 from omegaconf import OmegaConf
 
+from finetuning.embed import require_pretraining
 from utils import storage
 from utils.checkpoint import list_steps, load_checkpoint
 from utils.config.load import config_of_yaml, load_config, to_yaml
@@ -47,6 +48,7 @@ def open_source(path: str | Path, overrides: Sequence[str]) -> Source:
     options = StorageOptions(**(OmegaConf.select(written, "data.storage_options") or {}))
     url = find_checkpoint(str(wanted), options)
     state = load_checkpoint(url, options)
+    require_pretraining(state, url)
     saved = yaml.safe_load(to_yaml(config_of_yaml(state["config"], url)))
     base = {name: saved[name] for name in INHERITED} | {"seed": saved["seed"]}
     base["model"]["checkpoint"] = None

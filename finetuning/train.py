@@ -14,6 +14,7 @@ if __name__ == "__main__":  # torch and scikit-learn take seconds to import
     answer_early("finetuning.train", __doc__ or "", parse_words)
 
 import logging
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,8 +25,9 @@ from finetuning.cohort import EVALUATED, TRAIN, VAL, Cohort, count_overlap, read
 from finetuning.embed import check_fit
 from finetuning.frozen import train_frozen
 from finetuning.source import open_source
-from utils.errors import EXIT_FINISHED
+from utils.errors import EXIT_FINISHED, ConfigError, UserError
 from utils.log import setup_logging
+from utils.run_training import open_engine
 from utils.runtime.open import open_runtime
 
 log = logging.getLogger(__name__)
@@ -35,6 +37,13 @@ def train(config: str, overrides: Sequence[str]) -> int:
     """Train what the configuration asks for; returns the exit code. Raises UserError."""
     source = open_source(config, overrides)
     cfg = source.cfg
+    if cfg.train.ckpt_dir is None:
+        raise ConfigError("train.ckpt_dir: expected a folder for the head, found null")
+    if cfg.eval.protocol == "crossfit":
+        raise ConfigError(
+            "eval.protocol: expected official, found crossfit: a head has one training set; "
+            "finetuning.evaluate and finetuning.leaderboard train one a fold"
+        )
     store = PreparedStore.open(cfg.data.store, cfg.data.storage_options, cfg.data.cache_dir)
     check_fit(cfg, store, source.state, source.url)
     cohort = read_cohort(cfg, store)
@@ -43,11 +52,13 @@ def train(config: str, overrides: Sequence[str]) -> int:
     if cfg.finetune.encoder == "trained":
         from finetuning.finetune import finetune
 
-        runtime = open_runtime(cfg.train.use_bf16, cfg.data.data_timeout_s)
-        return finetune(source, store, cohort, runtime)
+        with open_engine(cfg) as runtime:
+            return finetune(source, store, cohort, runtime)
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise UserError("finetune.encoder=frozen: expected one process, found torchrun with several")
     url, state = train_frozen(source, store, cohort, open_runtime(cfg.train.use_bf16))
     print(format_grid(state["validation"]))
-    print(f"head: {url}\nnext: python -m finetuning.evaluate --config {config} --checkpoint {url}")
+    print(f"head: {url}\nnext: python -m finetuning.evaluate --head {url}")
     return EXIT_FINISHED
 
 

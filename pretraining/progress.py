@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from pretraining.schedules import INIT_WEIGHT_LIMIT, Schedule
-from utils.config.schema import Config
 from utils.runtime.single import Runtime
+from utils.skipped_updates import SkippedUpdates
 
 log = logging.getLogger(__name__)
 NEW_RUN: Mapping[str, Any] = {
@@ -29,10 +29,6 @@ NEW_RUN: Mapping[str, Any] = {
 }
 
 
-class NotFiniteError(RuntimeError):
-    """Too many updates in a row had a loss or a gradient that is not finite."""
-
-
 class Progress:
     """Counters of a run on one process; all processes count the same."""
 
@@ -42,11 +38,7 @@ class Progress:
         self.best: dict[str, float] = dict(state["best"])  # name of a best checkpoint -> its score
         self.inherited: list[str] = list(state["inherited"])
         self.owes_validation: bool = state.get("owes_validation", False)  # SIGTERM cut it short
-        self._recent: list[
-            tuple[int, Tensor]
-        ] = []  # steps since the last check, and whether they were finite
-        self._bad_run, self._bad_total = (self._counter(state[name]) for name in ("bad_run", "bad_total"))
-        self._worst_run = self._counter(state["bad_run"])
+        self.skipped = SkippedUpdates(runtime, state["bad_run"], state["bad_total"])
         self._moves = self._counter(0)  # updates since the last look that should have moved the target
         weight = torch.tensor(state["init_weight"], dtype=torch.float64)
         self._init_weight = runtime.to_device_replicated(weight)
@@ -57,12 +49,9 @@ class Progress:
     def count(self, step: int, is_finite: Tensor, momentum: float) -> None:
         """Update number `step` has been made, or skipped where its loss or gradient was not finite."""
         kept = self.runtime.scalar(momentum)
-        self._bad_run = torch.where(is_finite, 0, self._bad_run + 1)
-        self._worst_run = torch.maximum(self._worst_run, self._bad_run)
-        self._bad_total = self._bad_total + (~is_finite).long()
+        self.skipped.count(step, is_finite)
         self._moves = self._moves + (is_finite & (kept < 1)).long()
         self._init_weight = self._init_weight * torch.where(is_finite, kept, 1.0)
-        self._recent.append((step, is_finite))
         self.step = step + 1
 
     @property
@@ -70,31 +59,10 @@ class Progress:
         """Share of the random initialisation that is left in the target: the product of momenta."""
         return float(self._init_weight)
 
-    @property
-    def bad_total(self) -> int:
-        """Updates skipped so far."""
-        return int(self._bad_total)
-
     def take_moves(self) -> int:
         """Updates since the last call that should have moved the target."""
         moves, self._moves = int(self._moves), self._counter(0)
         return moves
-
-    def check_finite(self, cfg: Config, rows_of_step: Callable[[int], list[int]]) -> None:
-        """Name the updates skipped since the last call; NotFiniteError after max_bad_steps in a row, on every
-        process. The first one logs.
-        """
-        recent, worst = self._recent, self._worst_run
-        self._recent, self._worst_run = [], self._counter(0)
-        skipped = [f"step {step}: rows {rows_of_step(step)}" for step, ok in recent if not bool(ok)]
-        for text in skipped if self.runtime.group.is_first else []:
-            log.warning("update skipped, loss or gradient not finite: %s of the store", text)
-        worst_run = int(worst)
-        if worst_run >= cfg.train.max_bad_steps:
-            raise NotFiniteError(
-                f"loss or gradient not finite in {worst_run} updates in a row (train.max_bad_steps "
-                f"{cfg.train.max_bad_steps}); last: {'; '.join(skipped[-3:])}"
-            )
 
     def best_names(self, measured: Mapping[str, float | None], *, is_warm: bool) -> list[str]:
         """Names under which this checkpoint is kept, because a measure is the best so far after warm-up.
@@ -123,8 +91,8 @@ class Progress:
         return {
             "owes_validation": self.owes_validation,
             "step": self.step,
-            "bad_run": int(self._bad_run),
-            "bad_total": int(self._bad_total),
+            "bad_run": self.skipped.in_a_row,
+            "bad_total": self.skipped.total,
             "init_weight": self.init_weight,
             "best": dict(self.best),
             "inherited": list(self.inherited),

@@ -1,17 +1,13 @@
-"""What a run keeps between processes: its directory, its checkpoints, and which of them are the best.
+"""What a run keeps between processes: its checkpoints. One holds everything that the next step depends on.
 
-A run directory belongs to one configuration. A checkpoint holds everything that the next step depends on.
+Its directory: utils/run_dir.py.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from functools import partial
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
 from data_setup.store.reader import PreparedStore
@@ -22,104 +18,24 @@ from pretraining.progress import NEW_RUN, Progress
 from pretraining.rows import Rows
 from pretraining.run import Run
 from pretraining.schedules import Schedule, total_steps
-from utils import storage
 from utils.checkpoint import (
     CheckpointError,
-    CheckpointWriter,
-    list_steps,
     load_newest,
-    num_bytes,
     to_host,
-    wait_together,
 )
-from utils.config.load import changed_keys, config_of_yaml, load_config, to_yaml
-from utils.config.schema import Config, keys_with, leaves
+from utils.config.load import config_of_yaml, to_yaml
+from utils.config.schema import keys_with
 from utils.errors import UserError
-from utils.history import NO_CHECKPOINT_YET, history_files, history_url, refuse_lost_checkpoints
-from utils.lease import Lease, hold
-from utils.provenance import provenance
-from utils.runtime.single import Runtime
+from utils.history import refuse_lost_checkpoints
+from utils.run_dir import refuse_changes, require_one_configuration, shared_settings
 
 log = logging.getLogger(__name__)
-
-
-def check_run_dir(cfg: Config) -> None:
-    """A resumed run must have the same configuration, except for the keys that may change (schema.py)."""
-    path = Path(cfg.run.dir) / "config.yaml"
-    if path.exists():
-        refuse_changes(load_config(path), cfg, str(path))
-
-
-@contextmanager
-def held_run(cfg: Config, runtime: Runtime) -> Iterator[Lease | None]:
-    """The lease on the run's checkpoints, which the first process holds for all; a changed run is refused.
-    After SIGTERM it is not waited for: the phase that comes next (`Runtime.enter`) ends the run.
-    """
-    if not runtime.group.is_first:
-        yield None
-        return
-    check_run_dir(cfg)
-    if cfg.train.ckpt_dir is None:
-        yield None
-        return
-    options, is_stopped = cfg.data.storage_options, lambda: runtime.stop_requested
-    with hold(cfg.train.ckpt_dir, options, is_stopped) as lease:
-        yield lease
-
-
-def refuse_changes(old: Config, new: Config, where: str, moved: Sequence[str] = ()) -> None:
-    """Raise UserError for the first key that a resumed run may not change; `moved` keys may."""
-    changes = [change for change in changed_keys(old, new) if change[0] not in moved]
-    if changes:
-        key, was, now = changes[0]
-        more = f" (and {len(changes) - 1} more)" if len(changes) > 1 else ""
-        raise UserError(
-            f"{where}: {key}: expected {was!r} as the run began, found {now!r}{more}; "
-            "use another run.dir, or the same values"
-        )
-
-
-def claim_run_dir(cfg: Config, runtime: Runtime) -> None:
-    """Write the configuration, the versions and the store's report, once everything has proved to work."""
-    run_dir = Path(cfg.run.dir)
-    report = storage.read_text(storage.join(cfg.data.store, "prepare_report.json"), cfg.data.storage_options)
-    files = {
-        "prepare_report.json": report,
-        "provenance.json": json.dumps(provenance(runtime), indent=1),
-        "config.yaml": to_yaml(cfg),
-    }
-    with suppress(storage.StorageNotFoundError):  # what prepare --check-only may have left there
-        checked = storage.join(cfg.data.store, "check_report.json")
-        files["check_report.json"] = storage.read_text(checked, cfg.data.storage_options)
-    for name, text in files.items():
-        storage.write_text(str(run_dir / name), text)
 
 
 def rows_checksum(rows: Rows, store: PreparedStore) -> str:
     """The data order rests on which volumes are trained on, in which order; this names them."""
     checksums = store.index.loc[rows.train, "checksum"]
     return hashlib.sha256(repr([*zip(rows.train.tolist(), checksums, strict=True)]).encode()).hexdigest()
-
-
-def shared_settings(cfg: Config) -> dict[str, str]:
-    """What all processes of a run must agree on: every key but places and where a machine has its data."""
-    return {
-        name: repr(value)
-        for name, part, value in leaves(cfg)
-        if not part.metadata.get("is_place") and not name.startswith(("data.", "wandb."))
-    }
-
-
-def require_one_configuration(settings: Sequence[Mapping[str, str]]) -> None:
-    """Raise UserError for the first key in which a process differs from the first one: they would run
-    different programs and wait for each other.
-    """
-    for rank, own in enumerate(settings):
-        for name, value in settings[0].items():
-            if own[name] != value:
-                raise UserError(
-                    f"{name}: expected {value} as on process 0, found {own[name]} on process {rank}"
-                )
 
 
 def checkpoint_state(run: Run, gauges: Gauges, progress: Progress) -> dict[str, Any]:
@@ -137,82 +53,6 @@ def checkpoint_state(run: Run, gauges: Gauges, progress: Progress) -> dict[str, 
         "participants": sorted(set(progress.inherited) | run.rows.participants),
         "rows_sha256": rows_checksum(run.rows, run.store),
     }
-
-
-class Checkpoints:
-    """Writes a run's checkpoints, under the names that the loop asks for. Every process calls the same
-    methods; the first one writes, and only where train.ckpt_dir is set.
-    """
-
-    def __init__(
-        self, run: Run, gauges: Gauges, progress: Progress, keep_every: int, lease: Lease | None
-    ) -> None:
-        self.parts = run, gauges, progress
-        self.lease = lease
-        self.keep_every = keep_every
-        self.saved = progress.step
-        self.writer: CheckpointWriter | None = None
-        cfg = run.cfg
-        if run.runtime.group.is_first and cfg.train.ckpt_dir is not None:
-            drop_mark = partial((Path(cfg.run.dir) / NO_CHECKPOINT_YET).unlink, missing_ok=True)
-            self.writer = CheckpointWriter(
-                cfg.train.ckpt_dir,
-                cfg.train.keep_last,
-                cfg.data.storage_options,
-                is_kept=lambda step: step % keep_every == 0,
-                after_step=drop_mark,
-            )
-
-    def log_need(self) -> None:
-        """Log what the checkpoints of the run will take at most; a warning where a disk has less."""
-        if self.writer is None:
-            return
-        run, gauges, _ = self.parts
-        each = num_bytes((run.model.state_dict(), run.optimizer.state_dict(), gauges.state_dict()))
-        last, kept, bests = run.cfg.train.keep_last, run.total_steps // self.keep_every, 2
-        at_most = last + kept + bests + 1
-        log.info(
-            "checkpoints: %.1f MB each, at most %d of them (the last %d, %d of epochs, %d bests, 1 being "
-            "written): %.3g GB in %s",
-            each / 1e6, at_most, last, kept, bests, at_most * each / 1e9, self.writer.directory,
-        )  # fmt: skip
-        storage.make_dirs(self.writer.directory)
-        free = storage.free_bytes(self.writer.directory)
-        there = sum(storage.find_sizes(self.writer.directory).values()) if free is not None else 0
-        if free is not None and free + there < at_most * each:
-            text = "%s: %.2f GB free, less than that; train.keep_epochs and train.keep_last say how many stay"
-            log.warning(text, self.writer.directory, free / 1e9)
-
-    def save(self, names: list[str], *, with_step: bool) -> None:
-        """Write the present state under these names and, last, the step's: with it, the others are there."""
-        run, gauges, progress = self.parts
-        if with_step:
-            names = [*names, f"step_{progress.step:08d}"]
-            self.saved = progress.step
-        if not names or (self.writer is None and not run.runtime.is_sharded):
-            return
-        run.runtime.watchdog.beat(f"checkpoint of step {progress.step}")
-        state = run.runtime.full_state(checkpoint_state(run, gauges, progress))
-        if self.lease is not None:
-            self.lease.check()
-        if self.writer is not None:
-            files = history_files(Path(run.cfg.run.dir)) if with_step else {}
-            beside = {history_url(self.writer.directory, name): data for name, data in files.items()}
-            self.writer.save(state, names, beside)
-
-    def wait(self) -> None:
-        """Let the checkpoint under way be written, so that it can be named."""
-        if self.writer is not None:
-            self.writer.wait()
-
-    def close(self) -> None:
-        """Write what has not been written, where the run was stopped, and end."""
-        if self.parts[2].step > self.saved:
-            self.save([], with_step=True)
-        runtime = self.parts[0].runtime
-        wait_together(runtime.group, self.writer, partial(runtime.watchdog.beat, "last checkpoint"))
-        if self.writer is not None:
-            self.writer.close()
 
 
 def restore(run: Run, gauges: Gauges) -> Progress:
@@ -288,16 +128,3 @@ def load_weights(model: VJEPA3D, weights: dict[str, Any], where: str) -> None:
     except RuntimeError as error:
         lines = [line.strip() for line in str(error).splitlines()[1:]]
         raise CheckpointError(f"{where}: the weights do not fit the configuration: {lines[0]}") from error
-
-
-def last_good(cfg: Config) -> str:
-    """A sentence that names the checkpoint to go back to."""
-    if cfg.train.ckpt_dir is None:
-        return "No checkpoint was kept (train.ckpt_dir is null)"
-    try:
-        steps = list_steps(cfg.train.ckpt_dir, cfg.data.storage_options)
-    except storage.StorageError as error:  # what the run ends of is to be read, not this
-        return f"The checkpoints cannot be listed now ({error})"
-    if not steps:
-        return f"No checkpoint was written to {cfg.train.ckpt_dir} yet"
-    return f"The last good checkpoint is {storage.join(cfg.train.ckpt_dir, f'step_{steps[-1]:08d}.pt')}"

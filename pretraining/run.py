@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import torch
 
 from data_setup.store.reader import PreparedStore
+from models.engine_kernels import choose_kernels
 from models.vjepa3d import VJEPA3D
-from pretraining.engine_kernels import choose_kernels
 from pretraining.rows import Rows, open_rows
 from pretraining.schedules import total_steps
 from pretraining.step import build_optimizer

@@ -12,6 +12,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
+from models.optimizer import warmup_cosine
 from utils.config.recipes import recipe_of
 from utils.config.schema import Config
 from utils.errors import ConfigError, UserError
@@ -34,15 +35,10 @@ def total_steps(cfg: Config, num_volumes: int) -> int:
 def learning_rate(cfg: Config, step: int, total: int) -> float:
     """Linear warm-up, then as `Recipe.lr`: a cosine to the minimum, or constant and a linear cool-down."""
     optim = cfg.optim
+    if step < round(optim.warmup_ratio * total) or recipe_of(cfg.method).lr == "cosine":
+        return warmup_cosine(optim, step, total)
     if not optim.use_scheduler:
         return optim.base_lr
-    warmup = round(optim.warmup_ratio * total)
-    if step < warmup:
-        return optim.base_lr * (step + 1) / warmup
-    if recipe_of(cfg.method).lr == "cosine":
-        progress = (step - warmup) / max(1, total - 1 - warmup)
-        factor = optim.min_lr_ratio + (1 - optim.min_lr_ratio) * (1 + math.cos(math.pi * progress)) / 2
-        return optim.base_lr * factor
     cooldown = round(optim.cooldown_ratio * total)
     into = step - (total - cooldown) + 1
     if into <= 0:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from data_setup.loader import Batch
 from data_setup.normalisation import view
 from models.losses import Regulariser, SigReg, Statistics, VicReg, surrogate
+from models.optimizer import build_adamw
 from models.vjepa3d import VJEPA3D, Output, parameter_groups
-from pretraining.optimizer import FUSED_DEVICES, SelectingAdamW
 from utils.config.schema import Config
 from utils.runtime.processes import ALONE
 from utils.runtime.single import Runtime
@@ -94,11 +94,7 @@ class Balance:
 def build_optimizer(model: VJEPA3D, cfg: Config) -> torch.optim.AdamW:
     """AdamW, fused where there is such a kernel; weight decay on matrices only."""
     groups = parameter_groups(model, cfg.optim.weight_decay)
-    optim = cfg.optim
-    settings: dict[str, Any] = {"lr": optim.base_lr, "betas": optim.betas, "eps": optim.eps}
-    if next(model.parameters()).device.type in FUSED_DEVICES:
-        return torch.optim.AdamW(groups, fused=True, **settings)
-    return SelectingAdamW(groups, **settings)
+    return build_adamw(groups, cfg.optim, next(model.parameters()).device)
 
 
 def predict(

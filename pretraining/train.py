@@ -15,39 +15,37 @@ if __name__ == "__main__":  # torch and MONAI take seconds to import
 
 import logging
 import math
-import multiprocessing
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 import torch
 
 from data_setup.loader import Batch, start_early
+from data_setup.next_batch import next_or_stop
+from models.optimizer import shard_state
 from pretraining.gauges.alarms import closing as closing_lines
 from pretraining.gauges.monitor import Gauges, TargetMotion, target_drift, update_ratio
 from pretraining.gauges.profiling import StepTrace
 from pretraining.gauges.skill import SkillGauge
 from pretraining.gauges.throughput import Throughput
 from pretraining.gauges.validation import Validation, snapshot, volumes_read
-from pretraining.optimizer import shard_state
-from pretraining.progress import NotFiniteError, Progress
-from pretraining.resume import Checkpoints, claim_run_dir, held_run, last_good, restore
+from pretraining.progress import Progress
+from pretraining.resume import checkpoint_state, restore
 from pretraining.run import Run, open_run
 from pretraining.schedules import Calendar
 from pretraining.step import StepResult, Update, Watch, train_step
-from pretraining.trial import log_start, next_or_stop, open_loader, rows_of_step, settle_memory
+from pretraining.trial import log_start, open_loader, settle_memory
 from utils import storage
 from utils.config.schema import Config
-from utils.errors import EXIT_FAILURE, EXIT_FINISHED, EXIT_STOPPED, UserError
-from utils.log import NoLog, RunLog, log_failure, setup_logging
+from utils.errors import EXIT_FINISHED, EXIT_STOPPED
+from utils.log import NoLog, RunLog
 from utils.report.pictures import bscan_with_masks, feature_pca, load_snapshot
-from utils.runtime.leave import leave
-from utils.runtime.open import open_runtime, report_opened
-from utils.runtime.processes import LostPeer
-from utils.runtime.single import Runtime, StopRequested, is_out_of_memory
-from utils.runtime.watchdog import Watchdog
+from utils.run_checkpoints import Checkpoints
+from utils.run_dir import claim_run_dir, held_run
+from utils.run_training import guard, open_engine
+from utils.runtime.single import Runtime
 
 log = logging.getLogger(__name__)
 
@@ -59,52 +57,8 @@ def main(argv: list[str] | None = None) -> int:
 
 def train(cfg: Config) -> int:
     """Run the configuration to its end or to SIGTERM; returns the exit code."""
-    with ExitStack() as outer:
-        watchdog = outer.enter_context(Watchdog(cfg.run.stall_timeout_s))
-        runtime = open_runtime(cfg.train.use_bf16, cfg.data.data_timeout_s)
-        runtime.watchdog = watchdog
-        setup_logging(runtime.rank)
-        report_opened(runtime)
-        runtime.keep_programs(Path(cfg.run.dir) / "programs")
-        runtime.catch_sigterm()
-        outer.push(partial(_leave_word, runtime))
-        try:
-            with ExitStack() as stack:  # once it is left, the checkpoint under way is there to be named
-                code = _train(cfg, runtime, stack)
-            runtime.group.close()  # last: torchrun ends the others once one has ended with 76
-            return code
-        except StopRequested:
-            log.info("stopped by SIGTERM before the first step; run the same command again")
-            runtime.group.close()
-            return EXIT_STOPPED
-        except LostPeer as error:
-            if not runtime.group.is_first:
-                raise
-            raise LostPeer(f"{error}. {last_good(cfg)}", error.exit_code) from error
-        except NotFiniteError as error:
-            raise UserError(f"{error}. {last_good(cfg)}") from error
-        except UserError:
-            raise
-        except RuntimeError as error:
-            if not is_out_of_memory(error):
-                raise
-            message = f"out of memory, although a trial step fitted. {last_good(cfg)}"
-            raise UserError(message) from error
-
-
-def _leave_word(runtime: Runtime, _kind: object, error: BaseException | None, _trace: object) -> None:
-    """Log the failure and tell the other processes."""
-    if error is not None:
-        log_failure(error)
-        for worker in multiprocessing.active_children():
-            worker.kill()  # one that hangs would keep this process, and with it the others, from ending
-        if isinstance(error, UserError):
-            error.leaves_at_once = runtime.group.size > 1  # a device may wait for the others' part of a sum
-            runtime.group.leave_message(str(error), error.exit_code)
-        else:
-            runtime.group.leave_message(f"{type(error).__name__}: {error}", EXIT_FAILURE)
-            if runtime.group.size > 1:
-                leave(EXIT_FAILURE)
+    with open_engine(cfg) as runtime:
+        return guard(cfg, runtime, partial(_train, cfg), "out of memory, although a trial step fitted")
 
 
 def _train(cfg: Config, runtime: Runtime, stack: ExitStack) -> int:
@@ -124,13 +78,14 @@ def _train(cfg: Config, runtime: Runtime, stack: ExitStack) -> int:
         return EXIT_FINISHED
     # one trial step settles the memory and proves that no target leaks into the context
     runtime.enter("trial step")
-    checkpoints = Checkpoints(run, gauges, progress, calendar.keep_every, lease)
+    state = partial(checkpoint_state, run, gauges, progress)
+    checkpoints = Checkpoints(cfg, runtime, progress, state, calendar.keep_every, lease)
     run = settle_memory(run, start)
     runtime.enter("start of the log")
     run_log = stack.enter_context(open_log(replace(run, cfg=cfg), start))
     clock = Throughput(run.cfg, model, runtime)
     log_start(run, clock, start)
-    checkpoints.log_need()
+    checkpoints.log_need((model.state_dict(), optimizer.state_dict(), gauges.state_dict()), total, bests=2)
     trace = stack.enter_context(closing(StepTrace(cfg, runtime, start)))
     loader = open_loader(run, start, total)
     batches = iter(loader)
@@ -168,7 +123,7 @@ def _train(cfg: Config, runtime: Runtime, stack: ExitStack) -> int:
             pace = clock.metrics()
             values = step_metrics(run, update, result, progress, micro_batches)
             report(run_log, gauges, done, {**values, **gauge_values, **pace})
-            progress.check_finite(cfg, partial(rows_of_step, loader))
+            progress.skipped.check(cfg, loader.rows_of_step)
             clock.lap("logging")
         elif step == start:
             clock.restart()  # a resumed run starts its loader here
@@ -223,7 +178,7 @@ def step_metrics(
         "train/ema_momentum": update.momentum,
         "ema/init_weight": progress.init_weight,
         "ema/drift": float(target_drift(run.model)),
-        "train/bad_steps": progress.bad_total,
+        "train/bad_steps": progress.skipped.total,
         "train/valid_context_tokens": float(runtime.group.sum(valid_tokens))
         / run.cfg.train.global_batch_size,
     }

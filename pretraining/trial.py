@@ -6,21 +6,17 @@ In: a run. Out: the run with the batch size that fits; batches, or None to stop.
 from __future__ import annotations
 
 import logging
-import multiprocessing
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 
 import torch
 
-from data_setup.loader import Batch, Loader, LoaderError, LostWorkerError
+from data_setup.loader import Loader
 from data_setup.normalisation import view
+from models.optimizer import shard_state
 from models.predictor import MlpPredictor
 from pretraining.gauges.monitor import check_disjoint, check_no_leak
 from pretraining.gauges.throughput import Throughput
-from pretraining.optimizer import shard_state
 from pretraining.run import Run
 from pretraining.schedules import INIT_WEIGHT_LIMIT, init_weight
 from pretraining.step import trial_step
@@ -32,7 +28,6 @@ from utils.errors import UserError
 from utils.runtime.single import Runtime
 
 log = logging.getLogger(__name__)
-GRACE_S = 60.0  # the loader's own limit comes first and says more; and the workers' start counts here alone
 
 
 def open_loader(run: Run, start: int, stop: int) -> Loader:
@@ -47,59 +42,6 @@ def open_loader(run: Run, start: int, stop: int) -> Loader:
         start_step=start,
         num_steps=stop - start,
     )
-
-
-def rows_of_step(loader: Loader, step: int) -> list[int]:
-    """The store rows of the whole global batch, whichever processes hold them."""
-    first = step * loader.global_batch
-    return [loader.dataset.order.row(position) for position in range(first, first + loader.global_batch)]
-
-
-@contextmanager
-def watched_workers(timeout_s: float) -> Iterator[None]:
-    """End the loader's workers after so long; raises LostWorkerError then.
-
-    The loader notices one that hangs in its work. One that is frozen as a whole, or holds the interpreter's
-    lock, also leaves the loader waiting for a batch that it has announced: without limit, as torch has none.
-    """
-    has_fired = threading.Event()
-
-    def end_workers() -> None:
-        has_fired.set()
-        for worker in multiprocessing.active_children():
-            worker.kill()
-
-    timer = threading.Timer(timeout_s + GRACE_S, end_workers)
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    except (RuntimeError, EOFError, OSError) as error:
-        if not has_fired.is_set():
-            raise
-        raise LostWorkerError(
-            f"expected a batch within data.data_timeout_s = {timeout_s:g} s, found a loader worker that is "
-            f"frozen; killed after {timeout_s + GRACE_S:g} s"
-        ) from error
-    finally:
-        timer.cancel()
-
-
-def next_or_stop(batches: Iterator[list[Batch]], runtime: Runtime, timeout_s: float) -> list[Batch] | None:
-    """This process's micro-batches of the next step; None where SIGTERM reached any of the processes.
-
-    Raises LoaderError where the loader fails or gives none for about `timeout_s`.
-    """
-    micro_batches = None
-    if not runtime.stop_requested:
-        try:
-            with watched_workers(timeout_s):
-                micro_batches = next(batches)
-        except LoaderError:
-            # a signal to a whole process group or control group ends the loader's workers too
-            if not runtime.stop_requested:
-                raise
-    return None if runtime.stop_agreed() else micro_batches
 
 
 def settle_memory(run: Run, step: int) -> Run:

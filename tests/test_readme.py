@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.task_configs import below
 from utils.config.load import load_config
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -95,7 +96,7 @@ def test_every_command_names_a_module_that_can_be_run(page: str) -> None:
 @pytest.mark.parametrize("page", [page for page, text in PAGES.items() if configured_commands(text)])
 def test_every_configuration_of_a_command_loads_with_its_overrides(page: str) -> None:
     for path, overrides in configured_commands(PAGES[page]):
-        load_config(ROOT / path, overrides)
+        load_config(ROOT / path, overrides, below(ROOT / path))
 
 
 @pytest.mark.parametrize("page", PAGES)

@@ -36,9 +36,9 @@ from benchmarks.train_step.batches import synthetic_batch
 from benchmarks.train_step.reference_vjepa2 import ReferenceVJEPA2
 from data_setup.loader import Batch
 from data_setup.normalisation import view
+from models.engine_kernels import compile_blocks
 from models.flops import encoder_flops, step_flops
 from models.vjepa3d import VJEPA3D
-from pretraining.engine_kernels import compile_blocks
 from pretraining.step import Update, build_optimizer, train_step
 from utils.cli import output_file
 from utils.config.load import load_config

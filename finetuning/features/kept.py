@@ -21,6 +21,8 @@ import hashlib
 import io
 import json
 import logging
+import math
+import sys
 import zipfile
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -30,6 +32,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from tqdm import tqdm
 
 from data_setup.loader import evaluation_batches
 from data_setup.normalisation import plain_view
@@ -83,13 +86,12 @@ class KeptFeatures:
         wanted = self._volumes(rows)
         kept = self._read_parts(set(wanted))
         missing = _first_rows(rows, wanted, kept)
-        for number, (of_batch, tokens, valid) in enumerate(self.compute(missing)):
+        for of_batch, tokens, valid in self.compute(missing):
             features = self.runtime.to_torch(pool_tokens(tokens, valid)).cpu().numpy()
             _require_finite(features, self.url)
             names = self._volumes(of_batch)
             self._write(f"pooled/{_digest(sorted(names))}.npz", volume=np.array(names), features=features)
             kept.update(zip(names, features, strict=True))
-            self._report(number, len(missing))
         return np.stack([kept[name] for name in wanted])
 
     def keep_tokens(self, rows: np.ndarray) -> None:
@@ -97,12 +99,11 @@ class KeptFeatures:
         names = self._volumes(rows)
         there = set(storage.list_names(storage.join(self.url, "tokens")))
         missing = _first_rows(rows, names, {name: None for name in names if f"{name}.npz" in there})
-        for number, (of_batch, tokens, _) in enumerate(self.compute(missing)):
+        for of_batch, tokens, _ in self.compute(missing):
             whole = self.runtime.to_torch(tokens).to(torch.float16).cpu().numpy()
             _require_finite(whole, self.url)
             for name, one in zip(self._volumes(of_batch), whole, strict=True):
                 self._write(f"tokens/{name}.npz", tokens=one)
-            self._report(number, len(missing))
 
     def tokens(self, rows: np.ndarray) -> np.ndarray:
         """Kept tokens float16 [n, N, E] of rows that `keep_tokens` has seen."""
@@ -158,7 +159,11 @@ class KeptFeatures:
         if not len(rows):
             return
         encoder = self.encoder.to(self.runtime.device).eval()
-        for batch in evaluation_batches(self.cfg, self.store, rows, self.cfg.eval.batch_size):
+        log.info("features of %d volumes are computed", len(rows))
+        size = self.cfg.eval.batch_size
+        batches = evaluation_batches(self.cfg, self.store, rows, size)
+        hidden = not sys.stderr.isatty()
+        for batch in tqdm(batches, total=math.ceil(len(rows) / size), unit="batch", disable=hidden):
             of_batch = batch["row"].numpy().copy()
             on_device = self.runtime.to_device(batch)
             with self.runtime.autocast():
@@ -192,10 +197,6 @@ class KeptFeatures:
             log.warning("%s: damaged (%s); its features are computed again", url, error)
             storage.remove(url)
             return None
-
-    def _report(self, number: int, total: int) -> None:
-        done = min(total, (number + 1) * self.cfg.eval.batch_size)
-        log.info("features: %d of %d volumes", done, total)
 
 
 def _first_rows(rows: np.ndarray, names: list[str], kept: dict[str, Any]) -> np.ndarray:

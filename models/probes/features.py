@@ -34,15 +34,24 @@ def pool_tokens(tokens_BNE: Tensor, valid_BN: Tensor) -> Tensor:
 
     Raises ValueError for a volume without a valid token.
     """
+    total_B = valid_BN.float().sum(dim=1)
+    if not bool((total_B > 0).all()):
+        empty = torch.nonzero(total_B <= 0).flatten().tolist()
+        raise ValueError(f"pooling: expected at least one valid token per volume, found none in {empty}")
+    mean_BE, variance_BE = token_moments(tokens_BNE, valid_BN)
+    return torch.cat([mean_BE, variance_BE.sqrt()], dim=1)
+
+
+def token_moments(tokens_BNE: Tensor, valid_BN: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean and variance [B, E] float32 over valid tokens; NaN for a volume without one. Nothing is read back
+    to the host.
+    """
     tokens_BNE = tokens_BNE.float()
     weight_BN1 = valid_BN.to(tokens_BNE).unsqueeze(-1)
     total_B1 = weight_BN1.sum(dim=1)
-    if not bool((total_B1 > 0).all()):
-        empty = torch.nonzero(total_B1.squeeze(1) <= 0).flatten().tolist()
-        raise ValueError(f"pooling: expected at least one valid token per volume, found none in {empty}")
     mean_BE = (tokens_BNE * weight_BN1).sum(dim=1) / total_B1
     squares_BNE = (tokens_BNE - mean_BE.unsqueeze(1)).square() * weight_BN1
-    return torch.cat([mean_BE, (squares_BNE.sum(dim=1) / total_B1).sqrt()], dim=1)
+    return mean_BE, squares_BNE.sum(dim=1) / total_B1
 
 
 def rankme(features_NE: Tensor) -> float:

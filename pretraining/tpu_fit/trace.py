@@ -26,10 +26,10 @@ from torch import Tensor
 
 from data_setup.loader import Batch
 from data_setup.masks import MaskPlan
+from models.engine_kernels import choose_kernels
 from models.flops import encoder_flops, flash_backward_flops, recomputed_flops, step_flops
+from models.optimizer import shard_state
 from models.vjepa3d import VJEPA3D
-from pretraining.engine_kernels import choose_kernels
-from pretraining.optimizer import shard_state
 from pretraining.step import Update, build_optimizer, train_step
 from utils.cli import parse_cli, run_cli
 from utils.config.load import accumulation_steps

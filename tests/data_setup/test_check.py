@@ -19,7 +19,6 @@ from data_setup.check import cli as check
 from data_setup.check import report as check_report
 from data_setup.phantom import cli as phantom
 from data_setup.readers.faults import RejectReason
-from pretraining.resume import claim_run_dir
 from tests.support.cloud_proxy import Proxy, fault_proxy
 from tests.support.cloud_servers import BUCKET, gcs_server
 from tests.support.dicom_factory import speckle, steps_along, write_opt
@@ -30,6 +29,7 @@ from utils.config.schema import StorageOptions
 from utils.errors import UserError
 from utils.report import tree_check as check_section
 from utils.report.tables import file_digest
+from utils.run_dir import claim_run_dir
 from utils.runtime.open import open_runtime
 from utils.storage import clients as cloud
 from utils.storage.ranges import RangeFile

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -15,11 +16,12 @@ from finetuning import ledger
 from finetuning.ledger import count_looks, record_look
 from utils import storage
 from utils.errors import UserError
+from utils.storage.line_files import append_line, read_lines
 
 COMMAND = """
 import sys
 from finetuning.ledger import record_look
-for _ in range(25):
+for _ in range(10):
     print(record_look(sys.argv[1], "weights", "test", "protocol", "a look of " + sys.argv[2]))
 """
 
@@ -83,14 +85,31 @@ def test_a_line_that_a_kill_cut_is_named_too(tmp_path: Path) -> None:
         look(tmp_path)
 
 
+def test_the_second_writer_waits_and_sees_the_first_line(tmp_path: Path) -> None:
+    path = str(tmp_path / "lines")
+    first_reads, second_may_end = threading.Event(), threading.Event()
+
+    def slow(lines: Sequence[str]) -> str:
+        first_reads.set()
+        second_may_end.wait(0.5)  # the second writer has begun; only the lock holds it back
+        return f"after {len(lines)}"
+
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(append_line, path, slow)
+        first_reads.wait(10)
+        second = pool.submit(append_line, path, lambda lines: second_may_end.set() or f"after {len(lines)}")
+        assert (first.result(), second.result()) == ("after 0", "after 1")
+    assert read_lines(path) == ["after 0", "after 1"]
+
+
 def test_two_processes_lose_no_look(tmp_path: Path) -> None:
     words = [sys.executable, "-c", COMMAND, str(tmp_path)]
     root = Path(__file__).resolve().parents[2]
     both = [subprocess.Popen([*words, n], stdout=subprocess.PIPE, text=True, cwd=root) for n in "ab"]
     numbers = [int(line) for process in both for line in process.communicate(timeout=60)[0].split()]
     assert all(process.returncode == 0 for process in both)
-    assert sorted(numbers) == list(range(1, 51))
-    assert count_looks(str(tmp_path), "test") == 50
+    assert sorted(numbers) == list(range(1, 21))
+    assert count_looks(str(tmp_path), "test") == 20
 
 
 def test_writers_of_a_bucket_lose_no_look() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import numpy as np
 import pytest
 from scipy.stats import norm
@@ -36,6 +38,18 @@ def test_planned_differences_are_shown_as_often_as_promised(draw: Draw) -> None:
     assert null.first + null.second <= 0.10
     half = simulate(UNEVEN, 0.3, planned / 2, 200, 2, draw, 400).first
     assert half < 0.5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("counts", [[88] * 4, [130, 60, 100, 62]])
+def test_500_cohorts_of_the_official_size(counts: list[int]) -> None:
+    """Planned differences are shown in 80 +- 5 %, none in at most 5 + 2 %, in under 60 s."""
+    began = time.process_time()
+    planned = smallest_difference(counts, 0.3)
+    assert 0.75 <= simulate(counts, 0.3, planned, 500, 0).first <= 0.85
+    null = simulate(counts, 0.3, 0.0, 500, 1)
+    assert null.first + null.second <= 0.07
+    assert time.process_time() - began < 60
 
 
 def test_simulated_cohorts_are_judged_as_tables_judge() -> None:

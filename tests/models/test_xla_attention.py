@@ -21,8 +21,8 @@ import jax
 import jax.numpy as jnp
 import torch_xla
 
+from models.engine_kernels import choose_kernels
 from models.kernels import pallas_flash as flash_kernels
-from pretraining.engine_kernels import choose_kernels
 from pretraining.step import Update, build_optimizer, predict, train_step
 from tests.support.model_factory import nano_model, small_config, uint8_batch
 from utils.runtime.open import open_runtime

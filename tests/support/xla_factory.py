@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from data_setup.loader import Batch
-from pretraining.engine_kernels import choose_kernels
+from models.engine_kernels import choose_kernels
+from models.optimizer import shard_state
 from pretraining.gauges.monitor import Gauges
 from pretraining.gauges.skill import SkillGauge
-from pretraining.optimizer import shard_state
 from pretraining.schedules import ema_momentum, learning_rate
 from pretraining.step import Update, Watch, build_optimizer, train_step
 from tests.support.model_factory import nano_model, uint8_batch

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from data_setup.loader import LoaderError
-from pretraining.trial import next_or_stop
+from data_setup.next_batch import next_or_stop
 from tests.support.pipeline_factory import ROOT
 from tests.support.process_factory import environment
 from tests.support.two_processes import CASES, losses_and_weights

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from data_setup.loader import MicroBatches
-from pretraining.resume import require_one_configuration, shared_settings
 from pretraining.run import Run
 from pretraining.trial import settle_memory
 from tests.support.model_factory import nano_model, small_config, uint8_batch
@@ -19,6 +18,7 @@ from tests.support.pipeline_factory import ROOT
 from tests.support.process_factory import environment, free_port
 from utils.config.load import accumulation_steps
 from utils.errors import UserError
+from utils.run_dir import require_one_configuration, shared_settings
 from utils.runtime.open import open_runtime
 from utils.runtime.single import Runtime, is_out_of_memory
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from pretraining.optimizer import MOMENTS, SelectingAdamW
+from models.optimizer import MOMENTS, SelectingAdamW
 from pretraining.run import Run as TrainingRun
 from pretraining.step import Update, train_step, trial_step
 from pretraining.trial import settle_memory

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from pretraining.engine_kernels import choose_kernels
+from models.engine_kernels import choose_kernels
 from pretraining.train import train
 from tests.support.model_factory import nano_model, small_config
 from tests.support.pipeline_factory import pipeline_config

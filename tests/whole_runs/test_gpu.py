@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from models.attention import attention
+from models.engine_kernels import choose_kernels
 from pretraining import trial
-from pretraining.engine_kernels import choose_kernels
 from pretraining.run import Run
 from pretraining.step import StepResult, Update, build_optimizer, train_step
 from tests.support.model_factory import nano_model, small_config, uint8_batch

@@ -25,6 +25,8 @@ def check_rules(cfg: Config, where: str) -> None:
         _check_method(cfg.method)
         _check_masks(cfg.method, recipe_of(cfg.method))
         _check_parts(cfg.method, recipe_of(cfg.method))
+        _check_head(cfg)
+        _check_finetune(cfg)
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from None
 
@@ -161,4 +163,35 @@ def _check_parts(method: MethodConfig, recipe: Recipe) -> None:
         "method.context",
         "dense with method.predictor=mlp, which reads target positions",
         method.context,
+    )
+
+
+def _check_head(cfg: Config) -> None:
+    """The grid of a head on frozen features, and what only a trained encoder has."""
+    rates, decays = cfg.head.learning_rates, cfg.head.weight_decays
+    positive = bool(rates) and all(0 < rate < math.inf for rate in rates)
+    _require(positive, "head.learning_rates", "one number above 0 or more", rates)
+    allowed = bool(decays) and all(0 <= decay < math.inf for decay in decays)
+    _require(allowed, "head.weight_decays", "one number of 0 or more, or several", decays)
+    smoothing = cfg.finetune.label_smoothing
+    has_classes = cfg.task.kind != "regression"
+    _require(has_classes or smoothing == 0, "finetune.label_smoothing", "0 with a regression", smoothing)
+    if cfg.finetune.encoder == "frozen":
+        for key, value in (
+            ("mixup", cfg.finetune.mixup),
+            ("unfreeze_at_epoch", cfg.finetune.unfreeze_at_epoch),
+        ):
+            _require(value == 0, f"finetune.{key}", "0 with finetune.encoder=frozen", value)
+
+
+def _check_finetune(cfg: Config) -> None:
+    """A trained encoder is trained, and its best epoch kept."""
+    if cfg.finetune.encoder == "frozen":
+        return
+    epochs, unfreeze = cfg.train.epochs, cfg.finetune.unfreeze_at_epoch
+    _require(
+        cfg.train.max_steps is not None or epochs is None or unfreeze < epochs,
+        "finetune.unfreeze_at_epoch",
+        f"less than train.epochs {epochs} with finetune.encoder=trained",
+        unfreeze,
     )

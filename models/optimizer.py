@@ -6,13 +6,13 @@ fused kernels of CPU and GPU know it. Where there is none, `SelectingAdamW` does
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from models.vjepa3d import VJEPA3D
-from utils.config.schema import Config
+from utils.config.schema import Config, OptimConfig
 from utils.runtime.single import Runtime
 
 FUSED_DEVICES = ("cpu", "cuda")
@@ -60,7 +60,27 @@ class SelectingAdamW(torch.optim.AdamW):
             group.update(SELECTING_FLAGS)
 
 
-def shard_state(model: VJEPA3D, optimizer: torch.optim.AdamW, cfg: Config, runtime: Runtime) -> None:
+def warmup_cosine(optim: OptimConfig, step: int, total: int) -> float:
+    """Learning rate of update `step` of `total`: linear warm-up, then a cosine to the minimum."""
+    if not optim.use_scheduler:
+        return optim.base_lr
+    warmup = round(optim.warmup_ratio * total)
+    if step < warmup:
+        return optim.base_lr * (step + 1) / warmup
+    progress = (step - warmup) / max(1, total - 1 - warmup)
+    factor = optim.min_lr_ratio + (1 - optim.min_lr_ratio) * (1 + math.cos(math.pi * progress)) / 2
+    return optim.base_lr * factor
+
+
+def build_adamw(groups: list[dict[str, Any]], optim: OptimConfig, device: torch.device) -> torch.optim.AdamW:
+    """AdamW of these parameter groups, fused where there is such a kernel."""
+    settings: dict[str, Any] = {"lr": optim.base_lr, "betas": optim.betas, "eps": optim.eps}
+    if device.type in FUSED_DEVICES:
+        return torch.optim.AdamW(groups, fused=True, **settings)
+    return SelectingAdamW(groups, **settings)
+
+
+def shard_state(model: nn.Module, optimizer: torch.optim.AdamW, cfg: Config, runtime: Runtime) -> None:
     """Spread weights, target and moments over the devices if the configuration asks for it; also after a
     load.
     """

@@ -11,17 +11,27 @@ from __future__ import annotations
 import os
 import shlex
 import shutil
+from collections.abc import Iterator
+from typing import Protocol
 
 import torch
+from torch import nn
 
-from models.vit3d import Block, PatchEmbed, SelfAttention
-from models.vjepa3d import VJEPA3D
+from models.vit3d import Block, PatchEmbed, Recompute, SelfAttention
 from utils.config.schema import Config
 from utils.errors import UserError
 from utils.runtime.single import Runtime
 
 
-def choose_kernels(model: VJEPA3D, cfg: Config, runtime: Runtime, is_for_tpu: bool | None = None) -> None:
+class Recomputing(Protocol):
+    """A model that can keep the inputs of its blocks alone for the backward pass."""
+
+    def checkpoint_activations(self, recompute: Recompute) -> None: ...
+
+    def modules(self) -> Iterator[nn.Module]: ...
+
+
+def choose_kernels(model: Recomputing, cfg: Config, runtime: Runtime, is_for_tpu: bool | None = None) -> None:
     """Put the engine's kernels into the model; `is_for_tpu`: whether the program is for a TPU, if not for
     this machine. Raises UserError for `train.compile` where that cannot be.
     """
@@ -51,7 +61,7 @@ def choose_kernels(model: VJEPA3D, cfg: Config, runtime: Runtime, is_for_tpu: bo
                 module.attention = attention
 
 
-def compile_blocks(model: VJEPA3D, device: torch.device) -> None:
+def compile_blocks(model: Recomputing, device: torch.device) -> None:
     """torch.compile of every transformer block of both encoders and the predictor, in training; names of
     parameters stay. Raises UserError where a CPU has no C++ compiler.
     """

@@ -1,0 +1,184 @@
+"""The rows of the leaderboard before anything is computed: encoders, and baselines that have none.
+
+In: checkpoints, a configuration, the store, the volumes that anybody asks for. Out: an `Entry` a row, whose
+features are computed when first asked for, once for all volumes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+
+import numpy as np
+from sklearn.decomposition import PCA
+from torch import nn
+
+from data_setup.store.reader import PreparedStore
+from finetuning.board.slices import SliceEncoder
+from finetuning.cohort import TRAIN, Cohort
+from finetuning.embed import check_fit, device_features, pretrained_encoder, random_encoder, raw_features
+from finetuning.features.kept import KeptFeatures, features_folder
+from finetuning.probing import Features
+from finetuning.source import Source, open_source
+from utils.config.schema import Config
+from utils.errors import UserError
+from utils.runtime.single import Runtime
+
+MAX_COMPONENTS = 256  # of the raw-voxel PCA
+
+
+@dataclass(frozen=True)
+class Encoder:
+    """A 3D encoder of this project, and the configuration that it rests on."""
+
+    module: nn.Module
+    cfg: Config
+    source: Source  # a checkpoint with the same architecture
+    is_random: bool
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A row: `features()` gives [n, F] of a cohort's rows; `identity` names all that these follow from."""
+
+    name: str
+    label: str
+    identity: str
+    features: Callable[[], Features]
+    encoder: Callable[[], Encoder] | None = None  # None: nothing that could be trained further
+
+
+@dataclass(frozen=True)
+class Volumes:
+    """Which volumes the table is about, and how they are read."""
+
+    cfg: Config
+    store: PreparedStore
+    rows: np.ndarray  # store rows, sorted
+    runtime: Runtime
+
+    def lookup(self, compute: Callable[[np.ndarray], np.ndarray]) -> Callable[[], Features]:
+        """Features of all volumes, computed when first asked for, then read by row."""
+
+        @cache
+        def features() -> Features:
+            table = compute(self.rows)
+            return lambda cohort: table[np.searchsorted(self.rows, cohort.rows)]
+
+        return features
+
+
+def open_sources(config: str, overrides: Sequence[str], checkpoints: Sequence[str]) -> list[Source]:
+    """Each checkpoint with its own model, all with the data, the seed and the folder of the first."""
+    sources = [open_source(config, [*overrides, f"model.checkpoint={path}"]) for path in checkpoints]
+    first = sources[0].cfg
+    return [
+        replace(s, cfg=replace(s.cfg, data=first.data, seed=first.seed, run=first.run, train=first.train))
+        for s in sources
+    ]
+
+
+def check_sources(sources: Sequence[Source], store: PreparedStore) -> None:
+    """Raise UserError for a checkpoint that does not fit the store, or one that is named twice."""
+    for source in sources:
+        check_fit(source.cfg, store, source.state, source.url)
+    checksums = [source.state["checksum"] for source in sources]
+    for number, checksum in enumerate(checksums):
+        if checksum in checksums[:number]:
+            raise UserError(
+                f"--checkpoints: expected different checkpoints, found the same content in "
+                f"{sources[checksums.index(checksum)].url} and {sources[number].url}"
+            )
+
+
+def short_names(sources: Sequence[Source]) -> list[str]:
+    """The folder of each run; the whole URL where two have the same."""
+    parts = [source.url.split("/") for source in sources]
+    names = [words[-3] if words[-2:-1] == ["checkpoints"] else words[-2] for words in parts]
+    return [n if names.count(n) == 1 else s.url for n, s in zip(names, sources, strict=True)]
+
+
+def checkpoint_entry(volumes: Volumes, source: Source, name: str, label: str) -> Entry:
+    """The target encoder of a checkpoint."""
+
+    @cache
+    def encoder() -> Encoder:
+        return Encoder(
+            pretrained_encoder(source.cfg, source.state, source.url), source.cfg, source, is_random=False
+        )
+
+    return _encoder_entry(volumes, encoder, name, label, f"checkpoint {source.state['checksum']}")
+
+
+def random_entry(volumes: Volumes, source: Source, seed: int, label: str) -> Entry:
+    """A random encoder of the architecture of a checkpoint."""
+
+    @cache
+    def encoder() -> Encoder:
+        return Encoder(random_encoder(source.cfg, seed), source.cfg, source, is_random=True)
+
+    identity = f"random {architecture(source.cfg)} seed {seed}"
+    return _encoder_entry(volumes, encoder, f"random_{seed}", label, identity)
+
+
+def architecture(cfg: Config) -> str:
+    """What two configurations share whose random encoders are the same."""
+    return f"{cfg.method.recipe} {cfg.method.context} {cfg.model.size} {cfg.model.rope} {cfg.spatial}"
+
+
+def baseline_entries(volumes: Volumes) -> list[Entry]:
+    """Rows without an encoder: raw-voxel PCA, mean A-scan profile, device one-hot."""
+    store = volumes.store
+
+    @cache
+    def raw() -> tuple[np.ndarray, np.ndarray]:
+        return raw_features(volumes.cfg, store, volumes.rows, volumes.runtime)
+
+    voxels = volumes.lookup(lambda rows: raw()[0])
+
+    def components() -> Features:
+        return lambda cohort: _principal(voxels()(cohort), cohort)
+
+    def device() -> Features:
+        return lambda cohort: device_features(store, cohort.rows, cohort.rows[cohort.fold == TRAIN])
+
+    return [
+        Entry("voxel_pca", "raw-voxel PCA", "voxel_pca", components),
+        Entry("ascan_profile", "mean A-scan profile", "ascan_profile", volumes.lookup(lambda rows: raw()[1])),
+        Entry("device", "device one-hot", "device", device),
+    ]
+
+
+def slice_entry(volumes: Volumes, folder: str) -> Entry:
+    """A local Hugging Face image encoder, applied to every B-scan."""
+    encoder = SliceEncoder(folder)
+
+    def compute(rows: np.ndarray) -> np.ndarray:
+        return encoder.embed(volumes.store, rows, volumes.runtime)
+
+    name = folder.rstrip("/").rpartition("/")[2]
+    return Entry("2d", f"2d: {name}", f"2d {encoder.digest()}", volumes.lookup(compute))
+
+
+def _encoder_entry(
+    volumes: Volumes, encoder: Callable[[], Encoder], name: str, label: str, identity: str
+) -> Entry:
+    def compute(rows: np.ndarray) -> np.ndarray:
+        return kept_features(volumes, encoder()).pooled(rows)
+
+    return Entry(name, label, identity, volumes.lookup(compute), encoder)
+
+
+def kept_features(volumes: Volumes, encoder: Encoder) -> KeptFeatures:
+    """The kept features of an encoder; a random one's are kept as well, by its weights."""
+    return KeptFeatures(
+        encoder.module, encoder.cfg, volumes.store, volumes.runtime, features_folder(encoder.cfg)
+    )
+
+
+def _principal(voxels_nV: np.ndarray, cohort: Cohort) -> np.ndarray:
+    """Principal components of the training volumes."""
+    is_train = cohort.fold == TRAIN
+    count = min(MAX_COMPONENTS, int(is_train.sum()) - 1, voxels_nV.shape[1])
+    return PCA(count, random_state=0).fit(voxels_nV[is_train]).transform(voxels_nV)

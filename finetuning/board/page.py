@@ -1,0 +1,365 @@
+"""The leaderboard as files: Markdown, CSV, HTML with its figure inside, and the figure.
+
+In: a `Board`. Out: leaderboard.md, leaderboard.csv, leaderboard.html, leaderboard.png in its folder, and the
+Markdown as text. Every number is the primary metric of the task's kind (finetuning.metrics.PRIMARY).
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from finetuning.board.columns import DEVICES, LINEAR, LOW_SHOT
+from finetuning.board.compare import Comparison, Estimate, compare, estimate
+from finetuning.board.rows import Board, Row
+from finetuning.cohort import EVALUATED, TRAIN, VAL
+from finetuning.metrics import PRIMARY
+from finetuning.power import ALPHA, MIN_PER_CLASS
+from utils import storage
+from utils.report.pictures import png_data
+from utils.report.tables import Table
+
+NO_ENCODER = "-"
+TABLE_COLUMNS = (LOW_SHOT, DEVICES)  # that have a table of their own
+
+
+@dataclass(frozen=True)
+class Results:
+    """The numbers of a board: (row, cell) -> estimate, and the comparisons."""
+
+    estimates: dict[tuple[str, str], Estimate]
+    comparisons: list[Comparison]
+
+
+def write_pages(board: Board) -> str:
+    """Write all files; returns the Markdown, with where the files are."""
+    results = results_of(board)
+    tables = tables_of(board, results)
+    figure = draw(board, results)
+    lines = sentences(board, results)
+    text = markdown(board, tables, lines)
+    storage.write_text(storage.join(board.folder, "leaderboard.md"), text)
+    storage.write_text(storage.join(board.folder, "leaderboard.csv"), csv_text(board, results))
+    storage.write_text(storage.join(board.folder, "leaderboard.html"), html(board, tables, lines, figure))
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", dpi=130)
+    storage.write_bytes(storage.join(board.folder, "leaderboard.png"), buffer.getvalue())
+    return f"{text}\n{board.folder}: leaderboard.md, .csv, .html, .png"
+
+
+def results_of(board: Board) -> Results:
+    """Estimates of every cell, and differences of all pairs of rows in the columns of the main table."""
+    samples, seed = board.cfg.probe.bootstrap_samples, board.cfg.seed
+    estimates = {
+        (row.entry.label, name): estimate(cell.predictions, samples, seed)
+        for row in board.rows
+        for answer in row.answers.values()
+        for name, cell in answer.cells.items()
+    }
+    predictions = {
+        column: {
+            row.entry.label: row.answers[column].cells[column].predictions
+            for row in board.rows
+            if column in row.answers
+        }
+        for column in main_columns(board)
+    }
+    return Results(estimates, compare(predictions, samples, seed))
+
+
+def main_columns(board: Board) -> list[str]:
+    """The columns on all training participants."""
+    return [column for column in board.columns if column not in TABLE_COLUMNS]
+
+
+def sentences(board: Board, results: Results) -> list[str]:
+    """What stands above and below the numbers."""
+    shown = [c for c in results.comparisons if c.shown]
+    smallest = max((c.could_have_shown for c in results.comparisons), default=None)
+    unique = {person for c in board.cohorts for person in c.person[c.fold == EVALUATED].tolist()}
+    looked = "this command added it" if board.is_new_look else "all answers were kept, this was no new one"
+    lines = [
+        f"Look {board.look} of this split ({looked}).",
+        f"{board.cfg.task.label_column}: {len(unique)} evaluated participants, {_where(board)}; "
+        f"{PRIMARY[board.cohorts[0].kind].replace('_', ' ')}, seeds {', '.join(map(str, board.seeds))}.",
+        "Ordered by validation. linear: logistic or ridge probe on pooled frozen features, C chosen on "
+        "validation. Means over seeds where seeds differ: low-shot draws, trained heads.",
+        f"{len(results.comparisons)} pairs of rows: "
+        + (f"{len(shown)} differences shown" if shown else "no difference shown")
+        + f" (Holm's p below {ALPHA:g} over all of them).",
+    ]
+    if smallest is not None:
+        lines.append(
+            f"The pair that disagrees most could have shown {smallest:.3f} (80 % power, before correction)."
+        )
+    return [*lines, *verdicts(board, results), *cautions(board), *board.notes]
+
+
+def _where(board: Board) -> str:
+    """Whom rows were evaluated on, in words."""
+    if board.cfg.eval.protocol == "crossfit":
+        return f"{len(board.cohorts)} folds of people that pre-training did not see (eval.protocol=crossfit)"
+    (cohort,) = board.cohorts
+    people = [len(np.unique(cohort.person[cohort.fold == fold])) for fold in (TRAIN, VAL)]
+    return f"split {board.cfg.eval.split} (trained on {people[0]}, chosen on {people[1]})"
+
+
+def verdicts(board: Board, results: Results) -> list[str]:
+    """Each checkpoint against random initialisation, in the linear column."""
+    of_kind = {
+        kind: {row.entry.label for row in board.rows if row.entry.name.startswith(kind)}
+        for kind in ("checkpoint", "random")
+    }
+    lines = []
+    for c in results.comparisons:
+        pair = (c.first, c.second) if c.second in of_kind["random"] else (c.second, c.first)
+        if c.column != LINEAR or pair[0] not in of_kind["checkpoint"] or pair[1] not in of_kind["random"]:
+            continue
+        sign = 1 if pair[0] == c.first else -1
+        low, high = sorted(sign * bound for bound in c.ci95)
+        lines.append(
+            f"{pair[0]} - {pair[1]}: {sign * c.value:+.3f} ({low:+.3f} to {high:+.3f}), "
+            f"{'shown' if c.shown else 'not shown'} (p after Holm {c.p_holm:.4f}); "
+            f"could have shown {c.could_have_shown:.3f}."
+        )
+    return lines
+
+
+def cautions(board: Board) -> list[str]:
+    """What weakens the table."""
+    lines = []
+    if board.cohorts[0].kind in ("classification", "ordinal"):
+        truth = board.rows[0].answers[LINEAR].cells[LINEAR].predictions[0].truth[:, 0]
+        smallest = min(int(np.sum(truth == number)) for number in np.unique(truth))
+        if smallest < MIN_PER_CLASS:
+            lines.append(
+                f"The smallest class has {smallest} evaluated units: below {MIN_PER_CLASS} intervals are too "
+                "narrow, and nothing should be concluded from them."
+            )
+    if board.cfg.eval.split == "val" and board.cfg.eval.protocol == "official":
+        lines.append("Rows were chosen on the evaluated participants (eval.split=val): they are optimistic.")
+    return lines
+
+
+def tables_of(board: Board, results: Results) -> list[Table]:
+    """The tables of the page, the main one first."""
+    tables = [_main_table(board, results)]
+    if LOW_SHOT in board.columns:
+        tables.append(_low_shot_table(board, results))
+    tables.append(_pair_table(results))
+    if DEVICES in board.columns:
+        tables += _device_tables(board, results)
+    return tables
+
+
+def _main_table(board: Board, results: Results) -> Table:
+    columns = main_columns(board)
+    header = ["row"]
+    for column in columns:
+        header += [f"{column}, val", f"{column}, {board.cfg.eval.split}", "95 % interval"]
+    rows = []
+    for row in board.rows:
+        texts = [row.entry.label]
+        for column in columns:
+            if column not in row.answers:
+                texts += [NO_ENCODER] * 3
+                continue
+            cell = row.answers[column].cells[column]
+            one = results.estimates[row.entry.label, column]
+            texts += [f"{cell.val:.3f}", _value(one), _interval(one)]
+        rows.append([*texts, f"{_seconds(row):.1f}", _memory(row)])
+    note = (
+        f"{NO_ENCODER}: not asked for, or no encoder to train on from."
+        if any(NO_ENCODER in r for r in rows)
+        else ""
+    )
+    return Table("Rows by validation", [*header, "seconds", "peak, MiB"], rows, note)
+
+
+def _low_shot_table(board: Board, results: Results) -> Table:
+    cells = board.rows[0].answers[LOW_SHOT].cells
+    names = list(cells)
+    header = [f"{name} ({cells[name].participants})" for name in names]
+    whole = board.rows[0].answers[LINEAR].cells[LINEAR].participants
+    rows = [
+        [row.entry.label, *(_value(results.estimates[row.entry.label, n]) for n in [*names, LINEAR])]
+        for row in board.rows
+    ]
+    return Table(
+        "Low-shot: linear, by share of the training participants",
+        ["row", *header, f"100 % ({whole})"],
+        rows,
+        f"In brackets: participants, each class at least once. Mean of {len(board.seeds)} draws.",
+    )
+
+
+def _pair_table(results: Results) -> Table:
+    ranked = sorted(results.comparisons, key=lambda c: (c.p_holm, c.p, -abs(c.value)))
+    rows = [
+        [
+            c.column,
+            f"{c.first} - {c.second}",
+            f"{c.value:+.3f}",
+            f"{c.ci95[0]:+.3f} to {c.ci95[1]:+.3f}",
+            f"{c.p:.4f}",
+            f"{c.p_holm:.4f}",
+            "shown" if c.shown else "not shown",
+            f"{c.could_have_shown:.3f}",
+        ]
+        for c in ranked
+    ]
+    header = ["column", "pair", "difference", "95 % interval", "p", "p (Holm)", "", "could have shown"]
+    note = "Paired over participants; intervals are of each pair alone, p (Holm) is corrected for all pairs."
+    bold = tuple(number for number, c in enumerate(ranked) if c.shown)
+    return Table("Differences of all pairs", header, rows, note, bold)
+
+
+def _device_tables(board: Board, results: Results) -> list[Table]:
+    """Leave one device out, then train device x test device of every row."""
+    names = {name for row in board.rows for name in row.answers[DEVICES].cells}
+    left_out = sorted(name for name in names if name.startswith("without "))
+    crossed = sorted({tuple(name.split(" on ")) for name in names if " on " in name})
+    trained, tested = (sorted({pair[side] for pair in crossed}) for side in (0, 1))
+
+    def texts(row: Row, cells: list[str]) -> list[str]:
+        known = (results.estimates.get((row.entry.label, name)) for name in cells)
+        return ["-" if one is None else _value(one) for one in known]
+
+    tables = []
+    if left_out:
+        rows = [[row.entry.label, *texts(row, left_out)] for row in board.rows]
+        note = "linear, trained and chosen on all other devices, evaluated on the volumes of this one."
+        tables.append(Table("A device left out", ["row", *left_out], rows, note))
+    if crossed:
+        rows = [
+            [f"{row.entry.label}: {one}", *texts(row, [f"{one} on {other}" for other in tested])]
+            for row in board.rows
+            for one in trained
+        ]
+        note = "linear, trained and chosen on the volumes of the row's device, evaluated on the column's."
+        tables.append(Table("Trained on one device", ["row: trained on", *tested], rows, note))
+    return tables
+
+
+def markdown(board: Board, tables: list[Table], lines: list[str]) -> str:
+    """The whole leaderboard as Markdown."""
+    parts = [f"# Leaderboard: {board.cfg.task.label_column}", *lines]
+    for table in tables:
+        cells = [[text.replace("|", "\\|") for text in row] for row in [table.header, *table.rows]]
+        rule = ["---", *["---:"] * (len(table.header) - 1)]
+        body = "\n".join(f"| {' | '.join(row)} |" for row in [cells[0], rule, *cells[1:]])
+        parts += [f"## {table.title}", *([table.note] if table.note else []), body]
+    return "\n\n".join(parts) + "\n"
+
+
+def csv_text(board: Board, results: Results) -> str:
+    """One line a cell: value, interval, validation, seeds, training participants, and the cost of its row."""
+    buffer = io.StringIO()
+    writer = csv.writer(buffer, lineterminator="\n")
+    header = "row cell value low high val seeds train_participants row_seconds row_peak_bytes look"
+    writer.writerow(header.split())
+    for row in board.rows:
+        for answer in row.answers.values():
+            for name, cell in answer.cells.items():
+                one = results.estimates[row.entry.label, name]
+                low, high = one.ci95 or ("", "")
+                value = "" if one.value is None else one.value
+                fixed = [len(cell.predictions), cell.participants, round(_seconds(row), 3)]
+                peak = "" if _peak(row) is None else _peak(row)
+                writer.writerow([row.entry.label, name, value, low, high, cell.val, *fixed, peak, board.look])
+    return buffer.getvalue()
+
+
+def html(board: Board, tables: list[Table], lines: list[str], figure: Figure) -> str:
+    """The page, with its figure inside."""
+    template = Environment(
+        loader=FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=StrictUndefined
+    ).get_template("page.html.j2")
+    return template.render(
+        title=f"Leaderboard: {board.cfg.task.label_column}",
+        synthetic=bool(board.store.attrs["synthetic"]),
+        lines=lines,
+        figure=png_data(figure),
+        tables=tables,
+    )
+
+
+def draw(board: Board, results: Results) -> Figure:
+    """Rows with intervals, best on validation on top; beside them low-shot curves where there are any."""
+    has_curves = LOW_SHOT in board.columns
+    height = 1.6 + 0.34 * len(board.rows)
+    figure = Figure(figsize=(11 if has_curves else 6.5, max(3.2, height)), layout="constrained")
+    axes = figure.subplots(1, 2 if has_curves else 1, squeeze=False)[0]
+    labels = [row.entry.label for row in board.rows]
+    metric = PRIMARY[board.cohorts[0].kind].replace("_", " ")
+    columns = main_columns(board)
+    for number, column in enumerate(columns):
+        shift = 0.16 * (number - (len(columns) - 1) / 2)
+        for place, label in enumerate(labels):
+            one = results.estimates.get((label, column))
+            if one is None or one.value is None or one.ci95 is None:
+                continue
+            axes[0].plot(one.ci95, [place + shift] * 2, color=f"C{number}", linewidth=1.4)
+            name = column if place == 0 else None
+            axes[0].plot(one.value, place + shift, "o", color=f"C{number}", markersize=4.5, label=name)
+    axes[0].set_yticks(range(len(labels)), labels, fontsize="small")
+    axes[0].invert_yaxis()
+    axes[0].set_xlabel(f"{metric}, split {board.cfg.eval.split}", fontsize="small")
+    if board.cohorts[0].kind in ("classification", "ordinal"):
+        axes[0].axvline(1 / len(board.cohorts[0].names), color="0.6", linewidth=1, linestyle=":")
+    if len(columns) > 1:
+        axes[0].legend(fontsize="small", frameon=False)
+    if has_curves:
+        _draw_curves(axes[1], board, results, metric)
+    for axis in axes:
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.grid(alpha=0.25)
+        axis.tick_params(labelsize="small")
+    return figure
+
+
+def _draw_curves(axis: Axes, board: Board, results: Results, metric: str) -> None:
+    shares = [*board.rows[0].answers[LOW_SHOT].cells, LINEAR]
+    for number, row in enumerate(board.rows):
+        cells = {**row.answers[LOW_SHOT].cells, **row.answers[LINEAR].cells}
+        people = sorted(cells[name].participants for name in shares)
+        values = [results.estimates[row.entry.label, name].value for name in shares]
+        known = [(p, v) for p, v in zip(people, values, strict=True) if v is not None]
+        style = "-" if number < 10 else "--"
+        points = zip(*known, strict=True)
+        axis.plot(*points, style, marker="o", color=f"C{number % 10}", markersize=3, label=row.entry.label)
+    axis.set_xscale("log")
+    axis.set_xticks(people, [str(count) for count in people])
+    axis.minorticks_off()
+    axis.set_xlabel("training participants", fontsize="small")
+    axis.set_ylabel(metric, fontsize="small")
+    axis.legend(fontsize="x-small", frameon=False)
+
+
+def _value(one: Estimate) -> str:
+    return "-" if one.value is None else f"{one.value:.3f}"
+
+
+def _interval(one: Estimate) -> str:
+    return "-" if one.ci95 is None else f"{one.ci95[0]:.3f} to {one.ci95[1]:.3f}"
+
+
+def _seconds(row: Row) -> float:
+    return sum(answer.seconds for answer in row.answers.values())
+
+
+def _peak(row: Row) -> int | None:
+    known = [answer.peak_bytes for answer in row.answers.values() if answer.peak_bytes is not None]
+    return max(known, default=None)
+
+
+def _memory(row: Row) -> str:
+    peak = _peak(row)
+    return "-" if peak is None else f"{peak / 2**20:.0f}"

@@ -1,0 +1,119 @@
+"""An encoder with a head on it, as full fine-tuning trains them, and the learning rate of each layer.
+
+In: normalised volumes [B, C, D, H, W], the validity of their tokens [B, N] and, in training, the samples' own
+seeds. Out: the head's outputs [B, num_outputs]. Layer-wise decay of the rates: Clark et al. 2020
+(arXiv:2003.10555), as BEiT and MAE fine-tune. Legend: models/vit3d.py.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from models.heads import AttentiveHead, build_head
+from models.probes.features import token_moments
+from models.stochastic import Stochastic
+from models.vit3d import Recompute, VisionTransformer3D, recompute_block
+from utils.config.schema import Config
+
+LEAST_VARIANCE = 1e-12  # of a feature over the tokens: the gradient of a root has no value at 0
+TABLES = ("pos_embed", "query")  # parameters of two axes or more that are no matrices, so do not decay
+
+
+class SeededDropout(nn.Module):
+    """Dropout whose masks are drawn from the samples' seeds, so that a resumed run draws them again."""
+
+    noise: Stochastic | None = None  # of the forward pass that is going on
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x if self.noise is None else self.noise.dropout(x)
+
+
+class HeadOnTokens(nn.Module):
+    """A head of models.heads on the tokens of an encoder, whose features are not standardised."""
+
+    def __init__(self, head: nn.Module, dropout: float) -> None:
+        super().__init__()
+        self.head, self.rate = head, dropout
+        self.head.dropout = SeededDropout()  # in place of one that draws from torch's generator
+
+    def forward(
+        self, tokens_BNE: Tensor, valid_BN: Tensor, seed_B: Tensor | None = None, drawn: int = 0
+    ) -> Tensor:
+        """`drawn`: numbers of each sample's stream that the encoder has used."""
+        dropout = self.head.dropout
+        assert isinstance(dropout, SeededDropout)
+        dropout.noise = None
+        if seed_B is not None and self.rate > 0:
+            dropout.noise = Stochastic(seed_B, self.rate, 0.0)
+            dropout.noise.drawn = drawn
+        if isinstance(self.head, AttentiveHead):
+            return self.head(tokens_BNE, valid_BN)
+        mean_BE, variance_BE = token_moments(tokens_BNE, valid_BN)
+        return self.head(torch.cat([mean_BE, variance_BE.clamp(min=LEAST_VARIANCE).sqrt()], dim=1))
+
+
+class TunedModel(nn.Module):
+    """Encoder and head. With `seed_B` a pass draws dropout and stochastic depth from the samples' seeds."""
+
+    def __init__(self, encoder: VisionTransformer3D, num_outputs: int, cfg: Config) -> None:
+        """The head is drawn from torch's global generator; the encoder's mask token, which no volume meets
+        here, stays as it is.
+        """
+        super().__init__()
+        self.encoder = encoder
+        head = build_head(cfg.head.kind, encoder.width, num_outputs, cfg.head.hidden, cfg.head.dropout)
+        self.top = HeadOnTokens(head, cfg.head.dropout)
+        self.dropout, self.drop_path = cfg.method.dropout, cfg.method.drop_path
+        if cfg.train.activation_checkpointing:
+            self.checkpoint_activations(recompute_block)
+        self.freeze(is_frozen=False)
+
+    def checkpoint_activations(self, recompute: Recompute) -> None:
+        """Keep only the blocks' inputs for the backward pass; an engine may bring its own `recompute`."""
+        self.encoder.recompute = recompute
+
+    def freeze(self, *, is_frozen: bool) -> None:
+        """Train the head alone, on an encoder in evaluation mode without gradients; or both."""
+        self.train()
+        self.encoder.train(not is_frozen).requires_grad_(not is_frozen)
+        if self.encoder.mask_token is not None:
+            self.encoder.mask_token.requires_grad_(False)
+
+    def forward(self, view_BCDHW: Tensor, valid_BN: Tensor, seed_B: Tensor | None = None) -> Tensor:
+        noise = None
+        if seed_B is not None and (self.dropout > 0 or self.drop_path > 0):
+            noise = Stochastic(seed_B, self.dropout, self.drop_path)
+        tokens_BNE = self.encoder(view_BCDHW, noise=noise)
+        return self.top(tokens_BNE, valid_BN, seed_B, 0 if noise is None else noise.drawn)
+
+
+def layer_groups(model: TunedModel, weight_decay: float, layer_decay: float) -> list[dict[str, Any]]:
+    """AdamW groups, each with `rate_share`: layer_decay to the power of the number of blocks above.
+
+    Head, last norm and last block have the full rate, patches and positions the smallest. Weight decay on
+    matrices only. Every parameter but the mask token is in one group.
+    """
+    depth = model.encoder.depth
+    groups: dict[tuple[int, bool], list[nn.Parameter]] = {}
+    for name, parameter in model.named_parameters():
+        words = name.split(".")
+        if name == "encoder.mask_token":
+            continue
+        above = 0
+        if words[:2] == ["encoder", "blocks"]:
+            above = depth - 1 - int(words[2])
+        elif words[:2] in (["encoder", "patch_embed"], ["encoder", "pos_embed"]):
+            above = depth
+        is_matrix = parameter.ndim > 1 and words[-1] not in TABLES
+        groups.setdefault((above, is_matrix), []).append(parameter)
+    return [
+        {
+            "params": parameters,
+            "weight_decay": weight_decay if is_matrix else 0.0,
+            "rate_share": layer_decay**above,
+        }
+        for (above, is_matrix), parameters in groups.items()
+    ]

@@ -1,0 +1,419 @@
+"""Full fine-tuning learns what is planted, goes on exactly, and reads nothing that is to be evaluated."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from data_setup.store.reader import PreparedStore, VolumeReader
+from finetuning import finetune as loop
+from finetuning.cohort import EVALUATED, TRAIN, VAL, Cohort
+from finetuning.examples import Examples
+from finetuning.finetune import finetune
+from finetuning.head_file import open_head, predict_rows
+from finetuning.source import Source, open_source
+from finetuning.tuned import TunedModel, layer_groups
+from finetuning.tuning import open_tuning
+from finetuning.update import batch_loss, mixed_view
+from models import vit3d
+from models.vjepa3d import build_encoder
+from tests.support.finetune_factory import RUNTIME, config, make_world, save_checkpoint
+from tests.support.model_factory import small_config, uint8_batch, volumes
+from utils.checkpoint import load_checkpoint
+from utils.config.schema import Config
+from utils.errors import EXIT_STOPPED, UserError
+from utils.report.run_files import read_run
+from utils.runtime.processes import Group
+from utils.runtime.single import Runtime
+
+CONFIG = Path(__file__).resolve().parents[2] / "configs" / "cls_finetune.yaml"
+EPOCH = 4  # updates: 32 volumes in batches of 8
+NOISE = ("method.drop_path=0.2", "method.dropout=0.1", "head.dropout=0.1", "finetune.mixup=0.4")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _two_blocks() -> Iterator[None]:
+    """The smallest size of the configuration has two blocks here."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(vit3d.SIZES, "ti", vit3d.Size(2, 48, 2))
+        yield
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = make_world(tmp_path_factory.mktemp("world"))
+    (root / "store" / "prepare_report.json").write_text("{}")
+    save_checkpoint(config(root, root / "pretrained"))
+    return root
+
+
+def open_task(world: Path, run: Path, *overrides: str) -> Source:
+    return open_source(
+        CONFIG,
+        [
+            f"model.checkpoint={world / 'pretrained'}",
+            f"run.dir={run}",
+            "train.global_batch_size=8",
+            "train.per_core_batch_size=8",
+            "train.epochs=3",
+            "train.use_bf16=false",
+            "train.log_every_steps=1",
+            "optim.base_lr=3e-3",
+            "finetune.unfreeze_at_epoch=1",
+            "data.workers=0",
+            "eval.batch_size=16",
+            "wandb.mode=disabled",
+            *overrides,
+        ],
+    )
+
+
+def read_folds(store: PreparedStore, kind: str = "classification") -> Cohort:
+    """The world's participants, of which every second one is ill; a value of an ill one is 5, else 1."""
+    index = store.index.loc[store.kept]
+    fold = index["split"].map({"train": TRAIN, "val": VAL, "test": EVALUATED}).to_numpy()
+    person = index["person_id"].to_numpy(str)
+    is_ill = np.array([int(p[-2:]) % 2 for p in person], dtype=float)[:, None]
+    target = {"regression": 1 + 4 * is_ill, "multilabel": np.hstack([is_ill, 1 - is_ill])}.get(kind, is_ill)
+    names = ("thickness",) if kind == "regression" else ("a", "b")
+    return Cohort(kind, names, index.index.to_numpy(), fold, target, person, person)
+
+
+def run_task(world: Path, run: Path, *overrides: str, kind: str = "classification") -> int:
+    source = open_task(world, run, f"task.kind={kind}", *overrides)
+    store = PreparedStore.open(source.cfg.data.store)
+    return finetune(source, store, read_folds(store, kind), Runtime(RUNTIME.device, use_bf16=False))
+
+
+def metrics(run: Path, name: str = "") -> dict[int, dict[str, Any]]:
+    """Lines by step that have this metric, without those of the clock."""
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    kept = [row for row in rows if not name or name in row]
+    return {row["step"]: {k: v for k, v in row.items() if not k.startswith("perf/")} for row in kept}
+
+
+def saved(run: Path, name: str) -> dict[str, Any]:
+    return load_checkpoint(str(run / "checkpoints" / f"{name}.pt"))
+
+
+def assert_same(a: dict[str, Any], b: dict[str, Any]) -> None:
+    torch.testing.assert_close((a["model"], a["optimizer"]), (b["model"], b["optimizer"]), rtol=0, atol=0)
+
+
+@pytest.fixture(scope="module")
+def rows_read() -> set[int]:
+    return set()
+
+
+@pytest.fixture(scope="module")
+def finished(world: Path, tmp_path_factory: pytest.TempPathFactory, rows_read: set[int]) -> Path:
+    """An uninterrupted run of 12 updates, with all that is drawn at random; it notes what it reads."""
+    run = tmp_path_factory.mktemp("finished")
+    real = VolumeReader.read
+
+    def read(reader: VolumeReader, row: int, compare: bool = False) -> np.ndarray:
+        rows_read.add(row)
+        return real(reader, row, compare)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(VolumeReader, "read", read)
+        assert run_task(world, run, *NOISE, "train.ckpt_every_steps=3", "train.keep_last=9") == 0
+    return run
+
+
+def test_it_learns_a_planted_class_and_its_head_predicts_people_it_never_saw(
+    world: Path, tmp_path: Path
+) -> None:
+    assert run_task(world, tmp_path, "train.epochs=6") == 0
+    scores = metrics(tmp_path, "val/balanced_accuracy")
+    assert list(scores) == [EPOCH * n for n in range(1, 7)]
+    assert scores[EPOCH]["val/balanced_accuracy"] < 0.8, "the encoder is frozen until then"
+    assert max(row["val/balanced_accuracy"] for row in scores.values()) > 0.9
+    head = open_head(str(tmp_path))
+    store = PreparedStore.open(head.cfg.data.store)
+    cohort = read_folds(store)
+    evaluated = cohort.fold == EVALUATED
+    probabilities = predict_rows(head, store, cohort.rows[evaluated], RUNTIME)
+    assert (probabilities.argmax(axis=1) == cohort.target[evaluated, 0]).mean() > 0.9
+    assert head.state["validation"]["score"] == max(r["val/balanced_accuracy"] for r in scores.values())
+    assert read_run(tmp_path).series["val/loss"][0][0] == EPOCH, "the report reads it like any run"
+
+
+def test_rates_of_layers_are_those_of_a_table_made_by_hand() -> None:
+    cfg = small_config("vjepa2", "optim.weight_decay=0.3")
+    model = TunedModel(build_encoder(cfg), 4, cfg)
+    expected = {  # name: (share of the learning rate, weight decay)
+        "encoder.patch_embed.proj.weight": (0.25, 0.3),
+        "encoder.patch_embed.proj.bias": (0.25, 0.0),
+        "encoder.blocks.0.attn.qkv.weight": (0.5, 0.3),
+        "encoder.blocks.0.norm1.weight": (0.5, 0.0),
+        "encoder.blocks.1.mlp.fc2.weight": (1.0, 0.3),
+        "encoder.norm.weight": (1.0, 0.0),
+        "top.head.last.weight": (1.0, 0.3),
+        "top.head.last.bias": (1.0, 0.0),
+    }
+    of_weight = {
+        id(p): (group["rate_share"], group["weight_decay"])
+        for group in layer_groups(model, 0.3, 0.5)
+        for p in group["params"]
+    }
+    weights = dict(model.named_parameters())
+    assert {name: of_weight[id(weights[name])] for name in expected} == expected
+
+
+@pytest.mark.parametrize("recipe", ["vjepa2", "methods"])
+@pytest.mark.parametrize("kind", ["linear", "mlp", "attentive"])
+def test_every_parameter_has_a_gradient_and_one_group(recipe: str, kind: str) -> None:
+    """But the mask token of a dense encoder, which no volume meets."""
+    cfg = small_config(recipe, f"head.kind={kind}", "head.dropout=0.1")
+    model = TunedModel(build_encoder(cfg), 3, cfg)
+    valid = torch.ones(2, math.prod(cfg.grid))
+    model(volumes(cfg, 2), valid, torch.arange(2)).square().sum().backward()
+    trained = [name for name, p in model.named_parameters() if p.grad is not None]
+    assert set(dict(model.named_parameters())) - set(trained) <= {"encoder.mask_token"}
+    grouped = [id(p) for group in layer_groups(model, 0.1, 0.5) for p in group["params"]]
+    assert sorted(grouped) == sorted(id(p) for p in model.parameters() if p.grad is not None)
+    no_decay = [group for group in layer_groups(model, 0.1, 0.5) if group["weight_decay"] == 0]
+    tables = [p for name, p in model.named_parameters() if name.endswith(("pos_embed", "query"))]
+    assert all(any(p is q for group in no_decay for q in group["params"]) for p in tables)
+
+
+def test_a_volume_with_one_valid_token_has_a_finite_gradient() -> None:
+    """Its features do not vary, and the root of 0 has no slope."""
+    cfg = small_config()
+    model = TunedModel(build_encoder(cfg), 3, cfg)
+    valid = torch.zeros(1, math.prod(cfg.grid))
+    valid[0, 5] = 1
+    model(volumes(cfg, 1), valid).sum().backward()
+    assert all(bool(p.grad.isfinite().all()) for p in model.parameters() if p.grad is not None)
+
+
+def test_dropout_is_drawn_from_the_samples_seeds_and_only_in_training() -> None:
+    cfg = small_config("vjepa2", "head.dropout=0.5")
+    model = TunedModel(build_encoder(cfg), 3, cfg)
+    batch, valid = volumes(cfg, 2), torch.ones(2, math.prod(cfg.grid))
+    first, again, other = (model(batch, valid, torch.tensor(seeds)) for seeds in ([1, 2], [1, 2], [1, 3]))
+    plain = model(batch, valid)
+    assert torch.equal(first, again)
+    assert torch.equal(first[0], other[0])
+    assert not torch.equal(first[1], other[1])
+    assert not torch.equal(first, plain)
+    assert torch.equal(plain, model(batch, valid)), "nothing of the masks stays"
+
+
+def test_the_encoder_does_not_move_before_its_epoch(world: Path, finished: Path) -> None:
+    pretrained = load_checkpoint(str(world / "pretrained/checkpoints/best_probe.pt"))["model"]
+    own = {k.removeprefix("target_encoder."): v for k, v in pretrained.items() if k.startswith("target_enc")}
+    frozen, free = (saved(finished, f"step_{step:08d}")["model"] for step in (3, 6))
+    for name, value in own.items():
+        assert torch.equal(frozen[f"encoder.{name}"], value), name
+        assert not torch.equal(free[f"encoder.{name}"], value), name
+    assert not torch.equal(frozen["top.head.last.weight"], free["top.head.last.weight"])
+
+
+def test_volumes_to_evaluate_are_never_read(world: Path, finished: Path, rows_read: set[int]) -> None:
+    cohort = read_folds(PreparedStore.open(str(world / "store")))
+    assert rows_read == set(cohort.rows[cohort.fold != EVALUATED].tolist())
+
+
+def test_a_run_stopped_three_times_equals_one_that_was_not(
+    world: Path, finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    """SIGTERM while the encoder is frozen, in a validation, and after that."""
+    real_update, real_predict = loop.update_model, loop.predict
+    updates = 0
+
+    def update(*arguments: Any, **named: Any) -> Any:
+        nonlocal updates
+        updates += 1
+        if updates in (2, 10):
+            os.kill(os.getpid(), signal.SIGTERM)
+        return real_update(*arguments, **named)
+
+    def predict(*arguments: Any) -> Any:
+        if updates == 8:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return real_predict(*arguments)
+
+    monkeypatch.setattr(loop, "update_model", update)
+    monkeypatch.setattr(loop, "predict", predict)
+    caplog.set_level("INFO")
+    settings = (*NOISE, "train.ckpt_every_steps=3", "train.keep_last=9")
+    for step in (2, 8, 10):
+        assert run_task(world, tmp_path, *settings) == EXIT_STOPPED
+        assert f"stopped by SIGTERM at step {step} of 12; run the same command again to go on" in caplog.text
+        monkeypatch.setattr(loop, "predict", real_predict if step == 8 else predict)
+    assert run_task(world, tmp_path, *settings) == 0
+    assert_same(saved(tmp_path, "step_00000012"), saved(finished, "step_00000012"))
+    assert metrics(tmp_path) == metrics(finished)
+    assert saved(tmp_path, "step_00000012")["progress"] == saved(finished, "step_00000012")["progress"]
+    head, expected = (saved(run, "head") for run in (tmp_path, finished))
+    torch.testing.assert_close(head["encoder_weights"], expected["encoder_weights"], rtol=0, atol=0)
+
+
+def test_accumulation_changes_no_gradient(world: Path, tmp_path: Path) -> None:
+    """Four micro-batches of two volumes, and one of eight; with a frozen encoder, and with a trained one."""
+    store = PreparedStore.open(str(world / "store"))
+    for is_frozen in (True, False):
+        results = []
+        for size in (8, 2):
+            source = open_task(world, tmp_path, *NOISE, f"train.per_core_batch_size={size}")
+            tuning = open_tuning(source, store, read_folds(store), RUNTIME)
+            tuning.model.freeze(is_frozen=is_frozen)
+            _, batches = tuning.examples.batches(RUNTIME, 3, 4)
+            parts = tuning.model, tuning.optimizer, next(batches), source.cfg, RUNTIME, 0.0
+            result = loop.update_model(*parts, is_frozen=is_frozen)
+            gradients = {name: p.grad for name, p in tuning.model.named_parameters()}
+            results.append((result.loss, result.grad_norm, gradients))
+            assert (gradients["encoder.blocks.0.attn.qkv.weight"] is None) == is_frozen
+        torch.testing.assert_close(results[1], results[0], rtol=1e-4, atol=1e-6)
+
+
+class Member(Group):
+    """One of several processes that only share data."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank, self.size = rank, size
+
+
+def test_world_size_and_accumulation_change_no_volume(world: Path, tmp_path: Path) -> None:
+    store = PreparedStore.open(str(world / "store"))
+
+    def volumes_of_a_step(world_size: int, size: int) -> dict[int, list[float]]:
+        """Draws and truth of each volume and of its partner, by the volume's own seed."""
+        cfg = open_task(world, tmp_path, *NOISE, f"train.per_core_batch_size={size}").cfg
+        examples = Examples(cfg, store, read_folds(store))
+        drawn = {}
+        for rank in range(world_size):
+            runtime = Runtime(RUNTIME.device, use_bf16=False, group=Member(rank, world_size))
+            for micro, partner in next(examples.batches(runtime, 5, 6)[1]):
+                assert partner is not None
+                for i, seed in enumerate(micro["sample_seed"].tolist()):
+                    parts = [micro[k][i] for k in ("truth", "weight", "share", "mean", "noise_seed")]
+                    parts += [partner[k][i] for k in ("truth", "weight", "mean", "noise_seed")]
+                    drawn[seed] = [float(v) for part in parts for v in part.flatten()]
+        return drawn
+
+    expected = volumes_of_a_step(1, 8)
+    assert len(expected) == 8
+    assert volumes_of_a_step(2, 2) == expected
+    assert volumes_of_a_step(4, 1) == expected
+
+
+def test_patience_ends_a_run_and_the_best_epoch_is_kept(
+    world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    planted = iter([(0.5, 1.0), (0.9, 0.5), (0.9, 0.6), (0.7, 0.1), (1.0, 0.0)])
+    monkeypatch.setattr(loop, "validate", lambda tuning: next(planted))
+    settings = ("train.epochs=9", "finetune.patience=2", "train.keep_last=9", "train.ckpt_every_steps=4")
+    caplog.set_level("INFO")
+    assert run_task(world, tmp_path, *settings) == 0
+    assert list(metrics(tmp_path, "val/loss")) == [4, 8, 12, 16]
+    assert "finished at step 16 of 36, early: no better validation since; best epoch 2" in caplog.text
+    best, head = saved(tmp_path, "step_00000008")["model"], saved(tmp_path, "head")
+    assert head["validation"] == {
+        "metric": "balanced accuracy", "score": 0.9, "loss": 0.5, "epoch": 2, "step": 8
+    }  # fmt: skip
+    for name, value in head["encoder_weights"].items():
+        assert torch.equal(value, best[f"encoder.{name}"])
+    assert torch.equal(head["head"]["last.weight"], best["top.head.last.weight"])
+    assert not torch.equal(
+        saved(tmp_path, "step_00000016")["model"]["top.head.last.weight"], head["head"]["last.weight"]
+    )
+    assert run_task(world, tmp_path, *settings) == 0
+    assert "nothing to do: the run ended at step 16 of 36" in caplog.text
+
+
+def test_an_update_that_is_not_finite_moves_nothing_and_many_end_the_run(
+    world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    real = loop.update_model
+    steps: list[int] = []
+
+    def update(model: Any, optimizer: Any, batches: Any, *rest: Any, **named: Any) -> Any:
+        before = {name: value.clone() for name, value in model.state_dict().items()}
+        steps.append(len(steps))
+        is_bad = steps[-1] in (2, 6, 7)
+        if is_bad:
+            batches[0][0]["mean"][0] = math.nan
+        result = real(model, optimizer, batches, *rest, **named)
+        is_same = all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+        assert is_same == is_bad
+        return result
+
+    monkeypatch.setattr(loop, "update_model", update)
+    with pytest.raises(
+        UserError, match=r"in 2 updates in a row .* The last good checkpoint is .*step_0+4.pt"
+    ):
+        run_task(world, tmp_path, "train.max_bad_steps=2", "train.ckpt_every_steps=4")
+    rows = metrics(tmp_path, "train/loss")
+    assert [rows[step]["train/bad_steps"] for step in (2, 3, 4, 7)] == [0, 1, 1, 2]
+    assert "update skipped, loss or gradient not finite: step 2: rows [" in caplog.text
+
+
+def test_another_encoder_or_another_truth_is_not_gone_on_with(world: Path, tmp_path: Path) -> None:
+    settings = ("train.max_steps=1", "train.val_every_steps=1")
+    assert run_task(world, tmp_path, *settings) == 0
+    other = save_checkpoint(config(world, tmp_path / "other"), lambda model: None, step=41)
+    with pytest.raises(UserError, match=r"expected the checkpoint .* as the run began, found another"):
+        run_task(world, tmp_path, *settings, f"model.checkpoint={other}")
+    source = open_task(world, tmp_path, *settings)
+    store = PreparedStore.open(source.cfg.data.store)
+    cohort = read_folds(store)
+    cohort.target[0] = 1 - cohort.target[0]
+    with pytest.raises(UserError, match=r"expected the labelled volumes of .* as the run began"):
+        finetune(source, store, cohort, RUNTIME)
+    with pytest.raises(UserError, match=r"train\.ckpt_dir: expected a folder for the best epoch, found null"):
+        run_task(world, tmp_path, "train.ckpt_dir=null")
+
+
+@pytest.mark.parametrize("kind", ["regression", "multilabel"])
+def test_the_head_file_of_another_kind_predicts_in_the_labels_own_unit(
+    world: Path, tmp_path: Path, kind: str
+) -> None:
+    settings = ("train.epochs=4", "finetune.unfreeze_at_epoch=0", "finetune.label_smoothing=0")
+    assert run_task(world, tmp_path, *settings, kind=kind) == 0
+    head = open_head(str(tmp_path))
+    store = PreparedStore.open(head.cfg.data.store)
+    cohort = read_folds(store, kind)
+    chosen = cohort.fold == EVALUATED
+    scores = predict_rows(head, store, cohort.rows[chosen], RUNTIME)
+    spread = cohort.target.max() - cohort.target.min()
+    assert np.abs(scores - cohort.target[chosen]).mean() < 0.25 * spread
+
+
+def test_mixup_is_a_mixture_of_volumes_and_of_their_losses() -> None:
+    cfg = small_config()
+    first, second = uint8_batch(cfg, 3, 0), uint8_batch(cfg, 3, 1)
+    share = torch.tensor([1.0, 0.0, 0.25])
+    for batch, labels in ((first, [0, 1, 2]), (second, [1, 1, 0])):
+        batch["truth"] = torch.tensor(labels).float()[:, None]
+        batch["weight"] = torch.tensor([[1.0], [2.0], [3.0]])
+    mixed, valid = mixed_view({**first, "share": share}, second)
+    plain = [mixed_view(batch, None)[0] for batch in (first, second)]
+    assert torch.equal(mixed[0], plain[0][0])
+    assert torch.equal(mixed[1], plain[1][1])
+    torch.testing.assert_close(mixed[2], plain[0][2] / 4 + plain[1][2] * 3 / 4)
+    assert torch.equal(valid.bool(), first["token_valid"] | second["token_valid"])
+    outputs = torch.randn(3, 3, generator=torch.Generator().manual_seed(0))
+    losses = [
+        F.cross_entropy(outputs, torch.tensor(labels), reduction="none") for labels in ([0, 1, 2], [1, 1, 0])
+    ]
+    expected = losses[0][0] + 2 * losses[1][1] + 3 * (losses[0][2] / 4 + losses[1][2] * 3 / 4)
+    loss = batch_loss("classification", outputs, {**first, "share": share}, second, 0.0)
+    torch.testing.assert_close(loss, expected)
+
+
+def test_the_shipped_file_reads_as_a_whole_configuration(world: Path) -> None:
+    cfg: Config = open_source(CONFIG, [f"model.checkpoint={world / 'pretrained'}"]).cfg
+    assert (cfg.finetune.encoder, cfg.finetune.mixup, cfg.method.drop_path) == ("trained", 0.0, 0.1)

@@ -1,0 +1,459 @@
+"""The leaderboard: right rows in the right order, looks recorded, answers kept, comparisons corrected."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from data_setup.store.reader import PreparedStore
+from finetuning import probing
+from finetuning.board import columns
+from finetuning.board.answers import Cell
+from finetuning.board.columns import Question, device_tables, low_shots
+from finetuning.board.compare import bootstrap_p, compare, estimate, holm
+from finetuning.board.entries import Entry, Volumes
+from finetuning.board.page import write_pages
+from finetuning.board.rows import Board
+from finetuning.board.slices import SliceEncoder
+from finetuning.board.words import Words, parse
+from finetuning.cohort import EVALUATED, TRAIN, VAL, Cohort, read_cohort
+from finetuning.leaderboard import leaderboard
+from finetuning.metrics import bootstrap_counts, measure
+from finetuning.predictions import Predictions, pool
+from finetuning.probing import Features, Probed
+from models.probes.intervals import paired_difference
+from models.probes.participants import Prediction, fit_logistic
+from tests.support.finetune_factory import (
+    DEVICES,
+    PEOPLE,
+    RUNTIME,
+    config,
+    make_world,
+    save_checkpoint,
+    silence,
+)
+from utils.errors import UserError
+
+LINEAR_PROBE = Path(__file__).resolve().parents[2] / "configs" / "cls_linear_probe.yaml"
+BASELINES = ["raw-voxel PCA", "mean A-scan profile", "device one-hot"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_penalty() -> Iterator[None]:
+    """Probes choose among one C: nothing here is about that choice, and nine fits a probe are slow."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(probing, "fit_logistic", partial(fit_logistic, c_grid=(1.0,)))
+        yield
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = make_world(tmp_path_factory.mktemp("world"))
+    (root / "store" / "prepare_report.json").write_text("{}")  # runs of fine-tuning copy it
+    return root
+
+
+@pytest.fixture(scope="module")
+def runs(world: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two runs: `good` of random weights, `silent` whose features are all equal."""
+    root = tmp_path_factory.mktemp("runs")
+    save_checkpoint(config(world, root / "good"))
+    save_checkpoint(config(world, root / "silent"), lambda model: silence(model.target_encoder))
+    return root
+
+
+def words(world: Path, runs: Path, run_dir: Path, *overrides: str, **changes: object) -> Words:
+    """The command line for the two runs, with few resamples."""
+    small = (
+        "probe.bootstrap_samples=200",
+        "data.workers=0",
+        f"run.dir={run_dir}",
+        f"train.ckpt_dir={run_dir / 'checkpoints'}",
+    )
+    base = Words(
+        str(LINEAR_PROBE),
+        (*small, *overrides),
+        (str(runs / "good"), str(runs / "silent")),
+    )
+    return replace(base, **changes)  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module")
+def board(world: Path, runs: Path, tmp_path_factory: pytest.TempPathFactory) -> Board:
+    (world / "store" / "ledger.jsonl").unlink(missing_ok=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(columns, "FRACTIONS", (0.25,))
+        return leaderboard(words(world, runs, tmp_path_factory.mktemp("board")), RUNTIME)
+
+
+def test_rows_and_their_order(board: Board) -> None:
+    labels = [row.entry.label for row in board.rows]
+    random = [label for label in labels if label.startswith("random initialisation")]
+    assert sorted(labels) == sorted([*BASELINES, "good", "silent", *random])
+    assert len(random) == 1
+    assert [row.val for row in board.rows] == sorted((row.val for row in board.rows), reverse=True)
+    scores = {
+        row.entry.label: estimate(row.answers["linear"].cells["linear"].predictions, 50, 0).value
+        for row in board.rows
+    }
+    assert scores["mean A-scan profile"] == 1.0
+    assert scores["silent"] == scores["device one-hot"] == 0.5
+
+
+def test_pages(board: Board) -> None:
+    printed = write_pages(board)
+    folder = Path(board.folder)
+    text = (folder / "leaderboard.md").read_text()
+    assert text in printed
+    assert "Look 1 of this split" in text
+    assert "25 % (" in text
+    assert f"without {DEVICES[0]}" in text
+    assert "p (Holm)" in text
+    page = (folder / "leaderboard.html").read_text()
+    assert "data:image/png;base64," in page
+    assert "On synthetic data" in page
+    with (folder / "leaderboard.csv").open() as file:
+        lines = list(csv.DictReader(file))
+    assert {line["row"] for line in lines} == {row.entry.label for row in board.rows}
+    assert (folder / "leaderboard.png").stat().st_size > 10_000
+    assert all(float(line["row_seconds"]) > 0 for line in lines)
+
+
+def kept_answers(board: Board) -> set[str]:
+    return {path.name for path in (Path(board.folder) / "answers").iterdir()}
+
+
+def looks(world: Path) -> list[dict[str, object]]:
+    path = world / "store" / "ledger.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_answers_are_kept_and_each_new_one_is_a_look(
+    world: Path, runs: Path, board: Board, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A second command asks nothing anew; what is missing is computed, and the ledger says so."""
+    before, asked = len(looks(world)), []
+    for name, column in columns.COLUMNS.items():
+
+        def counted(entry: Entry, question: Question, name: str = name, column=column) -> dict[str, Cell]:  # type: ignore[no-untyped-def]
+            asked.append((entry.label, name))
+            return column(entry, question)
+
+        monkeypatch.setitem(columns.COLUMNS, name, counted)
+    run_dir = Path(board.folder).parent
+    again = leaderboard(words(world, runs, run_dir), RUNTIME)
+    assert asked == []
+    assert (again.is_new_look, again.look, len(looks(world))) == (False, board.look, before)
+    assert (
+        write_pages(again).splitlines()[2:]
+        == write_pages(board)
+        .replace("this command added it", "all answers were kept, this was no new one")
+        .splitlines()[2:]
+    )
+    next((Path(board.folder) / "answers").iterdir()).write_bytes(b"damaged")
+    third = leaderboard(words(world, runs, run_dir), RUNTIME)
+    assert len(asked) == 1
+    assert (third.is_new_look, third.look, len(looks(world))) == (True, board.look + 1, before + 1)
+    assert len(str(looks(world)[-1]["checkpoint"]).split()) == 2
+    assert kept_answers(third) == kept_answers(board)
+
+
+def test_another_split_is_another_question(world: Path, runs: Path, board: Board) -> None:
+    other = leaderboard(words(world, runs, Path(board.folder).parent, "eval.split=val", columns=()), RUNTIME)
+    assert (other.look, other.is_new_look) == (1, True)  # the first look at val
+    assert other.columns == ["linear"]
+
+
+def test_crossfit_evaluates_everybody_that_pretraining_did_not_see(
+    world: Path, runs: Path, tmp_path: Path
+) -> None:
+    overrides = ("eval.protocol=crossfit", "eval.folds=3")
+    crossed = leaderboard(words(world, runs, tmp_path, *overrides, columns=()), RUNTIME)
+    (predictions,) = crossed.rows[0].answers["linear"].cells["linear"].predictions
+    assert len(predictions.person) == PEOPLE["val"] + PEOPLE["test"]
+    assert not any(name.startswith("train") for name in predictions.person)
+    text = write_pages(crossed)
+    assert "20 evaluated participants, 3 folds of people that pre-training did not see" in text
+    random = next(row.entry.label for row in crossed.rows if row.entry.name.startswith("random"))
+    assert f"silent - {random}: -0.500 (-0.500 to -0.500), shown" in text
+
+
+def units(labels: Sequence[int], chosen: Sequence[int] | np.ndarray) -> Predictions:
+    """Predictions of two classes, one unit a person."""
+    names = np.array([f"p{n:02d}" for n in range(len(labels))])
+    truth = np.array(labels, float)[:, None]
+    return Predictions("classification", ("a", "b"), names, names, truth, np.eye(2)[list(chosen)])
+
+
+def test_order_is_that_of_validation(
+    world: Path, runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A row that is worst on validation and best on the evaluated split stands last."""
+    cohort = question_of(world, tmp_path).cohorts[0]
+    right = np.eye(2)[cohort.target[cohort.fold == EVALUATED, 0].astype(int)]
+
+    def column(entry: Entry, question: Question) -> dict[str, Cell]:
+        is_odd = entry.name == "ascan_profile"
+        predictions = pool(cohort, EVALUATED, right if is_odd else 1 - right)
+        return {"linear": Cell((predictions,), (0.1 if is_odd else 0.9,), 4)}
+
+    monkeypatch.setitem(columns.COLUMNS, "linear", column)
+    ordered = leaderboard(words(world, runs, tmp_path, columns=()), RUNTIME)
+    assert ordered.rows[-1].entry.name == "ascan_profile"
+    table = write_pages(ordered).split("## Rows by validation")[1].split("##")[0].strip().splitlines()
+    assert "good | 0.900 | 0.000" in table[2]
+    assert "mean A-scan profile | 0.100 | 1.000" in table[-1]
+
+
+def test_the_random_seed_is_chosen_on_validation(
+    world: Path, runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    vals = {"random_0": 0.4, "random_1": 0.7, "random_2": 0.6}
+    cell = Cell((units([0, 1, 0, 1], [0, 1, 0, 1]),), (0.5,), 4)
+    monkeypatch.setitem(
+        columns.COLUMNS,
+        "linear",
+        lambda entry, question: {"linear": replace(cell, val_scores=(vals.get(entry.name, 0.5),))},
+    )
+    result = leaderboard(words(world, runs, tmp_path, columns=()), RUNTIME)
+    assert [row.entry.name for row in result.rows if row.entry.name.startswith("random")] == ["random_1"]
+    assert "(seed 0: 0.400, seed 1: 0.700, seed 2: 0.600)" in result.notes[0]
+
+
+def test_holm_by_hand() -> None:
+    """Five tests; the second's 4 x .011 is above the third's 3 x .013, which therefore rises to it."""
+    assert holm([0.5, 0.011, 0.001, 0.03, 0.013]) == pytest.approx([0.5, 0.044, 0.005, 0.06, 0.044])
+    assert holm([0.9, 0.8]) == [1.0, 1.0]
+    assert holm([]) == []
+
+
+def test_p_agrees_with_the_interval() -> None:
+    rng = np.random.default_rng(0)
+    draws = rng.normal(0.2, 0.1, 4001)
+    low = np.quantile(draws, 0.025)
+    for shift, expected in ((-low + 0.01, True), (-low - 0.01, False)):
+        assert (bootstrap_p(draws + shift) < 0.05) is expected
+    assert bootstrap_p(np.zeros(100)) == 1.0
+    assert 0 < bootstrap_p(np.ones(1999)) == pytest.approx(0.001)
+
+
+def test_pairs_are_those_of_the_probe_table() -> None:
+    """One seed: the difference and interval of models.probes.intervals under the same draws."""
+    rng = np.random.default_rng(0)
+    labels = rng.integers(0, 2, 60).tolist()
+    rows = {
+        name: [units(labels, np.where(rng.random(60) < right, labels, 1 - np.array(labels)))]
+        for name, right in (("x", 0.9), ("y", 0.5), ("z", 0.9))
+    }
+    pairs = {(c.first, c.second): c for c in compare({"linear": rows}, 500, 3)}
+    assert list(pairs) == [("x", "y"), ("x", "z"), ("y", "z")]
+    one = pairs["x", "y"]
+    counts = bootstrap_counts(rows["x"][0], 500, 3)
+    first, second = (
+        Prediction(p.unit, p.truth[:, 0].astype(int), p.scores) for p in (rows["x"][0], rows["y"][0])
+    )
+    value, ci95 = paired_difference(first, second, counts)
+    assert one.value == pytest.approx(value)
+    assert one.ci95 == pytest.approx(ci95)
+    assert one.shown
+    assert not pairs["x", "z"].shown
+    assert one.p_holm >= one.p
+    with pytest.raises(ValueError, match="units of all rows"):
+        compare({"linear": rows | {"w": [units(labels[1:], labels[1:])]}}, 100, 0)
+
+
+def test_means_over_seeds_are_resampled_together() -> None:
+    seeds = [units([0, 0, 1, 1, 1], chosen) for chosen in ([0, 1, 1, 1, 0], [0, 0, 1, 0, 0])]
+    counts = bootstrap_counts(seeds[0], 100, 0)
+    parts = [measure(p, counts).overall["balanced_accuracy"] for p in seeds]
+    expected = np.quantile((parts[0] + parts[1]) / 2, [0.025, 0.975])
+    result = estimate(seeds, 100, 0)
+    assert result.ci95 == pytest.approx(tuple(expected))
+    assert result.value == pytest.approx(((1 / 2 + 2 / 3) + (1 + 1 / 3)) / 2 / 2)
+
+
+def question_of(world: Path, tmp_path: Path) -> Question:
+    cfg = config(world, tmp_path, "data.workers=0")
+    store = PreparedStore.open(cfg.data.store)
+    cohort = read_cohort(cfg, store)
+    return Question(Volumes(cfg, store, np.unique(cohort.rows), RUNTIME), [cohort], [0, 1], str(tmp_path))
+
+
+def planted(features: np.ndarray, rows: np.ndarray) -> Entry:
+    """A row whose features are known."""
+    return Entry("x", "x", "x", lambda: lambda cohort: features[np.searchsorted(rows, cohort.rows)])
+
+
+def test_low_shot_learns_from_training_participants_alone(
+    world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    question = question_of(world, tmp_path)
+    asked: list[Cohort] = []
+    real = columns.probe
+
+    def watched(cohorts: Sequence[Cohort], features: Features) -> Probed:
+        asked.extend(cohorts)
+        return real(cohorts, features)
+
+    monkeypatch.setattr(columns, "probe", watched)
+    monkeypatch.setattr(columns, "FRACTIONS", (0.25, 0.5))
+    rng = np.random.default_rng(0)
+    cells = low_shots(planted(rng.normal(size=(72, 3)), question.volumes.rows), question)
+    whole = question.cohorts[0]
+    people = {fold: set(whole.person[whole.fold == fold]) for fold in (TRAIN, VAL, EVALUATED)}
+    assert [len(set(c.person[c.fold == TRAIN])) for c in asked] == [4, 4, 8, 8]
+    for cohort in asked:
+        assert set(cohort.person[cohort.fold == TRAIN]) < people[TRAIN]
+        for fold in (VAL, EVALUATED):
+            assert set(cohort.person[cohort.fold == fold]) == people[fold]
+    assert [cells[name].participants for name in ("25 %", "50 %")] == [4, 8]
+    assert all(len(cell.predictions) == len(cell.val_scores) == 2 for cell in cells.values())
+
+
+def test_a_device_left_out_is_not_learnt_from(world: Path, tmp_path: Path) -> None:
+    """Features say the class by a sign that differs by device: right within a device, wrong across."""
+    question = question_of(world, tmp_path)
+    cohort, store = question.cohorts[0], question.volumes.store
+    rows = question.volumes.rows
+    label = dict(zip(cohort.rows.tolist(), cohort.target[:, 0].tolist(), strict=True))
+    sign = np.where(store.index.loc[rows, "device"] == DEVICES[0], 1.0, -1.0)
+    features = sign * np.array([2 * label[row] - 1 for row in rows.tolist()])
+    cells = device_tables(planted(features[:, None], rows), question)
+    values = {name: estimate(cell.predictions, 20, 0).value for name, cell in cells.items()}
+    one, other = DEVICES
+    assert values == {
+        f"without {one}": 0.0,
+        f"without {other}": 0.0,
+        f"{one} on {one}": 1.0,
+        f"{other} on {other}": 1.0,
+        f"{one} on {other}": 0.0,
+        f"{other} on {one}": 0.0,
+    }
+    assert cells[f"without {one}"].participants < len(set(cohort.person[cohort.fold == TRAIN]))
+
+
+def test_command_line() -> None:
+    asked = parse(
+        "", ["--config", "x.yaml", "--checkpoints", "runs/a", "gs://b/c=1/d.pt", "seed=3", "task.unit=eye"]
+    )
+    assert asked.checkpoints == ("runs/a", "gs://b/c=1/d.pt")
+    assert asked.overrides == ("seed=3", "task.unit=eye")
+    assert asked.columns == ("low-shot", "devices")
+    with pytest.raises(UserError, match=r"--checkpoints: expected one or more"):
+        parse("", ["--config", "x.yaml", "--checkpoints", "seed=3"])
+    with pytest.raises(UserError, match=r"--columns: expected some of low-shot, devices, attentive"):
+        parse("", ["--config", "x.yaml", "--checkpoints", "a", "--columns", "linear,best"])
+
+
+def test_mistakes_are_named(world: Path, runs: Path, tmp_path: Path) -> None:
+    same = (str(runs / "good"), str(runs / "good" / "checkpoints" / "best_probe.pt"))
+    with pytest.raises(UserError, match="--checkpoints: expected different checkpoints"):
+        leaderboard(words(world, runs, tmp_path, checkpoints=same), RUNTIME)
+    with pytest.raises(UserError, match=r"probe.random_init_seeds: expected 3 or more"):
+        leaderboard(words(world, runs, tmp_path, "probe.random_init_seeds=2"), RUNTIME)
+    save_checkpoint(config(world, tmp_path / "seen"), participants=["test03"])
+    with pytest.raises(UserError, match=r"split test in its pre-training, found 1 \(test03\)"):
+        leaderboard(words(world, runs, tmp_path, checkpoints=(str(tmp_path / "seen"),)), RUNTIME)
+    assert not (tmp_path / "leaderboard").exists()
+
+
+def image_encoder(folder: Path) -> str:
+    """A Hugging Face image encoder of a tiny configuration with random weights."""
+    from transformers import ViTConfig, ViTModel
+
+    tiny = ViTConfig(
+        hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16, image_size=32
+    )
+    ViTModel(tiny, add_pooling_layer=False).save_pretrained(folder)
+    (folder / "preprocessor_config.json").write_text(
+        '{"image_mean": [0.5, 0.5, 0.5], "image_std": [0.5, 0.5, 0.5]}'
+    )
+    return str(folder)
+
+
+def test_a_2d_encoder_reads_every_bscan_of_the_field(world: Path, tmp_path: Path) -> None:
+    folder = image_encoder(tmp_path / "vit")
+    store = PreparedStore.open(config(world, tmp_path).data.store)
+    encoder = SliceEncoder(folder)
+    rows = np.array([5, 0, 9])
+    features = encoder.embed(store, rows, RUNTIME)
+    assert features.shape == (3, 32)
+    assert features.dtype == np.float32
+    np.testing.assert_array_equal(features[1:2], encoder.embed(store, rows[1:2], RUNTIME))
+    # one B-scan, again and again: its own feature, no spread; what lies outside the field changes nothing
+    voxels = np.repeat(store.read(5)[:1], 8, axis=0)
+    box = np.array([0, 8, 0, 20, 0, 32])
+    repeated = encoder._volume(voxels, box, RUNTIME)
+    np.testing.assert_allclose(repeated[16:], 0, atol=1e-5)
+    changed = voxels.copy()
+    changed[:, 20:] = 255
+    np.testing.assert_array_equal(repeated, encoder._volume(changed, box, RUNTIME))
+    np.testing.assert_allclose(
+        repeated[:16], encoder._volume(voxels, np.array([0, 1, 0, 20, 0, 32]), RUNTIME)[:16], atol=1e-5
+    )
+    # white is 1 / .5 - .5 / .5 = 1 in every channel
+    seen = []
+    encoder.model.register_forward_pre_hook(
+        lambda module, args, kwargs: seen.append(kwargs["pixel_values"]), with_kwargs=True
+    )
+    encoder._volume(np.full((2, 24, 32), 255, np.uint8), np.array([0, 2, 0, 24, 0, 32]), RUNTIME)
+    assert seen[0].shape == (2, 3, 32, 32)
+    assert torch.allclose(seen[0], torch.ones(()))
+    before = encoder.digest()
+    image_encoder(tmp_path / "vit")
+    assert SliceEncoder(folder).digest() != before
+    weights = load_file(tmp_path / "vit" / "model.safetensors")
+    lost = next(name for name in weights if name.endswith("query.weight"))
+    del weights[lost]
+    save_file(weights, tmp_path / "vit" / "model.safetensors", {"format": "pt"})
+    with pytest.raises(
+        UserError, match=r"expected all weights of the encoder, found no layers.0.attention.q_proj"
+    ):
+        SliceEncoder(folder)
+    (tmp_path / "vit" / "preprocessor_config.json").unlink()
+    with pytest.raises(UserError, match=r"found no preprocessor_config.json"):
+        SliceEncoder(folder)
+
+
+def test_all_rows_and_columns_together(world: Path, runs: Path, tmp_path: Path) -> None:
+    """The control and the 2D encoder are rows; rows without a 3D encoder have no attentive head."""
+    asked = words(
+        world,
+        runs,
+        tmp_path / "all",
+        "head.learning_rates=[0.01]",
+        "head.weight_decays=[0.01]",
+        "train.epochs=1",
+        checkpoints=(str(runs / "good"),),
+        control=str(runs / "silent"),
+        image_encoder=image_encoder(tmp_path / "vit"),
+        columns=("attentive",),
+        supervised=True,
+    )
+    result = leaderboard(asked, RUNTIME)
+    rows = {row.entry.label: row for row in result.rows}
+    assert {"good", "control: silent", "2d: vit", *BASELINES} < set(rows)
+    with_head = {label for label, row in rows.items() if "attentive" in row.answers}
+    assert with_head == set(rows) - {"2d: vit", *BASELINES}
+    cell = rows["good"].answers["attentive"].cells["attentive"]
+    assert len(cell.predictions) == len(cell.val_scores) == 3
+    assert not np.array_equal(cell.predictions[0].scores, cell.predictions[1].scores)  # seeds of their own
+    assert (
+        rows["good"].answers["linear"].peak_bytes is None or rows["good"].answers["linear"].peak_bytes > 2**20
+    )
+    tuned = {label: row.answers["fine-tuned"] for label, row in rows.items() if "fine-tuned" in row.answers}
+    assert [label.split(" (")[0] for label in tuned] == ["random initialisation"]
+    (answer,) = tuned.values()
+    assert len(answer.cells["fine-tuned"].predictions) == 3
+    table = write_pages(result).split("## Rows by validation")[1]
+    assert "attentive, val" in table
+    assert "- | - | -" in table

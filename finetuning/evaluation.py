@@ -44,11 +44,17 @@ class Asked:
     cohorts: tuple[Cohort, ...]  # one with the official splits, one a fold with crossfit
     overlap: int  # evaluated participants that training saw
     checksum: str  # of the checkpoint or head
+    seen_by: str = "pre-training"  # which training the overlap is with
 
     @property
     def cohort(self) -> Cohort:
         """The first; kind, names and people's targets are those of all."""
         return self.cohorts[0]
+
+    @property
+    def chosen(self) -> str:
+        """What was chosen on validation participants."""
+        return "C" if self.seen_by == "pre-training" else "The head"
 
     @property
     def rows(self) -> np.ndarray:
@@ -205,12 +211,13 @@ def _cautions(asked: Asked, counts: Sequence[int] | None) -> list[str]:
     cfg, lines = asked.cfg, []
     if asked.overlap:
         lines.append(
-            f"OVERLAP: pre-training saw {asked.overlap} of the evaluated participants "
+            f"OVERLAP: {asked.seen_by} saw {asked.overlap} of the evaluated participants "
             "(eval.allow_overlap=true)."
         )
     if cfg.eval.split == "val" and cfg.eval.protocol == "official":
         lines.append(
-            "C was chosen on the evaluated participants (eval.split=val): the numbers are optimistic."
+            f"{asked.chosen} was chosen on the evaluated participants (eval.split=val): the numbers are "
+            "optimistic."
         )
     if counts is not None and min(counts) < FEW_PER_CLASS:
         lines.append(

@@ -9,15 +9,17 @@ not trained again: its training labels stay).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from data_setup.store.reader import PreparedStore
-from finetuning.cohort import TRAIN, Cohort, count_overlap, read_cohort
+from finetuning.cohort import EVALUATED, TRAIN, Cohort, read_cohort
 from finetuning.embed import embed_rows
 from finetuning.evaluation import Asked, Row, answer, known_answer
 from finetuning.evaluation_files import write_evaluation
+from finetuning.features.kept import KeptFeatures, features_folder
 from finetuning.head_file import Head, open_head, predict_rows
 from finetuning.predictions import Scored
 from finetuning.probing import device_cohorts, of_rows, probe
@@ -37,8 +39,11 @@ def evaluate_head(wanted: str, overrides: Sequence[str]) -> dict[str, Any]:
 
     Raises UserError where the head does not fit the store, the labels, or has seen an evaluated participant.
     """
-    head = open_head(wanted, storage_options_of(overrides))
+    prefix = "model.checkpoint="  # the same encoder in another place; open_head compares checksums
+    places = [word.removeprefix(prefix) for word in overrides if word.startswith(prefix)]
+    head = open_head(wanted, storage_options_of(overrides), places[-1] if places else None)
     cfg = evaluated_config(head, overrides)
+    head = replace(head, cfg=cfg)
     runtime = open_runtime(cfg.train.use_bf16)
     store = PreparedStore.open(cfg.data.store, cfg.data.storage_options, cfg.data.cache_dir)
     asked = _asked(head, cfg, store)
@@ -66,11 +71,25 @@ def _asked(head: Head, cfg: Config, store: PreparedStore) -> Asked:
     cohort = read_cohort(cfg, store)
     if cohort.names != head.names:
         raise UserError(f"{head.url}: expected the labels {list(head.names)}, found {list(cohort.names)}")
+    return Asked(cfg, store, (cohort,), _overlap(head, cfg, cohort), head.checksum, "training")
+
+
+def _overlap(head: Head, cfg: Config, cohort: Cohort) -> int:
+    """How many evaluated participants were seen in any training; UserError unless that is 0 or allowed."""
     people = head.state["participants"]
-    seen = {*people["train"], *head.state["pretraining_participants"]}
+    seen = {"training": people["train"], "encoder's pre-training": head.state["pretraining_participants"]}
     if cfg.eval.split != "val":  # whom the head was chosen on; with eval.split=val the table says so
-        seen |= set(people["val"])
-    return Asked(cfg, store, (cohort,), count_overlap(cfg, cohort, seen, head.url), head.checksum)
+        seen["validation"] = people["val"]
+    evaluated = set(cohort.person[cohort.fold == EVALUATED].tolist())
+    shared = {stage: sorted(evaluated & set(ids)) for stage, ids in seen.items()}
+    for stage, ids in shared.items():
+        if ids and not cfg.eval.allow_overlap:
+            raise UserError(
+                f"{head.url}: expected no participant of split {cfg.eval.split} in its {stage}, found "
+                f"{len(ids)} ({', '.join(ids[:3])}); eval.allow_overlap=true evaluates them all the same, "
+                "and the table says so"
+            )
+    return len({person for ids in shared.values() for person in ids})
 
 
 def _evaluate(asked: Asked, head: Head, runtime: Runtime) -> dict[str, Any]:
@@ -82,7 +101,7 @@ def _evaluate(asked: Asked, head: Head, runtime: Runtime) -> dict[str, Any]:
     facts = {"validation": head.state["validation"]["score"]}
     first = Row("head", f"{head.state['head_kind']} head", Scored((cohort,), (scores,)), facts)
     constant = Row("constant", "one prediction for all", Scored((cohort,), (_constant(cohort),)), {})
-    features = of_rows(asked.rows, embed_rows(head.encoder, head.cfg, store, asked.rows, runtime))
+    features = of_rows(asked.rows, _features(head, asked, runtime))
     of_device, _ = device_cohorts(asked.cohorts, store)
     kind = f"{head.state['head_kind']} head on a {'frozen' if head.is_frozen else 'fine-tuned'} encoder"
     content = answer(
@@ -103,6 +122,15 @@ def _evaluate(asked: Asked, head: Head, runtime: Runtime) -> dict[str, Any]:
     scores_of_rows = {row.name: row.scored for row in (first, constant)}
     write_evaluation(cfg.run.dir, content, scores_of_rows, store.index)
     return content
+
+
+def _features(head: Head, asked: Asked, runtime: Runtime) -> np.ndarray:
+    """Pooled features of the head's encoder [n, 2E]; those of a frozen one are kept."""
+    if not head.is_frozen:
+        return embed_rows(head.encoder, head.cfg, asked.store, asked.rows, runtime)
+    return KeptFeatures(head.encoder, head.cfg, asked.store, runtime, features_folder(head.cfg)).pooled(
+        asked.rows
+    )
 
 
 def _constant(cohort: Cohort) -> np.ndarray:

@@ -30,7 +30,7 @@ from finetuning.power import pilot_disagreement, smallest_difference
 from finetuning.predictions import Predictions, Scored
 from models.probes.intervals import confusion_draws
 
-CHANCE_SHUFFLES = 1000
+CHANCE_SHUFFLES = 300
 NUM_ERRORS = float(norm.ppf(0.975) + norm.ppf(0.8))  # standard errors that 80 % power takes
 
 

@@ -39,6 +39,11 @@ def train(config: str, overrides: Sequence[str]) -> int:
     cfg = source.cfg
     if cfg.train.ckpt_dir is None:
         raise ConfigError("train.ckpt_dir: expected a folder for the head, found null")
+    if cfg.eval.protocol == "crossfit":
+        raise ConfigError(
+            "eval.protocol: expected official, found crossfit: a head has one training set; "
+            "finetuning.evaluate and finetuning.leaderboard train one a fold"
+        )
     store = PreparedStore.open(cfg.data.store, cfg.data.storage_options, cfg.data.cache_dir)
     check_fit(cfg, store, source.state, source.url)
     cohort = read_cohort(cfg, store)
@@ -53,7 +58,7 @@ def train(config: str, overrides: Sequence[str]) -> int:
         raise UserError("finetune.encoder=frozen: expected one process, found torchrun with several")
     url, state = train_frozen(source, store, cohort, open_runtime(cfg.train.use_bf16))
     print(format_grid(state["validation"]))
-    print(f"head: {url}\nnext: python -m finetuning.evaluate --config {config} --checkpoint {url}")
+    print(f"head: {url}\nnext: python -m finetuning.evaluate --head {url}")
     return EXIT_FINISHED
 
 

@@ -14,6 +14,7 @@ from torch import nn
 
 from data_setup.store.reader import PreparedStore
 from finetuning import evaluate as module
+from finetuning import evaluation_files
 from finetuning.cohort import Cohort, read_cohort
 from finetuning.embed import device_features, embed_rows, pretrained_encoder, random_encoder, raw_features
 from finetuning.evaluate import evaluate, find_checkpoint, main
@@ -38,11 +39,19 @@ from utils.config.schema import Config
 from utils.errors import UserError
 from utils.report import cli as report
 
+ONE_SEED = "probe.random_init_seeds=1"
+
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A store of two volumes per participant and two devices, with labels; class alternates."""
     return make_world(tmp_path_factory.mktemp("world"))
+
+
+@pytest.fixture(autouse=True)
+def no_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drawing takes longer than the rest; test_evaluate_head.py sees the figures."""
+    monkeypatch.setattr(evaluation_files, "figures", lambda predictions: {})
 
 
 def test_table_file_and_verdict(world: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -69,7 +78,7 @@ def test_table_file_and_verdict(world: Path, tmp_path: Path, capsys: pytest.Capt
 
 
 def test_verdict_when_pretraining_destroyed_the_features(world: Path, tmp_path: Path) -> None:
-    cfg = config(world, tmp_path)
+    cfg = config(world, tmp_path, ONE_SEED)
     save_checkpoint(cfg, lambda model: silence(model.target_encoder))
     result = evaluate(cfg, RUNTIME)
     assert result["rows"][0]["balanced_accuracy"] == 0.5
@@ -80,7 +89,7 @@ def test_verdict_when_pretraining_destroyed_the_features(world: Path, tmp_path: 
 def test_verdict_when_pretraining_made_the_features(
     world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cfg = config(world, tmp_path)
+    cfg = config(world, tmp_path, ONE_SEED)
     save_checkpoint(cfg)
 
     def silent(cfg: Config, seed: int) -> nn.Module:
@@ -117,7 +126,7 @@ def test_the_random_seed_is_chosen_on_validation(
 
 
 def test_the_report_reads_what_evaluate_writes(world: Path, tmp_path: Path) -> None:
-    cfg = config(world, tmp_path)
+    cfg = config(world, tmp_path, ONE_SEED)
     save_checkpoint(cfg)
     result = evaluate(cfg, RUNTIME)
     for name, content in {
@@ -146,7 +155,7 @@ def test_the_report_reads_what_evaluate_writes(world: Path, tmp_path: Path) -> N
 def test_the_same_question_is_answered_once(
     world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cfg = config(world, tmp_path)
+    cfg = config(world, tmp_path, ONE_SEED)
     save_checkpoint(cfg)
     first = evaluate(cfg, RUNTIME)
 
@@ -157,7 +166,7 @@ def test_the_same_question_is_answered_once(
         patch.setattr(module, "embed_rows", forbidden)
         assert evaluate(cfg, RUNTIME) == first
         with pytest.raises(AssertionError, match="embedded again"):
-            evaluate(config(world, tmp_path, "eval.split=val"), RUNTIME)
+            evaluate(config(world, tmp_path, ONE_SEED, "eval.split=val"), RUNTIME)
         save_checkpoint(cfg, lambda model: silence(model.target_encoder))
         with pytest.raises(AssertionError, match="embedded again"):
             evaluate(cfg, RUNTIME)
@@ -169,14 +178,14 @@ def test_overlap_is_refused_or_told(world: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"split test in its pre-training, found 2 \(test03, test05\)"):
         evaluate(cfg, RUNTIME)
     assert not (tmp_path / "probe.json").exists()
-    result = evaluate(config(world, tmp_path, "eval.allow_overlap=true"), RUNTIME)
+    result = evaluate(config(world, tmp_path, ONE_SEED, "eval.allow_overlap=true"), RUNTIME)
     assert result["overlap"] == 2
     assert "OVERLAP: pre-training saw 2" in result["cautions"][0]
     assert "OVERLAP" in module.format_table(result)
 
 
 def test_scoring_on_val_and_few_participants_are_told(world: Path, tmp_path: Path) -> None:
-    cfg = config(world, tmp_path, "eval.split=val")
+    cfg = config(world, tmp_path, ONE_SEED, "eval.split=val")
     save_checkpoint(cfg)
     result = evaluate(cfg, RUNTIME)
     assert result["n_participants"] == 8

@@ -161,7 +161,8 @@ def test_the_kept_head_is_the_best_epoch_of_the_best_member(world: Path) -> None
     for name, value in chosen.head.named_parameters():
         torch.testing.assert_close(value, expected[name], atol=1e-5, rtol=1e-5)
     normal = train_grid(cfg, cohort, pooled(cohort, features), WIDTH, CPU).validation
-    assert (normal["score"], normal["learning_rate"]) == (1.0, 3e-2)
+    assert normal["learning_rate"] == 3e-2
+    assert normal["score"] > 0.8
 
 
 def test_evaluated_participants_change_nothing(world: Path) -> None:
@@ -237,6 +238,31 @@ def test_regression_predicts_in_the_labels_unit(world: Path) -> None:
     constant = replace(cohort, target=np.full_like(cohort.target, 5))
     with pytest.raises(UserError, match="value: expected a value that varies on split train, found 5 alone"):
         train_grid(cfg, constant, inputs, WIDTH, CPU)
+
+
+class Tokens:
+    """Tokens in memory, so many at a time."""
+
+    def __init__(self, tokens: Tensor, at_once: int) -> None:
+        self.tokens, self.at_once = tokens, at_once
+
+    def read(self, places: np.ndarray) -> tuple[Tensor, ...]:
+        assert len(places) <= self.at_once
+        tokens = self.tokens[torch.from_numpy(places)]
+        return tokens, torch.ones(tokens.shape[:2])
+
+
+def test_what_is_read_at_once_changes_nothing(world: Path) -> None:
+    """Tokens of a batch need not fit into memory together."""
+    cohort, features = made_up("classification", classes(2), people=30)
+    tokens = torch.from_numpy(features).reshape(len(features), 2, WIDTH)
+    cfg = learning(world, "head.kind=attentive", "train.epochs=2", "head.learning_rates=[1e-3]")
+    whole, parts = (train_grid(cfg, cohort, Tokens(tokens, size), WIDTH, CPU).head for size in (100, 5))
+    torch.manual_seed(0)
+    start = build_head("attentive", WIDTH, 2, 8, 0.0)
+    seen = tokens, torch.ones(tokens.shape[:2])
+    assert (whole(*seen) - start(*seen)).abs().max() > 1e-2
+    torch.testing.assert_close(parts(*seen), whole(*seen), atol=1e-4, rtol=1e-3)
 
 
 @pytest.mark.parametrize("kind", ["ordinal", "multilabel"])
@@ -412,7 +438,7 @@ def test_the_command_trains_and_says_what_is_next(
     assert main(["--config", TASK, f"model.checkpoint={checkpoint}", f"run.dir={run}", *QUICK]) == 0
     out = capsys.readouterr().out
     assert out.count("kept") == 1
-    assert f"--checkpoint {run}/checkpoints/head.pt" in out
+    assert f"next: python -m finetuning.evaluate --head {run}/checkpoints/head.pt" in out
     assert "Chosen on validation alone" in out
     store = PreparedStore.open(load_checkpoint_config(checkpoint).data.store)
     for rows in asked:
@@ -492,9 +518,11 @@ def test_a_fine_tuned_encoder_is_that_of_the_head(probe: Path, world: Path, tmp_
 
 
 def test_a_head_refuses_what_it_was_not_trained_on(probe: Path, world: Path, tmp_path: Path) -> None:
-    other = save_checkpoint(config(world, tmp_path / "other"), step=41)  # the same weights, another run
+    other = save_checkpoint(config(world, tmp_path / "other"), step=41, participants=["val01", "test03"])
     with pytest.raises(CheckpointError, match=r"best_probe.pt: expected the encoder of .*head.pt, sha256"):
-        open_head(str(probe), encoder_url=other)
+        open_head(str(probe), encoder_url=other)  # the same weights, another run
+    with pytest.raises(UserError, match=r"split test in its pre-training, found 1 \(test03\)"):
+        main(["--config", TASK, "--checkpoint", other, f"run.dir={tmp_path / 'run'}"])
     head = open_head(str(probe))
     store = PreparedStore.open(head.cfg.data.store)
     for key, value in (("normalisation", "minmax"), ("geometry", {"image_size": [1, 2, 3]})):
@@ -585,6 +613,7 @@ def test_mistakes_are_one_line(
     use = ("--checkpoint", checkpoint)
     assert "train.ckpt_dir: expected a folder for the head" in fails(*use, "train.ckpt_dir=null")
     assert "model.size: expected s of the configuration, found ti" in fails(*use, "model.size=s")
+    assert "eval.protocol: expected official, found crossfit" in fails(*use, "eval.protocol=crossfit")
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert "expected one process" in fails(*use, "data.workers=0")
 

@@ -122,19 +122,23 @@ def s3(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
         yield endpoint
 
 
-def test_labels_on_an_s3_server(tmp_path: Path, s3: str) -> None:
-    """A real server on loopback, named by data.storage_options alone."""
-    for name, data in write_grades(tmp_path).items():
-        url = f"s3://{BUCKET}/cohort/{name}"
-        storage.write_bytes(url, data, StorageOptions(endpoint_url=s3))
-        where = [f"task.labels_path={url}", f"data.storage_options.endpoint_url={s3}"]
-        assert (
-            read_labels(config(tmp_path, tmp_path, *where, "task.label_column=grade"), STORE.index)
-            == EXPECTED
-        )
-    where[0] = f"task.labels_path=s3://{BUCKET}/cohort/absent.csv"
-    with pytest.raises(UserError, match=r"absent\.csv"):
-        read_labels(config(tmp_path, tmp_path, *where), STORE.index)
+def test_labels_on_an_s3_server(tmp_path: Path, s3: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A real server on loopback, named by data.storage_options, then by the environment."""
+
+    def read(name: str, *overrides: str) -> Labels:
+        own = (f"task.labels_path=s3://{BUCKET}/cohort/{name}", "task.label_column=grade")
+        return read_labels(config(tmp_path, tmp_path, *own, *overrides), STORE.index)
+
+    endpoint = f"data.storage_options.endpoint_url={s3}"
+    tables = write_grades(tmp_path)
+    for name, data in tables.items():
+        storage.write_bytes(f"s3://{BUCKET}/cohort/{name}", data, StorageOptions(endpoint_url=s3))
+        assert read(name, endpoint) == EXPECTED
+    with pytest.raises(UserError, match=r"cohort/absent\.csv"):
+        read("absent.csv", endpoint)
+    # for a store on gs:// and labels on a server that speaks S3
+    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", s3)
+    assert read("grades.parquet") == EXPECTED
 
 
 def test_volumes_are_named_by_instance_or_path(tmp_path: Path) -> None:
@@ -355,6 +359,8 @@ def test_the_official_folds_are_the_splits(tmp_path: Path) -> None:
     assert cohort.unmatched == ("P900",)
     on_val = read_cohort(config_with(cfg, tmp_path, "eval.split=val"), store)
     assert people_of(on_val, VAL) == people_of(on_val, EVALUATED) == {"P004", "P005"}
+    on_left = read_cohort(config_with(cfg, tmp_path, "data.laterality_filter=[L]"), store)
+    assert on_left.rows.tolist() == list(range(0, 16, 2))
     assert [len(c.rows) for c in read_cohorts(cfg, store, {"P006"})] == [15]  # official: nobody is left out
     with pytest.raises(UserError, match=r"x\.pt: expected no participant of split test .* found 1 \(P006\)"):
         count_overlap(cfg, cohort, {"P006", "P000"}, "x.pt")

@@ -271,11 +271,13 @@ def test_accumulation_changes_no_gradient(world: Path, tmp_path: Path) -> None:
             tuning = open_tuning(source, store, read_folds(store), RUNTIME)
             tuning.model.freeze(is_frozen=is_frozen)
             _, batches = tuning.examples.batches(RUNTIME, 3, 4)
-            parts = tuning.model, tuning.optimizer, next(batches), source.cfg, RUNTIME, 0.0
+            parts = tuning.model, tuning.optimizer, next(batches), source.cfg, RUNTIME, 0.016
             result = loop.update_model(*parts, is_frozen=is_frozen)
             gradients = {name: p.grad for name, p in tuning.model.named_parameters()}
             results.append((result.loss, result.grad_norm, gradients))
             assert (gradients["encoder.blocks.0.attn.qkv.weight"] is None) == is_frozen
+            rates = {group["lr"] for group in tuning.optimizer.param_groups}
+            assert sorted(rates) == pytest.approx([0.009, 0.012, 0.016])
         torch.testing.assert_close(results[1], results[0], rtol=1e-4, atol=1e-6)
 
 

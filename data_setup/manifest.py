@@ -8,30 +8,32 @@ manifest with columns device and protocol needs no AI-READI paths: docs/guides/i
 
 from __future__ import annotations
 
-import csv
-import io
 from collections import Counter
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from data_setup.protocols import BY_NAME, DEVICES, PROTOCOLS, device_of_path, protocol_of_path
 from data_setup.splits import seeded_split, stratified_choice
-from utils.config.schema import Config, StorageOptions
+from data_setup.tables import (
+    PERSON_COLUMNS,
+    SENTINELS,
+    SIDES,
+    clean_path,
+    fact_of,
+    label_of,
+    person_id_of,
+    read_table,
+    require_columns,
+)
+from utils.config.schema import Config
 from utils.errors import ConfigError, UserError
-from utils.storage import join, list_names, read_text
+from utils.storage import join, list_names
 
 SPLITS = ("train", "val", "test")
 RECOMMENDED, SEEDED = "recommended_split", "seeded_70_10_20"  # where the splits come from
-_ID_COLUMNS = ("person_id", "participant_id")  # version 3, versions 1 and 2
 TREE = ("retinal_oct", "structural_oct")
 _AI_READI_COLUMNS = ("sop_instance_uid", "laterality", "number_of_frames", "height", "width")
 _OPTIONAL_COLUMNS = ("study_group", "clinical_site", "age")  # of participants.tsv
-# Texts that the manifests of this family write where a file has no value; in a label they are a class.
-_SENTINELS = {"", "nan", "none", "null", "n/a", "not reported", "not provided", "varies by frame"}
-_SIDES = {"l": "L", "left": "L", "os": "L", "r": "R", "right": "R", "od": "R"}
-_NO_SIDE = _SENTINELS | {"unknown", "unknown_laterality"}
-
-Row = dict[str, str]  # of a table, by column
+_NO_SIDE = SENTINELS | {"unknown", "unknown_laterality"}
 
 
 @dataclass(frozen=True)
@@ -127,20 +129,19 @@ class Participant:
 def read_participants(cfg: Config) -> tuple[dict[str, Participant], str]:
     """({person_id: participant}, where the split comes from); raises UserError."""
     url = cfg.data.participants_path
-    table, columns, id_column = _read_table(url, cfg.data.storage_options, ())
+    table, columns, id_column = read_table(url, cfg.data.storage_options, ())
     people: dict[str, Participant] = {}
     for row in table.values():
-        person_id = _person_id(row[id_column])
+        person_id = person_id_of(row[id_column])
         if person_id is None:
             continue
-        split = _fact(row.get("recommended_split")) or ""
+        split = fact_of(row.get("recommended_split")) or ""
         if split and split not in SPLITS:
             raise UserError(
                 f"{url}: recommended_split of {person_id}: expected {' | '.join(SPLITS)}, found {split!r}"
             )
-        person = Participant(
-            split, _label(row.get("study_group")), _label(row.get("clinical_site")), _integer(row.get("age"))
-        )
+        group, site = label_of(row.get("study_group")), label_of(row.get("clinical_site"))
+        person = Participant(split, group, site, _integer(row.get("age")))
         if people.setdefault(person_id, person) != person:
             raise UserError(f"{url}: participant {person_id}: expected one row, found two that differ")
     if "recommended_split" in columns:
@@ -153,10 +154,11 @@ def load_labels(cfg: Config) -> dict[str, str]:
     """{person_id: label} of task.*; people whose label is empty are left out; raises UserError."""
     url, column = cfg.task.labels_path or cfg.data.participants_path, cfg.task.label_column
     required = () if cfg.task.labels_path is None and column in _OPTIONAL_COLUMNS else (column,)
-    table, _, id_column = _read_table(url, cfg.data.storage_options, required, cfg.task.id_column)
+    ids = (cfg.task.id_column,) if cfg.task.id_column else PERSON_COLUMNS
+    table, _, id_column = read_table(url, cfg.data.storage_options, required, ids)
     labels: dict[str, str] = {}
     for row in table.values():
-        person_id, label = _person_id(row[id_column]), _label(row.get(column))
+        person_id, label = person_id_of(row[id_column]), label_of(row.get(column))
         if person_id is None or label is None:
             continue
         if labels.setdefault(person_id, label) != label:
@@ -170,21 +172,21 @@ def load_labels(cfg: Config) -> dict[str, str]:
 def _manifest_rows(cfg: Config) -> tuple[list[Record], list[Record], Counter[str]]:
     """(records without participant and URL, rows that are not used, counts of those by reason)."""
     url = cfg.data.manifest_path
-    table, columns, id_column = _read_table(url, cfg.data.storage_options, ("filepath",))
+    table, columns, id_column = read_table(url, cfg.data.storage_options, ("filepath",))
     if not {"device", "protocol"} <= set(columns):
-        _require(columns, _AI_READI_COLUMNS, url)
+        require_columns(columns, _AI_READI_COLUMNS, url)
     rows: list[Record] = []
     unused: list[Record] = []
     skipped: Counter[str] = Counter()
     paths: set[str] = set()
     uids: set[str] = set()
     for line, row in table.items():
-        path = _clean_path(row["filepath"])
-        person_id = _person_id(row[id_column])
-        uid = _fact(row.get("sop_instance_uid")) or ""
+        path = clean_path(row["filepath"])
+        person_id = person_id_of(row[id_column])
+        uid = fact_of(row.get("sop_instance_uid")) or ""
         known = protocol_of_path(path) if path else None
-        device = _fact(row.get("device")) or (device_of_path(path) if path else None)
-        protocol = _fact(row.get("protocol")) or (known.name if known else None)
+        device = fact_of(row.get("device")) or (device_of_path(path) if path else None)
+        protocol = fact_of(row.get("protocol")) or (known.name if known else None)
         known = BY_NAME.get(protocol) if protocol else None
         reasons = {
             "row_without_path": path is None,
@@ -204,7 +206,7 @@ def _manifest_rows(cfg: Config) -> tuple[list[Record], list[Record], Counter[str
             person_id=person_id or "unknown",
             device=device or "unknown",
             protocol=known.name if known else protocol or "unknown",
-            region=known.region if known else _fact(row.get("anatomic_region")) or "unknown",
+            region=known.region if known else fact_of(row.get("anatomic_region")) or "unknown",
             laterality=_laterality(row.get("laterality"), path, f"{url}: line {line}"),
             path=path,
             url="",
@@ -262,72 +264,16 @@ def _tree_root(cfg: Config) -> str:
     return root
 
 
-def _read_table(
-    url: str, options: StorageOptions, required: Iterable[str], id_column: str | None = None
-) -> tuple[dict[int, Row], list[str], str]:
-    """({line number: row}, columns, name of the id column); commas where the name ends in .csv, else tabs."""
-    text = io.StringIO(read_text(url, options), newline=None)  # None: any line end
-    lines = csv.reader(text, delimiter="," if url.lower().endswith(".csv") else "\t", strict=True)
-    try:
-        header = [name.strip() for name in next(lines, [])]
-        rows = {number: fields for fields, number in ((f, lines.line_num) for f in lines) if fields}
-    except csv.Error as error:
-        raise UserError(f"{url}: expected a table with a header line, found: {error}") from error
-    if not header:
-        raise UserError(f"{url}: expected a table with a header line, found an empty one")
-    for name, count in Counter(filter(None, header)).items():
-        if count > 1:
-            raise UserError(f"{url}: column {name}: expected it once, found {count} times")
-    for number, fields in rows.items():
-        if len(fields) != len(header):
-            raise UserError(
-                f"{url}: line {number}: expected {len(header)} fields, as in the header, found {len(fields)}"
-            )
-    names = (id_column,) if id_column else _ID_COLUMNS
-    known_id = next((name for name in names if name in header), None)
-    if known_id is None:
-        raise UserError(f"{url}: expected a column {' or '.join(names)}, found {', '.join(header)}")
-    _require(header, required, url)
-    return {n: dict(zip(header, fields, strict=True)) for n, fields in rows.items()}, header, known_id
-
-
-def _require(columns: list[str], required: Iterable[str], url: str) -> None:
-    for column in required:
-        if column not in columns:
-            raise UserError(f"{url}: expected a column {column}, found {', '.join(columns)}")
-
-
-def _label(value: str | None) -> str | None:
-    """A class or a group: only an empty cell is missing."""
-    return (value or "").strip() or None
-
-
-def _fact(value: str | None) -> str | None:
-    """What a table says of a file or a person: a sentinel is missing too."""
-    text = (value or "").strip()
-    return None if text.lower() in _SENTINELS else text
-
-
 def _integer(value: str | None) -> int | None:
-    text = (_fact(value) or "").removesuffix(".0")
+    text = (fact_of(value) or "").removesuffix(".0")
     return int(text) if text.isdecimal() else None
-
-
-def _person_id(value: str | None) -> str | None:
-    text = _fact(value)
-    return text.removesuffix(".0") if text else None  # an integer column with a gap is written as 1001.0
-
-
-def _clean_path(value: str | None) -> str | None:
-    text = (_fact(value) or "").strip("/").removeprefix("dataset/")
-    return text if text and ".." not in text.split("/") else None
 
 
 def _laterality(value: str | None, path: str, where: str) -> str:
     """L | R | unknown by the manifest's word, else by the file's name; raises UserError for another word."""
     word = (value or "").strip().lower()
-    if word in _SIDES:
-        return _SIDES[word]
+    if word in SIDES:
+        return SIDES[word]
     if word not in _NO_SIDE:
         raise UserError(
             f"{where}: laterality: expected L, R, OS, OD, left, right or nothing, found {value!r}"

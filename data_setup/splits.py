@@ -56,6 +56,11 @@ def seeded_split(ids: Collection[str], seed: int) -> dict[str, str]:
     return {p: "test" if i < num_test else "val" if i < end_val else "train" for i, p in enumerate(order)}
 
 
+def seeded_order(ids: Collection[str], seed: int, purpose: str) -> list[str]:
+    """The ids in an order that follows from the hash of (seed, purpose, id) alone."""
+    return _in_order(ids, seed, purpose)[0]
+
+
 def _in_order(ids: Collection[str], seed: int, purpose: str) -> tuple[list[str], list[float]]:
     """The ids by their places in 0..1, and the places: the hash of (seed, purpose, id)."""
 

@@ -16,14 +16,13 @@ import hashlib
 import json
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from sklearn.decomposition import PCA
 
-from data_setup.manifest import load_labels, wanted_values
 from data_setup.store.reader import PreparedStore
+from finetuning.cohort import Cohort, count_overlap, read_cohort
 from finetuning.embed import (
     check_fit,
     device_features,
@@ -51,28 +50,23 @@ from utils.runtime.open import open_runtime
 from utils.runtime.single import Runtime
 
 FORMAT_VERSION = 1
-MIN_PARTICIPANTS = 2  # in each fold
 MAX_COMPONENTS = 256  # of the raw-voxel PCA
 FEW_PER_CLASS = 5  # evaluated participants; below, the table says that its intervals are too narrow
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class Cohort:
-    """Labelled rows of the three folds, with a class number and a participant per row."""
+def probe_folds(cohort: Cohort, features: np.ndarray) -> tuple[Fold, Fold, Fold]:
+    """Train, val and evaluated, from features [n, F] in the order of the cohort."""
+    label = class_numbers(cohort)
+    train, val, evaluated = (
+        Fold(features[at], label[at], cohort.person[at]) for at in (cohort.fold == i for i in range(3))
+    )
+    return train, val, evaluated
 
-    rows: np.ndarray  # train, then val, then evaluated; each in store order
-    fold: np.ndarray  # 0 train, 1 val, 2 evaluated; with eval.split=val, rows of val come twice
-    label: np.ndarray
-    person: np.ndarray
-    classes: tuple[str, ...]
 
-    def folds(self, features: np.ndarray) -> tuple[Fold, Fold, Fold]:
-        """Train, val and evaluated, from features [n, F] in the order of `rows`."""
-        train, val, evaluated = (
-            Fold(features[at], self.label[at], self.person[at]) for at in (self.fold == i for i in range(3))
-        )
-        return train, val, evaluated
+def class_numbers(cohort: Cohort) -> np.ndarray:
+    """int64 [n]."""
+    return cohort.target[:, 0].astype(np.int64)
 
 
 def find_checkpoint(cfg: Config) -> str:
@@ -90,54 +84,18 @@ def find_checkpoint(cfg: Config) -> str:
     return url
 
 
-def read_cohort(cfg: Config, store: PreparedStore) -> Cohort:
-    """Kept, labelled rows of the folds; UserError if a fold is too small for a probe."""
-    labels = load_labels(cfg)
-    index = store.index.loc[store.kept]
-    index = index[index["listed"] & index["person_id"].isin(list(labels))]
-    for field, values in wanted_values(cfg).values():  # a store may hold more than the configuration asks for
-        index = index[index[field].isin(values)]
-    parts = []
-    for number, split in enumerate(("train", "val", cfg.eval.split)):
-        rows = index[index["split"] == split]
-        people = set(rows["person_id"])
-        num_classes = len({labels[p] for p in people})
-        if len(people) < MIN_PARTICIPANTS or (split != "val" and num_classes < 2):
-            raise UserError(
-                f"{store.url}: split {split}: expected {MIN_PARTICIPANTS} participants or more, of two "
-                f"{cfg.task.label_column} classes, found {len(people)} of {num_classes}: no probe is possible"
-            )
-        parts.append((rows.index.to_numpy(), np.full(len(rows), number), rows["person_id"].to_numpy(str)))
-    rows, fold, person = (np.concatenate(columns) for columns in zip(*parts, strict=True))
-    text = np.array([labels[p] for p in person])
-    classes = sorted(set(text[fold == 0].tolist()))
-    unknown = sorted(set(text.tolist()) - set(classes))
-    if unknown:
-        raise UserError(
-            f"{cfg.task.label_column}: expected every class among the participants of split train, found "
-            f"{unknown} only in val or {cfg.eval.split}"
-        )
-    return Cohort(rows, fold, np.searchsorted(classes, text), person, tuple(classes))
-
-
-def count_overlap(cfg: Config, cohort: Cohort, state: dict[str, Any], url: str) -> int:
-    """How many evaluated participants the checkpoint saw; UserError unless that is 0 or allowed."""
-    shared = np.intersect1d(cohort.person[cohort.fold == 2], state["participants"])
-    if len(shared) and not cfg.eval.allow_overlap:
-        raise UserError(
-            f"{url}: expected no participant of split {cfg.eval.split} in its pre-training, found "
-            f"{len(shared)} ({', '.join(shared[:3])}); eval.allow_overlap=true evaluates them all the same, "
-            "and the table says so"
-        )
-    return len(shared)
-
-
 def fingerprint(cfg: Config, store: PreparedStore, cohort: Cohort, checksum: str) -> str:
     """A hash of all that probe.json depends on: checkpoint, keys of the protocol, volumes, labels, folds."""
     sections, keys = ("task.", "probe.", "eval."), {*keys_with("identity"), "seed", "train.use_bf16"}
     used = {key: value for key, value in flatten(cfg) if key.startswith(sections) or key in keys}
     volumes = store.index.loc[cohort.rows, "checksum"].tolist()
-    table = [volumes, cohort.fold.tolist(), cohort.label.tolist(), cohort.person.tolist(), cohort.classes]
+    table = [
+        volumes,
+        cohort.fold.tolist(),
+        class_numbers(cohort).tolist(),
+        cohort.person.tolist(),
+        cohort.names,
+    ]
     text = json.dumps([FORMAT_VERSION, checksum, used, table], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()
 
@@ -163,7 +121,7 @@ def evaluate(cfg: Config, runtime: Runtime) -> dict[str, Any]:
     store = PreparedStore.open(cfg.data.store, cfg.data.storage_options, cfg.data.cache_dir)
     check_fit(cfg, store, state, url)
     cohort = read_cohort(cfg, store)
-    overlap = count_overlap(cfg, cohort, state, url)
+    overlap = count_overlap(cfg, cohort, state["participants"], url)
     path = storage.join(cfg.run.dir, "probe.json")
     question = fingerprint(cfg, store, cohort, state["checksum"])
     if storage.exists(path):
@@ -176,12 +134,12 @@ def evaluate(cfg: Config, runtime: Runtime) -> dict[str, Any]:
     draws = participant_draws(num_evaluated, cfg.probe.bootstrap_samples, cfg.seed)
 
     def probe(features: np.ndarray) -> Prediction:
-        return logistic_probe(*cohort.folds(features))
+        return logistic_probe(*probe_folds(cohort, features))
 
     log.info(
         "%d volumes, %d classes, %d evaluated participants",
         len(cohort.rows),
-        len(cohort.classes),
+        len(cohort.names),
         num_evaluated,
     )
     features = embed_rows(pretrained_encoder(cfg, state, url), cfg, store, cohort.rows, runtime)
@@ -216,7 +174,7 @@ def evaluate(cfg: Config, runtime: Runtime) -> dict[str, Any]:
         "checkpoint_sha256": state["checksum"],
         "step": state["step"],
         "label_column": cfg.task.label_column,
-        "classes": list(cohort.classes),
+        "classes": list(cohort.names),
         "split": cfg.eval.split,
         "n_participants": num_evaluated,
         "n_participants_train": len(np.unique(cohort.person[is_train])),
@@ -243,8 +201,10 @@ def cautions(cfg: Config, cohort: Cohort, overlap: int) -> list[str]:
         lines.append(
             "C was chosen on the evaluated participants (eval.split=val): the numbers are optimistic."
         )
-    evaluated = set(zip(cohort.person[cohort.fold == 2], cohort.label[cohort.fold == 2], strict=True))
-    smallest = min(sum(label == number for _, label in evaluated) for number in range(len(cohort.classes)))
+    evaluated = set(
+        zip(cohort.person[cohort.fold == 2], class_numbers(cohort)[cohort.fold == 2], strict=True)
+    )
+    smallest = min(sum(label == number for _, label in evaluated) for number in range(len(cohort.names)))
     if smallest < FEW_PER_CLASS:
         lines.append(
             f"The smallest class has {smallest} evaluated participants: intervals of so few are too "

@@ -21,8 +21,7 @@ from typing import Any
 import numpy as np
 
 from data_setup.store.reader import PreparedStore
-from finetuning import evaluate as probes
-from finetuning.cohort import EVALUATED, TRAIN, VAL, Cohort
+from finetuning.cohort import EVALUATED, TRAIN, VAL, Cohort, count_overlap, read_cohort
 from finetuning.embed import check_fit
 from finetuning.frozen import train_frozen
 from finetuning.source import open_source
@@ -40,19 +39,15 @@ def train(config: str, overrides: Sequence[str]) -> int:
     cfg = source.cfg
     if cfg.train.ckpt_dir is None:
         raise ConfigError("train.ckpt_dir: expected a folder for the head, found null")
+    if cfg.eval.protocol == "crossfit":
+        raise ConfigError(
+            "eval.protocol: expected official, found crossfit: a head has one training set; "
+            "finetuning.evaluate and finetuning.leaderboard train one a fold"
+        )
     store = PreparedStore.open(cfg.data.store, cfg.data.storage_options, cfg.data.cache_dir)
     check_fit(cfg, store, source.state, source.url)
-    known = probes.read_cohort(cfg, store)
-    overlap = probes.count_overlap(cfg, known, source.state, source.url)
-    cohort = Cohort(
-        "classification",
-        known.classes,
-        known.rows,
-        known.fold,
-        known.label[:, None].astype(np.float64),
-        known.person,
-        known.person,
-    )
+    cohort = read_cohort(cfg, store)
+    overlap = count_overlap(cfg, cohort, source.state["participants"], source.url)
     log.info("%s; pre-training saw %d of the evaluated participants", summary(cohort), overlap)
     if cfg.finetune.encoder == "trained":
         from finetuning.finetune import finetune
@@ -63,7 +58,7 @@ def train(config: str, overrides: Sequence[str]) -> int:
         raise UserError("finetune.encoder=frozen: expected one process, found torchrun with several")
     url, state = train_frozen(source, store, cohort, open_runtime(cfg.train.use_bf16))
     print(format_grid(state["validation"]))
-    print(f"head: {url}\nnext: python -m finetuning.evaluate --config {config} --checkpoint {url}")
+    print(f"head: {url}\nnext: python -m finetuning.evaluate --head {url}")
     return EXIT_FINISHED
 
 

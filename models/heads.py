@@ -20,6 +20,8 @@ from models.vit3d import NORM_EPS, Mlp
 
 HeadKind = Literal["linear", "mlp", "attentive"]
 HEAD_DIM = 64  # of an attention head, as in the encoders of models.vit3d
+# of a linear head, as fine-tuning of MAE has it (He et al. 2022): what a low learning rate would not unlearn
+INIT_STD = 2e-5
 MLP_RATIO = 4  # hidden units of the attentive head's MLP per unit of width, as in the encoders
 
 
@@ -30,6 +32,8 @@ class LinearHead(nn.Module):
         super().__init__()
         self.dropout = nn.Dropout(dropout)
         self.last = nn.Linear(2 * width, num_outputs)
+        nn.init.trunc_normal_(self.last.weight, std=INIT_STD)
+        nn.init.zeros_(self.last.bias)
 
     def forward(self, features_BF: Tensor) -> Tensor:
         return self.last(self.dropout(features_BF))

@@ -36,6 +36,11 @@ def test_every_head_reads_the_tokens_of_an_encoder_and_trains_all_its_weights(ki
     assert [name for name, p in head.named_parameters() if p.grad is None or not p.grad.any()] == []
 
 
+def test_a_linear_head_begins_without_an_opinion() -> None:
+    head = build_head("linear", WIDTH, 3, 16, 0.0)
+    assert head(torch.randn(50, 2 * WIDTH)).abs().max() < 0.01
+
+
 def test_an_unknown_head_is_named() -> None:
     with pytest.raises(ValueError, match="expected linear, mlp or attentive, found conv"):
         build_head("conv", WIDTH, 3, 16, 0.0)
@@ -92,6 +97,7 @@ def test_attentive_head_is_torchs_cross_attention() -> None:
 def test_a_rescaled_head_predicts_in_the_labels_unit(kind: str) -> None:
     torch.manual_seed(0)
     head = build_head(kind, WIDTH, 1, 16, 0.0).eval()
+    nn.init.normal_(head.last.bias)
     tokens, valid = torch.randn(4, TOKENS, WIDTH), torch.ones(4, TOKENS)
     standardised = apply_head(head, tokens, valid)
     rescale_output(head, 250.0, 30.0)

@@ -6,16 +6,18 @@ has both eyes, and devices are balanced over the classes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import torch
 from torch import nn
 
 from data_setup.resample import Resampled
-from data_setup.store.format import RECORD_COLUMNS
+from data_setup.store.format import INDEX_COLUMNS, RECORD_COLUMNS
+from data_setup.store.reader import PreparedStore
 from data_setup.store.writer import StoreWriter, measure
 from models.vjepa3d import VJEPA3D
 from utils.checkpoint import CheckpointWriter
@@ -126,3 +128,17 @@ def silence(module_: nn.Module) -> None:
     """All weights zero: every volume has the same features."""
     for parameter in module_.parameters():
         parameter.zero_()
+
+
+def index_store(records: Sequence[Mapping[str, Any]]) -> PreparedStore:
+    """A store that is an index alone, a row for each record: nothing can be read from its volumes."""
+    empty: dict[str, Any] = {"str": "", "bool": True, "int64": 0, "float64": 0.0}
+    rows = [
+        {name: empty[kind] for name, (kind, _) in INDEX_COLUMNS.items()}
+        | {"row": number, "status": "kept", "checksum": f"{number:032x}", "laterality": "L"}
+        | {"sop_instance_uid": f"1.2.{number}", "path": f"scans/{number}.dcm", "device": DEVICES[0]}
+        | dict(record)
+        for number, record in enumerate(records)
+    ]
+    index = pd.DataFrame(rows).astype({name: kind for name, (kind, _) in INDEX_COLUMNS.items()})
+    return PreparedStore("memory://store", None, None, {}, index.set_index("row", drop=False))

@@ -9,7 +9,7 @@ import difflib
 import math
 
 from utils.config.recipes import RECIPES, Recipe, recipe_of
-from utils.config.schema import Config, MethodConfig, leaves
+from utils.config.schema import Config, MethodConfig, TaskConfig, leaves
 from utils.errors import ConfigError
 
 BLOCK_KEYS = ("context_ratio", "target_ratio", "mask_blocks")
@@ -21,6 +21,7 @@ def check_rules(cfg: Config, where: str) -> None:
     try:
         _check_bounds(cfg)
         _check_sections(cfg)
+        _check_task(cfg.task)
         _check_method(cfg.method)
         _check_masks(cfg.method, recipe_of(cfg.method))
         _check_parts(cfg.method, recipe_of(cfg.method))
@@ -79,6 +80,17 @@ def _check_sections(cfg: Config) -> None:
     _require(share <= 1, "optim.cooldown_ratio", "warmup_ratio + cooldown_ratio <= 1", share)
     has_end = cfg.train.epochs is not None or cfg.train.max_steps is not None
     _require(has_end, "train.epochs", "epochs or max_steps", None)
+
+
+def _check_task(task: TaskConfig) -> None:
+    """Each kind of label has its own key: ordinal class_order, multilabel label_columns."""
+    for key, kind, least in (("class_order", "ordinal", 2), ("label_columns", "multilabel", 1)):
+        names = getattr(task, key)
+        if task.kind != kind:
+            _require(names is None, f"task.{key}", f"null with task.kind {task.kind}", names)
+            continue
+        different = names is not None and len(set(names)) == len(names) >= least
+        _require(different, f"task.{key}", f"{least} or more different names with task.kind {kind}", names)
 
 
 def check_recipe(method: MethodConfig, where: str) -> None:

@@ -19,8 +19,9 @@ from data_setup.store.reader import PreparedStore, VolumeReader
 from finetuning import finetune as loop
 from finetuning.cohort import EVALUATED, TRAIN, VAL, Cohort
 from finetuning.examples import Examples
-from finetuning.finetune import finetune
+from finetuning.finetune import finetune, metric_name
 from finetuning.head_file import open_head, predict_rows
+from finetuning.objective import METRICS
 from finetuning.source import Source, open_source
 from finetuning.tuned import TunedModel, layer_groups
 from finetuning.tuning import open_tuning
@@ -32,7 +33,8 @@ from tests.support.model_factory import small_config, uint8_batch, volumes
 from utils.checkpoint import load_checkpoint
 from utils.config.schema import Config
 from utils.errors import EXIT_STOPPED, UserError
-from utils.report.run_files import read_run
+from utils.report import cli as report
+from utils.report.run_files import TASK_SCORES, read_run
 from utils.runtime.processes import Group
 from utils.runtime.single import Runtime
 
@@ -52,7 +54,9 @@ def _two_blocks() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = make_world(tmp_path_factory.mktemp("world"))
-    (root / "store" / "prepare_report.json").write_text("{}")
+    counts = {"kept": 72, "rejected": {}, "synthetic": True, "run": {"audit": None}}
+    counts |= {"by_device": {}, "by_protocol": {}}
+    (root / "store" / "prepare_report.json").write_text(json.dumps(counts))
     save_checkpoint(config(root, root / "pretrained"))
     return root
 
@@ -137,7 +141,9 @@ def test_it_learns_a_planted_class_and_its_head_predicts_people_it_never_saw(
     assert run_task(world, tmp_path, "train.epochs=6") == 0
     scores = metrics(tmp_path, "val/balanced_accuracy")
     assert list(scores) == [EPOCH * n for n in range(1, 7)]
-    assert scores[EPOCH]["val/balanced_accuracy"] < 0.8, "the encoder is frozen until then"
+    first, last = (metrics(tmp_path, "train/loss")[step]["train/loss"] for step in (1, 6 * EPOCH))
+    assert first == pytest.approx(math.log(2), abs=0.02), "a new head has no opinion"
+    assert last < 0.4, "0.2 is the least that a label smoothing of 0.1 leaves"
     assert max(row["val/balanced_accuracy"] for row in scores.values()) > 0.9
     head = open_head(str(tmp_path))
     store = PreparedStore.open(head.cfg.data.store)
@@ -146,7 +152,15 @@ def test_it_learns_a_planted_class_and_its_head_predicts_people_it_never_saw(
     probabilities = predict_rows(head, store, cohort.rows[evaluated], RUNTIME)
     assert (probabilities.argmax(axis=1) == cohort.target[evaluated, 0]).mean() > 0.9
     assert head.state["validation"]["score"] == max(r["val/balanced_accuracy"] for r in scores.values())
-    assert read_run(tmp_path).series["val/loss"][0][0] == EPOCH, "the report reads it like any run"
+    report.main(["--run", str(tmp_path)])
+    page = (tmp_path / "report.html").read_text()
+    assert "fine-tuning report" in page
+    assert "Score of the task" in page
+    assert read_run(tmp_path).is_finetuning
+
+
+def test_the_report_knows_the_metric_of_every_kind() -> None:
+    assert {metric_name(metric) for metric in METRICS.values()} == set(TASK_SCORES)
 
 
 def test_rates_of_layers_are_those_of_a_table_made_by_hand() -> None:

@@ -73,6 +73,7 @@ def _finetune(
     log_start(tuning, progress)
     state = partial(checkpoint_state, tuning, progress)
     checkpoints = Checkpoints(cfg, runtime, progress, state, plan.keep_every, lease)
+    checkpoints.log_need([model.state_dict()] * 3, plan.total, bests=1)  # weights, and two moments of each
     stack.callback(checkpoints.wait)
     if progress.owes_validation:
         checkpoints.save(validate_now(tuning, progress, run_log), with_step=True)

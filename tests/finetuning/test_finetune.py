@@ -389,6 +389,8 @@ def test_another_encoder_or_another_truth_is_not_gone_on_with(world: Path, tmp_p
     cohort.target[0] = 1 - cohort.target[0]
     with pytest.raises(UserError, match=r"expected the labelled volumes of .* as the run began"):
         finetune(source, store, cohort, RUNTIME)
+    with pytest.raises(UserError, match=r"expected a run of 1 updates, .* as the run began, found another"):
+        run_task(world, tmp_path, "train.max_steps=2", "train.val_every_steps=1")
     with pytest.raises(UserError, match=r"train\.ckpt_dir: expected a folder for the best epoch, found null"):
         run_task(world, tmp_path, "train.ckpt_dir=null")
 
@@ -398,6 +400,8 @@ def test_the_head_file_of_another_kind_predicts_in_the_labels_own_unit(
     world: Path, tmp_path: Path, kind: str
 ) -> None:
     settings = ("train.epochs=4", "finetune.unfreeze_at_epoch=0", "finetune.label_smoothing=0")
+    if kind == "multilabel":
+        settings += ("task.label_columns=[a,b]",)
     assert run_task(world, tmp_path, *settings, kind=kind) == 0
     head = open_head(str(tmp_path))
     store = PreparedStore.open(head.cfg.data.store)

@@ -83,6 +83,16 @@ class TokenInputs:
         return tokens, torch.from_numpy(self.kept.valid(rows)).to(self.device)
 
 
+@dataclass(frozen=True)
+class Task:
+    """What the members are trained for, for every place of a cohort's rows."""
+
+    kind: str
+    target: Tensor  # [n, T], a regression's standardised
+    weight: Tensor  # [n, T], 0 but for TRAIN
+    label_smoothing: float
+
+
 class Grid:
     """Members of a head: parameters of their own, one AdamW whose groups have the members' rates."""
 
@@ -117,15 +127,21 @@ class Grid:
 
         return torch.vmap(one, randomness="same")(stacked)
 
-    def step(
-        self, inputs: tuple[Tensor, ...], kind: str, truth: Tensor, weight: Tensor, cfg: Config, scale: float
-    ) -> None:
-        """One update of all members; `scale`: the schedule's share of each learning rate."""
+    def step(self, inputs: Inputs, places: np.ndarray, task: Task, scale: float) -> None:
+        """One update of all members with the volumes at these places, `inputs.at_once` of them at a time;
+        `scale`: the schedule's share of each learning rate.
+        """
         self.head.train()
         self.optimizer.zero_grad()
-        for part in self.parts:
-            losses_GBT = row_losses(kind, self.outputs(part, inputs), truth, cfg.finetune.label_smoothing)
-            (losses_GBT * weight).mean(dim=(1, 2)).sum().backward()  # no member's gradient reaches another
+        for start in range(0, len(places), inputs.at_once):
+            some = places[start : start + inputs.at_once]
+            batch = inputs.read(some)
+            for part in self.parts:
+                losses_GBT = row_losses(
+                    task.kind, self.outputs(part, batch), task.target[some], task.label_smoothing
+                )
+                mean_G = (losses_GBT * task.weight[some]).mean(dim=2).sum(dim=1) / len(places)
+                mean_G.sum().backward()  # no member's gradient reaches another
         for group in self.optimizer.param_groups:
             group["lr"] = group["peak"] * scale
         self.optimizer.step()
@@ -176,10 +192,16 @@ def train_grid(cfg: Config, cohort: Cohort, inputs: Inputs, width: int, device: 
     """
     train, val = (np.flatnonzero(cohort.fold == fold) for fold in (TRAIN, VAL))
     centre, spread = target_scale(cohort)
-    target = torch.from_numpy((cohort.target - centre) / spread).to(device, torch.float32)
-    weight = torch.from_numpy(
-        row_weights(cohort.kind, cohort.target[train], cohort.person[train], cfg.finetune.class_weights)
-    ).to(device, torch.float32)
+    weight = np.zeros_like(cohort.target)
+    weight[train] = row_weights(
+        cohort.kind, cohort.target[train], cohort.person[train], cfg.finetune.class_weights
+    )
+    task = Task(
+        cohort.kind,
+        torch.from_numpy((cohort.target - centre) / spread).to(device, torch.float32),
+        torch.from_numpy(weight).to(device, torch.float32),
+        cfg.finetune.label_smoothing,
+    )
     size = min(cfg.train.global_batch_size, len(train))
     per_epoch = math.ceil(len(train) / size)
     total = num_updates(cfg, per_epoch)
@@ -198,9 +220,7 @@ def train_grid(cfg: Config, cohort: Cohort, inputs: Inputs, width: int, device: 
                 order = np.random.default_rng([cfg.seed, epoch]).permutation(len(train))
             chosen = order[place * size : (place + 1) * size]
             share = schedule(step, total, cfg.optim.warmup_ratio, cfg.optim.min_lr_ratio)
-            grid.step(
-                inputs.read(train[chosen]), cohort.kind, target[train[chosen]], weight[chosen], cfg, share
-            )
+            grid.step(inputs, train[chosen], task, share)
             if place + 1 == per_epoch or step + 1 == total:
                 _update_bests(bests, grid, cohort, inputs, val, (centre, spread), epoch + 1)
                 last = max(best.epoch for best in bests)

@@ -240,6 +240,31 @@ def test_regression_predicts_in_the_labels_unit(world: Path) -> None:
         train_grid(cfg, constant, inputs, WIDTH, CPU)
 
 
+class Tokens:
+    """Tokens in memory, so many at a time."""
+
+    def __init__(self, tokens: Tensor, at_once: int) -> None:
+        self.tokens, self.at_once = tokens, at_once
+
+    def read(self, places: np.ndarray) -> tuple[Tensor, ...]:
+        assert len(places) <= self.at_once
+        tokens = self.tokens[torch.from_numpy(places)]
+        return tokens, torch.ones(tokens.shape[:2])
+
+
+def test_what_is_read_at_once_changes_nothing(world: Path) -> None:
+    """Tokens of a batch need not fit into memory together."""
+    cohort, features = made_up("classification", classes(2), people=30)
+    tokens = torch.from_numpy(features).reshape(len(features), 2, WIDTH)
+    cfg = learning(world, "head.kind=attentive", "train.epochs=2", "head.learning_rates=[1e-3]")
+    whole, parts = (train_grid(cfg, cohort, Tokens(tokens, size), WIDTH, CPU).head for size in (100, 5))
+    torch.manual_seed(0)
+    start = build_head("attentive", WIDTH, 2, 8, 0.0)
+    seen = tokens, torch.ones(tokens.shape[:2])
+    assert (whole(*seen) - start(*seen)).abs().max() > 1e-2
+    torch.testing.assert_close(parts(*seen), whole(*seen), atol=1e-4, rtol=1e-3)
+
+
 @pytest.mark.parametrize("kind", ["ordinal", "multilabel"])
 def test_other_kinds_learn(world: Path, kind: str) -> None:
     target = classes(4)
@@ -493,9 +518,11 @@ def test_a_fine_tuned_encoder_is_that_of_the_head(probe: Path, world: Path, tmp_
 
 
 def test_a_head_refuses_what_it_was_not_trained_on(probe: Path, world: Path, tmp_path: Path) -> None:
-    other = save_checkpoint(config(world, tmp_path / "other"), step=41)  # the same weights, another run
+    other = save_checkpoint(config(world, tmp_path / "other"), step=41, participants=["val01", "test03"])
     with pytest.raises(CheckpointError, match=r"best_probe.pt: expected the encoder of .*head.pt, sha256"):
-        open_head(str(probe), encoder_url=other)
+        open_head(str(probe), encoder_url=other)  # the same weights, another run
+    with pytest.raises(UserError, match=r"split test in its pre-training, found 1 \(test03\)"):
+        main(["--config", TASK, "--checkpoint", other, f"run.dir={tmp_path / 'run'}"])
     head = open_head(str(probe))
     store = PreparedStore.open(head.cfg.data.store)
     for key, value in (("normalisation", "minmax"), ("geometry", {"image_size": [1, 2, 3]})):

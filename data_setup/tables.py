@@ -109,12 +109,10 @@ def _parquet_cells(url: str, options: StorageOptions) -> tuple[list[str], dict[i
 
 
 def _cell_text(cell: Any) -> str:
-    """A value as a text table writes it: a whole number without .0, true as 1, a date as ISO."""
+    """A value as a text table writes it: true as 1, a date as ISO."""
     if cell is None or (isinstance(cell, float) and math.isnan(cell)):
         return ""
     if isinstance(cell, bool):
-        return str(int(cell))
-    if isinstance(cell, float) and cell.is_integer():
         return str(int(cell))
     if isinstance(cell, (datetime.date, datetime.time)):
         return cell.isoformat()

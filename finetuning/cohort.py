@@ -248,12 +248,12 @@ def _require_people(cfg: Config, cohort: Cohort, where: str) -> None:
 
 def _strata(cohort: Cohort, num_quantiles: int) -> dict[str, Stratum]:
     """Person -> the distinct targets of its units; of a value the quantile of its mean."""
-    people = np.unique(cohort.person)
+    people, number = np.unique(cohort.person, return_inverse=True)
     if cohort.kind != "regression":
         rows: dict[str, set[tuple[float, ...]]] = {p: set() for p in people.tolist()}
         for person, target in zip(cohort.person.tolist(), cohort.target.tolist(), strict=True):
             rows[person].add(tuple(target))
         return {person: tuple(sorted(targets)) for person, targets in rows.items()}
-    mean = {p: float(cohort.target[cohort.person == p, 0].mean()) for p in people.tolist()}
-    ranked = sorted(mean, key=lambda p: (mean[p], p))
+    mean = np.bincount(number, cohort.target[:, 0]) / np.bincount(number)
+    ranked = people[np.argsort(mean, kind="stable")].tolist()
     return {p: ((float(n * num_quantiles // len(ranked)),),) for n, p in enumerate(ranked)}

@@ -359,6 +359,8 @@ def test_the_official_folds_are_the_splits(tmp_path: Path) -> None:
     assert cohort.unmatched == ("P900",)
     on_val = read_cohort(config_with(cfg, tmp_path, "eval.split=val"), store)
     assert people_of(on_val, VAL) == people_of(on_val, EVALUATED) == {"P004", "P005"}
+    on_left = read_cohort(config_with(cfg, tmp_path, "data.laterality_filter=[L]"), store)
+    assert on_left.rows.tolist() == list(range(0, 16, 2))
     assert [len(c.rows) for c in read_cohorts(cfg, store, {"P006"})] == [15]  # official: nobody is left out
     with pytest.raises(UserError, match=r"x\.pt: expected no participant of split test .* found 1 \(P006\)"):
         count_overlap(cfg, cohort, {"P006", "P000"}, "x.pt")

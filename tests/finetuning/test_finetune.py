@@ -32,7 +32,7 @@ from tests.support.finetune_factory import RUNTIME, config, make_world, save_che
 from tests.support.model_factory import small_config, uint8_batch, volumes
 from utils.checkpoint import load_checkpoint
 from utils.config.schema import Config
-from utils.errors import EXIT_STOPPED, UserError
+from utils.errors import EXIT_STOPPED, ConfigError, UserError
 from utils.report import cli as report
 from utils.report.run_files import TASK_SCORES, read_run
 from utils.runtime.processes import Group
@@ -437,3 +437,5 @@ def test_mixup_is_a_mixture_of_volumes_and_of_their_losses() -> None:
 def test_the_shipped_file_reads_as_a_whole_configuration(world: Path) -> None:
     cfg: Config = open_source(CONFIG, [f"model.checkpoint={world / 'pretrained'}"]).cfg
     assert (cfg.finetune.encoder, cfg.finetune.mixup, cfg.method.drop_path) == ("trained", 0.0, 0.1)
+    with pytest.raises(ConfigError, match=r"unfreeze_at_epoch: expected less than train\.epochs 3 .* found 3"):
+        open_task(world, world, "finetune.unfreeze_at_epoch=3")

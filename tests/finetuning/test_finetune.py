@@ -437,5 +437,7 @@ def test_mixup_is_a_mixture_of_volumes_and_of_their_losses() -> None:
 def test_the_shipped_file_reads_as_a_whole_configuration(world: Path) -> None:
     cfg: Config = open_source(CONFIG, [f"model.checkpoint={world / 'pretrained'}"]).cfg
     assert (cfg.finetune.encoder, cfg.finetune.mixup, cfg.method.drop_path) == ("trained", 0.0, 0.1)
-    with pytest.raises(ConfigError, match=r"unfreeze_at_epoch: expected less than train\.epochs 3 .* found 3"):
+    with pytest.raises(
+        ConfigError, match=r"unfreeze_at_epoch: expected less than train\.epochs 3 .* found 3"
+    ):
         open_task(world, world, "finetune.unfreeze_at_epoch=3")

@@ -73,6 +73,7 @@ def _finetune(
     log_start(tuning, progress)
     state = partial(checkpoint_state, tuning, progress)
     checkpoints = Checkpoints(cfg, runtime, progress, state, plan.keep_every, lease)
+    checkpoints.log_need([model.state_dict()] * 3, plan.total, bests=1)  # weights, and two moments of each
     stack.callback(checkpoints.wait)
     if progress.owes_validation:
         checkpoints.save(validate_now(tuning, progress, run_log), with_step=True)
@@ -153,12 +154,17 @@ def validate_now(tuning: Tuning, progress: Progress, run_log: RunLog | NoLog) ->
         return []
     progress.owes_validation = False
     metric = METRICS[tuning.cohort.kind]
-    run_log.metrics(progress.step, {"val/loss": loss, f"val/{metric.replace(' ', '_')}": score})
+    run_log.metrics(progress.step, {"val/loss": loss, metric_name(metric): score})
     if not progress.is_better(score, loss):
         return []
     epoch = progress.step / tuning.plan.epoch
     progress.best = {"metric": metric, "score": score, "loss": loss, "epoch": epoch, "step": progress.step}
     return [BEST]
+
+
+def metric_name(metric: str) -> str:
+    """The name of a metric of finetuning.objective in the log."""
+    return f"val/{metric.replace(' ', '_').lower()}"
 
 
 @torch.no_grad()
@@ -209,7 +215,8 @@ def finish(tuning: Tuning, progress: Progress, run_log: RunLog | NoLog) -> int:
         run_log.artifact("head", url)
         early = "" if progress.step == plan.total else ", early: no better validation since"
         log.info(
-            "finished at step %d of %d%s; best epoch %.3g: %s %.4f; head: %s",
+            "finished at step %d of %d%s; best epoch %.3g: %s %.4f; next: python -m finetuning.evaluate "
+            "--head %s",
             progress.step, plan.total, early, best["epoch"], best["metric"], best["score"], url,
         )  # fmt: skip
     return EXIT_FINISHED

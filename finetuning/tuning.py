@@ -167,6 +167,7 @@ def checkpoint_state(tuning: Tuning, progress: Progress) -> dict[str, Any]:
         "optimizer": tuning.optimizer.state_dict(),
         "progress": progress.state_dict(),
         "config": to_yaml(tuning.cfg),
+        "total_steps": tuning.plan.total,
         "encoder_checksum": tuning.source.state["checksum"],
         "normalisation": tuning.store.attrs["normalisation"],
         "synthetic": bool(tuning.store.attrs["synthetic"]),
@@ -217,6 +218,10 @@ def _read(tuning: Tuning) -> dict[str, Any] | None:
         )
     refuse_changes(config_of_yaml(state["config"], where), cfg, where, moved=keys_with("is_place"))
     expected = {
+        "total_steps": (
+            tuning.plan.total,
+            f"a run of {state['total_steps']} updates, which its rates rest on,",
+        ),
         "encoder_checksum": (source.state["checksum"], f"the checkpoint {source.url}"),
         "cohort_sha256": (
             cohort_checksum(tuning.cohort, tuning.store),

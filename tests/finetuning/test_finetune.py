@@ -19,8 +19,9 @@ from data_setup.store.reader import PreparedStore, VolumeReader
 from finetuning import finetune as loop
 from finetuning.cohort import EVALUATED, TRAIN, VAL, Cohort
 from finetuning.examples import Examples
-from finetuning.finetune import finetune
+from finetuning.finetune import finetune, metric_name
 from finetuning.head_file import open_head, predict_rows
+from finetuning.objective import METRICS
 from finetuning.source import Source, open_source
 from finetuning.tuned import TunedModel, layer_groups
 from finetuning.tuning import open_tuning
@@ -31,8 +32,9 @@ from tests.support.finetune_factory import RUNTIME, config, make_world, save_che
 from tests.support.model_factory import small_config, uint8_batch, volumes
 from utils.checkpoint import load_checkpoint
 from utils.config.schema import Config
-from utils.errors import EXIT_STOPPED, UserError
-from utils.report.run_files import read_run
+from utils.errors import EXIT_STOPPED, ConfigError, UserError
+from utils.report import cli as report
+from utils.report.run_files import TASK_SCORES, read_run
 from utils.runtime.processes import Group
 from utils.runtime.single import Runtime
 
@@ -52,7 +54,9 @@ def _two_blocks() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = make_world(tmp_path_factory.mktemp("world"))
-    (root / "store" / "prepare_report.json").write_text("{}")
+    counts = {"kept": 72, "rejected": {}, "synthetic": True, "run": {"audit": None}}
+    counts |= {"by_device": {}, "by_protocol": {}}
+    (root / "store" / "prepare_report.json").write_text(json.dumps(counts))
     save_checkpoint(config(root, root / "pretrained"))
     return root
 
@@ -137,7 +141,9 @@ def test_it_learns_a_planted_class_and_its_head_predicts_people_it_never_saw(
     assert run_task(world, tmp_path, "train.epochs=6") == 0
     scores = metrics(tmp_path, "val/balanced_accuracy")
     assert list(scores) == [EPOCH * n for n in range(1, 7)]
-    assert scores[EPOCH]["val/balanced_accuracy"] < 0.8, "the encoder is frozen until then"
+    first, last = (metrics(tmp_path, "train/loss")[step]["train/loss"] for step in (1, 6 * EPOCH))
+    assert first == pytest.approx(math.log(2), abs=0.02), "a new head has no opinion"
+    assert last < 0.4, "0.2 is the least that a label smoothing of 0.1 leaves"
     assert max(row["val/balanced_accuracy"] for row in scores.values()) > 0.9
     head = open_head(str(tmp_path))
     store = PreparedStore.open(head.cfg.data.store)
@@ -146,7 +152,15 @@ def test_it_learns_a_planted_class_and_its_head_predicts_people_it_never_saw(
     probabilities = predict_rows(head, store, cohort.rows[evaluated], RUNTIME)
     assert (probabilities.argmax(axis=1) == cohort.target[evaluated, 0]).mean() > 0.9
     assert head.state["validation"]["score"] == max(r["val/balanced_accuracy"] for r in scores.values())
-    assert read_run(tmp_path).series["val/loss"][0][0] == EPOCH, "the report reads it like any run"
+    report.main(["--run", str(tmp_path)])
+    page = (tmp_path / "report.html").read_text()
+    assert "fine-tuning report" in page
+    assert "Score of the task" in page
+    assert read_run(tmp_path).is_finetuning
+
+
+def test_the_report_knows_the_metric_of_every_kind() -> None:
+    assert {metric_name(metric) for metric in METRICS.values()} == set(TASK_SCORES)
 
 
 def test_rates_of_layers_are_those_of_a_table_made_by_hand() -> None:
@@ -271,11 +285,13 @@ def test_accumulation_changes_no_gradient(world: Path, tmp_path: Path) -> None:
             tuning = open_tuning(source, store, read_folds(store), RUNTIME)
             tuning.model.freeze(is_frozen=is_frozen)
             _, batches = tuning.examples.batches(RUNTIME, 3, 4)
-            parts = tuning.model, tuning.optimizer, next(batches), source.cfg, RUNTIME, 0.0
+            parts = tuning.model, tuning.optimizer, next(batches), source.cfg, RUNTIME, 0.016
             result = loop.update_model(*parts, is_frozen=is_frozen)
             gradients = {name: p.grad for name, p in tuning.model.named_parameters()}
             results.append((result.loss, result.grad_norm, gradients))
             assert (gradients["encoder.blocks.0.attn.qkv.weight"] is None) == is_frozen
+            rates = {group["lr"] for group in tuning.optimizer.param_groups}
+            assert sorted(rates) == pytest.approx([0.009, 0.012, 0.016])
         torch.testing.assert_close(results[1], results[0], rtol=1e-4, atol=1e-6)
 
 
@@ -373,6 +389,8 @@ def test_another_encoder_or_another_truth_is_not_gone_on_with(world: Path, tmp_p
     cohort.target[0] = 1 - cohort.target[0]
     with pytest.raises(UserError, match=r"expected the labelled volumes of .* as the run began"):
         finetune(source, store, cohort, RUNTIME)
+    with pytest.raises(UserError, match=r"expected a run of 1 updates, .* as the run began, found another"):
+        run_task(world, tmp_path, "train.max_steps=2", "train.val_every_steps=1")
     with pytest.raises(UserError, match=r"train\.ckpt_dir: expected a folder for the best epoch, found null"):
         run_task(world, tmp_path, "train.ckpt_dir=null")
 
@@ -382,6 +400,8 @@ def test_the_head_file_of_another_kind_predicts_in_the_labels_own_unit(
     world: Path, tmp_path: Path, kind: str
 ) -> None:
     settings = ("train.epochs=4", "finetune.unfreeze_at_epoch=0", "finetune.label_smoothing=0")
+    if kind == "multilabel":
+        settings += ("task.label_columns=[a,b]",)
     assert run_task(world, tmp_path, *settings, kind=kind) == 0
     head = open_head(str(tmp_path))
     store = PreparedStore.open(head.cfg.data.store)
@@ -389,7 +409,7 @@ def test_the_head_file_of_another_kind_predicts_in_the_labels_own_unit(
     chosen = cohort.fold == EVALUATED
     scores = predict_rows(head, store, cohort.rows[chosen], RUNTIME)
     spread = cohort.target.max() - cohort.target.min()
-    assert np.abs(scores - cohort.target[chosen]).mean() < 0.25 * spread
+    assert np.abs(scores - cohort.target[chosen]).mean() < 0.4 * spread, "half of it is chance"
 
 
 def test_mixup_is_a_mixture_of_volumes_and_of_their_losses() -> None:
@@ -417,3 +437,7 @@ def test_mixup_is_a_mixture_of_volumes_and_of_their_losses() -> None:
 def test_the_shipped_file_reads_as_a_whole_configuration(world: Path) -> None:
     cfg: Config = open_source(CONFIG, [f"model.checkpoint={world / 'pretrained'}"]).cfg
     assert (cfg.finetune.encoder, cfg.finetune.mixup, cfg.method.drop_path) == ("trained", 0.0, 0.1)
+    with pytest.raises(
+        ConfigError, match=r"unfreeze_at_epoch: expected less than train\.epochs 3 .* found 3"
+    ):
+        open_task(world, world, "finetune.unfreeze_at_epoch=3")

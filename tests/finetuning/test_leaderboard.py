@@ -229,6 +229,28 @@ def test_the_random_seed_is_chosen_on_validation(
     assert "(seed 0: 0.400, seed 1: 0.700, seed 2: 0.600)" in result.notes[0]
 
 
+def test_one_checkpoint_more_asks_for_its_own_answers_alone(
+    world: Path, runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+
+    def column(entry: Entry, question: Question) -> dict[str, Cell]:
+        asked.append(entry.label)
+        return {"linear": Cell((units([0, 1, 0, 1], [0, 1, 0, 1]),), (0.5,), 4)}
+
+    monkeypatch.setitem(columns.COLUMNS, "linear", column)
+    leaderboard(words(world, runs, tmp_path, columns=(), checkpoints=(str(runs / "good"),)), RUNTIME)
+    assert sorted(asked) == sorted(
+        ["good", *BASELINES, *(f"random initialisation (seed {seed})" for seed in range(3))]
+    )
+    asked.clear()
+    leaderboard(words(world, runs, tmp_path, columns=()), RUNTIME)
+    assert asked == ["silent"]
+    other = words(world, runs, tmp_path, "seed=7", columns=())
+    leaderboard(other, RUNTIME)
+    assert len(asked) == 9  # another question: everything
+
+
 def test_holm_by_hand() -> None:
     """Five tests; the second's 4 x .011 is above the third's 3 x .013, which therefore rises to it."""
     assert holm([0.5, 0.011, 0.001, 0.03, 0.013]) == pytest.approx([0.5, 0.044, 0.005, 0.06, 0.044])

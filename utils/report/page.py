@@ -16,12 +16,21 @@ from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 
 from utils.report import pictures, tree_check
-from utils.report.run_files import NO_PROBE, Run, findings, step_shares
+from utils.report.run_files import NO_PROBE, TASK_SCORES, Run, findings, step_shares
 from utils.report.tables import Table, cell, data_tables, number, probe_table, truth_tables
 
 # title, metric keys, what it means
 CHARTS: tuple[tuple[str, tuple[str, ...], str], ...] = (
-    ("Loss", ("train/loss", "val/loss"), "A low loss proves nothing: the target moves with the encoder."),
+    (
+        "Score of the task, on validation",
+        TASK_SCORES,
+        "Of participants, eyes or volumes as task.unit says; the best epoch is the one that is kept.",
+    ),
+    (
+        "Loss",
+        ("train/loss", "val/loss"),
+        "In pre-training a low loss proves nothing: the target moves with the encoder.",
+    ),
     (
         "Skill",
         ("val/skill_position", "val/skill_mean"),

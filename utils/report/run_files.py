@@ -25,6 +25,11 @@ ARMS = ("pretrained", "random_init")  # the two rows of probe.json that results.
 TRUTH_KEYS = ("control_step", "n_participants", "n_volumes", "n_tokens", "questions")
 STEP_PARTS = ("data_wait", "forward", "backward", "update", "logging", "other")
 INIT_WEIGHT_LIMIT = 0.1
+# what a fine-tuning logs; pre-training has none of them
+TASK_SCORES = tuple(
+    f"val/{name}"
+    for name in ("balanced_accuracy", "quadratic_kappa", "mean_auroc", "minus_the_squared_error")
+)
 NO_PROBE = "Not evaluated: this run has no probe.json. finetuning.evaluate writes it."
 
 
@@ -46,6 +51,10 @@ class Run:
     checked: dict[str, Any] | None  # the tree's check by its headers
     seconds: dict[str, float]
     snapshots: list[Path]
+
+    @property
+    def is_finetuning(self) -> bool:
+        return any(name in self.series for name in TASK_SCORES)
 
 
 def read_run(path: str | Path) -> Run:

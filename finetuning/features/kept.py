@@ -5,14 +5,14 @@ the tokens float16 [n, N, E] with their validity bool [n, N].
 
 Layout below `${run.dir}/../features`, which the runs beside each other share:
     ENCODER/about.json               what the name is a digest of, for people
-    ENCODER/pooled/PART.npz          digest [b] of each volume and its features [b, 2E]: one batch each
-    ENCODER/tokens/VOLUME.npz        tokens of one volume
+    ENCODER/pooled/VOLUME.npz        features [2E] of one volume
+    ENCODER/tokens/VOLUME.npz        tokens [N, E] of one volume
 
 ENCODER is a digest of the encoder's weights, of the configuration they rest on, of geometry, normalisation
 and precision; VOLUME is one of the voxels, the valid field and the intensity statistics of a volume. So a
-changed checkpoint or a volume prepared again has features of its own, and nothing can be out of date. Every
-file is written whole, after its batch: a kill costs one batch. A damaged file (the zip's CRC) is computed
-again. The folder may be removed at any time.
+changed checkpoint or a volume prepared again has features of its own, and nothing can be out of date. Only
+the files of the rows asked for are read. Every file is written whole, after its batch: a kill costs one
+batch. A damaged file (the zip's CRC) is computed again. The folder may be removed at any time.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import zipfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -47,6 +47,7 @@ from utils.errors import UserError
 from utils.runtime.single import Runtime
 
 FORMAT_VERSION = 1
+Kind = Literal["pooled", "tokens"]
 VOLUME_COLUMNS = (
     "checksum",
     *(f"valid_{a}{i}" for a in "dhw" for i in "01"),
@@ -83,39 +84,16 @@ class KeptFeatures:
 
     def pooled(self, rows: np.ndarray) -> np.ndarray:
         """Mean and standard deviation over valid tokens, float32 [n, 2E], in the order of `rows`."""
-        wanted = self._volumes(rows)
-        kept = self._read_parts(set(wanted))
-        missing = _first_rows(rows, wanted, kept)
-        for of_batch, tokens, valid in self.compute(missing):
-            features = self.runtime.to_torch(pool_tokens(tokens, valid)).cpu().numpy()
-            _require_finite(features, self.url)
-            names = self._volumes(of_batch)
-            self._write(f"pooled/{_digest(sorted(names))}.npz", volume=np.array(names), features=features)
-            kept.update(zip(names, features, strict=True))
-        return np.stack([kept[name] for name in wanted])
+        self._keep("pooled", rows)
+        return self._load("pooled", rows)
 
     def keep_tokens(self, rows: np.ndarray) -> None:
         """Compute the tokens of those rows that have none yet."""
-        names = self._volumes(rows)
-        there = set(storage.list_names(storage.join(self.url, "tokens")))
-        missing = _first_rows(rows, names, {name: None for name in names if f"{name}.npz" in there})
-        for of_batch, tokens, _ in self.compute(missing):
-            whole = self.runtime.to_torch(tokens).to(torch.float16).cpu().numpy()
-            _require_finite(whole, self.url)
-            for name, one in zip(self._volumes(of_batch), whole, strict=True):
-                self._write(f"tokens/{name}.npz", tokens=one)
+        self._keep("tokens", rows)
 
     def tokens(self, rows: np.ndarray) -> np.ndarray:
-        """Kept tokens float16 [n, N, E] of rows that `keep_tokens` has seen."""
-        volumes = []
-        for row, name in zip(rows, self._volumes(rows), strict=True):
-            content = self._read(f"tokens/{name}.npz")
-            if content is None:
-                self.keep_tokens(np.array([row]))
-                content = self._read(f"tokens/{name}.npz")
-            assert content is not None, name
-            volumes.append(content["tokens"])
-        return np.stack(volumes)
+        """Kept tokens float16 [n, N, E], in the order of `rows`."""
+        return self._load("tokens", rows)
 
     def valid(self, rows: np.ndarray) -> np.ndarray:
         """Which tokens lie in the acquired field, bool [n, N]; UserError for a volume without any."""
@@ -170,48 +148,51 @@ class KeptFeatures:
                 tokens = encoder(plain_view(on_device))
             yield of_batch, tokens.float(), on_device["context_valid"]
 
-    def _read_parts(self, wanted: set[str]) -> dict[str, np.ndarray]:
-        """Kept pooled features of the wanted volumes."""
-        kept: dict[str, np.ndarray] = {}
-        for name in storage.list_names(storage.join(self.url, "pooled")):
-            content = self._read(f"pooled/{name}")
-            if content is not None:
-                rows = zip(content["volume"].tolist(), content["features"], strict=True)
-                kept.update({volume: features for volume, features in rows if volume in wanted})
-        return kept
+    def _keep(self, kind: Kind, rows: np.ndarray) -> None:
+        """Compute what is missing, and write it batch by batch."""
+        there = set(storage.list_names(storage.join(self.url, kind)))
+        first: dict[str, int] = {}  # one row for each volume that is missing
+        for row, name in zip(rows.tolist(), self._volumes(rows), strict=True):
+            if f"{name}.npz" not in there:
+                first.setdefault(name, row)
+        for of_batch, tokens, valid in self.compute(np.array(sorted(first.values()), np.int64)):
+            if kind == "pooled":
+                values = self.runtime.to_torch(pool_tokens(tokens, valid))
+            else:
+                values = self.runtime.to_torch(tokens).to(torch.float16)
+            batch = values.cpu().numpy()
+            if not np.isfinite(batch).all():
+                raise UserError(f"{self.url}: expected finite features of the encoder, found NaN or infinity")
+            for name, features in zip(self._volumes(of_batch), batch, strict=True):
+                buffer = io.BytesIO()
+                np.savez(buffer, features=features)
+                storage.write_bytes(storage.join(self.url, kind, f"{name}.npz"), buffer.getvalue())
 
-    def _write(self, path: str, **arrays: np.ndarray) -> None:
-        buffer = io.BytesIO()
-        np.savez(buffer, **arrays)  # type: ignore[arg-type]  # numpy types allow_pickle, and no name else
-        storage.write_bytes(storage.join(self.url, path), buffer.getvalue())
+    def _load(self, kind: Kind, rows: np.ndarray) -> np.ndarray:
+        """What is kept of these rows, in their order; what is damaged or gone is computed again."""
+        volumes = []
+        for row, name in zip(rows, self._volumes(rows), strict=True):
+            features = self._read(f"{kind}/{name}.npz")
+            if features is None:
+                self._keep(kind, np.array([row]))
+                features = self._read(f"{kind}/{name}.npz")
+            assert features is not None, name
+            volumes.append(features)
+        return np.stack(volumes)
 
-    def _read(self, path: str) -> dict[str, np.ndarray] | None:
-        """The arrays of a kept file; None, and a warning, for a damaged one, which is removed."""
+    def _read(self, path: str) -> np.ndarray | None:
+        """The features of a kept file; None where there is none, or a damaged one, which is removed."""
         url = storage.join(self.url, path)
         if not storage.exists(url):
             return None
         try:
             with np.load(io.BytesIO(storage.read_bytes(url)), allow_pickle=False) as content:
-                return dict(content)
-        except (zipfile.BadZipFile, ValueError, EOFError) as error:
+                return np.array(content["features"])
+        except (zipfile.BadZipFile, ValueError, KeyError, EOFError) as error:
             log.warning("%s: damaged (%s); its features are computed again", url, error)
             storage.remove(url)
             return None
 
 
-def _first_rows(rows: np.ndarray, names: list[str], kept: dict[str, Any]) -> np.ndarray:
-    """One row for each volume that is not kept, ascending."""
-    first: dict[str, int] = {}
-    for row, name in zip(rows.tolist(), names, strict=True):
-        if name not in kept:
-            first.setdefault(name, row)
-    return np.array(sorted(first.values()), np.int64)
-
-
 def _digest(values: list[Any]) -> str:
     return hashlib.blake2b(json.dumps(values).encode(), digest_size=16).hexdigest()
-
-
-def _require_finite(features: np.ndarray, where: str) -> None:
-    if not np.isfinite(features).all():
-        raise UserError(f"{where}: expected finite features of the encoder, found NaN or infinity")

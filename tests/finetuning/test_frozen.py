@@ -55,7 +55,7 @@ def probe(checkpoint: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def made_up(kind: str, target: np.ndarray, people: int = 90, seed: int = 0) -> tuple[Cohort, np.ndarray]:
-    """Two volumes of each participant in three equal folds; features that target [people, T] decides."""
+    """Two volumes of each participant, half of them in TRAIN; features that target [people, T] decides."""
     rng = np.random.default_rng(seed)
     number = np.repeat(np.arange(people), 2)
     features = rng.normal(size=(2 * people, 2 * WIDTH)).astype(np.float32)
@@ -63,7 +63,15 @@ def made_up(kind: str, target: np.ndarray, people: int = 90, seed: int = 0) -> t
     person = np.array([f"p{n:03d}" for n in number])
     names = tuple(f"n{i}" for i in range(target.shape[1] if kind == "multilabel" else int(target.max()) + 1))
     names = ("value",) if kind == "regression" else names
-    return Cohort(kind, names, np.arange(2 * people), number % 3, target[number], person, person), features
+    return Cohort(
+        kind,
+        names,
+        np.arange(2 * people),
+        np.array([TRAIN, VAL, EVALUATED, TRAIN])[number % 4],
+        target[number],
+        person,
+        person,
+    ), features
 
 
 def learning(world: Path, *overrides: str) -> Config:
@@ -80,7 +88,7 @@ def pooled(cohort: Cohort, features: np.ndarray) -> PooledInputs:
 
 
 def classes(count: int, people: int = 90) -> np.ndarray:
-    return (np.arange(people) // 3 % count).astype(np.float64)[:, None]
+    return (np.arange(people) // 4 % count).astype(np.float64)[:, None]
 
 
 # ---- the grid
@@ -208,8 +216,8 @@ def test_training_stops_when_nothing_became_better(world: Path, monkeypatch: pyt
     train_grid(learning(world, "finetune.patience=2"), swapped, pooled(cohort, features), WIDTH, CPU)
     assert epochs == [1, 2, 3]
     epochs.clear()
-    train_grid(learning(world, "train.max_steps=6"), cohort, pooled(cohort, features), WIDTH, CPU)
-    assert epochs == [1, 2]  # four updates an epoch; what was begun is scored too
+    train_grid(learning(world, "train.max_steps=8"), cohort, pooled(cohort, features), WIDTH, CPU)
+    assert epochs == [1, 2]  # six updates an epoch; what was begun is scored too
 
 
 def test_a_member_that_diverges_is_left_out(world: Path) -> None:
@@ -395,9 +403,9 @@ def test_a_damaged_file_is_computed_again(kept: KeptFeatures, caplog: pytest.Log
         data = bytearray(file.read_bytes())
         data[len(data) // 2] ^= 1
         file.write_bytes(data)
-    np.testing.assert_array_equal(kept.pooled(rows), first)
-    assert batches(kept) == [4]
-    np.testing.assert_array_equal(kept.tokens(rows), tokens)
+    np.testing.assert_allclose(kept.pooled(rows), first, atol=1e-5)
+    assert batches(kept) == [1]
+    np.testing.assert_allclose(kept.tokens(rows), tokens, atol=2e-3)
     assert batches(kept) == [1]
     assert len(caplog.records) >= 2
     assert "its features are computed again" in caplog.text
@@ -522,7 +530,7 @@ def test_a_head_refuses_what_it_was_not_trained_on(probe: Path, world: Path, tmp
     with pytest.raises(CheckpointError, match=r"best_probe.pt: expected the encoder of .*head.pt, sha256"):
         open_head(str(probe), encoder_url=other)  # the same weights, another run
     with pytest.raises(UserError, match=r"split test in its pre-training, found 1 \(test03\)"):
-        main(["--config", TASK, "--checkpoint", other, f"run.dir={tmp_path / 'run'}"])
+        main(["--config", TASK, "--checkpoint", other, f"run.dir={tmp_path / 'run'}", *QUICK])
     head = open_head(str(probe))
     store = PreparedStore.open(head.cfg.data.store)
     for key, value in (("normalisation", "minmax"), ("geometry", {"image_size": [1, 2, 3]})):

@@ -42,6 +42,7 @@ from pretraining.train import train
 from tests.support.model_factory import nano_model, small_config, token_ids, volumes
 from tests.support.pipeline_factory import ROOT, SMOKE, pipeline_config, pipeline_overrides
 from tests.support.wandb_reader import history, run_ids
+from utils import run_training
 from utils.checkpoint import CheckpointWriter, list_steps, load_checkpoint
 from utils.errors import EXIT_STOPPED, ConfigError, UserError
 from utils.runtime.processes import Group
@@ -366,9 +367,11 @@ def test_a_failing_process_of_several_leaves_at_once_with_a_message(
     error: Exception, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     codes: list[int] = []
-    monkeypatch.setattr(loop, "leave", codes.append)
+    monkeypatch.setattr(run_training, "leave", codes.append)
     group = OfTwo()
-    loop._leave_word(Runtime(torch.device("cpu"), use_bf16=False, group=group), type(error), error, None)
+    run_training._leave_word(
+        Runtime(torch.device("cpu"), use_bf16=False, group=group), type(error), error, None
+    )
     if isinstance(error, UserError):  # utils.cli says it in one line, and leaves
         assert error.leaves_at_once
         assert (group.messages, codes) == ([("a mistake", 2)], [])

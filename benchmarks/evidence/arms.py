@@ -83,6 +83,9 @@ def _masks(*families: str) -> tuple[str, ...]:
     return (f"method.mask_blocks=[{','.join(families)}]",)
 
 
+FASTER = ("optim.base_lr=1e-3", "method.covariance_weight=0.01")
+HARDER = ("method.context_ratio=0.25", "method.target_ratio=0.55")
+
 RANDOM_ARM = Arm(RANDOM, "random initialisation", "recipe", is_trained=False)
 MAIN = (
     Arm("vjepa2", "vjepa2, vicreg 0.05 (as shipped)", "recipe"),
@@ -131,6 +134,29 @@ ABLATIONS = (
     ),
     Arm("lr_2e-4", "peak learning rate 2e-4", "learning rate", ("optim.base_lr=2e-4",)),
     Arm("lr_1e-3", "peak learning rate 1e-3", "learning rate", ("optim.base_lr=1e-3",)),
+    Arm("faster", "learning rate 1e-3, covariance 0.01", "two changes at once", FASTER),
+    Arm(
+        "faster_mismatched",
+        "the same, targets of another volume (control)",
+        "two changes at once",
+        (*FASTER, "method.control=mismatched_targets"),
+        compared_with="faster",
+    ),
+    Arm(
+        "faster_penalty_only",
+        "the same, nothing predicted (control)",
+        "two changes at once",
+        (*FASTER, "method.control=penalty_only"),
+        compared_with="faster",
+    ),
+    Arm("harder", "context .25, target .55", "task", HARDER),
+    Arm(
+        "faster_harder",
+        "learning rate 1e-3, covariance 0.01, context .25, target .55",
+        "task",
+        (*FASTER, *HARDER),
+        compared_with="faster",
+    ),
     Arm(
         "methods_eps_1e-8",
         "methods with AdamW's default eps",

@@ -24,7 +24,7 @@ from finetuning.metrics import PRIMARY
 from finetuning.power import MIN_PER_CLASS
 from finetuning.predictions import Predictions, Scored
 from finetuning.scorecard import difference, scorecard
-from finetuning.subgroups import subgroups
+from finetuning.subgroups import COLUMNS, subgroups
 from models.probes.intervals import verdict
 from utils import storage
 from utils.config.load import flatten
@@ -67,10 +67,10 @@ class Asked:
         return len(np.unique(np.concatenate(counts))) if fold == EVALUATED else min(map(len, counts))
 
     def fingerprint(self) -> str:
-        """A hash of all that the answer depends on: checkpoint, protocol, volumes, targets, folds."""
+        """A hash of all that the answer depends on: checkpoint, protocol, volumes, groups, targets, folds."""
         table = [
             [
-                self.store.index.loc[c.rows, "checksum"].tolist(),
+                self.store.index.loc[c.rows, ["checksum", *COLUMNS.values()]].astype(str).to_numpy().tolist(),
                 *(part.tolist() for part in (c.fold, c.target, c.unit, c.person)),
                 c.names,
             ]

@@ -372,3 +372,17 @@ def test_the_encoder_may_be_named_by_its_run(world: Path, tmp_path: Path, no_fig
     (tmp_path / "head" / "checkpoints" / "best_probe.pt").unlink()
     content = evaluate_head(str(tmp_path / "head"), [f"model.checkpoint={moved}"])
     assert content["subject"]["name"] == "head"
+
+
+@pytest.mark.parametrize("column", ["device", "laterality", "clinical_site", "age"])
+def test_a_corrected_index_is_another_question(world: Path, tmp_path: Path, column: str) -> None:
+    """Subgroups and the probe for the device rest on the index; its voxels are the same."""
+    cfg = config(world, tmp_path)
+    store = PreparedStore.open(cfg.data.store)
+    cohort = read_cohort(cfg, store)
+    index = store.index.copy()
+    first = cohort.rows[cohort.fold == EVALUATED][0]
+    index.loc[first, column] = 99 if column == "age" else "another"
+    corrected = PreparedStore("memory://store", None, None, store.attrs, index)
+    of = [Asked(cfg, s, (cohort,), 0, "checksum").fingerprint() for s in (store, corrected)]
+    assert of[0] != of[1]

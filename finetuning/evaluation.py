@@ -21,16 +21,16 @@ from finetuning.cohort import EVALUATED, TRAIN, VAL, Cohort
 from finetuning.evaluation_files import TITLES
 from finetuning.ledger import data_digest, record_look
 from finetuning.metrics import PRIMARY
-from finetuning.predictions import Scored
+from finetuning.power import MIN_PER_CLASS
+from finetuning.predictions import Predictions, Scored
 from finetuning.scorecard import difference, scorecard
-from finetuning.subgroups import subgroups
+from finetuning.subgroups import COLUMNS, subgroups
 from models.probes.intervals import verdict
 from utils import storage
 from utils.config.load import flatten
 from utils.config.schema import Config, keys_with
 
 FORMAT_VERSION = 2
-FEW_PER_CLASS = 5  # evaluated participants; below, the table says that its intervals are too narrow
 log = logging.getLogger(__name__)
 CLASSES = ("classification", "ordinal")  # the kinds whose truth is one class
 
@@ -67,10 +67,10 @@ class Asked:
         return len(np.unique(np.concatenate(counts))) if fold == EVALUATED else min(map(len, counts))
 
     def fingerprint(self) -> str:
-        """A hash of all that the answer depends on: checkpoint, protocol, volumes, targets, folds."""
+        """A hash of all that the answer depends on: checkpoint, protocol, volumes, groups, targets, folds."""
         table = [
             [
-                self.store.index.loc[c.rows, "checksum"].tolist(),
+                self.store.index.loc[c.rows, ["checksum", *COLUMNS.values()]].astype(str).to_numpy().tolist(),
                 *(part.tolist() for part in (c.fold, c.target, c.unit, c.person)),
                 c.names,
             ]
@@ -82,8 +82,7 @@ class Asked:
         """Count this look in the ledger of the store; None where no test participant is evaluated."""
         if self.cfg.eval.split != "test" and self.cfg.eval.protocol == "official":
             return None
-        parts = [data_digest(self.store, cohort) for cohort in self.cohorts]
-        data = parts[0] if len(parts) == 1 else _digest(parts)
+        data = data_digest(self.store, *self.cohorts)
         protocol = _digest(self._protocol())
         return record_look(self.store.url, self.checksum, data, protocol, what, self.cfg.data.storage_options)
 
@@ -156,7 +155,7 @@ def answer(
         "device_probe": None if device is None else scorecard(device, samples, seed),
         "device_sentence": device_sentence(device, samples, seed),
         "verdict": f"{verdict(mean, ci95, *words, metric)} This cohort could have shown {shown:.2f}.",
-        "cautions": [*_cautions(asked, counts), *cautions],
+        "cautions": [*_cautions(asked, people_of_classes(first) if is_class else None), *cautions],
         "notes": [
             *notes,
             f"Intervals: participant bootstrap, {_strata(is_class)}all units of a person drawn together; "
@@ -206,7 +205,7 @@ def device_sentence(device: Scored | None, samples: int, seed: int) -> str:
     )
 
 
-def _cautions(asked: Asked, counts: Sequence[int] | None) -> list[str]:
+def _cautions(asked: Asked, people: Sequence[int] | None) -> list[str]:
     """What weakens the verdict; shown wherever the verdict is."""
     cfg, lines = asked.cfg, []
     if asked.overlap:
@@ -219,16 +218,18 @@ def _cautions(asked: Asked, counts: Sequence[int] | None) -> list[str]:
             f"{asked.chosen} was chosen on the evaluated participants (eval.split=val): the numbers are "
             "optimistic."
         )
-    if counts is not None and min(counts) < FEW_PER_CLASS:
+    if people is not None and min(people) < MIN_PER_CLASS:
         lines.append(
-            f"The smallest class has {min(counts)} evaluated {_plural(cfg.task.unit)}: intervals of so few "
+            f"The smallest class has {min(people)} evaluated participants: below {MIN_PER_CLASS} intervals "
             "are too narrow, and nothing should be concluded from them."
         )
     return lines
 
 
-def _plural(unit: str) -> str:
-    return f"{unit}s"
+def people_of_classes(predictions: Predictions) -> list[int]:
+    """How many people have a unit of each class."""
+    truth = predictions.truth[:, 0]
+    return [len(np.unique(predictions.person[truth == c])) for c in range(len(predictions.names))]
 
 
 def _strata(is_class: bool) -> str:

@@ -219,7 +219,9 @@ def train_grid(cfg: Config, cohort: Cohort, inputs: Inputs, width: int, device: 
             if place == 0:
                 order = np.random.default_rng([cfg.seed, epoch]).permutation(len(train))
             chosen = order[place * size : (place + 1) * size]
-            share = schedule(step, total, cfg.optim.warmup_ratio, cfg.optim.min_lr_ratio)
+            share = 1.0
+            if cfg.optim.use_scheduler:
+                share = schedule(step, total, cfg.optim.warmup_ratio, cfg.optim.min_lr_ratio)
             grid.step(inputs, train[chosen], task, share)
             if place + 1 == per_epoch or step + 1 == total:
                 _update_bests(bests, grid, cohort, inputs, val, (centre, spread), epoch + 1)

@@ -24,7 +24,7 @@ from finetuning.cohort import TRAIN, VAL, Cohort
 from finetuning.embed import load_strictly, pretrained_encoder
 from finetuning.features.kept import KeptFeatures, features_folder
 from finetuning.objective import to_scores
-from finetuning.source import Source
+from finetuning.source import Source, find_checkpoint
 from models.heads import build_head, reads_tokens
 from models.probes.features import pool_tokens
 from models.vit3d import VisionTransformer3D
@@ -120,7 +120,8 @@ def write_head(cfg: Config, state: dict[str, Any]) -> str:
 
 
 def open_head(wanted: str, options: StorageOptions | None = None, encoder_url: str | None = None) -> Head:
-    """A head from its file or its run's folder, with its encoder: from `encoder_url`, else from where it was.
+    """A head from its file or its run's folder, with its encoder: from `encoder_url`, a file or a run's
+    folder, else from where it was.
 
     Raises CheckpointError for a damaged file, one that is no head's, or another encoder's checkpoint.
     """
@@ -164,7 +165,7 @@ def _encoder(
         encoder = build_encoder(cfg)
         load_strictly(encoder, state["encoder_weights"], f"{url}: encoder_weights")
         return encoder.eval().requires_grad_(False)
-    source = encoder_url or state["encoder"]["url"]
+    source = find_checkpoint(encoder_url or state["encoder"]["url"], options or StorageOptions())
     checkpoint = load_checkpoint(source, options)
     if checkpoint["checksum"] != state["encoder"]["checksum"]:
         raise CheckpointError(

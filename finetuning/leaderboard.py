@@ -183,8 +183,9 @@ def best_random(desk: Desk, sources: Sequence[Source], seeds: Sequence[int]) -> 
 
 def protocol_digest(cfg: Config, seeds: Sequence[int]) -> str:
     """How rows are judged: a hash of all keys that an answer depends on, the data's aside."""
-    sections = ("task.", "head.", "finetune.", "eval.", "optim.", "spatial.")
+    sections = ("task.", "head.", "finetune.", "eval.", "optim.", "spatial.", "augment.")
     keys = {"train.use_bf16", "train.epochs", "train.max_steps", "train.global_batch_size", "seed"}
+    keys |= {"method.dropout", "method.drop_path"}  # of an encoder that is trained
     changes_nothing = {"eval.batch_size", "eval.allow_overlap"}
     used = {
         key: value

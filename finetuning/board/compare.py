@@ -116,10 +116,11 @@ def could_have_shown(
 ) -> float:
     """The smallest difference of two means over seeds that these units show with 80 % power.
 
-    Balanced accuracy: finetuning.power with the disagreement of these rows; other metrics: from the spread of
-    the resampled difference. Before correction for many pairs.
+    Balanced accuracy: finetuning.power with the disagreement of these rows; other metrics, and several units
+    of a person: from the spread of the resampled difference. Before correction for many pairs.
     """
-    if PRIMARY[first[0].kind] != "balanced_accuracy":
+    is_one_each = len(np.unique(first[0].person)) == len(first[0].person)
+    if PRIMARY[first[0].kind] != "balanced_accuracy" or not is_one_each:
         return float(NUM_ERRORS * np.nanstd(draws_S))
     labels_U = first[0].truth[:, 0]
     right = [np.mean([decided(p.scores) == labels_U for p in seeds], axis=0) for seeds in (first, second)]

@@ -91,7 +91,7 @@ def logistic_probe(train: Fold, val: Fold, test: Fold, c_grid: Sequence[float] =
 def fit_logistic(train: Fold, val: Fold, c_grid: Sequence[float] = C_GRID) -> Fitted:
     """The probe of logistic_probe; the participants of `val` say whose volumes are pooled there."""
     _require_two_classes(train)
-    scale, num_classes = _standardise(train), _num_classes(train)
+    scale, num_classes = _standardise(train), max(_num_classes(train), _num_classes(val))
     train_x, weight = scale(train.features), _class_weights(train)
     best: tuple[tuple[float, float, float], Callable[[np.ndarray], np.ndarray]] | None = None
     for c in sorted(c_grid):
@@ -222,8 +222,8 @@ def _standardise(train: Fold) -> Callable[[np.ndarray], np.ndarray]:
     return lambda features: scaler.transform(features.astype(np.float64))
 
 
-def _num_classes(train: Fold) -> int:
-    return int(train.labels.max()) + 1
+def _num_classes(fold: Fold) -> int:
+    return int(fold.labels.max()) + 1
 
 
 def _class_weights(fold: Fold) -> np.ndarray:

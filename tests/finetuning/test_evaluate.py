@@ -72,7 +72,9 @@ def test_table_file_and_verdict(world: Path, tmp_path: Path, capsys: pytest.Capt
     assert (result["classes"], result["n_participants"], result["overlap"]) == (["a", "b"], 12, 0)
     difference = rows["pretrained"]["balanced_accuracy"] - rows["random_init"]["balanced_accuracy"]
     assert result["paired_difference"]["mean"] == pytest.approx(difference)
-    assert result["cautions"] == []
+    assert [text.partition(":")[0] for text in result["cautions"]] == [
+        "The smallest class has 6 evaluated participants"
+    ]
     print(module.format_table(result))
     assert capsys.readouterr().out.splitlines()[-1] == result["verdict"]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -16,13 +17,15 @@ from sklearn import metrics as sk
 
 from data_setup.store.reader import PreparedStore
 from finetuning import evaluation_files
-from finetuning.cohort import EVALUATED, VAL, Cohort, read_cohort
+from finetuning.cohort import EVALUATED, VAL, Cohort, crossfit_cohorts, read_cohort
 from finetuning.embed import embed_rows, random_encoder
 from finetuning.evaluate import evaluate, main
+from finetuning.evaluation import Asked, people_of_classes
 from finetuning.evaluation_files import predictions_table
 from finetuning.head_evaluation import evaluate_head
 from finetuning.head_file import Standardise, head_state, open_head, predict_rows, write_head
-from finetuning.predictions import Scored
+from finetuning.ledger import count_looks, data_digest
+from finetuning.predictions import Predictions, Scored
 from finetuning.probing import of_rows, permuted, probe
 from finetuning.scorecard import chance_of, difference, scorecard
 from finetuning.source import Source
@@ -330,3 +333,56 @@ def test_probes_of_labels_and_of_eyes(kind: str) -> None:
     one_class = replace(cohort, target=np.where(cohort.fold[:, None] == 0, 0.0, target))
     with pytest.raises(UserError, match="expected two classes among the training participants, found one"):
         probe([one_class], of_rows(cohort.rows, features.astype(np.float32)))
+
+
+def test_a_look_at_all_folds_counts_with_those_of_the_leaderboard(world: Path, tmp_path: Path) -> None:
+    cfg = config(world, tmp_path, "eval.protocol=crossfit", "eval.folds=4")
+    store = PreparedStore.open(cfg.data.store)
+    cohorts = crossfit_cohorts(cfg, store, [])
+    of_leaderboard = data_digest(store, *cohorts)
+    assert Asked(cfg, store, tuple(cohorts), 0, "checksum").look("a probe") == 1
+    assert count_looks(store.url, of_leaderboard) == 1
+
+
+def of_people(person: np.ndarray, truth: np.ndarray, chosen: np.ndarray) -> Predictions:
+    """Predictions of two classes for units of these people."""
+    unit = np.array([f"{name}_{number}" for number, name in enumerate(person)])
+    return Predictions(
+        "classification", ("a", "b"), unit, person, truth[:, None].astype(float), np.eye(2)[chosen]
+    )
+
+
+def test_a_second_eye_like_the_first_shows_nothing_more() -> None:
+    """What a cohort could have shown, and how small its classes are, goes by people, not by units."""
+    rng = np.random.default_rng(0)
+    person, truth = np.array([f"p{n:03d}" for n in range(400)]), np.arange(400) % 2
+    first, second = (np.where(rng.random(400) < 0.7, truth, 1 - truth) for _ in range(2))
+    one_eye = [of_people(person, truth, chosen) for chosen in (first, second)]
+    two_eyes = [of_people(*(np.repeat(v, 2) for v in (person, truth, chosen))) for chosen in (first, second)]
+    of_one, of_two = (difference(*pair, 2000, 0) for pair in (one_eye, two_eyes))
+    assert of_two[0] == of_one[0]
+    assert of_two[2] == pytest.approx(of_one[2], rel=0.1)
+    assert people_of_classes(two_eyes[0]) == people_of_classes(one_eye[0]) == [200, 200]
+
+
+def test_the_encoder_may_be_named_by_its_run(world: Path, tmp_path: Path, no_figures: None) -> None:
+    save_head(world, tmp_path / "head")
+    moved = tmp_path / "elsewhere"
+    shutil.copytree(tmp_path / "head" / "checkpoints", moved / "checkpoints")
+    (tmp_path / "head" / "checkpoints" / "best_probe.pt").unlink()
+    content = evaluate_head(str(tmp_path / "head"), [f"model.checkpoint={moved}"])
+    assert content["subject"]["name"] == "head"
+
+
+@pytest.mark.parametrize("column", ["device", "laterality", "clinical_site", "age"])
+def test_a_corrected_index_is_another_question(world: Path, tmp_path: Path, column: str) -> None:
+    """Subgroups and the probe for the device rest on the index; its voxels are the same."""
+    cfg = config(world, tmp_path)
+    store = PreparedStore.open(cfg.data.store)
+    cohort = read_cohort(cfg, store)
+    index = store.index.copy()
+    first = cohort.rows[cohort.fold == EVALUATED][0]
+    index.loc[first, column] = 99 if column == "age" else "another"
+    corrected = PreparedStore("memory://store", None, None, store.attrs, index)
+    of = [Asked(cfg, s, (cohort,), 0, "checksum").fingerprint() for s in (store, corrected)]
+    assert of[0] != of[1]

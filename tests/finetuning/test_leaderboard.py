@@ -26,7 +26,7 @@ from finetuning.board.rows import Board
 from finetuning.board.slices import SliceEncoder
 from finetuning.board.words import Words, parse
 from finetuning.cohort import EVALUATED, TRAIN, VAL, Cohort, read_cohort
-from finetuning.leaderboard import leaderboard
+from finetuning.leaderboard import leaderboard, protocol_digest
 from finetuning.metrics import bootstrap_counts, measure
 from finetuning.predictions import Predictions, pool
 from finetuning.probing import Features, Probed
@@ -479,3 +479,33 @@ def test_all_rows_and_columns_together(world: Path, runs: Path, tmp_path: Path) 
     table = write_pages(result).split("## Rows by validation")[1]
     assert "attentive, val" in table
     assert "- | - | -" in table
+
+
+@pytest.mark.parametrize(
+    ("change", "is_another"),
+    [
+        ("augment.flip_w_prob=0", True),
+        ("method.drop_path=0.3", True),
+        ("method.dropout=0.2", True),
+        ("finetune.layer_decay=0.5", True),
+        ("eval.batch_size=3", False),
+    ],
+)
+def test_what_training_rests_on_is_part_of_the_question(
+    world: Path, tmp_path: Path, change: str, is_another: bool
+) -> None:
+    """Or fine-tuned answers with another augmentation would be reused."""
+    of = [protocol_digest(config(world, tmp_path, *words), [0]) for words in ((), (change,))]
+    assert (of[0] != of[1]) is is_another
+
+
+def test_a_device_may_lack_a_class_that_validation_has() -> None:
+    """Trained on two classes of three: the third is never predicted, and that is no error."""
+    fold = np.repeat([TRAIN, VAL, EVALUATED], [8, 6, 6])
+    label = np.array([0, 1] * 4 + [0, 1, 2] * 4, float)
+    person = np.array([f"p{number:02d}" for number in range(20)])
+    cohort = Cohort("classification", ("a", "b", "c"), np.arange(20), fold, label[:, None], person, person)
+    probed = probing.probe([cohort], lambda of: label[:, None] + 0.1)
+    scores = probed.scored.evaluated().scores
+    assert scores.shape == (6, 3)
+    assert not scores[:, 2].any()

@@ -12,7 +12,7 @@ PARTICIPANTS := 120
 PHANTOM = test -f runs/phantom/synthetic.json || $(PY) -m data_setup.phantom --out runs/phantom --participants $(PARTICIPANTS) --seed 0 --size small --faults
 COMPARE := runs/compare
 STEPS := 160
-# 15 encoders are fine-tuned (5 rows, 3 seeds): one epoch of small batches each, or it would take hours
+# 15 encoders are fine-tuned (5 rows, 3 seeds), so one epoch of small batches each
 COLUMNS := fine-tuned
 TUNING := train.epochs=1 train.global_batch_size=8 train.per_core_batch_size=8
 SINGLE_DOMAIN := data.list_strategy=single_domain data.device_filter=[zeiss_cirrus]

@@ -112,7 +112,7 @@ clean-demo: ## remove what demo made
 
 LEADERBOARD = $(PY) -m finetuning.leaderboard --config configs/cls_linear_probe.yaml --checkpoints \
     $(COMPARE)/multi_domain $(COMPARE)/single_domain_seed_0 $(COMPARE)/single_domain_seed_1 \
-    --control $(COMPARE)/two_steps --columns '$(COLUMNS)' run.dir=$(COMPARE) $(TUNING)
+    --control $(COMPARE)/two_steps --columns '$(COLUMNS)' run.dir=$(COMPARE)/task $(TUNING)
 
 # one pre-training of compare: $(call pretrain,name,overrides)
 define pretrain

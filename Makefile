@@ -9,11 +9,19 @@ RUN := runs/smoke_test
 CONTROL := runs/smoke_control
 CONFIG := configs/smoke_test.yaml
 PARTICIPANTS := 120
+PHANTOM = test -f runs/phantom/synthetic.json || $(PY) -m data_setup.phantom --out runs/phantom --participants $(PARTICIPANTS) --seed 0 --size small --faults
+COMPARE := runs/compare
+STEPS := 160
+# 15 encoders are fine-tuned (5 rows, 3 seeds), so one epoch of small batches each
+COLUMNS := fine-tuned
+TUNING := train.epochs=1 train.global_batch_size=8 train.per_core_batch_size=8
+SINGLE_DOMAIN := data.list_strategy=single_domain data.device_filter=[zeiss_cirrus]
 # two test files at a time, one thread each: faster on two cores than one file with two threads
 PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist loadfile
 
 .DEFAULT_GOAL := help
-.PHONY: help install lock lock-tpu test test-slow test-gpu test-xla soak tpu-fit-env lint demo clean-demo
+.PHONY: help install lock lock-tpu test test-slow test-gpu test-xla soak tpu-fit-env lint demo clean-demo compare \
+    clean-compare
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -84,14 +92,14 @@ lint: install ## ruff check and format, types by mypy
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
 
-# one timed stage of the demo: $(call stage,name,command)
+# one timed stage of demo or compare: $(call stage,name,command)
 define stage
 	@echo "== $(1)" && mkdir -p $(RUN) && start=$$(date +%s) && $(2) && \
 	printf '%s\t%s\n' $(1) $$(( $$(date +%s) - start )) >> $(RUN)/stages.tsv
 endef
 
 demo: install ## phantom data -> store -> pre-training -> truth and probe -> report, in minutes on a CPU
-	$(call stage,phantom,test -f runs/phantom/synthetic.json || $(PY) -m data_setup.phantom --out runs/phantom --participants $(PARTICIPANTS) --seed 0 --size small --faults)
+	$(call stage,phantom,$(PHANTOM))
 	$(call stage,prepare,$(PY) -m data_setup.prepare --config $(CONFIG))
 	$(call stage,pretrain,$(PY) -m pretraining.train --config $(CONFIG))
 	$(call stage,control,$(PY) -m pretraining.train --config $(CONFIG) run.dir=$(CONTROL) train.max_steps=2 wandb.mode=disabled)
@@ -101,3 +109,28 @@ demo: install ## phantom data -> store -> pre-training -> truth and probe -> rep
 
 clean-demo: ## remove what demo made
 	rm -rf runs/phantom runs/.phantom.phantom-partial runs/phantom_store $(RUN) $(CONTROL)
+
+LEADERBOARD = $(PY) -m finetuning.leaderboard --config configs/cls_linear_probe.yaml --checkpoints \
+    $(COMPARE)/multi_domain $(COMPARE)/single_domain_seed_0 $(COMPARE)/single_domain_seed_1 \
+    --control $(COMPARE)/two_steps --columns '$(COLUMNS)' run.dir=$(COMPARE)/task $(TUNING)
+
+# one pre-training of compare: $(call pretrain,name,overrides)
+define pretrain
+	$(call stage,$(1),$(PY) -m pretraining.train --config $(CONFIG) run.dir=$(COMPARE)/$(1) wandb.mode=disabled $(2))
+endef
+
+# the first checkpoint's store and filters are the leaderboard's: multi-domain, or one device alone would be evaluated
+compare: RUN := $(COMPARE)
+compare: install ## three pre-trainings (two seeds of one device, all devices) side by side, on the phantom
+	$(call stage,phantom,$(PHANTOM))
+	$(call stage,prepare,$(PY) -m data_setup.prepare --config $(CONFIG))
+	$(call pretrain,multi_domain,train.max_steps=$(STEPS))
+	$(call pretrain,single_domain_seed_0,train.max_steps=$(STEPS) $(SINGLE_DOMAIN))
+	$(call pretrain,single_domain_seed_1,train.max_steps=$(STEPS) $(SINGLE_DOMAIN) seed=1)
+	$(call pretrain,two_steps,train.max_steps=2)
+	$(call stage,leaderboard,$(LEADERBOARD))
+	@awk '{ seconds[$$1] += $$2; if (!($$1 in order)) { order[$$1] = ++n; name[n] = $$1 } } \
+	    END { printf "seconds"; for (i = 1; i <= n; i++) printf "  %s %d", name[i], seconds[name[i]]; print "" }' $(RUN)/stages.tsv
+
+clean-compare: ## remove what compare made; the phantom and its store are the demo's: clean-demo
+	rm -rf $(COMPARE)

@@ -47,6 +47,7 @@ from finetuning.board.entries import (
 )
 from finetuning.board.page import write_pages
 from finetuning.board.rows import Board, Row
+from finetuning.board.seeds import origin_of
 from finetuning.board.words import Words, parse
 from finetuning.cohort import Cohort, count_overlap, read_cohorts
 from finetuning.ledger import count_looks, data_digest, record_look
@@ -142,7 +143,10 @@ def leaderboard(words: Words, runtime: Runtime | None = None) -> Board:
     ]
     look = desk.look or count_looks(cfg.data.store, data_digest(store, *cohorts), cfg.data.storage_options)
     answered.sort(key=lambda row: -row.val)
-    return Board(cfg, store, cohorts, seeds, columns, answered, notes, look, desk.look is not None, folder)
+    count = len(words.checkpoints)
+    origins = {e.label: origin_of(s) for e, s in zip(entries[:count], sources[:count], strict=True)}
+    is_new = desk.look is not None
+    return Board(cfg, store, cohorts, seeds, columns, answered, origins, notes, look, is_new, folder)
 
 
 def entries_of(words: Words, volumes: Volumes, sources: Sequence[Source]) -> list[Entry]:

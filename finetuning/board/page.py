@@ -19,6 +19,7 @@ from matplotlib.figure import Figure
 from finetuning.board.columns import DEVICES, LINEAR, LOW_SHOT
 from finetuning.board.compare import Comparison, Estimate, compare, estimate
 from finetuning.board.rows import Board, Row
+from finetuning.board.seeds import seed_sentences
 from finetuning.cohort import EVALUATED, TRAIN, VAL
 from finetuning.metrics import PRIMARY
 from finetuning.power import ALPHA, MIN_PER_CLASS
@@ -99,7 +100,8 @@ def sentences(board: Board, results: Results) -> list[str]:
         lines.append(
             f"The pair that disagrees most could have shown {smallest:.3f} (80 % power, before correction)."
         )
-    return [*lines, *verdicts(board, results), *cautions(board), *board.notes]
+    lines += [*verdicts(board, results), *seed_sentences(board.origins, results.comparisons)]
+    return [*lines, *cautions(board), *board.notes]
 
 
 def _where(board: Board) -> str:

@@ -64,10 +64,10 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def runs(world: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two runs: `good` of random weights, `silent` whose features are all equal."""
+    """Two runs: `good` of random weights, `silent` of another seed, whose features are all equal."""
     root = tmp_path_factory.mktemp("runs")
     save_checkpoint(config(world, root / "good"))
-    save_checkpoint(config(world, root / "silent"), lambda model: silence(model.target_encoder))
+    save_checkpoint(config(world, root / "silent", "seed=1"), lambda model: silence(model.target_encoder))
     return root
 
 
@@ -118,6 +118,7 @@ def test_pages(board: Board) -> None:
     assert "25 % (" in text
     assert f"without {DEVICES[0]}" in text
     assert "p (Holm)" in text
+    assert "linear: seeds of one recipe, good (seed 0, step 40) and silent (seed 1, step 40), are" in text
     page = (folder / "leaderboard.html").read_text()
     assert "data:image/png;base64," in page
     assert "On synthetic data" in page

@@ -29,6 +29,7 @@ import numpy as np
 from sklearn.decomposition import PCA
 
 from data_setup.store.reader import PreparedStore
+from finetuning import source
 from finetuning.cohort import EVALUATED, TRAIN, Cohort, count_overlap, read_cohorts
 from finetuning.embed import (
     check_fit,
@@ -45,7 +46,8 @@ from finetuning.metrics import PRIMARY, observed
 from finetuning.probing import Probed, device_cohorts, judged_by, of_rows, permuted, probe
 from utils import storage
 from utils.checkpoint import load_checkpoint
-from utils.cli import parse_cli, run_cli
+from utils.cli import parse_words, run_cli
+from utils.config.load import load_config
 from utils.config.schema import Config
 from utils.errors import UserError
 from utils.log import setup_logging
@@ -63,7 +65,7 @@ log = logging.getLogger(__name__)
 def find_checkpoint(cfg: Config) -> str:
     """model.checkpoint, else best_probe.pt of this run; UserError names the missing file."""
     if cfg.model.checkpoint is not None:
-        return cfg.model.checkpoint
+        return source.find_checkpoint(cfg.model.checkpoint, cfg.data.storage_options)
     if cfg.train.ckpt_dir is None:
         raise UserError("model.checkpoint: expected a checkpoint, found null, and train.ckpt_dir is null too")
     url = storage.join(cfg.train.ckpt_dir, "best_probe.pt")
@@ -121,9 +123,12 @@ def _evaluate(asked: Asked, state: dict[str, Any], url: str, runtime: Runtime) -
         {"name": "probe", "url": url, "sha256": state["checksum"], "step": state["step"]},
         notes,
     )
+    of_report = storage.join(cfg.run.dir, "probe.json")
     if content["kind"] in CLASSES:
         text = json.dumps(short_table(content), indent=1, allow_nan=False) + "\n"
-        storage.write_text(storage.join(cfg.run.dir, "probe.json"), text)
+        storage.write_text(of_report, text)
+    elif storage.exists(of_report):  # the table of another task, which the report would show
+        storage.remove(of_report)
     write_evaluation(cfg.run.dir, content, {row.name: row.scored for row in rows}, store.index)
     return content
 
@@ -246,7 +251,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         args = parser.parse_intermixed_args(words)
         print(markdown(evaluate_head(args.head, args.overrides)))
         return
-    cfg, _ = parse_cli("finetuning.evaluate", __doc__ or "", words)
+    asked = parse_words("finetuning.evaluate", __doc__ or "", words)
+    if source.is_task_file(asked.config):
+        cfg = source.open_source(asked.config, asked.overrides).cfg
+    else:
+        cfg = load_config(asked.config, asked.overrides)
     print(format_table(evaluate(cfg, open_runtime(cfg.train.use_bf16))))
 
 

@@ -98,7 +98,7 @@ def head_state(
             "label_column": column,
             "unit": cfg.task.unit,
         },
-        "encoder": {"url": source.url, "checksum": source.state["checksum"]},
+        "encoder": {"url": storage.absolute(source.url), "checksum": source.state["checksum"]},
         "encoder_weights": encoder_weights,
         "normalisation": store.attrs["normalisation"],
         "geometry": store.attrs["geometry"],

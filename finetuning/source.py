@@ -74,6 +74,17 @@ def find_checkpoint(wanted: str, options: StorageOptions) -> str:
     )
 
 
+def is_task_file(path: str | Path) -> bool:
+    """Whether a file of configs/ names no method: that of a task, which stands on a checkpoint. False for a
+    file that cannot be read: load_config says what is wrong.
+    """
+    try:
+        loaded = OmegaConf.load(path)
+    except (OSError, UnicodeDecodeError, yaml.YAMLError):
+        return False
+    return OmegaConf.is_dict(loaded) and "method" not in loaded
+
+
 def _written(path: str | Path, overrides: Sequence[str]) -> Any:
     """The file and the overrides, unchecked: load_config checks them, and says what is wrong."""
     if not Path(path).is_file():

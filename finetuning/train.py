@@ -24,9 +24,13 @@ from data_setup.store.reader import PreparedStore
 from finetuning.cohort import EVALUATED, TRAIN, VAL, Cohort, count_overlap, read_cohort
 from finetuning.embed import check_fit
 from finetuning.frozen import train_frozen
-from finetuning.source import open_source
+from finetuning.head_file import NAME
+from finetuning.source import Source, open_source
+from utils import storage
+from utils.checkpoint import load_checkpoint
 from utils.errors import EXIT_FINISHED, ConfigError, UserError
 from utils.log import setup_logging
+from utils.run_dir import claim_run_dir, held_run
 from utils.run_training import open_engine
 from utils.runtime.open import open_runtime
 
@@ -56,10 +60,30 @@ def train(config: str, overrides: Sequence[str]) -> int:
             return finetune(source, store, cohort, runtime)
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise UserError("finetune.encoder=frozen: expected one process, found torchrun with several")
-    url, state = train_frozen(source, store, cohort, open_runtime(cfg.train.use_bf16))
+    runtime = open_runtime(cfg.train.use_bf16)
+    with held_run(cfg, runtime):  # the folder of another run keeps its files
+        refuse_another_encoder(source)
+        url, state = train_frozen(source, store, cohort, runtime)
+        claim_run_dir(cfg, runtime)
     print(format_grid(state["validation"]))
     print(f"head: {url}\nnext: python -m finetuning.evaluate --head {url}")
     return EXIT_FINISHED
+
+
+def refuse_another_encoder(source: Source) -> None:
+    """Raise UserError where the run's head was trained on another checkpoint: model.checkpoint may change,
+    and the head would be overwritten.
+    """
+    cfg = source.cfg
+    url = storage.join(str(cfg.train.ckpt_dir), f"{NAME}.pt")
+    if not storage.exists(url, cfg.data.storage_options):
+        return
+    trained_on = load_checkpoint(url, cfg.data.storage_options)["encoder"]["checksum"]
+    if trained_on != source.state["checksum"]:
+        raise UserError(
+            f"{url}: expected a head of {source.url}, sha256 {source.state['checksum'][:12]}, found one of "
+            f"{trained_on[:12]}; use another run.dir"
+        )
 
 
 def summary(cohort: Cohort) -> str:

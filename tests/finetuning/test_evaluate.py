@@ -234,6 +234,26 @@ def test_a_missing_checkpoint_is_named(
     assert capsys.readouterr().err.count("\n") == 1
 
 
+def test_a_tasks_file_and_the_folder_of_a_run_are_evaluated(world: Path, tmp_path: Path) -> None:
+    """As finetuning.train takes them; a table of classes does not outlive another task in the same folder."""
+    save_checkpoint(config(world, tmp_path / "run"))
+    task = str(CONFIG.with_name("cls_linear_probe.yaml"))
+    changes = ["probe.random_init_seeds=1", "probe.bootstrap_samples=20", "data.workers=0"]
+    command = [
+        "--config",
+        task,
+        "--checkpoint",
+        str(tmp_path / "run"),
+        f"run.dir={tmp_path / 'task'}",
+        *changes,
+    ]
+    main(command)
+    assert json.loads((tmp_path / "task" / "probe.json").read_text())["classes"] == ["a", "b"]
+    main([*command, "task.kind=regression", "task.label_column=band_rows"])
+    assert json.loads((tmp_path / "task" / "evaluation.json").read_text())["kind"] == "regression"
+    assert not (tmp_path / "task" / "probe.json").exists()
+
+
 def test_what_does_not_fit_is_refused(world: Path, tmp_path: Path) -> None:
     cfg = config(world, tmp_path)
     save_checkpoint(cfg)

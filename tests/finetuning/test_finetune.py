@@ -441,3 +441,5 @@ def test_the_shipped_file_reads_as_a_whole_configuration(world: Path) -> None:
         ConfigError, match=r"unfreeze_at_epoch: expected less than train\.epochs 3 .* found 3"
     ):
         open_task(world, world, "finetune.unfreeze_at_epoch=3")
+    with pytest.raises(ConfigError, match=r"unfreeze_at_epoch: expected less than finetune\.patience 2"):
+        open_task(world, world, "finetune.unfreeze_at_epoch=2", "finetune.patience=2")

@@ -465,6 +465,32 @@ def test_the_command_trains_and_says_what_is_next(
         assert set(store.index.loc[rows, "split"]) == {"train", "val"}
 
 
+def test_a_folder_of_another_run_keeps_its_files(
+    probe: Path, checkpoint: str, world: Path, tmp_path: Path
+) -> None:
+    """Of a pre-training, of the same probe with other settings, of the same probe on another encoder."""
+    before = {path: path.read_bytes() for path in probe.rglob("*") if path.is_file()}
+    assert (probe / "config.yaml").is_file()
+    assert (probe / "provenance.json").is_file()
+    command = ["--config", TASK, f"run.dir={probe}"]
+    with pytest.raises(UserError, match=r"head.hidden: expected 256 as the run began, found 16"):
+        main([*command, "--checkpoint", checkpoint, *QUICK, "head.hidden=16"])
+    other = save_checkpoint(config(world, tmp_path / "other", "data.workers=0", "seed=7"))
+    with pytest.raises(UserError, match=r"expected a head of .*other.*, found one of .*use another run.dir"):
+        main([*command, "--checkpoint", other, *QUICK, "seed=0"])
+    assert {path: path.read_bytes() for path in probe.rglob("*") if path.is_file()} == before
+
+
+def test_the_head_names_its_encoder_from_any_folder(
+    checkpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(Path(checkpoint).parent)
+    changes = [f"run.dir={tmp_path / 'relative'}", *QUICK]
+    assert main(["--config", TASK, "--checkpoint", Path(checkpoint).name, *changes]) == 0
+    monkeypatch.chdir(tmp_path)
+    assert open_head(str(tmp_path / "relative")).state["encoder"]["url"] == checkpoint
+
+
 def load_checkpoint_config(url: str) -> Config:
     from utils.config.load import config_of_yaml
 

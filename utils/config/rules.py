@@ -195,3 +195,10 @@ def _check_finetune(cfg: Config) -> None:
         f"less than train.epochs {epochs} with finetune.encoder=trained",
         unfreeze,
     )
+    patience = cfg.finetune.patience
+    _require(
+        patience is None or unfreeze < patience,
+        "finetune.unfreeze_at_epoch",
+        f"less than finetune.patience {patience}, or the run may end before the encoder is trained",
+        unfreeze,
+    )

@@ -1,7 +1,13 @@
-"""A checkpoint -> what its encoder is worth.
+"""A checkpoint -> heads, predictions, and what they are worth.
 
-In: a checkpoint and a store. Out: probe scores with intervals beside those of random initialisation. Read
-evaluate.py first.
+In: a checkpoint, the prepared store, labels. Out: heads, tables with intervals, figures. Who is learnt from
+and judged on: labels.py, then cohort.py. The commands, in the order of use:
+
+    power        what a cohort can show, before anything is trained
+    train        a head on frozen features (frozen.py), or the whole model (finetune.py, tuned, update)
+    evaluate     a checkpoint by probes, or a head (evaluation.py: metrics, scorecard, subgroups, curves)
+    leaderboard  checkpoints side by side (board/)
+    truth        the phantom's layers, which the demo asks for
 
 OMP_WAIT_POLICY: see pretraining/__init__.py.
 """

@@ -20,6 +20,7 @@ from finetuning.board.columns import DEVICES, LINEAR, LOW_SHOT
 from finetuning.board.compare import Comparison, Estimate, compare, estimate
 from finetuning.board.rows import Board, Row
 from finetuning.cohort import EVALUATED, TRAIN, VAL
+from finetuning.evaluation import people_of_classes
 from finetuning.metrics import PRIMARY
 from finetuning.power import ALPHA, MIN_PER_CLASS
 from utils import storage
@@ -136,12 +137,11 @@ def cautions(board: Board) -> list[str]:
     """What weakens the table."""
     lines = []
     if board.cohorts[0].kind in ("classification", "ordinal"):
-        truth = board.rows[0].answers[LINEAR].cells[LINEAR].predictions[0].truth[:, 0]
-        smallest = min(int(np.sum(truth == number)) for number in np.unique(truth))
+        smallest = min(people_of_classes(board.rows[0].answers[LINEAR].cells[LINEAR].predictions[0]))
         if smallest < MIN_PER_CLASS:
             lines.append(
-                f"The smallest class has {smallest} evaluated units: below {MIN_PER_CLASS} intervals are too "
-                "narrow, and nothing should be concluded from them."
+                f"The smallest class has {smallest} evaluated participants: below {MIN_PER_CLASS} intervals "
+                "are too narrow, and nothing should be concluded from them."
             )
     if board.cfg.eval.split == "val" and board.cfg.eval.protocol == "official":
         lines.append("Rows were chosen on the evaluated participants (eval.split=val): they are optimistic.")

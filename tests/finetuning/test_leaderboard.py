@@ -17,11 +17,11 @@ from safetensors.torch import load_file, save_file
 from data_setup.store.reader import PreparedStore
 from finetuning import probing
 from finetuning.board import columns
-from finetuning.board.answers import Cell
+from finetuning.board.answers import Answer, Cell
 from finetuning.board.columns import Question, device_tables, low_shots
 from finetuning.board.compare import bootstrap_p, compare, estimate, holm
 from finetuning.board.entries import Entry, Volumes
-from finetuning.board.page import write_pages
+from finetuning.board.page import cautions, write_pages
 from finetuning.board.rows import Board
 from finetuning.board.slices import SliceEncoder
 from finetuning.board.words import Words, parse
@@ -126,6 +126,15 @@ def test_pages(board: Board) -> None:
     assert {line["row"] for line in lines} == {row.entry.label for row in board.rows}
     assert (folder / "leaderboard.png").stat().st_size > 10_000
     assert all(float(line["row_seconds"]) > 0 for line in lines)
+
+
+def test_the_caution_counts_people(board: Board) -> None:
+    """Six people a class with three volumes each are six, not eighteen."""
+    truth = np.repeat(np.arange(12) % 2, 3)
+    volumes = replace(units(truth.tolist(), truth), person=np.repeat([f"p{n:02d}" for n in range(12)], 3))
+    linear = Answer({"linear": Cell((volumes,), (0.5,), 4)}, 1.0, None)
+    (line,) = cautions(replace(board, rows=[replace(board.rows[0], answers={"linear": linear})]))
+    assert line.startswith("The smallest class has 6 evaluated participants")
 
 
 def kept_answers(board: Board) -> set[str]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from data_setup.store.reader import PreparedStore
-from finetuning.cohort import EVALUATED, TRAIN, VAL, Cohort
+from finetuning.cohort import EVALUATED, TRAIN, VAL, Cohort, deal_over_people
 from finetuning.predictions import Scored
 from models.probes.participants import Fitted, Fold, fit_logistic, fit_ridge, require_disjoint
 from utils.errors import UserError
@@ -63,14 +63,15 @@ def judged_by(cohorts: Sequence[Cohort], probed: Probed) -> Probed:
 def permuted(cohort: Cohort, seed: int) -> Cohort:
     """The cohort with the targets of its training and validation people dealt out anew within each fold.
 
-    The volumes of a unit keep one target; units of the evaluated fold keep theirs.
+    The volumes of a unit keep one target, the units of a person come from one person (deal_over_people);
+    units of the evaluated fold keep theirs.
     """
     rng = np.random.default_rng(seed)
     target = cohort.target.copy()
     for fold in (TRAIN, VAL):
         at = np.flatnonzero(cohort.fold == fold)
         _, first, inverse = np.unique(cohort.unit[at], return_index=True, return_inverse=True)
-        dealt = rng.permutation(len(first))
+        dealt = deal_over_people(cohort.person[at][first], rng)
         target[at] = cohort.target[at][first][dealt][inverse]
     return replace(cohort, target=target)
 

@@ -90,7 +90,7 @@ def sentences(board: Board, results: Results) -> list[str]:
         f"Look {board.look} of this split ({looked}).",
         f"{board.cfg.task.label_column}: {len(unique)} evaluated participants, {_where(board)}; "
         f"{PRIMARY[board.cohorts[0].kind].replace('_', ' ')}, seeds {', '.join(map(str, board.seeds))}.",
-        "Ordered by validation. linear: logistic or ridge probe on pooled frozen features, C chosen on "
+        f"{_order(board)} linear: logistic or ridge probe on pooled frozen features, C chosen on "
         "validation. Means over seeds where seeds differ: low-shot draws, trained heads.",
         f"{len(results.comparisons)} pairs of rows: "
         + (f"{len(shown)} differences shown" if shown else "no difference shown")
@@ -101,6 +101,16 @@ def sentences(board: Board, results: Results) -> list[str]:
             f"The pair that disagrees most could have shown {smallest:.3f} (80 % power, before correction)."
         )
     return [*lines, *verdicts(board, results), *cautions(board), *board.notes]
+
+
+def _order(board: Board) -> str:
+    """How rows are ordered, in words."""
+    if board.cfg.eval.protocol == "official":
+        return "Ordered by validation."
+    return (
+        "Ordered by name: the validation participants of a fold are evaluated in another, so an order by "
+        "validation would not be independent of the evaluated numbers."
+    )
 
 
 def _where(board: Board) -> str:
@@ -180,7 +190,8 @@ def _main_table(board: Board, results: Results) -> Table:
         if any(NO_ENCODER in r for r in rows)
         else ""
     )
-    return Table("Rows by validation", [*header, "seconds", "peak, MiB"], rows, note)
+    title = "Rows by validation" if board.cfg.eval.protocol == "official" else "Rows by name"
+    return Table(title, [*header, "seconds", "peak, MiB"], rows, note)
 
 
 def _low_shot_table(board: Board, results: Results) -> Table:
@@ -292,7 +303,7 @@ def html(board: Board, tables: list[Table], lines: list[str], figure: Figure) ->
 
 
 def draw(board: Board, results: Results) -> Figure:
-    """Rows with intervals, best on validation on top; beside them low-shot curves where there are any."""
+    """Rows with intervals, in the order of the table; beside them low-shot curves where there are any."""
     has_curves = LOW_SHOT in board.columns
     height = 1.6 + 0.34 * len(board.rows)
     figure = Figure(figsize=(11 if has_curves else 6.5, max(3.2, height)), layout="constrained")

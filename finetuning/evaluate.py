@@ -6,12 +6,12 @@ prepared store, labels. Out: a printed table, and in `${run.dir}` evaluation.jso
 predictions.parquet, figures/ and, of a checkpoint's classes, probe.json.
 
 A checkpoint: probes on its encoder (EMA target), on random initialisation (the seed that is best on
-validation) and on three baselines without an encoder, and once on permuted labels, which shows what chance
-is; then the paired difference pre-trained - random initialisation, its participant-bootstrap interval, and
-the sentence that it allows. All follow the protocol of models.probes.participants: fitted on the training
-fold, C chosen on the validation fold, scored on the evaluated one. eval.protocol=official: the splits of the
-table; crossfit: folds over all labelled participants that pre-training did not see. A head: finetuning/
-head_evaluation.py.
+validation, in each fold of crossfit its own) and on three baselines without an encoder, and once on permuted
+labels, which shows what chance is; then the paired difference pre-trained - random initialisation, its
+participant-bootstrap interval, and the sentence that it allows. All follow the protocol of
+models.probes.participants: fitted on the training fold, C chosen on the validation fold, scored on the
+evaluated one. eval.protocol=official: the splits of the table; crossfit: folds over all labelled participants
+that pre-training did not see. A head: finetuning/head_evaluation.py.
 
 Participants that pre-training saw are an error, unless eval.allow_overlap=true; the table then says so.
 """
@@ -43,7 +43,17 @@ from finetuning.evaluation import CLASSES, Asked, Row, answer, known_answer
 from finetuning.evaluation_files import TITLES, markdown, write_evaluation
 from finetuning.head_evaluation import evaluate_head
 from finetuning.metrics import PRIMARY, observed
-from finetuning.probing import Probed, device_cohorts, judged_by, of_rows, permuted, probe
+from finetuning.probing import (
+    Probed,
+    best_in_each_fold,
+    device_cohorts,
+    join_folds,
+    judged_by,
+    of_rows,
+    permuted,
+    probe,
+    random_words,
+)
 from utils import storage
 from utils.checkpoint import load_checkpoint
 from utils.cli import parse_words, run_cli
@@ -134,25 +144,26 @@ def _evaluate(asked: Asked, state: dict[str, Any], url: str, runtime: Runtime) -
 
 
 def _random_row(asked: Asked, runtime: Runtime) -> tuple[Row, list[str]]:
-    """Random initialisation: the seed that is best on validation, and what the others did."""
+    """Random initialisation: in each fold the seed that is best on validation, and what the others did."""
     cfg = asked.cfg
     seeds = range(cfg.seed, cfg.seed + cfg.probe.random_init_seeds)
-    arms = [
-        probe(
-            asked.cohorts,
-            of_rows(asked.rows, embed_rows(random_encoder(cfg, s), cfg, asked.store, asked.rows, runtime)),
-        )
-        for s in seeds
-    ]
-    best = max(range(len(arms)), key=lambda i: arms[i].val_score)
+    arms = []
+    for s in seeds:
+        values = embed_rows(random_encoder(cfg, s), cfg, asked.store, asked.rows, runtime)
+        arms.append([probe([cohort], of_rows(asked.rows, values)) for cohort in asked.cohorts])
+    best = best_in_each_fold([[part.val_score for part in arm] for arm in arms])
+    chosen = join_folds([arms[number][fold] for fold, number in enumerate(best)])
     metric = PRIMARY[asked.cohort.kind]
-    here = [observed(arm.scored.evaluated()).overall[metric][0] for arm in arms]
+    joined = [join_folds(arm) for arm in arms]
+    here = [observed(arm.scored.evaluated()).overall[metric][0] for arm in joined]
     each = ", ".join(
         f"seed {s}: {arm.val_score:.3f} on val, {value:.3f} here"
-        for s, arm, value in zip(seeds, arms, here, strict=True)
+        for s, arm, value in zip(seeds, joined, here, strict=True)
     )
-    note = f"Random initialisation is the seed that is best on validation participants ({each})."
-    return _row("random_init", f"random initialisation (seed {seeds[best]})", arms[best]), [note]
+    label, rule = random_words([seeds[number] for number in best])
+    return _row("random_init", f"random initialisation ({label})", chosen), [
+        f"Random initialisation is {rule} ({each})."
+    ]
 
 
 def _baselines(asked: Asked, runtime: Runtime) -> list[Row]:

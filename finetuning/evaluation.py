@@ -30,7 +30,7 @@ from utils import storage
 from utils.config.load import flatten
 from utils.config.schema import Config, keys_with
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 log = logging.getLogger(__name__)
 CLASSES = ("classification", "ordinal")  # the kinds whose truth is one class
 

@@ -5,10 +5,11 @@ labels. Out, in `${run.dir}/leaderboard`: leaderboard.md, .csv, .html and .png, 
 made of, so the same command again computes only what is missing.
 
 Every row has the same splits, units, low-shot draws and probe. Rows: each checkpoint; random initialisation
-of the same architecture, the seed that is best on validation; a control (`--control`); a 2D image encoder
-(`--image-encoder`); three baselines without an encoder. The order is that of validation; the evaluated split
-stands beside it. Differences of all pairs are corrected together (Holm). A command that computes an answer
-looks at the evaluated split: the ledger of the store gets a line (finetuning.ledger).
+of the same architecture, the seed that is best on validation (in crossfit in each fold its own); a control
+(`--control`); a 2D image encoder (`--image-encoder`); three baselines without an encoder. The order is that
+of validation (in crossfit by name); the evaluated split stands beside it. Differences of all pairs are
+corrected together (Holm). A command that computes an answer looks at the evaluated split: the ledger of the
+store gets a line (finetuning.ledger).
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ import numpy as np
 
 from data_setup.store.reader import PreparedStore
 from finetuning.board.answers import Answer, Answers
-from finetuning.board.columns import COLUMNS, LINEAR, NEEDS_ENCODER, TUNED, Question
+from finetuning.board.columns import BY_FOLD, COLUMNS, LINEAR, NEEDS_ENCODER, TUNED, Question
 from finetuning.board.cost import measured
 from finetuning.board.entries import (
     Entry,
@@ -40,6 +41,7 @@ from finetuning.board.entries import (
     baseline_entries,
     check_sources,
     checkpoint_entry,
+    fold_by_fold,
     open_sources,
     random_entry,
     short_names,
@@ -51,6 +53,7 @@ from finetuning.board.seeds import origin_of
 from finetuning.board.words import Words, parse
 from finetuning.cohort import Cohort, count_overlap, read_cohorts
 from finetuning.ledger import count_looks, data_digest, record_look
+from finetuning.probing import best_in_each_fold, random_words
 from finetuning.source import Source
 from utils import storage
 from utils.config.load import flatten
@@ -142,7 +145,7 @@ def leaderboard(words: Words, runtime: Runtime | None = None) -> Board:
         if number
     ]
     look = desk.look or count_looks(cfg.data.store, data_digest(store, *cohorts), cfg.data.storage_options)
-    answered.sort(key=lambda row: -row.val)
+    answered.sort(key=lambda row: row.entry.label if cfg.eval.protocol == "crossfit" else -row.val)
     count = len(words.checkpoints)
     origins = {e.label: origin_of(s) for e, s in zip(entries[:count], sources[:count], strict=True)}
     is_new = desk.look is not None
@@ -168,7 +171,11 @@ def columns_of(entry: Entry, columns: Sequence[str]) -> list[str]:
 
 
 def best_random(desk: Desk, sources: Sequence[Source], seeds: Sequence[int]) -> tuple[list[Entry], list[str]]:
-    """For each architecture the random encoder whose probe is best on validation, and a note of all seeds."""
+    """For each architecture the random encoder whose probe is best on validation, and a note of all seeds.
+
+    In crossfit each fold has its own: the validation people of a fold are evaluated in another.
+    """
+    cohorts = desk.question.cohorts
     chosen, notes = [], []
     of = {architecture(source.cfg): source for source in reversed(sources)}
     for source in of.values():
@@ -178,10 +185,17 @@ def best_random(desk: Desk, sources: Sequence[Source], seeds: Sequence[int]) -> 
             random_entry(desk.question.volumes, source, seed, f"random initialisation{size} (seed {seed})")
             for seed in seeds
         ]
-        vals = [desk.answer(entry, LINEAR).cells[LINEAR].val for entry in entries]
-        chosen.append(entries[int(np.argmax(vals))])
-        each = ", ".join(f"seed {seed}: {val:.3f}" for seed, val in zip(seeds, vals, strict=True))
-        notes.append(f"Random initialisation{size} is the seed that is best on validation ({each}).")
+        column = LINEAR if len(cohorts) == 1 else BY_FOLD
+        vals = [[cell.val for cell in desk.answer(entry, column).cells.values()] for entry in entries]
+        best = best_in_each_fold(vals)
+        words, rule = random_words([seeds[number] for number in best])
+        parts = [entries[number] for number in best]
+        label = f"random initialisation{size} ({words})"
+        chosen.append(
+            parts[0] if len(cohorts) == 1 else fold_by_fold(parts, cohorts, "random_by_fold", label)
+        )
+        each = ", ".join(f"seed {seed}: {np.mean(val):.3f}" for seed, val in zip(seeds, vals, strict=True))
+        notes.append(f"Random initialisation{size} is {rule} ({each}).")
     return chosen, notes
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from data_setup.store.reader import PreparedStore
-from finetuning.cohort import EVALUATED, TRAIN, VAL, Cohort
+from finetuning.cohort import EVALUATED, TRAIN, VAL, Cohort, deal_over_people
 from finetuning.predictions import Scored
 from models.probes.participants import Fitted, Fold, fit_logistic, fit_ridge, require_disjoint
 from utils.errors import UserError
@@ -50,6 +50,38 @@ def probe(cohorts: Sequence[Cohort], features: Features) -> Probed:
     )
 
 
+def best_in_each_fold(arms: Sequence[Sequence[float]]) -> list[int]:
+    """The number of the arm that each fold takes, from validation scores [arm][fold]: the fold's own best.
+
+    A mean over folds must not choose: the validation people of a fold are evaluated in another one.
+    """
+    return [int(np.argmax(scores)) for scores in zip(*arms, strict=True)]
+
+
+def random_words(seeds: Sequence[int]) -> tuple[str, str]:
+    """How a table names the seed that each fold took, and the rule by which."""
+    if len(seeds) == 1:
+        return f"seed {seeds[0]}", "the seed that is best on validation participants"
+    return (
+        "a seed a fold",
+        "in each fold the seed that is best on the fold's own validation participants, here "
+        + ", ".join(map(str, seeds)),
+    )
+
+
+def join_folds(parts: Sequence[Probed]) -> Probed:
+    """Probes of one cohort each as one of all; C is the median over cohorts, the score their mean."""
+    return Probed(
+        Scored(
+            tuple(cohort for part in parts for cohort in part.scored.cohorts),
+            tuple(scores for part in parts for scores in part.scored.scores),
+        ),
+        float(np.median([part.chosen_c for part in parts])),
+        float(np.mean([part.val_score for part in parts])),
+        parts[0].num_features,
+    )
+
+
 def of_rows(rows: np.ndarray, values_nF: np.ndarray) -> Features:
     """Features of store rows, ascending, for any cohort of them."""
     return lambda cohort: values_nF[np.searchsorted(rows, cohort.rows)]
@@ -63,14 +95,15 @@ def judged_by(cohorts: Sequence[Cohort], probed: Probed) -> Probed:
 def permuted(cohort: Cohort, seed: int) -> Cohort:
     """The cohort with the targets of its training and validation people dealt out anew within each fold.
 
-    The volumes of a unit keep one target; units of the evaluated fold keep theirs.
+    The volumes of a unit keep one target, the units of a person come from one person (deal_over_people);
+    units of the evaluated fold keep theirs.
     """
     rng = np.random.default_rng(seed)
     target = cohort.target.copy()
     for fold in (TRAIN, VAL):
         at = np.flatnonzero(cohort.fold == fold)
         _, first, inverse = np.unique(cohort.unit[at], return_index=True, return_inverse=True)
-        dealt = rng.permutation(len(first))
+        dealt = deal_over_people(cohort.person[at][first], rng)
         target[at] = cohort.target[at][first][dealt][inverse]
     return replace(cohort, target=target)
 

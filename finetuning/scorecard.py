@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from scipy.stats import norm
 
-from finetuning.cohort import VAL
+from finetuning.cohort import VAL, deal_over_people
 from finetuning.metrics import (
     PRIMARY,
     Measures,
@@ -70,11 +70,14 @@ def scorecard(scored: Scored, samples: int, seed: int) -> dict[str, Any]:
 
 
 def chance_of(predictions: Predictions, seed: int) -> dict[str, Any]:
-    """Metrics when the truth is dealt out anew over the units: mean and central 95 % of the shuffles."""
+    """Metrics when the truth is dealt out anew over people: mean and central 95 % of the shuffles.
+
+    finetuning.cohort.deal_over_people: a person with as many units as nobody else keeps its truth.
+    """
     rng = np.random.default_rng(seed)
     parts = []
     for _ in range(CHANCE_SHUFFLES):
-        dealt = predictions.truth[rng.permutation(len(predictions.unit))]
+        dealt = predictions.truth[deal_over_people(predictions.person, rng)]
         shuffled = Predictions(
             predictions.kind,
             predictions.names,

@@ -27,11 +27,11 @@ from finetuning.predictions import Predictions, Scored
 from finetuning.probing import probe
 from finetuning.source import Source
 from utils import storage
-from utils.config.schema import Config
 from utils.errors import EXIT_FINISHED, EXIT_STOPPED, UserError
 
 FRACTIONS = (0.01, 0.05, 0.1, 0.25)  # of the training participants; all of them are the linear column
 LINEAR, LOW_SHOT, DEVICES = "linear", "low-shot", "devices"
+BY_FOLD = "by-fold"  # what the random seed of each fold is chosen by
 ATTENTIVE, TUNED = "attentive", "fine-tuned"
 
 
@@ -49,6 +49,15 @@ def linear(entry: Entry, question: Question) -> dict[str, Cell]:
     """The probe on all training participants: the cell `linear`."""
     probed = probe(question.cohorts, entry.features())
     return {LINEAR: _cell([probed.scored.evaluated()], [probed.val_score], [question.cohorts])}
+
+
+def by_fold(entry: Entry, question: Question) -> dict[str, Cell]:
+    """The linear probe of each fold alone: a cell a fold, in their order. No column of the table."""
+    cells = {}
+    for number, cohort in enumerate(question.cohorts):
+        probed = probe([cohort], entry.features())
+        cells[f"fold {number}"] = _cell([probed.scored.evaluated()], [probed.val_score], [[cohort]])
+    return cells
 
 
 def low_shots(entry: Entry, question: Question) -> dict[str, Cell]:
@@ -103,13 +112,16 @@ def device_tables(entry: Entry, question: Question) -> dict[str, Cell]:
 def attentive(entry: Entry, question: Question) -> dict[str, Cell]:
     """An attentive head on the frozen tokens, by the grid of head.*: a training a seed."""
     assert entry.encoder is not None
-    encoder, runtime = entry.encoder(), question.volumes.runtime
-    kept = kept_features(question.volumes, encoder)
-    kept.keep_tokens(question.volumes.rows)
+    encoders, device = [entry.encoder(cohort) for cohort in question.cohorts], question.volumes.runtime.device
+    kept = [kept_features(question.volumes, encoder) for encoder in encoders]
+    for cohort, features in zip(question.cohorts, kept, strict=True):
+        features.keep_tokens(cohort.rows)
     predictions, vals = [], []
     for seed in question.seeds:
-        cfg = replace(encoder.cfg, seed=seed, head=replace(encoder.cfg.head, kind="attentive"))
-        parts = [_attentive_scores(cfg, cohort, kept, encoder, runtime.device) for cohort in question.cohorts]
+        parts = [
+            _attentive_scores(seed, *fold, device)
+            for fold in zip(question.cohorts, kept, encoders, strict=True)
+        ]
         scores, of_val = zip(*parts, strict=True)
         predictions.append(Scored(tuple(question.cohorts), tuple(scores)).evaluated())
         vals.append(float(np.mean(of_val)))
@@ -117,9 +129,10 @@ def attentive(entry: Entry, question: Question) -> dict[str, Cell]:
 
 
 def _attentive_scores(
-    cfg: Config, cohort: Cohort, kept: KeptFeatures, encoder: Encoder, device: torch.device
+    seed: int, cohort: Cohort, kept: KeptFeatures, encoder: Encoder, device: torch.device
 ) -> tuple[np.ndarray, float]:
     """Scores of all volumes [n, C] of the head that is best on validation, and its score there."""
+    cfg = replace(encoder.cfg, seed=seed, head=replace(encoder.cfg.head, kind="attentive"))
     inputs = TokenInputs(kept, cohort, device, cfg.eval.batch_size)
     trained = train_grid(cfg, cohort, inputs, int(encoder.module.width), device)  # type: ignore[arg-type]
     module, places, outputs = trained.head.to(device).eval(), np.arange(len(cohort.rows)), []
@@ -136,12 +149,12 @@ def fine_tuned(entry: Entry, question: Question) -> dict[str, Cell]:
     From random initialisation this is supervised training from scratch. Raises `Stopped` after SIGTERM.
     """
     assert entry.encoder is not None
-    encoder, volumes = entry.encoder(), question.volumes
+    volumes = question.volumes
     predictions, vals = [], []
     for seed in question.seeds:
         scores, of_val = [], []
         for number, cohort in enumerate(question.cohorts):
-            source = _tuning_source(encoder, entry, question, seed, number)
+            source = _tuning_source(entry.encoder(cohort), entry, question, seed, number)
             if finetune(source, volumes.store, cohort, volumes.runtime) != EXIT_FINISHED:
                 raise Stopped(f"{source.cfg.run.dir}: stopped by SIGTERM; the same command again goes on")
             head = open_head(storage.join(str(source.cfg.train.ckpt_dir), f"{HEAD_NAME}.pt"))
@@ -180,6 +193,7 @@ def _tuning_source(encoder: Encoder, entry: Entry, question: Question, seed: int
 Column = Callable[[Entry, Question], dict[str, Cell]]
 COLUMNS: dict[str, Column] = {
     LINEAR: linear,
+    BY_FOLD: by_fold,
     LOW_SHOT: low_shots,
     DEVICES: device_tables,
     ATTENTIVE: attentive,

@@ -16,7 +16,7 @@ from torch import nn
 
 from data_setup.store.reader import PreparedStore
 from finetuning.board.slices import SliceEncoder
-from finetuning.cohort import TRAIN, Cohort
+from finetuning.cohort import EVALUATED, TRAIN, Cohort
 from finetuning.embed import check_fit, device_features, pretrained_encoder, random_encoder, raw_features
 from finetuning.features.kept import KeptFeatures, features_folder
 from finetuning.probing import Features
@@ -40,13 +40,16 @@ class Encoder:
 
 @dataclass(frozen=True)
 class Entry:
-    """A row: `features()` gives [n, F] of a cohort's rows; `identity` names all that these follow from."""
+    """A row: `features()` gives [n, F] of a cohort's rows; `identity` names all that these follow from.
+
+    `encoder` gives that of a fold of crossfit: a random one may differ by fold.
+    """
 
     name: str
     label: str
     identity: str
     features: Callable[[], Features]
-    encoder: Callable[[], Encoder] | None = None  # None: nothing that could be trained further
+    encoder: Callable[[Cohort], Encoder] | None = None  # None: nothing that could be trained further
 
 
 @dataclass(frozen=True)
@@ -122,6 +125,22 @@ def random_entry(volumes: Volumes, source: Source, seed: int, label: str) -> Ent
     return _encoder_entry(volumes, encoder, f"random_{seed}", label, identity)
 
 
+def fold_by_fold(parts: Sequence[Entry], cohorts: Sequence[Cohort], name: str, label: str) -> Entry:
+    """In fold k of crossfit, `cohorts[k]` or a part of it, `parts[k]`: an entry with an encoder."""
+    fold_of = {p: k for k, c in enumerate(cohorts) for p in c.person[c.fold == EVALUATED].tolist()}
+
+    def of(cohort: Cohort) -> Entry:
+        return parts[fold_of[str(cohort.person[cohort.fold == EVALUATED][0])]]
+
+    def encoder(cohort: Cohort) -> Encoder:
+        one = of(cohort)
+        assert one.encoder is not None
+        return one.encoder(cohort)
+
+    identity = f"by fold: {'; '.join(part.identity for part in parts)}"
+    return Entry(name, label, identity, lambda: lambda cohort: of(cohort).features()(cohort), encoder)
+
+
 def architecture(cfg: Config) -> str:
     """What two configurations share whose random encoders are the same."""
     return f"{cfg.method.recipe} {cfg.method.context} {cfg.model.size} {cfg.model.rope} {cfg.spatial}"
@@ -167,7 +186,7 @@ def _encoder_entry(
     def compute(rows: np.ndarray) -> np.ndarray:
         return kept_features(volumes, encoder()).pooled(rows)
 
-    return Entry(name, label, identity, volumes.lookup(compute), encoder)
+    return Entry(name, label, identity, volumes.lookup(compute), lambda cohort: encoder())
 
 
 def kept_features(volumes: Volumes, encoder: Encoder) -> KeptFeatures:

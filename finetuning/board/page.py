@@ -21,6 +21,7 @@ from finetuning.board.compare import Comparison, Estimate, compare, estimate
 from finetuning.board.rows import Board, Row
 from finetuning.board.seeds import seed_sentences
 from finetuning.cohort import EVALUATED, TRAIN, VAL
+from finetuning.evaluation import people_of_classes
 from finetuning.metrics import PRIMARY
 from finetuning.power import ALPHA, MIN_PER_CLASS
 from utils import storage
@@ -90,7 +91,7 @@ def sentences(board: Board, results: Results) -> list[str]:
         f"Look {board.look} of this split ({looked}).",
         f"{board.cfg.task.label_column}: {len(unique)} evaluated participants, {_where(board)}; "
         f"{PRIMARY[board.cohorts[0].kind].replace('_', ' ')}, seeds {', '.join(map(str, board.seeds))}.",
-        "Ordered by validation. linear: logistic or ridge probe on pooled frozen features, C chosen on "
+        f"{_order(board)} linear: logistic or ridge probe on pooled frozen features, C chosen on "
         "validation. Means over seeds where seeds differ: low-shot draws, trained heads.",
         f"{len(results.comparisons)} pairs of rows: "
         + (f"{len(shown)} differences shown" if shown else "no difference shown")
@@ -102,6 +103,16 @@ def sentences(board: Board, results: Results) -> list[str]:
         )
     lines += [*verdicts(board, results), *seed_sentences(board.origins, results.comparisons)]
     return [*lines, *cautions(board), *board.notes]
+
+
+def _order(board: Board) -> str:
+    """How rows are ordered, in words."""
+    if board.cfg.eval.protocol == "official":
+        return "Ordered by validation."
+    return (
+        "Ordered by name: the validation participants of a fold are evaluated in another, so an order by "
+        "validation would not be independent of the evaluated numbers."
+    )
 
 
 def _where(board: Board) -> str:
@@ -138,12 +149,11 @@ def cautions(board: Board) -> list[str]:
     """What weakens the table."""
     lines = []
     if board.cohorts[0].kind in ("classification", "ordinal"):
-        truth = board.rows[0].answers[LINEAR].cells[LINEAR].predictions[0].truth[:, 0]
-        smallest = min(int(np.sum(truth == number)) for number in np.unique(truth))
+        smallest = min(people_of_classes(board.rows[0].answers[LINEAR].cells[LINEAR].predictions[0]))
         if smallest < MIN_PER_CLASS:
             lines.append(
-                f"The smallest class has {smallest} evaluated units: below {MIN_PER_CLASS} intervals are too "
-                "narrow, and nothing should be concluded from them."
+                f"The smallest class has {smallest} evaluated participants: below {MIN_PER_CLASS} intervals "
+                "are too narrow, and nothing should be concluded from them."
             )
     if board.cfg.eval.split == "val" and board.cfg.eval.protocol == "official":
         lines.append("Rows were chosen on the evaluated participants (eval.split=val): they are optimistic.")
@@ -182,7 +192,8 @@ def _main_table(board: Board, results: Results) -> Table:
         if any(NO_ENCODER in r for r in rows)
         else ""
     )
-    return Table("Rows by validation", [*header, "seconds", "peak, MiB"], rows, note)
+    title = "Rows by validation" if board.cfg.eval.protocol == "official" else "Rows by name"
+    return Table(title, [*header, "seconds", "peak, MiB"], rows, note)
 
 
 def _low_shot_table(board: Board, results: Results) -> Table:
@@ -294,7 +305,7 @@ def html(board: Board, tables: list[Table], lines: list[str], figure: Figure) ->
 
 
 def draw(board: Board, results: Results) -> Figure:
-    """Rows with intervals, best on validation on top; beside them low-shot curves where there are any."""
+    """Rows with intervals, in the order of the table; beside them low-shot curves where there are any."""
     has_curves = LOW_SHOT in board.columns
     height = 1.6 + 0.34 * len(board.rows)
     figure = Figure(figsize=(11 if has_curves else 6.5, max(3.2, height)), layout="constrained")

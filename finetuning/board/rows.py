@@ -26,13 +26,13 @@ class Row:
 
     @property
     def val(self) -> float:
-        """What the table is ordered by."""
+        """What the table is ordered by with the official splits."""
         return self.answers[LINEAR].cells[LINEAR].val
 
 
 @dataclass(frozen=True)
 class Board:
-    """All that the pages are made of; rows are in the order of validation."""
+    """All that the pages are made of; rows are in the order of validation, in crossfit by name."""
 
     cfg: Config
     store: PreparedStore

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -14,22 +16,28 @@ from torch import nn
 
 from data_setup.store.reader import PreparedStore
 from finetuning import evaluate as module
-from finetuning import evaluation_files
+from finetuning import evaluation_files, probing
 from finetuning.cohort import Cohort, read_cohort
 from finetuning.embed import device_features, embed_rows, pretrained_encoder, random_encoder, raw_features
 from finetuning.evaluate import evaluate, find_checkpoint, main
+from finetuning.evaluation import Asked
+from finetuning.metrics import observed
 from finetuning.predictions import Scored
 from finetuning.probing import Features, Probed, probe
+from models.probes.participants import fit_logistic
 from models.vjepa3d import VJEPA3D
 from tests.support.finetune_factory import (
     CONFIG,
     PEOPLE,
     RUNTIME,
     SIZE,
+    assert_no_gain,
     config,
     make_world,
+    noise,
     save_checkpoint,
     silence,
+    three_folds,
     write_labels,
 )
 from utils.checkpoint import CheckpointError, load_checkpoint
@@ -125,6 +133,26 @@ def test_the_random_seed_is_chosen_on_validation(
     row = evaluate(cfg, RUNTIME)["rows"][1]
     assert row["label"] == f"random initialisation (seed {cfg.seed + 1})"
     assert row["balanced_accuracy"] == 0.0
+
+
+def test_choosing_a_random_seed_in_crossfit_gains_nothing_on_noise(
+    world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The validation people of a fold are evaluated in another: a mean over folds would have seen them."""
+    cfg = config(world, tmp_path)
+    monkeypatch.setattr(probing, "fit_logistic", partial(fit_logistic, c_grid=(1.0,)))
+    monkeypatch.setattr(module, "random_encoder", lambda cfg, seed: seed)
+    gains = []
+    for trial in range(60):
+        monkeypatch.setattr(module, "embed_rows", lambda seed, *_, trial=trial: noise(trial, seed))
+        asked = Asked(cfg, None, tuple(three_folds(trial)), 0, "checksum")  # type: ignore[arg-type]
+        row, (note,) = module._random_row(asked, RUNTIME)
+        each = [float(value) for value in re.findall(r"([\d.]+) here", note)]
+        assert len(each) == 3
+        value = observed(row.scored.evaluated()).overall["balanced_accuracy"][0]
+        gains.append(value - np.mean(each))
+    assert row.label == "random initialisation (a seed a fold)"
+    assert_no_gain(gains)
 
 
 def test_the_report_reads_what_evaluate_writes(world: Path, tmp_path: Path) -> None:

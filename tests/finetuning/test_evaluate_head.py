@@ -17,7 +17,7 @@ from sklearn import metrics as sk
 
 from data_setup.store.reader import PreparedStore
 from finetuning import evaluation_files
-from finetuning.cohort import EVALUATED, VAL, Cohort, crossfit_cohorts, read_cohort
+from finetuning.cohort import EVALUATED, VAL, Cohort, crossfit_cohorts, deal_over_people, read_cohort
 from finetuning.embed import embed_rows, random_encoder
 from finetuning.evaluate import evaluate, main
 from finetuning.evaluation import Asked, people_of_classes
@@ -281,6 +281,31 @@ def test_chance_is_what_shuffled_truth_gives() -> None:
     perfect = chance_of(random_scored(0, 0.9).evaluated(), seed=0)["metrics"]
     assert perfect["balanced_accuracy"]["value"] == pytest.approx(0.5, abs=0.01)
     assert perfect["macro_auroc"]["ci95"][0] < 0.45
+
+
+def test_chance_is_as_wide_as_people_are_many() -> None:
+    """Five equal volumes a person: the interval of one volume each."""
+    rng = np.random.default_rng(0)
+    person, truth = np.array([f"p{n:03d}" for n in range(40)]), np.arange(40) % 2
+    one = (person, truth, np.where(rng.random(40) < 0.7, truth, 1 - truth))
+    of_one, of_five = (
+        chance_of(of_people(*(np.repeat(part, copies) for part in one)), seed=0)["metrics"]
+        for copies in (1, 5)
+    )
+    for name in ("accuracy", "balanced_accuracy"):
+        assert of_five[name]["ci95"] == pytest.approx(of_one[name]["ci95"], abs=1e-9)
+
+
+def test_truth_is_dealt_out_over_people() -> None:
+    """Who has two eyes of one class still has; lists go to people with as many, one alone keeps its own."""
+    person, fold = people(60, 2), np.repeat([0, 1, 2], 40)
+    truth = np.repeat(np.random.default_rng(0).integers(0, 2, 60), 2)
+    eyes = replace(cohort_of(truth, fold, person), unit=np.array([f"{n:03d}" for n in range(120)]))
+    dealt = permuted(eyes, seed=0).target
+    assert (dealt[::2] == dealt[1::2]).all()
+    assert (dealt != eyes.target).any()
+    source = deal_over_people(np.array(["c", "a", "b", "a", "c", "a"]), np.random.default_rng(0))
+    assert source.tolist() == list(range(6))  # three, one and two units: nobody has a partner
 
 
 def test_the_difference_is_paired() -> None:

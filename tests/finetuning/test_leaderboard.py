@@ -15,31 +15,36 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from data_setup.store.reader import PreparedStore
+from finetuning import leaderboard as module
 from finetuning import probing
 from finetuning.board import columns
-from finetuning.board.answers import Cell
+from finetuning.board.answers import Answer, Answers, Cell
 from finetuning.board.columns import Question, device_tables, low_shots
 from finetuning.board.compare import bootstrap_p, compare, estimate, holm
-from finetuning.board.entries import Entry, Volumes
-from finetuning.board.page import write_pages
+from finetuning.board.entries import Entry, Volumes, fold_by_fold
+from finetuning.board.page import cautions, write_pages
 from finetuning.board.rows import Board
 from finetuning.board.slices import SliceEncoder
 from finetuning.board.words import Words, parse
 from finetuning.cohort import EVALUATED, TRAIN, VAL, Cohort, read_cohort
-from finetuning.leaderboard import leaderboard, protocol_digest
+from finetuning.leaderboard import Desk, best_random, leaderboard, protocol_digest
 from finetuning.metrics import bootstrap_counts, measure
 from finetuning.predictions import Predictions, pool
 from finetuning.probing import Features, Probed
+from finetuning.source import Source, open_source
 from models.probes.intervals import paired_difference
 from models.probes.participants import Prediction, fit_logistic
 from tests.support.finetune_factory import (
     DEVICES,
     PEOPLE,
     RUNTIME,
+    assert_no_gain,
     config,
     make_world,
+    noise,
     save_checkpoint,
     silence,
+    three_folds,
 )
 from utils.errors import UserError
 
@@ -129,6 +134,15 @@ def test_pages(board: Board) -> None:
     assert all(float(line["row_seconds"]) > 0 for line in lines)
 
 
+def test_the_caution_counts_people(board: Board) -> None:
+    """Six people a class with three volumes each are six, not eighteen."""
+    truth = np.repeat(np.arange(12) % 2, 3)
+    volumes = replace(units(truth.tolist(), truth), person=np.repeat([f"p{n:02d}" for n in range(12)], 3))
+    linear = Answer({"linear": Cell((volumes,), (0.5,), 4)}, 1.0, None)
+    (line,) = cautions(replace(board, rows=[replace(board.rows[0], answers={"linear": linear})]))
+    assert line.startswith("The smallest class has 6 evaluated participants")
+
+
 def kept_answers(board: Board) -> set[str]:
     return {path.name for path in (Path(board.folder) / "answers").iterdir()}
 
@@ -183,6 +197,10 @@ def test_crossfit_evaluates_everybody_that_pretraining_did_not_see(
     assert len(predictions.person) == PEOPLE["val"] + PEOPLE["test"]
     assert not any(name.startswith("train") for name in predictions.person)
     text = write_pages(crossed)
+    labels = [row.entry.label for row in crossed.rows]
+    assert labels == sorted(labels)
+    assert "Ordered by name" in text
+    assert "## Rows by name" in text
     assert "20 evaluated participants, 3 folds of people that pre-training did not see" in text
     random = next(row.entry.label for row in crossed.rows if row.entry.name.startswith("random"))
     assert f"silent - {random}: -0.500 (-0.500 to -0.500), shown" in text
@@ -228,6 +246,58 @@ def test_the_random_seed_is_chosen_on_validation(
     result = leaderboard(words(world, runs, tmp_path, columns=()), RUNTIME)
     assert [row.entry.name for row in result.rows if row.entry.name.startswith("random")] == ["random_1"]
     assert "(seed 0: 0.400, seed 1: 0.700, seed 2: 0.600)" in result.notes[0]
+
+
+def test_choosing_a_random_seed_in_crossfit_gains_nothing_on_noise(
+    world: Path, runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The validation people of a fold are evaluated in another: a mean over folds would have seen them."""
+    source = open_source(str(LINEAR_PROBE), [f"model.checkpoint={runs / 'good'}"])
+    gains = []
+
+    def value(entry: Entry, question: Question) -> float:
+        (predictions,) = columns.linear(entry, question)["linear"].predictions
+        return float(measure(predictions, np.ones((1, 36))).overall["balanced_accuracy"][0])
+
+    for trial in range(25):
+
+        def random_entry(
+            volumes: Volumes, source: Source, seed: int, label: str, trial: int = trial
+        ) -> Entry:
+            return replace(planted(noise(trial, seed), np.arange(36)), identity=f"noise {seed}")
+
+        monkeypatch.setattr(module, "random_entry", random_entry)
+        question = Question(None, three_folds(trial), [0, 1, 2], "")  # type: ignore[arg-type]
+        desk = Desk(question, Answers(str(tmp_path / str(trial)), ""), "", "", "")
+        monkeypatch.setattr(
+            desk, "answer", lambda e, c, q=question: Answer(columns.COLUMNS[c](e, q), 0.0, None)
+        )
+        (entry,), _ = best_random(desk, [source], [0, 1, 2])
+        every = [value(random_entry(None, source, seed, ""), question) for seed in range(3)]  # type: ignore[arg-type]
+        gains.append(value(entry, question) - np.mean(every))
+    assert_no_gain(gains)
+
+
+def test_each_fold_has_its_own_encoder() -> None:
+    """A low-shot or a device's part of a fold is still that fold."""
+    folds = three_folds(0)
+    parts = [
+        Entry(
+            f"random_{k}",
+            "",
+            f"seed {k}",
+            lambda k=k: lambda c: np.full((len(c.rows), 1), k),
+            lambda c, k=k: k,
+        )  # type: ignore
+        for k in range(3)
+    ]
+    entry = fold_by_fold(parts, folds, "random_by_fold", "random")
+    for number, cohort in enumerate(folds):
+        for part in (cohort, columns.keep(cohort, (cohort.fold != EVALUATED) | (cohort.rows > 25))):
+            assert (entry.features()(part) == number).all()
+            assert entry.encoder is not None
+            assert entry.encoder(part) == number
+    assert entry.identity != fold_by_fold(parts[::-1], folds, "random_by_fold", "random").identity
 
 
 def test_one_checkpoint_more_asks_for_its_own_answers_alone(

@@ -19,6 +19,7 @@ from data_setup.resample import Resampled
 from data_setup.store.format import INDEX_COLUMNS, RECORD_COLUMNS
 from data_setup.store.reader import PreparedStore
 from data_setup.store.writer import StoreWriter, measure
+from finetuning.cohort import EVALUATED, TRAIN, VAL, Cohort
 from models.vjepa3d import VJEPA3D
 from utils.checkpoint import CheckpointWriter
 from utils.config.load import load_config, to_yaml
@@ -144,3 +145,34 @@ def index_store(records: Sequence[Mapping[str, Any]]) -> PreparedStore:
     ]
     index = pd.DataFrame(rows).astype({name: kind for name, (kind, _) in INDEX_COLUMNS.items()})
     return PreparedStore("memory://store", None, None, {}, index.set_index("row", drop=False))
+
+
+def three_folds(seed: int, people: int = 36) -> list[Cohort]:
+    """Crossfit over people with a volume each, of two classes: fold k is evaluated, k + 1 is val."""
+    part = np.random.default_rng(seed).permutation(people) % 3
+    names = np.array([f"p{number:02d}" for number in range(people)])
+    target = (np.arange(people) % 2).astype(float)[:, None]
+    order = {0: EVALUATED, 1: VAL, 2: TRAIN}
+    return [
+        Cohort(
+            "classification",
+            ("a", "b"),
+            np.arange(people),
+            np.array([order[(number - k) % 3] for number in part]),
+            target,
+            names,
+            names,
+        )
+        for k in range(3)
+    ]
+
+
+def noise(trial: int, seed: int, people: int = 36) -> np.ndarray:
+    """Features of a random encoder that know nothing, [people, 6]."""
+    return np.random.default_rng([trial, seed]).normal(size=(people, 6)).astype(np.float32)
+
+
+def assert_no_gain(gains: Sequence[float]) -> None:
+    """Whoever chooses without having seen the evaluated people gains nothing on noise."""
+    error = np.std(gains, ddof=1) / np.sqrt(len(gains))
+    assert abs(np.mean(gains)) < 2 * error, f"{np.mean(gains):+.3f}, standard error {error:.3f}"

@@ -8,8 +8,8 @@ tree. Out: `${run.dir}/truth.json` and a printed table. Two questions, of many a
              of the volume's features
 The protocol is that of models.probes.tokens: ridge regression, fitted on some volumes of split train, its
 penalty chosen on some of split val, R2 of the participants of split test. Pre-training is compared with the
-weights that it began with and with the control: only what is above both was learnt. Participants that either
-checkpoint saw are an error.
+weights that it began with and with the control: only what is above both was gained by training. Participants
+that either checkpoint saw are an error.
 """
 
 from __future__ import annotations
@@ -249,8 +249,8 @@ def verdict(name: str, differences: dict[str, dict[str, Any]]) -> str:
     level = [word for word in words.values() if word not in (*better, *worse)]
     texts = {"better than": better, "worse than": worse, "not shown to differ from": level}
     parts = [f"{text} {' and '.join(arms)}" for text, arms in texts.items() if arms]
-    learnt = "learnt" if not (worse or level) else "not shown to be learnt"
-    return f"{QUESTIONS[name].capitalize()}: {learnt}. Pre-training is {', '.join(parts)}."
+    gained = "gained by training" if not (worse or level) else "no gain shown"
+    return f"{QUESTIONS[name].capitalize()}: {gained}. Pre-training is {', '.join(parts)}."
 
 
 def fingerprint(cfg: Config, store: PreparedStore, cohort: TruthCohort, checksums: Sequence[str]) -> str:

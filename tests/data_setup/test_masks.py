@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from data_setup.masks import MaskPlan, draw_mask
+from tests.support.task_configs import below
 from utils.config.load import load_config
 from utils.config.schema import MaskFamily
 from utils.errors import ConfigError
@@ -212,7 +213,7 @@ def test_a_small_field_still_has_targets_and_context() -> None:
 
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda p: p.stem)
 def test_every_shipped_configuration_has_masks(path: Path) -> None:
-    plan = MaskPlan.from_config(load_config(path))
+    plan = MaskPlan.from_config(load_config(path, base=below(path)))
     for seed in range(200):
         context, target = draw_mask(
             np.random.RandomState(seed), plan, np.ones(math.prod(plan.grid), dtype=bool)

@@ -145,7 +145,7 @@ def test_worse_than_both_is_told(world: Path, tmp_path: Path) -> None:
             difference = question["differences"][arm]
             assert difference["mean"] == pytest.approx(rows["pretrained"] - rows[arm])
             assert difference["ci95"][1] < 0
-        assert "not shown to be learnt" in question["verdict"]
+        assert "no gain shown" in question["verdict"]
         assert question["verdict"].endswith("worse than random initialisation and the control.")
     text = module.format_table(result)
     assert text.splitlines()[-2:] == [question["verdict"] for question in result["questions"]]
@@ -162,7 +162,7 @@ def test_better_than_both_is_told(world: Path, tmp_path: Path, monkeypatch: pyte
     for question in result["questions"]:
         assert question["rows"][0]["r2"] > 0.3
         assert all(d["ci95"][0] > 0 for d in question["differences"].values())
-        assert ": learnt. Pre-training is better than random init" in question["verdict"]
+        assert ": gained by training. Pre-training is better than random init" in question["verdict"]
         assert question["verdict"].endswith("better than random initialisation and the control.")
 
 
@@ -173,7 +173,7 @@ def test_level_and_a_difference_to_one_alone_are_no_learning(world: Path, tmp_pa
         assert question["differences"]["random_init"] == {"mean": 0.0, "ci95": [0.0, 0.0]}
         assert question["differences"]["control"]["ci95"][0] > 0
         assert question["verdict"].endswith(
-            "not shown to be learnt. Pre-training is better than the control, not shown to differ from "
+            "no gain shown. Pre-training is better than the control, not shown to differ from "
             "random initialisation."
         )
 

@@ -243,9 +243,12 @@ def truth_json(low: float, high: float) -> dict:
 @pytest.mark.parametrize(
     ("interval", "words"),
     [
-        ((0.02, 0.1), "learnt. Pre-training is better than random initialisation and the control."),
-        ((-0.1, -0.02), "not shown to be learnt. Pre-training is worse than random initialisation and"),
-        ((-0.02, 0.1), "not shown to be learnt. Pre-training is not shown to differ from random init"),
+        (
+            (0.02, 0.1),
+            "gained by training. Pre-training is better than random initialisation and the control.",
+        ),
+        ((-0.1, -0.02), "no gain shown. Pre-training is worse than random initialisation and"),
+        ((-0.02, 0.1), "no gain shown. Pre-training is not shown to differ from random init"),
     ],
 )
 def test_the_truth_comes_before_the_classes_whichever_side_wins(

@@ -6,6 +6,8 @@ In: `Predictions`. Out: matplotlib figures by the name of their file. A class wi
 
 from __future__ import annotations
 
+import textwrap
+
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -19,6 +21,7 @@ COLOURS = ("#1f6fb2", "#d9730d", "#3a8a4f", "#8a4fa3", "#b03a48", "#6b6b6b", "#c
 LINES = ("-", "--", ":")  # one after the other where there are more curves than colours
 SIDE = 4.6  # inches
 FULL = 0.02  # room around 0 to 1
+NAME_WIDTH = 24  # letters of a class's name in one line
 
 
 def figures(predictions: Predictions) -> dict[str, Figure]:
@@ -31,14 +34,19 @@ def figures(predictions: Predictions) -> dict[str, Figure]:
     return curves | {"reliability": reliability_plot(predictions)}
 
 
+def in_lines(name: str) -> str:
+    """A class's name as words, in short lines: those of AI-READI have up to 67 letters."""
+    return textwrap.fill(name.replace("_", " "), NAME_WIDTH)
+
+
 def confusion(predictions: Predictions) -> Figure:
     """Units of each class by the class that was given; colour: share of the true class."""
-    names, count = predictions.names, len(predictions.names)
+    names, count = [in_lines(name) for name in predictions.names], len(predictions.names)
     once = np.ones((1, len(predictions.unit)))
     units_CC = confusion_draws(predictions.truth[:, 0], decided(predictions.scores), count, once)[0]
     total_C1 = units_CC.sum(axis=1, keepdims=True)
     share_CC = np.divide(units_CC, total_C1, out=np.zeros((count, count)), where=total_C1 > 0)
-    side = max(SIDE, 0.9 * count + 0.08 * max(map(len, names)))
+    side = max(SIDE, 1.2 * count + 0.08 * NAME_WIDTH)
     figure = Figure(figsize=(side * 1.15, side), layout="constrained")
     axes = figure.subplots()
     axes.imshow(share_CC, cmap="Blues", vmin=0, vmax=1)
@@ -119,7 +127,7 @@ def _rankings(predictions: Predictions) -> list[tuple[str, np.ndarray, np.ndarra
     classes = range(1, 2) if len(predictions.names) == 2 else range(len(predictions.names))
     return [
         (
-            predictions.names[c],
+            in_lines(predictions.names[c]),
             predictions.truth[:, 0] == c,
             predictions.scores[:, c],
             float(by_class["auroc"][0, c]),

@@ -83,7 +83,8 @@ def _masks(*families: str) -> tuple[str, ...]:
     return (f"method.mask_blocks=[{','.join(families)}]",)
 
 
-FASTER = ("optim.base_lr=1e-3", "method.covariance_weight=0.01")
+LIGHTER = ("method.covariance_weight=0.01",)
+FASTER = ("optim.base_lr=1e-3", *LIGHTER)
 HARDER = ("method.context_ratio=0.25", "method.target_ratio=0.55")
 
 RANDOM_ARM = Arm(RANDOM, "random initialisation", "recipe", is_trained=False)
@@ -104,7 +105,21 @@ ABLATIONS = (
     Arm("reg_vicreg_0.2", "vicreg 0.2", "regulariser", _weight("vicreg", 0.2)),
     Arm("reg_vicreg_0.005", "vicreg 0.005", "regulariser", _weight("vicreg", 0.005)),
     Arm("cov_0", "vicreg without covariance", "regulariser", ("method.covariance_weight=0",)),
-    Arm("cov_0.01", "covariance 0.01 of the hinge", "regulariser", ("method.covariance_weight=0.01",)),
+    Arm("cov_0.01", "covariance 0.01 of the hinge", "regulariser", LIGHTER),
+    Arm(
+        "cov_0.01_mismatched",
+        "the same, targets of another volume (control)",
+        "control",
+        (*LIGHTER, "method.control=mismatched_targets"),
+        compared_with="cov_0.01",
+    ),
+    Arm(
+        "cov_0.01_penalty_only",
+        "the same, nothing predicted (control)",
+        "control",
+        (*LIGHTER, "method.control=penalty_only"),
+        compared_with="cov_0.01",
+    ),
     Arm("reg_sigreg_0.05", "sigreg 0.05", "regulariser", _weight("sigreg", 0.05)),
     Arm("reg_sigreg_0.5", "sigreg 0.5", "regulariser", _weight("sigreg", 0.5)),
     Arm("ema_1", "EMA half-life 1 % of the run", "EMA", ema_half_life=0.01),

@@ -61,6 +61,7 @@ from utils.errors import UserError
 
 ALL = (*MAIN, *ABLATIONS)
 KEYS_OF_FACTOR = {
+    "control": {"method.control"},
     "regulariser": {"method.regulariser", "method.regulariser_weight", "method.covariance_weight"},
     "EMA": {"method.ema_base"},
     "patch": {"spatial.patch_size"},

@@ -108,14 +108,14 @@ ABLATIONS = (
     Arm("cov_0.01", "covariance 0.01 of the hinge", "regulariser", LIGHTER),
     Arm(
         "cov_0.01_mismatched",
-        "the same, targets of another volume (control)",
+        "covariance 0.01, targets of another volume (control)",
         "control",
         (*LIGHTER, "method.control=mismatched_targets"),
         compared_with="cov_0.01",
     ),
     Arm(
         "cov_0.01_penalty_only",
-        "the same, nothing predicted (control)",
+        "covariance 0.01, nothing predicted (control)",
         "control",
         (*LIGHTER, "method.control=penalty_only"),
         compared_with="cov_0.01",
@@ -152,14 +152,14 @@ ABLATIONS = (
     Arm("faster", "learning rate 1e-3, covariance 0.01", "two changes at once", FASTER),
     Arm(
         "faster_mismatched",
-        "the same, targets of another volume (control)",
+        "rate and covariance, targets of another volume (control)",
         "two changes at once",
         (*FASTER, "method.control=mismatched_targets"),
         compared_with="faster",
     ),
     Arm(
         "faster_penalty_only",
-        "the same, nothing predicted (control)",
+        "rate and covariance, nothing predicted (control)",
         "two changes at once",
         (*FASTER, "method.control=penalty_only"),
         compared_with="faster",

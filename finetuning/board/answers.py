@@ -86,6 +86,7 @@ class Answers:
         about = {"column": column, "identity": identity, "seconds": answer.seconds}
         about |= {"peak_bytes": answer.peak_bytes, "cells": cells}
         buffer = io.BytesIO()
+        # numpy's stub takes the arrays' names for its own keyword allow_pickle
         np.savez_compressed(buffer, about=np.array(json.dumps(about)), **arrays)  # type: ignore[arg-type]
         storage.write_bytes(self.url(identity, column), buffer.getvalue())
 

@@ -145,6 +145,7 @@ def test_choosing_a_random_seed_in_crossfit_gains_nothing_on_noise(
     gains = []
     for trial in range(60):
         monkeypatch.setattr(module, "embed_rows", lambda seed, *_, trial=trial: noise(trial, seed))
+        # probes of given features read no store
         asked = Asked(cfg, None, tuple(three_folds(trial)), 0, "checksum")  # type: ignore[arg-type]
         row, (note,) = module._random_row(asked, RUNTIME)
         each = [float(value) for value in re.findall(r"([\d.]+) here", note)]

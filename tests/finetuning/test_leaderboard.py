@@ -89,7 +89,7 @@ def words(world: Path, runs: Path, run_dir: Path, *overrides: str, **changes: ob
         (*small, *overrides),
         (str(runs / "good"), str(runs / "silent")),
     )
-    return replace(base, **changes)  # type: ignore[arg-type]
+    return replace(base, **changes)  # type: ignore[arg-type]  # a test's keywords: any field of Words
 
 
 @pytest.fixture(scope="module")
@@ -267,6 +267,7 @@ def test_choosing_a_random_seed_in_crossfit_gains_nothing_on_noise(
             return replace(planted(noise(trial, seed), np.arange(36)), identity=f"noise {seed}")
 
         monkeypatch.setattr(module, "random_entry", random_entry)
+        # neither desk nor encoder is asked: the noise stands for features
         question = Question(None, three_folds(trial), [0, 1, 2], "")  # type: ignore[arg-type]
         desk = Desk(question, Answers(str(tmp_path / str(trial)), ""), "", "", "")
         monkeypatch.setattr(

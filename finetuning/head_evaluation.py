@@ -113,7 +113,7 @@ def _evaluate(asked: Asked, head: Head, runtime: Runtime) -> dict[str, Any]:
         {"name": "head", "url": head.url, "sha256": head.checksum, "encoder": dict(head.state["encoder"])},
         [
             f"The head: {kind} {head.state['encoder']['url']}.",
-            "Permuted truth: the head's predictions against truth dealt out anew among the evaluated units, "
+            "Permuted truth: the head's predictions against truth dealt out anew among the evaluated people, "
             "mean and central 95 % of the shuffles; the head is not trained again.",
         ],
     )

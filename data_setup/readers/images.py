@@ -1,8 +1,8 @@
 """Multi-page TIFF, and folders of B-scan images with a volume.yaml, as an OCT volume.
 
 Each page or image is a B-scan. Rows go from vitreous to choroid (H), columns along the B-scan (W). The
-spacing comes from the YAML, or from the metadata of OME-TIFF or ImageJ. The number at the end of its name
-orders the images of a folder, without a gap.
+spacing comes from the YAML, or from the metadata of OME-TIFF or ImageJ. The one number that differs in their
+names, wherever it stands, orders the images of a folder, without a gap.
 """
 
 from __future__ import annotations
@@ -81,23 +81,42 @@ def read_folder(url: str, sidecar: Sidecar, options: StorageOptions | None) -> I
 
 
 def ordered_images(names: Sequence[str], sidecar: Sidecar, url: str) -> list[str]:
-    """The B-scan images of a folder by the number at the end of their names; raises OCTReadError."""
-    images = [n for n in names if _suffix(n) in _FORMATS and not n.startswith(".")]
+    """The B-scan images of a folder by the one number that differs in their names; raises OCTReadError."""
+    images = [n for n in names if is_image(n)]
     if sidecar.files is not None:
         images = fnmatch.filter(images, sidecar.files)
     if len(images) < 2:
         expected = f"two B-scan images or more ({', '.join(_FORMATS)})"
         raise OCTReadError(url, RejectReason.NOT_A_VOLUME, expected, len(images))
-    parts = [p for name in images if (p := re.fullmatch(r"(.*?)(\d+)(\.[^.]+)", name))]
-    if len(parts) < len(images) or len({(p[1], p[3].lower()) for p in parts}) > 1:
-        expected = f"names that differ in one number at their end; or files: PATTERN in {FOLDER_SIDECAR}"
+    numbers = differing_numbers(images)
+    if numbers is None:
+        expected = f"names that differ in one number; or files: PATTERN in {FOLDER_SIDECAR}"
         raise OCTReadError(url, RejectReason.NOT_A_VOLUME, expected, "other images among them")
-    by_number = {int(p[2]): p[0] for p in parts}
+    by_number = dict(zip(numbers, images, strict=True))
     low, high = min(by_number), max(by_number)
     if not len(by_number) == len(images) == high - low + 1:
         expected, actual = f"B-scans {low} to {high} without a gap", f"{len(by_number)} numbers"
         raise OCTReadError(url, RejectReason.FRAME_COUNT_MISMATCH, expected, actual)
     return [by_number[number] for number in range(low, high + 1)]
+
+
+def is_image(name: str) -> bool:
+    """Whether the ending is that of an image, and the file no hidden one."""
+    return _suffix(name) in _FORMATS and not name.startswith(".")
+
+
+def differing_numbers(names: Sequence[str]) -> list[int] | None:
+    """The number of each name, at the one place where they differ; None where they differ elsewhere too.
+
+    What stands in brackets is left out: Heidelberg writes the name of its own file there.
+    """
+    parts = [re.split(r"(\d+)", re.sub(r"\[[^\]]*\]", "", name)) for name in names]
+    texts = {(*part[:-1:2], part[-1].lower()) for part in parts}  # the ending in any case
+    if len(texts) != 1:
+        return None
+    columns = list(zip(*([int(number) for number in part[1::2]] for part in parts), strict=True))
+    differing = [column for column in columns if len(set(column)) > 1]
+    return list(differing[0]) if len(differing) == 1 else None
 
 
 def iter_images(urls: Sequence[str], url: str, options: StorageOptions | None) -> Iterator[np.ndarray]:

@@ -4,6 +4,7 @@ libraries.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -131,3 +132,50 @@ def _image_element(
 <ScaleX>{scale[1]!r}</ScaleX><ScaleY>{scale[0]!r}</ScaleY>
 <Start><Coord><X>{x0}</X><Y>{y0}</Y></Coord></Start><End><Coord><X>{x1}</X><Y>{y1}</Y></Coord></End>
 </OphthalmicAcquisitionContext><ImageData><ExamURL>{url}</ExamURL></ImageData></Image>"""
+
+
+def write_heyex_series(path: Path, voxels: np.ndarray, spacing: Triple, side: str = "R") -> Path:
+    """An export of HEYEX 6.12: a byte order mark, one line, Series as the root, names in brackets, JPEG."""
+    d, h, w = spacing
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lines = raster(len(voxels), d, w * voxels.shape[2])[::-1]  # y falls
+    images = []
+    for number, line in enumerate([None, *lines]):
+        kind, size, scale = (
+            ("OCT", voxels.shape[1:], (h, w)) if number else ("LOCALIZER", (64, 64), (0.1, 0.1))
+        )
+        name, pixels = f"5DD3{number:04X}.jpg", voxels[number - 1] if number else np.zeros((64, 64), np.uint8)
+        url = f"file:///\\\\server\\share$\\folder\\{name}"
+        image = _image_element(kind, number, url, size, scale, line or (0, 0, 6, 6))
+        images.append(image.replace("<ImageType>", f"<Laterality>{side}</Laterality><ImageType>"))
+        colour = Image.fromarray(np.repeat(pixels[..., None], 3, axis=-1))
+        colour.save(path.parent / f"{kind} {side} {number} [{name}].jpg", quality=95)
+    text = f"<Series><ID>1</ID>{ETDRS}<NumImages>{len(images)}</NumImages>{''.join(images)}</Series>"
+    path.write_bytes(b"\xef\xbb\xbf" + text.replace("\n", "").encode())
+    return path
+
+
+def write_heyex_body(path: Path, voxels: np.ndarray, spacing: Triple, side: str = "L") -> Path:
+    """An older export: BODY as the root, no type and no name of an image; LZW TIFF in a folder below."""
+    d, h, w = spacing
+    (path.parent / "volume1").mkdir(parents=True, exist_ok=True)
+    localizer = _image_element("", 0, "", (768, 768), (0.01, 0.01), (0, 0, 6, 6))
+    images = [re.sub(r"<Start>.*</End>", "", localizer, flags=re.DOTALL)]
+    for number, line in enumerate(raster(len(voxels), d, w * voxels.shape[2])[::-1], start=1):
+        images.append(_image_element("", number, "", voxels.shape[1:], (h, w), line))
+        colour = Image.fromarray(np.repeat(voxels[number - 1][..., None], 3, axis=-1))
+        colour.save(path.parent / "volume1" / f"{number}-Input.tif", compression="tiff_lzw")
+    body = "".join(images).replace("<ImageType><Type></Type></ImageType>", "")
+    body = re.sub(r"<ExamURL>.*?</ExamURL>", "<Extension>TIF</Extension>", body)
+    path.write_text(
+        f"<BODY><ExportType>Data</ExportType>\n<Patient><ID>7</ID><LastName>Secret</LastName><Study><Series>\n"
+        f"<Laterality>{side}</Laterality><NumImages>{len(images)}</NumImages>{body}</Series></Study></Patient></BODY>"
+    )
+    return path
+
+
+ETDRS = """<ThicknessGrid><Name>1, 3, 6 mm ETDRS</Name><TotalVolume>8.729</TotalVolume>
+<Zone><Name>C0</Name><AvgThickness>0.319</AvgThickness><Volume>0.251</Volume>
+<ValidPixelPercentage>100.000</ValidPixelPercentage></Zone>
+<Zone><Name>S2</Name><AvgThickness>0.305</AvgThickness><Volume>1.617</Volume>
+<ValidPixelPercentage>65.119</ValidPixelPercentage></Zone></ThicknessGrid>"""

@@ -3,34 +3,43 @@
 In: a `Config` (data.*, task.*, seed). Out: `Record`s in the order (person_id, path) with device, protocol and
 region from the file's path, its URL, its split and what is known about the participant. Rows that are not
 used are counted by reason. Version 2 (participant_id) and version 3 (person_id) of AI-READI read alike. A
-manifest with columns device and protocol needs no AI-READI paths: docs/guides/importers.md.
+manifest with columns device and protocol needs no AI-READI paths (docs/guides/importers.md), and at a place
+of its own it needs no participants.tsv. data_setup/index writes one for any folder.
 """
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
+from data_setup.participants import RECOMMENDED as RECOMMENDED
+from data_setup.participants import TREE as TREE
+from data_setup.participants import eye_of, may_lack_participants, of_eye, read_participants
 from data_setup.protocols import BY_NAME, DEVICES, PROTOCOLS, device_of_path, protocol_of_path
-from data_setup.splits import seeded_split, stratified_choice
+from data_setup.splits import stratified_choice
 from data_setup.tables import (
+    D_ORDERS,
     PERSON_COLUMNS,
     SENTINELS,
     SIDES,
     clean_path,
     fact_of,
+    integer_of,
     label_of,
     person_id_of,
     read_table,
     require_columns,
+    spacing_of,
 )
 from utils.config.schema import Config
 from utils.errors import ConfigError, UserError
-from utils.storage import join, list_names
+from utils.storage import StorageNotFoundError, join, list_names
 
-SPLITS = ("train", "val", "test")
-RECOMMENDED, SEEDED = "recommended_split", "seeded_70_10_20"  # where the splits come from
-TREE = ("retinal_oct", "structural_oct")
+if TYPE_CHECKING:
+    import pandas as pd
+
 _AI_READI_COLUMNS = ("sop_instance_uid", "laterality", "number_of_frames", "height", "width")
 _OPTIONAL_COLUMNS = ("study_group", "clinical_site", "age")  # of participants.tsv
 _NO_SIDE = SENTINELS | {"unknown", "unknown_laterality"}
@@ -53,6 +62,9 @@ class Record:
     study_group: str | None
     clinical_site: str | None
     age: int | None
+    spacing_mm: tuple[float, float, float] | None = None  # these three are beside or in place of the file's
+    d_order: str | None = None  # a key of tables.D_ORDERS
+    files: str | None = None  # of a folder: pattern of its B-scan images
 
 
 @dataclass(frozen=True)
@@ -75,12 +87,13 @@ class RecordList:
 
 def read_records(cfg: Config) -> RecordList:
     """The records that pass the data.* filters, by (person_id, path); raises UserError, ConfigError."""
-    allowed = wanted_values(cfg)
-    participants, split_source = read_participants(cfg)
     rows, unused, skipped = _manifest_rows(cfg)
+    named = {name: {getattr(row, name) for row in rows} for name in FILTERED.values()}
+    allowed = wanted_values(cfg, named)
+    participants, split_source = read_participants(cfg, {row.person_id for row in rows})
     records, filtered = [], []
     for row in rows:
-        person = participants.get(row.person_id)
+        person = of_eye(participants.get(row.person_id, {}), row.laterality)
         if person is None:
             skipped["participant_unknown"] += 1
             unused.append(row)
@@ -116,57 +129,36 @@ def read_records(cfg: Config) -> RecordList:
     return RecordList(records, dict(sorted(skipped.items())), split_source, unused + filtered, root, filtered)
 
 
-@dataclass(frozen=True)
-class Participant:
-    """What participants.tsv says of a person; the names are those of `Record`."""
-
-    split: str  # train | val | test; empty where the table leaves it so
-    study_group: str | None
-    clinical_site: str | None
-    age: int | None
-
-
-def read_participants(cfg: Config) -> tuple[dict[str, Participant], str]:
-    """({person_id: participant}, where the split comes from); raises UserError."""
-    url = cfg.data.participants_path
-    table, columns, id_column = read_table(url, cfg.data.storage_options, ())
-    people: dict[str, Participant] = {}
-    for row in table.values():
-        person_id = person_id_of(row[id_column])
-        if person_id is None:
-            continue
-        split = fact_of(row.get("recommended_split")) or ""
-        if split and split not in SPLITS:
-            raise UserError(
-                f"{url}: recommended_split of {person_id}: expected {' | '.join(SPLITS)}, found {split!r}"
-            )
-        group, site = label_of(row.get("study_group")), label_of(row.get("clinical_site"))
-        person = Participant(split, group, site, _integer(row.get("age")))
-        if people.setdefault(person_id, person) != person:
-            raise UserError(f"{url}: participant {person_id}: expected one row, found two that differ")
-    if "recommended_split" in columns:
-        return people, RECOMMENDED
-    splits = seeded_split(people, cfg.seed)
-    return {p: replace(person, split=splits[p]) for p, person in people.items()}, SEEDED
-
-
 def load_labels(cfg: Config) -> dict[str, str]:
-    """{person_id: label} of task.*; people whose label is empty are left out; raises UserError."""
+    """{person_id: label} of task.*; with task.unit=eye {person_id + _L or _R: label}; raises UserError.
+
+    Units whose label is empty are left out, and so is everybody where `read_participants` needs no table.
+    """
     url, column = cfg.task.labels_path or cfg.data.participants_path, cfg.task.label_column
     required = () if cfg.task.labels_path is None and column in _OPTIONAL_COLUMNS else (column,)
     ids = (cfg.task.id_column,) if cfg.task.id_column else PERSON_COLUMNS
-    table, _, id_column = read_table(url, cfg.data.storage_options, required, ids)
+    try:
+        table, _, id_column = read_table(url, cfg.data.storage_options, required, ids)
+    except StorageNotFoundError:
+        if cfg.task.labels_path is None and not required and may_lack_participants(cfg):
+            return {}
+        raise
     labels: dict[str, str] = {}
-    for row in table.values():
+    for line, row in table.items():
         person_id, label = person_id_of(row[id_column]), label_of(row.get(column))
         if person_id is None or label is None:
             continue
-        if labels.setdefault(person_id, label) != label:
+        unit = unit_of(cfg, person_id, eye_of(row, f"{url}: line {line}"))
+        if labels.setdefault(unit, label) != label:
             raise UserError(
-                f"{url}: {column} of {person_id}: expected one label, "
-                f"found {labels[person_id]!r} and {label!r}"
+                f"{url}: {column} of {unit}: expected one label, found {labels[unit]!r} and {label!r}"
             )
     return labels
+
+
+def unit_of(cfg: Config, person_id: str, eye: str) -> str:
+    """The key of `load_labels` for an eye of a person."""
+    return f"{person_id}_{eye}" if cfg.task.unit == "eye" and eye in ("L", "R") else person_id
 
 
 def _manifest_rows(cfg: Config) -> tuple[list[Record], list[Record], Counter[str]]:
@@ -201,13 +193,14 @@ def _manifest_rows(cfg: Config) -> tuple[list[Record], list[Record], Counter[str
             skipped[reason] += 1
         if path is None:
             continue
-        frames, height, width = (_integer(row.get(c)) for c in ("number_of_frames", "height", "width"))
+        where = f"{url}: line {line}"
+        frames, height, width = (integer_of(row.get(c)) for c in ("number_of_frames", "height", "width"))
         record = Record(
             person_id=person_id or "unknown",
             device=device or "unknown",
             protocol=known.name if known else protocol or "unknown",
             region=known.region if known else fact_of(row.get("anatomic_region")) or "unknown",
-            laterality=_laterality(row.get("laterality"), path, f"{url}: line {line}"),
+            laterality=_laterality(row.get("laterality"), path, where),
             path=path,
             url="",
             sop_instance_uid=uid,
@@ -216,6 +209,9 @@ def _manifest_rows(cfg: Config) -> tuple[list[Record], list[Record], Counter[str
             study_group=None,
             clinical_site=None,
             age=None,
+            spacing_mm=spacing_of(row.get("spacing_mm"), where),
+            d_order=_d_order(row.get("d_order"), where),
+            files=fact_of(row.get("files")),
         )
         if reason:
             unused.append(record)
@@ -226,30 +222,53 @@ def _manifest_rows(cfg: Config) -> tuple[list[Record], list[Record], Counter[str
     return rows, unused, skipped
 
 
-def wanted_values(cfg: Config) -> dict[str, tuple[str, set[str]]]:
-    """{data.* filter: (record field, wanted values)} of the filters that are set; raises ConfigError."""
+FILTERED = {  # data.* filter -> record field and store column
+    "device_filter": "device",
+    "protocol_filter": "protocol",
+    "region_filter": "region",
+    "laterality_filter": "laterality",
+}
+
+
+def wanted_values(cfg: Config, named: Mapping[str, Iterable[str]]) -> dict[str, tuple[str, set[str]]]:
+    """{data.* filter: (record field, wanted values)} of the filters that are set; raises ConfigError.
+
+    A wanted name is one that the cohort has (`named`: field -> names), or a known one of protocols.py.
+    """
     volumes = [p for p in PROTOCOLS if p.is_volume]
-    known: dict[str, tuple[str, list[str]]] = {
-        "device_filter": ("device", list(DEVICES)),
-        "protocol_filter": ("protocol", [p.name for p in volumes]),
-        "region_filter": ("region", sorted({p.region for p in volumes})),
-        "laterality_filter": ("laterality", ["L", "R"]),
+    usual = {
+        "device_filter": set(DEVICES),
+        "protocol_filter": {p.name for p in volumes},
+        "region_filter": {p.region for p in volumes},
+        "laterality_filter": {"L", "R"},
     }
     filters = {}
-    for key, (field, values) in known.items():
+    for key, field in FILTERED.items():
         wanted = getattr(cfg.data, key)
         if wanted is None:
             continue
         if field == "protocol":  # the version 2 spelling means the same protocol
             wanted = [BY_NAME[w].name if w in BY_NAME else w for w in wanted]
-        unknown = [w for w in wanted if w not in values]
+        if field == "laterality":
+            wanted = [SIDES.get(w.lower(), w) for w in wanted]
+        present = set(named[field]) - {"unknown"} if field != "laterality" else set()
+        names = [*sorted(present), *sorted(usual[key] - present)]
+        unknown = [w for w in wanted if w not in names]
         if unknown or not wanted:
             raise ConfigError(
-                f"data.{key}: expected some of {', '.join(values)}; or null for all, "
+                f"data.{key}: expected some of {', '.join(names)}; or null for all, "
                 f"found {', '.join(map(repr, unknown)) or 'an empty list'}"
             )
         filters[key] = (field, set(wanted))
     return filters
+
+
+def select_wanted(cfg: Config, index: pd.DataFrame) -> pd.DataFrame:
+    """The rows of a store's index that pass the data.* filters; raises ConfigError."""
+    named = {field: {str(name) for name in index[field].dropna()} for field in FILTERED.values()}
+    for field, values in wanted_values(cfg, named).values():
+        index = index[index[field].isin(values)]
+    return index
 
 
 def _tree_root(cfg: Config) -> str:
@@ -264,9 +283,11 @@ def _tree_root(cfg: Config) -> str:
     return root
 
 
-def _integer(value: str | None) -> int | None:
-    text = (fact_of(value) or "").removesuffix(".0")
-    return int(text) if text.isdecimal() else None
+def _d_order(value: str | None, where: str) -> str | None:
+    text = fact_of(value)
+    if text is not None and text not in D_ORDERS:
+        raise UserError(f"{where}: d_order: expected {' | '.join(D_ORDERS)} or nothing, found {value!r}")
+    return text
 
 
 def _laterality(value: str | None, path: str, where: str) -> str:

@@ -9,6 +9,7 @@ import csv
 import datetime
 import io
 import math
+import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -22,6 +23,8 @@ from utils.storage import read_bytes, read_text
 
 PERSON_COLUMNS = ("person_id", "participant_id")  # version 3, versions 1 and 2
 SIDES = {"l": "L", "left": "L", "os": "L", "r": "R", "right": "R", "od": "R"}
+SIDE_COLUMNS = ("laterality", "eye")  # of tables with a row for each eye
+D_ORDERS = {"superior_to_inferior": False, "inferior_to_superior": True, "unknown": False}  # and: flip D
 # Texts that the manifests of this family write where a file has no value; in a label they are a class.
 SENTINELS = {"", "nan", "none", "null", "n/a", "not reported", "not provided", "varies by frame"}
 
@@ -77,6 +80,28 @@ def person_id_of(value: str | None) -> str | None:
     """The id in a cell; an integer column with a gap is written as 1001.0."""
     text = fact_of(value)
     return text.removesuffix(".0") if text else None
+
+
+def spacing_of(value: str | None, where: str) -> tuple[float, float, float] | None:
+    """(D, H, W) in mm of a cell such as `0.12, 0.0039, 0.0117`, in brackets or not; raises UserError."""
+    text = fact_of(value)
+    if text is None:
+        return None
+    try:
+        d, h, w = (float(part) for part in re.split(r"[,;\s]+", text.strip("[]() ")))
+    except ValueError:
+        d = h = w = math.nan
+    if not all(0 < length < math.inf for length in (d, h, w)):
+        raise UserError(
+            f"{where}: spacing_mm: expected three lengths in mm above 0, D, H, W, found {value!r}"
+        )
+    return d, h, w
+
+
+def integer_of(value: str | None) -> int | None:
+    """A whole number of 0 or more, also as 49.0; None for another text."""
+    text = (fact_of(value) or "").removesuffix(".0")
+    return int(text) if text.isdecimal() else None
 
 
 def clean_path(value: str | None) -> str | None:

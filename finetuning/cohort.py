@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pandas as pd
 
-from data_setup.manifest import wanted_values
+from data_setup.manifest import select_wanted
 from data_setup.splits import seeded_order
 from data_setup.store.reader import PreparedStore
 from finetuning.labels import Labels, read_labels, units_of
@@ -171,8 +171,7 @@ def _labelled_rows(cfg: Config, store: PreparedStore) -> tuple[Labels, pd.DataFr
     listed = store.index[store.index["listed"]]
     labels = read_labels(cfg, listed)
     index = listed[listed["row"].isin(store.kept)]
-    for field, values in wanted_values(cfg).values():  # a store may hold more than the configuration asks for
-        index = index[index[field].isin(values)]
+    index = select_wanted(cfg, index)  # a store may hold more than the configuration asks for
     index = index.assign(unit=units_of(index, cfg.task.unit))
     nobody = int(index["unit"].isna().sum())
     if nobody:

@@ -15,12 +15,19 @@ from dataclasses import dataclass
 
 import pandas as pd
 
-from data_setup.tables import PERSON_COLUMNS, SIDES, clean_path, label_of, person_id_of, read_table
+from data_setup.tables import (
+    PERSON_COLUMNS,
+    SIDE_COLUMNS,
+    SIDES,
+    clean_path,
+    label_of,
+    person_id_of,
+    read_table,
+)
 from utils.config.schema import Config, TaskConfig
 from utils.errors import UserError
 
 VOLUME_COLUMNS = ("sop_instance_uid", "path", "filepath")
-SIDE_COLUMNS = ("laterality", "eye")
 SHOWN = 10  # unmatched ids in the log
 NO_SEX = (
     "AI-READI does not release sex: PatientSex of its files is the same dummy, M, for everybody, so a score "

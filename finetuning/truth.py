@@ -27,7 +27,7 @@ import torch
 from torch import nn
 
 from data_setup.loader import evaluation_batches, start_early
-from data_setup.manifest import wanted_values
+from data_setup.manifest import select_wanted
 from data_setup.normalisation import plain_view
 from data_setup.phantom.truth_tokens import layer_occupancy, read_truth_file, sample_tokens, valid_tokens
 from data_setup.store.reader import PreparedStore
@@ -98,8 +98,7 @@ def choose_rows(cfg: Config, store: PreparedStore) -> tuple[np.ndarray, np.ndarr
         )
     index = store.index.loc[store.kept]
     index = index[index["listed"]]
-    for field, values in wanted_values(cfg).values():
-        index = index[index[field].isin(values)]
+    index = select_wanted(cfg, index)
     limits = {"train": TRAIN_VOLUMES, "val": VAL_VOLUMES, "test": len(index)}
     rows, folds = [], []
     for fold, (split, limit) in zip((TRAIN, VAL, EVALUATED), limits.items(), strict=True):

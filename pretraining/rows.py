@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from data_setup.manifest import load_labels, wanted_values
+from data_setup.manifest import load_labels, select_wanted, unit_of
 from data_setup.splits import EXACT, pretraining_split
 from data_setup.store.reader import PreparedStore
 from data_setup.store.summary import identical_volumes, require_apart
@@ -43,15 +43,16 @@ def open_rows(cfg: Config, store: PreparedStore) -> Rows:
     rule = store.attrs.get("splits", EXACT)  # a store from before the hash has no such attribute
     people = list(index.drop_duplicates("person_id", keep="last").itertuples())
     train_ids, val_ids, source = pretraining_split(people, cfg.train.val_fraction, cfg.seed, rule)
-    for field, values in wanted_values(cfg).values():
-        index = index[index[field].isin(values)]
+    index = select_wanted(cfg, index)
     person = index["person_id"]
     labels = load_labels(cfg)
+    eyes = zip(person.items(), index["laterality"], strict=True)
+    units = {int(r): unit_of(cfg, p, eye) for (r, p), eye in eyes}
     rows = Rows(
         train=index.index[person.isin(train_ids)].to_numpy(),
         val=index.index[person.isin(val_ids)].to_numpy(),
         official_val=index.index[index["split"] == "val"].to_numpy(),
-        label_of_row={int(r): labels[p] for r, p in person.items() if p in labels},
+        label_of_row={r: labels[unit] for r, unit in units.items() if unit in labels},
         person_of_row={int(r): p for r, p in person.items()},
         val_source=source,
     )

@@ -66,6 +66,7 @@ def read(file: IO[bytes], url: str, sidecar: Sidecar) -> Iterator[Any]:
         orientation_source=source if source == "nifti_affine" else "unknown",
         scale=(1.0 if slope is None else float(slope), 0.0 if inter is None else float(inter)),
     )
+    yield header  # before the voxels: data_setup.index takes no more
     with reading(url, RejectReason.TRUNCATED_PIXEL_DATA, f"{length} bytes of voxels"):
         stream.read(int(offset) - consumed)
         data = _read_up_to(stream, length)
@@ -76,7 +77,6 @@ def read(file: IO[bytes], url: str, sidecar: Sidecar) -> Iterator[Any]:
     array = np.frombuffer(data, dtype).reshape(shape, order="F")
     voxels = array.transpose(order)[:, :: flips[0], :: flips[1]]
     native = dtype.newbyteorder("=")
-    yield header
     yield from checked_frames((np.ascontiguousarray(frame, native) for frame in voxels), header)
 
 

@@ -12,8 +12,9 @@ from __future__ import annotations
 import hashlib
 import re
 import struct
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import PurePosixPath
 from typing import IO, Any
 
@@ -23,11 +24,14 @@ from data_setup.manifest import Record
 from data_setup.protocols import BY_NAME, DEVICES
 from data_setup.readers import dicom, heidelberg, images, nifti
 from data_setup.readers.dicom import OCTHeader, open_file
-from data_setup.readers.faults import OCTReadError, RejectReason
-from data_setup.readers.sidecar import FOLDER_SIDECAR, read_sidecar, sidecar_url
+from data_setup.readers.faults import OCTReadError, RejectReason, named_faults
+from data_setup.readers.pixels import BoundedFile
+from data_setup.readers.sidecar import Sidecar, read_sidecars, sidecar_urls
+from data_setup.tables import D_ORDERS
 from utils import storage
 from utils.config.schema import StorageOptions
 from utils.storage import ObjectStat, StorageNotFoundError, join, list_names
+from utils.storage.ranges import RangeFile
 from utils.workers import in_threads
 
 _SUFFIXES = {
@@ -60,6 +64,8 @@ _ADVICE = {  # kinds that are not looked into: what a user can do
 _CLOSED = ("Heidelberg E2E", "Heidelberg VOL", "Topcon FDA", "Topcon FDS", "Zeiss IMG")
 _OPENABLE = "a kind that can be opened: export it as DICOM or XML from the maker's software"
 _HEAD_BYTES = 1024
+_SPACING = 0.01  # relative: the manifest's and the file's
+PEEK_BYTES = 2**16  # of one request; the header of some hundred frames
 
 
 def open_record(
@@ -67,6 +73,7 @@ def open_record(
 ) -> tuple[OCTHeader, Iterator[np.ndarray]]:
     """(header, frames uint8 [H, W] in order) of a record of any kind; as `dicom.open_volume`.
 
+    What neither the file nor its YAML says comes from the manifest's columns spacing_mm, d_order and files.
     Raises OCTReadError; header_mismatch also where `check_manifest` does.
     """
     url, kind = record.url, _kind(record.url, options)
@@ -74,45 +81,78 @@ def open_record(
     if kind == "DICOM":
         header, volume = dicom.open_volume(url, options, record)
     else:
-        if kind == "folder":
-            volume = images.read_folder(url, read_sidecar(join(url, FOLDER_SIDECAR), options), options)
-        else:
-            volume = _file_volume(kind, url, options)
+        volume = _volume(kind, record, options)
         header = next(volume)
     check_manifest(record, header)
+    if header.orientation_source == "unknown" and record.d_order and record.d_order != "unknown":
+        header = replace(header, flip_d=D_ORDERS[record.d_order], orientation_source="manifest")
     return header, volume
 
 
-def _file_volume(kind: str, url: str, options: StorageOptions | None) -> Iterator[Any]:
+def peek_record(record: Record, size: int, options: StorageOptions) -> OCTHeader:
+    """The header of a record of any kind from the first bytes of a file of `size`, or from the first image.
+
+    Raises OCTReadError, StorageError.
+    """
+    url, kind = record.url, _kind(record.url, options)
+    if kind == "DICOM":
+        with named_faults(url, RejectReason.NOT_DICOM, "a DICOM file"):
+            bounded = BoundedFile(RangeFile(url, size, options, PEEK_BYTES))
+        return dicom.read_header(bounded, url)[0]
+    file = None if kind == "folder" else RangeFile(url, size, options, PEEK_BYTES)
+    volume = _volume(kind, record, options, file)
+    header = next(volume)
+    volume.close()
+    return header
+
+
+def _volume(
+    kind: str, record: Record, options: StorageOptions | None, file: IO[bytes] | None = None
+) -> Generator[Any, None, None]:
+    """The header, then the frames, of what is no DICOM; `file`: the open file, else it is opened."""
+    url = record.url
+    if kind == "folder":
+        yield from images.read_folder(url, _sidecar(record, True, options), options)
+        return
     # A started generator closes its file, whether it is exhausted or dropped.
-    with open_file(url, options) as file:
-        _check_content(kind, file, url)
+    with file or open_file(url, options) as opened:
+        _check_content(kind, opened, url)
         if kind == "Heidelberg XML":
             yield from heidelberg.read_xml(url, options)
         else:
             read = {"NIfTI": nifti.read, "TIFF": images.read_tiff}[kind]
-            yield from read(file, url, read_sidecar(sidecar_url(url), options))
+            yield from read(opened, url, _sidecar(record, False, options))
+
+
+def _sidecar(record: Record, is_folder: bool, options: StorageOptions | None) -> Sidecar:
+    """The YAML of a record, and beneath it the columns of its row; raises OCTReadError."""
+    sidecar = read_sidecars(sidecar_urls(record.url, record.path, is_folder), options)
+    if None not in (sidecar.files, record.files) and sidecar.files != record.files:
+        expected = "files of the YAML as in the manifest"
+        raise OCTReadError(record.url, RejectReason.HEADER_MISMATCH, expected, "another pattern")
+    return replace(sidecar, files=sidecar.files or record.files, listed_spacing_mm=record.spacing_mm)
 
 
 def source_stat(record: Record, options: StorageOptions | None = None) -> ObjectStat:
     """Bytes and version of a record's source: of several files the sum and a digest; raises StorageError."""
     url, kind = record.url, _kind(record.url, options)
-    if kind == "DICOM":
-        return storage.stat(url, options)
+    urls = [url]
     if kind == "folder":
         urls = [join(url, name) for name in list_names(url, options)]
+        urls += [u for u in sidecar_urls(url, record.path, True) if u not in urls]
     elif kind == "Heidelberg XML":
-        urls = [url]
         with suppress(OCTReadError):  # the reader meets the same fault and names it
             urls += heidelberg.image_urls(url, options)
-    else:
-        urls = [url, sidecar_url(url)]
+    elif kind != "DICOM":
+        urls += sidecar_urls(url, record.path, False)
     first = storage.stat(urls[0], options)
     others = in_threads(lambda u: _stat_or_none(u, options), urls[1:])
     stats = [(u, s) for u, s in zip(urls, [first, *others], strict=True) if s is not None]
-    if len(stats) == 1:
+    facts = [record.spacing_mm, record.d_order, record.files]  # of the row: other ones are another volume
+    if len(stats) == 1 and facts == [None] * 3:
         return first
     lines = "".join(f"{u.rpartition('/')[2]}\t{s.size}\t{s.etag_or_mtime}\n" for u, s in stats)
+    lines += f"{facts}\n" if facts != [None] * 3 else ""
     digest = hashlib.blake2b(lines.encode(), digest_size=16).hexdigest()
     return ObjectStat(sum(s.size for _, s in stats), digest)
 
@@ -176,7 +216,16 @@ def check_manifest(record: Record, header: OCTHeader) -> None:
     """Raise header_mismatch when the file is not the one of its manifest row.
 
     A DICOM file has its maker's words for device and protocol: they contradict no name of the manifest's own.
+    The spacing may differ by 1 %: tables round.
     """
+    known_order = record.d_order if record.d_order != "unknown" else None
+    if known_order and header.orientation_source != "unknown" and D_ORDERS[known_order] != header.flip_d:
+        expected = f"d_order {record.d_order} as in the manifest"
+        raise OCTReadError(record.url, RejectReason.HEADER_MISMATCH, expected, "the other")
+    if record.spacing_mm and not np.allclose(record.spacing_mm, header.spacing_mm, rtol=_SPACING, atol=0):
+        expected = "spacing_mm {:g}, {:g}, {:g} as in the manifest".format(*record.spacing_mm)
+        actual = "{:g}, {:g}, {:g}".format(*header.spacing_mm) + f" ({header.spacing_source})"
+        raise OCTReadError(record.url, RejectReason.HEADER_MISMATCH, expected, actual)
     is_dicom = header.transfer_syntax.startswith("1.2.")
     for name, words in (("laterality", ("L", "R")), ("device", DEVICES), ("protocol", BY_NAME)):
         row_value, value = getattr(record, name), getattr(header, name)

@@ -1,6 +1,7 @@
-"""What the importers share: the YAML beside a file, the header, the checked frames, the fault boundary.
+"""What the importers share: the YAML of a file, the header, the checked frames, the fault boundary.
 
-The YAML (`Sidecar`) holds what a file does not, and goes before what the file holds. Nothing is invented: a
+The YAML (`Sidecar`) holds what a file does not, and goes before what the file holds. It lies beside the file,
+or as volume.yaml in any folder above it up to the root: key by key the nearest counts. Nothing is invented: a
 missing spacing, range of values or order of axes is a reject.
 """
 
@@ -26,8 +27,9 @@ from tifffile import TiffFileError
 from data_setup.readers.dicom import OCTHeader, grey_frames
 from data_setup.readers.faults import OCTReadError, RejectReason, named_faults
 from data_setup.readers.geometry import check_plausible
+from data_setup.tables import D_ORDERS, SIDES
 from utils.config.schema import StorageOptions
-from utils.storage import StorageNotFoundError, read_bytes
+from utils.storage import StorageNotFoundError, join, read_bytes
 
 FOLDER_SIDECAR = "volume.yaml"
 MAX_SIDECAR_BYTES = 2**16
@@ -42,7 +44,6 @@ _LIBRARY_ERRORS = (
     Image.DecompressionBombError,
     Image.DecompressionBombWarning,
 )
-_D_ORDERS = {"superior_to_inferior": False, "inferior_to_superior": True, "unknown": False}
 Triple = tuple[float, float, float]
 
 
@@ -60,6 +61,7 @@ class Sidecar:
     value_range: tuple[float, float] | None = None  # values of black and white, for signed and float data
     num_frames: int | None = None  # the number of B-scans that has to be there
     files: str | None = None  # folder: pattern of the B-scan images, "oct_*.png"
+    listed_spacing_mm: Triple | None = None  # the manifest's, no key: where neither YAML nor file has one
 
 
 def _is_text(value: Any) -> bool:
@@ -88,22 +90,39 @@ def _are_axes(value: Any) -> bool:
 
 _RULES = {
     "spacing_mm": ("three lengths in mm above 0, [D, H, W]", lambda v: _are_numbers(v, 3) and min(v) > 0),
-    "laterality": ("L or R", lambda v: v in ("L", "R")),
+    "laterality": ("L, R, OS, OD, left or right", lambda v: _is_text(v) and v.strip().lower() in SIDES),
     "device": ("a name", _is_text),
     "protocol": ("a name", _is_text),
     "axes": ("D, H and W in array order, such as [W, -H, D]", _are_axes),
-    "d_order": (" | ".join(_D_ORDERS), lambda v: _is_text(v) and v in _D_ORDERS),
+    "d_order": (" | ".join(D_ORDERS), lambda v: _is_text(v) and v in D_ORDERS),
     "bits_stored": ("1 to 16", lambda v: _is_whole(v, 1, 16)),
     "value_range": ("[black, white], black below white", lambda v: _are_numbers(v, 2) and v[0] < v[1]),
     "num_frames": ("2 or more", lambda v: _is_whole(v, 2)),
     "files": ("a pattern such as oct_*.png", _is_text),
 }
-assert list(_RULES) == [f.name for f in fields(Sidecar)]
+assert [*_RULES, "listed_spacing_mm"] == [f.name for f in fields(Sidecar)]
 
 
 def sidecar_url(url: str) -> str:
     """eye.nii.gz, eye.ome.tif -> eye.yaml, beside the file."""
     return re.sub(r"(\.nii\.gz|\.ome\.tiff?|\.[^./]+)$", "", url, flags=re.IGNORECASE) + ".yaml"
+
+
+def sidecar_urls(url: str, path: str, is_folder: bool) -> list[str]:
+    """Where the YAML of a file or a folder of images may be, the nearest first; `path`: below the root."""
+    urls = [join(url, FOLDER_SIDECAR) if is_folder else sidecar_url(url)]
+    folder = url.rstrip("/")
+    for _ in path.strip("/").split("/"):
+        folder = folder.rpartition("/")[0]
+        urls.append(join(folder, FOLDER_SIDECAR))
+    return list(dict.fromkeys(urls))
+
+
+def read_sidecars(urls: Iterable[str], options: StorageOptions | None) -> Sidecar:
+    """What the YAML at these URLs say, of each key the first; raises OCTReadError bad_sidecar."""
+    every = [read_sidecar(url, options) for url in urls]
+    names = [f.name for f in fields(Sidecar)]
+    return Sidecar(**{n: next((v for s in every if (v := getattr(s, n)) is not None), None) for n in names})
 
 
 def read_sidecar(url: str, options: StorageOptions | None) -> Sidecar:
@@ -127,6 +146,8 @@ def read_sidecar(url: str, options: StorageOptions | None) -> Sidecar:
         if not is_right(value):
             raise OCTReadError(url, RejectReason.BAD_SIDECAR, f"{key}: {rule}", "something else")
     parts: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
+    if "laterality" in parts:
+        parts["laterality"] = SIDES[parts["laterality"].strip().lower()]
     return Sidecar(**parts)
 
 
@@ -162,8 +183,12 @@ def make_header(
     signed or scaled data without value_range).
     """
     spacing_mm, source = (sidecar.spacing_mm, "sidecar") if sidecar.spacing_mm else spacing
+    if spacing_mm is None and sidecar.listed_spacing_mm is not None:
+        spacing_mm, source = sidecar.listed_spacing_mm, "manifest"
     if spacing_mm is None:
-        expected = "a spacing in mm; the file has none: give spacing_mm: [D, H, W] in its YAML"
+        expected = (
+            "a spacing in mm; the file has none: give spacing_mm: [D, H, W] in its YAML or the manifest"
+        )
         raise OCTReadError(url, RejectReason.MISSING_SPACING, expected, source)
     d, h, w = (float(s) for s in spacing_mm)
     check_plausible((d, h, w), source, url)
@@ -173,7 +198,7 @@ def make_header(
         expected = f"{sidecar.num_frames} B-scans (num_frames)"
         raise OCTReadError(url, RejectReason.FRAME_COUNT_MISMATCH, expected, shape[0])
     if sidecar.d_order is not None:
-        flip_d = _D_ORDERS[sidecar.d_order]
+        flip_d = D_ORDERS[sidecar.d_order]
         orientation_source = "unknown" if sidecar.d_order == "unknown" else "sidecar"
     bits, rescale = _grey_values(url, dtype, scale, sidecar)
     return OCTHeader(

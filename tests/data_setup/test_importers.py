@@ -624,7 +624,7 @@ def test_a_pattern_picks_the_b_scans_of_a_folder(tmp_path: Path) -> None:
         {"spacing_mm": [0.1, 0.0, 0.1]},
         {"spacing_mm": [0.1, float("nan"), 0.1]},
         {"spacing_mm": "0.1"},
-        {"laterality": "OD"},
+        {"laterality": "both"},
         {"axes": ["D", "H", "H"]},
         {"d_order": "down"},
         {"d_order": ["unknown"]},

@@ -404,7 +404,7 @@ def test_single_domain_is_one_device(tmp_path: Path) -> None:
         ("data.device_filter=[topcon_tritan]", "topcon_triton"),
         ("data.protocol_filter=[spectralis_onh_rc_hr_oct_oct]", "cirrus_disc_oct_oct"),  # no volume
         ("data.region_filter=[macula]", "Macula, 6 x 6"),
-        ("data.laterality_filter=[OD]", "L, R"),
+        ("data.laterality_filter=[both]", "L, R"),
         ("data.device_filter=[]", "topcon_triton"),
     ],
 )

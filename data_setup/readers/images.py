@@ -162,6 +162,12 @@ def pixels_of(image: Image.Image, url: str, where: str) -> np.ndarray:
     return np.ascontiguousarray(colours[..., 0])
 
 
+def count_pages(file: IO[bytes], url: str) -> int:
+    """The number of pages of a TIFF file, without its pixels; raises OCTReadError."""
+    with reading(url, RejectReason.CORRUPT_FILE, "a TIFF file"):
+        return _count_pages(TiffFile(file, is_lsm=False, is_scanimage=False))
+
+
 def _count_pages(tiff: TiffFile) -> int:
     """The number of pages; raises IndexError, ValueError or struct.error for a cut chain or one with a loop.
 

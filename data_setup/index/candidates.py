@@ -1,0 +1,110 @@
+"""Which files and folders of a tree may be OCT volumes, from its listing.
+
+In: every file below a folder with its size. Out: candidates, each a file or a folder of images, and the other
+files counted by what they are. An export's XML claims its images; TIFF files of one page are the images of a
+folder, those of several are a volume each.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import PurePosixPath
+
+from data_setup.readers import heidelberg
+from data_setup.readers.faults import OCTReadError
+from data_setup.readers.images import count_pages, is_image
+from data_setup.readers.open_record import PEEK_BYTES, kind_by_name
+from data_setup.readers.sidecar import FOLDER_SIDECAR
+from utils.config.schema import StorageOptions
+from utils.storage import join
+from utils.storage.ranges import RangeFile
+
+TABLES = ("manifest.tsv", "participants.tsv", "left_out.tsv", "labels.parquet")  # what this command writes
+IMAGES = "images"  # the kind of a folder
+_ARCHIVES = (".zip", ".tar", ".tgz", ".gz", ".7z", ".rar")
+_DICOM_ENDINGS = (".dcm", ".dicom", ".dic", ".ima")
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """What may be a volume."""
+
+    path: str  # below the root
+    kind: str  # by its name
+    size: int  # bytes of a file, 0 of a folder
+    is_sure: bool = True  # False: a name without an ending, which may be no DICOM file
+
+
+def find_candidates(
+    root: str, sizes: Mapping[str, int], options: StorageOptions
+) -> tuple[list[Candidate], Counter[str]]:
+    """(candidates by path, number of the other files by kind); raises StorageError."""
+    others: Counter[str] = Counter()
+    files: dict[str, Candidate] = {}
+    images: dict[str, list[str]] = defaultdict(list)  # folder -> names
+    for path, size in sizes.items():
+        parts = PurePosixPath(path).parts
+        if any(part.startswith(".") or part == "__MACOSX" for part in parts):
+            others["hidden files"] += 1
+        elif path in TABLES or path.lower().endswith((".yaml", ".yml")) or parts[-1] == FOLDER_SIDECAR:
+            others["tables and YAML"] += 1
+        elif is_image(parts[-1]):
+            images["/".join(parts[:-1])].append(parts[-1])
+        elif kind := kind_by_name(path) or _dicom_by_name(parts[-1]):
+            files[path] = Candidate(path, kind, size, kind_by_name(path) is not None)
+        elif path.lower().endswith(_ARCHIVES):
+            others["archives"] += 1
+        else:
+            others[f"*{PurePosixPath(path).suffix.lower()}"] += 1
+    claimed = _claimed_folders(root, files, options)
+    for folder, names in images.items():
+        if folder in claimed:
+            continue
+        for name in _volumes(root, folder, names, sizes, options):
+            path = f"{folder}/{name}".lstrip("/")
+            files[path] = Candidate(path, "TIFF", sizes[path])
+            names.remove(name)
+        if len(names) == 1:
+            others["single images"] += 1
+        elif names and folder:
+            files[folder] = Candidate(folder, IMAGES, 0)
+        elif names:
+            others["images beside the folders"] += len(names)
+    return [files[path] for path in sorted(files)], others
+
+
+def _dicom_by_name(name: str) -> str | None:
+    """DICOM for the endings that it goes by, for no ending, and for one of digits, as in a UID."""
+    suffix = PurePosixPath(name).suffix.lower()
+    return "DICOM" if suffix in ("", *_DICOM_ENDINGS) or suffix[1:].isdigit() else None
+
+
+def _claimed_folders(root: str, files: Mapping[str, Candidate], options: StorageOptions) -> set[str]:
+    """The folders of images that the exports of the tree name."""
+    folders = set()
+    for path in (path for path, one in files.items() if one.kind == "Heidelberg XML"):
+        folders.add(path.rpartition("/")[0])
+        try:
+            urls = heidelberg.image_urls(join(root, path), options)
+        except OCTReadError:  # met again, and named, when its header is read
+            continue
+        folders |= {url.removeprefix(join(root)).lstrip("/").rpartition("/")[0] for url in urls[:1]}
+    return folders
+
+
+def _volumes(
+    root: str, folder: str, names: list[str], sizes: Mapping[str, int], options: StorageOptions
+) -> list[str]:
+    """The TIFF files of a folder, where the first has several pages or is alone; else none."""
+    tiffs = sorted(name for name in names if kind_by_name(name) == "TIFF")
+    if not tiffs or len(tiffs) == len(names) == 1:
+        return tiffs
+    path = f"{folder}/{tiffs[0]}".lstrip("/")
+    url = join(root, path)
+    try:
+        with RangeFile(url, sizes[path], options, PEEK_BYTES) as file:
+            return tiffs if count_pages(file, url) > 1 else []
+    except OCTReadError:
+        return []

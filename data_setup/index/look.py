@@ -1,0 +1,175 @@
+"""One candidate as a row of the tables: what its header says, or why it is no volume.
+
+In: a `Candidate`. Out: an `Entry`. Read are the header of a file, or the first image of a folder; of a DICOM
+header also the maker's words, PatientID and PatientAge. Names and dates of patients are not read.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field, replace
+
+import pydicom
+
+from data_setup.index.candidates import IMAGES, Candidate
+from data_setup.index.people import digest_of, matched_person, person_of_path, side_of_path
+from data_setup.manifest import Record
+from data_setup.protocols import BY_NAME
+from data_setup.readers import heidelberg
+from data_setup.readers.dicom import OCTHeader
+from data_setup.readers.faults import OCTReadError, RejectReason, named_faults
+from data_setup.readers.open_record import PEEK_BYTES, peek_record
+from data_setup.readers.pixels import BoundedFile
+from data_setup.readers.sidecar import read_sidecars, sidecar_urls
+from data_setup.store.format import UNREAD
+from utils.config.schema import StorageOptions
+from utils.storage import StorageError, join
+from utils.storage.ranges import RangeFile
+
+OK = "ok"
+# What a cell of the manifest or a YAML repairs: such a row is in the manifest all the same.
+TO_FILL = (RejectReason.MISSING_SPACING.value, RejectReason.UNKNOWN_AXES.value)
+UNKNOWN = "unknown"
+_STAND_IN = (0.1, 0.003, 0.01)  # mm, to get past a missing spacing to the shape; written nowhere
+_TAGS = ["PatientID", "PatientAge", "Manufacturer", "ManufacturerModelName", "ProtocolName"]
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What the command line says about whose files they are."""
+
+    person: re.Pattern[str] | None = None  # its group is the person in a path
+    keep_ids: bool = False  # a header's ids as they are, not their digests
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A row of the tables; an empty text where nothing says it."""
+
+    path: str
+    kind: str
+    status: str = OK  # else the reason of the reject
+    message: str = ""
+    person_id: str = ""
+    person_source: str = ""  # --person | header | path
+    age: int | None = None
+    laterality: str = ""  # L | R
+    path_side: str = ""  # L | R as the path says, where the header says the other
+    device: str = UNKNOWN
+    protocol: str = UNKNOWN
+    region: str = ""
+    shape: tuple[int, int, int] | None = None
+    spacing_mm: tuple[float, float, float] | None = None
+    spacing_source: str = ""
+    d_order: str = UNKNOWN
+    sop_instance_uid: str = ""
+    etdrs: dict[str, float] = field(default_factory=dict)
+
+
+def look(candidate: Candidate, root: str, rules: Rules, options: StorageOptions) -> Entry:
+    """The row of a candidate; a fault of the file or of storage becomes its status."""
+    path = candidate.path
+    by_folder = candidate.kind in ("DICOM", "Heidelberg XML")
+    person = matched_person(rules.person, path) if rules.person else person_of_path(path, by_folder)
+    entry = Entry(
+        path, candidate.kind, person_id=person, person_source="--person" if rules.person else "path"
+    )
+    entry = replace(entry, laterality=side_of_path(path) or "")
+    record = _record(root, path)
+    try:
+        header = _header(record, candidate, options)
+        if header is None:
+            shape = peek_record(replace(record, spacing_mm=_STAND_IN), candidate.size, options).shape
+            entry = replace(entry, status=RejectReason.MISSING_SPACING.value, shape=shape)
+            entry = replace(entry, protocol=f"raster_{shape[0]}x{shape[2]}")
+            sidecar = read_sidecars(sidecar_urls(record.url, path, candidate.kind == IMAGES), options)
+            side = sidecar.laterality or entry.laterality
+            device, protocol = sidecar.device or UNKNOWN, sidecar.protocol or entry.protocol
+            return replace(entry, laterality=side, device=device, protocol=protocol)
+        entry = _described(entry, header)
+        if candidate.kind == "DICOM":
+            return _with_dicom(entry, record.url, candidate.size, rules, options)
+        if candidate.kind == "Heidelberg XML":
+            export = heidelberg.read_export(record.url, options)
+            return replace(_with_id(entry, export.patient_id, rules), etdrs=export.etdrs)
+    except OCTReadError as error:
+        return replace(entry, status=error.reason.value, message=error.detail)
+    except StorageError as error:
+        return replace(entry, status=UNREAD, message=error.problem)
+    return entry
+
+
+def _header(record: Record, candidate: Candidate, options: StorageOptions) -> OCTHeader | None:
+    """The header; None where nothing but the spacing is missing, which is no DICOM file's case."""
+    try:
+        return peek_record(record, candidate.size, options)
+    except OCTReadError as error:
+        if error.reason != RejectReason.MISSING_SPACING or candidate.kind in ("DICOM", "Heidelberg XML"):
+            raise
+        return None
+
+
+def _record(root: str, path: str) -> Record:
+    return Record(
+        person_id=UNKNOWN,
+        device=UNKNOWN,
+        protocol=UNKNOWN,
+        region=UNKNOWN,
+        laterality=UNKNOWN,
+        path=path,
+        url=join(root, path),
+        sop_instance_uid="",
+        shape=None,
+        split="",
+        study_group=None,
+        clinical_site=None,
+        age=None,
+    )
+
+
+def _described(entry: Entry, header: OCTHeader) -> Entry:
+    protocol = header.protocol or f"raster_{header.shape[0]}x{header.shape[2]}"
+    known = BY_NAME.get(protocol)
+    order = "inferior_to_superior" if header.flip_d else "superior_to_inferior"
+    side, in_path = header.laterality or entry.laterality, entry.laterality
+    return replace(
+        entry,
+        laterality=side,
+        path_side=in_path if in_path not in ("", side) else "",
+        device=header.device or UNKNOWN,
+        protocol=known.name if known else protocol,
+        region=known.region if known else "",
+        shape=header.shape,
+        spacing_mm=header.spacing_mm,
+        spacing_source=header.spacing_source,
+        d_order=UNKNOWN if header.orientation_source == "unknown" else order,
+        sop_instance_uid=header.sop_instance_uid,
+    )
+
+
+def _with_dicom(entry: Entry, url: str, size: int, rules: Rules, options: StorageOptions) -> Entry:
+    """With the person, and the maker's words where the table of protocols does not know the device."""
+    with named_faults(url, RejectReason.NOT_DICOM, "a whole DICOM header"):
+        file = BoundedFile(RangeFile(url, size, options, PEEK_BYTES))
+        ds = pydicom.dcmread(file, stop_before_pixels=True, specific_tags=_TAGS)
+        text = {tag: str(ds.get(tag) or "").strip() for tag in _TAGS}
+    if entry.device == UNKNOWN:
+        words = [text["Manufacturer"], text["ManufacturerModelName"]]
+        entry = replace(entry, device=_name(" ".join(words)) or UNKNOWN)
+    if entry.protocol not in BY_NAME and text["ProtocolName"]:
+        entry = replace(entry, protocol=_name(text["ProtocolName"]) or entry.protocol)
+    if years := re.fullmatch(r"0*(\d{1,3})Y", text["PatientAge"]):
+        entry = replace(entry, age=int(years[1]))
+    return _with_id(entry, text["PatientID"] or None, rules)
+
+
+def _with_id(entry: Entry, patient_id: str | None, rules: Rules) -> Entry:
+    if patient_id is None or rules.person is not None:
+        return entry
+    person = patient_id if rules.keep_ids else digest_of(patient_id)
+    return replace(entry, person_id=person, person_source="header")
+
+
+def _name(text: str) -> str:
+    """A maker's words as a name: lower case, figures and underscores, up to 40 characters."""
+    return re.sub(r"[^a-z0-9]+", "_", text.lower()).strip("_")[:40].strip("_")

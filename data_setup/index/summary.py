@@ -1,0 +1,162 @@
+"""What the index says in words: what was seen, what is missing and where to write it, what comes next."""
+
+from __future__ import annotations
+
+import posixpath
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+from data_setup.index.candidates import IMAGES
+from data_setup.index.look import OK, TO_FILL, UNKNOWN, Entry
+from data_setup.index.write import Written
+from data_setup.readers.faults import RejectReason
+from data_setup.readers.sidecar import FOLDER_SIDECAR
+from data_setup.store.summary import next_step
+from utils.storage import join
+
+NAMES = 3  # examples of a line
+CONFIG = "configs/pretrain_oct_vjepa2.yaml"
+
+
+def summarise(
+    root: str, out: str, entries: Sequence[Entry], others: Counter[str], written: Written
+) -> list[str]:
+    """The lines of the summary."""
+    rows = [entry for entry in entries if entry.status in (OK, *TO_FILL)]
+    lines = [
+        f"{root}: {_count(len(rows), 'volume')} of {_count(len({e.person_id for e in rows}), 'person')}",
+        f"kinds       {_words(e.kind for e in rows)}",
+        f"devices     {_words(e.device for e in rows)}",
+        f"protocols   {_words(e.protocol for e in rows)}",
+        f"eyes        {_words(e.laterality or UNKNOWN for e in rows)}",
+        f"order of D  {_words(e.d_order for e in rows)}",
+        *_people(rows),
+        *_missing(root, rows),
+        *_left_out([entry for entry in entries if entry.status not in (OK, *TO_FILL)]),
+    ]
+    if others:
+        lines.append("no OCT: " + _counted(others))
+    if others["archives"]:
+        lines.append("  archives are unpacked by: python -m data_setup.expand --src URL --dst URL")
+    return [*lines, *_tables(written), *_next(root, out)]
+
+
+def _people(rows: Sequence[Entry]) -> list[str]:
+    """Where the names of people come from, with examples where it is a path."""
+    texts = {
+        "header": "of the headers (digests of PatientID, unless --keep-ids)",
+        "path": "of the paths",
+        "--person": "of --person",
+    }
+    lines = []
+    for source, text in texts.items():
+        part = [entry for entry in rows if entry.person_source == source]
+        if not part:
+            continue
+        line = f"people      {len({e.person_id for e in part})} {text}"
+        if source != "header":
+            line += ": " + ", ".join(f"{e.path} -> {e.person_id}" for e in part[:NAMES])
+        lines.append(line)
+    if any(entry.person_source == "path" for entry in rows):
+        lines.append(
+            "  is a name no person, or one person several? give --person PATTERN: people are never split"
+        )
+    return lines
+
+
+def _missing(root: str, rows: Sequence[Entry]) -> list[str]:
+    """What no file says, and where to write it."""
+    lines = []
+    needs = {
+        "no spacing": (
+            [e for e in rows if e.status == RejectReason.MISSING_SPACING],
+            "spacing_mm: [D, H, W]",
+            "spacing_mm",
+        ),
+        "axes unknown": (
+            [e for e in rows if e.status == RejectReason.UNKNOWN_AXES],
+            "axes: [W, H, D]",
+            None,
+        ),
+        "device unknown": ([e for e in rows if e.device == UNKNOWN], "device: NAME", "device"),
+        "eye unknown": ([e for e in rows if not e.laterality], "laterality: R", "laterality"),
+        "order of B-scans unknown": (
+            [e for e in rows if e.d_order == UNKNOWN],
+            "d_order: superior_to_inferior",
+            "d_order",
+        ),
+    }
+    for name, (part, yaml, column) in needs.items():
+        if not part:
+            continue
+        opened = [e for e in part if e.kind not in ("DICOM", "Heidelberg XML")]  # a YAML counts for these
+        places = [f"`{yaml}` into {join(root, _yaml_above(opened))}, once for all below it"] if opened else []
+        places += [f"the column {column} of manifest.tsv"] if column else []
+        lines.append(f"missing: {name}: {len(part)} ({_names(part)}): write {', or '.join(places)}")
+    if wrong := [e for e in rows if e.path_side]:
+        lines.append(
+            f"contradiction: the path names the other eye: {len(wrong)} ({_names(wrong)}); the header counts"
+        )
+    return lines
+
+
+def _yaml_above(entries: Sequence[Entry]) -> str:
+    """The volume.yaml of the deepest folder that is above all of them."""
+    folders = [e.path if e.kind == IMAGES else posixpath.dirname(e.path) for e in entries]
+    return posixpath.join(posixpath.commonpath(folders) if all(folders) else "", FOLDER_SIDECAR)
+
+
+def _left_out(entries: Sequence[Entry]) -> list[str]:
+    lines = []
+    for (kind, status), count in sorted(Counter((e.kind, e.status) for e in entries).items()):
+        part = [e for e in entries if (e.kind, e.status) == (kind, status)]
+        lines.append(f"left out: {kind} {count}: {status} ({_names(part)}): {part[0].message}")
+        lines.append(f"  next: {next_step(status)}")
+    return lines
+
+
+def _tables(written: Written) -> list[str]:
+    lines = [f"manifest.tsv: {written.added} rows added, {written.kept} kept as they were"]
+    if written.differing:
+        count = len(written.differing)
+        lines.append(f"  {count} cells are not what the files say, and stay: {_some(written.differing)}")
+    if written.gone:
+        lines.append(
+            f"  {len(written.gone)} rows name what is no longer there, and stay: {_some(written.gone)}"
+        )
+    if written.without_split:
+        lines.append(
+            f"participants.tsv: {written.without_split} people added without recommended_split: "
+            "fill it in, or they are not used"
+        )
+    return [*lines, *(f"written: {url}" for url in written.urls)]
+
+
+def _next(root: str, out: str) -> list[str]:
+    places = [f"data.gcs_root={root}", f"data.manifest_path={join(out, 'manifest.tsv')}"]
+    if out != root:
+        places.append(f"data.participants_path={join(out, 'participants.tsv')}")
+    return [f"next: python -m data_setup.prepare --config {CONFIG} {' '.join(places)} data.store=STORE"]
+
+
+def _count(number: int, noun: str) -> str:
+    plural = {"person": "people"}.get(noun, noun + "s")
+    return f"{number} {noun if number == 1 else plural}"
+
+
+def _words(values: Iterable[str]) -> str:
+    return _counted(Counter(values)) or "none"
+
+
+def _counted(counts: Counter[str]) -> str:
+    return ", ".join(
+        f"{name} {number}" for name, number in sorted(counts.items(), key=lambda c: (-c[1], c[0]))
+    )
+
+
+def _names(entries: Sequence[Entry]) -> str:
+    return _some([entry.path for entry in entries])
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:NAMES]) + (", ..." if len(names) > NAMES else "")

@@ -1,0 +1,164 @@
+"""Write the tables of a tree; what a table has already stays.
+
+In: entries. Out: manifest.tsv (one row a volume), participants.tsv (one row a person), left_out.tsv (what is
+no volume, and why), labels.parquet (what exports measured). A cell that somebody filled is never changed: an
+entry fills empty cells and adds rows at the end.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import pandas as pd
+
+from data_setup.index.look import OK, TO_FILL, UNKNOWN, Entry
+from data_setup.tables import PERSON_COLUMNS, Row, clean_path, read_table
+from utils.config.schema import StorageOptions
+from utils.storage import exists, join, write_bytes, write_text
+
+MANIFEST_COLUMNS = (
+    "person_id",
+    "filepath",
+    "kind",
+    "device",
+    "protocol",
+    "anatomic_region",
+    "laterality",
+    "number_of_frames",
+    "height",
+    "width",
+    "spacing_mm",
+    "d_order",
+    "files",
+    "sop_instance_uid",
+)
+PEOPLE_COLUMNS = ("person_id", "study_group", "clinical_site", "age")
+LEFT_OUT_COLUMNS = ("filepath", "kind", "reason", "message")
+
+
+@dataclass
+class Written:
+    """What became of the tables."""
+
+    urls: list[str] = field(default_factory=list)
+    added: int = 0  # rows of the manifest
+    kept: int = 0
+    gone: list[str] = field(default_factory=list)  # paths of the manifest that the tree does not have
+    differing: list[str] = field(default_factory=list)  # `path: column` where a kept cell is not the file's
+    people: set[str] = field(default_factory=set)  # of the manifest, afterwards
+    without_split: int = 0  # added to a table of people that has recommended_split
+
+
+def write_tables(out: str, entries: Sequence[Entry], options: StorageOptions) -> Written:
+    """Write them all; raises UserError for a table that cannot be read, StorageError."""
+    written = Written()
+    rows = [entry for entry in entries if entry.status in (OK, *TO_FILL)]
+    _write_manifest(out, rows, options, written)
+    _write_people(out, rows, options, written)
+    left_out = [entry for entry in entries if entry.status not in (OK, *TO_FILL)]
+    _write(out, "left_out.tsv", LEFT_OUT_COLUMNS, [_left_out(entry) for entry in left_out], options, written)
+    labels = [{**_label_ids(e), **e.etdrs} for e in rows if e.etdrs]
+    if labels:
+        buffer = io.BytesIO()
+        pd.DataFrame(labels).to_parquet(buffer, index=False)
+        write_bytes(join(out, "labels.parquet"), buffer.getvalue(), options)
+        written.urls.append(join(out, "labels.parquet"))
+    return written
+
+
+def manifest_row(entry: Entry) -> Row:
+    """The cells of an entry; empty where nothing says it."""
+    frames, height, width = entry.shape or ("", "", "")
+    return {
+        "person_id": entry.person_id,
+        "filepath": entry.path,
+        "kind": entry.kind,
+        "device": entry.device,
+        "protocol": entry.protocol,
+        "anatomic_region": entry.region,
+        "laterality": entry.laterality,
+        "number_of_frames": str(frames),
+        "height": str(height),
+        "width": str(width),
+        "spacing_mm": ", ".join(f"{length:.7g}" for length in entry.spacing_mm or ()),
+        "d_order": entry.d_order,
+        "files": "",
+        "sop_instance_uid": entry.sop_instance_uid,
+    }
+
+
+def _write_manifest(out: str, entries: Sequence[Entry], options: StorageOptions, written: Written) -> None:
+    columns, kept = _read(join(out, "manifest.tsv"), ("filepath",), MANIFEST_COLUMNS, options)
+    by_path = {clean_path(row["filepath"]): row for row in kept}
+    fresh = {entry.path: manifest_row(entry) for entry in entries}
+    for path, cells in fresh.items():
+        row = by_path.get(clean_path(path))
+        if row is None:
+            kept.append(dict.fromkeys(columns, "") | cells)
+            written.added += 1
+            continue
+        written.kept += 1
+        for name, value in cells.items():
+            if row[name].strip() in ("", UNKNOWN):
+                row[name] = value
+            elif value not in ("", UNKNOWN, row[name]):
+                written.differing.append(f"{path}: {name}")
+    written.gone = sorted(path or "" for path in by_path if path not in {clean_path(p) for p in fresh})
+    id_column = next(name for name in PERSON_COLUMNS if name in columns)
+    written.people = {row[id_column] for row in kept}
+    _write(out, "manifest.tsv", columns, kept, options, written)
+
+
+def _write_people(out: str, entries: Sequence[Entry], options: StorageOptions, written: Written) -> None:
+    columns, kept = _read(join(out, "participants.tsv"), (), PEOPLE_COLUMNS, options)
+    id_column = next(name for name in PERSON_COLUMNS if name in columns)
+    ages: dict[str, set[int]] = {}
+    for entry in entries:
+        ages.setdefault(entry.person_id, set()).update({entry.age} if entry.age is not None else ())
+    for person in sorted(written.people - {row[id_column] for row in kept}):
+        age = ages.get(person, set())
+        known = {id_column: person, "age": str(age.pop()) if len(age) == 1 else ""}
+        kept.append(dict.fromkeys(columns, "") | {k: v for k, v in known.items() if k in columns})
+        written.without_split += "recommended_split" in columns
+    _write(out, "participants.tsv", columns, kept, options, written)
+
+
+def _read(
+    url: str, required: Sequence[str], usual: Sequence[str], options: StorageOptions
+) -> tuple[list[str], list[Row]]:
+    """(columns, rows) of a table that may be there already; missing columns of the manifest are added."""
+    if not exists(url, options):
+        return list(usual), []
+    table, columns, id_column = read_table(url, options, required)
+    added = [name for name in usual if required and name not in (*columns, "person_id")]
+    rows = [row | dict.fromkeys(added, "") for row in table.values()]
+    if required and id_column != "person_id":
+        rows = [row | {"person_id": row[id_column]} for row in rows]
+    return [*columns, *added], rows
+
+
+def _left_out(entry: Entry) -> Row:
+    return {"filepath": entry.path, "kind": entry.kind, "reason": entry.status, "message": entry.message}
+
+
+def _label_ids(entry: Entry) -> dict[str, str]:
+    return {"path": entry.path, "person_id": entry.person_id, "laterality": entry.laterality}
+
+
+def _write(
+    out: str,
+    name: str,
+    columns: Sequence[str],
+    rows: Sequence[Mapping[str, str]],
+    options: StorageOptions,
+    written: Written,
+) -> None:
+    buffer = io.StringIO()
+    table = csv.DictWriter(buffer, columns, delimiter="\t", lineterminator="\n", extrasaction="ignore")
+    table.writeheader()
+    table.writerows(rows)
+    write_text(join(out, name), buffer.getvalue(), options)
+    written.urls.append(join(out, name))

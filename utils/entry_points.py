@@ -26,6 +26,10 @@ def finetune() -> None:
     _run("finetuning.train")
 
 
+def index() -> None:
+    _run("data_setup.index")
+
+
 def phantom() -> None:
     _run("data_setup.phantom")
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 
 import pydicom
 
-from data_setup.index.candidates import IMAGES, Candidate
+from data_setup.index.candidates import Candidate
 from data_setup.index.people import digest_of, matched_person, person_of_path, side_of_path
 from data_setup.manifest import Record
 from data_setup.protocols import BY_NAME
@@ -20,7 +20,6 @@ from data_setup.readers.dicom import OCTHeader
 from data_setup.readers.faults import OCTReadError, RejectReason, named_faults
 from data_setup.readers.open_record import PEEK_BYTES, peek_record
 from data_setup.readers.pixels import BoundedFile
-from data_setup.readers.sidecar import read_sidecars, sidecar_urls
 from data_setup.store.format import UNREAD
 from utils.config.schema import StorageOptions
 from utils.storage import StorageError, join
@@ -67,29 +66,29 @@ class Entry:
 
 
 def look(candidate: Candidate, root: str, rules: Rules, options: StorageOptions) -> Entry:
-    """The row of a candidate; a fault of the file or of storage becomes its status."""
-    path = candidate.path
-    by_folder = candidate.kind in ("DICOM", "Heidelberg XML")
-    person = matched_person(rules.person, path) if rules.person else person_of_path(path, by_folder)
-    entry = Entry(
-        path, candidate.kind, person_id=person, person_source="--person" if rules.person else "path"
-    )
-    entry = replace(entry, laterality=side_of_path(path) or "")
+    """The row of a candidate; a fault of the file or of storage becomes its status.
+
+    Raises UserError where the path of a volume has no person by --person.
+    """
+    entry = _look(candidate, root, rules, options)
+    if rules.person is None or entry.status not in (OK, *TO_FILL):
+        return entry
+    return replace(entry, person_id=matched_person(rules.person, entry.path), person_source="--person")
+
+
+def _look(candidate: Candidate, root: str, rules: Rules, options: StorageOptions) -> Entry:
+    path, kind = candidate.path, candidate.kind
+    person = person_of_path(path, by_folder=kind in ("DICOM", "Heidelberg XML"))
+    entry = Entry(path, kind, person_id=person, person_source="path", laterality=side_of_path(path) or "")
     record = _record(root, path)
     try:
         header = _header(record, candidate, options)
         if header is None:
-            shape = peek_record(replace(record, spacing_mm=_STAND_IN), candidate.size, options).shape
-            entry = replace(entry, status=RejectReason.MISSING_SPACING.value, shape=shape)
-            entry = replace(entry, protocol=f"raster_{shape[0]}x{shape[2]}")
-            sidecar = read_sidecars(sidecar_urls(record.url, path, candidate.kind == IMAGES), options)
-            side = sidecar.laterality or entry.laterality
-            device, protocol = sidecar.device or UNKNOWN, sidecar.protocol or entry.protocol
-            return replace(entry, laterality=side, device=device, protocol=protocol)
+            return _without_spacing(entry, record, candidate, options)
         entry = _described(entry, header)
-        if candidate.kind == "DICOM":
+        if kind == "DICOM":
             return _with_dicom(entry, record.url, candidate.size, rules, options)
-        if candidate.kind == "Heidelberg XML":
+        if kind == "Heidelberg XML":
             export = heidelberg.read_export(record.url, options)
             return replace(_with_id(entry, export.patient_id, rules), etdrs=export.etdrs)
     except OCTReadError as error:
@@ -97,6 +96,13 @@ def look(candidate: Candidate, root: str, rules: Rules, options: StorageOptions)
     except StorageError as error:
         return replace(entry, status=UNREAD, message=error.problem)
     return entry
+
+
+def _without_spacing(entry: Entry, record: Record, candidate: Candidate, options: StorageOptions) -> Entry:
+    """What is known of a volume whose spacing nothing says; raises OCTReadError, StorageError."""
+    header = peek_record(replace(record, spacing_mm=_STAND_IN), candidate.size, options)
+    known = _described(entry, header)
+    return replace(known, status=RejectReason.MISSING_SPACING.value, spacing_mm=None, spacing_source="")
 
 
 def _header(record: Record, candidate: Candidate, options: StorageOptions) -> OCTHeader | None:
@@ -164,7 +170,7 @@ def _with_dicom(entry: Entry, url: str, size: int, rules: Rules, options: Storag
 
 
 def _with_id(entry: Entry, patient_id: str | None, rules: Rules) -> Entry:
-    if patient_id is None or rules.person is not None:
+    if patient_id is None:
         return entry
     person = patient_id if rules.keep_ids else digest_of(patient_id)
     return replace(entry, person_id=person, person_source="header")

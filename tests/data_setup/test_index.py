@@ -1,0 +1,357 @@
+"""data_setup/index: a tree of any files becomes a store in two commands, and what is missing is said."""
+
+from __future__ import annotations
+
+import csv
+import re
+import shlex
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+from pydicom.dataset import FileDataset
+
+from data_setup import prepare
+from data_setup.index import cli
+from data_setup.index.people import person_of_path, side_of_path
+from data_setup.store.reader import PreparedStore
+from tests.support.dicom_factory import rows_down, speckle, write_opt
+from tests.support.import_factory import (
+    write_heyex_body,
+    write_heyex_series,
+    write_images,
+    write_nifti,
+    write_ome,
+    write_yaml,
+)
+from tests.support.pipeline_factory import ROOT, SMOKE
+from utils import storage
+from utils.errors import UserError
+
+SPACING = (0.12, 0.0026, 0.03)
+GRID = ["spatial.target_spacing=[0.1,0.01,0.1]", "spatial.image_size=[8,16,16]", "spatial.patch_size=[2,4,4]"]
+Table = dict[str, dict[str, str]]
+
+
+def maker(patient: str, side: str) -> Callable[[FileDataset], None]:
+    """A header of a device that no table knows."""
+
+    def edit(ds: FileDataset) -> None:
+        ds.PatientID, ds.ImageLaterality, ds.PatientAge = patient, side, "061Y"
+        ds.Manufacturer, ds.ManufacturerModelName, ds.ProtocolName = "Optovue", "Avanti", ""
+        ds.SOPInstanceUID = f"1.2.{int.from_bytes(f'{patient}{side}'.encode())}"
+
+    return edit
+
+
+def write_dicoms(root: Path, people: range) -> None:
+    """Both eyes of each person, in files without an ending, two people in a folder."""
+    for n in people:
+        for seed, side in enumerate("LR", start=2 * n):
+            write_opt(
+                root / f"export{n // 2}",
+                speckle(seed=seed),
+                name=f"IM{n:03d}{side}",
+                spacing=SPACING,
+                references=rows_down(6),
+                edit=maker(f"MRN-{n}", side),
+            )
+
+
+def write_image_folders(root: Path, people: range) -> None:
+    for n in people:
+        for seed, side in enumerate(("OD", "OS"), start=100 + 2 * n):
+            write_images(root / f"{n}" / "visit1" / side, speckle(seed=seed), first=1)
+
+
+def table(path: Path, key: str = "filepath") -> Table:
+    with path.open() as file:
+        return {row[key]: row for row in csv.DictReader(file, delimiter="\t")}
+
+
+def index(root: Path | str, *more: str) -> int:
+    return cli.main([str(root), "--workers", "0", *more])
+
+
+def run_prepare(root: Path, store: Path, *more: str) -> PreparedStore:
+    places = [
+        f"data.gcs_root={root}",
+        f"data.manifest_path={root}/manifest.tsv",
+        f"data.store={store}",
+        *GRID,
+        *more,
+    ]
+    assert prepare.main(["--config", str(SMOKE), "--workers", "0", *places]) == 0
+    return PreparedStore.open(str(store))
+
+
+@pytest.fixture(scope="module")
+def mixed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tree with every kind, some that cannot be opened, and files that are none."""
+    root = tmp_path_factory.mktemp("mixed")
+    write_dicoms(root / "dicom", range(4))
+    write_heyex_series(root / "heyex" / "ann" / "5DD3.xml", speckle(seed=50), SPACING)
+    write_heyex_body(root / "heyex" / "bob" / "a.xml", speckle(seed=51), SPACING)
+    write_image_folders(root / "images", range(3))
+    write_nifti(root / "nifti" / "2001_r.nii.gz", speckle(seed=52), SPACING)
+    write_ome(root / "tiff" / "3001_l.tif", speckle(seed=53), SPACING)
+    (root / "eye.e2e").write_bytes(b"CMDb\0\0\0\0\0\0\0\0" + (100).to_bytes(4, "little") + bytes(64))
+    for name in ("README", "notes.txt", "more.zip", "volume.txt", ".hidden"):
+        (root / name).write_text("no OCT")
+    return root
+
+
+@pytest.fixture
+def tree(mixed: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(mixed, tmp_path / "tree"))
+
+
+def test_any_tree_becomes_a_store_in_two_commands(
+    tree: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One line of YAML above all folders of images says their spacing."""
+    write_yaml(tree / "images" / "volume.yaml", spacing_mm=list(SPACING), device="bioptigen")
+    assert index(tree) == 0
+    rows = table(tree / "manifest.tsv")
+    counts = pd.Series([row["kind"] for row in rows.values()]).value_counts().to_dict()
+    assert counts == {"DICOM": 8, "images": 6, "Heidelberg XML": 2, "NIfTI": 1, "TIFF": 1}
+    one = rows["images/2/visit1/OS"]
+    assert (one["person_id"], one["laterality"], one["device"]) == ("2", "L", "bioptigen")
+    assert (one["number_of_frames"], one["height"], one["width"]) == ("6", "40", "36")
+    assert rows["dicom/export1/IM003L"]["device"] == "optovue_avanti"
+    assert {row["spacing_mm"] for row in rows.values()} == {"0.12, 0.0026, 0.03"}
+    left_out = table(tree / "left_out.tsv")
+    assert {path: row["reason"] for path, row in left_out.items()} == {"eye.e2e": "unsupported_format"}
+    text = capsys.readouterr().out
+    assert f"{tree}: 18 volumes of 11 people" in text
+    assert "missing: no spacing" not in text
+    assert "python -m data_setup.prepare --config" in text
+    store = run_prepare(tree, tmp_path / "store")
+    assert store.index.status.tolist() == ["kept"] * 18
+    assert store.index.groupby("person_id").split.nunique().max() == 1
+    assert set(store.index.split) == {"train", "val", "test"}
+    sources = store.index.set_index("path").spacing_source
+    assert sources["images/0/visit1/OD"] == "sidecar"
+    assert sources["heyex/bob/a.xml"] == "frame_positions"
+    ages = dict(zip(store.index.path, store.index.age, strict=True))
+    assert ages["dicom/export0/IM000L"] == 61
+    assert np.isnan(ages["images/0/visit1/OD"])
+
+
+@pytest.mark.parametrize("kind", ["DICOM", "Heidelberg XML", "images"])
+def test_the_commands_of_the_page_make_a_store(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """docs/start/folder.md as it stands, on a tree of one kind; the folder and the grid are the test's."""
+    root, store = tmp_path / "own", tmp_path / "store"
+    if kind == "DICOM":
+        write_dicoms(root, range(3))
+    elif kind == "images":
+        write_image_folders(root, range(3))
+        write_yaml(root / "volume.yaml", spacing_mm=list(SPACING))
+    else:
+        for n, write in enumerate((write_heyex_series, write_heyex_body) * 2):
+            write(root / f"patient{n}" / "eye.xml", speckle(seed=n), SPACING)
+    monkeypatch.chdir(ROOT)
+    page = (ROOT / "docs" / "start" / "folder.md").read_text()
+    block = re.search(r"```\n(python -m data_setup\.index .*?)```", page, re.DOTALL)
+    assert block
+    commands = (
+        re.sub(r"\\\n\s*", "", block[1]).replace("/data/own", str(root)).replace("/data/store", str(store))
+    )
+    words = [shlex.split(line)[2:] for line in commands.splitlines()]
+    assert [line[0] for line in words] == ["data_setup.index", "data_setup.prepare"]
+    assert cli.main([*words[0][1:], "--workers", "0"]) == 0
+    assert prepare.main([*words[1][1:], "--workers", "0", *GRID]) == 0
+    kept = PreparedStore.open(str(store)).index
+    assert set(kept.status) == {"kept"}
+    assert len(kept) == {"DICOM": 6, "images": 6, "Heidelberg XML": 4}[kind]
+
+
+def test_a_cohort_that_grows_moves_nobody_without_a_table_of_people(tmp_path: Path) -> None:
+    root, before = tmp_path / "tree", pd.Series(dtype=str)
+    for people in (range(5), range(5, 12)):
+        write_dicoms(root, people)
+        index(root)
+        (root / "participants.tsv").unlink()
+        rows = run_prepare(root, tmp_path / "store").index
+        after = rows.drop_duplicates("person_id").set_index("person_id").split
+        assert after.loc[before.index].tolist() == before.tolist()
+        before = after
+    assert len(before) == 12
+    assert set(before) == {"train", "val", "test"}
+
+
+def test_what_is_missing_is_said_with_the_place_to_write_it(
+    tree: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    index(tree)
+    text = capsys.readouterr().out
+    assert "missing: no spacing: 6 (images/0/visit1/OD, images/0/visit1/OS, images/1/visit1/OD, ...)" in text
+    assert f"write `spacing_mm: [D, H, W]` into {tree}/images/volume.yaml, once for all below it" in text
+    assert "missing: order of B-scans unknown: 7" in text
+    assert "left out: Heidelberg E2E 1: unsupported_format (eye.e2e)" in text
+    assert "archives 1" in text
+    # the same cells in the manifest, for one folder, make a volume of it
+    manifest = tree / "manifest.tsv"
+    rows = list(table(manifest).values())
+    for row in rows:
+        if row["filepath"] == "images/1/visit1/OD":
+            row |= {
+                "spacing_mm": "[0.12; 0.0026; 0.03]",
+                "d_order": "inferior_to_superior",
+                "files": "oct_*.png",
+            }
+    pd.DataFrame(rows).to_csv(manifest, sep="\t", index=False)
+    store = run_prepare(tree, tmp_path / "store", "data.max_reject_fraction=0.9")
+    status = store.index.set_index("path").status
+    assert status["images/1/visit1/OD"] == "kept"
+    assert status.value_counts().to_dict() == {"kept": 13, "missing_spacing": 5}
+    row = store.index[store.index.path == "images/1/visit1/OD"].iloc[0]
+    assert (row.spacing_source, row.orientation_source, row.flipped_d) == ("manifest", "manifest", True)
+    # another value there is another volume
+    text = manifest.read_text().replace("[0.12; 0.0026; 0.03]", "0.24 0.0026 0.03")
+    manifest.write_text(text)
+    again = run_prepare(tree, tmp_path / "store", "data.max_reject_fraction=0.9").index
+    assert again[again.path == "images/1/visit1/OD"].spacing_before_d.tolist() == [0.24]
+
+
+def test_a_second_run_adds_and_fills_and_changes_nothing(
+    tree: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    index(tree)
+    manifest = tree / "manifest.tsv"
+    frame = pd.read_csv(manifest, sep="\t", dtype=str, keep_default_na=False)
+    frame["grade"] = "mild"
+    frame.loc[frame.filepath == "nifti/2001_r.nii.gz", ["person_id", "laterality"]] = ["joe", "L"]
+    frame.to_csv(manifest, sep="\t", index=False)
+    people = tree / "participants.tsv"
+    people.write_text(people.read_text().replace("3001\t\t\t", "3001\tcase\tnorth\t70"))
+    write_yaml(tree / "images" / "volume.yaml", spacing_mm=list(SPACING))
+    write_images(tree / "images" / "9" / "OD", speckle(seed=99), first=1)
+    shutil.rmtree(tree / "images" / "0")
+    capsys.readouterr()
+    index(tree)
+    text = capsys.readouterr().out
+    rows = table(manifest)
+    assert "manifest.tsv: 1 rows added, 16 kept as they were" in text
+    assert "2 cells are not what the files say, and stay: nifti/2001_r.nii.gz: person_id" in text
+    assert "2 rows name what is no longer there, and stay: images/0/visit1/OD" in text
+    assert rows["nifti/2001_r.nii.gz"]["person_id"] == "joe"
+    assert rows["images/1/visit1/OD"]["spacing_mm"] == "0.12, 0.0026, 0.03"
+    assert rows["images/1/visit1/OD"]["grade"] == "mild"
+    assert rows["images/9/OD"] | {"person_id": "9", "laterality": "R", "grade": ""} == rows["images/9/OD"]
+    ids = table(people, "person_id")
+    assert ids["3001"] == {"person_id": "3001", "study_group": "case", "clinical_site": "north", "age": "70"}
+    assert {"joe", "9"} <= set(ids)
+    before = manifest.read_bytes(), people.read_bytes()
+    index(tree)
+    assert (manifest.read_bytes(), people.read_bytes()) == before
+
+
+def test_no_id_and_no_name_of_a_patient_is_written(tree: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    index(tree)
+    written = [*tree.glob("*.tsv"), tree / "labels.parquet"]
+    text = capsys.readouterr().out + "".join(path.read_text(errors="replace") for path in written)
+    assert "MRN" not in text
+    assert "Secret" not in text
+    people = {row["person_id"] for path, row in table(tree / "manifest.tsv").items() if "export0" in path}
+    assert all(re.fullmatch(r"p[0-9a-f]{12}", person) for person in people)
+    assert len(people) == 2
+    index(tree, "--out", str(tree.parent / "ids"), "--keep-ids")
+    rows = table(tree.parent / "ids" / "manifest.tsv")
+    assert {row["person_id"] for path, row in rows.items() if "export0" in path} == {"MRN-0", "MRN-1"}
+
+
+def test_grids_of_exports_become_labels(tree: Path) -> None:
+    index(tree)
+    (row,) = pd.read_parquet(tree / "labels.parquet").to_dict("records")
+    assert (row["path"], row["person_id"], row["laterality"]) == ("heyex/ann/5DD3.xml", "ann", "R")
+    assert row["etdrs_c0_thickness_mm"] == 0.319
+
+
+def test_headers_are_read_and_no_volume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From a bucket, where each byte is a request's: a small share of large files."""
+    voxels = speckle(60, 200, 200)
+    write_opt(tmp_path, voxels, name="eye.dcm", spacing=SPACING, references=rows_down(60))
+    write_nifti(tmp_path / "1_l.nii", voxels, SPACING)
+    write_images(tmp_path / "2_r", voxels)
+    write_yaml(tmp_path / "volume.yaml", spacing_mm=list(SPACING))
+    for file in (f for f in tmp_path.rglob("*") if f.is_file()):
+        storage.write_bytes(f"memory://index/{file.relative_to(tmp_path)}", file.read_bytes())
+    fetched = []
+    whole, part = storage.read_bytes, storage.read_range
+
+    def read_range(url: str, start: int, end: int, options: object = None) -> bytes:
+        fetched.append(min(end, 10**9) - start)
+        return part(url, start, end, options)
+
+    def read_bytes(url: str, options: object = None) -> bytes:
+        data = whole(url, options)
+        fetched.append(len(data))
+        return data
+
+    monkeypatch.setattr(storage, "read_range", read_range)
+    for module in ("images", "sidecar", "heidelberg", "dicom"):
+        monkeypatch.setattr(f"data_setup.readers.{module}.read_bytes", read_bytes)
+    index("memory://index")
+    monkeypatch.undo()
+    assert 0 < sum(fetched) < 0.1 * sum(storage.find_sizes("memory://index").values())
+    rows = storage.read_text("memory://index/manifest.tsv").splitlines()
+    assert [line.split("\t")[1] for line in rows[1:]] == ["1_l.nii", "2_r", "eye.dcm"]
+    storage.remove("memory://index", recursive=True)
+
+
+@pytest.mark.parametrize(
+    ("path", "by_folder", "person", "side"),
+    [
+        ("1003/visit2/OD", False, "1003", "R"),
+        ("images/1003_l", False, "1003", "L"),
+        ("nifti/1001-Right.nii.gz", False, "1001", "R"),
+        ("site/1001/20240131/IM0001", True, "1001", None),
+        ("export/ann/OS/1.2.840.7.dcm", True, "ann", "L"),
+        ("IM0001", True, "IM0001", None),
+        ("eyes/od_os_1.tif", False, "1", None),
+        ("left.tif", False, "left", "L"),
+        ("L/right_1004.tif", False, "1004", "R"),
+    ],
+)
+def test_people_and_eyes_by_path(path: str, by_folder: bool, person: str, side: str | None) -> None:
+    assert (person_of_path(path, by_folder), side_of_path(path)) == (person, side)
+
+
+def test_mistakes_are_one_line(tree: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="expected one group, found 0"):
+        index(tree, "--person", "images")
+    with pytest.raises(UserError, match=r"expected 'images/\(\.\*\)' in every path, found none in dicom/"):
+        index(tree, "--person", "images/(.*)")
+    with pytest.raises(UserError, match="expected a folder with files in it, found none"):
+        index(tmp_path / "absent")
+    (tmp_path / "few").mkdir()
+    (tmp_path / "few" / "a.e2e").write_bytes((tree / "eye.e2e").read_bytes())
+    with pytest.raises(UserError, match=r"expected an OCT volume, found none .*Heidelberg E2E, version 100"):
+        index(tmp_path / "few")
+    (tree / "dataset").mkdir()
+    shutil.move(tree / "tiff", tree / "dataset" / "tiff")
+    with pytest.raises(UserError, match="expected no folder dataset beside others"):
+        index(tree)
+    assert not (tree / "manifest.tsv").exists()
+    assert index(tree / "images", "--person", r"^(\d+)/") == 0
+    assert {row["person_id"] for row in table(tree / "images" / "manifest.tsv").values()} == {"0", "1", "2"}
+
+
+def test_tiff_pages_of_a_folder_and_tiff_volumes(tmp_path: Path) -> None:
+    """Files of one page are the B-scans of a folder; files of several pages are volumes."""
+    for n in range(3):
+        write_ome(tmp_path / "volumes" / f"{1001 + n}_r.tif", speckle(seed=n), SPACING)
+    write_images(tmp_path / "pages" / "1004_l", speckle(seed=9), suffix="tif", first=1)
+    index(tmp_path)
+    assert list(table(tmp_path / "manifest.tsv")) == [
+        "pages/1004_l",
+        "volumes/1001_r.tif",
+        "volumes/1002_r.tif",
+        "volumes/1003_r.tif",
+    ]

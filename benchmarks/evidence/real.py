@@ -1,6 +1,6 @@
 """The data of benchmarks.evidence from real eyes: volumes to train on, others with a label of every voxel.
 
-In: a folder with `manifest.tsv` and `participants.tsv` as docs/guides/importers.md describes them; the manifest's
+In: a folder with `manifest.tsv` and `participants.tsv`, as in docs/guides/importers.md; the manifest's
 column `labels` names the label volume of an eye that is evaluated, and is empty for one that is trained on.
 A label volume holds 0 for no layer and 1..L for the layers: a `.npy` array [D, H, W] in the order in which
 the volume's own frames are read, or a file of 8 bits that `prepare` opens (NIfTI).

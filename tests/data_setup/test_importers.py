@@ -53,15 +53,15 @@ EYES = ROOT.parent / "shared" / "data" / "real_oct"
 GRID = ["spatial.target_spacing=[0.1,0.01,0.1]", "spatial.image_size=[8,16,16]", "spatial.patch_size=[2,4,4]"]
 
 
-def record(path: Path | str, **changes: Any) -> Record:
+def record(url: Path | str, **changes: Any) -> Record:
     plain = Record(
         person_id="1",
         device="heidelberg_spectralis",
         protocol="own",
         region="Macula",
         laterality="unknown",
-        path=Path(path).name,
-        url=str(path),
+        path=Path(url).name,
+        url=str(url),
         sop_instance_uid="",
         shape=None,
         split="train",
@@ -72,9 +72,9 @@ def record(path: Path | str, **changes: Any) -> Record:
     return replace(plain, **changes)
 
 
-def read(path: Path | str, **changes: Any) -> tuple[Any, np.ndarray]:
+def read(url: Path | str, **changes: Any) -> tuple[Any, np.ndarray]:
     """(header, voxels superior -> inferior) as prepare takes them."""
-    header, frames = open_record(record(path, **changes))
+    header, frames = open_record(record(url, **changes))
     voxels = np.stack(list(frames))
     assert voxels.dtype == np.uint8
     return header, voxels[::-1] if header.flip_d else voxels

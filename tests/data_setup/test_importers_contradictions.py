@@ -13,13 +13,16 @@ from PIL import Image
 from pydicom.dataset import FileDataset
 
 from data_setup.readers.faults import RejectReason
-from tests.data_setup.test_importers import SPACING, read, reject
-from tests.support.dicom_factory import speckle, write_opt
+from data_setup.readers.open_record import source_stat
+from tests.data_setup.test_importers import DOWN, SPACING, read, record, reject
+from tests.support.dicom_factory import rows_down, speckle, write_opt
 from tests.support.import_factory import (
     anatomical_affine,
     raster,
+    write_folder,
     write_heidelberg,
     write_imagej,
+    write_images,
     write_nifti,
     write_ome,
     write_tiff,
@@ -263,3 +266,48 @@ def test_kinds_that_nothing_opens_say_what_to_do(tmp_path: Path, name: str, advi
     (tmp_path / name).write_bytes(b"MATLAB 5.0 MAT-file" * 20)
     reason, text = reject(tmp_path / name)
     assert (reason, advice in text) == (RejectReason.UNSUPPORTED_FORMAT, True)
+
+
+# One YAML for many files, and columns of the manifest
+
+
+def test_the_nearest_yaml_counts_key_by_key(tmp_path: Path) -> None:
+    """In any folder above, up to the root of the record's path and no further."""
+    folder = write_folder(tmp_path / "a" / "b" / "eye", speckle(), laterality="Left")
+    write_yaml(tmp_path / "a" / "volume.yaml", spacing_mm=[0.2, 0.003, 0.02], laterality="R")
+    write_yaml(tmp_path / "volume.yaml", spacing_mm=[0.1, 0.003, 0.02], d_order=DOWN)
+    header, _ = read(folder, path="a/b/eye")
+    assert (header.spacing_mm, header.laterality) == ((0.2, 0.003, 0.02), "L")
+    assert header.orientation_source == "sidecar"
+    assert read(folder, path="b/eye")[0].orientation_source == "unknown"
+    tiff = write_tiff(tmp_path / "a" / "eye.tif", speckle())
+    write_yaml(tmp_path / "a" / "eye.yaml", d_order="unknown")
+    header, _ = read(tiff, path="a/eye.tif")
+    assert (header.laterality, header.orientation_source) == ("R", "unknown")
+    before = source_stat(record(folder, path="a/b/eye"))
+    write_yaml(tmp_path / "volume.yaml", spacing_mm=[0.15, 0.003, 0.02], d_order=DOWN)
+    assert source_stat(record(folder, path="a/b/eye")) != before
+
+
+def test_columns_of_the_manifest_fill_and_never_replace(tmp_path: Path) -> None:
+    listed = (0.2, 0.003, 0.02)
+    folder = write_folder(tmp_path / "eye", speckle(), num_frames=6)
+    write_images(folder, speckle(), suffix="bmp")
+    header, volume = read(folder, spacing_mm=listed, d_order="inferior_to_superior", files="*.png")
+    assert (header.spacing_mm, header.spacing_source) == (listed, "manifest")
+    assert (header.flip_d, header.orientation_source) == (True, "manifest")
+    assert np.array_equal(volume, speckle()[::-1])
+    dicom = Path(write_opt(tmp_path, speckle(), spacing=SPACING, references=rows_down(6)))
+    for good in ({"spacing_mm": (0.1205, 0.0026, 0.03)}, {"d_order": DOWN}, {"d_order": "unknown"}):
+        assert read(dicom, device="unknown", **good)[0].spacing_source == "shared"
+    write_yaml(folder / "volume.yaml", spacing_mm=list(listed), d_order=DOWN, files="*.bmp")
+    wrong: list[tuple[Path, dict[str, Any]]] = [
+        (dicom, {"spacing_mm": (0.123, 0.0026, 0.03)}),
+        (dicom, {"d_order": "inferior_to_superior"}),
+        (folder, {"spacing_mm": (0.21, 0.003, 0.02)}),
+        (folder, {"d_order": "inferior_to_superior"}),
+        (folder, {"files": "*.png"}),
+    ]
+    for path, facts in wrong:
+        assert reject(path, device="unknown", **facts)[0] == RejectReason.HEADER_MISMATCH, facts
+    assert source_stat(record(dicom)) != source_stat(record(dicom, d_order=DOWN))

@@ -7,14 +7,17 @@ folder, those of several are a volume each.
 
 from __future__ import annotations
 
+import fnmatch
+import posixpath
+import re
 from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 
 from data_setup.readers import heidelberg
-from data_setup.readers.faults import OCTReadError
-from data_setup.readers.images import count_pages, is_image
+from data_setup.readers.faults import OCTReadError, RejectReason
+from data_setup.readers.images import count_pages, differing_numbers, is_image
 from data_setup.readers.open_record import PEEK_BYTES, kind_by_name
 from data_setup.readers.sidecar import FOLDER_SIDECAR
 from utils.config.schema import StorageOptions
@@ -35,6 +38,7 @@ class Candidate:
     kind: str  # by its name
     size: int  # bytes of a file, 0 of a folder
     is_sure: bool = True  # False: a name without an ending, which may be no DICOM file
+    files: str = ""  # of a folder with other images in it: the pattern of its only set of numbered ones
 
 
 def find_candidates(
@@ -69,7 +73,7 @@ def find_candidates(
         if len(names) == 1:
             others["single images"] += 1
         elif names and folder:
-            files[folder] = Candidate(folder, IMAGES, 0)
+            files[folder] = Candidate(folder, IMAGES, 0, files=pattern_of(names))
         elif names:
             others["images beside the folders"] += len(names)
     return [files[path] for path in sorted(files)], others
@@ -82,16 +86,34 @@ def _dicom_by_name(name: str) -> str | None:
 
 
 def _claimed_folders(root: str, files: Mapping[str, Candidate], options: StorageOptions) -> set[str]:
-    """The folders of images that the exports of the tree name."""
+    """The folders of images that belong to the exports of the tree; another XML, of notes say, has none."""
     folders = set()
     for path in (path for path, one in files.items() if one.kind == "Heidelberg XML"):
-        folders.add(path.rpartition("/")[0])
         try:
             urls = heidelberg.image_urls(join(root, path), options)
-        except OCTReadError:  # met again, and named, when its header is read
-            continue
+        except OCTReadError as error:  # met again, and named, when its header is read
+            urls = []
+            if error.reason in (RejectReason.WRONG_KIND, RejectReason.CORRUPT_FILE):
+                continue
+        folders.add(path.rpartition("/")[0])
         folders |= {url.removeprefix(join(root)).lstrip("/").rpartition("/")[0] for url in urls[:1]}
     return folders
+
+
+def pattern_of(names: Sequence[str]) -> str:
+    """`files` of a folder: empty where all images are one set, or where several sets are numbered.
+
+    A set are the names that differ in one number; `oct_1.png ... oct_49.png, slo.png` give oct_*.png.
+    """
+    sets = defaultdict(list)
+    for name in names:
+        sets[tuple(re.split(r"\d+", name))].append(name)
+    numbered = [some for some in sets.values() if len(some) > 1]
+    if len(sets) == 1 or len(numbered) != 1 or differing_numbers(numbered[0]) is None:
+        return ""
+    start = posixpath.commonprefix(numbered[0]).rstrip("0123456789")
+    end = posixpath.commonprefix([name[::-1] for name in numbered[0]])[::-1].lstrip("0123456789")
+    return f"{start}*{end}" if len(fnmatch.filter(names, f"{start}*{end}")) == len(numbered[0]) else ""
 
 
 def _volumes(

@@ -27,6 +27,7 @@ from data_setup.index.look import OK, TO_FILL, Entry, Rules, look
 from data_setup.index.people import compile_pattern
 from data_setup.index.summary import summarise
 from data_setup.index.write import write_tables
+from data_setup.participants import TREE
 from data_setup.readers.faults import RejectReason
 from data_setup.store.format import UNREAD
 from utils import storage
@@ -70,6 +71,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     sizes = storage.find_sizes(root, options)
     if not sizes:
         raise UserError(f"{root}: expected a folder with files in it, found none")
+    if f"{TREE[0]}/manifest.tsv" in sizes and out == root:
+        raise UserError(
+            f"{root}: expected a tree without tables, found {TREE[0]}/manifest.tsv, so AI-READI's layout: "
+            "see docs/start/dicoms.md, or give --out DIR"
+        )
     tops = {path.partition("/")[0] for path in sizes if "/" in path}
     if "dataset" in tops and len(tops) > 1:  # the manifest's paths leave this name out
         raise UserError(f"{root}: expected no folder dataset beside others, found it: index {root}/dataset")

@@ -51,6 +51,7 @@ class Entry:
     message: str = ""
     person_id: str = ""
     person_source: str = ""  # --person | header | path
+    place: str = ""  # the folder of the name in the path that is the person's
     age: int | None = None
     laterality: str = ""  # L | R
     path_side: str = ""  # L | R as the path says, where the header says the other
@@ -61,6 +62,7 @@ class Entry:
     spacing_mm: tuple[float, float, float] | None = None
     spacing_source: str = ""
     d_order: str = UNKNOWN
+    files: str = ""  # of a folder: the pattern of its B-scans, where other images are in it
     sop_instance_uid: str = ""
     etdrs: dict[str, float] = field(default_factory=dict)
 
@@ -71,16 +73,23 @@ def look(candidate: Candidate, root: str, rules: Rules, options: StorageOptions)
     Raises UserError where the path of a volume has no person by --person.
     """
     entry = _look(candidate, root, rules, options)
+    if candidate.files and entry.status == RejectReason.NOT_A_VOLUME:  # other images among the B-scans
+        of_set = _look(candidate, root, rules, options, candidate.files)
+        entry = of_set if of_set.status in (OK, *TO_FILL) else entry
     if rules.person is None or entry.status not in (OK, *TO_FILL):
         return entry
     return replace(entry, person_id=matched_person(rules.person, entry.path), person_source="--person")
 
 
-def _look(candidate: Candidate, root: str, rules: Rules, options: StorageOptions) -> Entry:
+def _look(
+    candidate: Candidate, root: str, rules: Rules, options: StorageOptions, files: str | None = None
+) -> Entry:
     path, kind = candidate.path, candidate.kind
-    person = person_of_path(path, by_folder=kind in ("DICOM", "Heidelberg XML"))
-    entry = Entry(path, kind, person_id=person, person_source="path", laterality=side_of_path(path) or "")
-    record = _record(root, path)
+    person, place = person_of_path(path, by_folder=kind in ("DICOM", "Heidelberg XML"))
+    entry = Entry(
+        path, kind, person_id=person, person_source="path", place=place, laterality=side_of_path(path) or ""
+    )
+    entry, record = replace(entry, files=files or ""), replace(_record(root, path), files=files)
     try:
         header = _header(record, candidate, options)
         if header is None:

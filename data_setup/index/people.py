@@ -18,6 +18,9 @@ _VISIT = re.compile(
     r"|year|day)\d*|followup|\d{8}",
     re.IGNORECASE,
 )
+_DATE = re.compile(
+    r"(?<!\d)(19|20)\d\d[-_.]\d\d?[-_.]\d\d?(?!\d)|(?<!\d)\d\d?[-_.]\d\d?[-_.](19|20)\d\d(?!\d)"
+)
 
 
 def compile_pattern(text: str) -> re.Pattern[str]:
@@ -44,17 +47,20 @@ def digest_of(patient_id: str) -> str:
     return "p" + hashlib.blake2b(patient_id.encode(), digest_size=6).hexdigest()
 
 
-def person_of_path(path: str, by_folder: bool) -> str:
-    """The nearest name that is more than an eye or a visit; `by_folder`: the file's own name comes last."""
+def person_of_path(path: str, by_folder: bool) -> tuple[str, str]:
+    """(the nearest name that is more than an eye or a visit, the folder that this name is in).
+
+    `by_folder`: the file's own name comes last.
+    """
     *folders, last = PurePosixPath(path).parts
-    names = [_stem(last), *reversed(folders)]
+    names = [(_stem(last), folders), *((folders[i], folders[:i]) for i in reversed(range(len(folders))))]
     if by_folder:
         names = [*names[1:], names[0]]
-    for name in names:
+    for name, above in names:
         words = [w for w in _words(name) if w.lower() not in SIDES and not _VISIT.fullmatch(w)]
         if words:
-            return "_".join(words)
-    return _stem(last)
+            return "_".join(words), "/".join(above)
+    return _stem(last), "/".join(folders)
 
 
 def side_of_path(path: str) -> str | None:
@@ -73,4 +79,4 @@ def _stem(name: str) -> str:
 
 
 def _words(name: str) -> list[str]:
-    return [word for word in re.split(r"[^A-Za-z0-9]+", name) if word]
+    return [word for word in re.split(r"[\W_]+", _DATE.sub(" ", name)) if word]

@@ -31,6 +31,7 @@ def summarise(
         f"eyes        {_words(e.laterality or UNKNOWN for e in rows)}",
         f"order of D  {_words(e.d_order for e in rows)}",
         *_people(rows),
+        *_sets(rows),
         *_missing(root, rows),
         *_left_out([entry for entry in entries if entry.status not in (OK, *TO_FILL)]),
     ]
@@ -57,11 +58,24 @@ def _people(rows: Sequence[Entry]) -> list[str]:
         if source != "header":
             line += ": " + ", ".join(f"{e.path} -> {e.person_id}" for e in part[:NAMES])
         lines.append(line)
-    if any(entry.person_source == "path" for entry in rows):
+    places: dict[str, set[str]] = {}
+    for entry in (e for e in rows if e.person_source == "path"):
+        places.setdefault(entry.person_id, set()).add(entry.place)
+    if several := [f"{p} in {' and '.join(sorted(s)[:2])}" for p, s in sorted(places.items()) if len(s) > 1]:
+        lines.append(
+            f"  {len(several)} names are in several folders, each taken for one person: {_some(several)}"
+        )
+    if places:
         lines.append(
             "  is a name no person, or one person several? give --person PATTERN: people are never split"
         )
     return lines
+
+
+def _sets(rows: Sequence[Entry]) -> list[str]:
+    """The folders of which only a part of the images are taken for B-scans."""
+    part = [f"{entry.path}/{entry.files}" for entry in rows if entry.files]
+    return [f"taken of folders with other images: {len(part)} ({_some(part)}): column files"] if part else []
 
 
 def _missing(root: str, rows: Sequence[Entry]) -> list[str]:

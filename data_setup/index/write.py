@@ -17,6 +17,7 @@ import pandas as pd
 from data_setup.index.look import OK, TO_FILL, UNKNOWN, Entry
 from data_setup.tables import PERSON_COLUMNS, Row, clean_path, read_table
 from utils.config.schema import StorageOptions
+from utils.errors import UserError
 from utils.storage import exists, join, write_bytes, write_text
 
 MANIFEST_COLUMNS = (
@@ -56,8 +57,10 @@ def write_tables(out: str, entries: Sequence[Entry], options: StorageOptions) ->
     """Write them all; raises UserError for a table that cannot be read, StorageError."""
     written = Written()
     rows = [entry for entry in entries if entry.status in (OK, *TO_FILL)]
-    _write_manifest(out, rows, options, written)
-    _write_people(out, rows, options, written)
+    manifest = _manifest(out, rows, options, written)
+    people = _people(out, rows, options, written)  # both are read before one is written
+    _write(out, "manifest.tsv", *manifest, options, written)
+    _write(out, "participants.tsv", *people, options, written)
     left_out = [entry for entry in entries if entry.status not in (OK, *TO_FILL)]
     _write(out, "left_out.tsv", LEFT_OUT_COLUMNS, [_left_out(entry) for entry in left_out], options, written)
     labels = [{**_label_ids(e), **e.etdrs} for e in rows if e.etdrs]
@@ -85,12 +88,14 @@ def manifest_row(entry: Entry) -> Row:
         "width": str(width),
         "spacing_mm": ", ".join(f"{length:.7g}" for length in entry.spacing_mm or ()),
         "d_order": entry.d_order,
-        "files": "",
+        "files": entry.files,
         "sop_instance_uid": entry.sop_instance_uid,
     }
 
 
-def _write_manifest(out: str, entries: Sequence[Entry], options: StorageOptions, written: Written) -> None:
+def _manifest(
+    out: str, entries: Sequence[Entry], options: StorageOptions, written: Written
+) -> tuple[list[str], list[Row]]:
     columns, kept = _read(join(out, "manifest.tsv"), ("filepath",), MANIFEST_COLUMNS, options)
     by_path = {clean_path(row["filepath"]): row for row in kept}
     fresh = {entry.path: manifest_row(entry) for entry in entries}
@@ -109,12 +114,20 @@ def _write_manifest(out: str, entries: Sequence[Entry], options: StorageOptions,
     written.gone = sorted(path or "" for path in by_path if path not in {clean_path(p) for p in fresh})
     id_column = next(name for name in PERSON_COLUMNS if name in columns)
     written.people = {row[id_column] for row in kept}
-    _write(out, "manifest.tsv", columns, kept, options, written)
+    return columns, kept
 
 
-def _write_people(out: str, entries: Sequence[Entry], options: StorageOptions, written: Written) -> None:
-    columns, kept = _read(join(out, "participants.tsv"), (), PEOPLE_COLUMNS, options)
+def _people(
+    out: str, entries: Sequence[Entry], options: StorageOptions, written: Written
+) -> tuple[list[str], list[Row]]:
+    url = join(out, "participants.tsv")
+    columns, kept = _read(url, (), PEOPLE_COLUMNS, options)
     id_column = next(name for name in PERSON_COLUMNS if name in columns)
+    if kept and not written.people & (present := {row[id_column] for row in kept}):
+        raise UserError(
+            f"{url}: expected people of the files, found {min(present)!r} and others, where the files have "
+            f"{min(written.people)!r}: see --keep-ids and --person, or give --out DIR"
+        )
     ages: dict[str, set[int]] = {}
     for entry in entries:
         ages.setdefault(entry.person_id, set()).update({entry.age} if entry.age is not None else ())
@@ -123,7 +136,7 @@ def _write_people(out: str, entries: Sequence[Entry], options: StorageOptions, w
         known = {id_column: person, "age": str(age.pop()) if len(age) == 1 else ""}
         kept.append(dict.fromkeys(columns, "") | {k: v for k, v in known.items() if k in columns})
         written.without_split += "recommended_split" in columns
-    _write(out, "participants.tsv", columns, kept, options, written)
+    return columns, kept
 
 
 def _read(

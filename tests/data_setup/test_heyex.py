@@ -84,6 +84,7 @@ def add_second_xml(path: Path) -> None:
 def cut_the_list(path: Path) -> None:
     head, _, tail = path.read_text().rpartition("<Image>")
     path.write_text(head + tail.partition("</Image>")[2])
+    (path.parent / "volume1" / "6-Input.tif").unlink()
 
 
 def say_both_eyes(path: Path) -> None:

@@ -310,4 +310,5 @@ def test_columns_of_the_manifest_fill_and_never_replace(tmp_path: Path) -> None:
     ]
     for path, facts in wrong:
         assert reject(path, device="unknown", **facts)[0] == RejectReason.HEADER_MISMATCH, facts
-    assert source_stat(record(dicom)) != source_stat(record(dicom, d_order=DOWN))
+    facts = [{}, {"d_order": DOWN}, {"d_order": "unknown"}, {"spacing_mm": listed}, {"files": "*.png"}]
+    assert len({source_stat(record(dicom, **some)) for some in facts}) == len(facts)

@@ -314,13 +314,15 @@ def test_headers_are_read_and_no_volume(tmp_path: Path, monkeypatch: pytest.Monk
         ("site/1001/20240131/IM0001", True, "1001", None),
         ("export/ann/OS/1.2.840.7.dcm", True, "ann", "L"),
         ("IM0001", True, "IM0001", None),
+        ("Subject 12 (2019-01-02)/OD", False, "Subject_12", "R"),
+        ("1003_31.12.2019_os.nii", False, "1003", "L"),
         ("eyes/od_os_1.tif", False, "1", None),
         ("left.tif", False, "left", "L"),
         ("L/right_1004.tif", False, "1004", "R"),
     ],
 )
 def test_people_and_eyes_by_path(path: str, by_folder: bool, person: str, side: str | None) -> None:
-    assert (person_of_path(path, by_folder), side_of_path(path)) == (person, side)
+    assert (person_of_path(path, by_folder)[0], side_of_path(path)) == (person, side)
 
 
 def test_mistakes_are_one_line(tree: Path, tmp_path: Path) -> None:
@@ -355,3 +357,52 @@ def test_tiff_pages_of_a_folder_and_tiff_volumes(tmp_path: Path) -> None:
         "volumes/1002_r.tif",
         "volumes/1003_r.tif",
     ]
+
+
+def test_other_images_and_another_xml_in_a_folder_of_b_scans(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The only numbered set is taken, and written down; two sets are left to the user."""
+    write_yaml(tmp_path / "volume.yaml", spacing_mm=list(SPACING))
+    for name in ("1_l", "2_l", "3_l"):
+        write_images(tmp_path / name, speckle(12), first=1)
+        write_images(tmp_path / name, speckle(1), suffix="bmp")[0].rename(tmp_path / name / "slo.bmp")
+        (tmp_path / name / "notes.xml").write_text("<annotation/>")
+    write_images(tmp_path / "2_l", speckle(12), suffix="bmp")
+    write_yaml(tmp_path / "3_l" / "volume.yaml", files="oct_1*.png")
+    index(tmp_path)
+    rows = table(tmp_path / "manifest.tsv")
+    assert {path: row["files"] for path, row in rows.items()} == {"1_l": "oct_*.png"}
+    assert rows["1_l"]["number_of_frames"] == "12"
+    assert "taken of folders with other images: 1 (1_l/oct_*.png): column files" in capsys.readouterr().out
+    reasons = {path: row["reason"] for path, row in table(tmp_path / "left_out.tsv").items()}
+    assert reasons.pop("2_l") == "not_a_volume"
+    assert reasons.pop("3_l") == "frame_count_mismatch"  # what somebody wrote is not replaced: 1, 10, 11, 12
+    assert reasons == {f"{n}_l/notes.xml": "wrong_kind" for n in (1, 2, 3)}
+    store = run_prepare(tmp_path, tmp_path.parent / "store")
+    assert store.index.status.tolist() == ["kept"]
+
+
+def test_one_name_in_several_folders_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for group in ("AMD", "Control"):
+        for subject in (1, 2):
+            write_images(tmp_path / group / f"subject {subject}" / "OD", speckle(), first=1)
+    index(tmp_path)
+    text = capsys.readouterr().out
+    assert "4 volumes of 2 people" in text
+    assert "2 names are in several folders, each taken for one person: subject_1 in AMD and Control" in text
+    index(tmp_path, "--out", str(tmp_path / "out"), "--person", "^([^/]+/[^/]+)/")
+    assert len(table(tmp_path / "out" / "participants.tsv", "person_id")) == 4
+
+
+def test_tables_of_others_are_left_alone(tree: Path) -> None:
+    people = tree / "participants.tsv"
+    people.write_text("person_id\trecommended_split\n9001\ttrain\n")
+    before = people.read_bytes()
+    with pytest.raises(UserError, match=r"expected people of the files, found '9001' and others"):
+        index(tree)
+    assert (people.read_bytes(), (tree / "manifest.tsv").exists()) == (before, False)
+    (tree / "retinal_oct").mkdir()
+    (tree / "retinal_oct" / "manifest.tsv").write_text("person_id\n")
+    with pytest.raises(UserError, match=r"found retinal_oct/manifest\.tsv, so AI-READI's layout"):
+        index(tree)

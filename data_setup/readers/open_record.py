@@ -13,7 +13,7 @@ import hashlib
 import re
 import struct
 from collections.abc import Generator, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import PurePosixPath
 from typing import IO, Any
@@ -23,6 +23,7 @@ import numpy as np
 from data_setup.manifest import Record
 from data_setup.protocols import BY_NAME, DEVICES
 from data_setup.readers import dicom, heidelberg, images, nifti
+from data_setup.readers.dead_ends import explained
 from data_setup.readers.dicom import OCTHeader, open_file
 from data_setup.readers.faults import OCTReadError, RejectReason, named_faults
 from data_setup.readers.pixels import BoundedFile
@@ -79,7 +80,8 @@ def open_record(
     url, kind = record.url, _kind(record.url, options)
     volume: Iterator[Any]
     if kind == "DICOM":
-        header, volume = dicom.open_volume(url, options, record)
+        with _dead_ends_named(options):
+            header, volume = dicom.open_volume(url, options, record)
     else:
         volume = _volume(kind, record, options)
         header = next(volume)
@@ -96,14 +98,22 @@ def peek_record(record: Record, size: int, options: StorageOptions) -> OCTHeader
     """
     url, kind = record.url, _kind(record.url, options)
     if kind == "DICOM":
-        with named_faults(url, RejectReason.NOT_DICOM, "a DICOM file"):
+        with _dead_ends_named(options), named_faults(url, RejectReason.NOT_DICOM, "a DICOM file"):
             bounded = BoundedFile(RangeFile(url, size, options, PEEK_BYTES))
-        return dicom.read_header(bounded, url)[0]
+            return dicom.read_header(bounded, url)[0]
     file = None if kind == "folder" else RangeFile(url, size, options, PEEK_BYTES)
     volume = _volume(kind, record, options, file)
     header = next(volume)
     volume.close()
     return header
+
+
+@contextmanager
+def _dead_ends_named(options: StorageOptions | None) -> Iterator[None]:
+    try:
+        yield
+    except OCTReadError as error:
+        raise explained(error, options) from None
 
 
 def _volume(

@@ -50,7 +50,9 @@ def find_candidates(
     images: dict[str, list[str]] = defaultdict(list)  # folder -> names
     for path, size in sizes.items():
         parts = PurePosixPath(path).parts
-        if any(part.startswith(".") or part == "__MACOSX" for part in parts):
+        if any("\ud800" <= letter <= "\udfff" for letter in path):
+            others["names that are no UTF-8"] += 1
+        elif any(part.startswith(".") or part == "__MACOSX" for part in parts):
             others["hidden files"] += 1
         elif path in TABLES or path.lower().endswith((".yaml", ".yml")) or parts[-1] == FOLDER_SIDECAR:
             others["tables and YAML"] += 1

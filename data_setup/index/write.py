@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import pandas as pd
 
 from data_setup.index.look import OK, TO_FILL, UNKNOWN, Entry
-from data_setup.tables import PERSON_COLUMNS, Row, clean_path, read_table
+from data_setup.tables import PERSON_COLUMNS, SIDES, Row, clean_path, read_table, spacing_of
 from utils.config.schema import StorageOptions
 from utils.errors import UserError
 from utils.storage import exists, join, write_bytes, write_text
@@ -109,12 +109,21 @@ def _manifest(
         for name, value in cells.items():
             if row[name].strip() in ("", UNKNOWN):
                 row[name] = value
-            elif value not in ("", UNKNOWN, row[name]):
+            elif value not in ("", UNKNOWN) and not _is_same(name, row[name], value):
                 written.differing.append(f"{path}: {name}")
     written.gone = sorted(path or "" for path in by_path if path not in {clean_path(p) for p in fresh})
     id_column = next(name for name in PERSON_COLUMNS if name in columns)
     written.people = {row[id_column] for row in kept}
     return columns, kept
+
+
+def _is_same(column: str, cell: str, value: str) -> bool:
+    """Whether a cell says what the file does, in another spelling perhaps."""
+    if column == "laterality":
+        return SIDES.get(cell.strip().lower()) == value
+    if column == "spacing_mm":
+        return spacing_of(cell, column) == spacing_of(value, column)
+    return cell == value
 
 
 def _people(

@@ -16,6 +16,7 @@ from pydicom.dataset import FileDataset
 
 from data_setup import prepare
 from data_setup.index import cli
+from data_setup.index.candidates import find_candidates
 from data_setup.index.people import person_of_path, side_of_path
 from data_setup.store.reader import PreparedStore
 from tests.support.dicom_factory import rows_down, speckle, write_opt
@@ -29,6 +30,7 @@ from tests.support.import_factory import (
 )
 from tests.support.pipeline_factory import ROOT, SMOKE
 from utils import storage
+from utils.config.schema import StorageOptions
 from utils.errors import UserError
 
 SPACING = (0.12, 0.0026, 0.03)
@@ -226,6 +228,7 @@ def test_a_second_run_adds_and_fills_and_changes_nothing(
     manifest = tree / "manifest.tsv"
     frame = pd.read_csv(manifest, sep="\t", dtype=str, keep_default_na=False)
     frame["grade"] = "mild"
+    frame.loc[frame.filepath == "tiff/3001_l.tif", ["laterality", "spacing_mm"]] = ["OS", "0.12 0.0026 0.030"]
     frame.loc[frame.filepath == "nifti/2001_r.nii.gz", ["person_id", "laterality"]] = ["joe", "L"]
     frame.to_csv(manifest, sep="\t", index=False)
     people = tree / "participants.tsv"
@@ -406,3 +409,9 @@ def test_tables_of_others_are_left_alone(tree: Path) -> None:
     (tree / "retinal_oct" / "manifest.tsv").write_text("person_id\n")
     with pytest.raises(UserError, match=r"found retinal_oct/manifest\.tsv, so AI-READI's layout"):
         index(tree)
+
+
+def test_a_name_that_no_table_can_hold_is_counted() -> None:
+    candidates, others = find_candidates("nowhere", {"\udcff.dcm": 3, "eye.dcm": 3}, StorageOptions())
+    assert [candidate.path for candidate in candidates] == ["eye.dcm"]
+    assert others == {"names that are no UTF-8": 1}

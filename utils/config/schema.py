@@ -63,9 +63,9 @@ class DataConfig:
     store: str = MISSING  # the prepared store that this configuration makes and reads
     storage_options: StorageOptions = field(default_factory=StorageOptions)
     list_strategy: Literal["single_domain", "multi_domain"] = MISSING  # one device, or several
-    device_filter: list[str] | None = None  # device folders; null: all
-    protocol_filter: list[str] | None = None  # protocol names of data_setup/protocols.py; null: all volumes
-    region_filter: list[str] | None = None  # the manifest's anatomic_region texts; null: all
+    device_filter: list[str] | None = None  # names of devices; null: all
+    protocol_filter: list[str] | None = None  # names of protocols; null: all volumes
+    region_filter: list[str] | None = None  # texts of anatomic_region; null: all
     laterality_filter: list[str] | None = None  # [L], [R]; null: both
     sampling: Literal["natural", "device_balanced"] = "natural"
     # local read-through cache of a remote store; null: none

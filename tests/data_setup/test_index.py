@@ -19,6 +19,7 @@ from data_setup.index import cli
 from data_setup.index.candidates import find_candidates
 from data_setup.index.people import person_of_path, side_of_path
 from data_setup.store.reader import PreparedStore
+from pretraining.rows import open_rows
 from tests.support.dicom_factory import rows_down, speckle, write_opt
 from tests.support.import_factory import (
     write_heyex_body,
@@ -30,6 +31,7 @@ from tests.support.import_factory import (
 )
 from tests.support.pipeline_factory import ROOT, SMOKE
 from utils import storage
+from utils.config.load import load_config
 from utils.config.schema import StorageOptions
 from utils.errors import UserError
 
@@ -415,3 +417,21 @@ def test_a_name_that_no_table_can_hold_is_counted() -> None:
     candidates, others = find_candidates("nowhere", {"\udcff.dcm": 3, "eye.dcm": 3}, StorageOptions())
     assert [candidate.path for candidate in candidates] == ["eye.dcm"]
     assert others == {"names that are no UTF-8": 1}
+
+
+def test_rows_of_eyes_label_the_volumes_of_their_eye(tmp_path: Path) -> None:
+    root = tmp_path / "tree"
+    write_dicoms(root, range(4))
+    index(root, "--keep-ids")
+    people = [f"MRN-{n}\t{eye}\t{eye}-{n}" for n in range(4) for eye in ("OD", "Left")]
+    (root / "participants.tsv").write_text("\n".join(["person_id\teye\tstudy_group", *people]) + "\n")
+    store = run_prepare(root, tmp_path / "store")
+    sides = store.index.set_index("path").study_group
+    assert (sides["export0/IM001L"], sides["export0/IM001R"]) == ("Left-1", "OD-1")
+    places = [
+        f"data.gcs_root={root}",
+        f"data.manifest_path={root}/manifest.tsv",
+        f"data.store={tmp_path}/store",
+    ]
+    rows = open_rows(load_config(SMOKE, [*places, *GRID, "task.unit=eye"]), store)
+    assert {store.index.path[row]: label for row, label in rows.label_of_row.items()} == sides.to_dict()

@@ -60,6 +60,8 @@ class DataConfig:
     gcs_root: str = MISSING  # the AI-READI root: a bucket URL or a folder
     manifest_path: str = "${data.gcs_root}/retinal_oct/manifest.tsv"
     participants_path: str = "${data.gcs_root}/participants.tsv"
+    # links height maps to scans; data_setup.prepare --heights alone reads it
+    heights_manifest_path: str = "${data.gcs_root}/retinal_octa/manifest.tsv"
     store: str = MISSING  # the prepared store that this configuration makes and reads
     storage_options: StorageOptions = field(default_factory=StorageOptions)
     list_strategy: Literal["single_domain", "multi_domain"] = MISSING  # one device, or several

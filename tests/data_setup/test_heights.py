@@ -21,6 +21,7 @@ from utils import storage
 from utils.errors import UserError
 
 PEOPLE = 20
+FURTHEST_UM = 90  # at the rim of a cup, where the grid's A-scans average over a cliff
 
 
 @pytest.fixture(scope="module")
@@ -92,6 +93,7 @@ def test_heights_lie_where_the_truth_does(plain: Path) -> None:
         errors = errors_um(plain, row, "ILM")
         assert len(errors) > 100
         assert np.median(errors) < 4, index.protocol[row]
+        assert errors.max() < FURTHEST_UM, index.protocol[row]
 
 
 def test_quirky_heights_lie_there_too(quirky: Path) -> None:
@@ -102,7 +104,9 @@ def test_quirky_heights_lie_there_too(quirky: Path) -> None:
     for row, names in zip(kept.row, kept.surfaces, strict=True):
         for label in ("ILM", "RPE", "BM"):
             if label in names.split("|"):
-                assert np.median(errors_um(quirky, row, label)) < 6, (row, label)
+                errors = errors_um(quirky, row, label)
+                assert np.median(errors) < 6, (row, label)
+                assert errors.max() < FURTHEST_UM, (row, label)
 
 
 def test_every_fault_is_counted_by_its_reason(quirky: Path) -> None:

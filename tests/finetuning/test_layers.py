@@ -13,12 +13,16 @@ import pandas as pd
 import pytest
 import torch
 
+from data_setup.loader import evaluation_batches
+from data_setup.normalisation import plain_view
 from data_setup.readers.heights import DEPTH_OF_LABEL
 from data_setup.store.heights import StoredHeights
 from data_setup.store.reader import PreparedStore
 from finetuning import evaluate as command
 from finetuning import train as train_command
 from finetuning.cohort import EVALUATED, TRAIN, VAL
+from finetuning.embed import random_encoder
+from finetuning.features.kept import KeptFeatures
 from finetuning.layers import evaluate as module
 from finetuning.layers.decoder import build_decoder, heights_of, surface_loss
 from finetuning.layers.etdrs import SECTORS
@@ -27,7 +31,7 @@ from finetuning.layers.head import PRETRAINED, RANDOM, open_layers_head
 from finetuning.layers.planes import Planes
 from finetuning.layers.volumes import LayerVolumes, read_volumes
 from models import vit3d
-from tests.support.finetune_factory import save_checkpoint
+from tests.support.finetune_factory import RUNTIME, save_checkpoint
 from tests.support.heights_factory import config, make_tree, prepare_all
 from utils.checkpoint import CheckpointError
 from utils.config.schema import StorageOptions
@@ -87,6 +91,8 @@ def test_a_decoder_learns_where_surfaces_lie(world: Path, trained: Path, tmp_pat
     assert "labels of a machine, not truth" in text
     assert (tmp_path / "layers.md").read_text() == text + "\n"
     head = open_layers_head(str(trained), StorageOptions())
+    first, second = (arm.encoder.state_dict()["patch_embed.proj.weight"] for arm in head.arms)
+    assert not torch.equal(first, second)
     history = head.state["validation"][PRETRAINED]["history"]
     assert min(line["error_um"] for line in history) == head.state["validation"][PRETRAINED]["error_um"]
 
@@ -200,6 +206,37 @@ def test_seen_people_are_refused(world: Path, trained: Path, tmp_path: Path) -> 
         UserError, match=f"no participant of split test in its pre-training, found 1 .{person}"
     ):
         train_command.train(str(CONFIG), words)
+
+
+def test_people_of_the_heads_own_training_are_refused(
+    world: Path, trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    head = open_layers_head(str(trained), StorageOptions())
+    person = volumes_of(world).people(EVALUATED)[0]
+    head.state["participants"]["train"].append(person)
+    monkeypatch.setattr(module, "open_layers_head", lambda *_: head)
+    with pytest.raises(UserError, match=f"no participant of split test in its training, found 1 .{person}"):
+        evaluate_layers(str(trained), [f"run.dir={tmp_path}"])
+    text = evaluate_layers(str(trained), [f"run.dir={tmp_path}", "eval.allow_overlap=true"])
+    assert "**1 evaluated participants were seen in training.**" in text
+
+
+def test_a_plane_has_its_own_tokens_voxels_and_heights(world: Path, tmp_path: Path) -> None:
+    cfg = config(world, "task.kind=layers", f"run.dir={tmp_path / 'run'}")
+    volumes = volumes_of(world)
+    encoder = random_encoder(cfg, 3)
+    kept = KeptFeatures(encoder, cfg, volumes.store, RUNTIME, str(tmp_path / "features"))
+    reader = Planes(cfg, kept, volumes, RUNTIME.device)
+    row = int(volumes.of(VAL)[0])
+    view = plain_view(next(evaluation_batches(cfg, volumes.store, np.array([row]), 1)))
+    tokens, voxels = reader.inputs([(row, 1)])
+    with torch.no_grad():
+        expected = encoder(view)[0].reshape(2, 6, 4, 48)[1]
+    torch.testing.assert_close(tokens[0], expected, atol=2e-3, rtol=2e-3)
+    torch.testing.assert_close(voxels[0], view[0, 0, 4:8], atol=2e-3, rtol=2e-3)
+    torch.testing.assert_close(
+        reader.truth([(row, 1)])[0], torch.from_numpy(volumes.read(row)[:, 4:8]), equal_nan=True
+    )
 
 
 def test_another_encoder_is_refused(world: Path, trained: Path, tmp_path: Path) -> None:

@@ -91,6 +91,8 @@ def read_links(cfg: Config, store: PreparedStore) -> tuple[list[Link], Counter[s
             reasons["scan_not_in_store"] += 1
         elif row not in kept:
             reasons["scan_rejected"] += 1
+        elif listed.device[row] not in NUM_SURFACES:
+            reasons["unknown_device"] += 1
         elif row in links:
             reasons["second_map"] += 1
         else:

@@ -46,13 +46,13 @@ def etdrs(
     is_known = ~np.isnan(thickness_DW)
     if not is_known.any():
         return dict.fromkeys(SECTORS, Sector(float("nan"), 0.0))
-    filled = _filled(thickness_DW)
+    down_mm, right_mm = np.concatenate([np.stack(places) for places in _places(laterality).values()], axis=1)
+    at = np.stack([fovea[0] + down_mm / spacing_mm[0], fovea[1] + right_mm / spacing_mm[1]])
+    all_values = map_coordinates(_filled(thickness_DW), at, order=3, mode="nearest")
+    weight = map_coordinates(is_known.astype(float), at, order=1, mode="constant", cval=0.0)
     result = {}
-    for sector, (down_mm, right_mm) in _places(laterality).items():
-        at = np.stack([fovea[0] + down_mm / spacing_mm[0], fovea[1] + right_mm / spacing_mm[1]])
-        values = map_coordinates(filled, at, order=3, mode="nearest")
-        weight = map_coordinates(is_known.astype(float), at, order=1, mode="constant", cval=0.0)
-        inside = weight > 1 - 1e-6
+    parts = (np.split(part, len(SECTORS)) for part in (all_values, weight > 1 - 1e-6))
+    for sector, values, inside in zip(SECTORS, *parts, strict=True):
         share = float(inside.mean())
         result[sector] = Sector(float(values[inside].mean()) if share >= LEAST_SHARE else float("nan"), share)
     return result

@@ -21,7 +21,7 @@ from utils import storage
 from utils.errors import UserError
 
 PEOPLE = 20
-FURTHEST_UM = 90  # at the rim of a cup, where the grid's A-scans average over a cliff
+FURTHEST_UM = 150  # at the rim of a cup, where the grid's A-scans average over a cliff
 
 
 @pytest.fixture(scope="module")

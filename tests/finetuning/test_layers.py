@@ -54,14 +54,14 @@ def _two_blocks() -> Iterator[None]:
 def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Scans of three devices with height maps, and a checkpoint of an untrained model."""
     root = tmp_path_factory.mktemp("layers")
-    make_tree(root / "tree", 16, (), (MAESTRO, TRITON, CIRRUS), (22, 96, 24))
+    make_tree(root / "tree", 12, (), (MAESTRO, TRITON, CIRRUS), (22, 72, 20))
     prepare_all(root)
     save_checkpoint(config(root, f"run.dir={root / 'pretrained'}"))
     return root
 
 
 def overrides(world: Path, run: Path, *extra: str) -> list[str]:
-    words = [f"model.checkpoint={world / 'pretrained'}", f"run.dir={run}", "train.max_steps=24"]
+    words = [f"model.checkpoint={world / 'pretrained'}", f"run.dir={run}", "train.max_steps=18"]
     words += ["head.hidden=8", "optim.base_lr=0.01", "probe.bootstrap_samples=200", "finetune.patience=null"]
     return [*words, f"train.ckpt_dir={run / 'checkpoints'}", *extra]
 
@@ -78,7 +78,7 @@ def volumes_of(world: Path, *extra: str) -> LayerVolumes:
     return read_volumes(cfg, PreparedStore.open(cfg.data.store))
 
 
-def test_a_decoder_learns_where_surfaces_lie(world: Path, trained: Path, tmp_path: Path) -> None:
+def test_a_decoder_learns_where_surfaces_lie(trained: Path, tmp_path: Path) -> None:
     """Of people that training did not see, better than mean heights; the best epoch is what is kept."""
     text = evaluate_layers(str(trained), [f"run.dir={tmp_path}"])
     content = json.loads((tmp_path / "layers.json").read_text())
@@ -193,7 +193,7 @@ def test_heights_of_a_volume_that_changed_are_refused(world: Path, tmp_path: Pat
     table.to_parquet(tmp_path / "store" / "heights.parquet")
     cfg = config(world, "task.kind=layers")
     store = PreparedStore.open(str(tmp_path / "store"))
-    assert len(StoredHeights.open(str(tmp_path / "store")).index) == 16
+    assert len(StoredHeights.open(str(tmp_path / "store")).index) == 12
     with pytest.raises(UserError, match="found older ones in 1 rows"):
         read_volumes(cfg, store)
 

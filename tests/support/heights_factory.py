@@ -26,7 +26,7 @@ from utils.config.schema import Config
 
 SMOKE = Path(__file__).resolve().parents[2] / "configs" / "smoke_test.yaml"
 OCTA = [p for p in PROTOCOLS if "octa" in p.name]
-SHAPE = (22, 96, 32)
+SHAPE = (22, 80, 24)
 GRID = ["spatial.target_spacing=[0.75,0.048,0.1875]", "spatial.image_size=[8,48,32]"]
 GRID += ["spatial.patch_size=[4,8,8]", "data.workers=0"]
 

@@ -61,7 +61,8 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def overrides(world: Path, run: Path, *extra: str) -> list[str]:
-    words = [f"model.checkpoint={world / 'pretrained'}", f"run.dir={run}", "train.max_steps=18"]
+    words = [f"model.checkpoint={world / 'pretrained'}", f"run.dir={run}", "train.max_steps=24"]
+    words += ["train.global_batch_size=4", "train.per_core_batch_size=4"]
     words += ["head.hidden=8", "optim.base_lr=0.01", "probe.bootstrap_samples=200", "finetune.patience=null"]
     return [*words, f"train.ckpt_dir={run / 'checkpoints'}", *extra]
 
@@ -73,15 +74,22 @@ def trained(world: Path) -> Path:
     return run
 
 
+@pytest.fixture(scope="module")
+def evaluated(trained: Path) -> tuple[Path, str]:
+    """The folder of an evaluation, and what it printed."""
+    folder = trained.parent / "evaluated"
+    return folder, evaluate_layers(str(trained), [f"run.dir={folder}"])
+
+
 def volumes_of(world: Path, *extra: str) -> LayerVolumes:
     cfg = config(world, "task.kind=layers", *extra)
     return read_volumes(cfg, PreparedStore.open(cfg.data.store))
 
 
-def test_a_decoder_learns_where_surfaces_lie(trained: Path, tmp_path: Path) -> None:
+def test_a_decoder_learns_where_surfaces_lie(trained: Path, evaluated: tuple[Path, str]) -> None:
     """Of people that training did not see, better than mean heights; the best epoch is what is kept."""
-    text = evaluate_layers(str(trained), [f"run.dir={tmp_path}"])
-    content = json.loads((tmp_path / "layers.json").read_text())
+    folder, text = evaluated
+    content = json.loads((folder / "layers.json").read_text())
     overall = {name: part["value"] for name, part in content["overall"].items()}
     assert set(overall) == {PRETRAINED, RANDOM, "mean_heights"}
     assert overall[PRETRAINED] < 0.7 * overall["mean_heights"], overall
@@ -89,7 +97,7 @@ def test_a_decoder_learns_where_surfaces_lie(trained: Path, tmp_path: Path) -> N
     for arm in content["surfaces"].values():
         assert {"ILM"} < set(arm) <= set(content["names"])
     assert "labels of a machine, not truth" in text
-    assert (tmp_path / "layers.md").read_text() == text + "\n"
+    assert (folder / "layers.md").read_text() == text + "\n"
     head = open_layers_head(str(trained), StorageOptions())
     first, second = (arm.encoder.state_dict()["patch_embed.proj.weight"] for arm in head.arms)
     assert not torch.equal(first, second)
@@ -97,14 +105,15 @@ def test_a_decoder_learns_where_surfaces_lie(trained: Path, tmp_path: Path) -> N
     assert min(line["error_um"] for line in history) == head.state["validation"][PRETRAINED]["error_um"]
 
 
-def test_what_is_asked_again_is_no_look(world: Path, trained: Path, tmp_path: Path) -> None:
+def test_what_is_asked_again_is_no_look(world: Path, trained: Path, evaluated: tuple[Path, str]) -> None:
+    folder, text = evaluated
     ledger = world / "store" / "ledger.jsonl"
-    before = len(ledger.read_text().splitlines()) if ledger.exists() else 0
-    first = evaluate_layers(str(trained), [f"run.dir={tmp_path}"])
-    assert evaluate_layers(str(trained), [f"run.dir={tmp_path}"]) == first
-    assert len(ledger.read_text().splitlines()) == before + 1
-    evaluate_layers(str(trained), [f"run.dir={tmp_path}", "eval.split=val"])
-    assert len(ledger.read_text().splitlines()) == before + 1
+    before = ledger.read_text()
+    assert json.loads(before.splitlines()[0])["what"] == "layers: pretrained, random_init"
+    assert evaluate_layers(str(trained), [f"run.dir={folder}"]) == text
+    assert ledger.read_text() == before
+    evaluate_layers(str(trained), [f"run.dir={folder}", "eval.split=val"])
+    assert ledger.read_text() == before
 
 
 def shifted(world: Path, arms: dict[int, float]) -> Any:

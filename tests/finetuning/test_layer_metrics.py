@@ -142,6 +142,16 @@ def test_etdrs_of_the_phantom_is_its_anatomy(laterality: str) -> None:
     assert table["outer_nasal"].um > table["outer_temporal"].um + 5  # nerve fibres
 
 
+def test_coarse_b_scans_keep_the_pit() -> None:
+    """A Gaussian pit on B-scans 0.19 mm apart: its mean over the disc has a closed form."""
+    spacing, fovea, width, depth = (0.19, 0.09), (16.3, 33.8), 0.45, 120.0
+    d, w = np.mgrid[:33, :67].astype(float)
+    radius = np.hypot((d - fovea[0]) * spacing[0], (w - fovea[1]) * spacing[1])
+    table = etdrs(300 - depth * np.exp(-((radius / width) ** 2)), spacing, fovea, "R")
+    share = (width / 0.5) ** 2
+    assert table["centre"].um == pytest.approx(300 - depth * share * (1 - np.exp(-1 / share)), abs=0.2)
+
+
 def test_sectors_lie_where_their_names_say() -> None:
     """Thickness is 100 plus the distance downwards and to the right; nasal is right in a right eye alone."""
     d, w = np.mgrid[:61, :81].astype(float)

@@ -20,7 +20,7 @@ from data_setup.store.heights import StoredHeights
 from data_setup.store.reader import PreparedStore
 from finetuning import evaluate as command
 from finetuning import train as train_command
-from finetuning.cohort import EVALUATED, TRAIN, VAL
+from finetuning.cohort import EVALUATED, TRAIN, VAL, read_cohort
 from finetuning.embed import random_encoder
 from finetuning.features.kept import KeptFeatures
 from finetuning.layers import evaluate as module
@@ -188,6 +188,13 @@ def test_devices_share_surfaces_by_name(world: Path) -> None:
         "zeiss_cirrus",
     }
     np.testing.assert_array_equal(chosen.read(other), volumes.read(other)[[0, 9]])
+
+
+def test_layers_are_no_labels(world: Path) -> None:
+    """Commands that compare labels say who takes this kind."""
+    cfg = config(world, "task.kind=layers")
+    with pytest.raises(ConfigError, match="expected a kind with labels, found layers"):
+        read_cohort(cfg, PreparedStore.open(cfg.data.store))
 
 
 def test_surfaces_that_no_map_names_are_an_error(world: Path) -> None:

@@ -10,14 +10,16 @@ same bytes.
     python -m data_setup.prepare --config FILE --dask tcp://SCHEDULER:8786  the same by a cluster's workers
     python -m data_setup.prepare --config FILE --shard i/n [--workers N]    on each of n machines
     python -m data_setup.prepare --config FILE --finalise [--audit]         once, after all shards
+    python -m data_setup.prepare --config FILE --heights [--workers N]      afterwards, for task.kind=layers
     python -m data_setup.prepare --config FILE --verify [--workers N]
     python -m data_setup.prepare --config FILE --check-only [--json URL] [--pixel-hash all|same-size|none]
 
 `--shard i/n` writes the volumes and row files of the rows with row % n == i; `--finalise` writes the index
 and the report. A run without either does both. With `--dask` the workers of a cluster prepare the rows in
 place of this machine's processes: they need this package, data.gcs_root and data.store. `--verify` reads
-every volume again and compares checksums. `--rebase` takes a tree that has moved for the same one: files of
-equal size are not read again.
+every volume again and compares checksums. `--heights` lays the height maps of data.heights_manifest_path on
+the volumes of a finalised store (data_setup/height_maps.py). `--rebase` takes a tree that has moved for the
+same one: files of equal size are not read again.
 
 There are no locks. Every row is computed from its own file alone and every object is written whole, so the
 same shard prepared twice at once, or shards of another n, only write the same bytes twice. Only a run without
@@ -41,6 +43,7 @@ from tqdm import tqdm
 
 from data_setup.check import cli as check
 from data_setup.check.audit import audit_files, list_tree
+from data_setup.height_maps import prepare_heights
 from data_setup.jobs import DONE, SOURCE_MISSING, TO_DO, Job, run_jobs, state_of
 from data_setup.manifest import RECOMMENDED, Record, RecordList, read_records
 from data_setup.store.format import KEPT, UNREAD, read_attrs
@@ -87,6 +90,9 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     verb.add_argument(
         "--verify", action="store_true", help="read every volume of the store and compare its checksum"
+    )
+    verb.add_argument(
+        "--heights", action="store_true", help="lay the height maps of the data set on the store's volumes"
     )
     parser.add_argument(
         "--rebase", action="store_true", help="the files of the store's source are now below data.gcs_root"
@@ -230,14 +236,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the stage; 0, or an exit code of utils.errors when some files could not be read."""
     cfg, args = parse_cli("data_setup.prepare", __doc__ or "", argv, _add_arguments)
     shard, num_shards = parse_shard(args.shard or "0/1")
-    if (args.check_only or args.verify) and (args.rebase or args.audit):
-        raise UserError("--rebase, --audit: expected neither --check-only nor --verify with them, found one")
+    if (args.check_only or args.verify or args.heights) and (args.rebase or args.audit):
+        verbs = "--check-only, --verify or --heights"
+        raise UserError(f"--rebase, --audit: expected none of {verbs} with them, found one")
     if args.check_only and args.dask:
         raise UserError("--dask: expected no --check-only with it, which runs on this machine, found it")
     if args.check_only:
         return check.check_tree(cfg, args.workers, args.pixel_hash or "same-size", args.json)
     if args.verify:
         return verify(cfg, args.workers, args.dask)
+    if args.heights:
+        if args.dask:
+            raise UserError("--dask: expected no --heights with it, which runs on this machine, found it")
+        return prepare_heights(cfg, args.workers)
     if args.json or args.pixel_hash:
         raise UserError("--json, --pixel-hash: expected --check-only with them, found none")
     if args.audit and args.shard:

@@ -21,7 +21,7 @@ from data_setup.splits import seeded_order
 from data_setup.store.reader import PreparedStore
 from finetuning.labels import Labels, read_labels, units_of
 from utils.config.schema import Config
-from utils.errors import UserError
+from utils.errors import ConfigError, UserError
 
 TRAIN, VAL, EVALUATED = 0, 1, 2
 MIN_PARTICIPANTS = 2  # in each fold
@@ -168,6 +168,11 @@ def low_shot(cohort: Cohort, fraction: float, seed: int) -> Cohort:
 
 def _labelled_rows(cfg: Config, store: PreparedStore) -> tuple[Labels, pd.DataFrame]:
     """The labels, and the kept rows of the store that have one and pass the filters, with a column `unit`."""
+    if cfg.task.kind == "layers":
+        raise ConfigError(
+            "task.kind: expected a kind with labels, found layers: finetuning.train and "
+            "finetuning.evaluate --head take it"
+        )
     listed = store.index[store.index["listed"]]
     labels = read_labels(cfg, listed)
     index = listed[listed["row"].isin(store.kept)]

@@ -42,6 +42,8 @@ from finetuning.embed import (
 from finetuning.evaluation import CLASSES, Asked, Row, answer, known_answer
 from finetuning.evaluation_files import TITLES, markdown, write_evaluation
 from finetuning.head_evaluation import evaluate_head
+from finetuning.layers.evaluate import evaluate_layers
+from finetuning.layers.head import is_layers_head
 from finetuning.metrics import PRIMARY, observed
 from finetuning.probing import (
     Probed,
@@ -57,7 +59,7 @@ from finetuning.probing import (
 from utils import storage
 from utils.checkpoint import load_checkpoint
 from utils.cli import parse_words, run_cli
-from utils.config.load import load_config
+from utils.config.load import load_config, storage_options_of
 from utils.config.schema import Config
 from utils.errors import UserError
 from utils.log import setup_logging
@@ -260,6 +262,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         parser.add_argument("--head", required=True, metavar="FILE_OR_RUN")
         parser.add_argument("overrides", nargs="*", metavar="section.key=value")
         args = parser.parse_intermixed_args(words)
+        if is_layers_head(args.head, storage_options_of(args.overrides)):
+            print(evaluate_layers(args.head, args.overrides))
+            return
         print(markdown(evaluate_head(args.head, args.overrides)))
         return
     asked = parse_words("finetuning.evaluate", __doc__ or "", words)

@@ -42,7 +42,7 @@ def evaluate_head(wanted: str, overrides: Sequence[str]) -> dict[str, Any]:
     prefix = "model.checkpoint="  # the same encoder in another place; open_head compares checksums
     places = [word.removeprefix(prefix) for word in overrides if word.startswith(prefix)]
     head = open_head(wanted, storage_options_of(overrides), places[-1] if places else None)
-    cfg = evaluated_config(head, overrides)
+    cfg = evaluated_config(head.cfg, head.url, overrides)
     head = replace(head, cfg=cfg)
     runtime = open_runtime(cfg.train.use_bf16)
     store = PreparedStore.open(cfg.data.store, cfg.data.storage_options, cfg.data.cache_dir)
@@ -51,16 +51,18 @@ def evaluate_head(wanted: str, overrides: Sequence[str]) -> dict[str, Any]:
     return _evaluate(asked, head, runtime) if known is None else known
 
 
-def evaluated_config(head: Head, overrides: Sequence[str]) -> Config:
-    """The head's configuration with the overrides; raises ConfigError for one that would be another head."""
-    cfg = changed_config(head.cfg, overrides, head.url)
-    before = dict(flatten(head.cfg))
+def evaluated_config(trained: Config, url: str, overrides: Sequence[str]) -> Config:
+    """The configuration of the head at `url` with the overrides; raises ConfigError for one that would be
+    another head.
+    """
+    cfg = changed_config(trained, overrides, url)
+    before = dict(flatten(trained))
     for key, value in flatten(cfg):
         if value != before[key] and not key.startswith(MAY_CHANGE):
-            raise ConfigError(f"{head.url}: {key}: expected {before[key]} as in training, found {value}")
+            raise ConfigError(f"{url}: {key}: expected {before[key]} as in training, found {value}")
     if cfg.eval.protocol == "crossfit":
         raise ConfigError(
-            f"{head.url}: eval.protocol: expected official, found crossfit: a head has one training set, so "
+            f"{url}: eval.protocol: expected official, found crossfit: a head has one training set, so "
             "folds of other people would have been seen in training"
         )
     return cfg

@@ -3,7 +3,8 @@
 In: a task's file of configs/, a checkpoint of pretraining.train or its run's folder, the prepared store that
 it was trained on, labels. Out: `${train.ckpt_dir}/head.pt`, which finetuning.evaluate reads. Data, geometry,
 model and method are those of the checkpoint. finetune.encoder=frozen: heads on kept features
-(finetuning/frozen.py); trained: the whole model (finetuning/finetune.py). Exit codes: utils/errors.py.
+(finetuning/frozen.py); trained: the whole model (finetuning/finetune.py). task.kind=layers: surfaces of the
+retina (finetuning/layers/). Exit codes: utils/errors.py.
 """
 
 from __future__ import annotations
@@ -43,6 +44,11 @@ def train(config: str, overrides: Sequence[str]) -> int:
     cfg = source.cfg
     if cfg.train.ckpt_dir is None:
         raise ConfigError("train.ckpt_dir: expected a folder for the head, found null")
+    if cfg.task.kind == "layers":
+        from finetuning.layers.train import train_layers
+
+        refuse_another_encoder(source)
+        return train_layers(source)
     if cfg.eval.protocol == "crossfit":
         raise ConfigError(
             "eval.protocol: expected official, found crossfit: a head has one training set; "

@@ -113,6 +113,7 @@ def test_only_the_store_opens_zarr() -> None:
     assert knowing <= {
         "data_setup/store/reader.py",
         "data_setup/store/writer.py",
+        "data_setup/store/heights.py",
         "utils/storage/zarr_keys.py",
     }
 

@@ -4,9 +4,11 @@ In: a number of participants, a seed, a size. Out, under --out: participants.tsv
 retinal_oct/manifest.tsv, retinal_oct/structural_oct/<device>/<person>/<file>.dcm, truth/<sop uid>.npz for
 every good volume, and synthetic.json (the arguments and the planted faults), which marks the tree as
 synthetic. The same arguments give a byte-identical tree, for any number of workers. The tree is written to
-DIR.partial and renamed when it is complete; the remains of a killed run are deleted.
+DIR.partial and renamed when it is complete; the remains of a killed run are deleted. With --heights also
+retinal_octa/manifest.tsv and retinal_octa/segmentation: height maps of the OCTA-type scans.
 
     python -m data_setup.phantom --out DIR --participants N --seed S --size small|full [--faults]
+                                 [--heights plain|all|QUIRK,...]
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ from data_setup.phantom.cohort import MAX_PARTICIPANTS, Participant, make_partic
 from data_setup.phantom.dicom import SYNTAXES
 from data_setup.phantom.faults import plant_faults
 from data_setup.phantom.files import MANIFEST_COLUMNS, write_person
+from data_setup.phantom.octa import QUIRKS, parse_quirks, write_heights
 from utils.errors import UserError
 from utils.workers import follow_parent
 
@@ -92,18 +95,28 @@ def write_tree(
     naming: str = "v3",
     transfer_syntax: str = "mixed",
     workers: int | None = None,
+    heights: str | None = None,
 ) -> dict[str, object]:
     """Write the tree to `out` (new or empty) and return the content of synthetic.json; raises UserError.
 
-    workers: processes; None: one per CPU, 0 or 1: this one.
+    workers: processes; None: one per CPU, 0 or 1: this one. heights: plain, all or names of octa.QUIRKS.
     """
+    quirks = None if heights is None else parse_quirks(heights)
     if not 1 <= participants <= MAX_PARTICIPANTS:
         raise UserError(f"--participants: expected 1..{MAX_PARTICIPANTS} (4-digit ids), found {participants}")
     for name, number in (("--seed", seed), ("--workers", workers)):
         if number is not None and number < 0:
             raise UserError(f"{name}: expected 0 or more, found {number}")
     with _whole_directory(out) as partial_out:
-        return _write_tree(partial_out, participants, seed, size, faults, naming, transfer_syntax, workers)
+        marker, rows = _write_tree(
+            partial_out, participants, seed, size, faults, naming, transfer_syntax, workers
+        )
+        if quirks is not None:
+            marker["height_quirks"] = list(quirks)
+            marker["height_faults"] = write_heights(partial_out, rows, quirks, seed)
+        text = json.dumps(marker, indent=2) + "\n"
+        (partial_out / "synthetic.json").write_text(text, encoding="utf-8")
+        return marker
 
 
 @contextmanager
@@ -137,7 +150,8 @@ def _write_tree(
     naming: str,
     transfer_syntax: str,
     workers: int | None,
-) -> dict[str, object]:
+) -> tuple[dict[str, object], list[dict[str, object]]]:
+    """Everything but height maps and synthetic.json; returns the latter's content and the manifest's rows."""
     people = make_participants(participants, seed)
     (out / "truth").mkdir()
     (out / "retinal_oct").mkdir()
@@ -169,8 +183,7 @@ def _write_tree(
         "volumes": good,
         "faults": planted,
     }
-    (out / "synthetic.json").write_text(json.dumps(marker, indent=2) + "\n", encoding="utf-8")
-    return marker
+    return marker, rows
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -183,6 +196,11 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--faults", action="store_true", help="plant one bad file of each kind")
     parser.add_argument("--naming", choices=("v3", "v2"), default="v3")
     parser.add_argument("--transfer-syntax", choices=("mixed", *SYNTAXES), default="mixed")
+    parser.add_argument(
+        "--heights",
+        metavar="plain|all|QUIRK,...",
+        help=f"write height maps of OCTA-type scans; quirks: {', '.join(QUIRKS)}",
+    )
     parser.add_argument("--workers", type=int, help="processes (default: one per CPU); 0: in this one")
     args = parser.parse_args(argv)
     marker = write_tree(**vars(args))

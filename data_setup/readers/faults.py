@@ -55,6 +55,13 @@ class RejectReason(StrEnum):
     CORRUPT_FILE = "corrupt_file"
     BAD_SIDECAR = "bad_sidecar"
     UNKNOWN_AXES = "unknown_axes"
+    # data_setup/readers/heights.py: height maps
+    NOT_HEIGHT_MAP = "not_height_map"
+    WRONG_REFERENCE = "wrong_reference"  # the map names another OCT file than the manifest
+    SURFACE_COUNT = "surface_count"  # not the number of surfaces of its device
+    NO_VALID_HEIGHTS = "no_valid_heights"
+    OUTSIDE_VOLUME = "outside_volume"  # most heights are no rows of the paired scan
+    NO_EDGE = "no_edge"  # the scan is no brighter below the first surface than above: another scan's map
 
 
 class OCTReadError(Exception):

@@ -27,6 +27,7 @@ def check_rules(cfg: Config, where: str) -> None:
         _check_parts(cfg.method, recipe_of(cfg.method))
         _check_head(cfg)
         _check_finetune(cfg)
+        _check_layers(cfg)
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from None
 
@@ -182,6 +183,31 @@ def _check_head(cfg: Config) -> None:
             ("unfreeze_at_epoch", cfg.finetune.unfreeze_at_epoch),
         ):
             _require(value == 0, f"finetune.{key}", "0 with finetune.encoder=frozen", value)
+
+
+def _check_layers(cfg: Config) -> None:
+    """Surfaces have decoders of their own, on a frozen encoder; labels have none of their keys."""
+    task, head, finetune = cfg.task, cfg.head, cfg.finetune
+    if task.kind != "layers":
+        kind = f"with task.kind {task.kind}"
+        _require(task.surfaces is None, "task.surfaces", f"null {kind}", task.surfaces)
+        _require(head.kind != "upsampling", "head.kind", f"linear, mlp or attentive {kind}", head.kind)
+        _require(not head.voxels, "head.voxels", f"false {kind}", head.voxels)
+        _require(not finetune.against_random, "finetune.against_random", f"false {kind}", True)
+        return
+    names = task.surfaces
+    different = names is None or len(set(names)) == len(names) >= 2
+    _require(different, "task.surfaces", "null, or two or more different names", names)
+    decoders = "linear or upsampling with task.kind layers"
+    _require(head.kind in ("linear", "upsampling"), "head.kind", decoders, head.kind)
+    fits = head.kind == "upsampling" or not head.voxels
+    _require(fits, "head.voxels", "false with head.kind linear", head.voxels)
+    is_frozen = finetune.encoder == "frozen"
+    _require(is_frozen, "finetune.encoder", "frozen with task.kind layers", finetune.encoder)
+    smoothing = finetune.label_smoothing
+    _require(smoothing == 0, "finetune.label_smoothing", "0 with task.kind layers", smoothing)
+    protocol = cfg.eval.protocol
+    _require(protocol == "official", "eval.protocol", "official with task.kind layers", protocol)
 
 
 def _check_finetune(cfg: Config) -> None:

@@ -60,6 +60,8 @@ class DataConfig:
     gcs_root: str = MISSING  # the AI-READI root: a bucket URL or a folder
     manifest_path: str = "${data.gcs_root}/retinal_oct/manifest.tsv"
     participants_path: str = "${data.gcs_root}/participants.tsv"
+    # links height maps to scans; data_setup.prepare --heights alone reads it
+    heights_manifest_path: str = "${data.gcs_root}/retinal_octa/manifest.tsv"
     store: str = MISSING  # the prepared store that this configuration makes and reads
     storage_options: StorageOptions = field(default_factory=StorageOptions)
     list_strategy: Literal["single_domain", "multi_domain"] = MISSING  # one device, or several
@@ -231,8 +233,9 @@ class TaskConfig:
     id_column: str | None = None  # null: the column of the unit (person_id or participant_id, ...)
     label_column: str = "study_group"
     label_columns: list[str] | None = None  # multilabel: a column of 0 and 1 for each label
-    # what the label is; `ordinal` needs class_order
-    kind: Literal["classification", "ordinal", "regression", "multilabel"] = "classification"
+    # what the label is; `ordinal` needs class_order. `layers`: surfaces, of the store's height maps
+    kind: Literal["classification", "ordinal", "regression", "multilabel", "layers"] = "classification"
+    surfaces: list[str] | None = None  # layers: from the vitreous down; null: all that the maps name
     class_order: list[str] | None = None  # ordinal: all classes, lowest first
     # what a row of the table, and a prediction, is about; predictions of its volumes are averaged
     unit: Literal["volume", "eye", "participant"] = "participant"
@@ -240,9 +243,11 @@ class TaskConfig:
 
 @dataclass(frozen=True)
 class HeadConfig:
-    # linear and mlp read mean and standard deviation over valid tokens, attentive the tokens themselves
-    kind: Literal["linear", "mlp", "attentive"] = "linear"
-    hidden: int = key(256, AT_LEAST_1)  # width of the mlp
+    # linear and mlp read mean and standard deviation over valid tokens, attentive the tokens themselves;
+    # of task.kind layers: linear or upsampling, each of all tokens
+    kind: Literal["linear", "mlp", "attentive", "upsampling"] = "linear"
+    hidden: int = key(256, AT_LEAST_1)  # width of the mlp, or channels of the upsampling decoder
+    voxels: bool = False  # upsampling: beside the tokens it reads the voxels
     dropout: float = key(0.0, BELOW_1)
     # all pairs are trained together on frozen features; the one that is best on validation is kept
     learning_rates: list[float] = field(default_factory=lambda: [1e-4, 3e-4, 1e-3, 3e-3, 1e-2])
@@ -252,6 +257,8 @@ class HeadConfig:
 @dataclass(frozen=True)
 class FinetuneConfig:
     encoder: Literal["frozen", "trained"] = "frozen"
+    # layers: a second decoder on a randomly initialised encoder, which shows what pre-training gained
+    against_random: bool = False
     # learning rate of a block is this to the power of the number of blocks above it
     layer_decay: float = key(0.75, Bound("a number in (0, 1]", lambda value: 0 < value <= 1))
     unfreeze_at_epoch: int = key(0, AT_LEAST_0)  # until then the head alone is trained

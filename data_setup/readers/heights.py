@@ -1,0 +1,191 @@
+"""Height maps of retinal surfaces: one Height Map Segmentation file -> heights in rows of its OCT scan.
+
+In: the URL of a file of retinal_octa/segmentation, its device. Out: a `HeightMap`, float32 [S, D, W] from the
+vitreous down, NaN where the device marks no surface; or an OCTReadError with its reason. Frames are in file
+order. Standard: DICOM Supplement 240, SOP class 1.2.840.10008.5.1.4.1.1.66.8: FloatPixelData (7FE0,0008), a
+frame a surface. The heights are what a device's software saw: labels of a machine, not truth.
+
+What real files do, and what is done here:
+  class       version 2 files have a placeholder for the SOP class: accepted, noted
+  invalid     a height at or below INVALID_UP_TO of its device is no height
+  order       Spectralis stores the lowest surface second: the order of depth decides
+  names       SegmentLabel where every frame has a known one. Topcon's labels stand in another order than the
+              surfaces: the labels are dealt out by depth, and this is noted. Else surface_01, surface_02, ...
+"""
+
+from __future__ import annotations
+
+import re
+import struct
+from dataclasses import dataclass
+
+import numpy as np
+import pydicom
+from pydicom.dataset import Dataset
+
+from data_setup.readers.dicom import OPT_SOP_CLASS, open_file
+from data_setup.readers.faults import OCTReadError, RejectReason, named_faults, number
+from data_setup.readers.pixels import BoundedFile
+from utils.config.schema import StorageOptions
+
+HEIGHT_MAP_CLASS = "1.2.840.10008.5.1.4.1.1.66.8"
+_PLACEHOLDER_CLASS = re.compile(r"1\.2\.840\.10008\.5\.1\.4\.x+\.1", re.IGNORECASE)
+INVALID_UP_TO = {  # no row of a scan is so low
+    "heidelberg_spectralis": -0.5,
+    "topcon_maestro2": -0.5,
+    "topcon_triton": -0.5,
+    "zeiss_cirrus": 0.5,
+}
+NUM_SURFACES = {
+    "heidelberg_spectralis": 11,
+    "topcon_maestro2": 9,
+    "topcon_triton": 10,
+    "zeiss_cirrus": 2,
+}
+MAX_SURFACES = max(NUM_SURFACES.values())
+# labels that the devices write, by depth; names of one line mean the same boundary
+DEPTH_OF_LABEL = {
+    label: depth
+    for depth, labels in enumerate(
+        (
+            ("ILM",),
+            ("RNFL", "RNFL/GCL"),
+            ("GCL",),
+            ("IPL", "IPL/INL"),
+            ("INL",),
+            ("OPL",),
+            ("ELM",),
+            ("PR1", "IS/OS"),
+            ("PR2", "OS/RPE"),
+            ("RPE",),
+            ("BM",),
+            ("CSI",),
+        )
+    )
+    for label in labels
+}
+PLACEHOLDER, REORDERED, UNLABELLED, UNORDERED = (
+    "placeholder_class",
+    "labels_in_another_order",
+    "no_labels",
+    "frames_not_by_depth",
+)
+_TAGS = ["SOPClassUID", "NumberOfFrames", "Rows", "Columns", "SegmentSequence"]
+_TAGS += ["SharedFunctionalGroupsSequence", "PerFrameFunctionalGroupsSequence", "ReferencedSeriesSequence"]
+_FLOAT_PIXELS = (0x7FE0, 0x0008)
+
+
+@dataclass(frozen=True)
+class HeightMap:
+    """Surfaces of one scan, from the vitreous down."""
+
+    values: np.ndarray  # float32 [S, D, W]: rows of the OCT scan, 0 the centre of its first; NaN: none
+    names: tuple[str, ...]  # of the surfaces; they mean what the device means by them
+    references: frozenset[str]  # SOPInstanceUIDs of the OCT files that the map says it is about
+    notes: tuple[str, ...]  # oddities that do not hinder
+
+
+def read_heights(url: str, device: str, options: StorageOptions | None = None) -> HeightMap:
+    """The surfaces of a file; raises OCTReadError, StorageError, and KeyError for an unknown device."""
+    limit, expected_count = INVALID_UP_TO[device], NUM_SURFACES[device]
+    with open_file(url, options) as opened:
+        file = BoundedFile(opened)
+        ds = _header(file, url)
+        with named_faults(url, RejectReason.HEADER_MISMATCH, "a description of the frames"):
+            shape = (int(ds.NumberOfFrames), int(ds.Rows), int(ds.Columns))
+            labels = [str(s.get("SegmentLabel") or "").strip() for s in ds.get("SegmentSequence") or []]
+            references = _references(ds)
+        if min(shape) < 1 or max(shape[1:]) > 0xFFFF:
+            raise OCTReadError(url, RejectReason.HEADER_MISMATCH, "sizes above 0", _text(shape))
+        if shape[0] != expected_count:
+            expected = f"{expected_count} surfaces of {device}"
+            raise OCTReadError(url, RejectReason.SURFACE_COUNT, expected, number(shape[0]))
+        values = _float_pixels(file, ds, shape, url)
+    with np.errstate(invalid="ignore"):
+        values = np.where(np.isfinite(values) & (values > limit), values, np.float32(np.nan))
+    if np.isnan(values).all(axis=(1, 2)).any():
+        lacking = int(np.isnan(values).all(axis=(1, 2)).sum())
+        expected = "heights of every surface"
+        raise OCTReadError(url, RejectReason.NO_VALID_HEIGHTS, expected, f"none of {lacking} surfaces")
+    values, names, notes = _by_depth(values, labels)
+    if str(ds.SOPClassUID) != HEIGHT_MAP_CLASS:
+        notes = (*notes, PLACEHOLDER)
+    return HeightMap(values, names, references, notes)
+
+
+def _header(file: BoundedFile, url: str) -> Dataset:
+    """The attributes of _TAGS; leaves the file at its pixel data. Raises not_dicom, not_height_map."""
+    with named_faults(url, RejectReason.NOT_DICOM, "a whole DICOM header"):
+        ds = pydicom.dcmread(file, stop_before_pixels=True, specific_tags=_TAGS)
+        sop_class = str(ds.get("SOPClassUID") or "")
+        syntax = ds.file_meta.TransferSyntaxUID
+        is_plain = not syntax.is_encapsulated and not syntax.is_deflated and syntax.is_little_endian
+    if sop_class != HEIGHT_MAP_CLASS and not _PLACEHOLDER_CLASS.fullmatch(sop_class):
+        actual = pydicom.uid.UID(sop_class).name if sop_class in pydicom.uid.UID_dictionary else "another"
+        expected = "Height Map Segmentation Storage"
+        raise OCTReadError(url, RejectReason.NOT_HEIGHT_MAP, expected, actual)
+    if not is_plain:
+        expected = "plain little endian values, as the standard asks of floats"
+        raise OCTReadError(url, RejectReason.UNSUPPORTED_PIXELS, expected, "another transfer syntax")
+    return ds
+
+
+def _references(ds: Dataset) -> frozenset[str]:
+    """The OCT files that the functional groups name; references to photographs are others."""
+    groups = [*(ds.get("SharedFunctionalGroupsSequence") or [])[:1]]
+    groups += list(ds.get("PerFrameFunctionalGroupsSequence") or [])
+    items = [item for group in groups for item in group.get("ReferencedImageSequence") or []]
+    for group in groups:
+        for derivation in group.get("DerivationImageSequence") or []:
+            items += derivation.get("SourceImageSequence") or []
+    return frozenset(
+        str(item.ReferencedSOPInstanceUID)
+        for item in items
+        if item.get("ReferencedSOPClassUID") == OPT_SOP_CLASS and item.get("ReferencedSOPInstanceUID")
+    )
+
+
+def _float_pixels(file: BoundedFile, ds: Dataset, shape: tuple[int, int, int], url: str) -> np.ndarray:
+    """float32 [S, D, W] of the FloatPixelData element; its length is checked before memory is taken."""
+    is_implicit = ds.file_meta.TransferSyntaxUID.is_implicit_VR
+    head = file.read(8 if is_implicit else 12)
+    if len(head) < (8 if is_implicit else 12) or struct.unpack("<HH", head[:4]) != _FLOAT_PIXELS:
+        expected = "FloatPixelData (7FE0,0008)"
+        raise OCTReadError(url, RejectReason.MISSING_PIXEL_DATA, expected, "none, or pixels of another kind")
+    length = struct.unpack("<L", head[-4:])[0]
+    wanted = 4 * shape[0] * shape[1] * shape[2]
+    if length != wanted:
+        expected = f"{number(wanted, 2**40)} bytes for {_text(shape)} heights"
+        raise OCTReadError(url, RejectReason.HEADER_MISMATCH, expected, f"{number(length, 2**40)}")
+    if file.size - file.tell() < wanted:
+        actual = f"{file.size - file.tell()} before the end of the file"
+        raise OCTReadError(url, RejectReason.TRUNCATED_PIXEL_DATA, f"{wanted} bytes", actual)
+    return np.frombuffer(file.read(wanted), "<f4").reshape(shape)
+
+
+def _by_depth(values: np.ndarray, labels: list[str]) -> tuple[np.ndarray, tuple[str, ...], tuple[str, ...]]:
+    """(surfaces from the vitreous down, their names, notes).
+
+    Depth is the median height over the A-scans where every surface has one, else over its own.
+    """
+    notes = []
+    everywhere = ~np.isnan(values).any(axis=0)
+    chosen = everywhere if everywhere.any() else np.ones_like(everywhere)
+    depth = np.nanmedian(values[:, chosen], axis=1)
+    order = np.argsort(depth, kind="stable")
+    if not np.array_equal(order, np.arange(len(order))):
+        notes.append(UNORDERED)
+    names = tuple(f"surface_{number:02d}" for number in range(1, len(values) + 1))
+    known = [DEPTH_OF_LABEL.get(label.upper()) for label in labels]
+    depths = [d for d in known if d is not None]
+    if len(depths) == len(values) and len(set(depths)) == len(values):
+        names = tuple(labels[number] for number in np.argsort(depths))
+        if names != tuple(labels[number] for number in order):
+            notes.append(REORDERED)
+    else:
+        notes.append(UNLABELLED)
+    return values[order], names, tuple(notes)
+
+
+def _text(shape: tuple[int, int, int]) -> str:
+    return " x ".join(map(number, shape))

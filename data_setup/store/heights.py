@@ -1,0 +1,197 @@
+"""Height maps of a store: surfaces of its volumes on the volumes' own grid.
+
+In: heights of a row's volume, with what was measured. Out: the same by row. Layout under the store's URL:
+    heights/                    float32 [N, S, D, W] in voxels along h, 0 the centre of the first; NaN: none
+                                S: the most surfaces of a device; attributes: unit, invalid, surfaces
+    height_rows/{row:06d}.json  what became of the row's map, written after its chunk
+    heights.parquet             the same, compacted: HEIGHT_COLUMNS
+    heights_report.json         the summary of the last `data_setup.prepare --heights`
+
+They are a device's output, not truth. A store without heights.parquet has none.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import zarr
+from zarr.codecs import BloscCodec, Crc32cCodec
+
+from data_setup.readers.heights import MAX_SURFACES
+from data_setup.store.format import KEPT, DamagedError, checksum, intact
+from utils import storage
+from utils.config.schema import StorageOptions
+from utils.errors import UserError
+from utils.storage.zarr_keys import ObjectStore
+from utils.workers import in_threads
+
+HEIGHT_COLUMNS: dict[str, tuple[str, str]] = {
+    "row": ("int64", "of the store"),
+    "status": ("str", "kept, or the reason why the map is not used"),
+    "message": ("str", "the reason in one line"),
+    "device": ("str", "device folder"),
+    "protocol": ("str", "of the structural scan"),
+    "path": ("str", "the map's file relative to the source root"),
+    "source_size": ("float64", "bytes of the map's file"),
+    "source_version": ("str", "its ETag or modification time when it was read"),
+    "volume": ("str", "checksum of the volume that the map was laid on"),
+    "surfaces": ("str", "names from the vitreous down, | between; their order is that of the array"),
+    "notes": ("str", "oddities that do not hinder, | between"),
+    "map_d": ("float64", "B-scans of the map"),
+    "map_w": ("float64", "A-scans of the map"),
+    "reversed_d": ("bool", "the map's B-scans ran the other way than the scan's"),
+    "edge": ("float64", "brightness step at the first surface, in standard deviations of the volume"),
+    "edge_reversed": ("float64", "the same with the map's B-scans in reverse order"),
+    "valid_share": ("float64", "share of the A-scans inside the field that have every surface"),
+    "checksum": ("str", "of the stored heights: BLAKE2b, 16 bytes, hex"),
+}
+
+
+@dataclass(frozen=True)
+class HeightWriter:
+    """Writes height maps; small and picklable, so that every worker process has one."""
+
+    url: str
+    options: StorageOptions | None = None
+
+    def create(self, num_rows: int, image_size: tuple[int, int, int]) -> None:
+        """Make the array, or give the one here `num_rows` rows."""
+        if storage.exists(storage.join(self.url, "heights", "zarr.json"), self.options):
+            array = self._array()
+            if array.shape[0] < num_rows:
+                array.resize((num_rows, *array.shape[1:]))
+            return
+        d, _, w = image_size
+        files: dict[str, Any] = {}
+        zarr.create_group(zarr.storage.MemoryStore(files)).create_array(
+            "heights",
+            shape=(num_rows, MAX_SURFACES, d, w),
+            chunks=(1, MAX_SURFACES, d, w),
+            dtype="float32",
+            compressors=[BloscCodec(cname="lz4", clevel=5, shuffle="shuffle"), Crc32cCodec()],
+            chunk_key_encoding={"name": "default", "separator": "."},
+            fill_value=float("nan"),
+            dimension_names=("row", "surface", "d", "w"),
+        )
+        storage.write_bytes(
+            storage.join(self.url, "heights", "zarr.json"),
+            files["heights/zarr.json"].to_bytes(),
+            self.options,
+        )
+
+    def _array(self) -> zarr.Array:
+        return _open(self.url, self.options, read_only=False)
+
+    def read_rows(self) -> dict[int, dict[str, Any]]:
+        """row -> its JSON, of the rows that have a whole one."""
+        names = storage.list_names(storage.join(self.url, "height_rows"), self.options)
+        rows = sorted(int(match[1]) for n in names if (match := re.fullmatch(r"(\d+)\.json", n)))
+        contents = in_threads(self._read_row, rows)
+        return {row: fields for row, fields in zip(rows, contents, strict=True) if fields is not None}
+
+    def _read_row(self, row: int) -> dict[str, Any] | None:
+        """None where the file is damaged: the row is prepared again."""
+        try:
+            with intact(self._row_url(row)):
+                fields = json.loads(storage.read_text(self._row_url(row), self.options))
+                return fields if isinstance(fields, dict) and "status" in fields else None
+        except DamagedError:
+            return None
+
+    def _row_url(self, row: int) -> str:
+        return storage.join(self.url, "height_rows", f"{row:06d}.json")
+
+    def write_row(self, row: int, heights_SDW: np.ndarray | None, fields: Mapping[str, Any]) -> None:
+        """Write the chunk (None: a map that is not used), then the row's JSON."""
+        own = dict(fields)
+        if heights_SDW is not None:
+            array = self._array()
+            chunk = np.full(array.shape[1:], np.nan, np.float32)
+            chunk[: len(heights_SDW)] = heights_SDW
+            array[row] = chunk
+            own["checksum"] = checksum(chunk)
+        text = json.dumps(own, sort_keys=True, indent=1, allow_nan=False) + "\n"
+        storage.write_text(self._row_url(row), text, self.options)
+
+    def finalise(self, rows: Sequence[int]) -> pd.DataFrame:
+        """Compact the JSON of `rows` to heights.parquet; the attributes name each device's surfaces."""
+        written = self.read_rows()
+        table = [{**written[row], "row": row} for row in sorted(rows) if row in written]
+        types = {name: kind for name, (kind, _) in HEIGHT_COLUMNS.items()}
+        index = pd.DataFrame([{"reversed_d": False, **line} for line in table], columns=list(types))
+        index = index.astype(types)
+        kept = index[index.status == KEPT]
+        surfaces = {
+            str(device): sorted({tuple(text.split("|")) for text in part.surfaces})
+            for device, part in kept.groupby("device")
+        }
+        self._array().update_attributes(
+            {"unit": "voxels along h, 0 the centre of the first", "invalid": "NaN", "surfaces": surfaces}
+        )
+        buffer = io.BytesIO()
+        index.to_parquet(buffer, index=False)
+        storage.write_bytes(storage.join(self.url, "heights.parquet"), buffer.getvalue(), self.options)
+        return index
+
+
+class StoredHeights:
+    """The height maps of a store for reading; picklable."""
+
+    def __init__(self, url: str, options: StorageOptions | None, index: pd.DataFrame) -> None:
+        self.url, self.options = url, options
+        self.index = index  # HEIGHT_COLUMNS of the kept maps; label = row
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "_array"}
+
+    @classmethod
+    def open(cls, url: str, options: StorageOptions | None = None) -> StoredHeights:
+        """Raises UserError where the store has no height maps."""
+        index_url = storage.join(url, "heights.parquet")
+        try:
+            data = storage.read_bytes(index_url, options)
+        except storage.StorageNotFoundError as error:
+            raise UserError(
+                f"{url}: expected height maps in the store, found no heights.parquet; run "
+                "data_setup.prepare --heights"
+            ) from error
+        with intact(index_url, "run data_setup.prepare --heights again, which writes it"):
+            index = pd.read_parquet(io.BytesIO(data))[list(HEIGHT_COLUMNS)]
+        index = index[index.status == KEPT].set_index("row", drop=False).rename_axis(None)
+        return cls(url, options, index)
+
+    def names(self, row: int) -> tuple[str, ...]:
+        """The surfaces of a row's map, in the order of the array."""
+        return tuple(str(self.index.surfaces[row]).split("|"))
+
+    @cached_property
+    def _array(self) -> zarr.Array:
+        return _open(self.url, self.options, read_only=True)
+
+    def read(self, row: int) -> np.ndarray:
+        """float32 [S, D, W] of a row's surfaces in voxels, NaN where there is none; raises StorageError."""
+        place = storage.join(self.url, "heights", f"c.{row}.0.0.0")
+        advice = f"remove {self.url}/height_rows/{row:06d}.json and run data_setup.prepare --heights"
+        try:
+            chunk = np.asarray(self._array[row])
+        except (RuntimeError, ValueError) as error:  # of the codec
+            raise storage.StorageError(
+                place, f"expected the heights of row {row}, found {error}; {advice}"
+            ) from error
+        if checksum(chunk) != self.index.checksum[row]:
+            raise storage.StorageError(place, f"expected the heights of row {row}, found others; {advice}")
+        return chunk[: len(self.names(row))]
+
+
+def _open(url: str, options: StorageOptions | None, read_only: bool) -> zarr.Array:
+    keys = ObjectStore(url, options, read_only=read_only)
+    with intact(storage.join(url, "heights", "zarr.json")):
+        return zarr.open_array(keys, path="heights", mode="r" if read_only else "r+", zarr_format=3)

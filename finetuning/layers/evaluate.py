@@ -1,0 +1,361 @@
+"""What trained surfaces are worth: `python -m finetuning.evaluate --head RUN` of a task.kind=layers head.
+
+In: `head.pt` of finetuning.layers.train, the store with its height maps. Out, in `${run.dir}`: layers.json,
+layers.md, surfaces.parquet (a line for every arm, volume and surface or layer) and etdrs.csv (mean thickness
+in um in nine sectors, a line for every eye, layer and source). Arms: the pre-trained encoder, a randomly
+initialised one where finetune.against_random trained it, and mean heights, which know no image. What they are
+compared with is what the device's own software drew.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from data_setup.store.reader import PreparedStore
+from finetuning.cohort import EVALUATED, Cohort
+from finetuning.features.kept import KeptFeatures, features_folder
+from finetuning.head_evaluation import evaluated_config
+from finetuning.layers.etdrs import SECTORS, etdrs, find_fovea
+from finetuning.layers.head import PRETRAINED, RANDOM, LayersHead, open_layers_head
+from finetuning.layers.metrics import boundary_error_um, hausdorff95_um, layer_overlap
+from finetuning.layers.planes import Planes
+from finetuning.layers.train import OF_ALL, refuse_overlap
+from finetuning.layers.volumes import RETINA, LayerVolumes, read_volumes
+from finetuning.ledger import data_digest, record_look
+from models.probes.intervals import interval95, participant_draws, verdict
+from utils import storage
+from utils.config.load import flatten, storage_options_of
+from utils.config.schema import Config
+from utils.errors import UserError
+from utils.runtime.open import open_runtime
+from utils.runtime.single import Runtime
+
+FORMAT_VERSION = 1
+MEAN, DEVICE = "mean_heights", "device"
+LABELS = {
+    PRETRAINED: "pre-trained encoder",
+    RANDOM: "random initialisation",
+    MEAN: "mean heights of the training volumes",
+}
+NOTES = (
+    "Heights are what a device's software drew: labels of a machine, not truth.",
+    "Errors are means over A-scans, then over a participant's volumes, then over participants; intervals "
+    "resample participants.",
+)
+
+
+def evaluate_layers(wanted: str, overrides: Sequence[str]) -> str:
+    """The tables of a head as text; an existing answer to the same question is reused. Raises UserError."""
+    prefix = "model.checkpoint="
+    places = [word.removeprefix(prefix) for word in overrides if word.startswith(prefix)]
+    head = open_layers_head(wanted, storage_options_of(overrides), places[-1] if places else None)
+    cfg = evaluated_config(head.cfg, head.url, overrides)
+    store = PreparedStore.open(cfg.data.store, cfg.data.storage_options, cfg.data.cache_dir)
+    for key in ("normalisation", "geometry"):
+        if store.attrs[key] != head.state[key]:
+            raise UserError(
+                f"{store.url}: {key}: expected {head.state[key]} of {head.url}, found {store.attrs[key]}"
+            )
+    volumes = read_volumes(cfg, store)
+    if volumes.names != head.names:
+        raise UserError(f"{head.url}: expected the surfaces {list(head.names)}, found {list(volumes.names)}")
+    overlap = _overlap(cfg, volumes, head)
+    fingerprint = _fingerprint(cfg, volumes, head)
+    url = storage.join(cfg.run.dir, "layers.json")
+    if storage.exists(url):
+        known = json.loads(storage.read_text(url))
+        if known.get("fingerprint") == fingerprint:
+            return markdown(known)
+    tables = measure(cfg, volumes, head, open_runtime(cfg.train.use_bf16))
+    content = answer(cfg, volumes, head, tables[0], tables[1])
+    content |= {"fingerprint": fingerprint, "overlap": overlap, "look": _look(cfg, volumes, head)}
+    _write(cfg.run.dir, content, *tables)
+    return markdown(content)
+
+
+def _overlap(cfg: Config, volumes: LayerVolumes, head: LayersHead) -> int:
+    """How many evaluated participants were seen in any training; UserError unless that is 0 or allowed."""
+    people = head.state["participants"]
+    seen = {"training": people["train"], "encoder's pre-training": head.state["pretraining_participants"]}
+    if cfg.eval.split != "val":
+        seen["validation"] = people["val"]
+    return max(refuse_overlap(cfg, volumes, ids, head.url, stage) for stage, ids in seen.items())
+
+
+def _fingerprint(cfg: Config, volumes: LayerVolumes, head: LayersHead) -> str:
+    """A hash of all that the answer depends on."""
+    rows = np.unique(volumes.rows)
+    asked = {k: v for k, v in flatten(cfg) if k.startswith(("eval.", "probe.", "task."))}
+    facts = [
+        FORMAT_VERSION,
+        head.checksum,
+        asked,
+        volumes.heights.index.loc[rows, ["row", "checksum", "volume", "surfaces"]].to_numpy(str).tolist(),
+        volumes.fold.tolist(),
+        volumes.person.tolist(),
+    ]
+    return hashlib.sha256(json.dumps(facts, default=str).encode()).hexdigest()
+
+
+def _look(cfg: Config, volumes: LayerVolumes, head: LayersHead) -> int | None:
+    """Count this look at test participants in the ledger of the store; None where there is none."""
+    if cfg.eval.split != "test":
+        return None
+    store, size = volumes.store, len(volumes.rows)
+    unit = volumes.rows.astype(str)
+    cohort = Cohort(
+        "layers", volumes.names, volumes.rows, volumes.fold, np.zeros((size, 1)), unit, volumes.person
+    )
+    protocol = hashlib.sha256(json.dumps([cfg.task.kind, cfg.eval.split]).encode()).hexdigest()
+    digest = data_digest(store, cohort)
+    arms = ", ".join(arm.name for arm in head.arms)
+    return record_look(store.url, head.checksum, digest, protocol, f"layers: {arms}", store.options)
+
+
+def measure(
+    cfg: Config, volumes: LayerVolumes, head: LayersHead, runtime: Runtime
+) -> tuple[pd.DataFrame, pd.DataFrame]:
+    """(a line for every arm, volume and surface or layer, a line for every eye, layer and source)."""
+    rows = volumes.of(EVALUATED)
+    lines: list[dict[str, Any]] = []
+    sectors: list[dict[str, Any]] = []
+    for row in map(int, rows):
+        truth = volumes.read(row)
+        sectors += _sectors(volumes, row, truth, DEVICE)
+        lines += _measure_one(volumes, row, truth, _mean_heights(volumes, head, row), MEAN)
+    for arm in head.arms:
+        kept = KeptFeatures(arm.encoder, cfg, volumes.store, runtime, features_folder(cfg))
+        kept.keep_tokens(np.unique(rows))
+        planes = Planes(cfg, kept, volumes, runtime.device)
+        decoder = arm.decoder.to(runtime.device)
+        for row in map(int, rows):
+            predicted = planes.predict(decoder, row)
+            lines += _measure_one(volumes, row, volumes.read(row), predicted, arm.name)
+            sectors += _sectors(volumes, row, _inside(volumes, row, predicted), arm.name)
+    return pd.DataFrame(lines), _by_eye(pd.DataFrame(sectors))
+
+
+def _mean_heights(volumes: LayerVolumes, head: LayersHead, row: int) -> np.ndarray:
+    """The training volumes' mean heights of the row's protocol at every A-scan [S, D, W]."""
+    means = head.state["mean_heights"]
+    of_protocol = means.get(str(volumes.store.index.protocol[row]), means[OF_ALL])
+    of_all = means[OF_ALL]
+    values = [a if a is not None else b for a, b in zip(of_protocol, of_all, strict=True)]
+    flat = np.array([np.nan if v is None else v for v in values], np.float32)
+    d, _, w = volumes.store.image_size
+    return np.broadcast_to(flat[:, None, None], (len(flat), d, w))
+
+
+def _measure_one(
+    volumes: LayerVolumes, row: int, truth: np.ndarray, predicted: np.ndarray, arm: str
+) -> list[dict[str, Any]]:
+    """The lines of one volume and arm."""
+    record = volumes.store.index.loc[row]
+    spacing = volumes.spacing_mm(row)
+    facts = {"arm": arm, "row": row, "person_id": str(record.person_id), "device": record.device}
+    facts |= {"protocol": record.protocol}
+    error = boundary_error_um(predicted, truth, spacing[1])
+    lines = [
+        facts
+        | {"what": "surface", "name": volumes.names[place], "error_um": float(error[place])}
+        | {"hd95_um": hausdorff95_um(predicted[place], truth[place], spacing)}
+        for place in volumes.marked(row)
+    ]
+    for name, pair in volumes.layers(row).items():
+        dice, iou = layer_overlap(predicted[list(pair)], truth[list(pair)])
+        lines.append(facts | {"what": "layer", "name": name, "dice": float(dice[0]), "iou": float(iou[0])})
+    return lines
+
+
+def _inside(volumes: LayerVolumes, row: int, predicted: np.ndarray) -> np.ndarray:
+    """The surfaces in the acquired field, NaN outside."""
+    record = volumes.store.index.loc[row]
+    d0, d1, w0, w1 = (int(record[f"valid_{edge}"]) for edge in ("d0", "d1", "w0", "w1"))
+    result = np.full_like(predicted, np.nan)
+    result[:, d0:d1, w0:w1] = predicted[:, d0:d1, w0:w1]
+    return result
+
+
+def _sectors(volumes: LayerVolumes, row: int, surfaces: np.ndarray, source: str) -> list[dict[str, Any]]:
+    """ETDRS lines of a macular volume, one a layer and one for the whole retina; none of another volume."""
+    record = volumes.store.index.loc[row]
+    retina = volumes.retina(row)
+    if not str(record.region).startswith("Macula") or record.laterality not in ("L", "R") or retina is None:
+        return []
+    d_mm, h_mm, w_mm = volumes.spacing_mm(row)
+    um = {
+        name: (surfaces[lower] - surfaces[upper]) * h_mm * 1000
+        for name, (upper, lower) in {**volumes.layers(row), RETINA: retina}.items()
+    }
+    try:
+        fovea = find_fovea(um[RETINA], (d_mm, w_mm))
+    except ValueError:  # the device drew nothing in the middle
+        return []
+    lines = []
+    for name, thickness in um.items():
+        table = etdrs(thickness, (d_mm, w_mm), fovea, str(record.laterality))
+        facts = {"person_id": str(record.person_id), "laterality": record.laterality, "source": source}
+        facts |= {"layer": name, "orientation": record.orientation_source}
+        facts |= {"scanned_share": min(sector.share for sector in table.values())}
+        lines.append(facts | {name: sector.um for name, sector in table.items()})
+    return lines
+
+
+def _by_eye(sectors: pd.DataFrame) -> pd.DataFrame:
+    """Means over the volumes of an eye; `volumes` says how many."""
+    keys = ["person_id", "laterality", "layer", "source"]
+    if sectors.empty:
+        return pd.DataFrame(columns=[*keys, "volumes", "orientation", "scanned_share", *SECTORS])
+    groups = sectors.groupby(keys, sort=True)
+    means = groups[[*SECTORS]].mean()
+    means.insert(0, "scanned_share", groups["scanned_share"].min())
+    means.insert(0, "orientation", groups["orientation"].agg(lambda values: "+".join(sorted(set(values)))))
+    means.insert(0, "volumes", groups.size())
+    return means.reset_index()
+
+
+def answer(
+    cfg: Config, volumes: LayerVolumes, head: LayersHead, lines: pd.DataFrame, sectors: pd.DataFrame
+) -> dict[str, Any]:
+    """The content of layers.json: tables with intervals, the paired difference and its verdict."""
+    people = volumes.people(EVALUATED)
+    draws = participant_draws(len(people), cfg.probe.bootstrap_samples, cfg.seed)
+    surfaces, layers = (lines[lines.what == what] for what in ("surface", "layer"))
+    arms = [arm.name for arm in head.arms]
+    overall = {
+        name: _per_person(surfaces[surfaces.arm == name], "error_um", people) for name in [*arms, MEAN]
+    }
+    content: dict[str, Any] = {
+        "format_version": FORMAT_VERSION,
+        "title": f"Surfaces of the retina, split {cfg.eval.split}",
+        "head": {"url": head.url, "sha256": head.checksum, "kind": head.state["head_kind"]},
+        "encoder": dict(head.state["encoder"]),
+        "voxels": head.state["voxels"],
+        "n_participants": len(people),
+        "n_volumes": len(volumes.of(EVALUATED)),
+        "names": list(volumes.names),
+        "overall": {name: _estimate(values, draws) for name, values in overall.items()},
+        "surfaces": _table(surfaces, ("error_um", "hd95_um"), people, draws),
+        "layers": _table(layers, ("dice", "iou"), people, draws),
+        "etdrs": _agreement(sectors, arms),
+        "notes": list(NOTES),
+    }
+    against = RANDOM if RANDOM in overall else MEAN
+    gain = overall[against] - overall[PRETRAINED]
+    estimate = _estimate(gain, draws)
+    ratio = float(overall[PRETRAINED].mean() / overall[against].mean())
+    content["difference"] = {"against": against, **estimate, "ratio": ratio}
+    content["verdict"] = verdict(
+        estimate["value"], estimate["ci95"], "Pre-training", LABELS[against], "boundary error saved in um"
+    )
+    return content
+
+
+def _per_person(lines: pd.DataFrame, column: str, people: Sequence[str]) -> np.ndarray:
+    """Mean over the names of a volume, then over the volumes of each person [P]; NaN without one."""
+    of_volume = lines.groupby(["person_id", "row"])[column].mean()
+    return of_volume.groupby("person_id").mean().reindex(list(people)).to_numpy(float)
+
+
+def _estimate(values_P: np.ndarray, draws_SP: np.ndarray) -> dict[str, Any]:
+    """Mean over people and its interval; people without a value are left out."""
+    known = ~np.isnan(values_P)
+    if not known.any():
+        return {"value": None, "ci95": None, "people": 0}
+    weights = draws_SP[:, known].astype(float)
+    drawn = weights.sum(axis=1) > 0
+    means = weights[drawn] @ values_P[known] / weights[drawn].sum(axis=1)
+    return {
+        "value": float(values_P[known].mean()),
+        "ci95": list(interval95(means)),
+        "people": int(known.sum()),
+    }
+
+
+def _table(
+    lines: pd.DataFrame, columns: Sequence[str], people: Sequence[str], draws: np.ndarray
+) -> dict[str, dict[str, dict[str, Any]]]:
+    """arm -> name -> column -> estimate."""
+    result: dict[str, dict[str, dict[str, Any]]] = {}
+    for (arm, name), part in lines.groupby(["arm", "name"], sort=False):
+        cells = {column: _estimate(_per_person(part, column, people), draws) for column in columns}
+        result.setdefault(str(arm), {})[str(name)] = cells
+    return result
+
+
+def _agreement(sectors: pd.DataFrame, arms: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """arm -> mean absolute difference from the device's sectors in um, over eyes and sectors, by layer."""
+    keys = ["person_id", "laterality", "layer"]
+    device = sectors[sectors.source == DEVICE].set_index(keys)[[*SECTORS]]
+    result: dict[str, dict[str, Any]] = {}
+    for arm in arms:
+        own = sectors[sectors.source == arm].set_index(keys)[[*SECTORS]]
+        difference = (own - device).abs()
+        by_layer = difference.groupby("layer").mean().mean(axis=1)
+        result[arm] = {str(k): None if np.isnan(v) else float(v) for k, v in by_layer.items()}
+    return result
+
+
+def _write(folder: str, content: Mapping[str, Any], lines: pd.DataFrame, sectors: pd.DataFrame) -> None:
+    """All files; layers.json last, so that where it is the others are."""
+    buffer = io.BytesIO()
+    lines.to_parquet(buffer, index=False)
+    storage.write_bytes(storage.join(folder, "surfaces.parquet"), buffer.getvalue())
+    text = sectors.to_csv(index=False, float_format="%.2f")
+    storage.write_text(storage.join(folder, "etdrs.csv"), text)
+    storage.write_text(storage.join(folder, "layers.md"), markdown(content) + "\n")
+    text = json.dumps(content, indent=1, allow_nan=False) + "\n"
+    storage.write_text(storage.join(folder, "layers.json"), text)
+
+
+def markdown(content: Mapping[str, Any]) -> str:
+    """The tables as text, the verdict first."""
+    difference = content["difference"]
+    lines = [f"# {content['title']}", "", content["verdict"], ""]
+    lines.append(
+        f"- Boundary error is {difference['ratio']:.2f} of that of {LABELS[difference['against']]}; "
+        f"{content['n_volumes']} volumes of {content['n_participants']} participants."
+    )
+    if content["overlap"]:
+        lines.append(f"- **{content['overlap']} evaluated participants were seen in training.**")
+    if content["look"] is not None:
+        lines.append(f"- This is look {content['look']} at these test participants.")
+    lines += [f"- {note}" for note in content["notes"]]
+    arms = list(content["overall"])
+    lines += ["", "## Mean boundary error, um", "", "| | error | 95 % interval |", "|---|---|---|"]
+    for arm in arms:
+        lines.append(f"| {LABELS[arm]} | {_cell(content['overall'][arm])} |")
+    header = "| | " + " | ".join(f"{LABELS[arm]}" for arm in arms) + " |"
+    rule = "|---" * (len(arms) + 1) + "|"
+    for title, part, column, digits in (
+        ("Boundary error by surface, um", "surfaces", "error_um", 2),
+        ("HD95 by surface, um", "surfaces", "hd95_um", 1),
+        ("Dice by layer", "layers", "dice", 3),
+        ("IoU by layer", "layers", "iou", 3),
+    ):
+        lines += ["", f"## {title}", "", header, rule]
+        for name in content[part][arms[0]]:
+            values = [content[part].get(arm, {}).get(name, {}).get(column) for arm in arms]
+            cells = ["-" if v is None or v["value"] is None else f"{v['value']:.{digits}f}" for v in values]
+            lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    lines += ["", "## ETDRS sectors: mean difference from the device's, um", ""]
+    own = list(content["etdrs"])
+    lines += ["| | " + " | ".join(LABELS[arm] for arm in own) + " |", "|---" * (len(own) + 1) + "|"]
+    for name in content["etdrs"][own[0]]:
+        values = [content["etdrs"][arm][name] for arm in own]
+        lines.append(f"| {name} | " + " | ".join("-" if v is None else f"{v:.1f}" for v in values) + " |")
+    return "\n".join(lines)
+
+
+def _cell(estimate: Mapping[str, Any]) -> str:
+    if estimate["value"] is None:
+        return "- | -"
+    low, high = estimate["ci95"]
+    return f"{estimate['value']:.2f} | {low:.2f} to {high:.2f}"

@@ -1,0 +1,77 @@
+"""What a decoder reads and learns from: planes of the token grid with their voxels and heights.
+
+In: a frozen encoder's kept tokens (finetuning.features), the store, its heights. Out: tensors of some planes,
+or the predicted surfaces of a volume. Whole volumes stay in memory as far as CACHE_BYTES go: a plane is drawn
+from each many times.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from einops import rearrange
+from torch import Tensor, nn
+from torch.utils.data import default_collate
+
+from data_setup.loader import StoredSamples
+from data_setup.normalisation import plain_view
+from finetuning.features.kept import KeptFeatures
+from finetuning.layers.decoder import heights_of
+from finetuning.layers.volumes import LayerVolumes
+from utils.config.schema import Config
+
+CACHE_BYTES = 2**31
+AT_ONCE = 8  # planes of a volume that are predicted together
+
+
+class Planes:
+    """Planes of volumes: a plane is one index of the token grid's first axis."""
+
+    def __init__(self, cfg: Config, kept: KeptFeatures, volumes: LayerVolumes, device: torch.device) -> None:
+        self.grid, self.patch = cfg.grid, cfg.spatial.patch_size
+        self.kept, self.volumes, self.device = kept, volumes, device
+        self._samples = StoredSamples(volumes.store, np.unique(volumes.rows))
+        self._memory: dict[int, tuple[np.ndarray, Tensor]] = {}
+        self._held = 0
+
+    def _whole(self, row: int) -> tuple[np.ndarray, Tensor]:
+        """(tokens float16 [N, E], normalised voxels float16 [D, H, W]) of a volume."""
+        if row not in self._memory:
+            tokens = self.kept.tokens(np.array([row]))[0]
+            voxels = plain_view(default_collate([self._samples[row]]))[0, 0].to(torch.float16)
+            size = tokens.nbytes + voxels.numel() * 2
+            if self._held + size > CACHE_BYTES:
+                return tokens, voxels
+            self._held += size
+            self._memory[row] = tokens, voxels
+        return self._memory[row]
+
+    def inputs(self, chosen: Sequence[tuple[int, int]]) -> tuple[Tensor, Tensor]:
+        """Tokens [B, gh, gw, E] and voxels [B, d, H, W] of (row, plane) pairs, on the device."""
+        gd, gh, gw = self.grid
+        d = self.patch[0]
+        tokens, voxels = [], []
+        for row, plane in chosen:
+            of_row, volume = self._whole(row)
+            whole = rearrange(of_row, "(gd gh gw) e -> gd gh gw e", gd=gd, gh=gh, gw=gw)
+            tokens.append(torch.from_numpy(np.ascontiguousarray(whole[plane])))
+            voxels.append(volume[plane * d : (plane + 1) * d])
+        return torch.stack(tokens).to(self.device).float(), torch.stack(voxels).to(self.device).float()
+
+    def truth(self, chosen: Sequence[tuple[int, int]]) -> Tensor:
+        """The device's heights [B, S, d, W] of (row, plane) pairs; NaN where there is none."""
+        d = self.patch[0]
+        parts = [self.volumes.read(row)[:, plane * d : (plane + 1) * d] for row, plane in chosen]
+        return torch.from_numpy(np.stack(parts)).to(self.device)
+
+    @torch.no_grad()
+    def predict(self, decoder: nn.Module, row: int) -> np.ndarray:
+        """Surfaces of a whole volume, float32 [S, D, W] in voxels."""
+        decoder.eval()
+        parts = []
+        for start in range(0, self.grid[0], AT_ONCE):
+            chosen = [(row, plane) for plane in range(start, min(start + AT_ONCE, self.grid[0]))]
+            parts.append(heights_of(decoder(*self.inputs(chosen))).cpu())
+        return rearrange(torch.cat(parts), "gd s d w -> s (gd d) w").numpy()

@@ -1,0 +1,141 @@
+"""Who surfaces are learnt from and judged on: volumes with height maps, by split.
+
+In: a configuration, a store with height maps. Out: `LayerVolumes`: rows, folds, the names of the surfaces,
+and the device's heights of a row in the order of those names. Names are the devices' own words: two devices
+share a surface where they call it the same, and a surface that a device does not mark is NaN in its volumes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+import pandas as pd
+
+from data_setup.manifest import wanted_values
+from data_setup.readers.heights import DEPTH_OF_LABEL
+from data_setup.store.heights import StoredHeights
+from data_setup.store.reader import PreparedStore
+from finetuning.cohort import EVALUATED, MIN_PARTICIPANTS, TRAIN, VAL
+from utils.config.schema import Config
+from utils.errors import UserError
+
+RETINA = "retina"  # from the first surface to the outer boundary
+OUTER = ("BM", "RPE", "OS/RPE")  # of the retina; the first of them that a device marks
+
+
+@dataclass(frozen=True)
+class LayerVolumes:
+    """Volumes of the three folds; no person is in two (with eval.split=val those of val are in two)."""
+
+    store: PreparedStore
+    heights: StoredHeights
+    names: tuple[str, ...]  # surfaces from the vitreous down [S]
+    rows: np.ndarray  # of the store [n]
+    fold: np.ndarray  # TRAIN, VAL or EVALUATED [n]
+    person: np.ndarray  # str [n]
+
+    def of(self, fold: int) -> np.ndarray:
+        """The rows of a fold."""
+        return self.rows[self.fold == fold]
+
+    def people(self, fold: int) -> list[str]:
+        return sorted(set(self.person[self.fold == fold].tolist()))
+
+    def read(self, row: int) -> np.ndarray:
+        """float32 [S, D, W] in voxels, NaN where the device has no height."""
+        own = self.heights.names(row)
+        values = self.heights.read(row)
+        result = np.full((len(self.names), *values.shape[1:]), np.nan, np.float32)
+        for place, name in enumerate(self.names):
+            if name in own:
+                result[place] = values[own.index(name)]
+        return result
+
+    def spacing_mm(self, row: int) -> tuple[float, float, float]:
+        """Of the stored volume (d, h, w)."""
+        d, h, w = (float(self.store.index[f"spacing_after_{axis}"][row]) for axis in "dhw")
+        return d, h, w
+
+    def marked(self, row: int) -> list[int]:
+        """Places in `names` of the surfaces that the row's device marks."""
+        own = set(self.heights.names(row))
+        return [place for place, name in enumerate(self.names) if name in own]
+
+    def layers(self, row: int) -> dict[str, tuple[int, int]]:
+        """Name -> (upper, lower) places of the layers between neighbouring surfaces of the row's device."""
+        return {f"{self.names[a]} to {self.names[b]}": (a, b) for a, b in pairwise(self.marked(row))}
+
+    def retina(self, row: int) -> tuple[int, int] | None:
+        """(upper, lower) places of the whole retina; None where its borders are no surfaces of the row."""
+        own = [self.names[place] for place in self.marked(row)]
+        lower = next((name for name in OUTER if name in own), None)
+        if "ILM" not in own or lower is None:
+            return None
+        return self.names.index("ILM"), self.names.index(lower)
+
+
+def read_volumes(cfg: Config, store: PreparedStore) -> LayerVolumes:
+    """The volumes with height maps in the splits train, val and eval.split; raises UserError."""
+    heights = StoredHeights.open(store.url, store.options)
+    index = store.index[store.index["listed"]]
+    index = index[index["row"].isin(heights.index["row"]) & index["row"].isin(store.kept)]
+    for field, values in wanted_values(cfg).values():
+        index = index[index[field].isin(values)]
+    index = _current(index, heights, store)
+    names = _names(cfg, {row: heights.names(row) for row in index["row"]})
+    marked = [row for row in index["row"] if set(heights.names(row)) & set(names)]
+    index = index.loc[marked]
+    parts = [index[index["split"] == split] for split in ("train", "val", cfg.eval.split)]
+    for fold, split in zip((TRAIN, VAL, EVALUATED), ("train", "val", cfg.eval.split), strict=True):
+        people = parts[fold]["person_id"].nunique()
+        if people < MIN_PARTICIPANTS:
+            raise UserError(
+                f"{store.url}: split {split}: expected {MIN_PARTICIPANTS} participants or more with the "
+                f"surfaces {', '.join(names)}, found {people}"
+            )
+    table = pd.concat(parts)
+    return LayerVolumes(
+        store=store,
+        heights=heights,
+        names=names,
+        rows=table["row"].to_numpy(),
+        fold=np.repeat([TRAIN, VAL, EVALUATED], [len(part) for part in parts]),
+        person=table["person_id"].to_numpy(str),
+    )
+
+
+def _current(index: pd.DataFrame, heights: StoredHeights, store: PreparedStore) -> pd.DataFrame:
+    """The index; UserError where a volume was prepared again after its heights were laid on it."""
+    laid_on = heights.index.loc[index["row"], "volume"].to_numpy()
+    stale = index["row"][index["checksum"].to_numpy() != laid_on].tolist()
+    if stale:
+        raise UserError(
+            f"{store.url}: expected heights that were laid on the volumes as they are, found older ones in "
+            f"{len(stale)} rows ({', '.join(map(str, stale[:3]))}); run data_setup.prepare --heights"
+        )
+    return index
+
+
+def _names(cfg: Config, of_rows: dict[int, tuple[str, ...]]) -> tuple[str, ...]:
+    """task.surfaces, or all that the maps name, by depth; raises UserError."""
+    there = set().union(*of_rows.values()) if of_rows else set()
+    wanted = cfg.task.surfaces
+    if wanted is None:
+        known = {name for name in there if name.upper() in DEPTH_OF_LABEL}
+        if len(known) < 2:
+            raise UserError(
+                "task.surfaces: expected two or more named surfaces in the height maps, found "
+                f"{_listed(there)}; name them in task.surfaces"
+            )
+        return tuple(sorted(known, key=lambda name: (DEPTH_OF_LABEL[name.upper()], name)))
+    lacking = [name for name in wanted if name not in there]
+    if lacking:
+        raise UserError(f"task.surfaces: expected some of {_listed(there)}, found {_listed(lacking)}")
+    return tuple(wanted)
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(sorted(names)) or "none"

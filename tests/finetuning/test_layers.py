@@ -1,0 +1,339 @@
+"""Surfaces are learnt from tokens, kept, measured in micrometres, and refuse what does not fit."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+
+from data_setup.loader import evaluation_batches
+from data_setup.normalisation import plain_view
+from data_setup.readers.heights import DEPTH_OF_LABEL
+from data_setup.store.heights import StoredHeights
+from data_setup.store.reader import PreparedStore
+from finetuning import evaluate as command
+from finetuning import train as train_command
+from finetuning.cohort import EVALUATED, TRAIN, VAL, read_cohort
+from finetuning.embed import random_encoder
+from finetuning.features.kept import KeptFeatures
+from finetuning.layers import evaluate as module
+from finetuning.layers.decoder import build_decoder, heights_of, surface_loss
+from finetuning.layers.etdrs import SECTORS
+from finetuning.layers.evaluate import evaluate_layers
+from finetuning.layers.head import PRETRAINED, RANDOM, open_layers_head
+from finetuning.layers.planes import Planes
+from finetuning.layers.volumes import LayerVolumes, read_volumes
+from models import vit3d
+from tests.support.finetune_factory import RUNTIME, save_checkpoint
+from tests.support.heights_factory import config, make_tree, prepare_all
+from utils.checkpoint import CheckpointError
+from utils.config.schema import StorageOptions
+from utils.errors import ConfigError, UserError
+
+CONFIG = Path(__file__).resolve().parents[2] / "configs" / "layers.yaml"
+MAESTRO, TRITON, CIRRUS = 1, 2, 4
+PATCH = (2, 4, 8)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _two_blocks() -> Iterator[None]:
+    """The smallest size of the configuration has two blocks here."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(vit3d.SIZES, "ti", vit3d.Size(2, 48, 2))
+        yield
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Scans of three devices with height maps, and a checkpoint of an untrained model."""
+    root = tmp_path_factory.mktemp("layers")
+    make_tree(root / "tree", 12, (), (MAESTRO, TRITON, CIRRUS), (22, 72, 20))
+    prepare_all(root)
+    save_checkpoint(config(root, f"run.dir={root / 'pretrained'}"))
+    return root
+
+
+def overrides(world: Path, run: Path, *extra: str) -> list[str]:
+    words = [f"model.checkpoint={world / 'pretrained'}", f"run.dir={run}", "train.max_steps=24"]
+    words += ["train.global_batch_size=4", "train.per_core_batch_size=4"]
+    words += ["head.hidden=8", "optim.base_lr=0.01", "probe.bootstrap_samples=200", "finetune.patience=null"]
+    return [*words, f"train.ckpt_dir={run / 'checkpoints'}", *extra]
+
+
+@pytest.fixture(scope="module")
+def trained(world: Path) -> Path:
+    run = world / "runs" / "layers"
+    assert train_command.train(str(CONFIG), overrides(world, run)) == 0
+    return run
+
+
+@pytest.fixture(scope="module")
+def evaluated(trained: Path) -> tuple[Path, str]:
+    """The folder of an evaluation, and what it printed."""
+    folder = trained.parent / "evaluated"
+    return folder, evaluate_layers(str(trained), [f"run.dir={folder}"])
+
+
+def volumes_of(world: Path, *extra: str) -> LayerVolumes:
+    cfg = config(world, "task.kind=layers", *extra)
+    return read_volumes(cfg, PreparedStore.open(cfg.data.store))
+
+
+def test_a_decoder_learns_where_surfaces_lie(trained: Path, evaluated: tuple[Path, str]) -> None:
+    """Of people that training did not see, better than mean heights; the best epoch is what is kept."""
+    folder, text = evaluated
+    content = json.loads((folder / "layers.json").read_text())
+    overall = {name: part["value"] for name, part in content["overall"].items()}
+    assert set(overall) == {PRETRAINED, RANDOM, "mean_heights"}
+    assert overall[PRETRAINED] < 0.7 * overall["mean_heights"], overall
+    assert content["names"] == sorted(content["names"], key=DEPTH_OF_LABEL.__getitem__)
+    for arm in content["surfaces"].values():
+        assert {"ILM"} < set(arm) <= set(content["names"])
+    assert "labels of a machine, not truth" in text
+    assert (folder / "layers.md").read_text() == text + "\n"
+    head = open_layers_head(str(trained), StorageOptions())
+    first, second = (arm.encoder.state_dict()["patch_embed.proj.weight"] for arm in head.arms)
+    assert not torch.equal(first, second)
+    history = head.state["validation"][PRETRAINED]["history"]
+    assert min(line["error_um"] for line in history) == head.state["validation"][PRETRAINED]["error_um"]
+
+
+def test_what_is_asked_again_is_no_look(world: Path, trained: Path, evaluated: tuple[Path, str]) -> None:
+    folder, text = evaluated
+    ledger = world / "store" / "ledger.jsonl"
+    before = ledger.read_text()
+    assert json.loads(before.splitlines()[0])["what"] == "layers: pretrained, random_init"
+    assert evaluate_layers(str(trained), [f"run.dir={folder}"]) == text
+    assert ledger.read_text() == before
+    evaluate_layers(str(trained), [f"run.dir={folder}", "eval.split=val"])
+    assert ledger.read_text() == before
+
+
+def shifted(world: Path, arms: dict[int, float]) -> Any:
+    """A prediction that is the device's heights and so many voxels more; gaps are filled by the mean."""
+
+    def predict(self: Planes, decoder: torch.nn.Module, row: int) -> np.ndarray:
+        truth = self.volumes.read(row)
+        filled = np.where(np.isnan(truth), np.nanmean(truth), truth)
+        return (filled + arms[id(decoder)]).astype(np.float32)
+
+    return predict
+
+
+def test_errors_are_those_of_the_volumes_own_spacing(
+    world: Path, trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One voxel off is one axial spacing; random initialisation is made two voxels off."""
+    head = open_layers_head(str(trained), StorageOptions())
+    monkeypatch.setattr(module, "open_layers_head", lambda *_: head)
+    offsets = {id(arm.decoder): 1.0 + number for number, arm in enumerate(head.arms)}
+    monkeypatch.setattr(Planes, "predict", shifted(world, offsets))
+    command.main(["--head", str(trained), f"run.dir={tmp_path}"])
+    content = json.loads((tmp_path / "layers.json").read_text())
+    assert content["overall"][PRETRAINED]["value"] == pytest.approx(48, rel=1e-5)
+    assert content["overall"][RANDOM]["value"] == pytest.approx(96, rel=1e-5)
+    assert content["difference"]["ratio"] == pytest.approx(0.5, rel=1e-5)
+    assert content["difference"]["ci95"] == pytest.approx([48, 48], rel=1e-5)
+    assert content["verdict"].startswith("Pre-training beats random initialisation")
+    lines = pd.read_parquet(tmp_path / "surfaces.parquet")
+    of_arm = lines[(lines.arm == PRETRAINED) & (lines.what == "surface")]
+    assert (of_arm.hd95_um <= 48.01).all()
+    # a shift changes no thickness: the sectors are the device's own
+    sectors = pd.read_csv(tmp_path / "etdrs.csv")
+    assert set(SECTORS) < set(sectors.columns)
+    assert sectors.centre.notna().any()
+    assert max(content["etdrs"][PRETRAINED].values()) < 3  # the device's holes and rim are filled
+
+
+def test_devices_share_surfaces_by_name(world: Path) -> None:
+    """A Cirrus has two of the surfaces: the others are NaN in its volumes, its one layer is the retina."""
+    volumes = volumes_of(world)
+    index = volumes.store.index.loc[volumes.rows]
+    assert set(index.device) == {"topcon_maestro2", "topcon_triton", "zeiss_cirrus"}
+    assert volumes.names == (
+        "ILM",
+        "RNFL/GCL",
+        "GCL",
+        "IPL/INL",
+        "OPL",
+        "ELM",
+        "IS/OS",
+        "OS/RPE",
+        "RPE",
+        "BM",
+        "CSI",
+    )
+    row = int(index.index[index.device == "zeiss_cirrus"][0])
+    is_marked = ~np.isnan(volumes.read(row)).all(axis=(1, 2))
+    assert [n for n, marked in zip(volumes.names, is_marked, strict=True) if marked] == ["ILM", "RPE"]
+    assert volumes.layers(row) == {"ILM to RPE": (0, 8)}
+    assert volumes.retina(row) == (0, 8)
+    other = int(index.index[index.device == "topcon_triton"][0])
+    assert "OPL to ELM" in volumes.layers(other)
+    assert volumes.retina(other) == (0, 9)
+    people = [set(volumes.people(fold)) for fold in (TRAIN, VAL, EVALUATED)]
+    assert not people[0] & people[1]
+    assert not people[0] & people[2]
+    chosen = volumes_of(world, "task.surfaces=[ILM,BM]")
+    assert set(chosen.store.index.loc[chosen.rows].device) == {
+        "topcon_maestro2",
+        "topcon_triton",
+        "zeiss_cirrus",
+    }
+    np.testing.assert_array_equal(chosen.read(other), volumes.read(other)[[0, 9]])
+
+
+def test_layers_are_no_labels(world: Path) -> None:
+    """Commands that compare labels say who takes this kind."""
+    cfg = config(world, "task.kind=layers")
+    with pytest.raises(ConfigError, match="expected a kind with labels, found layers"):
+        read_cohort(cfg, PreparedStore.open(cfg.data.store))
+
+
+def test_surfaces_that_no_map_names_are_an_error(world: Path) -> None:
+    with pytest.raises(UserError, match=r"task\.surfaces: expected some of .*ILM.*found PR2"):
+        volumes_of(world, "task.surfaces=[ILM,PR2]")
+
+
+def test_heights_of_a_volume_that_changed_are_refused(world: Path, tmp_path: Path) -> None:
+    shutil.copytree(world / "store", tmp_path / "store")
+    table = pd.read_parquet(tmp_path / "store" / "heights.parquet")
+    table.loc[0, "volume"] = "0" * 32
+    table.to_parquet(tmp_path / "store" / "heights.parquet")
+    cfg = config(world, "task.kind=layers")
+    store = PreparedStore.open(str(tmp_path / "store"))
+    assert len(StoredHeights.open(str(tmp_path / "store")).index) == 12
+    with pytest.raises(UserError, match="found older ones in 1 rows"):
+        read_volumes(cfg, store)
+
+
+def test_seen_people_are_refused(world: Path, trained: Path, tmp_path: Path) -> None:
+    person = volumes_of(world).people(EVALUATED)[0]
+    save_checkpoint(config(world, f"run.dir={tmp_path / 'seen'}"), participants=[person])
+    words = overrides(world, tmp_path / "run", f"model.checkpoint={tmp_path / 'seen'}")
+    with pytest.raises(
+        UserError, match=f"no participant of split test in its pre-training, found 1 .{person}"
+    ):
+        train_command.train(str(CONFIG), words)
+
+
+def test_people_of_the_heads_own_training_are_refused(
+    world: Path, trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    head = open_layers_head(str(trained), StorageOptions())
+    person = volumes_of(world).people(EVALUATED)[0]
+    head.state["participants"]["train"].append(person)
+    monkeypatch.setattr(module, "open_layers_head", lambda *_: head)
+    with pytest.raises(UserError, match=f"no participant of split test in its training, found 1 .{person}"):
+        evaluate_layers(str(trained), [f"run.dir={tmp_path}"])
+    text = evaluate_layers(str(trained), [f"run.dir={tmp_path}", "eval.allow_overlap=true"])
+    assert "**1 evaluated participants were seen in training.**" in text
+
+
+def test_a_plane_has_its_own_tokens_voxels_and_heights(world: Path, tmp_path: Path) -> None:
+    cfg = config(world, "task.kind=layers", f"run.dir={tmp_path / 'run'}")
+    volumes = volumes_of(world)
+    encoder = random_encoder(cfg, 3)
+    kept = KeptFeatures(encoder, cfg, volumes.store, RUNTIME, str(tmp_path / "features"))
+    reader = Planes(cfg, kept, volumes, RUNTIME.device)
+    row = int(volumes.of(VAL)[0])
+    view = plain_view(next(evaluation_batches(cfg, volumes.store, np.array([row]), 1)))
+    tokens, voxels = reader.inputs([(row, 1)])
+    with torch.no_grad():
+        expected = encoder(view)[0].reshape(2, 6, 4, 48)[1]
+    torch.testing.assert_close(tokens[0], expected, atol=2e-3, rtol=2e-3)
+    torch.testing.assert_close(voxels[0], view[0, 0, 4:8], atol=2e-3, rtol=2e-3)
+    torch.testing.assert_close(
+        reader.truth([(row, 1)])[0], torch.from_numpy(volumes.read(row)[:, 4:8]), equal_nan=True
+    )
+
+
+def test_another_encoder_is_refused(world: Path, trained: Path, tmp_path: Path) -> None:
+    cfg = config(world, f"run.dir={tmp_path / 'other'}")
+    save_checkpoint(cfg, lambda model: torch.nn.init.zeros_(model.target_encoder.norm.weight))
+    with pytest.raises(CheckpointError, match="the head was trained on another checkpoint"):
+        evaluate_layers(str(trained), [f"model.checkpoint={tmp_path / 'other'}", f"run.dir={tmp_path}"])
+    with pytest.raises(ConfigError, match=r"task\.surfaces: expected"):
+        evaluate_layers(str(trained), ["task.surfaces=[ILM,BM]", f"run.dir={tmp_path}"])
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("finetune.encoder=trained", "finetune.encoder: expected frozen with task.kind layers"),
+        ("head.kind=mlp", "head.kind: expected linear or upsampling with task.kind layers"),
+        ("head.kind=linear", "head.voxels: expected false with head.kind linear"),
+        ("task.surfaces=[ILM]", "task.surfaces: expected null, or two or more different names"),
+        ("eval.protocol=crossfit", "eval.protocol: expected official"),
+        ("task.kind=classification", "head.kind: expected linear, mlp or attentive"),
+    ],
+)
+def test_keys_that_do_not_fit(world: Path, tmp_path: Path, word: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        train_command.train(str(CONFIG), overrides(world, tmp_path, word))
+
+
+def planes(seed: int = 0, width: int = 6) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens [2, 3, 4, E] and voxels [2, d, 12, 32]."""
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randn(2, 3, 4, width, generator=generator)
+    return tokens, torch.randn(2, PATCH[0], 12, 32, generator=generator)
+
+
+def test_a_linear_decoder_reads_a_token_for_its_own_patch() -> None:
+    decoder = build_decoder("linear", 6, 3, PATCH, 8, voxels=False)
+    tokens, voxels = planes()
+    before = decoder(tokens, voxels)
+    assert before.shape == (2, 3, 2, 12, 32)
+    changed = tokens.clone()
+    changed[1, 2, 1] += torch.arange(6.0)
+    differs = (decoder(changed, voxels) != before).nonzero()
+    assert set(differs[:, 0].tolist()) == {1}
+    assert (differs[:, 3].min(), differs[:, 3].max()) == (8, 11)
+    assert (differs[:, 4].min(), differs[:, 4].max()) == (8, 15)
+
+
+@pytest.mark.parametrize("voxels", [True, False])
+def test_an_upsampling_decoder_reads_voxels_where_asked(voxels: bool) -> None:
+    decoder = build_decoder("upsampling", 6, 3, PATCH, 8, voxels=voxels)
+    tokens, seen = planes()
+    logits = decoder(tokens, seen)
+    assert logits.shape == (2, 3, 2, 12, 32)
+    assert torch.equal(decoder(tokens, seen + 1), logits) is not voxels
+    assert not torch.equal(decoder(tokens + torch.arange(6.0), seen), logits)
+    surface_loss(logits, torch.full((2, 3, 2, 32), 4.0)).backward()
+    assert all(p.grad is not None for p in decoder.parameters())
+
+
+def test_heights_are_ordered_and_where_the_probability_is() -> None:
+    logits = torch.full((1, 3, 1, 12, 2), -30.0)
+    for surface, h in enumerate((2, 7, 5)):
+        logits[0, surface, 0, h] = 30.0
+    assert heights_of(logits)[0, :, 0, 0].tolist() == pytest.approx([2, 7, 7])
+    half = torch.full((1, 1, 1, 12, 1), -30.0)
+    half[0, 0, 0, 3:5] = 30.0
+    assert heights_of(half).item() == pytest.approx(3.5)
+    random = heights_of(torch.randn(2, 5, 2, 12, 8))
+    assert bool((random.diff(dim=1) >= 0).all())
+
+
+def test_the_loss_is_least_at_the_truth_and_leaves_gaps_out() -> None:
+    """Descent on the logits themselves ends at fractional heights; NaN and places outside move nothing."""
+    truth = torch.tensor([3.25, 8.5, float("nan"), 40.0]).reshape(1, 1, 1, 4)
+    logits = torch.zeros(1, 1, 1, 12, 4, requires_grad=True)
+    optimizer = torch.optim.Adam([logits], lr=0.3)
+    for _ in range(150):
+        optimizer.zero_grad()
+        surface_loss(logits, truth).backward()
+        optimizer.step()
+    assert logits.grad is not None
+    assert bool((logits.grad[..., 2:] == 0).all())
+    assert heights_of(logits)[0, 0, 0, :2].tolist() == pytest.approx([3.25, 8.5], abs=0.1)
+    assert surface_loss(logits, torch.full((1, 1, 1, 4), float("nan"))).item() == 0

@@ -14,6 +14,10 @@ def check() -> None:
     _run("data_setup.check")
 
 
+def embed() -> None:
+    _run("finetuning.embed")
+
+
 def evaluate() -> None:
     _run("finetuning.evaluate")
 

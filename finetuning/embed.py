@@ -1,0 +1,50 @@
+"""Features of every volume of a store, or of DICOM files.
+
+    python -m finetuning.embed --checkpoint RUN_OR_FILE (--store STORE | --dicom FILE_OR_FOLDER ...) --out DIR
+
+In: a checkpoint of pretraining.train or its run's folder, and a prepared store of the same geometry, or DICOM
+files and folders, which are read as data_setup.prepare reads them. Out: `--out DIR` with features.parquet, a
+row per volume: the columns of the store's index, mean and standard deviation of the features over valid
+tokens, and whether pre-training saw the participant; with --patches the features of every patch, float16, in
+patches.zarr. The same command after a kill goes on where it was. torchrun shares the volumes out.
+
+A volume that cannot be used is a row with its reason and without features, and the exit code is 1.
+Overrides (data.*, train.use_bf16) change the checkpoint's configuration; they stand before --dicom.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+
+from utils.cli import run_cli
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The words of the command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m finetuning.embed",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--checkpoint", required=True, metavar="RUN_OR_FILE")
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--store", metavar="STORE", help="a prepared store")
+    source.add_argument("--dicom", nargs="+", metavar="FILE_OR_FOLDER", default=[], help="DICOM files")
+    parser.add_argument("--out", required=True, metavar="DIR", help="a new folder, or one of this command")
+    parser.add_argument("--patches", action="store_true", help="write the features of every patch too")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value")
+    return parser.parse_intermixed_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Embed what the command line says; returns the exit code."""
+    args = parse(argv)
+    # here: torch takes seconds to import, and a reader process imports this module without it
+    from finetuning.embedding.run import embed
+
+    return embed(args.checkpoint, args.store, args.dicom, args.out, args.patches, args.overrides)
+
+
+if __name__ == "__main__":
+    run_cli(main)

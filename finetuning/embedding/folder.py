@@ -126,7 +126,7 @@ class Folder:
         if result.mean is not None and result.std is not None:
             arrays |= {"mean": result.mean, "std": result.std}
         buffer = io.BytesIO()
-        np.savez(buffer, allow_pickle=False, **arrays)  # type: ignore[arg-type]  # its stub takes one array
+        np.savez(buffer, allow_pickle=False, **arrays)
         storage.write_bytes(self._row_url(row), buffer.getvalue(), self.options)
 
     def _row_url(self, row: int) -> str:

@@ -170,7 +170,7 @@ class DicomFile:
         try:
             source = storage.stat(self.url, self.options)
             fields |= {"source_size": float(source.size), "source_version": source.etag_or_mtime}
-            header, volume, measured = read_volume(_unknown_record(self.url), self.spatial, self.options)
+            header, volume, measured = read_volume(unknown_record(self.url), self.spatial, self.options)
         except storage.StorageNotFoundError as error:
             return Reject(fields | {"status": RejectReason.MISSING_FILE.value, "message": error.problem})
         except storage.StorageError as error:
@@ -191,7 +191,7 @@ class DicomFile:
         return Volume(volume.voxels, {name: fields[name] for name in INDEX_COLUMNS if name in fields})
 
 
-def _unknown_record(url: str) -> Record:
+def unknown_record(url: str) -> Record:
     """A record that says nothing but where the file is: the header alone is believed."""
     return Record(
         person_id="unknown",
@@ -213,8 +213,9 @@ def _unknown_record(url: str) -> Record:
 def find_dicoms(places: Sequence[str], options: StorageOptions) -> list[str]:
     """The files that `places` mean, each once: a file itself, of a folder all DICOM files below it.
 
-    In a folder these are the names that end in .dcm, and names without a known ending whose bytes are those
-    of a DICOM file. Raises UserError for a place that is not there, or a folder without one.
+    In a folder these are the names that end in .dcm, and of names without a known ending (1.2.840.10008, as
+    archives give them) those whose bytes are a DICOM file's. Raises UserError for a place that is not there,
+    or a folder without one.
     """
     urls: dict[str, None] = {}
     for place in places:
@@ -234,5 +235,5 @@ def find_dicoms(places: Sequence[str], options: StorageOptions) -> list[str]:
 def _is_dicom(url: str, options: StorageOptions) -> bool:
     if kind_by_name(url) is not None:
         return kind_by_name(url) == "DICOM"
-    is_bare = not PurePosixPath(url).suffix and PurePosixPath(url).name != "DICOMDIR"
-    return is_bare and identify(storage.read_range(url, 0, _HEAD_BYTES, options))[0] == "DICOM"
+    is_index = PurePosixPath(url).name.upper() == "DICOMDIR"
+    return not is_index and identify(storage.read_range(url, 0, _HEAD_BYTES, options))[0] == "DICOM"

@@ -91,7 +91,7 @@ def embed(
         log.info("%d volumes, %d to do", len(volumes.rows), len(todo))
     todo = runtime.group.broadcast(todo)
     share = todo[runtime.rank :: runtime.world_size]
-    _embed_rows(encoder.to(runtime.device), cfg, volumes, share, folder, runtime)
+    embed_rows(encoder.to(runtime.device), cfg, volumes, share, folder, runtime)
     runtime.group.any(False)  # all rows are written
     num_rejects = 0
     if runtime.group.is_first:
@@ -132,7 +132,7 @@ def _volumes(
     return DicomVolumes(find_dicoms(dicoms, options), cfg.spatial, options)
 
 
-def _embed_rows(
+def embed_rows(
     encoder: nn.Module, cfg: Config, volumes: Volumes, rows: Sequence[int], folder: Folder, runtime: Runtime
 ) -> None:
     """Read, embed and write these rows."""

@@ -221,6 +221,8 @@ def _explain(opened: _Folder, features: np.ndarray, difference: float) -> str:
         distance = _distance(opened, features, Features(np.empty(0), np.empty(0), pooled))
         if distance < closest:
             closest, name = distance, fault
+        if distance <= opened.contract["tolerance"]:  # the same features: the others need not be tried
+            break
     return name
 
 

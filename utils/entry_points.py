@@ -34,6 +34,10 @@ def phantom() -> None:
     _run("data_setup.phantom")
 
 
+def predict() -> None:
+    _run("finetuning.predict")
+
+
 def prepare() -> None:
     _run("data_setup.prepare")
 

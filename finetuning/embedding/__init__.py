@@ -1,5 +1,5 @@
-"""Features of whole collections: what `python -m finetuning.embed` does.
+"""Features and predictions of whole collections: `python -m finetuning.embed` and `finetuning.predict`.
 
-In: a checkpoint, a prepared store or DICOM files. Out: features.parquet and patches.zarr. Read run.py first:
-volumes.py reads, folder.py writes.
+In: a checkpoint or a head, a prepared store or DICOM files. Out: features.parquet, patches.zarr,
+predictions.jsonl. Read run.py first: volumes.py reads, stream.py embeds, folder.py writes; answers.py predicts.
 """

@@ -12,24 +12,18 @@ import math
 import os
 import sys
 import time
-from collections import deque
-from collections.abc import Iterator, Sequence
-from concurrent.futures import Future
-from concurrent.futures.process import BrokenProcessPool
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import pandas as pd
-import torch
 from torch import nn
 from tqdm import tqdm
 
-from data_setup.normalisation import plain_view
 from data_setup.store.format import KEPT, NORMALISATION, geometry_of
 from data_setup.store.reader import PreparedStore
-from data_setup.transforms import identity_matrix
-from data_setup.valid_field import token_valid
 from finetuning.embedding.folder import Embedded, Folder
+from finetuning.embedding.stream import NoFeaturesError, read_ahead, tokens_of
 from finetuning.embedding.volumes import DicomVolumes, Reject, StoreVolumes, Volume, Volumes, find_dicoms
 from finetuning.features.kept import weights_digest
 from finetuning.pooled import check_fit, pretrained_encoder, require_pretraining
@@ -38,16 +32,13 @@ from models.probes.features import pool_tokens
 from utils.checkpoint import load_checkpoint
 from utils.config.load import changed_config, config_of_yaml, flatten, storage_options_of
 from utils.config.schema import Config
-from utils.errors import EXIT_FAILURE, EXIT_FINISHED, ConfigError, TransientError, UserError
+from utils.errors import EXIT_FAILURE, EXIT_FINISHED, ConfigError, UserError
 from utils.log import setup_logging
 from utils.runtime.open import open_runtime
 from utils.runtime.single import Runtime
-from utils.workers import count_loaders, pool_of
 
 FORMAT_VERSION = 1
 MAY_CHANGE = ("data.", "train.use_bf16")  # of the checkpoint's configuration; the rest is what the encoder is
-NO_VALID_TOKEN, NOT_FINITE = "no_valid_token", "not_finite_features"
-AHEAD = 2  # volumes read ahead for each reader
 LINE_SECONDS = 30.0  # between two lines of progress where there is no terminal
 END_PATIENCE_S = 24 * 3600.0  # the first process done waits for the last; torchrun ends all when one fails
 log = logging.getLogger(__name__)
@@ -139,13 +130,10 @@ def embed_rows(
     if not rows:
         return
     version = dict(zip(volumes.rows, volumes.versions, strict=True))
-    workers = count_loaders(cfg.data.workers) if volumes.uses_processes else 0
     started, in_encoder = time.perf_counter(), 0.0
     progress = _Progress(len(rows), runtime.group.is_first)
-    for row, volume in _read_ahead(volumes, rows, workers):
+    for row, volume in read_ahead(cfg, volumes, rows):
         if isinstance(volume, Reject):
-            if volume.is_away:
-                raise TransientError(f"{volume.fields['message']}; finished rows are kept, run again")
             result = Embedded(volume.fields)
         else:
             before = time.perf_counter()
@@ -156,55 +144,20 @@ def embed_rows(
     progress.close()
 
 
-def _read_ahead(volumes: Volumes, rows: Sequence[int], workers: int) -> Iterator[tuple[int, Volume | Reject]]:
-    """The rows in their order, while the next ones are read by processes (0: by a thread)."""
-    with pool_of(workers) as pool:
-        running: deque[tuple[int, Future[Volume | Reject]]] = deque()
-        waiting = iter(rows)
-        while True:
-            while len(running) < AHEAD * max(1, workers) and (row := next(waiting, None)) is not None:
-                running.append((row, pool.submit(volumes.reader(row))))
-            if not running:
-                return
-            row, future = running.popleft()
-            try:
-                yield row, future.result()
-            except BrokenProcessPool as error:
-                problem = "expected a reader that lives, found it killed, for lack of memory perhaps"
-                raise TransientError(f"row {row}: {problem}; run again with data.workers=0") from error
-
-
-@torch.no_grad()
 def embed_volume(
     encoder: nn.Module, cfg: Config, volume: Volume, runtime: Runtime, with_tokens: bool
 ) -> Embedded:
     """Mean and standard deviation over valid tokens [E], and the tokens [N, E]; a reject where there are
     none, or where they are not finite.
     """
-    batch = {
-        "volume": torch.from_numpy(volume.voxels)[None],
-        "matrix": torch.from_numpy(identity_matrix())[None],
-        "valid_box": torch.from_numpy(volume.valid_box)[None],
-        "mean": torch.tensor([volume.fields["intensity_mean"]], dtype=torch.float32),
-        "std": torch.tensor([volume.fields["intensity_std"]], dtype=torch.float32),
-    }
-    valid = token_valid(batch["matrix"], batch["valid_box"], cfg.grid, cfg.spatial.patch_size)
-    if not bool(valid.any()):
-        return _reject(volume, NO_VALID_TOKEN, "expected a token inside the scan, found none")
-    on_device = runtime.to_device(batch | {"valid": valid.to(torch.float32)})
-    with runtime.autocast():
-        tokens_BNE = encoder(plain_view(on_device)).float()
-    pooled = pool_tokens(tokens_BNE, on_device["valid"])[0].cpu().numpy()
-    if not np.isfinite(pooled).all():
-        return _reject(volume, NOT_FINITE, "expected finite features, found NaN or infinity")
-    mean, std = np.split(pooled, 2)
+    try:
+        tokens_BNE, valid_BN = tokens_of(encoder, cfg, volume, runtime)
+    except NoFeaturesError as error:
+        return Embedded(volume.fields | {"status": error.status, "message": str(error)})
+    mean, std = np.split(pool_tokens(tokens_BNE, valid_BN)[0].cpu().numpy(), 2)
     if not with_tokens:
         return Embedded(volume.fields, mean, std)
-    return Embedded(volume.fields, mean, std, tokens_BNE[0].cpu().numpy(), valid[0].numpy())
-
-
-def _reject(volume: Volume, status: str, message: str) -> Embedded:
-    return Embedded(volume.fields | {"status": status, "message": message})
+    return Embedded(volume.fields, mean, std, tokens_BNE[0].cpu().numpy(), valid_BN[0].bool().cpu().numpy())
 
 
 def report(url: str, index: pd.DataFrame, num_tried: int) -> int:

@@ -175,10 +175,17 @@ def test_dicom_files_have_the_features_of_their_volumes_in_the_store(
     (files / "broken.dcm").write_bytes(b"\0" * 128 + b"DICM and no more")
     (files / "notes.txt").write_text("no DICOM")
     common = ["--checkpoint", checkpoint, "--out"]
-    assert main([*common, str(tmp_path / "1"), "--store", str(tmp_path / "store")]) == 0
+    of_store = ["--store", str(tmp_path / "store"), "--patches"]
+    assert main([*common, str(tmp_path / "1"), *of_store]) == 0
     assert main([*common, str(tmp_path / "2"), "--dicom", str(files)]) == 1
     prepared, direct = (pd.read_parquet(tmp_path / name / "features.parquet") for name in "12")
     assert len(direct) == 3
+    store = PreparedStore.open(str(tmp_path / "store"))
+    encoder = pretrained_encoder(cfg, load_checkpoint(checkpoint), checkpoint)
+    expected = embed_rows(encoder, cfg, store, store.kept, RUNTIME)
+    np.testing.assert_allclose(features(prepared), expected, atol=1e-5)
+    valid = zarr.open_group(tmp_path / "1" / "patches.zarr", mode="r")["valid"][:]
+    assert 0 < valid.mean() < 1  # part of the grid lies outside the scan
     (broken,) = direct[direct["status"] != "kept"].itertuples()
     assert (broken.path, broken.mean) == (str(files / "broken.dcm"), None)
     assert f"rejected: {broken.path}: not_dicom: {broken.message}" in capfd.readouterr().err

@@ -6,7 +6,7 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -21,11 +21,12 @@ from data_setup.transforms import identity_matrix
 from data_setup.valid_field import token_valid
 from models.probes.features import pool_tokens
 from models.vit3d import SIZES, Size
-from models.vjepa3d import VJEPA3D
+from models.vjepa3d import VJEPA3D, build_encoder
 from models.weights import load_encoder
 from models.weights.cli import main
 from models.weights.portable import load_portable, selftest
 from models.weights.portable.eye import SHAPE, SPACING_MM, golden_eye
+from models.weights.portable.program import PortableEncoder, Preprocess
 from models.weights.portable.selftest import Portable, SelfTestError, check_input
 from utils.checkpoint import CheckpointWriter
 from utils.config.load import load_config, to_yaml
@@ -127,6 +128,26 @@ def test_the_program_gives_the_features_of_the_loop(folder: Path, portable: Port
         pooled = portable.program(*arguments, torch.tensor(first_is_superior))[2].numpy()
         expected = loop(folder, volume, spacing, first_is_superior)
         np.testing.assert_allclose(pooled, expected, atol=1e-4)
+
+
+@pytest.mark.parametrize("mode", ["spacing", "resize"])
+def test_the_grid_is_that_of_prepare(mode: Literal["spacing", "resize"]) -> None:
+    """The same grey values but for rounding at a half, and the same voxels inside the scan."""
+    spatial = config().spatial
+    preprocess = Preprocess(spatial.image_size, spatial.target_spacing, mode, spatial.patch_size)
+    module = PortableEncoder(build_encoder(config()), preprocess)
+    for seed in range(6):
+        volume, spacing = other_volume(seed)
+        expected = resample_frames(
+            volume, volume.shape, spacing, spatial.image_size, spatial.target_spacing, mode, flip_d=True
+        )
+        arguments = torch.from_numpy(volume), torch.tensor(spacing, dtype=torch.float64), torch.tensor(False)
+        grey, inside = module.on_grid(*arguments)
+        difference = np.abs(grey.numpy() - expected.voxels)
+        assert difference.max() <= 1
+        assert (difference > 0).mean() < 1e-3
+        box = [(int(axis.nonzero()[0]), int(axis.nonzero()[-1]) + 1) for axis in inside]
+        assert tuple(edge for ends in box for edge in ends) == expected.valid_box
 
 
 def test_the_folder_tests_itself(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -71,13 +71,7 @@ def prepare_row(job: Job) -> Outcome:
     try:
         source = source_stat(job.record, job.options)
         fields |= {"source_size": source.size, "source_version": source.etag_or_mtime}
-        header, frames = open_record(job.record, job.options)
-        volume = _resample(job, header, frames)
-        measured = measure(volume)
-        if measured["intensity_std"] == 0:
-            raise OCTReadError(
-                job.record.url, RejectReason.CONSTANT_VOLUME, "an image on the grid", "one grey value"
-            )
+        header, volume, measured = read_volume(job.record, job.spatial, job.options)
     except storage.StorageNotFoundError as error:
         fields |= {"status": RejectReason.MISSING_FILE.value, "message": error.problem}
     except storage.StorageError as error:
@@ -86,7 +80,7 @@ def prepare_row(job: Job) -> Outcome:
         fields |= {"status": error.reason.value, "message": error.detail}
     else:
         voxels = volume.voxels
-        fields |= {"status": KEPT} | measured | _acquisition(header)
+        fields |= {"status": KEPT} | measured | acquisition(header)
     if fields["status"] != RejectReason.MISSING_FILE:
         job.writer.write_row(job.row, voxels, fields)
     elif job.was_kept:
@@ -96,9 +90,23 @@ def prepare_row(job: Job) -> Outcome:
     return Outcome(job.row, fields["status"], fields["message"])
 
 
-def _resample(job: Job, header: OCTHeader, frames: Iterator[np.ndarray]) -> Resampled:
+def read_volume(
+    record: Record, spatial: SpatialConfig, options: StorageOptions
+) -> tuple[OCTHeader, Resampled, dict[str, float | str]]:
+    """The header of a record's file, its volume on the grid, and what the index says of the volume.
+
+    Raises OCTReadError for a file that cannot be used, StorageError.
+    """
+    header, frames = open_record(record, options)
+    volume = _resample(record.url, spatial, header, frames)
+    measured = measure(volume)
+    if measured["intensity_std"] == 0:
+        raise OCTReadError(record.url, RejectReason.CONSTANT_VOLUME, "an image on the grid", "one grey value")
+    return header, volume, measured
+
+
+def _resample(url: str, grid: SpatialConfig, header: OCTHeader, frames: Iterator[np.ndarray]) -> Resampled:
     """The frames on the grid; a field smaller than a voxel of the grid is a reject."""
-    grid = job.spatial
     try:
         return resample_frames(
             frames,
@@ -110,7 +118,6 @@ def _resample(job: Job, header: OCTHeader, frames: Iterator[np.ndarray]) -> Resa
             header.flip_d,
         )
     except ValueError as error:
-        url = job.record.url
         raise OCTReadError(url, RejectReason.IMPLAUSIBLE_SPACING, "a field on the grid", error) from error
 
 
@@ -119,8 +126,8 @@ def _identity(job: Job) -> dict[str, Any]:
     return {"record": record_fields(job.record), "source_url": storage.absolute(job.record.url)}
 
 
-def _acquisition(header: OCTHeader) -> dict[str, Any]:
-    """The fields of a row's JSON that the header gives."""
+def acquisition(header: OCTHeader) -> dict[str, Any]:
+    """The fields of a row's JSON that the header gives; columns of the index, but for header_laterality."""
     return {
         **{f"shape_before_{a}": n for a, n in zip("dhw", header.shape, strict=True)},
         **{f"spacing_before_{a}": s for a, s in zip("dhw", header.spacing_mm, strict=True)},

@@ -1,131 +1,50 @@
-"""A frozen encoder from a checkpoint, and features of prepared volumes: the encoder's and the baselines'.
+"""Features of every volume of a store, or of DICOM files.
 
-In: a configuration, a checkpoint of pretraining.train, rows of the prepared store. Out: an encoder in
-evaluation mode; float32 `[n, F]` features, one row per volume. Normalisation and pooling
-(models.probes.features) are those of pre-training.
+    python -m finetuning.embed --checkpoint RUN_OR_FILE (--store STORE | --dicom FILE_OR_FOLDER ...) --out DIR
+
+In: a checkpoint of pretraining.train or its run's folder, and a prepared store of the same geometry, or DICOM
+files and folders, which are read as data_setup.prepare reads them. Out: `--out DIR` with features.parquet, a
+row per volume: the columns of the store's index, mean and standard deviation of the features over valid
+tokens, and whether pre-training saw the participant; with --patches the features of every patch, float16, in
+patches.zarr. The same command after a kill goes on where it was. torchrun shares the volumes out.
+
+A volume that cannot be used is a row with its reason and without features, and the exit code is 1.
+Overrides (data.*, train.use_bf16) change the checkpoint's configuration; they stand before --dicom.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import argparse
+from collections.abc import Sequence
 
-import numpy as np
-import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
-
-from data_setup.loader import evaluation_batches
-from data_setup.normalisation import plain_view
-from data_setup.store.reader import PreparedStore
-from data_setup.valid_field import voxel_valid
-from models.probes.features import embed
-from models.vit3d import VisionTransformer3D
-from models.vjepa3d import build_encoder
-from utils.checkpoint import CheckpointError
-from utils.config.load import config_of_yaml, flatten
-from utils.config.schema import Config, keys_with
-from utils.errors import UserError
-from utils.runtime.single import Runtime
-
-BASELINE_VOXELS = (16, 48, 32)  # raw volumes are averaged down to at most this before their PCA
+from utils.cli import run_cli
 
 
-NAMED_KEYS = 3  # of each kind, in the error about weights that do not fit
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The words of the command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m finetuning.embed",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--checkpoint", required=True, metavar="RUN_OR_FILE")
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--store", metavar="STORE", help="a prepared store")
+    source.add_argument("--dicom", nargs="+", metavar="FILE_OR_FOLDER", default=[], help="DICOM files")
+    parser.add_argument("--out", required=True, metavar="DIR", help="a new folder, or one of this command")
+    parser.add_argument("--patches", action="store_true", help="write the features of every patch too")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value")
+    return parser.parse_intermixed_args(argv)
 
 
-def check_fit(cfg: Config, store: PreparedStore, state: dict[str, Any], url: str) -> None:
-    """Raise UserError unless checkpoint, configuration and store agree on geometry, model, normalisation."""
-    require_pretraining(state, url)
-    seen, wanted = dict(flatten(config_of_yaml(state["config"], url))), dict(flatten(cfg))
-    for key in keys_with("identity"):
-        if seen[key] != wanted[key]:
-            expected, value = (list(v) if isinstance(v, tuple) else v for v in (wanted[key], seen[key]))
-            raise UserError(f"{url}: {key}: expected {expected} of the configuration, found {value}")
-    if state["normalisation"] != store.attrs["normalisation"]:
-        raise UserError(
-            f"{url}: normalisation: expected {store.attrs['normalisation']} of {store.url}, "
-            f"found {state['normalisation']}"
-        )
-    store.require_geometry(cfg.spatial)
+def main(argv: Sequence[str] | None = None) -> int:
+    """Embed what the command line says; returns the exit code."""
+    args = parse(argv)
+    # here: torch takes seconds to import, and a reader process imports this module without it
+    from finetuning.embedding.run import embed
+
+    return embed(args.checkpoint, args.store, args.dicom, args.out, args.patches, args.overrides)
 
 
-def require_pretraining(state: dict[str, Any], url: str) -> None:
-    """Raise CheckpointError unless a loaded file is a checkpoint of pretraining.train."""
-    lost = [key for key in ("model", "config", "normalisation", "participants") if key not in state]
-    if lost:
-        kind = state.get("kind", "one with " + ", ".join(sorted(state)[:NAMED_KEYS]))
-        raise CheckpointError(
-            f"{url}: expected a checkpoint of pretraining.train, found no {', '.join(lost)} ({kind})"
-        )
-
-
-def pretrained_encoder(cfg: Config, state: dict[str, Any], url: str) -> VisionTransformer3D:
-    """The target (EMA) encoder of a loaded checkpoint; raises CheckpointError for weights that do not fit."""
-    require_pretraining(state, url)
-    encoder = build_encoder(cfg)
-    prefix = "target_encoder."
-    weights = {k.removeprefix(prefix): v for k, v in state["model"].items() if k.startswith(prefix)}
-    load_strictly(encoder, weights, f"{url}: weights of model.size {cfg.model.size}")
-    return encoder.eval().requires_grad_(False)
-
-
-def load_strictly(module: nn.Module, weights: dict[str, Tensor], where: str) -> None:
-    """Load all weights; raises CheckpointError that names the first keys that differ, and how."""
-    own = module.state_dict()
-    differences = {
-        "lacks": [key for key in own if key not in weights],
-        "has in excess": [key for key in weights if key not in own],
-        "has in another shape": [
-            f"{key} ({list(weights[key].shape)} for {list(value.shape)})"
-            for key, value in own.items()
-            if key in weights and weights[key].shape != value.shape
-        ],
-    }
-    texts = [
-        f"{verb} {len(keys)}: {', '.join(keys[:NAMED_KEYS])}{', ...' if len(keys) > NAMED_KEYS else ''}"
-        for verb, keys in differences.items()
-        if keys
-    ]
-    if texts:
-        raise CheckpointError(
-            f"{where}: expected the {len(own)} tensors of the model; the file {'; '.join(texts)}"
-        )
-    module.load_state_dict(weights, strict=True)
-
-
-def random_encoder(cfg: Config, seed: int) -> VisionTransformer3D:
-    """A randomly initialised encoder; cfg.seed gives the one that pre-training starts from."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        return build_encoder(cfg).eval().requires_grad_(False)
-
-
-def embed_rows(
-    encoder: nn.Module, cfg: Config, store: PreparedStore, rows: np.ndarray, runtime: Runtime
-) -> np.ndarray:
-    """Mean and standard deviation over valid tokens, float32 [n, 2E], in the order of `rows`."""
-    encoder.to(runtime.device)
-    batches = (runtime.to_device(b) for b in evaluation_batches(cfg, store, rows, cfg.eval.batch_size))
-    return embed(encoder, ((plain_view(b), b["context_valid"]) for b in batches), runtime)
-
-
-def raw_features(
-    cfg: Config, store: PreparedStore, rows: np.ndarray, runtime: Runtime
-) -> tuple[np.ndarray, np.ndarray]:
-    """Baselines without an encoder: averaged voxels [n, V], mean A-scan over valid voxels [n, H]."""
-    d, h, w = (min(a, b) for a, b in zip(cfg.spatial.image_size, BASELINE_VOXELS, strict=True))
-    voxels, profiles = [], []
-    for batch in map(runtime.to_device, evaluation_batches(cfg, store, rows, cfg.eval.batch_size)):
-        view = plain_view(batch)
-        inside = voxel_valid(batch["matrix"], batch["valid_box"], cfg.spatial.image_size)
-        voxels.append(F.adaptive_avg_pool3d(view, (d, h, w)).flatten(1).cpu())
-        count_BH = inside.sum(dim=(1, 3)).clamp(min=1)
-        profiles.append((view[:, 0].sum(dim=(1, 3)) / count_BH).cpu())
-    return torch.cat(voxels).numpy(), torch.cat(profiles).numpy()
-
-
-def device_features(store: PreparedStore, rows: np.ndarray, known_rows: np.ndarray) -> np.ndarray:
-    """One-hot device of every row [n, devices]; a device that is not among `known_rows` is all zeros."""
-    device = store.index["device"].fillna("unknown")
-    known = sorted(set(device.loc[known_rows]))
-    return (device.loc[rows].to_numpy()[:, None] == np.array(known)[None]).astype(np.float32)
+if __name__ == "__main__":
+    run_cli(main)

@@ -31,7 +31,13 @@ from sklearn.decomposition import PCA
 from data_setup.store.reader import PreparedStore
 from finetuning import source
 from finetuning.cohort import EVALUATED, TRAIN, Cohort, count_overlap, read_cohorts
-from finetuning.embed import (
+from finetuning.evaluation import CLASSES, Asked, Row, answer, known_answer
+from finetuning.evaluation_files import TITLES, markdown, write_evaluation
+from finetuning.head_evaluation import evaluate_head
+from finetuning.layers.evaluate import evaluate_layers
+from finetuning.layers.head import is_layers_head
+from finetuning.metrics import PRIMARY, observed
+from finetuning.pooled import (
     check_fit,
     device_features,
     embed_rows,
@@ -39,12 +45,6 @@ from finetuning.embed import (
     random_encoder,
     raw_features,
 )
-from finetuning.evaluation import CLASSES, Asked, Row, answer, known_answer
-from finetuning.evaluation_files import TITLES, markdown, write_evaluation
-from finetuning.head_evaluation import evaluate_head
-from finetuning.layers.evaluate import evaluate_layers
-from finetuning.layers.head import is_layers_head
-from finetuning.metrics import PRIMARY, observed
 from finetuning.probing import (
     Probed,
     best_in_each_fold,

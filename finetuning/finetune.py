@@ -23,9 +23,9 @@ from data_setup.next_batch import next_or_stop
 from data_setup.normalisation import plain_view
 from data_setup.store.reader import PreparedStore
 from finetuning.cohort import VAL, Cohort
-from finetuning.embed import load_strictly
 from finetuning.head_file import head_state, write_head
 from finetuning.objective import METRICS, row_losses, row_weights, to_scores, validation_score
+from finetuning.pooled import load_strictly
 from finetuning.predictions import pool
 from finetuning.source import Source
 from finetuning.tuning import Progress, Tuning, checkpoint_state, open_tuning, restore

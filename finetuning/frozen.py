@@ -25,10 +25,10 @@ from torch.func import functional_call
 
 from data_setup.store.reader import PreparedStore
 from finetuning.cohort import TRAIN, VAL, Cohort
-from finetuning.embed import pretrained_encoder
 from finetuning.features.kept import KeptFeatures, features_folder
 from finetuning.head_file import Standardise, head_state, write_head
 from finetuning.objective import METRICS, row_losses, row_weights, target_scale, to_scores, validation_score
+from finetuning.pooled import pretrained_encoder
 from finetuning.predictions import pool
 from finetuning.source import Source
 from models.heads import build_head, reads_tokens, rescale_output

@@ -16,11 +16,11 @@ import numpy as np
 
 from data_setup.store.reader import PreparedStore
 from finetuning.cohort import EVALUATED, TRAIN, Cohort, read_cohort
-from finetuning.embed import embed_rows
 from finetuning.evaluation import Asked, Row, answer, known_answer
 from finetuning.evaluation_files import write_evaluation
 from finetuning.features.kept import KeptFeatures, features_folder
 from finetuning.head_file import Head, open_head, predict_rows
+from finetuning.pooled import embed_rows
 from finetuning.predictions import Scored
 from finetuning.probing import device_cohorts, of_rows, probe
 from finetuning.scorecard import chance_of

@@ -21,9 +21,9 @@ from torch import Tensor, nn
 
 from data_setup.store.reader import PreparedStore
 from finetuning.cohort import TRAIN, VAL, Cohort
-from finetuning.embed import load_strictly, pretrained_encoder
 from finetuning.features.kept import KeptFeatures, features_folder
 from finetuning.objective import to_scores
+from finetuning.pooled import load_strictly, pretrained_encoder
 from finetuning.source import Source, find_checkpoint
 from models.heads import build_head, reads_tokens
 from models.probes.features import pool_tokens

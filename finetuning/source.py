@@ -2,7 +2,7 @@
 
 In: a task file of configs/ and `model.checkpoint`, a file or a run's folder. Out: a `Source`: the weights,
 and a whole configuration whose data, geometry, model and method are those of the checkpoint unless the file
-or the command line says otherwise. What the weights rest on may not be said otherwise: embed.check_fit.
+or the command line says otherwise. What the weights rest on may not be said otherwise: pooled.check_fit.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 import yaml
 from omegaconf import OmegaConf
 
-from finetuning.embed import require_pretraining
+from finetuning.pooled import require_pretraining
 from utils import storage
 from utils.checkpoint import list_steps, load_checkpoint
 from utils.config.load import config_of_yaml, load_config, to_yaml

@@ -23,9 +23,9 @@ import numpy as np
 
 from data_setup.store.reader import PreparedStore
 from finetuning.cohort import EVALUATED, TRAIN, VAL, Cohort, count_overlap, read_cohort
-from finetuning.embed import check_fit
 from finetuning.frozen import train_frozen
 from finetuning.head_file import NAME
+from finetuning.pooled import check_fit
 from finetuning.source import Source, open_source
 from utils import storage
 from utils.checkpoint import load_checkpoint

@@ -32,8 +32,8 @@ from data_setup.normalisation import plain_view
 from data_setup.phantom.truth_tokens import layer_occupancy, read_truth_file, sample_tokens, valid_tokens
 from data_setup.store.reader import PreparedStore
 from finetuning.cohort import EVALUATED, TRAIN, VAL
-from finetuning.embed import check_fit, pretrained_encoder, random_encoder
 from finetuning.evaluate import find_checkpoint
+from finetuning.pooled import check_fit, pretrained_encoder, random_encoder
 from finetuning.source import find_checkpoint as find_in_run
 from models.probes.features import pool_tokens
 from models.probes.intervals import interval95, participant_draws

@@ -17,8 +17,8 @@ import torch
 
 from data_setup.store.reader import PreparedStore
 from finetuning.cohort import Cohort
-from finetuning.embed import load_strictly, pretrained_encoder
 from finetuning.examples import Examples
+from finetuning.pooled import load_strictly, pretrained_encoder
 from finetuning.source import Source
 from finetuning.tuned import TunedModel, layer_groups
 from models.engine_kernels import choose_kernels

@@ -14,6 +14,10 @@ def check() -> None:
     _run("data_setup.check")
 
 
+def embed() -> None:
+    _run("finetuning.embed")
+
+
 def evaluate() -> None:
     _run("finetuning.evaluate")
 
@@ -32,6 +36,10 @@ def index() -> None:
 
 def phantom() -> None:
     _run("data_setup.phantom")
+
+
+def predict() -> None:
+    _run("finetuning.predict")
 
 
 def prepare() -> None:

@@ -37,7 +37,7 @@ from benchmarks.evidence.queue import BASELINES, Plan, Queue, confirmation_jobs,
 from benchmarks.evidence.real import make_real_data
 from benchmarks.evidence.scores import baseline_features, encoder_features, real_eyes, save_scores, score
 from data_setup.store.reader import PreparedStore
-from finetuning.embed import pretrained_encoder, random_encoder
+from finetuning.pooled import pretrained_encoder, random_encoder
 from utils import storage
 from utils.checkpoint import load_checkpoint
 from utils.errors import UserError

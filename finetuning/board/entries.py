@@ -17,8 +17,8 @@ from torch import nn
 from data_setup.store.reader import PreparedStore
 from finetuning.board.slices import SliceEncoder
 from finetuning.cohort import EVALUATED, TRAIN, Cohort
-from finetuning.embed import check_fit, device_features, pretrained_encoder, random_encoder, raw_features
 from finetuning.features.kept import KeptFeatures, features_folder
+from finetuning.pooled import check_fit, device_features, pretrained_encoder, random_encoder, raw_features
 from finetuning.probing import Features
 from finetuning.source import Source, open_source
 from utils.config.schema import Config

@@ -27,7 +27,7 @@ import zipfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import torch
@@ -39,6 +39,7 @@ from data_setup.normalisation import plain_view
 from data_setup.store.reader import PreparedStore
 from data_setup.transforms import identity_matrix
 from data_setup.valid_field import token_valid
+from finetuning.features.digests import volume_digests
 from models.probes.features import pool_tokens
 from utils import storage
 from utils.config.load import flatten
@@ -48,12 +49,6 @@ from utils.runtime.single import Runtime
 
 FORMAT_VERSION = 1
 Kind = Literal["pooled", "tokens"]
-VOLUME_COLUMNS = (
-    "checksum",
-    *(f"valid_{a}{i}" for a in "dhw" for i in "01"),
-    "intensity_mean",
-    "intensity_std",
-)
 log = logging.getLogger(__name__)
 
 
@@ -126,11 +121,6 @@ class KeptFeatures:
             storage.write_text(storage.join(url, "about.json"), text + "\n")
         return url
 
-    def _volumes(self, rows: np.ndarray) -> list[str]:
-        """The digest of each row's volume and of what its normalisation rests on."""
-        table = self.store.index.loc[rows, list(VOLUME_COLUMNS)].to_numpy(object).tolist()
-        return [_digest(values) for values in table]
-
     @torch.no_grad()
     def compute(self, rows: np.ndarray) -> Iterator[tuple[np.ndarray, Tensor, Tensor]]:
         """Compute, not keep: rows of a batch, their tokens float32 [B, N, E], their validity [B, N]."""
@@ -152,7 +142,7 @@ class KeptFeatures:
         """Compute what is missing, and write it batch by batch."""
         there = set(storage.list_names(storage.join(self.url, kind)))
         first: dict[str, int] = {}  # one row for each volume that is missing
-        for row, name in zip(rows.tolist(), self._volumes(rows), strict=True):
+        for row, name in zip(rows.tolist(), volume_digests(self.store, rows), strict=True):
             if f"{name}.npz" not in there:
                 first.setdefault(name, row)
         for of_batch, tokens, valid in self.compute(np.array(sorted(first.values()), np.int64)):
@@ -163,7 +153,7 @@ class KeptFeatures:
             batch = values.cpu().numpy()
             if not np.isfinite(batch).all():
                 raise UserError(f"{self.url}: expected finite features of the encoder, found NaN or infinity")
-            for name, features in zip(self._volumes(of_batch), batch, strict=True):
+            for name, features in zip(volume_digests(self.store, of_batch), batch, strict=True):
                 buffer = io.BytesIO()
                 np.savez(buffer, features=features)
                 storage.write_bytes(storage.join(self.url, kind, f"{name}.npz"), buffer.getvalue())
@@ -171,7 +161,7 @@ class KeptFeatures:
     def _load(self, kind: Kind, rows: np.ndarray) -> np.ndarray:
         """What is kept of these rows, in their order; what is damaged or gone is computed again."""
         volumes = []
-        for row, name in zip(rows, self._volumes(rows), strict=True):
+        for row, name in zip(rows, volume_digests(self.store, rows), strict=True):
             features = self._read(f"{kind}/{name}.npz")
             if features is None:
                 self._keep(kind, np.array([row]))
@@ -192,7 +182,3 @@ class KeptFeatures:
             log.warning("%s: damaged (%s); its features are computed again", url, error)
             storage.remove(url)
             return None
-
-
-def _digest(values: list[Any]) -> str:
-    return hashlib.blake2b(json.dumps(values).encode(), digest_size=16).hexdigest()

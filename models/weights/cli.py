@@ -1,20 +1,27 @@
-"""Public weights in, ours out: `python -m models.weights inspect|import|export`.
+"""Public weights in, ours out: `python -m models.weights inspect|import|export|selftest`.
 
 inspect prints what a file holds. import fits weights to a configuration and prints a line for every key:
-loaded, adapted, left out or missing. export writes an encoder for others.
+loaded, adapted, left out or missing. export writes an encoder for others: --out its weights, --portable also
+a program that takes volumes as acquired, with a golden eye. selftest checks such a folder, or features that
+another pipeline gave for its golden eye, and names what is wrong.
 """
 
 from __future__ import annotations
 
 import argparse
+import io
 import posixpath
 import sys
 from collections.abc import Sequence
+
+import numpy as np
 
 from models.weights.export import export_encoder
 from models.weights.files import read_weights
 from models.weights.fit import NORMALISATION, Line, fit, shown, summary
 from models.weights.load import lineage
+from models.weights.portable.selftest import selftest
+from models.weights.portable.write import export_portable
 from models.weights.shape import ROLES, Weights
 from utils import storage
 from utils.checkpoint import CheckpointWriter
@@ -82,6 +89,14 @@ def import_weights(
     return result.lines, assumed_heads(weights, heads, predictor_heads)
 
 
+def _array(path: str) -> np.ndarray:
+    """The array of a .npy file; raises UserError."""
+    try:
+        return np.load(io.BytesIO(storage.read_bytes(path)), allow_pickle=False)
+    except (ValueError, EOFError) as error:
+        raise UserError(f"--features: expected a .npy file of numbers, found {path}: {error}") from error
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line."""
     parser = argparse.ArgumentParser(
@@ -99,9 +114,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     importer.add_argument("overrides", nargs="*", metavar="section.key=value")
     exporter = verbs.add_parser("export", help="an encoder as safetensors, config.json and a model card")
     exporter.add_argument("--checkpoint", required=True, metavar="X.pt")
-    exporter.add_argument("--out", required=True, metavar="DIR")
+    place = exporter.add_mutually_exclusive_group(required=True)
+    place.add_argument("--out", metavar="DIR", help="weights alone")
+    place.add_argument("--portable", metavar="DIR", help="weights, program and golden eye")
     exporter.add_argument("--which", choices=["target", "context"], default="target")
     exporter.add_argument("--layout", choices=["ours", "hf"], default="ours")
+    tester = verbs.add_parser("selftest", help="check a portable folder, or what a pipeline made of its eye")
+    tester.add_argument("folder", metavar="DIR")
+    tester.add_argument("--features", metavar="FILE.npy", help="of the golden eye, by another pipeline")
     for verb in (inspect, importer):
         verb.add_argument("--heads", type=int, metavar="N", help="of a research file's encoder")
         verb.add_argument("--predictor-heads", type=int, metavar="N", help="of a research file's predictor")
@@ -118,6 +138,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         keys, lines = import_weights(args.path, cfg, args.out, args.heads, args.predictor_heads)
         lines += [f"{key.status:<9} {key.name}  {key.detail}".rstrip() for key in keys]
         lines.append(f"{summary(keys)}; written to {args.out}")
+    elif args.verb == "selftest":
+        lines = selftest(args.folder, features=_array(args.features) if args.features else None)
+    elif args.portable:
+        if args.layout != "ours":
+            raise UserError("--layout: expected none with --portable, which writes both, found hf")
+        lines = export_portable(read_weights(args.checkpoint), args.portable, args.which)
     else:
         lines = export_encoder(read_weights(args.checkpoint), args.out, args.which, args.layout)
     print("\n".join(lines))

@@ -18,10 +18,10 @@ from data_setup.store.reader import PreparedStore
 from finetuning import evaluate as module
 from finetuning import evaluation_files, probing
 from finetuning.cohort import Cohort, read_cohort
-from finetuning.embed import device_features, embed_rows, pretrained_encoder, random_encoder, raw_features
 from finetuning.evaluate import evaluate, find_checkpoint, main
 from finetuning.evaluation import Asked
 from finetuning.metrics import observed
+from finetuning.pooled import device_features, embed_rows, pretrained_encoder, random_encoder, raw_features
 from finetuning.predictions import Scored
 from finetuning.probing import Features, Probed, probe
 from models.probes.participants import fit_logistic

@@ -17,13 +17,13 @@ from sklearn import metrics as sk
 from data_setup.store.reader import PreparedStore
 from finetuning import evaluation_files
 from finetuning.cohort import EVALUATED, VAL, Cohort, crossfit_cohorts, deal_over_people, read_cohort
-from finetuning.embed import embed_rows, random_encoder
 from finetuning.evaluate import evaluate, main
 from finetuning.evaluation import Asked, people_of_classes
 from finetuning.evaluation_files import predictions_table
 from finetuning.head_evaluation import evaluate_head
 from finetuning.head_file import Standardise, head_state, open_head, predict_rows, write_head
 from finetuning.ledger import count_looks, data_digest
+from finetuning.pooled import embed_rows, random_encoder
 from finetuning.predictions import Predictions, Scored
 from finetuning.probing import of_rows, permuted, probe
 from finetuning.scorecard import chance_of, difference, scorecard

@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from data_setup.store.reader import PreparedStore
 from finetuning import frozen
 from finetuning.cohort import EVALUATED, TRAIN, VAL, Cohort
-from finetuning.embed import embed_rows, pretrained_encoder, random_encoder
 from finetuning.features.kept import KeptFeatures, features_folder, weights_digest
 from finetuning.frozen import Grid, PooledInputs, schedule, train_grid
 from finetuning.head_file import open_head, predict_rows
 from finetuning.objective import row_weights
+from finetuning.pooled import embed_rows, pretrained_encoder, random_encoder
 from finetuning.train import main
 from models.heads import build_head
 from tests.support.finetune_factory import CONFIG, RUNTIME, config, make_world, save_checkpoint

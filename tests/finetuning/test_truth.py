@@ -20,7 +20,7 @@ from data_setup.store.reader import PreparedStore
 from data_setup.store.writer import StoreWriter, measure
 from finetuning import truth as module
 from finetuning.cohort import EVALUATED, TRAIN, VAL
-from finetuning.embed import random_encoder
+from finetuning.pooled import random_encoder
 from models.probes.tokens import mean_r2
 from tests.support.pipeline_factory import SMOKE
 from utils.checkpoint import CheckpointWriter

@@ -24,7 +24,7 @@ import torch
 
 from data_setup.store.reader import PreparedStore
 from data_setup.transforms import JEPAMaskd
-from finetuning.embed import check_fit, pretrained_encoder
+from finetuning.pooled import check_fit, pretrained_encoder
 from models.vjepa3d import VJEPA3D
 from pretraining import step as step_module
 from pretraining import train as loop

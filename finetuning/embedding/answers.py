@@ -1,0 +1,143 @@
+"""Predictions of a head for DICOM files, a line each: what `python -m finetuning.predict` does.
+
+In: a head and files. Out: predictions.jsonl. A line is done when its head and the version of its file are
+those of now; lines of rejects are made again, and a half line of a killed process does not count.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from data_setup.store.format import KEPT, NORMALISATION
+from data_setup.store.summary import LOW_VALID_FRACTION
+from finetuning.embedding.stream import NoFeaturesError, read_ahead, tokens_of
+from finetuning.embedding.volumes import DicomVolumes, Reject, Volume, find_dicoms
+from finetuning.head_evaluation import evaluated_config
+from finetuning.head_file import Head, open_head
+from finetuning.objective import to_scores
+from models.heads import reads_tokens
+from models.probes.features import pool_tokens
+from utils.config.load import storage_options_of
+from utils.errors import EXIT_FAILURE, EXIT_FINISHED, UserError
+from utils.log import LineFile, setup_logging
+from utils.provenance import provenance
+from utils.runtime.open import open_runtime
+from utils.runtime.single import Runtime
+
+NAME = "predictions.jsonl"
+HIGH_LOST_FRACTION = 0.25  # of the scan, outside the grid
+
+
+def predict(wanted: str, dicoms: Sequence[str], out: str, overrides: Sequence[str]) -> int:
+    """Write DIR/predictions.jsonl; returns EXIT_FAILURE where a file has no prediction. Raises UserError."""
+    setup_logging()
+    head = open_head(wanted, storage_options_of(overrides))
+    cfg = evaluated_config(head, overrides)
+    if head.state["normalisation"] != NORMALISATION:
+        raise UserError(
+            f"{head.url}: normalisation: expected {NORMALISATION}, found {head.state['normalisation']}"
+        )
+    options = cfg.data.storage_options
+    volumes = DicomVolumes(find_dicoms(dicoms, options), cfg.spatial, options)
+    runtime = open_runtime(cfg.train.use_bf16)
+    head.encoder.to(runtime.device)
+    head.module.to(runtime.device)
+    common = {
+        "head_sha256": head.checksum,
+        "encoder_sha256": head.state["encoder"]["checksum"],
+        "commit": provenance(runtime)["commit"],
+        "calibrated": False,
+    }
+    path = Path(out) / NAME
+    done = _done_lines(path, head.checksum)
+    version = dict(zip(volumes.rows, volumes.versions, strict=True))
+    lines = [done[key] for row in volumes.rows if (key := (volumes.urls[row], version[row])) in done]
+    todo = [row for row in volumes.rows if (volumes.urls[row], version[row]) not in done]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_suffix(".partial")
+    partial.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    partial.replace(path)
+    file, num_rejects = LineFile(path), 0
+    bar = tqdm(total=len(todo), desc="predict", unit="vol", disable=not sys.stderr.isatty())
+    for row, volume in read_ahead(cfg, volumes, todo):
+        line = predict_volume(head, volume, runtime) | common | {"version": version[row]}
+        file.append(json.dumps(line))
+        if line["status"] != KEPT:
+            num_rejects += 1
+            print(f"rejected: {line['path']}: {line['status']}: {line['message']}", file=sys.stderr)
+        bar.update()
+    bar.close()
+    file.close()
+    num_new = len(todo) - num_rejects
+    print(
+        f"{path}: {len(lines) + num_new} predictions, {num_rejects} files without; "
+        f"now {num_new}, before {len(lines)}"
+    )
+    return EXIT_FAILURE if num_rejects else EXIT_FINISHED
+
+
+@torch.no_grad()
+def predict_volume(head: Head, volume: Volume | Reject, runtime: Runtime) -> dict[str, Any]:
+    """The line of a volume: its scores by name, or why it has none."""
+    fields = volume.fields
+    line = {"path": fields["path"], "status": fields["status"], "message": fields.get("message")}
+    if isinstance(volume, Reject):
+        return line
+    try:
+        tokens_BNE, valid_BN = tokens_of(head.encoder, head.cfg, volume, runtime)
+    except NoFeaturesError as error:
+        return line | {"status": error.status, "message": str(error)}
+    arguments: tuple[torch.Tensor, ...] = (tokens_BNE, valid_BN)
+    if not reads_tokens(head.state["head_kind"]):
+        pooled = pool_tokens(tokens_BNE, valid_BN)
+        arguments = (pooled if head.standardise is None else head.standardise(pooled),)
+    outputs = head.module(*arguments).cpu().double()
+    scores = to_scores(head.kind, outputs)[0].tolist()
+    names = head.names if head.kind != "regression" else (head.state["task"]["label_column"],)
+    return line | {
+        "task": head.kind,
+        "scores": dict(zip(names, scores, strict=True)),
+        "warnings": warnings_of(fields),
+        "laterality": fields["laterality"],
+        "device": fields["device"],
+        "protocol": fields["protocol"],
+        "volume": fields["checksum"],
+    }
+
+
+def warnings_of(fields: dict[str, Any]) -> list[str]:
+    """What weakens a prediction, from what was measured of the volume."""
+    texts = []
+    if fields["valid_fraction"] < LOW_VALID_FRACTION:
+        texts.append(f"{fields['valid_fraction']:.0%} of the grid lies inside the scan")
+    if fields["lost_fraction"] > HIGH_LOST_FRACTION:
+        texts.append(f"{fields['lost_fraction']:.0%} of the scan lies outside the grid")
+    if fields["orientation_source"] in ("assumed", "unknown"):
+        texts.append(f"direction of the B-scans: {fields['orientation_source']}")
+    return texts
+
+
+def _done_lines(path: Path, checksum: str) -> dict[tuple[str, str], dict[str, Any]]:
+    """(path, version) -> line of an earlier start with this head; a half line at the end does not count."""
+    if not path.exists():
+        return {}
+    done = {}
+    for text in path.read_text().splitlines(keepends=True):
+        if not text.endswith("\n"):
+            continue
+        try:
+            line = json.loads(text)
+            if line["head_sha256"] == checksum and line["status"] == KEPT:
+                done[line["path"], line["version"]] = line
+        except (ValueError, KeyError, TypeError) as error:
+            raise UserError(
+                f"{path}: expected lines of finetuning.predict, found another one ({error})"
+            ) from error
+    return done

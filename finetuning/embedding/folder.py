@@ -1,0 +1,200 @@
+"""The folder that the embed command writes, and goes on with after a kill.
+
+    embed.json          what every row rests on; a start with anything else is refused
+    rows/{row:06d}.npz  a row: features, status, the version of its volume; written whole, after its patches
+    patches.zarr/       with --patches: `tokens` float16 [V, N, E] and `valid` bool [V, N], a chunk a volume;
+                        V counts the rows of the store, or the files; NaN: a row without features
+    features.parquet    all rows: the store's index columns, mean and std float32 [E], seen_in_pretraining
+
+A row is done when its file has the version that its volume has now; rejects are tried again.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import zipfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
+import zarr
+from zarr.codecs import BloscCodec, Crc32cCodec
+
+from data_setup.store.format import INDEX_COLUMNS
+from utils import storage
+from utils.config.schema import StorageOptions
+from utils.errors import UserError
+from utils.storage.zarr_keys import ObjectStore
+from utils.workers import in_threads
+
+ABOUT, TABLE, PATCHES = "embed.json", "features.parquet", "patches.zarr"
+
+
+@dataclass(frozen=True)
+class Embedded:
+    """One row: features float32 [E] each, and tokens float32 [N, E] with their validity; None of a reject."""
+
+    fields: dict[str, Any]  # INDEX_COLUMNS, those that are known
+    mean: np.ndarray | None = None
+    std: np.ndarray | None = None
+    tokens: np.ndarray | None = None
+    valid: np.ndarray | None = None
+
+
+@dataclass(frozen=True)
+class Folder:
+    """Reads and writes the folder; every process of a run has one."""
+
+    url: str
+    options: StorageOptions
+    with_patches: bool
+
+    def begin(self, about: Mapping[str, Any], num_rows: int, shape: tuple[int, int]) -> None:
+        """Make the folder for rows of `shape` (N, E), or check that the one here is of the same features.
+
+        Raises UserError that names the first difference.
+        """
+        about_url = storage.join(self.url, ABOUT)
+        if storage.exists(about_url, self.options):
+            written = json.loads(storage.read_text(about_url, self.options))
+            for key in sorted({*written, *about}):
+                if written.get(key) != about.get(key):
+                    raise UserError(
+                        f"{about_url}: {key}: expected {_short(about.get(key))} of this command, found "
+                        f"{_short(written.get(key))} of an earlier one; give another --out"
+                    )
+        elif storage.list_names(self.url, self.options):
+            raise UserError(f"--out: expected a new folder or one of this command, found files in {self.url}")
+        if self.with_patches:
+            self._make_patches(num_rows, shape)
+        text = json.dumps(about, indent=1, sort_keys=True) + "\n"
+        storage.write_text(about_url, text, self.options)
+
+    def _make_patches(self, num_rows: int, shape: tuple[int, int]) -> None:
+        """The two arrays, or those that are here made longer: a store only grows."""
+        keys = ObjectStore(storage.join(self.url, PATCHES), self.options, read_only=False)
+        if storage.exists(storage.join(self.url, PATCHES, "valid", "zarr.json"), self.options):
+            for array in (self._tokens, self._valid):
+                if array.shape[0] < num_rows:
+                    array.resize((num_rows, *array.shape[1:]))
+            return
+        group = zarr.create_group(keys, overwrite=True)
+        codecs = [BloscCodec(cname="zstd", clevel=3, shuffle="shuffle", typesize=2), Crc32cCodec()]
+        group.create_array(
+            "tokens",
+            shape=(num_rows, *shape),
+            chunks=(1, *shape),
+            dtype="float16",
+            compressors=codecs,
+            fill_value=np.nan,
+            dimension_names=("row", "token", "feature"),
+        )
+        group.create_array(
+            "valid",
+            shape=(num_rows, shape[0]),
+            chunks=(1, shape[0]),
+            dtype="bool",
+            fill_value=False,
+            dimension_names=("row", "token"),
+        )
+
+    @cached_property
+    def _tokens(self) -> zarr.Array:
+        return self._array("tokens")
+
+    @cached_property
+    def _valid(self) -> zarr.Array:
+        return self._array("valid")
+
+    def _array(self, name: str) -> zarr.Array:
+        keys = ObjectStore(storage.join(self.url, PATCHES), self.options, read_only=False)
+        return zarr.open_array(keys, path=name, mode="r+", zarr_format=3)
+
+    def write(self, row: int, version: str, result: Embedded) -> None:
+        """Write a row: its patches, then its file."""
+        if result.tokens is not None:
+            self._tokens[row] = result.tokens.astype(np.float16)
+            assert result.valid is not None
+            self._valid[row] = result.valid
+        arrays = {"facts": np.array(json.dumps({"version": version, "fields": result.fields}))}
+        if result.mean is not None and result.std is not None:
+            arrays |= {"mean": result.mean, "std": result.std}
+        buffer = io.BytesIO()
+        np.savez(buffer, allow_pickle=False, **arrays)
+        storage.write_bytes(self._row_url(row), buffer.getvalue(), self.options)
+
+    def _row_url(self, row: int) -> str:
+        return storage.join(self.url, "rows", f"{row:06d}.npz")
+
+    def missing(self, rows: Sequence[int], versions: Sequence[str]) -> list[int]:
+        """The rows that are not done, ascending."""
+        there = set(storage.list_names(storage.join(self.url, "rows"), self.options))
+        pairs = list(zip(rows, versions, strict=True))
+        is_done = in_threads(lambda pair: f"{pair[0]:06d}.npz" in there and self._is_done(*pair), pairs)
+        return [row for row, done in zip(rows, is_done, strict=True) if not done]
+
+    def _is_done(self, row: int, version: str) -> bool:
+        content = self._read(row)
+        return content is not None and content[1] == version and content[0].mean is not None
+
+    def _read(self, row: int) -> tuple[Embedded, str] | None:
+        """A row without its patches and its version; None for a damaged file, so that it is made again."""
+        try:
+            with np.load(io.BytesIO(storage.read_bytes(self._row_url(row), self.options))) as content:
+                facts = json.loads(str(content["facts"]))
+                parts = {name: np.array(content[name]) for name in content.files if name != "facts"}
+        except (zipfile.BadZipFile, ValueError, KeyError, EOFError):
+            return None
+        return Embedded(facts["fields"], **parts), facts["version"]
+
+    def finish(
+        self, rows: Sequence[int], index: pd.DataFrame | None, about: Mapping[str, Any], seen: Sequence[str]
+    ) -> pd.DataFrame:
+        """Write features.parquet of these rows; returns its index columns. `index`: what a store says of the
+        rows now, which may be more than when they were embedded; `seen`: whom pre-training saw.
+
+        Raises UserError where a row has no file: another start with this folder removed it.
+        """
+        results = in_threads(self._read, rows)
+        lost = [row for row, content in zip(rows, results, strict=True) if content is None]
+        if lost:
+            raise UserError(f"{self._row_url(lost[0])}: expected the row just written, found none; run again")
+        parts = [content[0] for content in results if content is not None]
+        types = {name: kind for name, (kind, _) in INDEX_COLUMNS.items()}
+        own = pd.DataFrame([part.fields for part in parts], columns=list(types))
+        if index is None:
+            index = own.assign(flipped_d=[part.fields.get("flipped_d", False) for part in parts]).astype(
+                types
+            )
+        else:
+            index = index.assign(status=own["status"].to_numpy(), message=own["message"].to_numpy())
+            index = index.astype(types).reset_index(drop=True)
+        people = index["person_id"]
+        is_seen = people.isin(list(seen)).astype("boolean").mask(people.isna())
+        table = pa.Table.from_pandas(index.assign(seen_in_pretraining=is_seen), preserve_index=False)
+        for name in ("mean", "std"):
+            table = table.append_column(name, _lists([getattr(part, name) for part in parts], about["width"]))
+        table = table.replace_schema_metadata({**(table.schema.metadata or {}), "embed": json.dumps(about)})
+        buffer = io.BytesIO()
+        pq.write_table(table, buffer)
+        storage.write_bytes(storage.join(self.url, TABLE), buffer.getvalue(), self.options)
+        return index
+
+
+def _lists(values: Sequence[np.ndarray | None], width: int) -> pa.FixedSizeListArray:
+    """A column of lists of `width` float32; null for None."""
+    nothing = np.zeros(width, np.float32)
+    flat = np.concatenate([nothing if value is None else value for value in values])
+    is_null = pa.array([value is None for value in values])
+    return pa.FixedSizeListArray.from_arrays(pa.array(flat, pa.float32()), width, mask=is_null)
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 120 else f"{text[:60]} ... {text[-50:]}"

@@ -1,0 +1,199 @@
+"""Embed every volume of a collection: reading overlaps with the encoder, each row is kept as it is done.
+
+In: the words of the command line. Out: the folder of folder.py and the exit code. A volume goes through the
+encoder alone, so its features depend on nothing but itself and the weights: not on its neighbours, on a
+restart, or on how many processes share the rows (row i of those still to do belongs to process i % n).
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from torch import nn
+from tqdm import tqdm
+
+from data_setup.store.format import KEPT, NORMALISATION, geometry_of
+from data_setup.store.reader import PreparedStore
+from finetuning.embedding.folder import Embedded, Folder
+from finetuning.embedding.stream import NoFeaturesError, read_ahead, tokens_of
+from finetuning.embedding.volumes import DicomVolumes, Reject, StoreVolumes, Volume, Volumes, find_dicoms
+from finetuning.features.kept import weights_digest
+from finetuning.pooled import check_fit, pretrained_encoder, require_pretraining
+from finetuning.source import find_checkpoint
+from models.probes.features import pool_tokens
+from utils.checkpoint import load_checkpoint
+from utils.config.load import changed_config, config_of_yaml, flatten, storage_options_of
+from utils.config.schema import Config
+from utils.errors import EXIT_FAILURE, EXIT_FINISHED, ConfigError, UserError
+from utils.log import setup_logging
+from utils.runtime.open import open_runtime
+from utils.runtime.single import Runtime
+
+FORMAT_VERSION = 1
+MAY_CHANGE = ("data.", "train.use_bf16")  # of the checkpoint's configuration; the rest is what the encoder is
+LINE_SECONDS = 30.0  # between two lines of progress where there is no terminal
+END_PATIENCE_S = 24 * 3600.0  # the first process done waits for the last; torchrun ends all when one fails
+log = logging.getLogger(__name__)
+
+
+def embed(
+    checkpoint: str,
+    store: str | None,
+    dicoms: Sequence[str],
+    out: str,
+    patches: bool,
+    overrides: Sequence[str],
+) -> int:
+    """Write the folder `out`; returns the exit code: EXIT_FAILURE where a volume has no features."""
+    setup_logging(int(os.environ.get("RANK", "0")))
+    options = storage_options_of(overrides)
+    url = find_checkpoint(checkpoint, options)
+    state = load_checkpoint(url, options)
+    require_pretraining(state, url)
+    cfg = _config(state, url, store, overrides)
+    volumes = _volumes(cfg, state, url, store, dicoms)
+    in_group = int(os.environ.get("WORLD_SIZE", "1")) > 1
+    runtime = open_runtime(cfg.train.use_bf16, END_PATIENCE_S if in_group else None)
+    encoder = pretrained_encoder(cfg, state, url)
+    about = {
+        "format_version": FORMAT_VERSION,
+        "checkpoint_sha256": state["checksum"],
+        "weights": weights_digest(encoder),
+        "geometry": geometry_of(cfg.spatial) | {"patch_size": list(cfg.spatial.patch_size)},
+        "normalisation": state["normalisation"],
+        "precision": "bfloat16" if runtime.use_bf16 else "float32",
+        "patches": patches,
+        "width": encoder.width,
+        **volumes.about,
+    }
+    folder = Folder(out, cfg.data.storage_options, patches)
+    todo: list[int] = []
+    if runtime.group.is_first:
+        folder.begin(about, volumes.num_rows, (math.prod(cfg.grid), encoder.width))
+        todo = folder.missing(volumes.rows, volumes.versions)
+        log.info("%d volumes, %d to do", len(volumes.rows), len(todo))
+    todo = runtime.group.broadcast(todo)
+    share = todo[runtime.rank :: runtime.world_size]
+    embed_rows(encoder.to(runtime.device), cfg, volumes, share, folder, runtime)
+    runtime.group.any(False)  # all rows are written
+    num_rejects = 0
+    if runtime.group.is_first:
+        index = folder.finish(volumes.rows, volumes.index, about, state["participants"])
+        num_rejects = report(folder.url, index, len(todo))
+    num_rejects = runtime.group.broadcast(num_rejects)
+    runtime.group.close()
+    return EXIT_FAILURE if num_rejects else EXIT_FINISHED
+
+
+def _config(state: dict[str, Any], url: str, store: str | None, overrides: Sequence[str]) -> Config:
+    """The checkpoint's configuration with the store and the overrides; raises ConfigError."""
+    of_checkpoint = config_of_yaml(state["config"], url)
+    cfg = changed_config(of_checkpoint, [*overrides, *([f"data.store={store}"] if store else [])], url)
+    before = dict(flatten(of_checkpoint))
+    for key, value in flatten(cfg):
+        if value != before[key] and not key.startswith(MAY_CHANGE):
+            raise ConfigError(f"{url}: {key}: expected {before[key]} as in training, found {value}")
+    return cfg
+
+
+def _volumes(
+    cfg: Config, state: dict[str, Any], url: str, store: str | None, dicoms: Sequence[str]
+) -> Volumes:
+    """What is to be embedded; raises UserError where it does not fit the checkpoint."""
+    options = cfg.data.storage_options
+    if store is not None:
+        opened = PreparedStore.open(store, options, cfg.data.cache_dir)
+        check_fit(cfg, opened, state, url)
+        if not len(opened.kept):
+            raise UserError(f"{store}: expected a volume to embed, found none that is kept")
+        return StoreVolumes(opened)
+    if state["normalisation"] != NORMALISATION:
+        raise UserError(
+            f"{url}: normalisation: expected {NORMALISATION}, which files are given, "
+            f"found {state['normalisation']}"
+        )
+    return DicomVolumes(find_dicoms(dicoms, options), cfg.spatial, options)
+
+
+def embed_rows(
+    encoder: nn.Module, cfg: Config, volumes: Volumes, rows: Sequence[int], folder: Folder, runtime: Runtime
+) -> None:
+    """Read, embed and write these rows."""
+    if not rows:
+        return
+    version = dict(zip(volumes.rows, volumes.versions, strict=True))
+    started, in_encoder = time.perf_counter(), 0.0
+    progress = _Progress(len(rows), runtime.group.is_first)
+    for row, volume in read_ahead(cfg, volumes, rows):
+        if isinstance(volume, Reject):
+            result = Embedded(volume.fields)
+        else:
+            before = time.perf_counter()
+            result = embed_volume(encoder, cfg, volume, runtime, folder.with_patches)
+            in_encoder += time.perf_counter() - before
+        folder.write(row, version[row], result)
+        progress.step(in_encoder / (time.perf_counter() - started))
+    progress.close()
+
+
+def embed_volume(
+    encoder: nn.Module, cfg: Config, volume: Volume, runtime: Runtime, with_tokens: bool
+) -> Embedded:
+    """Mean and standard deviation over valid tokens [E], and the tokens [N, E]; a reject where there are
+    none, or where they are not finite.
+    """
+    try:
+        tokens_BNE, valid_BN = tokens_of(encoder, cfg, volume, runtime)
+    except NoFeaturesError as error:
+        return Embedded(volume.fields | {"status": error.status, "message": str(error)})
+    mean, std = np.split(pool_tokens(tokens_BNE, valid_BN)[0].cpu().numpy(), 2)
+    if not with_tokens:
+        return Embedded(volume.fields, mean, std)
+    return Embedded(volume.fields, mean, std, tokens_BNE[0].cpu().numpy(), valid_BN[0].bool().cpu().numpy())
+
+
+def report(url: str, index: pd.DataFrame, num_tried: int) -> int:
+    """Print what is in the table and what this start did; returns how many rows have no features."""
+    rejects = index[index["status"] != KEPT]
+    for fields in rejects.itertuples():
+        print(f"rejected: {fields.path}: {fields.status}: {fields.message}", file=sys.stderr)
+    done = len(index) - len(rejects)
+    print(
+        f"{url}: {done} volumes with features, {len(rejects)} without; "
+        f"embedded now {num_tried - len(rejects)}, before {len(index) - num_tried}"
+    )
+    return len(rejects)
+
+
+class _Progress:
+    """A bar with the time that is left; a line now and then where nobody looks at a terminal."""
+
+    def __init__(self, total: int, is_first: bool) -> None:
+        self.total, self.done, self.is_first = total, 0, is_first
+        self.bar = tqdm(total=total, desc="embed", unit="vol", disable=not (is_first and sys.stderr.isatty()))
+        self.started = self.last_line = time.monotonic()
+
+    def step(self, share: float) -> None:
+        """One more; `share` of the time was spent in the encoder."""
+        self.done += 1
+        self.bar.update()
+        now = time.monotonic()
+        is_due = now - self.last_line >= LINE_SECONDS or self.done == self.total
+        if self.bar.disable and self.is_first and is_due:
+            self.last_line = now
+            remaining = (now - self.started) / self.done * (self.total - self.done)
+            log.info(
+                "%d of %d volumes, %.0f s to go, %.0f %% of the time in the encoder",
+                self.done, self.total, remaining, 100 * share,
+            )  # fmt: skip
+
+    def close(self) -> None:
+        self.bar.close()

@@ -1,0 +1,46 @@
+"""What a trained head says of DICOM files.
+
+    python -m finetuning.predict --checkpoint HEAD --dicom FILE_OR_FOLDER ... --out DIR
+
+In: a head of finetuning.train (head.pt or its run's folder) and files, which are read as data_setup.prepare
+reads them. Out: DIR/predictions.jsonl, a line per file: scores by name, digests of head, encoder and voxels,
+the code's commit, warnings. The same command after a kill goes on. A file that cannot be used is a line with
+its reason, and the exit code is 1.
+
+Scores are the head's own, of one volume: they are not calibrated, and units of several volumes are not
+averaged. No picture shows where the evidence lies. A research model, not a medical device.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+
+from utils.cli import run_cli
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The words of the command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m finetuning.predict",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--checkpoint", required=True, metavar="HEAD", help="head.pt, or its run's folder")
+    parser.add_argument("--dicom", nargs="+", required=True, metavar="FILE_OR_FOLDER")
+    parser.add_argument("--out", required=True, metavar="DIR", help="a new folder, or one of this command")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value")
+    return parser.parse_intermixed_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Predict what the command line says; returns the exit code."""
+    args = parse(argv)
+    # here: torch takes seconds to import, and a reader process imports this module without it
+    from finetuning.embedding.answers import predict
+
+    return predict(args.checkpoint, args.dicom, args.out, args.overrides)
+
+
+if __name__ == "__main__":
+    run_cli(main)

@@ -1,0 +1,269 @@
+"""What is wrong with a pipeline that should give an encoder's features, by name.
+
+In: a folder of write.py and, of a pipeline, a function or the features that it gave for the golden eye. Out:
+lines about what agrees, or a `SelfTestError` that names the fault. The faults are tried one by one on the
+folder's own encoder: the one that gives the pipeline's features is its fault. What no fault explains are
+other weights, or a fault that is not in the list.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import io
+import itertools
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from models.weights.files import read_weights
+from models.weights.portable.program import PortableEncoder, Preprocess
+from models.weights.portable.write import GOLDEN, PREPROCESS, PROGRAM, portable_encoder
+from utils import storage
+from utils.errors import UserError
+
+# f(volume uint8 [D, H, W], spacing_mm, first_is_superior) -> pooled [2E], mean [E] or tokens [N, E]
+Encode = Callable[[np.ndarray, tuple[float, float, float], bool], np.ndarray]
+AXES = "DHW"
+EXPLAINED = 0.05  # of a difference that a fault may leave and still be its name
+AXIAL_MM = (0.0005, 0.05)  # between neighbours of an A-scan; OCT has 0.002 to 0.004
+OTHER_MM = (0.002, 2.0)
+
+
+class SelfTestError(UserError):
+    """The fault of a pipeline or of a folder, in one line."""
+
+
+class Features(NamedTuple):
+    """float32 arrays of one volume."""
+
+    tokens: np.ndarray  # [N, E]
+    valid: np.ndarray  # bool [N]
+    pooled: np.ndarray  # [2E]: mean and standard deviation over valid tokens
+
+
+@dataclass(frozen=True)
+class Portable:
+    """The program of a folder, which refuses what it was not made for."""
+
+    program: torch.nn.Module
+
+    def __call__(self, volume: np.ndarray, spacing_mm: Sequence[float], first_is_superior: bool) -> Features:
+        """The features of uint8 [D, H, W]; raises UserError for another type, shape, range or unit."""
+        check_input(volume, spacing_mm)
+        with torch.no_grad():
+            outputs = self.program(
+                torch.from_numpy(np.ascontiguousarray(volume)),
+                torch.tensor(list(spacing_mm), dtype=torch.float64),
+                torch.tensor(first_is_superior),
+            )
+        return Features(*(output.numpy() for output in outputs))
+
+
+def load_portable(folder: str) -> Portable:
+    """The program of a folder. It is code: load none of somebody whom you do not trust."""
+    data = io.BytesIO(storage.read_bytes(storage.join(folder, PROGRAM)))
+    return Portable(torch.export.load(data).module())
+
+
+def check_input(volume: np.ndarray, spacing_mm: Sequence[float]) -> None:
+    """Raise UserError for what cannot be a volume as acquired."""
+    where = "program"
+    if 3 in volume.shape and volume.ndim == 4:
+        raise UserError(f"{where}: three channels: expected [D, H, W] of one, found {list(volume.shape)}")
+    if volume.ndim != 3 or min(volume.shape) < 2:
+        raise UserError(f"{where}: expected a volume [D, H, W], found {list(volume.shape)}")
+    if volume.dtype != np.uint8 or volume.max() <= 1:
+        values = f"{volume.dtype} of {volume.min():.2g} to {volume.max():.3g}"
+        raise UserError(f"{where}: grey values: expected uint8 of 0 to 255, found {values}")
+    for axis, spacing, (low, high) in zip(AXES, spacing_mm, (OTHER_MM, AXIAL_MM, OTHER_MM), strict=True):
+        if not low <= spacing <= high:
+            unit = "; it looks like um" if low <= spacing / 1000 <= high else ""
+            raise UserError(
+                f"{where}: spacing of {axis}: expected {low:g} to {high:g} mm, found {spacing:g}{unit}"
+            )
+
+
+@dataclass(frozen=True)
+class _Folder:
+    url: str
+    contract: dict[str, Any]
+    golden: dict[str, np.ndarray]
+    module: PortableEncoder  # of preprocess.json and model.safetensors
+
+    @property
+    def arguments(self) -> tuple[Tensor, Tensor, Tensor]:
+        names = ("volume", "spacing_mm", "first_is_superior")
+        volume, spacing, first = (torch.from_numpy(np.asarray(self.golden[name])) for name in names)
+        return volume, spacing, first
+
+
+def selftest(folder: str, encode: Encode | None = None, features: np.ndarray | None = None) -> list[str]:
+    """Lines about what agrees on the golden eye: the folder's files, its program and its weights, or a
+    pipeline, by its function or by the features that it gave.
+
+    Raises SelfTestError that names what is wrong.
+    """
+    opened = _open(folder)
+    if encode is not None:
+        volume, spacing, first = opened.arguments
+        d, h, w = spacing.tolist()
+        features = np.asarray(encode(volume.numpy(), (d, h, w), bool(first)))
+    if features is not None:
+        return [_compare(opened, "pipeline", features)]
+    lines = [_check_files(opened)]
+    lines.append(_compare(opened, "program.pt2", load_portable(folder)(*_plain(opened)).pooled))
+    with torch.no_grad():
+        lines.append(_compare(opened, "model.safetensors", opened.module(*opened.arguments)[2].numpy()))
+    if opened.contract["hf"] == "hf":
+        lines.append(_check_hf(opened))
+    return lines
+
+
+def _plain(opened: _Folder) -> tuple[np.ndarray, list[float], bool]:
+    volume, spacing, first = opened.arguments
+    return volume.numpy(), spacing.tolist(), bool(first)
+
+
+def _open(folder: str) -> _Folder:
+    url = storage.join(folder, PREPROCESS)
+    if not storage.exists(url):
+        raise UserError(
+            f"{folder}: expected a folder of models.weights export --portable, found no {PREPROCESS}"
+        )
+    try:
+        contract = json.loads(storage.read_text(url))
+        preprocess = Preprocess.of(contract)
+        with np.load(io.BytesIO(storage.read_bytes(storage.join(folder, GOLDEN)))) as content:
+            golden = {name: np.array(content[name]) for name in content.files}
+    except (ValueError, KeyError, TypeError) as error:
+        raise SelfTestError(
+            f"{folder}: expected {PREPROCESS} and {GOLDEN} of the export, found {error}"
+        ) from error
+    return _Folder(folder, contract, golden, portable_encoder(read_weights(folder), "target", preprocess))
+
+
+def _check_files(opened: _Folder) -> str:
+    for name, expected in opened.contract["sha256"].items():
+        actual = hashlib.sha256(storage.read_bytes(storage.join(opened.url, name))).hexdigest()
+        if actual != expected:
+            what = "wrong weights" if name == "model.safetensors" else "another file"
+            raise SelfTestError(
+                f"{opened.url}/{name}: {what}: expected sha256 {expected[:12]} of the export, "
+                f"found {actual[:12]}"
+            )
+    return f"files: {len(opened.contract['sha256'])} as exported"
+
+
+def _check_hf(opened: _Folder) -> str:
+    """The Hugging Face layout by Hugging Face's classes, where they are installed."""
+    if importlib.util.find_spec("transformers") is None:
+        return "hf: not compared, transformers is not installed"
+    from transformers import VJEPA2Model
+
+    model = VJEPA2Model.from_pretrained(storage.join(opened.url, "hf")).eval()
+    with torch.no_grad():
+        view, valid = opened.module.view(*opened.arguments)
+        tokens = model(view.transpose(1, 2), skip_predictor=True).last_hidden_state[0]
+    return _compare(opened, "hf", tokens.numpy()[valid.numpy()].mean(axis=0))
+
+
+def _compare(opened: _Folder, what: str, features: np.ndarray) -> str:
+    """A line, or a SelfTestError with the name of the fault that explains the difference."""
+    difference = _distance(opened, features, _as_golden(opened))
+    tolerance = float(opened.contract["tolerance"])
+    if difference <= tolerance:
+        return f"{what}: golden features to {difference:.1g}"
+    name = _explain(opened, features, difference)
+    raise SelfTestError(
+        f"{opened.url}: {what}: {name}: expected the golden features to {tolerance:g}, found a difference of "
+        f"{difference:.2g}"
+    )
+
+
+def _as_golden(opened: _Folder) -> Features:
+    return Features(np.empty(0), np.empty(0), opened.golden["pooled"])
+
+
+def _distance(opened: _Folder, features: np.ndarray, expected: Features) -> float:
+    """The largest difference of what both have: [2E], [E] its mean, or tokens [N, E], pooled here."""
+    values, width = np.asarray(features, np.float64), opened.module.encoder.width
+    if values.shape == (1, *values.shape[1:]):
+        values = values[0]
+    num_tokens = opened.module.encoder.num_tokens
+    if values.shape not in ((width,), (2 * width,), (num_tokens, width)):
+        raise UserError(
+            f"features: expected [{2 * width}], [{width}] or [{num_tokens}, {width}], "
+            f"found {list(values.shape)}"
+        )
+    if values.ndim == 2:
+        with torch.no_grad():
+            _, valid = opened.module.view(*opened.arguments)
+        values = values[valid.numpy()].mean(axis=0)
+    if not np.isfinite(values).all():
+        return float("inf")
+    return float(np.abs(values - expected.pooled[: len(values)]).max())
+
+
+def _explain(opened: _Folder, features: np.ndarray, difference: float) -> str:
+    """The name of the fault that gives these features."""
+    closest, name = EXPLAINED * difference, "wrong weights, or a fault that is not in the list"
+    if not np.isfinite(difference):
+        return "NaN or infinity"
+    for fault, pooled in _faults(opened):
+        if not np.isfinite(pooled).all():
+            continue
+        distance = _distance(opened, features, Features(np.empty(0), np.empty(0), pooled))
+        if distance < closest:
+            closest, name = distance, fault
+        if distance <= opened.contract["tolerance"]:  # the same features: the others need not be tried
+            break
+    return name
+
+
+@torch.no_grad()
+def _faults(opened: _Folder) -> Iterator[tuple[str, np.ndarray]]:
+    """(name, pooled features) of the golden eye with one fault each."""
+    volume, spacing, first = opened.arguments
+    module = opened.module
+
+    def of(volume: Tensor, spacing: Tensor = spacing) -> np.ndarray:
+        return module(volume.contiguous(), spacing, first)[2].numpy()
+
+    yield "H flipped (axial rows run upwards)", of(volume.flip(1))
+    yield "B-scans reversed", of(volume.flip(0))
+    yield "A-scans mirrored (W flipped)", of(volume.flip(2))
+    for factor, name in (
+        (10, "spacing x 10"),
+        (0.1, "spacing / 10"),
+        (1000, "um for mm"),
+        (0.001, "m for mm"),
+    ):
+        yield f"{name} (in the spacing)", of(volume, spacing * factor)
+    for order in list(itertools.permutations(range(3)))[1:]:
+        swapped = "".join(AXES[axis] for axis in order)
+        yield f"axes swapped ({swapped} for {AXES})", of(volume.permute(order))
+        yield (
+            f"axes swapped ({swapped} for {AXES}, spacing too)",
+            of(volume.permute(order), spacing[list(order)]),
+        )
+    for scaled in (torch.round(volume / 255), torch.floor(volume / 255)):
+        yield "grey values 0-1 for 0-255 (before the program)", of(scaled.to(torch.uint8))
+    grey, inside = module.on_grid(volume, spacing, first)
+    mask = inside[0][:, None, None] & inside[1][:, None] & inside[2]
+    view, valid = module.view(volume, spacing, first)
+    for name, values in (
+        ("0-255 for the z-score (no normalisation)", grey),
+        ("0-1 for the z-score (grey / 255, no normalisation)", grey / 255),
+    ):
+        yield (
+            f"grey values {name}",
+            module.features(values.masked_fill(~mask, 0)[None, None], valid)[2].numpy(),
+        )
+    tripled = 3 * view  # what three equal channels add up to
+    yield "three channels (the kernel repeated, not divided)", module.features(tripled, valid)[2].numpy()

@@ -1,0 +1,160 @@
+"""`python -m models.weights export --checkpoint X.pt --portable DIR`.
+
+In: a checkpoint of ours. Out, in DIR:
+    model.safetensors, config.json, README.md   the encoder, as `export --out` writes it
+    hf/                                         the same in Hugging Face's layout, where it can hold it
+    program.pt2       torch.export of program.py: volume as acquired -> tokens, validity, pooled features
+    preprocess.json   what the program does before the encoder, and the SHA-256 of every file
+    golden.npz        an eye (under 300 kB) with its pooled features and some of its tokens
+The program gives the golden features to 1e-4, or nothing is written.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+from dataclasses import asdict
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from models.weights.export import export_encoder, why_not_hf
+from models.weights.portable.eye import FIRST_IS_SUPERIOR, SPACING_MM, golden_eye
+from models.weights.portable.program import NORMALISATION, PortableEncoder, Preprocess
+from models.weights.shape import Weights, new_encoder
+from utils import storage
+from utils.config.schema import Config
+from utils.errors import UserError
+
+FORMAT_VERSION = 1
+PREPROCESS, PROGRAM, GOLDEN = "preprocess.json", "program.pt2", "golden.npz"
+TOLERANCE = 1e-4  # largest difference of features on the golden eye
+GOLDEN_TOKENS = 12  # of the golden file, evenly over the grid
+INPUT = {
+    "volume": "uint8 [D, H, W]: B-scans, rows from the vitreous down, A-scans; grey 0..255, one channel",
+    "spacing_mm": "float64 [3], mm, in the same order",
+    "first_is_superior": "bool: whether the first B-scan is the superior one",
+}
+OUTPUT = {
+    "tokens": "float32 [N, E], raster order of the grid",
+    "valid": "bool [N]: at least half of the token lies inside the scan",
+    "pooled": "float32 [2E]: mean and standard deviation over valid tokens",
+}
+CARD = """
+## The program
+
+`program.pt2` takes a volume as it was acquired and does the rest: `preprocess.json`. Load no program of
+somebody whom you do not trust: unlike safetensors it is code.
+
+```python
+from models.weights.portable import load_portable, selftest
+
+features = load_portable(FOLDER)(volume, spacing_mm=(0.047, 0.0026, 0.0117), first_is_superior=True)
+selftest(FOLDER, my_pipeline)  # my_pipeline(volume, spacing_mm, first_is_superior) -> features
+```
+"""
+
+
+def portable_encoder(
+    weights: Weights, which: Literal["target", "context"], preprocess: Preprocess
+) -> PortableEncoder:
+    """The encoder of a file with what comes before it, in evaluation mode."""
+    with torch.random.fork_rng(devices=[]):
+        encoder = new_encoder(weights)
+    encoder.load_state_dict(weights.target_encoder if which == "target" else weights.encoder)
+    return PortableEncoder(encoder, preprocess).eval().requires_grad_(False)
+
+
+def golden_input() -> tuple[Tensor, Tensor, Tensor]:
+    """The arguments of the program: the golden eye."""
+    return (
+        torch.from_numpy(golden_eye()),
+        torch.tensor(SPACING_MM, dtype=torch.float64),
+        torch.tensor(FIRST_IS_SUPERIOR),
+    )
+
+
+def export_portable(weights: Weights, out: str, which: Literal["target", "context"]) -> list[str]:
+    """Write the folder; returns lines to print. Raises UserError for another normalisation, for a folder that
+    is not empty, or where the program does not give the features of the encoder.
+    """
+    cfg = weights.cfg
+    if cfg is None:
+        raise UserError(f"{weights.where}: expected a checkpoint of ours to export, found {weights.layout}")
+    if weights.facts["normalisation"] != NORMALISATION:
+        raise UserError(
+            f"{weights.where}: normalisation: expected {NORMALISATION}, which the program has, "
+            f"found {weights.facts['normalisation']}"
+        )
+    module = portable_encoder(weights, which, preprocess_of(cfg))
+    arguments = golden_input()
+    with torch.no_grad():
+        tokens_NE, valid_N, pooled = module(*arguments)
+    program, difference = _program(module, arguments, pooled)
+    lines = export_encoder(weights, out, which, "ours")
+    problem = why_not_hf(weights, cfg)
+    if problem is None:
+        lines += export_encoder(weights, storage.join(out, "hf"), which, "hf")
+    storage.write_bytes(storage.join(out, PROGRAM), program)
+    storage.write_bytes(storage.join(out, GOLDEN), _golden(arguments[0], tokens_NE, valid_N, pooled))
+    readme = storage.join(out, "README.md")
+    storage.write_text(readme, storage.read_text(readme) + CARD)
+    contract = {
+        "format_version": FORMAT_VERSION,
+        "input": INPUT,
+        "output": OUTPUT,
+        **asdict(module.preprocess),
+        "normalisation": NORMALISATION,
+        "encoder": which,
+        "hf": problem or "hf",
+        "torch": torch.__version__,
+        "tolerance": TOLERANCE,
+        "sha256": {
+            name: hashlib.sha256(storage.read_bytes(storage.join(out, name))).hexdigest()
+            for name in ("model.safetensors", PROGRAM, GOLDEN)
+        },
+    }
+    storage.write_text(storage.join(out, PREPROCESS), json.dumps(contract, indent=1) + "\n")
+    no_hf = [] if problem is None else [f"no Hugging Face layout: {problem}"]
+    return [*lines, *no_hf, f"program: golden features to {difference:.1g}, written to {out}"]
+
+
+def preprocess_of(cfg: Config) -> Preprocess:
+    """What a configuration does to a volume before the encoder."""
+    spatial = cfg.spatial
+    return Preprocess(spatial.image_size, spatial.target_spacing, spatial.resample, spatial.patch_size)
+
+
+def _program(module: PortableEncoder, arguments: tuple[Tensor, ...], pooled: Tensor) -> tuple[bytes, float]:
+    """The exported program for volumes of any size, and how far its features are from the module's."""
+    size = dict.fromkeys(range(3), torch.export.Dim.DYNAMIC)
+    exported = torch.export.export(module, arguments, dynamic_shapes=(size, None, None), strict=False)
+    buffer = io.BytesIO()
+    torch.export.save(exported, buffer)
+    with torch.no_grad():
+        difference = float((exported.module()(*arguments)[2] - pooled).abs().max())
+    if not difference <= TOLERANCE:
+        raise UserError(
+            f"torch.export: expected features equal to {TOLERANCE}, found a difference of {difference:.2g}"
+        )
+    return buffer.getvalue(), difference
+
+
+def _golden(volume: Tensor, tokens_NE: Tensor, valid_N: Tensor, pooled: Tensor) -> bytes:
+    """The golden eye, its features, and tokens of places that are inside the scan."""
+    places = torch.nonzero(valid_N).flatten()
+    chosen = places[torch.linspace(0, len(places) - 1, min(GOLDEN_TOKENS, len(places))).long()]
+    buffer = io.BytesIO()
+    np.savez_compressed(
+        buffer,
+        volume=volume.numpy(),
+        spacing_mm=np.array(SPACING_MM),
+        first_is_superior=np.array(FIRST_IS_SUPERIOR),
+        pooled=pooled.numpy(),
+        token_ids=chosen.numpy(),
+        tokens=tokens_NE[chosen].numpy(),
+    )
+    return buffer.getvalue()

@@ -1,0 +1,235 @@
+"""The embed command: right features, right rows, bad files by name, and the same folder after a kill."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+import zarr
+
+from data_setup.jobs import Job, prepare_row
+from data_setup.store.format import chunk_key
+from data_setup.store.reader import PreparedStore
+from data_setup.store.writer import StoreWriter, record_fields
+from finetuning.embed import main
+from finetuning.embedding.volumes import unknown_record
+from finetuning.pooled import embed_rows, pretrained_encoder
+from tests.support.dicom_factory import TRITON, speckle, write_opt
+from tests.support.finetune_factory import RUNTIME, config, make_world, save_checkpoint
+from tests.support.process_factory import Running, run_to_end
+from utils.checkpoint import load_checkpoint
+from utils.errors import ConfigError, UserError
+
+PEOPLE = {"train": 2, "val": 1, "test": 2}
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_world(tmp_path_factory.mktemp("world"), PEOPLE)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(world: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
+    small = ["method.predictor_depth=2", "method.predictor_width=64"]
+    cfg = config(world, tmp_path_factory.mktemp("pretrained"), *small)
+    return save_checkpoint(cfg, participants=["train00", "train01"])
+
+
+def features(table: pd.DataFrame) -> np.ndarray:
+    """Mean and standard deviation [n, 2E]."""
+    return np.concatenate([np.stack(table[name].to_list()) for name in ("mean", "std")], axis=1)
+
+
+@pytest.fixture(scope="module")
+def done(world: Path, checkpoint: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The whole store, patches too."""
+    out = tmp_path_factory.mktemp("done") / "features"
+    words = ["--checkpoint", checkpoint, "--store", str(world / "store"), "--out", str(out), "--patches"]
+    assert main(words) == 0
+    return out
+
+
+def test_rows_and_features_are_those_of_the_store(world: Path, checkpoint: str, done: Path) -> None:
+    store = PreparedStore.open(str(world / "store"))
+    table = pd.read_parquet(done / "features.parquet")
+    pd.testing.assert_frame_equal(table[list(store.index)], store.index.reset_index(drop=True))
+    assert table["seen_in_pretraining"].tolist() == [True] * 4 + [False] * 6
+    cfg, state = config(world, world / "run"), load_checkpoint(checkpoint)
+    expected = embed_rows(pretrained_encoder(cfg, state, checkpoint), cfg, store, store.kept, RUNTIME)
+    np.testing.assert_allclose(features(table), expected, atol=1e-5)
+
+
+def test_patches_are_the_tokens_and_pool_to_the_features(world: Path, done: Path) -> None:
+    group = zarr.open_group(done / "patches.zarr", mode="r")
+    tokens, valid = group["tokens"], group["valid"]
+    assert (tokens.shape, tokens.dtype, tokens.chunks) == ((10, 24, 192), np.float16, (1, 24, 192))
+    assert len(list((done / "patches.zarr" / "tokens" / "c").iterdir())) == 10
+    inside = valid[:]
+    # 20 of 24 axial rows are inside the field: the third patch of 8 holds half of its voxels
+    assert inside.all()
+    table = pd.read_parquet(done / "features.parquet")
+    np.testing.assert_allclose(
+        np.stack(table["mean"].to_list()), tokens[:].astype(np.float32).mean(axis=1), atol=2e-3
+    )
+    np.testing.assert_allclose(
+        np.stack(table["std"].to_list()), tokens[:].astype(np.float32).std(axis=1), atol=2e-3
+    )
+
+
+def assert_same_features(one: Path, other: Path) -> None:
+    """Bit for bit, patches too."""
+    ours, theirs = (pd.read_parquet(folder / "features.parquet") for folder in (one, other))
+    pd.testing.assert_frame_equal(ours.drop(columns=["mean", "std"]), theirs.drop(columns=["mean", "std"]))
+    assert np.array_equal(features(ours), features(theirs))
+    for name in ("tokens", "valid"):
+        arrays = [zarr.open_group(folder / "patches.zarr", mode="r")[name][:] for folder in (one, other)]
+        assert arrays[0].tobytes() == arrays[1].tobytes()
+
+
+def test_only_what_changed_is_embedded_again(
+    world: Path, checkpoint: str, done: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A damaged volume is a row with its reason, exit code 1. Then it is mended, another volume has other
+    statistics, a third another split, and the file of a fourth row is cut.
+    """
+    store, out = tmp_path / "store", tmp_path / "out"
+    shutil.copytree(world / "store", store)
+    chunk = store / "volumes" / chunk_key(3)
+    whole = chunk.read_bytes()
+    chunk.write_bytes(whole[:-9])
+    words = ["--checkpoint", checkpoint, "--store", str(store), "--out", str(out), "--patches"]
+    assert main(words) == 1
+    first = pd.read_parquet(out / "features.parquet")
+    assert first["status"].tolist() == ["kept"] * 3 + ["damaged"] + ["kept"] * 6
+    assert first["mean"][3] is None
+    assert "expected the volume of row 3, found" in first["message"][3]
+    assert np.isnan(zarr.open_group(out / "patches.zarr", mode="r")["tokens"][3]).all()
+    captured = capfd.readouterr()
+    assert "9 volumes with features, 1 without; embedded now 9, before 0" in captured.out
+    assert "rejected: train01_R.dcm: damaged: " in captured.err
+
+    chunk.write_bytes(whole)
+    index = pd.read_parquet(store / "index.parquet")
+    index.loc[5, "intensity_mean"] += 9.0
+    index.loc[6, "split"] = "train"
+    index.to_parquet(store / "index.parquet", index=False)
+    row = out / "rows" / "000002.npz"
+    row.write_bytes(row.read_bytes()[:100])
+    before = {path.name: path.stat().st_mtime_ns for path in (out / "rows").iterdir()}
+    assert main(words) == 0
+    assert "10 volumes with features, 0 without; embedded now 3, before 7" in capfd.readouterr().out
+    after = {path.name: path.stat().st_mtime_ns for path in (out / "rows").iterdir()}
+    assert {name for name in after if after[name] != before[name]} == {f"00000{n}.npz" for n in (2, 3, 5)}
+    second, unbroken = (pd.read_parquet(folder / "features.parquet") for folder in (out, done))
+    assert (first["split"][6], second["split"][6]) == ("test", "train")
+    changed = np.abs(features(second) - features(unbroken)).max(axis=1) > 0
+    assert np.flatnonzero(changed).tolist() == [5]
+
+
+def test_another_question_needs_another_folder(
+    world: Path, checkpoint: str, done: Path, tmp_path: Path
+) -> None:
+    words = ["--checkpoint", checkpoint, "--store", str(world / "store"), "--out"]
+    before = (done / "embed.json").read_text()
+    with pytest.raises(UserError, match=r"embed\.json: patches: expected false of this command, found true"):
+        main([*words, str(done)])
+    assert (done / "embed.json").read_text() == before
+    (tmp_path / "embed.json").write_text(json.dumps(json.loads(before) | {"checkpoint_sha256": "0"}))
+    with pytest.raises(UserError, match=r"embed\.json: checkpoint_sha256: expected .*; give another --out"):
+        main([*words, str(tmp_path), "--patches"])
+    (tmp_path / "embed.json").rename(tmp_path / "notes.txt")
+    with pytest.raises(UserError, match="--out: expected a new folder or one of this command, found files"):
+        main([*words, str(tmp_path)])
+    with pytest.raises(ConfigError, match=r"model\.size: expected ti as in training, found s"):
+        main([*words, str(done), "model.size=s"])
+    with pytest.raises(
+        UserError, match=r"--dicom: expected a DICOM file or a folder, found none at .*absent"
+    ):
+        main([*words[:2], "--out", str(done), "--dicom", str(tmp_path / "absent")])
+
+
+def test_dicom_files_have_the_features_of_their_volumes_in_the_store(
+    world: Path, checkpoint: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Prepared and read directly: bit for bit. A broken file is a row with its reason."""
+    cfg, files = config(world, tmp_path), tmp_path / "files"
+    write_opt(files, speckle(16, 200, 48, seed=1))
+    write_opt(files, speckle(20, 200, 48, seed=2), name="1.2.840.9")  # as archives name them
+    writer = StoreWriter(str(tmp_path / "store"))
+    writer.create(cfg.spatial, str(files), synthetic=True)
+    records = [
+        replace(unknown_record(str(files / name)), path=name, split="test") for name in (TRITON, "1.2.840.9")
+    ]
+    rows = writer.append_records([record_fields(record) for record in records])
+    for row, record in zip(rows, records, strict=True):
+        job = Job(row, record, writer, cfg.spatial, cfg.data.storage_options)
+        assert prepare_row(job).status == "kept"
+    writer.finalise(rows)
+    (files / "broken.dcm").write_bytes(b"\0" * 128 + b"DICM and no more")
+    (files / "notes.txt").write_text("no DICOM")
+    common = ["--checkpoint", checkpoint, "--out"]
+    of_store = ["--store", str(tmp_path / "store"), "--patches"]
+    assert main([*common, str(tmp_path / "1"), *of_store]) == 0
+    assert main([*common, str(tmp_path / "2"), "--dicom", str(files)]) == 1
+    prepared, direct = (pd.read_parquet(tmp_path / name / "features.parquet") for name in "12")
+    assert len(direct) == 3
+    store = PreparedStore.open(str(tmp_path / "store"))
+    encoder = pretrained_encoder(cfg, load_checkpoint(checkpoint), checkpoint)
+    expected = embed_rows(encoder, cfg, store, store.kept, RUNTIME)
+    np.testing.assert_allclose(features(prepared), expected, atol=1e-5)
+    valid = zarr.open_group(tmp_path / "1" / "patches.zarr", mode="r")["valid"][:]
+    assert 0 < valid.mean() < 1  # part of the grid lies outside the scan
+    (broken,) = direct[direct["status"] != "kept"].itertuples()
+    assert (broken.path, broken.mean) == (str(files / "broken.dcm"), None)
+    assert f"rejected: {broken.path}: not_dicom: {broken.message}" in capfd.readouterr().err
+    kept = direct[direct["status"] == "kept"].set_index("checksum").loc[prepared["checksum"]].reset_index()
+    assert np.array_equal(features(kept), features(prepared))
+    assert np.abs(features(kept)[0] - features(kept)[1]).max() > 1e-3
+    same = ["laterality", "spacing_before_d", "valid_fraction", "flipped_d", "intensity_mean"]
+    pd.testing.assert_frame_equal(kept[same], prepared[same])
+    assert kept["seen_in_pretraining"].isna().all()
+
+
+SLOWLY = """
+import sys, time
+from finetuning.embedding import run
+real = run.embed_volume
+def slow(*words):
+    time.sleep(0.2)
+    return real(*words)
+run.embed_volume = slow
+from finetuning.embed import main
+sys.exit(main())
+"""
+
+
+@pytest.mark.slow
+def test_a_kill_costs_one_row(world: Path, checkpoint: str, done: Path, tmp_path: Path) -> None:
+    """SIGKILL in the middle, the same again by two processes: the unbroken run's bytes, nothing embedded
+    twice.
+    """
+    out, rows = tmp_path / "out", tmp_path / "out" / "rows"
+    words = ["--checkpoint", checkpoint, "--store", str(world / "store"), "--out", str(out), "--patches"]
+    running = Running([sys.executable, "-c", SLOWLY, *words], tmp_path / "first")
+    running.wait_for(lambda: len(list(rows.glob("*.npz"))) >= 4)
+    running.process.kill()
+    assert running.wait() == -signal.SIGKILL
+    before = {path.name: path.stat().st_mtime_ns for path in rows.glob("*.npz")}
+    assert 4 <= len(before) < 10
+    assert not (out / "features.parquet").exists()
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]
+    text = run_to_end([*launcher, "-m", "finetuning.embed", *words], tmp_path / "second")
+    assert f"embedded now {10 - len(before)}, before {len(before)}" in text
+    half = -(-(10 - len(before)) // 2)
+    assert f"{half} of {half} volumes, 0 s to go" in text  # the first process's share
+    after = {path.name: path.stat().st_mtime_ns for path in rows.glob("*.npz")}
+    assert {name: after[name] for name in before} == before
+    assert_same_features(out, done)
+    assert (out / "features.parquet").read_bytes() == (done / "features.parquet").read_bytes()

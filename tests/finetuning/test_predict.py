@@ -1,0 +1,88 @@
+"""Predictions on files: the head's own scores, warnings, and no file predicted twice."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from data_setup.jobs import Job, prepare_row
+from data_setup.store.reader import PreparedStore
+from data_setup.store.writer import StoreWriter, record_fields
+from finetuning.embedding.volumes import unknown_record
+from finetuning.head_file import open_head, predict_rows
+from finetuning.predict import main
+from finetuning.train import main as train
+from tests.support.dicom_factory import speckle, write_opt
+from tests.support.finetune_factory import RUNTIME, config, make_world, save_checkpoint
+from utils.errors import UserError
+
+TASK = str(Path(__file__).resolve().parents[2] / "configs" / "cls_linear_probe.yaml")
+QUICK = ["train.epochs=1", "head.learning_rates=[1e-2]", "head.weight_decays=[0.01]", "data.workers=0"]
+
+
+def lines(out: Path) -> list[dict[str, Any]]:
+    return [json.loads(text) for text in (out / "predictions.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_world(tmp_path_factory.mktemp("world"), {"train": 4, "val": 4, "test": 4})
+
+
+@pytest.fixture(scope="module")
+def checkpoint(root: Path) -> str:
+    small = ["method.predictor_depth=2", "method.predictor_width=64"]
+    return save_checkpoint(config(root, root / "pretrained", *small), participants=[])
+
+
+@pytest.mark.parametrize("kind", ["linear", "attentive"])
+def test_files_get_the_scores_of_their_volumes_in_the_store(
+    kind: str, root: Path, checkpoint: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run, files, out = tmp_path / "head", tmp_path / "files", tmp_path / "out"
+    words = ["--config", TASK, "--checkpoint", checkpoint, f"run.dir={run}", f"head.kind={kind}", *QUICK]
+    assert train(words) == 0
+    paths = [write_opt(files, speckle(16, 200, 48, seed=n), name=f"{n}.dcm") for n in range(2)]
+    bad = files / "bad.dcm"
+    bad.write_bytes(b"no DICOM")
+    capfd.readouterr()
+    command = ["--checkpoint", str(run), "--out", str(out), "--dicom", str(files)]
+    assert main(command) == 1
+    assert "2 predictions, 1 files without; now 2, before 0" in capfd.readouterr().out
+    by_path = {line["path"]: line for line in lines(out)}
+    assert by_path[str(bad)]["status"] == "not_dicom"
+
+    cfg = config(root, tmp_path / "unused")
+    writer = StoreWriter(str(tmp_path / "prepared"))
+    writer.create(cfg.spatial, str(files), synthetic=True)
+    rows = writer.append_records([record_fields(unknown_record(path)) for path in paths])
+    for row, path in zip(rows, paths, strict=True):
+        prepare_row(Job(row, unknown_record(path), writer, cfg.spatial, cfg.data.storage_options))
+    writer.finalise(rows)
+    head, store = open_head(str(run)), PreparedStore.open(str(tmp_path / "prepared"))
+    expected = predict_rows(head, store, store.kept, RUNTIME)
+    scores = np.array([list(by_path[path]["scores"].values()) for path in paths])
+    # kept tokens of attentive heads are in half precision
+    np.testing.assert_allclose(scores, expected, atol=1e-5 if kind == "linear" else 2e-3)
+    one = by_path[paths[0]]
+    assert list(one["scores"]) == list(head.names)
+    assert (one["head_sha256"], one["calibrated"]) == (head.checksum, False)
+    assert one["volume"] == store.index["checksum"][0]
+    share = store.index["valid_fraction"][0]
+    assert one["warnings"][0] == f"{share:.0%} of the grid lies inside the scan"
+
+    first = (out / "predictions.jsonl").read_text()
+    cut = first[: first.index("\n") + 40]  # killed in its second line
+    (out / "predictions.jsonl").write_text(cut)
+    bad.unlink()
+    assert main(command) == 0
+    assert "now 1, before 1" in capfd.readouterr().out
+    assert {line["path"]: line["scores"] for line in lines(out)} == {p: by_path[p]["scores"] for p in paths}
+    (out / "predictions.jsonl").write_text("a line of mine\n")
+    with pytest.raises(UserError, match=r"expected lines of finetuning\.predict, found another one"):
+        main(command)
+    assert (out / "predictions.jsonl").read_text() == "a line of mine\n"

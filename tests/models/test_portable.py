@@ -1,0 +1,270 @@
+"""The portable encoder: the features of prepare and the loop, and a self-test that names each fault."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import pytest
+import safetensors.torch
+import torch
+from torch import Tensor
+
+from data_setup.normalisation import plain_view
+from data_setup.resample import resample_frames
+from data_setup.store.writer import measure
+from data_setup.transforms import identity_matrix
+from data_setup.valid_field import token_valid
+from models.probes.features import pool_tokens
+from models.vit3d import SIZES, Size
+from models.vjepa3d import VJEPA3D, build_encoder
+from models.weights import load_encoder
+from models.weights.cli import main
+from models.weights.portable import load_portable, selftest
+from models.weights.portable.eye import SHAPE, SPACING_MM, golden_eye
+from models.weights.portable.program import PortableEncoder, Preprocess
+from models.weights.portable.selftest import Portable, SelfTestError, check_input
+from utils.checkpoint import CheckpointWriter
+from utils.config.load import load_config, to_yaml
+from utils.config.schema import Config
+from utils.errors import UserError
+
+SMOKE = Path(__file__).resolve().parents[2] / "configs" / "smoke_test.yaml"
+Triple = tuple[float, float, float]
+
+
+def config() -> Config:
+    """Grid 2 x 4 x 4, of the kind that Hugging Face's layout holds."""
+    shape = ["spatial.image_size=[8,32,32]", "model.rope=tiled", "method.predictor_width=64"]
+    return load_config(SMOKE, [*shape, "method.predictor_depth=2"])
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An exported encoder whose weights are far from their initialisation."""
+    root = tmp_path_factory.mktemp("portable")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(SIZES, "ti", Size(3, 128, 2))
+        torch.manual_seed(5)
+        model = VJEPA3D(config())
+        for parameter in model.parameters():
+            parameter.data.add_(torch.randn(parameter.shape), alpha=0.05)
+        writer = CheckpointWriter(str(root / "run"), 1)
+        state = {"step": 7, "model": model.state_dict(), "config": to_yaml(config()), "recipe": "vjepa2"}
+        state |= {
+            "normalisation": "zscore_valid",
+            "participants": ["1001"],
+            "progress": {"init_weight": 0.25},
+        }
+        writer.save(state, ["best_probe"])
+        writer.close()
+        checkpoint = str(root / "run" / "best_probe.pt")
+        assert main(["export", "--checkpoint", checkpoint, "--portable", str(root / "out")]) == 0
+        with pytest.raises(UserError, match="--out: expected a new or empty folder"):
+            main(["export", "--checkpoint", checkpoint, "--portable", str(root / "out")])
+    return root / "out"
+
+
+@pytest.fixture(scope="module")
+def portable(folder: Path) -> Portable:
+    return load_portable(str(folder))
+
+
+def loop(
+    folder: Path,
+    volume: np.ndarray,
+    spacing: Triple,
+    first_is_superior: bool,
+    change: Callable[[Tensor, dict[str, Tensor]], Tensor] = lambda view, batch: view,
+    seed: int | None = None,
+) -> np.ndarray:
+    """What prepare, the store and the training loop make of a volume: pooled [2E].
+
+    `change`: of the encoder's input. `seed`: other weights.
+    """
+    spatial = config().spatial
+    size, target = spatial.image_size, spatial.target_spacing
+    on_grid = resample_frames(
+        volume, volume.shape, spacing, size, target, "spacing", flip_d=not first_is_superior
+    )
+    facts = measure(on_grid)
+    batch = {
+        "volume": torch.from_numpy(on_grid.voxels)[None],
+        "matrix": torch.from_numpy(identity_matrix())[None],
+        "valid_box": torch.tensor([on_grid.valid_box], dtype=torch.float32),
+        "mean": torch.tensor([facts["intensity_mean"]]),
+        "std": torch.tensor([facts["intensity_std"]]),
+    }
+    valid = token_valid(batch["matrix"], batch["valid_box"], config().grid, spatial.patch_size)
+    encoder = load_encoder(str(folder))
+    if seed is not None:
+        generator = torch.Generator().manual_seed(seed)
+        for parameter in encoder.parameters():
+            parameter.data.add_(torch.randn(parameter.shape, generator=generator), alpha=0.02)
+    tokens = encoder(change(plain_view(batch), batch))
+    return pool_tokens(tokens, valid.float())[0].numpy()
+
+
+def other_volume(seed: int) -> tuple[np.ndarray, Triple]:
+    """Of another size, another field than the grid's, and without a symmetry."""
+    rng = np.random.default_rng(seed)
+    shape = tuple(rng.integers(6, 90, 3))
+    ramp = np.linspace(0, 150, shape[1])[:, None] + np.linspace(0, 60, shape[2])
+    volume = np.clip(ramp + rng.uniform(0, 80, shape), 0, 255).astype(np.uint8)
+    d, h, w = rng.uniform(0.5, 1.6, 3) * np.multiply(config().spatial.target_spacing, (8, 32, 32)) / shape
+    return volume, (float(d), float(h), float(w))
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_the_program_gives_the_features_of_the_loop(folder: Path, portable: Portable, seed: int) -> None:
+    """Other sizes than the exported one, both directions, fields smaller and larger than the grid."""
+    volume, spacing = other_volume(seed)
+    for first_is_superior in (True, False):
+        arguments = torch.from_numpy(volume), torch.tensor(spacing, dtype=torch.float64)
+        pooled = portable.program(*arguments, torch.tensor(first_is_superior))[2].numpy()
+        expected = loop(folder, volume, spacing, first_is_superior)
+        np.testing.assert_allclose(pooled, expected, atol=1e-4)
+
+
+@pytest.mark.parametrize("mode", ["spacing", "resize"])
+def test_the_grid_is_that_of_prepare(mode: Literal["spacing", "resize"]) -> None:
+    """The same grey values but for rounding at a half, and the same voxels inside the scan."""
+    spatial = config().spatial
+    preprocess = Preprocess(spatial.image_size, spatial.target_spacing, mode, spatial.patch_size)
+    module = PortableEncoder(build_encoder(config()), preprocess)
+    for seed in range(6):
+        volume, spacing = other_volume(seed)
+        expected = resample_frames(
+            volume, volume.shape, spacing, spatial.image_size, spatial.target_spacing, mode, flip_d=True
+        )
+        arguments = torch.from_numpy(volume), torch.tensor(spacing, dtype=torch.float64), torch.tensor(False)
+        grey, inside = module.on_grid(*arguments)
+        difference = np.abs(grey.numpy() - expected.voxels)
+        assert difference.max() <= 1
+        assert (difference > 0).mean() < 1e-3
+        box = [(int(axis.nonzero()[0]), int(axis.nonzero()[-1]) + 1) for axis in inside]
+        assert tuple(edge for ends in box for edge in ends) == expected.valid_box
+
+
+def test_the_folder_tests_itself(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["selftest", str(folder)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.partition(":")[0] for line in lines] == ["files", "program.pt2", "model.safetensors", "hf"]
+    for line in lines[1:]:
+        assert float(line.rpartition(" ")[2]) <= 1e-4
+    assert (folder / "golden.npz").stat().st_size < 300_000
+    (line,) = selftest(str(folder), lambda *words: loop(folder, *words))  # another pipeline, without fault
+    assert line.startswith("pipeline: golden features to")
+
+
+Change = Callable[[np.ndarray, Triple], tuple[np.ndarray, Triple]]
+BEFORE: dict[str, Change] = {
+    "H flipped": lambda volume, spacing: (volume[:, ::-1], spacing),
+    "B-scans reversed": lambda volume, spacing: (volume[::-1], spacing),
+    "axes swapped (DWH for DHW)": lambda volume, spacing: (volume.transpose(0, 2, 1), spacing),
+    "axes swapped (WHD for DHW, spacing too)": lambda volume, spacing: (
+        volume.transpose(2, 1, 0),
+        (spacing[2], spacing[1], spacing[0]),
+    ),
+    "spacing x 10": lambda volume, spacing: (volume, tuple(10 * s for s in spacing)),
+    "um for mm": lambda volume, spacing: (volume, tuple(1000 * s for s in spacing)),
+    "grey values 0-1 for 0-255": lambda volume, spacing: ((volume / 255).round().astype(np.uint8), spacing),
+}
+
+
+@pytest.mark.parametrize("fault", BEFORE)
+def test_a_fault_before_the_encoder_has_its_name(folder: Path, fault: str) -> None:
+    def pipeline(volume: np.ndarray, spacing: Triple, first_is_superior: bool) -> np.ndarray:
+        changed, other = BEFORE[fault](volume, spacing)
+        return loop(folder, np.ascontiguousarray(changed), other, first_is_superior)
+
+    with pytest.raises(SelfTestError) as caught:
+        selftest(str(folder), pipeline)
+    assert f"pipeline: {fault}" in str(caught.value)
+
+
+def raw(scale: float) -> Callable[[Tensor, dict[str, Tensor]], Tensor]:
+    """The grey values in place of the z-score."""
+    return lambda view, batch: batch["volume"][:, None].float() * scale
+
+
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [
+        ({"change": raw(1.0)}, "grey values 0-255 for the z-score"),
+        ({"change": raw(1 / 255)}, "grey values 0-1 for the z-score"),
+        ({"change": lambda view, batch: view.repeat(1, 3, 1, 1, 1).sum(1, keepdim=True)}, "three channels"),
+        ({"seed": 1}, "wrong weights, or a fault that is not in the list"),
+        ({"change": lambda view, batch: view.roll(5, dims=3)}, "wrong weights, or a fault that is not"),
+    ],
+)
+def test_a_fault_in_the_encoders_input_or_weights_has_its_name(
+    folder: Path, options: dict[str, Any], name: str
+) -> None:
+    with pytest.raises(SelfTestError) as caught:
+        selftest(str(folder), lambda *words: loop(folder, *words, **options))
+    assert f"pipeline: {name}" in str(caught.value)
+
+
+def test_features_of_a_file(folder: Path, portable: Portable, tmp_path: Path) -> None:
+    """Pooled, their mean alone, or tokens; the command names the fault of another program."""
+    with np.load(folder / "golden.npz") as golden:
+        volume, spacing = golden["volume"], tuple(golden["spacing_mm"])
+    assert (volume.shape, spacing) == (SHAPE, SPACING_MM)
+    assert np.array_equal(volume, golden_eye())
+    whole = portable(volume, spacing, True)
+    path = str(tmp_path / "features.npy")
+    for features in (whole.pooled, whole.pooled[:128], whole.tokens, whole.tokens[None]):
+        np.save(path, features)
+        assert main(["selftest", str(folder), "--features", path]) == 0
+    np.save(path, loop(folder, volume[::-1].copy(), spacing, True)[:128])
+    with pytest.raises(SelfTestError, match="B-scans reversed"):
+        main(["selftest", str(folder), "--features", path])
+    with pytest.raises(UserError, match="grey values"):
+        portable(volume / 255, spacing, True)
+    np.save(path, np.zeros(7))
+    with pytest.raises(UserError, match=r"features: expected \[256\], \[128\] or \[32, 128\], found \[7\]"):
+        main(["selftest", str(folder), "--features", path])
+
+
+def test_a_changed_folder_is_named(folder: Path, tmp_path: Path) -> None:
+    """Other weights by their digest, and a changed contract by its features."""
+    other = tmp_path / "other"
+    shutil.copytree(folder, other)
+    tensors = safetensors.torch.load_file(other / "model.safetensors")
+    tensors["norm.bias"] = tensors["norm.bias"] + 0.5
+    safetensors.torch.save_file(tensors, other / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(SelfTestError, match=r"model\.safetensors: wrong weights: expected sha256"):
+        main(["selftest", str(other)])
+    shutil.copy(folder / "model.safetensors", other)
+    contract = json.loads((other / "preprocess.json").read_text())
+    contract["target_spacing_mm"] = [10 * mm for mm in contract["target_spacing_mm"]]
+    (other / "preprocess.json").write_text(json.dumps(contract))
+    with pytest.raises(SelfTestError, match=r"expected the golden features to 0\.0001"):
+        main(["selftest", str(other)])
+    with pytest.raises(UserError, match=r"expected a folder of models\.weights export --portable"):
+        selftest(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("volume", "spacing", "message"),
+    [
+        (np.zeros((3, 8, 9, 10), np.uint8), SPACING_MM, r"three channels: expected \[D, H, W\] of one"),
+        (
+            golden_eye() / 255,
+            SPACING_MM,
+            "grey values: expected uint8 of 0 to 255, found float64 of 0.0",
+        ),
+        (golden_eye() // 255, SPACING_MM, "grey values: expected uint8 of 0 to 255, found uint8 of 0 to 1"),
+        (golden_eye(), tuple(1000 * s for s in SPACING_MM), "spacing of D: expected .* mm.*it looks like um"),
+        (golden_eye(), (0.2, 0.2, 0.2), "spacing of H: expected 0.0005 to 0.05 mm, found 0.2"),
+        (golden_eye()[0], SPACING_MM, r"expected a volume \[D, H, W\], found \[128, 96\]"),
+    ],
+)
+def test_what_the_program_was_not_made_for(volume: np.ndarray, spacing: Triple, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        check_input(volume, spacing)

@@ -16,10 +16,10 @@ from torch import nn
 
 from data_setup.store.reader import PreparedStore
 from finetuning.cohort import TRAIN, VAL
-from finetuning.embed import load_strictly, pretrained_encoder, random_encoder
 from finetuning.head_file import NAME
 from finetuning.layers.decoder import build_decoder
 from finetuning.layers.volumes import LayerVolumes
+from finetuning.pooled import load_strictly, pretrained_encoder, random_encoder
 from finetuning.source import Source, find_checkpoint
 from models.vit3d import VisionTransformer3D
 from utils import storage

@@ -22,7 +22,6 @@ from torch import nn
 
 from data_setup.store.reader import PreparedStore
 from finetuning.cohort import EVALUATED, TRAIN, VAL
-from finetuning.embed import check_fit
 from finetuning.features.kept import KeptFeatures, features_folder
 from finetuning.frozen import num_updates, schedule
 from finetuning.head_file import write_head
@@ -31,6 +30,7 @@ from finetuning.layers.head import PRETRAINED, RANDOM, encoder_of, layers_state,
 from finetuning.layers.metrics import boundary_error_um
 from finetuning.layers.planes import Planes
 from finetuning.layers.volumes import LayerVolumes, read_volumes
+from finetuning.pooled import check_fit
 from finetuning.source import Source
 from utils.config.schema import Config
 from utils.errors import EXIT_FINISHED, UserError

@@ -21,7 +21,6 @@ from data_setup.store.reader import PreparedStore
 from finetuning import evaluate as command
 from finetuning import train as train_command
 from finetuning.cohort import EVALUATED, TRAIN, VAL, read_cohort
-from finetuning.embed import random_encoder
 from finetuning.features.kept import KeptFeatures
 from finetuning.layers import evaluate as module
 from finetuning.layers.decoder import build_decoder, heights_of, surface_loss
@@ -30,6 +29,7 @@ from finetuning.layers.evaluate import evaluate_layers
 from finetuning.layers.head import PRETRAINED, RANDOM, open_layers_head
 from finetuning.layers.planes import Planes
 from finetuning.layers.volumes import LayerVolumes, read_volumes
+from finetuning.pooled import random_encoder
 from models import vit3d
 from tests.support.finetune_factory import RUNTIME, save_checkpoint
 from tests.support.heights_factory import config, make_tree, prepare_all

@@ -22,6 +22,7 @@ from data_setup.loader import evaluation_batches
 from data_setup.next_batch import next_or_stop
 from data_setup.normalisation import plain_view
 from data_setup.store.reader import PreparedStore
+from finetuning.adapters import merged_weights
 from finetuning.cohort import VAL, Cohort
 from finetuning.embed import load_strictly
 from finetuning.head_file import head_state, write_head
@@ -238,5 +239,8 @@ def write_best(tuning: Tuning) -> tuple[str, dict[str, Any]]:
     load_strictly(head, parts["top.head."], url)
     if cohort.kind == "regression":
         rescale_output(head, examples.centre, examples.spread)
-    content = head_state(tuning.source, tuning.store, cohort, head, None, best, parts["encoder."])
+    encoder = parts["encoder."]
+    if cfg.finetune.lora_rank is not None:
+        encoder = merged_weights(cfg, encoder, url)
+    content = head_state(tuning.source, tuning.store, cohort, head, None, best, encoder)
     return write_head(cfg, content), best

@@ -27,6 +27,7 @@ def check_rules(cfg: Config, where: str) -> None:
         _check_parts(cfg.method, recipe_of(cfg.method))
         _check_head(cfg)
         _check_finetune(cfg)
+        _check_adapters(cfg)
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from None
 
@@ -201,4 +202,15 @@ def _check_finetune(cfg: Config) -> None:
         "finetune.unfreeze_at_epoch",
         f"less than finetune.patience {patience}, or the run may end before the encoder is trained",
         unfreeze,
+    )
+
+
+def _check_adapters(cfg: Config) -> None:
+    """Adapters are part of a trained encoder."""
+    rank, encoder = cfg.finetune.lora_rank, cfg.finetune.encoder
+    _require(
+        rank is None or encoder == "trained",
+        "finetune.lora_rank",
+        "null with finetune.encoder=frozen",
+        rank,
     )

@@ -26,7 +26,14 @@ from finetuning.adapters import merged_weights
 from finetuning.cohort import VAL, Cohort
 from finetuning.embed import load_strictly
 from finetuning.head_file import head_state, write_head
-from finetuning.objective import METRICS, row_losses, row_weights, to_scores, validation_score
+from finetuning.objective import (
+    METRICS,
+    metric_name,
+    row_losses,
+    row_weights,
+    to_scores,
+    validation_score,
+)
 from finetuning.predictions import pool
 from finetuning.source import Source
 from finetuning.tuning import Progress, Tuning, checkpoint_state, open_tuning, restore
@@ -161,11 +168,6 @@ def validate_now(tuning: Tuning, progress: Progress, run_log: RunLog | NoLog) ->
     epoch = progress.step / tuning.plan.epoch
     progress.best = {"metric": metric, "score": score, "loss": loss, "epoch": epoch, "step": progress.step}
     return [BEST]
-
-
-def metric_name(metric: str) -> str:
-    """The name of a metric of finetuning.objective in the log."""
-    return f"val/{metric.replace(' ', '_').lower()}"
 
 
 @torch.no_grad()

@@ -30,7 +30,7 @@ from utils import storage
 from utils.checkpoint import load_checkpoint
 from utils.errors import EXIT_FINISHED, ConfigError, UserError
 from utils.log import setup_logging
-from utils.run_dir import claim_run_dir, held_run
+from utils.run_dir import held_run
 from utils.run_training import open_engine
 from utils.runtime.open import open_runtime
 
@@ -64,7 +64,6 @@ def train(config: str, overrides: Sequence[str]) -> int:
     with held_run(cfg, runtime):  # the folder of another run keeps its files
         refuse_another_encoder(source)
         url, state = train_frozen(source, store, cohort, runtime)
-        claim_run_dir(cfg, runtime)
     print(format_grid(state["validation"]))
     print(f"head: {url}\nnext: python -m finetuning.evaluate --head {url}")
     return EXIT_FINISHED

@@ -19,9 +19,9 @@ from data_setup.store.reader import PreparedStore, VolumeReader
 from finetuning import finetune as loop
 from finetuning.cohort import EVALUATED, TRAIN, VAL, Cohort
 from finetuning.examples import Examples
-from finetuning.finetune import finetune, metric_name
+from finetuning.finetune import finetune
 from finetuning.head_file import open_head, predict_rows
-from finetuning.objective import METRICS
+from finetuning.objective import METRICS, metric_name
 from finetuning.source import Source, open_source
 from finetuning.tuned import TunedModel, layer_groups
 from finetuning.tuning import open_tuning

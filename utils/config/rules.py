@@ -28,6 +28,7 @@ def check_rules(cfg: Config, where: str) -> None:
         _check_head(cfg)
         _check_finetune(cfg)
         _check_adapters(cfg)
+        _check_grid(cfg)
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from None
 
@@ -214,3 +215,12 @@ def _check_adapters(cfg: Config) -> None:
         "null with finetune.encoder=frozen",
         rank,
     )
+
+
+def _check_grid(cfg: Config) -> None:
+    """A pair that stands twice in the grid would be trained twice, to the same head."""
+    for key, values in (
+        ("head.learning_rates", cfg.head.learning_rates),
+        ("head.weight_decays", cfg.head.weight_decays),
+    ):
+        _require(len(set(values)) == len(values), key, "different numbers", values)

@@ -26,6 +26,7 @@ from finetuning.embed import check_fit
 from finetuning.frozen import train_frozen
 from finetuning.head_file import NAME
 from finetuning.source import Source, open_source
+from finetuning.unread import refuse_unread
 from utils import storage
 from utils.checkpoint import load_checkpoint
 from utils.errors import EXIT_FINISHED, ConfigError, UserError
@@ -41,6 +42,7 @@ def train(config: str, overrides: Sequence[str]) -> int:
     """Train what the configuration asks for; returns the exit code. Raises UserError."""
     source = open_source(config, overrides)
     cfg = source.cfg
+    refuse_unread(cfg, config, overrides)
     if cfg.train.ckpt_dir is None:
         raise ConfigError("train.ckpt_dir: expected a folder for the head, found null")
     if cfg.eval.protocol == "crossfit":

@@ -23,12 +23,13 @@ from finetuning.frozen import Grid, PooledInputs, schedule, train_grid
 from finetuning.head_file import open_head, predict_rows
 from finetuning.objective import row_weights
 from finetuning.train import main
+from finetuning.unread import UNREAD
 from models.heads import build_head
 from tests.support.finetune_factory import CONFIG, RUNTIME, config, make_world, save_checkpoint
 from utils.checkpoint import CheckpointError, load_checkpoint
 from utils.cli import run_cli
 from utils.config.load import load_config
-from utils.config.schema import Config
+from utils.config.schema import Config, leaves
 from utils.errors import ConfigError, UserError
 from utils.log import NoLog
 from utils.report import cli as report
@@ -746,6 +747,42 @@ def test_mistakes_are_one_line(
     assert "eval.protocol: expected official, found crossfit" in fails(*use, "eval.protocol=crossfit")
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert "expected one process" in fails(*use, "data.workers=0")
+
+
+def test_a_key_that_does_nothing_is_refused(checkpoint: str, tmp_path: Path) -> None:
+    """On the command line and in a file; what a file must hold, and what is as it would be, is not."""
+
+    def refused(file: Path | str, *words: str) -> str:
+        with pytest.raises(ConfigError) as error:
+            main(["--config", str(file), "--checkpoint", checkpoint, f"run.dir={tmp_path / 'run'}", *words])
+        assert not (tmp_path / "run").exists()
+        return str(error.value)
+
+    def passes(file: Path | str, *words: str) -> None:
+        """As far as the next mistake."""
+        assert "train.ckpt_dir: expected a folder" in refused(file, *words, "train.ckpt_dir=null")
+
+    assert refused(TASK, "optim.base_lr=0.5") == (
+        "command line: optim.base_lr: expected the file's own with finetune.encoder=frozen, which does not "
+        "read it (head.learning_rates are tried), found 0.5"
+    )
+    assert "augment.gamma: expected its default 0.3" in refused(TASK, "augment.gamma=0.1")
+    assert "method.drop_path" in refused(TASK, "method.drop_path=0.2")
+    assert "train.keep_last: expected its default 2" in refused(TASK, "train.keep_last=9")
+    assert "optim.cooldown_ratio" in refused(TASK, "optim.cooldown_ratio=0.1")
+    passes(TASK, "train.keep_last=2", "train.log_every_steps=1", "head.learning_rates=[1]")
+    tuned = str(Path(TASK).with_name("cls_finetune.yaml"))
+    assert "found [0.1]" in refused(tuned, "head.learning_rates=[0.1]")
+    assert "head.weight_decays: expected its default [0.0001, 0.01, 0.1]" in refused(
+        tuned, "head.weight_decays=[0.5]"
+    )
+    passes(tuned, "optim.base_lr=0.5", "train.keep_last=9", "augment.gamma=0.1", "finetune.layer_decay=0.5")
+    own = tmp_path / "own.yaml"
+    own.write_text(Path(TASK).read_text().replace("finetune:\n", "finetune:\n  layer_decay: 0.5\n"))
+    assert refused(own).startswith(f"{own}: finetune.layer_decay: expected its default 0.75 with")
+    assert not {key for table in UNREAD.values() for key in table} - {
+        *(name for name, _, _ in leaves(Config())), "augment.",
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize(

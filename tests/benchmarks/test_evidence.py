@@ -661,8 +661,7 @@ def test_the_whole_command_on_a_tiny_budget(tmp_path: Path, monkeypatch: pytest.
     assert known.items() < seconds.items()
     assert all(0 < seconds[name] < 1e5 and seconds[name] != 1e3 for name in new)
     only = ("--only", "penalty_only")  # the reference and the other controls come along
-    run = ("run", "--steps", "2", "--seeds", "1", "--minutes", "0", "--jobs", "1")
-    evidence_command(*run, *only, *changes)
+    evidence_command("run", "--steps", "2", "--seeds", "1", "--minutes", "0", *only, *changes)
     evidence_command("table", "--out", str(out))
     rows = json.loads((tmp_path / "table.json").read_text())["rows"]
     trained = {"vjepa2", *CONTROLS[1:]}

@@ -530,7 +530,11 @@ def test_a_probe_has_the_log_and_the_report_of_a_run(
         def finish(self) -> None:
             sent.append((-1, {}))
 
-    monkeypatch.setattr("utils.log._start_wandb", lambda cfg, run_dir: Service())
+    def start(cfg: Config, run_dir: Path) -> Service:
+        (run_dir / "wandb_id.txt").touch(exist_ok=False)
+        return Service()
+
+    monkeypatch.setattr("utils.log._start_wandb", start)
     run = probe.parent / "logged"
     for _ in range(2):
         sent.clear()

@@ -133,11 +133,12 @@ def log_start(tuning: Tuning, progress: Progress) -> None:
     """Log what is about to run, with the true counts."""
     plan, cfg = tuning.plan, tuning.cfg
     millions = sum(p.numel() for p in tuning.model.parameters()) / 1e6
+    trained = sum(p.numel() for group in tuning.optimizer.param_groups for p in group["params"]) / 1e6
     log.info(
-        "fine-tuning %s: encoder %s with a head (%s), %.1f M parameters; %d volumes; step %d of %d, encoder "
-        "frozen until step %d, validation every %d steps",
-        tuning.source.url, cfg.model.size, cfg.head.kind, millions, len(tuning.examples), progress.step,
-        plan.total, plan.unfreeze_at, plan.validate_every,
+        "fine-tuning %s: encoder %s with a head (%s), %.1f M parameters, of which %.3g M are trained; %d "
+        "volumes; step %d of %d, encoder frozen until step %d, validation every %d steps",
+        tuning.source.url, cfg.model.size, cfg.head.kind, millions, trained, len(tuning.examples),
+        progress.step, plan.total, plan.unfreeze_at, plan.validate_every,
     )  # fmt: skip
 
 

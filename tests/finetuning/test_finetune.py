@@ -470,9 +470,10 @@ def test_a_new_adapter_changes_nothing_and_a_merged_one_is_in_the_head_file(
 
 
 def test_adapters_stopped_and_resumed_equal_those_that_were_not(
-    world: Path, adapted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    world: Path, adapted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any
 ) -> None:
     real, updates = loop.update_model, []
+    caplog.set_level("INFO")
 
     def update(*arguments: Any, **named: Any) -> Any:
         updates.append(0)
@@ -485,6 +486,9 @@ def test_adapters_stopped_and_resumed_equal_those_that_were_not(
     assert run_task(world, tmp_path, *settings) == EXIT_STOPPED
     assert run_task(world, tmp_path, *settings) == 0
     assert len(updates) == 8
+    model = saved(tmp_path, "step_00000008")["model"]
+    count = sum(value.numel() for name, value in model.items() if "lora_" in name or name.startswith("top."))
+    assert f"of which {count / 1e6:.3g} M are trained" in caplog.text
     assert_same(saved(tmp_path, "step_00000008"), saved(adapted, "step_00000008"))
     head, expected = (saved(run, "head") for run in (tmp_path, adapted))
     torch.testing.assert_close(head["encoder_weights"], expected["encoder_weights"], rtol=0, atol=0)

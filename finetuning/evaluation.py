@@ -125,6 +125,9 @@ def answer(
     metric = TITLES[PRIMARY[first.kind]]
     is_class = first.kind in CLASSES
     counts = [int((first.truth[:, 0] == c).sum()) for c in range(len(first.names))] if is_class else None
+    people = people_of_classes(first) if is_class else None
+    is_shown = not ci95[0] <= 0 <= ci95[1]
+    few = f"{too_few(people)} for this to count. " if is_shown and too_few(people) else ""
     return {
         "format_version": FORMAT_VERSION,
         "fingerprint": asked.fingerprint(),
@@ -154,8 +157,8 @@ def answer(
         "subgroups": subgroups(rows[0].scored, asked.store.index, samples, seed),
         "device_probe": None if device is None else scorecard(device, samples, seed),
         "device_sentence": device_sentence(device, samples, seed),
-        "verdict": f"{verdict(mean, ci95, *words, metric)} This cohort could have shown {shown:.2f}.",
-        "cautions": [*_cautions(asked, people_of_classes(first) if is_class else None), *cautions],
+        "verdict": f"{verdict(mean, ci95, *words, metric)} {few}This cohort could have shown {shown:.2f}.",
+        "cautions": [*_cautions(asked, people), *cautions],
         "notes": [
             *notes,
             f"Intervals: participant bootstrap, {_strata(is_class)}all units of a person drawn together; "
@@ -218,12 +221,22 @@ def _cautions(asked: Asked, people: Sequence[int] | None) -> list[str]:
             f"{asked.chosen} was chosen on the evaluated participants (eval.split=val): the numbers are "
             "optimistic."
         )
-    if people is not None and min(people) < MIN_PER_CLASS:
+    if people is not None and too_few(people):
         lines.append(
             f"The smallest class has {min(people)} evaluated participants: below {MIN_PER_CLASS} intervals "
             "are too narrow, and nothing should be concluded from them."
         )
     return lines
+
+
+def too_few(people: Sequence[int] | None) -> str:
+    """The words beside a difference that is shown, where a class has too few people for intervals; else "".
+
+    `people`: of each class, or None where there are no classes.
+    """
+    if people is None or min(people) >= MIN_PER_CLASS:
+        return ""
+    return f"{min(people)} participants in the smallest class are too few"
 
 
 def people_of_classes(predictions: Predictions) -> list[int]:

@@ -22,9 +22,17 @@ from data_setup.loader import evaluation_batches
 from data_setup.next_batch import next_or_stop
 from data_setup.normalisation import plain_view
 from data_setup.store.reader import PreparedStore
+from finetuning.adapters import merged_weights
 from finetuning.cohort import VAL, Cohort
 from finetuning.head_file import head_state, write_head
-from finetuning.objective import METRICS, row_losses, row_weights, to_scores, validation_score
+from finetuning.objective import (
+    METRICS,
+    metric_name,
+    row_losses,
+    row_weights,
+    to_scores,
+    validation_score,
+)
 from finetuning.pooled import load_strictly
 from finetuning.predictions import pool
 from finetuning.source import Source
@@ -125,11 +133,12 @@ def log_start(tuning: Tuning, progress: Progress) -> None:
     """Log what is about to run, with the true counts."""
     plan, cfg = tuning.plan, tuning.cfg
     millions = sum(p.numel() for p in tuning.model.parameters()) / 1e6
+    trained = sum(p.numel() for group in tuning.optimizer.param_groups for p in group["params"]) / 1e6
     log.info(
-        "fine-tuning %s: encoder %s with a head (%s), %.1f M parameters; %d volumes; step %d of %d, encoder "
-        "frozen until step %d, validation every %d steps",
-        tuning.source.url, cfg.model.size, cfg.head.kind, millions, len(tuning.examples), progress.step,
-        plan.total, plan.unfreeze_at, plan.validate_every,
+        "fine-tuning %s: encoder %s with a head (%s), %.1f M parameters, of which %.3g M are trained; %d "
+        "volumes; step %d of %d, encoder frozen until step %d, validation every %d steps",
+        tuning.source.url, cfg.model.size, cfg.head.kind, millions, trained, len(tuning.examples),
+        progress.step, plan.total, plan.unfreeze_at, plan.validate_every,
     )  # fmt: skip
 
 
@@ -160,11 +169,6 @@ def validate_now(tuning: Tuning, progress: Progress, run_log: RunLog | NoLog) ->
     epoch = progress.step / tuning.plan.epoch
     progress.best = {"metric": metric, "score": score, "loss": loss, "epoch": epoch, "step": progress.step}
     return [BEST]
-
-
-def metric_name(metric: str) -> str:
-    """The name of a metric of finetuning.objective in the log."""
-    return f"val/{metric.replace(' ', '_').lower()}"
 
 
 @torch.no_grad()
@@ -238,5 +242,8 @@ def write_best(tuning: Tuning) -> tuple[str, dict[str, Any]]:
     load_strictly(head, parts["top.head."], url)
     if cohort.kind == "regression":
         rescale_output(head, examples.centre, examples.spread)
-    content = head_state(tuning.source, tuning.store, cohort, head, None, best, parts["encoder."])
+    encoder = parts["encoder."]
+    if cfg.finetune.lora_rank is not None:
+        encoder = merged_weights(cfg, encoder, url)
+    content = head_state(tuning.source, tuning.store, cohort, head, None, best, encoder)
     return write_head(cfg, content), best

@@ -4,7 +4,7 @@ In: features of the training and validation volumes (finetuning.features) and th
 that is best on validation, as it was after its best epoch. Every member of the grid starts from the same
 weights, sees the same batches in the same order and has its own AdamW; the parameters of all members are
 stacked, and each batch goes through them once. Evaluated volumes are not looked at: no feature of theirs is
-even read.
+even read. The log has the numbers of the pair that leads on validation, which another may take over.
 """
 
 from __future__ import annotations
@@ -13,8 +13,10 @@ import copy
 import logging
 import math
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from itertools import product
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -27,13 +29,24 @@ from data_setup.store.reader import PreparedStore
 from finetuning.cohort import TRAIN, VAL, Cohort
 from finetuning.features.kept import KeptFeatures, features_folder
 from finetuning.head_file import Standardise, head_state, write_head
-from finetuning.objective import METRICS, row_losses, row_weights, target_scale, to_scores, validation_score
+from finetuning.objective import (
+    METRICS,
+    metric_name,
+    row_losses,
+    row_weights,
+    target_scale,
+    to_scores,
+    validation_score,
+)
 from finetuning.pooled import pretrained_encoder
 from finetuning.predictions import pool
 from finetuning.source import Source
 from models.heads import build_head, reads_tokens, rescale_output
 from utils.config.schema import Config
 from utils.errors import UserError
+from utils.history import NO_CHECKPOINT_YET, WANDB_ID
+from utils.log import NoLog, RunLog
+from utils.run_dir import claim_run_dir
 from utils.runtime.single import Runtime
 
 log = logging.getLogger(__name__)
@@ -91,6 +104,20 @@ class Task:
     target: Tensor  # [n, T], a regression's standardised
     weight: Tensor  # [n, T], 0 but for TRAIN
     label_smoothing: float
+    scale: tuple[float, float]  # mean and standard deviation of a regression's values, else 0 and 1
+
+    @classmethod
+    def of(cls, cfg: Config, cohort: Cohort, device: torch.device) -> Task:
+        """What a configuration asks for; raises UserError for a value that does not vary."""
+        train = cohort.fold == TRAIN
+        centre, spread = scale = target_scale(cohort)
+        weight = np.zeros_like(cohort.target)
+        weight[train] = row_weights(
+            cohort.kind, cohort.target[train], cohort.person[train], cfg.finetune.class_weights
+        )
+        target = torch.from_numpy((cohort.target - centre) / spread).to(device, torch.float32)
+        weights = torch.from_numpy(weight).to(device, torch.float32)
+        return cls(cohort.kind, target, weights, cfg.finetune.label_smoothing, scale)
 
 
 class Grid:
@@ -127,10 +154,11 @@ class Grid:
 
         return torch.vmap(one, randomness="same")(stacked)
 
-    def step(self, inputs: Inputs, places: np.ndarray, task: Task, scale: float) -> None:
+    def step(self, inputs: Inputs, places: np.ndarray, task: Task, scale: float) -> Tensor:
         """One update of all members with the volumes at these places, `inputs.at_once` of them at a time;
-        `scale`: the schedule's share of each learning rate.
+        `scale`: the schedule's share of each learning rate. Returns the members' losses [G].
         """
+        loss_G = torch.zeros(len(self.pairs), device=task.target.device)
         self.head.train()
         self.optimizer.zero_grad()
         for start in range(0, len(places), inputs.at_once):
@@ -142,9 +170,11 @@ class Grid:
                 )
                 mean_G = (losses_GBT * task.weight[some]).mean(dim=2).sum(dim=1) / len(places)
                 mean_G.sum().backward()  # no member's gradient reaches another
+                loss_G[part] += mean_G.detach()
         for group in self.optimizer.param_groups:
             group["lr"] = group["peak"] * scale
         self.optimizer.step()
+        return loss_G
 
     @torch.no_grad()
     def predict(self, inputs: Inputs, places: np.ndarray) -> Tensor:
@@ -173,6 +203,7 @@ class Best:
     rank: tuple[float, float] = (-math.inf, -math.inf)  # score, minus the loss
     epoch: int = 0
     parameters: dict[str, Tensor] | None = None
+    latest: tuple[float, float] = (math.nan, math.nan)  # score and loss of the last validation
 
 
 @dataclass(frozen=True)
@@ -183,28 +214,23 @@ class TrainedHead:
     validation: dict[str, Any]
 
 
-def train_grid(cfg: Config, cohort: Cohort, inputs: Inputs, width: int, device: torch.device) -> TrainedHead:
+def train_grid(
+    cfg: Config,
+    cohort: Cohort,
+    inputs: Inputs,
+    width: int,
+    device: torch.device,
+    run_log: RunLog | NoLog | None = None,
+) -> TrainedHead:
     """Train all pairs of head.learning_rates x head.weight_decays; returns the best on VAL.
 
     The score is that of finetuning.objective.METRICS on units, a tie goes to the smaller loss, then to the
     first pair. Ends after train.epochs (or max_steps), or when for finetune.patience epochs no member became
     better. Raises UserError where every member's outputs stopped being numbers.
     """
-    train, val = (np.flatnonzero(cohort.fold == fold) for fold in (TRAIN, VAL))
-    centre, spread = target_scale(cohort)
-    weight = np.zeros_like(cohort.target)
-    weight[train] = row_weights(
-        cohort.kind, cohort.target[train], cohort.person[train], cfg.finetune.class_weights
-    )
-    task = Task(
-        cohort.kind,
-        torch.from_numpy((cohort.target - centre) / spread).to(device, torch.float32),
-        torch.from_numpy(weight).to(device, torch.float32),
-        cfg.finetune.label_smoothing,
-    )
-    size = min(cfg.train.global_batch_size, len(train))
-    per_epoch = math.ceil(len(train) / size)
-    total = num_updates(cfg, per_epoch)
+    train = np.flatnonzero(cohort.fold == TRAIN)
+    task, run_log = Task.of(cfg, cohort, device), run_log or NoLog()
+    size, per_epoch, total = rhythm(cfg, cohort)
     gpus = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=gpus):
         torch.manual_seed(cfg.seed)
@@ -222,13 +248,28 @@ def train_grid(cfg: Config, cohort: Cohort, inputs: Inputs, width: int, device: 
             share = 1.0
             if cfg.optim.use_scheduler:
                 share = schedule(step, total, cfg.optim.warmup_ratio, cfg.optim.min_lr_ratio)
-            grid.step(inputs, train[chosen], task, share)
-            if place + 1 == per_epoch or step + 1 == total:
-                _update_bests(bests, grid, cohort, inputs, val, (centre, spread), epoch + 1)
+            loss_G, done = grid.step(inputs, train[chosen], task, share), step + 1
+            run_log.bar.update()
+            if done % cfg.train.log_every_steps == 0 or done in (1, total):
+                leader = _leader(bests)
+                rate = pairs[leader][0] * share
+                run_log.metrics(done, {"train/loss": float(loss_G[leader]), "train/lr": rate})
+            if place + 1 == per_epoch or done == total:
+                _update_bests(bests, grid, cohort, inputs, task.scale, epoch + 1)
+                score, loss = bests[_leader(bests)].latest
+                run_log.metrics(done, {"val/loss": loss, metric_name(METRICS[cohort.kind]): score})
                 last = max(best.epoch for best in bests)
                 if cfg.finetune.patience is not None and epoch + 1 - last >= cfg.finetune.patience:
                     break
-    return _chosen(grid, bests, cohort.kind, centre, spread)
+    return _chosen(grid, bests, cohort.kind, *task.scale)
+
+
+def rhythm(cfg: Config, cohort: Cohort) -> tuple[int, int, int]:
+    """Volumes of a batch, updates of an epoch, and all updates."""
+    count = int((cohort.fold == TRAIN).sum())
+    size = min(cfg.train.global_batch_size, count)
+    per_epoch = math.ceil(count / size)
+    return size, per_epoch, num_updates(cfg, per_epoch)
 
 
 def num_updates(cfg: Config, per_epoch: int) -> int:
@@ -244,29 +285,35 @@ def _update_bests(
     grid: Grid,
     cohort: Cohort,
     inputs: Inputs,
-    val: np.ndarray,
     scale: tuple[float, float],
     epoch: int,
 ) -> None:
     """Score every member on VAL, and keep those that became better."""
-    centre, spread = scale
+    val, (centre, spread) = np.flatnonzero(cohort.fold == VAL), scale
     outputs_GnC = grid.predict(inputs, val).double()
     target = torch.from_numpy((cohort.target[val] - centre) / spread)
     weight = torch.from_numpy(row_weights(cohort.kind, cohort.target[val], cohort.person[val], "none"))
     for number, (best, outputs_nC) in enumerate(zip(bests, outputs_GnC, strict=True)):
+        best.latest = math.nan, math.nan
         if not bool(outputs_nC.isfinite().all()):
             continue  # a rate that is too high
         loss = float((row_losses(cohort.kind, outputs_nC, target) * weight).mean())
         scores = to_scores(cohort.kind, outputs_nC) * spread + centre
         score = validation_score(pool(cohort, VAL, scores.numpy()))
+        best.latest = score, loss
         if (score, -loss) > best.rank:
             best.rank, best.epoch = (score, -loss), epoch
             best.parameters = {name: p.detach().clone() for name, p in grid.members[number].items()}
 
 
+def _leader(bests: Sequence[Best]) -> int:
+    """The member that has been best on validation, the first of several; the first where none has been."""
+    return max(range(len(bests)), key=lambda g: bests[g].rank)
+
+
 def _chosen(grid: Grid, bests: list[Best], kind: str, centre: float, spread: float) -> TrainedHead:
     """The best member as a head that predicts in the label's own unit."""
-    number = max(range(len(bests)), key=lambda g: bests[g].rank)
+    number = _leader(bests)
     best = bests[number]
     if best.parameters is None:
         raise UserError(
@@ -293,7 +340,9 @@ def _chosen(grid: Grid, bests: list[Best], kind: str, centre: float, spread: flo
 def train_frozen(
     source: Source, store: PreparedStore, cohort: Cohort, runtime: Runtime
 ) -> tuple[str, dict[str, Any]]:
-    """Train a head on the features of a checkpoint's encoder; returns its file's URL and content."""
+    """Train a head on the features of a checkpoint's encoder, with the log of a run; returns its file's URL
+    and content.
+    """
     cfg = source.cfg
     encoder = pretrained_encoder(cfg, source.state, source.url)
     kept = KeptFeatures(encoder, cfg, store, runtime, features_folder(cfg))
@@ -306,6 +355,13 @@ def train_frozen(
     else:
         inputs = PooledInputs(kept.pooled(cohort.rows[places]), cohort, places, runtime.device)
         standardise = inputs.standardise
-    trained = train_grid(cfg, cohort, inputs, encoder.width, runtime.device)
-    state = head_state(source, store, cohort, trained.head, standardise, trained.validation)
-    return write_head(cfg, state), state
+    run_dir, total = Path(cfg.run.dir), rhythm(cfg, cohort)[-1]
+    (run_dir / WANDB_ID).unlink(missing_ok=True)  # nothing is resumed: a second training is another run
+    with closing(RunLog(cfg, 0, total, synthetic=bool(store.attrs["synthetic"]))) as run_log:
+        trained = train_grid(cfg, cohort, inputs, encoder.width, runtime.device, run_log)
+        state = head_state(source, store, cohort, trained.head, standardise, trained.validation)
+        url = write_head(cfg, state)
+        claim_run_dir(cfg, runtime)
+        (run_dir / NO_CHECKPOINT_YET).unlink()
+        run_log.artifact("head", url)
+    return url, state

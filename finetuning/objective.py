@@ -33,6 +33,11 @@ METRICS = {
 }
 
 
+def metric_name(metric: str) -> str:
+    """The name of one of METRICS in the log of a run."""
+    return f"val/{metric.replace(' ', '_').lower()}"
+
+
 def target_scale(cohort: Cohort) -> tuple[float, float]:
     """Mean and standard deviation of a regression's values on the training participants; else 0 and 1.
 

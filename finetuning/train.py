@@ -27,11 +27,12 @@ from finetuning.frozen import train_frozen
 from finetuning.head_file import NAME
 from finetuning.pooled import check_fit
 from finetuning.source import Source, open_source
+from finetuning.unread import refuse_unread
 from utils import storage
 from utils.checkpoint import load_checkpoint
 from utils.errors import EXIT_FINISHED, ConfigError, UserError
 from utils.log import setup_logging
-from utils.run_dir import claim_run_dir, held_run
+from utils.run_dir import held_run
 from utils.run_training import open_engine
 from utils.runtime.open import open_runtime
 
@@ -42,6 +43,7 @@ def train(config: str, overrides: Sequence[str]) -> int:
     """Train what the configuration asks for; returns the exit code. Raises UserError."""
     source = open_source(config, overrides)
     cfg = source.cfg
+    refuse_unread(cfg, config, overrides)
     if cfg.train.ckpt_dir is None:
         raise ConfigError("train.ckpt_dir: expected a folder for the head, found null")
     if cfg.task.kind == "layers":
@@ -70,7 +72,6 @@ def train(config: str, overrides: Sequence[str]) -> int:
     with held_run(cfg, runtime):  # the folder of another run keeps its files
         refuse_another_encoder(source)
         url, state = train_frozen(source, store, cohort, runtime)
-        claim_run_dir(cfg, runtime)
     print(format_grid(state["validation"]))
     print(f"head: {url}\nnext: python -m finetuning.evaluate --head {url}")
     return EXIT_FINISHED

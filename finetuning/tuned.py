@@ -2,7 +2,7 @@
 
 In: normalised volumes [B, C, D, H, W], the validity of their tokens [B, N] and, in training, the samples' own
 seeds. Out: the head's outputs [B, num_outputs]. Layer-wise decay of the rates: Clark et al. 2020
-(arXiv:2003.10555), as BEiT and MAE fine-tune. Legend: models/vit3d.py.
+(arXiv:2003.10555), as BEiT and MAE fine-tune. Adapters: finetuning/adapters.py. Legend: models/vit3d.py.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from finetuning.adapters import add_adapters, is_adapter
 from models.heads import AttentiveHead, build_head
 from models.probes.features import token_moments
 from models.stochastic import Stochastic
@@ -59,14 +60,17 @@ class TunedModel(nn.Module):
     """Encoder and head. With `seed_B` a pass draws dropout and stochastic depth from the samples' seeds."""
 
     def __init__(self, encoder: VisionTransformer3D, num_outputs: int, cfg: Config) -> None:
-        """The head is drawn from torch's global generator; the encoder's mask token, which no volume meets
-        here, stays as it is.
+        """Head, and adapters for finetune.lora_rank, are drawn from torch's global generator; the encoder's
+        mask token, which no volume meets here, stays as it is.
         """
         super().__init__()
         self.encoder = encoder
+        self.has_adapters = cfg.finetune.lora_rank is not None
         head = build_head(cfg.head.kind, encoder.width, num_outputs, cfg.head.hidden, cfg.head.dropout)
         self.top = HeadOnTokens(head, cfg.head.dropout)
         self.dropout, self.drop_path = cfg.method.dropout, cfg.method.drop_path
+        if cfg.finetune.lora_rank is not None:
+            add_adapters(encoder, cfg.finetune.lora_rank)
         if cfg.train.activation_checkpointing:
             self.checkpoint_activations(recompute_block)
         self.freeze(is_frozen=False)
@@ -76,11 +80,17 @@ class TunedModel(nn.Module):
         self.encoder.recompute = recompute
 
     def freeze(self, *, is_frozen: bool) -> None:
-        """Train the head alone, on an encoder in evaluation mode without gradients; or both."""
+        """Train the head alone, on an encoder in evaluation mode without gradients; or both, of an encoder
+        with adapters these alone.
+        """
         self.train()
-        self.encoder.train(not is_frozen).requires_grad_(not is_frozen)
-        if self.encoder.mask_token is not None:
-            self.encoder.mask_token.requires_grad_(False)
+        self.encoder.train(not is_frozen)
+        for name, parameter in self.encoder.named_parameters():
+            parameter.requires_grad_(not is_frozen and self.moves(name))
+
+    def moves(self, name: str) -> bool:
+        """Whether this parameter of the encoder is trained once the encoder is."""
+        return is_adapter(name) if self.has_adapters else name != "mask_token"
 
     def forward(self, view_BCDHW: Tensor, valid_BN: Tensor, seed_B: Tensor | None = None) -> Tensor:
         noise = None
@@ -94,13 +104,13 @@ def layer_groups(model: TunedModel, weight_decay: float, layer_decay: float) -> 
     """AdamW groups, each with `rate_share`: layer_decay to the power of the number of blocks above.
 
     Head, last norm and last block have the full rate, patches and positions the smallest. Weight decay on
-    matrices only. Every parameter but the mask token is in one group.
+    matrices only. Every parameter that is ever trained is in one group.
     """
     depth = model.encoder.depth
     groups: dict[tuple[int, bool], list[nn.Parameter]] = {}
     for name, parameter in model.named_parameters():
         words = name.split(".")
-        if name == "encoder.mask_token":
+        if words[0] == "encoder" and not model.moves(name.removeprefix("encoder.")):
             continue
         above = 0
         if words[:2] == ["encoder", "blocks"]:

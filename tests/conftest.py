@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 from collections.abc import Iterator
@@ -22,18 +23,32 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
             pytest.skip("needs a CUDA device, and none is here")
 
 
-@pytest.fixture(scope="module")
-def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A phantom and its store for a module's tests, in a path with a space. Removed after the last of them
-    (a run leaves 350 MB), unless one fails.
-    """
+@pytest.fixture(scope="session")
+def pipeline(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A phantom and its store, made by the first of the test processes that asks; nobody changes them."""
     from tests.support.pipeline_factory import (
         make_store,  # here, since it imports torch: after the lines above
     )
 
+    base = tmp_path_factory.getbasetemp()
+    made = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "made once"
+    with (made.parent / "made_once.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (made / "store" / "prepare_report.json").exists():
+            make_store(made)
+    return made
+
+
+@pytest.fixture(scope="module")
+def folder(
+    request: pytest.FixtureRequest, pipeline: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Path]:
+    """A copy of the phantom and its store for a module's tests, in a path with a space. Removed after the
+    last of them (a run leaves 350 MB), unless one fails.
+    """
     before = request.session.testsfailed
     folder = tmp_path_factory.mktemp("the pipeline")
-    make_store(folder)
+    shutil.copytree(pipeline, folder, dirs_exist_ok=True)
     yield folder
     if request.session.testsfailed == before:
         shutil.rmtree(folder)

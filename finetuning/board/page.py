@@ -21,7 +21,7 @@ from finetuning.board.compare import Comparison, Estimate, compare, estimate
 from finetuning.board.rows import Board, Row
 from finetuning.board.seeds import seed_sentences
 from finetuning.cohort import EVALUATED, TRAIN, VAL
-from finetuning.evaluation import people_of_classes
+from finetuning.evaluation import people_of_classes, too_few
 from finetuning.metrics import PRIMARY
 from finetuning.power import ALPHA, MIN_PER_CLASS
 from utils import storage
@@ -139,22 +139,36 @@ def verdicts(board: Board, results: Results) -> list[str]:
         low, high = sorted(sign * bound for bound in c.ci95)
         lines.append(
             f"{pair[0]} - {pair[1]}: {sign * c.value:+.3f} ({low:+.3f} to {high:+.3f}), "
-            f"{'shown' if c.shown else 'not shown'} (p after Holm {c.p_holm:.4f}); "
+            f"{_shown(c, board)} (p after Holm {c.p_holm:.4f}); "
             f"could have shown {c.could_have_shown:.3f}."
         )
     return lines
 
 
+def _people(board: Board) -> list[int] | None:
+    """Evaluated people of each class; None without classes."""
+    if board.cohorts[0].kind not in ("classification", "ordinal"):
+        return None
+    return people_of_classes(board.rows[0].answers[LINEAR].cells[LINEAR].predictions[0])
+
+
+def _shown(comparison: Comparison, board: Board) -> str:
+    """Whether a difference is shown, with what weakens that."""
+    if not comparison.shown:
+        return "not shown"
+    few = too_few(_people(board))
+    return f"shown, but {few}" if few else "shown"
+
+
 def cautions(board: Board) -> list[str]:
     """What weakens the table."""
     lines = []
-    if board.cohorts[0].kind in ("classification", "ordinal"):
-        smallest = min(people_of_classes(board.rows[0].answers[LINEAR].cells[LINEAR].predictions[0]))
-        if smallest < MIN_PER_CLASS:
-            lines.append(
-                f"The smallest class has {smallest} evaluated participants: below {MIN_PER_CLASS} intervals "
-                "are too narrow, and nothing should be concluded from them."
-            )
+    people = _people(board)
+    if people is not None and too_few(people):
+        lines.append(
+            f"The smallest class has {min(people)} evaluated participants: below {MIN_PER_CLASS} intervals "
+            "are too narrow, and nothing should be concluded from them."
+        )
     if board.cfg.eval.split == "val" and board.cfg.eval.protocol == "official":
         lines.append("Rows were chosen on the evaluated participants (eval.split=val): they are optimistic.")
     return lines
@@ -165,7 +179,7 @@ def tables_of(board: Board, results: Results) -> list[Table]:
     tables = [_main_table(board, results)]
     if LOW_SHOT in board.columns:
         tables.append(_low_shot_table(board, results))
-    tables.append(_pair_table(results))
+    tables.append(_pair_table(board, results))
     if DEVICES in board.columns:
         tables += _device_tables(board, results)
     return tables
@@ -213,7 +227,7 @@ def _low_shot_table(board: Board, results: Results) -> Table:
     )
 
 
-def _pair_table(results: Results) -> Table:
+def _pair_table(board: Board, results: Results) -> Table:
     ranked = sorted(results.comparisons, key=lambda c: (c.p_holm, c.p, -abs(c.value)))
     rows = [
         [
@@ -223,7 +237,7 @@ def _pair_table(results: Results) -> Table:
             f"{c.ci95[0]:+.3f} to {c.ci95[1]:+.3f}",
             f"{c.p:.4f}",
             f"{c.p_holm:.4f}",
-            "shown" if c.shown else "not shown",
+            _shown(c, board),
             f"{c.could_have_shown:.3f}",
         ]
         for c in ranked

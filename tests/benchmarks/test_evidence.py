@@ -16,6 +16,7 @@ import pytest
 
 from benchmarks.evidence import calibration as evidence_calibration
 from benchmarks.evidence import cli as evidence
+from benchmarks.evidence import differences
 from benchmarks.evidence.arms import (
     ABLATIONS,
     CONFIG,
@@ -301,6 +302,12 @@ def test_the_fold_that_is_evaluated_does_not_fit_the_features() -> None:
     score(truth, features, None, (2, 2, 2))
     assert len(seen) == 2 * FOLDS
     assert all(not (t & (truth.fold == f)).any() for t, f in zip(seen[:FOLDS], range(FOLDS), strict=True))
+
+
+@pytest.fixture(autouse=True)
+def _few_draws(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Enough resamples for an interval to be on a side of zero; the tables have three times as many."""
+    monkeypatch.setattr(differences, "BOOTSTRAP_SAMPLES", 600)
 
 
 @pytest.fixture(scope="module")
@@ -631,12 +638,10 @@ def test_steps_fill_the_budget_and_a_plan_does_not_change_under_its_runs(tmp_pat
 
 
 @pytest.mark.slow
-def test_the_whole_command_on_a_tiny_budget(tmp_path: Path) -> None:
+def test_the_whole_command_on_a_tiny_budget(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Data, calibration, two steps of a recipe beside the reference, scores, and the table."""
-    changes = [
-        *("--change", "spatial.target_spacing=[0.75,0.072,0.1875]"),
-        *("--change", "spatial.image_size=[8,32,32]"),
-    ]
+    words = "spatial.target_spacing=[0.75,0.072,0.1875]", "spatial.image_size=[8,32,32]"
+    changes = [word for change in words for word in ("--change", change)]
 
     def evidence_command(*words: str) -> None:  # a process of its own: calibration sets thread variables
         command = [sys.executable, "-m", "benchmarks.evidence", words[0], "--root", str(tmp_path), *words[1:]]
@@ -644,8 +649,17 @@ def test_the_whole_command_on_a_tiny_budget(tmp_path: Path) -> None:
         assert done.returncode == 0, done.stdout + done.stderr
 
     out = tmp_path / "results.md"
-    evidence_command("data", "--pretraining", "24", "--evaluation", "40", *changes)
+    evidence_command("data", "--pretraining", "8", "--evaluation", "24", *changes)
+    # one arm of each recipe is new; the others have been timed
+    monkeypatch.setattr(evidence_calibration, "_time_on_cores", lambda *_: [{arm.name: [1e3] for arm in ALL}])
+    timed = calibrate(tmp_path, 1, words)
+    new = ("methods", "mae_plain", "context_dense")
+    known = {name: seconds for name, seconds in timed["seconds_per_step"].items() if name not in new}
+    (tmp_path / "calibration.json").write_text(json.dumps(timed | {"seconds_per_step": known}))
     evidence_command("calibrate", "--jobs", "1", *changes)
+    seconds = json.loads((tmp_path / "calibration.json").read_text())["seconds_per_step"]
+    assert known.items() < seconds.items()
+    assert all(0 < seconds[name] < 1e5 and seconds[name] != 1e3 for name in new)
     only = ("--only", "penalty_only")  # the reference and the other controls come along
     evidence_command("run", "--steps", "2", "--seeds", "1", "--minutes", "0", *only, *changes)
     evidence_command("table", "--out", str(out))
@@ -655,7 +669,7 @@ def test_the_whole_command_on_a_tiny_budget(tmp_path: Path) -> None:
     assert all(r["steps"] == 2 and r["failed"] == 0 for r in rows if r["name"] in trained)
     assert "### What wins" in out.read_text()
     # a confirmation on the same people: the same scores
-    people = tmp_path / "people_7_40"
+    people = tmp_path / "people_7_24"
     people.mkdir()
     for name in ("evaluation_store", "truth.npz"):
         (people / name).symlink_to(tmp_path / name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,14 +12,15 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from benchmarks.evidence.arms import CONFIG, CONTROLS, arm_by_name, arm_config
+from benchmarks.evidence.arms import CONFIG, CONTROLS, arm_by_name, arm_config, run_dir
 from benchmarks.evidence.cohorts import read_truth
 from benchmarks.evidence.real import make_real_data, read_table
+from benchmarks.evidence.scores import save_scores, score
 from data_setup.manifest import read_records
 from data_setup.phantom.truth_tokens import layer_occupancy
 from data_setup.store.reader import PreparedStore
 from tests.support.import_factory import write_nifti
-from tests.support.pipeline_factory import ROOT, make_phantom
+from tests.support.pipeline_factory import ROOT
 from utils.config.load import load_config
 from utils.errors import UserError
 
@@ -32,10 +34,10 @@ def label_volume(truth: dict[str, np.ndarray], rows: int) -> np.ndarray:
 
 
 @pytest.fixture(scope="module")
-def eyes(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def eyes(pipeline: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Phantom eyes as a user's folder: 6 people with label volumes, the others without."""
     folder = tmp_path_factory.mktemp("eyes")
-    make_phantom(folder, 10)
+    shutil.copytree(pipeline / "phantom", folder, dirs_exist_ok=True)
     cfg = load_config(CONFIG, [f"data.gcs_root={folder}", "data.store=unused"])
     records = read_records(cfg).records
     labelled = sorted({record.person_id for record in records})[:6]
@@ -104,6 +106,13 @@ def test_what_is_wrong_with_the_table_is_said(eyes: Path, tmp_path: Path) -> Non
 
 @pytest.mark.slow
 def test_the_whole_command_on_labelled_eyes(eyes: Path, tmp_path: Path) -> None:
+    """The reference is trained; the controls have been scored (test_evidence.py trains them)."""
+    cfg = arm_config(arm_by_name("vjepa2"), 0, 2, tmp_path, GEOMETRY)
+    make_real_data(tmp_path, eyes, cfg, CONFIG, GEOMETRY)
+    truth, rng = read_truth(tmp_path), np.random.default_rng(0)
+    for name in CONTROLS[1:]:
+        noise = score(truth, None, rng.normal(size=(*truth.tokens.shape, 3)), cfg.grid)
+        save_scores(run_dir(tmp_path, arm_by_name(name), 0), noise, {"name": name, "seed": 0, "steps": 2})
     changes = [word for change in GEOMETRY for word in ("--change", change)]
     command = [
         sys.executable,
@@ -120,5 +129,6 @@ def test_the_whole_command_on_labelled_eyes(eyes: Path, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     rows = {row["name"]: row for row in json.loads((tmp_path / "table.json").read_text())["rows"]}
     assert {"vjepa2", *CONTROLS} <= set(rows)
+    assert (tmp_path / "runs" / "vjepa2" / "seed_0" / "checkpoints").is_dir()
     assert set(rows["vjepa2"]["tasks"]) == {"occupancy"}
     assert "* layer occupancy, R2. Shown: " in (tmp_path / "real.md").read_text()

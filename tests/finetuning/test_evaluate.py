@@ -19,7 +19,7 @@ from finetuning import evaluate as module
 from finetuning import evaluation_files, probing
 from finetuning.cohort import Cohort, read_cohort
 from finetuning.evaluate import evaluate, find_checkpoint, main
-from finetuning.evaluation import Asked
+from finetuning.evaluation import Asked, too_few
 from finetuning.metrics import observed
 from finetuning.pooled import device_features, embed_rows, pretrained_encoder, random_encoder, raw_features
 from finetuning.predictions import Scored
@@ -85,6 +85,11 @@ def test_table_file_and_verdict(world: Path, tmp_path: Path, capsys: pytest.Capt
     ]
     print(module.format_table(result))
     assert capsys.readouterr().out.splitlines()[-1] == result["verdict"]
+    low, high = result["paired_difference"]["ci95"]
+    assert ("too few" in result["verdict"]) == (low > 0 or high < 0)
+    assert (too_few([11, 40]), too_few([12, 40]), too_few(None)) == (
+        "11 participants in the smallest class are too few", "", "",
+    )  # fmt: skip
 
 
 def test_verdict_when_pretraining_destroyed_the_features(world: Path, tmp_path: Path) -> None:
@@ -94,6 +99,7 @@ def test_verdict_when_pretraining_destroyed_the_features(world: Path, tmp_path: 
     assert result["rows"][0]["balanced_accuracy"] == 0.5
     assert result["paired_difference"]["ci95"][1] < 0
     assert result["verdict"].startswith("Pre-training is worse than random initialisation")
+    assert ". 6 participants in the smallest class are too few for this to count. This" in result["verdict"]
 
 
 def test_verdict_when_pretraining_made_the_features(
@@ -111,6 +117,7 @@ def test_verdict_when_pretraining_made_the_features(
     result = evaluate(cfg, RUNTIME)
     assert result["paired_difference"]["ci95"][0] > 0
     assert result["verdict"].startswith("Pre-training beats random initialisation")
+    assert "6 participants in the smallest class are too few for this to count." in result["verdict"]
 
 
 def test_the_random_seed_is_chosen_on_validation(

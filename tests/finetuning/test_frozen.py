@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Iterator
 from dataclasses import replace
@@ -22,17 +23,21 @@ from finetuning.head_file import open_head, predict_rows
 from finetuning.objective import row_weights
 from finetuning.pooled import embed_rows, pretrained_encoder, random_encoder
 from finetuning.train import main
+from finetuning.unread import UNREAD
 from models.heads import build_head
 from tests.support.finetune_factory import CONFIG, RUNTIME, config, make_world, save_checkpoint
 from utils.checkpoint import CheckpointError, load_checkpoint
 from utils.cli import run_cli
 from utils.config.load import load_config
-from utils.config.schema import Config
+from utils.config.schema import Config, leaves
 from utils.errors import ConfigError, UserError
+from utils.log import NoLog
+from utils.report import cli as report
 
 TASK = str(Path(__file__).resolve().parents[2] / "configs" / "cls_linear_probe.yaml")
 CPU = torch.device("cpu")
 QUICK = ["train.epochs=3", "head.learning_rates=[1e-3,1e-2]", "head.weight_decays=[0.01]", "data.workers=0"]
+QUICK += ["train.log_every_steps=2", "wandb.mode=disabled"]
 WIDTH = 6
 
 
@@ -96,8 +101,9 @@ def classes(count: int, people: int = 90) -> np.ndarray:
 
 def alone(
     cfg: Config, cohort: Cohort, features: np.ndarray, rate: float, decay: float, epochs: int
-) -> dict[str, Tensor]:
-    """One member in a plain loop: its own model, torch's AdamW."""
+) -> tuple[dict[str, Tensor], list[float]]:
+    """Weights and losses of one member in a plain loop: its own model, torch's AdamW."""
+    losses = []
     train = np.flatnonzero(cohort.fold == TRAIN)
     x = torch.from_numpy((features - features[train].mean(0)) / features[train].std(0)).float()
     weight = torch.from_numpy(
@@ -126,9 +132,11 @@ def alone(
             labels = torch.from_numpy(cohort.target[train[chosen], 0]).long()
             loss = nn.functional.cross_entropy(head(x[train[chosen]]), labels, reduction="none")
             optimizer.zero_grad()
-            (loss * weight[chosen]).mean().backward()
+            mean = (loss * weight[chosen]).mean()
+            losses.append(float(mean.detach()))
+            mean.backward()
             optimizer.step()
-    return {name: p.detach() for name, p in head.named_parameters()}
+    return {name: p.detach() for name, p in head.named_parameters()}, losses
 
 
 @pytest.mark.parametrize("kind", ["linear", "mlp"])
@@ -147,7 +155,7 @@ def test_a_member_is_what_it_would_be_alone(world: Path, kind: str, monkeypatch:
     (grid,) = grids
     assert [round(rate, 6) for rate, _ in grid.pairs] == [0.001, 0.001, 0.03, 0.03]
     for (rate, decay), member in zip(grid.pairs, grid.members, strict=True):
-        for name, value in alone(cfg, cohort, features, rate, decay, 8).items():
+        for name, value in alone(cfg, cohort, features, rate, decay, 8)[0].items():
             torch.testing.assert_close(member[name].detach(), value, atol=1e-5, rtol=1e-5)
 
 
@@ -165,12 +173,54 @@ def test_the_kept_head_is_the_best_epoch_of_the_best_member(world: Path) -> None
     best = lines[ranks.index(max(ranks))]
     assert {key: chosen.validation[key] for key in best} == best
     assert best["epoch"] == 1
-    expected = alone(cfg, swapped, features, best["learning_rate"], best["weight_decay"], 1)
+    expected, _ = alone(cfg, swapped, features, best["learning_rate"], best["weight_decay"], 1)
     for name, value in chosen.head.named_parameters():
         torch.testing.assert_close(value, expected[name], atol=1e-5, rtol=1e-5)
     normal = train_grid(cfg, cohort, pooled(cohort, features), WIDTH, CPU).validation
     assert normal["learning_rate"] == 3e-2
     assert normal["score"] > 0.8
+
+
+class Rows(NoLog):
+    """A log that keeps what it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows: list[tuple[int, dict[str, float | None]]] = []
+
+    def metrics(self, step: int, values: dict[str, float | None]) -> None:
+        self.rows.append((step, values))
+
+
+def test_the_log_follows_the_pair_that_leads(world: Path) -> None:
+    """With one pair, the losses of a plain loop; with two, those of the one that is better on validation."""
+    cohort, features = made_up("classification", classes(3))
+    logs = {}
+    for rates in ("[3e-2]", "[1e-5]", "[1e-5,3e-2]"):
+        changes = f"head.learning_rates={rates}", "head.weight_decays=[0.3]", "train.log_every_steps=4"
+        logs[rates] = run_log = Rows()
+        cfg = learning(world, *changes)
+        trained = train_grid(cfg, cohort, pooled(cohort, features), WIDTH, CPU, run_log)
+    good, bad, both = ([row for row in logs[rates].rows if "train/loss" in row[1]] for rates in logs)
+    _, losses = alone(cfg, cohort, features, 3e-2, 0.3, 8)
+    total = len(losses)
+    assert [step for step, _ in good] == [1, *range(4, total + 1, 4)]
+    assert [row["train/loss"] for _, row in good] == pytest.approx([losses[s - 1] for s, _ in good], rel=1e-4)
+    per_epoch = total // 8
+    led = [(good if step > per_epoch else bad)[n][1] for n, (step, _) in enumerate(both)]
+    assert [row["train/loss"] for _, row in both] == pytest.approx([row["train/loss"] for row in led])
+    assert [row["train/lr"] for _, row in both] == [row["train/lr"] for row in led]
+    alone_scored, scored = (
+        [row for row in logs[rates].rows if "val/loss" in row[1]] for rates in ("[3e-2]", "[1e-5,3e-2]")
+    )
+    for (_, one), (_, other) in zip(alone_scored, scored, strict=True):
+        assert other == pytest.approx(one)
+    assert [step for step, _ in scored] == [per_epoch * n for n in range(1, 9)]
+    kept = scored[trained.validation["epoch"] - 1][1]
+    assert kept == {
+        "val/loss": trained.validation["loss"],
+        "val/balanced_accuracy": trained.validation["score"],
+    }
 
 
 def test_evaluated_participants_change_nothing(world: Path) -> None:
@@ -465,6 +515,45 @@ def test_the_command_trains_and_says_what_is_next(
         assert set(store.index.loc[rows, "split"]) == {"train", "val"}
 
 
+def test_a_probe_has_the_log_and_the_report_of_a_run(
+    probe: Path, checkpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """metrics.jsonl, log.txt, the same rows to W&B, and a page; a second training begins them anew."""
+    sent: list[tuple[int, dict[str, float]]] = []
+
+    class Service:
+        offline = True
+
+        def log(self, values: dict[str, float], step: int) -> None:
+            sent.append((step, values))
+
+        def finish(self) -> None:
+            sent.append((-1, {}))
+
+    def start(cfg: Config, run_dir: Path) -> Service:
+        (run_dir / "wandb_id.txt").touch(exist_ok=False)
+        return Service()
+
+    monkeypatch.setattr("utils.log._start_wandb", start)
+    run = probe.parent / "logged"
+    for _ in range(2):
+        sent.clear()
+        assert main(["--config", TASK, "--checkpoint", checkpoint, f"run.dir={run}", *QUICK]) == 0
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert sent == [*((row["step"], {k: row[k] for k in row if k != "step"}) for row in rows), (-1, {})]
+    assert [row["step"] for row in rows if "train/loss" in row] == [1, 2, 3]
+    assert [row["step"] for row in rows if "val/balanced_accuracy" in row] == [1, 2, 3]
+    assert "step 3: " in (run / "log.txt").read_text()
+    assert not (run / "no_checkpoint_yet").exists()
+    counts = {"kept": 72, "rejected": {}, "synthetic": True, "run": {"audit": None}}
+    counts |= {"by_device": {}, "by_protocol": {}}
+    (run / "prepare_report.json").write_text(json.dumps(counts))
+    report.main(["--run", str(run)])
+    page = (run / "report.html").read_text()
+    assert "fine-tuning report" in page
+    assert "Score of the task" in page
+
+
 def test_a_folder_of_another_run_keeps_its_files(
     probe: Path, checkpoint: str, world: Path, tmp_path: Path
 ) -> None:
@@ -664,12 +753,53 @@ def test_mistakes_are_one_line(
     assert "expected one process" in fails(*use, "data.workers=0")
 
 
+def test_a_key_that_does_nothing_is_refused(checkpoint: str, tmp_path: Path) -> None:
+    """On the command line and in a file; what a file must hold, and what is as it would be, is not."""
+
+    def refused(file: Path | str, *words: str) -> str:
+        with pytest.raises(ConfigError) as error:
+            main(["--config", str(file), "--checkpoint", checkpoint, f"run.dir={tmp_path / 'run'}", *words])
+        assert not (tmp_path / "run").exists()
+        return str(error.value)
+
+    def passes(file: Path | str, *words: str) -> None:
+        """As far as the next mistake."""
+        assert "train.ckpt_dir: expected a folder" in refused(file, *words, "train.ckpt_dir=null")
+
+    assert refused(TASK, "optim.base_lr=0.5") == (
+        "command line: optim.base_lr: expected the file's own with finetune.encoder=frozen, which does not "
+        "read it (head.learning_rates are tried), found 0.5"
+    )
+    assert "augment.gamma: expected its default 0.3" in refused(TASK, "augment.gamma=0.1")
+    assert "method.drop_path" in refused(TASK, "method.drop_path=0.2")
+    assert "train.keep_last: expected its default 2" in refused(TASK, "train.keep_last=9")
+    assert "optim.cooldown_ratio" in refused(TASK, "optim.cooldown_ratio=0.1")
+    passes(TASK, "train.keep_last=2", "train.log_every_steps=1", "head.learning_rates=[1]")
+    tuned = str(Path(TASK).with_name("cls_finetune.yaml"))
+    assert "found [0.1]" in refused(tuned, "head.learning_rates=[0.1]")
+    assert "head.weight_decays: expected its default [0.0001, 0.01, 0.1]" in refused(
+        tuned, "head.weight_decays=[0.5]"
+    )
+    passes(tuned, "optim.base_lr=0.5", "train.keep_last=9", "augment.gamma=0.1", "finetune.layer_decay=0.5")
+    own = tmp_path / "own.yaml"
+    own.write_text(Path(TASK).read_text().replace("finetune:\n", "finetune:\n  layer_decay: 0.5\n"))
+    assert refused(own).startswith(f"{own}: finetune.layer_decay: expected its default 0.75 with")
+    assert not {key for table in UNREAD.values() for key in table} - {
+        *(name for name, _, _ in leaves(Config())), "augment.",
+    }  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("override", "message"),
     [
         ("head.learning_rates=[]", "head.learning_rates: expected one number above 0 or more"),
         ("head.learning_rates=[0.1,-1]", "head.learning_rates"),
         ("head.weight_decays=[-1]", "head.weight_decays: expected one number of 0 or more"),
+        (
+            "head.learning_rates=[1e-3,0.001]",
+            "head.learning_rates: expected different numbers, found .*0.001",
+        ),
+        ("head.weight_decays=[0.1,0,0.10]", "head.weight_decays: expected different numbers"),
         ("finetune.mixup=0.2", "finetune.mixup: expected 0 with finetune.encoder=frozen"),
         ("finetune.unfreeze_at_epoch=2", "finetune.unfreeze_at_epoch: expected 0"),
     ],

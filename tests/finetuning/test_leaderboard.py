@@ -123,6 +123,8 @@ def test_pages(board: Board) -> None:
     assert "25 % (" in text
     assert f"without {DEVICES[0]}" in text
     assert "p (Holm)" in text
+    assert "| shown, but 6 participants in the smallest class are too few |" in text
+    assert "| shown |" not in text
     assert "linear: seeds of one recipe, good (seed 0, step 40) and silent (seed 1, step 40), are" in text
     page = (folder / "leaderboard.html").read_text()
     assert "data:image/png;base64," in page

@@ -11,12 +11,14 @@ from utils.config.schema import Config
 
 ROOT = Path(__file__).resolve().parents[2]
 SMOKE = ROOT / "configs" / "smoke_test.yaml"
+# Of a run whose W&B files are read, or could break it: W&B takes longer than the eight steps of such a run.
+WITH_WANDB = "wandb.mode=offline"
 
 
 def make_phantom(root: Path, participants: int = 12, *extra: str) -> Path:
-    """Write a phantom tree; returns its root."""
+    """Write a phantom tree of small scans in this process; returns its root."""
     phantom.main(
-        ["--out", str(root), "--participants", str(participants), "--seed", "0", "--size", "small", *extra]
+        ["--out", str(root), "--participants", str(participants), "--seed", "0", "--workers", "0", *extra]
     )
     return root
 
@@ -42,13 +44,14 @@ def pipeline_overrides(folder: Path) -> list[str]:
         "data.workers=0",
         "train.use_bf16=false",
         "optim.base_lr=5e-4",
+        "wandb.mode=disabled",
     ]
 
 
 def make_store(folder: Path) -> None:
     """Phantom and prepared store under the folder."""
     make_phantom(folder / "phantom")
-    assert prepare.main(["--config", str(SMOKE), "--workers", "2", *pipeline_overrides(folder)]) == 0
+    assert prepare.main(["--config", str(SMOKE), "--workers", "0", *pipeline_overrides(folder)]) == 0
 
 
 def pipeline_config(folder: Path, *overrides: str) -> Config:

@@ -179,6 +179,7 @@ def test_results_without_probe(run_dir: Path, capsys: pytest.CaptureFixture[str]
         },
         "truth": None,
         "probe": None,
+        "evaluation": None,
         "seconds": {"prepare": 12.2, "train": 100.5},
     }
     printed = capsys.readouterr().out.splitlines()
@@ -295,6 +296,34 @@ def test_page_is_one_self_contained_file(run_dir: Path) -> None:
     assert not {"script", "link", "iframe"} & set(links.tags)
     assert not re.search(r"https?://|@import|url\(", page)
     assert "<b>not bold</b>" not in page  # text of the run is text
+
+
+def test_the_files_of_an_evaluation_are_linked(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of a head, which has no probe.json: its verdict stands first, and each link leads to a file."""
+    (run_dir / "figures").mkdir()
+    for name in ("roc", "confusion", 'a "b"'):
+        (run_dir / "figures" / f"{name}.png").write_bytes(b"")
+    main(["--run", str(run_dir)])
+    assert "figures/" not in (run_dir / "report.html").read_text()  # of an evaluation that was cut short
+    answer = {
+        "title": "study_group: 2 classes",
+        "verdict": "The head beats a constant.",
+        "cautions": ["Few."],
+    }
+    (run_dir / "evaluation.json").write_text(json.dumps(answer))
+    (run_dir / "evaluation.md").write_text("tables")
+    main(["--run", str(run_dir)])
+    page = (run_dir / "report.html").read_text()
+    links = Links()
+    links.feed(page)
+    local = [link for link in links.addresses if not link.startswith("data:")]
+    assert local == ["evaluation.md", 'figures/a "b".png', "figures/confusion.png", "figures/roc.png"]
+    assert all((run_dir / link).is_file() for link in local)
+    for text in ("The head beats a constant.", "Few.", "study_group: 2 classes"):
+        assert page.index(text) < page.index("In numbers")
+    assert "Not evaluated" not in page
+    assert json.loads((run_dir / "results.json").read_text())["evaluation"] == answer
+    assert "verdict       The head beats a constant." in capsys.readouterr().out
 
 
 PATIENT = "oct/SMITH^JOHN_19500101_OD.dcm"

@@ -22,7 +22,7 @@ from finetuning import evaluate
 from pretraining import train
 from tests.support.cloud_proxy import FAULTS, STALL, Schedule, fault_proxy, seeded
 from tests.support.cloud_servers import BUCKET, gcs_server, s3_server, token_server
-from tests.support.pipeline_factory import SMOKE, make_phantom, pipeline_overrides
+from tests.support.pipeline_factory import SMOKE, WITH_WANDB, make_phantom, pipeline_overrides
 from tests.support.wandb_reader import run_ids
 from utils import storage
 from utils.checkpoint import list_steps, load_checkpoint
@@ -64,6 +64,7 @@ class Place:
             f"data.storage_options.endpoint_url={endpoint}",
             f"data.cache_dir={self.folder / 'cache'}",
             f"train.ckpt_dir={self.checkpoints}",
+            WITH_WANDB,  # its files are searched for credentials
         ]
 
     def upload(self, tree: Path) -> None:

@@ -17,7 +17,7 @@ from data_setup.store.reader import PreparedStore
 from pretraining.rows import open_rows
 from pretraining.train import train
 from tests.support.launcher_factory import Pod, copy_tree, wait_for
-from tests.support.pipeline_factory import SMOKE, pipeline_config, pipeline_overrides
+from tests.support.pipeline_factory import SMOKE, WITH_WANDB, pipeline_config, pipeline_overrides
 from tests.support.process_factory import is_running, losses, steps_logged
 from tests.support.wandb_reader import run_ids
 from utils.checkpoint import list_steps
@@ -97,7 +97,7 @@ def test_four_workers_are_one_run_that_stops_and_resumes(folder: Path, pod: Pod)
 
     done = pod.launch("sync")
     assert done.returncode == 0, done
-    start = ("start", CONFIG, *words)
+    start = ("start", CONFIG, *words, WITH_WANDB)
     choose_port(pod)
     done = pod.launch(*start, **venv)
     assert done.returncode == 0, done

@@ -10,6 +10,7 @@ from __future__ import annotations
 import base64
 import os
 import re
+import shutil
 import subprocess
 import sys
 import traceback
@@ -33,7 +34,7 @@ from data_setup.readers.dicom import OCTReadError, RejectReason, open_volume, re
 from data_setup.readers.faults import place_of
 from data_setup.store.reader import PreparedStore
 from tests.support.dicom_factory import item, rows_down, speckle, write_opt
-from tests.support.pipeline_factory import ROOT, SMOKE, make_phantom, pipeline_overrides
+from tests.support.pipeline_factory import ROOT, SMOKE, pipeline_overrides
 from tests.support.wandb_reader import records
 
 WORD, DAY, ROOT_UID = "ZQXPLANTED", "18770613", "2.25.31415926535897932384626433"
@@ -263,10 +264,12 @@ def run(module: str, folder: Path, *more: str) -> int:
 
 @pytest.mark.slow
 @pytest.mark.timeout(3000)  # a minute of one core; a shared machine may take twenty
-def test_nothing_planted_reaches_store_logs_checkpoints_reports_or_wandb(tmp_path: Path) -> None:
+def test_nothing_planted_reaches_store_logs_checkpoints_reports_or_wandb(
+    pipeline: Path, tmp_path: Path
+) -> None:
     """Good files and one of each kind of bad ones, from the tree to the report."""
     source, out = tmp_path / "source", tmp_path / "out"
-    make_phantom(source)
+    shutil.copytree(pipeline / "phantom", source)
     out.mkdir()
     files = sorted(source.rglob("*.dcm"))
     names = sorted(LIES)

@@ -30,6 +30,7 @@ def test_prepare_train_and_report_on_real_eyes(tmp_path: Path) -> None:
         "train.global_batch_size=4",
         "train.per_core_batch_size=4",
         "data.workers=0",
+        "wandb.mode=disabled",
     ]
     assert prepare.main(arguments) == 0
     store = PreparedStore.open(str(tmp_path / "store"))

@@ -18,7 +18,7 @@ import torch
 from data_setup.store.reader import PreparedStore
 from pretraining import train as loop
 from pretraining.rows import open_rows
-from tests.support.pipeline_factory import ROOT, pipeline_config
+from tests.support.pipeline_factory import ROOT, WITH_WANDB, pipeline_config
 from tests.support.process_factory import (
     PLANTED,
     SPOT_S,
@@ -43,6 +43,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
 STEPS = 12
 LIMIT_S = 120.0  # for a start of two processes, on a machine that is busy with other things
 TWO = (f"train.max_steps={STEPS}", "train.per_core_batch_size=2")
+ONE_SET = (*TWO, WITH_WANDB)  # whose files are counted
 ONE = (f"train.max_steps={STEPS}",)
 RECIPES = {
     "vjepa2": (),
@@ -108,7 +109,7 @@ def test_two_processes_have_the_losses_of_one(
         one = request.getfixturevalue("alone")
     else:
         train_alone(folder, one, *ONE, *RECIPES[recipe])
-    overrides = (f"run.dir={two}", *TWO, *RECIPES[recipe])
+    overrides = (f"run.dir={two}", *ONE_SET, *RECIPES[recipe])
     if recipe == "mae":  # on what could be two machines
         nodes = [Running(argv, two) for argv in documented_nodes(folder, *overrides)]
         assert [node.wait() for node in nodes] == [0, 0], nodes[0].output[-5000:]
@@ -128,7 +129,7 @@ def test_two_one_two_processes_over_resumes(
 ) -> None:
     """Both stops by SIGTERM, the first to the second process only."""
     run = tmp_path / "two_one_two"
-    two = command(folder, f"run.dir={run}", *TWO, processes=2)
+    two = command(folder, f"run.dir={run}", *ONE_SET, processes=2)
     running = Running(two, run)
     running.wait_for_step(2)
     os.kill(worker_of_rank(running.process.pid, 1), signal.SIGTERM)
@@ -145,7 +146,7 @@ def test_two_one_two_processes_over_resumes(
         return real(*args)
 
     monkeypatch.setattr(loop, "train_step", step_then_signal)
-    train_alone(folder, run, *ONE, ends_with=EXIT_STOPPED)
+    train_alone(folder, run, *ONE, WITH_WANDB, ends_with=EXIT_STOPPED)
     assert list_steps(str(run / "checkpoints"))[-1] == first + 2
     run_to_end(two, run)
     assert f"resuming from step {first + 2}" in (run / "log.txt").read_text()

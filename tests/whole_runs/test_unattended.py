@@ -21,7 +21,7 @@ from data_setup.store.reader import PreparedStore
 from pretraining.rows import open_rows
 from tests.support.cloud_proxy import Proxy, fault_proxy
 from tests.support.cloud_servers import BUCKET, s3_server
-from tests.support.pipeline_factory import pipeline_config
+from tests.support.pipeline_factory import WITH_WANDB, pipeline_config
 from tests.support.process_factory import (
     PLANTED,
     SPOT_S,
@@ -75,7 +75,7 @@ def test_sigterm_to_everything_of_a_run(
     """
     run = tmp_path / "sigterm"
     step = random.randrange(1, STEPS - 4)
-    running = Running(argv(folder, run), run)
+    running = Running(argv(folder, run, WITH_WANDB), run)
     running.wait_for_step(step)
     running.process.send_signal(signal.SIGSTOP)  # it is there, however long the second one takes to start
     second = Running(argv(folder, run), tmp_path / "second")
@@ -91,7 +91,7 @@ def test_sigterm_to_everything_of_a_run(
         f"stopped by SIGTERM at step {stopped} of {STEPS}; run the same command again to go on"
         in running.output
     )
-    run_to_end(argv(folder, run), run)
+    run_to_end(argv(folder, run, WITH_WANDB), run)
     assert_same_run(run, uninterrupted(STEPS), STEPS)
 
 
@@ -117,7 +117,7 @@ def test_kill_9_at_drawn_moments(
     print(f"seed {seed}")
     rng = random.Random(seed)
     run = tmp_path / f"killed_{kills}"
-    arguments = argv(folder, run, f"train.max_steps={steps}")
+    arguments = argv(folder, run, f"train.max_steps={steps}", WITH_WANDB)
     damaged: list[Path] = []
     for kill in range(kills):
         running = Running(arguments, run)
@@ -187,7 +187,7 @@ def test_disk_full(
     """The run directory's disk fills up; training goes on. With space again everything is caught up with."""
     disk = tmp_path / f"disk_{is_freed}"
     disk.mkdir()
-    inside = argv(folder, disk / "run", module=PLANTED)
+    inside = argv(folder, disk / "run", WITH_WANDB, module=PLANTED)
     mount = ["unshare", "-m", "sh", "-c", f'mount -t tmpfs -o size=600m tmpfs {disk} && exec "$@"', "sh"]
     running = Running([*mount, *inside], tmp_path / disk.name, {"pause_s": 0.5})
     outside = Path(f"/proc/{running.process.pid}/root") / disk.relative_to("/")

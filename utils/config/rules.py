@@ -28,6 +28,8 @@ def check_rules(cfg: Config, where: str) -> None:
         _check_head(cfg)
         _check_finetune(cfg)
         _check_layers(cfg)
+        _check_adapters(cfg)
+        _check_grid(cfg)
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from None
 
@@ -228,3 +230,23 @@ def _check_finetune(cfg: Config) -> None:
         f"less than finetune.patience {patience}, or the run may end before the encoder is trained",
         unfreeze,
     )
+
+
+def _check_adapters(cfg: Config) -> None:
+    """Adapters are part of a trained encoder."""
+    rank, encoder = cfg.finetune.lora_rank, cfg.finetune.encoder
+    _require(
+        rank is None or encoder == "trained",
+        "finetune.lora_rank",
+        "null with finetune.encoder=frozen",
+        rank,
+    )
+
+
+def _check_grid(cfg: Config) -> None:
+    """A pair that stands twice in the grid would be trained twice, to the same head."""
+    for key, values in (
+        ("head.learning_rates", cfg.head.learning_rates),
+        ("head.weight_decays", cfg.head.weight_decays),
+    ):
+        _require(len(set(values)) == len(values), key, "different numbers", values)

@@ -262,6 +262,8 @@ class FinetuneConfig:
     # learning rate of a block is this to the power of the number of blocks above it
     layer_decay: float = key(0.75, Bound("a number in (0, 1]", lambda value: 0 < value <= 1))
     unfreeze_at_epoch: int = key(0, AT_LEAST_0)  # until then the head alone is trained
+    # rank of adapters (LoRA) that are trained in place of the encoder's own weights; null: those are
+    lora_rank: int | None = key(None, AT_LEAST_1)
     class_weights: Literal["auto", "none"] = "auto"  # auto: every class has the same weight in the loss
     label_smoothing: float = key(0.0, BELOW_1)
     mixup: float = key(0.0, AT_LEAST_0)  # alpha of its beta distribution; 0: none

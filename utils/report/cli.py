@@ -47,7 +47,7 @@ def summary(out: Mapping[str, Any]) -> list[tuple[str, str]]:
     if probe:
         arms = [f"{arm.replace('_', ' ')} {_interval(probe[arm])}" for arm in ARMS]
         lines.append(("probe", f"{', '.join(arms)}; {probe['n_participants']} participants"))
-    lines.append(("verdict", probe["verdict"] if probe else NO_PROBE))
+    lines.append(("verdict", (probe or out["evaluation"] or {"verdict": NO_PROBE})["verdict"]))
     if out["seconds"]:
         lines.append(("seconds", ", ".join(f"{k} {v:.0f}" for k, v in out["seconds"].items())))
     return lines

@@ -148,7 +148,7 @@ def page_of(run: Run, out: Mapping[str, Any]) -> Page:
     """The contents of a run's page."""
     first, last = _snapshots(run.snapshots)
     return Page(
-        verdict=run.probe["verdict"] if run.probe else NO_PROBE,
+        verdict=(run.probe or run.evaluation or {"verdict": NO_PROBE})["verdict"],
         numbers=_numbers(out),
         truth=truth_tables(run.truth) if run.truth else [],
         probe=probe_table(run.probe) if run.probe else None,

@@ -1,10 +1,10 @@
 """What a run directory says: its files as one object, the numbers of results.json, and what they warn of.
 
 In: files of the run directory only: metrics.jsonl, config.yaml, provenance.json, prepare_report.json, and
-where they exist check_report.json (data_setup.check), truth.json (finetuning.truth), probe.json
-(finetuning.evaluate),
-snapshots/*.npz (utils.report.pictures) and stages.tsv (name, tab, seconds). Out: a `Run`; the dictionary of
-results.json; sentences about what the numbers warn of.
+where they exist check_report.json (data_setup.check), truth.json (finetuning.truth), probe.json,
+evaluation.json, evaluation.md and figures/*.png (finetuning.evaluate), snapshots/*.npz
+(utils.report.pictures) and stages.tsv (name, tab, seconds). Out: a `Run`; the dictionary of results.json;
+sentences about what the numbers warn of.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ NO_PROBE = "Not evaluated: this run has no probe.json. finetuning.evaluate write
 
 @dataclass(frozen=True)
 class Run:
-    """What a run directory says; probe, truth, checked are None and seconds empty where their files are
-    absent.
+    """What a run directory says; probe, evaluation, truth, checked are None, seconds and linked empty where
+    their files are absent.
     """
 
     path: Path
@@ -48,6 +48,8 @@ class Run:
     prepared: dict[str, Any]
     truth: dict[str, Any] | None  # of a phantom
     probe: dict[str, Any] | None
+    evaluation: dict[str, Any] | None  # also of a head, and of values and labels, which have no probe.json
+    linked: list[str]  # tables and figures of an evaluation, as paths from the run directory
     checked: dict[str, Any] | None  # the tree's check by its headers
     seconds: dict[str, float]
     snapshots: list[Path]
@@ -63,7 +65,8 @@ def read_run(path: str | Path) -> Run:
     if not path.is_dir():
         raise UserError(f"{path}: expected a run directory, found none; pretraining.train makes it")
     series, not_finite, alarms = _series(_text(path / "metrics.jsonl"), path / "metrics.jsonl")
-    probe, truth = path / "probe.json", path / "truth.json"
+    probe, truth, evaluation = (path / f"{name}.json" for name in ("probe", "truth", "evaluation"))
+    files = [path / "evaluation.md", *sorted((path / "figures").glob("*.png"))]
     stages, checked = path / "stages.tsv", path / "check_report.json"
     return Run(
         path=path,
@@ -75,6 +78,8 @@ def read_run(path: str | Path) -> Run:
         prepared=_json(path / "prepare_report.json"),
         truth=_json(truth) if truth.exists() else None,
         probe=_json(probe) if probe.exists() else None,
+        evaluation=_json(evaluation) if evaluation.exists() else None,
+        linked=[file.relative_to(path).as_posix() for file in files if evaluation.exists() and file.exists()],
         checked=_json(checked) if checked.exists() else None,
         seconds=_seconds(stages) if stages.exists() else {},
         snapshots=sorted((path / "snapshots").glob("*.npz")),
@@ -161,6 +166,8 @@ def results(run: Run) -> dict[str, Any]:
             **{arm: {k: rows[arm][k] for k in ("balanced_accuracy", "ci95")} for arm in ARMS},
             **{key: p[key] for key in ("paired_difference", "n_participants", "verdict")},
         },
+        "evaluation": run.evaluation
+        and {key: run.evaluation[key] for key in ("title", "verdict", "cautions")},
         "seconds": run.seconds,
     }
 

@@ -1,0 +1,101 @@
+"""Keys that a way of training does not read: refused where somebody sets them, since they would do nothing.
+
+In: the configuration of finetuning.train, its file and the words of its command line. Out: a ConfigError that
+names the first such key. What a checkpoint's configuration brings along is nobody's word. A file may hold a
+key that has no default, since it must be there; the command line may not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, Field
+from pathlib import Path
+from typing import Any
+
+from omegaconf import MISSING as REQUIRED
+from omegaconf import OmegaConf
+
+from utils.config.schema import Config, leaves
+from utils.errors import ConfigError
+
+PLAIN = "features are of plain volumes"
+ONE_FILE = "head.pt alone is written"
+# key, or section with a dot at its end -> what is done instead
+NEITHER = {
+    "optim.cooldown_ratio": "the rate falls as a cosine",
+    "optim.extend": "a run has the length that it began with",
+    "train.val_fraction": "validation has the participants of the labels' val split",
+    "val.max_volumes": "validation reads every labelled volume of val",
+    "run.profile": "no trace is written",
+}
+UNREAD: dict[str, Mapping[str, str]] = {
+    "frozen": {
+        **NEITHER,
+        "optim.base_lr": "head.learning_rates are tried",
+        "optim.weight_decay": "head.weight_decays are tried",
+        "optim.clip_grad_norm": "gradients of a head are not clipped",
+        "finetune.layer_decay": "the encoder's layers do not move",
+        "method.drop_path": PLAIN,
+        "method.dropout": f"{PLAIN}; head.dropout is the head's",
+        "augment.": PLAIN,
+        "data.sampling": "each volume is read once an epoch",
+        "train.ckpt_every_epochs": ONE_FILE,
+        "train.ckpt_every_steps": ONE_FILE,
+        "train.keep_epochs": ONE_FILE,
+        "train.keep_last": ONE_FILE,
+        "train.per_core_batch_size": "eval.batch_size is the encoder's, train.global_batch_size the head's",
+        "train.grad_accum_steps": "a batch of features is not divided",
+        "train.val_every_steps": "validation is after each epoch",
+        "train.max_bad_steps": "a pair whose outputs are no numbers is left out",
+        "train.compile": "the encoder is not trained",
+        "train.activation_checkpointing": "the encoder is not trained",
+        "train.shard_parameters": "the encoder is not trained",
+    },
+    "trained": {
+        **NEITHER,
+        "head.learning_rates": "optim.base_lr is the rate",
+        "head.weight_decays": "optim.weight_decay is the decay",
+    },
+}
+
+
+def refuse_unread(cfg: Config, path: str | Path, overrides: Sequence[str]) -> None:
+    """Raise ConfigError for the first key, set to other than its default, that finetune.encoder's way of
+    training does not read.
+    """
+    encoder = cfg.finetune.encoder
+    file = OmegaConf.to_container(OmegaConf.load(path))
+    words = OmegaConf.to_container(OmegaConf.from_dotlist(list(overrides)))
+    for name, part, value in leaves(cfg):
+        instead = next((text for key, text in UNREAD[encoder].items() if _covers(key, name)), None)
+        if instead is None:
+            continue
+        default, has_default = _default(part)
+        where = "command line" if _holds(words, name) else str(path)
+        is_set = _holds(words, name) or (has_default and _holds(file, name))
+        if is_set and not (has_default and value == default):
+            expected = f"its default {default}" if has_default else "the file's own"
+            raise ConfigError(
+                f"{where}: {name}: expected {expected} with finetune.encoder={encoder}, which does not read "
+                f"it ({instead}), found {value}"
+            )
+
+
+def _covers(key: str, name: str) -> bool:
+    return name.startswith(key) if key.endswith(".") else name == key
+
+
+def _default(part: Field[Any]) -> tuple[Any, bool]:
+    """The default of a key, and whether it has one."""
+    if part.default_factory is not MISSING:
+        return part.default_factory(), True
+    return part.default, part.default != REQUIRED
+
+
+def _holds(written: Any, name: str) -> bool:
+    """Whether the key stands in what somebody wrote."""
+    for word in name.split("."):
+        if not isinstance(written, dict) or word not in written:
+            return False
+        written = written[word]
+    return True

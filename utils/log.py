@@ -227,7 +227,7 @@ def _allowed(key: str, wanted: bool | None, synthetic: bool) -> bool:
     return synthetic if wanted is None else wanted
 
 
-def _has_api_key(base_url: str) -> bool:
+def has_api_key(base_url: str) -> bool:
     """True when a key is where the client looks: in the environment, or in ~/.netrc after `wandb login`."""
     if os.environ.get("WANDB_API_KEY"):
         return True
@@ -244,7 +244,7 @@ def _start_wandb(cfg: Config, run_dir: Path) -> Any | None:
     import wandb
 
     mode = cfg.wandb.mode
-    if mode == "online" and not _has_api_key(wandb.setup().settings.base_url):
+    if mode == "online" and not has_api_key(wandb.setup().settings.base_url):
         log.warning("wandb.mode: online was asked for, but no API key was found; logging offline")
         mode = "offline"
     id_file = run_dir / WANDB_ID

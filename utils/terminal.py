@@ -10,7 +10,7 @@ import contextlib
 import os
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable
 from typing import TextIO, TypeVar
 
 from rich.console import Console
@@ -110,7 +110,7 @@ class LiveLine:
         self._live.stop()
 
 
-def track(items: Iterable[T], total: int, title: str, unit: str) -> Iterator[T]:
+def track(items: Iterable[T], total: int, title: str, unit: str) -> Generator[T, None, None]:
     """The items as they come, with how many there have been and when the last of `total` is expected.
 
     `unit`: plural, as in '12 of 40 volumes'. Where nobody watches: a line every PLAIN_EVERY_S.
@@ -130,7 +130,7 @@ def track(items: Iterable[T], total: int, title: str, unit: str) -> Iterator[T]:
             bar.update(task, completed=done, left=pace.text(done, time.monotonic()))
 
 
-def _plain(items: Iterable[T], total: int, title: str, unit: str, pace: Pace) -> Iterator[T]:
+def _plain(items: Iterable[T], total: int, title: str, unit: str, pace: Pace) -> Generator[T, None, None]:
     shown = pace.began
     for done, item in enumerate(items, 1):
         yield item

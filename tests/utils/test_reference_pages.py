@@ -48,7 +48,10 @@ def everything() -> str:
 
 def texts() -> Iterator[str]:
     for tree in trees():
+        docstrings = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
         for node in ast.walk(tree):
+            if id(node) in docstrings:
+                continue
             if isinstance(node, ast.JoinedStr):
                 yield "".join(str(v.value) if isinstance(v, ast.Constant) else "{}" for v in node.values)
             elif isinstance(node, ast.Constant) and isinstance(node.value, str):

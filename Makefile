@@ -20,8 +20,8 @@ SINGLE_DOMAIN := data.list_strategy=single_domain data.device_filter=[zeiss_cirr
 PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist loadfile
 
 .DEFAULT_GOAL := help
-.PHONY: help install lock lock-tpu test test-slow test-gpu test-xla soak tpu-fit-env lint demo clean-demo compare \
-    clean-compare
+.PHONY: help install lock lock-tpu test test-slow test-gpu test-xla soak tpu-fit-env lint docs demo clean-demo \
+    compare clean-compare
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -91,6 +91,10 @@ lint: install ## ruff check and format, types by mypy
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
+
+docs: install ## the site of docs/ in site/; a dead link is an error
+	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --strict --quiet
+	@echo "site/index.html"
 
 # one timed stage of demo or compare: $(call stage,name,command)
 define stage

@@ -32,14 +32,14 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import shlex
 import sys
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 from typing import Any
-
-from tqdm import tqdm
 
 from data_setup.check import cli as check
 from data_setup.check.audit import audit_files, list_tree
@@ -53,7 +53,8 @@ from data_setup.store.writer import StoreWriter, record_fields
 from utils import storage
 from utils.cli import add_workers, parse_cli, run_cli
 from utils.config.schema import Config
-from utils.errors import EXIT_TRY_AGAIN, EXIT_USER_ERROR, UserError
+from utils.errors import EXIT_FINISHED, EXIT_TRY_AGAIN, EXIT_USER_ERROR, UserError
+from utils.terminal import track
 from utils.workers import in_threads
 
 
@@ -150,9 +151,8 @@ def work(jobs: Sequence[Job], workers: int, limit: float, tally: Tally, cluster:
     """
     outcomes = run_jobs(jobs, workers, cluster=cluster)
     path_of = {job.row: job.record.path for job in jobs}
-    with tqdm(total=len(jobs), desc="prepare", unit="vol", disable=not sys.stderr.isatty()) as bar:
-        for count, outcome in enumerate(outcomes, 1):
-            bar.update()
+    with closing(track(outcomes, len(jobs), "prepare", "volumes")) as progress:
+        for count, outcome in enumerate(progress, 1):
             if outcome.status == KEPT:
                 tally.prepared += 1
             elif outcome.status == SOURCE_MISSING:
@@ -211,7 +211,8 @@ def _exit_code(cfg: Config, tally: Tally) -> int:
         reasons = ", ".join(f"{name} {n}" for name, n in rejected.most_common())
         raise UserError(
             f"{url}: expected at most {limit:.0%} of {tally.num_rows} records rejected "
-            f"(data.max_reject_fraction), found {rejected.total()}: {reasons}; finished rows are kept"
+            f"(data.max_reject_fraction), found {rejected.total()}: {reasons}; finished rows are kept; "
+            "what to do about each: docs/reference/troubleshooting.md"
             + (f"; first unread: {tally.first_unread}" if tally.first_unread else "")
         )
     if tally.first_unread is None:
@@ -281,9 +282,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         report = finalise(cfg, writer, listing, rows, run, args.audit or not storage.is_remote(root))
         print(table(report))
         require_apart(cfg.data.store, report["identical_volumes"])
-        if args.finalise:
-            return _exit_code_of_all(cfg, report)
-    return _exit_code(cfg, tally)
+    code = _exit_code_of_all(cfg, report) if args.finalise else _exit_code(cfg, tally)
+    if code == EXIT_FINISHED and not args.shard:
+        print(f"next: python -m pretraining.train --config {shlex.join([args.config, *args.overrides])}")
+    return code
 
 
 if __name__ == "__main__":

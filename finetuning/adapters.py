@@ -11,7 +11,7 @@ from importlib.util import find_spec
 
 from torch import Tensor
 
-from finetuning.embed import load_strictly
+from finetuning.pooled import load_strictly
 from models.vit3d import VisionTransformer3D
 from models.vjepa3d import build_encoder
 from utils.config.schema import Config

@@ -18,9 +18,19 @@ Participants that pre-training saw are an error, unless eval.allow_overlap=true;
 
 from __future__ import annotations
 
+from utils.cli import answer_help, parse_words, run_cli
+
+if __name__ == "__main__":  # torch takes seconds to import
+    answer_help(
+        "finetuning.evaluate",
+        __doc__ or "",
+        lambda parser: parser.add_argument("--head", metavar="FILE_OR_RUN", help="in place of --config"),
+    )
+
 import argparse
 import json
 import logging
+import shlex
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -58,7 +68,6 @@ from finetuning.probing import (
 )
 from utils import storage
 from utils.checkpoint import load_checkpoint
-from utils.cli import parse_words, run_cli
 from utils.config.load import load_config, storage_options_of
 from utils.config.schema import Config
 from utils.errors import UserError
@@ -273,6 +282,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     else:
         cfg = load_config(asked.config, asked.overrides)
     print(format_table(evaluate(cfg, open_runtime(cfg.train.use_bf16))))
+    log.info("next: python -m utils.report --run %s", shlex.quote(cfg.run.dir))
 
 
 if __name__ == "__main__":

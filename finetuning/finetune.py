@@ -107,7 +107,7 @@ def _finetune(
             run_log.metrics(done, update_metrics(progress, result, rate) | {"perf/volumes_per_s": pace})
             progress.skipped.check(cfg, loader.rows_of_step)
             began, first = time.perf_counter(), done
-        run_log.bar.update()
+        run_log.advance()
         names: list[str] = []
         if plan.validates(done):
             names = validate_now(tuning, progress, run_log)

@@ -14,6 +14,17 @@ that either checkpoint saw are an error.
 
 from __future__ import annotations
 
+from utils.cli import answer_help, parse_cli, run_cli
+
+if __name__ == "__main__":  # torch takes seconds to import
+    answer_help(
+        "finetuning.truth",
+        __doc__ or "",
+        lambda parser: parser.add_argument(
+            "--control", required=True, metavar="RUN_OR_FILE", help="the same configuration after a few steps"
+        ),
+    )
+
 import argparse
 import hashlib
 import json
@@ -48,7 +59,6 @@ from models.probes.tokens import (
 )
 from utils import storage
 from utils.checkpoint import load_checkpoint
-from utils.cli import parse_cli, run_cli
 from utils.config.load import config_of_yaml, flatten
 from utils.config.schema import Config
 from utils.errors import UserError

@@ -25,7 +25,7 @@ import torch
 from data_setup.loader import Batch, start_early
 from data_setup.next_batch import next_or_stop
 from models.optimizer import shard_state
-from pretraining.gauges.alarms import closing as closing_lines
+from pretraining.banner import log_end, log_start
 from pretraining.gauges.monitor import Gauges, TargetMotion, target_drift, update_ratio
 from pretraining.gauges.profiling import StepTrace
 from pretraining.gauges.skill import SkillGauge
@@ -36,7 +36,7 @@ from pretraining.resume import checkpoint_state, restore
 from pretraining.run import Run, open_run
 from pretraining.schedules import Calendar
 from pretraining.step import StepResult, Update, Watch, train_step
-from pretraining.trial import log_start, open_loader, settle_memory
+from pretraining.trial import open_loader, settle_memory
 from utils import storage
 from utils.config.schema import Config
 from utils.errors import EXIT_FINISHED, EXIT_STOPPED
@@ -127,7 +127,7 @@ def _train(cfg: Config, runtime: Runtime, stack: ExitStack) -> int:
             clock.lap("logging")
         elif step == start:
             clock.restart()  # a resumed run starts its loader here
-        run_log.bar.update()
+        run_log.advance()
         names: list[str] = []
         if calendar.validates(done):
             motion.check(model, progress.take_moves())
@@ -226,18 +226,12 @@ def validate_now(
 
 def finish(cfg: Config, gauges: Gauges, progress: Progress, total: int, run_log: RunLog | NoLog) -> int:
     """Log how the run ended and what to do next; returns the exit code. A finished run hands its bests on."""
-    for line in closing_lines(gauges.alarms.raised):
-        log.info("%s", line)
-    if progress.step < total or progress.owes_validation:
-        next_time = "to go on" if cfg.train.ckpt_dir is not None else "to start anew (train.ckpt_dir is null)"
-        text = "stopped by SIGTERM at step %d of %d; run the same command again %s"
-        log.info(text, progress.step, total, next_time)
-        return EXIT_STOPPED
-    if cfg.train.ckpt_dir is not None:
+    is_over = progress.step >= total and not progress.owes_validation
+    if is_over and cfg.train.ckpt_dir is not None:
         for name in progress.best:
             run_log.artifact(name, storage.join(cfg.train.ckpt_dir, f"{name}.pt"))
-    log.info("finished at step %d; run directory %s", total, cfg.run.dir)
-    return EXIT_FINISHED
+    log_end(cfg, gauges.alarms.raised, progress.step, total, is_over=is_over)
+    return EXIT_FINISHED if is_over else EXIT_STOPPED
 
 
 def report(run_log: RunLog | NoLog, gauges: Gauges, step: int, values: dict[str, float | None]) -> None:

@@ -1,6 +1,6 @@
-"""The trial step, the start banner, and the next batch or the end.
+"""The trial step, and the loader of a run.
 
-In: a run. Out: the run with the batch size that fits; batches, or None to stop.
+In: a run. Out: the run with the batch size that fits; global batches.
 """
 
 from __future__ import annotations
@@ -16,13 +16,10 @@ from data_setup.normalisation import view
 from models.optimizer import shard_state
 from models.predictor import MlpPredictor
 from pretraining.gauges.monitor import check_disjoint, check_no_leak
-from pretraining.gauges.throughput import Throughput
 from pretraining.run import Run
-from pretraining.schedules import INIT_WEIGHT_LIMIT, init_weight
 from pretraining.step import trial_step
 from utils.checkpoint import to_host
 from utils.config.load import accumulation_steps
-from utils.config.recipes import recipe_name
 from utils.config.schema import Config
 from utils.errors import UserError
 from utils.runtime.single import Runtime
@@ -90,31 +87,3 @@ def _smaller_batch(cfg: Config, runtime: Runtime) -> Config:
     if cfg.train.compile:
         torch.compiler.reset()  # the programs of the larger batch would count towards its limit
     return replace(cfg, train=replace(cfg.train, per_core_batch_size=smaller, grad_accum_steps=None))
-
-
-def log_start(run: Run, clock: Throughput, start: int) -> None:
-    """Log what is about to run, with the true counts."""
-    cfg, model, runtime, total = run.cfg, run.model, run.runtime, run.total_steps
-    counts = {
-        name: sum(p.numel() for p in getattr(model, name).parameters()) / 1e6
-        for name in ("encoder", "predictor")
-    }
-    end_weight = init_weight(cfg, total, total)
-    log.info(
-        "recipe %s, encoder %s %.1f M parameters, predictor %.1f M, %d tokens; %d volumes; step %d of %d",
-        recipe_name(cfg.method), cfg.model.size, counts["encoder"], counts["predictor"],
-        model.encoder.num_tokens, len(run.rows.train), start, total,
-    )  # fmt: skip
-    sharing = "processes" if runtime.num_devices == runtime.world_size else "devices"
-    log.info(
-        "global batch %d = %d per device x %d %s x %d accumulated, on %s",
-        cfg.train.global_batch_size, cfg.train.per_core_batch_size, runtime.num_devices, sharing,
-        accumulation_steps(cfg.train, runtime.num_devices), runtime.device,
-    )  # fmt: skip
-    if end_weight > INIT_WEIGHT_LIMIT:
-        log.warning(
-            "the target will still be %.0f %% of its random initialisation at the end; "
-            "a longer run or a smaller method.ema_base lets it learn",
-            100 * end_weight,
-        )
-    clock.log_start()

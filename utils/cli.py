@@ -14,24 +14,24 @@ from pathlib import Path
 
 from utils.config.load import load_config
 from utils.config.schema import Config
-from utils.errors import UserError
+from utils.errors import ConfigError, UserError
+from utils.help_pages import PeopleParser
 from utils.runtime.leave import leave
+
+KEYS_PAGE = "docs/reference/configuration.md"
+AddArguments = Callable[[argparse.ArgumentParser], object]
 
 
 def parse_words(
     command: str,
     description: str,
     argv: Sequence[str] | None,
-    add_arguments: Callable[[argparse.ArgumentParser], None] | None = None,
+    add_arguments: AddArguments | None = None,
 ) -> argparse.Namespace:
     """`--config FILE [--checkpoint X] [section.key=value ...]` of every stage, not looked at yet: `config`,
-    and in `overrides` the changes to it, --checkpoint among them.
+    and in `overrides` the changes to it, --checkpoint among them. `description`: what --help says last.
     """
-    parser = argparse.ArgumentParser(
-        prog=f"python -m {command}",
-        description=description,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = PeopleParser(command, description)
     parser.add_argument("--config", required=True, metavar="FILE", help="a YAML file of configs/")
     parser.add_argument("--checkpoint", metavar="URL", help="the same as model.checkpoint=URL")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="changes to the file")
@@ -49,7 +49,7 @@ def parse_cli(
     command: str,
     description: str,
     argv: Sequence[str] | None,
-    add_arguments: Callable[[argparse.ArgumentParser], None] | None = None,
+    add_arguments: AddArguments | None = None,
 ) -> tuple[Config, argparse.Namespace]:
     """The command line that every stage shares, and the configuration that it means."""
     args = parse_words(command, description, argv, add_arguments)
@@ -82,13 +82,18 @@ def output_file(text: str) -> Path:
     return path
 
 
+def hint(error: UserError) -> str:
+    """Where to look, for an error whose own words end before that."""
+    return f"; every key: {KEYS_PAGE}" if isinstance(error, ConfigError) else ""
+
+
 @contextmanager
 def errors_in_one_line() -> Iterator[None]:
     """A UserError inside becomes one line on stderr and its exit code."""
     try:
         yield
     except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {error}{hint(error)}", file=sys.stderr)
         if error.leaves_at_once:
             leave(error.exit_code)
         sys.exit(error.exit_code)
@@ -100,6 +105,12 @@ def answer_early(command: str, description: str, parse: Callable[..., object] = 
     """
     with errors_in_one_line():
         parse(command, description, None)
+
+
+def answer_help(command: str, description: str, add_arguments: AddArguments | None = None) -> None:
+    """Answer --help alone, where a command line is too free to be refused early."""
+    if {"-h", "--help"} & set(sys.argv[1:]):
+        parse_words(command, description, ["--help"], add_arguments)
 
 
 def run_cli(main: Callable[[], int | None]) -> None:

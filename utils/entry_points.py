@@ -14,6 +14,10 @@ def check() -> None:
     _run("data_setup.check")
 
 
+def doctor() -> None:
+    _run("utils.doctor")
+
+
 def embed() -> None:
     _run("finetuning.embed")
 

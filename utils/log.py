@@ -1,4 +1,4 @@
-"""The log of a run: log.txt, metrics.jsonl, Weights & Biases and the progress bar, all by optimizer step.
+"""The log of a run: log.txt, metrics.jsonl, Weights & Biases and the terminal's line, all by optimizer step.
 
 Only rank 0 writes. `metrics.jsonl` holds one JSON object per line: "step" and the metrics of that step. A
 resumed run drops the lines after its checkpoint, so the file is the same as without the interruption
@@ -22,7 +22,6 @@ from typing import Any
 from urllib.parse import urlparse
 
 from matplotlib.figure import Figure
-from tqdm import tqdm
 
 from utils import storage
 from utils.config.load import flatten
@@ -30,6 +29,8 @@ from utils.config.schema import Config
 from utils.errors import ConfigError, UserError
 from utils.history import LOG, METRICS, WANDB_ID, bring_back, save_last_words
 from utils.storage.retry import describe
+from utils.terminal import is_interactive
+from utils.training_line import TrainingLine
 
 log = logging.getLogger(__name__)
 FORM = "%(asctime)s %(levelname)s %(message)s"
@@ -51,22 +52,21 @@ class RunLog:
         self.log_images = _allowed("wandb.log_images", cfg.wandb.log_images, synthetic)
         self.log_artifacts = _allowed("wandb.log_artifacts", cfg.wandb.log_artifacts, synthetic)
         self._wandb = _start_wandb(cfg, self.run_dir)
-        self.bar = tqdm(
-            total=total_steps,
-            initial=start_step,
-            unit="step",
-            disable=not sys.stderr.isatty(),
-            dynamic_ncols=True,
-        )
+        self._line = TrainingLine(start_step, total_steps)
+
+    def advance(self) -> None:
+        """One more update has been handed to the device."""
+        self._line.advance()
 
     def metrics(self, step: int, values: dict[str, float | None]) -> None:
-        """Record the metrics after `step` updates; NaN and infinities are written as text, None as null."""
+        """Record the metrics after `step` updates; NaN and infinities are written as text, None as null. A
+        few of them are shown (utils/training_line.py).
+        """
         finite = {k: v if v is None or math.isfinite(v) else str(v) for k, v in values.items()}
         self._metrics.append(json.dumps({"step": step, **finite}))
         if self._wandb is not None:
             self._wandb.log({k: v for k, v in values.items() if v is not None}, step=step)
-        shown = [f"{k.split('/')[1]} {v:.4g}" for k, v in values.items() if v is not None]
-        log.info("step %d: %s", step, ", ".join(shown))
+        self._line.metrics(step, values)
 
     def alarm(self, step: int, name: str, text: str) -> None:
         """Warn, and record the alarm as a separate line {"step", "alarm", "text"}."""
@@ -96,7 +96,7 @@ class RunLog:
             self._wandb.log_artifact(url, name=name, type="model")
 
     def close(self) -> None:
-        self.bar.close()
+        self._line.close()
         self._metrics.close()
         if self._wandb is not None:
             self._wandb.finish()
@@ -139,11 +139,10 @@ class NoLog:
 
     log_images = False
 
-    def __init__(self) -> None:
-        self.bar = tqdm(disable=True)
-
-    def metrics(self, step: int, values: dict[str, float | None]) -> None:
+    def advance(self) -> None:
         """Do nothing, like the other methods."""
+
+    def metrics(self, step: int, values: dict[str, float | None]) -> None: ...
 
     def alarm(self, step: int, name: str, text: str) -> None: ...
 
@@ -159,12 +158,15 @@ def setup_logging(rank: int = 0) -> None:
     """
     if rank > 0:
         form = f"%(asctime)s %(levelname)s rank {rank}: %(message)s"
-        logging.basicConfig(level=logging.ERROR, format=form, handlers=[_TqdmHandler()], force=True)
+        logging.basicConfig(level=logging.ERROR, format=form, handlers=[_Console()], force=True)
         return
     early = logging.handlers.MemoryHandler(
         capacity=10_000, flushLevel=logging.CRITICAL + 1, flushOnClose=False
     )
-    logging.basicConfig(level=logging.INFO, format=FORM, handlers=[_TqdmHandler(), early], force=True)
+    console = _Console()
+    if is_interactive():
+        console.setFormatter(_ForPeople(datefmt="%H:%M:%S"))
+    logging.basicConfig(level=logging.INFO, format=FORM, handlers=[console, early], force=True)
     for noisy in ("fsspec", "gcsfs", "aiobotocore", "urllib3", "matplotlib", "PIL"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
 
@@ -197,13 +199,26 @@ def log_failure(error: BaseException) -> None:
     log.error("stopped: %s", error, exc_info=None if is_explained else error, extra={"is_shown": False})
 
 
-class _TqdmHandler(logging.Handler):
-    """Prints messages above the progress bar; a console that is gone or full does not stop the run."""
+class _Console(logging.Handler):
+    """Prints messages on stderr, above the live line where there is one, which takes the place of sys.stderr;
+    a console that is gone or full does not stop the run.
+    """
 
     def emit(self, record: logging.LogRecord) -> None:
         if getattr(record, "is_shown", True):
             with contextlib.suppress(OSError):
-                tqdm.write(self.format(record), file=sys.stderr)
+                print(self.format(record), file=sys.stderr, flush=True)
+
+
+class _ForPeople(logging.Formatter):
+    """The time of day, and the level only where it asks for attention."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        level = f"{record.levelname} " if record.levelno > logging.INFO else ""
+        return f"{record.asctime} {level}{record.message}"
+
+    def usesTime(self) -> bool:
+        return True
 
 
 def _allowed(key: str, wanted: bool | None, synthetic: bool) -> bool:
@@ -212,7 +227,7 @@ def _allowed(key: str, wanted: bool | None, synthetic: bool) -> bool:
     return synthetic if wanted is None else wanted
 
 
-def _has_api_key(base_url: str) -> bool:
+def has_api_key(base_url: str) -> bool:
     """True when a key is where the client looks: in the environment, or in ~/.netrc after `wandb login`."""
     if os.environ.get("WANDB_API_KEY"):
         return True
@@ -229,7 +244,7 @@ def _start_wandb(cfg: Config, run_dir: Path) -> Any | None:
     import wandb
 
     mode = cfg.wandb.mode
-    if mode == "online" and not _has_api_key(wandb.setup().settings.base_url):
+    if mode == "online" and not has_api_key(wandb.setup().settings.base_url):
         log.warning("wandb.mode: online was asked for, but no API key was found; logging offline")
         mode = "offline"
     id_file = run_dir / WANDB_ID

@@ -19,7 +19,7 @@ def provenance(runtime: Runtime) -> dict[str, Any]:
     """What a reader needs to believe a number: versions, commit, machine."""
     packages = (*PACKAGES, "torch_xla") if runtime.device.type == "xla" else PACKAGES
     return {
-        "commit": _git_commit(),
+        "commit": git_commit(),
         "python": platform.python_version(),
         "packages": {name: version(name) for name in packages},
         "device": f"{runtime.device.type}: {runtime.device_name}",
@@ -28,7 +28,7 @@ def provenance(runtime: Runtime) -> dict[str, Any]:
     }
 
 
-def _git_commit() -> str | None:
+def git_commit() -> str | None:
     """The commit of this checkout, with '+changes' when the tree differs; null where this is no checkout, as
     after `pip install .`, even inside another project's.
     """

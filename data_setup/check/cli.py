@@ -21,7 +21,6 @@ from functools import partial
 from typing import Any
 
 from pydicom.uid import UID
-from tqdm import tqdm
 
 from data_setup.check import report as check_report
 from data_setup.check.audit import Tree, audit_files, list_tree
@@ -37,6 +36,7 @@ from utils.cli import add_workers, parse_cli
 from utils.config.schema import Config, StorageOptions
 from utils.errors import EXIT_TRY_AGAIN, UserError
 from utils.storage.ranges import RangeFile
+from utils.terminal import track
 from utils.workers import spawned_pool
 
 EXIT_FOUND_BAD = 1
@@ -189,8 +189,7 @@ def _runner(workers: int) -> Iterator[_Run]:
     """
 
     def bar(title: str, items: Sequence[Any], results: Iterable[Finding]) -> list[Finding]:
-        shown = sys.stderr.isatty()
-        return list(tqdm(results, desc=title, total=len(items), unit="file", disable=not shown))
+        return list(track(results, len(items), title, "files"))
 
     if workers == 0:
         yield lambda title, function, items: bar(title, items, map(function, items))

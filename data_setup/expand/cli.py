@@ -20,8 +20,6 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from tqdm import tqdm
-
 from data_setup.expand.archive import (
     STATE_FOLDER,
     ArchiveFault,
@@ -36,7 +34,9 @@ from data_setup.prepare import parse_shard
 from utils import storage
 from utils.config.schema import StorageOptions
 from utils.errors import EXIT_USER_ERROR, UserError
+from utils.help_pages import PeopleParser
 from utils.storage.errors import named_errors
+from utils.terminal import track
 
 WRITTEN, PRESENT = "written", "there already"
 
@@ -66,7 +66,7 @@ class Expansion:
         counts = Counter({"in an earlier archive": len(members) - len(todo)})
         with ThreadPoolExecutor(self.args.workers) as pool:
             results = pool.map(lambda member: self._expand_member(url, member, is_trusted), todo)
-            bar = tqdm(results, url.rpartition("/")[2], len(todo), disable=not sys.stderr.isatty())
+            bar = track(results, len(todo), url.rpartition("/")[2], "files")
             for member, result in zip(todo, bar, strict=True):
                 if isinstance(result, ArchiveFault):
                     counts["failed"] += 1
@@ -169,11 +169,7 @@ def _staging_folder(dst: str) -> Iterator[str | None]:
 
 
 def _parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m data_setup.expand",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = PeopleParser("data_setup.expand", __doc__ or "")
     parser.add_argument("--src", required=True, metavar="URL", help="a zip, a folder of zips, or a pattern")
     parser.add_argument("--dst", required=True, metavar="URL", help="the root of the tree")
     parser.add_argument("--workers", type=int, default=8, metavar="N", help="members at a time")

@@ -13,19 +13,16 @@ retinal_octa/manifest.tsv and retinal_octa/segmentation: height maps of the OCTA
 
 from __future__ import annotations
 
-import argparse
 import json
 import multiprocessing
 import os
+import shlex
 import shutil
-import sys
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-
-from tqdm import tqdm
 
 from data_setup.phantom.cohort import MAX_PARTICIPANTS, Participant, make_participants
 from data_setup.phantom.dicom import SYNTAXES
@@ -33,6 +30,8 @@ from data_setup.phantom.faults import plant_faults
 from data_setup.phantom.files import MANIFEST_COLUMNS, write_person
 from data_setup.phantom.octa import QUIRKS, parse_quirks, write_heights
 from utils.errors import UserError
+from utils.help_pages import PeopleParser
+from utils.terminal import track
 from utils.workers import follow_parent
 
 FORMAT_VERSION = 1
@@ -156,7 +155,7 @@ def _write_tree(
     (out / "truth").mkdir()
     (out / "retinal_oct").mkdir()
     job = partial(write_person, out=out, seed=seed, size=size, naming=naming, transfer_syntax=transfer_syntax)
-    progress = partial(tqdm, total=len(people), desc="phantom", unit="person", disable=None)
+    progress = partial(track, total=len(people), title="phantom", unit="participants")
     workers = (os.cpu_count() or 1) if workers is None else workers
     if workers <= 1:
         rows = [row for part in progress(map(job, people)) for row in part]
@@ -188,7 +187,7 @@ def _write_tree(
 
 def main(argv: list[str] | None = None) -> None:
     """Command line: see the module's docstring."""
-    parser = argparse.ArgumentParser(prog="python -m data_setup.phantom", description=__doc__.split("\n")[0])
+    parser = PeopleParser("data_setup.phantom", __doc__ or "")
     parser.add_argument("--out", type=Path, required=True, help="new or empty directory")
     parser.add_argument("--participants", type=int, required=True)
     parser.add_argument("--seed", type=int, default=0)
@@ -204,4 +203,6 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--workers", type=int, help="processes (default: one per CPU); 0: in this one")
     args = parser.parse_args(argv)
     marker = write_tree(**vars(args))
-    print(f"{marker['volumes']} volumes of {args.participants} participants in {args.out}", file=sys.stdout)
+    print(f"{marker['volumes']} volumes of {args.participants} participants in {args.out}")
+    where = shlex.quote(f"data.gcs_root={args.out}")
+    print(f"next: python -m data_setup.prepare --config configs/smoke_test.yaml {where}")

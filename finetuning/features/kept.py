@@ -22,7 +22,6 @@ import io
 import json
 import logging
 import math
-import sys
 import zipfile
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -32,7 +31,6 @@ from typing import Literal
 import numpy as np
 import torch
 from torch import Tensor, nn
-from tqdm import tqdm
 
 from data_setup.loader import evaluation_batches
 from data_setup.normalisation import plain_view
@@ -46,6 +44,7 @@ from utils.config.load import flatten
 from utils.config.schema import Config, keys_with
 from utils.errors import UserError
 from utils.runtime.single import Runtime
+from utils.terminal import track
 
 FORMAT_VERSION = 1
 Kind = Literal["pooled", "tokens"]
@@ -130,8 +129,7 @@ class KeptFeatures:
         log.info("features of %d volumes are computed", len(rows))
         size = self.cfg.eval.batch_size
         batches = evaluation_batches(self.cfg, self.store, rows, size)
-        hidden = not sys.stderr.isatty()
-        for batch in tqdm(batches, total=math.ceil(len(rows) / size), unit="batch", disable=hidden):
+        for batch in track(batches, math.ceil(len(rows) / size), "features", "batches"):
             of_batch = batch["row"].numpy().copy()
             on_device = self.runtime.to_device(batch)
             with self.runtime.autocast():

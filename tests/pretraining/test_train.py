@@ -8,6 +8,7 @@ import gzip
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -44,6 +45,7 @@ from tests.support.pipeline_factory import ROOT, SMOKE, WITH_WANDB, pipeline_con
 from tests.support.wandb_reader import history, run_ids
 from utils import run_training
 from utils.checkpoint import CheckpointWriter, list_steps, load_checkpoint
+from utils.config.load import load_config
 from utils.errors import EXIT_STOPPED, ConfigError, UserError
 from utils.runtime.processes import Group
 from utils.runtime.single import Runtime
@@ -140,6 +142,33 @@ def test_checkpoints_of_epochs_are_kept_whatever_else_is_written(
     assert float(banner[1]) == pytest.approx(size / 1e6, rel=0.02)
     assert int(banner[2]) == 1 + len(kept) + 2 + 1
     assert float(banner[3]) == pytest.approx(int(banner[2]) * size / 1e9, rel=0.02)
+
+
+def test_a_run_says_who_and_where_it_is_and_ends_with_a_command(folder: Path, finished: Path) -> None:
+    lines = [line.partition(" INFO ")[2] for line in (finished / "log.txt").read_text().splitlines()]
+    banner = {line.split()[0]: line for line in lines if line}
+    assert "cpu: " in banner["device"]
+    assert "float32" in banner["device"]
+    assert banner["world"] == "world   1 process, 1 device"
+    assert banner["batch"].endswith("global batch 4 = 4 per device x 1 processes x 1 accumulated, on cpu")
+    assert "24 tokens" in banner["model"]
+    assert str(folder / "store") in banner["store"]
+    assert (
+        banner["commit"].split()[1].partition("+")[0]
+        == json.loads((finished / "provenance.json").read_text())["commit"].partition("+")[0]
+    )
+    assert f"{finished}: step 0 of 8" in banner["run"]
+    assert f"kill {os.getpid()}" in banner["stop"]
+    steps = [line for line in lines if line.startswith("step ")]
+    assert len(steps) == 8
+    assert max(len(re.findall(r"\d[\d.]*", line)) for line in steps) <= 8, "the rest is in metrics.jsonl"
+    assert [line.split(":")[0] for line in lines if line.startswith("validation")] == [
+        f"validation at step {step}" for step in (0, 4, 8)
+    ]
+    last = lines[lines.index(f"finished at step 8; run directory {finished}") + 1]
+    *_, module, option, config = shlex.split(last.removeprefix("next: "))
+    assert (module, option) == ("finetuning.evaluate", "--config")
+    assert load_config(config) == pipeline_config(folder, f"run.dir={finished}")
 
 
 def test_the_checkpoint_names_its_participants_and_never_the_test_split(folder: Path, finished: Path) -> None:

@@ -59,7 +59,8 @@ def test_a_command_ends_with_its_errors_code(
 
     monkeypatch.setattr("utils.cli.leave", lambda code: raise_exit(code))
     assert exit_code(fail) == code
-    assert capsys.readouterr().err == "error: what happened\n"
+    where = "; every key: docs/reference/configuration.md" if kind is ConfigError else ""
+    assert capsys.readouterr().err == f"error: what happened{where}\n"
 
 
 LOST = """

@@ -14,7 +14,7 @@ import wandb
 from tests.support.model_factory import small_config
 from tests.support.wandb_reader import history, run_ids
 from utils.errors import UserError
-from utils.log import LineFile, RunLog, _has_api_key, log_failure, log_to_file, setup_logging
+from utils.log import LineFile, RunLog, has_api_key, log_failure, log_to_file, setup_logging
 
 
 @pytest.fixture
@@ -26,13 +26,13 @@ def no_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_a_key_comes_from_the_environment_or_netrc(no_key: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     url = "https://wandb.example.org"
-    assert not _has_api_key(url)
+    assert not has_api_key(url)
     (no_key / ".netrc").write_text("machine wandb.example.org login user password 123\n")
     (no_key / ".netrc").chmod(0o600)
-    assert _has_api_key(url)
-    assert not _has_api_key("https://elsewhere.example.org")
+    assert has_api_key(url)
+    assert not has_api_key("https://elsewhere.example.org")
     monkeypatch.setenv("WANDB_API_KEY", "123")
-    assert _has_api_key("https://elsewhere.example.org")
+    assert has_api_key("https://elsewhere.example.org")
 
 
 def test_online_without_a_key_logs_offline_and_says_so(

@@ -61,9 +61,9 @@ def test_the_commit_is_this_projects_own(tmp_path: Path, monkeypatch: pytest.Mon
         author = ("-c", "user.name=a", "-c", "user.email=a@b")
         subprocess.run(["git", "-C", str(tmp_path), *author, *words], check=True)
     monkeypatch.setattr(provenance, "__file__", str(installed))
-    assert provenance._git_commit() is None
+    assert provenance.git_commit() is None
     monkeypatch.setattr(provenance, "__file__", str(tmp_path / "utils" / "provenance.py"))
-    assert len(provenance._git_commit() or "") == 40
+    assert len(provenance.git_commit() or "") == 40
 
 
 @pytest.mark.parametrize("is_stopped", [True, False])

@@ -7,13 +7,13 @@ derived from the paired interval; where there is none, the page says so.
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from utils import storage
 from utils.errors import UserError
+from utils.help_pages import PeopleParser
 from utils.report.page import render
 from utils.report.run_files import ARMS, NO_PROBE, read_run, results
 from utils.report.tables import difference_text, file_digest, number
@@ -87,7 +87,7 @@ def _texts(value: Any) -> Iterator[str]:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Write report.html and results.json of a run; print a short table that ends with the report's path."""
-    parser = argparse.ArgumentParser(prog="python -m utils.report", description=main.__doc__)
+    parser = PeopleParser("utils.report", main.__doc__ or "")
     parser.add_argument("--run", required=True, metavar="DIR", help="a run directory of pretraining.train")
     parser.add_argument(
         "--file", metavar="DIGEST", help="only print which path the page calls by this digest"

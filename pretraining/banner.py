@@ -1,0 +1,97 @@
+"""What a run says of itself as it starts and as it ends, for the person who started it.
+
+In: a run that is about to train, or has ended. Out: lines of the log; the last one is a command.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+
+from pretraining.gauges.alarms import Alarm
+from pretraining.gauges.alarms import closing as closing_lines
+from pretraining.gauges.throughput import Throughput
+from pretraining.run import Run
+from pretraining.schedules import INIT_WEIGHT_LIMIT, init_weight
+from utils.config.load import accumulation_steps
+from utils.config.recipes import recipe_name
+from utils.config.schema import Config
+from utils.provenance import git_commit
+
+log = logging.getLogger(__name__)
+
+
+def banner(run: Run, start: int) -> list[tuple[str, str]]:
+    """(what, text): who computes, where, on what, and how to stop and go on."""
+    cfg, model, runtime = run.cfg, run.model, run.runtime
+    counts = {
+        name: sum(p.numel() for p in getattr(model, name).parameters()) / 1e6
+        for name in ("encoder", "predictor")
+    }
+    sharing = "processes" if runtime.num_devices == runtime.world_size else "devices"
+    precision = "bfloat16" if runtime.use_bf16 else "float32"
+    synthetic = ", synthetic" if run.store.attrs["synthetic"] else ""
+    goes_on = "the same command goes on from there"
+    if cfg.train.ckpt_dir is None:
+        goes_on = "no checkpoint is written (train.ckpt_dir is null)"
+    return [
+        ("device", f"{runtime.device.type}: {runtime.device_name}, {precision}"),
+        ("world", f"{_count(runtime.world_size, 'process')}, {_count(runtime.num_devices, 'device')}"),
+        (
+            "batch",
+            f"global batch {cfg.train.global_batch_size} = {cfg.train.per_core_batch_size} per device x "
+            f"{runtime.num_devices} {sharing} x {accumulation_steps(cfg.train, runtime.num_devices)} "
+            f"accumulated, on {runtime.device}",
+        ),
+        (
+            "model",
+            f"recipe {recipe_name(cfg.method)}, encoder {cfg.model.size} {counts['encoder']:.1f} M "
+            f"parameters, predictor {counts['predictor']:.1f} M, {model.encoder.num_tokens} tokens",
+        ),
+        ("store", f"{cfg.data.store}: {len(run.rows.train)} volumes to train on{synthetic}"),
+        ("commit", git_commit() or "none: this is no git checkout"),
+        ("run", f"{cfg.run.dir}: step {start} of {run.total_steps}"),
+        ("stop", f"kill {os.getpid()} (SIGTERM) writes a checkpoint; {goes_on}"),
+    ]
+
+
+def _count(number: int, noun: str) -> str:
+    plural = f"{noun}es" if noun.endswith("s") else f"{noun}s"
+    return f"{number} {noun if number == 1 else plural}"
+
+
+def log_start(run: Run, clock: Throughput, start: int) -> None:
+    """Log what is about to run, with the true counts; a warning where the target will not leave its start."""
+    for what, text in banner(run, start):
+        log.info("%-7s %s", what, text)
+    end_weight = init_weight(run.cfg, run.total_steps, run.total_steps)
+    if end_weight > INIT_WEIGHT_LIMIT:
+        log.warning(
+            "the target will still be %.0f %% of its random initialisation at the end; "
+            "a longer run or a smaller method.ema_base lets it learn",
+            100 * end_weight,
+        )
+    clock.log_start()
+
+
+def next_command(cfg: Config) -> str:
+    """What to do with a finished run."""
+    if cfg.train.ckpt_dir is None:
+        return f"python -m utils.report --run {shlex.quote(cfg.run.dir)}"
+    config = shlex.quote(str(Path(cfg.run.dir) / "config.yaml"))
+    return f"python -m finetuning.evaluate --config {config}"
+
+
+def log_end(cfg: Config, raised: Sequence[Alarm], step: int, total: int, *, is_over: bool) -> None:
+    """Log the alarms of the run, how it ended, and what to do next."""
+    for line in closing_lines(raised):
+        log.info("%s", line)
+    if not is_over:
+        next_time = "to go on" if cfg.train.ckpt_dir is not None else "to start anew (train.ckpt_dir is null)"
+        log.info("stopped by SIGTERM at step %d of %d; run the same command again %s", step, total, next_time)
+        return
+    log.info("finished at step %d; run directory %s", total, cfg.run.dir)
+    log.info("next: %s", next_command(cfg))

@@ -1,0 +1,228 @@
+"""The doctor: each probe is shown what it looks for, and that it is gone; the exit code is the demo's."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.pipeline_factory import ROOT
+from utils import doctor
+from utils.doctor import ABSENT, MISSING, OK, Finding
+
+
+def without(monkeypatch: pytest.MonkeyPatch, *modules: str) -> None:
+    """Importing one of them fails from now on."""
+    for name in modules:
+        monkeypatch.setitem(sys.modules, name, None)
+
+
+def without_packages(monkeypatch: pytest.MonkeyPatch, *gone: str, **versions: str) -> None:
+    """These distributions are not installed, or installed in another version."""
+    real = metadata.version
+
+    def version(name: str) -> str:
+        if name in gone:
+            raise metadata.PackageNotFoundError(name)
+        return versions.get(name) or real(name)
+
+    monkeypatch.setattr(metadata, "version", version)
+
+
+def give_gpu(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]) -> None:
+    answers: dict[str, Any] = {
+        "is_available": True, "device_count": 2, "get_device_name": "NVIDIA H200",
+        "get_device_properties": SimpleNamespace(total_memory=141 * 2**30),
+        "get_device_capability": capability,
+    }  # fmt: skip
+    for name, answer in answers.items():
+        monkeypatch.setattr(torch.cuda, name, lambda *_, answer=answer: answer)
+
+
+def test_python_too_old() -> None:
+    assert doctor.probe_python().state == OK
+    finding = doctor.probe_python((3, 9, 2))
+    assert (finding.state, finding.text) == (MISSING, "expected 3.11 or newer, found 3.9.2")
+    assert "python3.11 -m venv" in (finding.command or "")
+
+
+def test_every_requirement_is_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = doctor.requirements()
+    assert any(line.startswith("torch>=") for line in lines)
+    assert doctor.probe_packages(lines).state == OK
+    without_packages(monkeypatch, "einops", zarr="2.18.0")
+    finding = doctor.probe_packages(lines)
+    assert (finding.state, finding.command) == (MISSING, "pip install -r requirements.txt")
+    assert f"2 of {len(lines)}: zarr (expected >=3.1,<4, found 2.18.0), einops" in finding.text
+
+
+def test_an_installation_without_its_checkout_lists_its_requirements(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    declared = ["torch<2.14,>=2.9", 'distributed>=2025.3; extra == "dask"']
+    monkeypatch.setattr(metadata, "requires", {doctor.PROJECT: declared}.get)
+    assert doctor.requirements(tmp_path) == declared[:1]
+
+
+def test_torch_that_cannot_be_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert doctor.probe_torch().text == torch.__version__
+    without(monkeypatch, "torch")
+    for probe in (doctor.probe_torch, doctor.probe_device, doctor.probe_bf16):
+        assert (probe().state, probe().command) == (MISSING, "pip install -r requirements.txt")
+
+
+def test_a_gpu_that_torch_does_not_see(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert doctor.probe_device().text.endswith("no CUDA device")
+    (tmp_path / "nvidia-smi").touch(0o755)
+    finding = doctor.probe_device()
+    assert finding.state == ABSENT, "the demo runs on the CPU"
+    assert "sees no CUDA device" in finding.text
+    assert "pytorch.org" in (finding.command or "")
+    give_gpu(monkeypatch, (9, 0))
+    assert doctor.probe_device() == Finding("device", OK, "2 x NVIDIA H200, 141 GB each")
+
+
+def test_bfloat16(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    cpuinfo = tmp_path / "cpuinfo"
+    cpuinfo.write_text("flags : fpu avx512_bf16_not avx2\n")
+    finding = doctor.probe_bf16(cpuinfo)
+    assert finding.state == ABSENT
+    assert "train.use_bf16=false" in (finding.command or "")
+    assert doctor.probe_bf16(tmp_path / "absent").state == ABSENT
+    cpuinfo.write_text("flags : fpu avx512_bf16 avx2\n")
+    assert doctor.probe_bf16(cpuinfo).text == "in the CPU's hardware: avx512_bf16"
+    give_gpu(monkeypatch, (7, 5))
+    assert doctor.probe_bf16(cpuinfo).state == ABSENT
+    give_gpu(monkeypatch, (8, 0))
+    assert doctor.probe_bf16(cpuinfo).state == OK
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "state", "command"),
+    [
+        ("pydicom", "DICOM", MISSING, "pip install -r requirements.txt"),
+        ("openjpeg", "JPEG 2000", MISSING, "pip install -r requirements.txt"),
+        ("pylibjpeg", "JPEG 2000", MISSING, "pip install -r requirements.txt"),
+        ("libjpeg", "JPEG-LS", ABSENT, "pip install pylibjpeg-libjpeg"),
+    ],
+)
+def test_a_codec_is_gone(
+    monkeypatch: pytest.MonkeyPatch, module: str, name: str, state: str, command: str
+) -> None:
+    monkeypatch.setitem(sys.modules, "libjpeg", SimpleNamespace())
+    assert {finding.state for finding in doctor.probe_codecs()} == {OK}
+    without(monkeypatch, module)
+    (finding,) = (finding for finding in doctor.probe_codecs() if finding.state != OK)
+    assert (finding.name, finding.state) == (name, state)
+    assert (finding.command or "").startswith(command)
+
+
+def test_a_google_login(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("CLOUDSDK_CONFIG", str(tmp_path))
+    monkeypatch.delenv("GOOGLE_APPLICATION_CREDENTIALS", raising=False)
+    monkeypatch.setattr("google.auth.compute_engine._metadata.is_on_gce", lambda **_: False)
+    finding = doctor.probe_bucket()
+    assert (finding.state, finding.command) == (ABSENT, "gcloud auth application-default login")
+    key = '{"type": "authorized_user", "client_id": "a", "client_secret": "b", "refresh_token": "c"}'
+    (tmp_path / "application_default_credentials.json").write_text(key)
+    finding = doctor.probe_bucket()
+    assert (finding.state, finding.command) == (OK, None)
+    assert "from credentials" in finding.text
+    without(monkeypatch, "google.auth")
+    assert doctor.probe_bucket().state == ABSENT
+
+
+def test_a_wandb_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    assert (doctor.probe_wandb().state, doctor.probe_wandb().command) == (ABSENT, "wandb login")
+    monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
+    assert doctor.probe_wandb().state == OK
+    without(monkeypatch, "wandb")
+    assert (doctor.probe_wandb().state, doctor.probe_wandb().command) == (ABSENT, doctor.INSTALL)
+
+
+def test_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "not" / "yet"
+    assert doctor.probe_disk(folder, needed_gb=0).state == OK
+    free = shutil.disk_usage(tmp_path).free / 1e9
+    finding = doctor.probe_disk(folder, needed_gb=free + 1)
+    assert finding.state == MISSING
+    assert "GB free in" in finding.text
+    monkeypatch.setattr(os, "access", lambda place, mode: place != tmp_path)  # root may write anywhere
+    finding = doctor.probe_disk(folder, needed_gb=0)
+    assert (finding.state, finding.text) == (MISSING, f"{tmp_path} cannot be written")
+
+
+def test_a_tpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PJRT_DEVICE", raising=False)
+    without_packages(monkeypatch, "torch_xla")
+    assert doctor.probe_tpu(tmp_path).command is None, "no TPU, nothing to do"
+    monkeypatch.setenv("PJRT_DEVICE", "TPU")
+    assert doctor.probe_tpu(tmp_path).state == MISSING, "every command would ask for torch_xla"
+    monkeypatch.delenv("PJRT_DEVICE")
+    (tmp_path / "accel0").touch()
+    finding = doctor.probe_tpu(tmp_path)
+    assert (finding.state, finding.text) == (ABSENT, "1 TPU chips, but no torch_xla")
+    assert "requirements-tpu.txt" in (finding.command or "")
+    monkeypatch.setattr(metadata, "version", lambda name: "2.9.0")
+    assert doctor.probe_tpu(tmp_path).command == "export PJRT_DEVICE=TPU"
+    monkeypatch.setenv("PJRT_DEVICE", "TPU")
+    assert doctor.probe_tpu(tmp_path) == Finding("TPU", OK, "1 chips, torch_xla 2.9.0")
+
+
+def test_programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert doctor.probe_programs().state == OK
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert doctor.probe_programs().command == "apt-get install make git"
+    (tmp_path / "git").touch(0o755)
+    assert doctor.probe_programs().text.startswith("no make;")
+
+
+def test_the_exit_code_is_the_demos(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    findings = [Finding("one", OK, "there"), Finding("two", ABSENT, "not needed", "pip install two")]
+    monkeypatch.setattr(doctor, "examine", lambda: findings)
+    assert doctor.main([]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "the demo can run; next: make demo"
+    for name in ("three", "four"):
+        findings.append(Finding(name, MISSING, "needed", "pip install it"))
+    assert doctor.main([]) == 1
+    assert capsys.readouterr().out.splitlines()[-1] == "the demo cannot run yet; next: pip install it"
+
+
+def test_a_python_without_any_package_gets_an_answer() -> None:
+    """The machine of a new user: no site-packages at all."""
+    code = f"import runpy, sys; sys.path.insert(0, {str(ROOT)!r}); sys.argv = ['doctor']; " + (
+        "runpy.run_module('utils.doctor', run_name='__main__')"
+    )
+    done = subprocess.run([sys.executable, "-I", "-S", "-c", code], capture_output=True, text=True)
+    assert done.returncode == 1, done.stderr
+    assert "packages     MISSING" in done.stdout
+    assert done.stdout.splitlines()[-1] == "the demo cannot run yet; next: pip install -r requirements.txt"
+    assert done.stderr == ""
+
+
+def test_every_probe_is_in_the_examination(monkeypatch: pytest.MonkeyPatch) -> None:
+    probes = [name for name in vars(doctor) if name.startswith("probe_")]
+    for name in probes:
+
+        def probe(*_: object, name: str = name) -> Any:
+            finding = Finding(name, OK, "")
+            return [finding] if name == "probe_codecs" else finding
+
+        monkeypatch.setattr(doctor, name, probe)
+    assert sorted(finding.name for finding in doctor.examine()) == sorted(probes)

@@ -1,0 +1,67 @@
+"""--help: every command of ours says what it is for, with examples that would run and keys that exist."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.support.task_configs import below
+from tests.test_readme import configured_commands, missing_modules
+from utils.cli import parse_words
+from utils.config.page import keys
+from utils.help_pages import PAGES, PeopleParser, key_lines
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.mark.parametrize("command", PAGES)
+def test_examples_are_of_the_command_and_would_run(command: str) -> None:
+    for example in PAGES[command].examples:
+        assert f"-m {command} " in example
+    text = "```\n" + "\n".join(PAGES[command].examples) + "\n```\n"
+    assert missing_modules(text) == []
+    for path, overrides in configured_commands(text):
+        from utils.config.load import load_config
+
+        load_config(ROOT / path, overrides, below(ROOT / path))
+
+
+def test_keys_that_matter_exist() -> None:
+    assert {name for page in PAGES.values() for name in page.keys} <= set(keys())
+
+
+def test_every_command_with_a_configuration_has_a_page() -> None:
+    rooms = ("data_setup", "pretraining", "finetuning", "utils")
+    text = "\n".join(path.read_text() for room in rooms for path in (ROOT / room).glob("**/*.py"))
+    called = set(re.findall(r'(?:parse_cli|parse_words|PeopleParser|answer_help)\(\s*"([\w.]+)"', text))
+    assert called - {"pretraining.tpu_fit.trace"} == set(PAGES)  # trace is run by tpu_fit
+
+
+def test_help_begins_with_the_purpose_and_ends_with_the_details(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        parse_words("pretraining.train", "The details.\n\nMore of them.\n", ["--help"])
+    assert end.value.code == 0
+    text = capsys.readouterr().out
+    parts = [
+        PAGES["pretraining.train"].purpose,
+        "\nexamples:\n    python -m pretraining.train --config configs/smoke_test.yaml\n",
+        "\noptions:\n",
+        "keys that matter",
+        "  train.max_steps              length of the run in updates",
+        "details:\nThe details.\n\nMore of them.\n",
+    ]
+    places = [text.index(part) for part in parts]
+    assert places == sorted(places)
+
+
+def test_a_command_without_a_page_shows_its_details() -> None:
+    assert "Only these words." in PeopleParser("some.command", "Only these words.").format_help()
+
+
+def test_a_key_has_its_meaning_type_and_default() -> None:
+    (_, *lines) = key_lines(("train.ckpt_dir",)).splitlines()
+    words = " ".join(" ".join(lines).split())
+    assert words == "train.ckpt_dir null: no checkpoints [text or null; ${run.dir}/checkpoints]"
+    assert key_lines(()) == ""

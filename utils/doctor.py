@@ -1,0 +1,275 @@
+"""What this machine can do, and the command for what is missing: `python -m utils.doctor`.
+
+In: the machine as it is: Python, packages, devices, logins, disk. Out: a line for each, and for what is
+missing the command that adds it. Exit code 0: the demo can run; 1: it cannot. Nothing is installed or sent.
+
+This file is read by any Python 3, with no package installed: it imports the standard library alone, and each
+probe the packages that it is about.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import platform
+import re
+import shutil
+import sys
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+OLDEST_PYTHON = (3, 11)
+OK, ABSENT, MISSING = "ok", "absent", "MISSING"  # absent: the demo needs it not
+INSTALL = "pip install -r requirements.txt"
+DEMO_GB = 3.0  # phantom, store, two runs with their checkpoints
+PYTORCH = "https://pytorch.org/get-started/locally"
+PROJECT = "oct-foundation"
+TPU_DEVICES = ("accel*", "vfio/[0-9]*")  # below /dev, of TPU v2-v4 and of later ones
+EXAMPLES = """examples:
+    python -m utils.doctor
+    python -m utils.doctor && make demo
+"""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What a probe says: one line, and what to do about it."""
+
+    name: str
+    state: str
+    text: str
+    command: str | None = None
+
+
+def probe_python(version: tuple[int, ...] = sys.version_info[:3]) -> Finding:
+    """Whether the interpreter is new enough."""
+    text = ".".join(map(str, version))
+    if version[:2] >= OLDEST_PYTHON:
+        return Finding("python", OK, f"{text}, {sys.executable}")
+    wanted = ".".join(map(str, OLDEST_PYTHON))
+    command = f"python{wanted} -m venv .venv && . .venv/bin/activate"
+    return Finding("python", MISSING, f"expected {wanted} or newer, found {text}", command)
+
+
+def requirements(root: Path = ROOT) -> list[str]:
+    """The lines of requirements.txt; those of the installed package where there is no such file."""
+    path = root / "requirements.txt"
+    lines = path.read_text().splitlines() if path.is_file() else metadata.requires(PROJECT) or []
+    return [line for line in lines if line and not line.startswith("#") and "extra ==" not in line]
+
+
+def probe_packages(lines: list[str]) -> Finding:
+    """Whether every requirement is installed, in a version that it allows."""
+    wrong = []
+    for line in lines:
+        name = re.split(r"[<>=!~;\[ ]", line)[0]
+        try:
+            version = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            wrong.append(name)
+            continue
+        if not _allows(line, version):
+            wrong.append(f"{name} (expected {line[len(name) :]}, found {version})")
+    if wrong:
+        return Finding("packages", MISSING, f"{len(wrong)} of {len(lines)}: {', '.join(wrong)}", INSTALL)
+    return Finding("packages", OK, f"{len(lines)} of {len(lines)} requirements")
+
+
+def _allows(line: str, version: str) -> bool:
+    """Whether a requirement allows a version; True where nothing here can compare versions."""
+    try:
+        from packaging.requirements import Requirement
+    except ImportError:
+        return True
+    return bool(Requirement(line).specifier.contains(version, prereleases=True))
+
+
+def probe_torch() -> Finding:
+    """Whether torch can be loaded; an installation may be there and broken."""
+    try:
+        torch = importlib.import_module("torch")
+    except (ImportError, OSError) as error:
+        return Finding("torch", MISSING, f"not loaded: {_one_line(error)}", INSTALL)
+    return Finding("torch", OK, torch.__version__)
+
+
+def probe_device() -> Finding:
+    """What a training would run on: a CUDA device, else the CPU."""
+    try:
+        torch = importlib.import_module("torch")
+    except (ImportError, OSError):
+        return Finding("device", MISSING, "unknown without torch", INSTALL)
+    if torch.cuda.is_available():
+        names = [torch.cuda.get_device_name(n) for n in range(torch.cuda.device_count())]
+        memory = torch.cuda.get_device_properties(0).total_memory / 2**30
+        return Finding("device", OK, f"{len(names)} x {names[0]}, {memory:.0f} GB each")
+    cpu = f"cpu: {platform.machine()}, {os.cpu_count()} cores"
+    if shutil.which("nvidia-smi"):
+        text = f"{cpu}; there is an NVIDIA driver, but this torch ({torch.__version__}) sees no CUDA device"
+        return Finding("device", ABSENT, text, f"install torch for your CUDA version: {PYTORCH}")
+    return Finding("device", OK, f"{cpu}; no CUDA device")
+
+
+def probe_bf16(cpuinfo: Path = Path("/proc/cpuinfo")) -> Finding:
+    """Whether the device computes in bfloat16 itself; otherwise it is slower than float32."""
+    fallback = "add train.use_bf16=false to the commands"
+    try:
+        torch = importlib.import_module("torch")
+    except (ImportError, OSError):
+        return Finding("bf16", MISSING, "unknown without torch", INSTALL)
+    if torch.cuda.is_available():
+        major = torch.cuda.get_device_capability(0)[0]
+        if major >= 8:
+            return Finding("bf16", OK, "in the device's hardware")
+        return Finding("bf16", ABSENT, "this GPU emulates it", fallback)
+    flags = cpuinfo.read_text() if cpuinfo.is_file() else ""
+    units = [name for name in ("amx_bf16", "avx512_bf16") if re.search(rf"\b{name}\b", flags)]
+    if units:
+        return Finding("bf16", OK, f"in the CPU's hardware: {', '.join(units)}")
+    return Finding("bf16", ABSENT, "no unit of this CPU is known to compute it", fallback)
+
+
+def probe_codecs() -> list[Finding]:
+    """Whether pixel data can be decoded: what the phantom and AI-READI have, and what other devices write."""
+    families = (
+        ("DICOM", MISSING, ("pydicom",), "uncompressed and RLE", INSTALL),
+        ("JPEG 2000", MISSING, ("pylibjpeg", "openjpeg"), "by pylibjpeg-openjpeg", INSTALL),
+        ("JPEG-LS", ABSENT, ("libjpeg",), "and JPEG Lossless, by pylibjpeg-libjpeg",
+         "pip install pylibjpeg-libjpeg  # GPL-3.0; only if your files need it"),
+    )  # fmt: skip
+    findings = []
+    for name, state, modules, text, command in families:
+        try:
+            for module in modules:
+                importlib.import_module(module)
+        except (ImportError, OSError) as error:
+            findings.append(Finding(name, state, f"not loaded: {_one_line(error)}", command))
+        else:
+            findings.append(Finding(name, OK, text))
+    return findings
+
+
+def probe_bucket() -> Finding:
+    """Whether there is a login for gs://."""
+    command = "gcloud auth application-default login"
+    try:
+        from utils.storage.login import google_login
+
+        source = google_login()
+    except ImportError as error:
+        return Finding("gs:// login", ABSENT, f"unknown: {_one_line(error)}", INSTALL)
+    if source is None:
+        text = "no Google credentials: local folders work, buckets that are not public do not"
+        return Finding("gs:// login", ABSENT, text, command)
+    return Finding("gs:// login", OK, f"from {source}; python -m utils.check_paths tries a bucket")
+
+
+def probe_wandb() -> Finding:
+    """Whether Weights & Biases would be reached with a key."""
+    try:
+        import wandb
+
+        from utils.log import has_api_key
+    except ImportError as error:
+        return Finding("W&B key", ABSENT, f"unknown: {_one_line(error)}", INSTALL)
+    host = wandb.setup().settings.base_url
+    if has_api_key(host):
+        return Finding("W&B key", OK, f"for {host}; wandb.mode=online uses it")
+    return Finding("W&B key", ABSENT, f"none for {host}: runs log offline, which needs none", "wandb login")
+
+
+def probe_disk(folder: Path = Path("runs"), needed_gb: float = DEMO_GB) -> Finding:
+    """Whether runs/ can be written and has room for the demo."""
+    place = next(p for p in (folder.absolute(), *folder.absolute().parents) if p.is_dir())
+    free_gb = shutil.disk_usage(place).free / 1e9
+    if not os.access(place, os.W_OK):
+        return Finding("disk", MISSING, f"{place} cannot be written", "run from a folder of yours")
+    if free_gb < needed_gb:
+        text = f"expected {needed_gb:g} GB free in {place} for the demo, found {free_gb:.1f} GB"
+        return Finding("disk", MISSING, text, "free some space, or run from a folder on another disk")
+    return Finding("disk", OK, f"{free_gb:.0f} GB free in {place}")
+
+
+def probe_tpu(devices: Path = Path("/dev")) -> Finding:
+    """Whether there is a TPU, and torch_xla to use it."""
+    chips = [path for pattern in TPU_DEVICES for path in devices.glob(pattern)]
+    wanted = os.environ.get("PJRT_DEVICE")
+    try:
+        version = metadata.version("torch_xla")
+    except metadata.PackageNotFoundError:
+        if chips or wanted:
+            why = f"{len(chips)} TPU chips" if chips else f"PJRT_DEVICE={wanted}"
+            command = "pip install -r requirements-tpu.txt -c constraints-tpu.txt"
+            return Finding("TPU", MISSING if wanted else ABSENT, f"{why}, but no torch_xla", command)
+        text = "none here; python -m pretraining.tpu_fit asks whether a model would fit one"
+        return Finding("TPU", ABSENT, text)
+    if not chips:
+        return Finding("TPU", ABSENT, f"none here; torch_xla {version} is installed")
+    if wanted != "TPU":
+        return Finding("TPU", ABSENT, f"{len(chips)} chips, not asked for", "export PJRT_DEVICE=TPU")
+    return Finding("TPU", OK, f"{len(chips)} chips, torch_xla {version}")
+
+
+def probe_programs() -> Finding:
+    """Whether make and git are there: `make demo` needs the one, a run's commit the other."""
+    gone = [name for name in ("make", "git") if shutil.which(name) is None]
+    if gone:
+        text = f"no {' and no '.join(gone)}; docs/start/demo.md has the commands without make"
+        return Finding("programs", ABSENT, text, f"apt-get install {' '.join(gone)}")
+    return Finding("programs", OK, "make, git")
+
+
+def examine() -> list[Finding]:
+    """All findings, in the order of the page."""
+    return [
+        probe_python(),
+        probe_packages(requirements()),
+        probe_torch(),
+        probe_device(),
+        probe_bf16(),
+        *probe_codecs(),
+        probe_programs(),
+        probe_disk(),
+        probe_bucket(),
+        probe_wandb(),
+        probe_tpu(),
+    ]
+
+
+def page(findings: list[Finding]) -> str:
+    """The findings for a terminal; the last line says whether the demo can run."""
+    lines = []
+    for finding in findings:
+        lines.append(f"{finding.name:<12} {finding.state:<8} {finding.text}")
+        if finding.command:
+            lines.append(f"{'':<21} -> {finding.command}")
+    needed = [finding for finding in findings if finding.state == MISSING]
+    if not needed:
+        return "\n".join([*lines, "", "the demo can run; next: make demo"])
+    commands = dict.fromkeys(finding.command for finding in needed if finding.command)
+    return "\n".join([*lines, "", f"the demo cannot run yet; next: {'; then '.join(commands)}"])
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split())[:160]
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Print what this machine can do; 1 where the demo cannot run."""
+    parser = argparse.ArgumentParser(
+        prog="python -m utils.doctor",
+        description=__doc__,
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.parse_args(argv)
+    findings = examine()
+    print(page(findings))
+    return int(any(finding.state == MISSING for finding in findings))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

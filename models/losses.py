@@ -19,7 +19,7 @@ from typing import Literal, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
-from einops import rearrange
+from einops import rearrange, reduce
 from torch import Tensor
 
 PixelNorm = Literal["normalised", "plain"]
@@ -80,6 +80,15 @@ def pixel_targets(view_BCDHW: Tensor, patch: tuple[int, int, int], kind: PixelNo
         return targets
     mean, variance = targets.mean(-1, keepdim=True), targets.var(-1, keepdim=True)
     return (targets - mean) / (variance + VARIANCE_EPS).sqrt()
+
+
+def mean_ascans(view_BCDHW: Tensor, patch: tuple[int, int, int]) -> Tensor:
+    """float32 [B, N, C*h]: the mean A-scan of every patch, its voxels averaged over B-scans and columns.
+
+    Speckle differs from voxel to voxel and goes; which layers cross the patch stays.
+    """
+    d, h, w = patch
+    return reduce(view_BCDHW.float(), "b c (gd d) (gh h) (gw w) -> b (gd gh gw) (c h)", "mean", d=d, h=h, w=w)
 
 
 Statistics = tuple[Tensor, ...]

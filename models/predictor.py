@@ -58,6 +58,10 @@ class Predictor3D(nn.Module):
         initialise(self, self.predictor_blocks)
 
     def forward(self, ctx_BKE: Tensor, keep_BK: Tensor, target_BM: Tensor) -> Tensor:
+        return self.predictor_proj(self.trunk(ctx_BKE, keep_BK, target_BM))
+
+    def trunk(self, ctx_BKE: Tensor, keep_BK: Tensor, target_BM: Tensor) -> Tensor:
+        """What predictions are read from: normalised features [B, M, width] of the mask tokens."""
         ctx_BKP = self.predictor_embed(ctx_BKE)
         num_context = ctx_BKP.shape[1]
         mask_BMP = self.mask_tokens[self.mask_token].to(ctx_BKP.dtype).expand(*target_BM.shape, -1)
@@ -65,7 +69,7 @@ class Predictor3D(nn.Module):
         ids = torch.cat((keep_BK, target_BM), dim=1)
         rotary = rotary_tables(ids, self.grid, self.head_dim, self.rope, self.rope_grid)
         x = run_blocks(self.predictor_blocks, x, rotary, recompute=self.recompute)
-        return self.predictor_proj(self.predictor_norm(x[:, num_context:]))
+        return self.predictor_norm(x[:, num_context:])
 
 
 def _as_it_is(value: Tensor) -> Tensor:

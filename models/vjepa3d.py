@@ -15,7 +15,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from models.losses import TOKEN_LOSSES, PixelNorm, pixel_targets, weighted_mean
+from models.losses import (
+    TOKEN_LOSSES,
+    PixelNorm,
+    mean_ascans,
+    per_token_l2,
+    pixel_targets,
+    weighted_mean,
+)
 from models.predictor import MlpPredictor, Predictor3D
 from models.stochastic import Stochastic
 from models.vit3d import NORM_EPS, Recompute, VisionTransformer3D, gather_tokens, recompute_block
@@ -33,6 +40,7 @@ class Output:
     context_BKE: Tensor  # context encoder output at the context tokens, the regulariser's input
     target_all_BNE: Tensor  # comparable targets [B, N, target_width] of all tokens, for the gauges
     features_all_BNE: Tensor | None  # normalised target encoder features of all tokens; mae in training: None
+    ascan_B: Tensor | None = None  # loss of the A-scan head, as loss_B; None without one
 
 
 def build_encoder(cfg: Config) -> VisionTransformer3D:
@@ -73,6 +81,11 @@ class VJEPA3D(nn.Module):
                 cfg.model.rope,
                 out_width=self.target_width,
             )
+        # beside the predictor, whose tensors are those of public weights
+        self.ascan_head: nn.Linear | None = None
+        if cfg.method.ascan_weight > 0:
+            patch = self.encoder.patch_embed
+            self.ascan_head = nn.Linear(cfg.method.predictor_width, patch.proj.in_channels * patch.patch[1])
         self.target_encoder = copy.deepcopy(self.encoder).requires_grad_(False)
         if cfg.train.activation_checkpointing:
             self.checkpoint_activations(recompute_block)
@@ -145,19 +158,30 @@ class VJEPA3D(nn.Module):
         `reads_target_view` is false.
         """
         targets_BNE, features_BNE = self.compute_targets(context_view, target_view)
-        is_mismatched = self.has_mismatched_targets and self.training
-        target_BME = gather_tokens(targets_BNE.roll(1, 0) if is_mismatched else targets_BNE, target_BM)
+        target_BME = gather_tokens(self._of_control(targets_BNE), target_BM)
         encoded = self.encode_context(context_view, context_BK, target_BM, seed_B)
         ctx_BKE = self.context_tokens(encoded, context_BK)
+        ascan_B = None
         if isinstance(self.predictor, MlpPredictor):
             prediction_BME = self.predictor(gather_tokens(encoded, target_BM), target_valid_BM).float()
         else:
-            prediction_BME = self.predictor(ctx_BKE, context_BK, target_BM).float()
+            trunk_BMP = self.predictor.trunk(ctx_BKE, context_BK, target_BM)
+            prediction_BME = self.predictor.predictor_proj(trunk_BMP).float()
+            if self.ascan_head is not None:
+                ascans = self._of_control(mean_ascans(context_view, self.encoder.patch_embed.patch))
+                guess_BMH = self.ascan_head(trunk_BMP).float()
+                ascan_B = weighted_mean(
+                    per_token_l2(guess_BMH, gather_tokens(ascans, target_BM)), target_valid_BM
+                )
         loss_BM = TOKEN_LOSSES[self.recipe.loss].distance(prediction_BME, target_BME)
         if self.recipe.loss == "normalised_l2":
             prediction_BME = F.normalize(prediction_BME, dim=-1)
         loss_B = weighted_mean(loss_BM, target_valid_BM)
-        return Output(loss_B, prediction_BME, target_BME, ctx_BKE, targets_BNE, features_BNE)
+        return Output(loss_B, prediction_BME, target_BME, ctx_BKE, targets_BNE, features_BNE, ascan_B)
+
+    def _of_control(self, targets: Tensor) -> Tensor:
+        """The targets [B, ...]; of another volume where that is the control, in training."""
+        return targets.roll(1, 0) if self.has_mismatched_targets and self.training else targets
 
     def trained_parameters(self) -> list[tuple[str, nn.Parameter]]:
         """Named parameters of the encoder and the predictor."""

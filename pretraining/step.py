@@ -62,6 +62,7 @@ class StepResult:
     regulariser: Tensor | None
     grad_norm: Tensor
     is_finite: Tensor
+    ascan: Tensor | None = None  # loss of the A-scan head, without its weight
     penalty_to_prediction: Tensor | None = None  # where `Watch.measures`: see Balance
 
 
@@ -162,6 +163,7 @@ def train_step(
     buffers = {name: b.clone() for name, b in model.named_buffers()}
     optimizer.zero_grad(set_to_none=True)
     loss_sum = torch.zeros((), device=runtime.device)
+    ascan_sum: Tensor | None = None
     penalty: Tensor | None = None
     balance = Balance()
     for number, batch in enumerate(batches, 1):
@@ -169,6 +171,10 @@ def train_step(
         output = predict(model, batch, runtime, stochastic=True, replica=replica)
         prediction_loss = output.loss_B.sum() / samples
         objective = share * prediction_loss
+        if output.ascan_B is not None:
+            ascan = output.ascan_B.sum() / samples
+            objective = objective + share * cfg.method.ascan_weight * ascan
+            ascan_sum = ascan.detach() if ascan_sum is None else ascan_sum + ascan.detach()
         if regulariser is not None:
             statistics = regulariser.statistics(output.context_BKE.float(), batch["context_valid"])
             local = tuple(s / samples for s in statistics)
@@ -189,6 +195,8 @@ def train_step(
 
     parameters = [p for _, p in model.trained_parameters()]
     loss_sum = runtime.group.sum(loss_sum)
+    if ascan_sum is not None:
+        ascan_sum = runtime.group.sum(ascan_sum)
     grad_norm = torch.nn.utils.clip_grad_norm_(parameters, cfg.optim.clip_grad_norm)
     is_finite = torch.isfinite(grad_norm) & torch.isfinite(loss_sum) & update.enabled
     for group in optimizer.param_groups:
@@ -201,7 +209,7 @@ def train_step(
         for name, buffer in model.named_buffers():
             buffer.copy_(torch.where(is_finite, buffer, buffers[name]))
     watch.lap("update")
-    return StepResult(loss_sum, penalty, grad_norm, is_finite, balance.ratio(runtime))
+    return StepResult(loss_sum, penalty, grad_norm, is_finite, ascan_sum, balance.ratio(runtime))
 
 
 def trial_step(

@@ -171,6 +171,7 @@ def step_metrics(
     return {
         "train/loss": float(result.loss),
         "train/regulariser": None if result.regulariser is None else float(result.regulariser),
+        "train/ascan_loss": _finite(result.ascan),
         "train/penalty_to_prediction": _finite(result.penalty_to_prediction),
         "train/lr": update.lr,
         "train/grad_norm": float(result.grad_norm),

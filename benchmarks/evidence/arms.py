@@ -21,6 +21,7 @@ RANDOM = "random"
 CONTROL = "control"  # the reference arm, hardly trained
 # the reference arm without what a JEPA is about: nothing to predict, and nothing of this volume to predict
 PENALTY_ONLY, MISMATCHED = "penalty_only", "mismatched_targets"
+SUPERVISED = "supervised"  # no pre-training: what the images allow
 CONTROLS = RANDOM, CONTROL, PENALTY_ONLY, MISMATCHED  # a claim about the reference arm is above all of them
 # 4 volumes a step: 0.8 s on one core (docs/evidence/results.md), so hundreds of updates in minutes
 BASE = (
@@ -63,11 +64,11 @@ DENSE = ("method.context=dense",)
 
 @dataclass(frozen=True)
 class Arm:
-    """A configuration to train, or (not `is_trained`) a randomly initialised encoder."""
+    """A configuration to train; not `is_trained`: its encoder is made where it is scored."""
 
     name: str
     label: str
-    factor: str  # "recipe", or what an ablation changes
+    factor: str  # "recipe", "ceiling", or what an ablation changes
     changes: tuple[str, ...] = ()
     ema_half_life: float | None = None  # share of the run; None: as in the recipe and the changes
     compared_with: str = REFERENCE  # an ablation: the arm that it changes one thing of
@@ -85,9 +86,13 @@ def _masks(*families: str) -> tuple[str, ...]:
 
 LIGHTER = ("method.covariance_weight=0.01",)
 FASTER = ("optim.base_lr=1e-3", *LIGHTER)
+ASCAN = ("optim.base_lr=1e-3", "method.ascan_weight=1")
 HARDER = ("method.context_ratio=0.25", "method.target_ratio=0.55")
 
 RANDOM_ARM = Arm(RANDOM, "random initialisation", "recipe", is_trained=False)
+SUPERVISED_ARM = Arm(
+    SUPERVISED, "ceiling: the encoder trained on the truth of layer occupancy", "ceiling", is_trained=False
+)
 MAIN = (
     Arm("vjepa2", "vjepa2, vicreg 0.05 (as shipped)", "recipe"),
     Arm(CONTROL, "vjepa2 after 2 steps (control)", "recipe", steps=2),
@@ -153,16 +158,24 @@ ABLATIONS = (
     Arm(
         "faster_mismatched",
         "rate and covariance, targets of another volume (control)",
-        "two changes at once",
+        "control",
         (*FASTER, "method.control=mismatched_targets"),
         compared_with="faster",
     ),
     Arm(
         "faster_penalty_only",
         "rate and covariance, nothing predicted (control)",
-        "two changes at once",
+        "control",
         (*FASTER, "method.control=penalty_only"),
         compared_with="faster",
+    ),
+    Arm("ascan", "learning rate 1e-3, A-scan head", "A-scan head", ASCAN),
+    Arm(
+        "ascan_mismatched",
+        "A-scan head, targets of another volume (control)",
+        "control",
+        (*ASCAN, "method.control=mismatched_targets"),
+        compared_with="ascan",
     ),
     Arm("harder", "context .25, target .55", "task", HARDER),
     Arm(
@@ -190,7 +203,7 @@ ABLATIONS = (
 
 def arm_by_name(name: str) -> Arm:
     """The arm of this name; raises UserError with the names that exist."""
-    arms = {arm.name: arm for arm in (RANDOM_ARM, *MAIN, *ABLATIONS)}
+    arms = {arm.name: arm for arm in (RANDOM_ARM, SUPERVISED_ARM, *MAIN, *ABLATIONS)}
     if name not in arms:
         raise UserError(f"--arm: expected one of {', '.join(arms)}, found {name}")
     return arms[name]
@@ -228,6 +241,14 @@ def arm_config(arm: Arm, seed: int, steps: int, root: Path, extra: Iterable[str]
 def cost_key(cfg: Config) -> str:
     """Arms with one key take one time per step."""
     m = cfg.method
-    shape = (m.recipe, m.mae_target, m.context_ratio, m.target_ratio, m.predictor_depth, m.predictor_width)
+    shape = (
+        m.ascan_weight > 0,
+        m.recipe,
+        m.mae_target,
+        m.context_ratio,
+        m.target_ratio,
+        m.predictor_depth,
+        m.predictor_width,
+    )
     parts = m.context, m.predictor, m.loss
     return repr((shape, parts, m.regulariser, m.dropout, m.drop_path, cfg.spatial.patch_size))

@@ -21,7 +21,16 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.evidence.arms import ABLATIONS, CONFIG, MAIN, REFERENCE, arm_by_name, arm_config, run_dir
+from benchmarks.evidence.arms import (
+    ABLATIONS,
+    CONFIG,
+    MAIN,
+    REFERENCE,
+    SUPERVISED,
+    arm_by_name,
+    arm_config,
+    run_dir,
+)
 from benchmarks.evidence.calibration import calibrate, steps_of_budget
 from benchmarks.evidence.cohorts import (
     EVALUATION_SEED,
@@ -36,6 +45,7 @@ from benchmarks.evidence.page import RESULTS, write_results
 from benchmarks.evidence.queue import BASELINES, Plan, Queue, confirmation_jobs, run_all
 from benchmarks.evidence.real import make_real_data
 from benchmarks.evidence.scores import baseline_features, encoder_features, real_eyes, save_scores, score
+from benchmarks.evidence.supervised import supervised_encoder
 from data_setup.store.reader import PreparedStore
 from finetuning.pooled import pretrained_encoder, random_encoder
 from utils import storage
@@ -44,8 +54,8 @@ from utils.errors import UserError
 
 
 def score_one(root: Path, name: str, seed: int, people: Path) -> None:
-    """Score one run of `root`, one random initialisation, or all baselines on the cohort below `people`;
-    writes scores.json into its folder there.
+    """Score one run of `root`, one random initialisation, the ceiling, or all baselines on the cohort below
+    `people`; writes scores.json into its folder there.
     """
     torch.set_num_threads(1)
     plan = Plan.load(root)
@@ -63,6 +73,8 @@ def score_one(root: Path, name: str, seed: int, people: Path) -> None:
     if arm.is_trained:
         url = storage.join(str(folder), "checkpoints", f"step_{steps:08d}.pt")
         encoder = pretrained_encoder(cfg, load_checkpoint(url), url)
+    elif name == SUPERVISED:
+        encoder = supervised_encoder(reference, root, seed, plan.steps[REFERENCE])
     else:
         encoder = random_encoder(cfg, seed)
     pooled, dense, rank = encoder_features(encoder, cfg, store, truth, reference.grid)

@@ -39,7 +39,7 @@ def confirmation(first: Table, again: Confirmation) -> str:
     scored = [r for r in first.rows if r.num_seeds and r.name != RANDOM]
     recipes = [r for r in scored if r.factor in ("recipe", "baseline")]
     trained = [r for r in recipes if r.factor == "recipe"]
-    ablations = [r for r in scored if r not in recipes]
+    ablations = [r for r in scored if r not in recipes and r.factor != "ceiling"]
     others = sorted({r.compared_with for r in ablations} & rows.keys() - {REFERENCE})
     comparisons = [
         (RANDOM, "random initialisation", recipes),

@@ -26,6 +26,7 @@ from benchmarks.evidence.arms import (
     RANDOM,
     RANDOM_ARM,
     REFERENCE,
+    SUPERVISED_ARM,
     Arm,
     run_dir,
 )
@@ -200,7 +201,7 @@ def build_table(plan: Plan, people: Path | None = None) -> Table:
     `people`: folder of a confirmation; without it, the people that the runs were first compared on.
     """
     people = plan.root if people is None else people
-    scored = {arm.name: read_arm(plan, arm, people) for arm in (*MAIN, RANDOM_ARM)}
+    scored = {arm.name: read_arm(plan, arm, people) for arm in (*MAIN, RANDOM_ARM, SUPERVISED_ARM)}
     missing = [name for name in (RANDOM, REFERENCE, CONTROL) if not scored[name].seeds]
     if missing:
         raise UserError(

@@ -96,7 +96,7 @@ def conditions(table: Table) -> list[str]:
         asked, given = f"steps {steps}", f"{steps} steps, which take unequal time,"
     else:
         asked, given = f"budget {table.budget_s:g}", f"{table.budget_s:g} s of one core"
-    only = [r.name for r in table.rows if r.factor != "baseline"]
+    only = [r.name for r in table.rows if r.factor not in ("baseline", "ceiling")]
     only = [name for name in only if name not in (REFERENCE, *CONTROLS)]
     run = f"run --{asked} --seeds {table.seeds} --only {','.join(only)}"
     return [
@@ -114,19 +114,20 @@ def markdown(table: Table) -> str:
     recipes = [r for r in table.rows if r.factor == "recipe"]
     trained = [r for r in recipes if r.name != RANDOM]
     baselines = [r for r in table.rows if r.factor == "baseline"]
-    ablations = [r for r in table.rows if r.factor not in ("recipe", "baseline")]
+    ceiling = [r for r in table.rows if r.factor == "ceiling"]
+    ablations = [r for r in table.rows if r.factor not in ("recipe", "baseline", "ceiling")]
     lines = [
         *conditions(table),
         "",
         "### What wins, on the first people",
         "",
-        *claims([r for r in (*trained, *ablations) if r.name not in CONTROLS]),
+        *claims([r for r in (*trained, *ablations) if r.name not in CONTROLS and r.factor != "control"]),
         *sentences([*trained, *baselines], RANDOM, "random initialisation"),
         *sentences([r for r in trained if r.name != CONTROL], CONTROL, "the control of two steps"),
         *sentences([r for r in trained if r.name != REFERENCE], REFERENCE, f"`{REFERENCE}`"),
         "### Recipes",
         "",
-        *score_table([*recipes, *baselines], RANDOM),
+        *score_table([*recipes, *baselines, *ceiling], RANDOM),
         "",
         *training_table(recipes),
     ]

@@ -23,10 +23,12 @@ from benchmarks.evidence.arms import (
     MAIN,
     RANDOM_ARM,
     REFERENCE,
+    SUPERVISED_ARM,
     Arm,
     overrides,
     run_dir,
 )
+from benchmarks.evidence.supervised import has_truth
 from utils.errors import UserError
 
 POLL_SECONDS = 0.2
@@ -126,12 +128,14 @@ class Job:
 
 
 def main_jobs(plan: Plan, only: Collection[str] | None = None) -> list[Job]:
-    """Baselines and random initialisation first, then one seed of every recipe before the next seed.
+    """Baselines, random initialisation and the ceiling first, then one seed of every recipe after another.
 
     `only`: these recipes, and those that every claim of the table refers to.
     """
     jobs = [Job(None, 0, plan.root / BASELINES)]
     jobs += [Job(RANDOM_ARM, s, run_dir(plan.root, RANDOM_ARM, s)) for s in range(plan.seeds)]
+    if has_truth(plan.root):
+        jobs += [Job(SUPERVISED_ARM, s, run_dir(plan.root, SUPERVISED_ARM, s)) for s in range(plan.seeds)]
     arms = [a for a in MAIN if only is None or a.name in {*only, REFERENCE, *CONTROLS}]
     return jobs + [Job(a, s, run_dir(plan.root, a, s)) for s in range(plan.seeds) for a in arms]
 

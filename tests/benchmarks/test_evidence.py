@@ -34,6 +34,7 @@ from benchmarks.evidence.cohorts import (
     FOLDS,
     Truth,
     fold_of_rows,
+    read_truth,
     tokens_of_another_grid,
 )
 from benchmarks.evidence.differences import BASELINE_LABELS, Draws, commits_of_runs, difference, read_arm
@@ -47,12 +48,14 @@ from benchmarks.evidence.queue import (
     fitting_ablations,
     main_jobs,
 )
-from benchmarks.evidence.scores import load_scores, masks_of_folds, save_scores, score
+from benchmarks.evidence.scores import encoder_features, load_scores, masks_of_folds, save_scores, score
+from benchmarks.evidence.supervised import supervised_encoder
 from benchmarks.evidence.words import signed
 from data_setup.phantom.cli import write_tree
 from data_setup.phantom.truth_tokens import layer_occupancy, valid_tokens
 from data_setup.prepare import main as prepare
 from data_setup.store.reader import PreparedStore
+from finetuning.embed import random_encoder
 from models.probes.tokens import less_protocol_mean, position_columns
 from pretraining.schedules import init_weight
 from tests.support.pipeline_factory import ROOT
@@ -610,6 +613,10 @@ def test_only_some_arms_run_with_what_they_are_compared_with(tmp_path: Path) -> 
     plan = Plan(tmp_path, 60.0, 1, {})
     names = [job.arm.name if job.arm else BASELINES for job in main_jobs(plan, ["mae_plain", "ema_20"])]
     assert names == [BASELINES, "random", "vjepa2", *CONTROLS[1:], "mae_plain"]
+    (tmp_path / "pretraining").mkdir()
+    (tmp_path / "pretraining" / "synthetic.json").write_text("{}")  # a phantom knows the truth: a ceiling
+    names = [job.arm.name if job.arm else BASELINES for job in main_jobs(plan, [])]
+    assert names == [BASELINES, "random", "supervised", "vjepa2", *CONTROLS[1:]]
     later = fitting_ablations(plan, 1, 1e9, ["mae_plain", "ema_20"])
     assert [job.arm.name for job in later if job.arm] == ["ema_20"]
 
@@ -665,9 +672,22 @@ def test_the_whole_command_on_a_tiny_budget(tmp_path: Path, monkeypatch: pytest.
     evidence_command("table", "--out", str(out))
     rows = json.loads((tmp_path / "table.json").read_text())["rows"]
     trained = {"vjepa2", *CONTROLS[1:]}
-    assert {r["name"] for r in rows} == {"random", *trained, *BASELINE_LABELS}
+    assert {r["name"] for r in rows} == {"random", "supervised", *trained, *BASELINE_LABELS}
     assert all(r["steps"] == 2 and r["failed"] == 0 for r in rows if r["name"] in trained)
     assert "### What wins" in out.read_text()
+    # the ceiling learns layer occupancy from the truth
+    cfg = arm_config(arm_by_name("vjepa2"), 0, 40, tmp_path, changes[1::2])
+    store, truth = PreparedStore.open(str(tmp_path / "evaluation_store")), read_truth(tmp_path)
+    encoders = supervised_encoder(cfg, tmp_path, 0, 40), random_encoder(cfg, 0)
+    taught, random = (
+        score(truth, None, encoder_features(encoder, cfg, store, truth, cfg.grid)[1], cfg.grid).of(
+            "occupancy"
+        )
+        for encoder in encoders
+    )
+    assert taught is not None
+    assert random is not None
+    assert taught > random + 0.1
     # a confirmation on the same people: the same scores
     people = tmp_path / "people_7_24"
     people.mkdir()

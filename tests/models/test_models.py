@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 
+from models.losses import mean_ascans
 from models.predictor import WeightedBatchNorm
 from models.stochastic import Stochastic
 from models.vit3d import SIZES, VisionTransformer3D, apply_rotary, gather_tokens, rotary_tables
 from models.vjepa3d import VJEPA3D, Output, parameter_groups
+from pretraining.gauges.monitor import voxels_of_tokens
 from tests.support.model_factory import VARIANTS, nano_model, small_config, token_ids, volumes
 from utils.config.schema import Config
 
@@ -187,7 +190,8 @@ def test_every_trained_parameter_has_a_gradient_and_is_optimised_once(recipe: st
     cfg = small_config(recipe)
     model = nano_model(cfg)
     out, *_ = run(model, cfg)
-    (out.loss_B.sum() + out.context_BKE.sum()).backward()
+    ascan = 0 if out.ascan_B is None else out.ascan_B.sum()
+    (out.loss_B.sum() + ascan + out.context_BKE.sum()).backward()
     for name, parameter in model.trained_parameters():
         assert parameter.grad is not None, name
         assert bool(torch.isfinite(parameter.grad).all()), name
@@ -298,3 +302,40 @@ def test_mask_token_replaces_the_embedding() -> None:
     assert out.shape == (1, encoder.num_tokens, 48)
     assert not torch.equal(out, encoder(volumes(cfg, 1)))
     assert F.cosine_similarity(out[0, 2], out[0, 3], dim=0) < 1
+
+
+def test_the_mean_ascan_of_a_token_is_that_of_its_voxels() -> None:
+    cfg = small_config()
+    view = volumes(cfg, 2)
+    grid, (d, h, w) = cfg.grid, cfg.spatial.patch_size
+    ascans = mean_ascans(view, cfg.spatial.patch_size).numpy()
+    assert ascans.shape == (2, math.prod(grid), h)
+    for token in (0, 7, math.prod(grid) - 1):
+        i, j, k = np.unravel_index(token, grid)
+        for row in range(h):
+            voxels = view[1, 0, i * d : (i + 1) * d, j * h + row, k * w : (k + 1) * w]
+            assert ascans[1, token, row] == pytest.approx(float(voxels.mean()), abs=1e-5)
+
+
+@torch.no_grad()
+def test_the_ascan_head_is_scored_on_valid_targets_and_sees_none_of_them() -> None:
+    cfg = small_config("ascan")
+    model = nano_model(cfg).eval()
+    assert model.ascan_head is not None
+    context, target = token_ids(cfg, 3)
+    views = [volumes(cfg, 3, seed) for seed in (0, 1)]
+    heard: list[torch.Tensor] = []
+    model.ascan_head.register_forward_hook(lambda _module, _inputs, out: heard.append(out))
+    valid = torch.ones(target.shape)
+    valid[:, 2:] = 0
+    first = model(*views, context, target, valid)
+    assert first.ascan_B is not None
+    for b in range(3):  # of the context view: the target view has intensities of its own
+        truth = mean_ascans(views[0], cfg.spatial.patch_size)[b, target[b, :2]]
+        expected = float(((heard[0][b, :2] - truth) ** 2).mean())
+        assert float(first.ascan_B[b]) == pytest.approx(expected, rel=1e-4)
+    hidden = torch.zeros(3, model.encoder.num_tokens, dtype=torch.bool).scatter(1, target, True)
+    other = torch.where(voxels_of_tokens(hidden, cfg.grid, cfg.spatial.patch_size), views[0] + 5, views[0])
+    model(other, views[1], context, target, valid)
+    torch.testing.assert_close(heard[1], heard[0])
+    assert "ascan_head.weight" not in nano_model(small_config()).state_dict()

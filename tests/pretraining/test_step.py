@@ -45,7 +45,7 @@ def update(cfg: Config, parts: int, steps: int = 2) -> tuple[VJEPA3D, list[float
     [
         *(("vjepa2", kind) for kind in ("none", "vicreg", "sigreg")),
         *(("mae", kind) for kind in ("none", "vicreg")),
-        *(("dense", "vicreg"), ("normalised_l2", "none")),
+        *(("dense", "vicreg"), ("normalised_l2", "none"), ("ascan", "vicreg")),
     ],
 )
 def test_accumulation_changes_nothing(recipe: str, regulariser: str) -> None:
@@ -113,6 +113,20 @@ def test_mismatched_targets_are_those_of_another_volume_in_training_alone() -> N
     other, own, evaluated = (out.target_BME for out in outputs)
     for volume in range(4):
         torch.testing.assert_close(other[volume], own[volume - 1])
+    torch.testing.assert_close(evaluated, own)
+
+
+def test_mismatched_ascans_are_those_of_another_volume_in_training_alone() -> None:
+    cfg = small_config("ascan", "method.control=mismatched_targets")
+    control, plain = nano_model(cfg), nano_model(small_config("ascan"))
+    batch = uint8_batch(cfg, 4)
+    with torch.no_grad():
+        losses = [
+            predict(model.train(training), batch, CPU, stochastic=False).ascan_B
+            for model, training in ((control, True), (plain, True), (control, False))
+        ]
+    other, own, evaluated = (loss for loss in losses if loss is not None)
+    assert bool((other - own).abs().min() > 1e-4)
     torch.testing.assert_close(evaluated, own)
 
 

@@ -21,7 +21,7 @@ from utils.runtime.single import Runtime
 SAMPLES = 8
 CASES = {  # recipe, overrides, accumulation
     "vjepa2": ("vjepa2", (), 1),
-    "accumulated": ("vjepa2", ("method.regulariser=sigreg",), 2),
+    "accumulated": ("ascan", ("method.regulariser=sigreg",), 2),
     "methods": ("methods", ("method.dropout=0.1",), 1),
     "mae": ("mae", (), 2),
     "mlp": ("mlp", (), 1),

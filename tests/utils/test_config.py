@@ -77,6 +77,16 @@ def test_methods_configurations_hold_the_methods_values() -> None:
         assert accumulation_steps(c.train, 16) == 2  # a v4-32 has 16 chips
 
 
+@pytest.mark.parametrize("recipe", [MAE, ["method.context=dense", "method.predictor=mlp"]])
+def test_only_a_transformer_that_predicts_features_has_an_ascan_head(recipe: list[str]) -> None:
+    assert load_config(SMOKE, ["method.ascan_weight=1"]).method.ascan_weight == 1
+    with pytest.raises(ConfigError, match=r"method\.ascan_weight: expected 0 unless .* found 1\.0 with"):
+        load_config(
+            SMOKE,
+            [*recipe, "method.regulariser_weight=0", "method.regulariser=none", "method.ascan_weight=1"],
+        )
+
+
 def test_a_control_needs_what_it_controls() -> None:
     alone = ["method.control=penalty_only", "method.regulariser=none", "method.regulariser_weight=0"]
     with pytest.raises(

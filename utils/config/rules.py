@@ -161,6 +161,13 @@ def _check_parts(method: MethodConfig, recipe: Recipe) -> None:
         value = getattr(method, name)
         is_fitting = value is None or recipe.takes_parts
         _require(is_fitting, f"method.{name}", f"null with recipe {method.recipe}", value)
+    has_trunk = recipe.predictor == "transformer" and recipe.target == "features"
+    _require(
+        method.ascan_weight == 0 or has_trunk,
+        "method.ascan_weight",
+        "0 unless a transformer predicts features, as in vjepa2",
+        f"{method.ascan_weight} with {method.recipe}",
+    )
     _require(
         recipe.predictor != "mlp" or recipe.context == "dense",
         "method.context",

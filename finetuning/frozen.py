@@ -249,7 +249,7 @@ def train_grid(
             if cfg.optim.use_scheduler:
                 share = schedule(step, total, cfg.optim.warmup_ratio, cfg.optim.min_lr_ratio)
             loss_G, done = grid.step(inputs, train[chosen], task, share), step + 1
-            run_log.bar.update()
+            run_log.advance()
             if done % cfg.train.log_every_steps == 0 or done in (1, total):
                 leader = _leader(bests)
                 rate = pairs[leader][0] * share

@@ -39,7 +39,7 @@ def predict(wanted: str, dicoms: Sequence[str], out: str, overrides: Sequence[st
     """Write DIR/predictions.jsonl; returns EXIT_FAILURE where a file has no prediction. Raises UserError."""
     setup_logging()
     head = open_head(wanted, storage_options_of(overrides))
-    cfg = evaluated_config(head, overrides)
+    cfg = evaluated_config(head.cfg, head.url, overrides)
     if head.state["normalisation"] != NORMALISATION:
         raise UserError(
             f"{head.url}: normalisation: expected {NORMALISATION}, found {head.state['normalisation']}"

@@ -14,7 +14,7 @@ from itertools import pairwise
 import numpy as np
 import pandas as pd
 
-from data_setup.manifest import wanted_values
+from data_setup.manifest import select_wanted
 from data_setup.readers.heights import DEPTH_OF_LABEL
 from data_setup.store.heights import StoredHeights
 from data_setup.store.reader import PreparedStore
@@ -82,8 +82,7 @@ def read_volumes(cfg: Config, store: PreparedStore) -> LayerVolumes:
     heights = StoredHeights.open(store.url, store.options)
     index = store.index[store.index["listed"]]
     index = index[index["row"].isin(heights.index["row"]) & index["row"].isin(store.kept)]
-    for field, values in wanted_values(cfg).values():
-        index = index[index[field].isin(values)]
+    index = select_wanted(cfg, index)
     index = _current(index, heights, store)
     names = _names(cfg, {row: heights.names(row) for row in index["row"]})
     marked = [row for row in index["row"] if set(heights.names(row)) & set(names)]

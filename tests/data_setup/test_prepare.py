@@ -762,7 +762,7 @@ def test_user_errors_are_one_line_with_exit_code_two(tree: Path, tmp_path: Path)
     assert out == ""
     assert err.startswith("error: ")
     assert err.count("\n") == 1
-    assert "participants.tsv: not found" in err
+    assert "manifest.tsv: not found" in err
 
 
 @pytest.mark.skipif(not REAL.is_dir(), reason="the real eyes are not on this machine")

@@ -1,6 +1,8 @@
 """Features of every volume of a store, or of DICOM files.
 
-    python -m finetuning.embed --checkpoint RUN_OR_FILE (--store STORE | --dicom FILE_OR_FOLDER ...) --out DIR
+examples:
+    python -m finetuning.embed --checkpoint runs/smoke_test --store runs/phantom_store --out features
+    python -m finetuning.embed --checkpoint runs/smoke_test --out features --dicom scans/ more/scan.dcm
 
 In: a checkpoint of pretraining.train or its run's folder, and a prepared store of the same geometry, or DICOM
 files and folders, which are read as data_setup.prepare reads them. Out: `--out DIR` with features.parquet, a

@@ -1,6 +1,7 @@
 """What a trained head says of DICOM files.
 
-    python -m finetuning.predict --checkpoint HEAD --dicom FILE_OR_FOLDER ... --out DIR
+examples:
+    python -m finetuning.predict --checkpoint runs/cls_linear_probe --dicom scans/ --out predictions
 
 In: a head of finetuning.train (head.pt or its run's folder) and files, which are read as data_setup.prepare
 reads them. Out: DIR/predictions.jsonl, a line per file: scores by name, digests of head, encoder and voxels,

@@ -5,7 +5,9 @@ order. Out: manifest.tsv and participants.tsv in FOLDER (or in --out), left_out.
 why, labels.parquet where exports have thickness grids, and a summary in words. Headers are read, not volumes.
 A second run adds what is new, and changes no cell that somebody filled.
 
-    python -m data_setup.index FOLDER [--out DIR] [--person PATTERN] [--keep-ids] [--workers N]
+examples:
+    python -m data_setup.index scans
+    python -m data_setup.index gs://bucket/scans --out tables --person '^([^/]+)/'
 
 A person is PatientID of the header as a digest (--keep-ids: as it is, which may identify somebody), else the
 nearest name in the path that is more than an eye or a visit. --person takes it out of every path instead: its

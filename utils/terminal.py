@@ -85,7 +85,7 @@ class _Lasting:
 
 
 def _console() -> Console:
-    return Console(file=_Lasting(sys.stderr), highlight=False)  # type: ignore[arg-type] # what rich uses of it
+    return Console(file=_Lasting(sys.stderr), highlight=False, soft_wrap=True)  # type: ignore[arg-type] # what rich uses of it
 
 
 class LiveLine:

@@ -4,7 +4,7 @@ In: each update as it is handed over, and the metrics that the loop reads anyway
 device. Out: on a terminal a line that stays at the bottom, elsewhere a short line for each log line; both
 kinds get a line for each validation, and log.txt gets all of them.
 
-    step 120 of 480, 2 min left: loss 0.512, skill 0.012, RankMe 61.2, 11.2 volumes/s, data wait 1 %, no alarm
+    step 120 of 480, 2 min left, no alarm: loss 0.512, skill 0.012, RankMe 61.2, 11.2 volumes/s, data wait 1 %
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class TrainingLine:
             return
         self._word = health(values, self._skipped)
         self._skipped = values.get("train/bad_steps") or 0.0
-        self._numbers = [*words(values, TRAINING), self._word]
+        self._numbers = words(values, TRAINING)
         log.info("%s", self._text(step), extra={"is_shown": self._live is None})
         self._draw(step, at_once=True)  # before `advance` counts this update
 
@@ -103,7 +103,8 @@ class TrainingLine:
 
     def _text(self, step: int) -> str:
         forecast = "" if self._pace is None else self._pace.text(step, time.monotonic())
-        head = f"step {step} of {self.total}" + (f", {forecast}" if forecast else "")
+        # the word comes before the numbers, which a narrow terminal cuts off
+        head = ", ".join(filter(None, (f"step {step} of {self.total}", forecast, self._word)))
         return f"{head}: {', '.join(self._numbers)}" if self._numbers else head
 
     def _draw(self, step: int, *, at_once: bool = False) -> None:

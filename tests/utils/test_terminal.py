@@ -110,11 +110,11 @@ def test_a_line_of_plain_text_has_the_numbers_that_matter(caplog: pytest.LogCapt
     line.metrics(120, VALIDATED)
     first, validation = caplog.messages
     assert first == (
-        "step 120 of 480: loss 0.5123, skill -0.012, RankMe 61.2, 11.2 volumes/s, data wait 1 %, no alarm"
+        "step 120 of 480, no alarm: loss 0.5123, skill -0.012, RankMe 61.2, 11.2 volumes/s, data wait 1 %"
     )
     assert validation == "validation at step 120: loss 0.5, skill 0.010, RankMe 60.0, probe 0.400, no alarm"
     line.metrics(121, LOGGED | {"train/skill_position": None, "train/loss": float("nan")})
-    assert re.match(r"step 121 of 480, \d+ s left: loss nan, RankMe", caplog.messages[-1])
+    assert re.match(r"step 121 of 480, \d+ s left, no alarm: loss nan, RankMe", caplog.messages[-1])
 
 
 def test_a_word_of_health() -> None:
@@ -131,7 +131,7 @@ def test_updates_that_were_skipped_before_a_resume_are_no_news(caplog: pytest.Lo
     line = TrainingLine(100, 480)
     for step, skipped in ((110, 2.0), (120, 3.0), (130, 3.0)):
         line.metrics(step, LOGGED | {"train/bad_steps": skipped})
-    assert [m.rpartition(", ")[2] for m in caplog.messages] == [
+    assert [m.partition(", ")[2].partition(": loss")[0] for m in caplog.messages] == [
         "no alarm", "updates skipped: not finite", "no alarm",
     ]  # fmt: skip
 
@@ -149,20 +149,37 @@ def test_on_a_terminal_one_line_stays_and_messages_scroll_above_it(
     log.metrics(1, LOGGED)
     log.advance()
     drawn = words_only(screen.text())
-    assert "step 1 of 480: loss 0.5123" in drawn
+    assert "step 1 of 480, no alarm: loss 0.5123" in drawn
     assert "INFO" not in drawn, "the step is no message of its own"
     assert "\n" not in drawn.strip(), "it is drawn over, not again below"
     logging.getLogger("test").warning("something [else] happened")
+    logging.getLogger("test").warning("a command of %s", 30 * "many words ")
     log.metrics(1, VALIDATED)
     drawn = words_only(screen.text())
     assert re.search(r"\d\d:\d\d:\d\d WARNING something \[else\] happened\r\n", drawn)
+    assert 30 * "many words " in drawn, "a line break would end up in what is copied"
     assert re.search(r"\d\d:\d\d:\d\d validation at step 1: loss 0.5, .*\r\n", drawn)
     log.close()
     assert "\x1b[?25h" in screen.text(), "the cursor is back"
     assert sys.stderr is screen.stream
     lines = (tmp_path / "run" / "log.txt").read_text()
-    assert lines.count("step 1 of 480: loss 0.5123") == 1
+    assert lines.count("step 1 of 480, no alarm: loss 0.5123") == 1
     assert "WARNING something [else] happened" in lines
+
+
+def test_a_narrow_terminal_shows_one_line_that_begins_with_what_matters(
+    open_screen: Callable[[], Screen], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    screen = open_screen()
+    monkeypatch.setenv("COLUMNS", "60")
+    line = TrainingLine(0, 480)
+    screen.text()
+    line.metrics(1, LOGGED | {"alarm/collapse": 1.0})
+    (drawn,) = words_only(screen.text()).strip("\r\n").splitlines()
+    line.close()
+    assert drawn.startswith("step 1 of 480, ALARM: collapse: loss 0.5123")
+    assert drawn.endswith("…")
+    assert len(drawn) == 60
 
 
 def test_a_terminal_that_goes_away_does_not_stop_the_run(
@@ -194,7 +211,7 @@ def test_ci_and_a_dumb_terminal_get_plain_lines(
     line.close()
     drawn = screen.text()
     assert "\x1b" not in drawn
-    assert re.search(r"INFO step 1 of 10: loss 0.5123.*no alarm\r\n$", drawn)
+    assert re.search(r"INFO step 1 of 10, no alarm: loss 0.5123.*\r\n$", drawn)
 
 
 def test_progress_on_a_terminal_counts_and_ends_clean(open_screen: Callable[[], Screen]) -> None:

@@ -22,7 +22,6 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-from tqdm import tqdm
 
 from data_setup.readers.faults import OCTReadError, RejectReason
 from data_setup.readers.heights import NUM_SURFACES, HeightMap, read_heights
@@ -34,6 +33,7 @@ from data_setup.tables import clean_path, fact_of, read_table
 from utils import storage
 from utils.config.schema import Config
 from utils.errors import EXIT_TRY_AGAIN, UserError
+from utils.terminal import track
 from utils.workers import executor_of
 
 STRUCTURAL, SEGMENTATION = "associated_structural_oct", "associated_segmentation"
@@ -231,10 +231,7 @@ def prepare_heights(cfg: Config, workers: int) -> int:
     away: list[str] = []
     with executor_of(workers) as pool:
         futures = [pool.submit(prepare_map, job) for job in jobs]
-        hidden = not sys.stderr.isatty()
-        for future in tqdm(
-            as_completed(futures), total=len(jobs), desc="heights", unit="map", disable=hidden
-        ):
+        for future in track(as_completed(futures), len(jobs), "heights", "maps"):
             error = future.exception()
             if isinstance(error, storage.StorageError):
                 away.append(str(error))

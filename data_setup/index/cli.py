@@ -18,11 +18,8 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 from collections.abc import Sequence
 from functools import partial
-
-from tqdm import tqdm
 
 from data_setup.index.candidates import find_candidates
 from data_setup.index.look import OK, TO_FILL, Entry, Rules, look
@@ -36,6 +33,7 @@ from utils import storage
 from utils.cli import worker_count
 from utils.config.schema import StorageOptions
 from utils.errors import EXIT_TRY_AGAIN, UserError
+from utils.terminal import track
 from utils.workers import pool_of
 
 FEW = 200  # candidates that this process reads faster than others start
@@ -86,8 +84,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     entries: list[Entry] = []
     with pool_of(args.workers if len(candidates) > FEW else 0) as pool:
         results = pool.map(reader, candidates, chunksize=8)
-        bar = tqdm(results, "index", len(candidates), unit="file", disable=not sys.stderr.isatty())
-        for candidate, entry in zip(candidates, bar, strict=True):
+        progress = track(results, len(candidates), "index", "files")
+        for candidate, entry in zip(candidates, progress, strict=True):
             if not candidate.is_sure and entry.status in (RejectReason.NOT_DICOM, RejectReason.NOT_OPT):
                 others["files without a known ending"] += 1
             else:

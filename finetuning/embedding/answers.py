@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tqdm import tqdm
 
 from data_setup.store.format import KEPT, NORMALISATION
 from data_setup.store.summary import LOW_VALID_FRACTION
@@ -30,6 +29,7 @@ from utils.log import LineFile, setup_logging
 from utils.provenance import provenance
 from utils.runtime.open import open_runtime
 from utils.runtime.single import Runtime
+from utils.terminal import track
 
 NAME = "predictions.jsonl"
 HIGH_LOST_FRACTION = 0.25  # of the scan, outside the grid
@@ -65,15 +65,12 @@ def predict(wanted: str, dicoms: Sequence[str], out: str, overrides: Sequence[st
     partial.write_text("".join(json.dumps(line) + "\n" for line in lines))
     partial.replace(path)
     file, num_rejects = LineFile(path), 0
-    bar = tqdm(total=len(todo), desc="predict", unit="vol", disable=not sys.stderr.isatty())
-    for row, volume in read_ahead(cfg, volumes, todo):
+    for row, volume in track(read_ahead(cfg, volumes, todo), len(todo), "predict", "volumes"):
         line = predict_volume(head, volume, runtime) | common | {"version": version[row]}
         file.append(json.dumps(line))
         if line["status"] != KEPT:
             num_rejects += 1
             print(f"rejected: {line['path']}: {line['status']}: {line['message']}", file=sys.stderr)
-        bar.update()
-    bar.close()
     file.close()
     num_new = len(todo) - num_rejects
     print(

@@ -18,7 +18,6 @@ from typing import Any
 import numpy as np
 import pandas as pd
 from torch import nn
-from tqdm import tqdm
 
 from data_setup.store.format import KEPT, NORMALISATION, geometry_of
 from data_setup.store.reader import PreparedStore
@@ -36,10 +35,10 @@ from utils.errors import EXIT_FAILURE, EXIT_FINISHED, ConfigError, UserError
 from utils.log import setup_logging
 from utils.runtime.open import open_runtime
 from utils.runtime.single import Runtime
+from utils.terminal import track
 
 FORMAT_VERSION = 1
 MAY_CHANGE = ("data.", "train.use_bf16")  # of the checkpoint's configuration; the rest is what the encoder is
-LINE_SECONDS = 30.0  # between two lines of progress where there is no terminal
 END_PATIENCE_S = 24 * 3600.0  # the first process done waits for the last; torchrun ends all when one fails
 log = logging.getLogger(__name__)
 
@@ -131,8 +130,10 @@ def embed_rows(
         return
     version = dict(zip(volumes.rows, volumes.versions, strict=True))
     started, in_encoder = time.perf_counter(), 0.0
-    progress = _Progress(len(rows), runtime.group.is_first)
-    for row, volume in read_ahead(cfg, volumes, rows):
+    coming = read_ahead(cfg, volumes, rows)
+    if runtime.group.is_first:
+        coming = track(coming, len(rows), "embed", "volumes")
+    for row, volume in coming:
         if isinstance(volume, Reject):
             result = Embedded(volume.fields)
         else:
@@ -140,8 +141,8 @@ def embed_rows(
             result = embed_volume(encoder, cfg, volume, runtime, folder.with_patches)
             in_encoder += time.perf_counter() - before
         folder.write(row, version[row], result)
-        progress.step(in_encoder / (time.perf_counter() - started))
-    progress.close()
+    share = in_encoder / (time.perf_counter() - started)
+    log.info("embedded %d volumes, %.0f %% of the time in the encoder", len(rows), 100 * share)
 
 
 def embed_volume(
@@ -171,29 +172,3 @@ def report(url: str, index: pd.DataFrame, num_tried: int) -> int:
         f"embedded now {num_tried - len(rejects)}, before {len(index) - num_tried}"
     )
     return len(rejects)
-
-
-class _Progress:
-    """A bar with the time that is left; a line now and then where nobody looks at a terminal."""
-
-    def __init__(self, total: int, is_first: bool) -> None:
-        self.total, self.done, self.is_first = total, 0, is_first
-        self.bar = tqdm(total=total, desc="embed", unit="vol", disable=not (is_first and sys.stderr.isatty()))
-        self.started = self.last_line = time.monotonic()
-
-    def step(self, share: float) -> None:
-        """One more; `share` of the time was spent in the encoder."""
-        self.done += 1
-        self.bar.update()
-        now = time.monotonic()
-        is_due = now - self.last_line >= LINE_SECONDS or self.done == self.total
-        if self.bar.disable and self.is_first and is_due:
-            self.last_line = now
-            remaining = (now - self.started) / self.done * (self.total - self.done)
-            log.info(
-                "%d of %d volumes, %.0f s to go, %.0f %% of the time in the encoder",
-                self.done, self.total, remaining, 100 * share,
-            )  # fmt: skip
-
-    def close(self) -> None:
-        self.bar.close()

@@ -324,18 +324,18 @@ def test_the_ascan_head_is_scored_on_valid_targets_and_sees_none_of_them() -> No
     assert model.ascan_head is not None
     context, target = token_ids(cfg, 3)
     views = [volumes(cfg, 3, seed) for seed in (0, 1)]
-    heard: list[torch.Tensor] = []
-    model.ascan_head.register_forward_hook(lambda _module, _inputs, out: heard.append(out))
+    guesses: list[torch.Tensor] = []
+    model.ascan_head.register_forward_hook(lambda _module, _inputs, out: guesses.append(out))
     valid = torch.ones(target.shape)
     valid[:, 2:] = 0
     first = model(*views, context, target, valid)
     assert first.ascan_B is not None
     for b in range(3):  # of the context view: the target view has intensities of its own
         truth = mean_ascans(views[0], cfg.spatial.patch_size)[b, target[b, :2]]
-        expected = float(((heard[0][b, :2] - truth) ** 2).mean())
+        expected = float(((guesses[0][b, :2] - truth) ** 2).mean())
         assert float(first.ascan_B[b]) == pytest.approx(expected, rel=1e-4)
     hidden = torch.zeros(3, model.encoder.num_tokens, dtype=torch.bool).scatter(1, target, True)
     other = torch.where(voxels_of_tokens(hidden, cfg.grid, cfg.spatial.patch_size), views[0] + 5, views[0])
     model(other, views[1], context, target, valid)
-    torch.testing.assert_close(heard[1], heard[0])
+    torch.testing.assert_close(guesses[1], guesses[0])
     assert "ascan_head.weight" not in nano_model(small_config()).state_dict()

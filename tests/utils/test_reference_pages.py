@@ -22,7 +22,10 @@ ROOT = Path(__file__).resolve().parents[2]
 ROOMS = ("utils", "models", "data_setup", "pretraining", "finetuning")
 PAGE = (ROOT / "docs" / "reference" / "troubleshooting.md").read_text()
 # Errors that no person sees: each is caught, and becomes one of the others or a row's status.
-INNER = {"StopRequested", "IntegrityError", "GaveUp", "ArchiveFault", "OCTReadError", "UnboundedReadError"}
+INNER = {
+    "StopRequested", "IntegrityError", "GaveUp", "ArchiveFault", "OCTReadError", "UnboundedReadError",
+    "NoFeaturesError",
+}  # fmt: skip
 
 
 @cache

@@ -23,6 +23,7 @@ from finetuning import train as train_command
 from finetuning.cohort import EVALUATED, TRAIN, VAL, read_cohort
 from finetuning.features.kept import KeptFeatures
 from finetuning.layers import evaluate as module
+from finetuning.layers import train as layers_train
 from finetuning.layers.decoder import build_decoder, heights_of, surface_loss
 from finetuning.layers.etdrs import SECTORS
 from finetuning.layers.evaluate import evaluate_layers
@@ -103,6 +104,16 @@ def test_a_decoder_learns_where_surfaces_lie(trained: Path, evaluated: tuple[Pat
     assert not torch.equal(first, second)
     history = head.state["validation"][PRETRAINED]["history"]
     assert min(line["error_um"] for line in history) == head.state["validation"][PRETRAINED]["error_um"]
+
+
+def test_the_best_epoch_is_kept(world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of three epochs the second is best."""
+    errors = iter([3.0, 1.0, 2.0])
+    monkeypatch.setattr(layers_train, "validation_error", lambda *_: next(errors))
+    words = ["train.max_steps=12", "finetune.against_random=false", "head.kind=linear", "head.voxels=false"]
+    assert train_command.train(str(CONFIG), overrides(world, tmp_path, *words)) == 0
+    kept = open_layers_head(str(tmp_path), StorageOptions()).state
+    assert (kept["validation"][PRETRAINED]["epoch"], kept["step"]) == (2, 8)
 
 
 def test_what_is_asked_again_is_no_look(world: Path, trained: Path, evaluated: tuple[Path, str]) -> None:

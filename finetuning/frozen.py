@@ -356,6 +356,7 @@ def train_frozen(
         inputs = PooledInputs(kept.pooled(cohort.rows[places]), cohort, places, runtime.device)
         standardise = inputs.standardise
     run_dir, total = Path(cfg.run.dir), rhythm(cfg, cohort)[-1]
+    (run_dir / "evaluation.json").unlink(missing_ok=True)  # the verdict of an earlier head
     (run_dir / WANDB_ID).unlink(missing_ok=True)  # nothing is resumed: a second training is another run
     with closing(RunLog(cfg, 0, total, synthetic=bool(store.attrs["synthetic"]))) as run_log:
         trained = train_grid(cfg, cohort, inputs, encoder.width, runtime.device, run_log)

@@ -51,6 +51,17 @@ UNREAD: dict[str, Mapping[str, str]] = {
         "train.activation_checkpointing": "the encoder is not trained",
         "train.shard_parameters": "the encoder is not trained",
     },
+    "layers": {
+        **NEITHER,
+        "head.learning_rates": "optim.base_lr is the rate",
+        "head.weight_decays": "optim.weight_decay is the decay",
+        "head.dropout": "a decoder of layers has none",
+        "finetune.class_weights": "there are no classes",
+        "finetune.layer_decay": "the encoder's layers do not move",
+        "method.drop_path": PLAIN,
+        "method.dropout": PLAIN,
+        "augment.": PLAIN,
+    },
     "trained": {
         **NEITHER,
         "head.learning_rates": "optim.base_lr is the rate",
@@ -60,14 +71,18 @@ UNREAD: dict[str, Mapping[str, str]] = {
 
 
 def refuse_unread(cfg: Config, path: str | Path, overrides: Sequence[str]) -> None:
-    """Raise ConfigError for the first key, set to other than its default, that finetune.encoder's way of
-    training does not read.
+    """Raise ConfigError for the first key, set to other than its default, that the way of training which
+    task.kind and finetune.encoder choose does not read.
     """
     encoder = cfg.finetune.encoder
+    way: str = encoder
+    words_of_way = f"finetune.encoder={encoder}"
+    if cfg.task.kind == "layers":
+        way, words_of_way = "layers", "task.kind=layers"
     file = OmegaConf.to_container(OmegaConf.load(path))
     words = OmegaConf.to_container(OmegaConf.from_dotlist(list(overrides)))
     for name, part, value in leaves(cfg):
-        instead = next((text for key, text in UNREAD[encoder].items() if _covers(key, name)), None)
+        instead = next((text for key, text in UNREAD[way].items() if _covers(key, name)), None)
         if instead is None:
             continue
         default, has_default = _default(part)
@@ -76,7 +91,7 @@ def refuse_unread(cfg: Config, path: str | Path, overrides: Sequence[str]) -> No
         if is_set and not (has_default and value == default):
             expected = f"its default {default}" if has_default else "the file's own"
             raise ConfigError(
-                f"{where}: {name}: expected {expected} with finetune.encoder={encoder}, which does not read "
+                f"{where}: {name}: expected {expected} with {words_of_way}, which does not read "
                 f"it ({instead}), found {value}"
             )
 

@@ -164,15 +164,16 @@ class VJEPA3D(nn.Module):
         ascan_B = None
         if isinstance(self.predictor, MlpPredictor):
             prediction_BME = self.predictor(gather_tokens(encoded, target_BM), target_valid_BM).float()
+        elif self.ascan_head is None:
+            prediction_BME = self.predictor(ctx_BKE, context_BK, target_BM).float()
         else:
             trunk_BMP = self.predictor.trunk(ctx_BKE, context_BK, target_BM)
             prediction_BME = self.predictor.predictor_proj(trunk_BMP).float()
-            if self.ascan_head is not None:
-                ascans = self._of_control(mean_ascans(context_view, self.encoder.patch_embed.patch))
-                guess_BMH = self.ascan_head(trunk_BMP).float()
-                ascan_B = weighted_mean(
-                    per_token_l2(guess_BMH, gather_tokens(ascans, target_BM)), target_valid_BM
-                )
+            ascans = self._of_control(mean_ascans(context_view, self.encoder.patch_embed.patch))
+            guess_BMH = self.ascan_head(trunk_BMP).float()
+            ascan_B = weighted_mean(
+                per_token_l2(guess_BMH, gather_tokens(ascans, target_BM)), target_valid_BM
+            )
         loss_BM = TOKEN_LOSSES[self.recipe.loss].distance(prediction_BME, target_BME)
         if self.recipe.loss == "normalised_l2":
             prediction_BME = F.normalize(prediction_BME, dim=-1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import logging
 import os
 import shutil
 from collections.abc import Iterator
@@ -21,6 +22,15 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
         if not torch.cuda.is_available():
             pytest.skip("needs a CUDA device, and none is here")
+
+
+@pytest.fixture(autouse=True)
+def log_level() -> Iterator[None]:
+    """A command that sets the level of the logs sets it for its own test alone."""
+    root = logging.getLogger()
+    before = root.level
+    yield
+    root.setLevel(before)
 
 
 @pytest.fixture(scope="session")

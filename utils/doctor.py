@@ -20,6 +20,8 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
+from utils.errors import UserError
+
 ROOT = Path(__file__).resolve().parents[1]
 OLDEST_PYTHON = (3, 11)
 OK, ABSENT, MISSING = "ok", "absent", "MISSING"  # absent: the demo needs it not
@@ -32,6 +34,8 @@ EXAMPLES = """examples:
     python -m utils.doctor
     python -m utils.doctor && make demo
 """
+# what a package that is half installed, or built for another one, raises as it is imported
+BROKEN = (ImportError, OSError, ValueError, AttributeError, RuntimeError, TypeError)
 
 
 @dataclass(frozen=True)
@@ -82,7 +86,7 @@ def _allows(line: str, version: str) -> bool:
     """Whether a requirement allows a version; True where nothing here can compare versions."""
     try:
         from packaging.requirements import Requirement
-    except ImportError:
+    except BROKEN:
         return True
     return bool(Requirement(line).specifier.contains(version, prereleases=True))
 
@@ -91,7 +95,7 @@ def probe_torch() -> Finding:
     """Whether torch can be loaded; an installation may be there and broken."""
     try:
         torch = importlib.import_module("torch")
-    except (ImportError, OSError) as error:
+    except BROKEN as error:
         return Finding("torch", MISSING, f"not loaded: {_one_line(error)}", INSTALL)
     return Finding("torch", OK, torch.__version__)
 
@@ -100,7 +104,7 @@ def probe_device() -> Finding:
     """What a training would run on: a CUDA device, else the CPU."""
     try:
         torch = importlib.import_module("torch")
-    except (ImportError, OSError):
+    except BROKEN:
         return Finding("device", MISSING, "unknown without torch", INSTALL)
     if torch.cuda.is_available():
         names = [torch.cuda.get_device_name(n) for n in range(torch.cuda.device_count())]
@@ -118,7 +122,7 @@ def probe_bf16(cpuinfo: Path = Path("/proc/cpuinfo")) -> Finding:
     fallback = "add train.use_bf16=false to the commands"
     try:
         torch = importlib.import_module("torch")
-    except (ImportError, OSError):
+    except BROKEN:
         return Finding("bf16", MISSING, "unknown without torch", INSTALL)
     if torch.cuda.is_available():
         major = torch.cuda.get_device_capability(0)[0]
@@ -145,7 +149,7 @@ def probe_codecs() -> list[Finding]:
         try:
             for module in modules:
                 importlib.import_module(module)
-        except (ImportError, OSError) as error:
+        except BROKEN as error:
             findings.append(Finding(name, state, f"not loaded: {_one_line(error)}", command))
         else:
             findings.append(Finding(name, OK, text))
@@ -159,7 +163,9 @@ def probe_bucket() -> Finding:
         from utils.storage.login import google_login
 
         source = google_login()
-    except ImportError as error:
+    except UserError as error:
+        return Finding("gs:// login", ABSENT, _one_line(error), "unset GOOGLE_APPLICATION_CREDENTIALS")
+    except BROKEN as error:
         return Finding("gs:// login", ABSENT, f"unknown: {_one_line(error)}", INSTALL)
     if source is None:
         text = "no Google credentials: local folders work, buckets that are not public do not"
@@ -173,7 +179,7 @@ def probe_wandb() -> Finding:
         import wandb
 
         from utils.log import has_api_key
-    except ImportError as error:
+    except BROKEN as error:
         return Finding("W&B key", ABSENT, f"unknown: {_one_line(error)}", INSTALL)
     host = wandb.setup().settings.base_url
     if has_api_key(host):

@@ -95,7 +95,9 @@ class LiveLine:
     """
 
     def __init__(self) -> None:
-        self._live = Live(console=_console(), auto_refresh=False, transient=True)
+        self._live = Live(
+            console=_console(), auto_refresh=False, transient=True, redirect_stdout=sys.stdout.isatty()
+        )
         self._live.start()
         self._drawn = 0.0
 
@@ -123,7 +125,7 @@ def track(items: Iterable[T], total: int, title: str, unit: str) -> Generator[T,
         TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn(unit),
         TextColumn("{task.fields[left]}"),
     )  # fmt: skip
-    with Progress(*columns, console=_console(), transient=True) as bar:
+    with Progress(*columns, console=_console(), transient=True, redirect_stdout=sys.stdout.isatty()) as bar:
         task = bar.add_task(title, total=total, left="")
         for done, item in enumerate(items, 1):
             yield item

@@ -90,6 +90,9 @@ class TrainingLine:
         if is_validation(values):
             text = ", ".join([*words(values, VALIDATION), *self._alarm(values)])
             log.info("validation at step %d: %s", step, text)
+            if self._alarm(values):
+                self._word = health(values, self._skipped)
+                self._draw(step, at_once=True)
             return
         self._word = health(values, self._skipped)
         self._skipped = values.get("train/bad_steps") or 0.0

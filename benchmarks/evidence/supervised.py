@@ -3,6 +3,7 @@
 In: the evidence folder, whose phantom knows which layers lie in each token of those who train. Out: an
 encoder that says what the images allow. Architecture, volumes a step, optimizer and number of steps are the
 reference's, but nothing is masked or augmented, and a linear head on every token learns layer occupancy.
+Those who validate the other arms train too, and weight decay is on every weight.
 """
 
 from __future__ import annotations

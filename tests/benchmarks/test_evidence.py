@@ -55,7 +55,7 @@ from data_setup.phantom.cli import write_tree
 from data_setup.phantom.truth_tokens import layer_occupancy, valid_tokens
 from data_setup.prepare import main as prepare
 from data_setup.store.reader import PreparedStore
-from finetuning.embed import random_encoder
+from finetuning.pooled import random_encoder
 from models.probes.tokens import less_protocol_mean, position_columns
 from pretraining.schedules import init_weight
 from tests.support.pipeline_factory import ROOT

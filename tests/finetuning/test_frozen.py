@@ -781,6 +781,9 @@ def test_a_key_that_does_nothing_is_refused(checkpoint: str, tmp_path: Path) -> 
         tuned, "head.weight_decays=[0.5]"
     )
     passes(tuned, "optim.base_lr=0.5", "train.keep_last=9", "augment.gamma=0.1", "finetune.layer_decay=0.5")
+    layers = str(Path(TASK).with_name("layers.yaml"))
+    assert "with task.kind=layers, which does not" in refused(layers, "head.learning_rates=[0.1]")
+    passes(layers, "optim.base_lr=0.5", "optim.clip_grad_norm=2", "train.per_core_batch_size=4")
     own = tmp_path / "own.yaml"
     own.write_text(Path(TASK).read_text().replace("finetune:\n", "finetune:\n  layer_decay: 0.5\n"))
     assert refused(own).startswith(f"{own}: finetune.layer_decay: expected its default 0.75 with")

@@ -168,7 +168,7 @@ def test_a_run_says_who_and_where_it_is_and_ends_with_a_command(folder: Path, fi
     last = lines[lines.index(f"finished at step 8; run directory {finished}") + 1]
     *_, module, option, config = shlex.split(last.removeprefix("next: "))
     assert (module, option) == ("finetuning.evaluate", "--config")
-    assert load_config(config) == pipeline_config(folder, f"run.dir={finished}")
+    assert load_config(config) == pipeline_config(folder, f"run.dir={finished}", WITH_WANDB)
 
 
 def test_the_checkpoint_names_its_participants_and_never_the_test_split(folder: Path, finished: Path) -> None:

@@ -140,6 +140,10 @@ def test_a_google_login(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     finding = doctor.probe_bucket()
     assert (finding.state, finding.command) == (OK, None)
     assert "from credentials" in finding.text
+    monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", str(tmp_path / "gone.json"))
+    finding = doctor.probe_bucket()
+    assert (finding.state, finding.command) == (ABSENT, "unset GOOGLE_APPLICATION_CREDENTIALS")
+    assert "gone.json" in finding.text
     without(monkeypatch, "google.auth")
     assert doctor.probe_bucket().state == ABSENT
 

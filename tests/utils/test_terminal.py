@@ -136,6 +136,14 @@ def test_updates_that_were_skipped_before_a_resume_are_no_news(caplog: pytest.Lo
     ]  # fmt: skip
 
 
+def test_an_alarm_of_a_validation_is_the_word_at_once() -> None:
+    line = TrainingLine(5, 100)
+    line.metrics(5, {"train/loss": 1.0})
+    assert "no alarm" in line._text(5)
+    line.metrics(5, {"val/loss": 1.0, "alarm/leak": 1.0})
+    assert "no alarm" not in line._text(6)
+
+
 def test_every_metric_of_fine_tuning_has_its_word() -> None:
     assert {metric_name(metric) for metric in METRICS.values()} <= set(VALIDATION)
 

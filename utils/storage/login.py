@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import os
 
+from utils.errors import UserError
+
 
 def google_login() -> str | None:
     """Where application default credentials come from, in a word; None where there are none.
+    Raises UserError where GOOGLE_APPLICATION_CREDENTIALS names a file that is none.
 
     Whether they open a certain bucket is for `python -m utils.check_paths`.
     """
@@ -16,7 +19,13 @@ def google_login() -> str | None:
 
     try:
         credentials, _ = google.auth.default()
-    except DefaultCredentialsError:
+    except DefaultCredentialsError as error:
+        named = os.environ.get("GOOGLE_APPLICATION_CREDENTIALS")
+        if named:
+            raise UserError(
+                f"GOOGLE_APPLICATION_CREDENTIALS: expected a file with a key, found {named}: "
+                "name another one, or unset it"
+            ) from error
         return None
     if os.environ.get("GOOGLE_APPLICATION_CREDENTIALS"):
         return "GOOGLE_APPLICATION_CREDENTIALS"

@@ -176,6 +176,7 @@ def test_the_commands_of_the_page_make_a_store(
 
 
 def test_a_cohort_that_grows_moves_nobody_without_a_table_of_people(tmp_path: Path) -> None:
+    """Here the hash alone gives each side of the first five somebody; the limit is tested below."""
     root, before = tmp_path / "tree", pd.Series(dtype=str)
     for people in (range(5), range(5, 12)):
         write_dicoms(root, people)
@@ -324,6 +325,20 @@ def test_headers_are_read_and_no_volume(tmp_path: Path, monkeypatch: pytest.Monk
         ("eyes/od_os_1.tif", False, "1", None),
         ("left.tif", False, "left", "L"),
         ("L/right_1004.tif", False, "1004", "R"),
+        ("1003/visit_1.nii", False, "1003", None),
+        ("1003/FU1/OD.tif", False, "1003", "R"),
+        ("1003/follow-up 2/BL_3.tif", False, "1003", None),
+        ("P001_OD_1.nii", False, "P001", "R"),
+        ("1003/OD/T2/vol.nii", False, "1003", "R"),
+        ("1003/OD_cube/vol.tif", False, "1003", "R"),
+        ("1003/macula_512x128/V02", False, "1003", None),
+        ("1003/7.nii", False, "1003", None),
+        ("1003/2/OD", False, "1003", "R"),
+        ("ann/2.nii", False, "ann", None),
+        ("AMD/2/OD", False, "2", "R"),
+        ("nifti/OS_2.nii", False, "2", "L"),
+        ("study1/12/OD", False, "12", "R"),
+        ("cube.nii", False, "cube", None),
     ],
 )
 def test_people_and_eyes_by_path(path: str, by_folder: bool, person: str, side: str | None) -> None:

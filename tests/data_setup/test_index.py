@@ -345,6 +345,26 @@ def test_people_and_eyes_by_path(path: str, by_folder: bool, person: str, side: 
     assert (person_of_path(path, by_folder)[0], side_of_path(path)) == (person, side)
 
 
+def test_a_new_scan_of_a_known_person_needs_the_id_of_the_table(tmp_path: Path) -> None:
+    root = tmp_path / "tree"
+    write_dicoms(root, range(2))
+    index(root)
+    before = {path: path.read_bytes() for path in root.glob("*.tsv")}
+    shutil.copy(root / "export0" / "IM000L", root / "export0" / "IM000N")
+    for rules in (["--keep-ids"], ["--person", "IM(...)"]):
+        with pytest.raises(UserError, match=r"expected ids as in the table, .*for the new export0/IM000N"):
+            index(root, *rules)
+        assert {path: path.read_bytes() for path in root.glob("*.tsv")} == before
+    assert index(root) == 0
+    manifest = root / "manifest.tsv"
+    one = table(manifest)["export0/IM001L"]["person_id"]
+    manifest.write_text(manifest.read_text().replace(f"{one}\texport0/IM001L", "eve\texport0/IM001L"))
+    assert index(root) == 0  # a corrected cell alone is no mistake
+    shutil.copy(root / "export0" / "IM001L", root / "export0" / "IM001N")
+    with pytest.raises(UserError, match="'eve' of export0/IM001L"):
+        index(root)
+
+
 def test_mistakes_are_one_line(tree: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="expected one group, found 0"):
         index(tree, "--person", "images")

@@ -6,6 +6,7 @@ import csv
 import re
 import shlex
 import shutil
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from data_setup import prepare
 from data_setup.index import cli
 from data_setup.index.candidates import find_candidates
 from data_setup.index.people import person_of_path, side_of_path
+from data_setup.splits import seeded_split
 from data_setup.store.reader import PreparedStore
 from pretraining.rows import open_rows
 from tests.support.dicom_factory import rows_down, speckle, write_opt
@@ -363,6 +365,23 @@ def test_a_new_scan_of_a_known_person_needs_the_id_of_the_table(tmp_path: Path) 
     shutil.copy(root / "export0" / "IM001L", root / "export0" / "IM001N")
     with pytest.raises(UserError, match="'eve' of export0/IM001L"):
         index(root)
+
+
+def test_the_limit_of_a_split_that_stays_is_the_one_of_the_page() -> None:
+    """200 sets of ids: once the hash alone gives each side somebody nobody moves; 0.9^n lack validation."""
+    moves = Counter[int]()
+    for cohort in range(200):
+        ids = [f"{cohort}-{n}" for n in range(200)]
+        final = seeded_split(ids, 0)
+        for count in (5, 30, 50):
+            split = seeded_split(ids[:count], 0)
+            assert set(split.values()) == {"train", "val", "test"}
+            moves[count] += any(final[person] != side for person, side in split.items())
+            own = {final[person] for person in ids[:count]}  # 200 people: the hash alone
+            assert len(own) < 3 or {p: final[p] for p in ids[:count]} == split
+    assert moves[5] > 0.55 * 200
+    assert moves[30] < 0.08 * 200
+    assert moves[50] < 0.02 * 200
 
 
 def test_mistakes_are_one_line(tree: Path, tmp_path: Path) -> None:

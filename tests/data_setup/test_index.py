@@ -347,6 +347,40 @@ def test_people_and_eyes_by_path(path: str, by_folder: bool, person: str, side: 
     assert (person_of_path(path, by_folder)[0], side_of_path(path)) == (person, side)
 
 
+def test_people_that_may_be_several_or_one_are_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A file without PatientID is of the only one of its folder; what cannot be decided is warned of."""
+    files = {
+        "1003/a": "MRN-3",
+        "1003/visit_2/b": "",
+        "1004/a": "MRN-4",
+        "1004/b": " mrn-4 ",
+        "1004/c": "",
+        "more/a": "MRN-3",
+    }
+    for seed, (path, patient) in enumerate(files.items()):
+        folder, name = path.rsplit("/", 1)
+        voxels = speckle(seed=seed)
+        write_opt(
+            tmp_path / folder,
+            voxels,
+            name=f"{name}.dcm",
+            spacing=SPACING,
+            references=rows_down(6),
+            edit=maker(patient, "L"),
+        )
+    index(tmp_path, "--keep-ids")
+    text = capsys.readouterr().out
+    people = {path: row["person_id"] for path, row in table(tmp_path / "manifest.tsv").items()}
+    assert people["1003/visit_2/b.dcm"] == people["1003/a.dcm"] == "MRN-3"
+    assert people["1004/c.dcm"] == "1004"
+    assert "warning: 1 folders are of several people; are they? 1004 of 1004 and MRN-4" in text
+    assert "warning: 1 ids of headers are in several top folders, each taken for one person: MRN-3 in" in text
+    assert "differ in case or blanks alone, each taken for another person: MRN-4 and mrn-4" in text
+    assert "4 people are few: more of them later may move some to another split" in text
+
+
 def test_a_new_scan_of_a_known_person_needs_the_id_of_the_table(tmp_path: Path) -> None:
     root = tmp_path / "tree"
     write_dicoms(root, range(2))
@@ -365,6 +399,26 @@ def test_a_new_scan_of_a_known_person_needs_the_id_of_the_table(tmp_path: Path) 
     shutil.copy(root / "export0" / "IM001L", root / "export0" / "IM001N")
     with pytest.raises(UserError, match="'eve' of export0/IM001L"):
         index(root)
+
+
+def test_an_eye_of_the_path_is_not_replaced_by_a_yaml_above(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root = tmp_path / "own scans"
+    write_image_folders(root, range(1))
+    write_images(root / "1", speckle(), first=1)
+    write_yaml(root / "volume.yaml", spacing_mm=list(SPACING))
+    index(root)
+    text = capsys.readouterr().out
+    assert "missing: eye unknown: 1 (1): write the column laterality of manifest.tsv" in text
+    words = shlex.split(text.rpartition("next: ")[2])
+    assert f"data.gcs_root={root}" in words
+    (root / "manifest.tsv").unlink()
+    write_yaml(root / "volume.yaml", spacing_mm=list(SPACING), laterality="R")
+    index(root)
+    sides = {path: row["laterality"] for path, row in table(root / "manifest.tsv").items()}
+    assert sides == {"0/visit1/OD": "R", "0/visit1/OS": "L", "1": "R"}
+    assert "a YAML names the other eye than the path: 1 (0/visit1/OS)" in capsys.readouterr().out
 
 
 def test_the_limit_of_a_split_that_stays_is_the_one_of_the_page() -> None:

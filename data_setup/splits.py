@@ -1,8 +1,10 @@
 """Participant-level splits and choices: the same whatever order the records come in.
 
 In: participants, and a seed. Out: sets of participant ids. Who is where follows from a hash of
-(seed, purpose, id), not from an order or a random state; so a cohort that grows moves nobody. Shares are
-those of the hash, not exact: 10 % of 200 participants are 20 give or take 4.
+(seed, purpose, id), not from an order or a random state; so a cohort that grows moves nobody once the hash
+alone gives each side somebody. Before, a side borrows its one participant, who may go back: 0.9^n of the
+cohorts of n lack validation by the hash, 59 % at 5, 4 % at 30, 0.5 % at 50. Shares are those of the hash, not
+exact: 10 % of 200 participants are 20 give or take 4.
 """
 
 from __future__ import annotations
@@ -47,7 +49,8 @@ def pretraining_split(
 def seeded_split(ids: Collection[str], seed: int) -> dict[str, str]:
     """{id: train | val | test}, 70/10/20 %: for cohorts that come without a recommended split.
 
-    Of three participants or more every side has one, which only a cohort of a few can notice.
+    Of three participants or more every side has one. In a cohort of a few it may be borrowed from another
+    side, and a cohort that grows may move such a participant: see above.
     """
     order, places = _in_order(ids, seed, "split")
     total = len(order)

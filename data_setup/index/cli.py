@@ -10,8 +10,8 @@ examples:
     python -m data_setup.index gs://bucket/scans --out tables --person '^([^/]+)/'
 
 A person is PatientID of the header as a digest (--keep-ids: as it is, which may identify somebody), else the
-nearest name in the path that is more than an eye or a visit. --person takes it out of every path instead: its
-one group is the person, as in --person '^([^/]+)/'.
+nearest name in the path that is more than an eye, a visit or a protocol. --person takes it out of every path
+instead: its one group is the person, as in --person '^([^/]+)/'.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from data_setup.index.candidates import find_candidates
-from data_setup.index.look import OK, TO_FILL, Entry, Rules, look
+from data_setup.index.look import OK, TO_FILL, Entry, Rules, look, with_ids_of_folders
 from data_setup.index.people import compile_pattern
 from data_setup.index.summary import summarise
 from data_setup.index.write import write_tables
@@ -94,6 +94,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         reasons = [f"{entry.path}: {entry.status}: {entry.message}" for entry in entries[:3]]
         seen = "; ".join(reasons) or f"{len(sizes)} files of other kinds"
         raise UserError(f"{root}: expected an OCT volume, found none ({seen})")
+    entries = with_ids_of_folders(entries)
     written = write_tables(out, entries, options)
     print("\n".join(summarise(root, out, entries, others, written)))
     return EXIT_TRY_AGAIN if any(entry.status == UNREAD for entry in entries) else 0

@@ -7,6 +7,7 @@ header also the maker's words, PatientID and PatientAge. Names and dates of pati
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import pydicom
@@ -29,6 +30,7 @@ OK = "ok"
 # What a cell of the manifest or a YAML repairs: such a row is in the manifest all the same.
 TO_FILL = (RejectReason.MISSING_SPACING.value, RejectReason.UNKNOWN_AXES.value)
 UNKNOWN = "unknown"
+HEADED = ("DICOM", "Heidelberg XML")  # kinds whose header says the eye; of the others a YAML may
 _STAND_IN = (0.1, 0.003, 0.01)  # mm, to get past a missing spacing to the shape; written nowhere
 _TAGS = ["PatientID", "PatientAge", "Manufacturer", "ManufacturerModelName", "ProtocolName"]
 
@@ -50,11 +52,13 @@ class Entry:
     status: str = OK  # else the reason of the reject
     message: str = ""
     person_id: str = ""
-    person_source: str = ""  # --person | header | path
+    person_source: str = ""  # --person | header | folder (another header's of it) | path
     place: str = ""  # the folder of the name in the path that is the person's
+    path_name: str = ""  # that name, where the header has an id too
+    id_key: str = ""  # a digest of the header's id without blanks and case, to compare
     age: int | None = None
     laterality: str = ""  # L | R
-    path_side: str = ""  # L | R as the path says, where the header says the other
+    other_side: str = ""  # L | R as the path says where the header says the other; of YAML the YAML's
     device: str = UNKNOWN
     protocol: str = UNKNOWN
     region: str = ""
@@ -85,9 +89,15 @@ def _look(
     candidate: Candidate, root: str, rules: Rules, options: StorageOptions, files: str | None = None
 ) -> Entry:
     path, kind = candidate.path, candidate.kind
-    person, place = person_of_path(path, by_folder=kind in ("DICOM", "Heidelberg XML"))
+    person, place = person_of_path(path, by_folder=kind in HEADED)
     entry = Entry(
-        path, kind, person_id=person, person_source="path", place=place, laterality=side_of_path(path) or ""
+        path,
+        kind,
+        person_id=person,
+        person_source="path",
+        place=place,
+        path_name=person,
+        laterality=side_of_path(path) or "",
     )
     entry, record = replace(entry, files=files or ""), replace(_record(root, path), files=files)
     try:
@@ -119,7 +129,7 @@ def _header(record: Record, candidate: Candidate, options: StorageOptions) -> OC
     try:
         return peek_record(record, candidate.size, options)
     except OCTReadError as error:
-        if error.reason != RejectReason.MISSING_SPACING or candidate.kind in ("DICOM", "Heidelberg XML"):
+        if error.reason != RejectReason.MISSING_SPACING or candidate.kind in HEADED:
             raise
         return None
 
@@ -146,11 +156,13 @@ def _described(entry: Entry, header: OCTHeader) -> Entry:
     protocol = header.protocol or f"raster_{header.shape[0]}x{header.shape[2]}"
     known = BY_NAME.get(protocol)
     order = "inferior_to_superior" if header.flip_d else "superior_to_inferior"
-    side, in_path = header.laterality or entry.laterality, entry.laterality
+    in_path, in_header = entry.laterality, header.laterality or ""
+    first, second = (in_header, in_path) if entry.kind in HEADED else (in_path, in_header)
+    side = first or second
     return replace(
         entry,
         laterality=side,
-        path_side=in_path if in_path not in ("", side) else "",
+        other_side=second if second not in ("", side) else "",
         device=header.device or UNKNOWN,
         protocol=known.name if known else protocol,
         region=known.region if known else "",
@@ -179,10 +191,27 @@ def _with_dicom(entry: Entry, url: str, size: int, rules: Rules, options: Storag
 
 
 def _with_id(entry: Entry, patient_id: str | None, rules: Rules) -> Entry:
-    if patient_id is None:
+    patient_id = (patient_id or "").strip()
+    if not patient_id:
         return entry
     person = patient_id if rules.keep_ids else digest_of(patient_id)
-    return replace(entry, person_id=person, person_source="header")
+    key = digest_of("".join(patient_id.split()).casefold())
+    return replace(entry, person_id=person, person_source="header", id_key=key)
+
+
+def with_ids_of_folders(entries: Sequence[Entry]) -> list[Entry]:
+    """Entries without an id get that of the headers below the same name in the path, where these have one."""
+    ids: dict[tuple[str, str], set[str]] = {}
+    for entry in entries:
+        if entry.person_source == "header":
+            ids.setdefault((entry.place, entry.path_name), set()).add(entry.person_id)
+    only = {where: min(some) for where, some in ids.items() if len(some) == 1}
+    return [
+        replace(entry, person_id=only[where], person_source="folder")
+        if entry.person_source == "path" and (where := (entry.place, entry.path_name)) in only
+        else entry
+        for entry in entries
+    ]
 
 
 def _name(text: str) -> str:

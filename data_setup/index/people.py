@@ -8,16 +8,28 @@ from __future__ import annotations
 
 import hashlib
 import re
+from collections.abc import Sequence
 from pathlib import PurePosixPath
 
 from data_setup.tables import SIDES
 from utils.errors import UserError
 
 _VISIT = re.compile(
-    r"(v|visit|scan|vol|volume|oct|octs|series|exam|eye|img|image|images|bscan|bscans|export|baseline|month|week"
-    r"|year|day)\d*|followup|\d{8}",
+    r"(visit|scan|vol|volume|oct|octs|series|exam|eye|eyes|img|image|images|bscan|bscans|export|baseline|bl|month"
+    r"|week|year|day|ses|session|timepoint|fu|fup|followup|follow|up)\d*|v\d{0,2}|t\d{1,2}|\d{8}",
     re.IGNORECASE,
 )
+_PROTOCOL = re.compile(
+    r"cube|macula|macular|raster|radial|star|line|lines|disc|onh|angio|octa|wide|widefield|hd|3d|\d+(x\d+)+|\d+mm",
+    re.IGNORECASE,
+)
+# Folders of many people: a number in one of them is a person of its own.
+_MANY = re.compile(
+    r"(site|center|centre|clinic|group|cohort|study|batch|part|set|data|dataset|raw|train|val|test|nifti|nii|tif"
+    r"|tiff|dicom|dcm|png|jpg|amd|dme|dr|cnv|drusen|normal|control|controls|healthy|patients|subjects|people)\d*",
+    re.IGNORECASE,
+)
+_SHORT = re.compile(r"\d{1,3}")
 _DATE = re.compile(
     r"(?<!\d)(19|20)\d\d[-_.]\d\d?[-_.]\d\d?(?!\d)|(?<!\d)\d\d?[-_.]\d\d?[-_.](19|20)\d\d(?!\d)"
 )
@@ -48,19 +60,48 @@ def digest_of(patient_id: str) -> str:
 
 
 def person_of_path(path: str, by_folder: bool) -> tuple[str, str]:
-    """(the nearest name that is more than an eye or a visit, the folder that this name is in).
+    """(the nearest name that is more than an eye, a visit or a protocol, the folder that this name is in).
 
-    `by_folder`: the file's own name comes last.
+    A number of up to three digits is a name where no better one is above it: `1003/1.nii` and `1003/2/OD` are
+    of 1003, `AMD/1.nii` and `data/1/OD` of 1. `by_folder`: the file's own name comes last.
     """
     *folders, last = PurePosixPath(path).parts
     names = [(_stem(last), folders), *((folders[i], folders[:i]) for i in reversed(range(len(folders))))]
     if by_folder:
         names = [*names[1:], names[0]]
     for name, above in names:
-        words = [w for w in _words(name) if w.lower() not in SIDES and not _VISIT.fullmatch(w)]
-        if words:
+        words = _names(name)
+        is_file = len(above) == len(folders)
+        is_hidden = _are_short(words) and any(_hides(_names(folder), is_file) for folder in above)
+        if words and not is_hidden and (by_folder or not all(map(_MANY.fullmatch, words))):
             return "_".join(words), "/".join(above)
-    return _stem(last), "/".join(folders)
+    for name, above in names:  # visit_1, OD_1: better a number than all in one
+        if numbers := [word for word in _words(name) if _SHORT.fullmatch(word)]:
+            return "_".join(numbers), "/".join(above)
+    name, above = next(((name, above) for name, above in names if _names(name)), (_stem(last), folders))
+    return "_".join(_names(name)) or name, "/".join(above)
+
+
+def _names(name: str) -> list[str]:
+    """The words that may name a person: no eye, visit or protocol, and no short number right after one."""
+    names, is_after = [], False
+    for word in _words(name):
+        if word.lower() in SIDES or _VISIT.fullmatch(word) or _PROTOCOL.fullmatch(word):
+            is_after = True
+        elif not (is_after and _SHORT.fullmatch(word)):
+            names.append(word)
+            is_after = False
+    return names
+
+
+def _are_short(words: Sequence[str]) -> bool:
+    return all(_SHORT.fullmatch(word) for word in words)
+
+
+def _hides(words: Sequence[str], is_file: bool) -> bool:
+    """Whether a folder of this name is the person of a short number below: a folder's only by an id."""
+    own = [word for word in words if not _MANY.fullmatch(word) and not _SHORT.fullmatch(word)]
+    return any(is_file or re.search(r"\d", word) for word in own)
 
 
 def side_of_path(path: str) -> str | None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import posixpath
+import shlex
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from data_setup.index.candidates import IMAGES
-from data_setup.index.look import OK, TO_FILL, UNKNOWN, Entry
+from data_setup.index.look import HEADED, OK, TO_FILL, UNKNOWN, Entry
 from data_setup.index.write import Written
 from data_setup.readers.faults import RejectReason
 from data_setup.readers.sidecar import FOLDER_SIDECAR
@@ -15,6 +16,7 @@ from data_setup.store.summary import next_step
 from utils.storage import join
 
 NAMES = 3  # examples of a line
+FEW_PEOPLE = 50  # below, a side of the split may have nobody by the hash: 0.9^50 is 0.5 %
 CONFIG = "configs/pretrain_oct_vjepa2.yaml"
 
 
@@ -46,6 +48,7 @@ def _people(rows: Sequence[Entry]) -> list[str]:
     """Where the names of people come from, with examples where it is a path."""
     texts = {
         "header": "of the headers (digests of PatientID, unless --keep-ids)",
+        "folder": "of other headers below the same name, for files without PatientID",
         "path": "of the paths",
         "--person": "of --person",
     }
@@ -61,15 +64,53 @@ def _people(rows: Sequence[Entry]) -> list[str]:
     places: dict[str, set[str]] = {}
     for entry in (e for e in rows if e.person_source == "path"):
         places.setdefault(entry.person_id, set()).add(entry.place)
-    if several := [f"{p} in {' and '.join(sorted(s)[:2])}" for p, s in sorted(places.items()) if len(s) > 1]:
+    if several := _several(places, "in"):
         lines.append(
             f"  {len(several)} names are in several folders, each taken for one person: {_some(several)}"
         )
-    if places:
+    lines += _doubts(rows)
+    if (count := len({e.person_id for e in rows})) < FEW_PEOPLE:
         lines.append(
-            "  is a name no person, or one person several? give --person PATTERN: people are never split"
+            f"  {count} people are few: more of them later may move some to another split, unless "
+            "recommended_split of participants.tsv says where each is"
+        )
+    if places:
+        lines.append("  is a name no person, or one person several? give --person PATTERN")
+    return lines
+
+
+def _doubts(rows: Sequence[Entry]) -> list[str]:
+    """Where one person may be several, or several one: a split would then share a person, or labels mix."""
+    in_folder: dict[str, set[str]] = {}
+    tops: dict[str, set[str]] = {}
+    spellings: dict[str, set[str]] = {}
+    for entry in rows:
+        in_folder.setdefault(posixpath.dirname(entry.path) or ".", set()).add(entry.person_id)
+        in_folder.setdefault(posixpath.join(entry.place, entry.path_name), set()).add(entry.person_id)
+        if entry.person_source == "header":
+            tops.setdefault(entry.person_id, set()).add(
+                entry.path.partition("/")[0] if "/" in entry.path else "."
+            )
+            spellings.setdefault(entry.id_key, set()).add(entry.person_id)
+    lines = []
+    if some := _several(in_folder, "of"):
+        lines.append(f"  warning: {len(some)} folders are of several people; are they? {_some(some)}")
+    if some := _several(tops, "in"):
+        lines.append(
+            f"  warning: {len(some)} ids of headers are in several top folders, each taken for one person: "
+            f"{_some(some)}"
+        )
+    if some := [" and ".join(sorted(ids)) for _, ids in sorted(spellings.items()) if len(ids) > 1]:
+        lines.append(
+            f"  warning: {len(some)} ids of headers differ in case or blanks alone, each taken for another "
+            f"person: {_some(some)}"
         )
     return lines
+
+
+def _several(sets: Mapping[str, set[str]], word: str) -> list[str]:
+    """The keys with more than one value, each with its first two."""
+    return [f"{key} {word} {' and '.join(sorted(s)[:2])}" for key, s in sorted(sets.items()) if len(s) > 1]
 
 
 def _sets(rows: Sequence[Entry]) -> list[str]:
@@ -93,7 +134,7 @@ def _missing(root: str, rows: Sequence[Entry]) -> list[str]:
             None,
         ),
         "device unknown": ([e for e in rows if e.device == UNKNOWN], "device: NAME", "device"),
-        "eye unknown": ([e for e in rows if not e.laterality], "laterality: R", "laterality"),
+        "eye unknown": ([e for e in rows if not e.laterality], None, "laterality"),
         "order of B-scans unknown": (
             [e for e in rows if e.d_order == UNKNOWN],
             "d_order: superior_to_inferior",
@@ -103,13 +144,20 @@ def _missing(root: str, rows: Sequence[Entry]) -> list[str]:
     for name, (part, yaml, column) in needs.items():
         if not part:
             continue
-        opened = [e for e in part if e.kind not in ("DICOM", "Heidelberg XML")]  # a YAML counts for these
-        places = [f"`{yaml}` into {join(root, _yaml_above(opened))}, once for all below it"] if opened else []
+        opened = [e for e in part if e.kind not in HEADED]  # a YAML counts for these
+        above = f"`{yaml}` into {join(root, _yaml_above(opened))}, once for all below it" if opened else ""
+        places = [above] if above and yaml else []
         places += [f"the column {column} of manifest.tsv"] if column else []
         lines.append(f"missing: {name}: {len(part)} ({_names(part)}): write {', or '.join(places)}")
-    if wrong := [e for e in rows if e.path_side]:
+    wrong = [e for e in rows if e.other_side]
+    if part := [e for e in wrong if e.kind in HEADED]:
         lines.append(
-            f"contradiction: the path names the other eye: {len(wrong)} ({_names(wrong)}); the header counts"
+            f"contradiction: the path names the other eye: {len(part)} ({_names(part)}); the header counts"
+        )
+    if part := [e for e in wrong if e.kind not in HEADED]:
+        lines.append(
+            f"contradiction: a YAML names the other eye than the path: {len(part)} ({_names(part)}); "
+            "prepare rejects them until the YAML or the column laterality of manifest.tsv is changed"
         )
     return lines
 
@@ -150,7 +198,8 @@ def _next(root: str, out: str) -> list[str]:
     places = [f"data.gcs_root={root}", f"data.manifest_path={join(out, 'manifest.tsv')}"]
     if out != root:
         places.append(f"data.participants_path={join(out, 'participants.tsv')}")
-    return [f"next: python -m data_setup.prepare --config {CONFIG} {' '.join(places)} data.store=STORE"]
+    words = ["python", "-m", "data_setup.prepare", "--config", CONFIG, *places, "data.store=STORE"]
+    return [f"next: {shlex.join(words)}"]
 
 
 def _count(number: int, noun: str) -> str:

@@ -57,7 +57,7 @@ def write_tables(out: str, entries: Sequence[Entry], options: StorageOptions) ->
     """Write them all; raises UserError for a table that cannot be read, StorageError."""
     written = Written()
     rows = [entry for entry in entries if entry.status in (OK, *TO_FILL)]
-    manifest = _manifest(out, rows, options, written)
+    manifest = _manifest(out, rows, options, written)  # raises before anything is written
     people = _people(out, rows, options, written)  # both are read before one is written
     _write(out, "manifest.tsv", *manifest, options, written)
     _write(out, "participants.tsv", *people, options, written)
@@ -98,6 +98,7 @@ def _manifest(
 ) -> tuple[list[str], list[Row]]:
     columns, kept = _read(join(out, "manifest.tsv"), ("filepath",), MANIFEST_COLUMNS, options)
     by_path = {clean_path(row["filepath"]): row for row in kept}
+    _check_people(join(out, "manifest.tsv"), entries, by_path)
     fresh = {entry.path: manifest_row(entry) for entry in entries}
     for path, cells in fresh.items():
         row = by_path.get(clean_path(path))
@@ -115,6 +116,28 @@ def _manifest(
     id_column = next(name for name in PERSON_COLUMNS if name in columns)
     written.people = {row[id_column] for row in kept}
     return columns, kept
+
+
+def _check_people(url: str, entries: Sequence[Entry], by_path: Mapping[str | None, Row]) -> None:
+    """Raise UserError where a new scan would get an id that its person does not have in the table."""
+    known: dict[str, tuple[str, str]] = {}  # the files' person -> a path, and its other id in the table
+    num_rows = num_other = 0
+    for entry in entries:
+        cell = by_path.get(clean_path(entry.path), {}).get("person_id", "").strip()
+        num_rows += cell not in ("", UNKNOWN)
+        if cell not in ("", UNKNOWN, entry.person_id):
+            known.setdefault(entry.person_id, (entry.path, cell))
+            num_other += 1
+    are_other = 2 * num_other > num_rows  # ids of another kind: no new one is comparable
+    for entry in (e for e in entries if clean_path(e.path) not in by_path):
+        person = entry.person_id
+        if person in known or are_other:
+            path, cell = known.get(person) or next(iter(known.values()))
+            raise UserError(
+                f"{url}: expected ids as in the table, such as {cell!r} of {path}, found another for it, and "
+                f"{person!r} for the new {entry.path}: give --person and --keep-ids as before, or add its "
+                "row with filepath and person_id"
+            )
 
 
 def _is_same(column: str, cell: str, value: str) -> bool:

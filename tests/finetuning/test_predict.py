@@ -82,6 +82,14 @@ def test_files_get_the_scores_of_their_volumes_in_the_store(
     assert main(command) == 0
     assert "now 1, before 1" in capfd.readouterr().out
     assert {line["path"]: line["scores"] for line in lines(out)} == {p: by_path[p]["scores"] for p in paths}
+    assert main([*command[:-1], paths[1]]) == 0
+    assert "now 0, before 1; lines of other files, kept: 1" in capfd.readouterr().out
+    assert {line["path"]: line["scores"] for line in lines(out)} == {p: by_path[p]["scores"] for p in paths}
+    other = (out / "predictions.jsonl").read_text().replace(head.checksum, "0" * 64)
+    (out / "predictions.jsonl").write_text(other)
+    with pytest.raises(UserError, match=r"jsonl: expected lines of the head with .* give another --out"):
+        main(command)
+    assert (out / "predictions.jsonl").read_text() == other
     (out / "predictions.jsonl").write_text("a line of mine\n")
     with pytest.raises(UserError, match=r"expected lines of finetuning\.predict, found another one"):
         main(command)

@@ -1,8 +1,8 @@
 """Predictions of a head for DICOM files, a line each: what `python -m finetuning.predict` does.
 
-In: a head and files. Out: predictions.jsonl of one head. A line is done when the version of its file is
-that of now; lines of rejects are made again, lines of files that are not asked about stay, and a half line of
-a killed process does not count.
+In: a head and files. Out: predictions.jsonl of one head. A line is done when the version of its file and the
+precision are those of now; lines of rejects are made again, lines of files that are not asked about stay, and
+a half line of a killed process does not count.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ import torch
 
 from data_setup.store.format import KEPT, NORMALISATION
 from data_setup.store.summary import LOW_VALID_FRACTION
+from finetuning.embedding.run import MAY_CHANGE, overridden
 from finetuning.embedding.stream import NoFeaturesError, read_ahead, tokens_of
 from finetuning.embedding.volumes import DicomVolumes, Reject, Volume, find_dicoms
-from finetuning.head_evaluation import evaluated_config
 from finetuning.head_file import Head, open_head
+from finetuning.layers.head import is_layers_head
 from finetuning.objective import to_scores
 from models.heads import reads_tokens
 from models.probes.features import pool_tokens
@@ -33,14 +34,15 @@ from utils.runtime.single import Runtime
 from utils.terminal import track
 
 NAME = "predictions.jsonl"
+ENCODER = "model.checkpoint"
 HIGH_LOST_FRACTION = 0.25  # of the scan, outside the grid
 
 
 def predict(wanted: str, dicoms: Sequence[str], out: str, overrides: Sequence[str]) -> int:
     """Write DIR/predictions.jsonl; returns EXIT_FAILURE where a file has no prediction. Raises UserError."""
     setup_logging()
-    head = open_head(wanted, storage_options_of(overrides))
-    cfg = evaluated_config(head.cfg, head.url, overrides)
+    head = _open(wanted, overrides)
+    cfg = overridden(head.cfg, head.url, overrides, (*MAY_CHANGE, ENCODER))
     if head.state["normalisation"] != NORMALISATION:
         raise UserError(
             f"{head.url}: normalisation: expected {NORMALISATION}, found {head.state['normalisation']}"
@@ -55,11 +57,16 @@ def predict(wanted: str, dicoms: Sequence[str], out: str, overrides: Sequence[st
         "encoder_sha256": head.state["encoder"]["checksum"],
         "commit": provenance(runtime)["commit"],
         "calibrated": False,
+        "precision": "bfloat16" if runtime.use_bf16 else "float32",
     }
     path = Path(out) / NAME
     earlier = _earlier_lines(path, head.checksum)
     version = dict(zip(volumes.rows, volumes.versions, strict=True))
-    done = {(line["path"], line["version"]): line for line in earlier if line["status"] == KEPT}
+    done = {
+        (line["path"], line["version"]): line
+        for line in earlier
+        if line["status"] == KEPT and line["precision"] == common["precision"]
+    }
     asked = {(volumes.urls[row], version[row]): row for row in volumes.rows}
     others = [line for line in earlier if line["path"] not in set(volumes.urls)]
     lines = [done[key] for key in asked if key in done]
@@ -82,6 +89,19 @@ def predict(wanted: str, dicoms: Sequence[str], out: str, overrides: Sequence[st
         f"now {num_new}, before {len(lines)}; lines of other files, kept: {len(others)}"
     )
     return EXIT_FAILURE if num_rejects else EXIT_FINISHED
+
+
+def _open(wanted: str, overrides: Sequence[str]) -> Head:
+    """The head, its encoder from the override's place; raises UserError for one that draws surfaces."""
+    options = storage_options_of(overrides)
+    if is_layers_head(wanted, options):
+        raise UserError(
+            f"{wanted}: expected a head of labels, found one of layers: finetuning.evaluate measures it, no "
+            "command here draws surfaces in files"
+        )
+    prefix = f"{ENCODER}="  # the same encoder in another place; open_head compares checksums
+    places = [word.removeprefix(prefix) for word in overrides if word.startswith(prefix)]
+    return open_head(wanted, options, places[-1] if places else None)
 
 
 @torch.no_grad()
@@ -139,7 +159,7 @@ def _earlier_lines(path: Path, checksum: str) -> list[dict[str, Any]]:
         try:
             line = json.loads(text)
             of_head = line["head_sha256"]
-            lines.append({key: line[key] for key in ("path", "version", "status")} | line)
+            lines.append({key: line[key] for key in ("path", "version", "status", "precision")} | line)
         except (ValueError, KeyError, TypeError) as error:
             raise UserError(
                 f"{path}: expected lines of finetuning.predict, found another one ({error})"

@@ -123,6 +123,8 @@ class Folder:
             self._tokens[row] = result.tokens.astype(np.float16)
             assert result.valid is not None
             self._valid[row] = result.valid
+        elif self.with_patches:  # a reject now, perhaps not before: no patches of another version stay
+            self._tokens[row], self._valid[row] = np.nan, False
         arrays = {"facts": np.array(json.dumps({"version": version, "fields": result.fields}))}
         if result.mean is not None and result.std is not None:
             arrays |= {"mean": result.mean, "std": result.std}

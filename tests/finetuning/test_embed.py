@@ -135,6 +135,13 @@ def test_only_what_changed_is_embedded_again(
     changed = np.abs(features(second) - features(unbroken)).max(axis=1) > 0
     assert np.flatnonzero(changed).tolist() == [5]
 
+    chunk.write_bytes(whole[:-9])  # damaged again: no patches stay
+    (out / "rows" / "000003.npz").unlink()
+    assert main(words) == 1
+    group = zarr.open_group(out / "patches.zarr", mode="r")
+    assert np.isnan(group["tokens"][3]).all()
+    assert group["valid"][:].any(axis=1).tolist() == [True] * 3 + [False] + [True] * 6
+
 
 def test_a_first_start_may_be_killed_anywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before the patches, or between the two arrays: the next goes on."""

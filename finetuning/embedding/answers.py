@@ -68,7 +68,8 @@ def predict(wanted: str, dicoms: Sequence[str], out: str, overrides: Sequence[st
         if line["status"] == KEPT and line["precision"] == common["precision"]
     }
     asked = {(volumes.urls[row], version[row]): row for row in volumes.rows}
-    others = [line for line in earlier if line["path"] not in set(volumes.urls)]
+    paths = set(volumes.urls)
+    others = [line for line in earlier if line["path"] not in paths]
     lines = [done[key] for key in asked if key in done]
     todo = [row for key, row in asked.items() if key not in done]
     path.parent.mkdir(parents=True, exist_ok=True)

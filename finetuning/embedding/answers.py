@@ -1,7 +1,8 @@
 """Predictions of a head for DICOM files, a line each: what `python -m finetuning.predict` does.
 
-In: a head and files. Out: predictions.jsonl. A line is done when its head and the version of its file are
-those of now; lines of rejects are made again, and a half line of a killed process does not count.
+In: a head and files. Out: predictions.jsonl of one head. A line is done when the version of its file and the
+precision are those of now; lines of rejects are made again, lines of files that are not asked about stay, and
+a half line of a killed process does not count.
 """
 
 from __future__ import annotations
@@ -16,10 +17,11 @@ import torch
 
 from data_setup.store.format import KEPT, NORMALISATION
 from data_setup.store.summary import LOW_VALID_FRACTION
+from finetuning.embedding.run import MAY_CHANGE, overridden
 from finetuning.embedding.stream import NoFeaturesError, read_ahead, tokens_of
 from finetuning.embedding.volumes import DicomVolumes, Reject, Volume, find_dicoms
-from finetuning.head_evaluation import evaluated_config
 from finetuning.head_file import Head, open_head
+from finetuning.layers.head import is_layers_head
 from finetuning.objective import to_scores
 from models.heads import reads_tokens
 from models.probes.features import pool_tokens
@@ -32,14 +34,15 @@ from utils.runtime.single import Runtime
 from utils.terminal import track
 
 NAME = "predictions.jsonl"
+ENCODER = "model.checkpoint"
 HIGH_LOST_FRACTION = 0.25  # of the scan, outside the grid
 
 
 def predict(wanted: str, dicoms: Sequence[str], out: str, overrides: Sequence[str]) -> int:
     """Write DIR/predictions.jsonl; returns EXIT_FAILURE where a file has no prediction. Raises UserError."""
     setup_logging()
-    head = open_head(wanted, storage_options_of(overrides))
-    cfg = evaluated_config(head.cfg, head.url, overrides)
+    head = _open(wanted, overrides)
+    cfg = overridden(head.cfg, head.url, overrides, (*MAY_CHANGE, ENCODER))
     if head.state["normalisation"] != NORMALISATION:
         raise UserError(
             f"{head.url}: normalisation: expected {NORMALISATION}, found {head.state['normalisation']}"
@@ -54,15 +57,24 @@ def predict(wanted: str, dicoms: Sequence[str], out: str, overrides: Sequence[st
         "encoder_sha256": head.state["encoder"]["checksum"],
         "commit": provenance(runtime)["commit"],
         "calibrated": False,
+        "precision": "bfloat16" if runtime.use_bf16 else "float32",
     }
     path = Path(out) / NAME
-    done = _done_lines(path, head.checksum)
+    earlier = _earlier_lines(path, head.checksum)
     version = dict(zip(volumes.rows, volumes.versions, strict=True))
-    lines = [done[key] for row in volumes.rows if (key := (volumes.urls[row], version[row])) in done]
-    todo = [row for row in volumes.rows if (volumes.urls[row], version[row]) not in done]
+    done = {
+        (line["path"], line["version"]): line
+        for line in earlier
+        if line["status"] == KEPT and line["precision"] == common["precision"]
+    }
+    asked = {(volumes.urls[row], version[row]): row for row in volumes.rows}
+    paths = set(volumes.urls)
+    others = [line for line in earlier if line["path"] not in paths]
+    lines = [done[key] for key in asked if key in done]
+    todo = [row for key, row in asked.items() if key not in done]
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(".partial")
-    partial.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    partial.write_text("".join(json.dumps(line) + "\n" for line in [*others, *lines]))
     partial.replace(path)
     file, num_rejects = LineFile(path), 0
     for row, volume in track(read_ahead(cfg, volumes, todo), len(todo), "predict", "volumes"):
@@ -75,9 +87,22 @@ def predict(wanted: str, dicoms: Sequence[str], out: str, overrides: Sequence[st
     num_new = len(todo) - num_rejects
     print(
         f"{path}: {len(lines) + num_new} predictions, {num_rejects} files without; "
-        f"now {num_new}, before {len(lines)}"
+        f"now {num_new}, before {len(lines)}; lines of other files, kept: {len(others)}"
     )
     return EXIT_FAILURE if num_rejects else EXIT_FINISHED
+
+
+def _open(wanted: str, overrides: Sequence[str]) -> Head:
+    """The head, its encoder from the override's place; raises UserError for one that draws surfaces."""
+    options = storage_options_of(overrides)
+    if is_layers_head(wanted, options):
+        raise UserError(
+            f"{wanted}: expected a head of labels, found one of layers: finetuning.evaluate measures it, no "
+            "command here draws surfaces in files"
+        )
+    prefix = f"{ENCODER}="  # the same encoder in another place; open_head compares checksums
+    places = [word.removeprefix(prefix) for word in overrides if word.startswith(prefix)]
+    return open_head(wanted, options, places[-1] if places else None)
 
 
 @torch.no_grad()
@@ -121,20 +146,28 @@ def warnings_of(fields: dict[str, Any]) -> list[str]:
     return texts
 
 
-def _done_lines(path: Path, checksum: str) -> dict[tuple[str, str], dict[str, Any]]:
-    """(path, version) -> line of an earlier start with this head; a half line at the end does not count."""
+def _earlier_lines(path: Path, checksum: str) -> list[dict[str, Any]]:
+    """The lines of earlier starts with this head; a half line at the end does not count.
+
+    Raises UserError for lines of another head, and for a file that is none of this command's.
+    """
     if not path.exists():
-        return {}
-    done = {}
+        return []
+    lines = []
     for text in path.read_text().splitlines(keepends=True):
         if not text.endswith("\n"):
             continue
         try:
             line = json.loads(text)
-            if line["head_sha256"] == checksum and line["status"] == KEPT:
-                done[line["path"], line["version"]] = line
+            of_head = line["head_sha256"]
+            lines.append({key: line[key] for key in ("path", "version", "status", "precision")} | line)
         except (ValueError, KeyError, TypeError) as error:
             raise UserError(
                 f"{path}: expected lines of finetuning.predict, found another one ({error})"
             ) from error
-    return done
+        if of_head != checksum:
+            raise UserError(
+                f"{path}: expected lines of the head with sha256 {checksum[:12]}, found one of "
+                f"{str(of_head)[:12]}; give another --out"
+            )
+    return lines

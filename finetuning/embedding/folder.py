@@ -71,38 +71,39 @@ class Folder:
                     )
         elif storage.list_names(self.url, self.options):
             raise UserError(f"--out: expected a new folder or one of this command, found files in {self.url}")
+        text = json.dumps(about, indent=1, sort_keys=True) + "\n"
+        storage.write_text(about_url, text, self.options)  # first: a start killed after it can go on
         if self.with_patches:
             self._make_patches(num_rows, shape)
-        text = json.dumps(about, indent=1, sort_keys=True) + "\n"
-        storage.write_text(about_url, text, self.options)
 
     def _make_patches(self, num_rows: int, shape: tuple[int, int]) -> None:
-        """The two arrays, or those that are here made longer: a store only grows."""
-        keys = ObjectStore(storage.join(self.url, PATCHES), self.options, read_only=False)
-        if storage.exists(storage.join(self.url, PATCHES, "valid", "zarr.json"), self.options):
-            for array in (self._tokens, self._valid):
-                if array.shape[0] < num_rows:
-                    array.resize((num_rows, *array.shape[1:]))
-            return
-        group = zarr.create_group(keys, overwrite=True)
+        """The two arrays: those that are here made longer, as a store only grows, the others new."""
+        group = zarr.open_group(
+            ObjectStore(storage.join(self.url, PATCHES), self.options, read_only=False), mode="a"
+        )
         codecs = [BloscCodec(cname="zstd", clevel=3, shuffle="shuffle", typesize=2), Crc32cCodec()]
-        group.create_array(
-            "tokens",
-            shape=(num_rows, *shape),
-            chunks=(1, *shape),
-            dtype="float16",
-            compressors=codecs,
-            fill_value=np.nan,
-            dimension_names=("row", "token", "feature"),
-        )
-        group.create_array(
-            "valid",
-            shape=(num_rows, shape[0]),
-            chunks=(1, shape[0]),
-            dtype="bool",
-            fill_value=False,
-            dimension_names=("row", "token"),
-        )
+        if "tokens" not in group:
+            group.create_array(
+                "tokens",
+                shape=(num_rows, *shape),
+                chunks=(1, *shape),
+                dtype="float16",
+                compressors=codecs,
+                fill_value=np.nan,
+                dimension_names=("row", "token", "feature"),
+            )
+        if "valid" not in group:
+            group.create_array(
+                "valid",
+                shape=(num_rows, shape[0]),
+                chunks=(1, shape[0]),
+                dtype="bool",
+                fill_value=False,
+                dimension_names=("row", "token"),
+            )
+        for array in (self._tokens, self._valid):
+            if array.shape[0] < num_rows:
+                array.resize((num_rows, *array.shape[1:]))
 
     @cached_property
     def _tokens(self) -> zarr.Array:
@@ -122,6 +123,8 @@ class Folder:
             self._tokens[row] = result.tokens.astype(np.float16)
             assert result.valid is not None
             self._valid[row] = result.valid
+        elif self.with_patches:  # a reject now, perhaps not before: no patches of another version stay
+            self._tokens[row], self._valid[row] = np.nan, False
         arrays = {"facts": np.array(json.dumps({"version": version, "fields": result.fields}))}
         if result.mean is not None and result.std is not None:
             arrays |= {"mean": result.mean, "std": result.std}

@@ -94,11 +94,21 @@ def embed(
 
 def _config(state: dict[str, Any], url: str, store: str | None, overrides: Sequence[str]) -> Config:
     """The checkpoint's configuration with the store and the overrides; raises ConfigError."""
-    of_checkpoint = config_of_yaml(state["config"], url)
-    cfg = changed_config(of_checkpoint, [*overrides, *([f"data.store={store}"] if store else [])], url)
-    before = dict(flatten(of_checkpoint))
+    words = [*overrides, *([f"data.store={store}"] if store else [])]
+    return overridden(config_of_yaml(state["config"], url), url, words)
+
+
+def overridden(
+    trained: Config, url: str, overrides: Sequence[str], may_change: tuple[str, ...] = MAY_CHANGE
+) -> Config:
+    """The configuration of the file at `url` with overrides of keys that start as `may_change`.
+
+    Raises ConfigError for another key.
+    """
+    cfg = changed_config(trained, overrides, url)
+    before = dict(flatten(trained))
     for key, value in flatten(cfg):
-        if value != before[key] and not key.startswith(MAY_CHANGE):
+        if value != before[key] and not key.startswith(may_change):
             raise ConfigError(f"{url}: {key}: expected {before[key]} as in training, found {value}")
     return cfg
 

@@ -250,10 +250,16 @@ def answer(
     against = RANDOM if RANDOM in overall else MEAN
     gain = overall[against] - overall[PRETRAINED]
     estimate = _estimate(gain, draws)
-    ratio = float(overall[PRETRAINED].mean() / overall[against].mean())
+    both = ~np.isnan(gain)  # mean heights know no surface that no training volume has
+    ratio = float(overall[PRETRAINED][both].mean() / overall[against][both].mean()) if both.any() else None
     content["difference"] = {"against": against, **estimate, "ratio": ratio}
-    content["verdict"] = verdict(
-        estimate["value"], estimate["ci95"], "Pre-training", LABELS[against], "boundary error saved in um"
+    content["verdict"] = (
+        f"No difference can be shown: no participant has an error of both {LABELS[PRETRAINED]} and "
+        f"{LABELS[against]}."
+        if ratio is None
+        else verdict(
+            estimate["value"], estimate["ci95"], "Pre-training", LABELS[against], "boundary error saved in um"
+        )
     )
     return content
 
@@ -319,10 +325,14 @@ def markdown(content: Mapping[str, Any]) -> str:
     """The tables as text, the verdict first."""
     difference = content["difference"]
     lines = [f"# {content['title']}", "", content["verdict"], ""]
-    lines.append(
-        f"- Boundary error is {difference['ratio']:.2f} of that of {LABELS[difference['against']]}; "
-        f"{content['n_volumes']} volumes of {content['n_participants']} participants."
-    )
+    size = f"{content['n_volumes']} volumes of {content['n_participants']} participants."
+    if difference["ratio"] is None:
+        lines.append(f"- {size}")
+    else:
+        lines.append(
+            f"- Boundary error is {difference['ratio']:.2f} of that of {LABELS[difference['against']]} in "
+            f"the {difference['people']} participants who have both; {size}"
+        )
     if content["overlap"]:
         lines.append(f"- **{content['overlap']} evaluated participants were seen in training.**")
     if content["look"] is not None:

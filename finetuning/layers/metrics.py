@@ -2,7 +2,8 @@
 
 In: surfaces [S, D, W] in voxels along h (0: the centre of the first), the volume's own spacing. Out: one
 number a surface or a layer, in um or as a share; NaN where the device marks none. An A-scan counts where the
-device has a height; predictions have one everywhere.
+device has a height. A prediction has heights everywhere, or NaN everywhere: mean heights of a surface that no
+training volume has.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ def hausdorff95_um(
 ) -> float:
     """95th percentile of the distances between two surfaces in space, the larger of both directions, um."""
     d, w = np.nonzero(~np.isnan(truth_DW))
-    if not len(d):
+    if not len(d) or np.isnan(predicted_DW).all():
         return float("nan")
     scale = np.array(spacing_mm) * 1000
     truth, predicted = (

@@ -8,6 +8,7 @@ import signal
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -19,12 +20,14 @@ from data_setup.store.format import chunk_key
 from data_setup.store.reader import PreparedStore
 from data_setup.store.writer import StoreWriter, record_fields
 from finetuning.embed import main
+from finetuning.embedding.folder import Embedded, Folder
 from finetuning.embedding.volumes import unknown_record
 from finetuning.pooled import embed_rows, pretrained_encoder
 from tests.support.dicom_factory import TRITON, speckle, write_opt
 from tests.support.finetune_factory import RUNTIME, config, make_world, save_checkpoint
 from tests.support.process_factory import Running, run_to_end
 from utils.checkpoint import load_checkpoint
+from utils.config.schema import StorageOptions
 from utils.errors import ConfigError, UserError
 
 PEOPLE = {"train": 2, "val": 1, "test": 2}
@@ -131,6 +134,38 @@ def test_only_what_changed_is_embedded_again(
     assert (first["split"][6], second["split"][6]) == ("test", "train")
     changed = np.abs(features(second) - features(unbroken)).max(axis=1) > 0
     assert np.flatnonzero(changed).tolist() == [5]
+
+    chunk.write_bytes(whole[:-9])  # damaged again: no patches stay
+    (out / "rows" / "000003.npz").unlink()
+    assert main(words) == 1
+    group = zarr.open_group(out / "patches.zarr", mode="r")
+    assert np.isnan(group["tokens"][3]).all()
+    assert group["valid"][:].any(axis=1).tolist() == [True] * 3 + [False] + [True] * 6
+
+
+def test_a_first_start_may_be_killed_anywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before the patches, or between the two arrays: the next goes on."""
+    folder, about = Folder(str(tmp_path / "out"), StorageOptions(), with_patches=True), {"width": 3}
+    with monkeypatch.context() as patch:
+        patch.setattr(Folder, "_make_patches", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            folder.begin(about, 2, (4, 3))
+    real = zarr.Group.create_array
+
+    def killed(self: zarr.Group, name: str, **options: Any) -> zarr.Array:
+        return 1 / 0 if name == "valid" else real(self, name, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(zarr.Group, "create_array", killed)
+        with pytest.raises(ZeroDivisionError):
+            folder.begin(about, 2, (4, 3))
+    folder.begin(about, 2, (4, 3))
+    ones = np.ones((4, 3), np.float32)
+    folder.write(1, "a", Embedded({}, ones[0], ones[0], ones, ones[:, 0] > 0))
+    folder.begin(about, 3, (4, 3))  # the rows that are there stay
+    group = zarr.open_group(tmp_path / "out" / "patches.zarr", mode="r")
+    assert (group["tokens"].shape, group["valid"].shape) == ((3, 4, 3), (3, 4))
+    assert group["valid"][:].any(axis=1).tolist() == [False, True, False]
 
 
 def test_another_question_needs_another_folder(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -161,6 +162,43 @@ def test_errors_are_those_of_the_volumes_own_spacing(
     assert set(SECTORS) < set(sectors.columns)
     assert sectors.centre.notna().any()
     assert max(content["etdrs"][PRETRAINED].values()) < 3  # the device's holes and rim are filled
+
+
+def test_people_whose_surfaces_no_training_volume_has(
+    world: Path,
+    trained: Path,
+    evaluated: tuple[Path, str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Without a random encoder they have no error to compare with: all of them, then one."""
+    head = open_layers_head(str(trained), StorageOptions())
+    nothing = {key: [None] * len(head.names) for key in head.state["mean_heights"]}
+    alone = replace(head, arms=head.arms[:1], state=head.state | {"mean_heights": nothing})
+    monkeypatch.setattr(module, "open_layers_head", lambda *_: alone)
+    monkeypatch.setattr(Planes, "predict", shifted(world, {id(alone.arms[0].decoder): 1.0}))
+    text = evaluate_layers(str(trained), [f"run.dir={tmp_path}"])
+    content = json.loads((tmp_path / "layers.json").read_text())
+    assert content["difference"] == {
+        "against": "mean_heights",
+        "value": None,
+        "ci95": None,
+        "people": 0,
+        "ratio": None,
+    }
+    assert "no participant has an error of both pre-trained encoder and mean heights" in text
+    assert "Boundary error is" not in text
+    lines, sectors = (
+        pd.read_parquet(evaluated[0] / "surfaces.parquet"),
+        pd.read_csv(evaluated[0] / "etdrs.csv"),
+    )
+    lines = lines[lines.arm != RANDOM].assign(error_um=lines.arm.map({PRETRAINED: 2.0, "mean_heights": 8.0}))
+    lost = lines.person_id == lines.person_id.iloc[0]
+    lines.loc[lost & (lines.arm == "mean_heights"), "error_um"] = np.nan
+    lines.loc[lost & (lines.arm == PRETRAINED), "error_um"] = 50.0
+    answered = module.answer(head.cfg, volumes_of(world), alone, lines, sectors)
+    assert answered["difference"]["ratio"] == pytest.approx(0.25)
+    assert answered["difference"]["people"] == answered["n_participants"] - 1
 
 
 def test_devices_share_surfaces_by_name(world: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,8 @@ from finetuning.predict import main
 from finetuning.train import main as train
 from tests.support.dicom_factory import speckle, write_opt
 from tests.support.finetune_factory import RUNTIME, config, make_world, save_checkpoint
-from utils.errors import UserError
+from utils.checkpoint import CheckpointWriter
+from utils.errors import ConfigError, UserError
 
 TASK = str(Path(__file__).resolve().parents[2] / "configs" / "cls_linear_probe.yaml")
 QUICK = ["train.epochs=1", "head.learning_rates=[1e-2]", "head.weight_decays=[0.01]", "data.workers=0"]
@@ -82,7 +84,33 @@ def test_files_get_the_scores_of_their_volumes_in_the_store(
     assert main(command) == 0
     assert "now 1, before 1" in capfd.readouterr().out
     assert {line["path"]: line["scores"] for line in lines(out)} == {p: by_path[p]["scores"] for p in paths}
+    assert main([*command[:-1], paths[1]]) == 0
+    assert "now 0, before 1; lines of other files, kept: 1" in capfd.readouterr().out
+    assert {line["path"]: line["scores"] for line in lines(out)} == {p: by_path[p]["scores"] for p in paths}
+    if kind == "linear":
+        moved = tmp_path / "moved"
+        shutil.copytree(Path(checkpoint).parent, moved)
+        same = ["--checkpoint", str(run), "--out", str(tmp_path / "bf16"), "train.use_bf16=true"]
+        assert main([*same, f"model.checkpoint={moved / Path(checkpoint).name}", "--dicom", paths[0]]) == 0
+        assert lines(tmp_path / "bf16")[0]["precision"] == "bfloat16"
+        with pytest.raises(UserError, match="absent"):
+            main([*same, f"model.checkpoint={tmp_path / 'absent.pt'}", "--dicom", paths[0]])
+        with pytest.raises(ConfigError, match=r"eval\.split: expected test as in training, found val"):
+            main([*same, "eval.split=val", "--dicom", paths[0]])
+    other = (out / "predictions.jsonl").read_text().replace(head.checksum, "0" * 64)
+    (out / "predictions.jsonl").write_text(other)
+    with pytest.raises(UserError, match=r"jsonl: expected lines of the head with .* give another --out"):
+        main(command)
+    assert (out / "predictions.jsonl").read_text() == other
     (out / "predictions.jsonl").write_text("a line of mine\n")
     with pytest.raises(UserError, match=r"expected lines of finetuning\.predict, found another one"):
         main(command)
     assert (out / "predictions.jsonl").read_text() == "a line of mine\n"
+
+
+def test_a_head_of_surfaces_is_refused(tmp_path: Path) -> None:
+    writer = CheckpointWriter(str(tmp_path / "checkpoints"), keep_last=None)
+    writer.save({"kind": "layers", "step": 1}, ["head"])
+    writer.close()
+    with pytest.raises(UserError, match="expected a head of labels, found one of layers"):
+        main(["--checkpoint", str(tmp_path), "--out", str(tmp_path), "--dicom", "absent.dcm"])

@@ -157,6 +157,7 @@ def test_the_folder_tests_itself(folder: Path, capsys: pytest.CaptureFixture[str
     for line in lines[1:]:
         assert float(line.rpartition(" ")[2]) <= 1e-4
     assert (folder / "golden.npz").stat().st_size < 300_000
+    selftest(str(folder), load_portable(str(folder)))
     (line,) = selftest(str(folder), lambda *words: loop(folder, *words))  # another pipeline, without fault
     assert line.startswith("pipeline: golden features to")
 
@@ -250,6 +251,42 @@ def test_a_changed_folder_is_named(folder: Path, tmp_path: Path) -> None:
         selftest(str(tmp_path))
 
 
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-200])
+
+
+def with_patch(path: Path) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"patch_size": [4, 4, 4]}))
+
+
+def without_digests(path: Path) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"sha256": {}}))
+
+
+@pytest.mark.parametrize(
+    ("name", "damage", "message"),
+    [
+        ("golden.npz", cut, r"golden\.npz: expected the golden eye of the export, found damage"),
+        ("preprocess.json", cut, r"preprocess\.json: expected the contract of the export, found"),
+        (
+            "preprocess.json",
+            with_patch,
+            r"patch_size: expected \(4, 8, 8\) of config\.json, found",
+        ),
+        ("hf/model.safetensors", cut, r"hf/model\.safetensors: wrong weights: expected sha256"),
+        ("preprocess.json", without_digests, r"sha256: expected .*hf/model\.safetensors.*, found {}"),
+        ("program.pt2", Path.unlink, r"program\.pt2: expected a file of the export, found none"),
+    ],
+)
+def test_a_damaged_file_is_named(
+    folder: Path, tmp_path: Path, name: str, damage: Callable[[Path], None], message: str
+) -> None:
+    shutil.copytree(folder, tmp_path / "out")
+    damage(tmp_path / "out" / name)
+    with pytest.raises(SelfTestError, match=message):
+        selftest(str(tmp_path / "out"))
+
+
 @pytest.mark.parametrize(
     ("volume", "spacing", "message"),
     [
@@ -262,6 +299,7 @@ def test_a_changed_folder_is_named(folder: Path, tmp_path: Path) -> None:
         (golden_eye() // 255, SPACING_MM, "grey values: expected uint8 of 0 to 255, found uint8 of 0 to 1"),
         (golden_eye(), tuple(1000 * s for s in SPACING_MM), "spacing of D: expected .* mm.*it looks like um"),
         (golden_eye(), (0.2, 0.2, 0.2), "spacing of H: expected 0.0005 to 0.05 mm, found 0.2"),
+        (golden_eye(), SPACING_MM[:2], "spacing: expected 3 values in mm, of D, H and W, found 2"),
         (golden_eye()[0], SPACING_MM, r"expected a volume \[D, H, W\], found \[128, 96\]"),
     ],
 )

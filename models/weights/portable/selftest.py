@@ -13,6 +13,8 @@ import importlib.util
 import io
 import itertools
 import json
+import zipfile
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -22,13 +24,14 @@ import torch
 from torch import Tensor
 
 from models.weights.files import read_weights
-from models.weights.portable.program import PortableEncoder, Preprocess
-from models.weights.portable.write import GOLDEN, PREPROCESS, PROGRAM, portable_encoder
+from models.weights.portable.program import NORMALISATION, PortableEncoder, Preprocess
+from models.weights.portable.write import GOLDEN, HF_FILES, PREPROCESS, PROGRAM, portable_encoder
+from models.weights.shape import Weights
 from utils import storage
 from utils.errors import UserError
 
-# f(volume uint8 [D, H, W], spacing_mm, first_is_superior) -> pooled [2E], mean [E] or tokens [N, E]
-Encode = Callable[[np.ndarray, tuple[float, float, float], bool], np.ndarray]
+# f(volume uint8 [D, H, W], spacing_mm, first_is_superior) -> pooled [2E], mean [E], tokens [N, E] or Features
+Encode = Callable[[np.ndarray, tuple[float, float, float], bool], "np.ndarray | Features"]
 AXES = "DHW"
 EXPLAINED = 0.05  # of a difference that a fault may leave and still be its name
 AXIAL_MM = (0.0005, 0.05)  # between neighbours of an A-scan; OCT has 0.002 to 0.004
@@ -81,6 +84,8 @@ def check_input(volume: np.ndarray, spacing_mm: Sequence[float]) -> None:
     if volume.dtype != np.uint8 or volume.max() <= 1:
         values = f"{volume.dtype} of {volume.min():.2g} to {volume.max():.3g}"
         raise UserError(f"{where}: grey values: expected uint8 of 0 to 255, found {values}")
+    if len(spacing_mm) != 3:
+        raise UserError(f"{where}: spacing: expected 3 values in mm, of D, H and W, found {len(spacing_mm)}")
     for axis, spacing, (low, high) in zip(AXES, spacing_mm, (OTHER_MM, AXIAL_MM, OTHER_MM), strict=True):
         if not low <= spacing <= high:
             unit = "; it looks like um" if low <= spacing / 1000 <= high else ""
@@ -113,7 +118,8 @@ def selftest(folder: str, encode: Encode | None = None, features: np.ndarray | N
     if encode is not None:
         volume, spacing, first = opened.arguments
         d, h, w = spacing.tolist()
-        features = np.asarray(encode(volume.numpy(), (d, h, w), bool(first)))
+        output = encode(volume.numpy(), (d, h, w), bool(first))
+        features = output.pooled if isinstance(output, Features) else np.asarray(output)
     if features is not None:
         return [_compare(opened, "pipeline", features)]
     lines = [_check_files(opened)]
@@ -139,20 +145,63 @@ def _open(folder: str) -> _Folder:
     try:
         contract = json.loads(storage.read_text(url))
         preprocess = Preprocess.of(contract)
-        with np.load(io.BytesIO(storage.read_bytes(storage.join(folder, GOLDEN)))) as content:
-            golden = {name: np.array(content[name]) for name in content.files}
     except (ValueError, KeyError, TypeError) as error:
+        raise SelfTestError(f"{url}: expected the contract of the export, found {error!r}") from error
+    golden = _golden(folder)
+    weights = read_weights(folder)
+    _check_contract(url, contract, preprocess, weights)
+    return _Folder(folder, contract, golden, portable_encoder(weights, "target", preprocess))
+
+
+def _golden(folder: str) -> dict[str, np.ndarray]:
+    url = storage.join(folder, GOLDEN)
+    try:
+        with np.load(io.BytesIO(storage.read_bytes(url))) as content:
+            golden = {name: np.array(content[name]) for name in content.files}
+        volume, spacing, pooled = (golden[name] for name in ("volume", "spacing_mm", "pooled"))
+        sizes = (volume.ndim, spacing.shape, pooled.ndim, golden["first_is_superior"].shape)
+    except (zipfile.BadZipFile, zlib.error, EOFError, ValueError, KeyError) as error:
         raise SelfTestError(
-            f"{folder}: expected {PREPROCESS} and {GOLDEN} of the export, found {error}"
+            f"{url}: expected the golden eye of the export, found damage ({error})"
         ) from error
-    return _Folder(folder, contract, golden, portable_encoder(read_weights(folder), "target", preprocess))
+    if sizes != (3, (3,), 1, ()):
+        raise SelfTestError(
+            f"{url}: expected a volume [D, H, W], 3 spacings, features [2E] and a truth value, found "
+            f"{list(volume.shape)}, {list(spacing.shape)}, {list(pooled.shape)}"
+        )
+    return golden
+
+
+def _check_contract(url: str, contract: dict[str, Any], preprocess: Preprocess, weights: Weights) -> None:
+    """Raise SelfTestError where preprocess.json does not fit config.json and the weights beside it."""
+    if lost := sorted({"hf", "normalisation", "sha256", "tolerance"} - set(contract)):
+        raise SelfTestError(f"{url}: expected the contract of the export, found no {', '.join(lost)}")
+    names = {"model.safetensors", PROGRAM, GOLDEN, *(HF_FILES if contract["hf"] == "hf" else ())}
+    if not isinstance(contract["sha256"], dict) or set(contract["sha256"]) != names:
+        raise SelfTestError(f"{url}: sha256: expected {sorted(names)}, found {contract['sha256']}"[:300])
+    grid = tuple(n * p for n, p in zip(weights.grid, weights.patch, strict=True))
+    for name, actual, expected in (
+        ("patch_size", preprocess.patch_size, weights.patch),
+        ("image_size", preprocess.image_size, grid),
+        ("normalisation", contract["normalisation"], NORMALISATION),
+    ):
+        if actual != expected:
+            raise SelfTestError(f"{url}: {name}: expected {expected} of config.json, found {actual}")
+    spacing = preprocess.target_spacing_mm
+    if len(spacing) != 3 or not all(isinstance(v, int | float) and v > 0 for v in spacing):
+        raise SelfTestError(f"{url}: target_spacing_mm: expected 3 values above 0, found {spacing}")
+    if preprocess.resample not in ("spacing", "resize"):
+        raise SelfTestError(f"{url}: resample: expected spacing or resize, found {preprocess.resample}")
 
 
 def _check_files(opened: _Folder) -> str:
     for name, expected in opened.contract["sha256"].items():
-        actual = hashlib.sha256(storage.read_bytes(storage.join(opened.url, name))).hexdigest()
+        url = storage.join(opened.url, name)
+        if not storage.exists(url):
+            raise SelfTestError(f"{url}: expected a file of the export, found none")
+        actual = hashlib.sha256(storage.read_bytes(url)).hexdigest()
         if actual != expected:
-            what = "wrong weights" if name == "model.safetensors" else "another file"
+            what = "wrong weights" if name.endswith("model.safetensors") else "another file"
             raise SelfTestError(
                 f"{opened.url}/{name}: {what}: expected sha256 {expected[:12]} of the export, "
                 f"found {actual[:12]}"

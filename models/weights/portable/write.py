@@ -31,6 +31,7 @@ from utils.errors import UserError
 
 FORMAT_VERSION = 1
 PREPROCESS, PROGRAM, GOLDEN = "preprocess.json", "program.pt2", "golden.npz"
+HF_FILES = ("hf/model.safetensors", "hf/config.json")
 TOLERANCE = 1e-4  # largest difference of features on the golden eye
 GOLDEN_TOKENS = 12  # of the golden file, evenly over the grid
 INPUT = {
@@ -114,7 +115,7 @@ def export_portable(weights: Weights, out: str, which: Literal["target", "contex
         "tolerance": TOLERANCE,
         "sha256": {
             name: hashlib.sha256(storage.read_bytes(storage.join(out, name))).hexdigest()
-            for name in ("model.safetensors", PROGRAM, GOLDEN)
+            for name in ("model.safetensors", PROGRAM, GOLDEN, *(HF_FILES if problem is None else ()))
         },
     }
     storage.write_text(storage.join(out, PREPROCESS), json.dumps(contract, indent=1) + "\n")

@@ -263,7 +263,7 @@ def test_a_kill_costs_one_row(world: Path, checkpoint: str, done: Path, tmp_path
     text = run_to_end([*launcher, "-m", "finetuning.embed", *words], tmp_path / "second")
     assert f"embedded now {10 - len(before)}, before {len(before)}" in text
     half = -(-(10 - len(before)) // 2)
-    assert f"{half} of {half} volumes, 0 s to go" in text  # the first process's share
+    assert f"embedded {half} volumes, " in text  # the first process's share
     after = {path.name: path.stat().st_mtime_ns for path in rows.glob("*.npz")}
     assert {name: after[name] for name in before} == before
     assert_same_features(out, done)

@@ -299,7 +299,7 @@ def test_nothing_planted_reaches_store_logs_checkpoints_reports_or_wandb(
     index = PreparedStore.open(str(out / "store")).index
     status = {source / p: s for p, s in zip(index.path, index.status, strict=True)}
     bad = {name: status[path] for path, name in lied.items() if path in status}
-    assert set(bad.values()) >= {"header_mismatch", "not_opt", "unsupported_pixels"}, bad
+    assert set(bad.values()) >= {"header_mismatch", "makers_raw_data", "unsupported_pixels"}, bad
     assert status[not_dicom] == RejectReason.NOT_DICOM
     assert (index.status == "kept").sum() >= len(index) - len(lied) - 1
     written = {p.suffix for p in out.rglob("*") if p.is_file()}

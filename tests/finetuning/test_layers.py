@@ -117,14 +117,16 @@ def test_the_best_epoch_is_kept(world: Path, tmp_path: Path, monkeypatch: pytest
     assert (kept["validation"][PRETRAINED]["epoch"], kept["step"]) == (2, 8)
 
 
-def test_what_is_asked_again_is_no_look(world: Path, trained: Path, evaluated: tuple[Path, str]) -> None:
+def test_what_is_asked_again_is_no_look(
+    world: Path, trained: Path, evaluated: tuple[Path, str], tmp_path: Path
+) -> None:
     folder, text = evaluated
     ledger = world / "store" / "ledger.jsonl"
     before = ledger.read_text()
     assert json.loads(before.splitlines()[0])["what"] == "layers: pretrained, random_init"
     assert evaluate_layers(str(trained), [f"run.dir={folder}"]) == text
     assert ledger.read_text() == before
-    evaluate_layers(str(trained), [f"run.dir={folder}", "eval.split=val"])
+    evaluate_layers(str(trained), [f"run.dir={tmp_path}", "eval.split=val"])
     assert ledger.read_text() == before
 
 

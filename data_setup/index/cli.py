@@ -17,7 +17,6 @@ instead: its one group is the person, as in --person '^([^/]+)/'.
 from __future__ import annotations
 
 import argparse
-import os
 from collections.abc import Sequence
 from functools import partial
 
@@ -30,7 +29,7 @@ from data_setup.participants import TREE
 from data_setup.readers.faults import RejectReason
 from data_setup.store.format import UNREAD
 from utils import storage
-from utils.cli import worker_count
+from utils.cli import add_workers
 from utils.config.schema import StorageOptions
 from utils.errors import EXIT_TRY_AGAIN, UserError
 from utils.terminal import track
@@ -49,13 +48,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--out", metavar="DIR", help="where the tables go (default: FOLDER)")
     parser.add_argument("--person", metavar="PATTERN", help="a regular expression; its group is the person")
     parser.add_argument("--keep-ids", action="store_true", help="PatientID as it is, not its digest")
-    parser.add_argument(
-        "--workers",
-        type=worker_count,
-        default=os.cpu_count() or 1,
-        metavar="N",
-        help="processes; 0: in this one",
-    )
+    add_workers(parser)
     parser.add_argument("--endpoint-url", metavar="URL", help="an S3-compatible store, or an emulator")
     parser.add_argument("--profile", metavar="NAME", help="of the AWS credentials file")
     return parser.parse_args(argv)

@@ -252,8 +252,10 @@ def _by_number(export: Export, names: Sequence[str]) -> list[list[str]]:
         groups.setdefault(tuple(re.split(r"\d+", name.lower())), []).append(name)
     sets = []
     for group in groups.values():
-        numbers = differing_numbers(group) or []
-        by_number = dict(zip(numbers, group, strict=False))
+        numbers = differing_numbers(group)
+        if numbers is None:
+            continue
+        by_number = dict(zip(numbers, group, strict=True))
         if len(by_number) == len(group) and {*wanted} <= {*numbers} <= {*wanted, *export.other_numbers}:
             sets.append([by_number[number] for number in wanted])
     return sets

@@ -111,3 +111,13 @@ def read_attrs(url: str, options: StorageOptions | None = None) -> dict[str, Any
     text = storage.read_text(attrs_url, options)
     with intact(attrs_url):
         return dict(json.loads(text)["attributes"])
+
+
+def read_row_file(url: str, options: StorageOptions | None) -> dict[str, Any] | None:
+    """The JSON of a row; None when it is damaged, so that the row is prepared again."""
+    try:
+        with intact(url):
+            fields = json.loads(storage.read_text(url, options))
+            return fields if isinstance(fields, dict) and "status" in fields else None
+    except DamagedError:
+        return None

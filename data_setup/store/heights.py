@@ -26,7 +26,7 @@ import zarr
 from zarr.codecs import BloscCodec, Crc32cCodec
 
 from data_setup.readers.heights import MAX_SURFACES
-from data_setup.store.format import KEPT, DamagedError, checksum, intact
+from data_setup.store.format import KEPT, checksum, intact, read_row_file
 from utils import storage
 from utils.config.schema import StorageOptions
 from utils.errors import UserError
@@ -98,13 +98,7 @@ class HeightWriter:
         return {row: fields for row, fields in zip(rows, contents, strict=True) if fields is not None}
 
     def _read_row(self, row: int) -> dict[str, Any] | None:
-        """None where the file is damaged: the row is prepared again."""
-        try:
-            with intact(self._row_url(row)):
-                fields = json.loads(storage.read_text(self._row_url(row), self.options))
-                return fields if isinstance(fields, dict) and "status" in fields else None
-        except DamagedError:
-            return None
+        return read_row_file(self._row_url(row), self.options)
 
     def _row_url(self, row: int) -> str:
         return storage.join(self.url, "height_rows", f"{row:06d}.json")

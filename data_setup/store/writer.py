@@ -26,12 +26,12 @@ from data_setup.store.format import (
     NORMALISATION,
     PENDING,
     RECORD_COLUMNS,
-    DamagedError,
     checksum,
     chunk_key,
     geometry_of,
     intact,
     read_attrs,
+    read_row_file,
 )
 from utils import storage
 from utils.config.schema import SpatialConfig, StorageOptions
@@ -185,13 +185,7 @@ class StoreWriter:
         return {row: fields for row, fields in zip(rows, contents, strict=True) if fields is not None}
 
     def _read_row(self, row: int) -> dict[str, Any] | None:
-        """The content of rows/{row}.json; None when it is damaged, so that the row is prepared again."""
-        try:
-            with intact(self._row_url(row)):
-                fields = json.loads(storage.read_text(self._row_url(row), self.options))
-                return fields if isinstance(fields, dict) and "status" in fields else None
-        except DamagedError:
-            return None
+        return read_row_file(self._row_url(row), self.options)
 
     def write_row(self, row: int, voxels: np.ndarray | None, fields: dict[str, Any]) -> None:
         """Write the chunk (None: a reject, which has none), then the row's JSON."""

@@ -132,7 +132,7 @@ def preprocess_of(cfg: Config) -> Preprocess:
 def _program(module: PortableEncoder, arguments: tuple[Tensor, ...], pooled: Tensor) -> tuple[bytes, float]:
     """The exported program for volumes of any size, and how far its features are from the module's."""
     size = dict.fromkeys(range(3), torch.export.Dim.DYNAMIC)
-    exported = torch.export.export(module, arguments, dynamic_shapes=(size, None, None), strict=False)
+    exported = torch.export.export(module, arguments, dynamic_shapes=(size, None, None))
     buffer = io.BytesIO()
     torch.export.save(exported, buffer)
     with torch.no_grad():

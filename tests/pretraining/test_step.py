@@ -67,6 +67,29 @@ def test_regulariser_reaches_the_gradient(recipe: str) -> None:
     assert not torch.equal(plain.encoder.norm.weight, strong.encoder.norm.weight)
 
 
+def test_the_weight_of_the_ascan_loss_reaches_the_gradient() -> None:
+    """Weight 0 has no head. Under penalty_only neither of the two predictions teaches."""
+    alone = "method.control=penalty_only"
+    plain, light, heavy, controls = (
+        update(small_config("vjepa2", *words), 1, 1)[0]
+        for words in (
+            [],
+            ["method.ascan_weight=1"],
+            ["method.ascan_weight=9"],
+            ["method.ascan_weight=1", alone],
+        )
+    )
+    weights = [model.encoder.norm.weight for model in (plain, light, heavy)]
+    assert not torch.equal(weights[0], weights[1])
+    assert not torch.equal(weights[1], weights[2])
+    assert controls.ascan_head is not None
+    assert light.ascan_head is not None
+    began = nano_model(small_config("ascan")).ascan_head
+    assert began is not None
+    assert torch.equal(controls.ascan_head.bias, began.bias)
+    assert not torch.equal(light.ascan_head.bias, began.bias)
+
+
 @pytest.mark.parametrize("parts", [1, 4])
 def test_the_balance_is_that_of_two_gradients_taken_apart(parts: int) -> None:
     """Norms at the context tokens, each from a backward pass of its own; accumulation changes nothing."""

@@ -11,6 +11,7 @@ same bytes.
     python -m data_setup.prepare --config FILE --shard i/n [--workers N]    on each of n machines
     python -m data_setup.prepare --config FILE --finalise [--audit]         once, after all shards
     python -m data_setup.prepare --config FILE --heights [--workers N]      afterwards, for task.kind=layers
+    python -m data_setup.prepare --config FILE --labels [--workers N]       afterwards, labels of the manifest
     python -m data_setup.prepare --config FILE --verify [--workers N]
     python -m data_setup.prepare --config FILE --check-only [--json URL] [--pixel-hash all|same-size|none]
 
@@ -18,8 +19,9 @@ same bytes.
 and the report. A run without either does both. With `--dask` the workers of a cluster prepare the rows in
 place of this machine's processes: they need this package, data.gcs_root and data.store. `--verify` reads
 every volume again and compares checksums. `--heights` lays the height maps of data.heights_manifest_path on
-the volumes of a finalised store (data_setup/height_maps.py). `--rebase` takes a tree that has moved for the
-same one: files of equal size are not read again.
+the volumes of a finalised store (data_setup/height_maps.py), `--labels` what the manifest's columns
+label_volume and label_surfaces name (data_setup/tree_labels.py). `--rebase` takes a tree that has moved for
+the same one: files of equal size are not read again.
 
 There are no locks. Every row is computed from its own file alone and every object is written whole, so the
 same shard prepared twice at once, or shards of another n, only write the same bytes twice. Only a run without
@@ -50,6 +52,7 @@ from data_setup.store.format import KEPT, UNREAD, read_attrs
 from data_setup.store.summary import next_step, require_apart, run_line, shorten, summarise, table
 from data_setup.store.verify import verify
 from data_setup.store.writer import StoreWriter, record_fields
+from data_setup.tree_labels import prepare_labels
 from utils import storage
 from utils.cli import add_workers, parse_cli, run_cli
 from utils.config.schema import Config
@@ -94,6 +97,9 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     verb.add_argument(
         "--heights", action="store_true", help="lay the height maps of the data set on the store's volumes"
+    )
+    verb.add_argument(
+        "--labels", action="store_true", help="lay the labels that the manifest names on the store's volumes"
     )
     parser.add_argument(
         "--rebase", action="store_true", help="the files of the store's source are now below data.gcs_root"
@@ -237,8 +243,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the stage; 0, or an exit code of utils.errors when some files could not be read."""
     cfg, args = parse_cli("data_setup.prepare", __doc__ or "", argv, _add_arguments)
     shard, num_shards = parse_shard(args.shard or "0/1")
-    if (args.check_only or args.verify or args.heights) and (args.rebase or args.audit):
-        verbs = "--check-only, --verify or --heights"
+    if (args.check_only or args.verify or args.heights or args.labels) and (args.rebase or args.audit):
+        verbs = "--check-only, --verify, --heights or --labels"
         raise UserError(f"--rebase, --audit: expected none of {verbs} with them, found one")
     if args.check_only and args.dask:
         raise UserError("--dask: expected no --check-only with it, which runs on this machine, found it")
@@ -246,10 +252,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return check.check_tree(cfg, args.workers, args.pixel_hash or "same-size", args.json)
     if args.verify:
         return verify(cfg, args.workers, args.dask)
-    if args.heights:
+    if args.heights or args.labels:
         if args.dask:
-            raise UserError("--dask: expected no --heights with it, which runs on this machine, found it")
-        return prepare_heights(cfg, args.workers)
+            verb = "--heights" if args.heights else "--labels"
+            raise UserError(f"--dask: expected no {verb} with it, which runs on this machine, found it")
+        return (prepare_heights if args.heights else prepare_labels)(cfg, args.workers)
     if args.json or args.pixel_hash:
         raise UserError("--json, --pixel-hash: expected --check-only with them, found none")
     if args.audit and args.shard:

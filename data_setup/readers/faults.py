@@ -62,6 +62,9 @@ class RejectReason(StrEnum):
     NO_VALID_HEIGHTS = "no_valid_heights"
     OUTSIDE_VOLUME = "outside_volume"  # most heights are no rows of the paired scan
     NO_EDGE = "no_edge"  # the scan is no brighter below the first surface than above: another scan's map
+    # data_setup/readers/labels.py: labels that come with a tree
+    NOT_LABELS = "not_labels"  # values that are no whole numbers from 0 to 255, or arrays of other names
+    UNLISTED_CLASS = "unlisted_class"  # a value that label_classes.yaml does not name
 
 
 class OCTReadError(Exception):

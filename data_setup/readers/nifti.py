@@ -13,6 +13,7 @@ import gzip
 import io
 import math
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import IO, Any
 
 import nibabel as nib
@@ -29,12 +30,71 @@ _SQUARE = math.sin(math.radians(1))  # cosine between two axes of the array: at 
 _AGREE = 1e-3  # relative: pixdim and the affine
 
 
+@dataclass(frozen=True)
+class _Layout:
+    """What a header says, and the stream behind it."""
+
+    stream: Any
+    hdr: Any
+    consumed: int  # bytes of the stream
+    shape: tuple[int, ...]  # of the array, three axes
+    dtype: np.dtype
+    scale: tuple[float, float]  # slope, intercept
+    order: list[int]  # array axes of D, H, W
+    flips: list[int]  # steps of H and W
+    flip_d: bool  # D runs upwards
+    source: str  # of the axes: sidecar | nifti_affine
+    is_gzipped: bool
+
+    @property
+    def volume_shape(self) -> tuple[int, int, int]:
+        d, h, w = (self.shape[i] for i in self.order)
+        return d, h, w
+
+    @property
+    def length(self) -> int:
+        """Bytes of the voxels."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
 def read(file: IO[bytes], url: str, sidecar: Sidecar) -> Iterator[Any]:
     """The header, then uint8 frames [H, W] in file order; raises OCTReadError."""
-    gzipped = file.read(2) == b"\x1f\x8b"
+    layout = _read_layout(file, url, sidecar)
+    header = make_header(
+        url,
+        "NIfTI",
+        layout.volume_shape,
+        layout.dtype,
+        _spacing(layout.hdr, layout.order, sidecar, layout.source, url),
+        sidecar,
+        flip_d=layout.flip_d,
+        orientation_source=layout.source if layout.source == "nifti_affine" else "unknown",
+        scale=layout.scale,
+    )
+    yield header  # before the voxels: data_setup.index takes no more
+    native = layout.dtype.newbyteorder("=")
+    voxels = _read_voxels(layout, url)
+    yield from checked_frames((np.ascontiguousarray(frame, native) for frame in voxels), header)
+
+
+def read_array(file: IO[bytes], url: str, sidecar: Sidecar) -> tuple[np.ndarray, bool | None]:
+    """(stored values [D, H, W] in file order with the header's scale, whether D runs upwards; None: unknown).
+
+    What `read` makes of the axes, of values that are no grey levels. Raises OCTReadError.
+    """
+    layout = _read_layout(file, url, sidecar)
+    voxels = _read_voxels(layout, url)
+    slope, inter = layout.scale
+    if layout.scale != (1.0, 0.0):
+        voxels = voxels * slope + inter
+    return voxels, layout.flip_d if layout.source == "nifti_affine" else None
+
+
+def _read_layout(file: IO[bytes], url: str, sidecar: Sidecar) -> _Layout:
+    is_gzipped = file.read(2) == b"\x1f\x8b"
     size = file.seek(0, 2)
     file.seek(0)
-    stream: Any = gzip.GzipFile(fileobj=file) if gzipped else file
+    stream: Any = gzip.GzipFile(fileobj=file) if is_gzipped else file
     with reading(url, RejectReason.CORRUPT_FILE, "a NIfTI header"):
         hdr, consumed = _read_header(stream, url)
         shape, dtype = tuple(int(n) for n in hdr.get_data_shape()), hdr.get_data_dtype()
@@ -51,33 +111,25 @@ def read(file: IO[bytes], url: str, sidecar: Sidecar) -> Iterator[Any]:
     if length > MAX_VOLUME_BYTES or not consumed <= offset <= consumed + 2**20:
         expected = f"up to {MAX_VOLUME_BYTES} bytes of voxels that begin after the header"
         raise OCTReadError(url, RejectReason.HEADER_MISMATCH, expected, f"{length} at {offset}")
-    if not gzipped and offset + length > size:
+    if not is_gzipped and offset + length > size:
         raise OCTReadError(url, RejectReason.TRUNCATED_PIXEL_DATA, f"{offset + length} bytes", size)
     order, flips, flip_d, source = _axes(hdr, sidecar, url)
-    frames, rows, columns = (shape[i] for i in order)
-    header = make_header(
-        url,
-        "NIfTI",
-        (frames, rows, columns),
-        dtype,
-        _spacing(hdr, order, sidecar, source, url),
-        sidecar,
-        flip_d=flip_d,
-        orientation_source=source if source == "nifti_affine" else "unknown",
-        scale=(1.0 if slope is None else float(slope), 0.0 if inter is None else float(inter)),
-    )
-    yield header  # before the voxels: data_setup.index takes no more
+    scale = (1.0 if slope is None else float(slope), 0.0 if inter is None else float(inter))
+    return _Layout(stream, hdr, consumed, shape, dtype, scale, order, flips, flip_d, source, is_gzipped)
+
+
+def _read_voxels(layout: _Layout, url: str) -> np.ndarray:
+    """The stored values [D, H, W]; raises OCTReadError."""
+    stream, length = layout.stream, layout.length
     with reading(url, RejectReason.TRUNCATED_PIXEL_DATA, f"{length} bytes of voxels"):
-        stream.read(int(offset) - consumed)
+        stream.read(int(layout.hdr.get_data_offset()) - layout.consumed)
         data = _read_up_to(stream, length)
-        if gzipped and len(data) == length:
+        if layout.is_gzipped and len(data) == length:
             stream.read(1)  # the end of the stream, where its checksum is
     if len(data) < length:
         raise OCTReadError(url, RejectReason.TRUNCATED_PIXEL_DATA, f"{length} bytes of voxels", len(data))
-    array = np.frombuffer(data, dtype).reshape(shape, order="F")
-    voxels = array.transpose(order)[:, :: flips[0], :: flips[1]]
-    native = dtype.newbyteorder("=")
-    yield from checked_frames((np.ascontiguousarray(frame, native) for frame in voxels), header)
+    array = np.frombuffer(data, layout.dtype).reshape(layout.shape, order="F")
+    return array.transpose(layout.order)[:, :: layout.flips[0], :: layout.flips[1]]
 
 
 def _read_up_to(stream: Any, length: int) -> bytearray:

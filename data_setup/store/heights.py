@@ -2,19 +2,18 @@
 
 In: heights of a row's volume, with what was measured. Out: the same by row. Layout under the store's URL:
     heights/                    float32 [N, S, D, W] in voxels along h, 0 the centre of the first; NaN: none
-                                S: the most surfaces of a device; attributes: unit, invalid, surfaces
+                                S: the most surfaces of a device; attributes: unit, invalid, surfaces,
+                                source (a device's maps, or labels that came with the tree)
     height_rows/{row:06d}.json  what became of the row's map, written after its chunk
     heights.parquet             the same, compacted: HEIGHT_COLUMNS
     heights_report.json         the summary of the last `data_setup.prepare --heights`
 
-They are a device's output, not truth. A store without heights.parquet has none.
+A device's maps are its output, not truth. A store without heights.parquet has none.
 """
 
 from __future__ import annotations
 
 import io
-import json
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -23,16 +22,15 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import zarr
-from zarr.codecs import BloscCodec, Crc32cCodec
 
 from data_setup.readers.heights import MAX_SURFACES
-from data_setup.store.format import KEPT, checksum, intact, read_row_file
+from data_setup.store.format import KEPT, checksum, intact
+from data_setup.store.side_array import SideWriter, open_array
 from utils import storage
 from utils.config.schema import StorageOptions
 from utils.errors import UserError
-from utils.storage.zarr_keys import ObjectStore
-from utils.workers import in_threads
 
+DEVICE_MAPS, OF_LABELS = "height maps of the device", "label_surfaces of the manifest"  # sources
 HEIGHT_COLUMNS: dict[str, tuple[str, str]] = {
     "row": ("int64", "of the store"),
     "status": ("str", "kept, or the reason why the map is not used"),
@@ -56,64 +54,42 @@ HEIGHT_COLUMNS: dict[str, tuple[str, str]] = {
 
 
 @dataclass(frozen=True)
-class HeightWriter:
+class HeightWriter(SideWriter):
     """Writes height maps; small and picklable, so that every worker process has one."""
 
-    url: str
-    options: StorageOptions | None = None
+    NAME = "heights"
+    ROWS = "height_rows"
 
-    def create(self, num_rows: int, image_size: tuple[int, int, int]) -> None:
-        """Make the array, or give the one here `num_rows` rows."""
-        if storage.exists(storage.join(self.url, "heights", "zarr.json"), self.options):
-            array = self._array()
-            if array.shape[0] < num_rows:
-                array.resize((num_rows, *array.shape[1:]))
+    def create(self, num_rows: int, image_size: tuple[int, int, int], source: str = DEVICE_MAPS) -> None:
+        """Make the array, or give the one here `num_rows` rows; UserError where it is of another source."""
+        if self.is_there():
+            stored = str(self.array().attrs.get("source", DEVICE_MAPS))
+            if stored != source:
+                raise UserError(
+                    f"{self.url}: heights: expected {source}, found {stored}; one store has heights of one "
+                    "source: prepare into another data.store"
+                )
+            self.grow(num_rows)
             return
         d, _, w = image_size
-        files: dict[str, Any] = {}
-        zarr.create_group(zarr.storage.MemoryStore(files)).create_array(
-            "heights",
+        self.make(
             shape=(num_rows, MAX_SURFACES, d, w),
-            chunks=(1, MAX_SURFACES, d, w),
             dtype="float32",
-            compressors=[BloscCodec(cname="lz4", clevel=5, shuffle="shuffle"), Crc32cCodec()],
-            chunk_key_encoding={"name": "default", "separator": "."},
             fill_value=float("nan"),
             dimension_names=("row", "surface", "d", "w"),
+            attributes={"source": source},
         )
-        storage.write_bytes(
-            storage.join(self.url, "heights", "zarr.json"),
-            files["heights/zarr.json"].to_bytes(),
-            self.options,
-        )
-
-    def _array(self) -> zarr.Array:
-        return _open(self.url, self.options, read_only=False)
-
-    def read_rows(self) -> dict[int, dict[str, Any]]:
-        """row -> its JSON, of the rows that have a whole one."""
-        names = storage.list_names(storage.join(self.url, "height_rows"), self.options)
-        rows = sorted(int(match[1]) for n in names if (match := re.fullmatch(r"(\d+)\.json", n)))
-        contents = in_threads(self._read_row, rows)
-        return {row: fields for row, fields in zip(rows, contents, strict=True) if fields is not None}
-
-    def _read_row(self, row: int) -> dict[str, Any] | None:
-        return read_row_file(self._row_url(row), self.options)
-
-    def _row_url(self, row: int) -> str:
-        return storage.join(self.url, "height_rows", f"{row:06d}.json")
 
     def write_row(self, row: int, heights_SDW: np.ndarray | None, fields: Mapping[str, Any]) -> None:
         """Write the chunk (None: a map that is not used), then the row's JSON."""
         own = dict(fields)
         if heights_SDW is not None:
-            array = self._array()
+            array = self.array()
             chunk = np.full(array.shape[1:], np.nan, np.float32)
             chunk[: len(heights_SDW)] = heights_SDW
             array[row] = chunk
             own["checksum"] = checksum(chunk)
-        text = json.dumps(own, sort_keys=True, indent=1, allow_nan=False) + "\n"
-        storage.write_text(self._row_url(row), text, self.options)
+        self.write_fields(row, own)
 
     def finalise(self, rows: Sequence[int]) -> pd.DataFrame:
         """Compact the JSON of `rows` to heights.parquet; the attributes name each device's surfaces."""
@@ -127,7 +103,7 @@ class HeightWriter:
             str(device): sorted({tuple(text.split("|")) for text in part.surfaces})
             for device, part in kept.groupby("device")
         }
-        self._array().update_attributes(
+        self.array().update_attributes(
             {"unit": "voxels along h, 0 the centre of the first", "invalid": "NaN", "surfaces": surfaces}
         )
         buffer = io.BytesIO()
@@ -168,7 +144,7 @@ class StoredHeights:
 
     @cached_property
     def _array(self) -> zarr.Array:
-        return _open(self.url, self.options, read_only=True)
+        return open_array(self.url, "heights", self.options, read_only=True)
 
     def read(self, row: int) -> np.ndarray:
         """float32 [S, D, W] of a row's surfaces in voxels, NaN where there is none; raises StorageError."""
@@ -183,9 +159,3 @@ class StoredHeights:
         if checksum(chunk) != self.index.checksum[row]:
             raise storage.StorageError(place, f"expected the heights of row {row}, found others; {advice}")
         return chunk[: len(self.names(row))]
-
-
-def _open(url: str, options: StorageOptions | None, read_only: bool) -> zarr.Array:
-    keys = ObjectStore(url, options, read_only=read_only)
-    with intact(storage.join(url, "heights", "zarr.json")):
-        return zarr.open_array(keys, path="heights", mode="r" if read_only else "r+", zarr_format=3)

@@ -1,0 +1,379 @@
+"""Labels that come with a tree, laid on the volumes of a store: geometry, kinds of file, named mismatches."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import nibabel as nib
+import numpy as np
+import pandas as pd
+import pytest
+from PIL import Image
+
+from data_setup import prepare
+from data_setup.readers.faults import OCTReadError
+from data_setup.readers.labels import read_label_volume
+from data_setup.store.heights import StoredHeights
+from data_setup.store.labels import StoredLabels
+from data_setup.store.reader import PreparedStore
+from data_setup.tree_labels import nearest_voxels, prepare_labels
+from tests.support.heights_factory import SMOKE
+from tests.support.import_factory import anatomical_affine, write_folder, write_nifti
+from utils.config.load import load_config
+from utils.config.schema import Config
+from utils.errors import UserError
+
+SHAPE = (6, 20, 14)
+SPACING = (0.2, 0.01, 0.05)
+CLASSES = {1: "grey", 2: "bright"}
+NAMES = ("ILM", "BM")
+LIMIT = 128
+
+
+def make_voxels(seed: int) -> np.ndarray:
+    """Blocks of random greys: nothing in it is the same from two sides."""
+    coarse = np.random.default_rng(seed).integers(0, 256, (3, 5, 7), np.uint8)
+    return np.kron(coarse, np.ones((2, 4, 2), np.uint8))
+
+
+def classes_of(voxels: np.ndarray) -> np.ndarray:
+    return np.where(voxels >= LIMIT, 2, np.where(voxels >= 60, 1, 0)).astype(np.uint8)
+
+
+def surfaces_of(voxels: np.ndarray) -> np.ndarray:
+    """A surface whose row is a function of the voxels below it, and one 5 rows further down."""
+    upper = voxels[:, 0].astype(np.float32) / 20
+    upper[0, 0] = np.nan
+    return np.stack([upper, upper + 5])
+
+
+def as_npz(root: Path, name: str, labels: np.ndarray, order: str) -> str:
+    np.savez(root / f"{name}.npz", labels=labels)
+    return f"{name}.npz"
+
+
+def as_png(root: Path, name: str, labels: np.ndarray, order: str) -> str:
+    (root / name).mkdir()
+    for number, plane in enumerate(labels):
+        image = Image.fromarray(plane)
+        if number % 2:  # a palette: the place in it is the class
+            image.putpalette([(7 * value) % 256 for value in range(768)])
+        image.save(root / name / f"mask_{number}_of_eye.png")
+        Image.fromarray(plane).save(root / name / f"view_{number}.png")
+    return f"{name}/mask_*.png"
+
+
+def as_nifti(root: Path, name: str, labels: np.ndarray, order: str) -> str:
+    affine = anatomical_affine(SPACING, downwards=order == "superior_to_inferior")
+    write_nifti(root / f"{name}.nii.gz", labels, SPACING, affine=affine)
+    return f"{name}.nii.gz"
+
+
+def write_tree(root: Path, kinds: list[tuple[str, Callable[..., str]]]) -> pd.DataFrame:
+    """A folder of images for each (d_order, way to write labels), with labels that are its voxels' own."""
+    rows = []
+    for number, (order, write) in enumerate(kinds):
+        voxels = make_voxels(number)
+        write_folder(root / f"eye{number}", voxels, spacing_mm=list(SPACING), d_order=order)
+        np.savez(root / f"lines{number}.npz", surfaces=surfaces_of(voxels), names=np.array(NAMES))
+        rows.append(
+            {
+                "person_id": f"p{number}",
+                "filepath": f"eye{number}",
+                "device": "scanner",
+                "protocol": "cube",
+                "label_volume": write(root, f"labels{number}", classes_of(voxels), order),
+                "label_surfaces": f"lines{number}.npz",
+            }
+        )
+    table = pd.DataFrame(rows)
+    save_table(root, table)
+    (root / "label_classes.yaml").write_text("1: grey\n2: bright\n")
+    return table
+
+
+def save_table(root: Path, table: pd.DataFrame) -> None:
+    table.to_csv(root / "manifest.tsv", sep="\t", index=False)
+
+
+def words(root: Path, *more: str, size: str = "[8,24,8]", spacing: str = "[0.2,0.01,0.05]") -> list[str]:
+    return [
+        *("--config", str(SMOKE), "--workers", "0", f"data.gcs_root={root}", f"data.store={root}/store"),
+        f"data.manifest_path={root}/manifest.tsv",
+        *(f"spatial.image_size={size}", f"spatial.target_spacing={spacing}", "spatial.patch_size=[2,8,8]"),
+        *more,
+    ]
+
+
+KINDS = [
+    (order, write)
+    for order in ("superior_to_inferior", "inferior_to_superior")
+    for write in (as_npz, as_png, as_nifti)
+]
+
+
+@pytest.fixture(scope="module")
+def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A grid of the scans' own spacing, wider than they in D and H and narrower in W."""
+    root = tmp_path_factory.mktemp("labels")
+    write_tree(root, KINDS)
+    assert prepare.main(words(root)) == 0
+    assert prepare.main([*words(root), "--labels"]) == 0
+    return root
+
+
+def boxed(store: PreparedStore, row: int, values: np.ndarray) -> np.ndarray:
+    """What lies in the acquired field, for the two axes of a map or the three of a volume."""
+    axes = "dhw" if values.ndim == 3 else "dw"
+    ends = [(int(store.index[f"valid_{a}0"][row]), int(store.index[f"valid_{a}1"][row])) for a in axes]
+    return values[tuple(slice(*pair) for pair in ends)]
+
+
+def test_stored_classes_are_those_of_the_stored_voxels(tree: Path) -> None:
+    """Whatever the order of the B-scans and the kind of file; outside the field they are background."""
+    store, labels = PreparedStore.open(f"{tree}/store"), StoredLabels.open(f"{tree}/store")
+    assert labels.classes == CLASSES
+    assert labels.index.row.tolist() == list(range(len(KINDS)))
+    for row in range(len(KINDS)):
+        voxels, stored = store.read(row), labels.read(row)
+        expected = classes_of(boxed(store, row, voxels))
+        np.testing.assert_array_equal(boxed(store, row, stored), expected)
+        assert np.count_nonzero(stored) == np.count_nonzero(expected)
+        assert labels.counts(row) == {value: int((expected == value).sum()) for value in CLASSES}
+    assert store.index.flipped_d.tolist() == [False] * 3 + [True] * 3
+
+
+def test_stored_surfaces_are_those_of_the_stored_voxels(tree: Path) -> None:
+    store, heights = PreparedStore.open(f"{tree}/store"), StoredHeights.open(f"{tree}/store")
+    for row in range(len(KINDS)):
+        assert heights.names(row) == NAMES
+        upper, lower = heights.read(row)
+        first = int(store.index.valid_h0[row])  # of the acquired rows
+        expected = boxed(store, row, store.read(row)[:, first].astype(np.float32)) / 20 + first
+        is_known = ~np.isnan(boxed(store, row, upper))
+        np.testing.assert_allclose(boxed(store, row, upper)[is_known], expected[is_known], atol=1e-4)
+        np.testing.assert_allclose((lower - upper)[~np.isnan(upper)], 5, atol=1e-5)
+        assert np.isnan(upper).sum() == np.isnan(lower).sum() >= upper.size - is_known.size
+
+
+def test_the_manifests_order_is_that_of_a_file_without_directions(tmp_path: Path) -> None:
+    """A NIfTI with an affine has its own direction, which goes before the order of the images."""
+    voxels = make_voxels(0)
+    write_folder(tmp_path / "eye0", voxels[::-1], spacing_mm=list(SPACING), d_order="inferior_to_superior")
+    write_nifti(tmp_path / "labels.nii.gz", classes_of(voxels), SPACING)  # runs downwards
+    row = {"person_id": "p", "filepath": "eye0", "device": "a", "protocol": "b"}
+    save_table(tmp_path, pd.DataFrame([{**row, "label_volume": "labels.nii.gz"}]))
+    (tmp_path / "label_classes.yaml").write_text("1: grey\n2: bright\n")
+    assert prepare.main(words(tmp_path)) == 0
+    assert prepare.main([*words(tmp_path), "--labels"]) == 0
+    store, labels = PreparedStore.open(f"{tmp_path}/store"), StoredLabels.open(f"{tmp_path}/store")
+    np.testing.assert_array_equal(boxed(store, 0, labels.read(0)), classes_of(boxed(store, 0, store.read(0))))
+
+
+def test_nearest_is_the_voxel_under_the_centre() -> None:
+    """3 voxels of 1 mm into 6 of 0.5 mm and into 1 of 3 mm: by hand."""
+    record = pd.Series(
+        {f"spacing_before_{a}": 1.0 for a in "dhw"}
+        | {"spacing_after_d": 0.5, "spacing_after_h": 3.0, "spacing_after_w": 1.0}
+    )
+    values = np.zeros((3, 3, 2), np.uint8)
+    values[0, 1], values[1, 1], values[2, 1] = 1, 2, 3
+    values[:, 0] = 9
+    labels, cut = nearest_voxels(values, record, {"image_size": [6, 1, 2]})
+    assert labels[:, 0, 0].tolist() == [1, 1, 2, 2, 3, 3]
+    assert cut == 0
+    labels, cut = nearest_voxels(values, record, {"image_size": [2, 1, 2]})
+    assert labels[:, 0, 1].tolist() == [2, 2]
+    assert cut == pytest.approx(2 / 3)  # the first and the last B-scan
+
+
+def break_png(root: Path) -> None:
+    (root / "labels1" / "mask_3_of_eye.png").unlink()
+
+
+def other_values(root: Path) -> None:
+    np.savez(root / "labels0.npz", labels=np.full(SHAPE, 7, np.uint8))
+
+
+def halves(root: Path) -> None:
+    np.savez(root / "labels0.npz", labels=np.full(SHAPE, 0.5))
+
+
+def other_name(root: Path) -> None:
+    np.savez(root / "labels0.npz", masks=np.zeros(SHAPE, np.uint8))
+
+
+def other_size(root: Path) -> None:
+    np.savez(root / "labels0.npz", labels=np.zeros((6, 14, 20), np.uint8))
+
+
+def other_count(root: Path) -> None:
+    np.savez(root / "labels0.npz", labels=np.zeros((5, 20, 14), np.uint8))
+
+
+def cut(root: Path) -> None:
+    path = root / "labels0.npz"
+    path.write_bytes(path.read_bytes()[:200])
+
+
+def gone(root: Path) -> None:
+    (root / "labels0.npz").unlink()
+
+
+def colour(root: Path) -> None:
+    Image.new("RGB", (14, 20), (1, 2, 3)).save(root / "labels1" / "mask_0_of_eye.png")
+
+
+def without_axes(root: Path) -> None:
+    nib.save(nib.Nifti1Image(np.zeros(SHAPE[::-1], np.uint8), None), root / "labels2.nii.gz")
+
+
+FAULTS = {
+    break_png: "frame_count_mismatch",
+    other_values: "unlisted_class",
+    halves: "not_labels",
+    other_name: "not_labels",
+    other_size: "frame_size_mismatch",
+    other_count: "frame_count_mismatch",
+    cut: "corrupt_file",
+    gone: "missing_file",
+    colour: "unsupported_pixels",
+    without_axes: "unknown_axes",
+}
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("small")
+    write_tree(root, KINDS[:3])
+    assert prepare.main(words(root)) == 0
+    return root
+
+
+@pytest.fixture(scope="module")
+def config(small: Path) -> Config:
+    return load_config(SMOKE, words(small)[4:])
+
+
+@pytest.mark.parametrize("plant", FAULTS, ids=lambda plant: plant.__name__)
+def test_every_mismatch_is_counted_by_its_reason(
+    small: Path, config: Config, plant: Callable[[Path], None]
+) -> None:
+    """The files of one scan are wrong: its row has the reason, and the others are kept."""
+    before = {p: p.read_bytes() for p in small.glob("labels*/*.png")}
+    before |= {p: p.read_bytes() for p in small.glob("labels*.*z")}
+    try:
+        plant(small)
+        assert prepare_labels(config, 0) == 0
+        report = json.loads((small / "store" / "labels_report.json").read_text())
+        assert report["label_volume"]["mismatches"] == {FAULTS[plant]: 1}
+        assert report["label_volume"]["kept"] == 2
+        assert len(StoredLabels.open(f"{small}/store").index) == 2
+        assert report["label_surfaces"]["kept"] == 3
+    finally:
+        for path, content in before.items():
+            path.write_bytes(content)
+
+
+def test_surfaces_that_do_not_fit_are_counted_too(small: Path, config: Config) -> None:
+    path = small / "lines1.npz"
+    good, whole = path.read_bytes(), surfaces_of(make_voxels(1))
+    wrong = {
+        "frame_count_mismatch": (whole[:, :4], NAMES),
+        "frame_size_mismatch": (whole[:, :, :9], NAMES),
+        "not_labels": (whole, ("ILM", "ILM")),
+        "outside_volume": (whole + 400, NAMES),
+        "no_valid_heights": (np.full_like(whole, np.nan), NAMES),
+        "surface_count": (np.repeat(whole, 6, axis=0), [f"s{n}" for n in range(12)]),
+    }
+    try:
+        for reason, (surfaces, names) in wrong.items():
+            np.savez(path, surfaces=surfaces, names=np.array(names))
+            assert prepare_labels(config, 0) == 0
+            report = json.loads((small / "store" / "labels_report.json").read_text())
+            assert report["label_surfaces"]["mismatches"] == {reason: 1}
+    finally:
+        path.write_bytes(good)
+
+
+def test_lines_without_labels_are_counted(small: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    table = pd.read_csv(small / "manifest.tsv", sep="\t")
+    other = table.copy()
+    other.loc[0, ["label_volume", "label_surfaces"]] = ""
+    other.loc[1, "label_surfaces"] = ""
+    unknown = {**table.iloc[2], "filepath": "nowhere"}
+    other = pd.concat([other, pd.DataFrame([unknown, table.iloc[2]])])
+    try:
+        save_table(small, other)
+        assert prepare.main([*words(small), "--labels"]) == 0
+    finally:
+        save_table(small, table)
+    report = json.loads((small / "store" / "labels_report.json").read_text())
+    assert report["without_labels"] == {"no_labels": 1, "scan_not_in_store": 1, "second_labels": 1}
+    assert (report["label_volume"]["kept"], report["label_surfaces"]["kept"]) == (2, 1)
+    assert "label_volume: 2 volumes; not used: none" in capsys.readouterr().out
+
+
+def test_another_run_does_nothing(tree: Path) -> None:
+    rows = [p for folder in ("label_rows", "height_rows") for p in (tree / "store" / folder).iterdir()]
+    before = {p: p.stat().st_mtime_ns for p in rows}
+    assert prepare.main([*words(tree), "--labels"]) == 0
+    assert {p: p.stat().st_mtime_ns for p in rows} == before
+
+
+def test_the_store_refuses_a_mix(tree: Path, tmp_path: Path) -> None:
+    """Of two lists of classes, and of a device's maps with foreign surfaces."""
+    classes = tree / "label_classes.yaml"
+    content = classes.read_text()
+    try:
+        classes.write_text("1: grey\n2: dark\n")
+        with pytest.raises(UserError, match=r"expected the classes .*bright.* found .*dark"):
+            prepare.main([*words(tree), "--labels"])
+    finally:
+        classes.write_text(content)
+    attributes = tree / "store" / "heights" / "zarr.json"
+    content = attributes.read_text()
+    try:
+        attributes.write_text(content.replace("label_surfaces of the manifest", "height maps of the device"))
+        with pytest.raises(UserError, match="one store has heights of one source"):
+            prepare.main([*words(tree), "--labels"])
+    finally:
+        attributes.write_text(content)
+
+
+@pytest.mark.parametrize("text", ["", "0: none\n", "1: a\n2: a\n", "a: 1\n", "1: [b]\n", "256: a\n", "[1"])
+def test_classes_need_a_name_each(small: Path, config: Config, text: str) -> None:
+    classes = small / "label_classes.yaml"
+    content = classes.read_text()
+    try:
+        classes.write_text(text)
+        with pytest.raises(UserError, match=r"label_classes\.yaml: expected"):
+            prepare_labels(config, 0)
+        classes.unlink()
+        with pytest.raises(UserError, match="found no file"):
+            prepare_labels(config, 0)
+    finally:
+        classes.write_text(content)
+
+
+def test_a_manifest_without_the_columns_is_an_error(small: Path, tmp_path: Path) -> None:
+    table = pd.read_csv(small / "manifest.tsv", sep="\t").drop(columns=["label_volume", "label_surfaces"])
+    save_table(tmp_path, table)
+    with pytest.raises(UserError, match="expected a column label_volume or label_surfaces"):
+        prepare.main([*words(small, f"data.manifest_path={tmp_path}/manifest.tsv"), "--labels"])
+    with pytest.raises(UserError, match=r"run data_setup\.prepare --labels"):
+        StoredLabels.open(str(tmp_path))
+
+
+def test_a_nifti_is_read_by_its_own_axes(tmp_path: Path) -> None:
+    """An array [H, D, W] with an affine that says so gives the same classes."""
+    labels = classes_of(make_voxels(3))
+    affine = anatomical_affine(SPACING)[:, [1, 2, 0, 3]]
+    nib.save(nib.Nifti1Image(labels.transpose(1, 0, 2), affine), tmp_path / "a.nii.gz")
+    read = read_label_volume(f"{tmp_path}/a.nii.gz", "a.nii.gz", SHAPE, (f"{tmp_path}/eye", "eye"))
+    np.testing.assert_array_equal(read.values, labels)
+    assert read.flip_d is False
+    with pytest.raises(OCTReadError, match="frame_size_mismatch"):
+        read_label_volume(f"{tmp_path}/a.nii.gz", "a.nii.gz", (6, 14, 20), (f"{tmp_path}/eye", "eye"))

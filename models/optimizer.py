@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from utils.config.schema import Config, OptimConfig
+from utils.runtime.shards import Shardable
 from utils.runtime.single import Runtime
 
 FUSED_DEVICES = ("cpu", "cuda")
@@ -82,9 +83,12 @@ def build_adamw(groups: list[dict[str, Any]], optim: OptimConfig, device: torch.
 
 def shard_state(model: nn.Module, optimizer: torch.optim.AdamW, cfg: Config, runtime: Runtime) -> None:
     """Spread weights, target and moments over the devices if the configuration asks for it; also after a
-    load.
+    load. Raises UserError where processes of torchrun share a model that has no units to spread.
     """
     if not cfg.train.shard_parameters:
+        return
+    if runtime.group.size > 1 and runtime.device.type != "xla" and isinstance(model, Shardable):
+        runtime.group.spread(model, optimizer)
         return
     values: list[Tensor] = list(model.parameters())
     values += [state[name] for state in optimizer.state.values() for name in MOMENTS[1:]]

@@ -25,9 +25,10 @@ from models.losses import (
 )
 from models.predictor import MlpPredictor, Predictor3D
 from models.stochastic import Stochastic
-from models.vit3d import NORM_EPS, Recompute, VisionTransformer3D, gather_tokens, recompute_block
+from models.vit3d import NORM_EPS, Block, Recompute, VisionTransformer3D, gather_tokens, recompute_block
 from utils.config.recipes import recipe_of
 from utils.config.schema import Config
+from utils.runtime.shards import Unit, part
 
 
 @dataclass
@@ -95,6 +96,20 @@ class VJEPA3D(nn.Module):
         self.encoder.recompute = recompute
         if isinstance(self.predictor, Predictor3D):
             self.predictor.recompute = recompute
+
+    def shard_units(self) -> list[Unit]:
+        """The parts that an engine may spread over processes."""
+        units = [Unit(module) for module in self.modules() if isinstance(module, Block)]
+        units += [Unit(self.encoder), Unit(self.target_encoder)]
+        if self.ascan_head is None:
+            return [*units, Unit(self.predictor)]
+        assert isinstance(self.predictor, Predictor3D)
+        return [
+            *units,
+            Unit(self.predictor.predictor_proj),
+            Unit(self.predictor, "trunk"),
+            Unit(self.ascan_head),
+        ]
 
     def encode_context(
         self, view_BCDHW: Tensor, context_BK: Tensor, target_BM: Tensor, seed_B: Tensor | None
@@ -190,7 +205,10 @@ class VJEPA3D(nn.Module):
 
     def update_target(self, momentum: float | Tensor, enabled: Tensor | None = None) -> None:
         """target <- momentum * target + (1 - momentum) * encoder; nothing moves where `enabled` is false."""
-        update_ema(list(self.target_encoder.parameters()), list(self.encoder.parameters()), momentum, enabled)
+        target, source = (
+            [part(weight) for weight in module.parameters()] for module in (self.target_encoder, self.encoder)
+        )
+        update_ema(target, source, momentum, enabled)
 
 
 @torch.no_grad()

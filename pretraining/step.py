@@ -21,7 +21,6 @@ from models.losses import Regulariser, SigReg, Statistics, VicReg, surrogate
 from models.optimizer import build_adamw
 from models.vjepa3d import VJEPA3D, Output, parameter_groups
 from utils.config.schema import Config
-from utils.runtime.processes import ALONE
 from utils.runtime.single import Runtime
 
 SIGREG_DIRECTIONS = 256
@@ -197,7 +196,7 @@ def train_step(
     loss_sum = runtime.group.sum(loss_sum)
     if ascan_sum is not None:
         ascan_sum = runtime.group.sum(ascan_sum)
-    grad_norm = torch.nn.utils.clip_grad_norm_(parameters, cfg.optim.clip_grad_norm)
+    grad_norm = runtime.group.clip_gradients(parameters, cfg.optim.clip_grad_norm)
     is_finite = torch.isfinite(grad_norm) & torch.isfinite(loss_sum) & update.enabled
     for group in optimizer.param_groups:
         group["lr"] = update.lr
@@ -220,11 +219,12 @@ def trial_step(
     Leaves no trace either when it runs out of memory half-way. It needs no other process, since another may
     run out of memory alone.
     """
-    single_process = replace(runtime, group=ALONE)
     buffers = {name: b.clone() for name, b in model.named_buffers()}
     try:
-        train_step(model, optimizer, [batch], cfg, single_process, Update(0, 0.0, 1.0, enabled=False))
-        runtime.synchronise()
+        with runtime.group.without_peers() as alone:
+            single_process = replace(runtime, group=alone)
+            train_step(model, optimizer, [batch], cfg, single_process, Update(0, 0.0, 1.0, enabled=False))
+            runtime.synchronise()
     finally:
         optimizer.zero_grad(set_to_none=True)
         with torch.no_grad():

@@ -175,10 +175,10 @@ def step_metrics(
         "train/penalty_to_prediction": _finite(result.penalty_to_prediction),
         "train/lr": update.lr,
         "train/grad_norm": float(result.grad_norm),
-        "train/update_ratio": float(update_ratio(run.optimizer)),
+        "train/update_ratio": float(update_ratio(run.optimizer, runtime.group)),
         "train/ema_momentum": update.momentum,
         "ema/init_weight": progress.init_weight,
-        "ema/drift": float(target_drift(run.model)),
+        "ema/drift": float(target_drift(run.model, runtime.group)),
         "train/bad_steps": progress.skipped.total,
         "train/valid_context_tokens": float(runtime.group.sum(valid_tokens))
         / run.cfg.train.global_batch_size,

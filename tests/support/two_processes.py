@@ -10,21 +10,27 @@ from typing import Any
 
 import torch
 
+from models.optimizer import shard_state
 from models.predictor import MlpPredictor
 from pretraining import trial
+from pretraining.gauges.monitor import target_drift, update_ratio
 from pretraining.run import Run
-from pretraining.step import Update, build_optimizer, train_step
+from pretraining.step import Update, Watch, build_optimizer, train_step
 from tests.support.model_factory import nano_model, small_config, uint8_batch
 from utils.runtime.open import open_runtime
 from utils.runtime.single import Runtime
 
 SAMPLES = 8
+WATCHED = Watch(measures=lambda: True)
+SHARDED = "train.shard_parameters=true"  # one process holds all of them
 CASES = {  # recipe, overrides, accumulation
     "vjepa2": ("vjepa2", (), 1),
     "accumulated": ("ascan", ("method.regulariser=sigreg",), 2),
     "methods": ("methods", ("method.dropout=0.1",), 1),
     "mae": ("mae", (), 2),
     "mlp": ("mlp", (), 1),
+    "sharded": ("ascan", (SHARDED, "train.activation_checkpointing=true", "method.dropout=0.1"), 2),
+    "sharded_methods": ("methods", (SHARDED,), 1),
 }
 
 
@@ -36,7 +42,8 @@ def losses_and_weights(runtime: Runtime, name: str) -> tuple[list[float], dict[s
     if isinstance(model.predictor, MlpPredictor):
         model.predictor.norm.total = runtime.group.sum_with_gradient
     optimizer = build_optimizer(model, cfg)
-    losses = []
+    shard_state(model, optimizer, cfg, runtime)
+    losses, gauges = [], []
     for step in range(3):
         batch = uint8_batch(cfg, SAMPLES, step)
         if step == 1:
@@ -44,33 +51,43 @@ def losses_and_weights(runtime: Runtime, name: str) -> tuple[list[float], dict[s
         share = SAMPLES // runtime.world_size // accumulation
         firsts = [(n * runtime.world_size + runtime.rank) * share for n in range(accumulation)]
         parts = [{key: value[first : first + share] for key, value in batch.items()} for first in firsts]
-        result = train_step(model, optimizer, parts, cfg, runtime, Update(step, 1e-3, 0.9))
+        result = train_step(model, optimizer, parts, cfg, runtime, Update(step, 1e-3, 0.9), WATCHED)
         losses += [float(result.loss), float(result.grad_norm)]
-    return losses, model.state_dict()
+        if result.penalty_to_prediction is not None:
+            gauges += [float(result.penalty_to_prediction)]
+    gauges += [float(update_ratio(optimizer, runtime.group)), float(target_drift(model, runtime.group))]
+    return losses + gauges, {name: runtime.to_torch(value) for name, value in model.state_dict().items()}
 
 
-def settled_batch(runtime: Runtime) -> int:
-    """The per-core batch after the second process alone could not do with more than one volume."""
-    cfg = small_config("mae", "train.global_batch_size=8", "train.per_core_batch_size=4")
+def settled_batch(runtime: Runtime, *overrides: str) -> tuple[int, float]:
+    """The per-core batch after the second process alone could not do with more than one volume, and the loss
+    of an update after that.
+    """
+    cfg = small_config("mae", "train.global_batch_size=8", "train.per_core_batch_size=4", *overrides)
     model = nano_model(cfg)
     run = Run(cfg, None, None, model, build_optimizer(model, cfg), runtime)  # type: ignore[arg-type]
-    real = trial.trial_step
+    shard_state(model, run.optimizer, cfg, runtime)
+    is_tried = True
 
-    def limited(model: Any, optimizer: Any, batch: dict, *rest: Any) -> None:
-        real(model, optimizer, batch, *rest)
-        if runtime.rank == 1 and len(batch["row"]) > 1:
+    def limited(_module: Any, arguments: tuple[torch.Tensor, ...]) -> None:
+        if is_tried and runtime.rank == 1 and len(arguments[0]) > 1:
             raise torch.OutOfMemoryError("planted")
 
-    trial.trial_step = limited
+    model.predictor.predictor_blocks[1].register_forward_pre_hook(limited)  # type: ignore[union-attr,index]
     trial.open_loader = lambda run, *_: [[uint8_batch(run.cfg, run.cfg.train.per_core_batch_size)]]
-    return trial.settle_memory(run, 0).cfg.train.per_core_batch_size
+    settled = trial.settle_memory(run, 0).cfg.train.per_core_batch_size
+    is_tried = False
+    share = SAMPLES // runtime.world_size
+    batch = {key: v[runtime.rank * share :][:share] for key, v in uint8_batch(cfg, SAMPLES).items()}
+    return settled, float(train_step(model, run.optimizer, [batch], cfg, runtime, Update(0, 1e-3, 0.9)).loss)
 
 
 def main(out: str) -> None:
     torch.set_num_threads(1)
     runtime = open_runtime(use_bf16=False, data_timeout_s=1.0)
-    settled = settled_batch(runtime)
+    settled = [settled_batch(runtime)]
     saved = {name: losses_and_weights(runtime, name) for name in CASES}
+    settled += [settled_batch(runtime, SHARDED)]  # last, as the sharded cases: from then on weights are parts
     everyone = runtime.group.gather_objects([settled, saved])
     if runtime.group.is_first:
         torch.save(everyone, out)

@@ -190,7 +190,8 @@ class TrainConfig:
     activation_checkpointing: bool = key(False, may_change=True)
     # true: torch.compile of every transformer block, in training, not on XLA; equal but for rounding
     compile: bool = key(False, may_change=True)
-    # true: each device holds its part of weights, target and moments (PyTorch/XLA alone); same numbers
+    # true: each device or process (torchrun, pre-training alone) holds its part of weights, target and
+    # moments; same numbers
     shard_parameters: bool = key(False, may_change=True)
     ckpt_dir: str | None = key("${run.dir}/checkpoints", is_place=True)  # null: no checkpoints
     ckpt_every_epochs: int = key(5, AT_LEAST_1, may_change=True)

@@ -131,8 +131,10 @@ class Runtime:
         return self.group.interleave(self.group.gather(value[:count]).cpu())
 
     def to_torch(self, value: Tensor) -> Tensor:
-        """Return the tensor in a form that plain torch computes with: any operation, any shape."""
-        return value
+        """Return the tensor in a form that plain torch computes with: any operation, any shape. What is
+        spread over processes is gathered, so every process calls this.
+        """
+        return self.group.whole(value)
 
     def to_device_replicated(self, value: Tensor) -> Tensor:
         """Copy a tensor whole to the device or devices of every process."""
@@ -144,19 +146,26 @@ class Runtime:
 
     def shard_parameters(self, values: Iterable[Tensor]) -> None:
         """Spread these tensors over the devices, in place; one device has all of them. Raises UserError where
-        the engine cannot do that for its several devices.
+        the engine cannot do that for its several devices: those of torchrun spread modules (`Group.spread`).
         """
         if self.num_devices > 1:
             raise UserError(
-                f"train.shard_parameters: expected PyTorch/XLA or one process, found {self.world_size} "
-                "processes of torchrun, each of which holds the whole model"
+                "train.shard_parameters: expected pre-training, PyTorch/XLA or one process, found "
+                f"{self.world_size} processes of torchrun, each of which holds this whole model"
             )
 
     def full_state(self, state: Any) -> Any:
-        """State for a checkpoint: what `shard_parameters` has spread, whole and on the host; the rest as it
+        """State for a checkpoint: what is spread, whole and on the host of the first process; the rest as it
         is. Where something is spread, every process has to call this.
         """
-        return state
+        if isinstance(state, dict):
+            return {key: self.full_state(value) for key, value in state.items()}
+        if isinstance(state, list | tuple):
+            return [self.full_state(value) for value in state]
+        if not isinstance(state, Tensor):
+            return state
+        whole = self.group.whole(state)
+        return whole.cpu() if whole is not state and self.group.is_first else state
 
     def num_shards(self, value: Tensor) -> int:
         """The number of devices that hold a part of this tensor; 1 where each holds it whole."""
@@ -164,8 +173,8 @@ class Runtime:
 
     @property
     def is_sharded(self) -> bool:
-        """Whether `shard_parameters` has been called with tensors to spread."""
-        return False
+        """Whether weights are spread over devices or processes."""
+        return self.group.is_spread
 
     def mark_step(self) -> None:
         """Run the operations recorded so far as one program (PyTorch/XLA; elsewhere nothing is recorded)."""

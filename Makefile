@@ -109,7 +109,7 @@ demo: install ## phantom data -> store -> pre-training -> truth and probe -> rep
 	$(call stage,control,$(PY) -m pretraining.train --config $(CONFIG) run.dir=$(CONTROL) train.max_steps=2 wandb.mode=disabled)
 	$(call stage,truth,$(PY) -m finetuning.truth --config $(CONFIG) --control $(CONTROL))
 	$(call stage,evaluate,$(PY) -m finetuning.evaluate --config $(CONFIG))
-	@$(PY) -m utils.report --run $(RUN)
+	@$(PY) -m utils.report $(RUN)
 
 clean-demo: ## remove what demo made
 	rm -rf runs/phantom runs/.phantom.phantom-partial runs/phantom_store $(RUN) $(CONTROL)

@@ -282,7 +282,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     else:
         cfg = load_config(asked.config, asked.overrides)
     print(format_table(evaluate(cfg, open_runtime(cfg.train.use_bf16))))
-    log.info("next: python -m utils.report --run %s", shlex.quote(cfg.run.dir))
+    log.info("next: python -m utils.report %s", shlex.quote(cfg.run.dir))
 
 
 if __name__ == "__main__":

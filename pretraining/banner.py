@@ -80,7 +80,7 @@ def log_start(run: Run, clock: Throughput, start: int) -> None:
 def next_command(cfg: Config) -> str:
     """What to do with a finished run."""
     if cfg.train.ckpt_dir is None:
-        return f"python -m utils.report --run {shlex.quote(cfg.run.dir)}"
+        return f"python -m utils.report {shlex.quote(cfg.run.dir)}"
     config = shlex.quote(str(Path(cfg.run.dir) / "config.yaml"))
     return f"python -m finetuning.evaluate --config {config}"
 

@@ -94,8 +94,10 @@ PAGES = {
         (*DATA_KEYS, "train.ckpt_dir"),
     ),
     "utils.report": HelpPage(
-        "Write one page about a run, to be opened in a browser.",
-        ("python -m utils.report --run runs/smoke_test",),
+        "Write one page about a run, or about several side by side, to be opened in a browser.",
+        ("python -m utils.report runs/smoke_test",
+         "python -m utils.report runs/smoke_test runs/smoke_control",
+         "python -m utils.report --serve runs/smoke_test"),
     ),
 }  # fmt: skip
 

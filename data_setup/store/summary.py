@@ -15,6 +15,7 @@ from data_setup.store.format import KEPT, PENDING
 from utils.errors import UserError
 
 AUDIT_NAMES = 20  # files of either kind that the report names
+REJECT_NAMES = 5  # files of each reason that the report names
 LOW_VALID_FRACTION = 0.6  # below this share of acquired voxels, most tokens of a volume are padding
 
 
@@ -114,6 +115,7 @@ def summarise(
         "synthetic": attrs["synthetic"],
         "geometry": attrs["geometry"],
         **_group(index),
+        "rejected_files": _first_files(index),
         "by_device": {str(name): _group(part) for name, part in index.groupby("device")},
         "by_protocol": {str(name): _group(part) for name, part in index.groupby("protocol")},
         "participants": {
@@ -122,6 +124,12 @@ def summarise(
         },
         "run": dict(run),
     }
+
+
+def _first_files(index: pd.DataFrame) -> dict[str, list[str]]:
+    """Reason -> the first files that were rejected for it."""
+    rejected = index[~index.status.isin([KEPT, PENDING])]
+    return {str(reason): part.path.head(REJECT_NAMES).tolist() for reason, part in rejected.groupby("status")}
 
 
 def _words(numbers: Mapping[str, int]) -> str:

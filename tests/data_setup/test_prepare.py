@@ -150,6 +150,8 @@ def test_bad_files_are_named_and_repaired_ones_taken_up(
     assert index.message[str(files[2].relative_to(own_tree))].startswith("expected")
     report = json.loads((store / "prepare_report.json").read_text())
     assert report["rejected"] == {"missing_file": 1, "not_dicom": 1, "truncated_pixel_data": 1}
+    named = {reason: [str(files[i].relative_to(own_tree))] for i, reason in enumerate(reasons)}
+    assert report["rejected_files"] == named
     assert "rejected: missing_file 1, not_dicom 1, truncated_pixel_data 1" in capsys.readouterr().out
     for file, data in zip(files[:3], whole, strict=True):
         file.write_bytes(data)

@@ -183,7 +183,7 @@ def test_the_report_reads_what_evaluate_writes(world: Path, tmp_path: Path) -> N
         ),
     }.items():
         (tmp_path / name).write_text(content)
-    report.main(["--run", str(tmp_path)])
+    report.main([str(tmp_path)])
     out = json.loads((tmp_path / "results.json").read_text())["probe"]
     assert out["verdict"] == result["verdict"]
     assert out["n_participants"] == 12

@@ -152,7 +152,7 @@ def test_it_learns_a_planted_class_and_its_head_predicts_people_it_never_saw(
     probabilities = predict_rows(head, store, cohort.rows[evaluated], RUNTIME)
     assert (probabilities.argmax(axis=1) == cohort.target[evaluated, 0]).mean() > 0.9
     assert head.state["validation"]["score"] == max(r["val/balanced_accuracy"] for r in scores.values())
-    report.main(["--run", str(tmp_path)])
+    report.main([str(tmp_path)])
     page = (tmp_path / "report.html").read_text()
     assert "fine-tuning report" in page
     assert "Score of the task" in page

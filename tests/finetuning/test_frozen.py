@@ -548,7 +548,7 @@ def test_a_probe_has_the_log_and_the_report_of_a_run(
     counts = {"kept": 72, "rejected": {}, "synthetic": True, "run": {"audit": None}}
     counts |= {"by_device": {}, "by_protocol": {}}
     (run / "prepare_report.json").write_text(json.dumps(counts))
-    report.main(["--run", str(run)])
+    report.main([str(run)])
     page = (run / "report.html").read_text()
     assert "fine-tuning report" in page
     assert "Score of the task" in page

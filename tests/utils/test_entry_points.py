@@ -43,7 +43,7 @@ def test_every_command_explains_itself(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("function", "arguments"),
-    [("report", ["--run", "absent"]), ("prepare", ["--config", "absent.yaml"])],
+    [("report", ["absent"]), ("prepare", ["--config", "absent.yaml"])],
 )
 def test_a_mistake_is_one_line_and_exit_code_2(function: str, arguments: list[str]) -> None:
     done = run(function, *arguments)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import html
 import json
 import re
 from html.parser import HTMLParser
@@ -16,132 +17,18 @@ from data_setup.check.report import summarise
 from finetuning.truth import verdict as verdict_of_truth
 from models.probes.intervals import paired_difference, participant_draws, verdict
 from models.probes.participants import Prediction
+from tests.support.report_factory import GRID, PATCH, own_part, probe_json, write_run, write_snapshot
 from utils.errors import UserError
 from utils.report import pictures
 from utils.report.cli import main, summary
+from utils.report.page import POLICY
 from utils.report.pictures import bscan_with_masks, feature_pca, load_snapshot, png_data, save_snapshot
 from utils.report.run_files import findings, read_run, results
-
-GRID, PATCH = (4, 12, 8), (4, 8, 8)
-
-
-GROUP = {
-    "kept": 48,
-    "rejected": {"missing_file": 1, "truncated_pixel_data": 2},
-    "shape_before": [32, 256, 128],
-    "spacing_before": [0.19, 0.0078, 0.0469],
-    "spacing_after": [0.375, 0.024, 0.09375],
-    "valid_fraction": 0.9312345,
-    "lost_fraction": 0.01,
-    "spacing_source": {"frame_positions": 48},
-    "orientation_source": {"unknown": 48},
-}
-
-
-def write_snapshot(path: Path, title: str = "step 200, row 3") -> None:
-    """A curved bright band: features follow the distance to it, the last two token columns are outside."""
-    d, h, w = np.meshgrid(*(np.arange(g * p) for g, p in zip(GRID, PATCH, strict=True)), indexing="ij")
-    depth = h - 40 - 0.01 * (w - 30) ** 2 - d
-    noise = np.random.default_rng(0).uniform(0.6, 1.0, d.shape)
-    volume = 230 * noise * np.where((depth > 0) & (depth < 22), np.exp(-depth / 15), 0.08)
-    tokens = depth.reshape(4, 4, 12, 8, 8, 8).mean(axis=(1, 3, 5)).ravel()
-    order = np.random.default_rng(0).permutation(tokens.size)
-    valid = np.ones(GRID)
-    valid[:, :, -2:] = 0
-    save_snapshot(
-        path,
-        volume=volume.astype(np.uint8),
-        context=order[:150],
-        target=order[150:260],
-        grid=GRID,
-        patch=PATCH,
-        spacing=(0.375, 0.024, 0.09375),
-        features=np.stack([np.sin(tokens * f) for f in np.linspace(0.01, 0.2, 12)], axis=1),
-        valid=valid.ravel(),
-        title=title,
-    )
-
-
-def probe_json(low: float, high: float) -> dict:
-    def row(name: str, label: str, value: float) -> dict:
-        return {
-            "name": name,
-            "label": label,
-            "balanced_accuracy": value,
-            "ci95": [value - 0.1, value + 0.1],
-            "macro_auroc": 0.7 if name == "pretrained" else None,
-            "chosen_c": 0.01,
-            "val_balanced_accuracy": 0.5,
-            "num_features": 384,
-        }
-
-    mean = (low + high) / 2
-    return {
-        "label_column": "study_group",
-        "classes": ["a", "b", "c", "d"],
-        "split": "test",
-        "checkpoint": "best_probe.pt",
-        "step": 150,
-        "n_participants": 31,
-        "rows": [
-            row("pretrained", "pre-trained encoder", 0.5 + mean),
-            row("random_init", "random initialisation", 0.5),
-            row("voxel_pca", "raw-voxel PCA", 0.3),
-        ],
-        "paired_difference": {"mean": mean, "ci95": [low, high]},
-        "verdict": verdict(mean, (low, high)),
-        "cautions": ["OVERLAP: pre-training saw 3 of the evaluated participants."],
-        "notes": ["Random initialisation: best of 3 seeds on validation participants."],
-    }
 
 
 @pytest.fixture
 def run_dir(tmp_path: Path) -> Path:
-    """A run directory as the stages write it, without probe.json."""
-    path = tmp_path / "my_run"
-    path.mkdir()
-    lines = []
-    for step in range(10, 201, 10):
-        line = {
-            "step": step,
-            "train/loss": 0.7 - 0.001 * step,
-            "train/lr": 5e-4 * min(1, step / 20),
-            "train/grad_norm": 1 / step,
-            "train/ema_momentum": 0.96,
-            "ema/init_weight": 0.96**step,
-            "train/feature_std": 0.8,
-            "val/skill_mean": None if step == 10 else 0.3,
-            "val/skill_position": 0.001 * step,
-            "train/skill_position": -0.5,
-            "perf/volumes_per_s": float(step),
-            "perf/data_wait_fraction": 0.02,
-            "perf/forward_fraction": 0.98,
-            "perf/mfu": 0.25,
-            "perf/gauges_fraction": 0.0001 * step,
-        }
-        if step % 50 == 0:
-            line |= {"val/loss": 0.6, "val/rankme": 10 + step / 10, "val/probe": 0.4}
-        lines.append(json.dumps(line))
-    (path / "metrics.jsonl").write_text("\n".join(lines) + "\n")
-    (path / "config.yaml").write_text("experiment_name: my_run\nnote: <b>not bold</b>\n")
-    (path / "provenance.json").write_text(json.dumps({"commit": "abc", "packages": {"torch": "2.9.1"}}))
-    (path / "prepare_report.json").write_text(
-        json.dumps(
-            {
-                "synthetic": True,
-                "run": {"seconds": 1.5, "audit": None},
-                "kept": 48,
-                "rejected": {"missing_file": 1, "truncated_pixel_data": 2},
-                "by_device": {"zeiss_cirrus": GROUP},
-                "by_protocol": {"cirrus_mac_oct_oct": GROUP},
-                "participants": {"train": 16, "test": 8},
-            }
-        )
-    )
-    (path / "stages.tsv").write_text("prepare\t10.0\ntrain\t100.5\nprepare\t2.25\n")
-    write_snapshot(path / "snapshots" / "step_00000000_row_000003.npz", "step 0, row 3")
-    write_snapshot(path / "snapshots" / "step_00000200_row_000003.npz")
-    return path
+    return write_run(tmp_path / "my_run")
 
 
 class Links(HTMLParser):
@@ -160,7 +47,7 @@ class Links(HTMLParser):
 
 
 def test_results_without_probe(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    main(["--run", str(run_dir)])
+    main([str(run_dir)])
     out = json.loads((run_dir / "results.json").read_text())
     assert out == {
         "data": {"kept": 48, "rejected": {"missing_file": 1, "truncated_pixel_data": 2}},
@@ -257,7 +144,7 @@ def test_the_truth_comes_before_the_classes_whichever_side_wins(
 ) -> None:
     (run_dir / "probe.json").write_text(json.dumps(probe_json(0.02, 0.1)))
     (run_dir / "truth.json").write_text(json.dumps(truth_json(*interval)))
-    main(["--run", str(run_dir)])
+    main([str(run_dir)])
     lines = capsys.readouterr().out.splitlines()
     names = [line[:13].strip() for line in lines]
     at = names.index("occupancy")
@@ -270,7 +157,7 @@ def test_the_truth_comes_before_the_classes_whichever_side_wins(
     assert f"Layer thickness of a volume: {words}" in lines[at + 3]
     page = (run_dir / "report.html").read_text()
     assert page.index(words) < page.index("Pre-training beats random") < page.index("In numbers")
-    assert page.index("layer occupancy of 5432 tokens") < page.index("<h2>Probe</h2>")
+    assert page.index("layer occupancy of 5432 tokens") < page.index("raw-voxel PCA")
     assert "features of control" in page
     out = json.loads((run_dir / "results.json").read_text())["truth"]
     assert out["questions"][0]["differences"]["control"]["ci95"] == list(interval)
@@ -280,7 +167,7 @@ def test_the_truth_comes_before_the_classes_whichever_side_wins(
 def test_page_is_one_self_contained_file(run_dir: Path) -> None:
     (run_dir / "probe.json").write_text(json.dumps(probe_json(0.02, 0.1)))
     (run_dir / "check_report.json").write_text(json.dumps(check_json()))
-    main(["--run", str(run_dir)])
+    main([str(run_dir)])
     page = (run_dir / "report.html").read_text()
     assert "Something is wrong in 1 files, of which 10 of 100 bytes (10.00%) were fetched" in page
     assert page.index("Pre-training beats") < page.index("In numbers")  # the verdict comes first
@@ -288,13 +175,18 @@ def test_page_is_one_self_contained_file(run_dir: Path) -> None:
     assert "raw-voxel PCA" in page
     links = Links()
     links.feed(page)
-    assert len(links.addresses) >= 11 + 3  # charts, masks, two pictures of features
-    for link in links.addresses:
-        head, _, data = link.partition(",")
-        assert head == "data:image/png;base64"
-        assert base64.b64decode(data, validate=True).startswith(b"\x89PNG")
-    assert not {"script", "link", "iframe"} & set(links.tags)
-    assert not re.search(r"https?://|@import|url\(", page)
+    assert all(link.startswith("#") for link in links.addresses)
+    assert not {"link", "iframe", "img", "object", "base"} & set(links.tags)
+    policy = re.findall(r'Content-Security-Policy" content="([^"]*)"', page)
+    assert [html.unescape(text) for text in policy] == [POLICY]
+    assert POLICY.startswith("default-src 'none';")
+    assert not re.search("connect-src|https?:|[*]", POLICY)
+    content = json.loads(page.partition('id="content">')[2].partition("</script>")[0])
+    for volume in content["volumes"]:
+        for name, magic in (("sheet", b"\xff\xd8"), ("enface", b"\x89PNG")):
+            head, _, data = volume[name].partition(",")
+            assert head.startswith("data:image/")
+            assert base64.b64decode(data, validate=True).startswith(magic)
     assert "<b>not bold</b>" not in page  # text of the run is text
 
 
@@ -303,7 +195,7 @@ def test_the_files_of_an_evaluation_are_linked(run_dir: Path, capsys: pytest.Cap
     (run_dir / "figures").mkdir()
     for name in ("roc", "confusion", 'a "b"'):
         (run_dir / "figures" / f"{name}.png").write_bytes(b"")
-    main(["--run", str(run_dir)])
+    main([str(run_dir)])
     assert "figures/" not in (run_dir / "report.html").read_text()  # of an evaluation that was cut short
     answer = {
         "title": "study_group: 2 classes",
@@ -312,11 +204,11 @@ def test_the_files_of_an_evaluation_are_linked(run_dir: Path, capsys: pytest.Cap
     }
     (run_dir / "evaluation.json").write_text(json.dumps(answer))
     (run_dir / "evaluation.md").write_text("tables")
-    main(["--run", str(run_dir)])
+    main([str(run_dir)])
     page = (run_dir / "report.html").read_text()
     links = Links()
     links.feed(page)
-    local = [link for link in links.addresses if not link.startswith("data:")]
+    local = [link for link in links.addresses if not link.startswith("#")]
     assert local == ["evaluation.md", 'figures/a "b".png', "figures/confusion.png", "figures/roc.png"]
     assert all((run_dir / link).is_file() for link in local)
     for text in ("The head beats a constant.", "Few.", "study_group: 2 classes"):
@@ -337,14 +229,14 @@ def test_a_file_is_told_by_its_digest_alone(run_dir: Path, capsys: pytest.Captur
     prepared = json.loads((run_dir / "prepare_report.json").read_text())
     prepared["run"]["audit"] = {"missing": {"count": 1, "first": [PATIENT.replace("SMITH", "SMITHE")]}}
     (run_dir / "prepare_report.json").write_text(json.dumps(prepared))
-    main(["--run", str(run_dir)])
-    shared = (run_dir / "report.html").read_text() + (run_dir / "results.json").read_text()
+    main([str(run_dir)])
+    shared = own_part(run_dir / "report.html") + (run_dir / "results.json").read_text()
     shared += capsys.readouterr().out
     assert not re.search("smith|john|jane|19500101", shared, re.IGNORECASE)
     digests = set(re.findall(r"file [0-9a-f]{12}", shared))
     assert len(digests) == 4
     for digest in digests:
-        main(["--run", str(run_dir), "--file", digest.removeprefix("file ")])
+        main([str(run_dir), "--file", digest.removeprefix("file ")])
     assert sorted(capsys.readouterr().out.split()) == sorted(
         [
             PATIENT,
@@ -352,7 +244,7 @@ def test_a_file_is_told_by_its_digest_alone(run_dir: Path, capsys: pytest.Captur
         ]
     )
     with pytest.raises(UserError, match=r"--file: expected a digest of .*, found 0123"):
-        main(["--run", str(run_dir), "--file", "0123"])
+        main([str(run_dir), "--file", "0123"])
 
 
 def check_json() -> dict:
@@ -380,7 +272,7 @@ def test_a_bare_run_still_reports(run_dir: Path) -> None:
         path.unlink()
     prepared = json.loads((run_dir / "prepare_report.json").read_text()) | {"synthetic": False}
     (run_dir / "prepare_report.json").write_text(json.dumps(prepared))
-    main(["--run", str(run_dir)])
+    main([str(run_dir)])
     assert "Check of the tree" not in (run_dir / "report.html").read_text()
     out = json.loads((run_dir / "results.json").read_text())
     assert out["pretraining"]["loss_first"] == out["pretraining"]["loss_last"] == 0.5
@@ -391,7 +283,7 @@ def test_a_bare_run_still_reports(run_dir: Path) -> None:
     page = (run_dir / "report.html").read_text()
     assert "train/grad_norm was not finite at step 1" in page
     assert "This run wrote no pictures" in page
-    assert "the terms of the data apply" in page
+    assert "The terms of the data apply" in page
     assert "synthetic data" not in page
 
 
@@ -409,11 +301,11 @@ def test_a_repeated_step_counts_once(run_dir: Path) -> None:
 def test_alarms_stand_in_the_table_the_page_and_results(
     run_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    main(["--run", str(run_dir)])
+    main([str(run_dir)])
     assert re.search(r"^alarms +none$", capsys.readouterr().out, re.MULTILINE)
     with (run_dir / "metrics.jsonl").open("a") as file:
         file.write('{"step": 210, "alarm": "collapse", "text": "features collapse: <b>"}\n')
-    main(["--run", str(run_dir)])
+    main([str(run_dir)])
     assert "step 210: features collapse: <b>" in capsys.readouterr().out
     out = json.loads((run_dir / "results.json").read_text())
     assert out["pretraining"]["alarms"] == [{"step": 210, "text": "features collapse: <b>"}]
@@ -435,7 +327,7 @@ def test_findings_say_what_the_numbers_warn_of(run_dir: Path) -> None:
 def test_a_missing_file_is_named(run_dir: Path, name: str) -> None:
     (run_dir / name).unlink()
     with pytest.raises(UserError, match=re.escape(name)):
-        main(["--run", str(run_dir)])
+        main([str(run_dir)])
 
 
 def test_damage_is_named_with_its_line(run_dir: Path, tmp_path: Path) -> None:
@@ -467,7 +359,7 @@ def test_a_run_that_is_running_or_was_killed_reports(run_dir: Path) -> None:
     for end in range(last, len(whole) - 1):
         metrics.write_bytes(whole[:end])
         assert [step for step, _ in read_run(run_dir).series["train/loss"]] == list(range(10, 200, 10))
-    main(["--run", str(run_dir)])
+    main([str(run_dir)])
     metrics.write_bytes(whole[:-1])  # complete but for its newline
     assert read_run(run_dir).series["train/loss"][-1][0] == 200
 

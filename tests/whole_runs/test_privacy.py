@@ -294,7 +294,7 @@ def test_nothing_planted_reaches_store_logs_checkpoints_reports_or_wandb(
     assert run("data_setup.prepare", out, *stage, "--workers", "2") == 0
     assert run("pretraining.train", out, *stage) == 0
     assert run("finetuning.evaluate", out, *stage) == 0
-    assert run("utils.report", out, "--run", str(out / "run")) == 0
+    assert run("utils.report", out, str(out / "run")) == 0
 
     index = PreparedStore.open(str(out / "store")).index
     status = {source / p: s for p, s in zip(index.path, index.status, strict=True)}

@@ -43,7 +43,7 @@ def test_prepare_train_and_report_on_real_eyes(tmp_path: Path) -> None:
     assert all(r["val/loss"] > 0 for r in rows if "val/loss" in r)
     state = load_checkpoint(str(tmp_path / "run" / "checkpoints" / "step_00000010.pt"))
     assert state["participants"] == ["9001", "9002"]
-    report.main(["--run", str(tmp_path / "run")])
+    report.main([str(tmp_path / "run")])
     page = (tmp_path / "run" / "report.html").read_text()
     assert "topcon_triton" in page
     assert page.count("data:image/png;base64") >= 4

@@ -1,5 +1,7 @@
-"""`python -m utils.report`: a run directory becomes report.html and results.json.
+"""`python -m utils.report`: run directories become one page, and results.json each.
 
-In: metrics, snapshots and probe results of a run. Out: one page with numbers, curves and pictures.
-run_files.py reads the run, tables.py and pictures.py show it, page.py puts them together. Read cli.py first.
+In: metrics, snapshots and results of runs. Out: one page with a verdict, curves, slices and tables, which
+fetches nothing. run_files.py reads a run, health.py judges it; charts.py, volumes.py, tables.py, compare.py
+and tree_check.py make the parts of its page, page.py puts them together with assets/, serve.py shows them
+while a run goes on. Read cli.py first.
 """

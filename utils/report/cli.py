@@ -1,8 +1,10 @@
-"""The report of a run: `python -m utils.report --run DIR` writes report.html and results.json into DIR.
+"""The report of runs: `python -m utils.report RUN [RUN ...]` writes results.json into each, and one page.
 
-In: files of the run directory only (utils.report.run_files says which). Out: `results.json` for machines, and
-one self-contained page for people (utils.report.page). The verdict is the sentence that finetuning.evaluate
-derived from the paired interval; where there is none, the page says so.
+In: files of the run directories only (utils.report.run_files says which). Out: `results.json` for machines,
+and one self-contained page for people (utils.report.page): report.html of one run, comparison.html of
+several, in the folder of the first. With --serve the page is served instead (utils.report.serve). The verdict
+is the sentence that finetuning.evaluate derived from the paired interval; where there is none, the page says
+so.
 """
 
 from __future__ import annotations
@@ -14,8 +16,10 @@ from typing import Any
 from utils import storage
 from utils.errors import UserError
 from utils.help_pages import PeopleParser
+from utils.report.health import health
 from utils.report.page import render
-from utils.report.run_files import ARMS, NO_PROBE, read_run, results
+from utils.report.run_files import ARMS, NO_PROBE, Run, read_run, results
+from utils.report.serve import serve
 from utils.report.tables import difference_text, file_digest, number
 
 REASONS_SHOWN = 3  # on the terminal; the page and results.json have all
@@ -86,23 +90,42 @@ def _texts(value: Any) -> Iterator[str]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Write report.html and results.json of a run; print a short table that ends with the report's path."""
+    """Write report.html and results.json of a run; print a short table that ends with the report's path.
+
+    Of several runs: results.json of each, and one page of all in comparison.html of the first.
+    """
     parser = PeopleParser("utils.report", main.__doc__ or "")
-    parser.add_argument("--run", required=True, metavar="DIR", help="a run directory of pretraining.train")
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="a run directory of pretraining.train")
     parser.add_argument(
         "--file", metavar="DIGEST", help="only print which path the page calls by this digest"
     )
+    parser.add_argument("--serve", action="store_true", help="a page of running runs, on this machine alone")
+    parser.add_argument("--port", type=int, default=8765, metavar="N", help="of --serve; 0: any free one")
     args = parser.parse_args(argv)
-    run = read_run(args.run)
-    if args.file is not None:
-        paths = {text for text in _texts([run.prepared, run.checked]) if args.file in file_digest(text)}
-        if not paths:
-            raise UserError(f"--file: expected a digest of {run.path / 'report.html'}, found {args.file}")
-        print(*sorted(paths), sep="\n")
+    if args.serve:
+        serve(args.runs, args.port)
         return
-    out = results(run)
-    report = run.path / "report.html"
-    storage.write_text(str(run.path / "results.json"), json.dumps(out, indent=2, allow_nan=False) + "\n")
-    storage.write_text(str(report), render(run, out))
-    for name, text in [*summary(out), ("report", str(report))]:
-        print(f"{name:<13} {text}")
+    runs = [read_run(path) for path in args.runs]
+    if args.file is not None:
+        print(*_paths_of(runs, args.file), sep="\n")
+        return
+    report = runs[0].path / ("report.html" if len(runs) == 1 else "comparison.html")
+    for run in runs:
+        text = json.dumps(results(run), indent=2, allow_nan=False) + "\n"
+        storage.write_text(str(run.path / "results.json"), text)
+    storage.write_text(str(report), render(runs))
+    for run in runs:
+        head = [("run", str(run.path))] if len(runs) > 1 else []
+        state = health(run.series, run.alarms, run.not_finite)
+        for name, text in [*head, *summary(results(run)), ("health", state.text)]:
+            print(f"{name:<13} {text}")
+    print(f"{'report':<13} {report}")
+
+
+def _paths_of(runs: Sequence[Run], digest: str) -> list[str]:
+    """The paths that the page calls by a digest; UserError where none is."""
+    kept = [part for run in runs for part in (run.prepared, run.checked)]
+    paths = {text for text in _texts(kept) if digest in file_digest(text)}
+    if not paths:
+        raise UserError(f"--file: expected a digest of {runs[0].path / 'report.html'}, found {digest}")
+    return sorted(paths)

@@ -13,7 +13,7 @@ import argparse
 import base64
 import io
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from itertools import permutations
 from pathlib import Path
@@ -31,7 +31,6 @@ TARGET_RGB = (0.96, 0.55, 0.12)
 ENFACE_CELLS = ("enface", "enface features")
 GAMMA = 0.7  # the vitreous and the choroid of a B-scan are dark in print
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "pictures"
-CURVE_COLOURS = ("#1f6fb2", "#d9730d", "#3a8a4f")
 
 
 @dataclass(frozen=True)
@@ -128,8 +127,8 @@ def feature_pca(snapshot: Snapshot) -> Figure:
     weight_DHW1 = (snapshot.valid > 0).reshape(*snapshot.grid, 1)
     count_DW1 = weight_DHW1.sum(axis=1)
     columns_DWE = (features_DHWE * weight_DHW1).sum(axis=1) / np.maximum(count_DW1, 1)
-    colour_DHW3, shares = _pca_colours(features_DHWE, weight_DHW1[..., 0])
-    enface_DW3, _ = _pca_colours(columns_DWE, count_DW1[..., 0] > 0)
+    colour_DHW3, shares = pca_colours(features_DHWE, weight_DHW1[..., 0])
+    enface_DW3, _ = pca_colours(columns_DWE, count_DW1[..., 0] > 0)
     enface_scan = snapshot.volume.mean(axis=1)
     enface_scan = (enface_scan - enface_scan.min()) / max(float(np.ptp(enface_scan)), 1e-6)
     figure = Figure(figsize=(10.4, 3.9), layout="constrained")
@@ -201,31 +200,12 @@ def _matched_components(first: Snapshot, last: Snapshot) -> tuple[np.ndarray, np
     The order and signs of principal components are arbitrary, so equal places would otherwise change colour.
     """
     keep = last.valid > 0
-    before_N3, after_N3 = (_pca_colours(s.features, keep)[0] for s in (first, last))
+    before_N3, after_N3 = (pca_colours(s.features, keep)[0] for s in (first, last))
     correlation = np.corrcoef(before_N3[keep].T, after_N3[keep].T)[:3, 3:]
     order = max(permutations(range(3)), key=lambda p: float(np.abs(correlation[range(3), p]).sum()))
     turned = correlation[range(3), order] < 0
     after_N3 = after_N3[:, order]
     return before_N3, np.where(turned, 1 - after_N3, after_N3)
-
-
-def curves(series: Mapping[str, Sequence[tuple[int, float]]]) -> Figure:
-    """Named curves [(step, value), ...] over the optimizer step, in one small figure."""
-    figure = Figure(figsize=(4.4, 2.3), layout="constrained")
-    axis = figure.subplots()
-    for colour, (name, points) in zip(CURVE_COLOURS, series.items(), strict=False):
-        steps, values = zip(*points, strict=True)
-        marker = "o" if len(points) < 20 else None
-        axis.plot(steps, values, color=colour, label=name, linewidth=1.4, marker=marker, markersize=3)
-    axis.spines[["top", "right"]].set_visible(False)
-    axis.grid(alpha=0.25)
-    axis.tick_params(labelsize="small")
-    axis.ticklabel_format(axis="y", style="sci", scilimits=(-2, 4))
-    axis.yaxis.get_offset_text().set_fontsize("small")
-    axis.set_xlabel("optimizer step", fontsize="small")
-    if len(series) > 1:
-        axis.legend(fontsize="small", frameon=False)
-    return figure
 
 
 def png_data(figure: Figure, dpi: int = 110) -> str:
@@ -264,7 +244,7 @@ def _masked(snapshot: Snapshot, plane: int, image: np.ndarray) -> np.ndarray:
     return (1 - strength) * image[..., None] + strength * tint
 
 
-def _pca_colours(features: np.ndarray, valid: np.ndarray) -> tuple[np.ndarray, list[float]]:
+def pca_colours(features: np.ndarray, valid: np.ndarray) -> tuple[np.ndarray, list[float]]:
     """[..., E] -> colours [..., 3] in 0..1 and the variance share of each of the first three components."""
     rows, keep = features.reshape(-1, features.shape[-1]), valid.ravel()
     centred = rows - rows[keep].mean(axis=0)

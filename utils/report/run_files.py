@@ -3,12 +3,14 @@
 In: files of the run directory only: metrics.jsonl, config.yaml, provenance.json, prepare_report.json, and
 where they exist check_report.json (data_setup.check), truth.json (finetuning.truth), probe.json,
 evaluation.json, evaluation.md and figures/*.png (finetuning.evaluate), snapshots/*.npz
-(utils.report.pictures) and stages.tsv (name, tab, seconds). Out: a `Run`; the dictionary of results.json;
-sentences about what the numbers warn of.
+(utils.report.pictures), layers/*.npz (utils.report.volumes), layers.json, feature_map.json,
+leaderboard/leaderboard.csv (finetuning) and stages.tsv (name, tab, seconds). Out: a `Run`; the dictionary of
+results.json; sentences about what the numbers warn of.
 """
 
 from __future__ import annotations
 
+import csv
 import json
 import math
 from dataclasses import dataclass
@@ -53,6 +55,18 @@ class Run:
     checked: dict[str, Any] | None  # the tree's check by its headers
     seconds: dict[str, float]
     snapshots: list[Path]
+    layers: list[Path]
+    layers_answer: dict[str, Any] | None
+    feature_map: dict[str, Any] | None
+    leaderboard: list[list[str]]  # lines of its table, the header first; empty without one
+
+    @property
+    def name(self) -> str:
+        return self.path.resolve().name
+
+    @property
+    def is_synthetic(self) -> bool:
+        return bool(self.prepared["synthetic"])
 
     @property
     def is_finetuning(self) -> bool:
@@ -68,6 +82,8 @@ def read_run(path: str | Path) -> Run:
     probe, truth, evaluation = (path / f"{name}.json" for name in ("probe", "truth", "evaluation"))
     files = [path / "evaluation.md", *sorted((path / "figures").glob("*.png"))]
     stages, checked = path / "stages.tsv", path / "check_report.json"
+    layers, points = path / "layers.json", path / "feature_map.json"
+    board = path / "leaderboard" / "leaderboard.csv"
     return Run(
         path=path,
         series=series,
@@ -83,6 +99,10 @@ def read_run(path: str | Path) -> Run:
         checked=_json(checked) if checked.exists() else None,
         seconds=_seconds(stages) if stages.exists() else {},
         snapshots=sorted((path / "snapshots").glob("*.npz")),
+        layers=sorted((path / "layers").glob("*.npz")),
+        layers_answer=_json(layers) if layers.exists() else None,
+        feature_map=_json(points) if points.exists() else None,
+        leaderboard=[*csv.reader(_text(board).splitlines())] if board.exists() else [],
     )
 
 

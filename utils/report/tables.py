@@ -49,7 +49,7 @@ def probe_table(probe: Mapping[str, Any]) -> Table:
     ]
     title = (
         f"{probe['label_column']}: {len(probe['classes'])} classes, {probe['n_participants']} participants "
-        f"of split {probe['split']}, checkpoint {probe['checkpoint']} (step {probe['step']})"
+        f"of split {probe['split']}, {probe['checkpoint'].rpartition('/')[2]} (step {probe['step']})"
     )
     return Table(
         title,
@@ -58,6 +58,57 @@ def probe_table(probe: Mapping[str, Any]) -> Table:
         f"Chance is {1 / len(probe['classes']):.3f}. Same protocol for every row.",
         tuple(i for i, row in enumerate(probe["rows"]) if row["name"] in ARMS),
     )
+
+
+def power_table(probe: Mapping[str, Any]) -> Table:
+    """What the cohort could have shown, beside what it showed."""
+    difference = probe["paired_difference"]
+    rows = [["difference seen", f"{difference['mean']:+.3f}"]]
+    rows.append(["its 95 % interval", "{:+.3f} to {:+.3f}".format(*difference["ci95"])])
+    if "could_have_shown" in difference:  # answers of before power was computed have none
+        rows.append(["smallest that could have been shown", f"{difference['could_have_shown']:.3f}"])
+    rows.append(["participants", str(probe["n_participants"])])
+    return Table(
+        "power of this comparison",
+        ["", ""],
+        rows,
+        "Smallest: with 80 % power at 5 %, two-sided. finetuning.power says how many participants show less.",
+    )
+
+
+def leaderboard_table(lines: Sequence[Sequence[str]]) -> Table:
+    """leaderboard.csv with a line for each row and a column for each cell that any row has."""
+    header, *body = lines
+    place = {name: number for number, name in enumerate(header)}
+    cells = list(dict.fromkeys(line[place["cell"]] for line in body))
+    values: dict[str, dict[str, str]] = {}
+    for line in body:
+        value, low, high = (line[place[name]] for name in ("value", "low", "high"))
+        text = f"{float(value):.3f}" if value else "-"
+        text += f" ({float(low):.3f} to {float(high):.3f})" if low else ""
+        values.setdefault(line[place["row"]], {})[line[place["cell"]]] = text
+    rows = [[name, *(of_row.get(key, "-") for key in cells)] for name, of_row in values.items()]
+    note = "With 95 % intervals; more is in leaderboard/leaderboard.html."
+    return Table("leaderboard", ["", *cells], rows, note)
+
+
+def layers_tables(answer: Mapping[str, Any]) -> list[Table]:
+    """layers.json: the mean boundary error of every arm, and that of each surface."""
+
+    def of(estimate: Mapping[str, Any] | None) -> str:
+        if estimate is None or estimate["value"] is None:
+            return "-"
+        low, high = estimate["ci95"]
+        return f"{estimate['value']:.2f} ({low:.2f} to {high:.2f})"
+
+    arms = list(answer["overall"])
+    rows = [["all surfaces", *(of(answer["overall"][arm]) for arm in arms)]]
+    for name in answer["names"]:
+        found_by = [answer["surfaces"].get(arm, {}).get(name) for arm in arms]
+        rows.append([name, *(of(part and part["error_um"]) for part in found_by)])
+    title = f"{answer['title']}: mean boundary error, um, {answer['n_volumes']} volumes"
+    header = ["surface", *(arm.replace("_", " ") for arm in arms)]
+    return [Table(title, header, rows, answer["verdict"], bold=(0,))]
 
 
 def truth_tables(truth: Mapping[str, Any]) -> list[Table]:
@@ -103,24 +154,32 @@ def difference_text(difference: Mapping[str, Any]) -> str:
 def data_tables(prepared: dict[str, Any]) -> list[Table]:
     """What prepare counted: rejects by reason, groups of volumes, and every single fact last."""
     rejected = sorted(prepared["rejected"].items(), key=lambda item: -item[1])
+    files = prepared.get("rejected_files", {})  # stores of before it was written have none
     tables = [
         Table(
             f"{prepared['kept']} volumes kept, {sum(prepared['rejected'].values())} rejected",
-            ["reason of rejection", "volumes"],
-            [[reason, str(n)] for reason, n in rejected] or [["none", "0"]],
+            ["reason of rejection", "volumes", "first files"],
+            [[reason, str(n), _digests(files.get(reason, []))] for reason, n in rejected]
+            or [["none", "0", "-"]],
+            "python -m utils.report RUN --file DIGEST tells the path of a file." if files else "",
+            is_text=True,
         )
     ]
     for key in GROUPS:
         rows = [_group_row(name, group) for name, group in prepared[key].items()]
         tables.append(Table(key.replace("_", " "), GROUP_HEADER, rows, GROUP_NOTE, is_text=True))
     audit = prepared["run"]["audit"] or {}
-    files = {kind: part | {"first": [file_digest(p) for p in part["first"]]} for kind, part in audit.items()}
+    short = {kind: part | {"first": [file_digest(p) for p in part["first"]]} for kind, part in audit.items()}
     facts = [
         [key.replace("_", " "), cell(value)]
-        for key, value in (prepared | {"run": prepared["run"] | {"audit": files}}).items()
-        if key not in ("kept", "rejected", *GROUPS)
+        for key, value in (prepared | {"run": prepared["run"] | {"audit": short}}).items()
+        if key not in ("kept", "rejected", "rejected_files", *GROUPS)
     ]
     return [*tables, Table("the store", ["", ""], facts, is_text=True)]
+
+
+def _digests(paths: Sequence[str]) -> str:
+    return ", ".join(map(file_digest, paths)) or "-"
 
 
 def _group_row(name: str, group: Mapping[str, Any]) -> list[str]:

@@ -59,7 +59,7 @@ def tables(report: Mapping[str, Any]) -> list[Table]:
     named = _named(report)
     if named:
         more = len(named) - NAMED
-        rest = "python -m utils.report --run DIR --file DIGEST tells the path."
+        rest = "python -m utils.report RUN --file DIGEST tells the path."
         rest += f" {more} more are in check_report.json." if more > 0 else ""
         shown.append(Table("files to look at", ("what", "found", "file"), named[:NAMED], rest, is_text=True))
     for key, columns in _COLUMNS.items():

@@ -1,0 +1,250 @@
+"""The page of a report: several runs, the slice viewer's data, the server, and all of it in a browser."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import shutil
+import threading
+from collections.abc import Iterator
+from http.client import HTTPConnection
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from tests.support.report_factory import own_part, probe_json, write_run
+from utils.errors import UserError
+from utils.report.charts import MAX_POINTS, charts_of
+from utils.report.cli import main
+from utils.report.pictures import load_snapshot
+from utils.report.run_files import read_run
+from utils.report.serve import open_server
+from utils.report.volumes import LayersPicture, load_layers, save_layers, volume_of_layers, volume_of_snapshot
+
+PATIENT = "oct/SMITH^JOHN_19500101_OD.dcm"
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Two runs; of the second, learning rate, a key, the commit and the data differ."""
+    folder = tmp_path_factory.mktemp("runs")
+    first, second = write_run(folder / "first"), write_run(folder / "second")
+    (first / "config.yaml").write_text("seed: 0\noptim:\n  base_lr: 0.001\n  clip: 1.0\n")
+    (second / "config.yaml").write_text("seed: 0\noptim:\n  base_lr: 0.003\n  clip: 1.0\nonly: here\n")
+    (second / "provenance.json").write_text(json.dumps({"commit": "def"}))
+    prepared = json.loads((second / "prepare_report.json").read_text())
+    prepared |= {"synthetic": False, "rejected_files": {"missing_file": [PATIENT]}}
+    (second / "prepare_report.json").write_text(json.dumps(prepared))
+    picture = layers_picture()
+    save_layers(second / "layers" / "row_000003.npz", picture)
+    (second / "feature_map.json").write_text(json.dumps(feature_map()))
+    (second / "probe.json").write_text(json.dumps(probe_json(0.02, 0.1)))
+    (second / "leaderboard").mkdir()
+    (second / "leaderboard" / "leaderboard.csv").write_text(
+        "row,cell,value,low,high,val,seeds,train_participants,row_seconds,row_peak_bytes,look\n"
+        "mine,linear,0.61234,0.5,0.7,0.6,1,10,1.0,,1\n"
+        "raw voxels,linear,0.4,,,0.6,1,10,1.0,,1\n"
+        "mine,low-shot 5,,,,0.6,1,10,1.0,,1\n"
+    )
+    return [first, second]
+
+
+def layers_picture() -> LayersPicture:
+    """Two surfaces 10 and 40.25 voxels below the top, the second unknown in the last A-scan."""
+    predicted = np.stack([np.full((6, 32), 10.0), np.full((6, 32), 40.25)]).astype(np.float32)
+    predicted[1, :, -1] = np.nan
+    volume = np.random.default_rng(0).integers(0, 255, (6, 48, 32), np.uint8)
+    return LayersPicture(volume, (0.5, 0.01, 0.1), ("ILM", "BM"), predicted, predicted + 1, "row 3")
+
+
+def feature_map() -> dict:
+    return {
+        "about": "split test",
+        "x": [0.0, 1.0, 2.0],
+        "y": [1.0, 0.0, 1.5],
+        "shares": [0.5, 0.25],
+        "device": ["zeiss", "zeiss", "topcon"],
+        "label": ["a", "b", "b"],
+        "laterality": ["R", "L", "R"],
+    }
+
+
+def content_of(page: Path) -> dict:
+    return json.loads(page.read_text().partition('id="content">')[2].partition("</script>")[0])
+
+
+# --- several runs ---
+
+
+def test_several_runs_share_a_page(runs: list[Path], capsys: pytest.CaptureFixture[str]) -> None:
+    main([str(path) for path in runs])
+    page = runs[0] / "comparison.html"
+    assert capsys.readouterr().out.splitlines()[-1].split() == ["report", str(page)]
+    assert all((path / "results.json").exists() for path in runs)
+    content = content_of(page)
+    assert content["runs"] == ["first", "second"]
+    curves = {chart["title"]: [c["run"] for c in chart["curves"]] for chart in content["charts"]}
+    assert curves["RankMe"] == [0, 1]
+    text = own_part(page)
+    start = text.index("keys differ")
+    differing = text[start : text.index("</table>", start)]
+    for key, values in {"optim.base_lr": ("0.001", "0.003"), "only": ("not there", "here")}.items():
+        row = differing[differing.index(f"<td>{key}</td>") :].partition("</tr>")[0]
+        assert all(f">{value}</td>" in row for value in values)
+    assert "commit" in differing
+    assert "seed" not in differing
+    assert "optim.clip" not in differing
+
+
+def test_what_one_run_took_from_participants_is_written_on_top(runs: list[Path]) -> None:
+    main([str(path) for path in runs])
+    text = own_part(runs[0] / "comparison.html")
+    assert text.index("Participants' scans.") < text.index("<h1>")
+    main([str(runs[0])])
+    assert "Participants' scans." not in own_part(runs[0] / "report.html")
+
+
+def test_rejected_files_are_named_by_digest_beside_their_reason(
+    runs: list[Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    main([str(runs[1])])
+    text = own_part(runs[1] / "report.html")
+    row = text[text.index("<td>missing_file</td>") :].partition("</tr>")[0]
+    assert "SMITH" not in text
+    digest = row.partition("file ")[2][:12]
+    capsys.readouterr()
+    main([str(runs[1]), "--file", digest])
+    assert capsys.readouterr().out.strip() == PATIENT
+
+
+def test_tables_of_the_evaluation(runs: list[Path]) -> None:
+    main([str(runs[1])])
+    text = own_part(runs[1] / "report.html")
+    board = text[text.index("<h3>leaderboard</h3>") :].partition("</table>")[0]
+    assert "0.612 (0.500 to 0.700)" in board
+    assert "<td>raw voxels</td><td" in board
+    assert ">0.400</td>" in board
+    assert "power of this comparison" in text
+
+
+def test_two_runs_of_one_name_are_told_apart(runs: list[Path], tmp_path: Path) -> None:
+    shutil.copytree(runs[0], tmp_path / "first")
+    main([str(runs[0]), str(tmp_path / "first")])
+    assert content_of(runs[0] / "comparison.html")["runs"] == [str(runs[0]), str(tmp_path / "first")]
+
+
+def test_a_long_curve_is_thinned_and_keeps_its_ends(runs: list[Path]) -> None:
+    run = read_run(runs[0])
+    run.series["train/loss"] = [(step, step / 7) for step in range(10 * MAX_POINTS + 7)]
+    (curve,) = (c for c in charts_of([run])[0]["curves"] if c["name"] == "train/loss")
+    assert len(curve["x"]) <= MAX_POINTS + 1
+    assert (curve["x"][0], curve["x"][-1]) == (0, 10 * MAX_POINTS + 6)
+    assert curve["y"][-1] == pytest.approx((10 * MAX_POINTS + 6) / 7, rel=1e-5)
+
+
+# --- what the slice viewer draws ---
+
+
+def test_the_sheet_holds_every_bscan(runs: list[Path]) -> None:
+    path = sorted((runs[0] / "snapshots").glob("*.npz"))[0]
+    snapshot, volume = load_snapshot(path), volume_of_snapshot(path, "first")
+    sheet = np.asarray(Image.open(io.BytesIO(base64.b64decode(volume["sheet"].partition(",")[2]))))
+    height, width = volume["tile"]
+    for plane in range(volume["shape"][0]):
+        row, column = divmod(plane, volume["columns"])
+        tile = sheet[row * height : (row + 1) * height, column * width : (column + 1) * width]
+        error = np.abs(tile.astype(int) - snapshot.volume[plane])
+        others = np.abs(tile.astype(int) - snapshot.volume[(plane + 5) % len(snapshot.volume)])
+        assert error.mean() < others.mean() / 2
+    masks = np.frombuffer(base64.b64decode(volume["masks"]), np.uint8)
+    outside = snapshot.valid == 0
+    assert (masks[outside] == 0).all()
+    assert set(masks[snapshot.context][~outside[snapshot.context]]) == {1}
+    assert set(masks[snapshot.target][~outside[snapshot.target]]) == {2}
+
+
+def test_large_volumes_are_drawn_smaller(tmp_path: Path) -> None:
+    picture = layers_picture()
+    large = LayersPicture(
+        np.zeros((6, 2000, 2000), np.uint8), picture.spacing, (), np.zeros((0, 6, 2000)),
+        np.zeros((0, 6, 2000)), "",
+    )  # fmt: skip
+    save_layers(tmp_path / "a.npz", large)
+    volume = volume_of_layers(tmp_path / "a.npz", "run")
+    height, width = volume["tile"]
+    assert height == width < 1100
+    assert Image.open(io.BytesIO(base64.b64decode(volume["sheet"].partition(",")[2]))).size == (
+        volume["columns"] * width,
+        -(-6 // volume["columns"]) * height,
+    )
+
+
+def test_surfaces_survive_the_file_and_the_page(tmp_path: Path) -> None:
+    picture = layers_picture()
+    save_layers(tmp_path / "layers" / "a.npz", picture)
+    read = load_layers(tmp_path / "layers" / "a.npz")
+    np.testing.assert_array_equal(read.predicted, picture.predicted)
+    assert (read.names, read.spacing, read.title) == (picture.names, picture.spacing, picture.title)
+    ilm, bm = volume_of_layers(tmp_path / "layers" / "a.npz", "run")["surfaces"]
+    codes = np.frombuffer(base64.b64decode(bm["predicted"]), "<u2").reshape(6, 32)
+    assert set(codes[:, :-1].ravel().tolist()) == {40 * 16 + 4}
+    assert set(codes[:, -1].tolist()) == {65535}
+    assert (ilm["name"], bm["name"]) == ("ILM", "BM")
+    with pytest.raises(ValueError, match=r"truth: expected heights \(2, 6, 32\)"):
+        save_layers(tmp_path / "b.npz", LayersPicture(**(vars(picture) | {"truth": picture.truth[:1]})))
+    assert not (tmp_path / "b.npz").exists()
+
+
+# --- the server ---
+
+
+@pytest.fixture
+def port(tmp_path: Path) -> Iterator[int]:
+    with open_server([write_run(tmp_path / "running")], 0) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.05,))
+        thread.start()
+        yield server.server_address[1]
+        server.shutdown()
+        thread.join()
+
+
+def ask(port: int, path: str, host: str = "") -> tuple[int, str]:
+    connection = HTTPConnection("127.0.0.1", port, timeout=30)
+    connection.request("GET", path, headers={"Host": host or f"127.0.0.1:{port}"})
+    answer = connection.getresponse()
+    body = answer.read().decode()
+    connection.close()
+    return answer.status, body
+
+
+def test_the_server_shows_the_run_as_it_is_now(port: int, tmp_path: Path) -> None:
+    _, before = ask(port, "/state")
+    status, page = ask(port, "/")
+    assert status == 200
+    assert f'"watched":"{before}"' in page
+    assert "connect-src 'self'" in page.replace("&#39;", "'")
+    with (tmp_path / "running" / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 4321, "train/loss": 0.5}\n')
+    _, after = ask(port, "/state")
+    assert after != before
+    assert "4321" in ask(port, "/")[1]
+    assert ask(port, "/../metrics.jsonl")[0] == 404
+    assert ask(port, "/", host="evil.example:80")[0] == 403
+
+
+def test_a_run_without_its_files_is_waited_for(port: int, tmp_path: Path) -> None:
+    (tmp_path / "running" / "metrics.jsonl").unlink()
+    status, page = ask(port, "/")
+    assert status == 200
+    assert "Waiting for the run" in page
+    assert "metrics.jsonl" in page
+
+
+def test_a_port_that_is_taken_is_one_line(port: int, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=f"--port: expected a free one, found {port}"):
+        open_server([tmp_path / "running"], port)
+    with pytest.raises(UserError, match="expected a run directory"):
+        open_server([tmp_path / "absent"], 0)

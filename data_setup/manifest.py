@@ -65,6 +65,7 @@ class Record:
     spacing_mm: tuple[float, float, float] | None = None  # these three are beside or in place of the file's
     d_order: str | None = None  # a key of tables.D_ORDERS
     files: str | None = None  # of a folder: pattern of its B-scan images
+    volume_yaml: str | None = None  # keys of a volume.yaml in one line, beneath those of the YAML files
 
 
 @dataclass(frozen=True)
@@ -212,6 +213,7 @@ def _manifest_rows(cfg: Config) -> tuple[list[Record], list[Record], Counter[str
             spacing_mm=spacing_of(row.get("spacing_mm"), where),
             d_order=_d_order(row.get("d_order"), where),
             files=fact_of(row.get("files")),
+            volume_yaml=fact_of(row.get("volume_yaml")),
         )
         if reason:
             unused.append(record)

@@ -73,11 +73,11 @@ def read_tiff(file: IO[bytes], url: str, sidecar: Sidecar) -> Iterator[Any]:
 def read_folder(url: str, sidecar: Sidecar, options: StorageOptions | None) -> Iterator[Any]:
     """The header, then uint8 frames [H, W] by number; raises OCTReadError."""
     urls = [join(url, name) for name in ordered_images(list_names(url, options), sidecar, url)]
-    first = next(iter_images(urls, url, options))
+    first = next(iter_images(urls, url, options, sidecar.columns))
     spacing = (None, f"no {FOLDER_SIDECAR} with one")
     header = make_header(url, "images", (len(urls), *first.shape), first.dtype, spacing, sidecar)
     yield header
-    yield from checked_frames(iter_images(urls, url, options), header)
+    yield from checked_frames(iter_images(urls, url, options, sidecar.columns), header)
 
 
 def ordered_images(names: Sequence[str], sidecar: Sidecar, url: str) -> list[str]:
@@ -119,13 +119,24 @@ def differing_numbers(names: Sequence[str]) -> list[int] | None:
     return list(differing[0]) if len(differing) == 1 else None
 
 
-def iter_images(urls: Sequence[str], url: str, options: StorageOptions | None) -> Iterator[np.ndarray]:
-    """Stored values [H, W] of each image; `url` is the volume's, for the errors."""
+def iter_images(
+    urls: Sequence[str],
+    url: str,
+    options: StorageOptions | None,
+    columns: tuple[float, float] | None = None,
+) -> Iterator[np.ndarray]:
+    """Stored values [H, W] of each image, or of `columns`, a share of its width; `url` is the volume's."""
     for index, image_url in enumerate(urls, start=1):
-        yield _read_image(image_url, url, f"image {index} of {len(urls)}", options)
+        yield _read_image(image_url, url, f"image {index} of {len(urls)}", options, columns)
 
 
-def _read_image(image_url: str, url: str, where: str, options: StorageOptions | None) -> np.ndarray:
+def _read_image(
+    image_url: str,
+    url: str,
+    where: str,
+    options: StorageOptions | None,
+    columns: tuple[float, float] | None,
+) -> np.ndarray:
     kind = _FORMATS.get(_suffix(image_url))
     data = read_bytes(image_url, options)
     with reading(url, RejectReason.CORRUPT_FILE, f"{where} to be an image"):
@@ -135,11 +146,16 @@ def _read_image(image_url: str, url: str, where: str, options: StorageOptions | 
         raise OCTReadError(url, RejectReason.WRONG_KIND, f"{where}: {kind}, as its name says", image.format)
     if frames != 1:
         raise OCTReadError(url, RejectReason.FRAME_COUNT_MISMATCH, f"{where}: one image", frames)
-    return pixels_of(image, url, where)
+    return pixels_of(image, url, where, columns)
 
 
-def pixels_of(image: Image.Image, url: str, where: str) -> np.ndarray:
-    """Stored values [H, W], uint8, uint16, int32 or float32; raises OCTReadError for colour and more."""
+def pixels_of(
+    image: Image.Image, url: str, where: str, columns: tuple[float, float] | None = None
+) -> np.ndarray:
+    """Stored values [H, W], uint8, uint16, int32 or float32; raises OCTReadError for colour and more.
+
+    `columns`: the share of the width that is looked at, from and to.
+    """
     tags = image.tag_v2 if isinstance(image, TiffImagePlugin.TiffImageFile) else {}
     limits = {
         f"up to {MAX_PIXELS} pixels": image.width * image.height <= MAX_PIXELS,
@@ -153,6 +169,9 @@ def pixels_of(image: Image.Image, url: str, where: str) -> np.ndarray:
         actual = f"another image ({image.width} x {image.height}, {image.mode}) in {where}"
         raise OCTReadError(url, RejectReason.UNSUPPORTED_PIXELS, expected, actual)
     with reading(url, RejectReason.CORRUPT_PIXEL_DATA, f"{where} to decode"):
+        if columns is not None:
+            first, last = (round(share * image.width) for share in columns)
+            image = image.crop((first, 0, last, image.height))
         if image.mode in _MODES:
             return np.asarray(image).astype(_MODES[image.mode], copy=False)
         colours = np.asarray(image.convert("RGB"))

@@ -20,7 +20,14 @@ import nibabel as nib
 import numpy as np
 
 from data_setup.readers.faults import OCTReadError, RejectReason
-from data_setup.readers.sidecar import MAX_VOLUME_BYTES, Sidecar, checked_frames, make_header, reading
+from data_setup.readers.sidecar import (
+    MAX_VOLUME_BYTES,
+    Sidecar,
+    array_axes,
+    checked_frames,
+    make_header,
+    reading,
+)
 
 _NIFTI1, _NIFTI2 = 348, 540
 _MM = {"mm": 1.0, "micron": 1e-3, "meter": 1e3}
@@ -168,9 +175,7 @@ def _axes(hdr: Any, sidecar: Sidecar, url: str) -> tuple[list[int], list[int], b
         expected = "an sform of axes at right angles, by 1 degree; or axes and spacing_mm in the YAML"
         raise OCTReadError(url, RejectReason.UNKNOWN_AXES, expected, "a sheared one")
     if sidecar.axes is not None:
-        names = [axis.removeprefix("-") for axis in sidecar.axes]
-        order = [names.index(name) for name in "DHW"]
-        return order, [-1 if sidecar.axes[i].startswith("-") else 1 for i in order[1:]], False, "sidecar"
+        return *array_axes(sidecar, "the axes of a NIfTI file", url), False, "sidecar"
     orientations = [_orientation(form) for form in forms]
     if not forms or orientations[0] is None or any(o != orientations[0] for o in orientations):
         expected = (

@@ -1,7 +1,7 @@
 """A manifest record of any kind of file as a header and frames: choose the reader here.
 
-In: a `Record` whose path ends in .nii, .nii.gz, .tif, .tiff or .xml, or is a folder; every other path is a
-DICOM file. Out: `open_record` gives an `OCTHeader` and uint8 frames [H, W] in file order, as `open_volume` of
+In: a `Record` whose path has an ending of _SUFFIXES, or is a folder; every other path is a DICOM file. Out:
+`open_record` gives an `OCTHeader` and uint8 frames [H, W] in file order, as `open_volume` of
 data_setup/readers/dicom.py does; `source_stat` the size and version of all files that the volume is read
 from. A kind that cannot be opened is a reject with its name and version. docs/guides/importers.md: what each
 needs.
@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import re
 import struct
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import PurePosixPath
@@ -22,12 +22,12 @@ import numpy as np
 
 from data_setup.manifest import Record
 from data_setup.protocols import BY_NAME, DEVICES
-from data_setup.readers import dicom, heidelberg, images, nifti
+from data_setup.readers import arrays, dicom, heidelberg, images, metaimage, nifti
 from data_setup.readers.dead_ends import explained
 from data_setup.readers.dicom import OCTHeader, open_file
 from data_setup.readers.faults import OCTReadError, RejectReason, named_faults
 from data_setup.readers.pixels import BoundedFile
-from data_setup.readers.sidecar import Sidecar, read_sidecars, sidecar_urls
+from data_setup.readers.sidecar import Sidecar, parse_sidecar, read_sidecars, sidecar_urls
 from data_setup.tables import D_ORDERS
 from utils import storage
 from utils.config.schema import StorageOptions
@@ -51,19 +51,24 @@ _SUFFIXES = {
     ".mhd": "MetaImage",
     ".mha": "MetaImage",
     ".npy": "NumPy",
+    ".npz": "NumPy",
     ".png": "a single image",
     ".bmp": "a single image",
     ".jpg": "a single image",
     ".jpeg": "a single image",
 }
 _ADVICE = {  # kinds that are not looked into: what a user can do
-    **dict.fromkeys(
-        ("MATLAB", "MetaImage", "NumPy"), "a kind that can be opened: write it as NIfTI (.nii.gz)"
-    ),
     "a single image": "a folder of B-scan images: name the folder in the manifest",
 }
 _CLOSED = ("Heidelberg E2E", "Heidelberg VOL", "Topcon FDA", "Topcon FDS", "Zeiss IMG")
 _OPENABLE = "a kind that can be opened: export it as DICOM or XML from the maker's software"
+_READERS: dict[str, Callable[[IO[bytes], str, Sidecar, StorageOptions | None], Iterator[Any]]] = {
+    "NIfTI": lambda file, url, sidecar, options: nifti.read(file, url, sidecar),
+    "TIFF": lambda file, url, sidecar, options: images.read_tiff(file, url, sidecar),
+    "MATLAB": lambda file, url, sidecar, options: arrays.read(file, url, sidecar),
+    "NumPy": lambda file, url, sidecar, options: arrays.read(file, url, sidecar),
+    "MetaImage": metaimage.read,
+}
 _HEAD_BYTES = 1024
 _SPACING = 0.01  # relative: the manifest's and the file's
 PEEK_BYTES = 2**16  # of one request; the header of some hundred frames
@@ -130,13 +135,13 @@ def _volume(
         if kind == "Heidelberg XML":
             yield from heidelberg.read_xml(url, options)
         else:
-            read = {"NIfTI": nifti.read, "TIFF": images.read_tiff}[kind]
-            yield from read(opened, url, _sidecar(record, False, options))
+            yield from _READERS[kind](opened, url, _sidecar(record, False, options), options)
 
 
 def _sidecar(record: Record, is_folder: bool, options: StorageOptions | None) -> Sidecar:
     """The YAML of a record, and beneath it the columns of its row; raises OCTReadError."""
-    sidecar = read_sidecars(sidecar_urls(record.url, record.path, is_folder), options)
+    row = parse_sidecar(record.volume_yaml.encode(), record.url) if record.volume_yaml else Sidecar()
+    sidecar = read_sidecars(sidecar_urls(record.url, record.path, is_folder), options, row)
     if None not in (sidecar.files, record.files) and sidecar.files != record.files:
         expected = "files of the YAML as in the manifest"
         raise OCTReadError(record.url, RejectReason.HEADER_MISMATCH, expected, "another pattern")
@@ -155,10 +160,14 @@ def source_stat(record: Record, options: StorageOptions | None = None) -> Object
             urls += heidelberg.image_urls(url, options)
     elif kind != "DICOM":
         urls += sidecar_urls(url, record.path, False)
+        if kind == "MetaImage":
+            with suppress(OCTReadError), open_file(url, options) as file:
+                urls.append(metaimage.data_url(url, metaimage.read_header(file, url)))
     first = storage.stat(urls[0], options)
     others = in_threads(lambda u: _stat_or_none(u, options), urls[1:])
     stats = [(u, s) for u, s in zip(urls, [first, *others], strict=True) if s is not None]
-    facts = [record.spacing_mm, record.d_order, record.files]  # of the row: other ones are another volume
+    facts: list[Any] = [record.spacing_mm, record.d_order, record.files]  # others are another volume
+    facts += [record.volume_yaml] if record.volume_yaml else []  # a row without it stays what it was
     if len(stats) == 1 and facts == [None] * 3:
         return first
     lines = "".join(f"{u.rpartition('/')[2]}\t{s.size}\t{s.etag_or_mtime}\n" for u, s in stats)
@@ -175,6 +184,12 @@ def identify(head: bytes) -> tuple[str | None, str]:
         return "TIFF", ""
     if head[:2] == b"\x1f\x8b":
         return "gzip", ""
+    if re.match(rb"MATLAB [57]\.\d MAT-file", head) or head[:8] == arrays.HDF5_MARK:
+        return "MATLAB", ""
+    if head[:4] == b"PK\x03\x04" or head[:6] == b"\x93NUMPY":
+        return "NumPy", ""
+    if re.match(rb"\s*(ObjectType|ObjectSubType|Comment|NDims)\s*=", head):
+        return "MetaImage", ""
     if head[344:348] in (b"n+1\0", b"ni1\0") or head[4:8] in (b"n+2\0", b"ni2\0"):
         return "NIfTI", ""
     if head[:4] == b"CMDb" and len(head) >= 16:

@@ -11,6 +11,7 @@ import difflib
 import math
 import re
 import warnings
+import zipfile
 import zlib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -22,6 +23,7 @@ import yaml
 from nibabel.spatialimages import HeaderDataError
 from nibabel.wrapstruct import WrapStructError
 from PIL import Image
+from scipy.io.matlab import MatReadError
 from tifffile import TiffFileError
 
 from data_setup.readers.dicom import OCTHeader, grey_frames
@@ -40,6 +42,8 @@ _LIBRARY_ERRORS = (
     yaml.YAMLError,
     HeaderDataError,
     WrapStructError,
+    MatReadError,
+    zipfile.BadZipFile,
     TiffFileError,  # no ValueError in older versions
     Image.DecompressionBombError,
     Image.DecompressionBombWarning,
@@ -55,12 +59,15 @@ class Sidecar:
     laterality: str | None = None  # L | R
     device: str | None = None
     protocol: str | None = None
-    axes: tuple[str, str, str] | None = None  # NIfTI: D, H, W in array order; -H, -W: the other way round
+    # NIfTI, MetaImage, MATLAB, NumPy: D, H, W in array order; -H, -W: the other way round
+    axes: tuple[str, str, str] | None = None
     d_order: str | None = None  # superior_to_inferior | inferior_to_superior | unknown
     bits_stored: int | None = None  # of unsigned integers; 12 bits in 16, say
     value_range: tuple[float, float] | None = None  # values of black and white, for signed and float data
     num_frames: int | None = None  # the number of B-scans that has to be there
     files: str | None = None  # folder: pattern of the B-scan images, "oct_*.png"
+    array: str | None = None  # MATLAB, NumPy: the name of the volume's array
+    columns: tuple[float, float] | None = None  # folder: share of an image's width that is the B-scan
     listed_spacing_mm: Triple | None = None  # the manifest's, no key: where neither YAML nor file has one
 
 
@@ -99,6 +106,11 @@ _RULES = {
     "value_range": ("[black, white], black below white", lambda v: _are_numbers(v, 2) and v[0] < v[1]),
     "num_frames": ("2 or more", lambda v: _is_whole(v, 2)),
     "files": ("a pattern such as oct_*.png", _is_text),
+    "array": ("a name", _is_text),
+    "columns": (
+        "[from, to] in shares of the width, 0 to 1",
+        lambda v: _are_numbers(v, 2) and 0 <= v[0] < v[1] <= 1,
+    ),
 }
 assert [*_RULES, "listed_spacing_mm"] == [f.name for f in fields(Sidecar)]
 
@@ -118,9 +130,10 @@ def sidecar_urls(url: str, path: str, is_folder: bool) -> list[str]:
     return list(dict.fromkeys(urls))
 
 
-def read_sidecars(urls: Iterable[str], options: StorageOptions | None) -> Sidecar:
-    """What the YAML at these URLs say, of each key the first; raises OCTReadError bad_sidecar."""
-    every = [read_sidecar(url, options) for url in urls]
+def read_sidecars(urls: Iterable[str], options: StorageOptions | None, *beneath: Sidecar) -> Sidecar:
+    """What the YAML at these URLs say and those `beneath`, of each key the first; raises OCTReadError
+    bad_sidecar."""
+    every = [*(read_sidecar(url, options) for url in urls), *beneath]
     names = [f.name for f in fields(Sidecar)]
     return Sidecar(**{n: next((v for s in every if (v := getattr(s, n)) is not None), None) for n in names})
 
@@ -131,6 +144,11 @@ def read_sidecar(url: str, options: StorageOptions | None) -> Sidecar:
         data = read_bytes(url, options)
     except StorageNotFoundError:
         return Sidecar()
+    return parse_sidecar(data, url)
+
+
+def parse_sidecar(data: bytes, url: str) -> Sidecar:
+    """The keys of a YAML, of a file or of a row's cell; `url` is for the error, bad_sidecar."""
     if len(data) > MAX_SIDECAR_BYTES:
         raise OCTReadError(url, RejectReason.BAD_SIDECAR, f"at most {MAX_SIDECAR_BYTES} bytes", len(data))
     with reading(url, RejectReason.BAD_SIDECAR, "YAML of `key: value` lines"):
@@ -149,6 +167,16 @@ def read_sidecar(url: str, options: StorageOptions | None) -> Sidecar:
     if "laterality" in parts:
         parts["laterality"] = SIDES[parts["laterality"].strip().lower()]
     return Sidecar(**parts)
+
+
+def array_axes(sidecar: Sidecar, what: str, url: str) -> tuple[list[int], list[int]]:
+    """(array axes of D, H, W; steps of H and W: 1 or -1) by the YAML's `axes`; raises OCTReadError."""
+    if sidecar.axes is None:
+        expected = f"axes: [W, H, D] or so in the YAML, for {what}"
+        raise OCTReadError(url, RejectReason.UNKNOWN_AXES, expected, "none")
+    names = [axis.removeprefix("-") for axis in sidecar.axes]
+    order = [names.index(name) for name in "DHW"]
+    return order, [-1 if sidecar.axes[i].startswith("-") else 1 for i in order[1:]]
 
 
 @contextmanager

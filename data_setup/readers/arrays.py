@@ -1,0 +1,164 @@
+"""MATLAB (.mat, version 5 to 7.2 and 7.3) and NumPy (.npz, .npy) as an OCT volume.
+
+The YAML, or the row's volume_yaml, says which array it is (`array`, where the file has several of three axes)
+and what its axes are (`axes`, in the order of MATLAB's size() or NumPy's shape). Neither file has a spacing.
+Nothing in a file is run: no pickles, no MATLAB objects.
+"""
+
+from __future__ import annotations
+
+import math
+import zipfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import IO, Any
+
+import numpy as np
+from scipy.io import loadmat, whosmat
+
+from data_setup.readers.faults import OCTReadError, RejectReason
+from data_setup.readers.sidecar import (
+    MAX_VOLUME_BYTES,
+    Sidecar,
+    array_axes,
+    checked_frames,
+    make_header,
+    reading,
+)
+
+HDF5_MARK = b"\x89HDF\r\n\x1a\n"
+_CLASSES = {
+    "double": "f8",
+    "single": "f4",
+    "logical": "u1",
+    **{f"{u}int{8 * n}": f"{u or 'i'}{n}" for u in ("u", "") for n in (1, 2, 4, 8)},
+}
+_HEADERS = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
+
+
+@dataclass(frozen=True)
+class Stored:
+    """An array in a file, before it is read."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+
+
+def read(file: IO[bytes], url: str, sidecar: Sidecar) -> Iterator[Any]:
+    """The header, then uint8 frames [H, W] in the order of the array's D axis; raises OCTReadError."""
+    name, stored = _choose(list_arrays(file, url), sidecar, url)
+    order, steps = array_axes(sidecar, "the axes of an array", url)
+    frames, rows, columns = (stored.shape[i] for i in order)
+    spacing = (None, "an array without a spacing")
+    header = make_header(url, "array", (frames, rows, columns), stored.dtype, spacing, sidecar)
+    yield header
+    array = load_array(file, url, name).transpose(order)[:, :: steps[0], :: steps[1]]
+    yield from checked_frames((np.ascontiguousarray(frame) for frame in array), header)
+
+
+def list_arrays(file: IO[bytes], url: str) -> dict[str, Stored]:
+    """The numeric arrays of a file, by name ("" of an .npy), without their values; raises OCTReadError."""
+    with reading(url, RejectReason.CORRUPT_FILE, "a .mat, .npz or .npy file"):
+        head = _head(file)
+        if head[:6] == b"\x93NUMPY":
+            return {"": _npy_header(file)}
+        if head[:4] == b"PK\x03\x04":
+            return _npz_headers(file)
+        if _is_hdf5(head):
+            with _open_hdf5(file, url) as opened:
+                sets = {n: d for n, d in opened.items() if hasattr(d, "dtype") and d.dtype.kind in "uif"}
+                return {n: Stored(tuple(d.shape[::-1]), d.dtype.newbyteorder("=")) for n, d in sets.items()}
+        listed = whosmat(file)
+        return {
+            name: Stored(tuple(int(n) for n in shape), np.dtype(_CLASSES[kind]))
+            for name, shape, kind in listed
+            if kind in _CLASSES
+        }
+
+
+def load_array(file: IO[bytes], url: str, name: str) -> np.ndarray:
+    """One array of the file, its axes as MATLAB's size() or NumPy's shape has them; raises OCTReadError."""
+    arrays = list_arrays(file, url)
+    if name not in arrays:
+        raise OCTReadError(url, RejectReason.UNKNOWN_AXES, f"an array {name}", _words(arrays))
+    stored = arrays[name]
+    length = math.prod(stored.shape) * stored.dtype.itemsize
+    if length > MAX_VOLUME_BYTES:
+        expected = f"up to {MAX_VOLUME_BYTES} bytes of voxels"
+        raise OCTReadError(url, RejectReason.HEADER_MISMATCH, expected, length)
+    with reading(url, RejectReason.TRUNCATED_PIXEL_DATA, f"{length} bytes of the array"):
+        head = _head(file)
+        if head[:6] == b"\x93NUMPY":
+            return _native(np.lib.format.read_array(file, allow_pickle=False))
+        if head[:4] == b"PK\x03\x04":
+            with zipfile.ZipFile(file) as archive, archive.open(f"{name}.npy") as member:
+                return _native(np.lib.format.read_array(member, allow_pickle=False))
+        if _is_hdf5(head):
+            with _open_hdf5(file, url) as opened:
+                return _native(np.asarray(opened[name]).T)
+        # mat_dtype: of the array's class; the file keeps whole numbers of a double in fewer bytes
+        return _native(loadmat(file, variable_names=[name], mat_dtype=True)[name])
+
+
+def _choose(arrays: dict[str, Stored], sidecar: Sidecar, url: str) -> tuple[str, Stored]:
+    """The array that the YAML names, or the only one of three axes."""
+    volumes = {name: a for name, a in arrays.items() if len(a.shape) == 3 and min(a.shape) > 0}
+    if sidecar.array is not None:
+        volumes = {name: a for name, a in volumes.items() if name == sidecar.array}
+    if len(volumes) != 1:
+        wanted = "array: NAME in the YAML, of an array" if sidecar.array is None else f"{sidecar.array},"
+        expected = f"{wanted} of three axes and of numbers"
+        raise OCTReadError(url, RejectReason.NOT_A_VOLUME, expected, _words(arrays))
+    return next(iter(volumes.items()))
+
+
+def _words(arrays: dict[str, Stored]) -> str:
+    words = [f"{name[:40]} {' x '.join(map(str, a.shape))}" for name, a in sorted(arrays.items())]
+    return ", ".join(words[:6]) or "no array of numbers"
+
+
+def _head(file: IO[bytes]) -> bytes:
+    file.seek(0)
+    head = file.read(1024)
+    file.seek(0)
+    return head
+
+
+def _is_hdf5(head: bytes) -> bool:
+    return HDF5_MARK in (head[:8], head[512:520])
+
+
+def _open_hdf5(file: IO[bytes], url: str) -> Any:
+    try:
+        import h5py
+    except ImportError:
+        expected, actual = "h5py, which reads MATLAB 7.3: pip install h5py", "no h5py"
+        raise OCTReadError(url, RejectReason.MISSING_CODEC, expected, actual) from None
+    return h5py.File(file, "r")
+
+
+def _npy_header(file: IO[bytes]) -> Stored:
+    version = np.lib.format.read_magic(file)
+    if version not in _HEADERS:
+        raise ValueError("another version of .npy")
+    shape, _, dtype = _HEADERS[version](file)
+    if dtype.kind not in "uif":
+        raise ValueError("an .npy file of no numbers")
+    return Stored(shape, dtype.newbyteorder("="))
+
+
+def _npz_headers(file: IO[bytes]) -> dict[str, Stored]:
+    arrays = {}
+    with zipfile.ZipFile(file) as archive:
+        for member in (m for m in archive.namelist() if m.endswith(".npy")):
+            with archive.open(member) as opened:
+                version = np.lib.format.read_magic(opened)
+                if version in _HEADERS:
+                    shape, _, dtype = _HEADERS[version](opened)
+                    if dtype.kind in "uif":
+                        arrays[member.removesuffix(".npy")] = Stored(shape, dtype.newbyteorder("="))
+    return arrays
+
+
+def _native(array: np.ndarray) -> np.ndarray:
+    return array.astype(array.dtype.newbyteorder("="), copy=False)

@@ -1,0 +1,185 @@
+"""MATLAB, NumPy and MetaImage: the same voxels as other libraries write them, and damaged files."""
+
+from __future__ import annotations
+
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import pytest
+import SimpleITK
+from scipy.io import savemat
+
+from data_setup.manifest import Record
+from data_setup.readers.dicom import OCTHeader
+from data_setup.readers.faults import OCTReadError, RejectReason
+from data_setup.readers.open_record import open_record, peek_record, source_stat
+from tests.support.dicom_factory import speckle
+from tests.support.import_factory import write_images
+from utils.config.schema import StorageOptions
+
+SPACING = (0.12, 0.0026, 0.03)
+VOXELS = speckle(6, 20, 16)  # [D, H, W]
+
+
+def record(path: Path, yaml: str = "", **more: Any) -> Record:
+    facts: dict[str, Any] = dict.fromkeys(("shape", "study_group", "clinical_site", "age"))
+    facts |= {"person_id": "1", "device": "d", "protocol": "p", "region": "r", "laterality": "unknown"}
+    facts |= {"sop_instance_uid": "", "split": "train", "spacing_mm": SPACING}
+    return Record(path=path.name, url=str(path), volume_yaml=yaml or None, **facts | more)
+
+
+def read(path: Path, yaml: str = "", **more: Any) -> tuple[OCTHeader, np.ndarray]:
+    row = record(path, yaml, **more)
+    header, frames = open_record(row, StorageOptions())
+    peeked = peek_record(row, path.stat().st_size if path.is_file() else 0, StorageOptions())
+    assert peeked.shape == header.shape
+    return header, np.stack(list(frames))
+
+
+def reject(path: Path, yaml: str = "", **more: Any) -> OCTReadError:
+    with pytest.raises(OCTReadError) as error:
+        read(path, yaml, **more)
+    return error.value
+
+
+def write_mat73(path: Path, name: str, array: np.ndarray) -> Path:
+    """As MATLAB does: a text of 512 bytes first, and the axes in reverse order."""
+    with h5py.File(path, "w", userblock_size=512) as file:
+        file[name] = array.T
+    data = path.read_bytes()
+    path.write_bytes(b"MATLAB 7.3 MAT-file, Platform: GLNXA64".ljust(512) + data[512:])
+    return path
+
+
+@pytest.mark.parametrize("kind", ["v5", "v5_compressed", "v5_double", "v7.3", "npz", "npy"])
+def test_arrays_open_with_their_axes(tmp_path: Path, kind: str) -> None:
+    array = VOXELS.transpose(1, 2, 0)  # [H, W, D], as Duke has them
+    path, yaml = tmp_path / "eye.mat", "{axes: [H, W, D], array: images}"
+    if kind == "v7.3":
+        write_mat73(path, "images", array)
+    elif kind == "npz":
+        path = tmp_path / "eye.npz"
+        np.savez_compressed(path, images=array, other=array)
+    elif kind == "npy":
+        path, yaml = tmp_path / "eye.npy", "{axes: [H, W, D]}"
+        np.save(path, array)
+    else:
+        values = array.astype(float) if kind == "v5_double" else array
+        savemat(path, {"images": values, "other": array, "Age": 61}, do_compression=kind == "v5_compressed")
+        yaml = "{axes: [H, W, D], array: images, value_range: [0, 255]}"
+    header, voxels = read(path, yaml)
+    np.testing.assert_array_equal(voxels, VOXELS)
+    assert (header.spacing_mm, header.spacing_source) == (SPACING, "manifest")
+
+
+def test_axes_may_grow_the_other_way(tmp_path: Path) -> None:
+    np.save(tmp_path / "eye.npy", VOXELS[:, ::-1])
+    np.testing.assert_array_equal(read(tmp_path / "eye.npy", "{axes: [D, -H, W]}")[1], VOXELS)
+
+
+def test_nothing_is_guessed_of_an_array(tmp_path: Path) -> None:
+    path = tmp_path / "eye.mat"
+    savemat(path, {"images": VOXELS, "fluid": VOXELS, "Age": 61})
+    error = reject(path, "{axes: [D, H, W]}")
+    assert error.reason == RejectReason.NOT_A_VOLUME
+    assert "array: NAME" in error.detail
+    assert "fluid 6 x 20 x 16, images 6 x 20 x 16" in error.detail
+    assert reject(path, "{array: images}").reason == RejectReason.UNKNOWN_AXES
+    assert reject(path, "{array: absent, axes: [D, H, W]}").reason == RejectReason.NOT_A_VOLUME
+    yaml = "{array: images, axes: [D, H, W]}"
+    assert reject(path, yaml, spacing_mm=None).reason == RejectReason.MISSING_SPACING
+    assert reject(path, "{arrray: images}").reason == RejectReason.BAD_SIDECAR
+    savemat(path, {"images": VOXELS.astype(float)})
+    assert reject(path, "{axes: [D, H, W]}").reason == RejectReason.UNSUPPORTED_PIXELS  # no value_range
+
+
+@pytest.mark.parametrize("name", ["eye.mat", "eye73.mat", "eye.npz", "eye.npy", "eye.mha"])
+def test_cut_files_are_rejects(tmp_path: Path, name: str) -> None:
+    """At every eighth of the file; never the error of a library, never a volume."""
+    path = tmp_path / name
+    if name == "eye.mat":
+        savemat(path, {"images": VOXELS}, do_compression=True)
+    elif name == "eye73.mat":
+        write_mat73(path, "images", VOXELS)
+    elif name == "eye.npz":
+        np.savez_compressed(path, images=VOXELS)
+    elif name == "eye.npy":
+        np.save(path, VOXELS)
+    else:
+        SimpleITK.WriteImage(SimpleITK.GetImageFromArray(VOXELS), str(path), useCompression=True)
+    data = path.read_bytes()
+    for eighth in range(8):
+        path.write_bytes(data[: len(data) * eighth // 8])
+        assert reject(path, "{axes: [D, H, W], spacing_mm: [0.12, 0.0026, 0.03]}").reason in (
+            RejectReason.CORRUPT_FILE,
+            RejectReason.TRUNCATED_PIXEL_DATA,
+            RejectReason.WRONG_KIND,
+            RejectReason.NOT_A_VOLUME,
+        )
+
+
+def test_an_npz_that_claims_too_much_is_not_read(tmp_path: Path) -> None:
+    """A member's header says more than its bytes, and objects are never unpickled."""
+    path = tmp_path / "eye.npz"
+    with zipfile.ZipFile(path, "w") as archive, archive.open("images.npy", "w") as member:
+        header = {"descr": "|u1", "fortran_order": False, "shape": (2**13, 2**13, 2**13)}
+        np.lib.format.write_array_header_1_0(member, header)
+    error = reject(path, "{axes: [D, H, W]}")
+    assert (error.reason, str(2**39) in error.detail) == (RejectReason.HEADER_MISMATCH, True)
+    np.savez(path, images=np.array([[[{}]]], dtype=object))
+    assert reject(path, "{axes: [D, H, W]}").reason == RejectReason.NOT_A_VOLUME
+
+
+@pytest.mark.parametrize("name", ["eye.mhd", "eye.mha"])
+@pytest.mark.parametrize("is_compressed", [False, True])
+@pytest.mark.parametrize("dtype", ["uint8", "uint16"])
+def test_metaimage_as_itk_writes_it(tmp_path: Path, name: str, is_compressed: bool, dtype: str) -> None:
+    values = VOXELS.astype(dtype) * (257 if dtype == "uint16" else 1)
+    image = SimpleITK.GetImageFromArray(values)
+    image.SetSpacing(SPACING[::-1])
+    SimpleITK.WriteImage(image, str(tmp_path / name), useCompression=is_compressed)
+    header, voxels = read(tmp_path / name, "{axes: [W, H, D]}", spacing_mm=None)
+    np.testing.assert_array_equal(voxels, VOXELS)
+    np.testing.assert_allclose(header.spacing_mm, SPACING)
+    assert header.spacing_source == "metaimage_header"
+    assert reject(tmp_path / name).reason == RejectReason.UNKNOWN_AXES
+
+
+def test_metaimage_of_another_folder_is_not_opened(tmp_path: Path) -> None:
+    head = "NDims = 3\nDimSize = 16 20 6\nElementType = MET_UCHAR\nElementDataFile = "
+    for name in ("../eye.raw", "/etc/passwd", "LIST", ".hidden", "https://host/eye.raw"):
+        (tmp_path / "eye.mhd").write_text(f"{head}{name}\n")
+        assert reject(tmp_path / "eye.mhd", "{axes: [W, H, D]}").reason == RejectReason.UNSUPPORTED_FORMAT
+    (tmp_path / "eye.mhd").write_text(f"{head}eye.raw\n")
+    assert reject(tmp_path / "eye.mhd", "{axes: [W, H, D]}").reason == RejectReason.MISSING_FILE
+
+
+def test_a_changed_raw_file_or_row_is_another_source(tmp_path: Path) -> None:
+    path = tmp_path / "eye.mhd"
+    SimpleITK.WriteImage(SimpleITK.GetImageFromArray(VOXELS), str(path))
+    row = record(path, "{axes: [W, H, D]}")
+    first = source_stat(row, StorageOptions())
+    assert first == source_stat(row, StorageOptions())
+    assert first != source_stat(record(path, "{axes: [-W, H, D]}"), StorageOptions())
+    (tmp_path / "eye.raw").write_bytes(bytes(VOXELS.size + 1))
+    assert first != source_stat(row, StorageOptions())
+
+
+def test_a_share_of_the_width_is_the_bscan(tmp_path: Path) -> None:
+    """OIMHS has the mask beside the image, in colour."""
+    pairs = np.zeros((6, 20, 32, 3), np.uint8)
+    pairs[:, :, :16] = VOXELS[..., None]
+    pairs[:, :, 16:] = (255, 0, 0)
+    write_images(tmp_path / "eye", pairs)
+    np.testing.assert_array_equal(read(tmp_path / "eye", "{columns: [0, 0.5]}")[1], VOXELS)
+    assert reject(tmp_path / "eye").reason == RejectReason.UNSUPPORTED_PIXELS
+    assert reject(tmp_path / "eye", "{columns: [0.5, 0.5]}").reason == RejectReason.BAD_SIDECAR
+
+
+def test_a_yaml_file_goes_before_the_rows(tmp_path: Path) -> None:
+    np.save(tmp_path / "eye.npy", VOXELS)
+    (tmp_path / "eye.yaml").write_text("axes: [D, H, W]\n")
+    np.testing.assert_array_equal(read(tmp_path / "eye.npy", "{axes: [W, H, D]}")[1], VOXELS)

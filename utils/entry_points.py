@@ -42,6 +42,10 @@ def phantom() -> None:
     _run("data_setup.phantom")
 
 
+def plug() -> None:
+    _run("data_setup.plug")
+
+
 def predict() -> None:
     _run("finetuning.predict")
 

@@ -1,0 +1,67 @@
+"""Read the tables and arrays that public sets keep beside their images.
+
+In: a tree and a path. Out: rows of text, or arrays in the order that the manifest's volumes have.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+
+import numpy as np
+import pandas as pd
+
+from data_setup.plug.facts import Tree
+from data_setup.readers import arrays
+from data_setup.readers.dicom import open_file
+from data_setup.readers.faults import OCTReadError, RejectReason
+from data_setup.readers.metaimage import read_header, read_voxels
+from utils.errors import UserError
+
+
+def sheet(tree: Tree, path: str, required: Sequence[str]) -> list[dict[str, str]]:
+    """The rows of a .csv or the first sheet of an .xlsx as text; raises UserError, StorageError."""
+    url, data = tree.url(path), io.BytesIO(tree.read(path))
+    try:
+        read = pd.read_csv if path.lower().endswith(".csv") else pd.read_excel
+        table = read(data, dtype=str, keep_default_na=False)
+    except ImportError as error:
+        raise UserError(
+            f"{url}: expected openpyxl, which reads it (pip install openpyxl), found none"
+        ) from error
+    except (ValueError, KeyError, OSError) as error:
+        raise UserError(f"{url}: expected a table, found {type(error).__name__}") from error
+    table.columns = [str(name).strip() for name in table.columns]
+    for name in required:
+        if name not in table.columns:
+            raise UserError(f"{url}: expected a column {name!r}, found {', '.join(table.columns)}")
+    return [{str(k): str(v).strip() for k, v in row.items()} for row in table.to_dict("records")]
+
+
+def array(tree: Tree, path: str, name: str) -> np.ndarray:
+    """An array of a .mat or .npz, axes as MATLAB or NumPy has them; raises OCTReadError, StorageError."""
+    with open_file(tree.url(path), tree.options) as file:
+        return arrays.load_array(file, tree.url(path), name)
+
+
+def names_of_arrays(tree: Tree, path: str) -> list[str]:
+    """The arrays of numbers in a .mat or .npz; raises OCTReadError, StorageError."""
+    with open_file(tree.url(path), tree.options) as file:
+        return list(arrays.list_arrays(file, tree.url(path)))
+
+
+def metaimage(tree: Tree, path: str) -> np.ndarray:
+    """A MetaImage of x = W, y = H, z = D as [D, H, W]; raises OCTReadError, StorageError."""
+    url = tree.url(path)
+    with open_file(url, tree.options) as file:
+        return read_voxels(file, url, read_header(file, url), tree.options).transpose(2, 1, 0)
+
+
+def checked(values: np.ndarray, shape: tuple[int, ...], url: str) -> np.ndarray:
+    """The same array; raises OCTReadError where its shape is not that of the scan."""
+    if values.shape != shape:
+        expected = f"labels of {' x '.join(map(str, shape))}, as the scan"
+        raise OCTReadError(
+            url, RejectReason.FRAME_SIZE_MISMATCH, expected, " x ".join(map(str, values.shape))
+        )
+    return values

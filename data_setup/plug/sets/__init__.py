@@ -1,0 +1,22 @@
+"""One file a data set: what it is, how its tree is found, and an imitation of it.
+
+In: nothing. Out: PLUGS by name, in the order of `list`; and the sets of single images with the reason why
+they have no plug. retouch.py is the shortest one to read first.
+"""
+
+from __future__ import annotations
+
+from data_setup.plug.facts import Plug
+from data_setup.plug.sets import octa500, retouch
+
+_MODULES = (octa500, retouch)
+PLUGS: dict[str, Plug] = {module.PLUG.name: module.PLUG for module in _MODULES}
+_SINGLE = "single B-scans, chosen one by one; this model reads volumes, and no eye can be put together again"
+NO_VOLUMES = {
+    "kermany": f"Kermany 2018 (84,484 JPEG): {_SINGLE}",
+    "octdl": f"OCTDL (2,064 JPEG): {_SINGLE}",
+    "octid": f"OCTID (500 JPEG): one image an eye; {_SINGLE}",
+    "oct5k": f"OCT5k (1,672 images): {_SINGLE}",
+    "goals": f"GOALS (300 circle scans): {_SINGLE}",
+    "octmnist": f"OCTMNIST (109,309 small images of Kermany): {_SINGLE}",
+}

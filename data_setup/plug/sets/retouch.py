@@ -1,0 +1,91 @@
+"""RETOUCH: 112 macular volumes of three makers as MetaImage; those of training with fluid of three kinds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+from data_setup.plug import read
+from data_setup.plug.facts import Fact, Labels, Plug, Scan, Shape, Task, Tree
+from data_setup.plug.imitation import eye, write_mhd
+
+_DEVICES = {"cirrus": "zeiss_cirrus", "spectralis": "heidelberg_spectralis", "topcon": "topcon_3doct"}
+_FLUID = {1: "irf", 2: "srf", 3: "ped"}
+
+
+def _find(tree: Tree) -> list[Scan]:
+    scans = []
+    for match in tree.matches(r"(?i)(?:^|/)([^/]+)/oct\.mhd$"):
+        folder, maker = match.string.rpartition("/")[0], _maker(match.string)
+        reference = f"{folder}/reference.mhd"
+        scans.append(
+            Scan(
+                path=match.string,
+                person_id=match[1],
+                device=_DEVICES.get(maker, "unknown"),
+                protocol=f"retouch_{maker or 'unknown'}",
+                yaml={"axes": ["W", "H", "D"]},
+                labels=_labels(tree, reference) if reference in tree.sizes else None,
+            )
+        )
+    return scans
+
+
+def _maker(path: str) -> str:
+    """cirrus | spectralis | topcon, by the folders; empty where none names one."""
+    return next((maker for maker in _DEVICES if maker in path.lower()), "")
+
+
+def _labels(tree: Tree, path: str) -> Callable[[Shape], Labels]:
+    def load(shape: Shape) -> Labels:
+        values = read.checked(read.metaimage(tree, path), shape, tree.url(path))
+        facts = {name: str(int((values == value).any())) for value, name in _FLUID.items()}
+        return Labels(classes=values.astype(np.uint8), facts=facts)
+
+    return load
+
+
+def _imitate(root: Path) -> None:
+    for n in range(9):
+        maker = ("Cirrus", "Spectralis", "Topcon")[n % 3]
+        one = eye(("normal", "fluid", "drusen")[n // 3], n)
+        folder = root / f"RETOUCH-TrainingSet-{maker}" / f"TRAIN{n + 1:03d}"
+        is_wide = maker == "Spectralis"  # which comes in 16 bits
+        write_mhd(folder / "oct.mhd", one.voxels.astype(np.uint16) * 257 if is_wide else one.voxels)
+        reference = np.zeros_like(one.voxels)
+        names = ("intraretinal_fluid", "subretinal_fluid", "drusen")
+        for value, name in enumerate(names, start=1):
+            reference[one.lesions[name]] = value
+        write_mhd(folder / "reference.mhd", reference)
+
+
+PLUG = Plug(
+    name="retouch",
+    title="RETOUCH",
+    content=Fact("112 volumes (70 of training) of Cirrus, Spectralis and Topcon, AMD and RVO", "r"),
+    licence=Fact("data use agreement, research", "c"),
+    access=Fact("register at retouch.grand-challenge.org", "r"),
+    citation=Fact("Bogunovic et al., RETOUCH, IEEE Transactions on Medical Imaging 2019", "n/v"),
+    layout=Fact(
+        """\
+RETOUCH-TrainingSet-Cirrus/TRAIN001/oct.mhd, oct.raw, reference.mhd, reference.raw
+RETOUCH-TrainingSet-Spectralis/..., RETOUCH-TrainingSet-Topcon/...
+RETOUCH-TestSet-.../TEST001/oct.mhd, oct.raw          without reference; the folders name the maker""",
+        "+",
+    ),
+    spacing=Fact("ElementSpacing of each file", "+"),
+    orientation=Fact("x along the B-scan, y axial, z between B-scans; their order unknown", "+"),
+    labels=Fact("voxels of IRF, SRF and PED; from them which of the three an eye has", "+"),
+    splits=Fact("training and test folders; the test part has no labels, so none is taken over", "r"),
+    find=_find,
+    imitate=_imitate,
+    tasks=(
+        Task(
+            "configs/cls_linear_probe.yaml",
+            ("task.kind=multilabel", "task.label_columns=[irf,srf,ped]"),
+        ),
+    ),
+    label_classes=_FLUID,
+)

@@ -1,0 +1,238 @@
+"""data_setup/plug: every public set from an imitation in its own layout to a store, and one to a probe."""
+
+from __future__ import annotations
+
+import csv
+import shlex
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+
+from data_setup import prepare
+from data_setup.plug import cli, imitation, page
+from data_setup.plug.facts import MARKS, Fact, Plug
+from data_setup.plug.sets import NO_VOLUMES, PLUGS
+from data_setup.store.reader import PreparedStore
+from tests.support.pipeline_factory import ROOT, SMOKE
+from tests.support.task_configs import below
+from utils.cli import run_cli
+from utils.config.load import load_config
+from utils.errors import UserError
+
+SIZE = ",".join(map(str, imitation.SHAPE))
+GRID = [f"spatial.image_size=[{SIZE}]", "spatial.patch_size=[1,11,8]", "spatial.resample=resize"]
+PLACES = ("data.gcs_root", "data.manifest_path", "data.participants_path")
+FULL = ("content", "licence", "access", "citation", "layout", "spacing", "orientation", "labels", "splits")
+
+
+@dataclass(frozen=True)
+class World:
+    """An imitation with its tables and its store."""
+
+    plug: Plug
+    root: Path
+    tables: Path
+    store: PreparedStore
+
+    def rows(self, name: str) -> list[dict[str, str]]:
+        with (self.tables / name).open() as file:
+            return list(csv.DictReader(file, delimiter="\t"))
+
+    @property
+    def places(self) -> list[str]:
+        paths = (self.root, self.tables / "manifest.tsv", self.tables / "participants.tsv")
+        return [f"{key}={path}" for key, path in zip(PLACES, paths, strict=True)]
+
+
+@pytest.fixture(scope="module")
+def world_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], World]:
+    @cache
+    def make(name: str) -> World:
+        folder = tmp_path_factory.mktemp(name)
+        root, tables = folder / "set", folder / "tables"
+        assert cli.main(["imitate", name, str(root)]) == 0
+        before = sorted(root.rglob("*"))
+        assert cli.main(["index", name, str(root), "--out", str(tables)]) == 0
+        assert sorted(root.rglob("*")) == before  # the set itself is never written to
+        store = f"data.store={folder / 'store'}"
+        world = World(PLUGS[name], root, tables, None)  # type: ignore[arg-type]
+        words = ["--config", str(SMOKE), "--workers", "0", *world.places, store, *GRID]
+        assert prepare.main([*words, "data.max_reject_fraction=0"]) == 0
+        return World(PLUGS[name], root, tables, PreparedStore.open(str(folder / "store")))
+
+    return make
+
+
+def eyes() -> list[imitation.Eye]:
+    return [imitation.eye(kind, n) for kind in imitation.KINDS for n in range(12)]
+
+
+def eye_of(voxels: np.ndarray) -> imitation.Eye:
+    """The eye that these voxels are: exactly, or nearest for lossy images."""
+    distances = [np.abs(voxels.astype(int) - one.voxels).mean() for one in eyes()]
+    assert min(distances) < 2.0 < sorted(distances)[1]
+    return eyes()[int(np.argmin(distances))]
+
+
+@pytest.mark.parametrize("name", PLUGS)
+def test_an_imitation_becomes_a_store_with_its_labels(world_of: Callable[[str], World], name: str) -> None:
+    """Voxels, surfaces and lesions of store and label files are those of one eye: no axis is swapped."""
+    world = world_of(name)
+    size = sum(path.stat().st_size for path in world.root.rglob("*") if path.is_file())
+    assert 50_000 < size < 250_000
+    manifest = {row["filepath"]: row for row in world.rows("manifest.tsv")}
+    assert set(manifest) == set(world.store.index.path)
+    num_labelled = {"label_volume": 0, "label_surfaces": 0}
+    for row, path in world.store.index.path.items():
+        eye, cells = eye_of(world.store.read(row)), manifest[path]
+        for column in num_labelled:
+            if cells[column]:
+                num_labelled[column] += 1
+                with np.load(world.tables / cells[column]) as arrays:
+                    check_labels(world.plug, dict(arrays), eye, column)
+    assert bool(num_labelled["label_volume"]) == bool(world.plug.label_classes)
+    assert bool(num_labelled["label_surfaces"]) == bool(world.plug.surfaces)
+    classes_file = world.tables / "label_classes.yaml"
+    if world.plug.label_classes:
+        assert yaml.safe_load(classes_file.read_text()) == dict(world.plug.label_classes)
+    else:
+        assert not classes_file.exists()
+
+
+def check_labels(plug: Plug, arrays: dict[str, np.ndarray], eye: imitation.Eye, column: str) -> None:
+    if column == "label_surfaces":
+        surfaces = arrays["surfaces"]
+        assert surfaces.dtype == np.float32
+        assert arrays["names"].tolist() == list(plug.surfaces)
+        known = ~np.isnan(surfaces)
+        assert known.any(axis=(1, 2)).all()
+        truth = np.stack(list(eye.surfaces.values()))
+        order = []
+        for surface, is_known in zip(surfaces, known, strict=True):
+            differences = [np.abs(surface - one)[is_known].max() for one in truth]
+            assert min(differences) <= 0.51  # a set may keep whole rows
+            order.append(int(np.argmin([np.abs(surface - one)[is_known].mean() for one in truth])))
+        assert order == sorted(set(order))  # from the vitreous down, none twice
+    else:
+        labels = arrays["labels"]
+        assert (labels.dtype, labels.shape) == (np.dtype("u1"), imitation.SHAPE)
+        assert set(np.unique(labels)) <= {0, *plug.label_classes}
+        for value in set(np.unique(labels)) - {0}:
+            regions = {**eye.lesions, **imitation.layers(eye)}
+            assert any(
+                np.array_equal((labels == value) & region, labels == value) for region in regions.values()
+            )
+
+
+@pytest.mark.parametrize("name", PLUGS)
+def test_tasks_are_configurations_that_load(world_of: Callable[[str], World], name: str) -> None:
+    """The columns that they name are in the tables, with more than one value."""
+    world = world_of(name)
+    assert world.plug.tasks
+    for task in world.plug.tasks:
+        overrides = [text.replace("{out}", str(world.tables)) for text in task.overrides]
+        cfg = load_config(ROOT / task.config, [*world.places, *overrides], below(ROOT / task.config))
+        if cfg.task.kind in ("layers", "segmentation"):
+            continue
+        table = "participants.tsv" if cfg.task.labels_path is None else Path(cfg.task.labels_path).name
+        rows = world.rows(table)
+        for column in cfg.task.label_columns or [cfg.task.label_column]:
+            values = {row[column] for row in rows} - {""}
+            assert len(values) > 1, f"{column}: {values}"
+            if column == "study_group":
+                assert values <= set(world.plug.classes.values())
+
+
+@pytest.mark.parametrize("name", PLUGS)
+def test_a_plug_says_how_certain_it_is(name: str) -> None:
+    plug = PLUGS[name]
+    facts = [getattr(plug, field) for field in FULL]
+    assert all(isinstance(fact, Fact) and fact.mark in MARKS and fact.text for fact in facts)
+
+
+def test_check_counts_what_is_there(
+    world_of: Callable[[str], World], capsys: pytest.CaptureFixture[str]
+) -> None:
+    world = world_of("retouch")
+    capsys.readouterr()
+    assert cli.main(["check", "retouch", str(world.root)]) == 0
+    text = capsys.readouterr().out
+    assert "9 volumes of 9 people" in text
+    assert "zeiss_cirrus retouch_cirrus 3" in text
+    assert f"{' x '.join(map(str, imitation.SHAPE))} 9" in text
+
+
+def test_a_wrong_folder_is_answered_with_the_expected_tree(
+    world_of: Callable[[str], World], capsys: pytest.CaptureFixture[str]
+) -> None:
+    root = world_of("retouch").root
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as end:
+        run_cli(lambda: cli.main(["check", "octa500", str(root)]))
+    assert end.value.code == 2
+    answer = capsys.readouterr()
+    assert PLUGS["octa500"].layout.text in answer.out
+    (line,) = answer.err.splitlines()
+    assert "found no volume of it in 36 files (RETOUCH-" in line
+
+
+def test_sets_of_single_images_have_a_reason() -> None:
+    with pytest.raises(UserError, match="kermany: expected a set of volumes, found one of single B-scans"):
+        cli.main(["check", "kermany", "anywhere"])
+    with pytest.raises(UserError, match=r"found 'octa50' \(near octa500\)"):
+        cli.main(["list", "octa50"])
+    assert not set(NO_VOLUMES) & set(PLUGS)
+    text = "\n".join(page.overview())
+    assert all(f"{name} " in text for name in (*PLUGS, *NO_VOLUMES))
+
+
+def test_another_manifest_is_never_overwritten(world_of: Callable[[str], World], tmp_path: Path) -> None:
+    world = world_of("retouch")
+    command = ["index", "retouch", str(world.root), "--out", str(tmp_path)]
+    assert cli.main(command) == 0
+    assert cli.main(command) == 0  # the same again
+    path = tmp_path / "manifest.tsv"
+    edited = path.read_text().replace("unknown", "superior_to_inferior", 1)
+    path.write_text(edited)
+    with pytest.raises(UserError, match="found another: give --out DIR"):
+        cli.main(command)
+    assert path.read_text() == edited
+    with pytest.raises(UserError, match="expected an empty folder"):
+        cli.main(["imitate", "retouch", str(tmp_path)])
+
+
+def test_the_page_has_the_table_of_the_plugs() -> None:
+    assert page.markdown() in (ROOT / "docs" / "guides" / "public-data.md").read_text()
+
+
+@pytest.mark.slow
+def test_from_an_imitation_to_a_probe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The commands that index prints, but for the place of the store and the geometry."""
+    from finetuning import train
+    from tests.support.finetune_factory import save_checkpoint
+
+    root, tables, store = (tmp_path / name for name in ("set", "tables", "store"))
+    cli.main(["imitate", "octa500", str(root)])
+    cli.main(["index", "octa500", str(root), "--out", str(tables)])
+    printed = [line.split(": ", 1)[1] for line in capsys.readouterr().out.splitlines() if "python -m" in line]
+    commands = [
+        shlex.split(line.replace("data.store=STORE", f"data.store={store}")) for line in printed[-3:-1]
+    ]
+    grid = [
+        "spatial.image_size=[5,44,32]",
+        "spatial.patch_size=[1,11,8]",
+        "spatial.target_spacing=[0.6,0.049,0.19]",
+    ]
+    assert [command[2] for command in commands] == ["data_setup.prepare", "finetuning.train"]
+    assert prepare.main([*commands[0][3:], *grid, "--workers", "0"]) == 0
+    cfg = load_config(SMOKE, [*grid, f"data.store={store}", f"run.dir={tmp_path / 'pretrained'}"])
+    checkpoint = save_checkpoint(cfg)
+    words = [word.replace("=RUN", f"={checkpoint}") for word in commands[1][3:]]
+    words += ["train.epochs=3", f"run.dir={tmp_path / 'probe'}", "wandb.mode=disabled", "data.workers=0"]
+    assert train.main(words) == 0
+    assert (tmp_path / "probe" / "checkpoints" / "head.pt").exists()

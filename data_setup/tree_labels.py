@@ -56,7 +56,7 @@ class LabelJob:
 
     column: str  # VOLUME or SURFACES
     row: int
-    path: str  # relative to the source root
+    path: str  # relative to the source root, or with ./ to the manifest's folder
     url: str
     store: PreparedStore
     classes: Classes
@@ -124,7 +124,9 @@ def read_jobs(cfg: Config, store: PreparedStore) -> tuple[list[LabelJob], Counte
             reasons["second_labels"] += 1
         else:
             for column, path in places.items():
-                place = storage.join(store.attrs["source_root"], path)
+                beside = path.startswith("./")  # below the manifest's folder: the root may be read-only
+                top = url.rpartition("/")[0] if beside else store.attrs["source_root"]
+                place = storage.join(top, path.removeprefix("./"))
                 jobs[row, column] = LabelJob(column, int(row), path, place, store, classes)
     return [jobs[key] for key in sorted(jobs)], reasons
 

@@ -156,6 +156,8 @@ def _indexed(plug: Plug, tree: Tree, every: Sequence[Looked], out: str, written:
     places += [f"data.participants_path={join(out, 'participants.tsv')}", "data.store=STORE"]
     prepare = ["python", "-m", "data_setup.prepare", "--config", CONFIG, *places]
     lines.append(f"next: {shlex.join(prepare)}")
+    if written.with_classes or written.with_surfaces:
+        lines.append(f"then: {shlex.join([*prepare, '--labels'])}")
     for task in plug.tasks:
         words = ["python", "-m", "finetuning.train", "--config", task.config, "model.checkpoint=RUN", *places]
         changes = [text.replace("{out}", out) for text in task.overrides]

@@ -121,7 +121,7 @@ def write_index(plug: Plug, tree: Tree, every: Sequence[Looked], out: str) -> Wr
     for looked in every:
         found_labels, fault = read_labels(tree, looked)
         written.faults += [fault] if fault else []
-        name = f"{LABELS}/{looked.scan.path.replace('/', '__')}.npz"
+        name = f"./{LABELS}/{looked.scan.path.replace('/', '__')}.npz"
         data = _npz(plug, found_labels)
         if data:
             labels[name] = data

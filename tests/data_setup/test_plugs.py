@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import json
 import shlex
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -63,6 +64,8 @@ def world_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], World]
         world = World(PLUGS[name], root, tables, None)  # type: ignore[arg-type]
         words = ["--config", str(SMOKE), "--workers", "0", *world.places, store, *GRID]
         assert prepare.main([*words, "data.max_reject_fraction=0"]) == 0
+        if world.plug.label_classes or world.plug.surfaces:
+            assert prepare.main([*words, "--labels"]) == 0
         return World(PLUGS[name], root, tables, PreparedStore.open(str(folder / "store")))
 
     return make
@@ -95,6 +98,11 @@ def test_an_imitation_becomes_a_store_with_its_labels(world_of: Callable[[str], 
                 num_labelled[column] += 1
                 with np.load(world.tables / cells[column]) as arrays:
                     check_labels(world.plug, dict(arrays), eye, column)
+    if any(num_labelled.values()):  # what `prepare --labels` took over
+        report = json.loads((Path(world.store.url) / "labels_report.json").read_text())
+        assert {c: report[c]["kept"] for c in num_labelled if num_labelled[c]} == {
+            c: n for c, n in num_labelled.items() if n
+        }
     assert bool(num_labelled["label_volume"]) == bool(world.plug.label_classes)
     assert bool(num_labelled["label_surfaces"]) == bool(world.plug.surfaces)
     classes_file = world.tables / "label_classes.yaml"
@@ -221,18 +229,19 @@ def test_from_an_imitation_to_a_probe(tmp_path: Path, capsys: pytest.CaptureFixt
     cli.main(["index", "octa500", str(root), "--out", str(tables)])
     printed = [line.split(": ", 1)[1] for line in capsys.readouterr().out.splitlines() if "python -m" in line]
     commands = [
-        shlex.split(line.replace("data.store=STORE", f"data.store={store}")) for line in printed[-3:-1]
+        shlex.split(line.replace("data.store=STORE", f"data.store={store}")) for line in printed[-4:]
     ]
     grid = [
         "spatial.image_size=[5,44,32]",
         "spatial.patch_size=[1,11,8]",
         "spatial.target_spacing=[0.6,0.049,0.19]",
     ]
-    assert [command[2] for command in commands] == ["data_setup.prepare", "finetuning.train"]
-    assert prepare.main([*commands[0][3:], *grid, "--workers", "0"]) == 0
+    first, labels, probe, _ = commands
+    assert [first[2], labels[2], probe[2]] == ["data_setup.prepare"] * 2 + ["finetuning.train"]
+    assert prepare.main([*first[3:], *grid, "--workers", "0"]) == 0
     cfg = load_config(SMOKE, [*grid, f"data.store={store}", f"run.dir={tmp_path / 'pretrained'}"])
     checkpoint = save_checkpoint(cfg)
-    words = [word.replace("=RUN", f"={checkpoint}") for word in commands[1][3:]]
+    words = [word.replace("=RUN", f"={checkpoint}") for word in probe[3:]]
     words += ["train.epochs=3", f"run.dir={tmp_path / 'probe'}", "wandb.mode=disabled", "data.workers=0"]
     assert train.main(words) == 0
     assert (tmp_path / "probe" / "checkpoints" / "head.pt").exists()

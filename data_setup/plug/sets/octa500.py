@@ -13,7 +13,7 @@ from data_setup.plug.imitation import eye, write_image, write_mat, write_spacing
 from data_setup.readers.faults import OCTReadError, RejectReason
 from data_setup.tables import SIDES
 
-_SURFACES = {"ILM": "ILM", "IPL": "IPL_INL", "OPL": "OPL_ONL", "ISOS": "EZ", "RPE": "RPE", "BM": "BM"}
+_SURFACES = {"ILM": "ILM", "IPL": "IPL_INL", "OPL": "OPL_ONL", "IS/OS": "EZ", "RPE": "RPE", "BM": "BM"}
 _SPLITS = {  # the last id of each side, of 6 mm and of 3 mm scans
     "train": (10180, 10440),
     "val": (10200, 10450),

@@ -76,7 +76,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         tree = Tree(args.folder.rstrip("/") or "/", options)
         scans = scans_of(plug, tree)
         every = look_all(tree, scans)
-        _refuse_unread(tree, every)
+        _refuse_unread(plug, tree, every)
         if args.verb == "check":
             print("\n".join(_counted(plug, tree, every)))
         else:
@@ -101,7 +101,7 @@ def scans_of(plug: Plug, tree: Tree) -> list[Scan]:
     """The volumes of a folder, by path; for a wrong folder prints the expected tree and raises UserError."""
     scans = sorted(plug.find(tree), key=lambda scan: scan.path)
     if not scans:
-        print(f"expected, {plug.title} [{plug.layout.mark}]:\n{plug.layout.text}")
+        _print_tree(plug)
         some = ", ".join(list(tree.sizes)[:_SHOWN]) or "nothing"
         raise UserError(
             f"{tree.root}: expected the tree of {plug.name} as above, found no volume of it in "
@@ -110,8 +110,13 @@ def scans_of(plug: Plug, tree: Tree) -> list[Scan]:
     return scans
 
 
-def _refuse_unread(tree: Tree, every: Sequence[Looked]) -> None:
+def _print_tree(plug: Plug) -> None:
+    print(f"expected, {plug.title} [{plug.layout.mark}]:\n{plug.layout.text}")
+
+
+def _refuse_unread(plug: Plug, tree: Tree, every: Sequence[Looked]) -> None:
     if all(looked.fault for looked in every):
+        _print_tree(plug)
         raise UserError(f"{tree.root}: expected volumes that open, found none: {every[0].fault}")
 
 

@@ -130,6 +130,11 @@ class Plug:
     classes: Mapping[str, str] = field(default_factory=dict)  # the set's word -> study_group
     label_classes: Mapping[int, str] = field(default_factory=dict)
     surfaces: tuple[str, ...] = ()  # from the vitreous down
+    read_classes: Callable[[Tree], Mapping[int, str]] | None = None  # where the tree itself names them
+
+    def classes_of_voxels(self, tree: Tree) -> Mapping[int, str]:
+        """{value: name} of the label volumes, 0 left out; raises UserError."""
+        return self.label_classes if self.read_classes is None else self.read_classes(tree)
 
 
 def fixed(d: float, h: float, w: float) -> Callable[[Shape], Triple]:

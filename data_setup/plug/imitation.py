@@ -62,13 +62,14 @@ def eye(kind: str, number: int) -> Eye:
 
 
 def layers(one: Eye) -> dict[str, np.ndarray]:
-    """{upper surface: bool [D, H, W]} of what lies between neighbouring surfaces: rows' centres decide."""
+    """{upper surface: bool [D, H, W]} of what lies between neighbouring surfaces, and all of the retina."""
     rows = np.arange(SHAPE[1])[None, :, None]
+
+    def between(upper: str, lower: str) -> np.ndarray:
+        return (rows >= one.surfaces[upper][:, None]) & (rows < one.surfaces[lower][:, None])
+
     names = list(one.surfaces)
-    return {
-        upper: (rows >= one.surfaces[upper][:, None]) & (rows < one.surfaces[lower][:, None])
-        for upper, lower in pairwise(names)
-    }
+    return {"retina": between("ILM", "BM")} | {pair[0]: between(*pair) for pair in pairwise(names)}
 
 
 def write_spacing(root: Path) -> None:

@@ -137,8 +137,8 @@ def write_index(plug: Plug, tree: Tree, every: Sequence[Looked], out: str) -> Wr
     }
     if any(looked.scan.visit for looked in every):
         tables["labels.tsv"] = visit_table([looked.scan for looked in every])
-    if labels and plug.label_classes:
-        tables[CLASSES] = yaml.safe_dump(dict(plug.label_classes), sort_keys=True)
+    if written.with_classes:
+        tables[CLASSES] = yaml.safe_dump(dict(plug.classes_of_voxels(tree)), sort_keys=True)
     for name, text in tables.items():
         _refuse_another(join(out, name), text, options)
     for name, data in labels.items():

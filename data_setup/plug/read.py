@@ -10,12 +10,14 @@ from collections.abc import Sequence
 
 import numpy as np
 import pandas as pd
+import tifffile
 
 from data_setup.plug.facts import Tree
 from data_setup.readers import arrays
 from data_setup.readers.dicom import open_file
 from data_setup.readers.faults import OCTReadError, RejectReason
 from data_setup.readers.metaimage import read_header, read_voxels
+from data_setup.readers.sidecar import reading
 from utils.errors import UserError
 
 
@@ -65,3 +67,32 @@ def checked(values: np.ndarray, shape: tuple[int, ...], url: str) -> np.ndarray:
             url, RejectReason.FRAME_SIZE_MISMATCH, expected, " x ".join(map(str, values.shape))
         )
     return values
+
+
+def tiff(tree: Tree, path: str) -> np.ndarray:
+    """The pages of a TIFF file, [page, row, column]; raises OCTReadError, StorageError."""
+    url, data = tree.url(path), io.BytesIO(tree.read(path))
+    with reading(url, RejectReason.CORRUPT_FILE, "a TIFF file of labels"):
+        return np.asarray(tifffile.imread(data))
+
+
+def scalars(tree: Tree, path: str, required: Sequence[str], optional: Sequence[str]) -> dict[str, str]:
+    """Single values of an .npz as text; raises OCTReadError where one is missing, StorageError."""
+    url = tree.url(path)
+    with (
+        open_file(url, tree.options) as file,
+        reading(url, RejectReason.CORRUPT_FILE, "an .npz file"),
+        np.load(file, allow_pickle=False) as content,
+    ):
+        present = set(content.files)
+        names = [name for name in (*required, *optional) if name in present]
+        values = {name: str(content[name].item()) for name in names}
+    if lacking := [name for name in required if name not in present]:
+        expected = f"an .npz with {', '.join(lacking)}"
+        raise OCTReadError(url, RejectReason.NOT_LABELS, expected, ", ".join(sorted(present)[:6]))
+    return values
+
+
+def rows_of_matlab(surfaces: np.ndarray) -> np.ndarray:
+    """Rows that MATLAB counts from 1 as float32 from 0, NaN where there is none: NaN, 0 or less."""
+    return np.where(surfaces > 0, surfaces - 1, np.nan).astype(np.float32)

@@ -7,9 +7,33 @@ they have no plug. retouch.py is the shortest one to read first.
 from __future__ import annotations
 
 from data_setup.plug.facts import Plug
-from data_setup.plug.sets import octa500, retouch
+from data_setup.plug.sets import (
+    duke_amd,
+    duke_dme,
+    fairvision,
+    neh_ut,
+    octa500,
+    octave,
+    octrima,
+    oimhs,
+    olives,
+    retouch,
+    srinivasan,
+)
 
-_MODULES = (octa500, retouch)
+_MODULES = (
+    octa500,
+    duke_amd,
+    duke_dme,
+    srinivasan,
+    retouch,
+    olives,
+    neh_ut,
+    oimhs,
+    octave,
+    fairvision,
+    octrima,
+)
 PLUGS: dict[str, Plug] = {module.PLUG.name: module.PLUG for module in _MODULES}
 _SINGLE = "single B-scans, chosen one by one; this model reads volumes, and no eye can be put together again"
 NO_VOLUMES = {

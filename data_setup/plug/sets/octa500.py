@@ -60,7 +60,7 @@ def _labels(tree: Tree, path: str) -> Callable[[Shape], Labels]:
             raise OCTReadError(tree.url(path), RejectReason.NOT_A_VOLUME, "one array", ", ".join(names))
         values = read.array(tree, path, names[0])
         wanted = (len(_SURFACES), shape[0], shape[2])
-        return Labels(surfaces=read.checked(values, wanted, tree.url(path)).astype(np.float32))
+        return Labels(surfaces=read.rows_of_matlab(read.checked(values, wanted, tree.url(path))))
 
     return load
 
@@ -73,7 +73,7 @@ def _imitate(root: Path) -> None:
         one = eye(kind, n)
         for frame, pixels in enumerate(one.voxels, start=1):
             write_image(root / "OCTA_6mm" / "OCT" / str(number) / f"{frame}.bmp", pixels)
-        surfaces = np.stack([one.surfaces[name] for name in _SURFACES.values()])
+        surfaces = np.stack([one.surfaces[name] for name in _SURFACES.values()]) + 1
         write_mat(root / "Label" / "GT_Layers" / f"{number}.mat", Layer=surfaces)
         disease = {"normal": "NORMAL", "drusen": "AMD"}[kind]
         side = {"L": "OS", "R": "OD"}[one.laterality]
@@ -98,7 +98,7 @@ Text labels.xlsx                    columns ID, Sex, OS/OD, Age, Disease""",
     ),
     spacing=Fact("6 or 3 mm square by 2 mm deep, over the image's size", "n/v"),
     orientation=Fact("unknown", "n/v"),
-    labels=Fact("disease of seven; six surfaces (axes of their array assumed)", "n/v"),
+    labels=Fact("disease of seven; six surfaces (axes of their array and rows from 1 are assumed)", "n/v"),
     splits=Fact("by id: 10001-10180, -10200, -10300; 10301-10440, -10450, -10500", "+"),
     find=_find,
     imitate=_imitate,

@@ -1,0 +1,79 @@
+"""Duke AMD 2013 (Farsiu): 269 eyes with intermediate AMD and 115 controls as .mat, three surfaces in each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+from data_setup.plug import read
+from data_setup.plug.facts import Fact, Labels, Plug, Scan, Shape, Task, Tree, fixed
+from data_setup.plug.imitation import eye, write_mat, write_spacing
+
+_CLASSES = {"AMD": "amd", "Control": "control"}
+_SURFACES = {"ILM": "ILM", "RPE": "RPE", "BM": "BM"}  # RPE: upper border of the RPE and drusen complex
+
+
+def _find(tree: Tree) -> list[Scan]:
+    pattern = r"(?:^|/)Farsiu_Ophthalmology_2013_(AMD|Control)_Subject_(\d+)\.mat$"
+    return [
+        Scan(
+            path=match.string,
+            person_id=f"{_CLASSES[match[1]]}_{match[2]}",
+            device="bioptigen_sdoct",
+            protocol="macula_6.7x6.7",
+            spacing=fixed(0.067, 0.0045, 0.0067),
+            yaml={"array": "images", "axes": ["H", "W", "D"], "value_range": [0, 255]},
+            facts={"study_group": _CLASSES[match[1]]},
+            labels=_labels(tree, match.string),
+        )
+        for match in tree.matches(pattern)
+    ]
+
+
+def _labels(tree: Tree, path: str) -> Callable[[Shape], Labels]:
+    def load(shape: Shape) -> Labels:
+        maps = read.array(tree, path, "layerMaps").transpose(2, 0, 1)  # [D, W, S] in the file
+        wanted = (len(_SURFACES), shape[0], shape[2])
+        rows = read.rows_of_matlab(read.checked(maps, wanted, tree.url(path)))
+        age = read.array(tree, path, "Age").ravel()
+        return Labels(surfaces=rows, facts={"age": f"{age[0]:.0f}"} if age.size == 1 else {})
+
+    return load
+
+
+def _imitate(root: Path) -> None:
+    write_spacing(root)
+    for n in range(10):
+        group, kind = (("AMD", "drusen"), ("Control", "normal"))[n % 2]
+        one = eye(kind, n)
+        maps = np.stack([one.surfaces[name] for name in _SURFACES.values()], axis=-1) + 1
+        maps[:, :2] = np.nan  # not graded at the rim
+        name = f"Farsiu_Ophthalmology_2013_{group}_Subject_{1001 + n // 2}.mat"
+        write_mat(root / group / name, images=one.voxels.transpose(1, 2, 0), layerMaps=maps, Age=one.age)
+
+
+PLUG = Plug(
+    name="duke_amd",
+    title="Duke AMD 2013 (A2A SD-OCT)",
+    content=Fact("384 people, 269 with AMD and 115 controls, 512 x 1000 x 100, 20 GB", "c"),
+    licence=Fact("research only, no redistribution", "c"),
+    access=Fact("from Duke's page, without registration", "n/v"),
+    citation=Fact("Farsiu et al., Ophthalmology 2014", "n/v"),
+    layout=Fact(
+        """\
+AMD/Farsiu_Ophthalmology_2013_AMD_Subject_1001.mat         images [H, W, D], layerMaps [D, W, 3], Age
+Control/Farsiu_Ophthalmology_2013_Control_Subject_1001.mat""",
+        "+",
+    ),
+    spacing=Fact("0.067 x 0.0045 x 0.0067 mm, as eyepy has it; its axial length is of a magazine", "+"),
+    orientation=Fact("order of B-scans unknown; eyepy takes them from inferior to superior", "n/v"),
+    labels=Fact("AMD or control; ILM, upper border of the RPE and drusen complex, BM (rows from 1)", "n/v"),
+    splits=Fact("none", "+"),
+    find=_find,
+    imitate=_imitate,
+    tasks=(Task("configs/cls_linear_probe.yaml"), Task("configs/layers.yaml")),
+    classes=_CLASSES,
+    surfaces=tuple(_SURFACES),
+)

@@ -1,0 +1,92 @@
+"""Duke DME 2014 (Chiu): ten eyes with diabetic macular oedema as .mat; eleven B-scans of each are graded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+from data_setup.plug import read
+from data_setup.plug.facts import Fact, Labels, Plug, Scan, Shape, Task, Tree, fixed
+from data_setup.plug.imitation import SHAPE, eye, write_mat, write_spacing
+
+SURFACES = {
+    "ILM": "ILM",
+    "RNFL/GCL": "RNFL_GCL",
+    "IPL/INL": "IPL_INL",
+    "INL": "INL_OPL",
+    "OPL": "OPL_ONL",
+    "IS/OS": "EZ",
+    "OS/RPE": "RPE",
+    "BM": "BM",
+}
+_FLUID, _UNGRADED = 1, 255
+
+
+def _find(tree: Tree) -> list[Scan]:
+    return [
+        Scan(
+            path=match.string,
+            person_id=f"subject_{match[1]}",
+            device="heidelberg_spectralis",
+            protocol="macula_raster",
+            spacing=fixed(0.123, 0.00387, 0.01133),
+            yaml={"array": "images", "axes": ["H", "W", "D"], "value_range": [0, 255]},
+            labels=_labels(tree, match.string),
+        )
+        for match in tree.matches(r"(?:^|/)Subject_(\d\d)\.mat$")
+    ]
+
+
+def _labels(tree: Tree, path: str) -> Callable[[Shape], Labels]:
+    """The first grader's."""
+
+    def load(shape: Shape) -> Labels:
+        url = tree.url(path)
+        fluid = read.checked(read.array(tree, path, "manualFluid1").transpose(2, 0, 1), shape, url)
+        classes = np.where(fluid > 0, _FLUID, 0).astype(np.uint8)
+        classes[np.isnan(fluid).all(axis=(1, 2))] = _UNGRADED
+        layers = read.array(tree, path, "manualLayers1").transpose(0, 2, 1)  # [S, W, D] in the file
+        wanted = (len(SURFACES), shape[0], shape[2])
+        return Labels(classes, read.rows_of_matlab(read.checked(layers, wanted, url)))
+
+    return load
+
+
+def _imitate(root: Path) -> None:
+    write_spacing(root)
+    ungraded = [1, SHAPE[0] - 1]
+    for n in range(10):
+        one = eye("fluid", n)
+        layers = np.stack([one.surfaces[name] for name in SURFACES.values()]) + 1
+        fluid = one.lesions["intraretinal_fluid"].astype(float)
+        layers[:, ungraded], fluid[ungraded] = np.nan, np.nan
+        arrays = {f"manualLayers{grader}": layers.transpose(0, 2, 1) for grader in (1, 2)}
+        arrays |= {f"manualFluid{grader}": fluid.transpose(1, 2, 0) for grader in (1, 2)}
+        write_mat(root / f"Subject_{n + 1:02d}.mat", images=one.voxels.transpose(1, 2, 0), **arrays)
+
+
+PLUG = Plug(
+    name="duke_dme",
+    title="Duke DME 2014",
+    content=Fact("10 eyes of 10 people, 496 x 768 x 61, eleven graded B-scans each", "+"),
+    licence=Fact("research use", "c"),
+    access=Fact("from Duke's page, without registration", "n/v"),
+    citation=Fact("Chiu et al., Biomedical Optics Express 2015", "n/v"),
+    layout=Fact(
+        """\
+Subject_01.mat ... Subject_10.mat
+    images [H, W, D], manualLayers1/2 [8, W, D], manualFluid1/2 [H, W, D]""",
+        "+",
+    ),
+    spacing=Fact("0.123 x 0.00387 x 0.01133 mm: the middle of the ranges in the paper, as eyepy has it", "+"),
+    orientation=Fact("order of B-scans unknown", "n/v"),
+    labels=Fact("fluid and eight surfaces of the first grader (rows from 1); the rest is unlabelled", "+"),
+    splits=Fact("none", "+"),
+    find=_find,
+    imitate=_imitate,
+    tasks=(Task("configs/layers.yaml"),),
+    label_classes={_FLUID: "fluid", _UNGRADED: "unlabelled"},
+    surfaces=tuple(SURFACES),
+)

@@ -1,0 +1,85 @@
+"""FairVision: 30,000 people as .npz, a third each for AMD, diabetic retinopathy and glaucoma."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from data_setup.plug import read
+from data_setup.plug.facts import Fact, Labels, Plug, Scan, Shape, Task, Tree, of_field
+from data_setup.plug.imitation import eye, write_npz, write_spacing
+
+_LABELS = {"AMD": "amd_condition", "DR": "dr_subtype", "Glaucoma": "glaucoma"}
+_SPLITS = {"Training": "train", "Validation": "val", "Test": "test"}
+_ABOUT = ("age", "male", "race", "hispanic")
+
+
+def _find(tree: Tree) -> list[Scan]:
+    pattern = r"(?:^|/)(AMD|DR|Glaucoma)/(Training|Validation|Test)/data_(\d+)\.npz$"
+    return [
+        Scan(
+            path=match.string,
+            person_id=f"{match[1].lower()}_{match[3]}",
+            device="unknown",
+            protocol=f"fairvision_{match[1].lower()}",
+            region="unknown",
+            spacing=of_field(6, 2, 6),
+            yaml={"array": "oct_bscans", "axes": ["D", "H", "W"]},
+            split=_SPLITS[match[2]],
+            labels=_labels(tree, match.string, _LABELS[match[1]]),
+        )
+        for match in tree.matches(pattern)
+    ]
+
+
+def _labels(tree: Tree, path: str, label: str) -> Callable[[Shape], Labels]:
+    def load(shape: Shape) -> Labels:
+        return Labels(facts=read.scalars(tree, path, (label,), _ABOUT))
+
+    return load
+
+
+def _imitate(root: Path) -> None:
+    write_spacing(root)
+    values = {
+        "Glaucoma": (0, 1),
+        "AMD": ("not.in.icd.table", "early.dry"),
+        "DR": ("not.in.icd.table", "mild"),
+    }
+    first = 0  # of the eyes of a disease: no eye stands in two
+    for disease, count in (("Glaucoma", 6), ("AMD", 3), ("DR", 3)):
+        for n in range(count):
+            one = eye(("normal", "drusen")[n % 2], first + n)
+            folder = list(_SPLITS)[n * len(_SPLITS) // count]
+            about = {"age": one.age, "male": n % 2, "race": n % 3, "hispanic": 0}
+            label = {_LABELS[disease]: values[disease][n % 2]}
+            write_npz(
+                root / disease / folder / f"data_{n + 1:05d}.npz", oct_bscans=one.voxels, **label, **about
+            )
+        first += count
+
+
+PLUG = Plug(
+    name="fairvision",
+    title="FairVision",
+    content=Fact("30,000 people, 600 GB, 200 x 200 x 200 or 128 x 200 x 200", "r"),
+    licence=Fact("CC BY-NC-ND", "r"),
+    access=Fact("form; Hugging Face", "r"),
+    citation=Fact("Luo et al., FairVision, 2024", "n/v"),
+    layout=Fact(
+        """\
+AMD|DR|Glaucoma/Training|Validation|Test/data_00001.npz
+    oct_bscans [D, H, W], race, male, hispanic, age, and one of amd_condition, dr_subtype, glaucoma""",
+        "r",
+    ),
+    spacing=Fact("6 x 2 x 6 mm over the array's size is assumed", "n/v"),
+    orientation=Fact("first axis between B-scans, second axial; their order and the eye unknown", "+"),
+    labels=Fact("glaucoma, amd_condition, dr_subtype, each of its own 10,000 people", "r"),
+    splits=Fact("Training, Validation, Test", "r"),
+    find=_find,
+    imitate=_imitate,
+    tasks=tuple(
+        Task("configs/cls_linear_probe.yaml", (f"task.label_column={label}",))
+        for label in reversed(_LABELS.values())
+    ),
+)

@@ -1,0 +1,104 @@
+"""OCTAVE: 198 volumes of 19 B-scans in the raw layout of nnU-Net, with 13 tissues and lesions."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import numpy as np
+import tifffile
+
+from data_setup.phantom.files import write_file
+from data_setup.plug import read
+from data_setup.plug.facts import Fact, Labels, Plug, Scan, Shape, Task, Tree, fixed
+from data_setup.plug.imitation import eye, layers, write_spacing
+from utils.errors import UserError
+
+_NUM_CLASSES = 13
+
+
+def _find(tree: Tree) -> list[Scan]:
+    scans = []
+    for match in tree.matches(r"(?:^|/)imagesTr/OCTAVE_([^_/]+)_([^/]+)_0000\.tif$"):
+        labels = match.string.replace("/imagesTr/", "/labelsTr/").replace("_0000.tif", ".tif")
+        scans.append(
+            Scan(
+                path=match.string,
+                person_id=f"{match[1]}_{match[2]}",
+                device="unknown",
+                protocol="octave_19",
+                spacing=fixed(0.24, 0.00387, 0.0115),
+                facts={"study_group": match[1].lower()},
+                labels=_labels(tree, labels) if labels in tree.sizes else None,
+            )
+        )
+    return scans
+
+
+def _labels(tree: Tree, path: str) -> Callable[[Shape], Labels]:
+    def load(shape: Shape) -> Labels:
+        return Labels(classes=read.checked(read.tiff(tree, path), shape, tree.url(path)))
+
+    return load
+
+
+def _names(tree: Tree) -> Mapping[int, str]:
+    """The classes of dataset.json; raises UserError."""
+    path = next((match.string for match in tree.matches(r"(?:^|/)dataset\.json$")), None)
+    if path is None:
+        raise UserError(f"{tree.root}: expected dataset.json, which names the classes, found none")
+    try:
+        labels = json.loads(tree.read(path))["labels"]
+        return {int(value): str(name) for name, value in labels.items() if int(value) > 0}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"{tree.url(path)}: expected labels: {{name: number}}, found another file") from error
+
+
+def _imitate(root: Path) -> None:
+    write_spacing(root)
+    top = root / "nnUNet_raw" / "Dataset001_OCTAVE"
+    for n in range(10):
+        kind, disease = (("normal", "NORMAL"), ("fluid", "DME"))[n % 2]
+        one = eye(kind, n)
+        masks = {**layers(one), **{name: one.lesions[name] for name in _LESIONS}}
+        masks.pop("retina")
+        values = np.zeros(one.voxels.shape, np.uint8)
+        for value, mask in enumerate(masks.values(), start=1):
+            values[mask] = value
+        for folder, name, pages in (("imagesTr", "_0000", one.voxels), ("labelsTr", "", values)):
+            data = io.BytesIO()
+            tifffile.imwrite(
+                data, pages, photometric="minisblack", compression="zlib" if name == "" else None
+            )
+            write_file(top / folder / f"OCTAVE_{disease}_{n + 1:03d}{name}.tif", data.getvalue())
+    names = {"background": 0, **{name: n for n, name in enumerate(masks, start=1)}}
+    write_file(top / "dataset.json", json.dumps({"channel_names": {"0": "OCT"}, "labels": names}).encode())
+
+
+_LESIONS = ("drusen", "intraretinal_fluid", "subretinal_fluid")
+PLUG = Plug(
+    name="octave",
+    title="OCTAVE",
+    content=Fact("198 volumes of 19 B-scans", "c"),
+    licence=Fact("CC BY-SA 4.0", "c"),
+    access=Fact("Zenodo 14580071", "c"),
+    citation=Fact("Kermany et al., Investigative Ophthalmology & Visual Science 2025", "r"),
+    layout=Fact(
+        """\
+nnUNet_raw/Dataset001_OCTAVE/imagesTr/OCTAVE_<disease>_<number>_0000.tif    a page a B-scan
+nnUNet_raw/Dataset001_OCTAVE/labelsTr/OCTAVE_<disease>_<number>.tif
+nnUNet_raw/Dataset001_OCTAVE/dataset.json                                   names of the classes""",
+        "+",
+    ),
+    spacing=Fact("0.24 x 0.00387 x 0.0115 mm is assumed", "n/v"),
+    orientation=Fact("order of B-scans unknown; images have white rims, which stay", "+"),
+    labels=Fact("voxels of 13 tissues and lesions, named in dataset.json; disease by the name", "+"),
+    splits=Fact("one training part; the external tests are not redistributed", "r"),
+    find=_find,
+    imitate=_imitate,
+    tasks=(Task("configs/cls_linear_probe.yaml"),),
+    label_classes={value: f"class {value} of dataset.json" for value in range(1, _NUM_CLASSES + 1)},
+    read_classes=_names,
+)

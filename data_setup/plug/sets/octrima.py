@@ -1,0 +1,72 @@
+"""Tian OCTRIMA: ten normal volumes of Spectralis as .mat with eight surfaces by two observers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+from data_setup.plug import read
+from data_setup.plug.facts import Fact, Labels, Plug, Scan, Shape, Task, Tree, fixed
+from data_setup.plug.imitation import eye, write_mat, write_spacing
+from data_setup.plug.sets.duke_dme import SURFACES
+
+_VOLUME, _OBSERVER = "volumedata", "O1"
+
+
+def _find(tree: Tree) -> list[Scan]:
+    return [
+        Scan(
+            path=match.string,
+            person_id=f"subject_{int(match[1])}",
+            device="heidelberg_spectralis",
+            protocol="macula_raster",
+            spacing=fixed(0.12, 0.0039, 0.0117),
+            yaml={"array": _VOLUME, "axes": ["H", "W", "D"], "value_range": [0, 255]},
+            labels=_labels(tree, match.string),
+        )
+        for match in tree.matches(r"(?i)(?:^|/)subject[ _]?(\d+)\.mat$")
+    ]
+
+
+def _labels(tree: Tree, path: str) -> Callable[[Shape], Labels]:
+    """The first observer's."""
+
+    def load(shape: Shape) -> Labels:
+        surfaces = read.array(tree, path, _OBSERVER).transpose(0, 2, 1)  # [S, W, D] in the file
+        wanted = (len(SURFACES), shape[0], shape[2])
+        return Labels(surfaces=read.rows_of_matlab(read.checked(surfaces, wanted, tree.url(path))))
+
+    return load
+
+
+def _imitate(root: Path) -> None:
+    write_spacing(root)
+    for n in range(10):
+        one = eye("normal", n)
+        surfaces = np.stack([one.surfaces[name] for name in SURFACES.values()]).transpose(0, 2, 1) + 1
+        arrays = {_VOLUME: one.voxels.transpose(1, 2, 0), "O1": surfaces, "O2": surfaces, "auto": surfaces}
+        write_mat(root / f"Subject {n + 1}.mat", **arrays)
+
+
+PLUG = Plug(
+    name="octrima",
+    title="Tian OCTRIMA 3D",
+    content=Fact("10 volumes of healthy eyes, 496 x 644 x 51", "c"),
+    licence=Fact("CC BY 4.0", "c"),
+    access=Fact("PLOS ONE supplement s002, direct", "c"),
+    citation=Fact("Tian et al., PLOS ONE 2015, 10.1371/journal.pone.0133908", "r"),
+    layout=Fact(
+        "Subject 1.mat ... Subject 10.mat   volumedata [H, W, D]; O1, O2, auto [8, W, D]: names assumed",
+        "n/v",
+    ),
+    spacing=Fact("0.12 x 0.0039 x 0.0117 mm is assumed", "n/v"),
+    orientation=Fact("order of B-scans unknown", "n/v"),
+    labels=Fact("eight surfaces by the first observer (rows from 1)", "n/v"),
+    splits=Fact("none", "c"),
+    find=_find,
+    imitate=_imitate,
+    tasks=(Task("configs/layers.yaml"),),
+    surfaces=tuple(SURFACES),
+)

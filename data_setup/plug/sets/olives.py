@@ -1,0 +1,138 @@
+"""OLIVES: 96 eyes at many visits, 49 B-scans each, as folders of images; biomarkers of B-scans in a CSV."""
+
+from __future__ import annotations
+
+import csv
+import io
+import re
+from collections import defaultdict
+from pathlib import Path
+
+from data_setup.phantom.files import write_file
+from data_setup.plug import read
+from data_setup.plug.facts import Fact, Plug, Scan, Task, Tree, fixed
+from data_setup.plug.imitation import eye, write_image, write_spacing
+from data_setup.tables import SIDES
+
+_PATH = "Path (Trial/Arm/Folder/Visit/Eye/Image Name)"
+_NO_MARKERS = (_PATH, "Scan (n/49)", "Eye_ID", "BCVA", "CST", "Patient_ID")
+_CLASSES = {"Prime_FULL": "dr", "TREX DME": "dme"}
+_EYE = r"/([^/]+)/([^/]+)/(OD|OS)/"  # patient, visit, eye
+_PATTERNS = {
+    "Prime_FULL": (rf"(?:^|/)(Prime_FULL){_EYE}\d+\.(?:png|tif)$", "[0-9]*"),
+    "TREX DME": (rf"(?:^|/)(TREX DME)/[^/]+{_EYE}TREX.*_\d{{6}}\.(?:tif|jpeg)$", "TREX*"),
+}
+
+
+def _find(tree: Tree) -> list[Scan]:
+    visits = _visits(tree)
+    scans = []
+    for trial, (pattern, files) in _PATTERNS.items():
+        for folder, match in tree.folders(pattern).items():
+            scans.append(
+                Scan(
+                    path=folder,
+                    person_id=f"{_CLASSES[trial]}_{match[2]}",
+                    device="heidelberg_spectralis",
+                    protocol="macula_raster",
+                    laterality=SIDES[match[4].lower()],
+                    spacing=fixed(0.12, 0.00387, 0.0115),
+                    files=files,
+                    facts={"study_group": _CLASSES[trial]},
+                    visit=visits.get(folder[folder.index(trial) :], {}),
+                )
+            )
+    return scans
+
+
+def _visits(tree: Tree) -> dict[str, dict[str, str]]:
+    """{folder from the trial on: what the table says}: a biomarker is there where any B-scan has it."""
+    rows: dict[str, list[dict[str, str]]] = defaultdict(list)
+    for match in tree.matches(r"(?:^|/)Biomarker_Clinical_Data_Images\.csv$"):
+        for row in read.sheet(tree, match.string, (_PATH, "BCVA", "CST")):
+            rows[row[_PATH].strip("/").rpartition("/")[0]].append(row)
+    visits = {}
+    for folder, every in rows.items():
+        markers = [name for name in every[0] if name not in _NO_MARKERS]
+        known = {name: [float(row[name]) for row in every if row[name]] for name in markers}
+        visits[folder] = {_slug(name): str(int(max(values))) for name, values in known.items() if values}
+        visits[folder] |= {"bcva": every[0]["BCVA"], "cst": every[0]["CST"]}
+    return visits
+
+
+def _slug(name: str) -> str:
+    return re.sub(r"[^a-z0-9]+", "_", name.lower()).strip("_")
+
+
+def _imitate(root: Path) -> None:
+    write_spacing(root)
+    rows = []
+    for n in range(10):
+        trial, kind = (("Prime_FULL", "drusen"), ("TREX DME", "fluid"))[n % 2]
+        place = n // 2  # among the trial's volumes: two visits of a person
+        one = eye(kind, place + 5 * (n % 2))
+        visit, eyes = f"{'WV'[n % 2]}{place % 2 + 1}", {"L": "OS", "R": "OD"}[one.laterality]
+        patient = (f"01-{place // 2 + 1:03d}", f"02{place // 2 + 1:02d}GOS")[n % 2]
+        folder = f"{trial}/{'GILA/' if n % 2 else ''}{patient}/{visit}/{eyes}"
+        for frame, pixels in enumerate(one.voxels):
+            name = f"TREX_{patient}_{frame:06d}.tif" if n % 2 else f"{frame}.png"
+            write_image(root / "OLIVES" / folder / name, pixels)
+            fluid = {name: int(one.lesions[name][frame].any()) for name in one.lesions}
+            rows.append(
+                {
+                    _PATH: f"/{folder}/{name}",
+                    "Scan (n/49)": frame + 1,
+                    "Fluid (IRF)": fluid["intraretinal_fluid"],
+                    "Fluid (SRF)": fluid["subretinal_fluid"],
+                    "Eye_ID": n,
+                    "BCVA": 80 - n,
+                    "CST": 250 + 10 * n,
+                    "Patient_ID": n,
+                }
+            )
+        if n % 2 == 0:
+            write_image(root / "OLIVES" / folder / "fundus.png", one.voxels[:, 0])
+    text = io.StringIO()
+    table = csv.DictWriter(text, rows[0])
+    table.writeheader()
+    table.writerows(rows)
+    write_file(
+        root / "OLIVES_Dataset_Labels" / "full_labels" / "Biomarker_Clinical_Data_Images.csv",
+        text.getvalue().encode(),
+    )
+
+
+PLUG = Plug(
+    name="olives",
+    title="OLIVES",
+    content=Fact("96 eyes, 3 to 27 visits each, 49 B-scans a volume", "r"),
+    licence=Fact("CC BY 4.0", "c"),
+    access=Fact("Zenodo 7105232, or gOLIVES at Hugging Face", "c"),
+    citation=Fact("Prabhushankar et al., OLIVES, NeurIPS Datasets and Benchmarks 2022", "r"),
+    layout=Fact(
+        """\
+.../Prime_FULL/01-001/W1/OD/0.png ...                 numbers alone are B-scans; other images are not read
+.../TREX DME/GILA/0201GOS/V1/OS/TREX_..._000000.tif   arms GILA, Monthly, TREX
+.../Biomarker_Clinical_Data_Images.csv                a line a B-scan: 16 biomarkers, BCVA, CST""",
+        "+",
+    ),
+    spacing=Fact("0.12 x 0.00387 x 0.0115 mm is assumed for 49 B-scans of Spectralis", "n/v"),
+    orientation=Fact("order of B-scans unknown", "n/v"),
+    labels=Fact("trial (DR or DME); 16 biomarkers, BCVA and CST of a visit in labels.tsv", "+"),
+    splits=Fact("none of the owners", "n/v"),
+    find=_find,
+    imitate=_imitate,
+    tasks=(
+        Task("configs/cls_linear_probe.yaml"),
+        Task(
+            "configs/cls_linear_probe.yaml",
+            (
+                "task.labels_path={out}/labels.tsv",
+                "task.unit=volume",
+                "task.kind=multilabel",
+                "task.label_columns=[fluid_irf,fluid_srf]",
+            ),
+        ),
+    ),
+    classes=_CLASSES,
+)

@@ -13,6 +13,8 @@ models.probes.participants: fitted on the training fold, C chosen on the validat
 evaluated one. eval.protocol=official: the splits of the table; crossfit: folds over all labelled participants
 that pre-training did not see. A head: finetuning/head_evaluation.py.
 
+--same-eye, with --config or with --head: do several devices agree about one eye (finetuning/same_eye/run.py).
+
 Participants that pre-training saw are an error, unless eval.allow_overlap=true; the table then says so.
 """
 
@@ -24,7 +26,10 @@ if __name__ == "__main__":  # torch takes seconds to import
     answer_help(
         "finetuning.evaluate",
         __doc__ or "",
-        lambda parser: parser.add_argument("--head", metavar="FILE_OR_RUN", help="in place of --config"),
+        lambda parser: (
+            parser.add_argument("--head", metavar="FILE_OR_RUN", help="in place of --config"),
+            parser.add_argument("--same-eye", action="store_true", help="one eye on several devices"),
+        ),
     )
 
 import argparse
@@ -66,6 +71,7 @@ from finetuning.probing import (
     probe,
     random_words,
 )
+from finetuning.same_eye.run import main as compare_scanners
 from utils import storage
 from utils.checkpoint import load_checkpoint
 from utils.config.load import load_config, storage_options_of
@@ -266,6 +272,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Evaluate the checkpoint of a configuration, or a head, and print its table."""
     words = sys.argv[1:] if argv is None else list(argv)
     setup_logging()
+    if "--same-eye" in words:
+        compare_scanners(words, find_checkpoint)
+        return
     if any(word == "--head" or word.startswith("--head=") for word in words):
         parser = argparse.ArgumentParser(prog="python -m finetuning.evaluate")
         parser.add_argument("--head", required=True, metavar="FILE_OR_RUN")

@@ -5,10 +5,11 @@ retinal_oct/manifest.tsv, retinal_oct/structural_oct/<device>/<person>/<file>.dc
 every good volume, and synthetic.json (the arguments and the planted faults), which marks the tree as
 synthetic. The same arguments give a byte-identical tree, for any number of workers. The tree is written to
 DIR.partial and renamed when it is complete; the remains of a killed run are deleted. With --heights also
-retinal_octa/manifest.tsv and retinal_octa/segmentation: height maps of the OCTA-type scans.
+retinal_octa/manifest.tsv and retinal_octa/segmentation: height maps of the OCTA-type scans. With
+--every-device both eyes of each participant are scanned once by each of the four devices.
 
     python -m data_setup.phantom --out DIR --participants N --seed S --size small|full [--faults]
-                                 [--heights plain|all|QUIRK,...]
+                                 [--heights plain|all|QUIRK,...] [--every-device]
 """
 
 from __future__ import annotations
@@ -95,10 +96,12 @@ def write_tree(
     transfer_syntax: str = "mixed",
     workers: int | None = None,
     heights: str | None = None,
+    every_device: bool = False,
 ) -> dict[str, object]:
     """Write the tree to `out` (new or empty) and return the content of synthetic.json; raises UserError.
 
     workers: processes; None: one per CPU, 0 or 1: this one. heights: plain, all or names of octa.QUIRKS.
+    every_device: each eye once on each device, in place of 2-4 scans a person.
     """
     quirks = None if heights is None else parse_quirks(heights)
     if not 1 <= participants <= MAX_PARTICIPANTS:
@@ -107,9 +110,10 @@ def write_tree(
         if number is not None and number < 0:
             raise UserError(f"{name}: expected 0 or more, found {number}")
     with _whole_directory(out) as partial_out:
-        marker, rows = _write_tree(
-            partial_out, participants, seed, size, faults, naming, transfer_syntax, workers
-        )
+        people = make_participants(participants, seed, every_device)
+        marker, rows = _write_tree(partial_out, people, seed, size, faults, naming, transfer_syntax, workers)
+        if every_device:
+            marker["every_device"] = True
         if quirks is not None:
             marker["height_quirks"] = list(quirks)
             marker["height_faults"] = write_heights(partial_out, rows, quirks, seed)
@@ -142,7 +146,7 @@ def _whole_directory(out: Path) -> Iterator[Path]:
 
 def _write_tree(
     out: Path,
-    participants: int,
+    people: list[Participant],
     seed: int,
     size: str,
     faults: bool,
@@ -151,7 +155,6 @@ def _write_tree(
     workers: int | None,
 ) -> tuple[dict[str, object], list[dict[str, object]]]:
     """Everything but height maps and synthetic.json; returns the latter's content and the manifest's rows."""
-    people = make_participants(participants, seed)
     (out / "truth").mkdir()
     (out / "retinal_oct").mkdir()
     job = partial(write_person, out=out, seed=seed, size=size, naming=naming, transfer_syntax=transfer_syntax)
@@ -172,7 +175,7 @@ def _write_tree(
         "synthetic": True,
         "format_version": FORMAT_VERSION,
         "arguments": {
-            "participants": participants,
+            "participants": len(people),
             "seed": seed,
             "size": size,
             "faults": faults,
@@ -199,6 +202,9 @@ def main(argv: list[str] | None = None) -> None:
         "--heights",
         metavar="plain|all|QUIRK,...",
         help=f"write height maps of OCTA-type scans; quirks: {', '.join(QUIRKS)}",
+    )
+    parser.add_argument(
+        "--every-device", action="store_true", help="each eye once on each device, for evaluate --same-eye"
     )
     parser.add_argument("--workers", type=int, help="processes (default: one per CPU); 0: in this one")
     args = parser.parse_args(argv)

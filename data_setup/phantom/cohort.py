@@ -147,8 +147,21 @@ def plan_scans(rank: int, rng: np.random.Generator) -> tuple[Scan, ...]:
     return tuple(scans)
 
 
-def make_participants(num: int, seed: int) -> list[Participant]:
-    """`num` participants in the order of their ids. ValueError when `num` is outside 1..2700."""
+def scans_of_every_device() -> tuple[Scan, ...]:
+    """Both eyes on each device, with the first of its protocols that is a volume of the macula."""
+    first: dict[str, Protocol] = {}
+    for protocol in PROTOCOLS:
+        if protocol.is_volume and protocol.region.startswith("Macula"):
+            first.setdefault(protocol.device, protocol)
+    pairs = [(protocol, side) for side in "RL" for protocol in first.values()]
+    return tuple(Scan(protocol, side, 0, index) for index, (protocol, side) in enumerate(pairs))
+
+
+def make_participants(num: int, seed: int, every_device: bool = False) -> list[Participant]:
+    """`num` participants in the order of their ids. ValueError when `num` is outside 1..2700.
+
+    `every_device`: scans_of_every_device in place of a plan of 2-4 scans; the people are the same.
+    """
     if not 1 <= num <= MAX_PARTICIPANTS:
         raise ValueError(f"participants: expected 1..{MAX_PARTICIPANTS} (4-digit ids), found {num}")
     rng = np.random.default_rng([seed, 0xC0])
@@ -175,7 +188,9 @@ def make_participants(num: int, seed: int) -> list[Participant]:
                 study_visit_date=day.isoformat(),
                 split=splits[i],
                 factors=factors,
-                scans=plan_scans(int(i + plan_offset), person_rng),
+                scans=scans_of_every_device()
+                if every_device
+                else plan_scans(int(i + plan_offset), person_rng),
             )
         )
     return sorted(people, key=lambda p: p.person_id)

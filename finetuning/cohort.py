@@ -19,7 +19,7 @@ import pandas as pd
 from data_setup.manifest import select_wanted
 from data_setup.splits import seeded_order
 from data_setup.store.reader import PreparedStore
-from finetuning.labels import Labels, read_labels, units_of
+from finetuning.labels import Labels, label_columns, read_labels, units_of
 from utils.config.schema import Config
 from utils.errors import ConfigError, UserError
 
@@ -42,7 +42,8 @@ class Cohort:
     names: tuple[str, ...]  # classes (ordinal: lowest first), labels of multilabel, or the one value's column
     rows: np.ndarray  # store rows [n]
     fold: np.ndarray  # TRAIN, VAL or EVALUATED [n]
-    target: np.ndarray  # float64 [n, T]: a class number or a value (T = 1); multilabel: 0 or 1 a name
+    # float64 [n, T]: a class number or a value (T = 1); multilabel: 0 or 1 a name; survival: time and event
+    target: np.ndarray
     unit: np.ndarray  # str [n]: whom the prediction is for: SOP instance, PERSON_L or PERSON_R, or person
     person: np.ndarray  # str [n]
     unmatched: tuple[str, ...] = ()  # ids of the labels' table that the store does not have
@@ -50,11 +51,16 @@ class Cohort:
     @property
     def num_outputs(self) -> int:
         """Numbers that a head predicts: one a class, one a label, or one value."""
-        return 1 if self.kind == "regression" else len(self.names)
+        return 1 if self.kind in ("regression", "survival") else len(self.names)
 
 
 def read_cohorts(cfg: Config, store: PreparedStore, seen: Collection[str]) -> list[Cohort]:
     """The cohorts of eval.protocol: one, or one a fold; `seen` are the people of pre-training."""
+    if cfg.task.kind == "survival":
+        raise ConfigError(
+            "task.kind: expected a kind of label, found survival: finetuning.evaluate takes it, "
+            "of a checkpoint"
+        )
     if cfg.eval.protocol == "crossfit":
         return crossfit_cohorts(cfg, store, seen)
     return [read_cohort(cfg, store)]
@@ -188,7 +194,7 @@ def _cohort(cfg: Config, labels: Labels, parts: Sequence[pd.DataFrame]) -> Cohor
     """The cohort whose folds are `parts`, in the order TRAIN, VAL, EVALUATED."""
     index = pd.concat(parts)
     target = [labels.target[unit] for unit in index["unit"]]
-    width = len(labels.names) if cfg.task.kind == "multilabel" else 1
+    width = len(labels.names) if cfg.task.kind in ("multilabel", "survival") else 1
     return Cohort(
         kind=cfg.task.kind,
         names=labels.names,
@@ -233,7 +239,7 @@ def _require_fold(cfg: Config, cohort: Cohort, fold: int, where: str) -> None:
     """Raise UserError where a fold has too few people, or, VAL apart, nothing to tell apart."""
     chosen = cohort.fold == fold
     num_people = len(np.unique(cohort.person[chosen]))
-    columns = cohort.names if cohort.kind == "multilabel" else (cfg.task.label_column,)
+    columns = label_columns(cfg.task)[: 1 if cohort.kind == "survival" else None]  # all may have the event
     what = "classes" if cohort.kind in CLASS_KINDS else "values"
     for number, column in enumerate(columns):
         num_values = len(np.unique(cohort.target[chosen, number]))

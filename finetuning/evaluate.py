@@ -13,6 +13,7 @@ models.probes.participants: fitted on the training fold, C chosen on the validat
 evaluated one. eval.protocol=official: the splits of the table; crossfit: folds over all labelled participants
 that pre-training did not see. A head: finetuning/head_evaluation.py.
 
+task.kind=survival: time to an event (finetuning/time_to_event.py).
 --same-eye, with --config or with --head: do several devices agree about one eye (finetuning/same_eye/run.py).
 
 Participants that pre-training saw are an error, unless eval.allow_overlap=true; the table then says so.
@@ -72,6 +73,8 @@ from finetuning.probing import (
     random_words,
 )
 from finetuning.same_eye.run import main as compare_scanners
+from finetuning.time_to_event import evaluate_survival
+from finetuning.time_to_event import markdown as markdown_of_survival
 from utils import storage
 from utils.checkpoint import load_checkpoint
 from utils.config.load import load_config, storage_options_of
@@ -290,6 +293,13 @@ def main(argv: Sequence[str] | None = None) -> None:
         cfg = source.open_source(asked.config, asked.overrides).cfg
     else:
         cfg = load_config(asked.config, asked.overrides)
+    if cfg.task.kind == "survival":
+        print(
+            markdown_of_survival(
+                evaluate_survival(cfg, find_checkpoint(cfg), open_runtime(cfg.train.use_bf16))
+            )
+        )
+        return
     print(format_table(evaluate(cfg, open_runtime(cfg.train.use_bf16))))
     log.info("next: python -m utils.report %s", shlex.quote(cfg.run.dir))
 

@@ -51,6 +51,11 @@ def train(config: str, overrides: Sequence[str]) -> int:
 
         refuse_another_encoder(source)
         return train_layers(source)
+    if cfg.task.kind == "survival":
+        raise ConfigError(
+            "task.kind: expected a kind with a head, found survival: finetuning.evaluate fits its Cox "
+            "regression"
+        )
     if cfg.eval.protocol == "crossfit":
         raise ConfigError(
             "eval.protocol: expected official, found crossfit: a head has one training set; "

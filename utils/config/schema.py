@@ -236,8 +236,13 @@ class TaskConfig:
     id_column: str | None = None  # null: the column of the unit (person_id or participant_id, ...)
     label_column: str = "study_group"
     label_columns: list[str] | None = None  # multilabel: a column of 0 and 1 for each label
-    # what the label is; `ordinal` needs class_order. `layers`: surfaces, of the store's height maps
-    kind: Literal["classification", "ordinal", "regression", "multilabel", "layers"] = "classification"
+    # what the label is; `ordinal` needs class_order, `survival` time_column and event_column. `layers`:
+    # surfaces, of the store's height maps
+    kind: Literal["classification", "ordinal", "regression", "multilabel", "survival", "layers"] = (
+        "classification"
+    )
+    time_column: str | None = None  # survival: a duration above 0, its unit in the name, as in onset_days
+    event_column: str | None = None  # survival: 1 where the event was seen, 0 where nothing was until then
     surfaces: list[str] | None = None  # layers: from the vitreous down; null: all that the maps name
     class_order: list[str] | None = None  # ordinal: all classes, lowest first
     # what a row of the table, and a prediction, is about; predictions of its volumes are averaged

@@ -9,6 +9,7 @@ is drawn from (seed, position).
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -48,6 +49,12 @@ class Examples:
 
     def __len__(self) -> int:
         return len(self.rows)
+
+    def with_settings(self, cfg: Config) -> Examples:
+        """The same volumes and truth, read as this configuration says."""
+        other = copy.copy(self)
+        other.cfg = cfg
+        return other
 
     def open_loader(self, runtime: Runtime, start: int, total: int, seed: int) -> Loader:
         """Global batches of the steps start..total, this process's share of each."""

@@ -36,6 +36,7 @@ from finetuning.objective import (
 from finetuning.pooled import load_strictly
 from finetuning.predictions import pool
 from finetuning.source import Source
+from finetuning.trial import settle_memory
 from finetuning.tuning import Progress, Tuning, checkpoint_state, open_tuning, restore
 from finetuning.update import UpdateResult, update_model
 from models.heads import build_head, rescale_output
@@ -51,7 +52,7 @@ from utils.runtime.single import Runtime, StopRequested
 
 log = logging.getLogger(__name__)
 BEST = "best_epoch"  # the checkpoint with the best validation
-OUT_OF_MEMORY = "out of memory: a smaller train.per_core_batch_size accumulates more, with the same numbers"
+OUT_OF_MEMORY = "out of memory, although a trial step fitted"
 
 
 def finetune(source: Source, store: PreparedStore, cohort: Cohort, runtime: Runtime) -> int:
@@ -76,6 +77,9 @@ def _finetune(
     if progress.is_over(plan):
         log.info("nothing to do: the run ended at step %d of %d", progress.step, plan.total)
         return finish(tuning, progress, NoLog())
+    runtime.enter("trial step")
+    tuning = settle_memory(tuning, progress.step)
+    cfg = tuning.cfg
     runtime.enter("start of the log")
     run_log = stack.enter_context(open_log(tuning, progress.step))
     log_start(tuning, progress)

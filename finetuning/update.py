@@ -18,6 +18,8 @@ from finetuning.tuned import TunedModel
 from utils.config.schema import Config
 from utils.runtime.single import Runtime
 
+Micro = tuple[Batch, Batch | None]  # a micro-batch, and its partner for mixup
+
 
 @dataclass
 class UpdateResult:
@@ -56,16 +58,18 @@ def batch_loss(
 def update_model(
     model: TunedModel,
     optimizer: torch.optim.AdamW,
-    batches: list[tuple[Batch, Batch | None]],
+    batches: list[Micro],
     cfg: Config,
     runtime: Runtime,
     rate: float,
     *,
     is_frozen: bool,
+    enabled: bool = True,
 ) -> UpdateResult:
     """One update from this process's micro-batches of one global batch; the result is the whole batch's.
 
-    `is_frozen`: the encoder's tokens are computed without gradient and the head alone is trained.
+    `is_frozen`: the encoder's tokens are computed without gradient and the head alone is trained. With
+    `enabled=False` the update does all of its work and moves nothing.
     """
     samples, kind = cfg.train.global_batch_size, cfg.task.kind
     optimizer.zero_grad(set_to_none=True)
@@ -88,7 +92,7 @@ def update_model(
     loss_sum = runtime.group.sum(loss_sum)
     trained = [p for p in model.parameters() if p.requires_grad]
     grad_norm = torch.nn.utils.clip_grad_norm_(trained, cfg.optim.clip_grad_norm)
-    is_finite = torch.isfinite(grad_norm) & torch.isfinite(loss_sum)
+    is_finite = torch.isfinite(grad_norm) & torch.isfinite(loss_sum) & enabled
     for group in optimizer.param_groups:
         group["lr"] = rate * group["rate_share"]
     # the optimizer's own select: with found_inf = 1 neither parameters nor moments nor its step count move

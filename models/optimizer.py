@@ -7,11 +7,13 @@ fused kernels of CPU and GPU know it. Where there is none, `SelectingAdamW` does
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from utils.checkpoint import to_host
 from utils.config.schema import Config, OptimConfig
 from utils.runtime.shards import Shardable
 from utils.runtime.single import Runtime
@@ -93,3 +95,21 @@ def shard_state(model: nn.Module, optimizer: torch.optim.AdamW, cfg: Config, run
     values: list[Tensor] = list(model.parameters())
     values += [state[name] for state in optimizer.state.values() for name in MOMENTS[1:]]
     runtime.shard_parameters(values)
+
+
+def keep_state(
+    model: nn.Module, optimizer: torch.optim.AdamW, cfg: Config, runtime: Runtime
+) -> Callable[[], None]:
+    """What puts weights and moments back to those of now. It does nothing where a step that fails leaves them
+    alone; elsewhere a copy is kept on the host.
+    """
+    if runtime.failure_is_clean:
+        return lambda: None
+    weights, moments = to_host(runtime.full_state((model.state_dict(), optimizer.state_dict())))
+
+    def put_back() -> None:
+        model.load_state_dict(weights)
+        optimizer.load_state_dict(moments)
+        shard_state(model, optimizer, cfg, runtime)
+
+    return put_back

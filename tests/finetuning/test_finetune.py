@@ -23,6 +23,7 @@ from finetuning.finetune import finetune
 from finetuning.head_file import open_head, predict_rows
 from finetuning.objective import METRICS, metric_name
 from finetuning.source import Source, open_source
+from finetuning.trial import settle_memory
 from finetuning.tuned import TunedModel, layer_groups
 from finetuning.tuning import open_tuning
 from finetuning.update import batch_loss, mixed_view
@@ -375,6 +376,63 @@ def test_an_update_that_is_not_finite_moves_nothing_and_many_end_the_run(
     rows = metrics(tmp_path, "train/loss")
     assert [rows[step]["train/bad_steps"] for step in (2, 3, 4, 7)] == [0, 1, 1, 2]
     assert "update skipped, loss or gradient not finite: step 2: rows [" in caplog.text
+
+
+def short_of_memory(monkeypatch: pytest.MonkeyPatch, most: int) -> list[int]:
+    """The encoder in training can do with so many volumes, and fails at its end; returns what is tried."""
+    real, tried = TunedModel.forward, list[int]()
+
+    def forward(model: TunedModel, view: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:
+        if model.training:
+            tried.append(len(view))
+        outputs = real(model, view, *rest)
+        if model.training and len(view) > most:
+            raise torch.OutOfMemoryError("planted")
+        return outputs
+
+    monkeypatch.setattr(TunedModel, "forward", forward)
+    return tried
+
+
+def test_out_of_memory_halves_the_batch_before_the_first_update_and_keeps_the_losses(
+    world: Path, finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    """The trial is of the whole encoder, which the first epoch does not train."""
+    tried = short_of_memory(monkeypatch, 2)
+    assert run_task(world, tmp_path, *NOISE, "train.ckpt_every_steps=3", "train.keep_last=9") == 0
+    words = [f"out of memory: per_core_batch_size {n} -> {n // 2}" for n in (8, 4)]
+    assert [record.message for record in caplog.records if "out of memory" in record.message] == words
+    assert tried[:4] == [8, 4, 2, 2]
+    expected = metrics(finished, "train/loss")
+    assert metrics(tmp_path, "train/loss").keys() == expected.keys()
+    for step, row in metrics(tmp_path, "train/loss").items():
+        assert row["train/loss"] == pytest.approx(expected[step]["train/loss"], rel=1e-4), step
+    short_of_memory(monkeypatch, 0)
+    with pytest.raises(UserError, match=r"out of memory: one volume of spatial\.image_size"):
+        run_task(world, tmp_path / "none", *NOISE)
+
+
+def test_the_trial_step_leaves_no_trace(world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether it fits or not; and another process's shortage is this one's too."""
+    source = open_task(world, tmp_path, *NOISE)
+    store = PreparedStore.open(str(world / "store"))
+    runtime = Runtime(RUNTIME.device, use_bf16=False)
+    tuning = open_tuning(source, store, read_folds(store), runtime)
+    before = {name: value.clone() for name, value in tuning.model.state_dict().items()}
+    short_of_memory(monkeypatch, 4)
+    votes: list[bool] = []
+
+    def any_of_two(_: Group, flag: bool) -> bool:
+        votes.append(flag)
+        return flag or len(votes) == 2
+
+    monkeypatch.setattr(Group, "any", any_of_two)
+    assert settle_memory(tuning, 0).cfg.train.per_core_batch_size == 2
+    assert votes == [True, False, False]
+    for name, value in tuning.model.state_dict().items():
+        assert torch.equal(value, before[name]), name
+    assert {float(state["step"]) for state in tuning.optimizer.state.values()} == {0.0}
+    assert all(weight.grad is None for weight in tuning.model.parameters())
 
 
 def test_another_encoder_or_another_truth_is_not_gone_on_with(world: Path, tmp_path: Path) -> None:

@@ -43,7 +43,10 @@ log = logging.getLogger(__name__)
 RANKME_TOKENS = 2048
 LIDAR_VOLUMES, LIDAR_MASKS = 64, 4  # each mask is a pass of the context encoder
 SKILL_TOKENS = 2**14  # positions of all volumes together, at most 64 of each
-FIRST_VOLUMES = 64  # of the validation before step 1
+FIRST_SHARE, FIRST_VOLUMES = (
+    4,
+    64,
+)  # the validation before step 1 has a quarter of the others, at most so many
 
 
 class Validation:
@@ -88,7 +91,7 @@ class Validation:
 def validation_rows(run: Run, *, is_first: bool = False) -> np.ndarray:
     """The rows of a validation, the same at each; before step 1 the first few of them."""
     limit = run.cfg.val.max_volumes
-    limit = min(limit, FIRST_VOLUMES) if is_first else limit
+    limit = min(-(-limit // FIRST_SHARE), FIRST_VOLUMES) if is_first else limit
     return participants_in_turn(run.rows.val, run.rows.person_of_row, limit)
 
 

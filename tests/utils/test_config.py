@@ -103,6 +103,7 @@ def test_a_control_needs_what_it_controls() -> None:
 @pytest.mark.parametrize(
     ("override", "expected"),
     [
+        ("data.data_timeout_s=1800", ["data.data_timeout_s", "less than run.stall_timeout_s 1800", "1800"]),
         ("optim.base_lrr=1", ["optim.base_lrr", "base_lr'"]),
         ("optims.base_lr=1", ["optims", "optim'"]),
         ("optim.base_lr=fast", ["optim.base_lr", "fast", "Float"]),

@@ -196,7 +196,9 @@ def test_the_documented_rule_restarts_two_hosts_to_their_end_and_leaves_a_finish
 ) -> None:
     """Host 1 is killed; later it is frozen, and host 0 waits in a collective until its watchdog ends it."""
     run = tmp_path / "hosts"
-    argv = command(folder, f"run.dir={run}", *TWO, "run.stall_timeout_s=15", module=PLANTED)
+    argv = command(
+        folder, f"run.dir={run}", *TWO, "run.stall_timeout_s=15", "data.data_timeout_s=10", module=PLANTED
+    )
     port = free_port()
     hosts = [
         Running(documented_rule(argv, rank, port), tmp_path / f"host_{rank}", {"pause_s": 0.3})

@@ -82,7 +82,7 @@ class DataConfig:
     persistent_workers: bool = True
     drop_last: bool = True  # only true: batches have one size, and a batch may span epochs
     max_reject_fraction: float = key(0.05, SHARE)  # prepare stops above this share of rejected records
-    # a loader worker silent for longer is named, and the run stops
+    # a loader worker silent for longer is named, and the run stops; less than run.stall_timeout_s
     data_timeout_s: float = key(600.0, ABOVE_0, may_change=True)
 
 
@@ -208,7 +208,7 @@ class TrainConfig:
 
 @dataclass(frozen=True)
 class ValConfig:
-    # cap on the volumes of a validation: the same at each, participants in turn
+    # cap on the volumes of a validation: the same at each, participants in turn; a quarter before step 1
     max_volumes: int = key(256, AT_LEAST_1, may_change=True)
 
 

@@ -49,6 +49,7 @@ from finetuning import source
 from finetuning.cohort import EVALUATED, TRAIN, Cohort, count_overlap, read_cohorts
 from finetuning.evaluation import CLASSES, Asked, Row, answer, known_answer
 from finetuning.evaluation_files import TITLES, markdown, write_evaluation
+from finetuning.feature_map import write_feature_map
 from finetuning.head_evaluation import evaluate_head
 from finetuning.layers.evaluate import evaluate_layers
 from finetuning.layers.head import is_layers_head
@@ -137,6 +138,8 @@ def _evaluate(asked: Asked, state: dict[str, Any], url: str, runtime: Runtime) -
     pretrained = of_rows(
         asked.rows, embed_rows(pretrained_encoder(cfg, state, url), cfg, store, asked.rows, runtime)
     )
+    about = f"{url.rpartition('/')[2]} (step {state['step']})"
+    write_feature_map(cfg.run.dir, asked.cohort, pretrained(asked.cohort), store.index, about)
     first = _row("pretrained", "pre-trained encoder (EMA target)", probe(asked.cohorts, pretrained))
     shuffled = [permuted(cohort, cfg.seed) for cohort in asked.cohorts]
     chance = judged_by(asked.cohorts, probe(shuffled, pretrained))

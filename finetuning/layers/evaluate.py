@@ -1,7 +1,8 @@
 """What trained surfaces are worth: `python -m finetuning.evaluate --head RUN` of a task.kind=layers head.
 
 In: `head.pt` of finetuning.layers.train, the store with its height maps. Out, in `${run.dir}`: layers.json,
-layers.md, surfaces.parquet (a line for every arm, volume and surface or layer) and etdrs.csv (mean thickness
+layers.md, surfaces.parquet (a line for every arm, volume and surface or layer), layers/ (a volume of each
+device with its surfaces, which the report draws) and etdrs.csv (mean thickness
 in um in nine sectors, a line for every eye, layer and source). Arms: the pre-trained encoder, a randomly
 initialised one where finetune.against_random trained it, and mean heights, which know no image. What they are
 compared with is what the device's own software drew.
@@ -34,6 +35,7 @@ from utils import storage
 from utils.config.load import flatten, storage_options_of
 from utils.config.schema import Config
 from utils.errors import UserError
+from utils.report.volumes import LayersPicture, save_layers
 from utils.runtime.open import open_runtime
 from utils.runtime.single import Runtime
 
@@ -130,6 +132,7 @@ def measure(
         truth = volumes.read(row)
         sectors += _sectors(volumes, row, truth, DEVICE)
         lines += _measure_one(volumes, row, truth, _mean_heights(volumes, head, row), MEAN)
+    shown = set(volumes.store.index.loc[rows].groupby("device").row.first())
     for arm in head.arms:
         kept = KeptFeatures(arm.encoder, cfg, volumes.store, runtime, features_folder(cfg))
         kept.keep_tokens(np.unique(rows))
@@ -137,9 +140,25 @@ def measure(
         decoder = arm.decoder.to(runtime.device)
         for row in map(int, rows):
             predicted = planes.predict(decoder, row)
+            if arm.name == PRETRAINED and row in shown:
+                _write_picture(cfg, volumes, row, predicted)
             lines += _measure_one(volumes, row, volumes.read(row), predicted, arm.name)
             sectors += _sectors(volumes, row, _inside(volumes, row, predicted), arm.name)
     return pd.DataFrame(lines), _by_eye(pd.DataFrame(sectors))
+
+
+def _write_picture(cfg: Config, volumes: LayerVolumes, row: int, predicted: np.ndarray) -> None:
+    """A volume with its surfaces, for the report to draw."""
+    record = volumes.store.index.loc[row]
+    picture = LayersPicture(
+        volume=volumes.store.read(row),
+        spacing=volumes.spacing_mm(row),
+        names=volumes.names,
+        predicted=predicted,
+        truth=volumes.read(row),
+        title=f"{record.device} {record.protocol} {record.laterality}, layers",
+    )
+    save_layers(storage.join(cfg.run.dir, "layers", f"row_{row:06d}.npz"), picture)
 
 
 def _mean_heights(volumes: LayerVolumes, head: LayersHead, row: int) -> np.ndarray:

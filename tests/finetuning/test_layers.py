@@ -29,6 +29,7 @@ from finetuning.layers.decoder import build_decoder, heights_of, surface_loss
 from finetuning.layers.etdrs import SECTORS
 from finetuning.layers.evaluate import evaluate_layers
 from finetuning.layers.head import PRETRAINED, RANDOM, open_layers_head
+from finetuning.layers.metrics import boundary_error_um
 from finetuning.layers.planes import Planes
 from finetuning.layers.volumes import LayerVolumes, read_volumes
 from finetuning.pooled import random_encoder
@@ -38,6 +39,7 @@ from tests.support.heights_factory import config, make_tree, prepare_all
 from utils.checkpoint import CheckpointError
 from utils.config.schema import StorageOptions
 from utils.errors import ConfigError, UserError
+from utils.report.volumes import load_layers
 
 CONFIG = Path(__file__).resolve().parents[2] / "configs" / "layers.yaml"
 MAESTRO, TRITON, CIRRUS = 1, 2, 4
@@ -105,6 +107,21 @@ def test_a_decoder_learns_where_surfaces_lie(trained: Path, evaluated: tuple[Pat
     assert not torch.equal(first, second)
     history = head.state["validation"][PRETRAINED]["history"]
     assert min(line["error_um"] for line in history) == head.state["validation"][PRETRAINED]["error_um"]
+
+
+def test_a_volume_of_each_device_is_kept_for_the_report(trained: Path, evaluated: tuple[Path, str]) -> None:
+    """Its surfaces are those that were measured: the same mean error, and the device's own heights."""
+    folder, _ = evaluated
+    lines = pd.read_parquet(folder / "surfaces.parquet")
+    lines = lines[(lines.arm == PRETRAINED) & (lines.what == "surface")]
+    paths = sorted((folder / "layers").glob("*.npz"))
+    assert len(paths) == lines.device.nunique()
+    for path in paths:
+        picture, own = load_layers(path), lines[lines.row == int(path.stem.removeprefix("row_"))]
+        error = boundary_error_um(picture.predicted, picture.truth, picture.spacing[1])
+        expected = own.set_index("name").error_um.reindex(picture.names).to_numpy()
+        np.testing.assert_allclose(error, expected, rtol=1e-5)
+        assert picture.title.startswith(own.device.iloc[0])
 
 
 def test_the_best_epoch_is_kept(world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,7 +34,7 @@ def page_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The page of two runs with everything in it."""
     folder = tmp_path_factory.mktemp("runs")
     first, second = write_run(folder / "first"), write_run(folder / "second")
-    save_layers(first / "layers" / "row_000003.npz", layers_picture())
+    save_layers(str(first / "layers" / "row_000003.npz"), layers_picture())
     (first / "feature_map.json").write_text(json.dumps(feature_map()))
     main([str(first), str(second)])
     return first / "comparison.html"

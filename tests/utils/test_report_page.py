@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import json
+import re
 import shutil
 import threading
 from collections.abc import Iterator
@@ -19,6 +20,7 @@ from tests.support.report_factory import own_part, probe_json, write_run
 from utils.errors import UserError
 from utils.report.charts import MAX_POINTS, charts_of
 from utils.report.cli import main
+from utils.report.index import index_page
 from utils.report.pictures import load_snapshot
 from utils.report.run_files import read_run
 from utils.report.serve import open_server
@@ -39,7 +41,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     prepared |= {"synthetic": False, "rejected_files": {"missing_file": [PATIENT]}}
     (second / "prepare_report.json").write_text(json.dumps(prepared))
     picture = layers_picture()
-    save_layers(second / "layers" / "row_000003.npz", picture)
+    save_layers(str(second / "layers" / "row_000003.npz"), picture)
     (second / "feature_map.json").write_text(json.dumps(feature_map()))
     (second / "probe.json").write_text(json.dumps(probe_json(0.02, 0.1)))
     (second / "leaderboard").mkdir()
@@ -172,7 +174,7 @@ def test_large_volumes_are_drawn_smaller(tmp_path: Path) -> None:
         np.zeros((6, 2000, 2000), np.uint8), picture.spacing, (), np.zeros((0, 6, 2000)),
         np.zeros((0, 6, 2000)), "",
     )  # fmt: skip
-    save_layers(tmp_path / "a.npz", large)
+    save_layers(str(tmp_path / "a.npz"), large)
     volume = volume_of_layers(tmp_path / "a.npz", "run")
     height, width = volume["tile"]
     assert height == width < 1100
@@ -184,7 +186,7 @@ def test_large_volumes_are_drawn_smaller(tmp_path: Path) -> None:
 
 def test_surfaces_survive_the_file_and_the_page(tmp_path: Path) -> None:
     picture = layers_picture()
-    save_layers(tmp_path / "layers" / "a.npz", picture)
+    save_layers(str(tmp_path / "layers" / "a.npz"), picture)
     read = load_layers(tmp_path / "layers" / "a.npz")
     np.testing.assert_array_equal(read.predicted, picture.predicted)
     assert (read.names, read.spacing, read.title) == (picture.names, picture.spacing, picture.title)
@@ -194,8 +196,29 @@ def test_surfaces_survive_the_file_and_the_page(tmp_path: Path) -> None:
     assert set(codes[:, -1].tolist()) == {65535}
     assert (ilm["name"], bm["name"]) == ("ILM", "BM")
     with pytest.raises(ValueError, match=r"truth: expected heights \(2, 6, 32\)"):
-        save_layers(tmp_path / "b.npz", LayersPicture(**(vars(picture) | {"truth": picture.truth[:1]})))
+        save_layers(str(tmp_path / "b.npz"), LayersPicture(**(vars(picture) | {"truth": picture.truth[:1]})))
     assert not (tmp_path / "b.npz").exists()
+
+
+# --- the folder's first page ---
+
+
+def test_the_index_links_what_is_there_and_says_what_is_next(runs: list[Path]) -> None:
+    main([str(runs[1])])
+    text = (runs[1] / "index.html").read_text()
+    links = re.findall(r'href="([^"]+)"', text)
+    assert {"report.html", "results.json", "prepare_report.json", "metrics.jsonl"} <= set(links)
+    assert all((runs[1] / link).is_file() for link in links)
+    assert "evaluation.md" not in links
+    assert f"python -m finetuning.evaluate --config {runs[1]}/config.yaml" in text
+    assert "48 volumes kept, 3 rejected" in text
+    assert "SMITH" not in text
+    assert text.index("Participants' scans.") < text.index("<h1>")
+    (runs[1] / "evaluation.json").write_text(
+        json.dumps({"title": "", "verdict": "The head beats a constant.", "cautions": []})
+    )
+    assert "finetuning.evaluate" not in index_page(read_run(runs[1]))
+    (runs[1] / "evaluation.json").unlink()
 
 
 # --- the server ---

@@ -17,6 +17,7 @@ from utils import storage
 from utils.errors import UserError
 from utils.help_pages import PeopleParser
 from utils.report.health import health
+from utils.report.index import index_page
 from utils.report.page import render
 from utils.report.run_files import ARMS, NO_PROBE, Run, read_run, results
 from utils.report.serve import serve
@@ -114,6 +115,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         text = json.dumps(results(run), indent=2, allow_nan=False) + "\n"
         storage.write_text(str(run.path / "results.json"), text)
     storage.write_text(str(report), render(runs))
+    if len(runs) == 1:
+        storage.write_text(str(runs[0].path / "index.html"), index_page(runs[0]))
     for run in runs:
         head = [("run", str(run.path))] if len(runs) > 1 else []
         state = health(run.series, run.alarms, run.not_finite)

@@ -34,7 +34,6 @@ from utils.report.tables import (
 from utils.report.volumes import volume_of_layers, volume_of_snapshot
 
 HERE = Path(__file__).parent
-# nothing may be fetched; a page that is served asks its own server whether the run went on
 POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
 
 
@@ -68,17 +67,22 @@ def render(runs: Sequence[Run], watched: str = "") -> str:
     return template.render(
         parts=parts,
         title=" and ".join(names) if len(names) < 3 else f"{names[0]} and {len(names) - 1} more",
-        policy=POLICY + ("; connect-src 'self'" if watched else ""),
+        policy=policy_of(watched),
         is_synthetic=all(run.is_synthetic for run in runs),
         is_one_store=all(run.prepared == runs[0].prepared for run in runs),
         numbers=compare.numbers_table(runs, names, [part.health for part in parts]),
         differences=compare.differences(runs, names) if len(runs) > 1 else None,
         colours={"context": to_hex(pictures.CONTEXT_RGB), "target": to_hex(pictures.TARGET_RGB)},
         data=script_data(content_of(runs, names) | {"watched": watched}),
-        style=_asset("report.css"),
-        script=_asset("report.js"),
-        plotly=_asset("plotly-basic.min.js"),
+        style=asset("report.css"),
+        script=asset("report.js"),
+        plotly=asset("plotly-basic.min.js"),
     )
+
+
+def policy_of(watched: str) -> str:
+    """What a page may fetch: nothing; one that is served may ask its own server whether the run went on."""
+    return POLICY + ("; connect-src 'self'" if watched else "")
 
 
 def names_of(runs: Sequence[Run]) -> list[str]:
@@ -149,5 +153,6 @@ def _step_part(path: Path) -> str:
 
 
 @cache
-def _asset(name: str) -> Markup:
+def asset(name: str) -> Markup:
+    """A file of assets/, to stand in a page as it is."""
     return Markup((HERE / "assets" / name).read_text(encoding="utf-8"))

@@ -11,7 +11,6 @@ from __future__ import annotations
 import base64
 import io
 import math
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
+from utils import storage
 from utils.report.pictures import Snapshot, load_snapshot, pca_colours
 
 MAX_PIXELS = 6_000_000  # of a sheet; larger volumes are drawn smaller
@@ -38,26 +38,24 @@ class LayersPicture:
     title: str
 
 
-def save_layers(path: Path, picture: LayersPicture) -> None:
+def save_layers(url: str, picture: LayersPicture) -> None:
     """Write it whole or not at all; raises ValueError for shapes that do not fit."""
     d, _, w = picture.volume.shape
     expected = (len(picture.names), d, w)
     for name, heights in (("predicted", picture.predicted), ("truth", picture.truth)):
         if heights.shape != expected:
-            raise ValueError(f"{path}: {name}: expected heights {expected}, found {heights.shape}")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f".{path.name}.part")
-    with part.open("wb") as file:
-        np.savez_compressed(
-            file,
-            volume=picture.volume,
-            spacing=np.array(picture.spacing),
-            names=np.array(picture.names),
-            predicted=picture.predicted.astype(np.float32),
-            truth=picture.truth.astype(np.float32),
-            title=np.array(picture.title),
-        )
-    os.replace(part, path)
+            raise ValueError(f"{url}: {name}: expected heights {expected}, found {heights.shape}")
+    buffer = io.BytesIO()
+    np.savez_compressed(
+        buffer,
+        volume=picture.volume,
+        spacing=np.array(picture.spacing),
+        names=np.array(picture.names),
+        predicted=picture.predicted.astype(np.float32),
+        truth=picture.truth.astype(np.float32),
+        title=np.array(picture.title),
+    )
+    storage.write_bytes(url, buffer.getvalue())
 
 
 def load_layers(path: Path) -> LayersPicture:

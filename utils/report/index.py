@@ -1,0 +1,68 @@
+"""index.html of a run's folder: where to click first, what the store holds, and what to do next.
+
+In: a run (utils.report.run_files). Out: a page whose links lead to files of the folder that are there.
+"""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+from utils.report.health import health
+from utils.report.page import asset, policy_of
+from utils.report.run_files import NO_PROBE, Run
+from utils.report.tables import data_tables
+
+FILES = (  # from the run's folder, and what they are
+    ("report.html", "The report: verdict, curves, scans, evaluation, data, configuration"),
+    ("comparison.html", "This run beside others"),
+    ("results.json", "The numbers of the report, for programs"),
+    ("evaluation.md", "The evaluation: every metric, by class and subgroup"),
+    ("layers.md", "The evaluation of predicted layers"),
+    ("leaderboard/leaderboard.html", "The leaderboard"),
+    ("prepare_report.json", "The store: what was kept, what was rejected and why"),
+    ("check_report.json", "The check of the tree by its headers"),
+    ("config.yaml", "Every key of the configuration"),
+    ("metrics.jsonl", "Every number that was logged, a line each"),
+    ("log.txt", "What the terminal showed"),
+)
+
+
+def index_page(run: Run) -> str:
+    """The page as HTML text."""
+    template = Environment(
+        loader=FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=StrictUndefined
+    ).get_template("index.html.j2")
+    rejects, devices, *_ = data_tables(run.prepared)
+    return template.render(
+        run=run,
+        policy=policy_of(""),
+        style=asset("report.css"),
+        health=health(run.series, run.alarms, run.not_finite),
+        verdict=(run.probe or run.evaluation or {"verdict": NO_PROBE})["verdict"],
+        files=[(name, text) for name, text in FILES if (run.path / name).is_file()],
+        stores=[devices, rejects],
+        steps=next_steps(run),
+    )
+
+
+def next_steps(run: Run) -> list[tuple[str, str]]:
+    """(what for, command) pairs; an evaluation only where there was none."""
+    path, config = shlex.quote(str(run.path)), shlex.quote(str(run.path / "config.yaml"))
+    steps = []
+    if run.evaluation is None and not run.is_finetuning:
+        steps.append(("Say what the encoder is worth", f"python -m finetuning.evaluate --config {config}"))
+    if not run.is_finetuning:
+        steps += [
+            ("Train a head for your labels on this encoder",
+             f"python -m finetuning.train --config configs/cls_linear_probe.yaml model.checkpoint={path}"),
+            ("Have the features of a store as a table",
+             f"python -m finetuning.embed --config {config}"),
+        ]  # fmt: skip
+    steps += [
+        ("See this run beside another", f"python -m utils.report {path} OTHER_RUN"),
+        ("Watch a run while it goes on", f"python -m utils.report --serve {path}"),
+    ]
+    return steps

@@ -128,6 +128,33 @@ def lay_on_grid(values_SDW: np.ndarray, record: pd.Series, geometry: Mapping[str
     return (mm / after_h + size[1] / 2 - 0.5).astype(np.float32)
 
 
+def lay_on_scan(values_SDW: np.ndarray, record: Mapping[str, Any], geometry: Mapping[str, Any]) -> np.ndarray:
+    """Voxels of a stored volume [S, D, W] -> rows of its acquired scan, float32 [S, B-scans, A-scans].
+
+    The way back of lay_on_grid, with the scan's B-scans in the order of its file. `record` holds the volume's
+    columns of the index. NaN where no A-scan of the grid lies.
+    """
+    size = geometry["image_size"]
+    weights = [
+        axis_weights(
+            size["dhw".index(axis)],
+            float(record[f"spacing_after_{axis}"]),
+            int(record[f"shape_before_{axis}"]),
+            float(record[f"spacing_before_{axis}"]),
+        ).weights
+        for axis in "dw"
+    ]
+    is_valid = ~np.isnan(values_SDW)
+    sums, shares = (
+        weights[0] @ part @ weights[1].T
+        for part in (np.where(is_valid, values_SDW, 0).astype(np.float64), is_valid.astype(np.float64))
+    )
+    voxels = np.divide(sums, shares, out=np.full(sums.shape, np.nan), where=shares >= LEAST_WEIGHT)
+    mm = (voxels + 0.5 - size[1] / 2) * float(record["spacing_after_h"])
+    rows = mm / float(record["spacing_before_h"]) + record["shape_before_h"] / 2 - 0.5
+    return (rows[:, ::-1] if record["flipped_d"] else rows).astype(np.float32)
+
+
 def edge_step(volume_DHW: np.ndarray, surface_DW: np.ndarray, spacing_h: float) -> float:
     """Mean brightness below a surface less that above it, in standard deviations of the volume; -inf where
     no A-scan has both.

@@ -23,6 +23,7 @@ from data_setup.next_batch import next_or_stop
 from data_setup.normalisation import plain_view
 from data_setup.store.reader import PreparedStore
 from finetuning.adapters import merged_weights
+from finetuning.calibration import Calibration, calibrate, stored_calibration
 from finetuning.cohort import VAL, Cohort
 from finetuning.head_file import head_state, write_head
 from finetuning.objective import (
@@ -161,7 +162,7 @@ def validate_now(tuning: Tuning, progress: Progress, run_log: RunLog | NoLog) ->
     short, the next start owes it.
     """
     try:
-        score, loss = validate(tuning)
+        score, loss, calibration = validate(tuning)
     except StopRequested:
         progress.owes_validation = True
         return []
@@ -172,13 +173,14 @@ def validate_now(tuning: Tuning, progress: Progress, run_log: RunLog | NoLog) ->
         return []
     epoch = progress.step / tuning.plan.epoch
     progress.best = {"metric": metric, "score": score, "loss": loss, "epoch": epoch, "step": progress.step}
+    progress.best["calibration"] = calibration.state()
     return [BEST]
 
 
 @torch.no_grad()
-def validate(tuning: Tuning) -> tuple[float, float]:
-    """The score of finetuning.objective on the units of VAL, and the mean loss of its volumes; the same on
-    every process. Raises StopRequested.
+def validate(tuning: Tuning) -> tuple[float, float, Calibration]:
+    """The score of finetuning.objective on the units of VAL, the mean loss of its volumes, and what they say
+    of the model's confidence; the same on every process. Raises StopRequested.
     """
     cohort, examples, kind = tuning.cohort, tuning.examples, tuning.cohort.kind
     chosen = cohort.fold == VAL
@@ -191,7 +193,8 @@ def validate(tuning: Tuning) -> tuple[float, float]:
     weight_nT = torch.from_numpy(row_weights(kind, cohort.target[chosen], cohort.person[chosen], "none"))
     loss = float((row_losses(kind, outputs_nC, target_nT) * weight_nT).mean())
     scores_nC = to_scores(kind, outputs_nC) * examples.spread + examples.centre
-    return validation_score(pool(cohort, VAL, scores_nC.numpy())), loss
+    calibration = calibrate(kind, outputs_nC, cohort.target[chosen], cohort.person[chosen])
+    return validation_score(pool(cohort, VAL, scores_nC.numpy())), loss, calibration
 
 
 @torch.no_grad()
@@ -249,5 +252,15 @@ def write_best(tuning: Tuning) -> tuple[str, dict[str, Any]]:
     encoder = parts["encoder."]
     if cfg.finetune.lora_rank is not None:
         encoder = merged_weights(cfg, encoder, url)
-    content = head_state(tuning.source, tuning.store, cohort, head, None, best, encoder)
+    content = head_state(
+        tuning.source,
+        tuning.store,
+        cohort,
+        head,
+        None,
+        {name: value for name, value in best.items() if name != "calibration"},
+        encoder,
+        calibration=stored_calibration(best),
+        familiarity=None,  # the features of the best epoch were not kept
+    )
     return write_head(cfg, content), best

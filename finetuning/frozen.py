@@ -26,8 +26,10 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from data_setup.store.reader import PreparedStore
+from finetuning.calibration import calibrate
 from finetuning.cohort import TRAIN, VAL, Cohort
-from finetuning.features.kept import KeptFeatures, features_folder
+from finetuning.familiarity import fit_familiarity
+from finetuning.features.kept import KeptFeatures, features_folder, pooled_of_tokens
 from finetuning.head_file import Standardise, head_state, write_head
 from finetuning.objective import (
     METRICS,
@@ -337,6 +339,20 @@ def _chosen(grid: Grid, bests: list[Best], kind: str, centre: float, spread: flo
     return TrainedHead(head, {"metric": METRICS[kind], **lines[number], "grid": lines})
 
 
+@torch.no_grad()
+def head_outputs(head: nn.Module, inputs: Inputs, places: np.ndarray) -> Tensor:
+    """Outputs of a head [n, C] at these places, on the host."""
+    head.eval()
+    starts = range(0, len(places), inputs.at_once)
+    return torch.cat([head(*inputs.read(places[s : s + inputs.at_once])).cpu() for s in starts])
+
+
+def training_features(kept: KeptFeatures, cohort: Cohort) -> np.ndarray:
+    """Pooled features of TRAIN [n, 2E]; where a head reads tokens, of those that are kept."""
+    rows = cohort.rows[cohort.fold == TRAIN]
+    return pooled_of_tokens(kept, rows) if reads_tokens(kept.cfg.head.kind) else kept.pooled(rows)
+
+
 def train_frozen(
     source: Source, store: PreparedStore, cohort: Cohort, runtime: Runtime
 ) -> tuple[str, dict[str, Any]]:
@@ -360,7 +376,18 @@ def train_frozen(
     (run_dir / WANDB_ID).unlink(missing_ok=True)  # nothing is resumed: a second training is another run
     with closing(RunLog(cfg, 0, total, synthetic=bool(store.attrs["synthetic"]))) as run_log:
         trained = train_grid(cfg, cohort, inputs, encoder.width, runtime.device, run_log)
-        state = head_state(source, store, cohort, trained.head, standardise, trained.validation)
+        is_val, is_train = cohort.fold == VAL, cohort.fold == TRAIN
+        outputs = head_outputs(trained.head, inputs, np.flatnonzero(is_val))
+        state = head_state(
+            source,
+            store,
+            cohort,
+            trained.head,
+            standardise,
+            trained.validation,
+            calibration=calibrate(cohort.kind, outputs, cohort.target[is_val], cohort.person[is_val]),
+            familiarity=fit_familiarity(training_features(kept, cohort), cohort.person[is_train]),
+        )
         url = write_head(cfg, state)
         claim_run_dir(cfg, runtime)
         (run_dir / NO_CHECKPOINT_YET).unlink()

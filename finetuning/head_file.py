@@ -6,7 +6,9 @@ In: a head of finetuning.frozen or finetuning.finetune. Out: `head.pt` and its s
 The file holds tensors and plain values: kind ("head"), head (its weights), head_kind, hidden, dropout,
 num_outputs; task {kind, names, label_column, unit}; encoder {url, checksum}; encoder_weights (None: frozen);
 standardise {mean [F], std [F]} or None; normalisation and geometry of the store; config (YAML);
-participants {train, val}; pretraining_participants; validation (score, loss, chosen rates and epoch).
+participants {train, val}; pretraining_participants; validation (score, loss, chosen rates and epoch);
+calibration (finetuning/calibration.py) and familiarity (finetuning/familiarity.py) or None: older files have
+neither.
 """
 
 from __future__ import annotations
@@ -20,7 +22,9 @@ import torch
 from torch import Tensor, nn
 
 from data_setup.store.reader import PreparedStore
+from finetuning.calibration import Calibration
 from finetuning.cohort import TRAIN, VAL, Cohort
+from finetuning.familiarity import Familiarity
 from finetuning.features.kept import KeptFeatures, features_folder
 from finetuning.objective import to_scores
 from finetuning.pooled import load_strictly, pretrained_encoder
@@ -76,6 +80,9 @@ def head_state(
     standardise: Standardise | None,
     validation: dict[str, Any],
     encoder_weights: dict[str, Tensor] | None = None,
+    *,
+    calibration: Calibration,
+    familiarity: Familiarity | None,
 ) -> dict[str, Any]:
     """The content of a head's file; `validation` holds the chosen `epoch`, which is the file's step."""
     cfg = source.cfg
@@ -107,6 +114,8 @@ def head_state(
         "participants": people,
         "pretraining_participants": sorted(source.state["participants"]),
         "validation": validation,
+        "calibration": calibration.state(),
+        "familiarity": None if familiarity is None else familiarity.state(),
     }
 
 

@@ -40,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Predict what the command line says; returns the exit code."""
     args = parse(argv)
     # here: torch takes seconds to import, and a reader process imports this module without it
-    from finetuning.embedding.answers import predict
+    from finetuning.prediction.run import predict
 
     return predict(args.checkpoint, args.dicom, args.out, args.overrides)
 

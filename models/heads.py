@@ -69,6 +69,15 @@ class AttentiveHead(nn.Module):
         self.last = nn.Linear(width, num_outputs)
         nn.init.trunc_normal_(self.query, std=0.02)
 
+    def attention(self, tokens_BNE: Tensor, valid_BN: Tensor) -> Tensor:
+        """How much the query looks at each token [B, N], the mean over its heads; a volume adds up to 1."""
+        tokens = self.norm1(tokens_BNE.to(self.norm1.weight.dtype))
+        q = rearrange(self.q(self.query), "b t (h c) -> b h t c", h=self.heads)
+        k, _ = rearrange(self.kv(tokens), "b n (two h c) -> two b h n c", two=2, h=self.heads)
+        scores_BHN = (k @ q.transpose(-1, -2)).squeeze(-1) / q.shape[-1] ** 0.5
+        scores_BHN = scores_BHN.masked_fill(~valid_BN.to(torch.bool)[:, None], -torch.inf)
+        return scores_BHN.softmax(dim=-1).mean(dim=1)
+
     def forward(self, tokens_BNE: Tensor, valid_BN: Tensor) -> Tensor:
         """Tokens that are not valid are not looked at; a volume needs one valid token or more."""
         tokens = self.norm1(tokens_BNE.to(self.norm1.weight.dtype))

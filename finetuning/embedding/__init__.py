@@ -1,6 +1,5 @@
-"""Features and predictions of whole collections: `python -m finetuning.embed` and `finetuning.predict`.
+"""Features of whole collections: `python -m finetuning.embed`.
 
-In: a checkpoint or a head, a prepared store or DICOM files. Out: features.parquet, patches.zarr,
-predictions.jsonl. Read run.py first. volumes.py reads, stream.py embeds, folder.py writes;
-answers.py predicts.
+In: a checkpoint, a prepared store or DICOM files. Out: features.parquet, patches.zarr. Read run.py first.
+volumes.py reads, stream.py embeds, folder.py writes. finetuning/prediction/ reads by the same path.
 """

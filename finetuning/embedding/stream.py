@@ -58,19 +58,24 @@ def read_ahead(cfg: Config, volumes: Volumes, rows: Sequence[int]) -> Iterator[t
             yield row, volume
 
 
-@torch.no_grad()
-def tokens_of(encoder: nn.Module, cfg: Config, volume: Volume, runtime: Runtime) -> tuple[Tensor, Tensor]:
-    """The tokens float32 [1, N, E] of a volume and their validity float32 [1, N], on the device.
-
-    Raises NoFeaturesError for a volume without a valid token, or with tokens that are not finite.
-    """
-    batch = {
+def batch_of(volume: Volume) -> dict[str, Tensor]:
+    """A batch of one volume, unchanged by any augmentation, on the host."""
+    return {
         "volume": torch.from_numpy(volume.voxels)[None],
         "matrix": torch.from_numpy(identity_matrix())[None],
         "valid_box": torch.from_numpy(volume.valid_box)[None],
         "mean": torch.tensor([volume.fields["intensity_mean"]], dtype=torch.float32),
         "std": torch.tensor([volume.fields["intensity_std"]], dtype=torch.float32),
     }
+
+
+@torch.no_grad()
+def tokens_of(encoder: nn.Module, cfg: Config, volume: Volume, runtime: Runtime) -> tuple[Tensor, Tensor]:
+    """The tokens float32 [1, N, E] of a volume and their validity float32 [1, N], on the device.
+
+    Raises NoFeaturesError for a volume without a valid token, or with tokens that are not finite.
+    """
+    batch = batch_of(volume)
     valid = token_valid(batch["matrix"], batch["valid_box"], cfg.grid, cfg.spatial.patch_size)
     if not bool(valid.any()):
         raise NoFeaturesError(NO_VALID_TOKEN, "expected a token inside the scan, found none")

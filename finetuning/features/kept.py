@@ -180,3 +180,13 @@ class KeptFeatures:
             log.warning("%s: damaged (%s); its features are computed again", url, error)
             storage.remove(url)
             return None
+
+
+def pooled_of_tokens(kept: KeptFeatures, rows: np.ndarray) -> np.ndarray:
+    """Mean and standard deviation float32 [n, 2E] of tokens that are kept, without the encoder."""
+    parts, size = [], kept.cfg.eval.batch_size
+    for start in range(0, len(rows), size):
+        batch = rows[start : start + size]
+        valid = torch.from_numpy(kept.valid(batch))
+        parts.append(pool_tokens(torch.from_numpy(kept.tokens(batch)), valid).numpy())
+    return np.concatenate(parts)

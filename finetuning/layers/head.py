@@ -4,7 +4,7 @@ In: decoders of finetuning.layers.train. Out: `head.pt` and its seal (utils.chec
 loads it with its encoders and refuses another one. The file holds tensors and plain values: kind (layers),
 arms {name: weights of a decoder}, surfaces, head_kind, hidden, voxels, mean_heights; encoder {url, checksum}
 and random_seed; normalisation and geometry of the store; config (YAML); participants {train, val};
-pretraining_participants; validation {arm: ...}; step.
+pretraining_participants; validation {arm: ...}; step; familiarity (finetuning/familiarity.py) or None.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from torch import nn
 
 from data_setup.store.reader import PreparedStore
 from finetuning.cohort import TRAIN, VAL
+from finetuning.familiarity import Familiarity
 from finetuning.head_file import NAME
 from finetuning.layers.decoder import build_decoder
 from finetuning.layers.volumes import LayerVolumes
@@ -72,8 +73,11 @@ def layers_state(
     decoders: dict[str, nn.Module],
     validation: dict[str, dict[str, Any]],
     mean_heights: dict[str, list[float | None]],
+    familiarity: Familiarity | None,
 ) -> dict[str, Any]:
-    """The content of a head's file. `mean_heights`: protocol -> mean height of each surface in voxels."""
+    """The content of a head's file. `mean_heights`: protocol -> mean height of each surface in voxels;
+    `familiarity`: of the pre-trained arm's features.
+    """
     cfg = source.cfg
     return {
         "kind": KIND,
@@ -92,6 +96,7 @@ def layers_state(
         "participants": {"train": volumes.people(TRAIN), "val": volumes.people(VAL)},
         "pretraining_participants": sorted(source.state["participants"]),
         "validation": validation,
+        "familiarity": None if familiarity is None else familiarity.state(),
     }
 
 

@@ -22,7 +22,8 @@ from torch import nn
 
 from data_setup.store.reader import PreparedStore
 from finetuning.cohort import EVALUATED, TRAIN, VAL
-from finetuning.features.kept import KeptFeatures, features_folder
+from finetuning.familiarity import Familiarity, fit_familiarity
+from finetuning.features.kept import KeptFeatures, features_folder, pooled_of_tokens
 from finetuning.frozen import num_updates, schedule
 from finetuning.head_file import write_head
 from finetuning.layers.decoder import surface_loss
@@ -70,7 +71,8 @@ def train_layers(source: Source) -> int:
             name: {"error_um": b.error_um, "epoch": b.epoch, "step": b.step, "history": b.history}
             for name, b in bests.items()
         }
-        state = layers_state(source, store, volumes, decoders, validation, mean_heights(volumes))
+        familiarity = familiarity_of(source, store, volumes, runtime)
+        state = layers_state(source, store, volumes, decoders, validation, mean_heights(volumes), familiarity)
         url = write_head(cfg, state)
         claim_run_dir(cfg, runtime)
     print(format_training(validation))
@@ -183,6 +185,17 @@ def validation_error(decoder: nn.Module, planes: Planes, volumes: LayerVolumes) 
         each = boundary_error_um(planes.predict(decoder, row), volumes.read(row), axial)
         errors.append(each[volumes.marked(row)].mean())
     return float(np.mean(errors))
+
+
+def familiarity_of(
+    source: Source, store: PreparedStore, volumes: LayerVolumes, runtime: Runtime
+) -> Familiarity | None:
+    """Of the training volumes' pooled features, from the tokens that the pre-trained arm has kept."""
+    cfg = source.cfg
+    encoder = encoder_of(PRETRAINED, cfg, source.state, source.url)
+    kept = KeptFeatures(encoder, cfg, store, runtime, features_folder(cfg))
+    rows, is_train = volumes.of(TRAIN), volumes.fold == TRAIN
+    return fit_familiarity(pooled_of_tokens(kept, rows), volumes.person[is_train])
 
 
 def mean_heights(volumes: LayerVolumes) -> dict[str, list[float | None]]:

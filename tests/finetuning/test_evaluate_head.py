@@ -16,6 +16,7 @@ from sklearn import metrics as sk
 
 from data_setup.store.reader import PreparedStore
 from finetuning import evaluation_files
+from finetuning.calibration import Calibration
 from finetuning.cohort import EVALUATED, VAL, Cohort, crossfit_cohorts, deal_over_people, read_cohort
 from finetuning.evaluate import evaluate, main
 from finetuning.evaluation import Asked, people_of_classes
@@ -55,9 +56,9 @@ def save_head(world: Path, run: Path, seed: int = 0, **change: Any) -> str:
     scale = Standardise(features.mean(axis=0), features.std(axis=0))
     source = Source(cfg, url, load_checkpoint(url))
     validation = {"epoch": 3, "score": 0.5}
-    return write_head(
-        cfg, head_state(source, store, read_cohort(cfg, store), head, scale, validation) | change
-    )
+    unknown = {"calibration": Calibration(None, "a test's"), "familiarity": None}
+    state = head_state(source, store, read_cohort(cfg, store), head, scale, validation, **unknown)
+    return write_head(cfg, state | change)
 
 
 @pytest.fixture

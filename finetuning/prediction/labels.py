@@ -1,0 +1,157 @@
+"""What a head of labels says of one volume: scores, probabilities, warnings, evidence.
+
+In: a head of finetuning.frozen or finetuning.finetune and a volume. Out: an `Answer`. The encoder runs once;
+scores, distance and evidence all read its tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import PurePosixPath
+from typing import Any
+
+import numpy as np
+import torch
+
+from finetuning.calibration import Calibration, stored_calibration
+from finetuning.embedding.stream import tokens_of
+from finetuning.embedding.volumes import Volume
+from finetuning.familiarity import Familiarity, stored_familiarity
+from finetuning.head_file import Head
+from finetuning.objective import to_scores
+from finetuning.prediction.cautions import cautions_of
+from finetuning.prediction.evidence import ATTENTION, Evidence, evidence_of
+from finetuning.prediction.picture import Page
+from models.heads import reads_tokens
+from models.probes.features import pool_tokens
+from utils.config.schema import Config
+from utils.runtime.single import Runtime
+
+NO_DISTANCE = "unknown: the head's file holds nothing of its training features"
+UNVALIDATED = "Nobody has compared this map with truth."
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A volume's prediction: fields of its line, its picture, and arrays to keep beside it."""
+
+    line: dict[str, Any]
+    page: Page
+    arrays: dict[str, np.ndarray]
+
+
+class LabelPredictor:
+    """A head of classes, labels or a value."""
+
+    def __init__(self, head: Head, cfg: Config, runtime: Runtime) -> None:
+        self.head, self.cfg, self.runtime = head, cfg, runtime
+        self.calibration: Calibration = stored_calibration(head.state)
+        self.familiarity: Familiarity | None = stored_familiarity(head.state)
+        head.encoder.to(runtime.device)
+        head.module.to(runtime.device)
+
+    @property
+    def about(self) -> dict[str, Any]:
+        """What every line says of the head."""
+        return {
+            "task": self.head.kind,
+            "calibrated": self.calibration.temperature is not None,
+            "calibration": self.calibration.text(),
+        }
+
+    @torch.no_grad()
+    def answer(self, volume: Volume) -> Answer:
+        """Raises NoFeaturesError."""
+        head = self.head
+        tokens_BNE, valid_BN = tokens_of(head.encoder, self.cfg, volume, self.runtime)
+        pooled = pool_tokens(tokens_BNE, valid_BN)
+        if reads_tokens(head.state["head_kind"]):
+            outputs = head.module(tokens_BNE, valid_BN)
+        else:
+            outputs = head.module(pooled if head.standardise is None else head.standardise(pooled))
+        outputs = outputs.cpu().double()
+        names = head.names if head.kind != "regression" else (head.state["task"]["label_column"],)
+        calibrated = self.calibration.scores(head.kind, outputs)
+        percentile = distance_percentile(self.familiarity, pooled)
+        evidence = evidence_of(head, tokens_BNE, valid_BN, outputs[0])
+        line = {
+            "scores": named(names, to_scores(head.kind, outputs)),
+            "probabilities": None if calibrated is None else named(names, calibrated),
+            "feature_distance_percentile": percentile,
+            "evidence": {"method": evidence.method, "of": evidence.of, "validated": False},
+            "warnings": cautions_of(volume.fields, percentile),
+        }
+        return Answer(line, self._page(volume, line, evidence), {})
+
+    def _page(self, volume: Volume, line: dict[str, Any], evidence: Evidence) -> Page:
+        head, fields = self.head, volume.fields
+        is_value = head.kind == "regression"
+        shown = line["probabilities"] or line["scores"]
+        unit = head.state["task"]["unit"]
+        lines = [f"Of {describe(fields)}."]
+        if is_value:
+            value = next(iter(shown.values()))
+            lines.insert(0, f"Predicted {evidence.of}: {value:.4g}")
+        else:
+            lines.append(sureness(self.calibration))
+        lines.append(distance_text(line["feature_distance_percentile"]))
+        word = "looks at" if evidence.method == ATTENTION else "speak for or against"
+        footer = (
+            f"The map: {evidence.method} of the head's output for {evidence.of!r}: which tokens "
+            + (f"it {word}" if evidence.method == ATTENTION else word + " it")
+            + f". {UNVALIDATED}"
+        )
+        return Page(
+            title=f"{PurePosixPath(fields['path']).name}: {evidence.of}"
+            + (f" (per {unit})" if is_value else ""),
+            lines=lines,
+            bars={} if is_value else shown,
+            bars_title="Probability" if line["probabilities"] else "Score of the head, not calibrated",
+            warnings=line["warnings"],
+            footer=footer,
+            volume=volume.voxels,
+            spacing_mm=spacing_of(fields),
+            valid_box=volume.valid_box.astype(int).tolist(),
+            patch=self.cfg.spatial.patch_size,
+            values=evidence.values.reshape(self.cfg.grid).numpy(),
+            is_signed=evidence.is_signed,
+        )
+
+
+def sureness(calibration: Calibration) -> str:
+    """How far the bars are chances."""
+    if calibration.temperature is not None:
+        return f"Calibrated: {calibration.text()}."
+    return f"Not calibrated: {calibration.reason}. Read the bars as an order, not as chances."
+
+
+def named(names: tuple[str, ...], scores_BC: torch.Tensor) -> dict[str, float]:
+    """Name -> score of the only volume."""
+    return dict(zip(names, scores_BC[0].tolist(), strict=True))
+
+
+def distance_percentile(familiarity: Familiarity | None, pooled_BF: torch.Tensor) -> float | None:
+    """How many percent of held-out training volumes are nearer to the training; None: the head knows none."""
+    if familiarity is None:
+        return None
+    return float(familiarity.percentile(pooled_BF.float().cpu().numpy())[0])
+
+
+def distance_text(percentile: float | None) -> str:
+    """The distance in words."""
+    if percentile is None:
+        return f"Distance from the training set {NO_DISTANCE}."
+    return f"Features: farther from the training set than {percentile:.0f} % of its own held-out volumes."
+
+
+def describe(fields: dict[str, Any]) -> str:
+    """Device, protocol and side of a volume."""
+    side = {"L": "left eye", "R": "right eye"}.get(str(fields["laterality"]), "side unknown")
+    parts = [fields.get("device"), fields.get("protocol"), side]
+    return ", ".join(str(part) for part in parts if part)
+
+
+def spacing_of(fields: dict[str, Any]) -> tuple[float, float, float]:
+    """Of the volume on the grid (d, h, w) in mm."""
+    d, h, w = (float(fields[f"spacing_after_{axis}"]) for axis in "dhw")
+    return d, h, w

@@ -1,0 +1,224 @@
+"""One page a volume: what was predicted, the scan, and where the evidence lies.
+
+In: a volume on the grid, lines of text, and tokens' evidence or surfaces. Out: a matplotlib figure in true
+proportion (millimetres); B-scans run superior to inferior as in the store, A-scans as in the file.
+"""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
+
+FOR_RGB, AGAINST_RGB, LOOK_RGB = (0.90, 0.22, 0.12), (0.15, 0.45, 0.95), (0.98, 0.75, 0.10)
+LINE_COLOURS = ("#ff5a4d", "#ffd24d", "#5ad17a", "#4db8ff", "#c58cff", "#ff9f4d", "#66e0d0", "#f27ab5")
+CLIP_PERCENTILE = 99.5  # of |evidence|: full colour from here on
+STRONGEST_ALPHA = 0.65
+NUM_PLANES = 3
+WRAP = 46  # letters in a line of the text column
+NOTICE = "A research model, not a medical device. Not for diagnosis."
+
+
+@dataclass(frozen=True)
+class Page:
+    """What a picture shows; `values` or `surfaces`, not both."""
+
+    title: str
+    lines: Sequence[str]  # what was predicted and how sure that is
+    bars: Mapping[str, float]  # probabilities by name, in the order of the head; empty: none
+    bars_title: str
+    warnings: Sequence[str]
+    footer: str  # what the map is, and what it is not
+    volume: np.ndarray  # uint8 [D, H, W]
+    spacing_mm: tuple[float, float, float]
+    valid_box: Sequence[int]  # half-open, d0, d1, h0, h1, w0, w1
+    patch: tuple[int, int, int] = (1, 1, 1)  # voxels of a token
+    values: np.ndarray | None = None  # evidence of tokens [gd, gh, gw]
+    is_signed: bool = True
+    surfaces: Mapping[str, np.ndarray] = field(default_factory=dict)  # name -> voxels along h [D, W]
+    thickness_um: np.ndarray | None = None  # en face [D, W]
+
+
+def draw(page: Page) -> Figure:
+    """The figure of a page."""
+    figure = Figure(figsize=(15.5, 7.0), layout="constrained")
+    areas = figure.subfigures(1, 3, width_ratios=[3.4, 3.5, 8.6])
+    _write(areas[0].subplots(2, 1, height_ratios=[1.0, 1.0]), page)
+    planes = chosen_planes(page)
+    faces = areas[1].subplots(2, 1)
+    _enface(faces, page, planes)
+    axes = areas[2].subplots(len(planes), 2, squeeze=False)
+    for number, (plane, pair) in enumerate(zip(planes, axes, strict=True), 1):
+        _bscan(pair[0], page, plane)
+        _bscan(pair[1], page, plane)
+        _overlay(pair[1], page, plane)
+        d0, d1 = page.valid_box[:2]
+        place_mm = (plane + 0.5 - d0) * page.spacing_mm[0]
+        pair[0].set_title(
+            f"{number}   {place_mm:.1f} mm below the upper edge of {(d1 - d0) * page.spacing_mm[0]:.1f} mm",
+            loc="left",
+            fontsize="medium",
+        )
+        pair[0].set_ylabel("depth, mm", fontsize="small")
+    axes[0, 1].set_title(_map_title(page), loc="left", fontsize="medium", fontweight="bold")
+    for axis in axes[-1]:
+        axis.set_xlabel("along the B-scan, mm", fontsize="small")
+    figure.legend(handles=_keys(page), loc="outside lower right", ncols=6, frameon=False, fontsize="medium")
+    figure.suptitle(page.title, x=0.01, ha="left", fontsize="large", fontweight="bold")
+    return figure
+
+
+def chosen_planes(page: Page) -> list[int]:
+    """Three B-scans, ascending: the middle one and the two with the strongest evidence that lie apart; of
+    surfaces the middles of three parts.
+    """
+    d0, d1 = int(page.valid_box[0]), int(page.valid_box[1])
+    middle = (d0 + d1 - 1) // 2
+    if page.values is None:
+        return sorted({d0 + int((i + 0.5) * (d1 - d0) / NUM_PLANES) for i in range(NUM_PLANES)})
+    depth = page.patch[0]
+    strength = np.abs(page.values).sum(axis=(1, 2)).repeat(depth)[: page.volume.shape[0]]
+    planes = [middle]
+    for place in np.argsort(-strength, kind="stable").tolist():
+        centre = min(max((place // depth) * depth + depth // 2, d0), d1 - 1)
+        if len(planes) < NUM_PLANES and all(abs(centre - p) >= max(1, (d1 - d0) // 8) for p in planes):
+            planes.append(centre)
+    return sorted(planes)
+
+
+def _write(axes: Sequence[Axes], page: Page) -> None:
+    """Prediction, warnings and what the map is: the text column."""
+    top, bottom = axes
+    if page.bars:
+        names, values = list(page.bars), list(page.bars.values())
+        best = int(np.argmax(values))
+        colours = ["#2b6cb0" if i == best else "#b8c4d0" for i in range(len(values))]
+        top.barh(range(len(values)), values, color=colours, height=0.62)
+        top.set_yticks(range(len(values)), [textwrap.fill(name, 18) for name in names], fontsize="medium")
+        top.set_xlim(0, 1.18)
+        top.set_xticks([0, 0.5, 1.0])
+        top.invert_yaxis()
+        for place, value in enumerate(values):
+            top.text(value + 0.02, place, f"{value:.0%}", va="center", fontsize="medium")
+        top.spines[["top", "right"]].set_visible(False)
+        top.set_title(page.bars_title, loc="left", fontsize="medium", fontweight="bold")
+    else:
+        top.axis("off")
+    bottom.axis("off")
+    texts: list[str] = []
+    for line in page.lines:
+        texts += [*textwrap.wrap(line, WRAP), ""]
+    texts.append("WARNINGS" if page.warnings else "No warning applies.")
+    for line in page.warnings:
+        texts += textwrap.wrap(line, WRAP, initial_indent="! ", subsequent_indent="  ")
+    for line in (page.footer, NOTICE):
+        texts += ["", *textwrap.wrap(line, WRAP)]
+    place = bottom if page.bars else top
+    place.text(0, 1, "\n".join(texts), va="top", fontsize=9, transform=place.transAxes, linespacing=1.25)
+
+
+def _enface(axes: Sequence[Axes], page: Page, planes: Sequence[int]) -> None:
+    """The scan from above, and the map from above; lines say where the B-scans are."""
+    first, second = axes
+    d_mm, _, w_mm = page.spacing_mm
+    h0, h1 = page.valid_box[2:4]
+    mean = page.volume[:, h0:h1].mean(axis=1)
+    height, width = mean.shape[0] * d_mm, mean.shape[1] * w_mm
+    extent = (0.0, width, height, 0.0)
+    for axis in axes:
+        axis.imshow(_stretched(mean), "gray", extent=extent, aspect="equal", vmin=0, vmax=1)
+        axis.tick_params(labelsize="small")
+        axis.set_ylabel("across B-scans, mm", fontsize="small")
+        d0, d1, _, _, w0, w1 = page.valid_box
+        axis.set_xlim(w0 * w_mm, w1 * w_mm)
+        axis.set_ylim(d1 * d_mm, d0 * d_mm)
+    for number, plane in enumerate(planes, 1):
+        y = (plane + 0.5) * d_mm
+        for axis in axes:
+            axis.axhline(y, color="#39d353", linewidth=0.9, alpha=0.9)
+        first.text(page.valid_box[4] * w_mm + 0.01 * width, y, str(number), color="#39d353", va="bottom")
+    first.set_title("From above (mean over depth)", loc="left", fontsize="medium")
+    if page.values is not None:
+        second.imshow(_tint(page.values.sum(axis=1), page.is_signed), extent=extent, aspect="equal")
+        second.set_title("The map from above", loc="left", fontsize="medium", fontweight="bold")
+    elif page.thickness_um is not None:
+        image = second.imshow(page.thickness_um, "viridis", extent=extent, aspect="equal")
+        second.figure.colorbar(image, ax=second, shrink=0.8, label="um")
+        second.set_title("Thickness of the retina", loc="left", fontsize="medium", fontweight="bold")
+    second.set_xlabel("along the B-scan, mm", fontsize="small")
+
+
+def _bscan(axis: Axes, page: Page, plane: int) -> None:
+    """One B-scan in millimetres, the acquired part of it."""
+    _, h_mm, w_mm = page.spacing_mm
+    image = page.volume[plane]
+    extent = (0.0, image.shape[1] * w_mm, image.shape[0] * h_mm, 0.0)
+    axis.imshow(_stretched(image), "gray", extent=extent, aspect="equal", vmin=0, vmax=1)
+    _, _, h0, h1, w0, w1 = page.valid_box
+    axis.set_xlim(w0 * w_mm, w1 * w_mm)
+    axis.set_ylim(h1 * h_mm, h0 * h_mm)
+    axis.tick_params(labelsize="small")
+
+
+def _overlay(axis: Axes, page: Page, plane: int) -> None:
+    """Evidence or surfaces on a B-scan."""
+    _, h_mm, w_mm = page.spacing_mm
+    limits = axis.get_xlim(), axis.get_ylim()
+    if page.values is not None:
+        of_plane = page.values[min(plane // page.patch[0], len(page.values) - 1)]
+        height = of_plane.shape[0] * page.patch[1] * h_mm
+        width = of_plane.shape[1] * page.patch[2] * w_mm
+        tint = _tint(of_plane, page.is_signed, _full_colour(page.values))
+        axis.imshow(tint, extent=(0.0, width, height, 0.0), aspect="equal", interpolation="nearest")
+    for number, heights in enumerate(page.surfaces.values()):
+        line = heights[plane]
+        across = (np.arange(len(line)) + 0.5) * w_mm
+        colour = LINE_COLOURS[number % len(LINE_COLOURS)]
+        axis.plot(across, (line + 0.5) * h_mm, color=colour, linewidth=1.0)
+    axis.set_xlim(limits[0])
+    axis.set_ylim(limits[1])
+
+
+def _full_colour(values: np.ndarray) -> float:
+    return max(float(np.percentile(np.abs(values), CLIP_PERCENTILE)), 1e-12)
+
+
+def _tint(values: np.ndarray, is_signed: bool, full: float | None = None) -> np.ndarray:
+    """RGBA of a map: the colour says the sign, the opacity how much."""
+    share = np.clip(np.abs(values) / (full or _full_colour(values)), 0, 1)
+    positive = np.array(FOR_RGB if is_signed else LOOK_RGB)
+    colour = np.where((values > 0)[..., None], positive, np.array(AGAINST_RGB))
+    return np.concatenate([colour, STRONGEST_ALPHA * share[..., None]], axis=-1)
+
+
+def _stretched(image: np.ndarray) -> np.ndarray:
+    """Grey values 0..1 for print: from the 1st to the 99.7th percentile, the dark parts lifted."""
+    inside = image[image > 0] if (image > 0).any() else image
+    low, high = np.percentile(inside, [1, 99.7])
+    return np.clip((image - low) / max(float(high - low), 1e-6), 0, 1) ** 0.7
+
+
+def _map_title(page: Page) -> str:
+    if page.values is None:
+        return "with the predicted surfaces"
+    return "with the evidence" if page.is_signed else "with what the head looks at"
+
+
+def _keys(page: Page) -> list[Patch | Line2D]:
+    """What the colours mean."""
+    if page.values is None:
+        names = enumerate(page.surfaces)
+        return [Line2D([], [], color=LINE_COLOURS[i % len(LINE_COLOURS)], label=name) for i, name in names]
+    if not page.is_signed:
+        return [Patch(color=LOOK_RGB, label="looked at")]
+    return [
+        Patch(color=FOR_RGB, label="speaks for the prediction"),
+        Patch(color=AGAINST_RGB, label="speaks against it"),
+        Patch(color="#888888", label="no tint: little influence"),
+    ]

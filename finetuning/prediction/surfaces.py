@@ -1,0 +1,165 @@
+"""What a head of surfaces says of one volume: heights in the scan's own rows, thickness in um, ETDRS sectors.
+
+In: a head of finetuning.layers.train (its decoder on the pre-trained encoder) and a volume. Out: an `Answer`.
+Arrays: `rows` float32 [S, B-scans, A-scans], the row of the scan, 0 the centre of its first, B-scans in the
+order of the file, NaN where the grid does not reach; `um`, the same from the scan's upper edge; `names` [S].
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from pathlib import PurePosixPath
+from typing import Any
+
+import numpy as np
+import torch
+from einops import rearrange
+
+from data_setup.height_maps import lay_on_scan
+from data_setup.normalisation import plain_view
+from data_setup.store.format import geometry_of
+from finetuning.embedding.stream import batch_of, tokens_of
+from finetuning.embedding.volumes import Volume
+from finetuning.familiarity import Familiarity, stored_familiarity
+from finetuning.layers.decoder import heights_of
+from finetuning.layers.etdrs import etdrs, find_fovea
+from finetuning.layers.head import LayersHead
+from finetuning.layers.planes import AT_ONCE
+from finetuning.layers.volumes import OUTER, RETINA
+from finetuning.prediction.cautions import cautions_of
+from finetuning.prediction.labels import Answer, describe, distance_percentile, distance_text, spacing_of
+from finetuning.prediction.picture import Page
+from models.probes.features import pool_tokens
+from utils.config.schema import Config
+from utils.runtime.single import Runtime
+
+NOT_PROBABLE = "uncalibrated: surfaces carry no probability"
+FOOTER = (
+    "Lines: surfaces that the head learnt from a device's software, labels of a machine, not truth. Where "
+    "the device of this scan marks no such surface, nobody has measured the line."
+)
+
+
+class SurfacePredictor:
+    """The pre-trained arm of a head of layers."""
+
+    def __init__(self, head: LayersHead, cfg: Config, runtime: Runtime) -> None:
+        self.head, self.cfg, self.runtime = head, cfg, runtime
+        self.arm = head.arms[0]
+        self.familiarity: Familiarity | None = stored_familiarity(head.state)
+        self.arm.encoder.to(runtime.device)
+        self.arm.decoder.to(runtime.device)
+
+    @property
+    def about(self) -> dict[str, Any]:
+        """What every line says of the head."""
+        return {"task": "layers", "calibrated": False, "calibration": NOT_PROBABLE}
+
+    @torch.no_grad()
+    def answer(self, volume: Volume) -> Answer:
+        """Raises NoFeaturesError."""
+        tokens_BNE, valid_BN = tokens_of(self.arm.encoder, self.cfg, volume, self.runtime)
+        percentile = distance_percentile(self.familiarity, pool_tokens(tokens_BNE, valid_BN))
+        heights = self._inside(volume, self._heights(volume, tokens_BNE))
+        names, fields = self.head.names, volume.fields
+        rows = lay_on_scan(heights, fields, geometry_of(self.cfg.spatial))
+        um = (rows + 0.5) * float(fields["spacing_before_h"]) * 1000
+        thickness = {
+            f"{upper} to {lower}": um[below] - um[above]
+            for (above, upper), (below, lower) in pairwise(enumerate(names))
+        }
+        outer = next((name for name in OUTER if name in names), None)
+        if "ILM" in names and outer is not None:
+            thickness[RETINA] = um[names.index(outer)] - um[names.index("ILM")]
+        sectors, reason = sectors_of(thickness, fields)
+        line = {
+            "surfaces": list(names),
+            "thickness_um": {name: mean_or_none(values) for name, values in thickness.items()},
+            "etdrs_um": sectors,
+            "etdrs_message": reason,
+            "feature_distance_percentile": percentile,
+            "warnings": cautions_of(fields, percentile),
+        }
+        arrays = {"rows": rows, "um": um.astype(np.float32), "names": np.array(names)}
+        return Answer(line, self._page(volume, line, heights), arrays)
+
+    def _heights(self, volume: Volume, tokens_BNE: torch.Tensor) -> np.ndarray:
+        """Surfaces of the whole grid, float32 [S, D, W] in voxels."""
+        gd, gh, gw = self.cfg.grid
+        tokens = rearrange(tokens_BNE[0], "(gd gh gw) e -> gd gh gw e", gd=gd, gh=gh, gw=gw)
+        voxels = plain_view(self.runtime.to_device(batch_of(volume)))[0, 0]
+        voxels = rearrange(voxels, "(gd d) h w -> gd d h w", gd=gd)
+        parts = []
+        for start in range(0, gd, AT_ONCE):
+            some = slice(start, start + AT_ONCE)
+            parts.append(heights_of(self.arm.decoder(tokens[some], voxels[some].float())).cpu())
+        return rearrange(torch.cat(parts), "gd s d w -> s (gd d) w").numpy()
+
+    @staticmethod
+    def _inside(volume: Volume, heights: np.ndarray) -> np.ndarray:
+        """The surfaces in the acquired field, NaN outside."""
+        d0, d1, _, _, w0, w1 = volume.valid_box.astype(int)
+        result = np.full_like(heights, np.nan)
+        result[:, d0:d1, w0:w1] = heights[:, d0:d1, w0:w1]
+        return result
+
+    def _page(self, volume: Volume, line: dict[str, Any], heights: np.ndarray) -> Page:
+        fields, names = volume.fields, self.head.names
+        spacing = spacing_of(fields)
+        lines = [f"Of {describe(fields)}.", "Mean thickness over the scan:"]
+        lines += [f"{name}: {um:.0f} um" for name, um in line["thickness_um"].items() if um is not None]
+        if line["etdrs_um"] is not None:
+            centre = line["etdrs_um"].get(RETINA, {}).get("centre")
+            if centre is not None:
+                lines.append(f"Retina, central ETDRS sector: {centre:.0f} um")
+        else:
+            lines.append(f"No ETDRS table: {line['etdrs_message']}.")
+        lines.append(distance_text(line["feature_distance_percentile"]))
+        outer = next((name for name in OUTER if name in names), names[-1])
+        first = names.index("ILM") if "ILM" in names else 0
+        return Page(
+            title=f"{PurePosixPath(fields['path']).name}: surfaces of the retina",
+            lines=lines,
+            bars={},
+            bars_title="",
+            warnings=line["warnings"],
+            footer=FOOTER,
+            volume=volume.voxels,
+            spacing_mm=spacing,
+            valid_box=volume.valid_box.astype(int).tolist(),
+            surfaces=dict(zip(names, heights, strict=True)),
+            thickness_um=(heights[names.index(outer)] - heights[first]) * spacing[1] * 1000,
+        )
+
+
+def mean_or_none(values: np.ndarray) -> float | None:
+    """Mean of what is known, None where nothing is."""
+    known = values[~np.isnan(values)]
+    return float(known.mean()) if known.size else None
+
+
+def sectors_of(
+    thickness_um: dict[str, np.ndarray], fields: dict[str, Any]
+) -> tuple[dict[str, dict[str, float | None]] | None, str | None]:
+    """(layer -> ETDRS sector -> um, None where too little of it was scanned; why there is no table).
+
+    Thickness [B-scans, A-scans] is in the order of the file.
+    """
+    if not str(fields.get("region")).startswith("Macula"):
+        return None, "expected a protocol of the macula, found another or none"
+    if fields["laterality"] not in ("L", "R"):
+        return None, "expected the side of the eye in the file, found none"
+    if RETINA not in thickness_um:
+        return None, f"expected surfaces from ILM to one of {', '.join(OUTER)}, found others"
+    spacing = float(fields["spacing_before_d"]), float(fields["spacing_before_w"])
+    down = {name: v[::-1] if fields["flipped_d"] else v for name, v in thickness_um.items()}
+    try:
+        fovea = find_fovea(down[RETINA], spacing)
+    except ValueError as error:
+        return None, str(error)
+    tables = {name: etdrs(v, spacing, fovea, fields["laterality"]) for name, v in down.items()}
+    result = {
+        name: {sector: None if np.isnan(cell.um) else round(cell.um, 2) for sector, cell in table.items()}
+        for name, table in tables.items()
+    }
+    return result, None

@@ -77,7 +77,10 @@ def calibrate(kind: str, outputs_nC: Tensor, target_nT: np.ndarray, person: np.n
     weight = torch.from_numpy(row_weights(kind, np.asarray(target_nT), person, "none"))
     every = np.arange(len(person))
     temperature = _fit(kind, outputs_nC, target, weight, every)
-    if not RANGE[0] * 1.01 < temperature < RANGE[1] * 0.99:
+    total = float(weight.sum())
+    least = _loss(kind, outputs_nC, target, weight, every, temperature) + 1e-6 * total
+    ends = [_loss(kind, outputs_nC, target, weight, every, end) for end in RANGE]
+    if min(ends) <= least:  # without a mistake on validation, no confidence is too high
         why = f"no temperature between {RANGE[0]} and {RANGE[1]} fits {people} validation participants best"
         return Calibration(None, why, people)
     before = after = 0.0
@@ -85,7 +88,6 @@ def calibrate(kind: str, outputs_nC: Tensor, target_nT: np.ndarray, person: np.n
         own = _fit(kind, outputs_nC, target, weight, fitted)
         before += _loss(kind, outputs_nC, target, weight, others, 1.0)
         after += _loss(kind, outputs_nC, target, weight, others, own)
-    total = float(weight.sum())
     before, after = before / total, after / total
     if after >= before:
         why = f"a temperature does not lower the log loss of people left out ({before:.3f} -> {after:.3f})"

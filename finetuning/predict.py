@@ -4,14 +4,16 @@ examples:
     python -m finetuning.predict --checkpoint runs/cls_linear_probe --dicom scans/ --out predictions
 
 In: a head of finetuning.train (head.pt or its run's folder) and files, which are read as data_setup.prepare
-reads them. Out: DIR/predictions.jsonl, a line per file: scores by name, digests of head, encoder and voxels,
-the code's commit, warnings. The same command after a kill goes on. Lines of other files stay; another head
-needs another DIR. A file that cannot be used is a line with its reason, and the exit code is 1.
-Overrides (data.*, train.use_bf16, model.checkpoint where the encoder moved) stand before --dicom.
+reads them. Out: DIR/predictions.jsonl, a line per file: probabilities, or surfaces in the scan's own rows and
+in um; digests of head, encoder and voxels, the code's commit, warnings, the distance from the training set.
+DIR/pictures has a PNG a file: B-scans, the scan from above, where the evidence lies. The same command after a
+kill goes on. Lines of other files stay; another head needs another DIR. A file that cannot be used is a line
+with its reason, and the exit code is 1. Overrides (data.*, train.use_bf16, model.checkpoint where the encoder
+moved) stand before --dicom.
 
-Scores are the head's own, of one volume: they are not calibrated, and units of several volumes are not
-averaged. A head of surfaces (task.kind=layers) is refused. No picture shows where the evidence lies. A
-research model, not a medical device.
+Probabilities are calibrated where validation allowed it in training; every line says whether. Units of
+several volumes are not averaged. Nobody has compared the maps with truth. A research model, not a medical
+device.
 """
 
 from __future__ import annotations

@@ -39,6 +39,15 @@ class Evidence:
         """Whether values are for (above 0) and against (below)."""
         return self.method != ATTENTION
 
+    def centred(self, valid_N: Tensor) -> Tensor:
+        """Values for a picture: those of the scan's median token taken off, where they have a sign, so that
+        vitreous, most of a scan, has none; 0 outside the scan.
+        """
+        inside = valid_N > 0
+        if not self.is_signed:
+            return self.values
+        return torch.where(inside, self.values - self.values[inside].median(), 0.0)
+
 
 def explained_output(head: Head, outputs_C: Tensor) -> tuple[Tensor, str]:
     """(weights [C] of the outputs that are explained, a name): the likeliest class against the mean of the

@@ -81,13 +81,12 @@ class LabelPredictor:
             "evidence": {"method": evidence.method, "of": evidence.of, "validated": False},
             "warnings": cautions_of(volume.fields, percentile),
         }
-        return Answer(line, self._page(volume, line, evidence), {})
+        return Answer(line, self._page(volume, line, evidence, valid_BN), {})
 
-    def _page(self, volume: Volume, line: dict[str, Any], evidence: Evidence) -> Page:
+    def _page(self, volume: Volume, line: dict[str, Any], evidence: Evidence, valid_BN: torch.Tensor) -> Page:
         head, fields = self.head, volume.fields
         is_value = head.kind == "regression"
         shown = line["probabilities"] or line["scores"]
-        unit = head.state["task"]["unit"]
         lines = [f"Of {describe(fields)}."]
         if is_value:
             value = next(iter(shown.values()))
@@ -96,24 +95,23 @@ class LabelPredictor:
             lines.append(sureness(self.calibration))
         lines.append(distance_text(line["feature_distance_percentile"]))
         word = "looks at" if evidence.method == ATTENTION else "speak for or against"
+        which = f"which it {word}" if evidence.method == ATTENTION else f"which {word} it"
         footer = (
-            f"The map: {evidence.method} of the head's output for {evidence.of!r}: which tokens "
-            + (f"it {word}" if evidence.method == ATTENTION else word + " it")
-            + f". {UNVALIDATED}"
+            f"The map: {evidence.method} of the head's output for {evidence.of!r}, block by block: "
+            f"{which}, compared with the scan's median block. {UNVALIDATED}"
         )
         return Page(
-            title=f"{PurePosixPath(fields['path']).name}: {evidence.of}"
-            + (f" (per {unit})" if is_value else ""),
+            title=short_name(fields["path"]),
             lines=lines,
             bars={} if is_value else shown,
-            bars_title="Probability" if line["probabilities"] else "Score of the head, not calibrated",
+            bars_title="Probability, calibrated" if line["probabilities"] else "Score, not calibrated",
             warnings=line["warnings"],
             footer=footer,
             volume=volume.voxels,
             spacing_mm=spacing_of(fields),
             valid_box=volume.valid_box.astype(int).tolist(),
             patch=self.cfg.spatial.patch_size,
-            values=evidence.values.reshape(self.cfg.grid).numpy(),
+            values=evidence.centred(valid_BN[0].cpu()).reshape(self.cfg.grid).numpy(),
             is_signed=evidence.is_signed,
         )
 
@@ -142,6 +140,13 @@ def distance_text(percentile: float | None) -> str:
     if percentile is None:
         return f"Distance from the training set {NO_DISTANCE}."
     return f"Features: farther from the training set than {percentile:.0f} % of its own held-out volumes."
+
+
+def short_name(path: str, limit: int = 70) -> str:
+    """The name of a file, its middle left out where it is long."""
+    name = PurePosixPath(path).name
+    half = (limit - 5) // 2
+    return name if len(name) <= limit else f"{name[:half]} ... {name[-half:]}"
 
 
 def describe(fields: dict[str, Any]) -> str:

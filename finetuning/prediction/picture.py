@@ -1,7 +1,8 @@
 """One page a volume: what was predicted, the scan, and where the evidence lies.
 
-In: a volume on the grid, lines of text, and tokens' evidence or surfaces. Out: a matplotlib figure in true
-proportion (millimetres); B-scans run superior to inferior as in the store, A-scans as in the file.
+In: a volume on the grid, lines of text, and tokens' evidence or surfaces. Out: a matplotlib figure in
+millimetres; a flat B-scan is stretched in depth and says by how much. B-scans run superior to inferior as in
+the store, A-scans as in the file.
 """
 
 from __future__ import annotations
@@ -11,17 +12,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+from matplotlib import colormaps
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
 FOR_RGB, AGAINST_RGB, LOOK_RGB = (0.90, 0.22, 0.12), (0.15, 0.45, 0.95), (0.98, 0.75, 0.10)
-LINE_COLOURS = ("#ff5a4d", "#ffd24d", "#5ad17a", "#4db8ff", "#c58cff", "#ff9f4d", "#66e0d0", "#f27ab5")
+LEAST_HEIGHT = 0.34  # of a drawn B-scan, as a share of its width: a flatter one is stretched, and says so
 CLIP_PERCENTILE = 99.5  # of |evidence|: full colour from here on
 STRONGEST_ALPHA = 0.65
 NUM_PLANES = 3
-WRAP = 46  # letters in a line of the text column
+WRAP = 42  # letters in a line of the text column
 NOTICE = "A research model, not a medical device. Not for diagnosis."
 
 
@@ -39,7 +41,7 @@ class Page:
     spacing_mm: tuple[float, float, float]
     valid_box: Sequence[int]  # half-open, d0, d1, h0, h1, w0, w1
     patch: tuple[int, int, int] = (1, 1, 1)  # voxels of a token
-    values: np.ndarray | None = None  # evidence of tokens [gd, gh, gw]
+    values: np.ndarray | None = None  # evidence of tokens [gd, gh, gw], 0: as most of the scan
     is_signed: bool = True
     surfaces: Mapping[str, np.ndarray] = field(default_factory=dict)  # name -> voxels along h [D, W]
     thickness_um: np.ndarray | None = None  # en face [D, W]
@@ -47,13 +49,11 @@ class Page:
 
 def draw(page: Page) -> Figure:
     """The figure of a page."""
-    figure = Figure(figsize=(15.5, 7.0), layout="constrained")
-    areas = figure.subfigures(1, 3, width_ratios=[3.4, 3.5, 8.6])
-    _write(areas[0].subplots(2, 1, height_ratios=[1.0, 1.0]), page)
+    figure = Figure(figsize=(15.5, 7.4))
     planes = chosen_planes(page)
-    faces = areas[1].subplots(2, 1)
-    _enface(faces, page, planes)
-    axes = areas[2].subplots(len(planes), 2, squeeze=False)
+    _write(_areas(figure, (2, 1), (0.085, 0.205), hspace=0.14, heights=(2, 3))[:, 0], page)
+    _enface(_areas(figure, (2, 1), (0.265, 0.455), hspace=0.28)[:, 0], page, planes)
+    axes = _areas(figure, (len(planes), 2), (0.505, 0.985), hspace=0.32)
     for number, (plane, pair) in enumerate(zip(planes, axes, strict=True), 1):
         _bscan(pair[0], page, plane)
         _bscan(pair[1], page, plane)
@@ -65,13 +65,37 @@ def draw(page: Page) -> Figure:
             loc="left",
             fontsize="medium",
         )
-        pair[0].set_ylabel("depth, mm", fontsize="small")
+        stretch = stretch_of(page)
+        scale = "" if stretch == 1 else f", drawn x {stretch:g}"
+        pair[0].set_ylabel(f"depth, mm{scale}", fontsize="small")
     axes[0, 1].set_title(_map_title(page), loc="left", fontsize="medium", fontweight="bold")
     for axis in axes[-1]:
         axis.set_xlabel("along the B-scan, mm", fontsize="small")
-    figure.legend(handles=_keys(page), loc="outside lower right", ncols=6, frameon=False, fontsize="medium")
-    figure.suptitle(page.title, x=0.01, ha="left", fontsize="large", fontweight="bold")
+    figure.legend(handles=_keys(page), loc="lower right", ncols=6, frameon=False, fontsize="medium")
+    figure.suptitle(page.title, x=0.015, y=0.98, ha="left", fontsize="large", fontweight="bold")
     return figure
+
+
+def _areas(
+    figure: Figure,
+    shape: tuple[int, int],
+    across: tuple[float, float],
+    hspace: float,
+    heights: Sequence[float] | None = None,
+) -> np.ndarray:
+    """Axes [rows, columns] between two shares of the figure's width."""
+    left, right = across
+    grid = figure.add_gridspec(
+        *shape,
+        left=left,
+        right=right,
+        top=0.91,
+        bottom=0.11,
+        hspace=hspace,
+        wspace=0.12,
+        height_ratios=heights,
+    )
+    return grid.subplots(squeeze=False)
 
 
 def chosen_planes(page: Page) -> list[int]:
@@ -92,7 +116,7 @@ def chosen_planes(page: Page) -> list[int]:
     return sorted(planes)
 
 
-def _write(axes: Sequence[Axes], page: Page) -> None:
+def _write(axes: np.ndarray, page: Page) -> None:
     """Prediction, warnings and what the map is: the text column."""
     top, bottom = axes
     if page.bars:
@@ -100,7 +124,7 @@ def _write(axes: Sequence[Axes], page: Page) -> None:
         best = int(np.argmax(values))
         colours = ["#2b6cb0" if i == best else "#b8c4d0" for i in range(len(values))]
         top.barh(range(len(values)), values, color=colours, height=0.62)
-        top.set_yticks(range(len(values)), [textwrap.fill(name, 18) for name in names], fontsize="medium")
+        top.set_yticks(range(len(values)), [textwrap.fill(name, 14) for name in names], fontsize="medium")
         top.set_xlim(0, 1.18)
         top.set_xticks([0, 0.5, 1.0])
         top.invert_yaxis()
@@ -113,36 +137,43 @@ def _write(axes: Sequence[Axes], page: Page) -> None:
     bottom.axis("off")
     texts: list[str] = []
     for line in page.lines:
-        texts += [*textwrap.wrap(line, WRAP), ""]
+        texts += [part for row in line.splitlines() for part in textwrap.wrap(row, WRAP)] + [""]
     texts.append("WARNINGS" if page.warnings else "No warning applies.")
     for line in page.warnings:
         texts += textwrap.wrap(line, WRAP, initial_indent="! ", subsequent_indent="  ")
     for line in (page.footer, NOTICE):
         texts += ["", *textwrap.wrap(line, WRAP)]
     place = bottom if page.bars else top
-    place.text(0, 1, "\n".join(texts), va="top", fontsize=9, transform=place.transAxes, linespacing=1.25)
+    place.text(-0.58, 1, "\n".join(texts), va="top", fontsize=8.5, transform=place.transAxes, linespacing=1.2)
 
 
-def _enface(axes: Sequence[Axes], page: Page, planes: Sequence[int]) -> None:
+def _enface(axes: np.ndarray, page: Page, planes: Sequence[int]) -> None:
     """The scan from above, and the map from above; lines say where the B-scans are."""
     first, second = axes
     d_mm, _, w_mm = page.spacing_mm
-    h0, h1 = page.valid_box[2:4]
+    d0, d1, h0, h1, w0, w1 = page.valid_box
     mean = page.volume[:, h0:h1].mean(axis=1)
-    height, width = mean.shape[0] * d_mm, mean.shape[1] * w_mm
-    extent = (0.0, width, height, 0.0)
+    extent = _extent(mean.shape, (d_mm, w_mm), (d0, w0))
     for axis in axes:
         axis.imshow(_stretched(mean), "gray", extent=extent, aspect="equal", vmin=0, vmax=1)
         axis.tick_params(labelsize="small")
         axis.set_ylabel("across B-scans, mm", fontsize="small")
-        d0, d1, _, _, w0, w1 = page.valid_box
-        axis.set_xlim(w0 * w_mm, w1 * w_mm)
-        axis.set_ylim(d1 * d_mm, d0 * d_mm)
+        axis.set_xlim(0, (w1 - w0) * w_mm)
+        axis.set_ylim((d1 - d0) * d_mm, 0)
     for number, plane in enumerate(planes, 1):
-        y = (plane + 0.5) * d_mm
+        y = (plane + 0.5 - d0) * d_mm
         for axis in axes:
             axis.axhline(y, color="#39d353", linewidth=0.9, alpha=0.9)
-        first.text(page.valid_box[4] * w_mm + 0.01 * width, y, str(number), color="#39d353", va="bottom")
+        below = y < 0.1 * (d1 - d0) * d_mm
+        first.text(
+            0.02 * (w1 - w0) * w_mm,
+            y,
+            str(number),
+            va="top" if below else "bottom",
+            fontweight="bold",
+            color="#39d353",
+            bbox={"facecolor": "black", "alpha": 0.5, "pad": 1.5, "linewidth": 0},
+        )
     first.set_title("From above (mean over depth)", loc="left", fontsize="medium")
     if page.values is not None:
         second.imshow(_tint(page.values.sum(axis=1), page.is_signed), extent=extent, aspect="equal")
@@ -158,29 +189,42 @@ def _bscan(axis: Axes, page: Page, plane: int) -> None:
     """One B-scan in millimetres, the acquired part of it."""
     _, h_mm, w_mm = page.spacing_mm
     image = page.volume[plane]
-    extent = (0.0, image.shape[1] * w_mm, image.shape[0] * h_mm, 0.0)
-    axis.imshow(_stretched(image), "gray", extent=extent, aspect="equal", vmin=0, vmax=1)
+    extent = _extent(image.shape, (h_mm, w_mm), page.valid_box[2::2])
+    axis.imshow(_stretched(image), "gray", extent=extent, aspect=stretch_of(page), vmin=0, vmax=1)
     _, _, h0, h1, w0, w1 = page.valid_box
-    axis.set_xlim(w0 * w_mm, w1 * w_mm)
-    axis.set_ylim(h1 * h_mm, h0 * h_mm)
+    axis.set_xlim(0, (w1 - w0) * w_mm)
+    axis.set_ylim((h1 - h0) * h_mm, 0)
     axis.tick_params(labelsize="small")
+
+
+def _extent(
+    shape: tuple[int, ...], pixel_mm: tuple[float, float], origin: Sequence[int]
+) -> tuple[float, float, float, float]:
+    """Of an image in millimetres from the corner of the acquired field, (left, right, bottom, top)."""
+    (rows, columns), (down, right), (first_row, first_column) = shape, pixel_mm, origin
+    return (
+        -first_column * right,
+        (columns - first_column) * right,
+        (rows - first_row) * down,
+        -first_row * down,
+    )
 
 
 def _overlay(axis: Axes, page: Page, plane: int) -> None:
     """Evidence or surfaces on a B-scan."""
     _, h_mm, w_mm = page.spacing_mm
+    h0, w0 = page.valid_box[2::2]
+    extent = _extent(page.volume.shape[1:], (h_mm, w_mm), (h0, w0))
     limits = axis.get_xlim(), axis.get_ylim()
     if page.values is not None:
         of_plane = page.values[min(plane // page.patch[0], len(page.values) - 1)]
-        height = of_plane.shape[0] * page.patch[1] * h_mm
-        width = of_plane.shape[1] * page.patch[2] * w_mm
         tint = _tint(of_plane, page.is_signed, _full_colour(page.values))
-        axis.imshow(tint, extent=(0.0, width, height, 0.0), aspect="equal", interpolation="nearest")
+        axis.imshow(tint, extent=extent, aspect=stretch_of(page), interpolation="nearest")
     for number, heights in enumerate(page.surfaces.values()):
         line = heights[plane]
-        across = (np.arange(len(line)) + 0.5) * w_mm
-        colour = LINE_COLOURS[number % len(LINE_COLOURS)]
-        axis.plot(across, (line + 0.5) * h_mm, color=colour, linewidth=1.0)
+        across = (np.arange(len(line)) + 0.5 - w0) * w_mm
+        colour = _line_colour(number, len(page.surfaces))
+        axis.plot(across, (line + 0.5 - h0) * h_mm, color=colour, linewidth=1.0)
     axis.set_xlim(limits[0])
     axis.set_ylim(limits[1])
 
@@ -204,6 +248,19 @@ def _stretched(image: np.ndarray) -> np.ndarray:
     return np.clip((image - low) / max(float(high - low), 1e-6), 0, 1) ** 0.7
 
 
+def _line_colour(number: int, count: int) -> tuple[float, ...]:
+    """Of a surface, from blue at the vitreous to red at the choroid."""
+    return tuple(colormaps["turbo"](0.08 + 0.84 * number / max(1, count - 1)))
+
+
+def stretch_of(page: Page) -> float:
+    """How much deeper than true a B-scan is drawn, 1 or more."""
+    _, _, h0, h1, w0, w1 = page.valid_box
+    _, h_mm, w_mm = page.spacing_mm
+    needed = LEAST_HEIGHT * (w1 - w0) * w_mm / ((h1 - h0) * h_mm)
+    return 1.0 if needed < 1.2 else round(needed, 1)
+
+
 def _map_title(page: Page) -> str:
     if page.values is None:
         return "with the predicted surfaces"
@@ -214,11 +271,12 @@ def _keys(page: Page) -> list[Patch | Line2D]:
     """What the colours mean."""
     if page.values is None:
         names = enumerate(page.surfaces)
-        return [Line2D([], [], color=LINE_COLOURS[i % len(LINE_COLOURS)], label=name) for i, name in names]
+        count = len(page.surfaces)
+        return [Line2D([], [], color=_line_colour(i, count), label=name) for i, name in names]
     if not page.is_signed:
         return [Patch(color=LOOK_RGB, label="looked at")]
     return [
         Patch(color=FOR_RGB, label="speaks for the prediction"),
         Patch(color=AGAINST_RGB, label="speaks against it"),
-        Patch(color="#888888", label="no tint: little influence"),
+        Patch(color="#888888", label="no tint: as most of the scan"),
     ]

@@ -8,7 +8,6 @@ order of the file, NaN where the grid does not reach; `um`, the same from the sc
 from __future__ import annotations
 
 from itertools import pairwise
-from pathlib import PurePosixPath
 from typing import Any
 
 import numpy as np
@@ -27,7 +26,14 @@ from finetuning.layers.head import LayersHead
 from finetuning.layers.planes import AT_ONCE
 from finetuning.layers.volumes import OUTER, RETINA
 from finetuning.prediction.cautions import cautions_of
-from finetuning.prediction.labels import Answer, describe, distance_percentile, distance_text, spacing_of
+from finetuning.prediction.labels import (
+    Answer,
+    describe,
+    distance_percentile,
+    distance_text,
+    short_name,
+    spacing_of,
+)
 from finetuning.prediction.picture import Page
 from models.probes.features import pool_tokens
 from utils.config.schema import Config
@@ -106,8 +112,8 @@ class SurfacePredictor:
     def _page(self, volume: Volume, line: dict[str, Any], heights: np.ndarray) -> Page:
         fields, names = volume.fields, self.head.names
         spacing = spacing_of(fields)
-        lines = [f"Of {describe(fields)}.", "Mean thickness over the scan:"]
-        lines += [f"{name}: {um:.0f} um" for name, um in line["thickness_um"].items() if um is not None]
+        rows = [f"{name}: {um:.0f} um" for name, um in line["thickness_um"].items() if um is not None]
+        lines = [f"Of {describe(fields)}.", "\n".join(["Mean thickness over the scan:", *rows])]
         if line["etdrs_um"] is not None:
             centre = line["etdrs_um"].get(RETINA, {}).get("centre")
             if centre is not None:
@@ -118,7 +124,7 @@ class SurfacePredictor:
         outer = next((name for name in OUTER if name in names), names[-1])
         first = names.index("ILM") if "ILM" in names else 0
         return Page(
-            title=f"{PurePosixPath(fields['path']).name}: surfaces of the retina",
+            title=short_name(fields["path"]),
             lines=lines,
             bars={},
             bars_title="",

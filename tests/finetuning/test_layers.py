@@ -14,12 +14,14 @@ import pandas as pd
 import pytest
 import torch
 
+from data_setup.height_maps import lay_on_grid, lay_on_scan
 from data_setup.loader import evaluation_batches
 from data_setup.normalisation import plain_view
 from data_setup.readers.heights import DEPTH_OF_LABEL
 from data_setup.store.heights import StoredHeights
 from data_setup.store.reader import PreparedStore
 from finetuning import evaluate as command
+from finetuning import predict as predict_command
 from finetuning import train as train_command
 from finetuning.cohort import EVALUATED, TRAIN, VAL, read_cohort
 from finetuning.features.kept import KeptFeatures
@@ -405,3 +407,52 @@ def test_the_loss_is_least_at_the_truth_and_leaves_gaps_out() -> None:
     assert bool((logits.grad[..., 2:] == 0).all())
     assert heights_of(logits)[0, 0, 0, :2].tolist() == pytest.approx([3.25, 8.5], abs=0.1)
     assert surface_loss(logits, torch.full((1, 1, 1, 4), float("nan"))).item() == 0
+
+
+def test_files_get_surfaces_in_their_own_rows(world: Path, trained: Path, tmp_path: Path) -> None:
+    """Of the volume's own heights, in the order of the file; the device's are near."""
+    head = open_layers_head(str(trained), StorageOptions())
+    store = PreparedStore.open(head.cfg.data.store)
+    chosen = store.index[store.index.flipped_d][:1].index.tolist() or [int(store.kept[0])]
+    row = chosen[0]
+    path = world / "tree" / store.index.path[row]
+    words = ["--checkpoint", str(trained), "--out", str(tmp_path), "data.workers=0"]
+    assert predict_command.main([*words, "--dicom", str(path)]) == 0
+    (line,) = [json.loads(text) for text in (tmp_path / "predictions.jsonl").read_text().splitlines()]
+    assert (line["task"], line["calibrated"], line["surfaces"]) == ("layers", False, list(head.names))
+    with np.load(tmp_path / line["arrays"]) as arrays:
+        rows, um = arrays["rows"], arrays["um"]
+    record = store.index.loc[row]
+    assert rows.shape[1:] == (record.shape_before_d, record.shape_before_w)
+    np.testing.assert_allclose(um, (rows + 0.5) * record.spacing_before_h * 1000, rtol=1e-5)
+    volumes = volumes_of(world)
+    kept = KeptFeatures(head.arms[0].encoder, head.cfg, store, RUNTIME, str(tmp_path / "features"))
+    kept.keep_tokens(np.array([row]))
+    heights = Planes(head.cfg, kept, volumes, RUNTIME.device).predict(head.arms[0].decoder, row)
+    as_scan = rows[:, ::-1] if record.flipped_d else rows
+    back = lay_on_grid(as_scan, record, store.attrs["geometry"])
+    inner = (slice(None), slice(2, -2), slice(4, -4))
+    assert np.nanmedian(np.abs(back - heights)[inner]) < 0.1  # voxels
+    assert line["thickness_um"]["retina"] == pytest.approx(
+        np.nanmean(um[head.names.index("BM")] - um[head.names.index("ILM")]), rel=1e-4
+    )
+    assert line["etdrs_um"] is None or set(line["etdrs_um"]["retina"]) == set(SECTORS)
+    assert (tmp_path / line["picture"]).read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("is_flipped", [False, True])
+def test_the_way_back_to_the_scan(is_flipped: bool) -> None:
+    """A smooth surface goes to the grid and comes back, in the order of its file."""
+    shape, spacing = (40, 200, 60), (0.15, 0.01, 0.1)
+    record = {f"shape_before_{a}": n for a, n in zip("dhw", shape, strict=True)}
+    record |= {f"spacing_before_{a}": s for a, s in zip("dhw", spacing, strict=True)}
+    record |= {f"spacing_after_{a}": s for a, s in zip("dhw", (0.1, 0.02, 0.08), strict=True)}
+    record |= {"flipped_d": is_flipped}
+    d, w = np.meshgrid(np.linspace(0, 3, 40), np.linspace(0, 2, 60), indexing="ij")
+    surface = (90 + 12 * np.sin(d) + 5 * w)[None].astype(np.float32)
+    geometry = {"image_size": [64, 128, 80]}
+    on_grid = lay_on_grid(surface, pd.Series(record), geometry)
+    back = lay_on_scan(on_grid, record, geometry)
+    expected = surface[:, ::-1] if is_flipped else surface
+    assert back.shape == surface.shape
+    np.testing.assert_allclose(back[:, 2:-2, 2:-2], expected[:, 2:-2, 2:-2], atol=0.25)

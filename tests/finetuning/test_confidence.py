@@ -1,0 +1,203 @@
+"""How sure a head may be: its temperature, its distance from the training, what its evidence adds up to."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from sklearn.calibration import CalibratedClassifierCV
+from sklearn.decomposition import PCA
+from sklearn.frozen import FrozenEstimator
+from sklearn.linear_model import LogisticRegression
+
+from finetuning.calibration import Calibration, calibrate, stored_calibration
+from finetuning.familiarity import fit_familiarity, stored_familiarity
+from finetuning.head_file import Standardise
+from finetuning.prediction.cautions import cautions_of
+from finetuning.prediction.evidence import ATTENTION, CONTRIBUTIONS, GRADIENT, evidence_of
+from models.heads import build_head
+from models.probes.features import pool_tokens
+from utils.checkpoint import CheckpointWriter, load_checkpoint
+
+PEOPLE = 60
+
+
+def overconfident(seed: int = 0, classes: int = 3) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Features [n, 4], classes [n] and persons [n] with two volumes each, hard to tell apart."""
+    rng = np.random.default_rng(seed)
+    label = rng.integers(0, classes, 2 * PEOPLE)
+    features = rng.normal(size=(2 * PEOPLE, 4)) + 0.6 * np.eye(4)[label]
+    return features, label, np.repeat(np.arange(PEOPLE), 2).astype(str)
+
+
+def test_the_temperature_is_scikit_learns() -> None:
+    features, label, person = overconfident()
+    model = LogisticRegression(C=1e3).fit(features[:20], label[:20])
+    with_temperature = CalibratedClassifierCV(FrozenEstimator(model), method="temperature", cv=2)
+    with_temperature.fit(features[20:], label[20:])
+    logits = torch.from_numpy(model.decision_function(features[20:]))
+    calibration = calibrate("classification", logits, label[20:, None].astype(float), person[20:])
+    probabilities = calibration.scores("classification", logits)
+    assert probabilities is not None
+    assert calibration.temperature is not None
+    assert calibration.temperature > 1.2
+    np.testing.assert_allclose(
+        probabilities.numpy(), with_temperature.predict_proba(features[20:]), atol=2e-3
+    )
+    assert calibration.loss_after is not None
+    assert calibration.loss_after < (calibration.loss_before or 0.0)
+
+
+def test_no_temperature_where_validation_does_not_allow_one() -> None:
+    _, label, person = overconfident()
+    target = label[:, None].astype(float)
+    knowing = torch.from_numpy(6.0 * np.eye(3)[label])
+    few = calibrate("classification", knowing[:30], target[:30], person[:30])
+    assert few.text() == "uncalibrated: expected 20 validation participants, found 15"
+    assert few.scores("classification", knowing) is None
+    without_error = calibrate("classification", knowing, target, person)
+    assert "no temperature between" in without_error.text()
+    assert calibrate("regression", knowing[:, :1], target, person).temperature is None
+    right = torch.from_numpy(np.log(np.full((len(label), 3), 0.05) + 0.85 * np.eye(3)[label]))
+    wrong = np.random.default_rng(1).random(len(label)) < 0.1  # as often as it says
+    right[wrong] = right[wrong].roll(1, dims=1)
+    as_it_is = calibrate("classification", right, target, person)
+    assert as_it_is.temperature is None or abs(as_it_is.temperature - 1) < 0.15
+    assert stored_calibration({}).text().startswith("uncalibrated: the head's file holds no calibration")
+
+
+def test_a_person_weighs_the_same_with_many_volumes() -> None:
+    """Volumes of one person that are all wrong do not decide for the others."""
+    features, label, person = overconfident()
+    logits = torch.from_numpy(2.0 * features[:, :3])
+    once = calibrate("classification", logits, label[:, None].astype(float), person)
+    places = np.concatenate([np.arange(len(label)), *[np.flatnonzero(person == "0")] * 20])
+    again = calibrate("classification", logits[places], label[places, None].astype(float), person[places])
+    assert once.temperature == pytest.approx(again.temperature, rel=1e-3)
+
+
+def test_labels_have_a_temperature_too() -> None:
+    rng = np.random.default_rng(0)
+    truth = (rng.random((200, 2)) < 0.3).astype(float)
+    logits = torch.from_numpy(4 * (truth - 0.5) + rng.normal(size=truth.shape) * 5)
+    calibration = calibrate("multilabel", logits, truth, np.arange(200).astype(str))
+    assert calibration.temperature is not None
+    assert calibration.temperature > 2
+
+
+def test_distance_is_that_of_probabilistic_pca() -> None:
+    """Up to a constant it is the log-likelihood of scikit-learn's PCA."""
+    rng = np.random.default_rng(0)
+    features = rng.normal(size=(80, 12)) * np.arange(1, 13) @ rng.normal(size=(12, 12))
+    person = np.repeat(np.arange(40), 2).astype(str)
+    known = fit_familiarity(features, person)
+    assert known is not None
+    assert known.components.shape == (10, 12)
+    scaled = (features - features.mean(axis=0)) / features.std(axis=0)
+    likelihood = PCA(10, svd_solver="full").fit(scaled).score_samples(scaled)
+    twice = known.distance(features) ** 2 + 2 * likelihood
+    np.testing.assert_allclose(twice, twice.mean(), rtol=1e-8)
+
+
+def test_percentiles_are_of_people_that_were_held_out(tmp_path: Path) -> None:
+    """New people like those of the training lie anywhere between 0 and 100, strangers at 100; the file keeps
+    it.
+    """
+    rng = np.random.default_rng(0)
+    draw = rng.normal(size=(30, 40))
+    features, person = rng.normal(size=(120, 30)) @ draw, np.repeat(np.arange(60), 2).astype(str)
+    known = fit_familiarity(features, person)
+    assert known is not None
+    writer = CheckpointWriter(str(tmp_path), keep_last=None)
+    writer.save({"step": 1, "familiarity": known.state()}, ["head"])
+    writer.close()
+    again = stored_familiarity(load_checkpoint(str(tmp_path / "head.pt")))
+    assert again is not None
+    new = rng.normal(size=(300, 30)) @ draw
+    assert 35 < again.percentile(new).mean() < 65
+    np.testing.assert_allclose(again.percentile(new), known.percentile(new), atol=0.5)
+    assert (again.percentile(new + 12 * rng.normal(size=new.shape)) == 100).mean() > 0.9
+    assert fit_familiarity(features[:10], person[:10]) is None
+    assert fit_familiarity(np.ones((40, 5)), np.arange(40).astype(str)) is None
+    assert stored_familiarity({}) is None
+
+
+def head_of(kind: str, standardise: Standardise | None, task: str = "classification") -> Any:
+    torch.manual_seed(3)
+    module = build_head(kind, 8, 3, 5, 0.0).eval()
+    for parameter in module.requires_grad_(False).parameters():
+        torch.nn.init.normal_(parameter, std=0.5)
+    state = {"head_kind": kind, "task": {"label_column": "x"}}
+    return SimpleNamespace(
+        module=module, standardise=standardise, state=state, kind=task, names=("a", "b", "c")
+    )
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+def test_contributions_add_up_to_the_output(scaled: bool) -> None:
+    torch.manual_seed(0)
+    tokens, valid = torch.randn(1, 20, 8), torch.ones(1, 20)
+    valid[0, 15:] = 0
+    scale = Standardise(np.random.default_rng(0).normal(size=16), np.full(16, 0.7)) if scaled else None
+    head = head_of("linear", scale)
+    pooled = pool_tokens(tokens, valid)
+    outputs = head.module(pooled if scale is None else scale(pooled))[0]
+    evidence = evidence_of(head, tokens, valid, outputs)
+    best = int(outputs.argmax())
+    others = [i for i in range(3) if i != best]
+    bias = head.module.last.bias
+    expected = (outputs - bias)[best] - (outputs - bias)[others].mean()
+    assert float(evidence.values.sum()) == pytest.approx(float(expected), rel=1e-4)
+    assert (evidence.method, evidence.of) == (CONTRIBUTIONS, head.names[best])
+    assert (evidence.values[15:] == 0).all()
+    assert (evidence.centred(valid[0])[15:] == 0).all()
+    assert float(evidence.centred(valid[0])[:15].median()) == pytest.approx(0, abs=1e-6)
+
+
+def test_first_order_and_attention_follow_the_head() -> None:
+    torch.manual_seed(0)
+    tokens, valid = torch.randn(1, 20, 8), torch.ones(1, 20)
+    valid[0, 15:] = 0
+    mlp = head_of("mlp", None, "multilabel")
+    outputs = mlp.module(pool_tokens(tokens, valid))[0]
+    evidence = evidence_of(mlp, tokens, valid, outputs)
+    assert evidence.method == GRADIENT
+    place, step = int(evidence.values.argmax()), 1e-3
+    moved = tokens.clone()
+    moved[0, place] += step * tokens[0, place]
+    change = mlp.module(pool_tokens(moved, valid))[0] - outputs
+    assert float(change[outputs.argmax()]) != 0.0
+    looking = head_of("attentive", None)
+    attention = evidence_of(looking, tokens, valid, looking.module(tokens, valid)[0])
+    assert attention.method == ATTENTION
+    assert float(attention.values.sum()) == pytest.approx(1, abs=1e-5)
+    assert (attention.values[15:] == 0).all()
+    far = tokens.clone()  # what it looks at most moves the output most
+    order = attention.values[:15].argsort()
+    moves = []
+    for number in (int(order[0]), int(order[-1])):
+        without = valid.clone()
+        without[0, number] = 0
+        moves.append(float((looking.module(far, without) - looking.module(far, valid)).abs().sum()))
+    assert moves[0] < moves[1]
+
+
+def test_cautions_name_what_is_out_of_range() -> None:
+    fields: dict[str, Any] = {"valid_fraction": 0.9, "lost_fraction": 0.0, "orientation_source": "position"}
+    fields |= {"spacing_before_d": 0.047, "spacing_before_h": 0.0026, "spacing_before_w": 0.0117}
+    assert cautions_of(fields, 50.0) == []
+    (axial,) = cautions_of(fields | {"spacing_before_h": 0.026}, None)
+    assert axial.startswith("spacing axial: 26.0 um, outside ")
+    (far,) = cautions_of(fields, 99.5)
+    assert "farther from the training set" in far
+
+
+def test_a_calibration_says_what_it_did() -> None:
+    text = Calibration(1.5, None, 30, 0.7, 0.6).text()
+    assert text == (
+        "temperature 1.5, fitted on 30 validation participants; log loss of those left out 0.700 -> 0.600"
+    )

@@ -46,7 +46,8 @@ def make_head(cfg: Config, folder: Path) -> str:
     url = str(folder / "encoder" / "best_probe.pt")
     width = model.encoder.width
     head = build_head("linear", width, len(NAMES), 8, 0.0)
-    torch.nn.init.normal_(head.last.weight, std=0.02)
+    for parameter in head.parameters():
+        torch.nn.init.normal_(parameter, std=0.02)
     noise = np.random.default_rng(0).normal(size=(TRAINING_VOLUMES, 2 * width))
     familiarity = fit_familiarity(noise, np.arange(TRAINING_VOLUMES).astype(str))
     assert familiarity is not None

@@ -248,9 +248,10 @@ def _stretched(image: np.ndarray) -> np.ndarray:
     return np.clip((image - low) / max(float(high - low), 1e-6), 0, 1) ** 0.7
 
 
-def _line_colour(number: int, count: int) -> tuple[float, ...]:
+def _line_colour(number: int, count: int) -> tuple[float, float, float]:
     """Of a surface, from blue at the vitreous to red at the choroid."""
-    return tuple(colormaps["turbo"](0.08 + 0.84 * number / max(1, count - 1)))
+    red, green, blue, _ = colormaps["turbo"](0.08 + 0.84 * number / max(1, count - 1))
+    return red, green, blue
 
 
 def stretch_of(page: Page) -> float:

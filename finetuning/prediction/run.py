@@ -183,8 +183,8 @@ def _earlier_lines(path: Path, checksum: str) -> list[dict[str, Any]]:
         try:
             line = json.loads(text)
             of_head = line["head_sha256"]
-            needed = ("path", "version", "status", "precision")
-            needed += tuple(FILES) if line["status"] == KEPT else ()
+            needed = ["path", "version", "status", "precision"]
+            needed += list(FILES) if line["status"] == KEPT else []
             lines.append({key: line[key] for key in needed} | line)
         except (ValueError, KeyError, TypeError) as error:
             raise UserError(

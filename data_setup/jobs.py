@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from data_setup.manifest import Record
+from data_setup.quality import Meter
 from data_setup.readers.dicom import OCTHeader
 from data_setup.readers.faults import OCTReadError, RejectReason
 from data_setup.readers.open_record import open_record, source_stat
@@ -98,8 +99,9 @@ def read_volume(
     Raises OCTReadError for a file that cannot be used, StorageError.
     """
     header, frames = open_record(record, options)
-    volume = _resample(record.url, spatial, header, frames)
-    measured = measure(volume)
+    meter = Meter()
+    volume = _resample(record.url, spatial, header, meter.watch(frames))
+    measured = measure(volume) | meter.columns(header.spacing_mm)
     if measured["intensity_std"] == 0:
         raise OCTReadError(record.url, RejectReason.CONSTANT_VOLUME, "an image on the grid", "one grey value")
     return header, volume, measured

@@ -9,6 +9,7 @@ of its own it needs no participants.tsv. data_setup/index writes one for any fol
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
 
 _AI_READI_COLUMNS = ("sop_instance_uid", "laterality", "number_of_frames", "height", "width")
 _OPTIONAL_COLUMNS = ("study_group", "clinical_site", "age")  # of participants.tsv
+log = logging.getLogger(__name__)
 _NO_SIDE = SENTINELS | {"unknown", "unknown_laterality"}
 
 
@@ -266,11 +268,26 @@ def wanted_values(cfg: Config, named: Mapping[str, Iterable[str]]) -> dict[str, 
 
 
 def select_wanted(cfg: Config, index: pd.DataFrame) -> pd.DataFrame:
-    """The rows of a store's index that pass the data.* filters; raises ConfigError."""
+    """The kept rows of a store's index that pass the data.* filters; raises ConfigError."""
     named = {field: {str(name) for name in index[field].dropna()} for field in FILTERED.values()}
     for field, values in wanted_values(cfg, named).values():
         index = index[index[field].isin(values)]
-    return index
+    return _good_enough(cfg, index)
+
+
+def _good_enough(cfg: Config, index: pd.DataFrame) -> pd.DataFrame:
+    """The rows of data.min_quality or better, and how many are not; raises ConfigError for rows without."""
+    least = cfg.data.min_quality
+    if least is None:
+        return index
+    if unmeasured := int(index["quality"].isna().sum()):
+        raise ConfigError(
+            f"data.min_quality: expected volumes whose quality was measured, found {unmeasured} of "
+            f"{len(index)} without: an older version prepared them; use another data.store, or null"
+        )
+    kept = index[index["quality"] >= least]
+    log.info("data.min_quality %g: %d of %d volumes are left out", least, len(index) - len(kept), len(index))
+    return kept
 
 
 def _tree_root(cfg: Config) -> str:

@@ -31,6 +31,16 @@ NORMALISATION = "zscore_valid"  # what readers do with a volume: z-score over it
 KEPT, PENDING = "kept", "pending"  # the other statuses are reject reasons
 UNREAD = "unread"  # of an attempt: storage did not answer; the row stays as it was
 
+# of data_setup/quality.py; NaN in rows that were prepared before it was measured, and for rejects
+QUALITY_COLUMNS: dict[str, tuple[str, str]] = {
+    "quality": ("float64", "0 to 1: the worst of the five below, each between its limits"),
+    "signal_db": ("float64", "retina over background, against the background's noise"),
+    "clipped_share": ("float64", "share of A-scans whose retina touches the upper or lower edge"),
+    "motion_um": ("float64", "mean axial jump between neighbouring B-scans"),
+    "missing_share": ("float64", "share of B-scans that are blank or repeated"),
+    "saturated_share": ("float64", "share of grey values at 255"),
+}
+
 # column -> (pandas type, meaning). Lengths in mm; d, h, w = B-scan, axial, A-scan; text is missing as NaN.
 INDEX_COLUMNS: dict[str, tuple[str, str]] = {
     "row": ("int64", "position in volumes and in records.jsonl"),
@@ -64,6 +74,7 @@ INDEX_COLUMNS: dict[str, tuple[str, str]] = {
     "intensity_mean": ("float64", "over valid voxels, 0..255"),
     "intensity_std": ("float64", "over valid voxels, 0..255"),
     "checksum": ("str", "of the stored voxels: BLAKE2b, 16 bytes, hex"),
+    **QUALITY_COLUMNS,
 }
 RECORD_COLUMNS = tuple(INDEX_COLUMNS)[4:15]  # taken from records.jsonl; those after them from rows/
 

@@ -21,6 +21,7 @@ from data_setup.store.format import (
     FORMAT_VERSION,
     INDEX_COLUMNS,
     KEPT,
+    QUALITY_COLUMNS,
     checksum,
     chunk_key,
     geometry_of,
@@ -73,7 +74,9 @@ class PreparedStore:
                 f"{url}: format_version: expected {FORMAT_VERSION}, found {attrs.get('format_version')}"
             )
         with intact(index_url, "run data_setup.prepare again, which writes it"):
-            index = pd.read_parquet(io.BytesIO(data))[list(INDEX_COLUMNS)]
+            table = pd.read_parquet(io.BytesIO(data))
+            unmeasured = [name for name in QUALITY_COLUMNS if name not in table]  # of an older store
+            index = table.assign(**dict.fromkeys(unmeasured, np.nan))[list(INDEX_COLUMNS)]
         index = index.set_index("row", drop=False).rename_axis(None)
         return cls(url, options, cache_dir, attrs, index)
 

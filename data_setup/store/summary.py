@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from data_setup.quality import LIMITS, share_between
 from data_setup.store.format import KEPT, PENDING
 from utils.errors import UserError
 
@@ -46,6 +47,24 @@ def _group(index: pd.DataFrame) -> dict[str, Any]:
         "lost_fraction": mean("lost_fraction"),
         "spacing_source": counts(kept.spacing_source),
         "orientation_source": counts(kept.orientation_source),
+        "quality": _quality(kept),
+    }
+
+
+def _quality(kept: pd.DataFrame) -> dict[str, Any] | None:
+    """Median and lowest tenth of the measured volumes, means of the five numbers, and which of them is the
+    worst, how often; None where no volume was measured.
+    """
+    measured = kept[kept["quality"].notna()]
+    if measured.empty:
+        return None
+    worst = pd.DataFrame({name: share_between(name, measured[name]) for name in LIMITS}).idxmin(axis=1)
+    return {
+        "measured": len(measured),
+        "median": round(float(measured["quality"].median()), 4),
+        "lowest_tenth": round(float(measured["quality"].quantile(0.1)), 4),
+        **{name: round(float(measured[name].mean()), 4) for name in LIMITS},
+        "worst": counts(worst),
     }
 
 
@@ -176,6 +195,12 @@ def table(report: Mapping[str, Any]) -> str:
     lines.append(f"spacing from: {_words(report['spacing_source'])}")
     lines.append(f"orientation from: {_words(report['orientation_source'])}")
     lines.append(f"participants with volumes: {_words(report['participants'])}")
+    if report["quality"]:
+        part = report["quality"]
+        lines.append(
+            f"quality of {part['measured']}: median {part['median']:.2f}, lowest tenth under "
+            f"{part['lowest_tenth']:.2f}; the worst is {_words(part['worst'])}"
+        )
     if report["pending"]:
         lines.append(f"pending: {report['pending']} (other shards, or an interrupted run)")
     if report["not_in_manifest"]:

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from data_setup.store.format import KEPT, NORMALISATION
+from data_setup.store.format import KEPT, NORMALISATION, QUALITY_COLUMNS
 from finetuning.embedding.run import MAY_CHANGE, overridden
 from finetuning.embedding.stream import NoFeaturesError, read_ahead
 from finetuning.embedding.volumes import DicomVolumes, Reject, Volume, find_dicoms
@@ -143,7 +143,8 @@ def predict_volume(predictor: Predictor, volume: Volume | Reject, folder: Path) 
         (folder / FILES["arrays"]).mkdir(parents=True, exist_ok=True)
         np.savez_compressed(folder / str(places["arrays"]), allow_pickle=False, **answer.arrays)
     facts = {name: fields[name] for name in ("laterality", "device", "protocol")}
-    return line | answer.line | places | facts | {"volume": fields["checksum"]}
+    quality = {name: fields[name] for name in QUALITY_COLUMNS}
+    return line | answer.line | places | facts | {"quality": quality, "volume": fields["checksum"]}
 
 
 def _work(folder: Path, volumes: DicomVolumes, checksum: str, precision: str) -> Work:

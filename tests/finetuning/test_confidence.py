@@ -189,7 +189,16 @@ def test_first_order_and_attention_follow_the_head() -> None:
 def test_cautions_name_what_is_out_of_range() -> None:
     fields: dict[str, Any] = {"valid_fraction": 0.9, "lost_fraction": 0.0, "orientation_source": "position"}
     fields |= {"spacing_before_d": 0.047, "spacing_before_h": 0.0026, "spacing_before_w": 0.0117}
+    fields |= {"signal_db": 15.0, "clipped_share": 0.0, "motion_um": 4.0, "missing_share": 0.0}
+    fields |= {"saturated_share": 0.001}
     assert cautions_of(fields, 50.0) == []
+    bad = {"signal_db": 3.0, "clipped_share": 0.2, "motion_um": 44.0, "missing_share": 0.1}
+    assert cautions_of(fields | bad, 50.0) == [
+        "weak signal: 3.0 dB over the background",
+        "the retina touches the scan's edge in 20% of the A-scans",
+        "B-scans jump by 44 um axially on average",
+        "10% of the B-scans are blank or repeated",
+    ]
     (axial,) = cautions_of(fields | {"spacing_before_h": 0.026}, None)
     assert axial.startswith("spacing axial: 26.0 um, outside ")
     (far,) = cautions_of(fields, 99.5)

@@ -16,6 +16,7 @@ from data_setup.store.writer import StoreWriter, record_fields
 from finetuning.embedding.volumes import unknown_record
 from finetuning.head_file import open_head, predict_rows
 from finetuning.predict import main
+from finetuning.prediction import run as run_module
 from finetuning.train import main as train
 from tests.support.dicom_factory import speckle, write_opt
 from tests.support.finetune_factory import RUNTIME, config, make_world, save_checkpoint
@@ -38,6 +39,11 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def checkpoint(root: Path) -> str:
     small = ["method.predictor_depth=2", "method.predictor_width=64"]
     return save_checkpoint(config(root, root / "pretrained", *small), participants=[])
+
+
+@pytest.fixture(autouse=True)
+def _small_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_module, "DPI", 15)
 
 
 @pytest.mark.parametrize("kind", ["linear", "attentive"])

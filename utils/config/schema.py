@@ -69,6 +69,8 @@ class DataConfig:
     protocol_filter: list[str] | None = None  # names of protocols; null: all volumes
     region_filter: list[str] | None = None  # texts of anatomic_region; null: all
     laterality_filter: list[str] | None = None  # [L], [R]; null: both
+    # leave out volumes whose `quality` in the store's index is below; null: none. prepare keeps them all
+    min_quality: float | None = key(None, SHARE)
     sampling: Literal["natural", "device_balanced"] = "natural"
     # local read-through cache of a remote store; null: none
     cache_dir: str | None = key(None, may_change=True)

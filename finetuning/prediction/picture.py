@@ -84,11 +84,11 @@ def _areas(
     heights: Sequence[float] | None = None,
 ) -> np.ndarray:
     """Axes [rows, columns] between two shares of the figure's width."""
-    left, right = across
+    first, last = across
     grid = figure.add_gridspec(
         *shape,
-        left=left,
-        right=right,
+        left=first,
+        right=last,
         top=0.91,
         bottom=0.11,
         hspace=hspace,

@@ -17,8 +17,10 @@ import torch.nn.functional as F
 
 from data_setup.store.reader import PreparedStore, VolumeReader
 from finetuning import finetune as loop
+from finetuning.calibration import Calibration, stored_calibration
 from finetuning.cohort import EVALUATED, TRAIN, VAL, Cohort
 from finetuning.examples import Examples
+from finetuning.familiarity import stored_familiarity
 from finetuning.finetune import finetune
 from finetuning.head_file import open_head, predict_rows
 from finetuning.objective import METRICS, metric_name
@@ -331,7 +333,8 @@ def test_patience_ends_a_run_and_the_best_epoch_is_kept(
     world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any
 ) -> None:
     planted = iter([(0.5, 1.0), (0.9, 0.5), (0.9, 0.6), (0.7, 0.1), (1.0, 0.0)])
-    monkeypatch.setattr(loop, "validate", lambda tuning: next(planted))
+    sure = Calibration(1.5, None, 30, 0.7, 0.6)
+    monkeypatch.setattr(loop, "validate", lambda tuning: (*next(planted), sure))
     settings = ("train.epochs=9", "finetune.patience=2", "train.keep_last=9", "train.ckpt_every_steps=4")
     caplog.set_level("INFO")
     assert run_task(world, tmp_path, *settings) == 0
@@ -341,6 +344,8 @@ def test_patience_ends_a_run_and_the_best_epoch_is_kept(
     assert head["validation"] == {
         "metric": "balanced accuracy", "score": 0.9, "loss": 0.5, "epoch": 2, "step": 8
     }  # fmt: skip
+    assert stored_calibration(head) == sure
+    assert stored_familiarity(head) is None
     for name, value in head["encoder_weights"].items():
         assert torch.equal(value, best[f"encoder.{name}"])
     assert torch.equal(head["head"]["last.weight"], best["top.head.last.weight"])

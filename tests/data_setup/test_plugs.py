@@ -141,6 +141,40 @@ def check_labels(plug: Plug, arrays: dict[str, np.ndarray], eye: imitation.Eye, 
             )
 
 
+def test_bscans_that_nobody_graded_are_unlabelled(world_of: Callable[[str], World]) -> None:
+    """Duke DME: the imitation has no grades on the second and the last B-scan."""
+    world = world_of("duke_dme")
+    for row in world.rows("manifest.tsv"):
+        with np.load(world.tables / row["label_volume"]) as arrays:
+            graded = [set(np.unique(plane)) <= {0, 1} for plane in arrays["labels"]]
+            assert graded == [True, False, True, True, False]
+            assert (arrays["labels"][[1, 4]] == 255).all()
+            assert np.isnan(arrays["surfaces"]).all(axis=(0, 2)).tolist() == [not known for known in graded]
+
+
+def test_a_mask_has_known_colours_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """OIMHS: red is the hole; a colour that has no name is named, and no class is guessed."""
+    pair = np.zeros((5, 8, 16, 3), np.uint8)
+    pair[:, :, :8] = np.random.default_rng(0).integers(0, 255, (5, 8, 8, 1))
+    pair[:, 2:4, 9:11] = (255, 0, 0)
+    imitation.write_spacing(tmp_path)
+    for eye in ("1", "2"):
+        for number, pixels in enumerate(pair, start=1):
+            imitation.write_image(tmp_path / "Images" / eye / f"{number}.png", pixels)
+        pair[3, 6, 12] = (1, 2, 3)
+    assert cli.main(["index", "oimhs", str(tmp_path)]) == 0
+    assert "not usable: 1 (Images/2: unsupported_pixels: expected colours macular_hole (255, 0, 0)" in (
+        text := capsys.readouterr().out
+    )
+    assert "found (1, 2, 3))" in text
+    hole = np.zeros((5, 8, 8), np.uint8)
+    hole[:, 2:4, 1:3] = 1
+    with np.load(tmp_path / "labels" / "Images__1.npz") as arrays:
+        np.testing.assert_array_equal(arrays["labels"], hole)
+    names = yaml.safe_load((tmp_path / "label_classes.yaml").read_text())
+    assert names[1] == "macular_hole"
+
+
 @pytest.mark.parametrize("name", PLUGS)
 def test_tasks_are_configurations_that_load(world_of: Callable[[str], World], name: str) -> None:
     """The columns that they name are in the tables, with more than one value."""

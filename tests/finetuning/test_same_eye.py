@@ -256,7 +256,7 @@ def test_a_device_stands_for_one_protocol_and_an_eye_counts_once(world: Path, tm
         ("p2", "R", "b", "wide", "Macula"), ("p2", "R", "b", "amac", "Macula"),
         ("p3", "R", "a", "zmac", "Macula"),
         ("t", "R", "a", "zmac", "Macula"), ("t", "R", "a", "disc", "Optic Disc"),
-        ("v", "R", "b", "wide", "Macula"),
+        ("v", "R", "b", "wide", "Macula"), ("p3", "R", "a", "disc", "Optic Disc"),
     ]  # fmt: skip
     names = ("person_id", "laterality", "device", "protocol", "region")
     split = {"t": "train", "v": "val"}

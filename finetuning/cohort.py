@@ -174,9 +174,9 @@ def low_shot(cohort: Cohort, fraction: float, seed: int) -> Cohort:
 
 def _labelled_rows(cfg: Config, store: PreparedStore) -> tuple[Labels, pd.DataFrame]:
     """The labels, and the kept rows of the store that have one and pass the filters, with a column `unit`."""
-    if cfg.task.kind == "layers":
+    if cfg.task.kind in ("layers", "segmentation"):
         raise ConfigError(
-            "task.kind: expected a kind with labels, found layers: finetuning.train and "
+            f"task.kind: expected a kind with labels, found {cfg.task.kind}: finetuning.train and "
             "finetuning.evaluate --head take it"
         )
     listed = store.index[store.index["listed"]]

@@ -47,12 +47,12 @@ from sklearn.decomposition import PCA
 from data_setup.store.reader import PreparedStore
 from finetuning import source
 from finetuning.cohort import EVALUATED, TRAIN, Cohort, count_overlap, read_cohorts
+from finetuning.dense.head import head_kind
 from finetuning.evaluation import CLASSES, Asked, Row, answer, known_answer
 from finetuning.evaluation_files import TITLES, markdown, write_evaluation
 from finetuning.feature_map import write_feature_map
 from finetuning.head_evaluation import evaluate_head
 from finetuning.layers.evaluate import evaluate_layers
-from finetuning.layers.head import is_layers_head
 from finetuning.metrics import PRIMARY, observed
 from finetuning.pooled import (
     check_fit,
@@ -74,6 +74,7 @@ from finetuning.probing import (
     random_words,
 )
 from finetuning.same_eye.run import main as compare_scanners
+from finetuning.segmentation.evaluate import evaluate_segmentation
 from finetuning.time_to_event import evaluate_survival
 from finetuning.time_to_event import markdown as markdown_of_survival
 from utils import storage
@@ -286,8 +287,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         parser.add_argument("--head", required=True, metavar="FILE_OR_RUN")
         parser.add_argument("overrides", nargs="*", metavar="section.key=value")
         args = parser.parse_intermixed_args(words)
-        if is_layers_head(args.head, storage_options_of(args.overrides)):
-            print(evaluate_layers(args.head, args.overrides))
+        kind = head_kind(args.head, storage_options_of(args.overrides))
+        if kind in ("layers", "segmentation"):
+            evaluate_dense = evaluate_layers if kind == "layers" else evaluate_segmentation
+            print(evaluate_dense(args.head, args.overrides))
             return
         print(markdown(evaluate_head(args.head, args.overrides)))
         return

@@ -28,6 +28,16 @@ NEITHER = {
     "val.max_volumes": "validation reads every labelled volume of val",
     "run.profile": "no trace is written",
 }
+DENSE = {
+    **NEITHER,
+    "head.learning_rates": "optim.base_lr is the rate",
+    "head.weight_decays": "optim.weight_decay is the decay",
+    "head.dropout": "a decoder of layers or voxels has none",
+    "finetune.layer_decay": "the encoder's layers do not move",
+    "method.drop_path": PLAIN,
+    "method.dropout": PLAIN,
+    "augment.": PLAIN,
+}
 UNREAD: dict[str, Mapping[str, str]] = {
     "frozen": {
         **NEITHER,
@@ -51,17 +61,8 @@ UNREAD: dict[str, Mapping[str, str]] = {
         "train.activation_checkpointing": "the encoder is not trained",
         "train.shard_parameters": "the encoder is not trained",
     },
-    "layers": {
-        **NEITHER,
-        "head.learning_rates": "optim.base_lr is the rate",
-        "head.weight_decays": "optim.weight_decay is the decay",
-        "head.dropout": "a decoder of layers has none",
-        "finetune.class_weights": "there are no classes",
-        "finetune.layer_decay": "the encoder's layers do not move",
-        "method.drop_path": PLAIN,
-        "method.dropout": PLAIN,
-        "augment.": PLAIN,
-    },
+    "layers": {**DENSE, "finetune.class_weights": "there are no classes"},
+    "segmentation": DENSE,
     "trained": {
         **NEITHER,
         "head.learning_rates": "optim.base_lr is the rate",
@@ -77,8 +78,8 @@ def refuse_unread(cfg: Config, path: str | Path, overrides: Sequence[str]) -> No
     encoder = cfg.finetune.encoder
     way: str = encoder
     words_of_way = f"finetune.encoder={encoder}"
-    if cfg.task.kind == "layers":
-        way, words_of_way = "layers", "task.kind=layers"
+    if cfg.task.kind in ("layers", "segmentation"):
+        way, words_of_way = cfg.task.kind, f"task.kind={cfg.task.kind}"
     file = OmegaConf.to_container(OmegaConf.load(path))
     words = OmegaConf.to_container(OmegaConf.from_dotlist(list(overrides)))
     for name, part, value in leaves(cfg):

@@ -62,6 +62,10 @@ def report() -> None:
     _run("utils.report")
 
 
+def segment() -> None:
+    _run("finetuning.segment")
+
+
 def truth() -> None:
     _run("finetuning.truth")
 

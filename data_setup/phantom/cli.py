@@ -6,10 +6,12 @@ every good volume, and synthetic.json (the arguments and the planted faults), wh
 synthetic. The same arguments give a byte-identical tree, for any number of workers. The tree is written to
 DIR.partial and renamed when it is complete; the remains of a killed run are deleted. With --heights also
 retinal_octa/manifest.tsv and retinal_octa/segmentation: height maps of the OCTA-type scans. With
---every-device both eyes of each participant are scanned once by each of the four devices.
+--every-device both eyes of each participant are scanned once by each of the four devices. With --labels
+also labels of voxels (data_setup/phantom/voxel_labels.py), which `data_setup.prepare --labels` reads.
 
     python -m data_setup.phantom --out DIR --participants N --seed S --size small|full [--faults]
                                  [--heights plain|all|QUIRK,...] [--every-device]
+                                 [--labels lesions|layers]
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ from data_setup.phantom.dicom import SYNTAXES
 from data_setup.phantom.faults import plant_faults
 from data_setup.phantom.files import MANIFEST_COLUMNS, write_person
 from data_setup.phantom.octa import QUIRKS, parse_quirks, write_heights
+from data_setup.phantom.voxel_labels import KINDS, write_labels
 from utils.errors import UserError
 from utils.help_pages import PeopleParser
 from utils.terminal import track
@@ -97,11 +100,13 @@ def write_tree(
     workers: int | None = None,
     heights: str | None = None,
     every_device: bool = False,
+    labels: str | None = None,
 ) -> dict[str, object]:
     """Write the tree to `out` (new or empty) and return the content of synthetic.json; raises UserError.
 
     workers: processes; None: one per CPU, 0 or 1: this one. heights: plain, all or names of octa.QUIRKS.
     every_device: each eye once on each device, in place of 2-4 scans a person.
+    labels: one of voxel_labels.KINDS.
     """
     quirks = None if heights is None else parse_quirks(heights)
     if not 1 <= participants <= MAX_PARTICIPANTS:
@@ -117,6 +122,9 @@ def write_tree(
         if quirks is not None:
             marker["height_quirks"] = list(quirks)
             marker["height_faults"] = write_heights(partial_out, rows, quirks, seed)
+        if labels is not None:
+            marker["labels"] = labels
+            write_labels(partial_out, labels)
         text = json.dumps(marker, indent=2) + "\n"
         (partial_out / "synthetic.json").write_text(text, encoding="utf-8")
         return marker
@@ -206,6 +214,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument(
         "--every-device", action="store_true", help="each eye once on each device, for evaluate --same-eye"
     )
+    parser.add_argument("--labels", choices=KINDS, help="write labels of voxels beside the scans")
     parser.add_argument("--workers", type=int, help="processes (default: one per CPU); 0: in this one")
     args = parser.parse_args(argv)
     marker = write_tree(**vars(args))

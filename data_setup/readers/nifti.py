@@ -97,6 +97,24 @@ def read_array(file: IO[bytes], url: str, sidecar: Sidecar) -> tuple[np.ndarray,
     return voxels, layout.flip_d if layout.source == "nifti_affine" else None
 
 
+def image_like(values_DHW: np.ndarray, file: IO[bytes], url: str, sidecar: Sidecar) -> nib.Nifti1Image:
+    """uint8 values in the order of `read`, as an image with the array order and affine of the scan in `file`.
+
+    Raises OCTReadError, also where the values have another shape than the scan.
+    """
+    layout = _read_layout(file, url, sidecar)
+    if values_DHW.shape != layout.volume_shape:
+        expected = f"the scan's shape {layout.volume_shape}"
+        raise OCTReadError(url, RejectReason.FRAME_SIZE_MISMATCH, expected, values_DHW.shape)
+    array = values_DHW[:, :: layout.flips[0], :: layout.flips[1]].transpose(np.argsort(layout.order))
+    hdr = layout.hdr.copy()
+    hdr.set_data_shape(array.shape)
+    hdr.set_data_dtype(np.uint8)
+    hdr.set_slope_inter(1.0, 0.0)
+    kind = nib.Nifti2Image if isinstance(hdr, nib.Nifti2Header) else nib.Nifti1Image
+    return kind(np.ascontiguousarray(array, np.uint8), None, hdr)
+
+
 def _read_layout(file: IO[bytes], url: str, sidecar: Sidecar) -> _Layout:
     is_gzipped = file.read(2) == b"\x1f\x8b"
     size = file.seek(0, 2)

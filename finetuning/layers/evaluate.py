@@ -20,17 +20,20 @@ import numpy as np
 import pandas as pd
 
 from data_setup.store.reader import PreparedStore
-from finetuning.cohort import EVALUATED, Cohort
+from finetuning.cohort import EVALUATED
+from finetuning.dense.folds import count_look, refuse_seen
+from finetuning.dense.head import LABELS as ARM_LABELS
+from finetuning.dense.head import DenseHead, require_same_grid
+from finetuning.dense.tables import by_name, cell, estimate, per_person
 from finetuning.features.kept import KeptFeatures, features_folder
 from finetuning.head_evaluation import evaluated_config
 from finetuning.layers.etdrs import SECTORS, etdrs, find_fovea
-from finetuning.layers.head import PRETRAINED, RANDOM, LayersHead, open_layers_head
+from finetuning.layers.head import PRETRAINED, RANDOM, open_layers_head
 from finetuning.layers.metrics import boundary_error_um, hausdorff95_um, layer_overlap
 from finetuning.layers.planes import Planes
-from finetuning.layers.train import OF_ALL, refuse_overlap
+from finetuning.layers.train import OF_ALL
 from finetuning.layers.volumes import RETINA, LayerVolumes, read_volumes
-from finetuning.ledger import data_digest, record_look
-from models.probes.intervals import interval95, participant_draws, verdict
+from models.probes.intervals import participant_draws, verdict
 from utils import storage
 from utils.config.load import flatten, storage_options_of
 from utils.config.schema import Config
@@ -41,11 +44,7 @@ from utils.runtime.single import Runtime
 
 FORMAT_VERSION = 1
 MEAN, DEVICE = "mean_heights", "device"
-LABELS = {
-    PRETRAINED: "pre-trained encoder",
-    RANDOM: "random initialisation",
-    MEAN: "mean heights of the training volumes",
-}
+LABELS = {**ARM_LABELS, MEAN: "mean heights of the training volumes"}
 NOTES = (
     "Heights are what a device's software drew: labels of a machine, not truth.",
     "Errors are means over A-scans, then over a participant's volumes, then over participants; intervals "
@@ -60,15 +59,11 @@ def evaluate_layers(wanted: str, overrides: Sequence[str]) -> str:
     head = open_layers_head(wanted, storage_options_of(overrides), places[-1] if places else None)
     cfg = evaluated_config(head.cfg, head.url, overrides)
     store = PreparedStore.open(cfg.data.store, cfg.data.storage_options, cfg.data.cache_dir)
-    for key in ("normalisation", "geometry"):
-        if store.attrs[key] != head.state[key]:
-            raise UserError(
-                f"{store.url}: {key}: expected {head.state[key]} of {head.url}, found {store.attrs[key]}"
-            )
+    require_same_grid(head, store)
     volumes = read_volumes(cfg, store)
     if volumes.names != head.names:
         raise UserError(f"{head.url}: expected the surfaces {list(head.names)}, found {list(volumes.names)}")
-    overlap = _overlap(cfg, volumes, head)
+    overlap = refuse_seen(cfg, volumes, head.state, head.url)
     fingerprint = _fingerprint(cfg, volumes, head)
     url = storage.join(cfg.run.dir, "layers.json")
     if storage.exists(url):
@@ -77,21 +72,13 @@ def evaluate_layers(wanted: str, overrides: Sequence[str]) -> str:
             return markdown(known)
     tables = measure(cfg, volumes, head, open_runtime(cfg.train.use_bf16))
     content = answer(cfg, volumes, head, tables[0], tables[1])
-    content |= {"fingerprint": fingerprint, "overlap": overlap, "look": _look(cfg, volumes, head)}
+    look = count_look(cfg, volumes, head.checksum, [arm.name for arm in head.arms])
+    content |= {"fingerprint": fingerprint, "overlap": overlap, "look": look}
     _write(cfg.run.dir, content, *tables)
     return markdown(content)
 
 
-def _overlap(cfg: Config, volumes: LayerVolumes, head: LayersHead) -> int:
-    """How many evaluated participants were seen in any training; UserError unless that is 0 or allowed."""
-    people = head.state["participants"]
-    seen = {"training": people["train"], "encoder's pre-training": head.state["pretraining_participants"]}
-    if cfg.eval.split != "val":
-        seen["validation"] = people["val"]
-    return max(refuse_overlap(cfg, volumes, ids, head.url, stage) for stage, ids in seen.items())
-
-
-def _fingerprint(cfg: Config, volumes: LayerVolumes, head: LayersHead) -> str:
+def _fingerprint(cfg: Config, volumes: LayerVolumes, head: DenseHead) -> str:
     """A hash of all that the answer depends on."""
     rows = np.unique(volumes.rows)
     asked = {k: v for k, v in flatten(cfg) if k.startswith(("eval.", "probe.", "task."))}
@@ -106,23 +93,8 @@ def _fingerprint(cfg: Config, volumes: LayerVolumes, head: LayersHead) -> str:
     return hashlib.sha256(json.dumps(facts, default=str).encode()).hexdigest()
 
 
-def _look(cfg: Config, volumes: LayerVolumes, head: LayersHead) -> int | None:
-    """Count this look at test participants in the ledger of the store; None where there is none."""
-    if cfg.eval.split != "test":
-        return None
-    store, size = volumes.store, len(volumes.rows)
-    unit = volumes.rows.astype(str)
-    cohort = Cohort(
-        "layers", volumes.names, volumes.rows, volumes.fold, np.zeros((size, 1)), unit, volumes.person
-    )
-    protocol = hashlib.sha256(json.dumps([cfg.task.kind, cfg.eval.split]).encode()).hexdigest()
-    digest = data_digest(store, cohort)
-    arms = ", ".join(arm.name for arm in head.arms)
-    return record_look(store.url, head.checksum, digest, protocol, f"layers: {arms}", store.options)
-
-
 def measure(
-    cfg: Config, volumes: LayerVolumes, head: LayersHead, runtime: Runtime
+    cfg: Config, volumes: LayerVolumes, head: DenseHead, runtime: Runtime
 ) -> tuple[pd.DataFrame, pd.DataFrame]:
     """(a line for every arm, volume and surface or layer, a line for every eye, layer and source)."""
     rows = volumes.of(EVALUATED)
@@ -161,7 +133,7 @@ def _write_picture(cfg: Config, volumes: LayerVolumes, row: int, predicted: np.n
     save_layers(storage.join(cfg.run.dir, "layers", f"row_{row:06d}.npz"), picture)
 
 
-def _mean_heights(volumes: LayerVolumes, head: LayersHead, row: int) -> np.ndarray:
+def _mean_heights(volumes: LayerVolumes, head: DenseHead, row: int) -> np.ndarray:
     """The training volumes' mean heights of the row's protocol at every A-scan [S, D, W]."""
     means = head.state["mean_heights"]
     of_protocol = means.get(str(volumes.store.index.protocol[row]), means[OF_ALL])
@@ -241,16 +213,14 @@ def _by_eye(sectors: pd.DataFrame) -> pd.DataFrame:
 
 
 def answer(
-    cfg: Config, volumes: LayerVolumes, head: LayersHead, lines: pd.DataFrame, sectors: pd.DataFrame
+    cfg: Config, volumes: LayerVolumes, head: DenseHead, lines: pd.DataFrame, sectors: pd.DataFrame
 ) -> dict[str, Any]:
     """The content of layers.json: tables with intervals, the paired difference and its verdict."""
     people = volumes.people(EVALUATED)
     draws = participant_draws(len(people), cfg.probe.bootstrap_samples, cfg.seed)
     surfaces, layers = (lines[lines.what == what] for what in ("surface", "layer"))
     arms = [arm.name for arm in head.arms]
-    overall = {
-        name: _per_person(surfaces[surfaces.arm == name], "error_um", people) for name in [*arms, MEAN]
-    }
+    overall = {name: per_person(surfaces[surfaces.arm == name], "error_um", people) for name in [*arms, MEAN]}
     content: dict[str, Any] = {
         "format_version": FORMAT_VERSION,
         "title": f"Surfaces of the retina, split {cfg.eval.split}",
@@ -260,59 +230,27 @@ def answer(
         "n_participants": len(people),
         "n_volumes": len(volumes.of(EVALUATED)),
         "names": list(volumes.names),
-        "overall": {name: _estimate(values, draws) for name, values in overall.items()},
-        "surfaces": _table(surfaces, ("error_um", "hd95_um"), people, draws),
-        "layers": _table(layers, ("dice", "iou"), people, draws),
+        "overall": {name: estimate(values, draws) for name, values in overall.items()},
+        "surfaces": by_name(surfaces, ("error_um", "hd95_um"), people, draws),
+        "layers": by_name(layers, ("dice", "iou"), people, draws),
         "etdrs": _agreement(sectors, arms),
         "notes": list(NOTES),
     }
     against = RANDOM if RANDOM in overall else MEAN
     gain = overall[against] - overall[PRETRAINED]
-    estimate = _estimate(gain, draws)
+    gained = estimate(gain, draws)
     both = ~np.isnan(gain)  # mean heights know no surface that no training volume has
     ratio = float(overall[PRETRAINED][both].mean() / overall[against][both].mean()) if both.any() else None
-    content["difference"] = {"against": against, **estimate, "ratio": ratio}
+    content["difference"] = {"against": against, **gained, "ratio": ratio}
     content["verdict"] = (
         f"No difference can be shown: no participant has an error of both {LABELS[PRETRAINED]} and "
         f"{LABELS[against]}."
         if ratio is None
         else verdict(
-            estimate["value"], estimate["ci95"], "Pre-training", LABELS[against], "boundary error saved in um"
+            gained["value"], gained["ci95"], "Pre-training", LABELS[against], "boundary error saved in um"
         )
     )
     return content
-
-
-def _per_person(lines: pd.DataFrame, column: str, people: Sequence[str]) -> np.ndarray:
-    """Mean over the names of a volume, then over the volumes of each person [P]; NaN without one."""
-    of_volume = lines.groupby(["person_id", "row"])[column].mean()
-    return of_volume.groupby("person_id").mean().reindex(list(people)).to_numpy(float)
-
-
-def _estimate(values_P: np.ndarray, draws_SP: np.ndarray) -> dict[str, Any]:
-    """Mean over people and its interval; people without a value are left out."""
-    known = ~np.isnan(values_P)
-    if not known.any():
-        return {"value": None, "ci95": None, "people": 0}
-    weights = draws_SP[:, known].astype(float)
-    drawn = weights.sum(axis=1) > 0
-    means = weights[drawn] @ values_P[known] / weights[drawn].sum(axis=1)
-    return {
-        "value": float(values_P[known].mean()),
-        "ci95": list(interval95(means)),
-        "people": int(known.sum()),
-    }
-
-
-def _table(
-    lines: pd.DataFrame, columns: Sequence[str], people: Sequence[str], draws: np.ndarray
-) -> dict[str, dict[str, dict[str, Any]]]:
-    """arm -> name -> column -> estimate."""
-    result: dict[str, dict[str, dict[str, Any]]] = {}
-    for (arm, name), part in lines.groupby(["arm", "name"], sort=False):
-        cells = {column: _estimate(_per_person(part, column, people), draws) for column in columns}
-        result.setdefault(str(arm), {})[str(name)] = cells
-    return result
 
 
 def _agreement(sectors: pd.DataFrame, arms: Sequence[str]) -> dict[str, dict[str, Any]]:
@@ -360,7 +298,7 @@ def markdown(content: Mapping[str, Any]) -> str:
     arms = list(content["overall"])
     lines += ["", "## Mean boundary error, um", "", "| | error | 95 % interval |", "|---|---|---|"]
     for arm in arms:
-        lines.append(f"| {LABELS[arm]} | {_cell(content['overall'][arm])} |")
+        lines.append(f"| {LABELS[arm]} | {cell(content['overall'][arm])} |")
     header = "| | " + " | ".join(f"{LABELS[arm]}" for arm in arms) + " |"
     rule = "|---" * (len(arms) + 1) + "|"
     for title, part, column, digits in (
@@ -381,10 +319,3 @@ def markdown(content: Mapping[str, Any]) -> str:
         values = [content["etdrs"][arm][name] for arm in own]
         lines.append(f"| {name} | " + " | ".join("-" if v is None else f"{v:.1f}" for v in values) + " |")
     return "\n".join(lines)
-
-
-def _cell(estimate: Mapping[str, Any]) -> str:
-    if estimate["value"] is None:
-        return "- | -"
-    low, high = estimate["ci95"]
-    return f"{estimate['value']:.2f} | {low:.2f} to {high:.2f}"

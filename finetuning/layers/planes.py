@@ -7,7 +7,7 @@ from each many times.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
@@ -17,9 +17,9 @@ from torch.utils.data import default_collate
 
 from data_setup.loader import StoredSamples
 from data_setup.normalisation import plain_view
+from finetuning.dense.folds import DenseVolumes
 from finetuning.features.kept import KeptFeatures
 from finetuning.layers.decoder import heights_of
-from finetuning.layers.volumes import LayerVolumes
 from utils.config.schema import Config
 
 CACHE_BYTES = 2**31
@@ -27,9 +27,9 @@ AT_ONCE = 8  # planes of a volume that are predicted together
 
 
 class Planes:
-    """Planes of volumes: a plane is one index of the token grid's first axis."""
+    """Planes of volumes: a plane is one index of the token grid's first axis; the labels are heights."""
 
-    def __init__(self, cfg: Config, kept: KeptFeatures, volumes: LayerVolumes, device: torch.device) -> None:
+    def __init__(self, cfg: Config, kept: KeptFeatures, volumes: DenseVolumes, device: torch.device) -> None:
         self.grid, self.patch = cfg.grid, cfg.spatial.patch_size
         self.kept, self.volumes, self.device = kept, volumes, device
         self._samples = StoredSamples(volumes.store, np.unique(volumes.rows))
@@ -66,12 +66,19 @@ class Planes:
         parts = [self.volumes.read(row)[:, plane * d : (plane + 1) * d] for row, plane in chosen]
         return torch.from_numpy(np.stack(parts)).to(self.device)
 
+    def batch(self, chosen: Sequence[tuple[int, int]]) -> tuple[Tensor, Tensor, Tensor]:
+        """Tokens, voxels and truth of (row, plane) pairs."""
+        return *self.inputs(chosen), self.truth(chosen)
+
     @torch.no_grad()
-    def predict(self, decoder: nn.Module, row: int) -> np.ndarray:
-        """Surfaces of a whole volume, float32 [S, D, W] in voxels."""
+    def outputs(self, decoder: nn.Module, row: int) -> Iterator[Tensor]:
+        """A decoder's outputs [b, S, d, H, W] of a whole volume, some planes at a time."""
         decoder.eval()
-        parts = []
         for start in range(0, self.grid[0], AT_ONCE):
             chosen = [(row, plane) for plane in range(start, min(start + AT_ONCE, self.grid[0]))]
-            parts.append(heights_of(decoder(*self.inputs(chosen))).cpu())
+            yield decoder(*self.inputs(chosen))
+
+    def predict(self, decoder: nn.Module, row: int) -> np.ndarray:
+        """Surfaces of a whole volume, float32 [S, D, W] in voxels."""
+        parts = [heights_of(part).cpu() for part in self.outputs(decoder, row)]
         return rearrange(torch.cat(parts), "gd s d w -> s (gd d) w").numpy()

@@ -12,13 +12,12 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
-import pandas as pd
 
 from data_setup.manifest import select_wanted
 from data_setup.readers.heights import DEPTH_OF_LABEL
 from data_setup.store.heights import StoredHeights
 from data_setup.store.reader import PreparedStore
-from finetuning.cohort import EVALUATED, MIN_PARTICIPANTS, TRAIN, VAL
+from finetuning.dense.folds import DenseVolumes, in_folds, require_current
 from utils.config.schema import Config
 from utils.errors import UserError
 
@@ -27,22 +26,10 @@ OUTER = ("BM", "RPE", "OS/RPE")  # of the retina; the first of them that a devic
 
 
 @dataclass(frozen=True)
-class LayerVolumes:
-    """Volumes of the three folds; no person is in two (with eval.split=val those of val are in two)."""
+class LayerVolumes(DenseVolumes):
+    """Volumes with the heights of surfaces; `names` are the surfaces from the vitreous down [S]."""
 
-    store: PreparedStore
     heights: StoredHeights
-    names: tuple[str, ...]  # surfaces from the vitreous down [S]
-    rows: np.ndarray  # of the store [n]
-    fold: np.ndarray  # TRAIN, VAL or EVALUATED [n]
-    person: np.ndarray  # str [n]
-
-    def of(self, fold: int) -> np.ndarray:
-        """The rows of a fold."""
-        return self.rows[self.fold == fold]
-
-    def people(self, fold: int) -> list[str]:
-        return sorted(set(self.person[self.fold == fold].tolist()))
 
     def read(self, row: int) -> np.ndarray:
         """float32 [S, D, W] in voxels, NaN where the device has no height."""
@@ -53,11 +40,6 @@ class LayerVolumes:
             if name in own:
                 result[place] = values[own.index(name)]
         return result
-
-    def spacing_mm(self, row: int) -> tuple[float, float, float]:
-        """Of the stored volume (d, h, w)."""
-        d, h, w = (float(self.store.index[f"spacing_after_{axis}"][row]) for axis in "dhw")
-        return d, h, w
 
     def marked(self, row: int) -> list[int]:
         """Places in `names` of the surfaces that the row's device marks."""
@@ -83,39 +65,12 @@ def read_volumes(cfg: Config, store: PreparedStore) -> LayerVolumes:
     index = store.index[store.index["listed"]]
     index = index[index["row"].isin(heights.index["row"]) & index["row"].isin(store.kept)]
     index = select_wanted(cfg, index)
-    index = _current(index, heights, store)
+    require_current(index, heights.index, store, "heights")
     names = _names(cfg, {row: heights.names(row) for row in index["row"]})
     marked = [row for row in index["row"] if set(heights.names(row)) & set(names)]
     index = index.loc[marked]
-    parts = [index[index["split"] == split] for split in ("train", "val", cfg.eval.split)]
-    for fold, split in zip((TRAIN, VAL, EVALUATED), ("train", "val", cfg.eval.split), strict=True):
-        people = parts[fold]["person_id"].nunique()
-        if people < MIN_PARTICIPANTS:
-            raise UserError(
-                f"{store.url}: split {split}: expected {MIN_PARTICIPANTS} participants or more with the "
-                f"surfaces {', '.join(names)}, found {people}"
-            )
-    table = pd.concat(parts)
-    return LayerVolumes(
-        store=store,
-        heights=heights,
-        names=names,
-        rows=table["row"].to_numpy(),
-        fold=np.repeat([TRAIN, VAL, EVALUATED], [len(part) for part in parts]),
-        person=table["person_id"].to_numpy(str),
-    )
-
-
-def _current(index: pd.DataFrame, heights: StoredHeights, store: PreparedStore) -> pd.DataFrame:
-    """The index; UserError where a volume was prepared again after its heights were laid on it."""
-    laid_on = heights.index.loc[index["row"], "volume"].to_numpy()
-    stale = index["row"][index["checksum"].to_numpy() != laid_on].tolist()
-    if stale:
-        raise UserError(
-            f"{store.url}: expected heights that were laid on the volumes as they are, found older ones in "
-            f"{len(stale)} rows ({', '.join(map(str, stale[:3]))}); run data_setup.prepare --heights"
-        )
-    return index
+    folds = in_folds(cfg, index, store.url, f"the surfaces {', '.join(names)}")
+    return LayerVolumes(store=store, names=names, heights=heights, **folds)
 
 
 def _names(cfg: Config, of_rows: dict[int, tuple[str, ...]]) -> tuple[str, ...]:

@@ -28,7 +28,8 @@ def check_rules(cfg: Config, where: str) -> None:
         _check_parts(cfg.method, recipe_of(cfg.method))
         _check_head(cfg)
         _check_finetune(cfg)
-        _check_layers(cfg)
+        _check_names_of_decoders(cfg.task)
+        _check_decoders(cfg)
         _check_adapters(cfg)
         _check_grid(cfg)
         _check_waits(cfg)
@@ -210,29 +211,37 @@ def _check_head(cfg: Config) -> None:
             _require(value == 0, f"finetune.{key}", "0 with finetune.encoder=frozen", value)
 
 
-def _check_layers(cfg: Config) -> None:
-    """Surfaces have decoders of their own, on a frozen encoder; labels have none of their keys."""
+def _check_names_of_decoders(task: TaskConfig) -> None:
+    """Surfaces and classes of voxels are named by the kinds that have them."""
+    for key, kind, least in (("surfaces", "layers", 2), ("classes", "segmentation", 1)):
+        names = getattr(task, key)
+        if task.kind != kind:
+            _require(names is None, f"task.{key}", f"null with task.kind {task.kind}", names)
+        many = "two or more different names" if least == 2 else "different names"
+        different = names is None or len(set(names)) == len(names) >= least
+        _require(different, f"task.{key}", f"null, or {many}", names)
+
+
+def _check_decoders(cfg: Config) -> None:
+    """Surfaces and voxels have decoders of their own, on a frozen encoder; labels have none of their keys."""
     task, head, finetune = cfg.task, cfg.head, cfg.finetune
-    if task.kind != "layers":
+    if task.kind not in ("layers", "segmentation"):
         kind = f"with task.kind {task.kind}"
-        _require(task.surfaces is None, "task.surfaces", f"null {kind}", task.surfaces)
         _require(head.kind != "upsampling", "head.kind", f"linear, mlp or attentive {kind}", head.kind)
         _require(not head.voxels, "head.voxels", f"false {kind}", head.voxels)
         _require(not finetune.against_random, "finetune.against_random", f"false {kind}", True)
         return
-    names = task.surfaces
-    different = names is None or len(set(names)) == len(names) >= 2
-    _require(different, "task.surfaces", "null, or two or more different names", names)
-    decoders = "linear or upsampling with task.kind layers"
+    kind = f"with task.kind {task.kind}"
+    decoders = f"linear or upsampling {kind}"
     _require(head.kind in ("linear", "upsampling"), "head.kind", decoders, head.kind)
     fits = head.kind == "upsampling" or not head.voxels
     _require(fits, "head.voxels", "false with head.kind linear", head.voxels)
     is_frozen = finetune.encoder == "frozen"
-    _require(is_frozen, "finetune.encoder", "frozen with task.kind layers", finetune.encoder)
+    _require(is_frozen, "finetune.encoder", f"frozen {kind}", finetune.encoder)
     smoothing = finetune.label_smoothing
-    _require(smoothing == 0, "finetune.label_smoothing", "0 with task.kind layers", smoothing)
+    _require(smoothing == 0, "finetune.label_smoothing", f"0 {kind}", smoothing)
     protocol = cfg.eval.protocol
-    _require(protocol == "official", "eval.protocol", "official with task.kind layers", protocol)
+    _require(protocol == "official", "eval.protocol", f"official {kind}", protocol)
 
 
 def _check_finetune(cfg: Config) -> None:

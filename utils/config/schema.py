@@ -239,13 +239,14 @@ class TaskConfig:
     label_column: str = "study_group"
     label_columns: list[str] | None = None  # multilabel: a column of 0 and 1 for each label
     # what the label is; `ordinal` needs class_order, `survival` time_column and event_column. `layers`:
-    # surfaces, of the store's height maps
-    kind: Literal["classification", "ordinal", "regression", "multilabel", "survival", "layers"] = (
-        "classification"
-    )
+    # surfaces, of the store's height maps; `segmentation`: classes of voxels, of its label volumes
+    kind: Literal[
+        "classification", "ordinal", "regression", "multilabel", "survival", "layers", "segmentation"
+    ] = "classification"
     time_column: str | None = None  # survival: a duration above 0, its unit in the name, as in onset_days
     event_column: str | None = None  # survival: 1 where the event was seen, 0 where nothing was until then
     surfaces: list[str] | None = None  # layers: from the vitreous down; null: all that the maps name
+    classes: list[str] | None = None  # segmentation: those to learn, the others are background; null: all
     class_order: list[str] | None = None  # ordinal: all classes, lowest first
     # what a row of the table, and a prediction, is about; predictions of its volumes are averaged
     unit: Literal["volume", "eye", "participant"] = "participant"
@@ -254,7 +255,7 @@ class TaskConfig:
 @dataclass(frozen=True)
 class HeadConfig:
     # linear and mlp read mean and standard deviation over valid tokens, attentive the tokens themselves;
-    # of task.kind layers: linear or upsampling, each of all tokens
+    # of task.kind layers and segmentation: linear or upsampling, each of all tokens
     kind: Literal["linear", "mlp", "attentive", "upsampling"] = "linear"
     hidden: int = key(256, AT_LEAST_1)  # width of the mlp, or channels of the upsampling decoder
     voxels: bool = False  # upsampling: beside the tokens it reads the voxels
@@ -267,14 +268,15 @@ class HeadConfig:
 @dataclass(frozen=True)
 class FinetuneConfig:
     encoder: Literal["frozen", "trained"] = "frozen"
-    # layers: a second decoder on a randomly initialised encoder, which shows what pre-training gained
+    # layers, segmentation: a second decoder on a randomly initialised encoder: what pre-training gained
     against_random: bool = False
     # learning rate of a block is this to the power of the number of blocks above it
     layer_decay: float = key(0.75, Bound("a number in (0, 1]", lambda value: 0 < value <= 1))
     unfreeze_at_epoch: int = key(0, AT_LEAST_0)  # until then the head alone is trained
     # rank of adapters (LoRA) that are trained in place of the encoder's own weights; null: those are
     lora_rank: int | None = key(None, AT_LEAST_1)
-    class_weights: Literal["auto", "none"] = "auto"  # auto: every class has the same weight in the loss
+    # auto: every class has the same weight in the loss; segmentation: the root of its rarity
+    class_weights: Literal["auto", "none"] = "auto"
     label_smoothing: float = key(0.0, BELOW_1)
     mixup: float = key(0.0, AT_LEAST_0)  # alpha of its beta distribution; 0: none
     patience: int | None = key(10, AT_LEAST_1)  # epochs without a better validation; null: to the end

@@ -1,0 +1,127 @@
+"""Volumes with labels of their own on the grid, in three folds by the split of their participants.
+
+In: a configuration, a store, rows that have such labels. Out: `DenseVolumes`, which layers and segmentation
+extend by the labels; refusals of people that were seen before.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from data_setup.store.reader import PreparedStore
+from finetuning.cohort import EVALUATED, MIN_PARTICIPANTS, TRAIN, VAL, Cohort
+from finetuning.ledger import data_digest, record_look
+from utils.config.schema import Config
+from utils.errors import UserError
+
+
+@dataclass(frozen=True)
+class DenseVolumes:
+    """Volumes of the three folds; no person is in two (with eval.split=val those of val are in two)."""
+
+    store: PreparedStore
+    rows: np.ndarray  # of the store [n]
+    fold: np.ndarray  # TRAIN, VAL or EVALUATED [n]
+    person: np.ndarray  # str [n]
+    names: tuple[str, ...]  # of the surfaces from the vitreous down, or of the classes
+
+    def of(self, fold: int) -> np.ndarray:
+        """The rows of a fold."""
+        return self.rows[self.fold == fold]
+
+    def people(self, fold: int) -> list[str]:
+        return sorted(set(self.person[self.fold == fold].tolist()))
+
+    def read(self, row: int) -> np.ndarray:
+        """The labels of a row: surfaces float32 [S, D, W] or classes uint8 [D, H, W]."""
+        raise NotImplementedError
+
+    def spacing_mm(self, row: int) -> tuple[float, float, float]:
+        """Of the stored volume (d, h, w)."""
+        d, h, w = (float(self.store.index[f"spacing_after_{axis}"][row]) for axis in "dhw")
+        return d, h, w
+
+    @property
+    def summary(self) -> str:
+        """Volumes and participants of the folds in one line."""
+        parts = []
+        for name, fold in (("train", TRAIN), ("val", VAL), ("evaluated", EVALUATED)):
+            parts.append(f"{name} {len(self.of(fold))} volumes of {len(self.people(fold))}")
+        return f"{', '.join(parts)} participants"
+
+
+def in_folds(cfg: Config, index: pd.DataFrame, where: str, what: str) -> dict[str, np.ndarray]:
+    """The arrays rows, fold and person of the volumes of `index` in the splits train, val and eval.split.
+
+    Raises UserError where a split has too few people with `what`; `where`: the store's URL.
+    """
+    splits = ("train", "val", cfg.eval.split)
+    parts = [index[index["split"] == split] for split in splits]
+    for part, split in zip(parts, splits, strict=True):
+        people = part["person_id"].nunique()
+        if people < MIN_PARTICIPANTS:
+            raise UserError(
+                f"{where}: split {split}: expected {MIN_PARTICIPANTS} participants or more with {what}, "
+                f"found {people}"
+            )
+    table = pd.concat(parts)
+    return {
+        "rows": table["row"].to_numpy(),
+        "fold": np.repeat([TRAIN, VAL, EVALUATED], [len(part) for part in parts]),
+        "person": table["person_id"].to_numpy(str),
+    }
+
+
+def require_current(index: pd.DataFrame, laid_on: pd.DataFrame, store: PreparedStore, what: str) -> None:
+    """UserError where a volume of `index` was prepared again after its labels (`what`) were laid on it."""
+    volumes = laid_on.loc[index["row"], "volume"].to_numpy()
+    stale = index["row"][index["checksum"].to_numpy() != volumes].tolist()
+    if stale:
+        raise UserError(
+            f"{store.url}: expected {what} that were laid on the volumes as they are, found older ones in "
+            f"{len(stale)} rows ({', '.join(map(str, stale[:3]))}); run data_setup.prepare --{what}"
+        )
+
+
+def refuse_overlap(cfg: Config, volumes: DenseVolumes, seen: Sequence[str], url: str, stage: str) -> int:
+    """How many evaluated participants were seen; UserError unless that is 0 or allowed."""
+    shared = sorted(set(volumes.people(EVALUATED)) & set(seen))
+    if shared and not cfg.eval.allow_overlap:
+        raise UserError(
+            f"{url}: expected no participant of split {cfg.eval.split} in its {stage}, found "
+            f"{len(shared)} ({', '.join(shared[:3])}); eval.allow_overlap=true evaluates them all the same, "
+            "and the table says so"
+        )
+    return len(shared)
+
+
+def refuse_seen(cfg: Config, volumes: DenseVolumes, state: Mapping[str, Any], url: str) -> int:
+    """How many evaluated participants were seen in any training of a head's file; UserError unless that is 0
+    or allowed.
+    """
+    people = state["participants"]
+    seen = {"training": people["train"], "encoder's pre-training": state["pretraining_participants"]}
+    if cfg.eval.split != "val":
+        seen["validation"] = people["val"]
+    return max(refuse_overlap(cfg, volumes, ids, url, stage) for stage, ids in seen.items())
+
+
+def count_look(cfg: Config, volumes: DenseVolumes, checksum: str, arms: Sequence[str]) -> int | None:
+    """Count this look at test participants in the ledger of the store; None where there is none."""
+    if cfg.eval.split != "test":
+        return None
+    store, size, kind = volumes.store, len(volumes.rows), cfg.task.kind
+    unit = volumes.rows.astype(str)
+    cohort = Cohort(
+        kind, volumes.names, volumes.rows, volumes.fold, np.zeros((size, 1)), unit, volumes.person
+    )
+    protocol = hashlib.sha256(json.dumps([kind, cfg.eval.split]).encode()).hexdigest()
+    digest, what = data_digest(store, cohort), f"{kind}: {', '.join(arms)}"
+    return record_look(store.url, checksum, digest, protocol, what, store.options)

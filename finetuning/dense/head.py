@@ -1,0 +1,148 @@
+"""The file of trained decoders: all that a prediction needs but the frozen encoder.
+
+In: decoders of finetuning.dense.training. Out: `head.pt` and its seal (utils.checkpoint); `open_dense_head`
+loads it with its encoders and refuses another one. The file holds tensors and plain values: kind (layers or
+segmentation), arms {name: weights of a decoder}, the names of surfaces or classes, num_outputs, head_kind,
+hidden, voxels; encoder {url, checksum} and random_seed; normalisation and geometry of the store; config
+(YAML); participants {train, val}; pretraining_participants; validation {arm: ...}; step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from data_setup.store.reader import PreparedStore
+from finetuning.cohort import TRAIN, VAL
+from finetuning.dense.folds import DenseVolumes
+from finetuning.head_file import NAME
+from finetuning.layers.decoder import build_decoder
+from finetuning.pooled import load_strictly, pretrained_encoder, random_encoder
+from finetuning.source import Source, find_checkpoint
+from models.vit3d import VisionTransformer3D
+from utils import storage
+from utils.checkpoint import CheckpointError, load_checkpoint
+from utils.config.load import config_of_yaml, to_yaml
+from utils.config.schema import Config, StorageOptions
+from utils.errors import UserError
+
+PRETRAINED, RANDOM = "pretrained", "random_init"
+LABELS = {PRETRAINED: "pre-trained encoder", RANDOM: "random initialisation"}
+KEYS = {"arms", "head_kind", "hidden", "voxels", "encoder", "random_seed", "normalisation", "geometry"}
+KEYS |= {"config", "participants", "pretraining_participants", "validation"}
+
+
+@dataclass(frozen=True)
+class Arm:
+    """A frozen encoder and the decoder that was trained on its tokens, both in evaluation mode."""
+
+    name: str  # PRETRAINED or RANDOM
+    encoder: VisionTransformer3D
+    decoder: nn.Module
+
+
+@dataclass(frozen=True)
+class DenseHead:
+    """Trained decoders with their encoders."""
+
+    url: str
+    checksum: str  # of the head's file
+    arms: tuple[Arm, ...]  # the pre-trained one first
+    names: tuple[str, ...]  # of the surfaces or classes
+    cfg: Config
+    state: dict[str, Any]  # the file's content
+
+
+def encoder_of(name: str, cfg: Config, checkpoint: dict[str, Any], url: str) -> VisionTransformer3D:
+    """The frozen encoder of an arm: the checkpoint's, or the one that cfg.seed initialises."""
+    return pretrained_encoder(cfg, checkpoint, url) if name == PRETRAINED else random_encoder(cfg, cfg.seed)
+
+
+def new_decoder(cfg: Config, width: int, num_outputs: int) -> nn.Module:
+    """The untrained decoder of a configuration."""
+    head = cfg.head
+    return build_decoder(head.kind, width, num_outputs, cfg.spatial.patch_size, head.hidden, head.voxels)
+
+
+def dense_state(
+    source: Source,
+    store: PreparedStore,
+    volumes: DenseVolumes,
+    decoders: dict[str, nn.Module],
+    validation: dict[str, dict[str, Any]],
+) -> dict[str, Any]:
+    """What every such file holds."""
+    cfg = source.cfg
+    return {
+        "kind": cfg.task.kind,
+        "step": validation[PRETRAINED]["step"],
+        "arms": {name: decoder.state_dict() for name, decoder in decoders.items()},
+        "head_kind": cfg.head.kind,
+        "hidden": cfg.head.hidden,
+        "voxels": cfg.head.voxels,
+        "encoder": {"url": storage.absolute(source.url), "checksum": source.state["checksum"]},
+        "random_seed": cfg.seed,
+        "normalisation": store.attrs["normalisation"],
+        "geometry": store.attrs["geometry"],
+        "config": to_yaml(cfg),
+        "participants": {"train": volumes.people(TRAIN), "val": volumes.people(VAL)},
+        "pretraining_participants": sorted(source.state["participants"]),
+        "validation": validation,
+    }
+
+
+def head_url(wanted: str) -> str:
+    """The file of a head that is named by itself or by its run's folder."""
+    return wanted if wanted.endswith(".pt") else storage.join(wanted, "checkpoints", f"{NAME}.pt")
+
+
+def head_kind(wanted: str, options: StorageOptions | None = None) -> str:
+    """What a head's file holds: head (of labels), layers, segmentation; raises CheckpointError."""
+    return str(load_checkpoint(head_url(wanted), options).get("kind"))
+
+
+def open_dense_head(
+    wanted: str,
+    options: StorageOptions,
+    names_key: str,
+    background: int = 0,
+    keys: Collection[str] = (),
+    encoder_url: str | None = None,
+) -> DenseHead:
+    """A head from its file or its run's folder, with its encoders; the checkpoint may have moved to
+    `encoder_url`. `names_key`: of the surfaces or classes; `background`: outputs without a name.
+
+    Raises CheckpointError for a damaged file or another encoder's checkpoint.
+    """
+    url = head_url(wanted)
+    state = load_checkpoint(url, options)
+    if lost := sorted({*KEYS, *keys, names_key} - set(state)):
+        expected = f"the file of a head with {names_key}"
+        raise CheckpointError(f"{url}: expected {expected}, found no {', '.join(lost[:3])}")
+    cfg = config_of_yaml(state["config"], url)
+    source = find_checkpoint(encoder_url or state["encoder"]["url"], options)
+    checkpoint = load_checkpoint(source, options)
+    if checkpoint["checksum"] != state["encoder"]["checksum"]:
+        raise CheckpointError(
+            f"{source}: expected the encoder of {url}, sha256 {state['encoder']['checksum'][:12]}, found "
+            f"{checkpoint['checksum'][:12]}: the head was trained on another checkpoint"
+        )
+    names, arms = tuple(str(name) for name in state[names_key]), []
+    for name, weights in state["arms"].items():
+        encoder = encoder_of(name, cfg, checkpoint, source)
+        decoder = new_decoder(cfg, encoder.width, len(names) + background)
+        load_strictly(decoder, weights, f"{url}: decoder of {name}")
+        arms.append(Arm(name, encoder, decoder.eval().requires_grad_(False)))
+    return DenseHead(url, state["checksum"], tuple(arms), names, cfg, state)
+
+
+def require_same_grid(head: DenseHead, store: PreparedStore) -> None:
+    """Raise UserError unless the store's volumes are on the grid that the head was trained on."""
+    for key in ("normalisation", "geometry"):
+        if store.attrs[key] != head.state[key]:
+            raise UserError(
+                f"{store.url}: {key}: expected {head.state[key]} of {head.url}, found {store.attrs[key]}"
+            )

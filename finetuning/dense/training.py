@@ -1,0 +1,222 @@
+"""Train decoders on the tokens of a frozen encoder: the loop of task.kind layers and segmentation.
+
+In: what to train for (`Objective`), volumes of three folds, an encoder for each arm. Out: the best decoder
+of each arm on validation, metrics.jsonl and the line on the terminal. A step reads train.global_batch_size
+planes of the token grid, each of one training volume; an epoch has every plane once. All arms start from the
+same weights and see the same planes in the same order. The steps of a second arm follow those of the first,
+and its metrics have its name before theirs.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import math
+import time
+from collections.abc import Callable, Mapping
+from contextlib import closing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from finetuning.cohort import TRAIN, VAL
+from finetuning.dense.folds import DenseVolumes
+from finetuning.dense.head import PRETRAINED, RANDOM, encoder_of, new_decoder
+from finetuning.features.kept import KeptFeatures, features_folder
+from finetuning.frozen import num_updates, schedule
+from finetuning.layers.planes import Planes
+from finetuning.source import Source
+from utils.config.schema import Config
+from utils.errors import UserError
+from utils.history import NO_CHECKPOINT_YET, WANDB_ID
+from utils.log import NoLog, RunLog
+from utils.runtime.single import Runtime
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Objective:
+    """What decoders are trained for, and how the best epoch is told."""
+
+    num_outputs: int
+    metric: str  # its name in metrics.jsonl, below val/, and in the head's file
+    sign: int  # 1 where more is better, else -1
+    planes: type[Planes]
+    loss: Callable[[Tensor, Tensor], Tensor]  # of outputs and truth of some planes
+    score: Callable[[nn.Module, Planes], float]  # of the validation volumes
+
+
+@dataclass
+class Best:
+    """The best epoch of an arm."""
+
+    metric: str
+    value: float = math.nan
+    epoch: int = 0
+    step: int = 0
+    decoder: nn.Module | None = None
+    history: list[dict[str, float]] = field(default_factory=list)
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What the head's file says of it."""
+        return {
+            self.metric: self.value,
+            "epoch": self.epoch,
+            "step": self.step,
+            "history": self.history,
+        }
+
+
+def arms_of(cfg: Config) -> tuple[str, ...]:
+    """The encoders that decoders are trained on."""
+    return (PRETRAINED, RANDOM) if cfg.finetune.against_random else (PRETRAINED,)
+
+
+def train_arms(
+    source: Source, volumes: DenseVolumes, objective: Objective, runtime: Runtime, run_log: RunLog | NoLog
+) -> dict[str, Best]:
+    """The best epoch of every arm. Raises UserError."""
+    bests: dict[str, Best] = {}
+    for name in arms_of(source.cfg):
+        steps_before = sum(int(best.history[-1]["step"]) for best in bests.values())
+        bests[name] = train_arm(name, source, volumes, objective, runtime, run_log, steps_before)
+    return bests
+
+
+def open_run_log(source: Source, volumes: DenseVolumes) -> closing[RunLog]:
+    """The log of a training that begins anew; `with` closes it."""
+    cfg = source.cfg
+    (Path(cfg.run.dir) / WANDB_ID).unlink(missing_ok=True)  # nothing is resumed: a training is a run
+    total = len(arms_of(cfg)) * num_updates(cfg, _per_epoch(cfg, volumes)[1])
+    return closing(RunLog(cfg, 0, total, synthetic=bool(volumes.store.attrs["synthetic"])))
+
+
+def head_is_written(cfg: Config) -> None:
+    """The run has what it was for."""
+    (Path(cfg.run.dir) / NO_CHECKPOINT_YET).unlink(missing_ok=True)
+
+
+def _per_epoch(cfg: Config, volumes: DenseVolumes) -> tuple[int, int]:
+    """Planes of a batch, and updates of an epoch."""
+    count = len(volumes.of(TRAIN)) * cfg.grid[0]
+    size = min(cfg.train.global_batch_size, count)
+    return size, math.ceil(count / size)
+
+
+def train_arm(
+    name: str,
+    source: Source,
+    volumes: DenseVolumes,
+    objective: Objective,
+    runtime: Runtime,
+    run_log: RunLog | NoLog,
+    steps_before: int = 0,
+) -> Best:
+    """Train one decoder; returns its best epoch on the validation volumes. Raises UserError."""
+    cfg, prefix = source.cfg, "" if name == PRETRAINED else f"{name}/"
+    encoder = encoder_of(name, cfg, source.state, source.url)
+    kept = KeptFeatures(encoder, cfg, volumes.store, runtime, features_folder(cfg))
+    kept.keep_tokens(np.unique(np.concatenate([volumes.of(TRAIN), volumes.of(VAL)])))
+    planes = objective.planes(cfg, kept, volumes, runtime.device)
+    pairs = [(int(row), plane) for row in volumes.of(TRAIN) for plane in range(cfg.grid[0])]
+    size, per_epoch = _per_epoch(cfg, volumes)
+    total = num_updates(cfg, per_epoch)
+    with torch.random.fork_rng(devices=[runtime.device] if runtime.device.type == "cuda" else []):
+        torch.manual_seed(cfg.seed)
+        decoder = new_decoder(cfg, encoder.width, objective.num_outputs).to(runtime.device)
+    optimizer = _optimizer(decoder, cfg)
+    best, start, losses = Best(objective.metric), time.perf_counter(), list[float]()
+    for step in range(total):
+        epoch, place = divmod(step, per_epoch)
+        done = step + 1
+        if place == 0:
+            order = np.random.default_rng([cfg.seed, epoch]).permutation(len(pairs))
+        chosen = [pairs[i] for i in order[place * size : (place + 1) * size]]
+        share = 1.0
+        if cfg.optim.use_scheduler:
+            share = schedule(step, total, cfg.optim.warmup_ratio, cfg.optim.min_lr_ratio)
+        losses.append(_step(decoder, optimizer, objective, planes.batch(chosen), cfg, share))
+        run_log.advance()
+        if done % cfg.train.log_every_steps == 0 or done in (1, total):
+            values = {"train/loss": losses[-1], "train/lr": cfg.optim.base_lr * share}
+            run_log.metrics(steps_before + done, _named(prefix, values))
+        if place + 1 == per_epoch or done == total:
+            value = objective.score(decoder, planes)
+            line = {"epoch": epoch + 1, "step": done, "loss": float(np.mean(losses)), objective.metric: value}
+            best.history.append(line | {"seconds": round(time.perf_counter() - start, 1)})
+            run_log.metrics(steps_before + done, _named(prefix, {f"val/{objective.metric}": value}))
+            losses = []
+            if _is_better(value, best.value, objective.sign):
+                best.value, best.epoch, best.step = value, epoch + 1, done
+                best.decoder = copy.deepcopy(decoder)
+            if cfg.finetune.patience is not None and epoch + 1 - best.epoch >= cfg.finetune.patience:
+                break
+    if best.decoder is None:
+        raise UserError(f"optim.base_lr: expected one that trains, found no numbers with {cfg.optim.base_lr}")
+    return best
+
+
+def _is_better(value: float, best: float, sign: int) -> bool:
+    """NaN is never better, and every number is better than NaN."""
+    return math.isfinite(value) and (math.isnan(best) or sign * value > sign * best)
+
+
+def _named(prefix: str, values: Mapping[str, float]) -> dict[str, float | None]:
+    return {f"{prefix}{key}": value for key, value in values.items()}
+
+
+def _optimizer(decoder: nn.Module, cfg: Config) -> torch.optim.AdamW:
+    """AdamW whose weight decay is of matrices alone."""
+    groups = [
+        {
+            "params": [p for p in decoder.parameters() if (p.ndim > 1) == is_matrix],
+            "weight_decay": cfg.optim.weight_decay if is_matrix else 0.0,
+        }
+        for is_matrix in (True, False)
+    ]
+    return torch.optim.AdamW(groups, lr=cfg.optim.base_lr, betas=cfg.optim.betas, eps=cfg.optim.eps)
+
+
+def _step(
+    decoder: nn.Module,
+    optimizer: torch.optim.AdamW,
+    objective: Objective,
+    batch: tuple[Tensor, Tensor, Tensor],
+    cfg: Config,
+    share: float,
+) -> float:
+    """One update with tokens, voxels and truth, at this share of the learning rate; returns the loss."""
+    tokens, voxels, truth = batch
+    decoder.train()
+    optimizer.zero_grad()
+    loss = objective.loss(decoder(tokens, voxels), truth)
+    loss.backward()
+    nn.utils.clip_grad_norm_(decoder.parameters(), cfg.optim.clip_grad_norm)
+    for group in optimizer.param_groups:
+        group["lr"] = cfg.optim.base_lr * share
+    optimizer.step()
+    return float(loss.detach())
+
+
+def format_arms(validation: Mapping[str, Mapping[str, Any]], title: str, form: str, metric: str) -> str:
+    """The best epoch of each arm; `form`: of the metric's value, 26 characters wide."""
+    lines = [f"{'encoder':<14} {'epoch':>6} {title:>26}"]
+    for name, best in validation.items():
+        lines.append(f"{name:<14} {best['epoch']:>6} {form.format(best[metric]):>26}")
+    return "\n".join([*lines, "Chosen on validation alone; the evaluated participants were not looked at."])
+
+
+def validations(bests: Mapping[str, Best]) -> dict[str, dict[str, Any]]:
+    """What the head's file says of every arm."""
+    return {name: best.facts for name, best in bests.items()}
+
+
+def decoders(bests: Mapping[str, Best]) -> dict[str, nn.Module]:
+    """The best decoder of every arm."""
+    return {name: best.decoder for name, best in bests.items() if best.decoder is not None}

@@ -1,0 +1,172 @@
+"""A decoder on a whole scan, also where it is larger than the grid, and back to the scan's own voxels.
+
+In: a scan's file, a frozen encoder with its decoder. Out: outputs on the grid of the store, continued beyond
+its borders, from windows of its size that overlap (monai.inferers.sliding_window_inference); classes of the
+scan's voxels, or surfaces in its rows, in the frame order of its file. Intensities are normalised as those of
+the volume that `prepare` would store: the middle of the scan.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from einops import rearrange
+from monai.inferers import sliding_window_inference
+from torch import Tensor, nn
+
+from data_setup.manifest import Record
+from data_setup.normalisation import plain_view
+from data_setup.readers.dicom import OCTHeader
+from data_setup.readers.open_record import open_record
+from data_setup.resample import Resampled, output_spacing, resample_frames
+from data_setup.store.writer import measure
+from data_setup.transforms import identity_matrix
+from finetuning.dense.head import Arm
+from finetuning.layers.decoder import heights_of
+from utils.config.schema import Config, StorageOptions
+from utils.runtime.single import Runtime
+
+OVERLAP = 0.25  # of neighbouring windows
+AT_ONCE = 8  # planes that go through a decoder together
+Size = tuple[int, int, int]
+
+
+@dataclass(frozen=True)
+class WholeScan:
+    """A scan on the grid, which grows where the scan is larger."""
+
+    header: OCTHeader
+    volume: Resampled
+    mean: float  # over the valid voxels of the volume that is stored
+    std: float
+
+
+def read_whole(record: Record, cfg: Config, options: StorageOptions, axes: str = "dhw") -> WholeScan:
+    """The scan of a record; `axes`: along which the grid may grow. Raises OCTReadError, StorageError."""
+    header, frames = open_record(record, options)
+    spatial = cfg.spatial
+    grid = (header.shape, header.spacing_mm, spatial.image_size, spatial.target_spacing, spatial.resample)
+    spacing = output_spacing(*grid)
+    sizes = [
+        _grown(size, count * own / target) if axis in axes else size
+        for axis, size, count, own, target in zip(
+            "dhw", spatial.image_size, header.shape, header.spacing_mm, spacing, strict=True
+        )
+    ]
+    size = (sizes[0], sizes[1], sizes[2])
+    volume = resample_frames(
+        frames, header.shape, header.spacing_mm, size, spatial.target_spacing, spatial.resample, header.flip_d
+    )
+    measured = measure(_middle(volume, spatial.image_size))
+    return WholeScan(header, volume, float(measured["intensity_mean"]), float(measured["intensity_std"]))
+
+
+def _grown(size: int, needed: float) -> int:
+    """At least `needed` voxels, with the same centres: an even number more."""
+    return size + 2 * max(0, math.ceil((needed - size) / 2 - 1e-6))
+
+
+def _middle(volume: Resampled, size: Size) -> Resampled:
+    """The volume of the grid itself, as `prepare` would store it."""
+    before = [(whole - own) // 2 for whole, own in zip(volume.voxels.shape, size, strict=True)]
+    cut = tuple(slice(b, b + own) for b, own in zip(before, size, strict=True))
+    edges = [
+        int(np.clip(volume.valid_box[2 * axis + end] - before[axis], 0, size[axis]))
+        for axis in range(3)
+        for end in (0, 1)
+    ]
+    box = (edges[0], edges[1], edges[2], edges[3], edges[4], edges[5])
+    return Resampled(volume.voxels[cut], box, volume.spacing_mm, volume.lost_fraction)
+
+
+@torch.no_grad()
+def outputs_of(arm: Arm, scan: WholeScan, cfg: Config, runtime: Runtime) -> Tensor:
+    """The decoder's outputs on the scan's grid, float32 [S, D, H, W] on the host."""
+    batch = {
+        "volume": torch.from_numpy(scan.volume.voxels)[None],
+        "matrix": torch.from_numpy(identity_matrix())[None],
+        "valid_box": torch.tensor([scan.volume.valid_box], dtype=torch.float32),
+        "mean": torch.tensor([scan.mean]),
+        "std": torch.tensor([scan.std]),
+    }
+    view = plain_view(runtime.to_device(batch))
+    encoder, decoder = arm.encoder.to(runtime.device).eval(), arm.decoder.to(runtime.device).eval()
+
+    def of_window(window_B1DHW: Tensor) -> Tensor:
+        with runtime.autocast():
+            tokens = encoder(window_B1DHW).float()
+        return decode(decoder, tokens, window_B1DHW, cfg)
+
+    whole = sliding_window_inference(
+        view, cfg.spatial.image_size, 1, of_window, overlap=OVERLAP, mode="gaussian", device="cpu"
+    )
+    assert isinstance(whole, Tensor)
+    return whole[0]
+
+
+def decode(decoder: nn.Module, tokens_BNE: Tensor, voxels_B1DHW: Tensor, cfg: Config) -> Tensor:
+    """A decoder's outputs [B, S, D, H, W] for whole volumes of the grid."""
+    gd, gh, gw = cfg.grid
+    tokens = rearrange(tokens_BNE, "b (gd gh gw) e -> (b gd) gh gw e", gd=gd, gh=gh, gw=gw)
+    voxels = rearrange(voxels_B1DHW, "b 1 (gd d) h w -> (b gd) d h w", gd=gd)
+    parts = [
+        decoder(tokens[start : start + AT_ONCE], voxels[start : start + AT_ONCE])
+        for start in range(0, len(tokens), AT_ONCE)
+    ]
+    return rearrange(torch.cat(parts), "(b gd) s d h w -> b s (gd d) h w", gd=gd)
+
+
+def classes_of_scan(outputs_SDHW: Tensor, scan: WholeScan) -> np.ndarray:
+    """The likeliest output of every voxel of the scan, uint8 [D, H, W] in the frame order of its file.
+
+    Probabilities between voxels of the grid are linear.
+    """
+    shape = scan.header.shape
+    probability = outputs_SDHW.softmax(dim=0)
+    (low_d, share_d), (low_h, share_h), (low_w, share_w) = _places(scan)
+    result = np.empty(shape, np.uint8)
+    for frame in range(shape[0]):
+        d = shape[0] - 1 - frame if scan.header.flip_d else frame
+        plane = torch.lerp(*_neighbours(probability, 1, low_d[d : d + 1]), float(share_d[d]))[:, 0]
+        plane = torch.lerp(*_neighbours(plane, 1, low_h), share_h[None, :, None])
+        plane = torch.lerp(*_neighbours(plane, 2, low_w), share_w)
+        result[frame] = plane.argmax(dim=0).to(torch.uint8).numpy()
+    return result
+
+
+def surfaces_of_scan(outputs_SDHW: Tensor, scan: WholeScan) -> np.ndarray:
+    """Surfaces in rows of the scan, float32 [S, D, W] in the frame order of its file; 0: its first row."""
+    heights = heights_of(outputs_SDHW[None])[0]
+    (low_d, share_d), _, (low_w, share_w) = _places(scan)
+    heights = torch.lerp(*_neighbours(heights, 1, low_d), share_d[None, :, None])
+    heights = torch.lerp(*_neighbours(heights, 2, low_w), share_w)
+    spacing, own = scan.volume.spacing_mm[1], scan.header.spacing_mm[1]
+    mm = (heights.double() + 0.5 - scan.volume.voxels.shape[1] / 2) * spacing
+    rows = (mm / own + scan.header.shape[1] / 2 - 0.5).float().numpy()
+    return np.ascontiguousarray(rows[:, ::-1] if scan.header.flip_d else rows)
+
+
+def _places(scan: WholeScan) -> list[tuple[Tensor, Tensor]]:
+    """For each axis, where the scan's voxels lie on the grid: the voxel before, and the share of the next."""
+    result = []
+    for count, own, size, target in zip(
+        scan.header.shape,
+        scan.header.spacing_mm,
+        scan.volume.voxels.shape,
+        scan.volume.spacing_mm,
+        strict=True,
+    ):
+        place = (torch.arange(count, dtype=torch.float64) + 0.5 - count / 2) * own / target + size / 2 - 0.5
+        place = place.clamp(0, size - 1)
+        low = place.floor().clamp(max=max(size - 2, 0))
+        result.append((low.long(), (place - low).float()))
+    return result
+
+
+def _neighbours(values: Tensor, axis: int, low: Tensor) -> tuple[Tensor, Tensor]:
+    """The values at `low` and after it along an axis."""
+    after = (low + 1).clamp(max=values.shape[axis] - 1)
+    return values.index_select(axis, low), values.index_select(axis, after)

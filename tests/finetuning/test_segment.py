@@ -1,0 +1,192 @@
+"""Predictions in the scan's own geometry: windows over large scans, files that read back as they were."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import highdicom
+import nibabel as nib
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from data_setup.manifest import Record
+from data_setup.readers.heights import read_heights
+from data_setup.readers.labels import read_label_volume
+from data_setup.readers.open_record import open_record
+from data_setup.writers.dicom_seg import read_seg, write_seg
+from data_setup.writers.height_map import write_height_map
+from data_setup.writers.masks import write_nifti, write_png
+from finetuning import segment
+from finetuning.dense import whole
+from finetuning.dense.head import Arm
+from finetuning.dense.whole import classes_of_scan, outputs_of, read_whole, surfaces_of_scan
+from finetuning.embedding.volumes import unknown_record
+from tests.support.finetune_factory import RUNTIME
+from tests.support.heights_factory import SMOKE, make_tree
+from tests.support.import_factory import anatomical_affine, write_folder
+from utils.config.load import load_config
+from utils.config.schema import Config, StorageOptions
+from utils.errors import UserError
+
+SHAPE, SPACING = (6, 20, 14), (0.2, 0.01, 0.05)
+OPTIONS = StorageOptions()
+CLASSES = {2: "fluid", 5: "drusen"}
+
+
+class Blank(nn.Module):
+    """Tokens that say nothing."""
+
+    def forward(self, view_B1DHW: Tensor) -> Tensor:
+        return torch.zeros(len(view_B1DHW), 4 * 3 * 1, 3)
+
+
+class Bright(nn.Module):
+    """A class that is a function of the voxel alone."""
+
+    def forward(self, tokens_BhwE: Tensor, voxels_BdHW: Tensor) -> Tensor:
+        return 20 * torch.stack([-voxels_BdHW, voxels_BdHW], dim=1)
+
+
+class Edge(nn.Module):
+    """A surface at the voxel that is brightest in its A-scan, and one at the darkest; both are sharp."""
+
+    def forward(self, tokens_BhwE: Tensor, voxels_BdHW: Tensor) -> Tensor:
+        return 500 * torch.stack([voxels_BdHW, voxels_BdHW], dim=1)
+
+
+def arm(decoder: nn.Module) -> Arm:
+    return Arm("pretrained", Blank(), decoder)  # type: ignore[arg-type]
+
+
+def config(root: Path) -> Config:
+    """A grid of the scan's own spacing: 8 of its 14 A-scans, and more than its B-scans and rows."""
+    changes = ["spatial.image_size=[8,24,8]", "spatial.target_spacing=[0.2,0.01,0.05]"]
+    return load_config(SMOKE, [*changes, "spatial.patch_size=[2,8,8]", f"data.gcs_root={root}"])
+
+
+@pytest.mark.parametrize("order", ["superior_to_inferior", "inferior_to_superior"])
+def test_classes_are_those_of_the_scans_own_voxels(tmp_path: Path, order: str) -> None:
+    """Beyond the grid too, and in the frame order of the files."""
+    voxels = np.random.default_rng(0).integers(0, 256, SHAPE).astype(np.uint8)
+    write_folder(tmp_path / "eye", voxels, spacing_mm=list(SPACING), d_order=order)
+    cfg = config(tmp_path)
+    scan = read_whole(unknown_record(str(tmp_path / "eye")), cfg, OPTIONS)
+    assert scan.volume.voxels.shape == (8, 24, 14)
+    stored = voxels[:, :, 3:11]
+    assert scan.mean == pytest.approx(stored.mean())
+    outputs = outputs_of(arm(Bright()), scan, cfg, RUNTIME)
+    np.testing.assert_array_equal(classes_of_scan(outputs, scan), voxels > stored.mean())
+
+
+def test_surfaces_are_rows_of_the_scan(tmp_path: Path) -> None:
+    voxels = np.random.default_rng(1).integers(0, 40, SHAPE).astype(np.uint8)
+    rows = np.random.default_rng(2).integers(0, SHAPE[1], (SHAPE[0], SHAPE[2]))
+    np.put_along_axis(voxels, rows[:, None], 255, axis=1)
+    write_folder(tmp_path / "eye", voxels, spacing_mm=list(SPACING), d_order="inferior_to_superior")
+    cfg = config(tmp_path)
+    scan = read_whole(unknown_record(str(tmp_path / "eye")), cfg, OPTIONS, "dw")
+    surfaces = surfaces_of_scan(outputs_of(arm(Edge()), scan, cfg, RUNTIME), scan)
+    np.testing.assert_allclose(surfaces[0], rows, atol=1e-4)
+
+
+def test_windows_are_of_the_grids_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    voxels = np.random.default_rng(0).integers(0, 256, (6, 20, 30)).astype(np.uint8)
+    write_folder(tmp_path / "eye", voxels, spacing_mm=list(SPACING), d_order="superior_to_inferior")
+    cfg, sizes = config(tmp_path), []
+    decode = whole.decode
+
+    def seen(decoder: nn.Module, tokens: Tensor, window: Tensor, cfg: Config) -> Tensor:
+        sizes.append(tuple(window.shape))
+        return decode(decoder, tokens, window, cfg)
+
+    monkeypatch.setattr(whole, "decode", seen)
+    scan = read_whole(unknown_record(str(tmp_path / "eye")), cfg, OPTIONS)
+    outputs_of(arm(Bright()), scan, cfg, RUNTIME)
+    assert set(sizes) == {(1, 1, 8, 24, 8)}
+    assert len(sizes) == 5  # of 30 A-scans, each 2 over the one before
+
+
+@pytest.fixture(scope="module")
+def scan_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Cirrus scan of the phantom, whose frames run upwards."""
+    root = tmp_path_factory.mktemp("scan")
+    make_tree(root / "tree", 1, (), (4,), (22, 40, 16))
+    return next((root / "tree" / "retinal_oct").rglob("*.dcm"))
+
+
+def labels_of(shape: tuple[int, int, int], seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).choice(np.array([0, 2, 5], np.uint8), shape)
+
+
+def record_of(path: Path) -> Record:
+    return unknown_record(str(path))
+
+
+def test_nifti_and_png_read_back(scan_file: Path, tmp_path: Path) -> None:
+    """With the shape and spacing of the DICOM scan, and the way its frames run."""
+    header, _ = open_record(record_of(scan_file))
+    labels = labels_of(header.shape)
+    write_nifti(labels, header, "scan.dcm", f"{tmp_path}/a.nii.gz", OPTIONS)
+    scan = (str(scan_file), "scan.dcm")
+    read = read_label_volume(f"{tmp_path}/a.nii.gz", "a.nii.gz", header.shape, scan)
+    np.testing.assert_array_equal(read.values, labels)
+    assert read.flip_d is header.flip_d
+    image = nib.load(tmp_path / "a.nii.gz")
+    np.testing.assert_allclose(image.header.get_zooms(), header.spacing_mm[::-1], rtol=1e-6)
+    assert nib.aff2axcodes(image.affine) == ("L", "P", "S" if header.flip_d else "I")
+    write_png(labels, f"{tmp_path}/b", OPTIONS)
+    np.testing.assert_array_equal(read_label_volume(f"{tmp_path}/b", "b", header.shape, scan).values, labels)
+
+
+def test_a_nifti_scan_gives_its_own_axes_and_affine(tmp_path: Path) -> None:
+    """An array [H, D, W] whose W grows to the right: the mask lies on the scan in any viewer."""
+    voxels = np.random.default_rng(0).integers(0, 256, SHAPE).astype(np.uint8)
+    affine = anatomical_affine(SPACING)[:, [1, 2, 0, 3]] * [1, 1, -1, 1]
+    image = nib.Nifti1Image(voxels.transpose(1, 0, 2), affine)
+    image.header.set_xyzt_units("mm")
+    nib.save(image, tmp_path / "eye.nii")
+    header, frames = open_record(record_of(tmp_path / "eye.nii"))
+    labels = np.stack(list(frames)) // 100  # in the reader's order
+    write_nifti(labels, header, "eye.nii", f"{tmp_path}/mask.nii.gz", OPTIONS)
+    written = nib.load(tmp_path / "mask.nii.gz")
+    np.testing.assert_allclose(written.affine, affine)
+    np.testing.assert_array_equal(np.asarray(written.dataobj), voxels.transpose(1, 0, 2) // 100)
+
+
+def test_dicom_seg_reads_back(scan_file: Path, tmp_path: Path) -> None:
+    """Each frame under the scan's own, with its spacing; an empty class stays a segment."""
+    header, _ = open_record(record_of(scan_file))
+    labels = labels_of(header.shape)
+    labels[3] = 0
+    classes = CLASSES | {7: "absent"}
+    write_seg(labels, classes, str(scan_file), "abc", f"{tmp_path}/s.dcm", OPTIONS)
+    numbers, names = read_seg(f"{tmp_path}/s.dcm", str(scan_file), OPTIONS)
+    assert names == ["fluid", "drusen", "absent"]
+    np.testing.assert_array_equal(np.array([0, 2, 5, 7])[numbers], labels)
+    written = highdicom.seg.segread(tmp_path / "s.dcm")
+    shared = written.SharedFunctionalGroupsSequence[0].PixelMeasuresSequence[0]
+    np.testing.assert_allclose([float(v) for v in shared.PixelSpacing], header.spacing_mm[1:], rtol=1e-6)
+    assert written.SOPClassUID == "1.2.840.10008.5.1.4.1.1.66.4"
+
+
+def test_height_maps_read_back(scan_file: Path, tmp_path: Path) -> None:
+    header, _ = open_record(record_of(scan_file))
+    d, h, w = header.shape
+    rng = np.random.default_rng(0)
+    upper = rng.uniform(1, h / 2, (d, w)).astype(np.float32)
+    heights = np.stack([upper, upper + rng.uniform(1, h / 3, (d, w)).astype(np.float32)])
+    heights[:, 2, 3] = np.nan
+    write_height_map(heights, ("ILM", "RPE"), str(scan_file), "abc", f"{tmp_path}/h.dcm", OPTIONS)
+    read = read_heights(f"{tmp_path}/h.dcm", "zeiss_cirrus")
+    np.testing.assert_allclose(read.values, heights, atol=1e-6, equal_nan=True)
+    assert (read.names, read.notes) == (("ILM", "RPE"), ())
+    assert read.references == {header.sop_instance_uid}
+
+
+def test_a_head_that_the_format_is_not_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("finetuning.dense.draw.head_kind", lambda *_: "head")
+    words = ["--head", "h.pt", "--rows", "all", "--format", "png", "--out", str(tmp_path)]
+    with pytest.raises(UserError, match="expected a head of segmentation with --format png, found one of h"):
+        segment.main(words)

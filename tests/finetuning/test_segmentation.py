@@ -1,0 +1,277 @@
+"""Classes of voxels are learnt from tokens, kept, judged a volume at a time, and refuse what does not fit."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+import yaml
+from monai.losses import DiceCELoss
+from monai.metrics import compute_dice
+
+from data_setup import prepare
+from data_setup.phantom.voxel_labels import write_labels
+from data_setup.readers.labels import read_label_volume
+from data_setup.store.heights import StoredHeights
+from data_setup.store.reader import PreparedStore
+from data_setup.tree_labels import nearest_voxels
+from finetuning import evaluate as command
+from finetuning import segment
+from finetuning import train as train_command
+from finetuning.cohort import EVALUATED, TRAIN, read_cohort
+from finetuning.dense.head import PRETRAINED, RANDOM
+from finetuning.features.kept import KeptFeatures
+from finetuning.segmentation import evaluate as module
+from finetuning.segmentation.evaluate import evaluate_segmentation
+from finetuning.segmentation.loss import class_weights, segmentation_loss
+from finetuning.segmentation.metrics import dice, overlap
+from finetuning.segmentation.planes import ClassPlanes
+from finetuning.segmentation.train import open_segmentation_head
+from finetuning.segmentation.volumes import IGNORED, ClassVolumes, read_volumes
+from models import vit3d
+from tests.support.finetune_factory import RUNTIME, save_checkpoint
+from tests.support.heights_factory import config, make_tree, words
+from utils.config.schema import StorageOptions
+from utils.errors import ConfigError, UserError
+
+CONFIG = Path(__file__).resolve().parents[2] / "configs" / "segmentation.yaml"
+CLASSES = "task.classes=[CHOROID,ONL]"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _two_blocks() -> Iterator[None]:
+    """The smallest size of the configuration has two blocks here."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(vit3d.SIZES, "ti", vit3d.Size(2, 48, 2))
+        yield
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Scans whose layers are classes, and a checkpoint of an untrained model."""
+    root = tmp_path_factory.mktemp("segmentation")
+    make_tree(root / "tree", 14, (), (1, 2), (22, 72, 20))
+    write_labels(root / "tree", "layers")
+    assert prepare.main([*words(root), "--workers", "0"]) == 0
+    assert prepare.main([*words(root), "--workers", "0", "--labels"]) == 0
+    save_checkpoint(config(root, f"run.dir={root / 'pretrained'}"))
+    return root
+
+
+def overrides(world: Path, run: Path, *extra: str) -> list[str]:
+    changes = [f"model.checkpoint={world / 'pretrained'}", f"run.dir={run}", "train.max_steps=24"]
+    changes += ["train.global_batch_size=4", "train.per_core_batch_size=4", "wandb.mode=disabled", CLASSES]
+    changes += [
+        "head.hidden=8",
+        "optim.base_lr=0.02",
+        "probe.bootstrap_samples=200",
+        "finetune.patience=null",
+    ]
+    return [*changes, f"train.ckpt_dir={run / 'checkpoints'}", "train.log_every_steps=5", *extra]
+
+
+@pytest.fixture(scope="module")
+def trained(world: Path) -> Path:
+    run = world / "runs" / "segmentation"
+    assert train_command.train(str(CONFIG), overrides(world, run)) == 0
+    return run
+
+
+def volumes_of(world: Path, *extra: str) -> ClassVolumes:
+    cfg = config(world, "task.kind=segmentation", *extra)
+    return read_volumes(cfg, PreparedStore.open(cfg.data.store))
+
+
+def test_a_decoder_learns_the_phantoms_layers(trained: Path, tmp_path: Path) -> None:
+    """Of people that training did not see; the best epoch is what is kept, and the log has every step."""
+    command.main(["--head", str(trained), f"run.dir={tmp_path}"])
+    content = json.loads((tmp_path / "segmentation.json").read_text())
+    assert content["overall"][PRETRAINED]["value"] > 0.6
+    assert set(content["overall"]) == {PRETRAINED, RANDOM}
+    assert content["names"] == ["CHOROID", "ONL"]
+    text = (tmp_path / "segmentation.md").read_text()
+    assert "This is look 1 at these test participants" in text
+    assert evaluate_segmentation(str(trained), [f"run.dir={tmp_path}"]) + "\n" == text
+    head = open_segmentation_head(str(trained), StorageOptions())
+    best = head.state["validation"][PRETRAINED]
+    assert best["dice"] == max(line["dice"] for line in best["history"])
+    assert head.state["classes"] == {"CHOROID": 10, "ONL": 6}
+    lines = [json.loads(line) for line in (trained / "metrics.jsonl").read_text().splitlines()]
+    own, other = ([s["step"] for s in lines if key in s] for key in ("train/loss", "random_init/train/loss"))
+    assert own == [1, 5, 10, 15, 20, 24]
+    assert other == [24 + step for step in own]
+    logged = [line["val/dice"] for line in lines if "val/dice" in line]
+    assert logged == [line["dice"] for line in best["history"]]
+
+
+def test_the_command_draws_what_the_head_sees(world: Path, trained: Path, tmp_path: Path) -> None:
+    """The mask of the scan, laid on the store's grid again, is what the decoder says of the stored volume."""
+    volumes = volumes_of(world, CLASSES)
+    row = int(volumes.of(EVALUATED)[0])
+    changes = ["--head", str(trained), "--rows", str(row), "--format", "nifti", "--out", str(tmp_path)]
+    assert segment.main(changes) == 0
+    line = json.loads((tmp_path / "segments.jsonl").read_text())
+    record = volumes.store.index.loc[row]
+    shape = tuple(int(record[f"shape_before_{axis}"]) for axis in "dhw")
+    read = read_label_volume(line["file"], record.path, shape, (record.path, record.path))
+    assert line["classes"]["CHOROID"]["voxels"] == (read.values == 10).sum() > 0
+    assert yaml.safe_load((tmp_path / "label_classes.yaml").read_text()) == {6: "ONL", 10: "CHOROID"}
+    head = open_segmentation_head(str(trained), StorageOptions())
+    kept = KeptFeatures(head.arms[0].encoder, head.cfg, volumes.store, RUNTIME, str(tmp_path / "features"))
+    expected = ClassPlanes(head.cfg, kept, volumes, RUNTIME.device).predict(head.arms[0].decoder, row)
+    values = read.values[::-1] if record.flipped_d else read.values
+    drawn, _ = nearest_voxels(values, record, volumes.store.attrs["geometry"])
+    box = volumes.field(row)
+    assert np.mean(volumes.place_of[drawn][box] == expected[box]) > 0.9
+    assert segment.main([*changes[:2], "--files", str(tmp_path / "no.dcm"), *changes[4:]]) == 1
+    assert json.loads((tmp_path / "segments.jsonl").read_text())["status"] == "missing_file"
+
+
+def test_dice_is_of_a_volume_and_people_are_resampled(
+    world: Path, trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The truth itself has Dice 1; random initialisation sees nothing but background and has 0."""
+    head = open_segmentation_head(str(trained), StorageOptions())
+    monkeypatch.setattr(module, "open_segmentation_head", lambda *_: head)
+
+    def predict(self: ClassPlanes, decoder: torch.nn.Module, row: int) -> np.ndarray:
+        truth = self.volumes.read(row)
+        return np.where((truth == IGNORED) | (decoder is head.arms[1].decoder), 0, truth)
+
+    monkeypatch.setattr(ClassPlanes, "predict", predict)
+    text = evaluate_segmentation(str(trained), [f"run.dir={tmp_path}"])
+    content = json.loads((tmp_path / "segmentation.json").read_text())
+    assert content["overall"][PRETRAINED] == {"value": 1.0, "ci95": [1.0, 1.0], "people": 2}
+    assert content["difference"]["value"] == 1.0
+    assert "Pre-training beats random initialisation" in text
+    lines = pd.read_parquet(tmp_path / "volumes.parquet")
+    assert len(lines) == 2 * 2 * len(volumes_of(world, CLASSES).of(EVALUATED))
+    assert (lines[lines.arm == RANDOM].predicted_mm3 == 0).all()
+
+
+def test_overlap_is_that_of_monai() -> None:
+    """With ignored voxels cut out by hand; a class that the labels lack has no Dice."""
+    rng = np.random.default_rng(0)
+    truth, predicted = (rng.integers(0, 4, (5, 6, 7)).astype(np.uint8) for _ in range(2))
+    truth[truth == 3] = 0
+    truth[:, :2] = IGNORED
+
+    def hot(some: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(np.stack([some[:, 2:] == n for n in range(4)])[None].astype(np.float32))
+
+    expected = compute_dice(hot(predicted), hot(truth), include_background=False)[0].numpy()
+    own = dice(*overlap(predicted, truth, 3))
+    np.testing.assert_allclose(own, expected, rtol=1e-6)
+    assert np.isnan(own[2])
+
+
+def test_the_loss_is_that_of_monai_on_what_is_known() -> None:
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(2, 3, 2, 5, 6, generator=generator)
+    truth = torch.randint(0, 3, (2, 2, 5, 6), generator=generator)
+    weight = torch.tensor([0.5, 1.0, 1.5])
+    # MONAI's weights would weigh its Dice as well
+    whole = DiceCELoss(include_background=False, to_onehot_y=True, softmax=True, batch=True)
+    plain = whole(logits, truth[:, None])
+    torch.testing.assert_close(segmentation_loss(logits, truth, torch.ones(3)), plain)
+    difference = segmentation_loss(logits, truth, weight) - plain
+    weighted, even = (torch.nn.functional.cross_entropy(logits, truth, weight=w) for w in (weight, None))
+    torch.testing.assert_close(difference, weighted - even)
+    wider = torch.cat([logits, torch.randn(2, 3, 2, 5, 3, generator=generator)], dim=4).requires_grad_()
+    ignored = torch.cat([truth, torch.full((2, 2, 5, 3), IGNORED)], dim=3)
+    loss = segmentation_loss(wider, ignored, weight)
+    torch.testing.assert_close(loss, segmentation_loss(logits, truth, weight))
+    loss.backward()
+    assert wider.grad is not None
+    assert bool((wider.grad[..., 6:] == 0).all())
+    assert bool((wider.grad[..., :6] != 0).all())
+
+
+def test_classes_are_places_inside_the_field(world: Path) -> None:
+    """A class that is not asked for is background; counts are those of what is read."""
+    volumes = volumes_of(world, CLASSES)
+    row = int(volumes.of(TRAIN)[0])
+    stored, places = volumes.labels.read(row), volumes.read(row)
+    box = volumes.field(row)
+    inside = np.zeros(stored.shape, bool)
+    inside[box] = True
+    assert set(np.unique(places[inside])) == {0, 1, 2}
+    assert (places[~inside] == IGNORED).all()
+    np.testing.assert_array_equal(places[inside] == 1, stored[inside] == 10)
+    np.testing.assert_array_equal(places[inside] == 2, stored[inside] == 6)
+    assert volumes.counts(row).tolist() == np.bincount(places[inside], minlength=3).tolist()
+    weights = class_weights(volumes, "auto")
+    totals = np.sum([volumes.counts(int(r)) for r in volumes.of(TRAIN)], axis=0)
+    assert weights.argsort().tolist() == totals.argsort()[::-1].tolist()
+    assert class_weights(volumes, "none").tolist() == [1, 1, 1]
+
+
+def test_what_nobody_labelled_is_ignored(world: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = {1: "unlabelled", 2: "GCL", 10: "CHOROID"}
+    monkeypatch.setattr("finetuning.segmentation.volumes.StoredLabels.classes", names)
+    volumes = volumes_of(world)
+    assert volumes.names == ("GCL", "CHOROID")
+    row = int(volumes.of(TRAIN)[0])
+    stored, box = volumes.labels.read(row), volumes.field(row)
+    np.testing.assert_array_equal(volumes.read(row)[box] == IGNORED, stored[box] == 1)
+    counts = np.bincount(volumes.read(row)[box].ravel(), minlength=256)
+    assert volumes.counts(row).tolist() == counts[:3].tolist()
+
+
+def test_surfaces_of_labels_are_read_by_layers(world: Path) -> None:
+    """What task.kind=layers reads: the surface between two classes lies between their voxels."""
+    heights = StoredHeights.open(str(world / "store"))
+    volumes = volumes_of(world)
+    assert heights.index.row.tolist() == volumes.labels.index.row.tolist()
+    row = int(volumes.of(TRAIN)[0])
+    upper = heights.read(row)[heights.names(row).index("ILM")]
+    labels, (d, _, w) = volumes.labels.read(row), volumes.field(row)
+    first = (labels > 0).argmax(axis=1)[d, w]
+    assert np.nanmedian(np.abs(first - upper[d, w])) < 1
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("finetune.encoder=trained", "finetune.encoder: expected frozen with task.kind segmentation"),
+        ("task.surfaces=[ILM,BM]", "task.surfaces: expected null with task.kind segmentation"),
+        ("task.classes=[]", "task.classes: expected null, or different names"),
+        ("finetune.layer_decay=0.5", "expected its default"),
+        ("task.kind=layers", "task.classes: expected null with task.kind layers"),
+    ],
+)
+def test_keys_that_do_not_fit(world: Path, tmp_path: Path, word: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        train_command.train(str(CONFIG), overrides(world, tmp_path, word))
+
+
+def test_labels_that_do_not_fit(world: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"task\.classes: expected some of RNFL, .* found drusen"):
+        volumes_of(world, "task.classes=[drusen]")
+    person = volumes_of(world).people(EVALUATED)[0]
+    save_checkpoint(config(world, f"run.dir={tmp_path / 'seen'}"), participants=[person])
+    changes = overrides(world, tmp_path / "run", f"model.checkpoint={tmp_path / 'seen'}")
+    with pytest.raises(UserError, match="no participant of split test in its pre-training"):
+        train_command.train(str(CONFIG), changes)
+    cfg = config(world, "task.kind=segmentation")
+    with pytest.raises(ConfigError, match="expected a kind with labels, found segmentation"):
+        read_cohort(cfg, PreparedStore.open(cfg.data.store))
+
+
+def test_lesions_are_labels_too(tmp_path: Path) -> None:
+    """The phantom's other kind: the classes are those of the truth files."""
+    make_tree(tmp_path / "tree", 2, (), (1,), (22, 72, 20))
+    write_labels(tmp_path / "tree", "lesions")
+    folder = tmp_path / "tree" / "retinal_oct"
+    classes = yaml.safe_load((folder / "label_classes.yaml").read_text())
+    table = pd.read_csv(folder / "manifest.tsv", sep="\t")
+    for uid, path in zip(table.sop_instance_uid, table.label_volume, strict=True):
+        truth = np.load(tmp_path / "tree" / "truth" / f"{uid}.npz")
+        labels = np.load(tmp_path / "tree" / path.lstrip("/"))["labels"]
+        np.testing.assert_array_equal(labels, truth["lesions"])
+    assert list(classes.values()) == truth["lesion_names"].tolist()[1:]

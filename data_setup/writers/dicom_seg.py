@@ -15,6 +15,7 @@ import pydicom
 from pydicom.sr.codedict import codes
 from pydicom.uid import generate_uid
 
+from data_setup.readers.dicom import OCTHeader
 from utils import storage
 from utils.config.schema import StorageOptions
 from utils.errors import UserError
@@ -36,7 +37,7 @@ def load_highdicom() -> Any:
 def write_seg(
     labels_DHW: np.ndarray,
     classes: Mapping[int, str],
-    scan_url: str,
+    header: OCTHeader,
     version: str,
     url: str,
     options: StorageOptions,
@@ -45,9 +46,9 @@ def write_seg(
     for a scan that is no DICOM file with a frame of reference, StorageError.
     """
     hd = load_highdicom()
-    source = pydicom.dcmread(io.BytesIO(storage.read_bytes(scan_url, options)))
+    source = pydicom.dcmread(io.BytesIO(storage.read_bytes(header.url, options)))
     if "FrameOfReferenceUID" not in source:
-        raise UserError(f"{scan_url}: expected a FrameOfReferenceUID for a DICOM SEG, found none")
+        raise UserError(f"{header.url}: expected a FrameOfReferenceUID for a DICOM SEG, found none")
     algorithm = hd.AlgorithmIdentificationSequence(
         name=MAKER, version=version, family=codes.cid7162.ArtificialIntelligence
     )
@@ -79,19 +80,44 @@ def write_seg(
         software_versions=version,
         device_serial_number="none",
         omit_empty_frames=False,
+        **({} if _has_positions(source) else _own_geometry(hd, header)),
     )
     buffer = io.BytesIO()
     written.save_as(buffer)
     storage.write_bytes(url, buffer.getvalue(), options)
 
 
-def read_seg(url: str, scan_url: str, options: StorageOptions) -> tuple[np.ndarray, list[str]]:
-    """(segment numbers uint8 [D, H, W] in the order of the scan's frames, their labels)."""
-    hd = load_highdicom()
-    source = pydicom.dcmread(io.BytesIO(storage.read_bytes(scan_url, options)), stop_before_pixels=True)
-    written = hd.seg.segread(io.BytesIO(storage.read_bytes(url, options)))
-    frames = list(range(1, int(source.NumberOfFrames) + 1))
-    labels = written.get_pixels_by_source_frame(source.SOPInstanceUID, frames, combine_segments=True)
-    return labels.astype(np.uint8), [
-        str(written.get_segment_description(n).segment_label) for n in written.segment_numbers
-    ]
+def _has_positions(source: pydicom.Dataset) -> bool:
+    """Whether the scan says where each of its frames lies in the patient."""
+    shared = (source.get("SharedFunctionalGroupsSequence") or [pydicom.Dataset()])[0]
+    groups = source.get("PerFrameFunctionalGroupsSequence") or [pydicom.Dataset()]
+
+    def holds(name: str, keyword: str, size: int) -> bool:
+        items = [(group.get(name) or shared.get(name) or [{}])[0].get(keyword) for group in groups]
+        return all(item is not None and len(item) == size for item in items)
+
+    return (
+        all(group.get("PlanePositionSequence") for group in groups)
+        and holds("PlanePositionSequence", "ImagePositionPatient", 3)
+        and holds("PlaneOrientationSequence", "ImageOrientationPatient", 6)
+        and holds("PixelMeasuresSequence", "PixelSpacing", 2)
+    )
+
+
+def _own_geometry(hd: Any, header: OCTHeader) -> dict[str, Any]:
+    """For a scan without positions: A-scans to the patient's left, rows to posterior, B-scans as they run."""
+    d, h, w = header.spacing_mm
+    step = d if header.flip_d else -d
+    patient = hd.CoordinateSystemNames.PATIENT
+    return {
+        "pixel_measures": hd.PixelMeasuresSequence(
+            pixel_spacing=[float(f"{h:.10g}"), float(f"{w:.10g}")],
+            slice_thickness=float(f"{d:.10g}"),
+            spacing_between_slices=float(f"{d:.10g}"),
+        ),
+        "plane_orientation": hd.PlaneOrientationSequence(patient, [1.0, 0.0, 0.0, 0.0, 1.0, 0.0]),
+        "plane_positions": [
+            hd.PlanePositionSequence(patient, [0.0, 0.0, float(f"{step * frame:.10g}")])
+            for frame in range(header.shape[0])
+        ],
+    }

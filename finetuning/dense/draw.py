@@ -138,7 +138,7 @@ def _draw_one(
             write_png(labels, place, options)
         else:
             classes = {value: name for name, value in head.state["classes"].items()}
-            write_seg(labels, classes, record.url, version, place, options)
+            write_seg(labels, classes, scan.header, version, place, options)
         return line | {"file": place, "classes": _sizes(labels, head, scan)}
     except storage.StorageNotFoundError as error:
         return line | {"status": RejectReason.MISSING_FILE.value, "message": error.problem}

@@ -15,7 +15,7 @@ from data_setup.manifest import Record
 from data_setup.readers.heights import read_heights
 from data_setup.readers.labels import read_label_volume
 from data_setup.readers.open_record import open_record
-from data_setup.writers.dicom_seg import read_seg, write_seg
+from data_setup.writers.dicom_seg import write_seg
 from data_setup.writers.height_map import write_height_map
 from data_setup.writers.masks import write_nifti, write_png
 from finetuning import segment
@@ -155,19 +155,25 @@ def test_a_nifti_scan_gives_its_own_axes_and_affine(tmp_path: Path) -> None:
     np.testing.assert_array_equal(np.asarray(written.dataobj), voxels.transpose(1, 0, 2) // 100)
 
 
-def test_dicom_seg_reads_back(scan_file: Path, tmp_path: Path) -> None:
-    """Each frame under the scan's own, with its spacing; an empty class stays a segment."""
-    header, _ = open_record(record_of(scan_file))
+@pytest.mark.parametrize("protocol", [4, 0], ids=["cirrus", "spectralis"])
+def test_dicom_seg_reads_back(tmp_path: Path, protocol: int) -> None:
+    """By the scan's frames, or as a volume in space with its spacing; an empty class stays a segment."""
+    make_tree(tmp_path / "tree", 1, (), (protocol,), (22, 80, 24))
+    header, _ = open_record(record_of(next((tmp_path / "tree" / "retinal_oct").rglob("*.dcm"))))
     labels = labels_of(header.shape)
     labels[3] = 0
-    classes = CLASSES | {7: "absent"}
-    write_seg(labels, classes, str(scan_file), "abc", f"{tmp_path}/s.dcm", OPTIONS)
-    numbers, names = read_seg(f"{tmp_path}/s.dcm", str(scan_file), OPTIONS)
-    assert names == ["fluid", "drusen", "absent"]
-    np.testing.assert_array_equal(np.array([0, 2, 5, 7])[numbers], labels)
+    write_seg(labels, CLASSES | {7: "absent"}, header, "abc", f"{tmp_path}/s.dcm", OPTIONS)
     written = highdicom.seg.segread(tmp_path / "s.dcm")
-    shared = written.SharedFunctionalGroupsSequence[0].PixelMeasuresSequence[0]
-    np.testing.assert_allclose([float(v) for v in shared.PixelSpacing], header.spacing_mm[1:], rtol=1e-6)
+    assert [d.segment_label for d in written.SegmentSequence] == ["fluid", "drusen", "absent"]
+    if protocol == 0:  # the scan says where its frames lie: the masks refer to them
+        frames = list(range(1, header.shape[0] + 1))
+        numbers = written.get_pixels_by_source_frame(header.sop_instance_uid, frames, combine_segments=True)
+    else:
+        volume = written.get_volume(combine_segments=True)
+        np.testing.assert_allclose(volume.spacing, header.spacing_mm, rtol=1e-5)
+        upwards = volume.affine[2, 0] > 0  # along the file's frames where they run to superior
+        numbers = volume.array if upwards == header.flip_d else volume.array[::-1]
+    np.testing.assert_array_equal(np.array([0, 2, 5, 7])[numbers], labels)
     assert written.SOPClassUID == "1.2.840.10008.5.1.4.1.1.66.4"
 
 

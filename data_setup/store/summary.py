@@ -87,6 +87,8 @@ def require_apart(url: str, identical: Sequence[Mapping[Any, str]]) -> None:
 
 # What to do about a reject; the reasons that are not here are faults of the file itself.
 _NEXT_STEPS = {
+    "unlisted_class": "name the class there, or correct the labels",
+    "not_labels": "write the labels as docs/guides/segmentation.md says",
     "missing_file": "bring the file to this path, or take its row out of the manifest",
     "missing_codec": "install the decoder that the message names, and prepare again",
     "missing_spacing": "give the spacing in a sidecar (docs/guides/importers.md), or export with geometry",

@@ -75,6 +75,14 @@ PAGES = {
         ("python -m finetuning.truth --config configs/smoke_test.yaml --control runs/smoke_control",),
         ("model.checkpoint", "run.dir"),
     ),
+    "models.weights": HelpPage(
+        "Read public weights in, give an encoder to others, and check how they feed it.",
+        ("python -m models.weights inspect runs/smoke_test/checkpoints/best_probe.pt",
+         "python -m models.weights import FILE --config configs/pretrain_oct_vjepa2.yaml --out start.pt",
+         "python -m models.weights export --checkpoint runs/smoke_test/checkpoints/best_probe.pt "
+         "--portable encoder",
+         "python -m models.weights selftest encoder"),
+    ),
     "pretraining.tpu_fit": HelpPage(
         "Ask whether a model fits a TPU that is not here, and how fast it can be at best.",
         ("python -m pretraining.tpu_fit --config configs/pretrain_oct_vjepa2.yaml --topology v4-32",),

@@ -1,3 +1,8 @@
+from models.weights.words import parse
+
+if __name__ == "__main__":  # torch takes seconds to import
+    parse(None)
+
 from models.weights.cli import main
 from utils.cli import run_cli
 

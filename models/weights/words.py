@@ -1,0 +1,45 @@
+"""Public weights in, ours out: `python -m models.weights inspect|import|export|selftest`.
+
+inspect prints what a file holds. import fits weights to a configuration and prints a line for every key:
+loaded, adapted, left out or missing. export writes an encoder for others: --out its weights, --portable also
+a program that takes volumes as acquired, with a golden eye. selftest checks such a folder, or features that
+another pipeline gave for its golden eye, and names what is wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from utils.help_pages import PeopleParser
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The words of the command line; no torch is needed to read them."""
+    parser = PeopleParser("models.weights", __doc__ or "")
+    verbs = parser.add_subparsers(dest="verb", required=True, parser_class=argparse.ArgumentParser)
+    inspect = verbs.add_parser("inspect", help="what a file holds")
+    inspect.add_argument("path")
+    importer = verbs.add_parser("import", help="fit weights to a configuration of ours")
+    importer.add_argument("path")
+    importer.add_argument("--config", required=True, metavar="FILE")
+    importer.add_argument("--out", required=True, metavar="X.pt")
+    importer.add_argument("overrides", nargs="*", metavar="section.key=value")
+    exporter = verbs.add_parser("export", help="an encoder as safetensors, config.json and a model card")
+    exporter.add_argument("--checkpoint", required=True, metavar="X.pt")
+    place = exporter.add_mutually_exclusive_group(required=True)
+    place.add_argument("--out", metavar="DIR", help="weights alone")
+    place.add_argument("--portable", metavar="DIR", help="weights, program and golden eye")
+    exporter.add_argument("--which", choices=["target", "context"], default="target")
+    exporter.add_argument("--layout", choices=["ours", "hf"], default="ours")
+    tester = verbs.add_parser("selftest", help="check a portable folder, or what a pipeline made of its eye")
+    tester.add_argument("folder", metavar="DIR")
+    tester.add_argument("--features", metavar="FILE.npy", help="of the golden eye, by another pipeline")
+    for verb in (inspect, importer):
+        verb.add_argument("--heads", type=int, metavar="N", help="of a research file's encoder")
+        verb.add_argument("--predictor-heads", type=int, metavar="N", help="of a research file's predictor")
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if arguments[:1] == ["import"]:  # its overrides may stand anywhere, which sub-commands do not allow
+        return importer.parse_intermixed_args(arguments[1:], argparse.Namespace(verb="import"))
+    return parser.parse_args(arguments)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 import multiprocessing
+import signal
 import time
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -309,6 +310,7 @@ def _next_batch(batches: Iterator[Batch], data: DataConfig, number: int, where: 
 def _start_worker(worker: int) -> None:
     """Set up a worker process: one torch thread, since the workers are the parallelism."""
     torch.set_num_threads(1)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends Ctrl-C to all; the parent decides
     keep_freed_memory()  # volumes come and go at one size
     follow_parent()  # and the fork server with it: each would keep the other alive
 

@@ -2,8 +2,9 @@
 
 In: a checkpoint of pre-training, the prepared store, a labelled cohort. Out: a run directory like that of
 pre-training, and `head.pt` of the best epoch, with the encoder that belongs to it. Running the same command
-again goes on where the run stopped, bit for bit on a CPU; SIGTERM writes a checkpoint first. Volumes are
-trained on one by one; validation pools them (finetuning.predictions). Volumes to evaluate are never read.
+again goes on where the run stopped, bit for bit on a CPU; SIGTERM and Ctrl-C write a checkpoint first.
+Volumes are trained on one by one; validation pools them (finetuning.predictions). Volumes to evaluate are
+never read.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ def finetune(source: Source, store: PreparedStore, cohort: Cohort, runtime: Runt
     """Run the configuration of a source to its end or to SIGTERM; returns the exit code. Raises UserError."""
     if source.cfg.train.ckpt_dir is None:
         raise UserError("train.ckpt_dir: expected a folder for the best epoch, found null")
-    runtime.catch_sigterm()
+    runtime.catch_signals()
     return guard(source.cfg, runtime, partial(_finetune, source, store, cohort), OUT_OF_MEMORY)
 
 
@@ -218,8 +219,8 @@ def finish(tuning: Tuning, progress: Progress, run_log: RunLog | NoLog) -> int:
     """Write the best epoch's head where the run is over; log how it ended; returns the exit code."""
     plan = tuning.plan
     if not progress.is_over(plan):
-        text = "stopped by SIGTERM at step %d of %d; run the same command again to go on"
-        log.info(text, progress.step, plan.total)
+        text = "stopped by %s at step %d of %d; run the same command again to go on"
+        log.info(text, tuning.runtime.stopped_by, progress.step, plan.total)
         return EXIT_STOPPED
     if tuning.runtime.group.is_first:
         url, best = write_best(tuning)

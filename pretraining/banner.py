@@ -54,7 +54,7 @@ def banner(run: Run, start: int) -> list[tuple[str, str]]:
         ("store", f"{cfg.data.store}: {len(run.rows.train)} volumes to train on{synthetic}"),
         ("commit", git_commit() or "none: this is no git checkout"),
         ("run", f"{cfg.run.dir}: step {start} of {run.total_steps}"),
-        ("stop", f"kill {os.getpid()} (SIGTERM) writes a checkpoint; {goes_on}"),
+        ("stop", f"Ctrl-C, or kill {os.getpid()} (SIGTERM), writes a checkpoint; {goes_on}"),
     ]
 
 
@@ -85,13 +85,16 @@ def next_command(cfg: Config) -> str:
     return f"python -m finetuning.evaluate --config {config}"
 
 
-def log_end(cfg: Config, raised: Sequence[Alarm], step: int, total: int, *, is_over: bool) -> None:
-    """Log the alarms of the run, how it ended, and what to do next."""
+def log_end(
+    cfg: Config, raised: Sequence[Alarm], step: int, total: int, *, is_over: bool, stopped_by: str
+) -> None:
+    """Log the alarms of the run, how it ended, and what to do next. `stopped_by`: what ended it early."""
     for line in closing_lines(raised):
         log.info("%s", line)
     if not is_over:
         next_time = "to go on" if cfg.train.ckpt_dir is not None else "to start anew (train.ckpt_dir is null)"
-        log.info("stopped by SIGTERM at step %d of %d; run the same command again %s", step, total, next_time)
+        text = "stopped by %s at step %d of %d; run the same command again %s"
+        log.info(text, stopped_by, step, total, next_time)
         return
     log.info("finished at step %d; run directory %s", total, cfg.run.dir)
     log.info("next: %s", next_command(cfg))

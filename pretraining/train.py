@@ -1,9 +1,9 @@
 """Pre-training: `python -m pretraining.train --config configs/smoke_test.yaml [section.key=value ...]`.
 
 In: a prepared store. Out: a run directory with checkpoints, metrics and pictures. Running the same command
-again goes on where the run stopped, bit for bit on a CPU; SIGTERM writes a checkpoint first. Exit codes:
-utils/errors.py. `torchrun --nproc-per-node=N -m pretraining.train ...` shares every global batch among N
-processes; all of them take the same decisions, and the first alone writes.
+again goes on where the run stopped, bit for bit on a CPU; SIGTERM and Ctrl-C write a checkpoint first. Exit
+codes: utils/errors.py. `torchrun --nproc-per-node=N -m pretraining.train ...` shares every global batch
+among N processes; all of them take the same decisions, and the first alone writes.
 """
 
 from __future__ import annotations
@@ -231,7 +231,8 @@ def finish(cfg: Config, gauges: Gauges, progress: Progress, total: int, run_log:
     if is_over and cfg.train.ckpt_dir is not None:
         for name in progress.best:
             run_log.artifact(name, storage.join(cfg.train.ckpt_dir, f"{name}.pt"))
-    log_end(cfg, gauges.alarms.raised, progress.step, total, is_over=is_over)
+    stopped_by = progress.runtime.stopped_by
+    log_end(cfg, gauges.alarms.raised, progress.step, total, is_over=is_over, stopped_by=stopped_by)
     return EXIT_FINISHED if is_over else EXIT_STOPPED
 
 

@@ -10,6 +10,7 @@ EXIT_FINISHED = 0
 EXIT_FAILURE = 1  # a traceback: a fault of the program
 EXIT_USER_ERROR = 2  # the configuration, the data, a NaN or a failed self-check: a person has to look
 EXIT_TRY_AGAIN = 75  # EX_TEMPFAIL of sysexits.h: it may pass by itself
+EXIT_INTERRUPTED = 130  # a second Ctrl-C, as shells count it
 EXIT_STOPPED = 76  # training was told to stop before its end; neither shells nor Python use this code
 
 

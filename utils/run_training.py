@@ -39,7 +39,7 @@ def open_engine(cfg: Config) -> Iterator[Runtime]:
         setup_logging(runtime.rank)
         report_opened(runtime)
         runtime.keep_programs(Path(cfg.run.dir) / "programs")
-        runtime.catch_sigterm()
+        runtime.catch_signals()
         outer.push(partial(_leave_word, runtime))
         yield runtime
         runtime.group.close()  # last: torchrun ends the others once one has ended with 76
@@ -47,14 +47,14 @@ def open_engine(cfg: Config) -> Iterator[Runtime]:
 
 def guard(cfg: Config, runtime: Runtime, loop: Loop, out_of_memory: str) -> int:
     """Run the loop, which leaves what it opens to the stack; returns its exit code. What may happen to a
-    training becomes a UserError that says how to go on, and SIGTERM before the first step an exit code.
+    training becomes a UserError that says how to go on, and a signal before the first step an exit code.
     `out_of_memory`: what to say where it does not fit.
     """
     try:
         with ExitStack() as stack:  # once it is left, the checkpoint under way is there to be named
             return loop(runtime, stack)
     except StopRequested:
-        log.info("stopped by SIGTERM before the first step; run the same command again")
+        log.info("stopped by %s before the first step; run the same command again", runtime.stopped_by)
         return EXIT_STOPPED
     except LostPeer as error:
         if not runtime.group.is_first:

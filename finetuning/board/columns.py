@@ -157,7 +157,8 @@ def fine_tuned(entry: Entry, question: Question) -> dict[str, Cell]:
         for number, cohort in enumerate(question.cohorts):
             source = _tuning_source(entry.encoder(cohort), entry, question, seed, number)
             if finetune(source, volumes.store, cohort, volumes.runtime) != EXIT_FINISHED:
-                raise Stopped(f"{source.cfg.run.dir}: stopped by SIGTERM; the same command again goes on")
+                by = volumes.runtime.stopped_by
+                raise Stopped(f"{source.cfg.run.dir}: stopped by {by}; the same command again goes on")
             head = open_head(storage.join(str(source.cfg.train.ckpt_dir), f"{HEAD_NAME}.pt"))
             scores.append(predict_rows(head, volumes.store, cohort.rows, volumes.runtime))
             of_val.append(float(head.state["validation"]["score"]))

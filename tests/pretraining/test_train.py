@@ -195,9 +195,18 @@ def test_one_wandb_run_with_training_metrics_on_the_step_clock(finished: Path) -
     assert logged == {r["step"]: r["train/loss"] for r in metrics(finished) if "train/loss" in r}
 
 
-@pytest.mark.parametrize("recipe", ["vjepa2", "methods"])
-def test_sigterm_then_resume_equals_no_interruption(
-    folder: Path, tmp_path: Path, recipe: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("recipe", "number", "word"),
+    [("vjepa2", signal.SIGTERM, "SIGTERM"), ("methods", signal.SIGINT, "Ctrl-C")],
+)
+def test_a_signal_then_resume_equals_no_interruption(
+    folder: Path,
+    tmp_path: Path,
+    recipe: str,
+    number: signal.Signals,
+    word: str,
+    request: pytest.FixtureRequest,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     finished = request.getfixturevalue("finished" if recipe == "vjepa2" else "finished_methods")
     run = tmp_path / f"interrupted_{recipe}"
@@ -206,13 +215,14 @@ def test_sigterm_then_resume_equals_no_interruption(
 
     def step_then_signal(*args):
         if args[5].step == 4:
-            os.kill(os.getpid(), signal.SIGTERM)
+            os.kill(os.getpid(), number)
         return real(*args)
 
     monkeypatch.setattr(loop, "train_step", step_then_signal)
     assert train(cfg) == EXIT_STOPPED
     assert list_steps(str(run / "checkpoints"))[-1] == 5
-    assert "run the same command again" in (run / "log.txt").read_text()
+    stopped = f"stopped by {word} at step 5 of 8; run the same command again to go on"
+    assert stopped in (run / "log.txt").read_text()
     assert "resuming" not in (run / "log.txt").read_text()
     monkeypatch.setattr(loop, "train_step", real)
     assert train(cfg) == 0

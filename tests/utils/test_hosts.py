@@ -118,7 +118,7 @@ rank, port = int(sys.argv[1]), int(sys.argv[2])
 join_hosts(rank, 2, "127.0.0.1", 20.0, port)
 group = ProcessGroup(rank, 2, dist.distributed_c10d._get_default_store(), 20.0)
 runtime = Runtime(torch.device("cpu"), False, group)
-runtime.catch_sigterm()
+runtime.catch_signals()
 print([*runtime.until_stopped("validation", range(3 - 2 * rank))])
 done = []
 try:

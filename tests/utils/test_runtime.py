@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ import torch
 
 from data_setup.loader import LostWorkerError
 from utils.errors import UserError
+from utils.runtime import single
 from utils.runtime.processes import Group
 from utils.runtime.single import Runtime, StopRequested
 
@@ -78,3 +80,25 @@ def test_a_sigterm_that_also_ends_the_loaders_workers_is_a_stop(is_stopped: bool
 
     with pytest.raises(StopRequested if is_stopped else LostWorkerError):
         list(runtime.until_stopped("validation", batches()))
+
+
+def test_a_second_ctrl_c_leaves_at_once(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    codes: list[int] = []
+    monkeypatch.setattr(single, "leave", codes.append)
+    before = signal.getsignal(signal.SIGTERM)
+    runtime = Runtime(torch.device("cpu"), use_bf16=False)
+    runtime.catch_signals()
+    try:
+        signal.raise_signal(signal.SIGTERM)
+        assert (runtime.stop_requested, runtime.stopped_by, codes) == (True, "SIGTERM", [])
+        signal.raise_signal(signal.SIGINT)
+        assert (runtime.stopped_by, codes) == ("Ctrl-C", [])
+        assert "once more leaves at once" in capfd.readouterr().err
+        signal.raise_signal(signal.SIGTERM)  # which may follow: torchrun sends it
+        assert codes == []
+        signal.raise_signal(signal.SIGINT)
+        assert codes == [130]
+    finally:
+        signal.signal(signal.SIGTERM, before)

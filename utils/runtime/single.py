@@ -8,12 +8,13 @@ XLA exactly when PJRT_DEVICE is set; the other commands always use plain torch.
 from __future__ import annotations
 
 import logging
+import os
 import platform
 import resource
 import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType, ModuleType
@@ -22,17 +23,20 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from utils.errors import UserError
+from utils.errors import EXIT_INTERRUPTED, UserError
+from utils.runtime.leave import leave
 from utils.runtime.processes import ALONE, Group
 from utils.runtime.watchdog import Watchdog
 
 log = logging.getLogger(__name__)
 _T = TypeVar("_T")
+CTRL_C = "Ctrl-C"
+CTRL_C_WORDS = b"\nCtrl-C: ends after this step, with a checkpoint; once more leaves at once\n"
 OUT_OF_MEMORY_TEXTS = ("not enough memory", "can't allocate memory", "out of memory", "RESOURCE_EXHAUSTED")
 
 
 class StopRequested(Exception):
-    """SIGTERM reached one of the processes; all of them raise this at the same place."""
+    """SIGTERM or Ctrl-C reached one of the processes; all of them raise this at the same place."""
 
 
 @dataclass
@@ -43,6 +47,7 @@ class Runtime:
     use_bf16: bool
     group: Group = ALONE
     stop_requested: bool = field(default=False, init=False)
+    stopped_by: str = field(default="SIGTERM", init=False)  # in words
     watchdog: Watchdog = field(default_factory=Watchdog, init=False)
 
     def keep_programs(self, folder: Path) -> None:
@@ -195,16 +200,25 @@ class Runtime:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
-    def catch_sigterm(self) -> None:
-        """Let SIGTERM ask for a checkpoint and a clean end instead of killing the process."""
+    def catch_signals(self) -> None:
+        """Let SIGTERM and Ctrl-C (SIGINT) ask for a checkpoint and a clean end instead of killing the
+        process; a second Ctrl-C leaves at once.
+        """
 
-        def handler(_signum: int, _frame: FrameType | None) -> None:
+        def stop(signum: int, _frame: FrameType | None) -> None:
+            if signum == signal.SIGINT:
+                if self.stopped_by == CTRL_C:
+                    leave(EXIT_INTERRUPTED)
+                self.stopped_by = CTRL_C
+                with suppress(OSError):  # not by the log, whose lock the interrupted code may hold
+                    os.write(sys.stderr.fileno(), CTRL_C_WORDS)
             self.stop_requested = True
 
-        signal.signal(signal.SIGTERM, handler)
+        signal.signal(signal.SIGTERM, stop)
+        signal.signal(signal.SIGINT, stop)
 
     def stop_agreed(self) -> bool:
-        """Whether SIGTERM has reached any of the processes, all of which call this."""
+        """Whether SIGTERM or Ctrl-C has reached any of the processes, all of which call this."""
         return self.group.any(self.stop_requested)
 
     def enter(self, phase: str) -> None:

@@ -86,6 +86,11 @@ class Progress:
         self.best.update({name: scores[name] for name in names})
         return names
 
+    def best_values(self) -> dict[str, float]:
+        """The measure of each best checkpoint so far, as `best/probe`, `best/rankme` and `best/val_loss`."""
+        sign = {"best_val_loss": -1.0}
+        return {name.replace("_", "/", 1): sign.get(name, 1.0) * score for name, score in self.best.items()}
+
     def state_dict(self) -> dict[str, Any]:
         """Plain values for the checkpoint."""
         return {

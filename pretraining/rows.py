@@ -9,6 +9,7 @@ import numpy as np
 
 from data_setup.manifest import load_labels, select_wanted, unit_of
 from data_setup.splits import EXACT, pretraining_split
+from data_setup.store.format import KEPT, PENDING
 from data_setup.store.reader import PreparedStore
 from data_setup.store.summary import identical_volumes, require_apart
 from utils.config.schema import Config
@@ -66,3 +67,16 @@ def open_rows(cfg: Config, store: PreparedStore) -> Rows:
         len(rows.train), len(train_ids), len(rows.val), len(val_ids), source,
     )  # fmt: skip
     return rows
+
+
+def data_counts(store: PreparedStore, rows: Rows) -> dict[str, dict[str, int]]:
+    """`data/devices`: training volumes of each device; `data/rejects`: rejected records by reason. The most
+    frequent first.
+    """
+    status = store.index["status"]
+    rejects = status[~status.isin([KEPT, PENDING])]
+    devices = store.index.loc[rows.train, "device"]
+    return {
+        name: {str(key): int(number) for key, number in values.value_counts().items()}
+        for name, values in (("data/devices", devices), ("data/rejects", rejects))
+    }

@@ -26,13 +26,15 @@ from data_setup.loader import Batch, start_early
 from data_setup.next_batch import next_or_stop
 from models.optimizer import shard_state
 from pretraining.banner import log_end, log_start
+from pretraining.gauges.examples import Examples
 from pretraining.gauges.monitor import Gauges, TargetMotion, target_drift, update_ratio
 from pretraining.gauges.profiling import StepTrace
 from pretraining.gauges.skill import SkillGauge
 from pretraining.gauges.throughput import Throughput
-from pretraining.gauges.validation import Validation, snapshot, volumes_read
+from pretraining.gauges.validation import Validation, volumes_read
 from pretraining.progress import Progress
 from pretraining.resume import checkpoint_state, restore
+from pretraining.rows import data_counts
 from pretraining.run import Run, open_run
 from pretraining.schedules import Calendar
 from pretraining.step import StepResult, Update, Watch, train_step
@@ -41,11 +43,11 @@ from utils import storage
 from utils.config.schema import Config
 from utils.errors import EXIT_FINISHED, EXIT_STOPPED
 from utils.log import NoLog, RunLog
-from utils.report.pictures import bscan_with_masks, feature_pca, load_snapshot
 from utils.run_checkpoints import Checkpoints
 from utils.run_dir import claim_run_dir, held_run
 from utils.run_training import guard, open_engine
 from utils.runtime.single import Runtime
+from utils.skipped_updates import NotFiniteError
 
 log = logging.getLogger(__name__)
 
@@ -91,7 +93,8 @@ def _train(cfg: Config, runtime: Runtime, stack: ExitStack) -> int:
     batches = iter(loader)
     stack.callback(checkpoints.wait)
     motion, validation = TargetMotion(model, runtime.to_torch), Validation(run, start)
-    validate_at_start(validation, gauges, progress, checkpoints, run_log)
+    examples = Examples(run, run_log)
+    validate_at_start(validation, gauges, progress, checkpoints, run_log, examples)
     watch = Watch(gauges.observe, clock.lap, lambda: gauges.measure)
     runtime.mark_step()
     clock.restart()
@@ -123,7 +126,8 @@ def _train(cfg: Config, runtime: Runtime, stack: ExitStack) -> int:
             pace = clock.metrics()
             values = step_metrics(run, update, result, progress, micro_batches)
             report(run_log, gauges, done, {**values, **gauge_values, **pace})
-            progress.skipped.check(cfg, loader.rows_of_step)
+            if skipped := progress.skipped.check(cfg, loader.rows_of_step):
+                run_log.alert(f"updates skipped until step {done}: not finite", "; ".join(skipped[-3:]))
             clock.lap("logging")
         elif step == start:
             clock.restart()  # a resumed run starts its loader here
@@ -134,8 +138,9 @@ def _train(cfg: Config, runtime: Runtime, stack: ExitStack) -> int:
             names = validate_now(validation, gauges, progress, run_log)
             clock.restart()
         checkpoints.save(names, with_step=calendar.saves(done))
-        if done == total:
-            show_snapshots(run, run_log, done)
+        if done == total or examples.due(done):
+            examples.show(done, micro_batches[0], keep=done == total)
+            clock.restart()
     checkpoints.close()
     return finish(cfg, gauges, progress, total, run_log)
 
@@ -149,7 +154,14 @@ def open_log(run: Run, start: int) -> Iterator[RunLog | NoLog]:
     claim_run_dir(run.cfg, run.runtime)
     synthetic = bool(run.store.attrs["synthetic"])
     with closing(RunLog(run.cfg, start, run.total_steps, synthetic=synthetic)) as run_log:
-        yield run_log
+        if start == 0:
+            for name, counts in data_counts(run.store, run.rows).items():
+                run_log.counts(0, name, counts)
+        try:
+            yield run_log
+        except NotFiniteError as error:
+            run_log.alert("stopped: not finite", str(error))
+            raise
 
 
 def open_gauges(run: Run) -> Gauges:
@@ -196,12 +208,13 @@ def validate_at_start(
     progress: Progress,
     checkpoints: Checkpoints,
     run_log: RunLog | NoLog,
+    examples: Examples,
 ) -> None:
     """Validate a new run, and one that owes it."""
     if progress.step == 0:
         if (measured := validation(0)) is not None:
             report(run_log, gauges, 0, {**measured, "ema/init_weight": progress.init_weight})
-            show_snapshots(validation.run, run_log, 0)
+            examples.show(0, keep=True)
     elif progress.owes_validation:
         names = validate_now(validation, gauges, progress, run_log)
         checkpoints.save(names, with_step=True)
@@ -222,7 +235,9 @@ def validate_now(
         return []
     report(run_log, gauges, progress.step, measured)
     is_warm = progress.step >= validation.run.cfg.optim.warmup_ratio * progress.schedule.total
-    return progress.best_names(measured, is_warm=is_warm)
+    names = progress.best_names(measured, is_warm=is_warm)
+    run_log.summary(progress.best_values())
+    return names
 
 
 def finish(cfg: Config, gauges: Gauges, progress: Progress, total: int, run_log: RunLog | NoLog) -> int:
@@ -231,6 +246,9 @@ def finish(cfg: Config, gauges: Gauges, progress: Progress, total: int, run_log:
     if is_over and cfg.train.ckpt_dir is not None:
         for name in progress.best:
             run_log.artifact(name, storage.join(cfg.train.ckpt_dir, f"{name}.pt"))
+    how = "finished" if is_over else "stopped"
+    best = ", ".join(f"{name} {value:.3g}" for name, value in progress.best_values().items())
+    run_log.alert(f"{how} at step {progress.step} of {total}", best or "no best checkpoint")
     stopped_by = progress.runtime.stopped_by
     log_end(cfg, gauges.alarms.raised, progress.step, total, is_over=is_over, stopped_by=stopped_by)
     return EXIT_FINISHED if is_over else EXIT_STOPPED
@@ -242,21 +260,6 @@ def report(run_log: RunLog | NoLog, gauges: Gauges, step: int, values: dict[str,
     run_log.metrics(step, {**values, **gauges.alarms.states()})
     for alarm in begun:
         run_log.alarm(step, alarm.name, alarm.text)
-
-
-def show_snapshots(run: Run, run_log: RunLog | NoLog, step: int) -> None:
-    """Write example pictures, and send them where that is allowed. A full disk costs the pictures, not the
-    run.
-    """
-    try:
-        for path in snapshot(run, step):
-            if run_log.log_images:
-                shown = load_snapshot(path)
-                for name, figure in (("masks", bscan_with_masks(shown)), ("features", feature_pca(shown))):
-                    run_log.image(step, f"{name}/{shown.title.split(',')[0]}", figure)
-    except OSError as error:
-        run.model.train()
-        log.warning("pictures of step %d not written, training goes on: %s", step, error)
 
 
 if __name__ == "__main__":

@@ -178,7 +178,7 @@ def probe_wandb() -> Finding:
     try:
         import wandb
 
-        from utils.log import has_api_key
+        from utils.dashboards.weights_and_biases import has_api_key
     except BROKEN as error:
         return Finding("W&B key", ABSENT, f"unknown: {_one_line(error)}", INSTALL)
     host = wandb.setup().settings.base_url

@@ -1,4 +1,4 @@
-"""The log of a run: log.txt, metrics.jsonl, Weights & Biases and the terminal's line, all by optimizer step.
+"""The log of a run: log.txt, metrics.jsonl, dashboards and the terminal's line, all by optimizer step.
 
 Only rank 0 writes. `metrics.jsonl` holds one JSON object per line: "step" and the metrics of that step. A
 resumed run drops the lines after its checkpoint, so the file is the same as without the interruption
@@ -12,29 +12,24 @@ import json
 import logging
 import logging.handlers
 import math
-import netrc
-import os
-import secrets
 import sys
-from functools import partial
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
-from urllib.parse import urlparse
 
 from matplotlib.figure import Figure
 
-from utils import storage
-from utils.config.load import flatten
 from utils.config.schema import Config
+from utils.dashboards.pictures import pixels
+from utils.dashboards.tensorboard import TensorBoardWriter
+from utils.dashboards.weights_and_biases import WandbWriter, start_wandb
+from utils.dashboards.writer import Writer
 from utils.errors import ConfigError, UserError
-from utils.history import LOG, METRICS, WANDB_ID, bring_back, save_last_words
-from utils.storage.retry import describe
+from utils.history import LOG, METRICS, bring_back, save_last_words
 from utils.terminal import is_interactive
 from utils.training_line import TrainingLine
 
 log = logging.getLogger(__name__)
 FORM = "%(asctime)s %(levelname)s %(message)s"
-INIT_TIMEOUT_S = 30.0  # a start waits so long for Weights & Biases
 DATA_LICENCE = (
     "pictures or checkpoints of participants go to Weights & Biases: check that the data licence allows it"
 )
@@ -48,10 +43,8 @@ class RunLog:
         self.run_dir.mkdir(parents=True, exist_ok=True)
         bring_back(cfg, start_step)
         log_to_file(self.run_dir / LOG)
+        self._writers = _open_writers(cfg, start_step, synthetic)
         self._metrics = LineFile(self.run_dir / METRICS)
-        self.log_images = _allowed("wandb.log_images", cfg.wandb.log_images, synthetic)
-        self.log_artifacts = _allowed("wandb.log_artifacts", cfg.wandb.log_artifacts, synthetic)
-        self._wandb = _start_wandb(cfg, self.run_dir)
         self._line = TrainingLine(start_step, total_steps)
 
     def advance(self) -> None:
@@ -64,42 +57,56 @@ class RunLog:
         """
         finite = {k: v if v is None or math.isfinite(v) else str(v) for k, v in values.items()}
         self._metrics.append(json.dumps({"step": step, **finite}))
-        if self._wandb is not None:
-            self._wandb.log({k: v for k, v in values.items() if v is not None}, step=step)
+        numbers = {k: v for k, v in values.items() if v is not None}
+        for writer in self._writers:
+            writer.metrics(step, numbers)
         self._line.metrics(step, values)
 
     def alarm(self, step: int, name: str, text: str) -> None:
         """Warn, and record the alarm as a separate line {"step", "alarm", "text"}."""
         log.warning("ALARM at step %d: %s", step, text)
         self._metrics.append(json.dumps({"step": step, "alarm": name, "text": text}))
-        if self._wandb is not None:
-            self._wandb.alert(title=f"{name} at step {step}", text=text)
+        self.alert(f"{name} at step {step}", text)
+
+    def alert(self, title: str, text: str) -> None:
+        """Send word to whoever watches a dashboard."""
+        for writer in self._writers:
+            writer.alert(title, text)
+
+    @property
+    def shows_images(self) -> bool:
+        """Whether a dashboard takes pictures of volumes."""
+        return any(writer.takes_images for writer in self._writers)
 
     def image(self, step: int, name: str, figure: Figure) -> None:
-        """Send a picture to Weights & Biases if that is allowed."""
-        if self._wandb is not None and self.log_images:
-            import wandb
+        """Send a picture to the dashboards that may have it."""
+        if not self.shows_images:
+            return
+        picture_HWC = pixels(figure)
+        for writer in self._writers:
+            if writer.takes_images:
+                writer.image(step, name, picture_HWC)
 
-            self._wandb.log({name: wandb.Image(figure)}, step=step)
+    def counts(self, step: int, name: str, counts: Mapping[str, int]) -> None:
+        """Send a histogram to the dashboards; nothing where there is nothing to count."""
+        for writer in self._writers if counts else []:
+            writer.counts(step, name, counts)
+
+    def summary(self, values: Mapping[str, float]) -> None:
+        """The numbers that stand for the whole run, so far."""
+        for writer in self._writers:
+            writer.summary(values)
 
     def artifact(self, name: str, url: str) -> None:
-        """Send a checkpoint to Weights & Biases if that is allowed and W&B is online.
-
-        Offline W&B would copy it outside the run directory. A checkpoint in a bucket stays there.
-        """
-        if (
-            self._wandb is not None
-            and self.log_artifacts
-            and not self._wandb.offline
-            and not storage.is_remote(url)
-        ):
-            self._wandb.log_artifact(url, name=name, type="model")
+        """Send a checkpoint to Weights & Biases if that is allowed and W&B is online."""
+        for writer in self._writers:
+            writer.artifact(name, url)
 
     def close(self) -> None:
         self._line.close()
         self._metrics.close()
-        if self._wandb is not None:
-            self._wandb.finish()
+        for writer in self._writers:
+            writer.close()
         save_last_words(self._cfg)
 
 
@@ -137,7 +144,7 @@ class LineFile:
 class NoLog:
     """The log of every process but the first: it writes nothing."""
 
-    log_images = False
+    shows_images = False
 
     def advance(self) -> None:
         """Do nothing, like the other methods."""
@@ -145,6 +152,12 @@ class NoLog:
     def metrics(self, step: int, values: dict[str, float | None]) -> None: ...
 
     def alarm(self, step: int, name: str, text: str) -> None: ...
+
+    def alert(self, title: str, text: str) -> None: ...
+
+    def counts(self, step: int, name: str, counts: Mapping[str, int]) -> None: ...
+
+    def summary(self, values: Mapping[str, float]) -> None: ...
 
     def artifact(self, name: str, url: str) -> None: ...
 
@@ -221,55 +234,20 @@ class _ForPeople(logging.Formatter):
         return True
 
 
+def _open_writers(cfg: Config, start_step: int, synthetic: bool) -> list[Writer]:
+    """The dashboards that the configuration asks for."""
+    writers: list[Writer] = []
+    if cfg.log.tensorboard:
+        writers.append(TensorBoardWriter(Path(cfg.run.dir), start_step))
+    images = _allowed("wandb.log_images", cfg.wandb.log_images, synthetic)
+    artifacts = _allowed("wandb.log_artifacts", cfg.wandb.log_artifacts, synthetic)
+    wandb_run = start_wandb(cfg, Path(cfg.run.dir))
+    if wandb_run is not None:
+        writers.append(WandbWriter(wandb_run, takes_images=images, takes_artifacts=artifacts))
+    return writers
+
+
 def _allowed(key: str, wanted: bool | None, synthetic: bool) -> bool:
     if wanted and not synthetic:
         log.warning("%s: %s", key, DATA_LICENCE)
     return synthetic if wanted is None else wanted
-
-
-def has_api_key(base_url: str) -> bool:
-    """True when a key is where the client looks: in the environment, or in ~/.netrc after `wandb login`."""
-    if os.environ.get("WANDB_API_KEY"):
-        return True
-    try:
-        entry = netrc.netrc().authenticators(urlparse(base_url).hostname or "")
-    except (OSError, netrc.NetrcParseError):
-        return False
-    return entry is not None
-
-
-def _start_wandb(cfg: Config, run_dir: Path) -> Any | None:
-    if cfg.wandb.mode == "disabled":
-        return None
-    import wandb
-
-    mode = cfg.wandb.mode
-    if mode == "online" and not has_api_key(wandb.setup().settings.base_url):
-        log.warning("wandb.mode: online was asked for, but no API key was found; logging offline")
-        mode = "offline"
-    id_file = run_dir / WANDB_ID
-    if not id_file.exists():
-        id_file.write_text(secrets.token_hex(4))
-    begin = partial(
-        wandb.init,
-        project=cfg.wandb.project,
-        entity=cfg.wandb.entity,
-        name=cfg.experiment_name,
-        id=id_file.read_text().strip(),
-        resume="allow",
-        dir=str(run_dir),
-        config=dict(flatten(cfg)),
-        settings=wandb.Settings(console="off", silent=True, init_timeout=_init_timeout_s()),
-    )
-    try:
-        return begin(mode=mode)
-    except wandb.errors.CommError as error:
-        text = "wandb.mode: Weights & Biases is not reached, logging offline until the next start: %s"
-        log.warning(text, describe(error))
-    wandb.teardown()  # else its process holds on to the id
-    return begin(mode="offline")
-
-
-def _init_timeout_s() -> float:
-    """How long a start waits for Weights & Biases."""
-    return float(os.environ.get("WANDB_INIT_TIMEOUT", INIT_TIMEOUT_S))

@@ -52,9 +52,9 @@ class SkippedUpdates:
         """Updates skipped so far."""
         return int(self._total)
 
-    def check(self, cfg: Config, rows_of_step: Callable[[int], list[int]]) -> None:
-        """Name the updates skipped since the last call; NotFiniteError after max_bad_steps in a row, on every
-        process. The first one logs.
+    def check(self, cfg: Config, rows_of_step: Callable[[int], list[int]]) -> list[str]:
+        """Name the updates skipped since the last call, and return the names; NotFiniteError after
+        max_bad_steps in a row, on every process. The first one logs.
         """
         recent, worst = self._recent, self._worst_run
         self._recent, self._worst_run = [], self._counter(0)
@@ -67,3 +67,4 @@ class SkippedUpdates:
                 f"loss or gradient not finite in {worst_run} updates in a row (train.max_bad_steps "
                 f"{cfg.train.max_bad_steps}); last: {'; '.join(skipped[-3:])}"
             )
+        return skipped

@@ -1,5 +1,5 @@
 """What is measured between training steps: validation loss, skill, ranks of the features, a check for leaks,
-probes, and example pictures.
+probes.
 
 Validation participants are cut inside the training split; pretraining.gauges.validation_probes has the
 probes. Several processes share the volumes (pretraining.gauges.volumes), and all of them get the numbers that
@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import logging
 import time
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -36,7 +35,6 @@ from pretraining.gauges.volumes import (
 from pretraining.run import Run
 from pretraining.step import predict
 from utils.indices import evenly_spaced
-from utils.report.pictures import save_snapshot
 from utils.runtime.single import StopRequested
 
 log = logging.getLogger(__name__)
@@ -233,42 +231,3 @@ def masked_views(run: Run, cpu_batch: Batch, batch: Batch) -> Tensor:
         means.append(total_BE / mask["weight"].sum(1, keepdim=True).clamp(min=1))
         runtime.mark_step()
     return torch.stack(means, dim=1)
-
-
-@torch.no_grad()
-def snapshot(run: Run, step: int) -> list[Path]:
-    """Write the arrays of example pictures: up to three validation volumes of different devices. The first
-    process writes them; the others take part where the engine computes on all at once.
-    """
-    cfg, store, runtime = run.cfg, run.store, run.runtime
-    by_device = {store.index.loc[int(r), "device"]: int(r) for r in reversed(run.rows.val)}
-    chosen = np.array(sorted(by_device.values())[:3])
-    run.model.eval()
-    paths = []
-    for cpu_batch in validation_batches(cfg, store, chosen, 1):
-        batch = runtime.to_device_padded(cpu_batch, runtime.evaluation_devices)
-        with runtime.autocast():
-            features = runtime.to_torch(run.model.target_encoder(view(batch, 1)))
-        if not runtime.group.is_first:
-            continue
-        row = int(cpu_batch["row"][0])
-        if not bool(torch.isfinite(features).all()):
-            log.warning("no picture of row %d: its features are not finite", row)
-            continue
-        record = store.index.loc[row]
-        path = Path(cfg.run.dir) / "snapshots" / f"step_{step:08d}_row_{row:06d}.npz"
-        save_snapshot(
-            path,
-            volume=cpu_batch["volume"][0].numpy(),
-            context=cpu_batch["context"][0].numpy(),
-            target=cpu_batch["target"][0].numpy(),
-            grid=np.array(cfg.grid),
-            patch=np.array(cfg.spatial.patch_size),
-            spacing=np.array(cfg.spatial.target_spacing),
-            features=features[0].float().cpu().numpy().astype(np.float16),
-            valid=cpu_batch["token_valid"][0].numpy(),
-            title=f"{record['device']} {record['protocol']} {record['laterality']}, step {step}",
-        )
-        paths.append(path)
-    run.model.train()
-    return paths

@@ -78,6 +78,7 @@ MEANINGS = {
     "wandb.entity": "team or user there; null: the account's own",
     "wandb.mode": "offline: files below run.dir, for wandb sync",
     "wandb.log_images": "send pictures of volumes",
+    "wandb.group": "name of a group there",
     "wandb.log_artifacts": "send checkpoints",
     "task.label_column": "column of the label",
     "head.dropout": "probability, before the last layer of the head",

@@ -228,8 +228,19 @@ class WandbConfig:
     project: str = key("oct-foundation", may_change=True)
     entity: str | None = key(None, may_change=True)
     mode: Literal["online", "offline", "disabled"] = key("offline", may_change=True)
+    name: str | None = key(None, may_change=True)  # of the run; null: experiment_name
+    group: str | None = key(None, may_change=True)  # runs of one group stand together
+    tags: list[str] | None = field(default=None, metadata={"may_change": True})  # words to find the run by
     log_images: bool | None = key(None, may_change=True)  # null: only for synthetic stores
+    # pictures at the start, at the end and each so many updates between; null: not between
+    images_every_steps: int | None = key(1000, AT_LEAST_1, may_change=True)
     log_artifacts: bool | None = key(None, may_change=True)  # null: only for synthetic stores
+
+
+@dataclass(frozen=True)
+class LogConfig:
+    # true: TensorBoard files in run.dir/tensorboard too (pip install tensorboard)
+    tensorboard: bool = key(False, may_change=True)
 
 
 @dataclass(frozen=True)
@@ -316,6 +327,7 @@ class Config:
     val: ValConfig = field(default_factory=ValConfig)
     run: RunConfig = field(default_factory=RunConfig)
     wandb: WandbConfig = field(default_factory=WandbConfig)
+    log: LogConfig = field(default_factory=LogConfig)
     task: TaskConfig = field(default_factory=TaskConfig)
     head: HeadConfig = field(default_factory=HeadConfig)
     finetune: FinetuneConfig = field(default_factory=FinetuneConfig)

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from itertools import permutations
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -105,8 +106,8 @@ def bscan_with_masks(snapshot: Snapshot, num_planes: int = 3) -> Figure:
     for column, plane in enumerate(planes):
         image = snapshot.volume[plane] / 255.0
         where = f"B-scan {plane + 1} of {snapshot.volume.shape[0]}"
-        _show(axes[0, column], image, snapshot.spacing[1:], where)
-        _show(axes[1, column], _masked(snapshot, plane, image), snapshot.spacing[1:], None)
+        show_mm(axes[0, column], image, snapshot.spacing[1:], where)
+        show_mm(axes[1, column], masked(snapshot, plane, image), snapshot.spacing[1:], None)
     axes[0, 0].set_ylabel("axial, mm")
     axes[1, 0].set_ylabel("axial, mm")
     for axis in axes[1]:
@@ -133,10 +134,10 @@ def feature_pca(snapshot: Snapshot) -> Figure:
     enface_scan = (enface_scan - enface_scan.min()) / max(float(np.ptp(enface_scan)), 1e-6)
     figure = Figure(figsize=(10.4, 3.9), layout="constrained")
     axes = figure.subplot_mosaic([["scan", "enface", "enface features"], ["features", *ENFACE_CELLS]])
-    _show(axes["scan"], snapshot.volume[plane] / 255.0, spacing[1:], f"B-scan {plane + 1}")
-    _show(axes["features"], colour_DHW3[plane // patch[0]], token_mm[1:], "its patch features")
-    _show(axes["enface"], enface_scan, spacing[::2], "en face, axial mean")
-    _show(axes["enface features"], enface_DW3, token_mm[::2], "patch features en face")
+    show_mm(axes["scan"], snapshot.volume[plane] / 255.0, spacing[1:], f"B-scan {plane + 1}")
+    show_mm(axes["features"], colour_DHW3[plane // patch[0]], token_mm[1:], "its patch features")
+    show_mm(axes["enface"], enface_scan, spacing[::2], "en face, axial mean")
+    show_mm(axes["enface features"], enface_DW3, token_mm[::2], "patch features en face")
     for name, axis in axes.items():
         axis.set_ylabel("B-scan direction, mm" if name in ENFACE_CELLS else "axial, mm", fontsize="small")
         if name != "scan":
@@ -153,12 +154,12 @@ def overview(first: Snapshot, last: Snapshot) -> Figure:
     before_N3, after_N3 = _matched_components(first, last)
     figure = Figure(figsize=(11, 5.3), layout="constrained")
     axes = figure.subplots(2, 2, sharex=True, sharey=True)
-    _show(axes[0, 0], image, last.spacing[1:], None)
-    _show(axes[0, 1], _masked(last, plane, image), last.spacing[1:], None)
+    show_mm(axes[0, 0], image, last.spacing[1:], None)
+    show_mm(axes[0, 1], masked(last, plane, image), last.spacing[1:], None)
     for axis, colour_N3 in ((axes[1, 0], before_N3), (axes[1, 1], after_N3)):
         colour_HW3 = colour_N3.reshape(*last.grid, 3)[plane // patch[0]]
         colour_HW3 = colour_HW3.repeat(patch[1], axis=0).repeat(patch[2], axis=1)
-        _show(axis, 0.7 * colour_HW3 + 0.3 * np.sqrt(image[..., None]), last.spacing[1:], None)
+        show_mm(axis, 0.7 * colour_HW3 + 0.3 * np.sqrt(image[..., None]), last.spacing[1:], None)
     titles = (
         "1  One B-scan of a synthetic OCT volume",
         "2  The same, as tokens and masks",
@@ -221,7 +222,7 @@ def _spread(size: int, count: int) -> list[int]:
     return [int((i + 0.5) * size / count) for i in range(count)]
 
 
-def _show(axis: Axes, image: np.ndarray, pixel_mm: tuple[float, ...], title: str | None) -> None:
+def show_mm(axis: Axes, image: np.ndarray, pixel_mm: tuple[float, ...], title: str | None) -> None:
     """Draw an image [rows, columns(, 3)] in millimetres, so that its proportions are those of the eye."""
     height, width = (n * mm for n, mm in zip(image.shape[:2], pixel_mm, strict=True))
     extent, white = (0.0, width, height, 0.0), max(float(image.max()), 1e-6)  # matplotlib scales no colours
@@ -231,7 +232,22 @@ def _show(axis: Axes, image: np.ndarray, pixel_mm: tuple[float, ...], title: str
     axis.tick_params(labelsize="small")
 
 
-def _masked(snapshot: Snapshot, plane: int, image: np.ndarray) -> np.ndarray:
+class Masks(Protocol):
+    """What both a snapshot and a training batch know of their tokens."""
+
+    @property
+    def context(self) -> np.ndarray: ...
+    @property
+    def target(self) -> np.ndarray: ...
+    @property
+    def valid(self) -> np.ndarray: ...
+    @property
+    def grid(self) -> tuple[int, int, int]: ...
+    @property
+    def patch(self) -> tuple[int, int, int]: ...
+
+
+def masked(snapshot: Masks, plane: int, image: np.ndarray) -> np.ndarray:
     """The B-scan [H, W, 3]: context patches blue, target patches orange, padding and the rest darkened."""
     kind = np.zeros(int(np.prod(snapshot.grid)), int)
     kind[snapshot.context] = 1
@@ -244,8 +260,12 @@ def _masked(snapshot: Snapshot, plane: int, image: np.ndarray) -> np.ndarray:
     return (1 - strength) * image[..., None] + strength * tint
 
 
-def pca_colours(features: np.ndarray, valid: np.ndarray) -> tuple[np.ndarray, list[float]]:
-    """[..., E] -> colours [..., 3] in 0..1 and the variance share of each of the first three components."""
+def pca_colours(
+    features: np.ndarray, valid: np.ndarray, *, grey_outside: bool = True
+) -> tuple[np.ndarray, list[float]]:
+    """[..., E] -> colours [..., 3] in 0..1 and the variance share of each of the first three components, of
+    the valid ones; the others are grey, or without `grey_outside` take their place on the same scale.
+    """
     rows, keep = features.reshape(-1, features.shape[-1]), valid.ravel()
     centred = rows - rows[keep].mean(axis=0)
     _, values, axes = np.linalg.svd(centred[keep], full_matrices=False)
@@ -256,7 +276,8 @@ def pca_colours(features: np.ndarray, valid: np.ndarray) -> tuple[np.ndarray, li
     low, high = np.quantile(scores[keep], [0.02, 0.98], axis=0)
     colours = np.full((len(scores), 3), 0.5)
     colours[:, : len(axes)] = np.clip((scores - low) / np.maximum(high - low, 1e-6), 0, 1)
-    colours[~keep] = 0.5
+    if grey_outside:
+        colours[~keep] = 0.5
     total = max(float((values**2).sum()), 1e-12)
     return colours.reshape(*features.shape[:-1], 3), [float(v) ** 2 / total for v in values[:3]]
 

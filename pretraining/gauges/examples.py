@@ -1,0 +1,160 @@
+"""Example pictures: what training sees, what it predicts, and what the features look like.
+
+In: a run between two updates. Out: at its start and its end snapshots in run.dir (`.npz`, for the report),
+and pictures for the dashboards, in between too. Nothing here moves a weight or a random stream; every process
+takes part, and the first one draws.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from data_setup.loader import Batch, validation_batches
+from data_setup.normalisation import view
+from pretraining.run import Run
+from pretraining.step import predict
+from utils.dashboards.pictures import Forecast, Views, prediction_map, similarity_map, two_views
+from utils.log import NoLog, RunLog
+from utils.report.pictures import Snapshot, bscan_with_masks, feature_pca, save_snapshot
+
+log = logging.getLogger(__name__)
+SNAPSHOTS, FORECASTS = 3, 1  # volumes
+
+
+class Examples:
+    """Draws for a run on this process. The first process decides whether anybody looks: all must agree, since
+    an engine may compute on all of them at once.
+    """
+
+    def __init__(self, run: Run, run_log: RunLog | NoLog) -> None:
+        self.run, self.run_log = run, run_log
+        self.is_watched: bool = run.runtime.group.broadcast(run_log.shows_images)
+        self._every: int | None = run.runtime.group.broadcast(run.cfg.wandb.images_every_steps)
+
+    def due(self, done: int) -> bool:
+        """Whether pictures are drawn after update `done`, which is not the last."""
+        return self.is_watched and self._every is not None and done % self._every == 0
+
+    def show(self, step: int, trained_on: Batch | None = None, *, keep: bool) -> None:
+        """Draw what training sees (`trained_on`, a micro-batch on the device) and what it makes of a few
+        volumes; `keep` also writes the snapshots. A full disk costs the pictures, not the run.
+        """
+        try:
+            for snapshot, row in snapshots(self.run, step):
+                if keep:
+                    save_snapshot(self._path(step, row), **vars(snapshot))
+                if self.is_watched:
+                    device = snapshot.title.split(",")[0]
+                    self.run_log.image(step, f"masks/{device}", bscan_with_masks(snapshot))
+                    self.run_log.image(step, f"features/{device}", feature_pca(snapshot))
+            if self.is_watched:
+                self._show_forecasts(step, trained_on)
+        except OSError as error:
+            log.warning("pictures of step %d not written, training goes on: %s", step, error)
+        finally:
+            self.run.model.train()
+
+    def _path(self, step: int, row: int) -> Path:
+        return Path(self.run.cfg.run.dir) / "snapshots" / f"step_{step:08d}_row_{row:06d}.npz"
+
+    def _show_forecasts(self, step: int, trained_on: Batch | None) -> None:
+        if trained_on is not None:
+            seen = views(self.run, trained_on)
+            self.run_log.image(step, "views/training", two_views(seen))
+        for forecast in forecasts(self.run, step):
+            device = forecast.title.split(",")[0]
+            self.run_log.image(step, f"prediction/{device}", prediction_map(forecast))
+            self.run_log.image(step, f"similarity/{device}", similarity_map(forecast))
+
+
+def example_batches(run: Run, limit: int) -> Iterator[tuple[int, str, Batch, Batch]]:
+    """(row, its name, batch as read, batch on the device) of up to `limit` validation volumes, of different
+    devices.
+    """
+    index, runtime = run.store.index, run.runtime
+    by_device = {index.loc[int(r), "device"]: int(r) for r in reversed(run.rows.val)}
+    chosen = np.array(sorted(by_device.values())[:limit])
+    run.model.eval()
+    for cpu_batch in validation_batches(run.cfg, run.store, chosen, 1):
+        row = int(cpu_batch["row"][0])
+        record = index.loc[row]
+        name = f"{record['device']} {record['protocol']} {record['laterality']}"
+        yield row, name, cpu_batch, runtime.to_device_padded(cpu_batch, runtime.evaluation_devices)
+
+
+@torch.no_grad()
+def snapshots(run: Run, step: int) -> Iterator[tuple[Snapshot, int]]:
+    """(snapshot, row) of the example volumes, on the first process; the others only compute."""
+    cfg, runtime = run.cfg, run.runtime
+    for row, name, cpu_batch, batch in example_batches(run, SNAPSHOTS):
+        with runtime.autocast():
+            features = runtime.to_torch(run.model.target_encoder(view(batch, 1)))
+        if not runtime.group.is_first:
+            continue
+        if not bool(torch.isfinite(features).all()):
+            log.warning("no picture of row %d: its features are not finite", row)
+            continue
+        snapshot = Snapshot(
+            volume=cpu_batch["volume"][0].numpy(),
+            context=cpu_batch["context"][0].numpy(),
+            target=cpu_batch["target"][0].numpy(),
+            grid=cfg.grid,
+            patch=cfg.spatial.patch_size,
+            spacing=cfg.spatial.target_spacing,
+            features=features[0].float().cpu().numpy(),
+            valid=cpu_batch["token_valid"][0].numpy(),
+            title=f"{name}, step {step}",
+        )
+        yield snapshot, row
+
+
+@torch.no_grad()
+def forecasts(run: Run, step: int) -> Iterator[Forecast]:
+    """What the model predicts of one of the example volumes, on the first process; the others only
+    compute.
+    """
+    cfg, runtime = run.cfg, run.runtime
+    for _, name, cpu_batch, batch in example_batches(run, FORECASTS):
+        output = predict(run.model, batch, runtime, stochastic=False)
+        assert output.features_all_BNE is not None, "None in training alone"
+        outcome = (output.target_all_BNE, output.prediction_BME, output.features_all_BNE)
+        targets, prediction, features = (runtime.to_torch(tensor)[0].float().cpu() for tensor in outcome)
+        is_finite = all(bool(torch.isfinite(part).all()) for part in (targets, prediction, features))
+        if not runtime.group.is_first or not is_finite:
+            continue
+        yield Forecast(
+            volume=cpu_batch["volume"][0].numpy(),
+            target=cpu_batch["target"][0].numpy(),
+            grid=cfg.grid,
+            patch=cfg.spatial.patch_size,
+            spacing=cfg.spatial.target_spacing,
+            targets=targets.numpy(),
+            prediction=prediction.numpy(),
+            features=features.numpy(),
+            valid=cpu_batch["token_valid"][0].numpy(),
+            title=f"{name}, step {step}",
+        )
+
+
+@torch.no_grad()
+def views(run: Run, batch: Batch) -> Views:
+    """The first volume of a micro-batch as the encoders get it."""
+    to_torch = run.runtime.to_torch
+    both = [to_torch(view(batch, number))[0, 0].float().cpu().numpy() for number in (0, 1)]
+    context, target, valid = (
+        to_torch(batch[name])[0].cpu().numpy() for name in ("context", "target", "token_valid")
+    )
+    return Views(
+        views=np.stack(both),
+        context=context,
+        target=target,
+        grid=run.cfg.grid,
+        patch=run.cfg.spatial.patch_size,
+        spacing=run.cfg.spatial.target_spacing,
+        valid=valid,
+    )

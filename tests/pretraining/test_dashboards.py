@@ -1,0 +1,260 @@
+"""What a run sends to Weights & Biases and TensorBoard, read back from their files."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+import torch
+import wandb
+from sklearn.metrics.pairwise import cosine_similarity
+
+from pretraining import train as loop
+from pretraining.train import train
+from tests.support.model_factory import small_config
+from tests.support.pipeline_factory import ROOT, pipeline_config
+from tests.support.tb_reader import events, scalars
+from tests.support.wandb_reader import history, written
+from utils.dashboards import panels
+from utils.dashboards.pictures import Forecast, brightest_token, relative_error, similarity, similarity_map
+from utils.errors import UserError
+from utils.log import RunLog
+from utils.skipped_updates import NotFiniteError
+
+# skill needs 16 volumes of 4 participants
+MANY_TO_VALIDATE = "train.val_fraction=0.75"
+
+
+@pytest.fixture(scope="module")
+def watched(folder: Path) -> Path:
+    """A run of 8 steps with both dashboards, and pictures at 0, 5 and 8."""
+    run = folder / "watched"
+    overrides = [f"run.dir={run}", "wandb.mode=offline", "log.tensorboard=true", "wandb.images_every_steps=5"]
+    overrides += ["wandb.tags=[phantom,test]", "wandb.group=tests", "wandb.name=eight", MANY_TO_VALIDATE]
+    assert train(pipeline_config(folder, *overrides)) == 0
+    return run
+
+
+def lines(run: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def everything(run: Path, kind: str) -> list[Any]:
+    """The records of one kind in the .wandb files."""
+    return [getattr(r, kind) for one in written(run) for r in one if r.HasField(kind)]
+
+
+def test_every_declared_panel_has_points_in_both_dashboards(watched: Path) -> None:
+    rows, curves = history(watched), scalars(watched)
+    (no_point,) = {name for name in panels.metrics() if name not in curves}
+    assert no_point == "train/volume_share"  # it needs 17 volumes to train on, beside 16 to validate
+    assert {line[no_point] for line in lines(watched) if no_point in line} == {None}
+    for name in set(panels.metrics()) - {no_point}:
+        points = [row[name] for row in rows if name in row]
+        assert points, name
+        assert all(math.isfinite(value) for value in points), name
+        assert name in curves, name
+    for prefix in (*panels.PICTURES, *panels.COUNTS):
+        assert any(key.startswith(prefix) for row in rows for key in row), prefix
+
+
+def test_training_comes_before_validation_on_one_clock(watched: Path) -> None:
+    rows = history(watched)
+    steps = [int(row["_step"]) for row in rows]
+    assert steps == sorted(set(steps)) == list(range(9))
+    trained = [step for step, row in zip(steps, rows, strict=True) if "train/loss" in row]
+    assert trained == list(range(1, 9))
+    validated = [step for step, row in zip(steps, rows, strict=True) if "val/loss" in row]
+    assert validated == [0, 4, 8]
+    kinds = [("val" if "val/loss" in line else "train", line["step"]) for line in lines(watched)]
+    assert kinds.index(("train", 4)) < kinds.index(("val", 4))
+    assert kinds.index(("train", 8)) < kinds.index(("val", 8))
+
+
+def test_both_dashboards_have_the_numbers_of_metrics_jsonl(watched: Path) -> None:
+    sent, curves = {int(row["_step"]): row for row in history(watched)}, scalars(watched)
+    for line in lines(watched):
+        for name, value in line.items():
+            if name != "step" and value is not None:
+                assert sent[line["step"]][name] == value
+                assert curves[name][line["step"]] == pytest.approx(value, rel=1e-6)
+
+
+def test_pictures_come_at_the_start_at_the_end_and_each_so_many_steps(watched: Path) -> None:
+    for prefix, expected in (("masks/", [0, 5, 8]), ("prediction/", [0, 5, 8]), ("views/", [5, 8])):
+        steps = [int(row["_step"]) for row in history(watched) for key in row if key.startswith(prefix)]
+        assert sorted(set(steps)) == expected, prefix
+    reader = events(watched)
+    assert {tag.split("/")[0] + "/" for tag in reader.Tags()["images"]} == set(panels.PICTURES)
+    kept = {path.stem[:13] for path in (watched / "snapshots").iterdir()}
+    assert kept == {"step_00000000", "step_00000008"}  # those between are sent, not kept
+
+
+def test_pictures_move_no_number(folder: Path, watched: Path, tmp_path: Path) -> None:
+    run = tmp_path / "unwatched"
+    assert train(pipeline_config(folder, f"run.dir={run}", MANY_TO_VALIDATE)) == 0
+
+    def numbers(path: Path) -> list[dict[str, Any]]:
+        return [{k: v for k, v in line.items() if not k.startswith("perf/")} for line in lines(path)]
+
+    assert numbers(run) == numbers(watched)
+
+
+def test_the_run_says_what_it_is_and_what_its_best_probe_was(watched: Path) -> None:
+    run = everything(watched, "run")[0]
+    assert (run.project, run.display_name, run.run_group) == ("oct-foundation", "eight", "tests")
+    assert list(run.tags) == ["phantom", "test"]
+    config = {item.key: json.loads(item.value_json) for item in run.config.update}
+    assert config["optim.base_lr"] == 5e-4
+    assert config["units"]["spatial.target_spacing"] == "mm"
+    assert config["units"]["data.data_timeout_s"] == "s"
+    summary: dict[str, Any] = {}
+    for record in everything(watched, "summary"):
+        for item in record.update:
+            summary[item.key or "/".join(item.nested_key)] = json.loads(item.value_json)
+    probes = [line["val/probe"] for line in lines(watched) if line.get("val/probe") is not None]
+    losses = [line["val/loss"] for line in lines(watched) if "val/loss" in line and line["step"] > 0]
+    assert summary["best/probe"] == max(probes)
+    assert summary["best/val_loss"] == min(losses)
+    (alert,) = everything(watched, "alert")
+    assert alert.title == "finished at step 8 of 8"
+    assert "best/probe" in alert.text
+
+
+def test_the_page_of_the_layout_is_that_of_the_code() -> None:
+    page = (ROOT / "docs" / "guides" / "dashboard.md").read_text()
+    assert panels.markdown() in page, "python -m utils.dashboards.panels prints it"
+
+
+class Recorder:
+    """A dashboard that remembers its alerts."""
+
+    takes_images = False
+
+    def __init__(self) -> None:
+        self.alerts: list[str] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *_: None
+
+    def alert(self, title: str, text: str) -> None:
+        self.alerts.append(title)
+
+
+def test_collapse_and_nan_are_alerts(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recorder, real = Recorder(), loop.train_step
+    monkeypatch.setattr("utils.log._open_writers", lambda *_: [recorder])
+
+    def not_finite(*args: Any) -> Any:
+        result = real(*args)
+        result.is_finite = torch.tensor(args[5].step not in (1, 3, 4))
+        return result
+
+    monkeypatch.setattr(loop, "train_step", not_finite)
+    overrides = [f"run.dir={tmp_path / 'nan'}", "train.max_bad_steps=2", "train.val_every_steps=8"]
+    with pytest.raises((NotFiniteError, UserError), match="2 updates in a row"):
+        train(pipeline_config(folder, *overrides))
+    assert recorder.alerts == [
+        "updates skipped until step 2: not finite",
+        "updates skipped until step 4: not finite",
+        "stopped: not finite",
+    ]
+    run_log = RunLog(small_config("vjepa2", f"run.dir={tmp_path / 'alarm'}"), 0, 10, synthetic=True)
+    run_log.alarm(7, "collapse", "features collapse")
+    run_log.close()
+    assert recorder.alerts[-1] == "collapse at step 7"
+
+
+def test_a_run_outlives_weights_and_biases(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Its process is killed between two lines; one warning, and every line in metrics.jsonl."""
+    wandb.teardown()
+    cfg = small_config("vjepa2", "wandb.mode=offline", f"run.dir={tmp_path / 'run'}")
+    run_log = RunLog(cfg, 0, 10, synthetic=True)
+    run_log.metrics(1, {"train/loss": 0.5})
+    (core,) = [child for child in psutil.Process().children() if child.name() == "wandb-core"]
+    core.send_signal(signal.SIGKILL)
+    core.wait(10)
+    time.sleep(0.2)  # until the client's end of the socket has heard of it
+    with caplog.at_level(logging.WARNING):
+        for step in range(2, 6):
+            run_log.metrics(step, {"train/loss": 0.5})
+        run_log.alert("title", "text")
+        run_log.counts(5, "data/devices", {"a": 1})
+        run_log.summary({"best/probe": 0.5})
+        run_log.close()
+    assert [r.name for r in caplog.records if r.levelno >= logging.WARNING and r.name[:5] != "wandb"] == [
+        "utils.dashboards.weights_and_biases"
+    ]
+    assert caplog.text.count("training goes on without it") == 1
+    assert [line["step"] for line in lines(tmp_path / "run")] == [1, 2, 3, 4, 5]
+
+
+def test_tensorboard_goes_on_where_the_checkpoint_was(tmp_path: Path) -> None:
+    """What came after the checkpoint of step 2 is struck out."""
+    cfg = small_config("vjepa2", "wandb.mode=disabled", "log.tensorboard=true", f"run.dir={tmp_path}")
+    for start, steps, value in ((0, (1, 2, 3, 4), 1.0), (2, (3,), 9.0)):
+        run_log = RunLog(cfg, start, 10, synthetic=False)
+        for step in steps:
+            run_log.metrics(step, {"train/loss": value})
+        run_log.close()
+    assert scalars(tmp_path)["train/loss"] == {1: 1.0, 2: 1.0, 3: 9.0}
+
+
+def test_tensorboard_that_is_missing_is_said_before_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("utils.dashboards.tensorboard.find_spec", lambda _: None)
+    cfg = small_config("vjepa2", "wandb.mode=disabled", "log.tensorboard=true", f"run.dir={tmp_path}")
+    with pytest.raises(UserError, match="expected the package tensorboard, found none; pip install"):
+        RunLog(cfg, 0, 10, synthetic=True)
+
+
+def forecast(**changes: Any) -> Forecast:
+    """Two planes of 2 x 2 tokens of 1 x 2 x 2 voxels; token 7 is padding and the brightest."""
+    rng = np.random.default_rng(0)
+    volume = np.full((2, 4, 4), 10, np.uint8)
+    volume[1, 2:, 2:] = 250
+    volume[1, :2, 2:] = 200  # token 5
+    values: dict[str, Any] = {
+        "volume": volume,
+        "target": np.array([1, 6]),
+        "grid": (2, 2, 2),
+        "patch": (1, 2, 2),
+        "spacing": (0.1, 0.01, 0.02),
+        "targets": rng.normal(size=(8, 5)),
+        "prediction": rng.normal(size=(2, 5)),
+        "features": rng.normal(size=(8, 5)),
+        "valid": np.array([1, 1, 1, 1, 1, 1, 1, 0.0]),
+        "title": "device, step 1",
+    }
+    return Forecast(**{**values, **changes})
+
+
+def test_the_error_of_a_prediction_is_that_of_the_mean_where_it_is_the_mean() -> None:
+    targets = np.zeros((8, 1))
+    targets[:7, 0] = [1, -1, 1, -1, 1, -1, 0]  # mean 0, mean square 6 / 7; padding does not count
+    targets[7] = 100.0
+    shown = forecast(targets=targets, prediction=np.array([[-1.0], [2.0]]))
+    error = relative_error(shown)
+    assert error[1] == 0.0
+    assert error[6] == pytest.approx(4 / (6 / 7))
+    assert np.isnan(error[[0, 2, 3, 4, 5, 7]]).all()
+
+
+def test_similarity_is_the_cosine_without_the_common_mean() -> None:
+    shown = forecast()
+    centred = shown.features - shown.features[:7].mean(axis=0)
+    np.testing.assert_allclose(similarity(shown, 3), cosine_similarity(centred)[3], atol=1e-12)
+    assert brightest_token(shown) == 5  # not the padding
+    axes = similarity_map(shown).axes
+    assert axes[0].lines[0].get_xydata().tolist() == [[0.06, 0.01]]  # second column, first row, in mm
+    assert axes[2].lines[0].get_xydata().tolist() == [[0.06, pytest.approx(0.15)]]
+    assert np.ma.masked_invalid(axes[1].images[0].get_array()).count() == 3  # padding has no cosine

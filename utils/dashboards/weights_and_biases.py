@@ -1,0 +1,160 @@
+"""Weights & Biases: one run of rank 0, on the clock of the optimizer step.
+
+In: what utils/log.py hands over, and section `wandb` of the configuration. Out: a run on the server, or files
+below run.dir for `wandb sync`. The id of the run is in run.dir and beside the checkpoints, so that a resumed
+run goes on with its curve; of a sweep's agent it is the agent's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import netrc
+import os
+import secrets
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlparse
+
+import numpy as np
+
+from utils import storage
+from utils.config.load import flatten
+from utils.config.page import keys
+from utils.config.schema import Config
+from utils.history import WANDB_ID
+from utils.storage.retry import describe
+
+log = logging.getLogger(__name__)
+INIT_TIMEOUT_S = 30.0  # a start waits so long for Weights & Biases
+
+
+class WandbWriter:
+    """Writes to one run of Weights & Biases until that fails: then once a warning, and nothing more."""
+
+    def __init__(self, run: Any, *, takes_images: bool, takes_artifacts: bool) -> None:
+        import wandb
+        from wandb.sdk.mailbox import HandleAbandonedError, MailboxClosedError
+
+        self._run = run
+        self.takes_images, self._takes_artifacts = takes_images, takes_artifacts
+        # what its calls raise once its process is gone or its answer is an error
+        self._failures = (OSError, wandb.Error, HandleAbandonedError, MailboxClosedError)
+
+    def _send(self, call: Callable[[Any], object]) -> None:
+        if self._run is None:
+            return
+        try:
+            call(self._run)
+        except self._failures as error:
+            self._run = None
+            text = "Weights & Biases is gone, training goes on without it: %s; metrics.jsonl has every number"
+            log.warning(text, describe(error))
+            self._forget()
+
+    def _forget(self) -> None:
+        """Let go of its process, which would else be waited for, and complained of, when this one ends."""
+        import wandb
+
+        with contextlib.suppress(*self._failures):
+            wandb.teardown()
+
+    def metrics(self, step: int, values: Mapping[str, float]) -> None:
+        self._send(lambda run: run.log(dict(values), step=step))
+
+    def image(self, step: int, name: str, picture_HWC: np.ndarray) -> None:
+        if not self.takes_images or self._run is None:
+            return
+        import wandb
+
+        self._send(lambda run: run.log({name: wandb.Image(picture_HWC)}, step=step))
+
+    def counts(self, step: int, name: str, counts: Mapping[str, int]) -> None:
+        if self._run is None:
+            return
+        import wandb
+
+        def send(run: Any) -> None:
+            table = wandb.Table(columns=["name", "count"], data=[[key, n] for key, n in counts.items()])
+            run.log({name: wandb.plot.bar(table, "name", "count", title=name)}, step=step)
+
+        self._send(send)
+
+    def alert(self, title: str, text: str) -> None:
+        self._send(lambda run: run.alert(title=title, text=text))
+
+    def summary(self, values: Mapping[str, float]) -> None:
+        self._send(lambda run: run.summary.update(dict(values)))
+
+    def artifact(self, name: str, url: str) -> None:
+        """Offline W&B would copy a checkpoint outside the run directory; one in a bucket stays there."""
+        if self._run is None or not self._takes_artifacts or self._run.offline or storage.is_remote(url):
+            return
+        self._send(lambda run: run.log_artifact(url, name=f"{name}-{run.id}", type="model"))
+
+    def close(self) -> None:
+        self._send(lambda run: run.finish())
+
+
+def has_api_key(base_url: str) -> bool:
+    """True when a key is where the client looks: in the environment, or in ~/.netrc after `wandb login`."""
+    if os.environ.get("WANDB_API_KEY"):
+        return True
+    try:
+        entry = netrc.netrc().authenticators(urlparse(base_url).hostname or "")
+    except (OSError, netrc.NetrcParseError):
+        return False
+    return entry is not None
+
+
+def shown_config(cfg: Config) -> dict[str, Any]:
+    """The flat configuration, `section.key` -> value, and under `units` the unit of each key that has one."""
+    units = {name: key.unit for name, key in keys().items() if key.unit and "[]" not in name}
+    return {**dict(flatten(cfg)), "units": units}
+
+
+def start_wandb(cfg: Config, run_dir: Path) -> Any | None:
+    """The run of Weights & Biases, offline where there is no key or no server; None with mode disabled."""
+    if cfg.wandb.mode == "disabled":
+        return None
+    import wandb
+
+    mode = cfg.wandb.mode
+    if mode == "online" and not has_api_key(wandb.setup().settings.base_url):
+        log.warning("wandb.mode: online was asked for, but no API key was found; logging offline")
+        mode = "offline"
+    begin = partial(
+        wandb.init,
+        project=cfg.wandb.project,
+        entity=cfg.wandb.entity,
+        name=cfg.wandb.name or cfg.experiment_name,
+        group=cfg.wandb.group,
+        tags=cfg.wandb.tags,
+        id=_run_id(run_dir),
+        resume="allow",
+        dir=str(run_dir),
+        config=shown_config(cfg),
+        settings=wandb.Settings(console="off", silent=True, init_timeout=_init_timeout_s()),
+    )
+    try:
+        return begin(mode=mode)
+    except wandb.errors.CommError as error:
+        text = "wandb.mode: Weights & Biases is not reached, logging offline until the next start: %s"
+        log.warning(text, describe(error))
+    wandb.teardown()  # else its process holds on to the id
+    return begin(mode="offline")
+
+
+def _run_id(run_dir: Path) -> str:
+    """The id of this run: its own, a sweep agent's, or a new one."""
+    id_file = run_dir / WANDB_ID
+    if not id_file.exists():
+        id_file.write_text(os.environ.get("WANDB_RUN_ID") or secrets.token_hex(4))
+    return id_file.read_text().strip()
+
+
+def _init_timeout_s() -> float:
+    """How long a start waits for Weights & Biases."""
+    return float(os.environ.get("WANDB_INIT_TIMEOUT", INIT_TIMEOUT_S))

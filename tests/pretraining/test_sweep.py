@@ -1,0 +1,100 @@
+"""The sweep file: in the schema, drawn reproducibly, refused in one line, carried out without a server."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from pretraining.sweep import best_of, draw, main, overrides_of, read_sweep, table
+from tests.support.pipeline_factory import ROOT, SMOKE, make_store, pipeline_overrides
+from utils.config.load import load_config
+from utils.errors import ConfigError
+
+SHIPPED = ROOT / "configs" / "sweep_pretrain.yaml"
+
+
+def changed(tmp_path: Path, **changes: Any) -> Path:
+    """The shipped file with other values on top."""
+    path = tmp_path / "sweep.yaml"
+    path.write_text(yaml.safe_dump({**yaml.safe_load(SHIPPED.read_text()), **changes}))
+    return path
+
+
+def test_every_draw_of_the_shipped_file_is_a_configuration() -> None:
+    sweep = read_sweep(SHIPPED)
+    drawn = draw(sweep, 40, seed=0)
+    assert drawn[:3] == draw(sweep, 3, seed=0)
+    assert drawn != draw(sweep, 40, seed=1)
+    for parameters in drawn:
+        cfg = load_config(ROOT / sweep.config, overrides_of(parameters))
+        assert 1e-4 <= cfg.optim.base_lr <= 2e-3
+        assert cfg.optim.base_lr == parameters["optim.base_lr"]  # no digit is lost on the way
+    assert {0, 9} <= {parameters["seed"] for parameters in drawn} <= set(range(10))
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        (
+            {"parameters": {"optim.base_rl": {"values": [1]}}},
+            "keys of the configuration, found optim.b",
+        ),
+        ({"parameters": {"seed": {"min": 0, "max": 1}}}, r"parameters.seed: expected value, values, or min"),
+        ({"method": "bayes"}, "method: expected one of random, grid, found bayes"),
+        ({"method": "grid"}, "expected values alone with grid"),
+        ({"metric": {"name": "val/probe", "goal": "up"}}, "metric: expected a name and a goal"),
+        ({"command": ["python"]}, "command: expected --config FILE"),
+    ],
+)
+def test_a_mistake_is_named(tmp_path: Path, changes: dict[str, Any], expected: str) -> None:
+    with pytest.raises(ConfigError, match=expected):
+        read_sweep(changed(tmp_path, **changes))
+
+
+def test_a_grid_is_every_combination(tmp_path: Path) -> None:
+    parameters = {
+        "seed": {"values": [0, 1]},
+        "optim.base_lr": {"values": [1e-3, 1e-4]},
+        "wandb.group": {"value": "g"},
+    }
+    drawn = draw(read_sweep(changed(tmp_path, method="grid", parameters=parameters)), 10, seed=0)
+    assert sorted((one["seed"], one["optim.base_lr"]) for one in drawn) == [
+        (0, 1e-4),
+        (0, 1e-3),
+        (1, 1e-4),
+        (1, 1e-3),
+    ]
+
+
+def test_the_table_has_the_best_first(tmp_path: Path) -> None:
+    """Of each run its best validation; one without a value is last."""
+    sweep = read_sweep(changed(tmp_path, parameters={"seed": {"values": [0, 1, 2]}}))
+    runs = []
+    for seed, values in enumerate((["0.4", "0.5"], ["0.9", "0.1"], ["null"])):
+        run = tmp_path / f"run_{seed}"
+        run.mkdir()
+        (run / "metrics.jsonl").write_text("".join(f'{{"step": 1, "val/probe": {v}}}\n' for v in values))
+        runs.append((run.name, {"seed": seed}, best_of(run, sweep)))
+    rows = re.findall(r"\| (run_\d) \| ([\d.]+|none) \|", table(sweep, runs))
+    assert rows == [("run_1", "0.9"), ("run_0", "0.5"), ("run_2", "none")]
+
+
+@pytest.mark.slow
+def test_three_runs_without_a_server(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make_store(tmp_path)
+    sweep = changed(tmp_path, command=["python", "--config", str(SMOKE), "${args_no_hyphens}"])
+    short = [*pipeline_overrides(tmp_path), "train.max_steps=2", "train.ckpt_dir=null", "wandb.mode=offline"]
+    short = [word for word in short if not word.startswith(("run.dir=", "optim.base_lr="))]
+    main(["--sweep", str(sweep), "--runs", "3", "--dir", str(tmp_path / "sweep"), *short])
+    text = capsys.readouterr().out
+    assert sorted(re.findall(r"\| (run_\d+) \| 0\.\d+", text)) == ["run_000", "run_001", "run_002"]
+    drawn = draw(read_sweep(sweep), 3, seed=0)
+    for number, parameters in enumerate(drawn):
+        cfg = load_config(tmp_path / "sweep" / f"run_{number:03d}" / "config.yaml")
+        assert cfg.optim.base_lr == parameters["optim.base_lr"]
+        assert cfg.seed == parameters["seed"]
+        assert list((tmp_path / "sweep" / f"run_{number:03d}").glob("wandb/offline-run-*/*.wandb"))

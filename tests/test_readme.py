@@ -77,7 +77,7 @@ def configured_commands(text: str) -> list[tuple[str, list[str]]]:
     """(configuration, overrides) of the commands in a page's code blocks."""
     commands = []
     for line in "".join(blocks(text)).splitlines():
-        if match := re.search(r"\bconfigs/\w+\.yaml", line):
+        if match := re.search(r"\bconfigs/(?!sweep_)\w+\.yaml", line):  # a sweep is no configuration
             words = shlex.split(line[match.end() :].partition(";")[0], comments=True)
             commands.append((match[0], [word for word in words if OVERRIDE.fullmatch(word)]))
     return commands

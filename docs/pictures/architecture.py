@@ -1,4 +1,4 @@
-"""Draw docs/pictures/architecture.png: `python docs/pictures/architecture.py`. Boxes are rooms of the tree."""
+"""Draw docs/pictures/architecture.png: `python docs/pictures/architecture.py`. A box is a room."""
 
 from __future__ import annotations
 

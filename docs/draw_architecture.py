@@ -1,4 +1,4 @@
-"""Draw docs/pictures/architecture.png: `python docs/pictures/architecture.py`. A box is a room."""
+"""Draw docs/pictures/architecture.png: `python docs/draw_architecture.py`. A box is a room."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyArrowPatch, FancyBboxPatch
 
-FOLDER = Path(__file__).resolve().parent
+FOLDER = Path(__file__).resolve().parent / "pictures"
 COLOURS = {"data": "#cfe3f7", "model": "#fbe0c3", "train": "#d7ecd4", "use": "#e6d9f2", "file": "#f2f2f2"}
 # name, what it does, kind, column, row
 BOXES = (

@@ -1,7 +1,7 @@
 """The report as one HTML page: scripts, style and pictures inside, nothing fetched.
 
 In: runs (utils.report.run_files). Out: HTML text. template.html.j2 holds the layout and all words that do not
-depend on the runs; assets/ has the style, the script, and plotly.js (basic bundle, MIT).
+depend on the runs; assets/ has the style and the script, the package plotly its plotly.js.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 from matplotlib.colors import to_hex
+from plotly.offline import get_plotlyjs
 
 from utils.report import compare, pictures, tree_check
 from utils.report.charts import charts_of
@@ -76,7 +77,7 @@ def render(runs: Sequence[Run], watched: str = "") -> str:
         data=script_data(content_of(runs, names) | {"watched": watched}),
         style=asset("report.css"),
         script=asset("report.js"),
-        plotly=asset("plotly-basic.min.js"),
+        plotly=Markup(get_plotlyjs()),
     )
 
 

@@ -69,7 +69,9 @@ Control/Farsiu_Ophthalmology_2013_Control_Subject_1001.mat""",
     ),
     spacing=Fact("0.067 x 0.0045 x 0.0067 mm, as eyepy has it; its axial length is of a magazine", "+"),
     orientation=Fact("order of B-scans unknown; eyepy takes them from inferior to superior", "n/v"),
-    labels=Fact("AMD or control; ILM, upper border of the RPE and drusen complex, BM (rows from 1)", "n/v"),
+    labels=Fact(
+        "AMD or control; ILM, upper border of the RPE and drusen complex, BM (rows from 1: assumed)", "n/v"
+    ),
     splits=Fact("none", "+"),
     find=_find,
     imitate=_imitate,

@@ -82,7 +82,9 @@ Subject_01.mat ... Subject_10.mat
     ),
     spacing=Fact("0.123 x 0.00387 x 0.01133 mm: the middle of the ranges in the paper, as eyepy has it", "+"),
     orientation=Fact("order of B-scans unknown", "n/v"),
-    labels=Fact("fluid and eight surfaces of the first grader (rows from 1); the rest is unlabelled", "+"),
+    labels=Fact(
+        "fluid and eight surfaces of the first grader (rows from 1: assumed), the rest unlabelled", "+"
+    ),
     splits=Fact("none", "+"),
     find=_find,
     imitate=_imitate,

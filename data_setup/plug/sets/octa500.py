@@ -85,14 +85,14 @@ _PLUG_CLASSES = {name: name.lower() for name in _CLASSES}
 PLUG = Plug(
     name="octa500",
     title="OCTA-500",
-    content=Fact("500 eyes of 500 people, OCT and OCTA: 300 of 6 x 6 mm, 200 of 3 x 3 mm", "r"),
+    content=Fact("500 eyes of 500 people, OCT and OCTA: 300 of 6 x 6 mm, 200 of 3 x 3 mm", "n/v"),
     licence=Fact("terms of IEEE DataPort", "n/v"),
     access=Fact("login at IEEE DataPort (open access)", "n/v"),
     citation=Fact("Li et al., OCTA-500, Medical Image Analysis 2024", "n/v"),
     layout=Fact(
         """\
 .../OCT/10001/1.bmp ... 400.bmp     10001-10300 of 6 mm, 10301-10500 of 3 mm; OCTA/ beside it is not read
-.../GT_Layers/10001.mat             one array [6 surfaces, B-scans, A-scans]
+.../GT_Layers/10001.mat             assumed: one array [6 surfaces, B-scans, A-scans]
 Text labels.xlsx                    columns ID, Sex, OS/OD, Age, Disease""",
         "+",
     ),

@@ -56,7 +56,7 @@ PLUG = Plug(
     content=Fact("10 volumes of healthy eyes, 496 x 644 x 51", "c"),
     licence=Fact("CC BY 4.0", "c"),
     access=Fact("PLOS ONE supplement s002, direct", "c"),
-    citation=Fact("Tian et al., PLOS ONE 2015, 10.1371/journal.pone.0133908", "r"),
+    citation=Fact("Tian et al., PLOS ONE 2015, 10.1371/journal.pone.0133908", "c"),
     layout=Fact(
         "Subject 1.mat ... Subject 10.mat   volumedata [H, W, D]; O1, O2, auto [8, W, D]: names assumed",
         "n/v",

@@ -105,10 +105,10 @@ def _imitate(root: Path) -> None:
 PLUG = Plug(
     name="olives",
     title="OLIVES",
-    content=Fact("96 eyes, 3 to 27 visits each, 49 B-scans a volume", "r"),
+    content=Fact("96 eyes, 3 to 27 visits each, 49 B-scans a volume", "c"),
     licence=Fact("CC BY 4.0", "c"),
     access=Fact("Zenodo 7105232, or gOLIVES at Hugging Face", "c"),
-    citation=Fact("Prabhushankar et al., OLIVES, NeurIPS Datasets and Benchmarks 2022", "r"),
+    citation=Fact("Prabhushankar et al., OLIVES, NeurIPS Datasets and Benchmarks 2022", "c"),
     layout=Fact(
         """\
 .../Prime_FULL/01-001/W1/OD/0.png ...                 numbers alone are B-scans; other images are not read

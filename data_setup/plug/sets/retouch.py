@@ -64,9 +64,9 @@ def _imitate(root: Path) -> None:
 PLUG = Plug(
     name="retouch",
     title="RETOUCH",
-    content=Fact("112 volumes (70 of training) of Cirrus, Spectralis and Topcon, AMD and RVO", "r"),
+    content=Fact("112 volumes (70 of training) of Cirrus, Spectralis and Topcon, AMD and RVO", "n/v"),
     licence=Fact("data use agreement, research", "c"),
-    access=Fact("register at retouch.grand-challenge.org", "r"),
+    access=Fact("register at retouch.grand-challenge.org", "c"),
     citation=Fact("Bogunovic et al., RETOUCH, IEEE Transactions on Medical Imaging 2019", "n/v"),
     layout=Fact(
         """\
@@ -78,7 +78,7 @@ RETOUCH-TestSet-.../TEST001/oct.mhd, oct.raw          without reference; the fol
     spacing=Fact("ElementSpacing of each file", "+"),
     orientation=Fact("x along the B-scan, y axial, z between B-scans; their order unknown", "+"),
     labels=Fact("voxels of IRF, SRF and PED; from them which of the three an eye has", "+"),
-    splits=Fact("training and test folders; the test part has no labels, so none is taken over", "r"),
+    splits=Fact("training and test folders; the test part has no labels, so none is taken over", "n/v"),
     find=_find,
     imitate=_imitate,
     tasks=(

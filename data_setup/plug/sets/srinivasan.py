@@ -37,7 +37,7 @@ def _imitate(root: Path) -> None:
 PLUG = Plug(
     name="srinivasan",
     title="Duke 2014 (Srinivasan)",
-    content=Fact("45 volumes: 15 of AMD, 15 of DME, 15 normal", "r"),
+    content=Fact("45 volumes: 15 of AMD, 15 of DME, 15 normal", "c"),
     licence=Fact("research only", "c"),
     access=Fact("from Duke's page, without registration", "n/v"),
     citation=Fact("Srinivasan et al., Biomedical Optics Express 2014", "n/v"),

@@ -12,7 +12,7 @@ import posixpath
 import re
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import PurePosixPath
 
 from data_setup.readers import heidelberg
@@ -20,6 +20,7 @@ from data_setup.readers.faults import OCTReadError, RejectReason
 from data_setup.readers.images import count_pages, differing_numbers, is_image
 from data_setup.readers.open_record import PEEK_BYTES, kind_by_name
 from data_setup.readers.sidecar import FOLDER_SIDECAR
+from data_setup.readers.vendor import e2e, kinds
 from utils.config.schema import StorageOptions
 from utils.storage import join
 from utils.storage.ranges import RangeFile
@@ -64,6 +65,10 @@ def find_candidates(
             others["archives"] += 1
         else:
             others[f"*{PurePosixPath(path).suffix.lower()}"] += 1
+    for one in [one for one in files.values() if one.kind == kinds.E2E]:
+        for part in _parts(root, one, options):
+            files[part] = replace(one, path=part)
+            files.pop(one.path, None)
     claimed = _claimed_folders(root, files, options)
     for folder, names in images.items():
         if folder in claimed:
@@ -79,6 +84,17 @@ def find_candidates(
         elif names:
             others["images beside the folders"] += len(names)
     return [files[path] for path in sorted(files)], others
+
+
+def _parts(root: str, one: Candidate, options: StorageOptions) -> list[str]:
+    """The paths of the volumes in an E2E file of several; none for one, and where it cannot be read."""
+    url = join(root, one.path)
+    try:
+        with RangeFile(url, one.size, options, PEEK_BYTES) as file:
+            ids = e2e.volume_ids(file, url)
+    except OCTReadError:  # met again, and named, when its header is read
+        return []
+    return [f"{one.path}#{volume}" for volume in ids] if len(ids) > 1 else []
 
 
 def _dicom_by_name(name: str) -> str | None:

@@ -21,6 +21,7 @@ from data_setup.readers.dicom import OCTHeader
 from data_setup.readers.faults import OCTReadError, RejectReason, named_faults
 from data_setup.readers.open_record import PEEK_BYTES, peek_record
 from data_setup.readers.pixels import BoundedFile
+from data_setup.readers.vendor import kinds
 from data_setup.store.format import UNREAD
 from utils.config.schema import StorageOptions
 from utils.storage import StorageError, join
@@ -28,9 +29,14 @@ from utils.storage.ranges import RangeFile
 
 OK = "ok"
 # What a cell of the manifest or a YAML repairs: such a row is in the manifest all the same.
-TO_FILL = (RejectReason.MISSING_SPACING.value, RejectReason.UNKNOWN_AXES.value)
+TO_FILL = (
+    RejectReason.MISSING_SPACING.value,
+    RejectReason.UNKNOWN_AXES.value,
+    RejectReason.MISSING_SHAPE.value,
+)
 UNKNOWN = "unknown"
-HEADED = ("DICOM", "Heidelberg XML")  # kinds whose header says the eye; of the others a YAML may
+WITHOUT_YAML = ("DICOM", "Heidelberg XML")
+HEADED = (*WITHOUT_YAML, *kinds.HEADED)  # kinds whose header says the eye; of the others a YAML may
 _STAND_IN = (0.1, 0.003, 0.01)  # mm, to get past a missing spacing to the shape; written nowhere
 _TAGS = ["PatientID", "PatientAge", "Manufacturer", "ManufacturerModelName", "ProtocolName"]
 
@@ -102,14 +108,18 @@ def _look(
     entry, record = replace(entry, files=files or ""), replace(_record(root, path), files=files)
     try:
         header = _header(record, candidate, options)
-        if header is None:
-            return _without_spacing(entry, record, candidate, options)
+        if isinstance(header, str):
+            entry = replace(_without_spacing(entry, record, candidate, options), message=header)
+            is_headed = kind in kinds.HEADED
+            return _with_vendor_id(entry, record.url, candidate, rules, options) if is_headed else entry
         entry = _described(entry, header)
         if kind == "DICOM":
             return _with_dicom(entry, record.url, candidate.size, rules, options)
         if kind == "Heidelberg XML":
             export = heidelberg.read_export(record.url, options)
             return replace(_with_id(entry, export.patient_id, rules), etdrs=export.etdrs)
+        if kind in kinds.HEADED:
+            return _with_vendor_id(entry, record.url, candidate, rules, options)
     except OCTReadError as error:
         return replace(entry, status=error.reason.value, message=error.detail)
     except StorageError as error:
@@ -124,14 +134,14 @@ def _without_spacing(entry: Entry, record: Record, candidate: Candidate, options
     return replace(known, status=RejectReason.MISSING_SPACING.value, spacing_mm=None, spacing_source="")
 
 
-def _header(record: Record, candidate: Candidate, options: StorageOptions) -> OCTHeader | None:
-    """The header; None where nothing but the spacing is missing, which is no DICOM file's case."""
+def _header(record: Record, candidate: Candidate, options: StorageOptions) -> OCTHeader | str:
+    """The header; a message where nothing but the spacing is missing, which is no DICOM file's case."""
     try:
         return peek_record(record, candidate.size, options)
     except OCTReadError as error:
-        if error.reason != RejectReason.MISSING_SPACING or candidate.kind in HEADED:
+        if error.reason != RejectReason.MISSING_SPACING or candidate.kind in WITHOUT_YAML:
             raise
-        return None
+        return error.detail
 
 
 def _record(root: str, path: str) -> Record:
@@ -188,6 +198,13 @@ def _with_dicom(entry: Entry, url: str, size: int, rules: Rules, options: Storag
     if years := re.fullmatch(r"0*(\d{1,3})Y", text["PatientAge"]):
         entry = replace(entry, age=int(years[1]))
     return _with_id(entry, text["PatientID"] or None, rules)
+
+
+def _with_vendor_id(
+    entry: Entry, url: str, candidate: Candidate, rules: Rules, options: StorageOptions
+) -> Entry:
+    with RangeFile(kinds.split_part(url)[0], candidate.size, options, PEEK_BYTES) as file:
+        return _with_id(entry, kinds.patient_id(candidate.kind, file, url), rules)
 
 
 def _with_id(entry: Entry, patient_id: str | None, rules: Rules) -> Entry:

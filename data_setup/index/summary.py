@@ -8,10 +8,11 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
 from data_setup.index.candidates import IMAGES
-from data_setup.index.look import HEADED, OK, TO_FILL, UNKNOWN, Entry
+from data_setup.index.look import HEADED, OK, TO_FILL, UNKNOWN, WITHOUT_YAML, Entry
 from data_setup.index.write import Written
 from data_setup.readers.faults import RejectReason
 from data_setup.readers.sidecar import FOLDER_SIDECAR
+from data_setup.readers.vendor import kinds
 from data_setup.store.summary import next_step
 from utils.storage import join
 
@@ -133,6 +134,11 @@ def _missing(root: str, rows: Sequence[Entry]) -> list[str]:
             "axes: [W, H, D]",
             None,
         ),
+        "no shape": (
+            [e for e in rows if e.status == RejectReason.MISSING_SHAPE],
+            "shape: [D, H, W]",
+            "number_of_frames, height, width",
+        ),
         "device unknown": ([e for e in rows if e.device == UNKNOWN], "device: NAME", "device"),
         "eye unknown": ([e for e in rows if not e.laterality], None, "laterality"),
         "order of B-scans unknown": (
@@ -144,11 +150,12 @@ def _missing(root: str, rows: Sequence[Entry]) -> list[str]:
     for name, (part, yaml, column) in needs.items():
         if not part:
             continue
-        opened = [e for e in part if e.kind not in HEADED]  # a YAML counts for these
+        opened = [e for e in part if e.kind not in WITHOUT_YAML]  # a YAML counts for these
         above = f"`{yaml}` into {join(root, _yaml_above(opened))}, once for all below it" if opened else ""
         places = [above] if above and yaml else []
         places += [f"the column {column} of manifest.tsv"] if column else []
         lines.append(f"missing: {name}: {len(part)} ({_names(part)}): write {', or '.join(places)}")
+        lines += [f"  {e.path}: {e.message}" for e in part[:1] if e.kind in kinds.KINDS and e.message]
     wrong = [e for e in rows if e.other_side]
     if part := [e for e in wrong if e.kind in HEADED]:
         lines.append(

@@ -55,6 +55,8 @@ class RejectReason(StrEnum):
     CORRUPT_FILE = "corrupt_file"
     BAD_SIDECAR = "bad_sidecar"
     UNKNOWN_AXES = "unknown_axes"
+    MISSING_SHAPE = "missing_shape"  # raw voxels
+    MISSING_LIBRARY = "missing_library"  # of an optional extra
     # data_setup/readers/heights.py: height maps
     NOT_HEIGHT_MAP = "not_height_map"
     WRONG_REFERENCE = "wrong_reference"  # the map names another OCT file than the manifest

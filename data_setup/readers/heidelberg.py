@@ -66,7 +66,9 @@ def read_xml(url: str, options: StorageOptions | None) -> Iterator[Any]:
     if len(sizes) > 1:
         raise OCTReadError(url, RejectReason.FRAME_SIZE_MISMATCH, "one size for all B-scans", sorted(sizes))
     shape = (len(scans), *scans[0].size)
-    measured = check_geometry(_geometry(scans), shape, None, None, url)
+    lines = [(s.start, s.end) for s in scans]
+    raw = geometry_of_lines(lines, [Measures(*s.scale) for s in scans])
+    measured = check_geometry(raw, shape, None, None, url)
     urls = [join(_folder(url), files[index]) for index in measured.order or range(len(scans))]
     first = next(iter_images(urls, url, options))
     header = make_header(
@@ -261,15 +263,18 @@ def _by_number(export: Export, names: Sequence[str]) -> list[list[str]]:
     return sets
 
 
-def _geometry(scans: Sequence[_BScan]) -> RawGeometry:
-    """As in a DICOM file: positions are the centres of the lines, references their (row, column)."""
+def geometry_of_lines(lines: Sequence[tuple[_Point, _Point]], measures: Sequence[Measures]) -> RawGeometry:
+    """The (start, end) of each B-scan, (x, y) in mm on the localizer, as in a DICOM file.
+
+    Positions are the centres of the lines, references their (row, column).
+    """
     return RawGeometry(
         shared=Measures(),
-        per_frame=tuple(Measures(*s.scale) for s in scans),
+        per_frame=tuple(measures),
         root=Measures(),
-        positions=tuple(((s.start[0] + s.end[0]) / 2, (s.start[1] + s.end[1]) / 2, 0.0) for s in scans),
+        positions=tuple(((start[0] + end[0]) / 2, (start[1] + end[1]) / 2, 0.0) for start, end in lines),
         orientations=(),
-        references=tuple((s.start[1], s.start[0], s.end[1], s.end[0]) for s in scans),
+        references=tuple((start[1], start[0], end[1], end[0]) for start, end in lines),
         shapes=frozenset(),
         reference_unit="mm",
     )

@@ -28,6 +28,7 @@ from data_setup.readers.dicom import OCTHeader, open_file
 from data_setup.readers.faults import OCTReadError, RejectReason, named_faults
 from data_setup.readers.pixels import BoundedFile
 from data_setup.readers.sidecar import Sidecar, parse_sidecar, read_sidecars, sidecar_urls
+from data_setup.readers.vendor import kinds
 from data_setup.tables import D_ORDERS
 from utils import storage
 from utils.config.schema import StorageOptions
@@ -42,11 +43,12 @@ _SUFFIXES = {
     ".tif": "TIFF",
     ".tiff": "TIFF",
     ".xml": "Heidelberg XML",
-    ".e2e": "Heidelberg E2E",
-    ".vol": "Heidelberg VOL",
-    ".fda": "Topcon FDA",
-    ".fds": "Topcon FDS",
-    ".img": "Zeiss IMG",
+    ".e2e": kinds.E2E,
+    ".vol": kinds.VOL,
+    ".fda": kinds.FDA,
+    ".fds": kinds.FDS,
+    ".img": kinds.IMG,
+    ".oct": "Optovue or Bioptigen OCT",
     ".mat": "MATLAB",
     ".mhd": "MetaImage",
     ".mha": "MetaImage",
@@ -57,11 +59,11 @@ _SUFFIXES = {
     ".jpg": "a single image",
     ".jpeg": "a single image",
 }
+_OPENABLE = "a kind that can be opened: export it as DICOM or XML from the maker's software"
 _ADVICE = {  # kinds that are not looked into: what a user can do
     "a single image": "a folder of B-scan images: name the folder in the manifest",
+    "Optovue or Bioptigen OCT": _OPENABLE,
 }
-_CLOSED = ("Heidelberg E2E", "Heidelberg VOL", "Topcon FDA", "Topcon FDS", "Zeiss IMG")
-_OPENABLE = "a kind that can be opened: export it as DICOM or XML from the maker's software"
 _READERS: dict[str, Callable[[IO[bytes], str, Sidecar, StorageOptions | None], Iterator[Any]]] = {
     "NIfTI": lambda file, url, sidecar, options: nifti.read(file, url, sidecar),
     "TIFF": lambda file, url, sidecar, options: images.read_tiff(file, url, sidecar),
@@ -106,7 +108,7 @@ def peek_record(record: Record, size: int, options: StorageOptions) -> OCTHeader
         with _dead_ends_named(options), named_faults(url, RejectReason.NOT_DICOM, "a DICOM file"):
             bounded = BoundedFile(RangeFile(url, size, options, PEEK_BYTES))
             return dicom.read_header(bounded, url)[0]
-    file = None if kind == "folder" else RangeFile(url, size, options, PEEK_BYTES)
+    file = None if kind == "folder" else RangeFile(kinds.split_part(url)[0], size, options, PEEK_BYTES)
     volume = _volume(kind, record, options, file)
     header = next(volume)
     volume.close()
@@ -130,9 +132,11 @@ def _volume(
         yield from images.read_folder(url, _sidecar(record, True, options), options)
         return
     # A started generator closes its file, whether it is exhausted or dropped.
-    with file or open_file(url, options) as opened:
+    with file or open_file(kinds.split_part(url)[0], options) as opened:
         _check_content(kind, opened, url)
-        if kind == "Heidelberg XML":
+        if kind in kinds.KINDS:
+            yield from kinds.read(kind, opened, url, _sidecar(record, False, options), record.shape)
+        elif kind == "Heidelberg XML":
             yield from heidelberg.read_xml(url, options)
         else:
             yield from _READERS[kind](opened, url, _sidecar(record, False, options), options)
@@ -141,7 +145,9 @@ def _volume(
 def _sidecar(record: Record, is_folder: bool, options: StorageOptions | None) -> Sidecar:
     """The YAML of a record, and beneath it the columns of its row; raises OCTReadError."""
     row = parse_sidecar(record.volume_yaml.encode(), record.url) if record.volume_yaml else Sidecar()
-    sidecar = read_sidecars(sidecar_urls(record.url, record.path, is_folder), options, row)
+    sidecar = read_sidecars(
+        sidecar_urls(kinds.split_part(record.url)[0], record.path, is_folder), options, row
+    )
     if None not in (sidecar.files, record.files) and sidecar.files != record.files:
         expected = "files of the YAML as in the manifest"
         raise OCTReadError(record.url, RejectReason.HEADER_MISMATCH, expected, "another pattern")
@@ -151,7 +157,7 @@ def _sidecar(record: Record, is_folder: bool, options: StorageOptions | None) ->
 def source_stat(record: Record, options: StorageOptions | None = None) -> ObjectStat:
     """Bytes and version of a record's source: of several files the sum and a digest; raises StorageError."""
     url, kind = record.url, _kind(record.url, options)
-    urls = [url]
+    urls = [kinds.split_part(url)[0]]
     if kind == "folder":
         urls = [join(url, name) for name in list_names(url, options)]
         urls += [u for u in sidecar_urls(url, record.path, True) if u not in urls]
@@ -159,7 +165,7 @@ def source_stat(record: Record, options: StorageOptions | None = None) -> Object
         with suppress(OCTReadError):  # the reader meets the same fault and names it
             urls += heidelberg.image_urls(url, options)
     elif kind != "DICOM":
-        urls += sidecar_urls(url, record.path, False)
+        urls += sidecar_urls(urls[0], record.path, False)
         if kind == "MetaImage":
             with suppress(OCTReadError), open_file(url, options) as file:
                 urls.append(metaimage.data_url(url, metaimage.read_header(file, url)))
@@ -193,11 +199,11 @@ def identify(head: bytes) -> tuple[str | None, str]:
     if head[344:348] in (b"n+1\0", b"ni1\0") or head[4:8] in (b"n+2\0", b"ni2\0"):
         return "NIfTI", ""
     if head[:4] == b"CMDb" and len(head) >= 16:
-        return "Heidelberg E2E", str(struct.unpack_from("<I", head, 12)[0])
-    if match := re.match(rb"HSF-OCT-(\d{1,4})", head):
-        return "Heidelberg VOL", match[1].decode()
+        return kinds.E2E, str(struct.unpack_from("<I", head, 12)[0])
+    if match := re.match(rb"HSF-OCT-(\d{1,4})|ep-v(\d{1,3}(?:\.\d{1,3}){1,2})", head):
+        return kinds.VOL, (match[1] or b"eyepy " + match[2]).decode()
     if head[:4] == b"FOCT" and head[4:7] in (b"FDA", b"FAA", b"FDS") and len(head) >= 15:
-        kind = "Topcon FDS" if head[4:7] == b"FDS" else "Topcon FDA"
+        kind = kinds.FDS if head[4:7] == b"FDS" else kinds.FDA
         return kind, "{}.{}".format(*struct.unpack_from("<II", head, 7))
     if head.lstrip(b"\xef\xbb\xbf\xff\xfe\0 \t\r\n")[:1] == b"<":
         return "Heidelberg XML", ""
@@ -206,7 +212,7 @@ def identify(head: bytes) -> tuple[str | None, str]:
 
 def kind_by_name(url: str) -> str | None:
     """The kind of the name's ending; None without a known one: the URL is a folder or a DICOM file."""
-    name = PurePosixPath(url).name.lower()
+    name = PurePosixPath(kinds.split_part(url)[0]).name.lower()
     return next((kind for suffix, kind in _SUFFIXES.items() if name.endswith(suffix)), None)
 
 
@@ -220,14 +226,12 @@ def _check_content(kind: str, file: IO[bytes], url: str) -> None:
         raise OCTReadError(url, RejectReason.UNSUPPORTED_FORMAT, _ADVICE[kind], f"{kind}, by its name")
     actual, version = identify(file.read(_HEAD_BYTES))
     file.seek(0)
-    if kind == "Zeiss IMG" and actual is None:  # raw voxels, without a mark
-        described = "Zeiss IMG by its name; it has no header, so no version, no shape and no spacing"
-        raise OCTReadError(url, RejectReason.UNSUPPORTED_FORMAT, _OPENABLE, described)
-    if actual in _CLOSED:
-        raise OCTReadError(url, RejectReason.UNSUPPORTED_FORMAT, _OPENABLE, f"{actual}, version {version}")
+    if kind == kinds.IMG and actual is None:  # raw voxels, without a mark
+        return
     if actual != ("gzip" if url.lower().endswith(".gz") else kind):
         expected = f"{kind}, as its name says"
-        raise OCTReadError(url, RejectReason.WRONG_KIND, expected, actual or "another kind")
+        described = f"{actual}{f', version {version}' if version else ''}" if actual else "another kind"
+        raise OCTReadError(url, RejectReason.WRONG_KIND, expected, described)
 
 
 def _stat_or_none(url: str, options: StorageOptions | None) -> ObjectStat | None:

@@ -68,6 +68,7 @@ class Sidecar:
     files: str | None = None  # folder: pattern of the B-scan images, "oct_*.png"
     array: str | None = None  # MATLAB, NumPy: the name of the volume's array
     columns: tuple[float, float] | None = None  # folder: share of an image's width that is the B-scan
+    shape: tuple[int, int, int] | None = None  # (D, H, W) of raw voxels
     listed_spacing_mm: Triple | None = None  # the manifest's, no key: where neither YAML nor file has one
 
 
@@ -95,6 +96,10 @@ def _are_axes(value: Any) -> bool:
     )
 
 
+def _is_shape(value: Any) -> bool:
+    return isinstance(value, list) and len(value) == 3 and all(_is_whole(v, 1) for v in value)
+
+
 _RULES = {
     "spacing_mm": ("three lengths in mm above 0, [D, H, W]", lambda v: _are_numbers(v, 3) and min(v) > 0),
     "laterality": ("L, R, OS, OD, left or right", lambda v: _is_text(v) and v.strip().lower() in SIDES),
@@ -111,6 +116,7 @@ _RULES = {
         "[from, to] in shares of the width, 0 to 1",
         lambda v: _are_numbers(v, 2) and 0 <= v[0] < v[1] <= 1,
     ),
+    "shape": ("three whole numbers from 1, [D, H, W]", _is_shape),
 }
 assert [*_RULES, "listed_spacing_mm"] == [f.name for f in fields(Sidecar)]
 
@@ -225,6 +231,8 @@ def make_header(
     if sidecar.num_frames not in (None, shape[0]):
         expected = f"{sidecar.num_frames} B-scans (num_frames)"
         raise OCTReadError(url, RejectReason.FRAME_COUNT_MISMATCH, expected, shape[0])
+    if sidecar.shape not in (None, shape):
+        raise OCTReadError(url, RejectReason.HEADER_MISMATCH, f"shape {sidecar.shape} as in the YAML", shape)
     if sidecar.d_order is not None:
         flip_d = D_ORDERS[sidecar.d_order]
         orientation_source = "unknown" if sidecar.d_order == "unknown" else "sidecar"

@@ -96,6 +96,8 @@ _NEXT_STEPS = {
     "header_mismatch": "compare the file with its row of the manifest, and correct the one that is wrong",
     "bad_sidecar": "correct the sidecar (docs/guides/importers.md)",
     "unknown_axes": "name the order of the axes in a sidecar (docs/guides/importers.md)",
+    "missing_shape": "give the shape in the manifest or a sidecar (docs/guides/importers.md)",
+    "missing_library": "install the library that the message names, and prepare again",
     "unsupported_format": "export as DICOM, NIfTI or TIFF (docs/guides/importers.md)",
     "scrambled_pixels": "ask the maker for standard OPT DICOM, or take its row out of the manifest",
     "makers_raw_data": "export the scan as OPT DICOM, or take its row out of the manifest",

@@ -1,0 +1,182 @@
+"""Topcon FDA and FDS: chunks with names; the voxels, the size of the field and the eye.
+
+FDA holds a JPEG 2000 codestream for each B-scan (@IMG_JPEG), FDS 16-bit values (@IMG_SCAN_03). Spacing from
+@PARAM_SCAN_04 or _02: width / A-scans, height / (B-scans - 1), as Topcon's DICOM has it, and the axial one
+in um; the eye from @CAPTURE_INFO. The layout is that of uocte's wiki, and reads as panimg 0.18 reads it; no
+library that fits beside this project's versions opens these files. No chunk says which way the B-scans run:
+the order along D stays unknown. Names and dates of people are not read.
+"""
+
+from __future__ import annotations
+
+import re
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import IO, Any
+
+import numpy as np
+from pylibjpeg import decode
+
+from data_setup.protocols import DEVICES
+from data_setup.readers.faults import OCTReadError, RejectReason, number
+from data_setup.readers.sidecar import MAX_VOLUME_BYTES, Sidecar, checked_frames, make_header, reading
+
+_MAX_CHUNKS = 1000
+_RASTER = 2  # scan mode of a 3D raster in the files that were seen
+_SIDES = {0: "R", 1: "L"}
+_EYES = (b"@CAPTURE_INFO_02", b"@CAPTURE_INFO")
+_FIELDS = {b"@PARAM_SCAN_04": 12, b"@PARAM_SCAN_02": 21}  # bytes before the width of the field
+_PATIENTS = (b"@PATIENT_INFO_02", b"@PATIENT_INFO")
+_MODELS = (b"@HW_INFO_03", b"@HW_INFO_02", b"@HW_INFO_01")
+_Chunks = dict[bytes, tuple[int, int]]  # name -> first byte, length
+
+
+@dataclass(frozen=True)
+class _Voxels:
+    """Where the B-scans are."""
+
+    shape: tuple[int, int, int]
+    start: int  # byte of the first B-scan
+    end: int
+    is_jpeg: bool
+
+
+def read(file: IO[bytes], url: str, sidecar: Sidecar, kind: str) -> Iterator[Any]:
+    """The header, then uint8 frames [H, W] in file order; raises OCTReadError."""
+    with reading(url, RejectReason.CORRUPT_FILE, "the chunks of a Topcon file"):
+        chunks = _chunks(file, url)
+        voxels = _voxels(file, chunks, url)
+        side = next((_SIDES.get(_part(file, chunks, n, 1, url)[0]) for n in _EYES if n in chunks), None)
+        model = next((_text(_part(file, chunks, n, 16, url)) for n in _MODELS if n in chunks), "")
+        spacing = _spacing(file, chunks, voxels.shape, url)
+    header = make_header(
+        url,
+        kind,
+        voxels.shape,
+        np.dtype(np.uint8 if voxels.is_jpeg else "<u2"),
+        spacing,
+        sidecar,
+        laterality=side,
+        device=_device(model),
+    )
+    yield header
+    yield from checked_frames(stored_frames(file, url), header)
+
+
+def stored_frames(file: IO[bytes], url: str) -> Iterator[np.ndarray]:
+    """The values as stored, [H, W] in file order: uint8 of an FDA, uint16 of an FDS; raises OCTReadError."""
+    with reading(url, RejectReason.CORRUPT_FILE, "the chunks of a Topcon file"):
+        voxels = _voxels(file, _chunks(file, url), url)
+    return (_jpeg_frames if voxels.is_jpeg else _raw_frames)(file, voxels, url)
+
+
+def patient_id(file: IO[bytes], url: str) -> str:
+    """The id that somebody typed in, "" without one; it may identify a person. Raises OCTReadError."""
+    with reading(url, RejectReason.CORRUPT_FILE, "the chunks of a Topcon file"):
+        chunks = _chunks(file, url)
+        return next((_text(_part(file, chunks, n, 32, url)) for n in _PATIENTS if n in chunks), "")
+
+
+def _chunks(file: IO[bytes], url: str) -> _Chunks:
+    """Each chunk's place by name, of the first with that name."""
+    size = file.seek(0, 2)
+    chunks: _Chunks = {}
+    place = 15  # after the mark and the version
+    for _ in range(_MAX_CHUNKS):
+        file.seek(place)
+        length = file.read(1)
+        if length in (b"", b"\0"):
+            break
+        name, count = file.read(length[0]), struct.unpack("<I", file.read(4))[0]
+        place += 1 + length[0] + 4
+        chunks.setdefault(name, (place, count))
+        place += count
+        if place > size:
+            expected = f"{place} bytes, as its chunks say"
+            raise OCTReadError(url, RejectReason.TRUNCATED_PIXEL_DATA, expected, size)
+    return chunks
+
+
+def _part(file: IO[bytes], chunks: _Chunks, name: bytes, length: int, url: str, skip: int = 0) -> bytes:
+    """Bytes from within a chunk; raises corrupt_file where the chunk is shorter."""
+    start, count = chunks[name]
+    if count < skip + length:
+        expected = f"{skip + length} bytes in a chunk of the header"
+        raise OCTReadError(url, RejectReason.CORRUPT_FILE, expected, count)
+    file.seek(start + skip)
+    return file.read(length)
+
+
+def _voxels(file: IO[bytes], chunks: _Chunks, url: str) -> _Voxels:
+    """The B-scans of the first chunk with any; raises not_a_volume, header_mismatch."""
+    if b"@IMG_JPEG" in chunks:
+        start, count = chunks[b"@IMG_JPEG"]
+        head = _part(file, chunks, b"@IMG_JPEG", 25, url)
+        mode, _, _, width, height, frames, _ = struct.unpack("<BIIIIII", head)
+        voxels = _Voxels((frames, height, width), start + 25, start + count, True)
+    elif b"@IMG_SCAN_03" in chunks:
+        start, count = chunks[b"@IMG_SCAN_03"]
+        head = _part(file, chunks, b"@IMG_SCAN_03", 22, url)
+        mode, width, height, bits, frames, _, size = struct.unpack("<BIIIIBI", head)
+        voxels = _Voxels((frames, height, width), start + 22, start + count, False)
+        if bits != 16 or not 2 * frames * height * width == size == count - 22:
+            expected = "16 bits x B-scans x rows x columns = the length of its chunk"
+            actual = f"{bits} x {frames} x {height} x {width}, {count - 22} bytes"
+            raise OCTReadError(url, RejectReason.HEADER_MISMATCH, expected, actual)
+    else:
+        expected = "B-scans in @IMG_JPEG or @IMG_SCAN_03"
+        raise OCTReadError(url, RejectReason.MISSING_PIXEL_DATA, expected, "neither")
+    if mode != _RASTER or frames < 2:
+        expected = f"a 3D raster (scan mode {_RASTER}) of two B-scans or more"
+        raise OCTReadError(
+            url, RejectReason.NOT_A_VOLUME, expected, f"scan mode {mode}, {number(frames)} B-scans"
+        )
+    if not 0 < frames * height * width <= MAX_VOLUME_BYTES:
+        expected = f"B-scans x rows x columns up to {MAX_VOLUME_BYTES}"
+        raise OCTReadError(url, RejectReason.CORRUPT_FILE, expected, "another number")
+    return voxels
+
+
+def _spacing(
+    file: IO[bytes], chunks: _Chunks, shape: tuple[int, int, int], url: str
+) -> tuple[list[float] | None, str]:
+    """(spacing of D, H, W in mm, its chunk), or None and the reason."""
+    name = next((n for n in _FIELDS if n in chunks), None)
+    if name is None:
+        return None, "no @PARAM_SCAN"
+    width, height, axial_um = struct.unpack("<3d", _part(file, chunks, name, 24, url, skip=_FIELDS[name]))
+    return [height / (shape[0] - 1), axial_um / 1000, width / shape[2]], name.decode()
+
+
+def _jpeg_frames(file: IO[bytes], voxels: _Voxels, url: str) -> Iterator[np.ndarray]:
+    place = voxels.start
+    for index in range(voxels.shape[0]):
+        with reading(url, RejectReason.CORRUPT_PIXEL_DATA, f"JPEG 2000 of B-scan {index + 1}"):
+            file.seek(place)
+            length = struct.unpack("<I", file.read(4))[0]
+            place += 4 + length
+            if place > voxels.end:
+                raise ValueError("the chunk ends before the B-scan")
+            frame = decode(file.read(length))
+        yield frame
+
+
+def _raw_frames(file: IO[bytes], voxels: _Voxels, url: str) -> Iterator[np.ndarray]:
+    frames, height, width = voxels.shape
+    for index in range(frames):
+        file.seek(voxels.start + index * 2 * height * width)
+        with reading(url, RejectReason.TRUNCATED_PIXEL_DATA, f"values of B-scan {index + 1}"):
+            frame = np.frombuffer(file.read(2 * height * width), "<u2").reshape(height, width)
+        yield frame.astype(np.uint16)
+
+
+def _device(model: str) -> str | None:
+    """The name as in AI-READI's tables, else the maker's own in that form; None without one."""
+    name = re.sub(r"[^a-z0-9]+", "_", model.lower()).strip("_")
+    known = next((d for d in DEVICES if d.removeprefix("topcon_") in name), None)
+    return known or (f"topcon_{name}" if name else None)
+
+
+def _text(field: bytes) -> str:
+    return field.split(b"\0", 1)[0].decode("latin-1").strip()

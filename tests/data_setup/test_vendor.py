@@ -1,0 +1,313 @@
+"""data_setup/readers/vendor/: makers' own files against the libraries that know them, and own numbers."""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import re
+import struct
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from data_setup.index.cli import main as index
+from data_setup.readers.faults import RejectReason
+from data_setup.readers.open_record import open_record, source_stat
+from data_setup.readers.vendor import e2e, kinds, topcon
+from tests.data_setup.test_heyex import VENDOR
+from tests.data_setup.test_importers import GRID, read, record, reject, run_prepare
+from tests.support.dicom_factory import speckle
+from tests.support.import_factory import write_yaml
+from tests.support.vendor_factory import LARGEST, write_e2e, write_topcon, write_vol
+
+SPACING = (0.12, 0.0039, 0.0117)
+needs_files = pytest.mark.skipif(not VENDOR.is_dir(), reason="the vendors' files are not part of the project")
+
+
+def intensities(frames: int = 6) -> np.ndarray:
+    values = np.random.default_rng(3).random((frames, 40, 36), np.float32) ** 4
+    values[:, :3] = LARGEST  # HEYEX where nothing was measured
+    return values
+
+
+def e2e_values(seed: int) -> np.ndarray:
+    """Codes of E2E's 16-bit floats in 0..1: 6 bits of exponent, 10 of mantissa."""
+    return np.random.default_rng(seed).integers(40 << 10, 63 << 10, (4, 40, 36)).astype(np.uint16)
+
+
+# VOL
+
+
+def test_a_vol_reads_as_eyepy_reads_it(tmp_path: Path) -> None:
+    eyepy = pytest.importorskip("eyepy")
+    layers = np.random.default_rng(1).uniform(5, 30, (6, 3, 36)).astype(np.float32)
+    layers[:, 1] = 0  # not drawn
+    layers[2, 0, 7] = LARGEST
+    path = write_vol(tmp_path / "eye.vol", intensities(), SPACING, layers=layers)
+    header, voxels = read(path)
+    oracle = eyepy.import_heyex_vol(path)
+    assert np.array_equal(voxels[::-1], oracle.data)  # y falls: the first B-scan of the file is the lowest
+    assert header.spacing_mm == pytest.approx((oracle.scale_z, oracle.scale_y, oracle.scale_x))
+    assert (header.laterality, header.flip_d) == ("L", True)
+    assert header.orientation_source == "reference_coordinates"
+    with path.open("rb") as file:
+        drawn = kinds.surfaces(kinds.VOL, file, str(path))
+        assert kinds.patient_id(kinds.VOL, file, str(path)) == "P-77"
+    assert drawn is not None
+    assert drawn.names == ("ILM", "RNFL")  # the second, BM, is 0 everywhere
+    assert np.isnan(drawn.heights[0, 2, 7])
+    for name, heights in zip(drawn.names, drawn.heights, strict=True):  # in the file's order, as the frames
+        np.testing.assert_array_equal(heights, oracle.layers[name].data)
+
+
+def test_a_vol_whose_b_scans_lie_in_another_order(tmp_path: Path) -> None:
+    values, turned = intensities(), [3, 0, 1, 5, 2, 4]
+    plain = write_vol(tmp_path / "plain.vol", values, SPACING)
+    places = [5.0 - i * SPACING[0] for i in turned]
+    path = write_vol(tmp_path / "eye.vol", values[turned], SPACING, places=places)
+    assert np.array_equal(read(path)[1], read(plain)[1])
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason", "words"),
+    [
+        ({"scan_pattern": 2}, RejectReason.NOT_A_VOLUME, "a circle"),
+        ({"scan_pattern": 5}, RejectReason.NOT_A_VOLUME, "a star"),
+        ({"distance": 0.2}, RejectReason.HEADER_MISMATCH, "0.2 mm"),
+        ({"scale_x": 0.02}, RejectReason.HEADER_MISMATCH, "as long as Width x ScaleX"),
+        ({"places": [0.0] * 6}, RejectReason.NOT_A_VOLUME, "one place"),
+    ],
+)
+def test_a_vol_that_contradicts_itself(
+    tmp_path: Path, changes: dict[str, Any], reason: RejectReason, words: str
+) -> None:
+    actual, text = reject(write_vol(tmp_path / "eye.vol", intensities(), SPACING, **changes))
+    assert actual == reason
+    assert words in text
+
+
+def test_a_vol_that_is_cut_or_holds_other_values(tmp_path: Path) -> None:
+    path = write_vol(tmp_path / "eye.vol", intensities(), SPACING)
+    data = path.read_bytes()
+    (tmp_path / "cut.vol").write_bytes(data[:-1])
+    assert reject(tmp_path / "cut.vol")[0] == RejectReason.TRUNCATED_PIXEL_DATA
+    other = write_vol(tmp_path / "other.vol", np.minimum(intensities(), 1.5) + 0.01, SPACING)
+    assert reject(other)[0] == RejectReason.UNSUPPORTED_PIXELS
+    named = tmp_path / "named.vol"  # a person's id that is no ASCII, which eyepy does not open
+    named.write_bytes(data.replace(b"P-77", "P-é7".encode("latin-1")))
+    assert np.array_equal(read(named)[1], read(path)[1])
+
+
+@needs_files
+def test_real_vol_files(tmp_path: Path) -> None:
+    for name in ("one_line.vol", "circle_scan.vol"):
+        reason, text = reject(VENDOR / name)
+        assert reason == RejectReason.NOT_A_VOLUME
+        assert "found 1, scan pattern 2: a circle" in text
+    # eyepy's own test file is cut to 50 columns, and its lines are not
+    eyepys = VENDOR / "test_volume_eyepy.vol"
+    assert reject(eyepys)[0] == RejectReason.HEADER_MISMATCH
+    data = bytearray(eyepys.read_bytes())
+    struct.pack_into("<d", data, 24, (7.564 - 1.513) / 50)
+    (tmp_path / "eye.vol").write_bytes(data)
+    header, voxels = read(tmp_path / "eye.vol")
+    reader = pytest.importorskip("eyepy.io.he.vol_reader")
+    values = np.stack([one.data for one in reader.HeVolReader(eyepys).parsed_file.bscans])
+    assert np.array_equal(voxels[::-1], values)  # grey values, of which eyepy's volume keeps two levels
+    assert (header.shape, header.laterality) == ((10, 40, 50), "R")
+
+
+# E2E
+
+
+def test_each_series_of_an_e2e_with_its_own_eye(tmp_path: Path) -> None:
+    values = {12: e2e_values(1), 15: e2e_values(2)}
+    series = [{"id": k, "side": s, "values": values[k], "axial": 0.0039} for k, s in ((12, "R"), (15, "L"))]
+    path = write_e2e(tmp_path / "eyes.E2E", [*series, {**series[0], "id": 9, "values": e2e_values(3)[:1]}])
+    eyepy_utils = pytest.importorskip("eyepy.core.utils")
+    for number, side in ((12, "R"), (15, "L")):
+        header, voxels = read(f"{path}#{number}", spacing_mm=SPACING)
+        codes = values[number].astype(np.float64)
+        floats = (1 + codes % 1024 / 1024) * 2.0 ** (codes // 1024 - 63)  # uocte's wiki
+        assert np.array_equal(voxels, eyepy_utils.from_e2e_intensity(floats.astype(np.float32)))
+        assert (header.laterality, header.orientation_source) == (side, "unknown")
+    reason, text = reject(path, spacing_mm=SPACING)
+    assert reason == RejectReason.NOT_A_VOLUME
+    assert "(#12, #15)" in text
+    assert reject(f"{path}#9", spacing_mm=SPACING)[0] == RejectReason.NOT_A_VOLUME
+    reason, text = reject(f"{path}#12")
+    assert reason == RejectReason.MISSING_SPACING
+    assert "1.5 x 30 degrees; in a medium eye [0.1448, 0.0039, 0.2413]" in text
+    assert reject(f"{path}#12", spacing_mm=(0.12, 0.003, 0.0117))[0] == RejectReason.HEADER_MISMATCH
+    assert source_stat(record(f"{path}#12", spacing_mm=SPACING)).size == path.stat().st_size
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"count": 5}, RejectReason.FRAME_COUNT_MISMATCH),
+        ({"pattern": 2}, RejectReason.NOT_A_VOLUME),
+        ({"values": e2e_values(1)[:1]}, RejectReason.NOT_A_VOLUME),
+    ],
+)
+def test_an_e2e_that_is_no_whole_raster(tmp_path: Path, change: dict[str, Any], reason: RejectReason) -> None:
+    series = {"id": 12, "side": "R", "values": e2e_values(1), "axial": 0.0039, **change}
+    assert reject(write_e2e(tmp_path / "eye.E2E", [series]), spacing_mm=SPACING)[0] == reason
+
+
+@needs_files
+def test_a_real_e2e_without_its_directory() -> None:
+    path = VENDOR / "e2e_minimized.E2E"
+    reason, text = reject(path)
+    assert reason == RejectReason.CORRUPT_FILE
+    assert "a directory with series" in text
+    # its one B-scan is there: 253952 codes of 16 bits, 80 bytes after the mark of the image's container
+    data = path.read_bytes()
+    marks = (match.start() for match in re.finditer(b"MDbData", data))
+    place = next(m for m in marks if struct.unpack_from("<I", data, m + 64)[0] == 35652097)
+    codes = np.frombuffer(data, "<u2", 496 * 512, place + 80).reshape(496, 512)
+    digits = sum(((codes >> bit) & 1) << (9 - bit) for bit in range(10))  # reversed, as the libraries have it
+    ours, theirs = (np.log(e2e.intensities(c) + 2.44e-4) for c in (codes, codes & 0xFC00 | digits))
+    for axis in (0, 1):
+        steps = [np.abs(np.diff(values, axis=axis)).mean() for values in (ours, theirs)]
+        assert steps[0] < 0.99 * steps[1]
+
+
+def test_without_eyepy_a_reject_has_the_pip_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    vol = write_vol(tmp_path / "eye.vol", intensities(), SPACING)
+    series = {"id": 1, "side": "R", "values": e2e_values(1), "axial": 0.0039}
+    exchange = write_e2e(tmp_path / "eye.E2E", [series])
+    for module in ("eyepy.io.he.vol_reader", "eyepy.io.he.e2e_reader"):
+        monkeypatch.setitem(sys.modules, module, None)
+    for path in (vol, exchange):
+        reason, text = reject(path, spacing_mm=SPACING)
+        assert reason == RejectReason.MISSING_LIBRARY
+        assert "pip install eyepy==0.21.0" in text
+
+
+# Topcon
+
+
+def test_fda_and_fds_with_eye_device_and_spacing(tmp_path: Path) -> None:
+    for name, voxels in (("eye.fda", speckle(8)), ("eye.fds", speckle(8).astype(np.uint16) * 257)):
+        path = write_topcon(tmp_path / name, voxels, (0.36, 0.7), 2.6)
+        header, actual = read(path, device="topcon_maestro2", laterality="L")
+        assert np.array_equal(actual, speckle(8))
+        assert header.spacing_mm == pytest.approx((0.7 / 7, 0.0026, 0.01))
+        assert (header.laterality, header.device) == ("L", "topcon_maestro2")
+        assert header.orientation_source == "unknown"
+        with path.open("rb") as file:
+            assert kinds.patient_id(header.transfer_syntax, file, str(path)) == "P-79 Ä"
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"mode": 3}, RejectReason.NOT_A_VOLUME),
+        ({"without": ["IMG_JPEG"]}, RejectReason.MISSING_PIXEL_DATA),
+        ({"without": ["PARAM_SCAN_04"]}, RejectReason.MISSING_SPACING),
+        ({"eye": 0}, RejectReason.HEADER_MISMATCH),
+    ],
+)
+def test_an_fda_that_is_refused(tmp_path: Path, changes: dict[str, Any], reason: RejectReason) -> None:
+    path = write_topcon(tmp_path / "eye.fda", speckle(8), (0.36, 0.7), 2.6, **changes)
+    assert reject(path, device="unknown", laterality="L")[0] == reason
+
+
+def test_topcon_files_that_are_damaged(tmp_path: Path) -> None:
+    whole = write_topcon(tmp_path / "eye.fda", speckle(8), (0.36, 0.7), 2.6).read_bytes()
+    (tmp_path / "cut.fda").write_bytes(whole[:-30])
+    assert reject(tmp_path / "cut.fda")[0] == RejectReason.TRUNCATED_PIXEL_DATA
+    damaged = whole.replace(b"\xff\x4f\xff\x51", bytes(4))
+    (tmp_path / "eye.fda").write_bytes(damaged)
+    assert reject(tmp_path / "eye.fda", device="unknown")[0] == RejectReason.CORRUPT_PIXEL_DATA
+    raw = write_topcon(tmp_path / "eye.fds", speckle(8).astype(np.uint16), (0.36, 0.7), 2.6).read_bytes()
+    (tmp_path / "eye.fds").write_bytes(raw.replace(struct.pack("<2I", 36, 40), struct.pack("<2I", 36, 41)))
+    assert reject(tmp_path / "eye.fds")[0] == RejectReason.HEADER_MISMATCH
+
+
+@needs_files
+def test_real_topcon_files_read_as_panimg_reads_them(tmp_path: Path) -> None:
+    """The digests are of panimg 0.18.2's volumes, which pulls in GPL and SimpleITK and is no requirement."""
+    fds = tmp_path / "eye.fds"
+    fds.write_bytes((VENDOR / "fds_minimized.fds").read_bytes())
+    assert reject(fds)[0] == RejectReason.IMPLAUSIBLE_SPACING  # 6 mm over four B-scans
+    write_yaml(tmp_path / "eye.yaml", spacing_mm=[0.05, 0.0035, 0.01])
+    with fds.open("rb") as file:
+        frames = np.stack(list(topcon.stored_frames(file, str(fds))))
+    assert hashlib.sha256(frames.tobytes()).hexdigest()[:16] == "8bf7886ef9a927ed"
+    header, _ = open_record(record(fds, device="unknown"))  # 24 voxels have few grey levels
+    assert (header.shape, header.laterality, header.device) == ((4, 3, 2), "L", "topcon_3doct_1000mk2")
+    fda = VENDOR / "fda_minimized.fda"
+    assert reject(fda)[0] == RejectReason.NOT_A_VOLUME
+    data = fda.read_bytes()
+    start, count = 920, 33200  # of @IMG_JPEG: its one B-scan of 128, twice
+    twice = data[start : start + count] + data[start + 25 : start + count]
+    twice = twice[:17] + struct.pack("<I", 2) + twice[21:]
+    path = tmp_path / "two.fda"
+    path.write_bytes(data[: start - 4] + struct.pack("<I", len(twice)) + twice + data[start + count :])
+    write_yaml(tmp_path / "two.yaml", spacing_mm=[0.047, 0.0035, 0.0117])
+    header, voxels = read(path, device="unknown")
+    assert hashlib.sha256(voxels[0].astype("<u2").tobytes()).hexdigest()[:16] == "3c853644af5ecb20"
+    assert np.array_equal(voxels[0], voxels[1])
+    assert header.laterality == "L"
+
+
+# Zeiss IMG
+
+
+def test_an_img_with_the_shape_of_manifest_or_yaml(tmp_path: Path) -> None:
+    path = tmp_path / "eye.img"
+    path.write_bytes(speckle(8).tobytes())
+    shape = speckle(8).shape
+    reason, text = reject(path, spacing_mm=SPACING)
+    assert reason == RejectReason.MISSING_SHAPE
+    assert "number_of_frames, height and width in the manifest" in text
+    assert np.array_equal(read(path, spacing_mm=SPACING, shape=shape)[1], speckle(8))
+    assert reject(path, shape=shape)[0] == RejectReason.MISSING_SPACING
+    assert reject(path, spacing_mm=SPACING, shape=(8, 40, 37))[0] == RejectReason.HEADER_MISMATCH
+    write_yaml(tmp_path / "volume.yaml", shape=list(shape), spacing_mm=list(SPACING), axes=["D", "W", "-H"])
+    path.write_bytes(np.ascontiguousarray(speckle(8)[:, ::-1].transpose(0, 2, 1)).tobytes())
+    assert np.array_equal(read(path)[1], speckle(8))
+    write_yaml(tmp_path / "volume.yaml", shape=[8, 40])
+    assert reject(path)[0] == RejectReason.BAD_SIDECAR
+
+
+# The commands
+
+
+def test_index_and_prepare_take_a_folder_of_all(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    root = tmp_path / "tree"
+    write_vol(root / "a" / "eye.vol", intensities(), SPACING)
+    series = [{"id": k, "side": s, "values": e2e_values(k), "axial": 0.0039} for k, s in ((1, "R"), (2, "L"))]
+    write_e2e(root / "b" / "eyes.E2E", series)
+    write_topcon(root / "c" / "eye.fda", speckle(8), (0.36, 0.7), 2.6)
+    (root / "d").mkdir()
+    (root / "d" / "P5_OS_cube.img").write_bytes(speckle(8)[::-1].tobytes())
+    (root / "d" / "slit.oct").write_bytes(bytes(5000))
+    assert index([str(root)]) == 0
+    text = capsys.readouterr().out
+    assert "missing: no shape: 1 (d/P5_OS_cube.img)" in text
+    assert "in a medium eye [0.1448, 0.0039, 0.2413]" in text
+    assert "left out: Optovue or Bioptigen OCT 1: unsupported_format (d/slit.oct)" in text
+    write_yaml(root / "b" / "volume.yaml", spacing_mm=[0.145, 0.0039, 0.0117])
+    write_yaml(root / "d" / "volume.yaml", spacing_mm=list(SPACING), shape=[8, 40, 36], device="zeiss_cirrus")
+    assert index([str(root)]) == 0
+    with (root / "manifest.tsv").open() as file:
+        rows = {row["filepath"]: row for row in csv.DictReader(file, delimiter="\t")}
+    assert {path: (row["laterality"], row["number_of_frames"]) for path, row in rows.items()} == {
+        "a/eye.vol": ("L", "6"),
+        "b/eyes.E2E#1": ("R", "4"),
+        "b/eyes.E2E#2": ("L", "4"),
+        "c/eye.fda": ("L", "8"),
+        "d/P5_OS_cube.img": ("L", "8"),
+    }
+    people = {row["person_id"] for row in rows.values()}
+    assert len(people) == 4  # of their ids in the files; both eyes of the E2E are one person's
+    assert not any("P-7" in person for person in people)
+    store = run_prepare(root, tmp_path / "store", *GRID)
+    assert set(store.index.status) == {"kept"}
+    assert store.index.set_index("path").laterality.to_dict()["b/eyes.E2E#2"] == "L"

@@ -34,7 +34,7 @@ from data_setup.tables import (
     require_columns,
     spacing_of,
 )
-from utils.config.schema import Config
+from utils.config.schema import Config, StorageOptions
 from utils.errors import ConfigError, UserError
 from utils.storage import StorageNotFoundError, join, list_names
 
@@ -90,7 +90,7 @@ class RecordList:
 
 def read_records(cfg: Config) -> RecordList:
     """The records that pass the data.* filters, by (person_id, path); raises UserError, ConfigError."""
-    rows, unused, skipped = _manifest_rows(cfg)
+    rows, unused, skipped = _manifest_rows(cfg.data.manifest_path, cfg.data.storage_options)
     named = {name: {getattr(row, name) for row in rows} for name in FILTERED.values()}
     allowed = wanted_values(cfg, named)
     participants, split_source = read_participants(cfg, {row.person_id for row in rows})
@@ -164,10 +164,18 @@ def unit_of(cfg: Config, person_id: str, eye: str) -> str:
     return f"{person_id}_{eye}" if cfg.task.unit == "eye" and eye in ("L", "R") else person_id
 
 
-def _manifest_rows(cfg: Config) -> tuple[list[Record], list[Record], Counter[str]]:
+def records_of_table(url: str, root: str, options: StorageOptions) -> list[Record]:
+    """Every row of a manifest that names a file below `root`, used or not, without its participant.
+
+    Raises UserError, StorageError.
+    """
+    rows, unused, _ = _manifest_rows(url, options)
+    return [replace(row, url=join(root, row.path)) for row in [*rows, *unused]]
+
+
+def _manifest_rows(url: str, options: StorageOptions) -> tuple[list[Record], list[Record], Counter[str]]:
     """(records without participant and URL, rows that are not used, counts of those by reason)."""
-    url = cfg.data.manifest_path
-    table, columns, id_column = read_table(url, cfg.data.storage_options, ("filepath",))
+    table, columns, id_column = read_table(url, options, ("filepath",))
     if not {"device", "protocol"} <= set(columns):
         require_columns(columns, _AI_READI_COLUMNS, url)
     rows: list[Record] = []

@@ -2,7 +2,8 @@
 
 In: FOLDER, on a disk or in a bucket, with DICOM, NIfTI, TIFF, Heidelberg XML or folders of images in any
 order. Out: manifest.tsv and participants.tsv in FOLDER (or in --out), left_out.tsv with what is no volume and
-why, labels.parquet where exports have thickness grids, and a summary in words. Headers are read, not volumes.
+why, labels.parquet where exports have thickness grids, surfaces/ where .vol files have layers (with --out in
+FOLDER), and a summary in words. Headers are read, not volumes.
 A second run adds what is new, and changes no cell that somebody filled.
 
 examples:
@@ -21,6 +22,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from data_setup.index.candidates import find_candidates
+from data_setup.index.layers import with_layers
 from data_setup.index.look import OK, TO_FILL, Entry, Rules, look, with_ids_of_folders
 from data_setup.index.people import compile_pattern
 from data_setup.index.summary import summarise
@@ -88,6 +90,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         seen = "; ".join(reasons) or f"{len(sizes)} files of other kinds"
         raise UserError(f"{root}: expected an OCT volume, found none ({seen})")
     entries = with_ids_of_folders(entries)
+    entries = with_layers(root, out, entries, options)
     written = write_tables(out, entries, options)
     print("\n".join(summarise(root, out, entries, others, written)))
     return EXIT_TRY_AGAIN if any(entry.status == UNREAD for entry in entries) else 0

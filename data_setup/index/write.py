@@ -36,6 +36,7 @@ MANIFEST_COLUMNS = (
     "files",
     "sop_instance_uid",
 )
+SURFACES = "label_surfaces"  # where a file has layers
 PEOPLE_COLUMNS = ("person_id", "study_group", "clinical_site", "age")
 LEFT_OUT_COLUMNS = ("filepath", "kind", "reason", "message")
 
@@ -90,13 +91,15 @@ def manifest_row(entry: Entry) -> Row:
         "d_order": entry.d_order,
         "files": entry.files,
         "sop_instance_uid": entry.sop_instance_uid,
+        **({SURFACES: entry.label_surfaces} if entry.label_surfaces else {}),
     }
 
 
 def _manifest(
     out: str, entries: Sequence[Entry], options: StorageOptions, written: Written
 ) -> tuple[list[str], list[Row]]:
-    columns, kept = _read(join(out, "manifest.tsv"), ("filepath",), MANIFEST_COLUMNS, options)
+    usual = (*MANIFEST_COLUMNS, *[SURFACES][: any(entry.label_surfaces for entry in entries)])
+    columns, kept = _read(join(out, "manifest.tsv"), ("filepath",), usual, options)
     by_path = {clean_path(row["filepath"]): row for row in kept}
     _check_people(join(out, "manifest.tsv"), entries, by_path)
     fresh = {entry.path: manifest_row(entry) for entry in entries}

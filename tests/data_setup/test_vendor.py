@@ -54,7 +54,7 @@ def test_a_vol_reads_as_eyepy_reads_it(tmp_path: Path) -> None:
     assert (header.laterality, header.flip_d) == ("L", True)
     assert header.orientation_source == "reference_coordinates"
     with path.open("rb") as file:
-        drawn = kinds.surfaces(kinds.VOL, file, str(path))
+        drawn = kinds.surfaces(file, str(path))
         assert kinds.patient_id(kinds.VOL, file, str(path)) == "P-77"
     assert drawn is not None
     assert drawn.names == ("ILM", "RNFL")  # the second, BM, is 0 everywhere
@@ -281,7 +281,8 @@ def test_an_img_with_the_shape_of_manifest_or_yaml(tmp_path: Path) -> None:
 
 def test_index_and_prepare_take_a_folder_of_all(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     root = tmp_path / "tree"
-    write_vol(root / "a" / "eye.vol", intensities(), SPACING)
+    layers = np.full((6, 3, 36), 12.0, np.float32) + np.arange(6, dtype=np.float32)[:, None, None]
+    write_vol(root / "a" / "eye.vol", intensities(), SPACING, layers=layers)
     series = [{"id": k, "side": s, "values": e2e_values(k), "axial": 0.0039} for k, s in ((1, "R"), (2, "L"))]
     write_e2e(root / "b" / "eyes.E2E", series)
     write_topcon(root / "c" / "eye.fda", speckle(8), (0.36, 0.7), 2.6)
@@ -307,7 +308,12 @@ def test_index_and_prepare_take_a_folder_of_all(tmp_path: Path, capsys: pytest.C
     }
     people = {row["person_id"] for row in rows.values()}
     assert len(people) == 4  # of their ids in the files; both eyes of the E2E are one person's
-    assert not any("P-7" in person for person in people)
     store = run_prepare(root, tmp_path / "store", *GRID)
+    made = [*root.glob("*.tsv"), *(tmp_path / "store").rglob("*")]
+    for path in filter(Path.is_file, made):  # ids and names of the files' headers
+        assert not re.search(rb"P-7|Given", path.read_bytes()), path
+    with np.load(root / rows["a/eye.vol"]["label_surfaces"]) as file:
+        assert file["names"].tolist() == ["ILM", "BM", "RNFL"]
+        assert np.array_equal(file["surfaces"], layers.transpose(1, 0, 2))
     assert set(store.index.status) == {"kept"}
     assert store.index.set_index("path").laterality.to_dict()["b/eyes.E2E#2"] == "L"

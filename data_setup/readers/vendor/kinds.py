@@ -12,6 +12,7 @@ from data_setup.readers.vendor.surfaces import Surfaces
 
 E2E, VOL, FDA, FDS, IMG = "Heidelberg E2E", "Heidelberg VOL", "Topcon FDA", "Topcon FDS", "Zeiss IMG"
 KINDS = (E2E, VOL, FDA, FDS, IMG)
+LAYERED = (VOL,)
 HEADED = (E2E, VOL, FDA, FDS)  # the file says the eye and the person
 
 
@@ -37,9 +38,9 @@ def patient_id(kind: str, file: IO[bytes], url: str) -> str:
     return topcon.patient_id(file, url)
 
 
-def surfaces(kind: str, file: IO[bytes], url: str) -> Surfaces | None:
-    """The layers that a file has, in the order of its frames; None without any. Raises OCTReadError."""
-    return vol.surfaces(file, url) if kind == VOL else None
+def surfaces(file: IO[bytes], url: str) -> Surfaces | None:
+    """The layers of a LAYERED kind, in the order of the frames; None without any. Raises OCTReadError."""
+    return vol.surfaces(file, url)
 
 
 def split_part(url: str) -> tuple[str, str | None]:

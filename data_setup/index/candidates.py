@@ -26,6 +26,7 @@ from utils.storage import join
 from utils.storage.ranges import RangeFile
 
 TABLES = ("manifest.tsv", "participants.tsv", "left_out.tsv", "labels.parquet")  # what this command writes
+SURFACES_ENDING = ".surfaces.npz"  # what it writes of layers
 IMAGES = "images"  # the kind of a folder
 _ARCHIVES = (".zip", ".tar", ".tgz", ".gz", ".7z", ".rar")
 _DICOM_ENDINGS = (".dcm", ".dicom", ".dic", ".ima")
@@ -55,6 +56,8 @@ def find_candidates(
             others["names that are no UTF-8"] += 1
         elif any(part.startswith(".") or part == "__MACOSX" for part in parts):
             others["hidden files"] += 1
+        elif path.endswith(SURFACES_ENDING):
+            others["surfaces of layers"] += 1
         elif path in TABLES or path.lower().endswith((".yaml", ".yml")) or parts[-1] == FOLDER_SIDECAR:
             others["tables and YAML"] += 1
         elif is_image(parts[-1]):

@@ -1,8 +1,8 @@
 """The layers that a maker's files hold, as the files that `prepare --labels` reads.
 
-In: entries of a tree. Out: surfaces/PATH.npz below the tables for each file with layers, and its path in the
-entry, for the column label_surfaces. The tables have to lie in the tree: a manifest's paths are below its
-root.
+In: entries of a tree. Out: surfaces/PATH.surfaces.npz below the tables of each file with layers, and its
+path in the entry, for the column label_surfaces. The tables have to lie in the tree: a manifest's paths are
+below its root.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from data_setup.index.candidates import SURFACES_ENDING
 from data_setup.index.look import OK, Entry
 from data_setup.readers.dicom import open_file
 from data_setup.readers.faults import OCTReadError
@@ -38,6 +39,6 @@ def _with_layers(root: str, out: str, entry: Entry, options: StorageOptions) -> 
         return entry
     if drawn is None:
         return entry
-    place = join(out, FOLDER, f"{entry.path}.npz")
+    place = join(out, FOLDER, f"{entry.path}{SURFACES_ENDING}")
     write_bytes(place, drawn.to_bytes(), options)
     return replace(entry, label_surfaces=place.removeprefix(root).lstrip("/"))

@@ -97,8 +97,6 @@ _NEXT_STEPS = {
     "bad_sidecar": "correct the sidecar (docs/guides/importers.md)",
     "unknown_axes": "name the order of the axes in a sidecar (docs/guides/importers.md)",
     "missing_shape": "give the shape in the manifest or a sidecar (docs/guides/importers.md)",
-    "not_labels": "write the labels as docs/guides/segmentation.md says",
-    "unlisted_class": "name the class there, or correct the labels",
     "missing_library": "install the library that the message names, and prepare again",
     "unsupported_format": "export as DICOM, NIfTI or TIFF (docs/guides/importers.md)",
     "scrambled_pixels": "ask the maker for standard OPT DICOM, or take its row out of the manifest",

@@ -87,6 +87,12 @@ class VJEPA3D(nn.Module):
         if cfg.method.ascan_weight > 0:
             patch = self.encoder.patch_embed
             self.ascan_head = nn.Linear(cfg.method.predictor_width, patch.proj.in_channels * patch.patch[1])
+        # running means of the context tokens at every place, for the penalty
+        self.centres: nn.Module | None = None
+        if cfg.method.centre_places:
+            self.centres = nn.Module()
+            self.centres.register_buffer("mean", torch.zeros(self.encoder.num_tokens, self.encoder.width))
+            self.centres.register_buffer("seen", torch.zeros(self.encoder.num_tokens))
         self.target_encoder = copy.deepcopy(self.encoder).requires_grad_(False)
         if cfg.train.activation_checkpointing:
             self.checkpoint_activations(recompute_block)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from data_setup.loader import Batch
 from data_setup.normalisation import view
-from models.losses import Regulariser, SigReg, Statistics, VicReg, surrogate
+from models.losses import Centres, Regulariser, SigReg, Statistics, VicReg, surrogate
 from models.optimizer import build_adamw
 from models.vjepa3d import VJEPA3D, Output, parameter_groups
 from utils.config.schema import Config
@@ -110,10 +110,30 @@ def predict(
         )
 
 
+def _centres(model: VJEPA3D) -> Centres | None:
+    """A copy of the running means of places, where the penalty is of the tokens less these."""
+    if model.centres is None:
+        return None
+    mean_NE, seen_N = (model.centres.get_buffer(name).clone() for name in ("mean", "seen"))
+    return Centres(mean_NE, seen_N)
+
+
+def _move_centres(model: VJEPA3D, regulariser: Regulariser | None, means: Statistics | None) -> None:
+    """Put this global batch into the running means of places."""
+    if model.centres is None or means is None:
+        return
+    assert isinstance(regulariser, VicReg), "a rule of the configuration"
+    assert regulariser.centres is not None
+    _, sums_NE, weight_N = means
+    centres = regulariser.centres.after(sums_NE, weight_N)
+    model.centres.get_buffer("mean").copy_(centres.mean_NE)
+    model.centres.get_buffer("seen").copy_(centres.seen_N)
+
+
 def build_regulariser(cfg: Config, model: VJEPA3D, step: int) -> Regulariser | None:
     """The configured penalty; sigreg draws its directions from (seed, step)."""
     if cfg.method.regulariser == "vicreg":
-        return VicReg(cfg.method.covariance_weight)
+        return VicReg(cfg.method.covariance_weight, _centres(model))
     if cfg.method.regulariser == "sigreg":
         rng = np.random.default_rng([cfg.seed, step])
         directions = rng.standard_normal((model.encoder.width, SIGREG_DIRECTIONS), dtype=np.float32)
@@ -135,7 +155,7 @@ def global_means(
                     view(batch, 0), batch["context"], batch["target"], batch["sample_seed"]
                 )
                 tokens = model.context_tokens(encoded, batch["context"])
-            part = regulariser.statistics(tokens.float(), batch["context_valid"])
+            part = regulariser.statistics(tokens.float(), batch["context_valid"], batch["context"])
             total = part if total is None else tuple(a + b for a, b in zip(total, part, strict=True))
     assert total is not None, "a global batch holds at least one micro-batch"
     return tuple(runtime.group.sum(t) / samples for t in total)
@@ -175,7 +195,8 @@ def train_step(
             objective = objective + share * cfg.method.ascan_weight * ascan
             ascan_sum = ascan.detach() if ascan_sum is None else ascan_sum + ascan.detach()
         if regulariser is not None:
-            statistics = regulariser.statistics(output.context_BKE.float(), batch["context_valid"])
+            tokens = output.context_BKE.float()
+            statistics = regulariser.statistics(tokens, batch["context_valid"], batch["context"])
             local = tuple(s / samples for s in statistics)
             if means is None:  # the global batch has one micro-batch on each process, so no pass of its own
                 means = tuple(runtime.group.sum(s.detach()) for s in local)
@@ -192,6 +213,7 @@ def train_step(
         watch.lap("logging")
         loss_sum = loss_sum + prediction_loss.detach()
 
+    _move_centres(model, regulariser, means)
     parameters = [p for _, p in model.trained_parameters()]
     loss_sum = runtime.group.sum(loss_sum)
     if ascan_sum is not None:

@@ -86,6 +86,7 @@ def _masks(*families: str) -> tuple[str, ...]:
 
 LIGHTER = ("method.covariance_weight=0.01",)
 FASTER = ("optim.base_lr=1e-3", *LIGHTER)
+CENTRED = ("optim.base_lr=1e-3", "method.centre_places=true")
 ASCAN = ("optim.base_lr=1e-3", "method.ascan_weight=1")
 HARDER = ("method.context_ratio=0.25", "method.target_ratio=0.55")
 
@@ -176,6 +177,21 @@ ABLATIONS = (
         "control",
         (*ASCAN, "method.control=mismatched_targets"),
         compared_with="ascan",
+    ),
+    Arm("centred", "learning rate 1e-3, penalty less the mean of each place", "penalty", CENTRED),
+    Arm(
+        "centred_mismatched",
+        "penalty less the mean of each place, targets of another volume (control)",
+        "control",
+        (*CENTRED, "method.control=mismatched_targets"),
+        compared_with="centred",
+    ),
+    Arm(
+        "centred_penalty_only",
+        "penalty less the mean of each place, nothing predicted (control)",
+        "control",
+        (*CENTRED, "method.control=penalty_only"),
+        compared_with="centred",
     ),
     Arm("harder", "context .25, target .55", "task", HARDER),
     Arm(

@@ -237,7 +237,7 @@ def _own(url: str, state: dict[str, Any]) -> Weights:
     parts: dict[str, dict[str, Tensor]] = {role: {} for role in ROLES}
     for name, tensor in state["model"].items():
         role, _, rest = name.partition(".")
-        if role == "ascan_head":  # of pre-training alone: nobody continues from it or exports it
+        if role in ("ascan_head", "centres"):  # of pre-training alone: nobody continues from it or exports it
             continue
         if role not in parts:
             raise CheckpointError(f"{url}: expected {', '.join(ROLES)}, found {name}")

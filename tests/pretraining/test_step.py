@@ -91,6 +91,34 @@ def test_the_weight_of_the_ascan_loss_reaches_the_gradient() -> None:
 
 
 @pytest.mark.parametrize("parts", [1, 4])
+def test_centres_follow_the_whole_batch_and_a_skipped_update_leaves_them(parts: int) -> None:
+    keys = "method.regulariser=vicreg", "method.regulariser_weight=1", "method.centre_places=true"
+    cfg = small_config("vjepa2", *keys)
+    batch = uint8_batch(cfg, 16)
+    model = nano_model(cfg).train()
+    optimizer = build_optimizer(model, cfg)
+    assert model.centres is not None
+    train_step(model, optimizer, split(batch, parts), cfg, CPU, Update(0, 1e-3, 0.9, enabled=False))
+    assert not any(bool(buffer.any()) for buffer in model.centres.buffers())
+
+    tokens = predict(model, batch, CPU, stochastic=True).context_BKE.detach()
+    weight, where = batch["context_valid"], batch["context"]
+    plain = VicReg().statistics(tokens, weight, where)
+    result = train_step(model, optimizer, split(batch, parts), cfg, CPU, Update(0, 1e-3, 0.9))
+    assert result.regulariser is not None
+    assert not torch.isclose(result.regulariser, VicReg().penalty(tuple(s / 16 for s in plain)), rtol=1e-2)
+    mean, share = model.centres.get_buffer("mean"), weight / weight.sum(1, keepdim=True)
+    place = int(where[0, 0])
+    rows = where == place
+    expected = (tokens[rows] * share[rows][:, None]).sum(0) / share[rows].sum()
+    torch.testing.assert_close(mean[place], expected, rtol=1e-4, atol=1e-5)
+    assert torch.equal(
+        model.centres.get_buffer("seen") > 0,
+        torch.zeros(len(mean)).index_add(0, where.flatten(), weight.flatten()) > 0,
+    )
+
+
+@pytest.mark.parametrize("parts", [1, 4])
 def test_the_balance_is_that_of_two_gradients_taken_apart(parts: int) -> None:
     """Norms at the context tokens, each from a backward pass of its own; accumulation changes nothing."""
     cfg = small_config("vjepa2", "method.regulariser=vicreg", "method.regulariser_weight=0.3")
@@ -98,7 +126,8 @@ def test_the_balance_is_that_of_two_gradients_taken_apart(parts: int) -> None:
     model = nano_model(cfg).train()
     output = predict(model, batch, CPU, stochastic=True)
     reg = VicReg()
-    means = tuple(s / 16 for s in reg.statistics(output.context_BKE, batch["context_valid"]))
+    statistics = reg.statistics(output.context_BKE, batch["context_valid"], batch["context"])
+    means = tuple(s / 16 for s in statistics)
     norms = [
         torch.autograd.grad(value, output.context_BKE, retain_graph=True)[0].norm()
         for value in (0.3 * reg.penalty(means), output.loss_B.mean())
@@ -263,9 +292,9 @@ def test_padding_reaches_neither_loss_nor_regulariser() -> None:
     seen: list[Tensor] = []
 
     class Spy(VicReg):
-        def statistics(self, tokens_BKE: Tensor, weight_BK: Tensor) -> Statistics:
+        def statistics(self, tokens_BKE: Tensor, weight_BK: Tensor, ids_BK: Tensor) -> Statistics:
             seen.append(weight_BK)
-            return super().statistics(tokens_BKE, weight_BK)
+            return super().statistics(tokens_BKE, weight_BK, ids_BK)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(step_module, "VicReg", Spy)

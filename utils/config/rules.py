@@ -129,6 +129,12 @@ def _check_method(method: MethodConfig) -> None:
         f"{method.regulariser_weight} with {method.regulariser}",
     )
     _require(
+        not method.centre_places or method.regulariser == "vicreg",
+        "method.regulariser",
+        "vicreg with method.centre_places=true",
+        method.regulariser,
+    )
+    _require(
         method.control != "penalty_only" or method.regulariser != "none",
         "method.regulariser",
         "vicreg or sigreg with method.control=penalty_only, which has nothing else to train on",

@@ -152,6 +152,8 @@ class MethodConfig:
     regulariser: Literal["none", "vicreg", "sigreg"] = "none"
     regulariser_weight: float = key(0.0, AT_LEAST_0)
     covariance_weight: float = key(0.1, AT_LEAST_0)  # vicreg: of the off-diagonal part, the hinge has 1
+    # vicreg: of the tokens less a running mean of their place, so that place alone satisfies nothing
+    centre_places: bool = False
     # vjepa2: of a second loss, the squared error of the mean A-scan of each target token; 0: none
     ascan_weight: float = key(0.0, AT_LEAST_0)
     # a control for claims, no way to train: the prediction's loss times 0, or, in training, the targets of

@@ -17,7 +17,9 @@ import torch
 import wandb
 from sklearn.metrics.pairwise import cosine_similarity
 
+from data_setup.store.reader import PreparedStore
 from pretraining import train as loop
+from pretraining.rows import data_counts, open_rows
 from pretraining.train import train
 from tests.support.model_factory import small_config
 from tests.support.pipeline_factory import ROOT, pipeline_config
@@ -62,8 +64,20 @@ def test_every_declared_panel_has_points_in_both_dashboards(watched: Path) -> No
         assert points, name
         assert all(math.isfinite(value) for value in points), name
         assert name in curves, name
-    for prefix in (*panels.PICTURES, *panels.COUNTS):
+    for prefix in {*panels.PICTURES, *panels.COUNTS} - {"data/rejects"}:  # this store has none
         assert any(key.startswith(prefix) for row in rows for key in row), prefix
+
+
+def test_devices_and_rejects_are_counted(folder: Path) -> None:
+    store = PreparedStore.open(str(folder / "store"))
+    rows = open_rows(pipeline_config(folder), store)
+    assert data_counts(store, rows)["data/rejects"] == {}
+    store.index.loc[rows.official_val[:2], "status"] = "constant_volume"
+    store.index.loc[rows.official_val[2], "status"] = "pending"
+    counts = data_counts(store, rows)
+    assert counts["data/rejects"] == {"constant_volume": 2}
+    assert sum(counts["data/devices"].values()) == len(rows.train)
+    assert set(counts) == set(panels.COUNTS)
 
 
 def test_training_comes_before_validation_on_one_clock(watched: Path) -> None:

@@ -141,10 +141,10 @@ def test_nifti_and_png_read_back(scan_file: Path, tmp_path: Path) -> None:
 
 
 def test_a_nifti_scan_gives_its_own_axes_and_affine(tmp_path: Path) -> None:
-    """An array [H, D, W] whose W grows to the right: the mask lies on the scan in any viewer."""
+    """An array [H, W, D] whose W grows to the right: the mask lies on the scan in any viewer."""
     voxels = np.random.default_rng(0).integers(0, 256, SHAPE).astype(np.uint8)
-    affine = anatomical_affine(SPACING)[:, [1, 2, 0, 3]] * [1, 1, -1, 1]
-    image = nib.Nifti1Image(voxels.transpose(1, 0, 2), affine)
+    affine = anatomical_affine(SPACING)[:, [1, 0, 2, 3]] * [1, -1, 1, 1]
+    image = nib.Nifti1Image(voxels.transpose(1, 2, 0), affine)
     image.header.set_xyzt_units("mm")
     nib.save(image, tmp_path / "eye.nii")
     header, frames = open_record(record_of(tmp_path / "eye.nii"))
@@ -152,7 +152,7 @@ def test_a_nifti_scan_gives_its_own_axes_and_affine(tmp_path: Path) -> None:
     write_nifti(labels, header, "eye.nii", f"{tmp_path}/mask.nii.gz", OPTIONS)
     written = nib.load(tmp_path / "mask.nii.gz")
     np.testing.assert_allclose(written.affine, affine)
-    np.testing.assert_array_equal(np.asarray(written.dataobj), voxels.transpose(1, 0, 2) // 100)
+    np.testing.assert_array_equal(np.asarray(written.dataobj), voxels.transpose(1, 2, 0) // 100)
 
 
 @pytest.mark.parametrize("protocol", [4, 0], ids=["cirrus", "spectralis"])

@@ -112,6 +112,7 @@ def test_pictures_come_at_the_start_at_the_end_and_each_so_many_steps(watched: P
     assert kept == {"step_00000000", "step_00000008"}  # those between are sent, not kept
 
 
+@pytest.mark.slow
 def test_pictures_move_no_number(folder: Path, watched: Path, tmp_path: Path) -> None:
     run = tmp_path / "unwatched"
     assert train(pipeline_config(folder, f"run.dir={run}", MANY_TO_VALIDATE)) == 0

@@ -105,6 +105,7 @@ def measure(
         sectors += _sectors(volumes, row, truth, DEVICE)
         lines += _measure_one(volumes, row, truth, _mean_heights(volumes, head, row), MEAN)
     shown = set(volumes.store.index.loc[rows].groupby("device").row.first())
+    storage.remove(storage.join(cfg.run.dir, "layers"), recursive=True)  # of an earlier split
     for arm in head.arms:
         kept = KeptFeatures(arm.encoder, cfg, volumes.store, runtime, features_folder(cfg))
         kept.keep_tokens(np.unique(rows))

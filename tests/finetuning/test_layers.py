@@ -145,8 +145,12 @@ def test_what_is_asked_again_is_no_look(
     assert json.loads(before.splitlines()[0])["what"] == "layers: pretrained, random_init"
     assert evaluate_layers(str(trained), [f"run.dir={folder}"]) == text
     assert ledger.read_text() == before
+    (tmp_path / "layers").mkdir()
+    stale = tmp_path / "layers" / "row_999999.npz"  # a picture of another split
+    stale.touch()
     evaluate_layers(str(trained), [f"run.dir={tmp_path}", "eval.split=val"])
     assert ledger.read_text() == before
+    assert not stale.exists()
 
 
 def shifted(world: Path, arms: dict[int, float]) -> Any:

@@ -117,8 +117,14 @@ def test_curves_zoom_and_runs_can_be_hidden(browser: Browser, page_file: Path) -
         plot = page.locator("#charts .plot").first
         plot.scroll_into_view_if_needed()
         wait_until_drawn(page, "#charts .plot")
-        traces = "document.querySelector('#charts .plot').data.length"
+        traces = "document.querySelector('#charts .plot').data.filter((trace) => trace.x[0] !== null).length"
         span = "(([a, b]) => b - a)(document.querySelector('#charts .plot')._fullLayout.xaxis.range)"
+        legend, area = (
+            page.locator(f"#charts {kind}").first.bounding_box() for kind in (".legend", ".nsewdrag")
+        )
+        assert legend is not None
+        assert area is not None
+        assert legend["y"] + legend["height"] <= area["y"] + 1  # its lines lie above the curves
         both, wide = page.evaluate(traces), page.evaluate(span)
         page.get_by_role("checkbox", name="second").click()
         assert page.evaluate(traces) == both / 2

@@ -112,13 +112,13 @@ def test_too_early_to_say(history: History) -> None:
     assert judge(history).word == EARLY
 
 
-def test_skill_of_training_counts_where_validation_has_few_points() -> None:
-    history = training(LEVEL)
-    for line in history[2:]:
+def test_skill_of_training_is_no_verdict_where_validation_has_few_points() -> None:
+    history = training(RISING)
+    for line in history[2:]:  # a moving estimate, which reads too high while the target moves
         line["train/skill_position"] = line.pop("val/skill_position")
     verdict = judge(history)
-    assert verdict.word == STALLED
-    assert "train/skill_position" in verdict.text
+    assert verdict.word == EARLY
+    assert "2 of the 4 values" in verdict.text
 
 
 def test_a_fine_tuning_is_judged_by_its_score() -> None:

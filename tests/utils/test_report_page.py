@@ -24,6 +24,7 @@ from utils.report.index import index_page
 from utils.report.pictures import load_snapshot
 from utils.report.run_files import read_run
 from utils.report.serve import open_server
+from utils.report.tables import data_tables, quality_tables
 from utils.report.volumes import LayersPicture, load_layers, save_layers, volume_of_layers, volume_of_snapshot
 
 PATIENT = "oct/SMITH^JOHN_19500101_OD.dcm"
@@ -219,6 +220,19 @@ def test_the_index_links_what_is_there_and_says_what_is_next(runs: list[Path]) -
     )
     assert "finetuning.evaluate" not in index_page(read_run(runs[1]))
     (runs[1] / "evaluation.json").unlink()
+
+
+def test_the_quality_of_the_scans_stands_with_the_data(runs: list[Path]) -> None:
+    run = read_run(runs[0])
+    assert quality_tables(run.prepared) == []  # a store of before it was measured
+    part = {"measured": 3, "median": 0.91, "lowest_tenth": 0.4, "signal_db": 20.5, "worst": {"signal_db": 3}}
+    run.prepared["quality"] = part
+    run.prepared["by_device"]["zeiss_cirrus"] |= {"quality": part | {"median": 0.72}}
+    run.prepared["by_device"]["not_measured"] = run.prepared["by_device"]["zeiss_cirrus"] | {"quality": None}
+    [table] = quality_tables(run.prepared)
+    assert [row[:3] for row in table.rows] == [["all", "3", "0.91"], ["zeiss_cirrus", "3", "0.72"]]
+    assert table in data_tables(run.prepared)
+    assert "quality of the scans" in index_page(run)
 
 
 # --- the server ---

@@ -6,13 +6,13 @@ In: a run's metrics by step, as metrics.jsonl has them. Out: `Health`. The first
   collapsing  alarm/collapse is 1 there (pretraining.gauges.alarms says which signs raise it)
   stalled     the weights stand still: the last train/update_ratio is under STILL, or the updates of the last
               lines were skipped
-  too early   no gauge of learning has MIN_POINTS values, or it rises and is not above its floor yet
+  too early   the gauge of learning has fewer than MIN_POINTS values, or rises and is not above its floor yet
   stalled     it does not rise and is not above its floor
   healthy     otherwise
-The gauge of learning is the first of GAUGES with MIN_POINTS values: skill in validation, else in training,
-whose floor is 0; of a fine-tuning the score of the task, whose floor is its first value. Whether it rises is
-what the 95 % interval of the Theil-Sen slope over its last half says (scipy.stats.theilslopes). The loss is
-no gauge: it falls in a collapse, too.
+The gauge of learning is the skill in validation, whose floor is 0; of a fine-tuning the score of the task,
+whose floor is its first value. Whether it rises is what the 95 % interval of the Theil-Sen slope over its
+last half says (scipy.stats.theilslopes). The loss is no gauge: it falls in a collapse, too. Nor is the skill
+in training: it reads too high while the target moves.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from scipy.stats import theilslopes
 
 from utils.report.run_files import TASK_SCORES, Points
 
-GAUGES = ("val/skill_position", "train/skill_position")
+SKILL = "val/skill_position"
 MIN_POINTS = 4
 STILL = 1e-9  # norm of an update / norm of the weights
 SKIPPED_LINES = 3
@@ -64,7 +64,8 @@ def health(series: Series, alarms: Sequence[tuple[int, str]], not_finite: Mappin
         return Health(STALLED, (still, *past))
     gauge = gauge_of(series)
     if gauge is None:
-        return Health(EARLY, (f"No gauge of learning has {MIN_POINTS} values yet.", *_ranks(series), *past))
+        reason = f"Validation has {_most(series)} of the {MIN_POINTS} values that a verdict needs."
+        return Health(EARLY, (reason, *_ranks(series), *past))
     floor = series[gauge][0][1] if gauge in TASK_SCORES else 0.0
     last, trend = series[gauge][-1][1], trend_of(series[gauge])
     words = f"{gauge} {trend} and ends at {last:.3g}"
@@ -77,8 +78,12 @@ def health(series: Series, alarms: Sequence[tuple[int, str]], not_finite: Mappin
 
 def gauge_of(series: Series) -> str | None:
     """The metric that decides whether the run learns; None where none has MIN_POINTS values."""
-    candidates = (*TASK_SCORES, *GAUGES)
-    return next((key for key in candidates if len(series.get(key, ())) >= MIN_POINTS), None)
+    return next((key for key in (*TASK_SCORES, SKILL) if len(series.get(key, ())) >= MIN_POINTS), None)
+
+
+def _most(series: Series) -> int:
+    """How many values a gauge of learning has."""
+    return max(len(series.get(key, ())) for key in (*TASK_SCORES, SKILL))
 
 
 def trend_of(points: Sequence[tuple[int, float]]) -> str:

@@ -13,7 +13,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from utils.report.health import health
 from utils.report.page import asset, policy_of
 from utils.report.run_files import NO_PROBE, Run
-from utils.report.tables import data_tables
+from utils.report.tables import data_tables, quality_tables
 
 FILES = (  # from the run's folder, and what they are
     ("report.html", "The report: verdict, curves, scans, evaluation, data, configuration"),
@@ -43,7 +43,7 @@ def index_page(run: Run) -> str:
         health=health(run.series, run.alarms, run.not_finite),
         verdict=(run.probe or run.evaluation or {"verdict": NO_PROBE})["verdict"],
         files=[(name, text) for name, text in FILES if (run.path / name).is_file()],
-        stores=[devices, rejects],
+        stores=[devices, *quality_tables(run.prepared), rejects],
         steps=next_steps(run),
     )
 

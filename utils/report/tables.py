@@ -19,6 +19,10 @@ GROUP_NOTE = (
     "Spacing before resampling, median, D x H x W (B-scan, axial, A-scan). Valid: share of the grid inside "
     "the scan. Lost: share of the scan outside the grid."
 )
+QUALITY_NOTE = (
+    "Median and lowest tenth: 0 is bad, 1 good. Then means of the five numbers, and how often each was the "
+    "worst. The limits are conventions; docs/guides/quality.md has them."
+)
 
 
 @dataclass(frozen=True)
@@ -155,13 +159,14 @@ def data_tables(prepared: dict[str, Any]) -> list[Table]:
     """What prepare counted: rejects by reason, groups of volumes, and every single fact last."""
     rejected = sorted(prepared["rejected"].items(), key=lambda item: -item[1])
     files = prepared.get("rejected_files", {})  # stores of before it was written have none
+    header = ["reason of rejection", "volumes", *(["first files"] if files else [])]
+    rows = [[reason, str(n), *([_digests(files.get(reason, []))] if files else [])] for reason, n in rejected]
     tables = [
         Table(
             f"{prepared['kept']} volumes kept, {sum(prepared['rejected'].values())} rejected",
-            ["reason of rejection", "volumes", "first files"],
-            [[reason, str(n), _digests(files.get(reason, []))] for reason, n in rejected]
-            or [["none", "0", "-"]],
-            "python -m utils.report RUN --file DIGEST tells the path of a file." if files else "",
+            header,
+            rows or [["none", "0"]],
+            "python -m utils.report RUN --file DIGEST prints the path of a file." if files else "",
             is_text=True,
         )
     ]
@@ -173,9 +178,20 @@ def data_tables(prepared: dict[str, Any]) -> list[Table]:
     facts = [
         [key.replace("_", " "), cell(value)]
         for key, value in (prepared | {"run": prepared["run"] | {"audit": short}}).items()
-        if key not in ("kept", "rejected", "rejected_files", *GROUPS)
+        if key not in ("kept", "rejected", "rejected_files", "quality", *GROUPS)
     ]
-    return [*tables, Table("the store", ["", ""], facts, is_text=True)]
+    return [*tables, *quality_tables(prepared), Table("the store", ["", ""], facts, is_text=True)]
+
+
+def quality_tables(prepared: Mapping[str, Any]) -> list[Table]:
+    """How good the scans are, of all and by device; nothing of a store that was not measured."""
+    of_all = prepared.get("quality")  # stores of before it was measured have none
+    if not of_all:
+        return []
+    groups = {"all": of_all} | {name: part.get("quality") for name, part in prepared["by_device"].items()}
+    names = [key.replace("_", " ") for key in of_all]
+    rows = [[name, *map(cell, part.values())] for name, part in groups.items() if part]
+    return [Table("quality of the scans", ["", *names], rows, QUALITY_NOTE, is_text=True)]
 
 
 def _digests(paths: Sequence[str]) -> str:
@@ -214,7 +230,7 @@ def cell(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:.4g}"
     if isinstance(value, list | tuple):
-        return " x ".join(cell(v) for v in value)
+        return " x ".join(cell(v) for v in value) or "none"
     if isinstance(value, dict):
         return ", ".join(f"{k} {cell(v)}" for k, v in value.items()) or "none"
     return str(value)

@@ -30,23 +30,28 @@ function layoutOf(extra) {
   }, extra);
 }
 
+// of several runs the colour is the run, which the boxes above name: the legend names the dashes alone
 function drawChart(element, chart) {
   const names = [...new Set(chart.curves.map((curve) => curve.name))];
+  const dashOf = (name) => (many ? DASHES[names.indexOf(name) % 4] : "solid");
   const traces = chart.curves.filter((curve) => !state.hidden.has(curve.run)).map((curve) => ({
-    x: curve.x, y: curve.y, mode: curve.x.length < 20 ? "lines+markers" : "lines",
+    x: curve.x, y: curve.y, mode: curve.x.length < 20 ? "lines+markers" : "lines", showlegend: !many,
     name: many ? `${content.runs[curve.run]} ${curve.name}` : curve.name,
     line: {
-      color: colour(`--run-${(many ? curve.run : names.indexOf(curve.name)) % 8}`), width: 2,
-      dash: many ? DASHES[names.indexOf(curve.name) % 4] : "solid",
+      color: colour(`--run-${(many ? curve.run : names.indexOf(curve.name)) % 8}`), width: 2, dash: dashOf(curve.name),
     },
     marker: { size: 5 }, hovertemplate: "%{y:.4g}<extra>%{fullData.name}</extra>",
   }));
+  const keys = names.map((name) => ({
+    x: [null], y: [null], mode: "lines", name, hoverinfo: "skip",
+    line: { color: colour("--soft"), width: 2, dash: dashOf(name) },
+  }));
   const layout = layoutOf({
-    showlegend: names.length > 1, legend: { orientation: "h", y: 1.16, x: 0, font: { size: 11 } },
+    showlegend: names.length > 1,
+    legend: { orientation: "h", x: 0, y: 1, yanchor: "bottom", font: { size: 11 }, itemclick: many ? false : "toggle", itemdoubleclick: many ? false : "toggleothers" },
   });
-  if (names.length > 1) layout.margin.t = 26;
   layout.yaxis.type = state.isLog ? "log" : "linear";
-  Plotly.react(element, traces, layout, { displayModeBar: false, responsive: true });
+  Plotly.react(element, many && names.length > 1 ? [...traces, ...keys] : traces, layout, { displayModeBar: false, responsive: true });
 }
 
 // the keyboard's way to zoom: + and -, arrows, 0

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import numpy as np
 
@@ -28,6 +30,12 @@ GROUP = {
 
 def write_snapshot(path: Path, title: str = "step 200, row 3") -> None:
     """A curved bright band: features follow the distance to it, the last two token columns are outside."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(_snapshot(title))
+
+
+@cache
+def _snapshot(title: str) -> bytes:
     d, h, w = np.meshgrid(*(np.arange(g * p) for g, p in zip(GRID, PATCH, strict=True)), indexing="ij")
     depth = h - 40 - 0.01 * (w - 30) ** 2 - d
     noise = np.random.default_rng(0).uniform(0.6, 1.0, d.shape)
@@ -36,18 +44,21 @@ def write_snapshot(path: Path, title: str = "step 200, row 3") -> None:
     order = np.random.default_rng(0).permutation(tokens.size)
     valid = np.ones(GRID)
     valid[:, :, -2:] = 0
-    save_snapshot(
-        path,
-        volume=volume.astype(np.uint8),
-        context=order[:150],
-        target=order[150:260],
-        grid=GRID,
-        patch=PATCH,
-        spacing=(0.375, 0.024, 0.09375),
-        features=np.stack([np.sin(tokens * f) for f in np.linspace(0.01, 0.2, 12)], axis=1),
-        valid=valid.ravel(),
-        title=title,
-    )
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / "snapshot.npz"
+        save_snapshot(
+            path,
+            volume=volume.astype(np.uint8),
+            context=order[:150],
+            target=order[150:260],
+            grid=GRID,
+            patch=PATCH,
+            spacing=(0.375, 0.024, 0.09375),
+            features=np.stack([np.sin(tokens * f) for f in np.linspace(0.01, 0.2, 12)], axis=1),
+            valid=valid.ravel(),
+            title=title,
+        )
+        return path.read_bytes()
 
 
 def probe_json(low: float, high: float) -> dict:

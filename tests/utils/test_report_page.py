@@ -172,8 +172,8 @@ def test_the_sheet_holds_every_bscan(runs: list[Path]) -> None:
 def test_large_volumes_are_drawn_smaller(tmp_path: Path) -> None:
     picture = layers_picture()
     large = LayersPicture(
-        np.zeros((6, 2000, 2000), np.uint8), picture.spacing, (), np.zeros((0, 6, 2000)),
-        np.zeros((0, 6, 2000)), "",
+        np.zeros((6, 1200, 1200), np.uint8), picture.spacing, (), np.zeros((0, 6, 1200)),
+        np.zeros((0, 6, 1200)), "",
     )  # fmt: skip
     save_layers(str(tmp_path / "a.npz"), large)
     volume = volume_of_layers(tmp_path / "a.npz", "run")

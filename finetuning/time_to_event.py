@@ -6,21 +6,23 @@ printed table: Harrell's C and the mean cumulative dynamic AUC of the pre-traine
 initialisation, the device, and permuted outcomes (chance); the paired difference with its sentence.
 
 Pooled features are standardised on the training fold and averaged over the volumes of a unit. The penalty has
-the highest C on validation units (ties: the larger). Fit and metrics are those of scikit-survival (extra
-`survival`): CoxPHSurvivalAnalysis (Efron's ties), concordance_index_censored, cumulative_dynamic_auc
-(censoring weighted by the training fold). Intervals resample evaluated participants.
+the highest C on validation units (ties: the larger) of those that can be fitted. Fit and metrics are those of
+scikit-survival (extra `survival`): CoxPHSurvivalAnalysis (Efron's ties), concordance_index_censored,
+cumulative_dynamic_auc (censoring weighted by the training fold). Intervals resample evaluated participants.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import warnings
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
 from sklearn.decomposition import PCA
+from sklearn.exceptions import ConvergenceWarning
 from sklearn.preprocessing import StandardScaler
 
 from data_setup.store.reader import PreparedStore
@@ -78,7 +80,10 @@ def outcomes(cohort: Cohort, fold: int, features_nF: np.ndarray) -> Outcomes:
 
 
 def fit_cox(train: Outcomes, val: Outcomes, test: Outcomes) -> tuple[np.ndarray, float, float]:
-    """(log risk of the test units [U], the penalty, C on val) of a ridge Cox regression."""
+    """(log risk of the test units [U], the penalty, C on val) of a ridge Cox regression.
+
+    Raises UserError where no penalty can be fitted.
+    """
     from sksurv.linear_model import CoxPHSurvivalAnalysis
 
     # all directions that the training fold varies in: the ridge solution has no other, and they are few
@@ -86,11 +91,23 @@ def fit_cox(train: Outcomes, val: Outcomes, test: Outcomes) -> tuple[np.ndarray,
     x, on_val, on_test = (turn.transform(part.features) for part in (train, val, test))
     best: tuple[float, float, np.ndarray] | None = None
     for penalty in sorted(PENALTIES, reverse=True):
-        model = CoxPHSurvivalAnalysis(alpha=penalty, ties="efron").fit(x, train.known())
+        try:
+            with warnings.catch_warnings():
+                # a small penalty, many directions: Newton's steps overflow, the fit says so or has no end
+                warnings.simplefilter("ignore", RuntimeWarning)
+                warnings.simplefilter("error", ConvergenceWarning)
+                model = CoxPHSurvivalAnalysis(alpha=penalty, ties="efron").fit(x, train.known())
+        except (ValueError, ConvergenceWarning) as error:
+            log.info("penalty %g is left out: %s", penalty, error)
+            continue
         score = concordance(val, model.predict(on_val))
         if best is None or score > best[0]:
             best = score, penalty, model.predict(on_test)
-    assert best is not None
+    if best is None:
+        raise UserError(
+            f"task.kind=survival: expected a Cox regression that can be fitted with a penalty of "
+            f"{min(PENALTIES):g} to {max(PENALTIES):g}, found none"
+        )
     return best[2], best[1], best[0]
 
 
@@ -103,7 +120,8 @@ def concordance(part: Outcomes, risk_U: np.ndarray, at: np.ndarray | None = None
     if not part.event[at].any():
         return float("nan")
     try:
-        return float(concordance_index_censored(part.event[at], part.time[at], risk_U[at])[0])
+        with np.errstate(invalid="ignore"):  # 0 / 0 where all times are the same
+            return float(concordance_index_censored(part.event[at], part.time[at], risk_U[at])[0])
     except NoComparablePairException:
         return float("nan")
 
@@ -171,14 +189,19 @@ def evaluate_survival(cfg: Config, url: str, runtime: Runtime) -> dict[str, Any]
 
 
 def _require_events(cfg: Config, cohort: Cohort, where: str) -> None:
-    """Raise UserError for a fold with few events, from which nothing can be learnt or chosen."""
+    """Raise UserError for a fold with few events, or no two times to compare: nothing can be learnt."""
     for fold, split in ((TRAIN, "train"), (VAL, "val"), (EVALUATED, cfg.eval.split)):
-        chosen = (cohort.fold == fold) & (cohort.target[:, 1] > 0)
-        events = len(np.unique(cohort.unit[chosen]))
+        part = outcomes(cohort, fold, np.zeros((len(cohort.rows), 1)))
+        events = int(part.event.sum())
         if events < MIN_EVENTS:
             raise UserError(
                 f"{where}: split {split}: expected {MIN_EVENTS} events of {cfg.task.event_column} or more, "
                 f"found {events}"
+            )
+        if np.isnan(concordance(part, np.zeros(len(part.time)))):
+            raise UserError(
+                f"{where}: split {split}: expected an event of {cfg.task.event_column} before another unit's "
+                f"{cfg.task.time_column}, found none"
             )
 
 
@@ -223,7 +246,11 @@ def _table(cfg: Config, arms: dict[str, tuple[str, Cohort, np.ndarray]]) -> dict
 
 def markdown(result: dict[str, Any]) -> str:
     """The table, the verdict last."""
-    looks = "validation, not counted as a look" if result["look"] is None else f"look {result['look']}"
+    looks = (
+        "validation, not counted as a look; the penalty was chosen on it"
+        if result["look"] is None
+        else f"look {result['look']}"
+    )
     lines = [
         f"# {result['event_column']} by {result['time_column']}",
         "",

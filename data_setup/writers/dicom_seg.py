@@ -16,6 +16,7 @@ from pydicom.sr.codedict import codes
 from pydicom.uid import generate_uid
 
 from data_setup.readers.dicom import OCTHeader
+from data_setup.readers.faults import OCTReadError, RejectReason
 from utils import storage
 from utils.config.schema import StorageOptions
 from utils.errors import UserError
@@ -42,13 +43,14 @@ def write_seg(
     url: str,
     options: StorageOptions,
 ) -> None:
-    """Write a .dcm at `url`. `classes`: stored value -> name; `version`: of what predicted. Raises UserError
-    for a scan that is no DICOM file with a frame of reference, StorageError.
+    """Write a .dcm at `url`. `classes`: stored value -> name; `version`: of what predicted.
+    Raises OCTReadError for a scan without a frame of reference, StorageError.
     """
     hd = load_highdicom()
     source = pydicom.dcmread(io.BytesIO(storage.read_bytes(header.url, options)))
     if "FrameOfReferenceUID" not in source:
-        raise UserError(f"{header.url}: expected a FrameOfReferenceUID for a DICOM SEG, found none")
+        expected = "a FrameOfReferenceUID for a DICOM SEG"
+        raise OCTReadError(header.url, RejectReason.UNSUPPORTED_FORMAT, expected, "none")
     algorithm = hd.AlgorithmIdentificationSequence(
         name=MAKER, version=version, family=codes.cid7162.ArtificialIntelligence
     )

@@ -63,6 +63,7 @@ def draw(
     if form == "seg":
         load_highdicom()
     records = of_rows(cfg, rows) if rows is not None else [unknown_record(url) for url in files or ()]
+    _require_names(records)
     runtime = open_runtime(cfg.train.use_bf16)
     if form != HEIGHTMAP:
         named = {value: name for name, value in head.state["classes"].items()}
@@ -144,6 +145,19 @@ def _draw_one(
         return line | {"status": RejectReason.MISSING_FILE.value, "message": error.problem}
     except OCTReadError as error:
         return line | {"status": error.reason.value, "message": error.detail}
+
+
+def _require_names(records: Sequence[Record]) -> None:
+    """Raise UserError where the files of two scans would have one name."""
+    path_of: dict[str, str] = {}
+    for record in records:
+        name = _stem(record.path)
+        if name in path_of:
+            raise UserError(
+                f"expected scans whose files have different names, found {path_of[name]} and "
+                f"{record.path}; draw them into two folders"
+            )
+        path_of[name] = record.path
 
 
 def _stem(path: str) -> str:

@@ -113,11 +113,15 @@ def refuse_seen(cfg: Config, volumes: DenseVolumes, state: Mapping[str, Any], ur
     return max(refuse_overlap(cfg, volumes, ids, url, stage) for stage, ids in seen.items())
 
 
-def count_look(cfg: Config, volumes: DenseVolumes, checksum: str, arms: Sequence[str]) -> int | None:
-    """Count this look at test participants in the ledger of the store; None where there is none."""
+def count_look(
+    cfg: Config, volumes: DenseVolumes, checksum: str, arms: Sequence[str], kind: str
+) -> int | None:
+    """Count this look at test participants in the ledger of the store; None where there is none. `kind`: of
+    task, or what else is asked of them.
+    """
     if cfg.eval.split != "test":
         return None
-    store, size, kind = volumes.store, len(volumes.rows), cfg.task.kind
+    store, size = volumes.store, len(volumes.rows)
     unit = volumes.rows.astype(str)
     cohort = Cohort(
         kind, volumes.names, volumes.rows, volumes.fold, np.zeros((size, 1)), unit, volumes.person

@@ -18,7 +18,7 @@ from torch import nn
 from data_setup.store.reader import PreparedStore
 from finetuning.cohort import TRAIN, VAL
 from finetuning.dense.folds import DenseVolumes
-from finetuning.head_file import NAME
+from finetuning.head_file import NAME, Head
 from finetuning.layers.decoder import build_decoder
 from finetuning.pooled import load_strictly, pretrained_encoder, random_encoder
 from finetuning.source import Source, find_checkpoint
@@ -139,7 +139,7 @@ def open_dense_head(
     return DenseHead(url, state["checksum"], tuple(arms), names, cfg, state)
 
 
-def require_same_grid(head: DenseHead, store: PreparedStore) -> None:
+def require_same_grid(head: DenseHead | Head, store: PreparedStore) -> None:
     """Raise UserError unless the store's volumes are on the grid that the head was trained on."""
     for key in ("normalisation", "geometry"):
         if store.attrs[key] != head.state[key]:

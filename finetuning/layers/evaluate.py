@@ -72,7 +72,7 @@ def evaluate_layers(wanted: str, overrides: Sequence[str]) -> str:
             return markdown(known)
     tables = measure(cfg, volumes, head, open_runtime(cfg.train.use_bf16))
     content = answer(cfg, volumes, head, tables[0], tables[1])
-    look = count_look(cfg, volumes, head.checksum, [arm.name for arm in head.arms])
+    look = count_look(cfg, volumes, head.checksum, [arm.name for arm in head.arms], cfg.task.kind)
     content |= {"fingerprint": fingerprint, "overlap": overlap, "look": look}
     _write(cfg.run.dir, content, *tables)
     return markdown(content)

@@ -24,6 +24,8 @@ def markdown(result: dict[str, Any]) -> str:
     ]
     if result["synthetic"]:
         lines.append("A phantom: it says nothing about real retinas.")
+    if result["look"] is not None:
+        lines.append(f"This is look {result['look']} at these test participants.")
     if result["overlap"]:
         lines.append(f"OVERLAP: training saw {result['overlap']} of these participants.")
     chance = result["rows"][0]["robustness_chance"]

@@ -9,7 +9,8 @@ as they are and less the mean of their device over the training fold:
     thickness   (a phantom) R2 of layer thickness by ridge, and the ICC of what it predicts over devices
 and the ICC of every output of a head. Rows beside them: the device alone (planted: must be 0), random
 initialisation, and on a phantom the truth. Features are standardised on the training fold. Intervals
-resample participants; neighbours stay. People that pre-training saw are an error, as in finetuning.evaluate.
+resample participants; neighbours stay. People that training saw are an error, as in finetuning.evaluate. Each
+run is a look at the test participants (finetuning/ledger.py).
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ from data_setup.phantom.truth_tokens import read_truth_file
 from data_setup.store.reader import PreparedStore
 from finetuning import source
 from finetuning.cohort import EVALUATED, TRAIN, VAL
+from finetuning.dense.folds import DenseVolumes, count_look
+from finetuning.dense.head import require_same_grid
 from finetuning.features.kept import KeptFeatures, features_folder
 from finetuning.head_evaluation import evaluated_config
 from finetuning.head_file import Head, open_head, predict_rows
@@ -184,8 +187,11 @@ def same_eye(cfg: Config, url: str, head: Head | None = None) -> dict[str, Any]:
             state["participants"],
         )
     else:
+        require_same_grid(head, store)
         encoder, checksum = head.encoder, head.checksum
         seen = [*head.state["participants"]["train"], *head.state["pretraining_participants"]]
+        if cfg.eval.split != "val":  # whom the head was chosen on
+            seen += head.state["participants"]["val"]
     eyes = choose_eyes(cfg, store)
     overlap = _overlap(cfg, eyes, seen, url)
     asked = ask(cfg, store, eyes)
@@ -219,6 +225,8 @@ def same_eye(cfg: Config, url: str, head: Head | None = None) -> dict[str, Any]:
         scores = predict_rows(head, store, eyes.rows[eyes.evaluated], runtime)
         names = head.names if scores.shape[1] == len(head.names) else (head.cfg.task.label_column,)
         result["head"] = agreement(asked, scores, names)
+    shown = DenseVolumes(store, eyes.rows, eyes.fold, eyes.person, tuple(devices.tolist()))
+    result["look"] = count_look(cfg, shown, checksum, list(arms), "same_eye")
     storage.write_text(
         storage.join(cfg.run.dir, "same_eye.json"), json.dumps(result, indent=1, allow_nan=False) + "\n"
     )

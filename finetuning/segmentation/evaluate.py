@@ -63,7 +63,7 @@ def evaluate_segmentation(wanted: str, overrides: Sequence[str]) -> str:
             return markdown(known)
     lines = measure(cfg, volumes, head, open_runtime(cfg.train.use_bf16))
     content = answer(cfg, volumes, head, lines)
-    look = count_look(cfg, volumes, head.checksum, [arm.name for arm in head.arms])
+    look = count_look(cfg, volumes, head.checksum, [arm.name for arm in head.arms], cfg.task.kind)
     content |= {"fingerprint": fingerprint, "overlap": overlap_of_people, "look": look}
     _write(cfg.run.dir, content, lines)
     return markdown(content)

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import highdicom
 import nibabel as nib
 import numpy as np
+import pydicom
 import pytest
 import torch
 from torch import Tensor, nn
 
 from data_setup.manifest import Record
+from data_setup.readers.faults import OCTReadError
 from data_setup.readers.heights import read_heights
 from data_setup.readers.labels import read_label_volume
 from data_setup.readers.open_record import open_record
@@ -20,6 +23,7 @@ from data_setup.writers.height_map import write_height_map
 from data_setup.writers.masks import write_nifti, write_png
 from finetuning import segment
 from finetuning.dense import whole
+from finetuning.dense.draw import _require_names
 from finetuning.dense.head import Arm
 from finetuning.dense.whole import classes_of_scan, outputs_of, read_whole, surfaces_of_scan
 from finetuning.embedding.volumes import unknown_record
@@ -175,6 +179,24 @@ def test_dicom_seg_reads_back(tmp_path: Path, protocol: int) -> None:
         numbers = volume.array if upwards == header.flip_d else volume.array[::-1]
     np.testing.assert_array_equal(np.array([0, 2, 5, 7])[numbers], labels)
     assert written.SOPClassUID == "1.2.840.10008.5.1.4.1.1.66.4"
+
+
+def test_a_scan_without_a_frame_of_reference_is_a_line_with_its_reason(
+    scan_file: Path, tmp_path: Path
+) -> None:
+    scan = pydicom.dcmread(scan_file)
+    del scan.FrameOfReferenceUID
+    scan.save_as(tmp_path / "scan.dcm")
+    header, _ = open_record(record_of(scan_file))
+    header = replace(header, url=str(tmp_path / "scan.dcm"))
+    with pytest.raises(OCTReadError, match="expected a FrameOfReferenceUID"):
+        write_seg(labels_of(header.shape), CLASSES, header, "abc", f"{tmp_path}/s.dcm", OPTIONS)
+
+
+def test_two_scans_of_one_name_do_not_overwrite_each_other() -> None:
+    _require_names([unknown_record("/a/eye.dcm"), unknown_record("/b/eye_2.dcm")])
+    with pytest.raises(UserError, match=r"found /a/eye\.dcm and /b/eye\.dcm; draw them into two"):
+        _require_names([unknown_record("/a/eye.dcm"), unknown_record("/b/eye.dcm")])
 
 
 def test_height_maps_read_back(scan_file: Path, tmp_path: Path) -> None:

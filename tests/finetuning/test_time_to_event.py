@@ -67,6 +67,20 @@ def test_the_fit_is_the_librarys_in_the_features_own_axes() -> None:
     assert concordance(test, wide_risk) > 0.75
 
 
+def test_a_penalty_whose_fit_overflows_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """1,536 features of 60 people: Newton's steps overflow with the smallest."""
+    rng = np.random.default_rng(0)
+    features = rng.normal(size=(60, 1536))
+    time = rng.exponential(np.exp(-features[:, 0])) + 0.01
+    part = Outcomes(np.arange(60).astype(str), time, rng.random(60) > 0.3, features)
+    wide = (part, part, part)
+    monkeypatch.setattr(module, "PENALTIES", (1e-3, 10.0, 1e4))
+    assert fit_cox(*wide)[1] in (10.0, 1e4)
+    monkeypatch.setattr(module, "PENALTIES", (1e-3,))
+    with pytest.raises(UserError, match=r"that can be fitted with a penalty of 0\.001 to 0\.001, found none"):
+        fit_cox(*wide)
+
+
 def test_concordance_by_hand_and_under_resamples() -> None:
     """Times 1, 2, 3 with events at 1 and 3: the pairs are (1, 2) and (1, 3)."""
     names = np.array(["a", "b", "c"])
@@ -200,6 +214,10 @@ def test_without_the_package_or_without_events_it_says_so(
     assert (cohort.target.shape[1], cohort.num_outputs) == (2, 1)
     with pytest.raises(UserError, match=r"split train: expected 5 events of onset or more, found 3"):
         module._require_events(cfg, cohort, store.url)
+    at_once = [line.replace(line.split("\t")[1], "7") if line.startswith("val") else line for line in lines]
+    (tmp_path / "few.tsv").write_text("\n".join([header, *at_once]).replace("\t0", "\t1") + "\n")
+    with pytest.raises(UserError, match=r"split val: expected an event of onset before"):
+        module._require_events(cfg, read_cohort(cfg, store), store.url)
     with pytest.raises(ConfigError, match=r"found survival: finetuning\.evaluate takes it"):
         read_cohorts(cfg, store, [])
     monkeypatch.setattr(module, "find_spec", lambda name: None)

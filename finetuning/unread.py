@@ -27,6 +27,7 @@ NEITHER = {
     "train.val_fraction": "validation has the participants of the labels' val split",
     "val.max_volumes": "validation reads every labelled volume of val",
     "run.profile": "no trace is written",
+    "wandb.images_every_steps": "no pictures are sent",
 }
 DENSE = {
     **NEITHER,

@@ -11,9 +11,11 @@ from __future__ import annotations
 import json
 import logging
 import re
+import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -109,9 +111,12 @@ def overrides_of(parameters: Mapping[str, Any]) -> list[str]:
 
 
 def best_of(run_dir: Path, sweep: Sweep) -> float | None:
-    """The best value of the metric in a run; None where it has none."""
+    """The best value of the metric after an update, as best checkpoints are chosen: before the first one it
+    says nothing of the run. None where it has none.
+    """
     lines = (json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines())
-    values = [line[sweep.metric] for line in lines if isinstance(line.get(sweep.metric), float)]
+    trained = (line for line in lines if line["step"] > 0)
+    values = [line[sweep.metric] for line in trained if isinstance(line.get(sweep.metric), float)]
     return max(values, key=lambda value: sweep.sign * value, default=None)
 
 
@@ -142,13 +147,24 @@ def run_sweep(sweep: Sweep, folder: Path, number: int, seed: int, overrides: Seq
         run_dir = folder / f"run_{index:03d}"
         words = [*overrides, *overrides_of(parameters), f"run.dir={run_dir}"]
         command = [sys.executable, "-m", "pretraining.train", "--config", sweep.config, *words]
-        code = subprocess.run(command).returncode
+        with _ctrl_c_is_the_runs():
+            code = subprocess.run(command).returncode
         if code != EXIT_FINISHED:
             raise UserError(f"{run_dir}: the run ended with exit code {code}; the same command again goes on")
         runs.append((run_dir.name, parameters, best_of(run_dir, sweep)))
     path = folder / "sweep.md"
     path.write_text(table(sweep, runs))
     return path
+
+
+@contextmanager
+def _ctrl_c_is_the_runs() -> Iterator[None]:
+    """A terminal sends Ctrl-C to all: the run writes its checkpoint, for which `subprocess` does not wait."""
+    before = signal.signal(signal.SIGINT, lambda *_: None)  # unlike SIG_IGN, this is not inherited
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

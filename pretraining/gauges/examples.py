@@ -21,6 +21,7 @@ from pretraining.step import predict
 from utils.dashboards.pictures import Forecast, Views, prediction_map, similarity_map, two_views
 from utils.log import NoLog, RunLog
 from utils.report.pictures import Snapshot, bscan_with_masks, feature_pca, save_snapshot
+from utils.runtime.single import StopRequested
 
 log = logging.getLogger(__name__)
 SNAPSHOTS, FORECASTS = 3, 1  # volumes
@@ -42,25 +43,30 @@ class Examples:
 
     def show(self, step: int, trained_on: Batch | None = None, *, keep: bool) -> None:
         """Draw what training sees (`trained_on`, a micro-batch on the device) and what it makes of a few
-        volumes; `keep` also writes the snapshots. A full disk costs the pictures, not the run.
+        volumes; `keep` also writes the snapshots. SIGTERM and Ctrl-C end it early: the loop meets them next.
         """
         try:
             for snapshot, row in snapshots(self.run, step):
                 if keep:
-                    save_snapshot(self._path(step, row), **vars(snapshot))
+                    self._keep(snapshot, step, row)
                 if self.is_watched:
                     device = snapshot.title.split(",")[0]
                     self.run_log.image(step, f"masks/{device}", bscan_with_masks(snapshot))
                     self.run_log.image(step, f"features/{device}", feature_pca(snapshot))
             if self.is_watched:
                 self._show_forecasts(step, trained_on)
-        except OSError as error:
-            log.warning("pictures of step %d not written, training goes on: %s", step, error)
+        except StopRequested:
+            log.info("pictures of step %d left out", step)
         finally:
             self.run.model.train()
 
-    def _path(self, step: int, row: int) -> Path:
-        return Path(self.run.cfg.run.dir) / "snapshots" / f"step_{step:08d}_row_{row:06d}.npz"
+    def _keep(self, snapshot: Snapshot, step: int, row: int) -> None:
+        """A full disk costs the picture, not the run, nor what the other processes wait for."""
+        path = Path(self.run.cfg.run.dir) / "snapshots" / f"step_{step:08d}_row_{row:06d}.npz"
+        try:
+            save_snapshot(path, **vars(snapshot))
+        except OSError as error:
+            log.warning("pictures of step %d not written, training goes on: %s", step, error)
 
     def _show_forecasts(self, step: int, trained_on: Batch | None) -> None:
         if trained_on is not None:
@@ -80,7 +86,7 @@ def example_batches(run: Run, limit: int) -> Iterator[tuple[int, str, Batch, Bat
     by_device = {index.loc[int(r), "device"]: int(r) for r in reversed(run.rows.val)}
     chosen = np.array(sorted(by_device.values())[:limit])
     run.model.eval()
-    for cpu_batch in validation_batches(run.cfg, run.store, chosen, 1):
+    for cpu_batch in runtime.until_stopped("pictures", validation_batches(run.cfg, run.store, chosen, 1)):
         row = int(cpu_batch["row"][0])
         record = index.loc[row]
         name = f"{record['device']} {record['protocol']} {record['laterality']}"

@@ -41,10 +41,8 @@ log = logging.getLogger(__name__)
 RANKME_TOKENS = 2048
 LIDAR_VOLUMES, LIDAR_MASKS = 64, 4  # each mask is a pass of the context encoder
 SKILL_TOKENS = 2**14  # positions of all volumes together, at most 64 of each
-FIRST_SHARE, FIRST_VOLUMES = (
-    4,
-    64,
-)  # the validation before step 1 has a quarter of the others, at most so many
+# the validation before step 1 has a quarter of the volumes of the others, at most 64
+FIRST_SHARE, FIRST_VOLUMES = 4, 64
 
 
 class Validation:

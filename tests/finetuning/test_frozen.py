@@ -777,6 +777,7 @@ def test_a_key_that_does_nothing_is_refused(checkpoint: str, tmp_path: Path) -> 
     passes(TASK, "train.keep_last=2", "train.log_every_steps=1", "head.learning_rates=[1]")
     tuned = str(Path(TASK).with_name("cls_finetune.yaml"))
     assert "found [0.1]" in refused(tuned, "head.learning_rates=[0.1]")
+    assert "(no pictures are sent), found 5" in refused(tuned, "wandb.images_every_steps=5")
     assert "head.weight_decays: expected its default [0.0001, 0.01, 0.1]" in refused(
         tuned, "head.weight_decays=[0.5]"
     )

@@ -17,9 +17,12 @@ import torch
 import wandb
 from sklearn.metrics.pairwise import cosine_similarity
 
+from data_setup.loader import LoaderError
 from data_setup.store.reader import PreparedStore
 from pretraining import train as loop
+from pretraining.gauges import examples
 from pretraining.rows import data_counts, open_rows
+from pretraining.run import open_run
 from pretraining.train import train
 from tests.support.model_factory import small_config
 from tests.support.pipeline_factory import ROOT, pipeline_config
@@ -28,7 +31,8 @@ from tests.support.wandb_reader import history, written
 from utils.dashboards import panels
 from utils.dashboards.pictures import Forecast, brightest_token, relative_error, similarity, similarity_map
 from utils.errors import UserError
-from utils.log import RunLog
+from utils.log import NoLog, RunLog
+from utils.runtime.single import Runtime
 from utils.skipped_updates import NotFiniteError
 
 # skill needs 16 volumes of 4 participants
@@ -123,6 +127,39 @@ def test_pictures_move_no_number(folder: Path, watched: Path, tmp_path: Path) ->
     assert numbers(run) == numbers(watched)
 
 
+def test_a_disk_that_is_full_at_the_first_picture_leaves_nobody_waiting(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The first process computes on as the others do: their passes are collectives where weights are spread.
+    A stop ends the pictures on all of them; what reads for it may be gone by then.
+    """
+    tried: list[Path] = []
+
+    def full(path: Path, **_: Any) -> None:
+        tried.append(path)
+        raise OSError(28, "No space left on device")
+
+    def stopping(*_: Any) -> Any:
+        runtime.stop_requested = True
+        raise LoaderError("a worker is gone")
+        yield
+
+    runtime = Runtime(torch.device("cpu"), use_bf16=False)
+    run = open_run(pipeline_config(folder, f"run.dir={tmp_path}", MANY_TO_VALIDATE), runtime)
+    devices = run.store.index.loc[run.rows.val, "device"].nunique()
+    assert devices > 1
+    monkeypatch.setattr("pretraining.gauges.examples.save_snapshot", full)
+    drawn = examples.Examples(run, NoLog())
+    with caplog.at_level(logging.WARNING):
+        drawn.show(0, keep=True)
+    assert (
+        len(tried) == min(devices, examples.SNAPSHOTS) == caplog.text.count("not written, training goes on")
+    )
+    monkeypatch.setattr(examples, "validation_batches", stopping)
+    drawn.show(1, keep=True)
+    assert run.model.training
+
+
 def test_the_run_says_what_it_is_and_what_its_best_probe_was(watched: Path) -> None:
     run = everything(watched, "run")[0]
     assert (run.project, run.display_name, run.run_group) == ("oct-foundation", "eight", "tests")
@@ -213,9 +250,9 @@ def test_a_run_outlives_weights_and_biases(tmp_path: Path, caplog: pytest.LogCap
 
 
 def test_tensorboard_goes_on_where_the_checkpoint_was(tmp_path: Path) -> None:
-    """What came after the checkpoint of step 2 is struck out."""
+    """What came after the checkpoint of step 2 is struck out, and all of a run that had none."""
     cfg = small_config("vjepa2", "wandb.mode=disabled", "log.tensorboard=true", f"run.dir={tmp_path}")
-    for start, steps, value in ((0, (1, 2, 3, 4), 1.0), (2, (3,), 9.0)):
+    for start, steps, value in ((0, (1, 2, 5), 5.0), (0, (1, 2, 3, 4), 1.0), (2, (3,), 9.0)):
         run_log = RunLog(cfg, start, 10, synthetic=False)
         for step in steps:
             run_log.metrics(step, {"train/loss": value})

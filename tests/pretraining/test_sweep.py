@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import re
+import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-from pretraining.sweep import best_of, draw, main, overrides_of, read_sweep, table
+from pretraining.sweep import best_of, draw, main, overrides_of, read_sweep, run_sweep, table
 from tests.support.pipeline_factory import ROOT, SMOKE, make_store, pipeline_overrides
 from utils.config.load import load_config
-from utils.errors import ConfigError
+from utils.errors import ConfigError, UserError
 
 SHIPPED = ROOT / "configs" / "sweep_pretrain.yaml"
 
@@ -71,16 +74,31 @@ def test_a_grid_is_every_combination(tmp_path: Path) -> None:
 
 
 def test_the_table_has_the_best_first(tmp_path: Path) -> None:
-    """Of each run its best validation; one without a value is last."""
+    """Of each run its best validation of a trained encoder; one without a value is last."""
     sweep = read_sweep(changed(tmp_path, parameters={"seed": {"values": [0, 1, 2]}}))
     runs = []
     for seed, values in enumerate((["0.4", "0.5"], ["0.9", "0.1"], ["null"])):
         run = tmp_path / f"run_{seed}"
         run.mkdir()
-        (run / "metrics.jsonl").write_text("".join(f'{{"step": 1, "val/probe": {v}}}\n' for v in values))
+        (run / "metrics.jsonl").write_text(
+            "".join(f'{{"step": {step}, "val/probe": {v}}}\n' for step, v in enumerate(["0.99", *values]))
+        )
         runs.append((run.name, {"seed": seed}, best_of(run, sweep)))
     rows = re.findall(r"\| (run_\d) \| ([\d.]+|none) \|", table(sweep, runs))
     assert rows == [("run_1", "0.9"), ("run_0", "0.5"), ("run_2", "none")]
+
+
+def test_ctrl_c_lets_the_run_write_its_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A terminal sends it to the sweep and to the run, which needs a while and ends with 76."""
+    program = "import os, signal, sys, time; signal.signal(signal.SIGINT, lambda *_: None); "
+    program += "os.kill(os.getppid(), signal.SIGINT); time.sleep(1); sys.exit(76)"
+    real = subprocess.run
+    monkeypatch.setattr("pretraining.sweep.subprocess.run", lambda _: real([sys.executable, "-c", program]))
+    sweep = read_sweep(changed(tmp_path, command=["python", "--config", str(SMOKE), "${args_no_hyphens}"]))
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(UserError, match="exit code 76; the same command again goes on"):
+        run_sweep(sweep, tmp_path, 1, 0, [])
+    assert signal.getsignal(signal.SIGINT) is before
 
 
 @pytest.mark.slow

@@ -7,9 +7,11 @@ import logging
 import resource
 import socket
 from pathlib import Path
+from typing import Any
 
 import pytest
 import wandb
+from matplotlib.figure import Figure
 
 from tests.support.model_factory import small_config
 from tests.support.wandb_reader import history, run_ids
@@ -78,6 +80,49 @@ def test_pictures_of_participants_are_announced(no_key: Path, caplog: pytest.Log
     run_log.close()
     assert "data licence" in caplog.text
     assert not run_log.shows_images  # W&B is disabled, so nobody looks
+
+
+class OnlineRun:
+    """A run of Weights & Biases that reaches its server."""
+
+    offline, id = False, "id"
+
+    def __init__(self) -> None:
+        self.sent: list[str] = []
+
+    def log(self, values: dict[str, Any], step: int) -> None:
+        self.sent += values
+
+    def log_artifact(self, url: str, **_: str) -> None:
+        self.sent.append(url)
+
+    def finish(self) -> None:
+        self.sent.append("end")
+
+
+@pytest.mark.parametrize(
+    ("synthetic", "asked", "sent"),
+    [
+        (False, [], []),
+        (False, ["wandb.log_images=true"], ["masks/a"]),
+        (False, ["wandb.log_artifacts=true"], ["best.pt"]),
+        (True, [], ["masks/a", "best.pt"]),
+        (True, ["wandb.log_images=false", "wandb.log_artifacts=false"], []),
+    ],
+)
+def test_pictures_and_checkpoints_of_participants_leave_only_when_asked_for(
+    no_key: Path, monkeypatch: pytest.MonkeyPatch, synthetic: bool, asked: list[str], sent: list[str]
+) -> None:
+    """Also where TensorBoard, which stays here, has them drawn."""
+    online = OnlineRun()
+    monkeypatch.setattr("utils.log.start_wandb", lambda *_: online)
+    cfg = small_config("vjepa2", *asked, "log.tensorboard=true", f"run.dir={no_key / 'run'}")
+    run_log = RunLog(cfg, 0, 10, synthetic=synthetic)
+    assert run_log.shows_images
+    run_log.image(0, "masks/a", Figure())
+    run_log.artifact("best", "best.pt")
+    run_log.close()
+    assert online.sent == [*sent, "end"]
 
 
 def test_a_resumed_run_drops_what_came_after_its_checkpoint(no_key: Path) -> None:

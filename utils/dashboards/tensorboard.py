@@ -30,7 +30,7 @@ class TensorBoardWriter:
         from torch.utils.tensorboard import SummaryWriter
 
         self._writer: SummaryWriter | None = SummaryWriter(
-            str(run_dir / FOLDER), purge_step=start_step + 1 if start_step else None
+            str(run_dir / FOLDER), purge_step=start_step + 1 if start_step else 0
         )
 
     def metrics(self, step: int, values: Mapping[str, float]) -> None:

@@ -38,7 +38,7 @@ from data_setup.store.format import KEPT
 from data_setup.store.heights import OF_LABELS, HeightWriter
 from data_setup.store.labels import Classes, LabelWriter, counts_text, parse_counts
 from data_setup.store.reader import PreparedStore
-from data_setup.tables import clean_path, read_table
+from data_setup.tables import clean_path, fact_of, read_table
 from utils import storage
 from utils.config.schema import Config
 from utils.errors import EXIT_TRY_AGAIN, UserError
@@ -60,6 +60,19 @@ class LabelJob:
     url: str
     store: PreparedStore
     classes: Classes
+    volume_yaml: str | None = None  # the scan's cell of the manifest
+
+    @property
+    def scan(self) -> tuple[str, str]:
+        """URL and path of the scan."""
+        path = str(self.store.index.path[self.row])
+        return storage.join(self.store.attrs["source_root"], path), path
+
+    def stat(self) -> storage.ObjectStat:
+        """Size and version of what the labels are read from; raises StorageError, OCTReadError."""
+        record = self.store.index.loc[self.row]
+        facts = f"{self.volume_yaml}\t{record.orientation_source == 'unknown'}"
+        return label_stat(self.url, self.path, self.scan, self.store.options, facts)
 
     @property
     def writer(self) -> LabelWriter | HeightWriter:
@@ -111,6 +124,7 @@ def read_jobs(cfg: Config, store: PreparedStore) -> tuple[list[LabelJob], Counte
     kept = set(store.kept.tolist())
     jobs: dict[tuple[int, str], LabelJob] = {}
     reasons: Counter[str] = Counter()
+    seen: set[int] = set()  # rows with labels
     for line in table.values():
         row = by_path.get(clean_path(line["filepath"]))
         places = {column: path for column in present if (path := clean_path(line[column])) is not None}
@@ -120,14 +134,17 @@ def read_jobs(cfg: Config, store: PreparedStore) -> tuple[list[LabelJob], Counte
             reasons["scan_not_in_store"] += 1
         elif row not in kept:
             reasons["scan_rejected"] += 1
-        elif any(key[0] == row for key in jobs):
+        elif row in seen:
             reasons["second_labels"] += 1
         else:
+            seen.add(row)
             for column, path in places.items():
                 beside = path.startswith("./")  # below the manifest's folder: the root may be read-only
                 top = url.rpartition("/")[0] if beside else store.attrs["source_root"]
                 place = storage.join(top, path.removeprefix("./"))
-                jobs[row, column] = LabelJob(column, int(row), path, place, store, classes)
+                jobs[row, column] = LabelJob(
+                    column, int(row), path, place, store, classes, fact_of(line.get("volume_yaml"))
+                )
     return [jobs[key] for key in sorted(jobs)], reasons
 
 
@@ -156,9 +173,8 @@ def nearest_voxels(
 def lay_volume(job: LabelJob) -> tuple[np.ndarray, dict[str, Any]]:
     """The classes on the grid, and what was counted; raises OCTReadError, StorageError."""
     store, record = job.store, job.store.index.loc[job.row]
-    scan = (storage.join(store.attrs["source_root"], record.path), str(record.path))
     shape = _scan_shape(record)
-    read = read_label_volume(job.url, job.path, shape, scan, store.options)
+    read = read_label_volume(job.url, job.path, shape, job.scan, store.options, job.volume_yaml)
     unlisted = sorted(set(np.unique(read.values).tolist()) - {0, *job.classes})
     if unlisted:
         expected = f"0 or a value of {CLASSES_FILE} ({', '.join(map(str, sorted(job.classes)))})"
@@ -218,7 +234,7 @@ def prepare_one(job: LabelJob) -> tuple[str, str]:
     fields: dict[str, Any] = {"path": job.path, "volume": record.checksum, "message": None}
     array = None
     try:
-        source = label_stat(job.url, job.store.options)
+        source = job.stat()
         fields |= {"source_size": source.size, "source_version": source.etag_or_mtime}
         array, measured = LAY[job.column](job)
         fields |= measured | {"status": KEPT}
@@ -291,7 +307,7 @@ def _is_done(job: LabelJob, written: Mapping[str, Any] | None) -> bool:
     if written["volume"] != job.store.index.checksum[job.row]:
         return False
     try:
-        source = label_stat(job.url, job.store.options)
+        source = job.stat()
     except (storage.StorageError, OCTReadError):
         return False  # prepare_one meets the same error and counts it
     return (written["source_size"], written["source_version"]) == (source.size, source.etag_or_mtime)

@@ -15,6 +15,7 @@ import hashlib
 import io
 import zipfile
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 import numpy as np
@@ -24,7 +25,14 @@ from data_setup.readers import nifti
 from data_setup.readers.dicom import open_file
 from data_setup.readers.faults import OCTReadError, RejectReason
 from data_setup.readers.images import MAX_PIXELS, ordered_images
-from data_setup.readers.sidecar import MAX_VOLUME_BYTES, Sidecar, read_sidecars, reading, sidecar_urls
+from data_setup.readers.sidecar import (
+    MAX_VOLUME_BYTES,
+    Sidecar,
+    parse_sidecar,
+    read_sidecars,
+    reading,
+    sidecar_urls,
+)
 from utils import storage
 from utils.config.schema import StorageOptions
 from utils.storage import ObjectStat, join, list_names, read_bytes
@@ -32,6 +40,7 @@ from utils.workers import in_threads
 
 Shape = tuple[int, int, int]
 NUM_VALUES = 256
+_NIFTI = (".nii", ".nii.gz")
 _GREY = ("1", "L", "P", "I;16", "I")  # modes whose numbers are classes
 
 
@@ -44,23 +53,29 @@ class LabelVolume:
 
 
 def read_label_volume(
-    url: str, path: str, shape: Shape, scan: tuple[str, str], options: StorageOptions | None = None
+    url: str,
+    path: str,
+    shape: Shape,
+    scan: tuple[str, str],
+    options: StorageOptions | None = None,
+    volume_yaml: str | None = None,
 ) -> LabelVolume:
     """The classes of a scan of `shape`; `scan`: URL and path of its own file, whose YAML names axes too.
 
-    Raises OCTReadError, StorageError.
+    `volume_yaml`: the scan's cell of the manifest, beneath the files. Raises OCTReadError, StorageError.
     """
     name, flip_d = url.lower(), None
     if name.endswith(".npz"):
         values = _arrays(url, ("labels",), options)["labels"]
-    elif name.endswith((".nii", ".nii.gz")):
-        places = [*sidecar_urls(url, path, False), *sidecar_urls(*scan, False)]
+    elif name.endswith(_NIFTI):
+        row = parse_sidecar(volume_yaml.encode(), url) if volume_yaml else Sidecar()
         with open_file(url, options) as file:
-            values, flip_d = nifti.read_array(file, url, read_sidecars(places, options))
+            sidecar = read_sidecars(_yaml_urls(url, path, scan), options, row)
+            values, flip_d = nifti.read_array(file, url, sidecar)
     else:
         values = _read_images(url, options)
     _check_shape(values.shape, shape, url)
-    return LabelVolume(_whole_numbers(values, url), flip_d)
+    return LabelVolume(whole_numbers(values, url), flip_d)
 
 
 def read_label_surfaces(
@@ -85,13 +100,30 @@ def read_label_surfaces(
     return values[is_known], tuple(np.array(names)[is_known].tolist())
 
 
-def label_stat(url: str, options: StorageOptions | None = None) -> ObjectStat:
-    """Size and version of the file, or of all images together; raises StorageError, OCTReadError."""
-    if url.lower().endswith((".npz", ".nii", ".nii.gz")):
+def _yaml_urls(url: str, path: str, scan: tuple[str, str]) -> list[str]:
+    """Where the axes of a NIfTI of labels may be said, the nearest first."""
+    own = sidecar_urls(url, path.removeprefix("./"), False)
+    return list(dict.fromkeys([*own, *sidecar_urls(*scan, False)]))
+
+
+def label_stat(
+    url: str, path: str, scan: tuple[str, str], options: StorageOptions | None = None, facts: str = ""
+) -> ObjectStat:
+    """Size and version of the file, or of all images together; raises StorageError, OCTReadError.
+
+    Of NIfTI with the YAML that may say its axes, and `facts` on which its direction depends.
+    """
+    if url.lower().endswith(".npz"):
         return storage.stat(url, options)
-    urls = _image_urls(url, options)
+    is_nifti = url.lower().endswith(_NIFTI)
+    urls = [url] if is_nifti else _image_urls(url, options)
     stats = in_threads(lambda image: storage.stat(image, options), urls)
     lines = [f"{image}\t{s.size}\t{s.etag_or_mtime}\n" for image, s in zip(urls, stats, strict=True)]
+    if is_nifti:
+        for yaml_url in _yaml_urls(url, path, scan):
+            with suppress(storage.StorageNotFoundError):
+                lines.append(f"{yaml_url}\t{storage.stat(yaml_url, options).etag_or_mtime}\n")
+        lines.append(facts)
     digest = hashlib.blake2b("".join(lines).encode(), digest_size=16).hexdigest()
     return ObjectStat(sum(s.size for s in stats), digest)
 
@@ -156,7 +188,7 @@ def _check_shape(actual: tuple[int, ...], shape: Shape, url: str) -> None:
         )
 
 
-def _whole_numbers(values: np.ndarray, url: str) -> np.ndarray:
+def whole_numbers(values: np.ndarray, url: str) -> np.ndarray:
     """uint8 of the same numbers; raises not_labels where that is not possible."""
     if values.dtype.kind not in "buif":
         raise OCTReadError(url, RejectReason.NOT_LABELS, "whole numbers", values.dtype)

@@ -377,3 +377,40 @@ def test_a_nifti_is_read_by_its_own_axes(tmp_path: Path) -> None:
     assert read.flip_d is False
     with pytest.raises(OCTReadError, match="frame_size_mismatch"):
         read_label_volume(f"{tmp_path}/a.nii.gz", "a.nii.gz", (6, 14, 20), (f"{tmp_path}/eye", "eye"))
+
+
+def test_the_axes_of_the_scans_row_are_those_of_its_labels(tmp_path: Path) -> None:
+    """A manifest's volume_yaml corrects the affine of scan and labels alike."""
+    voxels = make_voxels(4)
+    write_nifti(tmp_path / "eye.nii", voxels, SPACING)
+    write_nifti(tmp_path / "labels.nii.gz", classes_of(voxels), SPACING)
+    (tmp_path / "label_classes.yaml").write_text("1: grey\n2: bright\n")
+    row = {"person_id": "p", "filepath": "eye.nii", "device": "a", "protocol": "b"}
+    cells = {"volume_yaml": "{axes: [-W, -H, D]}", "label_volume": "labels.nii.gz"}
+    save_table(tmp_path, pd.DataFrame([row | cells]))
+    assert prepare.main(words(tmp_path)) == 0
+    assert prepare.main([*words(tmp_path), "--labels"]) == 0
+    store, labels = PreparedStore.open(f"{tmp_path}/store"), StoredLabels.open(f"{tmp_path}/store")
+    np.testing.assert_array_equal(boxed(store, 0, labels.read(0)), classes_of(boxed(store, 0, store.read(0))))
+
+
+def test_axes_that_are_written_later_count(tmp_path: Path) -> None:
+    """Labels that were laid by their affine are laid again where a YAML of theirs says other axes."""
+    root = tmp_path / "set"
+    voxels = make_voxels(5)
+    write_folder(root / "eye0", voxels, spacing_mm=list(SPACING))
+    write_nifti(root / "given" / "a.nii.gz", classes_of(voxels)[:, ::-1], SPACING)  # its affine is wrong
+    row = {"person_id": "p", "filepath": "eye0", "device": "a", "protocol": "b"}
+    save_table(root, pd.DataFrame([row | {"label_volume": "./given/a.nii.gz"}]))
+    (root / "label_classes.yaml").write_text("1: grey\n2: bright\n")
+    assert prepare.main(words(root)) == 0
+    (tmp_path / "volume.yaml").write_text("axes: no axes\n")  # above the tables: nobody's
+    assert prepare.main([*words(root), "--labels"]) == 0
+    store = PreparedStore.open(f"{root}/store")
+    expected = classes_of(boxed(store, 0, store.read(0)))
+    wrong = boxed(store, 0, StoredLabels.open(f"{root}/store").read(0))
+    np.testing.assert_array_equal(wrong, expected[:, ::-1])
+    (root / "given" / "a.yaml").write_text("axes: [W, -H, D]\n")
+    assert prepare.main([*words(root), "--labels"]) == 0
+    laid = boxed(store, 0, StoredLabels.open(f"{root}/store").read(0))
+    np.testing.assert_array_equal(laid, expected)

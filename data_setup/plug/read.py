@@ -16,6 +16,7 @@ from data_setup.plug.facts import Tree
 from data_setup.readers import arrays
 from data_setup.readers.dicom import open_file
 from data_setup.readers.faults import OCTReadError, RejectReason
+from data_setup.readers.labels import whole_numbers
 from data_setup.readers.metaimage import read_header, read_voxels
 from data_setup.readers.sidecar import reading
 from utils.errors import UserError
@@ -67,6 +68,11 @@ def checked(values: np.ndarray, shape: tuple[int, ...], url: str) -> np.ndarray:
             url, RejectReason.FRAME_SIZE_MISMATCH, expected, " x ".join(map(str, values.shape))
         )
     return values
+
+
+def classes_of(values: np.ndarray, shape: tuple[int, ...], url: str) -> np.ndarray:
+    """uint8 of the same whole numbers; raises OCTReadError where they are others, or not of the shape."""
+    return whole_numbers(checked(values, shape, url), url)
 
 
 def tiff(tree: Tree, path: str) -> np.ndarray:

@@ -18,6 +18,7 @@ from data_setup import prepare
 from data_setup.plug import cli, imitation, page
 from data_setup.plug.facts import MARKS, Fact, Plug, Tree
 from data_setup.plug.sets import NO_VOLUMES, PLUGS
+from data_setup.readers.faults import OCTReadError
 from data_setup.store.reader import PreparedStore
 from tests.support.pipeline_factory import ROOT, SMOKE
 from tests.support.task_configs import below
@@ -150,6 +151,61 @@ def test_bscans_that_nobody_graded_are_unlabelled(world_of: Callable[[str], Worl
             assert graded == [True, False, True, True, False]
             assert (arrays["labels"][[1, 4]] == 255).all()
             assert np.isnan(arrays["surfaces"]).all(axis=(0, 2)).tolist() == [not known for known in graded]
+
+
+def test_a_bscan_without_a_line_is_ungraded_whatever_its_fluid_is(tmp_path: Path) -> None:
+    """Duke DME: 0 in place of NaN is no statement that there is no fluid."""
+    one = imitation.eye("fluid", 0)
+    fluid, layers = np.zeros(imitation.SHAPE), np.full((8, *imitation.SHAPE[::2]), 5.0)
+    fluid[0, 3, 3], layers[:, 2:] = 1, np.nan
+    arrays = {"manualFluid1": fluid.transpose(1, 2, 0), "manualLayers1": layers.transpose(0, 2, 1)}
+    imitation.write_mat(tmp_path / "Subject_01.mat", images=one.voxels.transpose(1, 2, 0), **arrays)
+    (scan,) = PLUGS["duke_dme"].find(Tree(str(tmp_path), StorageOptions()))
+    assert scan.labels is not None
+    classes = scan.labels(imitation.SHAPE).classes
+    assert classes is not None
+    assert [set(np.unique(plane)) for plane in classes] == [{0, 1}, {0}, {255}, {255}, {255}]
+
+
+def test_the_labels_of_octave_are_there_from_its_inner_folder_too(
+    world_of: Callable[[str], World],
+) -> None:
+    inner = world_of("octave").root / "nnUNet_raw" / "Dataset001_OCTAVE"
+    assert all(scan.labels for scan in PLUGS["octave"].find(Tree(str(inner), StorageOptions())))
+
+
+def test_two_eyes_of_a_person_may_have_two_stages(world_of: Callable[[str], World]) -> None:
+    """OIMHS: of the person nothing is said that is true of one eye alone; each volume has its own."""
+    world = world_of("oimhs")
+    stages = {row["path"]: row["stage"] for row in world.rows("labels.tsv")}
+    assert [stages[f"Images/{eye}"] for eye in (1, 2, 3)] == ["stage_1", "stage_4", "stage_1"]
+    groups = {row["person_id"]: row["study_group"] for row in world.rows("participants.tsv")}
+    assert (groups["101"], groups["102"]) == ("", "stage_1")
+    people = {row["filepath"]: row["person_id"] for row in world.rows("manifest.tsv")}
+    assert people["Images/1"] == people["Images/2"] == "101"
+
+
+def test_a_biomarker_that_is_no_number_is_named(tmp_path: Path) -> None:
+    PLUGS["olives"].imitate(tmp_path)
+    table = next(tmp_path.rglob("Biomarker_Clinical_Data_Images.csv"))
+    lines = table.read_text().splitlines()
+    cells = lines[1].split(",")
+    cells[2] = "n.a."
+    table.write_text("\n".join([lines[0], ",".join(cells), *lines[2:]]))
+    with pytest.raises(UserError, match=r"Fluid \(IRF\): expected 0 or 1, found 'n\.a\.'"):
+        cli.main(["check", "olives", str(tmp_path)])
+
+
+def test_classes_beyond_a_byte_are_refused(tmp_path: Path) -> None:
+    """RETOUCH: 257 is not class 1."""
+    one = imitation.eye("fluid", 0)
+    imitation.write_mhd(tmp_path / "TRAIN001" / "oct.mhd", one.voxels)
+    values = np.full(imitation.SHAPE, 257, np.uint16)
+    imitation.write_mhd(tmp_path / "TRAIN001" / "reference.mhd", values)
+    (scan,) = PLUGS["retouch"].find(Tree(str(tmp_path), StorageOptions()))
+    assert scan.labels is not None
+    with pytest.raises(OCTReadError, match="not_labels: expected whole numbers from 0 to 255"):
+        scan.labels(imitation.SHAPE)
 
 
 def test_a_mask_has_known_colours_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -46,10 +46,12 @@ def _labels(tree: Tree, path: str) -> Callable[[Shape], Labels]:
         url = tree.url(path)
         fluid = read.checked(read.array(tree, path, "manualFluid1").transpose(2, 0, 1), shape, url)
         classes = np.where(fluid > 0, _FLUID, 0).astype(np.uint8)
-        classes[np.isnan(fluid).all(axis=(1, 2))] = _UNGRADED
         layers = read.array(tree, path, "manualLayers1").transpose(0, 2, 1)  # [S, W, D] in the file
         wanted = (len(SURFACES), shape[0], shape[2])
-        return Labels(classes, read.rows_of_matlab(read.checked(layers, wanted, url)))
+        rows = read.rows_of_matlab(read.checked(layers, wanted, url))
+        # whatever fluid has there, NaN or 0: without a line nobody looked
+        classes[np.isnan(fluid).all(axis=(1, 2)) | np.isnan(rows).all(axis=(0, 2))] = _UNGRADED
+        return Labels(classes, rows)
 
     return load
 

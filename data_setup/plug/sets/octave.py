@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -22,7 +23,7 @@ _NUM_CLASSES = 13
 def _find(tree: Tree) -> list[Scan]:
     scans = []
     for match in tree.matches(r"(?:^|/)imagesTr/OCTAVE_([^_/]+)_([^/]+)_0000\.tif$"):
-        labels = match.string.replace("/imagesTr/", "/labelsTr/").replace("_0000.tif", ".tif")
+        labels = re.sub(r"(^|/)imagesTr/(.+)_0000\.tif$", r"\1labelsTr/\2.tif", match.string)
         scans.append(
             Scan(
                 path=match.string,
@@ -39,7 +40,7 @@ def _find(tree: Tree) -> list[Scan]:
 
 def _labels(tree: Tree, path: str) -> Callable[[Shape], Labels]:
     def load(shape: Shape) -> Labels:
-        return Labels(classes=read.checked(read.tiff(tree, path), shape, tree.url(path)))
+        return Labels(classes=read.classes_of(read.tiff(tree, path), shape, tree.url(path)))
 
     return load
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -31,6 +31,7 @@ def _find(tree: Tree) -> list[Scan]:
     scans = []
     for folder, match in tree.folders(r"(?:^|/)Images/(\d+)/\d+\.png$").items():
         row = eyes.get(match[1], {})
+        both = [other for other in eyes.values() if other["Patient ID"] == row.get("Patient ID")]
         scans.append(
             Scan(
                 path=folder,
@@ -40,13 +41,20 @@ def _find(tree: Tree) -> list[Scan]:
                 spacing=fixed(0.12, 0.00387, 0.0115),
                 yaml={"columns": [0.0, 0.5]},
                 facts={
-                    "study_group": _CLASSES.get(row.get("Stage", ""), ""),
-                    "age": row.get("Age(years)", ""),
+                    "study_group": _CLASSES.get(_agreed(both, "Stage"), ""),
+                    "age": _agreed(both, "Age(years)"),
                 },
+                visit={"stage": stage} if (stage := _CLASSES.get(row.get("Stage", ""))) else {},
                 labels=_labels(tree, folder),
             )
         )
     return scans
+
+
+def _agreed(rows: Sequence[Mapping[str, str]], column: str) -> str:
+    """What both eyes of a person have there; empty where they differ: no row says which eye is which."""
+    values = {row[column] for row in rows}
+    return values.pop() if len(values) == 1 else ""
 
 
 def _labels(tree: Tree, folder: str) -> Callable[[Shape], Labels]:
@@ -93,7 +101,8 @@ def _imitate(root: Path) -> None:
         for frame, pixels in enumerate(one.voxels, start=1):
             pair = np.concatenate([np.repeat(pixels[..., None], 3, axis=-1), colours[frame - 1]], axis=1)
             write_image(root / "Images" / str(n + 1) / f"{frame}.png", pair)
-        row = {"Patient ID": 100 + n, "Eye ID": n + 1, "Eye category": "", "Age(years)": one.age, "Sex": "F"}
+        person = 100 + max(n, 1)  # the first two eyes are of one, and of two stages
+        row = {"Patient ID": person, "Eye ID": n + 1, "Eye category": "", "Age(years)": one.age, "Sex": "F"}
         rows.append(row | {"Stage": (1, 4)[n % 2]})
     write_xlsx(root / "Demographics of the participants.xlsx", rows)
 
@@ -113,14 +122,24 @@ Demographics of the participants.xlsx        columns Patient ID, Eye ID, Age(yea
     ),
     spacing=Fact("in no file: 0.12 x 0.00387 x 0.0115 mm is assumed", "n/v"),
     orientation=Fact("order of B-scans unknown", "n/v"),
-    labels=Fact("stage of the hole; four masks, red is the hole, the other colours are assumed", "n/v"),
+    labels=Fact(
+        "stage of the hole, of each eye in labels.tsv; four masks, red is the hole, the other colours are "
+        "assumed",
+        "n/v",
+    ),
     splits=Fact("none", "n/v"),
     find=_find,
     imitate=_imitate,
     tasks=(
         Task(
             "configs/cls_linear_probe.yaml",
-            ("task.kind=ordinal", "task.class_order=[stage_1,stage_2,stage_3,stage_4]"),
+            (
+                "task.labels_path={out}/labels.tsv",
+                "task.unit=volume",
+                "task.label_column=stage",
+                "task.kind=ordinal",
+                "task.class_order=[stage_1,stage_2,stage_3,stage_4]",
+            ),
         ),
     ),
     classes=_CLASSES,

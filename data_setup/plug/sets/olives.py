@@ -13,9 +13,11 @@ from data_setup.plug import read
 from data_setup.plug.facts import Fact, Plug, Scan, Task, Tree, fixed
 from data_setup.plug.imitation import eye, write_image, write_spacing
 from data_setup.tables import SIDES
+from utils.errors import UserError
 
 _PATH = "Path (Trial/Arm/Folder/Visit/Eye/Image Name)"
 _NO_MARKERS = (_PATH, "Scan (n/49)", "Eye_ID", "BCVA", "CST", "Patient_ID")
+_MARKERS = {"0": 0, "0.0": 0, "1": 1, "1.0": 1}
 _CLASSES = {"Prime_FULL": "dr", "TREX DME": "dme"}
 _EYE = r"/([^/]+)/([^/]+)/(OD|OS)/"  # patient, visit, eye
 _PATTERNS = {
@@ -54,10 +56,17 @@ def _visits(tree: Tree) -> dict[str, dict[str, str]]:
     visits = {}
     for folder, every in rows.items():
         markers = [name for name in every[0] if name not in _NO_MARKERS]
-        known = {name: [float(row[name]) for row in every if row[name]] for name in markers}
-        visits[folder] = {_slug(name): str(int(max(values))) for name, values in known.items() if values}
+        known = {name: [_marker(tree, row, name) for row in every if row[name]] for name in markers}
+        visits[folder] = {_slug(name): str(max(values)) for name, values in known.items() if values}
         visits[folder] |= {"bcva": every[0]["BCVA"], "cst": every[0]["CST"]}
     return visits
+
+
+def _marker(tree: Tree, row: dict[str, str], name: str) -> int:
+    """A cell of a biomarker; raises UserError."""
+    if row[name] not in _MARKERS:
+        raise UserError(f"{tree.root}: {row[_PATH]}: {name}: expected 0 or 1, found {row[name]!r}")
+    return _MARKERS[row[name]]
 
 
 def _slug(name: str) -> str:

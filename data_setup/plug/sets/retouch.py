@@ -40,9 +40,9 @@ def _maker(path: str) -> str:
 
 def _labels(tree: Tree, path: str) -> Callable[[Shape], Labels]:
     def load(shape: Shape) -> Labels:
-        values = read.checked(read.metaimage(tree, path), shape, tree.url(path))
+        values = read.classes_of(read.metaimage(tree, path), shape, tree.url(path))
         facts = {name: str(int((values == value).any())) for value, name in _FLUID.items()}
-        return Labels(classes=values.astype(np.uint8), facts=facts)
+        return Labels(classes=values, facts=facts)
 
     return load
 

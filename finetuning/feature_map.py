@@ -35,8 +35,7 @@ def feature_map(cohort: Cohort, features_nF: np.ndarray, index: pd.DataFrame) ->
     """`x` and `y` of at most MAX_POINTS volumes, evenly spread over the cohort, `shares` of the variance of
     both components, and what each volume is: `device`, `label`, `laterality`.
     """
-    pca = PCA(2, random_state=0)
-    scores_n2 = pca.fit_transform(StandardScaler().fit_transform(features_nF))
+    scores_n2, shares = _components(StandardScaler().fit_transform(features_nF))
     at = evenly_spaced(len(cohort.rows), MAX_POINTS).numpy()
     columns = {
         name: index.loc[cohort.rows[at], name].fillna("unknown").astype(str).tolist()
@@ -45,10 +44,18 @@ def feature_map(cohort: Cohort, features_nF: np.ndarray, index: pd.DataFrame) ->
     return {
         "x": np.round(scores_n2[at, 0], 3).tolist(),
         "y": np.round(scores_n2[at, 1], 3).tolist(),
-        "shares": [round(float(share), 4) for share in pca.explained_variance_ratio_],
+        "shares": [round(float(share), 4) for share in shares],
         "label": labels_of(cohort)[at].tolist(),
         **columns,
     }
+
+
+def _components(features_nF: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The first two components [n, 2] and their shares of the variance; zeros where nothing varies."""
+    if not features_nF.any():  # standardised features that do not vary
+        return np.zeros((len(features_nF), 2)), np.zeros(2)
+    pca = PCA(2, random_state=0)
+    return pca.fit_transform(features_nF), pca.explained_variance_ratio_
 
 
 def labels_of(cohort: Cohort) -> np.ndarray:

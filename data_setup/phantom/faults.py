@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 from pydicom.dataset import FileDataset
 from pydicom.encaps import encapsulate, generate_frames
-from pydicom.uid import JPEGLSLossless, OphthalmicPhotography8BitImageStorage
+from pydicom.uid import JPEGLosslessSV1, OphthalmicPhotography8BitImageStorage
 
 from data_setup.phantom.cohort import Participant, Scan
 from data_setup.phantom.dicom import add_pixels, build_dataset, to_bytes, write_volume
@@ -128,10 +128,10 @@ def not_dicom(ds: FileDataset) -> bytes:
     return np.random.default_rng(len(ds.PixelData)).bytes(4096)
 
 
-def jpeg_ls(ds: FileDataset) -> bytes:
-    """A JPEG-LS transfer syntax, for which no permissive codec is installed; the frames are empty shells."""
-    shell = b"\xff\xd8\xff\xf7\x00\x0b\x08" + b"\0" * 8 + b"\xff\xd9\0"
-    ds.file_meta.TransferSyntaxUID = JPEGLSLossless
+def jpeg_lossless(ds: FileDataset) -> bytes:
+    """JPEG Lossless, for which there is no permissive codec; the frames are empty shells."""
+    shell = b"\xff\xd8\xff\xc3\x00\x0b\x08" + b"\0" * 8 + b"\xff\xd9\0"
+    ds.file_meta.TransferSyntaxUID = JPEGLosslessSV1
     ds.PixelData = _encapsulated([shell] * int(ds.NumberOfFrames))
     ds["PixelData"].is_undefined_length = True
     return to_bytes(ds)
@@ -178,7 +178,7 @@ BAD_FILES: dict[str, tuple[str, str, Callable[[FileDataset], bytes], str]] = {
     "implausible_spacing": (TRITON, "explicit", implausible_spacing, "implausible_spacing"),
     "wrong_sop_class": (PPOL, "explicit", wrong_sop_class, "not_opt"),
     "not_dicom": (CUBE, "explicit", not_dicom, "not_dicom"),
-    "unsupported_codec": (TRITON, "explicit", jpeg_ls, "missing_codec"),
+    "unsupported_codec": (TRITON, "explicit", jpeg_lossless, "missing_codec"),
     "colour_pixels": (CUBE, "explicit", colour_pixels, "unsupported_pixels"),
     "single_frame": (PPOL, "explicit", single_frame, "not_a_volume"),
     "missing_rows": (MACULA, "explicit", no_rows, "header_mismatch"),

@@ -24,8 +24,8 @@ from pydicom.uid import (
     ExplicitVRLittleEndian,
     ImplicitVRLittleEndian,
     JPEG2000Lossless,
+    JPEGLossless,
     JPEGLosslessSV1,
-    JPEGLSLossless,
     RLELossless,
 )
 
@@ -649,7 +649,7 @@ def test_missing_codecs_are_named_with_their_pip_line(tmp_path: Path) -> None:
 
         return edit
 
-    for syntax in (JPEGLSLossless, JPEGLosslessSV1):
+    for syntax in (JPEGLossless, JPEGLosslessSV1):  # JPEG-LS has a codec beside highdicom
         path = write_opt(tmp_path, speckle(), edit=relabel(syntax))
         with pytest.raises(OCTReadError, match=r"pip install pylibjpeg-libjpeg \(GPL") as caught:
             read_volume(path)

@@ -157,7 +157,7 @@ def test_it_learns_a_planted_class_and_its_head_predicts_people_it_never_saw(
     assert head.state["validation"]["score"] == max(r["val/balanced_accuracy"] for r in scores.values())
     report.main([str(tmp_path)])
     page = (tmp_path / "report.html").read_text()
-    assert "fine-tuning report" in page
+    assert "Fine-tuning on 3D retinal OCT" in page
     assert "Score of the task" in page
     assert read_run(tmp_path).is_finetuning
 

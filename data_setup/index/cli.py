@@ -2,8 +2,8 @@
 
 In: FOLDER, on a disk or in a bucket, with DICOM, NIfTI, TIFF, Heidelberg XML or folders of images in any
 order. Out: manifest.tsv and participants.tsv in FOLDER (or in --out), left_out.tsv with what is no volume and
-why, labels.parquet where exports have thickness grids, surfaces/ where .vol files have layers (with --out in
-FOLDER), and a summary in words. Headers are read, not volumes.
+why, labels.parquet where exports have thickness grids, surfaces/ where .vol files have layers, and a summary
+in words. Headers are read, not volumes.
 A second run adds what is new, and changes no cell that somebody filled.
 
 examples:

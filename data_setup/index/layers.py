@@ -23,8 +23,6 @@ FOLDER = "surfaces"
 
 def with_layers(root: str, out: str, entries: Sequence[Entry], options: StorageOptions) -> list[Entry]:
     """The entries, those of files with layers with the place of their .npz; raises StorageError."""
-    if out != root and not out.startswith(f"{root}/"):
-        return list(entries)
     return [_with_layers(root, out, entry, options) for entry in entries]
 
 
@@ -39,6 +37,6 @@ def _with_layers(root: str, out: str, entry: Entry, options: StorageOptions) -> 
         return entry
     if drawn is None:
         return entry
-    place = join(out, FOLDER, f"{entry.path}{SURFACES_ENDING}")
-    write_bytes(place, drawn.to_bytes(), options)
-    return replace(entry, label_surfaces=place.removeprefix(root).lstrip("/"))
+    path = f"{FOLDER}/{entry.path}{SURFACES_ENDING}"
+    write_bytes(join(out, path), drawn.to_bytes(), options)
+    return replace(entry, label_surfaces=f"./{path}")  # ./ is the manifest's folder

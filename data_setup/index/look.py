@@ -74,7 +74,7 @@ class Entry:
     d_order: str = UNKNOWN
     files: str = ""  # of a folder: the pattern of its B-scans, where other images are in it
     sop_instance_uid: str = ""
-    label_surfaces: str = ""  # the .npz of its layers, below the root
+    label_surfaces: str = ""  # the .npz of its layers, from the manifest's folder
     etdrs: dict[str, float] = field(default_factory=dict)
 
 

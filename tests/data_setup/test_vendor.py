@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 
 from data_setup.index.cli import main as index
@@ -315,5 +316,14 @@ def test_index_and_prepare_take_a_folder_of_all(tmp_path: Path, capsys: pytest.C
     with np.load(root / rows["a/eye.vol"]["label_surfaces"]) as file:
         assert file["names"].tolist() == ["ILM", "BM", "RNFL"]
         assert np.array_equal(file["surfaces"], layers.transpose(1, 0, 2))
+    tables = tmp_path / "tables"  # where the tree may not be written
+    assert index([str(root), "--out", str(tables)]) == 0
+    with (tables / "manifest.tsv").open() as file:
+        (row,) = [row for row in csv.DictReader(file, delimiter="\t") if row["filepath"] == "a/eye.vol"]
+    assert (tables / row["label_surfaces"]).is_file()
+    assert not (root / "tables").exists()
+    run_prepare(root, tmp_path / "store", *GRID, "--labels")
+    drawn = pd.read_parquet(tmp_path / "store" / "heights.parquet").set_index("path")
+    assert drawn.status.to_dict() == {"./surfaces/a/eye.vol.surfaces.npz": "kept"}
     assert set(store.index.status) == {"kept"}
     assert store.index.set_index("path").laterality.to_dict()["b/eyes.E2E#2"] == "L"

@@ -23,8 +23,8 @@ from data_setup.protocols import DEVICES
 from data_setup.store_export.volume import ExportVolume
 
 _NUMBER = "{:.10g}"  # DS: at most 16 characters
-# The standard wants these, and a store does not know them. Whether the id of the tables identifies somebody is
-# not known either, so the file does not say that identity was removed.
+# The standard wants these, and a store does not know them. Whether the id of the tables identifies somebody
+# is not known either, so the file does not say that identity was removed.
 NOT_KNOWN = (
     "Written anew. Dummies: AcquisitionDateTime, DetectorType. Nobody looked for BurnedInAnnotation, and "
     "LossyImageCompression is of this file alone, not of its source."

@@ -70,6 +70,17 @@ def test_no_temperature_where_validation_does_not_allow_one() -> None:
     assert stored_calibration({}).text().startswith("uncalibrated: the head's file holds no calibration")
 
 
+def test_a_temperature_must_help_people_that_it_was_not_fitted_on() -> None:
+    """Outputs that are as sure as they may be: a temperature fitted on 24 people helps these alone."""
+    rng = np.random.default_rng(4)
+    logits = rng.normal(size=(24, 3))
+    chances = np.exp(logits) / np.exp(logits).sum(1, keepdims=True)
+    target = np.array([[rng.choice(3, p=row)] for row in chances], float)
+    calibration = calibrate("classification", torch.from_numpy(logits), target, np.arange(24).astype(str))
+    assert calibration.temperature is None
+    assert "does not lower the log loss of people left out" in calibration.text()
+
+
 def test_a_person_weighs_the_same_with_many_volumes() -> None:
     """Volumes of one person that are all wrong do not decide for the others."""
     features, label, person = overconfident()

@@ -104,7 +104,9 @@ def test_ctrl_c_lets_the_run_write_its_checkpoint(tmp_path: Path, monkeypatch: p
 @pytest.mark.slow
 def test_three_runs_without_a_server(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     make_store(tmp_path)
-    sweep = changed(tmp_path, command=["python", "--config", str(SMOKE), "${args_no_hyphens}"])
+    command = ["python", "--config", str(SMOKE), "${args_no_hyphens}"]
+    # one person to validate on: no probe
+    sweep = changed(tmp_path, command=command, metric={"name": "val/loss", "goal": "minimize"})
     short = [*pipeline_overrides(tmp_path), "train.max_steps=2", "train.ckpt_dir=null", "wandb.mode=offline"]
     short = [word for word in short if not word.startswith(("run.dir=", "optim.base_lr="))]
     main(["--sweep", str(sweep), "--runs", "3", "--dir", str(tmp_path / "sweep"), *short])

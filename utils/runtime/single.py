@@ -236,8 +236,9 @@ class Runtime:
             self.watchdog.beat(phase)
             try:
                 item = next(iterator, None)
-            except UserError:
-                if not self.stop_requested:  # a signal to a whole process group ends the loader's workers too
+            except (UserError, EOFError, ConnectionError):
+                # a signal to a whole process group ends the loader's workers too, and what starts them
+                if not self.stop_requested:
                     raise
                 item = None
             if self.stop_agreed():

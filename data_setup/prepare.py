@@ -12,6 +12,7 @@ same bytes.
     python -m data_setup.prepare --config FILE --finalise [--audit]         once, after all shards
     python -m data_setup.prepare --config FILE --heights [--workers N]      afterwards, for task.kind=layers
     python -m data_setup.prepare --config FILE --labels [--workers N]       afterwards, labels of the manifest
+    python -m data_setup.prepare --config FILE --flow [--workers N]         afterwards, flow cubes of OCTA
     python -m data_setup.prepare --config FILE --verify [--workers N]
     python -m data_setup.prepare --config FILE --check-only [--json URL] [--pixel-hash all|same-size|none]
 
@@ -20,7 +21,8 @@ and the report. A run without either does both. With `--dask` the workers of a c
 place of this machine's processes: they need this package, data.gcs_root and data.store. `--verify` reads
 every volume again and compares checksums. `--heights` lays the height maps of data.heights_manifest_path on
 the volumes of a finalised store (data_setup/height_maps.py), `--labels` what the manifest's columns
-label_volume and label_surfaces name (data_setup/tree_labels.py). `--rebase` takes a tree that has moved for
+label_volume and label_surfaces name (data_setup/tree_labels.py), `--flow` the flow cubes and en-face images
+of data.flow_manifest_path (data_setup/flow_cubes.py). `--rebase` takes a tree that has moved for
 the same one: files of equal size are not read again.
 
 There are no locks. Every row is computed from its own file alone and every object is written whole, so the
@@ -45,6 +47,7 @@ from typing import Any
 
 from data_setup.check import cli as check
 from data_setup.check.audit import audit_files, list_tree
+from data_setup.flow_cubes import prepare_flow
 from data_setup.height_maps import prepare_heights
 from data_setup.jobs import DONE, SOURCE_MISSING, TO_DO, Job, run_jobs, state_of
 from data_setup.manifest import RECOMMENDED, Record, RecordList, read_records
@@ -100,6 +103,9 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     verb.add_argument(
         "--labels", action="store_true", help="lay the labels that the manifest names on the store's volumes"
+    )
+    verb.add_argument(
+        "--flow", action="store_true", help="lay the flow cubes of the data set on the store's volumes"
     )
     parser.add_argument(
         "--rebase", action="store_true", help="the files of the store's source are now below data.gcs_root"
@@ -243,8 +249,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the stage; 0, or an exit code of utils.errors when some files could not be read."""
     cfg, args = parse_cli("data_setup.prepare", __doc__ or "", argv, _add_arguments)
     shard, num_shards = parse_shard(args.shard or "0/1")
-    if (args.check_only or args.verify or args.heights or args.labels) and (args.rebase or args.audit):
-        verbs = "--check-only, --verify, --heights or --labels"
+    beside = {"--heights": prepare_heights, "--labels": prepare_labels, "--flow": prepare_flow}
+    chosen = next((verb for verb in beside if getattr(args, verb[2:])), None)
+    if (args.check_only or args.verify or chosen) and (args.rebase or args.audit):
+        verbs = "--check-only, --verify, --heights, --labels or --flow"
         raise UserError(f"--rebase, --audit: expected none of {verbs} with them, found one")
     if args.check_only and args.dask:
         raise UserError("--dask: expected no --check-only with it, which runs on this machine, found it")
@@ -252,11 +260,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return check.check_tree(cfg, args.workers, args.pixel_hash or "same-size", args.json)
     if args.verify:
         return verify(cfg, args.workers, args.dask)
-    if args.heights or args.labels:
+    if chosen:
         if args.dask:
-            verb = "--heights" if args.heights else "--labels"
-            raise UserError(f"--dask: expected no {verb} with it, which runs on this machine, found it")
-        return (prepare_heights if args.heights else prepare_labels)(cfg, args.workers)
+            raise UserError(f"--dask: expected no {chosen} with it, which runs on this machine, found it")
+        return beside[chosen](cfg, args.workers)
     if args.json or args.pixel_hash:
         raise UserError("--json, --pixel-hash: expected --check-only with them, found none")
     if args.audit and args.shard:

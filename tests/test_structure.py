@@ -115,6 +115,7 @@ def test_only_stores_open_zarr() -> None:
         "data_setup/store/writer.py",
         "data_setup/store/heights.py",
         "data_setup/store/labels.py",
+        "data_setup/store/flow.py",
         "data_setup/store/side_array.py",
         "finetuning/embedding/folder.py",  # a store of its own, of features
         "utils/storage/zarr_keys.py",

@@ -25,7 +25,8 @@ from utils.config.schema import StorageOptions
 from utils.storage import join
 from utils.storage.ranges import RangeFile
 
-TABLES = ("manifest.tsv", "participants.tsv", "left_out.tsv", "labels.parquet")  # what this command writes
+# what this command writes
+TABLES = ("manifest.tsv", "participants.tsv", "left_out.tsv", "octa.tsv", "labels.parquet")
 SURFACES_ENDING = ".surfaces.npz"  # what it writes of layers
 IMAGES = "images"  # the kind of a folder
 _ARCHIVES = (".zip", ".tar", ".tgz", ".gz", ".7z", ".rar")

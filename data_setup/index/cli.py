@@ -2,8 +2,9 @@
 
 In: FOLDER, on a disk or in a bucket, with DICOM, NIfTI, TIFF, Heidelberg XML or folders of images in any
 order. Out: manifest.tsv and participants.tsv in FOLDER (or in --out), left_out.tsv with what is no volume and
-why, labels.parquet where exports have thickness grids, surfaces/ where .vol files have layers, and a summary
-in words. Headers are read, not volumes.
+why, octa.tsv where there are flow cubes or en-face images of OCTA, labels.parquet where exports have
+thickness grids, surfaces/ where .vol files have layers, and a summary in words. Headers are read, not
+volumes.
 A second run adds what is new, and changes no cell that somebody filled.
 
 examples:
@@ -23,7 +24,8 @@ from functools import partial
 
 from data_setup.index.candidates import find_candidates
 from data_setup.index.layers import with_layers
-from data_setup.index.look import OK, TO_FILL, Entry, Rules, look, with_ids_of_folders
+from data_setup.index.look import OCTA, OK, TO_FILL, Entry, Rules, look, with_ids_of_folders
+from data_setup.index.octa import write_octa
 from data_setup.index.people import compile_pattern
 from data_setup.index.summary import summarise
 from data_setup.index.write import write_tables
@@ -89,8 +91,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         reasons = [f"{entry.path}: {entry.status}: {entry.message}" for entry in entries[:3]]
         seen = "; ".join(reasons) or f"{len(sizes)} files of other kinds"
         raise UserError(f"{root}: expected an OCT volume, found none ({seen})")
-    entries = with_ids_of_folders(entries)
+    octa = [entry for entry in entries if entry.status == OCTA]
+    entries = with_ids_of_folders([entry for entry in entries if entry.status != OCTA])
     entries = with_layers(root, out, entries, options)
     written = write_tables(out, entries, options)
-    print("\n".join(summarise(root, out, entries, others, written)))
+    lines = summarise(root, out, entries, others, written)
+    if octa:
+        lines[-1:-1] = write_octa(out, entries, octa, options)
+    print("\n".join(lines))
     return EXIT_TRY_AGAIN if any(entry.status == UNREAD for entry in entries) else 0

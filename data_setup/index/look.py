@@ -19,6 +19,7 @@ from data_setup.protocols import BY_NAME
 from data_setup.readers import heidelberg
 from data_setup.readers.dicom import OCTHeader
 from data_setup.readers.faults import OCTReadError, RejectReason, named_faults
+from data_setup.readers.octa import OctaHeader, read_octa_header
 from data_setup.readers.open_record import PEEK_BYTES, peek_record
 from data_setup.readers.pixels import BoundedFile
 from data_setup.readers.vendor import kinds
@@ -28,6 +29,7 @@ from utils.storage import StorageError, join
 from utils.storage.ranges import RangeFile
 
 OK = "ok"
+OCTA = "octa"  # a flow cube or an en-face image: no structural volume, a row of octa.tsv
 # What a cell of the manifest or a YAML repairs: such a row is in the manifest all the same.
 TO_FILL = (
     RejectReason.MISSING_SPACING.value,
@@ -76,6 +78,7 @@ class Entry:
     sop_instance_uid: str = ""
     label_surfaces: str = ""  # the .npz of its layers, from the manifest's folder
     etdrs: dict[str, float] = field(default_factory=dict)
+    octa: OctaHeader | None = None
 
 
 def look(candidate: Candidate, root: str, rules: Rules, options: StorageOptions) -> Entry:
@@ -122,10 +125,26 @@ def _look(
         if kind in kinds.HEADED:
             return _with_vendor_id(entry, record.url, candidate, rules, options)
     except OCTReadError as error:
+        if kind == "DICOM" and error.reason == RejectReason.NOT_OPT:
+            return _octa(entry, error, record.url, candidate, options)
         return replace(entry, status=error.reason.value, message=error.detail)
     except StorageError as error:
         return replace(entry, status=UNREAD, message=error.problem)
     return entry
+
+
+def _octa(
+    entry: Entry, not_opt: OCTReadError, url: str, candidate: Candidate, options: StorageOptions
+) -> Entry:
+    """The row of a flow cube or an en-face image; of another class what the volume's reader said."""
+    try:
+        header = read_octa_header(BoundedFile(RangeFile(url, candidate.size, options, PEEK_BYTES)), url)
+    except OCTReadError as error:
+        reason = not_opt if error.reason == RejectReason.NOT_FLOW_CUBE else error
+        return replace(entry, status=reason.reason.value, message=reason.detail)
+    except StorageError as error:
+        return replace(entry, status=UNREAD, message=error.problem)
+    return replace(entry, kind=header.kind, status=OCTA, laterality=header.laterality or "", octa=header)
 
 
 def _without_spacing(entry: Entry, record: Record, candidate: Candidate, options: StorageOptions) -> Entry:

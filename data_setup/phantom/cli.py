@@ -5,13 +5,14 @@ retinal_oct/manifest.tsv, retinal_oct/structural_oct/<device>/<person>/<file>.dc
 every good volume, and synthetic.json (the arguments and the planted faults), which marks the tree as
 synthetic. The same arguments give a byte-identical tree, for any number of workers. The tree is written to
 DIR.partial and renamed when it is complete; the remains of a killed run are deleted. With --heights also
-retinal_octa/manifest.tsv and retinal_octa/segmentation: height maps of the OCTA-type scans. With
+retinal_octa/manifest.tsv and retinal_octa/segmentation: height maps of the OCTA-type scans, with --flow
+their flow cubes and en-face images (retinal_octa/flow_cube, retinal_octa/enface). With
 --every-device both eyes of each participant are scanned once by each of the four devices. With --labels
 also labels of voxels (data_setup/phantom/voxel_labels.py), which `data_setup.prepare --labels` reads.
 
     python -m data_setup.phantom --out DIR --participants N --seed S --size small|full [--faults]
                                  [--heights plain|all|QUIRK,...] [--every-device]
-                                 [--labels lesions|layers]
+                                 [--flow plain|all|QUIRK,...] [--labels lesions|layers]
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ from data_setup.phantom.cohort import MAX_PARTICIPANTS, Participant, make_partic
 from data_setup.phantom.dicom import SYNTAXES
 from data_setup.phantom.faults import plant_faults
 from data_setup.phantom.files import MANIFEST_COLUMNS, write_person
+from data_setup.phantom.flow_files import QUIRKS as FLOW_QUIRKS
+from data_setup.phantom.flow_files import write_flow
 from data_setup.phantom.octa import QUIRKS, parse_quirks, write_heights
 from data_setup.phantom.voxel_labels import KINDS, write_labels
 from utils.errors import UserError
@@ -101,14 +104,16 @@ def write_tree(
     heights: str | None = None,
     every_device: bool = False,
     labels: str | None = None,
+    flow: str | None = None,
 ) -> dict[str, object]:
     """Write the tree to `out` (new or empty) and return the content of synthetic.json; raises UserError.
 
     workers: processes; None: one per CPU, 0 or 1: this one. heights: plain, all or names of octa.QUIRKS.
     every_device: each eye once on each device, in place of 2-4 scans a person.
-    labels: one of voxel_labels.KINDS.
+    labels: one of voxel_labels.KINDS. flow: plain, all or names of flow_files.QUIRKS.
     """
     quirks = None if heights is None else parse_quirks(heights)
+    flow_quirks = None if flow is None else parse_quirks(flow, FLOW_QUIRKS, "--flow")
     if not 1 <= participants <= MAX_PARTICIPANTS:
         raise UserError(f"--participants: expected 1..{MAX_PARTICIPANTS} (4-digit ids), found {participants}")
     for name, number in (("--seed", seed), ("--workers", workers)):
@@ -122,6 +127,9 @@ def write_tree(
         if quirks is not None:
             marker["height_quirks"] = list(quirks)
             marker["height_faults"] = write_heights(partial_out, rows, quirks, seed)
+        if flow_quirks is not None:
+            marker["flow_quirks"] = list(flow_quirks)
+            marker["flow_faults"] = write_flow(partial_out, rows, flow_quirks, seed)
         if labels is not None:
             marker["labels"] = labels
             write_labels(partial_out, labels)
@@ -162,7 +170,7 @@ def _write_tree(
     transfer_syntax: str,
     workers: int | None,
 ) -> tuple[dict[str, object], list[dict[str, object]]]:
-    """Everything but height maps and synthetic.json; returns the latter's content and the manifest's rows."""
+    """Everything but height maps, flow and synthetic.json; returns the latter's content and manifest rows."""
     (out / "truth").mkdir()
     (out / "retinal_oct").mkdir()
     job = partial(write_person, out=out, seed=seed, size=size, naming=naming, transfer_syntax=transfer_syntax)
@@ -210,6 +218,11 @@ def main(argv: list[str] | None = None) -> None:
         "--heights",
         metavar="plain|all|QUIRK,...",
         help=f"write height maps of OCTA-type scans; quirks: {', '.join(QUIRKS)}",
+    )
+    parser.add_argument(
+        "--flow",
+        metavar="plain|all|QUIRK,...",
+        help=f"write flow cubes and en-face images of OCTA-type scans; quirks: {', '.join(FLOW_QUIRKS)}",
     )
     parser.add_argument(
         "--every-device", action="store_true", help="each eye once on each device, for evaluate --same-eye"

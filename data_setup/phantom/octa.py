@@ -172,14 +172,14 @@ FAULTS: dict[str, tuple[Callable[[Planned], None], str | None]] = {
 QUIRKS = (*HABITS, *FAULTS)
 
 
-def parse_quirks(text: str) -> tuple[str, ...]:
-    """`plain`, `all`, or names of QUIRKS with commas between; raises UserError for another name."""
+def parse_quirks(text: str, quirks: tuple[str, ...] = QUIRKS, flag: str = "--heights") -> tuple[str, ...]:
+    """`plain`, `all`, or names of `quirks` with commas between; raises UserError for another name."""
     if text in ("plain", "all"):
-        return () if text == "plain" else QUIRKS
+        return () if text == "plain" else quirks
     names = tuple(text.split(","))
     for name in names:
-        if name not in QUIRKS:
-            raise UserError(f"--heights: expected plain, all or some of {', '.join(QUIRKS)}, found {name!r}")
+        if name not in quirks:
+            raise UserError(f"{flag}: expected plain, all or some of {', '.join(quirks)}, found {name!r}")
     return names
 
 
@@ -190,7 +190,7 @@ def write_heights(
 
     Raises UserError where the tree has fewer such scans than faults are asked for.
     """
-    scans = [row for row in rows if "octa_oct" in str(row["filepath"]) and _truth(out, row).exists()]
+    scans = scans_of(out, rows)
     faults = [name for name in quirks if name in FAULTS]
     if len(scans) < len(faults):
         raise UserError(
@@ -217,7 +217,13 @@ def write_heights(
     return planted
 
 
-def _truth(out: Path, row: dict[str, object]) -> Path:
+def scans_of(out: Path, rows: Sequence[dict[str, object]]) -> list[dict[str, object]]:
+    """The rows of OCTA-type scans that have a truth file."""
+    return [row for row in rows if "octa_oct" in str(row["filepath"]) and truth_path(out, row).exists()]
+
+
+def truth_path(out: Path, row: dict[str, object]) -> Path:
+    """The truth file of a manifest row."""
     return out / "truth" / f"{row['sop_instance_uid']}.npz"
 
 
@@ -227,7 +233,7 @@ def _plan(out: Path, row: dict[str, object], quirks: Sequence[str], seed: int) -
     protocol, device = protocol_of_path(path), device_of_path(path)
     assert protocol is not None, path
     assert device is not None, path
-    with np.load(_truth(out, row)) as truth:
+    with np.load(truth_path(out, row)) as truth:
         of_surface = dict(zip(SURFACES, truth["surfaces"], strict=True))
         of_surface["PR2"] = of_surface["EZ"] + np.float32(PR2_MM / truth["spacing_mm"][1])
     surfaces = SURFACES_OF[device]
@@ -240,7 +246,7 @@ def _plan(out: Path, row: dict[str, object], quirks: Sequence[str], seed: int) -
         labels = [label for label in _TOPCON_LABELS if label in surfaces]
     rng = np.random.default_rng([seed, 0x0C, int(str(row["person_id"])), len(path)])
     if "grid" in quirks:
-        heights = _thinned(heights)
+        heights = thinned(heights)
     if "reversed" in quirks and "20x20" in protocol.name:
         heights = heights[:, ::-1]
     if "invalid" in quirks:
@@ -265,7 +271,7 @@ def _plan(out: Path, row: dict[str, object], quirks: Sequence[str], seed: int) -
     return plan
 
 
-def _thinned(heights: np.ndarray) -> np.ndarray:
+def thinned(heights: np.ndarray) -> np.ndarray:
     """The same surfaces on a grid of two thirds of the B-scans and A-scans, over the same field."""
     num_d, num_w = (max(2, 2 * n // 3) for n in heights.shape[1:])
     for axis, num in ((1, num_d), (2, num_w)):

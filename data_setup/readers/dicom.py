@@ -39,7 +39,7 @@ _MAX_RESCALE = 2**16  # no grey scale needs more
 _ROUNDING = 1e-4  # of the range of values
 FEWEST_LEVELS = 64  # 12 bits in 16 leave 17, 13 leave 33
 OPT_SOP_CLASS = "1.2.840.10008.5.1.4.1.1.77.1.5.4"
-_PIXEL_TAGS = [
+PIXEL_TAGS = [
     "SamplesPerPixel",
     "PhotometricInterpretation",
     "PlanarConfiguration",
@@ -52,9 +52,9 @@ _PIXEL_TAGS = [
     "PixelRepresentation",
 ]
 # The allow-list: pydicom skips every other root attribute. The items of the two functional group sequences
-# come whole; only geometry.py, _rescale and _laterality take values out of them.
+# come whole; only geometry.py, _rescale and laterality_of take values out of them.
 _VOLUME_TAGS = [
-    *_PIXEL_TAGS,
+    *PIXEL_TAGS,
     "SOPClassUID",
     "SOPInstanceUID",
     "ManufacturerModelName",
@@ -146,7 +146,7 @@ def read_header(file: BoundedFile, url: str, record: Record | None = None) -> tu
 
     Faults of single compressed frames need `open_volume`.
     """
-    ds = _read_dataset(file, _VOLUME_TAGS, url)
+    ds = read_dataset(file, _VOLUME_TAGS, url)
     header, layout, _ = _header(ds, file, url, record)
     with named_faults(url, RejectReason.NOT_DICOM, "a pixel data element"):
         check_element(file, layout, url)
@@ -157,7 +157,7 @@ def _native(url: str, options: StorageOptions | None) -> Iterator[Any]:
     # A generator that has been started closes its file whether it is exhausted or dropped.
     with open_file(url, options) as opened:
         file = BoundedFile(opened)
-        layout = read_layout(_read_dataset(file, _PIXEL_TAGS, url), url)
+        layout = read_layout(read_dataset(file, PIXEL_TAGS, url), url)
         yield layout
         yield from iter_pixels(file, layout, url)
 
@@ -165,7 +165,7 @@ def _native(url: str, options: StorageOptions | None) -> Iterator[Any]:
 def _volume(url: str, options: StorageOptions | None, record: Record | None) -> Iterator[Any]:
     with open_file(url, options) as opened:
         file = BoundedFile(opened)
-        header, layout, order = _header(_read_dataset(file, _VOLUME_TAGS, url), file, url, record)
+        header, layout, order = _header(read_dataset(file, _VOLUME_TAGS, url), file, url, record)
         frames = iter_pixels(file, layout, url, order)
         first = next(frames)
         if first.dtype.itemsize * 8 > layout.bits_allocated:
@@ -226,7 +226,7 @@ def open_file(url: str, options: StorageOptions | None) -> IO[bytes]:
         return io.BytesIO(read_bytes(url, options)) if is_remote(url) else open_url(url, options=options)
 
 
-def _read_dataset(file: BoundedFile, tags: list[str], url: str) -> Dataset:
+def read_dataset(file: BoundedFile, tags: list[str], url: str) -> Dataset:
     """The attributes in `tags`; leaves the file at its pixel data element."""
     with named_faults(url, RejectReason.NOT_DICOM, "a whole DICOM header"):
         try:
@@ -256,7 +256,7 @@ def _header(
             raise OCTReadError(url, RejectReason.MISSING_PIXEL_DATA, expected, actual)
         raw = geometry.collect(ds)
         text = {k: str(ds.get(k) or "") for k in ("SOPInstanceUID", "ManufacturerModelName", "ProtocolName")}
-        laterality = _laterality(ds, url)
+        laterality = laterality_of(ds, url)
         rescale = _rescale(ds, url)
         high_bit = None if ds.get("HighBit") is None else int(ds.HighBit)
     layout = read_layout(ds, url)
@@ -326,7 +326,8 @@ def _rescale(ds: Dataset, url: str) -> tuple[float, float]:
     return pairs.pop()
 
 
-def _laterality(ds: Dataset, url: str) -> str | None:
+def laterality_of(ds: Dataset, url: str) -> str | None:
+    """L or R as the header says it, else as the name of the file ends; None where neither does."""
     groups = "SharedFunctionalGroupsSequence", "PerFrameFunctionalGroupsSequence"
     values = [ds.get("ImageLaterality")]
     values += [geometry.first(ds, group, "FrameAnatomySequence", "FrameLaterality") for group in groups]

@@ -64,6 +64,12 @@ class RejectReason(StrEnum):
     NO_VALID_HEIGHTS = "no_valid_heights"
     OUTSIDE_VOLUME = "outside_volume"  # most heights are no rows of the paired scan
     NO_EDGE = "no_edge"  # the scan is no brighter below the first surface than above: another scan's map
+    # data_setup/readers/octa.py: flow cubes and en-face images
+    NOT_FLOW_CUBE = "not_flow_cube"
+    NOT_EN_FACE = "not_en_face"
+    UNKNOWN_SLAB = "unknown_slab"  # an image type that names no slab of flow
+    OTHER_FIELD = "other_field"  # its pixels cover another field than the paired scan
+    NO_FIT = "no_fit"  # flow does not lie where the scan has tissue: another scan's cube
     # data_setup/readers/labels.py: labels that come with a tree
     NOT_LABELS = "not_labels"  # values that are no whole numbers from 0 to 255, or arrays of other names
     UNLISTED_CLASS = "unlisted_class"  # a value that label_classes.yaml does not name

@@ -94,7 +94,7 @@ def read_heights(url: str, device: str, options: StorageOptions | None = None) -
         with named_faults(url, RejectReason.HEADER_MISMATCH, "a description of the frames"):
             shape = (int(ds.NumberOfFrames), int(ds.Rows), int(ds.Columns))
             labels = [str(s.get("SegmentLabel") or "").strip() for s in ds.get("SegmentSequence") or []]
-            references = _references(ds)
+            references = references_of_groups(ds)
         if min(shape) < 1 or max(shape[1:]) > 0xFFFF:
             raise OCTReadError(url, RejectReason.HEADER_MISMATCH, "sizes above 0", _text(shape))
         if shape[0] != expected_count:
@@ -130,7 +130,7 @@ def _header(file: BoundedFile, url: str) -> Dataset:
     return ds
 
 
-def _references(ds: Dataset) -> frozenset[str]:
+def references_of_groups(ds: Dataset) -> frozenset[str]:
     """The OCT files that the functional groups name; references to photographs are others."""
     groups = [*(ds.get("SharedFunctionalGroupsSequence") or [])[:1]]
     groups += list(ds.get("PerFrameFunctionalGroupsSequence") or [])

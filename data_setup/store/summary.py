@@ -103,6 +103,8 @@ _NEXT_STEPS = {
     "makers_raw_data": "export the scan as OPT DICOM, or take its row out of the manifest",
     "not_opt": "take its row out of the manifest, or export the volume as OPT DICOM",
     "not_a_volume": "export the whole volume as one file, or take its row out of the manifest",
+    "not_en_face": "empty its cell of the manifest, or copy the file again; the cube is used without it",
+    "unknown_slab": "empty its cell of the manifest; the cube is used without it",
     "unread": "run again",
     "worker_died": "run again with fewer --workers",
     "internal_error": "report the place that is printed above",

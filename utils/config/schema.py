@@ -62,6 +62,8 @@ class DataConfig:
     participants_path: str = "${data.gcs_root}/participants.tsv"
     # links height maps to scans; data_setup.prepare --heights alone reads it
     heights_manifest_path: str = "${data.gcs_root}/retinal_octa/manifest.tsv"
+    # links flow cubes and en-face images to scans; data_setup.prepare --flow alone reads it
+    flow_manifest_path: str = "${data.gcs_root}/retinal_octa/manifest.tsv"
     store: str = MISSING  # the prepared store that this configuration makes and reads
     storage_options: StorageOptions = field(default_factory=StorageOptions)
     list_strategy: Literal["single_domain", "multi_domain"] = MISSING  # one device, or several

@@ -59,6 +59,16 @@ def pipeline(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
+def small_encoder() -> Iterator[None]:
+    """Runs of this process have an encoder of two blocks, where what is shown is not the model's."""
+    from models import vit3d  # here, since it imports torch: after the lines above
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(vit3d.SIZES, "ti", vit3d.Size(2, 48, 2))
+        yield
+
+
+@pytest.fixture(scope="module")
 def folder(
     request: pytest.FixtureRequest, pipeline: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Path]:

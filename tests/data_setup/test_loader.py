@@ -312,16 +312,21 @@ def test_workers_use_one_torch_thread(store_url: str) -> None:
     ],
 )
 def test_a_worker_that_fails_dies_or_hangs_is_named(
-    store_url: str, kind: type[VolumeReader], error: type[Exception], message: str
+    store_url: str,
+    kind: type[VolumeReader],
+    error: type[Exception],
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    patience = 1 if kind is HangingVolumes else 60
+    monkeypatch.setattr(loader_module, "POLL_SECONDS", 0.5)
+    patience = 1 if kind is HangingVolumes else 600
     cfg = small_config("data.workers=1", f"data.data_timeout_s={patience}")
     store = store_with(kind, store_url)
     start = time.monotonic()
     with pytest.raises(error, match=message):
         for _ in Loader(cfg, store, store.kept, num_steps=10):
             pass
-    assert time.monotonic() - start < 30
+    assert time.monotonic() - start < 300, "long before data_timeout_s is over"
 
 
 @pytest.mark.parametrize("lost", [ConnectionResetError("reset by peer"), EOFError("end of file")])

@@ -352,7 +352,7 @@ def test_no_workers_means_this_process(tmp_path: Path, monkeypatch: pytest.Monke
 def test_a_killed_run_leaves_no_tree_and_is_begun_again(tmp_path: Path) -> None:
     """Killed, --out does not exist; run again, it is the tree of a run without interruption."""
     out, partial_out = tmp_path / "t", tmp_path / ".t.phantom-partial"
-    arguments = ["--out", str(out), "--participants", "6", "--seed", "5"]
+    arguments = ["--out", str(out), "--participants", "3", "--seed", "5"]
     command = [sys.executable, "-m", "data_setup.phantom", *arguments, "--workers", "2"]
     with subprocess.Popen(command, cwd=Path(__file__).parents[2], stderr=subprocess.DEVNULL) as process:
         deadline = time.monotonic() + 60
@@ -364,7 +364,7 @@ def test_a_killed_run_leaves_no_tree_and_is_begun_again(tmp_path: Path) -> None:
     assert not out.exists()
     (partial_out / "stale").write_text("of a run with other arguments")
     main([*arguments, "--workers", "0"])
-    write_tree(tmp_path / "whole", participants=6, seed=5, workers=0)
+    write_tree(tmp_path / "whole", participants=3, seed=5, workers=0)
     assert tree_hash(out) == tree_hash(tmp_path / "whole")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["t", "whole"]
 

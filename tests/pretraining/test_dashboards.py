@@ -39,8 +39,11 @@ from utils.skipped_updates import NotFiniteError
 MANY_TO_VALIDATE = "train.val_fraction=0.75"
 
 
+pytestmark = pytest.mark.usefixtures("small_encoder")
+
+
 @pytest.fixture(scope="module")
-def watched(folder: Path) -> Path:
+def watched(folder: Path, small_encoder: None) -> Path:
     """A run of 8 steps with both dashboards, and pictures at 0, 5 and 8."""
     run = folder / "watched"
     overrides = [f"run.dir={run}", "wandb.mode=offline", "log.tensorboard=true", "wandb.images_every_steps=5"]

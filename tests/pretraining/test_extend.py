@@ -15,6 +15,8 @@ from tests.support.pipeline_factory import pipeline_config
 from utils.checkpoint import load_checkpoint
 from utils.errors import UserError
 
+pytestmark = pytest.mark.usefixtures("small_encoder")
+
 
 def values(run: Path, name: str) -> list[float]:
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]

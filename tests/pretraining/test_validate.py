@@ -27,7 +27,7 @@ from pretraining.run import Run, open_run
 from pretraining.train import train
 from tests.support.model_factory import nano_model
 from tests.support.pipeline_factory import pipeline_config
-from tests.support.process_factory import command, run_to_end
+from tests.support.process_factory import command, run_two
 from utils.report.run_files import _series
 from utils.runtime.single import Runtime
 
@@ -197,13 +197,15 @@ def test_the_probes_read_the_target_encoder(run: Run) -> None:
     assert not np.allclose(val_probes.embed_rows(run, rows)[0], before, rtol=0.01)
 
 
-def test_two_processes_share_the_reads_and_get_the_numbers_of_one(folder: Path, tmp_path: Path) -> None:
+def test_two_processes_share_the_reads_and_get_the_numbers_of_one(
+    folder: Path, tmp_path: Path, small_encoder: None
+) -> None:
     """Each reads its part with workers, each volume once for each purpose, and nothing itself."""
     run_dir = tmp_path / "shared"
     overrides = [f"run.dir={run_dir}", "train.per_core_batch_size=2", "train.val_fraction=0.9", "seed=1"]
     overrides += ["val.max_volumes=17", "probe.max_volumes=7"]
     module = "tests.support.counted_validation"
-    run_to_end(command(folder, *overrides, "data.workers=1", processes=2, module=module), run_dir)
+    run_two(command(folder, *overrides, "data.workers=1", module=module), run_dir)
     alone = open_run(pipeline_config(folder, *overrides), CPU)
     expected = validate.validate(alone)
     assert all(expected[name] is not None for name in MEASURED)

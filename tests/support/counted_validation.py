@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from data_setup.store.reader import VolumeReader
+from models import vit3d
 from pretraining.gauges.validation import validate
 from pretraining.run import open_run
 from utils.cli import parse_cli
@@ -35,6 +36,7 @@ class CountedVolumes(VolumeReader):
 
 def main() -> None:
     cfg, _ = parse_cli("counted_validation", __doc__ or "", None)
+    vit3d.SIZES["ti"] = vit3d.Size(2, 48, 2)  # as the fixture small_encoder
     runtime = open_runtime(use_bf16=False, data_timeout_s=60.0)
     os.environ["READS"] = str(Path(cfg.run.dir) / "reads")
     Path(os.environ["READS"]).mkdir(parents=True, exist_ok=True)

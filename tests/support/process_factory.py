@@ -116,6 +116,17 @@ class Running:
         return self.process.wait(seconds)
 
 
+def run_two(argv: Sequence[str], place: Path) -> None:
+    """Run a command as the two processes of one group, as torchrun would; both must succeed."""
+    meet = ["env", "WORLD_SIZE=2", "MASTER_ADDR=127.0.0.1", f"MASTER_PORT={free_port()}"]
+    running = [Running([*meet, f"RANK={rank}", *argv], Path(f"{place}_{rank}")) for rank in range(2)]
+    try:
+        codes = [process.wait() for process in running]
+    finally:
+        Running.end_all()
+    assert codes == [0, 0], "".join(process.output[-3000:] for process in running)
+
+
 def free_port() -> int:
     """A port of this machine that nobody listens on."""
     with socket.socket() as probe:

@@ -1,10 +1,12 @@
 """What one of two processes of a run does: `python -m tests.support.two_processes OUT`.
 
-In: RANK and the other variables that torchrun sets. Out: the first saves to OUT what each of them has.
+In: RANK and the other variables that torchrun sets. Out: the first saves to OUT what each of them has
+("each"), and what it met when the other one was gone half-way through an update of spread weights ("lost").
 """
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import Any
 
@@ -18,6 +20,7 @@ from pretraining.run import Run
 from pretraining.step import Update, Watch, build_optimizer, train_step
 from tests.support.model_factory import nano_model, small_config, uint8_batch
 from utils.runtime.open import open_runtime
+from utils.runtime.processes import LostPeer
 from utils.runtime.single import Runtime
 
 SAMPLES = 8
@@ -82,6 +85,27 @@ def settled_batch(runtime: Runtime, *overrides: str) -> tuple[int, float]:
     return settled, float(train_step(model, run.optimizer, [batch], cfg, runtime, Update(0, 1e-3, 0.9)).loss)
 
 
+def met_without_peer(runtime: Runtime) -> list[Any]:
+    """The second process ends after its forward pass: the message and the exit code of the first one."""
+    cfg = small_config("mae", f"train.global_batch_size={SAMPLES}", SHARDED)
+    model = nano_model(cfg).train()
+    optimizer = build_optimizer(model, cfg)
+    shard_state(model, optimizer, cfg, runtime)
+    passed = []
+
+    def lap(part: str) -> None:
+        passed.append(part)
+        if runtime.rank == 1:
+            os._exit(0)
+
+    batch = uint8_batch(cfg, SAMPLES // runtime.world_size)
+    try:
+        train_step(model, optimizer, [batch], cfg, runtime, Update(0, 1e-3, 0.9), Watch(lap=lap))
+    except LostPeer as error:
+        return [passed, str(error), error.exit_code]
+    raise AssertionError("expected the other process to be missed")
+
+
 def main(out: str) -> None:
     torch.set_num_threads(1)
     runtime = open_runtime(use_bf16=False, data_timeout_s=1.0)
@@ -89,9 +113,8 @@ def main(out: str) -> None:
     saved = {name: losses_and_weights(runtime, name) for name in CASES}
     settled += [settled_batch(runtime, SHARDED)]  # last, as the sharded cases: from then on weights are parts
     everyone = runtime.group.gather_objects([settled, saved])
-    if runtime.group.is_first:
-        torch.save(everyone, out)
-    runtime.group.close()
+    lost = met_without_peer(runtime)  # the group is gone after it
+    torch.save({"each": everyone, "lost": lost}, out)
 
 
 if __name__ == "__main__":

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import socket
-import subprocess
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -15,10 +13,9 @@ import torch
 
 from data_setup.loader import LoaderError
 from data_setup.next_batch import next_or_stop
-from tests.support.pipeline_factory import ROOT
-from tests.support.process_factory import environment
+from tests.support.process_factory import run_two
 from tests.support.two_processes import CASES, losses_and_weights, settled_batch
-from utils.errors import UserError
+from utils.errors import EXIT_TRY_AGAIN, UserError
 from utils.runtime.messages import decode
 from utils.runtime.processes import ALONE, Group, join
 from utils.runtime.single import Runtime
@@ -56,23 +53,24 @@ def test_one_process_is_its_own_group(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="module")
-def two(tmp_path_factory: pytest.TempPathFactory) -> list[list[Any]]:
-    """What each of two real processes has settled and learned."""
+def both(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What two real processes have settled and learned, and how one of them ended the other."""
     out = tmp_path_factory.mktemp("two") / "two.pt"
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    argv = [sys.executable, "-m", "tests.support.two_processes", str(out)]
-    running = [
-        subprocess.Popen(
-            argv, cwd=ROOT, env=environment() | place | {"RANK": str(rank)}, stderr=subprocess.PIPE, text=True
-        )
-        for rank in range(2)
-    ]
-    errors = [process.communicate(timeout=300)[1] for process in running]
-    assert [process.returncode for process in running] == [0, 0], "".join(errors)[-3000:]
+    run_two([sys.executable, "-m", "tests.support.two_processes", str(out)], out.parent / "process")
     return torch.load(out, weights_only=True)
+
+
+@pytest.fixture(scope="module")
+def two(both: dict[str, Any]) -> list[list[Any]]:
+    return both["each"]
+
+
+def test_a_process_lost_while_weights_are_spread_is_named_and_passes_by_itself(both: dict[str, Any]) -> None:
+    """Half-way through an update: the backward pass gathers weights of which it had a part."""
+    passed, text, code = both["lost"]
+    assert passed == ["forward"]
+    assert "rank 0 lost another of the 2 processes of this run" in text
+    assert code == EXIT_TRY_AGAIN
 
 
 def test_out_of_memory_on_one_process_halves_the_batch_of_both(two: list[list[Any]]) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 import time
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 import torch.nn.functional as F
@@ -57,6 +58,7 @@ def device_peak(device: torch.device, name: str, use_bf16: bool) -> Peak:
     return Peak(None, f"no row for {name!r} in utils/runtime/device_peak.py")
 
 
+@cache  # the machine's, so once a process
 def measure_matmul(dtype: torch.dtype) -> float:
     """FLOP/s of this CPU's matrix products: the fastest of any size. Global random state is left alone."""
     best = 0.0

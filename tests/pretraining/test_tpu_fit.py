@@ -323,7 +323,11 @@ def test_datasheets_are_those_of_jax() -> None:
 
 def test_datasheets() -> None:
     kinds = {"v4": "TPU v4", "v5e": "TPU v5 lite"}
+    # GiB, GB/s of the memory, GB/s of the links: 2,400 and 1,600 Gbit/s in the architecture pages
+    sheets = {"v4": (32, 1200, 2400 / 8), "v5e": (16, 819, 1600 / 8)}
     for name, place in TOPOLOGIES.items():
+        sheet = sheets[place.libtpu_name.split(":")[0]]
+        assert (place.hbm_gib, place.hbm_gb_per_s, place.link_gb_per_s) == sheet, name
         peak = device_peak(torch.device("xla"), kinds[place.libtpu_name.split(":")[0]], use_bf16=True)
         assert place.bf16_tflop_per_s * 1e12 == peak.flops_per_s, name
         assert place.chips % place.hosts == 0, name

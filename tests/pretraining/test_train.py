@@ -24,6 +24,7 @@ import torch
 from data_setup.store.reader import PreparedStore
 from data_setup.transforms import JEPAMaskd
 from finetuning.pooled import check_fit, pretrained_encoder
+from models import vit3d
 from models.vjepa3d import VJEPA3D
 from pretraining import step as step_module
 from pretraining import train as loop
@@ -122,9 +123,10 @@ def test_a_run_leaves_what_a_reader_needs(finished: Path) -> None:
 
 @pytest.mark.parametrize("keep", [10, 2])
 def test_checkpoints_of_epochs_are_kept_whatever_else_is_written(
-    folder: Path, tmp_path: Path, keep: int
+    folder: Path, tmp_path: Path, keep: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As many as train.keep_epochs at most, and the start says what they will take."""
+    monkeypatch.setitem(vit3d.SIZES, "ti", vit3d.Size(1, 192, 3))  # tensors that are most of a file
     run = tmp_path / f"epochs_kept_{keep}"
     every = "train.ckpt_every_steps=3", "train.ckpt_every_epochs=1", "train.keep_last=1", "train.max_steps=14"
     small = "train.global_batch_size=8", "train.per_core_batch_size=8", "train.val_every_steps=14"

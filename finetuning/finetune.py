@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -131,7 +131,7 @@ def open_log(tuning: Tuning, start: int) -> Iterator[RunLog | NoLog]:
         return
     claim_run_dir(tuning.cfg, tuning.runtime)
     synthetic = bool(tuning.store.attrs["synthetic"])
-    with closing(RunLog(tuning.cfg, start, tuning.plan.total, synthetic=synthetic)) as run_log:
+    with RunLog(tuning.cfg, start, tuning.plan.total, synthetic=synthetic) as run_log:
         yield run_log
 
 

@@ -13,7 +13,6 @@ import copy
 import logging
 import math
 from collections.abc import Sequence
-from contextlib import closing
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -374,7 +373,7 @@ def train_frozen(
     run_dir, total = Path(cfg.run.dir), rhythm(cfg, cohort)[-1]
     (run_dir / "evaluation.json").unlink(missing_ok=True)  # the verdict of an earlier head
     (run_dir / WANDB_ID).unlink(missing_ok=True)  # nothing is resumed: a second training is another run
-    with closing(RunLog(cfg, 0, total, synthetic=bool(store.attrs["synthetic"]))) as run_log:
+    with RunLog(cfg, 0, total, synthetic=bool(store.attrs["synthetic"])) as run_log:
         trained = train_grid(cfg, cohort, inputs, encoder.width, runtime.device, run_log)
         is_val, is_train = cohort.fold == VAL, cohort.fold == TRAIN
         outputs = head_outputs(trained.head, inputs, np.flatnonzero(is_val))

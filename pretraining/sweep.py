@@ -32,6 +32,12 @@ from utils.help_pages import PeopleParser
 
 log = logging.getLogger(__name__)
 METHODS = ("random", "grid")
+PARTS = {  # of a sweep file -> its kind, in words too
+    "method": (str, "a word"),
+    "metric": (dict, "a name and a goal"),
+    "parameters": (dict, "keys of the configuration, each with its values"),
+    "command": (list, "a list of words"),
+}
 BOUNDS = {
     "uniform": lambda low, high: uniform(low, high - low),
     "log_uniform_values": loguniform,
@@ -58,15 +64,13 @@ def read_sweep(path: Path) -> Sweep:
         data = yaml.safe_load(path.read_text())
     except yaml.YAMLError as error:
         raise ConfigError(f"{path}: expected YAML, found {' '.join(str(error).split())}") from error
-    missing = [name for name in ("method", "metric", "parameters", "command") if name not in (data or {})]
-    if missing:
-        raise ConfigError(f"{path}: expected {missing[0]}, found none")
+    _check_types(path, data)
     method, metric, parameters = data["method"], data["metric"], data["parameters"]
     if method not in METHODS:
         raise ConfigError(f"{path}: method: expected one of {', '.join(METHODS)}, found {method}")
-    if metric.get("goal") not in ("maximize", "minimize") or "name" not in metric:
+    if metric.get("goal") not in ("maximize", "minimize") or not isinstance(metric.get("name"), str):
         raise ConfigError(f"{path}: metric: expected a name and a goal, maximize or minimize, found {metric}")
-    unknown = sorted(set(parameters) - set(keys()))
+    unknown = sorted(map(str, set(parameters) - set(keys())))
     if unknown:
         raise ConfigError(f"{path}: parameters: expected keys of the configuration, found {unknown[0]}")
     command = " ".join(map(str, data["command"]))
@@ -82,16 +86,39 @@ def read_sweep(path: Path) -> Sweep:
     return Sweep(method, metric["name"], sign, choices, config.group(1))
 
 
-def _choice(path: Path, key: str, spec: Mapping[str, Any]) -> Any:
+def _check_types(path: Path, data: Any) -> None:
+    """Raise ConfigError unless the file is a mapping that has every part, each of its kind."""
+    if not isinstance(data, dict):
+        raise ConfigError(f"{path}: expected keys and values, found {data!r}")
+    for name, (kind, words) in PARTS.items():
+        if name not in data:
+            raise ConfigError(f"{path}: expected {name}, found none")
+        if not isinstance(data[name], kind):
+            raise ConfigError(f"{path}: {name}: expected {words}, found {data[name]!r}")
+
+
+def _choice(path: Path, key: str, spec: Any) -> Any:
     """The values of a parameter, or its distribution."""
-    if set(spec) == {"value"}:
-        return [spec["value"]]
-    if set(spec) == {"values"} and spec["values"]:
-        return spec["values"]
-    if set(spec) == {"distribution", "min", "max"} and spec["distribution"] in BOUNDS:
-        return BOUNDS[spec["distribution"]](spec["min"], spec["max"])
-    expected = f"value, values, or min, max and a distribution of {', '.join(BOUNDS)}"
-    raise ConfigError(f"{path}: parameters.{key}: expected {expected}, found {dict(spec)}")
+    match spec:
+        case {"value": value} if len(spec) == 1:
+            return [value]
+        case {"values": [*values]} if values and len(spec) == 1:
+            return values
+        case {"distribution": str(name), "min": int() | float() as low, "max": int() | float() as high}:
+            if len(spec) == 3 and _is_drawable(name, low, high):
+                return BOUNDS[name](low, high)
+    expected = f"value, values, or min, max and a distribution of {', '.join(BOUNDS)}, min below max"
+    raise ConfigError(f"{path}: parameters.{key}: expected {expected}, found {spec}")
+
+
+def _is_drawable(name: str, low: float, high: float) -> bool:
+    """Whether the distribution exists between these numbers: a logarithm above 0, whole numbers as such."""
+    fits = {
+        "uniform": True,
+        "log_uniform_values": low > 0,
+        "int_uniform": isinstance(low, int) and isinstance(high, int),
+    }
+    return fits.get(name, False) and low < high
 
 
 def draw(sweep: Sweep, number: int, seed: int) -> list[dict[str, Any]]:

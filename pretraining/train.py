@@ -153,7 +153,7 @@ def open_log(run: Run, start: int) -> Iterator[RunLog | NoLog]:
         return
     claim_run_dir(run.cfg, run.runtime)
     synthetic = bool(run.store.attrs["synthetic"])
-    with closing(RunLog(run.cfg, start, run.total_steps, synthetic=synthetic)) as run_log:
+    with RunLog(run.cfg, start, run.total_steps, synthetic=synthetic) as run_log:
         if start == 0:
             for name, counts in data_counts(run.store, run.rows).items():
                 run_log.counts(0, name, counts)

@@ -25,6 +25,7 @@ from utils.dashboards.weights_and_biases import WandbWriter, start_wandb
 from utils.dashboards.writer import Writer
 from utils.errors import ConfigError, UserError
 from utils.history import LOG, METRICS, bring_back, save_last_words
+from utils.runtime.single import StopRequested
 from utils.terminal import is_interactive
 from utils.training_line import TrainingLine
 
@@ -102,11 +103,19 @@ class RunLog:
         for writer in self._writers:
             writer.artifact(name, url)
 
-    def close(self) -> None:
+    def __enter__(self) -> RunLog:
+        return self
+
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
+        """Close; a run that an error ends has failed, and one that a signal ends has not."""
+        self.close(is_failed=error is not None and not isinstance(error, StopRequested))
+
+    def close(self, *, is_failed: bool = False) -> None:
+        """Write what is left; the dashboards show a run that failed as such."""
         self._line.close()
         self._metrics.close()
         for writer in self._writers:
-            writer.close()
+            writer.close(is_failed)
         save_last_words(self._cfg)
 
 

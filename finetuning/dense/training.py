@@ -14,7 +14,6 @@ import logging
 import math
 import time
 from collections.abc import Callable, Mapping
-from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -89,12 +88,12 @@ def train_arms(
     return bests
 
 
-def open_run_log(source: Source, volumes: DenseVolumes) -> closing[RunLog]:
+def open_run_log(source: Source, volumes: DenseVolumes) -> RunLog:
     """The log of a training that begins anew; `with` closes it."""
     cfg = source.cfg
     (Path(cfg.run.dir) / WANDB_ID).unlink(missing_ok=True)  # nothing is resumed: a training is a run
     total = len(arms_of(cfg)) * num_updates(cfg, _per_epoch(cfg, volumes)[1])
-    return closing(RunLog(cfg, 0, total, synthetic=bool(volumes.store.attrs["synthetic"])))
+    return RunLog(cfg, 0, total, synthetic=bool(volumes.store.attrs["synthetic"]))
 
 
 def head_is_written(cfg: Config) -> None:

@@ -98,9 +98,9 @@ def volumes_read(run: Run) -> int:
 
 @torch.no_grad()
 def validate(run: Run, *, is_first: bool = False) -> dict[str, float | None]:
-    """val/loss, val/skill_mean, val/skill_position (null for few volumes), val/leak, val/rankme, val/lidar
-    (null for a single volume) and what probe_scores names. `is_first`: before step 1, of a few volumes and
-    without probes.
+    """val/volumes, on which the numbers rest, val/loss, val/skill_mean, val/skill_position (null for few
+    volumes), val/leak, val/rankme, val/lidar (null for a single volume) and what probe_scores names.
+    `is_first`: before step 1, of a few volumes and without probes.
     """
     run.model.eval()
     rows = validation_rows(run, is_first=is_first)
@@ -116,7 +116,8 @@ def validate(run: Run, *, is_first: bool = False) -> dict[str, float | None]:
         done += count * run.runtime.world_size
     whole = {name: torch.cat(values)[: len(rows)] for name, values in parts.items()}
     people = [run.rows.person_of_row[int(row)] for row in rows]
-    measured = summarise(whole, torch.from_numpy(quarters(people)), run.model.recipe.loss)
+    measured: dict[str, float | None] = {"val/volumes": float(len(rows))}
+    measured |= summarise(whole, torch.from_numpy(quarters(people)), run.model.recipe.loss)
     scores = {} if is_first else probe_scores(run)
     run.model.train()
     return measured | scores

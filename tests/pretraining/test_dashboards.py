@@ -30,9 +30,11 @@ from tests.support.tb_reader import events, scalars
 from tests.support.wandb_reader import history, written
 from utils.dashboards import panels
 from utils.dashboards.pictures import Forecast, brightest_token, relative_error, similarity, similarity_map
+from utils.dashboards.tensorboard import TensorBoardWriter
+from utils.dashboards.workspace import save, workspace
 from utils.errors import UserError
 from utils.log import NoLog, RunLog
-from utils.runtime.single import Runtime
+from utils.runtime.single import Runtime, StopRequested
 from utils.skipped_updates import NotFiniteError
 
 # skill needs 16 volumes of 4 participants
@@ -196,12 +198,16 @@ class Recorder:
 
     def __init__(self) -> None:
         self.alerts: list[str] = []
+        self.ends: list[bool] = []  # whether it heard of a failure, for each end
 
     def __getattr__(self, name: str) -> Any:
         return lambda *_: None
 
     def alert(self, title: str, text: str) -> None:
         self.alerts.append(title)
+
+    def close(self, is_failed: bool) -> None:
+        self.ends.append(is_failed)
 
 
 def test_collapse_and_nan_are_alerts(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -226,6 +232,43 @@ def test_collapse_and_nan_are_alerts(folder: Path, tmp_path: Path, monkeypatch: 
     run_log.alarm(7, "collapse", "features collapse")
     run_log.close()
     assert recorder.alerts[-1] == "collapse at step 7"
+    assert recorder.ends == [True, False]
+
+
+@pytest.mark.parametrize("error", [RuntimeError("broken"), StopRequested()], ids=lambda e: type(e).__name__)
+def test_a_run_that_breaks_has_failed_and_one_that_is_stopped_has_not(
+    tmp_path: Path, error: Exception
+) -> None:
+    cfg = small_config("vjepa2", "wandb.mode=offline", f"run.dir={tmp_path}")
+    with pytest.raises(type(error)), RunLog(cfg, 0, 10, synthetic=True):
+        raise error
+    (end,) = everything(tmp_path, "exit")
+    assert end.exit_code == int(isinstance(error, RuntimeError))
+
+
+def test_a_server_that_takes_nothing_more_holds_the_end_up_for_so_long(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """W&B is asked to give up, and one warning says how to send the rest later."""
+    settings: list[Any] = []
+
+    class Slow:
+        dir, offline = str(tmp_path / "wandb" / "run-1" / "files"), False
+
+        def finish(self, exit_code: int) -> None:
+            raise TimeoutError(exit_code)
+
+    def init(**options: Any) -> Slow:
+        settings.append(options["settings"])
+        return Slow()
+
+    monkeypatch.setattr(wandb, "init", init)
+    cfg = small_config("vjepa2", "wandb.mode=offline", f"run.dir={tmp_path}")
+    with caplog.at_level(logging.WARNING), RunLog(cfg, 0, 1, synthetic=True):
+        pass
+    assert (settings[0].finish_timeout, settings[0].finish_timeout_raises) == (120, True)
+    (warning,) = [r.getMessage() for r in caplog.records if r.name.startswith("utils.dashboards")]
+    assert f"within 120 s; later: wandb sync {tmp_path / 'wandb' / 'run-1'}" in warning
 
 
 def test_a_run_outlives_weights_and_biases(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -262,6 +305,20 @@ def test_tensorboard_goes_on_where_the_checkpoint_was(tmp_path: Path) -> None:
             run_log.metrics(step, {"train/loss": value})
         run_log.close()
     assert scalars(tmp_path)["train/loss"] == {1: 1.0, 2: 1.0, 3: 9.0}
+
+
+@pytest.mark.parametrize(("start", "struck_from"), [(0, 0), (2, 3)])
+def test_tensorboard_strikes_out_all_that_came_after_the_checkpoint(
+    tmp_path: Path, start: int, struck_from: int
+) -> None:
+    """Also of curves that the resumed run does not write again, and before it writes anything."""
+    writer = TensorBoardWriter(tmp_path, 0)
+    for step in range(1, 5):
+        writer.metrics(step, {"train/loss": 1.0, "val/loss": 1.0})
+    writer.close(False)
+    TensorBoardWriter(tmp_path, start).close(False)
+    kept = dict.fromkeys(range(1, struck_from), 1.0)
+    assert scalars(tmp_path).get("val/loss", {}) == kept
 
 
 def test_tensorboard_that_is_missing_is_said_before_training(
@@ -314,3 +371,25 @@ def test_similarity_is_the_cosine_without_the_common_mean() -> None:
     assert axes[0].lines[0].get_xydata().tolist() == [[0.06, 0.01]]  # second column, first row, in mm
     assert axes[2].lines[0].get_xydata().tolist() == [[0.06, pytest.approx(0.15)]]
     assert np.ma.masked_invalid(axes[1].images[0].get_array()).count() == 3  # padding has no cosine
+
+
+@pytest.mark.filterwarnings(
+    "ignore::pydantic.warnings.PydanticDeprecatedSince20"
+)  # of wandb-workspaces itself
+def test_the_saved_layout_has_every_panel_in_order() -> None:
+    spec = workspace("team", "project")._to_model().spec.model_dump(by_alias=True)
+    sections = spec["section"]["panelBankConfig"]["sections"]
+    assert [section["name"] for section in sections] == list(panels.SECTIONS)
+    plots = [plot["config"] for section in sections for plot in section["panels"]]
+    assert [name for plot in plots for name in plot["metrics"]] == panels.metrics()
+    assert {plot["xAxis"] for plot in plots} == {"_step"}
+
+
+def test_a_layout_without_a_key_is_refused_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    monkeypatch.setenv("NETRC", str(tmp_path / "none"))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    with pytest.raises(UserError, match="expected a key of Weights & Biases, found none; wandb login"):
+        save("team", "project")

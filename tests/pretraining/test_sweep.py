@@ -27,6 +27,19 @@ def changed(tmp_path: Path, **changes: Any) -> Path:
     return path
 
 
+def lr(**bounds: Any) -> dict[str, Any]:
+    """A file whose learning rate is drawn between these."""
+    return {"parameters": {"optim.base_lr": {"distribution": "log_uniform_values", **bounds}}}
+
+
+def test_a_sweep_file_without_keys_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "sweep.yaml"
+    for text in ("", "- method\n", "3"):
+        path.write_text(text)
+        with pytest.raises(ConfigError, match="expected keys and values, found"):
+            read_sweep(path)
+
+
 def test_every_draw_of_the_shipped_file_is_a_configuration() -> None:
     sweep = read_sweep(SHIPPED)
     drawn = draw(sweep, 40, seed=0)
@@ -51,6 +64,17 @@ def test_every_draw_of_the_shipped_file_is_a_configuration() -> None:
         ({"method": "grid"}, "expected values alone with grid"),
         ({"metric": {"name": "val/probe", "goal": "up"}}, "metric: expected a name and a goal"),
         ({"command": ["python"]}, "command: expected --config FILE"),
+        ({"command": "python"}, "command: expected a list of words, found 'python'"),
+        ({"metric": "val/probe"}, "metric: expected a name and a goal, found 'val/probe'"),
+        ({"metric": {"name": 3, "goal": "minimize"}}, "metric: expected a name and a goal"),
+        ({"method": ["random"]}, r"method: expected a word, found \['random'\]"),
+        ({"parameters": ["seed"]}, r"parameters: expected keys of the configuration, each .* \['seed'\]"),
+        ({"parameters": {1: {"value": 1}, "a.b": {"value": 1}}}, "keys of the configuration, found 1"),
+        ({"parameters": {"seed": 3}}, "parameters.seed: expected value, values, or min, max"),
+        ({"parameters": {"seed": {"values": 3}}}, "parameters.seed: expected value, values, or min, max"),
+        (lr(min="1e-4", max=1e-3), "parameters.optim.base_lr: expected .* 'min': '1e-4'"),  # YAML 1.1: a text
+        (lr(min=0, max=1e-3), "parameters.optim.base_lr: expected value"),
+        (lr(min=1e-3, max=1e-4), "parameters.optim.base_lr: expected .* min below max"),
     ],
 )
 def test_a_mistake_is_named(tmp_path: Path, changes: dict[str, Any], expected: str) -> None:

@@ -48,6 +48,7 @@ RECIPES = {
     ),
 }
 MEASURED = {f"val/{name}" for name in ("loss", "skill_mean", "skill_position", "leak", "rankme", "lidar")}
+MEASURED |= {"val/volumes"}
 
 
 @pytest.fixture
@@ -231,6 +232,7 @@ def test_validation_measures_everything_and_repeats(run: Run) -> None:
     assert validate.validate(run) == first
     one = validate.validate(replace(run, rows=replace(run.rows, val=run.rows.val[:1])))
     assert one["val/lidar"] is None
+    assert (first["val/volumes"], one["val/volumes"]) == (6, 1)
 
 
 def test_lidar_sees_one_volume_under_several_masks(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

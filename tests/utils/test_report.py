@@ -21,6 +21,7 @@ from tests.support.report_factory import GRID, PATCH, own_part, probe_json, writ
 from utils.errors import UserError
 from utils.report import pictures
 from utils.report.cli import main, summary
+from utils.report.health import health
 from utils.report.page import POLICY
 from utils.report.pictures import bscan_with_masks, feature_pca, load_snapshot, png_data, save_snapshot
 from utils.report.run_files import findings, read_run, results
@@ -321,6 +322,23 @@ def test_findings_say_what_the_numbers_warn_of(run_dir: Path) -> None:
     assert "no learning beyond position" in sentences[0]
     assert "from 15.0 to 3.0" in sentences[1]
     assert "40%" in sentences[2]
+
+
+def test_ranks_of_different_numbers_of_volumes_are_not_compared(
+    run_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Before step 1 a validation reads a quarter; only like and like are set side by side."""
+    points = [(0, 66.8, 4), (80, 30.0, 16), (160, 20.0, 16)]
+    lines = [f'{{"step": {s}, "val/rankme": {rank}, "val/volumes": {n}}}\n' for s, rank, n in points]
+    for count, first, shown in ((1, None, "RankMe 66.8,"), (2, None, "RankMe 30,"), (3, 30.0, "30 -> 20,")):
+        (run_dir / "metrics.jsonl").write_text("".join(lines[:count]))
+        main([str(run_dir)])
+        assert shown in capsys.readouterr().out
+        run = read_run(run_dir)
+        assert results(run)["pretraining"]["rankme_first"] == first
+        assert not any("RankMe" in sentence for sentence in findings(run))
+        reasons = health(run.series, run.alarms, run.not_finite).reasons
+        assert any("val/rankme went" in reason for reason in reasons) == (count == 3)
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "config.yaml", "provenance.json", "prepare_report.json"])

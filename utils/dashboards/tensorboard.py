@@ -53,7 +53,8 @@ class TensorBoardWriter:
     def artifact(self, name: str, url: str) -> None:
         """Nothing: checkpoints lie beside it."""
 
-    def close(self) -> None:
+    def close(self, is_failed: bool) -> None:
+        """TensorBoard has no word for a failure; log.txt has."""
         if self._writer is not None:
             self._add("close")
 

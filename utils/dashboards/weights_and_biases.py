@@ -29,6 +29,7 @@ from utils.storage.retry import describe
 
 log = logging.getLogger(__name__)
 INIT_TIMEOUT_S = 30.0  # a start waits so long for Weights & Biases
+FINISH_TIMEOUT_S = 120.0  # and an end, for what is not sent yet
 
 
 class WandbWriter:
@@ -94,8 +95,21 @@ class WandbWriter:
             return
         self._send(lambda run: run.log_artifact(url, name=f"{name}-{run.id}", type="model"))
 
-    def close(self) -> None:
-        self._send(lambda run: run.finish())
+    def close(self, is_failed: bool) -> None:
+        """Wait at most FINISH_TIMEOUT_S for the server; what it does not have by then stays on this disk."""
+        if self._run is None:
+            return
+        folder = Path(self._run.dir).parent
+        try:
+            self._run.finish(exit_code=int(is_failed))
+        except TimeoutError:
+            text = "Weights & Biases has not taken everything within %g s; later: wandb sync %s"
+            log.warning(text, FINISH_TIMEOUT_S, folder)
+            self._forget()
+        except self._failures as error:
+            log.warning("Weights & Biases did not end: %s; later: wandb sync %s", describe(error), folder)
+            self._forget()
+        self._run = None
 
 
 def has_api_key(base_url: str) -> bool:
@@ -136,7 +150,13 @@ def start_wandb(cfg: Config, run_dir: Path) -> Any | None:
         resume="allow",
         dir=str(run_dir),
         config=shown_config(cfg),
-        settings=wandb.Settings(console="off", silent=True, init_timeout=_init_timeout_s()),
+        settings=wandb.Settings(
+            console="off",
+            silent=True,
+            init_timeout=_init_timeout_s(),
+            finish_timeout=FINISH_TIMEOUT_S,
+            finish_timeout_raises=True,
+        ),
     )
     try:
         return begin(mode=mode)

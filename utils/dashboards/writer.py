@@ -31,5 +31,5 @@ class Writer(Protocol):
     def artifact(self, name: str, url: str) -> None:
         """A checkpoint, where it may be sent and can be."""
 
-    def close(self) -> None:
-        """Write what is left."""
+    def close(self, is_failed: bool) -> None:
+        """Write what is left; `is_failed`: an error ended the run."""

@@ -47,7 +47,7 @@ CHARTS: tuple[tuple[str, tuple[str, ...], str], ...] = (
         "RankMe",
         ("val/rankme", "train/rankme"),
         "Effective number of feature directions in use, of the target encoder (val) and the context encoder "
-        "(train); a fall means collapse. Before step 1 it is of at most 64 volumes.",
+        "(train); a fall means collapse. Before step 1 val/rankme is of fewer volumes.",
     ),
     (
         "LiDAR",

@@ -40,7 +40,7 @@ def summary(out: Mapping[str, Any]) -> list[tuple[str, str]]:
             "pre-training",
             f"loss {number(pre['loss_first'])} -> {number(pre['loss_last'])}, "
             f"skill_position {number(pre['skill_position_last'])}, "
-            f"RankMe {number(pre['rankme_first'])} -> {number(pre['rankme_last'])}, "
+            f"RankMe {_change(pre['rankme_first'], pre['rankme_last'])}, "
             f"{number(pre['volumes_per_s'])} volumes/s"
             + ("" if pre["mfu"] is None else f", MFU {number(pre['mfu'])}"),
         ),
@@ -56,6 +56,11 @@ def summary(out: Mapping[str, Any]) -> list[tuple[str, str]]:
     if out["seconds"]:
         lines.append(("seconds", ", ".join(f"{k} {v:.0f}" for k, v in out["seconds"].items())))
     return lines
+
+
+def _change(first: float | None, last: float | None) -> str:
+    """`60.2 -> 59.9`, or the last alone where nothing can be compared with it."""
+    return number(last) if first is None else f"{number(first)} -> {number(last)}"
 
 
 def _truth_lines(truth: Mapping[str, Any]) -> list[tuple[str, str]]:

@@ -23,7 +23,7 @@ from itertools import pairwise
 
 from scipy.stats import theilslopes
 
-from utils.report.run_files import TASK_SCORES, Points
+from utils.report.run_files import TASK_SCORES, Points, like_the_last
 
 SKILL = "val/skill_position"
 MIN_POINTS = 4
@@ -125,10 +125,14 @@ def _still(series: Series) -> str:
 
 def _ranks(series: Series) -> list[str]:
     """What became of the directions in use, in validation, else in training."""
-    key = next((key for key in ("val/rankme", "train/rankme") if len(series.get(key, ())) > 1), None)
+    ranks = {
+        "val/rankme": like_the_last(series, "val/rankme"),
+        "train/rankme": series.get("train/rankme", ()),
+    }
+    key = next((key for key, points in ranks.items() if len(points) > 1), None)
     if key is None:
         return []
-    first, last = series[key][0][1], series[key][-1][1]
+    first, last = ranks[key][0][1], ranks[key][-1][1]
     return [f"{key} went from {first:.3g} to {last:.3g}."]
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import csv
 import json
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -163,7 +164,7 @@ def _seconds(path: Path) -> dict[str, float]:
 
 def results(run: Run) -> dict[str, Any]:
     """What results.json holds; a number that was not measured is null."""
-    p = run.probe
+    p, ranks = run.probe, like_the_last(run.series, "val/rankme")
     rows = {row["name"]: row for row in p["rows"]} if p else {}
     return {
         "data": {"kept": run.prepared["kept"], "rejected": run.prepared["rejected"]},
@@ -172,7 +173,7 @@ def results(run: Run) -> dict[str, Any]:
             "loss_last": _end(run, "train/loss", -1),
             "skill_mean_last": _end(run, "val/skill_mean", -1),
             "skill_position_last": _end(run, "val/skill_position", -1),
-            "rankme_first": _end(run, "val/rankme", 0),
+            "rankme_first": ranks[0][1] if len(ranks) > 1 else None,
             "rankme_last": _end(run, "val/rankme", -1),
             "alarms": [{"step": step, "text": text} for step, text in run.alarms],
             "volumes_per_s": _median(run, "perf/volumes_per_s"),
@@ -190,6 +191,19 @@ def results(run: Run) -> dict[str, Any]:
         and {key: run.evaluation[key] for key in ("title", "verdict", "cautions")},
         "seconds": run.seconds,
     }
+
+
+def like_the_last(series: Mapping[str, Sequence[tuple[int, float]]], key: str) -> list[tuple[int, float]]:
+    """The values of a gauge of validation that rest on as many volumes as the last one, which alone can be
+    compared: before step 1 it is fewer. Runs from before val/volumes have those after step 0.
+    """
+    points, volumes = series.get(key, ()), dict(series.get("val/volumes", ()))
+    if not points:
+        return []
+    last = points[-1][0]
+    if last not in volumes:
+        return [point for point in points if point[0] > 0 or last == 0]
+    return [point for point in points if volumes.get(point[0]) == volumes[last]]
 
 
 def _end(run: Run, key: str, index: int) -> float | None:
@@ -216,8 +230,8 @@ def findings(run: Run) -> list[str]:
             f"skill_position ends at {skill:.3f}: the prediction is no better than the mean of its position, "
             "so this run shows no learning beyond position."
         )
-    first, last = _end(run, "val/rankme", 0), _end(run, "val/rankme", -1)
-    if first is not None and last is not None and last < first / 2:
+    ranks = [rank for _, rank in like_the_last(run.series, "val/rankme")]
+    if ranks and (last := ranks[-1]) < (first := ranks[0]) / 2:
         sentences.append(
             f"RankMe fell from {first:.1f} to {last:.1f}, by more than half: do the probes fall with it?"
         )

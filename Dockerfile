@@ -1,0 +1,30 @@
+# One image for one kind of device:   docker build --build-arg DEVICE=cpu|cuda|tpu -t oct:cpu .
+# docs/guides/container.md says how to run it. Data, stores and runs stay outside: .dockerignore keeps them out.
+ARG PYTHON=3.11
+FROM python:${PYTHON}-slim-bookworm
+ARG DEVICE=cpu
+ARG COMMIT=unknown
+LABEL org.opencontainers.image.licenses="Apache-2.0" org.opencontainers.image.revision="${COMMIT}"
+SHELL ["/bin/bash", "-o", "pipefail", "-c"]
+WORKDIR /opt/oct
+# the packages first: a change of the code does not install them anew
+COPY requirements.txt requirements-tpu.txt constraints.txt constraints-tpu.txt ./
+# cpu: torch without CUDA's libraries, of the same version; cuda: PyPI's wheels, which bring them
+RUN case "${DEVICE}" in \
+        cpu) pip install --no-cache-dir --index-url https://download.pytorch.org/whl/cpu \
+                 "$(grep '^torch==' constraints.txt)" \
+             && pip install --no-cache-dir -r requirements.txt -c constraints.txt ;; \
+        cuda) pip install --no-cache-dir -r requirements.txt -c constraints.txt ;; \
+        tpu) pip install --no-cache-dir -r requirements-tpu.txt -c constraints-tpu.txt ;; \
+        *) echo "DEVICE: expected cpu, cuda or tpu, found ${DEVICE}" >&2; exit 2 ;; \
+    esac
+COPY . .
+RUN pip install --no-cache-dir --no-deps . \
+    && useradd --create-home --uid 1000 oct \
+    && mkdir /work \
+    && chown oct /work
+USER 1000
+# runs/ and relative paths of data belong to the folder that is mounted here
+WORKDIR /work
+ENV PYTHONUNBUFFERED=1 MPLCONFIGDIR=/tmp/matplotlib
+CMD ["oct-doctor"]

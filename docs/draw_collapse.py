@@ -1,0 +1,96 @@
+"""Draw docs/pictures/collapse_*.png: `python docs/draw_collapse.py HEALTHY_RUN COLLAPSED_RUN`.
+
+In: two run directories of one store (docs/guides/checkpoints.md has the commands). Out: the gauges of both
+over the optimizer step, and three components of the token features of one B-scan at the end of each.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from sklearn.decomposition import PCA
+
+from utils.report.pictures import GAMMA, Snapshot, load_snapshot, show_mm
+
+FOLDER = Path(__file__).resolve().parent / "pictures"
+CURVES = (
+    ("train/loss", "train/loss"),
+    ("train/rankme", "train/rankme: directions in use"),
+    ("train/feature_std", "train/feature_std: spread"),
+    ("train/feature_cosine", "train/feature_cosine: volumes alike"),
+)
+COLOURS = {"healthy": "#1f6fb2", "collapsed": "#c8452f"}
+COMPONENTS, VOLUME = 3, "000118"
+
+
+def lines(run: Path) -> list[dict]:
+    """What metrics.jsonl has."""
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def gauges(runs: dict[str, Path]) -> Figure:
+    """Four gauges of both runs over the step; a dotted line where the alarm began."""
+    figure = Figure(figsize=(12, 3.2), layout="constrained")
+    axes = figure.subplots(1, len(CURVES))
+    for name, run in runs.items():
+        rows = lines(run)
+        for axis, (metric, _) in zip(axes, CURVES, strict=True):
+            points = [(row["step"], row[metric]) for row in rows if isinstance(row.get(metric), float)]
+            axis.plot(*zip(*points, strict=True), color=COLOURS[name], label=name, linewidth=2)
+            for row in rows:
+                if "alarm" in row:
+                    axis.axvline(row["step"], color=COLOURS[name], linestyle=":", linewidth=1.5)
+    for axis, (_, title) in zip(axes, CURVES, strict=True):
+        axis.set_title(title, fontsize="medium")
+        axis.set_xlabel("optimizer step")
+        axis.set_ylim(bottom=0)
+        axis.spines[["top", "right"]].set_visible(False)
+    axes[1].legend(frameon=False)
+    return figure
+
+
+def features(runs: dict[str, Path]) -> Figure:
+    """A B-scan, and its token features at the end of each run: a row each, a column for each component."""
+    figure = Figure(figsize=(12, 3.6), layout="constrained")
+    axes = figure.subplots(len(runs), 1 + COMPONENTS, sharex=True, sharey=True)
+    for row, (name, run) in zip(axes, runs.items(), strict=True):
+        snapshot = load_snapshot(max((run / "snapshots").glob(f"*_row_{VOLUME}.npz")))
+        plane = snapshot.volume.shape[0] // 2
+        show_mm(row[0], (snapshot.volume[plane] / 255.0) ** GAMMA, snapshot.spacing[1:], "the B-scan")
+        row[0].set_ylabel(f"{name}\naxial, mm")
+        show_components(row[1:], snapshot, plane)
+    for axis in axes[-1]:
+        axis.set_xlabel("A-scan direction, mm")
+    return figure
+
+
+def show_components(axes: Sequence[Axes], snapshot: Snapshot, plane: int) -> None:
+    """The principal components of the volume's token features, all in units of the first one's deviation."""
+    keep = snapshot.valid > 0
+    pca = PCA(len(axes)).fit(snapshot.features[keep])
+    scores = pca.transform(snapshot.features) / pca.explained_variance_[0] ** 0.5
+    _, height, width = snapshot.volume.shape
+    extent = (0.0, width * snapshot.spacing[2], height * snapshot.spacing[1], 0.0)
+    for number, axis in enumerate(axes):
+        image = scores[:, number].reshape(snapshot.grid)[plane // snapshot.patch[0]]
+        axis.imshow(image, "RdBu_r", vmin=-2, vmax=2, extent=extent, interpolation="nearest")
+        share = pca.explained_variance_ratio_[number]
+        axis.set_title(f"component {number + 1}: {share:.1%} of the variance", fontsize="small")
+
+
+def main() -> None:
+    """Draw both pictures from the two runs of the command line."""
+    runs = dict(zip(COLOURS, map(Path, sys.argv[1:]), strict=True))
+    for name, figure in (("gauges", gauges(runs)), ("features", features(runs))):
+        path = FOLDER / f"collapse_{name}.png"
+        figure.savefig(path, dpi=90)
+        print(path)
+
+
+if __name__ == "__main__":
+    main()

@@ -155,6 +155,12 @@ ABLATIONS = (
     ),
     Arm("lr_2e-4", "peak learning rate 2e-4", "learning rate", ("optim.base_lr=2e-4",)),
     Arm("lr_1e-3", "peak learning rate 1e-3", "learning rate", ("optim.base_lr=1e-3",)),
+    Arm(
+        "device_balanced",
+        "as many volumes of each device",
+        "sampling",
+        ("data.sampling=device_balanced",),
+    ),
     Arm("faster", "learning rate 1e-3, covariance 0.01", "two changes at once", FASTER),
     Arm(
         "faster_mismatched",

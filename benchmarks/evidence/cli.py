@@ -4,6 +4,7 @@
     python -m benchmarks.evidence calibrate               seconds per step of every arm, on a quiet machine
     python -m benchmarks.evidence run --budget 300 --minutes 60
     python -m benchmarks.evidence confirm                 the same runs, scored on people that chose nothing
+    python -m benchmarks.evidence device --only ARM,ARM   is the scanner in the features, and at what cost out
     python -m benchmarks.evidence table                   docs/evidence/results.md, and table.json of the runs
     python -m benchmarks.evidence real --data FOLDER      the same on real eyes with layer masks: real.py
 
@@ -24,7 +25,9 @@ import torch
 from benchmarks.evidence.arms import (
     ABLATIONS,
     CONFIG,
+    CONTROL,
     MAIN,
+    RANDOM,
     REFERENCE,
     SUPERVISED,
     arm_by_name,
@@ -40,6 +43,7 @@ from benchmarks.evidence.cohorts import (
     make_people,
     read_truth,
 )
+from benchmarks.evidence.device import device_report
 from benchmarks.evidence.differences import training_facts
 from benchmarks.evidence.page import RESULTS, write_results
 from benchmarks.evidence.queue import BASELINES, Plan, Queue, confirmation_jobs, run_all
@@ -78,7 +82,7 @@ def score_one(root: Path, name: str, seed: int, people: Path) -> None:
     else:
         encoder = random_encoder(cfg, seed)
     pooled, dense, rank = encoder_features(encoder, cfg, store, truth, reference.grid)
-    scores = score(truth, lambda _: pooled, dense, reference.grid)
+    scores = score(truth, lambda _: pooled, lambda _: dense, reference.grid)
     facts = {
         "name": name,
         "seed": seed,
@@ -136,7 +140,7 @@ def refuse_mistakes(args: argparse.Namespace) -> None:
         raise UserError(f"--budget: expected a number above 0, found {args.budget:g}")
     if "minutes" in given and not args.minutes >= 0:
         raise UserError(f"--minutes: expected a number from 0 on, found {args.minutes:g}")
-    names = [arm.name for arm in (*MAIN, *ABLATIONS)]
+    names = [RANDOM] * (args.command == "device") + [arm.name for arm in (*MAIN, *ABLATIONS)]
     if given.get("only") is not None and (unknown := set(args.only.split(",")) - set(names)):
         raise UserError(f"--only: expected some of {', '.join(names)}, found {', '.join(sorted(unknown))}")
     eyes = given.get("real_eyes")
@@ -155,7 +159,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     commands = parser.add_subparsers(dest="command", required=True)
-    names = ("data", "real", "calibrate", "run", "score", "confirm", "table")
+    names = ("data", "real", "calibrate", "run", "score", "confirm", "device", "table")
     verbs = {name: commands.add_parser(name) for name in names}
     for name, command in verbs.items():
         command.add_argument("--root", type=Path, default=Path("runs/evidence"), help="where all of it lives")
@@ -178,6 +182,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     verbs["data"].add_argument("--real-eyes", type=Path, metavar="DIR", help="AI-READI folder of real scans")
     verbs["real"].add_argument("--data", type=Path, required=True, help="folder of eyes: see real.py")
     verbs["real"].add_argument("--out", type=Path, help="the page; by default real.md below --root")
+    verbs["device"].add_argument("--only", metavar="ARM,ARM", default=",".join((RANDOM, CONTROL, REFERENCE)))
+    verbs["device"].add_argument("--seeds", type=int, default=3)
+    verbs["device"].add_argument("--out", type=Path, help="device.json below --root by default")
     verbs["score"].add_argument("--arm", required=True)
     verbs["score"].add_argument("--seed", type=int, required=True)
     verbs["score"].add_argument(
@@ -202,6 +209,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         except KeyboardInterrupt:
             print("stopped; the same command goes on", flush=True)
             return 130
+    elif args.command == "device":
+        print(device_report(root, args.only.split(","), args.seeds, args.out or root / "device.json"))
     elif args.command == "score":
         score_one(root, args.arm, args.seed, root if args.people is None else args.people.resolve())
     else:

@@ -51,7 +51,9 @@ TASKS = ("classes", "thickness", "occupancy")
 PCA_COMPONENTS = 64
 RANKME_TOKENS = 4096
 BATCH = 16
-FoldFeatures = Callable[[np.ndarray], np.ndarray]  # is-training [n] -> features [n, F]
+FoldFeatures = Callable[
+    [np.ndarray], np.ndarray
+]  # is-training [n] -> features [n, F], or [n, T, F] of tokens
 
 
 @dataclass(frozen=True)
@@ -110,16 +112,16 @@ def score_thickness(truth: Truth, features: FoldFeatures) -> tuple[Errors, list[
 
 
 def score_occupancy(
-    truth: Truth, dense: np.ndarray, grid: tuple[int, int, int]
+    truth: Truth, dense: FoldFeatures, grid: tuple[int, int, int]
 ) -> tuple[Errors, list[DensePrediction]]:
-    """Errors of layer occupancy; `dense` [n, T, F] are the features of truth.tokens of the reference grid."""
+    """Errors of layer occupancy; `dense` gives features [n, T, F] of truth.tokens of the reference grid."""
     used = truth.tokens >= 0
     place = position_columns(truth.tokens[used], grid)
-    x = np.concatenate([dense[used], place], axis=1)
     y = truth.occupancy[used]
     volume = np.broadcast_to(np.arange(len(used))[:, None], used.shape)[used]
     parts = []
     for masks in masks_of_folds(truth.fold):
+        x = np.concatenate([dense(masks[0])[used], place], axis=1)
         folds = [m[volume] for m in masks]
         train, val, test = (Rows(x[m], y[m], truth.person[volume[m]]) for m in folds)
         parts.append(ridge_rows(train, val, test))
@@ -127,7 +129,7 @@ def score_occupancy(
 
 
 def score(
-    truth: Truth, pooled: FoldFeatures | None, dense: np.ndarray | None, grid: tuple[int, int, int]
+    truth: Truth, pooled: FoldFeatures | None, dense: FoldFeatures | None, grid: tuple[int, int, int]
 ) -> Scores:
     """All tasks that there are features and truth for; `grid` is the reference grid, that of truth.tokens."""
     scored: dict[str, Any] = {}
@@ -173,7 +175,7 @@ def encoder_features(
 
 def baseline_features(
     cfg: Config, store: PreparedStore, truth: Truth
-) -> dict[str, tuple[FoldFeatures | None, np.ndarray | None]]:
+) -> dict[str, tuple[FoldFeatures | None, FoldFeatures | None]]:
     """name -> (pooled features by fold, dense features) of the baselines without an encoder."""
     runtime = open_runtime(False)
     voxels, profile = raw_features(cfg, store, truth.rows, runtime)
@@ -192,11 +194,12 @@ def baseline_features(
         ids_BT = torch.from_numpy(truth.tokens[start : start + len(tokens_BNV)].clip(min=0))
         patches.append(tokens_BNV.gather(1, ids_BT.unsqueeze(-1).expand(-1, -1, d * h * w)))
         start += len(tokens_BNV)
+    dense, nothing = torch.cat(patches).numpy(), np.zeros((*truth.tokens.shape, 0), np.float32)
     return {
-        "voxel_pca": (components, torch.cat(patches).numpy()),
+        "voxel_pca": (components, lambda _: dense),
         "ascan_profile": (lambda _: profile, None),
         "device": (lambda t: device_features(store, truth.rows, truth.rows[t]), None),
-        "position": (None, np.zeros((*truth.tokens.shape, 0), np.float32)),
+        "position": (None, lambda _: nothing),
     }
 
 

@@ -32,8 +32,6 @@ from benchmarks.evidence.arms import (
 from benchmarks.evidence.calibration import calibrate, steps_of_budget
 from benchmarks.evidence.cohorts import (
     FOLDS,
-    Truth,
-    fold_of_rows,
     read_truth,
     tokens_of_another_grid,
 )
@@ -58,6 +56,7 @@ from data_setup.store.reader import PreparedStore
 from finetuning.pooled import random_encoder
 from models.probes.tokens import less_protocol_mean, position_columns
 from pretraining.schedules import init_weight
+from tests.support.evidence_factory import small_truth
 from tests.support.pipeline_factory import ROOT
 from utils.config.load import flatten, load_config
 from utils.config.schema import SpatialConfig
@@ -233,28 +232,6 @@ def test_a_slab_fills_the_tokens_that_it_should(phantom: tuple[Path, PreparedSto
     assert middle[8:].max() < 0.01
 
 
-def small_truth(people: int = 40, seed: int = 0) -> Truth:
-    """Two volumes a person, 8 tokens of grid (2, 2, 2) each, three layers."""
-    rng = np.random.default_rng(seed)
-    person = np.repeat([f"{i:03d}" for i in range(people)], 2)
-    label = np.repeat(np.arange(people) % 4, 2)
-    n = len(person)
-    tokens = np.tile(np.arange(8), (n, 1))
-    tokens[:, -1] = -1
-    return Truth(
-        rows=np.arange(n),
-        person=person,
-        protocol=np.tile(["a", "b"], people),
-        label=label,
-        classes=("p", "q", "r", "s"),
-        thickness_um=rng.normal(size=(n, 3)) + 10 * np.tile([[0.0], [1.0]], (people, 1)),
-        layers=("x", "y", "z"),
-        tokens=tokens,
-        occupancy=rng.random((n, 8, 3)),
-        fold=fold_of_rows(person, label),
-    )
-
-
 def test_folds_are_by_participant_and_every_class_is_in_each() -> None:
     truth = small_truth()
     for person in np.unique(truth.person):
@@ -280,18 +257,18 @@ def test_scores_find_what_the_features_hold_and_nothing_in_noise() -> None:
     truth = small_truth()
     rng = np.random.default_rng(1)
     known = np.concatenate([np.eye(4)[truth.label], truth.thickness_um, rng.normal(size=(80, 3))], axis=1)
-    good = score(truth, lambda _: known, truth.occupancy, (2, 2, 2))
+    good = score(truth, lambda _: known, lambda _: truth.occupancy, (2, 2, 2))
     assert good.of("classes") == 1.0
     assert good.of("thickness") > 0.5
     assert good.of("occupancy") > 0.95
-    noise = score(truth, lambda _: rng.normal(size=(80, 5)), rng.normal(size=(80, 8, 5)), (2, 2, 2))
+    noise = score(truth, lambda _: rng.normal(size=(80, 5)), lambda _: rng.normal(size=(80, 8, 5)), (2, 2, 2))
     assert noise.of("classes") < 0.5
     assert noise.of("thickness") < 0.15
     assert noise.of("occupancy") < 0.15
     # where a token lies counts among its features
     place = position_columns(np.arange(8), (2, 2, 2))[None, :, :3]
     placed = replace(truth, occupancy=np.broadcast_to(place, (80, 8, 3)))
-    assert score(placed, None, np.zeros((80, 8, 0)), (2, 2, 2)).of("occupancy") > 0.99
+    assert score(placed, None, lambda _: np.zeros((80, 8, 0)), (2, 2, 2)).of("occupancy") > 0.99
 
 
 def test_the_fold_that_is_evaluated_does_not_fit_the_features() -> None:
@@ -319,9 +296,9 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("finished")
     truth, rng = small_truth(), np.random.default_rng(3)
     known = np.concatenate([np.eye(4)[truth.label], truth.thickness_um], axis=1)
-    good = score(truth, lambda _: known, truth.occupancy, (2, 2, 2))
+    good = score(truth, lambda _: known, lambda _: truth.occupancy, (2, 2, 2))
     guesses = [(rng.normal(size=known.shape), rng.normal(size=(80, 8, 3))) for _ in range(3)]
-    noise = [score(truth, lambda _, x=x: x, dense, (2, 2, 2)) for x, dense in guesses]
+    noise = [score(truth, lambda _, x=x: x, lambda _, dense=dense: dense, (2, 2, 2)) for x, dense in guesses]
     Plan(root, 60.0, 3, {a.name: 7 for a in ALL}).save()
     (root / "calibration.json").write_text(json.dumps({"seconds_per_step": {"methods": 1.25}}))
     some = [arm_by_name(name) for name in ("reg_none", "context_dense", "predictor_mlp")]
@@ -681,10 +658,8 @@ def test_the_whole_command_on_a_tiny_budget(tmp_path: Path, monkeypatch: pytest.
     store, truth = PreparedStore.open(str(tmp_path / "evaluation_store")), read_truth(tmp_path)
     encoders = supervised_encoder(cfg, tmp_path, 0, 40), random_encoder(cfg, 0)
     taught, random = (
-        score(truth, None, encoder_features(encoder, cfg, store, truth, cfg.grid)[1], cfg.grid).of(
-            "occupancy"
-        )
-        for encoder in encoders
+        score(truth, None, lambda _, dense=dense: dense, cfg.grid).of("occupancy")
+        for dense in (encoder_features(encoder, cfg, store, truth, cfg.grid)[1] for encoder in encoders)
     )
     assert taught is not None
     assert random is not None

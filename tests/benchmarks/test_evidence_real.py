@@ -111,7 +111,8 @@ def test_the_whole_command_on_labelled_eyes(eyes: Path, tmp_path: Path) -> None:
     make_real_data(tmp_path, eyes, cfg, CONFIG, GEOMETRY)
     truth, rng = read_truth(tmp_path), np.random.default_rng(0)
     for name in CONTROLS[1:]:
-        noise = score(truth, None, rng.normal(size=(*truth.tokens.shape, 3)), cfg.grid)
+        guess = rng.normal(size=(*truth.tokens.shape, 3))
+        noise = score(truth, None, lambda _, guess=guess: guess, cfg.grid)
         save_scores(run_dir(tmp_path, arm_by_name(name), 0), noise, {"name": name, "seed": 0, "steps": 2})
     changes = [word for change in GEOMETRY for word in ("--change", change)]
     command = [

@@ -23,7 +23,15 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from data_setup.plug.facts import Plug, Scan, Tree
-from data_setup.plug.index import Looked, Written, count_classes, look_all, read_labels, write_index
+from data_setup.plug.index import (
+    Looked,
+    Written,
+    count_classes,
+    look_all,
+    needs_splits,
+    read_labels,
+    write_index,
+)
 from data_setup.plug.page import describe, overview
 from data_setup.plug.sets import NO_VOLUMES, PLUGS
 from utils.config.schema import StorageOptions
@@ -156,6 +164,11 @@ def _indexed(plug: Plug, tree: Tree, every: Sequence[Looked], out: str, written:
     lines.append(f"labels: {written.with_classes} volumes with voxels, {written.with_surfaces} with surfaces")
     lines += _faults([*(looked.fault for looked in every if looked.fault), *written.faults])
     lines += _doubts(plug, every)
+    if needs_splits({looked.scan.person_id: looked.scan.split for looked in every}):
+        lines.append(
+            "splits: none of the owners; recommended_split of participants.tsv gives a fifth of the people "
+            "each to val and test"
+        )
     lines += [f"written: {url}" for url in written.urls]
     places = [f"data.gcs_root={tree.root}", f"data.manifest_path={join(out, 'manifest.tsv')}"]
     places += [f"data.participants_path={join(out, 'participants.tsv')}", "data.store=STORE"]

@@ -10,17 +10,18 @@ from __future__ import annotations
 import csv
 import io
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import yaml
 
-from data_setup.manifest import Record
+from data_setup.manifest import unknown_record
 from data_setup.plug.facts import Labels, Plug, Scan, Shape, Tree, Triple
 from data_setup.readers.dicom import OCTHeader
 from data_setup.readers.faults import OCTReadError
 from data_setup.readers.open_record import peek_record
+from data_setup.splits import stratified_choice
 from data_setup.tables import label_of
 from utils.config.schema import StorageOptions
 from utils.errors import UserError
@@ -45,6 +46,8 @@ MANIFEST_COLUMNS = (
     "label_surfaces",
 )
 LABELS, CLASSES = "labels", "label_classes.yaml"
+FEW_PEOPLE = 50  # a set of fewer without splits of its owners gets some
+SHARE, LEAST_PEOPLE = 0.2, 2  # of the people: who validates, and who is tested
 _STAND_IN = (0.1, 0.003, 0.01)  # mm, to get past a missing spacing to the shape; written nowhere
 
 
@@ -70,20 +73,11 @@ class Written:
 
 def look(tree: Tree, scan: Scan) -> Looked:
     """The header of a scan; a fault of its file is kept as text. Raises StorageError."""
-    record = Record(
-        person_id=scan.person_id,
+    record = replace(
+        unknown_record(tree.url(scan.path), scan.path),
         device=scan.device,
         protocol=scan.protocol,
-        region=scan.region,
         laterality=scan.laterality or "unknown",
-        path=scan.path,
-        url=tree.url(scan.path),
-        sop_instance_uid="",
-        shape=None,
-        split="",
-        study_group=None,
-        clinical_site=None,
-        age=None,
         spacing_mm=_STAND_IN if scan.spacing else None,
         files=scan.files or None,
         volume_yaml=_yaml(scan) or None,
@@ -152,6 +146,8 @@ def write_index(plug: Plug, tree: Tree, every: Sequence[Looked], out: str) -> Wr
 def people_table(scans: Sequence[Scan], facts: Sequence[Mapping[str, str]]) -> str:
     """participants.tsv: a row for each eye where a person's eyes are known, else for each person.
 
+    A set of few people without splits of its owners gets some (`dealt_splits`).
+
     Raises UserError where two volumes say different things of one eye, or one person is in two splits.
     """
     rows: dict[tuple[str, str], dict[str, str]] = {}
@@ -170,6 +166,8 @@ def people_table(scans: Sequence[Scan], facts: Sequence[Mapping[str, str]]) -> s
                 f"{scan.path}: expected {scan.person_id} in one split, found {splits[scan.person_id]!r} and "
                 f"{scan.split!r}"
             )
+    if needs_splits(splits):
+        splits = dealt_splits({person: _labels_of(row) for (person, _), row in rows.items()})
     names = sorted({name for row in rows.values() for name in row})
     has_eyes = any(side for _, side in rows)
     has_splits = any(splits.values())
@@ -179,6 +177,28 @@ def people_table(scans: Sequence[Scan], facts: Sequence[Mapping[str, str]]) -> s
         for (person, side), row in sorted(rows.items())
     ]
     return table(columns, lines)
+
+
+def _labels_of(row: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
+    return tuple(sorted((name, value) for name, value in row.items() if name != "age"))
+
+
+def needs_splits(splits: Mapping[str, str]) -> bool:
+    """Whether a set of these people, with the splits of its owners, gets some here."""
+    return not any(splits.values()) and 3 * LEAST_PEOPLE <= len(splits) < FEW_PEOPLE
+
+
+def dealt_splits(group_of: Mapping[str, Hashable]) -> dict[str, str]:
+    """person -> train | val | test for a set without splits: a fifth each validates and tests, at least two.
+
+    By labels, then by a hash of the ids. By the hash alone a set of ten may have one person to validate on,
+    with which no head is trained.
+    """
+    count = max(LEAST_PEOPLE, round(SHARE * len(group_of)))  # of each side
+    test = stratified_choice(group_of, count, 0, "plug test")
+    rest = {person: group for person, group in group_of.items() if person not in test}
+    val = stratified_choice(rest, count, 0, "plug val")
+    return {p: "test" if p in test else "val" if p in val else "train" for p in group_of}
 
 
 def visit_table(scans: Sequence[Scan]) -> str:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import csv
 import json
 import shlex
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -17,11 +18,11 @@ import yaml
 from data_setup import prepare
 from data_setup.plug import cli, imitation, page
 from data_setup.plug.facts import MARKS, Fact, Plug, Tree
+from data_setup.plug.index import needs_splits
 from data_setup.plug.sets import NO_VOLUMES, PLUGS
 from data_setup.readers.faults import OCTReadError
 from data_setup.store.reader import PreparedStore
 from tests.support.pipeline_factory import ROOT, SMOKE
-from tests.support.task_configs import below
 from utils.cli import run_cli
 from utils.config.load import load_config
 from utils.config.schema import StorageOptions
@@ -178,11 +179,31 @@ def test_two_eyes_of_a_person_may_have_two_stages(world_of: Callable[[str], Worl
     """OIMHS: of the person nothing is said that is true of one eye alone; each volume has its own."""
     world = world_of("oimhs")
     stages = {row["path"]: row["stage"] for row in world.rows("labels.tsv")}
-    assert [stages[f"Images/{eye}"] for eye in (1, 2, 3)] == ["stage_1", "stage_4", "stage_1"]
+    assert [stages[f"Images/{eye}"] for eye in (1, 2, 3)] == ["stage_1", "stage_2", "stage_3"]
     groups = {row["person_id"]: row["study_group"] for row in world.rows("participants.tsv")}
-    assert (groups["101"], groups["102"]) == ("", "stage_1")
+    assert (groups["101"], groups["102"]) == ("", "stage_3")
     people = {row["filepath"]: row["person_id"] for row in world.rows("manifest.tsv")}
     assert people["Images/1"] == people["Images/2"] == "101"
+
+
+def test_only_labels_and_age_of_a_person_are_taken_over(world_of: Callable[[str], World]) -> None:
+    """FairVision's files have sex, race, ethnicity and language too."""
+    world = world_of("fairvision")
+    with np.load(next(world.root.rglob("*.npz"))) as file:
+        assert {"male", "race", "hispanic", "language"} < set(file.files)
+    labels = {"glaucoma", "amd_condition", "dr_subtype"}
+    assert set(world.rows("participants.tsv")[0]) == {"person_id", "recommended_split", "age", *labels}
+
+
+def test_a_small_set_without_splits_gets_some(world_of: Callable[[str], World]) -> None:
+    """By class, with two people or more on each side, and a person's eyes on one."""
+    rows = world_of("neh_ut").rows("participants.tsv")
+    sides = {row["person_id"]: (row["recommended_split"], row["study_group"]) for row in rows}
+    counts = Counter(split for split, _ in sides.values())
+    assert counts == {"train": 8, "val": 2, "test": 2}
+    assert {group for split, group in sides.values() if split == "train"} == {"normal", "drusen", "cnv"}
+    assert not needs_splits(dict.fromkeys(map(str, range(50)), ""))
+    assert not needs_splits({**dict.fromkeys(map(str, range(9)), ""), "9": "train"})
 
 
 def test_a_biomarker_that_is_no_number_is_named(tmp_path: Path) -> None:
@@ -231,23 +252,45 @@ def test_a_mask_has_known_colours_alone(tmp_path: Path, capsys: pytest.CaptureFi
     assert names[1] == "macular_hole"
 
 
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Of an untrained model of two blocks on the grid that all imitations share."""
+    from models import vit3d
+    from tests.support.finetune_factory import save_checkpoint
+
+    folder = tmp_path_factory.mktemp("checkpoint")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(vit3d.SIZES, "ti", vit3d.Size(2, 48, 2))
+        yield save_checkpoint(load_config(SMOKE, [*GRID, f"run.dir={folder}"]))
+
+
+TINY = ["train.max_steps=1", "head.hidden=4", "train.global_batch_size=4", "train.per_core_batch_size=4"]
+TINY += ["finetune.against_random=false", "finetune.patience=null", "wandb.mode=disabled", "data.workers=0"]
+HEAD = ["train.epochs=1", "head.learning_rates=[1.0e-3]", "head.weight_decays=[0.01]"]
+DENSE = ("layers", "segmentation")
+
+
 @pytest.mark.parametrize("name", PLUGS)
-def test_tasks_are_configurations_that_load(world_of: Callable[[str], World], name: str) -> None:
-    """The columns that they name are in the tables, with more than one value."""
+def test_every_task_of_a_plug_trains(
+    world_of: Callable[[str], World], checkpoint: str, tmp_path: Path, name: str
+) -> None:
+    """A head on a frozen encoder, one step of a decoder; labels of voxels and surfaces each have a task."""
+    from finetuning import train
+    from utils.checkpoint import load_checkpoint
+
     world = world_of(name)
-    assert world.plug.tasks
-    for task in world.plug.tasks:
-        overrides = [text.replace("{out}", str(world.tables)) for text in task.overrides]
-        cfg = load_config(ROOT / task.config, [*world.places, *overrides], below(ROOT / task.config))
-        if cfg.task.kind in ("layers", "segmentation"):
-            continue
-        table = "participants.tsv" if cfg.task.labels_path is None else Path(cfg.task.labels_path).name
-        rows = world.rows(table)
-        for column in cfg.task.label_columns or [cfg.task.label_column]:
-            values = {row[column] for row in rows} - {""}
-            assert len(values) > 1, f"{column}: {values}"
-            if column == "study_group" and world.plug.classes:
-                assert values <= set(world.plug.classes.values())
+    kinds = []
+    for number, task in enumerate(world.plug.tasks):
+        run = tmp_path / str(number)
+        words = [text.replace("{out}", str(world.tables)) for text in task.overrides]
+        words += [*world.places, f"data.store={world.store.url}", f"model.checkpoint={checkpoint}"]
+        words += [f"run.dir={run}", f"train.ckpt_dir={run}", "wandb.mode=disabled", "data.workers=0"]
+        is_dense = any(kind in task.config for kind in DENSE)
+        assert train.train(str(ROOT / task.config), [*words, *(TINY if is_dense else HEAD)]) == 0
+        state = load_checkpoint(str(run / "head.pt"), StorageOptions())
+        kinds.append(state["kind"])
+    assert ("segmentation" in kinds) == bool(world.plug.label_classes)
+    assert ("layers" in kinds) == bool(world.plug.surfaces)
 
 
 @pytest.mark.parametrize("name", PLUGS)

@@ -90,7 +90,7 @@ Subject_01.mat ... Subject_10.mat
     splits=Fact("none", "+"),
     find=_find,
     imitate=_imitate,
-    tasks=(Task("configs/layers.yaml"),),
+    tasks=(Task("configs/layers.yaml"), Task("configs/segmentation.yaml")),
     label_classes={_FLUID: "fluid", _UNGRADED: "unlabelled"},
     surfaces=tuple(SURFACES),
 )

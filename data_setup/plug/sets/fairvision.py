@@ -11,7 +11,6 @@ from data_setup.plug.imitation import eye, write_npz, write_spacing
 
 _LABELS = {"AMD": "amd_condition", "DR": "dr_subtype", "Glaucoma": "glaucoma"}
 _SPLITS = {"Training": "train", "Validation": "val", "Test": "test"}
-_ABOUT = ("age", "male", "race", "hispanic")
 
 
 def _find(tree: Tree) -> list[Scan]:
@@ -34,7 +33,7 @@ def _find(tree: Tree) -> list[Scan]:
 
 def _labels(tree: Tree, path: str, label: str) -> Callable[[Shape], Labels]:
     def load(shape: Shape) -> Labels:
-        return Labels(facts=read.scalars(tree, path, (label,), _ABOUT))
+        return Labels(facts=read.scalars(tree, path, (label,), ("age",)))
 
     return load
 
@@ -46,17 +45,15 @@ def _imitate(root: Path) -> None:
         "AMD": ("not.in.icd.table", "early.dry"),
         "DR": ("not.in.icd.table", "mild"),
     }
-    first = 0  # of the eyes of a disease: no eye stands in two
-    for disease, count in (("Glaucoma", 6), ("AMD", 3), ("DR", 3)):
-        for n in range(count):
-            one = eye(("normal", "drusen")[n % 2], first + n)
-            folder = list(_SPLITS)[n * len(_SPLITS) // count]
-            about = {"age": one.age, "male": n % 2, "race": n % 3, "hispanic": 0}
+    for place, disease in enumerate(values):
+        for n in range(6):
+            one = eye(("normal", "drusen")[n % 2], 3 * place + n // 2)  # no eye stands in two
+            folder = list(_SPLITS)[n // 2]
+            about = {"age": one.age, "male": n % 2, "race": n % 3, "hispanic": 0, "language": 1}
             label = {_LABELS[disease]: values[disease][n % 2]}
             write_npz(
                 root / disease / folder / f"data_{n + 1:05d}.npz", oct_bscans=one.voxels, **label, **about
             )
-        first += count
 
 
 PLUG = Plug(
@@ -69,12 +66,17 @@ PLUG = Plug(
     layout=Fact(
         """\
 AMD|DR|Glaucoma/Training|Validation|Test/data_00001.npz
-    oct_bscans [D, H, W], race, male, hispanic, age, and one of amd_condition, dr_subtype, glaucoma""",
+    oct_bscans [D, H, W], age, race, male, hispanic, language,
+    and one of amd_condition, dr_subtype, glaucoma""",
         "r",
     ),
     spacing=Fact("6 x 2 x 6 mm over the array's size is assumed", "n/v"),
     orientation=Fact("first axis between B-scans, second axial; their order and the eye unknown", "+"),
-    labels=Fact("glaucoma, amd_condition, dr_subtype, each of its own 10,000 people", "r"),
+    labels=Fact(
+        "glaucoma, amd_condition, dr_subtype, each of its own 10,000 people; sex, race, ethnicity and "
+        "language are not taken over",
+        "r",
+    ),
     splits=Fact("Training, Validation, Test", "r"),
     find=_find,
     imitate=_imitate,

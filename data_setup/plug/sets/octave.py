@@ -99,7 +99,7 @@ nnUNet_raw/Dataset001_OCTAVE/dataset.json                                   name
     splits=Fact("one training part; the external tests are not redistributed", "r"),
     find=_find,
     imitate=_imitate,
-    tasks=(Task("configs/cls_linear_probe.yaml"),),
+    tasks=(Task("configs/cls_linear_probe.yaml"), Task("configs/segmentation.yaml")),
     label_classes={value: f"class {value} of dataset.json" for value in range(1, _NUM_CLASSES + 1)},
     read_classes=_names,
 )

@@ -103,7 +103,7 @@ def _imitate(root: Path) -> None:
             write_image(root / "Images" / str(n + 1) / f"{frame}.png", pair)
         person = 100 + max(n, 1)  # the first two eyes are of one, and of two stages
         row = {"Patient ID": person, "Eye ID": n + 1, "Eye category": "", "Age(years)": one.age, "Sex": "F"}
-        rows.append(row | {"Stage": (1, 4)[n % 2]})
+        rows.append(row | {"Stage": n % 4 + 1})
     write_xlsx(root / "Demographics of the participants.xlsx", rows)
 
 
@@ -141,6 +141,7 @@ Demographics of the participants.xlsx        columns Patient ID, Eye ID, Age(yea
                 "task.class_order=[stage_1,stage_2,stage_3,stage_4]",
             ),
         ),
+        Task("configs/segmentation.yaml"),
     ),
     classes=_CLASSES,
     label_classes=_NAMES,

@@ -122,12 +122,17 @@ PLUG = Plug(
         """\
 .../Prime_FULL/01-001/W1/OD/0.png ...                 numbers alone are B-scans; other images are not read
 .../TREX DME/GILA/0201GOS/V1/OS/TREX_..._000000.tif   arms GILA, Monthly, TREX
-.../Biomarker_Clinical_Data_Images.csv                a line a B-scan: 16 biomarkers, BCVA, CST""",
+.../Biomarker_Clinical_Data_Images.csv                a line a B-scan of two visits of an eye: BCVA, CST,
+                                                      and each other column a biomarker""",
         "+",
     ),
     spacing=Fact("0.12 x 0.00387 x 0.0115 mm is assumed for 49 B-scans of Spectralis", "n/v"),
     orientation=Fact("order of B-scans unknown", "n/v"),
-    labels=Fact("trial (DR or DME); 16 biomarkers, BCVA and CST of a visit in labels.tsv", "+"),
+    labels=Fact(
+        "trial (DR or DME); biomarkers (16 by the paper, 8 by a catalogue), BCVA and CST of two visits of "
+        "an eye in labels.tsv; a sheet of BCVA and CST of all visits is not read",
+        "r",
+    ),
     splits=Fact("none of the owners", "n/v"),
     find=_find,
     imitate=_imitate,

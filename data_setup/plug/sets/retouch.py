@@ -50,7 +50,7 @@ def _labels(tree: Tree, path: str) -> Callable[[Shape], Labels]:
 def _imitate(root: Path) -> None:
     for n in range(9):
         maker = ("Cirrus", "Spectralis", "Topcon")[n % 3]
-        one = eye(("normal", "fluid", "drusen")[n // 3], n)
+        one = eye(("normal", "fluid")[n % 2], n)
         folder = root / f"RETOUCH-TrainingSet-{maker}" / f"TRAIN{n + 1:03d}"
         is_wide = maker == "Spectralis"  # which comes in 16 bits
         write_mhd(folder / "oct.mhd", one.voxels.astype(np.uint16) * 257 if is_wide else one.voxels)
@@ -86,6 +86,7 @@ RETOUCH-TestSet-.../TEST001/oct.mhd, oct.raw          without reference; the fol
             "configs/cls_linear_probe.yaml",
             ("task.kind=multilabel", "task.label_columns=[irf,srf,ped]"),
         ),
+        Task("configs/segmentation.yaml"),
     ),
     label_classes=_FLUID,
 )

@@ -70,6 +70,25 @@ class Record:
     volume_yaml: str | None = None  # keys of a volume.yaml in one line, beneath those of the YAML files
 
 
+def unknown_record(url: str, path: str | None = None) -> Record:
+    """A record that says nothing but where the file is, at `path` below its root: its header is believed."""
+    return Record(
+        person_id="unknown",
+        device="unknown",
+        protocol="unknown",
+        region="unknown",
+        laterality="unknown",
+        path=path or url,
+        url=url,
+        sop_instance_uid="",
+        shape=None,
+        split="",
+        study_group=None,
+        clinical_site=None,
+        age=None,
+    )
+
+
 @dataclass(frozen=True)
 class RecordList:
     records: list[Record]

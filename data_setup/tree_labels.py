@@ -6,8 +6,9 @@ Out: both on the volumes' own grid (data_setup/store/labels.py, heights.py), lab
 that counts every mismatch by reason.
 
 A voxel of the grid has the class of the scan's voxel under its centre. Surfaces go through the weights that
-made the volume (data_setup/height_maps.py). B-scans run as the scan's; a NIfTI whose own header gives their
-direction has that one, where the scan's is known.
+made the volume (data_setup/height_maps.py). B-scans run as in the scan's file, and are sorted as its reader
+sorts them; those of a NIfTI lie side by side, and where its own header gives their direction, and the scan's
+is known, it counts.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ import pandas as pd
 import yaml
 
 from data_setup.height_maps import SHARE_INSIDE, lay_on_grid
+from data_setup.manifest import unknown_record
 from data_setup.readers.faults import OCTReadError, RejectReason
 from data_setup.readers.heights import MAX_SURFACES
 from data_setup.readers.labels import (
@@ -33,6 +35,7 @@ from data_setup.readers.labels import (
     read_label_surfaces,
     read_label_volume,
 )
+from data_setup.readers.open_record import labelled_header
 from data_setup.resample import axis_weights
 from data_setup.store.format import KEPT
 from data_setup.store.heights import OF_LABELS, HeightWriter
@@ -74,6 +77,15 @@ class LabelJob:
         facts = f"{self.volume_yaml}\t{record.orientation_source == 'unknown'}"
         return label_stat(self.url, self.path, self.scan, self.store.options, facts)
 
+    def in_frame_order(self, values: np.ndarray, axis: int) -> np.ndarray:
+        """Labels along B-scans in the order of the scan's file, sorted as its reader sorts the frames.
+
+        Raises OCTReadError, StorageError.
+        """
+        url, path = self.scan
+        header = labelled_header(unknown_record(url, path), self.store.options)
+        return values if header is None else header.from_file_order(values, axis)
+
     @property
     def writer(self) -> LabelWriter | HeightWriter:
         kind = LabelWriter if self.column == VOLUME else HeightWriter
@@ -107,8 +119,10 @@ def read_classes(manifest_url: str, options: Any) -> dict[int, str]:
     return {int(value): str(name).strip() for value, name in sorted(pairs)}
 
 
-def read_jobs(cfg: Config, store: PreparedStore) -> tuple[list[LabelJob], Counter[str]]:
-    """The labels of the manifest with their rows, and how many of its lines have none, by reason."""
+def read_jobs(cfg: Config, store: PreparedStore) -> tuple[list[LabelJob], Counter[str], list[str]]:
+    """(the labels of the manifest with their rows, how many of its lines have none by reason, its columns of
+    labels without a single place). Raises UserError.
+    """
     url, options = cfg.data.manifest_path, cfg.data.storage_options
     table, columns, _ = read_table(url, options, ("filepath",))
     present = [column for column in (VOLUME, SURFACES) if column in columns]
@@ -145,7 +159,8 @@ def read_jobs(cfg: Config, store: PreparedStore) -> tuple[list[LabelJob], Counte
                 jobs[row, column] = LabelJob(
                     column, int(row), path, place, store, classes, fact_of(line.get("volume_yaml"))
                 )
-    return [jobs[key] for key in sorted(jobs)], reasons
+    named = {column for column in present for line in table.values() if clean_path(line[column])}
+    return [jobs[key] for key in sorted(jobs)], reasons, [c for c in present if c not in named]
 
 
 def nearest_voxels(
@@ -179,7 +194,8 @@ def lay_volume(job: LabelJob) -> tuple[np.ndarray, dict[str, Any]]:
     if unlisted:
         expected = f"0 or a value of {CLASSES_FILE} ({', '.join(map(str, sorted(job.classes)))})"
         raise OCTReadError(job.url, RejectReason.UNLISTED_CLASS, expected, ", ".join(map(str, unlisted[:5])))
-    values = read.values[::-1] if _is_upwards(read, record) else read.values
+    values = job.in_frame_order(read.values, 0) if read.is_in_file_order else read.values
+    values = values[::-1] if _is_upwards(read, record) else values
     labels, cut_share = nearest_voxels(values, record, store.attrs["geometry"])
     return labels, {"voxels": counts_text(labels, job.classes), "cut_share": cut_share}
 
@@ -207,6 +223,7 @@ def lay_surfaces(job: LabelJob) -> tuple[np.ndarray, dict[str, Any]]:
     if share < SHARE_INSIDE:
         actual = f"{1 - share:.0%} of the heights outside"
         raise OCTReadError(job.url, RejectReason.OUTSIDE_VOLUME, f"rows below {shape[1]}", actual)
+    values = job.in_frame_order(values, 1)
     values = values[:, ::-1] if record.flipped_d else values
     heights = lay_on_grid(values, record, job.store.attrs["geometry"])
     d0, d1, w0, w1 = (int(record[f"valid_{edge}"]) for edge in ("d0", "d1", "w0", "w1"))
@@ -252,8 +269,11 @@ def prepare_labels(cfg: Config, workers: int) -> int:
     A row whose labels and volume are as they were is not done again.
     """
     store = PreparedStore.open(cfg.data.store, cfg.data.storage_options, cfg.data.cache_dir)
-    jobs, reasons = read_jobs(cfg, store)
+    jobs, reasons, without = read_jobs(cfg, store)
+    emptied = _empty(store, without)
     if not jobs:
+        if emptied:
+            print("\n".join(emptied))
         counts = ", ".join(f"{name} {n}" for name, n in sorted(reasons.items())) or "an empty table"
         raise UserError(
             f"{cfg.data.manifest_path}: expected labels of a volume in {store.url}, found none ({counts})"
@@ -272,11 +292,30 @@ def prepare_labels(cfg: Config, workers: int) -> int:
             report[column] = summarise(index, part[0].classes)
     url = storage.join(store.url, "labels_report.json")
     storage.write_text(url, json.dumps(report, indent=1) + "\n", store.options)
-    print(table(report))
+    print("\n".join([table(report), *emptied]))
     if away:
         print(f"error: {len(away)} labels could not be read, run again; first: {away[0]}", file=sys.stderr)
         return EXIT_TRY_AGAIN
     return 0
+
+
+def _empty(store: PreparedStore, columns: list[str]) -> list[str]:
+    """Empty the store's tables of these kinds of labels, which no line names any more; what was, in words.
+
+    The arrays stay, so that labels that come back are not read again. So do height maps of a device.
+    """
+    writers: list[LabelWriter | HeightWriter] = []
+    if VOLUME in columns:
+        writers.append(LabelWriter(store.url, store.options))
+    if SURFACES in columns:
+        heights = HeightWriter(store.url, store.options)
+        writers += [heights] if heights.is_there() and heights.source == OF_LABELS else []
+    lines = []
+    for writer in writers:
+        if writer.is_there() and writer.read_rows():
+            writer.finalise([])
+            lines.append(f"{writer.NAME}.parquet of the store: emptied, no line of the manifest names any")
+    return lines
 
 
 def _run(jobs: list[LabelJob], workers: int) -> list[str]:

@@ -14,7 +14,7 @@ import pydicom
 
 from data_setup.index.candidates import Candidate
 from data_setup.index.people import digest_of, matched_person, person_of_path, side_of_path
-from data_setup.manifest import Record
+from data_setup.manifest import Record, unknown_record
 from data_setup.protocols import BY_NAME
 from data_setup.readers import heidelberg
 from data_setup.readers.dicom import OCTHeader
@@ -109,7 +109,8 @@ def _look(
         path_name=person,
         laterality=side_of_path(path) or "",
     )
-    entry, record = replace(entry, files=files or ""), replace(_record(root, path), files=files)
+    entry = replace(entry, files=files or "")
+    record = replace(unknown_record(join(root, path), path), files=files)
     try:
         header = _header(record, candidate, options)
         if isinstance(header, str):
@@ -162,24 +163,6 @@ def _header(record: Record, candidate: Candidate, options: StorageOptions) -> OC
         if error.reason != RejectReason.MISSING_SPACING or candidate.kind in WITHOUT_YAML:
             raise
         return error.detail
-
-
-def _record(root: str, path: str) -> Record:
-    return Record(
-        person_id=UNKNOWN,
-        device=UNKNOWN,
-        protocol=UNKNOWN,
-        region=UNKNOWN,
-        laterality=UNKNOWN,
-        path=path,
-        url=join(root, path),
-        sop_instance_uid="",
-        shape=None,
-        split="",
-        study_group=None,
-        clinical_site=None,
-        age=None,
-    )
 
 
 def _described(entry: Entry, header: OCTHeader) -> Entry:

@@ -198,6 +198,10 @@ def _tables(written: Written) -> list[str]:
             f"participants.tsv: {written.without_split} people added without recommended_split: "
             "fill it in, or they are not used"
         )
+    if written.stale:
+        lines.append(
+            f"not written: {written.stale}: no file has a thickness grid; what is there is older: remove it"
+        )
     return [*lines, *(f"written: {url}" for url in written.urls)]
 
 

@@ -52,6 +52,7 @@ class Written:
     differing: list[str] = field(default_factory=list)  # `path: column` where a kept cell is not the file's
     people: set[str] = field(default_factory=set)  # of the manifest, afterwards
     without_split: int = 0  # added to a table of people that has recommended_split
+    stale: str = ""  # labels.parquet of an earlier run, where no export has a grid any more
 
 
 def write_tables(out: str, entries: Sequence[Entry], options: StorageOptions) -> Written:
@@ -70,6 +71,8 @@ def write_tables(out: str, entries: Sequence[Entry], options: StorageOptions) ->
         pd.DataFrame(labels).to_parquet(buffer, index=False)
         write_bytes(join(out, "labels.parquet"), buffer.getvalue(), options)
         written.urls.append(join(out, "labels.parquet"))
+    elif exists(url := join(out, "labels.parquet"), options):  # it may be somebody's own: said, not removed
+        written.stale = url
     return written
 
 

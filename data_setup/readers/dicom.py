@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import PurePosixPath
@@ -92,6 +92,15 @@ class OCTHeader:
     bits_stored: int
     inverted: bool  # MONOCHROME1: stored white is black
     rescale: tuple[float, float]  # slope, intercept; (1, 0) when the file has none
+    order: tuple[int, ...] | None = None  # the place in the file of each frame that `open_volume` gives
+
+    def from_file_order(self, values: np.ndarray, axis: int = 0) -> np.ndarray:
+        """Values along B-scans in the order of the file, in that of the frames that `open_volume` gives."""
+        return values if self.order is None else values.take(self.order, axis)
+
+    def to_file_order(self, values: np.ndarray, axis: int = 0) -> np.ndarray:
+        """The reverse of `from_file_order`."""
+        return values if self.order is None else values.take(np.argsort(self.order), axis)
 
     @property
     def is_plain(self) -> bool:
@@ -147,7 +156,7 @@ def read_header(file: BoundedFile, url: str, record: Record | None = None) -> tu
     Faults of single compressed frames need `open_volume`.
     """
     ds = read_dataset(file, _VOLUME_TAGS, url)
-    header, layout, _ = _header(ds, file, url, record)
+    header, layout = _header(ds, file, url, record)
     with named_faults(url, RejectReason.NOT_DICOM, "a pixel data element"):
         check_element(file, layout, url)
     return header, file.tell()
@@ -165,8 +174,8 @@ def _native(url: str, options: StorageOptions | None) -> Iterator[Any]:
 def _volume(url: str, options: StorageOptions | None, record: Record | None) -> Iterator[Any]:
     with open_file(url, options) as opened:
         file = BoundedFile(opened)
-        header, layout, order = _header(read_dataset(file, _VOLUME_TAGS, url), file, url, record)
-        frames = iter_pixels(file, layout, url, order)
+        header, layout = _header(read_dataset(file, _VOLUME_TAGS, url), file, url, record)
+        frames = iter_pixels(file, layout, url, header.order)
         first = next(frames)
         if first.dtype.itemsize * 8 > layout.bits_allocated:
             expected, actual = f"{layout.bits_allocated} bits", f"{first.dtype} codestreams"
@@ -240,10 +249,8 @@ def read_dataset(file: BoundedFile, tags: list[str], url: str) -> Dataset:
         return ds
 
 
-def _header(
-    ds: Dataset, file: BoundedFile, url: str, record: Record | None
-) -> tuple[OCTHeader, PixelLayout, Sequence[int] | None]:
-    """(header, description of the pixels, index in the file of each frame or None); raises OCTReadError."""
+def _header(ds: Dataset, file: BoundedFile, url: str, record: Record | None) -> tuple[OCTHeader, PixelLayout]:
+    """(header, description of the pixels); raises OCTReadError."""
     with named_faults(url, RejectReason.NOT_DICOM, "a DICOM header"):
         sop_class = str(ds.get("SOPClassUID") or "")
         if sop_class != OPT_SOP_CLASS:
@@ -293,8 +300,9 @@ def _header(
         bits_stored=layout.bits_stored,
         inverted=layout.photometric == "MONOCHROME1",
         rescale=rescale,
+        order=measured.order,
     )
-    return header, layout, measured.order
+    return header, layout
 
 
 def _check_pixels(layout: PixelLayout, high_bit: int | None, url: str) -> None:

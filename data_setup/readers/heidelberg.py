@@ -82,6 +82,7 @@ def read_xml(url: str, options: StorageOptions | None) -> Iterator[Any]:
         orientation_source=measured.orientation_source,
         laterality=export.laterality,
         device=DEVICE,
+        order=measured.order,
     )
     yield header
     yield from checked_frames(iter_images(urls, url, options), header)

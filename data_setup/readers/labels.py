@@ -1,8 +1,8 @@
 """Labels that come with a tree: one volume of classes, or surfaces as rows of the image, of one scan.
 
 In: the place that a manifest's column `label_volume` or `label_surfaces` names, the shape of the scan. Out:
-uint8 [D, H, W] or float32 [S, D, W] in the frame order of the scan's file; or an OCTReadError with its
-reason.
+uint8 [D, H, W] or float32 [S, D, W] in the frame order of the scan's file, but for NIfTI, whose B-scans lie
+side by side; or an OCTReadError with its reason.
 
 A label volume is an .npz with `labels`, a NIfTI file, or a folder or a pattern of PNG in the order of image
 folders, whose grey values (or places in a palette) are the classes. Surfaces are an .npz with `surfaces`, the
@@ -50,6 +50,7 @@ class LabelVolume:
 
     values: np.ndarray  # uint8 [D, H, W]
     flip_d: bool | None  # the labels' own header: D runs from inferior to superior; None: as the scan's
+    is_in_file_order: bool  # the B-scans as in the scan's file, before its reader sorts them
 
 
 def read_label_volume(
@@ -75,7 +76,7 @@ def read_label_volume(
     else:
         values = _read_images(url, options)
     _check_shape(values.shape, shape, url)
-    return LabelVolume(whole_numbers(values, url), flip_d)
+    return LabelVolume(whole_numbers(values, url), flip_d, not name.endswith(_NIFTI))
 
 
 def read_label_surfaces(

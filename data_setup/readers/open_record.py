@@ -71,6 +71,7 @@ _READERS: dict[str, Callable[[IO[bytes], str, Sidecar, StorageOptions | None], I
     "NumPy": lambda file, url, sidecar, options: arrays.read(file, url, sidecar),
     "MetaImage": metaimage.read,
 }
+_SORTED = ("DICOM", "Heidelberg XML", kinds.VOL)  # kinds that say where each B-scan lies
 _HEAD_BYTES = 1024
 _SPACING = 0.01  # relative: the manifest's and the file's
 PEEK_BYTES = 2**16  # of one request; the header of some hundred frames
@@ -113,6 +114,16 @@ def peek_record(record: Record, size: int, options: StorageOptions) -> OCTHeader
     header = next(volume)
     volume.close()
     return header
+
+
+def labelled_header(record: Record, options: StorageOptions | None) -> OCTHeader | None:
+    """The header of a scan of a kind whose frames may be sorted by their places, else None: labels that come
+    in the order of its file are sorted with them. Raises OCTReadError, StorageError.
+    """
+    if _kind(record.url, options) not in _SORTED:
+        return None
+    size = storage.stat(record.url, options).size
+    return peek_record(record, size, options or StorageOptions())
 
 
 @contextmanager

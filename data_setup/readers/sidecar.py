@@ -209,6 +209,7 @@ def make_header(
     scale: tuple[float, float] = (1.0, 0.0),
     laterality: str | None = None,
     device: str | None = None,
+    order: tuple[int, ...] | None = None,
 ) -> OCTHeader:
     """The header of an imported volume; the values of the sidecar go before the given ones.
 
@@ -252,6 +253,7 @@ def make_header(
         bits_stored=bits,
         inverted=False,
         rescale=rescale,
+        order=order,
     )
 
 

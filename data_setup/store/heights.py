@@ -60,14 +60,18 @@ class HeightWriter(SideWriter):
     NAME = "heights"
     ROWS = "height_rows"
 
+    @property
+    def source(self) -> str:
+        """DEVICE_MAPS or OF_LABELS, of the array that is there."""
+        return str(self.array().attrs.get("source", DEVICE_MAPS))
+
     def create(self, num_rows: int, image_size: tuple[int, int, int], source: str = DEVICE_MAPS) -> None:
         """Make the array, or give the one here `num_rows` rows; UserError where it is of another source."""
         if self.is_there():
-            stored = str(self.array().attrs.get("source", DEVICE_MAPS))
-            if stored != source:
+            if self.source != source:
                 raise UserError(
-                    f"{self.url}: heights: expected {source}, found {stored}; one store has heights of one "
-                    "source: prepare into another data.store"
+                    f"{self.url}: heights: expected {source}, found {self.source}; one store has heights of "
+                    "one source: prepare into another data.store"
                 )
             self.grow(num_rows)
             return

@@ -1,6 +1,6 @@
 """Classes of voxels as a DICOM Segmentation (Supplement 111) of an OPT volume, through highdicom.
 
-In: uint8 [D, H, W] in the order of the scan's frames, the scan's DICOM file. Out: a binary segmentation with
+In: uint8 [D, H, W] in the order of the scan's file, the scan's DICOM file. Out: a binary segmentation with
 a segment for each class, whose frames refer to those of the scan and have their positions.
 """
 
@@ -120,6 +120,6 @@ def _own_geometry(hd: Any, header: OCTHeader) -> dict[str, Any]:
         "plane_orientation": hd.PlaneOrientationSequence(patient, [1.0, 0.0, 0.0, 0.0, 1.0, 0.0]),
         "plane_positions": [
             hd.PlanePositionSequence(patient, [0.0, 0.0, float(f"{step * frame:.10g}")])
-            for frame in range(header.shape[0])
+            for frame in header.to_file_order(np.arange(header.shape[0])).tolist()
         ],
     }

@@ -1,8 +1,9 @@
 """Classes of voxels as NIfTI, or as a folder of PNG; both are what `prepare --labels` reads.
 
-In: uint8 [D, H, W] in the frame order of the scan's file. Out: a NIfTI of the scan's own array order and
-affine where the scan is NIfTI, else [W, H, D] with W to the patient's left, H to posterior, and D as the
-scan's frames run; or a PNG for each B-scan, whose grey values are the classes.
+In: uint8 [D, H, W]; for PNG in the order of the scan's file, for NIfTI as its reader sorts the frames, side
+by side. Out: a NIfTI of the scan's own array order and affine where the scan is NIfTI, else [W, H, D] with W
+to the patient's left, H to posterior, and D as the frames run; or a PNG for each B-scan, whose grey values
+are the classes.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import yaml
 
-from data_setup.manifest import Record, read_records
+from data_setup.manifest import Record, read_records, unknown_record
 from data_setup.readers.faults import OCTReadError, RejectReason
 from data_setup.store.format import KEPT, NORMALISATION
 from data_setup.store.reader import PreparedStore
@@ -25,7 +25,6 @@ from data_setup.writers.masks import write_nifti, write_png
 from finetuning.dense.head import DenseHead, head_kind
 from finetuning.dense.whole import WholeScan, classes_of_scan, outputs_of, read_whole, surfaces_of_scan
 from finetuning.embedding.run import MAY_CHANGE, overridden
-from finetuning.embedding.volumes import unknown_record
 from finetuning.layers.head import open_layers_head
 from finetuning.segmentation.train import open_segmentation_head
 from utils import storage
@@ -129,6 +128,7 @@ def _draw_one(
         outputs = outputs_of(head.arms[0], scan, cfg, runtime)
         if form == HEIGHTMAP:
             surfaces = surfaces_of_scan(outputs, scan)
+            surfaces = scan.header.to_file_order(surfaces, 1)
             write_height_map(surfaces, head.names, record.url, version, place, options)
             return line | {"file": place, "surfaces": list(head.names)}
         values = np.array([0, *(head.state["classes"][name] for name in head.names)], np.uint8)
@@ -136,8 +136,9 @@ def _draw_one(
         if form == "nifti":
             write_nifti(labels, scan.header, record.path, place, options)
         elif form == "png":
-            write_png(labels, place, options)
+            write_png(scan.header.to_file_order(labels), place, options)
         else:
+            labels = scan.header.to_file_order(labels)
             classes = {value: name for name, value in head.state["classes"].items()}
             write_seg(labels, classes, scan.header, version, place, options)
         return line | {"file": place, "classes": _sizes(labels, head, scan)}

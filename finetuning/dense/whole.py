@@ -120,7 +120,7 @@ def decode(decoder: nn.Module, tokens_BNE: Tensor, voxels_B1DHW: Tensor, cfg: Co
 
 
 def classes_of_scan(outputs_SDHW: Tensor, scan: WholeScan) -> np.ndarray:
-    """The likeliest output of every voxel of the scan, uint8 [D, H, W] in the frame order of its file.
+    """The likeliest output of every voxel of the scan, uint8 [D, H, W] in the order of its reader's frames.
 
     Probabilities between voxels of the grid are linear.
     """
@@ -138,7 +138,7 @@ def classes_of_scan(outputs_SDHW: Tensor, scan: WholeScan) -> np.ndarray:
 
 
 def surfaces_of_scan(outputs_SDHW: Tensor, scan: WholeScan) -> np.ndarray:
-    """Surfaces in rows of the scan, float32 [S, D, W] in the frame order of its file; 0: its first row."""
+    """Surfaces in rows of the scan (0: its first), float32 [S, D, W] in the order of its reader's frames."""
     heights = heights_of(outputs_SDHW[None])[0]
     (low_d, share_d), _, (low_w, share_w) = _places(scan)
     heights = torch.lerp(*_neighbours(heights, 1, low_d), share_d[None, :, None])

@@ -16,7 +16,7 @@ import numpy as np
 import pandas as pd
 
 from data_setup.jobs import acquisition, read_volume
-from data_setup.manifest import Record
+from data_setup.manifest import unknown_record
 from data_setup.protocols import BY_NAME
 from data_setup.readers.faults import OCTReadError, RejectReason
 from data_setup.readers.open_record import identify, kind_by_name
@@ -189,25 +189,6 @@ class DicomFile:
         }
         fields |= measured | acquisition(header)
         return Volume(volume.voxels, {name: fields[name] for name in INDEX_COLUMNS if name in fields})
-
-
-def unknown_record(url: str) -> Record:
-    """A record that says nothing but where the file is: the header alone is believed."""
-    return Record(
-        person_id="unknown",
-        device="unknown",
-        protocol="unknown",
-        region="unknown",
-        laterality="unknown",
-        path=url,
-        url=url,
-        sop_instance_uid="",
-        shape=None,
-        split="",
-        study_group=None,
-        clinical_site=None,
-        age=None,
-    )
 
 
 def find_dicoms(places: Sequence[str], options: StorageOptions) -> list[str]:

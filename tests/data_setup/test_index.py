@@ -281,6 +281,18 @@ def test_grids_of_exports_become_labels(tree: Path) -> None:
     assert row["etdrs_c0_thickness_mm"] == 0.319
 
 
+def test_a_table_of_grids_that_no_export_has_any_more_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_nifti(tmp_path / "1_l.nii", speckle(8), SPACING)
+    older = pd.DataFrame([{"path": "gone.xml", "etdrs_c0_thickness_mm": 0.3}])
+    older.to_parquet(tmp_path / "labels.parquet")
+    before = (tmp_path / "labels.parquet").read_bytes()
+    index(tmp_path)
+    assert f"not written: {tmp_path}/labels.parquet: no file has a thickness grid" in capsys.readouterr().out
+    assert (tmp_path / "labels.parquet").read_bytes() == before  # it may be somebody's own
+
+
 def test_headers_are_read_and_no_volume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """From a bucket, where each byte is a request's: a small share of large files."""
     voxels = speckle(60, 200, 200)

@@ -13,14 +13,13 @@ import pytest
 from scipy.stats import spearmanr
 
 from data_setup.jobs import read_volume
-from data_setup.manifest import select_wanted
+from data_setup.manifest import select_wanted, unknown_record
 from data_setup.phantom.cohort import make_participants
 from data_setup.phantom.files import scan_volume
 from data_setup.quality import LIMITS, Meter
 from data_setup.store.format import QUALITY_COLUMNS
 from data_setup.store.reader import PreparedStore
 from data_setup.store.summary import summarise, table
-from finetuning.embedding.volumes import unknown_record
 from tests.support.dicom_factory import write_opt
 from tests.support.finetune_factory import config, index_store, make_world
 from utils.errors import ConfigError, UserError

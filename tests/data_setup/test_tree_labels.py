@@ -316,6 +316,33 @@ def test_lines_without_labels_are_counted(small: Path, capsys: pytest.CaptureFix
     assert "label_volume: 2 volumes; not used: none" in capsys.readouterr().out
 
 
+def test_labels_whose_cells_were_emptied_are_in_no_table(
+    small: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of one kind, of both, and back again: nothing trains on labels that the manifest does not name."""
+    table = pd.read_csv(small / "manifest.tsv", sep="\t")
+    assert prepare.main([*words(small), "--labels"]) == 0
+    store, kept = f"{small}/store", StoredLabels.open(f"{small}/store").index
+    before = [path.stat().st_mtime_ns for path in sorted((small / "store" / "label_rows").iterdir())]
+    try:
+        save_table(small, table.assign(label_volume=""))
+        assert prepare.main([*words(small), "--labels"]) == 0
+        assert "labels.parquet of the store: emptied, no line" in capsys.readouterr().out
+        assert StoredLabels.open(store).index.empty
+        assert len(StoredHeights.open(store).index) == 3
+        save_table(small, table.assign(label_volume="", label_surfaces=""))
+        with pytest.raises(UserError, match=r"found none \(no_labels 3\)"):
+            prepare.main([*words(small), "--labels"])
+        assert "heights.parquet of the store: emptied" in capsys.readouterr().out
+        assert StoredHeights.open(store).index.empty
+    finally:
+        save_table(small, table)
+    assert prepare.main([*words(small), "--labels"]) == 0
+    pd.testing.assert_frame_equal(StoredLabels.open(store).index, kept)
+    after = [path.stat().st_mtime_ns for path in sorted((small / "store" / "label_rows").iterdir())]
+    assert after == before  # nothing was read again
+
+
 def test_another_run_does_nothing(tree: Path) -> None:
     rows = [p for folder in ("label_rows", "height_rows") for p in (tree / "store" / folder).iterdir()]
     before = {p: p.stat().st_mtime_ns for p in rows}

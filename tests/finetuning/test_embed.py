@@ -16,12 +16,12 @@ import pytest
 import zarr
 
 from data_setup.jobs import Job, prepare_row
+from data_setup.manifest import unknown_record
 from data_setup.store.format import chunk_key
 from data_setup.store.reader import PreparedStore
 from data_setup.store.writer import StoreWriter, record_fields
 from finetuning.embed import main
 from finetuning.embedding.folder import Embedded, Folder
-from finetuning.embedding.volumes import unknown_record
 from finetuning.pooled import embed_rows, pretrained_encoder
 from tests.support.dicom_factory import TRITON, speckle, write_opt
 from tests.support.finetune_factory import RUNTIME, config, make_world, save_checkpoint

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from data_setup.jobs import Job, prepare_row
+from data_setup.manifest import unknown_record
 from data_setup.store.reader import PreparedStore
 from data_setup.store.writer import StoreWriter, record_fields
-from finetuning.embedding.volumes import unknown_record
 from finetuning.head_file import open_head, predict_rows
 from finetuning.predict import main
 from finetuning.prediction import run as run_module

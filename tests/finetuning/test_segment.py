@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from data_setup.manifest import Record
+from data_setup.manifest import Record, unknown_record
 from data_setup.readers.faults import OCTReadError
 from data_setup.readers.heights import read_heights
 from data_setup.readers.labels import read_label_volume
@@ -26,7 +26,6 @@ from finetuning.dense import whole
 from finetuning.dense.draw import _require_names
 from finetuning.dense.head import Arm
 from finetuning.dense.whole import classes_of_scan, outputs_of, read_whole, surfaces_of_scan
-from finetuning.embedding.volumes import unknown_record
 from tests.support.finetune_factory import RUNTIME
 from tests.support.heights_factory import SMOKE, make_tree
 from tests.support.import_factory import anatomical_affine, write_folder

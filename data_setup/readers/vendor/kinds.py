@@ -39,7 +39,7 @@ def patient_id(kind: str, file: IO[bytes], url: str) -> str:
 
 
 def surfaces(file: IO[bytes], url: str) -> Surfaces | None:
-    """The layers of a LAYERED kind, in the order of the frames; None without any. Raises OCTReadError."""
+    """The layers of a LAYERED kind, in the order of the file; None without any. Raises OCTReadError."""
     return vol.surfaces(file, url)
 
 

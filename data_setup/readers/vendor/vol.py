@@ -76,6 +76,7 @@ def read(file: IO[bytes], url: str, sidecar: Sidecar) -> Iterator[Any]:
         orientation_source=measured.orientation_source,
         laterality=vol.side,
         device=DEVICE,
+        order=measured.order,
     )
     yield header
     yield from checked_frames((_frame(file, vol, index, url) for index in vol.order), header)
@@ -87,19 +88,18 @@ def patient_id(file: IO[bytes], url: str) -> str:
 
 
 def surfaces(file: IO[bytes], url: str) -> Surfaces | None:
-    """The boundaries that HEYEX drew, in the order of the frames; None without one; raises OCTReadError."""
+    """The boundaries that HEYEX drew, in the order of the file; None without one; raises OCTReadError."""
     vol = _headers(file, url)
     width = vol.shape[2]
     names = _layer_names(url)
     heights = np.full((len(names), vol.shape[0], width), np.nan, np.float32)
-    for place, index in enumerate(vol.order):
-        head = vol.headers[index]
+    for index, head in enumerate(vol.headers):
         if head.num_seg > _MAX_LAYERS:
             expected = f"up to {_MAX_LAYERS} boundaries in a B-scan"
             raise OCTReadError(url, RejectReason.CORRUPT_FILE, expected, head.num_seg)
         file.seek(vol.starts[index] + head.seg_offset)
         rows = np.frombuffer(_exactly(file, 4 * head.num_seg * width, url), "<f4").reshape(-1, width)
-        heights[: len(rows), place] = rows[: len(names)]
+        heights[: len(rows), index] = rows[: len(names)]
     heights[~(np.abs(heights) < _NO_VALUE)] = np.nan
     is_drawn = (np.isfinite(heights) & (heights != 0)).any(axis=(1, 2))  # HEYEX fills unused ones with 0
     if not is_drawn.any():

@@ -19,8 +19,15 @@ from data_setup.store.heights import StoredHeights
 from data_setup.store.labels import StoredLabels
 from data_setup.store.reader import PreparedStore
 from data_setup.tree_labels import nearest_voxels, prepare_labels
+from tests.support.dicom_factory import rows_down, write_opt
 from tests.support.heights_factory import SMOKE
-from tests.support.import_factory import anatomical_affine, write_folder, write_nifti
+from tests.support.import_factory import (
+    anatomical_affine,
+    raster,
+    write_folder,
+    write_heidelberg,
+    write_nifti,
+)
 from utils.config.load import load_config
 from utils.config.schema import Config
 from utils.errors import UserError
@@ -170,6 +177,54 @@ def test_the_manifests_order_is_that_of_a_file_without_directions(tmp_path: Path
     assert prepare.main([*words(tmp_path), "--labels"]) == 0
     store, labels = PreparedStore.open(f"{tmp_path}/store"), StoredLabels.open(f"{tmp_path}/store")
     np.testing.assert_array_equal(boxed(store, 0, labels.read(0)), classes_of(boxed(store, 0, store.read(0))))
+
+
+ODD_FIRST = [1, 3, 5, 0, 2, 4]  # the lines of an interleaved scan, in the order of its file
+
+
+def dicom_out_of_order(root: Path, voxels: np.ndarray) -> str:
+    lines = [rows_down(6)[line] for line in ODD_FIRST]
+    write_opt(
+        root,
+        voxels[ODD_FIRST],
+        name="eye.dcm",
+        spacing=SPACING,
+        references=lines,
+        edit=lambda ds: setattr(ds, "ManufacturerModelName", "Spectralis"),
+    )
+    return "eye.dcm"
+
+
+def xml_out_of_order(root: Path, voxels: np.ndarray) -> str:
+    lines = raster(6, SPACING[0], SPACING[2] * SHAPE[2])
+    write_heidelberg(root / "eye.xml", voxels[ODD_FIRST], SPACING, lines=[lines[line] for line in ODD_FIRST])
+    return "eye.xml"
+
+
+@pytest.mark.parametrize("write_scan", [dicom_out_of_order, xml_out_of_order])
+@pytest.mark.parametrize("write_labels", [as_npz, as_png, as_nifti])
+def test_labels_follow_the_frames_that_a_reader_sorts(
+    tmp_path: Path, write_scan: Callable[..., str], write_labels: Callable[..., str]
+) -> None:
+    """Those of a file's order; a NIfTI's B-scans lie side by side already."""
+    voxels = make_voxels(6)
+    path = write_scan(tmp_path, voxels)
+    in_file = classes_of(voxels) if write_labels is as_nifti else classes_of(voxels[ODD_FIRST])
+    np.savez(tmp_path / "lines.npz", surfaces=surfaces_of(voxels)[:, ODD_FIRST], names=np.array(NAMES))
+    row = {"person_id": "p", "filepath": path, "device": "heidelberg_spectralis", "protocol": "cube"}
+    cells = {"label_volume": write_labels(tmp_path, "labels", in_file, "superior_to_inferior")}
+    save_table(tmp_path, pd.DataFrame([row | cells | {"label_surfaces": "lines.npz"}]))
+    (tmp_path / "label_classes.yaml").write_text("1: grey\n2: bright\n")
+    assert prepare.main(words(tmp_path)) == 0
+    assert prepare.main([*words(tmp_path), "--labels"]) == 0
+    store = PreparedStore.open(f"{tmp_path}/store")
+    stored = boxed(store, 0, store.read(0))
+    np.testing.assert_array_equal(stored, voxels[..., 3:11])  # sorted, and cut to the grid
+    np.testing.assert_array_equal(boxed(store, 0, StoredLabels.open(store.url).read(0)), classes_of(stored))
+    upper = boxed(store, 0, StoredHeights.open(store.url).read(0)[0])
+    expected = stored[:, 0].astype(np.float32) / 20 + int(store.index.valid_h0[0])
+    is_known = ~np.isnan(upper)
+    np.testing.assert_allclose(upper[is_known], expected[is_known], atol=1e-4)
 
 
 def test_nearest_is_the_voxel_under_the_centre() -> None:

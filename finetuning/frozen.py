@@ -352,6 +352,17 @@ def training_features(kept: KeptFeatures, cohort: Cohort) -> np.ndarray:
     return pooled_of_tokens(kept, rows) if reads_tokens(kept.cfg.head.kind) else kept.pooled(rows)
 
 
+def head_inputs(kept: KeptFeatures, cohort: Cohort) -> tuple[Inputs, Standardise | None]:
+    """What a head reads of TRAIN and VAL, computed where it is not kept, and how it is standardised."""
+    places = np.flatnonzero((cohort.fold == TRAIN) | (cohort.fold == VAL))
+    device = kept.runtime.device
+    if reads_tokens(kept.cfg.head.kind):
+        kept.keep_tokens(cohort.rows[places])
+        return TokenInputs(kept, cohort, device, kept.cfg.eval.batch_size), None
+    inputs = PooledInputs(kept.pooled(cohort.rows[places]), cohort, places, device)
+    return inputs, inputs.standardise
+
+
 def train_frozen(
     source: Source, store: PreparedStore, cohort: Cohort, runtime: Runtime
 ) -> tuple[str, dict[str, Any]]:
@@ -361,15 +372,7 @@ def train_frozen(
     cfg = source.cfg
     encoder = pretrained_encoder(cfg, source.state, source.url)
     kept = KeptFeatures(encoder, cfg, store, runtime, features_folder(cfg))
-    places = np.flatnonzero((cohort.fold == TRAIN) | (cohort.fold == VAL))
-    standardise = None
-    inputs: Inputs
-    if reads_tokens(cfg.head.kind):
-        kept.keep_tokens(cohort.rows[places])
-        inputs = TokenInputs(kept, cohort, runtime.device, cfg.eval.batch_size)
-    else:
-        inputs = PooledInputs(kept.pooled(cohort.rows[places]), cohort, places, runtime.device)
-        standardise = inputs.standardise
+    inputs, standardise = head_inputs(kept, cohort)
     run_dir, total = Path(cfg.run.dir), rhythm(cfg, cohort)[-1]
     (run_dir / "evaluation.json").unlink(missing_ok=True)  # the verdict of an earlier head
     (run_dir / WANDB_ID).unlink(missing_ok=True)  # nothing is resumed: a second training is another run

@@ -73,10 +73,10 @@ def _asked(head: Head, cfg: Config, store: PreparedStore) -> Asked:
     cohort = read_cohort(cfg, store)
     if cohort.names != head.names:
         raise UserError(f"{head.url}: expected the labels {list(head.names)}, found {list(cohort.names)}")
-    return Asked(cfg, store, (cohort,), _overlap(head, cfg, cohort), head.checksum, "training")
+    return Asked(cfg, store, (cohort,), count_seen(head, cfg, cohort), head.checksum, "training")
 
 
-def _overlap(head: Head, cfg: Config, cohort: Cohort) -> int:
+def count_seen(head: Head, cfg: Config, cohort: Cohort) -> int:
     """How many evaluated participants were seen in any training; UserError unless that is 0 or allowed."""
     people = head.state["participants"]
     seen = {"training": people["train"], "encoder's pre-training": head.state["pretraining_participants"]}

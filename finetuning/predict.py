@@ -12,8 +12,9 @@ with its reason, and the exit code is 1. Overrides (data.*, train.use_bf16, mode
 moved) stand before --dicom.
 
 Probabilities are calibrated where validation allowed it in training; every line says whether. Units of
-several volumes are not averaged. Nobody has compared the maps with truth. A research model, not a medical
-device.
+several volumes are not averaged. The map is the one that finetuning.explain found best for this head on eyes
+with a planted change, and its score is printed; of a head without it the first, not judged. A research model,
+not a medical device.
 """
 
 from __future__ import annotations

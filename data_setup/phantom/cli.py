@@ -8,11 +8,14 @@ DIR.partial and renamed when it is complete; the remains of a killed run are del
 retinal_octa/manifest.tsv and retinal_octa/segmentation: height maps of the OCTA-type scans, with --flow
 their flow cubes and en-face images (retinal_octa/flow_cube, retinal_octa/enface). With
 --every-device both eyes of each participant are scanned once by each of the four devices. With --labels
-also labels of voxels (data_setup/phantom/voxel_labels.py), which `data_setup.prepare --labels` reads.
+also labels of voxels (data_setup/phantom/voxel_labels.py), which `data_setup.prepare --labels` reads. With
+--thin half of the people have a layer that is thinner in a disc of known place, and thinned.tsv says who
+(data_setup/phantom/thinning.py).
 
     python -m data_setup.phantom --out DIR --participants N --seed S --size small|full [--faults]
                                  [--heights plain|all|QUIRK,...] [--every-device]
                                  [--flow plain|all|QUIRK,...] [--labels lesions|layers]
+                                 [--thin LAYER]
 """
 
 from __future__ import annotations
@@ -35,6 +38,7 @@ from data_setup.phantom.files import MANIFEST_COLUMNS, write_person
 from data_setup.phantom.flow_files import QUIRKS as FLOW_QUIRKS
 from data_setup.phantom.flow_files import write_flow
 from data_setup.phantom.octa import QUIRKS, parse_quirks, write_heights
+from data_setup.phantom.thinning import THINNABLE, plan_thinning, write_thinned
 from data_setup.phantom.voxel_labels import KINDS, write_labels
 from utils.errors import UserError
 from utils.help_pages import PeopleParser
@@ -105,12 +109,14 @@ def write_tree(
     every_device: bool = False,
     labels: str | None = None,
     flow: str | None = None,
+    thin: str | None = None,
 ) -> dict[str, object]:
     """Write the tree to `out` (new or empty) and return the content of synthetic.json; raises UserError.
 
     workers: processes; None: one per CPU, 0 or 1: this one. heights: plain, all or names of octa.QUIRKS.
     every_device: each eye once on each device, in place of 2-4 scans a person.
     labels: one of voxel_labels.KINDS. flow: plain, all or names of flow_files.QUIRKS.
+    thin: one of thinning.THINNABLE.
     """
     quirks = None if heights is None else parse_quirks(heights)
     flow_quirks = None if flow is None else parse_quirks(flow, FLOW_QUIRKS, "--flow")
@@ -119,9 +125,26 @@ def write_tree(
     for name, number in (("--seed", seed), ("--workers", workers)):
         if number is not None and number < 0:
             raise UserError(f"{name}: expected 0 or more, found {number}")
+    if thin is not None and (faults or every_device):
+        raise UserError("--thin: expected neither --faults nor --every-device beside it, found one")
     with _whole_directory(out) as partial_out:
-        people = make_participants(participants, seed, every_device)
-        marker, rows = _write_tree(partial_out, people, seed, size, faults, naming, transfer_syntax, workers)
+        people, thinned = make_participants(participants, seed, every_device), frozenset[str]()
+        if thin is not None:
+            people, thinned = plan_thinning(people, seed)
+        job = partial(
+            write_person,
+            out=partial_out,
+            seed=seed,
+            size=size,
+            naming=naming,
+            transfer_syntax=transfer_syntax,
+            layer=thin,
+            thinned=thinned,
+        )
+        marker, rows = _write_tree(partial_out, people, job, faults, workers)
+        if thin is not None:
+            marker["thin"] = thin
+            write_thinned(partial_out, people, thinned)
         if every_device:
             marker["every_device"] = True
         if quirks is not None:
@@ -163,17 +186,14 @@ def _whole_directory(out: Path) -> Iterator[Path]:
 def _write_tree(
     out: Path,
     people: list[Participant],
-    seed: int,
-    size: str,
+    job: partial[list[dict[str, object]]],
     faults: bool,
-    naming: str,
-    transfer_syntax: str,
     workers: int | None,
 ) -> tuple[dict[str, object], list[dict[str, object]]]:
     """Everything but height maps, flow and synthetic.json; returns the latter's content and manifest rows."""
     (out / "truth").mkdir()
     (out / "retinal_oct").mkdir()
-    job = partial(write_person, out=out, seed=seed, size=size, naming=naming, transfer_syntax=transfer_syntax)
+    seed, size, naming = job.keywords["seed"], job.keywords["size"], job.keywords["naming"]
     progress = partial(track, total=len(people), title="phantom", unit="participants")
     workers = (os.cpu_count() or 1) if workers is None else workers
     if workers <= 1:
@@ -196,7 +216,7 @@ def _write_tree(
             "size": size,
             "faults": faults,
             "naming": naming,
-            "transfer_syntax": transfer_syntax,
+            "transfer_syntax": job.keywords["transfer_syntax"],
         },
         "volumes": good,
         "faults": planted,
@@ -228,6 +248,9 @@ def main(argv: list[str] | None = None) -> None:
         "--every-device", action="store_true", help="each eye once on each device, for evaluate --same-eye"
     )
     parser.add_argument("--labels", choices=KINDS, help="write labels of voxels beside the scans")
+    parser.add_argument(
+        "--thin", choices=THINNABLE, help="make this layer thinner in a disc, in half of the people"
+    )
     parser.add_argument("--workers", type=int, help="processes (default: one per CPU); 0: in this one")
     args = parser.parse_args(argv)
     marker = write_tree(**vars(args))

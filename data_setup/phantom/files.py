@@ -7,7 +7,7 @@ the size and the scan alone, so the order of work does not matter.
 from __future__ import annotations
 
 import io
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +17,7 @@ from data_setup.phantom.cohort import Participant, Scan
 from data_setup.phantom.dicom import write_volume
 from data_setup.phantom.groups import POSITION_STYLES, FileSpec, make_uid, written_spacing
 from data_setup.phantom.render import LESIONS, Scan3D, render
+from data_setup.phantom.thinning import draw_thinning
 from data_setup.protocols import DEVICES, Protocol
 
 MIXED_WEIGHTS = {"explicit": 0.4, "j2k": 0.35, "rle": 0.15, "j2k_lossy": 0.1}
@@ -68,14 +69,25 @@ def file_name(spec: FileSpec, naming: str, side: str | None = None) -> str:
 
 
 def scan_volume(
-    person: Participant, scan: Scan, seed: int, size: str, shape: tuple[int, int, int] | None = None
+    person: Participant,
+    scan: Scan,
+    seed: int,
+    size: str,
+    shape: tuple[int, int, int] | None = None,
+    thinned: str | None = None,
 ) -> tuple[Scan3D, tuple[float, float, float]]:
-    """Render one planned scan, frames in stored order; returns it with its true spacing."""
+    """Render one planned scan, frames in stored order; returns it with its true spacing.
+
+    `thinned`: a layer that is thinner in a disc.
+    """
     default_shape, spacing = geometry(scan.protocol, size)
     if shape is not None:
         spacing = rescaled(scan.protocol, shape)
     identity = [seed, int(person.person_id), "RL".index(scan.laterality)]
     eye = make_eye(person.factors, np.random.default_rng([*identity, 1]))
+    if thinned is not None:
+        place = draw_thinning(LAYERS.index(thinned), np.random.default_rng([*identity, 4]))
+        eye = replace(eye, thinning=place)
     volume = render(
         eye, scan.protocol, shape or default_shape, spacing, scan.laterality, [*identity, 2, scan.index]
     )
@@ -92,6 +104,7 @@ def flip(volume: Scan3D) -> Scan3D:
         disc=volume.disc[::-1],
         u_mm=volume.u_mm[::-1],
         v_mm=volume.v_mm[::-1],
+        untouched=None if volume.untouched is None else volume.untouched[:, ::-1],
     )
 
 
@@ -128,7 +141,8 @@ def truth_arrays(volume: Scan3D, spec: FileSpec, person: Participant) -> dict[st
     voxel_mm3 = float(np.prod(spec.spacing_mm))
     lesion_mm3 = np.bincount(volume.lesions.ravel(), minlength=len(LESIONS)) * voxel_mm3
     factors = asdict(person.factors)
-    return {
+    planted = {} if volume.untouched is None else {"untouched_surfaces": volume.untouched}
+    return planted | {
         "surface_names": np.array(SURFACES),
         "surfaces": volume.surfaces.astype(np.float32),
         "layer_names": np.array(LAYERS),
@@ -198,12 +212,23 @@ def write_file(path: Path, data: bytes) -> None:
 
 
 def write_person(
-    person: Participant, out: Path, seed: int, size: str, naming: str, transfer_syntax: str
+    person: Participant,
+    out: Path,
+    seed: int,
+    size: str,
+    naming: str,
+    transfer_syntax: str,
+    layer: str | None = None,
+    thinned: frozenset[str] = frozenset(),
 ) -> list[dict[str, object]]:
-    """Write a person's files and truth; returns the manifest rows."""
+    """Write a person's files and truth; returns the manifest rows.
+
+    `layer` is thinner in the people of `thinned`.
+    """
+    own = layer if person.person_id in thinned else None
     rows = []
     for scan in person.scans:
-        volume, spacing = scan_volume(person, scan, seed, size)
+        volume, spacing = scan_volume(person, scan, seed, size, thinned=own)
         syntax = choose_syntax(transfer_syntax, person, scan, seed)
         spec = make_spec(person, scan, spacing, seed, size, syntax)
         path = file_path(spec, naming)

@@ -6,7 +6,6 @@ DIR, segments.jsonl and label_classes.yaml.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,6 +22,7 @@ from data_setup.writers.dicom_seg import load_highdicom, write_seg
 from data_setup.writers.height_map import write_height_map
 from data_setup.writers.masks import write_nifti, write_png
 from finetuning.dense.head import DenseHead, head_kind
+from finetuning.dense.lines import SegmentLines
 from finetuning.dense.whole import WholeScan, classes_of_scan, outputs_of, read_whole, surfaces_of_scan
 from finetuning.embedding.run import MAY_CHANGE, overridden
 from finetuning.layers.head import open_layers_head
@@ -69,16 +69,18 @@ def draw(
         storage.write_text(storage.join(out, "label_classes.yaml"), yaml.safe_dump(named))
     common = {"head_sha256": head.checksum, "encoder_sha256": head.state["encoder"]["checksum"]}
     common["commit"] = provenance(runtime)["commit"]
-    lines = []
-    for record in track(records, len(records), "segment", "scans"):
-        lines.append(_draw_one(head, cfg, record, form, out, runtime) | common)
-    text = "".join(json.dumps(line, sort_keys=True) + "\n" for line in lines)
-    storage.write_text(storage.join(out, "segments.jsonl"), text)
-    bad = [line for line in lines if line["status"] != KEPT]
-    for line in bad:
-        print(f"no file: {line['path']}: {line['status']}: {line['message']}")
-    print(f"{len(lines) - len(bad)} of {len(lines)} scans in {out}")
-    return EXIT_FAILURE if bad else EXIT_FINISHED
+    common["precision"] = "bfloat16" if runtime.use_bf16 else "float32"
+    lines = SegmentLines(out, form, records, common, cfg.data.storage_options)
+    todo, num_bad = [record for record in records if record.path not in lines.done], 0
+    for record in track(todo, len(todo), "segment", "scans"):
+        line = _draw_one(head, cfg, record, form, out, runtime)
+        lines.add(line)
+        if line["status"] != KEPT:
+            num_bad += 1
+            print(f"no file: {line['path']}: {line['status']}: {line['message']}")
+    lines.close()
+    print(f"{len(records) - num_bad} of {len(records)} scans in {out}; before: {len(lines.done)}")
+    return EXIT_FAILURE if num_bad else EXIT_FINISHED
 
 
 def _open(wanted: str, form: str, overrides: Sequence[str]) -> DenseHead:

@@ -126,6 +126,15 @@ class _StoreRow:
             return Reject(fields | {"status": DAMAGED, "message": str(error)}, is_away)
 
 
+def version_of(url: str, options: StorageOptions) -> str:
+    """A digest that changes with the file; "" of one that cannot be looked at: its reader names the error."""
+    try:
+        source = storage.stat(url, options)
+    except storage.StorageError:
+        return ""
+    return values_digest([url, source.size, source.etag_or_mtime])
+
+
 class DicomVolumes:
     """DICOM files, each a row in the order of `urls`."""
 
@@ -142,11 +151,7 @@ class DicomVolumes:
         return in_threads(self._version, self.urls)
 
     def _version(self, url: str) -> str:
-        try:
-            source = storage.stat(url, self.options)
-        except storage.StorageError:
-            return ""  # the reader meets the same error and names it
-        return values_digest([url, source.size, source.etag_or_mtime])
+        return version_of(url, self.options)
 
     @property
     def about(self) -> dict[str, Any]:

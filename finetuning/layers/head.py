@@ -11,7 +11,7 @@ from torch import nn
 from data_setup.store.reader import PreparedStore
 from finetuning.dense.head import PRETRAINED as PRETRAINED
 from finetuning.dense.head import RANDOM as RANDOM
-from finetuning.dense.head import DenseHead, dense_state, head_kind, open_dense_head
+from finetuning.dense.head import DenseHead, dense_state, open_dense_head
 from finetuning.familiarity import Familiarity
 from finetuning.layers.volumes import LayerVolumes
 from finetuning.source import Source
@@ -39,11 +39,6 @@ def layers_state(
         "mean_heights": mean_heights,
         "familiarity": None if familiarity is None else familiarity.state(),
     }
-
-
-def is_layers_head(wanted: str, options: StorageOptions | None = None) -> bool:
-    """Whether a head's file holds decoders of surfaces; raises CheckpointError for a damaged one."""
-    return head_kind(wanted, options) == KIND
 
 
 def open_layers_head(wanted: str, options: StorageOptions, encoder_url: str | None = None) -> DenseHead:

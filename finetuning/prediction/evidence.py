@@ -7,23 +7,52 @@ In: a head and the tokens of a volume. Out: `Evidence`: a number a token, how it
   the output), of an mlp to first order, its gradient at this volume. Parts count from the mean training
   features, where the head's file holds them.
 * attention: attentive heads. How much the learned query looks at a token, which says nothing of what for.
+* occlusion (occlusion.py): all heads. What the output loses when a block of the volume is hidden.
 
 A class is explained against the mean of the others. That a map is faithful to the head does not mean that it
-shows the disease.
+shows the disease: finetuning.explain scores maps where it is known (judgement.py).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from finetuning.head_file import Head
+from finetuning.head_file import Head, Standardise
 from models.heads import AttentiveHead
 from models.probes.features import pool_tokens, token_moments
 
 CONTRIBUTIONS, GRADIENT, ATTENTION = "token contributions", "token contributions, first order", "attention"
+OCCLUSION = "occlusion"
+_CHEAP = {"linear": CONTRIBUTIONS, "mlp": GRADIENT, "attentive": ATTENTION}
+
+
+class Reads(Protocol):
+    """A head on an encoder's tokens."""
+
+    @property
+    def module(self) -> nn.Module:
+        """Of models.heads."""
+
+    @property
+    def standardise(self) -> Standardise | None:
+        """Of pooled features, None where there is none."""
+
+
+def methods_of(head_kind: str) -> tuple[str, str]:
+    """The maps that a head of this kind has: that of one forward pass, then occlusion."""
+    return _CHEAP[head_kind], OCCLUSION
+
+
+def outputs_of(head: Reads, tokens_BNE: Tensor, valid_BN: Tensor) -> Tensor:
+    """A head's outputs [B, C] for the tokens of volumes."""
+    if isinstance(head.module, AttentiveHead):
+        return head.module(tokens_BNE, valid_BN)
+    pooled = pool_tokens(tokens_BNE, valid_BN)
+    return head.module(pooled if head.standardise is None else head.standardise(pooled))
 
 
 @dataclass(frozen=True)
@@ -31,7 +60,7 @@ class Evidence:
     """One number for every token [N]; 0 outside the scan."""
 
     values: Tensor  # float32, on the host
-    method: str  # CONTRIBUTIONS, GRADIENT or ATTENTION
+    method: str  # CONTRIBUTIONS, GRADIENT, ATTENTION or OCCLUSION
     of: str  # what was explained: a class, a label, or the value's name
 
     @property
@@ -53,21 +82,34 @@ def explained_output(head: Head, outputs_C: Tensor) -> tuple[Tensor, str]:
     """(weights [C] of the outputs that are explained, a name): the likeliest class against the mean of the
     others, the likeliest label, or the value.
     """
-    weights = torch.zeros_like(outputs_C)
     place = int(outputs_C.argmax())
-    weights[place] = 1.0
     if head.kind == "regression":
-        return weights, str(head.state["task"]["label_column"])
+        return torch.ones_like(outputs_C), str(head.state["task"]["label_column"])
     if head.kind == "multilabel" or len(outputs_C) == 1:
-        return weights, head.names[place]
-    return weights - (1 - weights) / (len(weights) - 1), head.names[place]
+        return torch.eye(len(outputs_C)).to(outputs_C)[place], head.names[place]
+    return against_others(place, len(outputs_C)).to(outputs_C), head.names[place]
+
+
+def against_others(place: int, num_outputs: int) -> Tensor:
+    """Weights [C] of the outputs: one class less the mean of the others."""
+    weights = torch.full((num_outputs,), -1.0 / (num_outputs - 1))
+    weights[place] = 1.0
+    return weights
 
 
 def evidence_of(head: Head, tokens_BNE: Tensor, valid_BN: Tensor, outputs_C: Tensor) -> Evidence:
     """What the tokens of one volume [1, N, E] say for its prediction."""
     weights_C, name = explained_output(head, outputs_C)
+    values = cheap_map(head, tokens_BNE, valid_BN, weights_C)
+    return Evidence(values[0], methods_of(head.state["head_kind"])[0], name)
+
+
+def cheap_map(head: Reads, tokens_BNE: Tensor, valid_BN: Tensor, weights_C: Tensor) -> Tensor:
+    """The map [B, N] of one forward pass, float32 on the host: of a linear head its parts and the bias add
+    up to outputs @ weights, of an mlp to first order; of an attentive head it is attention, for any weights.
+    """
     if isinstance(head.module, AttentiveHead):
-        return Evidence(head.module.attention(tokens_BNE, valid_BN)[0].float().cpu(), ATTENTION, name)
+        return head.module.attention(tokens_BNE, valid_BN).float().cpu()
     pooled = pool_tokens(tokens_BNE, valid_BN)
     reference, scale = torch.zeros_like(pooled), torch.ones_like(pooled)
     if head.standardise is not None:
@@ -75,10 +117,8 @@ def evidence_of(head: Head, tokens_BNE: Tensor, valid_BN: Tensor, outputs_C: Ten
         reference, scale = reference.expand_as(pooled), scale.expand_as(pooled)
     with torch.enable_grad():
         at = ((pooled - reference) / scale).detach().requires_grad_()
-        (slope,) = torch.autograd.grad((head.module(at)[0] * weights_C.to(at)).sum(), at)
-    values = split_over_tokens(slope / scale, reference, tokens_BNE, valid_BN)
-    method = CONTRIBUTIONS if head.state["head_kind"] == "linear" else GRADIENT
-    return Evidence(values[0].float().cpu(), method, name)
+        (slope,) = torch.autograd.grad((head.module(at) * weights_C.to(at)).sum(), at)
+    return split_over_tokens(slope / scale, reference, tokens_BNE, valid_BN).float().cpu()
 
 
 def split_over_tokens(slope_BF: Tensor, reference_BF: Tensor, tokens_BNE: Tensor, valid_BN: Tensor) -> Tensor:

@@ -1,7 +1,8 @@
 """What a head of labels says of one volume: scores, probabilities, warnings, evidence.
 
 In: a head of finetuning.frozen or finetuning.finetune and a volume. Out: an `Answer`. The encoder runs once;
-scores, distance and evidence all read its tokens.
+scores, distance and evidence all read its tokens. Only where occlusion is the best map of the head
+(judgement.py) does it run again, once a block.
 """
 
 from __future__ import annotations
@@ -13,22 +14,30 @@ from typing import Any
 import numpy as np
 import torch
 
+from data_setup.normalisation import plain_view
 from finetuning.calibration import Calibration, stored_calibration
-from finetuning.embedding.stream import tokens_of
+from finetuning.embedding.stream import batch_of, tokens_of
 from finetuning.embedding.volumes import Volume
 from finetuning.familiarity import Familiarity, stored_familiarity
 from finetuning.head_file import Head
 from finetuning.objective import to_scores
 from finetuning.prediction.cautions import cautions_of
-from finetuning.prediction.evidence import ATTENTION, Evidence, evidence_of
+from finetuning.prediction.evidence import (
+    ATTENTION,
+    OCCLUSION,
+    Evidence,
+    evidence_of,
+    explained_output,
+    outputs_of,
+)
+from finetuning.prediction.judgement import Judgement, judgement_of
+from finetuning.prediction.occlusion import occlusion_maps
 from finetuning.prediction.picture import Page
-from models.heads import reads_tokens
 from models.probes.features import pool_tokens
 from utils.config.schema import Config
 from utils.runtime.single import Runtime
 
 NO_DISTANCE = "unknown: the head's file holds nothing of its training features"
-UNVALIDATED = "Nobody has compared this map with truth."
 
 
 @dataclass(frozen=True)
@@ -47,6 +56,7 @@ class LabelPredictor:
         self.head, self.cfg, self.runtime = head, cfg, runtime
         self.calibration: Calibration = stored_calibration(head.state)
         self.familiarity: Familiarity | None = stored_familiarity(head.state)
+        self.judgement: Judgement = judgement_of(head, cfg.data.storage_options)
         head.encoder.to(runtime.device)
         head.module.to(runtime.device)
 
@@ -59,29 +69,47 @@ class LabelPredictor:
             "calibration": self.calibration.text(),
         }
 
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What a person reads first: which map the pictures show, and what it is worth."""
+        return (f"map: {self.judgement.text}",)
+
     @torch.no_grad()
     def answer(self, volume: Volume) -> Answer:
         """Raises NoFeaturesError."""
         head = self.head
         tokens_BNE, valid_BN = tokens_of(head.encoder, self.cfg, volume, self.runtime)
         pooled = pool_tokens(tokens_BNE, valid_BN)
-        if reads_tokens(head.state["head_kind"]):
-            outputs = head.module(tokens_BNE, valid_BN)
-        else:
-            outputs = head.module(pooled if head.standardise is None else head.standardise(pooled))
-        outputs = outputs.cpu().double()
+        outputs = outputs_of(head, tokens_BNE, valid_BN).cpu().double()
         names = head.names if head.kind != "regression" else (head.state["task"]["label_column"],)
         calibrated = self.calibration.scores(head.kind, outputs)
         percentile = distance_percentile(self.familiarity, pooled)
-        evidence = evidence_of(head, tokens_BNE, valid_BN, outputs[0])
+        evidence = self._evidence(volume, tokens_BNE, valid_BN, outputs[0])
         line = {
             "scores": named(names, to_scores(head.kind, outputs)),
             "probabilities": None if calibrated is None else named(names, calibrated),
             "feature_distance_percentile": percentile,
-            "evidence": {"method": evidence.method, "of": evidence.of, "validated": False},
+            "evidence": {
+                "method": evidence.method,
+                "of": evidence.of,
+                "validated": self.judgement.is_validated,
+                "judgement": self.judgement.text,
+            },
             "warnings": cautions_of(volume.fields, percentile),
         }
         return Answer(line, self._page(volume, line, evidence, valid_BN), {})
+
+    def _evidence(
+        self, volume: Volume, tokens_BNE: torch.Tensor, valid_BN: torch.Tensor, outputs_C: torch.Tensor
+    ) -> Evidence:
+        """The map that finetuning.explain found best for this head; of one that is not judged its first."""
+        if self.judgement.method != OCCLUSION:
+            return evidence_of(self.head, tokens_BNE, valid_BN, outputs_C)
+        weights_C, name = explained_output(self.head, outputs_C)
+        view = plain_view(self.runtime.to_device(batch_of(volume)))
+        encoder = self.head.encoder
+        maps = occlusion_maps(encoder, [self.head], view, valid_BN, weights_C, self.cfg, self.runtime)
+        return Evidence(maps[0], OCCLUSION, name)
 
     def _page(self, volume: Volume, line: dict[str, Any], evidence: Evidence, valid_BN: torch.Tensor) -> Page:
         head, fields = self.head, volume.fields
@@ -98,7 +126,8 @@ class LabelPredictor:
         which = f"which it {word}" if evidence.method == ATTENTION else f"which {word} it"
         footer = (
             f"The map: {evidence.method} of the head's output for {evidence.of!r}, block by block: "
-            f"{which}, compared with the scan's median block. {UNVALIDATED}"
+            f"{which}, compared with the scan's median block. "
+            f"The map is {self.judgement.text}."
         )
         return Page(
             title=short_name(fields["path"]),

@@ -155,7 +155,7 @@ def _enface(axes: np.ndarray, page: Page, planes: Sequence[int]) -> None:
     mean = page.volume[:, h0:h1].mean(axis=1)
     extent = _extent(mean.shape, (d_mm, w_mm), (d0, w0))
     for axis in axes:
-        axis.imshow(_stretched(mean), "gray", extent=extent, aspect="equal", vmin=0, vmax=1)
+        axis.imshow(stretched(mean), "gray", extent=extent, aspect="equal", vmin=0, vmax=1)
         axis.tick_params(labelsize="small")
         axis.set_ylabel("across B-scans, mm", fontsize="small")
         axis.set_xlim(0, (w1 - w0) * w_mm)
@@ -176,7 +176,7 @@ def _enface(axes: np.ndarray, page: Page, planes: Sequence[int]) -> None:
         )
     first.set_title("From above (mean over depth)", loc="left", fontsize="medium")
     if page.values is not None:
-        second.imshow(_tint(page.values.sum(axis=1), page.is_signed), extent=extent, aspect="equal")
+        second.imshow(tint(page.values.sum(axis=1), page.is_signed), extent=extent, aspect="equal")
         second.set_title("The map from above", loc="left", fontsize="medium", fontweight="bold")
     elif page.thickness_um is not None:
         image = second.imshow(page.thickness_um, "viridis", extent=extent, aspect="equal")
@@ -190,7 +190,7 @@ def _bscan(axis: Axes, page: Page, plane: int) -> None:
     _, h_mm, w_mm = page.spacing_mm
     image = page.volume[plane]
     extent = _extent(image.shape, (h_mm, w_mm), page.valid_box[2::2])
-    axis.imshow(_stretched(image), "gray", extent=extent, aspect=stretch_of(page), vmin=0, vmax=1)
+    axis.imshow(stretched(image), "gray", extent=extent, aspect=stretch_of(page), vmin=0, vmax=1)
     _, _, h0, h1, w0, w1 = page.valid_box
     axis.set_xlim(0, (w1 - w0) * w_mm)
     axis.set_ylim((h1 - h0) * h_mm, 0)
@@ -218,8 +218,8 @@ def _overlay(axis: Axes, page: Page, plane: int) -> None:
     limits = axis.get_xlim(), axis.get_ylim()
     if page.values is not None:
         of_plane = page.values[min(plane // page.patch[0], len(page.values) - 1)]
-        tint = _tint(of_plane, page.is_signed, _full_colour(page.values))
-        axis.imshow(tint, extent=extent, aspect=stretch_of(page), interpolation="nearest")
+        tinted = tint(of_plane, page.is_signed, _full_colour(page.values))
+        axis.imshow(tinted, extent=extent, aspect=stretch_of(page), interpolation="nearest")
     for number, heights in enumerate(page.surfaces.values()):
         line = heights[plane]
         across = (np.arange(len(line)) + 0.5 - w0) * w_mm
@@ -233,7 +233,7 @@ def _full_colour(values: np.ndarray) -> float:
     return max(float(np.percentile(np.abs(values), CLIP_PERCENTILE)), 1e-12)
 
 
-def _tint(values: np.ndarray, is_signed: bool, full: float | None = None) -> np.ndarray:
+def tint(values: np.ndarray, is_signed: bool, full: float | None = None) -> np.ndarray:
     """RGBA of a map: the colour says the sign, the opacity how much."""
     share = np.clip(np.abs(values) / (full or _full_colour(values)), 0, 1)
     positive = np.array(FOR_RGB if is_signed else LOOK_RGB)
@@ -241,7 +241,7 @@ def _tint(values: np.ndarray, is_signed: bool, full: float | None = None) -> np.
     return np.concatenate([colour, STRONGEST_ALPHA * share[..., None]], axis=-1)
 
 
-def _stretched(image: np.ndarray) -> np.ndarray:
+def stretched(image: np.ndarray) -> np.ndarray:
     """Grey values 0..1 for print: from the 1st to the 99.7th percentile, the dark parts lifted."""
     inside = image[image > 0] if (image > 0).any() else image
     low, high = np.percentile(inside, [1, 99.7])

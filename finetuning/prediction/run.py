@@ -18,12 +18,14 @@ from typing import Any, Protocol
 import numpy as np
 
 from data_setup.store.format import KEPT, NORMALISATION, QUALITY_COLUMNS
+from finetuning.dense.head import head_kind
 from finetuning.embedding.run import MAY_CHANGE, overridden
 from finetuning.embedding.stream import NoFeaturesError, read_ahead
 from finetuning.embedding.volumes import DicomVolumes, Reject, Volume, find_dicoms
 from finetuning.features.digests import values_digest
 from finetuning.head_file import Head, open_head
-from finetuning.layers.head import LayersHead, is_layers_head, open_layers_head
+from finetuning.layers.head import KIND as LAYERS
+from finetuning.layers.head import LayersHead, open_layers_head
 from finetuning.prediction.labels import Answer, LabelPredictor
 from finetuning.prediction.picture import draw
 from finetuning.prediction.surfaces import SurfacePredictor
@@ -38,6 +40,7 @@ from utils.terminal import track
 
 NAME = "predictions.jsonl"
 ENCODER = "model.checkpoint"
+SEGMENTATION = "segmentation"  # of task.kind
 DPI = 100
 FILES = {"picture": "pictures", "arrays": "surfaces"}  # field of a line -> the folder of its file
 
@@ -48,6 +51,10 @@ class Predictor(Protocol):
     @property
     def about(self) -> dict[str, Any]:
         """What every line says of the head."""
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What a person reads of the head before its predictions."""
 
     def answer(self, volume: Volume) -> Answer:
         """Raises NoFeaturesError."""
@@ -85,6 +92,8 @@ def predict(wanted: str, dicoms: Sequence[str], out: str, overrides: Sequence[st
     folder = Path(out)
     path = folder / NAME
     work = _work(folder, volumes, head.checksum, str(common["precision"]))
+    for note in predictor.notes:
+        print(note)
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(".partial")
     partial.write_text("".join(json.dumps(line) + "\n" for line in [*work.others, *work.done]))
@@ -112,7 +121,13 @@ def _open(wanted: str, overrides: Sequence[str]) -> Head | LayersHead:
     prefix = f"{ENCODER}="  # the same encoder in another place; open_head compares checksums
     places = [word.removeprefix(prefix) for word in overrides if word.startswith(prefix)]
     place = places[-1] if places else None
-    if is_layers_head(wanted, options):
+    kind = head_kind(wanted, options)
+    if kind == SEGMENTATION:
+        raise UserError(
+            f"{wanted}: expected a head of labels or layers, found one of segmentation: "
+            "python -m finetuning.segment draws its classes"
+        )
+    if kind == LAYERS:
         return open_layers_head(wanted, options, place)
     return open_head(wanted, options, place)
 

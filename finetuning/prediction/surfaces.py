@@ -61,6 +61,11 @@ class SurfacePredictor:
         """What every line says of the head."""
         return {"task": "layers", "calibrated": False, "calibration": NOT_PROBABLE}
 
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Nothing: surfaces are measured by finetuning.evaluate, and no map is drawn."""
+        return ()
+
     @torch.no_grad()
     def answer(self, volume: Volume) -> Answer:
         """Raises NoFeaturesError."""

@@ -14,12 +14,21 @@ from data_setup.jobs import Job, prepare_row
 from data_setup.manifest import unknown_record
 from data_setup.store.reader import PreparedStore
 from data_setup.store.writer import StoreWriter, record_fields
+from finetuning.explain import main as explain
+from finetuning.explanations import eyes as eyes_module
+from finetuning.explanations import run as explain_module
+from finetuning.explanations.arms import LABELS as ARMS
+from finetuning.explanations.measure import BRIGHTNESS, PLACE
+from finetuning.explanations.table import markdown
 from finetuning.head_file import open_head, predict_rows
 from finetuning.predict import main
 from finetuning.prediction import run as run_module
+from finetuning.prediction.evidence import CONTRIBUTIONS, OCCLUSION
+from finetuning.prediction.judgement import NOT_JUDGED, judgement_of, score_text
 from finetuning.train import main as train
 from tests.support.dicom_factory import speckle, write_opt
 from tests.support.finetune_factory import RUNTIME, config, make_world, save_checkpoint
+from utils.config.schema import StorageOptions
 from utils.errors import ConfigError, UserError
 
 TASK = str(Path(__file__).resolve().parents[2] / "configs" / "cls_linear_probe.yaml")
@@ -46,13 +55,26 @@ def _small_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run_module, "DPI", 15)
 
 
+@pytest.fixture(scope="module")
+def heads(root: Path, checkpoint: str) -> dict[str, Path]:
+    """Kind -> the run of a trained head."""
+    runs = {kind: root / kind for kind in ("linear", "attentive")}
+    for kind, run in runs.items():
+        words = ["--config", TASK, "--checkpoint", checkpoint, f"run.dir={run}", f"head.kind={kind}"]
+        assert train([*words, *QUICK]) == 0
+    return runs
+
+
 @pytest.mark.parametrize("kind", ["linear", "attentive"])
 def test_files_get_the_scores_of_their_volumes_in_the_store(
-    kind: str, root: Path, checkpoint: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    kind: str,
+    root: Path,
+    checkpoint: str,
+    heads: dict[str, Path],
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
-    run, files, out = tmp_path / "head", tmp_path / "files", tmp_path / "out"
-    words = ["--config", TASK, "--checkpoint", checkpoint, f"run.dir={run}", f"head.kind={kind}", *QUICK]
-    assert train(words) == 0
+    run, files, out = heads[kind], tmp_path / "files", tmp_path / "out"
     paths = [write_opt(files, speckle(16, 200, 48, seed=n), name=f"{n}.dcm") for n in range(2)]
     bad = files / "bad.dcm"
     bad.write_bytes(b"no DICOM")
@@ -113,3 +135,63 @@ def test_files_get_the_scores_of_their_volumes_in_the_store(
     with pytest.raises(UserError, match=r"expected lines of finetuning\.predict, found another one"):
         main(command)
     assert (out / "predictions.jsonl").read_text() == "a line of mine\n"
+
+
+def plant(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The truth of make_world for finetuning.explain: in class b the middle third of the rows has changed."""
+    share = np.zeros((2, 3, 4))
+    share[:, 1] = 5 / 8
+
+    def read(tree: str, record: Any, options: Any) -> dict[str, np.ndarray]:
+        is_planted = int(record.sop_instance_uid[4:6]) % 2
+        return {"untouched_surfaces": np.zeros(1)} if is_planted else {}
+
+    monkeypatch.setattr(eyes_module, "read_truth_file", read)
+    monkeypatch.setattr(eyes_module, "changed_shares", lambda *_: share.ravel())
+    monkeypatch.setattr(eyes_module, "MIN_PEOPLE", 2)
+    monkeypatch.setattr(explain_module, "DRAWN_EYES", 1)
+    monkeypatch.setattr(explain_module, "DPI", 10)
+
+
+def test_a_head_is_explained_and_predictions_show_its_best_map(
+    root: Path,
+    heads: dict[str, Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    run = shutil.copytree(heads["linear"], tmp_path / "head")
+    words = ["--head", str(run), "--eyes", "3", f"run.dir={run}"]
+    plant(monkeypatch)
+    assert judgement_of(open_head(str(run)), StorageOptions()).text == NOT_JUDGED
+    with pytest.raises(UserError, match=r"synthetic\.json: expected a phantom of data_setup\.phantom --thin"):
+        explain(words)
+    (root / "synthetic.json").write_text('{"thin": "ONL"}')
+    assert explain(words) == 0
+    beside = run / "checkpoints" / "explanations.json"
+    content = json.loads(beside.read_text())
+    assert (content["target"], content["layer"], content["n_others"]) == ("b", "ONL", 4)
+    assert content["score"]["n_eyes"] == 3
+    assert content["score"]["chance"] == pytest.approx(1 / 3)
+    maps = {(arm, method) for arm in ARMS for method in (CONTRIBUTIONS, OCCLUSION)}
+    of = {(row["arm"], row["method"]): row for row in content["rows"]}
+    assert set(of) == maps | {(BRIGHTNESS, ""), (PLACE, "")}
+    assert of[PLACE, ""]["auprc"]["mean"] == 1.0  # the change of every eye is in the same tokens
+    assert (run / "explanations.md").read_text() == markdown(content)
+    assert (run / "explanations.png").read_bytes().startswith(b"\x89PNG")
+    assert f"AUPRC {content['score']['auprc']:.3f}" in capsys.readouterr().out
+
+    beside.write_text(json.dumps(content | {"method": OCCLUSION}))
+    path = write_opt(tmp_path, speckle(16, 200, 48, seed=1))
+    assert main(["--checkpoint", str(run), "--out", str(tmp_path / "out"), "--dicom", path]) == 0
+    assert f"map: {score_text(OCCLUSION, content['score'])}" in capsys.readouterr().out
+    evidence = lines(tmp_path / "out")[0]["evidence"]
+    assert (evidence["method"], evidence["validated"]) == (OCCLUSION, content["score"]["beats_chance"])
+
+
+def test_a_head_of_segmentation_is_for_another_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_module, "head_kind", lambda *_: "segmentation")
+    with pytest.raises(UserError, match=r"found one of segmentation: python -m finetuning\.segment draws"):
+        main(["--checkpoint", "h.pt", "--out", str(tmp_path), "--dicom", str(tmp_path)])

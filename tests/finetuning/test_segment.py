@@ -25,6 +25,7 @@ from finetuning import segment
 from finetuning.dense import whole
 from finetuning.dense.draw import _require_names
 from finetuning.dense.head import Arm
+from finetuning.dense.lines import SegmentLines
 from finetuning.dense.whole import classes_of_scan, outputs_of, read_whole, surfaces_of_scan
 from tests.support.finetune_factory import RUNTIME
 from tests.support.heights_factory import SMOKE, make_tree
@@ -158,11 +159,12 @@ def test_a_nifti_scan_gives_its_own_axes_and_affine(tmp_path: Path) -> None:
     np.testing.assert_array_equal(np.asarray(written.dataobj), voxels.transpose(1, 2, 0) // 100)
 
 
-@pytest.mark.parametrize("protocol", [4, 0], ids=["cirrus", "spectralis"])
+@pytest.mark.parametrize("protocol", [4, 2, 0], ids=["upwards", "downwards", "with positions"])
 def test_dicom_seg_reads_back(tmp_path: Path, protocol: int) -> None:
     """By the scan's frames, or as a volume in space with its spacing; an empty class stays a segment."""
     make_tree(tmp_path / "tree", 1, (), (protocol,), (22, 80, 24))
     header, _ = open_record(record_of(next((tmp_path / "tree" / "retinal_oct").rglob("*.dcm"))))
+    assert header.flip_d is (protocol != 2)
     labels = labels_of(header.shape)
     labels[3] = 0
     write_seg(labels, CLASSES | {7: "absent"}, header, "abc", f"{tmp_path}/s.dcm", OPTIONS)
@@ -217,3 +219,42 @@ def test_a_head_that_the_format_is_not_of(tmp_path: Path, monkeypatch: pytest.Mo
     words = ["--head", "h.pt", "--rows", "all", "--format", "png", "--out", str(tmp_path)]
     with pytest.raises(UserError, match="expected a head of segmentation with --format png, found one of h"):
         segment.main(words)
+
+
+def test_lines_of_a_killed_command_are_gone_on_with(tmp_path: Path) -> None:
+    """A line is there before the next scan; a changed file or format or precision is drawn again."""
+    scans = [tmp_path / f"{name}.dcm" for name in "abc"]
+    for scan in scans:
+        scan.write_bytes(b"1")
+    records, common = [record_of(scan) for scan in scans], {"head_sha256": "1" * 64, "precision": "float32"}
+    out = str(tmp_path / "out")
+
+    def start(form: str = "png", **changes: str) -> SegmentLines:
+        return SegmentLines(out, form, records, common | changes, OPTIONS)
+
+    def done(form: str = "png", **changes: str) -> set[str]:
+        lines = start(form, **changes)
+        lines.close()
+        return set(lines.done)
+
+    lines = start()
+    for scan in scans[:2]:
+        lines.add({"path": str(scan), "format": "png", "status": "kept", "file": str(scan)})
+    file = tmp_path / "out" / "segments.jsonl"
+    written = file.read_text()
+    assert len(written.splitlines()) == 2  # nothing is closed
+    lines.close()
+    file.write_text(written + '{"path": "half')
+    assert done() == {str(scan) for scan in scans[:2]}
+    assert file.read_text() == written
+    assert done("nifti") == set()
+    assert done(precision="bfloat16") == set()
+    file.write_text(written)
+    scans[0].write_bytes(b"another")
+    assert done() == {str(scans[1])}
+    with pytest.raises(UserError, match=r"expected lines of the head with sha256 2222.*give another --out"):
+        start(head_sha256="2" * 64)
+    assert len(file.read_text().splitlines()) == 1
+    file.write_text("mine\n")
+    with pytest.raises(UserError, match=r"expected lines of finetuning\.segment, found another one"):
+        start()

@@ -77,18 +77,27 @@ def log_start(run: Run, clock: Throughput, start: int) -> None:
     clock.log_start()
 
 
-def next_command(cfg: Config) -> str:
-    """What to do with a finished run."""
-    if cfg.train.ckpt_dir is None:
+def next_command(cfg: Config, *, has_probe: bool) -> str:
+    """What to do with a finished run; without a best checkpoint by probe, as without labels, look at it."""
+    if cfg.train.ckpt_dir is None or not has_probe:
         return f"python -m utils.report {shlex.quote(cfg.run.dir)}"
     config = shlex.quote(str(Path(cfg.run.dir) / "config.yaml"))
     return f"python -m finetuning.evaluate --config {config}"
 
 
 def log_end(
-    cfg: Config, raised: Sequence[Alarm], step: int, total: int, *, is_over: bool, stopped_by: str
+    cfg: Config,
+    raised: Sequence[Alarm],
+    step: int,
+    total: int,
+    *,
+    is_over: bool,
+    stopped_by: str,
+    has_probe: bool,
 ) -> None:
-    """Log the alarms of the run, how it ended, and what to do next. `stopped_by`: what ended it early."""
+    """Log the alarms of the run, how it ended, and what to do next. `stopped_by`: what ended it early;
+    `has_probe`: there is a best checkpoint by probe.
+    """
     for line in closing_lines(raised):
         log.info("%s", line)
     if not is_over:
@@ -97,4 +106,4 @@ def log_end(
         log.info(text, stopped_by, step, total, next_time)
         return
     log.info("finished at step %d; run directory %s", total, cfg.run.dir)
-    log.info("next: %s", next_command(cfg))
+    log.info("next: %s", next_command(cfg, has_probe=has_probe))

@@ -249,8 +249,15 @@ def finish(cfg: Config, gauges: Gauges, progress: Progress, total: int, run_log:
     how = "finished" if is_over else "stopped"
     best = ", ".join(f"{name} {value:.3g}" for name, value in progress.best_values().items())
     run_log.alert(f"{how} at step {progress.step} of {total}", best or "no best checkpoint")
-    stopped_by = progress.runtime.stopped_by
-    log_end(cfg, gauges.alarms.raised, progress.step, total, is_over=is_over, stopped_by=stopped_by)
+    log_end(
+        cfg,
+        gauges.alarms.raised,
+        progress.step,
+        total,
+        is_over=is_over,
+        stopped_by=progress.runtime.stopped_by,
+        has_probe="best_probe" in progress.best,
+    )
     return EXIT_FINISHED if is_over else EXIT_STOPPED
 
 

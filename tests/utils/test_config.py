@@ -272,8 +272,11 @@ def test_accumulation_is_derived() -> None:
         return load_config(SMOKE, sizes).train
 
     assert accumulation_steps(train(2), 4) == 2
-    with pytest.raises(ConfigError, match="global 16 != per core 16 x world 2 x accumulation 1"):
-        accumulation_steps(train(16), 2)
+    for world, hint in ((2, "; train.per_core_batch_size=8 fits"), (3, "")):
+        expected = f"global 16 != per core 16 x world {world} x accumulation 1{hint}"
+        with pytest.raises(ConfigError, match=expected + "$"):
+            accumulation_steps(train(16), world)
+    assert accumulation_steps(train(8), 2) == 1
 
 
 def test_yaml_round_trip(tmp_path: Path) -> None:

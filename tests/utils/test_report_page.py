@@ -20,7 +20,7 @@ from tests.support.report_factory import own_part, probe_json, write_run
 from utils.errors import UserError
 from utils.report.charts import MAX_POINTS, charts_of
 from utils.report.cli import main
-from utils.report.index import index_page
+from utils.report.index import index_page, next_steps
 from utils.report.pictures import load_snapshot
 from utils.report.run_files import read_run
 from utils.report.serve import open_server
@@ -285,3 +285,14 @@ def test_a_port_that_is_taken_is_one_line(port: int, tmp_path: Path) -> None:
         open_server([tmp_path / "running"], port)
     with pytest.raises(UserError, match="expected a run directory"):
         open_server([tmp_path / "absent"], 0)
+
+
+def test_a_run_without_labels_is_not_sent_to_be_evaluated(tmp_path: Path) -> None:
+    run = read_run(write_run(tmp_path / "run"))
+
+    def evaluates() -> bool:
+        return any("finetuning.evaluate" in command for _, command in next_steps(run))
+
+    assert evaluates()
+    del run.series["val/probe"]
+    assert not evaluates()

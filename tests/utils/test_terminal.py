@@ -16,6 +16,7 @@ import pytest
 
 from finetuning.finetune import metric_name
 from finetuning.objective import METRICS
+from pretraining.banner import next_command
 from tests.support.model_factory import small_config
 from tests.support.pipeline_factory import ROOT
 from utils import terminal
@@ -255,3 +256,12 @@ def test_terminal_words_need_no_torch() -> None:
         [sys.executable, "-c", command], cwd=ROOT, capture_output=True, text=True, check=True
     )
     assert done.stdout == "False\n"
+
+
+def test_a_run_without_a_probe_is_looked_at_and_not_evaluated(tmp_path: Path) -> None:
+    """`finetuning.evaluate` would refuse it: it takes the best checkpoint by probe."""
+    cfg = small_config("vjepa2", f"run.dir={tmp_path}")
+    assert (
+        next_command(cfg, has_probe=True) == f"python -m finetuning.evaluate --config {tmp_path}/config.yaml"
+    )
+    assert next_command(cfg, has_probe=False) == f"python -m utils.report {tmp_path}"

@@ -202,10 +202,12 @@ def accumulation_steps(train: TrainConfig, world_size: int) -> int:
     per_step = train.per_core_batch_size * world_size
     steps = train.grad_accum_steps or max(1, train.global_batch_size // per_step)
     if steps * per_step != train.global_batch_size:
+        fits, rest = divmod(train.global_batch_size, world_size * (train.grad_accum_steps or 1))
+        hint = "" if rest else f"; train.per_core_batch_size={fits} fits"
         raise ConfigError(
             "train.global_batch_size: expected per_core_batch_size x world size x grad_accum_steps, found "
             f"global {train.global_batch_size} != per core {train.per_core_batch_size} x world {world_size} "
-            f"x accumulation {steps}"
+            f"x accumulation {steps}{hint}"
         )
     return steps
 

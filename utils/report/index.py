@@ -52,7 +52,8 @@ def next_steps(run: Run) -> list[tuple[str, str]]:
     """(what for, command) pairs; an evaluation only where there was none."""
     path, config = shlex.quote(str(run.path)), shlex.quote(str(run.path / "config.yaml"))
     steps = []
-    if run.evaluation is None and not run.is_finetuning:
+    has_probe = bool(run.series.get("val/probe"))  # else there is no best checkpoint to evaluate
+    if run.evaluation is None and not run.is_finetuning and has_probe:
         steps.append(("Say what the encoder is worth", f"python -m finetuning.evaluate --config {config}"))
     if not run.is_finetuning:
         steps += [

@@ -20,7 +20,7 @@ from data_setup.manifest import select_wanted
 from data_setup.splits import seeded_order
 from data_setup.store.reader import PreparedStore
 from finetuning.labels import Labels, label_columns, read_labels, units_of
-from utils.config.schema import Config
+from utils.config.schema import DENSE_KINDS, Config
 from utils.errors import ConfigError, UserError
 
 TRAIN, VAL, EVALUATED = 0, 1, 2
@@ -174,7 +174,7 @@ def low_shot(cohort: Cohort, fraction: float, seed: int) -> Cohort:
 
 def _labelled_rows(cfg: Config, store: PreparedStore) -> tuple[Labels, pd.DataFrame]:
     """The labels, and the kept rows of the store that have one and pass the filters, with a column `unit`."""
-    if cfg.task.kind in ("layers", "segmentation"):
+    if cfg.task.kind in DENSE_KINDS:
         raise ConfigError(
             f"task.kind: expected a kind with labels, found {cfg.task.kind}: finetuning.train and "
             "finetuning.evaluate --head take it"

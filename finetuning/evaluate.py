@@ -77,6 +77,7 @@ from finetuning.same_eye.run import main as compare_scanners
 from finetuning.segmentation.evaluate import evaluate_segmentation
 from finetuning.time_to_event import evaluate_survival
 from finetuning.time_to_event import markdown as markdown_of_survival
+from finetuning.translation.evaluate import evaluate_translation
 from utils import storage
 from utils.checkpoint import load_checkpoint
 from utils.config.load import load_config, storage_options_of
@@ -92,6 +93,11 @@ MAX_COMPONENTS = 256  # of the raw-voxel PCA
 KEPT = ["fingerprint", "title", "label_column", "split", "protocol", "n_participants", "look", "overlap"]
 KEPT += ["n_participants_train", "n_participants_val", "verdict", "cautions", "notes"]
 log = logging.getLogger(__name__)
+EVALUATE_DENSE = {  # kind of a head's file -> what answers for it
+    "layers": evaluate_layers,
+    "segmentation": evaluate_segmentation,
+    "translation": evaluate_translation,
+}
 
 
 def find_checkpoint(cfg: Config) -> str:
@@ -288,9 +294,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         parser.add_argument("overrides", nargs="*", metavar="section.key=value")
         args = parser.parse_intermixed_args(words)
         kind = head_kind(args.head, storage_options_of(args.overrides))
-        if kind in ("layers", "segmentation"):
-            evaluate_dense = evaluate_layers if kind == "layers" else evaluate_segmentation
-            print(evaluate_dense(args.head, args.overrides))
+        if kind in EVALUATE_DENSE:
+            print(EVALUATE_DENSE[kind](args.head, args.overrides))
             return
         print(markdown(evaluate_head(args.head, args.overrides)))
         return

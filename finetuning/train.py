@@ -4,8 +4,8 @@ In: a task's file of configs/, a checkpoint of pretraining.train or its run's fo
 it was trained on, labels. Out: `${train.ckpt_dir}/head.pt`, which finetuning.evaluate reads. Data, geometry,
 model and method are those of the checkpoint. finetune.encoder=frozen: heads on kept features
 (finetuning/frozen.py); trained: the whole model (finetuning/finetune.py). task.kind=layers: surfaces of the
-retina (finetuning/layers/); segmentation: classes of voxels (finetuning/segmentation/). Exit codes:
-utils/errors.py.
+retina (finetuning/layers/); segmentation: classes of voxels (finetuning/segmentation/); translation: slabs of
+OCTA flow (finetuning/translation/). Exit codes: utils/errors.py.
 """
 
 from __future__ import annotations
@@ -62,6 +62,11 @@ def train(config: str, overrides: Sequence[str]) -> int:
 
         refuse_another_encoder(source)
         return train_segmentation(source)
+    if cfg.task.kind == "translation":
+        from finetuning.translation.train import train_translation
+
+        refuse_another_encoder(source)
+        return train_translation(source)
     if cfg.eval.protocol == "crossfit":
         raise ConfigError(
             "eval.protocol: expected official, found crossfit: a head has one training set; "

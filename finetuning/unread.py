@@ -15,7 +15,7 @@ from typing import Any
 from omegaconf import MISSING as REQUIRED
 from omegaconf import OmegaConf
 
-from utils.config.schema import Config, leaves
+from utils.config.schema import DENSE_KINDS, Config, leaves
 from utils.errors import ConfigError
 
 PLAIN = "features are of plain volumes"
@@ -33,7 +33,7 @@ DENSE = {
     **NEITHER,
     "head.learning_rates": "optim.base_lr is the rate",
     "head.weight_decays": "optim.weight_decay is the decay",
-    "head.dropout": "a decoder of layers or voxels has none",
+    "head.dropout": "a decoder of layers, voxels or slabs has none",
     "finetune.layer_decay": "the encoder's layers do not move",
     "method.drop_path": PLAIN,
     "method.dropout": PLAIN,
@@ -64,6 +64,7 @@ UNREAD: dict[str, Mapping[str, str]] = {
     },
     "layers": {**DENSE, "finetune.class_weights": "there are no classes"},
     "segmentation": DENSE,
+    "translation": {**DENSE, "finetune.class_weights": "there are no classes"},
     "trained": {
         **NEITHER,
         "head.learning_rates": "optim.base_lr is the rate",
@@ -79,7 +80,7 @@ def refuse_unread(cfg: Config, path: str | Path, overrides: Sequence[str]) -> No
     encoder = cfg.finetune.encoder
     way: str = encoder
     words_of_way = f"finetune.encoder={encoder}"
-    if cfg.task.kind in ("layers", "segmentation"):
+    if cfg.task.kind in DENSE_KINDS:
         way, words_of_way = cfg.task.kind, f"task.kind={cfg.task.kind}"
     file = OmegaConf.to_container(OmegaConf.load(path))
     words = OmegaConf.to_container(OmegaConf.from_dotlist(list(overrides)))

@@ -1,10 +1,10 @@
 """The file of trained decoders: all that a prediction needs but the frozen encoder.
 
 In: decoders of finetuning.dense.training. Out: `head.pt` and its seal (utils.checkpoint); `open_dense_head`
-loads it with its encoders and refuses another one. The file holds tensors and plain values: kind (layers or
-segmentation), arms {name: weights of a decoder}, the names of surfaces or classes, num_outputs, head_kind,
-hidden, voxels; encoder {url, checksum} and random_seed; normalisation and geometry of the store; config
-(YAML); participants {train, val}; pretraining_participants; validation {arm: ...}; step.
+loads it with its encoders and refuses another one. The file holds tensors and plain values: kind (layers,
+segmentation or translation), arms {name: weights of a decoder}, the names of surfaces, classes or slabs,
+head_kind, hidden, voxels; encoder {url, checksum} and random_seed; normalisation and geometry of the store;
+config (YAML); participants {train, val}; pretraining_participants; validation {arm: ...}; step.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def head_url(wanted: str) -> str:
 
 
 def head_kind(wanted: str, options: StorageOptions | None = None) -> str:
-    """What a head's file holds: head (of labels), layers, segmentation; raises CheckpointError."""
+    """What a head's file holds: head (of labels), or one of DENSE_KINDS; raises CheckpointError."""
     return str(load_checkpoint(head_url(wanted), options).get("kind"))
 
 
@@ -109,11 +109,13 @@ def open_dense_head(
     options: StorageOptions,
     names_key: str,
     background: int = 0,
+    per_name: int = 1,
     keys: Collection[str] = (),
     encoder_url: str | None = None,
 ) -> DenseHead:
     """A head from its file or its run's folder, with its encoders; the checkpoint may have moved to
-    `encoder_url`. `names_key`: of the surfaces or classes; `background`: outputs without a name.
+    `encoder_url`. `names_key`: of the surfaces or classes; `per_name`: outputs of each, `background`: outputs
+    without a name.
 
     Raises CheckpointError for a damaged file or another encoder's checkpoint.
     """
@@ -133,7 +135,7 @@ def open_dense_head(
     names, arms = tuple(str(name) for name in state[names_key]), []
     for name, weights in state["arms"].items():
         encoder = encoder_of(name, cfg, checkpoint, source)
-        decoder = new_decoder(cfg, encoder.width, len(names) + background)
+        decoder = new_decoder(cfg, encoder.width, per_name * len(names) + background)
         load_strictly(decoder, weights, f"{url}: decoder of {name}")
         arms.append(Arm(name, encoder, decoder.eval().requires_grad_(False)))
     return DenseHead(url, state["checksum"], tuple(arms), names, cfg, state)

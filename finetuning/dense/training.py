@@ -1,4 +1,4 @@
-"""Train decoders on the tokens of a frozen encoder: the loop of task.kind layers and segmentation.
+"""Train decoders on the tokens of a frozen encoder: task.kind layers, segmentation and translation.
 
 In: what to train for (`Objective`), volumes of three folds, an encoder for each arm. Out: the best decoder
 of each arm on validation, metrics.jsonl and the line on the terminal. A step reads train.global_batch_size
@@ -16,26 +16,31 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from data_setup.store.reader import PreparedStore
 from finetuning.cohort import TRAIN, VAL
-from finetuning.dense.folds import DenseVolumes
-from finetuning.dense.head import PRETRAINED, RANDOM, encoder_of, new_decoder
+from finetuning.dense.folds import DenseVolumes, refuse_overlap
+from finetuning.dense.head import PRETRAINED, RANDOM, dense_state, encoder_of, new_decoder
 from finetuning.features.kept import KeptFeatures, features_folder
 from finetuning.frozen import num_updates, schedule
+from finetuning.head_file import write_head
 from finetuning.layers.planes import Planes
+from finetuning.pooled import check_fit
 from finetuning.source import Source
 from utils.config.schema import Config
-from utils.errors import UserError
+from utils.errors import EXIT_FINISHED, UserError
 from utils.history import NO_CHECKPOINT_YET, WANDB_ID
 from utils.log import NoLog, RunLog
+from utils.run_dir import claim_run_dir, held_run
 from utils.runtime.single import Runtime
 
 log = logging.getLogger(__name__)
+Volumes = TypeVar("Volumes", bound=DenseVolumes)
 
 
 @dataclass(frozen=True)
@@ -75,6 +80,42 @@ class Best:
 def arms_of(cfg: Config) -> tuple[str, ...]:
     """The encoders that decoders are trained on."""
     return (PRETRAINED, RANDOM) if cfg.finetune.against_random else (PRETRAINED,)
+
+
+def open_volumes(source: Source, read: Callable[[Config, PreparedStore], Volumes]) -> Volumes:
+    """What `read` gives of the source's store; UserError for people that pre-training saw."""
+    cfg = source.cfg
+    store = PreparedStore.open(cfg.data.store, cfg.data.storage_options, cfg.data.cache_dir)
+    check_fit(cfg, store, source.state, source.url)
+    volumes = read(cfg, store)
+    refuse_overlap(cfg, volumes, source.state["participants"], source.url, "pre-training")
+    return volumes
+
+
+def train_head(
+    source: Source,
+    volumes: DenseVolumes,
+    objective: Objective,
+    runtime: Runtime,
+    more: Callable[[], dict[str, Any]],
+    shown: tuple[str, str],
+) -> int:
+    """Train every arm and write their file, with what `more` adds to it; returns the exit code.
+
+    `shown`: title and format of the metric in the printed table. Raises UserError.
+    """
+    cfg = source.cfg
+    with held_run(cfg, runtime), open_run_log(source, volumes) as run_log:
+        bests = train_arms(source, volumes, objective, runtime, run_log)
+        validation = validations(bests)
+        state = dense_state(source, volumes.store, volumes, decoders(bests), validation)
+        url = write_head(cfg, state | more())
+        claim_run_dir(cfg, runtime)
+        head_is_written(cfg)
+        run_log.artifact("head", url)
+    print(format_arms(validation, *shown, objective.metric))
+    print(f"head: {url}\nnext: python -m finetuning.evaluate --head {url}")
+    return EXIT_FINISHED
 
 
 def train_arms(

@@ -10,23 +10,19 @@ compared with is what the device's own software drew.
 
 from __future__ import annotations
 
-import hashlib
 import io
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
-from data_setup.store.reader import PreparedStore
 from finetuning.cohort import EVALUATED
-from finetuning.dense.folds import count_look, refuse_seen
+from finetuning.dense.evaluation import Question, ask, facts_of_answer, looks
 from finetuning.dense.head import LABELS as ARM_LABELS
-from finetuning.dense.head import DenseHead, require_same_grid
+from finetuning.dense.head import DenseHead
 from finetuning.dense.tables import by_name, cell, estimate, per_person
 from finetuning.features.kept import KeptFeatures, features_folder
-from finetuning.head_evaluation import evaluated_config
 from finetuning.layers.etdrs import SECTORS, etdrs, find_fovea
 from finetuning.layers.head import PRETRAINED, RANDOM, open_layers_head
 from finetuning.layers.metrics import boundary_error_um, hausdorff95_um, layer_overlap
@@ -35,11 +31,8 @@ from finetuning.layers.train import OF_ALL
 from finetuning.layers.volumes import RETINA, LayerVolumes, read_volumes
 from models.probes.intervals import participant_draws, verdict
 from utils import storage
-from utils.config.load import flatten, storage_options_of
 from utils.config.schema import Config
-from utils.errors import UserError
 from utils.report.volumes import LayersPicture, save_layers
-from utils.runtime.open import open_runtime
 from utils.runtime.single import Runtime
 
 FORMAT_VERSION = 1
@@ -54,43 +47,24 @@ NOTES = (
 
 def evaluate_layers(wanted: str, overrides: Sequence[str]) -> str:
     """The tables of a head as text; an existing answer to the same question is reused. Raises UserError."""
-    prefix = "model.checkpoint="
-    places = [word.removeprefix(prefix) for word in overrides if word.startswith(prefix)]
-    head = open_layers_head(wanted, storage_options_of(overrides), places[-1] if places else None)
-    cfg = evaluated_config(head.cfg, head.url, overrides)
-    store = PreparedStore.open(cfg.data.store, cfg.data.storage_options, cfg.data.cache_dir)
-    require_same_grid(head, store)
-    volumes = read_volumes(cfg, store)
-    if volumes.names != head.names:
-        raise UserError(f"{head.url}: expected the surfaces {list(head.names)}, found {list(volumes.names)}")
-    overlap = refuse_seen(cfg, volumes, head.state, head.url)
-    fingerprint = _fingerprint(cfg, volumes, head)
-    url = storage.join(cfg.run.dir, "layers.json")
-    if storage.exists(url):
-        known = json.loads(storage.read_text(url))
-        if known.get("fingerprint") == fingerprint:
-            return markdown(known)
-    tables = measure(cfg, volumes, head, open_runtime(cfg.train.use_bf16))
-    content = answer(cfg, volumes, head, tables[0], tables[1])
-    look = count_look(cfg, volumes, head.checksum, [arm.name for arm in head.arms], cfg.task.kind)
-    content |= {"fingerprint": fingerprint, "overlap": overlap, "look": look}
-    _write(cfg.run.dir, content, *tables)
-    return markdown(content)
+    question = Question(
+        stem="layers",
+        names="surfaces",
+        version=FORMAT_VERSION,
+        open_head=open_layers_head,
+        read_volumes=read_volumes,
+        labels=lambda volumes: (volumes.heights.index, ["row", "checksum", "volume", "surfaces"]),
+        answer=_answer,
+        markdown=markdown,
+    )
+    return ask(question, wanted, overrides)
 
 
-def _fingerprint(cfg: Config, volumes: LayerVolumes, head: DenseHead) -> str:
-    """A hash of all that the answer depends on."""
-    rows = np.unique(volumes.rows)
-    asked = {k: v for k, v in flatten(cfg) if k.startswith(("eval.", "probe.", "task."))}
-    facts = [
-        FORMAT_VERSION,
-        head.checksum,
-        asked,
-        volumes.heights.index.loc[rows, ["row", "checksum", "volume", "surfaces"]].to_numpy(str).tolist(),
-        volumes.fold.tolist(),
-        volumes.person.tolist(),
-    ]
-    return hashlib.sha256(json.dumps(facts, default=str).encode()).hexdigest()
+def _answer(
+    cfg: Config, volumes: LayerVolumes, head: DenseHead, runtime: Runtime
+) -> tuple[dict[str, Any], Callable[[], None]]:
+    tables = measure(cfg, volumes, head, runtime)
+    return answer(cfg, volumes, head, *tables), lambda: _write(cfg.run.dir, *tables)
 
 
 def measure(
@@ -223,14 +197,8 @@ def answer(
     arms = [arm.name for arm in head.arms]
     overall = {name: per_person(surfaces[surfaces.arm == name], "error_um", people) for name in [*arms, MEAN]}
     content: dict[str, Any] = {
-        "format_version": FORMAT_VERSION,
+        **facts_of_answer(volumes, head, FORMAT_VERSION),
         "title": f"Surfaces of the retina, split {cfg.eval.split}",
-        "head": {"url": head.url, "sha256": head.checksum, "kind": head.state["head_kind"]},
-        "encoder": dict(head.state["encoder"]),
-        "voxels": head.state["voxels"],
-        "n_participants": len(people),
-        "n_volumes": len(volumes.of(EVALUATED)),
-        "names": list(volumes.names),
         "overall": {name: estimate(values, draws) for name, values in overall.items()},
         "surfaces": by_name(surfaces, ("error_um", "hd95_um"), people, draws),
         "layers": by_name(layers, ("dice", "iou"), people, draws),
@@ -267,16 +235,13 @@ def _agreement(sectors: pd.DataFrame, arms: Sequence[str]) -> dict[str, dict[str
     return result
 
 
-def _write(folder: str, content: Mapping[str, Any], lines: pd.DataFrame, sectors: pd.DataFrame) -> None:
-    """All files; layers.json last, so that where it is the others are."""
+def _write(folder: str, lines: pd.DataFrame, sectors: pd.DataFrame) -> None:
+    """surfaces.parquet and etdrs.csv."""
     buffer = io.BytesIO()
     lines.to_parquet(buffer, index=False)
     storage.write_bytes(storage.join(folder, "surfaces.parquet"), buffer.getvalue())
     text = sectors.to_csv(index=False, float_format="%.2f")
     storage.write_text(storage.join(folder, "etdrs.csv"), text)
-    storage.write_text(storage.join(folder, "layers.md"), markdown(content) + "\n")
-    text = json.dumps(content, indent=1, allow_nan=False) + "\n"
-    storage.write_text(storage.join(folder, "layers.json"), text)
 
 
 def markdown(content: Mapping[str, Any]) -> str:
@@ -291,11 +256,7 @@ def markdown(content: Mapping[str, Any]) -> str:
             f"- Boundary error is {difference['ratio']:.2f} of that of {LABELS[difference['against']]} in "
             f"the {difference['people']} participants who have both; {size}"
         )
-    if content["overlap"]:
-        lines.append(f"- **{content['overlap']} evaluated participants were seen in training.**")
-    if content["look"] is not None:
-        lines.append(f"- This is look {content['look']} at these test participants.")
-    lines += [f"- {note}" for note in content["notes"]]
+    lines += looks(content)
     arms = list(content["overall"])
     lines += ["", "## Mean boundary error, um", "", "| | error | 95 % interval |", "|---|---|---|"]
     for arm in arms:

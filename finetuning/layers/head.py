@@ -6,15 +6,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import nn
-
-from data_setup.store.reader import PreparedStore
 from finetuning.dense.head import PRETRAINED as PRETRAINED
 from finetuning.dense.head import RANDOM as RANDOM
-from finetuning.dense.head import DenseHead, dense_state, open_dense_head
+from finetuning.dense.head import DenseHead, open_dense_head
 from finetuning.familiarity import Familiarity
 from finetuning.layers.volumes import LayerVolumes
-from finetuning.source import Source
 from utils.config.schema import StorageOptions
 
 KIND = "layers"
@@ -22,19 +18,14 @@ LayersHead = DenseHead  # of surfaces
 
 
 def layers_state(
-    source: Source,
-    store: PreparedStore,
     volumes: LayerVolumes,
-    decoders: dict[str, nn.Module],
-    validation: dict[str, dict[str, Any]],
     mean_heights: dict[str, list[float | None]],
     familiarity: Familiarity | None,
 ) -> dict[str, Any]:
-    """The content of a head's file. `mean_heights`: protocol -> mean height of each surface in voxels;
-    `familiarity`: of the pre-trained arm's features.
+    """What a head of surfaces holds beside dense_state. `mean_heights`: protocol -> mean height of each
+    surface in voxels; `familiarity`: of the pre-trained arm's features.
     """
-    state = dense_state(source, store, volumes, decoders, validation)
-    return state | {
+    return {
         "surfaces": list(volumes.names),
         "mean_heights": mean_heights,
         "familiarity": None if familiarity is None else familiarity.state(),

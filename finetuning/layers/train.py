@@ -9,35 +9,22 @@ initialised encoder (finetuning.dense.training).
 from __future__ import annotations
 
 import logging
+from typing import Any
 
 import numpy as np
 from torch import nn
 
-from data_setup.store.reader import PreparedStore
 from finetuning.cohort import TRAIN, VAL
-from finetuning.dense.folds import refuse_overlap
 from finetuning.dense.head import encoder_of
-from finetuning.dense.training import (
-    Objective,
-    decoders,
-    format_arms,
-    head_is_written,
-    open_run_log,
-    train_arms,
-    validations,
-)
+from finetuning.dense.training import Objective, open_volumes, train_head
 from finetuning.familiarity import Familiarity, fit_familiarity
 from finetuning.features.kept import KeptFeatures, features_folder, pooled_of_tokens
-from finetuning.head_file import write_head
 from finetuning.layers.decoder import surface_loss
 from finetuning.layers.head import PRETRAINED, layers_state
 from finetuning.layers.metrics import boundary_error_um
 from finetuning.layers.planes import Planes
 from finetuning.layers.volumes import LayerVolumes, read_volumes
-from finetuning.pooled import check_fit
 from finetuning.source import Source
-from utils.errors import EXIT_FINISHED
-from utils.run_dir import claim_run_dir, held_run
 from utils.runtime.open import open_runtime
 from utils.runtime.single import Runtime
 
@@ -48,13 +35,9 @@ log = logging.getLogger(__name__)
 
 def train_layers(source: Source) -> int:
     """Train what the configuration asks for; returns the exit code. Raises UserError."""
-    cfg = source.cfg
-    store = PreparedStore.open(cfg.data.store, cfg.data.storage_options, cfg.data.cache_dir)
-    check_fit(cfg, store, source.state, source.url)
-    volumes = read_volumes(cfg, store)
-    refuse_overlap(cfg, volumes, source.state["participants"], source.url, "pre-training")
+    volumes = open_volumes(source, read_volumes)
     log.info("surfaces: %s; %s", ", ".join(volumes.names), volumes.summary)
-    runtime = open_runtime(cfg.train.use_bf16)
+    runtime = open_runtime(source.cfg.train.use_bf16)
     objective = Objective(
         num_outputs=len(volumes.names),
         metric=METRIC,
@@ -63,19 +46,11 @@ def train_layers(source: Source) -> int:
         loss=surface_loss,
         score=lambda decoder, planes: validation_error(decoder, planes, volumes),
     )
-    with held_run(cfg, runtime), open_run_log(source, volumes) as run_log:
-        bests = train_arms(source, volumes, objective, runtime, run_log)
-        validation = validations(bests)
-        familiarity = familiarity_of(source, store, volumes, runtime)
-        means = mean_heights(volumes)
-        state = layers_state(source, store, volumes, decoders(bests), validation, means, familiarity)
-        url = write_head(cfg, state)
-        claim_run_dir(cfg, runtime)
-        head_is_written(cfg)
-        run_log.artifact("head", url)
-    print(format_arms(validation, "validation boundary error", "{:.2f} um", METRIC))
-    print(f"head: {url}\nnext: python -m finetuning.evaluate --head {url}")
-    return EXIT_FINISHED
+
+    def more() -> dict[str, Any]:
+        return layers_state(volumes, mean_heights(volumes), familiarity_of(source, volumes, runtime))
+
+    return train_head(source, volumes, objective, runtime, more, ("validation boundary error", "{:.2f} um"))
 
 
 def validation_error(decoder: nn.Module, planes: Planes, volumes: LayerVolumes) -> float:
@@ -88,13 +63,11 @@ def validation_error(decoder: nn.Module, planes: Planes, volumes: LayerVolumes) 
     return float(np.mean(errors))
 
 
-def familiarity_of(
-    source: Source, store: PreparedStore, volumes: LayerVolumes, runtime: Runtime
-) -> Familiarity | None:
+def familiarity_of(source: Source, volumes: LayerVolumes, runtime: Runtime) -> Familiarity | None:
     """Of the training volumes' pooled features, from the tokens that the pre-trained arm has kept."""
     cfg = source.cfg
     encoder = encoder_of(PRETRAINED, cfg, source.state, source.url)
-    kept = KeptFeatures(encoder, cfg, store, runtime, features_folder(cfg))
+    kept = KeptFeatures(encoder, cfg, volumes.store, runtime, features_folder(cfg))
     rows, is_train = volumes.of(TRAIN), volumes.fold == TRAIN
     return fit_familiarity(pooled_of_tokens(kept, rows), volumes.person[is_train])
 

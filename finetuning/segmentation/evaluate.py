@@ -7,32 +7,25 @@ pre-trained encoder, and a randomly initialised one where finetune.against_rando
 
 from __future__ import annotations
 
-import hashlib
 import io
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
-from data_setup.store.reader import PreparedStore
 from finetuning.cohort import EVALUATED
-from finetuning.dense.folds import count_look, refuse_seen
-from finetuning.dense.head import LABELS, PRETRAINED, RANDOM, DenseHead, require_same_grid
+from finetuning.dense.evaluation import Question, ask, facts_of_answer, looks
+from finetuning.dense.head import LABELS, PRETRAINED, RANDOM, DenseHead
 from finetuning.dense.tables import by_name, cell, estimate, per_person
 from finetuning.features.kept import KeptFeatures, features_folder
-from finetuning.head_evaluation import evaluated_config
 from finetuning.segmentation.metrics import dice, overlap
 from finetuning.segmentation.planes import ClassPlanes
 from finetuning.segmentation.train import open_segmentation_head
 from finetuning.segmentation.volumes import ClassVolumes, read_volumes
 from models.probes.intervals import participant_draws, verdict
 from utils import storage
-from utils.config.load import flatten, storage_options_of
 from utils.config.schema import Config
-from utils.errors import UserError
-from utils.runtime.open import open_runtime
 from utils.runtime.single import Runtime
 
 FORMAT_VERSION = 1
@@ -45,43 +38,24 @@ NOTES = (
 
 def evaluate_segmentation(wanted: str, overrides: Sequence[str]) -> str:
     """The tables of a head as text; an existing answer to the same question is reused. Raises UserError."""
-    prefix = "model.checkpoint="
-    places = [word.removeprefix(prefix) for word in overrides if word.startswith(prefix)]
-    head = open_segmentation_head(wanted, storage_options_of(overrides), places[-1] if places else None)
-    cfg = evaluated_config(head.cfg, head.url, overrides)
-    store = PreparedStore.open(cfg.data.store, cfg.data.storage_options, cfg.data.cache_dir)
-    require_same_grid(head, store)
-    volumes = read_volumes(cfg, store)
-    if volumes.names != head.names:
-        raise UserError(f"{head.url}: expected the classes {list(head.names)}, found {list(volumes.names)}")
-    overlap_of_people = refuse_seen(cfg, volumes, head.state, head.url)
-    fingerprint = _fingerprint(cfg, volumes, head)
-    url = storage.join(cfg.run.dir, "segmentation.json")
-    if storage.exists(url):
-        known = json.loads(storage.read_text(url))
-        if known.get("fingerprint") == fingerprint:
-            return markdown(known)
-    lines = measure(cfg, volumes, head, open_runtime(cfg.train.use_bf16))
-    content = answer(cfg, volumes, head, lines)
-    look = count_look(cfg, volumes, head.checksum, [arm.name for arm in head.arms], cfg.task.kind)
-    content |= {"fingerprint": fingerprint, "overlap": overlap_of_people, "look": look}
-    _write(cfg.run.dir, content, lines)
-    return markdown(content)
+    question = Question(
+        stem="segmentation",
+        names="classes",
+        version=FORMAT_VERSION,
+        open_head=open_segmentation_head,
+        read_volumes=read_volumes,
+        labels=lambda volumes: (volumes.labels.index, ["row", "checksum", "volume"]),
+        answer=_answer,
+        markdown=markdown,
+    )
+    return ask(question, wanted, overrides)
 
 
-def _fingerprint(cfg: Config, volumes: ClassVolumes, head: DenseHead) -> str:
-    """A hash of all that the answer depends on."""
-    rows = np.unique(volumes.rows)
-    asked = {k: v for k, v in flatten(cfg) if k.startswith(("eval.", "probe.", "task."))}
-    facts = [
-        FORMAT_VERSION,
-        head.checksum,
-        asked,
-        volumes.labels.index.loc[rows, ["row", "checksum", "volume"]].to_numpy(str).tolist(),
-        volumes.fold.tolist(),
-        volumes.person.tolist(),
-    ]
-    return hashlib.sha256(json.dumps(facts, default=str).encode()).hexdigest()
+def _answer(
+    cfg: Config, volumes: ClassVolumes, head: DenseHead, runtime: Runtime
+) -> tuple[dict[str, Any], Callable[[], None]]:
+    lines = measure(cfg, volumes, head, runtime)
+    return answer(cfg, volumes, head, lines), lambda: _write(cfg.run.dir, lines)
 
 
 def measure(cfg: Config, volumes: ClassVolumes, head: DenseHead, runtime: Runtime) -> pd.DataFrame:
@@ -120,14 +94,8 @@ def answer(cfg: Config, volumes: ClassVolumes, head: DenseHead, lines: pd.DataFr
     draws = participant_draws(len(people), cfg.probe.bootstrap_samples, cfg.seed)
     overall = {arm.name: per_person(lines[lines.arm == arm.name], "dice", people) for arm in head.arms}
     content: dict[str, Any] = {
-        "format_version": FORMAT_VERSION,
+        **facts_of_answer(volumes, head, FORMAT_VERSION),
         "title": f"Classes of voxels, split {cfg.eval.split}",
-        "head": {"url": head.url, "sha256": head.checksum, "kind": head.state["head_kind"]},
-        "encoder": dict(head.state["encoder"]),
-        "voxels": head.state["voxels"],
-        "n_participants": len(people),
-        "n_volumes": len(volumes.of(EVALUATED)),
-        "names": list(volumes.names),
         "labelled_volumes": {
             str(name): int((part.labelled_mm3 > 0).sum())
             for name, part in lines[lines.arm == PRETRAINED].groupby("name")
@@ -149,25 +117,18 @@ def answer(cfg: Config, volumes: ClassVolumes, head: DenseHead, lines: pd.DataFr
     return content
 
 
-def _write(folder: str, content: Mapping[str, Any], lines: pd.DataFrame) -> None:
-    """All files; segmentation.json last, so that where it is the others are."""
+def _write(folder: str, lines: pd.DataFrame) -> None:
+    """volumes.parquet."""
     buffer = io.BytesIO()
     lines.to_parquet(buffer, index=False)
     storage.write_bytes(storage.join(folder, "volumes.parquet"), buffer.getvalue())
-    storage.write_text(storage.join(folder, "segmentation.md"), markdown(content) + "\n")
-    text = json.dumps(content, indent=1, allow_nan=False) + "\n"
-    storage.write_text(storage.join(folder, "segmentation.json"), text)
 
 
 def markdown(content: Mapping[str, Any]) -> str:
     """The tables as text, the verdict first."""
     lines = [f"# {content['title']}", "", content["verdict"], ""]
     lines.append(f"- {content['n_volumes']} volumes of {content['n_participants']} participants.")
-    if content["overlap"]:
-        lines.append(f"- **{content['overlap']} evaluated participants were seen in training.**")
-    if content["look"] is not None:
-        lines.append(f"- This is look {content['look']} at these test participants.")
-    lines += [f"- {note}" for note in content["notes"]]
+    lines += looks(content)
     arms = list(content["overall"])
     lines += ["", "## Mean Dice", "", "| | Dice | 95 % interval |", "|---|---|---|"]
     for arm in arms:

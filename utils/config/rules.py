@@ -9,7 +9,7 @@ import difflib
 import math
 
 from utils.config.recipes import RECIPES, Recipe, recipe_of
-from utils.config.schema import Config, MethodConfig, TaskConfig, leaves
+from utils.config.schema import DENSE_KINDS, Config, MethodConfig, TaskConfig, leaves
 from utils.errors import ConfigError
 
 BLOCK_KEYS = ("context_ratio", "target_ratio", "mask_blocks")
@@ -218,8 +218,9 @@ def _check_head(cfg: Config) -> None:
 
 
 def _check_names_of_decoders(task: TaskConfig) -> None:
-    """Surfaces and classes of voxels are named by the kinds that have them."""
-    for key, kind, least in (("surfaces", "layers", 2), ("classes", "segmentation", 1)):
+    """Surfaces, classes of voxels and slabs are named by the kinds that have them."""
+    of_kinds = (("surfaces", "layers", 2), ("classes", "segmentation", 1), ("slabs", "translation", 1))
+    for key, kind, least in of_kinds:
         names = getattr(task, key)
         if task.kind != kind:
             _require(names is None, f"task.{key}", f"null with task.kind {task.kind}", names)
@@ -229,9 +230,9 @@ def _check_names_of_decoders(task: TaskConfig) -> None:
 
 
 def _check_decoders(cfg: Config) -> None:
-    """Surfaces and voxels have decoders of their own, on a frozen encoder; labels have none of their keys."""
+    """DENSE_KINDS have decoders of their own, on a frozen encoder; labels have none of their keys."""
     task, head, finetune = cfg.task, cfg.head, cfg.finetune
-    if task.kind not in ("layers", "segmentation"):
+    if task.kind not in DENSE_KINDS:
         kind = f"with task.kind {task.kind}"
         _require(head.kind != "upsampling", "head.kind", f"linear, mlp or attentive {kind}", head.kind)
         _require(not head.voxels, "head.voxels", f"false {kind}", head.voxels)

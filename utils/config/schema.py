@@ -247,6 +247,9 @@ class LogConfig:
     tensorboard: bool = key(False, may_change=True)
 
 
+DENSE_KINDS = ("layers", "segmentation", "translation")  # of task.kind: decoders of whole volumes
+
+
 @dataclass(frozen=True)
 class TaskConfig:
     labels_path: str | None = None  # a table with an id and a label; null: participants.tsv
@@ -254,14 +257,23 @@ class TaskConfig:
     label_column: str = "study_group"
     label_columns: list[str] | None = None  # multilabel: a column of 0 and 1 for each label
     # what the label is; `ordinal` needs class_order, `survival` time_column and event_column. `layers`:
-    # surfaces, of the store's height maps; `segmentation`: classes of voxels, of its label volumes
+    # surfaces, of the store's height maps; `segmentation`: classes of voxels, of its label volumes;
+    # `translation`: en-face slabs of OCTA, of its flow
     kind: Literal[
-        "classification", "ordinal", "regression", "multilabel", "survival", "layers", "segmentation"
+        "classification",
+        "ordinal",
+        "regression",
+        "multilabel",
+        "survival",
+        "layers",
+        "segmentation",
+        "translation",
     ] = "classification"
     time_column: str | None = None  # survival: a duration above 0, its unit in the name, as in onset_days
     event_column: str | None = None  # survival: 1 where the event was seen, 0 where nothing was until then
     surfaces: list[str] | None = None  # layers: from the vitreous down; null: all that the maps name
     classes: list[str] | None = None  # segmentation: those to learn, the others are background; null: all
+    slabs: list[str] | None = None  # translation: superficial, deep, ...; null: all that the flow has
     class_order: list[str] | None = None  # ordinal: all classes, lowest first
     # what a row of the table, and a prediction, is about; predictions of its volumes are averaged
     unit: Literal["volume", "eye", "participant"] = "participant"
@@ -270,7 +282,7 @@ class TaskConfig:
 @dataclass(frozen=True)
 class HeadConfig:
     # linear and mlp read mean and standard deviation over valid tokens, attentive the tokens themselves;
-    # of task.kind layers and segmentation: linear or upsampling, each of all tokens
+    # of task.kind layers, segmentation and translation: linear or upsampling, each of all tokens
     kind: Literal["linear", "mlp", "attentive", "upsampling"] = "linear"
     hidden: int = key(256, AT_LEAST_1)  # width of the mlp, or channels of the upsampling decoder
     voxels: bool = False  # upsampling: beside the tokens it reads the voxels
@@ -283,7 +295,8 @@ class HeadConfig:
 @dataclass(frozen=True)
 class FinetuneConfig:
     encoder: Literal["frozen", "trained"] = "frozen"
-    # layers, segmentation: a second decoder on a randomly initialised encoder: what pre-training gained
+    # layers, segmentation, translation: a second decoder on a randomly initialised encoder: what pre-training
+    # gained
     against_random: bool = False
     # learning rate of a block is this to the power of the number of blocks above it
     layer_decay: float = key(0.75, Bound("a number in (0, 1]", lambda value: 0 < value <= 1))

@@ -1,0 +1,201 @@
+"""Slabs of flow are learnt from tokens, kept, judged against two controls, and refuse what does not fit."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from monai.metrics.regression import compute_ssim_and_cs
+from PIL import Image
+
+from data_setup.store.flow import StoredFlow
+from data_setup.store.reader import PreparedStore
+from finetuning import evaluate as command
+from finetuning import train as train_command
+from finetuning.cohort import EVALUATED, TRAIN, read_cohort
+from finetuning.dense.head import PRETRAINED, RANDOM
+from finetuning.translation.baseline import StructuralProjection, first_bright_row
+from finetuning.translation.decoder import slab_loss, slabs_of
+from finetuning.translation.evaluate import PROJECTION, evaluate_translation
+from finetuning.translation.metrics import l1, ssim
+from finetuning.translation.train import open_translation_head
+from finetuning.translation.volumes import FlowVolumes, read_volumes
+from models import vit3d
+from tests.support.finetune_factory import save_checkpoint
+from tests.support.flow_factory import make_flow_tree, prepare_flow
+from tests.support.heights_factory import config
+from utils.config.schema import StorageOptions
+from utils.errors import ConfigError, UserError
+
+CONFIG = Path(__file__).resolve().parents[2] / "configs" / "translation.yaml"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _two_blocks() -> Iterator[None]:
+    """The smallest size of the configuration has two blocks here."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(vit3d.SIZES, "ti", vit3d.Size(2, 48, 2))
+        yield
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Scans with flow, one without a deep slab, and a checkpoint of an untrained model."""
+    root = tmp_path_factory.mktemp("translation")
+    make_flow_tree(root / "tree", 14, ("missing_image",), (1, 2), (14, 60, 18))
+    prepare_flow(root)
+    save_checkpoint(config(root, f"run.dir={root / 'pretrained'}"))
+    return root
+
+
+def overrides(world: Path, run: Path, *extra: str) -> list[str]:
+    changes = [f"model.checkpoint={world / 'pretrained'}", f"run.dir={run}", "train.max_steps=30"]
+    changes += ["train.global_batch_size=4", "train.per_core_batch_size=4", "wandb.mode=disabled"]
+    changes += [
+        "head.hidden=8",
+        "optim.base_lr=0.02",
+        "probe.bootstrap_samples=200",
+        "finetune.patience=null",
+    ]
+    return [*changes, f"train.ckpt_dir={run / 'checkpoints'}", "train.log_every_steps=5", *extra]
+
+
+@pytest.fixture(scope="module")
+def trained(world: Path) -> Path:
+    run = world / "runs" / "translation"
+    assert train_command.train(str(CONFIG), overrides(world, run)) == 0
+    return run
+
+
+def volumes_of(world: Path, *extra: str) -> FlowVolumes:
+    cfg = config(world, "task.kind=translation", *extra)
+    return read_volumes(cfg, PreparedStore.open(cfg.data.store))
+
+
+def mean_greys(volumes: FlowVolumes, fold: int) -> list[float]:
+    """Mean value of each slab over the volumes of a fold that have it."""
+    slabs = np.stack([volumes.read(int(row)) for row in volumes.of(fold)])
+    return [float(np.nanmean(slabs[:, place])) for place in range(len(volumes.names))]
+
+
+def test_a_decoder_learns_the_phantoms_slabs(world: Path, trained: Path, tmp_path: Path) -> None:
+    """Each slab at its own brightness, at least; every arm, slab and file is there."""
+    command.main(["--head", str(trained), f"run.dir={tmp_path}"])
+    content = json.loads((tmp_path / "translation.json").read_text())
+    assert list(content["overall"]) == [PRETRAINED, RANDOM, PROJECTION]
+    assert content["names"] == ["superficial", "deep", "outer_retina", "choriocapillaris"]
+    assert set(content["differences"]) == {RANDOM, PROJECTION}
+    volumes = volumes_of(world)
+    for name, grey in zip(volumes.names, mean_greys(volumes, TRAIN), strict=True):
+        images = [volumes.read(int(r))[volumes.names.index(name)] for r in volumes.of(EVALUATED)]
+        constant = np.mean([np.abs(image - grey).mean() for image in images if not np.isnan(image).all()])
+        assert content["slabs"][PRETRAINED][name]["l1"]["value"] < 1.3 * constant, name
+    lines = pd.read_parquet(tmp_path / "slabs.parquet")
+    assert len(lines) == 3 * sum(len(volumes.flow.slabs(int(row))) for row in volumes.of(EVALUATED))
+    text = (tmp_path / "translation.md").read_text()
+    assert "This is look 1 at these test participants" in text
+    assert evaluate_translation(str(trained), [f"run.dir={tmp_path}"]) + "\n" == text
+    with Image.open(tmp_path / "translation.png") as picture:
+        assert min(picture.size) > 400
+    head = open_translation_head(str(trained), StorageOptions())
+    best = head.state["validation"][PRETRAINED]
+    assert best["l1"] == min(line["l1"] for line in best["history"])
+
+
+def test_the_baseline_is_a_projection_of_structure(world: Path) -> None:
+    """It knows where the retina's slabs are dark and bright, and nothing of the evaluated volumes."""
+    volumes = volumes_of(world)
+    baseline = StructuralProjection(volumes)
+    row = int(volumes.of(EVALUATED)[0])
+    predicted, truth = baseline.predict(row), volumes.read(row)
+    assert predicted.shape == truth.shape
+    assert np.nanmean(np.abs(predicted - truth)) < np.nanstd(truth)
+    alone = StructuralProjection(
+        FlowVolumes(
+            volumes.store,
+            volumes.of(TRAIN),
+            volumes.fold[volumes.fold == TRAIN],
+            volumes.person[volumes.fold == TRAIN],
+            volumes.names,
+            volumes.flow,
+        )
+    )
+    assert np.array_equal(alone.predict(row), predicted)
+
+
+def test_first_bright_row_of_a_step() -> None:
+    volume = np.zeros((2, 40, 3))
+    volume[:, 25:, :] = 2.0
+    assert np.abs(first_bright_row(volume, 0.05) - 25).max() <= 1
+
+
+def test_ssim_is_that_of_monai() -> None:
+    """On a field inside a larger image, with the window's border cut off as there."""
+    rng = np.random.default_rng(0)
+    truth = rng.random((20, 30)).astype(np.float32)
+    predicted = np.clip(truth + 0.2 * rng.standard_normal(truth.shape), 0, 1).astype(np.float32)
+    field = (slice(2, 18), slice(3, 27))
+    known = np.full_like(truth, np.nan)
+    known[field] = truth[field]
+    first, second = (torch.from_numpy(part[field])[None, None].double() for part in (predicted, truth))
+    window, sigma = (7, 7), (1.5, 1.5)
+    other = compute_ssim_and_cs(first, second, 2, window, sigma, kernel_type="uniform")[0].mean()
+    assert ssim(predicted, known, field) == pytest.approx(float(other), abs=0.02)
+    assert ssim(known, known, field) == pytest.approx(1)
+    assert np.isnan(ssim(predicted, known, (slice(0, 18), slice(3, 27))))
+    assert l1(predicted, known) == pytest.approx(np.abs(predicted - truth)[field].mean())
+    assert np.isnan(l1(predicted, np.full_like(truth, np.nan)))
+
+
+def test_a_slab_is_what_its_weights_look_at() -> None:
+    """All weight on one row gives that row's value; a place without truth has no gradient."""
+    outputs = torch.zeros(1, 4, 2, 6, 3)
+    outputs[:, 0, :, 4], outputs[:, 1, :, 1] = 0.7, 0.3  # values of two slabs
+    outputs[:, 2, :, 4], outputs[:, 3, :, 1] = 100.0, 100.0  # their weights
+    slabs = slabs_of(outputs)
+    assert slabs.shape == (1, 2, 2, 3)
+    assert torch.allclose(slabs[0, 0], torch.tensor(0.7))
+    assert torch.allclose(slabs[0, 1], torch.tensor(0.3))
+    truth = torch.full((1, 2, 2, 3), float("nan"))
+    truth[0, 0, 0, 0] = 0.2
+    outputs.requires_grad_()
+    loss = slab_loss(outputs, truth)
+    loss.backward()
+    assert float(loss.detach()) == pytest.approx(0.5)
+    assert outputs.grad is not None
+    assert (outputs.grad.abs().sum(dim=3)[0, 0] > 0).tolist() == [[True, False, False], [False] * 3]
+    assert not outputs.grad[0, 1].any()
+
+
+def test_slabs_that_a_volume_lacks_are_unknown(world: Path) -> None:
+    volumes = volumes_of(world)
+    stored = StoredFlow.open(volumes.store.url)
+    lacking = int(stored.index.row[stored.index.left_out != ""].item())
+    known = ~np.isnan(volumes.read(lacking)).all(axis=(1, 2))
+    assert known.tolist() == [True, False, True, True]
+    box = (slice(None), *volumes.field(lacking))
+    assert not np.isnan(volumes.read(lacking)[known][box]).any()
+    assert lacking in volumes_of(world, "task.slabs=[superficial]").of(EVALUATED)
+    with pytest.raises(
+        UserError, match="with the slabs deep, found 1"
+    ):  # two people are evaluated, one has it
+        volumes_of(world, "task.slabs=[deep]")
+
+
+def test_what_does_not_fit_is_refused(world: Path, trained: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"task\.slabs: expected some of superficial, .* found vitreous"):
+        volumes_of(world, "task.slabs=[vitreous]")
+    with pytest.raises(ConfigError, match=r"task\.slabs: expected null with task.kind classification"):
+        config(world, "task.slabs=[deep]")
+    with pytest.raises(ConfigError, match=r"finetune\.class_weights"):
+        train_command.train(str(CONFIG), overrides(world, tmp_path, "finetune.class_weights=none"))
+    cfg = config(world, "task.kind=translation")
+    with pytest.raises(ConfigError, match="expected a kind with labels, found translation"):
+        read_cohort(cfg, PreparedStore.open(cfg.data.store))
+    with pytest.raises(ConfigError, match=r"task\.slabs: expected None as in training"):
+        evaluate_translation(str(trained), [f"run.dir={tmp_path}", "task.slabs=[deep]"])

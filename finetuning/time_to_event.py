@@ -2,13 +2,15 @@
 
 In: a checkpoint, the store, a table with task.time_column (a duration, more than 0) and task.event_column (1:
 the event was seen then; 0: nothing was seen until then). Out: `${run.dir}/survival.json`, survival.md and a
-printed table: Harrell's C and the mean cumulative dynamic AUC of the pre-trained encoder, random
-initialisation, the device, and permuted outcomes (chance); the paired difference with its sentence.
+printed table: Harrell's C, the mean cumulative dynamic AUC and the integrated Brier score of the pre-trained
+encoder, random initialisation, the device, and permuted outcomes (chance); the Brier score of one
+Kaplan-Meier curve for everybody; the paired difference with its sentence.
 
 Pooled features are standardised on the training fold and averaged over the volumes of a unit. The penalty has
 the highest C on validation units (ties: the larger) of those that can be fitted. Fit and metrics are those of
 scikit-survival (extra `survival`): CoxPHSurvivalAnalysis (Efron's ties), concordance_index_censored,
-cumulative_dynamic_auc (censoring weighted by the training fold). Intervals resample evaluated participants.
+cumulative_dynamic_auc and integrated_brier_score (censoring weighted by the training fold; curves by
+Breslow's estimator). Intervals resample evaluated participants.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from __future__ import annotations
 import json
 import logging
 import warnings
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
@@ -38,10 +41,12 @@ from utils.config.schema import Config
 from utils.errors import UserError
 from utils.runtime.single import Runtime
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 PENALTIES = tuple(10.0**e for e in range(-3, 5))
 MIN_EVENTS = 5  # in each fold
-QUANTILES = (0.25, 0.5, 0.75)  # of the evaluated events' times: where the dynamic AUC is taken
+# of the evaluated events' times
+QUANTILES = (0.25, 0.5, 0.75)  # where the dynamic AUC is taken
+BRIER_QUANTILES = tuple(n / 20 for n in range(2, 19))  # over which the Brier score is integrated
 log = logging.getLogger(__name__)
 
 
@@ -79,8 +84,18 @@ def outcomes(cohort: Cohort, fold: int, features_nF: np.ndarray) -> Outcomes:
     return Outcomes(cohort.person[chosen][first], target[:, 0], target[:, 1] > 0, values)
 
 
-def fit_cox(train: Outcomes, val: Outcomes, test: Outcomes) -> tuple[np.ndarray, float, float]:
-    """(log risk of the test units [U], the penalty, C on val) of a ridge Cox regression.
+@dataclass(frozen=True)
+class CoxFit:
+    """A ridge Cox regression, and what it predicts of the test units."""
+
+    risk: np.ndarray  # log risk [U]
+    penalty: float
+    val_score: float  # C on val
+    curves: Callable[[np.ndarray], np.ndarray]  # times [T] -> probability of no event until then [U, T]
+
+
+def fit_cox(train: Outcomes, val: Outcomes, test: Outcomes) -> CoxFit:
+    """The regression whose penalty has the highest C on val.
 
     Raises UserError where no penalty can be fitted.
     """
@@ -89,7 +104,7 @@ def fit_cox(train: Outcomes, val: Outcomes, test: Outcomes) -> tuple[np.ndarray,
     # all directions that the training fold varies in: the ridge solution has no other, and they are few
     turn = PCA(min(train.features.shape[1], len(train.time) - 1), svd_solver="full").fit(train.features)
     x, on_val, on_test = (turn.transform(part.features) for part in (train, val, test))
-    best: tuple[float, float, np.ndarray] | None = None
+    best: tuple[float, float, CoxPHSurvivalAnalysis] | None = None
     for penalty in sorted(PENALTIES, reverse=True):
         try:
             with warnings.catch_warnings():
@@ -102,13 +117,18 @@ def fit_cox(train: Outcomes, val: Outcomes, test: Outcomes) -> tuple[np.ndarray,
             continue
         score = concordance(val, model.predict(on_val))
         if best is None or score > best[0]:
-            best = score, penalty, model.predict(on_test)
+            best = score, penalty, model
     if best is None:
         raise UserError(
             f"task.kind=survival: expected a Cox regression that can be fitted with a penalty of "
             f"{min(PENALTIES):g} to {max(PENALTIES):g}, found none"
         )
-    return best[2], best[1], best[0]
+    score, penalty, chosen = best
+
+    def curves(times_T: np.ndarray) -> np.ndarray:
+        return np.stack([curve(times_T) for curve in chosen.predict_survival_function(on_test)])
+
+    return CoxFit(chosen.predict(on_test), penalty, score, curves)
 
 
 def concordance(part: Outcomes, risk_U: np.ndarray, at: np.ndarray | None = None) -> float:
@@ -126,21 +146,48 @@ def concordance(part: Outcomes, risk_U: np.ndarray, at: np.ndarray | None = None
         return float("nan")
 
 
-def dynamic_auc(train: Outcomes, test: Outcomes, risk_U: np.ndarray) -> dict[str, Any]:
-    """Mean cumulative dynamic AUC over times at quantiles of the evaluated events; times past the follow-up
-    of either fold are left out, and None stands where none remains.
+def inner_times(train: Outcomes, test: Outcomes, quantiles: Sequence[float]) -> tuple[np.ndarray, np.ndarray]:
+    """Which test units can be scored, bool [U], and at which times: quantiles of the test events' times,
+    without those past the follow-up of either fold. No time where no unit with an event remains.
     """
+    inside = test.time < train.time.max()  # where the weights of censoring exist
+    times = np.unique(np.quantile(test.time[test.event], quantiles))
+    low, high = test.time[inside].min(initial=np.inf), test.time[inside].max(initial=0)
+    times = times[(times > low) & (times < high)]
+    return inside, times if test.event[inside].any() else times[:0]
+
+
+def dynamic_auc(train: Outcomes, test: Outcomes, risk_U: np.ndarray) -> dict[str, Any]:
+    """Mean cumulative dynamic AUC at QUANTILES; None where no time remains."""
     from sksurv.metrics import cumulative_dynamic_auc
 
-    inside = test.time < train.time.max()  # where the weights of censoring exist
-    times = np.unique(np.quantile(test.time[test.event], QUANTILES))
-    times = times[
-        (times > test.time[inside].min(initial=np.inf)) & (times < test.time[inside].max(initial=0))
-    ]
-    if not len(times) or not test.event[inside].any():
+    inside, times = inner_times(train, test, QUANTILES)
+    if not len(times):
         return {"times": [], "auc": [], "mean": None}
     auc, mean = cumulative_dynamic_auc(train.known(), test.known()[inside], risk_U[inside], times)
     return {"times": times.tolist(), "auc": np.asarray(auc).tolist(), "mean": float(mean)}
+
+
+def brier(
+    train: Outcomes, test: Outcomes, curves: Callable[[np.ndarray], np.ndarray] | None = None
+) -> float | None:
+    """Integrated Brier score over BRIER_QUANTILES, 0 is best; without `curves` that of the training fold's
+    Kaplan-Meier curve for everybody. None where fewer than two times remain.
+    """
+    from sksurv.functions import StepFunction
+    from sksurv.metrics import integrated_brier_score
+    from sksurv.nonparametric import kaplan_meier_estimator
+
+    inside, times = inner_times(train, test, BRIER_QUANTILES)
+    if len(times) < 2:
+        return None
+    if curves is None:
+        steps = kaplan_meier_estimator(train.event, train.time)
+        curve = StepFunction(*(np.append(first, part) for first, part in zip((0.0, 1.0), steps, strict=True)))
+        survival_UT = np.tile(curve(times), (len(inside), 1))
+    else:
+        survival_UT = curves(times)
+    return float(integrated_brier_score(train.known(), test.known()[inside], survival_UT[inside], times))
 
 
 def concordance_draws(part: Outcomes, risks: list[np.ndarray], draws_SP: np.ndarray) -> np.ndarray:
@@ -214,14 +261,15 @@ def _table(cfg: Config, arms: dict[str, tuple[str, Cohort, np.ndarray]]) -> dict
         scaler = StandardScaler().fit(features[cohort.fold == TRAIN].astype(np.float64))
         standard = scaler.transform(features.astype(np.float64))
         train, val, test = (outcomes(cohort, fold, standard) for fold in (TRAIN, VAL, EVALUATED))
-        risk, penalty, on_val = fit_cox(train, val, test)
-        risks.append(risk)
+        fit = fit_cox(train, val, test)
+        risks.append(fit.risk)
         last = test
         rows.append(
-            {"name": name, "label": label, "c_index": concordance(test, risk), "penalty": penalty}
-            | {"val_c_index": on_val, "auc": dynamic_auc(train, test, risk)}
+            {"name": name, "label": label, "c_index": concordance(test, fit.risk), "penalty": fit.penalty}
+            | {"val_c_index": fit.val_score, "auc": dynamic_auc(train, test, fit.risk)}
+            | {"brier": brier(train, test, fit.curves)}
         )
-        log.info("%s: C %.3f, penalty %g", label, rows[-1]["c_index"], penalty)
+        log.info("%s: C %.3f, penalty %g", label, rows[-1]["c_index"], fit.penalty)
     assert last is not None
     people = len(np.unique(last.person))
     draws = concordance_draws(last, risks, participant_draws(people, cfg.probe.bootstrap_samples, cfg.seed))
@@ -230,6 +278,8 @@ def _table(cfg: Config, arms: dict[str, tuple[str, Cohort, np.ndarray]]) -> dict
         row["ci95"] = list(interval95(values))
     mean = rows[0]["c_index"] - rows[1]["c_index"]
     ci95 = interval95(draws[:, 0] - draws[:, 1])
+    whole = arms["pretrained"][1]
+    no_features = np.zeros((len(whole.rows), 1))
     return {
         "time_column": cfg.task.time_column,
         "event_column": cfg.task.event_column,
@@ -239,6 +289,9 @@ def _table(cfg: Config, arms: dict[str, tuple[str, Cohort, np.ndarray]]) -> dict
         "n_units": len(last.time),
         "n_events": int(last.event.sum()),
         "rows": rows,
+        "brier_of_one_curve": brier(
+            outcomes(whole, TRAIN, no_features), outcomes(whole, EVALUATED, no_features)
+        ),
         "difference": {"mean": mean, "ci95": list(ci95)},
         "verdict": verdict(mean, ci95, metric="Harrell's C"),
     }
@@ -257,16 +310,22 @@ def markdown(result: dict[str, Any]) -> str:
         f"{result['n_events']} events in {result['n_units']} units of {result['n_participants']} "
         f"participants of split {result['split']}; {looks}.",
         "",
-        "| features | Harrell's C | 95 % interval | mean dynamic AUC | C on val | penalty |",
-        "|---|---|---|---|---|---|",
+        "| features | Harrell's C | 95 % interval | mean dynamic AUC | Brier | C on val | penalty |",
+        "|---|---|---|---|---|---|---|",
     ]
     for row in result["rows"]:
-        auc = "-" if row["auc"]["mean"] is None else f"{row['auc']['mean']:.3f}"
+        auc, error = _number(row["auc"]["mean"]), _number(row["brier"])
         low, high = row["ci95"]
         lines.append(
-            f"| {row['label']} | {row['c_index']:.3f} | {low:.3f} to {high:.3f} | {auc} | "
+            f"| {row['label']} | {row['c_index']:.3f} | {low:.3f} to {high:.3f} | {auc} | {error} | "
             f"{row['val_c_index']:.3f} | {row['penalty']:g} |"
         )
+    one_curve = _number(result["brier_of_one_curve"])
+    lines += ["", f"Brier, integrated over time: 0 is best; one Kaplan-Meier curve for all has {one_curve}."]
     if result["overlap"]:
         lines += ["", f"OVERLAP: pre-training saw {result['overlap']} of these participants."]
     return "\n".join([*lines, "", result["verdict"]])
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3f}"

@@ -9,7 +9,8 @@ tree. Out: `${run.dir}/truth.json` and a printed table. Two questions, of many a
 The protocol is that of models.probes.tokens: ridge regression, fitted on some volumes of split train, its
 penalty chosen on some of split val, R2 of the participants of split test. Pre-training is compared with the
 weights that it began with and with the control: only what is above both was gained by training. Participants
-that either checkpoint saw are an error.
+that either checkpoint saw are an error. Each answer is a look at split test: a line of the store's ledger
+(finetuning.ledger).
 """
 
 from __future__ import annotations
@@ -42,8 +43,9 @@ from data_setup.manifest import select_wanted
 from data_setup.normalisation import plain_view
 from data_setup.phantom.truth_tokens import layer_occupancy, read_truth_file, sample_tokens, valid_tokens
 from data_setup.store.reader import PreparedStore
-from finetuning.cohort import EVALUATED, TRAIN, VAL
+from finetuning.cohort import EVALUATED, TRAIN, VAL, Cohort
 from finetuning.evaluate import find_checkpoint
+from finetuning.ledger import data_digest, record_look
 from finetuning.pooled import check_fit, pretrained_encoder, random_encoder
 from finetuning.source import find_checkpoint as find_in_run
 from models.probes.features import pool_tokens
@@ -67,7 +69,7 @@ from utils.log import setup_logging
 from utils.runtime.open import open_runtime
 from utils.runtime.single import Runtime
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 # volumes of split train that are fitted on, and of split val: three encoders read them in half a minute
 TRAIN_VOLUMES, VAL_VOLUMES = 96, 32
 MIN_PARTICIPANTS = 2  # in each fold
@@ -266,11 +268,25 @@ def fingerprint(cfg: Config, store: PreparedStore, cohort: TruthCohort, checksum
     """A hash of all that truth.json depends on: checkpoints, volumes, folds, truth, keys of the protocol."""
     volumes = store.index.loc[cohort.rows, "checksum"].tolist()
     table = [volumes, cohort.fold.tolist(), cohort.person.tolist(), cohort.tokens.tolist()]
-    keys = [cfg.seed, cfg.probe.bootstrap_samples, cfg.train.use_bf16]
-    digest = hashlib.sha256(json.dumps([FORMAT_VERSION, list(checksums), keys, table]).encode())
+    digest = hashlib.sha256(json.dumps([FORMAT_VERSION, list(checksums), _protocol(cfg), table]).encode())
     for values in (cohort.thickness_um, cohort.occupancy):
         digest.update(values.tobytes())
     return digest.hexdigest()
+
+
+def _protocol(cfg: Config) -> list[int | bool]:
+    return [cfg.seed, cfg.probe.bootstrap_samples, cfg.train.use_bf16]
+
+
+def _look(cfg: Config, store: PreparedStore, cohort: TruthCohort, checksums: Sequence[str]) -> int:
+    """Add a look at split test to the ledger; returns its number."""
+    unit = cohort.rows.astype(str)
+    asked = Cohort("truth", cohort.layers, cohort.rows, cohort.fold, cohort.thickness_um, unit, cohort.person)
+    protocol = hashlib.sha256(json.dumps([FORMAT_VERSION, *_protocol(cfg)]).encode()).hexdigest()
+    what = f"truth: {', '.join((PRETRAINED, RANDOM, CONTROL))}"
+    return record_look(
+        store.url, " ".join(checksums), data_digest(store, asked), protocol, what, cfg.data.storage_options
+    )
 
 
 def measure(cfg: Config, control_place: str, runtime: Runtime) -> dict[str, Any]:
@@ -286,7 +302,8 @@ def measure(cfg: Config, control_place: str, runtime: Runtime) -> dict[str, Any]
         check_fit(cfg, store, part, place)
         require_unseen(cohort, part, place)
     path = storage.join(cfg.run.dir, "truth.json")
-    question = fingerprint(cfg, store, cohort, [state["checksum"], control["checksum"]])
+    checksums = [state["checksum"], control["checksum"]]
+    question = fingerprint(cfg, store, cohort, checksums)
     if storage.exists(path):
         known = json.loads(storage.read_text(path))
         if known["fingerprint"] == question:
@@ -301,6 +318,7 @@ def measure(cfg: Config, control_place: str, runtime: Runtime) -> dict[str, Any]
         RANDOM: random_encoder(cfg, cfg.seed),
         CONTROL: pretrained_encoder(cfg, control, control_url),
     }
+    look = _look(cfg, store, cohort, checksums)
     occupancy, thickness = {}, {}
     for name, encoder in encoders.items():
         log.info("%s: features of %d volumes", name, len(cohort.rows))
@@ -321,6 +339,7 @@ def measure(cfg: Config, control_place: str, runtime: Runtime) -> dict[str, Any]
             RANDOM: f"random initialisation (seed {cfg.seed}, where it began)",
             CONTROL: f"the same run after {control['step']} steps (control)",
         },
+        "look": look,
         "n_participants": people,
         "n_volumes": int(is_evaluated.sum()),
         "n_tokens": int(cohort.is_token[is_evaluated].sum()),
@@ -337,7 +356,8 @@ def format_table(result: dict[str, Any]) -> str:
     """The tables for a terminal, the verdicts last."""
     lines = [
         f"{result['n_tokens']} tokens of {result['n_volumes']} volumes of {result['n_participants']} "
-        f"participants of split test; R2 is the mean over {len(result['layers'])} layers"
+        f"participants of split test, look {result['look']} at them; "
+        f"R2 is the mean over {len(result['layers'])} layers"
     ]
     for question in result["questions"]:
         title = QUESTIONS[question["name"]]

@@ -97,9 +97,10 @@ def compare(
 
 
 def bootstrap_p(draws_S: np.ndarray) -> float:
-    """Two-sided p of no difference, from the resamples of a difference; never 0."""
-    sides = (int(np.sum(draws_S <= 0)), int(np.sum(draws_S >= 0)))
-    return min(1.0, 2 * (min(sides) + 1) / (len(draws_S) + 1))
+    """Two-sided p of no difference, from the resamples of a difference in which it exists; never 0."""
+    known = draws_S[~np.isnan(draws_S)]
+    sides = (int(np.sum(known <= 0)), int(np.sum(known >= 0)))
+    return min(1.0, 2 * (min(sides) + 1) / (len(known) + 1))
 
 
 def holm(p_values: Sequence[float]) -> list[float]:

@@ -340,6 +340,9 @@ def test_p_agrees_with_the_interval() -> None:
         assert (bootstrap_p(draws + shift) < 0.05) is expected
     assert bootstrap_p(np.zeros(100)) == 1.0
     assert 0 < bootstrap_p(np.ones(1999)) == pytest.approx(0.001)
+    # a resample in which the metric does not exist is on neither side
+    some = draws - low - 0.01
+    assert bootstrap_p(np.concatenate([some, np.full(4000, np.nan)])) == bootstrap_p(some)
 
 
 def test_pairs_are_those_of_the_probe_table() -> None:

@@ -14,7 +14,7 @@ from finetuning import time_to_event as module
 from finetuning.cohort import read_cohort, read_cohorts
 from finetuning.evaluate import main
 from finetuning.labels import read_labels
-from finetuning.time_to_event import Outcomes, concordance, concordance_draws, dynamic_auc, fit_cox
+from finetuning.time_to_event import Outcomes, brier, concordance, concordance_draws, dynamic_auc, fit_cox
 from tests.support.finetune_factory import (
     CONFIG,
     band_rows,
@@ -45,11 +45,14 @@ def outcomes(seed: int, people: int, noise: float = 0.0) -> Outcomes:
 
 def test_the_fit_is_the_librarys_in_the_features_own_axes() -> None:
     train, val, test = outcomes(0, 60), outcomes(1, 40), outcomes(2, 50)
-    risk, penalty, on_val = fit_cox(train, val, test)
-    plain = CoxPHSurvivalAnalysis(alpha=penalty, ties="efron").fit(train.features, train.known())
+    fit = fit_cox(train, val, test)
+    plain = CoxPHSurvivalAnalysis(alpha=fit.penalty, ties="efron").fit(train.features, train.known())
     own = plain.predict(test.features)
-    np.testing.assert_allclose(risk - risk.mean(), own - own.mean(), atol=1e-6)
-    assert on_val == max(
+    np.testing.assert_allclose(fit.risk - fit.risk.mean(), own - own.mean(), atol=1e-6)
+    times = np.array([0.2, 0.7])
+    expected = np.stack([curve(times) for curve in plain.predict_survival_function(test.features)])
+    np.testing.assert_allclose(fit.curves(times), expected, atol=1e-6)
+    assert fit.val_score == max(
         concordance(
             val,
             CoxPHSurvivalAnalysis(alpha=p, ties="efron")
@@ -58,13 +61,13 @@ def test_the_fit_is_the_librarys_in_the_features_own_axes() -> None:
         )
         for p in module.PENALTIES
     )
-    assert concordance(test, risk) > 0.75
+    assert concordance(test, fit.risk) > 0.75
     wide = [
         Outcomes(part.person, part.time, part.event, np.concatenate([part.features] * 20, axis=1))
         for part in (train, val, test)
     ]
-    wide_risk, *_ = fit_cox(*wide)  # 80 features of 60 people: no direction is lost
-    assert concordance(test, wide_risk) > 0.75
+    # 80 features of 60 people: no direction is lost
+    assert concordance(test, fit_cox(*wide).risk) > 0.75
 
 
 def test_a_penalty_whose_fit_overflows_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -75,7 +78,7 @@ def test_a_penalty_whose_fit_overflows_is_left_out(monkeypatch: pytest.MonkeyPat
     part = Outcomes(np.arange(60).astype(str), time, rng.random(60) > 0.3, features)
     wide = (part, part, part)
     monkeypatch.setattr(module, "PENALTIES", (1e-3, 10.0, 1e4))
-    assert fit_cox(*wide)[1] in (10.0, 1e4)
+    assert fit_cox(*wide).penalty in (10.0, 1e4)
     monkeypatch.setattr(module, "PENALTIES", (1e-3,))
     with pytest.raises(UserError, match=r"that can be fitted with a penalty of 0\.001 to 0\.001, found none"):
         fit_cox(*wide)
@@ -100,6 +103,30 @@ def test_dynamic_auc_knows_the_order_and_no_time_past_the_follow_up() -> None:
     assert len(known["times"]) == 3
     early = Outcomes(train.person, train.time / 1e6, train.event, train.features)
     assert dynamic_auc(early, test, -test.time) == {"times": [], "auc": [], "mean": None}
+
+
+def test_the_brier_score_is_that_of_the_curves() -> None:
+    """Nobody censored: the mean squared error of "still without the event", over the times, by hand."""
+    names = np.array([f"p{number:02d}" for number in range(30)])
+    times, everybody = np.arange(1.0, 31.0), np.ones(30, bool)
+    train = Outcomes(names, times + 10.0, everybody, np.zeros((30, 1)))
+    test = Outcomes(names, times, everybody, np.zeros((30, 1)))
+    assert brier(train, test, lambda at: (test.time[:, None] > at).astype(float)) == pytest.approx(0.0)
+    assert brier(train, test, lambda at: (test.time[:, None] <= at).astype(float)) == pytest.approx(1.0)
+    assert brier(train, test, lambda at: np.full((30, len(at)), 0.5)) == pytest.approx(0.25)
+    # one curve for all: nobody of the training fold before 11, then a thirtieth a day
+    at = np.unique(np.quantile(times, module.BRIER_QUANTILES))
+    alive = 1 - np.clip(np.floor(at) - 10, 0, 30) / 30
+    errors = [np.mean(((times > t) - share) ** 2) for t, share in zip(at, alive, strict=True)]
+    assert brier(train, test) == pytest.approx(np.trapezoid(errors, at) / (at[-1] - at[0]))
+    at_once = Outcomes(names, np.full(30, 5.0), everybody, np.zeros((30, 1)))
+    assert brier(train, at_once) is None
+    # features that say the risk: nearer to the truth than one curve for all
+    planted = [outcomes(seed, 80) for seed in range(3)]
+    good, one_curve = brier(planted[0], planted[2], fit_cox(*planted).curves), brier(planted[0], planted[2])
+    assert good is not None
+    assert one_curve is not None
+    assert good < 0.8 * one_curve
 
 
 @pytest.fixture(scope="module")
@@ -141,6 +168,8 @@ def test_a_planted_event_is_read_from_features(
     assert (result["n_participants"], result["n_units"], result["look"]) == (20, 20, 1)
     for row in rows.values():
         assert 0 <= row["ci95"][0] <= row["c_index"] <= row["ci95"][1] <= 1
+        assert f"| {row['brier']:.3f} |" in (tmp_path / "survival.md").read_text()
+    assert rows["pretrained"]["brier"] < result["brier_of_one_curve"]
     assert rows["pretrained"]["c_index"] > 0.65
     assert rows["pretrained"]["ci95"][0] > 0.5
     assert rows["device"]["ci95"][0] < 0.55

@@ -134,6 +134,11 @@ def measured(
     return module.measure(cfg, str(folder / "control"), RUNTIME)
 
 
+def looks(world: Path) -> list[dict[str, Any]]:
+    """Lines of the store's ledger: every answer is a look at split test."""
+    return [json.loads(line) for line in (world / "store" / "ledger.jsonl").read_text().splitlines()]
+
+
 def test_worse_than_both_is_told(world: Path, tmp_path: Path) -> None:
     result = measured(world, tmp_path, trained=silence)
     assert result == json.loads((tmp_path / "run" / "truth.json").read_text())
@@ -149,6 +154,11 @@ def test_worse_than_both_is_told(world: Path, tmp_path: Path) -> None:
         assert question["verdict"].endswith("worse than random initialisation and the control.")
     text = module.format_table(result)
     assert text.splitlines()[-2:] == [question["verdict"] for question in result["questions"]]
+    look = looks(world)[-1]
+    assert look["what"] == "truth: pretrained, random_init, control"
+    assert (result["look"], look["look"]) == (len(looks(world)), len(looks(world)))
+    assert look["checkpoint"] == f"{result['checkpoint_sha256']} {result['control_sha256']}"
+    assert f"of split test, look {result['look']} at them" in text.splitlines()[0]
 
 
 def test_better_than_both_is_told(world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -328,12 +338,14 @@ def test_the_same_question_is_answered_once(
     world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = measured(world, tmp_path)
+    before = len(looks(world))
 
     def forbidden(*_: object) -> None:
         raise AssertionError("computed again")
 
     monkeypatch.setattr(module, "token_features", forbidden)
     assert module.measure(config(world, tmp_path / "run"), str(tmp_path / "control"), RUNTIME) == first
+    assert len(looks(world)) == before
     save(config(world, tmp_path / "control"), 2, silence)
     with pytest.raises(AssertionError, match="computed again"):
         module.measure(config(world, tmp_path / "run"), str(tmp_path / "control"), RUNTIME)

@@ -76,7 +76,7 @@ def test_table_file_and_verdict(world: Path, tmp_path: Path, capsys: pytest.Capt
     assert rows["ascan_profile"]["macro_auroc"] == 1.0
     assert rows["device"]["balanced_accuracy"] == 0.5  # devices are balanced over the classes
     assert rows["device"]["num_features"] == 2
-    assert rows["pretrained"]["num_features"] == 2 * 192
+    assert rows["pretrained"]["num_features"] == 2 * 48
     assert (result["classes"], result["n_participants"], result["overlap"]) == (["a", "b"], 12, 0)
     difference = rows["pretrained"]["balanced_accuracy"] - rows["random_init"]["balanced_accuracy"]
     assert result["paired_difference"]["mean"] == pytest.approx(difference)

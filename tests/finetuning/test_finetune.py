@@ -6,7 +6,6 @@ import json
 import math
 import os
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +28,6 @@ from finetuning.trial import settle_memory
 from finetuning.tuned import TunedModel, layer_groups
 from finetuning.tuning import open_tuning
 from finetuning.update import batch_loss, mixed_view
-from models import vit3d
 from models.vjepa3d import build_encoder
 from tests.support.finetune_factory import RUNTIME, config, make_world, save_checkpoint
 from tests.support.model_factory import small_config, uint8_batch, volumes
@@ -44,14 +42,6 @@ from utils.runtime.single import Runtime
 CONFIG = Path(__file__).resolve().parents[2] / "configs" / "cls_finetune.yaml"
 EPOCH = 4  # updates: 32 volumes in batches of 8
 NOISE = ("method.drop_path=0.2", "method.dropout=0.1", "head.dropout=0.1", "finetune.mixup=0.4")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _two_blocks() -> Iterator[None]:
-    """The smallest size of the configuration has two blocks here."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(vit3d.SIZES, "ti", vit3d.Size(2, 48, 2))
-        yield
 
 
 @pytest.fixture(scope="module")

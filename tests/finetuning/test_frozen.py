@@ -392,7 +392,7 @@ def test_features_are_computed_once(kept: KeptFeatures, tmp_path: Path) -> None:
     rows = np.array([9, 2, 30, 5, 2, 11])
     first = kept.pooled(rows)
     assert batches(kept) == [4, 1]
-    assert first.shape == (6, 384)
+    assert first.shape == (6, 96)
     assert first.dtype == np.float32
     assert isinstance(kept.encoder, Counted)
     expected = embed_rows(kept.encoder.encoder, kept.cfg, kept.store, rows, RUNTIME)
@@ -412,7 +412,7 @@ def test_tokens_are_computed_once_and_in_half_precision(kept: KeptFeatures) -> N
     tokens, valid = kept.tokens(rows), kept.valid(rows)
     kept.keep_tokens(rows[:3])
     assert batches(kept) == []
-    assert tokens.shape == (5, 24, 192)
+    assert tokens.shape == (5, 24, 48)
     assert tokens.dtype == np.float16
     computed = {
         int(r): (t, v) for of, ts, vs in kept.compute(rows) for r, t, v in zip(of, ts, vs, strict=True)
@@ -714,18 +714,18 @@ def test_the_encoder_is_bit_identical_after_probing(
 def test_weights_that_do_not_fit_are_named(world: Path, checkpoint: str) -> None:
     state = load_checkpoint(checkpoint)
     cfg = load_checkpoint_config(checkpoint)
-    partial = {k: v for k, v in state["model"].items() if ".blocks.11." not in k}
+    partial = {k: v for k, v in state["model"].items() if ".blocks.1." not in k}
     with pytest.raises(
         CheckpointError,
         match=r"x.pt: weights of model.size ti: expected the \d+ tensors of the model; the file lacks 12: "
-        r"blocks.11.norm1.weight, blocks.11.norm1.bias, blocks.11.attn.qkv.weight, ...$",
+        r"blocks.1.norm1.weight, blocks.1.norm1.bias, blocks.1.attn.qkv.weight, ...$",
     ):
         pretrained_encoder(cfg, {**state, "model": partial}, "x.pt")
     foreign = {**state["model"], "target_encoder.cls_token": torch.zeros(1)}
     foreign["target_encoder.norm.weight"] = torch.zeros(7)
     with pytest.raises(
         CheckpointError,
-        match=r"has in excess 1: cls_token; has in another shape 1: norm.weight \(\[7\] for \[192\]\)$",
+        match=r"has in excess 1: cls_token; has in another shape 1: norm.weight \(\[7\] for \[48\]\)$",
     ):
         pretrained_encoder(cfg, {**state, "model": foreign}, "x.pt")
     with pytest.raises(CheckpointError, match="found no model"):

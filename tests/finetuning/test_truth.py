@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from data_setup.store.writer import StoreWriter, measure
 from finetuning import truth as module
 from finetuning.cohort import EVALUATED, TRAIN, VAL
 from finetuning.pooled import random_encoder
+from models import vit3d
 from models.probes.tokens import mean_r2
 from tests.support.pipeline_factory import SMOKE
 from utils.checkpoint import CheckpointWriter
@@ -49,6 +50,14 @@ def draw(rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
     for surface, upper, grey in zip(surfaces[1:], surfaces[:2], (180, 90), strict=True):
         volume += grey * ((height >= upper[:, None]) & (height < surface[:, None]))
     return volume.astype(np.uint8), surfaces.astype(np.float32)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _six_blocks(_two_blocks: None) -> Iterator[None]:
+    """The real width and half the depth: two random blocks say too little of a thickness."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(vit3d.SIZES, "ti", vit3d.Size(6, 192, 3))
+        yield
 
 
 @pytest.fixture(scope="module")

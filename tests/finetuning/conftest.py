@@ -1,0 +1,17 @@
+"""A small encoder for all tests of this room."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from models import vit3d
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _two_blocks() -> Iterator[None]:
+    """The smallest size of the configurations has two blocks here: what it learns is not asked."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(vit3d.SIZES, "ti", vit3d.Size(2, 48, 2))
+        yield

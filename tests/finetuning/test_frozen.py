@@ -523,12 +523,13 @@ def test_a_probe_has_the_log_and_the_report_of_a_run(
 
     class Service:
         offline = True
+        dir = "wandb/run/files"
 
         def log(self, values: dict[str, float], step: int) -> None:
             sent.append((step, values))
 
-        def finish(self) -> None:
-            sent.append((-1, {}))
+        def finish(self, exit_code: int) -> None:
+            sent.append((-1, {"failed": exit_code}))
 
     def start(cfg: Config, run_dir: Path) -> Service:
         (run_dir / "wandb_id.txt").touch(exist_ok=False)
@@ -540,7 +541,10 @@ def test_a_probe_has_the_log_and_the_report_of_a_run(
         sent.clear()
         assert main(["--config", TASK, "--checkpoint", checkpoint, f"run.dir={run}", *QUICK]) == 0
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    assert sent == [*((row["step"], {k: row[k] for k in row if k != "step"}) for row in rows), (-1, {})]
+    assert sent == [
+        *((row["step"], {k: row[k] for k in row if k != "step"}) for row in rows),
+        (-1, {"failed": 0}),
+    ]
     assert [row["step"] for row in rows if "train/loss" in row] == [1, 2, 3]
     assert [row["step"] for row in rows if "val/balanced_accuracy" in row] == [1, 2, 3]
     assert "step 3: " in (run / "log.txt").read_text()

@@ -11,7 +11,9 @@ from models import vit3d
 
 @pytest.fixture(scope="module", autouse=True)
 def _two_blocks() -> Iterator[None]:
-    """The smallest size of the configurations has two blocks here: what it learns is not asked."""
+    """The smallest size of the configurations has two blocks here. Tests whose own processes build models
+    define a fixture of this name.
+    """
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(vit3d.SIZES, "ti", vit3d.Size(2, 48, 2))
         yield

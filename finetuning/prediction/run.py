@@ -40,7 +40,7 @@ from utils.terminal import track
 
 NAME = "predictions.jsonl"
 ENCODER = "model.checkpoint"
-SEGMENTATION = "segmentation"  # of task.kind
+SEGMENTATION, TRANSLATION = "segmentation", "translation"  # of task.kind
 DPI = 100
 FILES = {"picture": "pictures", "arrays": "surfaces"}  # field of a line -> the folder of its file
 
@@ -126,6 +126,11 @@ def _open(wanted: str, overrides: Sequence[str]) -> Head | LayersHead:
         raise UserError(
             f"{wanted}: expected a head of labels or layers, found one of segmentation: "
             "python -m finetuning.segment draws its classes"
+        )
+    if kind == TRANSLATION:
+        raise UserError(
+            f"{wanted}: expected a head of labels or layers, found one of translation: "
+            "python -m finetuning.evaluate --head draws its slabs"
         )
     if kind == LAYERS:
         return open_layers_head(wanted, options, place)

@@ -16,6 +16,7 @@ from PIL import Image
 from data_setup.store.flow import StoredFlow
 from data_setup.store.reader import PreparedStore
 from finetuning import evaluate as command
+from finetuning import predict as predict_command
 from finetuning import train as train_command
 from finetuning.cohort import EVALUATED, TRAIN, read_cohort
 from finetuning.dense.head import PRETRAINED, RANDOM
@@ -54,7 +55,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def overrides(world: Path, run: Path, *extra: str) -> list[str]:
-    changes = [f"model.checkpoint={world / 'pretrained'}", f"run.dir={run}", "train.max_steps=30"]
+    changes = [f"model.checkpoint={world / 'pretrained'}", f"run.dir={run}", "train.max_steps=20"]
     changes += ["train.global_batch_size=4", "train.per_core_batch_size=4", "wandb.mode=disabled"]
     changes += [
         "head.hidden=8",
@@ -199,3 +200,5 @@ def test_what_does_not_fit_is_refused(world: Path, trained: Path, tmp_path: Path
         read_cohort(cfg, PreparedStore.open(cfg.data.store))
     with pytest.raises(ConfigError, match=r"task\.slabs: expected None as in training"):
         evaluate_translation(str(trained), [f"run.dir={tmp_path}", "task.slabs=[deep]"])
+    with pytest.raises(UserError, match=r"found one of translation: python -m finetuning\.evaluate"):
+        predict_command.main(["--checkpoint", str(trained), "--dicom", "scan.dcm", "--out", str(tmp_path)])

@@ -20,6 +20,7 @@ from utils.config.schema import StorageOptions
 from utils.storage import join, write_text
 
 NAME = "octa.tsv"
+OTHER = "other"  # than the slabs
 STRUCTURAL = "associated_structural_oct"
 ENFACE_COLUMNS = ("ophthalmic_image_type", "sop_instance_uid", "file_path")
 COLUMNS = (
@@ -89,7 +90,8 @@ def _row(volume: Entry | None, files: Sequence[Entry]) -> dict[str, str]:
     images = _images(files)
     for number, entry in enumerate(images, start=1):
         assert entry.octa is not None
-        cells = (entry.octa.image_type, entry.octa.sop_instance_uid, entry.path)
+        slab = slab_of(entry.octa.image_type) or OTHER  # a header's own words may name somebody
+        cells = (slab, entry.octa.sop_instance_uid, entry.path)
         for part, text in zip(ENFACE_COLUMNS, cells, strict=True):
             row[f"associated_enface_{number}_{part}"] = text
     row["kinds"] = ", ".join([FLOW_CUBE] * bool(cubes) + [f"{EN_FACE} {len(images)}"] * bool(images))

@@ -189,7 +189,10 @@ def test_the_index_lists_octa_files_as_what_they_are(
     assert len(ours) == len(theirs) == 3
     for row in theirs:
         own = ours[row["associated_structural_oct_sop_instance_uid"]]
-        for column in [c for c in row if c.startswith(("flow_cube", "associated_enface"))]:
+        assert [own[f"associated_enface_{n}_ophthalmic_image_type"] for n in range(1, 5)] == list(SLABS)
+        for column in [
+            c for c in row if c.startswith(("flow_cube", "associated_enface")) and "type" not in c
+        ]:
             assert str(own[column]).strip("/") == str(row[column]).strip("/"), column
         assert own["kinds"] == f"{FLOW_CUBE}, {EN_FACE} 4"
     before = {p.name: p.read_text() for p in (plain / "store" / "flow_rows").iterdir()}

@@ -27,6 +27,9 @@ def changed(tmp_path: Path, **changes: Any) -> Path:
     return path
 
 
+HALF = {"distribution": "int_uniform", "min": 0.5, "max": 3}
+
+
 def lr(**bounds: Any) -> dict[str, Any]:
     """A file whose learning rate is drawn between these."""
     return {"parameters": {"optim.base_lr": {"distribution": "log_uniform_values", **bounds}}}
@@ -71,6 +74,7 @@ def test_every_draw_of_the_shipped_file_is_a_configuration() -> None:
         ({"parameters": ["seed"]}, r"parameters: expected keys of the configuration, each .* \['seed'\]"),
         ({"parameters": {1: {"value": 1}, "a.b": {"value": 1}}}, "keys of the configuration, found 1"),
         ({"parameters": {"seed": 3}}, "parameters.seed: expected value, values, or min, max"),
+        ({"parameters": {"seed": HALF}}, "parameters.seed: expected value, values, or min, max"),
         ({"parameters": {"seed": {"values": 3}}}, "parameters.seed: expected value, values, or min, max"),
         (lr(min="1e-4", max=1e-3), "parameters.optim.base_lr: expected .* 'min': '1e-4'"),  # YAML 1.1: a text
         (lr(min=0, max=1e-3), "parameters.optim.base_lr: expected value"),

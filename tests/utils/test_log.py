@@ -96,7 +96,7 @@ class OnlineRun:
     def log_artifact(self, url: str, **_: str) -> None:
         self.sent.append(url)
 
-    def finish(self) -> None:
+    def finish(self, exit_code: int) -> None:
         self.sent.append("end")
 
 

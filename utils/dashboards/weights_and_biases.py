@@ -99,17 +99,18 @@ class WandbWriter:
         """Wait at most FINISH_TIMEOUT_S for the server; what it does not have by then stays on this disk."""
         if self._run is None:
             return
-        folder = Path(self._run.dir).parent
         try:
             self._run.finish(exit_code=int(is_failed))
         except TimeoutError:
-            text = "Weights & Biases has not taken everything within %g s; later: wandb sync %s"
-            log.warning(text, FINISH_TIMEOUT_S, folder)
-            self._forget()
+            self._leave(f"Weights & Biases has not taken everything within {FINISH_TIMEOUT_S:g} s")
         except self._failures as error:
-            log.warning("Weights & Biases did not end: %s; later: wandb sync %s", describe(error), folder)
-            self._forget()
+            self._leave(f"Weights & Biases did not end: {describe(error)}")
         self._run = None
+
+    def _leave(self, why: str) -> None:
+        """Say what became of the end, and how the rest gets there."""
+        log.warning("%s; later: wandb sync %s", why, Path(self._run.dir).parent)
+        self._forget()
 
 
 def has_api_key(base_url: str) -> bool:

@@ -2,23 +2,30 @@
 
 In: entries of a tree. Out: surfaces/PATH.surfaces.npz below the tables of each file with layers, and its
 path in the entry, for the column label_surfaces. The tables have to lie in the tree: a manifest's paths are
-below its root.
+below its root. Whether the lines of an FDA begin at its first B-scan or at its last is not written in it, and
+programs differ: the brightness step at the first boundary decides, in a few B-scans, as for height maps.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import IO
 
+import numpy as np
+
+from data_setup.height_maps import CLEARER, LEAST_STEP, edge_step
 from data_setup.index.candidates import SURFACES_ENDING
-from data_setup.index.look import OK, Entry
+from data_setup.index.look import OK, TO_FILL, Entry
 from data_setup.readers.dicom import open_file
-from data_setup.readers.faults import OCTReadError
-from data_setup.readers.vendor import kinds
+from data_setup.readers.faults import OCTReadError, RejectReason
+from data_setup.readers.vendor import kinds, topcon
+from data_setup.readers.vendor.surfaces import Surfaces
 from utils.config.schema import StorageOptions
 from utils.storage import join, write_bytes
 
 FOLDER = "surfaces"
+_LOOKED_AT = 8  # B-scans that say which way lines run
 
 
 def with_layers(root: str, out: str, entries: Sequence[Entry], options: StorageOptions) -> list[Entry]:
@@ -27,16 +34,31 @@ def with_layers(root: str, out: str, entries: Sequence[Entry], options: StorageO
 
 
 def _with_layers(root: str, out: str, entry: Entry, options: StorageOptions) -> Entry:
-    if entry.kind not in kinds.LAYERED or entry.status != OK:
+    if entry.kind not in kinds.LAYERED or entry.status not in (OK, *TO_FILL):
         return entry
     url = join(root, entry.path)
     try:
-        with open_file(url, options) as file:
-            drawn = kinds.surfaces(file, url)
-    except OCTReadError:  # of the layers alone: the volume is read without them
-        return entry
+        with open_file(kinds.split_part(url)[0], options) as file:
+            drawn = kinds.surfaces(entry.kind, file, url)
+            if drawn is not None and entry.kind == kinds.FDA:
+                drawn = _directed(drawn, file, url, entry)
+    except OCTReadError as error:  # of the layers alone: the volume is read without them
+        return replace(entry, without_layers=f"{error.reason}: {error.detail}")
     if drawn is None:
         return entry
     path = f"{FOLDER}/{entry.path}{SURFACES_ENDING}"
     write_bytes(join(out, path), drawn.to_bytes(), options)
     return replace(entry, label_surfaces=f"./{path}")  # ./ is the manifest's folder
+
+
+def _directed(drawn: Surfaces, file: IO[bytes], url: str, entry: Entry) -> Surfaces:
+    """The same with its lines as the B-scans run; raises OCTReadError no_edge where these do not tell."""
+    first = drawn.heights[0]
+    chosen = np.unique(np.linspace(0, len(first) - 1, _LOOKED_AT).astype(int))
+    frames = np.stack(list(topcon.stored_frames(file, url, set(chosen.tolist()))))
+    spacing = entry.spacing_mm[1] if entry.spacing_mm else np.inf  # of what a YAML still has to say: 1 row
+    steps = [edge_step(frames, rows[chosen], spacing) for rows in (first, first[::-1])]
+    if max(steps) < LEAST_STEP or max(steps) < CLEARER * min(steps):
+        expected = f"B-scans that get brighter below {drawn.names[0]} one way alone"
+        raise OCTReadError(url, RejectReason.NO_EDGE, expected, f"steps of {steps[0]:.2f} and {steps[1]:.2f}")
+    return drawn if steps[0] > steps[1] else replace(drawn, heights=drawn.heights[:, ::-1])

@@ -77,6 +77,7 @@ class Entry:
     files: str = ""  # of a folder: the pattern of its B-scans, where other images are in it
     sop_instance_uid: str = ""
     label_surfaces: str = ""  # the .npz of its layers, from the manifest's folder
+    without_layers: str = ""  # why those of the file are not used
     etdrs: dict[str, float] = field(default_factory=dict)
     octa: OctaHeader | None = None
 

@@ -35,6 +35,7 @@ def summarise(
         f"order of D  {_words(e.d_order for e in rows)}",
         *_people(rows),
         *_sets(rows),
+        *_layers(rows),
         *_missing(root, rows),
         *_left_out([entry for entry in entries if entry.status not in (OK, *TO_FILL)]),
     ]
@@ -118,6 +119,12 @@ def _sets(rows: Sequence[Entry]) -> list[str]:
     """The folders of which only a part of the images are taken for B-scans."""
     part = [f"{entry.path}/{entry.files}" for entry in rows if entry.files]
     return [f"taken of folders with other images: {len(part)} ({_some(part)}): column files"] if part else []
+
+
+def _layers(rows: Sequence[Entry]) -> list[str]:
+    """The files whose layers are not used, with the reason of the first."""
+    part = [entry for entry in rows if entry.without_layers]
+    return [f"layers not used: {len(part)} ({_names(part)}): {part[0].without_layers}"] if part else []
 
 
 def _missing(root: str, rows: Sequence[Entry]) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import hashlib
+import io
 import re
 import struct
 import sys
@@ -14,6 +15,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
+from data_setup.height_maps import edge_step
 from data_setup.index.cli import main as index
 from data_setup.readers.faults import RejectReason
 from data_setup.readers.open_record import open_record, source_stat
@@ -55,7 +57,7 @@ def test_a_vol_reads_as_eyepy_reads_it(tmp_path: Path) -> None:
     assert (header.laterality, header.flip_d) == ("L", True)
     assert header.orientation_source == "reference_coordinates"
     with path.open("rb") as file:
-        drawn = kinds.surfaces(file, str(path))
+        drawn = kinds.surfaces(kinds.VOL, file, str(path))
         assert kinds.patient_id(kinds.VOL, file, str(path)) == "P-77"
     assert drawn is not None
     assert drawn.names == ("ILM", "RNFL")  # the second, BM, is 0 everywhere
@@ -146,6 +148,28 @@ def test_each_series_of_an_e2e_with_its_own_eye(tmp_path: Path) -> None:
     assert source_stat(record(f"{path}#12", spacing_mm=SPACING)).size == path.stat().st_size
 
 
+def test_the_layers_of_a_series_are_those_that_eyepy_reads(tmp_path: Path) -> None:
+    reader = pytest.importorskip("eyepy.io.he.e2e_reader")
+    rows = np.random.default_rng(5).uniform(3, 30, (2, 4, 36)).astype(np.float32)
+    rows[0, 1, 3] = LARGEST
+    layers = {5: rows[0], 1: rows[1], 7: np.zeros((4, 36)), 99: rows[0]}  # INL, BM, one not drawn, no name
+    series = [
+        {"id": k, "side": "R", "values": e2e_values(k), "axial": 0.0039, "layers": part}
+        for k, part in ((12, layers), (15, {}))
+    ]
+    path = write_e2e(tmp_path / "eyes.E2E", series)
+    with reader.HeE2eReader(path) as opened:
+        theirs = next(one for one in opened.series if one.id == 12).get_layers()
+    with path.open("rb") as file:
+        assert kinds.surfaces(kinds.E2E, file, f"{path}#15") is None
+        drawn = kinds.surfaces(kinds.E2E, file, f"{path}#12")
+    assert drawn is not None
+    assert drawn.names == ("BM", "INL")
+    for heights, number in zip(drawn.heights, (1, 5), strict=True):
+        np.testing.assert_array_equal(heights, theirs[number])
+    assert np.isnan(drawn.heights).sum() == 1
+
+
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
@@ -230,6 +254,59 @@ def test_topcon_files_that_are_damaged(tmp_path: Path) -> None:
     assert reject(tmp_path / "eye.fds")[0] == RejectReason.HEADER_MISMATCH
 
 
+def two_of(data: bytes) -> bytes:
+    """The real FDA with its one B-scan of 128 twice."""
+    start, count = 920, 33200  # of @IMG_JPEG
+    twice = data[start : start + count] + data[start + 25 : start + count]
+    twice = twice[:17] + struct.pack("<I", 2) + twice[21:]
+    return data[: start - 4] + struct.pack("<I", len(twice)) + twice + data[start + count :]
+
+
+def slanted(frames: int = 8) -> tuple[np.ndarray, np.ndarray]:
+    """Voxels that are bright below a surface that falls from the first B-scan to the last, and its rows."""
+    rows = np.broadcast_to(np.arange(10, 10 + 2 * frames, 2)[:, None], (frames, 36))
+    noise = np.random.default_rng(7).integers(0, 30, (frames, 40, 36))
+    return (noise + 150 * (np.arange(40)[:, None] >= rows[:, None])).astype(np.uint8), rows
+
+
+@pytest.mark.parametrize("step", [1, -1])
+def test_the_boundaries_of_an_fda_are_laid_on_the_b_scans_that_they_fit(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], step: int
+) -> None:
+    """From the bottom of the image, whichever way its lines run; without an edge they are left out."""
+    voxels, rows = slanted()
+    stored = (39 - rows)[::step]  # the bottom row is 0
+    unknown = np.full_like(stored, 60000)
+    contours = {"MULTILAYERS_7": stored - 4, "MULTILAYERS_1": stored, "RETINA_3": unknown}
+    root = tmp_path / "tree"
+    write_topcon(root / "eye.fda", voxels, (0.36, 0.7), 9.0, contours=contours)
+    write_topcon(root / "flat.fda", voxels[:, ::-1].copy(), (0.36, 0.7), 9.0, contours=contours)
+    short = {"MULTILAYERS_1": stored[:5]}
+    write_topcon(root / "short.fda", voxels, (0.36, 0.7), 9.0, contours=short)
+    assert index([str(root)]) == 0
+    assert "layers not used: 2 (flat.fda, short.fda): no_edge: " in capsys.readouterr().out
+    with np.load(root / "surfaces" / "eye.fda.surfaces.npz") as file:
+        assert file["names"].tolist() == ["ILM", "BM"]
+        np.testing.assert_array_equal(file["surfaces"], [rows, rows + 4])
+    with (root / "manifest.tsv").open() as file:
+        cells = {row["filepath"]: row["label_surfaces"] for row in csv.DictReader(file, delimiter="\t")}
+    assert cells == {"eye.fda": "./surfaces/eye.fda.surfaces.npz", "flat.fda": "", "short.fda": ""}
+
+
+@needs_files
+def test_the_boundaries_of_a_real_fda_are_one_row_and_an_order_from_oct_converters() -> None:
+    """The digest is of oct-converter 0.7.0's array under numpy 1.26, as docs/guides/vendor-files.md says."""
+    path = VENDOR / "fda_minimized.fda"
+    with path.open("rb") as file:
+        drawn = topcon.contours(file, str(path), 650)
+    frame = next(topcon.stored_frames(io.BytesIO(two_of(path.read_bytes())), str(path), {0}))
+    assert list(drawn) == ["ILM", "RETINA_2", "RETINA_3", "BM"]
+    theirs = (drawn["ILM"][::-1] + 1).astype("<i4")
+    assert hashlib.sha256(theirs.tobytes()).hexdigest()[:16] == "ffff97049d6c933f"
+    steps = [edge_step(frame[None], drawn["ILM"][[line]], 0.0035) for line in (0, -1)]
+    assert steps[0] > 1.4 * steps[1]  # its one B-scan, the first, is that of the first line
+
+
 @needs_files
 def test_real_topcon_files_read_as_panimg_reads_them(tmp_path: Path) -> None:
     """The digests are of panimg 0.18.2's volumes, which pulls in GPL and SimpleITK and is no requirement."""
@@ -244,12 +321,8 @@ def test_real_topcon_files_read_as_panimg_reads_them(tmp_path: Path) -> None:
     assert (header.shape, header.laterality, header.device) == ((4, 3, 2), "L", "topcon_3doct_1000mk2")
     fda = VENDOR / "fda_minimized.fda"
     assert reject(fda)[0] == RejectReason.NOT_A_VOLUME
-    data = fda.read_bytes()
-    start, count = 920, 33200  # of @IMG_JPEG: its one B-scan of 128, twice
-    twice = data[start : start + count] + data[start + 25 : start + count]
-    twice = twice[:17] + struct.pack("<I", 2) + twice[21:]
     path = tmp_path / "two.fda"
-    path.write_bytes(data[: start - 4] + struct.pack("<I", len(twice)) + twice + data[start + count :])
+    path.write_bytes(two_of(fda.read_bytes()))
     write_yaml(tmp_path / "two.yaml", spacing_mm=[0.047, 0.0035, 0.0117])
     header, voxels = read(path, device="unknown")
     assert hashlib.sha256(voxels[0].astype("<u2").tobytes()).hexdigest()[:16] == "3c853644af5ecb20"

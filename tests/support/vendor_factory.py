@@ -81,7 +81,7 @@ def write_vol(path: Path, values: np.ndarray, spacing: Triple, **changes: Any) -
 
 
 def write_e2e(path: Path, series: Sequence[dict[str, Any]]) -> Path:
-    """One chunk of folders; each series: id, side (L | R), values uint16 [D, H, W], count, axial."""
+    """One chunk of folders; each series: id, side (L | R), values uint16 [D, H, W], count, axial, layers."""
     folders: list[tuple[tuple[int, ...], bytes]] = []  # (patient, study, series, slice, ind, type), content
     patient = (
         b"Given".ljust(31, b"\0") + b"Name".ljust(66, b"\0") + bytes(4) + b"F" + b"P-78".ljust(25, b"\0")
@@ -99,6 +99,10 @@ def write_e2e(path: Path, series: Sequence[dict[str, Any]]) -> Path:
             )
             meta += struct.pack("<3I2f", one.get("count", len(values)), index, one.get("pattern", 3), 0, y)
             folders.append(((*ids, 2 * index, 65535, 10004), meta.ljust(428, b"\0")))
+            for number, rows in one.get("layers", {}).items():
+                head = struct.pack("<5I", 0, number, 0, frame.shape[1], 0)
+                layer = head + rows[index].astype("<f4").tobytes()
+                folders.append(((*ids, 2 * index, 65535, 10019), layer))
             image = struct.pack("<5I", 2 * frame.size, 35652097, frame.size, *frame.shape) + frame.tobytes()
             folders.append(((*ids, 2 * index, 1, 1073741824), image))
     head = struct.pack("<12sI10H", b"CMDb", 100, *[0] * 10)
@@ -149,10 +153,17 @@ def write_topcon(
         "CAPTURE_INFO_02": bytes([more.get("eye", 1), mode]).ljust(118, b"\0"),
         "PARAM_SCAN_04": struct.pack("<3I5d", 0, 0, 0, *field_mm, axial_um, 0, 0).ljust(61, b"\0"),
     }
+    contours = b""
+    for name, rows in more.get("contours", {}).items():  # a chunk each, all with one name
+        head = struct.pack("<20sBBIII", name.encode(), 0, 0, width, len(rows), 2 * rows.size)
+        content = head + rows.astype("<u2").tobytes() + b"3.21".ljust(32, b"\0")
+        contours += chunks_of(CONTOUR_INFO=content)[:-1]
     path.parent.mkdir(parents=True, exist_ok=True)
     mark = b"FOCT" + kind + struct.pack("<II", 2, 1000)
     path.write_bytes(
-        mark + chunks_of(**{k: v for k, v in (scan | chunks).items() if k not in more.get("without", ())})
+        mark
+        + contours
+        + chunks_of(**{k: v for k, v in (scan | chunks).items() if k not in more.get("without", ())})
     )
     return path
 

@@ -21,6 +21,7 @@ from data_setup.readers.faults import OCTReadError, RejectReason
 from data_setup.readers.heidelberg import DEVICE
 from data_setup.readers.sidecar import MAX_VOLUME_BYTES, Sidecar, checked_frames, make_header
 from data_setup.readers.vendor.library import eyepy_module, parsing
+from data_setup.readers.vendor.surfaces import Surfaces
 
 _MODULE = "eyepy.io.he.e2e_reader"
 _MM_A_DEGREE = 0.2896  # eyepy's constant of a medium eye; proposed, never used
@@ -28,6 +29,8 @@ _PATTERNS = {1: "a single line", 2: "a circle", 5: "a star of radial lines"}
 _AGREE = 0.01  # relative: the axial spacing of file and manifest
 _PATIENT, _LATERALITY, _IMAGE, _B_SCAN_META = 9, 11, 1073741824, 10004  # types of folders
 _OCT = 35652097  # type of an image
+_LAYER = 10019
+_NO_VALUE = 3e38  # HEYEX writes the largest float32 where it measured nothing, and 0
 _SIDES = {ord("L"): "L", ord("R"): "R"}
 _FIELDS = ("patient_id", "study_id", "series_id", "slice_id", "pos", "start", "type", "size", "ind")
 
@@ -69,6 +72,31 @@ def patient_id(file: IO[bytes], url: str, part: str | None) -> str:
     patient = _chosen(_series(file, url), part, url).patient
     with parsing(url, "the folder of a patient"):
         return str(_data(patient, _PATIENT).patient_id).strip() if _PATIENT in patient.folders else ""
+
+
+def surfaces(file: IO[bytes], url: str, part: str | None) -> Surfaces | None:
+    """The boundaries that HEYEX drew, in the order of the frames, by eyepy's names; None without one.
+
+    Raises OCTReadError.
+    """
+    series = _chosen(_series(file, url), part, url)
+    slices = [series.slices[key] for key in sorted(series.slices)]
+    with parsing(url, "the boundaries of each B-scan"):
+        width = int(_data(slices[0], _B_SCAN_META).size_x)
+        numbers = eyepy_module(_MODULE, url).SEG_MAPPING
+        names = {number: name for name, number in numbers.items()}
+        heights = np.full((len(names), len(slices), width), np.nan, np.float32)
+        for index, one in enumerate(slices):
+            for layer in (folder.data for folder in one.folders.get(_LAYER, [])):
+                values = np.asarray(layer.data, np.float32)
+                if layer.id in names and len(values) == width:
+                    heights[list(names).index(layer.id), index] = values
+    heights[~((heights > 0) & (heights < _NO_VALUE))] = np.nan
+    is_drawn = ~np.isnan(heights).all(axis=(1, 2))
+    if not is_drawn.any():
+        return None
+    drawn = tuple(name for name, kept in zip(names.values(), is_drawn, strict=True) if kept)
+    return Surfaces(heights[is_drawn], drawn)
 
 
 def _series(file: IO[bytes], url: str) -> list[Any]:

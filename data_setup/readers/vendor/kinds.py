@@ -12,7 +12,7 @@ from data_setup.readers.vendor.surfaces import Surfaces
 
 E2E, VOL, FDA, FDS, IMG = "Heidelberg E2E", "Heidelberg VOL", "Topcon FDA", "Topcon FDS", "Zeiss IMG"
 KINDS = (E2E, VOL, FDA, FDS, IMG)
-LAYERED = (VOL,)
+LAYERED = (VOL, E2E, FDA)
 HEADED = (E2E, VOL, FDA, FDS)  # the file says the eye and the person
 
 
@@ -38,9 +38,16 @@ def patient_id(kind: str, file: IO[bytes], url: str) -> str:
     return topcon.patient_id(file, url)
 
 
-def surfaces(file: IO[bytes], url: str) -> Surfaces | None:
-    """The layers of a LAYERED kind, in the order of the file; None without any. Raises OCTReadError."""
-    return vol.surfaces(file, url)
+def surfaces(kind: str, file: IO[bytes], url: str) -> Surfaces | None:
+    """The layers of a LAYERED kind, in the order of the file; None without any. Raises OCTReadError.
+
+    An FDA does not say to which end of the B-scans its first line belongs: data_setup/index/layers.py looks.
+    """
+    if kind == VOL:
+        return vol.surfaces(file, url)
+    if kind == E2E:
+        return e2e.surfaces(file, url, split_part(url)[1])
+    return topcon.surfaces(file, url)
 
 
 def split_part(url: str) -> tuple[str, str | None]:

@@ -5,13 +5,16 @@ FDA holds a JPEG 2000 codestream for each B-scan (@IMG_JPEG), FDS 16-bit values 
 in um; the eye from @CAPTURE_INFO. The layout is that of uocte's wiki, and reads as panimg 0.18 reads it; no
 library that fits beside this project's versions opens these files. No chunk says which way the B-scans run:
 the order along D stays unknown. Names and dates of people are not read.
+
+Boundaries of an FDA (@CONTOUR_INFO) are rows from the bottom: the bottom row is 0. In a real file the first
+line of each is that of the first B-scan; oct-converter 0.7 reverses them, and gives one row more.
 """
 
 from __future__ import annotations
 
 import re
 import struct
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from dataclasses import dataclass
 from typing import IO, Any
 
@@ -21,6 +24,7 @@ from pylibjpeg import decode
 from data_setup.protocols import DEVICES
 from data_setup.readers.faults import OCTReadError, RejectReason, number
 from data_setup.readers.sidecar import MAX_VOLUME_BYTES, Sidecar, checked_frames, make_header, reading
+from data_setup.readers.vendor.surfaces import Surfaces
 
 _MAX_CHUNKS = 1000
 _RASTER = 2  # scan mode of a 3D raster in the files that were seen
@@ -29,6 +33,22 @@ _EYES = (b"@CAPTURE_INFO_02", b"@CAPTURE_INFO")
 _FIELDS = {b"@PARAM_SCAN_04": 12, b"@PARAM_SCAN_02": 21}  # bytes before the width of the field
 _PATIENTS = (b"@PATIENT_INFO_02", b"@PATIENT_INFO")
 _MODELS = (b"@HW_INFO_03", b"@HW_INFO_02", b"@HW_INFO_01")
+_CONTOUR = "<20sBBIII"  # name, method, format, width, height, bytes
+_VALUES = {0: "<u2", 1: "<f8"}  # of a format
+_BOUNDARIES = {  # oct-converter's names; RETINA_2 and _3 have two in two programs, so they keep their own
+    "RETINA_1": "ILM",
+    "RETINA_4": "BM",
+    "MULTILAYERS_1": "ILM",
+    "MULTILAYERS_2": "RNFL_GCL",
+    "MULTILAYERS_3": "GCL_IPL",
+    "MULTILAYERS_4": "IPL_INL",
+    "MULTILAYERS_5": "MZ_EZ",
+    "MULTILAYERS_6": "IZ_RPE",
+    "MULTILAYERS_7": "BM",
+    "MULTILAYERS_8": "INL_OPL",
+    "MULTILAYERS_9": "ELM",
+    "MULTILAYERS_10": "CSI",
+}
 _Chunks = dict[bytes, tuple[int, int]]  # name -> first byte, length
 
 
@@ -64,11 +84,54 @@ def read(file: IO[bytes], url: str, sidecar: Sidecar, kind: str) -> Iterator[Any
     yield from checked_frames(stored_frames(file, url), header)
 
 
-def stored_frames(file: IO[bytes], url: str) -> Iterator[np.ndarray]:
-    """The values as stored, [H, W] in file order: uint8 of an FDA, uint16 of an FDS; raises OCTReadError."""
+def stored_frames(file: IO[bytes], url: str, wanted: Container[int] | None = None) -> Iterator[np.ndarray]:
+    """The values as stored, [H, W] in file order: uint8 of an FDA, uint16 of an FDS; raises OCTReadError.
+
+    `wanted`: numbers of the B-scans to decode, from 0; None: all.
+    """
     with reading(url, RejectReason.CORRUPT_FILE, "the chunks of a Topcon file"):
         voxels = _voxels(file, _chunks(file, url), url)
-    return (_jpeg_frames if voxels.is_jpeg else _raw_frames)(file, voxels, url)
+    every = range(voxels.shape[0]) if wanted is None else wanted
+    return (_jpeg_frames if voxels.is_jpeg else _raw_frames)(file, voxels, url, every)
+
+
+def surfaces(file: IO[bytes], url: str) -> Surfaces | None:
+    """The boundaries that an FDA holds, in its own order; None without one. Raises OCTReadError."""
+    with reading(url, RejectReason.CORRUPT_FILE, "the chunks of a Topcon file"):
+        shape = _voxels(file, _chunks(file, url), url).shape
+        every = contours(file, url, shape[1])
+    for name, rows in every.items():
+        if rows.shape != shape[::2]:
+            expected = f"{name} of {shape[0]} x {shape[2]}, as the B-scans"
+            raise OCTReadError(
+                url, RejectReason.FRAME_SIZE_MISMATCH, expected, " x ".join(map(str, rows.shape))
+            )
+    drawn = {name: rows for name, rows in every.items() if not np.isnan(rows).all()}
+    if not drawn:
+        return None
+    by_depth = sorted(drawn, key=lambda name: float(np.nanmean(drawn[name])))
+    return Surfaces(np.stack([drawn[name] for name in by_depth]), tuple(by_depth))
+
+
+def contours(file: IO[bytes], url: str, height: int) -> dict[str, np.ndarray]:
+    """{name: float32 [B-scans, A-scans]} of an FDA, rows of images of `height` from the top, 0 the first.
+
+    NaN where the file has no row of the image. Raises OCTReadError, struct.error.
+    """
+    result: dict[str, np.ndarray] = {}
+    head = struct.calcsize(_CONTOUR)
+    for place, count in (place for name, place in _walk(file, url) if name == b"@CONTOUR_INFO"):
+        file.seek(place)
+        label, _, form, columns, lines, _ = struct.unpack(_CONTOUR, file.read(head))
+        kind = np.dtype(_VALUES.get(form, "V1"))
+        if form not in _VALUES or head + columns * lines * kind.itemsize > count:
+            expected = "boundaries of 16 or 64 bits in a chunk of their size"
+            raise OCTReadError(url, RejectReason.CORRUPT_FILE, expected, f"format {form}, {count} bytes")
+        values = np.frombuffer(file.read(columns * lines * kind.itemsize), kind).reshape(lines, columns)
+        rows = height - 1 - values.astype(np.float32)
+        rows[~((rows >= 0) & (rows < height))] = np.nan
+        result[_BOUNDARIES.get(_text(label), _text(label))] = rows
+    return result
 
 
 def patient_id(file: IO[bytes], url: str) -> str:
@@ -80,8 +143,13 @@ def patient_id(file: IO[bytes], url: str) -> str:
 
 def _chunks(file: IO[bytes], url: str) -> _Chunks:
     """Each chunk's place by name, of the first with that name."""
+    return dict(reversed(_walk(file, url)))
+
+
+def _walk(file: IO[bytes], url: str) -> list[tuple[bytes, tuple[int, int]]]:
+    """Name and place of every chunk."""
     size = file.seek(0, 2)
-    chunks: _Chunks = {}
+    chunks = []
     place = 15  # after the mark and the version
     for _ in range(_MAX_CHUNKS):
         file.seek(place)
@@ -90,7 +158,7 @@ def _chunks(file: IO[bytes], url: str) -> _Chunks:
             break
         name, count = file.read(length[0]), struct.unpack("<I", file.read(4))[0]
         place += 1 + length[0] + 4
-        chunks.setdefault(name, (place, count))
+        chunks.append((name, (place, count)))
         place += count
         if place > size:
             expected = f"{place} bytes, as its chunks say"
@@ -149,7 +217,7 @@ def _spacing(
     return [height / (shape[0] - 1), axial_um / 1000, width / shape[2]], name.decode()
 
 
-def _jpeg_frames(file: IO[bytes], voxels: _Voxels, url: str) -> Iterator[np.ndarray]:
+def _jpeg_frames(file: IO[bytes], voxels: _Voxels, url: str, wanted: Container[int]) -> Iterator[np.ndarray]:
     place = voxels.start
     for index in range(voxels.shape[0]):
         with reading(url, RejectReason.CORRUPT_PIXEL_DATA, f"JPEG 2000 of B-scan {index + 1}"):
@@ -158,13 +226,14 @@ def _jpeg_frames(file: IO[bytes], voxels: _Voxels, url: str) -> Iterator[np.ndar
             place += 4 + length
             if place > voxels.end:
                 raise ValueError("the chunk ends before the B-scan")
-            frame = decode(file.read(length))
-        yield frame
+            frame = decode(file.read(length)) if index in wanted else None
+        if frame is not None:
+            yield frame
 
 
-def _raw_frames(file: IO[bytes], voxels: _Voxels, url: str) -> Iterator[np.ndarray]:
+def _raw_frames(file: IO[bytes], voxels: _Voxels, url: str, wanted: Container[int]) -> Iterator[np.ndarray]:
     frames, height, width = voxels.shape
-    for index in range(frames):
+    for index in (index for index in range(frames) if index in wanted):
         file.seek(voxels.start + index * 2 * height * width)
         with reading(url, RejectReason.TRUNCATED_PIXEL_DATA, f"values of B-scan {index + 1}"):
             frame = np.frombuffer(file.read(2 * height * width), "<u2").reshape(height, width)

@@ -92,11 +92,10 @@ def surfaces(file: IO[bytes], url: str, part: str | None) -> Surfaces | None:
                 if layer.id in names and len(values) == width:
                     heights[list(names).index(layer.id), index] = values
     heights[~((heights > 0) & (heights < _NO_VALUE))] = np.nan
-    is_drawn = ~np.isnan(heights).all(axis=(1, 2))
-    if not is_drawn.any():
+    drawn = [place for place in range(len(names)) if not np.isnan(heights[place]).all()]
+    if not drawn:
         return None
-    drawn = tuple(name for name, kept in zip(names.values(), is_drawn, strict=True) if kept)
-    return Surfaces(heights[is_drawn], drawn)
+    return Surfaces(heights[drawn], tuple(list(names.values())[place] for place in drawn))
 
 
 def _series(file: IO[bytes], url: str) -> list[Any]:

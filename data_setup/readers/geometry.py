@@ -159,7 +159,7 @@ def check_geometry(
     }
     # A count of frames that no item bears out may be any number: nothing of that length is made.
     is_described = len(raw.positions) == shape[0]
-    order, distance = _order(raw, shape[0], stated, url) if is_described else (None, None)
+    order, distance = _order(raw.numbers, shape[0], stated, url) if is_described else (None, None)
     spacing_mm, source = _spacing(raw, shape[0], distance, device, protocol, url)
     if lines is not None and raw.reference_unit == "mm":
         _check_lengths(lines, shape[2] * spacing_mm[2], url)
@@ -192,6 +192,17 @@ def _check_directions(raw: RawGeometry, url: str) -> None:
         "rows of ImageOrientationPatient": np.array(planes)[:, :3],
         "columns of ImageOrientationPatient": np.array(planes)[:, 3:],
     }
+    _check_parallel(vectors, url)
+    rows, columns = vectors["ReferenceCoordinates"].sum(axis=0)
+    x, y, z = vectors["rows of ImageOrientationPatient"].sum(axis=0)
+    is_mirrored = columns < -abs(rows) if lines is not None else x < -max(abs(y), abs(z))
+    if is_mirrored:
+        expected = "B-scans from left to right on the localizer, or to the patient's left"
+        raise OCTReadError(url, RejectReason.HEADER_MISMATCH, expected, "from right to left, so mirrored")
+
+
+def _check_parallel(vectors: dict[str, np.ndarray], url: str) -> None:
+    """Raise not_a_volume where a vector of a B-scan [frames, axes] has another direction than the first."""
     for name, some in vectors.items():
         lengths = np.linalg.norm(some, axis=1)
         base = some[np.argmax(lengths > _SHORT)]
@@ -201,12 +212,20 @@ def _check_directions(raw: RawGeometry, url: str) -> None:
             expected = f"parallel B-scans of one direction ({name})"
             actual = f"B-scan {index + 1} turned by {angle:.0f} degrees"
             raise OCTReadError(url, RejectReason.NOT_A_VOLUME, expected, actual)
-    rows, columns = vectors["ReferenceCoordinates"].sum(axis=0)
-    x, y, z = vectors["rows of ImageOrientationPatient"].sum(axis=0)
-    is_mirrored = columns < -abs(rows) if lines is not None else x < -max(abs(y), abs(z))
-    if is_mirrored:
-        expected = "B-scans from left to right on the localizer, or to the patient's left"
-        raise OCTReadError(url, RejectReason.HEADER_MISMATCH, expected, "from right to left, so mirrored")
+
+
+def check_lines(lines: np.ndarray, unit: str, url: str) -> None:
+    """Raise as check_geometry where B-scans, in the order of their numbers, have lines [frames, 2 (start,
+    end), 2] that are not parallel, even and in this order; which way `unit` runs is not known.
+    """
+    middles = lines.mean(axis=1)
+    if not _are_near(lines.ravel()) or not np.ptp(middles, axis=0).any():
+        return  # placeholders
+    _check_parallel({"start to end": lines[:, 1] - lines[:, 0]}, url)
+    order, _ = _order((), len(lines), {"places": (middles, unit)}, url)
+    if not np.array_equal(order, np.arange(len(lines))):
+        expected = "B-scans in the order of their numbers"
+        raise OCTReadError(url, RejectReason.HEADER_MISMATCH, expected, "another order of their places")
 
 
 def _check_lengths(lines: np.ndarray, width: float, url: str) -> None:
@@ -219,10 +238,13 @@ def _check_lengths(lines: np.ndarray, width: float, url: str) -> None:
 
 
 def _order(
-    raw: RawGeometry, frames: int, stated: dict[str, tuple[np.ndarray, str]], url: str
+    values: tuple[tuple[float, ...] | None, ...],
+    frames: int,
+    stated: dict[str, tuple[np.ndarray, str]],
+    url: str,
 ) -> tuple[np.ndarray, float | None]:
     """(indices of the frames in order, distance between B-scans in mm or None)."""
-    order, distance = _order_by_number(raw.numbers, frames, bool(stated), url), None
+    order, distance = _order_by_number(values, frames, bool(stated), url), None
     for count, (name, (points, unit)) in enumerate(stated.items()):
         along = _along_line(points, name, url)
         if along[order[-1]] < along[order[0]]:

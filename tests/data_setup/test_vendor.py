@@ -126,6 +126,19 @@ def test_real_vol_files(tmp_path: Path) -> None:
 # E2E
 
 
+def lines(*heights: float) -> list[tuple[float, ...]]:
+    """Places of B-scans from left to right, in degrees."""
+    return [(-15, y, 15, y) for y in heights]
+
+
+@pytest.mark.parametrize("places", [lines(8.5, 9, 9.5, 10), lines(0, 0, 0, 0), [(0, 0, 0, 0)] * 4])
+def test_an_e2e_without_places_or_with_even_ones_opens(
+    tmp_path: Path, places: list[tuple[float, ...]]
+) -> None:
+    series = {"id": 12, "side": "R", "values": e2e_values(1), "axial": 0.0039, "places": places}
+    assert read(str(write_e2e(tmp_path / "eye.E2E", [series])), spacing_mm=SPACING)[0].shape[0] == 4
+
+
 def test_each_series_of_an_e2e_with_its_own_eye(tmp_path: Path) -> None:
     values = {12: e2e_values(1), 15: e2e_values(2)}
     series = [{"id": k, "side": s, "values": values[k], "axial": 0.0039} for k, s in ((12, "R"), (15, "L"))]
@@ -176,6 +189,11 @@ def test_the_layers_of_a_series_are_those_that_eyepy_reads(tmp_path: Path) -> No
         ({"count": 5}, RejectReason.FRAME_COUNT_MISMATCH),
         ({"pattern": 2}, RejectReason.NOT_A_VOLUME),
         ({"values": e2e_values(1)[:1]}, RejectReason.NOT_A_VOLUME),
+        ({"places": lines(10, 9.5, 9, 7)}, RejectReason.FRAME_COUNT_MISMATCH),
+        ({"places": lines(10, 9, 9.5, 8.5)}, RejectReason.HEADER_MISMATCH),
+        ({"places": lines(10, 9.5, 9.5, 9)}, RejectReason.NOT_A_VOLUME),
+        ({"places": [*lines(10, 9.5, 9), (15, 8.5, -15, 8.5)]}, RejectReason.NOT_A_VOLUME),
+        ({"places": [*lines(10, 9.5, 9), (-10, 18.5, 10, -1.5)]}, RejectReason.NOT_A_VOLUME),
     ],
 )
 def test_an_e2e_that_is_no_whole_raster(tmp_path: Path, change: dict[str, Any], reason: RejectReason) -> None:

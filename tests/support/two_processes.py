@@ -1,7 +1,8 @@
-"""What one of two processes of a run does: `python -m tests.support.two_processes OUT`.
+"""What one of two processes of a run does: `python -m tests.support.two_processes OUT [compiled]`.
 
 In: RANK and the other variables that torchrun sets. Out: the first saves to OUT what each of them has
 ("each"), and what it met when the other one was gone half-way through an update of spread weights ("lost").
+With `compiled`: what each has of the compiled cases, and its counts of programs and of graph breaks.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Any
 
 import torch
 
+from models.engine_kernels import choose_kernels
 from models.optimizer import shard_state
 from models.predictor import MlpPredictor
 from pretraining import trial
@@ -19,6 +21,7 @@ from pretraining.gauges.monitor import target_drift, update_ratio
 from pretraining.run import Run
 from pretraining.step import Update, Watch, build_optimizer, train_step
 from tests.support.model_factory import nano_model, small_config, uint8_batch
+from tests.support.planted_pickle import forbid_pickle
 from utils.runtime.open import open_runtime
 from utils.runtime.processes import LostPeer
 from utils.runtime.single import Runtime
@@ -35,15 +38,18 @@ CASES = {  # recipe, overrides, accumulation
     "sharded": ("ascan", (SHARDED, "train.activation_checkpointing=true", "method.dropout=0.1"), 2),
     "sharded_methods": ("methods", (SHARDED,), 1),
 }
+COMPILE = "train.compile=true"
+COMPILED = {"compiled": ("vjepa2", (COMPILE,), 1), "compiled_sharded": ("vjepa2", (COMPILE, SHARDED), 1)}
 
 
 def losses_and_weights(runtime: Runtime, name: str) -> tuple[list[float], dict[str, torch.Tensor]]:
     """Three updates of a case, of which the second is not finite."""
-    recipe, overrides, accumulation = CASES[name]
+    recipe, overrides, accumulation = (CASES | COMPILED)[name]
     cfg = small_config(recipe, f"train.global_batch_size={SAMPLES}", *overrides)
     model = nano_model(cfg).train()
     if isinstance(model.predictor, MlpPredictor):
         model.predictor.norm.total = runtime.group.sum_with_gradient
+    choose_kernels(model, cfg, runtime)
     optimizer = build_optimizer(model, cfg)
     shard_state(model, optimizer, cfg, runtime)
     losses, gauges = [], []
@@ -106,14 +112,29 @@ def met_without_peer(runtime: Runtime) -> list[Any]:
     raise AssertionError("expected the other process to be missed")
 
 
-def main(out: str) -> None:
+def save_compiled(runtime: Runtime, out: str) -> None:
+    saved = {name: losses_and_weights(runtime, name) for name in COMPILED}
+    counters = torch._dynamo.utils.counters
+    counts = [counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())]
+    everyone = runtime.group.gather_objects([saved, counts])
+    if runtime.group.is_first:
+        torch.save(everyone, out)
+    runtime.group.close()
+
+
+def main(out: str, what: str = "plain") -> None:
     torch.set_num_threads(1)
     runtime = open_runtime(use_bf16=False, data_timeout_s=1.0)
+    if what == "compiled":
+        save_compiled(runtime, out)
+        return
+    pickle_again = forbid_pickle()  # a peer may be anybody
     settled = [settled_batch(runtime)]
     saved = {name: losses_and_weights(runtime, name) for name in CASES}
     settled += [settled_batch(runtime, SHARDED)]  # last, as the sharded cases: from then on weights are parts
     everyone = runtime.group.gather_objects([settled, saved])
     lost = met_without_peer(runtime)  # the group is gone after it
+    pickle_again()
     torch.save({"each": everyone, "lost": lost}, out)
 
 

@@ -81,7 +81,7 @@ def write_vol(path: Path, values: np.ndarray, spacing: Triple, **changes: Any) -
 
 
 def write_e2e(path: Path, series: Sequence[dict[str, Any]]) -> Path:
-    """One chunk of folders; each series: id, side (L | R), values uint16 [D, H, W], count, axial, layers."""
+    """One chunk of folders; a series: id, side (L | R), values uint16 [D, H, W], count, axial, layers, places."""
     folders: list[tuple[tuple[int, ...], bytes]] = []  # (patient, study, series, slice, ind, type), content
     patient = (
         b"Given".ljust(31, b"\0") + b"Name".ljust(66, b"\0") + bytes(4) + b"F" + b"P-78".ljust(25, b"\0")
@@ -93,7 +93,7 @@ def write_e2e(path: Path, series: Sequence[dict[str, Any]]) -> Path:
         values = one["values"]
         for index, frame in enumerate(values):
             y = 10.0 - index * 0.5
-            places = (-15.0, y, 15.0, y)
+            places = one["places"][index] if "places" in one else (-15.0, y, 15.0, y)
             meta = struct.pack(
                 "<3I4fI3fI2f2I", 0, *frame.shape, *places, 0, 0, one["axial"], 0, 0, 0, 0, 0, frame.shape[1]
             )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,6 +14,8 @@ from models.engine_kernels import choose_kernels
 from pretraining.train import train
 from tests.support.model_factory import nano_model, small_config
 from tests.support.pipeline_factory import pipeline_config
+from tests.support.process_factory import run_two
+from tests.support.two_processes import COMPILED, losses_and_weights
 from utils.checkpoint import load_checkpoint
 from utils.errors import UserError
 from utils.runtime.single import Runtime
@@ -46,6 +49,21 @@ def test_a_compiled_run_has_the_losses_of_an_eager_one(folder: Path, tmp_path: P
     assert losses[1] != losses[0]  # by rounding: another program ran
     last = (load_checkpoint(str(run / "checkpoints" / "step_00000012.pt"))["model"] for run in runs)
     assert len({tuple(state) for state in last}) == 1  # names of parameters
+
+
+@pytest.mark.slow
+def test_two_processes_compile_with_whole_and_with_spread_weights(tmp_path: Path) -> None:
+    """The losses and norms of one eager process; each process compiles both branches of each encoder and
+    predictor, once a case.
+    """
+    out = tmp_path / "compiled.pt"
+    run_two([sys.executable, "-m", "tests.support.two_processes", str(out), "compiled"], tmp_path / "process")
+    losses, weights = losses_and_weights(Runtime(torch.device("cpu"), use_bf16=False), "vjepa2")
+    for saved, (graphs, breaks) in torch.load(out, weights_only=True):
+        assert (graphs, breaks) == (6 * len(COMPILED), 0)
+        for name in COMPILED:
+            assert saved[name][0] == pytest.approx(losses, rel=1e-4, nan_ok=True), name
+            assert saved[name][1].keys() == weights.keys()
 
 
 def test_who_cannot_compile_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:

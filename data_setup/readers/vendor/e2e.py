@@ -2,10 +2,11 @@
 
 A file may hold many series, of both eyes. A series is a volume where it has two B-scans or more; a path
 names one of several as `eye.E2E#ID`, with the ID that the file gives it. Slices are ordered by their
-number, and have to be as many as each of them says. The eye is each series' own; eyepy's property of it
-gives 82 and 76 instead. E2E states the axial spacing in mm, and places in degrees. No number turns these
-into mm without the length of the eye: spacing_mm comes from the manifest or a YAML, and the reject says
-what a medium eye would have. Which way the degrees run is not known: the order along D stays unknown.
+number, have to be as many as each of them says, and to lie parallel and evenly spaced where their places
+are given. The eye is each series' own; eyepy's property of it gives 82 and 76 instead. E2E states the axial
+spacing in mm, and places in degrees. No number turns these into mm without the length of the eye: spacing_mm
+comes from the manifest or a YAML, and the reject says what a medium eye would have. Which way the degrees
+run is not known: the order along D stays unknown.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import IO, Any
 import numpy as np
 
 from data_setup.readers.faults import OCTReadError, RejectReason
+from data_setup.readers.geometry import check_lines
 from data_setup.readers.heidelberg import DEVICE
 from data_setup.readers.sidecar import MAX_VOLUME_BYTES, Sidecar, checked_frames, make_header
 from data_setup.readers.vendor.library import eyepy_module, parsing
@@ -161,6 +163,8 @@ def _check(metas: Sequence[Any], shape: tuple[int, int, int], url: str) -> None:
     if sorted(set(numbers)) != numbers:
         expected = "B-scans in the order of their numbers"
         raise OCTReadError(url, RejectReason.HEADER_MISMATCH, expected, "another order")
+    lines = [((meta.start_x, meta.start_y), (meta.end_x, meta.end_y)) for meta in metas]
+    check_lines(np.array(lines, float), "degrees", url)
 
 
 def _in_degrees(metas: Sequence[Any], shape: tuple[int, int, int], axial: float) -> str:

@@ -220,6 +220,9 @@ def test_the_manifest_tells_the_cirrus_distance(tmp_path: Path, model: str | Non
     assert np.array_equal(volume, speckle(16))
     own = read(path, device="cirrus_of_clinic_a", protocol="cube")[0] if model == "HD-OCT 5000" else None
     assert own is None or own.spacing_mm == LATERAL
+    reason, text = reject(path, device="zeiss_cirrus", protocol="cube")  # the device alone, without a field
+    assert reason == RejectReason.MISSING_SPACING
+    assert "which Cirrus fills with the lateral" in text
 
 
 @pytest.mark.parametrize(

@@ -415,7 +415,7 @@ def test_a_killed_run_leaves_no_tree_and_is_begun_again(tmp_path: Path) -> None:
     arguments = ["--out", str(out), "--participants", "3", "--seed", "5"]
     command = [sys.executable, "-m", "data_setup.phantom", *arguments, "--workers", "2"]
     with subprocess.Popen(command, cwd=Path(__file__).parents[2], stderr=subprocess.DEVNULL) as process:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 300
         while not list(partial_out.rglob("*.dcm")):
             assert time.monotonic() < deadline
             assert process.poll() is None

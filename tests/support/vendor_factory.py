@@ -81,7 +81,7 @@ def write_vol(path: Path, values: np.ndarray, spacing: Triple, **changes: Any) -
 
 
 def write_e2e(path: Path, series: Sequence[dict[str, Any]]) -> Path:
-    """One chunk of folders; a series: id, side (L | R), values uint16 [D, H, W], count, axial, layers, places."""
+    """One chunk of folders; each series: id, side, values uint16 [D, H, W], count, axial, layers, places."""
     folders: list[tuple[tuple[int, ...], bytes]] = []  # (patient, study, series, slice, ind, type), content
     patient = (
         b"Given".ljust(31, b"\0") + b"Name".ljust(66, b"\0") + bytes(4) + b"F" + b"P-78".ljust(25, b"\0")

@@ -48,9 +48,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         "--eyes", type=eye_count, default=NUM_EYES, metavar="N", help=f"at most so many planted ({NUM_EYES})"
     )
     parser.add_argument(
-        "--no-occlusion",
-        action="store_true",
-        help="score the map of one forward pass alone, in a tenth of the time",
+        "--quick", action="store_true", help="one forward pass an eye: neither occlusion nor deletion"
     )
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     return parser.parse_intermixed_args(argv)
@@ -62,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     # here: torch takes seconds to import
     from finetuning.explanations.run import explain
 
-    return explain(args.head, args.eyes, not args.no_occlusion, args.overrides)
+    return explain(args.head, args.eyes, args.quick, args.overrides)
 
 
 if __name__ == "__main__":

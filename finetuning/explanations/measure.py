@@ -61,7 +61,7 @@ def measure(
     num_outputs: int,
     runtime: Runtime,
 ) -> Measured:
-    """Score the maps of evidence.methods_of, all or the first alone, of every arm on every eye."""
+    """Score the maps of evidence.methods_of of every arm on every eye; of the first alone no deletion."""
     weights_C = against_others(eyes.target, num_outputs).to(runtime.device)
     maps: dict[Key, list[np.ndarray]] = {}
     margins: dict[str, list[float]] = {arm.name: [] for arm in arms}
@@ -88,6 +88,8 @@ def measure(
                     maps.setdefault((arm.name, OCCLUSION), []).append(one.numpy())
         if number < len(eyes.rows):
             bright.append(_brightness(batch["volume"], cfg))
+            if OCCLUSION not in methods:
+                continue
             own = {name: many[-1] for (arm, name), many in maps.items() if arm == TRAINED}
             orders = _orders(own, eyes, number, cfg.seed)
             for name, loss in _losses(arms[0], orders, view, valid_1N, weights_C, cfg, runtime).items():

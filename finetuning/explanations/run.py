@@ -37,7 +37,7 @@ FORMAT_VERSION = 1
 DRAWN_EYES, DPI = 3, 90
 
 
-def explain(wanted: str, num_eyes: int, with_occlusion: bool, overrides: Sequence[str]) -> int:
+def explain(wanted: str, num_eyes: int, quick: bool, overrides: Sequence[str]) -> int:
     """Write the files and print the table. Raises UserError."""
     setup_logging()
     prefix = "model.checkpoint="  # the same encoder in another place; open_head compares checksums
@@ -50,7 +50,7 @@ def explain(wanted: str, num_eyes: int, with_occlusion: bool, overrides: Sequenc
     cohort = _cohort(head, store)
     eyes = find_eyes(cfg, store, cohort, num_eyes)
     arms = build_arms(head, store, cohort, runtime)
-    methods = methods_of(head.state["head_kind"])[: 2 if with_occlusion else 1]
+    methods = methods_of(head.state["head_kind"])[: 1 if quick else 2]
     measured = measure(cfg, store, arms, methods, eyes, cohort.num_outputs, runtime)
     content = {
         "format_version": FORMAT_VERSION,

@@ -17,6 +17,10 @@ from models.probes.intervals import interval95, participant_draws
 
 PLAIN = {BRIGHTNESS: "no head: grey value of the token", PLACE: "no head: where other eyes have the change"}
 CONTROLS = (RANDOM_HEAD, RANDOM_ENCODER)
+DELETION = (
+    "Deletion: what the head's output loses while the first 2 to 20 % of the tokens are hidden, in its "
+    "standard deviations over all eyes."
+)
 
 
 def mean_over_people(values_n: np.ndarray, person_n: np.ndarray) -> np.ndarray:
@@ -119,14 +123,14 @@ def markdown(content: Mapping[str, Any]) -> str:
         names = LABELS.get(row["arm"]) or PLAIN[row["arm"]], row["method"] or "the same for any head"
         numbers = f"{row['auprc']['mean']:.3f}", _interval(row["auprc"]), _signed(row["above_chance"])
         lines.append(f"| {' | '.join([*names, *numbers, above])} |")
-    lines += [
-        "",
-        "Deletion: what the head's output loses while the first 2 to 20 % of the tokens are hidden, in its "
-        "standard deviations over all eyes.",
-        "",
-        "| order | mean loss | 95 % interval | above a random order |",
-        "|---|---|---|---|",
-    ]
+    if content["deletion"]:
+        lines += [
+            "",
+            DELETION,
+            "",
+            "| order | mean loss | 95 % interval | above a random order |",
+            "|---|---|---|---|",
+        ]
     for row in content["deletion"]:
         loss, above = row["loss"], row["above_random"]
         lines.append(f"| {row['order']} | {loss['mean']:.2f} | {_interval(loss, 2)} | {_signed(above, 2)} |")

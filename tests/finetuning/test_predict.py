@@ -181,6 +181,12 @@ def test_a_head_is_explained_and_predictions_show_its_best_map(
     assert (run / "explanations.png").read_bytes().startswith(b"\x89PNG")
     assert f"AUPRC {content['score']['auprc']:.3f}" in capsys.readouterr().out
 
+    assert explain([*words, "--quick"]) == 0
+    quick = json.loads(beside.read_text())
+    assert (quick["deletion"], quick["method"]) == ([], CONTRIBUTIONS)
+    assert {row["method"] for row in quick["rows"]} == {CONTRIBUTIONS, ""}
+    assert all(row in quick["rows"] for row in content["rows"] if row["method"] == CONTRIBUTIONS)
+    capsys.readouterr()
     beside.write_text(json.dumps(content | {"method": OCCLUSION}))
     path = write_opt(tmp_path, speckle(16, 200, 48, seed=1))
     assert main(["--checkpoint", str(run), "--out", str(tmp_path / "out"), "--dicom", path]) == 0

@@ -123,6 +123,8 @@ def test_the_brier_score_is_that_of_the_curves() -> None:
     assert brier(train, test) == pytest.approx(np.trapezoid(errors, at) / (at[-1] - at[0]))
     at_once = Outcomes(names, np.full(30, 5.0), everybody, np.zeros((30, 1)))
     assert brier(train, at_once) is None
+    one_time = Outcomes(names, np.array([5.0, *[6.0] * 28, 7.0]), everybody, np.zeros((30, 1)))
+    assert brier(train, one_time) is None  # nothing to integrate over
     # features that say the risk: nearer to the truth than one curve for all
     planted = [outcomes(seed, 80) for seed in range(3)]
     good, one_curve = brier(planted[0], planted[2], fit_cox(*planted).curves), brier(planted[0], planted[2])

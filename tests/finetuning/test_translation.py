@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -26,7 +25,6 @@ from finetuning.translation.evaluate import PROJECTION, evaluate_translation
 from finetuning.translation.metrics import l1, ssim
 from finetuning.translation.train import open_translation_head
 from finetuning.translation.volumes import FlowVolumes, read_volumes
-from models import vit3d
 from tests.support.finetune_factory import save_checkpoint
 from tests.support.flow_factory import make_flow_tree, prepare_flow
 from tests.support.heights_factory import config
@@ -34,14 +32,6 @@ from utils.config.schema import StorageOptions
 from utils.errors import ConfigError, UserError
 
 CONFIG = Path(__file__).resolve().parents[2] / "configs" / "translation.yaml"
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _two_blocks() -> Iterator[None]:
-    """The smallest size of the configuration has two blocks here."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(vit3d.SIZES, "ti", vit3d.Size(2, 48, 2))
-        yield
 
 
 @pytest.fixture(scope="module")

@@ -109,7 +109,8 @@ def cheap_map(head: Reads, tokens_BNE: Tensor, valid_BN: Tensor, weights_C: Tens
     up to outputs @ weights, of an mlp to first order; of an attentive head it is attention, for any weights.
     """
     if isinstance(head.module, AttentiveHead):
-        return head.module.attention(tokens_BNE, valid_BN).float().cpu()
+        with torch.no_grad():
+            return head.module.attention(tokens_BNE, valid_BN).float().cpu()
     pooled = pool_tokens(tokens_BNE, valid_BN)
     reference, scale = torch.zeros_like(pooled), torch.ones_like(pooled)
     if head.standardise is not None:

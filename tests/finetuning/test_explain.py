@@ -90,6 +90,14 @@ def test_occlusion_and_contributions_agree_where_the_head_is_linear(tmp_path: Pa
     torch.testing.assert_close(alone[0, :20], tokens / 20, atol=1e-6, rtol=1e-4)
 
 
+@pytest.mark.parametrize("kind", ["linear", "mlp", "attentive"])
+def test_a_map_of_a_head_that_may_still_be_trained_is_numbers(kind: str) -> None:
+    """The control comes out of training: its parameters want gradients, its map has none."""
+    control = Reader(build_head(kind, 4, 2, 3, 0.0).eval())
+    values = cheap_map(control, torch.randn(1, 24, 4), torch.ones(1, 24), against_others(1, 2))
+    assert values.numpy().shape == (1, 24)
+
+
 def test_hidden_tokens_are_the_mean_and_nothing_else_changes(tmp_path: Path) -> None:
     cfg = config(tmp_path, tmp_path / "run")
     view, hidden = torch.randn(1, 1, 8, 24, 32), torch.zeros(2, 24, dtype=torch.bool)

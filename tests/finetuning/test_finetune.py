@@ -288,6 +288,26 @@ def test_accumulation_changes_no_gradient(world: Path, tmp_path: Path) -> None:
         torch.testing.assert_close(results[1], results[0], rtol=1e-4, atol=1e-6)
 
 
+def test_bf16_computes_in_half_and_keeps_whole_weights(world: Path, tmp_path: Path) -> None:
+    """The shipped file trains so: linear layers in bfloat16; loss, weights and moments in float32."""
+    source, store = open_task(world, tmp_path, *NOISE), PreparedStore.open(str(world / "store"))
+    results = []
+    for use_bf16 in (False, True):
+        runtime, seen = Runtime(RUNTIME.device, use_bf16=use_bf16), set[torch.dtype]()
+        tuning = open_tuning(source, store, read_folds(store), runtime)
+        tuning.model.encoder.blocks[0].mlp.fc1.register_forward_hook(lambda *a, s=seen: s.add(a[-1].dtype))
+        _, batches = tuning.examples.batches(runtime, 3, 4)
+        parts = tuning.model, tuning.optimizer, next(batches), source.cfg, runtime, 1e-3
+        result = loop.update_model(*parts, is_frozen=False)
+        assert seen == {torch.bfloat16 if use_bf16 else torch.float32}
+        moments = [m for state in tuning.optimizer.state.values() for m in state.values()]
+        kept = [*tuning.model.parameters(), *moments, result.loss]
+        assert {tensor.dtype for tensor in kept} == {torch.float32}
+        results.append((float(result.loss), float(result.grad_norm)))
+    assert results[1] == pytest.approx(results[0], rel=0.03)
+    assert results[1] != results[0]
+
+
 class Member(Group):
     """One of several processes that only share data."""
 

@@ -11,7 +11,7 @@ import io
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import pyarrow as pa
@@ -56,6 +56,17 @@ def read_table(
         raise UserError(f"{url}: expected a column {' or '.join(id_columns)}, found {', '.join(header)}")
     require_columns(header, required, url)
     return {n: dict(zip(header, fields, strict=True)) for n, fields in rows.items()}, header, known_id
+
+
+def table_text(columns: Sequence[str], rows: Iterable[Mapping[str, Any]]) -> str:
+    """A table with a header line and tabs; a missing cell is empty, a cell of no column is left out."""
+    buffer = io.StringIO()
+    table = csv.DictWriter(
+        buffer, columns, restval="", delimiter="\t", lineterminator="\n", extrasaction="ignore"
+    )
+    table.writeheader()
+    table.writerows(rows)
+    return buffer.getvalue()
 
 
 def require_columns(columns: Sequence[str], required: Iterable[str], url: str) -> None:

@@ -9,13 +9,12 @@ has a row of its own, without a structural path. The table is written anew by ev
 
 from __future__ import annotations
 
-import csv
-import io
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from data_setup.index.look import OK, TO_FILL, Entry
 from data_setup.readers.octa import EN_FACE, FLOW_CUBE, SLABS, slab_of
+from data_setup.tables import table_text
 from utils.config.schema import StorageOptions
 from utils.storage import join, write_text
 
@@ -51,11 +50,7 @@ def write_octa(
     rows = [_row(volumes[uid], files) for uid, files in sorted(of_volume.items())]
     rows += [_row(None, [entry]) for entry in alone]
     second = sum(_surplus(files) for files in of_volume.values())
-    buffer = io.StringIO()
-    table = csv.DictWriter(buffer, COLUMNS, delimiter="\t", lineterminator="\n", restval="")
-    table.writeheader()
-    table.writerows(rows)
-    write_text(join(out, NAME), buffer.getvalue(), options)
+    write_text(join(out, NAME), table_text(COLUMNS, rows), options)
     counts = Counter(entry.kind for entry in octa)
     words = ", ".join(f"{kind} {count}" for kind, count in sorted(counts.items()))
     lines = [f"OCTA        {words}: of {len(of_volume)} structural volumes (octa.tsv)"]

@@ -7,7 +7,6 @@ entry fills empty cells and adds rows at the end.
 
 from __future__ import annotations
 
-import csv
 import io
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,7 +14,7 @@ from dataclasses import dataclass, field
 import pandas as pd
 
 from data_setup.index.look import OK, TO_FILL, UNKNOWN, Entry
-from data_setup.tables import PERSON_COLUMNS, SIDES, Row, clean_path, read_table, spacing_of
+from data_setup.tables import PERSON_COLUMNS, SIDES, Row, clean_path, read_table, spacing_of, table_text
 from utils.config.schema import StorageOptions
 from utils.errors import UserError
 from utils.storage import exists, join, write_bytes, write_text
@@ -207,9 +206,5 @@ def _write(
     options: StorageOptions,
     written: Written,
 ) -> None:
-    buffer = io.StringIO()
-    table = csv.DictWriter(buffer, columns, delimiter="\t", lineterminator="\n", extrasaction="ignore")
-    table.writeheader()
-    table.writerows(rows)
-    write_text(join(out, name), buffer.getvalue(), options)
+    write_text(join(out, name), table_text(columns, rows), options)
     written.urls.append(join(out, name))

@@ -22,11 +22,11 @@ from pydicom.uid import UID, ExplicitVRLittleEndian, OphthalmicTomographyImageSt
 
 from data_setup.phantom.dicom import MODEL_TEXT, to_bytes
 from data_setup.phantom.flow import SLABS, flow_of, slab_image
-from data_setup.phantom.groups import make_code, make_item, make_uid
 from data_setup.phantom.octa import COLUMNS as HEIGHT_COLUMNS
 from data_setup.phantom.octa import LINK, scans_of, thinned, truth_path
 from data_setup.protocols import device_of_path, protocol_of_path
 from data_setup.readers.octa import ENFACE_CLASS, FLOW_CLASS
+from data_setup.writers.items import make_code, make_item, make_uid
 from utils.errors import UserError
 
 TYPE_TEXT = {  # of a slab in files and manifest; Zeiss has words of its own

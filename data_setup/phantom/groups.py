@@ -6,7 +6,6 @@ C.7.6.16) in the manner of each protocol, as the AI-READI format notes describe 
 
 from __future__ import annotations
 
-import hashlib
 import math
 from dataclasses import dataclass
 
@@ -15,6 +14,7 @@ from pydicom.sequence import Sequence
 from pydicom.uid import OphthalmicPhotography8BitImageStorage
 
 from data_setup.protocols import Protocol
+from data_setup.writers.items import make_code, make_item
 
 ONH_CIRCLES_MM = (3.5, 4.1, 4.7)  # diameters of the last three frames of an optic nerve head scan
 ONH_RADIAL_SCALE = 0.5  # its radial lines span half of the posterior pole's width
@@ -62,29 +62,10 @@ class FileSpec:
     syntax: str  # key of SYNTAXES
 
 
-def make_uid(*parts: object) -> str:
-    """A 2.25 UID that is a function of `parts`."""
-    digest = hashlib.sha256("/".join(map(str, parts)).encode()).digest()
-    return f"2.25.{int.from_bytes(digest[:16], 'big') >> 2}"
-
-
 def written_spacing(spec: FileSpec) -> tuple[str, str, str]:
     """The (SliceThickness, axial, lateral) texts as written; Cirrus repeats the lateral one."""
     thickness, axial, lateral = (f"{mm:.10g}" for mm in spec.spacing_mm)
     return (lateral if spec.protocol.device == "zeiss_cirrus" else thickness), axial, lateral
-
-
-def make_code(value: str, scheme: str, meaning: str) -> Sequence:
-    item = Dataset()
-    item.CodeValue, item.CodingSchemeDesignator, item.CodeMeaning = value, scheme, meaning
-    return Sequence([item])
-
-
-def make_item(**attributes: object) -> Dataset:
-    item = Dataset()
-    for keyword, value in attributes.items():
-        setattr(item, keyword, value)
-    return item
 
 
 def _reference(spec: FileSpec) -> dict[str, object]:

@@ -23,9 +23,9 @@ from pydicom.uid import UID, ExplicitVRLittleEndian, OphthalmicTomographyImageSt
 
 from data_setup.phantom.anatomy import SURFACES
 from data_setup.phantom.dicom import MODEL_TEXT, to_bytes
-from data_setup.phantom.groups import make_item, make_uid
 from data_setup.protocols import device_of_path, protocol_of_path
 from data_setup.readers.heights import HEIGHT_MAP_CLASS, INVALID_UP_TO
+from data_setup.writers.items import make_item, make_uid
 from utils.errors import UserError
 
 PR2_MM = 0.015  # the lower edge of the ellipsoid zone, as render.py draws it

@@ -7,7 +7,6 @@ looked at by their headers; label arrays are read whole, one scan at a time.
 
 from __future__ import annotations
 
-import csv
 import io
 from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
@@ -22,7 +21,7 @@ from data_setup.readers.dicom import OCTHeader
 from data_setup.readers.faults import OCTReadError
 from data_setup.readers.open_record import peek_record
 from data_setup.splits import stratified_choice
-from data_setup.tables import label_of
+from data_setup.tables import label_of, table_text
 from utils.config.schema import StorageOptions
 from utils.errors import UserError
 from utils.storage import exists, join, read_text, write_bytes, write_text
@@ -126,7 +125,7 @@ def write_index(plug: Plug, tree: Tree, every: Sequence[Looked], out: str) -> Wr
         cells = {"label_volume": name * has_classes, "label_surfaces": name * has_surfaces}
         rows.append(_row(looked) | cells)
     tables = {
-        "manifest.tsv": table(MANIFEST_COLUMNS, rows),
+        "manifest.tsv": table_text(MANIFEST_COLUMNS, rows),
         "participants.tsv": people_table([looked.scan for looked in every], facts),
     }
     if any(looked.scan.visit for looked in every):
@@ -176,7 +175,7 @@ def people_table(scans: Sequence[Scan], facts: Sequence[Mapping[str, str]]) -> s
         {"person_id": person, "laterality": side, "recommended_split": splits[person], **row}
         for (person, side), row in sorted(rows.items())
     ]
-    return table(columns, lines)
+    return table_text(columns, lines)
 
 
 def _labels_of(row: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
@@ -210,18 +209,7 @@ def visit_table(scans: Sequence[Scan]) -> str:
         for s in scans
         if s.visit
     ]
-    return table(columns, rows)
-
-
-def table(columns: Sequence[str], rows: Sequence[Mapping[str, str]]) -> str:
-    """A table of tabs as text; a missing cell is empty."""
-    buffer = io.StringIO()
-    lines = csv.DictWriter(
-        buffer, columns, restval="", delimiter="\t", lineterminator="\n", extrasaction="ignore"
-    )
-    lines.writeheader()
-    lines.writerows(rows)
-    return buffer.getvalue()
+    return table_text(columns, rows)
 
 
 def count_classes(every: Sequence[Looked]) -> Counter[str]:

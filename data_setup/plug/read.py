@@ -99,6 +99,17 @@ def scalars(tree: Tree, path: str, required: Sequence[str], optional: Sequence[s
     return values
 
 
+def matlab_surfaces(
+    tree: Tree, path: str, name: str, axes: tuple[int, int, int], count: int, shape: tuple[int, int, int]
+) -> np.ndarray:
+    """float32 [S, D, W], rows from 0, of an array of a .mat, for `count` surfaces of a scan of `shape`.
+
+    `axes`: the places of S, D and W in the file. Raises OCTReadError, StorageError.
+    """
+    values = array(tree, path, name).transpose(axes)
+    return rows_of_matlab(checked(values, (count, shape[0], shape[2]), tree.url(path)))
+
+
 def rows_of_matlab(surfaces: np.ndarray) -> np.ndarray:
     """Rows that MATLAB counts from 1 as float32 from 0, NaN where there is none: NaN, 0 or less."""
     return np.where(surfaces > 0, surfaces - 1, np.nan).astype(np.float32)

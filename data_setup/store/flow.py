@@ -25,11 +25,10 @@ import pandas as pd
 import zarr
 
 from data_setup.readers.octa import SLABS
-from data_setup.store.format import KEPT, checksum, intact
-from data_setup.store.side_array import SideWriter, open_array
+from data_setup.store.format import checksum
+from data_setup.store.side_array import SideWriter, open_array, read_chunk, read_kept
 from utils import storage
 from utils.config.schema import StorageOptions
-from utils.errors import UserError
 
 UNIT = "flow as the device shows it, 0..255"
 FLOW_COLUMNS: dict[str, tuple[str, str]] = {
@@ -127,17 +126,7 @@ class StoredFlow:
     @classmethod
     def open(cls, url: str, options: StorageOptions | None = None) -> StoredFlow:
         """Raises UserError where the store has no flow."""
-        index_url = storage.join(url, "flow.parquet")
-        try:
-            data = storage.read_bytes(index_url, options)
-        except storage.StorageNotFoundError as error:
-            raise UserError(
-                f"{url}: expected flow cubes in the store, found no flow.parquet; run "
-                "data_setup.prepare --flow"
-            ) from error
-        with intact(index_url, "run data_setup.prepare --flow again, which writes it"):
-            index = pd.read_parquet(io.BytesIO(data))[list(FLOW_COLUMNS)]
-        index = index[index.status == KEPT].set_index("row", drop=False).rename_axis(None)
+        index = read_kept(url, "flow", FLOW_COLUMNS, "flow cubes", "--flow", options)
         return cls(url, options, index)
 
     def slabs(self, row: int) -> tuple[str, ...]:
@@ -165,11 +154,4 @@ class StoredFlow:
     def _chunk(self, array: zarr.Array, name: str, key: str, row: int, expected: str) -> np.ndarray:
         place = storage.join(self.url, name, key)
         advice = f"remove {self.url}/flow_rows/{row:06d}.json and run data_setup.prepare --flow"
-        try:
-            chunk = np.asarray(array[row])
-        except (RuntimeError, ValueError) as error:  # of the codec
-            problem = f"expected the {name} of row {row}, found {error}; {advice}"
-            raise storage.StorageError(place, problem) from error
-        if checksum(chunk) != expected:
-            raise storage.StorageError(place, f"expected the {name} of row {row}, found others; {advice}")
-        return chunk
+        return read_chunk(array, row, place, expected, name, advice)

@@ -24,8 +24,8 @@ import pandas as pd
 import zarr
 
 from data_setup.readers.heights import MAX_SURFACES
-from data_setup.store.format import KEPT, checksum, intact
-from data_setup.store.side_array import SideWriter, open_array
+from data_setup.store.format import KEPT, checksum
+from data_setup.store.side_array import SideWriter, open_array, read_chunk, read_kept
 from utils import storage
 from utils.config.schema import StorageOptions
 from utils.errors import UserError
@@ -129,17 +129,7 @@ class StoredHeights:
     @classmethod
     def open(cls, url: str, options: StorageOptions | None = None) -> StoredHeights:
         """Raises UserError where the store has no height maps."""
-        index_url = storage.join(url, "heights.parquet")
-        try:
-            data = storage.read_bytes(index_url, options)
-        except storage.StorageNotFoundError as error:
-            raise UserError(
-                f"{url}: expected height maps in the store, found no heights.parquet; run "
-                "data_setup.prepare --heights"
-            ) from error
-        with intact(index_url, "run data_setup.prepare --heights again, which writes it"):
-            index = pd.read_parquet(io.BytesIO(data))[list(HEIGHT_COLUMNS)]
-        index = index[index.status == KEPT].set_index("row", drop=False).rename_axis(None)
+        index = read_kept(url, "heights", HEIGHT_COLUMNS, "height maps", "--heights", options)
         return cls(url, options, index)
 
     def names(self, row: int) -> tuple[str, ...]:
@@ -154,12 +144,5 @@ class StoredHeights:
         """float32 [S, D, W] of a row's surfaces in voxels, NaN where there is none; raises StorageError."""
         place = storage.join(self.url, "heights", f"c.{row}.0.0.0")
         advice = f"remove {self.url}/height_rows/{row:06d}.json and run data_setup.prepare --heights"
-        try:
-            chunk = np.asarray(self._array[row])
-        except (RuntimeError, ValueError) as error:  # of the codec
-            raise storage.StorageError(
-                place, f"expected the heights of row {row}, found {error}; {advice}"
-            ) from error
-        if checksum(chunk) != self.index.checksum[row]:
-            raise storage.StorageError(place, f"expected the heights of row {row}, found others; {advice}")
+        chunk = read_chunk(self._array, row, place, self.index.checksum[row], "heights", advice)
         return chunk[: len(self.names(row))]

@@ -22,8 +22,8 @@ import numpy as np
 import pandas as pd
 import zarr
 
-from data_setup.store.format import KEPT, checksum, chunk_key, intact
-from data_setup.store.side_array import SideWriter, open_array
+from data_setup.store.format import checksum, chunk_key
+from data_setup.store.side_array import SideWriter, open_array, read_chunk, read_kept
 from utils import storage
 from utils.config.schema import StorageOptions
 from utils.errors import UserError
@@ -102,17 +102,7 @@ class StoredLabels:
     @classmethod
     def open(cls, url: str, options: StorageOptions | None = None) -> StoredLabels:
         """Raises UserError where the store has no label volumes."""
-        index_url = storage.join(url, "labels.parquet")
-        try:
-            data = storage.read_bytes(index_url, options)
-        except storage.StorageNotFoundError as error:
-            raise UserError(
-                f"{url}: expected label volumes in the store, found no labels.parquet; run "
-                "data_setup.prepare --labels"
-            ) from error
-        with intact(index_url, "run data_setup.prepare --labels again, which writes it"):
-            index = pd.read_parquet(io.BytesIO(data))[list(LABEL_COLUMNS)]
-        index = index[index.status == KEPT].set_index("row", drop=False).rename_axis(None)
+        index = read_kept(url, "labels", LABEL_COLUMNS, "label volumes", "--labels", options)
         return cls(url, options, index)
 
     @cached_property
@@ -132,15 +122,7 @@ class StoredLabels:
         """uint8 [D, H, W] of a row; raises StorageError."""
         place = chunk_key(row, storage.join(self.url, "labels"))
         advice = f"remove {self.url}/label_rows/{row:06d}.json and run data_setup.prepare --labels"
-        try:
-            chunk = np.asarray(self._array[row])
-        except (RuntimeError, ValueError) as error:  # of the codec
-            raise storage.StorageError(
-                place, f"expected the labels of row {row}, found {error}; {advice}"
-            ) from error
-        if checksum(chunk) != self.index.checksum[row]:
-            raise storage.StorageError(place, f"expected the labels of row {row}, found others; {advice}")
-        return chunk
+        return read_chunk(self._array, row, place, self.index.checksum[row], "labels", advice)
 
 
 def classes_of(array: zarr.Array) -> dict[int, str]:

@@ -6,18 +6,22 @@ counts when its JSON exists, which is written after its chunk.
 
 from __future__ import annotations
 
+import io
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import numpy as np
+import pandas as pd
 import zarr
 from zarr.codecs import BloscCodec, Crc32cCodec
 
-from data_setup.store.format import intact, read_row_file
+from data_setup.store.format import KEPT, checksum, intact, read_row_file
 from utils import storage
 from utils.config.schema import StorageOptions
+from utils.errors import UserError
 from utils.storage.zarr_keys import ObjectStore
 from utils.workers import in_threads
 
@@ -75,6 +79,38 @@ class SideWriter:
         """Write a row's JSON."""
         text = json.dumps(dict(fields), sort_keys=True, indent=1, allow_nan=False) + "\n"
         storage.write_text(self._row_url(row), text, self.options)
+
+
+def read_kept(
+    url: str, name: str, columns: Collection[str], what: str, flag: str, options: StorageOptions | None
+) -> pd.DataFrame:
+    """`columns` of the rows of NAME.parquet that are kept; label = row.
+
+    `what` it lists, and the `flag` of data_setup.prepare that writes it, are for the UserError where there is
+    none.
+    """
+    index_url = storage.join(url, f"{name}.parquet")
+    try:
+        data = storage.read_bytes(index_url, options)
+    except storage.StorageNotFoundError as error:
+        raise UserError(
+            f"{url}: expected {what} in the store, found no {name}.parquet; run data_setup.prepare {flag}"
+        ) from error
+    with intact(index_url, f"run data_setup.prepare {flag} again, which writes it"):
+        index = pd.read_parquet(io.BytesIO(data))[list(columns)]
+    return index[index.status == KEPT].set_index("row", drop=False).rename_axis(None)
+
+
+def read_chunk(array: zarr.Array, row: int, place: str, expected: str, what: str, advice: str) -> np.ndarray:
+    """A row's chunk, whose checksum is `expected`; raises StorageError with `what` and `advice`."""
+    try:
+        chunk = np.asarray(array[row])
+    except (RuntimeError, ValueError) as error:  # of the codec
+        problem = f"expected the {what} of row {row}, found {error}; {advice}"
+        raise storage.StorageError(place, problem) from error
+    if checksum(chunk) != expected:
+        raise storage.StorageError(place, f"expected the {what} of row {row}, found others; {advice}")
+    return chunk
 
 
 def open_array(url: str, name: str, options: StorageOptions | None, read_only: bool) -> zarr.Array:

@@ -21,6 +21,7 @@ from pydicom.uid import UID, ExplicitVRLittleEndian, OphthalmicTomographyImageSt
 
 from data_setup.protocols import DEVICES
 from data_setup.store_export.volume import ExportVolume
+from data_setup.writers.items import make_code, make_item, make_uid
 
 _NUMBER = "{:.10g}"  # DS: at most 16 characters
 # The standard wants these, and a store does not know them. Whether the id of the tables identifies somebody
@@ -47,9 +48,9 @@ def _dataset(volume: ExportVolume, today: datetime.date) -> FileDataset:
     digest = hashlib.sha256(volume.voxels.tobytes() + volume.stem.encode()).hexdigest()
     meta = FileMetaDataset()
     meta.MediaStorageSOPClassUID = OphthalmicTomographyImageStorage
-    meta.MediaStorageSOPInstanceUID = _uid(digest, "instance")
+    meta.MediaStorageSOPInstanceUID = UID(make_uid(digest, "instance"))
     meta.TransferSyntaxUID = ExplicitVRLittleEndian
-    meta.ImplementationClassUID = _uid("oct-foundation", "implementation")
+    meta.ImplementationClassUID = UID(make_uid("oct-foundation", "implementation"))
     ds = FileDataset(io.BytesIO(), {}, file_meta=meta, preamble=b"\0" * 128)
     ds.SOPInstanceUID = meta.MediaStorageSOPInstanceUID
     attributes = _about(volume, digest, today) | _acquisition() | _image(volume)
@@ -57,11 +58,11 @@ def _dataset(volume: ExportVolume, today: datetime.date) -> FileDataset:
         setattr(ds, keyword, value)
     if volume.laterality is None:
         del ds.ImageLaterality
-    organization = _uid(digest, "dimension")
-    ds.DimensionOrganizationSequence = [_item(DimensionOrganizationUID=organization)]
+    organization = make_uid(digest, "dimension")
+    ds.DimensionOrganizationSequence = [make_item(DimensionOrganizationUID=organization)]
     pointers = (0x00209056, 0x00209057)  # StackID, InStackPositionNumber in FrameContentSequence
     ds.DimensionIndexSequence = [
-        _item(
+        make_item(
             DimensionOrganizationUID=organization, DimensionIndexPointer=p, FunctionalGroupPointer=0x00209111
         )
         for p in pointers
@@ -82,14 +83,14 @@ def _about(volume: ExportVolume, digest: str, today: datetime.date) -> dict[str,
         "PatientBirthDate": "",
         "PatientSex": "",
         "ImageComments": NOT_KNOWN,
-        "StudyInstanceUID": _uid(volume.person_id, "study"),
+        "StudyInstanceUID": make_uid(volume.person_id, "study"),
         "StudyDate": "",
         "StudyTime": "",
         "StudyID": "",
         "AccessionNumber": "",
         "ReferringPhysicianName": "",
         "Modality": "OPT",
-        "SeriesInstanceUID": _uid(digest, "series"),
+        "SeriesInstanceUID": make_uid(digest, "series"),
         "SeriesNumber": "1",
         "InstanceNumber": "1",
         "AcquisitionNumber": "1",
@@ -100,9 +101,9 @@ def _about(volume: ExportVolume, digest: str, today: datetime.date) -> dict[str,
         "DeviceSerialNumber": "unknown",
         "SoftwareVersions": "unknown",
         "ProtocolName": volume.protocol or "",
-        "FrameOfReferenceUID": _uid(digest, "frame"),
+        "FrameOfReferenceUID": make_uid(digest, "frame"),
         "PositionReferenceIndicator": "",
-        "SynchronizationFrameOfReferenceUID": _uid(digest, "clock"),
+        "SynchronizationFrameOfReferenceUID": make_uid(digest, "clock"),
         "SynchronizationTrigger": "NO TRIGGER",
         "AcquisitionTimeSynchronized": "N",
         "ImageLaterality": volume.laterality or "",
@@ -128,8 +129,10 @@ def _acquisition() -> dict[str, Any]:
         "RefractiveStateSequence": Sequence(),
         "LightPathFilterTypeStackCodeSequence": Sequence(),
         "AcquisitionContextSequence": Sequence(),
-        "AcquisitionDeviceTypeCodeSequence": _code("392012008", "Optical Coherence Tomography Scanner"),
-        "AnatomicRegionSequence": _code("5665001", "Retina"),
+        "AcquisitionDeviceTypeCodeSequence": make_code(
+            "392012008", "SCT", "Optical Coherence Tomography Scanner"
+        ),
+        "AnatomicRegionSequence": make_code("5665001", "SCT", "Retina"),
         "OphthalmicAnatomicReferencePointXCoordinate": None,
         "OphthalmicAnatomicReferencePointYCoordinate": None,
         "OphthalmicVolumetricPropertiesFlag": "YES",
@@ -157,40 +160,24 @@ def _image(volume: ExportVolume) -> dict[str, Any]:
 
 def _shared_groups(volume: ExportVolume) -> Dataset:
     d, h, w = (_NUMBER.format(mm) for mm in volume.spacing_mm)
-    region = _item(
-        AnatomicRegionSequence=_code("5665001", "Retina"), FrameLaterality=volume.laterality or "U"
+    region = make_item(
+        AnatomicRegionSequence=make_code("5665001", "SCT", "Retina"), FrameLaterality=volume.laterality or "U"
     )
-    groups = _item(
+    groups = make_item(
         FrameAnatomySequence=[region],
-        PixelMeasuresSequence=[_item(PixelSpacing=[h, w], SliceThickness=d, SpacingBetweenSlices=d)],
+        PixelMeasuresSequence=[make_item(PixelSpacing=[h, w], SliceThickness=d, SpacingBetweenSlices=d)],
         DerivationImageSequence=Sequence(),
         ReferencedImageSequence=Sequence(),
     )
     if volume.is_ordered:
-        groups.PlaneOrientationSequence = [_item(ImageOrientationPatient=["1", "0", "0", "0", "1", "0"])]
+        groups.PlaneOrientationSequence = [make_item(ImageOrientationPatient=["1", "0", "0", "0", "1", "0"])]
     return groups
 
 
 def _frame_groups(volume: ExportVolume, index: int) -> Dataset:
-    content = _item(StackID="1", InStackPositionNumber=index + 1, DimensionIndexValues=[1, index + 1])
-    groups = _item(FrameContentSequence=[content])
+    content = make_item(StackID="1", InStackPositionNumber=index + 1, DimensionIndexValues=[1, index + 1])
+    groups = make_item(FrameContentSequence=[content])
     if volume.is_ordered:
         z = _NUMBER.format(-index * volume.spacing_mm[0])
-        groups.PlanePositionSequence = [_item(ImagePositionPatient=["0", "0", z])]
+        groups.PlanePositionSequence = [make_item(ImagePositionPatient=["0", "0", z])]
     return groups
-
-
-def _item(**attributes: Any) -> Dataset:
-    item = Dataset()
-    for keyword, value in attributes.items():
-        setattr(item, keyword, value)
-    return item
-
-
-def _code(value: str, meaning: str) -> Sequence:
-    return Sequence([_item(CodeValue=value, CodingSchemeDesignator="SCT", CodeMeaning=meaning)])
-
-
-def _uid(*parts: str) -> UID:
-    digest = hashlib.sha256("/".join(parts).encode()).digest()
-    return UID(f"2.25.{int.from_bytes(digest[:16], 'big') >> 2}")

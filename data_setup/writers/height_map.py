@@ -12,11 +12,12 @@ from collections.abc import Sequence
 
 import numpy as np
 import pydicom
-from pydicom.dataset import Dataset, FileDataset, FileMetaDataset
+from pydicom.dataset import FileDataset, FileMetaDataset
 from pydicom.sequence import Sequence as Items
 from pydicom.uid import UID, ExplicitVRLittleEndian, generate_uid
 
 from data_setup.readers.heights import HEIGHT_MAP_CLASS
+from data_setup.writers.items import make_item
 from utils import storage
 from utils.config.schema import StorageOptions
 
@@ -46,8 +47,12 @@ def write_height_map(
         if keyword in scan:
             written[keyword] = scan[keyword]
     heights = np.where(np.isnan(heights_SDW), INVALID, heights_SDW).astype("<f4")
-    reference = _item(ReferencedSOPClassUID=scan.SOPClassUID, ReferencedSOPInstanceUID=scan.SOPInstanceUID)
-    of_series = _item(SeriesInstanceUID=scan.SeriesInstanceUID, ReferencedInstanceSequence=Items([reference]))
+    reference = make_item(
+        ReferencedSOPClassUID=scan.SOPClassUID, ReferencedSOPInstanceUID=scan.SOPInstanceUID
+    )
+    of_series = make_item(
+        SeriesInstanceUID=scan.SeriesInstanceUID, ReferencedInstanceSequence=Items([reference])
+    )
     root = {
         "SOPClassUID": HEIGHT_MAP_CLASS,
         "SOPInstanceUID": meta.MediaStorageSOPInstanceUID,
@@ -68,7 +73,7 @@ def write_height_map(
         "BitsAllocated": 32,
         "FloatPixelPaddingValue": INVALID,
         "SegmentSequence": Items(
-            _item(
+            make_item(
                 SegmentNumber=number,
                 SegmentLabel=name,
                 SegmentAlgorithmType="AUTOMATIC",
@@ -77,9 +82,9 @@ def write_height_map(
             for number, name in enumerate(names, start=1)
         ),
         "ReferencedSeriesSequence": Items([of_series]),
-        "SharedFunctionalGroupsSequence": Items([_item(ReferencedImageSequence=Items([reference]))]),
+        "SharedFunctionalGroupsSequence": Items([make_item(ReferencedImageSequence=Items([reference]))]),
         "PerFrameFunctionalGroupsSequence": Items(
-            _item(SegmentIdentificationSequence=Items([_item(ReferencedSegmentNumber=number)]))
+            make_item(SegmentIdentificationSequence=Items([make_item(ReferencedSegmentNumber=number)]))
             for number in range(1, len(names) + 1)
         ),
     }
@@ -89,10 +94,3 @@ def write_height_map(
     buffer = io.BytesIO()
     written.save_as(buffer, enforce_file_format=True)
     storage.write_bytes(url, buffer.getvalue(), options)
-
-
-def _item(**values: object) -> Dataset:
-    item = Dataset()
-    for keyword, value in values.items():
-        setattr(item, keyword, value)
-    return item

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pandas as pd
+import pydicom
 import pytest
 import torch
 import yaml
@@ -131,6 +132,37 @@ def test_the_command_draws_what_the_head_sees(world: Path, trained: Path, tmp_pa
     assert segment.main([*changes[:2], "--files", str(tmp_path / "no.dcm"), *changes[4:]]) == 1
     first, second = (json.loads(text) for text in (tmp_path / "segments.jsonl").read_text().splitlines())
     assert (first, second["status"]) == (line, "missing_file")
+
+
+def test_masks_of_an_interleaved_scan_are_in_the_order_of_its_file(
+    world: Path, trained: Path, tmp_path: Path
+) -> None:
+    """The same scan with its frames in two orders: the same masks, in these orders; NIfTI in one."""
+    volumes = volumes_of(world, CLASSES)
+    path = world / "tree" / str(volumes.store.index.path[int(volumes.of(EVALUATED)[0])])
+    scan = pydicom.dcmread(path)
+    order = [*range(0, len(scan.pixel_array), 2), *range(1, len(scan.pixel_array), 2)]
+    groups = scan.PerFrameFunctionalGroupsSequence
+    scan.PixelData = scan.pixel_array[order].tobytes()
+    scan.PerFrameFunctionalGroupsSequence = [groups[frame] for frame in order]
+    for number, group in enumerate(scan.PerFrameFunctionalGroupsSequence, start=1):
+        group.FrameContentSequence[0].InStackPositionNumber = number
+    other = tmp_path / "turned" / path.name
+    other.parent.mkdir()
+    scan.save_as(other)
+    for form in ("png", "nifti"):
+        for name, file in (("a", path), ("b", other)):
+            words = ["--head", str(trained), "--files", str(file), "--format", form]
+            assert segment.main([*words, "--out", str(tmp_path / name / form)]) == 0
+    shape = scan.pixel_array.shape
+
+    def masks(name: str, form: str) -> np.ndarray:
+        line = json.loads((tmp_path / name / form / "segments.jsonl").read_text())
+        return read_label_volume(line["file"], "eye", shape, (str(path), "eye.dcm")).values
+
+    assert np.array_equal(masks("b", "png"), masks("a", "png")[order])
+    assert np.array_equal(masks("b", "nifti"), masks("a", "nifti"))
+    assert not np.array_equal(masks("b", "png"), masks("a", "png"))
 
 
 def test_dice_is_of_a_volume_and_people_are_resampled(

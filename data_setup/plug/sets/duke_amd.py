@@ -34,9 +34,7 @@ def _find(tree: Tree) -> list[Scan]:
 
 def _labels(tree: Tree, path: str) -> Callable[[Shape], Labels]:
     def load(shape: Shape) -> Labels:
-        maps = read.array(tree, path, "layerMaps").transpose(2, 0, 1)  # [D, W, S] in the file
-        wanted = (len(_SURFACES), shape[0], shape[2])
-        rows = read.rows_of_matlab(read.checked(maps, wanted, tree.url(path)))
+        rows = read.matlab_surfaces(tree, path, "layerMaps", (2, 0, 1), len(_SURFACES), shape)
         age = read.array(tree, path, "Age").ravel()
         return Labels(surfaces=rows, facts={"age": f"{age[0]:.0f}"} if age.size == 1 else {})
 

@@ -46,9 +46,7 @@ def _labels(tree: Tree, path: str) -> Callable[[Shape], Labels]:
         url = tree.url(path)
         fluid = read.checked(read.array(tree, path, "manualFluid1").transpose(2, 0, 1), shape, url)
         classes = np.where(fluid > 0, _FLUID, 0).astype(np.uint8)
-        layers = read.array(tree, path, "manualLayers1").transpose(0, 2, 1)  # [S, W, D] in the file
-        wanted = (len(SURFACES), shape[0], shape[2])
-        rows = read.rows_of_matlab(read.checked(layers, wanted, url))
+        rows = read.matlab_surfaces(tree, path, "manualLayers1", (0, 2, 1), len(SURFACES), shape)
         # whatever fluid has there, NaN or 0: without a line nobody looked
         classes[np.isnan(fluid).all(axis=(1, 2)) | np.isnan(rows).all(axis=(0, 2))] = _UNGRADED
         return Labels(classes, rows)

@@ -58,9 +58,8 @@ def _labels(tree: Tree, path: str) -> Callable[[Shape], Labels]:
         names = read.names_of_arrays(tree, path)
         if len(names) != 1:
             raise OCTReadError(tree.url(path), RejectReason.NOT_A_VOLUME, "one array", ", ".join(names))
-        values = read.array(tree, path, names[0])
-        wanted = (len(_SURFACES), shape[0], shape[2])
-        return Labels(surfaces=read.rows_of_matlab(read.checked(values, wanted, tree.url(path))))
+        rows = read.matlab_surfaces(tree, path, names[0], (0, 1, 2), len(_SURFACES), shape)
+        return Labels(surfaces=rows)
 
     return load
 

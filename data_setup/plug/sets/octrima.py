@@ -34,9 +34,7 @@ def _labels(tree: Tree, path: str) -> Callable[[Shape], Labels]:
     """The first observer's."""
 
     def load(shape: Shape) -> Labels:
-        surfaces = read.array(tree, path, _OBSERVER).transpose(0, 2, 1)  # [S, W, D] in the file
-        wanted = (len(SURFACES), shape[0], shape[2])
-        return Labels(surfaces=read.rows_of_matlab(read.checked(surfaces, wanted, tree.url(path))))
+        return Labels(surfaces=read.matlab_surfaces(tree, path, _OBSERVER, (0, 2, 1), len(SURFACES), shape))
 
     return load
 

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -16,7 +17,8 @@ import pytest
 
 from benchmarks.phantom_difficulty import measure
 from data_setup.phantom import cli as phantom
-from data_setup.phantom.anatomy import LAYERS, SURFACES, make_eye, sample
+from data_setup.phantom import render
+from data_setup.phantom.anatomy import LAYERS, SURFACES, Anatomy, make_eye, sample
 from data_setup.phantom.cli import main, write_tree
 from data_setup.phantom.cohort import (
     GROUP_COUNTS_V3,
@@ -349,13 +351,21 @@ def test_user_mistakes_are_named(tmp_path: Path) -> None:
     assert [p.name for p in tmp_path.iterdir()] == ["full"]
 
 
-def test_a_thinned_eye_differs_in_its_disc_alone() -> None:
+def test_a_thinned_eye_differs_in_its_disc_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """With the same noise, so every other A-scan is bit-identical; the truth holds the eye as it would be."""
+    placed, place = [], render.place
+
+    def seen(anatomy: Anatomy, *rest: Any) -> np.ndarray:
+        placed.append(anatomy.heights_mm)
+        return place(anatomy, *rest)
+
+    monkeypatch.setattr(render, "place", seen)
     (person,) = make_participants(1, SEED)
     scan, shape = Scan(BY_NAME["triton_macula_6x6_octa_oct"], "R", 0, 0), (24, 96, 40)
     plain, spacing = scan_volume(person, scan, SEED, "small", shape)
     thin, _ = scan_volume(person, scan, SEED, "small", shape, thinned="ONL")
     lost_um = (thin.surfaces - plain.surfaces) * spacing[1] * 1000
+    np.testing.assert_array_equal(*placed)  # a thinned eye lies where it would lie
     assert thin.untouched is not None
     np.testing.assert_array_equal(thin.untouched, plain.surfaces)
     assert (lost_um[6:] == 0).all()  # from the external limiting membrane down

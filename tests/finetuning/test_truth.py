@@ -289,7 +289,7 @@ def test_numbers_agree_with_the_evidence(world: Path, tmp_path: Path) -> None:
     np.testing.assert_allclose(pooled, expected_pooled, atol=1e-4)
     np.testing.assert_allclose(dense, expected_dense, atol=1e-4)
     assert FOLDS == 5
-    _, occupancy = score_occupancy(same, dense, cfg.grid)
+    _, occupancy = score_occupancy(same, lambda _: dense, cfg.grid)
     _, thickness = score_thickness(same, lambda _: pooled)
     for ours, theirs in (
         (module.probe_occupancy(cohort, dense, cfg.grid), occupancy[0]),

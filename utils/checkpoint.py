@@ -12,10 +12,12 @@ import json
 import logging
 import pickle
 import re
+import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -100,7 +102,10 @@ class CheckpointWriter:
     A checkpoint goes up once, and gets its other names there (storage.copy). While one is being written, one
     more waits: a newer one takes its place, after PATIENCE_S. Bests and kept steps give up no place. A failed
     write is a warning and does not stop training: the next save replaces a failed step, and writes a failed
-    best checkpoint again from memory. `close` raises LastWriteError when the last save failed.
+    best checkpoint again. `close` raises LastWriteError when the last save failed.
+
+    One copy of the state is in memory, the one that is being written. Those that wait are in files without a
+    name below `waiting_dir`; without it, or where it has no room, in memory too.
 
     keep_last None: nothing in the folder but the names that are written is touched.
     """
@@ -112,8 +117,10 @@ class CheckpointWriter:
         options: StorageOptions | None = None,
         is_kept: Callable[[int], bool] = lambda step: False,
         after_step: Callable[[], None] = lambda: None,
+        waiting_dir: Path | None = None,
     ) -> None:
         self.directory, self.keep_last, self.options = directory, keep_last, options
+        self._waiting_dir = waiting_dir
         self._is_kept, self._after_step = is_kept, after_step
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._task: Future[None] | None = None
@@ -135,13 +142,24 @@ class CheckpointWriter:
             for name in self._passing() if any(map(_is_step, names)) else []:
                 log.warning("%s: not written, since writing is slow; the next one is", name)
                 del self._waiting[name]  # before the next one is copied: memory for one of them is enough
-        copy = to_host({**state, "format_version": FORMAT_VERSION})
+            is_first = not self._is_working
+        copy = self._copy({**state, "format_version": FORMAT_VERSION}, is_first)
         snapshot = _Snapshot(copy, self._is_kept(state["step"]), beside or {})
         with self._changed:
             self._waiting.update(dict.fromkeys(names, snapshot))
             if not self._is_working:
                 self._is_working = True
                 self._task = self._pool.submit(self._work)
+
+    def _copy(self, state: dict[str, Any], is_first: bool) -> dict[str, Any]:
+        """The state on the host: in memory, or in files while another is there."""
+        if self._waiting_dir is not None and not is_first:
+            try:
+                return to_host(state, self._waiting_dir)
+            except OSError as error:
+                text = "%s: no room for a checkpoint that waits, it stays in memory: %s"
+                log.warning(text, self._waiting_dir, error)
+        return to_host(state)
 
     def _passing(self) -> list[str]:
         """Names of the steps that wait and may be replaced."""
@@ -330,12 +348,28 @@ def load_newest(directory: str, options: StorageOptions | None = None) -> dict[s
     return None
 
 
-def to_host(value: Any) -> Any:
-    """A copy with every tensor on the CPU, which later updates do not change."""
+def to_host(value: Any, folder: Path | None = None) -> Any:
+    """A copy with every tensor on the CPU, which later updates do not change; in files without a name in the
+    folder where one is given. Raises OSError where that has no room.
+    """
     if isinstance(value, Tensor):
-        return value.detach().to("cpu", copy=True)
+        return value.detach().to("cpu", copy=True) if folder is None else _to_file(value, folder)
     if isinstance(value, dict):
-        return {k: to_host(v) for k, v in value.items()}
+        return {k: to_host(v, folder) for k, v in value.items()}
     if isinstance(value, list | tuple):
-        return [to_host(v) for v in value]
+        return [to_host(v, folder) for v in value]
     return value
+
+
+def _to_file(tensor: Tensor, folder: Path) -> Tensor:
+    """The tensor in a mapped file, which is gone with it. The file is written before it is mapped: a disk
+    without room is an error then; in a mapping it would end the process.
+    """
+    flat = tensor.detach().cpu().contiguous().flatten()
+    if not flat.numel():
+        return torch.empty_like(tensor, device="cpu")
+    with tempfile.NamedTemporaryFile(dir=folder, prefix=".checkpoint_waits_") as file:
+        file.write(flat.view(torch.uint8).numpy().data)
+        file.flush()
+        mapped = torch.from_file(file.name, shared=True, size=flat.nbytes, dtype=torch.uint8)
+    return mapped.view(tensor.dtype).view(tensor.shape)

@@ -7,14 +7,18 @@ import io
 import json
 import logging
 import pickle
+import re
 import subprocess
 import sys
+import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from tests.support.pipeline_factory import ROOT
+from utils import checkpoint, storage
 from utils.checkpoint import (
     CheckpointError,
     CheckpointWriter,
@@ -293,3 +297,40 @@ def peak_of_saving(*arguments: str) -> float:
 
 def test_saving_needs_one_copy_of_the_state_in_memory(tmp_path: Path) -> None:
     assert 0.9 < peak_of_saving(str(tmp_path)) < 1.5
+
+
+def own_memory() -> int:
+    """Bytes of this process that are its own: what lies in a mapped file is not among them."""
+    status = Path("/proc/self/status").read_text()
+    return 1024 * int(re.search(r"RssAnon:\s+(\d+)", status)[1])  # type: ignore[index]
+
+
+@pytest.mark.parametrize("has_room", [True, False])
+def test_a_checkpoint_that_waits_takes_no_memory_where_the_disk_has_room(
+    has_room: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(checkpoint, "PATIENCE_S", 0.01)
+    may_go_on, write = threading.Event(), storage.write_bytes
+
+    def slow(*arguments: Any) -> None:
+        assert may_go_on.wait(30)
+        write(*arguments)
+
+    monkeypatch.setattr(storage, "write_bytes", slow)
+    waiting = tmp_path if has_room else tmp_path / "missing"
+    writer = CheckpointWriter(str(tmp_path / "c"), 9, is_kept=lambda step: True, waiting_dir=waiting)
+    weights = {"w": torch.rand(8_000_000), "half": torch.rand(3, 5).bfloat16(), "on": torch.tensor(True)}
+    expected = {name: tensor.clone() for name, tensor in weights.items()}
+    writer.save({"step": 1, "model": weights}, ["step_00000001"])
+    before = own_memory()
+    writer.save({"step": 2, "model": weights | {"none": torch.empty(0, 3)}}, ["step_00000002"])
+    assert (own_memory() - before < 8_000_000) == has_room
+    weights["w"].zero_()
+    assert [path.name for path in tmp_path.iterdir() if path.name != "c"] == []
+    may_go_on.set()
+    writer.close()
+    saved = load_checkpoint(str(tmp_path / "c" / "step_00000002.pt"))["model"]
+    assert saved.pop("none").shape == (0, 3)
+    for name, tensor in expected.items():
+        torch.testing.assert_close(saved[name], tensor, rtol=0, atol=0)
+    assert ("no room for a checkpoint that waits" in caplog.text) != has_room

@@ -6,6 +6,7 @@ import base64
 import io
 import json
 import re
+import shlex
 import shutil
 import threading
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from finetuning.embed import parse as embed_words
 from tests.support.report_factory import own_part, probe_json, write_run
 from utils.errors import UserError
 from utils.report.charts import MAX_POINTS, charts_of
@@ -296,3 +298,13 @@ def test_a_run_without_labels_is_not_sent_to_be_evaluated(tmp_path: Path) -> Non
     assert evaluates()
     del run.series["val/probe"]
     assert not evaluates()
+
+
+def test_the_commands_of_the_first_page_are_accepted(tmp_path: Path) -> None:
+    """The others take --config and keys, or runs; embed has words of its own."""
+    folder = write_run(tmp_path / "a run")
+    (folder / "config.yaml").write_text("data: {store: stores/a store}\n")
+    (words,) = (shlex.split(c) for _, c in next_steps(read_run(folder)) if "finetuning.embed" in c)
+    args = embed_words(words[3:])
+    assert (args.checkpoint, args.store) == (str(folder), "stores/a store")
+    assert Path(args.out).parent == folder

@@ -8,6 +8,7 @@ from __future__ import annotations
 import shlex
 from pathlib import Path
 
+import yaml
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from utils.report.health import health
@@ -56,14 +57,21 @@ def next_steps(run: Run) -> list[tuple[str, str]]:
     if run.evaluation is None and not run.is_finetuning and has_probe:
         steps.append(("Say what the encoder is worth", f"python -m finetuning.evaluate --config {config}"))
     if not run.is_finetuning:
+        store, out = shlex.quote(_store_of(run)), shlex.quote(str(run.path / "embedding"))
         steps += [
             ("Train a head for your labels on this encoder",
              f"python -m finetuning.train --config configs/cls_linear_probe.yaml model.checkpoint={path}"),
-            ("Have the features of a store as a table",
-             f"python -m finetuning.embed --config {config}"),
+            ("Have the features of its store as a table",
+             f"python -m finetuning.embed --checkpoint {path} --store {store} --out {out}"),
         ]  # fmt: skip
     steps += [
         ("See this run beside another", f"python -m utils.report {path} OTHER_RUN"),
         ("Watch a run while it goes on", f"python -m utils.report --serve {path}"),
     ]
     return steps
+
+
+def _store_of(run: Run) -> str:
+    """The prepared store that the run was trained on; STORE where its configuration names none."""
+    cfg = yaml.safe_load(run.config) or {}
+    return str(cfg.get("data", {}).get("store", "STORE"))

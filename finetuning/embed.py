@@ -1,9 +1,5 @@
 """Features of every volume of a store, or of DICOM files.
 
-examples:
-    python -m finetuning.embed --checkpoint runs/smoke_test --store runs/phantom_store --out features
-    python -m finetuning.embed --checkpoint runs/smoke_test --out features --dicom scans/ more/scan.dcm
-
 In: a checkpoint of pretraining.train or its run's folder, and a prepared store of the same geometry, or DICOM
 files and folders, which are read as data_setup.prepare reads them. Out: `--out DIR` with features.parquet, a
 row per volume: the columns of the store's index, mean and standard deviation of the features over valid
@@ -20,15 +16,12 @@ import argparse
 from collections.abc import Sequence
 
 from utils.cli import run_cli
+from utils.help_pages import PeopleParser
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """The words of the command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m finetuning.embed",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = PeopleParser("finetuning.embed", __doc__ or "")
     parser.add_argument("--checkpoint", required=True, metavar="RUN_OR_FILE")
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--store", metavar="STORE", help="a prepared store")

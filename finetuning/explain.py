@@ -1,13 +1,8 @@
 """Score the maps of a head where the truth is known, and choose the one that predictions show.
 
-examples:
-    python -m data_setup.phantom --out runs/thin --participants 134 --thin ONL
-    python -m finetuning.train --config configs/cls_linear_probe.yaml model.checkpoint=runs/NAME \\
-        task.labels_path=runs/thin/thinned.tsv task.label_column=thinned run.dir=runs/thin_linear
-    python -m finetuning.explain --head runs/thin_linear
-
 In: a head of finetuning.train (head.pt or its run's folder) that tells thinned eyes of a phantom from others,
-the phantom's tree and store. Evaluated are one volume of each planted eye of people that nobody trained on.
+the phantom's tree and store (docs/guides/explanations.md makes them). Evaluated are one volume of each
+planted eye of people that nobody trained on.
 Out: explanations.json beside the head, explanations.md and explanations.png in run.dir.
 
 Maps: token contributions of a linear head or an mlp, attention of an attentive head, occlusion of all. Each
@@ -25,6 +20,7 @@ import argparse
 from collections.abc import Sequence
 
 from utils.cli import run_cli
+from utils.help_pages import PeopleParser
 
 NUM_EYES = 60
 
@@ -38,11 +34,7 @@ def eye_count(text: str) -> int:
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """The words of the command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m finetuning.explain",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = PeopleParser("finetuning.explain", __doc__ or "")
     parser.add_argument("--head", required=True, metavar="HEAD", help="head.pt, or its run's folder")
     parser.add_argument(
         "--eyes", type=eye_count, default=NUM_EYES, metavar="N", help=f"at most so many planted ({NUM_EYES})"

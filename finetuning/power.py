@@ -18,7 +18,6 @@ drawn, each is bootstrapped, and intervals without zero are counted.
 
 from __future__ import annotations
 
-import argparse
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -29,6 +28,7 @@ from scipy.stats import norm
 
 from utils.cli import run_cli
 from utils.errors import UserError
+from utils.help_pages import PeopleParser
 
 POWER, ALPHA = 0.8, 0.05
 # Measured with `simulate`, 1,500 to 2,000 cohorts a size, disagreement .15 to .7, both kinds of resamples.
@@ -286,11 +286,7 @@ def counts_of(participants: int | None, classes: int | None, counts: str | None)
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Print what the cohort of the command line can show."""
-    parser = argparse.ArgumentParser(
-        prog="python -m finetuning.power",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = PeopleParser("finetuning.power", __doc__ or "")
     parser.add_argument("--participants", type=int, metavar="N", help="evaluated ones, in equal classes")
     parser.add_argument("--classes", type=int, metavar="K")
     parser.add_argument("--counts", metavar="A,B,...", help="evaluated participants of each class")

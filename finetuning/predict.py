@@ -1,8 +1,5 @@
 """What a trained head says of DICOM files.
 
-examples:
-    python -m finetuning.predict --checkpoint runs/cls_linear_probe --dicom scans/ --out predictions
-
 In: a head of finetuning.train (head.pt or its run's folder) and files, which are read as data_setup.prepare
 reads them. Out: DIR/predictions.jsonl, a line per file: probabilities, or surfaces in the scan's own rows and
 in um; digests of head, encoder and voxels, the code's commit, warnings, the distance from the training set.
@@ -23,15 +20,12 @@ import argparse
 from collections.abc import Sequence
 
 from utils.cli import run_cli
+from utils.help_pages import PeopleParser
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """The words of the command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m finetuning.predict",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = PeopleParser("finetuning.predict", __doc__ or "")
     parser.add_argument("--checkpoint", required=True, metavar="HEAD", help="head.pt, or its run's folder")
     parser.add_argument("--dicom", nargs="+", required=True, metavar="FILE_OR_FOLDER")
     parser.add_argument("--out", required=True, metavar="DIR", help="a new folder, or one of this command")

@@ -1,10 +1,5 @@
 """Draw what a head sees into files: classes of voxels, or surfaces, in the geometry of the scan itself.
 
-examples:
-    python -m finetuning.segment --head runs/segmentation --rows 0,5 --format nifti --out masks
-    python -m finetuning.segment --head runs/segmentation --files scans/eye.dcm --format seg --out masks
-    python -m finetuning.segment --head runs/layers --rows all --format heightmap --out surfaces
-
 In: a head of finetuning.train with task.kind=segmentation or layers, and scans: rows of its store, whose
 files are read again, or files of their own, which are read as data_setup.prepare reads them. Out, below DIR
 at the scan's path: nifti (.nii.gz), png (a folder, an image a B-scan, grey value = class) or seg (DICOM
@@ -22,17 +17,14 @@ import argparse
 from collections.abc import Sequence
 
 from utils.cli import run_cli
+from utils.help_pages import PeopleParser
 
 FORMATS = ("nifti", "png", "seg", "heightmap")
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """The words of the command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m finetuning.segment",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = PeopleParser("finetuning.segment", __doc__ or "")
     parser.add_argument("--head", required=True, metavar="HEAD", help="head.pt, or its run's folder")
     scans = parser.add_mutually_exclusive_group(required=True)
     scans.add_argument("--rows", metavar="all|N,N", help="rows of the head's store (data.store)")

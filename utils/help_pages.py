@@ -49,6 +49,12 @@ PAGES = {
         (*DATA_KEYS, "data.device_filter", "data.max_reject_fraction", "spatial.target_spacing",
          "spatial.image_size", "spatial.resample"),
     ),
+    "finetuning.embed": HelpPage(
+        "Write the features of every volume of a store, or of DICOM files, as a table.",
+        ("python -m finetuning.embed --checkpoint runs/smoke_test --store runs/phantom_store --out features",
+         "python -m finetuning.embed --checkpoint runs/smoke_test --out features --dicom scans/"),
+        ("data.gcs_root", "data.workers", "train.use_bf16", "train.per_core_batch_size"),
+    ),
     "finetuning.evaluate": HelpPage(
         "Say what a checkpoint or a head is worth, with intervals and the sentence that they allow.",
         ("python -m finetuning.evaluate --config configs/smoke_test.yaml",
@@ -58,10 +64,33 @@ PAGES = {
         ("task.labels_path", "task.label_column", "task.unit", "eval.split", "eval.protocol",
          "model.checkpoint"),
     ),
+    "finetuning.explain": HelpPage(
+        "Score the maps of a head where the truth is known, and choose the one that predictions show.",
+        ("python -m finetuning.explain --head runs/thin_linear",),
+        ("model.checkpoint", "run.dir", "eval.allow_overlap"),
+    ),
     "finetuning.leaderboard": HelpPage(
         "Compare checkpoints under one protocol, with corrected differences of all pairs.",
         ("python -m finetuning.leaderboard --config configs/cls_linear_probe.yaml --checkpoints RUN OTHER",),
         ("run.dir", "task.label_column", "eval.split", "eval.protocol"),
+    ),
+    "finetuning.power": HelpPage(
+        "Say how small a difference a cohort can show, before anything is trained.",
+        ("python -m finetuning.power --participants 352 --classes 4",
+         "python -m finetuning.power --counts 20,30,40 --disagreement 0.3 --effect 0.05 --simulate 500"),
+    ),
+    "finetuning.predict": HelpPage(
+        "Say what a trained head says of DICOM files, with pictures of where the evidence lies.",
+        ("python -m finetuning.predict --checkpoint runs/cls_linear_probe --dicom scans/ --out predictions",),
+        ("model.checkpoint", "data.workers", "train.use_bf16"),
+    ),
+    "finetuning.segment": HelpPage(
+        "Draw what a head sees into files: classes of voxels, or surfaces, in the scan's own geometry.",
+        ("python -m finetuning.segment --head runs/segmentation --rows 0,5 --format nifti --out masks",
+         "python -m finetuning.segment --head runs/segmentation --files scans/eye.dcm --format seg "
+         "--out masks",
+         "python -m finetuning.segment --head runs/layers --rows all --format heightmap --out surfaces"),
+        ("data.store", "model.checkpoint"),
     ),
     "finetuning.train": HelpPage(
         "Train a head for your labels on a frozen encoder, or fine-tune the whole model.",
@@ -106,6 +135,10 @@ PAGES = {
         "Try every path of a configuration, with the credentials of training.",
         ("python -m utils.check_paths --config configs/smoke_test.yaml",),
         (*DATA_KEYS, "train.ckpt_dir"),
+    ),
+    "utils.dashboards.workspace": HelpPage(
+        "Save the layout of panels as a view of a project in Weights & Biases.",
+        ("python -m utils.dashboards.workspace --entity NAME --project oct-foundation",),
     ),
     "utils.report": HelpPage(
         "Write one page about a run, or about several side by side, to be opened in a browser.",

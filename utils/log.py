@@ -191,6 +191,8 @@ def setup_logging(rank: int = 0) -> None:
     logging.basicConfig(level=logging.INFO, format=FORM, handlers=[console, early], force=True)
     for noisy in ("fsspec", "gcsfs", "aiobotocore", "urllib3", "matplotlib", "PIL"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
+    # W&B's own telemetry: that a server refuses it is no news of a run, and W&B has had its warning
+    logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)
 
 
 class _LogFile(logging.FileHandler):

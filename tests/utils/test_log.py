@@ -73,6 +73,30 @@ def test_online_with_the_server_away_logs_offline_and_says_so_once(
     assert run_ids(no_key / "run") == {(no_key / "run" / "wandb_id.txt").read_text()}
 
 
+def test_a_wrong_key_costs_one_warning(
+    no_key: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """W&B refuses it, and its own telemetry is refused later, which is no news."""
+    modes: list[str] = []
+
+    def init(mode: str, **_: Any) -> OnlineRun:
+        modes.append(mode)
+        if mode == "online":
+            raise wandb.errors.AuthenticationError("WANDB_API_KEY invalid")
+        return OnlineRun()
+
+    monkeypatch.setattr(wandb, "init", init)
+    monkeypatch.setenv("WANDB_API_KEY", "123")
+    setup_logging()
+    RunLog(
+        small_config("vjepa2", "wandb.mode=online", f"run.dir={no_key / 'run'}"), 0, 1, synthetic=True
+    ).close()
+    logging.getLogger("opentelemetry.exporter.otlp").error("Failed to export metrics batch code: 401")
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "logging offline until the next start: AuthenticationError: WANDB_API_KEY invalid" in line
+    assert modes == ["online", "offline"]
+
+
 def test_pictures_of_participants_are_announced(no_key: Path, caplog: pytest.LogCaptureFixture) -> None:
     overrides = ["wandb.mode=disabled", "wandb.log_images=true", f"run.dir={no_key / 'run'}"]
     with caplog.at_level(logging.WARNING):

@@ -9,7 +9,6 @@ wandb-workspaces, a key and the server.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
@@ -19,6 +18,7 @@ from utils.config.schema import WandbConfig
 from utils.dashboards import panels
 from utils.dashboards.weights_and_biases import has_api_key
 from utils.errors import UserError
+from utils.help_pages import PeopleParser
 from utils.storage.retry import describe
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ def save(entity: str, project: str) -> str:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Save the layout of panels as a view of a project in Weights & Biases."""
-    parser = argparse.ArgumentParser(prog="python -m utils.dashboards.workspace", description=main.__doc__)
+    parser = PeopleParser("utils.dashboards.workspace", __doc__ or "")
     parser.add_argument("--entity", required=True, metavar="NAME", help="the user or team of the project")
     parser.add_argument(
         "--project", default=WandbConfig().project, help="wandb.project of the runs (default: %(default)s)"

@@ -18,7 +18,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Mapping
 from concurrent.futures import as_completed
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -82,8 +82,14 @@ class LabelJob:
 
         Raises OCTReadError, StorageError.
         """
-        url, path = self.scan
-        header = labelled_header(unknown_record(url, path), self.store.options)
+        stored = self.store.index.loc[self.row]  # as prepared: a manifest may name what the header does not
+        scan = replace(
+            unknown_record(*self.scan),
+            device=str(stored.device),
+            protocol=str(stored.protocol),
+            volume_yaml=self.volume_yaml,
+        )
+        header = labelled_header(scan, self.store.options)
         return values if header is None else header.from_file_order(values, axis)
 
     @property

@@ -227,6 +227,28 @@ def test_labels_follow_the_frames_that_a_reader_sorts(
     np.testing.assert_allclose(upper[is_known], expected[is_known], atol=1e-4)
 
 
+def test_labels_of_a_cirrus_that_the_manifest_names(tmp_path: Path) -> None:
+    """Its SliceThickness is the lateral spacing, which the header alone does not tell from a contradiction."""
+    voxels = make_voxels(6)
+    write_opt(
+        tmp_path,
+        voxels,
+        name="eye.dcm",
+        spacing=(SPACING[2], *SPACING[1:]),
+        positions=[[0.0, 0.0, -SPACING[0] * frame] for frame in range(6)],
+        edit=lambda ds: setattr(ds, "ManufacturerModelName", "HD-OCT 5000"),
+    )
+    row = {"person_id": "p", "filepath": "eye.dcm", "device": "zeiss_cirrus", "protocol": "cube"}
+    labels = {"label_volume": as_npz(tmp_path, "labels", classes_of(voxels), "superior_to_inferior")}
+    save_table(tmp_path, pd.DataFrame([row | labels]))
+    (tmp_path / "label_classes.yaml").write_text("1: grey\n2: bright\n")
+    assert prepare.main(words(tmp_path)) == 0
+    assert prepare.main([*words(tmp_path), "--labels"]) == 0
+    store = PreparedStore.open(f"{tmp_path}/store")
+    stored = boxed(store, 0, store.read(0))
+    np.testing.assert_array_equal(boxed(store, 0, StoredLabels.open(store.url).read(0)), classes_of(stored))
+
+
 def test_nearest_is_the_voxel_under_the_centre() -> None:
     """3 voxels of 1 mm into 6 of 0.5 mm and into 1 of 3 mm: by hand."""
     record = pd.Series(

@@ -48,14 +48,14 @@ def find_eyes(cfg: Config, store: PreparedStore, cohort: Cohort, limit: int) -> 
         valid = valid_tokens(record, cfg.spatial)
         planted.append((place, (changed_shares(truth, record, cfg.spatial) >= MIN_SHARE) & valid, valid))
     seen = [eye for eye in planted if eye[1].any()]
-    people = len({str(cohort.person[place]) for place, _, _ in seen})
+    chosen = [seen[number] for number in evenly_spaced(len(seen), limit).tolist()]
+    places = np.array([place for place, _, _ in chosen], int)
+    people = len(np.unique(cohort.person[places]))
     if people < MIN_PEOPLE:
         raise UserError(
             f"{cfg.data.gcs_root}: expected {MIN_PEOPLE} people of split {cfg.eval.split} or more with a "
-            f"planted change (data_setup.phantom --thin), found {people}"
+            f"planted change (data_setup.phantom --thin) in {limit} eyes (--eyes), found {people}"
         )
-    chosen = [seen[number] for number in evenly_spaced(len(seen), limit).tolist()]
-    places = np.array([place for place, _, _ in chosen])
     return Eyes(
         cohort.rows[places],
         cohort.person[places],

@@ -7,6 +7,7 @@ scores, distance and evidence all read its tokens. Only where occlusion is the b
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Any
@@ -73,6 +74,10 @@ class LabelPredictor:
     def notes(self) -> tuple[str, ...]:
         """What a person reads first: which map the pictures show, and what it is worth."""
         return (f"map: {self.judgement.text}",)
+
+    def is_current(self, line: Mapping[str, Any]) -> bool:
+        """Whether its map is the one that is shown now: finetuning.explain may have judged since then."""
+        return bool(line["evidence"].get("judgement") == self.judgement.text)
 
     @torch.no_grad()
     def answer(self, volume: Volume) -> Answer:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, Protocol
@@ -56,6 +56,9 @@ class Predictor(Protocol):
     def notes(self) -> tuple[str, ...]:
         """What a person reads of the head before its predictions."""
 
+    def is_current(self, line: Mapping[str, Any]) -> bool:
+        """Whether an earlier line of this head has what it would have now."""
+
     def answer(self, volume: Volume) -> Answer:
         """Raises NoFeaturesError."""
 
@@ -91,7 +94,7 @@ def predict(wanted: str, dicoms: Sequence[str], out: str, overrides: Sequence[st
     }
     folder = Path(out)
     path = folder / NAME
-    work = _work(folder, volumes, head.checksum, str(common["precision"]))
+    work = _work(folder, volumes, head.checksum, str(common["precision"]), predictor)
     for note in predictor.notes:
         print(note)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -167,14 +170,16 @@ def predict_volume(predictor: Predictor, volume: Volume | Reject, folder: Path) 
     return line | answer.line | places | facts | {"quality": quality, "volume": fields["checksum"]}
 
 
-def _work(folder: Path, volumes: DicomVolumes, checksum: str, precision: str) -> Work:
+def _work(folder: Path, volumes: DicomVolumes, checksum: str, precision: str, predictor: Predictor) -> Work:
     """What earlier starts with this head have done of these files. Raises UserError."""
     earlier = _earlier_lines(folder / NAME, checksum)
     version = dict(zip(volumes.rows, volumes.versions, strict=True))
     done = {
         (line["path"], line["version"]): line
         for line in earlier
-        if line["status"] == KEPT and line["precision"] == precision and _has_files(folder, line)
+        if (line["status"], line["precision"]) == (KEPT, precision)
+        and _has_files(folder, line)
+        and predictor.is_current(line)
     }
     asked = {(volumes.urls[row], version[row]): row for row in volumes.rows}
     paths = set(volumes.urls)

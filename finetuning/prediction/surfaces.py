@@ -7,6 +7,7 @@ order of the file, NaN where the grid does not reach; `um`, the same from the sc
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from itertools import pairwise
 from typing import Any
 
@@ -65,6 +66,10 @@ class SurfacePredictor:
     def notes(self) -> tuple[str, ...]:
         """Nothing: surfaces are measured by finetuning.evaluate, and no map is drawn."""
         return ()
+
+    def is_current(self, line: Mapping[str, Any]) -> bool:
+        """A head of surfaces has nothing beside its file."""
+        return True
 
     @torch.no_grad()
     def answer(self, volume: Volume) -> Answer:

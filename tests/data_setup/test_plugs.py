@@ -18,7 +18,7 @@ import yaml
 from data_setup import prepare
 from data_setup.plug import cli, imitation, page
 from data_setup.plug.facts import MARKS, Fact, Plug, Tree
-from data_setup.plug.index import needs_splits
+from data_setup.plug.index import dealt_splits, needs_splits
 from data_setup.plug.sets import NO_VOLUMES, PLUGS
 from data_setup.readers.faults import OCTReadError
 from data_setup.store.reader import PreparedStore
@@ -204,6 +204,25 @@ def test_a_small_set_without_splits_gets_some(world_of: Callable[[str], World]) 
     assert {group for split, group in sides.values() if split == "train"} == {"normal", "drusen", "cnv"}
     assert not needs_splits(dict.fromkeys(map(str, range(50)), ""))
     assert not needs_splits({**dict.fromkeys(map(str, range(9)), ""), "9": "train"})
+
+
+def test_each_side_of_a_small_set_has_its_share_of_each_class() -> None:
+    """A fifth of 40, with a quarter of it of the rare class; two people where a fifth is one."""
+    group = {f"a{number}": "rare" if number % 4 == 0 else "usual" for number in range(40)}
+    sides = dealt_splits(group)
+    counts = Counter((sides[person], group[person]) for person in group)
+    assert {side: (counts[side, "usual"], counts[side, "rare"]) for side in ("train", "val", "test")} == {
+        "train": (18, 6),
+        "val": (6, 2),
+        "test": (6, 2),
+    }
+    few = {f"p{number}": "usual" for number in range(6)}
+    assert Counter(dealt_splits(few).values()) == {"train": 2, "val": 2, "test": 2}
+    assert [needs_splits(dict.fromkeys(map(str, range(count)), "")) for count in (5, 6, 49)] == [
+        False,
+        True,
+        True,
+    ]
 
 
 def test_a_biomarker_that_is_no_number_is_named(tmp_path: Path) -> None:

@@ -228,7 +228,7 @@ def test_labels_follow_the_frames_that_a_reader_sorts(
 
 
 def test_labels_of_a_cirrus_that_the_manifest_names(tmp_path: Path) -> None:
-    """Its SliceThickness is the lateral spacing, which the header alone does not tell from a contradiction."""
+    """Its SliceThickness is the lateral spacing, which alone contradicts its positions."""
     voxels = make_voxels(6)
     write_opt(
         tmp_path,

@@ -167,6 +167,8 @@ def test_a_head_is_explained_and_predictions_show_its_best_map(
     with pytest.raises(UserError, match=r"synthetic\.json: expected a phantom of data_setup\.phantom --thin"):
         explain(words)
     (root / "synthetic.json").write_text('{"thin": "ONL"}')
+    with pytest.raises(UserError, match=r"expected 2 people .* in 1 eyes \(--eyes\), found 1"):
+        explain([*words[:3], "1", *words[4:]])
     assert explain(words) == 0
     beside = run / "checkpoints" / "explanations.json"
     content = json.loads(beside.read_text())
@@ -193,6 +195,10 @@ def test_a_head_is_explained_and_predictions_show_its_best_map(
     assert f"map: {score_text(OCCLUSION, content['score'])}" in capsys.readouterr().out
     evidence = lines(tmp_path / "out")[0]["evidence"]
     assert (evidence["method"], evidence["validated"]) == (OCCLUSION, content["score"]["beats_chance"])
+    beside.unlink()  # what is shown is another map from now on: no folder has both
+    assert main(["--checkpoint", str(run), "--out", str(tmp_path / "out"), "--dicom", path]) == 0
+    (line,) = lines(tmp_path / "out")
+    assert (line["evidence"]["method"], line["evidence"]["judgement"]) == (CONTRIBUTIONS, NOT_JUDGED)
 
 
 def test_a_head_of_segmentation_is_for_another_command(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -20,7 +22,7 @@ from finetuning import train as train_command
 from finetuning.cohort import EVALUATED, TRAIN, read_cohort
 from finetuning.dense.head import PRETRAINED, RANDOM
 from finetuning.translation.baseline import StructuralProjection, first_bright_row
-from finetuning.translation.decoder import slab_loss, slabs_of
+from finetuning.translation.decoder import SlabPlanes, slab_loss, slabs_of
 from finetuning.translation.evaluate import PROJECTION, evaluate_translation
 from finetuning.translation.metrics import l1, ssim
 from finetuning.translation.train import open_translation_head
@@ -87,6 +89,10 @@ def test_a_decoder_learns_the_phantoms_slabs(world: Path, trained: Path, tmp_pat
         constant = np.mean([np.abs(image - grey).mean() for image in images if not np.isnan(image).all()])
         assert content["slabs"][PRETRAINED][name]["l1"]["value"] < 1.3 * constant, name
     lines = pd.read_parquet(tmp_path / "slabs.parquet")
+    by_person = lines.groupby(["arm", "person_id", "row"]).ssim.mean().groupby(["arm", "person_id"]).mean()
+    of_arm = by_person.groupby("arm").mean()
+    for other, gained in content["differences"].items():
+        assert gained["value"] == pytest.approx(of_arm[PRETRAINED] - of_arm[other])
     assert len(lines) == 3 * sum(len(volumes.flow.slabs(int(row))) for row in volumes.of(EVALUATED))
     text = (tmp_path / "translation.md").read_text()
     assert "This is look 1 at these test participants" in text
@@ -161,6 +167,32 @@ def test_a_slab_is_what_its_weights_look_at() -> None:
     assert outputs.grad is not None
     assert (outputs.grad.abs().sum(dim=3)[0, 0] > 0).tolist() == [[True, False, False], [False] * 3]
     assert not outputs.grad[0, 1].any()
+
+
+class Mean(torch.nn.Module):
+    """Looks at every row alike: a slab is the mean of its A-scan, its second one half of it."""
+
+    def forward(self, tokens_BhwE: torch.Tensor, voxels_BdHW: torch.Tensor) -> torch.Tensor:
+        weights = torch.zeros_like(voxels_BdHW)
+        return torch.stack([voxels_BdHW, 0.5 * voxels_BdHW, weights, weights], dim=1)
+
+
+def test_planes_are_put_together_as_they_lie(world: Path) -> None:
+    """B-scans and A-scans of what is predicted are those of the volume."""
+    volumes = volumes_of(world)
+    cfg = config(world, "task.kind=translation")
+    row, num_tokens = int(volumes.of(TRAIN)[0]), int(np.prod(cfg.grid))
+    kept: Any = SimpleNamespace(tokens=lambda rows: np.zeros((len(rows), num_tokens, 2), np.float16))
+    predicted = SlabPlanes(cfg, kept, volumes, torch.device("cpu")).predict(Mean(), row)
+    record = volumes.store.index.loc[row]
+    voxels = (volumes.store.read(row) - record.intensity_mean) / record.intensity_std
+    means = np.where(volumes.store.read(row).any(axis=1), voxels.mean(axis=1), np.nan)
+    box = volumes.field(row)
+    known = ~np.isnan(means)[box]
+    assert predicted.shape == (2, *means.shape)
+    for slab, factor in zip(predicted, (1.0, 0.5), strict=True):
+        expected = np.clip(factor * means, 0, 1)[box]
+        np.testing.assert_allclose(slab[box][known], expected[known], atol=5e-3)
 
 
 def test_slabs_that_a_volume_lacks_are_unknown(world: Path) -> None:

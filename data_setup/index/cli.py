@@ -24,7 +24,7 @@ from functools import partial
 
 from data_setup.index.candidates import find_candidates
 from data_setup.index.layers import with_layers
-from data_setup.index.look import OCTA, OK, TO_FILL, Entry, Rules, look, with_ids_of_folders
+from data_setup.index.look import OCTA, Entry, Rules, look, with_ids_of_folders
 from data_setup.index.octa import write_octa
 from data_setup.index.people import compile_pattern
 from data_setup.index.summary import summarise
@@ -87,7 +87,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 others["files without a known ending"] += 1
             else:
                 entries.append(entry)
-    if not any(entry.status in (OK, *TO_FILL) for entry in entries):
+    if not any(entry.is_row for entry in entries):
         reasons = [f"{entry.path}: {entry.status}: {entry.message}" for entry in entries[:3]]
         seen = "; ".join(reasons) or f"{len(sizes)} files of other kinds"
         raise UserError(f"{root}: expected an OCT volume, found none ({seen})")
@@ -95,7 +95,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     entries = with_ids_of_folders([entry for entry in entries if entry.status != OCTA])
     entries = with_layers(root, out, entries, options)
     written = write_tables(out, entries, options)
-    lines = summarise(root, out, entries, others, written)
+    lines = summarise(root, out, entries, others, written, options)
     if octa:
         lines[-1:-1] = write_octa(out, entries, octa, options)
     print("\n".join(lines))

@@ -16,7 +16,7 @@ import numpy as np
 
 from data_setup.height_maps import CLEARER, LEAST_STEP, edge_step
 from data_setup.index.candidates import SURFACES_ENDING
-from data_setup.index.look import OK, TO_FILL, Entry
+from data_setup.index.look import Entry
 from data_setup.readers.dicom import open_file
 from data_setup.readers.faults import OCTReadError, RejectReason
 from data_setup.readers.vendor import kinds, topcon
@@ -34,7 +34,7 @@ def with_layers(root: str, out: str, entries: Sequence[Entry], options: StorageO
 
 
 def _with_layers(root: str, out: str, entry: Entry, options: StorageOptions) -> Entry:
-    if entry.kind not in kinds.LAYERED or entry.status not in (OK, *TO_FILL):
+    if entry.kind not in kinds.LAYERED or not entry.is_row:
         return entry
     url = join(root, entry.path)
     try:

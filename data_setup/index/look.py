@@ -37,7 +37,8 @@ TO_FILL = (
     RejectReason.MISSING_SHAPE.value,
 )
 UNKNOWN = "unknown"
-WITHOUT_YAML = ("DICOM", "Heidelberg XML")
+XML = "Heidelberg XML"
+WITHOUT_YAML = ("DICOM", XML)
 HEADED = (*WITHOUT_YAML, *kinds.HEADED)  # kinds whose header says the eye; of the others a YAML may
 _STAND_IN = (0.1, 0.003, 0.01)  # mm, to get past a missing spacing to the shape; written nowhere
 _TAGS = ["PatientID", "PatientAge", "Manufacturer", "ManufacturerModelName", "ProtocolName"]
@@ -81,6 +82,11 @@ class Entry:
     etdrs: dict[str, float] = field(default_factory=dict)
     octa: OctaHeader | None = None
 
+    @property
+    def is_row(self) -> bool:
+        """Whether it is in the manifest; an XML takes no spacing from there, and is left out without one."""
+        return self.status == OK or (self.status in TO_FILL and self.kind != XML)
+
 
 def look(candidate: Candidate, root: str, rules: Rules, options: StorageOptions) -> Entry:
     """The row of a candidate; a fault of the file or of storage becomes its status.
@@ -90,8 +96,8 @@ def look(candidate: Candidate, root: str, rules: Rules, options: StorageOptions)
     entry = _look(candidate, root, rules, options)
     if candidate.files and entry.status == RejectReason.NOT_A_VOLUME:  # other images among the B-scans
         of_set = _look(candidate, root, rules, options, candidate.files)
-        entry = of_set if of_set.status in (OK, *TO_FILL) else entry
-    if rules.person is None or entry.status not in (OK, *TO_FILL):
+        entry = of_set if of_set.is_row else entry
+    if rules.person is None or not entry.is_row:
         return entry
     return replace(entry, person_id=matched_person(rules.person, entry.path), person_source="--person")
 
@@ -116,12 +122,11 @@ def _look(
         header = _header(record, candidate, options)
         if isinstance(header, str):
             entry = replace(_without_spacing(entry, record, candidate, options), message=header)
-            is_headed = kind in kinds.HEADED
-            return _with_vendor_id(entry, record.url, candidate, rules, options) if is_headed else entry
-        entry = _described(entry, header)
+        else:
+            entry = _described(entry, header)
         if kind == "DICOM":
             return _with_dicom(entry, record.url, candidate.size, rules, options)
-        if kind == "Heidelberg XML":
+        if kind == XML:
             export = heidelberg.read_export(record.url, options)
             return replace(_with_id(entry, export.patient_id, rules), etdrs=export.etdrs)
         if kind in kinds.HEADED:
@@ -157,11 +162,11 @@ def _without_spacing(entry: Entry, record: Record, candidate: Candidate, options
 
 
 def _header(record: Record, candidate: Candidate, options: StorageOptions) -> OCTHeader | str:
-    """The header; a message where nothing but the spacing is missing, which is no DICOM file's case."""
+    """The header; a message where nothing but the spacing is missing, which no cell gives an XML."""
     try:
         return peek_record(record, candidate.size, options)
     except OCTReadError as error:
-        if error.reason != RejectReason.MISSING_SPACING or candidate.kind in WITHOUT_YAML:
+        if error.reason != RejectReason.MISSING_SPACING or candidate.kind == XML:
             raise
         return error.detail
 

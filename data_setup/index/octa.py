@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from data_setup.index.look import OK, TO_FILL, Entry
+from data_setup.index.look import Entry
 from data_setup.readers.octa import EN_FACE, FLOW_CUBE, SLABS, slab_of
 from data_setup.tables import table_text
 from utils.config.schema import StorageOptions
@@ -41,7 +41,7 @@ def write_octa(
     out: str, entries: Sequence[Entry], octa: Sequence[Entry], options: StorageOptions
 ) -> list[str]:
     """Write octa.tsv below `out`; returns lines that say what is in it. Raises StorageError."""
-    volumes = {e.sop_instance_uid: e for e in entries if e.status in (OK, *TO_FILL) and e.sop_instance_uid}
+    volumes = {e.sop_instance_uid: e for e in entries if e.is_row and e.sop_instance_uid}
     of_volume: dict[str, list[Entry]] = {}
     alone: list[Entry] = []
     for entry in octa:

@@ -8,12 +8,13 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
 from data_setup.index.candidates import IMAGES
-from data_setup.index.look import HEADED, OK, TO_FILL, UNKNOWN, WITHOUT_YAML, Entry
+from data_setup.index.look import HEADED, UNKNOWN, WITHOUT_YAML, Entry
 from data_setup.index.write import Written
 from data_setup.readers.faults import RejectReason
 from data_setup.readers.sidecar import FOLDER_SIDECAR
 from data_setup.readers.vendor import kinds
 from data_setup.store.summary import next_step
+from utils.config.schema import StorageOptions
 from utils.storage import join
 
 NAMES = 3  # examples of a line
@@ -22,10 +23,15 @@ CONFIG = "configs/pretrain_oct_vjepa2.yaml"
 
 
 def summarise(
-    root: str, out: str, entries: Sequence[Entry], others: Counter[str], written: Written
+    root: str,
+    out: str,
+    entries: Sequence[Entry],
+    others: Counter[str],
+    written: Written,
+    options: StorageOptions,
 ) -> list[str]:
     """The lines of the summary."""
-    rows = [entry for entry in entries if entry.status in (OK, *TO_FILL)]
+    rows = [entry for entry in entries if entry.is_row]
     lines = [
         f"{root}: {_count(len(rows), 'volume')} of {_count(len({e.person_id for e in rows}), 'person')}",
         f"kinds       {_words(e.kind for e in rows)}",
@@ -37,13 +43,13 @@ def summarise(
         *_sets(rows),
         *_layers(rows),
         *_missing(root, rows),
-        *_left_out([entry for entry in entries if entry.status not in (OK, *TO_FILL)]),
+        *_left_out([entry for entry in entries if not entry.is_row]),
     ]
     if others:
         lines.append("no OCT: " + _counted(others))
     if others["archives"]:
         lines.append("  archives are unpacked by: python -m data_setup.expand --src URL --dst URL")
-    return [*lines, *_tables(written), *_next(root, out)]
+    return [*lines, *_tables(written), *_next(root, out, options)]
 
 
 def _people(rows: Sequence[Entry]) -> list[str]:
@@ -212,10 +218,12 @@ def _tables(written: Written) -> list[str]:
     return [*lines, *(f"written: {url}" for url in written.urls)]
 
 
-def _next(root: str, out: str) -> list[str]:
+def _next(root: str, out: str, options: StorageOptions) -> list[str]:
     places = [f"data.gcs_root={root}", f"data.manifest_path={join(out, 'manifest.tsv')}"]
     if out != root:
         places.append(f"data.participants_path={join(out, 'participants.tsv')}")
+    given = {"endpoint_url": options.endpoint_url, "profile": options.profile}
+    places += [f"data.storage_options.{key}={value}" for key, value in given.items() if value]
     words = ["python", "-m", "data_setup.prepare", "--config", CONFIG, *places, "data.store=STORE"]
     return [f"next: {shlex.join(words)}"]
 

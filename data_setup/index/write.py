@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import pandas as pd
 
-from data_setup.index.look import OK, TO_FILL, UNKNOWN, Entry
+from data_setup.index.look import UNKNOWN, Entry
 from data_setup.tables import PERSON_COLUMNS, SIDES, Row, clean_path, read_table, spacing_of, table_text
 from utils.config.schema import StorageOptions
 from utils.errors import UserError
@@ -57,12 +57,12 @@ class Written:
 def write_tables(out: str, entries: Sequence[Entry], options: StorageOptions) -> Written:
     """Write them all; raises UserError for a table that cannot be read, StorageError."""
     written = Written()
-    rows = [entry for entry in entries if entry.status in (OK, *TO_FILL)]
+    rows = [entry for entry in entries if entry.is_row]
     manifest = _manifest(out, rows, options, written)  # raises before anything is written
     people = _people(out, rows, options, written)  # both are read before one is written
     _write(out, "manifest.tsv", *manifest, options, written)
     _write(out, "participants.tsv", *people, options, written)
-    left_out = [entry for entry in entries if entry.status not in (OK, *TO_FILL)]
+    left_out = [entry for entry in entries if not entry.is_row]
     _write(out, "left_out.tsv", LEFT_OUT_COLUMNS, [_left_out(entry) for entry in left_out], options, written)
     labels = [{**_label_ids(e), **e.etdrs} for e in rows if e.etdrs]
     if labels:

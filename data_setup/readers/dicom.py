@@ -32,6 +32,7 @@ from data_setup.readers.faults import (
     number,
 )
 from data_setup.readers.pixels import BoundedFile, PixelLayout, check_element, iter_pixels, read_layout
+from data_setup.tables import SIDES
 from utils.config.schema import StorageOptions
 from utils.storage import is_remote, open_url, read_bytes
 
@@ -81,7 +82,7 @@ class OCTHeader:
     url: str
     shape: tuple[int, int, int]
     spacing_mm: tuple[float, float, float]
-    spacing_source: str  # of the B-scan distance: shared | per_frame | root | frame_positions | protocol
+    spacing_source: str  # shared | per_frame | root | frame_positions | protocol | manifest
     flip_d: bool  # frames as `open_volume` gives them run inferior -> superior
     orientation_source: str  # reference_coordinates | assumed | unknown, and those of the importers
     device: str | None  # as the file states it, else as manifest or path name it; protocol too
@@ -135,7 +136,8 @@ def open_volume(
 
     The first frame is decoded before the header is returned, so the caller can trust the header's shape and
     allocate it. A fault of another frame is raised at that frame, a constant volume at the end. The caller
-    reverses the frames when header.flip_d. `record` names the device and the protocol, instead of the path.
+    reverses the frames when header.flip_d. `record` names the device and the protocol, instead of the path,
+    and the spacing where the file has none.
     """
     frames = _volume(url, options, record)
     return next(frames), frames
@@ -284,7 +286,8 @@ def _header(ds: Dataset, file: BoundedFile, url: str, record: Record | None) -> 
         raise OCTReadError(url, RejectReason.FRAME_COUNT_MISMATCH, expected, described)
     named = stated or protocol
     shape = (layout.frames, layout.rows, layout.columns)
-    measured = geometry.check_geometry(raw, shape, device or stated_device, protocol, url)
+    listed = record.spacing_mm if record else None
+    measured = geometry.check_geometry(raw, shape, device or stated_device, protocol, url, listed)
     header = OCTHeader(
         url=url,
         shape=shape,
@@ -342,4 +345,4 @@ def laterality_of(ds: Dataset, url: str) -> str | None:
     values.append(ds.get("Laterality"))
     in_name = re.search(r"_([lr])_[0-9.]+\.dcm$", PurePosixPath(url).name)
     values.append(in_name[1].upper() if in_name else None)
-    return next((str(v) for v in values if v in ("L", "R")), None)
+    return next((SIDES[word] for v in values if (word := str(v).strip().lower()) in SIDES), None)

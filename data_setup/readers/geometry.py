@@ -66,7 +66,7 @@ class Geometry:
 
     order: tuple[int, ...] | None
     spacing_mm: tuple[float, float, float]  # (D, H, W)
-    spacing_source: str  # of the B-scan distance: shared | per_frame | root | frame_positions | protocol
+    spacing_source: str  # shared | per_frame | root | frame_positions | protocol | manifest
     flip_d: bool  # the frames in this order run inferior -> superior
     orientation_source: str  # reference_coordinates | assumed | unknown
 
@@ -139,8 +139,10 @@ def check_geometry(
     device: str | None,
     protocol: Protocol | None,
     url: str,
+    listed: tuple[float, float, float] | None = None,
 ) -> Geometry:
-    """The geometry of a volume of `shape` (frames, rows, columns).
+    """The geometry of a volume of `shape` (frames, rows, columns); `listed`: the manifest's spacing, for what
+    the file does not say.
 
     The frames are ordered by their positions, else by InStackPositionNumber, else as in the file. Raises
     OCTReadError: not_a_volume, frame_count_mismatch, missing_spacing, implausible_spacing, header_mismatch.
@@ -160,7 +162,7 @@ def check_geometry(
     # A count of frames that no item bears out may be any number: nothing of that length is made.
     is_described = len(raw.positions) == shape[0]
     order, distance = _order(raw.numbers, shape[0], stated, url) if is_described else (None, None)
-    spacing_mm, source = _spacing(raw, shape[0], distance, device, protocol, url)
+    spacing_mm, source = _spacing(raw, shape[0], distance, device, protocol, url, listed)
     if lines is not None and raw.reference_unit == "mm":
         _check_lengths(lines, shape[2] * spacing_mm[2], url)
     if order is None:
@@ -312,16 +314,19 @@ def _spacing(
     device: str | None,
     protocol: Protocol | None,
     url: str,
+    listed: tuple[float, float, float] | None,
 ) -> tuple[tuple[float, float, float], str]:
     """(B-scan distance, axial, lateral) in mm and the source of the B-scan distance.
 
     Shared groups first, then per frame, then root; then `measured`, the distance between the positions, which
     has to agree. Cirrus writes the lateral spacing into SliceThickness: there the positions come first, then
-    the field of the protocol.
+    the field of the protocol. `listed` comes last.
     """
     levels = {"shared": raw.shared, "per_frame": _agreed(raw.per_frame, url), "root": raw.root}
     planes = ((m.axial, m.lateral) for m in levels.values() if m.axial is not None and m.lateral is not None)
     plane = next(planes, None)
+    is_listed = plane is None and listed is not None
+    plane = listed[1:] if listed and is_listed else plane
     if plane is None:
         raise OCTReadError(url, RejectReason.MISSING_SPACING, "PixelSpacing (axial, lateral)", "none")
     axial, lateral = plane
@@ -338,6 +343,7 @@ def _spacing(
         expected = f"SliceThickness within {100 * _LENGTH:g} % of the distance between positions"
         texts = (f"{number(mm, _SHOWN_MM)} mm" for mm in (header[1], measured))
         raise OCTReadError(url, RejectReason.HEADER_MISMATCH, expected, " and ".join(texts))
+    candidates.append(("manifest", listed[0]) if listed else None)
     chosen = next((c for c in candidates if c is not None), None)
     if chosen is None:
         actual = "none"
@@ -346,7 +352,7 @@ def _spacing(
         raise OCTReadError(url, RejectReason.MISSING_SPACING, "a distance between B-scans", actual)
     source, distance = chosen
     check_plausible((distance, axial, lateral), source, url)
-    return (distance, axial, lateral), source
+    return (distance, axial, lateral), "manifest" if is_listed else source
 
 
 def check_plausible(spacing_mm: tuple[float, float, float], source: str, url: str) -> None:

@@ -91,7 +91,8 @@ _NEXT_STEPS = {
     "not_labels": "write the labels as docs/guides/segmentation.md says",
     "missing_file": "bring the file to this path, or take its row out of the manifest",
     "missing_codec": "install the decoder that the message names, and prepare again",
-    "missing_spacing": "give the spacing in a sidecar (docs/guides/importers.md), or export with geometry",
+    "missing_spacing": "give the spacing in a sidecar or the manifest's column spacing_mm "
+    "(docs/guides/importers.md), or export with geometry",
     "implausible_spacing": "compare the spacing with the device's, and correct it in a sidecar",
     "header_mismatch": "compare the file with its row of the manifest, and correct the one that is wrong",
     "bad_sidecar": "correct the sidecar (docs/guides/importers.md)",

@@ -500,6 +500,14 @@ def test_laterality_of_the_frames(tmp_path: Path) -> None:
     assert read_header(write_opt(tmp_path, speckle(), edit=move)).laterality == "L"
 
 
+@pytest.mark.parametrize(("word", "side"), [("OD", "R"), ("OS", "L"), ("B", None)])
+def test_words_for_the_side_in_a_header(tmp_path: Path, word: str, side: str | None) -> None:
+    def write(ds: FileDataset) -> None:
+        ds.ImageLaterality = word
+
+    assert read_header(write_opt(tmp_path, speckle(), name="eye.dcm", edit=write)).laterality == side
+
+
 def test_nothing_about_the_person_leaves_the_file(tmp_path: Path) -> None:
     volume = read_volume(write_opt(tmp_path, speckle(), name="x.dcm"))
     assert "Secret" not in repr(volume.header)

@@ -223,6 +223,10 @@ def test_the_manifest_tells_the_cirrus_distance(tmp_path: Path, model: str | Non
     reason, text = reject(path, device="zeiss_cirrus", protocol="cube")  # the device alone, without a field
     assert reason == RejectReason.MISSING_SPACING
     assert "which Cirrus fills with the lateral" in text
+    listed = {"device": "zeiss_cirrus", "protocol": "cube"}
+    header = read(path, **listed, spacing_mm=(0.4, *LATERAL[1:]))[0]
+    assert (header.spacing_mm[0], header.spacing_source) == (0.4, "manifest")
+    assert reject(path, **listed, spacing_mm=(0.4, 0.00195, 0.03))[0] == RejectReason.HEADER_MISMATCH
 
 
 @pytest.mark.parametrize(

@@ -165,6 +165,7 @@ def test_the_commands_of_the_page_make_a_store(
     page = (ROOT / "docs" / "start" / "folder.md").read_text()
     block = re.search(r"```\n(python -m data_setup\.index .*?)```", page, re.DOTALL)
     assert block
+    assert block[0] in (ROOT / "README.md").read_text().split("## Start here")[1].split("\n## ")[0]
     commands = (
         re.sub(r"\\\n\s*", "", block[1]).replace("/data/own", str(root)).replace("/data/store", str(store))
     )
@@ -224,6 +225,52 @@ def test_what_is_missing_is_said_with_the_place_to_write_it(
     manifest.write_text(text)
     again = run_prepare(tree, tmp_path / "store", "data.max_reject_fraction=0.9").index
     assert again[again.path == "images/1/visit1/OD"].spacing_before_d.tolist() == [0.24]
+
+
+def no_distance(ds: FileDataset) -> None:
+    del ds.SharedFunctionalGroupsSequence[0].PixelMeasuresSequence[0].SliceThickness
+
+
+def no_measures(ds: FileDataset) -> None:
+    del ds.SharedFunctionalGroupsSequence[0].PixelMeasuresSequence
+
+
+@pytest.mark.parametrize("take", [no_distance, no_measures])
+def test_a_dicom_without_a_spacing_takes_that_of_its_row(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], take: Callable[[FileDataset], None]
+) -> None:
+    def edit(ds: FileDataset) -> None:
+        maker("MRN-0", "R")(ds)
+        ds.SOPInstanceUID = "1.2.3"
+        take(ds)
+
+    root = tmp_path / "tree"
+    write_dicoms(root, range(1))
+    write_opt(
+        root / "export0", speckle(seed=7), name="one", spacing=SPACING, references=rows_down(6), edit=edit
+    )
+    index(root)
+    text = capsys.readouterr().out
+    assert "missing: no spacing: 1 (export0/one): write the column spacing_mm of manifest.tsv" in text
+    manifest = root / "manifest.tsv"
+    rows = table(manifest)
+    one = rows["export0/one"]
+    assert (one["spacing_mm"], one["number_of_frames"], one["laterality"]) == ("", "6", "R")
+    assert one["person_id"] == rows["export0/IM000L"]["person_id"]  # of PatientID, as of the person's others
+    one["spacing_mm"] = "0.12 0.0026 0.03"
+    pd.DataFrame(rows.values()).to_csv(manifest, sep="\t", index=False)
+    store = run_prepare(root, tmp_path / "store").index.set_index("path")
+    assert store.status.tolist() == ["kept"] * 3
+    assert store.spacing_source["export0/one"] == "manifest"
+    assert store.spacing_source["export0/IM000L"] != "manifest"
+
+
+def test_an_export_without_a_spacing_is_left_out(tmp_path: Path) -> None:
+    path = write_heyex_body(tmp_path / "ann" / "eye.xml", speckle(), SPACING)
+    path.write_text(re.sub("<ScaleX>[^<]*</ScaleX>", "", path.read_text()))
+    write_dicoms(tmp_path, range(1))
+    index(tmp_path)
+    assert table(tmp_path / "left_out.tsv")["ann/eye.xml"]["reason"] == "missing_spacing"
 
 
 def test_a_second_run_adds_and_fills_and_changes_nothing(
@@ -293,7 +340,9 @@ def test_a_table_of_grids_that_no_export_has_any_more_is_named(
     assert (tmp_path / "labels.parquet").read_bytes() == before  # it may be somebody's own
 
 
-def test_headers_are_read_and_no_volume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_headers_are_read_and_no_volume(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """From a bucket, where each byte is a request's: a small share of large files."""
     voxels = speckle(60, 200, 200)
     write_opt(tmp_path, voxels, name="eye.dcm", spacing=SPACING, references=rows_down(60))
@@ -317,8 +366,11 @@ def test_headers_are_read_and_no_volume(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(storage, "read_range", read_range)
     for module in ("images", "sidecar", "heidelberg", "dicom"):
         monkeypatch.setattr(f"data_setup.readers.{module}.read_bytes", read_bytes)
-    index("memory://index")
+    index("memory://index", "--endpoint-url", "http://127.0.0.1:1", "--profile", "lab")
     monkeypatch.undo()
+    (last,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("next: ")]
+    assert "data.storage_options.endpoint_url=http://127.0.0.1:1" in last
+    assert "data.storage_options.profile=lab" in last
     assert 0 < sum(fetched) < 0.1 * sum(storage.find_sizes("memory://index").values())
     rows = storage.read_text("memory://index/manifest.tsv").splitlines()
     assert [line.split("\t")[1] for line in rows[1:]] == ["1_l.nii", "2_r", "eye.dcm"]

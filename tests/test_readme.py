@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import re
+import runpy
 import shlex
+import warnings
+from argparse import ArgumentParser
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -24,6 +28,13 @@ MAX_PICTURE_BYTES = 300_000
 
 FENCE = re.compile(r"^( *)```.*\n((?:.*\n)*?)\1```$", re.MULTILINE)
 LINK = re.compile(r"(!?)\[[^\]]*\]\(([^)\s]+)\)")
+# a line that begins with a command; benchmarks and tpu_fit import what they measure before they read words
+COMMAND = re.compile(
+    r" *(?:[A-Z_]+=\S+ )*(?:until )?(?:python|torchrun .*) -m "
+    r"((?:data_setup|models|pretraining|finetuning|utils)(?:\.(?!tpu_fit)\w+)+)(?= |$)"
+)
+LATE = re.compile(r"-m finetuning\.evaluate ")  # it imports torch first
+DEMO = ("README.md", "docs/start/demo.md")
 OVERRIDE = re.compile(r"[a-z_]+(\.[a-z_]+)+=.*")
 
 
@@ -99,6 +110,50 @@ def test_every_configuration_of_a_command_loads_with_its_overrides(page: str) ->
         load_config(ROOT / path, overrides, below(ROOT / path))
 
 
+class Accepted(BaseException):
+    """A parser took its words."""
+
+
+def accepting(real: Callable[..., object]) -> Callable[..., object]:
+    """A method of a parser after which nothing is run."""
+
+    def parse(*words: object, **options: object) -> object:
+        real(*words, **options)
+        raise Accepted
+
+    return parse
+
+
+def refused_commands(text: str) -> list[str]:
+    """Commands of a page whose own parser does not take their words."""
+    refused = []
+    for line in "".join(blocks(text)).splitlines():
+        match = COMMAND.match(line)
+        if match is None or LATE.search(line):
+            continue
+        words = shlex.split(line[match.end() :].partition(";")[0], comments=True)
+        with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of a module that was imported before
+            patch.setattr("sys.argv", [match[1], *words])
+            for name in ("parse_args", "parse_intermixed_args"):
+                patch.setattr(ArgumentParser, name, accepting(getattr(ArgumentParser, name)))
+            try:
+                runpy.run_module(match[1], run_name="__main__", alter_sys=True)
+            except Accepted:
+                continue
+            except SystemExit:
+                refused.append(line.strip())
+    return refused
+
+
+def test_every_command_of_a_page_is_accepted_by_its_own_parser() -> None:
+    """Those of README.md and the demo's page are run by `make demo`."""
+    refused = [line for page in PAGES if page not in DEMO for line in refused_commands(PAGES[page])]
+    assert refused == []
+    wrong = "python -m finetuning.embed --config configs/smoke_test.yaml"
+    assert refused_commands(f"```\n{wrong}\n```\n") == [wrong]
+
+
 @pytest.mark.parametrize("page", PAGES)
 def test_every_make_target_exists(page: str) -> None:
     lines = re.findall(r"^make (.+)$", "".join(blocks(PAGES[page])), re.MULTILINE)
@@ -132,7 +187,7 @@ def test_the_commands_without_make_are_those_of_the_demo() -> None:
     for _ in range(2):
         recipe = re.sub(r"\$\((\w+)\)", lambda m: values.get(m[1], m[0]), recipe)
     demo = [c.rstrip(")") for c in re.findall(r"-m [^|\n]*", recipe)]
-    for page in ("README.md", "docs/start/demo.md"):
+    for page in DEMO:
         block = next(b for b in blocks(PAGES[page]) if b.startswith("pip install"))
         assert [line.removeprefix("python ") for line in block.splitlines()[1:]] == demo
 

@@ -18,7 +18,6 @@ import json
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from concurrent.futures import as_completed
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +27,7 @@ import pandas as pd
 from data_setup.readers.faults import OCTReadError, RejectReason
 from data_setup.readers.octa import EN_FACE, FLOW_CUBE, SLABS, OctaHeader, read_octa, slab_of
 from data_setup.resample import axis_weights, resample_frames
+from data_setup.side_jobs import run_all
 from data_setup.store.flow import FlowWriter
 from data_setup.store.format import KEPT
 from data_setup.store.reader import PreparedStore
@@ -35,8 +35,6 @@ from data_setup.tables import clean_path, fact_of, read_table
 from utils import storage
 from utils.config.schema import Config
 from utils.errors import EXIT_TRY_AGAIN, UserError
-from utils.terminal import track
-from utils.workers import executor_of
 
 STRUCTURAL, CUBE = "associated_structural_oct", "flow_cube_file_path"
 IMAGE = "associated_enface_{}_file_path"
@@ -252,15 +250,7 @@ def prepare_flow(cfg: Config, workers: int) -> int:
     jobs = [
         FlowJob(link, store, writer) for link in links if not _is_done(link, written.get(link.row), store)
     ]
-    away: list[str] = []
-    with executor_of(workers) as pool:
-        futures = [pool.submit(prepare_cube, job) for job in jobs]
-        for future in track(as_completed(futures), len(jobs), "flow", "cubes"):
-            error = future.exception()
-            if isinstance(error, storage.StorageError):
-                away.append(str(error))
-            elif error is not None:
-                raise error
+    away = run_all(prepare_cube, jobs, workers, "flow", "cubes")
     report = summarise(writer.finalise([link.row for link in links]), reasons, len(away))
     text = json.dumps(report, indent=1) + "\n"
     storage.write_text(storage.join(store.url, "flow_report.json"), text, store.options)

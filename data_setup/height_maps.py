@@ -16,7 +16,6 @@ import json
 import sys
 from collections import Counter
 from collections.abc import Mapping
-from concurrent.futures import as_completed
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +25,7 @@ import pandas as pd
 from data_setup.readers.faults import OCTReadError, RejectReason
 from data_setup.readers.heights import NUM_SURFACES, HeightMap, read_heights
 from data_setup.resample import axis_weights
+from data_setup.side_jobs import run_all
 from data_setup.store.format import KEPT
 from data_setup.store.heights import HeightWriter
 from data_setup.store.reader import PreparedStore
@@ -33,8 +33,6 @@ from data_setup.tables import clean_path, fact_of, read_table
 from utils import storage
 from utils.config.schema import Config
 from utils.errors import EXIT_TRY_AGAIN, UserError
-from utils.terminal import track
-from utils.workers import executor_of
 
 STRUCTURAL, SEGMENTATION = "associated_structural_oct", "associated_segmentation"
 LEAST_WEIGHT = 0.5  # share of valid heights under a stored A-scan
@@ -255,15 +253,7 @@ def prepare_heights(cfg: Config, workers: int) -> int:
     jobs = [
         HeightJob(link, store, writer) for link in links if not _is_done(link, written.get(link.row), store)
     ]
-    away: list[str] = []
-    with executor_of(workers) as pool:
-        futures = [pool.submit(prepare_map, job) for job in jobs]
-        for future in track(as_completed(futures), len(jobs), "heights", "maps"):
-            error = future.exception()
-            if isinstance(error, storage.StorageError):
-                away.append(str(error))
-            elif error is not None:
-                raise error
+    away = run_all(prepare_map, jobs, workers, "heights", "maps")
     index = writer.finalise([link.row for link in links])
     report = summarise(index, reasons, len(away))
     storage.write_text(

@@ -17,7 +17,6 @@ import json
 import sys
 from collections import Counter
 from collections.abc import Callable, Mapping
-from concurrent.futures import as_completed
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -37,6 +36,7 @@ from data_setup.readers.labels import (
 )
 from data_setup.readers.open_record import labelled_header
 from data_setup.resample import axis_weights
+from data_setup.side_jobs import run_all
 from data_setup.store.format import KEPT
 from data_setup.store.heights import OF_LABELS, HeightWriter
 from data_setup.store.labels import Classes, LabelWriter, counts_text, parse_counts
@@ -45,8 +45,6 @@ from data_setup.tables import clean_path, fact_of, read_table
 from utils import storage
 from utils.config.schema import Config
 from utils.errors import EXIT_TRY_AGAIN, UserError
-from utils.terminal import track
-from utils.workers import executor_of
 
 VOLUME, SURFACES = "label_volume", "label_surfaces"  # columns of the manifest
 CLASSES_FILE = "label_classes.yaml"
@@ -326,15 +324,7 @@ def _empty(store: PreparedStore, columns: list[str]) -> list[str]:
 
 def _run(jobs: list[LabelJob], workers: int) -> list[str]:
     """Do the jobs; returns the errors of storage that did not answer."""
-    away: list[str] = []
-    with executor_of(workers) as pool:
-        futures = [pool.submit(prepare_one, job) for job in jobs]
-        for future in track(as_completed(futures), len(jobs), "labels", "volumes"):
-            error = future.exception()
-            if isinstance(error, storage.StorageError):
-                away.append(str(error))
-            elif error is not None:
-                raise error
+    away = run_all(prepare_one, jobs, workers, "labels", "volumes")
     return away
 
 

@@ -99,7 +99,7 @@ def main() -> None:
         start, used = time.perf_counter(), time.process_time()
         predict(url, args.dicom, str(out), [])
         seconds, used = time.perf_counter() - start, time.process_time() - used
-    count = len((out / "predictions.jsonl").read_text().splitlines())
+        count = len((out / "predictions.jsonl").read_text().splitlines())
     print(describe())
     print(
         f"{count} files on {list(cfg.spatial.image_size)}, model {cfg.model.size}: {seconds / count:.1f} s "

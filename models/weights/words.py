@@ -30,7 +30,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     exporter.add_argument("--checkpoint", required=True, metavar="X.pt")
     place = exporter.add_mutually_exclusive_group(required=True)
     place.add_argument("--out", metavar="DIR", help="weights alone")
-    place.add_argument("--portable", metavar="DIR", help="weights, program and golden eye")
+    place.add_argument("--portable", metavar="DIR", help="weights, programs and golden eye")
     exporter.add_argument("--which", choices=["target", "context"], default="target")
     exporter.add_argument("--layout", choices=["ours", "hf"], default="ours")
     tester = verbs.add_parser("selftest", help="check a portable folder, or what a pipeline made of its eye")

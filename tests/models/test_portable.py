@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
@@ -24,7 +25,7 @@ from models.vit3d import SIZES, Size
 from models.vjepa3d import VJEPA3D, build_encoder
 from models.weights import load_encoder
 from models.weights.cli import main
-from models.weights.portable import load_portable, selftest
+from models.weights.portable import load_portable, onnx_file, selftest
 from models.weights.portable.eye import SHAPE, SPACING_MM, golden_eye
 from models.weights.portable.program import PortableEncoder, Preprocess
 from models.weights.portable.selftest import Portable, SelfTestError, check_input
@@ -123,11 +124,19 @@ def other_volume(seed: int) -> tuple[np.ndarray, Triple]:
 def test_the_program_gives_the_features_of_the_loop(folder: Path, portable: Portable, seed: int) -> None:
     """Other sizes than the exported one, both directions, fields smaller and larger than the grid."""
     volume, spacing = other_volume(seed)
+    onnx = (folder / "program.onnx").read_bytes()
     for first_is_superior in (True, False):
-        arguments = torch.from_numpy(volume), torch.tensor(spacing, dtype=torch.float64)
-        pooled = portable.program(*arguments, torch.tensor(first_is_superior))[2].numpy()
+        arguments = (
+            torch.from_numpy(volume),
+            torch.tensor(spacing, dtype=torch.float64),
+            torch.tensor(first_is_superior),
+        )
         expected = loop(folder, volume, spacing, first_is_superior)
+        tokens, valid, pooled = (output.numpy() for output in portable.program(*arguments))
         np.testing.assert_allclose(pooled, expected, atol=1e-4)
+        np.testing.assert_allclose(onnx_file.run_onnx(onnx, arguments)[2], expected, atol=1e-4)
+        np.testing.assert_allclose(onnx_file.run_onnx(onnx, arguments)[0], tokens, atol=1e-4)
+        assert np.array_equal(onnx_file.run_onnx(onnx, arguments)[1], valid)
 
 
 @pytest.mark.parametrize("mode", ["spacing", "resize"])
@@ -153,13 +162,41 @@ def test_the_grid_is_that_of_prepare(mode: Literal["spacing", "resize"]) -> None
 def test_the_folder_tests_itself(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["selftest", str(folder)]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert [line.partition(":")[0] for line in lines] == ["files", "program.pt2", "model.safetensors", "hf"]
+    names = ["files", "program.pt2", "model.safetensors", "program.onnx", "hf"]
+    assert [line.partition(":")[0] for line in lines] == names
     for line in lines[1:]:
         assert float(line.rpartition(" ")[2]) <= 1e-4
     assert (folder / "golden.npz").stat().st_size < 300_000
     selftest(str(folder), load_portable(str(folder)))
     (line,) = selftest(str(folder), lambda *words: loop(folder, *words))  # another pipeline, without fault
     assert line.startswith("pipeline: golden features to")
+
+
+def test_without_the_packages_there_is_no_onnx_file(
+    tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The command says so in a line, the card and preprocess.json say which files there are."""
+    monkeypatch.setitem(SIZES, "ti", Size(3, 128, 2))
+    monkeypatch.setitem(sys.modules, "onnxscript", None)
+    checkpoint = str(folder.parent / "run" / "best_probe.pt")
+    assert main(["export", "--checkpoint", checkpoint, "--portable", str(tmp_path / "out")]) == 0
+    reason = "onnxscript not installed (pip install '.[onnx]')"
+    assert f"no ONNX: {reason}" in capsys.readouterr().out.splitlines()
+    contract = json.loads((tmp_path / "out" / "preprocess.json").read_text())
+    assert contract["onnx"] == reason
+    assert "program.onnx" not in contract["sha256"]
+    assert not (tmp_path / "out" / "program.onnx").exists()
+    assert f"No `program.onnx`: {reason}." in (tmp_path / "out" / "README.md").read_text()
+    assert "onnxruntime.InferenceSession" in (folder / "README.md").read_text()
+    monkeypatch.setitem(sys.modules, "onnxruntime", None)
+    assert not onnx_file.can_run()
+    assert "program.onnx: not compared, onnxruntime is not installed" in selftest(str(folder))
+
+
+def test_an_onnx_file_holds_two_gigabytes_at_most() -> None:
+    reason = onnx_file.why_no_onnx(torch.nn.Linear(500, 500), largest_bytes=1_000_000)
+    assert reason == "one file holds 0.001 GB, the weights are 0.001 GB"
+    assert onnx_file.why_no_onnx(torch.nn.Linear(500, 400), largest_bytes=1_000_000) is None
 
 
 Change = Callable[[np.ndarray, Triple], tuple[np.ndarray, Triple]]
@@ -259,6 +296,10 @@ def with_patch(path: Path) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | {"patch_size": [4, 4, 4]}))
 
 
+def of_version_1(path: Path) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"format_version": 1}))
+
+
 def without_digests(path: Path) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | {"sha256": {}}))
 
@@ -275,6 +316,8 @@ def without_digests(path: Path) -> None:
         ),
         ("hf/model.safetensors", cut, r"hf/model\.safetensors: wrong weights: expected sha256"),
         ("preprocess.json", without_digests, r"sha256: expected .*hf/model\.safetensors.*, found {}"),
+        ("program.onnx", cut, r"program\.onnx: another file: expected sha256"),
+        ("preprocess.json", of_version_1, r"format_version: expected 2, found 1; export again"),
         ("program.pt2", Path.unlink, r"program\.pt2: expected a file of the export, found none"),
     ],
 )

@@ -24,8 +24,17 @@ import torch
 from torch import Tensor
 
 from models.weights.files import read_weights
+from models.weights.portable import onnx_file
 from models.weights.portable.program import NORMALISATION, PortableEncoder, Preprocess
-from models.weights.portable.write import GOLDEN, HF_FILES, PREPROCESS, PROGRAM, portable_encoder
+from models.weights.portable.write import (
+    FORMAT_VERSION,
+    GOLDEN,
+    ONNX,
+    PREPROCESS,
+    PROGRAM,
+    file_names,
+    portable_encoder,
+)
 from models.weights.shape import Weights
 from utils import storage
 from utils.errors import UserError
@@ -126,6 +135,8 @@ def selftest(folder: str, encode: Encode | None = None, features: np.ndarray | N
     lines.append(_compare(opened, "program.pt2", load_portable(folder)(*_plain(opened)).pooled))
     with torch.no_grad():
         lines.append(_compare(opened, "model.safetensors", opened.module(*opened.arguments)[2].numpy()))
+    if opened.contract["onnx"] == "onnx":
+        lines.append(_check_onnx(opened))
     if opened.contract["hf"] == "hf":
         lines.append(_check_hf(opened))
     return lines
@@ -174,10 +185,15 @@ def _golden(folder: str) -> dict[str, np.ndarray]:
 
 def _check_contract(url: str, contract: dict[str, Any], preprocess: Preprocess, weights: Weights) -> None:
     """Raise SelfTestError where preprocess.json does not fit config.json and the weights beside it."""
-    if lost := sorted({"hf", "normalisation", "sha256", "tolerance"} - set(contract)):
+    version = contract.get("format_version")
+    if version != FORMAT_VERSION:
+        raise SelfTestError(
+            f"{url}: format_version: expected {FORMAT_VERSION}, found {version}; export again"
+        )
+    if lost := sorted({"hf", "onnx", "normalisation", "sha256", "tolerance"} - set(contract)):
         raise SelfTestError(f"{url}: expected the contract of the export, found no {', '.join(lost)}")
-    names = {"model.safetensors", PROGRAM, GOLDEN, *(HF_FILES if contract["hf"] == "hf" else ())}
-    if not isinstance(contract["sha256"], dict) or set(contract["sha256"]) != names:
+    names = file_names(has_hf=contract["hf"] == "hf", has_onnx=contract["onnx"] == "onnx")
+    if not isinstance(contract["sha256"], dict) or set(contract["sha256"]) != set(names):
         raise SelfTestError(f"{url}: sha256: expected {sorted(names)}, found {contract['sha256']}"[:300])
     grid = tuple(n * p for n, p in zip(weights.grid, weights.patch, strict=True))
     for name, actual, expected in (
@@ -207,6 +223,14 @@ def _check_files(opened: _Folder) -> str:
                 f"found {actual[:12]}"
             )
     return f"files: {len(opened.contract['sha256'])} as exported"
+
+
+def _check_onnx(opened: _Folder) -> str:
+    """The ONNX file by onnxruntime, where it is installed."""
+    if not onnx_file.can_run():
+        return f"{ONNX}: not compared, onnxruntime is not installed"
+    data = storage.read_bytes(storage.join(opened.url, ONNX))
+    return _compare(opened, ONNX, onnx_file.run_onnx(data, opened.arguments)[2])
 
 
 def _check_hf(opened: _Folder) -> str:

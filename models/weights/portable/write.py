@@ -4,9 +4,10 @@ In: a checkpoint of ours. Out, in DIR:
     model.safetensors, config.json, README.md   the encoder, as `export --out` writes it
     hf/                                         the same in Hugging Face's layout, where it can hold it
     program.pt2       torch.export of program.py: volume as acquired -> tokens, validity, pooled features
+    program.onnx      the same for runtimes without torch, where the packages of onnx_file.py are installed
     preprocess.json   what the program does before the encoder, and the SHA-256 of every file
     golden.npz        an eye (under 300 kB) with its pooled features and some of its tokens
-The program gives the golden features to 1e-4, or nothing is written.
+Each program gives the golden features to 1e-4, or nothing is written.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import torch
 from torch import Tensor
 
 from models.weights.export import export_encoder, why_not_hf
+from models.weights.portable import onnx_file
 from models.weights.portable.eye import FIRST_IS_SUPERIOR, SPACING_MM, golden_eye
 from models.weights.portable.program import NORMALISATION, PortableEncoder, Preprocess
 from models.weights.shape import Weights, new_encoder
@@ -29,8 +31,8 @@ from utils import storage
 from utils.config.schema import Config
 from utils.errors import UserError
 
-FORMAT_VERSION = 1
-PREPROCESS, PROGRAM, GOLDEN = "preprocess.json", "program.pt2", "golden.npz"
+FORMAT_VERSION = 2  # 1 had no word about ONNX
+PREPROCESS, PROGRAM, ONNX, GOLDEN = "preprocess.json", "program.pt2", "program.onnx", "golden.npz"
 HF_FILES = ("hf/model.safetensors", "hf/config.json")
 TOLERANCE = 1e-4  # largest difference of features on the golden eye
 GOLDEN_TOKENS = 12  # of the golden file, evenly over the grid
@@ -55,6 +57,23 @@ from models.weights.portable import load_portable, selftest
 
 features = load_portable(FOLDER)(volume, spacing_mm=(0.047, 0.0026, 0.0117), first_is_superior=True)
 selftest(FOLDER, my_pipeline)  # my_pipeline(volume, spacing_mm, first_is_superior) -> features
+```
+"""
+ONNX_CARD = """
+`program.onnx` is the same program without torch:
+
+```python
+import numpy, onnxruntime
+
+session = onnxruntime.InferenceSession("program.onnx")
+tokens, valid, pooled = session.run(
+    ["tokens", "valid", "pooled"],
+    {
+        "volume": volume,  # uint8 [D, H, W]
+        "spacing_mm": numpy.array([0.047, 0.0026, 0.0117]),
+        "first_is_superior": numpy.array(True),
+    },
+)
 ```
 """
 
@@ -94,15 +113,21 @@ def export_portable(weights: Weights, out: str, which: Literal["target", "contex
     arguments = golden_input()
     with torch.no_grad():
         tokens_NE, valid_N, pooled = module(*arguments)
-    program, difference = _program(module, arguments, pooled)
+    exported = _exported(module, arguments)
+    no_onnx = onnx_file.why_no_onnx(module)
+    onnx = onnx_file.to_onnx(exported) if no_onnx is None else None
+    differences = _differences(exported, onnx, arguments, pooled)
     lines = export_encoder(weights, out, which, "ours")
     problem = why_not_hf(weights, cfg)
     if problem is None:
         lines += export_encoder(weights, storage.join(out, "hf"), which, "hf")
-    storage.write_bytes(storage.join(out, PROGRAM), program)
+    storage.write_bytes(storage.join(out, PROGRAM), _saved(exported))
+    if onnx is not None:
+        storage.write_bytes(storage.join(out, ONNX), onnx)
     storage.write_bytes(storage.join(out, GOLDEN), _golden(arguments[0], tokens_NE, valid_N, pooled))
     readme = storage.join(out, "README.md")
-    storage.write_text(readme, storage.read_text(readme) + CARD)
+    onnx_card = f"\nNo `program.onnx`: {no_onnx}.\n" if onnx is None else ONNX_CARD
+    storage.write_text(readme, storage.read_text(readme) + CARD + onnx_card)
     contract = {
         "format_version": FORMAT_VERSION,
         "input": INPUT,
@@ -111,16 +136,24 @@ def export_portable(weights: Weights, out: str, which: Literal["target", "contex
         "normalisation": NORMALISATION,
         "encoder": which,
         "hf": problem or "hf",
+        "onnx": no_onnx or "onnx",
         "torch": torch.__version__,
         "tolerance": TOLERANCE,
         "sha256": {
             name: hashlib.sha256(storage.read_bytes(storage.join(out, name))).hexdigest()
-            for name in ("model.safetensors", PROGRAM, GOLDEN, *(HF_FILES if problem is None else ()))
+            for name in file_names(has_hf=problem is None, has_onnx=onnx is not None)
         },
     }
     storage.write_text(storage.join(out, PREPROCESS), json.dumps(contract, indent=1) + "\n")
-    no_hf = [] if problem is None else [f"no Hugging Face layout: {problem}"]
-    return [*lines, *no_hf, f"program: golden features to {difference:.1g}, written to {out}"]
+    lines += [f"no Hugging Face layout: {problem}"] if problem else []
+    lines += [f"no ONNX: {no_onnx}"] if no_onnx else []
+    return [*lines, *differences, f"written to {out}"]
+
+
+def file_names(has_hf: bool, has_onnx: bool) -> list[str]:
+    """The files of a folder whose digests preprocess.json holds."""
+    extra = ([ONNX] if has_onnx else []) + (list(HF_FILES) if has_hf else [])
+    return ["model.safetensors", PROGRAM, GOLDEN, *extra]
 
 
 def preprocess_of(cfg: Config) -> Preprocess:
@@ -129,19 +162,37 @@ def preprocess_of(cfg: Config) -> Preprocess:
     return Preprocess(spatial.image_size, spatial.target_spacing, spatial.resample, spatial.patch_size)
 
 
-def _program(module: PortableEncoder, arguments: tuple[Tensor, ...], pooled: Tensor) -> tuple[bytes, float]:
-    """The exported program for volumes of any size, and how far its features are from the module's."""
+def _exported(module: PortableEncoder, arguments: tuple[Tensor, ...]) -> torch.export.ExportedProgram:
+    """The program for volumes of any size."""
     size = dict.fromkeys(range(3), torch.export.Dim.DYNAMIC)
-    exported = torch.export.export(module, arguments, dynamic_shapes=(size, None, None))
+    return torch.export.export(module, arguments, dynamic_shapes=(size, None, None))
+
+
+def _saved(exported: torch.export.ExportedProgram) -> bytes:
     buffer = io.BytesIO()
     torch.export.save(exported, buffer)
+    return buffer.getvalue()
+
+
+def _differences(
+    exported: torch.export.ExportedProgram, onnx: bytes | None, arguments: tuple[Tensor, ...], pooled: Tensor
+) -> list[str]:
+    """A line for each program: how far its features are from the module's; raises UserError over 1e-4."""
     with torch.no_grad():
-        difference = float((exported.module()(*arguments)[2] - pooled).abs().max())
-    if not difference <= TOLERANCE:
-        raise UserError(
-            f"torch.export: expected features equal to {TOLERANCE}, found a difference of {difference:.2g}"
-        )
-    return buffer.getvalue(), difference
+        features = {PROGRAM: exported.module()(*arguments)[2].numpy()}
+    lines = []
+    if onnx is not None and onnx_file.can_run():
+        features[ONNX] = onnx_file.run_onnx(onnx, arguments)[2]
+    elif onnx is not None:
+        lines.append(f"{ONNX}: not run, onnxruntime is not installed")
+    for name, values in features.items():
+        difference = float(np.abs(values - pooled.numpy()).max())
+        if not difference <= TOLERANCE:
+            raise UserError(
+                f"{name}: expected features equal to {TOLERANCE}, found a difference of {difference:.2g}"
+            )
+        lines.append(f"{name}: golden features to {difference:.1g}")
+    return lines
 
 
 def _golden(volume: Tensor, tokens_NE: Tensor, valid_N: Tensor, pooled: Tensor) -> bytes:

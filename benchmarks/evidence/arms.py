@@ -8,7 +8,7 @@ arm.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from utils.config.load import load_config
@@ -23,6 +23,11 @@ CONTROL = "control"  # the reference arm, hardly trained
 PENALTY_ONLY, MISMATCHED = "penalty_only", "mismatched_targets"
 SUPERVISED = "supervised"  # no pre-training: what the images allow
 CONTROLS = RANDOM, CONTROL, PENALTY_ONLY, MISMATCHED  # a claim about the reference arm is above all of them
+# an arm's own two, by name: "lr_1e-3+mismatched_targets"
+OWN_CONTROLS = {
+    "mismatched_targets": "targets of another volume (control)",
+    "penalty_only": "nothing predicted (control)",
+}
 # 4 volumes a step: 0.8 s on one core (docs/evidence/results.md), so hundreds of updates in minutes
 BASE = (
     "train.global_batch_size=4",
@@ -223,8 +228,23 @@ ABLATIONS = (
 )
 
 
+def own_control(arm: Arm, control: str) -> Arm:
+    """The arm with nothing, or nothing of its own volume, to predict."""
+    return replace(
+        arm,
+        name=f"{arm.name}+{control}",
+        label=f"{arm.label}, {OWN_CONTROLS[control]}",
+        factor="control",
+        changes=(*arm.changes, f"method.control={control}"),
+        compared_with=arm.name,
+    )
+
+
 def arm_by_name(name: str) -> Arm:
-    """The arm of this name; raises UserError with the names that exist."""
+    """The arm of this name, or the own control of one; raises UserError with the names that exist."""
+    base, is_control, control = name.partition("+")
+    if is_control and control in OWN_CONTROLS:
+        return own_control(arm_by_name(base), control)
     arms = {arm.name: arm for arm in (RANDOM_ARM, SUPERVISED_ARM, *MAIN, *ABLATIONS)}
     if name not in arms:
         raise UserError(f"--arm: expected one of {', '.join(arms)}, found {name}")

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.evidence.arms import ABLATIONS, MAIN, REFERENCE, arm_by_name, arm_config, cost_key
+from benchmarks.evidence.arms import ABLATIONS, MAIN, REFERENCE, Arm, arm_by_name, arm_config, cost_key
 from benchmarks.evidence.queue import THREAD_VARIABLES, cores, pin
 from data_setup.loader import Loader
 from data_setup.store.reader import PreparedStore
@@ -112,8 +112,16 @@ def time_steps(
 
 def steps_of_budget(root: Path, budget_s: float) -> dict[str, int]:
     """Steps of every arm that fit the budget, from calibration.json; raises UserError without it."""
+    return calibrated_steps(root, budget_s, (*MAIN, *ABLATIONS))
+
+
+def calibrated_steps(root: Path, budget_s: float, arms: Sequence[Arm]) -> dict[str, int]:
+    """Steps of these arms that fit the budget; an own control has its arm's time of a step."""
     path = root / "calibration.json"
     if not path.exists():
         raise UserError(f"{path}: expected seconds per step, found none; run `evidence calibrate` first")
     seconds = json.loads(path.read_text())["seconds_per_step"]
-    return {a.name: a.steps or max(2, int(budget_s / seconds[a.name])) for a in (*MAIN, *ABLATIONS)}
+    timed = {arm.name: arm.name.partition("+")[0] for arm in arms}
+    if missing := sorted(set(timed.values()) - seconds.keys()):
+        raise UserError(f"{path}: expected seconds per step of {missing[0]}; run `evidence calibrate` again")
+    return {a.name: a.steps or max(2, int(budget_s / seconds[timed[a.name]])) for a in arms}

@@ -6,6 +6,7 @@
     python -m benchmarks.evidence confirm                 the same runs, scored on people that chose nothing
     python -m benchmarks.evidence device --only ARM,ARM   is the scanner in the features, and at what cost out
     python -m benchmarks.evidence table                   docs/evidence/results.md, and table.json of the runs
+    python -m benchmarks.evidence search --only ARM,ARM   sequential halving, then new seeds and people
     python -m benchmarks.evidence real --data FOLDER      the same on real eyes with layer masks: real.py
 
 Everything lives below --root. Every command resumes, and Ctrl-C is safe.
@@ -48,7 +49,15 @@ from benchmarks.evidence.differences import training_facts
 from benchmarks.evidence.page import RESULTS, write_results
 from benchmarks.evidence.queue import BASELINES, Plan, Queue, confirmation_jobs, run_all
 from benchmarks.evidence.real import make_real_data
-from benchmarks.evidence.scores import baseline_features, encoder_features, real_eyes, save_scores, score
+from benchmarks.evidence.scores import (
+    TASKS,
+    baseline_features,
+    encoder_features,
+    real_eyes,
+    save_scores,
+    score,
+)
+from benchmarks.evidence.search import search
 from benchmarks.evidence.supervised import supervised_encoder
 from data_setup.store.reader import PreparedStore
 from finetuning.pooled import pretrained_encoder, random_encoder
@@ -124,6 +133,21 @@ def confirm(root: Path, args: argparse.Namespace) -> None:
     queue.run(waiting)
 
 
+def halve(root: Path, args: argparse.Namespace) -> None:
+    """Sequential halving and its confirmation."""
+    names = args.only.split(","), [name for name in args.beside.split(",") if name]
+    people = args.count, args.people_seed
+    print(search(root, *names, args.budgets, args.seeds, args.jobs, args.task, people, args.change))
+
+
+def seconds_of_rounds(text: str) -> list[float]:
+    """'150,600' as numbers, for argparse; every round costs more than the one before."""
+    values = [float(part) for part in text.split(",")]
+    if values[0] <= 0 or values != sorted(set(values)) or not math.isfinite(values[-1]):
+        raise argparse.ArgumentTypeError(f"expected seconds that grow, such as 150,600, found {text}")
+    return values
+
+
 def refuse_mistakes(args: argparse.Namespace) -> None:
     """Raise UserError for the first argument that makes no sense."""
     given = vars(args)
@@ -141,8 +165,12 @@ def refuse_mistakes(args: argparse.Namespace) -> None:
     if "minutes" in given and not args.minutes >= 0:
         raise UserError(f"--minutes: expected a number from 0 on, found {args.minutes:g}")
     names = [RANDOM] * (args.command == "device") + [arm.name for arm in (*MAIN, *ABLATIONS)]
-    if given.get("only") is not None and (unknown := set(args.only.split(",")) - set(names)):
-        raise UserError(f"--only: expected some of {', '.join(names)}, found {', '.join(sorted(unknown))}")
+    for flag in ("only", "beside"):
+        asked = set(filter(None, (given.get(flag) or "").split(",")))
+        if unknown := asked - set(names):
+            raise UserError(
+                f"--{flag}: expected some of {', '.join(names)}, found {', '.join(sorted(unknown))}"
+            )
     eyes = given.get("real_eyes")
     if eyes is not None and not (eyes / "retinal_oct" / "manifest.tsv").is_file():
         raise UserError(
@@ -159,11 +187,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     commands = parser.add_subparsers(dest="command", required=True)
-    names = ("data", "real", "calibrate", "run", "score", "confirm", "device", "table")
+    names = ("data", "real", "calibrate", "run", "score", "confirm", "search", "device", "table")
     verbs = {name: commands.add_parser(name) for name in names}
     for name, command in verbs.items():
         command.add_argument("--root", type=Path, default=Path("runs/evidence"), help="where all of it lives")
-        if name in ("real", "calibrate", "run", "confirm"):
+        if name in ("real", "calibrate", "run", "confirm", "search"):
             command.add_argument("--jobs", type=int, default=2, help="runs at a time, each on its own core")
         if name in ("real", "run"):
             command.add_argument(
@@ -175,13 +203,22 @@ def main(argv: Sequence[str] | None = None) -> int:
                 "--minutes", type=float, default=60.0, help="of wall-clock for the ablations"
             )
             command.add_argument("--only", metavar="ARM,ARM", help="these recipes and ablations alone")
-        if name in ("data", "real", "calibrate", "run"):
+        if name in ("data", "real", "calibrate", "run", "search"):
             command.add_argument("--change", action="append", default=[], metavar="section.key=value")
     verbs["data"].add_argument("--pretraining", type=int, default=240, help="participants to train on")
     verbs["data"].add_argument("--evaluation", type=int, default=200, help="other participants to score on")
     verbs["data"].add_argument("--real-eyes", type=Path, metavar="DIR", help="AI-READI folder of real scans")
     verbs["real"].add_argument("--data", type=Path, required=True, help="folder of eyes: see real.py")
     verbs["real"].add_argument("--out", type=Path, help="the page; by default real.md below --root")
+    verbs["search"].add_argument("--only", metavar="ARM,ARM", required=True, help="the arms of the race")
+    verbs["search"].add_argument(
+        "--beside", metavar="ARM,ARM", default="mae_plain", help="trained and reported, in no race"
+    )
+    verbs["search"].add_argument(
+        "--budgets", type=seconds_of_rounds, default="150,600,2400", help="seconds of training, by round"
+    )
+    verbs["search"].add_argument("--seeds", type=int, default=3, help="of all rounds but the first")
+    verbs["search"].add_argument("--task", choices=TASKS, default="occupancy", help="what decides")
     verbs["device"].add_argument("--only", metavar="ARM,ARM", default=",".join((RANDOM, CONTROL, REFERENCE)))
     verbs["device"].add_argument("--seeds", type=int, default=3)
     verbs["device"].add_argument("--out", type=Path, help="device.json below --root by default")
@@ -190,8 +227,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     verbs["score"].add_argument(
         "--people", type=Path, help="folder of `confirm`; without it, those of `data`"
     )
-    verbs["confirm"].add_argument("--count", type=int, default=200, help="people to score on")
-    verbs["confirm"].add_argument("--people-seed", type=int, default=1003, help="of the phantom")
+    for name in ("confirm", "search"):
+        verbs[name].add_argument("--count", type=int, default=200, help="people to score on")
+        verbs[name].add_argument("--people-seed", type=int, default=1003, help="of the phantom")
     verbs["table"].add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args(argv)
     refuse_mistakes(args)
@@ -202,10 +240,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         make_data(root, cfg, CONFIG, args.change, (args.pretraining, args.evaluation), args.real_eyes)
     elif args.command == "calibrate":
         print(json.dumps(calibrate(root, args.jobs, args.change), indent=1))
-    elif args.command in ("real", "run", "confirm"):
+    elif args.command in ("real", "run", "confirm", "search"):
         signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends the runs as Ctrl-C does
         try:
-            {"real": real, "run": run, "confirm": confirm}[args.command](root, args)
+            {"real": real, "run": run, "confirm": confirm, "search": halve}[args.command](root, args)
         except KeyboardInterrupt:
             print("stopped; the same command goes on", flush=True)
             return 130

@@ -173,12 +173,17 @@ def read_arm(plan: Plan, arm: Arm, people: Path) -> Scored:
     return Scored(arm.name, arm.label, arm.factor, scored, failed, arm.compared_with)
 
 
-def difference(first: Scored, second: Scored, task: str, draws: Draws) -> Difference:
-    """first - second with its interval under shared draws; raises ValueError for other participants."""
+def difference_draws(first: Scored, second: Scored, task: str, draws: Draws) -> np.ndarray:
+    """first - second [S] under shared draws; raises ValueError for other participants."""
     ids = [getattr(s, task).participants for s, _ in (*first.seeds, *second.seeds)]
     if not all(np.array_equal(ids[0], other) for other in ids):
         raise ValueError(f"{first.name} and {second.name}: expected the same participants")
-    apart = first.draws(task, draws) - second.draws(task, draws)
+    return first.draws(task, draws) - second.draws(task, draws)
+
+
+def difference(first: Scored, second: Scored, task: str, draws: Draws) -> Difference:
+    """first - second with its interval under shared draws; raises ValueError for other participants."""
+    apart = difference_draws(first, second, task, draws)
     return first.point(task) - second.point(task), interval95(apart)
 
 

@@ -63,7 +63,7 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Data that nothing reads, a calibration, and a queue that does not train."""
     for name in search.DATA:
         (tmp_path / name).touch()
-    seconds = {arm.name: 0.5 for arm in (*MAIN, *ABLATIONS)}
+    seconds = {arm.name: 1.0 if arm.name == "vjepa2" else 0.5 for arm in (*MAIN, *ABLATIONS)}
     (tmp_path / "calibration.json").write_text(json.dumps({"seconds_per_step": seconds}))
     FakeQueue.ran, FakeQueue.failing = [], set()
 

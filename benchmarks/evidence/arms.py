@@ -240,6 +240,14 @@ def own_control(arm: Arm, control: str) -> Arm:
     )
 
 
+# everything with a run; an ablation's own controls are run where they are asked for by name
+TRAINED = (
+    *MAIN,
+    *ABLATIONS,
+    *(own_control(arm, control) for arm in ABLATIONS if arm.factor != "control" for control in OWN_CONTROLS),
+)
+
+
 def arm_by_name(name: str) -> Arm:
     """The arm of this name, or the own control of one; raises UserError with the names that exist."""
     base, is_control, control = name.partition("+")

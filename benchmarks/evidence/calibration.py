@@ -20,7 +20,16 @@ from typing import Any
 
 import torch
 
-from benchmarks.evidence.arms import ABLATIONS, MAIN, REFERENCE, Arm, arm_by_name, arm_config, cost_key
+from benchmarks.evidence.arms import (
+    ABLATIONS,
+    MAIN,
+    REFERENCE,
+    TRAINED,
+    Arm,
+    arm_by_name,
+    arm_config,
+    cost_key,
+)
 from benchmarks.evidence.queue import THREAD_VARIABLES, cores, pin
 from data_setup.loader import Loader
 from data_setup.store.reader import PreparedStore
@@ -112,7 +121,7 @@ def time_steps(
 
 def steps_of_budget(root: Path, budget_s: float) -> dict[str, int]:
     """Steps of every arm that fit the budget, from calibration.json; raises UserError without it."""
-    return calibrated_steps(root, budget_s, (*MAIN, *ABLATIONS))
+    return calibrated_steps(root, budget_s, TRAINED)
 
 
 def calibrated_steps(root: Path, budget_s: float, arms: Sequence[Arm]) -> dict[str, int]:

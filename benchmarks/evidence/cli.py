@@ -24,13 +24,12 @@ from pathlib import Path
 import torch
 
 from benchmarks.evidence.arms import (
-    ABLATIONS,
     CONFIG,
     CONTROL,
-    MAIN,
     RANDOM,
     REFERENCE,
     SUPERVISED,
+    TRAINED,
     arm_by_name,
     arm_config,
     run_dir,
@@ -107,7 +106,7 @@ def run(root: Path, args: argparse.Namespace) -> None:
     if args.steps is None:
         budget, steps = args.budget, steps_of_budget(root, args.budget)
     else:
-        budget, steps = None, {arm.name: arm.steps or args.steps for arm in (*MAIN, *ABLATIONS)}
+        budget, steps = None, {arm.name: arm.steps or args.steps for arm in TRAINED}
     plan = Plan(root, budget, args.seeds, steps, tuple(args.change))
     run_all(plan, args.jobs, args.minutes, None if args.only is None else args.only.split(","))
 
@@ -164,7 +163,7 @@ def refuse_mistakes(args: argparse.Namespace) -> None:
         raise UserError(f"--budget: expected a number above 0, found {args.budget:g}")
     if "minutes" in given and not args.minutes >= 0:
         raise UserError(f"--minutes: expected a number from 0 on, found {args.minutes:g}")
-    names = [RANDOM] * (args.command == "device") + [arm.name for arm in (*MAIN, *ABLATIONS)]
+    names = [RANDOM] * (args.command == "device") + [arm.name for arm in TRAINED]
     for flag in ("only", "beside"):
         asked = set(filter(None, (given.get(flag) or "").split(",")))
         if unknown := asked - set(names):

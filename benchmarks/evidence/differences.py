@@ -19,7 +19,6 @@ from typing import Any
 import numpy as np
 
 from benchmarks.evidence.arms import (
-    ABLATIONS,
     CONTROL,
     CONTROLS,
     MAIN,
@@ -27,6 +26,7 @@ from benchmarks.evidence.arms import (
     RANDOM_ARM,
     REFERENCE,
     SUPERVISED_ARM,
+    TRAINED,
     Arm,
     run_dir,
 )
@@ -214,7 +214,7 @@ def build_table(plan: Plan, people: Path | None = None) -> Table:
         )
     for name, label in BASELINE_LABELS.items():
         scored[name] = Scored(name, label, "baseline", [load_scores(people / BASELINES / name)])
-    scored |= {arm.name: read_arm(plan, arm, people) for arm in ABLATIONS}
+    scored |= {arm.name: read_arm(plan, arm, people) for arm in TRAINED if arm not in MAIN}
     tasks = (getattr(scored[RANDOM].seeds[0][0], task) for task in TASKS)
     participants = next(part for part in tasks if part is not None).participants
     draws = Draws.of(len(np.unique(participants)), plan.seeds)

@@ -24,6 +24,7 @@ from benchmarks.evidence.arms import (
     RANDOM_ARM,
     REFERENCE,
     SUPERVISED_ARM,
+    TRAINED,
     Arm,
     overrides,
     run_dir,
@@ -141,15 +142,15 @@ def main_jobs(plan: Plan, only: Collection[str] | None = None) -> list[Job]:
 
 
 def ablation_jobs(plan: Plan, only: Collection[str] | None = None) -> list[list[Job]]:
-    """The jobs of each ablation, in order; an ablation is started only when all its seeds fit the time."""
-    arms = [a for a in ABLATIONS if only is None or a.name in only]
+    """The jobs of each ablation, and of each own control in `only`; one is started when all its seeds fit."""
+    arms = ABLATIONS if only is None else [a for a in TRAINED if a.name in only and a not in MAIN]
     return [[Job(a, s, run_dir(plan.root, a, s)) for s in range(plan.seeds)] for a in arms]
 
 
 def confirmation_jobs(plan: Plan, people: Path) -> list[Job]:
     """A job on other people for every scored run; raises UserError if no run is scored."""
     jobs = [Job(None, 0, people / BASELINES, people)]
-    for arm in (RANDOM_ARM, *MAIN, *ABLATIONS):
+    for arm in (RANDOM_ARM, *TRAINED):
         for seed in range(plan.seeds):
             if (run_dir(plan.root, arm, seed) / "scores.json").exists():
                 jobs.append(Job(arm, seed, run_dir(people, arm, seed), people))

@@ -13,7 +13,9 @@ import pytest
 from benchmarks.evidence import cli as evidence
 from benchmarks.evidence import differences, search
 from benchmarks.evidence.arms import ABLATIONS, MAIN, arm_by_name, arm_config, own_control, run_dir
-from benchmarks.evidence.queue import Job, Plan
+from benchmarks.evidence.calibration import steps_of_budget
+from benchmarks.evidence.differences import read_arm
+from benchmarks.evidence.queue import Job, Plan, ablation_jobs
 from benchmarks.evidence.scores import Scores, save_scores, score
 from tests.support.evidence_factory import small_truth
 from utils.config.load import flatten
@@ -89,6 +91,24 @@ def test_an_own_control_differs_in_nothing_else(tmp_path: Path) -> None:
     assert {key for key in after if after[key] != before[key]} - own == {"method.control"}
     with pytest.raises(UserError, match="expected one of"):
         arm_by_name("lr_1e-3+nothing")
+
+
+def test_own_controls_are_run_and_tabled_by_name(tmp_path: Path) -> None:
+    names = "lr_1e-3", "lr_1e-3+mismatched_targets"
+    plan = Plan(tmp_path, 1.0, 2, {})
+    assert [[job.name for job in jobs] for jobs in ablation_jobs(plan, names)] == [
+        [f"{name}, seed {seed}" for seed in range(2)] for name in names
+    ]
+    assert not any("+" in job.name for jobs in ablation_jobs(plan) for job in jobs)
+    assert steps_of(tmp_path)["lr_1e-3+mismatched_targets"] == 20
+    assert read_arm(plan, arm_by_name(names[1]), tmp_path).compared_with == "lr_1e-3"
+
+
+def steps_of(root: Path) -> dict[str, int]:
+    """Steps of 10 s at half a second each."""
+    seconds = {arm.name: 0.5 for arm in (*MAIN, *ABLATIONS)}
+    (root / "calibration.json").write_text(json.dumps({"seconds_per_step": seconds}))
+    return steps_of_budget(root, 10.0)
 
 
 def test_the_best_score_loses_where_its_own_control_has_it_too(root: Path) -> None:

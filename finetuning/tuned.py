@@ -7,7 +7,8 @@ seeds. Out: the head's outputs [B, num_outputs]. Layer-wise decay of the rates: 
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +21,7 @@ from models.vit3d import Recompute, VisionTransformer3D, recompute_block
 from utils.config.schema import Config
 
 LEAST_VARIANCE = 1e-12  # of a feature over the tokens: the gradient of a root has no value at 0
+MASK_TOKEN = "mask_token"  # which no whole volume meets
 TABLES = ("pos_embed", "query")  # parameters of two axes or more that are no matrices, so do not decay
 
 
@@ -90,7 +92,7 @@ class TunedModel(nn.Module):
 
     def moves(self, name: str) -> bool:
         """Whether this parameter of the encoder is trained once the encoder is."""
-        return is_adapter(name) if self.has_adapters else name != "mask_token"
+        return is_adapter(name) if self.has_adapters else name != MASK_TOKEN
 
     def forward(self, view_BCDHW: Tensor, valid_BN: Tensor, seed_B: Tensor | None = None) -> Tensor:
         noise = None
@@ -100,7 +102,19 @@ class TunedModel(nn.Module):
         return self.top(tokens_BNE, valid_BN, seed_B, 0 if noise is None else noise.drawn)
 
 
-def layer_groups(model: TunedModel, weight_decay: float, layer_decay: float) -> list[dict[str, Any]]:
+class OnEncoder(Protocol):
+    """A model on an encoder."""
+
+    encoder: VisionTransformer3D
+
+    def moves(self, name: str) -> bool:
+        """Whether this parameter of the encoder is ever trained."""
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Those of the encoder begin with `encoder.`."""
+
+
+def layer_groups(model: OnEncoder, weight_decay: float, layer_decay: float) -> list[dict[str, Any]]:
     """AdamW groups, each with `rate_share`: layer_decay to the power of the number of blocks above.
 
     Head, last norm and last block have the full rate, patches and positions the smallest. Weight decay on

@@ -34,11 +34,11 @@ DENSE = {
     "head.learning_rates": "optim.base_lr is the rate",
     "head.weight_decays": "optim.weight_decay is the decay",
     "head.dropout": "a decoder of layers, voxels or slabs has none",
-    "finetune.layer_decay": "the encoder's layers do not move",
     "method.drop_path": PLAIN,
     "method.dropout": PLAIN,
     "augment.": PLAIN,
 }
+FROZEN_DENSE = {"finetune.layer_decay": "the encoder's layers do not move"}
 UNREAD: dict[str, Mapping[str, str]] = {
     "frozen": {
         **NEITHER,
@@ -82,10 +82,13 @@ def refuse_unread(cfg: Config, path: str | Path, overrides: Sequence[str]) -> No
     words_of_way = f"finetune.encoder={encoder}"
     if cfg.task.kind in DENSE_KINDS:
         way, words_of_way = cfg.task.kind, f"task.kind={cfg.task.kind}"
+    unread = dict(UNREAD[way])
+    if cfg.task.kind in DENSE_KINDS and encoder == "frozen":
+        unread |= FROZEN_DENSE
     file = OmegaConf.to_container(OmegaConf.load(path))
     words = OmegaConf.to_container(OmegaConf.from_dotlist(list(overrides)))
     for name, part, value in leaves(cfg):
-        instead = next((text for key, text in UNREAD[way].items() if _covers(key, name)), None)
+        instead = next((text for key, text in unread.items() if _covers(key, name)), None)
         if instead is None:
             continue
         default, has_default = _default(part)

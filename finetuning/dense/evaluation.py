@@ -104,6 +104,12 @@ def facts_of_answer(volumes: DenseVolumes, head: DenseHead, version: int) -> Con
     }
 
 
+def notes_of(head: DenseHead, notes: Sequence[str]) -> list[str]:
+    """The notes of an answer, and whether its encoders moved."""
+    moved = head.cfg.finetune.encoder == "trained"
+    return [*notes, *(["The encoder of each arm was trained with its decoder."] if moved else [])]
+
+
 def looks(content: Mapping[str, Any]) -> list[str]:
     """Lines of the page: who was seen in training, which look this is, the notes."""
     lines = []

@@ -4,7 +4,8 @@ In: decoders of finetuning.dense.training. Out: `head.pt` and its seal (utils.ch
 loads it with its encoders and refuses another one. The file holds tensors and plain values: kind (layers,
 segmentation or translation), arms {name: weights of a decoder}, the names of surfaces, classes or slabs,
 head_kind, hidden, voxels; encoder {url, checksum} and random_seed; normalisation and geometry of the store;
-config (YAML); participants {train, val}; pretraining_participants; validation {arm: ...}; step.
+config (YAML); participants {train, val}; pretraining_participants; validation {arm: ...}; step; and, with
+finetune.encoder=trained, encoder_weights {arm: weights}.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from finetuning.layers.decoder import build_decoder
 from finetuning.pooled import load_strictly, pretrained_encoder, random_encoder
 from finetuning.source import Source, find_checkpoint
 from models.vit3d import VisionTransformer3D
+from models.vjepa3d import build_encoder
 from utils import storage
 from utils.checkpoint import CheckpointError, load_checkpoint
 from utils.config.load import config_of_yaml, to_yaml
@@ -37,7 +39,7 @@ KEYS |= {"config", "participants", "pretraining_participants", "validation"}
 
 @dataclass(frozen=True)
 class Arm:
-    """A frozen encoder and the decoder that was trained on its tokens, both in evaluation mode."""
+    """An encoder and the decoder that was trained on its tokens, both in evaluation mode."""
 
     name: str  # PRETRAINED or RANDOM
     encoder: VisionTransformer3D
@@ -71,15 +73,16 @@ def dense_state(
     source: Source,
     store: PreparedStore,
     volumes: DenseVolumes,
-    decoders: dict[str, nn.Module],
+    arms: dict[str, tuple[nn.Module, nn.Module]],
     validation: dict[str, dict[str, Any]],
 ) -> dict[str, Any]:
-    """What every such file holds."""
+    """What every such file holds; `arms`: name -> (encoder, decoder)."""
     cfg = source.cfg
+    trained = {name: encoder.state_dict() for name, (encoder, _) in arms.items()}
     return {
         "kind": cfg.task.kind,
         "step": validation[PRETRAINED]["step"],
-        "arms": {name: decoder.state_dict() for name, decoder in decoders.items()},
+        "arms": {name: decoder.state_dict() for name, (_, decoder) in arms.items()},
         "head_kind": cfg.head.kind,
         "hidden": cfg.head.hidden,
         "voxels": cfg.head.voxels,
@@ -91,7 +94,7 @@ def dense_state(
         "participants": {"train": volumes.people(TRAIN), "val": volumes.people(VAL)},
         "pretraining_participants": sorted(source.state["participants"]),
         "validation": validation,
-    }
+    } | ({"encoder_weights": trained} if cfg.finetune.encoder == "trained" else {})
 
 
 def head_url(wanted: str) -> str:
@@ -113,9 +116,9 @@ def open_dense_head(
     keys: Collection[str] = (),
     encoder_url: str | None = None,
 ) -> DenseHead:
-    """A head from its file or its run's folder, with its encoders; the checkpoint may have moved to
-    `encoder_url`. `names_key`: of the surfaces or classes; `per_name`: outputs of each, `background`: outputs
-    without a name.
+    """A head from its file or its run's folder, with its encoders: its own where they were trained, else that
+    of the checkpoint, which may have moved to `encoder_url`. `names_key`: of the surfaces or classes;
+    `per_name`: outputs of each, `background`: outputs without a name.
 
     Raises CheckpointError for a damaged file or another encoder's checkpoint.
     """
@@ -125,6 +128,26 @@ def open_dense_head(
         expected = f"the file of a head with {names_key}"
         raise CheckpointError(f"{url}: expected {expected}, found no {', '.join(lost[:3])}")
     cfg = config_of_yaml(state["config"], url)
+    names, arms = tuple(str(name) for name in state[names_key]), []
+    encoders = _encoders(cfg, state, url, options, encoder_url)
+    for name, weights in state["arms"].items():
+        decoder = new_decoder(cfg, encoders[name].width, per_name * len(names) + background)
+        load_strictly(decoder, weights, f"{url}: decoder of {name}")
+        arms.append(Arm(name, encoders[name], decoder.eval().requires_grad_(False)))
+    return DenseHead(url, state["checksum"], tuple(arms), names, cfg, state)
+
+
+def _encoders(
+    cfg: Config, state: dict[str, Any], url: str, options: StorageOptions, encoder_url: str | None
+) -> dict[str, VisionTransformer3D]:
+    """Arm -> its encoder, in evaluation mode; raises CheckpointError."""
+    if cfg.finetune.encoder == "trained":
+        result = {}
+        for name, weights in state["encoder_weights"].items():
+            result[name] = build_encoder(cfg)
+            load_strictly(result[name], weights, f"{url}: encoder of {name}")
+            result[name].eval().requires_grad_(False)
+        return result
     source = find_checkpoint(encoder_url or state["encoder"]["url"], options)
     checkpoint = load_checkpoint(source, options)
     if checkpoint["checksum"] != state["encoder"]["checksum"]:
@@ -132,13 +155,7 @@ def open_dense_head(
             f"{source}: expected the encoder of {url}, sha256 {state['encoder']['checksum'][:12]}, found "
             f"{checkpoint['checksum'][:12]}: the head was trained on another checkpoint"
         )
-    names, arms = tuple(str(name) for name in state[names_key]), []
-    for name, weights in state["arms"].items():
-        encoder = encoder_of(name, cfg, checkpoint, source)
-        decoder = new_decoder(cfg, encoder.width, per_name * len(names) + background)
-        load_strictly(decoder, weights, f"{url}: decoder of {name}")
-        arms.append(Arm(name, encoder, decoder.eval().requires_grad_(False)))
-    return DenseHead(url, state["checksum"], tuple(arms), names, cfg, state)
+    return {name: encoder_of(name, cfg, checkpoint, source) for name in state["arms"]}
 
 
 def require_same_grid(head: DenseHead | Head, store: PreparedStore) -> None:

@@ -1,10 +1,13 @@
-"""Train decoders on the tokens of a frozen encoder: task.kind layers, segmentation and translation.
+"""Train decoders on the tokens of an encoder: task.kind layers, segmentation and translation.
 
 In: what to train for (`Objective`), volumes of three folds, an encoder for each arm. Out: the best decoder
 of each arm on validation, metrics.jsonl and the line on the terminal. A step reads train.global_batch_size
 planes of the token grid, each of one training volume; an epoch has every plane once. All arms start from the
 same weights and see the same planes in the same order. The steps of a second arm follow those of the first,
 and its metrics have its name before theirs.
+
+The encoder is frozen, and its tokens are kept; or finetune.encoder=trained moves it with its decoder, layer
+by layer at rates of their own (finetuning.tuned). Then a batch is made of whole volumes, since tokens are.
 """
 
 from __future__ import annotations
@@ -32,6 +35,8 @@ from finetuning.head_file import write_head
 from finetuning.layers.planes import Planes
 from finetuning.pooled import check_fit
 from finetuning.source import Source
+from finetuning.tuned import MASK_TOKEN, layer_groups
+from models.vit3d import VisionTransformer3D
 from utils.config.schema import Config
 from utils.errors import EXIT_FINISHED, UserError
 from utils.history import NO_CHECKPOINT_YET, WANDB_ID
@@ -64,6 +69,7 @@ class Best:
     epoch: int = 0
     step: int = 0
     decoder: nn.Module | None = None
+    encoder: nn.Module | None = None
     history: list[dict[str, float]] = field(default_factory=list)
 
     @property
@@ -97,10 +103,11 @@ def train_head(
     volumes: DenseVolumes,
     objective: Objective,
     runtime: Runtime,
-    more: Callable[[], dict[str, Any]],
+    more: Callable[[nn.Module], dict[str, Any]],
     shown: tuple[str, str],
 ) -> int:
-    """Train every arm and write their file, with what `more` adds to it; returns the exit code.
+    """Train every arm and write their file, with what `more` adds to it for the pre-trained arm's encoder;
+    returns the exit code.
 
     `shown`: title and format of the metric in the printed table. Raises UserError.
     """
@@ -108,8 +115,9 @@ def train_head(
     with held_run(cfg, runtime), open_run_log(source, volumes) as run_log:
         bests = train_arms(source, volumes, objective, runtime, run_log)
         validation = validations(bests)
-        state = dense_state(source, volumes.store, volumes, decoders(bests), validation)
-        url = write_head(cfg, state | more())
+        arms = trained_arms(bests)
+        state = dense_state(source, volumes.store, volumes, arms, validation)
+        url = write_head(cfg, state | more(arms[PRETRAINED][0]))
         claim_run_dir(cfg, runtime)
         head_is_written(cfg)
         run_log.artifact("head", url)
@@ -133,7 +141,7 @@ def open_run_log(source: Source, volumes: DenseVolumes) -> RunLog:
     """The log of a training that begins anew; `with` closes it."""
     cfg = source.cfg
     (Path(cfg.run.dir) / WANDB_ID).unlink(missing_ok=True)  # nothing is resumed: a training is a run
-    total = len(arms_of(cfg)) * num_updates(cfg, _per_epoch(cfg, volumes)[1])
+    total = len(arms_of(cfg)) * num_updates(cfg, _batches(cfg, volumes)[2])
     return RunLog(cfg, 0, total, synthetic=bool(volumes.store.attrs["synthetic"]))
 
 
@@ -142,11 +150,17 @@ def head_is_written(cfg: Config) -> None:
     (Path(cfg.run.dir) / NO_CHECKPOINT_YET).unlink(missing_ok=True)
 
 
-def _per_epoch(cfg: Config, volumes: DenseVolumes) -> tuple[int, int]:
-    """Planes of a batch, and updates of an epoch."""
-    count = len(volumes.of(TRAIN)) * cfg.grid[0]
-    size = min(cfg.train.global_batch_size, count)
-    return size, math.ceil(count / size)
+def _batches(cfg: Config, volumes: DenseVolumes) -> tuple[list[list[tuple[int, int]]], int, int]:
+    """What batches are made of, (row, plane) pairs that stay together; how many of these, and updates of an
+    epoch.
+    """
+    rows, planes = volumes.of(TRAIN).tolist(), range(cfg.grid[0])
+    if cfg.finetune.encoder == "trained":  # a volume's tokens are made together
+        units = [[(row, plane) for plane in planes] for row in rows]
+    else:
+        units = [[(row, plane)] for row in rows for plane in planes]
+    size = min(cfg.train.global_batch_size // len(units[0]), len(units))
+    return units, size, math.ceil(len(units) / size)
 
 
 def train_arm(
@@ -158,26 +172,25 @@ def train_arm(
     run_log: RunLog | NoLog,
     steps_before: int = 0,
 ) -> Best:
-    """Train one decoder; returns its best epoch on the validation volumes. Raises UserError."""
+    """Train one decoder, and its encoder where the configuration says so; returns its best epoch on the
+    validation volumes. Raises UserError.
+    """
     cfg, prefix = source.cfg, "" if name == PRETRAINED else f"{name}/"
     encoder = encoder_of(name, cfg, source.state, source.url)
-    kept = KeptFeatures(encoder, cfg, volumes.store, runtime, features_folder(cfg))
-    kept.keep_tokens(np.unique(np.concatenate([volumes.of(TRAIN), volumes.of(VAL)])))
-    planes = objective.planes(cfg, kept, volumes, runtime.device)
-    pairs = [(int(row), plane) for row in volumes.of(TRAIN) for plane in range(cfg.grid[0])]
-    size, per_epoch = _per_epoch(cfg, volumes)
+    planes = objective.planes(cfg, _token_source(encoder, cfg, volumes, runtime), volumes, runtime.device)
+    units, size, per_epoch = _batches(cfg, volumes)
     total = num_updates(cfg, per_epoch)
     with torch.random.fork_rng(devices=[runtime.device] if runtime.device.type == "cuda" else []):
         torch.manual_seed(cfg.seed)
         decoder = new_decoder(cfg, encoder.width, objective.num_outputs).to(runtime.device)
-    optimizer = _optimizer(decoder, cfg)
+    optimizer = _optimizer(encoder, decoder, cfg)
     best, start, losses = Best(objective.metric), time.perf_counter(), list[float]()
     for step in range(total):
         epoch, place = divmod(step, per_epoch)
         done = step + 1
         if place == 0:
-            order = np.random.default_rng([cfg.seed, epoch]).permutation(len(pairs))
-        chosen = [pairs[i] for i in order[place * size : (place + 1) * size]]
+            order = np.random.default_rng([cfg.seed, epoch]).permutation(len(units))
+        chosen = [pair for i in order[place * size : (place + 1) * size] for pair in units[i]]
         share = 1.0
         if cfg.optim.use_scheduler:
             share = schedule(step, total, cfg.optim.warmup_ratio, cfg.optim.min_lr_ratio)
@@ -195,6 +208,7 @@ def train_arm(
             if _is_better(value, best.value, objective.sign):
                 best.value, best.epoch, best.step = value, epoch + 1, done
                 best.decoder = copy.deepcopy(decoder)
+                best.encoder = encoder if cfg.finetune.encoder == "frozen" else copy.deepcopy(encoder)
             if cfg.finetune.patience is not None and epoch + 1 - best.epoch >= cfg.finetune.patience:
                 break
     if best.decoder is None:
@@ -211,15 +225,43 @@ def _named(prefix: str, values: Mapping[str, float]) -> dict[str, float | None]:
     return {f"{prefix}{key}": value for key, value in values.items()}
 
 
-def _optimizer(decoder: nn.Module, cfg: Config) -> torch.optim.AdamW:
-    """AdamW whose weight decay is of matrices alone."""
-    groups = [
-        {
-            "params": [p for p in decoder.parameters() if (p.ndim > 1) == is_matrix],
-            "weight_decay": cfg.optim.weight_decay if is_matrix else 0.0,
-        }
-        for is_matrix in (True, False)
-    ]
+def _token_source(
+    encoder: VisionTransformer3D, cfg: Config, volumes: DenseVolumes, runtime: Runtime
+) -> KeptFeatures | Callable[[Tensor], Tensor]:
+    """A frozen encoder's kept tokens; or what runs an encoder that is trained, which is made ready for it."""
+    if cfg.finetune.encoder == "frozen":
+        kept = KeptFeatures(encoder, cfg, volumes.store, runtime, features_folder(cfg))
+        kept.keep_tokens(np.unique(np.concatenate([volumes.of(TRAIN), volumes.of(VAL)])))
+        return kept
+    encoder.to(runtime.device)
+    for name, parameter in encoder.named_parameters():
+        parameter.requires_grad_(name != MASK_TOKEN)
+
+    def tokens_of(view_BCDHW: Tensor) -> Tensor:
+        with runtime.autocast():
+            return encoder(view_BCDHW).float()
+
+    return tokens_of
+
+
+class EncoderAndDecoder(nn.Module):
+    """Both, for the optimizer alone."""
+
+    def __init__(self, encoder: VisionTransformer3D, decoder: nn.Module) -> None:
+        super().__init__()
+        self.encoder, self.decoder = encoder, decoder
+
+    def moves(self, name: str) -> bool:
+        """Whether this parameter of the encoder is trained."""
+        return self.encoder.get_parameter(name).requires_grad
+
+
+def _optimizer(encoder: VisionTransformer3D, decoder: nn.Module, cfg: Config) -> torch.optim.AdamW:
+    """AdamW whose weight decay is of matrices alone; the decoder, and the last block of an encoder that is
+    trained, have the full rate.
+    """
+    both = EncoderAndDecoder(encoder, decoder)
+    groups = layer_groups(both, cfg.optim.weight_decay, cfg.finetune.layer_decay)
     return torch.optim.AdamW(groups, lr=cfg.optim.base_lr, betas=cfg.optim.betas, eps=cfg.optim.eps)
 
 
@@ -237,9 +279,10 @@ def _step(
     optimizer.zero_grad()
     loss = objective.loss(decoder(tokens, voxels), truth)
     loss.backward()
-    nn.utils.clip_grad_norm_(decoder.parameters(), cfg.optim.clip_grad_norm)
+    moved = [p for group in optimizer.param_groups for p in group["params"]]
+    nn.utils.clip_grad_norm_(moved, cfg.optim.clip_grad_norm)
     for group in optimizer.param_groups:
-        group["lr"] = cfg.optim.base_lr * share
+        group["lr"] = cfg.optim.base_lr * share * group["rate_share"]
     optimizer.step()
     return float(loss.detach())
 
@@ -257,6 +300,10 @@ def validations(bests: Mapping[str, Best]) -> dict[str, dict[str, Any]]:
     return {name: best.facts for name, best in bests.items()}
 
 
-def decoders(bests: Mapping[str, Best]) -> dict[str, nn.Module]:
-    """The best decoder of every arm."""
-    return {name: best.decoder for name, best in bests.items() if best.decoder is not None}
+def trained_arms(bests: Mapping[str, Best]) -> dict[str, tuple[nn.Module, nn.Module]]:
+    """Arm -> the encoder and decoder of its best epoch."""
+    return {
+        name: (best.encoder, best.decoder)
+        for name, best in bests.items()
+        if best.encoder is not None and best.decoder is not None
+    }

@@ -18,7 +18,7 @@ import numpy as np
 import pandas as pd
 
 from finetuning.cohort import EVALUATED
-from finetuning.dense.evaluation import Question, ask, facts_of_answer, looks
+from finetuning.dense.evaluation import Question, ask, facts_of_answer, looks, notes_of
 from finetuning.dense.head import LABELS as ARM_LABELS
 from finetuning.dense.head import DenseHead
 from finetuning.dense.tables import by_name, cell, estimate, per_person
@@ -203,7 +203,7 @@ def answer(
         "surfaces": by_name(surfaces, ("error_um", "hd95_um"), people, draws),
         "layers": by_name(layers, ("dice", "iou"), people, draws),
         "etdrs": _agreement(sectors, arms),
-        "notes": list(NOTES),
+        "notes": notes_of(head, NOTES),
     }
     against = RANDOM if RANDOM in overall else MEAN
     gain = overall[against] - overall[PRETRAINED]

@@ -1,4 +1,4 @@
-"""Train decoders of surfaces on a frozen encoder: what finetuning.train does with task.kind=layers.
+"""Train decoders of surfaces on an encoder: what finetuning.train does with task.kind=layers.
 
 In: a checkpoint with a task's configuration, a store with height maps. Out: `${train.ckpt_dir}/head.pt`
 (finetuning.layers.head) and the log of a run. After each epoch the boundary error of the validation volumes
@@ -15,12 +15,11 @@ import numpy as np
 from torch import nn
 
 from finetuning.cohort import TRAIN, VAL
-from finetuning.dense.head import encoder_of
 from finetuning.dense.training import Objective, open_volumes, train_head
 from finetuning.familiarity import Familiarity, fit_familiarity
 from finetuning.features.kept import KeptFeatures, features_folder, pooled_of_tokens
 from finetuning.layers.decoder import surface_loss
-from finetuning.layers.head import PRETRAINED, layers_state
+from finetuning.layers.head import layers_state
 from finetuning.layers.metrics import boundary_error_um
 from finetuning.layers.planes import Planes
 from finetuning.layers.volumes import LayerVolumes, read_volumes
@@ -47,8 +46,9 @@ def train_layers(source: Source) -> int:
         score=lambda decoder, planes: validation_error(decoder, planes, volumes),
     )
 
-    def more() -> dict[str, Any]:
-        return layers_state(volumes, mean_heights(volumes), familiarity_of(source, volumes, runtime))
+    def more(encoder: nn.Module) -> dict[str, Any]:
+        familiarity = familiarity_of(encoder, source, volumes, runtime)
+        return layers_state(volumes, mean_heights(volumes), familiarity)
 
     return train_head(source, volumes, objective, runtime, more, ("validation boundary error", "{:.2f} um"))
 
@@ -63,12 +63,14 @@ def validation_error(decoder: nn.Module, planes: Planes, volumes: LayerVolumes) 
     return float(np.mean(errors))
 
 
-def familiarity_of(source: Source, volumes: LayerVolumes, runtime: Runtime) -> Familiarity | None:
-    """Of the training volumes' pooled features, from the tokens that the pre-trained arm has kept."""
+def familiarity_of(
+    encoder: nn.Module, source: Source, volumes: LayerVolumes, runtime: Runtime
+) -> Familiarity | None:
+    """Of the training volumes' pooled features; a frozen encoder has kept their tokens."""
     cfg = source.cfg
-    encoder = encoder_of(PRETRAINED, cfg, source.state, source.url)
-    kept = KeptFeatures(encoder, cfg, volumes.store, runtime, features_folder(cfg))
+    kept = KeptFeatures(encoder.requires_grad_(False), cfg, volumes.store, runtime, features_folder(cfg))
     rows, is_train = volumes.of(TRAIN), volumes.fold == TRAIN
+    kept.keep_tokens(np.unique(rows))
     return fit_familiarity(pooled_of_tokens(kept, rows), volumes.person[is_train])
 
 

@@ -15,7 +15,7 @@ import numpy as np
 import pandas as pd
 
 from finetuning.cohort import EVALUATED
-from finetuning.dense.evaluation import Question, ask, facts_of_answer, looks
+from finetuning.dense.evaluation import Question, ask, facts_of_answer, looks, notes_of
 from finetuning.dense.head import LABELS, PRETRAINED, RANDOM, DenseHead
 from finetuning.dense.tables import by_name, cell, estimate, per_person
 from finetuning.features.kept import KeptFeatures, features_folder
@@ -103,7 +103,7 @@ def answer(cfg: Config, volumes: ClassVolumes, head: DenseHead, lines: pd.DataFr
         "overall": {name: estimate(values, draws) for name, values in overall.items()},
         "classes": by_name(lines, ("dice", "absent_mm3"), people, draws),
         "difference": None,
-        "notes": list(NOTES),
+        "notes": notes_of(head, NOTES),
         "verdict": "What pre-training gains is not asked: finetune.against_random=true trains the control.",
     }
     if RANDOM in overall:

@@ -1,4 +1,4 @@
-"""Train decoders of voxel classes on a frozen encoder: finetuning.train with task.kind=segmentation.
+"""Train decoders of voxel classes on an encoder: finetuning.train with task.kind=segmentation.
 
 In: a checkpoint with a task's configuration, a store with label volumes. Out: `${train.ckpt_dir}/head.pt`
 (finetuning.dense.head with `classes`, name -> stored value) and the log of a run. After each epoch the mean
@@ -50,7 +50,7 @@ def train_segmentation(source: Source) -> int:
     values = {name: value for value, name in volumes.labels.classes.items()}
     classes = {name: values[name] for name in volumes.names}
     return train_head(
-        source, volumes, objective, runtime, lambda: {"classes": classes}, ("validation Dice", "{:.3f}")
+        source, volumes, objective, runtime, lambda _: {"classes": classes}, ("validation Dice", "{:.3f}")
     )
 
 

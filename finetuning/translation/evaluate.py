@@ -19,7 +19,7 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from finetuning.cohort import EVALUATED
-from finetuning.dense.evaluation import Question, ask, facts_of_answer, looks
+from finetuning.dense.evaluation import Question, ask, facts_of_answer, looks, notes_of
 from finetuning.dense.head import LABELS as ARM_LABELS
 from finetuning.dense.head import PRETRAINED, RANDOM, DenseHead
 from finetuning.dense.tables import by_name, cell, estimate, per_person
@@ -124,7 +124,7 @@ def answer(cfg: Config, volumes: FlowVolumes, head: DenseHead, lines: pd.DataFra
             for name, part in of_arm.items()
         },
         "slabs": by_name(lines, ("l1", "ssim"), people, draws),
-        "notes": list(NOTES),
+        "notes": notes_of(head, NOTES),
         "differences": {},
         "verdicts": [],
     }

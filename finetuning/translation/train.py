@@ -1,4 +1,4 @@
-"""Train decoders of OCTA slabs on a frozen encoder: finetuning.train with task.kind=translation.
+"""Train decoders of OCTA slabs on an encoder: finetuning.train with task.kind=translation.
 
 In: a checkpoint with a task's configuration, a store with flow. Out: `${train.ckpt_dir}/head.pt`
 (finetuning.dense.head with `slabs`) and the log of a run. After each epoch the mean L1 of the validation
@@ -42,7 +42,7 @@ def train_translation(source: Source) -> int:
         score=lambda decoder, planes: validation_l1(decoder, planes, volumes),
     )
     slabs = {"slabs": list(volumes.names)}
-    return train_head(source, volumes, objective, runtime, lambda: slabs, ("validation L1", "{:.4f}"))
+    return train_head(source, volumes, objective, runtime, lambda _: slabs, ("validation L1", "{:.4f}"))
 
 
 def validation_l1(decoder: nn.Module, planes: Planes, volumes: FlowVolumes) -> float:

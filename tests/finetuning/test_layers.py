@@ -24,6 +24,9 @@ from finetuning import evaluate as command
 from finetuning import predict as predict_command
 from finetuning import train as train_command
 from finetuning.cohort import EVALUATED, TRAIN, VAL, read_cohort
+from finetuning.dense import head as dense_head
+from finetuning.dense.evaluation import notes_of
+from finetuning.dense.head import encoder_of
 from finetuning.features.kept import KeptFeatures
 from finetuning.layers import evaluate as module
 from finetuning.layers import train as layers_train
@@ -35,6 +38,7 @@ from finetuning.layers.metrics import boundary_error_um
 from finetuning.layers.planes import Planes
 from finetuning.layers.volumes import LayerVolumes, read_volumes
 from finetuning.pooled import random_encoder
+from finetuning.source import open_source
 from models import vit3d
 from tests.support.finetune_factory import RUNTIME, save_checkpoint
 from tests.support.heights_factory import config, make_tree, prepare_all
@@ -329,6 +333,54 @@ def test_a_plane_has_its_own_tokens_voxels_and_heights(world: Path, tmp_path: Pa
     )
 
 
+def test_an_encoder_is_trained_with_its_decoder(
+    world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both arms move, from one decoder, by batches of whole volumes; the file holds what was best on
+    validation, and needs no checkpoint.
+    """
+    seen: list[list[tuple[int, int]]] = []
+    whole = Planes.batch
+    monkeypatch.setattr(Planes, "batch", lambda self, chosen: (seen.append(chosen), whole(self, chosen))[1])
+    words = overrides(world, tmp_path / "tuned", "train.max_steps=4", "finetune.encoder=trained")
+    source = open_source(str(CONFIG), words)
+    assert layers_train.train_layers(source) == 0
+    assert len(seen) == 8
+    assert seen[:4] == seen[4:]
+    volumes = volumes_of(world)
+    for batch in seen:
+        rows = {row for row, _ in batch}
+        assert len(rows) == 2
+        assert sorted(batch) == [(row, plane) for row in sorted(rows) for plane in (0, 1)]
+        assert rows <= set(volumes.of(TRAIN).tolist())
+    monkeypatch.setattr(dense_head, "find_checkpoint", lambda *_: pytest.fail("the checkpoint was asked for"))
+    head = open_layers_head(str(tmp_path / "tuned"), StorageOptions())
+    for arm in head.arms:
+        start = encoder_of(arm.name, source.cfg, source.state, source.url).state_dict()
+        end = arm.encoder.state_dict()
+        assert [name for name in start if torch.equal(start[name], end[name])] == []
+        kept = KeptFeatures(arm.encoder, head.cfg, volumes.store, RUNTIME, str(tmp_path / "features"))
+        reader = Planes(head.cfg, kept, volumes, RUNTIME.device)
+        error = layers_train.validation_error(arm.decoder, reader, volumes)
+        assert error == pytest.approx(head.state["validation"][arm.name]["error_um"], rel=2e-2)
+    assert notes_of(head, ["first"]) == ["first", "The encoder of each arm was trained with its decoder."]
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("train.global_batch_size=3", "train.global_batch_size: expected a multiple of 2"),
+        ("finetune.unfreeze_at_epoch=1", "finetune.unfreeze_at_epoch: expected 0 with task.kind layers"),
+        ("finetune.mixup=0.2", "finetune.mixup: expected 0 with task.kind layers"),
+        ("finetune.lora_rank=2", "finetune.lora_rank: expected null with task.kind layers"),
+    ],
+)
+def test_keys_that_do_not_fit_a_trained_encoder(world: Path, tmp_path: Path, word: str, message: str) -> None:
+    words = overrides(world, tmp_path, "finetune.encoder=trained", "train.per_core_batch_size=1", word)
+    with pytest.raises(ConfigError, match=message):
+        train_command.train(str(CONFIG), words)
+
+
 def test_another_encoder_is_refused(world: Path, trained: Path, tmp_path: Path) -> None:
     cfg = config(world, f"run.dir={tmp_path / 'other'}")
     save_checkpoint(cfg, lambda model: torch.nn.init.zeros_(model.target_encoder.norm.weight))
@@ -341,7 +393,7 @@ def test_another_encoder_is_refused(world: Path, trained: Path, tmp_path: Path) 
 @pytest.mark.parametrize(
     ("word", "message"),
     [
-        ("finetune.encoder=trained", "finetune.encoder: expected frozen with task.kind layers"),
+        ("finetune.lora_rank=2", "finetune.lora_rank: expected null with finetune.encoder=frozen"),
         ("head.kind=mlp", "head.kind: expected linear or upsampling with task.kind layers"),
         ("head.kind=linear", "head.voxels: expected false with head.kind linear"),
         ("task.surfaces=[ILM]", "task.surfaces: expected null, or two or more different names"),

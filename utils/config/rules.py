@@ -230,7 +230,7 @@ def _check_names_of_decoders(task: TaskConfig) -> None:
 
 
 def _check_decoders(cfg: Config) -> None:
-    """DENSE_KINDS have decoders of their own, on a frozen encoder; labels have none of their keys."""
+    """DENSE_KINDS have decoders of their own; labels have none of their keys."""
     task, head, finetune = cfg.task, cfg.head, cfg.finetune
     if task.kind not in DENSE_KINDS:
         kind = f"with task.kind {task.kind}"
@@ -243,12 +243,28 @@ def _check_decoders(cfg: Config) -> None:
     _require(head.kind in ("linear", "upsampling"), "head.kind", decoders, head.kind)
     fits = head.kind == "upsampling" or not head.voxels
     _require(fits, "head.voxels", "false with head.kind linear", head.voxels)
-    is_frozen = finetune.encoder == "frozen"
-    _require(is_frozen, "finetune.encoder", f"frozen {kind}", finetune.encoder)
+    _check_trained_with_decoder(cfg, kind)
     smoothing = finetune.label_smoothing
     _require(smoothing == 0, "finetune.label_smoothing", f"0 {kind}", smoothing)
     protocol = cfg.eval.protocol
     _require(protocol == "official", "eval.protocol", f"official {kind}", protocol)
+
+
+def _check_trained_with_decoder(cfg: Config, kind: str) -> None:
+    """An encoder that moves with its decoder moves as a whole, from the first step, on whole volumes."""
+    if cfg.finetune.encoder == "frozen":
+        return
+    mixup, unfreeze, rank = cfg.finetune.mixup, cfg.finetune.unfreeze_at_epoch, cfg.finetune.lora_rank
+    _require(mixup == 0, "finetune.mixup", f"0 {kind}", mixup)
+    _require(unfreeze == 0, "finetune.unfreeze_at_epoch", f"0 {kind}", unfreeze)
+    _require(rank is None, "finetune.lora_rank", f"null {kind}", rank)
+    planes, size = cfg.grid[0], cfg.train.global_batch_size
+    _require(
+        size % planes == 0,
+        "train.global_batch_size",
+        f"a multiple of {planes}, the planes of a volume, {kind} and finetune.encoder=trained",
+        size,
+    )
 
 
 def _check_finetune(cfg: Config) -> None:

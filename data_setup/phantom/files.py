@@ -17,7 +17,7 @@ from data_setup.phantom.cohort import Participant, Scan
 from data_setup.phantom.dicom import write_volume
 from data_setup.phantom.groups import POSITION_STYLES, FileSpec, written_spacing
 from data_setup.phantom.render import LESIONS, Scan3D, render
-from data_setup.phantom.thinning import draw_thinning
+from data_setup.phantom.thinning import LOSS, draw_thinning
 from data_setup.protocols import DEVICES, Protocol
 from data_setup.writers.items import make_uid
 
@@ -76,10 +76,11 @@ def scan_volume(
     size: str,
     shape: tuple[int, int, int] | None = None,
     thinned: str | None = None,
+    loss: float = LOSS,
 ) -> tuple[Scan3D, tuple[float, float, float]]:
     """Render one planned scan, frames in stored order; returns it with its true spacing.
 
-    `thinned`: a layer that is thinner in a disc.
+    `thinned`: a layer that has lost the share `loss` of its thickness in a disc.
     """
     default_shape, spacing = geometry(scan.protocol, size)
     if shape is not None:
@@ -87,7 +88,7 @@ def scan_volume(
     identity = [seed, int(person.person_id), "RL".index(scan.laterality)]
     eye = make_eye(person.factors, np.random.default_rng([*identity, 1]))
     if thinned is not None:
-        place = draw_thinning(LAYERS.index(thinned), np.random.default_rng([*identity, 4]))
+        place = draw_thinning(LAYERS.index(thinned), np.random.default_rng([*identity, 4]), loss)
         eye = replace(eye, thinning=place)
     volume = render(
         eye, scan.protocol, shape or default_shape, spacing, scan.laterality, [*identity, 2, scan.index]
@@ -221,15 +222,16 @@ def write_person(
     transfer_syntax: str,
     layer: str | None = None,
     thinned: frozenset[str] = frozenset(),
+    loss: float = LOSS,
 ) -> list[dict[str, object]]:
     """Write a person's files and truth; returns the manifest rows.
 
-    `layer` is thinner in the people of `thinned`.
+    `layer` is thinner by the share `loss` in the people of `thinned`.
     """
     own = layer if person.person_id in thinned else None
     rows = []
     for scan in person.scans:
-        volume, spacing = scan_volume(person, scan, seed, size, thinned=own)
+        volume, spacing = scan_volume(person, scan, seed, size, thinned=own, loss=loss)
         syntax = choose_syntax(transfer_syntax, person, scan, seed)
         spec = make_spec(person, scan, spacing, seed, size, syntax)
         path = file_path(spec, naming)

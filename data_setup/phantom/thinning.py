@@ -20,7 +20,7 @@ from data_setup.protocols import PROTOCOLS
 THINNABLE = ("RNFL", "GCL", "IPL", "INL", "OPL", "ONL", "MYOID", "OS", "CHOROID")
 FILE, COLUMN = "thinned.tsv", "thinned"
 SPLITS = {"train": 0.45, "val": 0.10, "test": 0.45}
-LOSS = 0.6  # of the layer's thickness, in the disc
+LOSS, MOST_LOSS = 0.6, 0.95  # of the layer's thickness, in the disc
 RADIUS_MM = (0.9, 1.3)
 MAX_FROM_FOVEA_MM = 1.2  # of the disc's centre
 EDGE = 8  # power of the disc's profile: flat inside, nothing at 1.3 radii
@@ -42,12 +42,12 @@ class Thinning:
         return 1 - self.loss * np.exp(-(distance**EDGE))
 
 
-def draw_thinning(layer: int, rng: np.random.Generator) -> Thinning:
+def draw_thinning(layer: int, rng: np.random.Generator, loss: float = LOSS) -> Thinning:
     """The disc of one eye: its centre is evenly distributed around the fovea."""
     angle = rng.uniform(0, 2 * np.pi)
     distance = MAX_FROM_FOVEA_MM * np.sqrt(rng.uniform())
     u, v = distance * np.cos(angle), distance * np.sin(angle)
-    return Thinning(layer, float(u), float(v), float(rng.uniform(*RADIUS_MM)), LOSS)
+    return Thinning(layer, float(u), float(v), float(rng.uniform(*RADIUS_MM)), loss)
 
 
 def plan_thinning(people: list[Participant], seed: int) -> tuple[list[Participant], frozenset[str]]:

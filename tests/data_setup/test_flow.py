@@ -238,6 +238,7 @@ def test_vessels_of_the_scan_are_those_of_the_flow() -> None:
     person, side = int(participant.person_id), "R"
     cube = flow_of(truth, person, side, 0)
     assert np.array_equal(cube, flow_of(truth, person, side, 0))
+    assert not np.array_equal(cube, flow_of(truth, person, "L", 0))  # each eye has vessels of its own
     peak = cube.max(axis=1)
     assert peak[truth["vessels"]].mean() > 1.3 * peak[~truth["vessels"] & ~truth["disc"]].mean()
     rows = np.arange(cube.shape[1])[None, :, None]

@@ -346,6 +346,10 @@ def test_user_mistakes_are_named(tmp_path: Path) -> None:
     for name in ("--seed", "--workers"):
         with pytest.raises(UserError, match=f"{name}: expected 0 or more, found -1"):
             main(["--out", str(tmp_path / "y"), "--participants", "1", name, "-1"])
+    with pytest.raises(UserError, match=r"--thin-loss: expected a number above 0, at most 0\.95, found 1\.0"):
+        main(["--out", str(tmp_path / "y"), "--participants", "1", "--thin", "ONL", "--thin-loss", "1"])
+    with pytest.raises(UserError, match="--thin-loss: expected --thin LAYER beside it"):
+        main(["--out", str(tmp_path / "y"), "--participants", "1", "--thin-loss", "0.5"])
     with pytest.raises(UserError, match="--thin: expected neither --faults nor --every-device"):
         main(["--out", str(tmp_path / "y"), "--participants", "1", "--thin", "ONL", "--faults"])
     assert [p.name for p in tmp_path.iterdir()] == ["full"]
@@ -377,6 +381,8 @@ def test_a_thinned_eye_differs_in_its_disc_alone(monkeypatch: pytest.MonkeyPatch
     assert same[~touched].all()
     assert not same[lost_um[0] > 20].any()
     assert "untouched_surfaces" not in truth_arrays(plain, _spec(person, scan, spacing), person)
+    half, _ = scan_volume(person, scan, SEED, "small", shape, thinned="ONL", loss=0.3)  # of 0.6
+    np.testing.assert_allclose(half.surfaces, (thin.surfaces + plain.surfaces) / 2, atol=1e-3)
 
 
 def _spec(person: Participant, scan: Scan, spacing: tuple[float, float, float]) -> FileSpec:

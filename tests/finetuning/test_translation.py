@@ -11,8 +11,10 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+import zarr
 from monai.metrics.regression import compute_ssim_and_cs
 from PIL import Image
+from skimage.metrics import structural_similarity
 
 from data_setup.store.flow import StoredFlow
 from data_setup.store.reader import PreparedStore
@@ -23,7 +25,7 @@ from finetuning.cohort import EVALUATED, TRAIN, read_cohort
 from finetuning.dense.head import PRETRAINED, RANDOM
 from finetuning.translation.baseline import StructuralProjection, first_bright_row
 from finetuning.translation.decoder import SlabPlanes, slab_loss, slabs_of
-from finetuning.translation.evaluate import PROJECTION, evaluate_translation
+from finetuning.translation.evaluate import PROJECTION, _measure_one, evaluate_translation
 from finetuning.translation.metrics import l1, ssim
 from finetuning.translation.train import open_translation_head
 from finetuning.translation.volumes import FlowVolumes, read_volumes
@@ -193,6 +195,39 @@ def test_planes_are_put_together_as_they_lie(world: Path) -> None:
     for slab, factor in zip(predicted, (1.0, 0.5), strict=True):
         expected = np.clip(factor * means, 0, 1)[box]
         np.testing.assert_allclose(slab[box][known], expected[known], atol=5e-3)
+
+
+def test_slabs_are_the_rows_own_by_name(world: Path) -> None:
+    """Each is the en-face file of its own name and scan, in the order of the names."""
+    volumes = volumes_of(world)
+    images = zarr.open_array(volumes.store.url + "/enface", mode="r")
+    assert images.attrs["slabs"] == list(volumes.names)
+    rows = [int(row) for row in volumes.rows if len(volumes.flow.slabs(int(row))) == len(volumes.names)]
+    for row in rows:
+        box = (slice(None), *volumes.field(row))
+        assert np.array_equal(np.rint(255 * volumes.read(row)[box]), images[row][box])
+    first, second = (images[row] for row in rows[:2])
+    assert not np.array_equal(first, second)
+
+
+class Narrow(FlowVolumes):
+    """A scan that does not fill its grid."""
+
+    def field(self, row: int) -> tuple[slice, slice]:
+        return slice(0, 7), slice(3, 14)
+
+
+def test_ssim_is_of_the_scanned_field_alone(world: Path) -> None:
+    volumes = volumes_of(world)
+    narrow = Narrow(**vars(volumes))
+    row = int(volumes.of(TRAIN)[0])
+    predicted = np.full_like(volumes.read(row), 0.3)
+    box = narrow.field(row)
+    lines = _measure_one(narrow, row, predicted, PROJECTION)
+    assert [line["name"] for line in lines] == list(volumes.names)
+    for line, own, truth in zip(lines, predicted, volumes.read(row), strict=True):
+        assert line["ssim"] == pytest.approx(structural_similarity(own[box], truth[box], data_range=1.0))
+        assert line["l1"] == pytest.approx(np.abs(own[box] - truth[box]).mean())
 
 
 def test_slabs_that_a_volume_lacks_are_unknown(world: Path) -> None:

@@ -2,9 +2,9 @@
 
 In: an `ExportVolume`. Out: the bytes of a file with one stack of frames, Explicit VR Little Endian, 8 bits.
 The places of the frames are in mm along the patient's axes (LPS): rows to the left, columns to posterior,
-frames to inferior. Where the direction of D is unknown no place is written, as then none is true. UIDs are
-a function of the voxels. dciodvfy asks of one file for attributes of a concatenation that it forbids in the
-next line.
+frames to inferior. Where the direction of D is unknown no place is written, as then none is true, and
+OphthalmicVolumetricPropertiesFlag is NO, which demands none. UIDs are a function of the voxels. dciodvfy
+asks of one file for attributes of a concatenation that it forbids in the next line.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def _dataset(volume: ExportVolume, today: datetime.date) -> FileDataset:
     meta.ImplementationClassUID = UID(make_uid("oct-foundation", "implementation"))
     ds = FileDataset(io.BytesIO(), {}, file_meta=meta, preamble=b"\0" * 128)
     ds.SOPInstanceUID = meta.MediaStorageSOPInstanceUID
-    attributes = _about(volume, digest, today) | _acquisition() | _image(volume)
+    attributes = _about(volume, digest, today) | _acquisition(volume.is_ordered) | _image(volume)
     for keyword, value in attributes.items():
         setattr(ds, keyword, value)
     if volume.laterality is None:
@@ -110,7 +110,7 @@ def _about(volume: ExportVolume, digest: str, today: datetime.date) -> dict[str,
     }
 
 
-def _acquisition() -> dict[str, Any]:
+def _acquisition(has_places: bool) -> dict[str, Any]:
     """The attributes of the acquisition that have to be there; what is not known is empty."""
     empty = (
         "EmmetropicMagnification",
@@ -135,7 +135,7 @@ def _acquisition() -> dict[str, Any]:
         "AnatomicRegionSequence": make_code("5665001", "SCT", "Retina"),
         "OphthalmicAnatomicReferencePointXCoordinate": None,
         "OphthalmicAnatomicReferencePointYCoordinate": None,
-        "OphthalmicVolumetricPropertiesFlag": "YES",
+        "OphthalmicVolumetricPropertiesFlag": "YES" if has_places else "NO",  # YES demands the planes
     }
 
 

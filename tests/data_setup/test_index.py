@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import csv
+import io
+import os
 import re
 import shlex
 import shutil
@@ -22,6 +24,7 @@ from data_setup.index.people import person_of_path, side_of_path
 from data_setup.splits import seeded_split
 from data_setup.store.reader import PreparedStore
 from pretraining.rows import open_rows
+from tests.support.cloud_servers import BUCKET, gcs_server
 from tests.support.dicom_factory import rows_down, speckle, write_opt
 from tests.support.import_factory import (
     write_heyex_body,
@@ -32,6 +35,7 @@ from tests.support.import_factory import (
     write_yaml,
 )
 from tests.support.pipeline_factory import ROOT, SMOKE
+from tests.support.vendor_factory import write_vol
 from utils import storage
 from utils.config.load import load_config
 from utils.config.schema import StorageOptions
@@ -147,6 +151,44 @@ def test_any_tree_becomes_a_store_in_two_commands(
     assert np.isnan(ages["images/0/visit1/OD"])
 
 
+def test_a_tree_in_a_bucket_gets_the_tables_of_the_disk_and_the_printed_command_works(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """gcsfs over HTTP; the words after `next:` as they stand, but for the grid and STORE."""
+    for name in [n for n in os.environ if n.startswith(("GOOGLE_", "STORAGE_EMULATOR"))]:
+        monkeypatch.delenv(name)
+    monkeypatch.chdir(ROOT)
+    bucket, tree = f"gs://{BUCKET}/scans", tmp_path / "tree"
+    write_dicoms(tree / "dicom", range(1))
+    write_heyex_series(tree / "heyex" / "ann" / "5DD3.xml", speckle(4, 12, 16, seed=50), SPACING)
+    write_images(tree / "images" / "2001" / "OS", speckle(4, 12, 16, seed=51))
+    write_yaml(tree / "images" / "volume.yaml", spacing_mm=list(SPACING), device="bioptigen")
+    write_vol(tree / "vol" / "3001" / "eye.vol", speckle(4, 12, 16, seed=52) / np.float32(255), SPACING)
+    (tree / "eye.e2e").write_bytes(b"CMDb" + bytes(80))
+    with gcs_server() as endpoint:
+        options = StorageOptions(endpoint_url=endpoint)
+        for path in (p for p in tree.rglob("*") if p.is_file()):
+            storage.write_bytes(f"{bucket}/{path.relative_to(tree)}", path.read_bytes(), options)
+        assert index(tree) == 0
+        on_disk = capsys.readouterr().out
+        assert index(bucket, "--endpoint-url", endpoint) == 0
+        in_bucket = capsys.readouterr().out
+        for name in ("manifest.tsv", "participants.tsv", "left_out.tsv"):
+            copy = storage.read_bytes(f"{bucket}/{name}", options)
+            assert copy.replace(bucket.encode(), str(tree).encode()) == (tree / name).read_bytes()
+        labels = io.BytesIO(storage.read_bytes(f"{bucket}/labels.parquet", options))
+        pd.testing.assert_frame_equal(pd.read_parquet(labels), pd.read_parquet(tree / "labels.parquet"))
+        *same, line = in_bucket.replace(bucket, str(tree)).splitlines()
+        assert same == on_disk.splitlines()[:-1]
+        words = shlex.split(line.replace(str(tree), bucket).replace("STORE", str(tmp_path / "store")))
+        assert words[:4] == ["next:", "python", "-m", "data_setup.prepare"]
+        assert prepare.main([*words[4:], "--workers", "0", *GRID]) == 0
+    store, disk = PreparedStore.open(str(tmp_path / "store")), run_prepare(tree, tmp_path / "disk")
+    assert store.index.status.tolist() == ["kept"] * 5
+    columns = ["path", "spacing_source", "checksum"]
+    pd.testing.assert_frame_equal(store.index[columns], disk.index[columns])
+
+
 @pytest.mark.parametrize("kind", ["DICOM", "Heidelberg XML", "images"])
 def test_the_commands_of_the_page_make_a_store(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -231,11 +273,16 @@ def no_distance(ds: FileDataset) -> None:
     del ds.SharedFunctionalGroupsSequence[0].PixelMeasuresSequence[0].SliceThickness
 
 
+def no_pixel_spacing(ds: FileDataset) -> None:
+    """The distance between B-scans stays; the other two are the row's, so it is the source."""
+    del ds.SharedFunctionalGroupsSequence[0].PixelMeasuresSequence[0].PixelSpacing
+
+
 def no_measures(ds: FileDataset) -> None:
     del ds.SharedFunctionalGroupsSequence[0].PixelMeasuresSequence
 
 
-@pytest.mark.parametrize("take", [no_distance, no_measures])
+@pytest.mark.parametrize("take", [no_distance, no_pixel_spacing, no_measures])
 def test_a_dicom_without_a_spacing_takes_that_of_its_row(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], take: Callable[[FileDataset], None]
 ) -> None:

@@ -138,9 +138,11 @@ def test_no_file_is_written_over(tree: Path, tmp_path: Path) -> None:
 @pytest.mark.skipif(
     shutil.which("dciodvfy") is None, reason="dciodvfy (Debian's dicom3tools) is not installed"
 )
-@pytest.mark.parametrize("is_ordered", [True, False])
-def test_dciodvfy_finds_only_what_no_file_can_mend(tmp_path: Path, is_ordered: bool) -> None:
-    volume = ExportVolume("eye", speckle(8), SPACING, is_ordered, "L", "zeiss_cirrus", "cube", "7")
+@pytest.mark.parametrize(("is_ordered", "side"), [(True, "L"), (False, "L"), (True, None)])
+def test_dciodvfy_finds_only_what_no_file_can_mend(
+    tmp_path: Path, is_ordered: bool, side: str | None
+) -> None:
+    volume = ExportVolume("eye", speckle(8), SPACING, is_ordered, side, "zeiss_cirrus", "cube", "7")
     path = tmp_path / "eye.dcm"
     path.write_bytes(opt_files(volume, datetime.date(2026, 1, 2))["eye.dcm"])
     done = subprocess.run(["dciodvfy", str(path)], capture_output=True, text=True, timeout=60)
@@ -151,4 +153,7 @@ def test_dciodvfy_finds_only_what_no_file_can_mend(tmp_path: Path, is_ordered: b
     planes = (
         [] if is_ordered else ["PlaneOrientationSequence", "PlanePositionSequence"]
     )  # which nothing knows
-    assert names == concatenation + planes
+    eye = [] if side else ["ImageLaterality"]
+    assert names == sorted(concatenation + planes + eye)
+    # PS3.3 A.52.4: the planes are required where the flag is YES; dciodvfy has no such condition
+    assert pydicom.dcmread(path).OphthalmicVolumetricPropertiesFlag == ("YES" if is_ordered else "NO")

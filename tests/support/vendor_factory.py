@@ -136,7 +136,7 @@ def chunks_of(**chunks: bytes) -> bytes:
 def write_topcon(
     path: Path, voxels: np.ndarray, field_mm: tuple[float, float], axial_um: float, **more: Any
 ) -> Path:
-    """uint8 [D, H, W] as FDA with JPEG 2000, uint16 as FDS; field_mm: width, height."""
+    """uint8 [D, H, W] as FDA with JPEG 2000, uint16 as FDS; field_mm: width, height; date: of its capture."""
     frames, height, width = voxels.shape
     mode = more.get("mode", 2)
     if voxels.dtype == np.uint8:
@@ -147,10 +147,12 @@ def write_topcon(
         head = struct.pack("<B4IBI", mode, width, height, 16, frames, 0, voxels.nbytes)
         scan = {"IMG_SCAN_03": head + voxels.astype("<u2").tobytes()}
     kind = b"FDA" if voxels.dtype == np.uint8 else b"FDS"
+    patient = more.get("patient", "P-79 Ä").encode("latin-1")
+    date = struct.pack("<3H", *more["date"]) if "date" in more else b""
     chunks = {
         "HW_INFO_03": more.get("model", b"3DOCT-1Maestro2").ljust(100, b"\0"),
-        "PATIENT_INFO_02": "P-79 Ä".encode("latin-1").ljust(615, b"\0"),
-        "CAPTURE_INFO_02": bytes([more.get("eye", 1), mode]).ljust(118, b"\0"),
+        "PATIENT_INFO_02": (patient.ljust(104, b"\0") + b"\1").ljust(615, b"\0"),
+        "CAPTURE_INFO_02": (bytes([more.get("eye", 1), mode]).ljust(106, b"\0") + date).ljust(118, b"\0"),
         "PARAM_SCAN_04": struct.pack("<3I5d", 0, 0, 0, *field_mm, axial_um, 0, 0).ljust(61, b"\0"),
     }
     contours = b""

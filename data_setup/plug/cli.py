@@ -145,7 +145,7 @@ def _counted(plug: Plug, tree: Tree, every: Sequence[Looked]) -> list[str]:
     lines.append(f"devices and protocols: {_words(devices)}")
     shapes = Counter(" x ".join(map(str, looked.shape)) for looked in every if looked.shape)
     lines.append(f"shapes (D x H x W): {_words(shapes)}")
-    if plug.classes:
+    if any("study_group" in looked.scan.facts for looked in every):
         lines.append(f"classes: {_words(count_classes(every))}")
     lines.append(f"splits: {_words(Counter(looked.scan.split or 'none official' for looked in every))}")
     labelled = [looked for looked in every if looked.scan.labels]
@@ -171,7 +171,10 @@ def _indexed(plug: Plug, tree: Tree, every: Sequence[Looked], out: str, written:
         )
     lines += [f"written: {url}" for url in written.urls]
     places = [f"data.gcs_root={tree.root}", f"data.manifest_path={join(out, 'manifest.tsv')}"]
-    places += [f"data.participants_path={join(out, 'participants.tsv')}", "data.store=STORE"]
+    places.append(f"data.participants_path={join(out, 'participants.tsv')}")
+    given = {"endpoint_url": tree.options.endpoint_url, "profile": tree.options.profile}
+    places += [f"data.storage_options.{key}={value}" for key, value in given.items() if value]
+    places.append("data.store=STORE")
     prepare = ["python", "-m", "data_setup.prepare", "--config", CONFIG, *places]
     lines.append(f"next: {shlex.join(prepare)}")
     if written.with_classes or written.with_surfaces:

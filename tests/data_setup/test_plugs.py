@@ -195,6 +195,42 @@ def test_only_labels_and_age_of_a_person_are_taken_over(world_of: Callable[[str]
     assert set(world.rows("participants.tsv")[0]) == {"person_id", "recommended_split", "age", *labels}
 
 
+def test_words_of_fairvision_become_the_classes_of_its_owners(
+    world_of: Callable[[str], World], tmp_path: Path
+) -> None:
+    """No diagnosis and a mild one are one class of DR; a word that nobody knows is named, and no class."""
+    people = {row["person_id"]: row for row in world_of("fairvision").rows("participants.tsv")}
+    assert [people[f"amd_0000{n}"]["amd_condition"] for n in (1, 2)] == ["normal", "early"]
+    assert [people[f"dr_0000{n}"]["dr_subtype"] for n in (1, 2)] == [
+        "not_vision_threatening",
+        "vision_threatening",
+    ]
+    assert [people[f"glaucoma_0000{n}"]["glaucoma"] for n in (1, 2)] == ["0", "1"]
+    voxels = imitation.eye("normal", 0).voxels
+    for number, word in (("1", "moderate.npdr"), ("2", "proliferative")):
+        path = tmp_path / "DR" / "Test" / f"data_0000{number}.npz"
+        imitation.write_npz(path, oct_bscans=voxels, dr_subtype=word, age=60)
+    known, unknown = PLUGS["fairvision"].find(Tree(str(tmp_path), StorageOptions()))
+    assert known.labels is not None
+    assert known.labels(imitation.SHAPE).facts["dr_subtype"] == "not_vision_threatening"
+    assert unknown.labels is not None
+    with pytest.raises(OCTReadError, match=r"not_labels: expected dr_subtype of .*, found 'proliferative'"):
+        unknown.labels(imitation.SHAPE)
+
+
+def test_the_printed_commands_reach_the_same_storage(
+    world_of: Callable[[str], World], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["index", "octave", str(world_of("octave").root), "--out", str(tmp_path)]
+    capsys.readouterr()
+    assert cli.main([*command, "--endpoint-url", "http://127.0.0.1:1", "--profile", "mine"]) == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if "python -m" in line]
+    assert len(lines) == 4
+    for line in lines:
+        assert "data.storage_options.endpoint_url=http://127.0.0.1:1" in shlex.split(line)
+        assert "data.storage_options.profile=mine" in shlex.split(line)
+
+
 def test_a_small_set_without_splits_gets_some(world_of: Callable[[str], World]) -> None:
     """By class, with two people or more on each side, and a person's eyes on one."""
     rows = world_of("neh_ut").rows("participants.tsv")
@@ -328,7 +364,10 @@ def test_check_counts_what_is_there(
     text = capsys.readouterr().out
     assert "9 volumes of 9 people" in text
     assert "zeiss_cirrus retouch_cirrus 3" in text
+    assert "classes" not in text
     assert f"{' x '.join(map(str, imitation.SHAPE))} 9" in text
+    assert cli.main(["check", "octave", str(world_of("octave").root)]) == 0
+    assert "classes: dme 5, normal 5" in capsys.readouterr().out  # by the names of its files
 
 
 def test_a_wrong_folder_is_answered_with_the_expected_tree(

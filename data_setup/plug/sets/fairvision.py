@@ -8,8 +8,31 @@ from pathlib import Path
 from data_setup.plug import read
 from data_setup.plug.facts import Fact, Labels, Plug, Scan, Shape, Task, Tree, of_field
 from data_setup.plug.imitation import eye, write_npz, write_spacing
+from data_setup.readers.faults import OCTReadError, RejectReason
 
 _LABELS = {"AMD": "amd_condition", "DR": "dr_subtype", "Glaucoma": "glaucoma"}
+_CLASSES = {  # of the owners' own README, which counts them 0 to 3, and 0 and 1
+    "amd_condition": {
+        "not.in.icd.table": "normal",
+        "no.amd.diagnosis": "normal",
+        "early.dry": "early",
+        "intermediate.dry": "intermediate",
+        "advanced.atrophic.dry.with.subfoveal.involvement": "late",
+        "advanced.atrophic.dry.without.subfoveal.involvement": "late",
+        "wet.amd.active.choroidal.neovascularization": "late",
+        "wet.amd.inactive.choroidal.neovascularization": "late",
+        "wet.amd.inactive.scar": "late",
+    },
+    "dr_subtype": {
+        "not.in.icd.table": "not_vision_threatening",
+        "no.dr.diagnosis": "not_vision_threatening",
+        "mild.npdr": "not_vision_threatening",
+        "moderate.npdr": "not_vision_threatening",
+        "severe.npdr": "vision_threatening",
+        "pdr": "vision_threatening",
+    },
+    "glaucoma": {"0": "0", "0.0": "0", "1": "1", "1.0": "1"},
+}
 _SPLITS = {"Training": "train", "Validation": "val", "Test": "test"}
 
 
@@ -33,7 +56,12 @@ def _find(tree: Tree) -> list[Scan]:
 
 def _labels(tree: Tree, path: str, label: str) -> Callable[[Shape], Labels]:
     def load(shape: Shape) -> Labels:
-        return Labels(facts=read.scalars(tree, path, (label,), ("age",)))
+        facts = read.scalars(tree, path, (label,), ("age",))
+        words, value = _CLASSES[label], facts[label]
+        if value not in words:
+            expected = f"{label} of {', '.join(words)}"
+            raise OCTReadError(tree.url(path), RejectReason.NOT_LABELS, expected, repr(value[:40]))
+        return Labels(facts=facts | {label: words[value]})
 
     return load
 
@@ -43,7 +71,7 @@ def _imitate(root: Path) -> None:
     values = {
         "Glaucoma": (0, 1),
         "AMD": ("not.in.icd.table", "early.dry"),
-        "DR": ("not.in.icd.table", "mild"),
+        "DR": ("not.in.icd.table", "severe.npdr"),
     }
     for place, disease in enumerate(values):
         for n in range(6):
@@ -73,8 +101,8 @@ AMD|DR|Glaucoma/Training|Validation|Test/data_00001.npz
     spacing=Fact("6 x 2 x 6 mm over the array's size is assumed", "n/v"),
     orientation=Fact("first axis between B-scans, second axial; their order and the eye unknown", "+"),
     labels=Fact(
-        "glaucoma, amd_condition, dr_subtype, each of its own 10,000 people; sex, race, ethnicity and "
-        "language are not taken over",
+        "glaucoma; amd_condition as normal, early, intermediate or late; dr_subtype as vision-threatening or "
+        "not; each of its own 10,000 people; sex, race, ethnicity and language are not taken over",
         "r",
     ),
     splits=Fact("Training, Validation, Test", "r"),
@@ -84,4 +112,5 @@ AMD|DR|Glaucoma/Training|Validation|Test/data_00001.npz
         Task("configs/cls_linear_probe.yaml", (f"task.label_column={label}",))
         for label in reversed(_LABELS.values())
     ),
+    classes={f"{label} {word}": name for label, words in _CLASSES.items() for word, name in words.items()},
 )

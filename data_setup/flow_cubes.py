@@ -109,7 +109,7 @@ def prepare_cube(job: FlowJob) -> tuple[int, str]:
     try:
         fields["source"] = _digest(link, store)
         header, frames = read_octa(link.url, FLOW_CUBE, store.options)
-        _require_reference(header, record, link.url)
+        _require_scan(header, record, link.url)
         cube, measured = _lay_cube(header, frames, store, record, link.url)
         slabs, of_images = _lay_images(link, store, record, measured["reversed_d"])
         flow = cube, slabs
@@ -122,7 +122,12 @@ def prepare_cube(job: FlowJob) -> tuple[int, str]:
     return link.row, fields["status"]
 
 
-def _require_reference(header: OctaHeader, record: pd.Series, url: str) -> None:
+def _require_scan(header: OctaHeader, record: pd.Series, url: str) -> None:
+    """Raise header_mismatch for the other eye than the scan's, wrong_reference for another source."""
+    is_known = header.laterality is not None and record.laterality in ("L", "R")
+    if is_known and header.laterality != record.laterality:
+        expected = f"laterality {record.laterality}, as its scan in the store"
+        raise OCTReadError(url, RejectReason.HEADER_MISMATCH, expected, header.laterality)
     if header.references and record.sop_instance_uid not in header.references:
         expected = "the scan of the manifest as the file's source"
         raise OCTReadError(url, RejectReason.WRONG_REFERENCE, expected, "another scan")
@@ -192,7 +197,7 @@ def _lay_images(
     for number, url in link.images:
         try:
             header, frames = read_octa(url, EN_FACE, store.options)
-            _require_reference(header, record, url)
+            _require_scan(header, record, url)
             slab = slab_of(header.image_type)
             if slab is None or slab in there:
                 expected = f"an image type of {', '.join(name for name in SLABS if name not in there)}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,7 @@ import pytest
 from scipy.ndimage import zoom
 
 from data_setup import prepare
-from data_setup.flow_cubes import correlation
+from data_setup.flow_cubes import FlowJob, correlation, prepare_cube, read_links
 from data_setup.index import cli as index_command
 from data_setup.phantom.cohort import Scan, make_participants
 from data_setup.phantom.files import make_spec, scan_volume, truth_arrays
@@ -27,7 +28,9 @@ from data_setup.store.flow import StoredFlow
 from data_setup.store.reader import PreparedStore
 from tests.support.flow_factory import make_flow_tree, prepare_flow, rows_of
 from tests.support.heights_factory import OCTA, words
+from tests.support.pipeline_factory import SMOKE
 from utils import storage
+from utils.config.load import load_config
 from utils.errors import UserError
 
 PEOPLE = 16
@@ -151,6 +154,35 @@ def test_every_fault_is_counted_by_its_reason(quirky: Path) -> None:
             assert by_path.left_out[one["path"]].split("=")[1] == one["expected_reason"]
         elif one["expected_reason"] not in OF_MANIFEST:
             assert by_path.status[one["path"]] == one["expected_reason"], one
+
+
+@pytest.mark.parametrize("is_cube", [True, False], ids=["cube", "image"])
+def test_a_file_of_the_other_eye_is_not_laid(plain: Path, tmp_path: Path, is_cube: bool) -> None:
+    """The cube is left out; of an image the cube and the other images stay."""
+    store = PreparedStore.open(str(plain / "store"))
+    link = read_links(load_config(SMOKE, words(plain)[2:]), store)[0][0]
+    changed = link.url if is_cube else link.images[1][1]
+    ds = pydicom.dcmread(changed)
+    assert ds.ImageLaterality == store.index.laterality[link.row]
+    ds.ImageLaterality = "L" if ds.ImageLaterality == "R" else "R"
+    path = str(tmp_path / "other.dcm")
+    ds.save_as(path)
+    images = tuple((n, path if url == changed else url) for n, url in link.images)
+    written: list[tuple[object, dict[str, object]]] = []
+
+    class Writer:
+        def write_row(self, row: int, flow: object, fields: dict[str, object]) -> None:
+            written.append((flow, fields))
+
+    one = replace(link, url=path if is_cube else link.url, images=images)
+    prepare_cube(FlowJob(one, store, Writer()))  # type: ignore[arg-type]
+    ((flow, fields),) = written
+    assert (flow is None) == is_cube
+    if is_cube:
+        assert fields["status"] == "header_mismatch"
+        assert f"expected laterality {store.index.laterality[link.row]}" in str(fields["message"])
+    else:
+        assert (fields["status"], fields["left_out"]) == ("kept", "2=header_mismatch")
 
 
 def test_a_slab_that_is_not_there_is_not_named(quirky: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import highdicom
 import nibabel as nib
@@ -23,7 +24,7 @@ from data_setup.writers.height_map import write_height_map
 from data_setup.writers.masks import write_nifti, write_png
 from finetuning import segment
 from finetuning.dense import whole
-from finetuning.dense.draw import _require_names
+from finetuning.dense.draw import _draw_one, _require_names
 from finetuning.dense.head import Arm
 from finetuning.dense.lines import SegmentLines
 from finetuning.dense.whole import classes_of_scan, outputs_of, read_whole, surfaces_of_scan
@@ -180,6 +181,57 @@ def test_dicom_seg_reads_back(tmp_path: Path, protocol: int) -> None:
         numbers = volume.array if upwards == header.flip_d else volume.array[::-1]
     np.testing.assert_array_equal(np.array([0, 2, 5, 7])[numbers], labels)
     assert written.SOPClassUID == "1.2.840.10008.5.1.4.1.1.66.4"
+
+
+@pytest.mark.parametrize(("protocol", "form"), [(4, "seg"), (0, "seg"), (0, "heightmap")])
+def test_files_of_an_interleaved_scan_are_in_the_order_of_its_frames(
+    tmp_path: Path, protocol: int, form: str
+) -> None:
+    """The same scan with its frames in two orders: each frame has the same masks and the same surfaces."""
+    make_tree(tmp_path / "tree", 1, (), (protocol,), (14, 40, 16))
+    path = next((tmp_path / "tree" / "retinal_oct").rglob("*.dcm"))
+    other = tmp_path / "turned" / path.name
+    order = interleaved(path, other)
+    decoder = Edge() if form == "heightmap" else Bright()
+    head = SimpleNamespace(
+        arms=[arm(decoder)], names=["ILM", "BM"][: 2 - (form == "seg")], checksum="abc", state={"classes": {}}
+    )
+    if form == "seg":
+        head.state["classes"] = {"ILM": 5}
+    spatial = ["image_size=[8,24,8]", "target_spacing=[0.9,0.1,0.8]", "patch_size=[2,8,8]"]
+    cfg = load_config(SMOKE, [f"spatial.{word}" for word in spatial])
+    values = []
+    for name, file in (("a", path), ("b", other)):
+        line = _draw_one(head, cfg, record_of(file), form, str(tmp_path / name), RUNTIME)  # type: ignore[arg-type]
+        assert line["status"] == "kept", line
+        if form == "heightmap":
+            values.append(read_heights(line["file"], "zeiss_cirrus").values.swapaxes(0, 1))
+            continue
+        written = highdicom.seg.segread(line["file"])
+        if protocol == 0:
+            frames = list(range(1, 15))
+            uid = pydicom.dcmread(file).SOPInstanceUID
+            values.append(written.get_pixels_by_source_frame(uid, frames, combine_segments=True))
+        else:  # laid in space, where the order of the file counts for nothing
+            values.append(written.get_volume(combine_segments=True).array)
+    expected = values[0] if form == "seg" and protocol == 4 else values[0][order]
+    np.testing.assert_array_equal(values[1], expected)
+    assert len(np.unique(values[0], axis=0)) == 14  # no two frames are alike
+
+
+def interleaved(path: Path, other: Path) -> list[int]:
+    """A copy with the even frames first, whose numbers say nothing of it; the order."""
+    scan = pydicom.dcmread(path)
+    pixels = scan.pixel_array
+    order = [*range(0, len(pixels), 2), *range(1, len(pixels), 2)]
+    groups = [scan.PerFrameFunctionalGroupsSequence[frame] for frame in order]
+    scan.PixelData = pixels[order].tobytes()
+    scan.PerFrameFunctionalGroupsSequence = groups
+    for number, group in enumerate(groups, start=1):
+        group.FrameContentSequence[0].InStackPositionNumber = number
+    other.parent.mkdir()
+    scan.save_as(other)
+    return order
 
 
 def test_a_scan_without_a_frame_of_reference_is_a_line_with_its_reason(

@@ -45,7 +45,8 @@ SIZES: dict[str, Size] = {
 }
 NORM_EPS = 1e-6
 ROPE_BASE = 10_000.0
-RopeForm = Literal["interleaved", "tiled"]
+RopeForm = Literal["interleaved", "tiled", "interpolated"]
+INTERPOLATED_ROWS = (16, 16)  # H and W of the grid over which `interpolated` spreads its positions
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 Recompute = Callable[..., Tensor]  # (function, *arguments) -> function(*arguments), computed again backward
 Rotary = tuple[Tensor, Tensor]
@@ -62,12 +63,15 @@ def rotary_tables(
 
     Each axis owns 2 * ((head_dim // 3) // 2) dimensions in the order D, H, W; the rest stay unrotated.
     `interleaved` gives both members of a pair one frequency; `tiled` repeats the published 2.0 checkpoints'
-    layout. `rope_grid` interpolates: positions 0..n-1 of an axis are spread over 0..m-1 of that grid.
+    layout; `interpolated` is interleaved with H and W spread over 16 x 16, as in the 2.1 checkpoints.
+    `rope_grid` interpolates: positions 0..n-1 of an axis are spread over 0..m-1 of that grid.
     """
     _, grid_h, grid_w = grid
     pairs = (head_dim // 3) // 2
     omega = ROPE_BASE ** (-torch.arange(pairs, device=ids_BT.device, dtype=torch.float32) / pairs)
     plane = grid_h * grid_w
+    if form == "interpolated":
+        rope_grid = (grid[0], *INTERPOLATED_ROWS)
     coordinates = (
         ids_BT.div(plane, rounding_mode="floor"),
         ids_BT.remainder(plane).div(grid_w, rounding_mode="floor"),
@@ -79,7 +83,7 @@ def rotary_tables(
         if rope_grid is not None and grid[axis] > 1:
             stretch = (rope_grid[axis] - 1) / (grid[axis] - 1)
         angle = (position_BT.float() * stretch).unsqueeze(-1) * omega
-        angles.append(angle.repeat_interleave(2, dim=-1) if form == "interleaved" else angle.repeat(1, 1, 2))
+        angles.append(angle.repeat(1, 1, 2) if form == "tiled" else angle.repeat_interleave(2, dim=-1))
     angle_BTR = F.pad(torch.cat(angles, dim=-1), (0, head_dim - 6 * pairs))
     sign = torch.tensor((-1.0, 1.0), device=ids_BT.device).repeat(head_dim // 2)
     return angle_BTR.cos().unsqueeze(1), (angle_BTR.sin() * sign).unsqueeze(1)

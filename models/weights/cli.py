@@ -25,13 +25,12 @@ from utils.errors import UserError
 
 def assumed_heads(weights: Weights, heads: int | None, predictor_heads: int | None) -> list[str]:
     """A line that says which numbers of heads were assumed: a research file does not hold them."""
-    if weights.layout != "research" or (heads and predictor_heads):
+    if weights.layout not in ("research", "research_2_1"):
         return []
     size, predictor = weights.size, weights.predictor_size
-    assert predictor is not None  # a research file without one is refused
     parts = [] if heads else [f"encoder {size.heads} ({size.width // size.heads} wide)"]
-    parts += [] if predictor_heads else [f"predictor {predictor.heads}"]
-    return [f"heads assumed: {', '.join(parts)}"]
+    parts += [] if predictor_heads or predictor is None else [f"predictor {predictor.heads}"]
+    return [f"heads assumed: {', '.join(parts)}"] if parts else []
 
 
 def inspect_weights(weights: Weights) -> list[str]:

@@ -1,7 +1,8 @@
-"""Weights files of four layouts, read into one form: the names of models/vit3d.py and models/predictor.py.
+"""Weights files of five layouts, read into one form: the names of models/vit3d.py and models/predictor.py.
 
 research      the `.pt` of V-JEPA 2's code: `encoder`, `predictor` and `target_encoder` (or `ema_encoder`),
               keys `module.backbone.*`
+research_2_1  the `.pt` of V-JEPA 2.1 (vjepa21.py): the same parts, of which the predictor is left out
 hugging_face  a folder with config.json and safetensors of VJEPA2Model; its one encoder serves as both of ours
 checkpoint    ours, written by pretraining or by `models.weights import`
 export        ours as safetensors, an encoder alone
@@ -36,6 +37,8 @@ from models.weights.shape import (
     predictor_shape,
     some,
 )
+from models.weights.vjepa21 import GRID as GRID_21
+from models.weights.vjepa21 import encoder_of, is_vjepa21, predictor_left_out
 from utils import storage
 from utils.checkpoint import CheckpointError, load_checkpoint
 from utils.config.load import config_of_yaml
@@ -122,6 +125,8 @@ def _research(url: str, raw: dict[str, Any], heads: int | None, predictor_heads:
     missing = [role for role in ROLES if role not in parts]
     if missing:
         raise CheckpointError(f"{url}: expected encoder, predictor and target_encoder, found no {missing[0]}")
+    if is_vjepa21(parts["encoder"]):
+        return _research_21(url, parts, left_out, heads)
     size = encoder_size(url, parts["encoder"], heads)
     predictor_size = predictor_shape(url, parts["predictor"], predictor_heads)
     return Weights(
@@ -134,6 +139,25 @@ def _research(url: str, raw: dict[str, Any], heads: int | None, predictor_heads:
         predictor_size=predictor_size,
         grid=PUBLIC_GRID,
         left_out=left_out,
+    )
+
+
+def _research_21(
+    url: str, parts: dict[str, dict[str, Tensor]], left_out: dict[str, str], heads: int | None
+) -> Weights:
+    encoder, without = encoder_of(url, "encoder", parts["encoder"])
+    target_encoder, without_target = encoder_of(url, "target_encoder", parts["target_encoder"])
+    return Weights(
+        url,
+        "research_2_1",
+        encoder,
+        target_encoder,
+        {},
+        size=encoder_size(url, encoder, heads),
+        predictor_size=None,
+        grid=GRID_21,
+        rope="interpolated",
+        left_out=left_out | without | without_target | predictor_left_out(url, parts["predictor"]),
     )
 
 

@@ -52,7 +52,8 @@ def load_vjepa2(
     """
     weights = read_weights(str(path), heads=heads, predictor_heads=predictor_heads)
     if weights.predictor_size is None:
-        raise CheckpointError(f"{path}: expected a transformer predictor, found none")
+        theirs = "V-JEPA 2.1's, which predicts other features" if weights.layout == "research_2_1" else "none"
+        raise CheckpointError(f"{path}: expected a transformer predictor, found {theirs}")
     if "mask_token" in weights.encoder:
         raise CheckpointError(
             f"{path}: expected an encoder of visible tokens, found one with a mask token (method.context "

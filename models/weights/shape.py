@@ -21,7 +21,7 @@ from utils.config.schema import Config
 
 EXPORT_FORMAT = "oct_encoder"  # "format" in an export's config.json
 FACTS_KEY = "oct_foundation"  # facts of the training, in the config.json of both layouts
-Layout = Literal["research", "hugging_face", "checkpoint", "export"]
+Layout = Literal["research", "research_2_1", "hugging_face", "checkpoint", "export"]
 HEAD_DIM = 64  # of every V-JEPA 2 encoder but ViT-H
 HEADS = {1280: 16}
 ROLES = ("encoder", "target_encoder", "predictor")

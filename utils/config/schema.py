@@ -116,8 +116,8 @@ class AugmentConfig:
 @dataclass(frozen=True)
 class ModelConfig:
     size: Literal["ti", "s", "b", "l", "h"] = key(MISSING, identity=True)
-    # tiled: what released V-JEPA 2.0 weights need
-    rope: Literal["interleaved", "tiled"] = key("interleaved", identity=True)
+    # tiled: what released V-JEPA 2.0 weights need; interpolated: what those of 2.1 need
+    rope: Literal["interleaved", "tiled", "interpolated"] = key("interleaved", identity=True)
     # on a TPU (other devices have one kernel): flash never holds the tokens x tokens matrix
     tpu_attention: Literal["plain", "flash"] = key("plain", may_change=True)
     # what finetuning reads; null: best_probe.pt of this run

@@ -243,13 +243,18 @@ def prepare_flow(cfg: Config, workers: int) -> int:
     """
     store = PreparedStore.open(cfg.data.store, cfg.data.storage_options, cfg.data.cache_dir)
     links, reasons = read_links(cfg, store)
+    writer = FlowWriter(store.url, store.options)
     if not links:
+        if (
+            writer.is_there() and writer.read_rows()
+        ):  # the arrays stay: cubes that come back are not read again
+            writer.finalise([])
+            print("flow.parquet of the store: emptied, no line of the table names a cube of a volume")
         counts = ", ".join(f"{name} {n}" for name, n in sorted(reasons.items())) or "an empty table"
         raise UserError(
             f"{cfg.data.flow_manifest_path}: expected a flow cube of a volume in {store.url}, found none "
             f"({counts})"
         )
-    writer = FlowWriter(store.url, store.options)
     writer.create(len(store.index), store.image_size)
     written = writer.read_rows()
     jobs = [

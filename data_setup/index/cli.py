@@ -96,7 +96,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     entries = with_layers(root, out, entries, options)
     written = write_tables(out, entries, options)
     lines = summarise(root, out, entries, others, written, options)
-    if octa:
-        lines[-1:-1] = write_octa(out, entries, octa, options)
+    lines[-1:-1] = write_octa(out, entries, octa, options)
     print("\n".join(lines))
     return EXIT_TRY_AGAIN if any(entry.status == UNREAD for entry in entries) else 0

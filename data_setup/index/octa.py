@@ -16,7 +16,7 @@ from data_setup.index.look import Entry
 from data_setup.readers.octa import EN_FACE, FLOW_CUBE, SLABS, slab_of
 from data_setup.tables import table_text
 from utils.config.schema import StorageOptions
-from utils.storage import join, write_text
+from utils.storage import exists, join, write_text
 
 NAME = "octa.tsv"
 OTHER = "other"  # than the slabs
@@ -40,7 +40,14 @@ COLUMNS = (
 def write_octa(
     out: str, entries: Sequence[Entry], octa: Sequence[Entry], options: StorageOptions
 ) -> list[str]:
-    """Write octa.tsv below `out`; returns lines that say what is in it. Raises StorageError."""
+    """Write octa.tsv below `out`; returns lines that say what is in it. Raises StorageError.
+
+    Without a file of OCTA nothing is written: a table that is there may be somebody's own, and is named.
+    """
+    if not octa:
+        if not exists(join(out, NAME), options):
+            return []
+        return [f"not written: {join(out, NAME)}: no file of OCTA; what is there is older: remove it"]
     volumes = {e.sop_instance_uid: e for e in entries if e.is_row and e.sop_instance_uid}
     of_volume: dict[str, list[Entry]] = {}
     alone: list[Entry] = []

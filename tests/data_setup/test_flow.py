@@ -233,6 +233,31 @@ def test_the_index_lists_octa_files_as_what_they_are(
     assert before == {p.name: p.read_text() for p in (plain / "store" / "flow_rows").iterdir()}
 
 
+def test_flow_that_no_table_names_any_more_is_in_no_table(
+    plain: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An index without OCTA names the older table; a table without a cube empties the store's."""
+    scan = next((plain / "tree" / "retinal_oct").rglob("*.dcm"))
+    (tmp_path / "scan.dcm").write_bytes(scan.read_bytes())
+    older = rows_of(plain / "tree" / "retinal_octa" / "manifest.tsv")
+    pd.DataFrame(older).assign(flow_cube_file_path="").to_csv(tmp_path / "octa.tsv", sep="\t", index=False)
+    before = (tmp_path / "octa.tsv").read_bytes()
+    assert index_command.main([str(tmp_path), "--workers", "0"]) == 0
+    assert f"not written: {tmp_path}/octa.tsv: no file of OCTA" in capsys.readouterr().out
+    assert (tmp_path / "octa.tsv").read_bytes() == before
+    kept, made = index_of(plain), [p.stat().st_mtime_ns for p in (plain / "store" / "flow_rows").iterdir()]
+    command = [*words(plain), "--workers", "0", "--flow"]
+    try:
+        with pytest.raises(UserError, match=r"found none \(no_flow_cube 3\)"):
+            prepare.main([*command, f"data.flow_manifest_path={tmp_path / 'octa.tsv'}"])
+        assert "flow.parquet of the store: emptied" in capsys.readouterr().out
+        assert index_of(plain).empty
+    finally:
+        assert prepare.main(command) == 0
+    pd.testing.assert_frame_equal(index_of(plain), kept)
+    assert made == [p.stat().st_mtime_ns for p in (plain / "store" / "flow_rows").iterdir()]
+
+
 def test_a_cube_without_its_scan_has_a_row_without_it(plain: Path, tmp_path: Path) -> None:
     line = rows_of(plain / "tree" / "retinal_octa" / "manifest.tsv")[0]
     others = rows_of(plain / "tree" / "retinal_octa" / "manifest.tsv")[1]

@@ -267,6 +267,16 @@ def test_topcon_files_that_are_damaged(tmp_path: Path) -> None:
     damaged = whole.replace(b"\xff\x4f\xff\x51", bytes(4))
     (tmp_path / "eye.fda").write_bytes(damaged)
     assert reject(tmp_path / "eye.fda", device="unknown")[0] == RejectReason.CORRUPT_PIXEL_DATA
+    sizes = struct.Struct("<4I")  # width, height, B-scans of @IMG_JPEG, 0
+    for size, reason in (
+        ((36, 40, 7, 0), RejectReason.FRAME_COUNT_MISMATCH),  # one less than there are
+        ((36, 40, 9, 0), RejectReason.CORRUPT_PIXEL_DATA),
+        ((40, 36, 8, 0), RejectReason.FRAME_SIZE_MISMATCH),  # swapped
+    ):
+        changed = whole.replace(sizes.pack(36, 40, 8, 0), sizes.pack(*size))
+        assert changed != whole
+        (tmp_path / "eye.fda").write_bytes(changed)
+        assert reject(tmp_path / "eye.fda", device="unknown")[0] == reason
     raw = write_topcon(tmp_path / "eye.fds", speckle(8).astype(np.uint16), (0.36, 0.7), 2.6).read_bytes()
     (tmp_path / "eye.fds").write_bytes(raw.replace(struct.pack("<2I", 36, 40), struct.pack("<2I", 36, 41)))
     assert reject(tmp_path / "eye.fds")[0] == RejectReason.HEADER_MISMATCH

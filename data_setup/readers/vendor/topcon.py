@@ -29,6 +29,7 @@ from data_setup.readers.vendor.surfaces import Surfaces
 _MAX_CHUNKS = 1000
 _RASTER = 2  # scan mode of a 3D raster in the files that were seen
 _SIDES = {0: "R", 1: "L"}
+_CODESTREAMS = (b"\xff\x4f\xff\x51", b"\0\0\0\x0cjP  ")  # first bytes of JPEG 2000, bare and in a box
 _EYES = (b"@CAPTURE_INFO_02", b"@CAPTURE_INFO")
 _FIELDS = {b"@PARAM_SCAN_04": 12, b"@PARAM_SCAN_02": 21}  # bytes before the width of the field
 _PATIENTS = (b"@PATIENT_INFO_02", b"@PATIENT_INFO")
@@ -229,6 +230,10 @@ def _jpeg_frames(file: IO[bytes], voxels: _Voxels, url: str, wanted: Container[i
             frame = decode(file.read(length)) if index in wanted else None
         if frame is not None:
             yield frame
+    file.seek(min(place + 4, voxels.end))
+    if file.read(max(0, min(12, voxels.end - place - 4))).startswith(_CODESTREAMS):
+        expected = f"{voxels.shape[0]} B-scans, as the header says"
+        raise OCTReadError(url, RejectReason.FRAME_COUNT_MISMATCH, expected, "another after them")
 
 
 def _raw_frames(file: IO[bytes], voxels: _Voxels, url: str, wanted: Container[int]) -> Iterator[np.ndarray]:

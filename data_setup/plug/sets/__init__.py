@@ -42,5 +42,6 @@ NO_VOLUMES = {
     "octid": f"OCTID (500 JPEG): one image an eye; {_SINGLE}",
     "oct5k": f"OCT5k (1,672 images): {_SINGLE}",
     "goals": f"GOALS (300 circle scans): {_SINGLE}",
+    "rvo_me": f"RVO-ME (3,012 B-scans): {_SINGLE}",
     "octmnist": f"OCTMNIST (109,309 small images of Kermany): {_SINGLE}",
 }

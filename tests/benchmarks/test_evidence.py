@@ -123,7 +123,7 @@ def test_half_lives_are_shares_of_the_run(name: str, share: float, tmp_path: Pat
 
 def test_arms_of_one_cost_are_timed_once(tmp_path: Path) -> None:
     key = {a.name: cost_key(arm_config(a, 0, 9, tmp_path)) for a in ALL}
-    assert key["ema_1"] == key["lr_1e-3"] == key["reg_vicreg_0.2"] == key[REFERENCE]
+    assert key["ema_1"] == key["lr_2e-3"] == key["reg_vicreg_0.2"] == key[REFERENCE]
     for other in ("methods", "mae_plain", "reg_none", "reg_sigreg_0.5", "patch_4x16x16", "predictor_4"):
         assert key[other] != key[REFERENCE], other
     assert len({key[REFERENCE], key["context_dense"], key["predictor_mlp"]}) == 3

@@ -21,10 +21,10 @@ from tests.support.evidence_factory import small_truth
 from utils.config.load import flatten
 from utils.errors import ConfigError, UserError
 
-# how much of the truth an arm's features hold, 1 all; lr_1e-3 is the best arm, and so is its own control
+# how much of the truth an arm's features hold, 1 all; lr_2e-3 is the best arm, and so is its own control
 QUALITY = {
-    "lr_1e-3": 1.0,
-    "lr_1e-3+mismatched_targets": 1.0,
+    "lr_2e-3": 1.0,
+    "lr_2e-3+mismatched_targets": 1.0,
     "cov_0.01": 0.7,
     "ema_1": 0.5,
     "vjepa2": 0.4,
@@ -83,25 +83,25 @@ def command(root: Path, *words: str) -> int:
 
 
 def test_an_own_control_differs_in_nothing_else(tmp_path: Path) -> None:
-    arm = arm_by_name("lr_1e-3")
-    control = arm_by_name("lr_1e-3+penalty_only")
+    arm = arm_by_name("lr_2e-3")
+    control = arm_by_name("lr_2e-3+penalty_only")
     assert control == own_control(arm, "penalty_only")
     own = {"experiment_name", "run.dir", "train.ckpt_dir"}
     before, after = (dict(flatten(arm_config(a, 0, 50, tmp_path))) for a in (arm, control))
     assert {key for key in after if after[key] != before[key]} - own == {"method.control"}
     with pytest.raises(UserError, match="expected one of"):
-        arm_by_name("lr_1e-3+nothing")
+        arm_by_name("lr_2e-3+nothing")
 
 
 def test_own_controls_are_run_and_tabled_by_name(tmp_path: Path) -> None:
-    names = "lr_1e-3", "lr_1e-3+mismatched_targets"
+    names = "lr_2e-3", "lr_2e-3+mismatched_targets"
     plan = Plan(tmp_path, 1.0, 2, {})
     assert [[job.name for job in jobs] for jobs in ablation_jobs(plan, names)] == [
         [f"{name}, seed {seed}" for seed in range(2)] for name in names
     ]
     assert not any("+" in job.name for jobs in ablation_jobs(plan) for job in jobs)
-    assert steps_of(tmp_path)["lr_1e-3+mismatched_targets"] == 20
-    assert read_arm(plan, arm_by_name(names[1]), tmp_path).compared_with == "lr_1e-3"
+    assert steps_of(tmp_path)["lr_2e-3+mismatched_targets"] == 20
+    assert read_arm(plan, arm_by_name(names[1]), tmp_path).compared_with == "lr_2e-3"
 
 
 def steps_of(root: Path) -> dict[str, int]:
@@ -112,7 +112,7 @@ def steps_of(root: Path) -> dict[str, int]:
 
 
 def test_the_best_score_loses_where_its_own_control_has_it_too(root: Path) -> None:
-    race = "lr_1e-3,cov_0.01,ema_1,vjepa2"
+    race = "lr_2e-3,cov_0.01,ema_1,vjepa2"
     assert command(root, "--only", race, "--beside", "mae_plain", "--seeds", "2", "--count", "30") == 0
     by_stage = {stage: {job for s, job in FakeQueue.ran if s == stage} for stage, _ in FakeQueue.ran}
     first, second, last = by_stage["round_1"], by_stage["round_2"], by_stage["confirmation"]
@@ -139,11 +139,11 @@ def test_the_best_score_loses_where_its_own_control_has_it_too(root: Path) -> No
 
 
 def test_the_page_shows_margins_and_the_winner_on_other_people(root: Path) -> None:
-    command(root, "--only", "lr_1e-3,cov_0.01", "--beside", "", "--seeds", "3", "--count", "30")
+    command(root, "--only", "lr_2e-3,cov_0.01", "--beside", "", "--seeds", "3", "--count", "30")
     text = (root / "search" / "search.md").read_text()
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if "|" in line]
-    beaten = next(row for row in rows if row[0] == "peak learning rate 1e-3")
-    assert beaten[5:] == ["+0.000", "peak learning rate 1e-3, targets of another volume (control)", "no"]
+    beaten = next(row for row in rows if row[0] == "peak learning rate 2e-3")
+    assert beaten[5:] == ["+0.000", "peak learning rate 2e-3, targets of another volume (control)", "no"]
     kept = next(row for row in rows if row[0] == "covariance 0.01 of the hinge")
     assert float(kept[5]) > 0.1
     assert kept[-1] == "yes"

@@ -299,7 +299,7 @@ def test_only_operational_keys_may_change_on_resume() -> None:
         assert [k for k, _, _ in changed_keys(old, load_config(SMOKE, [f"{key}={value}"]))] == [key]
     assert changed_keys(old, load_config(SMOKE, ["optim.base_lr=1", "seed=2"])) == [
         ("seed", 0, 2),
-        ("optim.base_lr", 5e-4, 1.0),
+        ("optim.base_lr", 1e-3, 1.0),
     ]
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from pretraining.gauges.alarms import Alarm
 from pretraining.gauges.alarms import closing as closing_lines
 from pretraining.gauges.throughput import Throughput
+from pretraining.progress import Progress
 from pretraining.run import Run
 from pretraining.schedules import INIT_WEIGHT_LIMIT, init_weight
 from utils.config.load import accumulation_steps
@@ -63,11 +64,11 @@ def _count(number: int, noun: str) -> str:
     return f"{number} {noun if number == 1 else plural}"
 
 
-def log_start(run: Run, clock: Throughput, start: int) -> None:
+def log_start(run: Run, clock: Throughput, progress: Progress) -> None:
     """Log what is about to run, with the true counts; a warning where the target will not leave its start."""
-    for what, text in banner(run, start):
+    for what, text in banner(run, progress.step):
         log.info("%-7s %s", what, text)
-    end_weight = init_weight(run.cfg, run.total_steps, run.total_steps)
+    end_weight = progress.init_weight * init_weight(run.cfg, run.total_steps, run.total_steps, progress.step)
     if end_weight > INIT_WEIGHT_LIMIT:
         log.warning(
             "the target will still be %.0f %% of its random initialisation at the end; "

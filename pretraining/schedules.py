@@ -55,9 +55,9 @@ def ema_momentum(cfg: Config, step: int, total: int) -> float:
     return base if base is not None else min(EMA_MAXIMUM, 0.5 ** (1 / max(1.0, EMA_HALF_LIFE * total)))
 
 
-def init_weight(cfg: Config, steps_done: int, total: int) -> float:
-    """Share of the random initialisation left in the target after so many updates: the product of momenta."""
-    momenta = [ema_momentum(cfg, step, total) for step in range(steps_done)]
+def init_weight(cfg: Config, steps_done: int, total: int, start: int = 0) -> float:
+    """Share of the target at update `start` left after `steps_done` updates: the product of momenta."""
+    momenta = [ema_momentum(cfg, step, total) for step in range(start, steps_done)]
     return float(np.prod(momenta)) if momenta else 1.0
 
 

@@ -86,7 +86,7 @@ def _train(cfg: Config, runtime: Runtime, stack: ExitStack) -> int:
     runtime.enter("start of the log")
     run_log = stack.enter_context(open_log(replace(run, cfg=cfg), start))
     clock = Throughput(run.cfg, model, runtime)
-    log_start(run, clock, start)
+    log_start(run, clock, progress)
     checkpoints.log_need((model.state_dict(), optimizer.state_dict(), gauges.state_dict()), total, bests=2)
     trace = stack.enter_context(closing(StepTrace(cfg, runtime, start)))
     loader = open_loader(run, start, total)

@@ -166,6 +166,8 @@ def shown(size: Size) -> str:
 
 def _predictor_misfit(weights: Weights, theirs: dict[str, Tensor], cfg: Config, model: VJEPA3D) -> str | None:
     """Why the file's predictor cannot be this model's; None if it can."""
+    if weights.layout == "research_2_1":
+        return "the file's predictor is V-JEPA 2.1's, of other features"
     if not theirs:
         return "the file has no predictor"
     if weights.recipe != cfg.method.recipe:

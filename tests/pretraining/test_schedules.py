@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from pretraining import banner
 from pretraining.schedules import (
     VALIDATION_SHARE,
     Calendar,
@@ -60,6 +64,23 @@ def test_init_weight_is_the_product_of_momenta() -> None:
     assert init_weight(small_config("vjepa2", "method.ema_base=0.9"), 7, 100) == pytest.approx(0.9**7)
     assert init_weight(small_config(), 200, 200) == pytest.approx(2**-20)
     assert init_weight(small_config(), 0, 200) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("at_start", "step", "share"),
+    [(1.0, 0, "48 %"), (0.6, 3, "39 %"), (0.0, 0, None)],  # new, resumed, from weights that are whole
+)
+def test_a_target_that_keeps_its_start_is_warned_of(
+    at_start: float, step: int, share: str | None, monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    monkeypatch.setattr(banner, "banner", lambda run, start: [])
+    run: Any = SimpleNamespace(cfg=small_config("vjepa2", "method.ema_base=0.9"), total_steps=7)
+    clock: Any = SimpleNamespace(log_start=lambda: None)
+    with caplog.at_level(logging.WARNING):
+        banner.log_start(run, clock, SimpleNamespace(init_weight=at_start, step=step))  # type: ignore[arg-type]
+    warned = [record.getMessage() for record in caplog.records]
+    assert len(warned) == (share is not None)
+    assert share is None or f"will still be {share} of its random initialisation" in warned[0]
 
 
 def test_epochs_become_steps() -> None:

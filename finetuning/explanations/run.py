@@ -6,6 +6,7 @@ head, which finetuning.predict reads; explanations.md and explanations.png in ru
 
 from __future__ import annotations
 
+import hashlib
 import io
 import json
 from collections.abc import Sequence
@@ -23,6 +24,7 @@ from finetuning.explanations.picture import draw_eyes
 from finetuning.explanations.table import judge, markdown
 from finetuning.head_evaluation import count_seen, evaluated_config
 from finetuning.head_file import Head, open_head
+from finetuning.ledger import data_digest, record_look
 from finetuning.prediction.evidence import methods_of
 from finetuning.prediction.judgement import file_beside, score_text
 from utils import storage
@@ -64,6 +66,7 @@ def explain(wanted: str, num_eyes: int, quick: bool, overrides: Sequence[str]) -
         "target": cohort.names[eyes.target],
         "n_others": len(eyes.others),
         "num_without": eyes.num_without,
+        "look": _look(head, store, cohort, methods),
         **judge(measured, eyes.person, cfg.probe.bootstrap_samples, cfg.seed),
     }
     options, table = cfg.data.storage_options, markdown(content)
@@ -87,6 +90,19 @@ def _cohort(head: Head, store: PreparedStore) -> Cohort:
         raise UserError(f"{head.url}: expected the labels {list(head.names)}, found {list(cohort.names)}")
     count_seen(head, head.cfg, cohort)
     return cohort
+
+
+def _look(head: Head, store: PreparedStore, cohort: Cohort, methods: Sequence[str]) -> int | None:
+    """Count this look at test participants in the store's ledger, with those of finetuning.evaluate; None
+    where there is none.
+    """
+    cfg = head.cfg
+    if cfg.eval.split != "test":
+        return None
+    what = f"explain: {', '.join(methods)} of the {head.state['head_kind']} head"
+    protocol = hashlib.sha256(json.dumps(["explain", methods, cfg.eval.split]).encode()).hexdigest()
+    digest = data_digest(store, cohort)
+    return record_look(store.url, head.checksum, digest, protocol, what, cfg.data.storage_options)
 
 
 def planted_layer(tree: str, options: Any) -> str:

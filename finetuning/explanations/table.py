@@ -115,6 +115,7 @@ def markdown(content: Mapping[str, Any]) -> str:
         "",
         f"**{content['verdict']}**",
         "",
+        *([f"This is look {content['look']} at these test participants.", ""] if content["look"] else []),
         f"| AUPRC, chance {score['chance']:.3f} | map | mean | 95 % interval | above chance | above |",
         "|---|---|---|---|---|---|",
     ]

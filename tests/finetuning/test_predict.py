@@ -173,6 +173,11 @@ def test_a_head_is_explained_and_predictions_show_its_best_map(
     beside = run / "checkpoints" / "explanations.json"
     content = json.loads(beside.read_text())
     assert (content["target"], content["layer"], content["n_others"]) == ("b", "ONL", 4)
+    ledger = Path(open_head(str(run)).cfg.data.store, "ledger.jsonl")
+    looks = [json.loads(line) for line in ledger.read_text().splitlines()]
+    assert looks[-1]["checkpoint"] == content["head_sha256"]
+    assert looks[-1]["look"] == content["look"]
+    assert looks[-1]["what"] == "explain: token contributions, occlusion of the linear head"
     assert content["score"]["n_eyes"] == 3
     assert content["score"]["chance"] == pytest.approx(1 / 3)
     maps = {(arm, method) for arm in ARMS for method in (CONTRIBUTIONS, OCCLUSION)}

@@ -271,7 +271,6 @@ def test_surfaces_of_labels_are_read_by_layers(world: Path) -> None:
 @pytest.mark.parametrize(
     ("word", "message"),
     [
-        ("finetune.encoder=trained", "finetune.encoder: expected frozen with task.kind segmentation"),
         ("task.surfaces=[ILM,BM]", "task.surfaces: expected null with task.kind segmentation"),
         ("task.classes=[]", "task.classes: expected null, or different names"),
         ("finetune.layer_decay=0.5", "expected its default"),

@@ -110,6 +110,7 @@ demo: install ## phantom data -> store -> pre-training -> truth and probe -> rep
 	$(call stage,truth,$(PY) -m finetuning.truth --config $(CONFIG) --control $(CONTROL))
 	$(call stage,evaluate,$(PY) -m finetuning.evaluate --config $(CONFIG))
 	@$(PY) -m utils.report $(RUN)
+	@test $$(wc -c < $(RUN)/report.html) -lt 15000000 || { echo "$(RUN)/report.html: expected under 15 MB"; exit 1; }
 
 clean-demo: ## remove what demo made
 	rm -rf runs/phantom runs/.phantom.phantom-partial runs/phantom_store $(RUN) $(CONTROL)

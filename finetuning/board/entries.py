@@ -96,9 +96,10 @@ def check_sources(sources: Sequence[Source], store: PreparedStore) -> None:
 
 
 def short_names(sources: Sequence[Source]) -> list[str]:
-    """The folder of each run; the whole URL where two have the same."""
+    """The folder of each run, of a bare file its name; the whole URL where two have the same."""
     parts = [source.url.split("/") for source in sources]
-    names = [words[-3] if words[-2:-1] == ["checkpoints"] else words[-2] for words in parts]
+    folders = [words[:-2] if words[-2:-1] == ["checkpoints"] else words[:-1] for words in parts]
+    names = [folder[-1] if folder else words[-1] for folder, words in zip(folders, parts, strict=True)]
     return [n if names.count(n) == 1 else s.url for n, s in zip(names, sources, strict=True)]
 
 

@@ -8,6 +8,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import numpy as np
 import pytest
@@ -21,7 +23,7 @@ from finetuning.board import columns
 from finetuning.board.answers import Answer, Answers, Cell
 from finetuning.board.columns import Question, device_tables, low_shots
 from finetuning.board.compare import bootstrap_p, compare, estimate, holm
-from finetuning.board.entries import Entry, Volumes, fold_by_fold
+from finetuning.board.entries import Entry, Volumes, fold_by_fold, short_names
 from finetuning.board.page import cautions, write_pages
 from finetuning.board.rows import Board
 from finetuning.board.slices import SliceEncoder
@@ -586,3 +588,12 @@ def test_a_device_may_lack_a_class_that_validation_has() -> None:
     scores = probed.scored.evaluated().scores
     assert scores.shape == (6, 3)
     assert not scores[:, 2].any()
+
+
+def test_a_row_has_the_name_of_its_run_or_of_a_bare_file() -> None:
+    def of(*urls: str) -> list[str]:
+        return short_names([cast(Source, SimpleNamespace(url=url)) for url in urls])
+
+    assert of("runs/a/checkpoints/best_probe.pt", "b/last.pt", "public.pt") == ["a", "b", "public.pt"]
+    assert of("checkpoints/one.pt") == ["one.pt"]
+    assert of("x/a/one.pt", "y/a/one.pt") == ["x/a/one.pt", "y/a/one.pt"]

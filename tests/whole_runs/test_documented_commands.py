@@ -1,0 +1,180 @@
+"""Every command of README and guides is run: here, or by a test or target that is named, or a reason is.
+
+A page that documented.yaml lacks, a command that fails, and an entry without its command are red.
+"""
+
+from __future__ import annotations
+
+import runpy
+import shutil
+import warnings
+import zipfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+from tests.support.documented import (
+    PAGES,
+    Command,
+    Page,
+    commands_of,
+    documented,
+    filled,
+    how_pages_are_run,
+)
+from tests.support.pipeline_factory import ROOT
+
+RUN, STORE, PHANTOM = "runs/smoke_test", "runs/phantom_store", "runs/phantom"
+COMMANDS = documented()
+HOW = how_pages_are_run()
+
+
+def runs_it(where: str, command: str) -> bool:
+    """Whether there is such a test, a target that CI makes, or a page that runs the same command."""
+    if where.startswith("make "):
+        return where in (ROOT / ".ci/run").read_text()
+    path, _, test = where.partition("::")
+    if not test:
+        return any(c.text == command for c in COMMANDS[path]) and command not in HOW[path].elsewhere
+    return f"\ndef {test}(" in (ROOT / path).read_text()
+
+
+def gaps(how: Mapping[str, Page], pages: Mapping[str, list[Command]]) -> list[str]:
+    """Pages and commands that only one of the table and the documents has, and runners that are not there."""
+    wrong = [f"{page}: in one alone" for page in how.keys() ^ pages.keys()]
+    for page in how.keys() & pages.keys():
+        texts = {command.text for command in pages[page]}
+        listed = {**how[page].elsewhere, **how[page].never}
+        wrong += [f"{page}: no such command: {text}" for text in listed if text not in texts]
+        more = [word for word in how[page].tiny if " " in word and word not in texts]
+        wrong += [f"{page}: no such command: {text}" for text in more]
+        wrong += [
+            f"{page}: {text}: {where} is not there"
+            for text, where in how[page].elsewhere.items()
+            if not runs_it(where, text)
+        ]
+    return wrong
+
+
+def test_every_command_is_run_or_has_a_reason() -> None:
+    assert gaps(HOW, COMMANDS) == []
+
+
+def test_what_is_missing_is_seen() -> None:
+    command = commands_of("```\npython -m utils.doctor --all\n```\n")
+    absent = {"python -m utils.doctor": "tests/test_readme.py::test_of_nothing"}
+    assert gaps({}, {"a.md": command}) == ["a.md: in one alone"]
+    assert gaps({"a.md": Page(elsewhere=absent)}, {"a.md": command}) == [
+        "a.md: no such command: python -m utils.doctor",
+        "a.md: python -m utils.doctor: tests/test_readme.py::test_of_nothing is not there",
+    ]
+
+
+def run(module: str, words: list[str]) -> int:
+    """`python -m MODULE WORDS` in this process and this folder; the exit code."""
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+        warnings.filterwarnings(
+            "ignore", message=".* found in sys.modules after import", category=RuntimeWarning
+        )
+        patch.setattr("sys.argv", [module, *words])
+        try:
+            runpy.run_module(module, run_name="__main__", alter_sys=True)
+        except SystemExit as end:
+            return end.code if isinstance(end.code, int) else int(end.code is not None)
+    return 0
+
+
+@pytest.fixture(scope="module")
+def given(pipeline: Path, small_encoder: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What pages take for granted: a phantom, its store, a run with two kept steps, a control, two heads."""
+    folder = tmp_path_factory.mktemp("given")
+    (folder / "runs").mkdir()
+    (folder / "configs").symlink_to(ROOT / "configs")
+    (folder / PHANTOM).symlink_to(pipeline / "phantom")
+    shutil.copytree(pipeline / "store", folder / STORE)
+    commands = {command.text: command for command in commands_of(PAGES["README.md"])}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        train, control = (c for c in commands.values() if c.module == "pretraining.train")
+        for name, seed in (("smoke_test", 0), ("other", 1)):
+            more = Page(tiny={"pretraining.train": f"train.max_steps=6 run.dir=runs/{name} seed={seed}"})
+            assert run(train.module, filled(train, more)) == 0
+        assert run(control.module, filled(control, Page())) == 0
+        head = (
+            "--config configs/cls_linear_probe.yaml model.checkpoint=runs/smoke_test run.dir=runs/NAME_probe"
+        )
+        assert run("finetuning.train", [*head.split(), "data.workers=0", "train.epochs=1"]) == 0
+    with zipfile.ZipFile(folder / "retinal_oct.zip", "w") as archive:
+        for path in sorted((folder / PHANTOM).resolve().rglob("*")):
+            archive.write(path, path.relative_to((folder / PHANTOM).resolve()))
+    return folder
+
+
+@pytest.fixture
+def place(given: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Page], None]:
+    """Makes the folder of a page's commands the working folder."""
+    index = pd.read_parquet(given / STORE / "index.parquet")
+    index = index.query("status == 'kept' and device != 'zeiss_cirrus'").drop_duplicates("person_id")
+    scans = [given / PHANTOM / path for path in index["path"]]
+    run, other, control = (given / "runs" / name for name in ("smoke_test", "other", "smoke_control"))
+    standing = {
+        **dict.fromkeys((STORE, "STORE", "stores/NAME", "BUCKET/stores/oct"), given / STORE),
+        **dict.fromkeys((PHANTOM, "BUCKET/dataset"), given / PHANTOM),
+        **dict.fromkeys((RUN, "runs/NAME", "runs/A", "runs/from_public"), run),
+        **dict.fromkeys(("runs/B", "runs/from_random"), other),
+        **dict.fromkeys(("runs/C", "runs/smoke_control", "runs/NAME_control"), control),
+        **dict.fromkeys(("runs/NAME_probe",), given / "runs/NAME_probe"),
+        "configs": given / "configs",
+        "FILE": given / "configs/smoke_test.yaml",
+        "BUCKET/zips/retinal_oct.zip": given / "retinal_oct.zip",
+        "public.pt": control / "checkpoints/best_probe.pt",
+        "public.json": control / "checkpoints/best_probe.json",
+        "more/scan.dcm": scans[0],
+        "scans/eye.dcm": scans[1],
+        **{f"{folder}/{scan.name}": scan for folder in ("own", "data/own", "exports") for scan in scans},
+        **{f"{folder}/{scan.name}": scan for folder in ("scans", "FOLDER") for scan in scans[2:4]},
+        "runs/NAME/checkpoints/step_00010000.pt": run / "checkpoints/step_00000004.pt",
+        "runs/NAME/checkpoints/step_00010000.json": run / "checkpoints/step_00000004.json",
+        "runs/NAME/checkpoints/step_00020000.pt": run / "checkpoints/step_00000006.pt",
+        "runs/NAME/checkpoints/step_00020000.json": run / "checkpoints/step_00000006.json",
+    }
+
+    def make(page: Page) -> None:
+        monkeypatch.chdir(tmp_path)
+        taken = (*page.makes, *page.stands)
+        mine = {name: given / where for name, where in page.stands.items()}
+        for name, source in {**standing, **mine}.items():
+            if name in page.makes or (name not in page.stands and name.startswith(taken)):
+                continue
+            Path(name).parent.mkdir(parents=True, exist_ok=True)
+            if name.startswith(("runs/", "STORE", "stores/")) and source.is_dir() and name != PHANTOM:
+                shutil.copytree(source, name)
+            else:
+                Path(name).symlink_to(source.resolve())
+
+    return make
+
+
+def run_page(page: str, how: Page, commands: list[Command]) -> list[tuple[str, int]]:
+    """(command, exit code) of those that did not succeed."""
+    for line in how.before:
+        module, *words = line.split()
+        assert run(module, words) == 0
+    failed = []
+    for command in sorted(commands, key=lambda command: command.module != "data_setup.phantom"):
+        for name in how.anew:
+            shutil.rmtree(name, ignore_errors=True)
+        if code := run(command.module, filled(command, how)):
+            failed.append((command.text, code))
+    return failed
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", HOW)
+def test_the_commands_of_a_page_succeed(page: str, place: Callable[[Page], None]) -> None:
+    how = HOW[page]
+    place(how)
+    commands = [c for c in COMMANDS[page] if c.text not in {**how.elsewhere, **how.never}]
+    assert run_page(page, how, commands) == []

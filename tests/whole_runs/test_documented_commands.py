@@ -144,8 +144,8 @@ def place(given: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Calla
     def make(page: Page) -> None:
         monkeypatch.chdir(tmp_path)
         taken = (*page.makes, *page.stands)
-        mine = {name: given / where for name, where in page.stands.items()}
-        for name, source in {**standing, **mine}.items():
+        own = {name: given / where for name, where in page.stands.items()}
+        for name, source in {**standing, **own}.items():
             if name in page.makes or (name not in page.stands and name.startswith(taken)):
                 continue
             Path(name).parent.mkdir(parents=True, exist_ok=True)

@@ -134,7 +134,7 @@ def markdown(table: Table) -> str:
     if ablations:
         lines += ["", "### Ablations: one change to `vjepa2` each, or to the arm named below", ""]
         lines += sentences(ablations, REFERENCE, f"`{REFERENCE}`")
-        labels = {r.name: r.label for r in ablations}
+        labels = {r.name: r.label for r in table.rows}
         for other in sorted({r.compared_with for r in ablations} - {REFERENCE}):
             changed = [r for r in ablations if r.compared_with == other]
             lines += sentences(changed, other, labels[other])

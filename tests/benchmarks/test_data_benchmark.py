@@ -106,7 +106,7 @@ def test_a_file_that_is_rejected_ends_the_measurement(tmp_path: Path) -> None:
         data_prepare.seconds_by_workers(path, data_files.configure(size, spacing), 1, 1)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_memory_and_workers_are_measured_in_processes_of_their_own(
     work: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -245,10 +245,8 @@ def prepare_flow(cfg: Config, workers: int) -> int:
     links, reasons = read_links(cfg, store)
     writer = FlowWriter(store.url, store.options)
     if not links:
-        if (
-            writer.is_there() and writer.read_rows()
-        ):  # the arrays stay: cubes that come back are not read again
-            writer.finalise([])
+        if writer.is_there() and writer.read_rows():
+            writer.finalise([])  # the arrays stay: cubes that come back are not read again
             print("flow.parquet of the store: emptied, no line of the table names a cube of a volume")
         counts = ", ".join(f"{name} {n}" for name, n in sorted(reasons.items())) or "an empty table"
         raise UserError(

@@ -32,7 +32,9 @@ def forward_and_backward(kernel: Kernel, leaves: Sequence[Tensor], grad: Tensor)
 def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m benchmarks.attention",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--repeats", type=int, default=5)
     repeats = parser.parse_args().repeats

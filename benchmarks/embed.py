@@ -52,7 +52,9 @@ def make_store(cfg: Config, count: int) -> PreparedStore:
 def main() -> None:
     """Print both times and their ratio."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m benchmarks.embed",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--volumes", type=int, default=4)
     parser.add_argument("--size", type=int, nargs=3, default=[32, 192, 192])

@@ -154,6 +154,13 @@ def test_every_command_of_a_page_is_accepted_by_its_own_parser() -> None:
     assert refused_commands(f"```\n{wrong}\n```\n") == [wrong]
 
 
+def test_both_pages_show_one_demo() -> None:
+    begin, end = (f"<!-- the demo's output {word} -->" for word in ("begins", "ends"))
+    shown = {PAGES[page].partition(begin)[2].partition(end)[0] for page in DEMO}
+    assert len(shown) == 1
+    assert "occupancy" in shown.pop()
+
+
 @pytest.mark.parametrize("page", PAGES)
 def test_every_make_target_exists(page: str) -> None:
     lines = re.findall(r"^make (.+)$", "".join(blocks(PAGES[page])), re.MULTILINE)

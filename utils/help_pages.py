@@ -122,6 +122,10 @@ PAGES = {
         ("python -m pretraining.tpu_fit --config configs/pretrain_oct_vjepa2.yaml --topology v4-32",),
         ("train.per_core_batch_size", "model.size", "train.activation_checkpointing"),
     ),
+    "pretraining.tpu_fit.env": HelpPage(
+        "Build the two environments of pretraining.tpu_fit ahead: 9 GB, minutes.",
+        ("python -m pretraining.tpu_fit.env",),
+    ),
     "pretraining.train": HelpPage(
         "Train an encoder without labels on a prepared store; the same command goes on where it stopped.",
         ("python -m pretraining.train --config configs/smoke_test.yaml",

@@ -19,8 +19,10 @@ instead: its one group is the person, as in --person '^([^/]+)/'.
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
 
 from data_setup.index.candidates import find_candidates
 from data_setup.index.layers import with_layers
@@ -73,6 +75,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             f"{root}: expected a tree without tables, found {TREE[0]}/manifest.tsv, so AI-READI's layout: "
             "see docs/start/dicoms.md, or give --out DIR"
         )
+    if Path(out).is_dir() and not os.access(out, os.W_OK):
+        raise UserError(f"{out}: expected a folder that can be written, found none; give --out DIR")
     tops = {path.partition("/")[0] for path in sizes if "/" in path}
     if "dataset" in tops and len(tops) > 1:  # the manifest's paths leave this name out
         raise UserError(f"{root}: expected no folder dataset beside others, found it: index {root}/dataset")

@@ -34,6 +34,10 @@ _DATE = re.compile(
     r"(?<!\d)(19|20)\d\d[-_.]\d\d?[-_.]\d\d?(?!\d)|(?<!\d)\d\d?[-_.]\d\d?[-_.](19|20)\d\d(?!\d)"
 )
 
+# an eye right after a number, and two words for eyes that are common English in small letters
+_GLUED = re.compile(r"(.*\d)(OD|OS|RE|LE|R|L|od|os|(?:Right|Left)(?=Eye|$))(?:Eye)?")
+_SIDES = {"RE": "R", "LE": "L"}
+
 
 def compile_pattern(text: str) -> re.Pattern[str]:
     """--person: a regular expression with one group; raises UserError."""
@@ -86,7 +90,7 @@ def _names(name: str) -> list[str]:
     """The words that may name a person: no eye, visit or protocol, and no short number right after one."""
     names, is_after = [], False
     for word in _words(name):
-        if word.lower() in SIDES or _VISIT.fullmatch(word) or _PROTOCOL.fullmatch(word):
+        if _side(word) or _VISIT.fullmatch(word) or _PROTOCOL.fullmatch(word):
             is_after = True
         elif not (is_after and _SHORT.fullmatch(word)):
             names.append(word)
@@ -108,7 +112,7 @@ def side_of_path(path: str) -> str | None:
     """L | R by the nearest word for an eye in the path; None without one, or with both in one name."""
     *folders, last = PurePosixPath(path).parts
     for name in (_stem(last), *reversed(folders)):
-        sides = {SIDES[word.lower()] for word in _words(name) if word.lower() in SIDES}
+        sides = {side for word in _words(name) if (side := _side(word))}
         if sides:
             return sides.pop() if len(sides) == 1 else None
     return None
@@ -119,5 +123,13 @@ def _stem(name: str) -> str:
     return re.sub(r"(\.(?=[^.]*[A-Za-z])[A-Za-z0-9]{1,5}){1,2}$", "", name)
 
 
+def _side(word: str) -> str | None:
+    return _SIDES.get(word) or SIDES.get(word.lower())
+
+
 def _words(name: str) -> list[str]:
-    return [word for word in re.split(r"[\W_]+", _DATE.sub(" ", name)) if word]
+    words: list[str] = []
+    for word in filter(None, re.split(r"[\W_]+", _DATE.sub(" ", name))):
+        glued = _GLUED.fullmatch(word)  # S01OD, 1001R, Patient1RightEye
+        words += glued.groups() if glued else (word,)
+    return words

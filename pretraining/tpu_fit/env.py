@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from utils.cli import run_cli
 from utils.errors import UserError
+from utils.help_pages import PeopleParser
 
 ROOT = Path(__file__).resolve().parents[2]
 NAMES = ("xla", "aot")
@@ -52,7 +54,10 @@ def _run(command: list[str], folder: Path) -> None:
         raise UserError(f"{folder}: expected pip to fill it, found exit code {done.returncode}: see above")
 
 
-def main() -> int:
+def main(argv: Sequence[str] | None = None) -> int:
+    """Build what is missing and print where both lie."""
+    assert __doc__ is not None
+    PeopleParser("pretraining.tpu_fit.env", __doc__).parse_args(argv)
     for name in NAMES:
         print(environment(name))
     return 0

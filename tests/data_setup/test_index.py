@@ -452,6 +452,11 @@ def test_headers_are_read_and_no_volume(
         ("nifti/OS_2.nii", False, "2", "L"),
         ("study1/12/OD", False, "12", "R"),
         ("cube.nii", False, "cube", None),
+        ("S01OD.tif", False, "S01", "R"),
+        ("1001L.nii.gz", False, "1001", "L"),
+        ("Patient_003_RE/scan.tif", False, "Patient_003", "R"),
+        ("Patient1LeftEye.tif", False, "Patient1", "L"),
+        ("le/1003.tif", False, "1003", None),
     ],
 )
 def test_people_and_eyes_by_path(path: str, by_folder: bool, person: str, side: str | None) -> None:
@@ -654,3 +659,13 @@ def test_rows_of_eyes_label_the_volumes_of_their_eye(tmp_path: Path) -> None:
     ]
     rows = open_rows(load_config(SMOKE, [*places, *GRID, "task.unit=eye"]), store)
     assert {store.index.path[row]: label for row, label in rows.label_of_row.items()} == sides.to_dict()
+
+
+def test_a_folder_that_nobody_may_write_is_said_before_headers_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_nifti(tmp_path / "in" / "1001_OD.nii.gz", speckle(), SPACING)
+    monkeypatch.setattr(cli, "look", lambda *_, **__: pytest.fail("a header was read"))
+    monkeypatch.setattr(cli.os, "access", lambda *_: False)
+    with pytest.raises(UserError, match="expected a folder that can be written, found none; give --out DIR"):
+        index(tmp_path / "in")

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from pretraining.tpu_fit import env
 from tests.support.task_configs import below
 from tests.test_readme import configured_commands, missing_modules
 from utils.cli import parse_words
@@ -19,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[2]
 @pytest.mark.parametrize("command", PAGES)
 def test_examples_are_of_the_command_and_would_run(command: str) -> None:
     for example in PAGES[command].examples:
-        assert f"-m {command} " in example
+        assert f"-m {command} " in f"{example} "
     text = "```\n" + "\n".join(PAGES[command].examples) + "\n```\n"
     assert missing_modules(text) == []
     for path, overrides in configured_commands(text):
@@ -65,3 +66,14 @@ def test_a_key_has_its_meaning_type_and_default() -> None:
     words = " ".join(" ".join(lines).split())
     assert words == "train.ckpt_dir null: no checkpoints [text or null; ${run.dir}/checkpoints]"
     assert key_lines(()) == ""
+
+
+def test_help_of_the_environments_builds_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(env, "ROOT", tmp_path)
+    with pytest.raises(SystemExit) as end:
+        env.main(["--help"])
+    assert end.value.code == 0
+    assert "9 GB" in capsys.readouterr().out
+    assert not any(tmp_path.iterdir())

@@ -135,7 +135,12 @@ class OnlineRun:
     ],
 )
 def test_pictures_and_checkpoints_of_participants_leave_only_when_asked_for(
-    no_key: Path, monkeypatch: pytest.MonkeyPatch, synthetic: bool, asked: list[str], sent: list[str]
+    no_key: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    synthetic: bool,
+    asked: list[str],
+    sent: list[str],
 ) -> None:
     """Also where TensorBoard, which stays here, has them drawn."""
     online = OnlineRun()
@@ -145,8 +150,10 @@ def test_pictures_and_checkpoints_of_participants_leave_only_when_asked_for(
     assert run_log.shows_images
     run_log.image(0, "masks/a", Figure())
     run_log.artifact("best", "best.pt")
+    run_log.artifact("best", "gs://bucket/best.pt")
     run_log.close()
     assert online.sent == [*sent, "end"]
+    assert ("gs://bucket/best.pt stays in its bucket" in caplog.text) == ("best.pt" in sent)
 
 
 def test_a_resumed_run_drops_what_came_after_its_checkpoint(no_key: Path) -> None:

@@ -91,7 +91,10 @@ class WandbWriter:
 
     def artifact(self, name: str, url: str) -> None:
         """Offline W&B would copy a checkpoint outside the run directory; one in a bucket stays there."""
-        if self._run is None or not self._takes_artifacts or self._run.offline or storage.is_remote(url):
+        if self._run is None or not self._takes_artifacts or self._run.offline:
+            return
+        if storage.is_remote(url):
+            log.warning("wandb.log_artifacts: %s stays in its bucket, Weights & Biases gets no copy", url)
             return
         self._send(lambda run: run.log_artifact(url, name=f"{name}-{run.id}", type="model"))
 

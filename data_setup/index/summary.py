@@ -42,7 +42,7 @@ def summarise(
         *_people(rows),
         *_sets(rows),
         *_layers(rows),
-        *_missing(root, rows),
+        *_missing(root, rows, written.filled),
         *_left_out([entry for entry in entries if not entry.is_row]),
     ]
     if others:
@@ -133,8 +133,8 @@ def _layers(rows: Sequence[Entry]) -> list[str]:
     return [f"layers not used: {len(part)} ({_names(part)}): {part[0].without_layers}"] if part else []
 
 
-def _missing(root: str, rows: Sequence[Entry]) -> list[str]:
-    """What no file says, and where to write it."""
+def _missing(root: str, rows: Sequence[Entry], filled: Mapping[str, set[str]]) -> list[str]:
+    """What neither a file nor the manifest says, and where to write it; `filled`: columns of each path."""
     lines = []
     needs = {
         "no spacing": (
@@ -160,7 +160,9 @@ def _missing(root: str, rows: Sequence[Entry]) -> list[str]:
             "d_order",
         ),
     }
-    for name, (part, yaml, column) in needs.items():
+    for name, (every, yaml, column) in needs.items():
+        asked = set(column.split(", ")) if column else set()
+        part = [e for e in every if not asked or not asked <= filled.get(e.path, set())]
         if not part:
             continue
         opened = [e for e in part if e.kind not in WITHOUT_YAML]  # a YAML counts for these

@@ -50,6 +50,7 @@ class Written:
     gone: list[str] = field(default_factory=list)  # paths of the manifest that the tree does not have
     differing: list[str] = field(default_factory=list)  # `path: column` where a kept cell is not the file's
     people: set[str] = field(default_factory=set)  # of the manifest, afterwards
+    filled: dict[str, set[str]] = field(default_factory=dict)  # path -> columns that its kept row has
     without_split: int = 0  # added to a table of people that has recommended_split
     stale: str = ""  # labels.parquet of an earlier run, where no export has a grid any more
 
@@ -112,6 +113,7 @@ def _manifest(
             written.added += 1
             continue
         written.kept += 1
+        written.filled[path] = {name for name in columns if row[name].strip() not in ("", UNKNOWN)}
         for name, value in cells.items():
             if row[name].strip() in ("", UNKNOWN):
                 row[name] = value

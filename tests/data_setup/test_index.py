@@ -304,8 +304,13 @@ def test_a_dicom_without_a_spacing_takes_that_of_its_row(
     one = rows["export0/one"]
     assert (one["spacing_mm"], one["number_of_frames"], one["laterality"]) == ("", "6", "R")
     assert one["person_id"] == rows["export0/IM000L"]["person_id"]  # of PatientID, as of the person's others
+    index(root)
+    assert "missing: no spacing: 1" in capsys.readouterr().out  # a row without it is there
     one["spacing_mm"] = "0.12 0.0026 0.03"
     pd.DataFrame(rows.values()).to_csv(manifest, sep="\t", index=False)
+    index(root)
+    text = capsys.readouterr().out
+    assert "missing: no spacing" not in text  # the table has it now
     store = run_prepare(root, tmp_path / "store").index.set_index("path")
     assert store.status.tolist() == ["kept"] * 3
     assert store.spacing_source["export0/one"] == "manifest"

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -327,3 +328,21 @@ def test_a_signed_url_is_refused(query: str) -> None:
     assert "S3C" not in str(caught.value)
     with pytest.raises(storage.StorageNotFoundError):
         storage.read_bytes("memory://container/x?design=1")
+
+
+def test_a_folder_that_may_not_be_listed_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in ("open/a.dcm", "secret/b.dcm"):
+        (tmp_path / name).parent.mkdir()
+        (tmp_path / name).write_bytes(b"1")
+    listed = os.scandir
+
+    def refuse(folder: str) -> Any:
+        if str(folder).endswith("secret"):
+            raise PermissionError(13, "Permission denied", folder)
+        return listed(folder)
+
+    monkeypatch.setattr(storage.os, "scandir", refuse)
+    assert storage.find_sizes(str(tmp_path)) == {"open/a.dcm": 1}
+    assert f"{tmp_path}/secret: no permission to list this folder" in caplog.text

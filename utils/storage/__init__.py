@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import io
+import logging
 import os
 import posixpath
 import re
@@ -42,6 +43,8 @@ from utils.storage.local_writes import (
     write_new,
 )
 from utils.storage.retry import has_login, redact
+
+log = logging.getLogger(__name__)
 
 _SECRET = re.compile(r"(?i)://.*[?&](sig|[^=&]*(signature|token|secret|credential|password|key)[^=&]*)=")
 _AZURE = re.compile(r"abfss?://[\w-]+@(?P<account>\w+)\.dfs\.core\.windows\.net(?:/|$)")  # container@account
@@ -270,11 +273,16 @@ def find_sizes(url: str, options: StorageOptions | None = None) -> dict[str, int
 
 
 def _walk(folder: str, above: frozenset[tuple[int, int]]) -> Iterator[tuple[str, int]]:
-    """(path, bytes) of the files below; a link back to one of the folders `above` is skipped."""
+    """(path, bytes) of the files below; a link back to one of the folders `above` is skipped, and so, with a
+    warning, is a folder that may not be listed.
+    """
     try:
         info = os.stat(folder)
         entries = list(os.scandir(folder))
-    except (FileNotFoundError, NotADirectoryError, PermissionError):
+    except (FileNotFoundError, NotADirectoryError):
+        return
+    except PermissionError:
+        log.warning("%s: no permission to list this folder: what lies in it is not seen", folder)
         return
     place = (info.st_dev, info.st_ino)
     if place in above:

@@ -68,6 +68,12 @@ def write_seg(
     ]
     number_of = np.zeros(256, np.uint8)
     number_of[values] = np.arange(1, len(values) + 1)
+    own = {} if _has_positions(source) else _own_geometry(hd, header)
+    for group, position in zip(
+        source.get("PerFrameFunctionalGroupsSequence", []), own.get("plane_positions", []), strict=False
+    ):
+        if "PlanePositionSequence" not in group:  # highdicom lays no mask on a scan that lies nowhere
+            group.PlanePositionSequence = position
     written = hd.seg.Segmentation(
         source_images=[source],
         pixel_array=number_of[labels_DHW],
@@ -82,7 +88,7 @@ def write_seg(
         software_versions=version,
         device_serial_number="none",
         omit_empty_frames=False,
-        **({} if _has_positions(source) else _own_geometry(hd, header)),
+        **own,
     )
     buffer = io.BytesIO()
     written.save_as(buffer)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -70,15 +71,15 @@ def draw(
     common = {"head_sha256": head.checksum, "encoder_sha256": head.state["encoder"]["checksum"]}
     common["commit"] = provenance(runtime)["commit"]
     common["precision"] = "bfloat16" if runtime.use_bf16 else "float32"
-    lines = SegmentLines(out, form, records, common, cfg.data.storage_options)
-    todo, num_bad = [record for record in records if record.path not in lines.done], 0
-    for record in track(todo, len(todo), "segment", "scans"):
-        line = _draw_one(head, cfg, record, form, out, runtime)
-        lines.add(line)
-        if line["status"] != KEPT:
-            num_bad += 1
-            print(f"no file: {line['path']}: {line['status']}: {line['message']}")
-    lines.close()
+    num_bad = 0
+    with closing(SegmentLines(out, form, records, common, cfg.data.storage_options)) as lines:
+        todo = [record for record in records if record.path not in lines.done]
+        for record in track(todo, len(todo), "segment", "scans"):
+            line = _draw_one(head, cfg, record, form, out, runtime)
+            lines.add(line)
+            if line["status"] != KEPT:
+                num_bad += 1
+                print(f"no file: {line['path']}: {line['status']}: {line['message']}")
     print(f"{len(records) - num_bad} of {len(records)} scans in {out}; before: {len(lines.done)}")
     return EXIT_FAILURE if num_bad else EXIT_FINISHED
 

@@ -160,7 +160,7 @@ def test_a_nifti_scan_gives_its_own_axes_and_affine(tmp_path: Path) -> None:
     np.testing.assert_array_equal(np.asarray(written.dataobj), voxels.transpose(1, 2, 0) // 100)
 
 
-@pytest.mark.parametrize("protocol", [4, 2, 0], ids=["upwards", "downwards", "with positions"])
+@pytest.mark.parametrize("protocol", [4, 2, 0, 1], ids=["upwards", "downwards", "with positions", "nowhere"])
 def test_dicom_seg_reads_back(tmp_path: Path, protocol: int) -> None:
     """By the scan's frames, or as a volume in space with its spacing; an empty class stays a segment."""
     make_tree(tmp_path / "tree", 1, (), (protocol,), (22, 80, 24))

@@ -3,8 +3,7 @@
 ARG PYTHON=3.11
 FROM python:${PYTHON}-slim-bookworm
 ARG DEVICE=cpu
-ARG COMMIT=unknown
-LABEL org.opencontainers.image.licenses="Apache-2.0" org.opencontainers.image.revision="${COMMIT}"
+LABEL org.opencontainers.image.licenses="Apache-2.0"
 SHELL ["/bin/bash", "-o", "pipefail", "-c"]
 WORKDIR /opt/oct
 # the packages first: a change of the code does not install them anew
@@ -23,6 +22,10 @@ RUN pip install --no-cache-dir --no-deps . \
     && useradd --create-home --uid 1000 oct \
     && mkdir /work \
     && chown oct /work
+# last, or every commit would install the packages anew; the banner and provenance.json say it, without git
+ARG COMMIT=""
+LABEL org.opencontainers.image.revision="${COMMIT}"
+ENV OCT_COMMIT="${COMMIT}"
 USER 1000
 # runs/ and relative paths of data belong to the folder that is mounted here
 WORKDIR /work

@@ -53,7 +53,7 @@ def banner(run: Run, start: int) -> list[tuple[str, str]]:
             f"parameters, predictor {counts['predictor']:.1f} M, {model.encoder.num_tokens} tokens",
         ),
         ("store", f"{cfg.data.store}: {len(run.rows.train)} volumes to train on{synthetic}"),
-        ("commit", git_commit() or "none: this is no git checkout"),
+        ("commit", git_commit() or "none: this is no git checkout, and OCT_COMMIT is not set"),
         ("run", f"{cfg.run.dir}: step {start} of {run.total_steps}"),
         ("stop", f"Ctrl-C, or kill {os.getpid()} (SIGTERM), writes a checkpoint; {goes_on}"),
     ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import subprocess
 from importlib.metadata import version
@@ -13,6 +14,8 @@ import torch
 from utils.runtime.single import Runtime
 
 PACKAGES = ("torch", "monai", "zarr", "pydicom", "omegaconf", "numpy", "scikit-learn", "wandb")
+
+OCT_COMMIT = "OCT_COMMIT"  # of the environment
 
 
 def provenance(runtime: Runtime) -> dict[str, Any]:
@@ -29,8 +32,8 @@ def provenance(runtime: Runtime) -> dict[str, Any]:
 
 
 def git_commit() -> str | None:
-    """The commit of this checkout, with '+changes' when the tree differs; null where this is no checkout, as
-    after `pip install .`, even inside another project's.
+    """The commit of this checkout, with '+changes' when the tree differs. Where this is no checkout, as after
+    `pip install .`, even inside another project's: OCT_COMMIT, which an image sets, or null.
     """
     root = Path(__file__).resolve().parents[1]
 
@@ -40,8 +43,8 @@ def git_commit() -> str | None:
 
     try:
         if Path(git("rev-parse", "--show-toplevel")).resolve() != root:
-            return None
+            return os.environ.get(OCT_COMMIT) or None
         commit, changes = git("rev-parse", "HEAD"), git("status", "--porcelain", "-uno")
     except (FileNotFoundError, subprocess.CalledProcessError):
-        return None
+        return os.environ.get(OCT_COMMIT) or None
     return commit + ("+changes" if changes else "")

@@ -63,7 +63,12 @@ def test_the_commit_is_this_projects_own(tmp_path: Path, monkeypatch: pytest.Mon
         author = ("-c", "user.name=a", "-c", "user.email=a@b")
         subprocess.run(["git", "-C", str(tmp_path), *author, *words], check=True)
     monkeypatch.setattr(provenance, "__file__", str(installed))
+    monkeypatch.delenv("OCT_COMMIT", raising=False)
     assert provenance.git_commit() is None
+    monkeypatch.setenv("OCT_COMMIT", "")  # of an image that was built without one
+    assert provenance.git_commit() is None
+    monkeypatch.setenv("OCT_COMMIT", "abc")
+    assert provenance.git_commit() == "abc"
     monkeypatch.setattr(provenance, "__file__", str(tmp_path / "utils" / "provenance.py"))
     assert len(provenance.git_commit() or "") == 40
 

@@ -44,7 +44,9 @@ def test_online_without_a_key_logs_offline_and_says_so(
     cfg = small_config("vjepa2", "wandb.mode=online", f"run.dir={no_key / 'run'}")
     with caplog.at_level(logging.WARNING):
         run_log = RunLog(cfg, 0, 10, synthetic=True)
-    assert "no API key was found; logging offline" in caplog.text
+    (warned,) = (r.getMessage() for r in caplog.records if r.levelno == logging.WARNING)
+    assert "no API key was found; logging offline until the next start; next: wandb login" in warned
+    assert "WANDB_API_KEY" in warned
     run_log.metrics(3, {"train/loss": 0.5, "val/probe": None})
     run_log.close()
     assert [r["train/loss"] for r in history(no_key / "run")] == [0.5]
@@ -69,12 +71,21 @@ def test_online_with_the_server_away_logs_offline_and_says_so_once(
     finally:
         wandb.teardown()
     assert caplog.text.count("Weights & Biases is not reached, logging offline until the next start") == 1
+    assert "wandb sync" in caplog.text
+    assert "wandb login" not in caplog.text
     assert [r["train/loss"] for r in history(no_key / "run")] == [0.5]
     assert run_ids(no_key / "run") == {(no_key / "run" / "wandb_id.txt").read_text()}
 
 
+@pytest.mark.parametrize(
+    "refused",
+    [
+        wandb.errors.AuthenticationError("WANDB_API_KEY invalid: 3 characters"),
+        wandb.errors.CommError("Failed to get resume status for run 1: returned error 401: {}"),  # a server
+    ],
+)
 def test_a_wrong_key_costs_one_warning(
-    no_key: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    refused: Exception, no_key: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """W&B refuses it, and its own telemetry is refused later, which is no news."""
     modes: list[str] = []
@@ -82,7 +93,7 @@ def test_a_wrong_key_costs_one_warning(
     def init(mode: str, **_: Any) -> OnlineRun:
         modes.append(mode)
         if mode == "online":
-            raise wandb.errors.AuthenticationError("WANDB_API_KEY invalid")
+            raise refused
         return OnlineRun()
 
     monkeypatch.setattr(wandb, "init", init)
@@ -93,7 +104,8 @@ def test_a_wrong_key_costs_one_warning(
     ).close()
     logging.getLogger("opentelemetry.exporter.otlp").error("Failed to export metrics batch code: 401")
     (line,) = capsys.readouterr().err.splitlines()
-    assert "logging offline until the next start: AuthenticationError: WANDB_API_KEY invalid" in line
+    assert f"logging offline until the next start: {type(refused).__name__}: {refused}" in line
+    assert "; next: wandb login --relogin, or WANDB_API_KEY=KEY" in line
     assert modes == ["online", "offline"]
 
 

@@ -30,6 +30,8 @@ from utils.storage.retry import describe
 log = logging.getLogger(__name__)
 INIT_TIMEOUT_S = 30.0  # a start waits so long for Weights & Biases
 FINISH_TIMEOUT_S = 120.0  # and an end, for what is not sent yet
+LOG_IN = "next: wandb login --relogin, or WANDB_API_KEY=KEY, then the same command"
+LATER = "next: check the connection; wandb sync sends the files later"
 
 
 class WandbWriter:
@@ -141,7 +143,8 @@ def start_wandb(cfg: Config, run_dir: Path) -> Any | None:
 
     mode = cfg.wandb.mode
     if mode == "online" and not has_api_key(wandb.setup().settings.base_url):
-        log.warning("wandb.mode: online was asked for, but no API key was found; logging offline")
+        text = "wandb.mode: online was asked for, but no API key was found; %s until the next start; %s"
+        log.warning(text, "logging offline", LOG_IN)
         mode = "offline"
     begin = partial(
         wandb.init,
@@ -165,8 +168,11 @@ def start_wandb(cfg: Config, run_dir: Path) -> Any | None:
     try:
         return begin(mode=mode)
     except wandb.errors.CommError as error:
-        text = "wandb.mode: Weights & Biases is not reached, logging offline until the next start: %s"
-        log.warning(text, describe(error))
+        # a key that looks right and that the server refuses is no error of its own
+        is_refused = isinstance(error, wandb.errors.AuthenticationError) or "error 401" in str(error)
+        what = "takes no such API key" if is_refused else "is not reached"
+        text = "wandb.mode: Weights & Biases %s, logging offline until the next start: %s; %s"
+        log.warning(text, what, describe(error), LOG_IN if is_refused else LATER)
     wandb.teardown()  # else its process holds on to the id
     return begin(mode="offline")
 

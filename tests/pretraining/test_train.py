@@ -14,6 +14,7 @@ import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -694,6 +695,24 @@ def test_pictures_go_to_wandb_for_synthetic_data_alone(folder: Path, tmp_path: P
 def progress_of(init_weight: float = 0.0) -> Progress:
     runtime = Runtime(torch.device("cpu"), use_bf16=False)
     return Progress(runtime, Schedule(small_config(), 8), {**NEW_RUN, "init_weight": init_weight})
+
+
+def test_artifacts_are_the_bests_or_every_step_that_is_there(folder: Path, finished: Path) -> None:
+    """Only of a run that has ended, in the order of its steps."""
+    for more, steps in (([], []), (["wandb.artifacts=all"], list_steps(str(finished / "checkpoints")))):
+        cfg = pipeline_config(folder, f"run.dir={finished}", *more)
+        progress = progress_of()
+        progress.step, progress.best = 8, {"best_probe": 0.5}
+        sent: list[str] = []
+        run_log: Any = SimpleNamespace(artifact=lambda _, url: sent.append(url), alert=lambda *_: None)  # noqa: B023
+        gauges: Any = SimpleNamespace(alarms=SimpleNamespace(raised=[]))
+        loop.finish(cfg, gauges, progress, 9, run_log)
+        assert sent == []
+        assert loop.finish(cfg, gauges, progress, 8, run_log) == 0
+        names = ["best_probe", *(f"step_{step:08d}" for step in steps)]
+        assert sent == [f"{finished}/checkpoints/{name}.pt" for name in names]
+        assert all(Path(url).is_file() for url in sent)
+    assert len(steps) > 1
 
 
 def test_which_checkpoint_is_the_best() -> None:

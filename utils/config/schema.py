@@ -239,6 +239,8 @@ class WandbConfig:
     # pictures at the start, at the end and each so many updates between; null: not between
     images_every_steps: int | None = key(1000, AT_LEAST_1, may_change=True)
     log_artifacts: bool | None = key(None, may_change=True)  # null: only for synthetic stores
+    # which, at the end of a run: best, or all, the steps too that train.ckpt_dir has then (train.keep_epochs)
+    artifacts: Literal["best", "all"] = key("best", may_change=True)
 
 
 @dataclass(frozen=True)

@@ -105,7 +105,11 @@ def measure(cfg: Config, size: int, rounds: int) -> dict[str, float]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.gauges",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--config", default="configs/pretrain_oct_vjepa2.yaml")
     parser.add_argument("--batch", type=int, default=2, help="volumes per step")
     parser.add_argument("--rounds", type=int, default=5)

@@ -91,7 +91,9 @@ def measure(draw: Scheme, batch: int, batches: int) -> tuple[np.ndarray, float]:
 def main() -> None:
     """Print the tables."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m benchmarks.mask_planes",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--batches", type=int, default=200)
     batches = parser.parse_args().batches

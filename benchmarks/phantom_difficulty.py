@@ -149,7 +149,11 @@ def measure(root: Path, seed: int, repeats: int = 3) -> dict[str, dict[str, floa
 
 def main(argv: list[str] | None = None) -> int:
     """Command line: see the module's docstring. Exit code 1 when a reference is out of its limits."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.phantom_difficulty",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--participants", type=int, default=240)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--tree", type=Path, help="an existing phantom tree of size small without faults")

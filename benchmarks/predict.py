@@ -85,7 +85,9 @@ def make_head(cfg: Config, folder: Path) -> str:
 def main() -> None:
     """Predict the files, and print how long one took."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m benchmarks.predict",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--dicom", nargs="+", required=True, metavar="FILE_OR_FOLDER")
     parser.add_argument("--config", default=str(CONFIG))

@@ -89,7 +89,11 @@ def start(name: str, size: str, processes: int, overrides: Sequence[str]) -> dic
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.shards",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--size", default="b", help="model.size")
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--row", choices=ROWS, help=argparse.SUPPRESS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from pathlib import Path
 
 from matplotlib.figure import Figure
@@ -69,4 +70,9 @@ def draw() -> Figure:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(
+        prog="python docs/draw_architecture.py",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    ).parse_args()
     draw().savefig(FOLDER / "architecture.png", dpi=100)

@@ -6,8 +6,8 @@ over the optimizer step, and three components of the token features of one B-sca
 
 from __future__ import annotations
 
+import argparse
 import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -85,7 +85,14 @@ def show_components(axes: Sequence[Axes], snapshot: Snapshot, plane: int) -> Non
 
 def main() -> None:
     """Draw both pictures from the two runs of the command line."""
-    runs = dict(zip(COLOURS, map(Path, sys.argv[1:]), strict=True))
+    parser = argparse.ArgumentParser(
+        prog="python docs/draw_collapse.py",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    for name in COLOURS:
+        parser.add_argument(name, type=Path, metavar=f"{name.upper()}_RUN", help="a run directory")
+    runs = vars(parser.parse_args())
     for name, figure in (("gauges", gauges(runs)), ("features", features(runs))):
         path = FOLDER / f"collapse_{name}.png"
         figure.savefig(path, dpi=90)

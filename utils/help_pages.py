@@ -40,6 +40,10 @@ PAGES = {
         "Make a synthetic data set with known anatomy and labels: for the demo, tests and controls.",
         ("python -m data_setup.phantom --out runs/phantom --participants 120 --seed 0 --faults",),
     ),
+    "data_setup.plug.page": HelpPage(
+        "Print the table of public data sets in docs/guides/public-data.md, when a plug has changed.",
+        ("python -m data_setup.plug.page",),
+    ),
     "data_setup.prepare": HelpPage(
         "Make the store that training reads: every volume is read, checked and resampled once.",
         ("python -m data_setup.prepare --config configs/smoke_test.yaml",
@@ -140,6 +144,18 @@ PAGES = {
         ("python -m utils.check_paths --config configs/smoke_test.yaml",),
         (*DATA_KEYS, "train.ckpt_dir"),
     ),
+    "utils.config.page": HelpPage(
+        "Write docs/reference/configuration.md anew, after a change of the schema.",
+        ("python -m utils.config.page > docs/reference/configuration.md",),
+    ),
+    "utils.config.recipes": HelpPage(
+        "Print the table of docs/concepts/recipes.md, when a recipe has changed.",
+        ("python -m utils.config.recipes",),
+    ),
+    "utils.dashboards.panels": HelpPage(
+        "Print the tables of docs/guides/dashboard.md, when a panel has changed.",
+        ("python -m utils.dashboards.panels",),
+    ),
     "utils.dashboards.workspace": HelpPage(
         "Save the layout of panels as a view of a project in Weights & Biases.",
         ("python -m utils.dashboards.workspace --entity NAME --project oct-foundation",),
@@ -149,6 +165,11 @@ PAGES = {
         ("python -m utils.report runs/smoke_test",
          "python -m utils.report runs/smoke_test runs/smoke_control",
          "python -m utils.report --serve runs/smoke_test"),
+    ),
+    "utils.report.pictures": HelpPage(
+        "Draw docs/pictures/overview.png and masks.png anew, from a run on the phantom.",
+        ("python -m utils.report.pictures --docs",
+         "python -m utils.report.pictures --docs --run runs/other"),
     ),
 }  # fmt: skip
 

@@ -1,7 +1,13 @@
-"""Prepare against a plain loop: seconds a volume, by workers, and memory; see benchmarks/data/cli.py."""
+"""Prepare against a plain loop: seconds a volume, by workers, and memory; see benchmarks/data/cli.py.
+
+    python -m benchmarks.data.prepare FILE TINY D H W SPACING SPACING SPACING
+
+is a process that `python -m benchmarks.data --parts prepare` starts: it prints the peak memory of FILE.
+"""
 
 from __future__ import annotations
 
+import argparse
 import subprocess
 import sys
 import tempfile
@@ -157,13 +163,21 @@ def run(work: Path, shapes: dict[str, Shape], repeats: int, volumes: int) -> dic
     return result
 
 
-def _child(arguments: list[str]) -> None:
+def _child() -> None:
     """`peak_memory` in a process that imported nothing else than this module."""
-    path, tiny, *grid = arguments
-    d, h, w, *spacing = map(float, grid)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.data.prepare",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("file", type=Path, metavar="FILE", help="a DICOM file of full size")
+    parser.add_argument("tiny", type=Path, metavar="TINY", help="one of 1 MB, which is not counted")
+    parser.add_argument("grid", type=float, nargs=6, metavar="N", help="voxels D H W, then their mm")
+    args = parser.parse_args()
+    d, h, w, *spacing = args.grid
     cfg = configure((int(d), int(h), int(w)), (spacing[0], spacing[1], spacing[2]))
-    print(peak_memory(Path(path), cfg, Path(tiny)))
+    print(peak_memory(args.file, cfg, args.tiny))
 
 
 if __name__ == "__main__":
-    _child(sys.argv[1:])
+    _child()

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from data_setup.plug.facts import MARKS, Plug
 from data_setup.plug.sets import NO_VOLUMES, PLUGS
+from utils.help_pages import PeopleParser
 
 _WIDTH = 11
 
@@ -54,5 +57,11 @@ def markdown() -> str:
     return "\n".join(f"| {' | '.join(cell.replace('|', '/') for cell in row)} |" for row in rows) + "\n"
 
 
-if __name__ == "__main__":
+def main(argv: Sequence[str] | None = None) -> None:
+    """Print the page, or what it is for."""
+    PeopleParser("data_setup.plug.page", __doc__ or "").parse_args(argv)
     print(markdown(), end="")
+
+
+if __name__ == "__main__":
+    main()

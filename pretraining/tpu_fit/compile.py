@@ -8,6 +8,7 @@ and byte counts, the collectives and the compiler's version; or `out_of_hbm`, wi
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 import os
@@ -188,8 +189,18 @@ def _attributes(entry: Any, name: str, count: int, ir: Any) -> list[dict[str, An
     return [{a.name: a.attr for a in ir.DictAttr(d)} for d in ir.ArrayAttr(entry.attributes[name])]
 
 
-def main(argv: list[str]) -> int:
-    program, topology, result = Path(argv[0]), TOPOLOGIES[argv[1]], Path(argv[2])
+def main(argv: list[str] | None = None) -> int:
+    """Compile what pretraining.tpu_fit recorded."""
+    parser = argparse.ArgumentParser(
+        prog="python -m pretraining.tpu_fit.compile",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("program", type=Path, metavar="PROGRAM", help="what pretraining.tpu_fit.trace wrote")
+    parser.add_argument("topology", choices=sorted(TOPOLOGIES), metavar="TOPOLOGY", help="as v4-32")
+    parser.add_argument("result", type=Path, metavar="RESULT", help="a JSON file to write")
+    args = parser.parse_args(argv)
+    program, topology, result = args.program, TOPOLOGIES[args.topology], args.result
     traced = json.loads(program.with_name(f"{program.name}.json").read_text())
     aliases = [(int(a), int(o)) for a, o in traced["aliases"]]
     result.write_text(json.dumps(compile_program(program.read_bytes(), aliases, topology)))
@@ -197,4 +208,4 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

@@ -10,6 +10,11 @@ the shapes, and the compiler that a TPU worker gets.
 
 from __future__ import annotations
 
+from utils.cli import answer_help, parse_cli, run_cli
+
+if __name__ == "__main__":  # torch_xla is in an environment of its own
+    answer_help("pretraining.tpu_fit.trace", __doc__ or "")
+
 import argparse
 import json
 import os
@@ -31,7 +36,6 @@ from models.flops import encoder_flops, flash_backward_flops, recomputed_flops, 
 from models.optimizer import shard_state
 from models.vjepa3d import VJEPA3D
 from pretraining.step import Update, build_optimizer, train_step
-from utils.cli import parse_cli, run_cli
 from utils.config.load import accumulation_steps
 from utils.config.schema import Config
 from utils.runtime.open import open_runtime

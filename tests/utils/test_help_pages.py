@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import re
+import runpy
+import sys
+import warnings
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from pretraining.tpu_fit import env
 from tests.support.task_configs import below
-from tests.test_readme import configured_commands, missing_modules
+from tests.test_readme import ROOMS, configured_commands, missing_modules
 from utils.cli import parse_words
 from utils.config.page import keys
 from utils.help_pages import PAGES, PeopleParser, key_lines
@@ -38,6 +42,36 @@ def test_every_command_with_a_configuration_has_a_page() -> None:
     text = "\n".join(path.read_text() for room in rooms for path in (ROOT / room).glob("**/*.py"))
     called = set(re.findall(r'(?:parse_cli|parse_words|PeopleParser|answer_help)\(\s*"([\w.]+)"', text))
     assert called - {"pretraining.tpu_fit.trace"} == set(PAGES)  # trace is run by tpu_fit
+
+
+def commands() -> list[str]:
+    """Every module and file that a person can run, and the second processes of commands."""
+    files = [path for room in (*ROOMS, "docs") for path in (ROOT / room).glob("**/*.py")]
+    guarded = [path for path in files if re.search(r"^if __name__ == .__main__.:", path.read_text(), re.M)]
+    names = [str(p.relative_to(ROOT).with_suffix("")).replace("/", ".") for p in guarded]
+    return sorted(name.removesuffix(".__main__") for name in names)
+
+
+@pytest.mark.parametrize("command", commands())
+def test_every_command_has_help_with_an_example(
+    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """And does nothing else."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", [command, "--help"])
+    is_file = command.startswith("docs.")
+    run = partial(runpy.run_path, str(ROOT / f"{command.replace('.', '/')}.py"))
+    if not is_file:
+        run = partial(runpy.run_module, command, alter_sys=True)
+    warnings.filterwarnings("ignore", message=".* found in sys.modules", category=RuntimeWarning)
+    with pytest.raises(SystemExit) as end:
+        run(run_name="__main__")
+    assert end.value.code == 0
+    text = capsys.readouterr().out
+    called = f"python {command.replace('.', '/')}.py" if is_file else f"python -m {command}"
+    assert text.startswith(f"usage: {called}")
+    assert re.search(rf"{re.escape(called)}\b", text.partition("\n\n")[2]), "no example"
+    assert not any(tmp_path.iterdir())
 
 
 def test_help_begins_with_the_purpose_and_ends_with_the_details(capsys: pytest.CaptureFixture[str]) -> None:

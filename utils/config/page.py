@@ -10,7 +10,7 @@ from __future__ import annotations
 import ast
 import io
 import tokenize
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING as NO_DEFAULT
 from dataclasses import Field, dataclass, fields, is_dataclass
 from functools import cache
@@ -22,6 +22,7 @@ from omegaconf import MISSING
 
 from utils.config import schema
 from utils.config.schema import INNER_SHARE, SHARE, Bound, Config
+from utils.help_pages import PeopleParser
 
 HEAD = """# Configuration
 
@@ -245,5 +246,11 @@ def markdown() -> str:
     return "".join(parts)
 
 
-if __name__ == "__main__":
+def main(argv: Sequence[str] | None = None) -> None:
+    """Print the page, or what it is for."""
+    PeopleParser("utils.config.page", __doc__ or "").parse_args(argv)
     print(markdown(), end="")
+
+
+if __name__ == "__main__":
+    main()

@@ -9,10 +9,12 @@ docs/concepts/recipes.md.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Literal
 
 from utils.config.schema import MethodConfig
+from utils.help_pages import PeopleParser
 
 
 @dataclass(frozen=True)
@@ -113,5 +115,11 @@ def markdown() -> str:
     return "\n".join(lines) + "\n"
 
 
-if __name__ == "__main__":
+def main(argv: Sequence[str] | None = None) -> None:
+    """Print the page, or what it is for."""
+    PeopleParser("utils.config.recipes", __doc__ or "").parse_args(argv)
     print(markdown(), end="")
+
+
+if __name__ == "__main__":
+    main()

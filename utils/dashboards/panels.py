@@ -6,7 +6,10 @@ W&B offline and looks for points of each.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+
+from utils.help_pages import PeopleParser
 
 
 @dataclass(frozen=True)
@@ -83,5 +86,11 @@ def markdown() -> str:
     return "\n".join(rows) + "\n"
 
 
-if __name__ == "__main__":
+def main(argv: Sequence[str] | None = None) -> None:
+    """Print the page, or what it is for."""
+    PeopleParser("utils.dashboards.panels", __doc__ or "").parse_args(argv)
     print(markdown(), end="")
+
+
+if __name__ == "__main__":
+    main()

@@ -9,7 +9,6 @@ D is the B-scan axis.
 
 from __future__ import annotations
 
-import argparse
 import base64
 import io
 import os
@@ -26,6 +25,7 @@ from matplotlib.patches import Patch
 
 from utils.cli import run_cli
 from utils.errors import UserError
+from utils.help_pages import PeopleParser
 
 CONTEXT_RGB = (0.16, 0.55, 0.95)
 TARGET_RGB = (0.96, 0.55, 0.12)
@@ -303,7 +303,7 @@ def draw_docs(run: Path, folder: Path) -> list[Path]:
 
 def main(argv: Sequence[str] | None = None, folder: Path = DOCS) -> None:
     """Draw the pictures of the documents from a run on the phantom."""
-    parser = argparse.ArgumentParser(prog="python -m utils.report.pictures", description=main.__doc__)
+    parser = PeopleParser("utils.report.pictures", main.__doc__ or "")
     parser.add_argument("--docs", action="store_true", required=True, help="write docs/pictures/*.png")
     parser.add_argument(
         "--run", type=Path, default=Path("runs/smoke_test"), metavar="DIR", help="a run directory"

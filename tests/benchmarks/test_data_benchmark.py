@@ -13,7 +13,6 @@ from benchmarks.data import cli as data
 from benchmarks.data import files as data_files
 from benchmarks.data import prepare as data_prepare
 from benchmarks.data import read as data_read
-from benchmarks.data import scale as data_scale
 from data_setup.jobs import prepare_row
 from data_setup.readers.dicom import open_volume
 from data_setup.resample import Resampled
@@ -154,10 +153,13 @@ def test_statistics_are_exact() -> None:
 
 
 def test_scale_counts_every_request_and_leaves_nothing(tmp_path: Path) -> None:
-    numbers = data_scale.run(tmp_path, 1200)
+    work, path = tmp_path / "work", tmp_path / "numbers.json"
+    words = ["--parts", "scale", "--rows", "1200", "--work", str(work), "--json", str(path)]
+    assert data.main(words) == 0
+    numbers = json.loads(path.read_text())["scale"]["1200"]
     assert numbers["finalise"]["requests"] == 1200 + 2 + 2, "rows, two pages of names, records, index"
     assert numbers["finalise"]["bytes_written"] == numbers["index_bytes"]
     assert numbers["finalise"]["bytes_read"] > numbers["records_bytes"]
     assert numbers["open"]["requests"] == 2
     assert numbers["bytes_per_training_row"] < 100
-    assert not list(tmp_path.iterdir())
+    assert not list(work.iterdir())

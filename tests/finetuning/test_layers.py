@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import shutil
 from collections.abc import Iterator
@@ -22,6 +24,7 @@ from data_setup.store.heights import StoredHeights
 from data_setup.store.reader import PreparedStore
 from finetuning import evaluate as command
 from finetuning import predict as predict_command
+from finetuning import segment
 from finetuning import train as train_command
 from finetuning.cohort import EVALUATED, TRAIN, VAL, read_cohort
 from finetuning.dense import head as dense_head
@@ -80,7 +83,7 @@ def overrides(world: Path, run: Path, *extra: str) -> list[str]:
 @pytest.fixture(scope="module")
 def trained(world: Path) -> Path:
     run = world / "runs" / "layers"
-    assert train_command.train(str(CONFIG), overrides(world, run)) == 0
+    assert train_command.main(["--config", str(CONFIG), *overrides(world, run)]) == 0
     return run
 
 
@@ -88,7 +91,9 @@ def trained(world: Path) -> Path:
 def evaluated(trained: Path) -> tuple[Path, str]:
     """The folder of an evaluation, and what it printed."""
     folder = trained.parent / "evaluated"
-    return folder, evaluate_layers(str(trained), [f"run.dir={folder}"])
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        command.main(["--head", str(trained), f"run.dir={folder}"])
+    return folder, printed.getvalue().removesuffix("\n")
 
 
 def volumes_of(world: Path, *extra: str) -> LayerVolumes:
@@ -128,6 +133,16 @@ def test_a_volume_of_each_device_is_kept_for_the_report(trained: Path, evaluated
         expected = own.set_index("name").error_um.reindex(picture.names).to_numpy()
         np.testing.assert_allclose(error, expected, rtol=1e-5)
         assert picture.title.startswith(own.device.iloc[0])
+
+
+def test_the_command_writes_height_maps(world: Path, trained: Path, tmp_path: Path) -> None:
+    """Of every row of the store, each with the surfaces of the head."""
+    words = ["--rows", "all", "--format", "heightmap", "--out", str(tmp_path)]
+    assert segment.main(["--head", str(trained), *words]) == 0
+    lines = [json.loads(text) for text in (tmp_path / "segments.jsonl").read_text().splitlines()]
+    kept = PreparedStore.open(config(world).data.store).index.query("status == 'kept'")
+    assert [line["path"] for line in lines] == kept.path.tolist()
+    assert all(Path(line["file"]).is_file() for line in lines)
 
 
 def test_the_best_epoch_is_kept(world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -343,8 +358,8 @@ def test_an_encoder_is_trained_with_its_decoder(
     whole = Planes.batch
     monkeypatch.setattr(Planes, "batch", lambda self, chosen: (seen.append(chosen), whole(self, chosen))[1])
     words = overrides(world, tmp_path / "tuned", "train.max_steps=4", "finetune.encoder=trained")
+    assert train_command.main(["--config", str(CONFIG), *words]) == 0
     source = open_source(str(CONFIG), words)
-    assert layers_train.train_layers(source) == 0
     assert len(seen) == 8
     assert seen[:4] == seen[4:]
     volumes = volumes_of(world)

@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
+import highdicom
 import numpy as np
 import pandas as pd
 import pydicom
@@ -79,7 +80,7 @@ def overrides(world: Path, run: Path, *extra: str) -> list[str]:
 @pytest.fixture(scope="module")
 def trained(world: Path) -> Path:
     run = world / "runs" / "segmentation"
-    assert train_command.train(str(CONFIG), overrides(world, run)) == 0
+    assert train_command.main(["--config", str(CONFIG), *overrides(world, run)]) == 0
     return run
 
 
@@ -132,6 +133,20 @@ def test_the_command_draws_what_the_head_sees(world: Path, trained: Path, tmp_pa
     assert segment.main([*changes[:2], "--files", str(tmp_path / "no.dcm"), *changes[4:]]) == 1
     first, second = (json.loads(text) for text in (tmp_path / "segments.jsonl").read_text().splitlines())
     assert (first, second["status"]) == (line, "missing_file")
+
+
+def test_the_command_writes_a_segmentation_object(world: Path, trained: Path, tmp_path: Path) -> None:
+    """Of one file; its frames are those of the scan, and both classes are in it."""
+    store = PreparedStore.open(config(world).data.store)
+    path = world / "tree" / str(store.index.path[int(volumes_of(world, CLASSES).of(EVALUATED)[0])])
+    words = ["--head", str(trained), "--files", str(path), "--format", "seg", "--out", str(tmp_path)]
+    assert segment.main(words) == 0
+    (written,) = tmp_path.glob("*.dcm")
+    mask = highdicom.seg.segread(written)
+    assert {mask.get_segment_description(n).SegmentLabel for n in mask.segment_numbers} == {"CHOROID", "ONL"}
+    scan = pydicom.dcmread(path)
+    assert mask.FrameOfReferenceUID == scan.FrameOfReferenceUID
+    assert mask.pixel_array.shape[1:] == scan.pixel_array.shape[1:]
 
 
 def test_masks_of_an_interleaved_scan_are_in_the_order_of_its_file(

@@ -63,7 +63,7 @@ def overrides(world: Path, run: Path, *extra: str) -> list[str]:
 @pytest.fixture(scope="module")
 def trained(world: Path) -> Path:
     run = world / "runs" / "translation"
-    assert train_command.train(str(CONFIG), overrides(world, run)) == 0
+    assert train_command.main(["--config", str(CONFIG), *overrides(world, run)]) == 0
     return run
 
 

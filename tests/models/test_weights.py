@@ -24,6 +24,8 @@ from models.weights.load import load_vjepa2, start_from
 from models.weights.shape import encoder_size, new_encoder, predictor_shape, require_same
 from pretraining.resume import restore
 from pretraining.run import Run
+from pretraining.train import main as train
+from tests.support.pipeline_factory import pipeline_overrides
 from tests.support.vjepa2_oracle import (
     Plain,
     hf_encode,
@@ -567,6 +569,18 @@ def test_a_run_starts_from_them(tiny: Path, tmp_path: Path, caplog: pytest.LogCa
         start_from(model, cfg, "minmax")
     with pytest.raises(CheckpointError, match=r"model\.rope: expected interleaved"):
         start_from(model, config(f"method.init_from={own}", "model.rope=interleaved"), STORE_NORMALISATION)
+
+
+def test_the_command_starts_from_them(pipeline: Path, tiny: Path, tmp_path: Path) -> None:
+    """One update on the phantom: but for the moving average, what the checkpoint has is the file's."""
+    words = [f"method.init_from={tiny}", "model.rope=tiled", "optim.base_lr=1e-9", "train.max_steps=1"]
+    words += [f"run.dir={tmp_path / 'run'}", "data.pin_memory=false", "train.val_every_steps=null"]
+    assert train(["--config", str(SMOKE), *pipeline_overrides(pipeline), *words]) == 0
+    (kept,) = (tmp_path / "run/checkpoints").glob("step_*.pt")
+    expected = fit(read_weights(str(tiny)), config(f"method.init_from={tiny}")).tensors
+    model = load_checkpoint(str(kept))["model"]
+    for name in (name for name in model if not name.startswith("target_encoder.")):
+        torch.testing.assert_close(model[name], expected[name], atol=1e-6, rtol=0)
 
 
 def test_training_restores_from_them(tiny: Path, tmp_path: Path) -> None:

@@ -20,10 +20,11 @@ import yaml
 from tests.test_readme import PAGES, blocks, prose
 
 LINE = re.compile(
-    r" *(?:[A-Z_]+=\S+ )*(?:until )?(?P<launcher>python|torchrun .*?) -m "
-    r"(?P<words>\w[\w.]*(?: .*?)?)(?:; do)?$"
+    r" *(?:[A-Z_]+=\S+ )*(?:until )?(?P<launcher>python|torchrun .*?) "
+    r"(?:-m (?P<words>\w[\w.]*(?: .*?)?)|(?P<file>[\w/]+\.py(?: .*?)?))(?:; do)?$"
 )
-SPAN = re.compile(r"`((?:python|torchrun[^`]*?)\s+-m\s+[\w.]+\s[^`]+)`")
+SPAN = re.compile(r"`((?:python|torchrun[^`]*?)\s+-m\s+[\w.]+\s[^`]+|python\s+[\w/]+\.py[^`]*)`")
+TARGET = re.compile(r"^ *make ([a-z-]+)|`make\s+([a-z-]+)", re.MULTILINE)
 # What was measured, and with which command: the guides have the commands to run
 RECORDS = ("docs/evidence/", "CHANGELOG.md")
 
@@ -51,7 +52,7 @@ TINY = {
 
 @dataclass(frozen=True)
 class Command:
-    """One command of a page: its text in one line, what starts it, and its words from the module on."""
+    """One command of a page: its text in one line, what starts it, its module or file, the words after it."""
 
     text: str
     launcher: str
@@ -75,10 +76,22 @@ class Page:
 def how_pages_are_run() -> dict[str, Page]:
     """documented.yaml."""
     content = yaml.safe_load(TABLE.read_text())
+    del content["make"]
     return {
         page: Page(**{key: tuple(value) if isinstance(value, list) else value for key, value in keys.items()})
         for page, keys in content.items()
     }
+
+
+def targets_by_hand() -> dict[str, str]:
+    """Targets of the Makefile that CI does not make, with the reason."""
+    reasons: dict[str, str] = yaml.safe_load(TABLE.read_text())["make"]
+    return reasons
+
+
+def targets_of(text: str) -> set[str]:
+    """The targets that a page tells a reader to make, in blocks and in sentences."""
+    return {block or span for block, span in TARGET.findall("\n".join([*blocks(text), prose(text)]))}
 
 
 def commands_of(text: str) -> list[Command]:
@@ -88,7 +101,7 @@ def commands_of(text: str) -> list[Command]:
     commands = []
     for line in dict.fromkeys([*lines, *spans]):
         if match := LINE.match(line):
-            module, *words = shlex.split(match["words"], comments=True)
+            module, *words = shlex.split(match["words"] or match["file"], comments=True)
             commands.append(Command(line.partition(" #")[0].strip(), match["launcher"], module, tuple(words)))
     return commands
 

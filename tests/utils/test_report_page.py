@@ -8,16 +8,21 @@ import json
 import re
 import shlex
 import shutil
+import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from http.client import HTTPConnection
 from pathlib import Path
+from urllib.parse import urlparse
 
 import numpy as np
 import pytest
 from PIL import Image
 
 from finetuning.embed import parse as embed_words
+from tests.support.pipeline_factory import ROOT
 from tests.support.report_factory import own_part, probe_json, write_run
 from utils.errors import UserError
 from utils.report.charts import MAX_POINTS, charts_of
@@ -25,7 +30,7 @@ from utils.report.cli import main
 from utils.report.index import index_page, next_steps
 from utils.report.pictures import load_snapshot
 from utils.report.run_files import read_run
-from utils.report.serve import open_server
+from utils.report.serve import open_server, state_of
 from utils.report.tables import data_tables, quality_tables
 from utils.report.volumes import LayersPicture, load_layers, save_layers, volume_of_layers, volume_of_snapshot
 
@@ -272,6 +277,22 @@ def test_the_server_shows_the_run_as_it_is_now(port: int, tmp_path: Path) -> Non
     assert "4321" in ask(port, "/")[1]
     assert ask(port, "/../metrics.jsonl")[0] == 404
     assert ask(port, "/", host="evil.example:80")[0] == 403
+
+
+def test_the_command_serves_until_ctrl_c(tmp_path: Path) -> None:
+    run = str(write_run(tmp_path / "running"))
+    words = [sys.executable, "-m", "utils.report", "--serve", run, "--port", "0"]
+    hears = ["env", "--default-signal=INT"]  # which a shell's job in the background would ignore
+    with subprocess.Popen([*hears, *words], cwd=ROOT, stdout=subprocess.PIPE, text=True) as server:
+        assert server.stdout is not None
+        address, _, what = server.stdout.readline().partition("  ")
+        assert what == f"watches {run}; Ctrl-C ends it\n"
+        status, page = ask(urlparse(address).port or 0, "/")
+        server.send_signal(signal.SIGINT)
+        assert server.stdout.read() == "ended\n"
+    assert server.returncode == 0
+    assert status == 200
+    assert f'"watched":"{state_of([Path(run)])}"' in page
 
 
 def test_a_run_without_its_files_is_waited_for(port: int, tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ A page that documented.yaml lacks, a command that fails, and an entry without it
 
 from __future__ import annotations
 
+import re
 import runpy
 import shutil
 import warnings
@@ -15,14 +16,18 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
+from tests.support import named_tests
 from tests.support.documented import (
     PAGES,
+    RECORDS,
     Command,
     Page,
     commands_of,
     documented,
     filled,
     how_pages_are_run,
+    targets_by_hand,
+    targets_of,
 )
 from tests.support.pipeline_factory import ROOT
 
@@ -31,29 +36,36 @@ COMMANDS = documented()
 HOW = how_pages_are_run()
 
 
-def runs_it(where: str, command: str) -> bool:
-    """Whether there is such a test, a target that CI makes, or a page that runs the same command."""
+def ci_targets() -> set[str]:
+    """What .ci/run makes, one by one or in a loop."""
+    text = (ROOT / ".ci/run").read_text()
+    loops = " ".join(re.findall(r'^for suite in (.*); do\n.*\n *make "\$suite"', text, re.MULTILINE))
+    return {*re.findall(r"^make ([\w-]+)$", text, re.MULTILINE), *loops.split()}
+
+
+def runs_it(where: str, command: Command) -> bool:
+    """Whether a test runs this command, a target is made by CI, or a page runs the same command."""
     if where.startswith("make "):
-        return where in (ROOT / ".ci/run").read_text()
+        return where.removeprefix("make ") in ci_targets()
     path, _, test = where.partition("::")
     if not test:
-        return any(c.text == command for c in COMMANDS[path]) and command not in HOW[path].elsewhere
-    return f"\ndef {test}(" in (ROOT / path).read_text()
+        return any(c.text == command.text for c in COMMANDS[path]) and command.text not in HOW[path].elsewhere
+    return named_tests.runs(ROOT / path, test, command.module, command.words)
 
 
 def gaps(how: Mapping[str, Page], pages: Mapping[str, list[Command]]) -> list[str]:
     """Pages and commands that only one of the table and the documents has, and runners that are not there."""
     wrong = [f"{page}: in one alone" for page in how.keys() ^ pages.keys()]
     for page in how.keys() & pages.keys():
-        texts = {command.text for command in pages[page]}
+        texts = {command.text: command for command in pages[page]}
         listed = {**how[page].elsewhere, **how[page].never}
         wrong += [f"{page}: no such command: {text}" for text in listed if text not in texts]
         more = [word for word in how[page].tiny if " " in word and word not in texts]
         wrong += [f"{page}: no such command: {text}" for text in more]
         wrong += [
-            f"{page}: {text}: {where} is not there"
+            f"{page}: {text}: {where} does not run it"
             for text, where in how[page].elsewhere.items()
-            if not runs_it(where, text)
+            if text in texts and not runs_it(where, texts[text])
         ]
     return wrong
 
@@ -62,14 +74,32 @@ def test_every_command_is_run_or_has_a_reason() -> None:
     assert gaps(HOW, COMMANDS) == []
 
 
+def test_every_target_of_a_page_is_made_or_has_a_reason() -> None:
+    named = {t for page, text in PAGES.items() if not page.startswith(RECORDS) for t in targets_of(text)}
+    assert {"demo", "test", "test-slow"} <= ci_targets()
+    assert named - ci_targets() == set(targets_by_hand())
+    assert targets_of("```\nmake a-b  # words\n```\n`make\nc RUN=x` and make d") == {"a-b", "c"}
+
+
 def test_what_is_missing_is_seen() -> None:
-    command = commands_of("```\npython -m utils.doctor --all\n```\n")
-    absent = {"python -m utils.doctor": "tests/test_readme.py::test_of_nothing"}
-    assert gaps({}, {"a.md": command}) == ["a.md: in one alone"]
-    assert gaps({"a.md": Page(elsewhere=absent)}, {"a.md": command}) == [
-        "a.md: no such command: python -m utils.doctor",
-        "a.md: python -m utils.doctor: tests/test_readme.py::test_of_nothing is not there",
+    commands = commands_of("```\npython -m utils.report --serve RUN\npython -m utils.report RUN\n```\n")
+    assert gaps({}, {"a.md": commands}) == ["a.md: in one alone"]
+    assert gaps({"a.md": Page(elsewhere={"python -m utils.doctor": "make demo"})}, {"a.md": commands}) == [
+        "a.md: no such command: python -m utils.doctor"
     ]
+    serving, plain = (command.text for command in commands)
+    file = "tests/utils/test_report_page.py"
+    wrong = {
+        serving: f"{file}::test_the_server_shows_the_run_as_it_is_now",  # calls a function of it
+        plain: f"{file}::test_of_nothing",
+    }
+    assert gaps({"a.md": Page(elsewhere=wrong)}, {"a.md": commands}) == [
+        f"a.md: {text}: {where} does not run it" for text, where in wrong.items()
+    ]
+    runs_another_form = {serving: f"{file}::test_rejected_files_are_named_by_digest_beside_their_reason"}
+    assert len(gaps({"a.md": Page(elsewhere=runs_another_form)}, {"a.md": commands})) == 1
+    right = {serving: f"{file}::test_the_command_serves_until_ctrl_c"}
+    assert gaps({"a.md": Page(elsewhere=right)}, {"a.md": commands}) == []
 
 
 def run(module: str, words: list[str]) -> int:

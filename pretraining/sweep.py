@@ -25,8 +25,8 @@ from scipy.stats import loguniform, randint, uniform
 from sklearn.model_selection import ParameterGrid, ParameterSampler
 
 from utils.cli import run_cli
+from utils.config.keys import keys
 from utils.config.load import load_config
-from utils.config.page import keys
 from utils.errors import EXIT_FINISHED, ConfigError, UserError
 from utils.help_pages import PeopleParser
 

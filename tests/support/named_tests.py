@@ -61,13 +61,13 @@ def mains(module: str) -> set[str]:
 @cache
 def definitions(path: Path) -> dict[str, ast.stmt]:
     """Functions, classes and constants of a file."""
-    found: dict[str, ast.stmt] = {}
+    nodes: dict[str, ast.stmt] = {}
     for node in tree_of(path).body:
         if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
-            found[node.name] = node
+            nodes[node.name] = node
         elif isinstance(node, ast.Assign):
-            found |= {n.id: node for t in node.targets for n in ast.walk(t) if isinstance(n, ast.Name)}
-    return found
+            nodes |= {n.id: node for t in node.targets for n in ast.walk(t) if isinstance(n, ast.Name)}
+    return nodes
 
 
 def place_of(name: str, path: Path) -> tuple[Path, str] | None:
@@ -96,10 +96,10 @@ def used(path: Path, test: str) -> Iterator[tuple[Path, ast.stmt]]:
         yield place[0], node
         names = {n.id for n in ast.walk(node) if isinstance(n, ast.Name)}
         names |= {n.arg for n in ast.walk(node) if isinstance(n, ast.arg)}
-        todo += [found for name in sorted(names) if (found := place_of(name, place[0]))]
+        todo += [other for name in sorted(names) if (other := place_of(name, place[0]))]
 
 
-def said(words: Iterable[str]) -> set[str]:
+def choices_of(words: Iterable[str]) -> set[str]:
     """The options and choices of a command, no places and no numbers."""
     line = list(words)
     places = {after for option, after in pairwise(line) if option in ("--out", "--dir")}
@@ -122,4 +122,4 @@ def runs(path: Path, test: str, module: str, words: Iterable[str]) -> bool:
                 if isinstance(flag, ast.Constant) and flag.value == "-m":
                     is_run |= isinstance(after, ast.Constant) and after.value == module
                     is_variable |= isinstance(after, ast.Name)  # whose value is one of the texts
-    return (is_run or (is_variable and module in texts)) and said(words) <= texts
+    return (is_run or (is_variable and module in texts)) and choices_of(words) <= texts

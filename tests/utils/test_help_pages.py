@@ -15,7 +15,7 @@ from pretraining.tpu_fit import env
 from tests.support.task_configs import below
 from tests.test_readme import ROOMS, configured_commands, missing_modules
 from utils.cli import parse_words
-from utils.config.page import keys
+from utils.config.keys import keys
 from utils.help_pages import PAGES, PeopleParser, key_lines
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -15,7 +15,7 @@ from data_setup.store import summary
 from pretraining.gauges.alarms import HEADLINE
 from utils import errors
 from utils.config import page
-from utils.config.page import field_comments, keys
+from utils.config.keys import MEANINGS, UNITS, field_comments, keys
 from utils.config.schema import Config, leaves
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -76,7 +76,7 @@ def test_the_configuration_page_is_the_schema() -> None:
 def test_every_key_is_on_the_page_and_means_something() -> None:
     assert {name for name, _, _ in leaves(Config())} <= set(keys())
     assert {name for name, key in keys().items() if not key.meaning} == set()
-    assert set(page.MEANINGS) | set(page.UNITS) <= set(keys()), "words for keys that are gone"
+    assert set(MEANINGS) | set(UNITS) <= set(keys()), "words for keys that are gone"
 
 
 def test_a_key_is_told_in_words() -> None:

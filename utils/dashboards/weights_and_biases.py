@@ -21,8 +21,8 @@ from urllib.parse import urlparse
 import numpy as np
 
 from utils import storage
+from utils.config.keys import keys
 from utils.config.load import flatten
-from utils.config.page import keys
 from utils.config.schema import Config
 from utils.history import WANDB_ID
 from utils.storage.retry import describe

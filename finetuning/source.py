@@ -71,6 +71,7 @@ def find_checkpoint(wanted: str, options: StorageOptions) -> str:
             return storage.join(folder, f"step_{steps[-1]:08d}.pt")
     raise UserError(
         f"model.checkpoint: expected a checkpoint file (.pt) or the folder of a run with one, found {wanted}"
+        "; give a run.dir of pretraining.train, which keeps them in its checkpoints/"
     )
 
 

@@ -50,7 +50,10 @@ class LastWriteError(CheckpointError, TransientError):
 def load_checkpoint(url: str, options: StorageOptions | None = None) -> dict[str, Any]:
     """Read and verify one checkpoint; adds its "checksum". Raises CheckpointError."""
     if not storage.exists(url, options):
-        raise CheckpointError(f"{url}: expected a checkpoint, found no such file")
+        raise CheckpointError(
+            f"{url}: expected a checkpoint, found no such file; pretraining.train and finetuning.train write "
+            "them in the folder checkpoints/ of their run.dir"
+        )
     seal = _read_seal(url, options)
     data = storage.read_bytes(url, options)
     checksum = hashlib.sha256(data).hexdigest()

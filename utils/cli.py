@@ -14,11 +14,12 @@ from pathlib import Path
 
 from utils.config.load import load_config
 from utils.config.schema import Config
-from utils.errors import ConfigError, UserError
+from utils.errors import ConfigError, TransientError, UserError
 from utils.help_pages import PeopleParser
 from utils.runtime.leave import leave
 
 KEYS_PAGE = "docs/reference/configuration.md"
+HELP_PAGE = "docs/reference/troubleshooting.md"
 AddArguments = Callable[[argparse.ArgumentParser], object]
 
 
@@ -83,8 +84,14 @@ def output_file(text: str) -> Path:
 
 
 def hint(error: UserError) -> str:
-    """Where to look, for an error whose own words end before that."""
-    return f"; every key: {KEYS_PAGE}" if isinstance(error, ConfigError) else ""
+    """What to do next, for an error whose own words end before that: after a ';', or with a page of docs/."""
+    if isinstance(error, ConfigError):
+        return f"; every key: {KEYS_PAGE}"
+    if ";" in str(error) or "docs/" in str(error):
+        return ""
+    if isinstance(error, TransientError):
+        return "; it may pass by itself: run the same command again"
+    return f"; what to do: {HELP_PAGE}"
 
 
 @contextmanager

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import textwrap
 from dataclasses import dataclass
+from typing import NoReturn
 
 WIDTH = 100
 
@@ -189,6 +190,10 @@ class PeopleParser(argparse.ArgumentParser):
             self.description = f"{self.page.purpose}\n\nexamples:\n{examples}"
             self.epilog = "\n\n".join(filter(None, (key_lines(self.page.keys), f"details:\n{self.details}")))
         return super().format_help()
+
+    def error(self, message: str) -> NoReturn:
+        """argparse's own line, and where to go from it."""
+        super().error(f"{message}; examples and all options: {self.prog} --help")
 
 
 def key_lines(names: tuple[str, ...]) -> str:

@@ -69,7 +69,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     rules = Rules(compile_pattern(args.person) if args.person else None, args.keep_ids)
     sizes = storage.find_sizes(root, options)
     if not sizes:
-        raise UserError(f"{root}: expected a folder with files in it, found none")
+        raise UserError(
+            f"{root}: expected a folder with files in it, found none; name the one that holds your scans "
+            "(docs/start/folder.md)"
+        )
     if f"{TREE[0]}/manifest.tsv" in sizes and out == root:
         raise UserError(
             f"{root}: expected a tree without tables, found {TREE[0]}/manifest.tsv, so AI-READI's layout: "

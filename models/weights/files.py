@@ -80,7 +80,10 @@ def _read_any(
     if storage.exists(storage.join(url, "config.json"), options):
         return _read_folder(url, options)
     if not storage.exists(url, options):
-        raise CheckpointError(f"{url}: expected a .pt file or a folder with config.json, found no such file")
+        raise CheckpointError(
+            f"{url}: expected a .pt file or a folder with config.json, found no such file; name a file of "
+            "a run's checkpoints/, or a folder of published weights"
+        )
     if storage.exists(url.removesuffix(".pt") + ".json", options):
         return _own(url, load_checkpoint(url, options))
     raw = _load(url, options)

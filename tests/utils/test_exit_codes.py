@@ -59,8 +59,24 @@ def test_a_command_ends_with_its_errors_code(
 
     monkeypatch.setattr("utils.cli.leave", lambda code: raise_exit(code))
     assert exit_code(fail) == code
-    where = "; every key: docs/reference/configuration.md" if kind is ConfigError else ""
-    assert capsys.readouterr().err == f"error: what happened{where}\n"
+    if kind is ConfigError:
+        step = "every key: docs/reference/configuration.md"
+    elif code == EXIT_TRY_AGAIN:
+        step = "it may pass by itself: run the same command again"
+    else:
+        step = "what to do: docs/reference/troubleshooting.md"
+    assert capsys.readouterr().err == f"error: what happened; {step}\n"
+
+
+@pytest.mark.parametrize("own", ["found none; run data_setup.prepare", "found none (docs/start/folder.md)"])
+def test_an_error_that_names_its_next_step_is_left_alone(
+    own: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail() -> None:
+        raise UserError(own)
+
+    assert exit_code(fail) == EXIT_USER_ERROR
+    assert capsys.readouterr().err == f"error: {own}\n"
 
 
 LOST = """
@@ -79,7 +95,10 @@ def test_after_a_lost_peer_the_process_leaves_at_once_with_its_logs_written() ->
     command = [sys.executable, "-c", LOST]
     done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=50)
     assert done.returncode == EXIT_TRY_AGAIN
-    assert (done.stdout, done.stderr) == ("what was still to be written\n", "error: rank 0 lost another\n")
+    assert (done.stdout, done.stderr) == (
+        "what was still to be written\n",
+        "error: rank 0 lost another; it may pass by itself: run the same command again\n",
+    )
 
 
 def raise_exit(code: int) -> None:

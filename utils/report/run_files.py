@@ -109,7 +109,9 @@ def read_run(path: str | Path) -> Run:
 
 def _text(path: Path) -> str:
     if not path.is_file():
-        raise UserError(f"{path}: expected a file that pretraining.train writes, found none")
+        raise UserError(
+            f"{path}: expected a file that pretraining.train writes, found none; give the run.dir of one"
+        )
     return path.read_text(encoding="utf-8", errors="backslashreplace")  # which is no JSON, so damage is named
 
 

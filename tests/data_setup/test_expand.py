@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import io
 import os
+import re
 import stat
 import struct
 import tracemalloc
@@ -60,7 +61,9 @@ def zip_of_kind(mode: int) -> bytes:
 
 def patched(data: bytes, name: str, field: int, fmt: str, value: int) -> bytes:
     """The archive with one field of the directory entry of `name` changed; field: its offset in there."""
-    at = data.rindex(b"PK\x01\x02", 0, data.rindex(name.encode()))
+    # the name follows 46 bytes of an entry; sought alone, one letter may be a byte of today's date
+    entry = re.compile(rb"PK\x01\x02.{42}" + re.escape(name.encode()), re.DOTALL)
+    at = [match.start() for match in entry.finditer(data)][-1]
     return data[: at + field] + struct.pack(fmt, value) + data[at + field + struct.calcsize(fmt) :]
 
 

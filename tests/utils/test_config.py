@@ -459,7 +459,7 @@ def test_marks_stand_beside_the_keys() -> None:
         *("model.size", "model.rope", "method.recipe", "method.context"),
     ]
     assert keys_with("is_place") == ["train.ckpt_dir", "run.dir"]
-    assert len(keys_with("may_change")) == 41
+    assert len(keys_with("may_change")) == 42
     assert {"train.max_steps", "data.workers", "wandb.mode"} <= set(keys_with("may_change"))
     assert not {"seed", "optim.base_lr", "train.global_batch_size"} & set(keys_with("may_change"))
 

@@ -32,7 +32,8 @@ OVERRIDES = (
 @pytest.fixture
 def before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     with tarfile.open(ARCHIVE) as archive:
-        archive.extractall(tmp_path, filter="data")
+        # the argument came with Python 3.11.4
+        archive.extractall(tmp_path, **({"filter": "data"} if hasattr(tarfile, "data_filter") else {}))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(vit3d.SIZES, "ti", vit3d.Size(1, 24, 1))
     return tmp_path

@@ -142,8 +142,9 @@ def _evaluate(asked: Asked, state: dict[str, Any], url: str, runtime: Runtime) -
         ", ".join(asked.cohort.names),
         asked.people(EVALUATED),
     )
+    encoder = pretrained_encoder(cfg, state, url)
     pretrained = of_rows(
-        asked.rows, embed_rows(pretrained_encoder(cfg, state, url), cfg, store, asked.rows, runtime)
+        asked.rows, embed_rows(encoder, cfg, store, asked.rows, runtime, "pre-trained features")
     )
     about = f"{url.rpartition('/')[2]} (step {state['step']})"
     write_feature_map(cfg.run.dir, asked.cohort, pretrained(asked.cohort), store.index, about)
@@ -179,7 +180,8 @@ def _random_row(asked: Asked, runtime: Runtime) -> tuple[Row, list[str]]:
     seeds = range(cfg.seed, cfg.seed + cfg.probe.random_init_seeds)
     arms = []
     for s in seeds:
-        values = embed_rows(random_encoder(cfg, s), cfg, asked.store, asked.rows, runtime)
+        title = f"random features, seed {s} of {seeds[0]} to {seeds[-1]}"
+        values = embed_rows(random_encoder(cfg, s), cfg, asked.store, asked.rows, runtime, title)
         arms.append([probe([cohort], of_rows(asked.rows, values)) for cohort in asked.cohorts])
     best = best_in_each_fold([[part.val_score for part in arm] for arm in arms])
     chosen = join_folds([arms[number][fold] for fold, number in enumerate(best)])

@@ -7,6 +7,8 @@ evaluation mode; float32 `[n, F]` features, one row per volume. Normalisation an
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -26,6 +28,7 @@ from utils.config.load import config_of_yaml, flatten
 from utils.config.schema import Config, keys_with
 from utils.errors import UserError
 from utils.runtime.single import Runtime
+from utils.terminal import track
 
 BASELINE_VOXELS = (16, 48, 32)  # raw volumes are averaged down to at most this before their PCA
 
@@ -100,12 +103,28 @@ def random_encoder(cfg: Config, seed: int) -> VisionTransformer3D:
         return build_encoder(cfg).eval().requires_grad_(False)
 
 
+def _watched(
+    cfg: Config, store: PreparedStore, rows: np.ndarray, runtime: Runtime, title: str
+) -> Iterator[dict[str, Tensor]]:
+    """The batches of `rows` on the device; how many there have been is shown under `title`."""
+    batches = evaluation_batches(cfg, store, rows, cfg.eval.batch_size)
+    total = math.ceil(len(rows) / cfg.eval.batch_size)
+    return map(runtime.to_device, track(batches, total, title, "batches"))
+
+
 def embed_rows(
-    encoder: nn.Module, cfg: Config, store: PreparedStore, rows: np.ndarray, runtime: Runtime
+    encoder: nn.Module,
+    cfg: Config,
+    store: PreparedStore,
+    rows: np.ndarray,
+    runtime: Runtime,
+    title: str = "features",
 ) -> np.ndarray:
-    """Mean and standard deviation over valid tokens, float32 [n, 2E], in the order of `rows`."""
+    """Mean and standard deviation over valid tokens, float32 [n, 2E], in the order of `rows`. `title`: whose
+    features they are, beside the progress on stderr.
+    """
     encoder.to(runtime.device)
-    batches = (runtime.to_device(b) for b in evaluation_batches(cfg, store, rows, cfg.eval.batch_size))
+    batches = _watched(cfg, store, rows, runtime, title)
     return embed(encoder, ((plain_view(b), b["context_valid"]) for b in batches), runtime)
 
 
@@ -115,7 +134,7 @@ def raw_features(
     """Baselines without an encoder: averaged voxels [n, V], mean A-scan over valid voxels [n, H]."""
     d, h, w = (min(a, b) for a, b in zip(cfg.spatial.image_size, BASELINE_VOXELS, strict=True))
     voxels, profiles = [], []
-    for batch in map(runtime.to_device, evaluation_batches(cfg, store, rows, cfg.eval.batch_size)):
+    for batch in _watched(cfg, store, rows, runtime, "raw voxels"):
         view = plain_view(batch)
         inside = voxel_valid(batch["matrix"], batch["valid_box"], cfg.spatial.image_size)
         voxels.append(F.adaptive_avg_pool3d(view, (d, h, w)).flatten(1).cpu())

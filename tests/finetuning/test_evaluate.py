@@ -40,6 +40,7 @@ from tests.support.finetune_factory import (
     three_folds,
     write_labels,
 )
+from utils import terminal
 from utils.checkpoint import CheckpointError, load_checkpoint
 from utils.cli import run_cli
 from utils.config.load import to_yaml
@@ -338,6 +339,21 @@ def test_random_initialisation_is_that_of_pretraining(world: Path, tmp_path: Pat
     assert all(torch.equal(drawn[name], began[name]) for name in began)
     other = random_encoder(cfg, cfg.seed + 1).state_dict()
     assert any(not torch.equal(other[name], began[name]) for name in began)
+
+
+def test_features_say_how_many_are_done_and_when_the_last_is_expected(
+    world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    cfg = config(world, tmp_path, "eval.batch_size=2")
+    store = PreparedStore.open(cfg.data.store)
+    monkeypatch.setattr(terminal, "PLAIN_EVERY_S", 0.0)
+    embed_rows(random_encoder(cfg, 0), cfg, store, np.arange(5), RUNTIME, "random features")
+    raw_features(cfg, store, np.arange(3), RUNTIME)
+    lines = [re.sub(r", .* left$", "", line) for line in capfd.readouterr().err.splitlines()]
+    assert [line for line in lines if line.startswith("random")] == [
+        f"random features: {done} of 3 batches" for done in (1, 2, 3)
+    ]
+    assert "raw voxels: 2 of 2 batches" in lines
 
 
 def test_embedding_keeps_the_order_of_rows_and_ignores_padding(world: Path, tmp_path: Path) -> None:

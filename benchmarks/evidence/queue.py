@@ -67,7 +67,9 @@ class Plan:
                         f"{path}: {key}: expected {earlier[key]} as the runs here began, found {value}; "
                         "use another --root, or the same values"
                     )
-        path.write_text(json.dumps(content, indent=1) + "\n")
+        part = path.with_name(f"{path.name}.part")  # another command of this folder may be reading
+        part.write_text(json.dumps(content, indent=1) + "\n")
+        part.replace(path)
 
     @classmethod
     def load(cls, root: Path) -> Plan:

@@ -47,7 +47,7 @@ def step_flops(model: VJEPA3D, context: int, target: int) -> int:
     seen = tokens if model.is_dense else context
     total = encoder_flops(model.encoder, seen, backward=True)
     total += 3 * predictor_flops(model.predictor, context, target)
-    total += 3 * 2 * target * model.ascan_head.weight.numel() if model.ascan_head is not None else 0
+    total += 3 * 2 * target * sum(head.weight.numel() for head in model.heads.values())
     return total + (encoder_flops(model.target_encoder, tokens) if model.reads_target_view else 0)
 
 

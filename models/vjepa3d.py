@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
@@ -30,6 +30,9 @@ from utils.config.recipes import recipe_of
 from utils.config.schema import Config
 from utils.runtime.shards import Unit, part
 
+# linear heads beside the predictor's own, which predict the context view at each target token
+HEADS = "ascan", "pixel"
+
 
 @dataclass
 class Output:
@@ -41,7 +44,7 @@ class Output:
     context_BKE: Tensor  # context encoder output at the context tokens, the regulariser's input
     target_all_BNE: Tensor  # comparable targets [B, N, target_width] of all tokens, for the gauges
     features_all_BNE: Tensor | None  # normalised target encoder features of all tokens; mae in training: None
-    ascan_B: Tensor | None = None  # loss of the A-scan head, as loss_B; None without one
+    heads_B: dict[str, Tensor] = field(default_factory=dict)  # loss of each head of HEADS, as loss_B
 
 
 def build_encoder(cfg: Config) -> VisionTransformer3D:
@@ -83,10 +86,13 @@ class VJEPA3D(nn.Module):
                 out_width=self.target_width,
             )
         # beside the predictor, whose tensors are those of public weights
+        patch = self.encoder.patch_embed
         self.ascan_head: nn.Linear | None = None
         if cfg.method.ascan_weight > 0:
-            patch = self.encoder.patch_embed
             self.ascan_head = nn.Linear(cfg.method.predictor_width, patch.proj.in_channels * patch.patch[1])
+        self.pixel_head: nn.Linear | None = None
+        if cfg.method.pixel_weight > 0:
+            self.pixel_head = nn.Linear(cfg.method.predictor_width, patch.proj.weight[0].numel())
         # running means of the context tokens at every place, for the penalty
         self.centres: nn.Module | None = None
         if cfg.method.centre_places:
@@ -107,15 +113,28 @@ class VJEPA3D(nn.Module):
         """The parts that an engine may spread over processes."""
         units = [Unit(module) for module in self.modules() if isinstance(module, Block)]
         units += [Unit(self.encoder), Unit(self.target_encoder)]
-        if self.ascan_head is None:
+        if not self.heads:
             return [*units, Unit(self.predictor)]
         assert isinstance(self.predictor, Predictor3D)
         return [
             *units,
             Unit(self.predictor.predictor_proj),
             Unit(self.predictor, "trunk"),
-            Unit(self.ascan_head),
+            *(Unit(head) for head in self.heads.values()),
         ]
+
+    @property
+    def heads(self) -> dict[str, nn.Linear]:
+        """The heads beside the predictor's own that this configuration has, by their name in HEADS."""
+        heads = {"ascan": self.ascan_head, "pixel": self.pixel_head}
+        return {name: head for name, head in heads.items() if head is not None}
+
+    def head_targets(self, name: str, context_view: Tensor) -> Tensor:
+        """What a head predicts of all tokens, float32 [B, N, its width]; nothing of them is learned."""
+        patch = self.encoder.patch_embed.patch
+        if name == "ascan":
+            return mean_ascans(context_view, patch)
+        return pixel_targets(context_view, patch, "plain")
 
     def encode_context(
         self, view_BCDHW: Tensor, context_BK: Tensor, target_BM: Tensor, seed_B: Tensor | None
@@ -182,24 +201,22 @@ class VJEPA3D(nn.Module):
         target_BME = gather_tokens(self._of_control(targets_BNE), target_BM)
         encoded = self.encode_context(context_view, context_BK, target_BM, seed_B)
         ctx_BKE = self.context_tokens(encoded, context_BK)
-        ascan_B = None
+        heads_B: dict[str, Tensor] = {}
         if isinstance(self.predictor, MlpPredictor):
             prediction_BME = self.predictor(gather_tokens(encoded, target_BM), target_valid_BM).float()
-        elif self.ascan_head is None:
+        elif not self.heads:
             prediction_BME = self.predictor(ctx_BKE, context_BK, target_BM).float()
         else:
             trunk_BMP = self.predictor.trunk(ctx_BKE, context_BK, target_BM)
             prediction_BME = self.predictor.predictor_proj(trunk_BMP).float()
-            ascans = self._of_control(mean_ascans(context_view, self.encoder.patch_embed.patch))
-            guess_BMH = self.ascan_head(trunk_BMP).float()
-            ascan_B = weighted_mean(
-                per_token_l2(guess_BMH, gather_tokens(ascans, target_BM)), target_valid_BM
-            )
+            for name, head in self.heads.items():
+                truth = gather_tokens(self._of_control(self.head_targets(name, context_view)), target_BM)
+                heads_B[name] = weighted_mean(per_token_l2(head(trunk_BMP).float(), truth), target_valid_BM)
         loss_BM = TOKEN_LOSSES[self.recipe.loss].distance(prediction_BME, target_BME)
         if self.recipe.loss == "normalised_l2":
             prediction_BME = F.normalize(prediction_BME, dim=-1)
         loss_B = weighted_mean(loss_BM, target_valid_BM)
-        return Output(loss_B, prediction_BME, target_BME, ctx_BKE, targets_BNE, features_BNE, ascan_B)
+        return Output(loss_B, prediction_BME, target_BME, ctx_BKE, targets_BNE, features_BNE, heads_B)
 
     def _of_control(self, targets: Tensor) -> Tensor:
         """The targets [B, ...]; of another volume where that is the control, in training."""

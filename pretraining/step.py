@@ -8,7 +8,7 @@ their values.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -61,7 +61,7 @@ class StepResult:
     regulariser: Tensor | None
     grad_norm: Tensor
     is_finite: Tensor
-    ascan: Tensor | None = None  # loss of the A-scan head, without its weight
+    heads: dict[str, Tensor] = field(default_factory=dict)  # loss of each head of HEADS, without its weight
     penalty_to_prediction: Tensor | None = None  # where `Watch.measures`: see Balance
 
 
@@ -182,7 +182,8 @@ def train_step(
     buffers = {name: b.clone() for name, b in model.named_buffers()}
     optimizer.zero_grad(set_to_none=True)
     loss_sum = torch.zeros((), device=runtime.device)
-    ascan_sum: Tensor | None = None
+    head_weights = {"ascan": cfg.method.ascan_weight, "pixel": cfg.method.pixel_weight}
+    head_sums: dict[str, Tensor] = {}
     penalty: Tensor | None = None
     balance = Balance()
     for number, batch in enumerate(batches, 1):
@@ -190,10 +191,10 @@ def train_step(
         output = predict(model, batch, runtime, stochastic=True, replica=replica)
         prediction_loss = output.loss_B.sum() / samples
         objective = share * prediction_loss
-        if output.ascan_B is not None:
-            ascan = output.ascan_B.sum() / samples
-            objective = objective + share * cfg.method.ascan_weight * ascan
-            ascan_sum = ascan.detach() if ascan_sum is None else ascan_sum + ascan.detach()
+        for name, head_B in output.heads_B.items():
+            head_loss = head_B.sum() / samples
+            objective = objective + share * head_weights[name] * head_loss
+            head_sums[name] = head_sums.get(name, 0) + head_loss.detach()
         if regulariser is not None:
             tokens = output.context_BKE.float()
             statistics = regulariser.statistics(tokens, batch["context_valid"], batch["context"])
@@ -216,8 +217,7 @@ def train_step(
     _move_centres(model, regulariser, means)
     parameters = [p for _, p in model.trained_parameters()]
     loss_sum = runtime.group.sum(loss_sum)
-    if ascan_sum is not None:
-        ascan_sum = runtime.group.sum(ascan_sum)
+    head_sums = {name: runtime.group.sum(total) for name, total in head_sums.items()}
     grad_norm = runtime.group.clip_gradients(parameters, cfg.optim.clip_grad_norm)
     is_finite = torch.isfinite(grad_norm) & torch.isfinite(loss_sum) & update.enabled
     for group in optimizer.param_groups:
@@ -230,7 +230,7 @@ def train_step(
         for name, buffer in model.named_buffers():
             buffer.copy_(torch.where(is_finite, buffer, buffers[name]))
     watch.lap("update")
-    return StepResult(loss_sum, penalty, grad_norm, is_finite, ascan_sum, balance.ratio(runtime))
+    return StepResult(loss_sum, penalty, grad_norm, is_finite, head_sums, balance.ratio(runtime))
 
 
 def trial_step(

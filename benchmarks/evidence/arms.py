@@ -249,6 +249,7 @@ def cost_key(cfg: Config) -> str:
     m = cfg.method
     shape = (
         m.ascan_weight > 0,
+        m.pixel_weight > 0,
         m.recipe,
         m.mae_target,
         m.context_ratio,

@@ -9,11 +9,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from models.losses import mean_ascans
+from models.losses import mean_ascans, pixel_targets
 from models.predictor import WeightedBatchNorm
 from models.stochastic import Stochastic
 from models.vit3d import SIZES, VisionTransformer3D, apply_rotary, gather_tokens, rotary_tables
-from models.vjepa3d import VJEPA3D, Output, parameter_groups
+from models.vjepa3d import HEADS, VJEPA3D, Output, parameter_groups
 from pretraining.gauges.monitor import voxels_of_tokens
 from tests.support.model_factory import VARIANTS, nano_model, small_config, token_ids, volumes
 from utils.config.schema import Config
@@ -190,8 +190,8 @@ def test_every_trained_parameter_has_a_gradient_and_is_optimised_once(recipe: st
     cfg = small_config(recipe)
     model = nano_model(cfg)
     out, *_ = run(model, cfg)
-    ascan = 0 if out.ascan_B is None else out.ascan_B.sum()
-    (out.loss_B.sum() + ascan + out.context_BKE.sum()).backward()
+    heads = sum(loss_B.sum() for loss_B in out.heads_B.values())
+    (out.loss_B.sum() + heads + out.context_BKE.sum()).backward()
     for name, parameter in model.trained_parameters():
         assert parameter.grad is not None, name
         assert bool(torch.isfinite(parameter.grad).all()), name
@@ -317,25 +317,27 @@ def test_the_mean_ascan_of_a_token_is_that_of_its_voxels() -> None:
             assert ascans[1, token, row] == pytest.approx(float(voxels.mean()), abs=1e-5)
 
 
+@pytest.mark.parametrize("name", HEADS)
 @torch.no_grad()
-def test_the_ascan_head_is_scored_on_valid_targets_and_sees_none_of_them() -> None:
-    cfg = small_config("ascan")
+def test_a_head_is_scored_on_valid_targets_and_sees_none_of_them(name: str) -> None:
+    cfg = small_config(name)
     model = nano_model(cfg).eval()
-    assert model.ascan_head is not None
+    assert list(model.heads) == [name]
     context, target = token_ids(cfg, 3)
     views = [volumes(cfg, 3, seed) for seed in (0, 1)]
     guesses: list[torch.Tensor] = []
-    model.ascan_head.register_forward_hook(lambda _module, _inputs, out: guesses.append(out))
+    model.heads[name].register_forward_hook(lambda _module, _inputs, out: guesses.append(out))
     valid = torch.ones(target.shape)
     valid[:, 2:] = 0
     first = model(*views, context, target, valid)
-    assert first.ascan_B is not None
+    patch = cfg.spatial.patch_size
+    truths = mean_ascans(views[0], patch) if name == "ascan" else pixel_targets(views[0], patch, "plain")
     for b in range(3):  # of the context view: the target view has intensities of its own
-        truth = mean_ascans(views[0], cfg.spatial.patch_size)[b, target[b, :2]]
+        truth = truths[b, target[b, :2]]
         expected = float(((guesses[0][b, :2] - truth) ** 2).mean())
-        assert float(first.ascan_B[b]) == pytest.approx(expected, rel=1e-4)
+        assert float(first.heads_B[name][b]) == pytest.approx(expected, rel=1e-4)
     hidden = torch.zeros(3, model.encoder.num_tokens, dtype=torch.bool).scatter(1, target, True)
     other = torch.where(voxels_of_tokens(hidden, cfg.grid, cfg.spatial.patch_size), views[0] + 5, views[0])
     model(other, views[1], context, target, valid)
     torch.testing.assert_close(guesses[1], guesses[0])
-    assert "ascan_head.weight" not in nano_model(small_config()).state_dict()
+    assert f"{name}_head.weight" not in nano_model(small_config()).state_dict()

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from models.losses import TOKEN_LOSSES, Statistics, TokenLoss, VicReg
-from models.vjepa3d import VJEPA3D
+from models.vjepa3d import HEADS, VJEPA3D
 from pretraining import step as step_module
 from pretraining.gauges.skill import SkillGauge
 from pretraining.step import Update, build_optimizer, predict, train_step, trial_step
@@ -45,7 +45,7 @@ def update(cfg: Config, parts: int, steps: int = 2) -> tuple[VJEPA3D, list[float
     [
         *(("vjepa2", kind) for kind in ("none", "vicreg", "sigreg")),
         *(("mae", kind) for kind in ("none", "vicreg")),
-        *(("dense", "vicreg"), ("normalised_l2", "none"), ("ascan", "vicreg")),
+        *(("dense", "vicreg"), ("normalised_l2", "none"), ("ascan", "vicreg"), ("pixel", "vicreg")),
     ],
 )
 def test_accumulation_changes_nothing(recipe: str, regulariser: str) -> None:
@@ -67,27 +67,25 @@ def test_regulariser_reaches_the_gradient(recipe: str) -> None:
     assert not torch.equal(plain.encoder.norm.weight, strong.encoder.norm.weight)
 
 
-def test_the_weight_of_the_ascan_loss_reaches_the_gradient() -> None:
+@pytest.mark.parametrize("name", HEADS)
+def test_the_weight_of_a_heads_loss_reaches_the_gradient(name: str) -> None:
     """Weight 0 has no head. Under penalty_only neither of the two predictions teaches."""
     alone = "method.control=penalty_only"
     plain, light, heavy, controls = (
         update(small_config("vjepa2", *words), 1, 1)[0]
         for words in (
             [],
-            ["method.ascan_weight=1"],
-            ["method.ascan_weight=9"],
-            ["method.ascan_weight=1", alone],
+            [f"method.{name}_weight=1"],
+            [f"method.{name}_weight=9"],
+            [f"method.{name}_weight=1", alone],
         )
     )
     weights = [model.encoder.norm.weight for model in (plain, light, heavy)]
     assert not torch.equal(weights[0], weights[1])
     assert not torch.equal(weights[1], weights[2])
-    assert controls.ascan_head is not None
-    assert light.ascan_head is not None
-    began = nano_model(small_config("ascan")).ascan_head
-    assert began is not None
-    assert torch.equal(controls.ascan_head.bias, began.bias)
-    assert not torch.equal(light.ascan_head.bias, began.bias)
+    began = nano_model(small_config(name)).heads[name]
+    assert torch.equal(controls.heads[name].bias, began.bias)
+    assert not torch.equal(light.heads[name].bias, began.bias)
 
 
 @pytest.mark.parametrize("parts", [1, 4])
@@ -168,16 +166,17 @@ def test_mismatched_targets_are_those_of_another_volume_in_training_alone() -> N
     torch.testing.assert_close(evaluated, own)
 
 
-def test_mismatched_ascans_are_those_of_another_volume_in_training_alone() -> None:
-    cfg = small_config("ascan", "method.control=mismatched_targets")
-    control, plain = nano_model(cfg), nano_model(small_config("ascan"))
+@pytest.mark.parametrize("name", HEADS)
+def test_what_a_head_predicts_is_of_another_volume_in_mismatched_training_alone(name: str) -> None:
+    cfg = small_config(name, "method.control=mismatched_targets")
+    control, plain = nano_model(cfg), nano_model(small_config(name))
     batch = uint8_batch(cfg, 4)
     with torch.no_grad():
         losses = [
-            predict(model.train(training), batch, CPU, stochastic=False).ascan_B
+            predict(model.train(training), batch, CPU, stochastic=False).heads_B[name]
             for model, training in ((control, True), (plain, True), (control, False))
         ]
-    other, own, evaluated = (loss for loss in losses if loss is not None)
+    other, own, evaluated = losses
     assert bool((other - own).abs().min() > 1e-4)
     torch.testing.assert_close(evaluated, own)
 

@@ -19,13 +19,14 @@ ROOT = Path(__file__).resolve().parents[2]
 vit3d.SIZES.setdefault("nano", vit3d.Size(2, 48, 2))
 
 
-# `vjepa2` with a part of another recipe, or with the A-scan head
+# `vjepa2` with a part of another recipe, or with heads beside the predictor
 VARIANTS = {
     "dense": ("method.context=dense",),
     "mlp": ("method.context=dense", "method.predictor=mlp"),
     "l2": ("method.loss=l2",),
     "normalised_l2": ("method.loss=normalised_l2",),
     "ascan": ("method.ascan_weight=1",),
+    "pixel": ("method.pixel_weight=1",),
 }
 
 

@@ -35,7 +35,11 @@ CASES = {  # recipe, overrides, accumulation
     "methods": ("methods", ("method.dropout=0.1",), 1),
     "mae": ("mae", (), 2),
     "mlp": ("mlp", (), 1),
-    "sharded": ("ascan", (SHARDED, "train.activation_checkpointing=true", "method.dropout=0.1"), 2),
+    "sharded": (
+        "ascan",
+        (SHARDED, "method.pixel_weight=1", "train.activation_checkpointing=true", "method.dropout=0.1"),
+        2,
+    ),
     "sharded_methods": ("methods", (SHARDED,), 1),
 }
 COMPILE = "train.compile=true"

@@ -81,13 +81,14 @@ def test_methods_configurations_hold_the_methods_values() -> None:
         assert accumulation_steps(c.train, 16) == 2  # a v4-32 has 16 chips
 
 
+@pytest.mark.parametrize("key", ["ascan_weight", "pixel_weight"])
 @pytest.mark.parametrize("recipe", [MAE, ["method.context=dense", "method.predictor=mlp"]])
-def test_only_a_transformer_that_predicts_features_has_an_ascan_head(recipe: list[str]) -> None:
-    assert load_config(SMOKE, ["method.ascan_weight=1"]).method.ascan_weight == 1
-    with pytest.raises(ConfigError, match=r"method\.ascan_weight: expected 0 unless .* found 1\.0 with"):
+def test_only_a_transformer_that_predicts_features_has_more_heads(recipe: list[str], key: str) -> None:
+    assert getattr(load_config(SMOKE, [f"method.{key}=1"]).method, key) == 1
+    with pytest.raises(ConfigError, match=rf"method\.{key}: expected 0 unless .* found 1\.0 with"):
         load_config(
             SMOKE,
-            [*recipe, "method.regulariser_weight=0", "method.regulariser=none", "method.ascan_weight=1"],
+            [*recipe, "method.regulariser_weight=0", "method.regulariser=none", f"method.{key}=1"],
         )
 
 

@@ -33,7 +33,11 @@ SHARDED = "train.shard_parameters=true"
 RECIPES = {
     "vjepa2": ("vjepa2", 2, ()),  # recipe, micro-batches, overrides
     "vjepa2_sharded": ("vjepa2", 2, (SHARDED,)),
-    "vjepa2_sigreg_ascan": ("vjepa2", 1, ("method.regulariser=sigreg", "method.ascan_weight=1")),
+    "vjepa2_sigreg_heads": (
+        "vjepa2",
+        1,
+        ("method.regulariser=sigreg", "method.ascan_weight=1", "method.pixel_weight=1"),
+    ),
     "mae": ("mae", 1, ()),
     "methods": ("methods", 1, ()),
     "methods_sharded": ("methods", 1, (SHARDED,)),

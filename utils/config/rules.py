@@ -185,12 +185,13 @@ def _check_parts(method: MethodConfig, recipe: Recipe) -> None:
         is_fitting = value is None or recipe.takes_parts
         _require(is_fitting, f"method.{name}", f"null with recipe {method.recipe}", value)
     has_trunk = recipe.predictor == "transformer" and recipe.target == "features"
-    _require(
-        method.ascan_weight == 0 or has_trunk,
-        "method.ascan_weight",
-        "0 unless a transformer predicts features, as in vjepa2",
-        f"{method.ascan_weight} with {method.recipe}",
-    )
+    for name in ("ascan_weight", "pixel_weight"):
+        _require(
+            getattr(method, name) == 0 or has_trunk,
+            f"method.{name}",
+            "0 unless a transformer predicts features, as in vjepa2",
+            f"{getattr(method, name)} with {method.recipe}",
+        )
     _require(
         recipe.predictor != "mlp" or recipe.context == "dense",
         "method.context",

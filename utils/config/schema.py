@@ -158,6 +158,8 @@ class MethodConfig:
     centre_places: bool = False
     # vjepa2: of a second loss, the squared error of the mean A-scan of each target token; 0: none
     ascan_weight: float = key(0.0, AT_LEAST_0)
+    # vjepa2: of a second loss, the squared error of the voxels of each target token; 0: none
+    pixel_weight: float = key(0.0, AT_LEAST_0)
     # a control for claims, no way to train: the prediction's loss times 0, or, in training, the targets of
     # another volume of the batch
     control: Literal["penalty_only", "mismatched_targets"] | None = None

@@ -77,6 +77,7 @@ CHARTS: tuple[tuple[str, tuple[str, ...], str], ...] = (
         "Norms of the two gradients at the encoder's output; far above 1 the penalty teaches.",
     ),
     ("A-scan loss", ("train/ascan_loss",), "Squared error of the mean A-scans of the target tokens."),
+    ("Pixel loss", ("train/pixel_loss",), "Squared error of the voxels of the target tokens."),
     ("Size of an update", ("train/update_ratio",), "Norm of the last update / norm of the weights."),
     ("Lag of the target", ("ema/drift",), "Norm of encoder - target / norm of the target."),
     ("Learning rate", ("train/lr",), "A function of the optimizer step; it never restarts."),

@@ -158,6 +158,7 @@ ABLATIONS = (
         "sampling",
         ("data.sampling=device_balanced",),
     ),
+    Arm("pixel", "pixel head", "second target", ("method.pixel_weight=1",)),
     Arm("ascan", "A-scan head", "A-scan head", ("method.ascan_weight=1",)),
     Arm("centred", "penalty less the mean of each place", "penalty", ("method.centre_places=true",)),
     Arm("harder", "context .25, target .55", "task", HARDER),

@@ -166,6 +166,8 @@ def refuse_mistakes(args: argparse.Namespace) -> None:
     names = [RANDOM] * (args.command == "device") + [arm.name for arm in TRAINED]
     for flag in ("only", "beside"):
         asked = set(filter(None, (given.get(flag) or "").split(",")))
+        if args.command == "run":
+            asked -= {SUPERVISED}
         if unknown := asked - set(names):
             raise UserError(
                 f"--{flag}: expected some of {', '.join(names)}, found {', '.join(sorted(unknown))}"

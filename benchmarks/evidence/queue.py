@@ -23,6 +23,7 @@ from benchmarks.evidence.arms import (
     MAIN,
     RANDOM_ARM,
     REFERENCE,
+    SUPERVISED,
     SUPERVISED_ARM,
     TRAINED,
     Arm,
@@ -133,11 +134,11 @@ class Job:
 def main_jobs(plan: Plan, only: Collection[str] | None = None) -> list[Job]:
     """Baselines, random initialisation and the ceiling first, then one seed of every recipe after another.
 
-    `only`: these recipes, and those that every claim of the table refers to.
+    `only`: these recipes, and those that every claim of the table refers to; the ceiling where it is named.
     """
     jobs = [Job(None, 0, plan.root / BASELINES)]
     jobs += [Job(RANDOM_ARM, s, run_dir(plan.root, RANDOM_ARM, s)) for s in range(plan.seeds)]
-    if has_truth(plan.root):
+    if has_truth(plan.root) and (only is None or SUPERVISED in only):
         jobs += [Job(SUPERVISED_ARM, s, run_dir(plan.root, SUPERVISED_ARM, s)) for s in range(plan.seeds)]
     arms = [a for a in MAIN if only is None or a.name in {*only, REFERENCE, *CONTROLS}]
     return jobs + [Job(a, s, run_dir(plan.root, a, s)) for s in range(plan.seeds) for a in arms]

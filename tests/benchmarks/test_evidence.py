@@ -593,6 +593,8 @@ def test_only_some_arms_run_with_what_they_are_compared_with(tmp_path: Path) -> 
     (tmp_path / "pretraining").mkdir()
     (tmp_path / "pretraining" / "synthetic.json").write_text("{}")  # a phantom knows the truth: a ceiling
     names = [job.arm.name if job.arm else BASELINES for job in main_jobs(plan, [])]
+    assert names == [BASELINES, "random", "vjepa2", *CONTROLS[1:]]
+    names = [job.arm.name if job.arm else BASELINES for job in main_jobs(plan, ["supervised"])]
     assert names == [BASELINES, "random", "supervised", "vjepa2", *CONTROLS[1:]]
     later = fitting_ablations(plan, 1, 1e9, ["mae_plain", "ema_20"])
     assert [job.arm.name for job in later if job.arm] == ["ema_20"]

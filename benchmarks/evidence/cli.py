@@ -203,7 +203,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             command.add_argument(
                 "--minutes", type=float, default=60.0, help="of wall-clock for the ablations"
             )
-            command.add_argument("--only", metavar="ARM,ARM", help="these recipes and ablations alone")
+            only = "these recipes and ablations alone, beside the controls; supervised: the ceiling"
+            command.add_argument("--only", metavar="ARM,ARM", help=only)
         if name in ("data", "real", "calibrate", "run", "search"):
             command.add_argument("--change", action="append", default=[], metavar="section.key=value")
     verbs["data"].add_argument("--pretraining", type=int, default=240, help="participants to train on")

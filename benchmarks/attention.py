@@ -18,6 +18,7 @@ from torch import Tensor
 
 from benchmarks.machine import describe, seconds
 from models import attention
+from utils.help_pages import Parser
 from utils.runtime.open import keep_freed_memory
 
 SHAPES = ((2, 12, 461, 64), (2, 12, 1152, 64), (2, 12, 1152, 32), (1, 12, 3686, 64))
@@ -31,7 +32,7 @@ def forward_and_backward(kernel: Kernel, leaves: Sequence[Tensor], grad: Tensor)
 
 def main() -> None:
     """Print the table."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m benchmarks.attention",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -27,6 +27,7 @@ from finetuning.embedding.volumes import StoreVolumes
 from finetuning.pooled import random_encoder
 from utils.config.load import load_config
 from utils.config.schema import Config
+from utils.help_pages import Parser
 from utils.runtime.open import open_runtime
 
 CONFIG = Path(__file__).resolve().parents[1] / "configs" / "smoke_test.yaml"
@@ -51,7 +52,7 @@ def make_store(cfg: Config, count: int) -> PreparedStore:
 
 def main() -> None:
     """Print both times and their ratio."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m benchmarks.embed",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,

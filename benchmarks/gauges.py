@@ -31,6 +31,7 @@ from utils import storage
 from utils.cli import run_cli
 from utils.config.load import load_config
 from utils.config.schema import Config
+from utils.help_pages import Parser
 from utils.runtime.open import open_runtime
 from utils.runtime.single import Runtime
 
@@ -105,7 +106,7 @@ def measure(cfg: Config, size: int, rounds: int) -> dict[str, float]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m benchmarks.gauges",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -114,8 +115,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--batch", type=int, default=2, help="volumes per step")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--json", metavar="FILE")
-    args, overrides = parser.parse_known_args(argv)
-    result = measure(load_config(args.config, overrides), args.batch, args.rounds)
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value")
+    args = parser.parse_intermixed_args(argv)
+    result = measure(load_config(args.config, args.overrides), args.batch, args.rounds)
     for key, value in result.items():
         print(f"{key:<20} {value:.4f}" + (f" (budget {BUDGET})" if key == "share" else ""))
     if args.json:

@@ -21,6 +21,7 @@ import numpy as np
 
 from data_setup.masks import MaskPlan, draw_mask
 from utils.config.schema import MaskFamily
+from utils.help_pages import Parser
 
 GRID = (16, 24, 24)
 BATCHES = (8, 24)  # samples; 24 is the published batch of one device
@@ -90,7 +91,7 @@ def measure(draw: Scheme, batch: int, batches: int) -> tuple[np.ndarray, float]:
 
 def main() -> None:
     """Print the tables."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m benchmarks.mask_planes",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,

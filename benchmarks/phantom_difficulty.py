@@ -32,6 +32,7 @@ from data_setup.protocols import protocol_of_path
 from data_setup.readers.dicom import read_volume
 from utils.cli import run_cli
 from utils.errors import UserError
+from utils.help_pages import Parser
 
 GRID = (16, 96, 64)  # voxels over 6.0 x 2.3 x 6.0 mm, as configs/smoke_test.yaml has it
 SPACING_MM = (0.375, 0.024, 0.09375)
@@ -149,7 +150,7 @@ def measure(root: Path, seed: int, repeats: int = 3) -> dict[str, dict[str, floa
 
 def main(argv: list[str] | None = None) -> int:
     """Command line: see the module's docstring. Exit code 1 when a reference is out of its limits."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m benchmarks.phantom_difficulty",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -28,6 +28,7 @@ from models.vjepa3d import VJEPA3D
 from utils.checkpoint import CheckpointWriter, load_checkpoint
 from utils.config.load import load_config, to_yaml
 from utils.config.schema import Config
+from utils.help_pages import Parser
 
 CONFIG = Path(__file__).resolve().parents[1] / "configs" / "pretrain_oct_vjepa2.yaml"
 NAMES = ("healthy", "pre-diabetes", "oral medication", "insulin")
@@ -84,7 +85,7 @@ def make_head(cfg: Config, folder: Path) -> str:
 
 def main() -> None:
     """Predict the files, and print how long one took."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m benchmarks.predict",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -28,6 +28,7 @@ from pretraining.step import Update, build_optimizer, train_step
 from utils.cli import run_cli
 from utils.config.load import load_config
 from utils.config.schema import Config
+from utils.help_pages import Parser
 from utils.runtime.open import open_runtime
 from utils.runtime.shards import part
 from utils.runtime.single import Runtime
@@ -89,7 +90,7 @@ def start(name: str, size: str, processes: int, overrides: Sequence[str]) -> dic
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m benchmarks.shards",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -97,16 +98,17 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--size", default="b", help="model.size")
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--row", choices=ROWS, help=argparse.SUPPRESS)
-    args, overrides = parser.parse_known_args(argv)
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value")
+    args = parser.parse_intermixed_args(argv)
     if args.row is not None:
-        row = measure(row_config(args.row, args.size, args.processes, overrides))
+        row = measure(row_config(args.row, args.size, args.processes, args.overrides))
         if row is not None:
             print(json.dumps(row))
         return
     print(f"ViT-{args.size}, {args.processes} processes, {os.cpu_count()} CPUs, torch {torch.__version__}")
     print(f"{'':<8}{'held GB':>9}{'peak GB':>9}{'step s':>8}  losses")
     for name in ROWS:
-        row = start(name, args.size, args.processes, overrides)
+        row = start(name, args.size, args.processes, args.overrides)
         losses = " ".join(f"{loss:.6f}" for loss in row["losses"])
         print(f"{name:<8}{row['held'] / 1e9:>9.2f}{row['peak'] / 1e9:>9.2f}{row['step_s']:>8.2f}  {losses}")
 

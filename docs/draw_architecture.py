@@ -8,6 +8,8 @@ from pathlib import Path
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyArrowPatch, FancyBboxPatch
 
+from utils.help_pages import Parser
+
 FOLDER = Path(__file__).resolve().parent / "pictures"
 COLOURS = {"data": "#cfe3f7", "model": "#fbe0c3", "train": "#d7ecd4", "use": "#e6d9f2", "file": "#f2f2f2"}
 # name, what it does, kind, column, row
@@ -70,7 +72,7 @@ def draw() -> Figure:
 
 
 if __name__ == "__main__":
-    argparse.ArgumentParser(
+    Parser(
         prog="python docs/draw_architecture.py",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -15,6 +15,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from sklearn.decomposition import PCA
 
+from utils.help_pages import Parser
 from utils.report.pictures import GAMMA, Snapshot, load_snapshot, show_mm
 
 FOLDER = Path(__file__).resolve().parent / "pictures"
@@ -85,7 +86,7 @@ def show_components(axes: Sequence[Axes], snapshot: Snapshot, plane: int) -> Non
 
 def main() -> None:
     """Draw both pictures from the two runs of the command line."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python docs/draw_collapse.py",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -33,7 +33,6 @@ if __name__ == "__main__":  # torch takes seconds to import
         ),
     )
 
-import argparse
 import json
 import logging
 import shlex
@@ -83,6 +82,7 @@ from utils.checkpoint import load_checkpoint
 from utils.config.load import load_config, storage_options_of
 from utils.config.schema import Config
 from utils.errors import UserError
+from utils.help_pages import Parser
 from utils.log import setup_logging
 from utils.runtime.open import open_runtime
 from utils.runtime.single import Runtime
@@ -291,7 +291,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         compare_scanners(words, find_checkpoint)
         return
     if any(word == "--head" or word.startswith("--head=") for word in words):
-        parser = argparse.ArgumentParser(prog="python -m finetuning.evaluate")
+        parser = Parser(prog="python -m finetuning.evaluate")
         parser.add_argument("--head", required=True, metavar="FILE_OR_RUN")
         parser.add_argument("overrides", nargs="*", metavar="section.key=value")
         args = parser.parse_intermixed_args(words)

@@ -21,6 +21,7 @@ from importlib import metadata
 from pathlib import Path
 
 from utils.errors import UserError
+from utils.help_pages import Parser
 
 ROOT = Path(__file__).resolve().parents[1]
 OLDEST_PYTHON = (3, 11)
@@ -265,7 +266,7 @@ def _one_line(error: BaseException) -> str:
 
 def main(argv: list[str] | None = None) -> int:
     """Print what this machine can do; 1 where the demo cannot run."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m utils.doctor",
         description=__doc__,
         epilog=EXAMPLES,

@@ -175,7 +175,15 @@ PAGES = {
 }  # fmt: skip
 
 
-class PeopleParser(argparse.ArgumentParser):
+class Parser(argparse.ArgumentParser):
+    """argparse's own, whose errors end with where to go from them."""
+
+    def error(self, message: str) -> NoReturn:
+        """One line, and exit 2."""
+        super().error(f"{message}; examples and all options: {self.prog} --help")
+
+
+class PeopleParser(Parser):
     """A parser of one command of PAGES; a command that has no page there shows its details alone."""
 
     def __init__(self, command: str, details: str) -> None:
@@ -190,10 +198,6 @@ class PeopleParser(argparse.ArgumentParser):
             self.description = f"{self.page.purpose}\n\nexamples:\n{examples}"
             self.epilog = "\n\n".join(filter(None, (key_lines(self.page.keys), f"details:\n{self.details}")))
         return super().format_help()
-
-    def error(self, message: str) -> NoReturn:
-        """argparse's own line, and where to go from it."""
-        super().error(f"{message}; examples and all options: {self.prog} --help")
 
 
 def key_lines(names: tuple[str, ...]) -> str:

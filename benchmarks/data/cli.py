@@ -31,6 +31,7 @@ from benchmarks.data import scale as data_scale
 from benchmarks.data.files import FULL_SIZE
 from benchmarks.machine import describe
 from utils.cli import output_file
+from utils.help_pages import Parser
 
 PARTS = ("prepare", "read", "pipeline", "scale")
 VOLUMES, STEPS = 8, 16  # rows of the stores that are read; batches of 4 that are timed
@@ -61,7 +62,7 @@ def lines(numbers: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, floa
 
 def main(argv: list[str] | None = None) -> int:
     """Command line: see the module's docstring."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m benchmarks.data",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,

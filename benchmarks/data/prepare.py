@@ -30,6 +30,7 @@ from data_setup.readers.dicom import open_volume
 from data_setup.resample import Resampled, resample_frames
 from data_setup.store.format import KEPT
 from utils.config.schema import Config
+from utils.help_pages import Parser
 from utils.storage import StorageError
 
 # AI-READI 3.0.0: rows of the OCT manifest, and the bytes of their pixels by protocol shapes.
@@ -165,7 +166,7 @@ def run(work: Path, shapes: dict[str, Shape], repeats: int, volumes: int) -> dic
 
 def _child() -> None:
     """`peak_memory` in a process that imported nothing else than this module."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m benchmarks.data.prepare",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -63,6 +63,7 @@ from finetuning.pooled import pretrained_encoder, random_encoder
 from utils import storage
 from utils.checkpoint import load_checkpoint
 from utils.errors import UserError
+from utils.help_pages import Parser
 
 
 def score_one(root: Path, name: str, seed: int, people: Path) -> None:
@@ -182,7 +183,7 @@ def refuse_mistakes(args: argparse.Namespace) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line: see the module's docstring."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m benchmarks.evidence",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,

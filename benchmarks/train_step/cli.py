@@ -43,6 +43,7 @@ from pretraining.step import Update, build_optimizer, train_step
 from utils.cli import output_file
 from utils.config.load import load_config
 from utils.config.schema import Config
+from utils.help_pages import Parser
 from utils.runtime.open import keep_freed_memory, open_runtime
 from utils.runtime.single import Runtime
 
@@ -297,7 +298,7 @@ class StepOnDevice:
 
 def main(argv: list[str] | None = None) -> int:
     """Command line: see the module's docstring."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m benchmarks.train_step",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,

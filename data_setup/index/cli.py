@@ -38,6 +38,7 @@ from utils import storage
 from utils.cli import add_workers
 from utils.config.schema import StorageOptions
 from utils.errors import EXIT_TRY_AGAIN, UserError
+from utils.help_pages import Parser
 from utils.terminal import track
 from utils.workers import pool_of
 
@@ -45,7 +46,7 @@ FEW = 200  # candidates that this process reads faster than others start
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m data_setup.index",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -36,6 +36,7 @@ from data_setup.plug.page import describe, overview
 from data_setup.plug.sets import NO_VOLUMES, PLUGS
 from utils.config.schema import StorageOptions
 from utils.errors import UserError
+from utils.help_pages import Parser
 from utils.storage import join
 
 CONFIG = "configs/pretrain_oct_vjepa2.yaml"
@@ -43,7 +44,7 @@ _SHOWN = 3
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m data_setup.plug",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,

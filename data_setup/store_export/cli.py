@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 
 from utils.config.schema import StorageOptions
 from utils.errors import UserError
+from utils.help_pages import Parser
 
 if TYPE_CHECKING:
     from data_setup.store_export.volume import ExportVolume
@@ -30,7 +31,7 @@ FORMATS = ("nifti", "ome-tiff", "dicom")
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m data_setup.store_export",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -15,7 +15,6 @@ run is a look at the test participants (finetuning/ledger.py).
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -46,6 +45,7 @@ from utils.cli import parse_words
 from utils.config.load import load_config, storage_options_of
 from utils.config.schema import Config
 from utils.errors import UserError
+from utils.help_pages import Parser
 from utils.runtime.open import open_runtime
 
 FORMAT_VERSION = 1
@@ -252,7 +252,7 @@ def main(words: Sequence[str], find_checkpoint: Callable[[Config], str]) -> None
     `find_checkpoint`: that of finetuning.evaluate.
     """
     if any(word == "--head" or word.startswith("--head=") for word in words):
-        parser = argparse.ArgumentParser(prog="python -m finetuning.evaluate --same-eye")
+        parser = Parser(prog="python -m finetuning.evaluate --same-eye")
         parser.add_argument("--same-eye", action="store_true")
         parser.add_argument("--head", required=True, metavar="FILE_OR_RUN")
         parser.add_argument("overrides", nargs="*", metavar="section.key=value")

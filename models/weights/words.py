@@ -12,13 +12,13 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from utils.help_pages import PeopleParser
+from utils.help_pages import Parser, PeopleParser
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """The words of the command line; no torch is needed to read them."""
     parser = PeopleParser("models.weights", __doc__ or "")
-    verbs = parser.add_subparsers(dest="verb", required=True, parser_class=argparse.ArgumentParser)
+    verbs = parser.add_subparsers(dest="verb", required=True, parser_class=Parser)
     inspect = verbs.add_parser("inspect", help="what a file holds")
     inspect.add_argument("path")
     importer = verbs.add_parser("import", help="fit weights to a configuration of ours")

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from pretraining.tpu_fit.topologies import TOPOLOGIES, Topology
+from utils.help_pages import Parser
 
 TESTED = {"jax": "0.10.2", "jaxlib": "0.10.2", "libtpu": "0.0.51"}
 RESULT_VERSION = 2  # of what RESULT holds; a new one makes kept results void
@@ -191,7 +192,7 @@ def _attributes(entry: Any, name: str, count: int, ir: Any) -> list[dict[str, An
 
 def main(argv: list[str] | None = None) -> int:
     """Compile what pretraining.tpu_fit recorded."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m pretraining.tpu_fit.compile",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,

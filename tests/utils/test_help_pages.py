@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import runpy
 import sys
-import warnings
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -52,25 +52,36 @@ def commands() -> list[str]:
     return sorted(name.removesuffix(".__main__") for name in names)
 
 
+def main_of(command: str) -> Callable[[], object]:
+    """What `python -m command`, or `python docs/FILE.py`, runs."""
+    if command.startswith("docs."):
+        return partial(runpy.run_path, str(ROOT / f"{command.replace('.', '/')}.py"), run_name="__main__")
+    return partial(runpy.run_module, command, alter_sys=True, run_name="__main__")
+
+
 @pytest.mark.parametrize("command", commands())
-def test_every_command_has_help_with_an_example(
+@pytest.mark.filterwarnings("ignore:.* found in sys.modules:RuntimeWarning")
+def test_every_command_has_help_with_an_example_and_says_where_it_is(
     command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     """And does nothing else."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", [command, "--help"])
-    is_file = command.startswith("docs.")
-    run = partial(runpy.run_path, str(ROOT / f"{command.replace('.', '/')}.py"))
-    if not is_file:
-        run = partial(runpy.run_module, command, alter_sys=True)
-    warnings.filterwarnings("ignore", message=".* found in sys.modules", category=RuntimeWarning)
     with pytest.raises(SystemExit) as end:
-        run(run_name="__main__")
+        main_of(command)()
     assert end.value.code == 0
     text = capsys.readouterr().out
+    is_file = command.startswith("docs.")
     called = f"python {command.replace('.', '/')}.py" if is_file else f"python -m {command}"
     assert text.startswith(f"usage: {called}")
     assert re.search(rf"{re.escape(called)}\b", text.partition("\n\n")[2]), "no example"
+    if command != "pretraining.tpu_fit.trace":  # for tpu_fit to start, where torch_xla is
+        monkeypatch.setattr(sys, "argv", [command, "--no-such-option"])
+        with pytest.raises(SystemExit) as end:
+            main_of(command)()
+        assert end.value.code == 2
+        last = capsys.readouterr().err.splitlines()[-1]
+        assert re.search(rf"^{re.escape(called)}.*: error: .*{re.escape(called)}.* --help$", last)
     assert not any(tmp_path.iterdir())
 
 

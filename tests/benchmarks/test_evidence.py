@@ -647,7 +647,7 @@ def test_the_whole_command_on_a_tiny_budget(tmp_path: Path, monkeypatch: pytest.
     seconds = json.loads((tmp_path / "calibration.json").read_text())["seconds_per_step"]
     assert known.items() < seconds.items()
     assert all(0 < seconds[name] < 1e5 and seconds[name] != 1e3 for name in new)
-    only = ("--only", "penalty_only")  # the reference and the other controls come along
+    only = ("--only", "penalty_only,supervised")  # the reference and the other controls come along
     evidence_command("run", "--steps", "2", "--seeds", "1", "--minutes", "0", *only, *changes)
     evidence_command("table", "--out", str(out))
     rows = json.loads((tmp_path / "table.json").read_text())["rows"]

@@ -60,8 +60,12 @@ class Predictor3D(nn.Module):
     def forward(self, ctx_BKE: Tensor, keep_BK: Tensor, target_BM: Tensor) -> Tensor:
         return self.predictor_proj(self.trunk(ctx_BKE, keep_BK, target_BM))
 
-    def trunk(self, ctx_BKE: Tensor, keep_BK: Tensor, target_BM: Tensor) -> Tensor:
-        """What predictions are read from: normalised features [B, M, width] of the mask tokens."""
+    def trunk(
+        self, ctx_BKE: Tensor, keep_BK: Tensor, target_BM: Tensor, *, with_context: bool = False
+    ) -> Tensor:
+        """What predictions are read from: normalised features [B, M, width] of the mask tokens; with the
+        context tokens before them [B, K + M, width].
+        """
         ctx_BKP = self.predictor_embed(ctx_BKE)
         num_context = ctx_BKP.shape[1]
         mask_BMP = self.mask_tokens[self.mask_token].to(ctx_BKP.dtype).expand(*target_BM.shape, -1)
@@ -69,7 +73,7 @@ class Predictor3D(nn.Module):
         ids = torch.cat((keep_BK, target_BM), dim=1)
         rotary = rotary_tables(ids, self.grid, self.head_dim, self.rope, self.rope_grid)
         x = run_blocks(self.predictor_blocks, x, rotary, recompute=self.recompute)
-        return self.predictor_norm(x[:, num_context:])
+        return self.predictor_norm(x if with_context else x[:, num_context:])
 
 
 def _as_it_is(value: Tensor) -> Tensor:

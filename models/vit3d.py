@@ -12,7 +12,7 @@ w).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple
 
 import torch
@@ -174,9 +174,11 @@ def run_blocks(
     rotary: Rotary | None,
     noise: Stochastic | None = None,
     recompute: Recompute | None = None,
+    outputs: list[Tensor] | None = None,
 ) -> Tensor:
     """x [B, T, width] through all blocks; stochastic depth grows linearly over them. `recompute` (activation
-    checkpointing) keeps the inputs of the blocks alone for the backward pass.
+    checkpointing) keeps the inputs of the blocks alone for the backward pass. `outputs` collects what each
+    block returns.
     """
     for i, block in enumerate(blocks):
         rate = noise.drop_path_rate * i / max(1, len(blocks) - 1) if noise is not None else 0.0
@@ -184,6 +186,8 @@ def run_blocks(
             x = block(x, rotary, noise, rate)
         else:
             x = recompute(_Rewound(block, noise, rate), x, rotary)
+        if outputs is not None:
+            outputs.append(x)
     return x
 
 
@@ -229,7 +233,8 @@ class VisionTransformer3D(nn.Module):
 
     `forward(volume_BCDHW, keep_BK=None)` returns the features [B, K, E] of the kept tokens, or of all N;
     `masked_BN` (bool) instead replaces those tokens by the learned mask token, so that nothing of them is
-    read.
+    read. With `layers` (1 is the first block) it returns the outputs of these blocks side by side, [B, K,
+    len(layers) E]; the last block's is normalised, as the features are.
     """
 
     def __init__(
@@ -266,6 +271,7 @@ class VisionTransformer3D(nn.Module):
         keep_BK: Tensor | None = None,
         masked_BN: Tensor | None = None,
         noise: Stochastic | None = None,
+        layers: Sequence[int] = (),
     ) -> Tensor:
         x = self.patch_embed(volume_BCDHW, keep_BK)
         if masked_BN is not None:
@@ -282,7 +288,12 @@ class VisionTransformer3D(nn.Module):
             rotary = rotary_tables(ids, self.grid, self.width // self.heads, self.rope, self.rope_grid)
         if noise is not None:
             x = noise.dropout(x)
-        return self.norm(run_blocks(self.blocks, x, rotary, noise, self.recompute))
+        outputs: list[Tensor] | None = [] if layers else None
+        features = self.norm(run_blocks(self.blocks, x, rotary, noise, self.recompute, outputs))
+        if outputs is None:
+            return features
+        outputs[-1] = features
+        return torch.cat([outputs[number - 1] for number in layers], dim=-1)
 
 
 def initialise(module: nn.Module, blocks: nn.ModuleList) -> None:

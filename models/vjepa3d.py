@@ -28,10 +28,13 @@ from models.stochastic import Stochastic
 from models.vit3d import NORM_EPS, Block, Recompute, VisionTransformer3D, gather_tokens, recompute_block
 from utils.config.recipes import recipe_of
 from utils.config.schema import Config
+from utils.errors import UserError
 from utils.runtime.shards import Unit, part
 
 # linear heads beside the predictor's own, which predict the context view at each target token
 HEADS = "ascan", "pixel"
+# losses beside the prediction's, each with a weight in `method`; context: features at the context tokens
+SECOND_LOSSES = *HEADS, "context"
 
 
 @dataclass
@@ -44,7 +47,7 @@ class Output:
     context_BKE: Tensor  # context encoder output at the context tokens, the regulariser's input
     target_all_BNE: Tensor  # comparable targets [B, N, target_width] of all tokens, for the gauges
     features_all_BNE: Tensor | None  # normalised target encoder features of all tokens; mae in training: None
-    heads_B: dict[str, Tensor] = field(default_factory=dict)  # loss of each head of HEADS, as loss_B
+    second_B: dict[str, Tensor] = field(default_factory=dict)  # of SECOND_LOSSES with a weight, as loss_B
 
 
 def build_encoder(cfg: Config) -> VisionTransformer3D:
@@ -73,6 +76,15 @@ class VJEPA3D(nn.Module):
         self.target_width = self.encoder.width
         if self.recipe.target == "pixels":
             self.target_width = self.encoder.patch_embed.proj.weight[0].numel()
+        self.target_layers = tuple(cfg.method.target_layers or ())
+        if self.target_layers:
+            if self.target_layers[-1] != self.encoder.depth:
+                raise UserError(
+                    f"method.target_layers: expected {self.encoder.depth}, the last block of model.size "
+                    f"{cfg.model.size}, at the end, found {list(self.target_layers)}"
+                )
+            self.target_width = len(self.target_layers) * self.encoder.width
+        self.has_context_loss = cfg.method.context_weight > 0
         self.predictor: Predictor3D | MlpPredictor
         if self.recipe.predictor == "mlp":
             self.predictor = MlpPredictor(self.encoder.width)
@@ -113,7 +125,7 @@ class VJEPA3D(nn.Module):
         """The parts that an engine may spread over processes."""
         units = [Unit(module) for module in self.modules() if isinstance(module, Block)]
         units += [Unit(self.encoder), Unit(self.target_encoder)]
-        if not self.heads:
+        if not self.heads and not self.has_context_loss:
             return [*units, Unit(self.predictor)]
         assert isinstance(self.predictor, Predictor3D)
         return [
@@ -174,11 +186,16 @@ class VJEPA3D(nn.Module):
         features_BNE = None
         if self.reads_target_view:
             assert target_view is not None, "only pixel targets in training do without the target view"
-            raw_BNE = self.target_encoder(target_view).float()
+            raw_BNE = self.target_encoder(target_view, layers=self.target_layers).float()
             if self.recipe.target_norm == "unit":
                 features_BNE = F.normalize(raw_BNE, dim=-1)
             else:
-                features_BNE = F.layer_norm(raw_BNE, raw_BNE.shape[-1:], eps=NORM_EPS)
+                width = self.encoder.width
+                layers = raw_BNE.unflatten(-1, (-1, width))
+                normalised_BNE = F.layer_norm(layers, (width,), eps=NORM_EPS).flatten(-2)
+                if self.target_layers:
+                    return normalised_BNE, normalised_BNE[..., -width:]
+                features_BNE = normalised_BNE
         if self.recipe.target == "pixels":
             kind: PixelNorm = "plain" if self.recipe.target_norm == "plain" else "normalised"
             return pixel_targets(context_view, self.encoder.patch_embed.patch, kind), features_BNE
@@ -193,30 +210,40 @@ class VJEPA3D(nn.Module):
         target_BM: Tensor,
         target_valid_BM: Tensor,
         seed_B: Tensor | None = None,
+        context_valid_BK: Tensor | None = None,
     ) -> Output:
         """One prediction; `seed_B` (int64) turns the stochastic layers on. `target_view` may be None where
-        `reads_target_view` is false.
+        `reads_target_view` is false; `context_valid_BK`, which the context's loss reads, where all are valid.
         """
         targets_BNE, features_BNE = self.compute_targets(context_view, target_view)
         target_BME = gather_tokens(self._of_control(targets_BNE), target_BM)
         encoded = self.encode_context(context_view, context_BK, target_BM, seed_B)
         ctx_BKE = self.context_tokens(encoded, context_BK)
-        heads_B: dict[str, Tensor] = {}
+        second_B: dict[str, Tensor] = {}
         if isinstance(self.predictor, MlpPredictor):
             prediction_BME = self.predictor(gather_tokens(encoded, target_BM), target_valid_BM).float()
-        elif not self.heads:
+        elif not self.heads and not self.has_context_loss:
             prediction_BME = self.predictor(ctx_BKE, context_BK, target_BM).float()
         else:
-            trunk_BMP = self.predictor.trunk(ctx_BKE, context_BK, target_BM)
-            prediction_BME = self.predictor.predictor_proj(trunk_BMP).float()
+            trunk = self.predictor.trunk(ctx_BKE, context_BK, target_BM, with_context=self.has_context_loss)
+            trunk_BMP = trunk[:, -target_BM.shape[1] :]
+            predictions = self.predictor.predictor_proj(trunk).float()
+            prediction_BME = predictions[:, -target_BM.shape[1] :]
             for name, head in self.heads.items():
                 truth = gather_tokens(self._of_control(self.head_targets(name, context_view)), target_BM)
-                heads_B[name] = weighted_mean(per_token_l2(head(trunk_BMP).float(), truth), target_valid_BM)
+                second_B[name] = weighted_mean(per_token_l2(head(trunk_BMP).float(), truth), target_valid_BM)
+            if self.has_context_loss:
+                if context_valid_BK is None:
+                    context_valid_BK = torch.ones_like(context_BK, dtype=torch.float32)
+                truth = gather_tokens(self._of_control(targets_BNE), context_BK)
+                guess = predictions[:, : context_BK.shape[1]]
+                distance = TOKEN_LOSSES[self.recipe.loss].distance(guess, truth)
+                second_B["context"] = weighted_mean(distance, context_valid_BK)
         loss_BM = TOKEN_LOSSES[self.recipe.loss].distance(prediction_BME, target_BME)
         if self.recipe.loss == "normalised_l2":
             prediction_BME = F.normalize(prediction_BME, dim=-1)
         loss_B = weighted_mean(loss_BM, target_valid_BM)
-        return Output(loss_B, prediction_BME, target_BME, ctx_BKE, targets_BNE, features_BNE, heads_B)
+        return Output(loss_B, prediction_BME, target_BME, ctx_BKE, targets_BNE, features_BNE, second_B)
 
     def _of_control(self, targets: Tensor) -> Tensor:
         """The targets [B, ...]; of another volume where that is the control, in training."""

@@ -19,7 +19,7 @@ from data_setup.loader import Batch
 from data_setup.normalisation import view
 from models.losses import Centres, Regulariser, SigReg, Statistics, VicReg, surrogate
 from models.optimizer import build_adamw
-from models.vjepa3d import VJEPA3D, Output, parameter_groups
+from models.vjepa3d import SECOND_LOSSES, VJEPA3D, Output, parameter_groups
 from utils.config.schema import Config
 from utils.runtime.single import Runtime
 
@@ -61,7 +61,7 @@ class StepResult:
     regulariser: Tensor | None
     grad_norm: Tensor
     is_finite: Tensor
-    heads: dict[str, Tensor] = field(default_factory=dict)  # loss of each head of HEADS, without its weight
+    second: dict[str, Tensor] = field(default_factory=dict)  # of SECOND_LOSSES, without their weights
     penalty_to_prediction: Tensor | None = None  # where `Watch.measures`: see Balance
 
 
@@ -106,7 +106,13 @@ def predict(
     seed = batch["sample_seed"] if stochastic else None
     with runtime.autocast():
         return (model if replica is None else replica)(
-            context_view, target_view, batch["context"], batch["target"], batch["target_valid"], seed
+            context_view,
+            target_view,
+            batch["context"],
+            batch["target"],
+            batch["target_valid"],
+            seed,
+            batch["context_valid"],
         )
 
 
@@ -182,8 +188,8 @@ def train_step(
     buffers = {name: b.clone() for name, b in model.named_buffers()}
     optimizer.zero_grad(set_to_none=True)
     loss_sum = torch.zeros((), device=runtime.device)
-    head_weights = {"ascan": cfg.method.ascan_weight, "pixel": cfg.method.pixel_weight}
-    head_sums: dict[str, Tensor] = {}
+    second_weights = {name: getattr(cfg.method, f"{name}_weight") for name in SECOND_LOSSES}
+    second_sums: dict[str, Tensor] = {}
     penalty: Tensor | None = None
     balance = Balance()
     for number, batch in enumerate(batches, 1):
@@ -191,10 +197,10 @@ def train_step(
         output = predict(model, batch, runtime, stochastic=True, replica=replica)
         prediction_loss = output.loss_B.sum() / samples
         objective = share * prediction_loss
-        for name, head_B in output.heads_B.items():
-            head_loss = head_B.sum() / samples
-            objective = objective + share * head_weights[name] * head_loss
-            head_sums[name] = head_sums.get(name, 0) + head_loss.detach()
+        for name, second_B in output.second_B.items():
+            second_loss = second_B.sum() / samples
+            objective = objective + share * second_weights[name] * second_loss
+            second_sums[name] = second_sums.get(name, 0) + second_loss.detach()
         if regulariser is not None:
             tokens = output.context_BKE.float()
             statistics = regulariser.statistics(tokens, batch["context_valid"], batch["context"])
@@ -217,7 +223,7 @@ def train_step(
     _move_centres(model, regulariser, means)
     parameters = [p for _, p in model.trained_parameters()]
     loss_sum = runtime.group.sum(loss_sum)
-    head_sums = {name: runtime.group.sum(total) for name, total in head_sums.items()}
+    second_sums = {name: runtime.group.sum(total) for name, total in second_sums.items()}
     grad_norm = runtime.group.clip_gradients(parameters, cfg.optim.clip_grad_norm)
     is_finite = torch.isfinite(grad_norm) & torch.isfinite(loss_sum) & update.enabled
     for group in optimizer.param_groups:
@@ -230,7 +236,7 @@ def train_step(
         for name, buffer in model.named_buffers():
             buffer.copy_(torch.where(is_finite, buffer, buffers[name]))
     watch.lap("update")
-    return StepResult(loss_sum, penalty, grad_norm, is_finite, head_sums, balance.ratio(runtime))
+    return StepResult(loss_sum, penalty, grad_norm, is_finite, second_sums, balance.ratio(runtime))
 
 
 def trial_step(

@@ -17,6 +17,7 @@ from models.vjepa3d import HEADS, VJEPA3D, Output, parameter_groups
 from pretraining.gauges.monitor import voxels_of_tokens
 from tests.support.model_factory import VARIANTS, nano_model, small_config, token_ids, volumes
 from utils.config.schema import Config
+from utils.errors import UserError
 
 RECIPES = ("vjepa2", "methods", "mae", *VARIANTS)
 
@@ -190,7 +191,7 @@ def test_every_trained_parameter_has_a_gradient_and_is_optimised_once(recipe: st
     cfg = small_config(recipe)
     model = nano_model(cfg)
     out, *_ = run(model, cfg)
-    heads = sum(loss_B.sum() for loss_B in out.heads_B.values())
+    heads = sum(loss_B.sum() for loss_B in out.second_B.values())
     (out.loss_B.sum() + heads + out.context_BKE.sum()).backward()
     for name, parameter in model.trained_parameters():
         assert parameter.grad is not None, name
@@ -335,9 +336,58 @@ def test_a_head_is_scored_on_valid_targets_and_sees_none_of_them(name: str) -> N
     for b in range(3):  # of the context view: the target view has intensities of its own
         truth = truths[b, target[b, :2]]
         expected = float(((guesses[0][b, :2] - truth) ** 2).mean())
-        assert float(first.heads_B[name][b]) == pytest.approx(expected, rel=1e-4)
+        assert float(first.second_B[name][b]) == pytest.approx(expected, rel=1e-4)
     hidden = torch.zeros(3, model.encoder.num_tokens, dtype=torch.bool).scatter(1, target, True)
     other = torch.where(voxels_of_tokens(hidden, cfg.grid, cfg.spatial.patch_size), views[0] + 5, views[0])
     model(other, views[1], context, target, valid)
     torch.testing.assert_close(guesses[1], guesses[0])
     assert f"{name}_head.weight" not in nano_model(small_config()).state_dict()
+
+
+@torch.no_grad()
+def test_the_context_loss_is_of_valid_context_tokens_and_reads_no_hidden_voxel() -> None:
+    cfg = small_config("context")
+    model = nano_model(cfg).eval()
+    context, target = token_ids(cfg, 3)
+    views = [volumes(cfg, 3, seed) for seed in (0, 1)]
+    guesses: list[torch.Tensor] = []
+    model.predictor.predictor_proj.register_forward_hook(lambda _module, _inputs, out: guesses.append(out))
+    valid = torch.ones(context.shape)
+    valid[:, 2:] = 0
+    first = model(*views, context, target, torch.ones(target.shape), None, valid)
+    features = model.target_encoder(views[1])
+    for b in range(3):
+        kept = features[b, context[b, :2]]
+        truth = (kept - kept.mean(-1, keepdim=True)) / (
+            kept.var(-1, unbiased=False, keepdim=True) + 1e-6
+        ).sqrt()
+        expected = float((guesses[0][b, :2] - truth).abs().mean())
+        assert float(first.second_B["context"][b]) == pytest.approx(expected, rel=1e-4)
+    seen = torch.zeros(3, model.encoder.num_tokens, dtype=torch.bool).scatter(1, context, True)
+    other = torch.where(voxels_of_tokens(~seen, cfg.grid, cfg.spatial.patch_size), views[0] + 5, views[0])
+    assert not torch.equal(other, views[0])
+    model(other, views[1], context, target, torch.ones(target.shape), None, valid)
+    torch.testing.assert_close(guesses[1], guesses[0])
+
+
+@torch.no_grad()
+def test_targets_of_several_blocks_are_their_normalised_outputs_side_by_side() -> None:
+    cfg = small_config("layers")
+    model = nano_model(cfg).eval()
+    view = volumes(cfg, 2)
+    targets, features = model.compute_targets(view, view)
+    width = model.encoder.width
+    assert targets.shape[-1] == model.target_width == 2 * width
+    last = nano_model(small_config()).compute_targets(view, view)[0]  # the same weights, the last block alone
+    torch.testing.assert_close(targets[..., width:], last)
+    torch.testing.assert_close(features, last)
+    outputs: list[torch.Tensor] = []
+    model.target_encoder.blocks[0].register_forward_hook(lambda _module, _inputs, out: outputs.append(out))
+    model.compute_targets(view, view)
+    torch.testing.assert_close(
+        targets[..., :width], torch.nn.functional.layer_norm(outputs[0], (width,), eps=1e-6)
+    )
+    with pytest.raises(
+        UserError, match=r"target_layers: expected 2, the last block of model.size nano.*\[1\]"
+    ):
+        nano_model(small_config("vjepa2", "method.target_layers=[1]"))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from models.losses import TOKEN_LOSSES, Statistics, TokenLoss, VicReg
-from models.vjepa3d import HEADS, VJEPA3D
+from models.vjepa3d import HEADS, SECOND_LOSSES, VJEPA3D
 from pretraining import step as step_module
 from pretraining.gauges.skill import SkillGauge
 from pretraining.step import Update, build_optimizer, predict, train_step, trial_step
@@ -46,6 +46,7 @@ def update(cfg: Config, parts: int, steps: int = 2) -> tuple[VJEPA3D, list[float
         *(("vjepa2", kind) for kind in ("none", "vicreg", "sigreg")),
         *(("mae", kind) for kind in ("none", "vicreg")),
         *(("dense", "vicreg"), ("normalised_l2", "none"), ("ascan", "vicreg"), ("pixel", "vicreg")),
+        *(("context", "vicreg"), ("layers", "vicreg")),
     ],
 )
 def test_accumulation_changes_nothing(recipe: str, regulariser: str) -> None:
@@ -67,9 +68,9 @@ def test_regulariser_reaches_the_gradient(recipe: str) -> None:
     assert not torch.equal(plain.encoder.norm.weight, strong.encoder.norm.weight)
 
 
-@pytest.mark.parametrize("name", HEADS)
-def test_the_weight_of_a_heads_loss_reaches_the_gradient(name: str) -> None:
-    """Weight 0 has no head. Under penalty_only neither of the two predictions teaches."""
+@pytest.mark.parametrize("name", SECOND_LOSSES)
+def test_the_weight_of_a_second_loss_reaches_the_gradient(name: str) -> None:
+    """Weight 0 has no second loss. Under penalty_only neither of the two predictions teaches."""
     alone = "method.control=penalty_only"
     plain, light, heavy, controls = (
         update(small_config("vjepa2", *words), 1, 1)[0]
@@ -83,9 +84,12 @@ def test_the_weight_of_a_heads_loss_reaches_the_gradient(name: str) -> None:
     weights = [model.encoder.norm.weight for model in (plain, light, heavy)]
     assert not torch.equal(weights[0], weights[1])
     assert not torch.equal(weights[1], weights[2])
-    began = nano_model(small_config(name)).heads[name]
-    assert torch.equal(controls.heads[name].bias, began.bias)
-    assert not torch.equal(light.heads[name].bias, began.bias)
+    began = nano_model(small_config(name))
+    layers = [
+        m.heads[name] if name in HEADS else m.predictor.predictor_proj for m in (began, controls, light)
+    ]
+    assert torch.equal(layers[1].bias, layers[0].bias)
+    assert not torch.equal(layers[2].bias, layers[0].bias)
 
 
 @pytest.mark.parametrize("parts", [1, 4])
@@ -166,19 +170,30 @@ def test_mismatched_targets_are_those_of_another_volume_in_training_alone() -> N
     torch.testing.assert_close(evaluated, own)
 
 
-@pytest.mark.parametrize("name", HEADS)
-def test_what_a_head_predicts_is_of_another_volume_in_mismatched_training_alone(name: str) -> None:
+@pytest.mark.parametrize("name", SECOND_LOSSES)
+def test_what_a_second_loss_is_of_is_of_another_volume_in_mismatched_training_alone(name: str) -> None:
     cfg = small_config(name, "method.control=mismatched_targets")
     control, plain = nano_model(cfg), nano_model(small_config(name))
     batch = uint8_batch(cfg, 4)
     with torch.no_grad():
         losses = [
-            predict(model.train(training), batch, CPU, stochastic=False).heads_B[name]
+            predict(model.train(training), batch, CPU, stochastic=False).second_B[name]
             for model, training in ((control, True), (plain, True), (control, False))
         ]
     other, own, evaluated = losses
     assert bool((other - own).abs().min() > 1e-4)
     torch.testing.assert_close(evaluated, own)
+
+
+def test_padding_is_no_part_of_the_context_loss() -> None:
+    cfg = small_config("context")
+    batch = uint8_batch(cfg, 4)
+    assert 0 < int(batch["context_valid"].sum()) < batch["context_valid"].numel()
+    losses = [
+        predict(nano_model(cfg), {**batch, "context_valid": valid}, CPU, stochastic=False).second_B["context"]
+        for valid in (batch["context_valid"], torch.ones_like(batch["context_valid"]))
+    ]
+    assert not torch.allclose(*losses)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 vit3d.SIZES.setdefault("nano", vit3d.Size(2, 48, 2))
 
 
-# `vjepa2` with a part of another recipe, or with heads beside the predictor
+# `vjepa2` with a part of another recipe, or with more to predict
 VARIANTS = {
     "dense": ("method.context=dense",),
     "mlp": ("method.context=dense", "method.predictor=mlp"),
@@ -27,6 +27,8 @@ VARIANTS = {
     "normalised_l2": ("method.loss=normalised_l2",),
     "ascan": ("method.ascan_weight=1",),
     "pixel": ("method.pixel_weight=1",),
+    "context": ("method.context_weight=1",),
+    "layers": ("method.context_weight=0.5", "method.target_layers=[1,2]"),
 }
 
 

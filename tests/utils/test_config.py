@@ -81,7 +81,7 @@ def test_methods_configurations_hold_the_methods_values() -> None:
         assert accumulation_steps(c.train, 16) == 2  # a v4-32 has 16 chips
 
 
-@pytest.mark.parametrize("key", ["ascan_weight", "pixel_weight"])
+@pytest.mark.parametrize("key", ["ascan_weight", "pixel_weight", "context_weight"])
 @pytest.mark.parametrize("recipe", [MAE, ["method.context=dense", "method.predictor=mlp"]])
 def test_only_a_transformer_that_predicts_features_has_more_heads(recipe: list[str], key: str) -> None:
     assert getattr(load_config(SMOKE, [f"method.{key}=1"]).method, key) == 1
@@ -90,6 +90,12 @@ def test_only_a_transformer_that_predicts_features_has_more_heads(recipe: list[s
             SMOKE,
             [*recipe, "method.regulariser_weight=0", "method.regulariser=none", f"method.{key}=1"],
         )
+
+
+@pytest.mark.parametrize("layers", ["[]", "[0,12]", "[6,3,12]", "[3,3,12]"])
+def test_target_layers_are_blocks_in_rising_order(layers: str) -> None:
+    with pytest.raises(ConfigError, match=r"method\.target_layers: expected numbers of blocks from 1 on"):
+        load_config(SMOKE, [f"method.target_layers={layers}"])
 
 
 def test_a_control_needs_what_it_controls() -> None:

@@ -185,13 +185,18 @@ def _check_parts(method: MethodConfig, recipe: Recipe) -> None:
         is_fitting = value is None or recipe.takes_parts
         _require(is_fitting, f"method.{name}", f"null with recipe {method.recipe}", value)
     has_trunk = recipe.predictor == "transformer" and recipe.target == "features"
-    for name in ("ascan_weight", "pixel_weight"):
+    for name in ("ascan_weight", "pixel_weight", "context_weight"):
         _require(
             getattr(method, name) == 0 or has_trunk,
             f"method.{name}",
             "0 unless a transformer predicts features, as in vjepa2",
             f"{getattr(method, name)} with {method.recipe}",
         )
+    if (layers := method.target_layers) is not None:
+        name = "method.target_layers"
+        _require(has_trunk, name, "null unless a transformer predicts features, as in vjepa2", layers)
+        is_rising = bool(layers) and layers == sorted(set(layers)) and layers[0] > 0
+        _require(is_rising, name, "numbers of blocks from 1 on, each above the one before", layers)
     _require(
         recipe.predictor != "mlp" or recipe.context == "dense",
         "method.context",

@@ -98,8 +98,8 @@ def time_steps(
     """Seconds of single steps with loading: one step of each named arm in turn; arms of equal cost share."""
     pin(core)
     torch.set_num_threads(1)
-    runtime = Runtime(torch.device("cpu"), use_bf16=False)
     configs = {name: arm_config(arm_by_name(name), 0, ROUNDS, root, extra) for name in names}
+    runtime = Runtime(torch.device("cpu"), use_bf16=next(iter(configs.values())).train.use_bf16)
     first_of = {cost_key(cfg): name for name, cfg in reversed(configs.items())}
     timed: dict[str, list[float]] = {name: [] for name in sorted(first_of.values())}
     parts = {}

@@ -8,7 +8,8 @@ table that counts every mismatch by reason.
 A cube covers the field of its scan, with as many voxels as it likes; one that states another field is not
 used. It goes through the resampling of the volumes (data_setup/resample.py), an image through the weights of
 its two axes. A cube's B-scans run as its scan's do, or the other way: flow lies where there is tissue, so its
-correlation with the structural volume decides, and both are in the table. The images run as their cube.
+correlation with the structural volume decides, and both are in the table; where it does not, the clear cubes
+of the protocol do (data_setup/directions.py). The images run as their cube.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from data_setup.directions import to_turn
 from data_setup.readers.faults import OCTReadError, RejectReason
 from data_setup.readers.octa import EN_FACE, FLOW_CUBE, SLABS, OctaHeader, read_octa, slab_of
 from data_setup.resample import axis_weights, resample_frames
@@ -40,7 +42,7 @@ STRUCTURAL, CUBE = "associated_structural_oct", "flow_cube_file_path"
 IMAGE = "associated_enface_{}_file_path"
 SAME_FIELD = 0.05  # relative: how far a file's own field may be from its scan's
 LEAST_FIT = 0.2  # correlation; a cube of the same scan has more
-CLEARER = 1.02  # so much better must the other direction be, or the file's is taken
+CLEARER = 1.02  # so much better must one direction be, or the scan does not decide
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,7 @@ class FlowJob:
     link: Link
     store: PreparedStore
     writer: FlowWriter
+    unclear_is_reversed: bool = False  # what is taken where the scan does not decide
 
 
 def read_links(cfg: Config, store: PreparedStore) -> tuple[list[Link], Counter[str]]:
@@ -110,7 +113,7 @@ def prepare_cube(job: FlowJob) -> tuple[int, str]:
         fields["source"] = _digest(link, store)
         header, frames = read_octa(link.url, FLOW_CUBE, store.options)
         _require_scan(header, record, link.url)
-        cube, measured = _lay_cube(header, frames, store, record, link.url)
+        cube, measured = _lay_cube(header, frames, store, record, link.url, job.unclear_is_reversed)
         slabs, of_images = _lay_images(link, store, record, measured["reversed_d"])
         flow = cube, slabs
         fields |= measured | of_images | {"status": KEPT}
@@ -143,7 +146,12 @@ def _require_field(stated: Sequence[tuple[str, int, float | None]], record: pd.S
 
 
 def _lay_cube(
-    header: OctaHeader, frames: np.ndarray, store: PreparedStore, record: pd.Series, url: str
+    header: OctaHeader,
+    frames: np.ndarray,
+    store: PreparedStore,
+    record: pd.Series,
+    url: str,
+    unclear_is_reversed: bool,
 ) -> tuple[np.ndarray, dict[str, Any]]:
     """The cube on the volume's grid uint8 [D, H, W], in the direction that fits it, and what was measured."""
     own = header.spacing_mm  # the B-scan distance is left aside: Cirrus states another length for it
@@ -168,7 +176,7 @@ def _lay_cube(
     if max(fits) < LEAST_FIT:
         expected = f"a correlation of {LEAST_FIT} with the structural volume"
         raise OCTReadError(url, RejectReason.NO_FIT, expected, f"{max(fits):.2f}")
-    is_reversed = fits[1] > CLEARER * max(fits[0], 0.0)
+    is_reversed = unclear_is_reversed if _is_unclear(*fits) else fits[1] > fits[0]
     measured: dict[str, Any] = {
         "flow_d": header.shape[0],
         "flow_h": header.shape[1],
@@ -176,6 +184,11 @@ def _lay_cube(
     }
     measured |= {"fit": fits[0], "fit_reversed": fits[1], "reversed_d": is_reversed}
     return both[int(is_reversed)], measured
+
+
+def _is_unclear(fit: float, fit_reversed: float) -> bool:
+    """Whether neither direction fits CLEARER times as well as the other."""
+    return max(fit, fit_reversed) < CLEARER * min(fit, fit_reversed)
 
 
 def correlation(first: np.ndarray, second: np.ndarray) -> float:
@@ -259,7 +272,13 @@ def prepare_flow(cfg: Config, workers: int) -> int:
         FlowJob(link, store, writer) for link in links if not _is_done(link, written.get(link.row), store)
     ]
     away = run_all(prepare_cube, jobs, workers, "flow", "cubes")
-    report = summarise(writer.finalise([link.row for link in links]), reasons, len(away))
+    index = writer.finalise([link.row for link in links])
+    turned = to_turn(index, _unclear_rows(index))
+    if turned:
+        jobs = [FlowJob(link, store, writer, turned[link.row]) for link in links if link.row in turned]
+        away += run_all(prepare_cube, jobs, workers, "directions", "cubes")
+        index = writer.finalise([link.row for link in links])
+    report = summarise(index, reasons, len(away))
     text = json.dumps(report, indent=1) + "\n"
     storage.write_text(storage.join(store.url, "flow_report.json"), text, store.options)
     print(table(report))
@@ -308,18 +327,20 @@ def summarise(index: pd.DataFrame, reasons: Mapping[str, int], unread: int) -> d
             str(device): {
                 "kept": len(part),
                 "reversed_d": int(part.reversed_d.sum()),
-                "unclear": int(
-                    (
-                        np.maximum(part.fit, part.fit_reversed)
-                        < CLEARER * np.minimum(part.fit, part.fit_reversed)
-                    ).sum()
-                ),
+                "unclear": int(_unclear_rows(part).sum()),
                 "fit": round(float(np.maximum(part.fit, part.fit_reversed).mean()), 4),
                 "slabs": {slab: sum(slab in text.split("|") for text in part.slabs) for slab in SLABS},
             }
             for device, part in kept.groupby("device")
         },
     }
+
+
+def _unclear_rows(index: pd.DataFrame) -> pd.Series:
+    """Which rows of flow.parquet have a direction that their scan does not decide."""
+    return pd.Series(
+        [_is_unclear(*fits) for fits in zip(index.fit, index.fit_reversed, strict=True)], index.index, bool
+    )
 
 
 def table(report: Mapping[str, Any]) -> str:

@@ -7,7 +7,8 @@ own grid (data_setup/store/heights.py), heights_report.json and a table that cou
 The grid of a map need not be that of its scan: both cover the same field. Heights go through the weights that
 made the volume (data_setup/resample.py), over valid heights alone; a place where less than half of the weight
 is valid has none. A map's B-scans run as its scan's do, or the other way: the documentation does not say
-which for every device, so the brightness step at the first surface decides, and both are in the table.
+which for every device, so the brightness step at the first surface decides, and both are in the table. Where
+it does not decide, the clear maps of the protocol do (data_setup/directions.py).
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from data_setup.directions import to_turn
 from data_setup.readers.faults import OCTReadError, RejectReason
 from data_setup.readers.heights import NUM_SURFACES, HeightMap, read_heights
 from data_setup.resample import axis_weights
@@ -39,7 +41,7 @@ LEAST_WEIGHT = 0.5  # share of valid heights under a stored A-scan
 STEP_MM = 0.045  # rows above and below the first surface that are compared: a few tissue layers
 LEAST_STEP = 0.25  # standard deviations; no first surface of a retina is fainter
 CLEARER = 1.1  # so much better must the other direction be
-UNCLEAR = "direction_unclear"  # both directions fit: the file's is taken
+UNCLEAR = "direction_unclear"  # both directions fit: that of the protocol's clear maps, else the file's
 SHARE_INSIDE = 0.5  # of the heights must be rows of the scan
 
 
@@ -59,6 +61,7 @@ class HeightJob:
     link: Link
     store: PreparedStore
     writer: HeightWriter
+    unclear_is_reversed: bool = False  # what is taken where the scan does not decide
 
 
 def read_links(cfg: Config, store: PreparedStore) -> tuple[list[Link], Counter[str]]:
@@ -186,7 +189,9 @@ def prepare_map(job: HeightJob) -> tuple[int, str]:
         source = storage.stat(url, store.options)
         fields |= {"source_size": source.size, "source_version": source.etag_or_mtime}
         map_ = read_heights(url, record.device, store.options)
-        heights, measured = _fit(map_, store.read(row), record, store.attrs["geometry"], url)
+        heights, measured = _fit(
+            map_, store.read(row), record, store.attrs["geometry"], url, job.unclear_is_reversed
+        )
         fields |= measured | {"status": KEPT}
     except storage.StorageNotFoundError as error:
         fields |= {"status": RejectReason.MISSING_FILE.value, "message": error.problem}
@@ -197,7 +202,12 @@ def prepare_map(job: HeightJob) -> tuple[int, str]:
 
 
 def _fit(
-    map_: HeightMap, volume: np.ndarray, record: pd.Series, geometry: Mapping[str, Any], url: str
+    map_: HeightMap,
+    volume: np.ndarray,
+    record: pd.Series,
+    geometry: Mapping[str, Any],
+    url: str,
+    unclear_is_reversed: bool,
 ) -> tuple[np.ndarray, dict[str, Any]]:
     """The heights in voxels of the volume, in the direction that fits it, and what was measured."""
     if map_.references and record.sop_instance_uid not in map_.references:
@@ -217,9 +227,10 @@ def _fit(
         expected = f"a step of {LEAST_STEP} standard deviations of brightness at the first surface"
         raise OCTReadError(url, RejectReason.NO_EDGE, expected, f"{max(steps):.2f}")
     is_reversed = steps[1] > CLEARER * max(steps[0], LEAST_STEP / CLEARER)
-    heights, notes = both[int(is_reversed)], map_.notes
+    notes = map_.notes
     if max(steps) < CLEARER * min(steps):
-        notes = (*notes, UNCLEAR)
+        is_reversed, notes = unclear_is_reversed, (*notes, UNCLEAR)
+    heights = both[int(is_reversed)]
     d0, d1, w0, w1 = (int(record[f"valid_{edge}"]) for edge in ("d0", "d1", "w0", "w1"))
     complete = ~np.isnan(heights[:, d0:d1, w0:w1]).any(axis=0)
     return heights, {
@@ -255,6 +266,12 @@ def prepare_heights(cfg: Config, workers: int) -> int:
     ]
     away = run_all(prepare_map, jobs, workers, "heights", "maps")
     index = writer.finalise([link.row for link in links])
+    is_unclear = index.notes.fillna("").str.split("|").map(lambda notes: UNCLEAR in notes)
+    turned = to_turn(index, is_unclear)
+    if turned:
+        jobs = [HeightJob(link, store, writer, turned[link.row]) for link in links if link.row in turned]
+        away += run_all(prepare_map, jobs, workers, "directions", "maps")
+        index = writer.finalise([link.row for link in links])
     report = summarise(index, reasons, len(away))
     storage.write_text(
         storage.join(store.url, "heights_report.json"), json.dumps(report, indent=1) + "\n", store.options

@@ -219,7 +219,7 @@ def lay_surfaces(job: LabelJob) -> tuple[np.ndarray, dict[str, Any]]:
     """The surfaces in voxels of the grid, and what was measured; raises OCTReadError, StorageError."""
     record = job.store.index.loc[job.row]
     shape = _scan_shape(record)
-    values, names = read_label_surfaces(job.url, shape, job.store.options)
+    values, names = read_label_surfaces(job.url, shape, job.store.options, record.sop_instance_uid)
     if len(names) > MAX_SURFACES:
         raise OCTReadError(job.url, RejectReason.SURFACE_COUNT, f"up to {MAX_SURFACES} surfaces", len(names))
     known = values[~np.isnan(values)]

@@ -11,6 +11,9 @@ What real files do, and what is done here:
   order       Spectralis stores the lowest surface second: the order of depth decides
   names       SegmentLabel where every frame has a known one. Topcon's labels stand in another order than the
               surfaces: the labels are dealt out by depth, and this is noted. Else surface_01, surface_02, ...
+
+A map that says itself what is no height (FloatPixelPaddingValue), as data_setup/writers/height_map.py writes,
+is read by `read_stated_heights`: any number of surfaces, in the order and by the labels of the file.
 """
 
 from __future__ import annotations
@@ -70,7 +73,7 @@ PLACEHOLDER, REORDERED, UNLABELLED, UNORDERED = (
     "no_labels",
     "frames_not_by_depth",
 )
-_TAGS = ["SOPClassUID", "NumberOfFrames", "Rows", "Columns", "SegmentSequence"]
+_TAGS = ["SOPClassUID", "NumberOfFrames", "Rows", "Columns", "SegmentSequence", "FloatPixelPaddingValue"]
 _TAGS += ["SharedFunctionalGroupsSequence", "PerFrameFunctionalGroupsSequence", "ReferencedSeriesSequence"]
 _FLOAT_PIXELS = (0x7FE0, 0x0008)
 
@@ -87,7 +90,41 @@ class HeightMap:
 
 def read_heights(url: str, device: str, options: StorageOptions | None = None) -> HeightMap:
     """The surfaces of a file; raises OCTReadError, StorageError, and KeyError for an unknown device."""
-    limit, expected_count = INVALID_UP_TO[device], NUM_SURFACES[device]
+    stored = _read(url, NUM_SURFACES[device], options)
+    with np.errstate(invalid="ignore"):
+        is_height = np.isfinite(stored.values) & (stored.values > INVALID_UP_TO[device])
+    values = np.where(is_height, stored.values, np.float32(np.nan))
+    if np.isnan(values).all(axis=(1, 2)).any():
+        lacking = int(np.isnan(values).all(axis=(1, 2)).sum())
+        expected = "heights of every surface"
+        raise OCTReadError(url, RejectReason.NO_VALID_HEIGHTS, expected, f"none of {lacking} surfaces")
+    values, names, notes = _by_depth(values, list(stored.names))
+    return HeightMap(values, names, stored.references, (*notes, *stored.notes))
+
+
+def read_stated_heights(url: str, options: StorageOptions | None = None) -> HeightMap:
+    """The surfaces of a file with FloatPixelPaddingValue, as they stand in it; raises OCTReadError,
+    StorageError.
+    """
+    stored = _read(url, None, options)
+    if stored.padding is None or len(stored.names) != len(stored.values):
+        expected = f"FloatPixelPaddingValue, and a label for each of {len(stored.values)} surfaces"
+        actual = f"{'no' if stored.padding is None else 'a'} padding value, {len(stored.names)} labels"
+        raise OCTReadError(url, RejectReason.HEADER_MISMATCH, expected, actual)
+    is_height = np.isfinite(stored.values) & (stored.values != np.float32(stored.padding))
+    values = np.where(is_height, stored.values, np.float32(np.nan))
+    return HeightMap(values, stored.names, stored.references, stored.notes)
+
+
+@dataclass(frozen=True)
+class _Stored(HeightMap):
+    """Values and labels as they stand in a file."""
+
+    padding: float | None  # FloatPixelPaddingValue
+
+
+def _read(url: str, expected_count: int | None, options: StorageOptions | None) -> _Stored:
+    """What a file holds; `expected_count` of surfaces, None: any. Raises OCTReadError, StorageError."""
     with open_file(url, options) as opened:
         file = BoundedFile(opened)
         ds = _header(file, url)
@@ -95,22 +132,16 @@ def read_heights(url: str, device: str, options: StorageOptions | None = None) -
             shape = (int(ds.NumberOfFrames), int(ds.Rows), int(ds.Columns))
             labels = [str(s.get("SegmentLabel") or "").strip() for s in ds.get("SegmentSequence") or []]
             references = references_of_groups(ds)
+            padding = ds.get("FloatPixelPaddingValue")
+            padding = None if padding is None else float(padding)
         if min(shape) < 1 or max(shape[1:]) > 0xFFFF:
             raise OCTReadError(url, RejectReason.HEADER_MISMATCH, "sizes above 0", _text(shape))
-        if shape[0] != expected_count:
-            expected = f"{expected_count} surfaces of {device}"
+        if expected_count is not None and shape[0] != expected_count:
+            expected = f"{expected_count} surfaces of its device"
             raise OCTReadError(url, RejectReason.SURFACE_COUNT, expected, number(shape[0]))
         values = _float_pixels(file, ds, shape, url)
-    with np.errstate(invalid="ignore"):
-        values = np.where(np.isfinite(values) & (values > limit), values, np.float32(np.nan))
-    if np.isnan(values).all(axis=(1, 2)).any():
-        lacking = int(np.isnan(values).all(axis=(1, 2)).sum())
-        expected = "heights of every surface"
-        raise OCTReadError(url, RejectReason.NO_VALID_HEIGHTS, expected, f"none of {lacking} surfaces")
-    values, names, notes = _by_depth(values, labels)
-    if str(ds.SOPClassUID) != HEIGHT_MAP_CLASS:
-        notes = (*notes, PLACEHOLDER)
-    return HeightMap(values, names, references, notes)
+    notes = () if str(ds.SOPClassUID) == HEIGHT_MAP_CLASS else (PLACEHOLDER,)
+    return _Stored(values, tuple(labels), references, notes, padding)
 
 
 def _header(file: BoundedFile, url: str) -> Dataset:

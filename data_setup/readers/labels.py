@@ -6,7 +6,8 @@ side by side; or an OCTReadError with its reason.
 
 A label volume is an .npz with `labels`, a NIfTI file, or a folder or a pattern of PNG in the order of image
 folders, whose grey values (or places in a palette) are the classes. Surfaces are an .npz with `surfaces`, the
-row of the image (0 the centre of the first), NaN where unknown, and `names`.
+row of the image (0 the centre of the first), NaN where unknown, and `names`; or a DICOM Height Map
+Segmentation (.dcm) as finetuning.segment writes it.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from PIL import Image
 from data_setup.readers import nifti
 from data_setup.readers.dicom import open_file
 from data_setup.readers.faults import OCTReadError, RejectReason
+from data_setup.readers.heights import read_stated_heights
 from data_setup.readers.images import MAX_PIXELS, ordered_images
 from data_setup.readers.sidecar import (
     MAX_VOLUME_BYTES,
@@ -41,6 +43,7 @@ from utils.workers import in_threads
 Shape = tuple[int, int, int]
 NUM_VALUES = 256
 _NIFTI = (".nii", ".nii.gz")
+_ONE_FILE = (".npz", ".dcm")
 _GREY = ("1", "L", "P", "I;16", "I")  # modes whose numbers are classes
 
 
@@ -80,14 +83,21 @@ def read_label_volume(
 
 
 def read_label_surfaces(
-    url: str, shape: Shape, options: StorageOptions | None = None
+    url: str, shape: Shape, options: StorageOptions | None = None, scan_uid: str | None = None
 ) -> tuple[np.ndarray, tuple[str, ...]]:
-    """(float32 [S, D, W] in rows of the image, names) of a scan of `shape`.
+    """(float32 [S, D, W] in rows of the image, names) of a scan of `shape`; `scan_uid`: of a DICOM scan.
 
     A surface without a single height is left out. Raises OCTReadError, StorageError.
     """
-    arrays = _arrays(url, ("surfaces", "names"), options)
-    values, names = arrays["surfaces"], tuple(str(name).strip() for name in arrays["names"].ravel())
+    if url.lower().endswith(".dcm"):
+        stated = read_stated_heights(url, options)
+        if scan_uid and stated.references and scan_uid not in stated.references:
+            expected = "the scan of the manifest as the map's referenced image"
+            raise OCTReadError(url, RejectReason.WRONG_REFERENCE, expected, "another scan")
+        values, names = stated.values, stated.names
+    else:
+        arrays = _arrays(url, ("surfaces", "names"), options)
+        values, names = arrays["surfaces"], tuple(str(name).strip() for name in arrays["names"].ravel())
     is_plain = values.ndim == 3 and values.dtype.kind == "f" and len(values) == len(names)
     if not is_plain or len(set(names)) != len(names) or not all(names) or "|" in "".join(names):
         expected = "surfaces [S, B-scans, A-scans] of floats, and S different names"
@@ -114,7 +124,7 @@ def label_stat(
 
     Of NIfTI with the YAML that may say its axes, and `facts` on which its direction depends.
     """
-    if url.lower().endswith(".npz"):
+    if url.lower().endswith(_ONE_FILE):
         return storage.stat(url, options)
     is_nifti = url.lower().endswith(_NIFTI)
     urls = [url] if is_nifti else _image_urls(url, options)

@@ -16,12 +16,13 @@ from pydicom.sr.codedict import codes
 from pydicom.uid import generate_uid
 
 from data_setup.readers.dicom import OCTHeader
-from data_setup.readers.faults import OCTReadError, RejectReason
+from data_setup.writers.items import require
 from utils import storage
 from utils.config.schema import StorageOptions
 from utils.errors import UserError
 
 MAKER, SERIES_NUMBER = "oct-foundation", 900
+NEEDED = ("StudyInstanceUID", "SeriesInstanceUID", "SOPInstanceUID", "FrameOfReferenceUID")
 
 
 def load_highdicom() -> Any:
@@ -44,13 +45,11 @@ def write_seg(
     options: StorageOptions,
 ) -> None:
     """Write a .dcm at `url`. `classes`: stored value -> name; `version`: of what predicted.
-    Raises OCTReadError for a scan without a frame of reference, StorageError.
+    Raises OCTReadError for a scan that lacks one of NEEDED, StorageError.
     """
     hd = load_highdicom()
     source = pydicom.dcmread(io.BytesIO(storage.read_bytes(header.url, options)))
-    if "FrameOfReferenceUID" not in source:
-        expected = "a FrameOfReferenceUID for a DICOM SEG"
-        raise OCTReadError(header.url, RejectReason.UNSUPPORTED_FORMAT, expected, "none")
+    require(source, NEEDED, "DICOM SEG", header.url)
     algorithm = hd.AlgorithmIdentificationSequence(
         name=MAKER, version=version, family=codes.cid7162.ArtificialIntelligence
     )

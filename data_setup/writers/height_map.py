@@ -2,7 +2,7 @@
 
 In: float32 [S, D, W], rows of the scan (0: the centre of the first), NaN: none; the scan's DICOM file. Out: a
 file of SOP class 1.2.840.10008.5.1.4.1.1.66.8 with FloatPixelData, a frame a surface, from the vitreous down,
-whose shared functional group refers to the scan.
+whose shared functional group refers to the scan. `prepare --labels` reads it as label_surfaces.
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ from pydicom.sequence import Sequence as Items
 from pydicom.uid import UID, ExplicitVRLittleEndian, generate_uid
 
 from data_setup.readers.heights import HEIGHT_MAP_CLASS
-from data_setup.writers.items import make_item
+from data_setup.writers.items import make_item, require
 from utils import storage
 from utils.config.schema import StorageOptions
 
 INVALID = -1.0  # FloatPixelPaddingValue: no row of a scan, for no device
+NEEDED = ("SOPClassUID", "SOPInstanceUID", "SeriesInstanceUID")
 _OF_THE_SCAN: tuple[str, ...] = ("PatientName", "PatientID", "PatientBirthDate", "PatientSex")
 _OF_THE_SCAN += ("StudyInstanceUID", "StudyDate", "StudyTime", "StudyID", "AccessionNumber")
 _OF_THE_SCAN += ("ReferringPhysicianName", "FrameOfReferenceUID", "PositionReferenceIndicator")
@@ -36,8 +37,9 @@ def write_height_map(
     url: str,
     options: StorageOptions,
 ) -> None:
-    """Write a .dcm at `url`; `version`: of what predicted. Raises StorageError."""
+    """Write a .dcm at `url`; `version`: of what predicted. Raises OCTReadError, StorageError."""
     scan = pydicom.dcmread(io.BytesIO(storage.read_bytes(scan_url, options)), stop_before_pixels=True)
+    require(scan, NEEDED, "Height Map Segmentation", scan_url)
     meta = FileMetaDataset()
     meta.MediaStorageSOPClassUID = UID(HEIGHT_MAP_CLASS)
     meta.MediaStorageSOPInstanceUID = generate_uid()

@@ -5,9 +5,10 @@ In: arms and eyes. Out: `Measured`.
 * AUPRC (average precision, scikit-learn) of a map against the planted tokens, among valid tokens; what a map
   that knows nothing gets is their share.
 * deletion curve: tokens are hidden in the order of the map, 2 to 20 % of them; the mean loss of the explained
-  output over these steps, in standard deviations of that output over all eyes, less that of a random order.
-  It says whether the head rests on what the map shows, not whether that is the change. `planted first` hides
-  the planted tokens first: what a map that knows the truth would get.
+  output over these steps, in standard deviations of that output over all eyes, less that of a random order
+  and of the same map of a head of random weights. It says whether the head rests on what the map shows, not
+  whether that is the change. `planted first` hides the planted tokens first: what a map that knows the truth
+  would get.
 
 Maps that have no head: the grey value of a token, and the share of other people's eyes whose change is in the
 same token. A map that is not above the second knows where changes are as a rule, not where this one is.
@@ -27,7 +28,7 @@ from torch import Tensor
 from data_setup.loader import evaluation_batches
 from data_setup.normalisation import plain_view
 from data_setup.store.reader import PreparedStore
-from finetuning.explanations.arms import TRAINED, Arm, by_encoder
+from finetuning.explanations.arms import RANDOM_HEAD, TRAINED, Arm, by_encoder
 from finetuning.explanations.eyes import Eyes
 from finetuning.prediction.evidence import OCCLUSION, against_others, cheap_map, outputs_of
 from finetuning.prediction.occlusion import hidden_outputs, occlusion_maps
@@ -90,8 +91,9 @@ def measure(
             bright.append(_brightness(batch["volume"], cfg))
             if OCCLUSION not in methods:
                 continue
-            own = {name: many[-1] for (arm, name), many in maps.items() if arm == TRAINED}
-            orders = _orders(own, eyes, number, cfg.seed)
+            ranks = {name: many[-1] for (arm, name), many in maps.items() if arm == TRAINED}
+            ranks |= {control_order(name): maps[RANDOM_HEAD, name][-1] for name in methods}
+            orders = _orders(ranks, eyes, number, cfg.seed)
             for name, loss in _losses(arms[0], orders, view, valid_1N, weights_C, cfg, runtime).items():
                 losses.setdefault(name, []).append(loss)
     stacked = {key: np.array(many) for key, many in maps.items()}
@@ -107,6 +109,11 @@ def measure(
         if len(eyes.others)
         else {},
     )
+
+
+def control_order(method: str) -> str:
+    """The order of a method's map of a head of random weights, in which the head's own output is deleted."""
+    return f"{method} of random weights"
 
 
 def auprc_of(maps_nN: np.ndarray, eyes: Eyes) -> np.ndarray:
@@ -132,10 +139,10 @@ def _brightness(volume_1DHW: Tensor, cfg: Config) -> np.ndarray:
     return reduce(grey, "(gd d) (gh h) (gw w) -> (gd gh gw)", "mean", d=d, h=h, w=w)
 
 
-def _orders(own: Mapping[str, np.ndarray], eyes: Eyes, number: int, seed: int) -> dict[str, np.ndarray]:
+def _orders(maps: Mapping[str, np.ndarray], eyes: Eyes, number: int, seed: int) -> dict[str, np.ndarray]:
     """The valid tokens of an eye in the order in which each map hides them."""
     tokens = np.random.default_rng([seed, number]).permutation(np.flatnonzero(eyes.valid[number]))
-    ranks = dict(own) | {TRUTH_ORDER: eyes.truth[number].astype(float)}
+    ranks = dict(maps) | {TRUTH_ORDER: eyes.truth[number].astype(float)}
     orders = {name: tokens[np.argsort(-values[tokens], kind="stable")] for name, values in ranks.items()}
     return orders | {RANDOM_ORDER: tokens}
 

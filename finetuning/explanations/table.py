@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from finetuning.explanations.arms import LABELS, RANDOM_ENCODER, RANDOM_HEAD, TRAINED
-from finetuning.explanations.measure import BRIGHTNESS, PLACE, RANDOM_ORDER, Measured
+from finetuning.explanations.measure import BRIGHTNESS, PLACE, RANDOM_ORDER, Measured, control_order
 from models.probes.intervals import interval95, participant_draws
 
 PLAIN = {BRIGHTNESS: "no head: grey value of the token", PLACE: "no head: where other eyes have the change"}
@@ -68,7 +68,14 @@ def judge(measured: Measured, person_n: np.ndarray, samples: int, seed: int) -> 
         },
         "rows": rows,
         "deletion": [
-            {"order": name, "loss": of(loss), "above_random": of(loss - measured.deletion[RANDOM_ORDER])}
+            {
+                "order": name,
+                "loss": of(loss),
+                "above_random": of(loss - measured.deletion[RANDOM_ORDER]),
+                "above_control": of(loss - measured.deletion[control_order(name)])
+                if control_order(name) in measured.deletion
+                else None,
+            }
             for name, loss in measured.deletion.items()
         ],
         "auroc": dict(measured.auroc),
@@ -129,12 +136,14 @@ def markdown(content: Mapping[str, Any]) -> str:
             "",
             DELETION,
             "",
-            "| order | mean loss | 95 % interval | above a random order |",
-            "|---|---|---|---|",
+            "| order | mean loss | 95 % interval | above a random order | above its map of random weights |",
+            "|---|---|---|---|---|",
         ]
     for row in content["deletion"]:
-        loss, above = row["loss"], row["above_random"]
-        lines.append(f"| {row['order']} | {loss['mean']:.2f} | {_interval(loss, 2)} | {_signed(above, 2)} |")
+        loss, control = row["loss"], row["above_control"]
+        numbers = f"{loss['mean']:.2f}", _interval(loss, 2), _signed(row["above_random"], 2)
+        against_own = "-" if control is None else _signed(control, 2)
+        lines.append(f"| {' | '.join([row['order'], *numbers, against_own])} |")
     aurocs = ", ".join(f"{LABELS[arm]} {value:.2f}" for arm, value in content["auroc"].items())
     lines += ["", f"Planted eyes against {content['n_others']} others, AUROC: {aurocs or 'no others'}.", ""]
     return "\n".join(lines)

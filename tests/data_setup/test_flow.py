@@ -13,7 +13,7 @@ import pydicom
 import pytest
 from scipy.ndimage import zoom
 
-from data_setup import prepare
+from data_setup import flow_cubes, prepare
 from data_setup.flow_cubes import FlowJob, correlation, prepare_cube, read_links
 from data_setup.index import cli as index_command
 from data_setup.phantom.cohort import Scan, make_participants
@@ -138,6 +138,27 @@ def test_quirks_change_no_flow(quirky: Path) -> None:
         volume = inside(quirky, row, PreparedStore.open(str(quirky / "store")).read(row), "dhw")
         assert correlation(cube, volume) >= 0.98 * correlation(cube[::-1], volume)
         require_images(quirky, row, bool(index.reversed_d[row]))
+
+
+def test_an_unclear_cube_runs_as_the_clear_ones_of_its_protocol(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its images follow it; what the clear ones show is kept when the command runs again."""
+    make_flow_tree(tmp_path / "tree", 5, ("reversed",), (0,), SHAPE)
+    prepare_flow(tmp_path)
+    by_scan = index_of(tmp_path)
+    ratios = np.maximum(by_scan.fit, by_scan.fit_reversed) / np.minimum(by_scan.fit, by_scan.fit_reversed)
+    monkeypatch.setattr(flow_cubes, "CLEARER", float(ratios.nsmallest(2).mean()))
+    for path in (tmp_path / "store" / "flow_rows").iterdir():
+        path.unlink()
+    for _ in range(2):
+        assert prepare.main([*words(tmp_path), "--workers", "0", "--flow"]) == 0
+        index = index_of(tmp_path)
+        report = json.loads((tmp_path / "store" / "flow_report.json").read_text())
+        assert report["by_device"]["heidelberg_spectralis"]["unclear"] == 1
+        assert index.reversed_d.all()
+        for row in index.row:
+            require_images(tmp_path, row, True)
 
 
 def test_every_fault_is_counted_by_its_reason(quirky: Path) -> None:

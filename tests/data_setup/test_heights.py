@@ -9,8 +9,9 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from data_setup import prepare
-from data_setup.height_maps import edge_step
+from data_setup import height_maps, prepare
+from data_setup.directions import of_protocols, to_turn
+from data_setup.height_maps import edge_step, read_links
 from data_setup.phantom.cli import parse_quirks
 from data_setup.phantom.octa import FAULTS, HABITS, QUIRKS, SURFACES_OF
 from data_setup.readers.heights import DEPTH_OF_LABEL, NUM_SURFACES, read_heights
@@ -123,6 +124,20 @@ def test_every_fault_is_counted_by_its_reason(quirky: Path) -> None:
             assert status[one["path"]] == (one["expected_reason"] or "kept"), one
 
 
+def test_lines_whose_scan_takes_no_map_are_counted(plain: Path, tmp_path: Path) -> None:
+    """A second map of a scan, a scan that was rejected, and a device whose maps nobody knows."""
+    lines = (plain / "tree" / "retinal_octa" / "manifest.tsv").read_text().splitlines()
+    (tmp_path / "m.tsv").write_text("\n".join([*lines, lines[1].replace("_heightmap_", "_other_")]) + "\n")
+    store = PreparedStore.open(str(plain / "store"))
+    rejected, foreign = store.index.row.tolist()[-2:]
+    store.kept = store.kept[store.kept != rejected]
+    store.index.loc[foreign, "device"] = "optovue_avanti"
+    links, reasons = read_links(config(plain, f"data.heights_manifest_path={tmp_path / 'm.tsv'}"), store)
+    assert reasons == {"second_map": 1, "scan_rejected": 1, "unknown_device": 1}
+    assert [link.row for link in links] == store.index.row.tolist()[:-2]
+    assert not any("_other_" in link.path for link in links)
+
+
 def test_habits_are_noted(quirky: Path) -> None:
     report = json.loads((quirky / "store" / "heights_report.json").read_text())
     index = index_of(quirky)
@@ -136,6 +151,46 @@ def test_habits_are_noted(quirky: Path) -> None:
     assert spectralis.reversed_d.all()
     assert not kept[kept.device != "heidelberg_spectralis"].reversed_d.any()
     assert (kept.map_d < 22).all()
+
+
+def test_an_unclear_map_runs_as_the_clear_ones_of_its_protocol(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Five Spectralis maps, all reversed: the scan that says least of it does not keep its file's order."""
+    make_tree(tmp_path / "tree", 5, ("reversed",), (0,))
+    prepare_all(tmp_path)
+    by_scan, heights = index_of(tmp_path), StoredHeights.open(str(tmp_path / "store"))
+    assert by_scan.reversed_d.all()
+    assert not by_scan.notes.str.contains("direction_unclear").any()
+    before = [heights.read(row) for row in by_scan.row]
+    ratios = by_scan.edge_reversed / by_scan.edge.clip(lower=1e-6)
+    monkeypatch.setattr(height_maps, "CLEARER", float(ratios.nsmallest(2).mean()))
+    for path in (tmp_path / "store" / "height_rows").iterdir():
+        path.unlink()
+    assert prepare.main([*words(tmp_path), "--workers", "0", "--heights"]) == 0
+    index = index_of(tmp_path)
+    assert index.notes.str.contains("direction_unclear").sum() == 1
+    assert index.reversed_d.all()
+    heights = StoredHeights.open(str(tmp_path / "store"))
+    for row, values in zip(index.row, before, strict=True):
+        np.testing.assert_array_equal(heights.read(row), values)
+
+
+def test_a_protocol_decides_where_its_clear_rows_agree() -> None:
+    def table(*reversed_d: bool, status: str = "kept") -> pd.DataFrame:
+        rows = range(len(reversed_d))
+        return pd.DataFrame({"row": rows, "status": status, "protocol": "p", "reversed_d": reversed_d})
+
+    def last(index: pd.DataFrame) -> dict[int, bool]:
+        return to_turn(index, index.row == index.row.max())
+
+    assert last(table(True, True, True, False)) == {3: True}
+    assert last(table(False, False, False, True)) == {3: False}
+    assert last(table(True, True, True, True)) == {}  # lies there
+    assert last(table(True, True, False)) == {}  # of two
+    assert last(table(True, True, True, False, False)) == {}  # they disagree
+    assert last(table(True, True, True, False, status="no_edge")) == {}
+    assert of_protocols(table(True, True, True), pd.Series([False] * 3)) == {"p": True}
 
 
 def test_names_follow_depth(quirky: Path) -> None:

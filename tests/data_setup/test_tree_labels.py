@@ -9,6 +9,7 @@ from pathlib import Path
 import nibabel as nib
 import numpy as np
 import pandas as pd
+import pydicom
 import pytest
 from PIL import Image
 
@@ -19,6 +20,7 @@ from data_setup.store.heights import StoredHeights
 from data_setup.store.labels import StoredLabels
 from data_setup.store.reader import PreparedStore
 from data_setup.tree_labels import nearest_voxels, prepare_labels
+from data_setup.writers.height_map import write_height_map
 from tests.support.dicom_factory import rows_down, write_opt
 from tests.support.heights_factory import SMOKE
 from tests.support.import_factory import (
@@ -225,6 +227,35 @@ def test_labels_follow_the_frames_that_a_reader_sorts(
     expected = stored[:, 0].astype(np.float32) / 20 + int(store.index.valid_h0[0])
     is_known = ~np.isnan(upper)
     np.testing.assert_allclose(upper[is_known], expected[is_known], atol=1e-4)
+
+
+def test_surfaces_are_a_height_map_that_segment_writes(tmp_path: Path) -> None:
+    """In the order of the scan's frames; one of another scan is not taken."""
+    voxels = make_voxels(6)
+    path = dicom_out_of_order(tmp_path, voxels)
+    scan = pydicom.dcmread(tmp_path / path)
+    scan.SeriesInstanceUID = "2.25.2"
+    scan.save_as(tmp_path / path)
+    surfaces = surfaces_of(voxels)[:, ODD_FIRST].astype(np.float32)
+    options = load_config(SMOKE, []).data.storage_options
+    write_height_map(surfaces, NAMES, f"{tmp_path}/{path}", "v", f"{tmp_path}/own.dcm", options)
+    other = pydicom.dcmread(tmp_path / "own.dcm")
+    item = other.SharedFunctionalGroupsSequence[0].ReferencedImageSequence[0]
+    item.ReferencedSOPInstanceUID = "2.25.1"
+    other.save_as(tmp_path / "other.dcm")
+    np.savez(tmp_path / "lines.npz", surfaces=surfaces, names=np.array(NAMES))
+    row = {"person_id": "p", "filepath": path, "device": "heidelberg_spectralis", "protocol": "cube"}
+    row["sop_instance_uid"] = str(scan.SOPInstanceUID)
+    stored = {}
+    for name in ("lines.npz", "own.dcm", "other.dcm"):
+        save_table(tmp_path, pd.DataFrame([row | {"label_surfaces": name}]))
+        place = words(tmp_path, f"data.store={tmp_path}/store_{name}")
+        assert prepare.main(place) == 0
+        assert prepare.main([*place, "--labels"]) == 0
+        stored[name] = pd.read_parquet(f"{tmp_path}/store_{name}/heights.parquet").iloc[0]
+    assert [line.status for line in stored.values()] == ["kept", "kept", "wrong_reference"]
+    assert stored["own.dcm"].checksum == stored["lines.npz"].checksum
+    assert stored["own.dcm"].surfaces == "|".join(NAMES)
 
 
 def test_labels_of_a_cirrus_that_the_manifest_names(tmp_path: Path) -> None:

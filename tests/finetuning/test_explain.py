@@ -21,8 +21,12 @@ from finetuning.explanations.measure import (
     PLACE,
     RANDOM_ORDER,
     SHARES,
+    TRUTH_ORDER,
     Measured,
+    _losses,
+    _orders,
     auprc_of,
+    control_order,
     hidden_sets,
     usual_place,
 )
@@ -144,11 +148,33 @@ def test_a_deletion_takes_the_first_tokens_of_its_order() -> None:
         assert set(np.flatnonzero(hidden)) == set(order[: int(hidden.sum())])
 
 
+def test_a_deletion_loses_what_its_order_hides_first(tmp_path: Path) -> None:
+    """Of a linear head on mean tokens: hiding tokens loses the sum of their parts."""
+    cfg = config(tmp_path, tmp_path / "run")
+    torch.manual_seed(0)
+    view, valid = torch.randn(1, 1, 8, 24, 32), torch.ones(1, 24)
+    head, weights = reader(torch.tensor([[0.0] * 4, [1.0, 0, 0, 0]])), against_others(1, 2)
+    parts = cheap_map(head, Means()(view), valid, weights)[0].numpy()
+    truth = np.arange(24) == 7
+    eyes = eyes_of(truth[None], np.ones((1, 24), bool), np.array(["a"]))
+    orders = _orders({CONTRIBUTIONS: parts, "against": -parts}, eyes, 0, 0)
+    assert set(orders) == {CONTRIBUTIONS, "against", RANDOM_ORDER, TRUTH_ORDER}
+    assert orders[TRUTH_ORDER][0] == 7
+    arm: Any = SimpleNamespace(encoder=Means(), module=head.module, standardise=None)
+    losses = _losses(arm, orders, view, valid, weights, cfg, RUNTIME)
+    for name, order in orders.items():
+        hidden = [order[: max(1, round(share * 24))] for share in SHARES]
+        expected = np.mean([parts[tokens].sum() for tokens in hidden])
+        assert losses[name] == pytest.approx(expected, abs=1e-5), name
+    assert losses[CONTRIBUTIONS] > max(losses[RANDOM_ORDER], losses[TRUTH_ORDER]) > losses["against"]
+
+
 def scattered(auprc: dict[tuple[str, str], float], noise: float = 0.02) -> Measured:
     """24 eyes of 12 people whose scores scatter around these."""
     rng = np.random.default_rng(0)
     values = {key: mean + noise * rng.normal(size=24) for key, mean in auprc.items()}
     deletion = {CONTRIBUTIONS: np.full(24, 0.8), RANDOM_ORDER: np.full(24, 0.3)}
+    deletion[control_order(CONTRIBUTIONS)] = np.full(24, 0.7)
     return Measured({}, values, np.full(24, 0.05), deletion, {TRAINED: 0.9})
 
 
@@ -170,8 +196,10 @@ def test_the_winner_is_above_chance_and_its_controls() -> None:
     low, high = best["score"]["ci95"]
     assert low < best["score"]["auprc"] < high
     assert "above a map of where changes usually are" in best["verdict"]
-    (first, _) = best["deletion"]
+    first, random, control = best["deletion"]
     assert first["above_random"]["mean"] == pytest.approx(0.5)
+    assert first["above_control"]["mean"] == pytest.approx(0.1)
+    assert random["above_control"] is control["above_control"] is None
     second = verdict_of(
         scores(0.4, 0.6, 0.6)
     )  # a control does as well: occlusion shows the image, not the head

@@ -6,10 +6,12 @@ from functools import cache
 from itertools import pairwise
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from monai.metrics import compute_dice, compute_hausdorff_distance, compute_iou
 
+from data_setup.height_maps import lay_on_grid
 from data_setup.phantom.anatomy import SURFACES, Eye, make_eye, sample
 from data_setup.phantom.cohort import make_participants
 from data_setup.phantom.scan import place, scan_positions
@@ -18,6 +20,7 @@ from finetuning.layers.etdrs import QUADRANTS, SECTORS, etdrs, find_fovea
 from finetuning.layers.metrics import boundary_error_um, hausdorff95_um, layer_overlap
 
 SIZE = (5, 40, 7)
+RECOMMENDED_MM, SMOKE_MM = (0.09375, 0.006, 0.015625), (0.375, 0.024, 0.09375)
 LAYERS = ((0, 9), (4, 5), (0, 1))  # the retina, the outer plexiform and the nerve fibre layer
 
 
@@ -119,15 +122,21 @@ def analytic_um(eye: Eye, to_fundus: np.ndarray, laterality: str) -> dict[str, n
     return result
 
 
-@pytest.mark.parametrize("laterality", ["L", "R"])
-def test_etdrs_of_the_phantom_is_its_anatomy(laterality: str) -> None:
-    """Of the surfaces as a scan has them, motion and tilt included, to half a micrometre."""
-    eye, u, v, rows, spacing = eye_and_scan(laterality)
+def fovea_of(laterality: str) -> tuple[np.ndarray, tuple[float, float]]:
+    """(mm along (W, D) of the scan -> (u, v), where the fovea is in the scan's B-scans and A-scans)."""
+    _, u, v, _, spacing = eye_and_scan(laterality)
     per_w = np.array([u[0, 1] - u[0, 0], v[0, 1] - v[0, 0]]) / spacing[2]
     per_d = np.array([u[1, 0] - u[0, 0], v[1, 0] - v[0, 0]]) / spacing[0]
     to_fundus = np.stack([per_w, per_d], axis=1)
     right_mm, down_mm = np.linalg.solve(to_fundus, -np.array([u[0, 0], v[0, 0]]))
-    fovea = (down_mm / spacing[0], right_mm / spacing[2])
+    return to_fundus, (down_mm / spacing[0], right_mm / spacing[2])
+
+
+@pytest.mark.parametrize("laterality", ["L", "R"])
+def test_etdrs_of_the_phantom_is_its_anatomy(laterality: str) -> None:
+    """Of the surfaces as a scan has them, motion and tilt included, to half a micrometre."""
+    eye, _, _, rows, spacing = eye_and_scan(laterality)
+    to_fundus, fovea = fovea_of(laterality)
     retina = (rows[9] - rows[0]) * spacing[1] * 1000
     sought = find_fovea(retina, (spacing[0], spacing[2]))
     assert np.hypot((sought[0] - fovea[0]) * spacing[0], (sought[1] - fovea[1]) * spacing[2]) < 0.1
@@ -140,6 +149,30 @@ def test_etdrs_of_the_phantom_is_its_anatomy(laterality: str) -> None:
             assert table[sector].share == 1
             assert table[sector].um == pytest.approx(expected[sector][number], abs=0.5), (names, sector)
     assert table["outer_nasal"].um > table["outer_temporal"].um + 5  # nerve fibres
+
+
+@pytest.mark.parametrize(("grid_mm", "limit_um"), [(RECOMMENDED_MM, 0.5), (SMOKE_MM, 4.0)])
+def test_the_grid_of_a_store_keeps_the_sectors(grid_mm: tuple[float, float, float], limit_um: float) -> None:
+    """B-scans 0.375 mm apart flatten the pit, those of the recipe do not."""
+    eye, _, _, rows, spacing = eye_and_scan("R")
+    to_fundus, place = fovea_of("R")
+    shape = (rows.shape[1], BY_NAME["maestro2_3d_macula_oct_oct"].shape[1], rows.shape[2])
+    record = {
+        f"{name}_before_{a}": v
+        for name, of in zip(("shape", "spacing"), (shape, spacing), strict=True)
+        for a, v in zip("dhw", of, strict=True)
+    }
+    record |= {f"spacing_after_{a}": mm for a, mm in zip("dhw", grid_mm, strict=True)}
+    size = [2 * round(n * own / mm / 2) for n, own, mm in zip(shape, spacing, grid_mm, strict=True)]
+    upper, lower = lay_on_grid(rows[[0, 9]], pd.Series(record), {"image_size": size})
+    d, w = (
+        (at - (shape[axis] - 1) / 2) * spacing[axis] / grid_mm[axis] + (size[axis] - 1) / 2
+        for at, axis in zip(place, (0, 2), strict=True)
+    )
+    table = etdrs((lower - upper) * grid_mm[1] * 1000, (grid_mm[0], grid_mm[2]), (d, w), "R")
+    for sector, expected in analytic_um(eye, to_fundus, "R").items():
+        assert table[sector].share == 1
+        assert table[sector].um == pytest.approx(expected[0], abs=limit_um), sector
 
 
 def test_coarse_b_scans_keep_the_pit() -> None:

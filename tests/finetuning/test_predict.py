@@ -18,7 +18,7 @@ from finetuning.explain import main as explain
 from finetuning.explanations import eyes as eyes_module
 from finetuning.explanations import run as explain_module
 from finetuning.explanations.arms import LABELS as ARMS
-from finetuning.explanations.measure import BRIGHTNESS, PLACE
+from finetuning.explanations.measure import BRIGHTNESS, PLACE, RANDOM_ORDER, TRUTH_ORDER, control_order
 from finetuning.explanations.table import markdown
 from finetuning.head_file import open_head, predict_rows
 from finetuning.predict import main
@@ -185,6 +185,10 @@ def test_a_head_is_explained_and_predictions_show_its_best_map(
     of = {(row["arm"], row["method"]): row for row in content["rows"]}
     assert set(of) == maps | {(BRIGHTNESS, ""), (PLACE, "")}
     assert of[PLACE, ""]["auprc"]["mean"] == 1.0  # the change of every eye is in the same tokens
+    own = [CONTRIBUTIONS, OCCLUSION]
+    orders = {row["order"]: row for row in content["deletion"]}
+    assert set(orders) == {*own, *map(control_order, own), RANDOM_ORDER, TRUTH_ORDER}
+    assert all((row["above_control"] is None) == (name not in own) for name, row in orders.items())
     assert (run / "explanations.md").read_text() == markdown(content)
     assert (run / "explanations.png").read_bytes().startswith(b"\x89PNG")
     assert f"AUPRC {content['score']['auprc']:.3f}" in capsys.readouterr().out

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from data_setup.manifest import Record, unknown_record
 from data_setup.readers.faults import OCTReadError
-from data_setup.readers.heights import read_heights
+from data_setup.readers.heights import read_heights, read_stated_heights
 from data_setup.readers.labels import read_label_volume
 from data_setup.readers.open_record import open_record
 from data_setup.writers.dicom_seg import write_seg
@@ -234,16 +234,21 @@ def interleaved(path: Path, other: Path) -> list[int]:
     return order
 
 
-def test_a_scan_without_a_frame_of_reference_is_a_line_with_its_reason(
-    scan_file: Path, tmp_path: Path
+@pytest.mark.parametrize("keyword", ["FrameOfReferenceUID", "SeriesInstanceUID", "StudyInstanceUID"])
+def test_a_scan_that_a_file_cannot_refer_to_has_a_reason(
+    scan_file: Path, tmp_path: Path, keyword: str
 ) -> None:
     scan = pydicom.dcmread(scan_file)
-    del scan.FrameOfReferenceUID
-    scan.save_as(tmp_path / "scan.dcm")
+    delattr(scan, keyword)
+    url, out = str(tmp_path / "scan.dcm"), f"{tmp_path}/s.dcm"
+    scan.save_as(url)
     header, _ = open_record(record_of(scan_file))
-    header = replace(header, url=str(tmp_path / "scan.dcm"))
-    with pytest.raises(OCTReadError, match="expected a FrameOfReferenceUID"):
-        write_seg(labels_of(header.shape), CLASSES, header, "abc", f"{tmp_path}/s.dcm", OPTIONS)
+    labels = labels_of(header.shape)
+    with pytest.raises(OCTReadError, match=f"expected a {keyword} for a DICOM SEG"):
+        write_seg(labels, CLASSES, replace(header, url=url), "abc", out, OPTIONS)
+    if keyword == "SeriesInstanceUID":
+        with pytest.raises(OCTReadError, match="expected a SeriesInstanceUID for a Height Map"):
+            write_height_map(labels.astype(np.float32), ["a"] * len(labels), url, "abc", out, OPTIONS)
 
 
 def test_two_scans_of_one_name_do_not_overwrite_each_other() -> None:
@@ -264,6 +269,24 @@ def test_height_maps_read_back(scan_file: Path, tmp_path: Path) -> None:
     np.testing.assert_allclose(read.values, heights, atol=1e-6, equal_nan=True)
     assert (read.names, read.notes) == (("ILM", "RPE"), ())
     assert read.references == {header.sop_instance_uid}
+
+
+def test_surfaces_of_many_devices_read_back(scan_file: Path, tmp_path: Path) -> None:
+    """A head of all devices has more surfaces than this one's maps, two of them at one depth."""
+    header, _ = open_record(record_of(scan_file))
+    d, _, w = header.shape
+    names = ("ILM", "RNFL", "RNFL/GCL", *(f"my surface {n}" for n in range(10)), "CSI")
+    heights = np.random.default_rng(0).uniform(-3, 900, (len(names), d, w)).astype(np.float32)
+    heights[4], heights[5, 1] = np.nan, np.nan
+    write_height_map(heights, names, str(scan_file), "abc", f"{tmp_path}/h.dcm", OPTIONS)
+    read = read_stated_heights(f"{tmp_path}/h.dcm", OPTIONS)
+    np.testing.assert_array_equal(read.values, heights)
+    assert (read.names, read.references) == (names, {header.sop_instance_uid})
+    file = pydicom.dcmread(tmp_path / "h.dcm")
+    del file.FloatPixelPaddingValue
+    file.save_as(tmp_path / "unsaid.dcm")
+    with pytest.raises(OCTReadError, match="FloatPixelPaddingValue"):
+        read_stated_heights(f"{tmp_path}/unsaid.dcm", OPTIONS)
 
 
 def test_a_head_that_the_format_is_not_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

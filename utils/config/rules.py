@@ -184,6 +184,12 @@ def _check_parts(method: MethodConfig, recipe: Recipe) -> None:
         value = getattr(method, name)
         is_fitting = value is None or recipe.takes_parts
         _require(is_fitting, f"method.{name}", f"null with recipe {method.recipe}", value)
+    _require(
+        recipe.predictor != "mlp" or recipe.context == "dense",
+        "method.context",
+        "dense with method.predictor=mlp, which reads target positions",
+        method.context,
+    )
     has_trunk = recipe.predictor == "transformer" and recipe.target == "features"
     for name in ("ascan_weight", "pixel_weight", "context_weight"):
         _require(
@@ -197,12 +203,6 @@ def _check_parts(method: MethodConfig, recipe: Recipe) -> None:
         _require(has_trunk, name, "null unless a transformer predicts features, as in vjepa2", layers)
         is_rising = bool(layers) and layers == sorted(set(layers)) and layers[0] > 0
         _require(is_rising, name, "numbers of blocks from 1 on, each above the one before", layers)
-    _require(
-        recipe.predictor != "mlp" or recipe.context == "dense",
-        "method.context",
-        "dense with method.predictor=mlp, which reads target positions",
-        method.context,
-    )
 
 
 def _check_head(cfg: Config) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -20,6 +21,7 @@ from utils.runtime.leave import leave
 
 KEYS_PAGE = "docs/reference/configuration.md"
 HELP_PAGE = "docs/reference/troubleshooting.md"
+OF_THE_COMMAND_LINE = re.compile(r"--[a-z]|[A-Z]+: ")  # an option or a word that --help calls so
 AddArguments = Callable[[argparse.ArgumentParser], object]
 
 
@@ -91,6 +93,8 @@ def hint(error: UserError) -> str:
         return ""
     if isinstance(error, TransientError):
         return "; it may pass by itself: run the same command again"
+    if OF_THE_COMMAND_LINE.match(str(error)):
+        return "; examples and all options: the same command with --help"
     return f"; what to do: {HELP_PAGE}"
 
 

@@ -59,18 +59,22 @@ def parse_cli(
     return load_config(args.config, args.overrides), args
 
 
-def worker_count(text: str) -> int:
-    """For argparse: 0 or more."""
-    if not text.isdigit():
-        raise argparse.ArgumentTypeError(f"expected 0 or more, found {text}")
-    return int(text)
+def number_from(lowest: int) -> Callable[[str], int]:
+    """For argparse: a whole number, and none below `lowest`."""
+
+    def number(text: str) -> int:
+        if not text.isdecimal() or int(text) < lowest:
+            raise argparse.ArgumentTypeError(f"expected {lowest} or more, found {text}")
+        return int(text)
+
+    return number
 
 
 def add_workers(parser: argparse.ArgumentParser) -> None:
     """`--workers N`, by default a process for each processor."""
     parser.add_argument(
         "--workers",
-        type=worker_count,
+        type=number_from(0),
         default=os.cpu_count() or 1,
         metavar="N",
         help="processes; 0: in this one",

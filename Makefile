@@ -30,6 +30,7 @@ install: $(VENV)/installed ## make .venv with everything that the targets need
 
 $(VENV)/installed: requirements.txt requirements-dev.txt constraints.txt
 	@mkdir -p $(RUN)
+	@echo "== install: packages into $(VENV), minutes and up to 8 GB"
 	@start=$$(date +%s) && test -x $(PY) || $(PYTHON) -m venv $(VENV) && \
 	$(PY) -m pip install --quiet --disable-pip-version-check -r requirements-dev.txt -c constraints.txt && \
 	printf 'install\t%s\n' $$(( $$(date +%s) - start )) >> $(RUN)/stages.tsv

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from benchmarks.machine import describe, seconds
 from models import attention
+from utils.cli import number_from, run_cli
 from utils.help_pages import Parser
 from utils.runtime.open import keep_freed_memory
 
@@ -37,7 +38,7 @@ def main() -> None:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--repeats", type=number_from(1), default=5)
     repeats = parser.parse_args().repeats
     keep_freed_memory()
     print(describe())
@@ -65,4 +66,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_cli(main)

@@ -25,6 +25,7 @@ from finetuning.embedding.folder import Folder
 from finetuning.embedding.run import embed_rows
 from finetuning.embedding.volumes import StoreVolumes
 from finetuning.pooled import random_encoder
+from utils.cli import number_from, run_cli
 from utils.config.load import load_config
 from utils.config.schema import Config
 from utils.help_pages import Parser
@@ -57,8 +58,8 @@ def main() -> None:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--volumes", type=int, default=4)
-    parser.add_argument("--size", type=int, nargs=3, default=[32, 192, 192])
+    parser.add_argument("--volumes", type=number_from(1), default=4)
+    parser.add_argument("--size", type=number_from(1), nargs=3, default=[32, 192, 192])
     parser.add_argument("--model", default="b")
     parser.add_argument("--patches", action="store_true")
     args = parser.parse_args()
@@ -92,4 +93,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_cli(main)

@@ -28,7 +28,7 @@ from pretraining.gauges.monitor import Gauges, target_drift, update_ratio
 from pretraining.gauges.skill import SkillGauge
 from pretraining.step import UNWATCHED, Update, Watch, build_optimizer, train_step
 from utils import storage
-from utils.cli import run_cli
+from utils.cli import number_from, run_cli
 from utils.config.load import load_config
 from utils.config.schema import Config
 from utils.help_pages import Parser
@@ -112,8 +112,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--config", default="configs/pretrain_oct_vjepa2.yaml")
-    parser.add_argument("--batch", type=int, default=2, help="volumes per step")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--batch", type=number_from(1), default=2, help="volumes per step")
+    parser.add_argument("--rounds", type=number_from(1), default=5)
     parser.add_argument("--json", metavar="FILE")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     args = parser.parse_intermixed_args(argv)

@@ -20,6 +20,7 @@ from collections.abc import Callable
 import numpy as np
 
 from data_setup.masks import MaskPlan, draw_mask
+from utils.cli import number_from, run_cli
 from utils.config.schema import MaskFamily
 from utils.help_pages import Parser
 
@@ -96,7 +97,7 @@ def main() -> None:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--batches", type=int, default=200)
+    parser.add_argument("--batches", type=number_from(1), default=200)
     batches = parser.parse_args().batches
     for batch in BATCHES:
         measured = {name: measure(draw, batch, batches) for name, draw in SCHEMES.items()}
@@ -112,4 +113,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_cli(main)

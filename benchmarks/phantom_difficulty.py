@@ -30,7 +30,7 @@ from sklearn.preprocessing import StandardScaler
 from data_setup.phantom.cli import write_tree
 from data_setup.protocols import protocol_of_path
 from data_setup.readers.dicom import read_volume
-from utils.cli import run_cli
+from utils.cli import number_from, run_cli
 from utils.errors import UserError
 from utils.help_pages import Parser
 
@@ -156,9 +156,9 @@ def main(argv: list[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--participants", type=int, default=240)
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=number_from(0), default=0)
     parser.add_argument("--tree", type=Path, help="an existing phantom tree of size small without faults")
-    parser.add_argument("--workers", type=int, default=None)
+    parser.add_argument("--workers", type=number_from(0), default=None)
     parser.add_argument("--json", type=Path, help="write the numbers here")
     args = parser.parse_args(argv)
     if args.participants < 60:

@@ -26,6 +26,7 @@ from finetuning.prediction.run import predict
 from models.heads import build_head
 from models.vjepa3d import VJEPA3D
 from utils.checkpoint import CheckpointWriter, load_checkpoint
+from utils.cli import run_cli
 from utils.config.load import load_config, to_yaml
 from utils.config.schema import Config
 from utils.help_pages import Parser
@@ -111,4 +112,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_cli(main)

@@ -25,7 +25,7 @@ from data_setup.loader import Batch
 from models.optimizer import shard_state
 from models.vjepa3d import VJEPA3D
 from pretraining.step import Update, build_optimizer, train_step
-from utils.cli import run_cli
+from utils.cli import number_from, run_cli
 from utils.config.load import load_config
 from utils.config.schema import Config
 from utils.help_pages import Parser
@@ -96,7 +96,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--size", default="b", help="model.size")
-    parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--processes", type=number_from(1), default=2)
     parser.add_argument("--row", choices=ROWS, help=argparse.SUPPRESS)
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     args = parser.parse_intermixed_args(argv)

@@ -1,13 +1,16 @@
-"""Draw docs/pictures/collapse_*.png: `python docs/draw_collapse.py HEALTHY_RUN COLLAPSED_RUN`.
+"""Two runs side by side: `python docs/draw_collapse.py HEALTHY_RUN COLLAPSED_RUN [--row N] [--out FOLDER]`.
 
-In: two run directories of one store (docs/guides/checkpoints.md has the commands). Out: the gauges of both
-over the optimizer step, and three components of the token features of one B-scan at the end of each.
+In: two run directories of one store (docs/guides/checkpoints.md has the commands). Out, in the folder of the
+second: collapse_gauges.png, the gauges of both over the optimizer step, and collapse_features.png, three
+components of the token features of one B-scan at the end of each. Those of the page: --row 118 --out
+docs/pictures.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -15,10 +18,11 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from sklearn.decomposition import PCA
 
+from utils.cli import number_from, run_cli
+from utils.errors import UserError
 from utils.help_pages import Parser
 from utils.report.pictures import GAMMA, Snapshot, load_snapshot, show_mm
 
-FOLDER = Path(__file__).resolve().parent / "pictures"
 CURVES = (
     ("train/loss", "train/loss"),
     ("train/rankme", "train/rankme: directions in use"),
@@ -26,12 +30,30 @@ CURVES = (
     ("train/feature_cosine", "train/feature_cosine: volumes alike"),
 )
 COLOURS = {"healthy": "#1f6fb2", "collapsed": "#c8452f"}
-COMPONENTS, VOLUME = 3, "000118"
+COMPONENTS = 3
 
 
 def lines(run: Path) -> list[dict]:
     """What metrics.jsonl has."""
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    path = run / "metrics.jsonl"
+    if not path.is_file():
+        raise UserError(f"{path}: expected a file that pretraining.train writes, found none; give a run.dir")
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def pictured(run: Path) -> dict[int, Path]:
+    """Rows of the store whose pictures the run has, each with the newest."""
+    paths = sorted((run / "snapshots").glob("step_*_row_*.npz"))
+    return {int(re.sub(r".*_row_(\d+)\.npz", r"\1", path.name)): path for path in paths}
+
+
+def common_row(runs: dict[str, Path], row: int | None) -> int:
+    """The row to show: this one, else the first that both runs have."""
+    common = sorted(set.intersection(*(set(pictured(run)) for run in runs.values())))
+    if not common or row not in (None, *common):
+        there = ", ".join(map(str, common)) or "none"
+        raise UserError(f"--row: expected a row with pictures in both runs, found {row}; there: {there}")
+    return common[0] if row is None else row
 
 
 def gauges(runs: dict[str, Path]) -> Figure:
@@ -51,16 +73,16 @@ def gauges(runs: dict[str, Path]) -> Figure:
         axis.set_xlabel("optimizer step")
         axis.set_ylim(bottom=0)
         axis.spines[["top", "right"]].set_visible(False)
-    axes[1].legend(frameon=False)
+    axes[0].legend(frameon=False)
     return figure
 
 
-def features(runs: dict[str, Path]) -> Figure:
+def features(runs: dict[str, Path], row_of_store: int) -> Figure:
     """A B-scan, and its token features at the end of each run: a row each, a column for each component."""
     figure = Figure(figsize=(12, 3.6), layout="constrained")
     axes = figure.subplots(len(runs), 1 + COMPONENTS, sharex=True, sharey=True)
     for row, (name, run) in zip(axes, runs.items(), strict=True):
-        snapshot = load_snapshot(max((run / "snapshots").glob(f"*_row_{VOLUME}.npz")))
+        snapshot = load_snapshot(pictured(run)[row_of_store])
         plane = snapshot.volume.shape[0] // 2
         show_mm(row[0], (snapshot.volume[plane] / 255.0) ** GAMMA, snapshot.spacing[1:], "the B-scan")
         row[0].set_ylabel(f"{name}\naxial, mm")
@@ -93,12 +115,16 @@ def main() -> None:
     )
     for name in COLOURS:
         parser.add_argument(name, type=Path, metavar=f"{name.upper()}_RUN", help="a run directory")
-    runs = vars(parser.parse_args())
-    for name, figure in (("gauges", gauges(runs)), ("features", features(runs))):
-        path = FOLDER / f"collapse_{name}.png"
+    parser.add_argument("--row", type=number_from(0), metavar="N", help="of the store; default: the first")
+    parser.add_argument("--out", type=Path, metavar="FOLDER", help="default: COLLAPSED_RUN")
+    args = parser.parse_args()
+    runs = {name: vars(args)[name] for name in COLOURS}
+    figures = {"gauges": gauges(runs), "features": features(runs, common_row(runs, args.row))}
+    for name, figure in figures.items():
+        path = (args.out or args.collapsed) / f"collapse_{name}.png"
         figure.savefig(path, dpi=90)
         print(path)
 
 
 if __name__ == "__main__":
-    main()
+    run_cli(main)

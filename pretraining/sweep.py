@@ -24,7 +24,7 @@ import yaml
 from scipy.stats import loguniform, randint, uniform
 from sklearn.model_selection import ParameterGrid, ParameterSampler
 
-from utils.cli import run_cli
+from utils.cli import number_from, run_cli
 from utils.config.keys import keys
 from utils.config.load import load_config
 from utils.errors import EXIT_FINISHED, ConfigError, UserError
@@ -198,8 +198,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     """The command line."""
     parser = PeopleParser("pretraining.sweep", __doc__ or "")
     parser.add_argument("--sweep", type=Path, required=True, metavar="FILE", help="a file for wandb sweep")
-    parser.add_argument("--runs", type=int, default=3, metavar="N", help="how many (default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="of the draw (default: %(default)s)")
+    parser.add_argument(
+        "--runs", type=number_from(1), default=3, metavar="N", help="how many (default: %(default)s)"
+    )
+    parser.add_argument("--seed", type=number_from(0), default=0, help="of the draw (default: %(default)s)")
     parser.add_argument("--dir", type=Path, default=Path("runs/sweep"), help="default: %(default)s")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="the same for all runs")
     args = parser.parse_intermixed_args(argv)

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import runpy
 import shutil
 import subprocess
 import sys
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
+
+import pytest
+
+from tests.support.report_factory import write_run
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -38,3 +43,20 @@ def test_a_link_that_leaves_the_pages_becomes_a_name() -> None:
     )
     inside = "[masks](../concepts/masks.md#uniform)"
     assert hook.plain_links(inside, "guides/labels.md") == inside
+
+
+def test_two_runs_are_drawn_side_by_side(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runs = [str(write_run(tmp_path / name)) for name in ("healthy", "collapsed")]
+    for words, code in ((runs, 0), ([*runs, "--row", "9"], 2), ([runs[0], str(tmp_path)], 2)):
+        monkeypatch.setattr("sys.argv", ["draw_collapse.py", *words])
+        with pytest.raises(SystemExit) as end:
+            runpy.run_path(str(ROOT / "docs/draw_collapse.py"), run_name="__main__")
+        assert end.value.code == code
+    drawn = {path.name for path in (tmp_path / "collapsed").glob("*.png")}
+    assert drawn == {"collapse_gauges.png", "collapse_features.png"}
+    wrong_row, no_run = capsys.readouterr().err.splitlines()
+    assert "--row: expected a row with pictures in both runs, found 9; there: 3" in wrong_row
+    assert wrong_row.endswith("there: 3")
+    assert no_run.endswith("give a run.dir")

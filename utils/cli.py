@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -20,6 +21,7 @@ from utils.runtime.leave import leave
 
 KEYS_PAGE = "docs/reference/configuration.md"
 HELP_PAGE = "docs/reference/troubleshooting.md"
+OF_THE_COMMAND_LINE = re.compile(r"--[a-z]|[A-Z]+: ")  # an option or a word that --help calls so
 AddArguments = Callable[[argparse.ArgumentParser], object]
 
 
@@ -57,18 +59,22 @@ def parse_cli(
     return load_config(args.config, args.overrides), args
 
 
-def worker_count(text: str) -> int:
-    """For argparse: 0 or more."""
-    if not text.isdigit():
-        raise argparse.ArgumentTypeError(f"expected 0 or more, found {text}")
-    return int(text)
+def number_from(lowest: int) -> Callable[[str], int]:
+    """For argparse: a whole number, and none below `lowest`."""
+
+    def number(text: str) -> int:
+        if not text.isdecimal() or int(text) < lowest:
+            raise argparse.ArgumentTypeError(f"expected {lowest} or more, found {text}")
+        return int(text)
+
+    return number
 
 
 def add_workers(parser: argparse.ArgumentParser) -> None:
     """`--workers N`, by default a process for each processor."""
     parser.add_argument(
         "--workers",
-        type=worker_count,
+        type=number_from(0),
         default=os.cpu_count() or 1,
         metavar="N",
         help="processes; 0: in this one",
@@ -91,6 +97,8 @@ def hint(error: UserError) -> str:
         return ""
     if isinstance(error, TransientError):
         return "; it may pass by itself: run the same command again"
+    if OF_THE_COMMAND_LINE.match(str(error)):
+        return "; examples and all options: the same command with --help"
     return f"; what to do: {HELP_PAGE}"
 
 

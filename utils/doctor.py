@@ -28,6 +28,7 @@ OLDEST_PYTHON = (3, 11)
 OK, ABSENT, MISSING = "ok", "absent", "MISSING"  # absent: the demo needs it not
 INSTALL = "pip install -r requirements.txt"
 DEMO_GB = 3.0  # phantom, store, two runs with their checkpoints
+PACKAGES_GB = 8.0  # .venv of `make install`; half of it are the CUDA libraries of torch
 PYTORCH = "https://pytorch.org/get-started/locally"
 PROJECT = "oct-foundation"
 TPU_DEVICES = ("accel*", "vfio/[0-9]*")  # below /dev, of TPU v2-v4 and of later ones
@@ -188,14 +189,16 @@ def probe_wandb() -> Finding:
     return Finding("W&B key", ABSENT, f"none for {host}: runs log offline, which needs none", "wandb login")
 
 
-def probe_disk(folder: Path = Path("runs"), needed_gb: float = DEMO_GB) -> Finding:
-    """Whether runs/ can be written and has room for the demo."""
+def probe_disk(packages: Finding, folder: Path = Path("runs"), demo_gb: float = DEMO_GB) -> Finding:
+    """Whether runs/ can be written and has room for the demo, and for the packages that are missing."""
+    needed_gb = demo_gb + (PACKAGES_GB if packages.state == MISSING else 0)
     place = next(p for p in (folder.absolute(), *folder.absolute().parents) if p.is_dir())
     free_gb = shutil.disk_usage(place).free / 1e9
     if not os.access(place, os.W_OK):
         return Finding("disk", MISSING, f"{place} cannot be written", "run from a folder of yours")
     if free_gb < needed_gb:
-        text = f"expected {needed_gb:g} GB free in {place} for the demo, found {free_gb:.1f} GB"
+        what = "the demo and its packages" if packages.state == MISSING else "the demo"
+        text = f"expected {needed_gb:g} GB free in {place} for {what}, found {free_gb:.1f} GB"
         return Finding("disk", MISSING, text, "free some space, or run from a folder on another disk")
     return Finding("disk", OK, f"{free_gb:.0f} GB free in {place}")
 
@@ -231,15 +234,16 @@ def probe_programs() -> Finding:
 
 def examine() -> list[Finding]:
     """All findings, in the order of the page."""
+    packages = probe_packages(requirements())
     return [
         probe_python(),
-        probe_packages(requirements()),
+        packages,
         probe_torch(),
         probe_device(),
         probe_bf16(),
         *probe_codecs(),
         probe_programs(),
-        probe_disk(),
+        probe_disk(packages),
         probe_bucket(),
         probe_wandb(),
         probe_tpu(),
@@ -257,6 +261,9 @@ def page(findings: list[Finding]) -> str:
     if not needed:
         return "\n".join([*lines, "", "the demo can run; next: make demo"])
     commands = dict.fromkeys(finding.command for finding in needed if finding.command)
+    if list(commands) == [INSTALL] and shutil.which("make"):
+        text = f"the demo cannot run yet; next: make demo, which installs them into .venv, or {INSTALL}"
+        return "\n".join([*lines, "", text])
     return "\n".join([*lines, "", f"the demo cannot run yet; next: {'; then '.join(commands)}"])
 
 

@@ -30,7 +30,7 @@ from benchmarks.data import read as data_read
 from benchmarks.data import scale as data_scale
 from benchmarks.data.files import FULL_SIZE
 from benchmarks.machine import describe
-from utils.cli import output_file
+from utils.cli import number_from, output_file
 from utils.help_pages import Parser
 
 PARTS = ("prepare", "read", "pipeline", "scale")
@@ -60,6 +60,11 @@ def lines(numbers: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, floa
             yield f"{prefix}{key}", value
 
 
+def row_counts(text: str) -> list[int]:
+    """For argparse: numbers with commas between."""
+    return [number_from(1)(number) for number in text.split(",")]
+
+
 def main(argv: list[str] | None = None) -> int:
     """Command line: see the module's docstring."""
     parser = Parser(
@@ -69,15 +74,13 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--json", type=output_file, metavar="FILE", help="write the numbers here")
     parser.add_argument("--parts", default=",".join(PARTS[:3]), help="which parts, separated by commas")
-    parser.add_argument(
-        "--rows", type=lambda text: [int(n) for n in text.split(",")], default=[100_000], help="of part scale"
-    )
-    parser.add_argument("--repeats", type=int, default=2, help="turns of every measurement")
+    parser.add_argument("--rows", type=row_counts, default=[100_000], help="of part scale")
+    parser.add_argument("--repeats", type=number_from(1), default=2, help="turns of every measurement")
     parser.add_argument("--work", type=Path, default=Path("runs/data_bench"), help="files and stores")
     args = parser.parse_args(argv)
     wanted = args.parts.split(",")
-    if not set(wanted) <= set(PARTS) or args.repeats < 1:
-        parser.error(f"expected --parts among {', '.join(PARTS)} and --repeats 1 or more")
+    if not set(wanted) <= set(PARTS):
+        parser.error(f"--parts: expected some of {', '.join(PARTS)}, found {args.parts}")
     machine = f"{describe()}, load {os.getloadavg()[0]:.2f} at the start"
     print(machine, flush=True)
     results: dict[str, Any] = {"machine": machine}

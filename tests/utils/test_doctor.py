@@ -160,13 +160,19 @@ def test_a_wandb_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "not" / "yet"
-    assert doctor.probe_disk(folder, needed_gb=0).state == OK
+    packages, none = Finding("packages", OK, ""), Finding("packages", MISSING, "")
+    assert doctor.probe_disk(packages, folder, demo_gb=0).state == OK
     free = shutil.disk_usage(tmp_path).free / 1e9
-    finding = doctor.probe_disk(folder, needed_gb=free + 1)
+    finding = doctor.probe_disk(packages, folder, demo_gb=free + 1)
     assert finding.state == MISSING
-    assert "GB free in" in finding.text
+    assert "for the demo, found" in finding.text
+    enough_for_the_demo = free - doctor.PACKAGES_GB / 2
+    assert doctor.probe_disk(packages, folder, enough_for_the_demo).state == OK
+    finding = doctor.probe_disk(none, folder, enough_for_the_demo)
+    assert finding.state == MISSING
+    assert "for the demo and its packages" in finding.text
     monkeypatch.setattr(os, "access", lambda place, mode: place != tmp_path)  # root may write anywhere
-    finding = doctor.probe_disk(folder, needed_gb=0)
+    finding = doctor.probe_disk(packages, folder, demo_gb=0)
     assert (finding.state, finding.text) == (MISSING, f"{tmp_path} cannot be written")
 
 
@@ -216,7 +222,8 @@ def test_a_python_without_any_package_gets_an_answer() -> None:
     done = subprocess.run([sys.executable, "-I", "-S", "-c", code], capture_output=True, text=True)
     assert done.returncode == 1, done.stderr
     assert "packages     MISSING" in done.stdout
-    assert done.stdout.splitlines()[-1] == "the demo cannot run yet; next: pip install -r requirements.txt"
+    last = "next: make demo, which installs them into .venv, or pip install -r requirements.txt"
+    assert done.stdout.splitlines()[-1] == f"the demo cannot run yet; {last}"
     assert done.stderr == ""
 
 

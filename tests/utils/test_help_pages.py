@@ -85,6 +85,52 @@ def test_every_command_has_help_with_an_example_and_says_where_it_is(
     assert not any(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        "pretraining.sweep --sweep configs/sweep_pretrain.yaml --runs 0",
+        "benchmarks.mask_planes --batches 0",
+        "benchmarks.gauges --batch 0",
+        "benchmarks.gauges --rounds 0",
+        "benchmarks.attention --repeats 0",
+        "benchmarks.embed --volumes 0",
+        "benchmarks.embed --size 8 0 32",
+        "benchmarks.shards --processes 0",
+        "benchmarks.data --repeats 0",
+        "benchmarks.data --rows 0,7",
+    ],
+)
+@pytest.mark.filterwarnings("ignore:.* found in sys.modules:RuntimeWarning")
+def test_nothing_is_no_number_of_runs_or_turns(
+    line: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command, *words = line.split()
+    monkeypatch.setattr(sys, "argv", [command, *words])
+    with pytest.raises(SystemExit) as end:
+        main_of(command)()
+    assert end.value.code == 2
+    assert "expected 1 or more, found 0; examples" in capsys.readouterr().err.splitlines()[-1]
+
+
+ERRORS_CANNOT_BE_THE_USERS = {  # they read no file of a user, or start where nothing is installed
+    "benchmarks.data.prepare", "data_setup.plug.page", "docs.draw_architecture",
+    "pretraining.tpu_fit.compile", "utils.config.page", "utils.config.recipes",
+    "utils.dashboards.panels", "utils.doctor",
+}  # fmt: skip
+
+
+def test_every_command_ends_with_one_line_where_the_user_is_mistaken() -> None:
+    """`benchmarks.embed --model zz` is a line, not a traceback."""
+    for command in set(commands()) - ERRORS_CANNOT_BE_THE_USERS:
+        path = ROOT / command.replace(".", "/")
+        text = (
+            path.with_suffix(".py") if path.with_suffix(".py").is_file() else path / "__main__.py"
+        ).read_text()
+        assert re.search(
+            r"\b(run_cli|errors_in_one_line)\(", text.partition('if __name__ == "__main__":')[2]
+        ), command
+
+
 def test_help_begins_with_the_purpose_and_ends_with_the_details(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
         parse_words("pretraining.train", "The details.\n\nMore of them.\n", ["--help"])

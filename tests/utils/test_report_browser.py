@@ -26,6 +26,8 @@ pytestmark = [
 ]
 NUM_CHARTS = 6  # of the run by hand, those behind the fold not counted
 SEEN = "(id) => document.getElementById(id).toDataURL()"
+# what the browser complains of beside exceptions, as of a ResizeObserver that goes in a circle
+NOTE_ERRORS = "window.errors = []; addEventListener('error', (event) => window.errors.push(event.message));"
 FOCUS = "document.activeElement.id || document.activeElement.getAttribute('aria-label') || ''"
 
 
@@ -49,15 +51,19 @@ def browser() -> Iterator[Browser]:
 
 
 @contextmanager
-def opened(browser: Browser, file: Path, width: int = 1200, scheme: str = "light") -> Iterator[Page]:
+def opened(
+    browser: Browser, file: Path, width: int = 1200, scheme: str = "light", height: int = 800
+) -> Iterator[Page]:
     """The page in a window of its own; at its end nothing may have been complained of or fetched."""
-    context = browser.new_context(viewport={"width": width, "height": 800}, color_scheme=scheme)
+    context = browser.new_context(viewport={"width": width, "height": height}, color_scheme=scheme)
     page, troubles = context.new_page(), []
     page.on("console", lambda message: troubles.append(message.text))
     page.on("pageerror", lambda error: troubles.append(str(error)))
     page.on("request", lambda request: troubles.append(request.url) if fetched(request.url) else None)
+    page.add_init_script(NOTE_ERRORS)
     page.goto(file.as_uri())
     yield page
+    troubles += page.evaluate("window.errors")
     context.close()
     assert troubles == []
 
@@ -110,6 +116,13 @@ def test_the_slice_viewer_moves(browser: Browser, page_file: Path) -> None:
         assert page.locator("#bscan-text").inner_text() == "B-scan 2 of 6"
         assert changes(page, "bscan", "check surfaces")
         assert "ILM, BM" in page.locator("#keys").inner_text()
+
+
+def test_a_window_that_shows_all_and_changes_complains_of_nothing(browser: Browser, page_file: Path) -> None:
+    with opened(browser, page_file, height=5200) as page:
+        for width in (1200, 700, 360, 1200):
+            page.set_viewport_size({"width": width, "height": 5200})
+            page.wait_for_timeout(300)
 
 
 def test_curves_zoom_and_runs_can_be_hidden(browser: Browser, page_file: Path) -> None:

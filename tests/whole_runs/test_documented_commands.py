@@ -103,14 +103,17 @@ def test_what_is_missing_is_seen() -> None:
 
 
 def run(module: str, words: list[str]) -> int:
-    """`python -m MODULE WORDS` in this process and this folder; the exit code."""
+    """`python -m MODULE WORDS`, or `python FILE WORDS`, in this process and this folder; the exit code."""
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
         warnings.filterwarnings(
             "ignore", message=".* found in sys.modules after import", category=RuntimeWarning
         )
         patch.setattr("sys.argv", [module, *words])
         try:
-            runpy.run_module(module, run_name="__main__", alter_sys=True)
+            if module.endswith(".py"):
+                runpy.run_path(str(ROOT / module), run_name="__main__")
+            else:
+                runpy.run_module(module, run_name="__main__", alter_sys=True)
         except SystemExit as end:
             return end.code if isinstance(end.code, int) else int(end.code is not None)
     return 0

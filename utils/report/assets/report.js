@@ -298,7 +298,8 @@ function openViewer() {
   };
   $("enface").addEventListener("pointerdown", point);
   $("enface").addEventListener("pointermove", (event) => { if (event.buttons) point(event); });
-  new ResizeObserver(drawScan).observe($("viewer"));
+  // in the next frame: drawing gives the canvas a size, of which the browser would complain inside the observer
+  new ResizeObserver(() => requestAnimationFrame(drawScan)).observe($("viewer"));
   const first = Math.min(kept.volume || 0, content.volumes.length - 1);
   $("volume").selectedIndex = first;
   view.plane = kept.plane ?? Math.floor(content.volumes[first].shape[0] / 2);

@@ -48,7 +48,6 @@ METHODS = (
     "method.context_ratio=null",
     "method.target_ratio=null",
     "method.mask_blocks=null",
-    "method.context_weight=0",
     "method.ema_base=0.996",
     "method.dropout=0.1",
     "method.drop_path=0.1",
@@ -64,14 +63,8 @@ METHODS = (
     "optim.eps=1e-12",
 )
 NO_REGULARISER = ("method.regulariser=none", "method.regulariser_weight=0")
-MAE = (
-    "method.recipe=mae",
-    "method.context_weight=0",
-    *NO_REGULARISER,
-    "optim.base_lr=5e-4",
-)  # its own: 1e-3 is worse for it
-NO_CONTEXT_LOSS = ("method.context_weight=0",)  # the recipe's until 2026-11-25
-DENSE = ("method.context=dense", *NO_CONTEXT_LOSS)
+MAE = ("method.recipe=mae", *NO_REGULARISER, "optim.base_lr=5e-4")  # its own: 1e-3 is worse for it
+DENSE = ("method.context=dense",)
 
 
 @dataclass(frozen=True)
@@ -127,15 +120,10 @@ ABLATIONS = (
     Arm("ema_1", "EMA half-life 1 % of the run", "EMA", ema_half_life=0.01),
     Arm("ema_20", "EMA half-life 20 % of the run", "EMA", ema_half_life=0.2),
     Arm("patch_4x16x16", "patch 4 x 16 x 16", "patch", ("spatial.patch_size=[4,16,16]",)),
-    Arm(
-        "context_dense",
-        "dense context, no loss on context tokens",
-        "context",
-        DENSE,
-    ),
+    Arm("context_dense", "dense context", "context", DENSE),
     Arm(
         "predictor_mlp",
-        "dense context, MLP predictor, no loss on context tokens",
+        "dense context, MLP predictor",
         "predictor",
         (*DENSE, "method.predictor=mlp"),
         compared_with="context_dense",
@@ -170,13 +158,12 @@ ABLATIONS = (
         "sampling",
         ("data.sampling=device_balanced",),
     ),
-    Arm("context_loss_0", "no loss on context tokens", "context loss", NO_CONTEXT_LOSS),
-    Arm("context_loss_1", "context loss 1", "context loss", ("method.context_weight=1",)),
+    Arm("context_loss", "context loss 0.5", "context loss", ("method.context_weight=0.5",)),
     Arm(
-        "deep_targets",
-        "targets of blocks 3, 6, 9 and 12",
-        "targets",
-        ("method.target_layers=[3,6,9,12]",),
+        "dense_loss",
+        "context loss 0.5, targets of blocks 3, 6, 9, 12",
+        "context loss",
+        ("method.context_weight=0.5", "method.target_layers=[3,6,9,12]"),
     ),
     Arm("pixel", "pixel head", "second target", ("method.pixel_weight=1",)),
     Arm("ascan", "A-scan head", "A-scan head", ("method.ascan_weight=1",)),

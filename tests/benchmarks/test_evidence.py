@@ -69,9 +69,8 @@ KEYS_OF_FACTOR = {
     "EMA": {"method.ema_base"},
     "patch": {"spatial.patch_size"},
     "predictor": {"method.predictor_depth", "method.predictor_width", "method.predictor"},
-    "context": {"method.context", "method.context_weight"},
-    "context loss": {"method.context_weight"},
-    "targets": {"method.target_layers"},
+    "context": {"method.context"},
+    "context loss": {"method.context_weight", "method.target_layers"},
     "loss": {"method.loss", "method.regulariser_weight"},
     "mask": {"method.mask_blocks"},
     "learning rate": {"optim.base_lr"},
@@ -349,8 +348,8 @@ def test_the_table_says_what_wins_and_what_does_not(finished: Path, tmp_path: Pa
     against = rows["predictor_mlp"]["tasks"]["thickness"]["against"]
     assert against["context_dense"] == against["vjepa2"]  # both are the good scores
     assert set(rows["context_dense"]["tasks"]["thickness"]["against"]) == {*CONTROLS, "vjepa2"}
-    named_part = text.partition("Compared with dense context, no loss on context tokens:")[2]
-    assert "* layer thickness, R2. Lower: dense context, MLP predictor, no loss" in named_part
+    named_part = text.partition("Compared with dense context:")[2]
+    assert "* layer thickness, R2. Lower: dense context, MLP predictor (" in named_part
     assert f"**{value:+.3f} ({low:+.3f} to {high:+.3f})**" in text
 
 
@@ -424,19 +423,18 @@ def test_a_confirmation_stands_beside_the_first_differences(confirmed: Path, tmp
     assert first["device"]["classes"]["score"] < 0.6 < other["device"]["classes"]["score"] == 1
     parts = again.split("| minus ")[1:]
     assert [part.split(" |")[0] for part in parts] == [
-        *(arm_by_name(name).label for name in CONTROLS), "`vjepa2`", arm_by_name("context_dense").label,
+        *(arm_by_name(name).label for name in CONTROLS), "`vjepa2`", "dense context",
     ]  # fmt: skip
     names = [
         [line.split(" | ")[0][2:] for line in p.splitlines()[2:] if line.startswith("| ")] for p in parts
     ]
     recipes = [arm.label for arm in MAIN]
     assert names[0] == [*recipes, *BASELINE_LABELS.values()]
-    dense = "dense context, no loss on context tokens"
-    ablations = ["no regulariser", dense, "dense context, MLP predictor, no loss on context tokens"]
+    ablations = ["no regulariser", "dense context", "dense context, MLP predictor"]
     for part in names[1:4]:
         assert part == [*(label for label in recipes if "control" not in label), *ablations]
     assert names[4] == [*recipes[1:], *ablations]
-    assert names[5] == [ablations[2]]
+    assert names[5] == ["dense context, MLP predictor"]
     line = next(line for line in parts[0].splitlines() if line.startswith("| vjepa2, vicreg 0.05"))
     assert [cell.startswith(" **") for cell in line.split("|")[2:-1]] == [True, False] * 3
     # vjepa2 has lost all three; dense context, which is what it was, is above it now

@@ -46,9 +46,8 @@ ROOT = Path(__file__).resolve().parents[2]
 SMOKE = ROOT / "configs" / "smoke_test.yaml"
 MEAN, STD = torch.tensor([0.485, 0.456, 0.406]), torch.tensor([0.229, 0.224, 0.225])
 NO_PENALTY = ["method.regulariser=none", "method.regulariser_weight=0"]
-METHODS = ["method.recipe=methods", "method.mask_ratio=0.5", "method.ema_base=0.9", "method.context_weight=0"]
-METHODS += NO_PENALTY
-MAE = ["method.recipe=mae", "method.mae_target=normalised", "method.context_weight=0", *NO_PENALTY]
+METHODS = ["method.recipe=methods", "method.mask_ratio=0.5", "method.ema_base=0.9", *NO_PENALTY]
+MAE = ["method.recipe=mae", "method.mae_target=normalised", *NO_PENALTY]
 TI = Size(3, 128, 2)  # of model.size ti in these tests
 
 

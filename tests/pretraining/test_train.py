@@ -63,7 +63,6 @@ def finished(folder: Path, small_encoder: None) -> Path:
 
 METHODS = (
     "method.recipe=methods",
-    "method.context_weight=0",
     "method.mask_ratio=0.6",
     "method.ema_base=0.996",
     "method.dropout=0.1",
@@ -560,7 +559,7 @@ def test_the_alarms_know_whether_the_targets_are_voxels(
     built, real = [], loop.Gauges
     monkeypatch.setattr(loop, "Gauges", lambda *a, **k: built.append(real(*a, **k)) or built[-1])
     mae = ("method.recipe=mae", "method.mae_target=plain", "method.regulariser=none")
-    changes = (*mae, "method.regulariser_weight=0", "method.context_weight=0") if recipe == "mae" else ()
+    changes = (*mae, "method.regulariser_weight=0") if recipe == "mae" else ()
     run = tmp_path / f"alarms_{recipe}"
     assert train(pipeline_config(folder, f"run.dir={run}", "train.max_steps=1", *changes)) == 0
     assert [g.alarms.has_fixed_targets for g in built] == [recipe == "mae"]

@@ -39,10 +39,9 @@ PROBES |= {"val/knn_laterality", "val/ridge_laterality"}
 NO_PENALTY = "method.regulariser=none", "method.regulariser_weight=0"
 RECIPES = {
     "vjepa2": (),
-    "mae": ("method.recipe=mae", "method.mae_target=normalised", "method.context_weight=0", *NO_PENALTY),
+    "mae": ("method.recipe=mae", "method.mae_target=normalised", *NO_PENALTY),
     "methods": (
         "method.recipe=methods",
-        "method.context_weight=0",
         "method.mask_ratio=0.5",
         "method.ema_base=0.9",
         *NO_PENALTY,

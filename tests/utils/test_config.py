@@ -43,7 +43,7 @@ def test_shipped_configurations_load(path: Path) -> None:
 
 
 MAE = ["method.recipe=mae", "method.mae_target=normalised", "method.regulariser=none"]
-MAE += ["method.regulariser_weight=0", "method.context_weight=0"]
+MAE += ["method.regulariser_weight=0"]
 
 
 PRETRAINING = [path for path in SHIPPED if not below(path)]
@@ -82,9 +82,7 @@ def test_methods_configurations_hold_the_methods_values() -> None:
 
 
 @pytest.mark.parametrize("key", ["ascan_weight", "pixel_weight", "context_weight"])
-@pytest.mark.parametrize(
-    "recipe", [MAE, ["method.context=dense", "method.predictor=mlp", "method.context_weight=0"]]
-)
+@pytest.mark.parametrize("recipe", [MAE, ["method.context=dense", "method.predictor=mlp"]])
 def test_only_a_transformer_that_predicts_features_has_more_heads(recipe: list[str], key: str) -> None:
     assert getattr(load_config(SMOKE, [f"method.{key}=1"]).method, key) == 1
     with pytest.raises(ConfigError, match=rf"method\.{key}: expected 0 unless .* found 1\.0 with"):
@@ -450,8 +448,8 @@ def test_the_table_has_a_value_for_every_field() -> None:
 
 
 def test_a_part_of_another_recipe_replaces_the_rows_own() -> None:
-    parts = ["method.context=dense", "method.predictor=mlp", "method.loss=l2", "method.context_weight=0"]
-    recipe = recipe_of(load_config(SMOKE, parts).method)
+    method = load_config(SMOKE, ["method.context=dense", "method.predictor=mlp", "method.loss=l2"]).method
+    recipe = recipe_of(method)
     assert (recipe.context, recipe.predictor, recipe.loss) == ("dense", "mlp", "l2")
     assert recipe.hidden == RECIPES["vjepa2"].hidden  # a dense context sees no more than a visible one
 

@@ -10,9 +10,11 @@ import subprocess
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from torch import nn
 
 from benchmarks.evidence import calibration as evidence_calibration
 from benchmarks.evidence import cli as evidence
@@ -599,6 +601,22 @@ def test_only_some_arms_run_with_what_they_are_compared_with(tmp_path: Path) -> 
     assert names == [BASELINES, "random", "supervised", "vjepa2", *CONTROLS[1:]]
     later = fitting_ablations(plan, 1, 1e9, ["mae_plain", "ema_20"])
     assert [job.arm.name for job in later if job.arm] == ["ema_20"]
+
+
+@pytest.mark.parametrize("word", ["true", "false"])
+def test_steps_are_timed_in_the_arithmetic_of_the_runs(
+    word: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    used: list[bool] = []
+    monkeypatch.setattr(evidence_calibration, "pin", lambda _: None)
+    monkeypatch.setattr(evidence_calibration.PreparedStore, "open", lambda _: None)
+    monkeypatch.setattr(evidence_calibration, "open_rows", lambda *_: SimpleNamespace(train=[]))
+    monkeypatch.setattr(evidence_calibration, "VJEPA3D", lambda _: nn.Identity())
+    monkeypatch.setattr(evidence_calibration, "build_optimizer", lambda *_: None)
+    monkeypatch.setattr(evidence_calibration, "Loader", lambda *_, num_steps: [None] * num_steps)
+    monkeypatch.setattr(evidence_calibration, "train_step", lambda *words: used.append(words[4].use_bf16))
+    evidence_calibration.time_steps(tmp_path, 0, (f"train.use_bf16={word}",), ("vjepa2", "mae_plain"))
+    assert set(used) == {word == "true"}
 
 
 def test_steps_fill_the_budget_and_a_plan_does_not_change_under_its_runs(tmp_path: Path) -> None:

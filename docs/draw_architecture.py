@@ -1,4 +1,4 @@
-"""Draw docs/pictures/architecture.png: `python docs/draw_architecture.py`. A box is a room."""
+"""Draw docs/pictures/architecture.png: `python -m docs.draw_architecture`. A box is a room."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def draw() -> Figure:
 
 if __name__ == "__main__":
     Parser(
-        prog="python docs/draw_architecture.py",
+        prog="python -m docs.draw_architecture",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     ).parse_args()

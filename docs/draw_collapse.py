@@ -1,4 +1,4 @@
-"""Two runs side by side: `python docs/draw_collapse.py HEALTHY_RUN COLLAPSED_RUN [--row N] [--out FOLDER]`.
+"""Two runs side by side: `python -m docs.draw_collapse HEALTHY_RUN COLLAPSED_RUN [--row N] [--out FOLDER]`.
 
 In: two run directories of one store (docs/guides/checkpoints.md has the commands). Out, in the folder of the
 second: collapse_gauges.png, the gauges of both over the optimizer step, and collapse_features.png, three
@@ -109,7 +109,7 @@ def show_components(axes: Sequence[Axes], snapshot: Snapshot, plane: int) -> Non
 def main() -> None:
     """Draw both pictures from the two runs of the command line."""
     parser = Parser(
-        prog="python docs/draw_collapse.py",
+        prog="python -m docs.draw_collapse",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -120,8 +120,10 @@ def main() -> None:
     args = parser.parse_args()
     runs = {name: vars(args)[name] for name in COLOURS}
     figures = {"gauges": gauges(runs), "features": features(runs, common_row(runs, args.row))}
+    folder = args.out or args.collapsed
+    folder.mkdir(parents=True, exist_ok=True)
     for name, figure in figures.items():
-        path = (args.out or args.collapsed) / f"collapse_{name}.png"
+        path = folder / f"collapse_{name}.png"
         figure.savefig(path, dpi=90)
         print(path)
 

@@ -174,11 +174,12 @@ def run_blocks(
     rotary: Rotary | None,
     noise: Stochastic | None = None,
     recompute: Recompute | None = None,
-    outputs: list[Tensor] | None = None,
+    layers: Sequence[int] = (),
+    outputs: dict[int, Tensor] | None = None,
 ) -> Tensor:
     """x [B, T, width] through all blocks; stochastic depth grows linearly over them. `recompute` (activation
-    checkpointing) keeps the inputs of the blocks alone for the backward pass. `outputs` collects what each
-    block returns.
+    checkpointing) keeps the inputs of the blocks alone for the backward pass. `outputs` takes what the
+    blocks of these numbers (1 is the first) return.
     """
     for i, block in enumerate(blocks):
         rate = noise.drop_path_rate * i / max(1, len(blocks) - 1) if noise is not None else 0.0
@@ -186,8 +187,8 @@ def run_blocks(
             x = block(x, rotary, noise, rate)
         else:
             x = recompute(_Rewound(block, noise, rate), x, rotary)
-        if outputs is not None:
-            outputs.append(x)
+        if outputs is not None and i + 1 in layers:
+            outputs[i + 1] = x
     return x
 
 
@@ -288,12 +289,12 @@ class VisionTransformer3D(nn.Module):
             rotary = rotary_tables(ids, self.grid, self.width // self.heads, self.rope, self.rope_grid)
         if noise is not None:
             x = noise.dropout(x)
-        outputs: list[Tensor] | None = [] if layers else None
-        features = self.norm(run_blocks(self.blocks, x, rotary, noise, self.recompute, outputs))
-        if outputs is None:
+        outputs: dict[int, Tensor] = {}
+        features = self.norm(run_blocks(self.blocks, x, rotary, noise, self.recompute, layers, outputs))
+        if not layers:
             return features
-        outputs[-1] = features
-        return torch.cat([outputs[number - 1] for number in layers], dim=-1)
+        outputs[self.depth] = features
+        return torch.cat([outputs[number] for number in layers], dim=-1)
 
 
 def initialise(module: nn.Module, blocks: nn.ModuleList) -> None:

@@ -195,4 +195,6 @@ were imported bring their own licence too.
 def _predicts_features(weights: Weights) -> bool:
     """Whether the predictor is of the kind that VJEPA2Model has."""
     recipe = RECIPES[weights.recipe]
-    return recipe.predictor == "transformer" and recipe.target == "features"
+    if recipe.predictor != "transformer" or recipe.target != "features":
+        return False
+    return len(weights.predictor["predictor_proj.weight"]) == weights.size.width  # of the last block alone

@@ -172,6 +172,9 @@ def _predictor_misfit(weights: Weights, theirs: dict[str, Tensor], cfg: Config, 
         return "the file has no predictor"
     if weights.recipe != cfg.method.recipe:
         return f"predictor of recipe {weights.recipe}"
+    layers = None if weights.cfg is None else weights.cfg.method.target_layers
+    if weights.cfg is not None and layers != cfg.method.target_layers:
+        return f"predictor of method.target_layers {layers}"
     try:
         require_same("predictor", model.predictor.state_dict(), theirs)
     except CheckpointError as error:

@@ -177,9 +177,9 @@ def test_an_unclear_map_runs_as_the_clear_ones_of_its_protocol(
 
 
 def test_a_protocol_decides_where_its_clear_rows_agree() -> None:
-    def table(*reversed_d: bool, status: str = "kept") -> pd.DataFrame:
-        rows = range(len(reversed_d))
-        return pd.DataFrame({"row": rows, "status": status, "protocol": "p", "reversed_d": reversed_d})
+    def table(*reversed_d: bool, status: str = "kept", devices: str = "aaaaaaaaa") -> pd.DataFrame:
+        columns = {"row": range(len(reversed_d)), "status": status, "protocol": "p", "reversed_d": reversed_d}
+        return pd.DataFrame({**columns, "device": list(devices[: len(reversed_d)])})
 
     def last(index: pd.DataFrame) -> dict[int, bool]:
         return to_turn(index, index.row == index.row.max())
@@ -189,8 +189,11 @@ def test_a_protocol_decides_where_its_clear_rows_agree() -> None:
     assert last(table(True, True, True, True)) == {}  # lies there
     assert last(table(True, True, False)) == {}  # of two
     assert last(table(True, True, True, False, False)) == {}  # they disagree
+    # what was turned when the others agreed lies as in the file again
+    assert last(table(True, True, True, False, True)) == {4: False}
+    assert last(table(True, True, True, False, devices="aaab")) == {}  # another scanner's habit
     assert last(table(True, True, True, False, status="no_edge")) == {}
-    assert of_protocols(table(True, True, True), pd.Series([False] * 3)) == {"p": True}
+    assert of_protocols(table(True, True, True), pd.Series([False] * 3)) == {("a", "p"): True}
 
 
 def test_names_follow_depth(quirky: Path) -> None:

@@ -16,8 +16,10 @@ from data_setup.store.reader import PreparedStore
 from data_setup.store.writer import StoreWriter, record_fields
 from finetuning.explain import main as explain
 from finetuning.explanations import eyes as eyes_module
+from finetuning.explanations import measure as explanations
 from finetuning.explanations import run as explain_module
 from finetuning.explanations.arms import LABELS as ARMS
+from finetuning.explanations.arms import RANDOM_HEAD, TRAINED
 from finetuning.explanations.measure import BRIGHTNESS, PLACE, RANDOM_ORDER, TRUTH_ORDER, control_order
 from finetuning.explanations.table import markdown
 from finetuning.head_file import open_head, predict_rows
@@ -170,7 +172,20 @@ def test_a_head_is_explained_and_predictions_show_its_best_map(
     (root / "synthetic.json").write_text('{"thin": "ONL"}')
     with pytest.raises(UserError, match=r"expected 2 people .* in 1 eyes \(--eyes\), found 1"):
         explain([*words[:3], "1", *words[4:]])
-    assert explain(words) == 0
+    ranked: list[dict[str, np.ndarray]] = []
+    measured: list[explanations.Measured] = []
+    order_tokens, measure = explanations._orders, explain_module.measure
+    with monkeypatch.context() as watched:
+        watched.setattr(
+            explanations, "_orders", lambda maps, *rest: ranked.append(maps) or order_tokens(maps, *rest)
+        )
+        watched.setattr(
+            explain_module, "measure", lambda *words: measured.append(measure(*words)) or measured[0]
+        )
+        assert explain(words) == 0
+    for name in (CONTRIBUTIONS, OCCLUSION):  # the head's own map, and that of a head of random weights
+        for arm, order in ((TRAINED, name), (RANDOM_HEAD, control_order(name))):
+            np.testing.assert_array_equal([maps[order] for maps in ranked], measured[0].maps[arm, name])
     beside = run / "checkpoints" / "explanations.json"
     content = json.loads(beside.read_text())
     assert (content["target"], content["layer"], content["n_others"]) == ("b", "ONL", 4)

@@ -607,6 +607,16 @@ def test_a_predictor_of_another_recipe_is_not_taken(tmp_path: Path) -> None:
     assert set(fit(own, config(*MAE, *patch)).tensors) == set(VJEPA3D(config(*MAE, *patch)).state_dict())
 
 
+def test_a_predictor_of_other_blocks_is_not_taken(tmp_path: Path) -> None:
+    """Two blocks of a target encoder have one shape, whichever they are."""
+    own = read_weights(str(own_checkpoint(tmp_path, config("method.target_layers=[1,3]"))))
+    result = fit(own, config("method.target_layers=[2,3]"))
+    details = {line.detail for line in result.lines if line.status == "missing"}
+    assert details == {"random: predictor of method.target_layers [1, 3]"}
+    same = config("method.target_layers=[1,3]")
+    assert set(fit(own, same).tensors) == set(VJEPA3D(same).state_dict())
+
+
 # --- export ----------------------------------------------------------------------------------------------
 
 
@@ -665,9 +675,9 @@ def test_what_saw_nobody_may_come_back(tiny: Path, tmp_path: Path) -> None:
         assert ("predictor.predictor_embed.weight" in second) == (layout == "hf")
 
 
-@pytest.mark.parametrize("recipe", ["vjepa2", "mae"])
+@pytest.mark.parametrize("recipe", ["vjepa2", "mae", "layers"])
 def test_hugging_face_reads_the_export(tmp_path: Path, recipe: str) -> None:
-    cfg = config(*(MAE if recipe == "mae" else []))
+    cfg = config(*{"mae": MAE, "layers": ["method.target_layers=[1,3]"]}.get(recipe, []))
     path, out = own_checkpoint(tmp_path / "run", cfg), tmp_path / "exported"
     main(["export", "--checkpoint", str(path), "--out", str(out), "--layout", "hf"])
     theirs = VJEPA2Model.from_pretrained(out).eval()

@@ -40,6 +40,7 @@ CASES = {  # recipe, overrides, accumulation
         (SHARDED, "method.pixel_weight=1", "train.activation_checkpointing=true", "method.dropout=0.1"),
         2,
     ),
+    "sharded_context": ("layers", (SHARDED, "train.activation_checkpointing=true"), 2),
     "sharded_methods": ("methods", (SHARDED,), 1),
 }
 COMPILE = "train.compile=true"

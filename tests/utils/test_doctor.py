@@ -160,7 +160,8 @@ def test_a_wandb_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "not" / "yet"
-    packages, none = Finding("packages", OK, ""), Finding("packages", MISSING, "")
+    packages, none = Finding("packages", OK, ""), Finding("packages", MISSING, "2 of 9: rich, torch")
+    one = Finding("packages", MISSING, "1 of 9: torchmetrics")
     assert doctor.probe_disk(packages, folder, demo_gb=0).state == OK
     free = shutil.disk_usage(tmp_path).free / 1e9
     finding = doctor.probe_disk(packages, folder, demo_gb=free + 1)
@@ -168,6 +169,7 @@ def test_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "for the demo, found" in finding.text
     enough_for_the_demo = free - doctor.PACKAGES_GB / 2
     assert doctor.probe_disk(packages, folder, enough_for_the_demo).state == OK
+    assert doctor.probe_disk(one, folder, enough_for_the_demo).state == OK
     finding = doctor.probe_disk(none, folder, enough_for_the_demo)
     assert finding.state == MISSING
     assert "for the demo and its packages" in finding.text

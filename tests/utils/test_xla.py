@@ -38,6 +38,7 @@ RECIPES = {
         1,
         ("method.regulariser=sigreg", "method.ascan_weight=1", "method.pixel_weight=1"),
     ),
+    "context_sharded": ("layers", 1, (SHARDED,)),
     "mae": ("mae", 1, ()),
     "methods": ("methods", 1, ()),
     "methods_sharded": ("methods", 1, (SHARDED,)),

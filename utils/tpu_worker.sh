@@ -293,12 +293,14 @@ meaning() { # CODE: what the training's exit code says; docs/guides/launcher.md 
 }
 
 status() {
-    local code='' left
+    local code='' left tries=0
     if running; then
         say "running, pid $run_pid, since $(date -r "$STATE/process" '+%F %T'), commit" \
             "$(git rev-parse --short=10 HEAD): $(last_words 0)"
         return
     fi
+    # the command may have ended a moment ago, and `supervise` not have written how yet
+    while [[ -f $STATE/process && ! -f $STATE/exit_code ]] && ((tries++ < 30)); do sleep 0.1; done
     if [[ ! -f $STATE/process ]]; then
         say "never started"
     elif [[ -f $STATE/exit_code ]]; then

@@ -16,6 +16,7 @@ import sys
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
+from threading import Timer
 
 import pytest
 from packaging.requirements import Requirement
@@ -446,6 +447,17 @@ def test_status_says_whether_a_start_would_help(
     done = launch(pod, "status")
     assert done.returncode == status
     assert words in done.stdout
+
+
+def test_status_waits_for_how_a_run_ended_that_ended_a_moment_ago(pod: Pod) -> None:
+    for worker in range(2):
+        state = pod.clone(worker) / "runs/launcher"
+        state.mkdir(parents=True, exist_ok=True)
+        (state / "process").write_text("1 1 another-boot before\n")
+        (state / "exit_code").unlink(missing_ok=True)
+        Timer(1.0, (state / "exit_code").write_text, ("0\n",)).start()
+    done = launch(pod, "status")
+    assert done.returncode == 5, done.stdout
 
 
 def test_the_documented_rule_restarts_what_was_lost_and_nothing_else(pod: Pod) -> None:

@@ -53,9 +53,7 @@ def commands() -> list[str]:
 
 
 def main_of(command: str) -> Callable[[], object]:
-    """What `python -m command`, or `python docs/FILE.py`, runs."""
-    if command.startswith("docs."):
-        return partial(runpy.run_path, str(ROOT / f"{command.replace('.', '/')}.py"), run_name="__main__")
+    """What `python -m command` runs."""
     return partial(runpy.run_module, command, alter_sys=True, run_name="__main__")
 
 
@@ -71,8 +69,7 @@ def test_every_command_has_help_with_an_example_and_says_where_it_is(
         main_of(command)()
     assert end.value.code == 0
     text = capsys.readouterr().out
-    is_file = command.startswith("docs.")
-    called = f"python {command.replace('.', '/')}.py" if is_file else f"python -m {command}"
+    called = f"python -m {command}"
     assert text.startswith(f"usage: {called}")
     assert re.search(rf"{re.escape(called)}\b", text.partition("\n\n")[2]), "no example"
     if command != "pretraining.tpu_fit.trace":  # for tpu_fit to start, where torch_xla is

@@ -92,6 +92,17 @@ def mean_ascans(view_BCDHW: Tensor, patch: tuple[int, int, int]) -> Tensor:
     return reduce(view_BCDHW.float(), "b c (gd d) (gh h) (gw w) -> b (gd gh gw) (c h)", "mean", d=d, h=h, w=w)
 
 
+# a token's own place and the six beside it on the grid (d, h, w)
+NEIGHBOURS = ((0, 0, 0), (1, 0, 0), (-1, 0, 0), (0, 1, 0), (0, -1, 0), (0, 0, 1), (0, 0, -1))
+
+
+def beside(values_BNX: Tensor, grid: tuple[int, int, int], offset: tuple[int, int, int]) -> Tensor:
+    """[B, N, X]: at each token the values of the one `offset` (-1 to 1 an axis) away; 0 outside the grid."""
+    padded = F.pad(values_BNX.unflatten(1, grid), (0, 0, 1, 1, 1, 1, 1, 1))
+    d, h, w = (slice(1 + step, 1 + step + size) for step, size in zip(offset, grid, strict=True))
+    return padded[:, d, h, w].flatten(1, 3)
+
+
 Statistics = tuple[Tensor, ...]
 
 

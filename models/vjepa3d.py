@@ -16,8 +16,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from models.losses import (
+    NEIGHBOURS,
     TOKEN_LOSSES,
     PixelNorm,
+    beside,
     mean_ascans,
     per_token_l2,
     pixel_targets,
@@ -33,8 +35,9 @@ from utils.runtime.shards import Unit, part
 
 # linear heads beside the predictor's own, which predict the context view at each target token
 HEADS = "ascan", "pixel"
-# losses beside the prediction's, each with a weight in `method`; context: features at the context tokens
-SECOND_LOSSES = *HEADS, "context"
+# losses beside the prediction's, each with a weight in `method`; context: features at the context tokens;
+# neighbour: voxels at and beside each context token, from its feature alone
+SECOND_LOSSES = *HEADS, "context", "neighbour"
 
 
 @dataclass
@@ -105,6 +108,10 @@ class VJEPA3D(nn.Module):
         self.pixel_head: nn.Linear | None = None
         if cfg.method.pixel_weight > 0:
             self.pixel_head = nn.Linear(cfg.method.predictor_width, patch.proj.weight[0].numel())
+        self.neighbour_head: nn.Linear | None = None
+        if cfg.method.neighbour_weight > 0:
+            voxels = patch.proj.weight[0].numel()
+            self.neighbour_head = nn.Linear(self.encoder.width, len(NEIGHBOURS) * voxels)
         # running means of the context tokens at every place, for the penalty
         self.centres: nn.Module | None = None
         if cfg.method.centre_places:
@@ -125,6 +132,8 @@ class VJEPA3D(nn.Module):
         """The parts that an engine may spread over processes."""
         units = [Unit(module) for module in self.modules() if isinstance(module, Block)]
         units += [Unit(self.encoder), Unit(self.target_encoder)]
+        if self.neighbour_head is not None:
+            units.append(Unit(self.neighbour_head))
         if not self.heads and not self.has_context_loss:
             return [*units, Unit(self.predictor)]
         assert isinstance(self.predictor, Predictor3D)
@@ -239,11 +248,40 @@ class VJEPA3D(nn.Module):
                 guess = predictions[:, : context_BK.shape[1]]
                 distance = TOKEN_LOSSES[self.recipe.loss].distance(guess, truth)
                 second_B["context"] = weighted_mean(distance, context_valid_BK)
+        if self.neighbour_head is not None:
+            weight_BN = torch.zeros(targets_BNE.shape[:2], device=targets_BNE.device)
+            seen_BK = torch.ones_like(context_BK, dtype=torch.float32)
+            if context_valid_BK is not None:
+                seen_BK = context_valid_BK.float()
+            weight_BN = weight_BN.scatter(1, target_BM, target_valid_BM.float()).scatter(
+                1, context_BK, seen_BK
+            )
+            second_B["neighbour"] = self.neighbour_loss(ctx_BKE, context_view, context_BK, weight_BN)
         loss_BM = TOKEN_LOSSES[self.recipe.loss].distance(prediction_BME, target_BME)
         if self.recipe.loss == "normalised_l2":
             prediction_BME = F.normalize(prediction_BME, dim=-1)
         loss_B = weighted_mean(loss_BM, target_valid_BM)
         return Output(loss_B, prediction_BME, target_BME, ctx_BKE, targets_BNE, features_BNE, second_B)
+
+    def neighbour_loss(
+        self, ctx_BKE: Tensor, context_view: Tensor, context_BK: Tensor, weight_BN: Tensor
+    ) -> Tensor:
+        """Mean squared error [B] of the voxels at and beside each context token, read linearly from its
+        feature. `weight_BN`: 1 at the valid tokens of context and target; the others are no truth.
+
+        One matrix for each place, as in van den Oord et al. 2018, arXiv:1807.03748.
+        """
+        assert self.neighbour_head is not None
+        grid = self.encoder.grid
+        truth_BNV = self._of_control(pixel_targets(context_view, self.encoder.patch_embed.patch, "plain"))
+        guesses = self.neighbour_head(ctx_BKE).float().chunk(len(NEIGHBOURS), dim=-1)
+        own_BK1 = gather_tokens(weight_BN.unsqueeze(-1), context_BK)
+        errors, weights = [], []
+        for offset, guess in zip(NEIGHBOURS, guesses, strict=True):
+            errors.append(per_token_l2(guess, gather_tokens(beside(truth_BNV, grid, offset), context_BK)))
+            near_BK1 = gather_tokens(beside(weight_BN.unsqueeze(-1), grid, offset), context_BK)
+            weights.append((near_BK1 * own_BK1).squeeze(-1))
+        return weighted_mean(torch.cat(errors, 1), torch.cat(weights, 1))
 
     def _of_control(self, targets: Tensor) -> Tensor:
         """The targets [B, ...]; of another volume where that is the control, in training."""

@@ -267,6 +267,7 @@ def _own(url: str, state: dict[str, Any]) -> Weights:
         role, _, rest = name.partition(".")
         if role in (
             *(f"{name}_head" for name in HEADS),
+            "neighbour_head",
             "centres",
         ):  # of pre-training alone: nobody continues from it or exports it
             continue

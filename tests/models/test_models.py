@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from models.losses import mean_ascans, pixel_targets
+from models.losses import NEIGHBOURS, mean_ascans, pixel_targets
 from models.predictor import WeightedBatchNorm
 from models.stochastic import Stochastic
 from models.vit3d import SIZES, VisionTransformer3D, apply_rotary, gather_tokens, rotary_tables
@@ -391,3 +391,38 @@ def test_targets_of_several_blocks_are_their_normalised_outputs_side_by_side() -
         UserError, match=r"target_layers: expected 2, the last block of model.size nano.*\[1\]"
     ):
         nano_model(small_config("vjepa2", "method.target_layers=[1]"))
+
+
+@torch.no_grad()
+def test_the_neighbour_loss_is_of_known_places_and_reads_no_hidden_voxel() -> None:
+    cfg = small_config("neighbour")
+    model = nano_model(cfg).eval()
+    assert model.neighbour_head is not None
+    context, target = token_ids(cfg, 3)
+    views = [volumes(cfg, 3, seed) for seed in (0, 1)]
+    guesses: list[torch.Tensor] = []
+    model.neighbour_head.register_forward_hook(lambda _module, _inputs, out: guesses.append(out))
+    valid, target_valid = torch.ones(context.shape), torch.ones(target.shape)
+    valid[:, -1:], target_valid[:, -2:] = 0, 0
+    first = model(*views, context, target, target_valid, None, valid)
+    (d, h, w), patch = cfg.grid, cfg.spatial.patch_size
+    for b in range(3):
+        known = {*context[b, :-1].tolist(), *target[b, :-2].tolist()}
+        squares = []
+        for k in range(context.shape[1] - 1):
+            place = np.unravel_index(int(context[b, k]), (d, h, w))
+            for number, step in enumerate(NEIGHBOURS):
+                near = tuple(int(p + s) for p, s in zip(place, step, strict=True))
+                inside = all(0 <= p < size for p, size in zip(near, (d, h, w), strict=True))
+                if not inside or int(np.ravel_multi_index(near, (d, h, w))) not in known:
+                    continue
+                cube = tuple(slice(p * size, (p + 1) * size) for p, size in zip(near, patch, strict=True))
+                guess = guesses[0][b, k].unflatten(0, (len(NEIGHBOURS), -1))[number]
+                squares.append(float((guess - views[0][b, 0][cube].flatten()).square().mean()))
+        assert len(squares) > context.shape[1] - 1
+        assert float(first.second_B["neighbour"][b]) == pytest.approx(np.mean(squares), rel=1e-4)
+    seen = torch.zeros(3, model.encoder.num_tokens, dtype=torch.bool).scatter(1, context, True)
+    other = torch.where(voxels_of_tokens(~seen, cfg.grid, patch), views[0] + 5, views[0])
+    model(other, views[1], context, target, target_valid, None, valid)
+    torch.testing.assert_close(guesses[1], guesses[0])
+    assert "neighbour_head.weight" not in nano_model(small_config()).state_dict()

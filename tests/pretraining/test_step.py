@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from models.losses import TOKEN_LOSSES, Statistics, TokenLoss, VicReg
-from models.vjepa3d import HEADS, SECOND_LOSSES, VJEPA3D
+from models.vjepa3d import SECOND_LOSSES, VJEPA3D
 from pretraining import step as step_module
 from pretraining.gauges.skill import SkillGauge
 from pretraining.step import Update, build_optimizer, predict, train_step, trial_step
@@ -81,13 +81,14 @@ def test_the_weight_of_a_second_loss_reaches_the_gradient(name: str) -> None:
             [f"method.{name}_weight=1", alone],
         )
     )
-    weights = [model.encoder.norm.weight for model in (plain, light, heavy)]
+    weights = [model.encoder.patch_embed.proj.weight for model in (plain, light, heavy)]
     assert not torch.equal(weights[0], weights[1])
     assert not torch.equal(weights[1], weights[2])
     began = nano_model(small_config(name))
-    layers = [
-        m.heads[name] if name in HEADS else m.predictor.predictor_proj for m in (began, controls, light)
-    ]
+    layers = []
+    for m in (began, controls, light):
+        beside_predictor = {**m.heads, "neighbour": m.neighbour_head}
+        layers.append(beside_predictor.get(name) or m.predictor.predictor_proj)
     assert torch.equal(layers[1].bias, layers[0].bias)
     assert not torch.equal(layers[2].bias, layers[0].bias)
 

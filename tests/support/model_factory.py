@@ -28,6 +28,7 @@ VARIANTS = {
     "ascan": ("method.ascan_weight=1",),
     "pixel": ("method.pixel_weight=1",),
     "context": ("method.context_weight=1",),
+    "neighbour": ("method.neighbour_weight=1",),
     "layers": ("method.context_weight=0.5", "method.target_layers=[1,2]"),
 }
 

@@ -37,7 +37,13 @@ CASES = {  # recipe, overrides, accumulation
     "mlp": ("mlp", (), 1),
     "sharded": (
         "ascan",
-        (SHARDED, "method.pixel_weight=1", "train.activation_checkpointing=true", "method.dropout=0.1"),
+        (
+            SHARDED,
+            "method.pixel_weight=1",
+            "method.neighbour_weight=1",
+            "train.activation_checkpointing=true",
+            "method.dropout=0.1",
+        ),
         2,
     ),
     "sharded_context": ("layers", (SHARDED, "train.activation_checkpointing=true"), 2),

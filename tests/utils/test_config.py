@@ -81,7 +81,7 @@ def test_methods_configurations_hold_the_methods_values() -> None:
         assert accumulation_steps(c.train, 16) == 2  # a v4-32 has 16 chips
 
 
-@pytest.mark.parametrize("key", ["ascan_weight", "pixel_weight", "context_weight"])
+@pytest.mark.parametrize("key", ["ascan_weight", "pixel_weight", "context_weight", "neighbour_weight"])
 @pytest.mark.parametrize("recipe", [MAE, ["method.context=dense", "method.predictor=mlp"]])
 def test_only_a_transformer_that_predicts_features_has_more_heads(recipe: list[str], key: str) -> None:
     assert getattr(load_config(SMOKE, [f"method.{key}=1"]).method, key) == 1

@@ -36,7 +36,12 @@ RECIPES = {
     "vjepa2_sigreg_heads": (
         "vjepa2",
         1,
-        ("method.regulariser=sigreg", "method.ascan_weight=1", "method.pixel_weight=1"),
+        (
+            "method.regulariser=sigreg",
+            "method.ascan_weight=1",
+            "method.pixel_weight=1",
+            "method.neighbour_weight=1",
+        ),
     ),
     # L2: the sign in L1's gradient turns where rounding does, and here are many more predictions
     "context_sharded": ("layers", 1, (SHARDED, "method.loss=l2")),

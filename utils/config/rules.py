@@ -191,7 +191,7 @@ def _check_parts(method: MethodConfig, recipe: Recipe) -> None:
         method.context,
     )
     has_trunk = recipe.predictor == "transformer" and recipe.target == "features"
-    for name in ("ascan_weight", "pixel_weight", "context_weight"):
+    for name in ("ascan_weight", "pixel_weight", "context_weight", "neighbour_weight"):
         _require(
             getattr(method, name) == 0 or has_trunk,
             f"method.{name}",

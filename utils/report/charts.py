@@ -77,6 +77,7 @@ CHARTS: tuple[tuple[str, tuple[str, ...], str], ...] = (
         "Norms of the two gradients at the encoder's output; far above 1 the penalty teaches.",
     ),
     ("Context loss", ("train/context_loss",), "The prediction's loss at the tokens that are seen."),
+    ("Neighbour loss", ("train/neighbour_loss",), "Of the voxels at and beside each token that is seen."),
     ("A-scan loss", ("train/ascan_loss",), "Squared error of the mean A-scans of the target tokens."),
     ("Pixel loss", ("train/pixel_loss",), "Squared error of the voxels of the target tokens."),
     ("Size of an update", ("train/update_ratio",), "Norm of the last update / norm of the weights."),

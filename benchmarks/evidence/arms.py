@@ -171,6 +171,13 @@ ABLATIONS = (
         "neighbours",
         ("method.neighbour_weight=1",),
     ),
+    Arm(
+        "mae_neighbours",
+        "mae, plain patches, voxels at and beside each visible token",
+        "neighbours",
+        (*MAE, "method.mae_target=plain", "method.neighbour_weight=1"),
+        compared_with="mae_plain",
+    ),
     Arm("pixel", "pixel head", "second target", ("method.pixel_weight=1",)),
     Arm("ascan", "A-scan head", "A-scan head", ("method.ascan_weight=1",)),
     Arm("centred", "penalty less the mean of each place", "penalty", ("method.centre_places=true",)),

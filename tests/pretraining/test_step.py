@@ -46,7 +46,7 @@ def update(cfg: Config, parts: int, steps: int = 2) -> tuple[VJEPA3D, list[float
         *(("vjepa2", kind) for kind in ("none", "vicreg", "sigreg")),
         *(("mae", kind) for kind in ("none", "vicreg")),
         *(("dense", "vicreg"), ("normalised_l2", "none"), ("ascan", "vicreg"), ("pixel", "vicreg")),
-        *(("context", "vicreg"), ("layers", "vicreg")),
+        *(("context", "vicreg"), ("layers", "vicreg"), ("neighbour", "vicreg")),
     ],
 )
 def test_accumulation_changes_nothing(recipe: str, regulariser: str) -> None:
@@ -339,3 +339,12 @@ def test_a_new_recipe_is_a_row_and_a_loss(monkeypatch: pytest.MonkeyPatch) -> No
         float(train_step(model, optimizer, [batch], cfg, CPU, Update(s, 2e-3, 0.99)).loss) for s in range(20)
     ]
     assert losses[-1] < 0.8 * losses[0]
+
+
+def test_mae_trains_on_what_lies_beside_its_visible_tokens() -> None:
+    words = "mae", "method.regulariser=none", "method.regulariser_weight=0"
+    near, plain = (
+        update(small_config(*words, *more), 1, 1)[0].encoder.patch_embed.proj.weight
+        for more in (["method.neighbour_weight=1"], [])
+    )
+    assert not torch.equal(near, plain)

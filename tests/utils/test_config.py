@@ -81,7 +81,7 @@ def test_methods_configurations_hold_the_methods_values() -> None:
         assert accumulation_steps(c.train, 16) == 2  # a v4-32 has 16 chips
 
 
-@pytest.mark.parametrize("key", ["ascan_weight", "pixel_weight", "context_weight", "neighbour_weight"])
+@pytest.mark.parametrize("key", ["ascan_weight", "pixel_weight", "context_weight"])
 @pytest.mark.parametrize("recipe", [MAE, ["method.context=dense", "method.predictor=mlp"]])
 def test_only_a_transformer_that_predicts_features_has_more_heads(recipe: list[str], key: str) -> None:
     assert getattr(load_config(SMOKE, [f"method.{key}=1"]).method, key) == 1
@@ -90,6 +90,13 @@ def test_only_a_transformer_that_predicts_features_has_more_heads(recipe: list[s
             SMOKE,
             [*recipe, "method.regulariser_weight=0", "method.regulariser=none", f"method.{key}=1"],
         )
+
+
+def test_voxels_beside_a_visible_token_are_of_a_transformer() -> None:
+    key = "method.neighbour_weight=1"
+    assert load_config(SMOKE, [*MAE, key]).method.neighbour_weight == 1
+    with pytest.raises(ConfigError, match=r"neighbour_weight: expected 0 unless a transformer .* found 1\.0"):
+        load_config(SMOKE, ["method.context=dense", "method.predictor=mlp", *MAE[2:], key])
 
 
 @pytest.mark.parametrize("layers", ["[]", "[0,12]", "[6,3,12]", "[3,3,12]"])

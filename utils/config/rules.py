@@ -191,13 +191,19 @@ def _check_parts(method: MethodConfig, recipe: Recipe) -> None:
         method.context,
     )
     has_trunk = recipe.predictor == "transformer" and recipe.target == "features"
-    for name in ("ascan_weight", "pixel_weight", "context_weight", "neighbour_weight"):
+    for name in ("ascan_weight", "pixel_weight", "context_weight"):
         _require(
             getattr(method, name) == 0 or has_trunk,
             f"method.{name}",
             "0 unless a transformer predicts features, as in vjepa2",
             f"{getattr(method, name)} with {method.recipe}",
         )
+    _require(
+        method.neighbour_weight == 0 or recipe.predictor == "transformer",
+        "method.neighbour_weight",
+        "0 unless a transformer predicts, as in vjepa2 and mae",
+        f"{method.neighbour_weight} with {method.recipe}",
+    )
     if (layers := method.target_layers) is not None:
         name = "method.target_layers"
         _require(has_trunk, name, "null unless a transformer predicts features, as in vjepa2", layers)

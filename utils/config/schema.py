@@ -162,7 +162,7 @@ class MethodConfig:
     pixel_weight: float = key(0.0, AT_LEAST_0)
     # vjepa2: of a second loss, the prediction's own at the context tokens (V-JEPA 2.1 has 0.5); 0: none
     context_weight: float = key(0.0, AT_LEAST_0)
-    # vjepa2: of a second loss, the squared error of the voxels at and beside each visible token, read
+    # vjepa2, mae: of a second loss, the squared error of the voxels at and beside each visible token, read
     # linearly from its feature; 0: none
     neighbour_weight: float = key(0.0, AT_LEAST_0)
     # vjepa2: blocks of the target encoder whose outputs are predicted, 1 the first; null: the last alone

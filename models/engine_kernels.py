@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from models.vit3d import Block, PatchEmbed, Recompute, SelfAttention
+from models.vjepa3d import VJEPA3D
 from utils.config.schema import Config
 from utils.errors import UserError
 from utils.runtime.single import Runtime
@@ -48,7 +49,11 @@ def choose_kernels(model: Recomputing, cfg: Config, runtime: Runtime, is_for_tpu
         assert recompute is not None, "XLA has its own"
         model.checkpoint_activations(recompute)
     if cfg.train.shard_parameters:
-        runtime.keep_samples_apart(m for m in model.modules() if isinstance(m, Block | PatchEmbed))
+        apart: list[nn.Module] = [m for m in model.modules() if isinstance(m, Block | PatchEmbed)]
+        # the widest output of all: seven places times the voxels of a patch
+        if isinstance(model, VJEPA3D) and model.neighbour_head is not None:
+            apart.append(model.neighbour_head)
+        runtime.keep_samples_apart(apart)
     if is_for_tpu is None:
         is_for_tpu = os.environ["PJRT_DEVICE"] == "TPU"
     if is_for_tpu and cfg.model.tpu_attention == "flash":

@@ -220,9 +220,11 @@ class VJEPA3D(nn.Module):
         target_valid_BM: Tensor,
         seed_B: Tensor | None = None,
         context_valid_BK: Tensor | None = None,
+        valid_BN: Tensor | None = None,
     ) -> Output:
         """One prediction; `seed_B` (int64) turns the stochastic layers on. `target_view` may be None where
-        `reads_target_view` is false; `context_valid_BK`, which the context's loss reads, where all are valid.
+        `reads_target_view` is false; `context_valid_BK` and `valid_BN`, which the losses of visible tokens
+        read, where all are valid.
         """
         targets_BNE, features_BNE = self.compute_targets(context_view, target_view)
         target_BME = gather_tokens(self._of_control(targets_BNE), target_BM)
@@ -249,14 +251,9 @@ class VJEPA3D(nn.Module):
                 distance = TOKEN_LOSSES[self.recipe.loss].distance(guess, truth)
                 second_B["context"] = weighted_mean(distance, context_valid_BK)
         if self.neighbour_head is not None:
-            weight_BN = torch.zeros(targets_BNE.shape[:2], device=targets_BNE.device)
-            seen_BK = torch.ones_like(context_BK, dtype=torch.float32)
-            if context_valid_BK is not None:
-                seen_BK = context_valid_BK.float()
-            weight_BN = weight_BN.scatter(1, target_BM, target_valid_BM.float()).scatter(
-                1, context_BK, seen_BK
-            )
-            second_B["neighbour"] = self.neighbour_loss(ctx_BKE, context_view, context_BK, weight_BN)
+            if valid_BN is None:
+                valid_BN = torch.ones(targets_BNE.shape[:2], device=targets_BNE.device)
+            second_B["neighbour"] = self.neighbour_loss(ctx_BKE, context_view, context_BK, valid_BN.float())
         loss_BM = TOKEN_LOSSES[self.recipe.loss].distance(prediction_BME, target_BME)
         if self.recipe.loss == "normalised_l2":
             prediction_BME = F.normalize(prediction_BME, dim=-1)
@@ -267,7 +264,8 @@ class VJEPA3D(nn.Module):
         self, ctx_BKE: Tensor, context_view: Tensor, context_BK: Tensor, weight_BN: Tensor
     ) -> Tensor:
         """Mean squared error [B] of the voxels at and beside each context token, read linearly from its
-        feature. `weight_BN`: 1 at the valid tokens of context and target; the others are no truth.
+        feature; the mean over the seven places of the mean over the tokens that have such a neighbour.
+        `weight_BN`: 1 at valid tokens, else 0.
 
         One matrix for each place, as in van den Oord et al. 2018, arXiv:1807.03748.
         """
@@ -276,19 +274,19 @@ class VJEPA3D(nn.Module):
         truth_BNV = self._of_control(pixel_targets(context_view, self.encoder.patch_embed.patch, "plain"))
         guesses = self.neighbour_head(ctx_BKE).float().chunk(len(NEIGHBOURS), dim=-1)
         own_BK1 = gather_tokens(weight_BN.unsqueeze(-1), context_BK)
-        errors, weights = [], []
+        means = []
         for offset, guess in zip(NEIGHBOURS, guesses, strict=True):
-            errors.append(per_token_l2(guess, gather_tokens(beside(truth_BNV, grid, offset), context_BK)))
+            error_BK = per_token_l2(guess, gather_tokens(beside(truth_BNV, grid, offset), context_BK))
             near_BK1 = gather_tokens(beside(weight_BN.unsqueeze(-1), grid, offset), context_BK)
-            weights.append((near_BK1 * own_BK1).squeeze(-1))
-        return weighted_mean(torch.cat(errors, 1), torch.cat(weights, 1))
+            means.append(weighted_mean(error_BK, (near_BK1 * own_BK1).squeeze(-1)))
+        return torch.stack(means).mean(0)
 
     def _of_control(self, targets: Tensor) -> Tensor:
         """The targets [B, ...]; of another volume where that is the control, in training."""
         return targets.roll(1, 0) if self.has_mismatched_targets and self.training else targets
 
     def trained_parameters(self) -> list[tuple[str, nn.Parameter]]:
-        """Named parameters of the encoder and the predictor."""
+        """Named parameters of everything but the target encoder."""
         return [(n, p) for n, p in self.named_parameters() if not n.startswith("target_encoder.")]
 
     def update_target(self, momentum: float | Tensor, enabled: Tensor | None = None) -> None:

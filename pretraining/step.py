@@ -113,6 +113,7 @@ def predict(
             batch["target_valid"],
             seed,
             batch["context_valid"],
+            batch["token_valid"],
         )
 
 

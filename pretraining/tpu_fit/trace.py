@@ -17,6 +17,7 @@ if __name__ == "__main__":  # torch_xla is in an environment of its own
 
 import argparse
 import json
+import math
 import os
 import sys
 from functools import partial
@@ -168,6 +169,7 @@ def _batch(cfg: Config, chips: int, runtime: Runtime) -> Batch:
             "target": target,
             "context_valid": context.float(),
             "target_valid": target.float(),
+            "token_valid": torch.ones(size, math.prod(cfg.grid), dtype=torch.bool),
             "row": number.clone(),
             "position": number.clone(),
         }

@@ -675,9 +675,14 @@ def test_what_saw_nobody_may_come_back(tiny: Path, tmp_path: Path) -> None:
         assert ("predictor.predictor_embed.weight" in second) == (layout == "hf")
 
 
-@pytest.mark.parametrize("recipe", ["vjepa2", "mae", "layers"])
+@pytest.mark.parametrize("recipe", ["vjepa2", "mae", "layers", "near"])
 def test_hugging_face_reads_the_export(tmp_path: Path, recipe: str) -> None:
-    cfg = config(*{"mae": MAE, "layers": ["method.target_layers=[1,3]"]}.get(recipe, []))
+    changes = {
+        "mae": MAE,
+        "layers": ["method.target_layers=[1,3]"],
+        "near": ["method.neighbour_weight=1"],
+    }
+    cfg = config(*changes.get(recipe, []))
     path, out = own_checkpoint(tmp_path / "run", cfg), tmp_path / "exported"
     main(["export", "--checkpoint", str(path), "--out", str(out), "--layout", "hf"])
     theirs = VJEPA2Model.from_pretrained(out).eval()
@@ -689,12 +694,12 @@ def test_hugging_face_reads_the_export(tmp_path: Path, recipe: str) -> None:
         features = ours.target_encoder(x)
         output = theirs(x.transpose(1, 2), skip_predictor=True).last_hidden_state
         torch.testing.assert_close(output, features, atol=1e-4, rtol=0)
-        if recipe == "vjepa2":
+        if recipe in ("vjepa2", "near"):
             expected = ours.predictor(features[:, :16], keep, target)
             output = theirs(x.transpose(1, 2), context_mask=[keep], target_mask=[target]).predictor_output
             torch.testing.assert_close(output.last_hidden_state, expected, atol=1e-4, rtol=0)
     card = (out / "README.md").read_text()
-    assert ("The predictor is included" in card) == (recipe == "vjepa2")
+    assert ("The predictor is included" in card) == (recipe in ("vjepa2", "near"))
     assert "unknown, the checkpoint does not say" in card
 
 

@@ -33,7 +33,7 @@ CASES = {  # recipe, overrides, accumulation
     "vjepa2": ("vjepa2", (), 1),
     "accumulated": ("ascan", ("method.regulariser=sigreg",), 2),
     "methods": ("methods", ("method.dropout=0.1",), 1),
-    "mae": ("mae", (), 2),
+    "mae": ("mae", ("method.neighbour_weight=1",), 2),
     "mlp": ("mlp", (), 1),
     "sharded": (
         "ascan",

@@ -44,7 +44,7 @@ RECIPES = {
         ),
     ),
     # L2: the sign in L1's gradient turns where rounding does, and here are many more predictions
-    "context_sharded": ("layers", 1, (SHARDED, "method.loss=l2")),
+    "context_sharded": ("layers", 1, (SHARDED, "method.loss=l2", "method.neighbour_weight=1")),
     "mae": ("mae", 1, ()),
     "methods": ("methods", 1, ()),
     "methods_sharded": ("methods", 1, (SHARDED,)),

@@ -41,6 +41,7 @@ BASE = (
     "data.workers=0",
     "wandb.mode=disabled",
 )
+NO_NEIGHBOURS = ("method.neighbour_weight=0",)
 # as in the Methods text, except the patch, which all arms share
 METHODS = (
     "method.recipe=methods",
@@ -53,6 +54,7 @@ METHODS = (
     "method.drop_path=0.1",
     "method.regulariser=none",
     "method.regulariser_weight=0",
+    *NO_NEIGHBOURS,
     "optim.base_lr=1e-4",
     "optim.weight_decay=0.05",
     "optim.betas=[0.9,0.95]",
@@ -63,7 +65,12 @@ METHODS = (
     "optim.eps=1e-12",
 )
 NO_REGULARISER = ("method.regulariser=none", "method.regulariser_weight=0")
-MAE = ("method.recipe=mae", *NO_REGULARISER, "optim.base_lr=5e-4")  # its own: 1e-3 is worse for it
+MAE = (
+    "method.recipe=mae",
+    *NO_REGULARISER,
+    *NO_NEIGHBOURS,
+    "optim.base_lr=5e-4",
+)  # its own: 1e-3 is worse for it
 DENSE = ("method.context=dense",)
 
 
@@ -98,7 +105,7 @@ SUPERVISED_ARM = Arm(
     SUPERVISED, "ceiling: the encoder trained on the truth of layer occupancy", "ceiling", is_trained=False
 )
 MAIN = (
-    Arm("vjepa2", "vjepa2, vicreg 0.05 (as shipped)", "recipe"),
+    Arm("vjepa2", "vjepa2, vicreg 0.05, neighbours 1 (as shipped)", "recipe"),
     Arm(CONTROL, "vjepa2 after 2 steps (control)", "recipe", steps=2),
     Arm(
         PENALTY_ONLY, "penalty alone, nothing predicted (control)", "recipe", ("method.control=penalty_only",)
@@ -165,12 +172,7 @@ ABLATIONS = (
         "context loss",
         ("method.context_weight=0.5", "method.target_layers=[3,6,9,12]"),
     ),
-    Arm(
-        "neighbours",
-        "voxels at and beside each visible token",
-        "neighbours",
-        ("method.neighbour_weight=1",),
-    ),
+    Arm("no_neighbours", "without the neighbours' voxels", "neighbours", NO_NEIGHBOURS),
     Arm(
         "mae_neighbours",
         "mae, plain patches, voxels at and beside each visible token",

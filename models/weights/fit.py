@@ -26,7 +26,7 @@ from torch import Tensor
 from models.predictor import Predictor3D
 from models.vit3d import SIZES, Size
 from models.vjepa3d import VJEPA3D
-from models.weights.shape import Weights, require_same
+from models.weights.shape import ROLES, Weights, require_same
 from utils.checkpoint import CheckpointError
 from utils.config.recipes import recipe_of
 from utils.config.schema import Config
@@ -129,6 +129,9 @@ def fit(weights: Weights, cfg: Config) -> Fit:
     else:
         lines += [Line("left out", f"predictor.{name}", reason) for name in weights.predictor]
         lines += [Line("missing", f"predictor.{name}", f"random: {reason}") for name in ours]
+    roles = tuple(f"{role}." for role in ROLES)
+    heads = [name for name in model.state_dict() if not name.startswith(roles)]
+    lines += [Line("missing", name, "random: of pre-training alone") for name in heads]
     return Fit(tensors, lines)
 
 

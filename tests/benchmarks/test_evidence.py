@@ -360,7 +360,9 @@ def test_a_claim_is_above_every_control(finished: Path, tmp_path: Path) -> None:
     """One control that does as well takes the claim away, and the page names it."""
     before = write_results(finished, tmp_path / "results.md").partition("Above all four controls")[2]
     shown = before.partition("Compared with")[0].splitlines()
-    assert all("Shown: vjepa2, vicreg 0.05 (as shipped) (at least +" in line for line in shown[2:5])
+    assert all(
+        "Shown: vjepa2, vicreg 0.05, neighbours 1 (as shipped) (at least +" in line for line in shown[2:5]
+    )
     root = tmp_path / "level"
     shutil.copytree(finished, root)
     for seed in range(3):

@@ -100,7 +100,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def config(*overrides: str) -> Config:
     """Grid 2 x 4 x 4 of patches 4 x 8 x 8, which `tiny` fits."""
     base = ["spatial.image_size=[8,32,32]", "model.rope=tiled"]
-    base += ["method.predictor_width=64", "method.predictor_depth=2"]
+    base += ["method.predictor_width=64", "method.predictor_depth=2", "method.neighbour_weight=0"]
     return load_config(SMOKE, [*base, *overrides])
 
 
@@ -558,6 +558,16 @@ def test_a_run_starts_from_them(tiny: Path, tmp_path: Path, caplog: pytest.LogCa
     assert torch.equal(model.encoder.norm.weight, expected["encoder.norm.weight"])
     assert "the predictor starts at random: another shape" in caplog.text
 
+    near = config(f"method.init_from={tiny}", "method.neighbour_weight=1")
+    model = VJEPA3D(near)
+    assert model.neighbour_head is not None
+    before = model.neighbour_head.weight.clone()
+    with caplog.at_level("INFO"):
+        start_from(model, near, STORE_NORMALISATION)
+    assert "missing neighbour_head.weight: random: of pre-training alone" in caplog.text
+    assert torch.equal(model.neighbour_head.weight, before)
+    assert torch.equal(model.encoder.norm.weight, expected["encoder.norm.weight"])
+
     own = own_checkpoint(tmp_path, config())
     cfg = config(f"method.init_from={own}")
     model = VJEPA3D(cfg)
@@ -574,6 +584,7 @@ def test_a_run_starts_from_them(tiny: Path, tmp_path: Path, caplog: pytest.LogCa
 def test_the_command_starts_from_them(pipeline: Path, tiny: Path, tmp_path: Path) -> None:
     """One update on the phantom: but for the moving average, what the checkpoint has is the file's."""
     words = [f"method.init_from={tiny}", "model.rope=tiled", "optim.base_lr=1e-9", "train.max_steps=1"]
+    words += ["method.neighbour_weight=0"]
     words += [f"run.dir={tmp_path / 'run'}", "data.pin_memory=false", "train.val_every_steps=null"]
     assert train(["--config", str(SMOKE), *pipeline_overrides(pipeline), *words]) == 0
     (kept,) = (tmp_path / "run/checkpoints").glob("step_*.pt")

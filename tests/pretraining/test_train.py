@@ -69,6 +69,7 @@ METHODS = (
     "method.drop_path=0.1",
     "method.regulariser=none",
     "method.regulariser_weight=0",
+    "method.neighbour_weight=0",
 )
 
 

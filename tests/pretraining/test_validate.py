@@ -44,6 +44,7 @@ RECIPES = {
         "method.recipe=methods",
         "method.mask_ratio=0.5",
         "method.ema_base=0.9",
+        "method.neighbour_weight=0",
         *NO_PENALTY,
     ),
 }

@@ -92,11 +92,13 @@ def test_only_a_transformer_that_predicts_features_has_more_heads(recipe: list[s
         )
 
 
-def test_voxels_beside_a_visible_token_are_of_a_transformer() -> None:
+def test_methods_has_no_loss_of_neighbours() -> None:
     key = "method.neighbour_weight=1"
-    assert load_config(SMOKE, [*MAE, key]).method.neighbour_weight == 1
-    with pytest.raises(ConfigError, match=r"neighbour_weight: expected 0 unless a transformer .* found 1\.0"):
-        load_config(SMOKE, ["method.context=dense", "method.predictor=mlp", *MAE[2:], key])
+    for words in (MAE, ["method.context=dense", "method.predictor=mlp"]):
+        assert load_config(SMOKE, [*words, key]).method.neighbour_weight == 1
+    methods = ROOT / "configs" / "pretrain_vjepa_multi_domain.yaml"
+    with pytest.raises(ConfigError, match=r"neighbour_weight: expected 0 where .*, found 1\.0 with methods"):
+        load_config(methods, [key])
 
 
 @pytest.mark.parametrize("layers", ["[]", "[0,12]", "[6,3,12]", "[3,3,12]"])

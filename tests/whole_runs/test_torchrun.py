@@ -50,6 +50,7 @@ RECIPES = {
     "methods": (
         *("method.recipe=methods", "method.mask_ratio=0.6", "method.ema_base=0.996", "method.dropout=0.1"),
         *("method.drop_path=0.1", "method.regulariser=none", "method.regulariser_weight=0"),
+        "method.neighbour_weight=0",
     ),
     "mae": ("method.recipe=mae", "method.mae_target=normalised"),
 }

@@ -199,9 +199,9 @@ def _check_parts(method: MethodConfig, recipe: Recipe) -> None:
             f"{getattr(method, name)} with {method.recipe}",
         )
     _require(
-        method.neighbour_weight == 0 or recipe.predictor == "transformer",
+        method.neighbour_weight == 0 or recipe.hidden != "targets",
         "method.neighbour_weight",
-        "0 unless a transformer predicts, as in vjepa2 and mae",
+        "0 where the context is all but the targets",
         f"{method.neighbour_weight} with {method.recipe}",
     )
     if (layers := method.target_layers) is not None:

@@ -394,7 +394,7 @@ def test_a_small_step_from_configuration_to_numbers(whole: dict[str, Any]) -> No
     parts = whole["hbm_parts_gib"]
     trained = parts["optimizer"] / 2  # two moments
     assert parts["parameters"] == pytest.approx(trained, rel=0.01)
-    assert 0.9 * trained < parts["target"] < trained  # the encoder without the predictor
+    assert 0.8 * trained < parts["target"] < trained  # without the predictor and the layer of the neighbours
     # all that an update moves lies in one buffer before and after; a chip pads small tensors
     assert 1 <= whole["updated_in_place_gib"] / sum(parts[p] for p in PARTS[:3]) < 1.1
     assert parts["activations and temporaries"] > 0

@@ -171,8 +171,14 @@ def open_gauges(run: Run) -> Gauges:
     runtime = run.runtime
     skill = SkillGauge.of_model(run.model, runtime.device)
     batch = run.cfg.train.global_batch_size
-    fixed = run.model.recipe.has_fixed_targets
-    return Gauges(skill, batch, runtime.group, runtime.to_torch, has_fixed_targets=fixed)
+    return Gauges(
+        skill,
+        batch,
+        runtime.group,
+        runtime.to_torch,
+        has_fixed_targets=run.model.recipe.has_fixed_targets,
+        has_neighbours=run.model.neighbour_head is not None,
+    )
 
 
 def step_metrics(

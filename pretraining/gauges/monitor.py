@@ -42,7 +42,8 @@ class Gauges:
     """The training gauges of one global batch, whatever its micro-batches: `observe` each, then `finish`.
 
     `global_batch_size` shares RANK_TOKENS out among the samples. The processes of `group` share the batch,
-    and all of them get the same gauges; `to_torch` is the runtime's. `has_fixed_targets`: those of mae.
+    and all of them get the same gauges; `to_torch` is the runtime's. `has_fixed_targets`: those of mae;
+    `has_neighbours`: method.neighbour_weight is above 0.
     """
 
     def __init__(
@@ -53,9 +54,10 @@ class Gauges:
         to_torch: Read = as_it_is,
         *,
         has_fixed_targets: bool,
+        has_neighbours: bool = False,
     ) -> None:
         self.skill, self.group, self.to_torch = skill, group, to_torch
-        self.alarms = Alarms(has_fixed_targets=has_fixed_targets)
+        self.alarms = Alarms(has_fixed_targets, has_neighbours)
         self.tokens_per_sample = -(-RANK_TOKENS // global_batch_size)
         self._begin(measure=False)
 

@@ -66,6 +66,16 @@ def test_voxels_as_targets_leave_the_fall_of_the_rank_out_and_nothing_else() -> 
     assert [len(begun) for begun in spread] == [0, 0, 1]
 
 
+def test_a_loss_of_neighbours_lets_the_rank_fall_further() -> None:
+    gauges = Gauges(
+        SkillGauge(6, 3, "l1", torch.device("cpu")), 1, has_fixed_targets=False, has_neighbours=True
+    )
+    for step, values in enumerate([line(rankme=80.0), *3 * [line(rankme=12.0)]]):
+        assert gauges.alarms.update(step, values) == []
+    lower = [gauges.alarms.update(step, line(rankme=9.0)) for step in range(10, 13)]
+    assert [len(begun) for begun in lower] == [0, 0, 1]
+
+
 def test_the_rank_in_validation_counts_the_second_time() -> None:
     low = {"val/rankme": 11.0}
     assert steps_of([{"val/rankme": 80.0}, line(), low, line(), low]) == [("collapse", 4)]

@@ -31,6 +31,7 @@ from pretraining import step as step_module
 from pretraining import train as loop
 from pretraining import trial as trial_module
 from pretraining.gauges import validation
+from pretraining.gauges.alarms import NEIGHBOUR_RANK_FALL
 from pretraining.gauges.monitor import FrozenTargetError, LeakError, check_no_leak
 from pretraining.gauges.profiling import StepTrace
 from pretraining.gauges.validation import validate
@@ -564,6 +565,7 @@ def test_the_alarms_know_whether_the_targets_are_voxels(
     run = tmp_path / f"alarms_{recipe}"
     assert train(pipeline_config(folder, f"run.dir={run}", "train.max_steps=1", *changes)) == 0
     assert [g.alarms.has_fixed_targets for g in built] == [recipe == "mae"]
+    assert [g.alarms.rank_fall for g in built] == [NEIGHBOUR_RANK_FALL]
 
 
 def test_the_methods_recipe_runs_the_same_loop(finished_methods: Path) -> None:

@@ -28,7 +28,11 @@ SECTIONS: dict[str, tuple[Panel, ...]] = {
         Panel("loss", ("train/loss", "val/loss"), "no judge of features; a jump means trouble"),
     ),
     "Does it collapse?": (
-        Panel("rank", ("train/rankme", "val/rankme", "val/lidar"), "a fall to a quarter raises the alarm"),
+        Panel(
+            "rank",
+            ("train/rankme", "val/rankme", "val/lidar"),
+            "a fall to a quarter raises the alarm, with `method.neighbour_weight` to 13 %",
+        ),
         Panel("spread", ("train/feature_std", "train/feature_cosine"), "std near 0, or cosine near 1"),
         Panel("volume", ("train/volume_share",), "near 0: the targets hold position alone"),
         Panel("alarms", ("alarm/collapse", "alarm/leak", "val/leak"), "0 is well"),

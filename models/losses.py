@@ -96,6 +96,11 @@ def mean_ascans(view_BCDHW: Tensor, patch: tuple[int, int, int]) -> Tensor:
 NEIGHBOURS = ((0, 0, 0), (1, 0, 0), (-1, 0, 0), (0, 1, 0), (0, -1, 0), (0, 0, 1), (0, 0, -1))
 
 
+def places_beside(places: Literal["all", "own", "hidden"]) -> tuple[tuple[int, int, int], ...]:
+    """The offsets of NEIGHBOURS that count; `hidden` has none of a token's own place, which is visible."""
+    return {"all": NEIGHBOURS, "own": NEIGHBOURS[:1], "hidden": NEIGHBOURS[1:]}[places]
+
+
 def beside(values_BNX: Tensor, grid: tuple[int, int, int], offset: tuple[int, int, int]) -> Tensor:
     """[B, N, X]: at each token the values of the one `offset` (-1 to 1 an axis) away; 0 outside the grid."""
     padded = F.pad(values_BNX.unflatten(1, grid), (0, 0, 1, 1, 1, 1, 1, 1))

@@ -16,13 +16,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from models.losses import (
-    NEIGHBOURS,
     TOKEN_LOSSES,
     PixelNorm,
     beside,
     mean_ascans,
     per_token_l2,
     pixel_targets,
+    places_beside,
     weighted_mean,
 )
 from models.predictor import MlpPredictor, Predictor3D
@@ -108,10 +108,12 @@ class VJEPA3D(nn.Module):
         self.pixel_head: nn.Linear | None = None
         if cfg.method.pixel_weight > 0:
             self.pixel_head = nn.Linear(cfg.method.predictor_width, patch.proj.weight[0].numel())
+        self.neighbour_places = cfg.method.neighbour_places
         self.neighbour_head: nn.Linear | None = None
         if cfg.method.neighbour_weight > 0:
             voxels = patch.proj.weight[0].numel()
-            self.neighbour_head = nn.Linear(self.encoder.width, len(NEIGHBOURS) * voxels)
+            places = len(places_beside(self.neighbour_places))
+            self.neighbour_head = nn.Linear(self.encoder.width, places * voxels)
         # running means of the context tokens at every place, for the penalty
         self.centres: nn.Module | None = None
         if cfg.method.centre_places:
@@ -264,7 +266,7 @@ class VJEPA3D(nn.Module):
         self, ctx_BKE: Tensor, context_view: Tensor, context_BK: Tensor, weight_BN: Tensor
     ) -> Tensor:
         """Mean squared error [B] of the voxels at and beside each context token, read linearly from its
-        feature; the mean over the seven places of the mean over the tokens that have such a neighbour.
+        feature; the mean over the places of the mean over the tokens that have such a neighbour.
         `weight_BN`: 1 at valid tokens, else 0.
 
         One matrix for each place, as in van den Oord et al. 2018, arXiv:1807.03748.
@@ -272,10 +274,13 @@ class VJEPA3D(nn.Module):
         assert self.neighbour_head is not None
         grid = self.encoder.grid
         truth_BNV = self._of_control(pixel_targets(context_view, self.encoder.patch_embed.patch, "plain"))
-        guesses = self.neighbour_head(ctx_BKE).float().chunk(len(NEIGHBOURS), dim=-1)
+        offsets = places_beside(self.neighbour_places)
+        guesses = self.neighbour_head(ctx_BKE).float().chunk(len(offsets), dim=-1)
         own_BK1 = gather_tokens(weight_BN.unsqueeze(-1), context_BK)
+        if self.neighbour_places == "hidden":
+            weight_BN = weight_BN.scatter(1, context_BK, 0.0)
         means = []
-        for offset, guess in zip(NEIGHBOURS, guesses, strict=True):
+        for offset, guess in zip(offsets, guesses, strict=True):
             error_BK = per_token_l2(guess, gather_tokens(beside(truth_BNV, grid, offset), context_BK))
             near_BK1 = gather_tokens(beside(weight_BN.unsqueeze(-1), grid, offset), context_BK)
             means.append(weighted_mean(error_BK, (near_BK1 * own_BK1).squeeze(-1)))

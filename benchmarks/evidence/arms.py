@@ -173,6 +173,13 @@ ABLATIONS = (
         ("method.context_weight=0.5", "method.target_layers=[3,6,9,12]"),
     ),
     Arm("no_neighbours", "without the neighbours' voxels", "neighbours", NO_NEIGHBOURS),
+    Arm("own_place", "voxels of the token's own place alone", "neighbours", ("method.neighbour_places=own",)),
+    Arm(
+        "hidden_neighbours",
+        "voxels of hidden neighbours alone",
+        "neighbours",
+        ("method.neighbour_places=hidden",),
+    ),
     Arm(
         "mae_neighbours",
         "mae, plain patches, voxels at and beside each visible token",
@@ -223,7 +230,13 @@ def own_control(arm: Arm, control: str) -> Arm:
 TRAINED = (
     *MAIN,
     *ABLATIONS,
-    *(own_control(arm, control) for arm in ABLATIONS if arm.factor != "control" for control in OWN_CONTROLS),
+    *(
+        own_control(arm, control)
+        for arm in ABLATIONS
+        if arm.factor != "control"
+        for control in OWN_CONTROLS
+        if control != PENALTY_ONLY or not set(NO_REGULARISER) & set(arm.changes)  # nothing would be left
+    ),
 )
 
 

@@ -72,7 +72,7 @@ KEYS_OF_FACTOR = {
     "patch": {"spatial.patch_size"},
     "predictor": {"method.predictor_depth", "method.predictor_width", "method.predictor"},
     "context": {"method.context"},
-    "neighbours": {"method.neighbour_weight"},
+    "neighbours": {"method.neighbour_weight", "method.neighbour_places"},
     "context loss": {"method.context_weight", "method.target_layers"},
     "loss": {"method.loss", "method.regulariser_weight"},
     "mask": {"method.mask_blocks"},

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from models.losses import NEIGHBOURS, mean_ascans, pixel_targets
+from models.losses import mean_ascans, pixel_targets, places_beside
 from models.predictor import WeightedBatchNorm
 from models.stochastic import Stochastic
 from models.vit3d import SIZES, VisionTransformer3D, apply_rotary, gather_tokens, rotary_tables
@@ -393,9 +393,13 @@ def test_targets_of_several_blocks_are_their_normalised_outputs_side_by_side() -
         nano_model(small_config("vjepa2", "method.target_layers=[1]"))
 
 
+@pytest.mark.parametrize(("places", "number"), [("all", 7), ("own", 1), ("hidden", 6)])
 @torch.no_grad()
-def test_the_neighbour_loss_is_of_valid_places_and_reads_no_hidden_voxel() -> None:
-    cfg = small_config("neighbour")
+def test_the_neighbour_loss_is_of_valid_places_and_reads_no_hidden_voxel(places: str, number: int) -> None:
+    cfg = small_config("neighbour", f"method.neighbour_places={places}")
+    offsets = places_beside(cfg.method.neighbour_places)
+    assert len(set(offsets)) == number
+    assert ((0, 0, 0) in offsets) == (places != "hidden")
     model = nano_model(cfg).eval()
     assert model.neighbour_head is not None
     context, target = token_ids(cfg, 3)
@@ -408,18 +412,20 @@ def test_the_neighbour_loss_is_of_valid_places_and_reads_no_hidden_voxel() -> No
     first = model(*views, context, target, *rest)
     grid, patch = cfg.grid, cfg.spatial.patch_size
     for b in range(3):
-        squares: dict[tuple[int, int, int], list[float]] = {step: [] for step in NEIGHBOURS}
+        squares: dict[tuple[int, int, int], list[float]] = {step: [] for step in offsets}
         for k, token in enumerate(context[b].tolist()):
             place = np.unravel_index(token, grid)
-            for number, step in enumerate(NEIGHBOURS):
+            for which, step in enumerate(offsets):
                 near = tuple(int(p + s) for p, s in zip(place, step, strict=True))
                 inside = all(0 <= p < size for p, size in zip(near, grid, strict=True))
                 if not inside or token % 5 == 0 or int(np.ravel_multi_index(near, grid)) % 5 == 0:
                     continue
+                if places == "hidden" and int(np.ravel_multi_index(near, grid)) in context[b].tolist():
+                    continue
                 cube = tuple(slice(p * size, (p + 1) * size) for p, size in zip(near, patch, strict=True))
-                guess = guesses[0][b, k].unflatten(0, (len(NEIGHBOURS), -1))[number]
+                guess = guesses[0][b, k].unflatten(0, (number, -1))[which]
                 squares[step].append(float((guess - views[0][b, 0][cube].flatten()).square().mean()))
-        assert len({len(of_step) for of_step in squares.values()}) > 1
+        assert (len({len(of_step) for of_step in squares.values()}) > 1) == (places != "own")
         expected = np.mean([np.mean(of_step) if of_step else 0.0 for of_step in squares.values()])
         assert float(first.second_B["neighbour"][b]) == pytest.approx(expected, rel=1e-4)
     seen = torch.zeros(3, model.encoder.num_tokens, dtype=torch.bool).scatter(1, context, True)

@@ -204,6 +204,12 @@ def _check_parts(method: MethodConfig, recipe: Recipe) -> None:
         "0 where the context is all but the targets",
         f"{method.neighbour_weight} with {method.recipe}",
     )
+    _require(
+        method.neighbour_places == "all" or method.neighbour_weight > 0,
+        "method.neighbour_places",
+        "all with method.neighbour_weight=0",
+        method.neighbour_places,
+    )
     if (layers := method.target_layers) is not None:
         name = "method.target_layers"
         _require(has_trunk, name, "null unless a transformer predicts features, as in vjepa2", layers)

@@ -165,6 +165,9 @@ class MethodConfig:
     # vjepa2, mae: of a second loss, the squared error of the voxels at and beside each visible token, read
     # linearly from its feature; 0: none
     neighbour_weight: float = key(0.0, AT_LEAST_0)
+    # which of these places count: all seven, the token's own alone (nothing is predicted), or the neighbours
+    # that are hidden alone (all is predicted); for comparisons
+    neighbour_places: Literal["all", "own", "hidden"] = "all"
     # vjepa2: blocks of the target encoder whose outputs are predicted, 1 the first; null: the last alone
     target_layers: list[int] | None = None
     # a control for claims, no way to train: the prediction's loss times 0, or, in training, the targets of

@@ -287,7 +287,7 @@ def cost_key(cfg: Config) -> str:
         m.ascan_weight > 0,
         m.pixel_weight > 0,
         m.context_weight > 0,
-        m.neighbour_weight > 0,
+        m.neighbour_weight > 0 and m.neighbour_places,
         m.target_layers,
         m.recipe,
         m.mae_target,

@@ -734,13 +734,21 @@ def test_what_hugging_face_cannot_hold(tmp_path: Path, overrides: list[str], mes
     assert not (tmp_path / "out").exists()
 
 
+MORE = (
+    "method.loss=l2",
+    "method.neighbour_weight=0.5",
+    "method.neighbour_places=own",
+    "method.control=penalty_only",
+)
+
+
 def test_a_dense_context_is_named_and_not_taken_for_one_of_visible_tokens(tmp_path: Path) -> None:
-    path = str(own_checkpoint(tmp_path / "run", config("method.context=dense", "method.loss=l2")))
+    path = str(own_checkpoint(tmp_path / "run", config("method.context=dense", *MORE)))
     with pytest.raises(CheckpointError, match="expected an encoder of visible tokens, found one with a mask"):
         load_vjepa2(path)
     out = tmp_path / "out"
     main(["export", "--checkpoint", path, "--out", str(out)])
-    name = "vjepa2 (context dense, loss l2)"
+    name = "vjepa2 (context dense, loss l2, neighbour_weight 0.5, neighbour_places own, control penalty_only)"
     assert name in (out / "README.md").read_text()
     assert read_weights(path).facts["recipe_name"] == name
 

@@ -79,8 +79,17 @@ def recipe_of(method: MethodConfig) -> Recipe:
 
 
 def recipe_name(method: MethodConfig) -> str:
-    """'vjepa2', or with what it has of another recipe: 'vjepa2 (context dense, loss l2)'."""
-    parts = {"context": method.context, "predictor": method.predictor, "loss": method.loss}
+    """'vjepa2', or with what it has beside or in place of its own: 'vjepa2 (loss l2, pixel_weight 1)'."""
+    second = "ascan_weight", "pixel_weight", "context_weight", "neighbour_weight"
+    parts: dict[str, object] = {
+        "context": method.context,
+        "predictor": method.predictor,
+        "loss": method.loss,
+        **{name: f"{weight:g}" for name in second if (weight := getattr(method, name)) > 0},
+        "neighbour_places": None if method.neighbour_places == "all" else method.neighbour_places,
+        "target_layers": method.target_layers,
+        "control": method.control,
+    }
     changed = ", ".join(f"{name} {value}" for name, value in parts.items() if value is not None)
     return f"{method.recipe} ({changed})" if changed else method.recipe
 

@@ -7,6 +7,7 @@
     python -m benchmarks.evidence device --only ARM,ARM   is the scanner in the features, and at what cost out
     python -m benchmarks.evidence table                   docs/evidence/results.md, and table.json of the runs
     python -m benchmarks.evidence search --only ARM,ARM   sequential halving, then new seeds and people
+    python -m benchmarks.evidence compute --budgets 37.5,150,600   do the differences grow with compute?
     python -m benchmarks.evidence real --data FOLDER      the same on real eyes with layer masks: real.py
 
 Everything lives below --root. Every command resumes, and Ctrl-C is safe.
@@ -26,6 +27,8 @@ import torch
 from benchmarks.evidence.arms import (
     CONFIG,
     CONTROL,
+    MISMATCHED,
+    PENALTY_ONLY,
     RANDOM,
     REFERENCE,
     SUPERVISED,
@@ -43,6 +46,7 @@ from benchmarks.evidence.cohorts import (
     make_people,
     read_truth,
 )
+from benchmarks.evidence.compute import compute
 from benchmarks.evidence.device import device_report
 from benchmarks.evidence.differences import training_facts
 from benchmarks.evidence.page import RESULTS, write_results
@@ -140,6 +144,12 @@ def halve(root: Path, args: argparse.Namespace) -> None:
     print(search(root, *names, args.budgets, args.seeds, args.jobs, args.task, people, args.change))
 
 
+def by_budget(root: Path, args: argparse.Namespace) -> None:
+    """The same arms at several budgets."""
+    names = args.only.split(",")
+    print(compute(root, names, args.budgets, args.seeds, args.jobs, args.change))
+
+
 def seconds_of_rounds(text: str) -> list[float]:
     """'150,600' as numbers, for argparse; every round costs more than the one before."""
     values = [float(part) for part in text.split(",")]
@@ -189,11 +199,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     commands = parser.add_subparsers(dest="command", required=True)
-    names = ("data", "real", "calibrate", "run", "score", "confirm", "search", "device", "table")
+    names = "data", "real", "calibrate", "run", "score", "confirm", "search", "compute", "device", "table"
     verbs = {name: commands.add_parser(name) for name in names}
     for name, command in verbs.items():
         command.add_argument("--root", type=Path, default=Path("runs/evidence"), help="where all of it lives")
-        if name in ("real", "calibrate", "run", "confirm", "search"):
+        if name in ("real", "calibrate", "run", "confirm", "search", "compute"):
             command.add_argument("--jobs", type=int, default=2, help="runs at a time, each on its own core")
         if name in ("real", "run"):
             command.add_argument(
@@ -206,7 +216,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             )
             only = "these recipes and ablations alone, beside the controls; supervised: the ceiling"
             command.add_argument("--only", metavar="ARM,ARM", help=only)
-        if name in ("data", "real", "calibrate", "run", "search"):
+        if name in ("data", "real", "calibrate", "run", "search", "compute"):
             command.add_argument("--change", action="append", default=[], metavar="section.key=value")
     verbs["data"].add_argument("--pretraining", type=int, default=240, help="participants to train on")
     verbs["data"].add_argument("--evaluation", type=int, default=200, help="other participants to score on")
@@ -222,6 +232,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     verbs["search"].add_argument("--seeds", type=int, default=3, help="of all rounds but the first")
     verbs["search"].add_argument("--task", choices=TASKS, default="occupancy", help="what decides")
+    verbs["compute"].add_argument(
+        "--only",
+        metavar="ARM,ARM",
+        default=",".join((REFERENCE, MISMATCHED, PENALTY_ONLY, "mae_plain")),
+        help="the first is compared with all others",
+    )
+    verbs["compute"].add_argument(
+        "--budgets", type=seconds_of_rounds, default="37.5,150,600", help="seconds of training"
+    )
+    verbs["compute"].add_argument("--seeds", type=int, default=3)
     verbs["device"].add_argument("--only", metavar="ARM,ARM", default=",".join((RANDOM, CONTROL, REFERENCE)))
     verbs["device"].add_argument("--seeds", type=int, default=3)
     verbs["device"].add_argument("--out", type=Path, help="device.json below --root by default")
@@ -243,10 +263,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         make_data(root, cfg, CONFIG, args.change, (args.pretraining, args.evaluation), args.real_eyes)
     elif args.command == "calibrate":
         print(json.dumps(calibrate(root, args.jobs, args.change), indent=1))
-    elif args.command in ("real", "run", "confirm", "search"):
+    elif args.command in ("real", "run", "confirm", "search", "compute"):
         signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends the runs as Ctrl-C does
         try:
-            {"real": real, "run": run, "confirm": confirm, "search": halve}[args.command](root, args)
+            verb = {"real": real, "run": run, "confirm": confirm, "search": halve, "compute": by_budget}
+            verb[args.command](root, args)
         except KeyboardInterrupt:
             print("stopped; the same command goes on", flush=True)
             return 130

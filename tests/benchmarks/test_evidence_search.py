@@ -1,4 +1,7 @@
-"""Sequential halving: what decides is the margin over an arm's own controls, and the winner is shown anew."""
+"""Sequential halving: what decides is the margin over an arm's own controls, and the winner is shown anew.
+
+And the same arms at several budgets, which are stages as well.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ import numpy as np
 import pytest
 
 from benchmarks.evidence import cli as evidence
-from benchmarks.evidence import differences, search
+from benchmarks.evidence import compute, differences, search
 from benchmarks.evidence.arms import ABLATIONS, MAIN, arm_by_name, arm_config, own_control, run_dir
 from benchmarks.evidence.calibration import steps_of_budget
 from benchmarks.evidence.differences import read_arm
@@ -29,6 +32,8 @@ QUALITY = {
     "ema_1": 0.5,
     "vjepa2": 0.4,
 }
+# what four times the compute adds
+GROWTH = {"cov_0.01": 0.2}
 
 
 @cache
@@ -55,6 +60,8 @@ class FakeQueue:
             if job.arm.name in self.failing:
                 continue
             share = QUALITY.get(job.arm.name, 0.2)
+            if self.plan.steps.get(job.arm.name, 0) > 20:
+                share += GROWTH.get(job.arm.name, 0.0)
             save_scores(
                 job.folder, scores_of(share, job.seed), {"name": job.arm.name, "skill_position": share}
             )
@@ -73,6 +80,7 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         folder.mkdir(exist_ok=True)
 
     monkeypatch.setattr(search, "Queue", FakeQueue)
+    monkeypatch.setattr(compute, "Queue", FakeQueue)
     monkeypatch.setattr(search, "make_people", people)
     monkeypatch.setattr(differences, "BOOTSTRAP_SAMPLES", 300)
     return tmp_path
@@ -189,3 +197,29 @@ def test_what_cannot_race_is_refused_before_a_run(root: Path) -> None:
     with pytest.raises(SystemExit):
         command(root, "--only", "vjepa2", "--budgets", "40,10")
     assert FakeQueue.ran == []
+
+
+def test_the_table_of_budgets_has_the_differences_of_each(root: Path) -> None:
+    words = "compute", "--root", str(root), "--jobs", "1", "--budgets", "10,40", "--seeds", "2"
+    assert evidence.main([*words, "--only", "cov_0.01,vjepa2"]) == 0
+    ran = FakeQueue.ran.copy()
+    # neither of the controls that all share is run for a second budget
+    assert len(ran) == len(set(ran)) == 2 * (2 + 2 + 2)
+    assert {job for stage, job in ran if stage == "40"} == {
+        f"{name}, seed {seed}" for name in ("cov_0.01", "vjepa2") for seed in range(2)
+    }
+    page = (root / "compute" / "compute.md").read_text()
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in page.splitlines() if "|" in line]
+    assert ["covariance 0.01 of the hinge", "20", "80"] in rows
+    assert next(row[1:] for row in rows if row[0].startswith("vjepa2 after")) == ["2", "2"]
+    # of one task alone there are scores: its values, then the differences, which grow
+    assert page.count("## ") == 1
+    assert [row[0] for row in rows].count("random initialisation") == 2
+    apart = [float(cell.strip("*").split()[0]) for cell in rows[-1][1:]]
+    assert apart[1] > apart[0] + 0.05 > 0.05
+    evidence.main([*words, "--only", "cov_0.01,vjepa2"])
+    assert FakeQueue.ran == ran
+
+    FakeQueue.failing = {"mae_plain"}
+    with pytest.raises(UserError, match="expected scores of mae_plain, all seeds, found failures"):
+        evidence.main([*words, "--only", "cov_0.01,mae_plain"])

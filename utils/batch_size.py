@@ -35,13 +35,17 @@ def settle_batch(
 
 
 def _smaller_batch(cfg: Config, runtime: Runtime) -> Config:
-    """The next smaller per-core batch that divides the global one; raises UserError after a batch of 1."""
+    """The next smaller per-core batch that divides the global one; raises UserError after a batch of 1, or of
+    2 where targets are those of another volume of the batch.
+    """
+    least = 2 if cfg.method.control == "mismatched_targets" else 1
     share = cfg.train.global_batch_size // runtime.num_devices
     half = cfg.train.per_core_batch_size // 2
-    smaller = max((n for n in range(1, half + 1) if share % n == 0), default=0)
+    smaller = max((n for n in range(least, half + 1) if share % n == 0), default=0)
     if smaller == 0:
+        what = "one volume" if least == 1 else "a batch of two volumes"
         raise UserError(
-            f"out of memory: one volume of spatial.image_size {list(cfg.spatial.image_size)} does not "
+            f"out of memory: {what} of spatial.image_size {list(cfg.spatial.image_size)} does not "
             f"fit on {runtime.device}; a smaller image_size or model.size, or a larger patch_size, would"
         )
     log.warning("out of memory: per_core_batch_size %d -> %d", cfg.train.per_core_batch_size, smaller)

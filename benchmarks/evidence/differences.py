@@ -102,14 +102,16 @@ class Table:
 
 
 def training_facts(folder: Path, cfg: Config) -> dict[str, Any]:
-    """Numbers that the run logged: steps, seconds per step, skill_position, alarms."""
+    """Numbers that the run logged: steps, seconds per step, skill_position of the last validation (the one
+    with one target encoder for all), alarms.
+    """
     run = read_run(folder)
-    skill = [v for _, v in run.series.get("train/skill_position", [])][-3:]
+    skill = [v for _, v in run.series.get("val/skill_position", [])]
     volumes_per_s = median(v for _, v in run.series["perf/volumes_per_s"])
     return {
         "steps": cfg.train.max_steps,
         "seconds_per_step": cfg.train.global_batch_size / volumes_per_s,
-        "skill_position": mean(skill) if skill else None,
+        "skill_position": skill[-1] if skill else None,
         "init_weight": run.series["ema/init_weight"][-1][1],
         "alarms": len(run.alarms),
         "first_alarm": f"step {run.alarms[0][0]}: {run.alarms[0][1]}" if run.alarms else None,

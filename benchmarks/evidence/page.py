@@ -42,7 +42,9 @@ def score_table(rows: Sequence[Row], against: str) -> list[str]:
 def training_table(rows: Sequence[Row]) -> list[str]:
     """Numbers that the runs logged, means over the seeds, and every task's lowest and highest seed."""
     head = ["features", "seeds", *(f"{TASK_LABELS[t]}, by seed" for t in TASKS), "RankMe", "real eyes"]
-    lines = table_head([*head, "skill_position, by seed", "init weight", "s/step", "steps", "alarms"])
+    lines = table_head(
+        [*head, "skill_position in validation, by seed", "init weight", "s/step", "steps", "alarms"]
+    )
     for row in rows:
         cells = [row.label, str(row.num_seeds)]
         cells += [span(row.tasks[task].by_seed) if task in row.tasks else "-" for task in TASKS]

@@ -37,7 +37,14 @@ from benchmarks.evidence.cohorts import (
     read_truth,
     tokens_of_another_grid,
 )
-from benchmarks.evidence.differences import BASELINE_LABELS, Draws, commits_of_runs, difference, read_arm
+from benchmarks.evidence.differences import (
+    BASELINE_LABELS,
+    Draws,
+    commits_of_runs,
+    difference,
+    read_arm,
+    training_facts,
+)
 from benchmarks.evidence.page import BEGIN, END, write_results
 from benchmarks.evidence.queue import (
     BASELINES,
@@ -718,3 +725,19 @@ def test_a_confirmation_scores_every_run_that_is_scored_and_trains_none(
         assert (flags["--root"], flags["--people"]) == (str(finished), str(tmp_path / "people_1003_40"))
     with pytest.raises(UserError, match="expected scored runs, found none"):
         confirmation_jobs(replace(plan, root=tmp_path), tmp_path / "people_1003_40")
+
+
+def test_the_skill_of_a_run_is_that_of_its_last_validation(tmp_path: Path) -> None:
+    """Not the moving estimate of training, which no alarm and no checkpoint heeds either."""
+    rows = [
+        {"step": 0, "val/skill_position": -1.0},
+        {"step": 2, "train/skill_position": 0.9, "perf/volumes_per_s": 2.0, "ema/init_weight": 0.5},
+        {"step": 2, "val/skill_position": 0.25},
+    ]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    cfg = arm_config(arm_by_name("vjepa2"), 0, 2, tmp_path)
+    for name, text in (("config.yaml", ""), ("provenance.json", "{}"), ("prepare_report.json", "{}")):
+        (tmp_path / name).write_text(text)
+    assert training_facts(tmp_path, cfg)["skill_position"] == 0.25
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[1:2]))
+    assert training_facts(tmp_path, cfg)["skill_position"] is None

@@ -459,6 +459,10 @@ def test_out_of_memory_halves_the_batch_and_keeps_the_losses(
     with pytest.raises(UserError, match=r"out of memory: one volume of spatial\.image_size \[8, 24, 32\]"):
         train(pipeline_config(folder, f"run.dir={tmp_path / 'no_memory'}"))
 
+    monkeypatch.setattr(trial_module, "trial_step", trial)  # one volume alone has no other to take targets of
+    with pytest.raises(UserError, match=r"out of memory: a batch of two volumes of spatial"):
+        train(pipeline_config(folder, f"run.dir={tmp_path / 'control'}", "method.control=mismatched_targets"))
+
 
 def test_a_changed_key_is_refused_by_name(folder: Path, finished: Path) -> None:
     cfg = pipeline_config(folder, f"run.dir={finished}", "optim.base_lr=1e-3")

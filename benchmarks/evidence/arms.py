@@ -226,16 +226,28 @@ def own_control(arm: Arm, control: str) -> Arm:
     )
 
 
+def own_controls(arm: Arm) -> list[Arm]:
+    """The arm's own two; one where there is no penalty, so that nothing would be left to train on."""
+    without_penalty = set(NO_REGULARISER) & set(arm.changes)
+    return [own_control(arm, name) for name in OWN_CONTROLS if name != PENALTY_ONLY or not without_penalty]
+
+
+def controls_of_claims(name: str) -> tuple[str, ...]:
+    """The arms that a claim about an arm has to be above: random initialisation, two steps, its own two."""
+    if name == REFERENCE:
+        return CONTROLS
+    return RANDOM, CONTROL, *(arm.name for arm in own_controls(arm_by_name(name)))
+
+
 # everything with a run; an ablation's own controls are run where they are asked for by name
 TRAINED = (
     *MAIN,
     *ABLATIONS,
     *(
-        own_control(arm, control)
-        for arm in ABLATIONS
-        if arm.factor != "control"
-        for control in OWN_CONTROLS
-        if control != PENALTY_ONLY or not set(NO_REGULARISER) & set(arm.changes)  # nothing would be left
+        control
+        for arm in (*MAIN, *ABLATIONS)
+        if arm.name not in CONTROLS and arm.name != REFERENCE
+        for control in own_controls(arm)
     ),
 )
 

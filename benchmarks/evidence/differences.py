@@ -25,9 +25,11 @@ from benchmarks.evidence.arms import (
     RANDOM,
     RANDOM_ARM,
     REFERENCE,
+    SUPERVISED,
     SUPERVISED_ARM,
     TRAINED,
     Arm,
+    controls_of_claims,
     run_dir,
 )
 from benchmarks.evidence.queue import BASELINES, Plan
@@ -238,11 +240,18 @@ def build_table(plan: Plan, people: Path | None = None) -> Table:
     )
 
 
+def controls_of_entry(entry: Scored) -> tuple[str, ...]:
+    """The arms that a claim about it has to be above; a control or baseline claims nothing."""
+    is_claim = entry.name not in (*CONTROLS, SUPERVISED) and entry.factor not in ("baseline", "control")
+    return controls_of_claims(entry.name) if is_claim else ()
+
+
 def make_row(entry: Scored, scored: dict[str, Scored], draws: Draws, seconds: float | None) -> Row:
     """The row of an entry; `scored` holds all entries by name."""
 
     def against(task: str) -> dict[str, Difference]:
-        others = (scored[name] for name in dict.fromkeys((*CONTROLS, REFERENCE, entry.compared_with)))
+        names = *CONTROLS, REFERENCE, entry.compared_with, *controls_of_entry(entry)
+        others = (scored[name] for name in dict.fromkeys(names))
         return {o.name: difference(entry, o, task, draws) for o in others if o is not entry and o.has(task)}
 
     return Row(

@@ -1,13 +1,13 @@
 """Sequential halving of arms beside controls of their own; the winner is trained anew, for new people.
 
 In: the folder of `evidence data` and `calibrate`. A round trains every arm that is still in the race, the
-same arm with targets of another volume and the same with its penalty alone, for one budget; one seed in the
-first round, all in the others. An arm's margin is the smallest of its mean differences to four controls over
-the seeds: random initialisation, two steps, and its own two. The better half goes on (Jamieson and Talwalkar
-2016, arXiv:1502.07943). The winner, its controls and the arms `beside` are then trained for the last budget
-with new seeds and scored on people that chose nothing: paired intervals, and p values by Holm's method.
-Out: a folder for each stage below the root's `search`, and search.md there; every call goes on where the last
-one ended.
+same arm with targets of another volume and, where it has a penalty, the same with that alone, for one budget;
+one seed in the first round, all in the others. An arm's margin is the smallest of its mean differences to its
+controls over the seeds: random initialisation, two steps, and its own two. The better half goes on (Jamieson
+and Talwalkar 2016, arXiv:1502.07943). The winner, its controls and the arms `beside` are then trained for the
+last budget with new seeds and scored on people that chose nothing: paired intervals, and p values by Holm's
+method. Out: a folder for each stage below the root's `search`, and search.md there; every call goes on where
+the last one ended.
 """
 
 from __future__ import annotations
@@ -21,13 +21,12 @@ from statistics import mean
 from benchmarks.evidence.arms import (
     CONFIG,
     CONTROL,
-    OWN_CONTROLS,
     RANDOM,
     REFERENCE,
     Arm,
     arm_by_name,
     arm_config,
-    own_control,
+    own_controls,
     run_dir,
 )
 from benchmarks.evidence.calibration import calibrated_steps
@@ -64,7 +63,7 @@ class Stage:
     @property
     def arms(self) -> list[Arm]:
         """Everything that is scored, each once."""
-        own = [control for arm in self.race for control in controls_of(arm)]
+        own = [control for arm in self.race for control in own_controls(arm)]
         shared = [arm_by_name(name) for name in SHARED_CONTROLS]
         return list({arm.name: arm for arm in (*shared, *self.race, *own, *self.beside)}.values())
 
@@ -79,11 +78,6 @@ class Stage:
         if not all((folder / "scores.json").exists() for folder in folders):
             return None
         return Scored(arm.name, arm.label, arm.factor, [load_scores(folder) for folder in folders])
-
-
-def controls_of(arm: Arm) -> list[Arm]:
-    """The arm's own controls."""
-    return [own_control(arm, name) for name in OWN_CONTROLS]
 
 
 def open_stage(root: Path, stage: Stage, extra: Sequence[str]) -> Plan:
@@ -121,7 +115,7 @@ def margins(stage: Stage, task: str) -> dict[str, tuple[float, str]]:
             raise UserError(f"{stage.folder}: expected scores of {name}, found none; see its evidence.log")
     for arm in stage.race:
         scored = stage.score(arm)
-        controls = [*shared.values(), *(stage.score(control) for control in controls_of(arm))]
+        controls = [*shared.values(), *(stage.score(control) for control in own_controls(arm))]
         if scored is None or None in controls:
             continue
         apart = [(scored.point(task) - c.point(task), c.name) for c in controls if c is not None]

@@ -365,7 +365,7 @@ def test_the_table_says_what_wins_and_what_does_not(finished: Path, tmp_path: Pa
 
 def test_a_claim_is_above_every_control(finished: Path, tmp_path: Path) -> None:
     """One control that does as well takes the claim away, and the page names it."""
-    before = write_results(finished, tmp_path / "results.md").partition("Above all four controls")[2]
+    before = write_results(finished, tmp_path / "results.md").partition("Above all controls")[2]
     shown = before.partition("Compared with")[0].splitlines()
     assert all(
         "Shown: vjepa2, vicreg 0.05, neighbours 1 (as shipped) (at least +" in line for line in shown[2:5]
@@ -376,11 +376,19 @@ def test_a_claim_is_above_every_control(finished: Path, tmp_path: Path) -> None:
         good, facts = load_scores(run_dir(root, arm_by_name("vjepa2"), seed))
         save_scores(run_dir(root, arm_by_name("mismatched_targets"), seed), good, facts)
     shutil.rmtree(root / "runs" / "penalty_only")
-    after = write_results(root, tmp_path / "level.md").partition("Above all four controls")[2]
+    after = write_results(root, tmp_path / "level.md").partition("Above all controls")[2]
     lines = after.partition("Compared with")[0].splitlines()[2:5]
     assert all("Shown: none." in line for line in lines)
     short = "as shipped): not above penalty_only not run, mismatched_targets +0.000 (+0.000 to +0.000)"
     assert all(short in line for line in lines)
+    # another arm's controls are its own, of which this one's penalty alone cannot be
+    own = "no regulariser: not above reg_none+mismatched_targets not run."
+    assert all(own in line for line in shown[2:5])
+    for seed in range(3):
+        worst, facts = load_scores(run_dir(root, RANDOM_ARM, seed))
+        save_scores(run_dir(root, arm_by_name("reg_none+mismatched_targets"), seed), worst, facts)
+    again = write_results(root, tmp_path / "level.md").partition("Above all controls")[2]
+    assert all("Shown: no regulariser (at least +" in line for line in again.splitlines()[2:5])
 
 
 def test_one_lucky_seed_of_three_is_no_claim(finished: Path) -> None:

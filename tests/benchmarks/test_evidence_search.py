@@ -22,7 +22,7 @@ from benchmarks.evidence.queue import Job, Plan, ablation_jobs
 from benchmarks.evidence.scores import Scores, save_scores, score
 from tests.support.evidence_factory import small_truth
 from utils.config.load import flatten
-from utils.errors import ConfigError, UserError
+from utils.errors import UserError
 
 # how much of the truth an arm's features hold, 1 all; lr_2e-3 is the best arm, and so is its own control
 QUALITY = {
@@ -189,9 +189,14 @@ def test_without_what_all_are_compared_with_there_is_no_margin(root: Path) -> No
         command(root, "--only", "vjepa2")
 
 
+def test_an_arm_without_a_penalty_has_one_control_of_its_own(root: Path) -> None:
+    command(root, "--only", "mae_plain", "--beside", "", "--seeds", "1", "--count", "30")
+    assert {name.partition("+")[2] for _, job in FakeQueue.ran if (name := job.split(",")[0]).count("+")} == {
+        "mismatched_targets"
+    }
+
+
 def test_what_cannot_race_is_refused_before_a_run(root: Path) -> None:
-    with pytest.raises(ConfigError, match=r"method\.control"):
-        command(root, "--only", "mae_plain")
     with pytest.raises(UserError, match="--beside: expected some of"):
         command(root, "--only", "vjepa2", "--beside", "nobody")
     with pytest.raises(SystemExit):

@@ -43,8 +43,10 @@ from utils.runtime.single import Runtime
 ROUNDS, WARM_UP_ROUNDS = 9, 2
 
 
-def calibrate(root: Path, jobs: int, extra: Sequence[str]) -> dict[str, Any]:
-    """Seconds per step of every arm, written to calibration.json.
+def calibrate(
+    root: Path, jobs: int, extra: Sequence[str], names: Sequence[str] | None = None
+) -> dict[str, Any]:
+    """Seconds per step of every arm, or of those in `names`, written to calibration.json.
 
     Arms that the file already has keep their time. New arms are timed beside the reference and scaled to the
     file's time of the reference, so that all times mean one speed of the machine. Raises UserError for a file
@@ -67,7 +69,8 @@ def calibrate(root: Path, jobs: int, extra: Sequence[str]) -> dict[str, Any]:
                 "remove the file to time all again"
             )
     known = earlier["seconds_per_step"]
-    new = [arm.name for arm in (*MAIN, *ABLATIONS) if arm.name not in known]
+    asked = [arm.name for arm in (*MAIN, *ABLATIONS)] if names is None else names
+    new = [name for name in asked if name not in known]
     if known and new:
         new.insert(0, REFERENCE)
     times = _time_on_cores(root, jobs, extra, new) if new else []
@@ -119,9 +122,20 @@ def time_steps(
     return {name: timed[first_of[cost_key(cfg)]] for name, cfg in configs.items()}
 
 
-def steps_of_budget(root: Path, budget_s: float) -> dict[str, int]:
-    """Steps of every arm that fit the budget, from calibration.json; raises UserError without it."""
-    return calibrated_steps(root, budget_s, TRAINED)
+def timed_as(name: str) -> str:
+    """The arm whose time of a step this one has: an own control has its arm's."""
+    return name.partition("+")[0]
+
+
+def steps_of_budget(root: Path, budget_s: float, names: Sequence[str] | None = None) -> dict[str, int]:
+    """Steps of every arm that fit the budget, from calibration.json; raises UserError where a time is missing
+    of any arm, or, with `names`, of these.
+    """
+    if names is None:
+        return calibrated_steps(root, budget_s, TRAINED)
+    calibrated_steps(root, budget_s, [arm_by_name(name) for name in names])
+    known = json.loads((root / "calibration.json").read_text())["seconds_per_step"]
+    return calibrated_steps(root, budget_s, [arm for arm in TRAINED if timed_as(arm.name) in known])
 
 
 def calibrated_steps(root: Path, budget_s: float, arms: Sequence[Arm]) -> dict[str, int]:
@@ -130,7 +144,7 @@ def calibrated_steps(root: Path, budget_s: float, arms: Sequence[Arm]) -> dict[s
     if not path.exists():
         raise UserError(f"{path}: expected seconds per step, found none; run `evidence calibrate` first")
     seconds = json.loads(path.read_text())["seconds_per_step"]
-    timed = {arm.name: arm.name.partition("+")[0] for arm in arms}
+    timed = {arm.name: timed_as(arm.name) for arm in arms}
     if missing := sorted(set(timed.values()) - seconds.keys()):
         raise UserError(f"{path}: expected seconds per step of {missing[0]}; run `evidence calibrate` again")
     return {a.name: a.steps or max(2, int(budget_s / seconds[timed[a.name]])) for a in arms}

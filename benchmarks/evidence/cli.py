@@ -27,6 +27,7 @@ import torch
 from benchmarks.evidence.arms import (
     CONFIG,
     CONTROL,
+    CONTROLS,
     MISMATCHED,
     PENALTY_ONLY,
     RANDOM,
@@ -37,7 +38,7 @@ from benchmarks.evidence.arms import (
     arm_config,
     run_dir,
 )
-from benchmarks.evidence.calibration import calibrate, steps_of_budget
+from benchmarks.evidence.calibration import calibrate, steps_of_budget, timed_as
 from benchmarks.evidence.cohorts import (
     EVALUATION_SEED,
     PEOPLE,
@@ -49,9 +50,9 @@ from benchmarks.evidence.cohorts import (
 from benchmarks.evidence.compute import compute
 from benchmarks.evidence.device import device_report
 from benchmarks.evidence.differences import training_facts
-from benchmarks.evidence.page import RESULTS, write_results
+from benchmarks.evidence.page import RESULTS, split_page, write_results
 from benchmarks.evidence.queue import BASELINES, Plan, Queue, confirmation_jobs, run_all
-from benchmarks.evidence.real import make_real_data
+from benchmarks.evidence.real import make_real_data, refuse_real
 from benchmarks.evidence.scores import (
     TASKS,
     baseline_features,
@@ -109,22 +110,34 @@ def score_one(root: Path, name: str, seed: int, people: Path) -> None:
 def run(root: Path, args: argparse.Namespace) -> None:
     """Train and score all runs that are not done yet."""
     if args.steps is None:
-        budget, steps = args.budget, steps_of_budget(root, args.budget)
+        budget, steps = args.budget, steps_of_budget(root, args.budget, trained_of(args.only))
     else:
         budget, steps = None, {arm.name: arm.steps or args.steps for arm in TRAINED}
     plan = Plan(root, budget, args.seeds, steps, tuple(args.change))
     run_all(plan, args.jobs, args.minutes, None if args.only is None else args.only.split(","))
 
 
+def trained_of(only: str | None) -> list[str] | None:
+    """The arms that a run with `--only` trains: these, the reference and its controls; None: all."""
+    if only is None:
+        return None
+    asked = [name for name in only.split(",") if name != SUPERVISED]
+    return list(dict.fromkeys([REFERENCE, *(name for name in CONTROLS if name != RANDOM), *asked]))
+
+
 def real(root: Path, args: argparse.Namespace) -> None:
     """All of it on real eyes: data, calibration, runs, scores and the page."""
+    out = root / "real.md" if args.out is None else args.out
+    split_page(out)
     root.mkdir(parents=True, exist_ok=True)
     cfg = arm_config(arm_by_name(REFERENCE), 0, 1, root, args.change)
     make_real_data(root, args.data, cfg, CONFIG, args.change)
     if args.steps is None:
-        calibrate(root, args.jobs, args.change)
+        names = trained_of(args.only)
+        timed = None if names is None else list(dict.fromkeys(timed_as(name) for name in names))
+        calibrate(root, args.jobs, args.change, timed)
     run(root, args)
-    print(write_results(root, root / "real.md" if args.out is None else args.out))
+    print(write_results(root, out))
 
 
 def confirm(root: Path, args: argparse.Namespace) -> None:
@@ -202,7 +215,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     names = "data", "real", "calibrate", "run", "score", "confirm", "search", "compute", "device", "table"
     verbs = {name: commands.add_parser(name) for name in names}
     for name, command in verbs.items():
-        command.add_argument("--root", type=Path, default=Path("runs/evidence"), help="where all of it lives")
+        place = Path("runs/evidence_real" if name == "real" else "runs/evidence")
+        command.add_argument("--root", type=Path, default=place, help="where all of it lives")
         if name in ("real", "calibrate", "run", "confirm", "search", "compute"):
             command.add_argument("--jobs", type=int, default=2, help="runs at a time, each on its own core")
         if name in ("real", "run"):
@@ -257,6 +271,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     refuse_mistakes(args)
     root = args.root.resolve()
+    if args.command in ("data", "confirm", "search"):
+        refuse_real(root, args.command)
     if args.command == "data":
         root.mkdir(parents=True, exist_ok=True)
         cfg = arm_config(arm_by_name(REFERENCE), 0, 1, root, args.change)

@@ -15,8 +15,10 @@ from benchmarks.evidence.arms import ABLATIONS, CONTROL, CONTROLS, MAIN, RANDOM,
 from benchmarks.evidence.confirmation import confirmation, read_confirmations
 from benchmarks.evidence.differences import Row, Table, build_table
 from benchmarks.evidence.queue import Plan
+from benchmarks.evidence.real import SOURCE
 from benchmarks.evidence.scores import TASKS
 from benchmarks.evidence.words import NOT_SHOWN, TASK_LABELS, number, signed, span, table_head, verdict
+from data_setup.store.reader import PreparedStore
 from utils.errors import UserError
 
 RESULTS = Path(__file__).resolve().parents[2] / "docs" / "evidence" / "results.md"
@@ -92,8 +94,9 @@ def claims(rows: Sequence[Row]) -> list[str]:
     return [*lines, ""]
 
 
-def conditions(table: Table) -> list[str]:
+def conditions(table: Table, plan: Plan) -> list[str]:
     """When, where and how the runs were made."""
+    is_real = (plan.root / SOURCE).exists()
     if table.budget_s is None:
         steps = table.steps[REFERENCE]
         asked, given = f"steps {steps}", f"{steps} steps, which take unequal time,"
@@ -101,18 +104,29 @@ def conditions(table: Table) -> list[str]:
         asked, given = f"budget {table.budget_s:g}", f"{table.budget_s:g} s of one core"
     only = [r.name for r in table.rows if r.factor not in ("baseline", "ceiling")]
     only = [name for name in only if name not in (REFERENCE, *CONTROLS)]
-    run = f"run --{asked} --seeds {table.seeds} --only {','.join(only)}"
+    verb = "real --data FOLDER" if is_real else "run"
+    run = f"{verb} --{asked} --seeds {table.seeds} --only {','.join(only)}"
+    run += "".join(f" --change '{change}'" for change in plan.extra)
+    before = "" if is_real else "`python -m benchmarks.evidence data`, `calibrate`, "
     return [
         f"* Date and machine: {table.date}, {table.machine}, torch {table.packages['torch']}.",
         f"* Commits of the training runs: {', '.join(table.commits) or 'none'}.",
-        f"* Commands: `python -m benchmarks.evidence data`, `calibrate`, `{run}`",
+        f"* Commands: {before}`{'python -m benchmarks.evidence ' if is_real else ''}{run}`",
         "  (in parts, with enough minutes), `table`.",
+        *([eyes_used(plan.root)] if is_real else []),
         f"* Evaluated participants: {table.participants}, none of them in pre-training.",
         f"* Training: {given} for each arm and seed, {table.seeds} seeds.",
     ]
 
 
-def markdown(table: Table) -> str:
+def eyes_used(root: Path) -> str:
+    """How many of the listed volumes preparation kept: the others are in neither side of any number."""
+    stores = (PreparedStore.open(str(root / f"{name}_store")) for name in ("pretraining", "evaluation"))
+    (trained, listed), (scored, labelled) = ((len(store.kept), len(store.index)) for store in stores)
+    return f"* Volumes: {trained} of {listed} trained on, {scored} of {labelled} with labels evaluated."
+
+
+def markdown(table: Table, plan: Plan) -> str:
     """The generated part of docs/evidence/results.md."""
     recipes = [r for r in table.rows if r.factor == "recipe"]
     trained = [r for r in recipes if r.name != RANDOM]
@@ -120,7 +134,7 @@ def markdown(table: Table) -> str:
     ceiling = [r for r in table.rows if r.factor == "ceiling"]
     ablations = [r for r in table.rows if r.factor not in ("recipe", "baseline", "ceiling")]
     lines = [
-        *conditions(table),
+        *conditions(table, plan),
         "",
         "### What wins, on the first people",
         "",
@@ -148,19 +162,25 @@ def markdown(table: Table) -> str:
     return "\n".join(lines)
 
 
-def write_results(root: Path, out: Path) -> str:
-    """Write table.json and the part of `out` between the markers; returns that part."""
-    plan = Plan.load(root)
-    table = build_table(plan)
-    text, content = markdown(table), asdict(table)
-    for again in read_confirmations(plan, table):
-        content[again.folder.name] = asdict(again.table)["rows"]
-        text += "\n\n" + confirmation(table, again)
-    (root / "table.json").write_text(json.dumps(content, indent=1, allow_nan=False) + "\n")
+def split_page(out: Path) -> tuple[str, str]:
+    """What stands before and after the markers; raises UserError for a page without them."""
     page = out.read_text() if out.exists() else f"# Results\n\n{BEGIN}\n{END}\n"
     before, begin, rest = page.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not (begin and end):
         raise UserError(f"{out}: expected the markers {BEGIN} and {END}, found a page without them")
+    return before, after
+
+
+def write_results(root: Path, out: Path) -> str:
+    """Write table.json and the part of `out` between the markers; returns that part."""
+    plan = Plan.load(root)
+    table = build_table(plan)
+    text, content = markdown(table, plan), asdict(table)
+    for again in read_confirmations(plan, table):
+        content[again.folder.name] = asdict(again.table)["rows"]
+        text += "\n\n" + confirmation(table, again)
+    (root / "table.json").write_text(json.dumps(content, indent=1, allow_nan=False) + "\n")
+    before, after = split_page(out)
     out.write_text(f"{before}{BEGIN}\n{text}\n{END}{after}")
     return text

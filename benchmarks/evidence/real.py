@@ -4,22 +4,28 @@ In: a folder with `manifest.tsv` and `participants.tsv`, as in docs/guides/impor
 column `labels` names the label volume of an eye that is evaluated, and is empty for one that is trained on.
 A label volume holds 0 for no layer and 1..L for the layers: a `.npy` array [D, H, W] in the order in which
 the volume's own frames are read, or a file of 8 bits that `prepare` opens (NIfTI).
-Out, below the root: what `evidence data` writes, so that `calibrate`, `run` and `table` go on from there. Of
-the tasks only layer occupancy is scored.
+Out, below the root: what `evidence data` writes, so that `calibrate`, `run`, `compute` and `table` go on from
+there, and labels/, the middle B-scan of every labelled eye with the edges of its layers. Of the tasks only
+layer occupancy is scored.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
+from PIL import Image
 
 from benchmarks.evidence.cohorts import FOLDS, make_store, save_truth
 from data_setup.manifest import Record, read_records
 from data_setup.phantom.truth_tokens import token_shares
+from data_setup.readers.faults import OCTReadError
 from data_setup.readers.open_record import open_record
 from data_setup.store.reader import PreparedStore
 from utils.config.load import load_config
@@ -27,14 +33,22 @@ from utils.config.schema import Config
 from utils.errors import UserError
 
 LINK = "eyes"  # name of the link to the user's folder, below each tree
+SOURCE = "source.json"  # what the stores and the truth below a root were made of
+PICTURES = "labels"
+LAYER_COLOURS = np.array(
+    [[230, 60, 60], [60, 200, 80], [70, 120, 255], [240, 200, 40], [220, 90, 220], [60, 210, 220]], np.uint8
+)
+MOST_LAYERS = 64  # a label above is none: 255 means "unknown" to some tools
 
 
 def make_real_data(root: Path, data: Path, cfg: Config, base: Path, extra: Sequence[str]) -> None:
-    """Write what is missing below `root`: trees, stores (geometry of `cfg`), truth.npz.
+    """Write what is missing below `root`: trees, stores (geometry of `cfg`), truth.npz, a picture of every
+    label volume.
 
-    Raises UserError for a table or label volume that cannot be used.
+    Raises UserError for a table or label volume that cannot be used, and for a root that holds other data.
     """
     table = read_table(data)
+    settle_source(root, data, table)
     is_labelled = table["labels"].notna()
     trees = {"pretraining": table[~is_labelled], "evaluation": table[is_labelled]}
     for name, part in trees.items():
@@ -81,7 +95,10 @@ def make_tree(tree: Path, data: Path, table: pd.DataFrame, split: str) -> None:
         (tree / LINK).symlink_to(data.resolve(), target_is_directory=True)
     manifest = table.drop(columns="labels").assign(filepath=f"{LINK}/" + table["filepath"])
     manifest.to_csv(tree / "retinal_oct" / "manifest.tsv", sep="\t", index=False)
-    known = pd.read_csv(data / "participants.tsv", sep="\t", dtype=str, index_col=False)
+    path = data / "participants.tsv"
+    known = table[["person_id"]].drop_duplicates()  # the file may be missing, as for any folder
+    if path.exists():
+        known = pd.read_csv(path, sep="\t", dtype=str, index_col=False)
     people = known[known["person_id"].isin(table["person_id"])].assign(
         recommended_split=split, study_group=""
     )
@@ -103,6 +120,7 @@ def write_real_truth(
         path = str(record["path"])
         shape = tuple(int(record[f"shape_before_{axis}"]) for axis in "dhw")
         volumes[int(row)] = read_labels(data / label_of[path], records[path], shape)
+        draw_labels(root / PICTURES, records[path], volumes[int(row)])
     count = max(int(labels.max()) for labels in volumes.values())
     if count == 0:
         raise UserError(f"{data / 'manifest.tsv'}: expected label volumes with layers 1..L, found 0 alone")
@@ -122,16 +140,80 @@ def write_real_truth(
 
 def read_labels(path: Path, record: Record, shape: tuple[int, ...]) -> np.ndarray:
     """uint8 [D, H, W] in the order of the volume's frames; raises UserError for another shape."""
-    if not path.exists():
-        raise UserError(f"{path}: expected the label volume of {record.path}, found no such file")
     if path.suffix == ".npy":
         labels = np.load(path, allow_pickle=False)
     else:
-        _, frames = open_record(replace(record, path=path.name, url=str(path)))
-        labels = np.stack(list(frames))
-    if labels.shape != shape or labels.dtype.kind not in "ui" or labels.max() > 255:
+        try:
+            _, frames = open_record(replace(record, path=path.name, url=str(path)))
+            labels = np.stack(list(frames))
+        except OCTReadError as error:
+            raise UserError(f"{error}; an array of the labels saved as .npy is read, too") from error
+    found = f"{labels.dtype} of shape {list(labels.shape)}"
+    if labels.shape != shape or labels.dtype.kind not in "ui":
         raise UserError(
-            f"{path}: expected whole numbers up to 255 of shape {list(shape)}, that of {record.path}, found "
-            f"{labels.dtype} of shape {list(labels.shape)}"
+            f"{path}: expected whole numbers of shape {list(shape)}, that of {record.path}, found {found}"
+        )
+    low, high = int(labels.min()), int(labels.max())
+    if low < 0 or high > MOST_LAYERS:
+        raise UserError(
+            f"{path}: expected 0 for no layer and layers up to {MOST_LAYERS}, found {low} to {high}; a voxel "
+            "that nobody labelled counts as no layer, so leave such a scan out"
         )
     return labels.astype(np.uint8)
+
+
+def draw_labels(folder: Path, record: Record, labels: np.ndarray) -> None:
+    """The middle B-scan with the upper edge of each layer in colour, as PNG: do labels and scan agree?"""
+    folder.mkdir(exist_ok=True)
+    _, frames = open_record(record)
+    middle = len(labels) // 2
+    scan = next(frame for number, frame in enumerate(frames) if number == middle).astype(np.float32)
+    grey = (255 * scan / max(1.0, float(scan.max()))).astype(np.uint8)
+    picture = np.repeat(grey[..., None], 3, axis=-1)
+    edge = np.zeros(scan.shape, bool)
+    edge[1:] = labels[middle, 1:] != labels[middle, :-1]
+    picture[edge] = LAYER_COLOURS[labels[middle][edge] % len(LAYER_COLOURS)]
+    name = re.sub(r"[^\w.-]", "_", f"{record.person_id}_{record.path.removeprefix(f'{LINK}/')}")
+    Image.fromarray(picture).save(folder / f"{name}.png")
+
+
+def settle_source(root: Path, data: Path, table: pd.DataFrame) -> None:
+    """Remember what is evaluated; raises UserError where the root was made of something else."""
+    listed = [data / name for name in sorted(set(table["labels"].dropna()))]
+    missing = next((path for path in listed if not path.exists()), None)
+    if missing is not None:
+        raise UserError(
+            f"{missing}: expected the label volume of {data / 'manifest.tsv'}, found no such file"
+        )
+    people = data / "participants.tsv"
+    files = [data / "manifest.tsv", *([people] if people.exists() else []), *listed]
+    now = {"data": str(data.resolve())} | {path.relative_to(data).as_posix(): digest(path) for path in files}
+    mark = root / SOURCE
+    if not mark.exists():
+        if (root / "truth.npz").exists() or (root / "pretraining" / "synthetic.json").exists():
+            raise UserError(
+                f"{root}: expected a root of its own for these eyes, found that of `evidence data`"
+            )
+        mark.write_text(json.dumps(now, indent=1) + "\n")
+        return
+    before = json.loads(mark.read_text())
+    changed = next((name for name in sorted({*now, *before}) if now.get(name) != before.get(name)), None)
+    if changed is not None:
+        raise UserError(
+            f"{mark}: {changed}: expected {before.get(changed)} as this root was made of, found "
+            f"{now.get(changed)}; use another --root"
+        )
+
+
+def digest(path: Path) -> str:
+    """SHA-256 of a file, or of the files of a folder with their names."""
+    total = hashlib.sha256()
+    for part in [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.is_file()):
+        total.update(part.name.encode() + hashlib.sha256(part.read_bytes()).digest())
+    return total.hexdigest()
+
+
+def refuse_real(root: Path, command: str) -> None:
+    """Raise UserError where the root holds real eyes: `command` would put phantom people beside them."""
+    if (root / SOURCE).exists():
+        raise UserError(f"{root}: expected a root of the phantom for `evidence {command}`, found real eyes")

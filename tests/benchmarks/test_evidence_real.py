@@ -11,12 +11,15 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
+from PIL import Image
 
+from benchmarks.evidence import cli as evidence
 from benchmarks.evidence.arms import CONFIG, CONTROLS, arm_by_name, arm_config, run_dir
+from benchmarks.evidence.calibration import steps_of_budget
 from benchmarks.evidence.cohorts import read_truth
-from benchmarks.evidence.real import make_real_data, read_table
+from benchmarks.evidence.real import make_real_data, make_tree, read_labels, read_table, settle_source
 from benchmarks.evidence.scores import save_scores, score
-from data_setup.manifest import read_records
+from data_setup.manifest import read_records, unknown_record
 from data_setup.phantom.truth_tokens import layer_occupancy
 from data_setup.store.reader import PreparedStore
 from tests.support.import_factory import write_nifti
@@ -84,6 +87,113 @@ def test_labels_of_voxels_become_the_occupancy_of_tokens(eyes: Path, tmp_path: P
         # a voxel has one layer here and shares of two there
         assert np.abs(occupancy[used] - exact[used]).mean() < 0.01
         assert np.corrcoef(occupancy[used].ravel(), exact[used].ravel())[0, 1] > 0.98
+    # each label volume has a picture: grey but for the layers' edges in its middle B-scan
+    pictures = sorted((tmp_path / "labels").glob("*.png"))
+    assert len(pictures) == len(truth.rows)
+    of_path = table.set_index("filepath")["labels"]
+    for path in truth_paths(index, truth.rows):
+        if (name := of_path[path]).endswith(".npy"):
+            volume = np.load(eyes / name)
+            middle = volume[len(volume) // 2]
+            (picture,) = (one for one in pictures if path.replace("/", "_") in one.name)
+            pixels = np.asarray(Image.open(picture))
+            edge = np.zeros(middle.shape, bool)
+            edge[1:] = middle[1:] != middle[:-1]
+            assert np.array_equal((pixels != pixels[..., :1]).any(-1), edge)
+
+
+def truth_paths(index: pd.DataFrame, rows: np.ndarray) -> list[str]:
+    """Paths in the user's folder of some rows of the store."""
+    return [str(path).removeprefix("eyes/") for path in index.loc[rows, "path"]]
+
+
+def small_folder(eyes: Path, folder: Path) -> Path:
+    """The eyes' lists and labels, for what needs no scan."""
+    folder.mkdir(exist_ok=True)
+    for name in ("manifest.tsv", "participants.tsv"):
+        shutil.copy(eyes / name, folder / name)
+    shutil.copytree(eyes / "labels", folder / "labels")
+    return folder
+
+
+def test_a_root_is_of_one_set_of_eyes_and_never_of_the_phantom(eyes: Path, tmp_path: Path) -> None:
+    data, root = small_folder(eyes, tmp_path / "data"), tmp_path / "root"
+    root.mkdir()
+    table = read_table(data)
+    settle_source(root, data, table)
+    settle_source(root, data, table)
+    labels = data / str(table["labels"].dropna().iloc[1])
+    np.save(labels, np.load(labels) * 0)  # corrected: truth.npz of before would stay
+    with pytest.raises(
+        UserError, match=rf"{labels.name}: expected \w{{64}} as this root .* use another --root"
+    ):
+        settle_source(root, data, table)
+    with pytest.raises(UserError, match=r"source\.json: data: expected .*/data as this root"):
+        settle_source(root, small_folder(eyes, tmp_path / "other"), table)
+    labels.unlink()
+    with pytest.raises(
+        UserError, match=rf"{labels.name}: expected the label volume of .*manifest\.tsv, found"
+    ):
+        settle_source(root, data, table)
+
+    phantom = tmp_path / "phantom"
+    (phantom / "pretraining").mkdir(parents=True)
+    (phantom / "pretraining" / "synthetic.json").touch()
+    with pytest.raises(UserError, match="expected a root of its own for these eyes, found that of"):
+        settle_source(phantom, eyes, read_table(eyes))
+    for command in ("data", "confirm", "search --only vjepa2"):
+        with pytest.raises(UserError, match=rf"a root of the phantom for `evidence {command.split()[0]}`"):
+            evidence.main([*command.split(), "--root", str(root)])
+    page = tmp_path / "page.md"
+    page.write_text("no markers\n")
+    with pytest.raises(UserError, match="expected the markers"):
+        evidence.main(["real", "--data", str(eyes), "--root", str(tmp_path / "new"), "--out", str(page)])
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize(
+    ("labels", "message"),
+    [
+        (np.full((2, 3, 4), -1, np.int16), "expected 0 for no layer and layers up to 64, found -1 to -1"),
+        (
+            np.full((2, 3, 4), 255, np.uint8),
+            "layers up to 64, found 255 to 255; a voxel that nobody labelled",
+        ),
+        (np.zeros((2, 3, 5), np.uint8), r"whole numbers of shape \[2, 3, 4\], .*uint8 of shape \[2, 3, 5\]"),
+        (np.zeros((2, 3, 4)), r"expected whole numbers .* found float64 of shape"),
+    ],
+)
+def test_what_is_no_label_volume_is_said(tmp_path: Path, labels: np.ndarray, message: str) -> None:
+    np.save(tmp_path / "labels.npy", labels)
+    with pytest.raises(UserError, match=message):
+        read_labels(tmp_path / "labels.npy", unknown_record("eye.npy"), (2, 3, 4))
+
+
+def test_a_label_volume_that_no_reader_opens_is_one_line(tmp_path: Path) -> None:
+    write_nifti(tmp_path / "labels.nii.gz", np.zeros((2, 3, 4), np.float64), (0.1, 0.004, 0.05))
+    with pytest.raises(UserError, match=r"labels\.nii\.gz.*: expected .*saved as \.npy is read, too"):
+        read_labels(tmp_path / "labels.nii.gz", unknown_record("eye.nii.gz"), (2, 3, 4))
+
+
+def test_people_without_a_table_are_those_of_the_manifest(eyes: Path, tmp_path: Path) -> None:
+    data = small_folder(eyes, tmp_path / "data")
+    (data / "participants.tsv").unlink()
+    table = read_table(data)
+    make_tree(tmp_path / "tree", data, table, "test")
+    people = pd.read_csv(tmp_path / "tree" / "participants.tsv", sep="\t", dtype=str)
+    assert sorted(people["person_id"]) == sorted(set(table["person_id"]))
+    assert set(people["recommended_split"]) == {"test"}
+
+
+def test_a_run_of_some_arms_needs_the_time_of_these_alone(tmp_path: Path) -> None:
+    (tmp_path / "calibration.json").write_text(
+        json.dumps({"seconds_per_step": {"vjepa2": 1.0, "cov_0": 0.5}})
+    )
+    steps = steps_of_budget(tmp_path, 10.0, ["vjepa2", "cov_0"])
+    assert (steps["vjepa2"], steps["cov_0"], steps["cov_0+mismatched_targets"]) == (10, 20, 20)
+    assert "mae_plain" not in steps
+    with pytest.raises(UserError, match="expected seconds per step of mae_plain"):
+        steps_of_budget(tmp_path, 10.0, ["vjepa2", "mae_plain"])
 
 
 def test_what_is_wrong_with_the_table_is_said(eyes: Path, tmp_path: Path) -> None:
@@ -132,4 +242,8 @@ def test_the_whole_command_on_labelled_eyes(eyes: Path, tmp_path: Path) -> None:
     assert {"vjepa2", *CONTROLS} <= set(rows)
     assert (tmp_path / "runs" / "vjepa2" / "seed_0" / "checkpoints").is_dir()
     assert set(rows["vjepa2"]["tasks"]) == {"occupancy"}
+    page = (tmp_path / "real.md").read_text()
+    assert "`python -m benchmarks.evidence real --data FOLDER --steps 2 --seeds 1 --only " in page
+    assert f" --change '{GEOMETRY[0]}'" in page
+    assert f"{len(truth.rows)} of {len(truth.rows)} with labels evaluated." in page
     assert "* layer occupancy, R2. Shown: " in (tmp_path / "real.md").read_text()

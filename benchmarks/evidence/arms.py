@@ -116,6 +116,12 @@ MAIN = (
     Arm("mae_plain", "mae, plain patches", "recipe", (*MAE, "method.mae_target=plain")),
 )
 ABLATIONS = (
+    Arm(
+        "parity",
+        "V-JEPA 2 with nothing added: no penalty, no neighbours",
+        "parity",
+        (*NO_REGULARISER, *NO_NEIGHBOURS),
+    ),
     Arm("reg_none", "no regulariser", "regulariser", NO_REGULARISER),
     Arm("reg_vicreg_0.02", "vicreg 0.02", "regulariser", _weight("vicreg", 0.02)),
     Arm("reg_vicreg_0.2", "vicreg 0.2", "regulariser", _weight("vicreg", 0.2)),

@@ -8,7 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -68,7 +68,7 @@ from pretraining.schedules import init_weight
 from tests.support.evidence_factory import small_truth
 from tests.support.pipeline_factory import ROOT
 from utils.config.load import flatten, load_config
-from utils.config.schema import SpatialConfig
+from utils.config.schema import MethodConfig, SpatialConfig
 from utils.errors import UserError
 
 ALL = (*MAIN, *ABLATIONS)
@@ -79,6 +79,7 @@ KEYS_OF_FACTOR = {
     "patch": {"spatial.patch_size"},
     "predictor": {"method.predictor_depth", "method.predictor_width", "method.predictor"},
     "context": {"method.context"},
+    "parity": {"method.regulariser", "method.regulariser_weight", "method.neighbour_weight"},
     "neighbours": {"method.neighbour_weight", "method.neighbour_places"},
     "context loss": {"method.context_weight", "method.target_layers"},
     "loss": {"method.loss", "method.regulariser_weight"},
@@ -749,3 +750,13 @@ def test_the_skill_of_a_run_is_that_of_its_last_validation(tmp_path: Path) -> No
     assert training_facts(tmp_path, cfg)["skill_position"] == 0.25
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[1:2]))
     assert training_facts(tmp_path, cfg)["skill_position"] is None
+
+
+def test_parity_is_what_a_file_that_says_nothing_has(tmp_path: Path) -> None:
+    """All but the masks and sizes of the evidence's arm is the schema's default."""
+    parity = arm_config(arm_by_name("parity"), 0, 2, tmp_path).method
+    own = {"recipe", "context_ratio", "target_ratio", "mask_blocks", "predictor_depth", "predictor_width"}
+    defaults = MethodConfig(recipe="vjepa2")
+    changed = {f.name for f in fields(MethodConfig) if getattr(parity, f.name) != getattr(defaults, f.name)}
+    assert changed <= own
+    assert parity.mask_blocks

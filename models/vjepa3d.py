@@ -266,7 +266,8 @@ class VJEPA3D(nn.Module):
         self, ctx_BKE: Tensor, context_view: Tensor, context_BK: Tensor, weight_BN: Tensor
     ) -> Tensor:
         """Mean squared error [B] of the voxels at and beside each context token, read linearly from its
-        feature; the mean over the places of the mean over the tokens that have such a neighbour.
+        feature; the mean over the places of the mean over the tokens that have such a neighbour. A place
+        that no token has, as on a grid of one B-scan, does not count.
         `weight_BN`: 1 at valid tokens, else 0.
 
         One matrix for each place, as in van den Oord et al. 2018, arXiv:1807.03748.
@@ -279,12 +280,15 @@ class VJEPA3D(nn.Module):
         own_BK1 = gather_tokens(weight_BN.unsqueeze(-1), context_BK)
         if self.neighbour_places == "hidden":
             weight_BN = weight_BN.scatter(1, context_BK, 0.0)
-        means = []
+        means, is_there = [], []
         for offset, guess in zip(offsets, guesses, strict=True):
             error_BK = per_token_l2(guess, gather_tokens(beside(truth_BNV, grid, offset), context_BK))
             near_BK1 = gather_tokens(beside(weight_BN.unsqueeze(-1), grid, offset), context_BK)
-            means.append(weighted_mean(error_BK, (near_BK1 * own_BK1).squeeze(-1)))
-        return torch.stack(means).mean(0)
+            weight_BK = (near_BK1 * own_BK1).squeeze(-1)
+            means.append(weighted_mean(error_BK, weight_BK))
+            is_there.append((weight_BK.sum(1) > 0).float())
+        places_B = torch.stack(is_there).sum(0).clamp(min=1.0)
+        return torch.stack(means).sum(0) / places_B
 
     def _of_control(self, targets: Tensor) -> Tensor:
         """The targets [B, ...]; of another volume where that is the control, in training."""

@@ -5,7 +5,6 @@ that learn nothing of the volume have no skill in validation.
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +14,7 @@ import torch.nn.functional as F
 
 from data_setup import prepare
 from models import vit3d
-from models.vjepa3d import VJEPA3D, Output
-from pretraining import step as step_module
+from models.vjepa3d import VJEPA3D
 from pretraining import train as loop
 from tests.support.pipeline_factory import SMOKE, make_phantom
 from utils.config.load import load_config
@@ -70,7 +68,6 @@ def run(folder: Path, name: str, seed: int, *more: str) -> tuple[list[tuple[int,
 
 SHOWN = ("train/rankme", "train/feature_std", "train/feature_cosine", "train/volume_share", "val/rankme")
 SHOWN += ("train/skill_position", "val/skill_mean", "val/skill_position", "val/leak")
-REAL_TARGETS, REAL_PREDICT = VJEPA3D.compute_targets, step_module.predict
 
 
 @pytest.fixture(autouse=True)
@@ -102,22 +99,20 @@ def test_gradient_through_the_target_alarms(folder: Path, seed: int, monkeypatch
 MEASURED = "train.val_fraction=0.6", "train.val_every_steps=40"
 
 
-def mismatched(self: VJEPA3D, context: torch.Tensor, target: torch.Tensor) -> tuple:
-    """Targets of the next volume of the batch, in training."""
-    targets, features = REAL_TARGETS(self, context, target)
-    return (targets.roll(1, 0) if self.training else targets), features
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("control", ["penalty_only", "mismatched_targets", "frozen_predictor"])
+@pytest.mark.parametrize(
+    ("control", "weight"),
+    [("penalty_only", 1), ("mismatched_targets", 1), ("mismatched_targets", 0), ("frozen_predictor", 1)],
+)
 def test_a_prediction_that_learned_nothing_of_the_volume_has_no_skill(
-    folder: Path, control: str, monkeypatch: pytest.MonkeyPatch
+    folder: Path, control: str, weight: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """At no validation, although the moving estimate of training may say so."""
-    if control == "mismatched_targets":
-        monkeypatch.setattr(VJEPA3D, "compute_targets", mismatched)
-    elif control == "penalty_only":
-        monkeypatch.setattr(step_module, "predict", without_loss)
+    """At no validation, although the moving estimate of training may say so; with and without the loss of
+    neighbours.
+    """
+    words = [f"method.neighbour_weight={weight}", "train.max_steps=120"]
+    if control != "frozen_predictor":
+        words.append(f"method.control={control}")
     else:
         real = loop.open_run
 
@@ -128,20 +123,23 @@ def test_a_prediction_that_learned_nothing_of_the_volume_has_no_skill(
             return opened
 
         monkeypatch.setattr(loop, "open_run", frozen)
-    _, series = run(folder, control, 0, *MEASURED, "train.max_steps=120")
+    _, series = run(folder, f"{control}_{weight}", 0, *MEASURED, *words)
     skills = [value for _, value in series["val/skill_position"]]
     assert len(skills) == 4
     assert max(skills) <= 0.02
 
 
-def without_loss(*arguments: Any, **options: Any) -> Output:
-    output = REAL_PREDICT(*arguments, **options)
-    return replace(output, loss_B=0 * output.loss_B)
-
-
-@pytest.mark.parametrize("seed", SEEDS)
-def test_a_learning_rate_100_times_too_high_alarms(folder: Path, seed: int) -> None:
+@pytest.mark.parametrize(
+    ("seed", "weight"),
+    [
+        pytest.param(0, 1, marks=pytest.mark.slow),
+        *(pytest.param(*case, marks=pytest.mark.soak) for case in ((1, 1), (2, 1), (0, 0))),
+    ],
+)
+def test_a_learning_rate_100_times_too_high_alarms(folder: Path, seed: int, weight: int) -> None:
+    """With the loss of neighbours, which lets the rank fall further, and without it."""
     rate = load_config(SMOKE, overrides(folder)).optim.base_lr
-    alarms, _ = run(folder, "rate", seed, f"optim.base_lr={100 * rate}")
+    words = f"optim.base_lr={100 * rate}", f"method.neighbour_weight={weight}"
+    alarms, _ = run(folder, f"rate_{weight}", seed, *words)
     assert alarms, "no alarm"
     assert alarms[0][1].startswith("features collapse")

@@ -148,10 +148,10 @@ def read_labels(path: Path, record: Record, shape: tuple[int, ...]) -> np.ndarra
             labels = np.stack(list(frames))
         except OCTReadError as error:
             raise UserError(f"{error}; an array of the labels saved as .npy is read, too") from error
-    found = f"{labels.dtype} of shape {list(labels.shape)}"
+    kind = f"{labels.dtype} of shape {list(labels.shape)}"
     if labels.shape != shape or labels.dtype.kind not in "ui":
         raise UserError(
-            f"{path}: expected whole numbers of shape {list(shape)}, that of {record.path}, found {found}"
+            f"{path}: expected whole numbers of shape {list(shape)}, that of {record.path}, found {kind}"
         )
     low, high = int(labels.min()), int(labels.max())
     if low < 0 or high > MOST_LAYERS:

@@ -123,7 +123,10 @@ def test_a_root_is_of_one_set_of_eyes_and_never_of_the_phantom(eyes: Path, tmp_p
     settle_source(root, data, table)
     settle_source(root, data, table)
     labels = data / str(table["labels"].dropna().iloc[1])
-    np.save(labels, np.load(labels) * 0)  # corrected: truth.npz of before would stay
+    np.save(labels, np.load(labels) * 0)
+    settle_source(root, data, table)  # nothing was made of the one before
+    (root / "truth.npz").touch()
+    np.save(labels, np.load(labels) + 1)  # corrected: truth.npz of before would stay
     with pytest.raises(
         UserError, match=rf"{labels.name}: expected \w{{64}} as this root .* use another --root"
     ):

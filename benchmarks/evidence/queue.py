@@ -15,6 +15,7 @@ import time
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from benchmarks.evidence.arms import (
     ABLATIONS,
@@ -49,8 +50,8 @@ class Plan:
     extra: tuple[str, ...] = ()  # configuration changes for all arms
 
     def save(self) -> None:
-        """Write plan.json; raises UserError if runs were made under another plan."""
-        content = {
+        """Write plan.json, keeping its arms; raises UserError if runs were made under another plan."""
+        content: dict[str, Any] = {
             "budget_s": self.budget_s,
             "seeds": self.seeds,
             "steps": self.steps,
@@ -59,8 +60,9 @@ class Plan:
         path = self.root / "plan.json"
         if path.exists() and (self.root / "runs").exists():
             earlier = json.loads(path.read_text())
-            # arms that are new since then have no runs yet
-            known = {"steps": {arm: self.steps[arm] for arm in earlier["steps"] if arm in self.steps}}
+            # arms that are new since then have no runs yet, those that are not asked for now keep their steps
+            content["steps"] = {**earlier["steps"], **self.steps}
+            known = {"steps": {arm: content["steps"][arm] for arm in earlier["steps"]}}
             for key in ("budget_s", "extra", "steps"):
                 value = {**content, **known}[key]
                 if earlier[key] != value:

@@ -659,6 +659,8 @@ def test_steps_fill_the_budget_and_a_plan_does_not_change_under_its_runs(tmp_pat
         UserError, match=r"steps: expected .*'new': 5} as the runs here began, found .*'new': 6}"
     ):
         replace(longer, steps={"a": 333, "new": 6}).save()
+    replace(longer, steps={"a": 333}).save()  # fewer arms than before: the other keeps its steps
+    assert Plan.load(tmp_path) == longer
 
 
 @pytest.mark.filterwarnings("ignore:The least populated class")  # 24 people

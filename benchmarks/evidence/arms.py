@@ -96,6 +96,10 @@ def _masks(*families: str) -> tuple[str, ...]:
     return (f"method.mask_blocks=[{','.join(families)}]",)
 
 
+def _batch(volumes: int) -> tuple[str, ...]:
+    return f"train.global_batch_size={volumes}", f"train.per_core_batch_size={volumes}"
+
+
 LIGHTER = ("method.covariance_weight=0.01",)
 SLOWER = ("optim.base_lr=5e-4",)  # the recipe's until 2026-11-23
 HARDER = ("method.context_ratio=0.25", "method.target_ratio=0.55")
@@ -130,6 +134,19 @@ ABLATIONS = (
     Arm("cov_0.01", "covariance 0.01 of the hinge", "regulariser", LIGHTER),
     Arm("reg_sigreg_0.05", "sigreg 0.05", "regulariser", _weight("sigreg", 0.05)),
     Arm("reg_sigreg_0.5", "sigreg 0.5", "regulariser", _weight("sigreg", 0.5)),
+    Arm(
+        "sigreg_no_ema",
+        "sigreg 0.05, target the encoder itself (LeJEPA)",
+        "regulariser and EMA",
+        (*_weight("sigreg", 0.05), "method.ema_base=0"),
+    ),
+    Arm(
+        "reg_none_ema_20",
+        "no regulariser, EMA half-life 20 % of the run",
+        "regulariser and EMA",
+        NO_REGULARISER,
+        ema_half_life=0.2,
+    ),
     Arm("ema_1", "EMA half-life 1 % of the run", "EMA", ema_half_life=0.01),
     Arm("ema_20", "EMA half-life 20 % of the run", "EMA", ema_half_life=0.2),
     Arm("patch_4x16x16", "patch 4 x 16 x 16", "patch", ("spatial.patch_size=[4,16,16]",)),
@@ -158,6 +175,8 @@ ABLATIONS = (
     Arm("lr_2e-4", "peak learning rate 2e-4", "learning rate", ("optim.base_lr=2e-4",)),
     Arm("lr_5e-4", "peak learning rate 5e-4", "learning rate", SLOWER),
     Arm("lr_2e-3", "peak learning rate 2e-3", "learning rate", ("optim.base_lr=2e-3",)),
+    Arm("batch_2", "2 volumes a step", "batch", _batch(2)),
+    Arm("batch_8", "8 volumes a step", "batch", _batch(8)),
     Arm(
         "slower_cov_0.01",
         "learning rate 5e-4, covariance 0.01",
@@ -196,6 +215,8 @@ ABLATIONS = (
     Arm("pixel", "pixel head", "second target", ("method.pixel_weight=1",)),
     Arm("ascan", "A-scan head", "A-scan head", ("method.ascan_weight=1",)),
     Arm("centred", "penalty less the mean of each place", "penalty", ("method.centre_places=true",)),
+    Arm("context_0.25", "context .25", "task", HARDER[:1]),
+    Arm("target_0.55", "target .55", "task", HARDER[1:]),
     Arm("harder", "context .25, target .55", "task", HARDER),
     Arm(
         "harder_cov_0.01",
@@ -314,5 +335,5 @@ def cost_key(cfg: Config) -> str:
         m.predictor_depth,
         m.predictor_width,
     )
-    parts = m.context, m.predictor, m.loss
+    parts = m.context, m.predictor, m.loss, cfg.train.global_batch_size
     return repr((shape, parts, m.regulariser, m.dropout, m.drop_path, cfg.spatial.patch_size))

@@ -1,0 +1,184 @@
+"""The queue of runs, and the whole command on a tiny budget."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from benchmarks.evidence import calibration as evidence_calibration
+from benchmarks.evidence.arms import (
+    ABLATIONS,
+    CONTROLS,
+    MAIN,
+    REFERENCE,
+    arm_by_name,
+    arm_config,
+    run_dir,
+)
+from benchmarks.evidence.calibration import calibrate
+from benchmarks.evidence.cohorts import (
+    read_truth,
+)
+from benchmarks.evidence.differences import (
+    BASELINE_LABELS,
+)
+from benchmarks.evidence.queue import (
+    BASELINES,
+    Job,
+    Plan,
+    Queue,
+    fitting_ablations,
+    main_jobs,
+)
+from benchmarks.evidence.scores import encoder_features, load_scores, score
+from benchmarks.evidence.supervised import supervised_encoder
+from data_setup.store.reader import PreparedStore
+from finetuning.pooled import random_encoder
+from tests.support.pipeline_factory import ROOT
+
+ALL = (*MAIN, *ABLATIONS)
+
+
+@dataclass(frozen=True)
+class Fake(Job):
+    """A job of two small programs."""
+
+    programs: tuple[str, ...] = ()
+
+    def commands(self, plan: Plan) -> list[list[str]]:
+        return [[sys.executable, "-c", f"import os, pathlib; {p}"] for p in self.programs]
+
+
+def fake(root: Path, number: int, *programs: str) -> Fake:
+    return Fake(arm_by_name(REFERENCE), number, root / str(number), programs=programs)
+
+
+def test_the_queue_runs_in_order_pins_and_records_failures(tmp_path: Path) -> None:
+    done = f"pathlib.Path({str(tmp_path)!r}, '{{}}', 'scores.json').write_text('{{{{}}}}')"
+    pinned = "print(sorted(os.sched_getaffinity(0)), os.environ['OMP_NUM_THREADS'])"
+    jobs = [
+        fake(tmp_path, 0, pinned, done.format(0)),
+        fake(tmp_path, 1, "raise SystemExit('no memory')", done.format(1)),
+        fake(tmp_path, 2, "pass", done.format(2)),
+    ]
+    plan = Plan(tmp_path, 1.0, 1, {})
+    Queue(plan, 1).run(jobs)
+    assert [j.is_done for j in jobs] == [True, False, True]
+    core = min(os.sched_getaffinity(0))
+    assert (tmp_path / "0" / "evidence.log").read_text() == f"[{core}] 1\n"
+    failed = json.loads((tmp_path / "1" / "failed.json").read_text())
+    assert (failed["returncode"], failed["log"]) == (1, ["no memory"])
+    assert float((tmp_path / "2" / "seconds.txt").read_text()) >= 0
+    again = [fake(tmp_path, 0, "raise SystemExit('ran twice')"), fake(tmp_path, 1, done.format(1))]
+    Queue(plan, 1).run(again)
+    assert all(j.is_done for j in again)
+    assert not (tmp_path / "1" / "failed.json").exists()
+    assert not (tmp_path / "0" / "failed.json").exists()
+
+
+def test_an_interrupted_queue_ends_its_children(tmp_path: Path) -> None:
+    wait = f"pathlib.Path({str(tmp_path)!r}, 'pid').write_text(str(os.getpid())); import time; time.sleep(60)"
+
+    def jobs():
+        yield fake(tmp_path, 0, wait)
+        while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text():
+            os.sched_yield()
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        Queue(Plan(tmp_path, 1.0, 1, {}), 1).run(jobs())
+    with pytest.raises(ProcessLookupError):
+        os.kill(int((tmp_path / "pid").read_text()), 0)
+    assert not (tmp_path / "0" / "failed.json").exists()
+
+
+def test_ablations_stop_when_the_next_would_not_fit(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan = Plan(tmp_path, 60.0, 3, {a.name: 7 for a in ALL})
+    for job in main_jobs(plan):
+        job.folder.mkdir(parents=True, exist_ok=True)
+        (job.folder / "seconds.txt").write_text("100\n")
+    first = run_dir(tmp_path, ABLATIONS[0], 0)
+    first.mkdir(parents=True)
+    (first / "seconds.txt").write_text("100\n")
+    (first / "scores.json").write_text("{}")
+    # an ablation takes 3 x 100 s on 2 cores; 50 s are used
+    assert list(fitting_ablations(plan, 2, 195)) == []
+    assert f"stopped before {ABLATIONS[0].name}: 1 min used" in capsys.readouterr().out
+    fitting = list(fitting_ablations(plan, 2, 205))
+    assert [j.arm for j in fitting] == [a for a in ABLATIONS for _ in range(3)]
+
+
+def test_only_some_arms_run_with_what_they_are_compared_with(tmp_path: Path) -> None:
+    plan = Plan(tmp_path, 60.0, 1, {})
+    names = [job.arm.name if job.arm else BASELINES for job in main_jobs(plan, ["mae_plain", "ema_20"])]
+    assert names == [BASELINES, "random", "vjepa2", *CONTROLS[1:], "mae_plain"]
+    (tmp_path / "pretraining").mkdir()
+    (tmp_path / "pretraining" / "synthetic.json").write_text("{}")  # a phantom knows the truth: a ceiling
+    names = [job.arm.name if job.arm else BASELINES for job in main_jobs(plan, [])]
+    assert names == [BASELINES, "random", "vjepa2", *CONTROLS[1:]]
+    names = [job.arm.name if job.arm else BASELINES for job in main_jobs(plan, ["supervised"])]
+    assert names == [BASELINES, "random", "supervised", "vjepa2", *CONTROLS[1:]]
+    later = fitting_ablations(plan, 1, 1e9, ["mae_plain", "ema_20"])
+    assert [job.arm.name for job in later if job.arm] == ["ema_20"]
+
+
+@pytest.mark.filterwarnings("ignore:The least populated class")  # 24 people
+@pytest.mark.slow
+def test_the_whole_command_on_a_tiny_budget(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Data, calibration, two steps of a recipe beside the reference, scores, and the table."""
+    words = "spatial.target_spacing=[0.75,0.072,0.1875]", "spatial.image_size=[8,32,32]"
+    changes = [word for change in words for word in ("--change", change)]
+
+    def evidence_command(*words: str) -> None:  # a process of its own: calibration sets thread variables
+        command = [sys.executable, "-m", "benchmarks.evidence", words[0], "--root", str(tmp_path), *words[1:]]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr
+
+    out = tmp_path / "results.md"
+    evidence_command("data", "--pretraining", "8", "--evaluation", "24", *changes)
+    # one arm of each recipe is new; the others have been timed
+    monkeypatch.setattr(evidence_calibration, "_time_on_cores", lambda *_: [{arm.name: [1e3] for arm in ALL}])
+    timed = calibrate(tmp_path, 1, words)
+    new = ("methods", "mae_plain", "context_dense")
+    known = {name: seconds for name, seconds in timed["seconds_per_step"].items() if name not in new}
+    (tmp_path / "calibration.json").write_text(json.dumps(timed | {"seconds_per_step": known}))
+    evidence_command("calibrate", "--jobs", "1", *changes)
+    seconds = json.loads((tmp_path / "calibration.json").read_text())["seconds_per_step"]
+    assert known.items() < seconds.items()
+    assert all(0 < seconds[name] < 1e5 and seconds[name] != 1e3 for name in new)
+    only = ("--only", "penalty_only,supervised")  # the reference and the other controls come along
+    evidence_command("run", "--steps", "2", "--seeds", "1", "--minutes", "0", *only, *changes)
+    evidence_command("table", "--out", str(out))
+    rows = json.loads((tmp_path / "table.json").read_text())["rows"]
+    trained = {"vjepa2", *CONTROLS[1:]}
+    assert {r["name"] for r in rows} == {"random", "supervised", *trained, *BASELINE_LABELS}
+    assert all(r["steps"] == 2 and r["failed"] == 0 for r in rows if r["name"] in trained)
+    assert "### What wins" in out.read_text()
+    # the ceiling learns layer occupancy from the truth
+    cfg = arm_config(arm_by_name("vjepa2"), 0, 40, tmp_path, changes[1::2])
+    store, truth = PreparedStore.open(str(tmp_path / "evaluation_store")), read_truth(tmp_path)
+    encoders = supervised_encoder(cfg, tmp_path, 0, 40), random_encoder(cfg, 0)
+    taught, random = (
+        score(truth, None, lambda _, dense=dense: dense, cfg.grid).of("occupancy")
+        for dense in (encoder_features(encoder, cfg, store, truth, cfg.grid)[1] for encoder in encoders)
+    )
+    assert taught is not None
+    assert random is not None
+    assert taught > random  # the same initialisation
+    # a confirmation on the same people: the same scores
+    people = tmp_path / "people_7_24"
+    people.mkdir()
+    for name in ("evaluation_store", "truth.npz"):
+        (people / name).symlink_to(tmp_path / name)
+    evidence_command("score", "--arm", "penalty_only", "--seed", "0", "--people", str(people))
+    first, again = (load_scores(run_dir(root, arm_by_name("penalty_only"), 0)) for root in (tmp_path, people))
+    assert again[1]["scores"] == first[1]["scores"]
+    assert again[1]["real_rankme"] is None

@@ -1,0 +1,152 @@
+"""Truth where the pixels are, folds, and scores that find what features hold."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from benchmarks.evidence.arms import (
+    CONFIG,
+)
+from benchmarks.evidence.cohorts import (
+    FOLDS,
+    tokens_of_another_grid,
+)
+from benchmarks.evidence.scores import masks_of_folds, score
+from data_setup.phantom.cli import write_tree
+from data_setup.phantom.truth_tokens import layer_occupancy, valid_tokens
+from data_setup.prepare import main as prepare
+from data_setup.store.reader import PreparedStore
+from models.probes.tokens import less_protocol_mean, position_columns
+from tests.support.evidence_factory import small_truth
+from utils.config.schema import SpatialConfig
+
+
+def test_tokens_of_a_coarser_patch_hold_the_finer_ones() -> None:
+    fine, coarse, size = (4, 12, 8), (4, 6, 4), (16, 96, 64)
+    voxel_of_fine = np.arange(4 * 12 * 8).reshape(fine)
+    voxel_of_coarse = np.arange(4 * 6 * 4).reshape(coarse)
+    for axis, n in enumerate(size):
+        voxel_of_fine = voxel_of_fine.repeat(n // fine[axis], axis)
+        voxel_of_coarse = voxel_of_coarse.repeat(n // coarse[axis], axis)
+    token_of_coarse = tokens_of_another_grid(np.arange(4 * 12 * 8), fine, coarse)
+    np.testing.assert_array_equal(token_of_coarse[voxel_of_fine], voxel_of_coarse)
+    np.testing.assert_array_equal(tokens_of_another_grid(np.arange(384), fine, fine), np.arange(384))
+    assert tokens_of_another_grid(np.array([1]), (1, 1, 2), (1, 1, 6)) == 4  # a finer one: that of the centre
+
+
+SPATIAL = SpatialConfig((0.375, 0.024, 0.09375), (16, 96, 64), (4, 8, 8))
+
+
+@pytest.fixture(scope="module")
+def phantom(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, PreparedStore]:
+    folder = tmp_path_factory.mktemp("evidence")
+    write_tree(folder / "tree", participants=3, seed=5, workers=1)
+    places = [f"data.gcs_root={folder / 'tree'}", f"data.store={folder / 'store'}"]
+    assert prepare(["--config", str(CONFIG), "--workers", "0", *places]) == 0
+    return folder / "tree", PreparedStore.open(str(folder / "store"))
+
+
+def explained(shares_NL: np.ndarray, grey_N: np.ndarray) -> float:
+    """R2 of a token's mean grey value from its layer occupancy."""
+    x = np.concatenate([shares_NL, np.ones((len(shares_NL), 1))], axis=1)
+    residual = grey_N - x @ np.linalg.lstsq(x, grey_N, rcond=None)[0]
+    return 1 - float((residual**2).sum() / ((grey_N - grey_N.mean()) ** 2).sum())
+
+
+def test_occupancy_lies_where_the_stored_pixels_are(phantom: tuple[Path, PreparedStore]) -> None:
+    tree, store = phantom
+    directions, straight, turned_d, turned_w = set(), [], [], []
+    for number in store.kept:
+        record = store.index.loc[number]
+        with np.load(tree / "truth" / f"{record.sop_instance_uid}.npz") as arrays:
+            truth = dict(arrays)
+        shares = layer_occupancy(truth, record, SPATIAL)
+        valid = valid_tokens(record, SPATIAL)
+        assert shares.min() >= 0
+        assert shares[valid].sum(axis=1).max() <= 1.02
+        grey = store.read(number).reshape(4, 4, 12, 8, 8, 8).mean(axis=(1, 3, 5)).ravel()
+        straight.append(explained(shares[valid], grey[valid]))
+        cube = shares.reshape(4, 12, 8, -1)
+        turned_d.append(explained(cube[::-1].reshape(384, -1)[valid], grey[valid]))
+        turned_w.append(explained(cube[:, :, ::-1].reshape(384, -1)[valid], grey[valid]))
+        layers = truth["layer_names"].tolist()
+        inside = {name: shares[:, layers.index(name)] for name in ("RNFL", "RPE", "ONL")}
+        means = {name: float((grey * s).sum() / s.sum()) for name, s in inside.items()}
+        assert means["RNFL"] > grey[valid & (shares.sum(axis=1) == 0)].mean()  # brighter than the vitreous
+        assert means["RPE"] > means["ONL"]
+        directions.add(bool(record.flipped_d))
+    assert directions == {True, False}
+    assert np.mean(straight) > 0.85
+    # the check would notice a reversed axis
+    assert np.mean(straight) > np.mean(turned_d) + 0.03
+    assert np.mean(straight) > np.mean(turned_w) + 0.03
+
+
+def test_a_slab_fills_the_tokens_that_it_should(phantom: tuple[Path, PreparedStore]) -> None:
+    """A layer between two flat surfaces, 0.48 mm thick and centred: 2.5 tokens of 0.192 mm."""
+    record = phantom[1].index.loc[phantom[1].kept[0]]
+    rows, spacing = record.shape_before_h, record.spacing_before_h
+    edges = np.array([-0.24, 0.24]) / spacing + rows / 2 - 0.5
+    field = (int(record.shape_before_d), int(record.shape_before_w))
+    truth = {"surfaces": np.broadcast_to(edges[:, None, None], (2, *field)).astype(np.float32)}
+    cube = layer_occupancy(truth, record, SPATIAL).reshape(4, 12, 8)
+    middle = cube[1:3, :, 3:5].mean(axis=(0, 2))
+    np.testing.assert_allclose(middle[4:8], [0.25, 1.0, 1.0, 0.25], atol=0.02)
+    assert middle[:4].max() < 0.01
+    assert middle[8:].max() < 0.01
+
+
+def test_folds_are_by_participant_and_every_class_is_in_each() -> None:
+    truth = small_truth()
+    for person in np.unique(truth.person):
+        assert len(set(truth.fold[truth.person == person])) == 1
+    evaluated = np.zeros(len(truth.rows), int)
+    for masks in masks_of_folds(truth.fold):
+        assert (np.sum(masks, axis=0) == 1).all()
+        assert all(set(truth.label[m]) == {0, 1, 2, 3} for m in masks)
+        evaluated += masks[2]
+    assert (evaluated == 1).all()
+    assert set(truth.fold) == set(range(FOLDS))
+
+
+def test_thickness_is_relative_to_the_training_volumes_of_a_protocol() -> None:
+    values = np.array([[1.0], [3.0], [10.0], [20.0], [100.0]])
+    protocol = np.array(["a", "a", "a", "b", "c"])
+    training = np.array([True, True, False, True, False])
+    relative = less_protocol_mean(values, protocol, training)
+    np.testing.assert_allclose(relative.ravel(), [-1, 1, 8, 0, 92])  # c: less the mean of 1, 3 and 20
+
+
+def test_scores_find_what_the_features_hold_and_nothing_in_noise() -> None:
+    truth = small_truth()
+    rng = np.random.default_rng(1)
+    known = np.concatenate([np.eye(4)[truth.label], truth.thickness_um, rng.normal(size=(80, 3))], axis=1)
+    good = score(truth, lambda _: known, lambda _: truth.occupancy, (2, 2, 2))
+    assert good.of("classes") == 1.0
+    assert good.of("thickness") > 0.5
+    assert good.of("occupancy") > 0.95
+    noise = score(truth, lambda _: rng.normal(size=(80, 5)), lambda _: rng.normal(size=(80, 8, 5)), (2, 2, 2))
+    assert noise.of("classes") < 0.5
+    assert noise.of("thickness") < 0.15
+    assert noise.of("occupancy") < 0.15
+    # where a token lies counts among its features
+    place = position_columns(np.arange(8), (2, 2, 2))[None, :, :3]
+    placed = replace(truth, occupancy=np.broadcast_to(place, (80, 8, 3)))
+    assert score(placed, None, lambda _: np.zeros((80, 8, 0)), (2, 2, 2)).of("occupancy") > 0.99
+
+
+def test_the_fold_that_is_evaluated_does_not_fit_the_features() -> None:
+    truth = small_truth()
+    seen = []
+
+    def features(is_training: np.ndarray) -> np.ndarray:
+        seen.append(is_training)
+        return truth.thickness_um
+
+    score(truth, features, None, (2, 2, 2))
+    assert len(seen) == 2 * FOLDS
+    assert all(not (t & (truth.fold == f)).any() for t, f in zip(seen[:FOLDS], range(FOLDS), strict=True))

@@ -101,11 +101,19 @@ def places_beside(places: Literal["all", "own", "hidden"]) -> tuple[tuple[int, i
     return {"all": NEIGHBOURS, "own": NEIGHBOURS[:1], "hidden": NEIGHBOURS[1:]}[places]
 
 
-def beside(values_BNX: Tensor, grid: tuple[int, int, int], offset: tuple[int, int, int]) -> Tensor:
-    """[B, N, X]: at each token the values of the one `offset` (-1 to 1 an axis) away; 0 outside the grid."""
-    padded = F.pad(values_BNX.unflatten(1, grid), (0, 0, 1, 1, 1, 1, 1, 1))
-    d, h, w = (slice(1 + step, 1 + step + size) for step, size in zip(offset, grid, strict=True))
-    return padded[:, d, h, w].flatten(1, 3)
+def ids_beside(
+    ids_BK: Tensor, grid: tuple[int, int, int], offset: tuple[int, int, int]
+) -> tuple[Tensor, Tensor]:
+    """The ids of the tokens one `offset` (-1 to 1 an axis) away, both [B, K], and whether (bool) the grid has
+    them; where it has not, the id is that of the nearest token of the grid.
+    """
+    _, height, width = grid
+    axes_BK = ids_BK // (height * width), ids_BK // width % height, ids_BK % width
+    moved_BK = [axis + step for axis, step in zip(axes_BK, offset, strict=True)]
+    inside_BK = [axis.clamp(0, size - 1) for axis, size in zip(moved_BK, grid, strict=True)]
+    d, h, w = inside_BK
+    is_there = [axis == near for axis, near in zip(moved_BK, inside_BK, strict=True)]
+    return (d * height + h) * width + w, is_there[0] & is_there[1] & is_there[2]
 
 
 Statistics = tuple[Tensor, ...]

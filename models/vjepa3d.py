@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from models.losses import (
     TOKEN_LOSSES,
     PixelNorm,
-    beside,
+    ids_beside,
     mean_ascans,
     per_token_l2,
     pixel_targets,
@@ -252,7 +252,7 @@ class VJEPA3D(nn.Module):
                 guess = predictions[:, : context_BK.shape[1]]
                 distance = TOKEN_LOSSES[self.recipe.loss].distance(guess, truth)
                 second_B["context"] = weighted_mean(distance, context_valid_BK)
-        if self.neighbour_head is not None:
+        if self.neighbour_head is not None and self.training:  # validation reads the prediction alone
             if valid_BN is None:
                 valid_BN = torch.ones(targets_BNE.shape[:2], device=targets_BNE.device)
             second_B["neighbour"] = self.neighbour_loss(ctx_BKE, context_view, context_BK, valid_BN.float())
@@ -277,14 +277,14 @@ class VJEPA3D(nn.Module):
         truth_BNV = self._of_control(pixel_targets(context_view, self.encoder.patch_embed.patch, "plain"))
         offsets = places_beside(self.neighbour_places)
         guesses = self.neighbour_head(ctx_BKE).float().chunk(len(offsets), dim=-1)
-        own_BK1 = gather_tokens(weight_BN.unsqueeze(-1), context_BK)
+        own_BK = weight_BN.gather(1, context_BK)
         if self.neighbour_places == "hidden":
             weight_BN = weight_BN.scatter(1, context_BK, 0.0)
         means, is_there = [], []
         for offset, guess in zip(offsets, guesses, strict=True):
-            error_BK = per_token_l2(guess, gather_tokens(beside(truth_BNV, grid, offset), context_BK))
-            near_BK1 = gather_tokens(beside(weight_BN.unsqueeze(-1), grid, offset), context_BK)
-            weight_BK = (near_BK1 * own_BK1).squeeze(-1)
+            near_BK, is_near_BK = ids_beside(context_BK, grid, offset)
+            error_BK = per_token_l2(guess, gather_tokens(truth_BNV, near_BK))
+            weight_BK = weight_BN.gather(1, near_BK) * own_BK * is_near_BK
             means.append(weighted_mean(error_BK, weight_BK))
             is_there.append((weight_BK.sum(1) > 0).float())
         places_B = torch.stack(is_there).sum(0).clamp(min=1.0)

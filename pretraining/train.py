@@ -177,7 +177,7 @@ def open_gauges(run: Run) -> Gauges:
         runtime.group,
         runtime.to_torch,
         has_fixed_targets=run.model.recipe.has_fixed_targets,
-        has_neighbours=run.model.neighbour_head is not None,
+        has_neighbours=run.model.neighbour_head is not None and run.cfg.method.control != "penalty_only",
     )
 
 

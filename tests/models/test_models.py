@@ -405,10 +405,12 @@ def test_the_neighbour_loss_is_of_valid_places_and_reads_no_hidden_voxel(
     offsets = places_beside(cfg.method.neighbour_places)
     assert len(set(offsets)) == number
     assert ((0, 0, 0) in offsets) == (places != "hidden")
-    model = nano_model(cfg).eval()
+    model = nano_model(cfg)
     assert model.neighbour_head is not None
     context, target = token_ids(cfg, 3)
     views = [volumes(cfg, 3, seed) for seed in (0, 1)]
+    assert not model.eval()(*views, context, target, torch.ones(target.shape)).second_B  # validation has none
+    model.train()
     guesses: list[torch.Tensor] = []
     model.neighbour_head.register_forward_hook(lambda _module, _inputs, out: guesses.append(out))
     valid = torch.ones(3, model.encoder.num_tokens, dtype=torch.bool)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import logging
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -12,10 +14,11 @@ import torch
 from pretraining.gauges.alarms import Alarms, closing
 from pretraining.gauges.monitor import Gauges
 from pretraining.gauges.skill import SkillGauge
-from pretraining.train import report
-from tests.support.model_factory import small_config
+from pretraining.train import open_gauges, report
+from tests.support.model_factory import nano_model, small_config
 from utils.log import RunLog
 from utils.report.run_files import _series
+from utils.runtime.single import Runtime
 
 
 def line(**changes: float | None) -> dict[str, float | None]:
@@ -74,6 +77,19 @@ def test_a_loss_of_neighbours_lets_the_rank_fall_further() -> None:
         assert gauges.alarms.update(step, values) == []
     lower = [gauges.alarms.update(step, line(rankme=9.0)) for step in range(10, 13)]
     assert [len(begun) for begun in lower] == [0, 0, 1]
+
+
+def test_a_run_without_the_loss_of_neighbours_has_the_usual_alarm() -> None:
+    def rank_fall(kind: str, *words: str) -> dict[str, float]:
+        cfg = small_config(kind, *words)
+        run: Any = SimpleNamespace(
+            cfg=cfg, model=nano_model(cfg), runtime=Runtime(torch.device("cpu"), use_bf16=False)
+        )
+        return open_gauges(run).alarms.rank_fall
+
+    assert rank_fall("neighbour") == rank_fall("neighbour", "method.control=mismatched_targets")
+    assert rank_fall("neighbour") != rank_fall("vjepa2")
+    assert rank_fall("neighbour", "method.control=penalty_only") == rank_fall("vjepa2")
 
 
 def test_the_rank_in_validation_counts_the_second_time() -> None:

@@ -1,9 +1,9 @@
 """The kernels that an engine brings for the model.
 
-In: a model on its device, the configuration and the runtime. On a TPU: attention without the tokens x tokens
-matrix where `model.tpu_attention` asks for it, and activation checkpointing that the compiler does not undo.
-Where parameters are spread over the devices, features stay with their samples. On a CPU or a GPU: blocks
-that torch.compile has fused, where `train.compile` asks for them. Elsewhere nothing changes.
+In: a model on its device, the configuration and the runtime. With PyTorch/XLA: rows of tokens by id, and
+activation checkpointing that the compiler does not undo; on a TPU, attention without the tokens x tokens
+matrix where `model.tpu_attention` asks for it. Where parameters are spread over the devices, features stay
+with their samples. On a CPU or a GPU: blocks that torch.compile has fused, where `train.compile` asks for it.
 """
 
 from __future__ import annotations
@@ -54,6 +54,11 @@ def choose_kernels(model: Recomputing, cfg: Config, runtime: Runtime, is_for_tpu
         if isinstance(model, VJEPA3D) and model.neighbour_head is not None:
             apart.append(model.neighbour_head)
         runtime.keep_samples_apart(apart)
+    gather = runtime.row_gather()
+    assert gather is not None, "XLA has its own"
+    for module in model.modules():
+        if isinstance(module, PatchEmbed):
+            module.gather = gather
     if is_for_tpu is None:
         is_for_tpu = os.environ["PJRT_DEVICE"] == "TPU"
     if is_for_tpu and cfg.model.tpu_attention == "flash":

@@ -48,6 +48,7 @@ ROPE_BASE = 10_000.0
 RopeForm = Literal["interleaved", "tiled", "interpolated"]
 INTERPOLATED_ROWS = (16, 16)  # H and W of the grid over which `interpolated` spreads its positions
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
+Gather = Callable[[Tensor, Tensor], Tensor]  # as gather_tokens
 Recompute = Callable[..., Tensor]  # (function, *arguments) -> function(*arguments), computed again backward
 Rotary = tuple[Tensor, Tensor]
 
@@ -215,12 +216,13 @@ class PatchEmbed(nn.Module):
         super().__init__()
         self.patch = patch
         self.proj = nn.Conv3d(channels, width, kernel_size=patch, stride=patch)
+        self.gather: Gather = gather_tokens
 
     def forward(self, volume_BCDHW: Tensor, keep_BK: Tensor | None) -> Tensor:
         d, h, w = self.patch
         patches = rearrange(volume_BCDHW, "b c (gd d) (gh h) (gw w) -> b (gd gh gw) (c d h w)", d=d, h=h, w=w)
         if keep_BK is not None:
-            patches = gather_tokens(patches, keep_BK)
+            patches = self.gather(patches, keep_BK)
         return F.linear(patches, self.proj.weight.flatten(1), self.proj.bias)
 
 
@@ -281,7 +283,7 @@ class VisionTransformer3D(nn.Module):
         rotary = None
         if self.pos_embed is not None:
             positions = self.pos_embed.expand(x.shape[0], -1, -1)
-            x = x + (positions if keep_BK is None else gather_tokens(positions, keep_BK))
+            x = x + (positions if keep_BK is None else self.patch_embed.gather(positions, keep_BK))
         else:
             ids = keep_BK
             if ids is None:

@@ -27,7 +27,7 @@ from models.losses import (
 )
 from models.predictor import MlpPredictor, Predictor3D
 from models.stochastic import Stochastic
-from models.vit3d import NORM_EPS, Block, Recompute, VisionTransformer3D, gather_tokens, recompute_block
+from models.vit3d import NORM_EPS, Block, Gather, Recompute, VisionTransformer3D, recompute_block
 from utils.config.recipes import recipe_of
 from utils.config.schema import Config
 from utils.errors import UserError
@@ -124,6 +124,11 @@ class VJEPA3D(nn.Module):
         if cfg.train.activation_checkpointing:
             self.checkpoint_activations(recompute_block)
 
+    @property
+    def gather(self) -> Gather:
+        """Rows of tokens by id, as the engine does it."""
+        return self.encoder.patch_embed.gather
+
     def checkpoint_activations(self, recompute: Recompute) -> None:
         """Keep only the blocks' inputs for the backward pass; an engine may bring its own `recompute`."""
         self.encoder.recompute = recompute
@@ -180,7 +185,7 @@ class VJEPA3D(nn.Module):
         """[B, K, E] of the context tokens alone, from what `encode_context` returned."""
         # where only targets are hidden, the context is all tokens in order
         is_gathered = not self.is_dense or self.recipe.hidden == "targets"
-        return encoded if is_gathered else gather_tokens(encoded, context_BK)
+        return encoded if is_gathered else self.gather(encoded, context_BK)
 
     @property
     def reads_target_view(self) -> bool:
@@ -229,12 +234,12 @@ class VJEPA3D(nn.Module):
         read, where all are valid.
         """
         targets_BNE, features_BNE = self.compute_targets(context_view, target_view)
-        target_BME = gather_tokens(self._of_control(targets_BNE), target_BM)
+        target_BME = self.gather(self._of_control(targets_BNE), target_BM)
         encoded = self.encode_context(context_view, context_BK, target_BM, seed_B)
         ctx_BKE = self.context_tokens(encoded, context_BK)
         second_B: dict[str, Tensor] = {}
         if isinstance(self.predictor, MlpPredictor):
-            prediction_BME = self.predictor(gather_tokens(encoded, target_BM), target_valid_BM).float()
+            prediction_BME = self.predictor(self.gather(encoded, target_BM), target_valid_BM).float()
         elif not self.heads and not self.has_context_loss:
             prediction_BME = self.predictor(ctx_BKE, context_BK, target_BM).float()
         else:
@@ -243,12 +248,12 @@ class VJEPA3D(nn.Module):
             predictions = self.predictor.predictor_proj(trunk).float()
             prediction_BME = predictions[:, -target_BM.shape[1] :]
             for name, head in self.heads.items():
-                truth = gather_tokens(self._of_control(self.head_targets(name, context_view)), target_BM)
+                truth = self.gather(self._of_control(self.head_targets(name, context_view)), target_BM)
                 second_B[name] = weighted_mean(per_token_l2(head(trunk_BMP).float(), truth), target_valid_BM)
             if self.has_context_loss:
                 if context_valid_BK is None:
                     context_valid_BK = torch.ones_like(context_BK, dtype=torch.float32)
-                truth = gather_tokens(self._of_control(targets_BNE), context_BK)
+                truth = self.gather(self._of_control(targets_BNE), context_BK)
                 guess = predictions[:, : context_BK.shape[1]]
                 distance = TOKEN_LOSSES[self.recipe.loss].distance(guess, truth)
                 second_B["context"] = weighted_mean(distance, context_valid_BK)
@@ -283,7 +288,7 @@ class VJEPA3D(nn.Module):
         means, is_there = [], []
         for offset, guess in zip(offsets, guesses, strict=True):
             near_BK, is_near_BK = ids_beside(context_BK, grid, offset)
-            error_BK = per_token_l2(guess, gather_tokens(truth_BNV, near_BK))
+            error_BK = per_token_l2(guess, self.gather(truth_BNV, near_BK))
             weight_BK = weight_BN.gather(1, near_BK) * own_BK * is_near_BK
             means.append(weighted_mean(error_BK, weight_BK))
             is_there.append((weight_BK.sum(1) > 0).float())

@@ -23,6 +23,7 @@ import torch_xla
 
 from models.engine_kernels import choose_kernels
 from models.kernels import pallas_flash as flash_kernels
+from models.vit3d import gather_tokens
 from pretraining.step import Update, build_optimizer, predict, train_step
 from tests.support.model_factory import nano_model, small_config, uint8_batch
 from utils.runtime.open import open_runtime
@@ -118,6 +119,33 @@ def test_every_device_of_a_mesh_attends_to_its_own_samples(xla: Runtime) -> None
     wanted = [expected, *(x.grad for x in inputs)]
     for ours, theirs in zip(results, wanted, strict=True):
         torch.testing.assert_close(xla.to_torch(ours.detach()), theirs.detach().float(), atol=2e-5, rtol=1e-4)
+
+
+def test_rows_by_id_are_those_of_gather_on_the_device_that_has_the_sample(xla: Runtime) -> None:
+    """Eight samples on four devices; rows that were read twice get both gradients."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(8, 30, 5, generator=generator)
+    ids = torch.randint(30, (8, 20), generator=generator)
+    grad = torch.randn(8, 20, 5, generator=generator)
+    wanted = x.clone().requires_grad_()
+    expected = gather_tokens(wanted, ids)
+    expected.backward(grad)
+    assert wanted.grad is not None
+    batch = xla.to_device({"x": x, "ids": ids, "grad": grad})
+    placed = batch["x"].detach().requires_grad_()
+    gather = xla.row_gather()
+    assert gather is not None
+    rows = gather(placed, batch["ids"])
+    rows.backward(batch["grad"])
+    assert placed.grad is not None
+    program = torch_xla._XLAC._get_xla_tensors_hlo([rows, placed.grad])
+    (line,) = (line for line in program.splitlines() if " gather(" in line)
+    assert "slice_sizes={1,5}" in line  # whole rows, not single values
+    assert "f32[60,5]" in line  # of the two samples of this device
+    torch.testing.assert_close(xla.to_torch(rows.detach()), expected.detach())
+    torch.testing.assert_close(xla.to_torch(placed.grad), wanted.grad)
+    odd = gather(batch["x"][:3], batch["ids"][:3])  # no sample for each device
+    torch.testing.assert_close(xla.to_torch(odd.detach()), expected[:3].detach())
 
 
 def test_far_tokens_that_do_not_fit_are_read_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -191,6 +191,10 @@ class Runtime:
     def keep_samples_apart(self, modules: Iterable[nn.Module]) -> None:
         """Keep the features that these modules return with their samples, where weights are spread too."""
 
+    def row_gather(self) -> Callable[[Tensor, Tensor], Tensor] | None:
+        """Rows of [B, N, E] by ids [B, T] as this engine does it best; None: torch's gather."""
+        return None
+
     def flash_attention(self, kernels: ModuleType) -> Callable[[Tensor, Tensor, Tensor], Tensor] | None:
         """Attention without the tokens x tokens matrix from these kernels; None where there is none."""
         return None

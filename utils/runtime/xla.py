@@ -196,6 +196,9 @@ class XlaRuntime(Runtime):
     def keep_samples_apart(self, modules: Iterable[nn.Module]) -> None:
         xla_kernels.keep_samples_apart(modules, self.mesh)
 
+    def row_gather(self) -> Callable[[Tensor, Tensor], Tensor]:
+        return xla_kernels.RowGather(self.mesh)
+
     def flash_attention(self, kernels: ModuleType) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
         return xla_kernels.FlashAttention(self.mesh, kernels)
 

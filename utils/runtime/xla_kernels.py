@@ -1,4 +1,5 @@
-"""Kernels for PyTorch/XLA: activation checkpointing and, on a TPU, attention without the T x T matrix.
+"""Kernels for PyTorch/XLA: activation checkpointing, rows of tokens by id and, on a TPU, attention without
+the T x T matrix.
 
 In and out: torch tensors of that engine. The kernels themselves are the caller's, a module of jax functions
 (models/kernels/pallas_flash.py); this file pads the tokens to whole blocks, hands each device its own
@@ -43,6 +44,59 @@ def keep_samples_apart(modules: Iterable[nn.Module], mesh: xs.Mesh) -> None:
         module.register_forward_hook(pin)
 
 
+def split(x: Tensor, mesh: xs.Mesh | None) -> Tensor:
+    """What one device holds of x [B, ...], whose samples are spread over `mesh`; None: one device."""
+    if mesh is None:
+        return x
+    return xs.enable_manual_sharding(x, _by_sample(x), mesh=mesh).global_tensor
+
+
+def join(x: Tensor, samples: int, mesh: xs.Mesh | None) -> Tensor:
+    """The whole of what every device holds a part of."""
+    if mesh is None:
+        return x
+    whole = (samples, *x.shape[1:])
+    return xs.disable_manual_sharding(x, _by_sample(x), whole, mesh=mesh).global_tensor
+
+
+class RowGather:
+    """The rows ids [B, T] of x [B, N, E], as [B, T, E]; B is spread over the devices of `mesh`.
+
+    torch's `gather` becomes one of single values there, with three int64 of index for each; one of rows by
+    sample and id would be right, but the partitioner does not see that each device needs its own alone.
+    """
+
+    def __init__(self, mesh: xs.Mesh) -> None:
+        self.mesh = mesh
+
+    def __call__(self, x_BNE: Tensor, ids_BT: Tensor) -> Tensor:
+        if len(x_BNE) % self.mesh.size():  # not spread by sample
+            return x_BNE.gather(1, ids_BT.unsqueeze(-1).expand(-1, -1, x_BNE.shape[-1]))
+        return _Rows.apply(x_BNE, ids_BT, self.mesh)
+
+
+class _Rows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_BNE: Tensor, ids_BT: Tensor, mesh: xs.Mesh) -> Tensor:
+        own, ids = split(x_BNE, mesh), split(ids_BT, mesh)
+        starts = torch.arange(len(own), device=own.device).unsqueeze(1) * own.shape[1]
+        places = (ids + starts).flatten()
+        ctx.save_for_backward(places)
+        ctx.mesh, ctx.shape = mesh, x_BNE.shape
+        rows = own.flatten(0, 1).index_select(0, places).unflatten(0, ids.shape)
+        return join(rows, len(x_BNE), mesh)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_BTE: Tensor) -> tuple[Tensor | None, ...]:
+        (places,) = ctx.saved_tensors
+        samples, tokens, width = ctx.shape
+        grad = split(grad_BTE, ctx.mesh)
+        own = torch.zeros(len(grad) * tokens, width, dtype=grad.dtype, device=grad.device)
+        own = own.index_add(0, places, grad.flatten(0, 1)).unflatten(0, (-1, tokens))
+        return join(own, samples, ctx.mesh), None, None
+
+
 class FlashAttention:
     """softmax(q k^T / sqrt(C)) v of [B, heads, T, C]; B is spread over the devices of `mesh`.
 
@@ -62,42 +116,29 @@ class FlashAttention:
         tokens = x_BHTC.shape[2]
         return F.pad(x_BHTC.flatten(0, 1), (0, 0, 0, -tokens % self.kernels.block_of(tokens)))
 
-    def split(self, x: Tensor) -> Tensor:
-        """What one device holds of x [B, ...]."""
-        if self.mesh is None:
-            return x
-        return xs.enable_manual_sharding(x, _by_sample(x), mesh=self.mesh).global_tensor
-
-    def join(self, x: Tensor, samples: int) -> Tensor:
-        """The whole of what every device holds a part of."""
-        if self.mesh is None:
-            return x
-        whole = (samples, *x.shape[1:])
-        return xs.disable_manual_sharding(x, _by_sample(x), whole, mesh=self.mesh).global_tensor
-
 
 class _Flash(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, flash: FlashAttention) -> Tensor:
         samples, heads, tokens, width = q.shape
-        q, k, v = (flash.pad(flash.split(x)) for x in (q, k, v))
+        q, k, v = (flash.pad(split(x, flash.mesh)) for x in (q, k, v))
         shapes: list[Shape] = [(tuple(q.shape), q.dtype), ((len(q), 1, q.shape[1]), torch.float32)]
         o, lse = flash.call("forward", [q, k, v], tokens, shapes)
         ctx.save_for_backward(q, k, v, o, lse)
         ctx.flash, ctx.shape = flash, (samples, heads, tokens, width)
-        return flash.join(_unpad(o, heads, tokens), samples)
+        return join(_unpad(o, heads, tokens), samples, flash.mesh)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, o, lse = ctx.saved_tensors
         flash, (samples, heads, tokens, _) = ctx.flash, ctx.shape
-        do = flash.pad(flash.split(grad)).to(q.dtype)
+        do = flash.pad(split(grad, flash.mesh)).to(q.dtype)
         di = (o.float() * do.float()).sum(-1).unsqueeze(1)
         shape: Shape = (tuple(q.shape), q.dtype)
         (dq,) = flash.call("grad_q", [q, k, v, do, lse, di], tokens, [shape])
         dk, dv = flash.call("grad_kv", [k, v, q, do, lse, di], tokens, [shape, shape])
-        return *(flash.join(_unpad(x, heads, tokens), samples) for x in (dq, dk, dv)), None
+        return *(join(_unpad(x, heads, tokens), samples, flash.mesh) for x in (dq, dk, dv)), None
 
 
 def _by_sample(x: Tensor) -> tuple[str | None, ...]:

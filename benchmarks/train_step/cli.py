@@ -57,8 +57,8 @@ COMPILED = "compiled"
 
 def configure(*overrides: str) -> Config:
     """The recommended recipe without regulariser, at one micro-batch a step."""
-    plain = ["method.regulariser=none", "method.regulariser_weight=0", "train.max_steps=1000"]
-    return load_config(CONFIG, [*plain, *overrides])
+    plain = ["method.regulariser=none", "method.regulariser_weight=0", "method.neighbour_weight=0"]
+    return load_config(CONFIG, [*plain, "train.max_steps=1000", *overrides])
 
 
 def small_volume(use_bf16: bool) -> Config:

@@ -178,6 +178,7 @@ def train_step(
     watch: Watch = UNWATCHED,
 ) -> StepResult:
     """One update from this process's micro-batches of one global batch; the result is the whole batch's."""
+    assert model.training, "outside training there is no loss of neighbours"
     samples = cfg.train.global_batch_size
     regulariser = build_regulariser(cfg, model, update.step)
     weight = cfg.method.regulariser_weight

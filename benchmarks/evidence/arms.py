@@ -136,7 +136,7 @@ ABLATIONS = (
     Arm("reg_sigreg_0.5", "sigreg 0.5", "regulariser", _weight("sigreg", 0.5)),
     Arm(
         "sigreg_no_ema",
-        "sigreg 0.05, target the encoder itself (LeJEPA)",
+        "sigreg 0.05, target the encoder itself, without gradient",
         "regulariser and EMA",
         (*_weight("sigreg", 0.05), "method.ema_base=0"),
     ),

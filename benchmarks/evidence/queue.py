@@ -28,13 +28,24 @@ from benchmarks.evidence.arms import (
     SUPERVISED_ARM,
     TRAINED,
     Arm,
+    arm_config,
     overrides,
     run_dir,
 )
 from benchmarks.evidence.supervised import has_truth
+from utils.config.load import changed_keys, config_of_yaml
 from utils.errors import UserError
 
 POLL_SECONDS = 0.2
+RECIPE_KEYS = (
+    "method.",
+    "optim.",
+    "spatial.",
+    "model.",
+    "augment.",
+    "data.sampling",
+    "train.global_batch_size",
+)
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 BASELINES, LAST_BASELINE = "baselines", "position"  # written in the order of baseline_features
 
@@ -172,8 +183,10 @@ class Queue:
         self.running: dict[subprocess.Popen[bytes], tuple[Job, int, list[list[str]], float]] = {}
 
     def run(self, jobs: Iterable[Job]) -> None:
-        """Run all jobs that are not done; KeyboardInterrupt stops the children (training checkpoints)."""
-        waiting: Iterator[Job] = (job for job in jobs if not job.is_done)
+        """Run all jobs that are not done; KeyboardInterrupt stops the children (training checkpoints). Raises
+        UserError for a run that is done and was trained by another recipe than its arm's of today.
+        """
+        waiting: Iterator[Job] = (job for job in jobs if not (job.is_done and is_of_arm(job, self.plan)))
         job = next(waiting, None)
         try:
             while job is not None or self.running:
@@ -221,6 +234,21 @@ class Queue:
             (job.folder / "seconds.txt").write_text(f"{used_s:.2f}\n")
             print(f"done    {job.name}: {used_s:.0f} s", flush=True)
         self.free.append(core)
+
+
+def is_of_arm(job: Job, plan: Plan) -> bool:
+    """True; raises UserError if the job's run was trained with other keys of a recipe than its arm has."""
+    path = job.folder / "config.yaml"
+    if job.arm is not None and job.arm.is_trained and path.exists():
+        trained = config_of_yaml(path.read_text(), str(path))
+        arm = arm_config(job.arm, job.seed, plan.steps[job.arm.name], plan.root, plan.extra)
+        for key, found, expected in changed_keys(trained, arm):
+            if key.startswith(RECIPE_KEYS):
+                raise UserError(
+                    f"{path}: {key}: expected {expected} of the arm {job.arm.name}, found {found}; "
+                    "use another --root, or remove the run"
+                )
+    return True
 
 
 def used_seconds(folder: Path) -> float:

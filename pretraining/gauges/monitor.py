@@ -43,7 +43,7 @@ class Gauges:
 
     `global_batch_size` shares RANK_TOKENS out among the samples. The processes of `group` share the batch,
     and all of them get the same gauges; `to_torch` is the runtime's. `has_fixed_targets`: those of mae;
-    `has_neighbours`: method.neighbour_weight is above 0.
+    `has_neighbours`: the loss of method.neighbour_weight is trained.
     """
 
     def __init__(

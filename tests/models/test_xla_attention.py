@@ -28,7 +28,7 @@ from pretraining.step import Update, build_optimizer, predict, train_step
 from tests.support.model_factory import nano_model, small_config, uint8_batch
 from utils.runtime.open import open_runtime
 from utils.runtime.single import Runtime
-from utils.runtime.xla_kernels import FlashAttention, Shape, _payload, call_on_tpu
+from utils.runtime.xla_kernels import FlashAttention, RowGather, Shape, _payload, call_on_tpu
 
 pytestmark = [
     pytest.mark.xla,
@@ -133,8 +133,12 @@ def test_rows_by_id_are_those_of_gather_on_the_device_that_has_the_sample(xla: R
     assert wanted.grad is not None
     batch = xla.to_device({"x": x, "ids": ids, "grad": grad})
     placed = batch["x"].detach().requires_grad_()
-    gather = xla.row_gather()
-    assert gather is not None
+    cfg = small_config()
+    model = nano_model(cfg)
+    choose_kernels(model, cfg, xla)
+    assert isinstance(model.target_encoder.patch_embed.gather, RowGather)
+    gather = model.gather
+    assert isinstance(gather, RowGather)
     rows = gather(placed, batch["ids"])
     rows.backward(batch["grad"])
     assert placed.grad is not None

@@ -63,7 +63,7 @@ class RowGather:
     """The rows ids [B, T] of x [B, N, E], as [B, T, E]; B is spread over the devices of `mesh`.
 
     torch's `gather` becomes one of single values there, with three int64 of index for each; one of rows by
-    sample and id would be right, but the partitioner does not see that each device needs its own alone.
+    sample and id would do, but the partitioner does not see that each device needs its own samples alone.
     """
 
     def __init__(self, mesh: xs.Mesh) -> None:

@@ -41,6 +41,8 @@ from benchmarks.evidence.supervised import supervised_encoder
 from data_setup.store.reader import PreparedStore
 from finetuning.pooled import random_encoder
 from tests.support.pipeline_factory import ROOT
+from utils.config.load import to_yaml
+from utils.errors import UserError
 
 ALL = (*MAIN, *ABLATIONS)
 
@@ -80,6 +82,24 @@ def test_the_queue_runs_in_order_pins_and_records_failures(tmp_path: Path) -> No
     assert all(j.is_done for j in again)
     assert not (tmp_path / "1" / "failed.json").exists()
     assert not (tmp_path / "0" / "failed.json").exists()
+
+
+def test_a_run_of_another_recipe_is_not_taken_for_its_arm(tmp_path: Path) -> None:
+    """Arms keep their names when the shipped recipe changes; a run's own file says what it was."""
+    plan = Plan(tmp_path, 1.0, 1, {REFERENCE: 7})
+    job = Job(arm_by_name(REFERENCE), 0, run_dir(tmp_path, arm_by_name(REFERENCE), 0))
+    job.folder.mkdir(parents=True)
+    (job.folder / "scores.json").write_text("{}")
+    text = to_yaml(arm_config(arm_by_name(REFERENCE), 0, 7, Path("/another/place")))
+    (job.folder / "config.yaml").write_text(text)
+    Queue(plan, 1).run([job])  # nothing to do: other places are no other recipe
+    (job.folder / "config.yaml").write_text(
+        text.replace("  neighbour_weight: 1.0\n", "")
+    )  # before there was one
+    with pytest.raises(
+        UserError, match=r"method\.neighbour_weight: expected 1\.0 of the arm vjepa2, found 0\.0"
+    ):
+        Queue(plan, 1).run([job])
 
 
 def test_an_interrupted_queue_ends_its_children(tmp_path: Path) -> None:

@@ -242,10 +242,10 @@ def is_of_arm(job: Job, plan: Plan) -> bool:
     if job.arm is not None and job.arm.is_trained and path.exists():
         trained = config_of_yaml(path.read_text(), str(path))
         arm = arm_config(job.arm, job.seed, plan.steps[job.arm.name], plan.root, plan.extra)
-        for key, found, expected in changed_keys(trained, arm):
+        for key, had, expected in changed_keys(trained, arm):
             if key.startswith(RECIPE_KEYS):
                 raise UserError(
-                    f"{path}: {key}: expected {expected} of the arm {job.arm.name}, found {found}; "
+                    f"{path}: {key}: expected {expected} of the arm {job.arm.name}, found {had}; "
                     "use another --root, or remove the run"
                 )
     return True

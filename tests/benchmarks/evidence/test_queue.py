@@ -200,5 +200,5 @@ def test_the_whole_command_on_a_tiny_budget(tmp_path: Path, monkeypatch: pytest.
         (people / name).symlink_to(tmp_path / name)
     evidence_command("score", "--arm", "penalty_only", "--seed", "0", "--people", str(people))
     first, again = (load_scores(run_dir(root, arm_by_name("penalty_only"), 0)) for root in (tmp_path, people))
-    assert again[1]["scores"] == first[1]["scores"]
+    assert again[1]["scores"] == pytest.approx(first[1]["scores"], rel=1e-9)  # sums in another order
     assert again[1]["real_rankme"] is None

@@ -186,7 +186,7 @@ class Queue:
         """Run all jobs that are not done; KeyboardInterrupt stops the children (training checkpoints). Raises
         UserError for a run that is done and was trained by another recipe than its arm's of today.
         """
-        waiting: Iterator[Job] = (job for job in jobs if not (job.is_done and is_of_arm(job, self.plan)))
+        waiting = self._waiting(jobs)
         job = next(waiting, None)
         try:
             while job is not None or self.running:
@@ -201,6 +201,13 @@ class Queue:
                 process.send_signal(signal.SIGTERM)
             for process in self.running:
                 process.wait()
+
+    def _waiting(self, jobs: Iterable[Job]) -> Iterator[Job]:
+        for job in jobs:
+            if job.is_done:
+                refuse_another_recipe(job, self.plan)
+            else:
+                yield job
 
     def _start(self, job: Job, core: int, commands: list[list[str]], used_s: float) -> None:
         job.folder.mkdir(parents=True, exist_ok=True)
@@ -236,19 +243,19 @@ class Queue:
         self.free.append(core)
 
 
-def is_of_arm(job: Job, plan: Plan) -> bool:
-    """True; raises UserError if the job's run was trained with other keys of a recipe than its arm has."""
+def refuse_another_recipe(job: Job, plan: Plan) -> None:
+    """Raise UserError if the job's run was trained with other keys of a recipe than its arm has today."""
     path = job.folder / "config.yaml"
-    if job.arm is not None and job.arm.is_trained and path.exists():
-        trained = config_of_yaml(path.read_text(), str(path))
-        arm = arm_config(job.arm, job.seed, plan.steps[job.arm.name], plan.root, plan.extra)
-        for key, had, expected in changed_keys(trained, arm):
-            if key.startswith(RECIPE_KEYS):
-                raise UserError(
-                    f"{path}: {key}: expected {expected} of the arm {job.arm.name}, found {had}; "
-                    "use another --root, or remove the run"
-                )
-    return True
+    if job.arm is None or not job.arm.is_trained or not path.exists():
+        return
+    trained = config_of_yaml(path.read_text(), str(path))
+    arm = arm_config(job.arm, job.seed, plan.steps[job.arm.name], plan.root, plan.extra)
+    for key, had, expected in changed_keys(trained, arm):
+        if key.startswith(RECIPE_KEYS):
+            raise UserError(
+                f"{path}: {key}: expected {expected} of the arm {job.arm.name}, found {had}; "
+                "use another --root, or remove the run"
+            )
 
 
 def used_seconds(folder: Path) -> float:

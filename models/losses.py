@@ -160,7 +160,7 @@ class VicReg:
 
     eps = 1e-4
 
-    def __init__(self, covariance_weight: float = 0.1, centres: Centres | None = None) -> None:
+    def __init__(self, covariance_weight: float | Tensor = 0.1, centres: Centres | None = None) -> None:
         self.covariance_weight = covariance_weight
         self.centres = centres
 

@@ -55,6 +55,14 @@ def ema_momentum(cfg: Config, step: int, total: int) -> float:
     return base if base is not None else min(EMA_MAXIMUM, 0.5 ** (1 / max(1.0, EMA_HALF_LIFE * total)))
 
 
+def covariance_share(cfg: Config, step: int, total: int) -> float:
+    """Share of method.covariance_weight at this update: 0 in the warm-up, then rising over the ramp to 1."""
+    ramp = cfg.method.covariance_ramp * total
+    if ramp == 0:
+        return 1.0
+    return min(1.0, max(0.0, (step - round(cfg.optim.warmup_ratio * total)) / ramp))
+
+
 def init_weight(cfg: Config, steps_done: int, total: int, start: int = 0) -> float:
     """Share of the target at update `start` left after `steps_done` updates: the product of momenta."""
     momenta = [ema_momentum(cfg, step, total) for step in range(start, steps_done)]
@@ -106,6 +114,10 @@ class Schedule:
         if part.how == "cooldown_from_here":
             return before.momentum(part.start - 1)
         return ema_momentum(self.cfg, step - part.start, part.end - part.start)
+
+    def covariance_share(self, step: int) -> float:
+        """As `covariance_share`, of the run as it began; an extension has all of the weight."""
+        return 1.0 if self._extension_of(step)[0] else covariance_share(self.cfg, step, self.total)
 
     def _extension_of(self, step: int) -> tuple[Extension | None, Schedule]:
         """The extension that `step` lies in, and the schedule before it."""

@@ -33,6 +33,7 @@ class Update(NamedTuple):
     lr: float
     momentum: float
     enabled: bool = True
+    covariance_share: float = 1.0  # of method.covariance_weight
 
 
 def ignore(*_: object) -> None:
@@ -137,12 +138,16 @@ def _move_centres(model: VJEPA3D, regulariser: Regulariser | None, means: Statis
     model.centres.get_buffer("seen").copy_(centres.seen_N)
 
 
-def build_regulariser(cfg: Config, model: VJEPA3D, step: int) -> Regulariser | None:
+def build_regulariser(cfg: Config, model: VJEPA3D, update: Update, runtime: Runtime) -> Regulariser | None:
     """The configured penalty; sigreg draws its directions from (seed, step)."""
     if cfg.method.regulariser == "vicreg":
-        return VicReg(cfg.method.covariance_weight, _centres(model))
+        weight = cfg.method.covariance_weight
+        if not cfg.method.covariance_ramp:
+            return VicReg(weight, _centres(model))
+        now = runtime.scalar(weight * update.covariance_share)  # or every step would be a program of its own
+        return VicReg(torch.as_tensor(now).float(), _centres(model))
     if cfg.method.regulariser == "sigreg":
-        rng = np.random.default_rng([cfg.seed, step])
+        rng = np.random.default_rng([cfg.seed, update.step])
         directions = rng.standard_normal((model.encoder.width, SIGREG_DIRECTIONS), dtype=np.float32)
         return SigReg(torch.from_numpy(directions).to(next(model.parameters()).device))
     return None
@@ -180,7 +185,7 @@ def train_step(
     """One update from this process's micro-batches of one global batch; the result is the whole batch's."""
     assert model.training, "outside training there is no loss of neighbours"
     samples = cfg.train.global_batch_size
-    regulariser = build_regulariser(cfg, model, update.step)
+    regulariser = build_regulariser(cfg, model, update, runtime)
     weight = cfg.method.regulariser_weight
     share = 0.0 if cfg.method.control == "penalty_only" else 1.0
     means: Statistics | None = None

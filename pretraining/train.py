@@ -112,7 +112,12 @@ def _train(cfg: Config, runtime: Runtime, stack: ExitStack) -> int:
         clock.lap("data_wait")
         done = step + 1
         is_read = calendar.logs(done) or calendar.validates(done)
-        update = Update(step, schedule.learning_rate(step), schedule.momentum(step))
+        update = Update(
+            step,
+            schedule.learning_rate(step),
+            schedule.momentum(step),
+            covariance_share=schedule.covariance_share(step),
+        )
         gauges.begin(measure=is_read)
         result = train_step(model, optimizer, micro_batches, cfg, runtime, update, watch)
         progress.count(step, result.is_finite, update.momentum)

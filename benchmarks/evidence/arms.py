@@ -132,6 +132,12 @@ ABLATIONS = (
     Arm("reg_vicreg_0.005", "vicreg 0.005", "regulariser", _weight("vicreg", 0.005)),
     Arm("cov_0", "vicreg without covariance", "regulariser", ("method.covariance_weight=0",)),
     Arm("cov_0.01", "covariance 0.01 of the hinge", "regulariser", LIGHTER),
+    Arm(
+        "cov_ramp",
+        "covariance rises over 40 % of the run after the warm-up",
+        "regulariser",
+        ("method.covariance_ramp=0.4",),
+    ),
     Arm("reg_sigreg_0.05", "sigreg 0.05", "regulariser", _weight("sigreg", 0.05)),
     Arm("reg_sigreg_0.5", "sigreg 0.5", "regulariser", _weight("sigreg", 0.5)),
     Arm(
@@ -198,6 +204,8 @@ ABLATIONS = (
         ("method.context_weight=0.5", "method.target_layers=[3,6,9,12]"),
     ),
     Arm("no_neighbours", "without the neighbours' voxels", "neighbours", NO_NEIGHBOURS),
+    Arm("neighbours_0.3", "neighbours 0.3", "neighbours", ("method.neighbour_weight=0.3",)),
+    Arm("neighbours_3", "neighbours 3", "neighbours", ("method.neighbour_weight=3",)),
     Arm("own_place", "voxels of the token's own place alone", "neighbours", ("method.neighbour_places=own",)),
     Arm(
         "hidden_neighbours",

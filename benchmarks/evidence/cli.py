@@ -154,7 +154,9 @@ def halve(root: Path, args: argparse.Namespace) -> None:
     """Sequential halving and its confirmation."""
     names = args.only.split(","), [name for name in args.beside.split(",") if name]
     people = args.count, args.people_seed
-    print(search(root, *names, args.budgets, args.seeds, args.jobs, args.task, people, args.change))
+    print(
+        search(root, *names, args.budgets, args.seeds, args.keep, args.jobs, args.task, people, args.change)
+    )
 
 
 def by_budget(root: Path, args: argparse.Namespace) -> None:
@@ -185,6 +187,8 @@ def refuse_mistakes(args: argparse.Namespace) -> None:
         )
     if "budget" in given and not 0 < args.budget < math.inf:
         raise UserError(f"--budget: expected a number above 0, found {args.budget:g}")
+    if "keep" in given and not 0 < args.keep < 1:
+        raise UserError(f"--keep: expected a share between 0 and 1, found {args.keep:g}")
     if "minutes" in given and not args.minutes >= 0:
         raise UserError(f"--minutes: expected a number from 0 on, found {args.minutes:g}")
     names = [RANDOM] * (args.command == "device") + [arm.name for arm in TRAINED]
@@ -245,6 +249,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--budgets", type=seconds_of_rounds, default="150,600,2400", help="seconds of training, by round"
     )
     verbs["search"].add_argument("--seeds", type=int, default=3, help="of all rounds but the first")
+    verbs["search"].add_argument(
+        "--keep", type=float, default=0.5, help="share of a round's arms that goes on, rounded up"
+    )
     verbs["search"].add_argument("--task", choices=TASKS, default="occupancy", help="what decides")
     verbs["compute"].add_argument(
         "--only",

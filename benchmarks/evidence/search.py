@@ -4,15 +4,16 @@ In: the folder of `evidence data` and `calibrate`. A round trains every arm that
 same arm with targets of another volume and, where it has a penalty, the same with that alone, for one budget;
 one seed in the first round, all in the others. An arm's margin is the smallest of its mean differences to its
 controls over the seeds: random initialisation, two steps, and its own two. The better half goes on (Jamieson
-and Talwalkar 2016, arXiv:1502.07943). The winner, its controls and the arms `beside` are then trained for the
-last budget with new seeds and scored on people that chose nothing: paired intervals, and p values by Holm's
-method. Out: a folder for each stage below the root's `search`, and search.md there; every call goes on where
-the last one ended.
+and Talwalkar 2016, arXiv:1502.07943), or another share. The winner, its controls and the arms `beside` are
+then trained for the last budget with new seeds and scored on people that chose nothing: paired intervals, and
+p values by Holm's method. Out: a folder for each stage below the root's `search`, and search.md there; every
+call goes on where the last one ended.
 """
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -123,13 +124,16 @@ def margins(stage: Stage, task: str) -> dict[str, tuple[float, str]]:
     return result
 
 
-def survivors(stage: Stage, task: str) -> tuple[Arm, ...]:
-    """The better half of the race by margin, rounded up; raises UserError where every arm failed."""
+def survivors(stage: Stage, task: str, keep: float) -> tuple[Arm, ...]:
+    """The best of the race by margin, the share `keep` of it, rounded up.
+
+    Raises UserError where every arm failed.
+    """
     known = margins(stage, task)
     if not known:
         raise UserError(f"{stage.folder}: expected an arm with scores, found failures alone")
     ranked = sorted((arm for arm in stage.race if arm.name in known), key=lambda arm: -known[arm.name][0])
-    return tuple(ranked[: -(-len(ranked) // 2)])
+    return tuple(ranked[: math.ceil(keep * len(ranked))])
 
 
 def search(
@@ -138,12 +142,14 @@ def search(
     beside: Sequence[str],
     budgets_s: Sequence[float],
     seeds: int,
+    keep: float,
     jobs: int,
     task: str,
     people: tuple[int, int],
     extra: Sequence[str],
 ) -> str:
-    """Run all stages that are not done; returns search.md. `people`: how many others, which seed."""
+    """Run all stages that are not done; returns search.md. `people`: how many others, which seed; `keep`: the
+    share of a round's arms that goes on."""
     place = root / "search"
     race, others = (tuple(arm_by_name(name) for name in part) for part in (names, beside))
     pages = ["# Search", ""]
@@ -152,8 +158,8 @@ def search(
         stage = Stage(place / f"round_{number + 1}", budget_s, of_round, race, others)
         plan = open_stage(root, stage, extra)
         Queue(plan, jobs).run(stage.jobs())
-        pages += round_table(stage, number + 1, task)
-        race = survivors(stage, task)
+        pages += round_table(stage, number + 1, task, keep)
+        race = survivors(stage, task, keep)
         write(place, pages)
     winner = race[0]
     new_seeds = tuple(range(seeds, 2 * seeds))
@@ -176,10 +182,10 @@ def write(place: Path, pages: Sequence[str]) -> None:
     (place / "search.md").write_text("\n".join(pages) + "\n")
 
 
-def round_table(stage: Stage, number: int, task: str) -> list[str]:
+def round_table(stage: Stage, number: int, task: str, keep: float) -> list[str]:
     """Scores of every arm of a round, and the margins that decided."""
     known = margins(stage, task)
-    kept = {arm.name for arm in survivors(stage, task)}
+    kept = {arm.name for arm in survivors(stage, task, keep)}
     head = [
         "features",
         *(TASK_LABELS[t] for t in TASKS),

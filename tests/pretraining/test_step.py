@@ -121,6 +121,27 @@ def test_centres_follow_the_whole_batch_and_a_skipped_update_leaves_them(parts: 
     )
 
 
+def test_the_share_of_the_covariance_is_of_its_weight_alone() -> None:
+    """Without a share the penalty is the hinge; a ramp at its end is no ramp."""
+    keys = "method.regulariser=vicreg", "method.regulariser_weight=1"
+
+    def penalty(share: float, *more: str) -> float:
+        cfg = small_config("vjepa2", *keys, *more)
+        model = nano_model(cfg).train()
+        update = Update(0, 1e-3, 0.9, covariance_share=share)
+        value = train_step(model, build_optimizer(model, cfg), [uint8_batch(cfg, 16)], cfg, CPU, update)
+        assert value.regulariser is not None
+        assert value.regulariser.dtype == torch.float32
+        return float(value.regulariser)
+
+    ramp = "method.covariance_ramp=0.5"
+    whole, hinge = penalty(1.0), penalty(1.0, "method.covariance_weight=0")
+    assert whole > hinge + 1e-3
+    assert penalty(0.0, ramp) == pytest.approx(hinge, rel=1e-6)
+    assert penalty(1.0, ramp) == pytest.approx(whole, rel=1e-6)
+    assert penalty(0.25, ramp) == pytest.approx(hinge + 0.25 * (whole - hinge), rel=1e-5)
+
+
 @pytest.mark.parametrize("parts", [1, 4])
 def test_the_balance_is_that_of_two_gradients_taken_apart(parts: int) -> None:
     """Norms at the context tokens, each from a backward pass of its own; accumulation changes nothing."""

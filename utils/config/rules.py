@@ -135,6 +135,12 @@ def _check_method(method: MethodConfig) -> None:
         method.regulariser,
     )
     _require(
+        not method.covariance_ramp or method.regulariser == "vicreg",
+        "method.regulariser",
+        f"vicreg with method.covariance_ramp={method.covariance_ramp:g}",
+        method.regulariser,
+    )
+    _require(
         method.control != "penalty_only" or method.regulariser != "none",
         "method.regulariser",
         "vicreg or sigreg with method.control=penalty_only, which has nothing else to train on",

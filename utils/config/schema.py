@@ -154,6 +154,8 @@ class MethodConfig:
     regulariser: Literal["none", "vicreg", "sigreg"] = "none"
     regulariser_weight: float = key(0.0, AT_LEAST_0)
     covariance_weight: float = key(0.1, AT_LEAST_0)  # vicreg: of the off-diagonal part, the hinge has 1
+    # vicreg: share of the run, after the warm-up, over which that weight rises from 0; 0: whole at once
+    covariance_ramp: float = key(0.0, SHARE)
     # vicreg: of the tokens less a running mean of their place, so that place alone satisfies nothing
     centre_places: bool = False
     # vjepa2: of a second loss, the squared error of the mean A-scan of each target token; 0: none

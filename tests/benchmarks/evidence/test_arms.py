@@ -32,7 +32,12 @@ from utils.errors import UserError
 ALL = (*MAIN, *ABLATIONS)
 KEYS_OF_FACTOR = {
     "control": {"method.control"},
-    "regulariser": {"method.regulariser", "method.regulariser_weight", "method.covariance_weight"},
+    "regulariser": {
+        "method.regulariser",
+        "method.regulariser_weight",
+        "method.covariance_weight",
+        "method.covariance_ramp",
+    },
     "EMA": {"method.ema_base"},
     "regulariser and EMA": {"method.regulariser", "method.regulariser_weight", "method.ema_base"},
     "batch": {"train.global_batch_size", "train.per_core_batch_size"},

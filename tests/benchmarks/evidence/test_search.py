@@ -146,6 +146,17 @@ def test_the_best_score_loses_where_its_own_control_has_it_too(root: Path) -> No
     assert plan.steps["control"] == 2
 
 
+def test_the_share_of_a_round_that_goes_on_can_be_asked_for(root: Path) -> None:
+    race = "lr_2e-3,cov_0.01,ema_1,vjepa2"
+    assert (
+        command(root, "--only", race, "--beside", "", "--seeds", "1", "--count", "30", "--keep", "0.25") == 0
+    )
+    second = {job.partition(",")[0].partition("+")[0] for stage, job in FakeQueue.ran if stage == "round_2"}
+    assert second == {"random", "control", "cov_0.01"}
+    with pytest.raises(UserError, match="--keep: expected a share between 0 and 1, found 1"):
+        command(root, "--only", race, "--keep", "1")
+
+
 def test_the_page_shows_margins_and_the_winner_on_other_people(root: Path) -> None:
     command(root, "--only", "lr_2e-3,cov_0.01", "--beside", "", "--seeds", "3", "--count", "30")
     text = (root / "search" / "search.md").read_text()

@@ -47,9 +47,9 @@ from utils import storage
 from utils.checkpoint import load_checkpoint
 from utils.errors import EXIT_FINISHED, EXIT_STOPPED, UserError
 from utils.log import NoLog, RunLog
-from utils.run_checkpoints import Checkpoints
-from utils.run_dir import claim_run_dir, held_run
-from utils.run_training import guard
+from utils.run.checkpoints import Checkpoints
+from utils.run.folder import claim_run_dir, held_run
+from utils.run.guard import guard
 from utils.runtime.single import Runtime, StopRequested
 
 log = logging.getLogger(__name__)

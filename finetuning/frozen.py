@@ -45,9 +45,9 @@ from finetuning.source import Source
 from models.heads import build_head, reads_tokens, rescale_output
 from utils.config.schema import Config
 from utils.errors import UserError
-from utils.history import NO_CHECKPOINT_YET, WANDB_ID
 from utils.log import NoLog, RunLog
-from utils.run_dir import claim_run_dir
+from utils.run.folder import claim_run_dir
+from utils.run.history import NO_CHECKPOINT_YET, WANDB_ID
 from utils.runtime.single import Runtime
 
 log = logging.getLogger(__name__)

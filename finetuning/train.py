@@ -33,8 +33,8 @@ from utils import storage
 from utils.checkpoint import load_checkpoint
 from utils.errors import EXIT_FINISHED, ConfigError, UserError
 from utils.log import setup_logging
-from utils.run_dir import held_run
-from utils.run_training import open_engine
+from utils.run.folder import held_run
+from utils.run.guard import open_engine
 from utils.runtime.open import open_runtime
 
 log = logging.getLogger(__name__)

@@ -27,10 +27,10 @@ from utils.checkpoint import CheckpointError, load_newest, to_host
 from utils.config.load import config_of_yaml, to_yaml
 from utils.config.schema import Config, keys_with
 from utils.errors import UserError
-from utils.history import refuse_lost_checkpoints
-from utils.run_dir import refuse_changes, require_one_configuration, shared_settings
+from utils.run.folder import refuse_changes, require_one_configuration, shared_settings
+from utils.run.history import refuse_lost_checkpoints
+from utils.run.skipped_updates import SkippedUpdates
 from utils.runtime.single import Runtime
-from utils.skipped_updates import SkippedUpdates
 
 log = logging.getLogger(__name__)
 KIND = "finetune"  # of a checkpoint; pre-training's has none

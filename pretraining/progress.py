@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from pretraining.schedules import INIT_WEIGHT_LIMIT, Schedule
+from utils.run.skipped_updates import SkippedUpdates
 from utils.runtime.single import Runtime
-from utils.skipped_updates import SkippedUpdates
 
 log = logging.getLogger(__name__)
 NEW_RUN: Mapping[str, Any] = {

@@ -1,6 +1,6 @@
 """What a run keeps between processes: its checkpoints. One holds everything that the next step depends on.
 
-Its directory: utils/run_dir.py.
+Its directory: utils/run/folder.py.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from utils.checkpoint import (
 from utils.config.load import config_of_yaml, to_yaml
 from utils.config.schema import keys_with
 from utils.errors import UserError
-from utils.history import refuse_lost_checkpoints
-from utils.run_dir import refuse_changes, require_one_configuration, shared_settings
+from utils.run.folder import refuse_changes, require_one_configuration, shared_settings
+from utils.run.history import refuse_lost_checkpoints
 
 log = logging.getLogger(__name__)
 

@@ -119,6 +119,10 @@ class Schedule:
         """As `covariance_share`, of the run as it began; an extension has all of the weight."""
         return 1.0 if self._extension_of(step)[0] else covariance_share(self.cfg, step, self.total)
 
+    def at(self, step: int) -> tuple[float, float, float]:
+        """Learning rate, momentum and share of the covariance of update `step`."""
+        return self.learning_rate(step), self.momentum(step), self.covariance_share(step)
+
     def _extension_of(self, step: int) -> tuple[Extension | None, Schedule]:
         """The extension that `step` lies in, and the schedule before it."""
         for number in reversed(range(len(self.extensions))):

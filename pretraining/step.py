@@ -32,8 +32,8 @@ class Update(NamedTuple):
     step: int
     lr: float
     momentum: float
-    enabled: bool = True
     covariance_share: float = 1.0  # of method.covariance_weight
+    enabled: bool = True
 
 
 def ignore(*_: object) -> None:

@@ -45,11 +45,11 @@ from utils.checkpoint import list_steps
 from utils.config.schema import Config
 from utils.errors import EXIT_FINISHED, EXIT_STOPPED
 from utils.log import NoLog, RunLog
-from utils.run_checkpoints import Checkpoints
-from utils.run_dir import claim_run_dir, held_run
-from utils.run_training import guard, open_engine
+from utils.run.checkpoints import Checkpoints
+from utils.run.folder import claim_run_dir, held_run
+from utils.run.guard import guard, open_engine
+from utils.run.skipped_updates import NotFiniteError
 from utils.runtime.single import Runtime
-from utils.skipped_updates import NotFiniteError
 
 log = logging.getLogger(__name__)
 
@@ -112,12 +112,7 @@ def _train(cfg: Config, runtime: Runtime, stack: ExitStack) -> int:
         clock.lap("data_wait")
         done = step + 1
         is_read = calendar.logs(done) or calendar.validates(done)
-        update = Update(
-            step,
-            schedule.learning_rate(step),
-            schedule.momentum(step),
-            covariance_share=schedule.covariance_share(step),
-        )
+        update = Update(step, *schedule.at(step))
         gauges.begin(measure=is_read)
         result = train_step(model, optimizer, micro_batches, cfg, runtime, update, watch)
         progress.count(step, result.is_finite, update.momentum)

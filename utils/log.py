@@ -2,7 +2,7 @@
 
 Only rank 0 writes. `metrics.jsonl` holds one JSON object per line: "step" and the metrics of that step. A
 resumed run drops the lines after its checkpoint, so the file is the same as without the interruption
-(utils/history.py).
+(utils/run/history.py).
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from utils.dashboards.tensorboard import TensorBoardWriter
 from utils.dashboards.weights_and_biases import WandbWriter, start_wandb
 from utils.dashboards.writer import Writer
 from utils.errors import ConfigError, UserError
-from utils.history import LOG, METRICS, bring_back, save_last_words
+from utils.run.history import LOG, METRICS, bring_back, save_last_words
+from utils.run.line import TrainingLine
 from utils.runtime.single import StopRequested
 from utils.terminal import is_interactive
-from utils.training_line import TrainingLine
 
 log = logging.getLogger(__name__)
 FORM = "%(asctime)s %(levelname)s %(message)s"
@@ -54,7 +54,7 @@ class RunLog:
 
     def metrics(self, step: int, values: dict[str, float | None]) -> None:
         """Record the metrics after `step` updates; NaN and infinities are written as text, None as null. A
-        few of them are shown (utils/training_line.py).
+        few of them are shown (utils/run/line.py).
         """
         finite = {k: v if v is None or math.isfinite(v) else str(v) for k, v in values.items()}
         self._metrics.append(json.dumps({"step": step, **finite}))

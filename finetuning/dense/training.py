@@ -39,9 +39,9 @@ from finetuning.tuned import MASK_TOKEN, layer_groups
 from models.vit3d import VisionTransformer3D
 from utils.config.schema import Config
 from utils.errors import EXIT_FINISHED, UserError
-from utils.history import NO_CHECKPOINT_YET, WANDB_ID
 from utils.log import NoLog, RunLog
-from utils.run_dir import claim_run_dir, held_run
+from utils.run.folder import claim_run_dir, held_run
+from utils.run.history import NO_CHECKPOINT_YET, WANDB_ID
 from utils.runtime.single import Runtime
 
 log = logging.getLogger(__name__)

@@ -29,7 +29,7 @@ from utils.config.schema import StorageOptions
 from utils.errors import UserError
 from utils.report import tree_check as check_section
 from utils.report.tables import file_digest
-from utils.run_dir import claim_run_dir
+from utils.run.folder import claim_run_dir
 from utils.runtime.open import open_runtime
 from utils.storage import clients as cloud
 from utils.storage.ranges import RangeFile

@@ -34,8 +34,8 @@ from utils.dashboards.tensorboard import TensorBoardWriter
 from utils.dashboards.workspace import save, workspace
 from utils.errors import UserError
 from utils.log import NoLog, RunLog
+from utils.run.skipped_updates import NotFiniteError
 from utils.runtime.single import Runtime, StopRequested
-from utils.skipped_updates import NotFiniteError
 
 # skill needs 16 volumes of 4 participants
 MANY_TO_VALIDATE = "train.val_fraction=0.75"

@@ -44,10 +44,10 @@ from pretraining.train import train
 from tests.support.model_factory import nano_model, small_config, token_ids, volumes
 from tests.support.pipeline_factory import WITH_WANDB, pipeline_config
 from tests.support.wandb_reader import history, run_ids
-from utils import run_training
 from utils.checkpoint import CheckpointWriter, list_steps, load_checkpoint
 from utils.config.load import load_config
 from utils.errors import EXIT_STOPPED, ConfigError, UserError
+from utils.run import guard
 from utils.runtime.processes import Group
 from utils.runtime.single import Runtime
 
@@ -411,11 +411,9 @@ def test_a_failing_process_of_several_leaves_at_once_with_a_message(
     error: Exception, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     codes: list[int] = []
-    monkeypatch.setattr(run_training, "leave", codes.append)
+    monkeypatch.setattr(guard, "leave", codes.append)
     group = OfTwo()
-    run_training._leave_word(
-        Runtime(torch.device("cpu"), use_bf16=False, group=group), type(error), error, None
-    )
+    guard._leave_word(Runtime(torch.device("cpu"), use_bf16=False, group=group), type(error), error, None)
     if isinstance(error, UserError):  # utils.cli says it in one line, and leaves
         assert error.leaves_at_once
         assert (group.messages, codes) == ([("a mistake", 2)], [])
@@ -584,6 +582,22 @@ def test_an_update_uses_its_own_momentum(folder: Path, finished_methods: Path) -
     rows = {r["step"]: r for r in metrics(finished_methods) if "train/loss" in r}
     expected = [ema_momentum(cfg, step, 8) for step in range(8)]
     assert [rows[done]["train/ema_momentum"] for done in range(1, 9)] == pytest.approx(expected, abs=1e-12)
+
+
+def test_an_update_has_its_share_of_the_covariance(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, shares = loop.train_step, []
+
+    def step_and_note(*args):
+        shares.append(args[5].covariance_share)
+        return real(*args)
+
+    monkeypatch.setattr(loop, "train_step", step_and_note)
+    keys = "optim.warmup_ratio=0.25", "method.regulariser=vicreg", "method.regulariser_weight=0.05"
+    overrides = f"run.dir={tmp_path / 'ramp'}", *keys, "method.covariance_ramp=0.5", "train.max_steps=8"
+    assert train(pipeline_config(folder, *overrides)) == 0
+    assert shares == [0, 0, 0, 0.25, 0.5, 0.75, 1, 1]
 
 
 def test_a_momentum_of_one_or_a_skipped_update_is_no_alarm(folder: Path, tmp_path: Path) -> None:

@@ -46,7 +46,7 @@ from utils import checkpoint, storage
 from utils.checkpoint import CheckpointWriter, list_steps, load_checkpoint
 from utils.config.schema import StorageOptions
 from utils.errors import UserError
-from utils.lease import hold
+from utils.run.lease import hold
 from utils.storage import clients as cloud
 from utils.storage.retry import RetryPolicy
 

@@ -18,7 +18,7 @@ from tests.support.pipeline_factory import ROOT
 from tests.support.process_factory import environment, free_port
 from utils.config.load import accumulation_steps
 from utils.errors import UserError
-from utils.run_dir import require_one_configuration, shared_settings
+from utils.run.folder import require_one_configuration, shared_settings
 from utils.runtime.open import open_runtime
 from utils.runtime.single import Runtime, is_out_of_memory
 

@@ -18,15 +18,15 @@ from pathlib import Path
 import pytest
 
 from tests.support.pipeline_factory import ROOT
-from utils import lease as lease_module
 from utils import storage
 from utils.errors import EXIT_TRY_AGAIN, UserError
-from utils.lease import Lease, LeaseError, hold
+from utils.run import lease as lease_module
+from utils.run.lease import Lease, LeaseError, hold
 
 pytestmark = pytest.mark.timeout(120)
 HOLD = """
 import sys, time
-from utils.lease import LeaseError, hold
+from utils.run.lease import LeaseError, hold
 with hold(sys.argv[1]):
     print("held", flush=True)
     time.sleep(600)

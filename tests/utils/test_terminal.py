@@ -21,8 +21,8 @@ from tests.support.model_factory import small_config
 from tests.support.pipeline_factory import ROOT
 from utils import terminal
 from utils.log import RunLog, setup_logging
+from utils.run.line import VALIDATION, TrainingLine, health
 from utils.terminal import Pace, duration, is_interactive, track
-from utils.training_line import VALIDATION, TrainingLine, health
 
 LOGGED = {
     "train/loss": 0.51234567, "train/lr": 1e-4, "train/grad_norm": 3.25, "train/skill_position": -0.0123,
@@ -251,7 +251,7 @@ def test_work_that_stops_early_stops_counting(open_screen: Callable[[], Screen])
 
 def test_terminal_words_need_no_torch() -> None:
     """`data_setup.phantom` and `--help` use them."""
-    command = "import sys, utils.terminal, utils.training_line; print('torch' in sys.modules)"
+    command = "import sys, utils.terminal, utils.run.line; print('torch' in sys.modules)"
     done = subprocess.run(
         [sys.executable, "-c", command], cwd=ROOT, capture_output=True, text=True, check=True
     )

@@ -14,8 +14,8 @@ from typing import Any, Protocol
 from utils import storage
 from utils.checkpoint import CheckpointWriter, num_bytes, wait_together
 from utils.config.schema import Config
-from utils.history import NO_CHECKPOINT_YET, history_files, history_url
-from utils.lease import Lease
+from utils.run.history import NO_CHECKPOINT_YET, history_files, history_url
+from utils.run.lease import Lease
 from utils.runtime.single import Runtime
 
 log = logging.getLogger(__name__)

@@ -16,8 +16,8 @@ from utils.checkpoint import list_steps
 from utils.config.load import changed_keys, load_config, to_yaml
 from utils.config.schema import Config, leaves
 from utils.errors import UserError
-from utils.lease import Lease, hold
 from utils.provenance import provenance
+from utils.run.lease import Lease, hold
 from utils.runtime.single import Runtime
 
 

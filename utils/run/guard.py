@@ -15,13 +15,13 @@ from pathlib import Path
 from utils.config.schema import Config
 from utils.errors import EXIT_FAILURE, EXIT_STOPPED, UserError
 from utils.log import log_failure, setup_logging
-from utils.run_dir import last_good
+from utils.run.folder import last_good
+from utils.run.skipped_updates import NotFiniteError
 from utils.runtime.leave import leave
 from utils.runtime.open import open_runtime, report_opened
 from utils.runtime.processes import LostPeer
 from utils.runtime.single import Runtime, StopRequested, is_out_of_memory
 from utils.runtime.watchdog import Watchdog
-from utils.skipped_updates import NotFiniteError
 
 log = logging.getLogger(__name__)
 Loop = Callable[[Runtime, ExitStack], int]

@@ -188,6 +188,7 @@ def train_step(
     regulariser = build_regulariser(cfg, model, update, runtime)
     weight = cfg.method.regulariser_weight
     share = 0.0 if cfg.method.control == "penalty_only" else 1.0
+    predictor_share = share * cfg.method.predictor_weight
     means: Statistics | None = None
     if regulariser is not None and len(batches) > 1:
         means = global_means(regulariser, model, batches, runtime, samples)
@@ -203,7 +204,7 @@ def train_step(
         replica = runtime.group.replica(model, sums=number == len(batches))
         output = predict(model, batch, runtime, stochastic=True, replica=replica)
         prediction_loss = output.loss_B.sum() / samples
-        objective = share * prediction_loss
+        objective = predictor_share * prediction_loss
         for name, second_B in output.second_B.items():
             second_loss = second_B.sum() / samples
             objective = objective + share * second_weights[name] * second_loss

@@ -204,6 +204,12 @@ ABLATIONS = (
         ("method.context_weight=0.5", "method.target_layers=[3,6,9,12]"),
     ),
     Arm("no_neighbours", "without the neighbours' voxels", "neighbours", NO_NEIGHBOURS),
+    Arm(
+        "neighbours_only",
+        "neighbours' voxels alone, the predictor's loss times 0",
+        "neighbours",
+        ("method.predictor_weight=0",),
+    ),
     Arm("neighbours_0.3", "neighbours 0.3", "neighbours", ("method.neighbour_weight=0.3",)),
     Arm("neighbours_3", "neighbours 3", "neighbours", ("method.neighbour_weight=3",)),
     Arm("own_place", "voxels of the token's own place alone", "neighbours", ("method.neighbour_places=own",)),

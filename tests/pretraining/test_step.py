@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from itertools import combinations
 
 import pytest
 import torch
@@ -91,6 +92,20 @@ def test_the_weight_of_a_second_loss_reaches_the_gradient(name: str) -> None:
         layers.append(beside_predictor.get(name) or m.predictor.predictor_proj)
     assert torch.equal(layers[1].bias, layers[0].bias)
     assert not torch.equal(layers[2].bias, layers[0].bias)
+
+
+def test_the_predictors_weight_is_of_its_loss_alone() -> None:
+    """At 0 the predictor stays and the neighbours teach; between 0 and 1 the encoder moves otherwise."""
+    neighbours = "method.neighbour_weight=1"
+    began = nano_model(small_config("vjepa2", neighbours))
+    none, half, whole = (
+        update(small_config("vjepa2", neighbours, f"method.predictor_weight={weight}"), 1, 1)[0]
+        for weight in (0, 0.5, 1)
+    )
+    assert torch.equal(none.predictor.predictor_proj.bias, began.predictor.predictor_proj.bias)
+    assert not torch.equal(whole.predictor.predictor_proj.bias, began.predictor.predictor_proj.bias)
+    encoders = [model.encoder.patch_embed.proj.weight for model in (began, none, half, whole)]
+    assert not any(torch.equal(a, b) for a, b in combinations(encoders, 2))
 
 
 @pytest.mark.parametrize("parts", [1, 4])

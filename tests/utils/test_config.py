@@ -101,6 +101,13 @@ def test_methods_has_no_loss_of_neighbours() -> None:
         load_config(methods, [key])
 
 
+def test_without_the_predictors_loss_another_has_to_teach() -> None:
+    assert load_config(SMOKE, ["method.predictor_weight=0"]).method.neighbour_weight == 1
+    expected = r"method\.predictor_weight: expected above 0 where no second loss has a weight, .*found 0"
+    with pytest.raises(ConfigError, match=expected):
+        load_config(SMOKE, ["method.predictor_weight=0", "method.neighbour_weight=0"])
+
+
 @pytest.mark.parametrize("layers", ["[]", "[0,12]", "[6,3,12]", "[3,3,12]"])
 def test_target_layers_are_blocks_in_rising_order(layers: str) -> None:
     with pytest.raises(ConfigError, match=r"method\.target_layers: expected numbers of blocks from 1 on"):

@@ -86,6 +86,7 @@ def recipe_name(method: MethodConfig) -> str:
         "predictor": method.predictor,
         "loss": method.loss,
         **{name: f"{weight:g}" for name in second if (weight := getattr(method, name)) > 0},
+        "predictor_weight": None if method.predictor_weight == 1 else f"{method.predictor_weight:g}",
         "neighbour_places": None if method.neighbour_places == "all" else method.neighbour_places,
         "target_layers": method.target_layers,
         "control": method.control,

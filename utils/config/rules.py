@@ -134,6 +134,13 @@ def _check_method(method: MethodConfig) -> None:
         "vicreg with method.centre_places=true",
         method.regulariser,
     )
+    second = method.ascan_weight, method.pixel_weight, method.context_weight, method.neighbour_weight
+    _require(
+        method.predictor_weight > 0 or max(second) > 0,
+        "method.predictor_weight",
+        "above 0 where no second loss has a weight, or nothing would be predicted",
+        method.predictor_weight,
+    )
     _require(
         not method.covariance_ramp or method.regulariser == "vicreg",
         "method.regulariser",

@@ -158,6 +158,8 @@ class MethodConfig:
     covariance_ramp: float = key(0.0, SHARE)
     # vicreg: of the tokens less a running mean of their place, so that place alone satisfies nothing
     centre_places: bool = False
+    # of the predictor's loss; 0: the second losses below alone, for comparisons
+    predictor_weight: float = key(1.0, AT_LEAST_0)
     # vjepa2: of a second loss, the squared error of the mean A-scan of each target token; 0: none
     ascan_weight: float = key(0.0, AT_LEAST_0)
     # vjepa2: of a second loss, the squared error of the voxels of each target token; 0: none

@@ -16,6 +16,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from statistics import median
+from typing import Any
+from unittest.mock import patch
 
 import torch
 
@@ -26,7 +28,7 @@ from data_setup.transforms import random_stream
 from models.vjepa3d import VJEPA3D
 from pretraining.gauges.monitor import Gauges, target_drift, update_ratio
 from pretraining.gauges.skill import SkillGauge
-from pretraining.step import UNWATCHED, Update, Watch, build_optimizer, train_step
+from pretraining.step import UNWATCHED, Balance, Update, Watch, build_optimizer, train_step
 from utils import storage
 from utils.cli import number_from, run_cli
 from utils.config.load import load_config
@@ -73,15 +75,23 @@ def measure(cfg: Config, size: int, rounds: int) -> dict[str, float]:
         runtime.synchronise()
         spent += time.perf_counter() - began
 
+    watch_balance = Balance.watch  # a pass backwards through the penalty, inside the step
+
+    def timed_balance(*args: Any) -> None:
+        timed(watch_balance, *args)
+
     def step(kind: str) -> tuple[float, float]:
         nonlocal spent
         spent = 0.0
         runtime.synchronise()
         began = time.perf_counter()
         gauges.begin(measure=kind == "measured")
-        watch = UNWATCHED if kind == "without" else Watch(partial(timed, gauges.observe))
+        watch = UNWATCHED
+        if kind != "without":
+            watch = Watch(partial(timed, gauges.observe), measures=lambda: gauges.measure)
         update = Update(0, cfg.optim.base_lr, 0.99)
-        train_step(model, optimizer, [batch], cfg, runtime, update, watch)
+        with patch.object(Balance, "watch", timed_balance):
+            train_step(model, optimizer, [batch], cfg, runtime, update, watch)
         if kind != "without":
             timed(gauges.finish)
         if kind == "measured":

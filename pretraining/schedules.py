@@ -1,4 +1,4 @@
-"""Learning rate, target momentum and its product: pure functions of the optimizer step over the whole run.
+"""Learning rate, momentum, its product and the covariance's share: pure functions of the optimizer step.
 
 Step s is the s-th update, 0 <= s < total_steps. The only state is the length of the run as it began, and how
 it was made longer since: a `Schedule`, which every checkpoint keeps.
@@ -79,7 +79,7 @@ class Extension(NamedTuple):
 
 @dataclass(frozen=True)
 class Schedule:
-    """Learning rate and momentum of every update; its length is that of the run as it began."""
+    """What every update has, as `at` returns it; its length is that of the run as it began."""
 
     cfg: Config
     total: int
@@ -116,8 +116,8 @@ class Schedule:
         return ema_momentum(self.cfg, step - part.start, part.end - part.start)
 
     def covariance_share(self, step: int) -> float:
-        """As `covariance_share`, of the run as it began; an extension has all of the weight."""
-        return 1.0 if self._extension_of(step)[0] else covariance_share(self.cfg, step, self.total)
+        """As `covariance_share`, of the run as it began, which an extension goes on with."""
+        return covariance_share(self.cfg, step, self.total)
 
     def at(self, step: int) -> tuple[float, float, float]:
         """Learning rate, momentum and share of the covariance of update `step`."""

@@ -3,9 +3,9 @@
 In: the folder of `evidence data` and `calibrate`. A round trains every arm that is still in the race, the
 same arm with targets of another volume and, where it has a penalty, the same with that alone, for one budget;
 one seed in the first round, all in the others. An arm's margin is the smallest of its mean differences to its
-controls over the seeds: random initialisation, two steps, and its own two. The better half goes on (Jamieson
-and Talwalkar 2016, arXiv:1502.07943), or another share. The winner, its controls and the arms `beside` are
-then trained for the last budget with new seeds and scored on people that chose nothing: paired intervals, and
+controls over the seeds: random initialisation, two steps, and its own two. The better half, or another
+share, goes on (Jamieson and Talwalkar 2016, arXiv:1502.07943). The winner, its controls and the arms `beside`
+are then trained for the last budget with new seeds and scored on people that chose nothing: paired intervals, and
 p values by Holm's method. Out: a folder for each stage below the root's `search`, and search.md there; every
 call goes on where the last one ended.
 """
@@ -133,7 +133,7 @@ def survivors(stage: Stage, task: str, keep: float) -> tuple[Arm, ...]:
     if not known:
         raise UserError(f"{stage.folder}: expected an arm with scores, found failures alone")
     ranked = sorted((arm for arm in stage.race if arm.name in known), key=lambda arm: -known[arm.name][0])
-    return tuple(ranked[: math.ceil(keep * len(ranked))])
+    return tuple(ranked[: math.ceil(round(keep * len(ranked), 9))])
 
 
 def search(

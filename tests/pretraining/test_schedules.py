@@ -73,6 +73,8 @@ def test_the_covariance_rises_after_the_warm_up_and_stays() -> None:
     assert shares == sorted(shares)
     longer = replace(schedule, extensions=(Extension(100, 300, "rewarm"),))
     assert longer.covariance_share(101) == 1.0
+    stopped_early = replace(schedule, extensions=(Extension(29, 300, "rewarm"),))  # no jump
+    assert stopped_early.covariance_share(30) == pytest.approx(0.5)
     assert Schedule(small_config("vjepa2", *keys), 100).covariance_share(0) == 1.0
 
 

@@ -101,6 +101,15 @@ def test_methods_has_no_loss_of_neighbours() -> None:
         load_config(methods, [key])
 
 
+def test_the_covariance_is_whole_before_the_run_ends() -> None:
+    assert load_config(SMOKE, ["method.covariance_ramp=0.9"]).method.covariance_ramp == 0.9
+    with pytest.raises(ConfigError, match=r"method\.covariance_ramp: expected .*warmup_ratio .* <= 1"):
+        load_config(SMOKE, ["method.covariance_ramp=0.95"])
+    without = ["method.regulariser=none", "method.regulariser_weight=0", "method.covariance_ramp=0.4"]
+    with pytest.raises(ConfigError, match=r"method\.regulariser: expected vicreg .*covariance_ramp=0\.4"):
+        load_config(SMOKE, without)
+
+
 def test_without_the_predictors_loss_another_has_to_teach() -> None:
     assert load_config(SMOKE, ["method.predictor_weight=0"]).method.neighbour_weight == 1
     expected = r"method\.predictor_weight: expected above 0 where no second loss has a weight, .*found 0"

@@ -84,6 +84,8 @@ def _check_sections(cfg: Config) -> None:
     )
     share = optim.warmup_ratio + optim.cooldown_ratio
     _require(share <= 1, "optim.cooldown_ratio", "warmup_ratio + cooldown_ratio <= 1", share)
+    share = optim.warmup_ratio + cfg.method.covariance_ramp
+    _require(share <= 1, "method.covariance_ramp", "optim.warmup_ratio + covariance_ramp <= 1", share)
     has_end = cfg.train.epochs is not None or cfg.train.max_steps is not None
     _require(has_end, "train.epochs", "epochs or max_steps", None)
 

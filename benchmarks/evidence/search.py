@@ -4,8 +4,8 @@ In: the folder of `evidence data` and `calibrate`. A round trains every arm that
 same arm with targets of another volume and, where it has a penalty, the same with that alone, for one budget;
 one seed in the first round, all in the others. An arm's margin is the smallest of its mean differences to its
 controls over the seeds: random initialisation, two steps, and its own two. The better half, or another
-share, goes on (Jamieson and Talwalkar 2016, arXiv:1502.07943). The winner, its controls and the arms `beside`
-are then trained for the last budget with new seeds and scored on people that chose nothing: paired intervals,
+share, goes on (Jamieson and Talwalkar 2016, arXiv:1502.07943); a race of one arm has no round. The winner, its
+controls and the arms `beside` are then trained for the last budget with new seeds and scored on people that chose nothing: paired intervals,
 and p values by Holm's method. Out: a folder for each stage below the root's `search`, and search.md there;
 every call goes on where the last one ended.
 """
@@ -154,6 +154,8 @@ def search(
     race, others = (tuple(arm_by_name(name) for name in part) for part in (names, beside))
     pages = ["# Search", ""]
     for number, budget_s in enumerate(budgets_s):
+        if len(race) == 1:
+            break
         of_round = (0,) if number == 0 and len(budgets_s) > 1 else tuple(range(seeds))
         stage = Stage(place / f"round_{number + 1}", budget_s, of_round, race, others)
         plan = open_stage(root, stage, extra)
@@ -223,17 +225,17 @@ def by_seed(scored: Scored, task: str) -> str:
 def confirmation_table(stage: Stage, people: Path, winner: Arm) -> list[str]:
     """The winner less each other arm on the other people: paired intervals and Holm's p over all of them."""
     first = stage.score(winner, people)
-    others = [scored for arm in stage.arms if arm is not winner and (scored := stage.score(arm, people))]
-    if first is None or not others:
+    others = {arm: stage.score(arm, people) for arm in stage.arms if arm is not winner}
+    if first is None or not any(others.values()):
         raise UserError(f"{people}: expected scores of {winner.name} and of its controls, found none")
     units = [getattr(first.seeds[0][0], task) for task in TASKS]
     count = len(set(next(unit for unit in units if unit is not None).participants.tolist()))
     draws = Draws.of(count, len(stage.seeds))
     cells: dict[tuple[str, str], tuple[float, tuple[float, float], int]] = {}
     p_values: list[float] = []
-    for other in others:
+    for other in others.values():
         for task in TASKS:
-            if first.has(task) and other.has(task):
+            if other is not None and first.has(task) and other.has(task):
                 apart = difference_draws(first, other, task, draws)
                 value = first.point(task) - other.point(task)
                 cells[other.name, task] = value, interval95(apart), len(p_values)
@@ -245,18 +247,21 @@ def confirmation_table(stage: Stage, people: Path, winner: Arm) -> list[str]:
         "",
     ]
     lines += table_head([f"{winner.label}, minus", *(f"{TASK_LABELS[t]} | p (Holm)" for t in TASKS)])
-    for scored in (first, *others):
-        row = [scored.label if scored is not first else "itself: its scores"]
+    own = [cell for task in TASKS for cell in (by_seed(first, task), "")]
+    lines.append(f"| {' | '.join(['itself: its scores', *own])} |")
+    for arm, scored in others.items():
+        row = [arm.label]
         for task in TASKS:
-            if scored is first:
-                row += [by_seed(first, task), ""]
-            elif (scored.name, task) in cells:
-                value, ci95, number = cells[scored.name, task]
+            if scored is None:
+                row += ["failed", ""]
+            elif (arm.name, task) in cells:
+                value, ci95, number = cells[arm.name, task]
                 row += [signed((value, ci95)), f"{adjusted[number]:.3f}"]
             else:
                 row += ["-", "-"]
         lines.append(f"| {' | '.join(row)} |")
-    facts = {scored.name: scored.fact("skill_position") for scored in (first, *others)}
+    known = [first, *(scored for scored in others.values() if scored is not None)]
+    facts = {scored.name: scored.fact("skill_position") for scored in known}
     return [
         *lines,
         "",

@@ -151,8 +151,12 @@ def test_the_share_of_a_round_that_goes_on_can_be_asked_for(root: Path) -> None:
     assert (
         command(root, "--only", race, "--beside", "", "--seeds", "1", "--count", "30", "--keep", "0.25") == 0
     )
-    second = {job.partition(",")[0].partition("+")[0] for stage, job in FakeQueue.ran if stage == "round_2"}
-    assert second == {"random", "control", "cov_0.01"}
+    stages = {stage for stage, _ in FakeQueue.ran}
+    assert stages == {"round_1", "confirmation"}  # one arm is left, so the second round has nothing to decide
+    last = {
+        job.partition(",")[0].partition("+")[0] for stage, job in FakeQueue.ran if stage == "confirmation"
+    }
+    assert last == {"random", "control", "cov_0.01"}
     with pytest.raises(UserError, match="--keep: expected a share between 0 and 1, found 1"):
         command(root, "--only", race, "--keep", "1")
 
@@ -197,7 +201,19 @@ def test_an_arm_that_fails_leaves_the_race(root: Path) -> None:
 def test_without_what_all_are_compared_with_there_is_no_margin(root: Path) -> None:
     FakeQueue.failing = {"random"}
     with pytest.raises(UserError, match="expected scores of random, found none"):
-        command(root, "--only", "vjepa2")
+        command(root, "--only", "vjepa2,ema_1")
+
+
+def test_a_race_of_one_goes_straight_to_new_runs(root: Path) -> None:
+    FakeQueue.failing = {"cov_0.01+penalty_only"}
+    assert command(root, "--only", "cov_0.01", "--beside", "ema_1", "--seeds", "2", "--count", "30") == 0
+    assert {stage for stage, _ in FakeQueue.ran} == {"confirmation"}
+    assert {job.rsplit(" ", 1)[1] for _, job in FakeQueue.ran} == {"2", "3"}
+    text = (root / "search" / "search.md").read_text()
+    assert "Round" not in text
+    # what failed is in the table, and not left out of it
+    assert "| covariance 0.01 of the hinge, nothing predicted (control) | failed |" in text
+    assert "| EMA half-life 1 % of the run | - | - |" in text
 
 
 def test_an_arm_without_a_penalty_has_one_control_of_its_own(root: Path) -> None:

@@ -4,10 +4,10 @@ In: the folder of `evidence data` and `calibrate`. A round trains every arm that
 same arm with targets of another volume and, where it has a penalty, the same with that alone, for one budget;
 one seed in the first round, all in the others. An arm's margin is the smallest of its mean differences to its
 controls over the seeds: random initialisation, two steps, and its own two. The better half, or another
-share, goes on (Jamieson and Talwalkar 2016, arXiv:1502.07943); a race of one arm has no round. The winner, its
-controls and the arms `beside` are then trained for the last budget with new seeds and scored on people that chose nothing: paired intervals,
-and p values by Holm's method. Out: a folder for each stage below the root's `search`, and search.md there;
-every call goes on where the last one ended.
+share, goes on (Jamieson and Talwalkar 2016, arXiv:1502.07943); a race of one arm has no round. The winner,
+its controls and the arms `beside` are then trained for the last budget with new seeds and scored on people
+that chose nothing: paired intervals, and p values by Holm's method. Out: a folder for each stage below the
+root's `search`, and search.md there; every call goes on where the last one ended.
 """
 
 from __future__ import annotations

@@ -1,0 +1,1 @@
+"""Tests of data_setup/readers/dicom.py and pixels.py."""

@@ -12,7 +12,7 @@ from pydicom.uid import JPEG2000Lossless
 
 from data_setup.readers.faults import RejectReason
 from data_setup.readers.open_record import peek_record
-from tests.data_setup.test_importers import SPACING, read, record, reject
+from tests.data_setup.importers.reading import SPACING, read, record, reject
 from tests.support.dicom_factory import rows_down, speckle, write_opt
 from utils import storage
 from utils.config.schema import StorageOptions

@@ -14,7 +14,7 @@ from data_setup.readers.heidelberg import read_export
 from data_setup.readers.images import ordered_images
 from data_setup.readers.open_record import source_stat
 from data_setup.readers.sidecar import Sidecar
-from tests.data_setup.test_importers import EYES, SPACING, read, record, reject
+from tests.data_setup.importers.reading import EYES, SPACING, read, record, reject
 from tests.support.dicom_factory import speckle
 from tests.support.import_factory import write_heyex_body, write_heyex_series, write_images
 

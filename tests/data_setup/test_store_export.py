@@ -18,9 +18,9 @@ from data_setup.store.reader import PreparedStore
 from data_setup.store_export.cli import main as export
 from data_setup.store_export.opt import opt_files
 from data_setup.store_export.volume import ExportVolume
-from tests.data_setup.test_importers import GRID, SPACING, anatomical_affine, read, run_prepare
+from tests.data_setup.importers.reading import GRID, SPACING, read, run_prepare
 from tests.support.dicom_factory import speckle
-from tests.support.import_factory import write_nifti, write_yaml
+from tests.support.import_factory import anatomical_affine, write_nifti, write_yaml
 from utils.errors import UserError
 
 ENDINGS = {"nifti": ".nii.gz", "ome-tiff": ".ome.tif", "dicom": ".dcm"}

@@ -20,8 +20,8 @@ from data_setup.index.cli import main as index
 from data_setup.readers.faults import RejectReason
 from data_setup.readers.open_record import open_record, source_stat
 from data_setup.readers.vendor import e2e, kinds, topcon
+from tests.data_setup.importers.reading import GRID, read, record, reject, run_prepare
 from tests.data_setup.test_heyex import VENDOR
-from tests.data_setup.test_importers import GRID, read, record, reject, run_prepare
 from tests.support.dicom_factory import speckle
 from tests.support.import_factory import write_yaml
 from tests.support.vendor_factory import LARGEST, write_e2e, write_topcon, write_vol

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from data_setup.readers.vendor import topcon
+from tests.data_setup.importers.reading import read
 from tests.data_setup.test_heyex import VENDOR
-from tests.data_setup.test_importers import read
 from tests.data_setup.test_vendor import two_of
 from tests.support.dicom_factory import speckle
 from tests.support.import_factory import write_yaml

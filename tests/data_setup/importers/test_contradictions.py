@@ -14,7 +14,7 @@ from pydicom.dataset import FileDataset
 
 from data_setup.readers.faults import RejectReason
 from data_setup.readers.open_record import source_stat
-from tests.data_setup.test_importers import DOWN, SPACING, read, record, reject
+from tests.data_setup.importers.reading import DOWN, SPACING, read, record, reject
 from tests.support.dicom_factory import rows_down, speckle, write_opt
 from tests.support.import_factory import (
     anatomical_affine,

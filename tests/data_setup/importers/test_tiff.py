@@ -1,0 +1,140 @@
+"""TIFF as programs write it: metadata, forms, cut files, broken chains of pages."""
+
+from __future__ import annotations
+
+import tracemalloc
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from data_setup.readers.faults import OCTReadError, RejectReason
+from tests.data_setup.importers.reading import SPACING, read, reject
+from tests.support.dicom_factory import speckle
+from tests.support.import_factory import write_imagej, write_ome, write_tiff, write_yaml
+
+
+@pytest.mark.parametrize("write", [write_ome, write_imagej])
+def test_tiff_metadata_give_the_spacing(tmp_path: Path, write: Callable[..., Path]) -> None:
+    header, volume = read(write(tmp_path / "eye.ome.tif", speckle(), SPACING))
+    assert np.array_equal(volume, speckle())
+    assert header.spacing_mm == pytest.approx(SPACING, rel=1e-6)
+    assert header.orientation_source == "unknown"
+
+
+def test_tiff_metadata_count_the_pages(tmp_path: Path) -> None:
+    for write, written, other in (
+        (write_ome, b'SizeZ="6"', b'SizeZ="7"'),
+        (write_imagej, b"images=6", b"images=7"),
+    ):
+        path = write(tmp_path / "eye.tif", speckle(), SPACING)
+        path.write_bytes(path.read_bytes().replace(written, other))
+        assert reject(path)[0] == RejectReason.FRAME_COUNT_MISMATCH
+
+
+TIFFS: dict[str, dict[str, Any]] = {
+    "big": {"bigtiff": True},
+    "motorola": {"byteorder": ">"},
+    "tiles": {"tile": (16, 16)},
+    "deflate": {"compression": "zlib", "predictor": True},
+    "white is zero": {"photometric": "miniswhite"},
+}
+
+
+@pytest.mark.parametrize("name", TIFFS)
+def test_tiff_as_programs_write_it(tmp_path: Path, name: str) -> None:
+    voxels = speckle()
+    stored = 255 - voxels if "white" in name else voxels
+    write_yaml(tmp_path / "eye.yaml", spacing_mm=list(SPACING))
+    assert np.array_equal(read(write_tiff(tmp_path / "eye.tif", stored, **TIFFS[name]))[1], voxels)
+
+
+def test_a_tiff_that_pillow_cannot_open_is_named(tmp_path: Path) -> None:
+    path = write_tiff(tmp_path / "eye.tif", speckle(), bigtiff=True, byteorder=">")
+    reason, text = reject(path)
+    assert reason == RejectReason.UNSUPPORTED_FORMAT
+    assert "BigTIFF with big-endian numbers" in text
+
+
+def test_tiff_with_lzw_as_pillow_writes_it(tmp_path: Path) -> None:
+    planes = [Image.fromarray(p) for p in speckle()]
+    planes[0].save(tmp_path / "eye.tif", save_all=True, append_images=planes[1:], compression="tiff_lzw")
+    write_yaml(tmp_path / "eye.yaml", spacing_mm=list(SPACING))
+    assert np.array_equal(read(tmp_path / "eye.tif")[1], speckle())
+
+
+@pytest.mark.parametrize("options", [{"compression": "zlib"}, {"bigtiff": True}], ids=str)
+def test_a_cut_tiff_is_never_a_shorter_volume(tmp_path: Path, options: dict[str, Any]) -> None:
+    path = write_tiff(tmp_path / "eye.tif", speckle(), **options)
+    write_yaml(tmp_path / "eye.yaml", spacing_mm=list(SPACING))
+    whole, outcomes = path.read_bytes(), set()
+    for end in range(1, len(whole) - 64, 53):
+        path.write_bytes(whole[:end])
+        outcomes.add(reject(path)[0])
+    assert outcomes <= {RejectReason.CORRUPT_FILE, RejectReason.CORRUPT_PIXEL_DATA, RejectReason.WRONG_KIND}
+
+
+def links_of(path: Path) -> list[int]:
+    """The places of the offsets of all pages in a little-endian TIFF, and of the 0 after the last page."""
+    data, links = path.read_bytes(), [4]
+    while offset := int.from_bytes(data[links[-1] :][:4], "little"):
+        links.append(offset + 2 + 12 * int.from_bytes(data[offset:][:2], "little"))
+    return links
+
+
+@pytest.mark.parametrize("count", [6, 150])  # tifffile itself sees loops among the first 100 pages alone
+@pytest.mark.parametrize(("link", "target"), [(-1, "first"), (-1, "past the end"), (3, "past the end")])
+def test_a_broken_chain_of_tiff_pages_is_a_reject(
+    tmp_path: Path, count: int, link: int, target: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = write_tiff(tmp_path / "eye.tif", speckle(count, 8, 8))
+    write_yaml(tmp_path / "eye.yaml", spacing_mm=list(SPACING))
+    links, data = links_of(path), bytearray(path.read_bytes())
+    offset = int.from_bytes(data[4:8], "little") if target == "first" else len(data) + 9
+    data[links[link] : links[link] + 4] = offset.to_bytes(4, "little")
+    path.write_bytes(data)
+    assert reject(path)[0] == RejectReason.CORRUPT_FILE
+    assert not caplog.records  # tifffile's remarks quote the file
+
+
+@pytest.mark.parametrize("start", [0, 2**31])
+def test_a_tiff_without_pages_is_a_reject(tmp_path: Path, start: int) -> None:
+    path = write_tiff(tmp_path / "eye.tif", speckle())
+    data = path.read_bytes()
+    path.write_bytes(data[:4] + start.to_bytes(4, "little") + data[8:])
+    assert reject(path)[0] == RejectReason.CORRUPT_FILE
+
+
+@pytest.mark.parametrize("tag", [256, 257, 270, 273, 279])  # width, length, description, strips
+def test_a_tiff_tag_that_claims_too_much_allocates_nothing(tmp_path: Path, tag: int) -> None:
+    path = write_tiff(tmp_path / "eye.tif", speckle(), description="a text")
+    write_yaml(tmp_path / "eye.yaml", spacing_mm=list(SPACING))
+    data = bytearray(path.read_bytes())
+    entry = data.index(tag.to_bytes(2, "little"), int.from_bytes(data[4:8], "little"))
+    field = slice(entry + 8, entry + 12) if tag in (256, 257) else slice(entry + 4, entry + 8)
+    data[field] = (2**30).to_bytes(4, "little")
+    path.write_bytes(data)
+    tracemalloc.start()
+    with suppress(OCTReadError):  # a description is not needed
+        read(path)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 2**24
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"ome": True, "metadata": {"axes": "ZYX"}},
+        {"imagej": True, "resolution": (30, 400), "metadata": {"axes": "ZYX"}},
+    ],
+    ids=str,
+)
+def test_a_tiff_without_a_full_spacing_is_a_reject(tmp_path: Path, options: dict[str, Any]) -> None:
+    path = write_tiff(tmp_path / "eye.tif", speckle(), **options)
+    assert reject(path)[0] == RejectReason.MISSING_SPACING

@@ -1,0 +1,1 @@
+"""Tests of data_setup/manifest.py, splits.py and the audit of check/."""

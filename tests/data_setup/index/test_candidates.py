@@ -1,0 +1,128 @@
+"""Which files are taken for volumes, by their headers alone; mistakes are one line."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from data_setup.index import cli
+from data_setup.index.candidates import find_candidates
+from tests.data_setup.index.trees import SPACING, index, run_prepare, table
+from tests.support.dicom_factory import rows_down, speckle, write_opt
+from tests.support.import_factory import write_images, write_nifti, write_ome, write_yaml
+from utils import storage
+from utils.config.schema import StorageOptions
+from utils.errors import UserError
+
+
+def test_headers_are_read_and_no_volume(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """From a bucket, where each byte is a request's: a small share of large files."""
+    voxels = speckle(60, 200, 200)
+    write_opt(tmp_path, voxels, name="eye.dcm", spacing=SPACING, references=rows_down(60))
+    write_nifti(tmp_path / "1_l.nii", voxels, SPACING)
+    write_images(tmp_path / "2_r", voxels)
+    write_yaml(tmp_path / "volume.yaml", spacing_mm=list(SPACING))
+    for file in (f for f in tmp_path.rglob("*") if f.is_file()):
+        storage.write_bytes(f"memory://index/{file.relative_to(tmp_path)}", file.read_bytes())
+    fetched = []
+    whole, part = storage.read_bytes, storage.read_range
+
+    def read_range(url: str, start: int, end: int, options: object = None) -> bytes:
+        fetched.append(min(end, 10**9) - start)
+        return part(url, start, end, options)
+
+    def read_bytes(url: str, options: object = None) -> bytes:
+        data = whole(url, options)
+        fetched.append(len(data))
+        return data
+
+    monkeypatch.setattr(storage, "read_range", read_range)
+    for module in ("images", "sidecar", "heidelberg", "dicom"):
+        monkeypatch.setattr(f"data_setup.readers.{module}.read_bytes", read_bytes)
+    index("memory://index", "--endpoint-url", "http://127.0.0.1:1", "--profile", "lab")
+    monkeypatch.undo()
+    (last,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("next: ")]
+    assert "data.storage_options.endpoint_url=http://127.0.0.1:1" in last
+    assert "data.storage_options.profile=lab" in last
+    assert 0 < sum(fetched) < 0.1 * sum(storage.find_sizes("memory://index").values())
+    rows = storage.read_text("memory://index/manifest.tsv").splitlines()
+    assert [line.split("\t")[1] for line in rows[1:]] == ["1_l.nii", "2_r", "eye.dcm"]
+    storage.remove("memory://index", recursive=True)
+
+
+def test_mistakes_are_one_line(tree: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="expected one group, found 0"):
+        index(tree, "--person", "images")
+    with pytest.raises(UserError, match=r"expected 'images/\(\.\*\)' in every path, found none in dicom/"):
+        index(tree, "--person", "images/(.*)")
+    with pytest.raises(UserError, match="expected a folder with files in it, found none"):
+        index(tmp_path / "absent")
+    (tmp_path / "few").mkdir()
+    (tmp_path / "few" / "a.e2e").write_bytes((tree / "eye.e2e").read_bytes())
+    with pytest.raises(UserError, match=r"expected an OCT volume, found none .*expected the directory"):
+        index(tmp_path / "few")
+    (tree / "dataset").mkdir()
+    shutil.move(tree / "tiff", tree / "dataset" / "tiff")
+    with pytest.raises(UserError, match="expected no folder dataset beside others"):
+        index(tree)
+    assert not (tree / "manifest.tsv").exists()
+    assert index(tree / "images", "--person", r"^(\d+)/") == 0
+    assert {row["person_id"] for row in table(tree / "images" / "manifest.tsv").values()} == {"0", "1", "2"}
+
+
+def test_tiff_pages_of_a_folder_and_tiff_volumes(tmp_path: Path) -> None:
+    """Files of one page are the B-scans of a folder; files of several pages are volumes."""
+    for n in range(3):
+        write_ome(tmp_path / "volumes" / f"{1001 + n}_r.tif", speckle(seed=n), SPACING)
+    write_images(tmp_path / "pages" / "1004_l", speckle(seed=9), suffix="tif", first=1)
+    index(tmp_path)
+    assert list(table(tmp_path / "manifest.tsv")) == [
+        "pages/1004_l",
+        "volumes/1001_r.tif",
+        "volumes/1002_r.tif",
+        "volumes/1003_r.tif",
+    ]
+
+
+def test_other_images_and_another_xml_in_a_folder_of_b_scans(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The only numbered set is taken, and written down; two sets are left to the user."""
+    write_yaml(tmp_path / "volume.yaml", spacing_mm=list(SPACING))
+    for name in ("1_l", "2_l", "3_l"):
+        write_images(tmp_path / name, speckle(12), first=1)
+        write_images(tmp_path / name, speckle(1), suffix="bmp")[0].rename(tmp_path / name / "slo.bmp")
+        (tmp_path / name / "notes.xml").write_text("<annotation/>")
+    write_images(tmp_path / "2_l", speckle(12), suffix="bmp")
+    write_yaml(tmp_path / "3_l" / "volume.yaml", files="oct_1*.png")
+    index(tmp_path)
+    rows = table(tmp_path / "manifest.tsv")
+    assert {path: row["files"] for path, row in rows.items()} == {"1_l": "oct_*.png"}
+    assert rows["1_l"]["number_of_frames"] == "12"
+    assert "taken of folders with other images: 1 (1_l/oct_*.png): column files" in capsys.readouterr().out
+    reasons = {path: row["reason"] for path, row in table(tmp_path / "left_out.tsv").items()}
+    assert reasons.pop("2_l") == "not_a_volume"
+    assert reasons.pop("3_l") == "frame_count_mismatch"  # what somebody wrote is not replaced: 1, 10, 11, 12
+    assert reasons == {f"{n}_l/notes.xml": "wrong_kind" for n in (1, 2, 3)}
+    store = run_prepare(tmp_path, tmp_path.parent / "store")
+    assert store.index.status.tolist() == ["kept"]
+
+
+def test_a_name_that_no_table_can_hold_is_counted() -> None:
+    candidates, others = find_candidates("nowhere", {"\udcff.dcm": 3, "eye.dcm": 3}, StorageOptions())
+    assert [candidate.path for candidate in candidates] == ["eye.dcm"]
+    assert others == {"names that are no UTF-8": 1}
+
+
+def test_a_folder_that_nobody_may_write_is_said_before_headers_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_nifti(tmp_path / "in" / "1001_OD.nii.gz", speckle(), SPACING)
+    monkeypatch.setattr(cli, "look", lambda *_, **__: pytest.fail("a header was read"))
+    monkeypatch.setattr(cli.os, "access", lambda *_: False)
+    with pytest.raises(UserError, match="expected a folder that can be written, found none; give --out DIR"):
+        index(tmp_path / "in")

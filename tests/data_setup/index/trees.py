@@ -1,0 +1,72 @@
+"""Trees of files of any kind, the command that indexes them, the tables it writes and the store of them."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Callable
+from pathlib import Path
+
+from pydicom.dataset import FileDataset
+
+from data_setup import prepare
+from data_setup.index import cli
+from data_setup.store.reader import PreparedStore
+from tests.support.dicom_factory import rows_down, speckle, write_opt
+from tests.support.import_factory import write_images
+from tests.support.pipeline_factory import SMOKE
+
+SPACING = (0.12, 0.0026, 0.03)
+GRID = ["spatial.target_spacing=[0.1,0.01,0.1]", "spatial.image_size=[8,16,16]", "spatial.patch_size=[2,4,4]"]
+Table = dict[str, dict[str, str]]
+
+
+def maker(patient: str, side: str) -> Callable[[FileDataset], None]:
+    """A header of a device that no table knows."""
+
+    def edit(ds: FileDataset) -> None:
+        ds.PatientID, ds.ImageLaterality, ds.PatientAge = patient, side, "061Y"
+        ds.Manufacturer, ds.ManufacturerModelName, ds.ProtocolName = "Optovue", "Avanti", ""
+        ds.SOPInstanceUID = f"1.2.{int.from_bytes(f'{patient}{side}'.encode())}"
+
+    return edit
+
+
+def write_dicoms(root: Path, people: range) -> None:
+    """Both eyes of each person, in files without an ending, two people in a folder."""
+    for n in people:
+        for seed, side in enumerate("LR", start=2 * n):
+            write_opt(
+                root / f"export{n // 2}",
+                speckle(seed=seed),
+                name=f"IM{n:03d}{side}",
+                spacing=SPACING,
+                references=rows_down(6),
+                edit=maker(f"MRN-{n}", side),
+            )
+
+
+def write_image_folders(root: Path, people: range) -> None:
+    for n in people:
+        for seed, side in enumerate(("OD", "OS"), start=100 + 2 * n):
+            write_images(root / f"{n}" / "visit1" / side, speckle(seed=seed), first=1)
+
+
+def table(path: Path, key: str = "filepath") -> Table:
+    with path.open() as file:
+        return {row[key]: row for row in csv.DictReader(file, delimiter="\t")}
+
+
+def index(root: Path | str, *more: str) -> int:
+    return cli.main([str(root), "--workers", "0", *more])
+
+
+def run_prepare(root: Path, store: Path, *more: str) -> PreparedStore:
+    places = [
+        f"data.gcs_root={root}",
+        f"data.manifest_path={root}/manifest.tsv",
+        f"data.store={store}",
+        *GRID,
+        *more,
+    ]
+    assert prepare.main(["--config", str(SMOKE), "--workers", "0", *places]) == 0
+    return PreparedStore.open(str(store))

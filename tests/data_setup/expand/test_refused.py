@@ -1,0 +1,141 @@
+"""What is refused before anything is written: names that leave the tree, kinds, clashes."""
+
+from __future__ import annotations
+
+import io
+import stat
+import zipfile
+from collections.abc import Callable
+
+import pytest
+
+from data_setup.expand.archive import key_of
+from tests.data_setup.expand.archives import NOISE, Disk, flip, make_zip, patched
+from utils import storage
+
+
+def zip_of_kind(mode: int) -> bytes:
+    """A good member, and one that is a file of this mode."""
+    data = io.BytesIO()
+    with zipfile.ZipFile(data, "w") as archive:
+        archive.writestr("good", b"1")
+        info = zipfile.ZipInfo("x")
+        info.external_attr = mode << 16
+        archive.writestr(info, b"/etc")
+    return data.getvalue()
+
+
+BAD_NAMES = (
+    *("../x", "a/../../x", "a/..", "/etc/x", "//host/x", "C:/x", "c:x", "a\\b", "..\\x", "a//b", "a\nb"),
+    *(
+        ".",
+        "./.",
+        "gs://bucket/x",
+        "x" * 250,
+        "a/" * 600 + "x",
+        ".expand/finished/x",
+        "a/.EXPAND/x",
+        "a.partial",
+    ),
+)
+BAD_ARCHIVES: dict[str, Callable[[], bytes]] = {
+    "bad_kind": lambda: zip_of_kind(stat.S_IFLNK | 0o777),
+    "bad_kind: expected a file": lambda: zip_of_kind(stat.S_IFIFO | 0o644),
+    "encrypted": lambda: patched(make_zip({"good": b"1", "x": b"2"}), "x", 8, "<H", 1),
+    "bad_method": lambda: patched(make_zip({"good": b"1", "x": b"2"}), "x", 10, "<H", 9),
+    "bad_size": lambda: patched(make_zip({"good": b"1", "x": b"2"}), "x", 24, "<L", 2**32 - 2),
+    "clash": lambda: make_zip({"good": b"1", "x": b"2", "./x": b"3"}),
+    "clash: expected": lambda: make_zip({"good": b"1", "a/x": b"2", "A/x": b"3"}),
+    "clash: expected no": lambda: make_zip({"good": b"1", "a": b"2", "a/x": b"3"}),
+    "clash: expected no other": lambda: make_zip({"good": b"1", "a/b/x": b"2", "A/B": b"3"}),
+    "clash: expected no other file": lambda: make_zip({"good": b"1", "\u00c9": b"2", "e\u0301": b"3"}),
+}
+
+
+def check_refused(disk: Disk, data: bytes, reason: str) -> None:
+    """Nothing of the archive is written, the next one is, and one line names both."""
+    disk.put("bad.zip", data)
+    disk.put("other.zip", make_zip({"other": b"4"}))
+    assert disk.run() == 2
+    assert disk.tree() == {"other": b"4"}
+    assert {p.name for p in disk.src.parent.iterdir()} == {"zips", "tree"}
+    assert disk.errors.count("\n") == 1
+    assert disk.errors.startswith(f"error: {disk.src}/bad.zip: ")
+    assert reason in disk.errors
+    assert disk.errors.endswith("; nothing of the archive written\n")
+
+
+@pytest.mark.parametrize("name", BAD_NAMES)
+def test_a_name_that_leaves_the_destination_is_refused(disk: Disk, name: str) -> None:
+    check_refused(disk, make_zip({"good": b"1", name: b"2"}), f"{name[:200]!r}: bad_name: expected ")
+
+
+@pytest.mark.parametrize("raw", [b"a\0b", b""])
+def test_a_name_that_zipfile_would_not_write_is_refused(disk: Disk, raw: bytes) -> None:
+    data = make_zip({"good": b"1", "abc": b"2"}).replace(b"abc", raw.ljust(3, b"\0"))
+    check_refused(disk, data, "bad_name: expected ")
+
+
+@pytest.mark.parametrize("reason", BAD_ARCHIVES)
+def test_a_dangerous_archive_is_refused_before_anything_is_written(
+    disk: Disk, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("data_setup.expand.archive.MAX_MEMBER_BYTES", 2**31)
+    check_refused(disk, BAD_ARCHIVES[reason](), f": {reason}")
+
+
+def test_names_that_are_one_file_on_some_disk() -> None:
+    assert key_of("A/\u00c9.dcm") == key_of("a/e\u0301.dcm")
+
+
+def test_two_archives_with_one_name(disk: Disk) -> None:
+    disk.put("a.zip", make_zip({"same": b"1", "manifest.tsv": b"of a"}))
+    disk.put("b.zip", make_zip({"same": b"1", "b": b"2"}))
+    disk.put("c.zip", make_zip({"manifest.tsv": b"of c", "c": b"3"}))
+    disk.put("d.zip", make_zip({"MANIFEST.tsv": b"of a", "d": b"4"}))
+    assert disk.run() == 2
+    assert disk.tree() == {"same": b"1", "manifest.tsv": b"of a", "b": b"2"}
+    assert disk.line("b.zip") == "1 in an earlier archive, 1 written"
+    for archive, name in (("c.zip", "manifest.tsv"), ("d.zip", "MANIFEST.tsv")):
+        assert (
+            f"{archive}: {name!r}: clash: expected no other file for its place, found 'manifest"
+            in disk.errors
+        )
+
+
+@pytest.mark.parametrize("content", [b"1", b"9"])
+def test_a_refused_archive_takes_no_place(disk: Disk, content: bytes) -> None:
+    disk.put("a.zip", make_zip({"good": b"1", "../x": b"2"}))
+    disk.put("b.zip", make_zip({"good": content, "b": b"2"}))
+    assert disk.run() == 2
+    assert disk.tree() == {"good": content, "b": b"2"}
+
+
+def test_the_copy_of_a_damaged_member_is_written_from_another_archive(disk: Disk) -> None:
+    sound = make_zip({"x": NOISE}, zipfile.ZIP_STORED)
+    disk.put("a.zip", flip(sound, 500))
+    disk.put("b.zip", sound)
+    disk.put("c.zip", sound)
+    assert disk.run() == 2
+    assert disk.tree() == {"x": NOISE}
+    lines = [disk.line(name) for name in ("a.zip", "b.zip", "c.zip")]
+    assert lines == ["1 failed", "1 written", "1 in an earlier archive"]
+
+
+@pytest.mark.parametrize(("first", "second"), [("x", "X/y/z"), ("x/y/z", "x"), ("x/y/z", "x/Y")])
+def test_a_file_of_one_archive_is_no_folder_of_another(disk: Disk, first: str, second: str) -> None:
+    for name, member in (("a.zip", first), ("b.zip", second), ("c.zip", "c")):
+        disk.put(name, make_zip({member: b"1"}))
+    assert disk.run() == 2
+    assert disk.tree() == {first: b"1", "c": b"1"}
+    assert f"b.zip: {second!r}: clash: expected no other file for its place, found {first!r}" in disk.errors
+
+
+@pytest.mark.parametrize(("there", "member"), [("x", "x/y"), ("x/y", "x")])
+def test_a_file_on_the_disk_is_no_folder(disk: Disk, there: str, member: str) -> None:
+    storage.write_bytes(f"{disk.dst}/{there}", b"theirs")
+    disk.put("a.zip", make_zip({member: b"1"}))
+    disk.put("b.zip", make_zip({"b": b"2"}))
+    assert disk.run() == 2
+    assert disk.tree() == {there: b"theirs", "b": b"2"}
+    assert f"{member!r}: clash: expected" in disk.errors

@@ -50,8 +50,8 @@ def test_every_part_is_counted(
     monkeypatch.setattr(owner, name, slow(getattr(owner, name)))
     file = tmp_path / "gauges.json"
     gauges.main([*OPTIONS, "--json", str(file), *CHANGES])
-    found = json.loads(file.read_text())
-    assert found["gauges_measured_s"] >= PAUSE_S
-    assert (found["gauges_remembered_s"] >= PAUSE_S) == bool(remembered)
+    costs = json.loads(file.read_text())
+    assert costs["gauges_measured_s"] >= PAUSE_S
+    assert (costs["gauges_remembered_s"] >= PAUSE_S) == bool(remembered)
     # of every step, or of one in the ten of a log line
-    assert found["share"] * found["step_without_s"] >= PAUSE_S * (1.0 if remembered else 0.1)
+    assert costs["share"] * costs["step_without_s"] >= PAUSE_S * (1.0 if remembered else 0.1)

@@ -1,0 +1,1 @@
+"""Tests of pretraining/train.py."""

@@ -1,0 +1,1 @@
+"""Tests of finetuning/frozen.py, features/ and head_file.py."""

@@ -1,0 +1,197 @@
+"""Members of a grid train as each would alone, and validation alone chooses among them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from finetuning import frozen
+from finetuning.cohort import TRAIN, VAL, Cohort
+from finetuning.frozen import Grid, schedule, train_grid
+from finetuning.objective import row_weights
+from models.heads import build_head
+from tests.finetuning.frozen.probing import CPU, WIDTH, classes, learning, made_up, pooled
+from utils.config.schema import Config
+from utils.errors import UserError
+from utils.log import NoLog
+
+
+def alone(
+    cfg: Config, cohort: Cohort, features: np.ndarray, rate: float, decay: float, epochs: int
+) -> tuple[dict[str, Tensor], list[float]]:
+    """Weights and losses of one member in a plain loop: its own model, torch's AdamW."""
+    losses = []
+    train = np.flatnonzero(cohort.fold == TRAIN)
+    x = torch.from_numpy((features - features[train].mean(0)) / features[train].std(0)).float()
+    weight = torch.from_numpy(
+        row_weights(cohort.kind, cohort.target[train], cohort.person[train], "auto")[:, 0]
+    ).float()
+    torch.manual_seed(cfg.seed)
+    head = build_head(cfg.head.kind, WIDTH, cohort.num_outputs, cfg.head.hidden, 0.0)
+    matrices = [p for p in head.parameters() if p.ndim > 1]
+    others = [p for p in head.parameters() if p.ndim == 1]
+    optimizer = torch.optim.AdamW(
+        [{"params": matrices, "weight_decay": decay}, {"params": others, "weight_decay": 0.0}],
+        lr=rate,
+        betas=cfg.optim.betas,
+        eps=cfg.optim.eps,
+    )
+    size, per_epoch = 16, -(-len(train) // 16)
+    for epoch in range(epochs):
+        order = np.random.default_rng([cfg.seed, epoch]).permutation(len(train))
+        for place in range(per_epoch):
+            chosen = order[place * size : (place + 1) * size]
+            share = schedule(
+                epoch * per_epoch + place, 8 * per_epoch, cfg.optim.warmup_ratio, cfg.optim.min_lr_ratio
+            )
+            for group in optimizer.param_groups:
+                group["lr"] = rate * share
+            labels = torch.from_numpy(cohort.target[train[chosen], 0]).long()
+            loss = nn.functional.cross_entropy(head(x[train[chosen]]), labels, reduction="none")
+            optimizer.zero_grad()
+            mean = (loss * weight[chosen]).mean()
+            losses.append(float(mean.detach()))
+            mean.backward()
+            optimizer.step()
+    return {name: p.detach() for name, p in head.named_parameters()}, losses
+
+
+@pytest.mark.parametrize("kind", ["linear", "mlp"])
+def test_a_member_is_what_it_would_be_alone(world: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    cohort, features = made_up("classification", classes(3))
+    cfg = learning(world, f"head.kind={kind}")
+    grids: list[Grid] = []
+    build = Grid.__init__
+
+    def remember(self: Grid, *args: Any, **kwargs: Any) -> None:
+        build(self, *args, **kwargs)
+        grids.append(self)
+
+    monkeypatch.setattr(Grid, "__init__", remember)
+    train_grid(cfg, cohort, pooled(cohort, features), WIDTH, CPU)
+    (grid,) = grids
+    assert [round(rate, 6) for rate, _ in grid.pairs] == [0.001, 0.001, 0.03, 0.03]
+    for (rate, decay), member in zip(grid.pairs, grid.members, strict=True):
+        for name, value in alone(cfg, cohort, features, rate, decay, 8)[0].items():
+            torch.testing.assert_close(member[name].detach(), value, atol=1e-5, rtol=1e-5)
+
+
+def test_the_kept_head_is_the_best_epoch_of_the_best_member(world: Path) -> None:
+    """The participants of VAL have the other class: the less a member has learnt, the better it is there."""
+    cohort, features = made_up("classification", classes(2))
+    swapped = replace(
+        cohort, target=np.where((cohort.fold == VAL)[:, None], 1 - cohort.target, cohort.target)
+    )
+    cfg = learning(world)
+    chosen = train_grid(cfg, swapped, pooled(cohort, features), WIDTH, CPU)
+    lines = chosen.validation["grid"]
+    assert len(lines) == 4
+    ranks = [(line["score"], -line["loss"]) for line in lines]
+    best = lines[ranks.index(max(ranks))]
+    assert {key: chosen.validation[key] for key in best} == best
+    assert best["epoch"] == 1
+    expected, _ = alone(cfg, swapped, features, best["learning_rate"], best["weight_decay"], 1)
+    for name, value in chosen.head.named_parameters():
+        torch.testing.assert_close(value, expected[name], atol=1e-5, rtol=1e-5)
+    normal = train_grid(cfg, cohort, pooled(cohort, features), WIDTH, CPU).validation
+    assert normal["learning_rate"] == 3e-2
+    assert normal["score"] > 0.8
+
+
+class Rows(NoLog):
+    """A log that keeps what it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows: list[tuple[int, dict[str, float | None]]] = []
+
+    def metrics(self, step: int, values: dict[str, float | None]) -> None:
+        self.rows.append((step, values))
+
+
+def test_the_log_follows_the_pair_that_leads(world: Path) -> None:
+    """With one pair, the losses of a plain loop; with two, those of the one that is better on validation."""
+    cohort, features = made_up("classification", classes(3))
+    logs = {}
+    for rates in ("[3e-2]", "[1e-5]", "[1e-5,3e-2]"):
+        changes = f"head.learning_rates={rates}", "head.weight_decays=[0.3]", "train.log_every_steps=4"
+        logs[rates] = run_log = Rows()
+        cfg = learning(world, *changes)
+        trained = train_grid(cfg, cohort, pooled(cohort, features), WIDTH, CPU, run_log)
+    good, bad, both = ([row for row in logs[rates].rows if "train/loss" in row[1]] for rates in logs)
+    _, losses = alone(cfg, cohort, features, 3e-2, 0.3, 8)
+    total = len(losses)
+    assert [step for step, _ in good] == [1, *range(4, total + 1, 4)]
+    assert [row["train/loss"] for _, row in good] == pytest.approx([losses[s - 1] for s, _ in good], rel=1e-4)
+    per_epoch = total // 8
+    led = [(good if step > per_epoch else bad)[n][1] for n, (step, _) in enumerate(both)]
+    assert [row["train/loss"] for _, row in both] == pytest.approx([row["train/loss"] for row in led])
+    assert [row["train/lr"] for _, row in both] == [row["train/lr"] for row in led]
+    alone_scored, scored = (
+        [row for row in logs[rates].rows if "val/loss" in row[1]] for rates in ("[3e-2]", "[1e-5,3e-2]")
+    )
+    for (_, one), (_, other) in zip(alone_scored, scored, strict=True):
+        assert other == pytest.approx(one)
+    assert [step for step, _ in scored] == [per_epoch * n for n in range(1, 9)]
+    kept = scored[trained.validation["epoch"] - 1][1]
+    assert kept == {
+        "val/loss": trained.validation["loss"],
+        "val/balanced_accuracy": trained.validation["score"],
+    }
+
+
+def test_training_stops_when_nothing_became_better(world: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cohort, features = made_up("classification", classes(2))
+    swapped = replace(
+        cohort, target=np.where((cohort.fold == VAL)[:, None], 1 - cohort.target, cohort.target)
+    )
+    epochs: list[int] = []
+    update = frozen._update_bests
+
+    def count(*args: Any) -> None:
+        epochs.append(args[-1])
+        update(*args)
+
+    monkeypatch.setattr(frozen, "_update_bests", count)
+    train_grid(learning(world, "finetune.patience=2"), swapped, pooled(cohort, features), WIDTH, CPU)
+    assert epochs == [1, 2, 3]
+    epochs.clear()
+    train_grid(learning(world, "train.max_steps=8"), cohort, pooled(cohort, features), WIDTH, CPU)
+    assert epochs == [1, 2]  # six updates an epoch; what was begun is scored too
+
+
+def test_a_member_that_diverges_is_left_out(world: Path) -> None:
+    cohort, features = made_up("regression", np.linspace(0, 1, 90)[:, None])
+    cfg = learning(world, "head.learning_rates=[1e-2,1e30]", "head.weight_decays=[0]")
+    result = train_grid(cfg, cohort, pooled(cohort, features), WIDTH, CPU).validation
+    assert result["learning_rate"] == 1e-2
+    cfg = learning(world, "head.learning_rates=[1e30]")
+    with pytest.raises(UserError, match=r"head.learning_rates: expected one that trains, .* \[1e\+30\]"):
+        train_grid(cfg, cohort, pooled(cohort, features), WIDTH, CPU)
+
+
+def test_the_schedule_warms_up_and_ends(world: Path) -> None:
+    shares = [schedule(step, 100, 0.1, 0.2) for step in range(100)]
+    assert shares[0] == pytest.approx(0.1)
+    assert shares[9] == shares[10] == 1
+    assert shares[55] == pytest.approx(0.6)
+    assert shares[-1] == pytest.approx(0.2, abs=1e-3)
+    assert schedule(0, 1, 0.0, 0.0) == 1
+
+
+def test_without_a_schedule_the_rate_is_constant(world: Path) -> None:
+    """optim.use_scheduler=false: the warm-up has nothing to say."""
+    cohort, features = made_up("classification", classes(3))
+    heads = []
+    for ratio in (0.0, 0.9):
+        cfg = learning(
+            world, "optim.use_scheduler=false", f"optim.warmup_ratio={ratio}", "optim.cooldown_ratio=0"
+        )
+        heads.append(train_grid(cfg, cohort, pooled(cohort, features), WIDTH, CPU).head.state_dict())
+    assert all(torch.equal(heads[0][name], heads[1][name]) for name in heads[0])

@@ -1,0 +1,1 @@
+"""Tests of data_setup/prepare.py and jobs.py."""

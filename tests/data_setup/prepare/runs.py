@@ -1,0 +1,45 @@
+"""The command on a tree, here or in a process of its own; what its store then holds."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.support.pipeline_factory import ROOT, SMOKE
+
+CONFIG = str(SMOKE)
+
+
+def arguments(tree: Path, store: Path, *more: str) -> list[str]:
+    places = [f"data.gcs_root={tree}", f"data.store={store}"]
+    workers = [] if "--workers" in more else ["--workers", "0"]
+    return ["--config", CONFIG, *workers, *more, *places]
+
+
+def contents(store: Path) -> dict[str, str]:
+    """Digest of every file of a store; the report without what the run measured of itself."""
+    digests = {}
+    for path in sorted(p for p in store.rglob("*") if p.is_file()):
+        data = path.read_bytes()
+        if path.name == "prepare_report.json":
+            report = json.loads(data)
+            del report["run"]
+            data = json.dumps(report).encode()
+        digests[str(path.relative_to(store))] = hashlib.sha256(data).hexdigest()
+    return digests
+
+
+def start(tree: Path, store: Path, *more: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "data_setup.prepare", *arguments(tree, store, "--workers", "2", *more)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(
+        command, cwd=ROOT, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+
+
+def dicoms(tree: Path) -> list[Path]:
+    return sorted(tree.rglob("*.dcm"))

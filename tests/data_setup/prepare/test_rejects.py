@@ -1,0 +1,117 @@
+"""A bad file is named and stops nothing, until there are too many of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from data_setup.jobs import Job
+from data_setup.manifest import read_records
+from data_setup.prepare import Tally, main, work
+from data_setup.resample import resample_frames
+from data_setup.store.reader import PreparedStore
+from data_setup.store.writer import StoreWriter
+from tests.data_setup.prepare.runs import CONFIG, arguments, dicoms
+from utils.config.load import load_config
+from utils.errors import UserError
+
+
+def test_bad_files_are_named_and_repaired_ones_taken_up(
+    own_tree: Path, clean: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    files, store = dicoms(own_tree), tmp_path / "store"
+    whole = [f.read_bytes() for f in files[:3]]
+    files[0].write_bytes(whole[0][: len(whole[0]) * 2 // 3])
+    files[1].unlink()
+    files[2].write_bytes(b"not a DICOM file at all")
+    assert main(arguments(own_tree, store, "data.max_reject_fraction=0.9")) == 0
+    index = PreparedStore.open(str(store)).index.set_index("path")
+    reasons = [index.status[str(f.relative_to(own_tree))] for f in files[:3]]
+    assert reasons == ["truncated_pixel_data", "missing_file", "not_dicom"]
+    assert (index.status == "kept").sum() == len(files) - 3
+    assert index.message[str(files[2].relative_to(own_tree))].startswith("expected")
+    report = json.loads((store / "prepare_report.json").read_text())
+    assert report["rejected"] == {"missing_file": 1, "not_dicom": 1, "truncated_pixel_data": 1}
+    named = {reason: [str(files[i].relative_to(own_tree))] for i, reason in enumerate(reasons)}
+    assert report["rejected_files"] == named
+    assert "rejected: missing_file 1, not_dicom 1, truncated_pixel_data 1" in capsys.readouterr().out
+    for file, data in zip(files[:3], whole, strict=True):
+        file.write_bytes(data)
+    assert main(arguments(own_tree, store, "data.max_reject_fraction=0.9")) == 0
+    fixed = PreparedStore.open(str(store))
+    assert fixed.index.checksum.to_list() == PreparedStore.open(str(clean)).index.checksum.to_list()
+    assert json.loads((store / "prepare_report.json").read_text())["run"]["prepared"] == 3
+
+
+def test_too_many_rejects_stop_with_the_table(
+    own_tree: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    files, store = dicoms(own_tree), tmp_path / "store"
+    for file in files[: len(files) // 2]:
+        file.write_bytes(b"junk")
+    with pytest.raises(
+        UserError, match=r"expected at most 10% of \d+ records rejected .*found \d+: not_dicom"
+    ):
+        main(arguments(own_tree, store, "data.max_reject_fraction=0.1"))
+    out, err = capsys.readouterr()
+    assert "not_dicom" in out
+    rejects = [line for line in err.splitlines() if line.startswith("rejected: ")]
+    assert len(rejects) == 3
+    for line in rejects:
+        match = re.fullmatch(r"rejected: (\S+): not_dicom: expected .*, found .*; next: .*export.*", line)
+        assert match, line
+        assert (own_tree / match[1]).read_bytes() == b"junk"
+    statuses = PreparedStore.open(str(store)).index.status
+    assert (statuses == "not_dicom").sum() == len(files) // 2, "a small set is looked at to its end"
+    assert (statuses == "kept").sum() == len(files) - len(files) // 2
+    assert main(arguments(own_tree, store, "data.max_reject_fraction=0.9")) == 0
+    assert (PreparedStore.open(str(store)).index.status == "kept").sum() == len(files) - len(files) // 2
+
+
+def test_a_large_set_stops_once_it_is_clear(tmp_path: Path, tree: Path) -> None:
+    cfg = load_config(CONFIG, [f"data.gcs_root={tree}", f"data.store={tmp_path / 'store'}"])
+    record = dataclasses.replace(read_records(cfg).records[0], url=str(tmp_path / "absent.dcm"))
+    writer = StoreWriter(cfg.data.store)
+    jobs = [Job(row, record, writer, cfg.spatial, cfg.data.storage_options) for row in range(130)]
+    tally = Tally(num_rows=130)
+    work(jobs, 0, 6.5, tally)
+    assert tally.rejected == {"missing_file": 100}
+
+
+@pytest.mark.parametrize(
+    ("column", "text", "message"),
+    [
+        ("sop_instance_uid", "2.25.1", "expected SOPInstanceUID 2.25.1 as in the manifest, found another"),
+        ("height", "7", "expected frames x height x width ("),
+        ("number_of_frames", "7", "expected frames x height x width (7, "),
+    ],
+)
+def test_a_file_that_is_not_the_one_of_its_row_is_a_reject(
+    own_tree: Path,
+    tmp_path: Path,
+    column: str,
+    text: str,
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    manifest, store = own_tree / "retinal_oct" / "manifest.tsv", tmp_path / "store"
+    header, *lines = [line.split("\t") for line in manifest.read_text().splitlines()]
+    lines[0][header.index(column)] = text
+    manifest.write_text("\n".join("\t".join(line) for line in (header, *lines[:2])) + "\n")
+    resampled: list[Any] = []
+
+    def count(frames: Any, *grid: Any) -> Any:
+        resampled.append(grid)
+        return resample_frames(frames, *grid)
+
+    monkeypatch.setattr("data_setup.jobs.resample_frames", count)
+    main(arguments(own_tree, store, "data.max_reject_fraction=0.9"))
+    index = PreparedStore.open(str(store)).index
+    assert sorted(index.status) == ["header_mismatch", "kept"]
+    assert index.message.dropna().iloc[0].startswith(message)
+    assert len(resampled) == 1  # the other file is refused by its header

@@ -1,0 +1,209 @@
+"""Start and stop: all workers run or none does, and no process but the run's own is touched."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.support.launcher_factory import Pod, wait_for
+from tests.support.process_factory import is_running
+from tests.utils.launcher.launching import CONFIG, OVERRIDES, launch, lines
+from utils.runtime.open import open_runtime, report_opened
+
+
+def test_start_refuse_status_stop_and_start_again(pod: Pod) -> None:
+    decoy = subprocess.Popen(["bash", "-c", "exec -a pretraining.train sleep 60"], start_new_session=True)
+    done = launch(pod, "start", CONFIG, *OVERRIDES)
+    assert done.returncode == 0, done
+    pids = [pod.pid(worker) for worker in range(2)]
+    for worker, pid in enumerate(pids):
+        assert f"worker {worker}: started, pid {pid}" in lines(done)
+        # the ssh session is over and was killed; arguments arrive as they were typed
+        wait_for(lambda worker=worker: pod.log_text(worker).endswith("resuming\n"))
+        assert is_running(pid)
+        assert (pod.home(worker) / "argv").read_text().splitlines() == [
+            *("TPU, 2 hosts", "-m", "pretraining.train", "--config", CONFIG, *OVERRIDES),
+        ]
+    status = launch(pod, "status")
+    assert status.returncode == 0
+    assert f"worker 1: running, pid {pids[1]}, since" in status.stdout
+
+    again = launch(pod, "start", CONFIG)
+    assert again.returncode == 1
+    assert f"worker 0: error: a run is in progress here, pid {pids[0]}; see status, or stop it" in lines(
+        again
+    )
+    assert all(is_running(pid) for pid in pids)
+    assert "a run is in progress here" in launch(pod, "sync").stdout
+
+    follow = subprocess.Popen(
+        [pod.source / "run_tpu_xla.sh", "--tpu", "pod", "logs", "-f"],
+        env=pod.environment(),
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    done = launch(pod, "stop")
+    assert done.returncode == 0
+    for worker, pid in enumerate(pids):
+        assert (
+            f"worker {worker}: stopped, pid {pid}, exit code 76: stopped by SIGTERM at step 3 of 8"
+            in lines(done)
+        )
+        assert not is_running(pid)
+    output, _ = follow.communicate(timeout=120)  # it ends with the run
+    assert follow.returncode == 0
+    assert {"worker 0: resuming", "worker 1: stopped by SIGTERM at step 3 of 8"} <= set(output.splitlines())
+    assert is_running(decoy.pid)
+    decoy.kill()
+    decoy.wait()
+
+    status = launch(pod, "status")
+    assert status.returncode == 3
+    assert status.stdout.count("start goes on): stopped by SIGTERM at step 3 of 8") == 2
+
+    done = launch(pod, "start", CONFIG)
+    assert done.returncode == 0, done
+    assert pod.log_text(0).count(" start at commit ") == 2
+    wait_for(lambda: pod.log_text(0).endswith("resuming\n"))
+    assert launch(pod, "logs", "-n", "1", "--worker=0").stdout == "worker 0: resuming\n"
+    os.kill(pod.pid(1), signal.SIGKILL)
+    wait_for(lambda: (pod.clone(1) / "runs/launcher/exit_code").exists())
+    status = launch(pod, "status")
+    assert status.returncode == 1
+    assert "with exit code 137" in status.stdout
+
+
+def test_a_pid_that_is_somebody_elses_now_is_left_alone(pod: Pod) -> None:
+    """The same pid with another start time, and with the same one after a reboot."""
+    stranger = subprocess.Popen(["sleep", "600"])
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    ticks = Path(f"/proc/{stranger.pid}/stat").read_text().rpartition(")")[2].split()[19]
+    other_boot = boot[::-1]  # a fixed character in one place would be this boot's in one of 16
+    assert other_boot != boot
+    for worker, known in enumerate([f"{int(ticks) - 1} {boot}", f"{ticks} {other_boot}"]):
+        path = pod.clone(worker) / "runs/launcher/process"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"{stranger.pid} {known} before\n")
+    assert launch(pod, "status").returncode == 3
+    assert launch(pod, "stop").stdout == "worker 0: not running\nworker 1: not running\n"
+    assert launch(pod, "start", CONFIG).returncode == 0
+    assert is_running(stranger.pid)
+    stranger.kill()
+    stranger.wait()
+
+
+def test_one_worker_that_does_not_start_stops_the_others(pod: Pod) -> None:
+    """The other waits for it and opens nothing; nobody waits for the end of the grace."""
+    (pod.home(0) / "slow").touch()
+    (pod.home(1) / "broken").touch()
+    done = launch(pod, "start", CONFIG, OCT_START_GRACE_S="60")
+    (pod.home(1) / "broken").unlink()
+    (pod.home(0) / "slow").unlink()
+    assert done.returncode == 1
+    pid = pod.pid(0)
+    output = lines(done)
+    assert "worker 1: error: ended at once with exit code 2: error: optim.base_lr: too hot" in output
+    assert "worker 0: waited for the others" in output
+    assert f"worker 0: stopped, pid {pid}, exit code 76: stopped by SIGTERM at step 3 of 8" in output
+    assert output[-1] == "error: worker 1 did not start, so the others were stopped"
+    assert not is_running(pid)
+
+
+def test_a_worker_that_opens_no_devices_is_seen_when_the_grace_is_over(pod: Pod) -> None:
+    (pod.home(1) / "slow").touch()
+    done = launch(pod, "start", CONFIG, OCT_START_GRACE_S="2")
+    (pod.home(1) / "slow").unlink()
+    assert done.returncode == 1
+    assert f"worker 0: started, pid {pod.pid(0)}" in lines(done)
+    assert "worker 1: error: opened no devices within 2 s (OCT_START_GRACE_S); see logs" in lines(done)
+    assert lines(done)[-1] == "error: worker 1 did not start, so the others were stopped"
+    assert not any(map(is_running, pod.started()))
+
+
+def start_on_worker(pod: Pod, name: str) -> subprocess.Popen[str]:
+    words = ["start", name, "60", str(pod.folder / "venv/bin/python"), "-m", "pretraining.train", "x"]
+    return subprocess.Popen(
+        ["bash", "utils/tpu_worker.sh", *words],
+        cwd=pod.clone(0),
+        env=pod.environment() | {"HOME": str(pod.home(0)), "PJRT_DEVICE": "TPU", "OCT_EXPECT_HOSTS": "1"},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+
+
+def test_of_two_starts_at_once_one_is_refused(pod: Pod) -> None:
+    """Two people at two machines; the devices of a TPU have one owner."""
+    (pod.home(0) / "argv").unlink(missing_ok=True)
+    (pod.home(0) / "slow").touch()
+    starts = [start_on_worker(pod, name) for name in ("one", "other")]
+    wait_for(lambda: any(start.poll() is not None for start in starts))
+    (pod.home(0) / "slow").unlink()
+    answers = {start.communicate()[0]: start.returncode for start in starts}
+    assert answers == {f"started, pid {pod.pid(0)}\n": 0, "error: another start is in progress here\n": 1}
+    assert (pod.home(0) / "argv").read_text().count("pretraining.train") == 1
+
+
+def test_a_start_that_gcloud_repeats_is_one_start(pod: Pod) -> None:
+    """A broken connection makes gcloud send the command again."""
+    answers = [start_on_worker(pod, "the-launch").communicate()[0] for _ in range(2)]
+    assert answers[0] == answers[1] == f"started, pid {pod.pid(0)}\n"
+    other = subprocess.run(
+        ["bash", "utils/tpu_worker.sh", "stop", "5", "yes", "another-launch"],
+        cwd=pod.clone(0),
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert other.stdout == f"left alone: pid {pod.pid(0)} is of another start\n"
+    assert is_running(pod.pid(0))
+
+
+@pytest.mark.slow
+def test_stop_kill_ends_what_does_not_listen(pod: Pod) -> None:
+    (pod.home(0) / "deaf").touch()
+    assert launch(pod, "start", CONFIG).returncode == 0
+    wait_for(lambda: pod.log_text(0).endswith("resuming\n"))
+    pid = pod.pid(0)
+    done = launch(pod, "stop", OCT_STOP_WAIT_S="1")
+    assert done.returncode == 1
+    assert f"worker 0: error: pid {pid} was sent SIGTERM and still runs after 1 s" in done.stdout
+    assert is_running(pid)
+    os.kill(pid, signal.SIGKILL)  # it goes, what it started stays
+    wait_for(lambda: not is_running(pid))
+    assert "processes of it are left, pids" in launch(pod, "status", "--worker=0").stdout
+    done = launch(pod, "start", CONFIG)
+    assert "worker 0: error: processes of the last run are left, pids" in done.stdout
+    done = launch(pod, "stop", "--kill", OCT_STOP_WAIT_S="1")
+    (pod.home(0) / "deaf").unlink()
+    assert "worker 0: killed what the last run had left, pids" in done.stdout
+    assert launch(pod, "status").returncode == 3
+    assert "are left" not in launch(pod, "status").stdout
+
+
+def test_in_the_foreground(pod: Pod) -> None:
+    done = launch_foreground(pod, "--dry-run", CONFIG, "a.b=1 2")
+    assert done.stdout.endswith(f"python -m pretraining.train --config {CONFIG} 'a.b=1 2'\n")
+    (pod.folder / "home" / "broken").touch()
+    done = launch_foreground(pod, CONFIG)
+    assert done.returncode == 2
+    assert done.stderr == "error: optim.base_lr: too hot\n"
+    (pod.folder / "home" / "broken").unlink()
+    assert "found none; make install makes it" in pod.launch(CONFIG, tpu=None).stderr
+
+
+def launch_foreground(pod: Pod, *words: str) -> subprocess.CompletedProcess[str]:
+    return pod.launch(*words, tpu=None, OCT_VENV=str(pod.folder / "venv"))
+
+
+def test_training_says_that_its_devices_are_open(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runtime = open_runtime(use_bf16=False)
+    report_opened(runtime)
+    monkeypatch.setenv("OCT_EXPECT_HOSTS", "1")
+    report_opened(runtime)
+    assert re.fullmatch(r"opened: .+, host 1 of 1\n", capsys.readouterr().err)

@@ -1,0 +1,148 @@
+"""What is exported comes back with the same numbers, here and in Hugging Face, or is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+from transformers import VJEPA2Model
+
+from data_setup.store.format import NORMALISATION as STORE_NORMALISATION
+from models.vjepa3d import VJEPA3D
+from models.weights import load_encoder
+from models.weights.cli import import_weights, main
+from models.weights.files import read_weights
+from models.weights.load import load_vjepa2
+from models.weights.shape import new_encoder
+from tests.models.weights.weight_files import MAE, METHODS, config, own_checkpoint, volume
+from utils.checkpoint import CheckpointError, load_checkpoint
+from utils.errors import UserError
+
+
+@pytest.mark.parametrize("which", ["target", "context"])
+def test_export_and_back(tmp_path: Path, which: str) -> None:
+    path = own_checkpoint(tmp_path / "run", config(), synthetic=True)
+    out = tmp_path / "exported"
+    assert main(["export", "--checkpoint", str(path), "--out", str(out), "--which", which]) == 0
+    assert {p.name for p in out.iterdir()} == {"model.safetensors", "config.json", "README.md"}
+    prefix = {"target": "target_encoder", "context": "encoder"}[which]
+    saved = load_checkpoint(str(path))
+    exported = safetensors.torch.load_file(out / "model.safetensors")
+    tensors = {
+        k.removeprefix(f"{prefix}."): v for k, v in saved["model"].items() if k.startswith(f"{prefix}.")
+    }
+    assert set(exported) == set(tensors)
+    assert all(torch.equal(exported[k], v) for k, v in tensors.items())
+    x = volume(1, 1, 8, 32, 32)
+    reference = new_encoder(read_weights(str(path)))
+    reference.load_state_dict(tensors)
+    with torch.no_grad():
+        torch.testing.assert_close(load_encoder(str(out))(x), reference(x), atol=0, rtol=0)
+    card = (out / "README.md").read_text()
+    for text in (
+        "| participants seen | 2 |",
+        "yes: a phantom",
+        STORE_NORMALISATION,
+        "[8, 32, 32]"[1:-1],
+        "Licence",
+    ):
+        assert text in card
+    assert saved["checksum"] in card
+    for secret in ("1001", "1002"):
+        assert secret not in card.replace(saved["checksum"], "")
+        assert secret not in (out / "config.json").read_text().replace(saved["checksum"], "")
+    with pytest.raises(CheckpointError, match=r"the participants .*, found only their number, 2"):
+        import_weights(str(out), config(), str(tmp_path / "again.pt"))
+    with pytest.raises(UserError, match="--out: expected a new or empty folder"):
+        main(["export", "--checkpoint", str(path), "--out", str(out)])
+
+
+def test_what_saw_nobody_may_come_back(tiny: Path, tmp_path: Path) -> None:
+    """Imported public weights, exported in both layouts, imported again: the same encoder."""
+    import_weights(str(tiny), config(), str(tmp_path / "first.pt"))
+    first = load_checkpoint(str(tmp_path / "first.pt"))["model"]
+    for layout in ("ours", "hf"):
+        out = tmp_path / layout
+        main(["export", "--checkpoint", str(tmp_path / "first.pt"), "--out", str(out), "--layout", layout])
+        import_weights(str(out), config(), str(tmp_path / f"{layout}.pt"))
+        second = load_checkpoint(str(tmp_path / f"{layout}.pt"))["model"]
+        for name, value in second.items():
+            expected = first[
+                name.replace("encoder.", "target_encoder.", 1) if name.startswith("encoder.") else name
+            ]
+            assert torch.equal(value, expected), name
+        assert ("predictor.predictor_embed.weight" in second) == (layout == "hf")
+
+
+@pytest.mark.parametrize("recipe", ["vjepa2", "mae", "layers", "near"])
+def test_hugging_face_reads_the_export(tmp_path: Path, recipe: str) -> None:
+    changes = {
+        "mae": MAE,
+        "layers": ["method.target_layers=[1,3]"],
+        "near": ["method.neighbour_weight=1"],
+    }
+    cfg = config(*changes.get(recipe, []))
+    path, out = own_checkpoint(tmp_path / "run", cfg), tmp_path / "exported"
+    main(["export", "--checkpoint", str(path), "--out", str(out), "--layout", "hf"])
+    theirs = VJEPA2Model.from_pretrained(out).eval()
+    ours = VJEPA3D(cfg).eval()
+    ours.load_state_dict(load_checkpoint(str(path))["model"])
+    x = volume(2, 1, 8, 32, 32)
+    keep, target = torch.arange(16).expand(2, -1), torch.arange(20, 28).expand(2, -1)
+    with torch.no_grad():
+        features = ours.target_encoder(x)
+        output = theirs(x.transpose(1, 2), skip_predictor=True).last_hidden_state
+        torch.testing.assert_close(output, features, atol=1e-4, rtol=0)
+        if recipe in ("vjepa2", "near"):
+            expected = ours.predictor(features[:, :16], keep, target)
+            output = theirs(x.transpose(1, 2), context_mask=[keep], target_mask=[target]).predictor_output
+            torch.testing.assert_close(output.last_hidden_state, expected, atol=1e-4, rtol=0)
+    card = (out / "README.md").read_text()
+    assert ("The predictor is included" in card) == (recipe in ("vjepa2", "near"))
+    assert "unknown, the checkpoint does not say" in card
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["model.rope=interleaved"], "its rotary form is tiled, found interleaved"),
+        (["spatial.image_size=[8,32,40]"], r"its grid is square in H and W, found image_size \[8, 32, 40\]"),
+        (["spatial.patch_size=[4,8,16]"], r"its patches are square in H and W, found \[4, 8, 16\]"),
+        (
+            METHODS,
+            "its positions are rotary, found a learned table",
+        ),
+        (["method.context=dense"], "its encoder has no mask token, found one"),
+    ],
+)
+def test_what_hugging_face_cannot_hold(tmp_path: Path, overrides: list[str], message: str) -> None:
+    path = own_checkpoint(tmp_path / "run", config(*overrides))
+    with pytest.raises(UserError, match=f"VJEPA2Model cannot give these features: {message}"):
+        main(["export", "--checkpoint", str(path), "--out", str(tmp_path / "out"), "--layout", "hf"])
+    assert not (tmp_path / "out").exists()
+
+
+MORE = (
+    "method.loss=l2",
+    "method.neighbour_weight=0.5",
+    "method.neighbour_places=own",
+    "method.control=penalty_only",
+)
+
+
+def test_a_dense_context_is_named_and_not_taken_for_one_of_visible_tokens(tmp_path: Path) -> None:
+    path = str(own_checkpoint(tmp_path / "run", config("method.context=dense", *MORE)))
+    with pytest.raises(CheckpointError, match="expected an encoder of visible tokens, found one with a mask"):
+        load_vjepa2(path)
+    out = tmp_path / "out"
+    main(["export", "--checkpoint", path, "--out", str(out)])
+    name = "vjepa2 (context dense, loss l2, neighbour_weight 0.5, neighbour_places own, control penalty_only)"
+    assert name in (out / "README.md").read_text()
+    assert read_weights(path).facts["recipe_name"] == name
+
+
+def test_only_ours_are_exported(tiny: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="expected a checkpoint of ours to export, found research"):
+        main(["export", "--checkpoint", str(tiny), "--out", str(tmp_path / "out")])

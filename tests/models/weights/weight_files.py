@@ -1,0 +1,90 @@
+"""Files of weights, V-JEPA 2's and ours; the configuration that fits them; one line of an error."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import VJEPA2Model
+
+from data_setup.store.format import NORMALISATION as STORE_NORMALISATION
+from models.vjepa3d import VJEPA3D
+from models.weights.cli import main
+from tests.support.pipeline_factory import SMOKE
+from tests.support.vjepa2_oracle import hf_tensors, research_names
+from utils.checkpoint import CheckpointWriter
+from utils.cli import run_cli
+from utils.config.load import load_config, to_yaml
+from utils.config.schema import Config
+
+MEAN, STD = torch.tensor([0.485, 0.456, 0.406]), torch.tensor([0.229, 0.224, 0.225])
+NO_PENALTY = ["method.regulariser=none", "method.regulariser_weight=0"]
+METHODS = ["method.recipe=methods", "method.mask_ratio=0.5", "method.ema_base=0.9", *NO_PENALTY]
+MAE = ["method.recipe=mae", "method.mae_target=normalised", *NO_PENALTY]
+
+
+def research_file(path: Path, context: VJEPA2Model, target: VJEPA2Model, **changes: Any) -> Path:
+    """What V-JEPA 2's code saves: wrapped names, legacy tables, training state."""
+    encoder, predictor = research_names(hf_tensors(context, lambda p: p.detach().clone()))
+    target_encoder, _ = research_names(hf_tensors(target, lambda p: p.detach().clone()))
+    encoder["pos_embed"] = target_encoder["pos_embed"] = torch.zeros(1, 18, encoder["norm.weight"].numel())
+    predictor["predictor_pos_embed"] = torch.zeros(1, 18, predictor["predictor_norm.weight"].numel())
+    parts: dict[str, Any] = {
+        name: {f"module.backbone.{k}": v for k, v in tensors.items()}
+        for name, tensors in (
+            ("encoder", encoder),
+            ("predictor", predictor),
+            ("target_encoder", target_encoder),
+        )
+    }
+    state = {"opt": {"state": {0: torch.zeros(3)}}, "scaler": None, "epoch": 3, "loss": 0.5, "lr": 1e-4}
+    state |= {"batch_size": 24, "world_size": 128}
+    content = {k: v for k, v in {**parts, **state, **changes}.items() if v != "absent"}
+    torch.save(content, path)
+    return path
+
+
+def config(*overrides: str) -> Config:
+    """Grid 2 x 4 x 4 of patches 4 x 8 x 8, which `tiny` fits."""
+    base = ["spatial.image_size=[8,32,32]", "model.rope=tiled"]
+    base += ["method.predictor_width=64", "method.predictor_depth=2", "method.neighbour_weight=0"]
+    return load_config(SMOKE, [*base, *overrides])
+
+
+def volume(*shape: int, seed: int = 0) -> Tensor:
+    return torch.rand(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def own_checkpoint(folder: Path, cfg: Config, **changes: Any) -> Path:
+    """A run's checkpoint, as pretraining writes it but for what only training reads."""
+    torch.manual_seed(5)
+    model = VJEPA3D(cfg)
+    for parameter in model.parameters():
+        parameter.data.add_(torch.randn(parameter.shape), alpha=0.05)
+    state = {
+        "step": 7,
+        "model": model.state_dict(),
+        "config": to_yaml(cfg),
+        "recipe": cfg.method.recipe,
+        "normalisation": STORE_NORMALISATION,
+        "participants": ["1001", "1002"],
+        "progress": {"init_weight": 0.25},
+    }
+    writer = CheckpointWriter(str(folder), 1)
+    writer.save({**state, **changes}, ["best_probe"])
+    writer.close()
+    return folder / "best_probe.pt"
+
+
+def exit_line(command: list[str], capsys: pytest.CaptureFixture) -> str:
+    """The one line of a command that ends with code 2."""
+    capsys.readouterr()  # what was printed before
+    with pytest.raises(SystemExit) as stop:
+        run_cli(lambda: main(command))
+    assert stop.value.code == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    return error

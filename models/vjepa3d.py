@@ -29,7 +29,7 @@ from models.predictor import MlpPredictor, Predictor3D
 from models.stochastic import Stochastic
 from models.vit3d import NORM_EPS, Block, Gather, Recompute, VisionTransformer3D, recompute_block
 from utils.config.recipes import recipe_of
-from utils.config.schema import Config
+from utils.config.schema import MISMATCHED, Config
 from utils.errors import UserError
 from utils.runtime.shards import Unit, part
 
@@ -74,7 +74,8 @@ class VJEPA3D(nn.Module):
         self.recipe = recipe_of(cfg.method)
         self.is_dense = self.recipe.context == "dense"
         self.dropout, self.drop_path = cfg.method.dropout, cfg.method.drop_path
-        self.has_mismatched_targets = cfg.method.control == "mismatched_targets"
+        self.has_other_latents = cfg.method.control in MISMATCHED
+        self.has_other_voxels = cfg.method.control == "mismatched_targets"
         self.encoder = build_encoder(cfg)
         self.target_width = self.encoder.width
         if self.recipe.target == "pixels":
@@ -234,7 +235,7 @@ class VJEPA3D(nn.Module):
         read, where all are valid.
         """
         targets_BNE, features_BNE = self.compute_targets(context_view, target_view)
-        target_BME = self.gather(self._of_control(targets_BNE), target_BM)
+        target_BME = self.gather(self._of_volume(targets_BNE, self.has_other_latents), target_BM)
         encoded = self.encode_context(context_view, context_BK, target_BM, seed_B)
         ctx_BKE = self.context_tokens(encoded, context_BK)
         second_B: dict[str, Tensor] = {}
@@ -248,12 +249,13 @@ class VJEPA3D(nn.Module):
             predictions = self.predictor.predictor_proj(trunk).float()
             prediction_BME = predictions[:, -target_BM.shape[1] :]
             for name, head in self.heads.items():
-                truth = self.gather(self._of_control(self.head_targets(name, context_view)), target_BM)
+                truth_BNV = self._of_volume(self.head_targets(name, context_view), self.has_other_voxels)
+                truth = self.gather(truth_BNV, target_BM)
                 second_B[name] = weighted_mean(per_token_l2(head(trunk_BMP).float(), truth), target_valid_BM)
             if self.has_context_loss:
                 if context_valid_BK is None:
                     context_valid_BK = torch.ones_like(context_BK, dtype=torch.float32)
-                truth = self.gather(self._of_control(targets_BNE), context_BK)
+                truth = self.gather(self._of_volume(targets_BNE, self.has_other_latents), context_BK)
                 guess = predictions[:, : context_BK.shape[1]]
                 distance = TOKEN_LOSSES[self.recipe.loss].distance(guess, truth)
                 second_B["context"] = weighted_mean(distance, context_valid_BK)
@@ -279,7 +281,8 @@ class VJEPA3D(nn.Module):
         """
         assert self.neighbour_head is not None
         grid = self.encoder.grid
-        truth_BNV = self._of_control(pixel_targets(context_view, self.encoder.patch_embed.patch, "plain"))
+        voxels_BNV = pixel_targets(context_view, self.encoder.patch_embed.patch, "plain")
+        truth_BNV = self._of_volume(voxels_BNV, self.has_other_voxels)
         offsets = places_beside(self.neighbour_places)
         guesses = self.neighbour_head(ctx_BKE).float().chunk(len(offsets), dim=-1)
         own_BK = weight_BN.gather(1, context_BK)
@@ -295,9 +298,9 @@ class VJEPA3D(nn.Module):
         places_B = torch.stack(is_there).sum(0).clamp(min=1.0)
         return torch.stack(means).sum(0) / places_B
 
-    def _of_control(self, targets: Tensor) -> Tensor:
-        """The targets [B, ...]; of another volume where that is the control, in training."""
-        return targets.roll(1, 0) if self.has_mismatched_targets and self.training else targets
+    def _of_volume(self, targets: Tensor, is_other: bool) -> Tensor:
+        """The targets [B, ...]; of another volume of the batch where a control asks for it, in training."""
+        return targets.roll(1, 0) if is_other and self.training else targets
 
     def trained_parameters(self) -> list[tuple[str, nn.Parameter]]:
         """Named parameters of everything but the target encoder."""

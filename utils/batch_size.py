@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import torch
 
-from utils.config.schema import Config
+from utils.config.schema import MISMATCHED, Config
 from utils.errors import UserError
 from utils.runtime.single import Runtime
 
@@ -38,7 +38,7 @@ def _smaller_batch(cfg: Config, runtime: Runtime) -> Config:
     """The next smaller per-core batch that divides the global one; raises UserError after a batch of 1, or of
     2 where targets are those of another volume of the batch.
     """
-    least = 2 if cfg.method.control == "mismatched_targets" else 1
+    least = 2 if cfg.method.control in MISMATCHED else 1
     share = cfg.train.global_batch_size // runtime.num_devices
     half = cfg.train.per_core_batch_size // 2
     smaller = max((n for n in range(least, half + 1) if share % n == 0), default=0)

@@ -210,6 +210,12 @@ ABLATIONS = (
         "neighbours",
         ("method.predictor_weight=0",),
     ),
+    Arm(
+        "mismatched_latents",
+        "neighbours' voxels its own, latent targets of another volume",
+        "neighbours",
+        ("method.control=mismatched_latents",),
+    ),
     Arm("neighbours_0.3", "neighbours 0.3", "neighbours", ("method.neighbour_weight=0.3",)),
     Arm("neighbours_3", "neighbours 3", "neighbours", ("method.neighbour_weight=3",)),
     Arm("own_place", "voxels of the token's own place alone", "neighbours", ("method.neighbour_places=own",)),
@@ -268,7 +274,11 @@ def own_control(arm: Arm, control: str) -> Arm:
 
 
 def own_controls(arm: Arm) -> list[Arm]:
-    """The arm's own two; one where there is no penalty, so that nothing would be left to train on."""
+    """The arm's own two; one where there is no penalty, so that nothing would be left to train on; none of a
+    control.
+    """
+    if any(change.startswith("method.control=") for change in arm.changes):
+        return []
     without_penalty = set(NO_REGULARISER) & set(arm.changes)
     return [own_control(arm, name) for name in OWN_CONTROLS if name != PENALTY_ONLY or not without_penalty]
 

@@ -227,6 +227,22 @@ def test_what_a_second_loss_is_of_is_of_another_volume_in_mismatched_training_al
         torch.testing.assert_close(evaluated, own)
 
 
+def test_latents_alone_are_those_of_another_volume_and_the_voxels_stay_its_own() -> None:
+    batch = uint8_batch(small_config("neighbour"), 4)
+    own, latents, both = (
+        predict(nano_model(cfg).train(), batch, CPU, stochastic=False)
+        for cfg in (
+            small_config("neighbour"),
+            small_config("neighbour", "method.control=mismatched_latents"),
+            small_config("neighbour", "method.control=mismatched_targets"),
+        )
+    )
+    torch.testing.assert_close(latents.loss_B, both.loss_B)
+    torch.testing.assert_close(latents.second_B["neighbour"], own.second_B["neighbour"])
+    assert bool((latents.loss_B - own.loss_B).abs().min() > 1e-4)
+    assert bool((both.second_B["neighbour"] - own.second_B["neighbour"]).abs().min() > 1e-4)
+
+
 def test_padding_is_no_part_of_the_context_loss() -> None:
     cfg = small_config("context")
     batch = uint8_batch(cfg, 4)

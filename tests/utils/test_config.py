@@ -129,11 +129,17 @@ def test_a_control_needs_what_it_controls() -> None:
         ConfigError, match=r"method\.regulariser: expected vicreg or sigreg with .*penalty_only"
     ):
         load_config(SMOKE, alone)
-    single = ["method.control=mismatched_targets", "train.per_core_batch_size=1"]
-    with pytest.raises(
-        ConfigError, match=r"train\.per_core_batch_size: expected 2 or more with .*mismatched"
-    ):
-        load_config(SMOKE, single)
+    for control in ("mismatched_targets", "mismatched_latents"):
+        single = [f"method.control={control}", "train.per_core_batch_size=1"]
+        with pytest.raises(
+            ConfigError, match=rf"train\.per_core_batch_size: expected 2 or more with .*={control}"
+        ):
+            load_config(SMOKE, single)
+    latents = ["method.control=mismatched_latents", "method.neighbour_weight=0"]
+    with pytest.raises(ConfigError, match=r"method\.control: expected mismatched_targets where no voxels"):
+        load_config(SMOKE, latents)
+    with pytest.raises(ConfigError, match=r"method\.control: expected mismatched_targets where no voxels"):
+        load_config(SMOKE, [latents[0], "method.recipe=mae"])
 
 
 @pytest.mark.parametrize(

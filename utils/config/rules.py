@@ -9,7 +9,7 @@ import difflib
 import math
 
 from utils.config.recipes import RECIPES, Recipe, recipe_of
-from utils.config.schema import DENSE_KINDS, Config, MethodConfig, TaskConfig, leaves
+from utils.config.schema import DENSE_KINDS, MISMATCHED, Config, MethodConfig, TaskConfig, leaves
 from utils.errors import ConfigError
 
 BLOCK_KEYS = ("context_ratio", "target_ratio", "mask_blocks")
@@ -77,9 +77,9 @@ def _check_sections(cfg: Config) -> None:
     drop_last = cfg.data.drop_last
     _require(drop_last, "data.drop_last", "true (batches have one size; a batch may span epochs)", drop_last)
     _require(
-        cfg.method.control != "mismatched_targets" or cfg.train.per_core_batch_size > 1,
+        cfg.method.control not in MISMATCHED or cfg.train.per_core_batch_size > 1,
         "train.per_core_batch_size",
-        "2 or more with method.control=mismatched_targets (targets are those of another volume)",
+        f"2 or more with method.control={cfg.method.control} (targets are those of another volume)",
         cfg.train.per_core_batch_size,
     )
     share = optim.warmup_ratio + optim.cooldown_ratio
@@ -154,6 +154,14 @@ def _check_method(method: MethodConfig) -> None:
         "method.regulariser",
         "vicreg or sigreg with method.control=penalty_only, which has nothing else to train on",
         method.regulariser,
+    )
+    voxels = method.ascan_weight, method.pixel_weight, method.neighbour_weight
+    has_both = recipe_of(method).target == "features" and max(voxels) > 0
+    _require(
+        method.control != "mismatched_latents" or has_both,
+        "method.control",
+        "mismatched_targets where no voxels are predicted beside latent targets",
+        method.control,
     )
 
 

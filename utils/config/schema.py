@@ -131,6 +131,9 @@ class MaskFamily:
     aspect: tuple[float, float] = (0.75, 1.5)  # height / width of the block in tokens
 
 
+MISMATCHED = "mismatched_targets", "mismatched_latents"  # of method.control: need another volume in a batch
+
+
 @dataclass(frozen=True)
 class MethodConfig:
     recipe: str = key(MISSING, identity=True)  # a name of utils/config/recipes.py
@@ -175,8 +178,8 @@ class MethodConfig:
     # vjepa2: blocks of the target encoder whose outputs are predicted, 1 the first; null: the last alone
     target_layers: list[int] | None = None
     # a control for claims, no way to train: the prediction's loss times 0, or, in training, the targets of
-    # another volume of the batch
-    control: Literal["penalty_only", "mismatched_targets"] | None = None
+    # another volume of the batch: all of them, or the target encoder's features alone and no voxels
+    control: Literal["penalty_only", "mismatched_targets", "mismatched_latents"] | None = None
     init_from: str | None = None  # a checkpoint whose weights start this run; null: random
     dropout: float = key(0.0, BELOW_1)
     drop_path: float = key(0.0, BELOW_1)

@@ -87,6 +87,11 @@ class Arm:
     is_trained: bool = True
     steps: int | None = None  # fixed; None: as many as fit the budget
 
+    @property
+    def is_control(self) -> bool:
+        """Whether claims are held against it and it makes none."""
+        return self.name in (RANDOM, CONTROL) or any(c.startswith("method.control=") for c in self.changes)
+
 
 def _weight(kind: str, weight: float) -> tuple[str, ...]:
     return (f"method.regulariser={kind}", f"method.regulariser_weight={weight}")
@@ -212,8 +217,8 @@ ABLATIONS = (
     ),
     Arm(
         "mismatched_latents",
-        "neighbours' voxels its own, latent targets of another volume",
-        "neighbours",
+        "latents of another volume, voxels its own (control)",
+        "control",
         ("method.control=mismatched_latents",),
     ),
     Arm("neighbours_0.3", "neighbours 0.3", "neighbours", ("method.neighbour_weight=0.3",)),
@@ -274,10 +279,10 @@ def own_control(arm: Arm, control: str) -> Arm:
 
 
 def own_controls(arm: Arm) -> list[Arm]:
-    """The arm's own two; one where there is no penalty, so that nothing would be left to train on; none of a
-    control.
+    """The arm's own two; one where there is no penalty, so that nothing would be left to train on; none where
+    the arm is a control itself.
     """
-    if any(change.startswith("method.control=") for change in arm.changes):
+    if arm.is_control:
         return []
     without_penalty = set(NO_REGULARISER) & set(arm.changes)
     return [own_control(arm, name) for name in OWN_CONTROLS if name != PENALTY_ONLY or not without_penalty]
@@ -294,12 +299,7 @@ def controls_of_claims(name: str) -> tuple[str, ...]:
 TRAINED = (
     *MAIN,
     *ABLATIONS,
-    *(
-        control
-        for arm in (*MAIN, *ABLATIONS)
-        if arm.name not in CONTROLS and arm.name != REFERENCE
-        for control in own_controls(arm)
-    ),
+    *(control for arm in (*MAIN, *ABLATIONS) if arm.name != REFERENCE for control in own_controls(arm)),
 )
 
 
@@ -307,7 +307,12 @@ def arm_by_name(name: str) -> Arm:
     """The arm of this name, or the own control of one; raises UserError with the names that exist."""
     base, is_control, control = name.partition("+")
     if is_control and control in OWN_CONTROLS:
-        return own_control(arm_by_name(base), control)
+        arm = arm_by_name(base)
+        if arm.is_control:
+            raise UserError(
+                f"--arm: expected an arm that makes claims before +{control}, found the control {base}"
+            )
+        return own_control(arm, control)
     arms = {arm.name: arm for arm in (RANDOM_ARM, SUPERVISED_ARM, *MAIN, *ABLATIONS)}
     if name not in arms:
         raise UserError(f"--arm: expected one of {', '.join(arms)}, found {name}")

@@ -152,6 +152,10 @@ def search(
     share of a round's arms that goes on."""
     place = root / "search"
     race, others = (tuple(arm_by_name(name) for name in part) for part in (names, beside))
+    if controls := [arm.name for arm in race if arm.is_control]:
+        raise UserError(
+            f"--only: expected arms that make claims, found the control {controls[0]}; see --beside"
+        )
     pages = ["# Search", ""]
     for number, budget_s in enumerate(budgets_s):
         if len(race) == 1:

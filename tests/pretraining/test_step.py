@@ -227,20 +227,25 @@ def test_what_a_second_loss_is_of_is_of_another_volume_in_mismatched_training_al
         torch.testing.assert_close(evaluated, own)
 
 
-def test_latents_alone_are_those_of_another_volume_and_the_voxels_stay_its_own() -> None:
-    batch = uint8_batch(small_config("neighbour"), 4)
-    own, latents, both = (
-        predict(nano_model(cfg).train(), batch, CPU, stochastic=False)
-        for cfg in (
-            small_config("neighbour"),
-            small_config("neighbour", "method.control=mismatched_latents"),
-            small_config("neighbour", "method.control=mismatched_targets"),
+@pytest.mark.parametrize("name", SECOND_LOSSES)
+def test_latents_alone_are_those_of_another_volume_and_the_voxels_stay_its_own(name: str) -> None:
+    keys = [name, "method.neighbour_weight=1"] if name == "context" else [name]
+    batch = uint8_batch(small_config(*keys), 4)
+    own, latents, both, evaluated = (
+        predict(nano_model(cfg).train(training), batch, CPU, stochastic=False)
+        for cfg, training in (
+            (small_config(*keys), True),
+            (small_config(*keys, "method.control=mismatched_latents"), True),
+            (small_config(*keys, "method.control=mismatched_targets"), True),
+            (small_config(*keys, "method.control=mismatched_latents"), False),
         )
     )
     torch.testing.assert_close(latents.loss_B, both.loss_B)
-    torch.testing.assert_close(latents.second_B["neighbour"], own.second_B["neighbour"])
     assert bool((latents.loss_B - own.loss_B).abs().min() > 1e-4)
-    assert bool((both.second_B["neighbour"] - own.second_B["neighbour"]).abs().min() > 1e-4)
+    torch.testing.assert_close(evaluated.loss_B, own.loss_B)
+    of_latents, of_voxels = (both, own) if name == "context" else (own, both)  # the context's truth is latent
+    torch.testing.assert_close(latents.second_B[name], of_latents.second_B[name])
+    assert bool((latents.second_B[name] - of_voxels.second_B[name]).abs().min() > 1e-4)
 
 
 def test_padding_is_no_part_of_the_context_loss() -> None:

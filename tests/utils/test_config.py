@@ -135,11 +135,12 @@ def test_a_control_needs_what_it_controls() -> None:
             ConfigError, match=rf"train\.per_core_batch_size: expected 2 or more with .*={control}"
         ):
             load_config(SMOKE, single)
-    latents = ["method.control=mismatched_latents", "method.neighbour_weight=0"]
-    with pytest.raises(ConfigError, match=r"method\.control: expected mismatched_targets where no voxels"):
-        load_config(SMOKE, latents)
-    with pytest.raises(ConfigError, match=r"method\.control: expected mismatched_targets where no voxels"):
-        load_config(SMOKE, [latents[0], "method.recipe=mae"])
+    for change in ("method.neighbour_weight=0", "method.predictor_weight=0", "method.recipe=mae"):
+        with pytest.raises(
+            ConfigError,
+            match=r"method\.control: .* where not both latents and voxels are predicted, found mis",
+        ):
+            load_config(SMOKE, ["method.control=mismatched_latents", change])
 
 
 @pytest.mark.parametrize(

@@ -156,11 +156,12 @@ def _check_method(method: MethodConfig) -> None:
         method.regulariser,
     )
     voxels = method.ascan_weight, method.pixel_weight, method.neighbour_weight
-    has_both = recipe_of(method).target == "features" and max(voxels) > 0
+    latents = method.predictor_weight, method.context_weight
+    has_both = recipe_of(method).target == "features" and max(voxels) > 0 and max(latents) > 0
     _require(
         method.control != "mismatched_latents" or has_both,
         "method.control",
-        "mismatched_targets where no voxels are predicted beside latent targets",
+        "another control, or none, where not both latents and voxels are predicted",
         method.control,
     )
 

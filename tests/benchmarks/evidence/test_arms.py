@@ -46,12 +46,7 @@ KEYS_OF_FACTOR = {
     "predictor": {"method.predictor_depth", "method.predictor_width", "method.predictor"},
     "context": {"method.context"},
     "parity": {"method.regulariser", "method.regulariser_weight", "method.neighbour_weight"},
-    "neighbours": {
-        "method.neighbour_weight",
-        "method.neighbour_places",
-        "method.predictor_weight",
-        "method.control",
-    },
+    "neighbours": {"method.neighbour_weight", "method.neighbour_places", "method.predictor_weight"},
     "context loss": {"method.context_weight", "method.target_layers"},
     "loss": {"method.loss", "method.regulariser_weight"},
     "mask": {"method.mask_blocks"},

@@ -99,6 +99,10 @@ def test_an_own_control_differs_in_nothing_else(tmp_path: Path) -> None:
     assert {key for key in after if after[key] != before[key]} - own == {"method.control"}
     with pytest.raises(UserError, match="expected one of"):
         arm_by_name("lr_2e-3+nothing")
+    with pytest.raises(
+        UserError, match=r"expected an arm that makes claims .*found the control mismatched_lat"
+    ):
+        arm_by_name("mismatched_latents+penalty_only")
 
 
 def test_own_controls_are_run_and_tabled_by_name(tmp_path: Path) -> None:
@@ -226,6 +230,10 @@ def test_an_arm_without_a_penalty_has_one_control_of_its_own(root: Path) -> None
 def test_what_cannot_race_is_refused_before_a_run(root: Path) -> None:
     with pytest.raises(UserError, match="--beside: expected some of"):
         command(root, "--only", "vjepa2", "--beside", "nobody")
+    with pytest.raises(
+        UserError, match="--only: expected arms that make claims, found the control mismatched_lat"
+    ):
+        command(root, "--only", "vjepa2,mismatched_latents")
     with pytest.raises(SystemExit):
         command(root, "--only", "vjepa2", "--budgets", "40,10")
     assert FakeQueue.ran == []

@@ -67,6 +67,9 @@ def test_out_of_memory_halves_the_batch_and_keeps_the_losses(
     monkeypatch.setattr(trial_module, "trial_step", trial)  # one volume alone has no other to take targets of
     with pytest.raises(UserError, match=r"out of memory: a batch of two volumes of spatial"):
         train(pipeline_config(folder, f"run.dir={tmp_path / 'control'}", "method.control=mismatched_targets"))
+    latents = "method.control=mismatched_latents", "method.neighbour_weight=1"
+    with pytest.raises(UserError, match=r"out of memory: a batch of two volumes of spatial"):
+        train(pipeline_config(folder, f"run.dir={tmp_path / 'latents'}", *latents))
 
 
 def test_later_out_of_memory_names_the_last_checkpoint(

@@ -15,7 +15,7 @@ import pytest
 
 from benchmarks.evidence import cli as evidence
 from benchmarks.evidence import compute, differences, search
-from benchmarks.evidence.arms import ABLATIONS, MAIN, arm_by_name, arm_config, own_control, run_dir
+from benchmarks.evidence.arms import ABLATIONS, MAIN, TRAINED, arm_by_name, arm_config, own_control, run_dir
 from benchmarks.evidence.calibration import steps_of_budget
 from benchmarks.evidence.differences import read_arm
 from benchmarks.evidence.queue import Job, Plan, ablation_jobs
@@ -103,6 +103,7 @@ def test_an_own_control_differs_in_nothing_else(tmp_path: Path) -> None:
         UserError, match=r"expected an arm that makes claims .*found the control mismatched_lat"
     ):
         arm_by_name("mismatched_latents+penalty_only")
+    assert not any(arm.name.startswith(("mismatched_latents+", "control+")) for arm in TRAINED)
 
 
 def test_own_controls_are_run_and_tabled_by_name(tmp_path: Path) -> None:

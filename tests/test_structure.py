@@ -1,4 +1,4 @@
-"""The house rules that no single module can keep: who may import whom."""
+"""The house rules that no single module can keep: who may import whom, and how large a room may be."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from utils.config.keys import keys
 from utils.config.recipes import RECIPES
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -208,3 +209,79 @@ def test_every_marker_has_a_make_target() -> None:
     markers = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["pytest"]["ini_options"]["markers"]
     targets = re.findall(r'-m "(\w+)"', (ROOT / "Makefile").read_text())
     assert {marker.partition(":")[0] for marker in markers} == set(targets)
+
+
+# A ratchet: adding to a room, a command or a key means taking from another, or a new number here, in a commit
+# that says why.
+LINES = {}
+BOXES = {}  # top-level files and folders of a room, floors, arrows between boxes
+COMMANDS = {
+}  # what a person runs as `python -m NAME`
+NUM_KEYS = 149
+
+
+def lines_of(room: Path) -> int:
+    return sum(path.read_text().count("\n") for path in room.glob("**/*.py"))
+
+
+def plan(room: Path) -> tuple[int, int, int]:
+    """Boxes, floors and arrows of a room: each file and folder that lies in it is a box, each import between
+    two boxes an arrow, and a box lies a floor above the highest that it imports.
+    """
+    boxes: dict[str, set[str]] = {}
+    for name, imported in arrows(sorted(room.glob("**/*.py"))).items():
+        box = name.removeprefix(f"{room.name}").lstrip(".").partition(".")[0]
+        others = {other.removeprefix(f"{room.name}").lstrip(".").partition(".")[0] for other in imported}
+        if box:  # not the room's own sign
+            boxes.setdefault(box, set()).update(others - {box, ""})
+    floors: dict[str, int] = {}
+
+    def floor(box: str, trail: tuple[str, ...] = ()) -> int:
+        assert box not in trail, f"{room.name}: boxes in a circle: {[*trail, box]}"
+        if box not in floors:
+            floors[box] = 1 + max((floor(other, (*trail, box)) for other in boxes[box]), default=0)
+        return floors[box]
+
+    return len(boxes), max(map(floor, boxes)), sum(map(len, boxes.values()))
+
+
+def commands() -> set[str]:
+    """Product modules that `python -m` runs."""
+    guarded = [path for path in MODULES if re.search(r"^if __name__ == .__main__.:", path.read_text(), re.M)]
+    return {module_name(path).removesuffix(".__main__") for path in guarded}
+
+
+@pytest.mark.parametrize("room", LINES)
+def test_a_room_holds_no_more_lines_than_it_may(room: str) -> None:
+    assert lines_of(ROOT / room) <= LINES[room]
+
+
+@pytest.mark.parametrize("room", BOXES)
+def test_a_room_can_be_drawn(room: str) -> None:
+    found_plan = plan(ROOT / room)
+    assert all(value <= limit for value, limit in zip(found_plan, BOXES[room], strict=True)), found_plan
+
+
+def test_no_command_is_added() -> None:
+    assert commands() == COMMANDS
+
+
+def test_no_key_is_added() -> None:
+    assert len(keys()) <= NUM_KEYS
+
+
+def test_a_plan_counts_boxes_floors_and_arrows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A command on a folder of two files, which stands on a file."""
+    monkeypatch.setattr(f"{__name__}.ROOT", tmp_path)
+    texts = {
+        "room/__init__.py": "",
+        "room/command.py": "from room.inner import a, b",
+        "room/inner/__init__.py": "",
+        "room/inner/a.py": "import room.ground",
+        "room/inner/b.py": "from room.ground import x\nfrom room.inner.a import y",
+        "room/ground.py": "import os",
+    }
+    for name, text in texts.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert plan(tmp_path / "room") == (3, 3, 2)

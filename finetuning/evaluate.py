@@ -13,7 +13,6 @@ models.probes.participants: fitted on the training fold, C chosen on the validat
 evaluated one. eval.protocol=official: the splits of the table; crossfit: folds over all labelled participants
 that pre-training did not see. A head: finetuning/head_evaluation.py.
 
-task.kind=survival: time to an event (finetuning/time_to_event.py).
 --same-eye, with --config or with --head: do several devices agree about one eye (finetuning/same_eye/run.py).
 
 Participants that pre-training saw are an error, unless eval.allow_overlap=true; the table then says so.
@@ -74,8 +73,6 @@ from finetuning.probing import (
 )
 from finetuning.same_eye.run import main as compare_scanners
 from finetuning.segmentation.evaluate import evaluate_segmentation
-from finetuning.time_to_event import evaluate_survival
-from finetuning.time_to_event import markdown as markdown_of_survival
 from finetuning.translation.evaluate import evaluate_translation
 from utils import storage
 from utils.checkpoint import load_checkpoint
@@ -306,13 +303,6 @@ def main(argv: Sequence[str] | None = None) -> None:
         cfg = source.open_source(asked.config, asked.overrides).cfg
     else:
         cfg = load_config(asked.config, asked.overrides)
-    if cfg.task.kind == "survival":
-        print(
-            markdown_of_survival(
-                evaluate_survival(cfg, find_checkpoint(cfg), open_runtime(cfg.train.use_bf16))
-            )
-        )
-        return
     print(format_table(evaluate(cfg, open_runtime(cfg.train.use_bf16))))
     log.info("next: python -m utils.report %s", shlex.quote(cfg.run.dir))
 

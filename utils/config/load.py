@@ -6,6 +6,7 @@ key. Lengths are mm, sizes voxels, and every triple is in (D, H, W) order: B-sca
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import is_dataclass
@@ -26,6 +27,15 @@ from utils.config.rules import check_recipe, check_rules
 from utils.config.schema import Config, StorageOptions, TrainConfig, leaves
 from utils.errors import ConfigError
 
+# keys that older versions had -> the value that says what is done now; stored configurations may have them
+GONE_KEYS: dict[str, Any] = {
+    "task.time_column": None,
+    "task.event_column": None,
+}
+# of these: with any value what was trained can be read
+READ_WITH_ANY_VALUE: frozenset[str] = frozenset()
+log = logging.getLogger(__name__)
+
 
 def load_config(
     path: str | Path, overrides: Sequence[str] = (), base: Mapping[str, Any] | None = None
@@ -44,6 +54,7 @@ def load_config(
     except UnicodeDecodeError as error:
         byte = f"{error.object[error.start]:#04x} at byte {error.start}"
         raise ConfigError(f"{path}: expected UTF-8 text, found {byte}") from error
+    _drop_gone_keys(loaded)
     return _checked(loaded, overrides, base, str(path))
 
 
@@ -95,6 +106,10 @@ def config_of_yaml(text: str, where: str) -> Config:
     """
     try:
         saved = OmegaConf.create(text)
+        for key, value in _drop_gone_keys(saved):
+            if key in READ_WITH_ANY_VALUE:
+                log.warning("%s: %s=%s is no key any more and is left out", where, key, value)
+                OmegaConf.select(saved, key.rpartition(".")[0]).pop(key.rpartition(".")[2])
         for key, reference in _references(OmegaConf.to_container(saved)):
             raise ConfigError(f"{where}: {key}: expected a plain value, found the reference {reference}")
         cfg = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), saved))
@@ -103,6 +118,21 @@ def config_of_yaml(text: str, where: str) -> Config:
     assert isinstance(cfg, Config)
     check_recipe(cfg.method, where)
     return cfg
+
+
+def _drop_gone_keys(saved: Any) -> list[tuple[str, Any]]:
+    """Take the keys of GONE_KEYS that have their value out of a configuration; returns those with another."""
+    others = []
+    for key, accepted in GONE_KEYS.items():
+        section, _, name = key.rpartition(".")
+        part = OmegaConf.select(saved, section) if OmegaConf.is_dict(saved) else None
+        if not OmegaConf.is_dict(part) or name not in part:
+            continue
+        if part[name] == accepted:
+            part.pop(name)
+        else:
+            others.append((key, part[name]))
+    return others
 
 
 def _check_shapes(hint: Any, value: Any, where: str, key: str = "") -> None:

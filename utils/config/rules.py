@@ -22,7 +22,6 @@ def check_rules(cfg: Config, where: str) -> None:
         _check_bounds(cfg)
         _check_sections(cfg)
         _check_task(cfg.task)
-        _check_survival(cfg)
         _check_method(cfg.method)
         _check_masks(cfg.method, recipe_of(cfg.method))
         _check_parts(cfg.method, recipe_of(cfg.method))
@@ -99,20 +98,6 @@ def _check_task(task: TaskConfig) -> None:
             continue
         different = names is not None and len(set(names)) == len(names) >= least
         _require(different, f"task.{key}", f"{least} or more different names with task.kind {kind}", names)
-
-
-def _check_survival(cfg: Config) -> None:
-    """Time to an event has two columns, one set of folds, and no head."""
-    task, is_survival = cfg.task, cfg.task.kind == "survival"
-    for key in ("time_column", "event_column"):
-        value = getattr(task, key)
-        kind = f"{'a column' if is_survival else 'null'} with task.kind {task.kind}"
-        _require((value is not None) == is_survival, f"task.{key}", kind, value)
-    different = not is_survival or task.time_column != task.event_column
-    _require(different, "task.event_column", "another column than task.time_column", task.event_column)
-    protocol = cfg.eval.protocol
-    fits = not is_survival or protocol == "official"
-    _require(fits, "eval.protocol", "official with task.kind survival", protocol)
 
 
 def check_recipe(method: MethodConfig, where: str) -> None:

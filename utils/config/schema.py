@@ -277,21 +277,18 @@ class TaskConfig:
     id_column: str | None = None  # null: the column of the unit (person_id or participant_id, ...)
     label_column: str = "study_group"
     label_columns: list[str] | None = None  # multilabel: a column of 0 and 1 for each label
-    # what the label is; `ordinal` needs class_order, `survival` time_column and event_column. `layers`:
-    # surfaces, of the store's height maps; `segmentation`: classes of voxels, of its label volumes;
-    # `translation`: en-face slabs of OCTA, of its flow
+    # what the label is; `ordinal` needs class_order. `layers`: surfaces, of the store's height maps;
+    # `segmentation`: classes of voxels, of its label volumes; `translation`: en-face slabs of OCTA, of its
+    # flow
     kind: Literal[
         "classification",
         "ordinal",
         "regression",
         "multilabel",
-        "survival",
         "layers",
         "segmentation",
         "translation",
     ] = "classification"
-    time_column: str | None = None  # survival: a duration above 0, its unit in the name, as in onset_days
-    event_column: str | None = None  # survival: 1 where the event was seen, 0 where nothing was until then
     surfaces: list[str] | None = None  # layers: from the vitreous down; null: all that the maps name
     classes: list[str] | None = None  # segmentation: those to learn, the others are background; null: all
     slabs: list[str] | None = None  # translation: superficial, deep, ...; null: all that the flow has

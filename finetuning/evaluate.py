@@ -61,6 +61,7 @@ from finetuning.pooled import (
     raw_features,
 )
 from finetuning.probing import (
+    RANDOM_SEEDS,
     Probed,
     best_in_each_fold,
     device_cohorts,
@@ -174,7 +175,7 @@ def _evaluate(asked: Asked, state: dict[str, Any], url: str, runtime: Runtime) -
 def _random_row(asked: Asked, runtime: Runtime) -> tuple[Row, list[str]]:
     """Random initialisation: in each fold the seed that is best on validation, and what the others did."""
     cfg = asked.cfg
-    seeds = range(cfg.seed, cfg.seed + cfg.probe.random_init_seeds)
+    seeds = range(cfg.seed, cfg.seed + RANDOM_SEEDS)
     arms = []
     for s in seeds:
         title = f"random features, seed {s} of {seeds[0]} to {seeds[-1]}"

@@ -15,7 +15,6 @@ store gets a line (finetuning.ledger).
 from __future__ import annotations
 
 from utils.cli import answer_early, run_cli
-from utils.errors import UserError
 
 if __name__ == "__main__":  # torch and scikit-learn take seconds to import
     from finetuning.board.words import parse
@@ -53,7 +52,7 @@ from finetuning.board.seeds import origin_of
 from finetuning.board.words import Words, parse
 from finetuning.cohort import Cohort, count_overlap, read_cohorts
 from finetuning.ledger import count_looks, data_digest, record_look
-from finetuning.probing import best_in_each_fold, random_words
+from finetuning.probing import RANDOM_SEEDS, best_in_each_fold, random_words
 from finetuning.source import Source
 from utils import storage
 from utils.config.load import flatten
@@ -118,9 +117,7 @@ def leaderboard(words: Words, runtime: Runtime | None = None) -> Board:
     }
     rows = np.unique(np.concatenate([cohort.rows for cohort in cohorts]))
     volumes = Volumes(cfg, store, rows, runtime or open_runtime(cfg.train.use_bf16))
-    seeds = [cfg.seed + number for number in range(cfg.probe.random_init_seeds)]
-    if len(seeds) < 3:
-        raise UserError(f"probe.random_init_seeds: expected 3 or more for a leaderboard, found {len(seeds)}")
+    seeds = [cfg.seed + number for number in range(RANDOM_SEEDS)]
     entries = entries_of(words, volumes, sources)
     folder = storage.join(cfg.run.dir, "leaderboard")
     protocol = protocol_digest(cfg, seeds)

@@ -31,9 +31,12 @@ from utils.errors import ConfigError
 GONE_KEYS: dict[str, Any] = {
     "task.time_column": None,
     "task.event_column": None,
+    "finetune.lora_rank": None,
+    "finetune.mixup": 0.0,
+    "probe.random_init_seeds": 3,
 }
 # of these: with any value what was trained can be read
-READ_WITH_ANY_VALUE: frozenset[str] = frozenset()
+READ_WITH_ANY_VALUE = frozenset({"finetune.lora_rank", "finetune.mixup", "probe.random_init_seeds"})
 log = logging.getLogger(__name__)
 
 

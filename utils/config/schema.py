@@ -319,12 +319,9 @@ class FinetuneConfig:
     # learning rate of a block is this to the power of the number of blocks above it
     layer_decay: float = key(0.75, Bound("a number in (0, 1]", lambda value: 0 < value <= 1))
     unfreeze_at_epoch: int = key(0, AT_LEAST_0)  # until then the head alone is trained
-    # rank of adapters (LoRA) that are trained in place of the encoder's own weights; null: those are
-    lora_rank: int | None = key(None, AT_LEAST_1)
     # auto: every class has the same weight in the loss; segmentation: the root of its rarity
     class_weights: Literal["auto", "none"] = "auto"
     label_smoothing: float = key(0.0, BELOW_1)
-    mixup: float = key(0.0, AT_LEAST_0)  # alpha of its beta distribution; 0: none
     patience: int | None = key(10, AT_LEAST_1)  # epochs without a better validation; null: to the end
 
 
@@ -333,7 +330,6 @@ class ProbeConfig:
     # cap on the volumes of each side that are embedded for the probes during pre-training
     max_volumes: int = key(256, AT_LEAST_1, may_change=True)
     bootstrap_samples: int = key(2000, AT_LEAST_1, may_change=True)
-    random_init_seeds: int = key(3, AT_LEAST_1, may_change=True)
 
 
 @dataclass(frozen=True)

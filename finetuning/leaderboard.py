@@ -32,7 +32,6 @@ import numpy as np
 from data_setup.store.reader import PreparedStore
 from finetuning.board.answers import Answer, Answers
 from finetuning.board.columns import BY_FOLD, COLUMNS, LINEAR, NEEDS_ENCODER, TUNED, Question
-from finetuning.board.cost import measured
 from finetuning.board.entries import (
     Entry,
     Volumes,
@@ -48,7 +47,6 @@ from finetuning.board.entries import (
 )
 from finetuning.board.page import write_pages
 from finetuning.board.rows import Board, Row
-from finetuning.board.seeds import origin_of
 from finetuning.board.words import Words, parse
 from finetuning.cohort import Cohort, count_overlap, read_cohorts
 from finetuning.ledger import count_looks, data_digest, record_look
@@ -81,10 +79,7 @@ class Desk:
             return kept
         self._record()
         log.info("%s: %s", entry.label, column)
-        cells, seconds, peak = measured(
-            lambda: COLUMNS[column](entry, self.question), self.question.volumes.runtime
-        )
-        answer = Answer(cells, seconds, peak)
+        answer = Answer(COLUMNS[column](entry, self.question))
         self.answers.write(entry.identity, column, answer)
         return answer
 
@@ -143,10 +138,8 @@ def leaderboard(words: Words, runtime: Runtime | None = None) -> Board:
     ]
     look = desk.look or count_looks(cfg.data.store, data_digest(store, *cohorts), cfg.data.storage_options)
     answered.sort(key=lambda row: row.entry.label if cfg.eval.protocol == "crossfit" else -row.val)
-    count = len(words.checkpoints)
-    origins = {e.label: origin_of(s) for e, s in zip(entries[:count], sources[:count], strict=True)}
     is_new = desk.look is not None
-    return Board(cfg, store, cohorts, seeds, columns, answered, origins, notes, look, is_new, folder)
+    return Board(cfg, store, cohorts, seeds, columns, answered, notes, look, is_new, folder)
 
 
 def entries_of(words: Words, volumes: Volumes, sources: Sequence[Source]) -> list[Entry]:

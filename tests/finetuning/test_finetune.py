@@ -373,7 +373,7 @@ def test_an_update_that_is_not_finite_moves_nothing_and_many_end_the_run(
         steps.append(len(steps))
         is_bad = steps[-1] in (2, 6, 7)
         if is_bad:
-            batches[0][0]["mean"][0] = math.nan
+            batches[0]["mean"][0] = math.nan
         result = real(model, optimizer, batches, *rest, **named)
         is_same = all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
         assert is_same == is_bad

@@ -15,7 +15,7 @@ from types import NoneType, UnionType
 from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
 
 import yaml
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import (
     ConfigKeyError,
     InterpolationToMissingValueError,
@@ -57,7 +57,7 @@ def load_config(
     except UnicodeDecodeError as error:
         byte = f"{error.object[error.start]:#04x} at byte {error.start}"
         raise ConfigError(f"{path}: expected UTF-8 text, found {byte}") from error
-    _drop_gone_keys(loaded)
+    _drop_gone_keys(loaded, str(path))
     return _checked(loaded, overrides, base, str(path))
 
 
@@ -109,10 +109,7 @@ def config_of_yaml(text: str, where: str) -> Config:
     """
     try:
         saved = OmegaConf.create(text)
-        for key, value in _drop_gone_keys(saved):
-            if key in READ_WITH_ANY_VALUE:
-                log.warning("%s: %s=%s is no key any more and is left out", where, key, value)
-                OmegaConf.select(saved, key.rpartition(".")[0]).pop(key.rpartition(".")[2])
+        _drop_gone_keys(saved, where, with_any_value=True)
         for key, reference in _references(OmegaConf.to_container(saved)):
             raise ConfigError(f"{where}: {key}: expected a plain value, found the reference {reference}")
         cfg = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), saved))
@@ -123,19 +120,19 @@ def config_of_yaml(text: str, where: str) -> Config:
     return cfg
 
 
-def _drop_gone_keys(saved: Any) -> list[tuple[str, Any]]:
-    """Take the keys of GONE_KEYS that have their value out of a configuration; returns those with another."""
-    others = []
+def _drop_gone_keys(saved: Any, where: str, *, with_any_value: bool = False) -> None:
+    """Take out of a configuration the keys of GONE_KEYS that have their value there; those that are
+    READ_WITH_ANY_VALUE too, where the caller wants that.
+    """
     for key, accepted in GONE_KEYS.items():
         section, _, name = key.rpartition(".")
-        part = OmegaConf.select(saved, section) if OmegaConf.is_dict(saved) else None
-        if not OmegaConf.is_dict(part) or name not in part:
+        part = OmegaConf.select(saved, section) if isinstance(saved, DictConfig) else None
+        if not isinstance(part, DictConfig) or name not in part:
             continue
         if part[name] == accepted:
             part.pop(name)
-        else:
-            others.append((key, part[name]))
-    return others
+        elif with_any_value and key in READ_WITH_ANY_VALUE:
+            log.warning("%s: %s=%s is no key any more and is left out", where, key, part.pop(name))
 
 
 def _check_shapes(hint: Any, value: Any, where: str, key: str = "") -> None:

@@ -27,15 +27,16 @@ from utils.config.rules import check_recipe, check_rules
 from utils.config.schema import Config, StorageOptions, TrainConfig, leaves
 from utils.errors import ConfigError
 
-# keys that older versions had -> the value that says what is done now; stored configurations may have them
-GONE_KEYS: dict[str, Any] = {
-    "task.time_column": None,
-    "task.event_column": None,
-    "finetune.lora_rank": None,
-    "finetune.mixup": 0.0,
-    "probe.random_init_seeds": 3,
+# Keys that went, which configurations of older runs still have: the values of each with which a run is the
+# same without it.
+GONE_KEYS: dict[str, tuple[Any, ...]] = {
+    "finetune.lora_rank": (None,),
+    "finetune.mixup": (0.0,),
+    "probe.random_init_seeds": (3,),
+    "task.event_column": (None,),
+    "task.time_column": (None,),
 }
-# of these: with any value what was trained can be read
+# Of these: with any value what a checkpoint or a head holds can be read.
 READ_WITH_ANY_VALUE = frozenset({"finetune.lora_rank", "finetune.mixup", "probe.random_init_seeds"})
 log = logging.getLogger(__name__)
 
@@ -51,13 +52,12 @@ def load_config(
     if not path.is_file():
         raise ConfigError(f"{path}: expected a YAML configuration, found no such file")
     try:
-        loaded = OmegaConf.load(path)
+        loaded = _without_gone_keys(OmegaConf.load(path), str(path))
     except (OmegaConfBaseException, yaml.YAMLError) as error:
         raise ConfigError(f"{path}: {_one_line(error)}") from error
     except UnicodeDecodeError as error:
         byte = f"{error.object[error.start]:#04x} at byte {error.start}"
         raise ConfigError(f"{path}: expected UTF-8 text, found {byte}") from error
-    _drop_gone_keys(loaded, str(path))
     return _checked(loaded, overrides, base, str(path))
 
 
@@ -108,8 +108,7 @@ def config_of_yaml(text: str, where: str) -> Config:
     looked up for it.
     """
     try:
-        saved = OmegaConf.create(text)
-        _drop_gone_keys(saved, where, with_any_value=True)
+        saved = _without_gone_keys(OmegaConf.create(text), where, is_stored=True)
         for key, reference in _references(OmegaConf.to_container(saved)):
             raise ConfigError(f"{where}: {key}: expected a plain value, found the reference {reference}")
         cfg = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), saved))
@@ -120,19 +119,22 @@ def config_of_yaml(text: str, where: str) -> Config:
     return cfg
 
 
-def _drop_gone_keys(saved: Any, where: str, *, with_any_value: bool = False) -> None:
-    """Take out of a configuration the keys of GONE_KEYS that have their value there; those that are
-    READ_WITH_ANY_VALUE too, where the caller wants that.
+def _without_gone_keys(written: Any, where: str, *, is_stored: bool = False) -> Any:
+    """A configuration of a file, or one stored with weights, less GONE_KEYS; raises ConfigError where one has
+    a value that changed the run.
     """
-    for key, accepted in GONE_KEYS.items():
+    for key, same in GONE_KEYS.items():
         section, _, name = key.rpartition(".")
-        part = OmegaConf.select(saved, section) if isinstance(saved, DictConfig) else None
+        part = OmegaConf.select(written, section) if isinstance(written, DictConfig) else None
         if not isinstance(part, DictConfig) or name not in part:
             continue
-        if part[name] == accepted:
-            part.pop(name)
-        elif with_any_value and key in READ_WITH_ANY_VALUE:
-            log.warning("%s: %s=%s is no key any more and is left out", where, key, part.pop(name))
+        if part[name] not in same:
+            if not (is_stored and key in READ_WITH_ANY_VALUE):
+                values = " or ".join("null" if value is None else str(value).lower() for value in same)
+                raise ConfigError(f"{where}: {key}: expected {values}, the key is gone, found {part[name]}")
+            log.warning("%s: the key %s=%s is gone and is left out", where, key, part[name])
+        del part[name]
+    return written
 
 
 def _check_shapes(hint: Any, value: Any, where: str, key: str = "") -> None:

@@ -101,7 +101,7 @@ def main() -> None:
         url = make_head(cfg, Path(root))
         out = Path(args.keep or f"{root}/out")
         start, used = time.perf_counter(), time.process_time()
-        predict(url, args.dicom, str(out), [])
+        predict(url, args.dicom, str(out), occlusion=False, overrides=[])
         seconds, used = time.perf_counter() - start, time.process_time() - used
         count = len((out / "predictions.jsonl").read_text().splitlines())
     print(describe())

@@ -7,7 +7,6 @@ and judged on: labels.py, then cohort.py. The commands, in the order of use:
     train        a head on frozen features (frozen.py), or the whole model (finetune.py, tuned, update)
     evaluate     a checkpoint by probes, or a head (evaluation.py: metrics, scorecard, subgroups, curves)
     evaluate --same-eye  do several devices agree about one eye (same_eye/)
-                 of task.kind=survival a Cox regression (time_to_event.py)
     leaderboard  checkpoints side by side (board/)
     truth        the phantom's layers, which the demo asks for
 

@@ -42,8 +42,7 @@ class Cohort:
     names: tuple[str, ...]  # classes (ordinal: lowest first), labels of multilabel, or the one value's column
     rows: np.ndarray  # store rows [n]
     fold: np.ndarray  # TRAIN, VAL or EVALUATED [n]
-    # float64 [n, T]: a class number or a value (T = 1); multilabel: 0 or 1 a name; survival: time and event
-    target: np.ndarray
+    target: np.ndarray  # float64 [n, T]: a class number or a value (T = 1); multilabel: 0 or 1 a name
     unit: np.ndarray  # str [n]: whom the prediction is for: SOP instance, PERSON_L or PERSON_R, or person
     person: np.ndarray  # str [n]
     unmatched: tuple[str, ...] = ()  # ids of the labels' table that the store does not have
@@ -51,16 +50,11 @@ class Cohort:
     @property
     def num_outputs(self) -> int:
         """Numbers that a head predicts: one a class, one a label, or one value."""
-        return 1 if self.kind in ("regression", "survival") else len(self.names)
+        return 1 if self.kind == "regression" else len(self.names)
 
 
 def read_cohorts(cfg: Config, store: PreparedStore, seen: Collection[str]) -> list[Cohort]:
     """The cohorts of eval.protocol: one, or one a fold; `seen` are the people of pre-training."""
-    if cfg.task.kind == "survival":
-        raise ConfigError(
-            "task.kind: expected a kind of label, found survival: finetuning.evaluate takes it, "
-            "of a checkpoint"
-        )
     if cfg.eval.protocol == "crossfit":
         return crossfit_cohorts(cfg, store, seen)
     return [read_cohort(cfg, store)]
@@ -194,7 +188,7 @@ def _cohort(cfg: Config, labels: Labels, parts: Sequence[pd.DataFrame]) -> Cohor
     """The cohort whose folds are `parts`, in the order TRAIN, VAL, EVALUATED."""
     index = pd.concat(parts)
     target = [labels.target[unit] for unit in index["unit"]]
-    width = len(labels.names) if cfg.task.kind in ("multilabel", "survival") else 1
+    width = len(labels.names) if cfg.task.kind == "multilabel" else 1
     return Cohort(
         kind=cfg.task.kind,
         names=labels.names,
@@ -239,9 +233,8 @@ def _require_fold(cfg: Config, cohort: Cohort, fold: int, where: str) -> None:
     """Raise UserError where a fold has too few people, or, VAL apart, nothing to tell apart."""
     chosen = cohort.fold == fold
     num_people = len(np.unique(cohort.person[chosen]))
-    columns = label_columns(cfg.task)[: 1 if cohort.kind == "survival" else None]  # all may have the event
     what = "classes" if cohort.kind in CLASS_KINDS else "values"
-    for number, column in enumerate(columns):
+    for number, column in enumerate(label_columns(cfg.task)):
         num_values = len(np.unique(cohort.target[chosen, number]))
         if num_people < MIN_PARTICIPANTS or (fold != VAL and num_values < 2):
             raise UserError(

@@ -13,7 +13,6 @@ models.probes.participants: fitted on the training fold, C chosen on the validat
 evaluated one. eval.protocol=official: the splits of the table; crossfit: folds over all labelled participants
 that pre-training did not see. A head: finetuning/head_evaluation.py.
 
-task.kind=survival: time to an event (finetuning/time_to_event.py).
 --same-eye, with --config or with --head: do several devices agree about one eye (finetuning/same_eye/run.py).
 
 Participants that pre-training saw are an error, unless eval.allow_overlap=true; the table then says so.
@@ -62,6 +61,7 @@ from finetuning.pooled import (
     raw_features,
 )
 from finetuning.probing import (
+    RANDOM_SEEDS,
     Probed,
     best_in_each_fold,
     device_cohorts,
@@ -74,8 +74,6 @@ from finetuning.probing import (
 )
 from finetuning.same_eye.run import main as compare_scanners
 from finetuning.segmentation.evaluate import evaluate_segmentation
-from finetuning.time_to_event import evaluate_survival
-from finetuning.time_to_event import markdown as markdown_of_survival
 from finetuning.translation.evaluate import evaluate_translation
 from utils import storage
 from utils.checkpoint import load_checkpoint
@@ -177,7 +175,7 @@ def _evaluate(asked: Asked, state: dict[str, Any], url: str, runtime: Runtime) -
 def _random_row(asked: Asked, runtime: Runtime) -> tuple[Row, list[str]]:
     """Random initialisation: in each fold the seed that is best on validation, and what the others did."""
     cfg = asked.cfg
-    seeds = range(cfg.seed, cfg.seed + cfg.probe.random_init_seeds)
+    seeds = range(cfg.seed, cfg.seed + RANDOM_SEEDS)
     arms = []
     for s in seeds:
         title = f"random features, seed {s} of {seeds[0]} to {seeds[-1]}"
@@ -306,13 +304,6 @@ def main(argv: Sequence[str] | None = None) -> None:
         cfg = source.open_source(asked.config, asked.overrides).cfg
     else:
         cfg = load_config(asked.config, asked.overrides)
-    if cfg.task.kind == "survival":
-        print(
-            markdown_of_survival(
-                evaluate_survival(cfg, find_checkpoint(cfg), open_runtime(cfg.train.use_bf16))
-            )
-        )
-        return
     print(format_table(evaluate(cfg, open_runtime(cfg.train.use_bf16))))
     log.info("next: python -m utils.report %s", shlex.quote(cfg.run.dir))
 

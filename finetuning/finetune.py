@@ -23,7 +23,6 @@ from data_setup.loader import evaluation_batches
 from data_setup.next_batch import next_or_stop
 from data_setup.normalisation import plain_view
 from data_setup.store.reader import PreparedStore
-from finetuning.adapters import merged_weights
 from finetuning.calibration import Calibration, calibrate, stored_calibration
 from finetuning.cohort import VAL, Cohort
 from finetuning.head_file import head_state, write_head
@@ -100,7 +99,7 @@ def _finetune(
         on_host = next_or_stop(batches, runtime, cfg.data.data_timeout_s)
         if on_host is None:
             break
-        micro_batches = [(runtime.to_device(a), b and runtime.to_device(b)) for a, b in on_host]
+        micro_batches = [runtime.to_device(batch) for batch in on_host]
         is_frozen, rate = plan.is_frozen(step), warmup_cosine(cfg.optim, step, plan.total)
         model.freeze(is_frozen=is_frozen)
         result = update_model(model, optimizer, micro_batches, cfg, runtime, rate, is_frozen=is_frozen)
@@ -250,9 +249,6 @@ def write_best(tuning: Tuning) -> tuple[str, dict[str, Any]]:
     load_strictly(head, parts["top.head."], url)
     if cohort.kind == "regression":
         rescale_output(head, examples.centre, examples.spread)
-    encoder = parts["encoder."]
-    if cfg.finetune.lora_rank is not None:
-        encoder = merged_weights(cfg, encoder, url)
     content = head_state(
         tuning.source,
         tuning.store,
@@ -260,7 +256,7 @@ def write_best(tuning: Tuning) -> tuple[str, dict[str, Any]]:
         head,
         None,
         {name: value for name, value in best.items() if name != "calibration"},
-        encoder,
+        parts["encoder."],
         calibration=stored_calibration(best),
         familiarity=None,  # the features of the best epoch were not kept
     )

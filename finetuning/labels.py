@@ -120,8 +120,6 @@ def label_columns(task: TaskConfig) -> tuple[str, ...]:
     """The columns of the table that a kind of task reads."""
     if task.kind == "multilabel":
         return tuple(task.label_columns or ())
-    if task.kind == "survival":
-        return (str(task.time_column), str(task.event_column))
     return (task.label_column,)
 
 
@@ -179,13 +177,6 @@ def _value(task: TaskConfig, cells: Sequence[str], where: str) -> Value | None:
         if number is None:
             raise UserError(f"{where}: {task.label_column}: expected a number, found {texts[0]!r}")
         return (number,)
-    if task.kind == "survival":
-        time = _number(texts[0])
-        if time is None or time <= 0:
-            raise UserError(f"{where}: {task.time_column}: expected a number above 0, found {texts[0]!r}")
-        if _number(texts[1]) not in (0.0, 1.0):
-            raise UserError(f"{where}: {task.event_column}: expected 0 or 1, found {texts[1]!r}")
-        return time, float(texts[1])
     if task.kind == "multilabel":
         for column, text in zip(task.label_columns or (), texts, strict=True):
             if _number(text) not in (0.0, 1.0):
@@ -215,7 +206,7 @@ def _numbered(
     task: TaskConfig, values: dict[str, Value]
 ) -> tuple[tuple[str, ...] | None, dict[str, tuple[float, ...]]]:
     """(classes, None for numbers; {unit: class number or numbers})."""
-    if task.kind in ("regression", "multilabel", "survival"):
+    if task.kind in ("regression", "multilabel"):
         return None, {unit: value for unit, value in values.items() if not isinstance(value, str)}
     texts = {unit: value for unit, value in values.items() if isinstance(value, str)}
     classes = tuple(task.class_order or sorted(set(texts.values())))

@@ -15,7 +15,6 @@ store gets a line (finetuning.ledger).
 from __future__ import annotations
 
 from utils.cli import answer_early, run_cli
-from utils.errors import UserError
 
 if __name__ == "__main__":  # torch and scikit-learn take seconds to import
     from finetuning.board.words import parse
@@ -33,7 +32,6 @@ import numpy as np
 from data_setup.store.reader import PreparedStore
 from finetuning.board.answers import Answer, Answers
 from finetuning.board.columns import BY_FOLD, COLUMNS, LINEAR, NEEDS_ENCODER, TUNED, Question
-from finetuning.board.cost import measured
 from finetuning.board.entries import (
     Entry,
     Volumes,
@@ -49,11 +47,10 @@ from finetuning.board.entries import (
 )
 from finetuning.board.page import write_pages
 from finetuning.board.rows import Board, Row
-from finetuning.board.seeds import origin_of
 from finetuning.board.words import Words, parse
 from finetuning.cohort import Cohort, count_overlap, read_cohorts
 from finetuning.ledger import count_looks, data_digest, record_look
-from finetuning.probing import best_in_each_fold, random_words
+from finetuning.probing import RANDOM_SEEDS, best_in_each_fold, random_words
 from finetuning.source import Source
 from utils import storage
 from utils.config.load import flatten
@@ -82,10 +79,7 @@ class Desk:
             return kept
         self._record()
         log.info("%s: %s", entry.label, column)
-        cells, seconds, peak = measured(
-            lambda: COLUMNS[column](entry, self.question), self.question.volumes.runtime
-        )
-        answer = Answer(cells, seconds, peak)
+        answer = Answer(COLUMNS[column](entry, self.question))
         self.answers.write(entry.identity, column, answer)
         return answer
 
@@ -118,9 +112,7 @@ def leaderboard(words: Words, runtime: Runtime | None = None) -> Board:
     }
     rows = np.unique(np.concatenate([cohort.rows for cohort in cohorts]))
     volumes = Volumes(cfg, store, rows, runtime or open_runtime(cfg.train.use_bf16))
-    seeds = [cfg.seed + number for number in range(cfg.probe.random_init_seeds)]
-    if len(seeds) < 3:
-        raise UserError(f"probe.random_init_seeds: expected 3 or more for a leaderboard, found {len(seeds)}")
+    seeds = [cfg.seed + number for number in range(RANDOM_SEEDS)]
     entries = entries_of(words, volumes, sources)
     folder = storage.join(cfg.run.dir, "leaderboard")
     protocol = protocol_digest(cfg, seeds)
@@ -146,10 +138,8 @@ def leaderboard(words: Words, runtime: Runtime | None = None) -> Board:
     ]
     look = desk.look or count_looks(cfg.data.store, data_digest(store, *cohorts), cfg.data.storage_options)
     answered.sort(key=lambda row: row.entry.label if cfg.eval.protocol == "crossfit" else -row.val)
-    count = len(words.checkpoints)
-    origins = {e.label: origin_of(s) for e, s in zip(entries[:count], sources[:count], strict=True)}
     is_new = desk.look is not None
-    return Board(cfg, store, cohorts, seeds, columns, answered, origins, notes, look, is_new, folder)
+    return Board(cfg, store, cohorts, seeds, columns, answered, notes, look, is_new, folder)
 
 
 def entries_of(words: Words, volumes: Volumes, sources: Sequence[Source]) -> list[Entry]:

@@ -9,9 +9,8 @@ with its reason, and the exit code is 1. Overrides (data.*, train.use_bf16, mode
 moved) stand before --dicom.
 
 Probabilities are calibrated where validation allowed it in training; every line says whether. Units of
-several volumes are not averaged. The map is the one that finetuning.explain found best for this head on eyes
-with a planted change, and its score is printed; of a head without it the first, not judged. A research model,
-not a medical device.
+several volumes are not averaged. The map is that of one forward pass (contributions of tokens, or attention);
+with --occlusion what the output loses when a block is hidden. A research model, not a medical device.
 """
 
 from __future__ import annotations
@@ -29,6 +28,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--checkpoint", required=True, metavar="HEAD", help="head.pt, or its run's folder")
     parser.add_argument("--dicom", nargs="+", required=True, metavar="FILE_OR_FOLDER")
     parser.add_argument("--out", required=True, metavar="DIR", help="a new folder, or one of this command")
+    parser.add_argument("--occlusion", action="store_true", help="draw the map by hiding blocks (slow)")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     return parser.parse_intermixed_args(argv)
 
@@ -39,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     # here: torch takes seconds to import, and a reader process imports this module without it
     from finetuning.prediction.run import predict
 
-    return predict(args.checkpoint, args.dicom, args.out, args.overrides)
+    return predict(args.checkpoint, args.dicom, args.out, args.occlusion, args.overrides)
 
 
 if __name__ == "__main__":

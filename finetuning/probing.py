@@ -17,6 +17,7 @@ from finetuning.predictions import Scored
 from models.probes.participants import Fitted, Fold, fit_logistic, fit_ridge, require_disjoint
 from utils.errors import UserError
 
+RANDOM_SEEDS = 3  # random initialisations to compare with
 Features = Callable[[Cohort], np.ndarray]  # [n, F] in the order of the cohort's rows
 
 

@@ -52,11 +52,6 @@ def train(config: str, overrides: Sequence[str]) -> int:
 
         refuse_another_encoder(source)
         return train_layers(source)
-    if cfg.task.kind == "survival":
-        raise ConfigError(
-            "task.kind: expected a kind with a head, found survival: finetuning.evaluate fits its Cox "
-            "regression"
-        )
     if cfg.task.kind == "segmentation":
         from finetuning.segmentation.train import train_segmentation
 

@@ -9,8 +9,9 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
+from data_setup.loader import Batch
 from finetuning.tuning import Tuning
-from finetuning.update import Micro, update_model
+from finetuning.update import update_model
 from models.optimizer import keep_state
 from utils.batch_size import settle_batch
 from utils.config.schema import Config
@@ -28,9 +29,7 @@ def settle_memory(tuning: Tuning, step: int) -> Tuning:
         without_workers = replace(cfg, data=replace(cfg.data, workers=0))
         examples = tuning.examples.with_settings(without_workers)
         _, batches = examples.batches(runtime, step, step + 1)
-        volumes, partners = next(batches)[0]
-        micro = runtime.to_device(volumes), partners and runtime.to_device(partners)
-        return partial(trial_step, tuning, cfg, micro)
+        return partial(trial_step, tuning, cfg, runtime.to_device(next(batches)[0]))
 
     put_back = keep_state(model, tuning.optimizer, tuning.cfg, runtime)
     cfg = settle_batch(tuning.cfg, runtime, work_of, put_back)
@@ -38,7 +37,7 @@ def settle_memory(tuning: Tuning, step: int) -> Tuning:
     return replace(tuning, source=source, examples=tuning.examples.with_settings(cfg))
 
 
-def trial_step(tuning: Tuning, cfg: Config, micro: Micro) -> None:
+def trial_step(tuning: Tuning, cfg: Config, micro: Batch) -> None:
     """A whole update of one micro-batch that moves nothing: what a step needs of memory, moments included. It
     needs no other process, since another may run out of memory alone.
     """

@@ -2,7 +2,7 @@
 
 In: normalised volumes [B, C, D, H, W], the validity of their tokens [B, N] and, in training, the samples' own
 seeds. Out: the head's outputs [B, num_outputs]. Layer-wise decay of the rates: Clark et al. 2020
-(arXiv:2003.10555), as BEiT and MAE fine-tune. Adapters: finetuning/adapters.py. Legend: models/vit3d.py.
+(arXiv:2003.10555), as BEiT and MAE fine-tune. Legend: models/vit3d.py.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from finetuning.adapters import add_adapters, is_adapter
 from models.heads import AttentiveHead, build_head
 from models.probes.features import token_moments
 from models.stochastic import Stochastic
@@ -62,17 +61,14 @@ class TunedModel(nn.Module):
     """Encoder and head. With `seed_B` a pass draws dropout and stochastic depth from the samples' seeds."""
 
     def __init__(self, encoder: VisionTransformer3D, num_outputs: int, cfg: Config) -> None:
-        """Head, and adapters for finetune.lora_rank, are drawn from torch's global generator; the encoder's
-        mask token, which no volume meets here, stays as it is.
+        """The head is drawn from torch's global generator; the encoder's mask token, which no volume meets
+        here, stays as it is.
         """
         super().__init__()
         self.encoder = encoder
-        self.has_adapters = cfg.finetune.lora_rank is not None
         head = build_head(cfg.head.kind, encoder.width, num_outputs, cfg.head.hidden, cfg.head.dropout)
         self.top = HeadOnTokens(head, cfg.head.dropout)
         self.dropout, self.drop_path = cfg.method.dropout, cfg.method.drop_path
-        if cfg.finetune.lora_rank is not None:
-            add_adapters(encoder, cfg.finetune.lora_rank)
         if cfg.train.activation_checkpointing:
             self.checkpoint_activations(recompute_block)
         self.freeze(is_frozen=False)
@@ -82,9 +78,7 @@ class TunedModel(nn.Module):
         self.encoder.recompute = recompute
 
     def freeze(self, *, is_frozen: bool) -> None:
-        """Train the head alone, on an encoder in evaluation mode without gradients; or both, of an encoder
-        with adapters these alone.
-        """
+        """Train the head alone, on an encoder in evaluation mode without gradients; or both."""
         self.train()
         self.encoder.train(not is_frozen)
         for name, parameter in self.encoder.named_parameters():
@@ -92,7 +86,7 @@ class TunedModel(nn.Module):
 
     def moves(self, name: str) -> bool:
         """Whether this parameter of the encoder is trained once the encoder is."""
-        return is_adapter(name) if self.has_adapters else name != MASK_TOKEN
+        return name != MASK_TOKEN
 
     def forward(self, view_BCDHW: Tensor, valid_BN: Tensor, seed_B: Tensor | None = None) -> Tensor:
         noise = None

@@ -18,8 +18,6 @@ from finetuning.tuned import TunedModel
 from utils.config.schema import Config
 from utils.runtime.single import Runtime
 
-Micro = tuple[Batch, Batch | None]  # a micro-batch, and its partner for mixup
-
 
 @dataclass
 class UpdateResult:
@@ -30,35 +28,16 @@ class UpdateResult:
     is_finite: Tensor
 
 
-def mixed_view(batch: Batch, partner: Batch | None) -> tuple[Tensor, Tensor]:
-    """What the encoder reads, [B, 1, D, H, W], and the validity of its tokens [B, N]; with a partner, mixed
-    volume by volume: `share` of the first, the rest of the second.
-    """
-    if partner is None:
-        return view(batch, 0), batch["token_valid"].float()
-    share_B1111 = batch["share"].view(-1, 1, 1, 1, 1)
-    mixed = share_B1111 * view(batch, 0) + (1 - share_B1111) * view(partner, 0)
-    return mixed, (batch["token_valid"] | partner["token_valid"]).float()
-
-
-def batch_loss(
-    kind: str, outputs_BC: Tensor, batch: Batch, partner: Batch | None, smoothing: float
-) -> Tensor:
+def batch_loss(kind: str, outputs_BC: Tensor, batch: Batch, smoothing: float) -> Tensor:
     """Sum of the weighted losses of a micro-batch; of a multilabel task the mean over the labels."""
-
-    def of(truth: Batch) -> Tensor:
-        losses_BT = row_losses(kind, outputs_BC.float(), truth["truth"], smoothing)
-        return (losses_BT * truth["weight"]).mean(dim=1)
-
-    if partner is None:
-        return of(batch).sum()
-    return (batch["share"] * of(batch) + (1 - batch["share"]) * of(partner)).sum()
+    losses_BT = row_losses(kind, outputs_BC.float(), batch["truth"], smoothing)
+    return (losses_BT * batch["weight"]).mean(dim=1).sum()
 
 
 def update_model(
     model: TunedModel,
     optimizer: torch.optim.AdamW,
-    batches: list[Micro],
+    batches: list[Batch],
     cfg: Config,
     runtime: Runtime,
     rate: float,
@@ -74,8 +53,8 @@ def update_model(
     samples, kind = cfg.train.global_batch_size, cfg.task.kind
     optimizer.zero_grad(set_to_none=True)
     loss_sum = torch.zeros((), device=runtime.device)
-    for number, (batch, partner) in enumerate(batches, 1):
-        volume, valid_BN = mixed_view(batch, partner)
+    for number, batch in enumerate(batches, 1):
+        volume, valid_BN = view(batch, 0), batch["token_valid"].float()
         sums = number == len(batches)
         with runtime.autocast():
             if is_frozen:
@@ -85,7 +64,7 @@ def update_model(
                 outputs_BC = replica(tokens, valid_BN, batch["sample_seed"])
             else:
                 outputs_BC = runtime.group.replica(model, sums=sums)(volume, valid_BN, batch["sample_seed"])
-        objective = batch_loss(kind, outputs_BC, batch, partner, cfg.finetune.label_smoothing) / samples
+        objective = batch_loss(kind, outputs_BC, batch, cfg.finetune.label_smoothing) / samples
         runtime.group.backward(objective)
         loss_sum = loss_sum + objective.detach()
 

@@ -30,10 +30,6 @@ def expand() -> None:
     _run("data_setup.expand")
 
 
-def explain() -> None:
-    _run("finetuning.explain")
-
-
 def finetune() -> None:
     _run("finetuning.train")
 

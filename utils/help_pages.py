@@ -69,11 +69,6 @@ PAGES = {
         ("task.labels_path", "task.label_column", "task.unit", "eval.split", "eval.protocol",
          "model.checkpoint"),
     ),
-    "finetuning.explain": HelpPage(
-        "Score the maps of a head where the truth is known, and choose the one that predictions show.",
-        ("python -m finetuning.explain --head runs/thin_linear",),
-        ("model.checkpoint", "run.dir", "eval.allow_overlap"),
-    ),
     "finetuning.leaderboard": HelpPage(
         "Compare checkpoints under one protocol, with corrected differences of all pairs.",
         ("python -m finetuning.leaderboard --config configs/cls_linear_probe.yaml --checkpoints RUN OTHER",),

@@ -16,7 +16,6 @@ from scipy.ndimage import gaussian_filter1d
 from scipy.spatial import cKDTree
 
 from data_setup.phantom.cohort import Factors
-from data_setup.phantom.thinning import Thinning
 
 SURFACES = (
     "ILM",
@@ -48,7 +47,6 @@ class Eye:
     vessel_points: np.ndarray  # (u, v, radius) every ~0.03 mm
     ripples: np.ndarray  # slow thickness variation: (layer, wave) -> (ku, kv, phase, amplitude)
     hyaloid_mm: float  # height of the posterior hyaloid over the ILM, 0 when attached
-    thinning: Thinning | None = None  # a layer that is thinner in a disc
 
 
 @dataclass(frozen=True)
@@ -204,8 +202,6 @@ def sample(eye: Eye, u: np.ndarray, v: np.ndarray, column_mm: float) -> Anatomy:
     """The eye at fundus positions u, v [D,W] mm; `column_mm` is the A-scan distance."""
     f = eye.factors
     thickness, disc = layer_thickness(eye, u, v)
-    if eye.thinning is not None:
-        thickness[eye.thinning.layer] *= eye.thinning.remaining(u, v)
     drusen = _bumps(eye.drusen, u, v) * (1 - disc)
     srf = _bumps(eye.srf, u, v, power=4)
     srf = np.where(srf > 0.006, srf, 0.0) * (1 - disc)

@@ -8,14 +8,11 @@ DIR.partial and renamed when it is complete; the remains of a killed run are del
 retinal_octa/manifest.tsv and retinal_octa/segmentation: height maps of the OCTA-type scans, with --flow
 their flow cubes and en-face images (retinal_octa/flow_cube, retinal_octa/enface). With
 --every-device both eyes of each participant are scanned once by each of the four devices. With --labels
-also labels of voxels (data_setup/phantom/voxel_labels.py), which `data_setup.prepare --labels` reads. With
---thin half of the people have a layer that is thinner in a disc of known place, and thinned.tsv says who
-(data_setup/phantom/thinning.py).
+also labels of voxels (data_setup/phantom/voxel_labels.py), which `data_setup.prepare --labels` reads.
 
     python -m data_setup.phantom --out DIR --participants N --seed S --size small|full [--faults]
                                  [--heights plain|all|QUIRK,...] [--every-device]
                                  [--flow plain|all|QUIRK,...] [--labels lesions|layers]
-                                 [--thin LAYER [--thin-loss SHARE]]
 """
 
 from __future__ import annotations
@@ -38,7 +35,6 @@ from data_setup.phantom.files import MANIFEST_COLUMNS, write_person
 from data_setup.phantom.flow_files import QUIRKS as FLOW_QUIRKS
 from data_setup.phantom.flow_files import write_flow
 from data_setup.phantom.octa import QUIRKS, parse_quirks, write_heights
-from data_setup.phantom.thinning import LOSS, MOST_LOSS, THINNABLE, plan_thinning, write_thinned
 from data_setup.phantom.voxel_labels import KINDS, write_labels
 from utils.errors import UserError
 from utils.help_pages import PeopleParser
@@ -109,15 +105,12 @@ def write_tree(
     every_device: bool = False,
     labels: str | None = None,
     flow: str | None = None,
-    thin: str | None = None,
-    thin_loss: float | None = None,
 ) -> dict[str, object]:
     """Write the tree to `out` (new or empty) and return the content of synthetic.json; raises UserError.
 
     workers: processes; None: one per CPU, 0 or 1: this one. heights: plain, all or names of octa.QUIRKS.
     every_device: each eye once on each device, in place of 2-4 scans a person.
     labels: one of voxel_labels.KINDS. flow: plain, all or names of flow_files.QUIRKS.
-    thin: one of thinning.THINNABLE; thin_loss: the share of its thickness that is lost, None: LOSS.
     """
     quirks = None if heights is None else parse_quirks(heights)
     flow_quirks = None if flow is None else parse_quirks(flow, FLOW_QUIRKS, "--flow")
@@ -126,17 +119,8 @@ def write_tree(
     for name, number in (("--seed", seed), ("--workers", workers)):
         if number is not None and number < 0:
             raise UserError(f"{name}: expected 0 or more, found {number}")
-    if thin is not None and (faults or every_device):
-        raise UserError("--thin: expected neither --faults nor --every-device beside it, found one")
-    if thin is None and thin_loss is not None:
-        raise UserError("--thin-loss: expected --thin LAYER beside it, found none")
-    loss = LOSS if thin_loss is None else thin_loss
-    if not 0 < loss <= MOST_LOSS:
-        raise UserError(f"--thin-loss: expected a number above 0, at most {MOST_LOSS}, found {thin_loss}")
     with _whole_directory(out) as partial_out:
-        people, thinned = make_participants(participants, seed, every_device), frozenset[str]()
-        if thin is not None:
-            people, thinned = plan_thinning(people, seed)
+        people = make_participants(participants, seed, every_device)
         job = partial(
             write_person,
             out=partial_out,
@@ -144,14 +128,8 @@ def write_tree(
             size=size,
             naming=naming,
             transfer_syntax=transfer_syntax,
-            layer=thin,
-            thinned=thinned,
-            loss=loss,
         )
         marker, rows = _write_tree(partial_out, people, job, faults, workers)
-        if thin is not None:
-            marker |= {"thin": thin, "thin_loss": loss}
-            write_thinned(partial_out, people, thinned)
         if every_device:
             marker["every_device"] = True
         if quirks is not None:
@@ -255,12 +233,6 @@ def main(argv: list[str] | None = None) -> None:
         "--every-device", action="store_true", help="each eye once on each device, for evaluate --same-eye"
     )
     parser.add_argument("--labels", choices=KINDS, help="write labels of voxels beside the scans")
-    parser.add_argument(
-        "--thin", choices=THINNABLE, help="make this layer thinner in a disc, in half of the people"
-    )
-    parser.add_argument(
-        "--thin-loss", type=float, metavar="SHARE", help=f"of its thickness that is lost ({LOSS})"
-    )
     parser.add_argument("--workers", type=int, help="processes (default: one per CPU); 0: in this one")
     args = parser.parse_args(argv)
     marker = write_tree(**vars(args))

@@ -10,9 +10,7 @@ rotation, so that none of them can stand in for it.
 from __future__ import annotations
 
 import datetime
-from collections.abc import Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 
 import numpy as np
 
@@ -123,11 +121,11 @@ def quota(total: int, weights: tuple[float, ...]) -> list[int]:
     return counts.tolist()
 
 
-def spread_splits(num: int, fractions: Mapping[str, float] = MappingProxyType(SPLIT_FRACTIONS)) -> list[str]:
+def spread_splits(num: int) -> list[str]:
     """Split names for `num` people in class order, each fraction spread evenly along that order."""
-    splits, given = [], dict.fromkeys(fractions, 0)
+    splits, given = [], dict.fromkeys(SPLIT_FRACTIONS, 0)
     for i in range(num):
-        owed = {name: (i + 0.5) * part - given[name] for name, part in fractions.items()}
+        owed = {name: (i + 0.5) * part - given[name] for name, part in SPLIT_FRACTIONS.items()}
         name = max(owed, key=owed.__getitem__)
         given[name] += 1
         splits.append(name)

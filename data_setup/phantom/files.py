@@ -7,7 +7,7 @@ the size and the scan alone, so the order of work does not matter.
 from __future__ import annotations
 
 import io
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +17,6 @@ from data_setup.phantom.cohort import Participant, Scan
 from data_setup.phantom.dicom import write_volume
 from data_setup.phantom.groups import POSITION_STYLES, FileSpec, written_spacing
 from data_setup.phantom.render import LESIONS, Scan3D, render
-from data_setup.phantom.thinning import LOSS, draw_thinning
 from data_setup.protocols import DEVICES, Protocol
 from data_setup.writers.items import make_uid
 
@@ -75,21 +74,13 @@ def scan_volume(
     seed: int,
     size: str,
     shape: tuple[int, int, int] | None = None,
-    thinned: str | None = None,
-    loss: float = LOSS,
 ) -> tuple[Scan3D, tuple[float, float, float]]:
-    """Render one planned scan, frames in stored order; returns it with its true spacing.
-
-    `thinned`: a layer that has lost the share `loss` of its thickness in a disc.
-    """
+    """Render one planned scan, frames in stored order; returns it with its true spacing."""
     default_shape, spacing = geometry(scan.protocol, size)
     if shape is not None:
         spacing = rescaled(scan.protocol, shape)
     identity = [seed, int(person.person_id), "RL".index(scan.laterality)]
     eye = make_eye(person.factors, np.random.default_rng([*identity, 1]))
-    if thinned is not None:
-        place = draw_thinning(LAYERS.index(thinned), np.random.default_rng([*identity, 4]), loss)
-        eye = replace(eye, thinning=place)
     volume = render(
         eye, scan.protocol, shape or default_shape, spacing, scan.laterality, [*identity, 2, scan.index]
     )
@@ -106,7 +97,6 @@ def flip(volume: Scan3D) -> Scan3D:
         disc=volume.disc[::-1],
         u_mm=volume.u_mm[::-1],
         v_mm=volume.v_mm[::-1],
-        untouched=None if volume.untouched is None else volume.untouched[:, ::-1],
     )
 
 
@@ -143,8 +133,7 @@ def truth_arrays(volume: Scan3D, spec: FileSpec, person: Participant) -> dict[st
     voxel_mm3 = float(np.prod(spec.spacing_mm))
     lesion_mm3 = np.bincount(volume.lesions.ravel(), minlength=len(LESIONS)) * voxel_mm3
     factors = asdict(person.factors)
-    planted = {} if volume.untouched is None else {"untouched_surfaces": volume.untouched}
-    return planted | {
+    return {
         "surface_names": np.array(SURFACES),
         "surfaces": volume.surfaces.astype(np.float32),
         "layer_names": np.array(LAYERS),
@@ -220,18 +209,11 @@ def write_person(
     size: str,
     naming: str,
     transfer_syntax: str,
-    layer: str | None = None,
-    thinned: frozenset[str] = frozenset(),
-    loss: float = LOSS,
 ) -> list[dict[str, object]]:
-    """Write a person's files and truth; returns the manifest rows.
-
-    `layer` is thinner by the share `loss` in the people of `thinned`.
-    """
-    own = layer if person.person_id in thinned else None
+    """Write a person's files and truth; returns the manifest rows."""
     rows = []
     for scan in person.scans:
-        volume, spacing = scan_volume(person, scan, seed, size, thinned=own, loss=loss)
+        volume, spacing = scan_volume(person, scan, seed, size)
         syntax = choose_syntax(transfer_syntax, person, scan, seed)
         spec = make_spec(person, scan, spacing, seed, size, syntax)
         path = file_path(spec, naming)

@@ -9,7 +9,7 @@ noise floor, then the log display. Row coordinate r means r rows below the centr
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 from scipy.ndimage import gaussian_filter, gaussian_filter1d
@@ -87,7 +87,6 @@ class Scan3D:
     disc: np.ndarray  # [D,W] 0..1, inside the optic disc
     u_mm: np.ndarray  # [D,W] fundus position, nasal of the fovea
     v_mm: np.ndarray  # [D,W] below the fovea
-    untouched: np.ndarray | None = None  # float32 [11,D,W] rows of a thinned eye's surfaces, not thinned
 
 
 def _texture(shape: tuple[int, ...], sigma: tuple[float, ...], rng: np.random.Generator) -> np.ndarray:
@@ -111,10 +110,8 @@ def render(
     d_mm, h_mm, w_mm = spacing_mm
     u, v = scan_positions(protocol, shape, spacing_mm, laterality, eye, rng)
     anatomy = sample(eye, u, v, w_mm)
-    # where the eye lies does not follow from its thinning, so all else stays as it is
-    whole = anatomy if eye.thinning is None else sample(replace(eye, thinning=None), u, v, w_mm)
-    base = place(whole, u, v, rows * h_mm, device.jitter_mm, rng)
-    surfaces, untouched = (((base - a.heights_mm) / h_mm - 0.5).astype(np.float32) for a in (anatomy, whole))
+    base = place(anatomy, u, v, rows * h_mm, device.jitter_mm, rng)
+    surfaces = ((base - anatomy.heights_mm) / h_mm - 0.5).astype(np.float32)
     # choroid: stroma and vessel lumina as thresholded noise in coordinates that follow Bruch's membrane
     cells = 40
     lumina = np.stack(
@@ -146,17 +143,7 @@ def render(
                 decibel[box] += weight * (target - decibel[box])
                 lesions[frame, rows_, columns_][weight > 0.5] = kind
         voxels[part] = display(decibel, device, spacing_mm, slab_rng)
-    is_thinned = eye.thinning is not None
-    return Scan3D(
-        voxels,
-        surfaces,
-        lesions,
-        anatomy.vessel,
-        anatomy.disc,
-        u,
-        v,
-        untouched if is_thinned else None,
-    )
+    return Scan3D(voxels, surfaces, lesions, anatomy.vessel, anatomy.disc, u, v)
 
 
 def lesion_boxes(

@@ -64,26 +64,6 @@ def layer_occupancy(truth: dict[str, np.ndarray], record: pd.Series, spatial: Sp
     return token_shares((frames_of_layer(*pair) for pair in itertools.pairwise(surfaces)), record, spatial)
 
 
-def changed_shares(truth: dict[str, np.ndarray], record: pd.Series, spatial: SpatialConfig) -> np.ndarray:
-    """Share of each token whose tissue is another than without the planted thinning, float32 [N]: what the
-    layer lost, and all that moved. UserError where nothing was planted.
-    """
-    if "untouched_surfaces" not in truth:
-        raise UserError(
-            f"{record.sop_instance_uid}: expected the truth of a thinned eye (data_setup.phantom --thin), "
-            "found one that is not"
-        )
-    row_h1 = np.arange(int(record["shape_before_h"]))[:, None]
-
-    def frames() -> Iterator[np.ndarray]:
-        pairs = zip(*(np.moveaxis(truth[n], 1, 0) for n in ("surfaces", "untouched_surfaces")), strict=True)
-        for now, before in pairs:  # each [11, W]: the number of surfaces over a voxel says its tissue
-            tissue, other = ((row_h1 >= surfaces[:, None]).sum(axis=0) for surfaces in (now, before))
-            yield np.where(tissue != other, 255, 0).astype(np.uint8)
-
-    return token_shares([frames()], record, spatial)[:, 0]
-
-
 def token_shares(
     layers: Iterable[Iterator[np.ndarray]], record: pd.Series, spatial: SpatialConfig
 ) -> np.ndarray:

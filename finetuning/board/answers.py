@@ -40,11 +40,9 @@ class Cell:
 
 @dataclass(frozen=True)
 class Answer:
-    """The cells of a column of one row, and what they cost."""
+    """The cells of a column of one row."""
 
     cells: Mapping[str, Cell]
-    seconds: float
-    peak_bytes: int | None  # of the process, or of the GPU; None: not known here
 
 
 @dataclass(frozen=True)
@@ -83,8 +81,7 @@ class Answers:
             cells.append({"name": name, "seeds": of_seeds, "participants": cell.participants})
             for seed, predictions in enumerate(cell.predictions):
                 arrays |= {f"{number}_{seed}_{part}": getattr(predictions, part) for part in PARTS}
-        about = {"column": column, "identity": identity, "seconds": answer.seconds}
-        about |= {"peak_bytes": answer.peak_bytes, "cells": cells}
+        about = {"column": column, "identity": identity, "cells": cells}
         buffer = io.BytesIO()
         # numpy's stub takes the arrays' names for its own keyword allow_pickle
         np.savez_compressed(buffer, about=np.array(json.dumps(about)), **arrays)  # type: ignore[arg-type]
@@ -103,4 +100,4 @@ def _answer_of(content: Mapping[str, np.ndarray]) -> Answer:
         ]
         vals = tuple(of["val"] for of in cell["seeds"])
         cells[cell["name"]] = Cell(tuple(predictions), vals, cell["participants"])
-    return Answer(cells, about["seconds"], about["peak_bytes"])
+    return Answer(cells)

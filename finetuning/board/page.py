@@ -19,7 +19,6 @@ from matplotlib.figure import Figure
 from finetuning.board.columns import DEVICES, LINEAR, LOW_SHOT
 from finetuning.board.compare import Comparison, Estimate, compare, estimate
 from finetuning.board.rows import Board, Row
-from finetuning.board.seeds import seed_sentences
 from finetuning.cohort import EVALUATED, TRAIN, VAL
 from finetuning.evaluation import people_of_classes, too_few
 from finetuning.metrics import PRIMARY
@@ -101,8 +100,7 @@ def sentences(board: Board, results: Results) -> list[str]:
         lines.append(
             f"The pair that disagrees most could have shown {smallest:.3f} (80 % power, before correction)."
         )
-    lines += [*verdicts(board, results), *seed_sentences(board.origins, results.comparisons)]
-    return [*lines, *cautions(board), *board.notes]
+    return [*lines, *verdicts(board, results), *cautions(board), *board.notes]
 
 
 def _order(board: Board) -> str:
@@ -200,14 +198,14 @@ def _main_table(board: Board, results: Results) -> Table:
             cell = row.answers[column].cells[column]
             one = results.estimates[row.entry.label, column]
             texts += [f"{cell.val:.3f}", _value(one), _interval(one)]
-        rows.append([*texts, f"{_seconds(row):.1f}", _memory(row)])
+        rows.append(texts)
     note = (
         f"{NO_ENCODER}: not asked for, or no encoder to train on from."
         if any(NO_ENCODER in r for r in rows)
         else ""
     )
     title = "Rows by validation" if board.cfg.eval.protocol == "official" else "Rows by name"
-    return Table(title, [*header, "seconds", "peak, MiB"], rows, note)
+    return Table(title, header, rows, note)
 
 
 def _low_shot_table(board: Board, results: Results) -> Table:
@@ -287,10 +285,10 @@ def markdown(board: Board, tables: list[Table], lines: list[str]) -> str:
 
 
 def csv_text(board: Board, results: Results) -> str:
-    """One line a cell: value, interval, validation, seeds, training participants, and the cost of its row."""
+    """One line a cell: value, interval, validation, seeds and training participants."""
     buffer = io.StringIO()
     writer = csv.writer(buffer, lineterminator="\n")
-    header = "row cell value low high val seeds train_participants row_seconds row_peak_bytes look"
+    header = "row cell value low high val seeds train_participants look"
     writer.writerow(header.split())
     for row in board.rows:
         for answer in row.answers.values():
@@ -298,9 +296,8 @@ def csv_text(board: Board, results: Results) -> str:
                 one = results.estimates[row.entry.label, name]
                 low, high = one.ci95 or ("", "")
                 value = "" if one.value is None else one.value
-                fixed = [len(cell.predictions), cell.participants, round(_seconds(row), 3)]
-                peak = "" if _peak(row) is None else _peak(row)
-                writer.writerow([row.entry.label, name, value, low, high, cell.val, *fixed, peak, board.look])
+                fixed = [len(cell.predictions), cell.participants, board.look]
+                writer.writerow([row.entry.label, name, value, low, high, cell.val, *fixed])
     return buffer.getvalue()
 
 
@@ -376,17 +373,3 @@ def _value(one: Estimate) -> str:
 
 def _interval(one: Estimate) -> str:
     return "-" if one.ci95 is None else f"{one.ci95[0]:.3f} to {one.ci95[1]:.3f}"
-
-
-def _seconds(row: Row) -> float:
-    return sum(answer.seconds for answer in row.answers.values())
-
-
-def _peak(row: Row) -> int | None:
-    known = [answer.peak_bytes for answer in row.answers.values() if answer.peak_bytes is not None]
-    return max(known, default=None)
-
-
-def _memory(row: Row) -> str:
-    peak = _peak(row)
-    return "-" if peak is None else f"{peak / 2**20:.0f}"

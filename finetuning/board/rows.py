@@ -12,7 +12,6 @@ from data_setup.store.reader import PreparedStore
 from finetuning.board.answers import Answer
 from finetuning.board.columns import LINEAR
 from finetuning.board.entries import Entry
-from finetuning.board.seeds import Origin
 from finetuning.cohort import Cohort
 from utils.config.schema import Config
 
@@ -40,7 +39,6 @@ class Board:
     seeds: list[int]
     columns: list[str]
     rows: list[Row]
-    origins: Mapping[str, Origin]  # of the checkpoints' rows, by label; the control is none
     notes: list[str]
     look: int
     is_new_look: bool  # whether this command computed anything

@@ -10,7 +10,7 @@ In: a head and the tokens of a volume. Out: `Evidence`: a number a token, how it
 * occlusion (occlusion.py): all heads. What the output loses when a block of the volume is hidden.
 
 A class is explained against the mean of the others. That a map is faithful to the head does not mean that it
-shows the disease: finetuning.explain scores maps where it is known (judgement.py).
+shows the disease.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ class Reads(Protocol):
         """Of pooled features, None where there is none."""
 
 
-def methods_of(head_kind: str) -> tuple[str, str]:
-    """The maps that a head of this kind has: that of one forward pass, then occlusion."""
-    return _CHEAP[head_kind], OCCLUSION
+def cheap_method(head_kind: str) -> str:
+    """The map of one forward pass that a head of this kind has."""
+    return _CHEAP[head_kind]
 
 
 def outputs_of(head: Reads, tokens_BNE: Tensor, valid_BN: Tensor) -> Tensor:
@@ -101,7 +101,7 @@ def evidence_of(head: Head, tokens_BNE: Tensor, valid_BN: Tensor, outputs_C: Ten
     """What the tokens of one volume [1, N, E] say for its prediction."""
     weights_C, name = explained_output(head, outputs_C)
     values = cheap_map(head, tokens_BNE, valid_BN, weights_C)
-    return Evidence(values[0], methods_of(head.state["head_kind"])[0], name)
+    return Evidence(values[0], cheap_method(head.state["head_kind"]), name)
 
 
 def cheap_map(head: Reads, tokens_BNE: Tensor, valid_BN: Tensor, weights_C: Tensor) -> Tensor:

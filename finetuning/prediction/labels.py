@@ -1,8 +1,7 @@
 """What a head of labels says of one volume: scores, probabilities, warnings, evidence.
 
 In: a head of finetuning.frozen or finetuning.finetune and a volume. Out: an `Answer`. The encoder runs once;
-scores, distance and evidence all read its tokens. Only where occlusion is the best map of the head
-(judgement.py) does it run again, once a block.
+scores, distance and evidence all read its tokens. For a map by occlusion it runs again, once a block.
 """
 
 from __future__ import annotations
@@ -27,11 +26,11 @@ from finetuning.prediction.evidence import (
     ATTENTION,
     OCCLUSION,
     Evidence,
+    cheap_method,
     evidence_of,
     explained_output,
     outputs_of,
 )
-from finetuning.prediction.judgement import Judgement, judgement_of
 from finetuning.prediction.occlusion import occlusion_maps
 from finetuning.prediction.picture import Page
 from models.probes.features import pool_tokens
@@ -53,11 +52,11 @@ class Answer:
 class LabelPredictor:
     """A head of classes, labels or a value."""
 
-    def __init__(self, head: Head, cfg: Config, runtime: Runtime) -> None:
+    def __init__(self, head: Head, cfg: Config, runtime: Runtime, occlusion: bool) -> None:
         self.head, self.cfg, self.runtime = head, cfg, runtime
         self.calibration: Calibration = stored_calibration(head.state)
         self.familiarity: Familiarity | None = stored_familiarity(head.state)
-        self.judgement: Judgement = judgement_of(head, cfg.data.storage_options)
+        self.method = OCCLUSION if occlusion else cheap_method(head.state["head_kind"])
         head.encoder.to(runtime.device)
         head.module.to(runtime.device)
 
@@ -72,12 +71,12 @@ class LabelPredictor:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What a person reads first: which map the pictures show, and what it is worth."""
-        return (f"map: {self.judgement.text}",)
+        """What a person reads first: which map the pictures show."""
+        return (f"map: {self.method}",)
 
     def is_current(self, line: Mapping[str, Any]) -> bool:
-        """Whether its map is the one that is shown now: finetuning.explain may have judged since then."""
-        return bool(line["evidence"].get("judgement") == self.judgement.text)
+        """Whether its map is the one that is asked for now."""
+        return bool(line["evidence"]["method"] == self.method)
 
     @torch.no_grad()
     def answer(self, volume: Volume) -> Answer:
@@ -94,12 +93,7 @@ class LabelPredictor:
             "scores": named(names, to_scores(head.kind, outputs)),
             "probabilities": None if calibrated is None else named(names, calibrated),
             "feature_distance_percentile": percentile,
-            "evidence": {
-                "method": evidence.method,
-                "of": evidence.of,
-                "validated": self.judgement.is_validated,
-                "judgement": self.judgement.text,
-            },
+            "evidence": {"method": evidence.method, "of": evidence.of},
             "warnings": cautions_of(volume.fields, percentile),
         }
         return Answer(line, self._page(volume, line, evidence, valid_BN), {})
@@ -107,8 +101,8 @@ class LabelPredictor:
     def _evidence(
         self, volume: Volume, tokens_BNE: torch.Tensor, valid_BN: torch.Tensor, outputs_C: torch.Tensor
     ) -> Evidence:
-        """The map that finetuning.explain found best for this head; of one that is not judged its first."""
-        if self.judgement.method != OCCLUSION:
+        """The map of one forward pass, or that of occlusion."""
+        if self.method != OCCLUSION:
             return evidence_of(self.head, tokens_BNE, valid_BN, outputs_C)
         weights_C, name = explained_output(self.head, outputs_C)
         view = plain_view(self.runtime.to_device(batch_of(volume)))
@@ -131,8 +125,7 @@ class LabelPredictor:
         which = f"which it {word}" if evidence.method == ATTENTION else f"which {word} it"
         footer = (
             f"The map: {evidence.method} of the head's output for {evidence.of!r}, block by block: "
-            f"{which}, compared with the scan's median block. "
-            f"The map is {self.judgement.text}."
+            f"{which}, compared with the scan's median block."
         )
         return Page(
             title=short_name(fields["path"]),

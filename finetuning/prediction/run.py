@@ -72,7 +72,7 @@ class Work:
     others: list[dict[str, Any]]
 
 
-def predict(wanted: str, dicoms: Sequence[str], out: str, overrides: Sequence[str]) -> int:
+def predict(wanted: str, dicoms: Sequence[str], out: str, occlusion: bool, overrides: Sequence[str]) -> int:
     """Write DIR/predictions.jsonl; returns EXIT_FAILURE where a file has no prediction. Raises UserError."""
     setup_logging()
     head = _open(wanted, overrides)
@@ -84,7 +84,7 @@ def predict(wanted: str, dicoms: Sequence[str], out: str, overrides: Sequence[st
     options = cfg.data.storage_options
     volumes = DicomVolumes(find_dicoms(dicoms, options), cfg.spatial, options)
     runtime = open_runtime(cfg.train.use_bf16)
-    predictor = _predictor(head, cfg, runtime)
+    predictor = _predictor(head, cfg, runtime, occlusion)
     common = {
         "head_sha256": head.checksum,
         "encoder_sha256": head.state["encoder"]["checksum"],
@@ -140,10 +140,12 @@ def _open(wanted: str, overrides: Sequence[str]) -> Head | LayersHead:
     return open_head(wanted, options, place)
 
 
-def _predictor(head: Head | LayersHead, cfg: Config, runtime: Runtime) -> Predictor:
-    if isinstance(head, LayersHead):
-        return SurfacePredictor(head, cfg, runtime)
-    return LabelPredictor(head, cfg, runtime)
+def _predictor(head: Head | LayersHead, cfg: Config, runtime: Runtime, occlusion: bool) -> Predictor:
+    if not isinstance(head, LayersHead):
+        return LabelPredictor(head, cfg, runtime, occlusion)
+    if occlusion:
+        raise UserError(f"--occlusion: expected a head of labels, found one of layers: {head.url}")
+    return SurfacePredictor(head, cfg, runtime)
 
 
 def predict_volume(predictor: Predictor, volume: Volume | Reject, folder: Path) -> dict[str, Any]:

@@ -9,7 +9,6 @@ import sys
 import time
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -18,13 +17,11 @@ import pytest
 
 from benchmarks import phantom_difficulty
 from data_setup.phantom import cli as phantom
-from data_setup.phantom import render
-from data_setup.phantom.anatomy import LAYERS, SURFACES, Anatomy, make_eye, sample
+from data_setup.phantom.anatomy import LAYERS, SURFACES, make_eye, sample
 from data_setup.phantom.cli import main, write_tree
 from data_setup.phantom.cohort import (
     GROUP_COUNTS_V3,
     STUDY_GROUPS,
-    Participant,
     Scan,
     draw_factors,
     make_participants,
@@ -33,15 +30,12 @@ from data_setup.phantom.cohort import (
 )
 from data_setup.phantom.dicom import SYNTAXES, write_volume
 from data_setup.phantom.faults import BAD_FILES
-from data_setup.phantom.files import MANIFEST_COLUMNS, geometry, make_spec, scan_volume, truth_arrays
-from data_setup.phantom.groups import POSITION_STYLES, FileSpec, written_spacing
+from data_setup.phantom.files import MANIFEST_COLUMNS, geometry, make_spec, scan_volume
+from data_setup.phantom.groups import POSITION_STYLES, written_spacing
 from data_setup.phantom.render import DEVICE_PHYSICS, LESIONS
-from data_setup.phantom.thinning import plan_thinning
-from data_setup.phantom.truth_tokens import changed_shares
 from data_setup.protocols import BY_NAME, DEVICES, PROTOCOLS
 from data_setup.readers.dicom import read_volume
 from data_setup.readers.faults import OCTReadError
-from utils.config.schema import SpatialConfig
 from utils.errors import UserError
 
 SEED = 11
@@ -347,77 +341,7 @@ def test_user_mistakes_are_named(tmp_path: Path) -> None:
     for name in ("--seed", "--workers"):
         with pytest.raises(UserError, match=f"{name}: expected 0 or more, found -1"):
             main(["--out", str(tmp_path / "y"), "--participants", "1", name, "-1"])
-    with pytest.raises(UserError, match=r"--thin-loss: expected a number above 0, at most 0\.95, found 1\.0"):
-        main(["--out", str(tmp_path / "y"), "--participants", "1", "--thin", "ONL", "--thin-loss", "1"])
-    with pytest.raises(UserError, match="--thin-loss: expected --thin LAYER beside it"):
-        main(["--out", str(tmp_path / "y"), "--participants", "1", "--thin-loss", "0.5"])
-    with pytest.raises(UserError, match="--thin: expected neither --faults nor --every-device"):
-        main(["--out", str(tmp_path / "y"), "--participants", "1", "--thin", "ONL", "--faults"])
     assert [p.name for p in tmp_path.iterdir()] == ["full"]
-
-
-def test_a_thinned_eye_differs_in_its_disc_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the same noise, so every other A-scan is bit-identical; the truth holds the eye as it would be."""
-    placed, place = [], render.place
-
-    def seen(anatomy: Anatomy, *rest: Any) -> np.ndarray:
-        placed.append(anatomy.heights_mm)
-        return place(anatomy, *rest)
-
-    monkeypatch.setattr(render, "place", seen)
-    (person,) = make_participants(1, SEED)
-    scan, shape = Scan(BY_NAME["triton_macula_6x6_octa_oct"], "R", 0, 0), (24, 96, 40)
-    plain, spacing = scan_volume(person, scan, SEED, "small", shape)
-    thin, _ = scan_volume(person, scan, SEED, "small", shape, thinned="ONL")
-    lost_um = (thin.surfaces - plain.surfaces) * spacing[1] * 1000
-    np.testing.assert_array_equal(*placed)  # a thinned eye lies where it would lie
-    assert thin.untouched is not None
-    np.testing.assert_array_equal(thin.untouched, plain.surfaces)
-    assert (lost_um[6:] == 0).all()  # from the external limiting membrane down
-    assert 30 < lost_um[:6].max() < 80
-    touched = (lost_um != 0).any(axis=0)
-    field_mm2 = shape[0] * spacing[0] * shape[2] * spacing[2]
-    assert 0.03 < (lost_um[0] > 5).mean() < np.pi * 1.5**2 / field_mm2
-    same = (thin.voxels == plain.voxels).all(axis=1)
-    assert same[~touched].all()
-    assert not same[lost_um[0] > 20].any()
-    assert "untouched_surfaces" not in truth_arrays(plain, _spec(person, scan, spacing), person)
-    half, _ = scan_volume(person, scan, SEED, "small", shape, thinned="ONL", loss=0.3)  # of 0.6
-    np.testing.assert_allclose(half.surfaces, (thin.surfaces + plain.surfaces) / 2, atol=1e-3)
-
-
-def _spec(person: Participant, scan: Scan, spacing: tuple[float, float, float]) -> FileSpec:
-    return make_spec(person, scan, spacing, SEED, "small", "explicit")
-
-
-def test_changed_tokens_are_those_whose_tissue_changed() -> None:
-    """A surface that fell by four rows in one corner: half of the rows of the tokens there."""
-    surfaces = np.full((2, 4, 16), 1.6, np.float32)
-    surfaces[1] = 13.6
-    before = surfaces.copy()
-    surfaces[0, :, :8] += 4
-    record = pd.Series({"sop_instance_uid": "1", "flipped_d": False})
-    for axis, size in zip("dhw", (4, 16, 16), strict=True):
-        record[f"shape_before_{axis}"], record[f"spacing_before_{axis}"] = size, 0.1
-    spatial = SpatialConfig(target_spacing=(0.1,) * 3, image_size=(4, 16, 16), patch_size=(4, 8, 8))
-    truth = {"surfaces": surfaces, "untouched_surfaces": before}
-    np.testing.assert_allclose(changed_shares(truth, record, spatial), [0.5, 0, 0, 0])
-    with pytest.raises(UserError, match="expected the truth of a thinned eye"):
-        changed_shares({"surfaces": surfaces}, record, spatial)
-
-
-def test_who_is_thinned_is_half_of_each_split_whatever_the_class() -> None:
-    everyone = make_participants(200, SEED)
-    people, thinned = plan_thinning(everyone, SEED)
-    assert [p.person_id for p in people] == [p.person_id for p in everyone]
-    for split, share in (("train", 0.45), ("val", 0.1), ("test", 0.45)):
-        members = [p for p in people if p.split == split]
-        assert len(members) == pytest.approx(200 * share, abs=1)
-        assert sum(p.person_id in thinned for p in members) == len(members) // 2
-    severity = {p.person_id: p.factors.severity for p in people}
-    chosen = [value for person, value in severity.items() if person in thinned]
-    assert abs(np.mean(chosen) - np.mean(list(severity.values()))) < 0.25
-    assert all([s.laterality for s in p.scans] == ["R", "L"] for p in people)
 
 
 def test_no_workers_means_this_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -48,8 +48,6 @@ from utils.config.schema import Config
 from utils.errors import UserError
 from utils.report import cli as report
 
-ONE_SEED = "probe.random_init_seeds=1"
-
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -94,7 +92,7 @@ def test_table_file_and_verdict(world: Path, tmp_path: Path, capsys: pytest.Capt
 
 
 def test_verdict_when_pretraining_destroyed_the_features(world: Path, tmp_path: Path) -> None:
-    cfg = config(world, tmp_path, ONE_SEED)
+    cfg = config(world, tmp_path)
     save_checkpoint(cfg, lambda model: silence(model.target_encoder))
     result = evaluate(cfg, RUNTIME)
     assert result["rows"][0]["balanced_accuracy"] == 0.5
@@ -106,7 +104,7 @@ def test_verdict_when_pretraining_destroyed_the_features(world: Path, tmp_path: 
 def test_verdict_when_pretraining_made_the_features(
     world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cfg = config(world, tmp_path, ONE_SEED)
+    cfg = config(world, tmp_path)
     save_checkpoint(cfg)
 
     def silent(cfg: Config, seed: int) -> nn.Module:
@@ -165,7 +163,7 @@ def test_choosing_a_random_seed_in_crossfit_gains_nothing_on_noise(
 
 
 def test_the_report_reads_what_evaluate_writes(world: Path, tmp_path: Path) -> None:
-    cfg = config(world, tmp_path, ONE_SEED)
+    cfg = config(world, tmp_path)
     save_checkpoint(cfg)
     result = evaluate(cfg, RUNTIME)
     for name, content in {
@@ -198,7 +196,7 @@ def test_the_report_reads_what_evaluate_writes(world: Path, tmp_path: Path) -> N
 def test_the_same_question_is_answered_once(
     world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cfg = config(world, tmp_path, ONE_SEED)
+    cfg = config(world, tmp_path)
     save_checkpoint(cfg)
     first = evaluate(cfg, RUNTIME)
 
@@ -209,7 +207,7 @@ def test_the_same_question_is_answered_once(
         patch.setattr(module, "embed_rows", forbidden)
         assert evaluate(cfg, RUNTIME) == first
         with pytest.raises(AssertionError, match="embedded again"):
-            evaluate(config(world, tmp_path, ONE_SEED, "eval.split=val"), RUNTIME)
+            evaluate(config(world, tmp_path, "eval.split=val"), RUNTIME)
         save_checkpoint(cfg, lambda model: silence(model.target_encoder))
         with pytest.raises(AssertionError, match="embedded again"):
             evaluate(cfg, RUNTIME)
@@ -221,14 +219,14 @@ def test_overlap_is_refused_or_told(world: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"split test in its pre-training, found 2 \(test03, test05\)"):
         evaluate(cfg, RUNTIME)
     assert not (tmp_path / "probe.json").exists()
-    result = evaluate(config(world, tmp_path, ONE_SEED, "eval.allow_overlap=true"), RUNTIME)
+    result = evaluate(config(world, tmp_path, "eval.allow_overlap=true"), RUNTIME)
     assert result["overlap"] == 2
     assert "OVERLAP: pre-training saw 2" in result["cautions"][0]
     assert "OVERLAP" in module.format_table(result)
 
 
 def test_scoring_on_val_and_few_participants_are_told(world: Path, tmp_path: Path) -> None:
-    cfg = config(world, tmp_path, ONE_SEED, "eval.split=val")
+    cfg = config(world, tmp_path, "eval.split=val")
     save_checkpoint(cfg)
     result = evaluate(cfg, RUNTIME)
     assert result["n_participants"] == 8
@@ -279,7 +277,7 @@ def test_a_tasks_file_and_the_folder_of_a_run_are_evaluated(world: Path, tmp_pat
     """As finetuning.train takes them; a table of classes does not outlive another task in the same folder."""
     save_checkpoint(config(world, tmp_path / "run"))
     task = str(CONFIG.with_name("cls_linear_probe.yaml"))
-    changes = ["probe.random_init_seeds=1", "probe.bootstrap_samples=20", "data.workers=0"]
+    changes = ["probe.bootstrap_samples=20", "data.workers=0"]
     command = [
         "--config",
         task,

@@ -36,8 +36,6 @@ from utils.checkpoint import load_checkpoint
 from utils.cli import run_cli
 from utils.errors import ConfigError, UserError
 
-ONE_SEED = "probe.random_init_seeds=1"
-
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -165,7 +163,7 @@ def test_what_is_no_evaluation_of_this_head_is_refused(
 def test_crossfit_evaluates_everybody_whom_pretraining_did_not_see(
     world: Path, tmp_path: Path, no_figures: None
 ) -> None:
-    cfg = config(world, tmp_path, "eval.protocol=crossfit", "eval.folds=3", ONE_SEED)
+    cfg = config(world, tmp_path, "eval.protocol=crossfit", "eval.folds=3")
     save_checkpoint(cfg)
     result = evaluate(cfg, RUNTIME)
     assert result["n_participants"] == PEOPLE["val"] + PEOPLE["test"]
@@ -179,7 +177,7 @@ def test_crossfit_evaluates_everybody_whom_pretraining_did_not_see(
 
 def test_a_value_is_evaluated_too(world: Path, tmp_path: Path) -> None:
     task = ["task.kind=regression", "task.label_column=band_rows", f"run.dir={tmp_path / 'value'}"]
-    cfg = config(world, tmp_path / "value", *task, ONE_SEED)
+    cfg = config(world, tmp_path / "value", *task)
     save_checkpoint(cfg)
     result = evaluate(cfg, RUNTIME)
     assert result["metric"] == "r2"

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 
 from data_setup.store.reader import PreparedStore, VolumeReader
 from finetuning import finetune as loop
@@ -27,10 +26,9 @@ from finetuning.source import Source, open_source
 from finetuning.trial import settle_memory
 from finetuning.tuned import TunedModel, layer_groups
 from finetuning.tuning import open_tuning
-from finetuning.update import batch_loss, mixed_view
 from models.vjepa3d import build_encoder
 from tests.support.finetune_factory import RUNTIME, config, make_world, save_checkpoint
-from tests.support.model_factory import small_config, uint8_batch, volumes
+from tests.support.model_factory import small_config, volumes
 from utils.checkpoint import load_checkpoint
 from utils.config.schema import Config
 from utils.errors import EXIT_STOPPED, ConfigError, UserError
@@ -41,7 +39,7 @@ from utils.runtime.single import Runtime
 
 CONFIG = Path(__file__).resolve().parents[2] / "configs" / "cls_finetune.yaml"
 EPOCH = 4  # updates: 32 volumes in batches of 8
-NOISE = ("method.drop_path=0.2", "method.dropout=0.1", "head.dropout=0.1", "finetune.mixup=0.4")
+NOISE = ("method.drop_path=0.2", "method.dropout=0.1", "head.dropout=0.1")
 
 
 @pytest.fixture(scope="module")
@@ -319,17 +317,15 @@ def test_world_size_and_accumulation_change_no_volume(world: Path, tmp_path: Pat
     store = PreparedStore.open(str(world / "store"))
 
     def volumes_of_a_step(world_size: int, size: int) -> dict[int, list[float]]:
-        """Draws and truth of each volume and of its partner, by the volume's own seed."""
+        """Draws and truth of each volume, by its own seed."""
         cfg = open_task(world, tmp_path, *NOISE, f"train.per_core_batch_size={size}").cfg
         examples = Examples(cfg, store, read_folds(store))
         drawn = {}
         for rank in range(world_size):
             runtime = Runtime(RUNTIME.device, use_bf16=False, group=Member(rank, world_size))
-            for micro, partner in next(examples.batches(runtime, 5, 6)[1]):
-                assert partner is not None
+            for micro in next(examples.batches(runtime, 5, 6)[1]):
                 for i, seed in enumerate(micro["sample_seed"].tolist()):
-                    parts = [micro[k][i] for k in ("truth", "weight", "share", "mean", "noise_seed")]
-                    parts += [partner[k][i] for k in ("truth", "weight", "mean", "noise_seed")]
+                    parts = [micro[k][i] for k in ("truth", "weight", "mean", "noise_seed")]
                     drawn[seed] = [float(v) for part in parts for v in part.flatten()]
         return drawn
 
@@ -377,7 +373,7 @@ def test_an_update_that_is_not_finite_moves_nothing_and_many_end_the_run(
         steps.append(len(steps))
         is_bad = steps[-1] in (2, 6, 7)
         if is_bad:
-            batches[0][0]["mean"][0] = math.nan
+            batches[0]["mean"][0] = math.nan
         result = real(model, optimizer, batches, *rest, **named)
         is_same = all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
         assert is_same == is_bad
@@ -485,125 +481,9 @@ def test_the_head_file_of_another_kind_predicts_in_the_labels_own_unit(
     assert np.abs(scores - cohort.target[chosen]).mean() < 0.4 * spread, "half of it is chance"
 
 
-ADAPTED = ("finetune.lora_rank=3", "finetune.unfreeze_at_epoch=0", "train.epochs=2")
-
-
-@pytest.fixture(scope="module")
-def adapted(world: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of 8 updates of adapters and head."""
-    run = tmp_path_factory.mktemp("adapted")
-    assert run_task(world, run, *NOISE, *ADAPTED, "train.ckpt_every_steps=3", "train.keep_last=9") == 0
-    return run
-
-
-def test_adapters_and_head_alone_move(world: Path, adapted: Path) -> None:
-    pretrained = load_checkpoint(str(world / "pretrained/checkpoints/best_probe.pt"))["model"]
-    own = {k.removeprefix("target_encoder."): v for k, v in pretrained.items() if k.startswith("target_enc")}
-    early, late = (saved(adapted, f"step_{step:08d}")["model"] for step in (3, 8))
-    assert early.keys() == late.keys()
-    encoder = {name.removeprefix("encoder."): v for name, v in late.items() if name.startswith("encoder.")}
-    base = {name.replace(".base_layer.", "."): v for name, v in encoder.items() if "lora_" not in name}
-    assert base.keys() == own.keys()
-    for name, value in base.items():
-        assert torch.equal(value, own[name]), name
-    adapters = {name for name in encoder if "lora_" in name}
-    layers = {name.split(".lora_")[0] for name in adapters}
-    assert layers == {
-        f"blocks.{block}.{layer}"
-        for block in (0, 1)
-        for layer in ("attn.qkv", "attn.proj", "mlp.fc1", "mlp.fc2")
-    }
-    for name in adapters | {"top.head.last.weight"}:
-        name = name if name.startswith("top.") else f"encoder.{name}"
-        assert not torch.equal(early[name], late[name]), name
-    trained = len(saved(adapted, "step_00000008")["optimizer"]["state"])
-    assert trained == len(adapters) + 2
-
-
-def test_a_new_adapter_changes_nothing_and_a_merged_one_is_in_the_head_file(
-    world: Path, adapted: Path
-) -> None:
-    source = open_task(world, adapted, *NOISE, *ADAPTED)
-    store = PreparedStore.open(source.cfg.data.store)
-    tuning = open_tuning(source, store, read_folds(store), RUNTIME)
-    views = volumes(source.cfg, 2)
-    plain = build_encoder(source.cfg)
-    named = {name.replace(".base_layer.", "."): v for name, v in tuning.model.encoder.state_dict().items()}
-    plain.load_state_dict({name: value for name, value in named.items() if "lora_" not in name})
-    tuning.model.eval()
-    with torch.no_grad():
-        assert torch.equal(tuning.model.encoder(views), plain(views))
-        tuning.model.load_state_dict(saved(adapted, "best_epoch")["model"])
-        expected = tuning.model.encoder(views)
-        head = open_head(str(adapted))
-        assert not torch.allclose(expected, plain(views), atol=1e-3)
-        torch.testing.assert_close(head.encoder(views), expected, rtol=1e-4, atol=1e-5)
-    assert head.encoder.state_dict().keys() == plain.state_dict().keys()
-    assert not head.is_frozen
-
-
-def test_adapters_stopped_and_resumed_equal_those_that_were_not(
-    world: Path, adapted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any
-) -> None:
-    real, updates = loop.update_model, []
-    caplog.set_level("INFO")
-
-    def update(*arguments: Any, **named: Any) -> Any:
-        updates.append(0)
-        if len(updates) == 5:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return real(*arguments, **named)
-
-    monkeypatch.setattr(loop, "update_model", update)
-    settings = (*NOISE, *ADAPTED, "train.ckpt_every_steps=3", "train.keep_last=9")
-    assert run_task(world, tmp_path, *settings) == EXIT_STOPPED
-    assert run_task(world, tmp_path, *settings) == 0
-    assert len(updates) == 8
-    model = saved(tmp_path, "step_00000008")["model"]
-    count = sum(value.numel() for name, value in model.items() if "lora_" in name or name.startswith("top."))
-    assert f"of which {count / 1e6:.3g} M are trained" in caplog.text
-    assert_same(saved(tmp_path, "step_00000008"), saved(adapted, "step_00000008"))
-    head, expected = (saved(run, "head") for run in (tmp_path, adapted))
-    torch.testing.assert_close(head["encoder_weights"], expected["encoder_weights"], rtol=0, atol=0)
-
-
-def test_adapters_need_a_trained_encoder_and_their_package(
-    world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with pytest.raises(ConfigError, match=r"lora_rank: expected null with finetune\.encoder=frozen, found 3"):
-        open_task(world, tmp_path, *ADAPTED, "finetune.encoder=frozen")
-    monkeypatch.setattr("finetuning.adapters.find_spec", lambda name: None)
-    with pytest.raises(
-        UserError, match=r"lora_rank: expected the package peft for 3, found none; pip install"
-    ):
-        run_task(world, tmp_path, *ADAPTED)
-
-
-def test_mixup_is_a_mixture_of_volumes_and_of_their_losses() -> None:
-    cfg = small_config()
-    first, second = uint8_batch(cfg, 3, 0), uint8_batch(cfg, 3, 1)
-    share = torch.tensor([1.0, 0.0, 0.25])
-    for batch, labels in ((first, [0, 1, 2]), (second, [1, 1, 0])):
-        batch["truth"] = torch.tensor(labels).float()[:, None]
-        batch["weight"] = torch.tensor([[1.0], [2.0], [3.0]])
-    mixed, valid = mixed_view({**first, "share": share}, second)
-    plain = [mixed_view(batch, None)[0] for batch in (first, second)]
-    assert torch.equal(mixed[0], plain[0][0])
-    assert torch.equal(mixed[1], plain[1][1])
-    torch.testing.assert_close(mixed[2], plain[0][2] / 4 + plain[1][2] * 3 / 4)
-    assert torch.equal(valid.bool(), first["token_valid"] | second["token_valid"])
-    outputs = torch.randn(3, 3, generator=torch.Generator().manual_seed(0))
-    losses = [
-        F.cross_entropy(outputs, torch.tensor(labels), reduction="none") for labels in ([0, 1, 2], [1, 1, 0])
-    ]
-    expected = losses[0][0] + 2 * losses[1][1] + 3 * (losses[0][2] / 4 + losses[1][2] * 3 / 4)
-    loss = batch_loss("classification", outputs, {**first, "share": share}, second, 0.0)
-    torch.testing.assert_close(loss, expected)
-
-
 def test_the_shipped_file_reads_as_a_whole_configuration(world: Path) -> None:
     cfg: Config = open_source(CONFIG, [f"model.checkpoint={world / 'pretrained'}"]).cfg
-    assert (cfg.finetune.encoder, cfg.finetune.mixup, cfg.method.drop_path) == ("trained", 0.0, 0.1)
+    assert (cfg.finetune.encoder, cfg.method.drop_path) == ("trained", 0.1)
     with pytest.raises(
         ConfigError, match=r"unfreeze_at_epoch: expected less than train\.epochs 3 .* found 3"
     ):

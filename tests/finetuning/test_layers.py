@@ -386,8 +386,6 @@ def test_an_encoder_is_trained_with_its_decoder(
     [
         ("train.global_batch_size=3", "train.global_batch_size: expected a multiple of 2"),
         ("finetune.unfreeze_at_epoch=1", "finetune.unfreeze_at_epoch: expected 0 with task.kind layers"),
-        ("finetune.mixup=0.2", "finetune.mixup: expected 0 with task.kind layers"),
-        ("finetune.lora_rank=2", "finetune.lora_rank: expected null with task.kind layers"),
     ],
 )
 def test_keys_that_do_not_fit_a_trained_encoder(world: Path, tmp_path: Path, word: str, message: str) -> None:
@@ -408,7 +406,6 @@ def test_another_encoder_is_refused(world: Path, trained: Path, tmp_path: Path) 
 @pytest.mark.parametrize(
     ("word", "message"),
     [
-        ("finetune.lora_rank=2", "finetune.lora_rank: expected null with finetune.encoder=frozen"),
         ("head.kind=mlp", "head.kind: expected linear or upsampling with task.kind layers"),
         ("head.kind=linear", "head.voxels: expected false with head.kind linear"),
         ("task.surfaces=[ILM]", "task.surfaces: expected null, or two or more different names"),

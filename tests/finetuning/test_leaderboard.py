@@ -127,7 +127,6 @@ def test_pages(board: Board) -> None:
     assert "p (Holm)" in text
     assert "| shown, but 6 participants in the smallest class are too few |" in text
     assert "| shown |" not in text
-    assert "linear: seeds of one recipe, good (seed 0, step 40) and silent (seed 1, step 40), are" in text
     page = (folder / "leaderboard.html").read_text()
     assert "data:image/png;base64," in page
     assert "On synthetic data" in page
@@ -135,14 +134,13 @@ def test_pages(board: Board) -> None:
         lines = list(csv.DictReader(file))
     assert {line["row"] for line in lines} == {row.entry.label for row in board.rows}
     assert (folder / "leaderboard.png").stat().st_size > 10_000
-    assert all(float(line["row_seconds"]) > 0 for line in lines)
 
 
 def test_the_caution_counts_people(board: Board) -> None:
     """Six people a class with three volumes each are six, not eighteen."""
     truth = np.repeat(np.arange(12) % 2, 3)
     volumes = replace(units(truth.tolist(), truth), person=np.repeat([f"p{n:02d}" for n in range(12)], 3))
-    linear = Answer({"linear": Cell((volumes,), (0.5,), 4)}, 1.0, None)
+    linear = Answer({"linear": Cell((volumes,), (0.5,), 4)})
     (line,) = cautions(replace(board, rows=[replace(board.rows[0], answers={"linear": linear})]))
     assert line.startswith("The smallest class has 6 evaluated participants")
 
@@ -274,9 +272,7 @@ def test_choosing_a_random_seed_in_crossfit_gains_nothing_on_noise(
         # neither desk nor encoder is asked: the noise stands for features
         question = Question(None, three_folds(trial), [0, 1, 2], "")  # type: ignore[arg-type]
         desk = Desk(question, Answers(str(tmp_path / str(trial)), ""), "", "", "")
-        monkeypatch.setattr(
-            desk, "answer", lambda e, c, q=question: Answer(columns.COLUMNS[c](e, q), 0.0, None)
-        )
+        monkeypatch.setattr(desk, "answer", lambda e, c, q=question: Answer(columns.COLUMNS[c](e, q)))
         (entry,), _ = best_random(desk, [source], [0, 1, 2])
         every = [value(random_entry(None, source, seed, ""), question) for seed in range(3)]  # type: ignore[arg-type]
         gains.append(value(entry, question) - np.mean(every))
@@ -459,8 +455,6 @@ def test_mistakes_are_named(world: Path, runs: Path, tmp_path: Path) -> None:
     same = (str(runs / "good"), str(runs / "good" / "checkpoints" / "best_probe.pt"))
     with pytest.raises(UserError, match="--checkpoints: expected different checkpoints"):
         leaderboard(words(world, runs, tmp_path, checkpoints=same), RUNTIME)
-    with pytest.raises(UserError, match=r"probe.random_init_seeds: expected 3 or more"):
-        leaderboard(words(world, runs, tmp_path, "probe.random_init_seeds=2"), RUNTIME)
     save_checkpoint(config(world, tmp_path / "seen"), participants=["test03"])
     with pytest.raises(UserError, match=r"split test in its pre-training, found 1 \(test03\)"):
         leaderboard(words(world, runs, tmp_path, checkpoints=(str(tmp_path / "seen"),)), RUNTIME)
@@ -548,9 +542,6 @@ def test_all_rows_and_columns_together(world: Path, runs: Path, tmp_path: Path) 
     cell = rows["good"].answers["attentive"].cells["attentive"]
     assert len(cell.predictions) == len(cell.val_scores) == 3
     assert not np.array_equal(cell.predictions[0].scores, cell.predictions[1].scores)  # seeds of their own
-    assert (
-        rows["good"].answers["linear"].peak_bytes is None or rows["good"].answers["linear"].peak_bytes > 2**20
-    )
     tuned = {label: row.answers["fine-tuned"] for label, row in rows.items() if "fine-tuned" in row.answers}
     assert [label.split(" (")[0] for label in tuned] == ["random initialisation"]
     (answer,) = tuned.values()

@@ -14,23 +14,13 @@ from data_setup.jobs import Job, prepare_row
 from data_setup.manifest import unknown_record
 from data_setup.store.reader import PreparedStore
 from data_setup.store.writer import StoreWriter, record_fields
-from finetuning.explain import main as explain
-from finetuning.explanations import eyes as eyes_module
-from finetuning.explanations import measure as explanations
-from finetuning.explanations import run as explain_module
-from finetuning.explanations.arms import LABELS as ARMS
-from finetuning.explanations.arms import RANDOM_HEAD, TRAINED
-from finetuning.explanations.measure import BRIGHTNESS, PLACE, RANDOM_ORDER, TRUTH_ORDER, control_order
-from finetuning.explanations.table import markdown
 from finetuning.head_file import open_head, predict_rows
 from finetuning.predict import main
 from finetuning.prediction import run as run_module
 from finetuning.prediction.evidence import CONTRIBUTIONS, OCCLUSION
-from finetuning.prediction.judgement import NOT_JUDGED, judgement_of, score_text
 from finetuning.train import main as train
 from tests.support.dicom_factory import speckle, write_opt
 from tests.support.finetune_factory import RUNTIME, config, make_world, save_checkpoint
-from utils.config.schema import StorageOptions
 from utils.errors import ConfigError, UserError
 
 TASK = str(Path(__file__).resolve().parents[2] / "configs" / "cls_linear_probe.yaml")
@@ -139,91 +129,16 @@ def test_files_get_the_scores_of_their_volumes_in_the_store(
     assert (out / "predictions.jsonl").read_text() == "a line of mine\n"
 
 
-def plant(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The truth of make_world for finetuning.explain: in class b the middle third of the rows has changed."""
-    share = np.zeros((2, 3, 4))
-    share[:, 1] = 5 / 8
-
-    def read(tree: str, record: Any, options: Any) -> dict[str, np.ndarray]:
-        is_planted = int(record.sop_instance_uid[4:6]) % 2
-        return {"untouched_surfaces": np.zeros(1)} if is_planted else {}
-
-    monkeypatch.setattr(eyes_module, "read_truth_file", read)
-    monkeypatch.setattr(eyes_module, "changed_shares", lambda *_: share.ravel())
-    monkeypatch.setattr(eyes_module, "MIN_PEOPLE", 2)
-    monkeypatch.setattr(explain_module, "DRAWN_EYES", 1)
-    monkeypatch.setattr(explain_module, "DPI", 10)
-
-
-def test_a_head_is_explained_and_predictions_show_its_best_map(
-    root: Path,
-    heads: dict[str, Path],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+def test_occlusion_takes_the_place_of_the_map(
+    heads: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    # the process of wandb may still move its files
-    run = shutil.copytree(heads["linear"], tmp_path / "head", ignore=shutil.ignore_patterns("wandb"))
-    words = ["--head", str(run), "--eyes", "3", f"run.dir={run}"]
-    plant(monkeypatch)
-    assert judgement_of(open_head(str(run)), StorageOptions()).text == NOT_JUDGED
-    with pytest.raises(UserError, match=r"synthetic\.json: expected a phantom of data_setup\.phantom --thin"):
-        explain(words)
-    (root / "synthetic.json").write_text('{"thin": "ONL"}')
-    with pytest.raises(UserError, match=r"expected 2 people .* in 1 eyes \(--eyes\), found 1"):
-        explain([*words[:3], "1", *words[4:]])
-    ranked: list[dict[str, np.ndarray]] = []
-    measured: list[explanations.Measured] = []
-    order_tokens, measure = explanations._orders, explain_module.measure
-    with monkeypatch.context() as watched:
-        watched.setattr(
-            explanations, "_orders", lambda maps, *rest: ranked.append(maps) or order_tokens(maps, *rest)
-        )
-        watched.setattr(
-            explain_module, "measure", lambda *words: measured.append(measure(*words)) or measured[0]
-        )
-        assert explain(words) == 0
-    for name in (CONTRIBUTIONS, OCCLUSION):  # the head's own map, and that of a head of random weights
-        for arm, order in ((TRAINED, name), (RANDOM_HEAD, control_order(name))):
-            np.testing.assert_array_equal([maps[order] for maps in ranked], measured[0].maps[arm, name])
-    beside = run / "checkpoints" / "explanations.json"
-    content = json.loads(beside.read_text())
-    assert (content["target"], content["layer"], content["n_others"]) == ("b", "ONL", 4)
-    ledger = Path(open_head(str(run)).cfg.data.store, "ledger.jsonl")
-    looks = [json.loads(line) for line in ledger.read_text().splitlines()]
-    assert looks[-1]["checkpoint"] == content["head_sha256"]
-    assert looks[-1]["look"] == content["look"]
-    assert looks[-1]["what"] == "explain: token contributions, occlusion of the linear head"
-    assert content["score"]["n_eyes"] == 3
-    assert content["score"]["chance"] == pytest.approx(1 / 3)
-    maps = {(arm, method) for arm in ARMS for method in (CONTRIBUTIONS, OCCLUSION)}
-    of = {(row["arm"], row["method"]): row for row in content["rows"]}
-    assert set(of) == maps | {(BRIGHTNESS, ""), (PLACE, "")}
-    assert of[PLACE, ""]["auprc"]["mean"] == 1.0  # the change of every eye is in the same tokens
-    own = [CONTRIBUTIONS, OCCLUSION]
-    orders = {row["order"]: row for row in content["deletion"]}
-    assert set(orders) == {*own, *map(control_order, own), RANDOM_ORDER, TRUTH_ORDER}
-    assert all((row["above_control"] is None) == (name not in own) for name, row in orders.items())
-    assert (run / "explanations.md").read_text() == markdown(content)
-    assert (run / "explanations.png").read_bytes().startswith(b"\x89PNG")
-    assert f"AUPRC {content['score']['auprc']:.3f}" in capsys.readouterr().out
-
-    assert explain([*words, "--quick"]) == 0
-    quick = json.loads(beside.read_text())
-    assert (quick["deletion"], quick["method"]) == ([], CONTRIBUTIONS)
-    assert {row["method"] for row in quick["rows"]} == {CONTRIBUTIONS, ""}
-    assert all(row in quick["rows"] for row in content["rows"] if row["method"] == CONTRIBUTIONS)
-    capsys.readouterr()
-    beside.write_text(json.dumps(content | {"method": OCCLUSION}))
     path = write_opt(tmp_path, speckle(16, 200, 48, seed=1))
-    assert main(["--checkpoint", str(run), "--out", str(tmp_path / "out"), "--dicom", path]) == 0
-    assert f"map: {score_text(OCCLUSION, content['score'])}" in capsys.readouterr().out
-    evidence = lines(tmp_path / "out")[0]["evidence"]
-    assert (evidence["method"], evidence["validated"]) == (OCCLUSION, content["score"]["beats_chance"])
-    beside.unlink()  # what is shown is another map from now on: no folder has both
-    assert main(["--checkpoint", str(run), "--out", str(tmp_path / "out"), "--dicom", path]) == 0
-    (line,) = lines(tmp_path / "out")
-    assert (line["evidence"]["method"], line["evidence"]["judgement"]) == (CONTRIBUTIONS, NOT_JUDGED)
+    command = ["--checkpoint", str(heads["linear"]), "--out", str(tmp_path / "out"), "--dicom", path]
+    for words, method in (["--occlusion"], OCCLUSION), ([], CONTRIBUTIONS):  # no folder has both
+        assert main([*command, *words]) == 0
+        assert f"map: {method}\n" in capsys.readouterr().out
+        (line,) = lines(tmp_path / "out")
+        assert line["evidence"]["method"] == method
 
 
 def test_a_head_of_segmentation_is_for_another_command(

@@ -11,10 +11,18 @@ from pathlib import Path
 from typing import Literal, get_args, get_origin, get_type_hints
 
 import pytest
+import yaml
 
 from tests.support.task_configs import below
 from utils.cli import parse_cli
-from utils.config.load import accumulation_steps, changed_keys, config_of_yaml, load_config, to_yaml
+from utils.config.load import (
+    GONE_KEYS,
+    accumulation_steps,
+    changed_keys,
+    config_of_yaml,
+    load_config,
+    to_yaml,
+)
 from utils.config.recipes import RECIPES, Recipe, markdown, recipe_of
 from utils.config.schema import Config, MaskFamily, TrainConfig, keys_with, leaves
 from utils.errors import ConfigError
@@ -330,7 +338,7 @@ def test_only_operational_keys_may_change_on_resume() -> None:
     allowed = ["train.max_steps=9", "train.log_every_steps=1", "wandb.mode=disabled", "data.workers=0"]
     allowed += ["train.per_core_batch_size=8", "train.grad_accum_steps=2"]
     allowed += ["eval.batch_size=2", "model.checkpoint=a.pt", "probe.bootstrap_samples=9"]
-    allowed += ["probe.random_init_seeds=1", "data.data_timeout_s=9", "data.cache_dir=/tmp/cache"]
+    allowed += ["data.data_timeout_s=9", "data.cache_dir=/tmp/cache"]
     allowed += ["train.max_bad_steps=50", "train.ckpt_every_steps=7", "train.keep_last=9"]
     allowed += ["train.shard_parameters=true", "probe.max_volumes=9", "val.max_volumes=9"]
     assert changed_keys(old, load_config(SMOKE, allowed)) == []
@@ -498,7 +506,7 @@ def test_marks_stand_beside_the_keys() -> None:
         *("model.size", "model.rope", "method.recipe", "method.context"),
     ]
     assert keys_with("is_place") == ["train.ckpt_dir", "run.dir"]
-    assert len(keys_with("may_change")) == 42
+    assert len(keys_with("may_change")) == 41
     assert {"train.max_steps", "data.workers", "wandb.mode"} <= set(keys_with("may_change"))
     assert not {"seed", "optim.base_lr", "train.global_batch_size"} & set(keys_with("may_change"))
 
@@ -507,3 +515,26 @@ def test_a_checkpoint_of_an_unknown_recipe_is_one_line() -> None:
     text = to_yaml(load_config(SMOKE)).replace("recipe: vjepa2", "recipe: of_tomorrow")
     with pytest.raises(ConfigError, match=r"a\.pt: method\.recipe: expected one of .*, found of_tomorrow"):
         config_of_yaml(text, "a.pt")
+
+
+def test_keys_that_went_are_taken_out_of_stored_configurations(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    cfg = load_config(SMOKE)
+    stored = yaml.safe_load(to_yaml(cfg))
+    for key, values in GONE_KEYS.items():
+        section, _, name = key.rpartition(".")
+        stored[section][name] = values[0]
+    run = tmp_path / "config.yaml"
+    run.write_text(yaml.safe_dump(stored))
+    assert load_config(run) == config_of_yaml(run.read_text(), "a.pt") == cfg
+    assert not caplog.records
+    stored["finetune"]["lora_rank"] = 8
+    run.write_text(yaml.safe_dump(stored))
+    assert config_of_yaml(run.read_text(), "a.pt") == cfg
+    assert "a.pt: the key finetune.lora_rank=8 is gone and is left out" in caplog.text
+    with pytest.raises(ConfigError, match=r"finetune\.lora_rank: expected null, the key is gone, found 8"):
+        load_config(run)
+    stored["task"]["time_column"] = "onset_days"
+    with pytest.raises(ConfigError, match=r"a\.pt: task\.time_column: expected null, the key is gone"):
+        config_of_yaml(yaml.safe_dump(stored), "a.pt")

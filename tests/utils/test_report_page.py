@@ -54,10 +54,10 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     (second / "probe.json").write_text(json.dumps(probe_json(0.02, 0.1)))
     (second / "leaderboard").mkdir()
     (second / "leaderboard" / "leaderboard.csv").write_text(
-        "row,cell,value,low,high,val,seeds,train_participants,row_seconds,row_peak_bytes,look\n"
-        "mine,linear,0.61234,0.5,0.7,0.6,1,10,1.0,,1\n"
-        "raw voxels,linear,0.4,,,0.6,1,10,1.0,,1\n"
-        "mine,low-shot 5,,,,0.6,1,10,1.0,,1\n"
+        "row,cell,value,low,high,val,seeds,train_participants,look\n"
+        "mine,linear,0.61234,0.5,0.7,0.6,1,10,1\n"
+        "raw voxels,linear,0.4,,,0.6,1,10,1\n"
+        "mine,low-shot 5,,,,0.6,1,10,1\n"
     )
     return [first, second]
 

@@ -69,7 +69,6 @@ MEANINGS = {
     "head.weight_decays": "see learning_rates",
     "finetune.label_smoothing": "share of the label that is spread over all classes",
     "probe.bootstrap_samples": "of participants, for an interval",
-    "probe.random_init_seeds": "random initialisations to compare with",
     "eval.split": "which people are scored",
     "eval.batch_size": "volumes that the encoder computes at once",
 }

@@ -22,7 +22,6 @@ def check_rules(cfg: Config, where: str) -> None:
         _check_bounds(cfg)
         _check_sections(cfg)
         _check_task(cfg.task)
-        _check_survival(cfg)
         _check_method(cfg.method)
         _check_masks(cfg.method, recipe_of(cfg.method))
         _check_parts(cfg.method, recipe_of(cfg.method))
@@ -30,7 +29,6 @@ def check_rules(cfg: Config, where: str) -> None:
         _check_finetune(cfg)
         _check_names_of_decoders(cfg.task)
         _check_decoders(cfg)
-        _check_adapters(cfg)
         _check_grid(cfg)
         _check_waits(cfg)
     except ConfigError as error:
@@ -99,20 +97,6 @@ def _check_task(task: TaskConfig) -> None:
             continue
         different = names is not None and len(set(names)) == len(names) >= least
         _require(different, f"task.{key}", f"{least} or more different names with task.kind {kind}", names)
-
-
-def _check_survival(cfg: Config) -> None:
-    """Time to an event has two columns, one set of folds, and no head."""
-    task, is_survival = cfg.task, cfg.task.kind == "survival"
-    for key in ("time_column", "event_column"):
-        value = getattr(task, key)
-        kind = f"{'a column' if is_survival else 'null'} with task.kind {task.kind}"
-        _require((value is not None) == is_survival, f"task.{key}", kind, value)
-    different = not is_survival or task.time_column != task.event_column
-    _require(different, "task.event_column", "another column than task.time_column", task.event_column)
-    protocol = cfg.eval.protocol
-    fits = not is_survival or protocol == "official"
-    _require(fits, "eval.protocol", "official with task.kind survival", protocol)
 
 
 def check_recipe(method: MethodConfig, where: str) -> None:
@@ -252,11 +236,8 @@ def _check_head(cfg: Config) -> None:
     has_classes = cfg.task.kind != "regression"
     _require(has_classes or smoothing == 0, "finetune.label_smoothing", "0 with a regression", smoothing)
     if cfg.finetune.encoder == "frozen":
-        for key, value in (
-            ("mixup", cfg.finetune.mixup),
-            ("unfreeze_at_epoch", cfg.finetune.unfreeze_at_epoch),
-        ):
-            _require(value == 0, f"finetune.{key}", "0 with finetune.encoder=frozen", value)
+        unfreeze = cfg.finetune.unfreeze_at_epoch
+        _require(unfreeze == 0, "finetune.unfreeze_at_epoch", "0 with finetune.encoder=frozen", unfreeze)
 
 
 def _check_names_of_decoders(task: TaskConfig) -> None:
@@ -293,13 +274,11 @@ def _check_decoders(cfg: Config) -> None:
 
 
 def _check_trained_with_decoder(cfg: Config, kind: str) -> None:
-    """An encoder that moves with its decoder moves as a whole, from the first step, on whole volumes."""
+    """An encoder that moves with its decoder moves from the first step, on whole volumes."""
     if cfg.finetune.encoder == "frozen":
         return
-    mixup, unfreeze, rank = cfg.finetune.mixup, cfg.finetune.unfreeze_at_epoch, cfg.finetune.lora_rank
-    _require(mixup == 0, "finetune.mixup", f"0 {kind}", mixup)
+    unfreeze = cfg.finetune.unfreeze_at_epoch
     _require(unfreeze == 0, "finetune.unfreeze_at_epoch", f"0 {kind}", unfreeze)
-    _require(rank is None, "finetune.lora_rank", f"null {kind}", rank)
     planes, size = cfg.grid[0], cfg.train.global_batch_size
     _require(
         size % planes == 0,
@@ -326,17 +305,6 @@ def _check_finetune(cfg: Config) -> None:
         "finetune.unfreeze_at_epoch",
         f"less than finetune.patience {patience}, or the run may end before the encoder is trained",
         unfreeze,
-    )
-
-
-def _check_adapters(cfg: Config) -> None:
-    """Adapters are part of a trained encoder."""
-    rank, encoder = cfg.finetune.lora_rank, cfg.finetune.encoder
-    _require(
-        rank is None or encoder == "trained",
-        "finetune.lora_rank",
-        "null with finetune.encoder=frozen",
-        rank,
     )
 
 

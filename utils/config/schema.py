@@ -277,21 +277,18 @@ class TaskConfig:
     id_column: str | None = None  # null: the column of the unit (person_id or participant_id, ...)
     label_column: str = "study_group"
     label_columns: list[str] | None = None  # multilabel: a column of 0 and 1 for each label
-    # what the label is; `ordinal` needs class_order, `survival` time_column and event_column. `layers`:
-    # surfaces, of the store's height maps; `segmentation`: classes of voxels, of its label volumes;
-    # `translation`: en-face slabs of OCTA, of its flow
+    # what the label is; `ordinal` needs class_order. `layers`: surfaces, of the store's height maps;
+    # `segmentation`: classes of voxels, of its label volumes; `translation`: en-face slabs of OCTA, of its
+    # flow
     kind: Literal[
         "classification",
         "ordinal",
         "regression",
         "multilabel",
-        "survival",
         "layers",
         "segmentation",
         "translation",
     ] = "classification"
-    time_column: str | None = None  # survival: a duration above 0, its unit in the name, as in onset_days
-    event_column: str | None = None  # survival: 1 where the event was seen, 0 where nothing was until then
     surfaces: list[str] | None = None  # layers: from the vitreous down; null: all that the maps name
     classes: list[str] | None = None  # segmentation: those to learn, the others are background; null: all
     slabs: list[str] | None = None  # translation: superficial, deep, ...; null: all that the flow has
@@ -322,12 +319,9 @@ class FinetuneConfig:
     # learning rate of a block is this to the power of the number of blocks above it
     layer_decay: float = key(0.75, Bound("a number in (0, 1]", lambda value: 0 < value <= 1))
     unfreeze_at_epoch: int = key(0, AT_LEAST_0)  # until then the head alone is trained
-    # rank of adapters (LoRA) that are trained in place of the encoder's own weights; null: those are
-    lora_rank: int | None = key(None, AT_LEAST_1)
     # auto: every class has the same weight in the loss; segmentation: the root of its rarity
     class_weights: Literal["auto", "none"] = "auto"
     label_smoothing: float = key(0.0, BELOW_1)
-    mixup: float = key(0.0, AT_LEAST_0)  # alpha of its beta distribution; 0: none
     patience: int | None = key(10, AT_LEAST_1)  # epochs without a better validation; null: to the end
 
 
@@ -336,7 +330,6 @@ class ProbeConfig:
     # cap on the volumes of each side that are embedded for the probes during pre-training
     max_volumes: int = key(256, AT_LEAST_1, may_change=True)
     bootstrap_samples: int = key(2000, AT_LEAST_1, may_change=True)
-    random_init_seeds: int = key(3, AT_LEAST_1, may_change=True)
 
 
 @dataclass(frozen=True)

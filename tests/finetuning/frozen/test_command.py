@@ -183,7 +183,6 @@ def test_a_key_that_does_nothing_is_refused(checkpoint: str, tmp_path: Path) -> 
             "head.learning_rates: expected different numbers, found .*0.001",
         ),
         ("head.weight_decays=[0.1,0,0.10]", "head.weight_decays: expected different numbers"),
-        ("finetune.mixup=0.2", "finetune.mixup: expected 0 with finetune.encoder=frozen"),
         ("finetune.unfreeze_at_epoch=2", "finetune.unfreeze_at_epoch: expected 0"),
     ],
 )

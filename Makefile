@@ -108,7 +108,7 @@ demo: install ## phantom data -> store -> pre-training -> truth and probe -> rep
 	$(call stage,prepare,$(PY) -m data_setup.prepare --config $(CONFIG))
 	$(call stage,pretrain,$(PY) -m pretraining.train --config $(CONFIG))
 	$(call stage,control,$(PY) -m pretraining.train --config $(CONFIG) run.dir=$(CONTROL) train.max_steps=2 wandb.mode=disabled)
-	$(call stage,truth,$(PY) -m finetuning.truth --config $(CONFIG) --control $(CONTROL))
+	$(call stage,truth,$(PY) -m benchmarks.phantom_truth --config $(CONFIG) --control $(CONTROL))
 	$(call stage,evaluate,$(PY) -m finetuning.evaluate --config $(CONFIG))
 	@$(PY) -m utils.report $(RUN)
 	@test $$(wc -c < $(RUN)/report.html) -lt 15000000 || { echo "$(RUN)/report.html: expected under 15 MB"; exit 1; }
@@ -116,7 +116,7 @@ demo: install ## phantom data -> store -> pre-training -> truth and probe -> rep
 clean-demo: ## remove what demo made
 	rm -rf runs/phantom runs/.phantom.phantom-partial runs/phantom_store $(RUN) $(CONTROL)
 
-LEADERBOARD = $(PY) -m finetuning.leaderboard --config configs/cls_linear_probe.yaml --checkpoints \
+LEADERBOARD = $(PY) -m finetuning.compare --config configs/cls_linear_probe.yaml --checkpoints \
     $(COMPARE)/multi_domain $(COMPARE)/single_domain_seed_0 $(COMPARE)/single_domain_seed_1 \
     --control $(COMPARE)/two_steps --columns '$(COLUMNS)' run.dir=$(COMPARE)/task $(TUNING)
 

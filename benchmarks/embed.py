@@ -24,7 +24,7 @@ from data_setup.store.writer import StoreWriter, measure
 from finetuning.embedding.folder import Folder
 from finetuning.embedding.run import embed_rows
 from finetuning.embedding.volumes import StoreVolumes
-from finetuning.pooled import random_encoder
+from finetuning.features.pooled import random_encoder
 from utils.cli import number_from, run_cli
 from utils.config.load import load_config
 from utils.config.schema import Config

@@ -19,9 +19,9 @@ import torch
 
 from benchmarks.machine import describe
 from data_setup.store.format import NORMALISATION, geometry_of
-from finetuning.calibration import Calibration
-from finetuning.familiarity import fit_familiarity
-from finetuning.head_file import write_head
+from finetuning.features.familiarity import fit_familiarity
+from finetuning.heads.calibration import Calibration
+from finetuning.heads.head_file import write_head
 from finetuning.prediction.run import predict
 from models.heads import build_head
 from models.vjepa3d import VJEPA3D

@@ -11,9 +11,10 @@ labels, which shows what chance is; then the paired difference pre-trained - ran
 participant-bootstrap interval, and the sentence that it allows. All follow the protocol of
 models.probes.participants: fitted on the training fold, C chosen on the validation fold, scored on the
 evaluated one. eval.protocol=official: the splits of the table; crossfit: folds over all labelled participants
-that pre-training did not see. A head: finetuning/head_evaluation.py.
+that pre-training did not see. A head: finetuning/answers/head_evaluation.py.
 
---same-eye, with --config or with --head: do several devices agree about one eye (finetuning/same_eye/run.py).
+--same-eye, with --config or with --head: do several devices agree about one eye
+(finetuning/same_eye/run.py).
 
 Participants that pre-training saw are an error, unless eval.allow_overlap=true; the table then says so.
 """
@@ -43,24 +44,26 @@ import numpy as np
 from sklearn.decomposition import PCA
 
 from data_setup.store.reader import PreparedStore
-from finetuning import source
-from finetuning.cohort import EVALUATED, TRAIN, Cohort, count_overlap, read_cohorts
+from finetuning.answers.evaluation import CLASSES, Asked, Row, answer, known_answer
+from finetuning.answers.evaluation_files import TITLES, markdown, write_evaluation
+from finetuning.answers.head_evaluation import evaluate_head
+from finetuning.answers.metrics import PRIMARY, observed
+from finetuning.cohort import source
+from finetuning.cohort.cohort import EVALUATED, TRAIN, Cohort, count_overlap, read_cohorts
+from finetuning.cohort.source import check_fit
 from finetuning.dense.head import head_kind
-from finetuning.evaluation import CLASSES, Asked, Row, answer, known_answer
-from finetuning.evaluation_files import TITLES, markdown, write_evaluation
-from finetuning.feature_map import write_feature_map
-from finetuning.head_evaluation import evaluate_head
-from finetuning.layers.evaluate import evaluate_layers
-from finetuning.metrics import PRIMARY, observed
-from finetuning.pooled import (
-    check_fit,
+from finetuning.dense.layers.evaluate import evaluate_layers
+from finetuning.dense.segmentation.evaluate import evaluate_segmentation
+from finetuning.dense.translation.evaluate import evaluate_translation
+from finetuning.features.feature_map import write_feature_map
+from finetuning.features.pooled import (
     device_features,
     embed_rows,
     pretrained_encoder,
     random_encoder,
     raw_features,
 )
-from finetuning.probing import (
+from finetuning.features.probing import (
     RANDOM_SEEDS,
     Probed,
     best_in_each_fold,
@@ -73,8 +76,6 @@ from finetuning.probing import (
     random_words,
 )
 from finetuning.same_eye.run import main as compare_scanners
-from finetuning.segmentation.evaluate import evaluate_segmentation
-from finetuning.translation.evaluate import evaluate_translation
 from utils import storage
 from utils.checkpoint import load_checkpoint
 from utils.config.load import load_config, storage_options_of

@@ -3,9 +3,10 @@
 In: a task's file of configs/, a checkpoint of pretraining.train or its run's folder, the prepared store that
 it was trained on, labels. Out: `${train.ckpt_dir}/head.pt`, which finetuning.evaluate reads. Data, geometry,
 model and method are those of the checkpoint. finetune.encoder=frozen: heads on kept features
-(finetuning/frozen.py); trained: the whole model (finetuning/finetune.py). task.kind=layers: surfaces of the
-retina (finetuning/layers/); segmentation: classes of voxels (finetuning/segmentation/); translation: slabs of
-OCTA flow (finetuning/translation/). Exit codes: utils/errors.py.
+(finetuning/heads/frozen.py); trained: the whole model (finetuning/heads/finetune.py). task.kind=layers:
+surfaces of the retina (finetuning/dense/layers/); segmentation: classes of voxels
+(finetuning/dense/segmentation/); translation: slabs of OCTA flow (finetuning/dense/translation/). Exit codes:
+utils/errors.py.
 """
 
 from __future__ import annotations
@@ -23,12 +24,11 @@ from typing import Any
 import numpy as np
 
 from data_setup.store.reader import PreparedStore
-from finetuning.cohort import EVALUATED, TRAIN, VAL, Cohort, count_overlap, read_cohort
-from finetuning.frozen import train_frozen
-from finetuning.head_file import NAME
-from finetuning.pooled import check_fit
-from finetuning.source import Source, open_source
-from finetuning.unread import refuse_unread
+from finetuning.cohort.cohort import EVALUATED, TRAIN, VAL, Cohort, count_overlap, read_cohort
+from finetuning.cohort.source import Source, check_fit, open_source
+from finetuning.cohort.unread import refuse_unread
+from finetuning.heads.frozen import train_frozen
+from finetuning.heads.head_file import NAME
 from utils import storage
 from utils.checkpoint import load_checkpoint
 from utils.errors import EXIT_FINISHED, ConfigError, UserError
@@ -48,24 +48,24 @@ def train(config: str, overrides: Sequence[str]) -> int:
     if cfg.train.ckpt_dir is None:
         raise ConfigError("train.ckpt_dir: expected a folder for the head, found null")
     if cfg.task.kind == "layers":
-        from finetuning.layers.train import train_layers
+        from finetuning.dense.layers.train import train_layers
 
         refuse_another_encoder(source)
         return train_layers(source)
     if cfg.task.kind == "segmentation":
-        from finetuning.segmentation.train import train_segmentation
+        from finetuning.dense.segmentation.train import train_segmentation
 
         refuse_another_encoder(source)
         return train_segmentation(source)
     if cfg.task.kind == "translation":
-        from finetuning.translation.train import train_translation
+        from finetuning.dense.translation.train import train_translation
 
         refuse_another_encoder(source)
         return train_translation(source)
     if cfg.eval.protocol == "crossfit":
         raise ConfigError(
             "eval.protocol: expected official, found crossfit: a head has one training set; "
-            "finetuning.evaluate and finetuning.leaderboard train one a fold"
+            "finetuning.evaluate and finetuning.compare train one a fold"
         )
     store = PreparedStore.open(cfg.data.store, cfg.data.storage_options, cfg.data.cache_dir)
     check_fit(cfg, store, source.state, source.url)
@@ -73,7 +73,7 @@ def train(config: str, overrides: Sequence[str]) -> int:
     overlap = count_overlap(cfg, cohort, source.state["participants"], source.url)
     log.info("%s; pre-training saw %d of the evaluated participants", summary(cohort), overlap)
     if cfg.finetune.encoder == "trained":
-        from finetuning.finetune import finetune
+        from finetuning.heads.finetune import finetune
 
         with open_engine(cfg) as runtime:
             return finetune(source, store, cohort, runtime)

@@ -215,8 +215,7 @@ def test_every_marker_has_a_make_target() -> None:
 # that says why.
 LINES = {}
 BOXES = {}  # top-level files and folders of a room, floors, arrows between boxes
-COMMANDS = {
-}  # what a person runs as `python -m NAME`
+COMMANDS = {}  # what a person runs as `python -m NAME`
 NUM_KEYS = 149
 
 

@@ -67,7 +67,7 @@ def segment() -> None:
 
 
 def truth() -> None:
-    _run("finetuning.truth")
+    _run("benchmarks.phantom_truth")
 
 
 def weights() -> None:

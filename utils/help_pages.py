@@ -69,9 +69,9 @@ PAGES = {
         ("task.labels_path", "task.label_column", "task.unit", "eval.split", "eval.protocol",
          "model.checkpoint"),
     ),
-    "finetuning.leaderboard": HelpPage(
+    "finetuning.compare": HelpPage(
         "Compare checkpoints under one protocol, with corrected differences of all pairs.",
-        ("python -m finetuning.leaderboard --config configs/cls_linear_probe.yaml --checkpoints RUN OTHER",),
+        ("python -m finetuning.compare --config configs/cls_linear_probe.yaml --checkpoints RUN OTHER",),
         ("run.dir", "task.label_column", "eval.split", "eval.protocol"),
     ),
     "finetuning.power": HelpPage(
@@ -99,9 +99,9 @@ PAGES = {
         ("model.checkpoint", "task.labels_path", "task.label_column", "task.kind", "head.kind",
          "finetune.encoder", "optim.base_lr"),
     ),
-    "finetuning.truth": HelpPage(
+    "benchmarks.phantom_truth": HelpPage(
         "Ask an encoder what the phantom knows: which layers lie in a token, and how thick they are.",
-        ("python -m finetuning.truth --config configs/smoke_test.yaml --control runs/smoke_control",),
+        ("python -m benchmarks.phantom_truth --config configs/smoke_test.yaml --control runs/smoke_control",),
         ("model.checkpoint", "run.dir"),
     ),
     "models.weights": HelpPage(

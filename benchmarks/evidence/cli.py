@@ -64,7 +64,7 @@ from benchmarks.evidence.scores import (
 from benchmarks.evidence.search import search
 from benchmarks.evidence.supervised import supervised_encoder
 from data_setup.store.reader import PreparedStore
-from finetuning.pooled import pretrained_encoder, random_encoder
+from finetuning.features.pooled import pretrained_encoder, random_encoder
 from utils import storage
 from utils.checkpoint import load_checkpoint
 from utils.errors import UserError

@@ -25,7 +25,7 @@ from benchmarks.evidence.scores import BATCH, TASKS, FoldFeatures, score, score_
 from data_setup.loader import evaluation_batches
 from data_setup.normalisation import plain_view
 from data_setup.store.reader import PreparedStore
-from finetuning.pooled import pretrained_encoder, random_encoder
+from finetuning.features.pooled import pretrained_encoder, random_encoder
 from models.probes.features import pool_tokens
 from models.probes.participants import balanced_accuracy
 from utils import storage

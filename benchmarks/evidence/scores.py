@@ -27,7 +27,7 @@ from data_setup.loader import evaluation_batches
 from data_setup.normalisation import plain_view
 from data_setup.phantom.files import save_npz
 from data_setup.store.reader import PreparedStore
-from finetuning.pooled import device_features, raw_features
+from finetuning.features.pooled import device_features, raw_features
 from models.probes.features import pool_tokens, rankme
 from models.probes.intervals import balanced_accuracy_draws
 from models.probes.participants import Fold, Prediction, balanced_accuracy, logistic_probe

@@ -36,7 +36,7 @@ from benchmarks.evidence.differences import Draws, Scored, difference_draws
 from benchmarks.evidence.queue import Job, Plan, Queue
 from benchmarks.evidence.scores import TASKS, load_scores
 from benchmarks.evidence.words import TASK_LABELS, signed, table_head
-from finetuning.board.compare import bootstrap_p, holm
+from finetuning.board.comparison import bootstrap_p, holm
 from models.probes.intervals import interval95
 from utils.errors import UserError
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from finetuning.predictions import Predictions
+from finetuning.cohort.predictions import Predictions
 from utils import storage
 
 log = logging.getLogger(__name__)

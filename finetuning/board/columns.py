@@ -1,8 +1,9 @@
 """The columns of the leaderboard: what is computed of a row, each on the same cohorts.
 
-In: an `Entry`, cohorts, seeds. Out: cells by name. `linear` is the probe of finetuning.probing (logistic,
-ridge for a value; C chosen on validation), the same for encoders and baselines. `attentive` trains a head on
-the tokens of an encoder, `fine-tuned` the encoder too, once a seed; a row without one has no such cell.
+In: an `Entry`, cohorts, seeds. Out: cells by name. `linear` is the probe of finetuning.features.probing
+(logistic, ridge for a value; C chosen on validation), the same for encoders and baselines. `attentive` trains
+a head on the tokens of an encoder, `fine-tuned` the encoder too, once a seed; a row without one has no such
+cell.
 """
 
 from __future__ import annotations
@@ -16,16 +17,16 @@ import torch
 
 from finetuning.board.answers import Cell
 from finetuning.board.entries import Encoder, Entry, Volumes, kept_features
-from finetuning.cohort import EVALUATED, TRAIN, VAL, Cohort, low_shot
+from finetuning.cohort.cohort import EVALUATED, TRAIN, VAL, Cohort, low_shot
+from finetuning.cohort.predictions import Predictions, Scored
+from finetuning.cohort.source import Source
 from finetuning.features.kept import KeptFeatures
-from finetuning.finetune import finetune
-from finetuning.frozen import TokenInputs, train_grid
-from finetuning.head_file import NAME as HEAD_NAME
-from finetuning.head_file import open_head, predict_rows
-from finetuning.objective import to_scores
-from finetuning.predictions import Predictions, Scored
-from finetuning.probing import probe
-from finetuning.source import Source
+from finetuning.features.probing import probe
+from finetuning.heads.finetune import finetune
+from finetuning.heads.frozen import TokenInputs, train_grid
+from finetuning.heads.head_file import NAME as HEAD_NAME
+from finetuning.heads.head_file import open_head, predict_rows
+from finetuning.heads.objective import to_scores
 from utils import storage
 from utils.errors import EXIT_FINISHED, EXIT_STOPPED, UserError
 

@@ -16,11 +16,11 @@ from torch import nn
 
 from data_setup.store.reader import PreparedStore
 from finetuning.board.slices import SliceEncoder
-from finetuning.cohort import EVALUATED, TRAIN, Cohort
+from finetuning.cohort.cohort import EVALUATED, TRAIN, Cohort
+from finetuning.cohort.source import Source, check_fit, open_source
 from finetuning.features.kept import KeptFeatures, features_folder
-from finetuning.pooled import check_fit, device_features, pretrained_encoder, random_encoder, raw_features
-from finetuning.probing import Features
-from finetuning.source import Source, open_source
+from finetuning.features.pooled import device_features, pretrained_encoder, random_encoder, raw_features
+from finetuning.features.probing import Features
 from utils.config.schema import Config
 from utils.errors import UserError
 from utils.runtime.single import Runtime

@@ -1,7 +1,7 @@
 """The leaderboard as files: Markdown, CSV, HTML with its figure inside, and the figure.
 
 In: a `Board`. Out: leaderboard.md, leaderboard.csv, leaderboard.html, leaderboard.png in its folder, and the
-Markdown as text. Every number is the primary metric of the task's kind (finetuning.metrics.PRIMARY).
+Markdown as text. Every number is the primary metric of the task's kind (finetuning.answers.metrics.PRIMARY).
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from finetuning.answers.evaluation import people_of_classes, too_few
+from finetuning.answers.metrics import PRIMARY
 from finetuning.board.columns import DEVICES, LINEAR, LOW_SHOT
-from finetuning.board.compare import Comparison, Estimate, compare, estimate
+from finetuning.board.comparison import Comparison, Estimate, compare, estimate
 from finetuning.board.rows import Board, Row
-from finetuning.cohort import EVALUATED, TRAIN, VAL
-from finetuning.evaluation import people_of_classes, too_few
-from finetuning.metrics import PRIMARY
+from finetuning.cohort.cohort import EVALUATED, TRAIN, VAL
 from finetuning.power import ALPHA, MIN_PER_CLASS
 from utils import storage
 from utils.report.pictures import png_data

@@ -12,7 +12,7 @@ from data_setup.store.reader import PreparedStore
 from finetuning.board.answers import Answer
 from finetuning.board.columns import LINEAR
 from finetuning.board.entries import Entry
-from finetuning.cohort import Cohort
+from finetuning.cohort.cohort import Cohort
 from utils.config.schema import Config
 
 

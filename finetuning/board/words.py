@@ -47,7 +47,7 @@ def parse(description: str, argv: Sequence[str] | None) -> Words:
             help=f"beside linear, of {', '.join(EXTRA_COLUMNS)}; default: %(default)s",
         )
 
-    args = parse_words("finetuning.leaderboard", description, argv, add_arguments)
+    args = parse_words("finetuning.compare", description, argv, add_arguments)
     overrides = [word for word in args.checkpoints if OVERRIDE.match(word)]
     checkpoints = [word for word in args.checkpoints if not OVERRIDE.match(word)]
     if not checkpoints:

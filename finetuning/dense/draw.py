@@ -23,11 +23,11 @@ from data_setup.writers.dicom_seg import load_highdicom, write_seg
 from data_setup.writers.height_map import write_height_map
 from data_setup.writers.masks import write_nifti, write_png
 from finetuning.dense.head import DenseHead, head_kind
+from finetuning.dense.layers.head import open_layers_head
 from finetuning.dense.lines import SegmentLines
+from finetuning.dense.segmentation.train import open_segmentation_head
 from finetuning.dense.whole import WholeScan, classes_of_scan, outputs_of, read_whole, surfaces_of_scan
 from finetuning.embedding.run import MAY_CHANGE, overridden
-from finetuning.layers.head import open_layers_head
-from finetuning.segmentation.train import open_segmentation_head
 from utils import storage
 from utils.config.load import storage_options_of
 from utils.config.schema import Config

@@ -17,10 +17,10 @@ import numpy as np
 import pandas as pd
 
 from data_setup.store.reader import PreparedStore
-from finetuning.cohort import EVALUATED
+from finetuning.cohort.cohort import EVALUATED
+from finetuning.cohort.source import evaluated_config
 from finetuning.dense.folds import DenseVolumes, count_look, refuse_seen
 from finetuning.dense.head import DenseHead, require_same_grid
-from finetuning.head_evaluation import evaluated_config
 from utils import storage
 from utils.config.load import flatten, storage_options_of
 from utils.config.schema import Config, StorageOptions

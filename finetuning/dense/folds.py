@@ -16,8 +16,8 @@ import numpy as np
 import pandas as pd
 
 from data_setup.store.reader import PreparedStore
-from finetuning.cohort import EVALUATED, MIN_PARTICIPANTS, TRAIN, VAL, Cohort
-from finetuning.ledger import data_digest, record_look
+from finetuning.cohort.cohort import EVALUATED, MIN_PARTICIPANTS, TRAIN, VAL, Cohort
+from finetuning.cohort.ledger import data_digest, record_look
 from utils.config.schema import Config
 from utils.errors import UserError
 

@@ -17,12 +17,12 @@ from typing import Any
 from torch import nn
 
 from data_setup.store.reader import PreparedStore
-from finetuning.cohort import TRAIN, VAL
+from finetuning.cohort.cohort import TRAIN, VAL
+from finetuning.cohort.source import Source, find_checkpoint
 from finetuning.dense.folds import DenseVolumes
-from finetuning.head_file import NAME, Head
-from finetuning.layers.decoder import build_decoder
-from finetuning.pooled import load_strictly, pretrained_encoder, random_encoder
-from finetuning.source import Source, find_checkpoint
+from finetuning.dense.layers.decoder import build_decoder
+from finetuning.features.pooled import load_strictly, pretrained_encoder, random_encoder
+from finetuning.heads.head_file import NAME, Head
 from models.vit3d import VisionTransformer3D
 from models.vjepa3d import build_encoder
 from utils import storage

@@ -7,7 +7,8 @@ same weights and see the same planes in the same order. The steps of a second ar
 and its metrics have its name before theirs.
 
 The encoder is frozen, and its tokens are kept; or finetune.encoder=trained moves it with its decoder, layer
-by layer at rates of their own (finetuning.tuned). Then a batch is made of whole volumes, since tokens are.
+by layer at rates of their own (finetuning.heads.tuned). Then a batch is made of whole volumes, since tokens
+are.
 """
 
 from __future__ import annotations
@@ -26,16 +27,15 @@ import torch
 from torch import Tensor, nn
 
 from data_setup.store.reader import PreparedStore
-from finetuning.cohort import TRAIN, VAL
+from finetuning.cohort.cohort import TRAIN, VAL
+from finetuning.cohort.source import Source, check_fit
 from finetuning.dense.folds import DenseVolumes, refuse_overlap
 from finetuning.dense.head import PRETRAINED, RANDOM, dense_state, encoder_of, new_decoder
+from finetuning.dense.layers.planes import Planes
 from finetuning.features.kept import KeptFeatures, features_folder
-from finetuning.frozen import num_updates, schedule
-from finetuning.head_file import write_head
-from finetuning.layers.planes import Planes
-from finetuning.pooled import check_fit
-from finetuning.source import Source
-from finetuning.tuned import MASK_TOKEN, layer_groups
+from finetuning.heads.frozen import num_updates, schedule
+from finetuning.heads.head_file import write_head
+from finetuning.heads.tuned import MASK_TOKEN, layer_groups
 from models.vit3d import VisionTransformer3D
 from utils.config.schema import Config
 from utils.errors import EXIT_FINISHED, UserError

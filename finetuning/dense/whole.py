@@ -25,7 +25,7 @@ from data_setup.resample import Resampled, output_spacing, resample_frames
 from data_setup.store.writer import measure
 from data_setup.transforms import identity_matrix
 from finetuning.dense.head import Arm
-from finetuning.layers.decoder import heights_of
+from finetuning.dense.layers.decoder import heights_of
 from utils.config.schema import Config, StorageOptions
 from utils.runtime.single import Runtime
 

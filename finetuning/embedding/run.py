@@ -21,12 +21,12 @@ from torch import nn
 
 from data_setup.store.format import KEPT, NORMALISATION, geometry_of
 from data_setup.store.reader import PreparedStore
+from finetuning.cohort.source import check_fit, find_checkpoint, require_pretraining
 from finetuning.embedding.folder import Embedded, Folder
 from finetuning.embedding.stream import NoFeaturesError, read_ahead, tokens_of
 from finetuning.embedding.volumes import DicomVolumes, Reject, StoreVolumes, Volume, Volumes, find_dicoms
 from finetuning.features.kept import weights_digest
-from finetuning.pooled import check_fit, pretrained_encoder, require_pretraining
-from finetuning.source import find_checkpoint
+from finetuning.features.pooled import pretrained_encoder
 from models.probes.features import pool_tokens
 from utils.checkpoint import load_checkpoint
 from utils.config.load import changed_config, config_of_yaml, flatten, storage_options_of

@@ -11,7 +11,7 @@ from typing import Any
 
 from data_setup.protocols import PROTOCOLS
 from data_setup.store.summary import LOW_VALID_FRACTION
-from finetuning.familiarity import FAR_PERCENTILE
+from finetuning.features.familiarity import FAR_PERCENTILE
 
 HIGH_LOST_FRACTION = 0.25  # of the scan, outside the grid
 LOW_SIGNAL_DB = 6.0  # half of what quality asks for

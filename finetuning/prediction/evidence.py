@@ -21,7 +21,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from finetuning.head_file import Head, Standardise
+from finetuning.heads.head_file import Head, Standardise
 from models.heads import AttentiveHead
 from models.probes.features import pool_tokens, token_moments
 

@@ -1,7 +1,8 @@
 """What a head of labels says of one volume: scores, probabilities, warnings, evidence.
 
-In: a head of finetuning.frozen or finetuning.finetune and a volume. Out: an `Answer`. The encoder runs once;
-scores, distance and evidence all read its tokens. For a map by occlusion it runs again, once a block.
+In: a head of finetuning.heads.frozen or finetuning.heads.finetune and a volume. Out: an `Answer`. The encoder
+runs once; scores, distance and evidence all read its tokens. For a map by occlusion it runs again, once a
+block.
 """
 
 from __future__ import annotations
@@ -15,12 +16,12 @@ import numpy as np
 import torch
 
 from data_setup.normalisation import plain_view
-from finetuning.calibration import Calibration, stored_calibration
 from finetuning.embedding.stream import batch_of, tokens_of
 from finetuning.embedding.volumes import Volume
-from finetuning.familiarity import Familiarity, stored_familiarity
-from finetuning.head_file import Head
-from finetuning.objective import to_scores
+from finetuning.features.familiarity import Familiarity, stored_familiarity
+from finetuning.heads.calibration import Calibration, stored_calibration
+from finetuning.heads.head_file import Head
+from finetuning.heads.objective import to_scores
 from finetuning.prediction.cautions import cautions_of
 from finetuning.prediction.evidence import (
     ATTENTION,

@@ -19,13 +19,13 @@ import numpy as np
 
 from data_setup.store.format import KEPT, NORMALISATION, QUALITY_COLUMNS
 from finetuning.dense.head import head_kind
+from finetuning.dense.layers.head import KIND as LAYERS
+from finetuning.dense.layers.head import LayersHead, open_layers_head
 from finetuning.embedding.run import MAY_CHANGE, overridden
 from finetuning.embedding.stream import NoFeaturesError, read_ahead
 from finetuning.embedding.volumes import DicomVolumes, Reject, Volume, find_dicoms
 from finetuning.features.digests import values_digest
-from finetuning.head_file import Head, open_head
-from finetuning.layers.head import KIND as LAYERS
-from finetuning.layers.head import LayersHead, open_layers_head
+from finetuning.heads.head_file import Head, open_head
 from finetuning.prediction.labels import Answer, LabelPredictor
 from finetuning.prediction.picture import draw
 from finetuning.prediction.surfaces import SurfacePredictor

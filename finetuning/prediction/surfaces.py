@@ -1,8 +1,9 @@
 """What a head of surfaces says of one volume: heights in the scan's own rows, thickness in um, ETDRS sectors.
 
-In: a head of finetuning.layers.train (its decoder on the pre-trained encoder) and a volume. Out: an `Answer`.
-Arrays: `rows` float32 [S, B-scans, A-scans], the row of the scan, 0 the centre of its first, B-scans in the
-order of the file, NaN where the grid does not reach; `um`, the same from the scan's upper edge; `names` [S].
+In: a head of finetuning.dense.layers.train (its decoder on the pre-trained encoder) and a volume. Out: an
+`Answer`. Arrays: `rows` float32 [S, B-scans, A-scans], the row of the scan, 0 the centre of its first,
+B-scans in the order of the file, NaN where the grid does not reach; `um`, the same from the scan's upper
+edge; `names` [S].
 """
 
 from __future__ import annotations
@@ -18,14 +19,14 @@ from einops import rearrange
 from data_setup.height_maps import lay_on_scan
 from data_setup.normalisation import plain_view
 from data_setup.store.format import geometry_of
+from finetuning.dense.layers.decoder import heights_of
+from finetuning.dense.layers.etdrs import etdrs, find_fovea
+from finetuning.dense.layers.head import LayersHead
+from finetuning.dense.layers.planes import AT_ONCE
+from finetuning.dense.layers.volumes import OUTER, RETINA
 from finetuning.embedding.stream import batch_of, tokens_of
 from finetuning.embedding.volumes import Volume
-from finetuning.familiarity import Familiarity, stored_familiarity
-from finetuning.layers.decoder import heights_of
-from finetuning.layers.etdrs import etdrs, find_fovea
-from finetuning.layers.head import LayersHead
-from finetuning.layers.planes import AT_ONCE
-from finetuning.layers.volumes import OUTER, RETINA
+from finetuning.features.familiarity import Familiarity, stored_familiarity
 from finetuning.prediction.cautions import cautions_of
 from finetuning.prediction.labels import (
     Answer,

@@ -16,8 +16,8 @@ import pandas as pd
 
 from data_setup.manifest import select_wanted
 from data_setup.store.reader import PreparedStore
-from finetuning.cohort import EVALUATED, TRAIN, VAL
-from finetuning.labels import units_of
+from finetuning.cohort.cohort import EVALUATED, TRAIN, VAL
+from finetuning.cohort.labels import units_of
 from utils.config.schema import Config
 from utils.errors import ConfigError, UserError
 

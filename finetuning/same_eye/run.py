@@ -10,7 +10,7 @@ as they are and less the mean of their device over the training fold:
 and the ICC of every output of a head. Rows beside them: the device alone (planted: must be 0), random
 initialisation, and on a phantom the truth. Features are standardised on the training fold. Intervals
 resample participants; neighbours stay. People that training saw are an error, as in finetuning.evaluate. Each
-run is a look at the test participants (finetuning/ledger.py).
+run is a look at the test participants (finetuning/cohort/ledger.py).
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from sklearn.preprocessing import StandardScaler
 
 from data_setup.phantom.truth_tokens import read_truth_file
 from data_setup.store.reader import PreparedStore
-from finetuning import source
-from finetuning.cohort import EVALUATED, TRAIN, VAL
+from finetuning.cohort import source
+from finetuning.cohort.cohort import EVALUATED, TRAIN, VAL
+from finetuning.cohort.source import check_fit, evaluated_config
 from finetuning.dense.folds import DenseVolumes, count_look
 from finetuning.dense.head import require_same_grid
 from finetuning.features.kept import KeptFeatures, features_folder
-from finetuning.head_evaluation import evaluated_config
-from finetuning.head_file import Head, open_head, predict_rows
-from finetuning.pooled import check_fit, pretrained_encoder, random_encoder
+from finetuning.features.pooled import pretrained_encoder, random_encoder
+from finetuning.heads.head_file import Head, open_head, predict_rows
 from finetuning.same_eye.eyes import Eyes, choose_eyes
 from finetuning.same_eye.measures import icc, nearest
 from finetuning.same_eye.page import markdown

@@ -14,9 +14,9 @@ from sklearn.decomposition import PCA
 from sklearn.frozen import FrozenEstimator
 from sklearn.linear_model import LogisticRegression
 
-from finetuning.calibration import Calibration, calibrate, stored_calibration
-from finetuning.familiarity import fit_familiarity, stored_familiarity
-from finetuning.head_file import Standardise
+from finetuning.features.familiarity import fit_familiarity, stored_familiarity
+from finetuning.heads.calibration import Calibration, calibrate, stored_calibration
+from finetuning.heads.head_file import Standardise
 from finetuning.prediction.cautions import cautions_of
 from finetuning.prediction.evidence import ATTENTION, CONTRIBUTIONS, GRADIENT, evidence_of
 from models.heads import build_head

@@ -22,7 +22,7 @@ from data_setup.store.reader import PreparedStore
 from data_setup.store.writer import StoreWriter, record_fields
 from finetuning.embed import main
 from finetuning.embedding.folder import Embedded, Folder
-from finetuning.pooled import embed_rows, pretrained_encoder
+from finetuning.features.pooled import embed_rows, pretrained_encoder
 from tests.support.dicom_factory import TRITON, speckle, write_opt
 from tests.support.finetune_factory import RUNTIME, config, make_world, save_checkpoint
 from tests.support.process_factory import Running, run_to_end

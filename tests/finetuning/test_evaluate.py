@@ -16,14 +16,21 @@ from torch import nn
 
 from data_setup.store.reader import PreparedStore
 from finetuning import evaluate as module
-from finetuning import evaluation_files, probing
-from finetuning.cohort import Cohort, read_cohort
+from finetuning.answers import evaluation_files
+from finetuning.answers.evaluation import Asked, too_few
+from finetuning.answers.metrics import observed
+from finetuning.cohort.cohort import Cohort, read_cohort
+from finetuning.cohort.predictions import Scored
 from finetuning.evaluate import evaluate, find_checkpoint, main
-from finetuning.evaluation import Asked, too_few
-from finetuning.metrics import observed
-from finetuning.pooled import device_features, embed_rows, pretrained_encoder, random_encoder, raw_features
-from finetuning.predictions import Scored
-from finetuning.probing import Features, Probed, probe
+from finetuning.features import probing
+from finetuning.features.pooled import (
+    device_features,
+    embed_rows,
+    pretrained_encoder,
+    random_encoder,
+    raw_features,
+)
+from finetuning.features.probing import Features, Probed, probe
 from models.probes.participants import fit_logistic
 from models.vjepa3d import VJEPA3D
 from tests.support.finetune_factory import (

@@ -15,21 +15,21 @@ import torch
 from sklearn import metrics as sk
 
 from data_setup.store.reader import PreparedStore
-from finetuning import evaluation_files
-from finetuning.calibration import Calibration
-from finetuning.cohort import EVALUATED, VAL, Cohort, crossfit_cohorts, deal_over_people, read_cohort
+from finetuning.answers import evaluation_files
+from finetuning.answers.evaluation import Asked, people_of_classes
+from finetuning.answers.evaluation_files import predictions_table
+from finetuning.answers.head_evaluation import evaluate_head
+from finetuning.answers.scorecard import chance_of, difference, scorecard
+from finetuning.answers.subgroups import age_band, subgroups
+from finetuning.cohort.cohort import EVALUATED, VAL, Cohort, crossfit_cohorts, deal_over_people, read_cohort
+from finetuning.cohort.ledger import count_looks, data_digest
+from finetuning.cohort.predictions import Predictions, Scored
+from finetuning.cohort.source import Source
 from finetuning.evaluate import evaluate, main
-from finetuning.evaluation import Asked, people_of_classes
-from finetuning.evaluation_files import predictions_table
-from finetuning.head_evaluation import evaluate_head
-from finetuning.head_file import Standardise, head_state, open_head, predict_rows, write_head
-from finetuning.ledger import count_looks, data_digest
-from finetuning.pooled import embed_rows, random_encoder
-from finetuning.predictions import Predictions, Scored
-from finetuning.probing import of_rows, permuted, probe
-from finetuning.scorecard import chance_of, difference, scorecard
-from finetuning.source import Source
-from finetuning.subgroups import age_band, subgroups
+from finetuning.features.pooled import embed_rows, random_encoder
+from finetuning.features.probing import of_rows, permuted, probe
+from finetuning.heads.calibration import Calibration
+from finetuning.heads.head_file import Standardise, head_state, open_head, predict_rows, write_head
 from models.heads import build_head
 from tests.support.finetune_factory import PEOPLE, RUNTIME, config, make_world, save_checkpoint
 from utils.checkpoint import load_checkpoint

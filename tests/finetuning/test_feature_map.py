@@ -9,8 +9,8 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from finetuning.cohort import Cohort
-from finetuning.feature_map import MAX_POINTS, feature_map, labels_of, write_feature_map
+from finetuning.cohort.cohort import Cohort
+from finetuning.features.feature_map import MAX_POINTS, feature_map, labels_of, write_feature_map
 
 NUM = 30
 

@@ -14,18 +14,18 @@ import pytest
 import torch
 
 from data_setup.store.reader import PreparedStore, VolumeReader
-from finetuning import finetune as loop
-from finetuning.calibration import Calibration, stored_calibration
-from finetuning.cohort import EVALUATED, TRAIN, VAL, Cohort
-from finetuning.examples import Examples
-from finetuning.familiarity import stored_familiarity
-from finetuning.finetune import finetune
-from finetuning.head_file import open_head, predict_rows
-from finetuning.objective import METRICS, metric_name
-from finetuning.source import Source, open_source
-from finetuning.trial import settle_memory
-from finetuning.tuned import TunedModel, layer_groups
-from finetuning.tuning import open_tuning
+from finetuning.cohort.cohort import EVALUATED, TRAIN, VAL, Cohort
+from finetuning.cohort.source import Source, open_source
+from finetuning.features.familiarity import stored_familiarity
+from finetuning.heads import finetune as loop
+from finetuning.heads.calibration import Calibration, stored_calibration
+from finetuning.heads.examples import Examples
+from finetuning.heads.finetune import finetune
+from finetuning.heads.head_file import open_head, predict_rows
+from finetuning.heads.objective import METRICS, metric_name
+from finetuning.heads.trial import settle_memory
+from finetuning.heads.tuned import TunedModel, layer_groups
+from finetuning.heads.tuning import open_tuning
 from models.vjepa3d import build_encoder
 from tests.support.finetune_factory import RUNTIME, config, make_world, save_checkpoint
 from tests.support.model_factory import small_config, volumes

@@ -9,8 +9,8 @@ from sklearn.metrics import log_loss
 from sklearn.utils.class_weight import compute_sample_weight
 from torch import nn
 
-from finetuning.objective import row_losses, row_weights, to_scores, validation_score
-from finetuning.predictions import Predictions
+from finetuning.cohort.predictions import Predictions
+from finetuning.heads.objective import row_losses, row_weights, to_scores, validation_score
 from models.heads import AttentiveHead, apply_head, build_head, rescale_output
 from models.probes.features import pool_tokens
 

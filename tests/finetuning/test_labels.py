@@ -13,7 +13,7 @@ import pytest
 
 from data_setup.manifest import load_labels
 from data_setup.store.reader import PreparedStore
-from finetuning.cohort import (
+from finetuning.cohort.cohort import (
     EVALUATED,
     TRAIN,
     VAL,
@@ -23,8 +23,8 @@ from finetuning.cohort import (
     read_cohort,
     read_cohorts,
 )
-from finetuning.labels import Labels, read_labels
-from finetuning.predictions import pool
+from finetuning.cohort.labels import Labels, read_labels
+from finetuning.cohort.predictions import pool
 from tests.support.cloud_servers import BUCKET, s3_server
 from tests.support.finetune_factory import DEVICES, config, index_store
 from utils import storage

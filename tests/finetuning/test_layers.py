@@ -26,22 +26,22 @@ from finetuning import evaluate as command
 from finetuning import predict as predict_command
 from finetuning import segment
 from finetuning import train as train_command
-from finetuning.cohort import EVALUATED, TRAIN, VAL, read_cohort
+from finetuning.cohort.cohort import EVALUATED, TRAIN, VAL, read_cohort
+from finetuning.cohort.source import open_source
 from finetuning.dense import head as dense_head
 from finetuning.dense.evaluation import notes_of
 from finetuning.dense.head import encoder_of
+from finetuning.dense.layers import evaluate as module
+from finetuning.dense.layers import train as layers_train
+from finetuning.dense.layers.decoder import build_decoder, heights_of, surface_loss
+from finetuning.dense.layers.etdrs import SECTORS
+from finetuning.dense.layers.evaluate import evaluate_layers
+from finetuning.dense.layers.head import PRETRAINED, RANDOM, open_layers_head
+from finetuning.dense.layers.metrics import boundary_error_um
+from finetuning.dense.layers.planes import Planes
+from finetuning.dense.layers.volumes import LayerVolumes, read_volumes
 from finetuning.features.kept import KeptFeatures
-from finetuning.layers import evaluate as module
-from finetuning.layers import train as layers_train
-from finetuning.layers.decoder import build_decoder, heights_of, surface_loss
-from finetuning.layers.etdrs import SECTORS
-from finetuning.layers.evaluate import evaluate_layers
-from finetuning.layers.head import PRETRAINED, RANDOM, open_layers_head
-from finetuning.layers.metrics import boundary_error_um
-from finetuning.layers.planes import Planes
-from finetuning.layers.volumes import LayerVolumes, read_volumes
-from finetuning.pooled import random_encoder
-from finetuning.source import open_source
+from finetuning.features.pooled import random_encoder
 from models import vit3d
 from tests.support.finetune_factory import RUNTIME, save_checkpoint
 from tests.support.heights_factory import config, make_tree, prepare_all

@@ -17,23 +17,23 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from data_setup.store.reader import PreparedStore
-from finetuning import leaderboard as module
-from finetuning import probing
+from finetuning import compare as module
+from finetuning.answers.metrics import bootstrap_counts, measure
 from finetuning.board import columns
 from finetuning.board.answers import Answer, Answers, Cell
 from finetuning.board.columns import Question, device_tables, low_shots
-from finetuning.board.compare import bootstrap_p, compare, estimate, holm
+from finetuning.board.comparison import bootstrap_p, compare, estimate, holm
 from finetuning.board.entries import Entry, Volumes, fold_by_fold, short_names
 from finetuning.board.page import cautions, write_pages
 from finetuning.board.rows import Board
 from finetuning.board.slices import SliceEncoder
 from finetuning.board.words import Words, parse
-from finetuning.cohort import EVALUATED, TRAIN, VAL, Cohort, read_cohort
-from finetuning.leaderboard import Desk, best_random, leaderboard, protocol_digest
-from finetuning.metrics import bootstrap_counts, measure
-from finetuning.predictions import Predictions, pool
-from finetuning.probing import Features, Probed
-from finetuning.source import Source, open_source
+from finetuning.cohort.cohort import EVALUATED, TRAIN, VAL, Cohort, read_cohort
+from finetuning.cohort.predictions import Predictions, pool
+from finetuning.cohort.source import Source, open_source
+from finetuning.compare import Desk, best_random, leaderboard, protocol_digest
+from finetuning.features import probing
+from finetuning.features.probing import Features, Probed
 from models.probes.intervals import paired_difference
 from models.probes.participants import Prediction, fit_logistic
 from tests.support.finetune_factory import (

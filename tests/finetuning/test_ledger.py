@@ -12,15 +12,15 @@ from pathlib import Path
 
 import pytest
 
-from finetuning import ledger
-from finetuning.ledger import count_looks, record_look
+from finetuning.cohort import ledger
+from finetuning.cohort.ledger import count_looks, record_look
 from utils import storage
 from utils.errors import UserError
 from utils.storage.line_files import append_line, read_lines
 
 COMMAND = """
 import sys
-from finetuning.ledger import record_look
+from finetuning.cohort.ledger import record_look
 for _ in range(10):
     print(record_look(sys.argv[1], "weights", "test", "protocol", "a look of " + sys.argv[2]))
 """

@@ -11,7 +11,7 @@ import pytest
 from sklearn import metrics as sk
 from sklearn.calibration import calibration_curve
 
-from finetuning.metrics import (
+from finetuning.answers.metrics import (
     NUM_BINS,
     at_threshold,
     bootstrap_counts,
@@ -22,7 +22,7 @@ from finetuning.metrics import (
     reliability,
     youden_threshold,
 )
-from finetuning.predictions import Predictions
+from finetuning.cohort.predictions import Predictions
 
 CLOSE = {"rtol": 0, "atol": 1e-9}
 

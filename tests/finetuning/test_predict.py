@@ -14,7 +14,7 @@ from data_setup.jobs import Job, prepare_row
 from data_setup.manifest import unknown_record
 from data_setup.store.reader import PreparedStore
 from data_setup.store.writer import StoreWriter, record_fields
-from finetuning.head_file import open_head, predict_rows
+from finetuning.heads.head_file import open_head, predict_rows
 from finetuning.predict import main
 from finetuning.prediction import run as run_module
 from finetuning.prediction.evidence import CONTRIBUTIONS, OCCLUSION

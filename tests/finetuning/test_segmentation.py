@@ -25,16 +25,16 @@ from data_setup.tree_labels import nearest_voxels
 from finetuning import evaluate as command
 from finetuning import segment
 from finetuning import train as train_command
-from finetuning.cohort import EVALUATED, TRAIN, read_cohort
+from finetuning.cohort.cohort import EVALUATED, TRAIN, read_cohort
 from finetuning.dense.head import PRETRAINED, RANDOM
+from finetuning.dense.segmentation import evaluate as module
+from finetuning.dense.segmentation.evaluate import evaluate_segmentation
+from finetuning.dense.segmentation.loss import class_weights, segmentation_loss
+from finetuning.dense.segmentation.metrics import dice, overlap
+from finetuning.dense.segmentation.planes import ClassPlanes
+from finetuning.dense.segmentation.train import open_segmentation_head
+from finetuning.dense.segmentation.volumes import IGNORED, ClassVolumes, read_volumes
 from finetuning.features.kept import KeptFeatures
-from finetuning.segmentation import evaluate as module
-from finetuning.segmentation.evaluate import evaluate_segmentation
-from finetuning.segmentation.loss import class_weights, segmentation_loss
-from finetuning.segmentation.metrics import dice, overlap
-from finetuning.segmentation.planes import ClassPlanes
-from finetuning.segmentation.train import open_segmentation_head
-from finetuning.segmentation.volumes import IGNORED, ClassVolumes, read_volumes
 from models import vit3d
 from tests.support.finetune_factory import RUNTIME, save_checkpoint
 from tests.support.heights_factory import config, make_tree, words
@@ -261,7 +261,7 @@ def test_classes_are_places_inside_the_field(world: Path) -> None:
 
 def test_what_nobody_labelled_is_ignored(world: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     names = {1: "unlabelled", 2: "GCL", 10: "CHOROID"}
-    monkeypatch.setattr("finetuning.segmentation.volumes.StoredLabels.classes", names)
+    monkeypatch.setattr("finetuning.dense.segmentation.volumes.StoredLabels.classes", names)
     volumes = volumes_of(world)
     assert volumes.names == ("GCL", "CHOROID")
     row = int(volumes.of(TRAIN)[0])

@@ -21,14 +21,14 @@ from data_setup.store.reader import PreparedStore
 from finetuning import evaluate as command
 from finetuning import predict as predict_command
 from finetuning import train as train_command
-from finetuning.cohort import EVALUATED, TRAIN, read_cohort
+from finetuning.cohort.cohort import EVALUATED, TRAIN, read_cohort
 from finetuning.dense.head import PRETRAINED, RANDOM
-from finetuning.translation.baseline import StructuralProjection, first_bright_row
-from finetuning.translation.decoder import SlabPlanes, slab_loss, slabs_of
-from finetuning.translation.evaluate import PROJECTION, _measure_one, evaluate_translation
-from finetuning.translation.metrics import l1, ssim
-from finetuning.translation.train import open_translation_head
-from finetuning.translation.volumes import FlowVolumes, read_volumes
+from finetuning.dense.translation.baseline import StructuralProjection, first_bright_row
+from finetuning.dense.translation.decoder import SlabPlanes, slab_loss, slabs_of
+from finetuning.dense.translation.evaluate import PROJECTION, _measure_one, evaluate_translation
+from finetuning.dense.translation.metrics import l1, ssim
+from finetuning.dense.translation.train import open_translation_head
+from finetuning.dense.translation.volumes import FlowVolumes, read_volumes
 from tests.support.finetune_factory import save_checkpoint
 from tests.support.flow_factory import make_flow_tree, prepare_flow
 from tests.support.heights_factory import config

@@ -24,7 +24,8 @@ import torch
 
 from data_setup.store.reader import PreparedStore
 from data_setup.transforms import JEPAMaskd
-from finetuning.pooled import check_fit, pretrained_encoder
+from finetuning.cohort.source import check_fit
+from finetuning.features.pooled import pretrained_encoder
 from models import vit3d
 from models.vjepa3d import VJEPA3D
 from pretraining import step as step_module

@@ -44,7 +44,7 @@ TINY = {
     "train.val_every_steps=2 train.ckpt_every_steps=2 train.log_every_steps=1 train.use_bf16=false "
     "val.max_volumes=8 probe.max_volumes=64 wandb.mode=disabled",
     "finetuning.train": "data.workers=0 train.epochs=1 wandb.mode=disabled",
-    "finetuning.leaderboard": "--columns devices",
+    "finetuning.compare": "--columns devices",
     "finetuning.power": "--simulate 20",
     "benchmarks.mask_planes": "--batches 2",
 }

@@ -19,7 +19,7 @@ from data_setup.resample import Resampled
 from data_setup.store.format import INDEX_COLUMNS, RECORD_COLUMNS
 from data_setup.store.reader import PreparedStore
 from data_setup.store.writer import StoreWriter, measure
-from finetuning.cohort import EVALUATED, TRAIN, VAL, Cohort
+from finetuning.cohort.cohort import EVALUATED, TRAIN, VAL, Cohort
 from models.vjepa3d import VJEPA3D
 from utils.checkpoint import CheckpointWriter
 from utils.config.load import load_config, to_yaml

@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 from utils.config.load import load_config, to_yaml
 
 SMOKE = Path(__file__).resolve().parents[2] / "configs" / "smoke_test.yaml"
-INHERITED = ("seed", "data", "spatial", "augment", "model", "method")  # as finetuning.source does
+INHERITED = ("seed", "data", "spatial", "augment", "model", "method")  # as finetuning.cohort.source does
 
 
 def below(path: Path) -> dict[str, Any]:

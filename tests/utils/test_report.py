@@ -12,9 +12,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from benchmarks.phantom_truth import verdict as verdict_of_truth
 from data_setup.check.cli import Finding
 from data_setup.check.report import summarise
-from finetuning.truth import verdict as verdict_of_truth
 from models.probes.intervals import paired_difference, participant_draws, verdict
 from models.probes.participants import Prediction
 from tests.support.report_factory import GRID, PATCH, own_part, probe_json, write_run, write_snapshot

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from finetuning.finetune import metric_name
-from finetuning.objective import METRICS
+from finetuning.heads.finetune import metric_name
+from finetuning.heads.objective import METRICS
 from pretraining.banner import next_command
 from tests.support.model_factory import small_config
 from tests.support.pipeline_factory import ROOT

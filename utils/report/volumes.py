@@ -1,9 +1,9 @@
 """Volumes for the slice viewer: every B-scan in one picture, and what can be laid over it.
 
 In: snapshots of training (utils.report.pictures), and pictures of predicted layers that
-finetuning.layers.evaluate writes with `save_layers`. Out: dictionaries that assets/report.js draws: `sheet`
-has all B-scans side by side, `columns` in a row; masks and features are bytes of tokens, surfaces heights in
-voxels. D is the B-scan axis.
+finetuning.dense.layers.evaluate writes with `save_layers`. Out: dictionaries that assets/report.js draws:
+`sheet` has all B-scans side by side, `columns` in a row; masks and features are bytes of tokens, surfaces
+heights in voxels. D is the B-scan axis.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ VALIDATION = {
     "val/skill_position": "skill {:.3f}",
     "val/rankme": "RankMe {:.1f}",
     "val/probe": "probe {:.3f}",
-    # the metrics of finetuning.objective
+    # the metrics of finetuning.heads.objective
     "val/balanced_accuracy": "balanced accuracy {:.3f}",
     "val/quadratic_kappa": "quadratic kappa {:.3f}",
     "val/mean_auroc": "mean AUROC {:.3f}",

@@ -39,7 +39,7 @@ from benchmarks.evidence.queue import (
 from benchmarks.evidence.scores import encoder_features, load_scores, score
 from benchmarks.evidence.supervised import supervised_encoder
 from data_setup.store.reader import PreparedStore
-from finetuning.pooled import random_encoder
+from finetuning.features.pooled import random_encoder
 from tests.support.pipeline_factory import ROOT
 from utils.config.load import to_yaml
 from utils.errors import UserError

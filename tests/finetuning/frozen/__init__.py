@@ -1,1 +1,1 @@
-"""Tests of finetuning/frozen.py, features/ and head_file.py."""
+"""Tests of finetuning/heads/frozen.py, features/ and head_file.py."""

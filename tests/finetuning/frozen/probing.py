@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from finetuning.cohort import EVALUATED, TRAIN, VAL, Cohort
-from finetuning.frozen import PooledInputs
+from finetuning.cohort.cohort import EVALUATED, TRAIN, VAL, Cohort
+from finetuning.heads.frozen import PooledInputs
 from tests.support.finetune_factory import config
 from tests.support.pipeline_factory import ROOT
 from utils.checkpoint import load_checkpoint

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from data_setup.store.reader import PreparedStore
+from finetuning.cohort.unread import UNREAD
 from finetuning.features.kept import KeptFeatures
 from finetuning.train import main
-from finetuning.unread import UNREAD
 from tests.finetuning.frozen.probing import QUICK, TASK, load_checkpoint_config
 from tests.support.finetune_factory import CONFIG, config, save_checkpoint
 from utils.cli import run_cli

@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from finetuning import frozen
-from finetuning.cohort import TRAIN, VAL, Cohort
-from finetuning.frozen import Grid, schedule, train_grid
-from finetuning.objective import row_weights
+from finetuning.cohort.cohort import TRAIN, VAL, Cohort
+from finetuning.heads import frozen
+from finetuning.heads.frozen import Grid, schedule, train_grid
+from finetuning.heads.objective import row_weights
 from models.heads import build_head
 from tests.finetuning.frozen.probing import CPU, WIDTH, classes, learning, made_up, pooled
 from utils.config.schema import Config

@@ -12,10 +12,10 @@ import torch
 from torch import nn
 
 from data_setup.store.reader import PreparedStore
-from finetuning import frozen
 from finetuning.features.kept import KeptFeatures, features_folder, weights_digest
-from finetuning.head_file import open_head, predict_rows
-from finetuning.pooled import embed_rows, pretrained_encoder, random_encoder
+from finetuning.features.pooled import embed_rows, pretrained_encoder, random_encoder
+from finetuning.heads import frozen
+from finetuning.heads.head_file import open_head, predict_rows
 from finetuning.train import main
 from tests.finetuning.frozen.probing import QUICK, TASK, load_checkpoint_config
 from tests.support.finetune_factory import RUNTIME, config, save_checkpoint

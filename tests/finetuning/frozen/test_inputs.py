@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from finetuning.cohort import EVALUATED, TRAIN, VAL
-from finetuning.frozen import train_grid
+from finetuning.cohort.cohort import EVALUATED, TRAIN, VAL
+from finetuning.heads.frozen import train_grid
 from models.heads import build_head
 from tests.finetuning.frozen.probing import CPU, WIDTH, classes, learning, made_up, pooled
 from utils.errors import UserError

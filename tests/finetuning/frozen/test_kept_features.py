@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from data_setup.store.reader import PreparedStore
 from finetuning.features.kept import KeptFeatures, features_folder
-from finetuning.pooled import embed_rows, random_encoder
+from finetuning.features.pooled import embed_rows, random_encoder
 from tests.support.finetune_factory import RUNTIME, config
 from utils.errors import UserError
 

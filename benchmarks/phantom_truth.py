@@ -1,0 +1,393 @@
+"""What an encoder tells of the phantom's truth.
+
+In: a checkpoint of pretraining.train (the one that finetuning.evaluate takes), another of the same
+configuration after a few steps (--control: a file or a run's folder), the prepared store of a phantom and its
+tree. Out: `${run.dir}/truth.json` and a printed table. Two questions, of many answers for each participant:
+  occupancy  which share of a token each layer takes: from the token's features and its place
+  thickness  each layer's mean thickness in a volume, less what is usual for its protocol: from mean and std
+             of the volume's features
+The protocol is that of models.probes.tokens: ridge regression, fitted on some volumes of split train, its
+penalty chosen on some of split val, R2 of the participants of split test. Pre-training is compared with the
+weights that it began with and with the control: only what is above both was gained by training. Participants
+that either checkpoint saw are an error. Each answer is a look at split test: a line of the store's ledger
+(finetuning.cohort.ledger).
+"""
+
+from __future__ import annotations
+
+from utils.cli import answer_help, parse_cli, run_cli
+
+if __name__ == "__main__":  # torch takes seconds to import
+    answer_help(
+        "benchmarks.phantom_truth",
+        __doc__ or "",
+        lambda parser: parser.add_argument(
+            "--control", required=True, metavar="RUN_OR_FILE", help="the same configuration after a few steps"
+        ),
+    )
+
+import argparse
+import hashlib
+import json
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from data_setup.loader import evaluation_batches, start_early
+from data_setup.manifest import select_wanted
+from data_setup.normalisation import plain_view
+from data_setup.phantom.truth_tokens import layer_occupancy, read_truth_file, sample_tokens, valid_tokens
+from data_setup.store.reader import PreparedStore
+from finetuning.cohort.cohort import EVALUATED, TRAIN, VAL, Cohort
+from finetuning.cohort.ledger import data_digest, record_look
+from finetuning.cohort.source import check_fit
+from finetuning.cohort.source import find_checkpoint as find_in_run
+from finetuning.evaluate import find_checkpoint
+from finetuning.features.pooled import pretrained_encoder, random_encoder
+from models.probes.features import pool_tokens
+from models.probes.intervals import interval95, participant_draws
+from models.probes.tokens import (
+    DensePrediction,
+    Rows,
+    less_protocol_mean,
+    mean_r2,
+    mean_r2_draws,
+    position_columns,
+    ridge_rows,
+)
+from utils import storage
+from utils.checkpoint import load_checkpoint
+from utils.config.load import config_of_yaml, flatten
+from utils.config.schema import Config
+from utils.errors import UserError
+from utils.indices import evenly_spaced
+from utils.log import setup_logging
+from utils.runtime.open import open_runtime
+from utils.runtime.single import Runtime
+
+FORMAT_VERSION = 2
+# volumes of split train that are fitted on, and of split val: three encoders read them in half a minute
+TRAIN_VOLUMES, VAL_VOLUMES = 96, 32
+MIN_PARTICIPANTS = 2  # in each fold
+PRETRAINED, RANDOM, CONTROL = "pretrained", "random_init", "control"
+QUESTIONS = {"occupancy": "layer occupancy of a token", "thickness": "layer thickness of a volume"}
+# the control is the same run but for its length and where it stands
+SHARED = ("seed", "augment.", "spatial.", "model.size", "method.", "optim.", "train.global_batch_size")
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class TruthCohort:
+    """Volumes of the phantom with their truth: n volumes, at most T sampled tokens of each, L layers."""
+
+    rows: np.ndarray  # store rows [n]
+    fold: np.ndarray  # TRAIN, VAL or EVALUATED [n]
+    person: np.ndarray  # str [n]
+    protocol: np.ndarray  # str [n]
+    layers: tuple[str, ...]
+    thickness_um: np.ndarray  # [n, L]
+    tokens: np.ndarray  # valid tokens, sorted [n, T]; -1 where there are fewer
+    occupancy: np.ndarray  # share of each layer in these tokens [n, T, L]; 0 where there is none
+
+    @property
+    def is_token(self) -> np.ndarray:
+        """bool [n, T]: false where a volume has fewer valid tokens."""
+        return self.tokens >= 0
+
+
+def choose_rows(cfg: Config, store: PreparedStore) -> tuple[np.ndarray, np.ndarray]:
+    """Rows of the store and their folds: all of split test, some of train and val, evenly over the store.
+
+    Raises UserError for a store that is no phantom's, and for a fold of too few participants.
+    """
+    if not store.attrs["synthetic"]:
+        raise UserError(
+            f"{store.url}: expected the store of a phantom, whose truth is known, found real eyes"
+        )
+    index = store.index.loc[store.kept]
+    index = index[index["listed"]]
+    index = select_wanted(cfg, index)
+    limits = {"train": TRAIN_VOLUMES, "val": VAL_VOLUMES, "test": len(index)}
+    rows, folds = [], []
+    for fold, (split, limit) in zip((TRAIN, VAL, EVALUATED), limits.items(), strict=True):
+        part = index[index["split"] == split]
+        people = part["person_id"].nunique()
+        if people < MIN_PARTICIPANTS:
+            raise UserError(
+                f"{store.url}: split {split}: expected {MIN_PARTICIPANTS} participants or more, found "
+                f"{people}"
+            )
+        rows.append(part.index.to_numpy()[evenly_spaced(len(part), limit).numpy()])
+        folds.append(np.full(len(rows[-1]), fold))
+    return np.concatenate(rows), np.concatenate(folds)
+
+
+def read_truth(cfg: Config, store: PreparedStore) -> TruthCohort:
+    """The cohort with its truth from the phantom's tree; UserError names a truth file that is missing."""
+    rows, fold = choose_rows(cfg, store)
+    layers: tuple[str, ...] = ()
+    thickness, tokens, occupancy = [], [], []
+    for row in rows.tolist():
+        record = store.index.loc[row]
+        truth = read_truth_file(cfg.data.gcs_root, record, cfg.data.storage_options)
+        layers = tuple(truth["layer_names"].tolist())
+        chosen = sample_tokens(valid_tokens(record, cfg.spatial), row)
+        shares_NL = layer_occupancy(truth, record, cfg.spatial)
+        tokens.append(chosen)
+        occupancy.append(np.where(chosen[:, None] >= 0, shares_NL[chosen], 0.0))
+        thickness.append(truth["layer_thickness_um"])
+    index = store.index.loc[rows]
+    return TruthCohort(
+        rows,
+        fold,
+        index["person_id"].to_numpy(str),
+        index["protocol"].to_numpy(str),
+        layers,
+        np.array(thickness, np.float64),
+        np.array(tokens),
+        np.array(occupancy, np.float32),
+    )
+
+
+def require_unseen(cohort: TruthCohort, state: dict[str, Any], url: str) -> None:
+    """Raise UserError if a checkpoint saw a participant who chooses a penalty or is scored."""
+    shared = np.intersect1d(cohort.person[cohort.fold != TRAIN], state["participants"])
+    if len(shared):
+        raise UserError(
+            f"{url}: expected no participant of split val or test in its pre-training, found "
+            f"{len(shared)} ({', '.join(shared[:3])})"
+        )
+
+
+def require_control(state: dict[str, Any], url: str, control: dict[str, Any], control_url: str) -> None:
+    """Raise UserError unless the control is an earlier step of the same configuration."""
+    if control["step"] >= state["step"]:
+        raise UserError(
+            f"{control_url}: expected a control of fewer steps than {url}, which has {state['step']}, found "
+            f"{control['step']}"
+        )
+    wanted, seen = (
+        {
+            key: value
+            for key, value in flatten(config_of_yaml(part["config"], where))
+            if key.startswith(SHARED)
+        }
+        for part, where in ((state, url), (control, control_url))
+    )
+    for key, value in wanted.items():
+        if seen[key] != value:
+            raise UserError(f"{control_url}: {key}: expected {value} as in {url}, found {seen[key]}")
+
+
+@torch.no_grad()
+def token_features(
+    encoder: nn.Module, cfg: Config, store: PreparedStore, cohort: TruthCohort, runtime: Runtime
+) -> tuple[np.ndarray, np.ndarray]:
+    """Mean and std over valid tokens [n, 2E], and the features of the cohort's tokens [n, T, E]: one pass."""
+    encoder = encoder.to(runtime.device).eval()
+    pooled, dense, start = [], [], 0
+    batches = evaluation_batches(cfg, store, cohort.rows, cfg.eval.batch_size)
+    for batch in map(runtime.to_device, batches):
+        with runtime.autocast():
+            tokens_BNE = encoder(plain_view(batch)).float()
+        pooled.append(pool_tokens(tokens_BNE, batch["context_valid"]).cpu())
+        tokens_BNE = tokens_BNE.cpu()
+        ids_BT = torch.from_numpy(cohort.tokens[start : start + len(tokens_BNE)].clip(min=0))
+        dense.append(tokens_BNE.gather(1, ids_BT.unsqueeze(-1).expand(-1, -1, tokens_BNE.shape[-1])))
+        start += len(tokens_BNE)
+    return torch.cat(pooled).numpy(), torch.cat(dense).numpy()
+
+
+def probe_occupancy(
+    cohort: TruthCohort, dense_nTE: np.ndarray, grid: tuple[int, int, int]
+) -> DensePrediction:
+    """Layer occupancy of split test's tokens from their features and their place."""
+    used = cohort.is_token
+    x = np.concatenate([dense_nTE[used], position_columns(cohort.tokens[used], grid)], axis=1)
+    y = cohort.occupancy[used]
+    volume = np.broadcast_to(np.arange(len(used))[:, None], used.shape)[used]
+    fold, person = cohort.fold[volume], cohort.person[volume]
+    train, val, test = (Rows(x[fold == f], y[fold == f], person[fold == f]) for f in (TRAIN, VAL, EVALUATED))
+    return ridge_rows(train, val, test)
+
+
+def probe_thickness(cohort: TruthCohort, pooled_nF: np.ndarray) -> DensePrediction:
+    """Layer thickness of split test's volumes, relative to the training volumes of their protocol."""
+    fold, person = cohort.fold, cohort.person
+    y = less_protocol_mean(cohort.thickness_um, cohort.protocol, fold == TRAIN)
+    train, val, test = (
+        Rows(pooled_nF[fold == f], y[fold == f], person[fold == f]) for f in (TRAIN, VAL, EVALUATED)
+    )
+    return ridge_rows(train, val, test)
+
+
+def compare(name: str, predictions: dict[str, DensePrediction], draws_SP: np.ndarray) -> dict[str, Any]:
+    """One question as truth.json holds it: a row for each encoder, and pre-training less each of the others.
+
+    `predictions` has PRETRAINED first, `draws_SP` the same resamples of participants for all.
+    """
+    draws = {arm: mean_r2_draws(p.errors, draws_SP) for arm, p in predictions.items()}
+    rows = [
+        {
+            "name": arm,
+            "r2": mean_r2(p.errors),
+            "ci95": list(interval95(draws[arm])),
+            "val_r2": p.val_score,
+            "chosen_c": p.chosen_c,
+        }
+        for arm, p in predictions.items()
+    ]
+    differences = {
+        arm: {
+            "mean": mean_r2(predictions[PRETRAINED].errors) - mean_r2(p.errors),
+            "ci95": list(interval95(draws[PRETRAINED] - draws[arm])),
+        }
+        for arm, p in predictions.items()
+        if arm != PRETRAINED
+    }
+    return {"name": name, "rows": rows, "differences": differences, "verdict": verdict(name, differences)}
+
+
+def verdict(name: str, differences: dict[str, dict[str, Any]]) -> str:
+    """The sentence that the paired intervals allow, whichever side they favour."""
+    words = {RANDOM: "random initialisation", CONTROL: "the control"}
+    better = [words[arm] for arm, d in differences.items() if d["ci95"][0] > 0]
+    worse = [words[arm] for arm, d in differences.items() if d["ci95"][1] < 0]
+    level = [word for word in words.values() if word not in (*better, *worse)]
+    texts = {"better than": better, "worse than": worse, "not shown to differ from": level}
+    parts = [f"{text} {' and '.join(arms)}" for text, arms in texts.items() if arms]
+    gained = "gained by training" if not (worse or level) else "no gain shown"
+    return f"{QUESTIONS[name].capitalize()}: {gained}. Pre-training is {', '.join(parts)}."
+
+
+def fingerprint(cfg: Config, store: PreparedStore, cohort: TruthCohort, checksums: Sequence[str]) -> str:
+    """A hash of all that truth.json depends on: checkpoints, volumes, folds, truth, keys of the protocol."""
+    volumes = store.index.loc[cohort.rows, "checksum"].tolist()
+    table = [volumes, cohort.fold.tolist(), cohort.person.tolist(), cohort.tokens.tolist()]
+    digest = hashlib.sha256(json.dumps([FORMAT_VERSION, list(checksums), _protocol(cfg), table]).encode())
+    for values in (cohort.thickness_um, cohort.occupancy):
+        digest.update(values.tobytes())
+    return digest.hexdigest()
+
+
+def _protocol(cfg: Config) -> list[int | bool]:
+    return [cfg.seed, cfg.probe.bootstrap_samples, cfg.train.use_bf16]
+
+
+def _look(cfg: Config, store: PreparedStore, cohort: TruthCohort, checksums: Sequence[str]) -> int:
+    """Add a look at split test to the ledger; returns its number."""
+    unit = cohort.rows.astype(str)
+    asked = Cohort("truth", cohort.layers, cohort.rows, cohort.fold, cohort.thickness_um, unit, cohort.person)
+    protocol = hashlib.sha256(json.dumps([FORMAT_VERSION, *_protocol(cfg)]).encode()).hexdigest()
+    what = f"truth: {', '.join((PRETRAINED, RANDOM, CONTROL))}"
+    return record_look(
+        store.url, " ".join(checksums), data_digest(store, asked), protocol, what, cfg.data.storage_options
+    )
+
+
+def measure(cfg: Config, control_place: str, runtime: Runtime) -> dict[str, Any]:
+    """The content of truth.json; an existing file of the same checkpoints and volumes is reused."""
+    start_early(cfg.data)
+    options = cfg.data.storage_options
+    url, control_url = find_checkpoint(cfg), find_in_run(control_place, options)
+    state, control = (load_checkpoint(place, options) for place in (url, control_url))
+    store = PreparedStore.open(cfg.data.store, options, cfg.data.cache_dir)
+    require_control(state, url, control, control_url)
+    cohort = read_truth(cfg, store)
+    for part, place in ((state, url), (control, control_url)):
+        check_fit(cfg, store, part, place)
+        require_unseen(cohort, part, place)
+    path = storage.join(cfg.run.dir, "truth.json")
+    checksums = [state["checksum"], control["checksum"]]
+    question = fingerprint(cfg, store, cohort, checksums)
+    if storage.exists(path):
+        known = json.loads(storage.read_text(path))
+        if known["fingerprint"] == question:
+            log.info("%s already answers for these checkpoints and volumes: reused", path)
+            return known
+
+    is_evaluated = cohort.fold == EVALUATED
+    people = len(np.unique(cohort.person[is_evaluated]))
+    draws = participant_draws(people, cfg.probe.bootstrap_samples, cfg.seed)
+    encoders = {
+        PRETRAINED: pretrained_encoder(cfg, state, url),
+        RANDOM: random_encoder(cfg, cfg.seed),
+        CONTROL: pretrained_encoder(cfg, control, control_url),
+    }
+    look = _look(cfg, store, cohort, checksums)
+    occupancy, thickness = {}, {}
+    for name, encoder in encoders.items():
+        log.info("%s: features of %d volumes", name, len(cohort.rows))
+        pooled, dense = token_features(encoder, cfg, store, cohort, runtime)
+        occupancy[name] = probe_occupancy(cohort, dense, cfg.grid)
+        thickness[name] = probe_thickness(cohort, pooled)
+    result = {
+        "format_version": FORMAT_VERSION,
+        "fingerprint": question,
+        "checkpoint": url,
+        "checkpoint_sha256": state["checksum"],
+        "step": state["step"],
+        "control": control_url,
+        "control_sha256": control["checksum"],
+        "control_step": control["step"],
+        "labels": {
+            PRETRAINED: "pre-trained encoder (EMA target)",
+            RANDOM: f"random initialisation (seed {cfg.seed}, where it began)",
+            CONTROL: f"the same run after {control['step']} steps (control)",
+        },
+        "look": look,
+        "n_participants": people,
+        "n_volumes": int(is_evaluated.sum()),
+        "n_tokens": int(cohort.is_token[is_evaluated].sum()),
+        "n_volumes_train": int((cohort.fold == TRAIN).sum()),
+        "n_volumes_val": int((cohort.fold == VAL).sum()),
+        "layers": list(cohort.layers),
+        "questions": [compare("occupancy", occupancy, draws), compare("thickness", thickness, draws)],
+    }
+    storage.write_text(path, json.dumps(result, indent=1, allow_nan=False) + "\n")
+    return result
+
+
+def format_table(result: dict[str, Any]) -> str:
+    """The tables for a terminal, the verdicts last."""
+    lines = [
+        f"{result['n_tokens']} tokens of {result['n_volumes']} volumes of {result['n_participants']} "
+        f"participants of split test, look {result['look']} at them; "
+        f"R2 is the mean over {len(result['layers'])} layers"
+    ]
+    for question in result["questions"]:
+        title = QUESTIONS[question["name"]]
+        lines.append(f"{title:<49} {'R2':>7}  {'95 % interval':<17}  pre-training is above it by")
+        for row in question["rows"]:
+            low, high = row["ci95"]
+            line = f"  {result['labels'][row['name']]:<47} {row['r2']:>7.3f}  {low:>6.3f} to {high:<6.3f}"
+            if difference := question["differences"].get(row["name"]):
+                low, high = difference["ci95"]
+                line += f"     {difference['mean']:+.3f} ({low:+.3f} to {high:+.3f})"
+            lines.append(line.rstrip())
+    return "\n".join([*lines, *(question["verdict"] for question in result["questions"])])
+
+
+def _add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--control",
+        required=True,
+        metavar="RUN_OR_FILE",
+        help="a checkpoint of the same configuration after a few steps, or its run's folder",
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Compare the checkpoint of a configuration with its control and print the tables."""
+    cfg, args = parse_cli("benchmarks.phantom_truth", __doc__ or "", argv, _add_arguments)
+    setup_logging()
+    print(format_table(measure(cfg, args.control, open_runtime(cfg.train.use_bf16))))
+
+
+if __name__ == "__main__":
+    run_cli(main)

@@ -1,0 +1,253 @@
+"""What is asked of a checkpoint or a head, and the content of evaluation.json that answers it.
+
+In: a configuration, the store, the cohorts that are evaluated, the `Scored` of every row of the table. Out: a
+dictionary: rows with metrics and intervals, the difference between two rows with its verdict and what the
+cohort could have shown, subgroups, cautions.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from data_setup.store.reader import PreparedStore
+from finetuning.answers.evaluation_files import TITLES
+from finetuning.answers.metrics import PRIMARY
+from finetuning.answers.scorecard import difference, scorecard
+from finetuning.answers.subgroups import COLUMNS, subgroups
+from finetuning.cohort.cohort import EVALUATED, TRAIN, VAL, Cohort
+from finetuning.cohort.ledger import data_digest, record_look
+from finetuning.cohort.predictions import Predictions, Scored
+from finetuning.power import MIN_PER_CLASS
+from models.probes.intervals import verdict
+from utils import storage
+from utils.config.load import flatten
+from utils.config.schema import Config, keys_with
+
+FORMAT_VERSION = 3
+log = logging.getLogger(__name__)
+CLASSES = ("classification", "ordinal")  # the kinds whose truth is one class
+
+
+@dataclass(frozen=True)
+class Asked:
+    """Who is evaluated, and by whom it is asked."""
+
+    cfg: Config
+    store: PreparedStore
+    cohorts: tuple[Cohort, ...]  # one with the official splits, one a fold with crossfit
+    overlap: int  # evaluated participants that training saw
+    checksum: str  # of the checkpoint or head
+    seen_by: str = "pre-training"  # which training the overlap is with
+
+    @property
+    def cohort(self) -> Cohort:
+        """The first; kind, names and people's targets are those of all."""
+        return self.cohorts[0]
+
+    @property
+    def chosen(self) -> str:
+        """What was chosen on validation participants."""
+        return "C" if self.seen_by == "pre-training" else "The head"
+
+    @property
+    def rows(self) -> np.ndarray:
+        """The store rows of all cohorts, ascending."""
+        return np.unique(np.concatenate([cohort.rows for cohort in self.cohorts]))
+
+    def people(self, fold: int) -> int:
+        """Participants of a fold: evaluated in all cohorts together, of the others the fewest in one."""
+        counts = [np.unique(c.person[c.fold == fold]) for c in self.cohorts]
+        return len(np.unique(np.concatenate(counts))) if fold == EVALUATED else min(map(len, counts))
+
+    def fingerprint(self) -> str:
+        """A hash of all that the answer depends on: checkpoint, protocol, volumes, groups, targets, folds."""
+        table = [
+            [
+                self.store.index.loc[c.rows, ["checksum", *COLUMNS.values()]].astype(str).to_numpy().tolist(),
+                *(part.tolist() for part in (c.fold, c.target, c.unit, c.person)),
+                c.names,
+            ]
+            for c in self.cohorts
+        ]
+        return _digest([FORMAT_VERSION, self.checksum, self._protocol(), table])
+
+    def look(self, what: str) -> int | None:
+        """Count this look in the ledger of the store; None where no test participant is evaluated."""
+        if self.cfg.eval.split != "test" and self.cfg.eval.protocol == "official":
+            return None
+        data = data_digest(self.store, *self.cohorts)
+        protocol = _digest(self._protocol())
+        return record_look(self.store.url, self.checksum, data, protocol, what, self.cfg.data.storage_options)
+
+    def _protocol(self) -> dict[str, Any]:
+        sections, keys = ("task.", "probe.", "eval."), {*keys_with("identity"), "seed", "train.use_bf16"}
+        return {k: v for k, v in flatten(self.cfg) if k.startswith(sections) or k in keys}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row of the table."""
+
+    name: str
+    label: str
+    scored: Scored
+    facts: Mapping[str, Any]  # plain values that evaluation.json repeats: chosen C, validation score, ...
+
+
+def answer(
+    asked: Asked,
+    rows: Sequence[Row],
+    compared: Row,
+    words: tuple[str, str],
+    device: Scored | None,
+    subject: Mapping[str, Any],
+    notes: Sequence[str],
+    cautions: Sequence[str] = (),
+) -> dict[str, Any]:
+    """The content of evaluation.json; the verdict is about the first row against `compared`.
+
+    `words` name the two sides in the verdict; `device`: a probe for the device on the first row's features.
+    """
+    cfg, samples, seed = asked.cfg, asked.cfg.probe.bootstrap_samples, asked.cfg.seed
+    first = rows[0].scored.evaluated()
+    look = asked.look(f"{subject['name']}: {', '.join(row.name for row in rows)}")
+    table = [
+        {"name": r.name, "label": r.label, **scorecard(r.scored, samples, seed), **r.facts} for r in rows
+    ]
+    mean, ci95, shown = difference(first, compared.scored.evaluated(), samples, seed)
+    metric = TITLES[PRIMARY[first.kind]]
+    is_class = first.kind in CLASSES
+    counts = [int((first.truth[:, 0] == c).sum()) for c in range(len(first.names))] if is_class else None
+    people = people_of_classes(first) if is_class else None
+    is_shown = not ci95[0] <= 0 <= ci95[1]
+    few = f"{too_few(people)} for this to count. " if is_shown and too_few(people) else ""
+    return {
+        "format_version": FORMAT_VERSION,
+        "fingerprint": asked.fingerprint(),
+        "title": title(asked, look),
+        "subject": dict(subject),
+        "kind": first.kind,
+        "names": list(first.names),
+        "label_column": cfg.task.label_column,
+        "unit": cfg.task.unit,
+        "protocol": cfg.eval.protocol,
+        "split": cfg.eval.split,
+        "n_participants": asked.people(EVALUATED),
+        "n_participants_train": asked.people(TRAIN),
+        "n_participants_val": asked.people(VAL),
+        "n_units": len(first.unit),
+        "n_per_class": counts,
+        "overlap": asked.overlap,
+        "look": look,
+        "rows": table,
+        "difference": {
+            "rows": [rows[0].name, compared.name],
+            "metric": PRIMARY[first.kind],
+            "mean": mean,
+            "ci95": list(ci95),
+            "could_have_shown": shown,
+        },
+        "subgroups": subgroups(rows[0].scored, asked.store.index, samples, seed),
+        "device_probe": None if device is None else scorecard(device, samples, seed),
+        "device_sentence": device_sentence(device, samples, seed),
+        "verdict": f"{verdict(mean, ci95, *words, metric)} {few}This cohort could have shown {shown:.2f}.",
+        "cautions": [*_cautions(asked, people), *cautions],
+        "notes": [
+            *notes,
+            f"Intervals: participant bootstrap, {_strata(is_class)}all units of a person drawn together; "
+            f"{samples} resamples, the same for both sides of the difference. A difference that the cohort "
+            "could have shown: one of this size is shown in 80 % of such cohorts.",
+        ],
+    }
+
+
+def known_answer(asked: Asked) -> dict[str, Any] | None:
+    """evaluation.json of the run, where it answers the same question."""
+    path = storage.join(asked.cfg.run.dir, "evaluation.json")
+    if not storage.exists(path):
+        return None
+    known = json.loads(storage.read_text(path))
+    if known["fingerprint"] != asked.fingerprint():
+        return None
+    log.info("%s already answers for this checkpoint and configuration: reused", path)
+    return known
+
+
+def title(asked: Asked, look: int | None) -> str:
+    """What the table is about, the protocol, and how often these people have been looked at."""
+    cfg, cohort = asked.cfg, asked.cohort
+    what = {"regression": "a value", "multilabel": f"{len(cohort.names)} labels"}
+    column = cfg.task.label_column if cohort.kind != "multilabel" else "labels"
+    protocol = (
+        f"split {cfg.eval.split} of the official splits"
+        if cfg.eval.protocol == "official"
+        else f"{len(asked.cohorts)} folds over all labelled participants that training did not see (crossfit)"
+    )
+    looks = "validation, not counted as a look" if look is None else f"look {look} of this split"
+    kind = what.get(cohort.kind, f"{len(cohort.names)} classes")
+    return f"{column}: {kind}, {asked.people(EVALUATED)} participants; {protocol}; {looks}"
+
+
+def device_sentence(device: Scored | None, samples: int, seed: int) -> str:
+    """What the same features tell of the scanner."""
+    if device is None:
+        return "No probe for the device: the training participants have one device alone."
+    entry = scorecard(device, samples, seed)["metrics"]["balanced_accuracy"]
+    num_devices = len(np.unique(device.evaluated().truth))
+    return (
+        f"A probe for the device on the same features: balanced accuracy {entry['value']:.3f} "
+        f"({entry['ci95'][0]:.3f} to {entry['ci95'][1]:.3f}) over {num_devices} devices, chance "
+        f"{1 / num_devices:.3f}."
+    )
+
+
+def _cautions(asked: Asked, people: Sequence[int] | None) -> list[str]:
+    """What weakens the verdict; shown wherever the verdict is."""
+    cfg, lines = asked.cfg, []
+    if asked.overlap:
+        lines.append(
+            f"OVERLAP: {asked.seen_by} saw {asked.overlap} of the evaluated participants "
+            "(eval.allow_overlap=true)."
+        )
+    if cfg.eval.split == "val" and cfg.eval.protocol == "official":
+        lines.append(
+            f"{asked.chosen} was chosen on the evaluated participants (eval.split=val): the numbers are "
+            "optimistic."
+        )
+    if people is not None and too_few(people):
+        lines.append(
+            f"The smallest class has {min(people)} evaluated participants: below {MIN_PER_CLASS} intervals "
+            "are too narrow, and nothing should be concluded from them."
+        )
+    return lines
+
+
+def too_few(people: Sequence[int] | None) -> str:
+    """The words beside a difference that is shown, where a class has too few people for intervals; else "".
+
+    `people`: of each class, or None where there are no classes.
+    """
+    if people is None or min(people) >= MIN_PER_CLASS:
+        return ""
+    return f"{min(people)} participants in the smallest class are too few"
+
+
+def people_of_classes(predictions: Predictions) -> list[int]:
+    """How many people have a unit of each class."""
+    truth = predictions.truth[:, 0]
+    return [len(np.unique(predictions.person[truth == c])) for c in range(len(predictions.names))]
+
+
+def _strata(is_class: bool) -> str:
+    return "stratified by class, " if is_class else ""
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()

@@ -1,0 +1,125 @@
+"""What a trained head is worth on people that neither it nor its encoder has seen.
+
+In: `head.pt` of finetuning.train (or its run's folder) and overrides of the configuration in it. Out: the
+content of evaluation.json, written into `${run.dir}` with its tables and figures: the head, a constant
+prediction that knows nothing, and the head against permuted truth, which shows what chance is (the head is
+not trained again: its training labels stay).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from data_setup.store.reader import PreparedStore
+from finetuning.answers.evaluation import Asked, Row, answer, known_answer
+from finetuning.answers.evaluation_files import write_evaluation
+from finetuning.answers.scorecard import chance_of
+from finetuning.cohort.cohort import EVALUATED, TRAIN, Cohort, read_cohort
+from finetuning.cohort.predictions import Scored
+from finetuning.cohort.source import evaluated_config
+from finetuning.features.kept import KeptFeatures, features_folder
+from finetuning.features.pooled import embed_rows
+from finetuning.features.probing import device_cohorts, of_rows, probe
+from finetuning.heads.head_file import Head, open_head, predict_rows
+from utils.config.load import storage_options_of
+from utils.config.schema import Config
+from utils.errors import UserError
+from utils.runtime.open import open_runtime
+from utils.runtime.single import Runtime
+
+
+def evaluate_head(wanted: str, overrides: Sequence[str]) -> dict[str, Any]:
+    """The content of evaluation.json of a head; an existing one of the same question is reused.
+
+    Raises UserError where the head does not fit the store, the labels, or has seen an evaluated participant.
+    """
+    prefix = "model.checkpoint="  # the same encoder in another place; open_head compares checksums
+    places = [word.removeprefix(prefix) for word in overrides if word.startswith(prefix)]
+    head = open_head(wanted, storage_options_of(overrides), places[-1] if places else None)
+    cfg = evaluated_config(head.cfg, head.url, overrides)
+    head = replace(head, cfg=cfg)
+    runtime = open_runtime(cfg.train.use_bf16)
+    store = PreparedStore.open(cfg.data.store, cfg.data.storage_options, cfg.data.cache_dir)
+    asked = _asked(head, cfg, store)
+    known = known_answer(asked)
+    return _evaluate(asked, head, runtime) if known is None else known
+
+
+def _asked(head: Head, cfg: Config, store: PreparedStore) -> Asked:
+    """Labels and folds; raises UserError for other classes, or for participants that were seen."""
+    cohort = read_cohort(cfg, store)
+    if cohort.names != head.names:
+        raise UserError(f"{head.url}: expected the labels {list(head.names)}, found {list(cohort.names)}")
+    return Asked(cfg, store, (cohort,), count_seen(head, cfg, cohort), head.checksum, "training")
+
+
+def count_seen(head: Head, cfg: Config, cohort: Cohort) -> int:
+    """How many evaluated participants were seen in any training; UserError unless that is 0 or allowed."""
+    people = head.state["participants"]
+    seen = {"training": people["train"], "encoder's pre-training": head.state["pretraining_participants"]}
+    if cfg.eval.split != "val":  # whom the head was chosen on; with eval.split=val the table says so
+        seen["validation"] = people["val"]
+    evaluated = set(cohort.person[cohort.fold == EVALUATED].tolist())
+    shared = {stage: sorted(evaluated & set(ids)) for stage, ids in seen.items()}
+    for stage, ids in shared.items():
+        if ids and not cfg.eval.allow_overlap:
+            raise UserError(
+                f"{head.url}: expected no participant of split {cfg.eval.split} in its {stage}, found "
+                f"{len(ids)} ({', '.join(ids[:3])}); eval.allow_overlap=true evaluates them all the same, "
+                "and the table says so"
+            )
+    return len({person for ids in shared.values() for person in ids})
+
+
+def _evaluate(asked: Asked, head: Head, runtime: Runtime) -> dict[str, Any]:
+    """Predict, write all files; returns the content of evaluation.json."""
+    cfg, store, cohort = asked.cfg, asked.store, asked.cohort
+    scores = np.full((len(cohort.rows), cohort.num_outputs), np.nan)
+    is_wanted = cohort.fold != TRAIN
+    scores[is_wanted] = predict_rows(head, store, cohort.rows[is_wanted], runtime)
+    facts = {"validation": head.state["validation"]["score"]}
+    first = Row("head", f"{head.state['head_kind']} head", Scored((cohort,), (scores,)), facts)
+    constant = Row("constant", "one prediction for all", Scored((cohort,), (_constant(cohort),)), {})
+    features = of_rows(asked.rows, _features(head, asked, runtime))
+    of_device, _ = device_cohorts(asked.cohorts, store)
+    kind = f"{head.state['head_kind']} head on a {'frozen' if head.is_frozen else 'fine-tuned'} encoder"
+    content = answer(
+        asked,
+        [first, constant],
+        constant,
+        ("The head", "one prediction for all"),
+        probe(of_device, features).scored if of_device else None,
+        {"name": "head", "url": head.url, "sha256": head.checksum, "encoder": dict(head.state["encoder"])},
+        [
+            f"The head: {kind} {head.state['encoder']['url']}.",
+            "Permuted truth: the head's predictions against truth dealt out anew among the evaluated people, "
+            "mean and central 95 % of the shuffles; the head is not trained again.",
+        ],
+    )
+    chance = chance_of(first.scored.evaluated(), cfg.seed)
+    content["rows"].append({"name": "permuted", "label": "the head, permuted truth (chance)", **chance})
+    scores_of_rows = {row.name: row.scored for row in (first, constant)}
+    write_evaluation(cfg.run.dir, content, scores_of_rows, store.index)
+    return content
+
+
+def _features(head: Head, asked: Asked, runtime: Runtime) -> np.ndarray:
+    """Pooled features of the head's encoder [n, 2E]; those of a frozen one are kept."""
+    if not head.is_frozen:
+        return embed_rows(head.encoder, head.cfg, asked.store, asked.rows, runtime)
+    return KeptFeatures(head.encoder, head.cfg, asked.store, runtime, features_folder(head.cfg)).pooled(
+        asked.rows
+    )
+
+
+def _constant(cohort: Cohort) -> np.ndarray:
+    """The mean target over training units for every volume [n, C]: shares of classes, or a mean value."""
+    _, first = np.unique(cohort.unit[cohort.fold == TRAIN], return_index=True)
+    target = cohort.target[cohort.fold == TRAIN][first]
+    if cohort.kind in ("classification", "ordinal"):
+        target = np.eye(cohort.num_outputs)[target[:, 0].astype(int)]
+    return np.tile(target.mean(axis=0), (len(cohort.rows), 1))

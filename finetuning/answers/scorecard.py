@@ -1,0 +1,158 @@
+"""What evaluation.json says of one head or probe: its metrics with intervals, as plain values.
+
+In: `Scored`. Out: dictionaries for JSON. A metric that does not exist is None, never 0. Intervals: 95 %,
+bootstrap over people (finetuning.answers.metrics.bootstrap_counts).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from scipy.stats import norm
+
+from finetuning.answers.metrics import (
+    PRIMARY,
+    Measures,
+    at_threshold,
+    bootstrap_counts,
+    decided,
+    interval,
+    measure,
+    observed,
+    reliability,
+    youden_threshold,
+)
+from finetuning.cohort.cohort import VAL, deal_over_people
+from finetuning.cohort.predictions import Predictions, Scored
+from finetuning.power import pilot_disagreement, smallest_difference
+from models.probes.intervals import confusion_draws
+
+CHANCE_SHUFFLES = 300
+NUM_ERRORS = float(norm.ppf(0.975) + norm.ppf(0.8))  # standard errors that 80 % power takes
+
+
+def metrics_of(values: Measures, draws: Measures) -> dict[str, Any]:
+    """{metrics: {name: {value, ci95}}, by_class: {name: one of these a class}}."""
+    return {
+        "metrics": {name: _entry(value[0], draws.overall[name]) for name, value in values.overall.items()},
+        "by_class": {
+            name: [_entry(value, draws.by_class[name][:, c]) for c, value in enumerate(value_1C[0])]
+            for name, value_1C in values.by_class.items()
+        },
+    }
+
+
+def scorecard(scored: Scored, samples: int, seed: int) -> dict[str, Any]:
+    """Metrics, confusion matrix, reliability points and, of two classes, the decision at a threshold."""
+    predictions = scored.evaluated()
+    counts = bootstrap_counts(predictions, samples, seed)
+    result = metrics_of(observed(predictions), measure(predictions, counts))
+    if predictions.kind == "regression":
+        return result
+    points = reliability(predictions)
+    result["reliability"] = {
+        "confidence": points.confidence.tolist(),
+        "accuracy": points.accuracy.tolist(),
+        "count": points.count.tolist(),
+    }
+    if predictions.kind == "multilabel":
+        return result
+    num_classes = len(predictions.names)
+    once = np.ones((1, len(predictions.unit)))
+    confusion_SCC = confusion_draws(predictions.truth[:, 0], decided(predictions.scores), num_classes, once)
+    result["confusion"] = confusion_SCC[0].astype(int).tolist()
+    if num_classes == 2:
+        result["threshold"] = _threshold(scored, predictions, counts)
+    return result
+
+
+def chance_of(predictions: Predictions, seed: int) -> dict[str, Any]:
+    """Metrics when the truth is dealt out anew over people: mean and central 95 % of the shuffles.
+
+    finetuning.cohort.cohort.deal_over_people: a person with as many units as nobody else keeps its truth.
+    """
+    rng = np.random.default_rng(seed)
+    parts = []
+    for _ in range(CHANCE_SHUFFLES):
+        dealt = predictions.truth[deal_over_people(predictions.person, rng)]
+        shuffled = Predictions(
+            predictions.kind,
+            predictions.names,
+            predictions.unit,
+            predictions.person,
+            dealt,
+            predictions.scores,
+        )
+        parts.append(observed(shuffled).overall)
+    result = {}
+    for name in parts[0]:
+        values = np.array([part[name][0] for part in parts])
+        mean = None if np.isnan(values).any() else float(values.mean())
+        result[name] = {"value": mean, "ci95": _pair(interval(values))}
+    return {"metrics": result}
+
+
+def difference(
+    first: Predictions, second: Predictions, samples: int, seed: int
+) -> tuple[float, tuple[float, float], float]:
+    """Observed first - second of the kind's primary metric, its interval under shared resamples, and the
+    smallest difference that these units could have shown with 80 % power.
+
+    Raises ValueError unless both predict the same units with the same truth.
+    """
+    if not (np.array_equal(first.unit, second.unit) and np.array_equal(first.truth, second.truth)):
+        raise ValueError("difference: expected the same units and truth in both predictions")
+    name = PRIMARY[first.kind]
+    counts = bootstrap_counts(first, samples, seed)
+    draws_S = measure(first, counts).overall[name] - measure(second, counts).overall[name]
+    value = float(observed(first).overall[name][0] - observed(second).overall[name][0])
+    ci95 = interval(draws_S)
+    if ci95 is None or math.isnan(value):
+        raise ValueError(f"difference: expected {name} to exist, found none: a class has no unit")
+    return value, ci95, could_have_shown(first, second, draws_S)
+
+
+def could_have_shown(first: Predictions, second: Predictions, draws_S: np.ndarray) -> float:
+    """The one place that says how small a difference of the primary metric would have been shown.
+
+    Balanced accuracy: finetuning.power, from the units of each class and how often exactly one side is right.
+    Others, and several units of a person, which agree: 2.8 standard errors of the resampled difference, which
+    80 % power at the 5 % level takes.
+    """
+    is_one_each = len(np.unique(first.person)) == len(first.person)
+    if PRIMARY[first.kind] != "balanced_accuracy" or not is_one_each:
+        return float(NUM_ERRORS * np.nanstd(draws_S))
+    labels = first.truth[:, 0]
+    counts = [int(np.sum(labels == c)) for c in np.unique(labels)]
+    disagreement = pilot_disagreement(labels, decided(first.scores), decided(second.scores))
+    return smallest_difference(counts, disagreement)
+
+
+def _threshold(scored: Scored, predictions: Predictions, counts: np.ndarray) -> dict[str, Any] | None:
+    """Of two classes: each cohort's threshold from its own validation fold; None where one has no choice."""
+    thresholds = [youden_threshold(p.truth[:, 0], p.scores[:, 1]) for p in scored.by_cohort(VAL)]
+    values = [value for value in thresholds if value is not None]
+    if len(values) < len(thresholds):
+        return None
+    threshold_U = np.array(values)[scored.cohort_of_units()]
+    once = np.ones((1, len(predictions.unit)))
+    measured = (at_threshold(predictions, threshold_U, n) for n in (once, counts))
+    return {
+        "positive": predictions.names[1],
+        "rule": "highest sensitivity + specificity on validation (Youden)",
+        "values": values,
+        **metrics_of(*measured),
+    }
+
+
+def _entry(value: float, draws_S: np.ndarray) -> Mapping[str, Any]:
+    if math.isnan(value):
+        return {"value": None, "ci95": None}
+    return {"value": float(value), "ci95": _pair(interval(draws_S))}
+
+
+def _pair(ci95: tuple[float, float] | None) -> list[float] | None:
+    return None if ci95 is None else list(ci95)

@@ -1,0 +1,75 @@
+"""The same predictions by device, laterality, site and age: whom a head or probe serves worse.
+
+In: `Scored` and the store's index. Out: for every group its people and the metrics of their units, pooled
+over the volumes of the group alone. A group of fewer than MIN_PEOPLE people, or of one class alone, has no
+metrics: None.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from finetuning.answers.metrics import PRIMARY, bootstrap_counts, measure, observed
+from finetuning.answers.scorecard import metrics_of
+from finetuning.cohort.cohort import EVALUATED
+from finetuning.cohort.predictions import Predictions, Scored
+
+COLUMNS = {"device": "device", "laterality": "laterality", "site": "clinical_site", "age": "age"}
+AGE_EDGES = (50, 60, 70, 80)  # years at which the next band begins
+MIN_PEOPLE = 10
+UNKNOWN = "unknown"
+
+
+def subgroups(
+    scored: Scored, index: pd.DataFrame, samples: int, seed: int
+) -> dict[str, list[dict[str, Any]]]:
+    """{device, laterality, site, age: groups}, each {group, n_participants, n_units, metrics or None}."""
+    return {name: _groups(scored, index, column, samples, seed) for name, column in COLUMNS.items()}
+
+
+def group_of_volumes(index: pd.DataFrame, rows: np.ndarray, column: str) -> np.ndarray:
+    """The group of each store row, str [n]; `unknown` where the store has no value."""
+    values = index.loc[rows, column]
+    if column != "age":
+        return values.fillna(UNKNOWN).to_numpy(str)
+    return np.array([age_band(age) for age in values.to_numpy(float)])
+
+
+def age_band(age: float) -> str:
+    """`under 50`, `50-59`, ..., `80 and over`, `unknown` of NaN."""
+    if np.isnan(age):
+        return UNKNOWN
+    if age < AGE_EDGES[0]:
+        return f"under {AGE_EDGES[0]}"
+    if age >= AGE_EDGES[-1]:
+        return f"{AGE_EDGES[-1]} and over"
+    number = int(np.searchsorted(AGE_EDGES, age, side="right"))
+    return f"{AGE_EDGES[number - 1]}-{AGE_EDGES[number] - 1}"
+
+
+def _groups(
+    scored: Scored, index: pd.DataFrame, column: str, samples: int, seed: int
+) -> list[dict[str, Any]]:
+    groups = [group_of_volumes(index, cohort.rows, column) for cohort in scored.cohorts]
+    names = {g for of, c in zip(groups, scored.cohorts, strict=True) for g in of[c.fold == EVALUATED]}
+    order = [age_band(age) for age in (0, *AGE_EDGES)]  # the youngest first; other names by alphabet
+    ranked = sorted(
+        names, key=lambda name: (name == UNKNOWN, order.index(name) if name in order else 0, name)
+    )
+    return [
+        _group(name, scored.evaluated(tuple(of == name for of in groups)), samples, seed) for name in ranked
+    ]
+
+
+def _group(name: str, predictions: Predictions, samples: int, seed: int) -> dict[str, Any]:
+    people = len(np.unique(predictions.person))
+    group: dict[str, Any] = {"group": str(name), "n_participants": people, "n_units": len(predictions.unit)}
+    is_one_class = predictions.kind != "multilabel" and len(np.unique(predictions.truth)) < 2
+    if people < MIN_PEOPLE or is_one_class:
+        return group | {"primary": PRIMARY[predictions.kind], "metrics": None}
+    draws = measure(predictions, bootstrap_counts(predictions, samples, seed))
+    metrics = metrics_of(observed(predictions), draws)["metrics"]
+    return group | {"primary": PRIMARY[predictions.kind], "metrics": metrics}

@@ -1,0 +1,139 @@
+"""Rows against each other: mean over seeds, its interval, paired differences and Holm's correction.
+
+In: predictions of rows, a `Predictions` a seed, for the same units. Out: estimates and comparisons. The
+primary metric of a task's kind is finetuning.answers.metrics.PRIMARY; all rows share the resamples of
+participants. p is that of the same bootstrap: twice the smaller share of resamples on one side of zero. Holm,
+S. (1979): A simple sequentially rejective multiple test procedure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+
+import numpy as np
+
+from finetuning.answers.metrics import PRIMARY, bootstrap_counts, decided, interval, measure, observed
+from finetuning.answers.scorecard import NUM_ERRORS
+from finetuning.cohort.predictions import Predictions
+from finetuning.power import ALPHA, smallest_difference
+from models.probes.intervals import confusion_draws, mean_recall
+
+RESAMPLES_PER_PAIR = 100  # at least, or Holm's smallest possible p could never be below .05
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """The primary metric of a row, mean over its seeds; None where it does not exist."""
+
+    value: float | None
+    ci95: tuple[float, float] | None
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """First - second of a column; `shown`: Holm's p over all pairs of the table is below .05."""
+
+    column: str
+    first: str
+    second: str
+    value: float
+    ci95: tuple[float, float]
+    p: float
+    p_holm: float
+    could_have_shown: float
+
+    @property
+    def shown(self) -> bool:
+        return self.p_holm < ALPHA
+
+
+def estimate(seeds: Sequence[Predictions], samples: int, seed: int) -> Estimate:
+    """Mean over seeds, with the interval of the mean under shared resamples."""
+    values = [float(observed(p).overall[PRIMARY[p.kind]][0]) for p in seeds]
+    if not np.isfinite(values).all():
+        return Estimate(None, None)
+    counts = bootstrap_counts(seeds[0], samples, seed)
+    return Estimate(float(np.mean(values)), interval(mean_draws(seeds, counts)))
+
+
+def mean_draws(seeds: Sequence[Predictions], counts_SU: np.ndarray) -> np.ndarray:
+    """The primary metric of every resample, mean over seeds [S]."""
+    return np.mean([_primary_draws(p, counts_SU) for p in seeds], axis=0)
+
+
+def compare(
+    columns: Mapping[str, Mapping[str, Sequence[Predictions]]], samples: int, seed: int
+) -> list[Comparison]:
+    """Every pair of rows in every column {column: {row: predictions a seed}}, corrected over all of them.
+
+    Raises ValueError where rows predict different units.
+    """
+    pairs = [(column, *pair) for column, rows in columns.items() for pair in combinations(rows, 2)]
+    samples = max(samples, RESAMPLES_PER_PAIR * len(pairs))
+    draws, values = {}, {}
+    counts: np.ndarray | None = None
+    for column, rows in columns.items():
+        first = next(iter(rows.values()))[0]
+        for row, seeds in rows.items():
+            for p in seeds:
+                if not (np.array_equal(p.unit, first.unit) and np.array_equal(p.truth, first.truth)):
+                    raise ValueError(f"{column}: expected the units of all rows to be the same, not so {row}")
+            if counts is None:
+                counts = bootstrap_counts(first, samples, seed)
+            draws[column, row] = mean_draws(seeds, counts)
+            values[column, row] = float(np.mean([observed(p).overall[PRIMARY[p.kind]][0] for p in seeds]))
+    raw = []
+    for column, one, other in pairs:
+        draws_S = draws[column, one] - draws[column, other]
+        ci95 = interval(draws_S)
+        assert ci95 is not None
+        smallest = could_have_shown(columns[column][one], columns[column][other], draws_S)
+        value = values[column, one] - values[column, other]
+        raw.append((column, one, other, value, ci95, bootstrap_p(draws_S), smallest))
+    adjusted = holm([item[5] for item in raw])
+    return [Comparison(*item[:6], p_holm, item[6]) for item, p_holm in zip(raw, adjusted, strict=True)]
+
+
+def bootstrap_p(draws_S: np.ndarray) -> float:
+    """Two-sided p of no difference, from the resamples of a difference in which it exists; never 0."""
+    known = draws_S[~np.isnan(draws_S)]
+    sides = (int(np.sum(known <= 0)), int(np.sum(known >= 0)))
+    return min(1.0, 2 * (min(sides) + 1) / (len(known) + 1))
+
+
+def holm(p_values: Sequence[float]) -> list[float]:
+    """Holm's adjusted p of each, in the same order: the k-th smallest times (m - k + 1), never falling."""
+    adjusted, highest = [0.0] * len(p_values), 0.0
+    for rank, number in enumerate(sorted(range(len(p_values)), key=lambda n: p_values[n])):
+        highest = max(highest, min(1.0, (len(p_values) - rank) * p_values[number]))
+        adjusted[number] = highest
+    return adjusted
+
+
+def could_have_shown(
+    first: Sequence[Predictions], second: Sequence[Predictions], draws_S: np.ndarray
+) -> float:
+    """The smallest difference of two means over seeds that these units show with 80 % power.
+
+    Balanced accuracy: finetuning.power with the disagreement of these rows; other metrics, and several units
+    of a person: from the spread of the resampled difference. Before correction for many pairs.
+    """
+    is_one_each = len(np.unique(first[0].person)) == len(first[0].person)
+    if PRIMARY[first[0].kind] != "balanced_accuracy" or not is_one_each:
+        return float(NUM_ERRORS * np.nanstd(draws_S))
+    labels_U = first[0].truth[:, 0]
+    right = [np.mean([decided(p.scores) == labels_U for p in seeds], axis=0) for seeds in (first, second)]
+    squared_U = (right[0] - right[1]) ** 2
+    classes = np.unique(labels_U)
+    disagreement = float(np.mean([squared_U[labels_U == c].mean() for c in classes]))
+    return smallest_difference([int(np.sum(labels_U == c)) for c in classes], disagreement)
+
+
+def _primary_draws(predictions: Predictions, counts_SU: np.ndarray) -> np.ndarray:
+    """As finetuning.answers.metrics.measure, without the metrics that nobody asks for here."""
+    if PRIMARY[predictions.kind] != "balanced_accuracy":
+        return measure(predictions, counts_SU).overall[PRIMARY[predictions.kind]]
+    classes_U = decided(predictions.scores)
+    return mean_recall(confusion_draws(predictions.truth[:, 0], classes_U, len(predictions.names), counts_SU))

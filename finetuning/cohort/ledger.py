@@ -1,0 +1,91 @@
+"""The ledger of looks at evaluated participants: `ledger.jsonl` in the folder of the prepared store.
+
+In: who looked (checkpoint), at what (data digest) and how (protocol digest). Out: a line for each look, never
+changed, and how many looks there have been at this split of this data. A split that many looks have chosen
+among is no test any more, so tables print the number. On a bucket ledger.jsonl is a folder with an object a
+line (utils.storage.line_files). A cached answer is no look: its numbers are known already.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from datetime import UTC, datetime
+
+from data_setup.store.reader import PreparedStore
+from finetuning.cohort.cohort import EVALUATED, Cohort
+from utils import storage
+from utils.config.schema import StorageOptions
+from utils.errors import UserError
+from utils.storage.line_files import append_line, read_lines
+
+NAME = "ledger.jsonl"
+FIELDS = {"time", "look", "checkpoint", "data", "protocol", "what"}
+
+
+def record_look(
+    folder: str,
+    checkpoint_checksum: str,
+    data_digest: str,
+    protocol_digest: str,
+    what: str,
+    options: StorageOptions | None = None,
+) -> int:
+    """Append a look, and return its number among those at the same data digest, 1 for the first.
+
+    `folder`: the store's, on a disk or in a bucket. `what`: words for a reader. The same question asked again
+    is a look too. Raises UserError naming the first damaged line; nothing is recorded then.
+    """
+    path = storage.join(folder, NAME)
+
+    def next_line(lines: Sequence[str]) -> str:
+        looks = [_parse(path, number, line) for number, line in enumerate(lines, start=1)]
+        look = {
+            "time": datetime.now(UTC).isoformat(),
+            "look": 1 + sum(one["data"] == data_digest for one in looks),
+            "checkpoint": checkpoint_checksum,
+            "data": data_digest,
+            "protocol": protocol_digest,
+            "what": what,
+        }
+        return json.dumps(look)
+
+    return int(json.loads(append_line(path, next_line, options))["look"])
+
+
+def count_looks(folder: str, data_digest: str, options: StorageOptions | None = None) -> int:
+    """How many looks at this data the ledger holds; UserError names a damaged line."""
+    path = storage.join(folder, NAME)
+    lines = read_lines(path, options)
+    looks = [_parse(path, number, line) for number, line in enumerate(lines, start=1)]
+    return sum(one["data"] == data_digest for one in looks)
+
+
+def data_digest(store: PreparedStore, *cohorts: Cohort) -> str:
+    """What the evaluated folds of the cohorts are: a hash of their volumes, targets and persons."""
+    volumes: list[tuple[str, str, list[float]]] = []
+    for cohort in cohorts:
+        chosen = cohort.fold == EVALUATED
+        checksums = store.index.loc[cohort.rows[chosen], "checksum"].tolist()
+        people, targets = cohort.person[chosen].tolist(), cohort.target[chosen].tolist()
+        volumes += zip(checksums, people, targets, strict=True)
+    text = json.dumps([cohorts[0].kind, cohorts[0].names, sorted(volumes)])
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _parse(path: str, number: int, line: str) -> dict[str, str | int]:
+    try:
+        look = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise _damaged(path, number, line) from error
+    if not isinstance(look, dict) or set(look) != FIELDS:
+        raise _damaged(path, number, line)
+    return look
+
+
+def _damaged(path: str, number: int, line: str) -> UserError:
+    return UserError(
+        f"{path}: line {number}: expected a look with {', '.join(sorted(FIELDS))}, found {line[:60]!r}; "
+        "mend or remove that line by hand"
+    )

@@ -1,0 +1,142 @@
+"""What a task starts from: a checkpoint of pre-training, and the configuration of the task on top of it.
+
+In: a task file of configs/ and `model.checkpoint`, a file or a run's folder. Out: a `Source`: the weights,
+and a whole configuration whose data, geometry, model and method are those of the checkpoint unless the file
+or the command line says otherwise. What the weights rest on may not be said otherwise: check_fit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from omegaconf import OmegaConf
+
+from data_setup.store.reader import PreparedStore
+from utils import storage
+from utils.checkpoint import CheckpointError, list_steps, load_checkpoint
+from utils.config.load import changed_config, config_of_yaml, flatten, load_config, to_yaml
+from utils.config.schema import Config, StorageOptions, keys_with
+from utils.errors import ConfigError, UserError
+
+# sections of the checkpoint's configuration that a task goes on with
+INHERITED = ("data", "spatial", "augment", "model", "method")
+BEST_FIRST = ("best_probe.pt", "best_rankme.pt")
+NAMED_KEYS = 3  # of each kind, in the error about weights that do not fit
+# what may differ from the head's own configuration: where, whom and how to evaluate, never what the head is
+MAY_CHANGE = ("data.", "eval.", "probe.", "run.", "task.labels_path", "task.id_column", "model.checkpoint")
+
+
+@dataclass(frozen=True)
+class Source:
+    """A configuration for a task and the checkpoint that it names."""
+
+    cfg: Config
+    url: str
+    state: dict[str, Any]  # of utils.checkpoint.load_checkpoint
+
+
+def open_source(path: str | Path, overrides: Sequence[str]) -> Source:
+    """Read a task's file, its overrides and its checkpoint; raises UserError naming what is missing."""
+    written = _written(path, overrides)
+    wanted = OmegaConf.select(written, "model.checkpoint")
+    if wanted is None:
+        raise ConfigError(
+            f"{path}: model.checkpoint: expected a checkpoint or a run's folder, found null; add "
+            "model.checkpoint=RUN_OR_FILE to the command"
+        )
+    options = StorageOptions(**(OmegaConf.select(written, "data.storage_options") or {}))
+    url = find_checkpoint(str(wanted), options)
+    state = load_checkpoint(url, options)
+    require_pretraining(state, url)
+    saved = yaml.safe_load(to_yaml(config_of_yaml(state["config"], url)))
+    base = {name: saved[name] for name in INHERITED} | {"seed": saved["seed"]}
+    base["model"]["checkpoint"] = None
+    base["method"]["init_from"] = None
+    cfg = load_config(path, [*overrides, f"model.checkpoint={url}"], base)
+    return Source(cfg, url, state)
+
+
+def find_checkpoint(wanted: str, options: StorageOptions) -> str:
+    """The checkpoint that a file name or a run's folder means: in a folder the best by probe, else by RankMe,
+    else the newest; raises UserError where there is none.
+    """
+    if wanted.endswith(".pt"):
+        return wanted
+    for folder in (storage.join(wanted, "checkpoints"), wanted):
+        for name in BEST_FIRST:
+            if storage.exists(url := storage.join(folder, name), options):
+                return url
+        if steps := list_steps(folder, options):
+            return storage.join(folder, f"step_{steps[-1]:08d}.pt")
+    raise UserError(
+        f"model.checkpoint: expected a checkpoint file (.pt) or the folder of a run with one, found {wanted}"
+        "; give a run.dir of pretraining.train, which keeps them in its checkpoints/"
+    )
+
+
+def is_task_file(path: str | Path) -> bool:
+    """Whether a file of configs/ names no method: that of a task, which stands on a checkpoint. False for a
+    file that cannot be read: load_config says what is wrong.
+    """
+    try:
+        loaded = OmegaConf.load(path)
+    except (OSError, UnicodeDecodeError, yaml.YAMLError):
+        return False
+    return OmegaConf.is_dict(loaded) and "method" not in loaded
+
+
+def _written(path: str | Path, overrides: Sequence[str]) -> Any:
+    """The file and the overrides, unchecked: load_config checks them, and says what is wrong."""
+    if not Path(path).is_file():
+        raise ConfigError(f"{path}: expected a YAML configuration, found no such file")
+    try:
+        return OmegaConf.merge(OmegaConf.load(path), OmegaConf.from_dotlist(list(overrides)))
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path}: expected YAML, found: {error}") from error
+
+
+def check_fit(cfg: Config, store: PreparedStore, state: dict[str, Any], url: str) -> None:
+    """Raise UserError unless checkpoint, configuration and store agree on geometry, model, normalisation."""
+    require_pretraining(state, url)
+    seen, wanted = dict(flatten(config_of_yaml(state["config"], url))), dict(flatten(cfg))
+    for key in keys_with("identity"):
+        if seen[key] != wanted[key]:
+            expected, value = (list(v) if isinstance(v, tuple) else v for v in (wanted[key], seen[key]))
+            raise UserError(f"{url}: {key}: expected {expected} of the configuration, found {value}")
+    if state["normalisation"] != store.attrs["normalisation"]:
+        raise UserError(
+            f"{url}: normalisation: expected {store.attrs['normalisation']} of {store.url}, "
+            f"found {state['normalisation']}"
+        )
+    store.require_geometry(cfg.spatial)
+
+
+def require_pretraining(state: dict[str, Any], url: str) -> None:
+    """Raise CheckpointError unless a loaded file is a checkpoint of pretraining.train."""
+    lost = [key for key in ("model", "config", "normalisation", "participants") if key not in state]
+    if lost:
+        kind = state.get("kind", "one with " + ", ".join(sorted(state)[:NAMED_KEYS]))
+        raise CheckpointError(
+            f"{url}: expected a checkpoint of pretraining.train, found no {', '.join(lost)} ({kind})"
+        )
+
+
+def evaluated_config(trained: Config, url: str, overrides: Sequence[str]) -> Config:
+    """The configuration of the head at `url` with the overrides; raises ConfigError for one that would be
+    another head.
+    """
+    cfg = changed_config(trained, overrides, url)
+    before = dict(flatten(trained))
+    for key, value in flatten(cfg):
+        if value != before[key] and not key.startswith(MAY_CHANGE):
+            raise ConfigError(f"{url}: {key}: expected {before[key]} as in training, found {value}")
+    if cfg.eval.protocol == "crossfit":
+        raise ConfigError(
+            f"{url}: eval.protocol: expected official, found crossfit: a head has one training set, so "
+            "folds of other people would have been seen in training"
+        )
+    return cfg

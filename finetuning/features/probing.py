@@ -1,0 +1,169 @@
+"""Probes of a cohort: for each task kind the one that fits it, by the protocol of models.probes.participants.
+
+In: cohorts (one with the official splits, one a fold with crossfit) and features of volumes. Out: `Scored`
+with the C that validation chose. Classes: logistic; a value: ridge; several labels: a logistic probe each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from data_setup.store.reader import PreparedStore
+from finetuning.cohort.cohort import EVALUATED, TRAIN, VAL, Cohort, deal_over_people
+from finetuning.cohort.predictions import Scored
+from models.probes.participants import Fitted, Fold, fit_logistic, fit_ridge, require_disjoint
+from utils.errors import UserError
+
+RANDOM_SEEDS = 3  # random initialisations to compare with
+Features = Callable[[Cohort], np.ndarray]  # [n, F] in the order of the cohort's rows
+
+
+@dataclass(frozen=True)
+class Probed:
+    """What one probe says of every volume, and how it was chosen."""
+
+    scored: Scored
+    chosen_c: float  # median over cohorts and labels
+    val_score: float  # their mean: balanced accuracy, or minus the squared error of a value
+    num_features: int
+
+
+def probe(cohorts: Sequence[Cohort], features: Features) -> Probed:
+    """Fit on each cohort's training fold, choose C on its validation fold, score all of its volumes.
+
+    Raises UserError for a training fold with one class only.
+    """
+    scores, fitted, width = [], [], 0
+    for cohort in cohorts:
+        features_nF = features(cohort)
+        width = features_nF.shape[1]
+        parts = _fit(cohort, features_nF)
+        scores.append(_volume_scores(cohort, parts, features_nF))
+        fitted += parts
+    return Probed(
+        Scored(tuple(cohorts), tuple(scores)),
+        float(np.median([part.chosen_c for part in fitted])),
+        float(np.mean([part.val_score for part in fitted])),
+        width,
+    )
+
+
+def best_in_each_fold(arms: Sequence[Sequence[float]]) -> list[int]:
+    """The number of the arm that each fold takes, from validation scores [arm][fold]: the fold's own best.
+
+    A mean over folds must not choose: the validation people of a fold are evaluated in another one.
+    """
+    return [int(np.argmax(scores)) for scores in zip(*arms, strict=True)]
+
+
+def random_words(seeds: Sequence[int]) -> tuple[str, str]:
+    """How a table names the seed that each fold took, and the rule by which."""
+    if len(seeds) == 1:
+        return f"seed {seeds[0]}", "the seed that is best on validation participants"
+    return (
+        "a seed a fold",
+        "in each fold the seed that is best on the fold's own validation participants, here "
+        + ", ".join(map(str, seeds)),
+    )
+
+
+def join_folds(parts: Sequence[Probed]) -> Probed:
+    """Probes of one cohort each as one of all; C is the median over cohorts, the score their mean."""
+    return Probed(
+        Scored(
+            tuple(cohort for part in parts for cohort in part.scored.cohorts),
+            tuple(scores for part in parts for scores in part.scored.scores),
+        ),
+        float(np.median([part.chosen_c for part in parts])),
+        float(np.mean([part.val_score for part in parts])),
+        parts[0].num_features,
+    )
+
+
+def of_rows(rows: np.ndarray, values_nF: np.ndarray) -> Features:
+    """Features of store rows, ascending, for any cohort of them."""
+    return lambda cohort: values_nF[np.searchsorted(rows, cohort.rows)]
+
+
+def judged_by(cohorts: Sequence[Cohort], probed: Probed) -> Probed:
+    """The same scores with the targets of other cohorts of the same volumes."""
+    return replace(probed, scored=Scored(tuple(cohorts), probed.scored.scores))
+
+
+def permuted(cohort: Cohort, seed: int) -> Cohort:
+    """The cohort with the targets of its training and validation people dealt out anew within each fold.
+
+    The volumes of a unit keep one target, the units of a person come from one person (deal_over_people);
+    units of the evaluated fold keep theirs.
+    """
+    rng = np.random.default_rng(seed)
+    target = cohort.target.copy()
+    for fold in (TRAIN, VAL):
+        at = np.flatnonzero(cohort.fold == fold)
+        _, first, inverse = np.unique(cohort.unit[at], return_index=True, return_inverse=True)
+        dealt = deal_over_people(cohort.person[at][first], rng)
+        target[at] = cohort.target[at][first][dealt][inverse]
+    return replace(cohort, target=target)
+
+
+def device_cohorts(cohorts: Sequence[Cohort], store: PreparedStore) -> tuple[list[Cohort], int]:
+    """The same folds with the device as the class, a unit for each person and device; volumes left out.
+
+    Volumes whose device the training fold lacks are left out; empty where fewer than two devices are in
+    the training, or any in another fold.
+    """
+    parts, num_lost = [], 0
+    names = tuple(
+        sorted(set(store.index.loc[np.concatenate([c.rows for c in cohorts]), "device"].fillna("unknown")))
+    )
+    for cohort in cohorts:
+        device = store.index.loc[cohort.rows, "device"].fillna("unknown").to_numpy(str)
+        known = np.isin(device, np.unique(device[cohort.fold == TRAIN]))
+        num_lost += int((~known & (cohort.fold == EVALUATED)).sum())
+        part = Cohort(
+            "classification",
+            names,
+            cohort.rows[known],
+            cohort.fold[known],
+            np.searchsorted(names, device[known]).astype(np.float64)[:, None],
+            np.char.add(np.char.add(cohort.person[known], "_"), device[known]),
+            cohort.person[known],
+        )
+        devices = len(np.unique(part.target[part.fold == TRAIN]))
+        if devices < 2 or not all((part.fold == fold).any() for fold in (VAL, EVALUATED)):
+            return [], num_lost
+        parts.append(part)
+    return parts, num_lost
+
+
+def _fit(cohort: Cohort, features_nF: np.ndarray) -> list[Fitted]:
+    """One probe, or one a label; weights are of people, and validation pools the units of a prediction."""
+    train, val, evaluated = (cohort.fold == fold for fold in (TRAIN, VAL, EVALUATED))
+    require_disjoint(cohort.person[train], cohort.person[val], cohort.person[evaluated])
+    fit = fit_ridge if cohort.kind == "regression" else fit_logistic
+    parts = []
+    for column in range(cohort.target.shape[1]):
+        target = cohort.target[:, column]
+        labels = target if cohort.kind == "regression" else target.astype(int)
+        if len(np.unique(labels[train])) < 2 and cohort.kind != "regression":
+            name = cohort.names[column] if cohort.kind == "multilabel" else "the label"
+            raise UserError(f"{name}: expected two classes among the training participants, found one")
+        parts.append(
+            fit(
+                Fold(features_nF[train], labels[train], cohort.person[train]),
+                Fold(features_nF[val], labels[val], cohort.unit[val]),
+            )
+        )
+    return parts
+
+
+def _volume_scores(cohort: Cohort, parts: Sequence[Fitted], features_nF: np.ndarray) -> np.ndarray:
+    """Scores of all volumes [n, C]: a column for every class, also for one that the training fold lacks."""
+    if cohort.kind == "multilabel":
+        return np.stack([part.score(features_nF)[:, 1] for part in parts], axis=1)
+    scores = parts[0].score(features_nF)
+    lacking = np.zeros((len(scores), cohort.num_outputs - scores.shape[1]))
+    return np.concatenate([scores, lacking], axis=1)

@@ -1,0 +1,397 @@
+"""Heads on frozen features: all pairs of learning rate and weight decay, trained together.
+
+In: features of the training and validation volumes (finetuning.features) and their cohort. Out: the one head
+that is best on validation, as it was after its best epoch. Every member of the grid starts from the same
+weights, sees the same batches in the same order and has its own AdamW; the parameters of all members are
+stacked, and each batch goes through them once. Evaluated volumes are not looked at: no feature of theirs is
+even read. The log has the numbers of the pair that leads on validation, which another may take over.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from sklearn.preprocessing import StandardScaler
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from data_setup.store.reader import PreparedStore
+from finetuning.cohort.cohort import TRAIN, VAL, Cohort
+from finetuning.cohort.predictions import pool
+from finetuning.cohort.source import Source
+from finetuning.features.familiarity import fit_familiarity
+from finetuning.features.kept import KeptFeatures, features_folder, pooled_of_tokens
+from finetuning.features.pooled import pretrained_encoder
+from finetuning.heads.calibration import calibrate
+from finetuning.heads.head_file import Standardise, head_state, write_head
+from finetuning.heads.objective import (
+    METRICS,
+    metric_name,
+    row_losses,
+    row_weights,
+    target_scale,
+    to_scores,
+    validation_score,
+)
+from models.heads import build_head, reads_tokens, rescale_output
+from utils.config.schema import Config
+from utils.errors import UserError
+from utils.log import NoLog, RunLog
+from utils.run.folder import claim_run_dir
+from utils.run.history import NO_CHECKPOINT_YET, WANDB_ID
+from utils.runtime.single import Runtime
+
+log = logging.getLogger(__name__)
+
+
+class Inputs(Protocol):
+    """What a head reads of some volumes."""
+
+    @property
+    def at_once(self) -> int:
+        """Volumes that fit into memory together."""
+
+    def read(self, places: np.ndarray) -> tuple[Tensor, ...]:
+        """The head's arguments for the volumes at these places of the cohort's rows."""
+
+
+class PooledInputs:
+    """Pooled features of the training and validation volumes, standardised on the training ones."""
+
+    def __init__(
+        self, features: np.ndarray, cohort: Cohort, places: np.ndarray, device: torch.device
+    ) -> None:
+        """`features` [m, 2E] are those of the cohort's rows at `places` [m]."""
+        scaler = StandardScaler().fit(features[cohort.fold[places] == TRAIN].astype(np.float64))
+        self.standardise = Standardise(scaler.mean_, scaler.scale_)
+        self.at_once = len(places)
+        self._place_of = np.full(len(cohort.rows), -1)
+        self._place_of[places] = np.arange(len(places))
+        self._features = self.standardise(torch.from_numpy(features).to(device))
+
+    def read(self, places: np.ndarray) -> tuple[Tensor, ...]:
+        return (self._features[torch.from_numpy(self._place_of[places]).to(self._features.device)],)
+
+
+@dataclass(frozen=True)
+class TokenInputs:
+    """Tokens and their validity, read from the kept features batch by batch."""
+
+    kept: KeptFeatures
+    cohort: Cohort
+    device: torch.device
+    at_once: int
+
+    def read(self, places: np.ndarray) -> tuple[Tensor, ...]:
+        rows = self.cohort.rows[places]
+        tokens = torch.from_numpy(self.kept.tokens(rows)).to(self.device).float()
+        return tokens, torch.from_numpy(self.kept.valid(rows)).to(self.device)
+
+
+@dataclass(frozen=True)
+class Task:
+    """What the members are trained for, for every place of a cohort's rows."""
+
+    kind: str
+    target: Tensor  # [n, T], a regression's standardised
+    weight: Tensor  # [n, T], 0 but for TRAIN
+    label_smoothing: float
+    scale: tuple[float, float]  # mean and standard deviation of a regression's values, else 0 and 1
+
+    @classmethod
+    def of(cls, cfg: Config, cohort: Cohort, device: torch.device) -> Task:
+        """What a configuration asks for; raises UserError for a value that does not vary."""
+        train = cohort.fold == TRAIN
+        centre, spread = scale = target_scale(cohort)
+        weight = np.zeros_like(cohort.target)
+        weight[train] = row_weights(
+            cohort.kind, cohort.target[train], cohort.person[train], cfg.finetune.class_weights
+        )
+        target = torch.from_numpy((cohort.target - centre) / spread).to(device, torch.float32)
+        weights = torch.from_numpy(weight).to(device, torch.float32)
+        return cls(cohort.kind, target, weights, cfg.finetune.label_smoothing, scale)
+
+
+class Grid:
+    """Members of a head: parameters of their own, one AdamW whose groups have the members' rates."""
+
+    def __init__(
+        self, head: nn.Module, pairs: Sequence[tuple[float, float]], cfg: Config, together: bool
+    ) -> None:
+        """`pairs` of learning rate and weight decay; matrices alone decay. `together`: one forward pass for
+        all members, whose activations must fit into memory; else one member after the other.
+        """
+        self.head, self.pairs = head, pairs
+        self.members = [
+            {name: p.detach().clone().requires_grad_() for name, p in head.named_parameters()} for _ in pairs
+        ]
+        groups = [
+            {"params": chosen, "lr": rate, "weight_decay": decay if is_matrix else 0.0, "peak": rate}
+            for (rate, decay), member in zip(pairs, self.members, strict=True)
+            for is_matrix in (True, False)
+            if (chosen := [p for p in member.values() if (p.ndim > 1) == is_matrix])
+        ]
+        self.optimizer = torch.optim.AdamW(groups, betas=cfg.optim.betas, eps=cfg.optim.eps)
+        everyone = range(len(pairs))
+        self.parts = [list(everyone)] if together else [[number] for number in everyone]
+
+    def outputs(self, part: list[int], inputs: tuple[Tensor, ...]) -> Tensor:
+        """[G, B, C] of the G members of a part."""
+        if len(part) == 1:
+            return functional_call(self.head, self.members[part[0]], inputs)[None]
+        stacked = {name: torch.stack([self.members[g][name] for g in part]) for name in self.members[0]}
+
+        def one(parameters: dict[str, Tensor]) -> Tensor:
+            return functional_call(self.head, parameters, inputs)
+
+        return torch.vmap(one, randomness="same")(stacked)
+
+    def step(self, inputs: Inputs, places: np.ndarray, task: Task, scale: float) -> Tensor:
+        """One update of all members with the volumes at these places, `inputs.at_once` of them at a time;
+        `scale`: the schedule's share of each learning rate. Returns the members' losses [G].
+        """
+        loss_G = torch.zeros(len(self.pairs), device=task.target.device)
+        self.head.train()
+        self.optimizer.zero_grad()
+        for start in range(0, len(places), inputs.at_once):
+            some = places[start : start + inputs.at_once]
+            batch = inputs.read(some)
+            for part in self.parts:
+                losses_GBT = row_losses(
+                    task.kind, self.outputs(part, batch), task.target[some], task.label_smoothing
+                )
+                mean_G = (losses_GBT * task.weight[some]).mean(dim=2).sum(dim=1) / len(places)
+                mean_G.sum().backward()  # no member's gradient reaches another
+                loss_G[part] += mean_G.detach()
+        for group in self.optimizer.param_groups:
+            group["lr"] = group["peak"] * scale
+        self.optimizer.step()
+        return loss_G
+
+    @torch.no_grad()
+    def predict(self, inputs: Inputs, places: np.ndarray) -> Tensor:
+        """Outputs of all members [G, n, C] at these places, on the host."""
+        self.head.eval()
+        batches = []
+        for start in range(0, len(places), inputs.at_once):
+            batch = inputs.read(places[start : start + inputs.at_once])
+            batches.append(torch.cat([self.outputs(part, batch) for part in self.parts]).cpu())
+        return torch.cat(batches, dim=1)
+
+
+def schedule(step: int, total: int, warmup_ratio: float, min_ratio: float) -> float:
+    """Share of the learning rate at update `step` of `total`: linear warm-up, then cosine to `min_ratio`."""
+    warmup = round(warmup_ratio * total)
+    if step < warmup:
+        return (step + 1) / warmup
+    progress = (step - warmup) / max(1, total - warmup)
+    return min_ratio + (1 - min_ratio) * 0.5 * (1 + math.cos(math.pi * progress))
+
+
+@dataclass
+class Best:
+    """The best epoch of one member."""
+
+    rank: tuple[float, float] = (-math.inf, -math.inf)  # score, minus the loss
+    epoch: int = 0
+    parameters: dict[str, Tensor] | None = None
+    latest: tuple[float, float] = (math.nan, math.nan)  # score and loss of the last validation
+
+
+@dataclass(frozen=True)
+class TrainedHead:
+    """A head and how it was chosen."""
+
+    head: nn.Module
+    validation: dict[str, Any]
+
+
+def train_grid(
+    cfg: Config,
+    cohort: Cohort,
+    inputs: Inputs,
+    width: int,
+    device: torch.device,
+    run_log: RunLog | NoLog | None = None,
+) -> TrainedHead:
+    """Train all pairs of head.learning_rates x head.weight_decays; returns the best on VAL.
+
+    The score is that of finetuning.heads.objective.METRICS on units, a tie goes to the smaller loss, then to
+    the first pair. Ends after train.epochs (or max_steps), or when for finetune.patience epochs no member
+    became better. Raises UserError where every member's outputs stopped being numbers.
+    """
+    train = np.flatnonzero(cohort.fold == TRAIN)
+    task, run_log = Task.of(cfg, cohort, device), run_log or NoLog()
+    size, per_epoch, total = rhythm(cfg, cohort)
+    gpus = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices=gpus):
+        torch.manual_seed(cfg.seed)
+        head = build_head(cfg.head.kind, width, cohort.num_outputs, cfg.head.hidden, cfg.head.dropout).to(
+            device
+        )
+        pairs = list(product(cfg.head.learning_rates, cfg.head.weight_decays))
+        grid = Grid(head, pairs, cfg, together=not reads_tokens(cfg.head.kind))
+        bests = [Best() for _ in pairs]
+        for step in range(total):
+            epoch, place = divmod(step, per_epoch)
+            if place == 0:
+                order = np.random.default_rng([cfg.seed, epoch]).permutation(len(train))
+            chosen = order[place * size : (place + 1) * size]
+            share = 1.0
+            if cfg.optim.use_scheduler:
+                share = schedule(step, total, cfg.optim.warmup_ratio, cfg.optim.min_lr_ratio)
+            loss_G, done = grid.step(inputs, train[chosen], task, share), step + 1
+            run_log.advance()
+            if done % cfg.train.log_every_steps == 0 or done in (1, total):
+                leader = _leader(bests)
+                rate = pairs[leader][0] * share
+                run_log.metrics(done, {"train/loss": float(loss_G[leader]), "train/lr": rate})
+            if place + 1 == per_epoch or done == total:
+                _update_bests(bests, grid, cohort, inputs, task.scale, epoch + 1)
+                score, loss = bests[_leader(bests)].latest
+                run_log.metrics(done, {"val/loss": loss, metric_name(METRICS[cohort.kind]): score})
+                last = max(best.epoch for best in bests)
+                if cfg.finetune.patience is not None and epoch + 1 - last >= cfg.finetune.patience:
+                    break
+    return _chosen(grid, bests, cohort.kind, *task.scale)
+
+
+def rhythm(cfg: Config, cohort: Cohort) -> tuple[int, int, int]:
+    """Volumes of a batch, updates of an epoch, and all updates."""
+    count = int((cohort.fold == TRAIN).sum())
+    size = min(cfg.train.global_batch_size, count)
+    per_epoch = math.ceil(count / size)
+    return size, per_epoch, num_updates(cfg, per_epoch)
+
+
+def num_updates(cfg: Config, per_epoch: int) -> int:
+    """train.max_steps, else train.epochs times `per_epoch`."""
+    if cfg.train.max_steps is not None:
+        return cfg.train.max_steps
+    assert cfg.train.epochs is not None  # of utils.config.rules
+    return cfg.train.epochs * per_epoch
+
+
+def _update_bests(
+    bests: list[Best],
+    grid: Grid,
+    cohort: Cohort,
+    inputs: Inputs,
+    scale: tuple[float, float],
+    epoch: int,
+) -> None:
+    """Score every member on VAL, and keep those that became better."""
+    val, (centre, spread) = np.flatnonzero(cohort.fold == VAL), scale
+    outputs_GnC = grid.predict(inputs, val).double()
+    target = torch.from_numpy((cohort.target[val] - centre) / spread)
+    weight = torch.from_numpy(row_weights(cohort.kind, cohort.target[val], cohort.person[val], "none"))
+    for number, (best, outputs_nC) in enumerate(zip(bests, outputs_GnC, strict=True)):
+        best.latest = math.nan, math.nan
+        if not bool(outputs_nC.isfinite().all()):
+            continue  # a rate that is too high
+        loss = float((row_losses(cohort.kind, outputs_nC, target) * weight).mean())
+        scores = to_scores(cohort.kind, outputs_nC) * spread + centre
+        score = validation_score(pool(cohort, VAL, scores.numpy()))
+        best.latest = score, loss
+        if (score, -loss) > best.rank:
+            best.rank, best.epoch = (score, -loss), epoch
+            best.parameters = {name: p.detach().clone() for name, p in grid.members[number].items()}
+
+
+def _leader(bests: Sequence[Best]) -> int:
+    """The member that has been best on validation, the first of several; the first where none has been."""
+    return max(range(len(bests)), key=lambda g: bests[g].rank)
+
+
+def _chosen(grid: Grid, bests: list[Best], kind: str, centre: float, spread: float) -> TrainedHead:
+    """The best member as a head that predicts in the label's own unit."""
+    number = _leader(bests)
+    best = bests[number]
+    if best.parameters is None:
+        raise UserError(
+            "head.learning_rates: expected one that trains, found outputs that are no numbers with each of "
+            f"{sorted({rate for rate, _ in grid.pairs})}"
+        )
+    head = copy.deepcopy(grid.head).eval()
+    head.load_state_dict(best.parameters)
+    if kind == "regression":
+        rescale_output(head, centre, spread)
+    lines = [
+        {
+            "learning_rate": rate,
+            "weight_decay": decay,
+            "epoch": b.epoch,
+            "score": b.rank[0],
+            "loss": -b.rank[1],
+        }
+        for (rate, decay), b in zip(grid.pairs, bests, strict=True)
+    ]
+    return TrainedHead(head, {"metric": METRICS[kind], **lines[number], "grid": lines})
+
+
+@torch.no_grad()
+def head_outputs(head: nn.Module, inputs: Inputs, places: np.ndarray) -> Tensor:
+    """Outputs of a head [n, C] at these places, on the host."""
+    head.eval()
+    starts = range(0, len(places), inputs.at_once)
+    return torch.cat([head(*inputs.read(places[s : s + inputs.at_once])).cpu() for s in starts])
+
+
+def training_features(kept: KeptFeatures, cohort: Cohort) -> np.ndarray:
+    """Pooled features of TRAIN [n, 2E]; where a head reads tokens, of those that are kept."""
+    rows = cohort.rows[cohort.fold == TRAIN]
+    return pooled_of_tokens(kept, rows) if reads_tokens(kept.cfg.head.kind) else kept.pooled(rows)
+
+
+def head_inputs(kept: KeptFeatures, cohort: Cohort) -> tuple[Inputs, Standardise | None]:
+    """What a head reads of TRAIN and VAL, computed where it is not kept, and how it is standardised."""
+    places = np.flatnonzero((cohort.fold == TRAIN) | (cohort.fold == VAL))
+    device = kept.runtime.device
+    if reads_tokens(kept.cfg.head.kind):
+        kept.keep_tokens(cohort.rows[places])
+        return TokenInputs(kept, cohort, device, kept.cfg.eval.batch_size), None
+    inputs = PooledInputs(kept.pooled(cohort.rows[places]), cohort, places, device)
+    return inputs, inputs.standardise
+
+
+def train_frozen(
+    source: Source, store: PreparedStore, cohort: Cohort, runtime: Runtime
+) -> tuple[str, dict[str, Any]]:
+    """Train a head on the features of a checkpoint's encoder, with the log of a run; returns its file's URL
+    and content.
+    """
+    cfg = source.cfg
+    encoder = pretrained_encoder(cfg, source.state, source.url)
+    kept = KeptFeatures(encoder, cfg, store, runtime, features_folder(cfg))
+    inputs, standardise = head_inputs(kept, cohort)
+    run_dir, total = Path(cfg.run.dir), rhythm(cfg, cohort)[-1]
+    (run_dir / "evaluation.json").unlink(missing_ok=True)  # the verdict of an earlier head
+    (run_dir / WANDB_ID).unlink(missing_ok=True)  # nothing is resumed: a second training is another run
+    with RunLog(cfg, 0, total, synthetic=bool(store.attrs["synthetic"])) as run_log:
+        trained = train_grid(cfg, cohort, inputs, encoder.width, runtime.device, run_log)
+        is_val, is_train = cohort.fold == VAL, cohort.fold == TRAIN
+        outputs = head_outputs(trained.head, inputs, np.flatnonzero(is_val))
+        state = head_state(
+            source,
+            store,
+            cohort,
+            trained.head,
+            standardise,
+            trained.validation,
+            calibration=calibrate(cohort.kind, outputs, cohort.target[is_val], cohort.person[is_val]),
+            familiarity=fit_familiarity(training_features(kept, cohort), cohort.person[is_train]),
+        )
+        url = write_head(cfg, state)
+        claim_run_dir(cfg, runtime)
+        (run_dir / NO_CHECKPOINT_YET).unlink()
+        run_log.artifact("head", url)
+    return url, state

@@ -1,0 +1,128 @@
+"""What a head is trained for: losses, weights of volumes and the score on validation, for each kind of task.
+
+In: outputs of a head [B, C], targets as in finetuning.cohort.cohort.Cohort [B, T]. Out: losses, probabilities
+or values, and one number by which heads and epochs are chosen.
+
+* classification: cross-entropy; chosen by balanced accuracy.
+* ordinal: the ranked probability score (Epstein 1969; as a loss for networks: Hou et al. 2016,
+  arXiv:1611.05916): squared differences of cumulative probabilities, a proper score, so that a class that is
+  two off costs more than its neighbour and the outputs stay probabilities; chosen by quadratic kappa.
+* multilabel: binary cross-entropy of each label; chosen by the mean AUROC.
+* regression: squared error of the value standardised on TRAIN; chosen by minus the squared error.
+"""
+
+from __future__ import annotations
+
+import warnings
+
+import numpy as np
+import torch.nn.functional as F
+from sklearn.metrics import cohen_kappa_score, roc_auc_score
+from torch import Tensor
+
+from finetuning.cohort.cohort import TRAIN, Cohort
+from finetuning.cohort.predictions import Predictions
+from models.probes.participants import Prediction, balanced_accuracy, participant_weights
+from utils.errors import UserError
+
+METRICS = {
+    "classification": "balanced accuracy",
+    "ordinal": "quadratic kappa",
+    "multilabel": "mean AUROC",
+    "regression": "minus the squared error",
+}
+
+
+def metric_name(metric: str) -> str:
+    """The name of one of METRICS in the log of a run."""
+    return f"val/{metric.replace(' ', '_').lower()}"
+
+
+def target_scale(cohort: Cohort) -> tuple[float, float]:
+    """Mean and standard deviation of a regression's values on the training participants; else 0 and 1.
+
+    Raises UserError where the value does not vary.
+    """
+    if cohort.kind != "regression":
+        return 0.0, 1.0
+    train = cohort.fold == TRAIN
+    values, weight = cohort.target[train, 0], participant_weights(cohort.person[train])
+    centre = float(np.average(values, weights=weight))
+    spread = float(np.average((values - centre) ** 2, weights=weight) ** 0.5)
+    if spread == 0:
+        raise UserError(
+            f"{cohort.names[0]}: expected a value that varies on split train, found {centre:g} alone"
+        )
+    return centre, spread
+
+
+def row_losses(kind: str, outputs_BC: Tensor, target_BT: Tensor, label_smoothing: float = 0.0) -> Tensor:
+    """Loss of each volume and value, [B, T] (of several heads: [G, B, C] -> [G, B, T]); T = 1 but for
+    multilabel.
+
+    `label_smoothing` moves so much of the truth evenly to all classes (of a label: to 0 and 1); a value has
+    none.
+    """
+    if kind == "regression":
+        return (outputs_BC - target_BT).square()
+    if kind == "multilabel":
+        truth_BC = target_BT * (1 - label_smoothing) + label_smoothing / 2
+        return F.binary_cross_entropy_with_logits(
+            outputs_BC, truth_BC.expand_as(outputs_BC), reduction="none"
+        )
+    num_classes = outputs_BC.shape[-1]
+    truth_BC = F.one_hot(target_BT[:, 0].long(), num_classes).to(outputs_BC)
+    truth_BC = truth_BC * (1 - label_smoothing) + label_smoothing / num_classes
+    if kind == "classification":
+        return -(truth_BC * outputs_BC.log_softmax(dim=-1)).sum(dim=-1, keepdim=True)
+    if kind == "ordinal":
+        difference_BC = (outputs_BC.softmax(dim=-1) - truth_BC).cumsum(dim=-1)
+        return difference_BC.square().sum(dim=-1, keepdim=True)
+    raise ValueError(f"task.kind: expected one of {', '.join(METRICS)}, found {kind}")
+
+
+def to_scores(kind: str, outputs_BC: Tensor) -> Tensor:
+    """Probabilities of classes or of labels, or values as they are: what Predictions.scores holds."""
+    if kind == "regression":
+        return outputs_BC
+    return outputs_BC.sigmoid() if kind == "multilabel" else outputs_BC.softmax(dim=-1)
+
+
+def row_weights(kind: str, target_nT: np.ndarray, person: np.ndarray, class_weights: str) -> np.ndarray:
+    """Weights of volumes in the loss [n, T], mean 1 in each column.
+
+    The volumes of every participant add up to the same (models.probes.participants). With class_weights auto
+    every class does too, and of each label its two values; a regression has no classes.
+    """
+    weight_nT = np.repeat(participant_weights(person)[:, None], target_nT.shape[1], axis=1)
+    if class_weights == "auto" and kind != "regression":
+        for column, values in zip(weight_nT.T, target_nT.T, strict=True):  # views: changed in place
+            _, number = np.unique(values, return_inverse=True)
+            column /= np.bincount(number, weights=column)[number]
+            column /= column.mean()
+    return weight_nT
+
+
+def validation_score(predictions: Predictions) -> float:
+    """The metric of METRICS for this kind of task; larger is better.
+
+    A label of a multilabel task with one value alone has no AUROC and is left out; 0.5 where none has one.
+    """
+    truth, scores = predictions.truth, predictions.scores
+    if predictions.kind == "regression":
+        return -float(np.mean((scores - truth) ** 2))
+    if predictions.kind == "multilabel":
+        areas = [
+            roc_auc_score(values, column)
+            for values, column in zip(truth.T, scores.T, strict=True)
+            if values.min() < values.max()
+        ]
+        return float(np.mean(areas)) if areas else 0.5
+    labels = truth[:, 0].astype(int)
+    if predictions.kind == "classification":
+        return balanced_accuracy(Prediction(predictions.unit, labels, scores))
+    with warnings.catch_warnings():
+        # where truth and prediction are one and the same class, kappa is 0 / 0: no agreement beyond chance
+        warnings.simplefilter("ignore")
+        kappa = cohen_kappa_score(labels, scores.argmax(axis=1), weights="quadratic")
+    return float(np.nan_to_num(kappa))

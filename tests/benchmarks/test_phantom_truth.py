@@ -1,0 +1,360 @@
+"""The phantom's truth: right people, right volumes, right encoders, and a verdict for either side."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from benchmarks import phantom_truth as module
+from benchmarks.evidence.cohorts import FOLDS, Truth
+from benchmarks.evidence.scores import encoder_features, score_occupancy, score_thickness
+from data_setup.resample import resample_frames
+from data_setup.store.format import RECORD_COLUMNS
+from data_setup.store.reader import PreparedStore
+from data_setup.store.writer import StoreWriter, measure
+from finetuning.cohort.cohort import EVALUATED, TRAIN, VAL
+from finetuning.features.pooled import random_encoder
+from models import vit3d
+from models.probes.tokens import mean_r2
+from tests.support.pipeline_factory import SMOKE
+from utils.checkpoint import CheckpointWriter
+from utils.cli import run_cli
+from utils.config.load import load_config, to_yaml
+from utils.config.schema import Config
+from utils.errors import UserError
+from utils.runtime.single import Runtime
+
+SIZE, SPACING = (8, 24, 32), (0.375, 0.024, 0.09375)
+PEOPLE = {"train": 24, "val": 8, "test": 12}
+RUNTIME = Runtime(torch.device("cpu"), use_bf16=False)
+
+
+def person(split: str, number: int) -> str:
+    return f"{split}{number:02d}"
+
+
+def draw(rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+    """A bright layer on a grey one, each as thick as its volume draws: voxels and surfaces [3, D, W]."""
+    top, first, second = rng.uniform(2, 10), rng.uniform(2, 6), rng.uniform(2, 6)
+    tilt = rng.uniform(-0.1, 0.1) * np.arange(SIZE[2])
+    surfaces = np.cumsum([top, first, second])[:, None, None] + np.zeros((3, SIZE[0], 1)) + tilt
+    height = np.arange(SIZE[1])[None, :, None]
+    volume = rng.uniform(10, 40, SIZE)
+    for surface, upper, grey in zip(surfaces[1:], surfaces[:2], (180, 90), strict=True):
+        volume += grey * ((height >= upper[:, None]) & (height < surface[:, None]))
+    return volume.astype(np.uint8), surfaces.astype(np.float32)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _six_blocks(_two_blocks: None) -> Iterator[None]:
+    """The real width and half the depth: two random blocks say too little of a thickness."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(vit3d.SIZES, "ti", vit3d.Size(6, 192, 3))
+        yield
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A store of two volumes per participant and the truth files of a tree: two layers."""
+    root = tmp_path_factory.mktemp("world")
+    (root / "truth").mkdir()
+    cfg = config(root, root / "unused")
+    rng = np.random.default_rng(0)
+    records, volumes = [], []
+    for split, count in PEOPLE.items():
+        for number in range(count):
+            for eye in "LR":
+                name = f"{person(split, number)}_{eye}"
+                records.append(
+                    dict.fromkeys(RECORD_COLUMNS)
+                    | {"person_id": person(split, number), "split": split, "laterality": eye}
+                    | {"path": f"{name}.dcm", "sop_instance_uid": name, "protocol": f"p{number % 2}"}
+                )
+                voxels, surfaces = draw(rng)
+                volumes.append(resample_frames(iter(voxels), SIZE, SPACING, SIZE, SPACING))
+                np.savez(
+                    root / "truth" / f"{name}.npz",
+                    surfaces=surfaces,
+                    layer_names=np.array(["bright", "grey"]),
+                    layer_thickness_um=np.diff(surfaces, axis=0).mean(axis=(1, 2)) * SPACING[1] * 1000,
+                )
+    writer = StoreWriter(cfg.data.store)
+    writer.create(cfg.spatial, str(root), synthetic=True)
+    before = {f"shape_before_{a}": n for a, n in zip("dhw", SIZE, strict=True)}
+    before |= {f"spacing_before_{a}": mm for a, mm in zip("dhw", SPACING, strict=True)}
+    rows = writer.append_records(records)
+    for row, volume in zip(rows, volumes, strict=True):
+        facts = {**measure(volume), **before, "flipped_d": False, "status": "kept"}
+        writer.write_row(row, volume.voxels, facts)
+    writer.finalise(rows)
+    return root
+
+
+def config(root: Path, run: Path, *overrides: str) -> Config:
+    small = ["spatial.image_size=[8,24,32]", "eval.batch_size=16", "probe.bootstrap_samples=300"]
+    place = [f"data.gcs_root={root}", f"data.store={root / 'store'}", f"run.dir={run}", "data.workers=0"]
+    return load_config(SMOKE, [*small, *place, *overrides])
+
+
+@torch.no_grad()
+def silence(part: nn.Module) -> None:
+    """All weights zero: every token has the same features."""
+    for parameter in part.parameters():
+        parameter.zero_()
+
+
+def save(
+    cfg: Config, step: int, change: Callable[[nn.Module], None] = lambda part: None, **state: Any
+) -> str:
+    """A checkpoint with the part that is read: the target encoder of cfg.seed after `change`."""
+    encoder = random_encoder(cfg, cfg.seed)
+    change(encoder)
+    assert cfg.train.ckpt_dir is not None
+    writer = CheckpointWriter(cfg.train.ckpt_dir, keep_last=1)
+    content = {
+        "step": step,
+        "model": {f"target_encoder.{name}": value for name, value in encoder.state_dict().items()},
+        "config": to_yaml(cfg),
+        "normalisation": "zscore_valid",
+        "participants": [person("train", n) for n in range(PEOPLE["train"])],
+    }
+    writer.save(content | state, ["best_probe"])
+    writer.close()
+    return f"{cfg.train.ckpt_dir}/best_probe.pt"
+
+
+def measured(
+    world: Path,
+    folder: Path,
+    trained: Callable[[nn.Module], None] = lambda part: None,
+    control: Callable[[nn.Module], None] = lambda part: None,
+) -> dict[str, Any]:
+    """truth.json of two checkpoints, whose target encoders were changed so."""
+    cfg = config(world, folder / "run")
+    save(cfg, 160, trained)
+    save(config(world, folder / "control"), 2, control)
+    return module.measure(cfg, str(folder / "control"), RUNTIME)
+
+
+def looks(world: Path) -> list[dict[str, Any]]:
+    """Lines of the store's ledger: every answer is a look at split test."""
+    return [json.loads(line) for line in (world / "store" / "ledger.jsonl").read_text().splitlines()]
+
+
+def test_worse_than_both_is_told(world: Path, tmp_path: Path) -> None:
+    result = measured(world, tmp_path, trained=silence)
+    assert result == json.loads((tmp_path / "run" / "truth.json").read_text())
+    assert (result["n_participants"], result["n_volumes"], result["n_tokens"]) == (12, 24, 24 * 24)
+    for question in result["questions"]:
+        rows = {row["name"]: row["r2"] for row in question["rows"]}
+        assert list(rows) == ["pretrained", "random_init", "control"]
+        for arm in ("random_init", "control"):
+            difference = question["differences"][arm]
+            assert difference["mean"] == pytest.approx(rows["pretrained"] - rows[arm])
+            assert difference["ci95"][1] < 0
+        assert "no gain shown" in question["verdict"]
+        assert question["verdict"].endswith("worse than random initialisation and the control.")
+    text = module.format_table(result)
+    assert text.splitlines()[-2:] == [question["verdict"] for question in result["questions"]]
+    look = looks(world)[-1]
+    assert look["what"] == "truth: pretrained, random_init, control"
+    assert (result["look"], look["look"]) == (len(looks(world)), len(looks(world)))
+    assert look["checkpoint"] == f"{result['checkpoint_sha256']} {result['control_sha256']}"
+    assert f"of split test, look {result['look']} at them" in text.splitlines()[0]
+
+
+def test_better_than_both_is_told(world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def silent(cfg: Config, seed: int) -> nn.Module:
+        encoder = random_encoder(cfg, seed)
+        silence(encoder)
+        return encoder
+
+    monkeypatch.setattr(module, "random_encoder", silent)
+    result = measured(world, tmp_path, control=silence)
+    for question in result["questions"]:
+        assert question["rows"][0]["r2"] > 0.3
+        assert all(d["ci95"][0] > 0 for d in question["differences"].values())
+        assert ": gained by training. Pre-training is better than random init" in question["verdict"]
+        assert question["verdict"].endswith("better than random initialisation and the control.")
+
+
+def test_level_and_a_difference_to_one_alone_are_no_learning(world: Path, tmp_path: Path) -> None:
+    """The pre-trained weights are those that it began with; the control has lost them."""
+    result = measured(world, tmp_path, control=silence)
+    for question in result["questions"]:
+        assert question["differences"]["random_init"] == {"mean": 0.0, "ci95": [0.0, 0.0]}
+        assert question["differences"]["control"]["ci95"][0] > 0
+        assert question["verdict"].endswith(
+            "no gain shown. Pre-training is better than the control, not shown to differ from "
+            "random initialisation."
+        )
+
+
+def test_each_encoder_is_its_own(world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The three rows come from the checkpoint, the seed's weights and the control."""
+    seen = []
+    real = module.token_features
+
+    def listening(encoder: nn.Module, *rest: Any) -> Any:
+        seen.append({name: value.clone() for name, value in encoder.state_dict().items()})
+        return real(encoder, *rest)
+
+    def scale(factor: float) -> Callable[[nn.Module], None]:
+        @torch.no_grad()
+        def change(part: nn.Module) -> None:
+            for parameter in part.parameters():
+                parameter.mul_(factor)
+
+        return change
+
+    monkeypatch.setattr(module, "token_features", listening)
+    measured(world, tmp_path, scale(1.5), scale(0.5))
+    began = random_encoder(config(world, tmp_path / "run"), 0).state_dict()
+    for state, factor in zip(seen, (1.5, 1.0, 0.5), strict=True):
+        assert all(torch.equal(state[name], factor * value) for name, value in began.items())
+
+
+def test_only_people_of_test_are_scored(world: Path, tmp_path: Path) -> None:
+    cfg = config(world, tmp_path / "run")
+    cohort = module.read_truth(cfg, PreparedStore.open(cfg.data.store))
+    for fold, split in ((TRAIN, "train"), (VAL, "val"), (EVALUATED, "test")):
+        people = set(cohort.person[cohort.fold == fold])
+        assert people == {person(split, n) for n in range(PEOPLE[split])}
+    features = np.random.default_rng(0).normal(size=(*cohort.tokens.shape, 5)).astype(np.float32)
+    for prediction in (
+        module.probe_occupancy(cohort, features, cfg.grid),
+        module.probe_thickness(cohort, features[:, 0]),
+    ):
+        assert set(prediction.errors.participants) == {person("test", n) for n in range(PEOPLE["test"])}
+
+
+def test_training_volumes_are_bounded_and_all_of_test_is_scored(
+    world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "TRAIN_VOLUMES", 10)
+    monkeypatch.setattr(module, "VAL_VOLUMES", 6)
+    cfg = config(world, tmp_path)
+    store = PreparedStore.open(cfg.data.store)
+    rows, fold = module.choose_rows(cfg, store)
+    assert [int((fold == f).sum()) for f in (TRAIN, VAL, EVALUATED)] == [10, 6, 24]
+    assert store.index.loc[rows[fold == TRAIN], "person_id"].nunique() == 10
+    assert len(set(rows.tolist())) == len(rows)
+
+
+def test_the_truth_is_that_of_its_volume(world: Path, tmp_path: Path) -> None:
+    """Features that hold the truth explain it; those of another volume do not."""
+    cfg = config(world, tmp_path)
+    cohort = module.read_truth(cfg, PreparedStore.open(cfg.data.store))
+    noise = np.random.default_rng(0).normal(size=cohort.occupancy.shape) * 0.01
+    known = (cohort.occupancy + noise).astype(np.float32)
+    other = np.random.default_rng(1).permutation(len(known))
+    assert mean_r2(module.probe_occupancy(cohort, known, cfg.grid).errors) > 0.95
+    place_alone = mean_r2(module.probe_occupancy(cohort, 0 * known, cfg.grid).errors)
+    assert abs(mean_r2(module.probe_occupancy(cohort, known[other], cfg.grid).errors) - place_alone) < 0.1
+    assert mean_r2(module.probe_thickness(cohort, cohort.thickness_um).errors) > 0.95
+    assert mean_r2(module.probe_thickness(cohort, cohort.thickness_um[other]).errors) < 0.15
+    # the first surface is flat but for its tilt: what lies in a token is known without the code
+    store = PreparedStore.open(cfg.data.store)
+    row = cohort.rows[3]
+    with np.load(world / "truth" / f"{store.index.loc[row, 'sop_instance_uid']}.npz") as arrays:
+        upper, lower = arrays["surfaces"][:2]
+    height = np.linspace(-0.5, 23.5, 24 * 50, endpoint=False)[None, :, None] + 0.01
+    fine = (height >= upper[:, None]) & (height < lower[:, None])
+    share = fine.reshape(2, 4, 3, 8 * 50, 4, 8).mean(axis=(1, 3, 5)).ravel()
+    np.testing.assert_allclose(cohort.occupancy[3, : len(share), 0], share, atol=0.01)
+
+
+def test_numbers_agree_with_the_evidence(world: Path, tmp_path: Path) -> None:
+    """One probe protocol: with its folds, benchmarks.evidence scores the same features to the same errors."""
+    cfg = config(world, tmp_path)
+    store = PreparedStore.open(cfg.data.store)
+    cohort = module.read_truth(cfg, store)
+    # of its five folds the first is compared: split test, with split val as its validation fold
+    training = 2 + np.unique(cohort.person, return_inverse=True)[1] % 3
+    fold = np.select([cohort.fold == EVALUATED, cohort.fold == VAL], [0, 1], training)
+    same = Truth(
+        cohort.rows, cohort.person, cohort.protocol, np.zeros(len(fold), int), ("a",), cohort.thickness_um,
+        cohort.layers, cohort.tokens, cohort.occupancy, fold,
+    )  # fmt: skip
+    encoder = random_encoder(cfg, 0)
+    pooled, dense = module.token_features(encoder, cfg, store, cohort, RUNTIME)
+    expected_pooled, expected_dense, _ = encoder_features(encoder, cfg, store, same, cfg.grid)
+    np.testing.assert_allclose(pooled, expected_pooled, atol=1e-4)
+    np.testing.assert_allclose(dense, expected_dense, atol=1e-4)
+    assert FOLDS == 5
+    _, occupancy = score_occupancy(same, lambda _: dense, cfg.grid)
+    _, thickness = score_thickness(same, lambda _: pooled)
+    for ours, theirs in (
+        (module.probe_occupancy(cohort, dense, cfg.grid), occupancy[0]),
+        (module.probe_thickness(cohort, pooled), thickness[0]),
+    ):
+        np.testing.assert_array_equal(ours.errors.error, theirs.errors.error)
+        assert (ours.chosen_c, ours.val_score) == (theirs.chosen_c, theirs.val_score)
+
+
+def test_a_store_without_truth_is_refused(
+    world: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cfg = config(world, tmp_path / "run")
+    store = PreparedStore.open(cfg.data.store)
+    store.attrs = store.attrs | {"synthetic": False}
+    with pytest.raises(UserError, match="expected the store of a phantom, whose truth is known"):
+        module.read_truth(cfg, store)
+    save(cfg, 160)
+    save(config(world, tmp_path / "control"), 2)
+    places = [
+        f"data.gcs_root={tmp_path / 'elsewhere'}",
+        f"data.store={world / 'store'}",
+        f"run.dir={tmp_path / 'run'}",
+        "spatial.image_size=[8,24,32]",
+    ]
+    with pytest.raises(SystemExit) as stop:
+        run_cli(
+            lambda: module.main(["--config", str(SMOKE), "--control", str(tmp_path / "control"), *places])
+        )
+    assert stop.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "elsewhere/truth/train00_L.npz: expected the truth file that the phantom writes" in line
+    assert not (tmp_path / "run" / "truth.json").exists()
+
+
+def test_seen_people_and_what_is_no_control_are_refused(world: Path, tmp_path: Path) -> None:
+    cfg, control = config(world, tmp_path / "run"), config(world, tmp_path / "control")
+    save(cfg, 160)
+    save(control, 2, participants=["train00", "test03"])
+    with pytest.raises(UserError, match=r"control.*split val or test in its .*, found 1 \(test03\)"):
+        module.measure(cfg, str(tmp_path / "control"), RUNTIME)
+    save(control, 2)
+    save(cfg, 160, participants=["val01"])
+    with pytest.raises(UserError, match=r"run.*found 1 \(val01\)"):
+        module.measure(cfg, str(tmp_path / "control"), RUNTIME)
+    save(cfg, 160)
+    with pytest.raises(UserError, match=r"expected a control of fewer steps than .* has 160, found 160"):
+        module.measure(cfg, str(tmp_path / "run"), RUNTIME)
+    save(config(world, tmp_path / "control", "optim.base_lr=2e-3"), 2)
+    with pytest.raises(UserError, match=r"optim.base_lr: expected 0.001 as in .*, found 0.002"):
+        module.measure(cfg, str(tmp_path / "control"), RUNTIME)
+
+
+def test_the_same_question_is_answered_once(
+    world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = measured(world, tmp_path)
+    before = len(looks(world))
+
+    def forbidden(*_: object) -> None:
+        raise AssertionError("computed again")
+
+    monkeypatch.setattr(module, "token_features", forbidden)
+    assert module.measure(config(world, tmp_path / "run"), str(tmp_path / "control"), RUNTIME) == first
+    assert len(looks(world)) == before
+    save(config(world, tmp_path / "control"), 2, silence)
+    with pytest.raises(AssertionError, match="computed again"):
+        module.measure(config(world, tmp_path / "run"), str(tmp_path / "control"), RUNTIME)

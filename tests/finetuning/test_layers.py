@@ -485,6 +485,8 @@ def test_files_get_surfaces_in_their_own_rows(world: Path, trained: Path, tmp_pa
     row = chosen[0]
     path = world / "tree" / store.index.path[row]
     words = ["--checkpoint", str(trained), "--out", str(tmp_path), "data.workers=0"]
+    with pytest.raises(UserError, match=r"--occlusion: expected a head of labels, found one of layers"):
+        predict_command.main([*words, "--occlusion", "--dicom", str(path)])
     assert predict_command.main([*words, "--dicom", str(path)]) == 0
     (line,) = [json.loads(text) for text in (tmp_path / "predictions.jsonl").read_text().splitlines()]
     assert (line["task"], line["calibrated"], line["surfaces"]) == ("layers", False, list(head.names))

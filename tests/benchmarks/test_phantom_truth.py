@@ -53,7 +53,7 @@ def draw(rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _six_blocks(_two_blocks: None) -> Iterator[None]:
+def _six_blocks() -> Iterator[None]:
     """The real width and half the depth: two random blocks say too little of a thickness."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(vit3d.SIZES, "ti", vit3d.Size(6, 192, 3))

@@ -32,7 +32,7 @@ def settle_memory(tuning: Tuning, step: int) -> Tuning:
         micro = runtime.to_device(volumes), partners and runtime.to_device(partners)
         return partial(trial_step, tuning, cfg, micro)
 
-    put_back = keep_state(model, tuning.optimizer, tuning.cfg, runtime)
+    put_back = keep_state(model, tuning.optimizer, runtime)
     cfg = settle_batch(tuning.cfg, runtime, work_of, put_back)
     source = replace(tuning.source, cfg=cfg)
     return replace(tuning, source=source, examples=tuning.examples.with_settings(cfg))

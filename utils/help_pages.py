@@ -117,11 +117,6 @@ PAGES = {
          "--portable encoder",
          "python -m models.weights selftest encoder"),
     ),
-    "pretraining.sweep": HelpPage(
-        "Train with parameters drawn from a sweep file, one run after the other, without a server.",
-        ("python -m pretraining.sweep --sweep configs/sweep_pretrain.yaml --runs 3",),
-        ("optim.base_lr", "method.regulariser_weight", "run.dir"),
-    ),
     "pretraining.tpu_fit": HelpPage(
         "Ask whether a model fits a TPU that is not here, and how fast it can be at best.",
         ("python -m pretraining.tpu_fit --config configs/pretrain_oct_vjepa2.yaml --topology v4-32",),

@@ -17,7 +17,7 @@ from utils.config.load import config_of_yaml
 from utils.config.schema import Config, leaves
 
 NAMES = {"seed", "experiment_name"}
-LENGTH = {"train.epochs", "train.max_steps", "optim.extend"}  # a resumed run may change them; a recipe not
+LENGTH = {"train.epochs", "train.max_steps"}  # a resumed run may change them; a recipe not
 
 
 @dataclass(frozen=True)

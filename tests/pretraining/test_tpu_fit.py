@@ -379,17 +379,6 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 @pytest.mark.xla
-def test_sharded_parameters_take_a_chips_share_of_its_memory(tmp_path: Path, whole: dict[str, Any]) -> None:
-    """Each of the four chips holds a quarter, and weights are gathered for the step."""
-    row = fit_small_step(tmp_path, "train.shard_parameters=true")
-    for part in ("parameters", "target", "optimizer"):
-        assert 0.25 <= row["hbm_parts_gib"][part] / whole["hbm_parts_gib"][part] < 0.3, part
-    assert row["hbm_used_gib"] < whole["hbm_used_gib"]
-    assert "all-gather" in row["collectives"]
-    assert "all-gather" not in whole["collectives"]
-
-
-@pytest.mark.xla
 def test_a_small_step_from_configuration_to_numbers(whole: dict[str, Any]) -> None:
     parts = whole["hbm_parts_gib"]
     trained = parts["optimizer"] / 2  # two moments

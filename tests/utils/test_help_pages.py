@@ -85,14 +85,12 @@ def test_every_command_has_help_with_an_example_and_says_where_it_is(
 @pytest.mark.parametrize(
     "line",
     [
-        "pretraining.sweep --sweep configs/sweep_pretrain.yaml --runs 0",
         "benchmarks.mask_planes --batches 0",
         "benchmarks.gauges --batch 0",
         "benchmarks.gauges --rounds 0",
         "benchmarks.attention --repeats 0",
         "benchmarks.embed --volumes 0",
         "benchmarks.embed --size 8 0 32",
-        "benchmarks.shards --processes 0",
         "benchmarks.data --repeats 0",
         "benchmarks.data --rows 0,7",
     ],

@@ -1,6 +1,6 @@
-"""Record one training step for a TPU slice without running it: the first process of `pretraining.tpu_fit`.
+"""Record one training step for a TPU slice without running it: the first process of `benchmarks.tpu_fit`.
 
-`python -m pretraining.tpu_fit.trace --config FILE --chips N --program OUT [section.key=value ...]`, in the
+`python -m benchmarks.tpu_fit.trace --config FILE --chips N --program OUT [section.key=value ...]`, in the
 environment with torch_xla, with PJRT_DEVICE=CPU and CPU_NUM_DEVICES=N. It calls what training calls: the
 model, the optimizer, the engine and `train_step`; parameters and optimizer state are placeholders without
 data, or zeros where they are sharded. Out: the step as StableHLO, and OUT.json with the bytes of one device's
@@ -13,7 +13,7 @@ from __future__ import annotations
 from utils.cli import answer_help, parse_cli, run_cli
 
 if __name__ == "__main__":  # torch_xla is in an environment of its own
-    answer_help("pretraining.tpu_fit.trace", __doc__ or "")
+    answer_help("benchmarks.tpu_fit.trace", __doc__ or "")
 
 import argparse
 import json
@@ -48,7 +48,7 @@ def main(argv: list[str] | None = None) -> int:
         parser.add_argument("--chips", type=int, required=True)
         parser.add_argument("--program", type=Path, required=True)
 
-    cfg, args = parse_cli("pretraining.tpu_fit.trace", __doc__ or "", argv, add_arguments)
+    cfg, args = parse_cli("benchmarks.tpu_fit.trace", __doc__ or "", argv, add_arguments)
     program, facts = trace(cfg, args.chips)
     args.program.write_bytes(program)
     args.program.with_name(f"{args.program.name}.json").write_text(json.dumps(facts))

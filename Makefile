@@ -79,14 +79,14 @@ test-xla: $(XLA_VENV)/installed ## the XLA engine, on four devices of this CPU
 	    $(XLA_VENV)/bin/python -m pytest -n 2 --dist loadfile -m "xla" \
 	    tests/utils/test_xla.py tests/whole_runs/test_two_hosts.py tests/whole_runs/test_xla_run.py \
 	    tests/whole_runs/test_xla_command.py \
-	    tests/models/test_xla_attention.py tests/pretraining/test_tpu_fit.py \
+	    tests/models/test_xla_attention.py tests/benchmarks/test_tpu_fit.py \
 	    tests/finetuning/test_finetune_xla.py
 
 soak: install ## long proofs, run by hand
 	$(PY) -m pytest -m "soak" --timeout 7200
 
-tpu-fit-env: install ## the two environments of pretraining.tpu_fit (9 GB, minutes)
-	$(PY) -m pretraining.tpu_fit.env
+tpu-fit-env: install ## the two environments of benchmarks.tpu_fit (9 GB, minutes)
+	$(PY) -m benchmarks.tpu_fit.env
 
 lint: install ## ruff check and format, types by mypy
 	$(VENV)/bin/ruff check .

@@ -2,8 +2,8 @@
 
 In: a model on its device, the configuration and the runtime. With PyTorch/XLA: rows of tokens by id, and
 activation checkpointing that the compiler does not undo; on a TPU, attention without the tokens x tokens
-matrix where `model.tpu_attention` asks for it. Where parameters are spread over the devices, features stay
-with their samples. On a CPU or a GPU: blocks that torch.compile has fused, where `train.compile` asks for it.
+matrix where `model.tpu_attention` asks for it. On a CPU or a GPU: blocks that torch.compile has fused, where
+`train.compile` asks for it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ import torch
 from torch import nn
 
 from models.vit3d import Block, PatchEmbed, Recompute, SelfAttention
-from models.vjepa3d import VJEPA3D
 from utils.config.schema import Config
 from utils.errors import UserError
 from utils.runtime.single import Runtime
@@ -48,12 +47,6 @@ def choose_kernels(model: Recomputing, cfg: Config, runtime: Runtime, is_for_tpu
         recompute = runtime.checkpoint_function()
         assert recompute is not None, "XLA has its own"
         model.checkpoint_activations(recompute)
-    if cfg.train.shard_parameters:
-        apart: list[nn.Module] = [m for m in model.modules() if isinstance(m, Block | PatchEmbed)]
-        # the widest output of all: seven places times the voxels of a patch
-        if isinstance(model, VJEPA3D) and model.neighbour_head is not None:
-            apart.append(model.neighbour_head)
-        runtime.keep_samples_apart(apart)
     gather = runtime.row_gather()
     assert gather is not None, "XLA has its own"
     for module in model.modules():

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from utils.checkpoint import to_host
-from utils.config.schema import Config, OptimConfig
-from utils.runtime.shards import Shardable
+from utils.config.schema import OptimConfig
 from utils.runtime.single import Runtime
 
 FUSED_DEVICES = ("cpu", "cuda")
@@ -65,8 +64,6 @@ class SelectingAdamW(torch.optim.AdamW):
 
 def warmup_cosine(optim: OptimConfig, step: int, total: int) -> float:
     """Learning rate of update `step` of `total`: linear warm-up, then a cosine to the minimum."""
-    if not optim.use_scheduler:
-        return optim.base_lr
     warmup = round(optim.warmup_ratio * total)
     if step < warmup:
         return optim.base_lr * (step + 1) / warmup
@@ -83,33 +80,16 @@ def build_adamw(groups: list[dict[str, Any]], optim: OptimConfig, device: torch.
     return SelectingAdamW(groups, **settings)
 
 
-def shard_state(model: nn.Module, optimizer: torch.optim.AdamW, cfg: Config, runtime: Runtime) -> None:
-    """Spread weights, target and moments over the devices if the configuration asks for it; also after a
-    load. Raises UserError where processes of torchrun share a model that has no units to spread.
-    """
-    if not cfg.train.shard_parameters:
-        return
-    if runtime.group.size > 1 and runtime.device.type != "xla" and isinstance(model, Shardable):
-        runtime.group.spread(model, optimizer)
-        return
-    values: list[Tensor] = list(model.parameters())
-    values += [state[name] for state in optimizer.state.values() for name in MOMENTS[1:]]
-    runtime.shard_parameters(values)
-
-
-def keep_state(
-    model: nn.Module, optimizer: torch.optim.AdamW, cfg: Config, runtime: Runtime
-) -> Callable[[], None]:
+def keep_state(model: nn.Module, optimizer: torch.optim.AdamW, runtime: Runtime) -> Callable[[], None]:
     """What puts weights and moments back to those of now. It does nothing where a step that fails leaves them
     alone; elsewhere a copy is kept on the host.
     """
     if runtime.failure_is_clean:
         return lambda: None
-    weights, moments = to_host(runtime.full_state((model.state_dict(), optimizer.state_dict())))
+    weights, moments = to_host((model.state_dict(), optimizer.state_dict()))
 
     def put_back() -> None:
         model.load_state_dict(weights)
         optimizer.load_state_dict(moments)
-        shard_state(model, optimizer, cfg, runtime)
 
     return put_back

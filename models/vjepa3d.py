@@ -27,11 +27,10 @@ from models.losses import (
 )
 from models.predictor import MlpPredictor, Predictor3D
 from models.stochastic import Stochastic
-from models.vit3d import NORM_EPS, Block, Gather, Recompute, VisionTransformer3D, recompute_block
+from models.vit3d import NORM_EPS, Gather, Recompute, VisionTransformer3D, recompute_block
 from utils.config.recipes import recipe_of
 from utils.config.schema import MISMATCHED, Config
 from utils.errors import UserError
-from utils.runtime.shards import Unit, part
 
 # linear heads beside the predictor's own, which predict the context view at each target token
 HEADS = "ascan", "pixel"
@@ -135,22 +134,6 @@ class VJEPA3D(nn.Module):
         self.encoder.recompute = recompute
         if isinstance(self.predictor, Predictor3D):
             self.predictor.recompute = recompute
-
-    def shard_units(self) -> list[Unit]:
-        """The parts that an engine may spread over processes."""
-        units = [Unit(module) for module in self.modules() if isinstance(module, Block)]
-        units += [Unit(self.encoder), Unit(self.target_encoder)]
-        if self.neighbour_head is not None:
-            units.append(Unit(self.neighbour_head))
-        if not self.heads and not self.has_context_loss:
-            return [*units, Unit(self.predictor)]
-        assert isinstance(self.predictor, Predictor3D)
-        return [
-            *units,
-            Unit(self.predictor.predictor_proj),
-            Unit(self.predictor, "trunk"),
-            *(Unit(head) for head in self.heads.values()),
-        ]
 
     @property
     def heads(self) -> dict[str, nn.Linear]:
@@ -308,9 +291,7 @@ class VJEPA3D(nn.Module):
 
     def update_target(self, momentum: float | Tensor, enabled: Tensor | None = None) -> None:
         """target <- momentum * target + (1 - momentum) * encoder; nothing moves where `enabled` is false."""
-        target, source = (
-            [part(weight) for weight in module.parameters()] for module in (self.target_encoder, self.encoder)
-        )
+        target, source = (list(module.parameters()) for module in (self.target_encoder, self.encoder))
         update_ema(target, source, momentum, enabled)
 
 

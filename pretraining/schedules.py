@@ -1,14 +1,14 @@
 """Learning rate, momentum, its product and the covariance's share: pure functions of the optimizer step.
 
-Step s is the s-th update, 0 <= s < total_steps. The only state is the length of the run as it began, and how
-it was made longer since: a `Schedule`, which every checkpoint keeps.
+Step s is the s-th update, 0 <= s < total_steps. The only state is the length of the run as it began: a
+`Schedule`, which every checkpoint keeps.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -37,8 +37,6 @@ def learning_rate(cfg: Config, step: int, total: int) -> float:
     optim = cfg.optim
     if step < round(optim.warmup_ratio * total) or recipe_of(cfg.method).lr == "cosine":
         return warmup_cosine(optim, step, total)
-    if not optim.use_scheduler:
-        return optim.base_lr
     cooldown = round(optim.cooldown_ratio * total)
     into = step - (total - cooldown) + 1
     if into <= 0:
@@ -69,94 +67,49 @@ def init_weight(cfg: Config, steps_done: int, total: int, start: int = 0) -> flo
     return float(np.prod(momenta)) if momenta else 1.0
 
 
-class Extension(NamedTuple):
-    """A run made longer: from update `start` on, it goes on to `end`."""
-
-    start: int
-    end: int
-    how: Literal["cooldown_from_here", "rewarm"]
-
-
 @dataclass(frozen=True)
 class Schedule:
     """What every update has, as `at` returns it; its length is that of the run as it began."""
 
     cfg: Config
     total: int
-    extensions: tuple[Extension, ...] = ()
-
-    @property
-    def end(self) -> int:
-        """The updates of the run with all its extensions."""
-        return self.extensions[-1].end if self.extensions else self.total
-
-    def learning_rate(self, step: int) -> float:
-        """As `learning_rate`; an extension goes on from the last rate before it."""
-        part, before = self._extension_of(step)
-        optim = self.cfg.optim
-        if part is None or not optim.use_scheduler:
-            return learning_rate(self.cfg, step, self.total)
-        into, length = step - part.start, part.end - part.start
-        last = before.learning_rate(part.start - 1)
-        if part.how == "cooldown_from_here":
-            lowest = min(last, optim.base_lr * optim.min_lr_ratio)
-            return last + (lowest - last) * (into + 1) / length
-        warmup = round(optim.warmup_ratio * length)
-        if into < warmup:
-            return last + (optim.base_lr - last) * (into + 1) / warmup
-        return learning_rate(self.cfg, into, length)
-
-    def momentum(self, step: int) -> float:
-        """As `ema_momentum`; `cooldown_from_here` holds the last one, `rewarm` begins anew."""
-        part, before = self._extension_of(step)
-        if part is None:
-            return ema_momentum(self.cfg, step, self.total)
-        if part.how == "cooldown_from_here":
-            return before.momentum(part.start - 1)
-        return ema_momentum(self.cfg, step - part.start, part.end - part.start)
-
-    def covariance_share(self, step: int) -> float:
-        """As `covariance_share`, of the run as it began, which an extension goes on with."""
-        return covariance_share(self.cfg, step, self.total)
 
     def at(self, step: int) -> tuple[float, float, float]:
         """Learning rate, momentum and share of the covariance of update `step`."""
-        return self.learning_rate(step), self.momentum(step), self.covariance_share(step)
-
-    def _extension_of(self, step: int) -> tuple[Extension | None, Schedule]:
-        """The extension that `step` lies in, and the schedule before it."""
-        for number in reversed(range(len(self.extensions))):
-            if step >= self.extensions[number].start:
-                return self.extensions[number], replace(self, extensions=self.extensions[:number])
-        return None, self
+        of_step = self.cfg, step, self.total
+        return learning_rate(*of_step), ema_momentum(*of_step), covariance_share(*of_step)
 
     def resumed(self, step: int, total: int) -> Schedule:
         """The schedule of a run that has made `step` updates and is now to end after `total`.
 
-        A shorter run ends early on the schedule that it has. A longer one needs optim.extend, or UserError.
+        A shorter run ends early on the schedule that it has; a longer one is refused by a UserError.
         """
         if step == 0:
             return Schedule(self.cfg, total)
-        if total <= self.end:
-            return self
-        how = self.cfg.optim.extend
-        if how is None:
+        if total > self.total:
             raise UserError(
-                f"train.max_steps: expected at most {self.end} updates, the length of the run as it began "
-                f"(its schedule rests on it), found {total}; optim.extend=cooldown_from_here lowers the "
-                "learning rate from where it is, optim.extend=rewarm warms up again, and another run.dir "
-                "with method.init_from starts a new run from these weights"
+                f"train.max_steps: expected at most {self.total} updates, the length of the run as it began "
+                f"(its schedule rests on it), found {total}; another run.dir with method.init_from starts a "
+                "new run from these weights"
             )
-        return replace(self, extensions=(*self.extensions, Extension(step, total, how)))
+        return self
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain values for the checkpoint."""
-        return {"total": self.total, "extensions": [list(part) for part in self.extensions]}
+        """Plain values for the checkpoint, in the form of the versions that could make a run longer."""
+        return {"total": self.total, "extensions": []}
 
     @classmethod
     def of_state(cls, cfg: Config, state: dict[str, Any]) -> Schedule:
-        """What `state_dict` returned, with the configuration of the run."""
-        return cls(cfg, state["total"], tuple(Extension(*part) for part in state["extensions"]))
+        """What `state_dict` returned, with the configuration of the run; raises UserError for a run that
+        another version made longer.
+        """
+        if state["extensions"]:
+            raise UserError(
+                f"train.ckpt_dir: expected a run of the length that it began with, {state['total']} updates, "
+                "found one that optim.extend made longer, a key that is gone; another run.dir with "
+                "method.init_from starts a new run from these weights"
+            )
+        return cls(cfg, state["total"])
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from models.losses import Centres, Regulariser, SigReg, Statistics, VicReg, surr
 from models.optimizer import build_adamw
 from models.vjepa3d import SECOND_LOSSES, VJEPA3D, Output, parameter_groups
 from utils.config.schema import Config
+from utils.runtime.processes import ALONE
 from utils.runtime.single import Runtime
 
 SIGREG_DIRECTIONS = 256
@@ -232,7 +233,7 @@ def train_step(
     parameters = [p for _, p in model.trained_parameters()]
     loss_sum = runtime.group.sum(loss_sum)
     second_sums = {name: runtime.group.sum(total) for name, total in second_sums.items()}
-    grad_norm = runtime.group.clip_gradients(parameters, cfg.optim.clip_grad_norm)
+    grad_norm = nn.utils.clip_grad_norm_(parameters, cfg.optim.clip_grad_norm)
     is_finite = torch.isfinite(grad_norm) & torch.isfinite(loss_sum) & update.enabled
     for group in optimizer.param_groups:
         group["lr"] = update.lr
@@ -257,10 +258,9 @@ def trial_step(
     """
     buffers = {name: b.clone() for name, b in model.named_buffers()}
     try:
-        with runtime.group.without_peers() as alone:
-            single_process = replace(runtime, group=alone)
-            train_step(model, optimizer, [batch], cfg, single_process, Update(0, 0.0, 1.0, enabled=False))
-            runtime.synchronise()
+        single_process = replace(runtime, group=ALONE)
+        train_step(model, optimizer, [batch], cfg, single_process, Update(0, 0.0, 1.0, enabled=False))
+        runtime.synchronise()
     finally:
         optimizer.zero_grad(set_to_none=True)
         with torch.no_grad():

@@ -24,7 +24,6 @@ import torch
 
 from data_setup.loader import Batch, start_early
 from data_setup.next_batch import next_or_stop
-from models.optimizer import shard_state
 from models.vjepa3d import SECOND_LOSSES
 from pretraining.banner import log_end, log_start
 from pretraining.gauges.examples import Examples
@@ -74,7 +73,6 @@ def _train(cfg: Config, runtime: Runtime, stack: ExitStack) -> int:
     gauges = open_gauges(run)
     runtime.enter("restore")
     progress = restore(run, gauges)
-    shard_state(model, optimizer, cfg, runtime)
     calendar = Calendar.of(cfg, len(run.rows.train), volumes_read(run))
     start, total, schedule = progress.step, calendar.total, progress.schedule
     if start >= total and not progress.owes_validation:
@@ -195,10 +193,10 @@ def step_metrics(
         "train/penalty_to_prediction": _finite(result.penalty_to_prediction),
         "train/lr": update.lr,
         "train/grad_norm": float(result.grad_norm),
-        "train/update_ratio": float(update_ratio(run.optimizer, runtime.group)),
+        "train/update_ratio": float(update_ratio(run.optimizer)),
         "train/ema_momentum": update.momentum,
         "ema/init_weight": progress.init_weight,
-        "ema/drift": float(target_drift(run.model, runtime.group)),
+        "ema/drift": float(target_drift(run.model)),
         "train/bad_steps": progress.skipped.total,
         "train/valid_context_tokens": float(runtime.group.sum(valid_tokens))
         / run.cfg.train.global_batch_size,

@@ -53,7 +53,7 @@ def settle_memory(run: Run, step: int) -> Run:
         batch = runtime.to_device(cpu_batch)
         return partial(trial_step, model, optimizer, batch, cfg, runtime)
 
-    cfg = settle_batch(run.cfg, runtime, work_of, keep_state(model, optimizer, run.cfg, runtime))
+    cfg = settle_batch(run.cfg, runtime, work_of, keep_state(model, optimizer, runtime))
     model.eval()
     check_no_leak(model, view(batch, 0), batch["context"], batch["target"], runtime.mark_step)
     model.train()

@@ -28,10 +28,10 @@ MAX_PICTURE_BYTES = 300_000
 
 FENCE = re.compile(r"^( *)```.*\n((?:.*\n)*?)\1```$", re.MULTILINE)
 LINK = re.compile(r"(!?)\[[^\]]*\]\(([^)\s]+)\)")
-# a line that begins with a command; benchmarks and tpu_fit import what they measure before they read words
+# a line that begins with a command; benchmarks import what they measure before they read words
 COMMAND = re.compile(
     r" *(?:[A-Z_]+=\S+ )*(?:until )?(?:python|torchrun .*) -m "
-    r"((?:data_setup|models|pretraining|finetuning|utils)(?:\.(?!tpu_fit)\w+)+)(?= |$)"
+    r"((?:data_setup|models|pretraining|finetuning|utils)(?:\.\w+)+)(?= |$)"
 )
 LATE = re.compile(r"-m finetuning\.evaluate ")  # it imports torch first
 DEMO = ("README.md", "docs/start/demo.md")

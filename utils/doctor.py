@@ -216,7 +216,7 @@ def probe_tpu(devices: Path = Path("/dev")) -> Finding:
             why = f"{len(chips)} TPU chips" if chips else f"PJRT_DEVICE={wanted}"
             command = "pip install -r requirements-tpu.txt -c constraints-tpu.txt"
             return Finding("TPU", MISSING if wanted else ABSENT, f"{why}, but no torch_xla", command)
-        text = "none here; python -m pretraining.tpu_fit asks whether a model would fit one"
+        text = "none here; python -m benchmarks.tpu_fit asks whether a model would fit one"
         return Finding("TPU", ABSENT, text)
     if not chips:
         return Finding("TPU", ABSENT, f"none here; torch_xla {version} is installed")

@@ -112,19 +112,14 @@ PAGES = {
          "--portable encoder",
          "python -m models.weights selftest encoder"),
     ),
-    "pretraining.sweep": HelpPage(
-        "Train with parameters drawn from a sweep file, one run after the other, without a server.",
-        ("python -m pretraining.sweep --sweep configs/sweep_pretrain.yaml --runs 3",),
-        ("optim.base_lr", "method.regulariser_weight", "run.dir"),
-    ),
-    "pretraining.tpu_fit": HelpPage(
+    "benchmarks.tpu_fit": HelpPage(
         "Ask whether a model fits a TPU that is not here, and how fast it can be at best.",
-        ("python -m pretraining.tpu_fit --config configs/pretrain_oct_vjepa2.yaml --topology v4-32",),
+        ("python -m benchmarks.tpu_fit --config configs/pretrain_oct_vjepa2.yaml --topology v4-32",),
         ("train.per_core_batch_size", "model.size", "train.activation_checkpointing"),
     ),
-    "pretraining.tpu_fit.env": HelpPage(
-        "Build the two environments of pretraining.tpu_fit ahead: 9 GB, minutes.",
-        ("python -m pretraining.tpu_fit.env",),
+    "benchmarks.tpu_fit.env": HelpPage(
+        "Build the two environments of benchmarks.tpu_fit ahead: 9 GB, minutes.",
+        ("python -m benchmarks.tpu_fit.env",),
     ),
     "pretraining.train": HelpPage(
         "Train an encoder without labels on a prepared store; the same command goes on where it stopped.",

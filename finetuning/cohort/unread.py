@@ -23,7 +23,6 @@ ONE_FILE = "head.pt alone is written"
 # key, or section with a dot at its end -> what is done instead
 NEITHER = {
     "optim.cooldown_ratio": "the rate falls as a cosine",
-    "optim.extend": "a run has the length that it began with",
     "train.val_fraction": "validation has the participants of the labels' val split",
     "val.max_volumes": "validation reads every labelled volume of val",
     "run.profile": "no trace is written",
@@ -60,7 +59,6 @@ UNREAD: dict[str, Mapping[str, str]] = {
         "train.max_bad_steps": "a pair whose outputs are no numbers is left out",
         "train.compile": "the encoder is not trained",
         "train.activation_checkpointing": "the encoder is not trained",
-        "train.shard_parameters": "the encoder is not trained",
     },
     "layers": {**DENSE, "finetune.class_weights": "there are no classes"},
     "segmentation": DENSE,

@@ -191,9 +191,7 @@ def train_arm(
         if place == 0:
             order = np.random.default_rng([cfg.seed, epoch]).permutation(len(units))
         chosen = [pair for i in order[place * size : (place + 1) * size] for pair in units[i]]
-        share = 1.0
-        if cfg.optim.use_scheduler:
-            share = schedule(step, total, cfg.optim.warmup_ratio, cfg.optim.min_lr_ratio)
+        share = schedule(step, total, cfg.optim.warmup_ratio, cfg.optim.min_lr_ratio)
         losses.append(_step(decoder, optimizer, objective, planes.batch(chosen), cfg, share))
         run_log.advance()
         if done % cfg.train.log_every_steps == 0 or done in (1, total):

@@ -41,7 +41,7 @@ from finetuning.heads.trial import settle_memory
 from finetuning.heads.tuning import Progress, Tuning, checkpoint_state, open_tuning, restore
 from finetuning.heads.update import UpdateResult, update_model
 from models.heads import build_head, rescale_output
-from models.optimizer import shard_state, warmup_cosine
+from models.optimizer import warmup_cosine
 from utils import storage
 from utils.checkpoint import load_checkpoint
 from utils.errors import EXIT_FINISHED, EXIT_STOPPED, UserError
@@ -74,7 +74,6 @@ def _finetune(
     model, optimizer, plan = tuning.model, tuning.optimizer, tuning.plan
     runtime.enter("restore")
     progress = restore(tuning)
-    shard_state(model, optimizer, cfg, runtime)
     if progress.is_over(plan):
         log.info("nothing to do: the run ended at step %d of %d", progress.step, plan.total)
         return finish(tuning, progress, NoLog())

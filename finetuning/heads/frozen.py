@@ -246,9 +246,7 @@ def train_grid(
             if place == 0:
                 order = np.random.default_rng([cfg.seed, epoch]).permutation(len(train))
             chosen = order[place * size : (place + 1) * size]
-            share = 1.0
-            if cfg.optim.use_scheduler:
-                share = schedule(step, total, cfg.optim.warmup_ratio, cfg.optim.min_lr_ratio)
+            share = schedule(step, total, cfg.optim.warmup_ratio, cfg.optim.min_lr_ratio)
             loss_G, done = grid.step(inputs, train[chosen], task, share), step + 1
             run_log.advance()
             if done % cfg.train.log_every_steps == 0 or done in (1, total):

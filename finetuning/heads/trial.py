@@ -31,7 +31,7 @@ def settle_memory(tuning: Tuning, step: int) -> Tuning:
         _, batches = examples.batches(runtime, step, step + 1)
         return partial(trial_step, tuning, cfg, runtime.to_device(next(batches)[0]))
 
-    put_back = keep_state(model, tuning.optimizer, tuning.cfg, runtime)
+    put_back = keep_state(model, tuning.optimizer, runtime)
     cfg = settle_batch(tuning.cfg, runtime, work_of, put_back)
     source = replace(tuning.source, cfg=cfg)
     return replace(tuning, source=source, examples=tuning.examples.with_settings(cfg))

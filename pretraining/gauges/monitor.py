@@ -23,7 +23,6 @@ from pretraining.gauges.skill import BASELINE_FLOOR, Read, Scored, SkillGauge, a
 from utils.errors import UserError
 from utils.indices import evenly_spaced
 from utils.runtime.processes import ALONE, Group
-from utils.runtime.shards import part
 
 RANK_TOKENS = 512  # of a global batch; the rank is at most one less
 
@@ -151,19 +150,18 @@ class Gauges:
 
 
 @torch.no_grad()
-def target_drift(model: VJEPA3D, group: Group = ALONE) -> Tensor:
+def target_drift(model: VJEPA3D) -> Tensor:
     """||encoder - target|| / ||target|| over all parameters: how far the target lags behind."""
-    encoder, target = (map(part, module.parameters()) for module in (model.encoder, model.target_encoder))
     squares = [
         ((e - t).float().square().sum(), t.float().square().sum())
-        for e, t in zip(encoder, target, strict=True)
+        for e, t in zip(model.encoder.parameters(), model.target_encoder.parameters(), strict=True)
     ]
     apart, size = (torch.stack(values).sum() for values in zip(*squares, strict=True))
-    return (group.sum_of_parts(apart) / group.sum_of_parts(size)).sqrt()
+    return (apart / size).sqrt()
 
 
 @torch.no_grad()
-def update_ratio(optimizer: torch.optim.AdamW, processes: Group = ALONE) -> Tensor:
+def update_ratio(optimizer: torch.optim.AdamW) -> Tensor:
     """||last update|| / ||weights|| over the matrices, read from AdamW's moments; weight decay left out.
 
     Around 1e-2 at the start of a run and less later; a skipped update leaves that of the one before, and
@@ -175,11 +173,11 @@ def update_ratio(optimizer: torch.optim.AdamW, processes: Group = ALONE) -> Tens
     for weight in group["params"]:
         state = optimizer.state[weight]
         count = state["step"].clamp(min=1)
-        first = part(state["exp_avg"]) / (1 - beta1**count)
-        second = part(state["exp_avg_sq"]) / (1 - beta2**count)
+        first = state["exp_avg"] / (1 - beta1**count)
+        second = state["exp_avg_sq"] / (1 - beta2**count)
         update.append((first / (second.sqrt() + group["eps"])).square().sum())
-        size.append(part(weight).square().sum())
-    moved, whole = (processes.sum_of_parts(torch.stack(values).sum()) for values in (update, size))
+        size.append(weight.square().sum())
+    moved, whole = (torch.stack(values).sum() for values in (update, size))
     return group["lr"] * (moved / whole).sqrt()
 
 

@@ -1,1 +1,1 @@
-"""Tests of pretraining/: one update, the loop, gauges, tpu_fit; golden losses."""
+"""Tests of pretraining/: one update, the loop, gauges; golden losses."""

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 from data_setup import prepare
 from data_setup.phantom import cli as phantom
+from pretraining import train as loop
 from utils.config.load import load_config
 from utils.config.schema import Config
 
@@ -46,6 +52,22 @@ def pipeline_overrides(folder: Path) -> list[str]:
         "optim.base_lr=5e-4",
         "wandb.mode=disabled",
     ]
+
+
+@contextmanager
+def stop_after(updates: int | None) -> Iterator[None]:
+    """A pre-training in this process is asked to stop after so many updates of the run, as by SIGTERM."""
+    real = loop.train_step
+
+    def step_then_signal(*arguments: Any) -> Any:
+        result = real(*arguments)
+        if arguments[5].step + 1 == updates:
+            arguments[4].stop_requested = True
+        return result
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop, "train_step", step_then_signal)
+        yield
 
 
 def make_store(folder: Path) -> None:

@@ -1,7 +1,7 @@
 """What one of two processes of a run does: `python -m tests.support.two_processes OUT [compiled]`.
 
 In: RANK and the other variables that torchrun sets. Out: the first saves to OUT what each of them has
-("each"), and what it met when the other one was gone half-way through an update of spread weights ("lost").
+("each"), and what it met when the other one was gone half-way through an update ("lost").
 With `compiled`: what each has of the compiled cases, and its counts of programs and of graph breaks.
 """
 
@@ -14,7 +14,6 @@ from typing import Any
 import torch
 
 from models.engine_kernels import choose_kernels
-from models.optimizer import shard_state
 from models.predictor import MlpPredictor
 from pretraining import trial
 from pretraining.gauges.monitor import target_drift, update_ratio
@@ -28,29 +27,15 @@ from utils.runtime.single import Runtime
 
 SAMPLES = 8
 WATCHED = Watch(measures=lambda: True)
-SHARDED = "train.shard_parameters=true"  # one process holds all of them
 CASES = {  # recipe, overrides, accumulation
     "vjepa2": ("vjepa2", (), 1),
     "accumulated": ("ascan", ("method.regulariser=sigreg",), 2),
     "methods": ("methods", ("method.dropout=0.1",), 1),
     "mae": ("mae", ("method.neighbour_weight=1",), 2),
     "mlp": ("mlp", (), 1),
-    "sharded": (
-        "ascan",
-        (
-            SHARDED,
-            "method.pixel_weight=1",
-            "method.neighbour_weight=1",
-            "train.activation_checkpointing=true",
-            "method.dropout=0.1",
-        ),
-        2,
-    ),
-    "sharded_context": ("layers", (SHARDED, "train.activation_checkpointing=true"), 2),
-    "sharded_methods": ("methods", (SHARDED,), 1),
 }
 COMPILE = "train.compile=true"
-COMPILED = {"compiled": ("vjepa2", (COMPILE,), 1), "compiled_sharded": ("vjepa2", (COMPILE, SHARDED), 1)}
+COMPILED = {"compiled": ("vjepa2", (COMPILE,), 1)}
 
 
 def losses_and_weights(runtime: Runtime, name: str) -> tuple[list[float], dict[str, torch.Tensor]]:
@@ -62,7 +47,6 @@ def losses_and_weights(runtime: Runtime, name: str) -> tuple[list[float], dict[s
         model.predictor.norm.total = runtime.group.sum_with_gradient
     choose_kernels(model, cfg, runtime)
     optimizer = build_optimizer(model, cfg)
-    shard_state(model, optimizer, cfg, runtime)
     losses, gauges = [], []
     for step in range(3):
         batch = uint8_batch(cfg, SAMPLES, step)
@@ -75,18 +59,17 @@ def losses_and_weights(runtime: Runtime, name: str) -> tuple[list[float], dict[s
         losses += [float(result.loss), float(result.grad_norm)]
         if result.penalty_to_prediction is not None:
             gauges += [float(result.penalty_to_prediction)]
-    gauges += [float(update_ratio(optimizer, runtime.group)), float(target_drift(model, runtime.group))]
+    gauges += [float(update_ratio(optimizer)), float(target_drift(model))]
     return losses + gauges, {name: runtime.to_torch(value) for name, value in model.state_dict().items()}
 
 
-def settled_batch(runtime: Runtime, *overrides: str) -> tuple[int, float]:
+def settled_batch(runtime: Runtime) -> tuple[int, float]:
     """The per-core batch after the second process alone could not do with more than one volume, and the loss
     of an update after that.
     """
-    cfg = small_config("mae", "train.global_batch_size=8", "train.per_core_batch_size=4", *overrides)
+    cfg = small_config("mae", "train.global_batch_size=8", "train.per_core_batch_size=4")
     model = nano_model(cfg)
     run = Run(cfg, None, None, model, build_optimizer(model, cfg), runtime)  # type: ignore[arg-type]
-    shard_state(model, run.optimizer, cfg, runtime)
     is_tried = True
 
     def limited(_module: Any, arguments: tuple[torch.Tensor, ...]) -> None:
@@ -104,10 +87,9 @@ def settled_batch(runtime: Runtime, *overrides: str) -> tuple[int, float]:
 
 def met_without_peer(runtime: Runtime) -> list[Any]:
     """The second process ends after its forward pass: the message and the exit code of the first one."""
-    cfg = small_config("mae", f"train.global_batch_size={SAMPLES}", SHARDED)
+    cfg = small_config("mae", f"train.global_batch_size={SAMPLES}")
     model = nano_model(cfg).train()
     optimizer = build_optimizer(model, cfg)
-    shard_state(model, optimizer, cfg, runtime)
     passed = []
 
     def lap(part: str) -> None:
@@ -140,9 +122,8 @@ def main(out: str, what: str = "plain") -> None:
         save_compiled(runtime, out)
         return
     pickle_again = forbid_pickle()  # a peer may be anybody
-    settled = [settled_batch(runtime)]
+    settled = settled_batch(runtime)
     saved = {name: losses_and_weights(runtime, name) for name in CASES}
-    settled += [settled_batch(runtime, SHARDED)]  # last, as the sharded cases: from then on weights are parts
     everyone = runtime.group.gather_objects([settled, saved])
     lost = met_without_peer(runtime)  # the group is gone after it
     pickle_again()

@@ -11,7 +11,6 @@ import torch
 
 from data_setup.loader import Batch
 from models.engine_kernels import choose_kernels
-from models.optimizer import shard_state
 from pretraining.gauges.monitor import Gauges
 from pretraining.gauges.skill import SkillGauge
 from pretraining.schedules import ema_momentum, learning_rate
@@ -51,7 +50,6 @@ class Run(NamedTuple):
             skill, BATCH, runtime.group, runtime.to_torch, has_fixed_targets=model.recipe.has_fixed_targets
         )
         run = cls(cfg, model, build_optimizer(model, cfg), gauges, runtime)
-        shard_state(model, run.optimizer, cfg, runtime)
         choose_kernels(model, cfg, runtime)
         runtime.mark_step()
         return run
@@ -74,13 +72,12 @@ class Run(NamedTuple):
             "optimizer": self.optimizer.state_dict(),
             "gauge": self.gauges.state_dict(),
         }
-        return to_host(self.runtime.full_state(parts))
+        return to_host(parts)
 
     def load(self, state: dict[str, Any]) -> None:
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.gauges.load_state_dict(state["gauge"])
-        shard_state(self.model, self.optimizer, self.cfg, self.runtime)
 
 
 def micro_batches(cfg: Config, step: int, micro: int) -> list[Batch]:

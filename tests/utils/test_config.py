@@ -333,6 +333,24 @@ def test_yaml_round_trip(tmp_path: Path) -> None:
     assert load_config(path) == cfg
 
 
+@pytest.mark.parametrize("extend", ["null", "rewarm"])
+def test_a_configuration_of_an_older_run_is_the_same_without_the_keys_that_went(
+    tmp_path: Path, extend: str
+) -> None:
+    cfg = load_config(SMOKE)
+    older = yaml.safe_load(to_yaml(cfg))
+    older["optim"] |= {"extend": yaml.safe_load(extend), "use_scheduler": True}
+    older["train"] |= {"shard_parameters": extend != "null"}
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump(older))
+    assert load_config(path) == config_of_yaml(path.read_text(), "x.pt") == cfg
+    older["optim"]["use_scheduler"] = False
+    with pytest.raises(ConfigError, match=r"^x\.pt: optim\.use_scheduler: expected true, .* found False$"):
+        config_of_yaml(yaml.safe_dump(older), "x.pt")
+    with pytest.raises(ConfigError, match=r"optim\.extend: unknown key"):
+        load_config(SMOKE, ["optim.extend=null"])
+
+
 def test_only_operational_keys_may_change_on_resume() -> None:
     old = load_config(SMOKE)
     allowed = ["train.max_steps=9", "train.log_every_steps=1", "wandb.mode=disabled", "data.workers=0"]
@@ -340,7 +358,7 @@ def test_only_operational_keys_may_change_on_resume() -> None:
     allowed += ["eval.batch_size=2", "model.checkpoint=a.pt", "probe.bootstrap_samples=9"]
     allowed += ["data.data_timeout_s=9", "data.cache_dir=/tmp/cache"]
     allowed += ["train.max_bad_steps=50", "train.ckpt_every_steps=7", "train.keep_last=9"]
-    allowed += ["train.shard_parameters=true", "probe.max_volumes=9", "val.max_volumes=9"]
+    allowed += ["probe.max_volumes=9", "val.max_volumes=9"]
     assert changed_keys(old, load_config(SMOKE, allowed)) == []
     for key, value in (("task.label_column", "age"), ("task.id_column", "id")):
         assert [k for k, _, _ in changed_keys(old, load_config(SMOKE, [f"{key}={value}"]))] == [key]
@@ -506,7 +524,7 @@ def test_marks_stand_beside_the_keys() -> None:
         *("model.size", "model.rope", "method.recipe", "method.context"),
     ]
     assert keys_with("is_place") == ["train.ckpt_dir", "run.dir"]
-    assert len(keys_with("may_change")) == 41
+    assert len(keys_with("may_change")) == 39
     assert {"train.max_steps", "data.workers", "wandb.mode"} <= set(keys_with("may_change"))
     assert not {"seed", "optim.base_lr", "train.global_batch_size"} & set(keys_with("may_change"))
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from pretraining.tpu_fit import env
+from benchmarks.tpu_fit import env
 from tests.support.task_configs import below
 from tests.test_readme import ROOMS, configured_commands, missing_modules
 from utils.cli import parse_words
@@ -38,11 +38,10 @@ def test_keys_that_matter_exist() -> None:
 
 
 def test_every_command_with_a_configuration_has_a_page() -> None:
-    rooms = ("data_setup", "models", "pretraining", "finetuning", "utils")
-    text = "\n".join(path.read_text() for room in rooms for path in (ROOT / room).glob("**/*.py"))
+    text = "\n".join(path.read_text() for room in ROOMS for path in (ROOT / room).glob("**/*.py"))
     called = set(re.findall(r'(?:parse_cli|parse_words|PeopleParser|answer_help)\(\s*"([\w.]+)"', text))
     called |= {"benchmarks.phantom_truth"}  # a measurement that the demo asks for
-    assert called - {"pretraining.tpu_fit.trace"} == set(PAGES)  # trace is run by tpu_fit
+    assert called - {"benchmarks.tpu_fit.trace"} == set(PAGES)  # trace is run by tpu_fit
 
 
 def commands() -> list[str]:
@@ -73,7 +72,7 @@ def test_every_command_has_help_with_an_example_and_says_where_it_is(
     called = f"python -m {command}"
     assert text.startswith(f"usage: {called}")
     assert re.search(rf"{re.escape(called)}\b", text.partition("\n\n")[2]), "no example"
-    if command != "pretraining.tpu_fit.trace":  # for tpu_fit to start, where torch_xla is
+    if command != "benchmarks.tpu_fit.trace":  # for tpu_fit to start, where torch_xla is
         monkeypatch.setattr(sys, "argv", [command, "--no-such-option"])
         with pytest.raises(SystemExit) as end:
             main_of(command)()
@@ -86,14 +85,12 @@ def test_every_command_has_help_with_an_example_and_says_where_it_is(
 @pytest.mark.parametrize(
     "line",
     [
-        "pretraining.sweep --sweep configs/sweep_pretrain.yaml --runs 0",
         "benchmarks.mask_planes --batches 0",
         "benchmarks.gauges --batch 0",
         "benchmarks.gauges --rounds 0",
         "benchmarks.attention --repeats 0",
         "benchmarks.embed --volumes 0",
         "benchmarks.embed --size 8 0 32",
-        "benchmarks.shards --processes 0",
         "benchmarks.data --repeats 0",
         "benchmarks.data --rows 0,7",
     ],
@@ -112,7 +109,7 @@ def test_nothing_is_no_number_of_runs_or_turns(
 
 ERRORS_CANNOT_BE_THE_USERS = {  # they read no file of a user, or start where nothing is installed
     "benchmarks.data.prepare", "data_setup.plug.page", "docs.draw_architecture",
-    "pretraining.tpu_fit.compile", "utils.config.page", "utils.config.recipes",
+    "benchmarks.tpu_fit.compile", "utils.config.page", "utils.config.recipes",
     "utils.dashboards.panels", "utils.doctor",
 }  # fmt: skip
 

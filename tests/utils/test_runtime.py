@@ -13,9 +13,7 @@ import pytest
 import torch
 
 from data_setup.loader import LostWorkerError
-from utils.errors import UserError
 from utils.runtime import single
-from utils.runtime.processes import Group
 from utils.runtime.single import Runtime, StopRequested
 
 FAULTS = """
@@ -39,18 +37,6 @@ def test_memory_is_kept_between_steps() -> None:
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
         counts[tuned] = int(done.stdout)
     assert counts[True] < 100 < counts[False]
-
-
-def test_only_one_process_may_be_asked_to_share_its_weights_out() -> None:
-    """One device has all of them; the processes of torchrun cannot."""
-    weight = torch.ones(4, 4)
-    alone, two = (Runtime(torch.device("cpu"), use_bf16=False, group=Group()) for _ in range(2))
-    alone.shard_parameters([weight])
-    assert not alone.is_sharded
-    assert alone.full_state({"weight": weight})["weight"] is weight
-    two.group.size = 2
-    with pytest.raises(UserError, match=r"train.shard_parameters: .* found 2 processes"):
-        two.shard_parameters([weight])
 
 
 def test_the_commit_is_this_projects_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

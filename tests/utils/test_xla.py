@@ -29,10 +29,8 @@ from utils.runtime.open import open_runtime
 from utils.runtime.single import Runtime
 
 pytestmark = pytest.mark.xla
-SHARDED = "train.shard_parameters=true"
 RECIPES = {
     "vjepa2": ("vjepa2", 2, ()),  # recipe, micro-batches, overrides
-    "vjepa2_sharded": ("vjepa2", 2, (SHARDED,)),
     "vjepa2_sigreg_heads": (
         "vjepa2",
         1,
@@ -43,11 +41,8 @@ RECIPES = {
             "method.neighbour_weight=1",
         ),
     ),
-    # L2: the sign in L1's gradient turns where rounding does, and here are many more predictions
-    "context_sharded": ("layers", 1, (SHARDED, "method.loss=l2", "method.neighbour_weight=1")),
     "mae": ("mae", 1, ()),
     "methods": ("methods", 1, ()),
-    "methods_sharded": ("methods", 1, (SHARDED,)),
 }
 
 
@@ -89,8 +84,9 @@ def test_losses_are_those_of_plain_torch(name: str, xla: Runtime, plain: Runtime
 
 
 def test_a_batch_is_spread_and_the_weights_are_everywhere(xla: Runtime) -> None:
-    from utils.runtime.xla import placement
+    import torch_xla
 
+    placement = torch_xla._XLAC._get_xla_sharding_spec
     cfg = small_config("mae")
     run = Run.begin(cfg, xla)
     batch = xla.to_device(uint8_batch(cfg, BATCH))
@@ -102,29 +98,6 @@ def test_a_batch_is_spread_and_the_weights_are_everywhere(xla: Runtime) -> None:
     assert xla.num_devices == 4
     assert provenance(xla)["device"] == "xla: 4 x CPU"
     assert "torch_xla" in provenance(xla)["packages"]
-
-
-def test_sharded_parameters_lie_in_parts_before_and_after_a_step(xla: Runtime) -> None:
-    """Every matrix of model and target with its moments; what is read back is whole."""
-    from utils.runtime.xla import placement
-
-    run = Run.begin(small_config("vjepa2", SHARDED), xla)
-    names = dict(run.model.named_parameters())
-    expected = {name for name, p in names.items() if p.ndim > 1 and any(s % 4 == 0 for s in p.shape)}
-    assert {name.split(".")[0] for name in expected} == {"encoder", "target_encoder", "predictor"}
-    for steps in (0, 2):
-        run.steps(xla, range(steps))
-        held = {name: {placement(p)} for name, p in names.items()}
-        for name, weight in run.model.trained_parameters():
-            held[name] |= {placement(run.optimizer.state[weight][moment]) for moment in MOMENTS[1:]}
-        split = {name for name, places in held.items() if all("devices=[" in place for place in places)}
-        whole = {name for name, places in held.items() if places <= {"{replicated}", ""}}
-        assert split == expected
-        assert whole == set(names) - expected
-    state = run.state()
-    assert {name: value.shape for name, value in state["model"].items() if name in names} == {
-        name: p.shape for name, p in names.items()
-    }
 
 
 def test_the_device_is_named_as_the_table_of_peaks_names_it(
@@ -156,11 +129,10 @@ def test_random_numbers_are_the_same_bits(xla: Runtime) -> None:
 
 
 @pytest.mark.parametrize("begins_on_xla", [True, False])
-@pytest.mark.parametrize("overrides", [(), (SHARDED,)], ids=["whole", "sharded"])
 def test_either_engine_goes_on_with_the_other_ones_state(
-    begins_on_xla: bool, overrides: tuple[str, ...], xla: Runtime, plain: Runtime
+    begins_on_xla: bool, xla: Runtime, plain: Runtime
 ) -> None:
-    cfg = small_config("mae", *overrides)
+    cfg = small_config("mae")
     uninterrupted = Run.begin(cfg, plain)
     wanted = uninterrupted.steps(plain, range(12))
     engines = (xla, plain) if begins_on_xla else (plain, xla)
@@ -196,16 +168,12 @@ def test_the_optimizer_selects_only_where_nothing_fuses(xla: Runtime, plain: Run
     assert type(Run.begin(cfg, plain).optimizer) is torch.optim.AdamW
 
 
-@pytest.mark.parametrize("overrides", [(), (SHARDED,)], ids=["whole", "sharded"])
 def test_out_of_memory_halves_the_batch_and_leaves_the_weights(
-    overrides: tuple[str, ...], xla: Runtime, monkeypatch: pytest.MonkeyPatch
+    xla: Runtime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What the failed program was to compute is lost; the weights come back from the host, in their parts."""
-    from utils.runtime.xla import placement
-
-    cfg = small_config("mae", "train.per_core_batch_size=4", *overrides)
+    """What the failed program was to compute is lost; the weights come back from the host."""
+    cfg = small_config("mae", "train.per_core_batch_size=4")
     run = Run.begin(cfg, xla)
-    is_split = ["devices=[" in placement(p) for p in run.model.parameters()]
     before = run.state()
     batch = uint8_batch(cfg, BATCH)
     monkeypatch.setattr("pretraining.trial.open_loader", lambda *_: [[batch]])
@@ -225,8 +193,6 @@ def test_out_of_memory_halves_the_batch_and_leaves_the_weights(
     fitting = settle_memory(TrainingRun(cfg, nothing, nothing, run.model, run.optimizer, xla), 0).cfg
     assert tried == [4, 2]
     assert fitting.train.per_core_batch_size == 2
-    assert any(is_split) == bool(overrides)
-    assert ["devices=[" in placement(p) for p in run.model.parameters()] == is_split
     assert_same_weights(run.state(), before)
 
 

@@ -22,15 +22,15 @@ from finetuning import evaluate
 from pretraining import train
 from tests.support.cloud_proxy import FAULTS, STALL, Schedule, fault_proxy, seeded
 from tests.support.cloud_servers import BUCKET, gcs_server, s3_server, token_server
-from tests.support.pipeline_factory import SMOKE, WITH_WANDB, make_phantom, pipeline_overrides
+from tests.support.pipeline_factory import SMOKE, WITH_WANDB, make_phantom, pipeline_overrides, stop_after
 from tests.support.wandb_reader import run_ids
 from utils import storage
 from utils.checkpoint import list_steps, load_checkpoint
 from utils.config.schema import StorageOptions
+from utils.errors import EXIT_STOPPED
 from utils.storage import clients as cloud
 
 pytestmark = pytest.mark.slow
-LONGER = "optim.extend=rewarm"  # beyond the 4 steps of the first run
 PLANTED = "pl4nted-s3cret"  # must not come out anywhere
 FAST = replace(
     cloud.POLICY, first_wait_s=0.01, read_timeout_s=5
@@ -147,10 +147,11 @@ def plain(
     place = Place("gs", servers["gs"], tmp_path_factory.mktemp("runs"), "plain")
     place.upload(phantom)
     assert place.run(prepare, "--workers", "2", "--audit") == 0
-    assert place.run(train, "train.max_steps=4", "data.workers=1") == 0
+    with stop_after(4):
+        assert place.run(train, "data.workers=1") == EXIT_STOPPED
     assert list_steps(place.checkpoints, place.options) == [2, 4]
     (place.folder / "run").rename(place.folder / "old_machine")
-    assert place.run(train, LONGER) == 0
+    assert place.run(train) == 0
     assert list_steps(place.checkpoints, place.options) == [6, 8]
     evaluate.main(["--config", str(SMOKE), *place.overrides])
     return place
@@ -161,7 +162,7 @@ def test_a_run_in_the_bucket_resumes_and_is_evaluated(plain: Place) -> None:
     assert len(rows) == len(list((plain.folder / "cache").iterdir())) > 10
     run, before = plain.folder / "run", plain.folder / "old_machine"
     text = (run / "log.txt").read_text()
-    assert text.index("finished at step 4") < text.index("resuming from step 4 of gs://")
+    assert text.index("stopped by SIGTERM at step 4") < text.index("resuming from step 4 of gs://")
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines if "train/loss" in line] == list(range(1, 9))
     assert run_ids(run) == run_ids(before)
@@ -190,8 +191,9 @@ def test_with_faults_in_a_tenth_of_the_requests_the_results_are_the_same(
         if scheme == "s3":
             place.upload(phantom)
         assert place.run(prepare, "--workers", "0") == 0
-        assert place.run(train, "train.max_steps=4") == 0
-        assert place.run(train, LONGER) == 0
+        with stop_after(4):
+            assert place.run(train) == EXIT_STOPPED
+        assert place.run(train) == 0
         injected, asked = dict(proxy.faults), len(proxy.requests)
         proxy.schedule = lambda method, target: None
         store, checkpoints = place.objects(place.store), place.objects(place.checkpoints)

@@ -155,32 +155,6 @@ def test_two_one_two_processes_over_resumes(
     assert_one_set_of_files(run)
 
 
-def test_spread_weights_go_on_from_whole_ones_and_back(
-    folder: Path, tmp_path: Path, alone: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One process, then two that hold half of the weights each, then one again, each stopped by SIGTERM."""
-    run = tmp_path / "spread"
-    real = loop.train_step
-
-    def step_then_signal(*args):
-        if args[5].step == 1:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return real(*args)
-
-    monkeypatch.setattr(loop, "train_step", step_then_signal)
-    train_alone(folder, run, *ONE, ends_with=EXIT_STOPPED)
-    two = (f"run.dir={run}", *TWO, "train.shard_parameters=true")
-    running = Running(command(folder, *two, processes=2, module=PLANTED), run, {"pause_s": 0.2})
-    running.wait_for_step(7)
-    os.kill(worker_of_rank(running.process.pid, 1), signal.SIGTERM)
-    assert running.wait(SPOT_S) == 1, running.output[-3000:]
-    assert "resuming from step 2" in running.output
-    assert 7 <= list_steps(str(run / "checkpoints"))[-1] < STEPS
-    train_alone(folder, run, *ONE)
-    assert_same_numbers(run, alone)
-    assert {type(value) for value in weights(run, STEPS).values()} == {torch.Tensor}
-
-
 def documented_rule(argv: list[str], rank: int | None = None, port: int = 0) -> list[str]:
     """The restart rule as docs/guides/unattended.md has it, around this command and with short sleeps; with a
     rank on one of two hosts.

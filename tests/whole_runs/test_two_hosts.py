@@ -123,15 +123,13 @@ def test_the_hosts_are_one_run(
     assert_same_metrics(folder / "run", plain)
 
 
-def test_the_same_programs_with_spread_parameters_and_weights_of_another_run(
-    folder: Path, fresh: list[Host]
-) -> None:
+def test_the_same_programs_with_weights_of_another_run(folder: Path, fresh: list[Host]) -> None:
     """The file lacks the new run's predictor, so part of the weights stay as they were drawn."""
     checkpoints = folder / "run" / "checkpoints"
     weights = checkpoints / f"step_{list_steps(str(checkpoints))[-1]:08d}.pt"
-    options = "train.shard_parameters=true", f"method.init_from={weights}", "method.predictor_depth=1"
+    options = f"method.init_from={weights}", "method.predictor_depth=1"
     few = "train.max_steps=2", "train.val_every_steps=2", "train.ckpt_every_steps=1"
-    assert_same_programs(start_hosts(folder, "spread", f"run.dir={folder / 'spread'}", *options, *few))
+    assert_same_programs(start_hosts(folder, "started", f"run.dir={folder / 'started'}", *options, *few))
 
 
 def test_a_second_start_finds_its_programs_among_those_of_the_first(

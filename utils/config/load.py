@@ -32,9 +32,12 @@ from utils.errors import ConfigError
 GONE_KEYS: dict[str, tuple[Any, ...]] = {
     "finetune.lora_rank": (None,),
     "finetune.mixup": (0.0,),
+    "optim.extend": (None, "cooldown_from_here", "rewarm"),  # a run that it made longer has another length
+    "optim.use_scheduler": (True,),
     "probe.random_init_seeds": (3,),
     "task.event_column": (None,),
     "task.time_column": (None,),
+    "train.shard_parameters": (False, True),  # no number rests on it
 }
 # Of these: with any value what a checkpoint or a head holds can be read.
 READ_WITH_ANY_VALUE = frozenset({"finetune.lora_rank", "finetune.mixup", "probe.random_init_seeds"})

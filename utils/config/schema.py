@@ -194,11 +194,8 @@ class OptimConfig:
     cooldown_ratio: float = key(0.0, SHARE)  # vjepa2, mae: linear decay over the last share of the run
     min_lr_ratio: float = key(MISSING, SHARE)  # end of the schedule as a share of base_lr
     clip_grad_norm: float = key(MISSING, ABOVE_0)
-    use_scheduler: bool = True  # false: base_lr throughout
     # AdamW's; far below the gradients (`methods` has some of 1e-9), or the smallest of them move nothing
     eps: float = key(1e-8, ABOVE_0)
-    # how a run goes on beyond the length that it began with; null: it does not
-    extend: Literal["cooldown_from_here", "rewarm"] | None = key(None, may_change=True)
 
 
 @dataclass(frozen=True)
@@ -215,9 +212,6 @@ class TrainConfig:
     activation_checkpointing: bool = key(False, may_change=True)
     # true: torch.compile of every transformer block, in training, not on XLA; equal but for rounding
     compile: bool = key(False, may_change=True)
-    # true: each device or process (torchrun, pre-training alone) holds its part of weights, target and
-    # moments; same numbers
-    shard_parameters: bool = key(False, may_change=True)
     ckpt_dir: str | None = key("${run.dir}/checkpoints", is_place=True)  # null: no checkpoints
     ckpt_every_epochs: int = key(5, AT_LEAST_1, may_change=True)
     # of the checkpoints of epochs so many stay at most, evenly over the run

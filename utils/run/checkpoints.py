@@ -83,16 +83,14 @@ class Checkpoints:
         if with_step:
             names = [*names, f"step_{self.clock.step:08d}"]
             self.saved = self.clock.step
-        if not names or (self.writer is None and not self.runtime.is_sharded):
+        if not names or self.writer is None:
             return
         self.runtime.watchdog.beat(f"checkpoint of step {self.clock.step}")
-        state = self.runtime.full_state(self.state())
         if self.lease is not None:
             self.lease.check()
-        if self.writer is not None:
-            files = history_files(Path(self.cfg.run.dir)) if with_step else {}
-            beside = {history_url(self.writer.directory, name): data for name, data in files.items()}
-            self.writer.save(state, names, beside)
+        files = history_files(Path(self.cfg.run.dir)) if with_step else {}
+        beside = {history_url(self.writer.directory, name): data for name, data in files.items()}
+        self.writer.save(self.state(), names, beside)
 
     def wait(self) -> None:
         """Let the checkpoint under way be written, so that it can be named."""

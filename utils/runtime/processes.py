@@ -17,10 +17,10 @@ import os
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -30,11 +30,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from utils.errors import EXIT_TRY_AGAIN, EXIT_USER_ERROR, TransientError
 from utils.runtime.messages import decode, encode
-from utils.runtime.shards import Shardable, is_part, part
 from utils.storage.retry import describe
-
-if TYPE_CHECKING:
-    from utils.runtime.fsdp import Shards
 
 log = logging.getLogger(__name__)
 HOSTS_PORT = 29500  # as torchrun's
@@ -60,11 +56,6 @@ class Group:
     size: int = 1
 
     @property
-    def is_spread(self) -> bool:
-        """Whether each process holds its part of the weights alone, after `spread`."""
-        return False
-
-    @property
     def is_first(self) -> bool:
         """Whether this process writes the files, the console and Weights & Biases."""
         return self.rank == 0
@@ -84,30 +75,6 @@ class Group:
     def backward(self, objective: Tensor) -> None:
         """The gradients of what a `replica` gave, added to those of the micro-batches before."""
         objective.backward()
-
-    def spread(self, model: Shardable, optimizer: torch.optim.Optimizer) -> None:
-        """Leave each process its part of weights, gradients and moments, which are equal on all of them."""
-
-    def whole(self, value: Tensor) -> Tensor:
-        """A tensor that `spread` has left in parts, whole; every process has to call this."""
-        return value
-
-    def sum_of_parts(self, value: Tensor) -> Tensor:
-        """The sum over the processes of what each found in its parts; where nothing is spread, the value."""
-        return self.sum(value) if self.is_spread else value
-
-    def clip_gradients(self, parameters: list[nn.Parameter], limit: float) -> Tensor:
-        """Scale the gradients to a norm of at most `limit`, that of all of them; returns it as it was."""
-        if not self.is_spread:
-            return torch.nn.utils.clip_grad_norm_(parameters, limit)
-        own = torch.nn.utils.get_total_norm([part(p.grad) for p in parameters if p.grad is not None])
-        norm = self.sum_of_parts(own.square()).sqrt()
-        torch.nn.utils.clip_grads_with_norm_(parameters, limit, norm)
-        return norm
-
-    def without_peers(self) -> AbstractContextManager[Group]:
-        """A group of this process alone, to try with it what the others do not take part in."""
-        return nullcontext(ALONE)
 
     def gather(self, value: Tensor) -> Tensor:
         """The processes' tensors, of one shape, joined along their first axis in the order of the ranks."""
@@ -146,14 +113,6 @@ class Group:
 ALONE = Group()
 
 
-class _AloneWithParts(Group):
-    """This process alone, with its part of the weights: sums are those of its part."""
-
-    @property
-    def is_spread(self) -> bool:
-        return True
-
-
 class ProcessGroup(Group):
     """Several processes, through torch.distributed."""
 
@@ -163,31 +122,6 @@ class ProcessGroup(Group):
         self._timeout_s = timeout_s
         self._replica: DistributedDataParallel | None = None
         self._sum_failed = False
-        self._shards: Shards | None = None
-
-    @property
-    def is_spread(self) -> bool:
-        return self._shards is not None
-
-    def spread(self, model: Shardable, optimizer: torch.optim.Optimizer) -> None:
-        from utils.runtime.fsdp import Shards  # only here: its imports take half a second
-
-        device = next(iter(optimizer.param_groups[0]["params"])).device
-        self._shards = Shards(model, optimizer, device.type, self.size, self._call)
-
-    def whole(self, value: Tensor) -> Tensor:
-        if not is_part(value):
-            return value
-        assert self._shards is not None, "no other tensor is spread"
-        return self._shards.whole(value)
-
-    @contextmanager
-    def without_peers(self) -> Iterator[Group]:
-        if self._shards is None:
-            yield ALONE
-            return
-        with self._shards.without_peers():
-            yield _AloneWithParts()
 
     def sum(self, value: Tensor) -> Tensor:
         total = value.detach().clone()
@@ -198,8 +132,6 @@ class ProcessGroup(Group):
         return _SumWithGradient.apply(value, self)
 
     def replica(self, model: nn.Module, *, sums: bool) -> nn.Module:
-        if self._shards is not None:
-            return model  # its units sum after every micro-batch: kept apart they would be whole gradients
         if self._replica is None or self._replica.module is not model:
             with warnings.catch_warnings():  # torch 2.9 has no other name for broadcast_buffers
                 warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)

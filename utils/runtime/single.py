@@ -21,7 +21,7 @@ from types import FrameType, ModuleType
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from utils.errors import EXIT_INTERRUPTED, UserError
 from utils.runtime.leave import leave
@@ -136,10 +136,8 @@ class Runtime:
         return self.group.interleave(self.group.gather(value[:count]).cpu())
 
     def to_torch(self, value: Tensor) -> Tensor:
-        """Return the tensor in a form that plain torch computes with: any operation, any shape. What is
-        spread over processes is gathered, so every process calls this.
-        """
-        return self.group.whole(value)
+        """Return the tensor in a form that plain torch computes with: any operation, any shape."""
+        return value
 
     def to_device_replicated(self, value: Tensor) -> Tensor:
         """Copy a tensor whole to the device or devices of every process."""
@@ -149,47 +147,12 @@ class Runtime:
         """Pass a host number that changes from step to step to the device."""
         return value
 
-    def shard_parameters(self, values: Iterable[Tensor]) -> None:
-        """Spread these tensors over the devices, in place; one device has all of them. Raises UserError where
-        the engine cannot do that for its several devices: those of torchrun spread modules (`Group.spread`).
-        """
-        if self.num_devices > 1:
-            raise UserError(
-                "train.shard_parameters: expected pre-training, PyTorch/XLA or one process, found "
-                f"{self.world_size} processes of torchrun, each of which holds this whole model"
-            )
-
-    def full_state(self, state: Any) -> Any:
-        """State for a checkpoint: what is spread, whole and on the host of the first process; the rest as it
-        is. Where something is spread, every process has to call this.
-        """
-        if isinstance(state, dict):
-            return {key: self.full_state(value) for key, value in state.items()}
-        if isinstance(state, list | tuple):
-            return [self.full_state(value) for value in state]
-        if not isinstance(state, Tensor):
-            return state
-        whole = self.group.whole(state)
-        return whole.cpu() if whole is not state and self.group.is_first else state
-
-    def num_shards(self, value: Tensor) -> int:
-        """The number of devices that hold a part of this tensor; 1 where each holds it whole."""
-        return 1
-
-    @property
-    def is_sharded(self) -> bool:
-        """Whether weights are spread over devices or processes."""
-        return self.group.is_spread
-
     def mark_step(self) -> None:
         """Run the operations recorded so far as one program (PyTorch/XLA; elsewhere nothing is recorded)."""
 
     def checkpoint_function(self) -> Callable[..., Any] | None:
         """Activation checkpointing that this engine needs in place of torch's own; None: torch's."""
         return None
-
-    def keep_samples_apart(self, modules: Iterable[nn.Module]) -> None:
-        """Keep the features that these modules return with their samples, where weights are spread too."""
 
     def row_gather(self) -> Callable[[Tensor, Tensor], Tensor] | None:
         """Rows of [B, N, E] by ids [B, T] as this engine does it best; None: torch's gather."""

@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 import os
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import chain
@@ -30,7 +30,7 @@ import torch_xla.core.xla_model as xm
 import torch_xla.debug.profiler as profiler
 import torch_xla.distributed.spmd as xs
 import torch_xla.runtime as xr
-from torch import Tensor, nn
+from torch import Tensor
 from torch_xla._internal.tpu import discover_master_worker_ip, get_tpu_type
 
 from utils.errors import UserError
@@ -40,7 +40,6 @@ from utils.runtime.single import Runtime
 
 log = logging.getLogger(__name__)
 DEVICES = ("TPU", "CPU")
-WHOLE = ("{replicated}", "")  # a tensor that lies whole on every device
 KINDS = {"v5litepod": "v5e"}  # the machines' name of a generation, and that of utils.runtime.device_peak
 
 
@@ -49,7 +48,6 @@ class XlaRuntime(Runtime):
     """This host's process; `mesh` holds the devices of all hosts, in the order of the hosts."""
 
     mesh: xs.Mesh = field(kw_only=True)
-    _is_sharded: bool = field(default=False, init=False)
 
     @classmethod
     def open(cls, use_bf16: bool, timeout_s: float) -> XlaRuntime:
@@ -144,33 +142,6 @@ class XlaRuntime(Runtime):
         sharding = xs.ShardingSpec(self.mesh, split, minibatch=True)
         return xm.send_cpu_data_to_device([value.contiguous()], self.device, sharding)[0]
 
-    def shard_parameters(self, values: Iterable[Tensor]) -> None:
-        """Matrices and larger, each along its longest axis that the devices divide; the rest stays whole."""
-        for value in values:
-            axes = [axis for axis, size in enumerate(value.shape) if size % self.num_devices == 0]
-            if value.ndim > 1 and axes:
-                split = max(axes, key=lambda axis: value.shape[axis])
-                spec = tuple("data" if axis == split else None for axis in range(value.ndim))
-                xs.mark_sharding(value, self.mesh, spec)
-        self._is_sharded = True
-
-    def num_shards(self, value: Tensor) -> int:
-        return 1 if placement(value) in WHOLE else self.num_devices
-
-    @property
-    def is_sharded(self) -> bool:
-        return self._is_sharded
-
-    def full_state(self, state: Any) -> Any:
-        if isinstance(state, Tensor):
-            is_whole = state.device.type != self.device.type or self.num_shards(state) == 1
-            return state if is_whole else self.to_torch(state)
-        if isinstance(state, dict):
-            return {key: self.full_state(value) for key, value in state.items()}
-        if isinstance(state, list | tuple):
-            return [self.full_state(value) for value in state]
-        return state
-
     def to_torch(self, value: Tensor) -> Tensor:
         if value.device.type != self.device.type:
             return value
@@ -193,9 +164,6 @@ class XlaRuntime(Runtime):
     def checkpoint_function(self) -> Callable[..., Any]:
         return xla_kernels.recompute_block
 
-    def keep_samples_apart(self, modules: Iterable[nn.Module]) -> None:
-        xla_kernels.keep_samples_apart(modules, self.mesh)
-
     def row_gather(self) -> Callable[[Tensor, Tensor], Tensor]:
         return xla_kernels.RowGather(self.mesh)
 
@@ -205,11 +173,6 @@ class XlaRuntime(Runtime):
     def synchronise(self) -> None:
         torch_xla.sync(wait=True)
         xm.wait_device_ops()
-
-
-def placement(value: Tensor) -> str:
-    """Where the parts of a tensor lie, in XLA's words."""
-    return torch_xla._XLAC._get_xla_sharding_spec(value)
 
 
 def _fill(value: Tensor, size: int) -> Tensor:

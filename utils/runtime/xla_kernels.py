@@ -9,7 +9,7 @@ that torch_xla names).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import cache, partial
 from types import ModuleType
 from typing import Any
@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 import torch_xla
 import torch_xla.distributed.spmd as xs
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch_xla.utils.checkpoint import checkpoint
 
@@ -30,18 +30,6 @@ Caller = Callable[[str, list[Tensor], int, list[Shape]], list[Tensor]]
 def recompute_block(function: Callable[..., Tensor], *arguments: object) -> Tensor:
     """models.vit3d.recompute_block for XLA, which would otherwise merge both computations into one."""
     return checkpoint(function, *arguments, preserve_rng_state=False)
-
-
-def keep_samples_apart(modules: Iterable[nn.Module], mesh: xs.Mesh) -> None:
-    """Tell the compiler that the features [B, T, E] that these modules return, and their gradients, are
-    spread by samples over `mesh`. With weights that are spread too it would be free to move features instead.
-    """
-
-    def pin(_module: nn.Module, _inputs: object, features: Tensor) -> Tensor:
-        return xs.mark_sharding_with_gradients(features, mesh, _by_sample(features))
-
-    for module in modules:
-        module.register_forward_hook(pin)
 
 
 def split(x: Tensor, mesh: xs.Mesh | None) -> Tensor:

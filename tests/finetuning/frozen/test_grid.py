@@ -183,15 +183,3 @@ def test_the_schedule_warms_up_and_ends(world: Path) -> None:
     assert shares[55] == pytest.approx(0.6)
     assert shares[-1] == pytest.approx(0.2, abs=1e-3)
     assert schedule(0, 1, 0.0, 0.0) == 1
-
-
-def test_without_a_schedule_the_rate_is_constant(world: Path) -> None:
-    """optim.use_scheduler=false: the warm-up has nothing to say."""
-    cohort, features = made_up("classification", classes(3))
-    heads = []
-    for ratio in (0.0, 0.9):
-        cfg = learning(
-            world, "optim.use_scheduler=false", f"optim.warmup_ratio={ratio}", "optim.cooldown_ratio=0"
-        )
-        heads.append(train_grid(cfg, cohort, pooled(cohort, features), WIDTH, CPU).head.state_dict())
-    assert all(torch.equal(heads[0][name], heads[1][name]) for name in heads[0])

@@ -1,10 +1,10 @@
 """Does a training step fit a TPU slice, and how fast can it be at best? Answered without a TPU:
 
-    python -m pretraining.tpu_fit --config configs/pretrain_oct_vjepa2.yaml --topology v4-32
+    python -m benchmarks.tpu_fit --config configs/pretrain_oct_vjepa2.yaml --topology v4-32
         [--sweep per_core_batch_size=1,2,4] [--volumes N] [--json FILE] [section.key=value ...]
 
-The step that trains is recorded (pretraining.tpu_fit.trace) and compiled by the TPU's own compiler
-(pretraining.tpu_fit.compile), each in an environment that is built on first use (pretraining.tpu_fit.env).
+The step that trains is recorded (benchmarks.tpu_fit.trace) and compiled by the TPU's own compiler
+(benchmarks.tpu_fit.compile), each in an environment that is built on first use (benchmarks.tpu_fit.env).
 Out: memory, arithmetic, memory traffic and traffic between chips of one step, and the shortest time that the
 datasheet allows: a floor, not a forecast. Exit code 1 when it does not fit. Compiling takes minutes; the
 results are kept in runs/tpu_fit.
@@ -24,10 +24,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from pretraining.tpu_fit.compile import RESULT_VERSION
-from pretraining.tpu_fit.env import ROOT, environment
-from pretraining.tpu_fit.topologies import TOPOLOGIES, Topology
-from pretraining.tpu_fit.verdict import closing_table, describe, facts_of
+from benchmarks.tpu_fit.compile import RESULT_VERSION
+from benchmarks.tpu_fit.env import ROOT, environment
+from benchmarks.tpu_fit.topologies import TOPOLOGIES, Topology
+from benchmarks.tpu_fit.verdict import closing_table, describe, facts_of
 from utils.cli import output_file, parse_cli
 from utils.config.load import accumulation_steps, load_config, to_yaml
 from utils.config.schema import Config
@@ -65,7 +65,7 @@ def main(argv: list[str] | None = None) -> int:
         )
         parser.add_argument("--json", type=output_file, metavar="FILE", help="write the numbers there")
 
-    _, args = parse_cli("pretraining.tpu_fit", __doc__ or "", argv, add_arguments)
+    _, args = parse_cli("benchmarks.tpu_fit", __doc__ or "", argv, add_arguments)
     if args.topology not in TOPOLOGIES:
         raise UserError(f"--topology: expected one of {', '.join(TOPOLOGIES)}, found {args.topology}")
     if args.volumes < 1:
@@ -174,11 +174,11 @@ def _measure(cfg: Config, topology: str, folder: Path) -> tuple[Facts, Facts]:
     chips = TOPOLOGIES[topology].chips
     own = {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": str(chips)}
     arguments = ["--config", str(config), "--chips", str(chips), "--program", str(program)]
-    _run("xla", "pretraining.tpu_fit.trace", arguments, folder, own)
+    _run("xla", "benchmarks.tpu_fit.trace", arguments, folder, own)
     traced = json.loads(program.with_name("program.json").read_text())
     kept = CACHE / f"{program_key(program.read_bytes(), traced['aliases'], topology)}.json"
     if not kept.exists():
-        _run("aot", "pretraining.tpu_fit.compile", [str(program), topology, str(result)], folder, {})
+        _run("aot", "benchmarks.tpu_fit.compile", [str(program), topology, str(result)], folder, {})
         result.replace(kept)
     return traced, json.loads(kept.read_text())
 

@@ -1,4 +1,4 @@
-"""What `pretraining.tpu_fit` concludes from a compiled step, and how it tells it.
+"""What `benchmarks.tpu_fit` concludes from a compiled step, and how it tells it.
 
 In: what was traced and what the compiler says, both of one device, and the slice's datasheet. Out: a dict for
 JSON and text. Every time is a floor: the datasheet's peaks, with nothing in between.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from pretraining.tpu_fit.topologies import TOPOLOGIES
+from benchmarks.tpu_fit.topologies import TOPOLOGIES
 from utils.config.schema import Config
 
 Facts = dict[str, Any]

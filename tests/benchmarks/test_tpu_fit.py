@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 import torch
 
-from pretraining.tpu_fit import cli as tpu_fit
-from pretraining.tpu_fit.compile import collectives, shape_bytes, unpack_booleans, wanted_bytes
-from pretraining.tpu_fit.env import environment, requirements
-from pretraining.tpu_fit.topologies import TOPOLOGIES
-from pretraining.tpu_fit.verdict import PARTS, describe, facts_of
+from benchmarks.tpu_fit import cli as tpu_fit
+from benchmarks.tpu_fit.compile import collectives, shape_bytes, unpack_booleans, wanted_bytes
+from benchmarks.tpu_fit.env import environment, requirements
+from benchmarks.tpu_fit.topologies import TOPOLOGIES
+from benchmarks.tpu_fit.verdict import PARTS, describe, facts_of
 from tests.support.model_factory import small_config
 from utils.config.load import load_config
 from utils.errors import ConfigError, UserError
@@ -137,7 +137,7 @@ def test_the_compiler_is_named_beside_a_workers_own() -> None:
 
 @pytest.mark.xla
 def test_a_workers_compiler_is_the_one_that_torch_xla_names() -> None:
-    from pretraining.tpu_fit.trace import libtpu_of_workers
+    from benchmarks.tpu_fit.trace import libtpu_of_workers
 
     assert re.fullmatch(r"0\.0\.\d+", libtpu_of_workers())
 
@@ -292,12 +292,12 @@ def test_the_failure_of_a_process_is_one_line(monkeypatch: pytest.MonkeyPatch, t
         script.write_text(f"#!/bin/sh\necho first >&2; echo 'error: the last' >&2; exit {code}\n")
         script.chmod(0o755)
         with pytest.raises(error, match="the last") as caught:
-            tpu_fit._run("xla", "pretraining.tpu_fit.trace", [], tmp_path / "1.partial", {})
+            tpu_fit._run("xla", "benchmarks.tpu_fit.trace", [], tmp_path / "1.partial", {})
         assert "\n" not in str(caught.value)
     assert (tmp_path / "1.log").read_text().startswith("first")
     script.write_text("#!/bin/sh\nkill -9 $$\n")
     with pytest.raises(UserError, match="expected exit code 0, found its end by SIGKILL"):
-        tpu_fit._run("aot", "pretraining.tpu_fit.compile", [], tmp_path / "1.partial", {})
+        tpu_fit._run("aot", "benchmarks.tpu_fit.compile", [], tmp_path / "1.partial", {})
 
 
 JAX_CHIPS = """
@@ -351,7 +351,7 @@ def test_a_program_too_large_for_a_chip_is_no_crash(tmp_path: Path) -> None:
     command = [
         str(environment("aot")),
         "-m",
-        "pretraining.tpu_fit.compile",
+        "benchmarks.tpu_fit.compile",
         str(program),
         "v4-8",
         str(tmp_path / "result"),
@@ -376,17 +376,6 @@ def fit_small_step(folder: Path, *options: str) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return fit_small_step(tmp_path_factory.mktemp("fit"))
-
-
-@pytest.mark.xla
-def test_sharded_parameters_take_a_chips_share_of_its_memory(tmp_path: Path, whole: dict[str, Any]) -> None:
-    """Each of the four chips holds a quarter, and weights are gathered for the step."""
-    row = fit_small_step(tmp_path, "train.shard_parameters=true")
-    for part in ("parameters", "target", "optimizer"):
-        assert 0.25 <= row["hbm_parts_gib"][part] / whole["hbm_parts_gib"][part] < 0.3, part
-    assert row["hbm_used_gib"] < whole["hbm_used_gib"]
-    assert "all-gather" in row["collectives"]
-    assert "all-gather" not in whole["collectives"]
 
 
 @pytest.mark.xla

@@ -1,6 +1,6 @@
-"""Compile a traced training step for a TPU that is not there: the second process of `pretraining.tpu_fit`.
+"""Compile a traced training step for a TPU that is not there: the second process of `benchmarks.tpu_fit`.
 
-`python -m pretraining.tpu_fit.compile PROGRAM TOPOLOGY RESULT`, in the environment with jax and libtpu (`make
+`python -m benchmarks.tpu_fit.compile PROGRAM TOPOLOGY RESULT`, in the environment with jax and libtpu (`make
 tpu-fit-env`). In: StableHLO bytes PROGRAM, and beside them PROGRAM.json with `aliases`, the pairs (argument,
 output) that share one buffer in training. Out: RESULT, JSON with the memory of one device, XLA's operation
 and byte counts, the collectives and the compiler's version; or `out_of_hbm`, with what the program wanted.
@@ -19,7 +19,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from pretraining.tpu_fit.topologies import TOPOLOGIES, Topology
+from benchmarks.tpu_fit.topologies import TOPOLOGIES, Topology
 from utils.help_pages import Parser
 
 TESTED = {"jax": "0.10.2", "jaxlib": "0.10.2", "libtpu": "0.0.51"}
@@ -136,7 +136,7 @@ def compile_program(program: bytes, aliases: list[tuple[int, int]], topology: To
             compile_it = client.compile
     except (ImportError, AttributeError, TypeError) as error:
         raise SystemExit(
-            f"pretraining.tpu_fit.compile: works with {TESTED}, found {versions}: {error}"
+            f"benchmarks.tpu_fit.compile: works with {TESTED}, found {versions}: {error}"
         ) from error
     start = time.monotonic()
     try:
@@ -191,13 +191,13 @@ def _attributes(entry: Any, name: str, count: int, ir: Any) -> list[dict[str, An
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Compile what pretraining.tpu_fit recorded."""
+    """Compile what benchmarks.tpu_fit recorded."""
     parser = Parser(
-        prog="python -m pretraining.tpu_fit.compile",
+        prog="python -m benchmarks.tpu_fit.compile",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("program", type=Path, metavar="PROGRAM", help="what pretraining.tpu_fit.trace wrote")
+    parser.add_argument("program", type=Path, metavar="PROGRAM", help="what benchmarks.tpu_fit.trace wrote")
     parser.add_argument("topology", choices=sorted(TOPOLOGIES), metavar="TOPOLOGY", help="as v4-32")
     parser.add_argument("result", type=Path, metavar="RESULT", help="a JSON file to write")
     args = parser.parse_args(argv)

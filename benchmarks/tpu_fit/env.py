@@ -1,5 +1,5 @@
-"""The two environments of `pretraining.tpu_fit`, built on first use, or ahead by
-`python -m pretraining.tpu_fit.env`.
+"""The two environments of `benchmarks.tpu_fit`, built on first use, or ahead by
+`python -m benchmarks.tpu_fit.env`.
 
 .venv-xla records a training step (torch_xla, and the jax that its kernels need), .venv-aot compiles it (jax
 and libtpu). Together about 9 GB; neither needs a TPU.
@@ -57,7 +57,7 @@ def _run(command: list[str], folder: Path) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Build what is missing and print where both lie."""
     assert __doc__ is not None
-    PeopleParser("pretraining.tpu_fit.env", __doc__).parse_args(argv)
+    PeopleParser("benchmarks.tpu_fit.env", __doc__).parse_args(argv)
     for name in NAMES:
         print(environment(name))
     return 0

@@ -1,4 +1,4 @@
-from pretraining.tpu_fit.cli import main
+from benchmarks.tpu_fit.cli import main
 from utils.cli import run_cli
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""TPU slices that `pretraining.tpu_fit` compiles for: what libtpu calls them and what their datasheets say.
+"""TPU slices that `benchmarks.tpu_fit` compiles for: what libtpu calls them and what their datasheets say.
 
 Peaks are per device in the compiler's sense, one chip (the two cores of a v4 act as one, "megacore").
 Source: the system architecture pages of Cloud TPU v4 and v5e.

@@ -1,6 +1,6 @@
-"""Record one training step for a TPU slice without running it: the first process of `pretraining.tpu_fit`.
+"""Record one training step for a TPU slice without running it: the first process of `benchmarks.tpu_fit`.
 
-`python -m pretraining.tpu_fit.trace --config FILE --chips N --program OUT [section.key=value ...]`, in the
+`python -m benchmarks.tpu_fit.trace --config FILE --chips N --program OUT [section.key=value ...]`, in the
 environment with torch_xla, with PJRT_DEVICE=CPU and CPU_NUM_DEVICES=N. It calls what training calls: the
 model, the optimizer, the engine and `train_step`; parameters and optimizer state are placeholders without
 data, or zeros where they are sharded. Out: the step as StableHLO, and OUT.json with the bytes of one device's
@@ -13,14 +13,13 @@ from __future__ import annotations
 from utils.cli import answer_help, parse_cli, run_cli
 
 if __name__ == "__main__":  # torch_xla is in an environment of its own
-    answer_help("pretraining.tpu_fit.trace", __doc__ or "")
+    answer_help("benchmarks.tpu_fit.trace", __doc__ or "")
 
 import argparse
 import json
 import math
 import os
 import sys
-from functools import partial
 from importlib.metadata import requires
 from pathlib import Path
 from typing import Any
@@ -34,7 +33,6 @@ from data_setup.loader import Batch
 from data_setup.masks import MaskPlan
 from models.engine_kernels import choose_kernels
 from models.flops import encoder_flops, flash_backward_flops, recomputed_flops, step_flops
-from models.optimizer import shard_state
 from models.vjepa3d import VJEPA3D
 from pretraining.step import Update, build_optimizer, train_step
 from utils.config.load import accumulation_steps
@@ -50,7 +48,7 @@ def main(argv: list[str] | None = None) -> int:
         parser.add_argument("--chips", type=int, required=True)
         parser.add_argument("--program", type=Path, required=True)
 
-    cfg, args = parse_cli("pretraining.tpu_fit.trace", __doc__ or "", argv, add_arguments)
+    cfg, args = parse_cli("benchmarks.tpu_fit.trace", __doc__ or "", argv, add_arguments)
     program, facts = trace(cfg, args.chips)
     args.program.write_bytes(program)
     args.program.with_name(f"{args.program.name}.json").write_text(json.dumps(facts))
@@ -66,17 +64,15 @@ def trace(cfg: Config, chips: int) -> tuple[bytes, dict[str, Any]]:
     with torch.device("meta"):
         model = VJEPA3D(cfg).train()
     torch.__future__.set_overwrite_module_params_on_conversion(True)
-    hold = partial(_parts, runtime) if cfg.train.shard_parameters else _placeholder
-    model._apply(hold)
+    model._apply(_placeholder)
     choose_kernels(model, cfg, runtime, is_for_tpu=True)
     optimizer = build_optimizer(model, cfg)
     for _, weight in model.trained_parameters():
         optimizer.state[weight] = {
             "step": _placeholder(torch.empty((), device="meta")),
-            "exp_avg": hold(weight.detach()),
-            "exp_avg_sq": hold(weight.detach()),
+            "exp_avg": _placeholder(weight.detach()),
+            "exp_avg_sq": _placeholder(weight.detach()),
         }
-    shard_state(model, optimizer, cfg, runtime)
     batches = [_batch(cfg, chips, runtime) for _ in range(accumulation)]
     state = _state(model, optimizer)
     before = {_id(tensor): place for place, (_, tensor) in enumerate(state)}
@@ -89,7 +85,7 @@ def trace(cfg: Config, chips: int) -> tuple[bytes, dict[str, Any]]:
     batch_bytes = sum(x.numel() * x.element_size() for batch in batches for x in batch.values()) // chips
     held = dict.fromkeys(CLASSES, 0) | {"batch": batch_bytes}
     for kind, tensor in state:
-        held[kind] += tensor.numel() * tensor.element_size() // runtime.num_shards(tensor)
+        held[kind] += tensor.numel() * tensor.element_size()
     return program, {
         "chips": chips,
         "accumulation": accumulation,
@@ -126,13 +122,6 @@ def _flops(model: VJEPA3D, cfg: Config, accumulation: int) -> dict[str, int]:
 
 def _placeholder(like: Tensor) -> Tensor:
     return xb.create_placeholder_tensor(like.shape, like.dtype)
-
-
-def _parts(runtime: Runtime, like: Tensor) -> Tensor:
-    """Zeros, sharded at once: a placeholder cannot be sharded, and sixteen whole models are too much."""
-    zeros = runtime.to_device_replicated(torch.zeros(like.shape, dtype=like.dtype, device="cpu"))
-    runtime.shard_parameters([zeros])
-    return zeros
 
 
 def _id(tensor: Tensor) -> int:

@@ -1,12 +1,12 @@
-"""Write volumes out of a store, or originals of a manifest, as NIfTI, OME-TIFF or OPT DICOM.
+"""Write volumes out of a store, or originals of a manifest, as NIfTI or OME-TIFF.
 
 In: STORE and its rows, or --source MANIFEST and the paths of its rows (column filepath). Out: a file a volume
-in --out, with its geometry: voxels, spacing, eye, and the direction of D where it is known. Beside NIfTI and
-TIFF lies a YAML with what they have no place for. Another file is not written over.
+in --out, with its geometry: voxels, spacing, eye, and the direction of D where it is known. Beside it lies
+a YAML with what the format has no place for. Another file is not written over.
 
 examples:
     python -m data_setup.store_export STORE 0 5 --format nifti --out out
-    python -m data_setup.store_export --source scans/manifest.tsv a/eye.vol --format dicom --out out
+    python -m data_setup.store_export --source scans/manifest.tsv a/eye.vol --format ome-tiff --out out
 
 A row of a store is on the store's grid, its padding included; an original is as it was acquired, with 8 bits.
 Paths of a manifest are relative to its folder, or to --root.
@@ -15,9 +15,7 @@ Paths of a manifest are relative to its folder, or to --root.
 from __future__ import annotations
 
 import argparse
-import datetime
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from utils.config.schema import StorageOptions
@@ -27,7 +25,7 @@ from utils.help_pages import Parser
 if TYPE_CHECKING:
     from data_setup.store_export.volume import ExportVolume
 
-FORMATS = ("nifti", "ome-tiff", "dicom")
+FORMATS = ("nifti", "ome-tiff")
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -50,18 +48,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; 0; raises UserError, StorageError."""
     args = _parse(argv)
     from data_setup.store_export.files import nifti_files, ome_files
-    from data_setup.store_export.opt import opt_files
     from utils.storage import exists, join, read_bytes, write_bytes
 
     options = StorageOptions(endpoint_url=args.endpoint_url, profile=args.profile)
-    opt = partial(opt_files, today=datetime.date.today())
-    written_as: dict[str, Callable[[ExportVolume], dict[str, bytes]]] = {
-        "nifti": nifti_files,
-        "ome-tiff": ome_files,
-        "dicom": opt,
-    }
+    files_of = {"nifti": nifti_files, "ome-tiff": ome_files}[args.format]
     for volume in _originals(args, options) if args.source else _rows(args, options):
-        files = written_as[args.format](volume)
+        files = files_of(volume)
         for name, content in files.items():
             url = join(args.out, name)
             if exists(url, options) and read_bytes(url, options) != content:

@@ -17,6 +17,7 @@ from pydicom.dataset import Dataset, FileDataset
 from pydicom.sequence import Sequence as Items
 from pydicom.uid import OphthalmicTomographyImageStorage
 
+from data_setup.export.writers.items import make_code, make_item, make_uid
 from data_setup.phantom.dicom import to_bytes
 from data_setup.phantom.files import write_file
 from data_setup.phantom.flow import SLABS, flow_of, slab_image
@@ -24,7 +25,6 @@ from data_setup.phantom.octa import COLUMNS as HEIGHT_COLUMNS
 from data_setup.phantom.octa import LINK, new_dataset, scans_of, truth_path, write_manifest
 from data_setup.protocols import device_of_path, protocol_of_path
 from data_setup.readers.octa import ENFACE_CLASS, FLOW_CLASS
-from data_setup.writers.items import make_code, make_item, make_uid
 
 TYPE_TEXT = {  # of a slab in files and manifest; Zeiss has words of its own
     "superficial": "Superficial vascular plexus flow",

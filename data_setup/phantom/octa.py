@@ -18,12 +18,12 @@ from pydicom.dataset import FileDataset, FileMetaDataset
 from pydicom.sequence import Sequence as Items
 from pydicom.uid import UID, ExplicitVRLittleEndian, OphthalmicTomographyImageStorage
 
+from data_setup.export.writers.items import make_item, make_uid
 from data_setup.phantom.anatomy import SURFACES
 from data_setup.phantom.dicom import MODEL_TEXT, to_bytes
 from data_setup.phantom.files import write_file
 from data_setup.protocols import device_of_path, protocol_of_path
 from data_setup.readers.heights import HEIGHT_MAP_CLASS
-from data_setup.writers.items import make_item, make_uid
 
 PR2_MM = 0.015  # the lower edge of the ellipsoid zone, as render.py draws it
 # a device's surfaces from the vitreous down: its label, the phantom's surface

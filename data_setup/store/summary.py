@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from data_setup.quality import LIMITS, share_between
 from data_setup.store.format import KEPT, PENDING
+from data_setup.store.quality import LIMITS, share_between
 from utils.errors import UserError
 
 AUDIT_NAMES = 20  # files of either kind that the report names

@@ -19,7 +19,6 @@ import zarr
 from zarr.codecs import BloscCodec, Crc32cCodec
 
 from data_setup.resample import Resampled
-from data_setup.splits import HASH
 from data_setup.store.format import (
     FORMAT_VERSION,
     INDEX_COLUMNS,
@@ -33,6 +32,7 @@ from data_setup.store.format import (
     read_attrs,
     read_row_file,
 )
+from data_setup.tables.splits import HASH
 from utils import storage
 from utils.config.schema import SpatialConfig, StorageOptions
 from utils.errors import UserError

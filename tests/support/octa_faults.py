@@ -15,11 +15,11 @@ import numpy as np
 import pydicom
 from pydicom.config import disable_value_validation
 
+from data_setup.export.writers.items import make_uid
 from data_setup.phantom import flow_files, octa
 from data_setup.phantom.dicom import to_bytes
 from data_setup.phantom.octa import LINK, NOT_REPORTED, SURFACES_OF, scans_of
 from data_setup.readers.heights import INVALID_UP_TO
-from data_setup.writers.items import make_uid
 
 _PHOTOGRAPH = "1.2.840.10008.5.1.4.1.1.77.1.5.1"
 HEIGHT_HABITS = ("v2_class", "labels", "grid", "reversed", "invalid")

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from data_setup.plug import read
 from data_setup.plug.facts import Fact, Labels, Plug, Scan, Shape, Task, Tree, of_field
 from data_setup.readers.faults import OCTReadError, RejectReason
-from data_setup.tables import SIDES
+from data_setup.tables.text import SIDES
 
 _SURFACES = ("ILM", "IPL", "OPL", "IS/OS", "RPE", "BM")
 _SPLITS = {  # the last id of each side, of 6 mm and of 3 mm scans

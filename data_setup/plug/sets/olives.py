@@ -7,7 +7,7 @@ from collections import defaultdict
 
 from data_setup.plug import read
 from data_setup.plug.facts import Fact, Plug, Scan, Task, Tree, fixed
-from data_setup.tables import SIDES
+from data_setup.tables.text import SIDES
 from utils.errors import UserError
 
 _PATH = "Path (Trial/Arm/Folder/Visit/Eye/Image Name)"

@@ -1,4 +1,4 @@
-"""data_setup/store_export: what is written is read back by this project's own readers as it was."""
+"""data_setup/export: what is written is read back by this project's own readers as it was."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import tifffile
 
+from data_setup.export.cli import main as export
 from data_setup.store.reader import PreparedStore
-from data_setup.store_export.cli import main as export
 from tests.data_setup.importers.reading import GRID, SPACING, read, run_prepare
 from tests.support.dicom_factory import speckle
 from tests.support.import_factory import anatomical_affine, write_nifti, write_yaml

@@ -5,8 +5,8 @@ in --out, with its geometry: voxels, spacing, eye, and the direction of D where 
 a YAML with what the format has no place for. Another file is not written over.
 
 examples:
-    python -m data_setup.store_export STORE 0 5 --format nifti --out out
-    python -m data_setup.store_export --source scans/manifest.tsv a/eye.vol --format ome-tiff --out out
+    python -m data_setup.export STORE 0 5 --format nifti --out out
+    python -m data_setup.export --source scans/manifest.tsv a/eye.vol --format ome-tiff --out out
 
 A row of a store is on the store's grid, its padding included; an original is as it was acquired, with 8 bits.
 Paths of a manifest are relative to its folder, or to --root.
@@ -23,14 +23,14 @@ from utils.errors import UserError
 from utils.help_pages import Parser
 
 if TYPE_CHECKING:
-    from data_setup.store_export.volume import ExportVolume
+    from data_setup.export.volume import ExportVolume
 
 FORMATS = ("nifti", "ome-tiff")
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = Parser(
-        prog="python -m data_setup.store_export",
+        prog="python -m data_setup.export",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -47,7 +47,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; 0; raises UserError, StorageError."""
     args = _parse(argv)
-    from data_setup.store_export.files import nifti_files, ome_files
+    from data_setup.export.files import nifti_files, ome_files
     from utils.storage import exists, join, read_bytes, write_bytes
 
     options = StorageOptions(endpoint_url=args.endpoint_url, profile=args.profile)
@@ -70,8 +70,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _rows(args: argparse.Namespace, options: StorageOptions) -> Iterator[ExportVolume]:
+    from data_setup.export.volume import of_store
     from data_setup.store.reader import PreparedStore
-    from data_setup.store_export.volume import of_store
 
     url, *rows = args.names
     if args.root is not None:
@@ -86,8 +86,8 @@ def _rows(args: argparse.Namespace, options: StorageOptions) -> Iterator[ExportV
 
 
 def _originals(args: argparse.Namespace, options: StorageOptions) -> Iterator[ExportVolume]:
+    from data_setup.export.volume import of_record
     from data_setup.manifest import records_of_table
-    from data_setup.store_export.volume import of_record
 
     root = args.root or args.source.rpartition("/")[0] or "."
     records = {record.path: record for record in records_of_table(args.source, root, options)}

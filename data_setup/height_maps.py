@@ -31,7 +31,7 @@ from data_setup.side_jobs import run_all
 from data_setup.store.format import KEPT
 from data_setup.store.heights import HeightWriter
 from data_setup.store.reader import PreparedStore
-from data_setup.tables import clean_path, fact_of, read_table
+from data_setup.tables.text import clean_path, fact_of, read_table
 from utils import storage
 from utils.config.schema import Config
 from utils.errors import EXIT_TRY_AGAIN, UserError

@@ -19,12 +19,12 @@ from typing import Any
 import numpy as np
 
 from data_setup.manifest import Record
-from data_setup.quality import Meter
 from data_setup.readers.dicom import OCTHeader
 from data_setup.readers.faults import OCTReadError, RejectReason
 from data_setup.readers.open_record import open_record, source_stat
 from data_setup.resample import Resampled, resample_frames
 from data_setup.store.format import KEPT, UNREAD
+from data_setup.store.quality import Meter
 from data_setup.store.writer import StoreWriter, measure, record_fields
 from utils import storage
 from utils.config.schema import SpatialConfig, StorageOptions

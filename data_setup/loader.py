@@ -14,13 +14,15 @@ from __future__ import annotations
 import math
 import multiprocessing
 import signal
+import threading
 import time
 from collections.abc import Hashable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -43,14 +45,17 @@ from data_setup.valid_field import token_valid
 from utils.config.schema import Config, DataConfig
 from utils.errors import ConfigError, TransientError, UserError
 from utils.runtime.open import keep_freed_memory
+from utils.runtime.single import Runtime
 from utils.workers import count_loaders, follow_parent
 
 Batch = dict[str, Tensor]
+_T = TypeVar("_T")
 Sample = dict[Hashable, Any]  # the keys are those of MONAI's transforms
 
 # Second words of the data order's seeds. Its generator is not random_stream's, so no two streams meet.
 ORDER_EPOCH, ORDER_DEVICES = 0, 1
 VALIDATION_SEED = 0  # validation masks depend on the row alone, so runs with different seeds are comparable
+GRACE_S = 60.0  # the loader's own limit comes first and says more; and the workers' start counts here alone
 POLL_SECONDS = 5.0  # how often the training process looks whether its loader workers are alive
 
 
@@ -364,3 +369,50 @@ def _stored_batches(
     batches = iter(_data_loader(data, samples, keys, persistent=False, generator=own_seeds))
     for number in range(len(keys)):
         yield _next_batch(batches, data, number, f"evaluation batch {number + 1} of {len(keys)}")
+
+
+@contextmanager
+def watched_workers(timeout_s: float) -> Iterator[None]:
+    """End the loader's workers after so long; raises LostWorkerError then.
+
+    The loader notices one that hangs in its work. One that is frozen as a whole, or holds the interpreter's
+    lock, also leaves the loader waiting for a batch that it has announced: without limit, as torch has none.
+    """
+    has_fired = threading.Event()
+
+    def end_workers() -> None:
+        has_fired.set()
+        for worker in multiprocessing.active_children():
+            worker.kill()
+
+    timer = threading.Timer(timeout_s + GRACE_S, end_workers)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    except (RuntimeError, EOFError, OSError) as error:
+        if not has_fired.is_set():
+            raise
+        raise LostWorkerError(
+            f"expected a batch within data.data_timeout_s = {timeout_s:g} s, found a loader worker that is "
+            f"frozen; killed after {timeout_s + GRACE_S:g} s"
+        ) from error
+    finally:
+        timer.cancel()
+
+
+def next_or_stop(batches: Iterator[_T], runtime: Runtime, timeout_s: float) -> _T | None:
+    """This process's micro-batches of the next step; None where SIGTERM reached any of the processes.
+
+    Raises LoaderError where the loader fails or gives none for about `timeout_s`.
+    """
+    micro_batches = None
+    if not runtime.stop_requested:
+        try:
+            with watched_workers(timeout_s):
+                micro_batches = next(batches)
+        except LoaderError:
+            # a signal to a whole process group or control group ends the loader's workers too
+            if not runtime.stop_requested:
+                raise
+    return None if runtime.stop_agreed() else micro_batches

@@ -15,12 +15,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from data_setup.participants import RECOMMENDED as RECOMMENDED
-from data_setup.participants import TREE as TREE
-from data_setup.participants import eye_of, may_lack_participants, of_eye, read_participants
 from data_setup.protocols import BY_NAME, DEVICES, PROTOCOLS, device_of_path, protocol_of_path
-from data_setup.splits import stratified_choice
-from data_setup.tables import (
+from data_setup.tables.participants import RECOMMENDED as RECOMMENDED
+from data_setup.tables.participants import TREE as TREE
+from data_setup.tables.participants import eye_of, may_lack_participants, of_eye, read_participants
+from data_setup.tables.splits import stratified_choice
+from data_setup.tables.text import (
     D_ORDERS,
     PERSON_COLUMNS,
     SENTINELS,

@@ -8,34 +8,30 @@ same bytes.
 
     python -m data_setup.prepare --config FILE [--workers N] [--audit] [section.key=value ...]
     python -m data_setup.prepare --config FILE --dask tcp://SCHEDULER:8786  the same by a cluster's workers
-    python -m data_setup.prepare --config FILE --shard i/n [--workers N]    on each of n machines
-    python -m data_setup.prepare --config FILE --finalise [--audit]         once, after all shards
     python -m data_setup.prepare --config FILE --heights [--workers N]      afterwards, for task.kind=layers
     python -m data_setup.prepare --config FILE --labels [--workers N]       afterwards, labels of the manifest
     python -m data_setup.prepare --config FILE --flow [--workers N]         afterwards, flow cubes of OCTA
     python -m data_setup.prepare --config FILE --verify [--workers N]
     python -m data_setup.prepare --config FILE --check-only [--json URL] [--pixel-hash all|same-size|none]
 
-`--shard i/n` writes the volumes and row files of the rows with row % n == i; `--finalise` writes the index
-and the report. A run without either does both. With `--dask` the workers of a cluster prepare the rows in
-place of this machine's processes: they need this package, data.gcs_root and data.store. `--verify` reads
-every volume again and compares checksums. `--heights` lays the height maps of data.heights_manifest_path on
+With `--dask` the workers of a cluster prepare the rows in place of this machine's processes: they need this
+repository, data.gcs_root and data.store. `--verify` reads every volume again and compares checksums.
+`--check-only` reads headers alone, writes no store and ends with 1 where something is wrong
+(data_setup/check/tree.py). `--heights` lays the height maps of data.heights_manifest_path on
 the volumes of a finalised store (data_setup/height_maps.py), `--labels` what the manifest's columns
 label_volume and label_surfaces name (data_setup/tree_labels.py), `--flow` the flow cubes and en-face images
 of data.flow_manifest_path (data_setup/flow_cubes.py). `--rebase` takes a tree that has moved for
 the same one: files of equal size are not read again.
 
-There are no locks. Every row is computed from its own file alone and every object is written whole, so the
-same shard prepared twice at once, or shards of another n, only write the same bytes twice. Only a run without
---shard may change an existing record list; a shard whose manifest differs from the list is an error. Two runs
-at once with two manifests are an error at their end: a record has lost its row.
+There are no locks. Every row is computed from its own file alone and every object is written whole, so two
+runs at once only write the same bytes twice. Two runs at once with two manifests are an error at their end: a
+record has lost its row.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import re
 import shlex
 import sys
 import time
@@ -45,14 +41,14 @@ from contextlib import closing
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from data_setup.check import cli as check
 from data_setup.check.audit import audit_files, list_tree
+from data_setup.check.tree import PIXEL_HASH_MODES, check_tree
 from data_setup.flow_cubes import prepare_flow
 from data_setup.height_maps import prepare_heights
 from data_setup.jobs import DONE, SOURCE_MISSING, TO_DO, Job, run_jobs, state_of
 from data_setup.manifest import RECOMMENDED, Record, RecordList, read_records
 from data_setup.store.format import KEPT, UNREAD, read_attrs
-from data_setup.store.summary import next_step, require_apart, run_line, shorten, summarise, table
+from data_setup.store.summary import next_step, require_apart, shorten, summarise, table
 from data_setup.store.verify import verify
 from data_setup.store.writer import StoreWriter, record_fields
 from data_setup.tree_labels import prepare_labels
@@ -62,14 +58,6 @@ from utils.config.schema import Config
 from utils.errors import EXIT_FINISHED, EXIT_TRY_AGAIN, EXIT_USER_ERROR, UserError
 from utils.terminal import track
 from utils.workers import in_threads
-
-
-def parse_shard(text: str) -> tuple[int, int]:
-    """'i/n' -> (i, n) with 0 <= i < n; raises UserError."""
-    match = re.fullmatch(r"(\d+)/(\d+)", text)
-    if not match or not int(match[1]) < int(match[2]):
-        raise UserError(f"--shard: expected i/n with 0 <= i < n, found {text!r}")
-    return int(match[1]), int(match[2])
 
 
 def _peak_memory_mb(workers: int) -> float:
@@ -88,12 +76,8 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         "--audit", action="store_true", help="list the files of a remote tree too; a local one always is"
     )
     verb = parser.add_mutually_exclusive_group()
-    verb.add_argument("--shard", metavar="i/n", help="write the rows with row %% n == i, and no index")
-    verb.add_argument("--finalise", action="store_true", help="write index and report of rows that are there")
     verb.add_argument(
-        "--check-only",
-        action="store_true",
-        help="the same as python -m data_setup.check",
+        "--check-only", action="store_true", help="look at the headers of the whole tree, and write no store"
     )
     verb.add_argument(
         "--verify", action="store_true", help="read every volume of the store and compare its checksum"
@@ -110,7 +94,8 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--rebase", action="store_true", help="the files of the store's source are now below data.gcs_root"
     )
-    check.add_arguments(parser)
+    parser.add_argument("--json", metavar="URL", help="where to write the report (default: in data.store)")
+    parser.add_argument("--pixel-hash", choices=PIXEL_HASH_MODES, help="find duplicates (default same-size)")
 
 
 LOOKED_AT = 100  # files of a run that are looked at whatever the rejects
@@ -234,21 +219,9 @@ def _exit_code(cfg: Config, tally: Tally) -> int:
     return EXIT_TRY_AGAIN if tally.num_away else EXIT_USER_ERROR
 
 
-def _exit_code_of_all(cfg: Config, report: Mapping[str, Any]) -> int:
-    """As `_exit_code`, of every shard's rows; EXIT_USER_ERROR also where rows have not been prepared yet."""
-    tally = Tally()
-    tally.num_rows, tally.rejected = report["records"], Counter(report["rejected"])
-    if report["pending"]:
-        problem = f"expected all {report['records']} records prepared, found {report['pending']} pending"
-        print(f"error: {cfg.data.store}: {problem}; run their shards, then --finalise again", file=sys.stderr)
-        return EXIT_USER_ERROR
-    return _exit_code(cfg, tally)
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the stage; 0, or an exit code of utils.errors when some files could not be read."""
     cfg, args = parse_cli("data_setup.prepare", __doc__ or "", argv, _add_arguments)
-    shard, num_shards = parse_shard(args.shard or "0/1")
     beside = {"--heights": prepare_heights, "--labels": prepare_labels, "--flow": prepare_flow}
     chosen = next((verb for verb in beside if getattr(args, verb[2:])), None)
     if (args.check_only or args.verify or chosen) and (args.rebase or args.audit):
@@ -257,7 +230,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.check_only and args.dask:
         raise UserError("--dask: expected no --check-only with it, which runs on this machine, found it")
     if args.check_only:
-        return check.check_tree(cfg, args.workers, args.pixel_hash or "same-size", args.json)
+        return check_tree(cfg, args.workers, args.pixel_hash or "same-size", args.json)
     if args.verify:
         return verify(cfg, args.workers, args.dask)
     if chosen:
@@ -266,8 +239,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         return beside[chosen](cfg, args.workers)
     if args.json or args.pixel_hash:
         raise UserError("--json, --pixel-hash: expected --check-only with them, found none")
-    if args.audit and args.shard:
-        raise UserError("--audit: expected with --finalise or alone, found --shard with it")
     start = time.perf_counter()
     options, root = cfg.data.storage_options, cfg.data.gcs_root
     writer = StoreWriter(cfg.data.store, options)
@@ -276,13 +247,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     synthetic = storage.exists(storage.join(root, "synthetic.json"), options)
     writer.create(cfg.spatial, root, synthetic, len(records), args.rebase)
     filtered = [record_fields(r) for r in listing.filtered]
-    rows = writer.append_records(records, may_change=args.shard is None, others=filtered)
+    rows = writer.append_records(records, others=filtered)
     tally = Tally()
-    if not args.finalise:
-        own_records = {r: c for r, c in zip(rows, listing.records, strict=True) if r % num_shards == shard}
-        jobs = select(cfg, writer, own_records, tally, args.rebase)
-        work(jobs, args.workers, cfg.data.max_reject_fraction * len(own_records), tally, args.dask)
-        writer.check_rows(records, rows)
+    record_of = dict(zip(rows, listing.records, strict=True))
+    jobs = select(cfg, writer, record_of, tally, args.rebase)
+    work(jobs, args.workers, cfg.data.max_reject_fraction * len(record_of), tally, args.dask)
+    writer.check_rows(records, rows)
     seconds = time.perf_counter() - start
     run = tally.fields() | {
         "workers": "dask" if args.dask else args.workers,
@@ -290,14 +260,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         "volumes_per_s": round(tally.prepared / seconds, 3),
         "peak_memory_mb": None if args.dask else round(_peak_memory_mb(args.workers), 1),
     }
-    if args.shard:
-        print(f"shard {args.shard} of {cfg.data.store}: {run_line(run)}; after all shards: --finalise")
-    else:
-        report = finalise(cfg, writer, listing, rows, run, args.audit or not storage.is_remote(root))
-        print(table(report))
-        require_apart(cfg.data.store, report["identical_volumes"])
-    code = _exit_code_of_all(cfg, report) if args.finalise else _exit_code(cfg, tally)
-    if code == EXIT_FINISHED and not args.shard:
+    report = finalise(cfg, writer, listing, rows, run, args.audit or not storage.is_remote(root))
+    print(table(report))
+    require_apart(cfg.data.store, report["identical_volumes"])
+    code = _exit_code(cfg, tally)
+    if code == EXIT_FINISHED:
         print(f"next: python -m pretraining.train --config {shlex.join([args.config, *args.overrides])}")
     return code
 

@@ -41,7 +41,7 @@ from data_setup.store.format import KEPT
 from data_setup.store.heights import OF_LABELS, HeightWriter
 from data_setup.store.labels import Classes, LabelWriter, counts_text, parse_counts
 from data_setup.store.reader import PreparedStore
-from data_setup.tables import clean_path, fact_of, read_table
+from data_setup.tables.text import clean_path, fact_of, read_table
 from utils import storage
 from utils.config.schema import Config
 from utils.errors import EXIT_TRY_AGAIN, UserError

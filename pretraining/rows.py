@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from data_setup.manifest import load_labels, select_wanted, unit_of
-from data_setup.splits import EXACT, pretraining_split
 from data_setup.store.format import KEPT, PENDING
 from data_setup.store.reader import PreparedStore
 from data_setup.store.summary import identical_volumes, require_apart
+from data_setup.tables.splits import EXACT, pretraining_split
 from utils.config.schema import Config
 from utils.errors import UserError
 

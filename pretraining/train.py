@@ -22,8 +22,7 @@ from functools import partial
 
 import torch
 
-from data_setup.loader import Batch, start_early
-from data_setup.next_batch import next_or_stop
+from data_setup.loader import Batch, next_or_stop, start_early
 from models.vjepa3d import SECOND_LOSSES
 from pretraining.banner import log_end, log_start
 from pretraining.gauges.examples import Examples

@@ -25,13 +25,6 @@ class HelpPage:
 
 DATA_KEYS = ("data.gcs_root", "data.store")
 PAGES = {
-    "data_setup.check": HelpPage(
-        "Look at the headers of a whole tree before you prepare it: what is wrong, what is there twice.",
-        ("python -m data_setup.check --config configs/smoke_test.yaml",
-         "python -m data_setup.check --config configs/pretrain_oct_vjepa2.yaml data.gcs_root=FOLDER "
-         "data.store=STORE"),
-        (*DATA_KEYS, "data.device_filter"),
-    ),
     "data_setup.expand": HelpPage(
         "Expand the zip archives of a bucket or a folder into a tree of files.",
         ("python -m data_setup.expand --src gs://BUCKET/zips --dst gs://BUCKET/dataset",
@@ -50,6 +43,7 @@ PAGES = {
         ("python -m data_setup.prepare --config configs/smoke_test.yaml",
          "python -m data_setup.prepare --config configs/pretrain_oct_vjepa2.yaml data.gcs_root=FOLDER "
          "data.store=STORE",
+         "python -m data_setup.prepare --config configs/smoke_test.yaml --check-only",
          "python -m data_setup.prepare --config configs/smoke_test.yaml --verify"),
         (*DATA_KEYS, "data.device_filter", "data.max_reject_fraction", "spatial.target_spacing",
          "spatial.image_size", "spatial.resample"),

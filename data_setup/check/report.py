@@ -1,6 +1,6 @@
 """The report of a check: counts, faults by reason and by name, bytes read; as JSON and as a table.
 
-In: the findings of data_setup/check/cli.py. Out: a dictionary of plain values, which the HTML report shows
+In: the findings of data_setup/check/tree.py. Out: a dictionary of plain values, which the HTML report shows
 too, and text.
 """
 

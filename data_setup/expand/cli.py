@@ -15,6 +15,7 @@ import contextlib
 import fcntl
 import hashlib
 import os
+import re
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -30,7 +31,6 @@ from data_setup.expand.archive import (
     read_member,
     read_members,
 )
-from data_setup.prepare import parse_shard
 from utils import storage
 from utils.config.schema import StorageOptions
 from utils.errors import EXIT_USER_ERROR, UserError
@@ -166,6 +166,14 @@ def _staging_folder(dst: str) -> Iterator[str | None]:
         yield url
     finally:
         os.close(descriptor)
+
+
+def parse_shard(text: str) -> tuple[int, int]:
+    """'i/n' -> (i, n) with 0 <= i < n; raises UserError."""
+    match = re.fullmatch(r"(\d+)/(\d+)", text)
+    if not match or not int(match[1]) < int(match[2]):
+        raise UserError(f"--shard: expected i/n with 0 <= i < n, found {text!r}")
+    return int(match[1]), int(match[2])
 
 
 def _parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:

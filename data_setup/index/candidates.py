@@ -18,9 +18,9 @@ from pathlib import PurePosixPath
 from data_setup.readers import heidelberg
 from data_setup.readers.faults import OCTReadError, RejectReason
 from data_setup.readers.images import count_pages, differing_numbers, is_image
+from data_setup.readers.makers import e2e, kinds
 from data_setup.readers.open_record import PEEK_BYTES, kind_by_name
 from data_setup.readers.sidecar import FOLDER_SIDECAR
-from data_setup.readers.vendor import e2e, kinds
 from utils.config.schema import StorageOptions
 from utils.storage import join
 from utils.storage.ranges import RangeFile

@@ -31,9 +31,9 @@ from data_setup.index.octa import write_octa
 from data_setup.index.people import compile_pattern
 from data_setup.index.summary import summarise
 from data_setup.index.write import write_tables
-from data_setup.participants import TREE
 from data_setup.readers.faults import RejectReason
 from data_setup.store.format import UNREAD
+from data_setup.tables.participants import TREE
 from utils import storage
 from utils.cli import add_workers
 from utils.config.schema import StorageOptions

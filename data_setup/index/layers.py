@@ -19,8 +19,8 @@ from data_setup.index.candidates import SURFACES_ENDING
 from data_setup.index.look import Entry
 from data_setup.readers.dicom import open_file
 from data_setup.readers.faults import OCTReadError, RejectReason
-from data_setup.readers.vendor import kinds, topcon
-from data_setup.readers.vendor.surfaces import Surfaces
+from data_setup.readers.makers import kinds, topcon
+from data_setup.readers.makers.surfaces import Surfaces
 from utils.config.schema import StorageOptions
 from utils.storage import join, write_bytes
 

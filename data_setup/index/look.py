@@ -19,10 +19,10 @@ from data_setup.protocols import BY_NAME
 from data_setup.readers import heidelberg
 from data_setup.readers.dicom import OCTHeader
 from data_setup.readers.faults import OCTReadError, RejectReason, named_faults
+from data_setup.readers.makers import kinds
 from data_setup.readers.octa import OctaHeader, read_octa_header
 from data_setup.readers.open_record import PEEK_BYTES, peek_record
 from data_setup.readers.pixels import BoundedFile
-from data_setup.readers.vendor import kinds
 from data_setup.store.format import UNREAD
 from utils.config.schema import StorageOptions
 from utils.storage import StorageError, join

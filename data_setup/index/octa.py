@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 
 from data_setup.index.look import Entry
 from data_setup.readers.octa import EN_FACE, FLOW_CUBE, SLABS, slab_of
-from data_setup.tables import table_text
+from data_setup.tables.text import table_text
 from utils.config.schema import StorageOptions
 from utils.storage import exists, join, write_text
 

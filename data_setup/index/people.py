@@ -11,7 +11,7 @@ import re
 from collections.abc import Sequence
 from pathlib import PurePosixPath
 
-from data_setup.tables import SIDES
+from data_setup.tables.text import SIDES
 from utils.errors import UserError
 
 _VISIT = re.compile(

@@ -11,8 +11,8 @@ from data_setup.index.candidates import IMAGES
 from data_setup.index.look import HEADED, UNKNOWN, WITHOUT_YAML, Entry
 from data_setup.index.write import Written
 from data_setup.readers.faults import RejectReason
+from data_setup.readers.makers import kinds
 from data_setup.readers.sidecar import FOLDER_SIDECAR
-from data_setup.readers.vendor import kinds
 from data_setup.store.summary import next_step
 from utils.config.schema import StorageOptions
 from utils.storage import join

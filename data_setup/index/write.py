@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import pandas as pd
 
 from data_setup.index.look import UNKNOWN, Entry
-from data_setup.tables import PERSON_COLUMNS, SIDES, Row, clean_path, read_table, spacing_of, table_text
+from data_setup.tables.text import PERSON_COLUMNS, SIDES, Row, clean_path, read_table, spacing_of, table_text
 from utils.config.schema import StorageOptions
 from utils.errors import UserError
 from utils.storage import exists, join, write_bytes, write_text

@@ -11,8 +11,7 @@ their flow cubes and en-face images (retinal_octa/flow_cube, retinal_octa/enface
 also labels of voxels (data_setup/phantom/voxel_labels.py), which `data_setup.prepare --labels` reads.
 
     python -m data_setup.phantom --out DIR --participants N --seed S --size small|full [--faults]
-                                 [--heights plain|all|QUIRK,...] [--every-device]
-                                 [--flow plain|all|QUIRK,...] [--labels lesions|layers]
+                                 [--heights] [--flow] [--every-device] [--labels lesions|layers]
 """
 
 from __future__ import annotations
@@ -32,9 +31,8 @@ from data_setup.phantom.cohort import MAX_PARTICIPANTS, Participant, make_partic
 from data_setup.phantom.dicom import SYNTAXES
 from data_setup.phantom.faults import plant_faults
 from data_setup.phantom.files import MANIFEST_COLUMNS, write_person
-from data_setup.phantom.flow_files import QUIRKS as FLOW_QUIRKS
 from data_setup.phantom.flow_files import write_flow
-from data_setup.phantom.octa import QUIRKS, parse_quirks, write_heights
+from data_setup.phantom.octa import write_heights
 from data_setup.phantom.voxel_labels import KINDS, write_labels
 from utils.errors import UserError
 from utils.help_pages import PeopleParser
@@ -101,19 +99,17 @@ def write_tree(
     naming: str = "v3",
     transfer_syntax: str = "mixed",
     workers: int | None = None,
-    heights: str | None = None,
+    heights: bool = False,
     every_device: bool = False,
     labels: str | None = None,
-    flow: str | None = None,
+    flow: bool = False,
 ) -> dict[str, object]:
     """Write the tree to `out` (new or empty) and return the content of synthetic.json; raises UserError.
 
-    workers: processes; None: one per CPU, 0 or 1: this one. heights: plain, all or names of octa.QUIRKS.
-    every_device: each eye once on each device, in place of 2-4 scans a person.
-    labels: one of voxel_labels.KINDS. flow: plain, all or names of flow_files.QUIRKS.
+    workers: processes; None: one per CPU, 0 or 1: this one. heights, flow: of the OCTA-type
+    scans. every_device: each eye once on each device, in place of 2-4 scans a person. labels: one of
+    voxel_labels.KINDS.
     """
-    quirks = None if heights is None else parse_quirks(heights)
-    flow_quirks = None if flow is None else parse_quirks(flow, FLOW_QUIRKS, "--flow")
     if not 1 <= participants <= MAX_PARTICIPANTS:
         raise UserError(f"--participants: expected 1..{MAX_PARTICIPANTS} (4-digit ids), found {participants}")
     for name, number in (("--seed", seed), ("--workers", workers)):
@@ -132,12 +128,10 @@ def write_tree(
         marker, rows = _write_tree(partial_out, people, job, faults, workers)
         if every_device:
             marker["every_device"] = True
-        if quirks is not None:
-            marker["height_quirks"] = list(quirks)
-            marker["height_faults"] = write_heights(partial_out, rows, quirks, seed)
-        if flow_quirks is not None:
-            marker["flow_quirks"] = list(flow_quirks)
-            marker["flow_faults"] = write_flow(partial_out, rows, flow_quirks, seed)
+        if heights:
+            write_heights(partial_out, rows)
+        if flow:
+            write_flow(partial_out, rows, seed)
         if labels is not None:
             marker["labels"] = labels
             write_labels(partial_out, labels)
@@ -219,15 +213,9 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--faults", action="store_true", help="plant one bad file of each kind")
     parser.add_argument("--naming", choices=("v3", "v2"), default="v3")
     parser.add_argument("--transfer-syntax", choices=("mixed", *SYNTAXES), default="mixed")
+    parser.add_argument("--heights", action="store_true", help="write height maps of OCTA-type scans")
     parser.add_argument(
-        "--heights",
-        metavar="plain|all|QUIRK,...",
-        help=f"write height maps of OCTA-type scans; quirks: {', '.join(QUIRKS)}",
-    )
-    parser.add_argument(
-        "--flow",
-        metavar="plain|all|QUIRK,...",
-        help=f"write flow cubes and en-face images of OCTA-type scans; quirks: {', '.join(FLOW_QUIRKS)}",
+        "--flow", action="store_true", help="write flow cubes and en-face images of OCTA-type scans"
     )
     parser.add_argument(
         "--every-device", action="store_true", help="each eye once on each device, for evaluate --same-eye"

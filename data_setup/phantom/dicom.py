@@ -21,8 +21,8 @@ from pydicom.uid import (
     RLELossless,
 )
 
+from data_setup.export.writers.items import make_code, make_item, make_uid
 from data_setup.phantom.groups import FileSpec, frame_groups, shared_groups
-from data_setup.writers.items import make_code, make_item, make_uid
 
 SYNTAXES: dict[str, UID] = {
     "explicit": ExplicitVRLittleEndian,

@@ -12,13 +12,13 @@ from pathlib import Path
 
 import numpy as np
 
+from data_setup.export.writers.items import make_uid
 from data_setup.phantom.anatomy import LAYERS, SURFACES, make_eye
 from data_setup.phantom.cohort import Participant, Scan
 from data_setup.phantom.dicom import write_volume
 from data_setup.phantom.groups import POSITION_STYLES, FileSpec, written_spacing
 from data_setup.phantom.render import LESIONS, Scan3D, render
 from data_setup.protocols import DEVICES, Protocol
-from data_setup.writers.items import make_uid
 
 MIXED_WEIGHTS = {"explicit": 0.4, "j2k": 0.35, "rle": 0.15, "j2k_lossy": 0.1}
 MANIFEST_COLUMNS = (

@@ -13,8 +13,8 @@ from pydicom.dataset import Dataset
 from pydicom.sequence import Sequence
 from pydicom.uid import OphthalmicPhotography8BitImageStorage
 
+from data_setup.export.writers.items import make_code, make_item
 from data_setup.protocols import Protocol
-from data_setup.writers.items import make_code, make_item
 
 ONH_CIRCLES_MM = (3.5, 4.1, 4.7)  # diameters of the last three frames of an optic nerve head scan
 ONH_RADIAL_SCALE = 0.5  # its radial lines span half of the posterior pole's width

@@ -2,15 +2,13 @@
 
 In: the name of a set and a folder in the set's own layout, on a disk or in a bucket. Nothing is downloaded:
 get the set from its owners, under their licence. `index` writes manifest.tsv, participants.tsv and label
-files into the folder (or --out), and prints the next two commands. `imitate` writes a folder of some hundred
-kB in that layout, with the phantom's eyes in it, to try all of this without the data.
+files into the folder (or --out), and prints the next two commands.
 
 examples:
     python -m data_setup.plug list
     python -m data_setup.plug list octa500
-    python -m data_setup.plug imitate octa500 runs/imitation
-    python -m data_setup.plug check octa500 runs/imitation
-    python -m data_setup.plug index octa500 runs/imitation --out runs/tables
+    python -m data_setup.plug check octa500 OCTA-500
+    python -m data_setup.plug index octa500 OCTA-500 --out tables
 """
 
 from __future__ import annotations
@@ -20,7 +18,6 @@ import difflib
 import shlex
 from collections import Counter
 from collections.abc import Sequence
-from pathlib import Path
 
 from data_setup.plug.facts import Plug, Scan, Tree
 from data_setup.plug.index import (
@@ -49,23 +46,21 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    verbs = parser.add_subparsers(dest="verb", required=True, metavar="list | check | index | imitate")
+    verbs = parser.add_subparsers(dest="verb", required=True, metavar="list | check | index")
     one = verbs.add_parser("list", help="all sets, or everything about one")
     one.add_argument("name", nargs="?", metavar="NAME", help="of a set")
     texts = {
         "check": "whether a folder is the set, and what is in it",
         "index": "write the tables and label files of a folder",
-        "imitate": "write a small folder in the set's layout",
     }
     for verb, text in texts.items():
         one = verbs.add_parser(verb, help=text)
         one.add_argument("name", metavar="NAME", help="of a set: see list")
-        one.add_argument("folder", metavar="DIR", help="a folder" if verb == "imitate" else "a folder or URL")
+        one.add_argument("folder", metavar="DIR", help="a folder or URL")
         if verb == "index":
             one.add_argument("--out", metavar="DIR", help="where the tables go (default: DIR)")
-        if verb != "imitate":
-            one.add_argument("--endpoint-url", metavar="URL", help="an S3-compatible store, or an emulator")
-            one.add_argument("--profile", metavar="NAME", help="of the AWS credentials file")
+        one.add_argument("--endpoint-url", metavar="URL", help="an S3-compatible store, or an emulator")
+        one.add_argument("--profile", metavar="NAME", help="of the AWS credentials file")
     return parser.parse_args(argv)
 
 
@@ -78,8 +73,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     plug = plug_of(args.name)
     if args.verb == "list":
         print("\n".join(describe(plug)))
-    elif args.verb == "imitate":
-        _imitate(plug, Path(args.folder))
     else:
         options = StorageOptions(endpoint_url=args.endpoint_url, profile=args.profile)
         tree = Tree(args.folder.rstrip("/") or "/", options)
@@ -127,15 +120,6 @@ def _refuse_unread(plug: Plug, tree: Tree, every: Sequence[Looked]) -> None:
     if all(looked.fault for looked in every):
         _print_tree(plug)
         raise UserError(f"{tree.root}: expected volumes that open, found none: {every[0].fault}")
-
-
-def _imitate(plug: Plug, folder: Path) -> None:
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise UserError(f"{folder}: expected an empty folder, found something in it")
-    plug.imitate(folder)
-    size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-    print(f"an imitation of {plug.title}: {size / 1000:.0f} kB in {folder}; it says nothing of the real set")
-    print(f"next: {shlex.join(['python', '-m', 'data_setup.plug', 'index', plug.name, str(folder)])}")
 
 
 def _counted(plug: Plug, tree: Tree, every: Sequence[Looked]) -> list[str]:

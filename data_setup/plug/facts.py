@@ -10,7 +10,6 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -125,7 +124,6 @@ class Plug:
     labels: Fact
     splits: Fact
     find: Callable[[Tree], list[Scan]]  # raises UserError for a table that cannot be read
-    imitate: Callable[[Path], None]  # write some volumes in the set's own layout
     tasks: tuple[Task, ...]
     classes: Mapping[str, str] = field(default_factory=dict)  # the set's word -> study_group
     label_classes: Mapping[int, str] = field(default_factory=dict)

@@ -20,8 +20,8 @@ from data_setup.plug.facts import Labels, Plug, Scan, Shape, Tree, Triple
 from data_setup.readers.dicom import OCTHeader
 from data_setup.readers.faults import OCTReadError
 from data_setup.readers.open_record import peek_record
-from data_setup.splits import stratified_choice
-from data_setup.tables import label_of, table_text
+from data_setup.tables.splits import stratified_choice
+from data_setup.tables.text import label_of, table_text
 from utils.config.schema import StorageOptions
 from utils.errors import UserError
 from utils.storage import exists, join, read_text, write_bytes, write_text

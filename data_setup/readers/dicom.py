@@ -32,7 +32,7 @@ from data_setup.readers.faults import (
     number,
 )
 from data_setup.readers.pixels import BoundedFile, PixelLayout, check_element, iter_pixels, read_layout
-from data_setup.tables import SIDES
+from data_setup.tables.text import SIDES
 from utils.config.schema import StorageOptions
 from utils.storage import is_remote, open_url, read_bytes
 

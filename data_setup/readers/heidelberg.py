@@ -25,7 +25,7 @@ from data_setup.readers.faults import OCTReadError, RejectReason
 from data_setup.readers.geometry import Measures, RawGeometry, check_geometry
 from data_setup.readers.images import differing_numbers, is_image, iter_images
 from data_setup.readers.sidecar import Sidecar, checked_frames, make_header, reading
-from data_setup.tables import SIDES
+from data_setup.tables.text import SIDES
 from utils.config.schema import StorageOptions
 from utils.storage import join, list_names, read_bytes
 

@@ -26,10 +26,10 @@ from data_setup.readers import arrays, dicom, heidelberg, images, metaimage, nif
 from data_setup.readers.dead_ends import explained
 from data_setup.readers.dicom import OCTHeader, open_file
 from data_setup.readers.faults import OCTReadError, RejectReason, named_faults
+from data_setup.readers.makers import kinds
 from data_setup.readers.pixels import BoundedFile
 from data_setup.readers.sidecar import Sidecar, parse_sidecar, read_sidecars, sidecar_urls
-from data_setup.readers.vendor import kinds
-from data_setup.tables import D_ORDERS
+from data_setup.tables.text import D_ORDERS
 from utils import storage
 from utils.config.schema import StorageOptions
 from utils.storage import ObjectStat, StorageNotFoundError, join, list_names

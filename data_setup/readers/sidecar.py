@@ -29,7 +29,7 @@ from tifffile import TiffFileError
 from data_setup.readers.dicom import OCTHeader, grey_frames
 from data_setup.readers.faults import OCTReadError, RejectReason, named_faults
 from data_setup.readers.geometry import check_plausible
-from data_setup.tables import D_ORDERS, SIDES
+from data_setup.tables.text import D_ORDERS, SIDES
 from utils.config.schema import StorageOptions
 from utils.storage import StorageNotFoundError, join, read_bytes
 

@@ -2,7 +2,7 @@
 
 Layout under the store's URL, the same on a disk and in a bucket:
     zarr.json               attributes: format_version, geometry, normalisation, synthetic, source_root,
-                            splits (how validation participants are cut: data_setup/splits.py)
+                            splits (how validation participants are cut: data_setup/tables/splits.py)
     volumes/                uint8 [N, D, H, W], one chunk a volume, Blosc LZ4 + CRC32C; a reject has none
     records.jsonl           the ordered record list: line = row, only ever appended to
     rows/{row:06d}.json     what was measured, written after the row's chunk: a row counts when this exists
@@ -31,7 +31,7 @@ NORMALISATION = "zscore_valid"  # what readers do with a volume: z-score over it
 KEPT, PENDING = "kept", "pending"  # the other statuses are reject reasons
 UNREAD = "unread"  # of an attempt: storage did not answer; the row stays as it was
 
-# of data_setup/quality.py; NaN in rows that were prepared before it was measured, and for rejects
+# of data_setup/store/quality.py; NaN in rows that were prepared before it was measured, and for rejects
 QUALITY_COLUMNS: dict[str, tuple[str, str]] = {
     "quality": ("float64", "0 to 1: the worst of the five below, each between its limits"),
     "signal_db": ("float64", "retina over background, against the background's noise"),

@@ -64,10 +64,9 @@ class PreparedStore:
         try:
             data = storage.read_bytes(index_url, options)
         except storage.StorageNotFoundError as error:
-            begun = storage.exists(storage.join(url, "records.jsonl"), options)
-            expected = "a finalised store" if begun else "a prepared store"
-            command = "data_setup.prepare with --finalise" if begun else "data_setup.prepare first"
-            raise UserError(f"{url}: expected {expected}, found no index.parquet; run {command}") from error
+            raise UserError(
+                f"{url}: expected a prepared store, found no index.parquet; run data_setup.prepare first"
+            ) from error
         attrs = read_attrs(url, options)
         if attrs.get("format_version") != FORMAT_VERSION:
             raise UserError(

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from data_setup.quality import LIMITS, share_between
 from data_setup.store.format import KEPT, PENDING
+from data_setup.store.quality import LIMITS, share_between
 from utils.errors import UserError
 
 AUDIT_NAMES = 20  # files of either kind that the report names
@@ -209,7 +209,7 @@ def table(report: Mapping[str, Any]) -> str:
             f"{part['lowest_tenth']:.2f}; the worst is {_words(part['worst'])}"
         )
     if report["pending"]:
-        lines.append(f"pending: {report['pending']} (other shards, or an interrupted run)")
+        lines.append(f"pending: {report['pending']} (an interrupted run)")
     if report["not_in_manifest"]:
         lines.append(f"no longer in the manifest, kept in their rows: {report['not_in_manifest']}")
     if report["identical_volumes"]:

@@ -19,7 +19,6 @@ import zarr
 from zarr.codecs import BloscCodec, Crc32cCodec
 
 from data_setup.resample import Resampled
-from data_setup.splits import HASH
 from data_setup.store.format import (
     FORMAT_VERSION,
     INDEX_COLUMNS,
@@ -33,6 +32,7 @@ from data_setup.store.format import (
     read_attrs,
     read_row_file,
 )
+from data_setup.tables.splits import HASH
 from utils import storage
 from utils.config.schema import SpatialConfig, StorageOptions
 from utils.errors import UserError
@@ -120,16 +120,12 @@ class StoreWriter:
             return [json.loads(line) for line in storage.read_text(url, self.options).splitlines()]
 
     def append_records(
-        self,
-        records: Sequence[dict[str, Any]],
-        may_change: bool = True,
-        others: Sequence[dict[str, Any]] = (),
+        self, records: Sequence[dict[str, Any]], others: Sequence[dict[str, Any]] = ()
     ) -> list[int]:
         """Give every record (the RECORD_COLUMNS) its row; new ones are appended, known ones keep theirs.
 
         Fields of a known record are updated (a split, an age), also where it is among `others`, which are
-        not appended; a row in neither keeps its record. Raises UserError when that changes an existing list
-        that may not change.
+        not appended; a row in neither keeps its record.
         """
         stored = self.read_records()
         listed = list(stored)
@@ -145,15 +141,8 @@ class StoreWriter:
             if _key(record) in row_of:
                 listed[row_of[_key(record)]] = record
         if listed != stored:
-            url = storage.join(self.url, "records.jsonl")
-            if stored and not may_change:
-                raise UserError(
-                    f"{url}: expected the records of this manifest, found others (an older manifest, or one "
-                    "with other filters); run data_setup.prepare with --finalise, which updates the list, "
-                    "then the shards again"
-                )
             text = "".join(json.dumps(r, sort_keys=True) + "\n" for r in listed)
-            storage.write_text(url, text, self.options)
+            storage.write_text(storage.join(self.url, "records.jsonl"), text, self.options)
         array = self._array()
         if array.shape[0] < len(listed):
             array.resize((len(listed), *array.shape[1:]))

@@ -17,8 +17,8 @@ import numpy as np
 import pandas as pd
 
 from data_setup.manifest import select_wanted
-from data_setup.splits import seeded_order
 from data_setup.store.reader import PreparedStore
+from data_setup.tables.splits import seeded_order
 from finetuning.cohort.labels import Labels, label_columns, read_labels, units_of
 from utils.config.schema import DENSE_KINDS, Config
 from utils.errors import ConfigError, UserError

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import pandas as pd
 
-from data_setup.tables import (
+from data_setup.tables.text import (
     PERSON_COLUMNS,
     SIDE_COLUMNS,
     SIDES,

@@ -15,13 +15,13 @@ from typing import Any
 import numpy as np
 import yaml
 
+from data_setup.export.writers.dicom_seg import load_highdicom, write_seg
+from data_setup.export.writers.height_map import write_height_map
+from data_setup.export.writers.masks import write_nifti, write_png
 from data_setup.manifest import Record, read_records, unknown_record
 from data_setup.readers.faults import OCTReadError, RejectReason
 from data_setup.store.format import KEPT, NORMALISATION
 from data_setup.store.reader import PreparedStore
-from data_setup.writers.dicom_seg import load_highdicom, write_seg
-from data_setup.writers.height_map import write_height_map
-from data_setup.writers.masks import write_nifti, write_png
 from finetuning.dense.head import DenseHead, head_kind
 from finetuning.dense.layers.head import open_layers_head
 from finetuning.dense.lines import SegmentLines

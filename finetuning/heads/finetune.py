@@ -19,8 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from data_setup.loader import evaluation_batches
-from data_setup.next_batch import next_or_stop
+from data_setup.loader import evaluation_batches, next_or_stop
 from data_setup.normalisation import plain_view
 from data_setup.store.reader import PreparedStore
 from finetuning.cohort.cohort import VAL, Cohort

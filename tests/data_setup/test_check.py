@@ -15,8 +15,8 @@ import pytest
 from pydicom.dataset import FileDataset
 
 from data_setup import prepare
-from data_setup.check import cli as check
 from data_setup.check import report as check_report
+from data_setup.check import tree as check
 from data_setup.phantom import cli as phantom
 from data_setup.readers.faults import RejectReason
 from tests.support.cloud_proxy import Proxy, fault_proxy

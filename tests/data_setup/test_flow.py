@@ -20,14 +20,20 @@ from data_setup.phantom.cohort import Scan, make_participants
 from data_setup.phantom.files import make_spec, scan_volume, truth_arrays
 from data_setup.phantom.flow import SLABS as PHANTOM_SLABS
 from data_setup.phantom.flow import flow_of
-from data_setup.phantom.flow_files import CUBE_FAULTS, FAULTS, HABITS, IMAGE_FAULTS, QUIRKS
-from data_setup.phantom.octa import parse_quirks, write_heights
 from data_setup.readers.faults import OCTReadError
 from data_setup.readers.octa import EN_FACE, FLOW_CUBE, SLABS, read_octa, slab_of
 from data_setup.store.flow import StoredFlow
 from data_setup.store.reader import PreparedStore
 from tests.support.flow_factory import make_flow_tree, prepare_flow, rows_of
 from tests.support.heights_factory import OCTA, words
+from tests.support.octa_faults import (
+    CUBE_FAULTS,
+    FLOW_FAULTS,
+    FLOW_HABITS,
+    FLOW_QUIRKS,
+    IMAGE_FAULTS,
+    write_heights,
+)
 from tests.support.pipeline_factory import SMOKE
 from utils import storage
 from utils.config.load import load_config
@@ -42,7 +48,7 @@ OF_MANIFEST = {"no_flow_cube", "scan_not_in_store", "links_disagree"}
 def quirky(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Every habit in every file, and one scan of each fault."""
     root = tmp_path_factory.mktemp("quirky")
-    make_flow_tree(root / "tree", PEOPLE, QUIRKS, (0, 1, 2, 4, 5), SHAPE)
+    make_flow_tree(root / "tree", PEOPLE, FLOW_QUIRKS, (0, 1, 2, 4, 5), SHAPE)
     prepare_flow(root)
     return root
 
@@ -163,10 +169,10 @@ def test_an_unclear_cube_runs_as_the_clear_ones_of_its_protocol(
 
 def test_every_fault_is_counted_by_its_reason(quirky: Path) -> None:
     planted = json.loads((quirky / "tree" / "synthetic.json").read_text())["flow_faults"]
-    assert [one["kind"] for one in planted] == list(FAULTS)
+    assert [one["kind"] for one in planted] == list(FLOW_FAULTS)
     report = json.loads((quirky / "store" / "flow_report.json").read_text())
-    assert report["mismatches"] == dict(sorted((reason, 1) for _, reason in CUBE_FAULTS.values()))
-    assert report["enface_mismatches"] == dict(sorted((reason, 1) for _, reason in IMAGE_FAULTS.values()))
+    assert report["mismatches"] == dict(sorted((reason, 1) for _, _, reason in CUBE_FAULTS.values()))
+    assert report["enface_mismatches"] == dict(sorted((reason, 1) for _, _, reason in IMAGE_FAULTS.values()))
     assert report["kept"] == PEOPLE - len(CUBE_FAULTS)
     by_path = index_of(quirky).set_index("path")
     for one in planted:
@@ -339,7 +345,7 @@ def test_image_types_of_makers() -> None:
 
 def test_values_of_16_bits_are_those_of_8(plain: Path, quirky: Path) -> None:
     """`bits16` writes value x 257; the reader gives the value."""
-    assert "bits16" in HABITS
+    assert "bits16" in FLOW_HABITS
     path = index_of(quirky)[lambda t: t.status == "kept"].path.iloc[0]
     _, frames = read_octa(str(quirky / "tree" / path), FLOW_CUBE)
     stored = pydicom.dcmread(quirky / "tree" / path).pixel_array
@@ -374,5 +380,3 @@ def test_what_lacks_flow_says_how_to_get_it(plain: Path, tmp_path: Path) -> None
     path = f"data.flow_manifest_path={tmp_path / 'm.tsv'}"
     with pytest.raises(UserError, match="no_flow_cube 3"):
         prepare.main([*words(plain, path), "--workers", "0", "--flow"])
-    with pytest.raises(UserError, match="--flow: expected plain, all or some of"):
-        parse_quirks("nonsense", QUIRKS, "--flow")

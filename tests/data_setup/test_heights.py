@@ -12,12 +12,12 @@ import pytest
 from data_setup import height_maps, prepare
 from data_setup.directions import of_protocols, to_turn
 from data_setup.height_maps import edge_step, read_links
-from data_setup.phantom.cli import parse_quirks
-from data_setup.phantom.octa import FAULTS, HABITS, QUIRKS, SURFACES_OF
+from data_setup.phantom.octa import SURFACES_OF
 from data_setup.readers.heights import DEPTH_OF_LABEL, NUM_SURFACES, read_heights
 from data_setup.store.heights import StoredHeights
 from data_setup.store.reader import PreparedStore
 from tests.support.heights_factory import OCTA, config, make_tree, prepare_all, words
+from tests.support.octa_faults import HEIGHT_FAULTS, HEIGHT_HABITS, HEIGHT_QUIRKS
 from utils import storage
 from utils.errors import UserError
 
@@ -29,7 +29,7 @@ FURTHEST_UM = 150  # at the rim of a cup, where the grid's A-scans average over 
 def quirky(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Every habit in every file, and one file of each fault."""
     root = tmp_path_factory.mktemp("quirky")
-    make_tree(root / "tree", PEOPLE, QUIRKS)
+    make_tree(root / "tree", PEOPLE, HEIGHT_QUIRKS)
     prepare_all(root)
     return root
 
@@ -112,7 +112,7 @@ def test_quirky_heights_lie_there_too(quirky: Path) -> None:
 
 def test_every_fault_is_counted_by_its_reason(quirky: Path) -> None:
     planted = json.loads((quirky / "tree" / "synthetic.json").read_text())["height_faults"]
-    assert [one["kind"] for one in planted] == list(FAULTS)
+    assert [one["kind"] for one in planted] == list(HEIGHT_FAULTS)
     report = json.loads((quirky / "store" / "heights_report.json").read_text())
     reasons = [one["expected_reason"] for one in planted if one["expected_reason"]]
     assert report["mismatches"] == {reason: reasons.count(reason) for reason in sorted(reasons)}
@@ -269,17 +269,9 @@ def test_invalid_values_follow_the_device(quirky: Path, plain: Path, tmp_path: P
         assert np.isnan(values[-1, -1, -5:]).tolist() == [True, is_cirrus, is_cirrus, False, True]
         assert np.isnan(values).sum() == (4 if is_cirrus else 2)
     kept = index_of(quirky)[lambda t: t.status == "kept"]
-    assert "invalid" in HABITS
+    assert "invalid" in HEIGHT_HABITS
     for path, device in kept[["path", "device"]].itertuples(index=False):
         assert np.isnan(read_heights(str(quirky / "tree" / path), device).values[0]).mean() > 0.01
-
-
-def test_quirks_by_name() -> None:
-    assert parse_quirks("plain") == ()
-    assert parse_quirks("all") == QUIRKS
-    assert parse_quirks("grid,cut_file") == ("grid", "cut_file")
-    with pytest.raises(UserError, match="--heights: expected plain, all or some of"):
-        parse_quirks("grid,nonsense")
 
 
 def test_edge_step_of_a_step() -> None:

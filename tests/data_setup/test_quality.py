@@ -16,8 +16,8 @@ from data_setup.jobs import read_volume
 from data_setup.manifest import select_wanted, unknown_record
 from data_setup.phantom.cohort import make_participants
 from data_setup.phantom.files import scan_volume
-from data_setup.quality import LIMITS, Meter
 from data_setup.store.format import QUALITY_COLUMNS
+from data_setup.store.quality import LIMITS, Meter
 from data_setup.store.reader import PreparedStore
 from data_setup.store.summary import summarise, table
 from tests.support.dicom_factory import write_opt

@@ -235,14 +235,6 @@ def test_a_record_that_has_lost_its_row_is_an_error(filled: StoreWriter) -> None
             filled.check_rows(records, rows)
 
 
-def test_a_record_list_that_may_not_change_is_an_error(filled: StoreWriter) -> None:
-    assert filled.append_records([record(2, age=52)], may_change=False) == [2]
-    for changed in (record(9), record(2, age=52, split="val")):
-        with pytest.raises(UserError, match=r"records\.jsonl: expected the records of this manifest"):
-            filled.append_records([changed], may_change=False)
-    assert len(filled.read_records()) == 4
-
-
 def _write_again_and_again(url: str, seed: int) -> None:
     writer = StoreWriter(url)
     for _ in range(60):

@@ -14,14 +14,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from data_setup.export.writers.dicom_seg import write_seg
+from data_setup.export.writers.height_map import write_height_map
+from data_setup.export.writers.masks import write_nifti, write_png
 from data_setup.manifest import Record, unknown_record
 from data_setup.readers.faults import OCTReadError
 from data_setup.readers.heights import read_heights, read_stated_heights
 from data_setup.readers.labels import read_label_volume
 from data_setup.readers.open_record import open_record
-from data_setup.writers.dicom_seg import write_seg
-from data_setup.writers.height_map import write_height_map
-from data_setup.writers.masks import write_nifti, write_png
 from finetuning import segment
 from finetuning.dense import whole
 from finetuning.dense.draw import _draw_one, _require_names

@@ -37,7 +37,6 @@ BEFORE = {  # where the text ends with a list
 }
 TINY = {
     "data_setup.phantom": "--participants 2 --size small --workers 0",
-    "data_setup.check": f"--workers 0 {GRID}",
     "data_setup.prepare": f"--workers 0 {GRID}",
     "pretraining.train": f"{GRID} data.workers=0 model.size=ti method.predictor_depth=2 "
     "method.predictor_width=64 train.global_batch_size=4 train.per_core_batch_size=4 train.max_steps=2 "

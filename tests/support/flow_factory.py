@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from data_setup import prepare
-from data_setup.phantom.flow_files import write_flow
 from tests.support.heights_factory import OCTA, make_tree, words
+from tests.support.octa_faults import write_flow
 
 SHAPE = (22, 80, 24)
 

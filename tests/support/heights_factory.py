@@ -19,8 +19,8 @@ from data_setup.phantom.files import (
     truth_arrays,
     write_file,
 )
-from data_setup.phantom.octa import write_heights
 from data_setup.protocols import PROTOCOLS
+from tests.support.octa_faults import write_heights
 from utils.config.load import load_config
 from utils.config.schema import Config
 

@@ -4,7 +4,7 @@ PLANTED={...}.
 PLANTED is JSON. {"rank": R, "out_of_memory_above": B}: on rank R a trial step of more than B volumes does
 not fit. {"seen": DIR}: every process appends "step row row ..." of each step to DIR/RANK. {"nan_steps":
 [...]}: the loss of these steps is NaN. {"pause_s": S}: every step takes S longer. {"impatient": true}: a
-bucket that fails is given up within a second. {"grace_s": S}: next_batch.GRACE_S. {"hang_row": R}: a loader
+bucket that fails is given up within a second. {"grace_s": S}: loader.GRACE_S. {"hang_row": R}: a loader
 worker never finishes reading row R of the store. {"no_pickle": true}: whatever reads a pickle fails.
 """
 
@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from data_setup import next_batch
+from data_setup import loader
 from data_setup.store.reader import VolumeReader
 from models.vjepa3d import Output
 from pretraining import step as step_module
@@ -64,7 +64,7 @@ def plant() -> None:
         cloud.POLICY = replace(cloud.POLICY, attempts=2, first_wait_s=0.01)
     if PLANTED.get("no_pickle"):
         forbid_pickle(writing=False)  # torch.save writes one, which torch.load reads by code of its own
-    next_batch.GRACE_S = PLANTED.get("grace_s", next_batch.GRACE_S)
+    loader.GRACE_S = PLANTED.get("grace_s", loader.GRACE_S)
     start.trial_step, loop.train_step, step_module.predict = trial_step, train_step, predict
 
 

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from data_setup import prepare
-from data_setup.check import cli as check
 from data_setup.expand import cli as expand
 from data_setup.loader import LoaderError, LostWorkerError
 from finetuning import evaluate
@@ -136,7 +135,7 @@ def test_a_bucket_away_is_75_of_every_command(
     archives = ["--src=s3://bucket/a.zip", "--dst=s3://bucket/tree", f"--endpoint-url={NOBODY}"]
     run = {
         "prepare": lambda: prepare.main(words),
-        "check": lambda: check.main(words),
+        "check": lambda: prepare.main([*words, "--check-only"]),
         "expand": lambda: expand.main(archives),
         "train": lambda: loop.main(words),
         "evaluate": lambda: evaluate.main(words),

@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from data_setup.loader import LoaderError
-from data_setup.next_batch import next_or_stop
+from data_setup.loader import LoaderError, next_or_stop
 from tests.support.process_factory import run_two
 from tests.support.two_processes import CASES, losses_and_weights, settled_batch
 from utils.errors import EXIT_TRY_AGAIN, UserError

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from benchmarks.phantom_truth import verdict as verdict_of_truth
-from data_setup.check.cli import Finding
+from data_setup.check.finding import Finding
 from data_setup.check.report import summarise
 from models.probes.intervals import paired_difference, participant_draws, verdict
 from models.probes.participants import Prediction
@@ -249,7 +249,7 @@ def test_a_file_is_told_by_its_digest_alone(run_dir: Path, capsys: pytest.Captur
 
 
 def check_json() -> dict:
-    """What data_setup.check writes of a tree of one bad file."""
+    """What `prepare --check-only` writes of a tree of one bad file."""
     finding = Finding(
         path=PATIENT,
         url="",

@@ -1,4 +1,4 @@
-"""The check of the tree (check_report.json of data_setup.check) as tables of the report.
+"""The check of the tree (check_report.json of `prepare --check-only`) as tables of the report.
 
 In: that file's dictionary. Out: a sentence, and tables for the page.
 """

@@ -1,4 +1,4 @@
-"""One file a data set: what it is, how its tree is found, and an imitation of it.
+"""One file a data set: what it is, and how its tree is found.
 
 In: nothing. Out: PLUGS by name, in the order of `list`; and the sets of single images with the reason why
 they have no plug. retouch.py is the shortest one to read first.

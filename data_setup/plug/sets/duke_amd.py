@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
-
-import numpy as np
 
 from data_setup.plug import read
 from data_setup.plug.facts import Fact, Labels, Plug, Scan, Shape, Task, Tree, fixed
-from data_setup.plug.imitation import eye, write_mat, write_spacing
 
 _CLASSES = {"AMD": "amd", "Control": "control"}
-_SURFACES = {"ILM": "ILM", "RPE": "RPE", "BM": "BM"}  # RPE: upper border of the RPE and drusen complex
+_SURFACES = ("ILM", "RPE", "BM")  # RPE: upper border of the RPE and drusen complex
 
 
 def _find(tree: Tree) -> list[Scan]:
@@ -41,17 +37,6 @@ def _labels(tree: Tree, path: str) -> Callable[[Shape], Labels]:
     return load
 
 
-def _imitate(root: Path) -> None:
-    write_spacing(root)
-    for n in range(10):
-        group, kind = (("AMD", "drusen"), ("Control", "normal"))[n % 2]
-        one = eye(kind, n)
-        maps = np.stack([one.surfaces[name] for name in _SURFACES.values()], axis=-1) + 1
-        maps[:, :2] = np.nan  # not graded at the rim
-        name = f"Farsiu_Ophthalmology_2013_{group}_Subject_{1001 + n // 2}.mat"
-        write_mat(root / group / name, images=one.voxels.transpose(1, 2, 0), layerMaps=maps, Age=one.age)
-
-
 PLUG = Plug(
     name="duke_amd",
     title="Duke AMD 2013 (A2A SD-OCT)",
@@ -72,8 +57,7 @@ Control/Farsiu_Ophthalmology_2013_Control_Subject_1001.mat""",
     ),
     splits=Fact("none", "+"),
     find=_find,
-    imitate=_imitate,
     tasks=(Task("configs/cls_linear_probe.yaml"), Task("configs/layers.yaml")),
     classes=_CLASSES,
-    surfaces=tuple(_SURFACES),
+    surfaces=_SURFACES,
 )

@@ -3,24 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 
 from data_setup.plug import read
 from data_setup.plug.facts import Fact, Labels, Plug, Scan, Shape, Task, Tree, fixed
-from data_setup.plug.imitation import SHAPE, eye, write_mat, write_spacing
 
-SURFACES = {
-    "ILM": "ILM",
-    "RNFL/GCL": "RNFL_GCL",
-    "IPL/INL": "IPL_INL",
-    "INL": "INL_OPL",
-    "OPL": "OPL_ONL",
-    "IS/OS": "EZ",
-    "OS/RPE": "RPE",
-    "BM": "BM",
-}
+SURFACES = ("ILM", "RNFL/GCL", "IPL/INL", "INL", "OPL", "IS/OS", "OS/RPE", "BM")
 _FLUID, _UNGRADED = 1, 255
 
 
@@ -54,19 +43,6 @@ def _labels(tree: Tree, path: str) -> Callable[[Shape], Labels]:
     return load
 
 
-def _imitate(root: Path) -> None:
-    write_spacing(root)
-    ungraded = [1, SHAPE[0] - 1]
-    for n in range(10):
-        one = eye("fluid", n)
-        layers = np.stack([one.surfaces[name] for name in SURFACES.values()]) + 1
-        fluid = one.lesions["intraretinal_fluid"].astype(float)
-        layers[:, ungraded], fluid[ungraded] = np.nan, np.nan
-        arrays = {f"manualLayers{grader}": layers.transpose(0, 2, 1) for grader in (1, 2)}
-        arrays |= {f"manualFluid{grader}": fluid.transpose(1, 2, 0) for grader in (1, 2)}
-        write_mat(root / f"Subject_{n + 1:02d}.mat", images=one.voxels.transpose(1, 2, 0), **arrays)
-
-
 PLUG = Plug(
     name="duke_dme",
     title="Duke DME 2014",
@@ -87,8 +63,7 @@ Subject_01.mat ... Subject_10.mat
     ),
     splits=Fact("none", "+"),
     find=_find,
-    imitate=_imitate,
     tasks=(Task("configs/layers.yaml"), Task("configs/segmentation.yaml")),
     label_classes={_FLUID: "fluid", _UNGRADED: "unlabelled"},
-    surfaces=tuple(SURFACES),
+    surfaces=SURFACES,
 )

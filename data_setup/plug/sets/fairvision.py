@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 
 from data_setup.plug import read
 from data_setup.plug.facts import Fact, Labels, Plug, Scan, Shape, Task, Tree, of_field
-from data_setup.plug.imitation import eye, write_npz, write_spacing
 from data_setup.readers.faults import OCTReadError, RejectReason
 
 _LABELS = {"AMD": "amd_condition", "DR": "dr_subtype", "Glaucoma": "glaucoma"}
@@ -66,24 +64,6 @@ def _labels(tree: Tree, path: str, label: str) -> Callable[[Shape], Labels]:
     return load
 
 
-def _imitate(root: Path) -> None:
-    write_spacing(root)
-    values = {
-        "Glaucoma": (0, 1),
-        "AMD": ("not.in.icd.table", "early.dry"),
-        "DR": ("not.in.icd.table", "severe.npdr"),
-    }
-    for place, disease in enumerate(values):
-        for n in range(6):
-            one = eye(("normal", "drusen")[n % 2], 3 * place + n // 2)  # no eye stands in two
-            folder = list(_SPLITS)[n // 2]
-            about = {"age": one.age, "male": n % 2, "race": n % 3, "hispanic": 0, "language": 1}
-            label = {_LABELS[disease]: values[disease][n % 2]}
-            write_npz(
-                root / disease / folder / f"data_{n + 1:05d}.npz", oct_bscans=one.voxels, **label, **about
-            )
-
-
 PLUG = Plug(
     name="fairvision",
     title="FairVision",
@@ -107,7 +87,6 @@ AMD|DR|Glaucoma/Training|Validation|Test/data_00001.npz
     ),
     splits=Fact("Training, Validation, Test", "r"),
     find=_find,
-    imitate=_imitate,
     tasks=tuple(
         Task("configs/cls_linear_probe.yaml", (f"task.label_column={label}",))
         for label in reversed(_LABELS.values())

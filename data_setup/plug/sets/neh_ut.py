@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from data_setup.plug.facts import Fact, Plug, Scan, Task, Tree, fixed
-from data_setup.plug.imitation import eye, write_image, write_spacing
-from data_setup.tables import SIDES
+from data_setup.tables.text import SIDES
 
 _CLASSES = {"NORMAL": "normal", "DRUSEN": "drusen", "CNV": "cnv"}
 _IMAGE = r"[^/]+\.(?:png|jpe?g|tiff?|bmp)$"
@@ -28,18 +25,6 @@ def _find(tree: Tree) -> list[Scan]:
     ]
 
 
-def _imitate(root: Path) -> None:
-    write_spacing(root)
-    for n in range(12):
-        kind, name = (("normal", "NORMAL"), ("drusen", "DRUSEN"), ("fluid", "CNV"))[n % 3]
-        one = eye(kind, n)
-        folder = root / name / str(n // 3 + 1)
-        if n < 3:
-            folder /= one.laterality
-        for frame, pixels in enumerate(one.voxels, start=1):
-            write_image(folder / f"{frame}.png", pixels)
-
-
 PLUG = Plug(
     name="neh_ut",
     title="NEH-UT 2021",
@@ -53,7 +38,6 @@ PLUG = Plug(
     labels=Fact("the worst class of the eye, by the folder; a CSV has B-scans one by one, not read", "+"),
     splits=Fact("none; a person with eyes of two classes would count as two", "n/v"),
     find=_find,
-    imitate=_imitate,
     tasks=(Task("configs/cls_linear_probe.yaml"),),
     classes=_CLASSES,
 )

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
-
-import numpy as np
 
 from data_setup.plug import read
 from data_setup.plug.facts import Fact, Labels, Plug, Scan, Shape, Task, Tree, of_field
-from data_setup.plug.imitation import eye, write_image, write_mat, write_spacing, write_xlsx
 from data_setup.readers.faults import OCTReadError, RejectReason
-from data_setup.tables import SIDES
+from data_setup.tables.text import SIDES
 
-_SURFACES = {"ILM": "ILM", "IPL": "IPL_INL", "OPL": "OPL_ONL", "IS/OS": "EZ", "RPE": "RPE", "BM": "BM"}
+_SURFACES = ("ILM", "IPL", "OPL", "IS/OS", "RPE", "BM")
 _SPLITS = {  # the last id of each side, of 6 mm and of 3 mm scans
     "train": (10180, 10440),
     "val": (10200, 10450),
@@ -64,22 +60,6 @@ def _labels(tree: Tree, path: str) -> Callable[[Shape], Labels]:
     return load
 
 
-def _imitate(root: Path) -> None:
-    write_spacing(root)
-    rows = []
-    for n, number in enumerate([*range(10001, 10007), 10181, 10182, 10201, 10202]):
-        kind = ("normal", "drusen")[n % 2]
-        one = eye(kind, n)
-        for frame, pixels in enumerate(one.voxels, start=1):
-            write_image(root / "OCTA_6mm" / "OCT" / str(number) / f"{frame}.bmp", pixels)
-        surfaces = np.stack([one.surfaces[name] for name in _SURFACES.values()]) + 1
-        write_mat(root / "Label" / "GT_Layers" / f"{number}.mat", Layer=surfaces)
-        disease = {"normal": "NORMAL", "drusen": "AMD"}[kind]
-        side = {"L": "OS", "R": "OD"}[one.laterality]
-        rows.append({"ID": number, "Sex": "F", "OS/OD": side, "Age": one.age, "Disease": disease})
-    write_xlsx(root / "Text labels.xlsx", rows)
-
-
 _PLUG_CLASSES = {name: name.lower() for name in _CLASSES}
 PLUG = Plug(
     name="octa500",
@@ -100,8 +80,7 @@ Text labels.xlsx                    columns ID, Sex, OS/OD, Age, Disease""",
     labels=Fact("disease of seven; six surfaces (axes of their array and rows from 1 are assumed)", "n/v"),
     splits=Fact("by id: 10001-10180, -10200, -10300; 10301-10440, -10450, -10500", "+"),
     find=_find,
-    imitate=_imitate,
     tasks=(Task("configs/cls_linear_probe.yaml"), Task("configs/layers.yaml")),
     classes=_PLUG_CLASSES,
-    surfaces=tuple(_SURFACES),
+    surfaces=_SURFACES,
 )

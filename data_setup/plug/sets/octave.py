@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
-import io
 import json
 import re
 from collections.abc import Callable, Mapping
-from pathlib import Path
 
-import numpy as np
-import tifffile
-
-from data_setup.phantom.files import write_file
 from data_setup.plug import read
 from data_setup.plug.facts import Fact, Labels, Plug, Scan, Shape, Task, Tree, fixed
-from data_setup.plug.imitation import eye, layers, write_spacing
 from utils.errors import UserError
 
 _NUM_CLASSES = 13
@@ -57,28 +50,6 @@ def _names(tree: Tree) -> Mapping[int, str]:
         raise UserError(f"{tree.url(path)}: expected labels: {{name: number}}, found another file") from error
 
 
-def _imitate(root: Path) -> None:
-    write_spacing(root)
-    top = root / "nnUNet_raw" / "Dataset001_OCTAVE"
-    for n in range(10):
-        kind, disease = (("normal", "NORMAL"), ("fluid", "DME"))[n % 2]
-        one = eye(kind, n)
-        masks = {**layers(one), **{name: one.lesions[name] for name in _LESIONS}}
-        masks.pop("retina")
-        values = np.zeros(one.voxels.shape, np.uint8)
-        for value, mask in enumerate(masks.values(), start=1):
-            values[mask] = value
-        for folder, name, pages in (("imagesTr", "_0000", one.voxels), ("labelsTr", "", values)):
-            data = io.BytesIO()
-            tifffile.imwrite(
-                data, pages, photometric="minisblack", compression="zlib" if name == "" else None
-            )
-            write_file(top / folder / f"OCTAVE_{disease}_{n + 1:03d}{name}.tif", data.getvalue())
-    names = {"background": 0, **{name: n for n, name in enumerate(masks, start=1)}}
-    write_file(top / "dataset.json", json.dumps({"channel_names": {"0": "OCT"}, "labels": names}).encode())
-
-
-_LESIONS = ("drusen", "intraretinal_fluid", "subretinal_fluid")
 PLUG = Plug(
     name="octave",
     title="OCTAVE",
@@ -98,7 +69,6 @@ nnUNet_raw/Dataset001_OCTAVE/dataset.json                                   name
     labels=Fact("voxels of 13 tissues and lesions, named in dataset.json; disease by the name", "+"),
     splits=Fact("one training part; the external tests are not redistributed", "r"),
     find=_find,
-    imitate=_imitate,
     tasks=(Task("configs/cls_linear_probe.yaml"), Task("configs/segmentation.yaml")),
     label_classes={value: f"class {value} of dataset.json" for value in range(1, _NUM_CLASSES + 1)},
     read_classes=_names,

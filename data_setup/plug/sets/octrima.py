@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
-
-import numpy as np
 
 from data_setup.plug import read
 from data_setup.plug.facts import Fact, Labels, Plug, Scan, Shape, Task, Tree, fixed
-from data_setup.plug.imitation import eye, write_mat, write_spacing
 from data_setup.plug.sets.duke_dme import SURFACES
 
 _VOLUME, _OBSERVER = "volumedata", "O1"
@@ -39,15 +35,6 @@ def _labels(tree: Tree, path: str) -> Callable[[Shape], Labels]:
     return load
 
 
-def _imitate(root: Path) -> None:
-    write_spacing(root)
-    for n in range(10):
-        one = eye("normal", n)
-        surfaces = np.stack([one.surfaces[name] for name in SURFACES.values()]).transpose(0, 2, 1) + 1
-        arrays = {_VOLUME: one.voxels.transpose(1, 2, 0), "O1": surfaces, "O2": surfaces, "auto": surfaces}
-        write_mat(root / f"Subject {n + 1}.mat", **arrays)
-
-
 PLUG = Plug(
     name="octrima",
     title="Tian OCTRIMA 3D",
@@ -64,7 +51,6 @@ PLUG = Plug(
     labels=Fact("eight surfaces by the first observer (rows from 1)", "n/v"),
     splits=Fact("none", "c"),
     find=_find,
-    imitate=_imitate,
     tasks=(Task("configs/layers.yaml"),),
-    surfaces=tuple(SURFACES),
+    surfaces=SURFACES,
 )

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 
 import numpy as np
 from PIL import Image
 
 from data_setup.plug import read
 from data_setup.plug.facts import Fact, Labels, Plug, Scan, Shape, Task, Tree, fixed
-from data_setup.plug.imitation import eye, layers, write_image, write_spacing, write_xlsx
 from data_setup.readers.faults import OCTReadError, RejectReason
 from data_setup.readers.images import ordered_images
 from data_setup.readers.sidecar import Sidecar, reading
@@ -87,26 +85,6 @@ def _mask(tree: Tree, path: str, url: str) -> np.ndarray:
     return mask
 
 
-def _imitate(root: Path) -> None:
-    write_spacing(root)
-    rows = []
-    for n in range(10):
-        one = eye(("normal", "fluid")[n % 2], n)
-        regions = layers(one)
-        values = np.zeros(one.voxels.shape, np.uint8)
-        values[regions["retina"]], values[regions["BM"]] = 3, 4
-        values[one.lesions["intraretinal_fluid"]] = 2
-        values[one.lesions["subretinal_fluid"]] = 1
-        colours = np.array([(0, 0, 0), *_COLOURS.values()], np.uint8)[values]
-        for frame, pixels in enumerate(one.voxels, start=1):
-            pair = np.concatenate([np.repeat(pixels[..., None], 3, axis=-1), colours[frame - 1]], axis=1)
-            write_image(root / "Images" / str(n + 1) / f"{frame}.png", pair)
-        person = 100 + max(n, 1)  # the first two eyes are of one, and of two stages
-        row = {"Patient ID": person, "Eye ID": n + 1, "Eye category": "", "Age(years)": one.age, "Sex": "F"}
-        rows.append(row | {"Stage": n % 4 + 1})
-    write_xlsx(root / "Demographics of the participants.xlsx", rows)
-
-
 PLUG = Plug(
     name="oimhs",
     title="OIMHS",
@@ -129,7 +107,6 @@ Demographics of the participants.xlsx        columns Patient ID, Eye ID, Age(yea
     ),
     splits=Fact("none", "n/v"),
     find=_find,
-    imitate=_imitate,
     tasks=(
         Task(
             "configs/cls_linear_probe.yaml",

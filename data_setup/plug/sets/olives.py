@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import re
 from collections import defaultdict
-from pathlib import Path
 
-from data_setup.phantom.files import write_file
 from data_setup.plug import read
 from data_setup.plug.facts import Fact, Plug, Scan, Task, Tree, fixed
-from data_setup.plug.imitation import eye, write_image, write_spacing
-from data_setup.tables import SIDES
+from data_setup.tables.text import SIDES
 from utils.errors import UserError
 
 _PATH = "Path (Trial/Arm/Folder/Visit/Eye/Image Name)"
@@ -73,44 +68,6 @@ def _slug(name: str) -> str:
     return re.sub(r"[^a-z0-9]+", "_", name.lower()).strip("_")
 
 
-def _imitate(root: Path) -> None:
-    write_spacing(root)
-    rows = []
-    for n in range(10):
-        trial, kind = (("Prime_FULL", "drusen"), ("TREX DME", "fluid"))[n % 2]
-        place = n // 2  # among the trial's volumes: two visits of a person
-        one = eye(kind, place + 5 * (n % 2))
-        visit, eyes = f"{'WV'[n % 2]}{place % 2 + 1}", {"L": "OS", "R": "OD"}[one.laterality]
-        patient = (f"01-{place // 2 + 1:03d}", f"02{place // 2 + 1:02d}GOS")[n % 2]
-        folder = f"{trial}/{'GILA/' if n % 2 else ''}{patient}/{visit}/{eyes}"
-        for frame, pixels in enumerate(one.voxels):
-            name = f"TREX_{patient}_{frame:06d}.tif" if n % 2 else f"{frame}.png"
-            write_image(root / "OLIVES" / folder / name, pixels)
-            fluid = {name: int(one.lesions[name][frame].any()) for name in one.lesions}
-            rows.append(
-                {
-                    _PATH: f"/{folder}/{name}",
-                    "Scan (n/49)": frame + 1,
-                    "Fluid (IRF)": fluid["intraretinal_fluid"],
-                    "Fluid (SRF)": fluid["subretinal_fluid"],
-                    "Eye_ID": n,
-                    "BCVA": 80 - n,
-                    "CST": 250 + 10 * n,
-                    "Patient_ID": n,
-                }
-            )
-        if n % 2 == 0:
-            write_image(root / "OLIVES" / folder / "fundus.png", one.voxels[:, 0])
-    text = io.StringIO()
-    table = csv.DictWriter(text, rows[0])
-    table.writeheader()
-    table.writerows(rows)
-    write_file(
-        root / "OLIVES_Dataset_Labels" / "full_labels" / "Biomarker_Clinical_Data_Images.csv",
-        text.getvalue().encode(),
-    )
-
-
 PLUG = Plug(
     name="olives",
     title="OLIVES",
@@ -135,7 +92,6 @@ PLUG = Plug(
     ),
     splits=Fact("none of the owners", "n/v"),
     find=_find,
-    imitate=_imitate,
     tasks=(
         Task("configs/cls_linear_probe.yaml"),
         Task(

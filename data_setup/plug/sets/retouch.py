@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
-
-import numpy as np
 
 from data_setup.plug import read
 from data_setup.plug.facts import Fact, Labels, Plug, Scan, Shape, Task, Tree
-from data_setup.plug.imitation import eye, write_mhd
 
 _DEVICES = {"cirrus": "zeiss_cirrus", "spectralis": "heidelberg_spectralis", "topcon": "topcon_3doct"}
 _FLUID = {1: "irf", 2: "srf", 3: "ped"}
@@ -47,20 +43,6 @@ def _labels(tree: Tree, path: str) -> Callable[[Shape], Labels]:
     return load
 
 
-def _imitate(root: Path) -> None:
-    for n in range(9):
-        maker = ("Cirrus", "Spectralis", "Topcon")[n % 3]
-        one = eye(("normal", "fluid")[n % 2], n)
-        folder = root / f"RETOUCH-TrainingSet-{maker}" / f"TRAIN{n + 1:03d}"
-        is_wide = maker == "Spectralis"  # which comes in 16 bits
-        write_mhd(folder / "oct.mhd", one.voxels.astype(np.uint16) * 257 if is_wide else one.voxels)
-        reference = np.zeros_like(one.voxels)
-        names = ("intraretinal_fluid", "subretinal_fluid", "drusen")
-        for value, name in enumerate(names, start=1):
-            reference[one.lesions[name]] = value
-        write_mhd(folder / "reference.mhd", reference)
-
-
 PLUG = Plug(
     name="retouch",
     title="RETOUCH",
@@ -80,7 +62,6 @@ RETOUCH-TestSet-.../TEST001/oct.mhd, oct.raw          without reference; the fol
     labels=Fact("voxels of IRF, SRF and PED; from them which of the three an eye has", "+"),
     splits=Fact("training and test folders; the test part has no labels, so none is taken over", "n/v"),
     find=_find,
-    imitate=_imitate,
     tasks=(
         Task(
             "configs/cls_linear_probe.yaml",

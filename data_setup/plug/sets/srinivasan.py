@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from data_setup.plug.facts import Fact, Plug, Scan, Task, Tree, fixed
-from data_setup.plug.imitation import eye, write_image, write_spacing
 
 _CLASSES = {"AMD": "amd", "DME": "dme", "NORMAL": "normal"}
 
@@ -25,15 +22,6 @@ def _find(tree: Tree) -> list[Scan]:
     ]
 
 
-def _imitate(root: Path) -> None:
-    write_spacing(root)
-    for n in range(12):
-        kind, name = (("drusen", "AMD"), ("fluid", "DME"), ("normal", "NORMAL"))[n % 3]
-        folder = root / "Publication_Dataset" / f"{name}{n // 3 + 1}" / "TIFFs" / "8bitTIFFs"
-        for frame, pixels in enumerate(eye(kind, n).voxels, start=1):
-            write_image(folder / f"{frame:03d}.tif", pixels)
-
-
 PLUG = Plug(
     name="srinivasan",
     title="Duke 2014 (Srinivasan)",
@@ -47,7 +35,6 @@ PLUG = Plug(
     labels=Fact("AMD, DME or normal, by the folder", "+"),
     splits=Fact("none", "+"),
     find=_find,
-    imitate=_imitate,
     tasks=(Task("configs/cls_linear_probe.yaml"),),
     classes=_CLASSES,
 )

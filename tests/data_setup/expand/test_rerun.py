@@ -64,7 +64,7 @@ def test_another_archive_of_the_same_name_is_compared(disk: Disk) -> None:
     assert disk.tree() == {"x": b"113", "y": b"2"}
 
 
-@pytest.mark.parametrize("bad", [["--workers", "0"], ["--shard", "2/2"]])
+@pytest.mark.parametrize("bad", [["--workers", "0"], *(["--shard", s] for s in ("2/2", "1", "a/b", "0/0"))])
 def test_wrong_arguments_are_named(disk: Disk, bad: list[str]) -> None:
     with pytest.raises(UserError, match=f"{bad[0]}: expected .+, found"):
         disk.run(*bad)

@@ -9,7 +9,7 @@ import pandas as pd
 import pytest
 
 from data_setup.index.people import person_of_path, side_of_path
-from data_setup.splits import seeded_split
+from data_setup.tables.splits import seeded_split
 from pretraining.rows import open_rows
 from tests.data_setup.index.trees import GRID, SPACING, index, maker, run_prepare, table, write_dicoms
 from tests.support.dicom_factory import rows_down, speckle, write_opt

@@ -27,8 +27,8 @@ from tests.data_setup.index.trees import (
 from tests.support.cloud_servers import BUCKET, gcs_server
 from tests.support.dicom_factory import speckle
 from tests.support.import_factory import write_heyex_body, write_heyex_series, write_images, write_yaml
+from tests.support.makers_factory import write_vol
 from tests.support.pipeline_factory import ROOT
-from tests.support.vendor_factory import write_vol
 from utils import storage
 from utils.config.schema import StorageOptions
 

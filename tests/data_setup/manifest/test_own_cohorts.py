@@ -8,7 +8,7 @@ import pandas as pd
 import pytest
 
 from data_setup.manifest import load_labels, read_records, select_wanted
-from data_setup.splits import seeded_split
+from data_setup.tables.splits import seeded_split
 from tests.data_setup.manifest.cohorts import config, people_of, row, write_tree
 from utils.config.schema import Config
 from utils.errors import ConfigError, UserError

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from data_setup.manifest import load_labels, read_records
-from data_setup.splits import pretraining_split
+from data_setup.tables.splits import pretraining_split
 from tests.data_setup.manifest.cohorts import (
     COLUMNS,
     NOTHING,

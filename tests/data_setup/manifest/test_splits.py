@@ -11,7 +11,7 @@ import pandas as pd
 import pytest
 
 from data_setup.manifest import Record, read_records
-from data_setup.splits import pretraining_split, seeded_split, stratified_choice
+from data_setup.tables.splits import pretraining_split, seeded_split, stratified_choice
 from tests.data_setup.manifest.cohorts import GROUPS, PEOPLE, SITES, config, person, row, write_tree
 from utils.errors import UserError
 

@@ -11,13 +11,6 @@ import pytest
 from data_setup.prepare import main
 from tests.data_setup.prepare.runs import CONFIG, arguments, dicoms
 from utils import storage
-from utils.errors import UserError
-
-
-def test_an_audit_belongs_to_the_run_that_writes_the_report(tree: Path, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="--audit: expected with --finalise or alone, found --shard"):
-        main(arguments(tree, tmp_path / "store", "--audit", "--shard", "0/2"))
-    assert not (tmp_path / "store").exists()
 
 
 def test_missing_files_and_orphans_are_counted(

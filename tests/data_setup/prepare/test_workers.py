@@ -16,6 +16,7 @@ import pytest
 from data_setup.jobs import Job, Outcome, run_jobs
 from data_setup.manifest import read_records
 from data_setup.prepare import main
+from data_setup.store.reader import PreparedStore
 from data_setup.store.writer import StoreWriter
 from tests.data_setup.prepare.runs import CONFIG, arguments, contents, dicoms, start
 from utils.config.load import load_config
@@ -48,6 +49,16 @@ def test_kill_in_the_middle_then_again_gives_the_same_bytes(tree: Path, clean: P
     with start(tree, store) as process:
         wait_until(lambda: num_rows(store) >= 2, "two rows")
         check_after_kill(tree, clean, store, process)
+
+
+def test_runs_that_work_at_once_are_harmless(tree: Path, clean: Path, tmp_path: Path) -> None:
+    """Two of them, started together in an empty store."""
+    store = tmp_path / "store"
+    runs = [start(tree, store) for _ in range(2)]
+    errors = [process.communicate(timeout=240)[1] for process in runs]
+    assert [process.returncode for process in runs] == [0, 0], errors
+    assert contents(store) == contents(clean)
+    assert set(PreparedStore.open(str(store)).index.status) == {"kept"}
 
 
 @pytest.mark.slow

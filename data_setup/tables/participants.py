@@ -10,8 +10,16 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from data_setup.splits import seeded_split
-from data_setup.tables import SIDE_COLUMNS, SIDES, fact_of, integer_of, label_of, person_id_of, read_table
+from data_setup.tables.splits import seeded_split
+from data_setup.tables.text import (
+    SIDE_COLUMNS,
+    SIDES,
+    fact_of,
+    integer_of,
+    label_of,
+    person_id_of,
+    read_table,
+)
 from utils.config.schema import Config
 from utils.errors import UserError
 from utils.storage import StorageNotFoundError

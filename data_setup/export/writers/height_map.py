@@ -16,8 +16,8 @@ from pydicom.dataset import FileDataset, FileMetaDataset
 from pydicom.sequence import Sequence as Items
 from pydicom.uid import UID, ExplicitVRLittleEndian, generate_uid
 
+from data_setup.export.writers.items import make_item, require
 from data_setup.readers.heights import HEIGHT_MAP_CLASS
-from data_setup.writers.items import make_item, require
 from utils import storage
 from utils.config.schema import StorageOptions
 

@@ -17,7 +17,7 @@ import numpy as np
 import tifffile
 import yaml
 
-from data_setup.store_export.volume import ExportVolume
+from data_setup.export.volume import ExportVolume
 
 _ALIGNED = 2  # the code of a form that was measured
 

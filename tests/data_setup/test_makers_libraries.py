@@ -1,4 +1,4 @@
-"""data_setup/readers/vendor/ beside oct-converter on the same files: equal, or a difference by name."""
+"""data_setup/readers/makers/ beside oct-converter on the same files: equal, or a difference by name."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from data_setup.readers.vendor import topcon
+from data_setup.readers.makers import topcon
 from tests.data_setup.importers.reading import read
 from tests.data_setup.test_heyex import VENDOR
-from tests.data_setup.test_vendor import two_of
+from tests.data_setup.test_makers import two_of
 from tests.support.dicom_factory import speckle
 from tests.support.import_factory import write_yaml
-from tests.support.vendor_factory import write_e2e, write_topcon
+from tests.support.makers_factory import write_e2e, write_topcon
 
 SPACING = (0.12, 0.0039, 0.0117)
 # it imports OpenCV, which wants libGL

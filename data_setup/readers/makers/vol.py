@@ -21,10 +21,10 @@ import numpy as np
 from data_setup.readers.faults import OCTReadError, RejectReason
 from data_setup.readers.geometry import Geometry, Measures, check_geometry
 from data_setup.readers.heidelberg import DEVICE, geometry_of_lines
+from data_setup.readers.makers.library import eyepy_module, parsing
+from data_setup.readers.makers.surfaces import Surfaces
 from data_setup.readers.sidecar import MAX_VOLUME_BYTES, Sidecar, checked_frames, make_header
-from data_setup.readers.vendor.library import eyepy_module, parsing
-from data_setup.readers.vendor.surfaces import Surfaces
-from data_setup.tables import SIDES
+from data_setup.tables.text import SIDES
 
 _MODULE = "eyepy.io.he.vol_reader"
 _USED = (  # numbers of the file's header; the rest stays bytes: a name that is no ASCII must not stop it

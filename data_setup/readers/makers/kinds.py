@@ -6,9 +6,9 @@ import re
 from collections.abc import Iterator
 from typing import IO, Any
 
+from data_setup.readers.makers import e2e, topcon, vol, zeiss_img
+from data_setup.readers.makers.surfaces import Surfaces
 from data_setup.readers.sidecar import Sidecar
-from data_setup.readers.vendor import e2e, topcon, vol, zeiss_img
-from data_setup.readers.vendor.surfaces import Surfaces
 
 E2E, VOL, FDA, FDS, IMG = "Heidelberg E2E", "Heidelberg VOL", "Topcon FDA", "Topcon FDS", "Zeiss IMG"
 KINDS = (E2E, VOL, FDA, FDS, IMG)

@@ -1,4 +1,4 @@
-from data_setup.check.cli import main
+from data_setup.export.cli import main
 from utils.cli import run_cli
 
 if __name__ == "__main__":

@@ -23,8 +23,8 @@ from pylibjpeg import decode
 
 from data_setup.protocols import DEVICES
 from data_setup.readers.faults import OCTReadError, RejectReason, number
+from data_setup.readers.makers.surfaces import Surfaces
 from data_setup.readers.sidecar import MAX_VOLUME_BYTES, Sidecar, checked_frames, make_header, reading
-from data_setup.readers.vendor.surfaces import Surfaces
 
 _MAX_CHUNKS = 1000
 _RASTER = 2  # scan mode of a 3D raster in the files that were seen

@@ -1,29 +1,22 @@
-"""data_setup/store_export: what is written is read back by this project's own readers as it was."""
+"""data_setup/export: what is written is read back by this project's own readers as it was."""
 
 from __future__ import annotations
 
-import datetime
-import re
-import shutil
-import subprocess
 from pathlib import Path
 
 import nibabel as nib
 import numpy as np
-import pydicom
 import pytest
 import tifffile
 
+from data_setup.export.cli import main as export
 from data_setup.store.reader import PreparedStore
-from data_setup.store_export.cli import main as export
-from data_setup.store_export.opt import opt_files
-from data_setup.store_export.volume import ExportVolume
 from tests.data_setup.importers.reading import GRID, SPACING, read, run_prepare
 from tests.support.dicom_factory import speckle
 from tests.support.import_factory import anatomical_affine, write_nifti, write_yaml
 from utils.errors import UserError
 
-ENDINGS = {"nifti": ".nii.gz", "ome-tiff": ".ome.tif", "dicom": ".dcm"}
+ENDINGS = {"nifti": ".nii.gz", "ome-tiff": ".ome.tif"}
 
 
 @pytest.fixture(scope="module")
@@ -92,14 +85,6 @@ def test_other_libraries_see_the_same_axes(tree: Path, tmp_path: Path) -> None:
     with tifffile.TiffFile(tmp_path / "n__up.ome.tif") as tiff:
         assert tiff.is_ome
         assert np.array_equal(tiff.asarray(), voxels)
-    ds = pydicom.dcmread(tmp_path / "n__up.dcm")
-    assert np.array_equal(ds.pixel_array, voxels)
-    places = [
-        float(f.PlanePositionSequence[0].ImagePositionPatient[2]) for f in ds.PerFrameFunctionalGroupsSequence
-    ]
-    assert places == pytest.approx([-SPACING[0] * i for i in range(8)])  # z of LPS grows to superior
-    assert ds.ImageLaterality == "L"
-    assert [ds.PatientName, ds.PatientBirthDate, ds.StudyDate] == ["", "", ""]
 
 
 def test_the_same_volume_gives_the_same_bytes(tree: Path, tmp_path: Path) -> None:
@@ -133,27 +118,3 @@ def test_no_file_is_written_over(tree: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="expected no other file, found one"):
         export([str(tree.parent / "store"), "0", "--format", "nifti", "--out", str(tmp_path)])
     assert [p.name for p in tmp_path.iterdir()] == ["row_000000.yaml"]
-
-
-@pytest.mark.skipif(
-    shutil.which("dciodvfy") is None, reason="dciodvfy (Debian's dicom3tools) is not installed"
-)
-@pytest.mark.parametrize(("is_ordered", "side"), [(True, "L"), (False, "L"), (True, None)])
-def test_dciodvfy_finds_only_what_no_file_can_mend(
-    tmp_path: Path, is_ordered: bool, side: str | None
-) -> None:
-    volume = ExportVolume("eye", speckle(8), SPACING, is_ordered, side, "zeiss_cirrus", "cube", "7")
-    path = tmp_path / "eye.dcm"
-    path.write_bytes(opt_files(volume, datetime.date(2026, 1, 2))["eye.dcm"])
-    done = subprocess.run(["dciodvfy", str(path)], capture_output=True, text=True, timeout=60)
-    errors = {line for line in (done.stdout + done.stderr).splitlines() if line.startswith("Error")}
-    names = sorted(re.findall(r"<(\w+)>", line)[0] for line in errors)
-    # one rule wants the first three where there is no concatenation, another forbids them
-    concatenation = ["ConcatenationFrameOffsetNumber", "InConcatenationNumber", "InConcatenationTotalNumber"]
-    planes = (
-        [] if is_ordered else ["PlaneOrientationSequence", "PlanePositionSequence"]
-    )  # which nothing knows
-    eye = [] if side else ["ImageLaterality"]
-    assert names == sorted(concatenation + planes + eye)
-    # PS3.3 A.52.4: the planes are required where the flag is YES; dciodvfy has no such condition
-    assert pydicom.dcmread(path).OphthalmicVolumetricPropertiesFlag == ("YES" if is_ordered else "NO")

@@ -15,8 +15,8 @@ import pydicom
 from pydicom.sr.codedict import codes
 from pydicom.uid import generate_uid
 
+from data_setup.export.writers.items import require
 from data_setup.readers.dicom import OCTHeader
-from data_setup.writers.items import require
 from utils import storage
 from utils.config.schema import StorageOptions
 from utils.errors import UserError

@@ -31,7 +31,6 @@ class ExportVolume:
     laterality: str | None  # L | R
     device: str | None
     protocol: str | None
-    person_id: str
 
     @property
     def d_order(self) -> str:
@@ -55,7 +54,6 @@ def of_store(store: PreparedStore, row: int) -> ExportVolume:
         laterality=_known(facts.laterality),
         device=_known(facts.device),
         protocol=_known(facts.protocol),
-        person_id=str(facts.person_id),
     )
 
 
@@ -74,7 +72,6 @@ def of_record(record: Record, options: StorageOptions) -> ExportVolume:
         laterality=header.laterality or _known(record.laterality),
         device=header.device or _known(record.device),
         protocol=_known(record.protocol),
-        person_id=record.person_id,
     )
 
 

@@ -1,12 +1,12 @@
-"""Write volumes out of a store, or originals of a manifest, as NIfTI, OME-TIFF or OPT DICOM.
+"""Write volumes out of a store, or originals of a manifest, as NIfTI or OME-TIFF.
 
 In: STORE and its rows, or --source MANIFEST and the paths of its rows (column filepath). Out: a file a volume
-in --out, with its geometry: voxels, spacing, eye, and the direction of D where it is known. Beside NIfTI and
-TIFF lies a YAML with what they have no place for. Another file is not written over.
+in --out, with its geometry: voxels, spacing, eye, and the direction of D where it is known. Beside it lies
+a YAML with what the format has no place for. Another file is not written over.
 
 examples:
-    python -m data_setup.store_export STORE 0 5 --format nifti --out out
-    python -m data_setup.store_export --source scans/manifest.tsv a/eye.vol --format dicom --out out
+    python -m data_setup.export STORE 0 5 --format nifti --out out
+    python -m data_setup.export --source scans/manifest.tsv a/eye.vol --format ome-tiff --out out
 
 A row of a store is on the store's grid, its padding included; an original is as it was acquired, with 8 bits.
 Paths of a manifest are relative to its folder, or to --root.
@@ -15,9 +15,7 @@ Paths of a manifest are relative to its folder, or to --root.
 from __future__ import annotations
 
 import argparse
-import datetime
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from utils.config.schema import StorageOptions
@@ -25,14 +23,14 @@ from utils.errors import UserError
 from utils.help_pages import Parser
 
 if TYPE_CHECKING:
-    from data_setup.store_export.volume import ExportVolume
+    from data_setup.export.volume import ExportVolume
 
-FORMATS = ("nifti", "ome-tiff", "dicom")
+FORMATS = ("nifti", "ome-tiff")
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = Parser(
-        prog="python -m data_setup.store_export",
+        prog="python -m data_setup.export",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -49,19 +47,13 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; 0; raises UserError, StorageError."""
     args = _parse(argv)
-    from data_setup.store_export.files import nifti_files, ome_files
-    from data_setup.store_export.opt import opt_files
+    from data_setup.export.files import nifti_files, ome_files
     from utils.storage import exists, join, read_bytes, write_bytes
 
     options = StorageOptions(endpoint_url=args.endpoint_url, profile=args.profile)
-    opt = partial(opt_files, today=datetime.date.today())
-    written_as: dict[str, Callable[[ExportVolume], dict[str, bytes]]] = {
-        "nifti": nifti_files,
-        "ome-tiff": ome_files,
-        "dicom": opt,
-    }
+    files_of = {"nifti": nifti_files, "ome-tiff": ome_files}[args.format]
     for volume in _originals(args, options) if args.source else _rows(args, options):
-        files = written_as[args.format](volume)
+        files = files_of(volume)
         for name, content in files.items():
             url = join(args.out, name)
             if exists(url, options) and read_bytes(url, options) != content:
@@ -78,8 +70,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _rows(args: argparse.Namespace, options: StorageOptions) -> Iterator[ExportVolume]:
+    from data_setup.export.volume import of_store
     from data_setup.store.reader import PreparedStore
-    from data_setup.store_export.volume import of_store
 
     url, *rows = args.names
     if args.root is not None:
@@ -94,8 +86,8 @@ def _rows(args: argparse.Namespace, options: StorageOptions) -> Iterator[ExportV
 
 
 def _originals(args: argparse.Namespace, options: StorageOptions) -> Iterator[ExportVolume]:
+    from data_setup.export.volume import of_record
     from data_setup.manifest import records_of_table
-    from data_setup.store_export.volume import of_record
 
     root = args.root or args.source.rpartition("/")[0] or "."
     records = {record.path: record for record in records_of_table(args.source, root, options)}

@@ -1,4 +1,4 @@
-"""data_setup/readers/vendor/: makers' own files against the libraries that know them, and own numbers."""
+"""data_setup/readers/makers/: makers' own files against the libraries that know them, and own numbers."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ import pytest
 from data_setup.height_maps import edge_step
 from data_setup.index.cli import main as index
 from data_setup.readers.faults import RejectReason
+from data_setup.readers.makers import e2e, kinds, topcon
 from data_setup.readers.open_record import open_record, source_stat
-from data_setup.readers.vendor import e2e, kinds, topcon
 from tests.data_setup.importers.reading import GRID, read, record, reject, run_prepare
 from tests.data_setup.test_heyex import VENDOR
 from tests.support.dicom_factory import speckle
 from tests.support.import_factory import write_yaml
-from tests.support.vendor_factory import LARGEST, write_e2e, write_topcon, write_vol
+from tests.support.makers_factory import LARGEST, write_e2e, write_topcon, write_vol
 
 SPACING = (0.12, 0.0039, 0.0117)
 needs_files = pytest.mark.skipif(not VENDOR.is_dir(), reason="the vendors' files are not part of the project")

@@ -1,4 +1,4 @@
-"""The verdict on a whole tree from the first bytes of its files: `python -m data_setup.check --config FILE`.
+"""The verdict on a whole tree from the first bytes of its files: `prepare --check-only`.
 
 In: the manifest's records (`Config`). Out: check_report.json, a table and a verdict. HEAD_BYTES of each DICOM
 file are fetched, and more only when the header is longer. `--pixel-hash` says which files are read to the
@@ -8,7 +8,6 @@ end: `same-size` those that have the length of another one's pixel data and the 
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import json
 import sys
@@ -32,7 +31,6 @@ from data_setup.readers.open_record import check_manifest, identify, kind_by_nam
 from data_setup.readers.pixels import BoundedFile
 from data_setup.store.format import UNREAD
 from utils import storage
-from utils.cli import add_workers, parse_cli
 from utils.config.schema import Config, StorageOptions
 from utils.errors import EXIT_TRY_AGAIN, UserError
 from utils.storage.ranges import RangeFile
@@ -206,23 +204,6 @@ def _runner(workers: int) -> Iterator[_Run]:
                 raise UserError(f"{title}: {message}") from error
 
         yield run
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of a check alone; `prepare --check-only` takes them too."""
-    parser.add_argument("--json", metavar="URL", help="where to write the report (default: in data.store)")
-    parser.add_argument("--pixel-hash", choices=PIXEL_HASH_MODES, help="find duplicates (default same-size)")
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; 0, EXIT_FOUND_BAD, or EXIT_TRY_AGAIN when storage did not give some files."""
-
-    def add_all(parser: argparse.ArgumentParser) -> None:
-        add_workers(parser)
-        add_arguments(parser)
-
-    cfg, args = parse_cli("data_setup.check", __doc__ or "", argv, add_all)
-    return check_tree(cfg, args.workers, args.pixel_hash or "same-size", args.json)
 
 
 def check_tree(cfg: Config, workers: int, pixel_hash: str, json_url: str | None) -> int:

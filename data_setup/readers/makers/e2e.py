@@ -21,9 +21,9 @@ import numpy as np
 from data_setup.readers.faults import OCTReadError, RejectReason
 from data_setup.readers.geometry import check_lines
 from data_setup.readers.heidelberg import DEVICE
+from data_setup.readers.makers.library import eyepy_module, parsing
+from data_setup.readers.makers.surfaces import Surfaces
 from data_setup.readers.sidecar import MAX_VOLUME_BYTES, Sidecar, checked_frames, make_header
-from data_setup.readers.vendor.library import eyepy_module, parsing
-from data_setup.readers.vendor.surfaces import Surfaces
 
 _MODULE = "eyepy.io.he.e2e_reader"
 _MM_A_DEGREE = 0.2896  # eyepy's constant of a medium eye; proposed, never used

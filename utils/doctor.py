@@ -30,7 +30,6 @@ INSTALL = "pip install -r requirements.txt"
 DEMO_GB = 3.0  # phantom, store, two runs with their checkpoints
 PACKAGES_GB = 8.0  # .venv of `make install`; half of it are the CUDA libraries of torch
 PYTORCH = "https://pytorch.org/get-started/locally"
-PROJECT = "oct-foundation"
 TPU_DEVICES = ("accel*", "vfio/[0-9]*")  # below /dev, of TPU v2-v4 and of later ones
 EXAMPLES = """examples:
     python -m utils.doctor
@@ -60,11 +59,10 @@ def probe_python(version: tuple[int, ...] = sys.version_info[:3]) -> Finding:
     return Finding("python", MISSING, f"expected {wanted} or newer, found {text}", command)
 
 
-def requirements(root: Path = ROOT) -> list[str]:
-    """The lines of requirements.txt; those of the installed package where there is no such file."""
-    path = root / "requirements.txt"
-    lines = path.read_text().splitlines() if path.is_file() else metadata.requires(PROJECT) or []
-    return [line for line in lines if line and not line.startswith("#") and "extra ==" not in line]
+def requirements() -> list[str]:
+    """The lines of requirements.txt."""
+    lines = (ROOT / "requirements.txt").read_text().splitlines()
+    return [line for line in lines if line and not line.startswith("#")]
 
 
 def probe_packages(lines: list[str]) -> Finding:

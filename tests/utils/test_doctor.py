@@ -64,14 +64,6 @@ def test_every_requirement_is_looked_for(monkeypatch: pytest.MonkeyPatch) -> Non
     assert f"2 of {len(lines)}: zarr (expected >=3.1,<4, found 2.18.0), einops" in finding.text
 
 
-def test_an_installation_without_its_checkout_lists_its_requirements(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    declared = ["torch<2.14,>=2.9", 'distributed>=2025.3; extra == "dask"']
-    monkeypatch.setattr(metadata, "requires", {doctor.PROJECT: declared}.get)
-    assert doctor.requirements(tmp_path) == declared[:1]
-
-
 def test_torch_that_cannot_be_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert doctor.probe_torch().text == torch.__version__
     without(monkeypatch, "torch")

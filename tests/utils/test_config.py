@@ -15,7 +15,7 @@ import pytest
 from tests.support.task_configs import below
 from utils.cli import parse_cli
 from utils.config.load import accumulation_steps, changed_keys, config_of_yaml, load_config, to_yaml
-from utils.config.recipes import RECIPES, Recipe, markdown, recipe_of
+from utils.config.recipes import RECIPES, Recipe, recipe_of
 from utils.config.schema import Config, MaskFamily, TrainConfig, keys_with, leaves
 from utils.errors import ConfigError
 
@@ -465,10 +465,6 @@ def test_a_key_of_another_section_or_object_is_no_read() -> None:
     )
     others = "model.compile(); cfg.wandb.workers; zarr.workers; names = ('workers',); cfg.data.workers = 1"
     assert not keys_read(others) & {"train.workers", "data.workers"}
-
-
-def test_the_document_shows_the_table() -> None:
-    assert markdown() in (ROOT / "docs" / "concepts" / "recipes.md").read_text()
 
 
 def test_the_table_has_a_value_for_every_field() -> None:

@@ -1,7 +1,7 @@
 """Every key of the schema with its type, unit, default and meaning, in words.
 
 In: utils/config/schema.py, its text included: a field's meaning is the comment beside or above it. Out:
-`keys`, for --help, for dashboards and for docs/reference/configuration.md (utils/config/page.py).
+`keys`, for --help, for dashboards and for docs/reference/configuration.md (docs/write_pages.py).
 """
 
 from __future__ import annotations

@@ -84,7 +84,7 @@ def test_a_recipe_is_all_but_seed_places_and_machine(tmp_path: Path) -> None:
     one = config(tmp_path, tmp_path / "a", *ONE_DEVICE)
     moved = ("seed=1", "experiment_name=b", "wandb.mode=disabled", "train.per_core_batch_size=4")
     assert recipe_of(config(tmp_path, tmp_path / "b", *ONE_DEVICE, *moved)) == recipe_of(one)
-    others = [("train.max_steps=2",), ("optim.base_lr=2.0e-3",), ("augment.gain=0.1",), ("model.size=s",)]
+    others = [("train.max_steps=2",), ("optim.base_lr=2.0e-3",), ("augment.strength=0.5",), ("model.size=s",)]
     others.append(("data.device_filter=[topcon_triton]",))
     for other in others:
         changed = config(tmp_path, tmp_path / "a", *ONE_DEVICE, *other)

@@ -33,6 +33,7 @@ from utils.dashboards.pictures import Forecast, brightest_token, relative_error,
 from utils.dashboards.tensorboard import TensorBoardWriter
 from utils.errors import UserError
 from utils.log import NoLog, RunLog
+from utils.run import skipped_updates
 from utils.run.skipped_updates import NotFiniteError
 from utils.runtime.single import Runtime, StopRequested
 
@@ -53,9 +54,13 @@ pytestmark = pytest.mark.usefixtures("small_encoder")
 def watched(folder: Path, small_encoder: None) -> Path:
     """A run of 8 steps with both dashboards, and pictures at 0, 5 and 8."""
     run = folder / "watched"
-    overrides = [f"run.dir={run}", "wandb.mode=offline", "log.tensorboard=true", "wandb.images_every_steps=5"]
-    overrides += ["wandb.tags=[phantom,test]", "wandb.group=tests", "wandb.name=eight", MANY_TO_VALIDATE]
-    assert train(pipeline_config(folder, *overrides)) == 0
+    overrides = [f"run.dir={run}", "wandb.mode=offline", "log.tensorboard=true", MANY_TO_VALIDATE]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(examples, "EVERY_STEPS", 5)
+        patch.setenv("WANDB_TAGS", "phantom,test")
+        patch.setenv("WANDB_RUN_GROUP", "tests")
+        patch.setenv("WANDB_NAME", "eight")
+        assert train(pipeline_config(folder, *overrides)) == 0
     return run
 
 
@@ -220,7 +225,8 @@ def test_collapse_and_nan_are_alerts(folder: Path, tmp_path: Path, monkeypatch: 
         return result
 
     monkeypatch.setattr(loop, "train_step", not_finite)
-    overrides = [f"run.dir={tmp_path / 'nan'}", "train.max_bad_steps=2", "train.val_every_steps=8"]
+    overrides = [f"run.dir={tmp_path / 'nan'}", "train.val_every_steps=8"]
+    monkeypatch.setattr(skipped_updates, "MAX_BAD_STEPS", 2)
     with pytest.raises((NotFiniteError, UserError), match="2 updates in a row"):
         train(pipeline_config(folder, *overrides))
     assert recorder.alerts == [

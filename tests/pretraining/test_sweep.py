@@ -90,7 +90,7 @@ def test_a_grid_is_every_combination(tmp_path: Path) -> None:
     parameters = {
         "seed": {"values": [0, 1]},
         "optim.base_lr": {"values": [1e-3, 1e-4]},
-        "wandb.group": {"value": "g"},
+        "wandb.mode": {"value": "disabled"},
     }
     drawn = draw(read_sweep(changed(tmp_path, method="grid", parameters=parameters)), 10, seed=0)
     assert sorted((one["seed"], one["optim.base_lr"]) for one in drawn) == [

@@ -6,6 +6,7 @@ key. Lengths are mm, sizes voxels, and every triple is in (D, H, W) order: B-sca
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import is_dataclass
@@ -14,7 +15,7 @@ from types import NoneType, UnionType
 from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
 
 import yaml
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import (
     ConfigKeyError,
     InterpolationToMissingValueError,
@@ -25,6 +26,36 @@ from omegaconf.errors import (
 from utils.config.rules import check_recipe, check_rules
 from utils.config.schema import Config, StorageOptions, TrainConfig, leaves
 from utils.errors import ConfigError
+
+# Keys that went, which configurations of older runs still have: the values of each with which a run is the
+# same without it.
+GONE_KEYS: dict[str, tuple[Any, ...]] = {
+    "augment.flip_w_prob": (0.5,),
+    "augment.gain": (0.2,),
+    "augment.gamma": (0.3,),
+    "augment.intensity_prob": (0.8,),
+    "augment.noise_std": (0.1,),
+    "augment.rotate_dw_deg": (10.0,),
+    "augment.rotate_hw_deg": (3.0,),
+    "augment.scale_range": ([0.9, 1.1],),
+    "augment.shift_fraction": (0.05,),
+    "data.drop_last": (True,),
+    "data.persistent_workers": (True,),
+    "data.pin_memory": (False,),
+    "data.prefetch_factor": (2,),
+    "train.grad_accum_steps": (None,),
+    "train.max_bad_steps": (10,),
+    "wandb.artifacts": ("best",),
+    "wandb.entity": (None,),
+    "wandb.group": (None,),
+    "wandb.images_every_steps": (1000,),
+    "wandb.name": (None,),
+    "wandb.project": ("oct-foundation",),
+    "wandb.tags": (None,),
+}
+# Of these: with any value what a checkpoint or a head holds can be read.
+READ_WITH_ANY_VALUE = frozenset(GONE_KEYS)
+log = logging.getLogger(__name__)
 
 
 def load_config(
@@ -38,7 +69,7 @@ def load_config(
     if not path.is_file():
         raise ConfigError(f"{path}: expected a YAML configuration, found no such file")
     try:
-        loaded = OmegaConf.load(path)
+        loaded = _without_gone_keys(OmegaConf.load(path), str(path))
     except (OmegaConfBaseException, yaml.YAMLError) as error:
         raise ConfigError(f"{path}: {_one_line(error)}") from error
     except UnicodeDecodeError as error:
@@ -94,7 +125,7 @@ def config_of_yaml(text: str, where: str) -> Config:
     looked up for it.
     """
     try:
-        saved = OmegaConf.create(text)
+        saved = _without_gone_keys(OmegaConf.create(text), where, is_stored=True)
         for key, reference in _references(OmegaConf.to_container(saved)):
             raise ConfigError(f"{where}: {key}: expected a plain value, found the reference {reference}")
         cfg = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), saved))
@@ -103,6 +134,24 @@ def config_of_yaml(text: str, where: str) -> Config:
     assert isinstance(cfg, Config)
     check_recipe(cfg.method, where)
     return cfg
+
+
+def _without_gone_keys(written: Any, where: str, *, is_stored: bool = False) -> Any:
+    """A configuration of a file, or one stored with weights, less GONE_KEYS; raises ConfigError where one has
+    a value that changed the run.
+    """
+    for key, same in GONE_KEYS.items():
+        section, _, name = key.rpartition(".")
+        part = OmegaConf.select(written, section) if isinstance(written, DictConfig) else None
+        if not isinstance(part, DictConfig) or name not in part:
+            continue
+        if part[name] not in same:
+            if not (is_stored and key in READ_WITH_ANY_VALUE):
+                values = " or ".join("null" if value is None else str(value).lower() for value in same)
+                raise ConfigError(f"{where}: {key}: expected {values}, the key is gone, found {part[name]}")
+            log.warning("%s: the key %s=%s is gone and is left out", where, key, part[name])
+        del part[name]
+    return written
 
 
 def _check_shapes(hint: Any, value: Any, where: str, key: str = "") -> None:
@@ -200,12 +249,12 @@ def flatten(section: Any) -> Iterator[tuple[str, Any]]:
 def accumulation_steps(train: TrainConfig, world_size: int) -> int:
     """Accumulation with global = per core x world x accumulation; a ConfigError states all four."""
     per_step = train.per_core_batch_size * world_size
-    steps = train.grad_accum_steps or max(1, train.global_batch_size // per_step)
+    steps = max(1, train.global_batch_size // per_step)
     if steps * per_step != train.global_batch_size:
-        fits, rest = divmod(train.global_batch_size, world_size * (train.grad_accum_steps or 1))
+        fits, rest = divmod(train.global_batch_size, world_size)
         hint = "" if rest else f"; train.per_core_batch_size={fits} fits"
         raise ConfigError(
-            "train.global_batch_size: expected per_core_batch_size x world size x grad_accum_steps, found "
+            "train.global_batch_size: expected per_core_batch_size x world size x accumulation, found "
             f"global {train.global_batch_size} != per core {train.per_core_batch_size} x world {world_size} "
             f"x accumulation {steps}{hint}"
         )

@@ -18,8 +18,7 @@ RUN case "${DEVICE}" in \
         *) echo "DEVICE: expected cpu, cuda or tpu, found ${DEVICE}" >&2; exit 2 ;; \
     esac
 COPY . .
-RUN pip install --no-cache-dir --no-deps . \
-    && useradd --create-home --uid 1000 oct \
+RUN useradd --create-home --uid 1000 oct \
     && mkdir /work \
     && chown oct /work
 # last, or every commit would install the packages anew; the banner and provenance.json say it, without git
@@ -29,5 +28,6 @@ ENV OCT_COMMIT="${COMMIT}"
 USER 1000
 # runs/ and relative paths of data belong to the folder that is mounted here
 WORKDIR /work
-ENV PYTHONUNBUFFERED=1 MPLCONFIGDIR=/tmp/matplotlib
-CMD ["oct-doctor"]
+# `python -m` takes the modules of /opt/oct, and none of a file of the mounted folder that has their name
+ENV PYTHONPATH=/opt/oct PYTHONSAFEPATH=1 PYTHONUNBUFFERED=1 MPLCONFIGDIR=/tmp/matplotlib
+CMD ["python", "-m", "utils.doctor"]

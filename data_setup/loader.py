@@ -56,6 +56,7 @@ Sample = dict[Hashable, Any]  # the keys are those of MONAI's transforms
 ORDER_EPOCH, ORDER_DEVICES = 0, 1
 VALIDATION_SEED = 0  # validation masks depend on the row alone, so runs with different seeds are comparable
 GRACE_S = 60.0  # the loader's own limit comes first and says more; and the workers' start counts here alone
+PREFETCH = 2  # batches that a worker has ready
 POLL_SECONDS = 5.0  # how often the training process looks whether its loader workers are alive
 
 
@@ -222,7 +223,7 @@ class Loader:
     @cached_property
     def _batches(self) -> DataLoader[Sample]:
         sampler = MicroBatches(self.steps, self.global_batch, self.rank, self.world, self.accum)
-        return _data_loader(self.data, self.dataset, sampler, persistent=self.data.persistent_workers)
+        return _data_loader(self.data, self.dataset, sampler, persistent=True)
 
     def __iter__(self) -> Iterator[list[Batch]]:
         batches = iter(self._batches)
@@ -260,14 +261,14 @@ def _data_loader(
     """torch's loader of batches of keys, with data.workers processes; `generator` seeds them, None: torch's
     global one.
     """
-    options: dict[str, Any] = {"batch_sampler": sampler, "pin_memory": data.pin_memory}
+    options: dict[str, Any] = {"batch_sampler": sampler}
     workers = count_loaders(data.workers)
     if workers > 0:
         # A fork server, not fork: the training process has threads (torch, fsspec, zarr) and maybe a device.
         context = _fork_server()
         options |= {
             "num_workers": workers,
-            "prefetch_factor": data.prefetch_factor,
+            "prefetch_factor": PREFETCH,
             "persistent_workers": persistent,
             "timeout": min(POLL_SECONDS, data.data_timeout_s),
             "worker_init_fn": _start_worker,

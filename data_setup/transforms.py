@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Iterator, Mapping
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,7 @@ from torch import Tensor
 
 from data_setup.masks import MaskPlan, draw_mask
 from data_setup.valid_field import token_valid
-from utils.config.schema import AugmentConfig, Config
+from utils.config.schema import Config
 
 # Streams of one global position; their numbers are part of every result, so they are never renumbered.
 STREAM_GEOMETRY, STREAM_INTENSITY, STREAM_MASK, STREAM_MODEL = range(4)
@@ -122,10 +123,31 @@ def _sample_plane(x: Tensor, places: Tensor) -> Tensor:
     return F.grid_sample(x[None], places, mode="bilinear", padding_mode="zeros", align_corners=False)[0]
 
 
+@dataclass(frozen=True)
+class Augmentation:
+    """How far a sample is moved, and its grey values changed."""
+
+    flip_w_prob: float = 0.5  # of a left-right flip, shared by both views
+    rotate_dw_deg: float = 10.0  # en face rotation, uniform in +-
+    rotate_hw_deg: float = 3.0  # tilt of the B-scan, uniform in +-
+    scale_range: tuple[float, float] = (0.9, 1.1)  # zoom, uniform between the two
+    shift_fraction: float = 0.05  # of each axis, uniform in +-
+    intensity_prob: float = 0.8  # per view: gain, gamma and noise
+    gain: float = 0.2  # log-uniform in 1 / (1 + gain) .. 1 + gain
+    gamma: float = 0.3  # likewise
+    noise_std: float = 0.1  # upper end of a uniform draw, in standard deviations of the volume
+
+    def times(self, strength: float) -> Augmentation:
+        """The same with all ranges narrower: 0 changes nothing, 1 is this one."""
+        low, high = self.scale_range
+        narrow = {f.name: strength * getattr(self, f.name) for f in fields(self) if f.name != "scale_range"}
+        return Augmentation(scale_range=(1 - strength * (1 - low), 1 + strength * (high - 1)), **narrow)
+
+
 class RandGeometryd(Randomizable, MapTransform):
     """Draw one affine of `augment` per sample, resample `volume` with it, and add `matrix`."""
 
-    def __init__(self, augment: AugmentConfig, keys: tuple[str, ...] = ("volume",)) -> None:
+    def __init__(self, augment: Augmentation, keys: tuple[str, ...] = ("volume",)) -> None:
         MapTransform.__init__(self, keys)
         self.augment = augment
 
@@ -153,7 +175,7 @@ class RandGeometryd(Randomizable, MapTransform):
 class RandIntensityParamsd(Randomizable, MapTransform):
     """Draw gain, gamma and noise of each view: `intensity` float32 [2,3]; the device applies them."""
 
-    def __init__(self, augment: AugmentConfig, keys: tuple[str, ...] = ("intensity",)) -> None:
+    def __init__(self, augment: Augmentation, keys: tuple[str, ...] = ("intensity",)) -> None:
         MapTransform.__init__(self, keys)
         self.augment = augment
 
@@ -210,8 +232,9 @@ def training_transforms(
     cfg: Config,
 ) -> tuple[tuple[int, RandGeometryd | RandIntensityParamsd | JEPAMaskd], ...]:
     """(stream, transform) in the order in which a training sample passes through them."""
+    augment = Augmentation().times(cfg.augment.strength)
     return (
-        (STREAM_GEOMETRY, RandGeometryd(cfg.augment)),
-        (STREAM_INTENSITY, RandIntensityParamsd(cfg.augment)),
+        (STREAM_GEOMETRY, RandGeometryd(augment)),
+        (STREAM_INTENSITY, RandIntensityParamsd(augment)),
         (STREAM_MASK, JEPAMaskd(MaskPlan.from_config(cfg), cfg.spatial.patch_size)),
     )

@@ -3,7 +3,7 @@
 In: a head of finetuning.train with task.kind=segmentation or layers, and scans: rows of its store, whose
 files are read again, or files of their own, which are read as data_setup.prepare reads them. Out, below DIR
 at the scan's path: nifti (.nii.gz), png (a folder, an image a B-scan, grey value = class) or seg (DICOM
-Segmentation; of DICOM scans, needs pip install '.[seg]'); of a layers head heightmap (DICOM Height Map
+Segmentation; of DICOM scans, needs pip install highdicom); of a layers head heightmap (DICOM Height Map
 Segmentation). DIR/segments.jsonl has a line per scan: file, voxels and mm3 of each class, digests. The same
 command after a kill goes on; another head needs another DIR.
 DIR/label_classes.yaml names the classes. A scan larger than the grid is read in windows that overlap. A file

@@ -39,7 +39,6 @@ from pretraining.schedules import Calendar
 from pretraining.step import StepResult, Update, Watch, train_step
 from pretraining.trial import open_loader, settle_memory
 from utils import storage
-from utils.checkpoint import list_steps
 from utils.config.schema import Config
 from utils.errors import EXIT_FINISHED, EXIT_STOPPED
 from utils.log import NoLog, RunLog
@@ -249,7 +248,7 @@ def finish(cfg: Config, gauges: Gauges, progress: Progress, total: int, run_log:
     """Log how the run ended and what to do next; returns the exit code. A run that is over hands on."""
     is_over = progress.step >= total and not progress.owes_validation
     if is_over and cfg.train.ckpt_dir is not None:
-        for name in artifact_names(cfg, progress):
+        for name in progress.best:
             run_log.artifact(name, storage.join(cfg.train.ckpt_dir, f"{name}.pt"))
     how = "finished" if is_over else "stopped"
     best = ", ".join(f"{name} {value:.3g}" for name, value in progress.best_values().items())
@@ -264,15 +263,6 @@ def finish(cfg: Config, gauges: Gauges, progress: Progress, total: int, run_log:
         has_probe="best_probe" in progress.best,
     )
     return EXIT_FINISHED if is_over else EXIT_STOPPED
-
-
-def artifact_names(cfg: Config, progress: Progress) -> list[str]:
-    """The checkpoints that wandb.artifacts is about, of a run that has ended; the bests first."""
-    directory = cfg.train.ckpt_dir
-    if directory is None or cfg.wandb.artifacts == "best":
-        return list(progress.best)
-    steps = list_steps(directory, cfg.data.storage_options)
-    return [*progress.best, *(f"step_{step:08d}" for step in steps)]
 
 
 def report(run_log: RunLog | NoLog, gauges: Gauges, step: int, values: dict[str, float | None]) -> None:

@@ -6,13 +6,13 @@ import datetime
 import re
 import subprocess
 import sys
-import tomllib
 from pathlib import Path
 
 import yaml
 
+from utils.doctor import OLDEST_PYTHON
+
 ROOT = Path(__file__).resolve().parents[1]
-PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 
 def hadolint(dockerfile: str) -> list[str]:
@@ -36,7 +36,6 @@ def test_the_dockerfile_copies_files_that_exist() -> None:
     for name in first.split():
         assert (ROOT / name).is_file(), name
     assert set(re.findall(r"-[rc] (\S+\.txt)", text)) == set(first.split())
-    assert PROJECT["scripts"].keys() >= set(re.findall(r"oct-[a-z]+", text))
 
 
 def test_what_git_ignores_does_not_enter_an_image() -> None:
@@ -49,18 +48,20 @@ def test_what_git_ignores_does_not_enter_an_image() -> None:
 def test_conda_gets_the_packages_of_pip() -> None:
     environment = yaml.safe_load((ROOT / "environment.yml").read_text())
     python, pip, packages = environment["dependencies"]
-    lowest = PROJECT["requires-python"].removeprefix(">=")
+    lowest = ".".join(map(str, OLDEST_PYTHON))
     assert (python, pip) == (f"python={lowest}", "pip")
     assert packages == {"pip": ["-r requirements.txt", "-c constraints.txt"]}
     assert f"ARG PYTHON={lowest}\n" in (ROOT / "Dockerfile").read_text()
 
 
-def test_the_citation_is_that_of_this_version() -> None:
+def test_the_citation_has_what_is_cited() -> None:
     """`cffconvert --validate` checks its form; these are what a release must not forget."""
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
     assert citation["cff-version"] == "1.2.0"
     assert citation.keys() >= {"message", "title", "authors"}
-    assert (citation["version"], citation["license"]) == (PROJECT["version"], PROJECT["license"])
+    assert re.fullmatch(r"\d+\.\d+\.\d+", citation["version"])
+    assert citation["license"] == "Apache-2.0"
+    assert "Apache License" in (ROOT / "LICENSE").read_text()
     datetime.date.fromisoformat(citation["date-released"])
     (method,) = citation["references"]
     arxiv = method["identifiers"][0]["value"].removeprefix("arXiv:")

@@ -51,4 +51,4 @@ def _smaller_batch(cfg: Config, runtime: Runtime) -> Config:
     log.warning("out of memory: per_core_batch_size %d -> %d", cfg.train.per_core_batch_size, smaller)
     if cfg.train.compile:
         torch.compiler.reset()  # the programs of the larger batch would count towards its limit
-    return replace(cfg, train=replace(cfg.train, per_core_batch_size=smaller, grad_accum_steps=None))
+    return replace(cfg, train=replace(cfg.train, per_core_batch_size=smaller))

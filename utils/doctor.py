@@ -1,7 +1,9 @@
 """What this machine can do, and the command for what is missing: `python -m utils.doctor`.
 
-In: the machine as it is: Python, packages, devices, logins, disk. Out: a line for each, and for what is
-missing the command that adds it. Exit code 0: the demo can run; 1: it cannot. Nothing is installed or sent.
+In: the machine as it is: Python, packages, devices, disk. Out: a line for each, and for what is missing the
+command that adds it. Exit code 0: the demo can run; 1: it cannot. Nothing is installed or sent. With --config
+it tries the paths of that configuration in place of all this: one line, exit code 2 when a path fails.
+run_tpu_xla.sh does so on every worker before anything starts.
 
 This file is read by any Python 3, with no package installed: it imports the standard library alone, and each
 probe the packages that it is about.
@@ -20,7 +22,6 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
-from utils.errors import UserError
 from utils.help_pages import Parser
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -30,11 +31,10 @@ INSTALL = "pip install -r requirements.txt"
 DEMO_GB = 3.0  # phantom, store, two runs with their checkpoints
 PACKAGES_GB = 8.0  # .venv of `make install`; half of it are the CUDA libraries of torch
 PYTORCH = "https://pytorch.org/get-started/locally"
-PROJECT = "oct-foundation"
-TPU_DEVICES = ("accel*", "vfio/[0-9]*")  # below /dev, of TPU v2-v4 and of later ones
 EXAMPLES = """examples:
     python -m utils.doctor
     python -m utils.doctor && make demo
+    python -m utils.doctor --config configs/smoke_test.yaml data.store=gs://BUCKET/store
 """
 # what a package that is half installed, or built for another one, raises as it is imported
 BROKEN = (ImportError, OSError, ValueError, AttributeError, RuntimeError, TypeError)
@@ -60,11 +60,10 @@ def probe_python(version: tuple[int, ...] = sys.version_info[:3]) -> Finding:
     return Finding("python", MISSING, f"expected {wanted} or newer, found {text}", command)
 
 
-def requirements(root: Path = ROOT) -> list[str]:
-    """The lines of requirements.txt; those of the installed package where there is no such file."""
-    path = root / "requirements.txt"
-    lines = path.read_text().splitlines() if path.is_file() else metadata.requires(PROJECT) or []
-    return [line for line in lines if line and not line.startswith("#") and "extra ==" not in line]
+def requirements() -> list[str]:
+    """The lines of requirements.txt."""
+    lines = (ROOT / "requirements.txt").read_text().splitlines()
+    return [line for line in lines if line and not line.startswith("#")]
 
 
 def probe_packages(lines: list[str]) -> Finding:
@@ -119,25 +118,6 @@ def probe_device() -> Finding:
     return Finding("device", OK, f"{cpu}; no CUDA device")
 
 
-def probe_bf16(cpuinfo: Path = Path("/proc/cpuinfo")) -> Finding:
-    """Whether the device computes in bfloat16 itself; otherwise it is slower than float32."""
-    fallback = "add train.use_bf16=false to the commands"
-    try:
-        torch = importlib.import_module("torch")
-    except BROKEN:
-        return Finding("bf16", MISSING, "unknown without torch", INSTALL)
-    if torch.cuda.is_available():
-        major = torch.cuda.get_device_capability(0)[0]
-        if major >= 8:
-            return Finding("bf16", OK, "in the device's hardware")
-        return Finding("bf16", ABSENT, "this GPU emulates it", fallback)
-    flags = cpuinfo.read_text() if cpuinfo.is_file() else ""
-    units = [name for name in ("amx_bf16", "avx512_bf16") if re.search(rf"\b{name}\b", flags)]
-    if units:
-        return Finding("bf16", OK, f"in the CPU's hardware: {', '.join(units)}")
-    return Finding("bf16", ABSENT, "no unit of this CPU is known to compute it", fallback)
-
-
 def probe_codecs() -> list[Finding]:
     """Whether pixel data can be decoded: what the phantom and AI-READI have, and what other devices write."""
     families = (
@@ -158,37 +138,6 @@ def probe_codecs() -> list[Finding]:
     return findings
 
 
-def probe_bucket() -> Finding:
-    """Whether there is a login for gs://."""
-    command = "gcloud auth application-default login"
-    try:
-        from utils.storage.login import google_login
-
-        source = google_login()
-    except UserError as error:
-        return Finding("gs:// login", ABSENT, _one_line(error), "unset GOOGLE_APPLICATION_CREDENTIALS")
-    except BROKEN as error:
-        return Finding("gs:// login", ABSENT, f"unknown: {_one_line(error)}", INSTALL)
-    if source is None:
-        text = "no Google credentials: local folders work, buckets that are not public do not"
-        return Finding("gs:// login", ABSENT, text, command)
-    return Finding("gs:// login", OK, f"from {source}; python -m utils.check_paths tries a bucket")
-
-
-def probe_wandb() -> Finding:
-    """Whether Weights & Biases would be reached with a key."""
-    try:
-        import wandb
-
-        from utils.dashboards.weights_and_biases import has_api_key
-    except BROKEN as error:
-        return Finding("W&B key", ABSENT, f"unknown: {_one_line(error)}", INSTALL)
-    host = wandb.setup().settings.base_url
-    if has_api_key(host):
-        return Finding("W&B key", OK, f"for {host}; wandb.mode=online uses it")
-    return Finding("W&B key", ABSENT, f"none for {host}: runs log offline, which needs none", "wandb login")
-
-
 def probe_disk(packages: Finding, folder: Path = Path("runs"), demo_gb: float = DEMO_GB) -> Finding:
     """Whether runs/ can be written and has room for the demo, and for the packages that are missing."""
     # one package that is absent is small; without torch all of them are to come
@@ -203,26 +152,6 @@ def probe_disk(packages: Finding, folder: Path = Path("runs"), demo_gb: float = 
         text = f"expected {needed_gb:g} GB free in {place} for {what}, found {free_gb:.1f} GB"
         return Finding("disk", MISSING, text, "free some space, or run from a folder on another disk")
     return Finding("disk", OK, f"{free_gb:.0f} GB free in {place}")
-
-
-def probe_tpu(devices: Path = Path("/dev")) -> Finding:
-    """Whether there is a TPU, and torch_xla to use it."""
-    chips = [path for pattern in TPU_DEVICES for path in devices.glob(pattern)]
-    wanted = os.environ.get("PJRT_DEVICE")
-    try:
-        version = metadata.version("torch_xla")
-    except metadata.PackageNotFoundError:
-        if chips or wanted:
-            why = f"{len(chips)} TPU chips" if chips else f"PJRT_DEVICE={wanted}"
-            command = "pip install -r requirements-tpu.txt -c constraints-tpu.txt"
-            return Finding("TPU", MISSING if wanted else ABSENT, f"{why}, but no torch_xla", command)
-        text = "none here; python -m benchmarks.tpu_fit asks whether a model would fit one"
-        return Finding("TPU", ABSENT, text)
-    if not chips:
-        return Finding("TPU", ABSENT, f"none here; torch_xla {version} is installed")
-    if wanted != "TPU":
-        return Finding("TPU", ABSENT, f"{len(chips)} chips, not asked for", "export PJRT_DEVICE=TPU")
-    return Finding("TPU", OK, f"{len(chips)} chips, torch_xla {version}")
 
 
 def probe_programs() -> Finding:
@@ -242,13 +171,9 @@ def examine() -> list[Finding]:
         packages,
         probe_torch(),
         probe_device(),
-        probe_bf16(),
         *probe_codecs(),
         probe_programs(),
         probe_disk(packages),
-        probe_bucket(),
-        probe_wandb(),
-        probe_tpu(),
     ]
 
 
@@ -269,6 +194,37 @@ def page(findings: list[Finding]) -> str:
     return "\n".join([*lines, "", f"the demo cannot run yet; next: {'; then '.join(commands)}"])
 
 
+def check_paths(config: str, overrides: list[str]) -> str:
+    """Read the store and write to the checkpoints, with the credentials and the code of training; returns a
+    line on both, raises UserError.
+    """
+    from utils import storage
+    from utils.config.load import load_config
+    from utils.errors import UserError
+
+    cfg = load_config(config, overrides)
+    options = cfg.data.storage_options
+    try:
+        storage.read_bytes(storage.join(cfg.data.store, "prepare_report.json"), options)
+    except storage.StorageNotFoundError as error:
+        raise UserError(
+            f"data.store: {cfg.data.store}: expected a prepared store, found none that is finalised; run "
+            "data_setup.prepare, after shards with --finalise"
+        ) from error
+    if cfg.train.ckpt_dir is None:
+        return "store readable, no checkpoints (train.ckpt_dir is null)"
+    data = os.urandom(16)
+    probe = storage.join(cfg.train.ckpt_dir, f".write_check_{platform.node()}_{os.getpid()}")
+    storage.write_bytes(probe, data, options)
+    stored = storage.read_bytes(probe, options)
+    storage.remove(probe, options)
+    if stored != data:
+        raise UserError(f"train.ckpt_dir: {probe}: expected the bytes that were written, found others")
+    is_shared = storage.is_remote(cfg.train.ckpt_dir)
+    warning = "" if is_shared else " (on the first worker's disk, lost with its VM)"
+    return f"store readable, checkpoints writable{warning}"
+
+
 def _one_line(error: BaseException) -> str:
     return " ".join(str(error).split())[:160]
 
@@ -281,7 +237,15 @@ def main(argv: list[str] | None = None) -> int:
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.parse_args(argv)
+    parser.add_argument("--config", metavar="FILE", help="try the paths of this configuration alone")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="changes to the file")
+    args = parser.parse_intermixed_args(argv)
+    if args.config:
+        from utils.cli import errors_in_one_line
+
+        with errors_in_one_line():
+            print(check_paths(args.config, args.overrides))
+        return 0
     findings = examine()
     print(page(findings))
     return int(any(finding.state == MISSING for finding in findings))

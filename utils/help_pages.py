@@ -124,32 +124,10 @@ PAGES = {
         ("data.store", "run.dir", "train.max_steps", "train.global_batch_size", "train.per_core_batch_size",
          "train.use_bf16", "optim.base_lr", "model.size", "method.recipe", "wandb.mode"),
     ),
-    "utils.check_paths": HelpPage(
-        "Try every path of a configuration, with the credentials of training.",
-        ("python -m utils.check_paths --config configs/smoke_test.yaml",),
-        (*DATA_KEYS, "train.ckpt_dir"),
-    ),
-    "utils.config.page": HelpPage(
-        "Write docs/reference/configuration.md anew, after a change of the schema.",
-        ("python -m utils.config.page > docs/reference/configuration.md",),
-    ),
-    "utils.config.recipes": HelpPage(
-        "Print the table of docs/concepts/recipes.md, when a recipe has changed.",
-        ("python -m utils.config.recipes",),
-    ),
-    "utils.dashboards.panels": HelpPage(
-        "Print the tables of docs/guides/dashboard.md, when a panel has changed.",
-        ("python -m utils.dashboards.panels",),
-    ),
-    "utils.dashboards.workspace": HelpPage(
-        "Save the layout of panels as a view of a project in Weights & Biases.",
-        ("python -m utils.dashboards.workspace --entity NAME --project oct-foundation",),
-    ),
     "utils.report": HelpPage(
         "Write one page about a run, or about several side by side, to be opened in a browser.",
         ("python -m utils.report runs/smoke_test",
-         "python -m utils.report runs/smoke_test runs/smoke_control",
-         "python -m utils.report --serve runs/smoke_test"),
+         "python -m utils.report runs/smoke_test runs/smoke_control"),
     ),
     "utils.report.pictures": HelpPage(
         "Draw docs/pictures/overview.png and masks.png anew, from a run on the phantom.",

@@ -32,8 +32,8 @@ def provenance(runtime: Runtime) -> dict[str, Any]:
 
 
 def git_commit() -> str | None:
-    """The commit of this checkout, with '+changes' when the tree differs. Where this is no checkout, as after
-    `pip install .`, even inside another project's: OCT_COMMIT, which an image sets, or null.
+    """The commit of this checkout, with '+changes' when the tree differs. Where this is no checkout, as in
+    an image, even inside another project's: OCT_COMMIT, which an image sets, or null.
     """
     root = Path(__file__).resolve().parents[1]
 

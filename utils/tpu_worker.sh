@@ -115,7 +115,7 @@ check() {
     elif ! "$python" -c 'import importlib.util, sys; sys.exit(not importlib.util.find_spec("torch_xla"))'; then
         wrong "environment: expected torch_xla in $venv, found none; run setup"
     elif (($# > 0)); then
-        if answer=$("$python" -m utils.check_paths --config "$@" 2>&1); then
+        if answer=$("$python" -m utils.doctor --config "$@" 2>&1); then
             facts+=", $answer"
         else
             wrong "$(tail -n 1 <<<"$answer" | sed 's/^error: //')"

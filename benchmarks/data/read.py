@@ -17,7 +17,7 @@ import torch
 
 from benchmarks.data.files import GRIDS, Shape, configure, dicom_files, prepared_store
 from benchmarks.data.prepare import decode_and_resample, seconds
-from data_setup.loader import Loader
+from data_setup.loader import PREFETCH, Loader
 from data_setup.normalisation import view
 from data_setup.store.format import chunk_key
 from data_setup.store.reader import PreparedStore
@@ -129,7 +129,7 @@ def pipeline_rate(cfg: Config, store: PreparedStore, warm_up: int, steps: int) -
     """Volumes a second through the loader and both views' normalisation, with data.workers processes."""
     runtime = open_runtime(use_bf16=False)
     # as many batches lie ready at the end as at the start, so that none comes for nothing
-    ahead = count_loaders(cfg.data.workers) * cfg.data.prefetch_factor
+    ahead = count_loaders(cfg.data.workers) * PREFETCH
     loader = Loader(cfg, store, store.kept, num_steps=warm_up + steps + ahead)
     start = seconds = 0.0
     for step, micro_batches in enumerate(loader, start=1):

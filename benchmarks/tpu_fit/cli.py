@@ -119,7 +119,7 @@ def with_whole_steps(cfg: Config, chips: int) -> Config:
     at_once = cfg.train.per_core_batch_size * chips
     if cfg.train.global_batch_size % at_once == 0:
         return cfg
-    return replace(cfg, train=replace(cfg.train, global_batch_size=at_once, grad_accum_steps=None))
+    return replace(cfg, train=replace(cfg.train, global_batch_size=at_once))
 
 
 def say_what_fits(request: Request, rows: list[Facts]) -> None:

@@ -26,7 +26,6 @@ NEITHER = {
     "train.val_fraction": "validation has the participants of the labels' val split",
     "val.max_volumes": "validation reads every labelled volume of val",
     "run.profile": "no trace is written",
-    "wandb.images_every_steps": "no pictures are sent",
 }
 DENSE = {
     **NEITHER,
@@ -54,9 +53,7 @@ UNREAD: dict[str, Mapping[str, str]] = {
         "train.keep_epochs": ONE_FILE,
         "train.keep_last": ONE_FILE,
         "train.per_core_batch_size": "eval.batch_size is the encoder's, train.global_batch_size the head's",
-        "train.grad_accum_steps": "a batch of features is not divided",
         "train.val_every_steps": "validation is after each epoch",
-        "train.max_bad_steps": "a pair whose outputs are no numbers is left out",
         "train.compile": "the encoder is not trained",
         "train.activation_checkpointing": "the encoder is not trained",
     },

@@ -25,6 +25,7 @@ from utils.runtime.single import StopRequested
 
 log = logging.getLogger(__name__)
 SNAPSHOTS, FORECASTS = 3, 1  # volumes
+EVERY_STEPS = 1000  # pictures at the start, at the end and each so many updates between
 
 
 class Examples:
@@ -35,11 +36,10 @@ class Examples:
     def __init__(self, run: Run, run_log: RunLog | NoLog) -> None:
         self.run, self.run_log = run, run_log
         self.is_watched: bool = run.runtime.group.broadcast(run_log.shows_images)
-        self._every: int | None = run.runtime.group.broadcast(run.cfg.wandb.images_every_steps)
 
     def due(self, done: int) -> bool:
         """Whether pictures are drawn after update `done`, which is not the last."""
-        return self.is_watched and self._every is not None and done % self._every == 0
+        return self.is_watched and done % EVERY_STEPS == 0
 
     def show(self, step: int, trained_on: Batch | None = None, *, keep: bool) -> None:
         """Draw what training sees (`trained_on`, a micro-batch on the device) and what it makes of a few

@@ -18,6 +18,7 @@ from data_setup.masks import MaskPlan
 from data_setup.normalisation import normalise
 from data_setup.transforms import (
     NEUTRAL_INTENSITY,
+    Augmentation,
     JEPAMaskd,
     RandGeometryd,
     RandIntensityParamsd,
@@ -27,7 +28,7 @@ from data_setup.transforms import (
     resample,
 )
 from data_setup.valid_field import EDGE_TOLERANCE, token_share, token_valid, voxel_valid
-from utils.config.schema import AugmentConfig, MaskFamily
+from utils.config.schema import MaskFamily
 from utils.counter_rng import counter_bits, counter_normal, counter_uniform
 
 SIZE = (12, 40, 30)
@@ -53,14 +54,7 @@ MOTIONS = {
         "shift_fraction": (0.02, 0.03, -0.05),
     },
 }
-OFF = AugmentConfig(
-    flip_w_prob=0.0,
-    rotate_dw_deg=0.0,
-    rotate_hw_deg=0.0,
-    scale_range=(1.0, 1.0),
-    shift_fraction=0.0,
-    intensity_prob=0.0,
-)
+OFF = Augmentation().times(0)
 
 
 def noise_volume(seed: int = 0, size: tuple[int, int, int] = SIZE) -> torch.Tensor:
@@ -138,8 +132,8 @@ def test_identity_is_exact() -> None:
 def test_geometry_is_drawn_once_and_intensity_per_view() -> None:
     """A view is the one volume seen through its own intensities: token i is the same place in both."""
     transforms = (
-        RandGeometryd(AugmentConfig()),
-        RandIntensityParamsd(replace(AugmentConfig(), intensity_prob=1.0)),
+        RandGeometryd(Augmentation()),
+        RandIntensityParamsd(replace(Augmentation(), intensity_prob=1.0)),
     )
     out: dict = sample()
     for stream, transform in enumerate(transforms):
@@ -159,7 +153,7 @@ def test_geometry_is_drawn_once_and_intensity_per_view() -> None:
 
 def test_a_stream_is_a_function_of_seed_step_and_position() -> None:
     def drawn(seed: int, step: int, position: int) -> tuple[bytes, bytes]:
-        geometry, intensity = RandGeometryd(AugmentConfig()), RandIntensityParamsd(AugmentConfig())
+        geometry, intensity = RandGeometryd(Augmentation()), RandIntensityParamsd(Augmentation())
         geometry.set_random_state(state=random_stream(seed, step, position, 0))
         intensity.set_random_state(state=random_stream(seed, step, position, 1))
         return geometry(sample())["matrix"].tobytes(), intensity({})["noise_seed"].tobytes()
@@ -170,8 +164,16 @@ def test_a_stream_is_a_function_of_seed_step_and_position() -> None:
         assert len(set(values)) == 4
 
 
+def test_strength_narrows_all_ranges() -> None:
+    usual, half = Augmentation(), Augmentation().times(0.5)
+    assert usual.times(1) == usual
+    assert half.scale_range == pytest.approx((0.95, 1.05))
+    assert (half.flip_w_prob, half.rotate_dw_deg, half.noise_std) == (0.25, 5.0, 0.05)
+    assert (OFF.scale_range, OFF.intensity_prob, OFF.gain, OFF.shift_fraction) == ((1.0, 1.0), 0, 0, 0)
+
+
 def test_geometry_draws_fill_their_ranges() -> None:
-    augment = AugmentConfig(flip_w_prob=0.5, rotate_dw_deg=10, rotate_hw_deg=3, shift_fraction=0.05)
+    augment = Augmentation(flip_w_prob=0.5, rotate_dw_deg=10, rotate_hw_deg=3, shift_fraction=0.05)
     transform = RandGeometryd(augment)
     transform.set_random_state(state=np.random.RandomState(0))
     motions = []
@@ -194,7 +196,7 @@ def test_geometry_draws_fill_their_ranges() -> None:
 
 
 def test_intensity_range_and_probability() -> None:
-    augment = AugmentConfig(intensity_prob=0.8, gain=0.2, gamma=0.3, noise_std=0.1)
+    augment = Augmentation(intensity_prob=0.8, gain=0.2, gamma=0.3, noise_std=0.1)
     transform = RandIntensityParamsd(augment)
     transform.set_random_state(state=np.random.RandomState(0))
     drawn = np.concatenate([transform({})["intensity"] for _ in range(1000)])

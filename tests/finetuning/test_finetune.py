@@ -34,6 +34,7 @@ from utils.config.schema import Config
 from utils.errors import EXIT_STOPPED, ConfigError, UserError
 from utils.report import cli as report
 from utils.report.run_files import TASK_SCORES, read_run
+from utils.run import skipped_updates
 from utils.runtime.processes import Group
 from utils.runtime.single import Runtime
 
@@ -380,10 +381,11 @@ def test_an_update_that_is_not_finite_moves_nothing_and_many_end_the_run(
         return result
 
     monkeypatch.setattr(loop, "update_model", update)
+    monkeypatch.setattr(skipped_updates, "MAX_BAD_STEPS", 2)
     with pytest.raises(
         UserError, match=r"in 2 updates in a row .* The last good checkpoint is .*step_0+4.pt"
     ):
-        run_task(world, tmp_path, "train.max_bad_steps=2", "train.ckpt_every_steps=4")
+        run_task(world, tmp_path, "train.ckpt_every_steps=4")
     rows = metrics(tmp_path, "train/loss")
     assert [rows[step]["train/bad_steps"] for step in (2, 3, 4, 7)] == [0, 1, 1, 2]
     assert "update skipped, loss or gradient not finite: step 2: rows [" in caplog.text

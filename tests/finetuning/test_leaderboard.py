@@ -554,7 +554,7 @@ def test_all_rows_and_columns_together(world: Path, runs: Path, tmp_path: Path) 
 @pytest.mark.parametrize(
     ("change", "is_another"),
     [
-        ("augment.flip_w_prob=0", True),
+        ("augment.strength=0", True),
         ("method.drop_path=0.3", True),
         ("method.dropout=0.2", True),
         ("finetune.layer_decay=0.5", True),

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
 import sys
+import sysconfig
 from collections.abc import Callable
+from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,6 +16,7 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
+from packaging.requirements import Requirement
 from torch import Tensor
 
 from data_setup.normalisation import plain_view
@@ -172,6 +176,63 @@ def test_the_folder_tests_itself(folder: Path, capsys: pytest.CaptureFixture[str
     assert line.startswith("pipeline: golden features to")
 
 
+BARE = """
+import sys
+
+sys.path = ["", *sys.path, "packages"]
+import numpy as np
+import torch
+
+golden = np.load("golden.npz")
+program = torch.export.load("program.pt2").module()
+superior = torch.tensor(bool(golden["first_is_superior"]))
+inputs = torch.from_numpy(golden["volume"]), torch.from_numpy(golden["spacing_mm"]), superior
+np.testing.assert_allclose(program(*inputs)[2].numpy(), golden["pooled"], atol=1e-4)
+assert "utils" not in sys.modules
+import utils
+
+print(utils.__file__)
+try:
+    import models
+except ModuleNotFoundError as error:
+    print(error)
+"""
+
+
+def plain_name(distribution: str) -> str:
+    return distribution.lower().replace("_", "-")
+
+
+def requirements(distribution: str) -> set[str]:
+    """A distribution and all that it requires here, without extras."""
+    names: set[str] = set()
+    waiting = {distribution}
+    while waiting:
+        names.add(name := plain_name(waiting.pop()))
+        for line in map(Requirement, metadata.requires(name) or []):
+            if not line.marker or line.marker.evaluate({"extra": ""}):
+                waiting |= {plain_name(line.name)} - names
+    return names
+
+
+def test_the_program_needs_nothing_of_the_repository(folder: Path, tmp_path: Path) -> None:
+    """In a folder with a utils.py, with torch and numpy and what these require, and no other package."""
+    for name in ("program.pt2", "golden.npz"):
+        shutil.copy(folder / name, tmp_path)
+    (tmp_path / "utils.py").write_text("SOMEBODY_ELSES = True\n")
+    (tmp_path / "packages").mkdir()
+    wanted = requirements("torch") | requirements("numpy")
+    packages = metadata.packages_distributions().items()
+    modules = {module for module, owners in packages if wanted & {plain_name(owner) for owner in owners}}
+    for path in Path(sysconfig.get_path("purelib")).iterdir():
+        if path.name.partition(".")[0] in modules:
+            (tmp_path / "packages" / path.name).symlink_to(path)
+    words = [sys.executable, "-I", "-S", "-c", BARE]
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == [str(tmp_path / "utils.py"), "No module named 'models'"]
+
+
 def test_without_the_packages_there_is_no_onnx_file(
     tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -180,7 +241,7 @@ def test_without_the_packages_there_is_no_onnx_file(
     monkeypatch.setitem(sys.modules, "onnxscript", None)
     checkpoint = str(folder.parent / "run" / "best_probe.pt")
     assert main(["export", "--checkpoint", checkpoint, "--portable", str(tmp_path / "out")]) == 0
-    reason = "onnxscript not installed (pip install '.[onnx]')"
+    reason = "onnxscript not installed (pip install onnx onnxscript)"
     assert f"no ONNX: {reason}" in capsys.readouterr().out.splitlines()
     contract = json.loads((tmp_path / "out" / "preprocess.json").read_text())
     assert contract["onnx"] == reason

@@ -180,7 +180,7 @@ def test_the_command_starts_from_it(pipeline: Path, tmp_path: Path) -> None:
     """One update on the phantom: the encoder is the file's."""
     words = [f"method.init_from={saved(tmp_path / 'vitb.pt')}", "model.rope=interpolated"]
     words += [f"run.dir={tmp_path / 'run'}", "optim.base_lr=1e-9", "train.max_steps=1"]
-    words += ["data.pin_memory=false", "train.val_every_steps=null"]
+    words += ["train.val_every_steps=null"]
     assert train(["--config", str(SMOKE), *pipeline_overrides(pipeline), *words]) == 0
     (kept,) = (tmp_path / "run/checkpoints").glob("step_*.pt")
     weight = load_checkpoint(str(kept))["model"]["encoder.blocks.1.mlp.fc1.weight"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import re
 import signal
 import time
 from pathlib import Path
@@ -28,15 +29,20 @@ from tests.support.model_factory import small_config
 from tests.support.pipeline_factory import ROOT, pipeline_config
 from tests.support.tb_reader import events, scalars
 from tests.support.wandb_reader import history, written
-from utils.dashboards import panels
 from utils.dashboards.pictures import Forecast, brightest_token, relative_error, similarity, similarity_map
 from utils.dashboards.tensorboard import TensorBoardWriter
-from utils.dashboards.workspace import save, workspace
 from utils.errors import UserError
 from utils.log import NoLog, RunLog
+from utils.run import skipped_updates
 from utils.run.skipped_updates import NotFiniteError
 from utils.runtime.single import Runtime, StopRequested
 
+# what docs/guides/dashboard.md says that one should look at
+GUIDE = (ROOT / "docs" / "guides" / "dashboard.md").read_text()
+ROWS = [line.strip("|").split("|") for line in GUIDE.splitlines() if line.startswith("|")]
+PANELS = {name for row in ROWS if len(row) == 4 for name in re.findall(r"`(\w+/\w+)`", row[2])}
+MEDIA = {name for row in ROWS if len(row) == 2 for name in re.findall(r"`(\w+/\w*)", row[0])}
+PICTURES, COUNTS = {n for n in MEDIA if n[-1] == "/"}, {n for n in MEDIA if n[-1] != "/"}
 # skill needs 16 volumes of 4 participants
 MANY_TO_VALIDATE = "train.val_fraction=0.75"
 
@@ -48,9 +54,13 @@ pytestmark = pytest.mark.usefixtures("small_encoder")
 def watched(folder: Path, small_encoder: None) -> Path:
     """A run of 8 steps with both dashboards, and pictures at 0, 5 and 8."""
     run = folder / "watched"
-    overrides = [f"run.dir={run}", "wandb.mode=offline", "log.tensorboard=true", "wandb.images_every_steps=5"]
-    overrides += ["wandb.tags=[phantom,test]", "wandb.group=tests", "wandb.name=eight", MANY_TO_VALIDATE]
-    assert train(pipeline_config(folder, *overrides)) == 0
+    overrides = [f"run.dir={run}", "wandb.mode=offline", "log.tensorboard=true", MANY_TO_VALIDATE]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(examples, "EVERY_STEPS", 5)
+        patch.setenv("WANDB_TAGS", "phantom,test")
+        patch.setenv("WANDB_RUN_GROUP", "tests")
+        patch.setenv("WANDB_NAME", "eight")
+        assert train(pipeline_config(folder, *overrides)) == 0
     return run
 
 
@@ -65,15 +75,15 @@ def everything(run: Path, kind: str) -> list[Any]:
 
 def test_every_declared_panel_has_points_in_both_dashboards(watched: Path) -> None:
     rows, curves = history(watched), scalars(watched)
-    (no_point,) = {name for name in panels.metrics() if name not in curves}
+    (no_point,) = {name for name in PANELS if name not in curves}
     assert no_point == "train/volume_share"  # it needs 17 volumes to train on, beside 16 to validate
     assert {line[no_point] for line in lines(watched) if no_point in line} == {None}
-    for name in set(panels.metrics()) - {no_point}:
+    for name in set(PANELS) - {no_point}:
         points = [row[name] for row in rows if name in row]
         assert points, name
         assert all(math.isfinite(value) for value in points), name
         assert name in curves, name
-    for prefix in {*panels.PICTURES, *panels.COUNTS} - {"data/rejects"}:  # this store has none
+    for prefix in {*PICTURES, *COUNTS} - {"data/rejects"}:  # this store has none
         assert any(key.startswith(prefix) for row in rows for key in row), prefix
 
 
@@ -86,7 +96,7 @@ def test_devices_and_rejects_are_counted(folder: Path) -> None:
     counts = data_counts(store, rows)
     assert counts["data/rejects"] == {"constant_volume": 2}
     assert sum(counts["data/devices"].values()) == len(rows.train)
-    assert set(counts) == set(panels.COUNTS)
+    assert set(counts) == COUNTS
 
 
 def test_training_comes_before_validation_on_one_clock(watched: Path) -> None:
@@ -116,7 +126,7 @@ def test_pictures_come_at_the_start_at_the_end_and_each_so_many_steps(watched: P
         steps = [int(row["_step"]) for row in history(watched) for key in row if key.startswith(prefix)]
         assert sorted(set(steps)) == expected, prefix
     reader = events(watched)
-    assert {tag.split("/")[0] + "/" for tag in reader.Tags()["images"]} == set(panels.PICTURES)
+    assert {tag.split("/")[0] + "/" for tag in reader.Tags()["images"]} == PICTURES
     kept = {path.stem[:13] for path in (watched / "snapshots").iterdir()}
     assert kept == {"step_00000000", "step_00000008"}  # those between are sent, not kept
 
@@ -186,11 +196,6 @@ def test_the_run_says_what_it_is_and_what_its_best_probe_was(watched: Path) -> N
     assert "best/probe" in alert.text
 
 
-def test_the_page_of_the_layout_is_that_of_the_code() -> None:
-    page = (ROOT / "docs" / "guides" / "dashboard.md").read_text()
-    assert panels.markdown() in page, "python -m utils.dashboards.panels prints it"
-
-
 class Recorder:
     """A dashboard that remembers its alerts."""
 
@@ -220,7 +225,8 @@ def test_collapse_and_nan_are_alerts(folder: Path, tmp_path: Path, monkeypatch: 
         return result
 
     monkeypatch.setattr(loop, "train_step", not_finite)
-    overrides = [f"run.dir={tmp_path / 'nan'}", "train.max_bad_steps=2", "train.val_every_steps=8"]
+    overrides = [f"run.dir={tmp_path / 'nan'}", "train.val_every_steps=8"]
+    monkeypatch.setattr(skipped_updates, "MAX_BAD_STEPS", 2)
     with pytest.raises((NotFiniteError, UserError), match="2 updates in a row"):
         train(pipeline_config(folder, *overrides))
     assert recorder.alerts == [
@@ -382,25 +388,3 @@ def test_similarity_is_the_cosine_without_the_common_mean() -> None:
     assert axes[0].lines[0].get_xydata().tolist() == [[0.06, 0.01]]  # second column, first row, in mm
     assert axes[2].lines[0].get_xydata().tolist() == [[0.06, pytest.approx(0.15)]]
     assert np.ma.masked_invalid(axes[1].images[0].get_array()).count() == 3  # padding has no cosine
-
-
-@pytest.mark.filterwarnings(
-    "ignore::pydantic.warnings.PydanticDeprecatedSince20"
-)  # of wandb-workspaces itself
-def test_the_saved_layout_has_every_panel_in_order() -> None:
-    spec = workspace("team", "project")._to_model().spec.model_dump(by_alias=True)
-    sections = spec["section"]["panelBankConfig"]["sections"]
-    assert [section["name"] for section in sections] == list(panels.SECTIONS)
-    plots = [plot["config"] for section in sections for plot in section["panels"]]
-    assert [name for plot in plots for name in plot["metrics"]] == panels.metrics()
-    assert {plot["xAxis"] for plot in plots} == {"_step"}
-
-
-def test_a_layout_without_a_key_is_refused_in_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("WANDB_API_KEY", raising=False)
-    monkeypatch.setenv("NETRC", str(tmp_path / "none"))
-    monkeypatch.setenv("HOME", str(tmp_path))
-    with pytest.raises(UserError, match="expected a key of Weights & Biases, found none; wandb login"):
-        save("team", "project")

@@ -12,9 +12,9 @@ import pytest
 
 from data_setup.readers.faults import RejectReason
 from data_setup.store import summary
+from docs import write_pages
 from pretraining.gauges.alarms import HEADLINE
 from utils import errors
-from utils.config import page
 from utils.config.keys import MEANINGS, UNITS, field_comments, keys
 from utils.config.schema import Config, leaves
 
@@ -69,8 +69,12 @@ def table(heading: str) -> list[list[str]]:
 
 
 def test_the_configuration_page_is_the_schema() -> None:
-    """`python -m utils.config.page > docs/reference/configuration.md` brings it up to date."""
-    assert (ROOT / "docs" / "reference" / "configuration.md").read_text() == page.markdown()
+    """`python -m docs.write_pages` brings it up to date."""
+    assert write_pages.CONFIGURATION.read_text() == write_pages.configuration()
+
+
+def test_the_recipes_page_shows_the_table() -> None:
+    assert write_pages.recipes() in write_pages.OF_RECIPES.read_text()
 
 
 def test_every_key_is_on_the_page_and_means_something() -> None:

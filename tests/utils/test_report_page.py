@@ -1,4 +1,4 @@
-"""The page of a report: several runs, the slice viewer's data, the server, and all of it in a browser."""
+"""The page of a report: several runs, the slice viewer's data, and all of it in a browser."""
 
 from __future__ import annotations
 
@@ -8,29 +8,19 @@ import json
 import re
 import shlex
 import shutil
-import signal
-import subprocess
-import sys
-import threading
-from collections.abc import Iterator
-from http.client import HTTPConnection
 from pathlib import Path
-from urllib.parse import urlparse
 
 import numpy as np
 import pytest
 from PIL import Image
 
 from finetuning.embed import parse as embed_words
-from tests.support.pipeline_factory import ROOT
 from tests.support.report_factory import own_part, probe_json, write_run
-from utils.errors import UserError
 from utils.report.charts import MAX_POINTS, charts_of
 from utils.report.cli import main
 from utils.report.index import index_page, next_steps
 from utils.report.pictures import load_snapshot
 from utils.report.run_files import read_run
-from utils.report.serve import open_server, state_of
 from utils.report.tables import data_tables, quality_tables
 from utils.report.volumes import LayersPicture, load_layers, save_layers, volume_of_layers, volume_of_snapshot
 
@@ -240,74 +230,6 @@ def test_the_quality_of_the_scans_stands_with_the_data(runs: list[Path]) -> None
     assert [row[:3] for row in table.rows] == [["all", "3", "0.91"], ["zeiss_cirrus", "3", "0.72"]]
     assert table in data_tables(run.prepared)
     assert "quality of the scans" in index_page(run)
-
-
-# --- the server ---
-
-
-@pytest.fixture
-def port(tmp_path: Path) -> Iterator[int]:
-    with open_server([write_run(tmp_path / "running")], 0) as server:
-        thread = threading.Thread(target=server.serve_forever, args=(0.05,))
-        thread.start()
-        yield server.server_address[1]
-        server.shutdown()
-        thread.join()
-
-
-def ask(port: int, path: str, host: str = "") -> tuple[int, str]:
-    connection = HTTPConnection("127.0.0.1", port, timeout=30)
-    connection.request("GET", path, headers={"Host": host or f"127.0.0.1:{port}"})
-    answer = connection.getresponse()
-    body = answer.read().decode()
-    connection.close()
-    return answer.status, body
-
-
-def test_the_server_shows_the_run_as_it_is_now(port: int, tmp_path: Path) -> None:
-    _, before = ask(port, "/state")
-    status, page = ask(port, "/")
-    assert status == 200
-    assert f'"watched":"{before}"' in page
-    assert "connect-src 'self'" in page.replace("&#39;", "'")
-    with (tmp_path / "running" / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 4321, "train/loss": 0.5}\n')
-    _, after = ask(port, "/state")
-    assert after != before
-    assert "4321" in ask(port, "/")[1]
-    assert ask(port, "/../metrics.jsonl")[0] == 404
-    assert ask(port, "/", host="evil.example:80")[0] == 403
-
-
-def test_the_command_serves_until_ctrl_c(tmp_path: Path) -> None:
-    run = str(write_run(tmp_path / "running"))
-    words = [sys.executable, "-m", "utils.report", "--serve", run, "--port", "0"]
-    hears = ["env", "--default-signal=INT"]  # which a shell's job in the background would ignore
-    with subprocess.Popen([*hears, *words], cwd=ROOT, stdout=subprocess.PIPE, text=True) as server:
-        assert server.stdout is not None
-        address, _, what = server.stdout.readline().partition("  ")
-        assert what == f"watches {run}; Ctrl-C ends it\n"
-        status, page = ask(urlparse(address).port or 0, "/")
-        server.send_signal(signal.SIGINT)
-        assert server.stdout.read() == "ended\n"
-    assert server.returncode == 0
-    assert status == 200
-    assert f'"watched":"{state_of([Path(run)])}"' in page
-
-
-def test_a_run_without_its_files_is_waited_for(port: int, tmp_path: Path) -> None:
-    (tmp_path / "running" / "metrics.jsonl").unlink()
-    status, page = ask(port, "/")
-    assert status == 200
-    assert "Waiting for the run" in page
-    assert "metrics.jsonl" in page
-
-
-def test_a_port_that_is_taken_is_one_line(port: int, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=f"--port: expected a free one, found {port}"):
-        open_server([tmp_path / "running"], port)
-    with pytest.raises(UserError, match="expected a run directory"):
-        open_server([tmp_path / "absent"], 0)
 
 
 def test_a_run_without_labels_is_not_sent_to_be_evaluated(tmp_path: Path) -> None:

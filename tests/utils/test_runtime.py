@@ -40,15 +40,15 @@ def test_memory_is_kept_between_steps() -> None:
 
 
 def test_the_commit_is_this_projects_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After `pip install .` the files may lie inside the checkout of something else."""
+    """A copy of the files may lie inside the checkout of something else."""
     from utils import provenance
 
-    installed = tmp_path / "venv" / "site-packages" / "utils" / "provenance.py"
-    installed.parent.mkdir(parents=True)
+    copied = tmp_path / "copy" / "utils" / "provenance.py"
+    copied.parent.mkdir(parents=True)
     for words in (("init", "-q"), ("commit", "-q", "--allow-empty", "-m", "Another project")):
         author = ("-c", "user.name=a", "-c", "user.email=a@b")
         subprocess.run(["git", "-C", str(tmp_path), *author, *words], check=True)
-    monkeypatch.setattr(provenance, "__file__", str(installed))
+    monkeypatch.setattr(provenance, "__file__", str(copied))
     monkeypatch.delenv("OCT_COMMIT", raising=False)
     assert provenance.git_commit() is None
     monkeypatch.setenv("OCT_COMMIT", "")  # of an image that was built without one

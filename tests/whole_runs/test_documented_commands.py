@@ -82,23 +82,23 @@ def test_every_target_of_a_page_is_made_or_has_a_reason() -> None:
 
 
 def test_what_is_missing_is_seen() -> None:
-    commands = commands_of("```\npython -m utils.report --serve RUN\npython -m utils.report RUN\n```\n")
+    commands = commands_of("```\npython -m utils.report --file DIGEST RUN\npython -m utils.report RUN\n```\n")
     assert gaps({}, {"a.md": commands}) == ["a.md: in one alone"]
     assert gaps({"a.md": Page(elsewhere={"python -m utils.doctor": "make demo"})}, {"a.md": commands}) == [
         "a.md: no such command: python -m utils.doctor"
     ]
-    serving, plain = (command.text for command in commands)
+    naming, plain = (command.text for command in commands)
     file = "tests/utils/test_report_page.py"
     wrong = {
-        serving: f"{file}::test_the_server_shows_the_run_as_it_is_now",  # calls a function of it
+        naming: f"{file}::test_the_quality_of_the_scans_stands_with_the_data",  # calls functions of its room
         plain: f"{file}::test_of_nothing",
     }
     assert gaps({"a.md": Page(elsewhere=wrong)}, {"a.md": commands}) == [
         f"a.md: {text}: {where} does not run it" for text, where in wrong.items()
     ]
-    runs_another_form = {serving: f"{file}::test_rejected_files_are_named_by_digest_beside_their_reason"}
+    runs_another_form = {naming: f"{file}::test_tables_of_the_evaluation"}
     assert len(gaps({"a.md": Page(elsewhere=runs_another_form)}, {"a.md": commands})) == 1
-    right = {serving: f"{file}::test_the_command_serves_until_ctrl_c"}
+    right = {naming: f"{file}::test_rejected_files_are_named_by_digest_beside_their_reason"}
     assert gaps({"a.md": Page(elsewhere=right)}, {"a.md": commands}) == []
 
 

@@ -300,8 +300,8 @@ def test_nan_once_is_skipped_and_nan_for_good_names_the_last_good_checkpoint(
 ) -> None:
     run = tmp_path / "nan"
     first_bad, allowed = 7, 3
-    planted = {"nan_steps": [2, *range(first_bad, STEPS)]}
-    running = Running(argv(folder, run, f"train.max_bad_steps={allowed}", module=PLANTED), run, planted)
+    planted = {"nan_steps": [2, *range(first_bad, STEPS)], "max_bad_steps": allowed}
+    running = Running(argv(folder, run, module=PLANTED), run, planted)
     assert running.wait() == EXIT_USER_ERROR
     cfg = pipeline_config(folder)
     order = DataOrder(cfg.seed, open_rows(cfg, PreparedStore.open(str(folder / "store"))).train)

@@ -1,7 +1,7 @@
 """Every key of the schema with its type, unit, default and meaning, in words.
 
 In: utils/config/schema.py, its text included: a field's meaning is the comment beside or above it. Out:
-`keys`, for --help, for dashboards and for docs/reference/configuration.md (utils/config/page.py).
+`keys`, for --help, for dashboards and for docs/reference/configuration.md (docs/write_pages.py).
 """
 
 from __future__ import annotations
@@ -32,11 +32,7 @@ MEANINGS = {
     "data.manifest_path": "the table of volumes: docs/start/dicoms.md",
     "data.participants_path": "the table of people, with labels and splits",
     "data.sampling": "natural: every volume once in an epoch; device_balanced: every device equally often",
-    "augment.scale_range": "zoom, uniform between the two",
     "finetune.encoder": "frozen: only a head is trained; trained: the encoder too",
-    "data.pin_memory": "page-locked batches, which a GPU copies faster",
-    "data.persistent_workers": "workers live on from one pass over the data to the next",
-    "augment.flip_w_prob": "probability of a left-right flip, shared by both views",
     "model.size": "encoder: ViT-Ti, S, B, L or H",
     "method.predictor_depth": "blocks of the transformer predictor",
     "method.predictor_width": "width of the transformer predictor",
@@ -58,11 +54,8 @@ MEANINGS = {
     "train.keep_last": "newest checkpoints that stay",
     "train.log_every_steps": "a line of metrics each so many updates",
     "run.dir": "configuration, log, metrics and report of the run",
-    "wandb.project": "project in Weights & Biases",
-    "wandb.entity": "team or user there; null: the account's own",
     "wandb.mode": "offline: files below run.dir, for wandb sync",
     "wandb.log_images": "send pictures of volumes",
-    "wandb.group": "name of a group there",
     "wandb.log_artifacts": "send checkpoints",
     "task.label_column": "column of the label",
     "head.dropout": "probability, before the last layer of the head",
@@ -87,12 +80,9 @@ UNITS = {
     "spatial.image_size": "voxels",
     "spatial.patch_size": "voxels",
     "data.max_samples": "records",
-    "data.prefetch_factor": "batches",
     "data.workers": "processes",
-    "augment.noise_std": "standard deviations",
     "finetune.unfreeze_at_epoch": "epochs",
     "finetune.patience": "epochs",
-    "train.grad_accum_steps": "micro-batches",
     "train.keep_last": "checkpoints",
     "train.keep_epochs": "checkpoints",
 }

@@ -30,6 +30,19 @@ from utils.errors import ConfigError
 # Keys that went, which configurations of older runs still have: the values of each with which a run is the
 # same without it.
 GONE_KEYS: dict[str, tuple[Any, ...]] = {
+    "augment.flip_w_prob": (0.5,),
+    "augment.gain": (0.2,),
+    "augment.gamma": (0.3,),
+    "augment.intensity_prob": (0.8,),
+    "augment.noise_std": (0.1,),
+    "augment.rotate_dw_deg": (10.0,),
+    "augment.rotate_hw_deg": (3.0,),
+    "augment.scale_range": ([0.9, 1.1],),
+    "augment.shift_fraction": (0.05,),
+    "data.drop_last": (True,),
+    "data.persistent_workers": (True,),
+    "data.pin_memory": (False,),
+    "data.prefetch_factor": (2,),
     "finetune.lora_rank": (None,),
     "finetune.mixup": (0.0,),
     "optim.extend": (None, "cooldown_from_here", "rewarm"),  # a run that it made longer has another length
@@ -37,10 +50,19 @@ GONE_KEYS: dict[str, tuple[Any, ...]] = {
     "probe.random_init_seeds": (3,),
     "task.event_column": (None,),
     "task.time_column": (None,),
+    "train.grad_accum_steps": (None,),
+    "train.max_bad_steps": (10,),
     "train.shard_parameters": (False, True),  # no number rests on it
+    "wandb.artifacts": ("best",),
+    "wandb.entity": (None,),
+    "wandb.group": (None,),
+    "wandb.images_every_steps": (1000,),
+    "wandb.name": (None,),
+    "wandb.project": ("oct-foundation",),
+    "wandb.tags": (None,),
 }
 # Of these: with any value what a checkpoint or a head holds can be read.
-READ_WITH_ANY_VALUE = frozenset({"finetune.lora_rank", "finetune.mixup", "probe.random_init_seeds"})
+READ_WITH_ANY_VALUE = frozenset(name for name in GONE_KEYS if not name.startswith(("method.", "task.")))
 log = logging.getLogger(__name__)
 
 
@@ -235,12 +257,12 @@ def flatten(section: Any) -> Iterator[tuple[str, Any]]:
 def accumulation_steps(train: TrainConfig, world_size: int) -> int:
     """Accumulation with global = per core x world x accumulation; a ConfigError states all four."""
     per_step = train.per_core_batch_size * world_size
-    steps = train.grad_accum_steps or max(1, train.global_batch_size // per_step)
+    steps = max(1, train.global_batch_size // per_step)
     if steps * per_step != train.global_batch_size:
-        fits, rest = divmod(train.global_batch_size, world_size * (train.grad_accum_steps or 1))
+        fits, rest = divmod(train.global_batch_size, world_size)
         hint = "" if rest else f"; train.per_core_batch_size={fits} fits"
         raise ConfigError(
-            "train.global_batch_size: expected per_core_batch_size x world size x grad_accum_steps, found "
+            "train.global_batch_size: expected per_core_batch_size x world size x accumulation, found "
             f"global {train.global_batch_size} != per core {train.per_core_batch_size} x world {world_size} "
             f"x accumulation {steps}{hint}"
         )

@@ -3,18 +3,15 @@ it is.
 
 In: the name in `method.recipe` and, for comparisons, a part of another recipe. Out: a `Recipe` whose fields
 the model, the masks, the schedules and the gauges read. A new recipe is a row here, its loss in
-models/losses.py and a line in tests/pretraining/test_golden.py. `python -m utils.config.recipes` prints
-docs/concepts/recipes.md.
+models/losses.py and a line in tests/pretraining/test_golden.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from utils.config.schema import MethodConfig
-from utils.help_pages import PeopleParser
 
 
 @dataclass(frozen=True)
@@ -93,43 +90,3 @@ def recipe_name(method: MethodConfig) -> str:
     }
     changed = ", ".join(f"{name} {value}" for name, value in parts.items() if value is not None)
     return f"{method.recipe} ({changed})" if changed else method.recipe
-
-
-MEANINGS = {
-    "context": "tokens that the context encoder computes",
-    "hidden": "tokens that the context encoder must not see",
-    "masks": "how targets may be drawn",
-    "positions": "positions of tokens",
-    "predictor": "predictor",
-    "target": "what is predicted",
-    "target_norm": "normalisation of the target",
-    "loss": "loss per token",
-    "ema": "momentum of the target encoder",
-    "lr": "learning rate after the warm-up",
-    "takes_parts": "may take a part of another recipe",
-}
-
-
-def markdown() -> str:
-    """The table as docs/concepts/recipes.md shows it, one decision a line."""
-
-    def cell(value: object) -> str:
-        if isinstance(value, tuple):
-            return " or ".join(value)
-        return {True: "yes", False: "no"}[value] if isinstance(value, bool) else str(value).replace("_", " ")
-
-    lines = [f"| | {' | '.join(f'`{name}`' for name in RECIPES)} |", "|---" * (len(RECIPES) + 1) + "|"]
-    for field in fields(Recipe):
-        values = (cell(getattr(recipe, field.name)) for recipe in RECIPES.values())
-        lines.append(f"| {MEANINGS[field.name]} | {' | '.join(values)} |")
-    return "\n".join(lines) + "\n"
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-    """Print the page, or what it is for."""
-    PeopleParser("utils.config.recipes", __doc__ or "").parse_args(argv)
-    print(markdown(), end="")
-
-
-if __name__ == "__main__":
-    main()

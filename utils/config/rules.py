@@ -61,8 +61,6 @@ def _check_sections(cfg: Config) -> None:
             f"positive multiples of spatial.patch_size {list(spatial.patch_size)}",
             list(spatial.image_size),
         )
-    low, high = cfg.augment.scale_range
-    _require(0 < low <= high, "augment.scale_range", "0 < low <= high", cfg.augment.scale_range)
     is_local = "://" not in cfg.run.dir
     _require(is_local, "run.dir", "a local folder (checkpoints may be in a bucket)", cfg.run.dir)
     devices = cfg.data.device_filter
@@ -72,8 +70,6 @@ def _check_sections(cfg: Config) -> None:
         "exactly one device with data.list_strategy single_domain",
         devices,
     )
-    drop_last = cfg.data.drop_last
-    _require(drop_last, "data.drop_last", "true (batches have one size; a batch may span epochs)", drop_last)
     _require(
         cfg.method.control not in MISMATCHED or cfg.train.per_core_batch_size > 1,
         "train.per_core_batch_size",

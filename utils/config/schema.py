@@ -81,10 +81,6 @@ class DataConfig:
     max_samples: int | None = key(None, AT_LEAST_1)
     # loader processes per rank; 0: in the training process; null: by the CPUs of its machine, up to 32
     workers: int | None = key(1, AT_LEAST_0, may_change=True)
-    prefetch_factor: int = key(2, AT_LEAST_1, may_change=True)  # batches ahead per worker
-    pin_memory: bool = False
-    persistent_workers: bool = True
-    drop_last: bool = True  # only true: batches have one size, and a batch may span epochs
     max_reject_fraction: float = key(0.05, SHARE)  # prepare stops above this share of rejected records
     # a loader worker silent for longer is named, and the run stops; less than run.stall_timeout_s
     data_timeout_s: float = key(600.0, ABOVE_0, may_change=True)
@@ -101,16 +97,8 @@ class SpatialConfig:
 
 @dataclass(frozen=True)
 class AugmentConfig:
-    flip_w_prob: float = key(0.5, SHARE)
-    rotate_dw_deg: float = key(10.0, AT_LEAST_0)  # en face rotation, uniform in +-
-    rotate_hw_deg: float = key(3.0, AT_LEAST_0)  # tilt of the B-scan, uniform in +-
-    scale_range: tuple[float, float] = (0.9, 1.1)
-    shift_fraction: float = key(0.05, AT_LEAST_0)  # of each axis, uniform in +-
-    intensity_prob: float = key(0.8, SHARE)  # per view: gain, gamma and noise
-    gain: float = key(0.2, AT_LEAST_0)  # log-uniform in 1 / (1 + gain) .. 1 + gain
-    gamma: float = key(0.3, AT_LEAST_0)  # likewise
-    # upper end of a uniform draw, in units of the volume's standard deviation
-    noise_std: float = key(0.1, AT_LEAST_0)
+    # of all ranges of data_setup/transforms.py together: 1 as they stand there, 0 none
+    strength: float = key(1.0, SHARE)
 
 
 @dataclass(frozen=True)
@@ -202,8 +190,6 @@ class OptimConfig:
 class TrainConfig:
     global_batch_size: int = key(MISSING, AT_LEAST_1)
     per_core_batch_size: int = key(MISSING, AT_LEAST_1, may_change=True)
-    # null: derived from the other two and the world size
-    grad_accum_steps: int | None = key(None, AT_LEAST_1, may_change=True)
     epochs: int | None = key(None, AT_LEAST_1, may_change=True)
     max_steps: int | None = key(None, AT_LEAST_1, may_change=True)  # wins over epochs when both are given
     val_fraction: float = key(0.1, INNER_SHARE)  # of the training participants
@@ -221,8 +207,6 @@ class TrainConfig:
     log_every_steps: int = key(10, AT_LEAST_1, may_change=True)
     # null: every epoch, or every few, so that validations read at most 2.5 % of what training reads
     val_every_steps: int | None = key(None, AT_LEAST_1)
-    # so many non-finite updates in a row stop the run
-    max_bad_steps: int = key(10, AT_LEAST_1, may_change=True)
 
 
 @dataclass(frozen=True)
@@ -242,18 +226,9 @@ class RunConfig:
 
 @dataclass(frozen=True)
 class WandbConfig:
-    project: str = key("oct-foundation", may_change=True)
-    entity: str | None = key(None, may_change=True)
     mode: Literal["online", "offline", "disabled"] = key("offline", may_change=True)
-    name: str | None = key(None, may_change=True)  # of the run; null: experiment_name
-    group: str | None = key(None, may_change=True)  # runs of one group stand together
-    tags: list[str] | None = field(default=None, metadata={"may_change": True})  # words to find the run by
     log_images: bool | None = key(None, may_change=True)  # null: only for synthetic stores
-    # pictures at the start, at the end and each so many updates between; null: not between
-    images_every_steps: int | None = key(1000, AT_LEAST_1, may_change=True)
     log_artifacts: bool | None = key(None, may_change=True)  # null: only for synthetic stores
-    # which, at the end of a run: best, or all, the steps too that train.ckpt_dir has then (train.keep_epochs)
-    artifacts: Literal["best", "all"] = key("best", may_change=True)
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,7 @@ from utils.run.history import WANDB_ID
 from utils.storage.retry import describe
 
 log = logging.getLogger(__name__)
+PROJECT = "oct-foundation"
 INIT_TIMEOUT_S = 30.0  # a start waits so long for Weights & Biases
 FINISH_TIMEOUT_S = 120.0  # and an end, for what is not sent yet
 LOG_IN = "next: wandb login --relogin, or WANDB_API_KEY=KEY, then the same command"
@@ -148,11 +149,8 @@ def start_wandb(cfg: Config, run_dir: Path) -> Any | None:
         mode = "offline"
     begin = partial(
         wandb.init,
-        project=cfg.wandb.project,
-        entity=cfg.wandb.entity,
-        name=cfg.wandb.name or cfg.experiment_name,
-        group=cfg.wandb.group,
-        tags=cfg.wandb.tags,
+        project=os.environ.get("WANDB_PROJECT", PROJECT),
+        name=os.environ.get("WANDB_NAME", cfg.experiment_name),
         id=_run_id(run_dir),
         resume="allow",
         dir=str(run_dir),

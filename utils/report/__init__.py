@@ -2,6 +2,5 @@
 
 In: metrics, snapshots and results of runs. Out: one page with a verdict, curves, slices and tables, which
 fetches nothing. run_files.py reads a run, health.py judges it; charts.py, volumes.py, tables.py, compare.py
-and tree_check.py make the parts of its page, page.py puts them together with assets/, serve.py shows them
-while a run goes on. Read cli.py first.
+and tree_check.py make the parts of its page, page.py puts them together with assets/. Read cli.py first.
 """

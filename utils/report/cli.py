@@ -2,9 +2,8 @@
 
 In: files of the run directories only (utils.report.run_files says which). Out: `results.json` for machines,
 and one self-contained page for people (utils.report.page): report.html of one run, comparison.html of
-several, in the folder of the first. With --serve the page is served instead (utils.report.serve). The verdict
-is the sentence that finetuning.evaluate derived from the paired interval; where there is none, the page says
-so.
+several, in the folder of the first. The verdict is the sentence that finetuning.evaluate derived from the
+paired interval; where there is none, the page says so.
 """
 
 from __future__ import annotations
@@ -20,7 +19,6 @@ from utils.report.health import health
 from utils.report.index import index_page
 from utils.report.page import render
 from utils.report.run_files import ARMS, NO_PROBE, Run, read_run, results
-from utils.report.serve import serve
 from utils.report.tables import difference_text, file_digest, number
 
 REASONS_SHOWN = 3  # on the terminal; the page and results.json have all
@@ -105,12 +103,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--file", metavar="DIGEST", help="only print which path the page calls by this digest"
     )
-    parser.add_argument("--serve", action="store_true", help="a page of running runs, on this machine alone")
-    parser.add_argument("--port", type=int, default=8765, metavar="N", help="of --serve; 0: any free one")
     args = parser.parse_args(argv)
-    if args.serve:
-        serve(args.runs, args.port)
-        return
     runs = [read_run(path) for path in args.runs]
     if args.file is not None:
         print(*_paths_of(runs, args.file), sep="\n")

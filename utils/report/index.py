@@ -12,7 +12,7 @@ import yaml
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from utils.report.health import health
-from utils.report.page import asset, policy_of
+from utils.report.page import POLICY, asset
 from utils.report.run_files import NO_PROBE, Run
 from utils.report.tables import data_tables, quality_tables
 
@@ -39,7 +39,7 @@ def index_page(run: Run) -> str:
     rejects, devices, *_ = data_tables(run.prepared)
     return template.render(
         run=run,
-        policy=policy_of(""),
+        policy=POLICY,
         style=asset("report.css"),
         health=health(run.series, run.alarms, run.not_finite),
         verdict=(run.probe or run.evaluation or {"verdict": NO_PROBE})["verdict"],
@@ -66,7 +66,6 @@ def next_steps(run: Run) -> list[tuple[str, str]]:
         ]  # fmt: skip
     steps += [
         ("See this run beside another", f"python -m utils.report {path} OTHER_RUN"),
-        ("Watch a run while it goes on", f"python -m utils.report --serve {path}"),
     ]
     return steps
 

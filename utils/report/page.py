@@ -58,8 +58,8 @@ class Part:
     versions: Table
 
 
-def render(runs: Sequence[Run], watched: str = "") -> str:
-    """The page as HTML text. `watched`: of a page that is served, the name of the state that it shows."""
+def render(runs: Sequence[Run]) -> str:
+    """The page as HTML text."""
     names = names_of(runs)
     parts = [part_of(run, name, number) for number, (run, name) in enumerate(zip(runs, names, strict=True))]
     template = Environment(
@@ -68,22 +68,17 @@ def render(runs: Sequence[Run], watched: str = "") -> str:
     return template.render(
         parts=parts,
         title=" and ".join(names) if len(names) < 3 else f"{names[0]} and {len(names) - 1} more",
-        policy=policy_of(watched),
+        policy=POLICY,
         is_synthetic=all(run.is_synthetic for run in runs),
         is_one_store=all(run.prepared == runs[0].prepared for run in runs),
         numbers=compare.numbers_table(runs, names, [part.health for part in parts]),
         differences=compare.differences(runs, names) if len(runs) > 1 else None,
         colours={"context": to_hex(pictures.CONTEXT_RGB), "target": to_hex(pictures.TARGET_RGB)},
-        data=script_data(content_of(runs, names) | {"watched": watched}),
+        data=script_data(content_of(runs, names)),
         style=asset("report.css"),
         script=asset("report.js"),
         plotly=Markup(get_plotlyjs()),
     )
-
-
-def policy_of(watched: str) -> str:
-    """What a page may fetch: nothing; one that is served may ask its own server whether the run went on."""
-    return POLICY + ("; connect-src 'self'" if watched else "")
 
 
 def names_of(runs: Sequence[Run]) -> list[str]:

@@ -1,8 +1,8 @@
 """What a run directory says: its files as one object, the numbers of results.json, and what they warn of.
 
 In: files of the run directory only: metrics.jsonl, config.yaml, provenance.json, prepare_report.json, and
-where they exist check_report.json (`prepare --check-only`), truth.json (benchmarks.phantom_truth), probe.json,
-evaluation.json, evaluation.md and figures/*.png (finetuning.evaluate), snapshots/*.npz
+where they exist check_report.json (`prepare --check-only`), truth.json (benchmarks.phantom_truth),
+probe.json, evaluation.json, evaluation.md and figures/*.png (finetuning.evaluate), snapshots/*.npz
 (utils.report.pictures), layers/*.npz (utils.report.volumes), layers.json, feature_map.json,
 leaderboard/leaderboard.csv (finetuning) and stages.tsv (name, tab, seconds). Out: a `Run`; the dictionary of
 results.json; sentences about what the numbers warn of.

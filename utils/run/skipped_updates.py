@@ -16,6 +16,7 @@ from utils.config.schema import Config
 from utils.runtime.single import Runtime
 
 log = logging.getLogger(__name__)
+MAX_BAD_STEPS = 10  # so many updates in a row that are not finite stop the run
 
 
 class NotFiniteError(RuntimeError):
@@ -54,7 +55,7 @@ class SkippedUpdates:
 
     def check(self, cfg: Config, rows_of_step: Callable[[int], list[int]]) -> list[str]:
         """Name the updates skipped since the last call, and return the names; NotFiniteError after
-        max_bad_steps in a row, on every process. The first one logs.
+        MAX_BAD_STEPS in a row, on every process. The first one logs.
         """
         recent, worst = self._recent, self._worst_run
         self._recent, self._worst_run = [], self._counter(0)
@@ -62,9 +63,9 @@ class SkippedUpdates:
         for text in skipped if self.runtime.group.is_first else []:
             log.warning("update skipped, loss or gradient not finite: %s of the store", text)
         worst_run = int(worst)
-        if worst_run >= cfg.train.max_bad_steps:
+        if worst_run >= MAX_BAD_STEPS:
             raise NotFiniteError(
-                f"loss or gradient not finite in {worst_run} updates in a row (train.max_bad_steps "
-                f"{cfg.train.max_bad_steps}); last: {'; '.join(skipped[-3:])}"
+                f"loss or gradient not finite in {worst_run} updates in a row; "
+                f"last: {'; '.join(skipped[-3:])}"
             )
         return skipped

@@ -31,7 +31,7 @@ def load_highdicom() -> Any:
         import highdicom
     except ImportError as error:
         raise UserError(
-            "--format seg: expected highdicom, found it not installed; pip install '.[seg]'"
+            "--format seg: expected highdicom, found it not installed; pip install highdicom"
         ) from error
     return highdicom
 

@@ -1,7 +1,7 @@
 """eyepy and construct, the optional libraries: where they are missing, a reject with the pip line.
 
-`pip install .[vendor]`: eyepy (MIT) knows the fields of Heidelberg's files. Its releases rename what it
-holds, so the extra names the one that was tried.
+eyepy (MIT) knows the fields of Heidelberg's files. Its releases rename what it holds, so the pip line names
+the one that was tried.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 from data_setup.readers.faults import OCTReadError, RejectReason
 from data_setup.readers.sidecar import reading
 
-PIP_LINE = "pip install eyepy==0.21.0, or pip install .[vendor] in the project's folder"
+PIP_LINE = "pip install eyepy==0.21.0"
 
 
 def eyepy_module(name: str, url: str) -> Any:

@@ -2,7 +2,7 @@
 
 In: the program of torch.export. Out: the bytes of one file that takes `volume`, `spacing_mm` and
 `first_is_superior` and gives `tokens`, `valid` and `pooled`, or the reason why there is none. Writing needs
-onnx and onnxscript, running needs onnxruntime: `pip install '.[onnx]'`.
+onnx and onnxscript, running needs onnxruntime: `pip install onnx onnxscript onnxruntime`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def why_no_onnx(module: torch.nn.Module, largest_bytes: int = LARGEST_BYTES) -> 
     """The first reason why this program has no ONNX file; None if it has one."""
     lacking = [name for name in ("onnx", "onnxscript") if importlib.util.find_spec(name) is None]
     if lacking:
-        return f"{' and '.join(lacking)} not installed (pip install '.[onnx]')"
+        return f"{' and '.join(lacking)} not installed (pip install onnx onnxscript)"
     size = sum(parameter.numel() * parameter.element_size() for parameter in module.parameters())
     if size > largest_bytes:
         return f"one file holds {largest_bytes / 1e9:.2g} GB, the weights are {size / 1e9:.2g} GB"

@@ -70,7 +70,7 @@ def test_the_command_starts_from_them(pipeline: Path, tiny: Path, tmp_path: Path
     """One update on the phantom: but for the moving average, what the checkpoint has is the file's."""
     words = [f"method.init_from={tiny}", "model.rope=tiled", "optim.base_lr=1e-9", "train.max_steps=1"]
     words += ["method.neighbour_weight=0"]
-    words += [f"run.dir={tmp_path / 'run'}", "data.pin_memory=false", "train.val_every_steps=null"]
+    words += [f"run.dir={tmp_path / 'run'}", "train.val_every_steps=null"]
     assert train(["--config", str(SMOKE), *pipeline_overrides(pipeline), *words]) == 0
     (kept,) = (tmp_path / "run/checkpoints").glob("step_*.pt")
     expected = fit(read_weights(str(tiny)), config(f"method.init_from={tiny}")).tensors

@@ -1,1 +1,1 @@
-"""Tests of run_tpu_xla.sh, utils/tpu_worker.sh and utils/check_paths.py."""
+"""Tests of run_tpu_xla.sh and utils/tpu_worker.sh."""

@@ -31,7 +31,7 @@ train() {
 }
 case "$*" in
 *"torch_xla"*) [[ ! -f ~/no_package ]] ;;
-"-m utils.check_paths "*) if [[ -f ~/no_store ]]; then echo "error: data.store: none there" >&2; exit 2; fi
+"-m utils.doctor "*) if [[ -f ~/no_store ]]; then echo "error: data.store: none there" >&2; exit 2; fi
     echo "store readable" ;;
 "-m pretraining.train "*)
     printf '%s\n' "$PJRT_DEVICE, $OCT_EXPECT_HOSTS hosts" "$@" >>~/argv

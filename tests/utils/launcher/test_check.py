@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
 import pytest
 
 from tests.support.launcher_factory import Pod, git
-from tests.support.pipeline_factory import ROOT
 from tests.utils.launcher.launching import CONFIG, OVERRIDES, launch, lines
-from utils.check_paths import check_paths
-from utils.config.load import load_config
-from utils.errors import UserError
 
 
 def test_check_says_what_it_saw(pod: Pod) -> None:
@@ -111,22 +106,3 @@ def test_check_names_every_fault_of_every_worker_and_nothing_starts(pod: Pod) ->
         "ERROR: (gcloud) [/usr/bin/ssh] exited with return code [255].",
         "error: not ready: see worker 0 1",
     ]
-
-
-def test_check_paths(tmp_path: Path) -> None:
-    store, ckpt = tmp_path / "store", tmp_path / "ckpt"
-    words = [f"data.store={store}", f"train.ckpt_dir={ckpt}"]
-    smoke = ROOT / "configs" / "smoke_test.yaml"
-    with pytest.raises(UserError, match=r"^data\.store: .*expected a prepared store, found none"):
-        check_paths(load_config(smoke, words))
-    store.mkdir()
-    (store / "prepare_report.json").write_text("{}")
-    assert check_paths(load_config(smoke, words)) == (
-        "store readable, checkpoints writable (on the first worker's disk, lost with its VM)"
-    )
-    assert list(ckpt.iterdir()) == []
-    assert "no checkpoints" in check_paths(load_config(smoke, [words[0], "train.ckpt_dir=null"]))
-    ckpt.rmdir()
-    ckpt.write_text("a file")
-    with pytest.raises(UserError, match=str(ckpt)):
-        check_paths(load_config(smoke, words))

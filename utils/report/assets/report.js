@@ -7,10 +7,6 @@ const colour = (name) => getComputedStyle(document.documentElement).getPropertyV
 const DASHES = ["solid", "dot", "dash", "dashdot"];
 const SYMBOLS = ["circle", "square", "diamond", "triangle-up", "cross", "x", "star", "triangle-down"];
 const many = content.runs.length > 1;
-const kept = content.watched ? JSON.parse(sessionStorage.getItem("report") || "{}") : {};
-const keep = (values) => {
-  if (content.watched) sessionStorage.setItem("report", JSON.stringify(Object.assign(kept, values)));
-};
 
 // --- plots ---
 
@@ -112,8 +108,6 @@ function openCharts() {
     whenSeen.observe(plot);
   }
   $("more").hidden = !content.charts.some((chart) => !chart.is_main);
-  $("more").open = Boolean(kept.more);
-  $("more").addEventListener("toggle", () => keep({ more: $("more").open }));
   if (many) {
     content.runs.forEach((name, number) => {
       const label = checkbox("", true, (checked) => {
@@ -179,7 +173,6 @@ function go(plane) {
     $(id).setAttribute("aria-valuemax", last + 1);
     $(id).setAttribute("aria-valuetext", text);
   }
-  keep({ plane: view.plane, volume: $("volume").selectedIndex });
   drawScan();
 }
 
@@ -271,8 +264,8 @@ function openViewer() {
   $("volume").addEventListener("change", () => choose($("volume").selectedIndex));
   $("plane").addEventListener("input", () => go(Number($("plane").value)));
   for (const name of ["masks", "features", "surfaces"]) {
-    $(`show-${name}`).checked = Boolean(kept[name]);
-    $(`show-${name}`).addEventListener("change", () => { keep({ [name]: $(`show-${name}`).checked }); drawScan(); });
+    $(`show-${name}`).checked = false;
+    $(`show-${name}`).addEventListener("change", drawScan);
   }
   let turned = 0;
   $("bscan").addEventListener("wheel", (event) => {
@@ -300,10 +293,9 @@ function openViewer() {
   $("enface").addEventListener("pointermove", (event) => { if (event.buttons) point(event); });
   // in the next frame: drawing gives the canvas a size, of which the browser would complain inside the observer
   new ResizeObserver(() => requestAnimationFrame(drawScan)).observe($("viewer"));
-  const first = Math.min(kept.volume || 0, content.volumes.length - 1);
-  $("volume").selectedIndex = first;
-  view.plane = kept.plane ?? Math.floor(content.volumes[first].shape[0] / 2);
-  choose(first);
+  $("volume").selectedIndex = 0;
+  view.plane = Math.floor(content.volumes[0].shape[0] / 2);
+  choose(0);
 }
 
 // --- the feature map ---
@@ -341,23 +333,8 @@ function openMap() {
   whenSeen.observe($("map"));
 }
 
-// --- a page that is served asks whether the run went on ---
-
-async function watch() {
-  try {
-    const answer = await fetch("/state", { cache: "no-store" });
-    if (await answer.text() !== content.watched) { location.reload(); return; }
-    $("watch").textContent = `Watching the run: last looked at ${new Date().toLocaleTimeString()}.`;
-  } catch {
-    $("watch").textContent = "The server of this page has ended; the page stays as it is.";
-    return;
-  }
-  setTimeout(watch, 2000);
-}
-
 openCharts();
 openViewer();
 openMap();
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => { redraw(); drawScan(); });
-if (content.watched) { $("watch").hidden = false; watch(); }
 })();

@@ -55,7 +55,7 @@ def normalise(
 @contextmanager
 def _one_thread() -> Iterator[None]:
     """A processor's cores belong to the loader's workers: many short operations of several threads, each with
-    a meeting at its end, wait for a core every time and take twice as long (docs/evidence/data_speed.md).
+    a meeting at its end, wait for a core every time and take twice as long (docs/evidence/benchmarks.md).
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)

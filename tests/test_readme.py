@@ -25,6 +25,7 @@ PAGES = {
 README = PAGES["README.md"]
 MAKEFILE = (ROOT / "Makefile").read_text()
 MAX_PICTURE_BYTES = 300_000
+MAX_INTENTS = 15
 
 FENCE = re.compile(r"^( *)```.*\n((?:.*\n)*?)\1```$", re.MULTILINE)
 LINK = re.compile(r"(!?)\[[^\]]*\]\(([^)\s]+)\)")
@@ -207,6 +208,13 @@ def test_the_tree_lists_every_room_on_a_line() -> None:
     }
     assert rooms - set(lines) == set()
     assert len(lines) == len(set(lines))
+
+
+def test_the_index_of_docs_has_fifteen_intents_and_every_page() -> None:
+    begin, listed = PAGES["docs/README.md"].split("## All pages")
+    assert len(re.findall(r"^\* ", begin.split("## I want to")[1], re.MULTILINE)) <= MAX_INTENTS
+    pages = {page.removeprefix("docs/") for page in PAGES if page.startswith("docs/")} - {"README.md"}
+    assert {address for _, address in LINK.findall(listed)} - {"quickstart.ipynb"} == pages
 
 
 def test_dead_ends_are_seen() -> None:

@@ -28,7 +28,7 @@ OWN_CONTROLS = {
     "mismatched_targets": "targets of another volume (control)",
     "penalty_only": "nothing predicted (control)",
 }
-# 4 volumes a step: 0.8 s on one core (docs/evidence/results.md), so hundreds of updates in minutes
+# 4 volumes a step: 0.8 s on one core, so hundreds of updates in minutes
 BASE = (
     "train.global_batch_size=4",
     "train.per_core_batch_size=4",

@@ -5,7 +5,7 @@
     python -m benchmarks.evidence run --budget 300 --minutes 60
     python -m benchmarks.evidence confirm                 the same runs, scored on people that chose nothing
     python -m benchmarks.evidence device --only ARM,ARM   is the scanner in the features, and at what cost out
-    python -m benchmarks.evidence table                   docs/evidence/results.md, and table.json of the runs
+    python -m benchmarks.evidence table                   results.md and table.json of the runs
     python -m benchmarks.evidence search --only ARM,ARM   sequential halving, then new seeds and people
     python -m benchmarks.evidence compute --budgets 37.5,150,600   do the differences grow with compute?
     python -m benchmarks.evidence real --data FOLDER      the same on real eyes with layer masks: real.py
@@ -50,7 +50,7 @@ from benchmarks.evidence.cohorts import (
 from benchmarks.evidence.compute import compute
 from benchmarks.evidence.device import device_report
 from benchmarks.evidence.differences import training_facts
-from benchmarks.evidence.page import RESULTS, split_page, write_results
+from benchmarks.evidence.page import split_page, write_results
 from benchmarks.evidence.queue import BASELINES, Plan, Queue, confirmation_jobs, run_all
 from benchmarks.evidence.real import make_real_data, refuse_real
 from benchmarks.evidence.scores import (
@@ -274,7 +274,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name in ("confirm", "search"):
         verbs[name].add_argument("--count", type=int, default=200, help="people to score on")
         verbs[name].add_argument("--people-seed", type=int, default=1003, help="of the phantom")
-    verbs["table"].add_argument("--out", type=Path, default=RESULTS)
+    verbs["table"].add_argument("--out", type=Path, help="results.md below --root by default")
     args = parser.parse_args(argv)
     refuse_mistakes(args)
     root = args.root.resolve()
@@ -299,5 +299,5 @@ def main(argv: Sequence[str] | None = None) -> int:
     elif args.command == "score":
         score_one(root, args.arm, args.seed, root if args.people is None else args.people.resolve())
     else:
-        print(write_results(root, args.out))
+        print(write_results(root, args.out or root / "results.md"))
     return 0

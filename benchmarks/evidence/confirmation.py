@@ -1,7 +1,7 @@
 """The same runs scored on people that chose nothing, beside their first scores.
 
 In: the folders `people_SEED_COUNT` of `evidence confirm` and the first table. Out: the part "On other people"
-of docs/evidence/results.md.
+of results.md.
 """
 
 from __future__ import annotations

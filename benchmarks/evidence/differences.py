@@ -1,4 +1,4 @@
-"""The numbers of docs/evidence/results.md from the scores of benchmarks.evidence; all are read from the runs.
+"""The numbers of results.md from the scores of benchmarks.evidence; all are read from the runs.
 
 In: the folder of runs. Out: a `Table` of scores with bootstrap intervals and of paired differences. The score
 of an arm, random initialisation included, is the mean over its seeds. Every resample draws participants and

@@ -1,4 +1,4 @@
-"""docs/evidence/results.md and table.json: the numbers of benchmarks.evidence as tables and sentences.
+"""results.md and table.json: the numbers of benchmarks.evidence as tables and sentences.
 
 In: the folder of runs. Out: the part of the page between its markers. Every sentence follows from the paired
 intervals; the page itself explains the words.
@@ -21,7 +21,6 @@ from benchmarks.evidence.words import NOT_SHOWN, TASK_LABELS, number, signed, sp
 from data_setup.store.reader import PreparedStore
 from utils.errors import UserError
 
-RESULTS = Path(__file__).resolve().parents[2] / "docs" / "evidence" / "results.md"
 BEGIN, END = "<!-- evidence: begin -->", "<!-- evidence: end -->"
 
 
@@ -127,7 +126,7 @@ def eyes_used(root: Path) -> str:
 
 
 def markdown(table: Table, plan: Plan) -> str:
-    """The generated part of docs/evidence/results.md."""
+    """The generated part of results.md."""
     recipes = [r for r in table.rows if r.factor == "recipe"]
     trained = [r for r in recipes if r.name != RANDOM]
     baselines = [r for r in table.rows if r.factor == "baseline"]

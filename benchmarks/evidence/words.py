@@ -1,4 +1,4 @@
-"""Numbers of benchmarks.evidence as the words and cells of docs/evidence/results.md."""
+"""Numbers of benchmarks.evidence as the words and cells of results.md."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ one holds. Alarms do not stop a run; pretraining.gauges.monitor has the two chec
            The highest, not the first, since what was learned may collapse too. In validation, of the target's
            features, recipes without a regulariser lose three of four without collapsing. Blind to features
            that shrink to a point in proportion. Not for targets that are voxels (mae): its rank falls to a
-           tenth with probes as good as anybody's (docs/evidence/results.md). Under
+           tenth with probes as good as anybody's (docs/LOG.md). Under
            NEIGHBOUR_RANK_FALL with method.neighbour_weight: good runs come to 17 %, a planted one to 10 %.
   few      either rank under RANK_FLOOR, whatever came before: a run may start collapsed.
   spread   train/feature_std under SPREAD_FLOOR. Unit vectors have variance + |mean|^2 = 1, so 0.1 says that

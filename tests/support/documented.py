@@ -26,7 +26,7 @@ LINE = re.compile(
 SPAN = re.compile(r"`((?:python|torchrun[^`]*?)\s+-m\s+[\w.]+\s[^`]+|python\s+[\w/]+\.py[^`]*)`")
 TARGET = re.compile(r"^ *make ([a-z-]+)|`make\s+([a-z-]+)", re.MULTILINE)
 # What was measured, and with which command: the guides have the commands to run
-RECORDS = ("docs/evidence/", "CHANGELOG.md")
+RECORDS = ("docs/evidence/", "docs/LOG.md", "CHANGELOG.md")
 
 TABLE = Path(__file__).with_suffix(".yaml")
 PLACES = {"gs://BUCKET": "BUCKET", "/data/": "data/", "/mnt/": "mnt/"}

@@ -62,7 +62,9 @@ GONE_KEYS: dict[str, tuple[Any, ...]] = {
     "wandb.tags": (None,),
 }
 # Of these: with any value what a checkpoint or a head holds can be read.
-READ_WITH_ANY_VALUE = frozenset(name for name in GONE_KEYS if not name.startswith(("method.", "task.")))
+READ_WITH_ANY_VALUE = frozenset(
+    name for name in GONE_KEYS if not name.startswith(("method.", "optim.", "task."))
+)
 log = logging.getLogger(__name__)
 
 

@@ -544,12 +544,6 @@ def test_keys_that_went_are_taken_out_of_stored_configurations(
     assert "a.pt: the key finetune.lora_rank=8 is gone and is left out" in caplog.text
     with pytest.raises(ConfigError, match=r"finetune\.lora_rank: expected null, the key is gone, found 8"):
         load_config(run)
-    stored["wandb"]["group"] = "first"
-    run.write_text(yaml.safe_dump(stored))
-    assert config_of_yaml(run.read_text(), "a.pt") == cfg
-    assert "a.pt: the key wandb.group=first is gone and is left out" in caplog.text
-    with pytest.raises(ConfigError, match=r"wandb\.group: expected null, the key is gone, found first"):
-        load_config(run)
     stored["task"]["time_column"] = "onset_days"
     with pytest.raises(ConfigError, match=r"a\.pt: task\.time_column: expected null, the key is gone"):
         config_of_yaml(yaml.safe_dump(stored), "a.pt")

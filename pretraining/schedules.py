@@ -1,4 +1,4 @@
-"""Learning rate, momentum, its product and the covariance's share: pure functions of the optimizer step.
+"""Learning rate, momentum and its product: pure functions of the optimizer step.
 
 Step s is the s-th update, 0 <= s < total_steps. The only state is the length of the run as it began, and how
 it was made longer since: a `Schedule`, which every checkpoint keeps.
@@ -55,14 +55,6 @@ def ema_momentum(cfg: Config, step: int, total: int) -> float:
     return base if base is not None else min(EMA_MAXIMUM, 0.5 ** (1 / max(1.0, EMA_HALF_LIFE * total)))
 
 
-def covariance_share(cfg: Config, step: int, total: int) -> float:
-    """Share of method.covariance_weight at this update: 0 in the warm-up, then rising over the ramp to 1."""
-    ramp = cfg.method.covariance_ramp * total
-    if ramp == 0:
-        return 1.0
-    return min(1.0, max(0.0, (step - round(cfg.optim.warmup_ratio * total)) / ramp))
-
-
 def init_weight(cfg: Config, steps_done: int, total: int, start: int = 0) -> float:
     """Share of the target at update `start` left after `steps_done` updates: the product of momenta."""
     momenta = [ema_momentum(cfg, step, total) for step in range(start, steps_done)]
@@ -115,13 +107,9 @@ class Schedule:
             return before.momentum(part.start - 1)
         return ema_momentum(self.cfg, step - part.start, part.end - part.start)
 
-    def covariance_share(self, step: int) -> float:
-        """As `covariance_share`, of the run as it began, which an extension goes on with."""
-        return covariance_share(self.cfg, step, self.total)
-
-    def at(self, step: int) -> tuple[float, float, float]:
-        """Learning rate, momentum and share of the covariance of update `step`."""
-        return self.learning_rate(step), self.momentum(step), self.covariance_share(step)
+    def at(self, step: int) -> tuple[float, float]:
+        """Learning rate and momentum of update `step`."""
+        return self.learning_rate(step), self.momentum(step)
 
     def _extension_of(self, step: int) -> tuple[Extension | None, Schedule]:
         """The extension that `step` lies in, and the schedule before it."""

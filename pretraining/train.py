@@ -25,7 +25,6 @@ import torch
 from data_setup.loader import Batch, start_early
 from data_setup.next_batch import next_or_stop
 from models.optimizer import shard_state
-from models.vjepa3d import SECOND_LOSSES
 from pretraining.banner import log_end, log_start
 from pretraining.gauges.examples import Examples
 from pretraining.gauges.monitor import Gauges, TargetMotion, target_drift, update_ratio
@@ -191,7 +190,7 @@ def step_metrics(
     return {
         "train/loss": float(result.loss),
         "train/regulariser": None if result.regulariser is None else float(result.regulariser),
-        **{f"train/{name}_loss": _finite(result.second.get(name)) for name in SECOND_LOSSES},
+        "train/neighbour_loss": _finite(result.neighbour),
         "train/penalty_to_prediction": _finite(result.penalty_to_prediction),
         "train/lr": update.lr,
         "train/grad_norm": float(result.grad_norm),

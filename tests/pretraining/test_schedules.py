@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-from dataclasses import replace
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +14,6 @@ from pretraining import banner
 from pretraining.schedules import (
     VALIDATION_SHARE,
     Calendar,
-    Extension,
     Schedule,
     ema_momentum,
     init_weight,
@@ -60,22 +58,6 @@ def test_methods_momentum_is_a_cosine_to_one() -> None:
 @pytest.mark.parametrize(("total", "expected"), [(200, 0.5**0.1), (2000, 0.5**0.01), (100_000, 0.9995)])
 def test_default_momentum_has_a_half_life_of_five_percent(total: int, expected: float) -> None:
     assert ema_momentum(small_config(), 0, total) == pytest.approx(expected)
-
-
-def test_the_covariance_rises_after_the_warm_up_and_stays() -> None:
-    keys = "optim.warmup_ratio=0.1", "method.regulariser=vicreg", "method.regulariser_weight=0.05"
-    cfg = small_config("vjepa2", *keys, "method.covariance_ramp=0.4")
-    schedule = Schedule(cfg, 100)
-    shares = [schedule.covariance_share(step) for step in range(100)]
-    assert shares[:11] == [0.0] * 11
-    assert shares[30] == pytest.approx(0.5)
-    assert shares[50:] == [1.0] * 50
-    assert shares == sorted(shares)
-    longer = replace(schedule, extensions=(Extension(100, 300, "rewarm"),))
-    assert longer.covariance_share(101) == 1.0
-    stopped_early = replace(schedule, extensions=(Extension(29, 300, "rewarm"),))  # no jump
-    assert stopped_early.covariance_share(30) == pytest.approx(0.5)
-    assert Schedule(small_config("vjepa2", *keys), 100).covariance_share(0) == 1.0
 
 
 def test_init_weight_is_the_product_of_momenta() -> None:

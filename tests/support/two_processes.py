@@ -31,22 +31,19 @@ WATCHED = Watch(measures=lambda: True)
 SHARDED = "train.shard_parameters=true"  # one process holds all of them
 CASES = {  # recipe, overrides, accumulation
     "vjepa2": ("vjepa2", (), 1),
-    "accumulated": ("ascan", ("method.regulariser=sigreg",), 2),
+    "accumulated": ("vjepa2", ("method.regulariser=sigreg",), 2),
     "methods": ("methods", ("method.dropout=0.1",), 1),
     "mae": ("mae", ("method.neighbour_weight=1",), 2),
-    "mlp": ("mlp", (), 1),
     "sharded": (
-        "ascan",
+        "vjepa2",
         (
             SHARDED,
-            "method.pixel_weight=1",
             "method.neighbour_weight=1",
             "train.activation_checkpointing=true",
             "method.dropout=0.1",
         ),
         2,
     ),
-    "sharded_context": ("layers", (SHARDED, "train.activation_checkpointing=true"), 2),
     "sharded_methods": ("methods", (SHARDED,), 1),
 }
 COMPILE = "train.compile=true"

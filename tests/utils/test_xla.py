@@ -33,18 +33,12 @@ SHARDED = "train.shard_parameters=true"
 RECIPES = {
     "vjepa2": ("vjepa2", 2, ()),  # recipe, micro-batches, overrides
     "vjepa2_sharded": ("vjepa2", 2, (SHARDED,)),
-    "vjepa2_sigreg_heads": (
+    "vjepa2_sigreg_neighbours": (
         "vjepa2",
         1,
-        (
-            "method.regulariser=sigreg",
-            "method.ascan_weight=1",
-            "method.pixel_weight=1",
-            "method.neighbour_weight=1",
-        ),
+        ("method.regulariser=sigreg", "method.neighbour_weight=1"),
     ),
-    # L2: the sign in L1's gradient turns where rounding does, and here are many more predictions
-    "context_sharded": ("layers", 1, (SHARDED, "method.loss=l2", "method.neighbour_weight=1")),
+    "neighbours_sharded": ("neighbour", 1, (SHARDED,)),
     "mae": ("mae", 1, ()),
     "methods": ("methods", 1, ()),
     "methods_sharded": ("methods", 1, (SHARDED,)),

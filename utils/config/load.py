@@ -14,7 +14,7 @@ from types import NoneType, UnionType
 from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
 
 import yaml
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import (
     ConfigKeyError,
     InterpolationToMissingValueError,
@@ -25,6 +25,23 @@ from omegaconf.errors import (
 from utils.config.rules import check_recipe, check_rules
 from utils.config.schema import Config, StorageOptions, TrainConfig, leaves
 from utils.errors import ConfigError
+
+# Keys that went, which configurations of older runs still have: the values of each with which a run is the
+# same without it.
+GONE_KEYS: dict[str, tuple[Any, ...]] = {
+    "method.ascan_weight": (0.0,),
+    "method.centre_places": (False,),
+    "method.context": (None,),
+    "method.context_weight": (0.0,),
+    "method.covariance_ramp": (0.0,),
+    "method.loss": (None,),
+    "method.mae_target": (None, "normalised"),
+    "method.neighbour_places": ("all",),
+    "method.pixel_weight": (0.0,),
+    "method.predictor": (None,),
+    "method.predictor_weight": (1.0,),
+    "method.target_layers": (None,),
+}
 
 
 def load_config(
@@ -38,7 +55,7 @@ def load_config(
     if not path.is_file():
         raise ConfigError(f"{path}: expected a YAML configuration, found no such file")
     try:
-        loaded = OmegaConf.load(path)
+        loaded = _without_gone_keys(OmegaConf.load(path), str(path))
     except (OmegaConfBaseException, yaml.YAMLError) as error:
         raise ConfigError(f"{path}: {_one_line(error)}") from error
     except UnicodeDecodeError as error:
@@ -94,7 +111,7 @@ def config_of_yaml(text: str, where: str) -> Config:
     looked up for it.
     """
     try:
-        saved = OmegaConf.create(text)
+        saved = _without_gone_keys(OmegaConf.create(text), where)
         for key, reference in _references(OmegaConf.to_container(saved)):
             raise ConfigError(f"{where}: {key}: expected a plain value, found the reference {reference}")
         cfg = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), saved))
@@ -103,6 +120,22 @@ def config_of_yaml(text: str, where: str) -> Config:
     assert isinstance(cfg, Config)
     check_recipe(cfg.method, where)
     return cfg
+
+
+def _without_gone_keys(written: Any, where: str) -> Any:
+    """A configuration of a file less GONE_KEYS; raises ConfigError where one has a value that changed the
+    run.
+    """
+    for key, same in GONE_KEYS.items():
+        section, _, name = key.rpartition(".")
+        part = OmegaConf.select(written, section) if isinstance(written, DictConfig) else None
+        if not isinstance(part, DictConfig) or name not in part:
+            continue
+        if part[name] not in same:
+            values = " or ".join("null" if value is None else str(value).lower() for value in same)
+            raise ConfigError(f"{where}: {key}: expected {values}, the key is gone, found {part[name]}")
+        del part[name]
+    return written
 
 
 def _check_shapes(hint: Any, value: Any, where: str, key: str = "") -> None:

@@ -23,7 +23,6 @@ from functools import partial
 import torch
 
 from data_setup.loader import Batch, next_or_stop, start_early
-from models.vjepa3d import SECOND_LOSSES
 from pretraining.banner import log_end, log_start
 from pretraining.gauges.examples import Examples
 from pretraining.gauges.monitor import Gauges, TargetMotion, target_drift, update_ratio
@@ -187,7 +186,7 @@ def step_metrics(
     return {
         "train/loss": float(result.loss),
         "train/regulariser": None if result.regulariser is None else float(result.regulariser),
-        **{f"train/{name}_loss": _finite(result.second.get(name)) for name in SECOND_LOSSES},
+        "train/neighbour_loss": _finite(result.neighbour),
         "train/penalty_to_prediction": _finite(result.penalty_to_prediction),
         "train/lr": update.lr,
         "train/grad_norm": float(result.grad_norm),

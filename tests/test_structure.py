@@ -155,6 +155,31 @@ def test_a_comparison_with_a_recipe_is_seen() -> None:
     assert len(recipe_comparisons(text + "\nd = RECIPES['mae']\ne = f('mae')")) == 3
 
 
+METHOD_FILES = ("vit3d", "predictor", "vjepa3d", "losses")
+MOST_METHOD_LINES, MOST_INPUTS = 750, 6
+
+
+def test_the_method_can_be_read_in_one_sitting() -> None:
+    """An experiment is a patch of an arm in benchmarks/evidence, and no branch here."""
+    texts = {name: (ROOT / "models" / f"{name}.py").read_text() for name in METHOD_FILES}
+    assert sum(len(text.splitlines()) for text in texts.values()) <= MOST_METHOD_LINES
+    forward = next(
+        function
+        for node in ast.parse(texts["vjepa3d"]).body
+        if isinstance(node, ast.ClassDef) and node.name == "VJEPA3D"
+        for function in node.body
+        if isinstance(function, ast.FunctionDef) and function.name == "forward"
+    )
+    assert len(forward.args.args) - 1 + len(forward.args.kwonlyargs) <= MOST_INPUTS  # less self
+    assert "cfg" not in {node.id for node in ast.walk(forward) if isinstance(node, ast.Name)}
+    asked = [ast.unparse(node.test) for node in ast.walk(forward) if isinstance(node, ast.If | ast.IfExp)]
+    assert asked == [  # which recipe, and whether the loss of neighbours has a weight
+        "isinstance(self.predictor, MlpPredictor)",
+        "self.neighbour_head is not None and self.training",
+        "self.recipe.loss == 'normalised_l2'",
+    ]
+
+
 NO_NAMES = {"told", "said", "found", "left", "mine", "heard"}  # they say nothing of what they hold
 
 

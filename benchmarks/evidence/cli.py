@@ -51,6 +51,7 @@ from benchmarks.evidence.compute import compute
 from benchmarks.evidence.device import device_report
 from benchmarks.evidence.differences import training_facts
 from benchmarks.evidence.page import split_page, write_results
+from benchmarks.evidence.patches import PATCHES
 from benchmarks.evidence.queue import BASELINES, Plan, Queue, confirmation_jobs, run_all
 from benchmarks.evidence.real import make_real_data, refuse_real
 from benchmarks.evidence.scores import (
@@ -65,6 +66,7 @@ from benchmarks.evidence.search import search
 from benchmarks.evidence.supervised import supervised_encoder
 from data_setup.store.reader import PreparedStore
 from finetuning.features.pooled import pretrained_encoder, random_encoder
+from pretraining.train import train
 from utils import storage
 from utils.checkpoint import load_checkpoint
 from utils.errors import UserError
@@ -105,6 +107,14 @@ def score_one(root: Path, name: str, seed: int, people: Path) -> None:
         **(training_facts(folder, cfg) if arm.is_trained else {}),
     }
     save_scores(out, scores, facts)
+
+
+def train_one(root: Path, name: str, seed: int) -> int:
+    """Train one run of the plan, with its arm's patch; returns the exit code of pretraining.train."""
+    plan, arm = Plan.load(root), arm_by_name(name)
+    if arm.patch is not None:
+        PATCHES[arm.patch]()
+    return train(arm_config(arm, seed, plan.steps[name], root, plan.extra))
 
 
 def run(root: Path, args: argparse.Namespace) -> None:
@@ -216,7 +226,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     commands = parser.add_subparsers(dest="command", required=True)
-    names = "data", "real", "calibrate", "run", "score", "confirm", "search", "compute", "device", "table"
+    names = (
+        "data",
+        "real",
+        "calibrate",
+        "run",
+        "train",
+        "score",
+        "confirm",
+        "search",
+        "compute",
+        "device",
+        "table",
+    )
     verbs = {name: commands.add_parser(name) for name in names}
     for name, command in verbs.items():
         place = Path("runs/evidence_real" if name == "real" else "runs/evidence")
@@ -266,8 +288,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     verbs["device"].add_argument("--only", metavar="ARM,ARM", default=",".join((RANDOM, CONTROL, REFERENCE)))
     verbs["device"].add_argument("--seeds", type=int, default=3)
     verbs["device"].add_argument("--out", type=Path, help="device.json below --root by default")
-    verbs["score"].add_argument("--arm", required=True)
-    verbs["score"].add_argument("--seed", type=int, required=True)
+    for name in ("train", "score"):
+        verbs[name].add_argument("--arm", required=True)
+        verbs[name].add_argument("--seed", type=int, required=True)
     verbs["score"].add_argument(
         "--people", type=Path, help="folder of `confirm`; without it, those of `data`"
     )
@@ -296,6 +319,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 130
     elif args.command == "device":
         print(device_report(root, args.only.split(","), args.seeds, args.out or root / "device.json"))
+    elif args.command == "train":
+        return train_one(root, args.arm, args.seed)
     elif args.command == "score":
         score_one(root, args.arm, args.seed, root if args.people is None else args.people.resolve())
     else:

@@ -1,6 +1,6 @@
 """The queue of benchmarks.evidence: the runs to train and to score, one core each.
 
-A run is `python -m pretraining.train` for the steps of its plan, then `evidence score` on the same core. A
+A run is `evidence train` for the steps of its plan, then `evidence score` on the same core. A
 run with scores is not run again; an interrupted one resumes from its checkpoint.
 """
 
@@ -29,7 +29,6 @@ from benchmarks.evidence.arms import (
     TRAINED,
     Arm,
     arm_config,
-    overrides,
     run_dir,
 )
 from benchmarks.evidence.supervised import has_truth
@@ -134,14 +133,12 @@ class Job:
         """Train, then score."""
         arm = BASELINES if self.arm is None else self.arm.name
         module = [sys.executable, "-m"]
-        result = [[*module, "benchmarks.evidence", "score", "--root", str(plan.root), "--arm", arm]]
-        result[0] += ["--seed", str(self.seed)]
+        words = ["--root", str(plan.root), "--arm", arm, "--seed", str(self.seed)]
         if self.people is not None:
-            result[0] += ["--people", str(self.people)]
-        elif self.arm is not None and self.arm.is_trained:
-            changes = overrides(self.arm, self.seed, plan.steps[self.arm.name], plan.root, plan.extra)
-            result.insert(0, [*module, "pretraining.train", "--config", str(CONFIG), *changes])
-        return result
+            return [[*module, "benchmarks.evidence", "score", *words, "--people", str(self.people)]]
+        trains = self.arm is not None and self.arm.is_trained
+        verbs = ("train", "score") if trains else ("score",)
+        return [[*module, "benchmarks.evidence", verb, *words] for verb in verbs]
 
 
 def main_jobs(plan: Plan, only: Collection[str] | None = None) -> list[Job]:

@@ -95,7 +95,7 @@ def test_a_key_is_told_in_words() -> None:
     assert keys()["spatial.image_size"].type == "3 x int"
     assert keys()["train.ckpt_dir"].default == "`${run.dir}/checkpoints`"
     assert keys()["wandb.mode"].type == "one of `online`, `offline`, `disabled`"
-    assert keys()["method.loss"].type == "one of `l2`, `normalised_l2`; or null"
+    assert keys()["method.control"].type.startswith("one of `penalty_only`, `mismatched_targets`, ")
 
 
 def test_a_comment_belongs_to_the_field_below_or_beside_it() -> None:

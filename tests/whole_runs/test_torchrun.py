@@ -52,7 +52,7 @@ RECIPES = {
         *("method.drop_path=0.1", "method.regulariser=none", "method.regulariser_weight=0"),
         "method.neighbour_weight=0",
     ),
-    "mae": ("method.recipe=mae", "method.mae_target=normalised"),
+    "mae": ("method.recipe=mae",),
 }
 FILES = {"config.yaml", "log.txt", "metrics.jsonl", "prepare_report.json", "provenance.json", "wandb_id.txt"}
 

@@ -36,10 +36,10 @@ from data_setup.store.heights import StoredHeights
 from data_setup.store.labels import StoredLabels
 from data_setup.store.reader import PreparedStore
 from finetuning import embed, predict
-from finetuning.head_file import open_head, predict_rows
-from finetuning.layers.head import open_layers_head
-from finetuning.segmentation.train import open_segmentation_head
-from finetuning.translation.train import open_translation_head
+from finetuning.dense.layers.head import open_layers_head
+from finetuning.dense.segmentation.train import open_segmentation_head
+from finetuning.dense.translation.train import open_translation_head
+from finetuning.heads.head_file import open_head, predict_rows
 from models import vit3d
 from models.weights import cli as weights
 from pretraining import train as loop

@@ -13,8 +13,10 @@ import pydicom
 import pytest
 from scipy.ndimage import zoom
 
-from data_setup import flow_cubes, prepare
-from data_setup.flow_cubes import FlowJob, correlation, prepare_cube, read_links
+from data_setup import prepare
+from data_setup.attach.directions import correlation
+from data_setup.attach.flow import CubeJob, read_jobs
+from data_setup.attach.stored import StoredFlow
 from data_setup.index import cli as index_command
 from data_setup.phantom.cohort import Scan, make_participants
 from data_setup.phantom.files import make_spec, scan_volume, truth_arrays
@@ -24,7 +26,6 @@ from data_setup.phantom.flow_files import CUBE_FAULTS, FAULTS, HABITS, IMAGE_FAU
 from data_setup.phantom.octa import parse_quirks, write_heights
 from data_setup.readers.faults import OCTReadError
 from data_setup.readers.octa import EN_FACE, FLOW_CUBE, SLABS, read_octa, slab_of
-from data_setup.store.flow import StoredFlow
 from data_setup.store.reader import PreparedStore
 from tests.support.flow_factory import make_flow_tree, prepare_flow, rows_of
 from tests.support.heights_factory import OCTA, words
@@ -98,7 +99,7 @@ def require_images(root: Path, row: int, is_reversed: bool = False) -> None:
     manifest = rows_of(root / "tree" / "retinal_octa" / "manifest.tsv")
     line = next(r for r in manifest if str(r["flow_cube_file_path"]).strip("/") == flow.index.path[row])
     for number, slab in enumerate(SLABS, start=1):
-        if slab not in flow.slabs(row):
+        if slab not in flow.names(row):
             continue
         path = root / "tree" / str(line[f"associated_enface_{number}_file_path"]).strip("/")
         image = pydicom.dcmread(path).pixel_array.astype(float)
@@ -148,7 +149,7 @@ def test_an_unclear_cube_runs_as_the_clear_ones_of_its_protocol(
     prepare_flow(tmp_path)
     by_scan = index_of(tmp_path)
     ratios = np.maximum(by_scan.fit, by_scan.fit_reversed) / np.minimum(by_scan.fit, by_scan.fit_reversed)
-    monkeypatch.setattr(flow_cubes, "CLEARER", float(ratios.nsmallest(2).mean()))
+    monkeypatch.setattr(CubeJob, "CLEARER", float(ratios.nsmallest(2).mean()))
     for path in (tmp_path / "store" / "flow_rows").iterdir():
         path.unlink()
     for _ in range(2):
@@ -181,27 +182,19 @@ def test_every_fault_is_counted_by_its_reason(quirky: Path) -> None:
 def test_a_file_of_the_other_eye_is_not_laid(plain: Path, tmp_path: Path, is_cube: bool) -> None:
     """The cube is left out; of an image the cube and the other images stay."""
     store = PreparedStore.open(str(plain / "store"))
-    link = read_links(load_config(SMOKE, words(plain)[2:]), store)[0][0]
-    changed = link.url if is_cube else link.images[1][1]
+    job = read_jobs(load_config(SMOKE, words(plain)[2:]), store)[0][0]
+    changed = job.url if is_cube else job.images[1][1]
     ds = pydicom.dcmread(changed)
-    assert ds.ImageLaterality == store.index.laterality[link.row]
+    assert ds.ImageLaterality == store.index.laterality[job.row]
     ds.ImageLaterality = "L" if ds.ImageLaterality == "R" else "R"
     path = str(tmp_path / "other.dcm")
     ds.save_as(path)
-    images = tuple((n, path if url == changed else url) for n, url in link.images)
-    written: list[tuple[object, dict[str, object]]] = []
-
-    class Writer:
-        def write_row(self, row: int, flow: object, fields: dict[str, object]) -> None:
-            written.append((flow, fields))
-
-    one = replace(link, url=path if is_cube else link.url, images=images)
-    prepare_cube(FlowJob(one, store, Writer()))  # type: ignore[arg-type]
-    ((flow, fields),) = written
-    assert (flow is None) == is_cube
+    images = tuple((n, path if url == changed else url) for n, url in job.images)
+    arrays, fields = replace(job, url=path if is_cube else job.url, images=images).outcome()
+    assert (arrays is None) == is_cube
     if is_cube:
         assert fields["status"] == "header_mismatch"
-        assert f"expected laterality {store.index.laterality[link.row]}" in str(fields["message"])
+        assert f"expected laterality {store.index.laterality[job.row]}" in str(fields["message"])
     else:
         assert (fields["status"], fields["left_out"]) == ("kept", "2=header_mismatch")
 
@@ -209,8 +202,8 @@ def test_a_file_of_the_other_eye_is_not_laid(plain: Path, tmp_path: Path, is_cub
 def test_a_slab_that_is_not_there_is_not_named(quirky: Path) -> None:
     flow = StoredFlow.open(str(quirky / "store"))
     lacking = flow.index[flow.index.left_out == "2=missing_file"].row.item()
-    assert flow.slabs(lacking) == ("superficial", "outer_retina", "choriocapillaris")
-    assert set(flow.read_slabs(lacking)) == set(flow.slabs(lacking))
+    assert flow.names(lacking) == ("superficial", "outer_retina", "choriocapillaris")
+    assert set(flow.read_slabs(lacking)) == set(flow.names(lacking))
 
 
 def test_another_run_does_nothing_and_a_changed_image_is_done_again(plain: Path) -> None:

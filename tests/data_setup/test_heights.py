@@ -9,13 +9,13 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from data_setup import height_maps, prepare
-from data_setup.directions import of_protocols, to_turn
-from data_setup.height_maps import edge_step, read_links
+from data_setup import prepare
+from data_setup.attach.directions import edge_step, of_protocols, to_turn
+from data_setup.attach.heights import MapJob, read_jobs
+from data_setup.attach.stored import StoredHeights
 from data_setup.phantom.cli import parse_quirks
 from data_setup.phantom.octa import FAULTS, HABITS, QUIRKS, SURFACES_OF
 from data_setup.readers.heights import DEPTH_OF_LABEL, NUM_SURFACES, read_heights
-from data_setup.store.heights import StoredHeights
 from data_setup.store.reader import PreparedStore
 from tests.support.heights_factory import OCTA, config, make_tree, prepare_all, words
 from utils import storage
@@ -132,10 +132,10 @@ def test_lines_whose_scan_takes_no_map_are_counted(plain: Path, tmp_path: Path) 
     rejected, foreign = store.index.row.tolist()[-2:]
     store.kept = store.kept[store.kept != rejected]
     store.index.loc[foreign, "device"] = "optovue_avanti"
-    links, reasons = read_links(config(plain, f"data.heights_manifest_path={tmp_path / 'm.tsv'}"), store)
+    jobs, reasons = read_jobs(config(plain, f"data.heights_manifest_path={tmp_path / 'm.tsv'}"), store)
     assert reasons == {"second_map": 1, "scan_rejected": 1, "unknown_device": 1}
-    assert [link.row for link in links] == store.index.row.tolist()[:-2]
-    assert not any("_other_" in link.path for link in links)
+    assert [job.row for job in jobs] == store.index.row.tolist()[:-2]
+    assert not any("_other_" in job.path for job in jobs)
 
 
 def test_habits_are_noted(quirky: Path) -> None:
@@ -164,7 +164,7 @@ def test_an_unclear_map_runs_as_the_clear_ones_of_its_protocol(
     assert not by_scan.notes.str.contains("direction_unclear").any()
     before = [heights.read(row) for row in by_scan.row]
     ratios = by_scan.edge_reversed / by_scan.edge.clip(lower=1e-6)
-    monkeypatch.setattr(height_maps, "CLEARER", float(ratios.nsmallest(2).mean()))
+    monkeypatch.setattr(MapJob, "CLEARER", float(ratios.nsmallest(2).mean()))
     for path in (tmp_path / "store" / "height_rows").iterdir():
         path.unlink()
     assert prepare.main([*words(tmp_path), "--workers", "0", "--heights"]) == 0

@@ -14,12 +14,12 @@ import pytest
 from PIL import Image
 
 from data_setup import prepare
+from data_setup.attach.grid import nearest_voxels
+from data_setup.attach.labels import prepare_labels
+from data_setup.attach.stored import StoredHeights, StoredLabels
 from data_setup.readers.faults import OCTReadError
 from data_setup.readers.labels import read_label_volume
-from data_setup.store.heights import StoredHeights
-from data_setup.store.labels import StoredLabels
 from data_setup.store.reader import PreparedStore
-from data_setup.tree_labels import nearest_voxels, prepare_labels
 from data_setup.writers.height_map import write_height_map
 from tests.support.dicom_factory import rows_down, write_opt
 from tests.support.heights_factory import SMOKE

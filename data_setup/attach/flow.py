@@ -26,17 +26,7 @@ import pandas as pd
 
 from data_setup.attach.directions import CLEARER_FIT, LEAST_FIT, correlation
 from data_setup.attach.grid import box, field_to_grid, length_mm
-from data_setup.attach.jobs import (
-    OF_SCAN,
-    Job,
-    empty,
-    finish,
-    match_lines,
-    mismatches,
-    require_jobs,
-    run,
-    words,
-)
+from data_setup.attach.jobs import OF_SCAN, Job, finish, match_lines, mismatches, require_jobs, run, words
 from data_setup.attach.kinds import FLOW
 from data_setup.attach.stored import SideWriter
 from data_setup.readers.faults import OCTReadError, RejectReason
@@ -178,8 +168,8 @@ def prepare_flow(cfg: Config, workers: int) -> int:
     store = PreparedStore.open(cfg.data.store, cfg.data.storage_options, cfg.data.cache_dir)
     jobs, counts = read_jobs(cfg, store)
     writer = SideWriter(FLOW, store.url, store.options)
-    if not jobs and (emptied := empty(writer)):
-        print(emptied)
+    if not jobs and (emptied := writer.empty()):
+        print("\n".join(emptied))
     require_jobs(jobs, counts, cfg.data.flow_manifest_path, f"a flow cube of a volume in {store.url}")
     writer.create(len(store.index), store.image_size)
     index, away = run(jobs, workers, "cubes")

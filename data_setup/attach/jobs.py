@@ -183,17 +183,6 @@ def _write_all(jobs: Sequence[Job], workers: int, name: str, unit: str) -> list[
     return away
 
 
-def empty(writer: SideWriter) -> str:
-    """Empty the table of a kind that no line names any more; what was, in words.
-
-    The arrays stay, so that files that come back are not read again.
-    """
-    if not (writer.is_there() and writer.read_rows()):
-        return ""
-    writer.finalise([])
-    return f"{writer.kind.name}.parquet of the store: emptied, no line of the manifest names any"
-
-
 def require_jobs(jobs: Sequence[Job], counts: Mapping[str, int], url: str, expected: str) -> None:
     """Raise UserError where no line of the manifest at `url` has a row."""
     if not jobs:

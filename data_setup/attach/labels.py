@@ -24,7 +24,7 @@ import yaml
 
 from data_setup.attach.grid import lay_on_grid, nearest_voxels
 from data_setup.attach.heights import facts_of, require_inside
-from data_setup.attach.jobs import Job, empty, finish, match_lines, mismatches, require_jobs, run, words
+from data_setup.attach.jobs import Job, finish, match_lines, mismatches, require_jobs, run, words
 from data_setup.attach.kinds import HEIGHTS, LABELS, OF_LABELS
 from data_setup.attach.stored import SideWriter, counts_text, parse_counts
 from data_setup.manifest import unknown_record
@@ -223,13 +223,13 @@ def _empty(store: PreparedStore, columns: list[str]) -> list[str]:
 
     Height maps of a device stay.
     """
-    lines = []
+    lines: list[str] = []
     for job in JOBS:
         writer = SideWriter(job.KIND, store.url, store.options)
         if job.COLUMN in columns and writer.is_there():
             is_of_labels = writer.attributes().get("source", OF_LABELS) == OF_LABELS
-            lines += [empty(writer)] if is_of_labels else []
-    return [line for line in lines if line]
+            lines += writer.empty() if is_of_labels else []
+    return lines
 
 
 def summarise(index: pd.DataFrame, classes: Mapping[int, str]) -> dict[str, Any]:

@@ -133,6 +133,16 @@ class SideWriter:
         storage.write_bytes(url, buffer.getvalue(), self.options)
         return index
 
+    def empty(self) -> list[str]:
+        """Empty the table where no line of a manifest names a file any more; what was done, in words.
+
+        The arrays stay, so that files that come back are not read again.
+        """
+        if not (self.is_there() and self.read_rows()):
+            return []
+        self.finalise([])
+        return [f"{self.kind.name}.parquet of the store: emptied, no line of the manifest names any"]
+
 
 class Stored:
     """A kind of a store for reading; picklable."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +14,7 @@ from scipy.ndimage import zoom
 
 from data_setup import prepare
 from data_setup.attach.directions import correlation
-from data_setup.attach.flow import CubeJob, read_jobs
+from data_setup.attach.flow import read_jobs
 from data_setup.attach.stored import StoredFlow
 from data_setup.index import cli as index_command
 from data_setup.phantom.cohort import Scan, make_participants
@@ -30,7 +29,6 @@ from data_setup.store.reader import PreparedStore
 from tests.support.flow_factory import make_flow_tree, prepare_flow, rows_of
 from tests.support.heights_factory import OCTA, words
 from tests.support.pipeline_factory import SMOKE
-from utils import storage
 from utils.config.load import load_config
 from utils.errors import UserError
 
@@ -141,27 +139,6 @@ def test_quirks_change_no_flow(quirky: Path) -> None:
         require_images(quirky, row, bool(index.reversed_d[row]))
 
 
-def test_an_unclear_cube_runs_as_the_clear_ones_of_its_protocol(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its images follow it; what the clear ones show is kept when the command runs again."""
-    make_flow_tree(tmp_path / "tree", 5, ("reversed",), (0,), SHAPE)
-    prepare_flow(tmp_path)
-    by_scan = index_of(tmp_path)
-    ratios = np.maximum(by_scan.fit, by_scan.fit_reversed) / np.minimum(by_scan.fit, by_scan.fit_reversed)
-    monkeypatch.setattr(CubeJob, "CLEARER", float(ratios.nsmallest(2).mean()))
-    for path in (tmp_path / "store" / "flow_rows").iterdir():
-        path.unlink()
-    for _ in range(2):
-        assert prepare.main([*words(tmp_path), "--workers", "0", "--flow"]) == 0
-        index = index_of(tmp_path)
-        report = json.loads((tmp_path / "store" / "flow_report.json").read_text())
-        assert report["by_device"]["heidelberg_spectralis"]["unclear"] == 1
-        assert index.reversed_d.all()
-        for row in index.row:
-            require_images(tmp_path, row, True)
-
-
 def test_every_fault_is_counted_by_its_reason(quirky: Path) -> None:
     planted = json.loads((quirky / "tree" / "synthetic.json").read_text())["flow_faults"]
     assert [one["kind"] for one in planted] == list(FAULTS)
@@ -204,19 +181,6 @@ def test_a_slab_that_is_not_there_is_not_named(quirky: Path) -> None:
     lacking = flow.index[flow.index.left_out == "2=missing_file"].row.item()
     assert flow.names(lacking) == ("superficial", "outer_retina", "choriocapillaris")
     assert set(flow.read_slabs(lacking)) == set(flow.names(lacking))
-
-
-def test_another_run_does_nothing_and_a_changed_image_is_done_again(plain: Path) -> None:
-    rows = plain / "store" / "flow_rows"
-    before = {p.name: p.stat().st_mtime_ns for p in rows.iterdir()}
-    line = rows_of(plain / "tree" / "retinal_octa" / "manifest.tsv")[1]
-    file = plain / "tree" / str(line["associated_enface_1_file_path"]).strip("/")
-    file.write_bytes(file.read_bytes()[:-2] + b"\x09\x09")
-    assert prepare.main([*words(plain), "--workers", "0", "--flow"]) == 0
-    changed = [p.name for p in rows.iterdir() if before[p.name] != p.stat().st_mtime_ns]
-    assert len(changed) == 1
-    content = json.loads((rows / changed[0]).read_text())
-    assert f"/{content['path']}" == line["flow_cube_file_path"]
 
 
 def test_the_index_lists_octa_files_as_what_they_are(
@@ -286,6 +250,11 @@ def test_a_cube_without_its_scan_has_a_row_without_it(plain: Path, tmp_path: Pat
     assert row["associated_structural_oct_file_path"] == ""
 
 
+def test_quirks_by_name() -> None:
+    with pytest.raises(UserError, match="--flow: expected plain, all or some of"):
+        parse_quirks("nonsense", QUIRKS, "--flow")
+
+
 def test_heights_and_flow_share_their_manifest(tmp_path: Path) -> None:
     """Either order of the phantom's options keeps what the other has written about a scan."""
     make_flow_tree(tmp_path, 1, (), (1,), (6, 40, 8))
@@ -341,31 +310,3 @@ def test_values_of_16_bits_are_those_of_8(plain: Path, quirky: Path) -> None:
     structural = rows_of(plain / "tree" / "retinal_oct" / "manifest.tsv")[0]["filepath"]
     with pytest.raises(OCTReadError, match="not_flow_cube"):
         read_octa(str(plain / "tree" / str(structural).strip("/")), FLOW_CUBE)
-
-
-def test_a_damaged_chunk_is_an_error(plain: Path) -> None:
-    flow = StoredFlow.open(str(plain / "store"))
-    for name, read in (("flow", flow.read), ("enface", flow.read_slabs)):
-        chunk = plain / "store" / name / "c.1.0.0.0"
-        content = chunk.read_bytes()
-        chunk.write_bytes((plain / "store" / name / "c.2.0.0.0").read_bytes())
-        try:
-            with pytest.raises(storage.StorageError, match=f"{name} of row 1, found others"):
-                read(1)
-        finally:
-            chunk.write_bytes(content)
-
-
-def test_what_lacks_flow_says_how_to_get_it(plain: Path, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="--flow"):
-        StoredFlow.open(str(tmp_path))
-    lines = rows_of(plain / "tree" / "retinal_octa" / "manifest.tsv")
-    with (tmp_path / "m.tsv").open("w", newline="") as file:
-        table = csv.DictWriter(file, list(lines[0]), delimiter="\t")
-        table.writeheader()
-        table.writerows(line | {"flow_cube_file_path": "Not reported"} for line in lines)
-    path = f"data.flow_manifest_path={tmp_path / 'm.tsv'}"
-    with pytest.raises(UserError, match="no_flow_cube 3"):
-        prepare.main([*words(plain, path), "--workers", "0", "--flow"])
-    with pytest.raises(UserError, match="--flow: expected plain, all or some of"):
-        parse_quirks("nonsense", QUIRKS, "--flow")

@@ -112,12 +112,9 @@ def test_only_storage_knows_urls() -> None:
 def test_only_stores_open_zarr() -> None:
     knowing = {str(p.relative_to(ROOT)) for p in MODULES if "zarr" in imports(p)}
     assert knowing <= {
+        "data_setup/attach/stored.py",
         "data_setup/store/reader.py",
         "data_setup/store/writer.py",
-        "data_setup/store/heights.py",
-        "data_setup/store/labels.py",
-        "data_setup/store/flow.py",
-        "data_setup/store/side_array.py",
         "finetuning/embedding/folder.py",  # a store of its own, of features
         "utils/storage/zarr_keys.py",
     }

@@ -41,8 +41,7 @@ from contextlib import closing
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from data_setup.check.audit import audit_files, list_tree
-from data_setup.check.tree import PIXEL_HASH_MODES, check_tree
+from data_setup.check.tree import PIXEL_HASH_MODES, audit_files, check_tree, list_tree
 from data_setup.flow_cubes import prepare_flow
 from data_setup.height_maps import prepare_heights
 from data_setup.jobs import DONE, SOURCE_MISSING, TO_DO, Job, run_jobs, state_of

@@ -110,7 +110,7 @@ def test_nothing_is_no_number_of_runs_or_turns(
 
 
 ERRORS_CANNOT_BE_THE_USERS = {  # they read no file of a user, or start where nothing is installed
-    "benchmarks.data.prepare", "data_setup.plug.page", "docs.draw_architecture",
+    "benchmarks.data.prepare", "docs.draw_architecture",
     "pretraining.tpu_fit.compile", "utils.config.page", "utils.config.recipes",
     "utils.dashboards.panels", "utils.doctor",
 }  # fmt: skip

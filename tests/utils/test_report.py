@@ -12,8 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from data_setup.check.finding import Finding
-from data_setup.check.report import summarise
+from data_setup.check.report import Finding, summarise
 from finetuning.truth import verdict as verdict_of_truth
 from models.probes.intervals import paired_difference, participant_draws, verdict
 from models.probes.participants import Prediction

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from data_setup.plug import read
-from data_setup.plug.facts import Fact, Labels, Plug, Scan, Shape, Task, Tree, of_field
+from data_setup.index.sets import read
+from data_setup.index.sets.facts import Fact, Labels, Plug, Scan, Shape, Task, Tree, of_field
 from data_setup.readers.faults import OCTReadError, RejectReason
 
 _LABELS = {"AMD": "amd_condition", "DR": "dr_subtype", "Glaucoma": "glaucoma"}

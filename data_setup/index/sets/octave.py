@@ -6,8 +6,8 @@ import json
 import re
 from collections.abc import Callable, Mapping
 
-from data_setup.plug import read
-from data_setup.plug.facts import Fact, Labels, Plug, Scan, Shape, Task, Tree, fixed
+from data_setup.index.sets import read
+from data_setup.index.sets.facts import Fact, Labels, Plug, Scan, Shape, Task, Tree, fixed
 from utils.errors import UserError
 
 _NUM_CLASSES = 13

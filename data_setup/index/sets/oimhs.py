@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 from PIL import Image
 
-from data_setup.plug import read
-from data_setup.plug.facts import Fact, Labels, Plug, Scan, Shape, Task, Tree, fixed
+from data_setup.index.sets import read
+from data_setup.index.sets.facts import Fact, Labels, Plug, Scan, Shape, Task, Tree, fixed
 from data_setup.readers.faults import OCTReadError, RejectReason
 from data_setup.readers.images import ordered_images
 from data_setup.readers.sidecar import Sidecar, reading

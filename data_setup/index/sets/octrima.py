@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from data_setup.plug import read
-from data_setup.plug.facts import Fact, Labels, Plug, Scan, Shape, Task, Tree, fixed
-from data_setup.plug.sets.duke_dme import SURFACES
+from data_setup.index.sets import read
+from data_setup.index.sets.duke_dme import SURFACES
+from data_setup.index.sets.facts import Fact, Labels, Plug, Scan, Shape, Task, Tree, fixed
 
 _VOLUME, _OBSERVER = "volumedata", "O1"
 

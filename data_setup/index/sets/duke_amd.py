@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from data_setup.plug import read
-from data_setup.plug.facts import Fact, Labels, Plug, Scan, Shape, Task, Tree, fixed
+from data_setup.index.sets import read
+from data_setup.index.sets.facts import Fact, Labels, Plug, Scan, Shape, Task, Tree, fixed
 
 _CLASSES = {"AMD": "amd", "Control": "control"}
 _SURFACES = ("ILM", "RPE", "BM")  # RPE: upper border of the RPE and drusen complex

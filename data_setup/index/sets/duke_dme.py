@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-from data_setup.plug import read
-from data_setup.plug.facts import Fact, Labels, Plug, Scan, Shape, Task, Tree, fixed
+from data_setup.index.sets import read
+from data_setup.index.sets.facts import Fact, Labels, Plug, Scan, Shape, Task, Tree, fixed
 
 SURFACES = ("ILM", "RNFL/GCL", "IPL/INL", "INL", "OPL", "IS/OS", "OS/RPE", "BM")
 _FLUID, _UNGRADED = 1, 255

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from data_setup.plug import read
-from data_setup.plug.facts import Fact, Labels, Plug, Scan, Shape, Task, Tree
+from data_setup.index.sets import read
+from data_setup.index.sets.facts import Fact, Labels, Plug, Scan, Shape, Task, Tree
 
 _DEVICES = {"cirrus": "zeiss_cirrus", "spectralis": "heidelberg_spectralis", "topcon": "topcon_3doct"}
 _FLUID = {1: "irf", 2: "srf", 3: "ped"}

@@ -41,8 +41,7 @@ from contextlib import closing
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from data_setup.check.audit import audit_files, list_tree
-from data_setup.check.tree import PIXEL_HASH_MODES, check_tree
+from data_setup.check.tree import PIXEL_HASH_MODES, audit_files, check_tree, list_tree
 from data_setup.jobs import DONE, SOURCE_MISSING, TO_DO, Job, run_jobs, state_of
 from data_setup.manifest import RECOMMENDED, Record, RecordList, read_records
 from data_setup.store.format import KEPT, UNREAD, read_attrs

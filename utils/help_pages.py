@@ -34,10 +34,6 @@ PAGES = {
         "Make a synthetic data set with known anatomy and labels: for the demo, tests and controls.",
         ("python -m data_setup.phantom --out runs/phantom --participants 120 --seed 0 --faults",),
     ),
-    "data_setup.plug.page": HelpPage(
-        "Print the table of public data sets in docs/guides/public-data.md, when a plug has changed.",
-        ("python -m data_setup.plug.page",),
-    ),
     "data_setup.prepare": HelpPage(
         "Make the store that training reads: every volume is read, checked and resampled once.",
         ("python -m data_setup.prepare --config configs/smoke_test.yaml",

@@ -43,7 +43,7 @@ def _with_layers(root: str, out: str, entry: Entry, options: StorageOptions) -> 
             if drawn is not None and entry.kind == kinds.FDA:
                 drawn = _directed(drawn, file, url, entry)
     except OCTReadError as error:  # of the layers alone: the volume is read without them
-        return replace(entry, without_layers=f"{error.reason}: {error.detail}")
+        return replace(entry, without_labels=f"{error.reason}: {error.detail}")
     if drawn is None:
         return entry
     path = f"{FOLDER}/{entry.path}{SURFACES_ENDING}"

@@ -108,7 +108,7 @@ def test_nothing_is_no_number_of_runs_or_turns(
 
 
 ERRORS_CANNOT_BE_THE_USERS = {  # they read no file of a user, or start where nothing is installed
-    "benchmarks.data.prepare", "data_setup.plug.page", "docs.draw_architecture", "docs.write_pages",
+    "benchmarks.data.prepare", "docs.draw_architecture", "docs.write_pages",
     "benchmarks.tpu_fit.compile", "utils.doctor",
 }  # fmt: skip
 

@@ -13,8 +13,7 @@ import numpy as np
 import pytest
 
 from benchmarks.phantom_truth import verdict as verdict_of_truth
-from data_setup.check.finding import Finding
-from data_setup.check.report import summarise
+from data_setup.check.report import Finding, summarise
 from models.probes.intervals import paired_difference, participant_draws, verdict
 from models.probes.participants import Prediction
 from tests.support.report_factory import GRID, PATCH, own_part, probe_json, write_run, write_snapshot

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 
-from data_setup.plug import read
-from data_setup.plug.facts import Fact, Labels, Plug, Scan, Shape, Task, Tree, fixed
+from data_setup.index.sets import read
+from data_setup.index.sets.facts import Fact, Labels, Plug, Scan, Shape, Task, Tree, fixed
 
 SURFACES = ("ILM", "RNFL/GCL", "IPL/INL", "INL", "OPL", "IS/OS", "OS/RPE", "BM")
 _FLUID, _UNGRADED = 1, 255
@@ -22,25 +22,21 @@ def _find(tree: Tree) -> list[Scan]:
             protocol="macula_raster",
             spacing=fixed(0.123, 0.00387, 0.01133),
             yaml={"array": "images", "axes": ["H", "W", "D"], "value_range": [0, 255]},
-            labels=_labels(tree, match.string),
+            labels=partial(_labels, tree, match.string),
         )
         for match in tree.matches(r"(?:^|/)Subject_(\d\d)\.mat$")
     ]
 
 
-def _labels(tree: Tree, path: str) -> Callable[[Shape], Labels]:
+def _labels(tree: Tree, path: str, shape: Shape) -> Labels:
     """The first grader's."""
-
-    def load(shape: Shape) -> Labels:
-        url = tree.url(path)
-        fluid = read.checked(read.array(tree, path, "manualFluid1").transpose(2, 0, 1), shape, url)
-        classes = np.where(fluid > 0, _FLUID, 0).astype(np.uint8)
-        rows = read.matlab_surfaces(tree, path, "manualLayers1", (0, 2, 1), len(SURFACES), shape)
-        # whatever fluid has there, NaN or 0: without a line nobody looked
-        classes[np.isnan(fluid).all(axis=(1, 2)) | np.isnan(rows).all(axis=(0, 2))] = _UNGRADED
-        return Labels(classes, rows)
-
-    return load
+    url = tree.url(path)
+    fluid = read.checked(read.array(tree, path, "manualFluid1").transpose(2, 0, 1), shape, url)
+    classes = np.where(fluid > 0, _FLUID, 0).astype(np.uint8)
+    rows = read.matlab_surfaces(tree, path, "manualLayers1", (0, 2, 1), len(SURFACES), shape)
+    # whatever fluid has there, NaN or 0: without a line nobody looked
+    classes[np.isnan(fluid).all(axis=(1, 2)) | np.isnan(rows).all(axis=(0, 2))] = _UNGRADED
+    return Labels(classes, rows)
 
 
 PLUG = Plug(

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 
-from data_setup.plug import read
-from data_setup.plug.facts import Fact, Plug, Scan, Task, Tree, fixed
+from data_setup.index.sets import read
+from data_setup.index.sets.facts import Fact, Plug, Scan, Task, Tree, fixed
 from data_setup.tables.text import SIDES
 from utils.errors import UserError
 

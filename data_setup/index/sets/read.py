@@ -12,7 +12,7 @@ import numpy as np
 import pandas as pd
 import tifffile
 
-from data_setup.plug.facts import Tree
+from data_setup.index.sets.facts import Tree
 from data_setup.readers import arrays
 from data_setup.readers.dicom import open_file
 from data_setup.readers.faults import OCTReadError, RejectReason

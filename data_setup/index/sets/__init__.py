@@ -6,8 +6,7 @@ they have no plug. retouch.py is the shortest one to read first.
 
 from __future__ import annotations
 
-from data_setup.plug.facts import Plug
-from data_setup.plug.sets import (
+from data_setup.index.sets import (
     duke_amd,
     duke_dme,
     fairvision,
@@ -20,6 +19,7 @@ from data_setup.plug.sets import (
     retouch,
     srinivasan,
 )
+from data_setup.index.sets.facts import Plug
 
 _MODULES = (
     octa500,

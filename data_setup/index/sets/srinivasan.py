@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from data_setup.plug.facts import Fact, Plug, Scan, Task, Tree, fixed
+from data_setup.index.sets.facts import Fact, Plug, Scan, Task, Tree, fixed
 
 _CLASSES = {"AMD": "amd", "DME": "dme", "NORMAL": "normal"}
 

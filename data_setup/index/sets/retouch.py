@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from functools import partial
 
-from data_setup.plug import read
-from data_setup.plug.facts import Fact, Labels, Plug, Scan, Shape, Task, Tree
+from data_setup.index.sets import read
+from data_setup.index.sets.facts import Fact, Labels, Plug, Scan, Shape, Task, Tree
 
 _DEVICES = {"cirrus": "zeiss_cirrus", "spectralis": "heidelberg_spectralis", "topcon": "topcon_3doct"}
 _FLUID = {1: "irf", 2: "srf", 3: "ped"}
@@ -23,7 +23,7 @@ def _find(tree: Tree) -> list[Scan]:
                 device=_DEVICES.get(maker, "unknown"),
                 protocol=f"retouch_{maker or 'unknown'}",
                 yaml={"axes": ["W", "H", "D"]},
-                labels=_labels(tree, reference) if reference in tree.sizes else None,
+                labels=partial(_labels, tree, reference) if reference in tree.sizes else None,
             )
         )
     return scans
@@ -34,13 +34,10 @@ def _maker(path: str) -> str:
     return next((maker for maker in _DEVICES if maker in path.lower()), "")
 
 
-def _labels(tree: Tree, path: str) -> Callable[[Shape], Labels]:
-    def load(shape: Shape) -> Labels:
-        values = read.classes_of(read.metaimage(tree, path), shape, tree.url(path))
-        facts = {name: str(int((values == value).any())) for value, name in _FLUID.items()}
-        return Labels(classes=values, facts=facts)
-
-    return load
+def _labels(tree: Tree, path: str, shape: Shape) -> Labels:
+    values = read.classes_of(read.metaimage(tree, path), shape, tree.url(path))
+    facts = {name: str(int((values == value).any())) for value, name in _FLUID.items()}
+    return Labels(classes=values, facts=facts)
 
 
 PLUG = Plug(

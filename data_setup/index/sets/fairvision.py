@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from functools import partial
 
-from data_setup.plug import read
-from data_setup.plug.facts import Fact, Labels, Plug, Scan, Shape, Task, Tree, of_field
+from data_setup.index.sets import read
+from data_setup.index.sets.facts import Fact, Labels, Plug, Scan, Shape, Task, Tree, of_field
 from data_setup.readers.faults import OCTReadError, RejectReason
 
 _LABELS = {"AMD": "amd_condition", "DR": "dr_subtype", "Glaucoma": "glaucoma"}
@@ -46,22 +46,19 @@ def _find(tree: Tree) -> list[Scan]:
             spacing=of_field(6, 2, 6),
             yaml={"array": "oct_bscans", "axes": ["D", "H", "W"]},
             split=_SPLITS[match[2]],
-            labels=_labels(tree, match.string, _LABELS[match[1]]),
+            labels=partial(_labels, tree, match.string, _LABELS[match[1]]),
         )
         for match in tree.matches(pattern)
     ]
 
 
-def _labels(tree: Tree, path: str, label: str) -> Callable[[Shape], Labels]:
-    def load(shape: Shape) -> Labels:
-        facts = read.scalars(tree, path, (label,), ("age",))
-        words, value = _CLASSES[label], facts[label]
-        if value not in words:
-            expected = f"{label} of {', '.join(words)}"
-            raise OCTReadError(tree.url(path), RejectReason.NOT_LABELS, expected, repr(value[:40]))
-        return Labels(facts=facts | {label: words[value]})
-
-    return load
+def _labels(tree: Tree, path: str, label: str, shape: Shape) -> Labels:
+    facts = read.scalars(tree, path, (label,), ("age",))
+    words, value = _CLASSES[label], facts[label]
+    if value not in words:
+        expected = f"{label} of {', '.join(words)}"
+        raise OCTReadError(tree.url(path), RejectReason.NOT_LABELS, expected, repr(value[:40]))
+    return Labels(facts=facts | {label: words[value]})
 
 
 PLUG = Plug(

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 
 import numpy as np
 from PIL import Image
 
-from data_setup.plug import read
-from data_setup.plug.facts import Fact, Labels, Plug, Scan, Shape, Task, Tree, fixed
+from data_setup.index.sets import read
+from data_setup.index.sets.facts import Fact, Labels, Plug, Scan, Shape, Task, Tree, fixed
 from data_setup.readers.faults import OCTReadError, RejectReason
 from data_setup.readers.images import ordered_images
 from data_setup.readers.sidecar import Sidecar, reading
@@ -43,7 +44,7 @@ def _find(tree: Tree) -> list[Scan]:
                     "age": _agreed(both, "Age(years)"),
                 },
                 visit={"stage": stage} if (stage := _CLASSES.get(row.get("Stage", ""))) else {},
-                labels=_labels(tree, folder),
+                labels=partial(_labels, tree, folder),
             )
         )
     return scans
@@ -55,16 +56,13 @@ def _agreed(rows: Sequence[Mapping[str, str]], column: str) -> str:
     return values.pop() if len(values) == 1 else ""
 
 
-def _labels(tree: Tree, folder: str) -> Callable[[Shape], Labels]:
-    def load(shape: Shape) -> Labels:
-        url = tree.url(folder)
-        names = [path.rpartition("/")[2] for path in tree.sizes if path.rpartition("/")[0] == folder]
-        masks = [_mask(tree, f"{folder}/{name}", url) for name in ordered_images(names, Sidecar(), url)]
-        if len({mask.shape for mask in masks}) != 1:
-            raise OCTReadError(url, RejectReason.FRAME_SIZE_MISMATCH, "masks of one size", "several")
-        return Labels(classes=read.checked(np.stack(masks), shape, url))
-
-    return load
+def _labels(tree: Tree, folder: str, shape: Shape) -> Labels:
+    url = tree.url(folder)
+    names = [path.rpartition("/")[2] for path in tree.sizes if path.rpartition("/")[0] == folder]
+    masks = [_mask(tree, f"{folder}/{name}", url) for name in ordered_images(names, Sidecar(), url)]
+    if len({mask.shape for mask in masks}) != 1:
+        raise OCTReadError(url, RejectReason.FRAME_SIZE_MISMATCH, "masks of one size", "several")
+    return Labels(classes=read.checked(np.stack(masks), shape, url))
 
 
 def _mask(tree: Tree, path: str, url: str) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""data_setup/plug: every public set from an imitation in its own layout to a store, and one to a probe."""
+"""data_setup/index/sets: every public set from an imitation in its layout to a store, and one to a probe."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ import pytest
 import yaml
 
 from data_setup import prepare
-from data_setup.plug import cli, page
-from data_setup.plug.facts import MARKS, Fact, Plug, Tree
-from data_setup.plug.index import dealt_splits, needs_splits
-from data_setup.plug.sets import NO_VOLUMES, PLUGS
+from data_setup.index import cli
+from data_setup.index.sets import NO_VOLUMES, PLUGS, page
+from data_setup.index.sets.facts import MARKS, Fact, Plug, Tree
 from data_setup.readers.faults import OCTReadError
 from data_setup.store.reader import PreparedStore
-from tests.support import imitations
+from data_setup.tables.splits import dealt_splits, needs_splits
+from tests.support import imitations, sets_table
 from tests.support.pipeline_factory import ROOT, SMOKE
 from utils.cli import run_cli
 from utils.config.load import load_config
@@ -62,7 +62,7 @@ def world_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], World]
         root, tables = folder / "set", folder / "tables"
         imitations.IMITATIONS[name](root)
         before = sorted(root.rglob("*"))
-        assert cli.main(["index", name, str(root), "--out", str(tables)]) == 0
+        assert cli.main([str(root), "--set", name, "--out", str(tables)]) == 0
         assert sorted(root.rglob("*")) == before  # the set itself is never written to
         store = f"data.store={folder / 'store'}"
         world = World(PLUGS[name], root, tables, None)  # type: ignore[arg-type]
@@ -98,7 +98,7 @@ def test_an_imitation_becomes_a_store_with_its_labels(world_of: Callable[[str], 
     for row, path in world.store.index.path.items():
         eye, cells = eye_of(world.store.read(row)), manifest[path]
         for column in num_labelled:
-            if cells[column]:
+            if cells.get(column):
                 num_labelled[column] += 1
                 with np.load(world.tables / cells[column]) as arrays:
                     check_labels(world.plug, dict(arrays), eye, column)
@@ -222,7 +222,7 @@ def test_words_of_fairvision_become_the_classes_of_its_owners(
 def test_the_printed_commands_reach_the_same_storage(
     world_of: Callable[[str], World], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    command = ["index", "octave", str(world_of("octave").root), "--out", str(tmp_path)]
+    command = [str(world_of("octave").root), "--set", "octave", "--out", str(tmp_path)]
     capsys.readouterr()
     assert cli.main([*command, "--endpoint-url", "http://127.0.0.1:1", "--profile", "mine"]) == 0
     lines = [line for line in capsys.readouterr().out.splitlines() if "python -m" in line]
@@ -270,7 +270,7 @@ def test_a_biomarker_that_is_no_number_is_named(tmp_path: Path) -> None:
     cells[2] = "n.a."
     table.write_text("\n".join([lines[0], ",".join(cells), *lines[2:]]))
     with pytest.raises(UserError, match=r"Fluid \(IRF\): expected 0 or 1, found 'n\.a\.'"):
-        cli.main(["check", "olives", str(tmp_path)])
+        cli.main([str(tmp_path), "--set", "olives"])
 
 
 def test_classes_beyond_a_byte_are_refused(tmp_path: Path) -> None:
@@ -295,11 +295,11 @@ def test_a_mask_has_known_colours_alone(tmp_path: Path, capsys: pytest.CaptureFi
         for number, pixels in enumerate(pair, start=1):
             imitations.write_image(tmp_path / "Images" / eye / f"{number}.png", pixels)
         pair[3, 6, 12] = (1, 2, 3)
-    assert cli.main(["index", "oimhs", str(tmp_path)]) == 0
-    assert "not usable: 1 (Images/2: unsupported_pixels: expected colours macular_hole (255, 0, 0)" in (
+    assert cli.main([str(tmp_path), "--set", "oimhs"]) == 0
+    assert "labels not used: 1 (Images/2): unsupported_pixels: expected colours macular_hole (255, 0, 0)" in (
         text := capsys.readouterr().out
     )
-    assert "found (1, 2, 3))" in text
+    assert "found (1, 2, 3)" in text
     hole = np.zeros((5, 8, 8), np.uint8)
     hole[:, 2:4, 1:3] = 1
     with np.load(tmp_path / "labels" / "Images__1.npz") as arrays:
@@ -356,19 +356,24 @@ def test_a_plug_says_how_certain_it_is(name: str) -> None:
     assert all(isinstance(fact, Fact) and fact.mark in MARKS and fact.text for fact in facts)
 
 
-def test_check_counts_what_is_there(
-    world_of: Callable[[str], World], capsys: pytest.CaptureFixture[str]
+def test_the_summary_counts_what_is_there(
+    world_of: Callable[[str], World], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     world = world_of("retouch")
     capsys.readouterr()
-    assert cli.main(["check", "retouch", str(world.root)]) == 0
+    assert cli.main([str(world.root), "--set", "retouch", "--out", str(tmp_path / "retouch")]) == 0
     text = capsys.readouterr().out
     assert "9 volumes of 9 people" in text
-    assert "zeiss_cirrus retouch_cirrus 3" in text
-    assert "classes" not in text
+    assert "zeiss_cirrus 3" in text
+    assert "retouch_cirrus 3" in text
+    assert "labels      9 volumes with voxels, 0 with surfaces" in text
+    assert "not verified, look before you rely on it: " not in text
+    assert "\nclasses" not in text
     assert f"{' x '.join(map(str, imitations.SHAPE))} 9" in text
-    assert cli.main(["check", "octave", str(world_of("octave").root)]) == 0
-    assert "classes: dme 5, normal 5" in capsys.readouterr().out  # by the names of its files
+    assert cli.main([str(world_of("octave").root), "--set", "octave", "--out", str(tmp_path / "octave")]) == 0
+    text = capsys.readouterr().out
+    assert "classes     dme 5, normal 5" in text  # by the names of its files
+    assert "not verified, look before you rely on it: orientation" not in text
 
 
 def test_a_wrong_folder_is_answered_with_the_expected_tree(
@@ -377,7 +382,7 @@ def test_a_wrong_folder_is_answered_with_the_expected_tree(
     root = world_of("retouch").root
     capsys.readouterr()
     with pytest.raises(SystemExit) as end:
-        run_cli(lambda: cli.main(["check", "octa500", str(root)]))
+        run_cli(lambda: cli.main([str(root), "--set", "octa500", "--out", str(root.parent / "none")]))
     assert end.value.code == 2
     answer = capsys.readouterr()
     assert PLUGS["octa500"].layout.text in answer.out
@@ -387,29 +392,33 @@ def test_a_wrong_folder_is_answered_with_the_expected_tree(
 
 def test_sets_of_single_images_have_a_reason() -> None:
     with pytest.raises(UserError, match="kermany: expected a set of volumes, found one of single B-scans"):
-        cli.main(["check", "kermany", "anywhere"])
+        cli.main(["anywhere", "--set", "kermany"])
     with pytest.raises(UserError, match=r"found 'octa50' \(near octa500\)"):
-        cli.main(["list", "octa50"])
+        cli.main(["--sets", "octa50"])
     assert not set(NO_VOLUMES) & set(PLUGS)
     text = "\n".join(page.overview())
     assert all(f"{name} " in text for name in (*PLUGS, *NO_VOLUMES))
 
 
-def test_another_manifest_is_never_overwritten(world_of: Callable[[str], World], tmp_path: Path) -> None:
+def test_a_second_run_keeps_what_somebody_wrote(world_of: Callable[[str], World], tmp_path: Path) -> None:
     world = world_of("retouch")
-    command = ["index", "retouch", str(world.root), "--out", str(tmp_path)]
+    command = [str(world.root), "--set", "retouch", "--out", str(tmp_path)]
     assert cli.main(command) == 0
+    first = {path: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()}
     assert cli.main(command) == 0  # the same again
+    assert {path: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()} == first
     path = tmp_path / "manifest.tsv"
-    edited = path.read_text().replace("unknown", "superior_to_inferior", 1)
+    edited = path.read_text().replace("\tunknown\t", "\tsuperior_to_inferior\t", 1)
     path.write_text(edited)
+    assert cli.main(command) == 0
+    assert path.read_text() == edited
+    (tmp_path / "label_classes.yaml").write_text("1: fluid\n")
     with pytest.raises(UserError, match="found another: give --out DIR"):
         cli.main(command)
-    assert path.read_text() == edited
 
 
 def test_the_page_has_the_table_of_the_plugs() -> None:
-    assert page.markdown() in (ROOT / "docs" / "guides" / "public-data.md").read_text()
+    assert sets_table.markdown() in (ROOT / "docs" / "guides" / "public-data.md").read_text()
 
 
 @pytest.mark.slow
@@ -420,7 +429,7 @@ def test_from_an_imitation_to_a_probe(tmp_path: Path, capsys: pytest.CaptureFixt
 
     root, tables, store = (tmp_path / name for name in ("set", "tables", "store"))
     imitations.IMITATIONS["octa500"](root)
-    cli.main(["index", "octa500", str(root), "--out", str(tables)])
+    cli.main([str(root), "--set", "octa500", "--out", str(tables)])
     printed = [line.split(": ", 1)[1] for line in capsys.readouterr().out.splitlines() if "python -m" in line]
     commands = [shlex.split(line.replace("data.store=STORE", f"data.store={store}")) for line in printed[-4:]]
     grid = [

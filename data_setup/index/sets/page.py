@@ -1,12 +1,9 @@
-"""The plugs as text: `list`, and the table of docs/guides/public-data.md, which a test keeps in step."""
+"""The public sets as text: `--sets`, and `--sets NAME`."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from data_setup.plug.facts import MARKS, Plug
-from data_setup.plug.sets import NO_VOLUMES, PLUGS
-from utils.help_pages import PeopleParser
+from data_setup.index.sets import NO_VOLUMES, PLUGS
+from data_setup.index.sets.facts import MARKS, Plug
 
 _WIDTH = 11
 
@@ -35,33 +32,3 @@ def describe(plug: Plug) -> list[str]:
         lines.append(f"{'surfaces':<{_WIDTH}} {', '.join(plug.surfaces)}")
     lines += [f"{'task':<{_WIDTH}} {' '.join((task.config, *task.overrides))}" for task in plug.tasks]
     return [*lines, f"tree [{plug.layout.mark}]:", *(f"    {line}" for line in plug.layout.text.splitlines())]
-
-
-def markdown() -> str:
-    """The table of the page: a row for each set."""
-    columns = (
-        "name",
-        "data",
-        "content",
-        "labels",
-        "splits",
-        "licence, access",
-        "spacing",
-        "order of B-scans",
-    )
-    rows = [columns, ("---",) * len(columns)]
-    for plug in PLUGS.values():
-        licence = f"{plug.licence}; {plug.access}"
-        cells = (plug.content, plug.labels, plug.splits, licence, plug.spacing, plug.orientation)
-        rows.append((f"`{plug.name}`", plug.title, *map(str, cells)))
-    return "\n".join(f"| {' | '.join(cell.replace('|', '/') for cell in row)} |" for row in rows) + "\n"
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-    """Print the page, or what it is for."""
-    PeopleParser("data_setup.plug.page", __doc__ or "").parse_args(argv)
-    print(markdown(), end="")
-
-
-if __name__ == "__main__":
-    main()

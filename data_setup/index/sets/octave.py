@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from functools import partial
 
-from data_setup.plug import read
-from data_setup.plug.facts import Fact, Labels, Plug, Scan, Shape, Task, Tree, fixed
+from data_setup.index.sets import read
+from data_setup.index.sets.facts import Fact, Labels, Plug, Scan, Shape, Task, Tree, fixed
 from utils.errors import UserError
 
 _NUM_CLASSES = 13
@@ -25,17 +26,14 @@ def _find(tree: Tree) -> list[Scan]:
                 protocol="octave_19",
                 spacing=fixed(0.24, 0.00387, 0.0115),
                 facts={"study_group": match[1].lower()},
-                labels=_labels(tree, labels) if labels in tree.sizes else None,
+                labels=partial(_labels, tree, labels) if labels in tree.sizes else None,
             )
         )
     return scans
 
 
-def _labels(tree: Tree, path: str) -> Callable[[Shape], Labels]:
-    def load(shape: Shape) -> Labels:
-        return Labels(classes=read.classes_of(read.tiff(tree, path), shape, tree.url(path)))
-
-    return load
+def _labels(tree: Tree, path: str, shape: Shape) -> Labels:
+    return Labels(classes=read.classes_of(read.tiff(tree, path), shape, tree.url(path)))
 
 
 def _names(tree: Tree) -> Mapping[int, str]:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from functools import partial
 
-from data_setup.plug import read
-from data_setup.plug.facts import Fact, Labels, Plug, Scan, Shape, Task, Tree, fixed
-from data_setup.plug.sets.duke_dme import SURFACES
+from data_setup.index.sets import read
+from data_setup.index.sets.duke_dme import SURFACES
+from data_setup.index.sets.facts import Fact, Labels, Plug, Scan, Shape, Task, Tree, fixed
 
 _VOLUME, _OBSERVER = "volumedata", "O1"
 
@@ -20,19 +20,15 @@ def _find(tree: Tree) -> list[Scan]:
             protocol="macula_raster",
             spacing=fixed(0.12, 0.0039, 0.0117),
             yaml={"array": _VOLUME, "axes": ["H", "W", "D"], "value_range": [0, 255]},
-            labels=_labels(tree, match.string),
+            labels=partial(_labels, tree, match.string),
         )
         for match in tree.matches(r"(?i)(?:^|/)subject[ _]?(\d+)\.mat$")
     ]
 
 
-def _labels(tree: Tree, path: str) -> Callable[[Shape], Labels]:
+def _labels(tree: Tree, path: str, shape: Shape) -> Labels:
     """The first observer's."""
-
-    def load(shape: Shape) -> Labels:
-        return Labels(surfaces=read.matlab_surfaces(tree, path, _OBSERVER, (0, 2, 1), len(SURFACES), shape))
-
-    return load
+    return Labels(surfaces=read.matlab_surfaces(tree, path, _OBSERVER, (0, 2, 1), len(SURFACES), shape))
 
 
 PLUG = Plug(

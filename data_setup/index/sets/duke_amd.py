@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from functools import partial
 
-from data_setup.plug import read
-from data_setup.plug.facts import Fact, Labels, Plug, Scan, Shape, Task, Tree, fixed
+from data_setup.index.sets import read
+from data_setup.index.sets.facts import Fact, Labels, Plug, Scan, Shape, Task, Tree, fixed
 
 _CLASSES = {"AMD": "amd", "Control": "control"}
 _SURFACES = ("ILM", "RPE", "BM")  # RPE: upper border of the RPE and drusen complex
@@ -22,19 +22,16 @@ def _find(tree: Tree) -> list[Scan]:
             spacing=fixed(0.067, 0.0045, 0.0067),
             yaml={"array": "images", "axes": ["H", "W", "D"], "value_range": [0, 255]},
             facts={"study_group": _CLASSES[match[1]]},
-            labels=_labels(tree, match.string),
+            labels=partial(_labels, tree, match.string),
         )
         for match in tree.matches(pattern)
     ]
 
 
-def _labels(tree: Tree, path: str) -> Callable[[Shape], Labels]:
-    def load(shape: Shape) -> Labels:
-        rows = read.matlab_surfaces(tree, path, "layerMaps", (2, 0, 1), len(_SURFACES), shape)
-        age = read.array(tree, path, "Age").ravel()
-        return Labels(surfaces=rows, facts={"age": f"{age[0]:.0f}"} if age.size == 1 else {})
-
-    return load
+def _labels(tree: Tree, path: str, shape: Shape) -> Labels:
+    rows = read.matlab_surfaces(tree, path, "layerMaps", (2, 0, 1), len(_SURFACES), shape)
+    age = read.array(tree, path, "Age").ravel()
+    return Labels(surfaces=rows, facts={"age": f"{age[0]:.0f}"} if age.size == 1 else {})
 
 
 PLUG = Plug(

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from functools import partial
 
-from data_setup.plug import read
-from data_setup.plug.facts import Fact, Labels, Plug, Scan, Shape, Task, Tree, of_field
+from data_setup.index.sets import read
+from data_setup.index.sets.facts import Fact, Labels, Plug, Scan, Shape, Task, Tree, of_field
 from data_setup.readers.faults import OCTReadError, RejectReason
 from data_setup.tables.text import SIDES
 
@@ -45,19 +45,16 @@ def _scan(tree: Tree, folder: str, number: str, person: dict[str, str], layers: 
         spacing=of_field(6, 2, 6) if is_wide else of_field(3, 2, 3),
         split=next((split for split, end in last.items() if int(number) <= end), ""),
         facts={"study_group": _PLUG_CLASSES.get(disease, ""), "age": person.get("Age", "")},
-        labels=_labels(tree, layers) if layers else None,
+        labels=partial(_labels, tree, layers) if layers else None,
     )
 
 
-def _labels(tree: Tree, path: str) -> Callable[[Shape], Labels]:
-    def load(shape: Shape) -> Labels:
-        names = read.names_of_arrays(tree, path)
-        if len(names) != 1:
-            raise OCTReadError(tree.url(path), RejectReason.NOT_A_VOLUME, "one array", ", ".join(names))
-        rows = read.matlab_surfaces(tree, path, names[0], (0, 1, 2), len(_SURFACES), shape)
-        return Labels(surfaces=rows)
-
-    return load
+def _labels(tree: Tree, path: str, shape: Shape) -> Labels:
+    names = read.names_of_arrays(tree, path)
+    if len(names) != 1:
+        raise OCTReadError(tree.url(path), RejectReason.NOT_A_VOLUME, "one array", ", ".join(names))
+    rows = read.matlab_surfaces(tree, path, names[0], (0, 1, 2), len(_SURFACES), shape)
+    return Labels(surfaces=rows)
 
 
 _PLUG_CLASSES = {name: name.lower() for name in _CLASSES}

@@ -68,6 +68,10 @@ class LostWorkerError(LoaderError, TransientError):
     """A loader worker died, hangs, or waits for storage that is away: names it, the step and the time."""
 
 
+# ---- order: from the seed alone, before anything is read. So any step can be the first one of a process, and
+# resuming needs nothing of a loader's state.
+
+
 class DataOrder:
     """Which store row stands at which global position."""
 
@@ -102,6 +106,9 @@ class DataOrder:
             pool = int(devices.permutation(len(self.pools))[offset])
         epoch, place = divmod(turn, len(self.pools[pool]))
         return int(self._permutation(pool, epoch)[place])
+
+
+# ---- read: a row as it is stored. What is drawn comes after it, so that evaluation shares the reading.
 
 
 class RowReader:
@@ -140,6 +147,10 @@ def _finish(sample: Sample) -> Sample:
     return {key: value for key, value in sample.items() if key != "spacing"}
 
 
+# ---- draw: geometry before the mask, which counts only tokens that the moved field leaves valid. Each has a
+# stream of (seed, step, position): who draws, and what was drawn before, changes nothing.
+
+
 class TrainingSamples(Dataset[Sample]):
     """The augmented, masked sample of a (step, global position)."""
 
@@ -160,6 +171,10 @@ class TrainingSamples(Dataset[Sample]):
         sample["sample_seed"] = int(model_stream.randint(0, SEED_LIMIT, dtype=np.int64))
         sample["position"] = position
         return _finish(sample)
+
+
+# ---- deal: a step's positions go to micro-batches first and to ranks within each, so that each micro-batch
+# is one stretch of the order, whatever the number of processes.
 
 
 @dataclass(frozen=True)
@@ -233,6 +248,10 @@ class Loader:
     def _next(self, batches: Iterator[Batch], step: int, number: int) -> Batch:
         where = f"rank {self.rank}, step {step}"
         return _next_batch(batches, self.data, number, where, f", micro-batch {number % self.accum}")
+
+
+# ---- workers: forked from a server that has neither threads nor a device. It starts before the model is
+# built, since it imports for seconds.
 
 
 def start_early(data: DataConfig) -> None:
@@ -319,6 +338,10 @@ def _start_worker(worker: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends Ctrl-C to all; the parent decides
     keep_freed_memory()  # volumes come and go at one size
     follow_parent()  # and the fork server with it: each would keep the other alive
+
+
+# ---- evaluate: the same rows without drawing, by a generator of their own: no random number of the training
+# moves, so a run that validates more often trains the same.
 
 
 class StoredSamples(Dataset[Sample]):

@@ -3,9 +3,9 @@
 `python -m benchmarks.tpu_fit.trace --config FILE --chips N --program OUT [section.key=value ...]`, in the
 environment with torch_xla, with PJRT_DEVICE=CPU and CPU_NUM_DEVICES=N. It calls what training calls: the
 model, the optimizer, the engine and `train_step`; parameters and optimizer state are placeholders without
-data, or zeros where they are sharded. Out: the step as StableHLO, and OUT.json with the bytes of one device's
-parameters, target, optimizer and batch, which outputs share an argument's buffer, the operations counted from
-the shapes, and the compiler that a TPU worker gets.
+data. Out: the step as StableHLO, and OUT.json with the bytes of one device's parameters, target, optimizer
+and batch, which outputs share an argument's buffer, the operations counted from the shapes, and the compiler
+that a TPU worker gets.
 """
 
 from __future__ import annotations
@@ -87,7 +87,6 @@ def trace(cfg: Config, chips: int) -> tuple[bytes, dict[str, Any]]:
     for kind, tensor in state:
         held[kind] += tensor.numel() * tensor.element_size()
     return program, {
-        "chips": chips,
         "accumulation": accumulation,
         "flops": _flops(model, cfg, accumulation),
         "bytes": held,

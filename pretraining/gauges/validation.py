@@ -22,7 +22,7 @@ from data_setup.transforms import STREAM_MASK, random_stream
 from models.probes.features import lidar, rankme
 from models.vit3d import gather_tokens
 from models.vjepa3d import Output
-from pretraining.gauges.monitor import voxels_of_tokens
+from pretraining.gauges.monitor import TargetMotion, voxels_of_tokens
 from pretraining.gauges.skill import select, validation_skill
 from pretraining.gauges.throughput import volume_flops
 from pretraining.gauges.validation_probes import probe_scores, probe_sides
@@ -50,6 +50,7 @@ class Validation:
 
     def __init__(self, run: Run, start: int) -> None:
         self.run, self.start = run, start
+        self.motion = TargetMotion(run.model, run.runtime.to_torch)
         self._began, self._seconds = time.perf_counter(), 0.0
         self._gauge_flops = self._loss_flops = 0
 

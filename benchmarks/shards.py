@@ -29,6 +29,7 @@ from utils.cli import number_from, run_cli
 from utils.config.load import load_config
 from utils.config.schema import Config
 from utils.help_pages import Parser
+from utils.runtime import patience
 from utils.runtime.open import open_runtime
 from utils.runtime.shards import part
 from utils.runtime.single import Runtime
@@ -53,7 +54,7 @@ def own_batch(cfg: Config, step: int, runtime: Runtime) -> Batch:
 
 def measure(cfg: Config) -> dict[str, Any] | None:
     """The row of the processes of this run; None but on the first of them."""
-    runtime = open_runtime(cfg.train.use_bf16, cfg.data.data_timeout_s)
+    runtime = open_runtime(cfg.train.use_bf16, patience.DATA_S)
     before = runtime.peak_memory_bytes()
     torch.manual_seed(0)
     model = VJEPA3D(cfg).to(runtime.device).train()

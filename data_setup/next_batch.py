@@ -41,7 +41,7 @@ def watched_workers(timeout_s: float) -> Iterator[None]:
         if not has_fired.is_set():
             raise
         raise LostWorkerError(
-            f"expected a batch within data.data_timeout_s = {timeout_s:g} s, found a loader worker that is "
+            f"expected a batch within {timeout_s:g} s, found a loader worker that is "
             f"frozen; killed after {timeout_s + GRACE_S:g} s"
         ) from error
     finally:

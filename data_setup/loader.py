@@ -44,6 +44,7 @@ from data_setup.transforms import (
 from data_setup.valid_field import token_valid
 from utils.config.schema import Config, DataConfig
 from utils.errors import ConfigError, TransientError, UserError
+from utils.runtime import patience
 from utils.runtime.open import keep_freed_memory
 from utils.runtime.single import Runtime
 from utils.workers import count_loaders, follow_parent
@@ -200,7 +201,7 @@ class Loader:
 
     Micro-batch a of rank r holds the positions step*G + (a*world + r)*B + b with B = G / (world * accum),
     G = train.global_batch_size. Yields `num_steps` steps from `start_step`. Raises LostWorkerError when a
-    worker dies or is silent for data.data_timeout_s, LoaderError for a sample that cannot be read.
+    worker dies or is silent for patience.DATA_S, LoaderError for a sample that cannot be read.
     """
 
     def __init__(
@@ -289,7 +290,7 @@ def _data_loader(
             "num_workers": workers,
             "prefetch_factor": PREFETCH,
             "persistent_workers": persistent,
-            "timeout": min(POLL_SECONDS, data.data_timeout_s),
+            "timeout": min(POLL_SECONDS, patience.DATA_S),
             "worker_init_fn": _start_worker,
             "multiprocessing_context": context,
         }
@@ -325,10 +326,9 @@ def _next_batch(batches: Iterator[Batch], data: DataConfig, number: int, where: 
                 raise LostWorkerError(f"{owing}: expected a batch, found a dead worker: {error}") from error
             if "timed out" not in str(error):
                 raise
-            if waited >= data.data_timeout_s:
+            if waited >= patience.DATA_S:
                 raise LostWorkerError(
-                    f"{owing}: expected a batch within data.data_timeout_s = "
-                    f"{data.data_timeout_s:g} s, found none after {waited:.1f} s"
+                    f"{owing}: expected a batch within {patience.DATA_S:g} s, found none after {waited:.1f} s"
                 ) from error
 
 
@@ -418,7 +418,7 @@ def watched_workers(timeout_s: float) -> Iterator[None]:
         if not has_fired.is_set():
             raise
         raise LostWorkerError(
-            f"expected a batch within data.data_timeout_s = {timeout_s:g} s, found a loader worker that is "
+            f"expected a batch within {timeout_s:g} s, found a loader worker that is "
             f"frozen; killed after {timeout_s + GRACE_S:g} s"
         ) from error
     finally:

@@ -9,6 +9,7 @@ among N processes; all of them take the same decisions, and the first alone writ
 from __future__ import annotations
 
 from utils.cli import answer_early, parse_cli, run_cli
+from utils.runtime import patience
 
 if __name__ == "__main__":  # torch and MONAI take seconds to import
     answer_early("pretraining.train", __doc__ or "")
@@ -99,7 +100,7 @@ def _train(cfg: Config, runtime: Runtime, stack: ExitStack) -> int:
         if trace.at(step):
             clock.restart()  # writing it was no part of a step
         clock.lap("other")
-        on_host = next_or_stop(batches, runtime, cfg.data.data_timeout_s)
+        on_host = next_or_stop(batches, runtime, patience.DATA_S)
         if on_host is None:
             break
         micro_batches = [runtime.to_device(batch) for batch in on_host]

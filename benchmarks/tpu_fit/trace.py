@@ -11,6 +11,7 @@ that a TPU worker gets.
 from __future__ import annotations
 
 from utils.cli import answer_help, parse_cli, run_cli
+from utils.runtime import patience
 
 if __name__ == "__main__":  # torch_xla is in an environment of its own
     answer_help("benchmarks.tpu_fit.trace", __doc__ or "")
@@ -58,7 +59,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def trace(cfg: Config, chips: int) -> tuple[bytes, dict[str, Any]]:
     """The program of one update on `chips` devices, and the facts about its arguments."""
-    runtime = open_runtime(cfg.train.use_bf16, cfg.data.data_timeout_s)
+    runtime = open_runtime(cfg.train.use_bf16, patience.DATA_S)
     assert runtime.num_devices == chips, (runtime.num_devices, chips)
     accumulation = accumulation_steps(cfg.train, chips)
     with torch.device("meta"):

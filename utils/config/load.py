@@ -39,6 +39,7 @@ GONE_KEYS: dict[str, tuple[Any, ...]] = {
     "augment.rotate_hw_deg": (3.0,),
     "augment.scale_range": ([0.9, 1.1],),
     "augment.shift_fraction": (0.05,),
+    "data.data_timeout_s": (600.0,),
     "data.drop_last": (True,),
     "data.persistent_workers": (True,),
     "data.pin_memory": (False,),
@@ -60,6 +61,7 @@ GONE_KEYS: dict[str, tuple[Any, ...]] = {
     "optim.extend": (None, "cooldown_from_here", "rewarm"),  # a run that it made longer has another length
     "optim.use_scheduler": (True,),
     "probe.random_init_seeds": (3,),
+    "run.stall_timeout_s": (1800.0,),
     "task.event_column": (None,),
     "task.time_column": (None,),
     "train.grad_accum_steps": (None,),

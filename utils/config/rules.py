@@ -30,7 +30,6 @@ def check_rules(cfg: Config, where: str) -> None:
         _check_names_of_decoders(cfg.task)
         _check_decoders(cfg)
         _check_grid(cfg)
-        _check_waits(cfg)
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from None
 
@@ -252,14 +251,3 @@ def _check_grid(cfg: Config) -> None:
         ("head.weight_decays", cfg.head.weight_decays),
     ):
         _require(len(set(values)) == len(values), key, "different numbers", values)
-
-
-def _check_waits(cfg: Config) -> None:
-    """A loader that gives nothing is named before the watchdog ends the process without a reason."""
-    limit = cfg.run.stall_timeout_s
-    _require(
-        cfg.data.data_timeout_s < limit,
-        "data.data_timeout_s",
-        f"less than run.stall_timeout_s {limit:g}, which ends a process whatever it waits for",
-        f"{cfg.data.data_timeout_s:g}",
-    )

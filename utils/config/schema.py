@@ -82,8 +82,6 @@ class DataConfig:
     # loader processes per rank; 0: in the training process; null: by the CPUs of its machine, up to 32
     workers: int | None = key(1, AT_LEAST_0, may_change=True)
     max_reject_fraction: float = key(0.05, SHARE)  # prepare stops above this share of rejected records
-    # a loader worker silent for longer is named, and the run stops; less than run.stall_timeout_s
-    data_timeout_s: float = key(600.0, ABOVE_0, may_change=True)
 
 
 @dataclass(frozen=True)
@@ -195,8 +193,6 @@ class ValConfig:
 @dataclass(frozen=True)
 class RunConfig:
     dir: str = key("runs/${experiment_name}", is_place=True)
-    # without a finished step, evaluation batch or checkpoint for so long, the process ends with code 75
-    stall_timeout_s: float = key(1800.0, ABOVE_0, may_change=True)
     # true: a trace of the 6th to 8th step after each start, in run.dir/profile
     profile: bool = key(False, may_change=True)
 

@@ -6,6 +6,7 @@ key. Lengths are mm, sizes voxels, and every triple is in (D, H, W) order: B-sca
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import is_dataclass
@@ -26,14 +27,16 @@ from utils.config.rules import check_recipe, check_rules
 from utils.config.schema import Config, StorageOptions, TrainConfig, leaves
 from utils.errors import ConfigError
 
-ANY = object()
-# Keys that went, which configurations of older runs still have: the value of each with which a run is the
-# same without it, `ANY` where no number rests on it.
-GONE_KEYS: dict[str, Any] = {
-    "optim.extend": ANY,  # a checkpoint of a run that was made longer says so
-    "optim.use_scheduler": True,
-    "train.shard_parameters": ANY,
+# Keys that went, which configurations of older runs still have: the values of each with which a run is the
+# same without it.
+GONE_KEYS: dict[str, tuple[Any, ...]] = {
+    "optim.extend": (None,),
+    "optim.use_scheduler": (True,),
+    "train.shard_parameters": (False,),
 }
+# Of these: with any value what a checkpoint or a head holds can be read.
+READ_WITH_ANY_VALUE = frozenset({"optim.extend", "train.shard_parameters"})
+log = logging.getLogger(__name__)
 
 
 def load_config(
@@ -103,7 +106,7 @@ def config_of_yaml(text: str, where: str) -> Config:
     looked up for it.
     """
     try:
-        saved = _without_gone_keys(OmegaConf.create(text), where)
+        saved = _without_gone_keys(OmegaConf.create(text), where, is_stored=True)
         for key, reference in _references(OmegaConf.to_container(saved)):
             raise ConfigError(f"{where}: {key}: expected a plain value, found the reference {reference}")
         cfg = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), saved))
@@ -114,17 +117,20 @@ def config_of_yaml(text: str, where: str) -> Config:
     return cfg
 
 
-def _without_gone_keys(written: Any, where: str) -> Any:
-    """A configuration of a file less GONE_KEYS; raises ConfigError where one has a value that changed the
-    run.
+def _without_gone_keys(written: Any, where: str, *, is_stored: bool = False) -> Any:
+    """A configuration of a file, or one stored with weights, less GONE_KEYS; raises ConfigError where one has
+    a value that changed the run.
     """
-    for key, expected in GONE_KEYS.items():
+    for key, same in GONE_KEYS.items():
         section, _, name = key.rpartition(".")
         part = OmegaConf.select(written, section) if isinstance(written, DictConfig) else None
         if not isinstance(part, DictConfig) or name not in part:
             continue
-        if expected is not ANY and part[name] != expected:
-            raise ConfigError(f"{where}: {key}: expected {expected}, the key is gone, found {part[name]}")
+        if part[name] not in same:
+            if not (is_stored and key in READ_WITH_ANY_VALUE):
+                values = " or ".join("null" if value is None else str(value).lower() for value in same)
+                raise ConfigError(f"{where}: {key}: expected {values}, the key is gone, found {part[name]}")
+            log.warning("%s: the key %s=%s is gone and is left out", where, key, part[name])
         del part[name]
     return written
 

@@ -40,7 +40,7 @@ class Output:
     context_BKE: Tensor  # context encoder output at the context tokens, the regulariser's input
     target_all_BNE: Tensor  # comparable targets [B, N, target_width] of all tokens, for the gauges
     features_all_BNE: Tensor | None  # normalised target encoder features of all tokens; mae in training: None
-    neighbour_B: Tensor | None = None  # loss of voxels at and beside visible tokens, in training with a weight
+    neighbour_B: Tensor | None = None  # loss of what lies beside visible tokens, in training with a weight
 
 
 def build_encoder(cfg: Config) -> VisionTransformer3D:

@@ -206,7 +206,7 @@ class VJEPA3D(nn.Module):
         assert self.neighbour_head is not None
         voxels_BNV = pixel_targets(context_view, self.encoder.patch_embed.patch, "plain")
         truth_BNV = self._of_volume(voxels_BNV, self.has_other_voxels)
-        # One product for all places; then a place at a time, since each lacks other tokens at the grid's edge.
+        # One product for all places; then a place at a time: each lacks other tokens at the grid's edge.
         guesses = self.neighbour_head(ctx_BKE).float().chunk(len(NEIGHBOURS), dim=-1)
         own_BK = weight_BN.gather(1, context_BK)
         means, is_there = [], []

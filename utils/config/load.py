@@ -132,7 +132,7 @@ def _without_gone_keys(written: Any, where: str) -> Any:
         if not isinstance(part, DictConfig) or name not in part:
             continue
         if part[name] not in same:
-            values = " or ".join("null" if value is None else str(value).lower() for value in same)
+            values = " or ".join("null" if value is None else str(value) for value in same)
             raise ConfigError(f"{where}: {key}: expected {values}, the key is gone, found {part[name]}")
         del part[name]
     return written

@@ -86,11 +86,7 @@ def test_every_command_has_help_with_an_example_and_says_where_it_is(
     "line",
     [
         "benchmarks.mask_planes --batches 0",
-        "benchmarks.gauges --batch 0",
-        "benchmarks.gauges --rounds 0",
         "benchmarks.attention --repeats 0",
-        "benchmarks.embed --volumes 0",
-        "benchmarks.embed --size 8 0 32",
         "benchmarks.data --repeats 0",
         "benchmarks.data --rows 0,7",
     ],
@@ -114,7 +110,6 @@ ERRORS_CANNOT_BE_THE_USERS = {  # they read no file of a user, or start where no
 
 
 def test_every_command_ends_with_one_line_where_the_user_is_mistaken() -> None:
-    """`benchmarks.embed --model zz` is a line, not a traceback."""
     for command in set(commands()) - ERRORS_CANNOT_BE_THE_USERS:
         path = ROOT / command.replace(".", "/")
         text = (

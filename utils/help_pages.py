@@ -145,11 +145,6 @@ PAGES = {
         ("python -m utils.report runs/smoke_test",
          "python -m utils.report runs/smoke_test runs/smoke_control"),
     ),
-    "utils.report.pictures": HelpPage(
-        "Draw docs/pictures/overview.png and masks.png anew, from a run on the phantom.",
-        ("python -m utils.report.pictures --docs",
-         "python -m utils.report.pictures --docs --run runs/other"),
-    ),
 }  # fmt: skip
 
 

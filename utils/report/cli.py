@@ -125,8 +125,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def _paths_of(runs: Sequence[Run], digest: str) -> list[str]:
     """The paths that the page calls by a digest; UserError where none is."""
-    kept = [part for run in runs for part in (run.prepared, run.checked)]
-    paths = {text for text in _texts(kept) if digest in file_digest(text)}
+    paths = {text for text in _texts([run.prepared for run in runs]) if digest in file_digest(text)}
     if not paths:
         raise UserError(f"--file: expected a digest of {runs[0].path / 'report.html'}, found {digest}")
     return sorted(paths)

@@ -1,5 +1,7 @@
 """Score the maps of a head where the truth is known, and choose the one that predictions show.
 
+    python -m finetuning.explain --head runs/thin_linear
+
 In: a head of finetuning.train (head.pt or its run's folder) that tells thinned eyes of a phantom from others,
 the phantom's tree and store (docs/guides/explanations.md makes them). Evaluated are one volume of each
 planted eye of people that nobody trained on.

@@ -1,4 +1,7 @@
-"""The plugs as text: `list`, and the table of docs/guides/public-data.md, which a test keeps in step."""
+"""The plugs as text: `list`, and the table of docs/guides/public-data.md, which a test keeps in step.
+
+python -m data_setup.plug.page
+"""
 
 from __future__ import annotations
 

@@ -121,9 +121,11 @@ def seeds_needed(
 
 
 def pilot_disagreement(labels: np.ndarray, first: np.ndarray, second: np.ndarray) -> float:
-    """Share of participants on whom exactly one of two rows' classes [P] is right, averaged over classes."""
-    one_right_P = (first == labels) != (second == labels)
-    return float(np.mean([one_right_P[labels == number].mean() for number in np.unique(labels)]))
+    """Share of participants on whom exactly one of two rows is right, averaged over classes; of means over
+    seeds, which are right in a share of the seeds [P], their mean squared difference.
+    """
+    squared_P = (np.asarray(first, float) - second) ** 2
+    return float(np.mean([squared_P[labels == number].mean() for number in np.unique(labels)]))
 
 
 def simulate(

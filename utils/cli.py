@@ -30,12 +30,13 @@ def parse_words(
     description: str,
     argv: Sequence[str] | None,
     add_arguments: AddArguments | None = None,
+    needs_config: bool = True,
 ) -> argparse.Namespace:
     """`--config FILE [--checkpoint X] [section.key=value ...]` of every stage, not looked at yet: `config`,
     and in `overrides` the changes to it, --checkpoint among them. `description`: what --help says last.
     """
     parser = PeopleParser(command, description)
-    parser.add_argument("--config", required=True, metavar="FILE", help="a YAML file of configs/")
+    parser.add_argument("--config", required=needs_config, metavar="FILE", help="a YAML file of configs/")
     parser.add_argument("--checkpoint", metavar="URL", help="the same as model.checkpoint=URL")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="changes to the file")
     if add_arguments:

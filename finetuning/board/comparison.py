@@ -15,9 +15,9 @@ from itertools import combinations
 import numpy as np
 
 from finetuning.answers.metrics import PRIMARY, bootstrap_counts, decided, interval, measure, observed
-from finetuning.answers.scorecard import NUM_ERRORS
+from finetuning.answers.scorecard import could_have_shown
 from finetuning.cohort.predictions import Predictions
-from finetuning.power import ALPHA, smallest_difference
+from finetuning.power import ALPHA
 from models.probes.intervals import confusion_draws, mean_recall
 
 RESAMPLES_PER_PAIR = 100  # at least, or Holm's smallest possible p could never be below .05
@@ -110,25 +110,6 @@ def holm(p_values: Sequence[float]) -> list[float]:
         highest = max(highest, min(1.0, (len(p_values) - rank) * p_values[number]))
         adjusted[number] = highest
     return adjusted
-
-
-def could_have_shown(
-    first: Sequence[Predictions], second: Sequence[Predictions], draws_S: np.ndarray
-) -> float:
-    """The smallest difference of two means over seeds that these units show with 80 % power.
-
-    Balanced accuracy: finetuning.power with the disagreement of these rows; other metrics, and several units
-    of a person: from the spread of the resampled difference. Before correction for many pairs.
-    """
-    is_one_each = len(np.unique(first[0].person)) == len(first[0].person)
-    if PRIMARY[first[0].kind] != "balanced_accuracy" or not is_one_each:
-        return float(NUM_ERRORS * np.nanstd(draws_S))
-    labels_U = first[0].truth[:, 0]
-    right = [np.mean([decided(p.scores) == labels_U for p in seeds], axis=0) for seeds in (first, second)]
-    squared_U = (right[0] - right[1]) ** 2
-    classes = np.unique(labels_U)
-    disagreement = float(np.mean([squared_U[labels_U == c].mean() for c in classes]))
-    return smallest_difference([int(np.sum(labels_U == c)) for c in classes], disagreement)
 
 
 def _primary_draws(predictions: Predictions, counts_SU: np.ndarray) -> np.ndarray:

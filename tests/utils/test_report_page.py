@@ -15,7 +15,7 @@ import pytest
 from PIL import Image
 
 from finetuning.embed import parse as embed_words
-from tests.support.report_factory import own_part, probe_json, write_run
+from tests.support.report_factory import evaluation_json, own_part, write_run
 from utils.report.charts import MAX_POINTS, charts_of
 from utils.report.cli import main
 from utils.report.index import index_page, next_steps
@@ -41,7 +41,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     picture = layers_picture()
     save_layers(str(second / "layers" / "row_000003.npz"), picture)
     (second / "feature_map.json").write_text(json.dumps(feature_map()))
-    (second / "probe.json").write_text(json.dumps(probe_json(0.02, 0.1)))
+    (second / "evaluation.json").write_text(json.dumps(evaluation_json(0.02, 0.1)))
     (second / "leaderboard").mkdir()
     (second / "leaderboard" / "leaderboard.csv").write_text(
         "row,cell,value,low,high,val,seeds,train_participants,look\n"

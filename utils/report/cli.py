@@ -18,7 +18,7 @@ from utils.help_pages import PeopleParser
 from utils.report.health import health
 from utils.report.index import index_page
 from utils.report.page import render
-from utils.report.run_files import ARMS, NO_PROBE, Run, read_run, results
+from utils.report.run_files import ARMS, NO_EVALUATION, Run, read_run, results
 from utils.report.tables import DIGITS, difference_text, file_digest
 from utils.tables import number
 
@@ -51,7 +51,7 @@ def summary(out: Mapping[str, Any]) -> list[tuple[str, str]]:
     if probe:
         arms = [f"{arm.replace('_', ' ')} {_interval(probe[arm])}" for arm in ARMS]
         lines.append(("probe", f"{', '.join(arms)}; {probe['n_participants']} participants"))
-    lines.append(("verdict", (probe or out["evaluation"] or {"verdict": NO_PROBE})["verdict"]))
+    lines.append(("verdict", (out["evaluation"] or {"verdict": NO_EVALUATION})["verdict"]))
     if out["seconds"]:
         lines.append(("seconds", ", ".join(f"{k} {v:.0f}" for k, v in out["seconds"].items())))
     return lines

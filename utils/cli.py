@@ -123,10 +123,10 @@ def answer_early(command: str, description: str, parse: Callable[..., object] = 
         parse(command, description, None)
 
 
-def answer_help(command: str, description: str, add_arguments: AddArguments | None = None) -> None:
+def answer_help(command: str, description: str) -> None:
     """Answer --help alone, where a command line is too free to be refused early."""
     if {"-h", "--help"} & set(sys.argv[1:]):
-        parse_words(command, description, ["--help"], add_arguments)
+        parse_words(command, description, ["--help"])
 
 
 def run_cli(main: Callable[[], int | None]) -> None:

@@ -26,7 +26,6 @@ from finetuning.features.probing import (
     Probed,
     baselines,
     best_in_each_fold,
-    device_cohorts,
     join_folds,
     judged_by,
     of_rows,
@@ -97,13 +96,11 @@ def _evaluate(asked: Asked, state: dict[str, Any], url: str, runtime: Runtime) -
     for name, (label, features) in baselines(cfg, store, asked.rows, runtime).items():
         rows.append(_row(name, label, probe(asked.cohorts, features)))
     rows.append(_row("permuted", "pre-trained, labels permuted (chance)", chance))
-    of_device, _ = device_cohorts(asked.cohorts, store)
     content = answer(
         asked,
         rows,
-        second,
         ("Pre-training", "random initialisation"),
-        probe(of_device, pretrained).scored if of_device else None,
+        pretrained,
         {"name": "probe", "url": url, "sha256": state["checksum"], "step": state["step"]},
         notes,
     )

@@ -21,6 +21,7 @@ from finetuning.answers.subgroups import COLUMNS, subgroups
 from finetuning.cohort.cohort import EVALUATED, TRAIN, VAL, Cohort
 from finetuning.cohort.ledger import digest, look_at
 from finetuning.cohort.predictions import Predictions, Scored
+from finetuning.features.probing import Features, device_cohorts, probe
 from finetuning.power import MIN_PER_CLASS
 from models.probes.intervals import verdict
 from utils.config.schema import Config
@@ -94,15 +95,14 @@ class Row:
 def answer(
     asked: Asked,
     rows: Sequence[Row],
-    compared: Row,
     words: tuple[str, str],
-    device: Scored | None,
+    features: Features,
     subject: Mapping[str, Any],
     notes: Sequence[str],
 ) -> dict[str, Any]:
-    """The content of evaluation.json; the verdict is about the first row against `compared`.
+    """The content of evaluation.json; the verdict is about the first row against the second.
 
-    `words` name the two sides in the verdict; `device`: a probe for the device on the first row's features.
+    `words` name the two sides in the verdict; a probe for the device reads the first row's `features`.
     """
     cfg, samples, seed = asked.cfg, asked.cfg.probe.bootstrap_samples, asked.cfg.seed
     first = rows[0].scored.evaluated()
@@ -110,8 +110,9 @@ def answer(
     table = [
         {"name": r.name, "label": r.label, **scorecard(r.scored, samples, seed), **r.facts} for r in rows
     ]
-    of_device = None if device is None else scorecard(device, samples, seed)
-    mean, ci95, shown = difference(first, compared.scored.evaluated(), samples, seed)
+    devices = device_cohorts(asked.cohorts, asked.store)
+    of_device = scorecard(probe(devices, features).scored, samples, seed) if devices else None
+    mean, ci95, shown = difference(first, rows[1].scored.evaluated(), samples, seed)
     metric = TITLES[PRIMARY[first.kind]]
     is_class = first.kind in CLASSES
     counts = [int((first.truth[:, 0] == c).sum()) for c in range(len(first.names))] if is_class else None
@@ -138,7 +139,7 @@ def answer(
         "look": look,
         "rows": table,
         "difference": {
-            "rows": [rows[0].name, compared.name],
+            "rows": [row.name for row in rows[:2]],
             "metric": PRIMARY[first.kind],
             "mean": mean,
             "ci95": list(ci95),
@@ -146,7 +147,7 @@ def answer(
         },
         "subgroups": subgroups(rows[0].scored, asked.store.index, samples, seed),
         "device_probe": of_device,
-        "device_sentence": device_sentence(device, of_device),
+        "device_sentence": device_sentence(of_device),
         "verdict": f"{verdict(mean, ci95, *words, metric)} {few}This cohort could have shown {shown:.2f}.",
         "cautions": cautions_of(asked, people),
         "notes": [
@@ -173,11 +174,11 @@ def title(asked: Asked, look: int | None) -> str:
     return f"{column}: {kind}, {asked.people(EVALUATED)} participants; {protocol}; {looks}"
 
 
-def device_sentence(device: Scored | None, card: Mapping[str, Any] | None) -> str:
-    """What the same features tell of the scanner; `card`: the scorecard of the probe for it."""
-    if device is None or card is None:
+def device_sentence(card: Mapping[str, Any] | None) -> str:
+    """What the same features tell of the scanner; `card`: the scorecard of a probe for it."""
+    if card is None:
         return "No probe for the device: the training participants have one device alone."
-    num_devices = len(np.unique(device.evaluated().truth))
+    num_devices = sum(any(row) for row in card["confusion"])
     return (
         "A probe for the device on the same features: balanced accuracy "
         f"{estimate(card['metrics']['balanced_accuracy'])} over {num_devices} devices, chance "

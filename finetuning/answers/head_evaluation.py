@@ -23,7 +23,7 @@ from finetuning.cohort.predictions import Scored
 from finetuning.cohort.source import evaluated_config
 from finetuning.features.kept import KeptFeatures, features_folder
 from finetuning.features.pooled import embed_rows
-from finetuning.features.probing import device_cohorts, of_rows, probe
+from finetuning.features.probing import of_rows
 from finetuning.heads.head_file import Head, open_head, predict_rows
 from utils.config.load import storage_options_of
 from utils.config.schema import Config
@@ -68,15 +68,12 @@ def _evaluate(asked: Asked, head: Head, runtime: Runtime) -> dict[str, Any]:
     facts = {"validation": head.state["validation"]["score"]}
     first = Row("head", f"{head.state['head_kind']} head", Scored((cohort,), (scores,)), facts)
     constant = Row("constant", "one prediction for all", Scored((cohort,), (_constant(cohort),)), {})
-    features = of_rows(asked.rows, _features(head, asked, runtime))
-    of_device, _ = device_cohorts(asked.cohorts, store)
     kind = f"{head.state['head_kind']} head on a {'frozen' if head.is_frozen else 'fine-tuned'} encoder"
     content = answer(
         asked,
         [first, constant],
-        constant,
         ("The head", "one prediction for all"),
-        probe(of_device, features).scored if of_device else None,
+        of_rows(asked.rows, _features(head, asked, runtime)),
         {"name": "head", "url": head.url, "sha256": head.checksum, "encoder": dict(head.state["encoder"])},
         [
             f"The head: {kind} {head.state['encoder']['url']}.",

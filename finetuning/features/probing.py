@@ -152,20 +152,19 @@ def permuted(cohort: Cohort, seed: int) -> Cohort:
     return replace(cohort, target=target)
 
 
-def device_cohorts(cohorts: Sequence[Cohort], store: PreparedStore) -> tuple[list[Cohort], int]:
-    """The same folds with the device as the class, a unit for each person and device; volumes left out.
+def device_cohorts(cohorts: Sequence[Cohort], store: PreparedStore) -> list[Cohort]:
+    """The same folds with the device as the class, a unit for each person and device.
 
     Volumes whose device the training fold lacks are left out; empty where fewer than two devices are in
     the training, or any in another fold.
     """
-    parts, num_lost = [], 0
+    parts = []
     names = tuple(
         sorted(set(store.index.loc[np.concatenate([c.rows for c in cohorts]), "device"].fillna("unknown")))
     )
     for cohort in cohorts:
         device = store.index.loc[cohort.rows, "device"].fillna("unknown").to_numpy(str)
         known = np.isin(device, np.unique(device[cohort.fold == TRAIN]))
-        num_lost += int((~known & (cohort.fold == EVALUATED)).sum())
         part = Cohort(
             "classification",
             names,
@@ -177,9 +176,9 @@ def device_cohorts(cohorts: Sequence[Cohort], store: PreparedStore) -> tuple[lis
         )
         devices = len(np.unique(part.target[part.fold == TRAIN]))
         if devices < 2 or not all((part.fold == fold).any() for fold in (VAL, EVALUATED)):
-            return [], num_lost
+            return []
         parts.append(part)
-    return parts, num_lost
+    return parts
 
 
 def _fit(cohort: Cohort, features_nF: np.ndarray) -> list[Fitted]:

@@ -208,15 +208,11 @@ def test_the_index_links_what_is_there_and_says_what_is_next(runs: list[Path]) -
     assert {"report.html", "results.json", "prepare_report.json", "metrics.jsonl"} <= set(links)
     assert all((runs[1] / link).is_file() for link in links)
     assert "evaluation.md" not in links
-    assert f"python -m finetuning.evaluate --config {runs[1]}/config.yaml" in text
+    assert f"python -m finetuning.evaluate --config {runs[0]}/config.yaml" in index_page(read_run(runs[0]))
+    assert "finetuning.evaluate" not in text  # somebody has
     assert "48 volumes kept, 3 rejected" in text
     assert "SMITH" not in text
     assert text.index("Participants' scans.") < text.index("<h1>")
-    (runs[1] / "evaluation.json").write_text(
-        json.dumps({"title": "", "verdict": "The head beats a constant.", "cautions": []})
-    )
-    assert "finetuning.evaluate" not in index_page(read_run(runs[1]))
-    (runs[1] / "evaluation.json").unlink()
 
 
 def test_the_quality_of_the_scans_stands_with_the_data(runs: list[Path]) -> None:

@@ -329,7 +329,7 @@ def measure(cfg: Config, control_place: str, runtime: Runtime) -> dict[str, Any]
 
 def format_table(result: dict[str, Any]) -> str:
     """The tables for a terminal, the verdicts last."""
-    head = f"Look {result['look']} at split test; R2 is the mean over {len(result['layers'])} layers"
+    head = f"{result['n_participants']} participants of split test, look {result['look']} at them"
     tables = [terminal(replace(table, note="")) for table in truth_tables(result)]
     return "\n".join([head, *tables, *(question["verdict"] for question in result["questions"])])
 

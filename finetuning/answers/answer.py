@@ -19,6 +19,7 @@ from utils.config.load import flatten
 from utils.config.schema import Config, keys_with
 
 Content = dict[str, Any]  # of STEM.json
+Estimate = dict[str, Any]  # {value, ci95}
 log = logging.getLogger(__name__)
 
 
@@ -57,7 +58,7 @@ def protocol_of(cfg: Config) -> dict[str, Any]:
     return {key: value for key, value in flatten(cfg) if key.startswith(sections) or key in keys}
 
 
-def estimated(value: float, ci95: Sequence[float] | None) -> Content:
+def estimated(value: float, ci95: Sequence[float] | None) -> Estimate:
     """A number with its interval as plain values; NaN does not exist."""
     if math.isnan(value):
         return {"value": None, "ci95": None}

@@ -14,6 +14,7 @@ from itertools import combinations
 
 import numpy as np
 
+from finetuning.answers.answer import Estimate, estimated
 from finetuning.answers.metrics import PRIMARY, bootstrap_counts, decided, interval, measure, observed
 from finetuning.answers.scorecard import could_have_shown
 from finetuning.cohort.predictions import Predictions
@@ -21,14 +22,6 @@ from finetuning.power import ALPHA
 from models.probes.intervals import confusion_draws, mean_recall
 
 RESAMPLES_PER_PAIR = 100  # at least, or Holm's smallest possible p could never be below .05
-
-
-@dataclass(frozen=True)
-class Estimate:
-    """The primary metric of a row, mean over its seeds; None where it does not exist."""
-
-    value: float | None
-    ci95: tuple[float, float] | None
 
 
 @dataclass(frozen=True)
@@ -50,12 +43,10 @@ class Comparison:
 
 
 def estimate(seeds: Sequence[Predictions], samples: int, seed: int) -> Estimate:
-    """Mean over seeds, with the interval of the mean under shared resamples."""
-    values = [float(observed(p).overall[PRIMARY[p.kind]][0]) for p in seeds]
-    if not np.isfinite(values).all():
-        return Estimate(None, None)
+    """The primary metric, mean over seeds, with the interval of the mean under shared resamples."""
+    value = float(np.mean([observed(p).overall[PRIMARY[p.kind]][0] for p in seeds]))
     counts = bootstrap_counts(seeds[0], samples, seed)
-    return Estimate(float(np.mean(values)), interval(mean_draws(seeds, counts)))
+    return estimated(value, interval(mean_draws(seeds, counts)))
 
 
 def mean_draws(seeds: Sequence[Predictions], counts_SU: np.ndarray) -> np.ndarray:

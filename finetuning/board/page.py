@@ -18,18 +18,19 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from data_setup.store.reader import PreparedStore
+from finetuning.answers.answer import Estimate
 from finetuning.answers.evaluation import few_people, people_of_classes, too_few
 from finetuning.answers.metrics import PRIMARY
 from finetuning.board.answers import Cells
 from finetuning.board.columns import DEVICES, LINEAR, LOW_SHOT
-from finetuning.board.comparison import Comparison, Estimate, compare, estimate
+from finetuning.board.comparison import Comparison, compare, estimate
 from finetuning.board.entries import Entry
 from finetuning.cohort.cohort import EVALUATED, TRAIN, VAL, Cohort
 from finetuning.power import ALPHA
 from utils import storage
 from utils.config.schema import Config
 from utils.report.pictures import png_data
-from utils.tables import NONE, Table, interval, number, page, with_interval
+from utils.tables import NONE, Table, interval, number, page, two_cells, with_interval
 
 HERE = Path(__file__).parent
 TABLE_COLUMNS = (LOW_SHOT, DEVICES)  # that have a table of their own
@@ -224,7 +225,7 @@ def _main_table(board: Board, results: Results) -> Table:
                 continue
             cell = row.answers[column][column]
             one = results.estimates[row.entry.label, column]
-            texts += [number(cell.val), number(one.value), interval(one.ci95)]
+            texts += [number(cell.val), *two_cells(one)]
         rows.append(texts)
     note = f"{NONE}: not asked for, or no encoder to train on from." if any(NONE in r for r in rows) else ""
     title = "Rows by validation" if board.cfg.eval.protocol == "official" else "Rows by name"
@@ -237,7 +238,7 @@ def _low_shot_table(board: Board, results: Results) -> Table:
     header = [f"{name} ({cells[name].participants})" for name in names]
     whole = board.rows[0].answers[LINEAR][LINEAR].participants
     rows = [
-        [row.entry.label, *(number(results.estimates[row.entry.label, n].value) for n in [*names, LINEAR])]
+        [row.entry.label, *(number(results.estimates[row.entry.label, n]["value"]) for n in [*names, LINEAR])]
         for row in board.rows
     ]
     return Table(
@@ -278,7 +279,7 @@ def _device_tables(board: Board, results: Results) -> list[Table]:
 
     def texts(row: Row, cells: list[str]) -> list[str]:
         known = (results.estimates.get((row.entry.label, name)) for name in cells)
-        return [NONE if one is None else number(one.value) for one in known]
+        return [NONE if one is None else number(one["value"]) for one in known]
 
     tables = []
     if left_out:
@@ -306,8 +307,8 @@ def csv_text(board: Board, results: Results) -> str:
         for answer in row.answers.values():
             for name, cell in answer.items():
                 one = results.estimates[row.entry.label, name]
-                low, high = one.ci95 or ("", "")
-                value = "" if one.value is None else one.value
+                low, high = one["ci95"] or ("", "")
+                value = "" if one["value"] is None else one["value"]
                 fixed = [len(cell.predictions), cell.participants, board.look]
                 writer.writerow([row.entry.label, name, value, low, high, cell.val, *fixed])
     return buffer.getvalue()
@@ -342,11 +343,11 @@ def draw(board: Board, results: Results) -> Figure:
         shift = 0.16 * (nth - (len(columns) - 1) / 2)
         for place, label in enumerate(labels):
             one = results.estimates.get((label, column))
-            if one is None or one.value is None or one.ci95 is None:
+            if one is None or one["value"] is None or one["ci95"] is None:
                 continue
-            axes[0].plot(one.ci95, [place + shift] * 2, color=f"C{nth}", linewidth=1.4)
+            axes[0].plot(one["ci95"], [place + shift] * 2, color=f"C{nth}", linewidth=1.4)
             name = column if place == 0 else None
-            axes[0].plot(one.value, place + shift, "o", color=f"C{nth}", markersize=4.5, label=name)
+            axes[0].plot(one["value"], place + shift, "o", color=f"C{nth}", markersize=4.5, label=name)
     axes[0].set_yticks(range(len(labels)), labels, fontsize="small")
     axes[0].invert_yaxis()
     axes[0].set_xlabel(f"{metric}, split {board.cfg.eval.split}", fontsize="small")
@@ -368,7 +369,7 @@ def _draw_curves(axis: Axes, board: Board, results: Results, metric: str) -> Non
     for nth, row in enumerate(board.rows):
         cells = {**row.answers[LOW_SHOT], **row.answers[LINEAR]}
         people = sorted(cells[name].participants for name in shares)
-        values = [results.estimates[row.entry.label, name].value for name in shares]
+        values = [results.estimates[row.entry.label, name]["value"] for name in shares]
         known = [(p, v) for p, v in zip(people, values, strict=True) if v is not None]
         style = "-" if nth < 10 else "--"
         points = zip(*known, strict=True)

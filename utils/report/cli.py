@@ -19,8 +19,8 @@ from utils.report.health import health
 from utils.report.index import index_page
 from utils.report.page import render
 from utils.report.run_files import ARMS, NO_EVALUATION, Run, read_run, results
-from utils.report.tables import DIGITS, difference_text, file_digest
-from utils.tables import number
+from utils.report.tables import DIGITS, file_digest
+from utils.tables import bracketed, number
 
 REASONS_SHOWN = 3  # on the terminal; the page and results.json have all
 
@@ -49,8 +49,9 @@ def summary(out: Mapping[str, Any]) -> list[tuple[str, str]]:
     if out["truth"]:
         lines += _truth_lines(out["truth"])
     if probe:
-        arms = [f"{arm.replace('_', ' ')} {_interval(probe[arm])}" for arm in ARMS]
-        lines.append(("probe", f"{', '.join(arms)}; {probe['n_participants']} participants"))
+        arms = [(arm, probe[arm]["balanced_accuracy"], probe[arm]["ci95"]) for arm in ARMS]
+        texts = [f"{arm.replace('_', ' ')} {bracketed(value, ends)}" for arm, value, ends in arms]
+        lines.append(("probe", f"{', '.join(texts)}; {probe['n_participants']} participants"))
     lines.append(("verdict", (out["evaluation"] or {"verdict": NO_EVALUATION})["verdict"]))
     if out["seconds"]:
         lines.append(("seconds", ", ".join(f"{k} {v:.0f}" for k, v in out["seconds"].items())))
@@ -72,15 +73,12 @@ def _truth_lines(truth: Mapping[str, Any]) -> list[tuple[str, str]]:
     for question in truth["questions"]:
         name, r2 = question["name"], question["rows"][0]["r2"]
         apart = [
-            f"{arm.replace('_', ' ')} by {difference_text(d)}" for arm, d in question["differences"].items()
+            f"{arm.replace('_', ' ')} by {bracketed(d['mean'], d['ci95'], '+.3f')}"
+            for arm, d in question["differences"].items()
         ]
         lines.append((name, f"R2 {r2:.3f}, above {', '.join(apart)}; {units[name]}"))
         lines.append(("", question["verdict"]))
     return lines
-
-
-def _interval(row: Mapping[str, Any]) -> str:
-    return f"{row['balanced_accuracy']:.3f} [{row['ci95'][0]:.3f}, {row['ci95'][1]:.3f}]"
 
 
 def _texts(value: Any) -> Iterator[str]:

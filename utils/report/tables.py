@@ -10,7 +10,7 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from utils.tables import Table, estimate, interval, number, two_cells, with_interval
+from utils.tables import Table, bracketed, estimate, interval, number, two_cells, with_interval
 
 TITLES = {  # of metrics
     "accuracy": "accuracy",
@@ -141,16 +141,10 @@ def _truth_row(
         labels[row["name"]],
         number(row["r2"]),
         interval(row["ci95"]),
-        difference_text(difference) if difference else "",
+        bracketed(difference["mean"], difference["ci95"], "+.3f") if difference else "",
         f"{row['val_r2']:.3f}",
         f"{row['chosen_c']:g}",
     ]
-
-
-def difference_text(difference: Mapping[str, Any]) -> str:
-    """A paired difference with its interval."""
-    low, high = difference["ci95"]
-    return f"{difference['mean']:+.3f} [{low:+.3f}, {high:+.3f}]"
 
 
 def data_tables(prepared: dict[str, Any]) -> list[Table]:

@@ -15,8 +15,6 @@ import pytest
 from benchmarks.phantom_truth import verdict as verdict_of_truth
 from data_setup.check.finding import Finding
 from data_setup.check.report import summarise
-from models.probes.intervals import paired_difference, participant_draws, verdict
-from models.probes.participants import Prediction
 from tests.support.report_factory import GRID, PATCH, evaluation_json, own_part, write_run, write_snapshot
 from utils.errors import UserError
 from utils.report import pictures
@@ -500,18 +498,3 @@ def test_the_overview_gives_equal_features_equal_colours(tmp_path: Path) -> None
     np.testing.assert_allclose(images[2], images[3], atol=1e-3)
     assert [axis.get_title(loc="left")[-6:] for axis in figure.axes][3] == "step 7"
     assert all(axis.get_aspect() == 1.0 for axis in figure.axes)
-
-
-def test_verdict_in_results_matches_real_predictions(run_dir: Path) -> None:
-    """From predictions to results.json: the sentence says what the interval says."""
-    labels = np.arange(60) % 4
-    ids = np.array([f"{i:02d}" for i in range(60)])
-    good = Prediction(ids, labels, np.eye(4)[labels])
-    poor = Prediction(ids, labels, np.eye(4)[(labels + (np.arange(60) % 3 > 0)) % 4])
-    mean, ci = paired_difference(good, poor, participant_draws(60, 300, 0))
-    content = evaluation_json(*ci)
-    content["verdict"] = verdict(mean, ci)
-    (run_dir / "evaluation.json").write_text(json.dumps(content))
-    out = results(read_run(run_dir))["probe"]
-    assert out["paired_difference"]["ci95"][0] > 0
-    assert out["verdict"].startswith("Pre-training beats")

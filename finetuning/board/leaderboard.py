@@ -5,8 +5,6 @@ In: `Words`, what the command line asks for. Out: a `Board`, which page.py write
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -31,7 +29,7 @@ from finetuning.board.entries import (
 )
 from finetuning.board.page import Board, Row
 from finetuning.cohort.cohort import Cohort, count_overlap, read_cohorts
-from finetuning.cohort.ledger import count_looks, data_digest, record_look
+from finetuning.cohort.ledger import count_looks, data_digest, digest, look_at
 from finetuning.cohort.source import Source
 from finetuning.features.probing import RANDOM_SEEDS, best_in_each_fold, random_words
 from utils import storage
@@ -62,7 +60,7 @@ class Desk:
 
     question: Question
     answers: Answers
-    protocol: str
+    protocol: object  # plain values
     about: str
     checksums: str
     look: int | None = None
@@ -71,25 +69,13 @@ class Desk:
         """The kept answer, or a new one."""
         if (kept := self.answers.read(entry.identity, column)) is not None:
             return kept
-        self._record()
+        if self.look is None:  # one line for all that this command computes, before anything is computed
+            store, cohorts = self.question.volumes.store, self.question.cohorts
+            self.look = look_at(store, cohorts, self.checksums, self.protocol, self.about)
         log.info("%s: %s", entry.label, column)
         answer = COLUMNS[column](entry, self.question)
         self.answers.write(entry.identity, column, answer)
         return answer
-
-    def _record(self) -> None:
-        """One line in the ledger for all that this command computes, before anything is computed."""
-        if self.look is not None:
-            return
-        volumes = self.question.volumes
-        self.look = record_look(
-            volumes.cfg.data.store,
-            self.checksums,
-            data_digest(volumes.store, *self.question.cohorts),
-            self.protocol,
-            self.about,
-            volumes.cfg.data.storage_options,
-        )
 
 
 def leaderboard(words: Words, runtime: Runtime | None = None) -> Board:
@@ -109,11 +95,11 @@ def leaderboard(words: Words, runtime: Runtime | None = None) -> Board:
     seeds = [cfg.seed + number for number in range(RANDOM_SEEDS)]
     entries = entries_of(words, volumes, sources)
     folder = storage.join(cfg.run.dir, "leaderboard")
-    protocol = protocol_digest(cfg, seeds)
-    digest = digest_of([protocol, whole_digest(store, cohorts)])
+    protocol = protocol_of(cfg, seeds)
+    asked = digest([digest(protocol), whole_digest(store, cohorts)])
     desk = Desk(
-        Question(volumes, cohorts, seeds, storage.join(folder, f"fine-tuned_{digest[:12]}")),
-        Answers(folder, digest),
+        Question(volumes, cohorts, seeds, storage.join(folder, f"fine-tuned_{asked[:12]}")),
+        Answers(folder, asked),
         protocol,
         f"leaderboard of {', '.join(entry.label for entry in entries)}: split {cfg.eval.split}",
         " ".join(source.state["checksum"] for source in sources),
@@ -183,8 +169,8 @@ def best_random(desk: Desk, sources: Sequence[Source], seeds: Sequence[int]) -> 
     return chosen, notes
 
 
-def protocol_digest(cfg: Config, seeds: Sequence[int]) -> str:
-    """How rows are judged: a hash of all keys that an answer depends on, the data's aside."""
+def protocol_of(cfg: Config, seeds: Sequence[int]) -> list[object]:
+    """How rows are judged: all keys that an answer depends on, the data's aside."""
     sections = ("task.", "head.", "finetune.", "eval.", "optim.", "spatial.", "augment.")
     keys = {"train.use_bf16", "train.epochs", "train.max_steps", "train.global_batch_size", "seed"}
     keys |= {"method.dropout", "method.drop_path"}  # of an encoder that is trained
@@ -194,7 +180,7 @@ def protocol_digest(cfg: Config, seeds: Sequence[int]) -> str:
         for key, value in flatten(cfg)
         if (key.startswith(sections) or key in keys) and key not in changes_nothing
     }
-    return digest_of([used, list(seeds)])
+    return [used, list(seeds)]
 
 
 def whole_digest(store: PreparedStore, cohorts: Sequence[Cohort]) -> str:
@@ -204,9 +190,4 @@ def whole_digest(store: PreparedStore, cohorts: Sequence[Cohort]) -> str:
         volumes = store.index.loc[cohort.rows, ["checksum", "device"]].astype(str).to_numpy().tolist()
         columns = (cohort.fold, cohort.target, cohort.unit, cohort.person)
         parts.append([cohort.kind, cohort.names, volumes, *(column.tolist() for column in columns)])
-    return digest_of(parts)
-
-
-def digest_of(value: object) -> str:
-    """SHA-256 of plain values."""
-    return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()
+    return digest(parts)

@@ -24,7 +24,7 @@ from finetuning.board.answers import Answers, Cell
 from finetuning.board.columns import Question, device_tables, low_shots
 from finetuning.board.comparison import bootstrap_p, compare, estimate, holm
 from finetuning.board.entries import Entry, Volumes, fold_by_fold, short_names
-from finetuning.board.leaderboard import Desk, Words, best_random, leaderboard, protocol_digest
+from finetuning.board.leaderboard import Desk, Words, best_random, leaderboard, protocol_of
 from finetuning.board.page import Board, cautions, write_pages
 from finetuning.board.slices import SliceEncoder
 from finetuning.cohort.cohort import EVALUATED, TRAIN, VAL, Cohort, read_cohort
@@ -564,7 +564,7 @@ def test_what_training_rests_on_is_part_of_the_question(
     world: Path, tmp_path: Path, change: str, is_another: bool
 ) -> None:
     """Or fine-tuned answers with another augmentation would be reused."""
-    of = [protocol_digest(config(world, tmp_path, *words), [0]) for words in ((), (change,))]
+    of = [protocol_of(config(world, tmp_path, *words), [0]) for words in ((), (change,))]
     assert (of[0] != of[1]) is is_another
 
 

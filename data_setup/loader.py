@@ -44,6 +44,7 @@ from data_setup.transforms import (
 from data_setup.valid_field import token_valid
 from utils.config.schema import Config, DataConfig
 from utils.errors import ConfigError, TransientError, UserError
+from utils.runtime import patience
 from utils.runtime.open import keep_freed_memory
 from utils.runtime.single import Runtime
 from utils.workers import count_loaders, follow_parent
@@ -66,6 +67,10 @@ class LoaderError(UserError):
 
 class LostWorkerError(LoaderError, TransientError):
     """A loader worker died, hangs, or waits for storage that is away: names it, the step and the time."""
+
+
+# ---- order: from the seed alone, before anything is read. So any step can be the first one of a process, and
+# resuming needs nothing of a loader's state.
 
 
 class DataOrder:
@@ -104,6 +109,9 @@ class DataOrder:
         return int(self._permutation(pool, epoch)[place])
 
 
+# ---- read: a row as it is stored. What is drawn comes after it, so that evaluation shares the reading.
+
+
 class RowReader:
     """A store row as a sample without augmentation: volume, spacing, valid box and statistics."""
 
@@ -140,6 +148,10 @@ def _finish(sample: Sample) -> Sample:
     return {key: value for key, value in sample.items() if key != "spacing"}
 
 
+# ---- draw: geometry before the mask, which counts only tokens that the moved field leaves valid. Each has a
+# stream of (seed, step, position): who draws, and what was drawn before, changes nothing.
+
+
 class TrainingSamples(Dataset[Sample]):
     """The augmented, masked sample of a (step, global position)."""
 
@@ -160,6 +172,10 @@ class TrainingSamples(Dataset[Sample]):
         sample["sample_seed"] = int(model_stream.randint(0, SEED_LIMIT, dtype=np.int64))
         sample["position"] = position
         return _finish(sample)
+
+
+# ---- deal: a step's positions go to micro-batches first and to ranks within each, so that each micro-batch
+# is one stretch of the order, whatever the number of processes.
 
 
 @dataclass(frozen=True)
@@ -185,7 +201,7 @@ class Loader:
 
     Micro-batch a of rank r holds the positions step*G + (a*world + r)*B + b with B = G / (world * accum),
     G = train.global_batch_size. Yields `num_steps` steps from `start_step`. Raises LostWorkerError when a
-    worker dies or is silent for data.data_timeout_s, LoaderError for a sample that cannot be read.
+    worker dies or is silent for patience.DATA_S, LoaderError for a sample that cannot be read.
     """
 
     def __init__(
@@ -235,6 +251,10 @@ class Loader:
         return _next_batch(batches, self.data, number, where, f", micro-batch {number % self.accum}")
 
 
+# ---- workers: forked from a server that has neither threads nor a device. It starts before the model is
+# built, since it imports for seconds.
+
+
 def start_early(data: DataConfig) -> None:
     """Start the process that loader workers are forked from, if any will be: it imports for seconds, in which
     the caller can do something else.
@@ -270,7 +290,7 @@ def _data_loader(
             "num_workers": workers,
             "prefetch_factor": PREFETCH,
             "persistent_workers": persistent,
-            "timeout": min(POLL_SECONDS, data.data_timeout_s),
+            "timeout": min(POLL_SECONDS, patience.DATA_S),
             "worker_init_fn": _start_worker,
             "multiprocessing_context": context,
         }
@@ -306,10 +326,9 @@ def _next_batch(batches: Iterator[Batch], data: DataConfig, number: int, where: 
                 raise LostWorkerError(f"{owing}: expected a batch, found a dead worker: {error}") from error
             if "timed out" not in str(error):
                 raise
-            if waited >= data.data_timeout_s:
+            if waited >= patience.DATA_S:
                 raise LostWorkerError(
-                    f"{owing}: expected a batch within data.data_timeout_s = "
-                    f"{data.data_timeout_s:g} s, found none after {waited:.1f} s"
+                    f"{owing}: expected a batch within {patience.DATA_S:g} s, found none after {waited:.1f} s"
                 ) from error
 
 
@@ -319,6 +338,10 @@ def _start_worker(worker: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends Ctrl-C to all; the parent decides
     keep_freed_memory()  # volumes come and go at one size
     follow_parent()  # and the fork server with it: each would keep the other alive
+
+
+# ---- evaluate: the same rows without drawing, by a generator of their own: no random number of the training
+# moves, so a run that validates more often trains the same.
 
 
 class StoredSamples(Dataset[Sample]):
@@ -395,7 +418,7 @@ def watched_workers(timeout_s: float) -> Iterator[None]:
         if not has_fired.is_set():
             raise
         raise LostWorkerError(
-            f"expected a batch within data.data_timeout_s = {timeout_s:g} s, found a loader worker that is "
+            f"expected a batch within {timeout_s:g} s, found a loader worker that is "
             f"frozen; killed after {timeout_s + GRACE_S:g} s"
         ) from error
     finally:

@@ -1,5 +1,9 @@
 """Prepare once: every listed DICOM volume, checked, on one grid, in the store that training reads.
 
+    python -m data_setup.prepare --config configs/smoke_test.yaml
+    python -m data_setup.prepare --config configs/pretrain_oct_vjepa2.yaml data.gcs_root=TREE data.store=STORE
+    python -m data_setup.prepare --config configs/smoke_test.yaml --verify
+
 In: the manifest (data.gcs_root), the grid (spatial). Out: the store at data.store, its index and
 prepare_report.json, and a table. A file that cannot be used is a row with its reason; the run goes on until
 rejects exceed data.max_reject_fraction of the records. A rerun keeps finished rows, also when their source
@@ -18,14 +22,17 @@ With `--dask` the workers of a cluster prepare the rows in place of this machine
 repository, data.gcs_root and data.store. `--verify` reads every volume again and compares checksums.
 `--check-only` reads headers alone, writes no store and ends with 1 where something is wrong
 (data_setup/check/tree.py). `--heights` lays the height maps of data.heights_manifest_path on
-the volumes of a finalised store (data_setup/height_maps.py), `--labels` what the manifest's columns
-label_volume and label_surfaces name (data_setup/tree_labels.py), `--flow` the flow cubes and en-face images
-of data.flow_manifest_path (data_setup/flow_cubes.py). `--rebase` takes a tree that has moved for
+the volumes of a finalised store (data_setup/attach/heights.py), `--labels` what the manifest's columns
+label_volume and label_surfaces name (attach/labels.py), `--flow` the flow cubes and en-face images
+of data.flow_manifest_path (attach/flow.py). `--rebase` takes a tree that has moved for
 the same one: files of equal size are not read again.
 
 There are no locks. Every row is computed from its own file alone and every object is written whole, so two
 runs at once only write the same bytes twice. Two runs at once with two manifests are an error at their end: a
 record has lost its row.
+
+Keys that matter: data.gcs_root, data.store, data.device_filter, data.max_reject_fraction,
+spatial.target_spacing, spatial.image_size, spatial.resample
 """
 
 from __future__ import annotations
@@ -41,17 +48,13 @@ from contextlib import closing
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from data_setup.check.audit import audit_files, list_tree
-from data_setup.check.tree import PIXEL_HASH_MODES, check_tree
-from data_setup.flow_cubes import prepare_flow
-from data_setup.height_maps import prepare_heights
+from data_setup.check.tree import PIXEL_HASH_MODES, audit_files, check_tree, list_tree
 from data_setup.jobs import DONE, SOURCE_MISSING, TO_DO, Job, run_jobs, state_of
 from data_setup.manifest import RECOMMENDED, Record, RecordList, read_records
 from data_setup.store.format import KEPT, UNREAD, read_attrs
 from data_setup.store.summary import next_step, require_apart, shorten, summarise, table
 from data_setup.store.verify import verify
 from data_setup.store.writer import StoreWriter, record_fields
-from data_setup.tree_labels import prepare_labels
 from utils import storage
 from utils.cli import add_workers, parse_cli, run_cli
 from utils.config.schema import Config
@@ -219,11 +222,20 @@ def _exit_code(cfg: Config, tally: Tally) -> int:
     return EXIT_TRY_AGAIN if tally.num_away else EXIT_USER_ERROR
 
 
+def _attach(verb: str, cfg: Config, workers: int) -> int:
+    """Lay files on the volumes of the store, which `prepare` itself does not do; returns the exit code."""
+    from data_setup.attach.flow import prepare_flow
+    from data_setup.attach.heights import prepare_heights
+    from data_setup.attach.labels import prepare_labels
+
+    modes = {"--heights": prepare_heights, "--labels": prepare_labels, "--flow": prepare_flow}
+    return modes[verb](cfg, workers)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the stage; 0, or an exit code of utils.errors when some files could not be read."""
     cfg, args = parse_cli("data_setup.prepare", __doc__ or "", argv, _add_arguments)
-    beside = {"--heights": prepare_heights, "--labels": prepare_labels, "--flow": prepare_flow}
-    chosen = next((verb for verb in beside if getattr(args, verb[2:])), None)
+    chosen = next((verb for verb in ("--heights", "--labels", "--flow") if getattr(args, verb[2:])), None)
     if (args.check_only or args.verify or chosen) and (args.rebase or args.audit):
         verbs = "--check-only, --verify, --heights, --labels or --flow"
         raise UserError(f"--rebase, --audit: expected none of {verbs} with them, found one")
@@ -236,7 +248,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if chosen:
         if args.dask:
             raise UserError(f"--dask: expected no {chosen} with it, which runs on this machine, found it")
-        return beside[chosen](cfg, args.workers)
+        return _attach(chosen, cfg, args.workers)
     if args.json or args.pixel_hash:
         raise UserError("--json, --pixel-hash: expected --check-only with them, found none")
     start = time.perf_counter()

@@ -11,11 +11,11 @@ from __future__ import annotations
 import os
 import shlex
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from models.vit3d import Block, PatchEmbed, Recompute, SelfAttention
 from utils.config.schema import Config
@@ -75,4 +75,13 @@ def compile_blocks(model: Recomputing, device: torch.device) -> None:
         )
     for module in model.modules():
         if isinstance(module, Block):
-            module.compile_branches()
+            module.compiled = _compiled(module.attend), _compiled(module.feed)
+
+
+def _compiled(branch: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """A branch of a block through torch.compile. The stochastic layers between them stay as they are (each
+    draws other numbers), and so does evaluation, whose last batches have shapes of their own: each would be
+    another program. A deep copy of the block would go on with this block's weights.
+    """
+    compiled: Callable[..., Tensor] = torch.compile(branch, dynamic=False, fullgraph=True)
+    return compiled

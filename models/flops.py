@@ -47,11 +47,8 @@ def step_flops(model: VJEPA3D, context: int, target: int) -> int:
     seen = tokens if model.is_dense else context
     total = encoder_flops(model.encoder, seen, backward=True)
     total += 3 * predictor_flops(model.predictor, context, target)
-    total += 3 * 2 * target * sum(head.weight.numel() for head in model.heads.values())
     if model.neighbour_head is not None:
         total += 3 * 2 * context * model.neighbour_head.weight.numel()
-    if model.has_context_loss and isinstance(model.predictor, Predictor3D):
-        total += 3 * 2 * context * model.predictor.predictor_proj.weight.numel()
     return total + (encoder_flops(model.target_encoder, tokens) if model.reads_target_view else 0)
 
 

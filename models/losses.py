@@ -7,9 +7,9 @@ samples, so the exact gradient of the global penalty reaches every sample as the
 `<dpenalty/dmean, statistics>`: neither accumulation nor the number of processes changes it.
 
 `vicreg`: hinge on the standard deviation at 1 and off-diagonal covariance (Bardes et al. 2022,
-arXiv:2105.04906), with `Centres` of the tokens less the mean of their place. `sigreg`: distance of the
-characteristic functions of random projections to the standard normal's (LeJEPA, Balestriero and LeCun 2025,
-arXiv:2511.08544). Pixel targets: He et al. 2022, arXiv:2111.06377.
+arXiv:2105.04906). `sigreg`: distance of the characteristic functions of random projections to the standard
+normal's (LeJEPA, Balestriero and LeCun 2025, arXiv:2511.08544). Pixel targets: He et al. 2022,
+arXiv:2111.06377.
 """
 
 from __future__ import annotations
@@ -19,12 +19,11 @@ from typing import Literal, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
-from einops import rearrange, reduce
+from einops import rearrange
 from torch import Tensor
 
 PixelNorm = Literal["normalised", "plain"]
 VARIANCE_EPS = 1e-6
-CENTRE_MOMENTUM = 0.9
 
 
 def per_token_l1(prediction: Tensor, target: Tensor) -> Tensor:
@@ -83,22 +82,8 @@ def pixel_targets(view_BCDHW: Tensor, patch: tuple[int, int, int], kind: PixelNo
     return (targets - mean) / (variance + VARIANCE_EPS).sqrt()
 
 
-def mean_ascans(view_BCDHW: Tensor, patch: tuple[int, int, int]) -> Tensor:
-    """float32 [B, N, C*h]: the mean A-scan of every patch, its voxels averaged over B-scans and columns.
-
-    Speckle differs from voxel to voxel and goes; which layers cross the patch stays.
-    """
-    d, h, w = patch
-    return reduce(view_BCDHW.float(), "b c (gd d) (gh h) (gw w) -> b (gd gh gw) (c h)", "mean", d=d, h=h, w=w)
-
-
 # a token's own place and the six beside it on the grid (d, h, w)
 NEIGHBOURS = ((0, 0, 0), (1, 0, 0), (-1, 0, 0), (0, 1, 0), (0, -1, 0), (0, 0, 1), (0, 0, -1))
-
-
-def places_beside(places: Literal["all", "own", "hidden"]) -> tuple[tuple[int, int, int], ...]:
-    """The offsets of NEIGHBOURS that count; `hidden` has none of a token's own place, which is visible."""
-    return {"all": NEIGHBOURS, "own": NEIGHBOURS[:1], "hidden": NEIGHBOURS[1:]}[places]
 
 
 def ids_beside(
@@ -120,10 +105,8 @@ Statistics = tuple[Tensor, ...]
 
 
 class Regulariser(Protocol):
-    def statistics(self, tokens_BKE: Tensor, weight_BK: Tensor, ids_BK: Tensor) -> Statistics:
-        """Per-sample means over the valid tokens, summed over the samples; float32. `ids_BK`: their places
-        on the token grid.
-        """
+    def statistics(self, tokens_BKE: Tensor, weight_BK: Tensor) -> Statistics:
+        """Per-sample means over the valid tokens, summed over the samples; float32."""
 
     def penalty(self, means: Statistics) -> Tensor:
         """The scalar penalty of the statistics' mean over the global batch."""
@@ -134,61 +117,22 @@ def _sum_of_means(values_BKX: Tensor, weight_BK: Tensor) -> Tensor:
     return torch.einsum("bkx,bk->x", values_BKX, weight_BK / count[:, None])
 
 
-class Centres(NamedTuple):
-    """The running mean of the context tokens at every place of the grid, before this batch."""
-
-    mean_NE: Tensor
-    seen_N: Tensor  # 1 where a batch had a valid token, else 0
-
-    def after(self, sums_NE: Tensor, weight_N: Tensor) -> Centres:
-        """The mean with the global batch in it, by its weighted sums at every place; no gradient."""
-        weight_N1 = weight_N.detach()[:, None]
-        batch_NE = sums_NE.detach() / weight_N1.clamp(min=1e-12)
-        moved_NE = torch.where(
-            self.seen_N[:, None] > 0, self.mean_NE.lerp(batch_NE, 1 - CENTRE_MOMENTUM), batch_NE
-        )
-        mean_NE = torch.where(weight_N1 > 0, moved_NE, self.mean_NE)
-        return Centres(mean_NE, torch.maximum(self.seen_N, (weight_N.detach() > 0).float()))
-
-
 class VicReg:
-    """mean(relu(1 - std)) + covariance_weight * sum of squared off-diagonal covariances / E.
-
-    With `centres`, of the tokens less the mean of their place, this batch's included: features that tell only
-    where a token lies are penalised like features that are constant.
-    """
+    """mean(relu(1 - std)) + covariance_weight * sum of squared off-diagonal covariances / E."""
 
     eps = 1e-4
 
-    def __init__(self, covariance_weight: float | Tensor = 0.1, centres: Centres | None = None) -> None:
+    def __init__(self, covariance_weight: float = 0.1) -> None:
         self.covariance_weight = covariance_weight
-        self.centres = centres
 
-    def statistics(self, tokens_BKE: Tensor, weight_BK: Tensor, ids_BK: Tensor) -> Statistics:
+    def statistics(self, tokens_BKE: Tensor, weight_BK: Tensor) -> Statistics:
         tokens = tokens_BKE.float()
         weight = weight_BK / weight_BK.sum(1, keepdim=True).clamp(min=1.0)
         scaled = (tokens * weight.sqrt().unsqueeze(-1)).flatten(0, 1)
-        second = scaled.T @ scaled
-        if self.centres is None:
-            return torch.einsum("bke,bk->e", tokens, weight), second
-        places = ids_BK.flatten()
-        weighted = (tokens * weight.unsqueeze(-1)).flatten(0, 1)
-        sums_NE = torch.zeros_like(self.centres.mean_NE).index_add(0, places, weighted)
-        weight_N = torch.zeros_like(self.centres.seen_N).index_add(0, places, weight.flatten())
-        return second, sums_NE, weight_N
-
-    def _moments(self, means: Statistics) -> Statistics:
-        """First and second moment of the tokens, less the mean of their place where there are centres."""
-        if self.centres is None:
-            return means
-        second, sums_NE, weight_N = means
-        mean_NE = self.centres.after(sums_NE, weight_N).mean_NE
-        both = sums_NE.T @ mean_NE
-        first = sums_NE.sum(0) - weight_N @ mean_NE
-        return first, second - both - both.T + mean_NE.T @ (weight_N[:, None] * mean_NE)
+        return torch.einsum("bke,bk->e", tokens, weight), scaled.T @ scaled
 
     def penalty(self, means: Statistics) -> Tensor:
-        first, second = self._moments(means)
+        first, second = means
         covariance = second - torch.outer(first, first)
         std = (covariance.diagonal().clamp(min=0) + self.eps).sqrt()
         off_diagonal = covariance - torch.diag_embed(covariance.diagonal())
@@ -203,7 +147,7 @@ class SigReg:
         self.points = torch.linspace(-limit, limit, num_points, device=directions_ES.device)
         self.step = 2 * limit / (num_points - 1)
 
-    def statistics(self, tokens_BKE: Tensor, weight_BK: Tensor, ids_BK: Tensor) -> Statistics:
+    def statistics(self, tokens_BKE: Tensor, weight_BK: Tensor) -> Statistics:
         projected = tokens_BKE.float() @ self.directions_ES
         angle = projected.unsqueeze(-1) * self.points
         flat = angle.flatten(2)

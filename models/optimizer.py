@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,12 @@ FUSED_DEVICES = ("cpu", "cuda")
 FUSED_FLAGS = {"fused": True, "foreach": None, "capturable": False}  # of a state dict, whichever engine
 SELECTING_FLAGS = {"fused": None, "foreach": False, "capturable": True}
 MOMENTS = ("step", "exp_avg", "exp_avg_sq")
+
+
+class Trained(Protocol):
+    """A model that knows its trained parameters by name."""
+
+    def trained_parameters(self) -> list[tuple[str, nn.Parameter]]: ...
 
 
 class SelectingAdamW(torch.optim.AdamW):
@@ -70,6 +76,16 @@ def warmup_cosine(optim: OptimConfig, step: int, total: int) -> float:
     progress = (step - warmup) / max(1, total - 1 - warmup)
     factor = optim.min_lr_ratio + (1 - optim.min_lr_ratio) * (1 + math.cos(math.pi * progress)) / 2
     return optim.base_lr * factor
+
+
+def parameter_groups(model: Trained, weight_decay: float) -> list[dict]:
+    """AdamW groups: weight decay on matrices only; mask tokens, positions, norms and biases have none."""
+    decay: list[nn.Parameter] = []
+    plain: list[nn.Parameter] = []
+    for name, parameter in model.trained_parameters():
+        is_table = name.endswith(("pos_embed", "mask_token")) or ".mask_tokens." in name
+        (plain if parameter.ndim < 2 or is_table else decay).append(parameter)
+    return [{"params": decay, "weight_decay": weight_decay}, {"params": plain, "weight_decay": 0.0}]
 
 
 def build_adamw(groups: list[dict[str, Any]], optim: OptimConfig, device: torch.device) -> torch.optim.AdamW:

@@ -1,4 +1,4 @@
-"""Dropout and stochastic depth without a generator.
+"""Dropout and stochastic depth without a generator, the same again where a block is computed again.
 
 In: the samples' own seeds (int64) and activations. Out: activations with elements or whole samples zeroed and
 the rest rescaled; the masks come from utils.counter_rng.
@@ -7,7 +7,7 @@ the rest rescaled; the masks come from utils.counter_rng.
 from __future__ import annotations
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from utils.counter_rng import counter_uniform
 
@@ -48,3 +48,16 @@ class Stochastic:
             return x
         keep = self._uniform(torch.Size([1] * (x.ndim - 1))) >= rate
         return x * keep.to(x.dtype) / (1 - rate)
+
+
+class Rewound:
+    """A block whose stochastic layers draw the same numbers at every call."""
+
+    def __init__(self, block: nn.Module, noise: Stochastic | None, drop_path: float) -> None:
+        self.block, self.noise, self.drop_path = block, noise, drop_path
+        self.drawn = noise.drawn if noise is not None else 0
+
+    def __call__(self, x: Tensor, rotary: tuple[Tensor, Tensor] | None) -> Tensor:
+        if self.noise is not None:
+            self.noise.drawn = self.drawn
+        return self.block(x, rotary, self.noise, self.drop_path)

@@ -12,7 +12,7 @@ w).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Literal, NamedTuple
 
 import torch
@@ -22,7 +22,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from models.attention import attention
-from models.stochastic import Stochastic
+from models.rotary import RopeForm, Rotary, apply_rotary, rotary_tables
+from models.stochastic import Rewound, Stochastic
 
 
 class Size(NamedTuple):
@@ -44,57 +45,9 @@ SIZES: dict[str, Size] = {
     "h": Size(32, 1280, 16),
 }
 NORM_EPS = 1e-6
-ROPE_BASE = 10_000.0
-RopeForm = Literal["interleaved", "tiled", "interpolated"]
-INTERPOLATED_ROWS = (16, 16)  # H and W of the grid over which `interpolated` spreads its positions
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 Gather = Callable[[Tensor, Tensor], Tensor]  # as gather_tokens
 Recompute = Callable[..., Tensor]  # (function, *arguments) -> function(*arguments), computed again backward
-Rotary = tuple[Tensor, Tensor]
-
-
-def rotary_tables(
-    ids_BT: Tensor,
-    grid: tuple[int, int, int],
-    head_dim: int,
-    form: RopeForm,
-    rope_grid: tuple[int, int, int] | None = None,
-) -> Rotary:
-    """Cosines and signed sines [B, 1, T, head_dim] of the 3D rotary embedding at raster token ids.
-
-    Each axis owns 2 * ((head_dim // 3) // 2) dimensions in the order D, H, W; the rest stay unrotated.
-    `interleaved` gives both members of a pair one frequency; `tiled` repeats the published 2.0 checkpoints'
-    layout; `interpolated` is interleaved with H and W spread over 16 x 16, as in the 2.1 checkpoints.
-    `rope_grid` interpolates: positions 0..n-1 of an axis are spread over 0..m-1 of that grid.
-    """
-    _, grid_h, grid_w = grid
-    pairs = (head_dim // 3) // 2
-    omega = ROPE_BASE ** (-torch.arange(pairs, device=ids_BT.device, dtype=torch.float32) / pairs)
-    plane = grid_h * grid_w
-    if form == "interpolated":
-        rope_grid = (grid[0], *INTERPOLATED_ROWS)
-    coordinates = (
-        ids_BT.div(plane, rounding_mode="floor"),
-        ids_BT.remainder(plane).div(grid_w, rounding_mode="floor"),
-        ids_BT.remainder(grid_w),
-    )
-    angles = []
-    for axis, position_BT in enumerate(coordinates):
-        stretch = 1.0
-        if rope_grid is not None and grid[axis] > 1:
-            stretch = (rope_grid[axis] - 1) / (grid[axis] - 1)
-        angle = (position_BT.float() * stretch).unsqueeze(-1) * omega
-        angles.append(angle.repeat(1, 1, 2) if form == "tiled" else angle.repeat_interleave(2, dim=-1))
-    angle_BTR = F.pad(torch.cat(angles, dim=-1), (0, head_dim - 6 * pairs))
-    sign = torch.tensor((-1.0, 1.0), device=ids_BT.device).repeat(head_dim // 2)
-    return angle_BTR.cos().unsqueeze(1), (angle_BTR.sin() * sign).unsqueeze(1)
-
-
-def apply_rotary(x: Tensor, rotary: Rotary) -> Tensor:
-    """Rotate the pairs (0, 1), (2, 3) ... of x [B, heads, T, head_dim]."""
-    cos, signed_sin = (table.to(x.dtype) for table in rotary)
-    swapped = x.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
-    return torch.addcmul(x * cos, swapped, signed_sin)
 
 
 class SelfAttention(nn.Module):
@@ -133,6 +86,7 @@ class Block(nn.Module):
         self.attn = SelfAttention(width, heads)
         self.norm2 = nn.LayerNorm(width, eps=NORM_EPS)
         self.mlp = Mlp(width, int(width * mlp_ratio))
+        # what an engine may put in the place of `attend` and `feed` in training
         self.compiled: tuple[Callable[..., Tensor], Callable[..., Tensor]] | None = None
 
     def forward(
@@ -155,14 +109,6 @@ class Block(nn.Module):
         """The MLP branch of x [B, T, width]; the same shape."""
         return self.mlp(self.norm2(x))
 
-    def compile_branches(self) -> None:
-        """In training, both branches through torch.compile. The stochastic layers between them stay as they
-        are (each draws other numbers), and so does evaluation, whose last batches have shapes of their own:
-        each would be another program. A deep copy would go on with this block's weights.
-        """
-        attend, feed = (torch.compile(f, dynamic=False, fullgraph=True) for f in (self.attend, self.feed))
-        self.compiled = attend, feed
-
 
 def recompute_block(function: Callable[..., Tensor], *arguments: object) -> Tensor:
     """Call `function(*arguments)` and keep only the arguments: the backward pass computes it again."""
@@ -175,35 +121,17 @@ def run_blocks(
     rotary: Rotary | None,
     noise: Stochastic | None = None,
     recompute: Recompute | None = None,
-    layers: Sequence[int] = (),
-    outputs: dict[int, Tensor] | None = None,
 ) -> Tensor:
     """x [B, T, width] through all blocks; stochastic depth grows linearly over them. `recompute` (activation
-    checkpointing) keeps the inputs of the blocks alone for the backward pass. `outputs` takes what the
-    blocks of these numbers (1 is the first) return.
+    checkpointing) keeps the inputs of the blocks alone for the backward pass.
     """
     for i, block in enumerate(blocks):
         rate = noise.drop_path_rate * i / max(1, len(blocks) - 1) if noise is not None else 0.0
         if recompute is None or not torch.is_grad_enabled():
             x = block(x, rotary, noise, rate)
         else:
-            x = recompute(_Rewound(block, noise, rate), x, rotary)
-        if outputs is not None and i + 1 in layers:
-            outputs[i + 1] = x
+            x = recompute(Rewound(block, noise, rate), x, rotary)
     return x
-
-
-class _Rewound:
-    """A block whose stochastic layers draw the same numbers at every call."""
-
-    def __init__(self, block: nn.Module, noise: Stochastic | None, drop_path: float) -> None:
-        self.block, self.noise, self.drop_path = block, noise, drop_path
-        self.drawn = noise.drawn if noise is not None else 0
-
-    def __call__(self, x: Tensor, rotary: Rotary | None) -> Tensor:
-        if self.noise is not None:
-            self.noise.drawn = self.drawn
-        return self.block(x, rotary, self.noise, self.drop_path)
 
 
 class PatchEmbed(nn.Module):
@@ -236,8 +164,7 @@ class VisionTransformer3D(nn.Module):
 
     `forward(volume_BCDHW, keep_BK=None)` returns the features [B, K, E] of the kept tokens, or of all N;
     `masked_BN` (bool) instead replaces those tokens by the learned mask token, so that nothing of them is
-    read. With `layers` (1 is the first block) it returns the outputs of these blocks side by side, [B, K,
-    len(layers) E]; the last block's is normalised, as the features are.
+    read.
     """
 
     def __init__(
@@ -248,13 +175,12 @@ class VisionTransformer3D(nn.Module):
         channels: int = 1,
         positions: Literal["rotary", "learned"] = "rotary",
         rope: RopeForm = "interleaved",
-        rope_grid: tuple[int, int, int] | None = None,
         has_mask_token: bool = False,
     ) -> None:
         super().__init__()
         shape = SIZES[size] if isinstance(size, str) else size
         self.depth, self.width, self.heads = shape.depth, shape.width, shape.heads
-        self.grid, self.rope, self.rope_grid = grid, rope, rope_grid
+        self.grid, self.rope = grid, rope
         self.num_tokens = math.prod(grid)
         self.patch_embed = PatchEmbed(channels, patch, self.width)
         self.pos_embed: nn.Parameter | None = None
@@ -274,7 +200,6 @@ class VisionTransformer3D(nn.Module):
         keep_BK: Tensor | None = None,
         masked_BN: Tensor | None = None,
         noise: Stochastic | None = None,
-        layers: Sequence[int] = (),
     ) -> Tensor:
         x = self.patch_embed(volume_BCDHW, keep_BK)
         if masked_BN is not None:
@@ -288,15 +213,10 @@ class VisionTransformer3D(nn.Module):
             ids = keep_BK
             if ids is None:
                 ids = torch.arange(self.num_tokens, device=x.device).unsqueeze(0)
-            rotary = rotary_tables(ids, self.grid, self.width // self.heads, self.rope, self.rope_grid)
+            rotary = rotary_tables(ids, self.grid, self.width // self.heads, self.rope)
         if noise is not None:
             x = noise.dropout(x)
-        outputs: dict[int, Tensor] = {}
-        features = self.norm(run_blocks(self.blocks, x, rotary, noise, self.recompute, layers, outputs))
-        if not layers:
-            return features
-        outputs[self.depth] = features
-        return torch.cat([outputs[number] for number in layers], dim=-1)
+        return self.norm(run_blocks(self.blocks, x, rotary, noise, self.recompute))
 
 
 def initialise(module: nn.Module, blocks: nn.ModuleList) -> None:

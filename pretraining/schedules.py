@@ -1,4 +1,4 @@
-"""Learning rate, momentum, its product and the covariance's share: pure functions of the optimizer step.
+"""Learning rate, momentum and its product: pure functions of the optimizer step.
 
 Step s is the s-th update, 0 <= s < total_steps. The only state is the length of the run as it began: a
 `Schedule`, which every checkpoint keeps.
@@ -53,14 +53,6 @@ def ema_momentum(cfg: Config, step: int, total: int) -> float:
     return base if base is not None else min(EMA_MAXIMUM, 0.5 ** (1 / max(1.0, EMA_HALF_LIFE * total)))
 
 
-def covariance_share(cfg: Config, step: int, total: int) -> float:
-    """Share of method.covariance_weight at this update: 0 in the warm-up, then rising over the ramp to 1."""
-    ramp = cfg.method.covariance_ramp * total
-    if ramp == 0:
-        return 1.0
-    return min(1.0, max(0.0, (step - round(cfg.optim.warmup_ratio * total)) / ramp))
-
-
 def init_weight(cfg: Config, steps_done: int, total: int, start: int = 0) -> float:
     """Share of the target at update `start` left after `steps_done` updates: the product of momenta."""
     momenta = [ema_momentum(cfg, step, total) for step in range(start, steps_done)]
@@ -74,10 +66,9 @@ class Schedule:
     cfg: Config
     total: int
 
-    def at(self, step: int) -> tuple[float, float, float]:
-        """Learning rate, momentum and share of the covariance of update `step`."""
-        of_step = self.cfg, step, self.total
-        return learning_rate(*of_step), ema_momentum(*of_step), covariance_share(*of_step)
+    def at(self, step: int) -> tuple[float, float]:
+        """Learning rate and momentum of update `step`."""
+        return learning_rate(self.cfg, step, self.total), ema_momentum(self.cfg, step, self.total)
 
     def resumed(self, step: int, total: int) -> Schedule:
         """The schedule of a run that has made `step` updates and is now to end after `total`.

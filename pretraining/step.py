@@ -8,7 +8,7 @@ their values.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 from data_setup.loader import Batch
 from data_setup.normalisation import view
-from models.losses import Centres, Regulariser, SigReg, Statistics, VicReg, surrogate
-from models.optimizer import build_adamw
-from models.vjepa3d import SECOND_LOSSES, VJEPA3D, Output, parameter_groups
+from models.losses import Regulariser, SigReg, Statistics, VicReg, surrogate
+from models.optimizer import build_adamw, parameter_groups
+from models.vjepa3d import VJEPA3D, Output
 from utils.config.schema import Config
 from utils.runtime.processes import ALONE
 from utils.runtime.single import Runtime
@@ -33,7 +33,6 @@ class Update(NamedTuple):
     step: int
     lr: float
     momentum: float
-    covariance_share: float = 1.0  # of method.covariance_weight
     enabled: bool = True
 
 
@@ -63,7 +62,7 @@ class StepResult:
     regulariser: Tensor | None
     grad_norm: Tensor
     is_finite: Tensor
-    second: dict[str, Tensor] = field(default_factory=dict)  # of SECOND_LOSSES, without their weights
+    neighbour: Tensor | None  # the loss of neighbours, without its weight
     penalty_to_prediction: Tensor | None = None  # where `Watch.measures`: see Balance
 
 
@@ -103,6 +102,8 @@ def predict(
     model: VJEPA3D, batch: Batch, runtime: Runtime, *, stochastic: bool, replica: nn.Module | None = None
 ) -> Output:
     """Forward pass of one micro-batch, through the group's replica of the model where gradients follow."""
+    # Both views are made here, on the device, from one uint8 volume: the loader sends an eighth of the bytes
+    # that the model reads.
     context_view = view(batch, 0)
     target_view = view(batch, 1) if model.reads_target_view else None
     seed = batch["sample_seed"] if stochastic else None
@@ -112,41 +113,15 @@ def predict(
             target_view,
             batch["context"],
             batch["target"],
-            batch["target_valid"],
-            seed,
-            batch["context_valid"],
             batch["token_valid"],
+            seed,
         )
 
 
-def _centres(model: VJEPA3D) -> Centres | None:
-    """A copy of the running means of places, where the penalty is of the tokens less these."""
-    if model.centres is None:
-        return None
-    mean_NE, seen_N = (model.centres.get_buffer(name).clone() for name in ("mean", "seen"))
-    return Centres(mean_NE, seen_N)
-
-
-def _move_centres(model: VJEPA3D, regulariser: Regulariser | None, means: Statistics | None) -> None:
-    """Put this global batch into the running means of places."""
-    if model.centres is None or means is None:
-        return
-    assert isinstance(regulariser, VicReg), "a rule of the configuration"
-    assert regulariser.centres is not None
-    _, sums_NE, weight_N = means
-    centres = regulariser.centres.after(sums_NE, weight_N)
-    model.centres.get_buffer("mean").copy_(centres.mean_NE)
-    model.centres.get_buffer("seen").copy_(centres.seen_N)
-
-
-def build_regulariser(cfg: Config, model: VJEPA3D, update: Update, runtime: Runtime) -> Regulariser | None:
+def build_regulariser(cfg: Config, model: VJEPA3D, update: Update) -> Regulariser | None:
     """The configured penalty; sigreg draws its directions from (seed, step)."""
     if cfg.method.regulariser == "vicreg":
-        weight = cfg.method.covariance_weight
-        if not cfg.method.covariance_ramp:
-            return VicReg(weight, _centres(model))
-        now = runtime.scalar(weight * update.covariance_share)  # or every step would be a program of its own
-        return VicReg(torch.as_tensor(now).float(), _centres(model))
+        return VicReg(cfg.method.covariance_weight)
     if cfg.method.regulariser == "sigreg":
         rng = np.random.default_rng([cfg.seed, update.step])
         directions = rng.standard_normal((model.encoder.width, SIGREG_DIRECTIONS), dtype=np.float32)
@@ -160,15 +135,16 @@ def global_means(
     """The statistics' mean over the global batch, without gradient: a forward pass of the context encoder
     alone.
     """
+    # The samples' own seeds are those of the pass with gradients, so dropout draws the same and the means are
+    # of the tokens that pass will have.
     total: Statistics | None = None
     with torch.no_grad():
         for batch in batches:
             with runtime.autocast():
-                encoded = model.encode_context(
+                tokens = model.encode_context(
                     view(batch, 0), batch["context"], batch["target"], batch["sample_seed"]
                 )
-                tokens = model.context_tokens(encoded, batch["context"])
-            part = regulariser.statistics(tokens.float(), batch["context_valid"], batch["context"])
+            part = regulariser.statistics(tokens.float(), batch["context_valid"])
             total = part if total is None else tuple(a + b for a, b in zip(total, part, strict=True))
     assert total is not None, "a global batch holds at least one micro-batch"
     return tuple(runtime.group.sum(t) / samples for t in total)
@@ -186,39 +162,43 @@ def train_step(
     """One update from this process's micro-batches of one global batch; the result is the whole batch's."""
     assert model.training, "outside training there is no loss of neighbours"
     samples = cfg.train.global_batch_size
-    regulariser = build_regulariser(cfg, model, update, runtime)
-    weight = cfg.method.regulariser_weight
-    share = 0.0 if cfg.method.control == "penalty_only" else 1.0
-    predictor_share = share * cfg.method.predictor_weight
+    teaches = 0.0 if cfg.method.control == "penalty_only" else 1.0
+
+    # The penalty is of the global batch. Where that is more than one micro-batch, its means are needed before
+    # the first backward pass, so they have a forward pass for themselves.
+    regulariser = build_regulariser(cfg, model, update)
     means: Statistics | None = None
     if regulariser is not None and len(batches) > 1:
         means = global_means(regulariser, model, batches, runtime, samples)
 
+    # Forward and backward, one micro-batch at a time: gradients add up, activations do not.
     buffers = {name: b.clone() for name, b in model.named_buffers()}
     optimizer.zero_grad(set_to_none=True)
     loss_sum = torch.zeros((), device=runtime.device)
-    second_weights = {name: getattr(cfg.method, f"{name}_weight") for name in SECOND_LOSSES}
-    second_sums: dict[str, Tensor] = {}
+    neighbour_sum: Tensor | None = None
     penalty: Tensor | None = None
     balance = Balance()
     for number, batch in enumerate(batches, 1):
+        # processes exchange gradients once, in the last backward pass
         replica = runtime.group.replica(model, sums=number == len(batches))
         output = predict(model, batch, runtime, stochastic=True, replica=replica)
         prediction_loss = output.loss_B.sum() / samples
-        objective = predictor_share * prediction_loss
-        for name, second_B in output.second_B.items():
-            second_loss = second_B.sum() / samples
-            objective = objective + share * second_weights[name] * second_loss
-            second_sums[name] = second_sums.get(name, 0) + second_loss.detach()
+        objective = teaches * prediction_loss
+        if output.neighbour_B is not None:
+            neighbour_loss = output.neighbour_B.sum() / samples
+            objective = objective + teaches * cfg.method.neighbour_weight * neighbour_loss
+            so_far = 0.0 if neighbour_sum is None else neighbour_sum
+            neighbour_sum = so_far + neighbour_loss.detach()
+
+        # The penalty's gradient reaches this micro-batch through its own statistics (models/losses.py).
         if regulariser is not None:
-            tokens = output.context_BKE.float()
-            statistics = regulariser.statistics(tokens, batch["context_valid"], batch["context"])
+            statistics = regulariser.statistics(output.context_BKE.float(), batch["context_valid"])
             local = tuple(s / samples for s in statistics)
             if means is None:  # the global batch has one micro-batch on each process, so no pass of its own
                 means = tuple(runtime.group.sum(s.detach()) for s in local)
             penalty, gradient = surrogate(regulariser, means)
             terms = [(g * s).sum() for g, s in zip(gradient, local, strict=True)]
-            linear = weight * torch.stack(terms).sum()
+            linear = cfg.method.regulariser_weight * torch.stack(terms).sum()
             objective = objective + linear
             if watch.measures():
                 balance.watch(linear, output.context_BKE)
@@ -229,23 +209,43 @@ def train_step(
         watch.lap("logging")
         loss_sum = loss_sum + prediction_loss.detach()
 
-    _move_centres(model, regulariser, means)
-    parameters = [p for _, p in model.trained_parameters()]
     loss_sum = runtime.group.sum(loss_sum)
-    second_sums = {name: runtime.group.sum(total) for name, total in second_sums.items()}
+    if neighbour_sum is not None:
+        neighbour_sum = runtime.group.sum(neighbour_sum)
+    grad_norm, is_finite = move(model, optimizer, cfg, runtime, update, loss_sum, buffers)
+    watch.lap("update")
+    return StepResult(loss_sum, penalty, grad_norm, is_finite, neighbour_sum, balance.ratio(runtime))
+
+
+def move(
+    model: VJEPA3D,
+    optimizer: torch.optim.AdamW,
+    cfg: Config,
+    runtime: Runtime,
+    update: Update,
+    loss: Tensor,
+    buffers: dict[str, Tensor],
+) -> tuple[Tensor, Tensor]:
+    """Clip the gradients and move everything, or nothing where they or the loss are not finite; `buffers`:
+    those from before the forward passes. Returns the norm before clipping, and whether all moved.
+    """
+    # The norm is of the whole batch, so it is taken once the last backward pass has summed the gradients.
+    parameters = [p for _, p in model.trained_parameters()]
     grad_norm = nn.utils.clip_grad_norm_(parameters, cfg.optim.clip_grad_norm)
-    is_finite = torch.isfinite(grad_norm) & torch.isfinite(loss_sum) & update.enabled
+    is_finite = torch.isfinite(grad_norm) & torch.isfinite(loss) & update.enabled
     for group in optimizer.param_groups:
         group["lr"] = update.lr
     # the optimizer's own select: with found_inf = 1 neither parameters nor moments nor its step count move
     optimizer.found_inf = 1.0 - is_finite.float()  # type: ignore[attr-defined]  # read by the fused kernels
     optimizer.step()
+
+    # The target follows the encoder that has just moved. The forward passes have moved the buffers already,
+    # so those of a skipped update go back.
     model.update_target(runtime.scalar(update.momentum), is_finite)
     with torch.no_grad():
         for name, buffer in model.named_buffers():
             buffer.copy_(torch.where(is_finite, buffer, buffers[name]))
-    watch.lap("update")
-    return StepResult(loss_sum, penalty, grad_norm, is_finite, second_sums, balance.ratio(runtime))
+    return grad_norm, is_finite
 
 
 def trial_step(
@@ -256,6 +256,7 @@ def trial_step(
     Leaves no trace either when it runs out of memory half-way. It needs no other process, since another may
     run out of memory alone.
     """
+    # The real step, so that nothing it needs is forgotten; `enabled=False` keeps every weight where it is.
     buffers = {name: b.clone() for name, b in model.named_buffers()}
     try:
         single_process = replace(runtime, group=ALONE)

@@ -1,14 +1,22 @@
-"""Pre-training: `python -m pretraining.train --config configs/smoke_test.yaml [section.key=value ...]`.
+"""Train an encoder without labels on a prepared store; the same command goes on where it stopped.
+
+    python -m pretraining.train --config configs/smoke_test.yaml
+    python -m pretraining.train --config configs/pretrain_oct_vjepa2.yaml data.store=STORE run.dir=runs/first
+    torchrun --nproc-per-node=2 -m pretraining.train --config configs/smoke_test.yaml
 
 In: a prepared store. Out: a run directory with checkpoints, metrics and pictures. Running the same command
 again goes on where the run stopped, bit for bit on a CPU; SIGTERM and Ctrl-C write a checkpoint first. Exit
 codes: utils/errors.py. `torchrun --nproc-per-node=N -m pretraining.train ...` shares every global batch
 among N processes; all of them take the same decisions, and the first alone writes.
+
+Keys that matter: data.store, run.dir, train.max_steps, train.global_batch_size,
+train.per_core_batch_size, train.use_bf16, optim.base_lr, model.size, method.recipe, wandb.mode
 """
 
 from __future__ import annotations
 
 from utils.cli import answer_early, parse_cli, run_cli
+from utils.runtime import patience
 
 if __name__ == "__main__":  # torch and MONAI take seconds to import
     answer_early("pretraining.train", __doc__ or "")
@@ -17,16 +25,14 @@ import logging
 import math
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import replace
 from functools import partial
 
 import torch
 
 from data_setup.loader import Batch, next_or_stop, start_early
-from models.vjepa3d import SECOND_LOSSES
 from pretraining.banner import log_end, log_start
 from pretraining.gauges.examples import Examples
-from pretraining.gauges.monitor import Gauges, TargetMotion, target_drift, update_ratio
+from pretraining.gauges.monitor import Gauges, target_drift, update_ratio
 from pretraining.gauges.profiling import StepTrace
 from pretraining.gauges.skill import SkillGauge
 from pretraining.gauges.throughput import Throughput
@@ -63,82 +69,83 @@ def train(cfg: Config) -> int:
 
 
 def _train(cfg: Config, runtime: Runtime, stack: ExitStack) -> int:
-    # build, and restore: this run, else init_from, else scratch
+    # ---- set-up: the lease before anything is read, so that of two starts one alone restores the run
     start_early(cfg.data)
     lease = stack.enter_context(held_run(cfg, runtime))
     run = open_run(cfg, runtime)
-    model, optimizer = run.model, run.optimizer
     gauges = open_gauges(run)
+    # ---- restore: this run, else method.init_from, else the seed's own weights
     runtime.enter("restore")
     progress = restore(run, gauges)
     calendar = Calendar.of(cfg, len(run.rows.train), volumes_read(run))
-    start, total, schedule = progress.step, calendar.total, progress.schedule
+    start, total = progress.step, calendar.total
     if start >= total and not progress.owes_validation:
         log.info("nothing to do: the run is at step %d of %d", start, total)
         return EXIT_FINISHED
-    # one trial step settles the memory and proves that no target leaks into the context
+    # ---- trial: with the restored moments, before any file; from here on `cfg` has the batch that fits
     runtime.enter("trial step")
+    run = settle_memory(run, start)
+    cfg = run.cfg
+    # ---- log: only of a run that has proved to work; the first validation is of the weights before a step
+    runtime.enter("start of the log")
     state = partial(checkpoint_state, run, gauges, progress)
     checkpoints = Checkpoints(cfg, runtime, progress, state, calendar.keep_every, lease)
-    run = settle_memory(run, start)
-    runtime.enter("start of the log")
-    run_log = stack.enter_context(open_log(replace(run, cfg=cfg), start))
-    clock = Throughput(run.cfg, model, runtime)
+    run_log = stack.enter_context(open_log(run, start))
+    clock = Throughput(cfg, run.model, runtime)
     log_start(run, clock, progress)
-    checkpoints.log_need((model.state_dict(), optimizer.state_dict(), gauges.state_dict()), total, bests=2)
+    checkpoints.log_need([part.state_dict() for part in (run.model, run.optimizer, gauges)], total, bests=2)
     trace = stack.enter_context(closing(StepTrace(cfg, runtime, start)))
-    loader = open_loader(run, start, total)
-    batches = iter(loader)
+    batches = iter(loader := open_loader(run, start, total))
     stack.callback(checkpoints.wait)
-    motion, validation = TargetMotion(model, runtime.to_torch), Validation(run, start)
-    examples = Examples(run, run_log)
+    validation, examples = Validation(run, start), Examples(run, run_log)
     validate_at_start(validation, gauges, progress, checkpoints, run_log, examples)
     watch = Watch(gauges.observe, clock.lap, lambda: gauges.measure)
-    runtime.mark_step()
     clock.restart()
     for step in range(start, total):
+        # ---- fetch: a signal ends the run here, between two updates, on all processes at once
         runtime.watchdog.beat(f"step {step + 1}")
         if trace.at(step):
             clock.restart()  # writing it was no part of a step
         clock.lap("other")
-        on_host = next_or_stop(batches, runtime, cfg.data.data_timeout_s)
+        on_host = next_or_stop(batches, runtime, patience.DATA_S)
         if on_host is None:
             break
         micro_batches = [runtime.to_device(batch) for batch in on_host]
         clock.lap("data_wait")
+        # ---- step: nothing of it is read back to the host, so the device may run behind
         done = step + 1
         is_read = calendar.logs(done) or calendar.validates(done)
-        update = Update(step, *schedule.at(step))
+        update = Update(step, *progress.schedule.at(step))
         gauges.begin(measure=is_read)
-        result = train_step(model, optimizer, micro_batches, cfg, runtime, update, watch)
+        result = train_step(run.model, run.optimizer, micro_batches, cfg, runtime, update, watch)
         progress.count(step, result.is_finite, update.momentum)
+        # ---- read: first the step itself, so that what is read does not compute it once more
         if is_read:
-            runtime.mark_step()  # now, so that what is read below does not compute it once more
+            runtime.mark_step()
         clock.lap("other")
         gauge_values = gauges.finish()
         clock.lap("logging")
         runtime.mark_step()
         clock.end_step()
         if calendar.logs(done):
-            runtime.synchronise()
             pace = clock.metrics()
             values = step_metrics(run, update, result, progress, micro_batches)
             report(run_log, gauges, done, {**values, **gauge_values, **pace})
-            if skipped := progress.skipped.check(cfg, loader.rows_of_step):
-                run_log.alert(f"updates skipped until step {done}: not finite", "; ".join(skipped[-3:]))
+            alert_skipped(progress.skipped.check(cfg, loader.rows_of_step), done, run_log)
             clock.lap("logging")
         elif step == start:
             clock.restart()  # a resumed run starts its loader here
         run_log.advance()
+        # ---- validate, then save: the checkpoint has what the validation found, and its names
         names: list[str] = []
         if calendar.validates(done):
-            motion.check(model, progress.take_moves())
             names = validate_now(validation, gauges, progress, run_log)
             clock.restart()
         checkpoints.save(names, with_step=calendar.saves(done))
         if done == total or examples.due(done):
             examples.show(done, micro_batches[0], keep=done == total)
             clock.restart()
+    # ---- end: what is not saved yet, and what to do next
     checkpoints.close()
     return finish(cfg, gauges, progress, total, run_log)
 
@@ -187,7 +194,7 @@ def step_metrics(
     return {
         "train/loss": float(result.loss),
         "train/regulariser": None if result.regulariser is None else float(result.regulariser),
-        **{f"train/{name}_loss": _finite(result.second.get(name)) for name in SECOND_LOSSES},
+        "train/neighbour_loss": _finite(result.neighbour),
         "train/penalty_to_prediction": _finite(result.penalty_to_prediction),
         "train/lr": update.lr,
         "train/grad_norm": float(result.grad_norm),
@@ -230,9 +237,10 @@ def validate_now(
     progress: Progress,
     run_log: RunLog | NoLog,
 ) -> list[str]:
-    """Validate after the last update; the names under which its checkpoint is kept. Where SIGTERM cuts that
-    short, the next start owes it.
+    """Validate after the last update, with which the target must have moved; the names under which its
+    checkpoint is kept. Where SIGTERM cuts that short, the next start owes it.
     """
+    validation.motion.check(validation.run.model, progress.take_moves())
     measured = validation(progress.step)
     progress.owes_validation = measured is None
     if measured is None:
@@ -263,6 +271,12 @@ def finish(cfg: Config, gauges: Gauges, progress: Progress, total: int, run_log:
         has_probe="best_probe" in progress.best,
     )
     return EXIT_FINISHED if is_over else EXIT_STOPPED
+
+
+def alert_skipped(skipped: list[str], done: int, run_log: RunLog | NoLog) -> None:
+    """Tell who is away of the updates that were skipped since the last line of the log."""
+    if skipped:
+        run_log.alert(f"updates skipped until step {done}: not finite", "; ".join(skipped[-3:]))
 
 
 def report(run_log: RunLog | NoLog, gauges: Gauges, step: int, values: dict[str, float | None]) -> None:

@@ -112,12 +112,9 @@ def test_only_storage_knows_urls() -> None:
 def test_only_stores_open_zarr() -> None:
     knowing = {str(p.relative_to(ROOT)) for p in MODULES if "zarr" in imports(p)}
     assert knowing <= {
+        "data_setup/attach/stored.py",
         "data_setup/store/reader.py",
         "data_setup/store/writer.py",
-        "data_setup/store/heights.py",
-        "data_setup/store/labels.py",
-        "data_setup/store/flow.py",
-        "data_setup/store/side_array.py",
         "finetuning/embedding/folder.py",  # a store of its own, of features
         "utils/storage/zarr_keys.py",
     }
@@ -153,6 +150,31 @@ def test_nothing_but_the_table_asks_for_a_recipe_by_name() -> None:
 def test_a_comparison_with_a_recipe_is_seen() -> None:
     text = "a = cfg.method.recipe == 'mae'\nb = name not in ('vjepa2', 'x')\nmatch c:\n  case 'methods': pass"
     assert len(recipe_comparisons(text + "\nd = RECIPES['mae']\ne = f('mae')")) == 3
+
+
+METHOD_FILES = ("vit3d", "predictor", "vjepa3d", "losses")
+MOST_METHOD_LINES, MOST_INPUTS = 750, 6
+
+
+def test_the_method_can_be_read_in_one_sitting() -> None:
+    """An experiment is a patch of an arm in benchmarks/evidence, and no branch here."""
+    texts = {name: (ROOT / "models" / f"{name}.py").read_text() for name in METHOD_FILES}
+    assert sum(len(text.splitlines()) for text in texts.values()) <= MOST_METHOD_LINES
+    forward = next(
+        function
+        for node in ast.parse(texts["vjepa3d"]).body
+        if isinstance(node, ast.ClassDef) and node.name == "VJEPA3D"
+        for function in node.body
+        if isinstance(function, ast.FunctionDef) and function.name == "forward"
+    )
+    assert len(forward.args.args) - 1 + len(forward.args.kwonlyargs) <= MOST_INPUTS  # less self
+    assert "cfg" not in {node.id for node in ast.walk(forward) if isinstance(node, ast.Name)}
+    asked = [ast.unparse(node.test) for node in ast.walk(forward) if isinstance(node, ast.If | ast.IfExp)]
+    assert asked == [  # which recipe, and whether the loss of neighbours has a weight
+        "isinstance(self.predictor, MlpPredictor)",
+        "self.neighbour_head is not None and self.training",
+        "self.recipe.loss == 'normalised_l2'",
+    ]
 
 
 NO_NAMES = {"told", "said", "found", "left", "mine", "heard"}  # they say nothing of what they hold

@@ -14,7 +14,6 @@ import math
 import os
 import re
 import sys
-import time
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -138,7 +137,6 @@ def compile_program(program: bytes, aliases: list[tuple[int, int]], topology: To
         raise SystemExit(
             f"benchmarks.tpu_fit.compile: works with {TESTED}, found {versions}: {error}"
         ) from error
-    start = time.monotonic()
     try:
         compiled = compile_it(module, executable_devices=device_list, compile_options=options)
     except jax.errors.JaxRuntimeError as error:
@@ -154,8 +152,6 @@ def compile_program(program: bytes, aliases: list[tuple[int, int]], topology: To
     cost = compiled.cost_analysis()
     return {
         "libtpu": versions["libtpu"],
-        "seconds": time.monotonic() - start,
-        "hosts": len({d.process_index for d in devices}),
         "argument_bytes": stats.argument_size_in_bytes,
         "output_bytes": stats.output_size_in_bytes,
         "alias_bytes": stats.alias_size_in_bytes,

@@ -22,10 +22,6 @@ class Topology:
     hbm_gb_per_s: float
     link_gb_per_s: float  # all links of a chip between chips, one way
 
-    @property
-    def chips_per_host(self) -> int:
-        return self.chips // self.hosts
-
 
 def _v4(chips: int, hosts: int, shape: str) -> Topology:
     return Topology(chips, hosts, f"v4:{shape}", "megacore", 32, 275, 1200, 300)

@@ -3,14 +3,15 @@
 `python -m benchmarks.tpu_fit.trace --config FILE --chips N --program OUT [section.key=value ...]`, in the
 environment with torch_xla, with PJRT_DEVICE=CPU and CPU_NUM_DEVICES=N. It calls what training calls: the
 model, the optimizer, the engine and `train_step`; parameters and optimizer state are placeholders without
-data, or zeros where they are sharded. Out: the step as StableHLO, and OUT.json with the bytes of one device's
-parameters, target, optimizer and batch, which outputs share an argument's buffer, the operations counted from
-the shapes, and the compiler that a TPU worker gets.
+data. Out: the step as StableHLO, and OUT.json with the bytes of one device's parameters, target, optimizer
+and batch, which outputs share an argument's buffer, the operations counted from the shapes, and the compiler
+that a TPU worker gets.
 """
 
 from __future__ import annotations
 
 from utils.cli import answer_help, parse_cli, run_cli
+from utils.runtime import patience
 
 if __name__ == "__main__":  # torch_xla is in an environment of its own
     answer_help("benchmarks.tpu_fit.trace", __doc__ or "")
@@ -58,7 +59,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def trace(cfg: Config, chips: int) -> tuple[bytes, dict[str, Any]]:
     """The program of one update on `chips` devices, and the facts about its arguments."""
-    runtime = open_runtime(cfg.train.use_bf16, cfg.data.data_timeout_s)
+    runtime = open_runtime(cfg.train.use_bf16, patience.DATA_S)
     assert runtime.num_devices == chips, (runtime.num_devices, chips)
     accumulation = accumulation_steps(cfg.train, chips)
     with torch.device("meta"):
@@ -87,7 +88,6 @@ def trace(cfg: Config, chips: int) -> tuple[bytes, dict[str, Any]]:
     for kind, tensor in state:
         held[kind] += tensor.numel() * tensor.element_size()
     return program, {
-        "chips": chips,
         "accumulation": accumulation,
         "flops": _flops(model, cfg, accumulation),
         "bytes": held,

@@ -7,13 +7,15 @@ too, and text.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
-from data_setup.check.finding import NOT_OPENED, OK, Finding, grouped
 from data_setup.readers.faults import RejectReason
 from data_setup.store.format import UNREAD
 
+_K = TypeVar("_K")
+OK, NOT_OPENED = "ok", "not_opened"  # NOT_OPENED: of another kind than DICOM, so the header is not read
 # Only decoding shows these. The length of an uncompressed file shows the first two.
 FULL_PASS_ONLY = (
     "truncated_pixel_data and frame_count_mismatch of compressed files",
@@ -26,6 +28,47 @@ FULL_PASS_ONLY = (
 )
 SHOWN = 3  # names of each kind of problem in the table; the JSON has all
 _UM = 1000
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What the first bytes of a file say; `status` is OK, NOT_OPENED, UNREAD or a RejectReason."""
+
+    path: str
+    url: str
+    is_orphan: bool
+    device: str | None
+    protocol: str | None
+    manifest_laterality: str | None
+    is_double: bool = False
+    size: int = 0
+    status: str = OK
+    message: str | None = None
+    kind: str = "DICOM"
+    shape: tuple[int, int, int] | None = None
+    spacing_mm: tuple[float, float, float] | None = None
+    spacing_source: str | None = None
+    orientation_source: str | None = None
+    laterality: str | None = None  # L | R | unknown; of the header
+    transfer_syntax: str | None = None
+    sop_instance_uid: str | None = None
+    pixel_start: int | None = None  # bytes before the value of the pixel data
+    sample: str | None = None  # digest of bytes from the middle of the pixel data
+    pixel_hash: str | None = None  # digest of all bytes from pixel_start on
+    fetched: dict[str, int] = field(default_factory=dict)  # bytes by purpose: header, sample, pixels
+    requests: int = 0
+
+    @property
+    def pixel_bytes(self) -> int:
+        return self.size - (self.pixel_start or 0)
+
+
+def grouped(findings: Iterable[Finding], key: Callable[[Finding], _K]) -> dict[_K, list[Finding]]:
+    """Key -> the findings that have it."""
+    groups: dict[_K, list[Finding]] = {}
+    for finding in findings:
+        groups.setdefault(key(finding), []).append(finding)
+    return groups
 
 
 def summarise(

@@ -12,9 +12,8 @@ import hashlib
 import json
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -22,9 +21,8 @@ from typing import Any
 from pydicom.uid import UID
 
 from data_setup.check import report as check_report
-from data_setup.check.audit import Tree, audit_files, list_tree
-from data_setup.check.finding import NOT_OPENED, Finding, grouped
-from data_setup.manifest import Record, RecordList, read_records
+from data_setup.check.report import NOT_OPENED, Finding, grouped
+from data_setup.manifest import TREE, Record, RecordList, read_records
 from data_setup.readers.dicom import OCTHeader, read_header
 from data_setup.readers.faults import OCTReadError, RejectReason, named_faults
 from data_setup.readers.open_record import check_manifest, identify, kind_by_name
@@ -35,13 +33,53 @@ from utils.config.schema import Config, StorageOptions
 from utils.errors import EXIT_TRY_AGAIN, UserError
 from utils.storage.ranges import RangeFile
 from utils.terminal import track
-from utils.workers import spawned_pool
+from utils.workers import pool_of
 
 EXIT_FOUND_BAD = 1
 HEAD_BYTES = 2**16  # of one request; the header of some hundred frames
 PIXEL_HASH_MODES = ("same-size", "all", "none")
 _SAMPLE_BYTES = 2**14  # from the middle of the pixel data
 _READ_BYTES = 2**23
+
+
+@dataclass(frozen=True)
+class Tree:
+    """Files and folders by their path relative to the root."""
+
+    sizes: dict[str, int]  # of files, bytes
+    folders: frozenset[str]
+
+    def __contains__(self, path: str) -> bool:
+        return path in self.sizes or path in self.folders
+
+
+def list_tree(listing: RecordList, options: StorageOptions) -> Tree:
+    """All files and folders, from one listing; raises StorageError."""
+    top = f"{TREE[0]}/"
+    if not all(row.path.startswith(top) for row in [*listing.records, *listing.unused]):
+        top = ""
+    below = storage.find_sizes(storage.join(listing.root, top), options)
+    sizes = {top + name: size for name, size in below.items()}
+    folders: set[str] = set()
+    for path in sizes:
+        while (path := path.rpartition("/")[0]) and path not in folders:
+            folders.add(path)
+    return Tree(sizes, frozenset(folders))
+
+
+def audit_files(listing: RecordList, tree: Tree) -> dict[str, list[str]]:
+    """Sorted paths: "missing" of records, "unused_missing" of other rows, "orphans" of no row at all.
+
+    An orphan is a .dcm file anywhere in the listing.
+    """
+    used = {record.path for record in listing.records}
+    unused = {row.path for row in listing.unused} - used
+    dicoms = {path for path in tree.sizes if path.lower().endswith(".dcm")}
+    return {
+        "missing": sorted(path for path in used if path not in tree),
+        "orphans": sorted(dicoms - used - unused),
+        "unused_missing": sorted(path for path in unused if path not in tree),
+    }
 
 
 @dataclass(frozen=True)
@@ -176,36 +214,6 @@ def find_items(listing: RecordList, orphans: Sequence[str], tree: Tree) -> list[
     return items + [Item(p, storage.join(listing.root, p), None, tree.sizes[p]) for p in orphans]
 
 
-_Run = Callable[[str, Callable[[Any], Finding], Sequence[Any]], list[Finding]]
-
-
-@contextmanager
-def _runner(workers: int) -> Iterator[_Run]:
-    """A function (title, function, items) -> [function(item) ...] that uses `workers` processes; 0: this one.
-
-    Threads would not help: parsing the header of hundreds of frames keeps the interpreter's lock.
-    """
-
-    def bar(title: str, items: Sequence[Any], results: Iterable[Finding]) -> list[Finding]:
-        return list(track(results, len(items), title, "files"))
-
-    if workers == 0:
-        yield lambda title, function, items: bar(title, items, map(function, items))
-        return
-    with spawned_pool(workers) as pool:
-
-        def run(title: str, function: Callable[[Any], Finding], items: Sequence[Any]) -> list[Finding]:
-            try:
-                return bar(title, items, pool.map(function, items, chunksize=8))
-            except BrokenProcessPool as error:
-                message = (
-                    "a worker process was lost, for lack of memory perhaps; run again with fewer --workers"
-                )
-                raise UserError(f"{title}: {message}") from error
-
-        yield run
-
-
 def check_tree(cfg: Config, workers: int, pixel_hash: str, json_url: str | None) -> int:
     """Look at the tree, print the table, write the report; 0, EXIT_FOUND_BAD or EXIT_TRY_AGAIN."""
     start = time.perf_counter()
@@ -214,13 +222,19 @@ def check_tree(cfg: Config, workers: int, pixel_hash: str, json_url: str | None)
     tree = list_tree(listing, options)
     audit = audit_files(listing, tree)
     items = find_items(listing, audit["orphans"], tree)
-    with _runner(workers) as run:
-        findings = run("check", partial(read_finding, options=options), items)
+    with pool_of(workers) as pool:  # threads would not help: parsing a header keeps the interpreter's lock
 
-        def apply(function: Callable[..., Finding], some: list[Finding]) -> list[Finding]:
-            return run("compare", partial(function, options=options), some)
+        def run(title: str, function: Callable[..., Finding], some: Sequence[Any]) -> list[Finding]:
+            results = pool.map(partial(function, options=options), some, chunksize=8)
+            try:
+                return list(track(results, len(some), title, "files"))
+            except BrokenProcessPool as error:
+                raise UserError(
+                    f"{title}: a worker process was lost, for lack of memory perhaps; run again with fewer "
+                    "--workers"
+                ) from error
 
-        findings = hash_pixels(findings, pixel_hash, apply)
+        findings = hash_pixels(run("check", read_finding, items), pixel_hash, partial(run, "compare"))
     report = check_report.summarise(
         findings,
         {

@@ -4,12 +4,15 @@ In: FOLDER, on a disk or in a bucket, with DICOM, NIfTI, TIFF, Heidelberg XML or
 order. Out: manifest.tsv and participants.tsv in FOLDER (or in --out), left_out.tsv with what is no volume and
 why, octa.tsv where there are flow cubes or en-face images of OCTA, labels.parquet where exports have
 thickness grids, surfaces/ where .vol files have layers, and a summary in words. Headers are read, not
-volumes.
-A second run adds what is new, and changes no cell that somebody filled.
+volumes. --set NAME is a public data set in the layout of its owners: then whose eyes they are, splits, labels
+and spacing come from there, and labels/, labels.tsv and label_classes.yaml are written too. Nothing is
+downloaded. A second run adds what is new, and changes no cell that somebody filled.
 
 examples:
     python -m data_setup.index scans
     python -m data_setup.index gs://bucket/scans --out tables --person '^([^/]+)/'
+    python -m data_setup.index OCTA-500 --set octa500 --out tables
+    python -m data_setup.index --sets octa500
 
 A person is PatientID of the header as a digest (--keep-ids: as it is, which may identify somebody), else the
 nearest name in the path that is more than an eye, a visit or a protocol. --person takes it out of every path
@@ -20,6 +23,7 @@ from __future__ import annotations
 
 import argparse
 import os
+from collections import Counter
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -29,12 +33,14 @@ from data_setup.index.layers import with_layers
 from data_setup.index.look import OCTA, Entry, Rules, look, with_ids_of_folders
 from data_setup.index.octa import write_octa
 from data_setup.index.people import compile_pattern
+from data_setup.index.sets.facts import Tree
+from data_setup.index.sets.page import describe, overview
+from data_setup.index.sets.preset import entries_of, plug_of
 from data_setup.index.summary import summarise
 from data_setup.index.write import write_tables
 from data_setup.readers.faults import RejectReason
 from data_setup.store.format import UNREAD
 from data_setup.tables.participants import TREE
-from utils import storage
 from utils.cli import add_workers
 from utils.config.schema import StorageOptions
 from utils.errors import EXIT_TRY_AGAIN, UserError
@@ -51,7 +57,12 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("folder", metavar="FOLDER", help="the root of the tree: a folder or a URL")
+    root = parser.add_mutually_exclusive_group(required=True)
+    root.add_argument("folder", nargs="?", metavar="FOLDER", help="the root of the tree: a folder or a URL")
+    root.add_argument(
+        "--sets", nargs="?", const="", metavar="NAME", help="print all public sets, or everything about one"
+    )
+    parser.add_argument("--set", metavar="NAME", help="the public set that the tree is")
     parser.add_argument("--out", metavar="DIR", help="where the tables go (default: FOLDER)")
     parser.add_argument("--person", metavar="PATTERN", help="a regular expression; its group is the person")
     parser.add_argument("--keep-ids", action="store_true", help="PatientID as it is, not its digest")
@@ -64,11 +75,42 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; 0, or EXIT_TRY_AGAIN when storage did not give some files; raises UserError."""
     args = _parse(argv)
+    if args.sets is not None:
+        print("\n".join(describe(plug_of(args.sets)) if args.sets else overview()))
+        return 0
+    plug = plug_of(args.set) if args.set else None
+    if plug and (args.person or args.keep_ids):
+        raise UserError("--set: expected neither --person nor --keep-ids with it, found one")
     options = StorageOptions(endpoint_url=args.endpoint_url, profile=args.profile)
     root = args.folder.rstrip("/") or "/"
     out = (args.out or root).rstrip("/") or "/"
-    rules = Rules(compile_pattern(args.person) if args.person else None, args.keep_ids)
-    sizes = storage.find_sizes(root, options)
+    tree = Tree(root, options)
+    _check_places(tree, out)
+    others: Counter[str] = Counter()
+    if plug:
+        entries = entries_of(plug, tree, out)
+    else:
+        rules = Rules(compile_pattern(args.person) if args.person else None, args.keep_ids)
+        entries, others = _entries(tree, rules, args.workers)
+    if not any(entry.is_row for entry in entries):
+        reasons = [f"{entry.path}: {entry.status}: {entry.message}" for entry in entries[:3]]
+        seen = "; ".join(reasons) or f"{len(tree.sizes)} files of other kinds"
+        raise UserError(f"{root}: expected an OCT volume, found none ({seen})")
+    octa = [entry for entry in entries if entry.status == OCTA]
+    entries = [entry for entry in entries if entry.status != OCTA]
+    if not plug:
+        entries = with_layers(root, out, with_ids_of_folders(entries), options)
+    has_classes = plug is not None and any(entry.label_volume for entry in entries)
+    classes = plug.classes_of_voxels(tree) if plug and has_classes else {}
+    written = write_tables(out, entries, options, classes if plug else None)
+    octa_lines = write_octa(out, entries, octa, options)
+    print("\n".join(summarise(root, out, entries, others, written, options, octa_lines, plug)))
+    return EXIT_TRY_AGAIN if any(entry.status == UNREAD for entry in entries) else 0
+
+
+def _check_places(tree: Tree, out: str) -> None:
+    """Raise UserError for a folder that cannot be indexed, or an output that cannot be written."""
+    root, sizes = tree.root, tree.sizes
     if not sizes:
         raise UserError(
             f"{root}: expected a folder with files in it, found none; name the one that holds your scans "
@@ -84,10 +126,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     tops = {path.partition("/")[0] for path in sizes if "/" in path}
     if "dataset" in tops and len(tops) > 1:  # the manifest's paths leave this name out
         raise UserError(f"{root}: expected no folder dataset beside others, found it: index {root}/dataset")
-    candidates, others = find_candidates(root, sizes, options)
-    reader = partial(look, root=root, rules=rules, options=options)
+
+
+def _entries(tree: Tree, rules: Rules, workers: int) -> tuple[list[Entry], Counter[str]]:
+    """(what may be a volume, number of the other files by kind) of any tree."""
+    candidates, others = find_candidates(tree.root, tree.sizes, tree.options)
+    reader = partial(look, root=tree.root, rules=rules, options=tree.options)
     entries: list[Entry] = []
-    with pool_of(args.workers if len(candidates) > FEW else 0) as pool:
+    with pool_of(workers if len(candidates) > FEW else 0) as pool:
         results = pool.map(reader, candidates, chunksize=8)
         progress = track(results, len(candidates), "index", "files")
         for candidate, entry in zip(candidates, progress, strict=True):
@@ -95,15 +141,4 @@ def main(argv: Sequence[str] | None = None) -> int:
                 others["files without a known ending"] += 1
             else:
                 entries.append(entry)
-    if not any(entry.is_row for entry in entries):
-        reasons = [f"{entry.path}: {entry.status}: {entry.message}" for entry in entries[:3]]
-        seen = "; ".join(reasons) or f"{len(sizes)} files of other kinds"
-        raise UserError(f"{root}: expected an OCT volume, found none ({seen})")
-    octa = [entry for entry in entries if entry.status == OCTA]
-    entries = with_ids_of_folders([entry for entry in entries if entry.status != OCTA])
-    entries = with_layers(root, out, entries, options)
-    written = write_tables(out, entries, options)
-    lines = summarise(root, out, entries, others, written, options)
-    lines[-1:-1] = write_octa(out, entries, octa, options)
-    print("\n".join(lines))
-    return EXIT_TRY_AGAIN if any(entry.status == UNREAD for entry in entries) else 0
+    return entries, others

@@ -14,7 +14,7 @@ from typing import IO
 
 import numpy as np
 
-from data_setup.height_maps import CLEARER, LEAST_STEP, edge_step
+from data_setup.attach.directions import CLEARER_STEP, LEAST_STEP, edge_step
 from data_setup.index.candidates import SURFACES_ENDING
 from data_setup.index.look import Entry
 from data_setup.readers.dicom import open_file
@@ -43,7 +43,7 @@ def _with_layers(root: str, out: str, entry: Entry, options: StorageOptions) -> 
             if drawn is not None and entry.kind == kinds.FDA:
                 drawn = _directed(drawn, file, url, entry)
     except OCTReadError as error:  # of the layers alone: the volume is read without them
-        return replace(entry, without_layers=f"{error.reason}: {error.detail}")
+        return replace(entry, without_labels=f"{error.reason}: {error.detail}")
     if drawn is None:
         return entry
     path = f"{FOLDER}/{entry.path}{SURFACES_ENDING}"
@@ -58,7 +58,7 @@ def _directed(drawn: Surfaces, file: IO[bytes], url: str, entry: Entry) -> Surfa
     frames = np.stack(list(topcon.stored_frames(file, url, set(chosen.tolist()))))
     spacing = entry.spacing_mm[1] if entry.spacing_mm else np.inf  # of what a YAML still has to say: 1 row
     steps = [edge_step(frames, rows[chosen], spacing) for rows in (first, first[::-1])]
-    if max(steps) < LEAST_STEP or max(steps) < CLEARER * min(steps):
+    if max(steps) < LEAST_STEP or max(steps) < CLEARER_STEP * min(steps):
         expected = f"B-scans that get brighter below {drawn.names[0]} one way alone"
         raise OCTReadError(url, RejectReason.NO_EDGE, expected, f"steps of {steps[0]:.2f} and {steps[1]:.2f}")
     return drawn if steps[0] > steps[1] else replace(drawn, heights=drawn.heights[:, ::-1])

@@ -7,7 +7,7 @@ header also the maker's words, PatientID and PatientAge. Names and dates of pati
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import pydicom
@@ -40,7 +40,7 @@ UNKNOWN = "unknown"
 XML = "Heidelberg XML"
 WITHOUT_YAML = ("DICOM", XML)
 HEADED = (*WITHOUT_YAML, *kinds.HEADED)  # kinds whose header says the eye; of the others a YAML may
-_STAND_IN = (0.1, 0.003, 0.01)  # mm, to get past a missing spacing to the shape; written nowhere
+STAND_IN = (0.1, 0.003, 0.01)  # mm, to get past a missing spacing to the shape; written nowhere
 _TAGS = ["PatientID", "PatientAge", "Manufacturer", "ManufacturerModelName", "ProtocolName"]
 
 
@@ -61,11 +61,13 @@ class Entry:
     status: str = OK  # else the reason of the reject
     message: str = ""
     person_id: str = ""
-    person_source: str = ""  # --person | header | folder (another header's of it) | path
+    person_source: str = ""  # --person | header | folder (another header's of it) | path | set
     place: str = ""  # the folder of the name in the path that is the person's
     path_name: str = ""  # that name, where the header has an id too
     id_key: str = ""  # a digest of the header's id without blanks and case, to compare
-    age: int | None = None
+    facts: Mapping[str, str] = field(default_factory=dict)  # of the person, or of the eye: age, study_group
+    visit: Mapping[str, str] = field(default_factory=dict)  # of this volume alone
+    split: str = ""  # train | val | test, by a set's owners
     laterality: str = ""  # L | R
     other_side: str = ""  # L | R as the path says where the header says the other; of YAML the YAML's
     device: str = UNKNOWN
@@ -77,8 +79,10 @@ class Entry:
     d_order: str = UNKNOWN
     files: str = ""  # of a folder: the pattern of its B-scans, where other images are in it
     sop_instance_uid: str = ""
-    label_surfaces: str = ""  # the .npz of its layers, from the manifest's folder
-    without_layers: str = ""  # why those of the file are not used
+    volume_yaml: str = ""  # keys of a volume.yaml in one line
+    label_volume: str = ""  # the .npz of its classes of voxels, from the manifest's folder
+    label_surfaces: str = ""  # the .npz of its layers
+    without_labels: str = ""  # why those of the file are not used
     etdrs: dict[str, float] = field(default_factory=dict)
     octa: OctaHeader | None = None
 
@@ -156,7 +160,7 @@ def _octa(
 
 def _without_spacing(entry: Entry, record: Record, candidate: Candidate, options: StorageOptions) -> Entry:
     """What is known of a volume whose spacing nothing says; raises OCTReadError, StorageError."""
-    header = peek_record(replace(record, spacing_mm=_STAND_IN), candidate.size, options)
+    header = peek_record(replace(record, spacing_mm=STAND_IN), candidate.size, options)
     known = _described(entry, header)
     return replace(known, status=RejectReason.MISSING_SPACING.value, spacing_mm=None, spacing_source="")
 
@@ -205,7 +209,7 @@ def _with_dicom(entry: Entry, url: str, size: int, rules: Rules, options: Storag
     if entry.protocol not in BY_NAME and text["ProtocolName"]:
         entry = replace(entry, protocol=_name(text["ProtocolName"]) or entry.protocol)
     if years := re.fullmatch(r"0*(\d{1,3})Y", text["PatientAge"]):
-        entry = replace(entry, age=int(years[1]))
+        entry = replace(entry, facts={"age": years[1]})
     return _with_id(entry, text["PatientID"] or None, rules)
 
 

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from data_setup.index.candidates import IMAGES
 from data_setup.index.look import HEADED, UNKNOWN, WITHOUT_YAML, Entry
+from data_setup.index.sets.facts import Plug
 from data_setup.index.write import Written
 from data_setup.readers.faults import RejectReason
 from data_setup.readers.makers import kinds
@@ -29,8 +30,10 @@ def summarise(
     others: Counter[str],
     written: Written,
     options: StorageOptions,
+    octa: Sequence[str],
+    plug: Plug | None,
 ) -> list[str]:
-    """The lines of the summary."""
+    """The lines of the summary; `octa`: those of octa.tsv; `plug`: of the public set that it is."""
     rows = [entry for entry in entries if entry.is_row]
     lines = [
         f"{root}: {_count(len(rows), 'volume')} of {_count(len({e.person_id for e in rows}), 'person')}",
@@ -39,9 +42,10 @@ def summarise(
         f"protocols   {_words(e.protocol for e in rows)}",
         f"eyes        {_words(e.laterality or UNKNOWN for e in rows)}",
         f"order of D  {_words(e.d_order for e in rows)}",
-        *_people(rows),
-        *_sets(rows),
-        *_layers(rows),
+        *_people(rows, written.dealt),
+        *(_set(plug, rows) if plug else []),
+        *_parts(rows),
+        *_unused_labels(rows),
         *_missing(root, rows, written.filled),
         *_left_out([entry for entry in entries if not entry.is_row]),
     ]
@@ -49,16 +53,17 @@ def summarise(
         lines.append("no OCT: " + _counted(others))
     if others["archives"]:
         lines.append("  archives are unpacked by: python -m data_setup.expand --src URL --dst URL")
-    return [*lines, *_tables(written), *_next(root, out, options)]
+    return [*lines, *_tables(written), *octa, *_next(root, out, rows, options, plug)]
 
 
-def _people(rows: Sequence[Entry]) -> list[str]:
+def _people(rows: Sequence[Entry], are_dealt: bool) -> list[str]:
     """Where the names of people come from, with examples where it is a path."""
     texts = {
         "header": "of the headers (digests of PatientID, unless --keep-ids)",
         "folder": "of other headers below the same name, for files without PatientID",
         "path": "of the paths",
         "--person": "of --person",
+        "set": "of the set",
     }
     lines = []
     for source, text in texts.items():
@@ -76,8 +81,13 @@ def _people(rows: Sequence[Entry]) -> list[str]:
         lines.append(
             f"  {len(several)} names are in several folders, each taken for one person: {_some(several)}"
         )
-    lines += _doubts(rows)
-    if (count := len({e.person_id for e in rows})) < FEW_PEOPLE:
+    lines += _doubts([entry for entry in rows if entry.person_source != "set"])
+    if are_dealt:
+        lines.append(
+            "  splits: none of the owners; recommended_split of participants.tsv gives a fifth of the people "
+            "each to val and test"
+        )
+    elif (count := len({e.person_id for e in rows})) < FEW_PEOPLE and not any(e.split for e in rows):
         lines.append(
             f"  {count} people are few: more of them later may move some to another split, unless "
             "recommended_split of participants.tsv says where each is"
@@ -121,16 +131,35 @@ def _several(sets: Mapping[str, set[str]], word: str) -> list[str]:
     return [f"{key} {word} {' and '.join(sorted(s)[:2])}" for key, s in sorted(sets.items()) if len(s) > 1]
 
 
-def _sets(rows: Sequence[Entry]) -> list[str]:
+def _set(plug: Plug, rows: Sequence[Entry]) -> list[str]:
+    """What a public set has besides, and what nobody verified and the tables now rely on."""
+    lines = [
+        f"set         {plug.title}",
+        f"shapes      {_words(' x '.join(map(str, e.shape)) for e in rows if e.shape)} (D x H x W)",
+        f"splits      {_words(e.split or 'none of the owners' for e in rows)}",
+        f"labels      {sum(bool(e.label_volume) for e in rows)} volumes with voxels, "
+        f"{sum(bool(e.label_surfaces) for e in rows)} with surfaces",
+    ]
+    if any("study_group" in entry.facts for entry in rows):
+        lines.append(f"classes     {_words(e.facts.get('study_group') or 'no class' for e in rows)}")
+    facts = {"layout": plug.layout, "orientation": plug.orientation, "labels": plug.labels}
+    if any(entry.spacing_source == "set" for entry in rows):
+        facts["spacing"] = plug.spacing
+    if doubtful := [name for name, fact in facts.items() if fact.mark == "n/v"]:
+        lines.append(f"not verified, look before you rely on it: {', '.join(doubtful)} (--sets {plug.name})")
+    return lines
+
+
+def _parts(rows: Sequence[Entry]) -> list[str]:
     """The folders of which only a part of the images are taken for B-scans."""
     part = [f"{entry.path}/{entry.files}" for entry in rows if entry.files]
     return [f"taken of folders with other images: {len(part)} ({_some(part)}): column files"] if part else []
 
 
-def _layers(rows: Sequence[Entry]) -> list[str]:
-    """The files whose layers are not used, with the reason of the first."""
-    part = [entry for entry in rows if entry.without_layers]
-    return [f"layers not used: {len(part)} ({_names(part)}): {part[0].without_layers}"] if part else []
+def _unused_labels(rows: Sequence[Entry]) -> list[str]:
+    """The files whose labels are not used, with the reason of the first."""
+    part = [entry for entry in rows if entry.without_labels]
+    return [f"labels not used: {len(part)} ({_names(part)}): {part[0].without_labels}"] if part else []
 
 
 def _missing(root: str, rows: Sequence[Entry], filled: Mapping[str, set[str]]) -> list[str]:
@@ -220,14 +249,25 @@ def _tables(written: Written) -> list[str]:
     return [*lines, *(f"written: {url}" for url in written.urls)]
 
 
-def _next(root: str, out: str, options: StorageOptions) -> list[str]:
+def _next(
+    root: str, out: str, rows: Sequence[Entry], options: StorageOptions, plug: Plug | None
+) -> list[str]:
+    """The next command; of a set also the training of each task that its labels allow."""
     places = [f"data.gcs_root={root}", f"data.manifest_path={join(out, 'manifest.tsv')}"]
     if out != root:
         places.append(f"data.participants_path={join(out, 'participants.tsv')}")
     given = {"endpoint_url": options.endpoint_url, "profile": options.profile}
     places += [f"data.storage_options.{key}={value}" for key, value in given.items() if value]
-    words = ["python", "-m", "data_setup.prepare", "--config", CONFIG, *places, "data.store=STORE"]
-    return [f"next: {shlex.join(words)}"]
+    places.append("data.store=STORE")
+    words = ["python", "-m", "data_setup.prepare", "--config", CONFIG, *places]
+    lines = [f"next: {shlex.join(words)}"]
+    if plug and any(entry.label_volume or entry.label_surfaces for entry in rows):
+        lines.append(f"then: {shlex.join([*words, '--labels'])}")
+    for task in plug.tasks if plug else ():
+        words = ["python", "-m", "finetuning.train", "--config", task.config, "model.checkpoint=RUN", *places]
+        changes = [text.replace("{out}", out) for text in task.overrides]
+        lines.append(f"then: {shlex.join([*words, *changes])}")
+    return lines
 
 
 def _count(number: int, noun: str) -> str:

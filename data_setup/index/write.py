@@ -1,8 +1,9 @@
 """Write the tables of a tree; what a table has already stays.
 
-In: entries. Out: manifest.tsv (one row a volume), participants.tsv (one row a person), left_out.tsv (what is
-no volume, and why), labels.parquet (what exports measured). A cell that somebody filled is never changed: an
-entry fills empty cells and adds rows at the end.
+In: entries. Out: manifest.tsv (one row a volume), participants.tsv (one row a person, of a public set one an
+eye where its eyes are known), left_out.tsv (what is no volume, and why), labels.parquet (what exports
+measured), labels.tsv (what a set says of a volume alone), label_classes.yaml. A cell that somebody filled is
+never changed: an entry fills empty cells and adds rows at the end.
 """
 
 from __future__ import annotations
@@ -12,12 +13,23 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import pandas as pd
+import yaml
 
 from data_setup.index.look import UNKNOWN, Entry
-from data_setup.tables.text import PERSON_COLUMNS, SIDES, Row, clean_path, read_table, spacing_of, table_text
+from data_setup.tables.splits import dealt_splits, needs_splits
+from data_setup.tables.text import (
+    PERSON_COLUMNS,
+    SIDES,
+    Row,
+    clean_path,
+    label_of,
+    read_table,
+    spacing_of,
+    table_text,
+)
 from utils.config.schema import StorageOptions
 from utils.errors import UserError
-from utils.storage import exists, join, write_bytes, write_text
+from utils.storage import exists, join, read_text, write_bytes, write_text
 
 MANIFEST_COLUMNS = (
     "person_id",
@@ -35,7 +47,7 @@ MANIFEST_COLUMNS = (
     "files",
     "sop_instance_uid",
 )
-SURFACES = "label_surfaces"  # where a file has layers
+OPTIONAL_COLUMNS = ("volume_yaml", "label_volume", "label_surfaces")  # where any entry has them
 PEOPLE_COLUMNS = ("person_id", "study_group", "clinical_site", "age")
 LEFT_OUT_COLUMNS = ("filepath", "kind", "reason", "message")
 
@@ -52,19 +64,31 @@ class Written:
     people: set[str] = field(default_factory=set)  # of the manifest, afterwards
     filled: dict[str, set[str]] = field(default_factory=dict)  # path -> columns that its kept row has
     without_split: int = 0  # added to a table of people that has recommended_split
+    dealt: bool = False  # splits are dealt to a set that has none
     stale: str = ""  # labels.parquet of an earlier run, where no export has a grid any more
 
 
-def write_tables(out: str, entries: Sequence[Entry], options: StorageOptions) -> Written:
-    """Write them all; raises UserError for a table that cannot be read, StorageError."""
+def write_tables(
+    out: str, entries: Sequence[Entry], options: StorageOptions, classes: Mapping[int, str] | None = None
+) -> Written:
+    """Write them all; `classes`: of a public set, the names of its voxels' classes, maybe none.
+
+    Raises UserError for a table that cannot be read, StorageError.
+    """
     written = Written()
     rows = [entry for entry in entries if entry.is_row]
     manifest = _manifest(out, rows, options, written)  # raises before anything is written
-    people = _people(out, rows, options, written)  # both are read before one is written
+    people = _people(out, rows, options, written, classes is not None)  # both are read before one is written
+    texts = _texts_of_set(rows, classes or {})
+    for name, text in texts.items():
+        _refuse_another(join(out, name), text, options)
     _write(out, "manifest.tsv", *manifest, options, written)
     _write(out, "participants.tsv", *people, options, written)
     left_out = [entry for entry in entries if not entry.is_row]
     _write(out, "left_out.tsv", LEFT_OUT_COLUMNS, [_left_out(entry) for entry in left_out], options, written)
+    for name, text in texts.items():
+        write_text(join(out, name), text, options)
+        written.urls.append(join(out, name))
     labels = [{**_label_ids(e), **e.etdrs} for e in rows if e.etdrs]
     if labels:
         buffer = io.BytesIO()
@@ -94,14 +118,15 @@ def manifest_row(entry: Entry) -> Row:
         "d_order": entry.d_order,
         "files": entry.files,
         "sop_instance_uid": entry.sop_instance_uid,
-        **({SURFACES: entry.label_surfaces} if entry.label_surfaces else {}),
+        **{name: value for name in OPTIONAL_COLUMNS if (value := getattr(entry, name))},
     }
 
 
 def _manifest(
     out: str, entries: Sequence[Entry], options: StorageOptions, written: Written
 ) -> tuple[list[str], list[Row]]:
-    usual = (*MANIFEST_COLUMNS, *[SURFACES][: any(entry.label_surfaces for entry in entries)])
+    optional = [name for name in OPTIONAL_COLUMNS if any(getattr(entry, name) for entry in entries)]
+    usual = (*MANIFEST_COLUMNS, *optional)
     columns, kept = _read(join(out, "manifest.tsv"), ("filepath",), usual, options)
     by_path = {clean_path(row["filepath"]): row for row in kept}
     _check_people(join(out, "manifest.tsv"), entries, by_path)
@@ -157,25 +182,87 @@ def _is_same(column: str, cell: str, value: str) -> bool:
 
 
 def _people(
-    out: str, entries: Sequence[Entry], options: StorageOptions, written: Written
+    out: str, entries: Sequence[Entry], options: StorageOptions, written: Written, is_set: bool
 ) -> tuple[list[str], list[Row]]:
     url = join(out, "participants.tsv")
-    columns, kept = _read(url, (), PEOPLE_COLUMNS, options)
+    fresh = _rows_of_people(entries, written, is_set)
+    names = sorted({name for row in fresh.values() for name in row} - {"recommended_split"})
+    has_eyes, has_splits = (
+        any(side for _, side in fresh),
+        any("recommended_split" in r for r in fresh.values()),
+    )
+    of_set = ("person_id", *["laterality"] * has_eyes, *["recommended_split"] * has_splits, *names)
+    columns, kept = _read(url, (), of_set if is_set else PEOPLE_COLUMNS, options)
     id_column = next(name for name in PERSON_COLUMNS if name in columns)
     if kept and not written.people & (present := {row[id_column] for row in kept}):
         raise UserError(
             f"{url}: expected people of the files, found {min(present)!r} and others, where the files have "
             f"{min(written.people)!r}: see --keep-ids and --person, or give --out DIR"
         )
-    ages: dict[str, set[int]] = {}
-    for entry in entries:
-        ages.setdefault(entry.person_id, set()).update({entry.age} if entry.age is not None else ())
-    for person in sorted(written.people - {row[id_column] for row in kept}):
-        age = ages.get(person, set())
-        known = {id_column: person, "age": str(age.pop()) if len(age) == 1 else ""}
-        kept.append(dict.fromkeys(columns, "") | {k: v for k, v in known.items() if k in columns})
-        written.without_split += "recommended_split" in columns
+    people = {person for person, _ in fresh}
+    wanted = {key for key in fresh if key[0] in written.people} | {(p, "") for p in written.people - people}
+    for row in kept:
+        wanted.discard((row[id_column], SIDES.get(row.get("laterality", "").lower(), "") if is_set else ""))
+    for person, side in sorted(wanted):
+        cells = {id_column: person, "laterality": side, **fresh.get((person, side), {})}
+        kept.append({name: cells.get(name, "") for name in columns})
+        written.without_split += "recommended_split" in columns and not cells.get("recommended_split")
     return columns, kept
+
+
+def _rows_of_people(
+    entries: Sequence[Entry], written: Written, is_set: bool
+) -> dict[tuple[str, str], dict[str, str]]:
+    """(person, eye) -> facts; the eye is empty but in a set, and so is a fact on which two files differ.
+
+    Raises UserError where two volumes of a set say different things, or one person is in two splits.
+    """
+    rows: dict[tuple[str, str], dict[str, str]] = {}
+    splits: dict[str, str] = {}
+    for entry in entries:
+        row = rows.setdefault((entry.person_id, entry.laterality if is_set else ""), {})
+        for name, value in entry.facts.items():
+            if label_of(value) is None or row.setdefault(name, value) == value:
+                continue
+            if is_set:
+                raise UserError(
+                    f"{entry.path}: {name} of {entry.person_id} {entry.laterality}: expected {row[name]!r} "
+                    f"as in another volume, found {value!r}"
+                )
+            row[name] = ""
+        if splits.setdefault(entry.person_id, entry.split) != entry.split:
+            raise UserError(
+                f"{entry.path}: expected {entry.person_id} in one split, found {splits[entry.person_id]!r} "
+                f"and {entry.split!r}"
+            )
+    written.dealt = is_set and needs_splits(splits)
+    if written.dealt:
+        labels = {p: tuple(sorted((k, v) for k, v in r.items() if k != "age")) for (p, _), r in rows.items()}
+        splits = dealt_splits(labels)
+    for (person, _), row in rows.items():
+        row |= {"recommended_split": splits[person]} if splits[person] else {}
+    return rows
+
+
+def _texts_of_set(entries: Sequence[Entry], classes: Mapping[int, str]) -> dict[str, str]:
+    """{name: text} of what a set has besides: labels.tsv of single volumes, label_classes.yaml."""
+    texts = {}
+    visits = [entry for entry in entries if entry.visit]
+    if visits:
+        names = sorted({name for entry in visits for name in entry.visit})
+        columns = (*_label_ids(visits[0]), *names)
+        texts["labels.tsv"] = table_text(columns, [{**_label_ids(e), **e.visit} for e in visits])
+    if classes:
+        texts["label_classes.yaml"] = yaml.safe_dump(dict(classes), sort_keys=True)
+    return texts
+
+
+def _refuse_another(url: str, text: str, options: StorageOptions) -> None:
+    if exists(url, options) and read_text(url, options) != text:
+        raise UserError(
+            f"{url}: expected no table, or the one that this command writes, found another: give --out DIR, "
+            "or move it away"
+        )
 
 
 def _read(

@@ -16,6 +16,8 @@ from typing import Any
 from utils.errors import UserError
 
 TEST_SHARE, VAL_SHARE = 0.2, 0.1
+FEW_PEOPLE = 50  # a public set of fewer without splits of its owners gets some
+DEALT_SHARE, LEAST_PEOPLE = 0.2, 2  # of the people: who validates, and who is tested
 HASH, EXACT = "hash", "exact"  # how validation participants are cut inside train; EXACT: stores before HASH
 
 
@@ -94,6 +96,24 @@ def stratified_choice(strata: Mapping[str, Hashable], count: int, seed: int, pur
     for key in by_remainder[: count - sum(quota.values())]:
         quota[key] += 1
     return {person_id for key, ids in groups.items() for person_id in ids[: quota[key]]}
+
+
+def needs_splits(splits: Mapping[str, str]) -> bool:
+    """Whether a public set of these people, with the splits of its owners, gets some here."""
+    return not any(splits.values()) and 3 * LEAST_PEOPLE <= len(splits) < FEW_PEOPLE
+
+
+def dealt_splits(group_of: Mapping[str, Hashable]) -> dict[str, str]:
+    """person -> train | val | test for a set without splits: a fifth each validates and tests, at least two.
+
+    By labels, then by a hash of the ids. By the hash alone a set of ten may have one person to validate on,
+    with which no head is trained.
+    """
+    count = max(LEAST_PEOPLE, round(DEALT_SHARE * len(group_of)))  # of each side
+    test = stratified_choice(group_of, count, 0, "plug test")
+    rest = {person: group for person, group in group_of.items() if person not in test}
+    val = stratified_choice(rest, count, 0, "plug val")
+    return {p: "test" if p in test else "val" if p in val else "train" for p in group_of}
 
 
 def _label(value: Any) -> str:

@@ -140,7 +140,7 @@ def fold_by_fold(parts: Sequence[Entry], cohorts: Sequence[Cohort], name: str, l
 
 def architecture(cfg: Config) -> str:
     """What two configurations share whose random encoders are the same."""
-    return f"{cfg.method.recipe} {cfg.method.context} {cfg.model.size} {cfg.model.rope} {cfg.spatial}"
+    return f"{cfg.method.recipe} {cfg.model.size} {cfg.model.rope} {cfg.spatial}"
 
 
 def baseline_entries(volumes: Volumes) -> list[Entry]:

@@ -48,6 +48,7 @@ from utils.log import NoLog, RunLog
 from utils.run.checkpoints import Checkpoints
 from utils.run.folder import claim_run_dir, held_run
 from utils.run.guard import guard
+from utils.runtime import patience
 from utils.runtime.single import Runtime, StopRequested
 
 log = logging.getLogger(__name__)
@@ -94,7 +95,7 @@ def _finetune(
     while not progress.is_over(plan):
         step = progress.step
         runtime.watchdog.beat(f"step {step + 1}")
-        on_host = next_or_stop(batches, runtime, cfg.data.data_timeout_s)
+        on_host = next_or_stop(batches, runtime, patience.DATA_S)
         if on_host is None:
             break
         micro_batches = [runtime.to_device(batch) for batch in on_host]

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from einops import rearrange
 
-from data_setup.height_maps import lay_on_scan
+from data_setup.attach.grid import lay_on_scan
 from data_setup.normalisation import plain_view
 from data_setup.store.format import geometry_of
 from finetuning.dense.layers.decoder import heights_of

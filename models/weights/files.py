@@ -26,7 +26,6 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from models.vit3d import SIZES
-from models.vjepa3d import HEADS
 from models.weights.hf_layout import FIXED, MODEL_TYPE, from_hf
 from models.weights.shape import (
     EXPORT_FORMAT,
@@ -265,11 +264,7 @@ def _own(url: str, state: dict[str, Any]) -> Weights:
     parts: dict[str, dict[str, Tensor]] = {role: {} for role in ROLES}
     for name, tensor in state["model"].items():
         role, _, rest = name.partition(".")
-        if role in (
-            *(f"{name}_head" for name in HEADS),
-            "neighbour_head",
-            "centres",
-        ):  # of pre-training alone: nobody continues from it or exports it
+        if role == "neighbour_head":  # of pre-training alone: nobody continues from it or exports it
             continue
         if role not in parts:
             raise CheckpointError(f"{url}: expected {', '.join(ROLES)}, found {name}")

@@ -138,7 +138,7 @@ def fit(weights: Weights, cfg: Config) -> Fit:
 def _require_encoder(weights: Weights, cfg: Config) -> None:
     wanted, where = SIZES[cfg.model.size], weights.where
     recipe = recipe_of(cfg.method)
-    is_learned, is_dense = recipe.positions == "learned", recipe.context == "dense"
+    is_learned = recipe.positions == "learned"
     if is_learned != (weights.positions == "learned"):
         raise CheckpointError(
             f"{where}: method.recipe {cfg.method.recipe}: expected {'learned' if is_learned else 'rotary'} "
@@ -149,11 +149,8 @@ def _require_encoder(weights: Weights, cfg: Config) -> None:
             f"{where}: model.rope: expected {cfg.model.rope} of the configuration, found {weights.rope} "
             f"(model.rope={weights.rope} fits these weights)"
         )
-    if not is_learned and is_dense != ("mask_token" in weights.encoder):
-        difference = "a mask token in the encoder, found none"
-        if not is_dense:
-            difference = "no mask token in the encoder, found one"
-        raise CheckpointError(f"{where}: method.context {cfg.method.context}: expected {difference}")
+    if not is_learned and "mask_token" in weights.encoder:
+        raise CheckpointError(f"{where}: expected no mask token in the encoder, found one")
     if weights.size != wanted:
         raise CheckpointError(
             f"{where}: model.size {cfg.model.size}: expected {shown(wanted)}, found {shown(weights.size)}"
@@ -175,9 +172,6 @@ def _predictor_misfit(weights: Weights, theirs: dict[str, Tensor], cfg: Config, 
         return "the file has no predictor"
     if weights.recipe != cfg.method.recipe:
         return f"predictor of recipe {weights.recipe}"
-    layers = None if weights.cfg is None else weights.cfg.method.target_layers
-    if weights.cfg is not None and layers != cfg.method.target_layers:
-        return f"predictor of method.target_layers {layers}"
     try:
         require_same("predictor", model.predictor.state_dict(), theirs)
     except CheckpointError as error:

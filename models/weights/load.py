@@ -54,11 +54,6 @@ def load_vjepa2(
     if weights.predictor_size is None:
         theirs = "V-JEPA 2.1's, which predicts other features" if weights.layout == "research_2_1" else "none"
         raise CheckpointError(f"{path}: expected a transformer predictor, found {theirs}")
-    if "mask_token" in weights.encoder:
-        raise CheckpointError(
-            f"{path}: expected an encoder of visible tokens, found one with a mask token (method.context "
-            "dense)"
-        )
     if adapt:
         patch = (ADAPTED_PLANES, *weights.patch[1:])
         weights = replace(

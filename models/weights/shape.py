@@ -14,7 +14,8 @@ from torch import Tensor
 
 from models.predictor import HEAD_DIM as PREDICTOR_HEAD_DIM
 from models.predictor import Predictor3D
-from models.vit3d import RopeForm, Size, VisionTransformer3D
+from models.rotary import RopeForm
+from models.vit3d import Size, VisionTransformer3D
 from models.weights.hf_layout import num_mask_tokens
 from utils.checkpoint import CheckpointError
 from utils.config.schema import Config

@@ -2,7 +2,7 @@
 
 In: laps that the loop and the step call out, each with the name of the part that has just ended. Out: the
 `perf/` metrics of one log line, over the time since the line before; docs/guides/throughput.md explains each.
-A lap reads a clock or records an event: nothing here waits for the device but `restart`.
+A lap reads a clock or records an event: only `restart` and `metrics` wait for the device.
 
 CPU: the host's clock. CUDA: events on the stream, so the parts are the device's time, what it stands still
 included. XLA: the host only traces forward, backward and update, so these are no parts there.
@@ -144,7 +144,8 @@ class Throughput:
         self.laps.settle()
 
     def metrics(self) -> dict[str, float | None]:
-        """The `perf/` metrics since the last call or `restart`. The device must have been waited for."""
+        """The `perf/` metrics since the last call or `restart`; waits for the device."""
+        self.runtime.synchronise()
         self.lap("other")
         seconds, steps = time.perf_counter() - self._began, self._steps
         self._start_window()

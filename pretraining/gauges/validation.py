@@ -22,7 +22,7 @@ from data_setup.transforms import STREAM_MASK, random_stream
 from models.probes.features import lidar, rankme
 from models.vit3d import gather_tokens
 from models.vjepa3d import Output
-from pretraining.gauges.monitor import voxels_of_tokens
+from pretraining.gauges.monitor import TargetMotion, voxels_of_tokens
 from pretraining.gauges.skill import select, validation_skill
 from pretraining.gauges.throughput import volume_flops
 from pretraining.gauges.validation_probes import probe_scores, probe_sides
@@ -50,6 +50,7 @@ class Validation:
 
     def __init__(self, run: Run, start: int) -> None:
         self.run, self.start = run, start
+        self.motion = TargetMotion(run.model, run.runtime.to_torch)
         self._began, self._seconds = time.perf_counter(), 0.0
         self._gauge_flops = self._loss_flops = 0
 
@@ -196,7 +197,7 @@ def leaked(run: Run, batch: Batch, output: Output) -> dict[str, Tensor]:
     views = (view(batch, number) for number in (0, 1))
     changed = [torch.where(hidden, seen + 1 + seen.square(), seen) for seen in views]
     with runtime.autocast():
-        again = model(*changed, batch["context"], batch["target"], batch["target_valid"])
+        again = model(*changed, batch["context"], batch["target"], batch["token_valid"])
     before, weight = output.prediction_BME, batch["target_valid"].unsqueeze(-1)
     moved_B = ((again.prediction_BME - before).square() * weight).sum((1, 2))
     size_B = (before.square() * weight).sum((1, 2))
@@ -224,8 +225,7 @@ def masked_views(run: Run, cpu_batch: Batch, batch: Batch) -> Tensor:
             {"context": context_BK, "target": target_BM, "weight": weight_BK}, evaluation_size(run)
         )
         with runtime.autocast():
-            encoded = run.model.encode_context(view_BCDHW, mask["context"], mask["target"], None)
-            features_BKE = run.model.context_tokens(encoded, mask["context"]).float()
+            features_BKE = run.model.encode_context(view_BCDHW, mask["context"], mask["target"], None).float()
         total_BE = (features_BKE * mask["weight"].unsqueeze(-1)).sum(1)
         means.append(total_BE / mask["weight"].sum(1, keepdim=True).clamp(min=1))
         runtime.mark_step()

@@ -44,7 +44,7 @@ def test_the_reference_has_our_loss_and_our_gradients() -> None:
     model.encoder.rope = model.target_encoder.rope = model.predictor.rope = "tiled"
     reference = ReferenceVJEPA2(model)
     context_view, target_view = view(batch, 0), view(batch, 1)
-    ours = model(context_view, target_view, batch["context"], batch["target"], batch["target_valid"])
+    ours = model(context_view, target_view, batch["context"], batch["target"], batch["token_valid"])
     theirs = reference(context_view, target_view, batch["context"], batch["target"])
     ours.loss_B.mean().backward()
     theirs.backward()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -13,8 +12,10 @@ import pydicom
 import pytest
 from scipy.ndimage import zoom
 
-from data_setup import flow_cubes, prepare
-from data_setup.flow_cubes import FlowJob, correlation, prepare_cube, read_links
+from data_setup import prepare
+from data_setup.attach.directions import correlation
+from data_setup.attach.flow import read_jobs
+from data_setup.attach.stored import StoredFlow
 from data_setup.index import cli as index_command
 from data_setup.phantom.cohort import Scan, make_participants
 from data_setup.phantom.files import make_spec, scan_volume, truth_arrays
@@ -22,7 +23,6 @@ from data_setup.phantom.flow import SLABS as PHANTOM_SLABS
 from data_setup.phantom.flow import flow_of
 from data_setup.readers.faults import OCTReadError
 from data_setup.readers.octa import EN_FACE, FLOW_CUBE, SLABS, read_octa, slab_of
-from data_setup.store.flow import StoredFlow
 from data_setup.store.reader import PreparedStore
 from tests.support.flow_factory import make_flow_tree, prepare_flow, rows_of
 from tests.support.heights_factory import OCTA, words
@@ -35,7 +35,6 @@ from tests.support.octa_faults import (
     write_heights,
 )
 from tests.support.pipeline_factory import SMOKE
-from utils import storage
 from utils.config.load import load_config
 from utils.errors import UserError
 
@@ -104,7 +103,7 @@ def require_images(root: Path, row: int, is_reversed: bool = False) -> None:
     manifest = rows_of(root / "tree" / "retinal_octa" / "manifest.tsv")
     line = next(r for r in manifest if str(r["flow_cube_file_path"]).strip("/") == flow.index.path[row])
     for number, slab in enumerate(SLABS, start=1):
-        if slab not in flow.slabs(row):
+        if slab not in flow.names(row):
             continue
         path = root / "tree" / str(line[f"associated_enface_{number}_file_path"]).strip("/")
         image = pydicom.dcmread(path).pixel_array.astype(float)
@@ -146,27 +145,6 @@ def test_quirks_change_no_flow(quirky: Path) -> None:
         require_images(quirky, row, bool(index.reversed_d[row]))
 
 
-def test_an_unclear_cube_runs_as_the_clear_ones_of_its_protocol(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its images follow it; what the clear ones show is kept when the command runs again."""
-    make_flow_tree(tmp_path / "tree", 5, ("reversed",), (0,), SHAPE)
-    prepare_flow(tmp_path)
-    by_scan = index_of(tmp_path)
-    ratios = np.maximum(by_scan.fit, by_scan.fit_reversed) / np.minimum(by_scan.fit, by_scan.fit_reversed)
-    monkeypatch.setattr(flow_cubes, "CLEARER", float(ratios.nsmallest(2).mean()))
-    for path in (tmp_path / "store" / "flow_rows").iterdir():
-        path.unlink()
-    for _ in range(2):
-        assert prepare.main([*words(tmp_path), "--workers", "0", "--flow"]) == 0
-        index = index_of(tmp_path)
-        report = json.loads((tmp_path / "store" / "flow_report.json").read_text())
-        assert report["by_device"]["heidelberg_spectralis"]["unclear"] == 1
-        assert index.reversed_d.all()
-        for row in index.row:
-            require_images(tmp_path, row, True)
-
-
 def test_every_fault_is_counted_by_its_reason(quirky: Path) -> None:
     planted = json.loads((quirky / "tree" / "synthetic.json").read_text())["flow_faults"]
     assert [one["kind"] for one in planted] == list(FLOW_FAULTS)
@@ -187,27 +165,19 @@ def test_every_fault_is_counted_by_its_reason(quirky: Path) -> None:
 def test_a_file_of_the_other_eye_is_not_laid(plain: Path, tmp_path: Path, is_cube: bool) -> None:
     """The cube is left out; of an image the cube and the other images stay."""
     store = PreparedStore.open(str(plain / "store"))
-    link = read_links(load_config(SMOKE, words(plain)[2:]), store)[0][0]
-    changed = link.url if is_cube else link.images[1][1]
+    job = read_jobs(load_config(SMOKE, words(plain)[2:]), store)[0][0]
+    changed = job.url if is_cube else job.images[1][1]
     ds = pydicom.dcmread(changed)
-    assert ds.ImageLaterality == store.index.laterality[link.row]
+    assert ds.ImageLaterality == store.index.laterality[job.row]
     ds.ImageLaterality = "L" if ds.ImageLaterality == "R" else "R"
     path = str(tmp_path / "other.dcm")
     ds.save_as(path)
-    images = tuple((n, path if url == changed else url) for n, url in link.images)
-    written: list[tuple[object, dict[str, object]]] = []
-
-    class Writer:
-        def write_row(self, row: int, flow: object, fields: dict[str, object]) -> None:
-            written.append((flow, fields))
-
-    one = replace(link, url=path if is_cube else link.url, images=images)
-    prepare_cube(FlowJob(one, store, Writer()))  # type: ignore[arg-type]
-    ((flow, fields),) = written
-    assert (flow is None) == is_cube
+    images = tuple((n, path if url == changed else url) for n, url in job.images)
+    arrays, fields = replace(job, url=path if is_cube else job.url, images=images).outcome()
+    assert (arrays is None) == is_cube
     if is_cube:
         assert fields["status"] == "header_mismatch"
-        assert f"expected laterality {store.index.laterality[link.row]}" in str(fields["message"])
+        assert f"expected laterality {store.index.laterality[job.row]}" in str(fields["message"])
     else:
         assert (fields["status"], fields["left_out"]) == ("kept", "2=header_mismatch")
 
@@ -215,21 +185,8 @@ def test_a_file_of_the_other_eye_is_not_laid(plain: Path, tmp_path: Path, is_cub
 def test_a_slab_that_is_not_there_is_not_named(quirky: Path) -> None:
     flow = StoredFlow.open(str(quirky / "store"))
     lacking = flow.index[flow.index.left_out == "2=missing_file"].row.item()
-    assert flow.slabs(lacking) == ("superficial", "outer_retina", "choriocapillaris")
-    assert set(flow.read_slabs(lacking)) == set(flow.slabs(lacking))
-
-
-def test_another_run_does_nothing_and_a_changed_image_is_done_again(plain: Path) -> None:
-    rows = plain / "store" / "flow_rows"
-    before = {p.name: p.stat().st_mtime_ns for p in rows.iterdir()}
-    line = rows_of(plain / "tree" / "retinal_octa" / "manifest.tsv")[1]
-    file = plain / "tree" / str(line["associated_enface_1_file_path"]).strip("/")
-    file.write_bytes(file.read_bytes()[:-2] + b"\x09\x09")
-    assert prepare.main([*words(plain), "--workers", "0", "--flow"]) == 0
-    changed = [p.name for p in rows.iterdir() if before[p.name] != p.stat().st_mtime_ns]
-    assert len(changed) == 1
-    content = json.loads((rows / changed[0]).read_text())
-    assert f"/{content['path']}" == line["flow_cube_file_path"]
+    assert flow.names(lacking) == ("superficial", "outer_retina", "choriocapillaris")
+    assert set(flow.read_slabs(lacking)) == set(flow.names(lacking))
 
 
 def test_the_index_lists_octa_files_as_what_they_are(
@@ -354,29 +311,3 @@ def test_values_of_16_bits_are_those_of_8(plain: Path, quirky: Path) -> None:
     structural = rows_of(plain / "tree" / "retinal_oct" / "manifest.tsv")[0]["filepath"]
     with pytest.raises(OCTReadError, match="not_flow_cube"):
         read_octa(str(plain / "tree" / str(structural).strip("/")), FLOW_CUBE)
-
-
-def test_a_damaged_chunk_is_an_error(plain: Path) -> None:
-    flow = StoredFlow.open(str(plain / "store"))
-    for name, read in (("flow", flow.read), ("enface", flow.read_slabs)):
-        chunk = plain / "store" / name / "c.1.0.0.0"
-        content = chunk.read_bytes()
-        chunk.write_bytes((plain / "store" / name / "c.2.0.0.0").read_bytes())
-        try:
-            with pytest.raises(storage.StorageError, match=f"{name} of row 1, found others"):
-                read(1)
-        finally:
-            chunk.write_bytes(content)
-
-
-def test_what_lacks_flow_says_how_to_get_it(plain: Path, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="--flow"):
-        StoredFlow.open(str(tmp_path))
-    lines = rows_of(plain / "tree" / "retinal_octa" / "manifest.tsv")
-    with (tmp_path / "m.tsv").open("w", newline="") as file:
-        table = csv.DictWriter(file, list(lines[0]), delimiter="\t")
-        table.writeheader()
-        table.writerows(line | {"flow_cube_file_path": "Not reported"} for line in lines)
-    path = f"data.flow_manifest_path={tmp_path / 'm.tsv'}"
-    with pytest.raises(UserError, match="no_flow_cube 3"):
-        prepare.main([*words(plain, path), "--workers", "0", "--flow"])

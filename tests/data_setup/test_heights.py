@@ -9,17 +9,13 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from data_setup import height_maps, prepare
-from data_setup.directions import of_protocols, to_turn
-from data_setup.height_maps import edge_step, read_links
+from data_setup.attach.heights import read_jobs
+from data_setup.attach.stored import StoredHeights
 from data_setup.phantom.octa import SURFACES_OF
 from data_setup.readers.heights import DEPTH_OF_LABEL, NUM_SURFACES, read_heights
-from data_setup.store.heights import StoredHeights
 from data_setup.store.reader import PreparedStore
-from tests.support.heights_factory import OCTA, config, make_tree, prepare_all, words
+from tests.support.heights_factory import OCTA, config, make_tree, prepare_all
 from tests.support.octa_faults import HEIGHT_FAULTS, HEIGHT_HABITS, HEIGHT_QUIRKS
-from utils import storage
-from utils.errors import UserError
 
 PEOPLE = 20
 FURTHEST_UM = 150  # at the rim of a cup, where the grid's A-scans average over a cliff
@@ -132,10 +128,10 @@ def test_lines_whose_scan_takes_no_map_are_counted(plain: Path, tmp_path: Path) 
     rejected, foreign = store.index.row.tolist()[-2:]
     store.kept = store.kept[store.kept != rejected]
     store.index.loc[foreign, "device"] = "optovue_avanti"
-    links, reasons = read_links(config(plain, f"data.heights_manifest_path={tmp_path / 'm.tsv'}"), store)
+    jobs, reasons = read_jobs(config(plain, f"data.heights_manifest_path={tmp_path / 'm.tsv'}"), store)
     assert reasons == {"second_map": 1, "scan_rejected": 1, "unknown_device": 1}
-    assert [link.row for link in links] == store.index.row.tolist()[:-2]
-    assert not any("_other_" in link.path for link in links)
+    assert [job.row for job in jobs] == store.index.row.tolist()[:-2]
+    assert not any("_other_" in job.path for job in jobs)
 
 
 def test_habits_are_noted(quirky: Path) -> None:
@@ -151,49 +147,6 @@ def test_habits_are_noted(quirky: Path) -> None:
     assert spectralis.reversed_d.all()
     assert not kept[kept.device != "heidelberg_spectralis"].reversed_d.any()
     assert (kept.map_d < 22).all()
-
-
-def test_an_unclear_map_runs_as_the_clear_ones_of_its_protocol(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Five Spectralis maps, all reversed: the scan that says least of it does not keep its file's order."""
-    make_tree(tmp_path / "tree", 5, ("reversed",), (0,))
-    prepare_all(tmp_path)
-    by_scan, heights = index_of(tmp_path), StoredHeights.open(str(tmp_path / "store"))
-    assert by_scan.reversed_d.all()
-    assert not by_scan.notes.str.contains("direction_unclear").any()
-    before = [heights.read(row) for row in by_scan.row]
-    ratios = by_scan.edge_reversed / by_scan.edge.clip(lower=1e-6)
-    monkeypatch.setattr(height_maps, "CLEARER", float(ratios.nsmallest(2).mean()))
-    for path in (tmp_path / "store" / "height_rows").iterdir():
-        path.unlink()
-    assert prepare.main([*words(tmp_path), "--workers", "0", "--heights"]) == 0
-    index = index_of(tmp_path)
-    assert index.notes.str.contains("direction_unclear").sum() == 1
-    assert index.reversed_d.all()
-    heights = StoredHeights.open(str(tmp_path / "store"))
-    for row, values in zip(index.row, before, strict=True):
-        np.testing.assert_array_equal(heights.read(row), values)
-
-
-def test_a_protocol_decides_where_its_clear_rows_agree() -> None:
-    def table(*reversed_d: bool, status: str = "kept", devices: str = "aaaaaaaaa") -> pd.DataFrame:
-        columns = {"row": range(len(reversed_d)), "status": status, "protocol": "p", "reversed_d": reversed_d}
-        return pd.DataFrame({**columns, "device": list(devices[: len(reversed_d)])})
-
-    def last(index: pd.DataFrame) -> dict[int, bool]:
-        return to_turn(index, index.row == index.row.max())
-
-    assert last(table(True, True, True, False)) == {3: True}
-    assert last(table(False, False, False, True)) == {3: False}
-    assert last(table(True, True, True, True)) == {}  # lies there
-    assert last(table(True, True, False)) == {}  # of two
-    assert last(table(True, True, True, False, False)) == {}  # they disagree
-    # what was turned when the others agreed lies as in the file again
-    assert last(table(True, True, True, False, True)) == {4: False}
-    assert last(table(True, True, True, False, devices="aaab")) == {}  # another scanner's habit
-    assert last(table(True, True, True, False, status="no_edge")) == {}
-    assert of_protocols(table(True, True, True), pd.Series([False] * 3)) == {("a", "p"): True}
 
 
 def test_names_follow_depth(quirky: Path) -> None:
@@ -212,52 +165,6 @@ def test_the_attributes_name_surfaces_of_devices(plain: Path) -> None:
     assert attributes["invalid"] == "NaN"
 
 
-def test_another_run_does_nothing_and_a_changed_map_is_done_again(
-    plain: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    rows = plain / "store" / "height_rows"
-    before = {p.name: p.stat().st_mtime_ns for p in rows.iterdir()}
-    index = index_of(plain)
-    file = plain / "tree" / index.path[0]
-    content = bytearray(file.read_bytes())
-    content[-4:] = np.float32(40).tobytes()
-    file.write_bytes(content)
-    assert prepare.main([*words(plain), "--workers", "0", "--heights"]) == 0
-    changed = {p.name for p in rows.iterdir() if before[p.name] != p.stat().st_mtime_ns}
-    assert changed == {f"{index.row[0]:06d}.json"}
-    assert "labels of a machine, not truth" in capsys.readouterr().out
-
-
-def test_a_damaged_chunk_is_an_error(plain: Path) -> None:
-    chunk = plain / "store" / "heights" / "c.1.0.0.0"
-    content = chunk.read_bytes()
-    heights = StoredHeights.open(str(plain / "store"))
-    try:
-        chunk.write_bytes((plain / "store" / "heights" / "c.2.0.0.0").read_bytes())
-        with pytest.raises(storage.StorageError, match="heights of row 1, found others"):
-            heights.read(1)
-        chunk.unlink()
-        with pytest.raises(storage.StorageError, match="heights of row 1"):
-            heights.read(1)
-    finally:
-        chunk.write_bytes(content)
-
-
-def test_a_store_without_heights_says_how_to_get_them(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="--heights"):
-        StoredHeights.open(str(tmp_path))
-
-
-def test_a_manifest_that_links_nothing_is_an_error(plain: Path, tmp_path: Path) -> None:
-    lines = (plain / "tree" / "retinal_octa" / "manifest.tsv").read_text().splitlines()
-    table = pd.DataFrame([line.split("\t") for line in lines[1:]], columns=lines[0].split("\t"))
-    table["associated_segmentation_file_path"] = "Not reported"
-    table.to_csv(tmp_path / "m.tsv", sep="\t", index=False)
-    override = f"data.heights_manifest_path={tmp_path / 'm.tsv'}"
-    with pytest.raises(UserError, match=f"no_segmentation {len(OCTA)}"):
-        prepare.main([*words(plain, override), "--workers", "0", "--heights"])
-
-
 def test_invalid_values_follow_the_device(quirky: Path, plain: Path, tmp_path: Path) -> None:
     """Cirrus has no height up to 0.5, the others up to -0.5; these numbers themselves are none."""
     last = np.array([-0.5, -0.4, 0.5, 0.6, np.inf], "<f4")
@@ -272,14 +179,6 @@ def test_invalid_values_follow_the_device(quirky: Path, plain: Path, tmp_path: P
     assert "invalid" in HEIGHT_HABITS
     for path, device in kept[["path", "device"]].itertuples(index=False):
         assert np.isnan(read_heights(str(quirky / "tree" / path), device).values[0]).mean() > 0.01
-
-
-def test_edge_step_of_a_step() -> None:
-    volume = np.zeros((2, 20, 3), np.uint8)
-    volume[:, 10:] = 100
-    assert edge_step(volume, np.full((2, 3), 9.5), 0.02) == pytest.approx(2)
-    assert edge_step(volume, np.full((2, 3), 3.0), 0.02) == 0
-    assert edge_step(volume, np.full((2, 3), np.nan), 0.02) == -np.inf
 
 
 def test_the_config_names_the_manifest(plain: Path) -> None:

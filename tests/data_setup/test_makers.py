@@ -15,7 +15,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from data_setup.height_maps import edge_step
+from data_setup.attach.directions import edge_step
 from data_setup.index.cli import main as index
 from data_setup.readers.faults import RejectReason
 from data_setup.readers.makers import e2e, kinds, topcon
@@ -312,7 +312,7 @@ def test_the_boundaries_of_an_fda_are_laid_on_the_b_scans_that_they_fit(
     short = {"MULTILAYERS_1": stored[:5]}
     write_topcon(root / "short.fda", voxels, (0.36, 0.7), 9.0, contours=short)
     assert index([str(root)]) == 0
-    assert "layers not used: 2 (flat.fda, short.fda): no_edge: " in capsys.readouterr().out
+    assert "labels not used: 2 (flat.fda, short.fda): no_edge: " in capsys.readouterr().out
     with np.load(root / "surfaces" / "eye.fda.surfaces.npz") as file:
         assert file["names"].tolist() == ["ILM", "BM"]
         np.testing.assert_array_equal(file["surfaces"], [rows, rows + 4])

@@ -14,13 +14,13 @@ import pytest
 from PIL import Image
 
 from data_setup import prepare
+from data_setup.attach.grid import nearest_voxels
+from data_setup.attach.labels import prepare_labels
+from data_setup.attach.stored import StoredHeights, StoredLabels
 from data_setup.export.writers.height_map import write_height_map
 from data_setup.readers.faults import OCTReadError
 from data_setup.readers.labels import read_label_volume
-from data_setup.store.heights import StoredHeights
-from data_setup.store.labels import StoredLabels
 from data_setup.store.reader import PreparedStore
-from data_setup.tree_labels import nearest_voxels, prepare_labels
 from tests.support.dicom_factory import rows_down, write_opt
 from tests.support.heights_factory import SMOKE
 from tests.support.import_factory import (
@@ -99,12 +99,12 @@ def write_tree(root: Path, kinds: list[tuple[str, Callable[..., str]]]) -> pd.Da
         )
     table = pd.DataFrame(rows)
     save_table(root, table)
-    (root / "label_classes.yaml").write_text("1: grey\n2: bright\n")
     return table
 
 
 def save_table(root: Path, table: pd.DataFrame) -> None:
     table.to_csv(root / "manifest.tsv", sep="\t", index=False)
+    (root / "label_classes.yaml").write_text("1: grey\n2: bright\n")
 
 
 def words(root: Path, *more: str, size: str = "[8,24,8]", spacing: str = "[0.2,0.01,0.05]") -> list[str]:
@@ -114,6 +114,12 @@ def words(root: Path, *more: str, size: str = "[8,24,8]", spacing: str = "[0.2,0
         *(f"spatial.image_size={size}", f"spatial.target_spacing={spacing}", "spatial.patch_size=[2,8,8]"),
         *more,
     ]
+
+
+def prepare_all(root: Path, *more: str) -> None:
+    """The store and its labels."""
+    assert prepare.main(words(root, *more)) == 0
+    assert prepare.main([*words(root, *more), "--labels"]) == 0
 
 
 KINDS = [
@@ -128,8 +134,7 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A grid of the scans' own spacing, wider than they in D and H and narrower in W."""
     root = tmp_path_factory.mktemp("labels")
     write_tree(root, KINDS)
-    assert prepare.main(words(root)) == 0
-    assert prepare.main([*words(root), "--labels"]) == 0
+    prepare_all(root)
     return root
 
 
@@ -138,6 +143,12 @@ def boxed(store: PreparedStore, row: int, values: np.ndarray) -> np.ndarray:
     axes = "dhw" if values.ndim == 3 else "dw"
     ends = [(int(store.index[f"valid_{a}0"][row]), int(store.index[f"valid_{a}1"][row])) for a in axes]
     return values[tuple(slice(*pair) for pair in ends)]
+
+
+def require_classes(root: Path) -> None:
+    """The labels of the only row are those of its stored voxels."""
+    store, labels = PreparedStore.open(f"{root}/store"), StoredLabels.open(f"{root}/store")
+    np.testing.assert_array_equal(boxed(store, 0, labels.read(0)), classes_of(boxed(store, 0, store.read(0))))
 
 
 def test_stored_classes_are_those_of_the_stored_voxels(tree: Path) -> None:
@@ -174,11 +185,8 @@ def test_the_manifests_order_is_that_of_a_file_without_directions(tmp_path: Path
     write_nifti(tmp_path / "labels.nii.gz", classes_of(voxels), SPACING)  # runs downwards
     row = {"person_id": "p", "filepath": "eye0", "device": "a", "protocol": "b"}
     save_table(tmp_path, pd.DataFrame([{**row, "label_volume": "labels.nii.gz"}]))
-    (tmp_path / "label_classes.yaml").write_text("1: grey\n2: bright\n")
-    assert prepare.main(words(tmp_path)) == 0
-    assert prepare.main([*words(tmp_path), "--labels"]) == 0
-    store, labels = PreparedStore.open(f"{tmp_path}/store"), StoredLabels.open(f"{tmp_path}/store")
-    np.testing.assert_array_equal(boxed(store, 0, labels.read(0)), classes_of(boxed(store, 0, store.read(0))))
+    prepare_all(tmp_path)
+    require_classes(tmp_path)
 
 
 ODD_FIRST = [1, 3, 5, 0, 2, 4]  # the lines of an interleaved scan, in the order of its file
@@ -216,9 +224,7 @@ def test_labels_follow_the_frames_that_a_reader_sorts(
     row = {"person_id": "p", "filepath": path, "device": "heidelberg_spectralis", "protocol": "cube"}
     cells = {"label_volume": write_labels(tmp_path, "labels", in_file, "superior_to_inferior")}
     save_table(tmp_path, pd.DataFrame([row | cells | {"label_surfaces": "lines.npz"}]))
-    (tmp_path / "label_classes.yaml").write_text("1: grey\n2: bright\n")
-    assert prepare.main(words(tmp_path)) == 0
-    assert prepare.main([*words(tmp_path), "--labels"]) == 0
+    prepare_all(tmp_path)
     store = PreparedStore.open(f"{tmp_path}/store")
     stored = boxed(store, 0, store.read(0))
     np.testing.assert_array_equal(stored, voxels[..., 3:11])  # sorted, and cut to the grid
@@ -249,9 +255,7 @@ def test_surfaces_are_a_height_map_that_segment_writes(tmp_path: Path) -> None:
     stored = {}
     for name in ("lines.npz", "own.dcm", "other.dcm"):
         save_table(tmp_path, pd.DataFrame([row | {"label_surfaces": name}]))
-        place = words(tmp_path, f"data.store={tmp_path}/store_{name}")
-        assert prepare.main(place) == 0
-        assert prepare.main([*place, "--labels"]) == 0
+        prepare_all(tmp_path, f"data.store={tmp_path}/store_{name}")
         stored[name] = pd.read_parquet(f"{tmp_path}/store_{name}/heights.parquet").iloc[0]
     assert [line.status for line in stored.values()] == ["kept", "kept", "wrong_reference"]
     assert stored["own.dcm"].checksum == stored["lines.npz"].checksum
@@ -272,12 +276,8 @@ def test_labels_of_a_cirrus_that_the_manifest_names(tmp_path: Path) -> None:
     row = {"person_id": "p", "filepath": "eye.dcm", "device": "zeiss_cirrus", "protocol": "cube"}
     labels = {"label_volume": as_npz(tmp_path, "labels", classes_of(voxels), "superior_to_inferior")}
     save_table(tmp_path, pd.DataFrame([row | labels]))
-    (tmp_path / "label_classes.yaml").write_text("1: grey\n2: bright\n")
-    assert prepare.main(words(tmp_path)) == 0
-    assert prepare.main([*words(tmp_path), "--labels"]) == 0
-    store = PreparedStore.open(f"{tmp_path}/store")
-    stored = boxed(store, 0, store.read(0))
-    np.testing.assert_array_equal(boxed(store, 0, StoredLabels.open(store.url).read(0)), classes_of(stored))
+    prepare_all(tmp_path)
+    require_classes(tmp_path)
 
 
 def test_nearest_is_the_voxel_under_the_centre() -> None:
@@ -297,37 +297,14 @@ def test_nearest_is_the_voxel_under_the_centre() -> None:
     assert cut == pytest.approx(2 / 3)  # the first and the last B-scan
 
 
-def break_png(root: Path) -> None:
-    (root / "labels1" / "mask_3_of_eye.png").unlink()
-
-
-def other_values(root: Path) -> None:
-    np.savez(root / "labels0.npz", labels=np.full(SHAPE, 7, np.uint8))
-
-
-def halves(root: Path) -> None:
-    np.savez(root / "labels0.npz", labels=np.full(SHAPE, 0.5))
-
-
-def other_name(root: Path) -> None:
-    np.savez(root / "labels0.npz", masks=np.zeros(SHAPE, np.uint8))
-
-
-def other_size(root: Path) -> None:
-    np.savez(root / "labels0.npz", labels=np.zeros((6, 14, 20), np.uint8))
-
-
-def other_count(root: Path) -> None:
-    np.savez(root / "labels0.npz", labels=np.zeros((5, 20, 14), np.uint8))
+def save_labels(values: np.ndarray, name: str = "labels") -> Callable[[Path], None]:
+    """Write other labels of the first scan."""
+    return lambda root: np.savez(root / "labels0.npz", **{name: values})
 
 
 def cut(root: Path) -> None:
     path = root / "labels0.npz"
     path.write_bytes(path.read_bytes()[:200])
-
-
-def gone(root: Path) -> None:
-    (root / "labels0.npz").unlink()
 
 
 def colour(root: Path) -> None:
@@ -338,17 +315,17 @@ def without_axes(root: Path) -> None:
     nib.save(nib.Nifti1Image(np.zeros(SHAPE[::-1], np.uint8), None), root / "labels2.nii.gz")
 
 
-FAULTS = {
-    break_png: "frame_count_mismatch",
-    other_values: "unlisted_class",
-    halves: "not_labels",
-    other_name: "not_labels",
-    other_size: "frame_size_mismatch",
-    other_count: "frame_count_mismatch",
-    cut: "corrupt_file",
-    gone: "missing_file",
-    colour: "unsupported_pixels",
-    without_axes: "unknown_axes",
+FAULTS: dict[str, tuple[Callable[[Path], None], str]] = {
+    "a lost image": (lambda root: (root / "labels1" / "mask_3_of_eye.png").unlink(), "frame_count_mismatch"),
+    "other values": (save_labels(np.full(SHAPE, 7, np.uint8)), "unlisted_class"),
+    "halves": (save_labels(np.full(SHAPE, 0.5)), "not_labels"),
+    "other name": (save_labels(np.zeros(SHAPE, np.uint8), "masks"), "not_labels"),
+    "other size": (save_labels(np.zeros((6, 14, 20), np.uint8)), "frame_size_mismatch"),
+    "other count": (save_labels(np.zeros((5, 20, 14), np.uint8)), "frame_count_mismatch"),
+    "cut": (cut, "corrupt_file"),
+    "gone": (lambda root: (root / "labels0.npz").unlink(), "missing_file"),
+    "colour": (colour, "unsupported_pixels"),
+    "without axes": (without_axes, "unknown_axes"),
 }
 
 
@@ -365,9 +342,9 @@ def config(small: Path) -> Config:
     return load_config(SMOKE, words(small)[4:])
 
 
-@pytest.mark.parametrize("plant", FAULTS, ids=lambda plant: plant.__name__)
+@pytest.mark.parametrize(("plant", "reason"), FAULTS.values(), ids=FAULTS)
 def test_every_mismatch_is_counted_by_its_reason(
-    small: Path, config: Config, plant: Callable[[Path], None]
+    small: Path, config: Config, plant: Callable[[Path], None], reason: str
 ) -> None:
     """The files of one scan are wrong: its row has the reason, and the others are kept."""
     before = {p: p.read_bytes() for p in small.glob("labels*/*.png")}
@@ -376,7 +353,7 @@ def test_every_mismatch_is_counted_by_its_reason(
         plant(small)
         assert prepare_labels(config, 0) == 0
         report = json.loads((small / "store" / "labels_report.json").read_text())
-        assert report["label_volume"]["mismatches"] == {FAULTS[plant]: 1}
+        assert report["label_volume"]["mismatches"] == {reason: 1}
         assert report["label_volume"]["kept"] == 2
         assert len(StoredLabels.open(f"{small}/store").index) == 2
         assert report["label_surfaces"]["kept"] == 3
@@ -498,8 +475,6 @@ def test_a_manifest_without_the_columns_is_an_error(small: Path, tmp_path: Path)
     save_table(tmp_path, table)
     with pytest.raises(UserError, match="expected a column label_volume or label_surfaces"):
         prepare.main([*words(small, f"data.manifest_path={tmp_path}/manifest.tsv"), "--labels"])
-    with pytest.raises(UserError, match=r"run data_setup\.prepare --labels"):
-        StoredLabels.open(str(tmp_path))
 
 
 def test_a_nifti_is_read_by_its_own_axes(tmp_path: Path) -> None:
@@ -519,14 +494,11 @@ def test_the_axes_of_the_scans_row_are_those_of_its_labels(tmp_path: Path) -> No
     voxels = make_voxels(4)
     write_nifti(tmp_path / "eye.nii", voxels, SPACING)
     write_nifti(tmp_path / "labels.nii.gz", classes_of(voxels), SPACING)
-    (tmp_path / "label_classes.yaml").write_text("1: grey\n2: bright\n")
     row = {"person_id": "p", "filepath": "eye.nii", "device": "a", "protocol": "b"}
     cells = {"volume_yaml": "{axes: [-W, -H, D]}", "label_volume": "labels.nii.gz"}
     save_table(tmp_path, pd.DataFrame([row | cells]))
-    assert prepare.main(words(tmp_path)) == 0
-    assert prepare.main([*words(tmp_path), "--labels"]) == 0
-    store, labels = PreparedStore.open(f"{tmp_path}/store"), StoredLabels.open(f"{tmp_path}/store")
-    np.testing.assert_array_equal(boxed(store, 0, labels.read(0)), classes_of(boxed(store, 0, store.read(0))))
+    prepare_all(tmp_path)
+    require_classes(tmp_path)
 
 
 def test_axes_that_are_written_later_count(tmp_path: Path) -> None:
@@ -537,7 +509,6 @@ def test_axes_that_are_written_later_count(tmp_path: Path) -> None:
     write_nifti(root / "given" / "a.nii.gz", classes_of(voxels)[:, ::-1], SPACING)  # its affine is wrong
     row = {"person_id": "p", "filepath": "eye0", "device": "a", "protocol": "b"}
     save_table(root, pd.DataFrame([row | {"label_volume": "./given/a.nii.gz"}]))
-    (root / "label_classes.yaml").write_text("1: grey\n2: bright\n")
     assert prepare.main(words(root)) == 0
     (tmp_path / "volume.yaml").write_text("axes: no axes\n")  # above the tables: nobody's
     assert prepare.main([*words(root), "--labels"]) == 0

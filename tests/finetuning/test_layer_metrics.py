@@ -11,7 +11,7 @@ import pytest
 import torch
 from monai.metrics import compute_dice, compute_hausdorff_distance, compute_iou
 
-from data_setup.height_maps import lay_on_grid
+from data_setup.attach.grid import lay_on_grid
 from data_setup.phantom.anatomy import SURFACES, Eye, make_eye, sample
 from data_setup.phantom.cohort import make_participants
 from data_setup.phantom.scan import place, scan_positions

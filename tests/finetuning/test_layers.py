@@ -16,11 +16,11 @@ import pandas as pd
 import pytest
 import torch
 
-from data_setup.height_maps import lay_on_grid, lay_on_scan
+from data_setup.attach.grid import lay_on_grid, lay_on_scan
+from data_setup.attach.stored import StoredHeights
 from data_setup.loader import evaluation_batches
 from data_setup.normalisation import plain_view
 from data_setup.readers.heights import DEPTH_OF_LABEL
-from data_setup.store.heights import StoredHeights
 from data_setup.store.reader import PreparedStore
 from finetuning import evaluate as command
 from finetuning import predict as predict_command

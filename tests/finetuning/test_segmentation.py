@@ -17,11 +17,11 @@ from monai.losses import DiceCELoss
 from monai.metrics import compute_dice
 
 from data_setup import prepare
+from data_setup.attach.grid import nearest_voxels
+from data_setup.attach.stored import StoredHeights
 from data_setup.phantom.voxel_labels import write_labels
 from data_setup.readers.labels import read_label_volume
-from data_setup.store.heights import StoredHeights
 from data_setup.store.reader import PreparedStore
-from data_setup.tree_labels import nearest_voxels
 from finetuning import evaluate as command
 from finetuning import segment
 from finetuning import train as train_command

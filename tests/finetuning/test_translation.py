@@ -16,7 +16,7 @@ from monai.metrics.regression import compute_ssim_and_cs
 from PIL import Image
 from skimage.metrics import structural_similarity
 
-from data_setup.store.flow import StoredFlow
+from data_setup.attach.stored import StoredFlow
 from data_setup.store.reader import PreparedStore
 from finetuning import evaluate as command
 from finetuning import predict as predict_command
@@ -95,7 +95,7 @@ def test_a_decoder_learns_the_phantoms_slabs(world: Path, trained: Path, tmp_pat
     of_arm = by_person.groupby("arm").mean()
     for other, gained in content["differences"].items():
         assert gained["value"] == pytest.approx(of_arm[PRETRAINED] - of_arm[other])
-    assert len(lines) == 3 * sum(len(volumes.flow.slabs(int(row))) for row in volumes.of(EVALUATED))
+    assert len(lines) == 3 * sum(len(volumes.flow.names(int(row))) for row in volumes.of(EVALUATED))
     text = (tmp_path / "translation.md").read_text()
     assert "This is look 1 at these test participants" in text
     assert evaluate_translation(str(trained), [f"run.dir={tmp_path}"]) + "\n" == text
@@ -202,7 +202,7 @@ def test_slabs_are_the_rows_own_by_name(world: Path) -> None:
     volumes = volumes_of(world)
     images = zarr.open_array(volumes.store.url + "/enface", mode="r")
     assert images.attrs["slabs"] == list(volumes.names)
-    rows = [int(row) for row in volumes.rows if len(volumes.flow.slabs(int(row))) == len(volumes.names)]
+    rows = [int(row) for row in volumes.rows if len(volumes.flow.names(int(row))) == len(volumes.names)]
     for row in rows:
         box = (slice(None), *volumes.field(row))
         assert np.array_equal(np.rint(255 * volumes.read(row)[box]), images[row][box])

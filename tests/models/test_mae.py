@@ -60,13 +60,15 @@ def test_normalised_targets_have_mean_0_and_variance_1_per_patch() -> None:
 @pytest.mark.parametrize("kind", ["normalised", "plain"])
 def test_loss_by_hand(kind: str) -> None:
     """Mean over the valid target tokens of the mean squared error over the voxels of the patch."""
-    cfg = small_config("mae", f"method.mae_target={kind}")
+    cfg = small_config("mae")
     model = nano_model(cfg).train()
+    model.pixel_norm = kind
     view = 2.0 * volumes(cfg, 3) + 1.0
     context, target = token_ids(cfg, 3)
-    valid = torch.ones(target.shape)
-    valid[1, 4:] = 0
-    out = model(view, None, context, target, valid)
+    everywhere = torch.ones(3, model.encoder.num_tokens)
+    everywhere[1, target[1, 4:]] = 0
+    valid = everywhere.gather(1, target)
+    out = model(view, None, context, target, everywhere)
     guess = model.predictor(model.encoder(view, context), context, target)
     assert guess.shape[-1] == model.target_width == math.prod(cfg.spatial.patch_size)
     for b in range(3):
@@ -90,7 +92,7 @@ def test_training_reads_the_context_view_alone() -> None:
     model = nano_model(cfg)
     context, target = token_ids(cfg, 2)
     one, other = volumes(cfg, 2, 0), volumes(cfg, 2, 1)
-    weight = torch.ones(target.shape)
+    weight = torch.ones(2, model.encoder.num_tokens)
 
     def refuse(*_: object) -> None:
         raise AssertionError("the target encoder ran")
@@ -113,8 +115,9 @@ def test_training_reads_the_context_view_alone() -> None:
 
 @torch.no_grad()
 def test_masked_voxels_move_the_target_and_never_the_prediction() -> None:
-    cfg = small_config("mae", "method.mae_target=plain")
+    cfg = small_config("mae")
     model = nano_model(cfg).train()
+    model.pixel_norm = "plain"
     context, target = token_ids(cfg, 1)
     view = volumes(cfg, 1)
     d, h, w = cfg.spatial.patch_size
@@ -122,7 +125,8 @@ def test_masked_voxels_move_the_target_and_never_the_prediction() -> None:
     i, j, k = token // (cfg.grid[1] * cfg.grid[2]), token // cfg.grid[2] % cfg.grid[1], token % cfg.grid[2]
     changed = view.clone()
     changed[..., i * d : (i + 1) * d, j * h : (j + 1) * h, k * w : (k + 1) * w] += 5.0
-    before, after = (model(v, None, context, target, torch.ones(target.shape)) for v in (view, changed))
+    weight = torch.ones(1, model.encoder.num_tokens)
+    before, after = (model(v, None, context, target, weight) for v in (view, changed))
     assert torch.equal(before.prediction_BME, after.prediction_BME)
     torch.testing.assert_close(after.target_BME[0, 0], before.target_BME[0, 0] + 5.0)
     assert torch.equal(after.target_BME[0, 1:], before.target_BME[0, 1:])
@@ -164,8 +168,9 @@ def test_schedules_are_those_of_vjepa2() -> None:
 @pytest.mark.parametrize("kind", ["normalised", "plain"])
 def test_it_learns_what_the_visible_patches_tell(kind: str) -> None:
     """Every patch of a volume holds the same pattern: new volumes are reconstructed from their context."""
-    cfg = small_config("mae", f"method.mae_target={kind}")
+    cfg = small_config("mae")
     model = nano_model(cfg).train()
+    model.pixel_norm = kind
     optimizer = build_optimizer(model, cfg)
     d, h, w = cfg.spatial.patch_size
     generator = torch.Generator().manual_seed(0)

@@ -9,15 +9,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from models.losses import mean_ascans, pixel_targets, places_beside
-from models.predictor import WeightedBatchNorm
+from models.batch_norm import WeightedBatchNorm
+from models.losses import NEIGHBOURS
+from models.optimizer import parameter_groups
+from models.rotary import apply_rotary, rotary_tables
 from models.stochastic import Stochastic
-from models.vit3d import SIZES, VisionTransformer3D, apply_rotary, gather_tokens, rotary_tables
-from models.vjepa3d import HEADS, VJEPA3D, Output, parameter_groups
+from models.vit3d import SIZES, VisionTransformer3D, gather_tokens
+from models.vjepa3d import VJEPA3D, Output
 from pretraining.gauges.monitor import voxels_of_tokens
 from tests.support.model_factory import VARIANTS, nano_model, small_config, token_ids, volumes
 from utils.config.schema import Config
-from utils.errors import UserError
 
 RECIPES = ("vjepa2", "methods", "mae", *VARIANTS)
 
@@ -27,7 +28,11 @@ def run(
 ) -> tuple[Output, torch.Tensor, torch.Tensor, torch.Tensor]:
     context, target = token_ids(cfg, batch, seed)
     view = volumes(cfg, batch, seed)
-    return model(view, view, context, target, torch.ones(target.shape)), view, context, target
+    return model(view, view, context, target, valid_tokens(model, batch)), view, context, target
+
+
+def valid_tokens(model: VJEPA3D, batch: int, value: float = 1.0) -> torch.Tensor:
+    return torch.full((batch, model.encoder.num_tokens), value)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -111,9 +116,8 @@ def test_interleaved_rotary_depends_on_relative_position_only() -> None:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("loss", ["l1", "l2", "normalised_l2"])
-def test_losses_to_the_targets_layer_norm_by_hand(loss: str) -> None:
-    cfg = small_config("vjepa2" if loss == "l1" else loss)
+def test_the_loss_to_the_targets_layer_norm_by_hand() -> None:
+    cfg = small_config("vjepa2")
     model = nano_model(cfg).eval()
     out, view, context, target = run(model, cfg)
     h = model.target_encoder(view)
@@ -121,37 +125,29 @@ def test_losses_to_the_targets_layer_norm_by_hand(loss: str) -> None:
     for b in range(3):
         total = 0.0
         for m, token in enumerate(target[b].tolist()):
-            vector, guess = h[b, token], z[b, m]
+            vector = h[b, token]
             normal = (vector - vector.mean()) / torch.sqrt(vector.var(correction=0) + 1e-6)
-            if loss == "normalised_l2":
-                normal, guess = normal / normal.norm(), guess / guess.norm()
-            apart = (guess - normal).abs()
-            total += float((apart if loss == "l1" else apart**2).sum()) / len(vector)
+            total += float((z[b, m] - normal).abs().sum()) / len(vector)
         assert float(out.loss_B[b]) == pytest.approx(total / target.shape[1], rel=1e-5)
 
 
 @torch.no_grad()
 def test_a_dense_context_is_what_the_blocks_make_of_visible_tokens_among_mask_tokens() -> None:
-    """The transformer predictor reads the context tokens' features alone, the MLP those of the targets."""
-    cfg, per_token = small_config("dense"), small_config("mlp")
-    model, mlp = nano_model(cfg).eval(), nano_model(per_token).eval()
-    mlp.encoder.load_state_dict(model.encoder.state_dict())
+    """The MLP reads the features of the targets' places."""
+    cfg = small_config("methods")
+    model = nano_model(cfg).eval()
     out, view, context, target = run(model, cfg)
-    x = model.encoder.patch_embed(view, None)
+    encoder = model.encoder
+    x = encoder.patch_embed(view, None)
     for b in range(3):
-        hidden = sorted(set(range(x.shape[1])) - set(context[b].tolist()))
-        x[b, hidden] = model.encoder.mask_token[0, 0]
-    rotary = rotary_tables(torch.arange(x.shape[1])[None], cfg.grid, 24, cfg.model.rope)
-    for block in model.encoder.blocks:
-        x = block(x, rotary)
-    features = model.encoder.norm(x)
+        x[b, target[b]] = encoder.mask_token[0, 0]
+    x = x + encoder.pos_embed
+    for block in encoder.blocks:
+        x = block(x, None)
+    features = encoder.norm(x)
     torch.testing.assert_close(out.context_BKE, gather_tokens(features, context))
-    expected = model.predictor(gather_tokens(features, context), context, target)
-    torch.testing.assert_close(out.prediction_BME, expected)
-    other = run(mlp, per_token)[0]
-    torch.testing.assert_close(other.context_BKE, gather_tokens(features, context))
-    ones = torch.ones(target.shape)
-    torch.testing.assert_close(other.prediction_BME, mlp.predictor(gather_tokens(features, target), ones))
+    guess = model.predictor(gather_tokens(features, target), torch.ones(target.shape))
+    torch.testing.assert_close(out.prediction_BME, F.normalize(guess, dim=-1))
 
 
 @torch.no_grad()
@@ -176,13 +172,12 @@ def test_padding_targets_weigh_nothing() -> None:
     model = nano_model(cfg).eval()
     context, target = token_ids(cfg, 2)
     view = volumes(cfg, 2)
-    valid = torch.ones(target.shape)
-    valid[:, 3:] = 0
+    valid = valid_tokens(model, 2).scatter(1, target[:, 3:], 0.0)
     full = model(view, view, context, target, valid).loss_B
-    part = (model(view, view, context, target, torch.ones(target.shape))).target_BME[:, :3]
+    part = model(view, view, context, target, valid_tokens(model, 2)).target_BME[:, :3]
     z = model.predictor(model.encoder(view, context), context, target)[:, :3]
     torch.testing.assert_close(full, (z - part).abs().mean((1, 2)))
-    none = model(view, view, context, target, torch.zeros(target.shape)).loss_B
+    none = model(view, view, context, target, valid_tokens(model, 2, 0.0)).loss_B
     assert torch.equal(none, torch.zeros(2))
 
 
@@ -191,8 +186,8 @@ def test_every_trained_parameter_has_a_gradient_and_is_optimised_once(recipe: st
     cfg = small_config(recipe)
     model = nano_model(cfg)
     out, *_ = run(model, cfg)
-    heads = sum(loss_B.sum() for loss_B in out.second_B.values())
-    (out.loss_B.sum() + heads + out.context_BKE.sum()).backward()
+    neighbours = 0.0 if out.neighbour_B is None else out.neighbour_B.sum()
+    (out.loss_B.sum() + neighbours + out.context_BKE.sum()).backward()
     for name, parameter in model.trained_parameters():
         assert parameter.grad is not None, name
         assert bool(torch.isfinite(parameter.grad).all()), name
@@ -305,140 +300,44 @@ def test_mask_token_replaces_the_embedding() -> None:
     assert F.cosine_similarity(out[0, 2], out[0, 3], dim=0) < 1
 
 
-def test_the_mean_ascan_of_a_token_is_that_of_its_voxels() -> None:
-    cfg = small_config()
-    view = volumes(cfg, 2)
-    grid, (d, h, w) = cfg.grid, cfg.spatial.patch_size
-    ascans = mean_ascans(view, cfg.spatial.patch_size).numpy()
-    assert ascans.shape == (2, math.prod(grid), h)
-    for token in (0, 7, math.prod(grid) - 1):
-        i, j, k = np.unravel_index(token, grid)
-        for row in range(h):
-            voxels = view[1, 0, i * d : (i + 1) * d, j * h + row, k * w : (k + 1) * w]
-            assert ascans[1, token, row] == pytest.approx(float(voxels.mean()), abs=1e-5)
-
-
-@pytest.mark.parametrize("name", HEADS)
+@pytest.mark.parametrize("depth", [8, 4])
 @torch.no_grad()
-def test_a_head_is_scored_on_valid_targets_and_sees_none_of_them(name: str) -> None:
-    cfg = small_config(name)
-    model = nano_model(cfg).eval()
-    assert list(model.heads) == [name]
-    context, target = token_ids(cfg, 3)
-    views = [volumes(cfg, 3, seed) for seed in (0, 1)]
-    guesses: list[torch.Tensor] = []
-    model.heads[name].register_forward_hook(lambda _module, _inputs, out: guesses.append(out))
-    valid = torch.ones(target.shape)
-    valid[:, 2:] = 0
-    first = model(*views, context, target, valid)
-    patch = cfg.spatial.patch_size
-    truths = mean_ascans(views[0], patch) if name == "ascan" else pixel_targets(views[0], patch, "plain")
-    for b in range(3):  # of the context view: the target view has intensities of its own
-        truth = truths[b, target[b, :2]]
-        expected = float(((guesses[0][b, :2] - truth) ** 2).mean())
-        assert float(first.second_B[name][b]) == pytest.approx(expected, rel=1e-4)
-    hidden = torch.zeros(3, model.encoder.num_tokens, dtype=torch.bool).scatter(1, target, True)
-    other = torch.where(voxels_of_tokens(hidden, cfg.grid, cfg.spatial.patch_size), views[0] + 5, views[0])
-    model(other, views[1], context, target, valid)
-    torch.testing.assert_close(guesses[1], guesses[0])
-    assert f"{name}_head.weight" not in nano_model(small_config()).state_dict()
-
-
-@torch.no_grad()
-def test_the_context_loss_is_of_valid_context_tokens_and_reads_no_hidden_voxel() -> None:
-    cfg = small_config("context")
-    model = nano_model(cfg).eval()
-    context, target = token_ids(cfg, 3)
-    views = [volumes(cfg, 3, seed) for seed in (0, 1)]
-    guesses: list[torch.Tensor] = []
-    model.predictor.predictor_proj.register_forward_hook(lambda _module, _inputs, out: guesses.append(out))
-    valid = torch.ones(context.shape)
-    valid[:, 2:] = 0
-    first = model(*views, context, target, torch.ones(target.shape), None, valid)
-    features = model.target_encoder(views[1])
-    for b in range(3):
-        kept = features[b, context[b, :2]]
-        truth = (kept - kept.mean(-1, keepdim=True)) / (
-            kept.var(-1, unbiased=False, keepdim=True) + 1e-6
-        ).sqrt()
-        expected = float((guesses[0][b, :2] - truth).abs().mean())
-        assert float(first.second_B["context"][b]) == pytest.approx(expected, rel=1e-4)
-    seen = torch.zeros(3, model.encoder.num_tokens, dtype=torch.bool).scatter(1, context, True)
-    other = torch.where(voxels_of_tokens(~seen, cfg.grid, cfg.spatial.patch_size), views[0] + 5, views[0])
-    assert not torch.equal(other, views[0])
-    model(other, views[1], context, target, torch.ones(target.shape), None, valid)
-    torch.testing.assert_close(guesses[1], guesses[0])
-
-
-@torch.no_grad()
-def test_targets_of_several_blocks_are_their_normalised_outputs_side_by_side() -> None:
-    cfg = small_config("layers")
-    model = nano_model(cfg).eval()
-    view = volumes(cfg, 2)
-    targets, features = model.compute_targets(view, view)
-    width = model.encoder.width
-    assert targets.shape[-1] == model.target_width == 2 * width
-    last = nano_model(small_config()).compute_targets(view, view)[0]  # the same weights, the last block alone
-    torch.testing.assert_close(targets[..., width:], last)
-    torch.testing.assert_close(features, last)
-    outputs: list[torch.Tensor] = []
-    model.target_encoder.blocks[0].register_forward_hook(lambda _module, _inputs, out: outputs.append(out))
-    model.compute_targets(view, view)
-    torch.testing.assert_close(
-        targets[..., :width], torch.nn.functional.layer_norm(outputs[0], (width,), eps=1e-6)
-    )
-    with pytest.raises(
-        UserError, match=r"target_layers: expected 2, the last block of model.size nano.*\[1\]"
-    ):
-        nano_model(small_config("vjepa2", "method.target_layers=[1]"))
-
-
-@pytest.mark.parametrize(
-    ("places", "number", "depth"), [("all", 7, 8), ("own", 1, 8), ("hidden", 6, 8), ("all", 7, 4)]
-)
-@torch.no_grad()
-def test_the_neighbour_loss_is_of_valid_places_and_reads_no_hidden_voxel(
-    places: str, number: int, depth: int
-) -> None:
-    words = f"method.neighbour_places={places}", f"spatial.image_size=[{depth},24,32]"
-    cfg = small_config("neighbour", *words)
-    offsets = places_beside(cfg.method.neighbour_places)
-    assert len(set(offsets)) == number
-    assert ((0, 0, 0) in offsets) == (places != "hidden")
+def test_the_neighbour_loss_is_of_valid_places_and_reads_no_hidden_voxel(depth: int) -> None:
+    cfg = small_config("neighbour", f"spatial.image_size=[{depth},24,32]")
+    assert len(set(NEIGHBOURS)) == 7
+    assert (0, 0, 0) in NEIGHBOURS
     model = nano_model(cfg)
     assert model.neighbour_head is not None
     context, target = token_ids(cfg, 3)
     views = [volumes(cfg, 3, seed) for seed in (0, 1)]
-    assert not model.eval()(*views, context, target, torch.ones(target.shape)).second_B  # validation has none
+    everywhere = valid_tokens(model, 3)
+    assert model.eval()(*views, context, target, everywhere).neighbour_B is None  # validation has none
     model.train()
     guesses: list[torch.Tensor] = []
     model.neighbour_head.register_forward_hook(lambda _module, _inputs, out: guesses.append(out))
     valid = torch.ones(3, model.encoder.num_tokens, dtype=torch.bool)
     valid[:, ::5] = False
-    rest = torch.ones(target.shape), None, valid.gather(1, context).float(), valid
-    first = model(*views, context, target, *rest)
+    first = model(*views, context, target, valid)
     grid, patch = cfg.grid, cfg.spatial.patch_size
     for b in range(3):
-        squares: dict[tuple[int, int, int], list[float]] = {step: [] for step in offsets}
+        squares: dict[tuple[int, int, int], list[float]] = {step: [] for step in NEIGHBOURS}
         for k, token in enumerate(context[b].tolist()):
             place = np.unravel_index(token, grid)
-            for which, step in enumerate(offsets):
+            for which, step in enumerate(NEIGHBOURS):
                 near = tuple(int(p + s) for p, s in zip(place, step, strict=True))
                 inside = all(0 <= p < size for p, size in zip(near, grid, strict=True))
                 if not inside or token % 5 == 0 or int(np.ravel_multi_index(near, grid)) % 5 == 0:
                     continue
-                if places == "hidden" and int(np.ravel_multi_index(near, grid)) in context[b].tolist():
-                    continue
                 cube = tuple(slice(p * size, (p + 1) * size) for p, size in zip(near, patch, strict=True))
-                guess = guesses[0][b, k].unflatten(0, (number, -1))[which]
+                guess = guesses[0][b, k].unflatten(0, (7, -1))[which]
                 squares[step].append(float((guess - views[0][b, 0][cube].flatten()).square().mean()))
-        assert (len({len(of_step) for of_step in squares.values()}) > 1) == (places != "own")
+        assert len({len(of_step) for of_step in squares.values()}) > 1
         if depth == 4:  # a grid of one B-scan: two of the seven places are nowhere
             assert 0 < sum(len(of_step) > 0 for of_step in squares.values()) <= 5
         expected = np.mean([np.mean(of_step) for of_step in squares.values() if of_step])
-        assert float(first.second_B["neighbour"][b]) == pytest.approx(expected, rel=1e-4)
+        assert float(first.neighbour_B[b]) == pytest.approx(expected, rel=1e-4)
     seen = torch.zeros(3, model.encoder.num_tokens, dtype=torch.bool).scatter(1, context, True)
     other = torch.where(voxels_of_tokens(~seen, grid, patch), views[0] + 5, views[0])
-    model(other, views[1], context, target, *rest)
+    model(other, views[1], context, target, valid)
     torch.testing.assert_close(guesses[1], guesses[0])
     assert "neighbour_head.weight" not in nano_model(small_config()).state_dict()

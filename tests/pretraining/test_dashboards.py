@@ -182,7 +182,7 @@ def test_the_run_says_what_it_is_and_what_its_best_probe_was(watched: Path) -> N
     config = {item.key: json.loads(item.value_json) for item in run.config.update}
     assert config["optim.base_lr"] == 5e-4
     assert config["units"]["spatial.target_spacing"] == "mm"
-    assert config["units"]["data.data_timeout_s"] == "s"
+    assert config["units"]["augment.strength"] == "share"
     summary: dict[str, Any] = {}
     for record in everything(watched, "summary"):
         for item in record.update:

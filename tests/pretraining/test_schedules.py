@@ -55,18 +55,6 @@ def test_default_momentum_has_a_half_life_of_five_percent(total: int, expected: 
     assert ema_momentum(small_config(), 0, total) == pytest.approx(expected)
 
 
-def test_the_covariance_rises_after_the_warm_up_and_stays() -> None:
-    keys = "optim.warmup_ratio=0.1", "method.regulariser=vicreg", "method.regulariser_weight=0.05"
-    cfg = small_config("vjepa2", *keys, "method.covariance_ramp=0.4")
-    schedule = Schedule(cfg, 100)
-    shares = [schedule.at(step)[2] for step in range(100)]
-    assert shares[:11] == [0.0] * 11
-    assert shares[30] == pytest.approx(0.5)
-    assert shares[50:] == [1.0] * 50
-    assert shares == sorted(shares)
-    assert Schedule(small_config("vjepa2", *keys), 100).at(0)[2] == 1.0
-
-
 def test_init_weight_is_the_product_of_momenta() -> None:
     assert init_weight(small_config("vjepa2", "method.ema_base=0.9"), 7, 100) == pytest.approx(0.9**7)
     assert init_weight(small_config(), 200, 200) == pytest.approx(2**-20)

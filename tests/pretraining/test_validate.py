@@ -39,7 +39,7 @@ PROBES |= {"val/knn_laterality", "val/ridge_laterality"}
 NO_PENALTY = "method.regulariser=none", "method.regulariser_weight=0"
 RECIPES = {
     "vjepa2": (),
-    "mae": ("method.recipe=mae", "method.mae_target=normalised", *NO_PENALTY),
+    "mae": ("method.recipe=mae", *NO_PENALTY),
     "methods": (
         "method.recipe=methods",
         "method.mask_ratio=0.5",
@@ -195,7 +195,7 @@ def test_the_probes_read_the_target_encoder(run: Run) -> None:
     for weight in run.model.encoder.parameters():
         weight.mul_(3).add_(0.1)
     assert np.array_equal(val_probes.embed_rows(run, rows)[0], before)
-    run.model.update_target(0.0)
+    run.model.update_target(0.0, torch.tensor(True))
     assert not np.allclose(val_probes.embed_rows(run, rows)[0], before, rtol=0.01)
 
 

@@ -20,9 +20,10 @@ def make_flow_tree(
     quirks: Sequence[str] = (),
     protocols: Sequence[int] = range(len(OCTA)),
     shape: tuple[int, int, int] = SHAPE,
+    height_quirks: Sequence[str] = (),
 ) -> Path:
     """As make_tree of heights_factory, with flow; what was planted stands in synthetic.json."""
-    make_tree(root, participants, (), protocols, shape)
+    make_tree(root, participants, height_quirks, protocols, shape)
     rows = rows_of(root / "retinal_oct" / "manifest.tsv")
     marker = json.loads((root / "synthetic.json").read_text())
     marker["flow_faults"] = write_flow(root, rows, quirks, 0)

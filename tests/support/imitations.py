@@ -23,11 +23,11 @@ import tifffile
 import yaml
 from PIL import Image
 
+from data_setup.index.sets import fairvision, oimhs, olives
 from data_setup.phantom.anatomy import SURFACES, make_eye
 from data_setup.phantom.cohort import draw_factors
 from data_setup.phantom.files import write_file
 from data_setup.phantom.render import LESIONS, render
-from data_setup.plug.sets import fairvision, oimhs, olives
 from data_setup.protocols import BY_NAME
 from data_setup.readers.sidecar import FOLDER_SIDECAR
 

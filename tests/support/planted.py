@@ -5,7 +5,7 @@ PLANTED is JSON. {"rank": R, "out_of_memory_above": B}: on rank R a trial step o
 not fit. {"seen": DIR}: every process appends "step row row ..." of each step to DIR/RANK. {"nan_steps":
 [...]}: the loss of these steps is NaN. {"pause_s": S}: every step takes S longer. {"impatient": true}: a
 bucket that fails is given up within a second. {"grace_s": S}: loader.GRACE_S. {"max_bad_steps": N}:
-skipped_updates.MAX_BAD_STEPS. {"hang_row": R}: a loader
+skipped_updates.MAX_BAD_STEPS. {"data_s": S, "stall_s": S}: those of patience. {"hang_row": R}: a loader
 worker never finishes reading row R of the store. {"no_pickle": true}: whatever reads a pickle fails.
 """
 
@@ -30,6 +30,7 @@ from pretraining import trial as start
 from tests.support.planted_pickle import forbid_pickle
 from utils.cli import run_cli
 from utils.run import skipped_updates
+from utils.runtime import patience
 from utils.storage import clients as cloud
 
 PLANTED: dict[str, Any] = json.loads(os.environ.get("PLANTED", "{}"))
@@ -67,6 +68,8 @@ def plant() -> None:
     if PLANTED.get("no_pickle"):
         forbid_pickle(writing=False)  # torch.save writes one, which torch.load reads by code of its own
     loader.GRACE_S = PLANTED.get("grace_s", loader.GRACE_S)
+    patience.DATA_S = PLANTED.get("data_s", patience.DATA_S)
+    patience.STALL_S = PLANTED.get("stall_s", patience.STALL_S)
     skipped_updates.MAX_BAD_STEPS = PLANTED.get("max_bad_steps", skipped_updates.MAX_BAD_STEPS)
     start.trial_step, loop.train_step, step_module.predict = trial_step, train_step, predict
 

@@ -29,10 +29,9 @@ SAMPLES = 8
 WATCHED = Watch(measures=lambda: True)
 CASES = {  # recipe, overrides, accumulation
     "vjepa2": ("vjepa2", (), 1),
-    "accumulated": ("ascan", ("method.regulariser=sigreg",), 2),
+    "accumulated": ("vjepa2", ("method.regulariser=sigreg",), 2),
     "methods": ("methods", ("method.dropout=0.1",), 1),
     "mae": ("mae", ("method.neighbour_weight=1",), 2),
-    "mlp": ("mlp", (), 1),
 }
 COMPILE = "train.compile=true"
 COMPILED = {"compiled": ("vjepa2", (COMPILE,), 1)}

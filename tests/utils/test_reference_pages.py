@@ -90,12 +90,12 @@ def test_a_key_is_told_in_words() -> None:
     assert (lr.type, lr.default, lr.may_change) == ("float, a number above 0", "*required*", False)
     assert scale.meaning.startswith("share of the plane")
     assert blocks.type == "list of sections or null"
-    timeout = keys()["data.data_timeout_s"]
-    assert (timeout.unit, timeout.default, timeout.may_change) == ("s", "`600.0`", True)
+    every = keys()["train.log_every_steps"]
+    assert (every.unit, every.default, every.may_change) == ("updates", "`10`", True)
     assert keys()["spatial.image_size"].type == "3 x int"
     assert keys()["train.ckpt_dir"].default == "`${run.dir}/checkpoints`"
     assert keys()["wandb.mode"].type == "one of `online`, `offline`, `disabled`"
-    assert keys()["method.loss"].type == "one of `l2`, `normalised_l2`; or null"
+    assert keys()["method.control"].type.startswith("one of `penalty_only`, `mismatched_targets`, ")
 
 
 def test_a_comment_belongs_to_the_field_below_or_beside_it() -> None:

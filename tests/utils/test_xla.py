@@ -31,15 +31,10 @@ from utils.runtime.single import Runtime
 pytestmark = pytest.mark.xla
 RECIPES = {
     "vjepa2": ("vjepa2", 2, ()),  # recipe, micro-batches, overrides
-    "vjepa2_sigreg_heads": (
+    "vjepa2_sigreg_neighbours": (
         "vjepa2",
         1,
-        (
-            "method.regulariser=sigreg",
-            "method.ascan_weight=1",
-            "method.pixel_weight=1",
-            "method.neighbour_weight=1",
-        ),
+        ("method.regulariser=sigreg", "method.neighbour_weight=1"),
     ),
     "mae": ("mae", 1, ()),
     "methods": ("methods", 1, ()),

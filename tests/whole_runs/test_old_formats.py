@@ -1,24 +1,55 @@
-"""A store and a run that were written before the rooms (commit 1839fef) open, and the run goes on as it would
-have.
+"""What earlier code wrote opens, gives the numbers that it gave, and a run goes on as it would have.
 
-tests/golden/before_rooms.tar.xz: a phantom's store of 24 volumes, a run stopped at step 4 of 8 with an
-encoder of one block of width 24, and what the uninterrupted run logged after that step.
+tests/golden/before_rooms.tar.xz (commit 1839fef): a phantom's store of 24 volumes, a run stopped at step 4 of
+8 with an encoder of one block of width 24, and what the uninterrupted run logged after that step.
+
+tests/golden/formats.tar.xz (commit 2ec92a9, ENCODER in place of the size ti, in an empty folder):
+    python -m data_setup.phantom --out phantom --participants 12 --seed 0 --heights plain --flow plain
+        --labels lesions --workers 0; of it, the archive has the tables alone
+    python -m data_setup.prepare --config configs/smoke_test.yaml --workers 0 WORDS; again with --heights,
+        --labels, --flow. WORDS are what run/config.yaml has and the file has not
+    python -m pretraining.train --config configs/smoke_test.yaml WORDS; the archive has it up to step 4 of 8
+    python -m finetuning.train --config configs/CONFIG model.checkpoint=run/checkpoints/step_00000004.pt
+        run.dir=NAME ...: linear (cls_linear_probe), trained (cls_finetune, head.kind=attentive), layers,
+        segmentation, translation
+    python -m models.weights export --checkpoint run/checkpoints/step_00000004.pt --portable portable
+expected.json has what each function of NUMBERS gave then, and `resumed`, the lines of metrics.jsonl that the
+uninterrupted run wrote after step 4.
 """
 
 from __future__ import annotations
 
 import json
 import tarfile
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import numpy as np
+import pandas as pd
 import pytest
+import torch
+from torch import Tensor
 
+from data_setup.attach.stored import StoredFlow, StoredHeights, StoredLabels
 from data_setup.store.reader import PreparedStore
+from finetuning import embed, predict
+from finetuning.dense.layers.head import open_layers_head
+from finetuning.dense.segmentation.train import open_segmentation_head
+from finetuning.dense.translation.train import open_translation_head
+from finetuning.heads.head_file import open_head, predict_rows
 from models import vit3d
+from models.weights import cli as weights
 from pretraining import train as loop
+from tests.support.dicom_factory import speckle, write_opt
+from tests.support.finetune_factory import RUNTIME
 from tests.support.pipeline_factory import ROOT, SMOKE
+from utils.checkpoint import load_checkpoint
+from utils.config.load import config_of_yaml, load_config
+from utils.config.schema import StorageOptions
+from utils.report import cli as report
 
-ARCHIVE = ROOT / "tests" / "golden" / "before_rooms.tar.xz"
+GOLDEN = ROOT / "tests" / "golden"
 OVERRIDES = (
     *("data.gcs_root=phantom", "data.store=store", "run.dir=run", "data.workers=0", "wandb.mode=disabled"),
     *("spatial.target_spacing=[0.75,0.096,0.1875]", "spatial.image_size=[8,24,32]"),
@@ -27,16 +58,48 @@ OVERRIDES = (
     *("train.ckpt_every_steps=4", "train.log_every_steps=1", "train.keep_last=1"),
     *("optim.base_lr=5e-4", "method.neighbour_weight=0"),  # as the archive's run began
 )
+ENCODER = vit3d.Size(1, 12, 1)  # of formats.tar.xz
+CHECKPOINT = "run/checkpoints/step_00000004.pt"
+MOVED = f"model.checkpoint={CHECKPOINT}"  # heads name the folder in which they were trained
+OPENED_DENSE = {
+    "layers": open_layers_head,
+    "segmentation": open_segmentation_head,
+    "translation": open_translation_head,
+}
+
+
+def unpack(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch, size: vit3d.Size) -> Path:
+    """The folder with the archive's content; it is where the test works."""
+    with tarfile.open(GOLDEN / name) as archive:
+        # the argument came with Python 3.11.4
+        archive.extractall(folder, **({"filter": "data"} if hasattr(tarfile, "data_filter") else {}))
+    monkeypatch.chdir(folder)
+    monkeypatch.setitem(vit3d.SIZES, "ti", size)
+    return folder
 
 
 @pytest.fixture
 def before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    with tarfile.open(ARCHIVE) as archive:
-        # the argument came with Python 3.11.4
-        archive.extractall(tmp_path, **({"filter": "data"} if hasattr(tarfile, "data_filter") else {}))
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setitem(vit3d.SIZES, "ti", vit3d.Size(1, 24, 1))
-    return tmp_path
+    return unpack("before_rooms.tar.xz", tmp_path, monkeypatch, vit3d.Size(1, 24, 1))
+
+
+@pytest.fixture
+def formats(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    return unpack("formats.tar.xz", tmp_path, monkeypatch, ENCODER)
+
+
+def lines_after(step: int, path: Path) -> list[dict[str, Any]]:
+    """The lines of a metrics.jsonl of later steps."""
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    return [line for line in lines if line["step"] > step]
+
+
+def assert_goes_on(run: Path, expected: list[dict[str, Any]]) -> None:
+    """Resuming has read every part of the checkpoint: weights, moments, gauges, counters, data order."""
+    written = lines_after(4, run / "metrics.jsonl")
+    assert len(written) == len(expected)
+    for line, old in zip(written, expected, strict=True):
+        assert {key: line[key] for key in old} == pytest.approx(old, rel=1e-4)
 
 
 def test_an_old_store_opens(before: Path) -> None:
@@ -48,11 +111,136 @@ def test_an_old_store_opens(before: Path) -> None:
 
 
 def test_an_old_run_goes_on(before: Path) -> None:
-    """Resuming reads every part of the checkpoint: weights, moments, gauges, counters, data order."""
     assert loop.main(["--config", str(SMOKE), *OVERRIDES]) == 0
-    written = [json.loads(line) for line in (before / "run" / "metrics.jsonl").read_text().splitlines()]
-    written = [line for line in written if line["step"] > 4]
-    expected = json.loads((before / "expected.json").read_text())
-    assert len(written) == len(expected)
-    for line, old in zip(written, expected, strict=True):
-        assert {key: line[key] for key in old} == pytest.approx(old, rel=1e-4)
+    assert_goes_on(before / "run", json.loads((before / "expected.json").read_text()))
+
+
+def test_a_run_goes_on_from_its_own_configuration(formats: Path) -> None:
+    """Both copies name keys that later code may not have: the run's config.yaml and the checkpoint's."""
+    stored = Path("run/config.yaml").read_text()
+    assert {"shard_parameters: false", "neighbour_places: all", "lora_rank: null"} <= {
+        line.strip() for line in stored.splitlines()
+    }
+    assert config_of_yaml(load_checkpoint(CHECKPOINT)["config"], CHECKPOINT) == load_config("run/config.yaml")
+    assert loop.main(["--config", "run/config.yaml"]) == 0
+    assert_goes_on(formats / "run", json.loads((formats / "expected.json").read_text())["resumed"])
+
+
+def numbers_of_store() -> dict[str, Any]:
+    """All reads compare checksums."""
+    store, heights = PreparedStore.open("store"), StoredHeights.open("store")
+    labels, flow = StoredLabels.open("store"), StoredFlow.open("store")
+    row = int(heights.index.index[-1])
+    for kept in map(int, store.kept):
+        store.read(kept)
+    return {
+        "kept": store.kept.tolist(),
+        "columns": sorted(store.index.columns),
+        "volume": [store.index.checksum[row], int(store.read(row).sum())],
+        "with_heights": heights.index.index.tolist(),
+        "heights": [[*pair] for pair in zip(heights.names(row), map(spread, heights.read(row)), strict=True)],
+        "with_labels": labels.index.index.tolist(),
+        "classes": {str(value): name for value, name in labels.classes.items()},
+        "labels": [[int(r), int(labels.read(int(r)).sum())] for r in labels.index.index],
+        "with_flow": flow.index.index.tolist(),
+        "flow": spread(flow.read(row)),
+        "slabs": {name: spread(slab) for name, slab in flow.read_slabs(row).items()},
+    }
+
+
+def numbers_of_embed() -> dict[str, Any]:
+    """Pooled features of every volume."""
+    assert embed.main(["--checkpoint", CHECKPOINT, "--store", "store", "--out", "features"]) == 0
+    table = pd.read_parquet("features/features.parquet")
+    return {"mean": table["mean"][0][:8].tolist(), "std": [float(np.sum(std)) for std in table["std"]]}
+
+
+def numbers_of_head(name: str) -> dict[str, Any]:
+    """Scores of the first volumes of the store."""
+    head, store = open_head(name, encoder_url=CHECKPOINT), PreparedStore.open("store")
+    return {"names": list(head.names), "scores": predict_rows(head, store, store.kept[:3], RUNTIME).tolist()}
+
+
+def numbers_of_predict(name: str) -> dict[str, Any]:
+    """What the command says of a DICOM file."""
+    scan = write_opt(Path("scans"), speckle(16, 200, 48), name="scan.dcm", spacing=(0.4, 0.011, 0.12))
+    assert predict.main(["--checkpoint", name, "--out", "answers", MOVED, "--dicom", scan]) == 0
+    (line,) = map(json.loads, Path("answers/predictions.jsonl").read_text().splitlines())
+    if line["task"] != "layers":
+        return {"scores": line["scores"], "distance": line["feature_distance_percentile"]}
+    with np.load(f"answers/{line['arrays']}") as arrays:
+        um = arrays["um"]
+    return {"um": [[name, spread(one)] for name, one in zip(line["surfaces"], um, strict=True)]}
+
+
+@torch.no_grad()
+def numbers_of_dense(kind: str) -> dict[str, Any]:
+    """What each decoder, on its encoder, makes of a volume that is a function of its place."""
+    head = OPENED_DENSE[kind](kind, StorageOptions(), CHECKPOINT)
+    size, (gd, gh, gw) = head.cfg.spatial.image_size, head.cfg.grid
+    view_DHW = torch.sin(torch.arange(float(np.prod(size))) / 7).reshape(size)
+    outputs = {}
+    for arm in head.arms:
+        tokens_hwE = arm.encoder(view_DHW[None, None])[0].reshape(gd, gh, gw, -1)
+        output: Tensor = arm.decoder(tokens_hwE, view_DHW.reshape(gd, -1, *size[1:]))
+        outputs[arm.name] = [list(output.shape), output.flatten()[:: output.numel() // 12].tolist()]
+    return {"names": list(head.names), "outputs": outputs}
+
+
+def numbers_of_portable() -> dict[str, Any]:
+    """The program by itself; then all programs, weights and digests of the folder."""
+    program = torch.export.load("portable/program.pt2").module()
+    spacing = torch.tensor([0.4, 0.02, 0.06], dtype=torch.float64)
+    with torch.no_grad():
+        tokens, valid, pooled = program(torch.from_numpy(speckle(12, 90, 70)), spacing, torch.tensor(True))
+    assert weights.main(["selftest", "portable"]) == 0
+    return {"pooled": pooled.tolist(), "tokens": tokens.sum(dim=1).tolist(), "valid": int(valid.sum())}
+
+
+def numbers_of_report() -> dict[str, Any]:
+    """What the report reads of the run."""
+    report.main(["run"])
+    results = json.loads(Path("run/results.json").read_text())
+    learned = {
+        key: results["pretraining"][key] for key in ("loss_first", "loss_last", "rankme_last", "alarms")
+    }
+    return {"data": results["data"], "learned": learned}
+
+
+def spread(values: np.ndarray) -> list[float]:
+    """Mean, standard deviation and the number of those that are known."""
+    return [float(np.nanmean(values)), float(np.nanstd(values)), int(np.isfinite(values).sum())]
+
+
+NUMBERS: dict[str, Callable[[], dict[str, Any]]] = {
+    "store": numbers_of_store,
+    "report": numbers_of_report,
+    "embed": numbers_of_embed,
+    "linear": lambda: numbers_of_head("linear"),
+    "trained": lambda: numbers_of_head("trained"),
+    "predicted labels": lambda: numbers_of_predict("linear"),
+    "predicted surfaces": lambda: numbers_of_predict("layers"),
+    **{kind: lambda kind=kind: numbers_of_dense(kind) for kind in OPENED_DENSE},
+    "portable": numbers_of_portable,
+}
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_a_format_gives_the_numbers_that_it_gave(name: str, formats: Path) -> None:
+    assert_same(NUMBERS[name](), json.loads((formats / "expected.json").read_text())[name], name)
+
+
+def assert_same(given: Any, expected: Any, where: str) -> None:
+    """Equal, numbers to 1e-4; a place is named where they differ."""
+    if isinstance(expected, dict):
+        assert given.keys() == expected.keys(), where
+        for key in expected:
+            assert_same(given[key], expected[key], f"{where}: {key}")
+    elif isinstance(expected, list):
+        assert len(given) == len(expected), where
+        for place, value in enumerate(expected):
+            assert_same(given[place], value, f"{where}[{place}]")
+    elif isinstance(expected, float):
+        assert given == pytest.approx(expected, rel=1e-4, abs=1e-6), where
+    else:
+        assert given == expected, where

@@ -21,8 +21,7 @@ def test_the_command_stops_at_sigterm_and_goes_on(tmp_path: Path) -> None:
     make_store(tmp_path)
     run = tmp_path / "run"
     sizes = "train.global_batch_size=4", "train.per_core_batch_size=1", f"train.max_steps={STEPS}"
-    mae = "method.recipe=mae", "method.mae_target=normalised", "method.regulariser=none"
-    mae += ("method.regulariser_weight=0",)
+    mae = "method.recipe=mae", "method.regulariser=none", "method.regulariser_weight=0"
     options = "train.use_bf16=true", "run.profile=true", "data.workers=1"
     argv = command(tmp_path, f"run.dir={run}", *sizes, *mae, *options)
     running = Running(argv, run)

@@ -85,8 +85,8 @@ def test_no_program_is_compiled_and_nothing_read_back_between_two_lines_of_the_l
     every = "train.log_every_steps=10", "train.val_every_steps=20", "train.ckpt_every_steps=20"
     # a batch of its own, so that nothing is there from the other tests
     overrides = "train.per_core_batch_size=2", "train.max_steps=52", *every
-    # numbers that change from step to step: learning rate, momentum and the covariance's weight
-    overrides += "method.regulariser=vicreg", "method.regulariser_weight=0.05", "method.covariance_ramp=0.5"
+    # numbers that change from step to step: learning rate and momentum
+    overrides += "method.regulariser=vicreg", "method.regulariser_weight=0.05"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loop, "train_step", counted_step)
         patch.setattr(validation, "validate", counted_validate)

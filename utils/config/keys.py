@@ -37,7 +37,7 @@ MEANINGS = {
     "method.predictor_depth": "blocks of the transformer predictor",
     "method.predictor_width": "width of the transformer predictor",
     "method.regulariser": "penalty against collapse, on the context tokens",
-    "method.regulariser_weight": "of the penalty, beside method.predictor_weight",
+    "method.regulariser_weight": "of the penalty, beside the prediction's loss",
     "method.dropout": "probability",
     "method.drop_path": "probability that a block is skipped, at the last block; less before",
     "optim.base_lr": "peak learning rate",

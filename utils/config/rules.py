@@ -24,13 +24,12 @@ def check_rules(cfg: Config, where: str) -> None:
         _check_task(cfg.task)
         _check_method(cfg.method)
         _check_masks(cfg.method, recipe_of(cfg.method))
-        _check_parts(cfg.method, recipe_of(cfg.method))
+        _check_neighbours(cfg.method, recipe_of(cfg.method))
         _check_head(cfg)
         _check_finetune(cfg)
         _check_names_of_decoders(cfg.task)
         _check_decoders(cfg)
         _check_grid(cfg)
-        _check_waits(cfg)
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from None
 
@@ -78,8 +77,6 @@ def _check_sections(cfg: Config) -> None:
     )
     share = optim.warmup_ratio + optim.cooldown_ratio
     _require(share <= 1, "optim.cooldown_ratio", "warmup_ratio + cooldown_ratio <= 1", share)
-    share = optim.warmup_ratio + cfg.method.covariance_ramp
-    _require(share <= 1, "method.covariance_ramp", "optim.warmup_ratio + covariance_ramp <= 1", share)
     has_end = cfg.train.epochs is not None or cfg.train.max_steps is not None
     _require(has_end, "train.epochs", "epochs or max_steps", None)
 
@@ -111,33 +108,12 @@ def _check_method(method: MethodConfig) -> None:
         f"{method.regulariser_weight} with {method.regulariser}",
     )
     _require(
-        not method.centre_places or method.regulariser == "vicreg",
-        "method.regulariser",
-        "vicreg with method.centre_places=true",
-        method.regulariser,
-    )
-    second = method.ascan_weight, method.pixel_weight, method.context_weight, method.neighbour_weight
-    _require(
-        method.predictor_weight > 0 or max(second) > 0,
-        "method.predictor_weight",
-        "above 0 where no second loss has a weight, or nothing would be predicted",
-        method.predictor_weight,
-    )
-    _require(
-        not method.covariance_ramp or method.regulariser == "vicreg",
-        "method.regulariser",
-        f"vicreg with method.covariance_ramp={method.covariance_ramp:g}",
-        method.regulariser,
-    )
-    _require(
         method.control != "penalty_only" or method.regulariser != "none",
         "method.regulariser",
         "vicreg or sigreg with method.control=penalty_only, which has nothing else to train on",
         method.regulariser,
     )
-    voxels = method.ascan_weight, method.pixel_weight, method.neighbour_weight
-    latents = method.predictor_weight, method.context_weight
-    has_both = recipe_of(method).target == "features" and max(voxels) > 0 and max(latents) > 0
+    has_both = recipe_of(method).target == "features" and method.neighbour_weight > 0
     _require(
         method.control != "mismatched_latents" or has_both,
         "method.control",
@@ -175,50 +151,14 @@ def _check_masks(method: MethodConfig, recipe: Recipe) -> None:
         _require(family.scale <= room, f"{key}.scale", text, family.scale)
 
 
-def _check_parts(method: MethodConfig, recipe: Recipe) -> None:
-    """What a configuration takes from another recipe."""
-    of_pixels = " or ".join(name for name, row in RECIPES.items() if row.target == "pixels")
-    _require(
-        (method.mae_target is not None) == (recipe.target == "pixels"),
-        "method.mae_target",
-        f"normalised or plain with recipe {of_pixels}, null with the others",
-        f"{method.mae_target} with {method.recipe}",
-    )
-    for name in ("context", "predictor", "loss"):
-        value = getattr(method, name)
-        is_fitting = value is None or recipe.takes_parts
-        _require(is_fitting, f"method.{name}", f"null with recipe {method.recipe}", value)
-    _require(
-        recipe.predictor != "mlp" or recipe.context == "dense",
-        "method.context",
-        "dense with method.predictor=mlp, which reads target positions",
-        method.context,
-    )
-    has_trunk = recipe.predictor == "transformer" and recipe.target == "features"
-    for name in ("ascan_weight", "pixel_weight", "context_weight"):
-        _require(
-            getattr(method, name) == 0 or has_trunk,
-            f"method.{name}",
-            "0 unless a transformer predicts features, as in vjepa2",
-            f"{getattr(method, name)} with {method.recipe}",
-        )
+def _check_neighbours(method: MethodConfig, recipe: Recipe) -> None:
+    """The loss of neighbours is of visible tokens."""
     _require(
         method.neighbour_weight == 0 or recipe.hidden != "targets",
         "method.neighbour_weight",
         "0 where the context is all but the targets",
         f"{method.neighbour_weight} with {method.recipe}",
     )
-    _require(
-        method.neighbour_places == "all" or method.neighbour_weight > 0,
-        "method.neighbour_places",
-        "all with method.neighbour_weight=0",
-        method.neighbour_places,
-    )
-    if (layers := method.target_layers) is not None:
-        name = "method.target_layers"
-        _require(has_trunk, name, "null unless a transformer predicts features, as in vjepa2", layers)
-        is_rising = bool(layers) and layers == sorted(set(layers)) and layers[0] > 0
-        _require(is_rising, name, "numbers of blocks from 1 on, each above the one before", layers)
 
 
 def _check_head(cfg: Config) -> None:
@@ -311,14 +251,3 @@ def _check_grid(cfg: Config) -> None:
         ("head.weight_decays", cfg.head.weight_decays),
     ):
         _require(len(set(values)) == len(values), key, "different numbers", values)
-
-
-def _check_waits(cfg: Config) -> None:
-    """A loader that gives nothing is named before the watchdog ends the process without a reason."""
-    limit = cfg.run.stall_timeout_s
-    _require(
-        cfg.data.data_timeout_s < limit,
-        "data.data_timeout_s",
-        f"less than run.stall_timeout_s {limit:g}, which ends a process whatever it waits for",
-        f"{cfg.data.data_timeout_s:g}",
-    )

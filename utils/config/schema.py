@@ -82,8 +82,6 @@ class DataConfig:
     # loader processes per rank; 0: in the training process; null: by the CPUs of its machine, up to 32
     workers: int | None = key(1, AT_LEAST_0, may_change=True)
     max_reject_fraction: float = key(0.05, SHARE)  # prepare stops above this share of rejected records
-    # a loader worker silent for longer is named, and the run stops; less than run.stall_timeout_s
-    data_timeout_s: float = key(600.0, ABOVE_0, may_change=True)
 
 
 @dataclass(frozen=True)
@@ -132,12 +130,6 @@ class MethodConfig:
     context_ratio: float | None = key(None, INNER_SHARE)
     target_ratio: float | None = key(None, INNER_SHARE)  # vjepa2, mae: share of tokens that are predicted
     mask_blocks: list[MaskFamily] | None = None  # vjepa2, mae: one family is drawn per sample
-    mae_target: Literal["normalised", "plain"] | None = None  # mae: of each patch, or as they are
-    # vjepa2 with a part of another recipe, for comparisons; null: its own (visible tokens, transformer, L1)
-    # all positions, hidden ones replaced by a mask token
-    context: Literal["dense"] | None = key(None, identity=True)
-    predictor: Literal["mlp"] | None = None  # per target token, of a dense context; batch norm as in methods
-    loss: Literal["l2", "normalised_l2"] | None = None  # scale regulariser_weight with its gradient
     predictor_depth: int = key(6, AT_LEAST_1)
     predictor_width: int = key(384, WHOLE_HEADS)
     # null (vjepa2, mae): a half-life of 5 % of the run, at most 0.9995
@@ -145,26 +137,9 @@ class MethodConfig:
     regulariser: Literal["none", "vicreg", "sigreg"] = "none"
     regulariser_weight: float = key(0.0, AT_LEAST_0)
     covariance_weight: float = key(0.1, AT_LEAST_0)  # vicreg: of the off-diagonal part, the hinge has 1
-    # vicreg: share of the run, after the warm-up, over which that weight rises from 0; 0: whole at once
-    covariance_ramp: float = key(0.0, SHARE)
-    # vicreg: of the tokens less a running mean of their place, so that place alone satisfies nothing
-    centre_places: bool = False
-    # of the predictor's loss; 0: the second losses below alone, for comparisons
-    predictor_weight: float = key(1.0, AT_LEAST_0)
-    # vjepa2: of a second loss, the squared error of the mean A-scan of each target token; 0: none
-    ascan_weight: float = key(0.0, AT_LEAST_0)
-    # vjepa2: of a second loss, the squared error of the voxels of each target token; 0: none
-    pixel_weight: float = key(0.0, AT_LEAST_0)
-    # vjepa2: of a second loss, the prediction's own at the context tokens (V-JEPA 2.1 has 0.5); 0: none
-    context_weight: float = key(0.0, AT_LEAST_0)
     # vjepa2, mae: of a second loss, the squared error of the voxels at and beside each visible token, read
     # linearly from its feature; 0: none
     neighbour_weight: float = key(0.0, AT_LEAST_0)
-    # which of these places count: all seven, the token's own alone (nothing is predicted), or the neighbours
-    # that are hidden alone (all is predicted); for comparisons
-    neighbour_places: Literal["all", "own", "hidden"] = "all"
-    # vjepa2: blocks of the target encoder whose outputs are predicted, 1 the first; null: the last alone
-    target_layers: list[int] | None = None
     # a control for claims, no way to train: the prediction's loss times 0, or, in training, the targets of
     # another volume of the batch: all of them, or the target encoder's features alone and no voxels
     control: Literal["penalty_only", "mismatched_targets", "mismatched_latents"] | None = None
@@ -218,8 +193,6 @@ class ValConfig:
 @dataclass(frozen=True)
 class RunConfig:
     dir: str = key("runs/${experiment_name}", is_place=True)
-    # without a finished step, evaluation batch or checkpoint for so long, the process ends with code 75
-    stall_timeout_s: float = key(1800.0, ABOVE_0, may_change=True)
     # true: a trace of the 6th to 8th step after each start, in run.dir/profile
     profile: bool = key(False, may_change=True)
 

@@ -17,6 +17,7 @@ from utils.errors import EXIT_FAILURE, EXIT_STOPPED, UserError
 from utils.log import log_failure, setup_logging
 from utils.run.folder import last_good
 from utils.run.skipped_updates import NotFiniteError
+from utils.runtime import patience
 from utils.runtime.leave import leave
 from utils.runtime.open import open_runtime, report_opened
 from utils.runtime.processes import LostPeer
@@ -33,8 +34,8 @@ def open_engine(cfg: Config) -> Iterator[Runtime]:
     and the other processes hear of it.
     """
     with ExitStack() as outer:
-        watchdog = outer.enter_context(Watchdog(cfg.run.stall_timeout_s))
-        runtime = open_runtime(cfg.train.use_bf16, cfg.data.data_timeout_s)
+        watchdog = outer.enter_context(Watchdog(patience.STALL_S))
+        runtime = open_runtime(cfg.train.use_bf16, patience.DATA_S)
         runtime.watchdog = watchdog
         setup_logging(runtime.rank)
         report_opened(runtime)

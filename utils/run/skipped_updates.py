@@ -65,7 +65,7 @@ class SkippedUpdates:
         worst_run = int(worst)
         if worst_run >= MAX_BAD_STEPS:
             raise NotFiniteError(
-                f"loss or gradient not finite in {worst_run} updates in a row; "
+                f"loss or gradient not finite in {worst_run} updates in a row (limit {MAX_BAD_STEPS}); "
                 f"last: {'; '.join(skipped[-3:])}"
             )
         return skipped

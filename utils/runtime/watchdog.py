@@ -60,8 +60,6 @@ class Watchdog:
         faulthandler.dump_traceback_later(GRACE_S, exit=True, file=STDERR)
         faulthandler.dump_traceback(file=STDERR, all_threads=True)
         quiet_s = time.monotonic() - self._began
-        text = (
-            "stopped: %s takes %.0f s, expected at most run.stall_timeout_s = %g; all threads are on stderr"
-        )
+        text = "stopped: %s takes %.0f s, expected at most %g s; all threads are on stderr"
         log.error(text, self._phase, quiet_s, self.limit_s)
         leave(EXIT_TRY_AGAIN)

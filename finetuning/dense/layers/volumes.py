@@ -13,9 +13,9 @@ from itertools import pairwise
 
 import numpy as np
 
+from data_setup.attach.stored import StoredHeights
 from data_setup.manifest import select_wanted
 from data_setup.readers.heights import DEPTH_OF_LABEL
-from data_setup.store.heights import StoredHeights
 from data_setup.store.reader import PreparedStore
 from finetuning.dense.folds import DenseVolumes, in_folds, require_current
 from utils.config.schema import Config

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from data_setup.attach.stored import StoredLabels
 from data_setup.manifest import select_wanted
-from data_setup.store.labels import StoredLabels
 from data_setup.store.reader import PreparedStore
 from finetuning.cohort.cohort import TRAIN, VAL
 from finetuning.dense.folds import DenseVolumes, in_folds, require_current

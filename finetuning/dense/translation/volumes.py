@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from data_setup.attach.stored import StoredFlow
 from data_setup.manifest import select_wanted
 from data_setup.readers.octa import SLABS
-from data_setup.store.flow import StoredFlow
 from data_setup.store.reader import PreparedStore
 from finetuning.cohort.cohort import TRAIN
 from finetuning.dense.folds import DenseVolumes, in_folds, require_current
@@ -51,7 +51,7 @@ def read_volumes(cfg: Config, store: PreparedStore) -> FlowVolumes:
     index = index[index["row"].isin(flow.index["row"]) & index["row"].isin(store.kept)]
     index = select_wanted(cfg, index)
     require_current(index, flow.index, store, "flow")
-    of_rows = {int(row): set(flow.slabs(row)) for row in index["row"]}
+    of_rows = {int(row): set(flow.names(row)) for row in index["row"]}
     there = set().union(*of_rows.values()) if of_rows else set()
     wanted = cfg.task.slabs
     names = tuple(s for s in SLABS if s in there) if wanted is None else tuple(wanted)

@@ -14,7 +14,7 @@ from models.vjepa3d import VJEPA3D
 from models.weights import load_encoder
 from models.weights.cli import import_weights, main
 from models.weights.files import read_weights
-from models.weights.load import load_vjepa2
+from models.weights.fit import fit
 from models.weights.shape import new_encoder
 from tests.models.weights.weight_files import MAE, METHODS, config, own_checkpoint, volume
 from utils.checkpoint import CheckpointError, load_checkpoint
@@ -76,13 +76,9 @@ def test_what_saw_nobody_may_come_back(tiny: Path, tmp_path: Path) -> None:
         assert ("predictor.predictor_embed.weight" in second) == (layout == "hf")
 
 
-@pytest.mark.parametrize("recipe", ["vjepa2", "mae", "layers", "near"])
+@pytest.mark.parametrize("recipe", ["vjepa2", "mae", "near"])
 def test_hugging_face_reads_the_export(tmp_path: Path, recipe: str) -> None:
-    changes = {
-        "mae": MAE,
-        "layers": ["method.target_layers=[1,3]"],
-        "near": ["method.neighbour_weight=1"],
-    }
+    changes = {"mae": MAE, "near": ["method.neighbour_weight=1"]}
     cfg = config(*changes.get(recipe, []))
     path, out = own_checkpoint(tmp_path / "run", cfg), tmp_path / "exported"
     main(["export", "--checkpoint", str(path), "--out", str(out), "--layout", "hf"])
@@ -114,7 +110,6 @@ def test_hugging_face_reads_the_export(tmp_path: Path, recipe: str) -> None:
             METHODS,
             "its positions are rotary, found a learned table",
         ),
-        (["method.context=dense"], "its encoder has no mask token, found one"),
     ],
 )
 def test_what_hugging_face_cannot_hold(tmp_path: Path, overrides: list[str], message: str) -> None:
@@ -124,23 +119,28 @@ def test_what_hugging_face_cannot_hold(tmp_path: Path, overrides: list[str], mes
     assert not (tmp_path / "out").exists()
 
 
-MORE = (
-    "method.loss=l2",
-    "method.neighbour_weight=0.5",
-    "method.neighbour_places=own",
-    "method.control=penalty_only",
-)
-
-
-def test_a_dense_context_is_named_and_not_taken_for_one_of_visible_tokens(tmp_path: Path) -> None:
-    path = str(own_checkpoint(tmp_path / "run", config("method.context=dense", *MORE)))
-    with pytest.raises(CheckpointError, match="expected an encoder of visible tokens, found one with a mask"):
-        load_vjepa2(path)
+def test_an_export_names_what_the_recipe_had_beside_its_own(tmp_path: Path) -> None:
+    more = "method.neighbour_weight=0.5", "method.control=penalty_only"
+    path = str(own_checkpoint(tmp_path / "run", config(*more)))
     out = tmp_path / "out"
     main(["export", "--checkpoint", path, "--out", str(out)])
-    name = "vjepa2 (context dense, loss l2, neighbour_weight 0.5, neighbour_places own, control penalty_only)"
+    name = "vjepa2 (neighbour_weight 0.5, control penalty_only)"
     assert name in (out / "README.md").read_text()
     assert read_weights(path).facts["recipe_name"] == name
+
+
+def test_an_encoder_with_a_mask_token_is_not_taken_for_one_of_visible_tokens(tmp_path: Path) -> None:
+    """As older versions could train with `vjepa2`."""
+    cfg = config()
+    path = own_checkpoint(tmp_path / "run", cfg)
+    out = tmp_path / "out"
+    main(["export", "--checkpoint", str(path), "--out", str(out)])
+    tensors = safetensors.torch.load_file(out / "model.safetensors")
+    width = len(tensors["norm.weight"])
+    with_token = {**tensors, "mask_token": torch.zeros(1, 1, width)}
+    safetensors.torch.save_file(with_token, out / "model.safetensors")
+    with pytest.raises(CheckpointError, match="expected no mask token in the encoder, found one"):
+        fit(read_weights(str(out)), cfg)
 
 
 def test_only_ours_are_exported(tiny: Path, tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from utils.config.schema import Config
 MEAN, STD = torch.tensor([0.485, 0.456, 0.406]), torch.tensor([0.229, 0.224, 0.225])
 NO_PENALTY = ["method.regulariser=none", "method.regulariser_weight=0"]
 METHODS = ["method.recipe=methods", "method.mask_ratio=0.5", "method.ema_base=0.9", *NO_PENALTY]
-MAE = ["method.recipe=mae", "method.mae_target=normalised", *NO_PENALTY]
+MAE = ["method.recipe=mae", *NO_PENALTY]
 
 
 def research_file(path: Path, context: VJEPA2Model, target: VJEPA2Model, **changes: Any) -> Path:

@@ -1,0 +1,213 @@
+"""The work that the three modes share: find the scan of each line, lay its file, write the row.
+
+In: the lines of a manifest, a store. Out: jobs, one a row, and their rows in the store. A `Job` of a mode
+knows what its file is and how it is laid; what became of it is a row with its status, whatever the file
+holds. A row whose files and volume are as they were is not done again.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from concurrent.futures import as_completed
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import numpy as np
+import pandas as pd
+
+from data_setup.attach.directions import to_turn
+from data_setup.attach.kinds import Kind
+from data_setup.attach.stored import SideWriter
+from data_setup.readers.faults import OCTReadError, RejectReason
+from data_setup.store.format import KEPT
+from data_setup.store.reader import PreparedStore
+from data_setup.tables.text import clean_path, fact_of
+from utils import storage
+from utils.errors import EXIT_TRY_AGAIN, UserError
+from utils.terminal import track
+from utils.workers import executor_of
+
+STRUCTURAL = "associated_structural_oct"
+OF_SCAN = (f"{STRUCTURAL}_sop_instance_uid", f"{STRUCTURAL}_file_path")  # columns of AI-READI's OCTA
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job(ABC):
+    """One row's file to lay on its volume."""
+
+    KIND: ClassVar[Kind]
+    FACTS: ClassVar[tuple[str, ...]] = ("device", "protocol")  # of the volume, that every row repeats
+    SCORES: ClassVar[tuple[str, ...]] = ()  # columns: how well the scan fits the file, and it reversed
+    CLEARER: ClassVar[float]  # of directions.py
+
+    row: int
+    path: str  # relative to the source root
+    url: str
+    store: PreparedStore
+    unclear_is_reversed: bool = False  # what is taken where the scan does not decide
+
+    @property
+    def record(self) -> pd.Series:
+        """The volume's row of the index."""
+        return self.store.index.loc[self.row]
+
+    def source(self) -> dict[str, Any]:
+        """Columns that change with the file; raises OCTReadError, StorageError."""
+        source = storage.stat(self.url, self.store.options)
+        return {"source_size": source.size, "source_version": source.etag_or_mtime}
+
+    @abstractmethod
+    def lay(self) -> tuple[list[np.ndarray], dict[str, Any]]:
+        """The kind's arrays on the grid, and what was measured; raises OCTReadError, StorageError."""
+
+    @classmethod
+    def is_unclear(cls, first: Any, second: Any) -> Any:
+        """Whether neither direction has a clearly better score; of two numbers, or of a table's columns."""
+        return np.maximum(first, second) < cls.CLEARER * np.minimum(first, second)
+
+    def choose(self, scores: Sequence[float]) -> dict[str, Any]:
+        """Columns of the direction: the better one, `unclear_is_reversed` where neither is clearly better."""
+        is_reversed = self.unclear_is_reversed if self.is_unclear(*scores) else scores[1] > scores[0]
+        finite = [score if np.isfinite(score) else None for score in scores]
+        return {**dict(zip(self.SCORES, finite, strict=True)), "reversed_d": bool(is_reversed)}
+
+    def outcome(self) -> tuple[list[np.ndarray] | None, dict[str, Any]]:
+        """What is written of the row, without arrays where the file is not used; raises StorageError."""
+        record = self.record
+        fields: dict[str, Any] = {name: record[name] for name in self.FACTS}
+        fields |= {"path": self.path, "volume": record.checksum, "message": None}
+        try:
+            fields |= self.source()
+            arrays, measured = self.lay()
+            return arrays, fields | measured | {"status": KEPT}
+        except storage.StorageNotFoundError as error:
+            status, message = RejectReason.MISSING_FILE.value, error.problem
+        except OCTReadError as error:
+            status, message = error.reason.value, error.detail
+        return None, fields | {"status": status, "message": message}
+
+    def is_done(self, written: Mapping[str, Any] | None) -> bool:
+        """Whether the row's JSON is of this volume and of these files."""
+        if written is None or written["status"] != KEPT or written["path"] != self.path:
+            return False
+        if written["volume"] != self.store.index.checksum[self.row]:
+            return False
+        try:
+            return all(written[name] == value for name, value in self.source().items())
+        except (storage.StorageError, OCTReadError):
+            return False  # `write` meets the same error and counts it
+
+
+def match_lines(
+    store: PreparedStore,
+    lines: Mapping[int, Mapping[str, str]],
+    cells: Sequence[str],
+    of_scan: tuple[str | None, str],
+    reasons: tuple[str, str],
+    devices: Collection[str] | None = None,
+) -> tuple[dict[int, Mapping[str, str]], Counter[str]]:
+    """Row -> its line of a manifest, and how many lines have no row, by reason.
+
+    A line has a path in one of `cells`, and the scan's UID or path in the columns `of_scan`. `reasons`: of a
+    line without a path, of another line of the same scan. `devices`: those whose files are known.
+    """
+    listed = store.index[store.index["listed"]]
+    by_uid = {uid: row for uid, row in zip(listed.sop_instance_uid, listed.row, strict=True) if uid}
+    by_path = dict(zip(listed.path, listed.row, strict=True))
+    kept = set(store.kept.tolist())
+    of_row: dict[int, Mapping[str, str]] = {}
+    counts: Counter[str] = Counter()
+    uid_column, path_column = of_scan
+    for line in lines.values():
+        uid = fact_of(line[uid_column]) if uid_column else None
+        rows = {by_uid.get(uid), by_path.get(clean_path(line[path_column]))} - {None}
+        row = rows.pop() if len(rows) == 1 else None
+        if all(clean_path(line[cell]) is None for cell in cells):
+            counts[reasons[0]] += 1
+        elif rows:
+            counts["links_disagree"] += 1
+        elif row is None:
+            counts["scan_not_in_store"] += 1
+        elif row not in kept:
+            counts["scan_rejected"] += 1
+        elif devices is not None and listed.device[row] not in devices:
+            counts["unknown_device"] += 1
+        elif row in of_row:
+            counts[reasons[1]] += 1
+        else:
+            of_row[int(row)] = line
+    return dict(sorted(of_row.items())), counts
+
+
+def write(job: Job) -> None:
+    """Do a job, in any process; raises StorageError."""
+    arrays, fields = job.outcome()
+    SideWriter(job.KIND, job.store.url, job.store.options).write_row(job.row, arrays, fields)
+
+
+def run(jobs: Sequence[Job], workers: int, unit: str) -> tuple[pd.DataFrame, list[str]]:
+    """Do the jobs of a kind whose rows are not done; (its table, what storage could not do, as texts).
+
+    Then those again whose direction the scan does not decide, where the clear ones of the protocol turn them.
+    """
+    kind, store, rows = jobs[0].KIND, jobs[0].store, [job.row for job in jobs]
+    writer = SideWriter(kind, store.url, store.options)
+    written = writer.read_rows()
+    to_do = [job for job in jobs if not job.is_done(written.get(job.row))]
+    away = _write_all(to_do, workers, kind.name, unit)
+    index = writer.finalise(rows)
+    if scores := jobs[0].SCORES:
+        turned = to_turn(index, jobs[0].is_unclear(*(index[name] for name in scores)))
+        again = [replace(job, unclear_is_reversed=turned[job.row]) for job in jobs if job.row in turned]
+        if again:
+            away += _write_all(again, workers, "directions", unit)
+            index = writer.finalise(rows)
+    return index, away
+
+
+def _write_all(jobs: Sequence[Job], workers: int, name: str, unit: str) -> list[str]:
+    """What storage could not do, as texts. Any other error is raised."""
+    away: list[str] = []
+    with executor_of(workers) as pool:
+        futures = [pool.submit(write, job) for job in jobs]
+        for future in track(as_completed(futures), len(jobs), name, unit):
+            error = future.exception()
+            if isinstance(error, storage.StorageError):
+                away.append(str(error))
+            elif error is not None:
+                raise error
+    return away
+
+
+def require_jobs(jobs: Sequence[Job], counts: Mapping[str, int], url: str, expected: str) -> None:
+    """Raise UserError where no line of the manifest at `url` has a row."""
+    if not jobs:
+        reasons = words(dict(sorted(counts.items())), "an empty table")
+        raise UserError(f"{url}: expected {expected}, found none ({reasons})")
+
+
+def mismatches(index: pd.DataFrame, counts: Mapping[str, int]) -> dict[str, int]:
+    """How many lines and files are not used, by reason."""
+    return dict(sorted((Counter(counts) + Counter(index.status[index.status != KEPT].tolist())).items()))
+
+
+def words(counts: Mapping[str, int], nothing: str = "none") -> str:
+    """`name 1, other 2`."""
+    return ", ".join(f"{name} {count}" for name, count in counts.items()) or nothing
+
+
+def finish(
+    store: PreparedStore, mode: str, report: Mapping[str, Any], text: str, away: list[str], unit: str
+) -> int:
+    """Write the report of a mode and print its text; the exit code."""
+    url = storage.join(store.url, f"{mode}_report.json")
+    storage.write_text(url, json.dumps(report, indent=1) + "\n", store.options)
+    print(text)
+    if away:
+        print(f"error: {len(away)} {unit} could not be read, run again; first: {away[0]}", file=sys.stderr)
+        return EXIT_TRY_AGAIN
+    return 0

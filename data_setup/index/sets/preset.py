@@ -1,0 +1,137 @@
+"""A public data set as entries of the index: its volumes, whose headers are looked at, and its labels.
+
+In: a plug and its tree. Out: entries, with what the plug says where the file does not; labels/*.npz below the
+tables. Label arrays are read whole, one scan at a time.
+"""
+
+from __future__ import annotations
+
+import difflib
+import io
+from dataclasses import replace
+
+import numpy as np
+import yaml
+
+from data_setup.index.candidates import IMAGES
+from data_setup.index.look import STAND_IN, Entry
+from data_setup.index.sets import NO_VOLUMES, PLUGS
+from data_setup.index.sets.facts import Labels, Plug, Scan, Tree
+from data_setup.manifest import unknown_record
+from data_setup.readers.faults import OCTReadError
+from data_setup.readers.open_record import kind_by_name, peek_record
+from data_setup.store.format import UNREAD
+from utils.errors import UserError
+from utils.storage import StorageError, join, write_bytes
+from utils.workers import in_threads
+
+FOLDER = "labels"
+_SHOWN = 3
+
+
+def plug_of(name: str) -> Plug:
+    """The plug of a name; raises UserError, for a set of single images with the reason."""
+    if name in PLUGS:
+        return PLUGS[name]
+    if name in NO_VOLUMES:
+        raise UserError(f"{name}: expected a set of volumes, found one of single B-scans: {NO_VOLUMES[name]}")
+    near = difflib.get_close_matches(name, [*PLUGS, *NO_VOLUMES], 1)
+    hint = f" (near {near[0]})" if near else ""
+    raise UserError(f"--set: expected one of {', '.join(PLUGS)}, found {name!r}{hint}")
+
+
+def entries_of(plug: Plug, tree: Tree, out: str) -> list[Entry]:
+    """The volumes of a set by path, their labels written below `out`.
+
+    Prints the expected tree and raises UserError for a wrong folder; raises StorageError.
+    """
+    scans = sorted(plug.find(tree), key=lambda scan: scan.path)
+    entries = in_threads(lambda scan: _look(tree, scan), scans)
+    if not any(entry.is_row for entry in entries):
+        print(f"expected, {plug.title} [{plug.layout.mark}]:\n{plug.layout.text}")
+    if not scans:
+        some = ", ".join(list(tree.sizes)[:_SHOWN])
+        raise UserError(
+            f"{tree.root}: expected the tree of {plug.name} as above, found no volume of it in "
+            f"{len(tree.sizes)} files ({some})"
+        )
+    return [_with_labels(plug, tree, out, *both) for both in zip(scans, entries, strict=True)]
+
+
+def _look(tree: Tree, scan: Scan) -> Entry:
+    """The row of a scan; a fault of its file or of storage becomes its status."""
+    text = yaml.safe_dump(dict(scan.yaml), default_flow_style=True, width=10**6).strip() if scan.yaml else ""
+    entry = Entry(
+        scan.path,
+        kind_by_name(scan.path) or IMAGES,
+        person_id=scan.person_id,
+        person_source="set",
+        facts=scan.facts,
+        visit=scan.visit,
+        split=scan.split,
+        laterality=scan.laterality,
+        device=scan.device,
+        protocol=scan.protocol,
+        region=scan.region,
+        d_order=scan.d_order,
+        files=scan.files,
+        volume_yaml=text,
+    )
+    record = replace(
+        unknown_record(tree.url(scan.path), scan.path),
+        device=scan.device,
+        protocol=scan.protocol,
+        laterality=scan.laterality or "unknown",
+        spacing_mm=STAND_IN if scan.spacing else None,
+        files=scan.files or None,
+        volume_yaml=text or None,
+    )
+    try:
+        header = peek_record(record, tree.sizes.get(scan.path, 0), tree.options)
+    except OCTReadError as error:
+        return replace(entry, status=error.reason.value, message=error.detail)
+    except StorageError as error:
+        return replace(entry, status=UNREAD, message=error.problem)
+    is_stand_in = scan.spacing is not None and header.spacing_source == "manifest"
+    spacing = scan.spacing(header.shape) if scan.spacing and is_stand_in else header.spacing_mm
+    return replace(
+        entry,
+        shape=header.shape,
+        spacing_mm=spacing,
+        spacing_source="set" if is_stand_in else header.spacing_source,
+        sop_instance_uid=header.sop_instance_uid,
+    )
+
+
+def _with_labels(plug: Plug, tree: Tree, out: str, scan: Scan, entry: Entry) -> Entry:
+    """The entry with what its labels say, and their file; raises StorageError, UserError."""
+    if scan.labels is None or entry.shape is None:
+        return entry
+    try:
+        labels = scan.labels(entry.shape)
+    except OCTReadError as error:
+        return replace(entry, without_labels=f"{error.reason}: {error.detail}")
+    path = f"{FOLDER}/{scan.path.replace('/', '__')}.npz"
+    if data := _npz(plug, labels):
+        write_bytes(join(out, path), data, tree.options)
+    return replace(
+        entry,
+        facts={**scan.facts, **labels.facts},
+        label_volume="" if labels.classes is None else f"./{path}",  # ./ is the manifest's folder
+        label_surfaces="" if labels.surfaces is None else f"./{path}",
+    )
+
+
+def _npz(plug: Plug, labels: Labels) -> bytes:
+    """The label file of a volume; empty without labels."""
+    arrays: dict[str, np.ndarray] = {}
+    if labels.classes is not None:
+        arrays["labels"] = np.ascontiguousarray(labels.classes, np.uint8)
+    if labels.surfaces is not None:
+        arrays["surfaces"] = np.ascontiguousarray(labels.surfaces, np.float32)
+        arrays["names"] = np.array(plug.surfaces)
+    if not arrays:
+        return b""
+    buffer = io.BytesIO()
+    np.savez_compressed(buffer, allow_pickle=False, **arrays)
+    return buffer.getvalue()

@@ -1,0 +1,115 @@
+"""Read the tables and arrays that public sets keep beside their images.
+
+In: a tree and a path. Out: rows of text, or arrays in the order that the manifest's volumes have.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+
+import numpy as np
+import pandas as pd
+import tifffile
+
+from data_setup.index.sets.facts import Tree
+from data_setup.readers import arrays
+from data_setup.readers.dicom import open_file
+from data_setup.readers.faults import OCTReadError, RejectReason
+from data_setup.readers.labels import whole_numbers
+from data_setup.readers.metaimage import read_header, read_voxels
+from data_setup.readers.sidecar import reading
+from utils.errors import UserError
+
+
+def sheet(tree: Tree, path: str, required: Sequence[str]) -> list[dict[str, str]]:
+    """The rows of a .csv or the first sheet of an .xlsx as text; raises UserError, StorageError."""
+    url, data = tree.url(path), io.BytesIO(tree.read(path))
+    try:
+        read = pd.read_csv if path.lower().endswith(".csv") else pd.read_excel
+        table = read(data, dtype=str, keep_default_na=False)
+    except ImportError as error:
+        raise UserError(
+            f"{url}: expected openpyxl, which reads it (pip install openpyxl), found none"
+        ) from error
+    except (ValueError, KeyError, OSError) as error:
+        raise UserError(f"{url}: expected a table, found {type(error).__name__}") from error
+    table.columns = [str(name).strip() for name in table.columns]
+    for name in required:
+        if name not in table.columns:
+            raise UserError(f"{url}: expected a column {name!r}, found {', '.join(table.columns)}")
+    return [{str(k): str(v).strip() for k, v in row.items()} for row in table.to_dict("records")]
+
+
+def array(tree: Tree, path: str, name: str) -> np.ndarray:
+    """An array of a .mat or .npz, axes as MATLAB or NumPy has them; raises OCTReadError, StorageError."""
+    with open_file(tree.url(path), tree.options) as file:
+        return arrays.load_array(file, tree.url(path), name)
+
+
+def names_of_arrays(tree: Tree, path: str) -> list[str]:
+    """The arrays of numbers in a .mat or .npz; raises OCTReadError, StorageError."""
+    with open_file(tree.url(path), tree.options) as file:
+        return list(arrays.list_arrays(file, tree.url(path)))
+
+
+def metaimage(tree: Tree, path: str) -> np.ndarray:
+    """A MetaImage of x = W, y = H, z = D as [D, H, W]; raises OCTReadError, StorageError."""
+    url = tree.url(path)
+    with open_file(url, tree.options) as file:
+        return read_voxels(file, url, read_header(file, url), tree.options).transpose(2, 1, 0)
+
+
+def checked(values: np.ndarray, shape: tuple[int, ...], url: str) -> np.ndarray:
+    """The same array; raises OCTReadError where its shape is not that of the scan."""
+    if values.shape != shape:
+        expected = f"labels of {' x '.join(map(str, shape))}, as the scan"
+        raise OCTReadError(
+            url, RejectReason.FRAME_SIZE_MISMATCH, expected, " x ".join(map(str, values.shape))
+        )
+    return values
+
+
+def classes_of(values: np.ndarray, shape: tuple[int, ...], url: str) -> np.ndarray:
+    """uint8 of the same whole numbers; raises OCTReadError where they are others, or not of the shape."""
+    return whole_numbers(checked(values, shape, url), url)
+
+
+def tiff(tree: Tree, path: str) -> np.ndarray:
+    """The pages of a TIFF file, [page, row, column]; raises OCTReadError, StorageError."""
+    url, data = tree.url(path), io.BytesIO(tree.read(path))
+    with reading(url, RejectReason.CORRUPT_FILE, "a TIFF file of labels"):
+        return np.asarray(tifffile.imread(data))
+
+
+def scalars(tree: Tree, path: str, required: Sequence[str], optional: Sequence[str]) -> dict[str, str]:
+    """Single values of an .npz as text; raises OCTReadError where one is missing, StorageError."""
+    url = tree.url(path)
+    with (
+        open_file(url, tree.options) as file,
+        reading(url, RejectReason.CORRUPT_FILE, "an .npz file"),
+        np.load(file, allow_pickle=False) as content,
+    ):
+        present = set(content.files)
+        names = [name for name in (*required, *optional) if name in present]
+        values = {name: str(content[name].item()) for name in names}
+    if lacking := [name for name in required if name not in present]:
+        expected = f"an .npz with {', '.join(lacking)}"
+        raise OCTReadError(url, RejectReason.NOT_LABELS, expected, ", ".join(sorted(present)[:6]))
+    return values
+
+
+def matlab_surfaces(
+    tree: Tree, path: str, name: str, axes: tuple[int, int, int], count: int, shape: tuple[int, int, int]
+) -> np.ndarray:
+    """float32 [S, D, W], rows from 0, of an array of a .mat, for `count` surfaces of a scan of `shape`.
+
+    `axes`: the places of S, D and W in the file. Raises OCTReadError, StorageError.
+    """
+    values = array(tree, path, name).transpose(axes)
+    return rows_of_matlab(checked(values, (count, shape[0], shape[2]), tree.url(path)))
+
+
+def rows_of_matlab(surfaces: np.ndarray) -> np.ndarray:
+    """Rows that MATLAB counts from 1 as float32 from 0, NaN where there is none: NaN, 0 or less."""
+    return np.where(surfaces > 0, surfaces - 1, np.nan).astype(np.float32)

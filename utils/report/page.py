@@ -21,18 +21,17 @@ from plotly.offline import get_plotlyjs
 from utils.report import compare, pictures
 from utils.report.charts import charts_of
 from utils.report.health import Health, health
-from utils.report.run_files import NO_PROBE, Run, findings, step_shares
+from utils.report.run_files import NO_EVALUATION, Run, findings, step_shares
 from utils.report.tables import (
-    Table,
     cell,
     data_tables,
+    evaluation_table,
     layers_tables,
     leaderboard_table,
-    power_table,
-    probe_table,
     truth_tables,
 )
 from utils.report.volumes import volume_of_layers, volume_of_snapshot
+from utils.tables import Table
 
 HERE = Path(__file__).parent
 POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
@@ -49,7 +48,7 @@ class Part:
     findings: Sequence[str]
     verdict: str  # of the evaluation
     truth: Sequence[Table]  # of a phantom
-    evaluated: Sequence[Table]  # probe, power, leaderboard, layers
+    evaluated: Sequence[Table]  # an evaluation, leaderboard, layers
     step: Table  # without rows where no times were logged
     data: Sequence[Table]
     check: str  # the verdict on the tree; empty where it was not checked
@@ -106,7 +105,7 @@ def part_of(run: Run, name: str, number: int) -> Part:
         number=number,
         health=health(run.series, run.alarms, run.not_finite),
         findings=findings(run),
-        verdict=(run.probe or run.evaluation or {"verdict": NO_PROBE})["verdict"],
+        verdict=(run.evaluation or {"verdict": NO_EVALUATION})["verdict"],
         truth=truth_tables(run.truth) if run.truth else [],
         evaluated=_evaluated(run),
         step=Table("a training step", ["part", "share of the time, median"], step_shares(run)),
@@ -136,8 +135,8 @@ def script_data(content: Mapping[str, Any]) -> Markup:
 
 def _evaluated(run: Run) -> list[Table]:
     tables = []
-    if run.probe:
-        tables += [probe_table(run.probe), power_table(run.probe)]
+    if run.evaluation:
+        tables.append(evaluation_table(run.evaluation))
     if run.layers_answer:
         tables += layers_tables(run.layers_answer)
     if run.leaderboard:

@@ -25,7 +25,7 @@ from finetuning.cohort.cohort import EVALUATED, TRAIN, VAL
 from finetuning.power import ALPHA, MIN_PER_CLASS
 from utils import storage
 from utils.report.pictures import png_data
-from utils.report.tables import Table
+from utils.tables import Table
 
 NO_ENCODER = "-"
 TABLE_COLUMNS = (LOW_SHOT, DEVICES)  # that have a table of their own

@@ -19,7 +19,8 @@ from utils.report.health import health
 from utils.report.index import index_page
 from utils.report.page import render
 from utils.report.run_files import ARMS, NO_PROBE, Run, read_run, results
-from utils.report.tables import difference_text, file_digest, number
+from utils.report.tables import DIGITS, difference_text, file_digest
+from utils.tables import number
 
 REASONS_SHOWN = 3  # on the terminal; the page and results.json have all
 
@@ -36,11 +37,11 @@ def summary(out: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("data", f"{data['kept']} kept, {rejected}"),
         (
             "pre-training",
-            f"loss {number(pre['loss_first'])} -> {number(pre['loss_last'])}, "
-            f"skill_position {number(pre['skill_position_last'])}, "
+            f"loss {number(pre['loss_first'], DIGITS)} -> {number(pre['loss_last'], DIGITS)}, "
+            f"skill_position {number(pre['skill_position_last'], DIGITS)}, "
             f"RankMe {_change(pre['rankme_first'], pre['rankme_last'])}, "
-            f"{number(pre['volumes_per_s'])} volumes/s"
-            + ("" if pre["mfu"] is None else f", MFU {number(pre['mfu'])}"),
+            f"{number(pre['volumes_per_s'], DIGITS)} volumes/s"
+            + ("" if pre["mfu"] is None else f", MFU {number(pre['mfu'], DIGITS)}"),
         ),
     ]
     alarms = [f"step {alarm['step']}: {alarm['text']}" for alarm in pre["alarms"]]
@@ -58,7 +59,7 @@ def summary(out: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 def _change(first: float | None, last: float | None) -> str:
     """`60.2 -> 59.9`, or the last alone where nothing can be compared with it."""
-    return number(last) if first is None else f"{number(first)} -> {number(last)}"
+    return number(last, DIGITS) if first is None else f"{number(first, DIGITS)} -> {number(last, DIGITS)}"
 
 
 def _truth_lines(truth: Mapping[str, Any]) -> list[tuple[str, str]]:

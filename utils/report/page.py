@@ -23,7 +23,6 @@ from utils.report.charts import charts_of
 from utils.report.health import Health, health
 from utils.report.run_files import NO_PROBE, Run, findings, step_shares
 from utils.report.tables import (
-    Table,
     cell,
     data_tables,
     layers_tables,
@@ -33,6 +32,7 @@ from utils.report.tables import (
     truth_tables,
 )
 from utils.report.volumes import volume_of_layers, volume_of_snapshot
+from utils.tables import Table
 
 HERE = Path(__file__).parent
 POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'unsafe-inline'"

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from utils.report.run_files import ARMS
+from utils.tables import Table, estimate, interval, number, with_interval
 
+DIGITS = ".3g"  # of numbers that were measured in training
 GROUPS = ("by_device", "by_protocol")  # of prepare_report.json
 GROUP_HEADER = ("", "kept", "rejected", "valid", "lost", "spacing, um", "spacing from", "orientation from")
 GROUP_NOTE = (
@@ -23,18 +24,6 @@ QUALITY_NOTE = (
     "Median and lowest tenth: 0 is bad, 1 good. Then means of the five numbers, and how often each was the "
     "worst. The limits are conventions; docs/guides/quality.md has them."
 )
-
-
-@dataclass(frozen=True)
-class Table:
-    """A table as texts; a row's first cell names it."""
-
-    title: str
-    header: Sequence[str]
-    rows: Sequence[Sequence[str]]
-    note: str = ""
-    bold: tuple[int, ...] = ()  # numbers of rows
-    is_text: bool = False  # false: columns after the first hold numbers
 
 
 def probe_table(probe: Mapping[str, Any]) -> Table:
@@ -88,8 +77,8 @@ def leaderboard_table(lines: Sequence[Sequence[str]]) -> Table:
     values: dict[str, dict[str, str]] = {}
     for line in body:
         value, low, high = (line[place[name]] for name in ("value", "low", "high"))
-        text = f"{float(value):.3f}" if value else "-"
-        text += f" ({float(low):.3f} to {float(high):.3f})" if low else ""
+        ends = [float(low), float(high)] if low else None
+        text = with_interval(float(value) if value else None, ends)
         values.setdefault(line[place["row"]], {})[line[place["cell"]]] = text
     rows = [[name, *(of_row.get(key, "-") for key in cells)] for name, of_row in values.items()]
     note = "With 95 % intervals; more is in leaderboard/leaderboard.html."
@@ -98,18 +87,11 @@ def leaderboard_table(lines: Sequence[Sequence[str]]) -> Table:
 
 def layers_tables(answer: Mapping[str, Any]) -> list[Table]:
     """layers.json: the mean boundary error of every arm, and that of each surface."""
-
-    def of(estimate: Mapping[str, Any] | None) -> str:
-        if estimate is None or estimate["value"] is None:
-            return "-"
-        low, high = estimate["ci95"]
-        return f"{estimate['value']:.2f} ({low:.2f} to {high:.2f})"
-
     arms = list(answer["overall"])
-    rows = [["all surfaces", *(of(answer["overall"][arm]) for arm in arms)]]
+    rows = [["all surfaces", *(estimate(answer["overall"][arm], ".2f") for arm in arms)]]
     for name in answer["names"]:
         found_by = [answer["surfaces"].get(arm, {}).get(name) for arm in arms]
-        rows.append([name, *(of(part and part["error_um"]) for part in found_by)])
+        rows.append([name, *(estimate(part and part["error_um"], ".2f") for part in found_by)])
     title = f"{answer['title']}: mean boundary error, um, {answer['n_volumes']} volumes"
     header = ["surface", *(arm.replace("_", " ") for arm in arms)]
     return [Table(title, header, rows, answer["verdict"], bold=(0,))]
@@ -141,8 +123,8 @@ def _truth_row(
     difference = differences.get(row["name"])
     return [
         labels[row["name"]],
-        f"{row['r2']:.3f}",
-        f"{row['ci95'][0]:.3f} to {row['ci95'][1]:.3f}",
+        number(row["r2"]),
+        interval(row["ci95"]),
         difference_text(difference) if difference else "",
         f"{row['val_r2']:.3f}",
         f"{row['chosen_c']:g}",
@@ -211,11 +193,6 @@ def _group_row(name: str, group: Mapping[str, Any]) -> list[str]:
         "\u00a0x\u00a0".join(f"{1000 * mm:.3g}" for mm in spacing) if spacing else "-",  # never broken
         *(next(iter(counts)) if len(counts) == 1 else cell(counts) for counts in sources),
     ]
-
-
-def number(value: float | None) -> str:
-    """Three digits; a dash for what was not measured."""
-    return "-" if value is None else f"{value:.3g}"
 
 
 def file_digest(path: str) -> str:

@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from utils.report.tables import Table, file_digest
+from utils.report.tables import file_digest
+from utils.tables import Table
 
 NAMED = 20  # files of a kind that the page names; check_report.json has all
 _COLUMNS = {  # of the files by protocol and by device: key of the report -> title

@@ -22,7 +22,7 @@ from data_setup.store.format import NORMALISATION, geometry_of
 from finetuning.features.familiarity import fit_familiarity
 from finetuning.heads.calibration import Calibration
 from finetuning.heads.head_file import write_head
-from finetuning.prediction.run import predict
+from finetuning.prediction.run import Scans, predict
 from models.heads import build_head
 from models.vjepa3d import VJEPA3D
 from utils.checkpoint import CheckpointWriter, load_checkpoint
@@ -101,7 +101,7 @@ def main() -> None:
         url = make_head(cfg, Path(root))
         out = Path(args.keep or f"{root}/out")
         start, used = time.perf_counter(), time.process_time()
-        predict(url, args.dicom, str(out), occlusion=False, overrides=[])
+        predict(url, Scans(args.dicom), None, str(out), False, [])
         seconds, used = time.perf_counter() - start, time.process_time() - used
         count = len((out / "predictions.jsonl").read_text().splitlines())
     print(describe())

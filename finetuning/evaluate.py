@@ -51,10 +51,9 @@ from finetuning.answers.metrics import PRIMARY, observed
 from finetuning.cohort import source
 from finetuning.cohort.cohort import EVALUATED, TRAIN, Cohort, count_overlap, read_cohorts
 from finetuning.cohort.source import check_fit
+from finetuning.dense.evaluation import evaluate as evaluate_dense
 from finetuning.dense.head import head_kind
-from finetuning.dense.layers.evaluate import evaluate_layers
-from finetuning.dense.segmentation.evaluate import evaluate_segmentation
-from finetuning.dense.translation.evaluate import evaluate_translation
+from finetuning.dense.kinds import KINDS
 from finetuning.features.feature_map import write_feature_map
 from finetuning.features.pooled import (
     device_features,
@@ -92,11 +91,6 @@ MAX_COMPONENTS = 256  # of the raw-voxel PCA
 KEPT = ["fingerprint", "title", "label_column", "split", "protocol", "n_participants", "look", "overlap"]
 KEPT += ["n_participants_train", "n_participants_val", "verdict", "cautions", "notes"]
 log = logging.getLogger(__name__)
-EVALUATE_DENSE = {  # kind of a head's file -> what answers for it
-    "layers": evaluate_layers,
-    "segmentation": evaluate_segmentation,
-    "translation": evaluate_translation,
-}
 
 
 def find_checkpoint(cfg: Config) -> str:
@@ -295,8 +289,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         parser.add_argument("overrides", nargs="*", metavar="section.key=value")
         args = parser.parse_intermixed_args(words)
         kind = head_kind(args.head, storage_options_of(args.overrides))
-        if kind in EVALUATE_DENSE:
-            print(EVALUATE_DENSE[kind](args.head, args.overrides))
+        if kind in KINDS:
+            print(evaluate_dense(KINDS[kind], args.head, args.overrides))
             return
         print(markdown(evaluate_head(args.head, args.overrides)))
         return

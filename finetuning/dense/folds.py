@@ -1,20 +1,22 @@
 """Volumes with labels of their own on the grid, in three folds by the split of their participants.
 
-In: a configuration, a store, rows that have such labels. Out: `DenseVolumes`, which layers and segmentation
-extend by the labels; refusals of people that were seen before.
+In: a configuration, a store, rows that have such labels. Out: `DenseVolumes`, which layers, segmentation and
+translation extend by the labels; refusals of people that were seen before.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pandas as pd
 
+from data_setup.attach.grid import box
+from data_setup.manifest import select_wanted
 from data_setup.store.reader import PreparedStore
 from finetuning.cohort.cohort import EVALUATED, MIN_PARTICIPANTS, TRAIN, VAL, Cohort
 from finetuning.cohort.ledger import data_digest, record_look
@@ -30,7 +32,9 @@ class DenseVolumes:
     rows: np.ndarray  # of the store [n]
     fold: np.ndarray  # TRAIN, VAL or EVALUATED [n]
     person: np.ndarray  # str [n]
-    names: tuple[str, ...]  # of the surfaces from the vitreous down, or of the classes
+    names: tuple[str, ...]  # of the surfaces or slabs from the vitreous down, or of the classes
+
+    axes: ClassVar[str] = "dw"  # of what is laid on the volumes
 
     def of(self, fold: int) -> np.ndarray:
         """The rows of a fold."""
@@ -40,8 +44,27 @@ class DenseVolumes:
         return sorted(set(self.person[self.fold == fold].tolist()))
 
     def read(self, row: int) -> np.ndarray:
-        """The labels of a row: surfaces float32 [S, D, W] or classes uint8 [D, H, W]."""
+        """The labels of a row: surfaces or slabs float32 [S, D, W], or classes uint8 [D, H, W]."""
         raise NotImplementedError
+
+    def facts(self) -> pd.DataFrame:
+        """For every row with labels what they rest on: a change of it is another question."""
+        raise NotImplementedError
+
+    def field(self, row: int) -> tuple[slice, ...]:
+        """The acquired field of a row along `axes`."""
+        return box(self.store.index.loc[row], self.axes)
+
+    def cropped(self, row: int, values: np.ndarray) -> np.ndarray:
+        """Values [..., *axes] in the acquired field."""
+        place: Any = (..., *self.field(row))
+        return values[place]
+
+    def inside(self, row: int, values_SDW: np.ndarray) -> np.ndarray:
+        """Values [S, D, W] in the acquired field, NaN outside."""
+        result = np.full_like(values_SDW, np.nan)
+        self.cropped(row, result)[:] = self.cropped(row, values_SDW)
+        return result
 
     def spacing_mm(self, row: int) -> tuple[float, float, float]:
         """Of the stored volume (d, h, w)."""
@@ -79,8 +102,14 @@ def in_folds(cfg: Config, index: pd.DataFrame, where: str, what: str) -> dict[st
     }
 
 
-def require_current(index: pd.DataFrame, laid_on: pd.DataFrame, store: PreparedStore, what: str) -> None:
-    """UserError where a volume of `index` was prepared again after its labels (`what`) were laid on it."""
+def with_labels(cfg: Config, store: PreparedStore, laid_on: pd.DataFrame, what: str) -> pd.DataFrame:
+    """The index of the kept volumes that the configuration wants and that have labels (`what`).
+
+    Raises UserError where a volume was prepared again after its labels were laid on it.
+    """
+    index = store.index[store.index["listed"]]
+    index = index[index["row"].isin(laid_on["row"]) & index["row"].isin(store.kept)]
+    index = select_wanted(cfg, index)
     volumes = laid_on.loc[index["row"], "volume"].to_numpy()
     stale = index["row"][index["checksum"].to_numpy() != volumes].tolist()
     if stale:
@@ -88,6 +117,20 @@ def require_current(index: pd.DataFrame, laid_on: pd.DataFrame, store: PreparedS
             f"{store.url}: expected {what} that were laid on the volumes as they are, found older ones in "
             f"{len(stale)} rows ({', '.join(map(str, stale[:3]))}); run data_setup.prepare --{what}"
         )
+    return index
+
+
+def chosen_names(
+    key: str, wanted: Sequence[str] | None, present: Collection[str], store: PreparedStore, nothing: str
+) -> tuple[str, ...]:
+    """The names that a key of the configuration asks for, or all that are present; raises UserError for one
+    that is not. `nothing`: in the error, of a store without any.
+    """
+    names = tuple(present) if wanted is None else tuple(wanted)
+    if lacking := [name for name in names if name not in present] or ([] if names else ["none"]):
+        expected = ", ".join(present) or nothing
+        raise UserError(f"{key}: expected some of {expected} of {store.url}, found {', '.join(lacking)}")
+    return names
 
 
 def refuse_overlap(cfg: Config, volumes: DenseVolumes, seen: Sequence[str], url: str, stage: str) -> int:

@@ -18,7 +18,7 @@ def l1(predicted_DW: np.ndarray, truth_DW: np.ndarray) -> float:
     return float(np.abs(predicted_DW - truth_DW)[known].mean()) if known.any() else float("nan")
 
 
-def ssim(predicted_DW: np.ndarray, truth_DW: np.ndarray, field: tuple[slice, slice]) -> float:
+def ssim(predicted_DW: np.ndarray, truth_DW: np.ndarray, field: tuple[slice, ...]) -> float:
     """Structural similarity in the field; NaN where it is not wholly known, or less than 3 pixels wide."""
     truth, predicted = truth_DW[field], predicted_DW[field]
     window = min(WINDOW, *(side - 1 + side % 2 for side in truth.shape))

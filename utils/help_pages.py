@@ -70,17 +70,13 @@ PAGES = {
          "python -m finetuning.power --counts 20,30,40 --disagreement 0.3 --effect 0.05 --simulate 500"),
     ),
     "finetuning.predict": HelpPage(
-        "Say what a trained head says of DICOM files, with pictures of where the evidence lies.",
-        ("python -m finetuning.predict --checkpoint runs/cls_linear_probe --dicom scans/ --out predictions",),
-        ("model.checkpoint", "data.workers", "train.use_bf16"),
-    ),
-    "finetuning.segment": HelpPage(
-        "Draw what a head sees into files: classes of voxels, or surfaces, in the scan's own geometry.",
-        ("python -m finetuning.segment --head runs/segmentation --rows 0,5 --format nifti --out masks",
-         "python -m finetuning.segment --head runs/segmentation --files scans/eye.dcm --format seg "
+        "Say what a trained head says of scans, with pictures of where the evidence lies, or as files.",
+        ("python -m finetuning.predict --checkpoint runs/cls_linear_probe --dicom scans/ --out predictions",
+         "python -m finetuning.predict --checkpoint runs/segmentation --rows 0,5 --format nifti --out masks",
+         "python -m finetuning.predict --checkpoint runs/segmentation --files scans/eye.dcm --format seg "
          "--out masks",
-         "python -m finetuning.segment --head runs/layers --rows all --format heightmap --out surfaces"),
-        ("data.store", "model.checkpoint"),
+         "python -m finetuning.predict --checkpoint runs/layers --rows all --format heightmap --out surfaces"),
+        ("model.checkpoint", "data.store", "data.workers", "train.use_bf16"),
     ),
     "finetuning.train": HelpPage(
         "Train a head for your labels on a frozen encoder, or fine-tune the whole model.",

@@ -1,5 +1,10 @@
 """What a trained head says of scans: labels, surfaces, classes of voxels, or slabs of flow.
 
+    python -m finetuning.predict --checkpoint runs/cls_linear_probe --dicom scans/ --out predictions
+    python -m finetuning.predict --checkpoint runs/segmentation --rows 0,5 --format nifti --out masks
+    python -m finetuning.predict --checkpoint runs/segmentation --files scans/eye.dcm --format seg --out masks
+    python -m finetuning.predict --checkpoint runs/layers --rows all --format heightmap --out surfaces
+
 In: a head of finetuning.train (head.pt or its run's folder) and scans: DICOM files and folders, or files of
 any kind, which are read as data_setup.prepare reads them; with a format also rows of the head's store, whose
 files are read again. Out, below DIR:
@@ -21,6 +26,8 @@ The same command after a kill goes on. Lines of other scans stay; another head n
 cannot be used is a line with its reason, and the exit code is 1. Overrides (data.*, train.use_bf16,
 model.checkpoint where the encoder moved) stand before --dicom and --files. A research model, not a medical
 device.
+
+Keys that matter: model.checkpoint, data.store, data.workers, train.use_bf16
 """
 
 from __future__ import annotations

@@ -41,6 +41,11 @@ def with_interval(value: float | None, ends: Sequence[float] | None, form: str =
     return text if value is None or ends is None else f"{text} ({interval(ends, form)})"
 
 
+def bracketed(value: float, ends: Sequence[float], form: str = ".3f") -> str:
+    """`0.570 [0.512, 0.634]`, in sentences that have brackets already."""
+    return f"{value:{form}} [{ends[0]:{form}}, {ends[1]:{form}}]"
+
+
 def estimate(entry: Mapping[str, Any] | None, form: str = ".3f") -> str:
     """An estimate of an answer's file, {value, ci95}, in one cell."""
     return NONE if entry is None else with_interval(entry["value"], entry["ci95"], form)

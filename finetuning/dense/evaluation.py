@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -18,6 +18,7 @@ import numpy as np
 import pandas as pd
 
 from data_setup.store.reader import PreparedStore
+from finetuning.answers.answer import Answer, looks
 from finetuning.cohort.cohort import EVALUATED
 from finetuning.cohort.source import evaluated_config
 from finetuning.dense.examined import Examined
@@ -25,7 +26,6 @@ from finetuning.dense.folds import DenseVolumes, count_look, refuse_seen
 from finetuning.dense.head import DenseHead, require_same_grid
 from finetuning.dense.kind import Content, Kind, Volumes
 from finetuning.features.kept import KeptFeatures, features_folder
-from utils import storage
 from utils.config.load import flatten, storage_options_of
 from utils.config.schema import Config
 from utils.errors import UserError
@@ -49,20 +49,17 @@ def evaluate(kind: Kind[Volumes], wanted: str, overrides: Sequence[str]) -> str:
         expected = f"the {kind.names} {list(head.names)}"
         raise UserError(f"{head.url}: expected {expected}, found {list(volumes.names)}")
     overlap = refuse_seen(cfg, volumes, head.state, head.url)
-    fingerprint = _fingerprint(cfg, volumes, head)
-    url = storage.join(cfg.run.dir, f"{kind.name}.json")
-    if storage.exists(url):
-        known = json.loads(storage.read_text(url))
-        if known.get("fingerprint") == fingerprint:
-            return markdown(kind, known)
+    place = Answer(cfg.run.dir, kind.name, _fingerprint(cfg, volumes, head))
+    known = place.known()
+    if known is not None:
+        return markdown(kind, known)
     examined = examine(kind, cfg, volumes, head, open_runtime(cfg.train.use_bf16))
     content = answer(kind, examined)
     look = count_look(cfg, volumes, head.checksum, examined.arms, cfg.task.kind)
-    content |= {"fingerprint": fingerprint, "overlap": overlap, "look": look}
+    content |= {"overlap": overlap, "look": look}
     kind.write(examined, content)
     text = markdown(kind, content)
-    storage.write_text(storage.join(cfg.run.dir, f"{kind.name}.md"), text + "\n")
-    storage.write_text(url, json.dumps(content, indent=1, allow_nan=False) + "\n")
+    place.write(content, text + "\n")
     return text
 
 
@@ -128,14 +125,12 @@ def answer(kind: Kind[Volumes], examined: Examined[Volumes]) -> Content:
     }
 
 
-def markdown(kind: Kind[Any], content: Mapping[str, Any]) -> str:
+def markdown(kind: Kind[Any], content: Content) -> str:
     """The page: verdicts first, who was seen in training, which look this is, the notes, the tables."""
     points = [f"{content['n_volumes']} volumes of {content['n_participants']} participants."]
-    points += kind.points(dict(content))
-    if content["overlap"]:
-        points.append(f"**{content['overlap']} evaluated participants were seen in training.**")
-    if content["look"] is not None:
-        points.append(f"This is look {content['look']} at these test participants.")
+    points += kind.points(content)
     verdicts = content["verdicts"] if "verdicts" in content else [content["verdict"]]
-    tables = kind.tables(dict(content))
-    return page(content["title"], verdicts, [*points, *content["notes"]], tables).removesuffix("\n")
+    tables = kind.tables(content)
+    return page(
+        content["title"], verdicts, [*points, *looks(content), *content["notes"]], tables
+    ).removesuffix("\n")

@@ -1,7 +1,7 @@
 """Tables of the report: what prepare counted, what the probes scored.
 
-In: dictionaries that other stages wrote (prepare_report.json, truth.json, probe.json). Out: tables of texts
-for the page.
+In: dictionaries that other stages wrote (prepare_report.json, truth.json, evaluation.json). Out: tables of
+texts for the page; finetuning.evaluate and benchmarks.phantom_truth print the same ones.
 """
 
 from __future__ import annotations
@@ -10,9 +10,26 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from utils.report.run_files import ARMS
-from utils.tables import Table, estimate, interval, number, with_interval
+from utils.tables import Table, bracketed, estimate, interval, number, two_cells, with_interval
 
+TITLES = {  # of metrics
+    "accuracy": "accuracy",
+    "balanced_accuracy": "balanced accuracy",
+    "macro_f1": "macro F1",
+    "macro_auroc": "macro AUROC",
+    "macro_auprc": "macro AUPRC",
+    "quadratic_kappa": "quadratic kappa",
+    "brier": "Brier",
+    "ece": "ECE",
+    "mae": "MAE",
+    "r2": "R2",
+    "sensitivity": "sensitivity",
+    "specificity": "specificity",
+    "f1": "F1",
+    "auroc": "AUROC",
+    "auprc": "AUPRC",
+}
+CLASSES = ("classification", "ordinal")  # the kinds whose truth is one class
 DIGITS = ".3g"  # of numbers that were measured in training
 GROUPS = ("by_device", "by_protocol")  # of prepare_report.json
 GROUP_HEADER = ("", "kept", "rejected", "valid", "lost", "spacing, um", "spacing from", "orientation from")
@@ -26,41 +43,40 @@ QUALITY_NOTE = (
 )
 
 
-def probe_table(probe: Mapping[str, Any]) -> Table:
-    """The scores of all rows of probe.json; the compared ones in bold."""
+def evaluation_table(answer: Mapping[str, Any]) -> Table:
+    """All rows of evaluation.json by the metric that the verdict is about; the compared ones in bold."""
+    metric, is_class = answer["difference"]["metric"], answer["kind"] in CLASSES
     rows = [
         [
             row["label"],
-            f"{row['balanced_accuracy']:.3f}",
-            f"{row['ci95'][0]:.3f} to {row['ci95'][1]:.3f}",
-            "-" if row["macro_auroc"] is None else f"{row['macro_auroc']:.3f}",
-            f"{row['val_balanced_accuracy']:.3f}",
-            f"{row['chosen_c']:g}",
-            str(row["num_features"]),
+            *two_cells(row["metrics"][metric]),
+            *([number(row["metrics"]["macro_auroc"]["value"])] if is_class else []),
+            number(row.get("val_score")),
+            number(row.get("chosen_c"), "g"),
+            number(row.get("num_features"), "d"),
         ]
-        for row in probe["rows"]
+        for row in answer["rows"]
     ]
-    title = (
-        f"{probe['label_column']}: {len(probe['classes'])} classes, {probe['n_participants']} participants "
-        f"of split {probe['split']}, {probe['checkpoint'].rpartition('/')[2]} (step {probe['step']})"
-    )
+    header = ["features", TITLES[metric], "95 % interval", *(["macro AUROC"] if is_class else [])]
+    chance = f"Chance is {1 / len(answer['names']):.3f}. " if is_class else ""
     return Table(
-        title,
-        ["features", "balanced accuracy", "95 % interval", "macro AUROC", "on val", "C", "size"],
+        f"{answer['title']}; {answer['subject']['url'].rpartition('/')[2]}",
+        [*header, "on val", "C", "size"],
         rows,
-        f"Chance is {1 / len(probe['classes']):.3f}. Same protocol for every row.",
-        tuple(i for i, row in enumerate(probe["rows"]) if row["name"] in ARMS),
+        f"{chance}Same protocol for every row.",
+        tuple(i for i, row in enumerate(answer["rows"]) if row["name"] in answer["difference"]["rows"]),
     )
 
 
-def power_table(probe: Mapping[str, Any]) -> Table:
+def power_table(answer: Mapping[str, Any]) -> Table:
     """What the cohort could have shown, beside what it showed."""
-    difference = probe["paired_difference"]
-    rows = [["difference seen", f"{difference['mean']:+.3f}"]]
-    rows.append(["its 95 % interval", "{:+.3f} to {:+.3f}".format(*difference["ci95"])])
-    if "could_have_shown" in difference:  # answers of before power was computed have none
-        rows.append(["smallest that could have been shown", f"{difference['could_have_shown']:.3f}"])
-    rows.append(["participants", str(probe["n_participants"])])
+    difference = answer["difference"]
+    rows = [
+        ["difference seen", number(difference["mean"], "+.3f")],
+        ["its 95 % interval", interval(difference["ci95"], "+.3f")],
+        ["smallest that could have been shown", number(difference["could_have_shown"])],
+        ["participants", str(answer["n_participants"])],
+    ]
     return Table(
         "power of this comparison",
         ["", ""],
@@ -125,16 +141,10 @@ def _truth_row(
         labels[row["name"]],
         number(row["r2"]),
         interval(row["ci95"]),
-        difference_text(difference) if difference else "",
+        bracketed(difference["mean"], difference["ci95"], "+.3f") if difference else "",
         f"{row['val_r2']:.3f}",
         f"{row['chosen_c']:g}",
     ]
-
-
-def difference_text(difference: Mapping[str, Any]) -> str:
-    """A paired difference with its interval."""
-    low, high = difference["ci95"]
-    return f"{difference['mean']:+.3f} [{low:+.3f}, {high:+.3f}]"
 
 
 def data_tables(prepared: dict[str, Any]) -> list[Table]:

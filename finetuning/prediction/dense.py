@@ -19,7 +19,7 @@ from data_setup.normalisation import plain_view
 from data_setup.store.format import geometry_of
 from finetuning.dense.head import PRETRAINED, DenseHead
 from finetuning.dense.kinds import KINDS
-from finetuning.dense.layers.etdrs import etdrs, find_fovea
+from finetuning.dense.layers.etdrs import etdrs_tables
 from finetuning.dense.layers.volumes import OUTER, RETINA
 from finetuning.dense.translation.kind import draw_slabs
 from finetuning.dense.whole import decode
@@ -176,19 +176,12 @@ def sectors_of(
 
     Thickness [B-scans, A-scans] is in the order of the file.
     """
-    if not str(fields.get("region")).startswith("Macula"):
-        return None, "expected a protocol of the macula, found another or none"
-    if fields["laterality"] not in ("L", "R"):
-        return None, "expected the side of the eye in the file, found none"
-    if RETINA not in thickness_um:
-        return None, f"expected surfaces from ILM to one of {', '.join(OUTER)}, found others"
     spacing = float(fields["spacing_before_d"]), float(fields["spacing_before_w"])
     down = {name: v[::-1] if fields["flipped_d"] else v for name, v in thickness_um.items()}
     try:
-        fovea = find_fovea(down[RETINA], spacing)
+        tables = etdrs_tables(down, fields, spacing)
     except ValueError as error:
         return None, str(error)
-    tables = {name: etdrs(v, spacing, fovea, fields["laterality"]) for name, v in down.items()}
     result = {
         name: {sector: None if np.isnan(cell.um) else round(cell.um, 2) for sector, cell in table.items()}
         for name, table in tables.items()

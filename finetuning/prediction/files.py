@@ -38,8 +38,8 @@ DIGITS = 12  # of a checksum that a file's SoftwareVersions names
 class Files:
     """A file or folder of each scan's own geometry, and its line."""
 
-    name = "segments.jsonl"
-    notes = ()
+    name = "segments.jsonl"  # of the lines
+    notes = ()  # what a person reads first
 
     def __init__(
         self, head: DenseHead, cfg: Config, records: Sequence[Record], form: str, out: str, runtime: Runtime
@@ -56,17 +56,21 @@ class Files:
 
     @property
     def about(self) -> Line:
+        """Common to all lines."""
         return {"format": self.form}
 
     @property
     def versions(self) -> dict[str, str]:
+        """Path of a scan -> a digest that changes with its file."""
         options = self.cfg.data.storage_options
         return {path: version_of(record.url, options) for path, record in self.records.items()}
 
     def has_files(self, line: Line) -> bool:
+        """Whether what an earlier line names is there."""
         return storage.exists(line["file"], self.cfg.data.storage_options)
 
     def lines(self, paths: Sequence[str]) -> Iterator[Line]:
+        """Those of some scans, in their order."""
         return (self.line(self.records[path]) for path in paths)
 
     def line(self, record: Record) -> Line:

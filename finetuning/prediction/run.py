@@ -8,10 +8,10 @@ surfaces/ or slabs/; of classes, or with a format, files in the scan's own geome
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from pathlib import Path, PurePosixPath
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 
@@ -24,9 +24,9 @@ from finetuning.embedding.stream import NoFeaturesError, read_ahead
 from finetuning.embedding.volumes import DicomVolumes, Reject, Volume, find_dicoms
 from finetuning.features.digests import values_digest
 from finetuning.heads.head_file import Head, open_head
-from finetuning.prediction.dense import SlabPredictor, SurfacePredictor
+from finetuning.prediction.dense import DensePredictor, SlabPredictor, SurfacePredictor
 from finetuning.prediction.files import Files, of_rows
-from finetuning.prediction.labels import Answer, LabelPredictor
+from finetuning.prediction.labels import LabelPredictor
 from finetuning.prediction.lines import Line, Lines
 from utils import storage
 from utils.config.load import storage_options_of
@@ -42,6 +42,7 @@ ENCODER = "model.checkpoint"
 LAYERS, SEGMENTATION = "layers", "segmentation"  # of task.kind
 FORMATS = {"nifti": SEGMENTATION, "png": SEGMENTATION, "seg": SEGMENTATION, "heightmap": LAYERS}
 DPI = 100
+Predictor = LabelPredictor | DensePredictor
 
 
 class Scans(NamedTuple):
@@ -57,30 +58,6 @@ class Scans(NamedTuple):
             return of_rows(cfg, self.rows)
         urls = find_dicoms(self.dicoms, cfg.data.storage_options) if self.dicoms else self.files
         return [unknown_record(url) for url in urls]
-
-
-class Work(Protocol):
-    """What a command has to do with its scans."""
-
-    name: str  # of the file of lines
-
-    @property
-    def about(self) -> Line:
-        """What every line says of the head."""
-
-    @property
-    def notes(self) -> Sequence[str]:
-        """What a person reads before the predictions."""
-
-    @property
-    def versions(self) -> dict[str, str]:
-        """Path of a scan -> a digest that changes with its file."""
-
-    def has_files(self, line: Line) -> bool:
-        """Whether an earlier line of this head has what it would have now."""
-
-    def lines(self, paths: Sequence[str]) -> Iterator[Line]:
-        """Those of some scans, in their order; what they name is written first."""
 
 
 def predict(
@@ -107,7 +84,7 @@ def predict(
             f"{head.url}: normalisation: expected {NORMALISATION}, found {head.state['normalisation']}"
         )
     records, runtime = scans.records(cfg), open_runtime(cfg.train.use_bf16)
-    work: Work
+    work: Files | Answers
     if isinstance(head, DenseHead) and form is not None:
         work = Files(head, cfg, records, form, out, runtime)
     else:
@@ -146,26 +123,6 @@ def _open(wanted: str, kind: str, overrides: Sequence[str]) -> Head | DenseHead:
     return opened(wanted, storage_options_of(overrides), places[-1] if places else None)
 
 
-class Predictor(Protocol):
-    """What answers for a kind of head."""
-
-    folder: str  # of arrays
-
-    @property
-    def about(self) -> Line:
-        """What every line says of the head."""
-
-    @property
-    def notes(self) -> tuple[str, ...]:
-        """What a person reads of the head before its predictions."""
-
-    def is_current(self, line: Mapping[str, Any]) -> bool:
-        """Whether an earlier line of this head has what it would have now."""
-
-    def answer(self, volume: Volume) -> Answer:
-        """Raises NoFeaturesError."""
-
-
 def _predictor(head: Head | DenseHead, cfg: Config, runtime: Runtime, occlusion: bool) -> Predictor:
     if not isinstance(head, DenseHead):
         return LabelPredictor(head, cfg, runtime, occlusion)
@@ -175,9 +132,9 @@ def _predictor(head: Head | DenseHead, cfg: Config, runtime: Runtime, occlusion:
 
 
 class Answers:
-    """A line with its picture, and the arrays of a prediction, for volumes on the grid."""
+    """A line with its picture, and the arrays of a prediction, for volumes on the grid; as Files."""
 
-    name = "predictions.jsonl"
+    name = "predictions.jsonl"  # of the lines
 
     def __init__(self, predictor: Predictor, cfg: Config, records: Sequence[Record], folder: Path) -> None:
         self.predictor, self.cfg, self.folder = predictor, cfg, folder

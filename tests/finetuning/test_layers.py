@@ -6,7 +6,6 @@ import contextlib
 import io
 import json
 import shutil
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -41,9 +40,8 @@ from finetuning.dense.layers.planes import Planes
 from finetuning.dense.layers.volumes import LayerVolumes, read_volumes
 from finetuning.features.kept import KeptFeatures
 from finetuning.features.pooled import random_encoder
-from models import vit3d
 from tests.support.finetune_factory import RUNTIME, save_checkpoint
-from tests.support.heights_factory import config, make_tree, prepare_all
+from tests.support.heights_factory import config, dense_overrides, make_tree, prepare_all
 from utils.checkpoint import CheckpointError
 from utils.config.schema import StorageOptions
 from utils.errors import ConfigError, UserError
@@ -52,14 +50,6 @@ from utils.report.volumes import load_layers
 CONFIG = Path(__file__).resolve().parents[2] / "configs" / "layers.yaml"
 MAESTRO, TRITON, CIRRUS = 1, 2, 4
 PATCH = (2, 4, 8)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _two_blocks() -> Iterator[None]:
-    """The smallest size of the configuration has two blocks here."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(vit3d.SIZES, "ti", vit3d.Size(2, 48, 2))
-        yield
 
 
 @pytest.fixture(scope="module")
@@ -73,10 +63,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def overrides(world: Path, run: Path, *extra: str) -> list[str]:
-    words = [f"model.checkpoint={world / 'pretrained'}", f"run.dir={run}", "train.max_steps=24"]
-    words += ["train.global_batch_size=4", "train.per_core_batch_size=4"]
-    words += ["head.hidden=8", "optim.base_lr=0.01", "probe.bootstrap_samples=200", "finetune.patience=null"]
-    return [*words, f"train.ckpt_dir={run / 'checkpoints'}", *extra]
+    return dense_overrides(world, run, "optim.base_lr=0.01", *extra)
 
 
 @pytest.fixture(scope="module")
@@ -279,10 +266,11 @@ def test_devices_share_surfaces_by_name(world: Path) -> None:
     np.testing.assert_array_equal(chosen.read(other), volumes.read(other)[[0, 9]])
 
 
-def test_layers_are_no_labels(world: Path) -> None:
+@pytest.mark.parametrize("kind", kinds.KINDS)
+def test_what_lies_on_volumes_is_no_label(world: Path, kind: str) -> None:
     """Commands that compare labels say who takes this kind."""
-    cfg = config(world, "task.kind=layers")
-    with pytest.raises(ConfigError, match="expected a kind with labels, found layers"):
+    cfg = config(world, f"task.kind={kind}")
+    with pytest.raises(ConfigError, match=f"expected a kind with labels, found {kind}"):
         read_cohort(cfg, PreparedStore.open(cfg.data.store))
 
 
@@ -401,18 +389,23 @@ def test_another_encoder_is_refused(world: Path, trained: Path, tmp_path: Path) 
 
 
 @pytest.mark.parametrize(
-    ("word", "message"),
+    ("kind", "word", "message"),
     [
-        ("head.kind=mlp", "head.kind: expected linear or upsampling with task.kind layers"),
-        ("head.kind=linear", "head.voxels: expected false with head.kind linear"),
-        ("task.surfaces=[ILM]", "task.surfaces: expected null, or two or more different names"),
-        ("eval.protocol=crossfit", "eval.protocol: expected official"),
-        ("task.kind=classification", "head.kind: expected linear, mlp or attentive"),
+        ("layers", "head.kind=mlp", "head.kind: expected linear or upsampling with task.kind layers"),
+        ("layers", "head.kind=linear", "head.voxels: expected false with head.kind linear"),
+        ("layers", "task.surfaces=[ILM]", "task.surfaces: expected null, or two or more different names"),
+        ("layers", "eval.protocol=crossfit", "eval.protocol: expected official"),
+        ("layers", "task.kind=classification", "head.kind: expected linear, mlp or attentive"),
+        ("layers", "task.classes=[ONL]", "task.classes: expected null with task.kind layers"),
+        ("segmentation", "task.surfaces=[ILM,BM]", "task.surfaces: expected null with task.kind segment"),
+        ("segmentation", "task.classes=[]", "task.classes: expected null, or different names"),
+        ("segmentation", "finetune.layer_decay=0.5", "expected its default"),
+        ("translation", "finetune.class_weights=none", r"finetune\.class_weights"),
     ],
 )
-def test_keys_that_do_not_fit(world: Path, tmp_path: Path, word: str, message: str) -> None:
+def test_keys_that_do_not_fit(world: Path, tmp_path: Path, kind: str, word: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        train_command.train(str(CONFIG), overrides(world, tmp_path, word))
+        train_command.train(str(CONFIG.with_stem(kind)), overrides(world, tmp_path, word))
 
 
 def planes(seed: int = 0, width: int = 6) -> tuple[torch.Tensor, torch.Tensor]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import highdicom
@@ -25,31 +24,21 @@ from data_setup.store.reader import PreparedStore
 from finetuning import evaluate as command
 from finetuning import predict as predict_command
 from finetuning import train as train_command
-from finetuning.cohort.cohort import EVALUATED, TRAIN, read_cohort
+from finetuning.cohort.cohort import EVALUATED, TRAIN
 from finetuning.dense import kind as kind_module
 from finetuning.dense.evaluation import evaluate
 from finetuning.dense.head import PRETRAINED, RANDOM
-from finetuning.dense.segmentation.kind import SEGMENTATION
+from finetuning.dense.segmentation.kind import SEGMENTATION, dice, overlap
 from finetuning.dense.segmentation.loss import ClassPlanes, class_weights, segmentation_loss
-from finetuning.dense.segmentation.metrics import dice, overlap
 from finetuning.dense.segmentation.volumes import IGNORED, ClassVolumes, read_volumes
 from finetuning.features.kept import KeptFeatures
-from models import vit3d
 from tests.support.finetune_factory import RUNTIME, save_checkpoint
-from tests.support.heights_factory import config, make_tree, words
+from tests.support.heights_factory import config, dense_overrides, make_tree, words
 from utils.config.schema import StorageOptions
-from utils.errors import ConfigError, UserError
+from utils.errors import UserError
 
 CONFIG = Path(__file__).resolve().parents[2] / "configs" / "segmentation.yaml"
 CLASSES = "task.classes=[CHOROID,ONL]"
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _two_blocks() -> Iterator[None]:
-    """The smallest size of the configuration has two blocks here."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(vit3d.SIZES, "ti", vit3d.Size(2, 48, 2))
-        yield
 
 
 @pytest.fixture(scope="module")
@@ -65,15 +54,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def overrides(world: Path, run: Path, *extra: str) -> list[str]:
-    changes = [f"model.checkpoint={world / 'pretrained'}", f"run.dir={run}", "train.max_steps=24"]
-    changes += ["train.global_batch_size=4", "train.per_core_batch_size=4", "wandb.mode=disabled", CLASSES]
-    changes += [
-        "head.hidden=8",
-        "optim.base_lr=0.02",
-        "probe.bootstrap_samples=200",
-        "finetune.patience=null",
-    ]
-    return [*changes, f"train.ckpt_dir={run / 'checkpoints'}", "train.log_every_steps=5", *extra]
+    return dense_overrides(world, run, CLASSES, "optim.base_lr=0.02", *extra)
 
 
 @pytest.fixture(scope="module")
@@ -282,31 +263,9 @@ def test_surfaces_of_labels_are_read_by_layers(world: Path) -> None:
     assert np.nanmedian(np.abs(first - upper[d, w])) < 1
 
 
-@pytest.mark.parametrize(
-    ("word", "message"),
-    [
-        ("task.surfaces=[ILM,BM]", "task.surfaces: expected null with task.kind segmentation"),
-        ("task.classes=[]", "task.classes: expected null, or different names"),
-        ("finetune.layer_decay=0.5", "expected its default"),
-        ("task.kind=layers", "task.classes: expected null with task.kind layers"),
-    ],
-)
-def test_keys_that_do_not_fit(world: Path, tmp_path: Path, word: str, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        train_command.train(str(CONFIG), overrides(world, tmp_path, word))
-
-
-def test_labels_that_do_not_fit(world: Path, tmp_path: Path) -> None:
+def test_classes_that_no_label_has(world: Path) -> None:
     with pytest.raises(UserError, match=r"task\.classes: expected some of RNFL, .* found drusen"):
         volumes_of(world, "task.classes=[drusen]")
-    person = volumes_of(world).people(EVALUATED)[0]
-    save_checkpoint(config(world, f"run.dir={tmp_path / 'seen'}"), participants=[person])
-    changes = overrides(world, tmp_path / "run", f"model.checkpoint={tmp_path / 'seen'}")
-    with pytest.raises(UserError, match="no participant of split test in its pre-training"):
-        train_command.train(str(CONFIG), changes)
-    cfg = config(world, "task.kind=segmentation")
-    with pytest.raises(ConfigError, match="expected a kind with labels, found segmentation"):
-        read_cohort(cfg, PreparedStore.open(cfg.data.store))
 
 
 def test_lesions_are_labels_too(tmp_path: Path) -> None:

@@ -21,18 +21,17 @@ from data_setup.store.reader import PreparedStore
 from finetuning import evaluate as command
 from finetuning import predict as predict_command
 from finetuning import train as train_command
-from finetuning.cohort.cohort import EVALUATED, TRAIN, read_cohort
+from finetuning.cohort.cohort import EVALUATED, TRAIN
 from finetuning.dense.evaluation import evaluate
 from finetuning.dense.head import PRETRAINED, RANDOM
 from finetuning.dense.translation.baseline import StructuralProjection, first_bright_row
 from finetuning.dense.translation.decoder import SlabPlanes, slab_loss, slabs_of
-from finetuning.dense.translation.kind import PROJECTION, TRANSLATION, measure
-from finetuning.dense.translation.metrics import l1, ssim
+from finetuning.dense.translation.kind import PROJECTION, TRANSLATION, l1, measure, ssim
 from finetuning.dense.translation.volumes import FlowVolumes, read_volumes
 from finetuning.features.kept import KeptFeatures
 from tests.support.finetune_factory import RUNTIME, save_checkpoint
 from tests.support.flow_factory import make_flow_tree, prepare_flow
-from tests.support.heights_factory import config
+from tests.support.heights_factory import config, dense_overrides
 from utils.config.schema import StorageOptions
 from utils.errors import ConfigError, UserError
 
@@ -50,15 +49,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def overrides(world: Path, run: Path, *extra: str) -> list[str]:
-    changes = [f"model.checkpoint={world / 'pretrained'}", f"run.dir={run}", "train.max_steps=20"]
-    changes += ["train.global_batch_size=4", "train.per_core_batch_size=4", "wandb.mode=disabled"]
-    changes += [
-        "head.hidden=8",
-        "optim.base_lr=0.02",
-        "probe.bootstrap_samples=200",
-        "finetune.patience=null",
-    ]
-    return [*changes, f"train.ckpt_dir={run / 'checkpoints'}", "train.log_every_steps=5", *extra]
+    return dense_overrides(world, run, "train.max_steps=20", "optim.base_lr=0.02", *extra)
 
 
 @pytest.fixture(scope="module")
@@ -251,11 +242,6 @@ def test_what_does_not_fit_is_refused(world: Path, trained: Path, tmp_path: Path
         volumes_of(world, "task.slabs=[vitreous]")
     with pytest.raises(ConfigError, match=r"task\.slabs: expected null with task.kind classification"):
         config(world, "task.slabs=[deep]")
-    with pytest.raises(ConfigError, match=r"finetune\.class_weights"):
-        train_command.train(str(CONFIG), overrides(world, tmp_path, "finetune.class_weights=none"))
-    cfg = config(world, "task.kind=translation")
-    with pytest.raises(ConfigError, match="expected a kind with labels, found translation"):
-        read_cohort(cfg, PreparedStore.open(cfg.data.store))
     with pytest.raises(ConfigError, match=r"task\.slabs: expected None as in training"):
         evaluate(TRANSLATION, str(trained), [f"run.dir={tmp_path}", "task.slabs=[deep]"])
     words = ["--checkpoint", str(trained), "--out", str(tmp_path), "--dicom", "scan.dcm"]

@@ -26,7 +26,7 @@ from finetuning.dense.head import LABELS as ARM_LABELS
 from finetuning.dense.head import PRETRAINED, RANDOM, DenseHead
 from finetuning.dense.kind import Content, Kind, Line
 from finetuning.dense.layers.decoder import surface_loss
-from finetuning.dense.layers.etdrs import SECTORS, etdrs, find_fovea
+from finetuning.dense.layers.etdrs import SECTORS, etdrs_tables
 from finetuning.dense.layers.metrics import boundary_error_um, hausdorff95_um, layer_overlap
 from finetuning.dense.layers.planes import Planes
 from finetuning.dense.layers.volumes import RETINA, LayerVolumes, read_volumes
@@ -130,27 +130,21 @@ def measure(volumes: LayerVolumes, row: int, predicted: np.ndarray, arm: str) ->
 
 def _sectors(volumes: LayerVolumes, row: int, surfaces: np.ndarray) -> list[Line]:
     """ETDRS lines of a macular volume, one a layer and one for the whole retina; none of another volume."""
-    record = volumes.store.index.loc[row]
+    record, (d_mm, h_mm, w_mm) = volumes.store.index.loc[row], volumes.spacing_mm(row)
     retina = volumes.retina(row)
-    if not str(record.region).startswith("Macula") or record.laterality not in ("L", "R") or retina is None:
-        return []
-    d_mm, h_mm, w_mm = volumes.spacing_mm(row)
-    um = {
-        name: (surfaces[lower] - surfaces[upper]) * h_mm * 1000
-        for name, (upper, lower) in {**volumes.layers(row), RETINA: retina}.items()
-    }
+    pairs = volumes.layers(row) | ({} if retina is None else {RETINA: retina})
+    um = {name: (surfaces[low] - surfaces[up]) * h_mm * 1000 for name, (up, low) in pairs.items()}
     try:
-        fovea = find_fovea(um[RETINA], (d_mm, w_mm))
-    except ValueError:  # the device drew nothing in the middle
+        tables = etdrs_tables(um, record, (d_mm, w_mm))
+    except ValueError:  # another region, or the device drew nothing in the middle
         return []
-    lines = []
-    for name, thickness in um.items():
-        table = etdrs(thickness, (d_mm, w_mm), fovea, str(record.laterality))
-        facts = {"what": SECTOR, "laterality": record.laterality, "layer": name}
-        facts |= {"orientation": record.orientation_source}
-        facts |= {"scanned_share": min(sector.share for sector in table.values())}
-        lines.append(facts | {name: sector.um for name, sector in table.items()})
-    return lines
+    facts = {"what": SECTOR, "laterality": record.laterality, "orientation": record.orientation_source}
+    return [
+        facts
+        | {"layer": name, "scanned_share": min(sector.share for sector in table.values())}
+        | {sector_name: sector.um for sector_name, sector in table.items()}
+        for name, table in tables.items()
+    ]
 
 
 def by_eye(lines: pd.DataFrame) -> pd.DataFrame:

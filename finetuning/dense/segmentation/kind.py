@@ -24,8 +24,7 @@ from finetuning.dense.head import LABELS, PRETRAINED, RANDOM
 from finetuning.dense.kind import Content, Kind, Line
 from finetuning.dense.layers.planes import Planes
 from finetuning.dense.segmentation.loss import ClassPlanes, class_weights, segmentation_loss
-from finetuning.dense.segmentation.metrics import dice, overlap
-from finetuning.dense.segmentation.volumes import ClassVolumes, read_volumes
+from finetuning.dense.segmentation.volumes import IGNORED, ClassVolumes, read_volumes
 from utils.config.schema import Config
 from utils.runtime.single import Runtime
 from utils.tables import Table, number, two_cells
@@ -46,6 +45,23 @@ def weighted_loss(
     shown = [f"{n} {w:.2f}" for n, w in zip(("background", *volumes.names), weights, strict=True)]
     log.info("weights of classes: %s", ", ".join(shown))
     return partial(segmentation_loss, weight_S=torch.from_numpy(weights).to(device))
+
+
+def overlap(
+    predicted_DHW: np.ndarray, truth_DHW: np.ndarray, num_classes: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(shared, predicted, labelled) voxels of each class [C]; IGNORED voxels count nowhere."""
+    known = truth_DHW != IGNORED
+    predicted, truth = predicted_DHW[known].astype(np.int64), truth_DHW[known].astype(np.int64)
+    pairs = np.bincount(truth * (num_classes + 1) + predicted, minlength=(num_classes + 1) ** 2)
+    table = pairs.reshape(num_classes + 1, num_classes + 1)
+    return table.diagonal()[1:], table.sum(axis=0)[1:], table.sum(axis=1)[1:]
+
+
+def dice(shared: np.ndarray, predicted: np.ndarray, labelled: np.ndarray) -> np.ndarray:
+    """Dice of each class; NaN where the labels have none of it."""
+    result = np.full(shared.shape, np.nan)
+    return np.divide(2 * shared, predicted + labelled, out=result, where=labelled > 0)
 
 
 def validation_dice(decoder: nn.Module, planes: Planes, volumes: ClassVolumes) -> float:

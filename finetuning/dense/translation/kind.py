@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 from matplotlib.figure import Figure
+from skimage.metrics import structural_similarity
 from torch import nn
 
 from finetuning.cohort.cohort import EVALUATED, VAL
@@ -26,7 +27,6 @@ from finetuning.dense.kind import Content, Kind, Line
 from finetuning.dense.layers.planes import Planes
 from finetuning.dense.translation.baseline import StructuralProjection
 from finetuning.dense.translation.decoder import OUTPUTS, SlabPlanes, slab_loss
-from finetuning.dense.translation.metrics import l1, ssim
 from finetuning.dense.translation.volumes import FlowVolumes, read_volumes
 from utils import storage
 from utils.runtime.single import Runtime
@@ -34,12 +34,31 @@ from utils.tables import Table, two_cells
 
 PROJECTION, DEVICE = "structural_projection", "device"
 LABELS = {**ARM_LABELS, PROJECTION: "projection of the structural scan", DEVICE: "device"}
+WINDOW = 7  # pixels of SSIM, where the field is as long
 NOTES = (
     "Slabs are what a device's software projected: images of a machine, not truth. Capillaries that the "
     "structural scan does not show cannot be predicted from it.",
     "L1 is of values from 0 to 1; SSIM is of the slab's field. Means are over a participant's volumes, then "
     "over participants; intervals resample participants.",
 )
+
+
+def l1(predicted_DW: np.ndarray, truth_DW: np.ndarray) -> float:
+    """Mean absolute difference where the truth is known; NaN where it is nowhere."""
+    known = ~np.isnan(truth_DW)
+    return float(np.abs(predicted_DW - truth_DW)[known].mean()) if known.any() else float("nan")
+
+
+def ssim(predicted_DW: np.ndarray, truth_DW: np.ndarray, field: tuple[slice, ...]) -> float:
+    """Structural similarity (Wang et al. 2004) as scikit-image computes it, in the field; NaN where it is not
+    wholly known, or less than 3 pixels wide.
+    """
+    truth, predicted = truth_DW[field], predicted_DW[field]
+    window = min(WINDOW, *(side - 1 + side % 2 for side in truth.shape))
+    if window < 3 or np.isnan(truth).any():
+        return float("nan")
+    value = structural_similarity(truth, predicted, data_range=1.0, win_size=window)
+    return float(value)
 
 
 def validation_l1(decoder: nn.Module, planes: Planes, volumes: FlowVolumes) -> float:

@@ -127,7 +127,7 @@ def test_tables_of_the_evaluation(runs: list[Path]) -> None:
     assert "0.612 (0.500 to 0.700)" in board
     assert "<td>raw voxels</td><td" in board
     assert ">0.400</td>" in board
-    assert "power of this comparison" in text
+    assert "A difference of 0.100 could have been shown" in text
 
 
 def test_two_runs_of_one_name_are_told_apart(runs: list[Path], tmp_path: Path) -> None:

@@ -28,7 +28,6 @@ from utils.report.tables import (
     evaluation_table,
     layers_tables,
     leaderboard_table,
-    power_table,
     truth_tables,
 )
 from utils.report.volumes import volume_of_layers, volume_of_snapshot
@@ -49,7 +48,7 @@ class Part:
     findings: Sequence[str]
     verdict: str  # of the evaluation
     truth: Sequence[Table]  # of a phantom
-    evaluated: Sequence[Table]  # an evaluation, its power, leaderboard, layers
+    evaluated: Sequence[Table]  # an evaluation, leaderboard, layers
     step: Table  # without rows where no times were logged
     data: Sequence[Table]
     check: str  # the verdict on the tree; empty where it was not checked
@@ -137,7 +136,7 @@ def script_data(content: Mapping[str, Any]) -> Markup:
 def _evaluated(run: Run) -> list[Table]:
     tables = []
     if run.evaluation:
-        tables += [evaluation_table(run.evaluation), power_table(run.evaluation)]
+        tables.append(evaluation_table(run.evaluation))
     if run.layers_answer:
         tables += layers_tables(run.layers_answer)
     if run.leaderboard:

@@ -63,25 +63,10 @@ def evaluation_table(answer: Mapping[str, Any]) -> Table:
         f"{answer['title']}; {answer['subject']['url'].rpartition('/')[2]}",
         [*header, "on val", "C", "size"],
         rows,
-        f"{chance}Same protocol for every row.",
+        f"{chance}Same protocol for every row. A difference of "
+        f"{number(answer['difference']['could_have_shown'])} could have been shown, with 80 % power at 5 %, "
+        "two-sided; finetuning.power says how many participants show less.",
         tuple(i for i, row in enumerate(answer["rows"]) if row["name"] in answer["difference"]["rows"]),
-    )
-
-
-def power_table(answer: Mapping[str, Any]) -> Table:
-    """What the cohort could have shown, beside what it showed."""
-    difference = answer["difference"]
-    rows = [
-        ["difference seen", number(difference["mean"], "+.3f")],
-        ["its 95 % interval", interval(difference["ci95"], "+.3f")],
-        ["smallest that could have been shown", number(difference["could_have_shown"])],
-        ["participants", str(answer["n_participants"])],
-    ]
-    return Table(
-        "power of this comparison",
-        ["", ""],
-        rows,
-        "Smallest: with 80 % power at 5 %, two-sided. finetuning.power says how many participants show less.",
     )
 
 
@@ -142,8 +127,8 @@ def _truth_row(
         number(row["r2"]),
         interval(row["ci95"]),
         bracketed(difference["mean"], difference["ci95"], "+.3f") if difference else "",
-        f"{row['val_r2']:.3f}",
-        f"{row['chosen_c']:g}",
+        number(row["val_r2"]),
+        number(row["chosen_c"], "g"),
     ]
 
 

@@ -8,8 +8,6 @@ initialised one where finetune.against_random trained it, and what a kind compar
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -19,10 +17,11 @@ import pandas as pd
 
 from data_setup.store.reader import PreparedStore
 from finetuning.answers.answer import Answer, looks
-from finetuning.cohort.cohort import EVALUATED
+from finetuning.cohort.cohort import EVALUATED, count_seen, seen_by_head
+from finetuning.cohort.ledger import digest
 from finetuning.cohort.source import evaluated_config
 from finetuning.dense.examined import Examined
-from finetuning.dense.folds import DenseVolumes, count_look, refuse_seen
+from finetuning.dense.folds import DenseVolumes, count_look
 from finetuning.dense.head import DenseHead, require_same_grid
 from finetuning.dense.kind import Content, Kind, Volumes
 from finetuning.features.kept import KeptFeatures, features_folder
@@ -48,14 +47,14 @@ def evaluate(kind: Kind[Volumes], wanted: str, overrides: Sequence[str]) -> str:
     if volumes.names != head.names:
         expected = f"the {kind.names} {list(head.names)}"
         raise UserError(f"{head.url}: expected {expected}, found {list(volumes.names)}")
-    overlap = refuse_seen(cfg, volumes, head.state, head.url)
+    overlap = count_seen(cfg, volumes.people(EVALUATED), seen_by_head(cfg, head.state), head.url)
     place = Answer(cfg.run.dir, kind.name, _fingerprint(cfg, volumes, head))
     known = place.known()
     if known is not None:
         return markdown(kind, known)
     examined = examine(kind, cfg, volumes, head, open_runtime(cfg.train.use_bf16))
     content = answer(kind, examined)
-    look = count_look(cfg, volumes, head.checksum, examined.arms, cfg.task.kind)
+    look = count_look(cfg, volumes, head.checksum, examined.arms)
     content |= {"overlap": overlap, "look": look}
     kind.write(examined, content)
     text = markdown(kind, content)
@@ -66,15 +65,16 @@ def evaluate(kind: Kind[Volumes], wanted: str, overrides: Sequence[str]) -> str:
 def _fingerprint(cfg: Config, volumes: DenseVolumes, head: DenseHead) -> str:
     """A hash of all that the answer depends on."""
     asked = {k: v for k, v in flatten(cfg) if k.startswith(("eval.", "probe.", "task."))}
-    facts = [
-        FORMAT_VERSION,
-        head.checksum,
-        asked,
-        volumes.facts().loc[np.unique(volumes.rows)].to_numpy(str).tolist(),
-        volumes.fold.tolist(),
-        volumes.person.tolist(),
-    ]
-    return hashlib.sha256(json.dumps(facts, default=str).encode()).hexdigest()
+    return digest(
+        [
+            FORMAT_VERSION,
+            head.checksum,
+            asked,
+            volumes.facts().loc[np.unique(volumes.rows)].to_numpy(str).tolist(),
+            volumes.fold.tolist(),
+            volumes.person.tolist(),
+        ]
+    )
 
 
 def examine(

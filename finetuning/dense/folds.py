@@ -6,9 +6,7 @@ translation extend by the labels; refusals of people that were seen before.
 
 from __future__ import annotations
 
-import hashlib
-import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -18,8 +16,8 @@ import pandas as pd
 from data_setup.attach.grid import box
 from data_setup.manifest import select_wanted
 from data_setup.store.reader import PreparedStore
-from finetuning.cohort.cohort import EVALUATED, MIN_PARTICIPANTS, TRAIN, VAL, Cohort
-from finetuning.cohort.ledger import data_digest, record_look
+from finetuning.cohort.cohort import EVALUATED, MIN_PARTICIPANTS, TRAIN, VAL, Cohort, count_seen
+from finetuning.cohort.ledger import look_at
 from utils.config.schema import Config
 from utils.errors import UserError
 
@@ -135,40 +133,14 @@ def chosen_names(
 
 def refuse_overlap(cfg: Config, volumes: DenseVolumes, seen: Sequence[str], url: str, stage: str) -> int:
     """How many evaluated participants were seen; UserError unless that is 0 or allowed."""
-    shared = sorted(set(volumes.people(EVALUATED)) & set(seen))
-    if shared and not cfg.eval.allow_overlap:
-        raise UserError(
-            f"{url}: expected no participant of split {cfg.eval.split} in its {stage}, found "
-            f"{len(shared)} ({', '.join(shared[:3])}); eval.allow_overlap=true evaluates them all the same, "
-            "and the table says so"
-        )
-    return len(shared)
+    return count_seen(cfg, volumes.people(EVALUATED), {stage: seen}, url)
 
 
-def refuse_seen(cfg: Config, volumes: DenseVolumes, state: Mapping[str, Any], url: str) -> int:
-    """How many evaluated participants were seen in any training of a head's file; UserError unless that is 0
-    or allowed.
-    """
-    people = state["participants"]
-    seen = {"training": people["train"], "encoder's pre-training": state["pretraining_participants"]}
-    if cfg.eval.split != "val":
-        seen["validation"] = people["val"]
-    return max(refuse_overlap(cfg, volumes, ids, url, stage) for stage, ids in seen.items())
-
-
-def count_look(
-    cfg: Config, volumes: DenseVolumes, checksum: str, arms: Sequence[str], kind: str
-) -> int | None:
-    """Count this look at test participants in the ledger of the store; None where there is none. `kind`: of
-    task, or what else is asked of them.
-    """
+def count_look(cfg: Config, volumes: DenseVolumes, checksum: str, arms: Sequence[str]) -> int | None:
+    """Count this look at test participants in the ledger of the store; None where there is none."""
     if cfg.eval.split != "test":
         return None
-    store, size = volumes.store, len(volumes.rows)
+    kind, target = cfg.task.kind, np.zeros((len(volumes.rows), 1))
     unit = volumes.rows.astype(str)
-    cohort = Cohort(
-        kind, volumes.names, volumes.rows, volumes.fold, np.zeros((size, 1)), unit, volumes.person
-    )
-    protocol = hashlib.sha256(json.dumps([kind, cfg.eval.split]).encode()).hexdigest()
-    digest, what = data_digest(store, cohort), f"{kind}: {', '.join(arms)}"
-    return record_look(store.url, checksum, digest, protocol, what, store.options)
+    cohort = Cohort(kind, volumes.names, volumes.rows, volumes.fold, target, unit, volumes.person)
+    return look_at(volumes.store, [cohort], checksum, [kind, cfg.eval.split], f"{kind}: {', '.join(arms)}")

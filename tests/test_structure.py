@@ -260,7 +260,6 @@ COMMANDS = {  # what a person runs as `python -m NAME`
     "finetuning.evaluate",
     "finetuning.power",
     "finetuning.predict",
-    "finetuning.segment",
     "finetuning.train",
     "models.weights",
     "pretraining.train",

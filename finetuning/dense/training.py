@@ -33,9 +33,10 @@ from finetuning.dense.folds import DenseVolumes, refuse_overlap
 from finetuning.dense.head import PRETRAINED, RANDOM, dense_state, encoder_of, new_decoder
 from finetuning.dense.layers.planes import Planes
 from finetuning.features.kept import KeptFeatures, features_folder
-from finetuning.heads.frozen import num_updates, schedule
+from finetuning.heads.frozen import num_updates
 from finetuning.heads.head_file import write_head
 from finetuning.heads.tuned import MASK_TOKEN, layer_groups
+from models.optimizer import warmup_cosine
 from models.vit3d import VisionTransformer3D
 from utils.config.schema import Config
 from utils.errors import EXIT_FINISHED, UserError
@@ -191,11 +192,11 @@ def train_arm(
         if place == 0:
             order = np.random.default_rng([cfg.seed, epoch]).permutation(len(units))
         chosen = [pair for i in order[place * size : (place + 1) * size] for pair in units[i]]
-        share = schedule(step, total, cfg.optim.warmup_ratio, cfg.optim.min_lr_ratio)
-        losses.append(_step(decoder, optimizer, objective, planes.batch(chosen), cfg, share))
+        rate = warmup_cosine(cfg.optim, step, total)
+        losses.append(_step(decoder, optimizer, objective, planes.batch(chosen), cfg, rate))
         run_log.advance()
         if done % cfg.train.log_every_steps == 0 or done in (1, total):
-            values = {"train/loss": losses[-1], "train/lr": cfg.optim.base_lr * share}
+            values = {"train/loss": losses[-1], "train/lr": rate}
             run_log.metrics(steps_before + done, _named(prefix, values))
         if place + 1 == per_epoch or done == total:
             value = objective.score(decoder, planes)
@@ -269,9 +270,9 @@ def _step(
     objective: Objective,
     batch: tuple[Tensor, Tensor, Tensor],
     cfg: Config,
-    share: float,
+    rate: float,
 ) -> float:
-    """One update with tokens, voxels and truth, at this share of the learning rate; returns the loss."""
+    """One update with tokens, voxels and truth, at this learning rate; returns the loss."""
     tokens, voxels, truth = batch
     decoder.train()
     optimizer.zero_grad()
@@ -280,7 +281,7 @@ def _step(
     moved = [p for group in optimizer.param_groups for p in group["params"]]
     nn.utils.clip_grad_norm_(moved, cfg.optim.clip_grad_norm)
     for group in optimizer.param_groups:
-        group["lr"] = cfg.optim.base_lr * share * group["rate_share"]
+        group["lr"] = rate * group["rate_share"]
     optimizer.step()
     return float(loss.detach())
 

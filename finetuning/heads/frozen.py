@@ -43,6 +43,7 @@ from finetuning.heads.objective import (
     validation_score,
 )
 from models.heads import build_head, reads_tokens, rescale_output
+from models.optimizer import warmup_cosine
 from utils.config.schema import Config
 from utils.errors import UserError
 from utils.log import NoLog, RunLog
@@ -188,15 +189,6 @@ class Grid:
         return torch.cat(batches, dim=1)
 
 
-def schedule(step: int, total: int, warmup_ratio: float, min_ratio: float) -> float:
-    """Share of the learning rate at update `step` of `total`: linear warm-up, then cosine to `min_ratio`."""
-    warmup = round(warmup_ratio * total)
-    if step < warmup:
-        return (step + 1) / warmup
-    progress = (step - warmup) / max(1, total - warmup)
-    return min_ratio + (1 - min_ratio) * 0.5 * (1 + math.cos(math.pi * progress))
-
-
 @dataclass
 class Best:
     """The best epoch of one member."""
@@ -246,7 +238,7 @@ def train_grid(
             if place == 0:
                 order = np.random.default_rng([cfg.seed, epoch]).permutation(len(train))
             chosen = order[place * size : (place + 1) * size]
-            share = schedule(step, total, cfg.optim.warmup_ratio, cfg.optim.min_lr_ratio)
+            share = warmup_cosine(cfg.optim, step, total, peak=1.0)
             loss_G, done = grid.step(inputs, train[chosen], task, share), step + 1
             run_log.advance()
             if done % cfg.train.log_every_steps == 0 or done in (1, total):

@@ -227,6 +227,11 @@ def test_the_encoder_does_not_move_before_its_epoch(world: Path, finished: Path)
     assert not torch.equal(frozen["top.head.last.weight"], free["top.head.last.weight"])
 
 
+def test_the_last_update_has_the_least_rate(finished: Path) -> None:
+    rates, optim = metrics(finished, "train/lr"), open_head(str(finished)).cfg.optim
+    assert rates[3 * EPOCH]["train/lr"] == pytest.approx(optim.min_lr_ratio * optim.base_lr)
+
+
 def test_volumes_to_evaluate_are_never_read(world: Path, finished: Path, rows_read: set[int]) -> None:
     cohort = read_folds(PreparedStore.open(str(world / "store")))
     assert rows_read == set(cohort.rows[cohort.fold != EVALUATED].tolist())

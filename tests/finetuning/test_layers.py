@@ -120,6 +120,14 @@ def test_a_decoder_learns_where_surfaces_lie(trained: Path, evaluated: tuple[Pat
     assert min(line["error_um"] for line in history) == head.state["validation"][PRETRAINED]["error_um"]
 
 
+def test_the_last_update_of_every_arm_has_the_least_rate(trained: Path) -> None:
+    optim = open_layers_head(str(trained), StorageOptions()).cfg.optim
+    rows = [json.loads(line) for line in (trained / "metrics.jsonl").read_text().splitlines()]
+    for prefix in ("", f"{RANDOM}/"):
+        rates = [row[f"{prefix}train/lr"] for row in rows if f"{prefix}train/lr" in row]
+        assert rates[-1] == pytest.approx(optim.min_lr_ratio * optim.base_lr)
+
+
 def test_a_volume_of_each_device_is_kept_for_the_report(trained: Path, evaluated: tuple[Path, str]) -> None:
     """Its surfaces are those that were measured: the same mean error, and the device's own heights."""
     folder, _ = evaluated

@@ -13,9 +13,10 @@ from torch import Tensor, nn
 
 from finetuning.cohort.cohort import TRAIN, VAL, Cohort
 from finetuning.heads import frozen
-from finetuning.heads.frozen import Grid, schedule, train_grid
+from finetuning.heads.frozen import Grid, train_grid
 from finetuning.heads.objective import row_weights
 from models.heads import build_head
+from models.optimizer import warmup_cosine
 from tests.finetuning.frozen.probing import CPU, WIDTH, classes, learning, made_up, pooled
 from utils.config.schema import Config
 from utils.errors import UserError
@@ -47,11 +48,9 @@ def alone(
         order = np.random.default_rng([cfg.seed, epoch]).permutation(len(train))
         for place in range(per_epoch):
             chosen = order[place * size : (place + 1) * size]
-            share = schedule(
-                epoch * per_epoch + place, 8 * per_epoch, cfg.optim.warmup_ratio, cfg.optim.min_lr_ratio
-            )
+            step = epoch * per_epoch + place
             for group in optimizer.param_groups:
-                group["lr"] = rate * share
+                group["lr"] = warmup_cosine(cfg.optim, step, 8 * per_epoch, rate)
             labels = torch.from_numpy(cohort.target[train[chosen], 0]).long()
             loss = nn.functional.cross_entropy(head(x[train[chosen]]), labels, reduction="none")
             optimizer.zero_grad()
@@ -176,10 +175,11 @@ def test_a_member_that_diverges_is_left_out(world: Path) -> None:
         train_grid(cfg, cohort, pooled(cohort, features), WIDTH, CPU)
 
 
-def test_the_schedule_warms_up_and_ends(world: Path) -> None:
-    shares = [schedule(step, 100, 0.1, 0.2) for step in range(100)]
-    assert shares[0] == pytest.approx(0.1)
-    assert shares[9] == shares[10] == 1
-    assert shares[55] == pytest.approx(0.6)
-    assert shares[-1] == pytest.approx(0.2, abs=1e-3)
-    assert schedule(0, 1, 0.0, 0.0) == 1
+@pytest.mark.parametrize("floor", [0.0, 0.2])
+def test_the_last_update_has_the_least_rate(world: Path, floor: float) -> None:
+    cohort, features = made_up("classification", classes(2))
+    changes = "train.max_steps=10", f"optim.min_lr_ratio={floor}", "head.learning_rates=[3e-2]"
+    run_log = Rows()
+    train_grid(learning(world, *changes), cohort, pooled(cohort, features), WIDTH, CPU, run_log)
+    rates = {step: row["train/lr"] for step, row in run_log.rows if "train/lr" in row}
+    assert rates[10] == pytest.approx(floor * 3e-2)

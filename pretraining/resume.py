@@ -17,7 +17,7 @@ from pretraining.gauges.monitor import Gauges
 from pretraining.progress import NEW_RUN, Progress
 from pretraining.rows import Rows
 from pretraining.run import Run
-from pretraining.schedules import Schedule, total_steps
+from pretraining.schedules import Schedule
 from utils.checkpoint import (
     CheckpointError,
     load_newest,
@@ -26,6 +26,7 @@ from utils.checkpoint import (
 from utils.config.load import config_of_yaml, to_yaml
 from utils.config.schema import keys_with
 from utils.errors import UserError
+from utils.run.calendar import total_steps
 from utils.run.folder import refuse_changes, require_one_configuration, shared_settings
 from utils.run.history import refuse_lost_checkpoints
 

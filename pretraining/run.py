@@ -13,10 +13,10 @@ from data_setup.store.reader import PreparedStore
 from models.engine_kernels import choose_kernels
 from models.vjepa3d import VJEPA3D
 from pretraining.rows import Rows, open_rows
-from pretraining.schedules import total_steps
 from pretraining.step import build_optimizer
 from utils.config.load import accumulation_steps
 from utils.config.schema import Config
+from utils.run.calendar import total_steps
 from utils.runtime.single import Runtime
 
 

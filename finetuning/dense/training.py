@@ -40,9 +40,9 @@ from models.optimizer import warmup_cosine
 from models.vit3d import VisionTransformer3D
 from utils.config.schema import Config
 from utils.errors import EXIT_FINISHED, UserError
-from utils.log import NoLog, RunLog
 from utils.run.folder import claim_run_dir, held_run
 from utils.run.history import NO_CHECKPOINT_YET, WANDB_ID
+from utils.run.log import NoLog, RunLog
 from utils.runtime.single import Runtime
 
 log = logging.getLogger(__name__)

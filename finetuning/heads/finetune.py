@@ -44,10 +44,10 @@ from models.optimizer import warmup_cosine
 from utils import storage
 from utils.checkpoint import load_checkpoint
 from utils.errors import EXIT_FINISHED, EXIT_STOPPED, UserError
-from utils.log import NoLog, RunLog
 from utils.run.checkpoints import Checkpoints
 from utils.run.folder import claim_run_dir, held_run
 from utils.run.guard import guard
+from utils.run.log import NoLog, RunLog
 from utils.runtime import patience
 from utils.runtime.single import Runtime, StopRequested
 

@@ -46,9 +46,9 @@ from models.heads import build_head, reads_tokens, rescale_output
 from models.optimizer import warmup_cosine
 from utils.config.schema import Config
 from utils.errors import UserError
-from utils.log import NoLog, RunLog
 from utils.run.folder import claim_run_dir
 from utils.run.history import NO_CHECKPOINT_YET, WANDB_ID
+from utils.run.log import NoLog, RunLog
 from utils.runtime.single import Runtime
 
 log = logging.getLogger(__name__)

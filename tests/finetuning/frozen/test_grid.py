@@ -20,7 +20,7 @@ from models.optimizer import warmup_cosine
 from tests.finetuning.frozen.probing import CPU, WIDTH, classes, learning, made_up, pooled
 from utils.config.schema import Config
 from utils.errors import UserError
-from utils.log import NoLog
+from utils.run.log import NoLog
 
 
 def alone(

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from pretraining.schedules import INIT_WEIGHT_LIMIT, Schedule
-from utils.run import progress
+from utils.run.progress import RunProgress
 from utils.runtime.single import Runtime
 
 log = logging.getLogger(__name__)
@@ -29,7 +29,7 @@ NEW_RUN: Mapping[str, Any] = {
 }
 
 
-class Progress(progress.Progress):
+class Progress(RunProgress):
     """The counters of every run, and those of the target and of the best checkpoints."""
 
     def __init__(self, runtime: Runtime, schedule: Schedule, state: Mapping[str, Any] = NEW_RUN) -> None:

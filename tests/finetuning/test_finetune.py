@@ -19,13 +19,11 @@ from finetuning.cohort.source import Source, open_source
 from finetuning.features.familiarity import stored_familiarity
 from finetuning.heads import finetune as loop
 from finetuning.heads.calibration import Calibration, stored_calibration
-from finetuning.heads.examples import Examples
 from finetuning.heads.finetune import finetune
 from finetuning.heads.head_file import open_head, predict_rows
 from finetuning.heads.objective import METRICS, metric_name
-from finetuning.heads.trial import settle_memory
 from finetuning.heads.tuned import TunedModel, layer_groups
-from finetuning.heads.tuning import open_tuning
+from finetuning.heads.tuning import Examples, open_tuning, settle_memory
 from models.vjepa3d import build_encoder
 from tests.support.finetune_factory import RUNTIME, config, make_world, save_checkpoint
 from tests.support.model_factory import small_config, volumes

@@ -14,7 +14,7 @@ from utils.run.skipped_updates import SkippedUpdates
 from utils.runtime.single import Runtime
 
 
-class Progress:
+class RunProgress:
     """Counters of a run on one process; all processes count the same."""
 
     def __init__(self, runtime: Runtime, state: Mapping[str, Any]) -> None:

@@ -3,7 +3,7 @@
 In: a checkpoint of pre-training, the prepared store, a labelled cohort. Out: a run directory like that of
 pre-training, and `head.pt` of the best epoch, with the encoder that belongs to it. Running the same command
 again goes on where the run stopped, bit for bit on a CPU; SIGTERM and Ctrl-C write a checkpoint first.
-Volumes are trained on one by one; validation pools them (finetuning.cohort.predictions). Volumes to evaluate
+Volumes are trained on one by one; validation pools them. Volumes to evaluate
 are never read.
 """
 
@@ -22,19 +22,11 @@ from data_setup.loader import evaluation_batches, next_or_stop
 from data_setup.normalisation import plain_view
 from data_setup.store.reader import PreparedStore
 from finetuning.cohort.cohort import VAL, Cohort
-from finetuning.cohort.predictions import pool
 from finetuning.cohort.source import Source
 from finetuning.features.pooled import load_strictly
 from finetuning.heads.calibration import Calibration, calibrate, stored_calibration
 from finetuning.heads.head_file import head_state, write_head
-from finetuning.heads.objective import (
-    METRICS,
-    metric_name,
-    row_losses,
-    row_weights,
-    to_scores,
-    validation_score,
-)
+from finetuning.heads.objective import METRICS, judge, metric_name
 from finetuning.heads.tuned import UpdateResult, update_model
 from finetuning.heads.tuning import Progress, Tuning, checkpoint_state, open_tuning, restore, settle_memory
 from models.heads import build_head, rescale_output
@@ -170,19 +162,15 @@ def validate(tuning: Tuning) -> tuple[float, float, Calibration]:
     """The score of finetuning.heads.objective on the units of VAL, the mean loss of its volumes, and what
     they say of the model's confidence; the same on every process. Raises StopRequested.
     """
-    cohort, examples, kind = tuning.cohort, tuning.examples, tuning.cohort.kind
+    cohort = tuning.cohort
     chosen = cohort.fold == VAL
     outputs_nC = predict(tuning, cohort.rows[chosen]).double()
     if not bool(outputs_nC.isfinite().all()):
         raise UserError(
             f"validation after training: expected finite outputs, found {outputs_nC[:3].tolist()}"
         )
-    target_nT = torch.from_numpy((cohort.target[chosen] - examples.centre) / examples.spread)
-    weight_nT = torch.from_numpy(row_weights(kind, cohort.target[chosen], cohort.person[chosen], "none"))
-    loss = float((row_losses(kind, outputs_nC, target_nT) * weight_nT).mean())
-    scores_nC = to_scores(kind, outputs_nC) * examples.spread + examples.centre
-    calibration = calibrate(kind, outputs_nC, cohort.target[chosen], cohort.person[chosen])
-    return validation_score(pool(cohort, VAL, scores_nC.numpy())), loss, calibration
+    score, loss = judge(cohort, outputs_nC, tuning.examples.scale)
+    return score, loss, calibrate(cohort.kind, outputs_nC, cohort.target[chosen], cohort.person[chosen])
 
 
 @torch.no_grad()
@@ -232,12 +220,11 @@ def write_best(tuning: Tuning) -> tuple[str, dict[str, Any]]:
     for name, value in state["model"].items():
         (prefix,) = (p for p in parts if name.startswith(p))
         parts[prefix][name.removeprefix(prefix)] = value
-    cohort, examples = tuning.cohort, tuning.examples
-    width = tuning.model.encoder.width
+    cohort, width = tuning.cohort, tuning.model.encoder.width
     head = build_head(cfg.head.kind, width, cohort.num_outputs, cfg.head.hidden, cfg.head.dropout)
     load_strictly(head, parts["top.head."], url)
     if cohort.kind == "regression":
-        rescale_output(head, examples.centre, examples.spread)
+        rescale_output(head, *tuning.examples.scale)
     content = head_state(
         tuning.source,
         tuning.store,

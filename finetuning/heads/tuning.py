@@ -23,7 +23,7 @@ from data_setup.store.reader import PreparedStore
 from finetuning.cohort.cohort import TRAIN, Cohort
 from finetuning.cohort.source import Source
 from finetuning.features.pooled import load_strictly, pretrained_encoder
-from finetuning.heads.objective import row_weights, target_scale
+from finetuning.heads.objective import Task
 from finetuning.heads.tuned import TunedModel, layer_groups, update_model
 from models.engine_kernels import choose_kernels
 from models.optimizer import build_adamw, keep_state
@@ -54,13 +54,8 @@ class Examples:
     def __init__(self, cfg: Config, store: PreparedStore, cohort: Cohort) -> None:
         chosen = cohort.fold == TRAIN
         self.cfg, self.store, self.rows = cfg, store, cohort.rows[chosen]
-        self.centre, self.spread = target_scale(cohort)
-        truth = (cohort.target[chosen] - self.centre) / self.spread
-        self.truth = torch.from_numpy(truth).float()
-        weight = row_weights(
-            cohort.kind, cohort.target[chosen], cohort.person[chosen], cfg.finetune.class_weights
-        )
-        self.weight = torch.from_numpy(weight).float()
+        task = Task.of(cfg, cohort, torch.device("cpu"))
+        self.scale, self.truth, self.weight = task.scale, task.target[chosen], task.weight[chosen]
         self.place_of = {int(row): place for place, row in enumerate(self.rows)}
 
     def __len__(self) -> int:

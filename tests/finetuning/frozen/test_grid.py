@@ -153,9 +153,9 @@ def test_training_stops_when_nothing_became_better(world: Path, monkeypatch: pyt
     epochs: list[int] = []
     update = frozen._update_bests
 
-    def count(*args: Any) -> None:
+    def count(*args: Any) -> Any:
         epochs.append(args[-1])
-        update(*args)
+        return update(*args)
 
     monkeypatch.setattr(frozen, "_update_bests", count)
     train_grid(learning(world, "finetune.patience=2"), swapped, pooled(cohort, features), WIDTH, CPU)

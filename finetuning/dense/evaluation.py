@@ -20,7 +20,8 @@ from data_setup.store.reader import PreparedStore
 from finetuning.cohort.cohort import EVALUATED
 from finetuning.cohort.source import evaluated_config
 from finetuning.dense.folds import DenseVolumes, count_look, refuse_seen
-from finetuning.dense.head import DenseHead, require_same_grid
+from finetuning.dense.head import DenseHead
+from finetuning.heads.head_file import require_same_grid
 from utils import storage
 from utils.config.load import flatten, storage_options_of
 from utils.config.schema import Config, StorageOptions

@@ -29,10 +29,9 @@ from finetuning.cohort import source
 from finetuning.cohort.cohort import EVALUATED, TRAIN, VAL
 from finetuning.cohort.source import check_fit, evaluated_config
 from finetuning.dense.folds import DenseVolumes, count_look
-from finetuning.dense.head import require_same_grid
 from finetuning.features.kept import KeptFeatures, features_folder
 from finetuning.features.pooled import pretrained_encoder, random_encoder
-from finetuning.heads.head_file import Head, open_head, predict_rows
+from finetuning.heads.head_file import Head, open_head, predict_rows, require_same_grid
 from finetuning.same_eye.eyes import Eyes, choose_eyes
 from finetuning.same_eye.measures import icc, nearest
 from finetuning.same_eye.page import markdown

@@ -199,7 +199,7 @@ def validate_at_start(
 ) -> None:
     """Validate a new run, and one that owes it."""
     if progress.step == 0:
-        if (measured := validation(0)) is not None:
+        if (measured := progress.validated(partial(validation, 0))) is not None:
             report(run_log, gauges, 0, {**measured, "ema/init_weight": progress.init_weight})
             examples.show(0, keep=True)
     elif progress.owes_validation:
@@ -214,11 +214,10 @@ def validate_now(
     run_log: AnyLog,
 ) -> list[str]:
     """Validate after the last update, with which the target must have moved; the names under which its
-    checkpoint is kept. Where SIGTERM cuts that short, the next start owes it.
+    checkpoint is kept.
     """
     validation.motion.check(validation.run.model, progress.take_moves())
-    measured = validation(progress.step)
-    progress.owes_validation = measured is None
+    measured = progress.validated(partial(validation, progress.step))
     if measured is None:
         return []
     report(run_log, gauges, progress.step, measured)

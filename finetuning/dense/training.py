@@ -201,24 +201,12 @@ def _token_source(
     return tokens_of
 
 
-class EncoderAndDecoder(nn.Module):
-    """Both, for the optimizer alone."""
-
-    def __init__(self, encoder: VisionTransformer3D, decoder: nn.Module) -> None:
-        super().__init__()
-        self.encoder, self.decoder = encoder, decoder
-
-    def moves(self, name: str) -> bool:
-        """Whether this parameter of the encoder is trained."""
-        return self.encoder.get_parameter(name).requires_grad
-
-
 def _optimizer(encoder: VisionTransformer3D, decoder: nn.Module, cfg: Config) -> torch.optim.AdamW:
     """AdamW whose weight decay is of matrices alone; the decoder, and the last block of an encoder that is
     trained, have the full rate.
     """
-    both = EncoderAndDecoder(encoder, decoder)
-    groups = layer_groups(both, cfg.optim.weight_decay, cfg.finetune.layer_decay)
+    moved = encoder if cfg.finetune.encoder == "trained" else None
+    groups = layer_groups(moved, decoder, cfg.optim.weight_decay, cfg.finetune.layer_decay)
     return torch.optim.AdamW(groups, lr=cfg.optim.base_lr, betas=cfg.optim.betas, eps=cfg.optim.eps)
 
 

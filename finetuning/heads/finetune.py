@@ -3,8 +3,7 @@
 In: a checkpoint of pre-training, the prepared store, a labelled cohort. Out: a run directory like that of
 pre-training, and `head.pt` of the best epoch, with the encoder that belongs to it. Running the same command
 again goes on where the run stopped, bit for bit on a CPU; SIGTERM and Ctrl-C write a checkpoint first.
-Volumes are trained on one by one; validation pools them. Volumes to evaluate
-are never read.
+Volumes are trained on one by one; validation pools them. Volumes to evaluate are never read.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ from utils.run.folder import held_run
 from utils.run.guard import guard
 from utils.run.log import AnyLog, NoLog, open_log
 from utils.runtime import patience
-from utils.runtime.single import Runtime, StopRequested
+from utils.runtime.single import Runtime
 
 log = logging.getLogger(__name__)
 BEST = "best_epoch"  # the checkpoint with the best validation
@@ -57,7 +56,7 @@ def finetune(source: Source, store: PreparedStore, cohort: Cohort, runtime: Runt
 def _finetune(
     source: Source, store: PreparedStore, cohort: Cohort, runtime: Runtime, stack: ExitStack
 ) -> int:
-    # build, and restore this run, if there is one
+    # ---- set-up, and restore this run, if there is one
     cfg = source.cfg
     lease = stack.enter_context(held_run(cfg, runtime))
     tuning = open_tuning(source, store, cohort, runtime)
@@ -67,6 +66,7 @@ def _finetune(
     if progress.is_over(tuning):
         log.info("nothing to do: the run ended at step %d of %d", progress.step, calendar.total)
         return finish(tuning, progress, NoLog())
+    # ---- trial, then the log of a run that has proved to work
     runtime.enter("trial step")
     tuning = settle_memory(tuning, progress.step)
     cfg = tuning.cfg
@@ -76,15 +76,15 @@ def _finetune(
     log_start(tuning, progress)
     state = partial(checkpoint_state, tuning, progress)
     checkpoints = Checkpoints(cfg, runtime, progress, state, calendar.keep_every, lease)
-    checkpoints.log_need(
-        [model.state_dict()] * 3, calendar.total, bests=1
-    )  # weights, and two moments of each
+    tensors = [model.state_dict()] * 3  # weights, and two moments of each
+    checkpoints.log_need(tensors, calendar.total, bests=1)
     stack.callback(checkpoints.wait)
     if progress.owes_validation:
         checkpoints.save(validate_now(tuning, progress, run_log), with_step=True)
     loader, batches = tuning.examples.batches(runtime, progress.step, calendar.total)
     runtime.mark_step()
     began, first = time.perf_counter(), progress.step
+    # ---- loop: fetch, update, log, validate, save
     while not progress.is_over(tuning):
         step = progress.step
         runtime.watchdog.beat(f"step {step + 1}")
@@ -138,15 +138,11 @@ def update_metrics(progress: Progress, result: UpdateResult, rate: float) -> dic
 
 
 def validate_now(tuning: Tuning, progress: Progress, run_log: AnyLog) -> list[str]:
-    """Validate after the last update; the names under which its checkpoint is kept. Where SIGTERM cuts that
-    short, the next start owes it.
-    """
-    try:
-        score, loss, calibration = validate(tuning)
-    except StopRequested:
-        progress.owes_validation = True
+    """Validate after the last update; the names under which its checkpoint is kept."""
+    measured = progress.validated(partial(validate, tuning))
+    if measured is None:
         return []
-    progress.owes_validation = False
+    score, loss, calibration = measured
     metric = METRICS[tuning.cohort.kind]
     run_log.metrics(progress.step, {"val/loss": loss, metric_name(metric): score})
     if not progress.is_better(score, loss):

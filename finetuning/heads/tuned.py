@@ -7,9 +7,8 @@ seeds. Out: the head's outputs [B, num_outputs]; moved weights. Layer-wise decay
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -87,11 +86,7 @@ class TunedModel(nn.Module):
         self.train()
         self.encoder.train(not is_frozen)
         for name, parameter in self.encoder.named_parameters():
-            parameter.requires_grad_(not is_frozen and self.moves(name))
-
-    def moves(self, name: str) -> bool:
-        """Whether this parameter of the encoder is trained once the encoder is."""
-        return name != MASK_TOKEN
+            parameter.requires_grad_(not is_frozen and name != MASK_TOKEN)
 
     def forward(self, view_BCDHW: Tensor, valid_BN: Tensor, seed_B: Tensor | None = None) -> Tensor:
         noise = None
@@ -101,37 +96,31 @@ class TunedModel(nn.Module):
         return self.top(tokens_BNE, valid_BN, seed_B, 0 if noise is None else noise.drawn)
 
 
-class OnEncoder(Protocol):
-    """A model on an encoder."""
-
-    encoder: VisionTransformer3D
-
-    def moves(self, name: str) -> bool:
-        """Whether this parameter of the encoder is ever trained."""
-
-    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Those of the encoder begin with `encoder.`."""
-
-
-def layer_groups(model: OnEncoder, weight_decay: float, layer_decay: float) -> list[dict[str, Any]]:
+def layer_groups(
+    encoder: VisionTransformer3D | None, top: nn.Module, weight_decay: float, layer_decay: float
+) -> list[dict[str, Any]]:
     """AdamW groups, each with `rate_share`: layer_decay to the power of the number of blocks above.
 
-    Head, last norm and last block have the full rate, patches and positions the smallest. Weight decay on
-    matrices only. Every parameter that is ever trained is in one group.
+    `top`, last norm and last block have the full rate, patches and positions the smallest; an encoder that is
+    never trained is None. Weight decay on matrices only. Every parameter that is ever trained is in one
+    group.
     """
-    depth = model.encoder.depth
     groups: dict[tuple[int, bool], list[nn.Parameter]] = {}
-    for name, parameter in model.named_parameters():
-        words = name.split(".")
-        if words[0] == "encoder" and not model.moves(name.removeprefix("encoder.")):
-            continue
-        above = 0
-        if words[:2] == ["encoder", "blocks"]:
-            above = depth - 1 - int(words[2])
-        elif words[:2] in (["encoder", "patch_embed"], ["encoder", "pos_embed"]):
-            above = depth
-        is_matrix = parameter.ndim > 1 and words[-1] not in TABLES
+
+    def add(name: str, parameter: nn.Parameter, above: int) -> None:
+        is_matrix = parameter.ndim > 1 and name.split(".")[-1] not in TABLES
         groups.setdefault((above, is_matrix), []).append(parameter)
+
+    moved = {} if encoder is None else dict(encoder.named_parameters())
+    depth = 0 if encoder is None else encoder.depth
+    for name, parameter in moved.items():
+        part, _, rest = name.partition(".")
+        if part == "blocks":
+            add(name, parameter, depth - 1 - int(rest.partition(".")[0]))
+        elif name != MASK_TOKEN:
+            add(name, parameter, depth if part in ("patch_embed", "pos_embed") else 0)
+    for name, parameter in top.named_parameters():
+        add(name, parameter, 0)
     return [
         {
             "params": parameters,

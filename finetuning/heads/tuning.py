@@ -121,7 +121,7 @@ def open_tuning(source: Source, store: PreparedStore, cohort: Cohort, runtime: R
     encoder = pretrained_encoder(cfg, source.state, source.url)
     model = TunedModel(encoder, cohort.num_outputs, cfg).to(runtime.device)
     choose_kernels(model, cfg, runtime)
-    groups = layer_groups(model, cfg.optim.weight_decay, cfg.finetune.layer_decay)
+    groups = layer_groups(model.encoder, model.top, cfg.optim.weight_decay, cfg.finetune.layer_decay)
     optimizer = build_adamw(groups, cfg.optim, runtime.device)
     calendar = Calendar.of(cfg, len(examples))
     return Tuning(source, store, cohort, examples, model, optimizer, runtime, calendar)

@@ -168,7 +168,7 @@ def test_rates_of_layers_are_those_of_a_table_made_by_hand() -> None:
     }
     of_weight = {
         id(p): (group["rate_share"], group["weight_decay"])
-        for group in layer_groups(model, 0.3, 0.5)
+        for group in layer_groups(model.encoder, model.top, 0.3, 0.5)
         for p in group["params"]
     }
     weights = dict(model.named_parameters())
@@ -185,9 +185,11 @@ def test_every_parameter_has_a_gradient_and_one_group(recipe: str, kind: str) ->
     model(volumes(cfg, 2), valid, torch.arange(2)).square().sum().backward()
     trained = [name for name, p in model.named_parameters() if p.grad is not None]
     assert set(dict(model.named_parameters())) - set(trained) <= {"encoder.mask_token"}
-    grouped = [id(p) for group in layer_groups(model, 0.1, 0.5) for p in group["params"]]
+    grouped = [id(p) for group in layer_groups(model.encoder, model.top, 0.1, 0.5) for p in group["params"]]
     assert sorted(grouped) == sorted(id(p) for p in model.parameters() if p.grad is not None)
-    no_decay = [group for group in layer_groups(model, 0.1, 0.5) if group["weight_decay"] == 0]
+    no_decay = [
+        group for group in layer_groups(model.encoder, model.top, 0.1, 0.5) if group["weight_decay"] == 0
+    ]
     tables = [p for name, p in model.named_parameters() if name.endswith(("pos_embed", "query"))]
     assert all(any(p is q for group in no_decay for q in group["params"]) for p in tables)
 

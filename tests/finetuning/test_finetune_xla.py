@@ -47,7 +47,7 @@ def test_losses_are_those_of_plain_torch(xla: Runtime, kind: str) -> None:
         torch.manual_seed(0)
         model = TunedModel(build_encoder(cfg), 3, cfg).to(runtime.device)
         choose_kernels(model, cfg, runtime)
-        optimizer = build_adamw(layer_groups(model, 0.05, 0.75), cfg.optim, runtime.device)
+        optimizer = build_adamw(layer_groups(model.encoder, model.top, 0.05, 0.75), cfg.optim, runtime.device)
         runtime.mark_step()
         counts = []
         before = {}

@@ -5,13 +5,16 @@ In: the engine and what a checkpoint has of it. Out: counters for the next check
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from typing import Any, TypeVar
 
 from utils.errors import EXIT_FINISHED, EXIT_STOPPED
 from utils.run.log import AnyLog
 from utils.run.skipped_updates import SkippedUpdates
-from utils.runtime.single import Runtime
+from utils.runtime.single import Runtime, StopRequested
+
+Measured = TypeVar("Measured")
 
 
 class RunProgress:
@@ -31,6 +34,15 @@ class RunProgress:
             "bad_run": self.skipped.in_a_row,
             "bad_total": self.skipped.total,
         }
+
+    def validated(self, measure: Callable[[], Measured]) -> Measured | None:
+        """What a validation finds; None where SIGTERM cuts it short, and then the next start owes it."""
+        self.owes_validation = True
+        with suppress(StopRequested):
+            measured = measure()
+            self.owes_validation = False
+            return measured
+        return None
 
     def end(self, total: int, best: str, run_log: AnyLog, *, is_over: bool) -> int:
         """Tell who is away how the run ended, with its best so far; returns the exit code."""

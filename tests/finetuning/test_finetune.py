@@ -185,11 +185,10 @@ def test_every_parameter_has_a_gradient_and_one_group(recipe: str, kind: str) ->
     model(volumes(cfg, 2), valid, torch.arange(2)).square().sum().backward()
     trained = [name for name, p in model.named_parameters() if p.grad is not None]
     assert set(dict(model.named_parameters())) - set(trained) <= {"encoder.mask_token"}
-    grouped = [id(p) for group in layer_groups(model.encoder, model.top, 0.1, 0.5) for p in group["params"]]
+    groups = layer_groups(model.encoder, model.top, 0.1, 0.5)
+    grouped = [id(p) for group in groups for p in group["params"]]
     assert sorted(grouped) == sorted(id(p) for p in model.parameters() if p.grad is not None)
-    no_decay = [
-        group for group in layer_groups(model.encoder, model.top, 0.1, 0.5) if group["weight_decay"] == 0
-    ]
+    no_decay = [group for group in groups if group["weight_decay"] == 0]
     tables = [p for name, p in model.named_parameters() if name.endswith(("pos_embed", "query"))]
     assert all(any(p is q for group in no_decay for q in group["params"]) for p in tables)
 

@@ -81,21 +81,23 @@ def test_a_member_is_what_it_would_be_alone(world: Path, kind: str, monkeypatch:
             torch.testing.assert_close(member[name].detach(), value, atol=1e-5, rtol=1e-5)
 
 
+def swapped(cohort: Cohort) -> Cohort:
+    """The participants of VAL have the other class."""
+    return replace(cohort, target=np.where((cohort.fold == VAL)[:, None], 1 - cohort.target, cohort.target))
+
+
 def test_the_kept_head_is_the_best_epoch_of_the_best_member(world: Path) -> None:
-    """The participants of VAL have the other class: the less a member has learnt, the better it is there."""
+    """With the other class for VAL: the less a member has learnt, the better it is there."""
     cohort, features = made_up("classification", classes(2))
-    swapped = replace(
-        cohort, target=np.where((cohort.fold == VAL)[:, None], 1 - cohort.target, cohort.target)
-    )
     cfg = learning(world)
-    chosen = train_grid(cfg, swapped, pooled(cohort, features), WIDTH, CPU)
+    chosen = train_grid(cfg, swapped(cohort), pooled(cohort, features), WIDTH, CPU)
     lines = chosen.validation["grid"]
     assert len(lines) == 4
     ranks = [(line["score"], -line["loss"]) for line in lines]
     best = lines[ranks.index(max(ranks))]
     assert {key: chosen.validation[key] for key in best} == best
     assert best["epoch"] == 1
-    expected, _ = alone(cfg, swapped, features, best["learning_rate"], best["weight_decay"], 1)
+    expected, _ = alone(cfg, swapped(cohort), features, best["learning_rate"], best["weight_decay"], 1)
     for name, value in chosen.head.named_parameters():
         torch.testing.assert_close(value, expected[name], atol=1e-5, rtol=1e-5)
     normal = train_grid(cfg, cohort, pooled(cohort, features), WIDTH, CPU).validation
@@ -147,9 +149,6 @@ def test_the_log_follows_the_pair_that_leads(world: Path) -> None:
 
 def test_training_stops_when_nothing_became_better(world: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cohort, features = made_up("classification", classes(2))
-    swapped = replace(
-        cohort, target=np.where((cohort.fold == VAL)[:, None], 1 - cohort.target, cohort.target)
-    )
     epochs: list[int] = []
     update = frozen._update_bests
 
@@ -158,7 +157,7 @@ def test_training_stops_when_nothing_became_better(world: Path, monkeypatch: pyt
         return update(*args)
 
     monkeypatch.setattr(frozen, "_update_bests", count)
-    train_grid(learning(world, "finetune.patience=2"), swapped, pooled(cohort, features), WIDTH, CPU)
+    train_grid(learning(world, "finetune.patience=2"), swapped(cohort), pooled(cohort, features), WIDTH, CPU)
     assert epochs == [1, 2, 3]
     epochs.clear()
     train_grid(learning(world, "train.max_steps=8"), cohort, pooled(cohort, features), WIDTH, CPU)

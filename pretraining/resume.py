@@ -50,7 +50,7 @@ def checkpoint_state(run: Run, gauges: Gauges, progress: Progress) -> dict[str, 
         "config": to_yaml(run.cfg),
         "recipe": run.cfg.method.recipe,
         "normalisation": run.store.attrs["normalisation"],
-        "synthetic": bool(run.store.attrs["synthetic"]),
+        "synthetic": run.is_synthetic,
         "participants": sorted(set(progress.inherited) | run.rows.participants),
         "rows_sha256": rows_checksum(run.rows, run.store),
     }

@@ -32,6 +32,11 @@ class Run:
     runtime: Runtime
 
     @property
+    def is_synthetic(self) -> bool:
+        """Whether no person's eye is in the store."""
+        return bool(self.store.attrs["synthetic"])
+
+    @property
     def total_steps(self) -> int:
         """The updates of the whole run."""
         return total_steps(self.cfg, len(self.rows.train))

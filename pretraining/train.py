@@ -81,11 +81,7 @@ def _train(cfg: Config, runtime: Runtime, stack: ExitStack) -> int:
     runtime.enter("start of the log")
     state = partial(checkpoint_state, run, gauges, progress)
     checkpoints = Checkpoints(cfg, runtime, progress, state, calendar.keep_every, lease)
-    synthetic = bool(run.store.attrs["synthetic"])
-    run_log = stack.enter_context(open_log(cfg, runtime, start, total, synthetic=synthetic))
-    if start == 0:
-        for name, counts in data_counts(run.store, run.rows).items():
-            run_log.counts(0, name, counts)
+    run_log = stack.enter_context(open_log(cfg, runtime, start, total, synthetic=run.is_synthetic))
     clock = Throughput(cfg, run.model, runtime)
     log_start(run, clock, progress)
     checkpoints.log_need([part.state_dict() for part in (run.model, run.optimizer, gauges)], total, bests=2)
@@ -197,8 +193,11 @@ def validate_at_start(
     run_log: AnyLog,
     examples: Examples,
 ) -> None:
-    """Validate a new run, and one that owes it."""
+    """Log what a new run reads and validate it; validate one that owes it."""
+    run = validation.run
     if progress.step == 0:
+        for name, counts in data_counts(run.store, run.rows).items():
+            run_log.counts(0, name, counts)
         if (measured := progress.validated(partial(validation, 0))) is not None:
             report(run_log, gauges, 0, {**measured, "ema/init_weight": progress.init_weight})
             examples.show(0, keep=True)

@@ -28,7 +28,6 @@ from finetuning import segment
 from finetuning import train as train_command
 from finetuning.cohort.cohort import EVALUATED, TRAIN, VAL, read_cohort
 from finetuning.cohort.source import open_source
-from finetuning.dense import head as dense_head
 from finetuning.dense.evaluation import notes_of
 from finetuning.dense.head import encoder_of
 from finetuning.dense.layers import evaluate as module
@@ -376,7 +375,8 @@ def test_an_encoder_is_trained_with_its_decoder(
         assert len(rows) == 2
         assert sorted(batch) == [(row, plane) for row in sorted(rows) for plane in (0, 1)]
         assert rows <= set(volumes.of(TRAIN).tolist())
-    monkeypatch.setattr(dense_head, "find_checkpoint", lambda *_: pytest.fail("the checkpoint was asked for"))
+    asked = "finetuning.heads.head_file.find_checkpoint"
+    monkeypatch.setattr(asked, lambda *_: pytest.fail("the checkpoint was asked for"))
     head = open_layers_head(str(tmp_path / "tuned"), StorageOptions())
     for arm in head.arms:
         start = encoder_of(arm.name, source.cfg, source.state, source.url).state_dict()

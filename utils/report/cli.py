@@ -1,4 +1,7 @@
-"""The report of runs: `python -m utils.report RUN [RUN ...]` writes results.json into each, and one page.
+"""One page about a run, or about several side by side, to be opened in a browser.
+
+    python -m utils.report runs/smoke_test
+    python -m utils.report runs/smoke_test runs/smoke_control
 
 In: files of the run directories only (utils.report.run_files says which). Out: `results.json` for machines,
 and one self-contained page for people (utils.report.page): report.html of one run, comparison.html of
@@ -18,8 +21,9 @@ from utils.help_pages import PeopleParser
 from utils.report.health import health
 from utils.report.index import index_page
 from utils.report.page import render
-from utils.report.run_files import ARMS, NO_PROBE, Run, read_run, results
-from utils.report.tables import difference_text, file_digest, number
+from utils.report.run_files import ARMS, NO_EVALUATION, Run, read_run, results
+from utils.report.tables import DIGITS, file_digest
+from utils.tables import bracketed, number
 
 REASONS_SHOWN = 3  # on the terminal; the page and results.json have all
 
@@ -36,11 +40,11 @@ def summary(out: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("data", f"{data['kept']} kept, {rejected}"),
         (
             "pre-training",
-            f"loss {number(pre['loss_first'])} -> {number(pre['loss_last'])}, "
-            f"skill_position {number(pre['skill_position_last'])}, "
+            f"loss {number(pre['loss_first'], DIGITS)} -> {number(pre['loss_last'], DIGITS)}, "
+            f"skill_position {number(pre['skill_position_last'], DIGITS)}, "
             f"RankMe {_change(pre['rankme_first'], pre['rankme_last'])}, "
-            f"{number(pre['volumes_per_s'])} volumes/s"
-            + ("" if pre["mfu"] is None else f", MFU {number(pre['mfu'])}"),
+            f"{number(pre['volumes_per_s'], DIGITS)} volumes/s"
+            + ("" if pre["mfu"] is None else f", MFU {number(pre['mfu'], DIGITS)}"),
         ),
     ]
     alarms = [f"step {alarm['step']}: {alarm['text']}" for alarm in pre["alarms"]]
@@ -48,9 +52,10 @@ def summary(out: Mapping[str, Any]) -> list[tuple[str, str]]:
     if out["truth"]:
         lines += _truth_lines(out["truth"])
     if probe:
-        arms = [f"{arm.replace('_', ' ')} {_interval(probe[arm])}" for arm in ARMS]
-        lines.append(("probe", f"{', '.join(arms)}; {probe['n_participants']} participants"))
-    lines.append(("verdict", (probe or out["evaluation"] or {"verdict": NO_PROBE})["verdict"]))
+        arms = [(arm, probe[arm]["balanced_accuracy"], probe[arm]["ci95"]) for arm in ARMS]
+        texts = [f"{arm.replace('_', ' ')} {bracketed(value, ends)}" for arm, value, ends in arms]
+        lines.append(("probe", f"{', '.join(texts)}; {probe['n_participants']} participants"))
+    lines.append(("verdict", (out["evaluation"] or {"verdict": NO_EVALUATION})["verdict"]))
     if out["seconds"]:
         lines.append(("seconds", ", ".join(f"{k} {v:.0f}" for k, v in out["seconds"].items())))
     return lines
@@ -58,7 +63,7 @@ def summary(out: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 def _change(first: float | None, last: float | None) -> str:
     """`60.2 -> 59.9`, or the last alone where nothing can be compared with it."""
-    return number(last) if first is None else f"{number(first)} -> {number(last)}"
+    return number(last, DIGITS) if first is None else f"{number(first, DIGITS)} -> {number(last, DIGITS)}"
 
 
 def _truth_lines(truth: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -71,15 +76,12 @@ def _truth_lines(truth: Mapping[str, Any]) -> list[tuple[str, str]]:
     for question in truth["questions"]:
         name, r2 = question["name"], question["rows"][0]["r2"]
         apart = [
-            f"{arm.replace('_', ' ')} by {difference_text(d)}" for arm, d in question["differences"].items()
+            f"{arm.replace('_', ' ')} by {bracketed(d['mean'], d['ci95'], '+.3f')}"
+            for arm, d in question["differences"].items()
         ]
         lines.append((name, f"R2 {r2:.3f}, above {', '.join(apart)}; {units[name]}"))
         lines.append(("", question["verdict"]))
     return lines
-
-
-def _interval(row: Mapping[str, Any]) -> str:
-    return f"{row['balanced_accuracy']:.3f} [{row['ci95'][0]:.3f}, {row['ci95'][1]:.3f}]"
 
 
 def _texts(value: Any) -> Iterator[str]:
@@ -98,7 +100,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     Of several runs: results.json of each, and one page of all in comparison.html of the first.
     """
-    parser = PeopleParser("utils.report", main.__doc__ or "")
+    parser = PeopleParser("utils.report", __doc__ or "")
     parser.add_argument("runs", nargs="+", metavar="RUN", help="a run directory of pretraining.train")
     parser.add_argument(
         "--file", metavar="DIGEST", help="only print which path the page calls by this digest"
@@ -125,8 +127,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def _paths_of(runs: Sequence[Run], digest: str) -> list[str]:
     """The paths that the page calls by a digest; UserError where none is."""
-    kept = [part for run in runs for part in (run.prepared, run.checked)]
-    paths = {text for text in _texts(kept) if digest in file_digest(text)}
+    paths = {text for text in _texts([run.prepared for run in runs]) if digest in file_digest(text)}
     if not paths:
         raise UserError(f"--file: expected a digest of {runs[0].path / 'report.html'}, found {digest}")
     return sorted(paths)

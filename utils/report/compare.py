@@ -13,7 +13,8 @@ import yaml
 from utils.errors import UserError
 from utils.report.health import Health
 from utils.report.run_files import Run, results
-from utils.report.tables import Table, cell, number
+from utils.report.tables import DIGITS, cell
+from utils.tables import Table, number
 
 ABSENT = "not there"
 NUMBERS = (  # of results.json's pretraining -> words
@@ -34,7 +35,7 @@ def numbers_table(runs: Sequence[Run], names: Sequence[str], verdicts: Sequence[
     outs = [results(run) for run in runs]
     rows = [["health", *(verdict.word for verdict in verdicts)]]
     rows.append(["volumes kept", *(str(out["data"]["kept"]) for out in outs)])
-    rows += [[words, *(number(out["pretraining"][key]) for out in outs)] for key, words in NUMBERS]
+    rows += [[words, *(number(out["pretraining"][key], DIGITS) for out in outs)] for key, words in NUMBERS]
     rows.append(["alarms", *(str(len(out["pretraining"]["alarms"])) for out in outs)])
     return Table("", ["", *names], rows, bold=(0,))
 

@@ -13,7 +13,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from utils.report.health import health
 from utils.report.page import POLICY, asset
-from utils.report.run_files import NO_PROBE, Run
+from utils.report.run_files import NO_EVALUATION, Run
 from utils.report.tables import data_tables, quality_tables
 
 FILES = (  # from the run's folder, and what they are
@@ -42,7 +42,7 @@ def index_page(run: Run) -> str:
         policy=POLICY,
         style=asset("report.css"),
         health=health(run.series, run.alarms, run.not_finite),
-        verdict=(run.probe or run.evaluation or {"verdict": NO_PROBE})["verdict"],
+        verdict=(run.evaluation or {"verdict": NO_EVALUATION})["verdict"],
         files=[(name, text) for name, text in FILES if (run.path / name).is_file()],
         stores=[devices, *quality_tables(run.prepared), rejects],
         steps=next_steps(run),

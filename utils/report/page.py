@@ -18,21 +18,20 @@ from markupsafe import Markup
 from matplotlib.colors import to_hex
 from plotly.offline import get_plotlyjs
 
-from utils.report import compare, pictures, tree_check
+from utils.report import compare, pictures
 from utils.report.charts import charts_of
 from utils.report.health import Health, health
-from utils.report.run_files import NO_PROBE, Run, findings, step_shares
+from utils.report.run_files import NO_EVALUATION, Run, findings, step_shares
 from utils.report.tables import (
-    Table,
     cell,
     data_tables,
+    evaluation_table,
     layers_tables,
     leaderboard_table,
-    power_table,
-    probe_table,
     truth_tables,
 )
 from utils.report.volumes import volume_of_layers, volume_of_snapshot
+from utils.tables import Table
 
 HERE = Path(__file__).parent
 POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
@@ -49,11 +48,10 @@ class Part:
     findings: Sequence[str]
     verdict: str  # of the evaluation
     truth: Sequence[Table]  # of a phantom
-    evaluated: Sequence[Table]  # probe, power, leaderboard, layers
+    evaluated: Sequence[Table]  # an evaluation, leaderboard, layers
     step: Table  # without rows where no times were logged
     data: Sequence[Table]
     check: str  # the verdict on the tree; empty where it was not checked
-    check_tables: Sequence[Table]
     seconds: Table
     versions: Table
 
@@ -107,15 +105,26 @@ def part_of(run: Run, name: str, number: int) -> Part:
         number=number,
         health=health(run.series, run.alarms, run.not_finite),
         findings=findings(run),
-        verdict=(run.probe or run.evaluation or {"verdict": NO_PROBE})["verdict"],
+        verdict=(run.evaluation or {"verdict": NO_EVALUATION})["verdict"],
         truth=truth_tables(run.truth) if run.truth else [],
         evaluated=_evaluated(run),
         step=Table("a training step", ["part", "share of the time, median"], step_shares(run)),
         data=data_tables(run.prepared),
-        check=tree_check.sentence(run.checked) if run.checked else "",
-        check_tables=tree_check.tables(run.checked) if run.checked else [],
+        check=check_sentence(run.checked) if run.checked else "",
         seconds=Table("seconds per stage", ["", ""], [(k, f"{v:.1f}") for k, v in run.seconds.items()]),
         versions=Table("versions", ["", ""], [(k, cell(v)) for k, v in run.provenance.items()], is_text=True),
+    )
+
+
+def check_sentence(report: Mapping[str, Any]) -> str:
+    """The verdict on a tree (check_report.json) and what it rests on."""
+    read = report["bytes"]
+    share = "" if read["share"] is None else f" ({read['share']:.2%})"
+    verdict = "Nothing wrong was found" if report["is_fine"] else "Something is wrong"
+    unread = f" {report['unread']} files could not be read." if report["unread"] else ""
+    return (
+        f"{verdict} in {report['records']} files, of which {read['fetched']:,} of {read['stored']:,} bytes"
+        f"{share} were fetched; {report['ok']} are fine by their headers.{unread} check_report.json has each."
     )
 
 
@@ -126,8 +135,8 @@ def script_data(content: Mapping[str, Any]) -> Markup:
 
 def _evaluated(run: Run) -> list[Table]:
     tables = []
-    if run.probe:
-        tables += [probe_table(run.probe), power_table(run.probe)]
+    if run.evaluation:
+        tables.append(evaluation_table(run.evaluation))
     if run.layers_answer:
         tables += layers_tables(run.layers_answer)
     if run.leaderboard:

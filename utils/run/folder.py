@@ -13,7 +13,7 @@ from pathlib import Path
 
 from utils import storage
 from utils.checkpoint import list_steps
-from utils.config.load import changed_keys, load_config, to_yaml
+from utils.config.load import changed_keys, config_of_yaml, to_yaml
 from utils.config.schema import Config, leaves
 from utils.errors import UserError
 from utils.provenance import provenance
@@ -26,7 +26,7 @@ def check_run_dir(cfg: Config) -> None:
     """A resumed run must have the same configuration, except for the keys that may change (schema.py)."""
     path = Path(cfg.run.dir) / "config.yaml"
     if path.exists():
-        refuse_changes(load_config(path), cfg, str(path))
+        refuse_changes(config_of_yaml(path.read_text(), str(path)), cfg, str(path))
 
 
 @contextmanager

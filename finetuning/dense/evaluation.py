@@ -22,9 +22,10 @@ from finetuning.cohort.ledger import digest
 from finetuning.cohort.source import encoder_place, evaluated_config
 from finetuning.dense.examined import Examined
 from finetuning.dense.folds import DenseVolumes, count_look
-from finetuning.dense.head import DenseHead, require_same_grid
+from finetuning.dense.head import DenseHead
 from finetuning.dense.kind import Content, Kind, Volumes
 from finetuning.features.kept import KeptFeatures, features_folder
+from finetuning.heads.head_file import require_same_grid
 from utils.config.load import flatten, storage_options_of
 from utils.config.schema import Config
 from utils.errors import UserError

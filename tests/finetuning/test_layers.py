@@ -26,7 +26,6 @@ from finetuning import predict as predict_command
 from finetuning import train as train_command
 from finetuning.cohort.cohort import EVALUATED, TRAIN, VAL, read_cohort
 from finetuning.cohort.source import open_source
-from finetuning.dense import head as dense_head
 from finetuning.dense import kind as kind_module
 from finetuning.dense import kinds
 from finetuning.dense.evaluation import answer, evaluate
@@ -104,6 +103,14 @@ def test_a_decoder_learns_where_surfaces_lie(trained: Path, evaluated: tuple[Pat
     assert not torch.equal(first, second)
     history = head.state["validation"][PRETRAINED]["history"]
     assert min(line["error_um"] for line in history) == head.state["validation"][PRETRAINED]["error_um"]
+
+
+def test_the_last_update_of_every_arm_has_the_least_rate(trained: Path) -> None:
+    optim = LAYERS.open_head(str(trained), StorageOptions()).cfg.optim
+    rows = [json.loads(line) for line in (trained / "metrics.jsonl").read_text().splitlines()]
+    for prefix in ("", f"{RANDOM}/"):
+        rates = [row[f"{prefix}train/lr"] for row in rows if f"{prefix}train/lr" in row]
+        assert rates[-1] == pytest.approx(optim.min_lr_ratio * optim.base_lr)
 
 
 def test_a_volume_of_each_device_is_kept_for_the_report(trained: Path, evaluated: tuple[Path, str]) -> None:
@@ -352,7 +359,8 @@ def test_an_encoder_is_trained_with_its_decoder(
         assert len(rows) == 2
         assert sorted(batch) == [(row, plane) for row in sorted(rows) for plane in (0, 1)]
         assert rows <= set(volumes.of(TRAIN).tolist())
-    monkeypatch.setattr(dense_head, "find_checkpoint", lambda *_: pytest.fail("the checkpoint was asked for"))
+    asked = "finetuning.heads.head_file.find_checkpoint"
+    monkeypatch.setattr(asked, lambda *_: pytest.fail("the checkpoint was asked for"))
     head = LAYERS.open_head(str(tmp_path / "tuned"), StorageOptions())
     for arm in head.arms:
         start = encoder_of(arm.name, source.cfg, source.state, source.url).state_dict()

@@ -24,7 +24,7 @@ from utils import storage
 from utils.config.keys import keys
 from utils.config.load import flatten
 from utils.config.schema import Config
-from utils.run.history import WANDB_ID
+from utils.dashboards.writer import WANDB_ID
 from utils.storage.retry import describe
 
 log = logging.getLogger(__name__)

@@ -21,10 +21,10 @@ same bytes.
 With `--dask` the workers of a cluster prepare the rows in place of this machine's processes: they need this
 repository, data.gcs_root and data.store. `--verify` reads every volume again and compares checksums.
 `--check-only` reads headers alone, writes no store and ends with 1 where something is wrong
-(data_setup/check/tree.py). `--heights` lays the height maps of data.heights_manifest_path on
+(data_setup/check/tree.py). `--heights` lays the height maps of data.octa_manifest_path on
 the volumes of a finalised store (data_setup/attach/heights.py), `--labels` what the manifest's columns
 label_volume and label_surfaces name (attach/labels.py), `--flow` the flow cubes and en-face images
-of data.flow_manifest_path (attach/flow.py). `--rebase` takes a tree that has moved for
+of data.octa_manifest_path (attach/flow.py). `--rebase` takes a tree that has moved for
 the same one: files of equal size are not read again.
 
 There are no locks. Every row is computed from its own file alone and every object is written whole, so two

@@ -25,6 +25,7 @@ from finetuning.cohort.cohort import EVALUATED, TRAIN, VAL, Cohort
 from finetuning.cohort.ledger import data_digest, record_look
 from finetuning.cohort.predictions import Predictions, Scored
 from finetuning.power import MIN_PER_CLASS
+from models.probes import intervals
 from models.probes.intervals import verdict
 from utils import storage
 from utils.config.load import flatten
@@ -115,7 +116,7 @@ def answer(
 
     `words` name the two sides in the verdict; `device`: a probe for the device on the first row's features.
     """
-    cfg, samples, seed = asked.cfg, asked.cfg.probe.bootstrap_samples, asked.cfg.seed
+    cfg, samples, seed = asked.cfg, intervals.BOOTSTRAP_SAMPLES, asked.cfg.seed
     first = rows[0].scored.evaluated()
     look = asked.look(f"{subject['name']}: {', '.join(row.name for row in rows)}")
     table = [

@@ -23,6 +23,7 @@ from finetuning.board.comparison import Comparison, Estimate, compare, estimate
 from finetuning.board.rows import Board, Row
 from finetuning.cohort.cohort import EVALUATED, TRAIN, VAL
 from finetuning.power import ALPHA, MIN_PER_CLASS
+from models.probes import intervals
 from utils import storage
 from utils.report.pictures import png_data
 from utils.report.tables import Table
@@ -57,7 +58,7 @@ def write_pages(board: Board) -> str:
 
 def results_of(board: Board) -> Results:
     """Estimates of every cell, and differences of all pairs of rows in the columns of the main table."""
-    samples, seed = board.cfg.probe.bootstrap_samples, board.cfg.seed
+    samples, seed = intervals.BOOTSTRAP_SAMPLES, board.cfg.seed
     estimates = {
         (row.entry.label, name): estimate(cell.predictions, samples, seed)
         for row in board.rows

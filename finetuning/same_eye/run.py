@@ -36,6 +36,7 @@ from finetuning.heads.head_file import Head, open_head, predict_rows
 from finetuning.same_eye.eyes import Eyes, choose_eyes
 from finetuning.same_eye.measures import icc, nearest
 from finetuning.same_eye.page import markdown
+from models.probes import intervals
 from models.probes.intervals import interval95, participant_draws
 from models.probes.participants import Fold, fit_logistic
 from models.probes.tokens import Rows, less_protocol_mean, mean_r2, mean_r2_draws, ridge_rows
@@ -74,7 +75,7 @@ class Asked:
 def ask(cfg: Config, store: PreparedStore, eyes: Eyes) -> Asked:
     """Resamples, and the truth of a phantom."""
     people = np.unique(eyes.person[eyes.evaluated])
-    draws = participant_draws(len(people), cfg.probe.bootstrap_samples, cfg.seed)
+    draws = participant_draws(len(people), intervals.BOOTSTRAP_SAMPLES, cfg.seed)
     if not store.attrs["synthetic"]:
         return Asked(cfg, eyes, draws, people, None, ())
     files = [

@@ -98,7 +98,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def config(root: Path, run: Path, *overrides: str) -> Config:
-    small = ["spatial.image_size=[8,24,32]", "eval.batch_size=16", "probe.bootstrap_samples=300"]
+    small = ["spatial.image_size=[8,24,32]"]
     place = [f"data.gcs_root={root}", f"data.store={root / 'store'}", f"run.dir={run}", "data.workers=0"]
     return load_config(SMOKE, [*small, *place, *overrides])
 

@@ -67,7 +67,6 @@ def open_task(world: Path, run: Path, *overrides: str) -> Source:
             "optim.base_lr=3e-3",
             "finetune.unfreeze_at_epoch=1",
             "data.workers=0",
-            "eval.batch_size=16",
             "wandb.mode=disabled",
             *overrides,
         ],

@@ -466,7 +466,7 @@ def test_crossfit_follows_from_the_seed(tmp_path: Path) -> None:
 
     assert folds() == folds()
     assert folds() != folds("seed=1")
-    assert len(folds("eval.folds=3")) == 3
+    assert len(folds()) == 5
 
 
 def test_crossfit_spreads_a_value_over_the_folds(tmp_path: Path) -> None:
@@ -496,10 +496,7 @@ def test_too_few_people_for_crossfit(tmp_path: Path) -> None:
         return str(error.value)
 
     rows = ["person_id,grade", *(f"P{n:03},{'b' if n < 4 else 'a'}" for n in range(60))]
-    assert "did not see: eval.folds=5: expected 5 people of b or more, found 4; take fewer folds" in problem(
-        rows
-    )
-    assert len(crossfit(tmp_path, rows, "eval.folds=4")) == 4
+    assert "did not see: expected 5 people of b or more for 5 folds, found 4" in problem(rows)
     assert "of two grade classes, found 55 of 1" in problem(rows, seen=[f"P{n:03}" for n in range(5)])
     everybody = [f"P{n:03}" for n in range(60)]
     assert "expected 2 participants or more, of two grade classes, found 0 of 0" in problem(

@@ -76,7 +76,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def overrides(world: Path, run: Path, *extra: str) -> list[str]:
     words = [f"model.checkpoint={world / 'pretrained'}", f"run.dir={run}", "train.max_steps=24"]
     words += ["train.global_batch_size=4", "train.per_core_batch_size=4"]
-    words += ["head.hidden=8", "optim.base_lr=0.01", "probe.bootstrap_samples=200", "finetune.patience=null"]
+    words += ["head.hidden=8", "optim.base_lr=0.01", "finetune.patience=null"]
     return [*words, f"train.ckpt_dir={run / 'checkpoints'}", *extra]
 
 
@@ -274,7 +274,7 @@ def test_devices_share_surfaces_by_name(world: Path) -> None:
     people = [set(volumes.people(fold)) for fold in (TRAIN, VAL, EVALUATED)]
     assert not people[0] & people[1]
     assert not people[0] & people[2]
-    chosen = volumes_of(world, "task.surfaces=[ILM,BM]")
+    chosen = volumes_of(world, "task.names=[ILM,BM]")
     assert set(chosen.store.index.loc[chosen.rows].device) == {
         "topcon_maestro2",
         "topcon_triton",
@@ -291,8 +291,8 @@ def test_layers_are_no_labels(world: Path) -> None:
 
 
 def test_surfaces_that_no_map_names_are_an_error(world: Path) -> None:
-    with pytest.raises(UserError, match=r"task\.surfaces: expected some of .*ILM.*found PR2"):
-        volumes_of(world, "task.surfaces=[ILM,PR2]")
+    with pytest.raises(UserError, match=r"task\.names: expected some of .*ILM.*found PR2"):
+        volumes_of(world, "task.names=[ILM,PR2]")
 
 
 def test_heights_of_a_volume_that_changed_are_refused(world: Path, tmp_path: Path) -> None:
@@ -399,8 +399,8 @@ def test_another_encoder_is_refused(world: Path, trained: Path, tmp_path: Path) 
     save_checkpoint(cfg, lambda model: torch.nn.init.zeros_(model.target_encoder.norm.weight))
     with pytest.raises(CheckpointError, match="the head was trained on another checkpoint"):
         evaluate_layers(str(trained), [f"model.checkpoint={tmp_path / 'other'}", f"run.dir={tmp_path}"])
-    with pytest.raises(ConfigError, match=r"task\.surfaces: expected"):
-        evaluate_layers(str(trained), ["task.surfaces=[ILM,BM]", f"run.dir={tmp_path}"])
+    with pytest.raises(ConfigError, match=r"task\.names: expected"):
+        evaluate_layers(str(trained), ["task.names=[ILM,BM]", f"run.dir={tmp_path}"])
 
 
 @pytest.mark.parametrize(
@@ -408,7 +408,7 @@ def test_another_encoder_is_refused(world: Path, trained: Path, tmp_path: Path) 
     [
         ("head.kind=mlp", "head.kind: expected linear or upsampling with task.kind layers"),
         ("head.kind=linear", "head.voxels: expected false with head.kind linear"),
-        ("task.surfaces=[ILM]", "task.surfaces: expected null, or two or more different names"),
+        ("task.names=[ILM]", "task.names: expected null, or two or more different names"),
         ("eval.protocol=crossfit", "eval.protocol: expected official"),
         ("task.kind=classification", "head.kind: expected linear, mlp or attentive"),
     ],

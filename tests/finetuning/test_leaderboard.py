@@ -81,7 +81,6 @@ def runs(world: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def words(world: Path, runs: Path, run_dir: Path, *overrides: str, **changes: object) -> Words:
     """The command line for the two runs, with few resamples."""
     small = (
-        "probe.bootstrap_samples=200",
         "data.workers=0",
         f"run.dir={run_dir}",
         f"train.ckpt_dir={run_dir / 'checkpoints'}",
@@ -193,7 +192,7 @@ def test_another_split_is_another_question(world: Path, runs: Path, board: Board
 def test_crossfit_evaluates_everybody_that_pretraining_did_not_see(
     world: Path, runs: Path, tmp_path: Path
 ) -> None:
-    overrides = ("eval.protocol=crossfit", "eval.folds=3")
+    overrides = ("eval.protocol=crossfit",)
     crossed = leaderboard(words(world, runs, tmp_path, *overrides, columns=()), RUNTIME)
     (predictions,) = crossed.rows[0].answers["linear"].cells["linear"].predictions
     assert len(predictions.person) == PEOPLE["val"] + PEOPLE["test"]
@@ -558,7 +557,7 @@ def test_all_rows_and_columns_together(world: Path, runs: Path, tmp_path: Path) 
         ("method.drop_path=0.3", True),
         ("method.dropout=0.2", True),
         ("finetune.layer_decay=0.5", True),
-        ("eval.batch_size=3", False),
+        ("eval.allow_overlap=true", False),
     ],
 )
 def test_what_training_rests_on_is_part_of_the_question(

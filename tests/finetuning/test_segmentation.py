@@ -42,7 +42,7 @@ from utils.config.schema import StorageOptions
 from utils.errors import ConfigError, UserError
 
 CONFIG = Path(__file__).resolve().parents[2] / "configs" / "segmentation.yaml"
-CLASSES = "task.classes=[CHOROID,ONL]"
+CLASSES = "task.names=[CHOROID,ONL]"
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -71,7 +71,6 @@ def overrides(world: Path, run: Path, *extra: str) -> list[str]:
     changes += [
         "head.hidden=8",
         "optim.base_lr=0.02",
-        "probe.bootstrap_samples=200",
         "finetune.patience=null",
     ]
     return [*changes, f"train.ckpt_dir={run / 'checkpoints'}", "train.log_every_steps=5", *extra]
@@ -286,10 +285,9 @@ def test_surfaces_of_labels_are_read_by_layers(world: Path) -> None:
 @pytest.mark.parametrize(
     ("word", "message"),
     [
-        ("task.surfaces=[ILM,BM]", "task.surfaces: expected null with task.kind segmentation"),
-        ("task.classes=[]", "task.classes: expected null, or different names"),
+        ("task.names=[]", "task.names: expected null, or different names"),
         ("finetune.layer_decay=0.5", "expected its default"),
-        ("task.kind=layers", "task.classes: expected null with task.kind layers"),
+        ("task.kind=ordinal", "task.names: expected null with task.kind ordinal"),
     ],
 )
 def test_keys_that_do_not_fit(world: Path, tmp_path: Path, word: str, message: str) -> None:
@@ -298,8 +296,8 @@ def test_keys_that_do_not_fit(world: Path, tmp_path: Path, word: str, message: s
 
 
 def test_labels_that_do_not_fit(world: Path, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"task\.classes: expected some of RNFL, .* found drusen"):
-        volumes_of(world, "task.classes=[drusen]")
+    with pytest.raises(UserError, match=r"task\.names: expected some of RNFL, .* found drusen"):
+        volumes_of(world, "task.names=[drusen]")
     person = volumes_of(world).people(EVALUATED)[0]
     save_checkpoint(config(world, f"run.dir={tmp_path / 'seen'}"), participants=[person])
     changes = overrides(world, tmp_path / "run", f"model.checkpoint={tmp_path / 'seen'}")

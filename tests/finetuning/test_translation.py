@@ -54,7 +54,6 @@ def overrides(world: Path, run: Path, *extra: str) -> list[str]:
     changes += [
         "head.hidden=8",
         "optim.base_lr=0.02",
-        "probe.bootstrap_samples=200",
         "finetune.patience=null",
     ]
     return [*changes, f"train.ckpt_dir={run / 'checkpoints'}", "train.log_every_steps=5", *extra]
@@ -238,24 +237,24 @@ def test_slabs_that_a_volume_lacks_are_unknown(world: Path) -> None:
     assert known.tolist() == [True, False, True, True]
     box = (slice(None), *volumes.field(lacking))
     assert not np.isnan(volumes.read(lacking)[known][box]).any()
-    assert lacking in volumes_of(world, "task.slabs=[superficial]").of(EVALUATED)
+    assert lacking in volumes_of(world, "task.names=[superficial]").of(EVALUATED)
     with pytest.raises(
         UserError, match="with the slabs deep, found 1"
     ):  # two people are evaluated, one has it
-        volumes_of(world, "task.slabs=[deep]")
+        volumes_of(world, "task.names=[deep]")
 
 
 def test_what_does_not_fit_is_refused(world: Path, trained: Path, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"task\.slabs: expected some of superficial, .* found vitreous"):
-        volumes_of(world, "task.slabs=[vitreous]")
-    with pytest.raises(ConfigError, match=r"task\.slabs: expected null with task.kind classification"):
-        config(world, "task.slabs=[deep]")
+    with pytest.raises(UserError, match=r"task\.names: expected some of superficial, .* found vitreous"):
+        volumes_of(world, "task.names=[vitreous]")
+    with pytest.raises(ConfigError, match=r"task\.names: expected null with task.kind classification"):
+        config(world, "task.names=[deep]")
     with pytest.raises(ConfigError, match=r"finetune\.class_weights"):
         train_command.train(str(CONFIG), overrides(world, tmp_path, "finetune.class_weights=none"))
     cfg = config(world, "task.kind=translation")
     with pytest.raises(ConfigError, match="expected a kind with labels, found translation"):
         read_cohort(cfg, PreparedStore.open(cfg.data.store))
-    with pytest.raises(ConfigError, match=r"task\.slabs: expected None as in training"):
-        evaluate_translation(str(trained), [f"run.dir={tmp_path}", "task.slabs=[deep]"])
+    with pytest.raises(ConfigError, match=r"task\.names: expected None as in training"):
+        evaluate_translation(str(trained), [f"run.dir={tmp_path}", "task.names=[deep]"])
     with pytest.raises(UserError, match=r"found one of translation: python -m finetuning\.evaluate"):
         predict_command.main(["--checkpoint", str(trained), "--dicom", "scan.dcm", "--out", str(tmp_path)])

@@ -289,7 +289,6 @@ def test_nothing_planted_reaches_store_logs_checkpoints_reports_or_wandb(
     (not_dicom := files[-1]).write_text(f"{text(1)} born {DAY}")
     overrides = [o for o in pipeline_overrides(out) if not o.startswith("data.gcs_root")]
     overrides += [f"data.gcs_root={source}", "data.max_reject_fraction=0.9", "wandb.mode=offline"]
-    overrides += ["probe.bootstrap_samples=100"]
     stage = ["--config", str(SMOKE), *overrides]
     assert run("data_setup.prepare", out, *stage, "--check-only", "--workers", "0") in (0, 1)
     assert run("data_setup.prepare", out, *stage, "--workers", "2") == 0

@@ -177,15 +177,13 @@ def _check_head(cfg: Config) -> None:
 
 
 def _check_names_of_decoders(task: TaskConfig) -> None:
-    """Surfaces, classes of voxels and slabs are named by the kinds that have them."""
-    of_kinds = (("surfaces", "layers", 2), ("classes", "segmentation", 1), ("slabs", "translation", 1))
-    for key, kind, least in of_kinds:
-        names = getattr(task, key)
-        if task.kind != kind:
-            _require(names is None, f"task.{key}", f"null with task.kind {task.kind}", names)
-        many = "two or more different names" if least == 2 else "different names"
-        different = names is None or len(set(names)) == len(names) >= least
-        _require(different, f"task.{key}", f"null, or {many}", names)
+    """What a decoder learns has names; a label has none."""
+    names, least = task.names, 2 if task.kind == "layers" else 1
+    if task.kind not in DENSE_KINDS:
+        _require(names is None, "task.names", f"null with task.kind {task.kind}", names)
+    many = "two or more different names" if least == 2 else "different names"
+    different = names is None or len(set(names)) == len(names) >= least
+    _require(different, "task.names", f"null, or {many}", names)
 
 
 def _check_decoders(cfg: Config) -> None:

@@ -41,13 +41,9 @@ class DataConfig:
     participants_path: str = key(
         "${data.gcs_root}/participants.tsv", "the table of people, with labels and splits"
     )
-    heights_manifest_path: str = key(
+    octa_manifest_path: str = key(
         "${data.gcs_root}/retinal_octa/manifest.tsv",
-        "links height maps to scans; data_setup.prepare --heights alone reads it",
-    )
-    flow_manifest_path: str = key(
-        "${data.gcs_root}/retinal_octa/manifest.tsv",
-        "links flow cubes and en-face images to scans; data_setup.prepare --flow alone reads it",
+        "links height maps, flow cubes and en-face images to scans; of data_setup.prepare --heights, --flow",
     )
     store: str = key(MISSING, "the prepared store that this configuration makes and reads")
     storage_options: StorageOptions = field(default_factory=StorageOptions)
@@ -158,7 +154,6 @@ class MethodConfig:
         "none", "penalty against collapse, on the context tokens"
     )
     regulariser_weight: float = key(0.0, "of the penalty, beside the prediction's loss", AT_LEAST_0)
-    covariance_weight: float = key(0.1, "vicreg: of the off-diagonal part, the hinge has 1", AT_LEAST_0)
     neighbour_weight: float = key(
         0.0,
         "vjepa2, mae: of a second loss, the squared error of the voxels at and beside each visible token, "
@@ -282,6 +277,10 @@ class RunConfig:
 
 @dataclass(frozen=True)
 class WandbConfig:
+    project: str = key("oct-foundation", "project of the run; WANDB_PROJECT wins", may_change=True)
+    entity: str | None = key(
+        None, "user or team of the project; null: the account's own; WANDB_ENTITY wins", may_change=True
+    )
     mode: Literal["online", "offline", "disabled"] = key(
         "offline", "offline: files below run.dir, for wandb sync", may_change=True
     )
@@ -317,11 +316,11 @@ class TaskConfig:
         "`segmentation`: classes of voxels, of its label volumes; `translation`: en-face slabs of OCTA, "
         "of its flow",
     )
-    surfaces: list[str] | None = key(None, "layers: from the vitreous down; null: all that the maps name")
-    classes: list[str] | None = key(
-        None, "segmentation: those to learn, the others are background; null: all"
+    names: list[str] | None = key(
+        None,
+        "what a decoder learns; null: all that the store has. layers: surfaces, from the vitreous down; "
+        "segmentation: classes of voxels, the others are background; translation: slabs, as superficial",
     )
-    slabs: list[str] | None = key(None, "translation: superficial, deep, ...; null: all that the flow has")
     class_order: list[str] | None = key(None, "ordinal: all classes, lowest first")
     unit: Literal["volume", "eye", "participant"] = key(
         "participant",
@@ -381,7 +380,6 @@ class ProbeConfig:
         unit="volumes",
         may_change=True,
     )
-    bootstrap_samples: int = key(2000, "of participants, for an interval", AT_LEAST_1, may_change=True)
 
 
 @dataclass(frozen=True)
@@ -392,10 +390,6 @@ class EvalConfig:
         "official: the splits of the table; crossfit: folds over all labelled participants that "
         "pre-training did not see",
         may_change=True,
-    )
-    folds: int = key(5, "of crossfit", Bound("3 or more", lambda value: value >= 3), may_change=True)
-    batch_size: int = key(
-        16, "volumes that the encoder computes at once", AT_LEAST_1, unit="volumes", may_change=True
     )
     allow_overlap: bool = key(
         False, "true: participants seen in pre-training may be evaluated; tables say so", may_change=True

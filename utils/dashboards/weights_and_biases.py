@@ -28,7 +28,6 @@ from utils.run.history import WANDB_ID
 from utils.storage.retry import describe
 
 log = logging.getLogger(__name__)
-PROJECT = "oct-foundation"
 INIT_TIMEOUT_S = 30.0  # a start waits so long for Weights & Biases
 FINISH_TIMEOUT_S = 120.0  # and an end, for what is not sent yet
 LOG_IN = "next: wandb login --relogin, or WANDB_API_KEY=KEY, then the same command"
@@ -149,7 +148,8 @@ def start_wandb(cfg: Config, run_dir: Path) -> Any | None:
         mode = "offline"
     begin = partial(
         wandb.init,
-        project=os.environ.get("WANDB_PROJECT", PROJECT),
+        project=os.environ.get("WANDB_PROJECT", cfg.wandb.project),
+        entity=os.environ.get("WANDB_ENTITY", cfg.wandb.entity),
         name=os.environ.get("WANDB_NAME", cfg.experiment_name),
         id=_run_id(run_dir),
         resume="allow",

@@ -29,6 +29,7 @@ from finetuning.dense.layers.train import OF_ALL
 from finetuning.dense.layers.volumes import RETINA, LayerVolumes, read_volumes
 from finetuning.dense.tables import by_name, cell, estimate, per_person
 from finetuning.features.kept import KeptFeatures, features_folder
+from models.probes import intervals
 from models.probes.intervals import participant_draws, verdict
 from utils import storage
 from utils.config.schema import Config
@@ -192,7 +193,7 @@ def answer(
 ) -> dict[str, Any]:
     """The content of layers.json: tables with intervals, the paired difference and its verdict."""
     people = volumes.people(EVALUATED)
-    draws = participant_draws(len(people), cfg.probe.bootstrap_samples, cfg.seed)
+    draws = participant_draws(len(people), intervals.BOOTSTRAP_SAMPLES, cfg.seed)
     surfaces, layers = (lines[lines.what == what] for what in ("surface", "layer"))
     arms = [arm.name for arm in head.arms]
     overall = {name: per_person(surfaces[surfaces.arm == name], "error_um", people) for name in [*arms, MEAN]}

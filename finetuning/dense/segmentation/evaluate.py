@@ -23,6 +23,7 @@ from finetuning.dense.segmentation.train import open_segmentation_head
 from finetuning.dense.segmentation.volumes import ClassVolumes, read_volumes
 from finetuning.dense.tables import by_name, cell, estimate, per_person
 from finetuning.features.kept import KeptFeatures, features_folder
+from models.probes import intervals
 from models.probes.intervals import participant_draws, verdict
 from utils import storage
 from utils.config.schema import Config
@@ -91,7 +92,7 @@ def _measure_one(volumes: ClassVolumes, row: int, predicted: np.ndarray, arm: st
 def answer(cfg: Config, volumes: ClassVolumes, head: DenseHead, lines: pd.DataFrame) -> dict[str, Any]:
     """The content of segmentation.json: tables with intervals, the paired difference and its verdict."""
     people = volumes.people(EVALUATED)
-    draws = participant_draws(len(people), cfg.probe.bootstrap_samples, cfg.seed)
+    draws = participant_draws(len(people), intervals.BOOTSTRAP_SAMPLES, cfg.seed)
     overall = {arm.name: per_person(lines[lines.arm == arm.name], "dice", people) for arm in head.arms}
     content: dict[str, Any] = {
         **facts_of_answer(volumes, head, FORMAT_VERSION),

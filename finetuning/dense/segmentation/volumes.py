@@ -69,12 +69,10 @@ def read_volumes(cfg: Config, store: PreparedStore) -> ClassVolumes:
     require_current(index, labels.index, store, "labels")
     classes = labels.classes
     value_of = {name: value for value, name in classes.items() if name != UNLABELLED}
-    names = tuple(value_of) if cfg.task.classes is None else tuple(cfg.task.classes)
+    names = tuple(value_of) if cfg.task.names is None else tuple(cfg.task.names)
     if lacking := [name for name in names if name not in value_of] or ([] if names else ["none"]):
         expected = ", ".join(value_of) or "a class that is labelled"
-        raise UserError(
-            f"task.classes: expected some of {expected} of {store.url}, found {', '.join(lacking)}"
-        )
+        raise UserError(f"task.names: expected some of {expected} of {store.url}, found {', '.join(lacking)}")
     place_of = np.zeros(256, np.uint8)
     for place, name in enumerate(names, start=1):
         place_of[value_of[name]] = place
@@ -91,7 +89,7 @@ def _require_voxels(volumes: ClassVolumes) -> None:
     absent = [name for name, count in zip(volumes.names, in_train[1:], strict=True) if not count]
     if absent:
         raise UserError(
-            f"task.classes: expected classes with voxels in the training volumes, found none of "
+            f"task.names: expected classes with voxels in the training volumes, found none of "
             f"{', '.join(absent)}"
         )
     in_val = np.sum([volumes.counts(int(row)) for row in volumes.of(VAL)], axis=0)

@@ -29,6 +29,7 @@ from finetuning.dense.translation.metrics import l1, ssim
 from finetuning.dense.translation.train import open_translation_head
 from finetuning.dense.translation.volumes import FlowVolumes, read_volumes
 from finetuning.features.kept import KeptFeatures, features_folder
+from models.probes import intervals
 from models.probes.intervals import participant_draws, verdict
 from utils import storage
 from utils.config.schema import Config
@@ -112,7 +113,7 @@ def _measure_one(volumes: FlowVolumes, row: int, predicted: np.ndarray, arm: str
 def answer(cfg: Config, volumes: FlowVolumes, head: DenseHead, lines: pd.DataFrame) -> dict[str, Any]:
     """The content of translation.json: tables with intervals, paired differences and their verdicts."""
     people = volumes.people(EVALUATED)
-    draws = participant_draws(len(people), cfg.probe.bootstrap_samples, cfg.seed)
+    draws = participant_draws(len(people), intervals.BOOTSTRAP_SAMPLES, cfg.seed)
     arms = [*(arm.name for arm in head.arms), PROJECTION]
     of_arm = {name: lines[lines.arm == name] for name in arms}
     content: dict[str, Any] = {

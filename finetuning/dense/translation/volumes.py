@@ -53,15 +53,15 @@ def read_volumes(cfg: Config, store: PreparedStore) -> FlowVolumes:
     require_current(index, flow.index, store, "flow")
     of_rows = {int(row): set(flow.names(row)) for row in index["row"]}
     there = set().union(*of_rows.values()) if of_rows else set()
-    wanted = cfg.task.slabs
+    wanted = cfg.task.names
     names = tuple(s for s in SLABS if s in there) if wanted is None else tuple(wanted)
     if lacking := [name for name in names if name not in there] or ([] if names else ["none"]):
         expected = ", ".join(s for s in SLABS if s in there) or "an en-face image"
-        raise UserError(f"task.slabs: expected some of {expected} of {store.url}, found {', '.join(lacking)}")
+        raise UserError(f"task.names: expected some of {expected} of {store.url}, found {', '.join(lacking)}")
     index = index.loc[[row for row, own in of_rows.items() if own & set(names)]]
     folds = in_folds(cfg, index, store.url, f"the slabs {', '.join(names)}")
     volumes = FlowVolumes(store=store, names=names, flow=flow, **folds)
     learnt = set().union(*(of_rows[int(row)] for row in volumes.of(TRAIN)))
     if unseen := [name for name in names if name not in learnt]:
-        raise UserError(f"task.slabs: expected slabs of training volumes, found none of {', '.join(unseen)}")
+        raise UserError(f"task.names: expected slabs of training volumes, found none of {', '.join(unseen)}")
     return volumes

@@ -46,8 +46,8 @@ from pretraining.step import StepResult, Update, Watch, train_step
 from pretraining.trial import open_loader, settle_memory
 from utils import storage
 from utils.config.schema import Config
+from utils.dashboards.run_log import NoLog, RunLog
 from utils.errors import EXIT_FINISHED, EXIT_STOPPED
-from utils.log import NoLog, RunLog
 from utils.run.checkpoints import Checkpoints
 from utils.run.folder import claim_run_dir, held_run
 from utils.run.guard import guard, open_engine

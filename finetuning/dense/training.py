@@ -38,8 +38,8 @@ from finetuning.heads.head_file import write_head
 from finetuning.heads.tuned import MASK_TOKEN, layer_groups
 from models.vit3d import VisionTransformer3D
 from utils.config.schema import Config
+from utils.dashboards.run_log import NoLog, RunLog
 from utils.errors import EXIT_FINISHED, UserError
-from utils.log import NoLog, RunLog
 from utils.run.folder import claim_run_dir, held_run
 from utils.run.history import NO_CHECKPOINT_YET, WANDB_ID
 from utils.runtime.single import Runtime

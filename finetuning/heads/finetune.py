@@ -43,8 +43,8 @@ from models.heads import build_head, rescale_output
 from models.optimizer import warmup_cosine
 from utils import storage
 from utils.checkpoint import load_checkpoint
+from utils.dashboards.run_log import NoLog, RunLog
 from utils.errors import EXIT_FINISHED, EXIT_STOPPED, UserError
-from utils.log import NoLog, RunLog
 from utils.run.checkpoints import Checkpoints
 from utils.run.folder import claim_run_dir, held_run
 from utils.run.guard import guard

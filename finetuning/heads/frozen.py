@@ -45,8 +45,8 @@ from finetuning.heads.objective import (
 )
 from models.heads import build_head, reads_tokens, rescale_output
 from utils.config.schema import Config
+from utils.dashboards.run_log import NoLog, RunLog
 from utils.errors import UserError
-from utils.log import NoLog, RunLog
 from utils.run.folder import claim_run_dir
 from utils.run.history import NO_CHECKPOINT_YET, WANDB_ID
 from utils.runtime.single import Runtime

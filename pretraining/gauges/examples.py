@@ -19,7 +19,7 @@ from data_setup.normalisation import view
 from pretraining.run import Run
 from pretraining.step import predict
 from utils.dashboards.pictures import Forecast, Views, prediction_map, similarity_map, two_views
-from utils.log import NoLog, RunLog
+from utils.dashboards.run_log import NoLog, RunLog
 from utils.report.pictures import Snapshot, bscan_with_masks, feature_pca, save_snapshot
 from utils.runtime.single import StopRequested
 

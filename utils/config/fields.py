@@ -6,7 +6,7 @@ In: its default, its meaning, its bound, its unit. Out: `key`, a dataclass field
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 
@@ -16,10 +16,13 @@ class Bound:
 
     text: str
     holds: Callable[[float], bool]
-    unit: str = ""
+    unit: str = ""  # of what is counted
 
 
 AT_LEAST_1 = Bound("1 or more", lambda value: value >= 1)
+EPOCHS, UPDATES, VOLUMES, CHECKPOINTS = (
+    replace(AT_LEAST_1, unit=unit) for unit in ("epochs", "updates", "volumes", "checkpoints")
+)
 AT_LEAST_0 = Bound("0 or more", lambda value: value >= 0)
 ABOVE_0 = Bound("a number above 0", lambda value: value > 0)
 SHARE = Bound("a number in [0, 1]", lambda value: 0 <= value <= 1, "share")

@@ -18,8 +18,12 @@ from utils.config.fields import (
     AT_LEAST_0,
     AT_LEAST_1,
     BELOW_1,
+    CHECKPOINTS,
+    EPOCHS,
     INNER_SHARE,
     SHARE,
+    UPDATES,
+    VOLUMES,
     WHOLE_HEADS,
     Bound,
     key,
@@ -191,25 +195,15 @@ class OptimConfig:
 
 @dataclass(frozen=True)
 class TrainConfig:
-    global_batch_size: int = key(
-        MISSING, "volumes of an update, of all devices together", AT_LEAST_1, unit="volumes"
-    )
+    global_batch_size: int = key(MISSING, "volumes of an update, of all devices together", VOLUMES)
     per_core_batch_size: int = key(
-        MISSING, "volumes that a device computes at once", AT_LEAST_1, unit="volumes", may_change=True
+        MISSING, "volumes that a device computes at once", VOLUMES, may_change=True
     )
     epochs: int | None = key(
-        None,
-        "length of the run in passes over the training volumes",
-        AT_LEAST_1,
-        unit="epochs",
-        may_change=True,
+        None, "length of the run in passes over the training volumes", EPOCHS, may_change=True
     )
     max_steps: int | None = key(
-        None,
-        "length of the run in updates; wins over epochs when both are given",
-        AT_LEAST_1,
-        unit="updates",
-        may_change=True,
+        None, "length of the run in updates; wins over epochs when both are given", UPDATES, may_change=True
     )
     val_fraction: float = key(0.1, "of the training participants", INNER_SHARE)
     use_bf16: bool = key(MISSING, "true: bfloat16 where it is safe, weights stay float32; false: float32")
@@ -225,32 +219,22 @@ class TrainConfig:
         may_change=True,
     )
     ckpt_dir: str | None = key("${run.dir}/checkpoints", "null: no checkpoints", is_place=True)
-    ckpt_every_epochs: int = key(
-        5, "a checkpoint each so many epochs", AT_LEAST_1, unit="epochs", may_change=True
-    )
+    ckpt_every_epochs: int = key(5, "a checkpoint each so many epochs", EPOCHS, may_change=True)
     keep_epochs: int = key(
         10,
         "of the checkpoints of epochs so many stay at most, evenly over the run",
-        AT_LEAST_1,
-        unit="checkpoints",
+        CHECKPOINTS,
         may_change=True,
     )
     ckpt_every_steps: int | None = key(
-        None,
-        "a checkpoint each so many updates; null: only by epochs",
-        AT_LEAST_1,
-        unit="updates",
-        may_change=True,
+        None, "a checkpoint each so many updates; null: only by epochs", UPDATES, may_change=True
     )
-    keep_last: int = key(2, "newest checkpoints that stay", AT_LEAST_1, unit="checkpoints", may_change=True)
-    log_every_steps: int = key(
-        10, "a line of metrics each so many updates", AT_LEAST_1, unit="updates", may_change=True
-    )
+    keep_last: int = key(2, "newest checkpoints that stay", CHECKPOINTS, may_change=True)
+    log_every_steps: int = key(10, "a line of metrics each so many updates", UPDATES, may_change=True)
     val_every_steps: int | None = key(
         None,
         "null: every epoch, or every few, so that validations read at most 2.5 % of what training reads",
-        AT_LEAST_1,
-        unit="updates",
+        UPDATES,
     )
 
 
@@ -259,8 +243,7 @@ class ValConfig:
     max_volumes: int = key(
         256,
         "cap on the volumes of a validation: the same at each, participants in turn; a quarter before step 1",
-        AT_LEAST_1,
-        unit="volumes",
+        VOLUMES,
         may_change=True,
     )
 
@@ -366,9 +349,7 @@ class FinetuneConfig:
         "auto", "auto: every class has the same weight in the loss; segmentation: the root of its rarity"
     )
     label_smoothing: float = key(0.0, "share of the label that is spread over all classes", BELOW_1)
-    patience: int | None = key(
-        10, "epochs without a better validation; null: to the end", AT_LEAST_1, unit="epochs"
-    )
+    patience: int | None = key(10, "epochs without a better validation; null: to the end", EPOCHS)
 
 
 @dataclass(frozen=True)
@@ -376,8 +357,7 @@ class ProbeConfig:
     max_volumes: int = key(
         256,
         "cap on the volumes of each side that are embedded for the probes during pre-training",
-        AT_LEAST_1,
-        unit="volumes",
+        VOLUMES,
         may_change=True,
     )
 

@@ -1,6 +1,6 @@
 """Weights & Biases: one run of rank 0, on the clock of the optimizer step.
 
-In: what utils/log.py hands over, and section `wandb` of the configuration. Out: a run on the server, or files
+In: what run_log.py hands over, and section `wandb` of the configuration. Out: a run on the server, or files
 below run.dir for `wandb sync`. The id of the run is in run.dir and beside the checkpoints, so that a resumed
 run goes on with its curve; of a sweep's agent it is the agent's.
 """

@@ -1,4 +1,4 @@
-"""What every dashboard takes; utils/log.py hands the same things to each."""
+"""What every dashboard takes; run_log.py hands the same things to each."""
 
 from __future__ import annotations
 

@@ -18,8 +18,8 @@ from finetuning.heads.objective import row_weights
 from models.heads import build_head
 from tests.finetuning.frozen.probing import CPU, WIDTH, classes, learning, made_up, pooled
 from utils.config.schema import Config
+from utils.dashboards.run_log import NoLog
 from utils.errors import UserError
-from utils.log import NoLog
 
 
 def alone(

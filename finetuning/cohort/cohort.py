@@ -218,13 +218,13 @@ def _classes(cohort: Cohort, fold: int | None = None) -> list[int]:
 
 
 def _without_empty_classes(cfg: Config, cohort: Cohort, where: str) -> Cohort:
-    """Class numbers without those that nobody has; UserError where task.class_order names such a class."""
+    """Class numbers without those that nobody has; UserError where task.names names such a class."""
     present = _classes(cohort)
     if cohort.kind not in CLASS_KINDS or len(present) == len(cohort.names):
         return cohort
     if cohort.kind == "ordinal":
         empty = [name for number, name in enumerate(cohort.names) if number not in present]
-        raise UserError(f"task.class_order: expected classes of {where}, found nobody of {empty}")
+        raise UserError(f"task.names: expected classes of {where}, found nobody of {empty}")
     names = tuple(cohort.names[number] for number in present)
     return replace(cohort, names=names, target=np.searchsorted(present, cohort.target).astype(np.float64))
 

@@ -408,7 +408,7 @@ def test_another_encoder_is_refused(world: Path, trained: Path, tmp_path: Path) 
     [
         ("head.kind=mlp", "head.kind: expected linear or upsampling with task.kind layers"),
         ("head.kind=linear", "head.voxels: expected false with head.kind linear"),
-        ("task.names=[ILM]", "task.names: expected null, or two or more different names"),
+        ("task.names=[ILM]", "task.names: expected null, or 2 or more different names"),
         ("eval.protocol=crossfit", "eval.protocol: expected official"),
         ("task.kind=classification", "head.kind: expected linear, mlp or attentive"),
     ],

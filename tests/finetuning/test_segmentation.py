@@ -285,9 +285,9 @@ def test_surfaces_of_labels_are_read_by_layers(world: Path) -> None:
 @pytest.mark.parametrize(
     ("word", "message"),
     [
-        ("task.names=[]", "task.names: expected null, or different names"),
+        ("task.names=[]", "task.names: expected null, or 1 or more different names"),
         ("finetune.layer_decay=0.5", "expected its default"),
-        ("task.kind=ordinal", "task.names: expected null with task.kind ordinal"),
+        ("task.kind=regression", "task.names: expected null with task.kind regression"),
     ],
 )
 def test_keys_that_do_not_fit(world: Path, tmp_path: Path, word: str, message: str) -> None:

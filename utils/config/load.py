@@ -84,6 +84,8 @@ RENAMED_KEYS = {
     "task.surfaces": "task.names",
     "task.classes": "task.names",
     "task.slabs": "task.names",
+    "task.class_order": "task.names",
+    "task.label_columns": "task.names",
 }
 # Of GONE_KEYS: with any value what a checkpoint or a head holds can be read.
 CHANGES_WHAT_IS_READ = ("method.", "task.", "optim.use_scheduler")

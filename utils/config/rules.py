@@ -13,6 +13,7 @@ from utils.config.schema import DENSE_KINDS, MISMATCHED, Config, MethodConfig, T
 from utils.errors import ConfigError
 
 BLOCK_KEYS = ("context_ratio", "target_ratio", "mask_blocks")
+LEAST_NAMES = {"ordinal": 2, "multilabel": 1, "layers": 2, "segmentation": 1, "translation": 1}
 
 
 def check_rules(cfg: Config, where: str) -> None:
@@ -21,13 +22,12 @@ def check_rules(cfg: Config, where: str) -> None:
     try:
         _check_bounds(cfg)
         _check_sections(cfg)
-        _check_task(cfg.task)
+        _check_names(cfg.task)
         _check_method(cfg.method)
         _check_masks(cfg.method, recipe_of(cfg.method))
         _check_neighbours(cfg.method, recipe_of(cfg.method))
         _check_head(cfg)
         _check_finetune(cfg)
-        _check_names_of_decoders(cfg.task)
         _check_decoders(cfg)
         _check_grid(cfg)
     except ConfigError as error:
@@ -81,15 +81,20 @@ def _check_sections(cfg: Config) -> None:
     _require(has_end, "train.epochs", "epochs or max_steps", None)
 
 
-def _check_task(task: TaskConfig) -> None:
-    """Each kind of label has its own key: ordinal class_order, multilabel label_columns."""
-    for key, kind, least in (("class_order", "ordinal", 2), ("label_columns", "multilabel", 1)):
-        names = getattr(task, key)
-        if task.kind != kind:
-            _require(names is None, f"task.{key}", f"null with task.kind {task.kind}", names)
-            continue
-        different = names is not None and len(set(names)) == len(names) >= least
-        _require(different, f"task.{key}", f"{least} or more different names with task.kind {kind}", names)
+def _check_names(task: TaskConfig) -> None:
+    """task.names are of the kinds that have them; a decoder may learn all that the store names."""
+    names, kind = task.names, f"with task.kind {task.kind}"
+    if task.kind not in LEAST_NAMES:
+        _require(names is None, "task.names", f"null {kind}", names)
+        return
+    least = LEAST_NAMES[task.kind]
+    expected = f"{least} or more different names {kind}"
+    if task.kind in DENSE_KINDS:
+        expected = f"null, or {expected}"
+        if names is None:
+            return
+    different = names is not None and len(set(names)) == len(names) >= least
+    _require(different, "task.names", expected, names)
 
 
 def check_recipe(method: MethodConfig, where: str) -> None:
@@ -174,16 +179,6 @@ def _check_head(cfg: Config) -> None:
     if cfg.finetune.encoder == "frozen":
         unfreeze = cfg.finetune.unfreeze_at_epoch
         _require(unfreeze == 0, "finetune.unfreeze_at_epoch", "0 with finetune.encoder=frozen", unfreeze)
-
-
-def _check_names_of_decoders(task: TaskConfig) -> None:
-    """What a decoder learns has names; a label has none."""
-    names, least = task.names, 2 if task.kind == "layers" else 1
-    if task.kind not in DENSE_KINDS:
-        _require(names is None, "task.names", f"null with task.kind {task.kind}", names)
-    many = "two or more different names" if least == 2 else "different names"
-    different = names is None or len(set(names)) == len(names) >= least
-    _require(different, "task.names", f"null, or {many}", names)
 
 
 def _check_decoders(cfg: Config) -> None:

@@ -290,21 +290,20 @@ class TaskConfig:
     labels_path: str | None = key(None, "a table with an id and a label; null: participants.tsv")
     id_column: str | None = key(None, "null: the column of the unit (person_id or participant_id, ...)")
     label_column: str = key("study_group", "column of the label")
-    label_columns: list[str] | None = key(None, "multilabel: a column of 0 and 1 for each label")
     kind: Literal[
         "classification", "ordinal", "regression", "multilabel", "layers", "segmentation", "translation"
     ] = key(
         "classification",
-        "what the label is; `ordinal` needs class_order. `layers`: surfaces, of the store's height maps; "
+        "what the label is; `layers`: surfaces, of the store's height maps; "
         "`segmentation`: classes of voxels, of its label volumes; `translation`: en-face slabs of OCTA, "
         "of its flow",
     )
     names: list[str] | None = key(
         None,
-        "what a decoder learns; null: all that the store has. layers: surfaces, from the vitreous down; "
+        "what is learnt; null where a decoder learns all that the store has. ordinal: all classes, lowest "
+        "first; multilabel: a column of 0 and 1 for each label; layers: surfaces, from the vitreous down; "
         "segmentation: classes of voxels, the others are background; translation: slabs, as superficial",
     )
-    class_order: list[str] | None = key(None, "ordinal: all classes, lowest first")
     unit: Literal["volume", "eye", "participant"] = key(
         "participant",
         "what a row of the table, and a prediction, is about; predictions of its volumes are averaged",

@@ -113,7 +113,7 @@ Demographics of the participants.xlsx        columns Patient ID, Eye ID, Age(yea
                 "task.unit=volume",
                 "task.label_column=stage",
                 "task.kind=ordinal",
-                "task.class_order=[stage_1,stage_2,stage_3,stage_4]",
+                "task.names=[stage_1,stage_2,stage_3,stage_4]",
             ),
         ),
         Task("configs/segmentation.yaml"),

@@ -100,7 +100,7 @@ PLUG = Plug(
                 "task.labels_path={out}/labels.tsv",
                 "task.unit=volume",
                 "task.kind=multilabel",
-                "task.label_columns=[fluid_irf,fluid_srf]",
+                "task.names=[fluid_irf,fluid_srf]",
             ),
         ),
     ),

@@ -62,7 +62,7 @@ RETOUCH-TestSet-.../TEST001/oct.mhd, oct.raw          without reference; the fol
     tasks=(
         Task(
             "configs/cls_linear_probe.yaml",
-            ("task.kind=multilabel", "task.label_columns=[irf,srf,ped]"),
+            ("task.kind=multilabel", "task.names=[irf,srf,ped]"),
         ),
         Task("configs/segmentation.yaml"),
     ),

@@ -29,7 +29,6 @@ def check_rules(cfg: Config, where: str) -> None:
         _check_head(cfg)
         _check_finetune(cfg)
         _check_decoders(cfg)
-        _check_grid(cfg)
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from None
 
@@ -173,6 +172,8 @@ def _check_head(cfg: Config) -> None:
     _require(positive, "head.learning_rates", "one number above 0 or more", rates)
     allowed = bool(decays) and all(0 <= decay < math.inf for decay in decays)
     _require(allowed, "head.weight_decays", "one number of 0 or more, or several", decays)
+    for key, values in (("learning_rates", rates), ("weight_decays", decays)):  # no pair is trained twice
+        _require(len(set(values)) == len(values), f"head.{key}", "different numbers", values)
     smoothing = cfg.finetune.label_smoothing
     has_classes = cfg.task.kind != "regression"
     _require(has_classes or smoothing == 0, "finetune.label_smoothing", "0 with a regression", smoothing)
@@ -235,12 +236,3 @@ def _check_finetune(cfg: Config) -> None:
         f"less than finetune.patience {patience}, or the run may end before the encoder is trained",
         unfreeze,
     )
-
-
-def _check_grid(cfg: Config) -> None:
-    """A pair that stands twice in the grid would be trained twice, to the same head."""
-    for key, values in (
-        ("head.learning_rates", cfg.head.learning_rates),
-        ("head.weight_decays", cfg.head.weight_decays),
-    ):
-        _require(len(set(values)) == len(values), key, "different numbers", values)

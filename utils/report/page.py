@@ -21,7 +21,7 @@ from markupsafe import Markup
 from matplotlib.colors import to_hex
 from plotly.offline import get_plotlyjs
 
-from utils.report import compare, pictures
+from utils.report import pictures
 from utils.report.charts import charts_of
 from utils.report.health import Health, health
 from utils.report.run_files import NO_PROBE, Run, findings, step_shares
@@ -29,8 +29,10 @@ from utils.report.tables import (
     Table,
     cell,
     data_tables,
+    differences,
     layers_tables,
     leaderboard_table,
+    numbers_table,
     power_table,
     probe_table,
     quality_tables,
@@ -86,8 +88,8 @@ def render(runs: Sequence[Run]) -> str:
         policy=POLICY,
         is_synthetic=all(run.is_synthetic for run in runs),
         is_one_store=all(run.prepared == runs[0].prepared for run in runs),
-        numbers=compare.numbers_table(runs, names, [part.health for part in parts]),
-        differences=compare.differences(runs, names) if len(runs) > 1 else None,
+        numbers=numbers_table(runs, names, [part.health for part in parts]),
+        differences=differences(runs, names) if len(runs) > 1 else None,
         colours={"context": to_hex(pictures.CONTEXT_RGB), "target": to_hex(pictures.TARGET_RGB)},
         data=script_data(content_of(runs, names)),
         style=asset("report.css"),

@@ -150,7 +150,7 @@ def test_a_disk_that_is_full_at_the_first_picture_leaves_nobody_waiting(
     """
     tried: list[Path] = []
 
-    def full(path: Path, **_: Any) -> None:
+    def full(path: Path, _: Any) -> None:
         tried.append(path)
         raise OSError(28, "No space left on device")
 

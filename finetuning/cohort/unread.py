@@ -23,7 +23,6 @@ ONE_FILE = "head.pt alone is written"
 # key, or section with a dot at its end -> what is done instead
 NEITHER = {
     "optim.cooldown_ratio": "the rate falls as a cosine",
-    "train.val_fraction": "validation has the participants of the labels' val split",
     "val.max_volumes": "validation reads every labelled volume of val",
     "run.profile": "no trace is written",
 }

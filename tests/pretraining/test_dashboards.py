@@ -43,10 +43,7 @@ ROWS = [line.strip("|").split("|") for line in GUIDE.splitlines() if line.starts
 PANELS = {name for row in ROWS if len(row) == 4 for name in re.findall(r"`(\w+/\w+)`", row[2])}
 MEDIA = {name for row in ROWS if len(row) == 2 for name in re.findall(r"`(\w+/\w*)", row[0])}
 PICTURES, COUNTS = {n for n in MEDIA if n[-1] == "/"}, {n for n in MEDIA if n[-1] != "/"}
-# skill needs 16 volumes of 4 participants
-MANY_TO_VALIDATE = "train.val_fraction=0.75"
-
-
+MANY_TO_VALIDATE = "pretraining.rows.VAL_FRACTION", 0.75  # skill needs 16 volumes of 4 participants
 pytestmark = pytest.mark.usefixtures("small_encoder")
 
 
@@ -54,9 +51,10 @@ pytestmark = pytest.mark.usefixtures("small_encoder")
 def watched(folder: Path, small_encoder: None) -> Path:
     """A run of 8 steps with both dashboards, and pictures at 0, 5 and 8."""
     run = folder / "watched"
-    overrides = [f"run.dir={run}", "wandb.mode=offline", "log.tensorboard=true", MANY_TO_VALIDATE]
+    overrides = [f"run.dir={run}", "wandb.mode=offline", "log.tensorboard=true"]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(examples, "EVERY_STEPS", 5)
+        patch.setattr(*MANY_TO_VALIDATE)
         patch.setenv("WANDB_TAGS", "phantom,test")
         patch.setenv("WANDB_RUN_GROUP", "tests")
         patch.setenv("WANDB_NAME", "eight")
@@ -132,9 +130,12 @@ def test_pictures_come_at_the_start_at_the_end_and_each_so_many_steps(watched: P
 
 
 @pytest.mark.slow
-def test_pictures_move_no_number(folder: Path, watched: Path, tmp_path: Path) -> None:
+def test_pictures_move_no_number(
+    folder: Path, watched: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(*MANY_TO_VALIDATE)
     run = tmp_path / "unwatched"
-    assert train(pipeline_config(folder, f"run.dir={run}", MANY_TO_VALIDATE)) == 0
+    assert train(pipeline_config(folder, f"run.dir={run}")) == 0
 
     def numbers(path: Path) -> list[dict[str, Any]]:
         return [{k: v for k, v in line.items() if not k.startswith("perf/")} for line in lines(path)]
@@ -159,8 +160,9 @@ def test_a_disk_that_is_full_at_the_first_picture_leaves_nobody_waiting(
         raise LoaderError("a worker is gone")
         yield
 
+    monkeypatch.setattr(*MANY_TO_VALIDATE)
     runtime = Runtime(torch.device("cpu"), use_bf16=False)
-    run = open_run(pipeline_config(folder, f"run.dir={tmp_path}", MANY_TO_VALIDATE), runtime)
+    run = open_run(pipeline_config(folder, f"run.dir={tmp_path}"), runtime)
     devices = run.store.index.loc[run.rows.val, "device"].nunique()
     assert devices > 1
     monkeypatch.setattr("pretraining.gauges.examples.save_snapshot", full)

@@ -81,7 +81,7 @@ def test_methods_configurations_hold_the_methods_values() -> None:
         assert (c.train.global_batch_size, c.train.per_core_batch_size, c.train.epochs) == (32, 1, epochs)
         assert (c.optim.base_lr, c.optim.weight_decay, c.optim.betas) == (1e-4, 0.05, (0.9, 0.95))
         assert (c.optim.warmup_ratio, c.optim.min_lr_ratio, c.optim.clip_grad_norm) == (0.03, 0.1, 0.01)
-        assert (c.train.use_bf16, c.train.ckpt_every_epochs, c.train.val_fraction) == (True, 5, 0.1)
+        assert (c.train.use_bf16, c.train.ckpt_every_epochs) == (True, 5)
         assert accumulation_steps(c.train, 16) == 2  # a v4-32 has 16 chips
 
 

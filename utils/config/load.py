@@ -71,6 +71,7 @@ GONE_KEYS: dict[str, tuple[Any, ...]] = {
     "train.grad_accum_steps": (None,),
     "train.max_bad_steps": (10,),
     "train.shard_parameters": (False,),
+    "train.val_fraction": (0.1,),
     "wandb.artifacts": ("best",),
     "wandb.group": (None,),
     "wandb.images_every_steps": (1000,),

@@ -205,7 +205,6 @@ class TrainConfig:
     max_steps: int | None = key(
         None, "length of the run in updates; wins over epochs when both are given", UPDATES, may_change=True
     )
-    val_fraction: float = key(0.1, "of the training participants", INNER_SHARE)
     use_bf16: bool = key(MISSING, "true: bfloat16 where it is safe, weights stay float32; false: float32")
     activation_checkpointing: bool = key(
         False,

@@ -68,7 +68,6 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--keep-ids", action="store_true", help="PatientID as it is, not its digest")
     add_workers(parser)
     parser.add_argument("--endpoint-url", metavar="URL", help="an S3-compatible store, or an emulator")
-    parser.add_argument("--profile", metavar="NAME", help="of the AWS credentials file")
     return parser.parse_args(argv)
 
 
@@ -81,7 +80,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     plug = plug_of(args.set) if args.set else None
     if plug and (args.person or args.keep_ids):
         raise UserError("--set: expected neither --person nor --keep-ids with it, found one")
-    options = StorageOptions(endpoint_url=args.endpoint_url, profile=args.profile)
+    options = StorageOptions(endpoint_url=args.endpoint_url)
     root = args.folder.rstrip("/") or "/"
     out = (args.out or root).rstrip("/") or "/"
     tree = Tree(root, options)

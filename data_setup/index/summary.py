@@ -256,8 +256,8 @@ def _next(
     places = [f"data.gcs_root={root}", f"data.manifest_path={join(out, 'manifest.tsv')}"]
     if out != root:
         places.append(f"data.participants_path={join(out, 'participants.tsv')}")
-    given = {"endpoint_url": options.endpoint_url, "profile": options.profile}
-    places += [f"data.storage_options.{key}={value}" for key, value in given.items() if value]
+    if options.endpoint_url:
+        places.append(f"data.storage_options.endpoint_url={options.endpoint_url}")
     places.append("data.store=STORE")
     words = ["python", "-m", "data_setup.prepare", "--config", CONFIG, *places]
     lines = [f"next: {shlex.join(words)}"]

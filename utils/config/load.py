@@ -30,6 +30,7 @@ from utils.errors import ConfigError
 # Keys that went, which configurations of older runs still have: the values of each with which a run is the
 # same without it.
 GONE_KEYS: dict[str, tuple[Any, ...]] = {
+    "data.storage_options.profile": (None,),
     "eval.batch_size": (16,),
     "eval.folds": (5,),
     "method.covariance_weight": (0.1,),

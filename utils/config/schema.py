@@ -33,7 +33,6 @@ from utils.config.fields import (
 @dataclass(frozen=True)
 class StorageOptions:
     endpoint_url: str | None = key(None, "an S3-compatible or emulated server; null: the provider's own")
-    profile: str | None = key(None, "named credentials of the environment (s3 only)")
 
 
 @dataclass(frozen=True)

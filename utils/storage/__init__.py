@@ -1,8 +1,8 @@
 """Bytes at a URL: the only room that knows URL schemes and fsspec.
 
 A URL is a local path (no scheme), or gs://, s3://, memory:// ... . Credentials come from the environment
-(gcloud or GOOGLE_APPLICATION_CREDENTIALS, the AWS variables), never from a URL; options hold an endpoint and
-a profile name. A write appears whole or not at all: on a disk by a temporary name, fsync and rename, in a
+(gcloud or GOOGLE_APPLICATION_CREDENTIALS, the AWS variables), never from a URL; options hold an endpoint. A
+write appears whole or not at all: on a disk by a temporary name, fsync and rename, in a
 bucket by one request. Several processes may write the same object; the last one stays. Requests to a bucket
 are repeated (clients.py, retry.py); a failure that stays is a `StorageError` with the URL and what to do
 (errors.py).
@@ -316,9 +316,7 @@ def _filesystem(url: str, options: StorageOptions | None) -> tuple[fsspec.Abstra
             problem = "expected no credentials in a URL; put them into the environment"
             raise StorageError(redact(where), problem)
     try:
-        fs = _client(
-            scheme, options.endpoint_url, options.profile, os.getpid(), azure["account"] if azure else None
-        )
+        fs = _client(scheme, options.endpoint_url, os.getpid(), azure["account"] if azure else None)
     except ValueError as error:
         raise StorageError(
             url, f"expected a path or a gs://, s3:// or other fsspec URL, found: {error}"
@@ -328,12 +326,12 @@ def _filesystem(url: str, options: StorageOptions | None) -> tuple[fsspec.Abstra
 
 @cache  # fsspec itself keeps one for each thread, with its own connections and login
 def _client(
-    scheme: str, endpoint_url: str | None, profile: str | None, pid: int, azure_account: str | None
+    scheme: str, endpoint_url: str | None, pid: int, azure_account: str | None
 ) -> fsspec.AbstractFileSystem:
     """The one client of this process; a forked process cannot use the client of its parent."""
     if scheme == "gs":
         return clients.gcs_filesystem(endpoint_url)
     if scheme == "s3":
-        return clients.s3_filesystem(endpoint_url, profile)
+        return clients.s3_filesystem(endpoint_url)
     account = {"account_name": azure_account} if azure_account else {}
     return fsspec.filesystem(scheme, use_listings_cache=False, **account)

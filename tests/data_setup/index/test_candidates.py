@@ -43,11 +43,10 @@ def test_headers_are_read_and_no_volume(
     monkeypatch.setattr(storage, "read_range", read_range)
     for module in ("images", "sidecar", "heidelberg", "dicom"):
         monkeypatch.setattr(f"data_setup.readers.{module}.read_bytes", read_bytes)
-    index("memory://index", "--endpoint-url", "http://127.0.0.1:1", "--profile", "lab")
+    index("memory://index", "--endpoint-url", "http://127.0.0.1:1")
     monkeypatch.undo()
     (last,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("next: ")]
     assert "data.storage_options.endpoint_url=http://127.0.0.1:1" in last
-    assert "data.storage_options.profile=lab" in last
     assert 0 < sum(fetched) < 0.1 * sum(storage.find_sizes("memory://index").values())
     rows = storage.read_text("memory://index/manifest.tsv").splitlines()
     assert [line.split("\t")[1] for line in rows[1:]] == ["1_l.nii", "2_r", "eye.dcm"]

@@ -224,12 +224,11 @@ def test_the_printed_commands_reach_the_same_storage(
 ) -> None:
     command = [str(world_of("octave").root), "--set", "octave", "--out", str(tmp_path)]
     capsys.readouterr()
-    assert cli.main([*command, "--endpoint-url", "http://127.0.0.1:1", "--profile", "mine"]) == 0
+    assert cli.main([*command, "--endpoint-url", "http://127.0.0.1:1"]) == 0
     lines = [line for line in capsys.readouterr().out.splitlines() if "python -m" in line]
     assert len(lines) == 4
     for line in lines:
         assert "data.storage_options.endpoint_url=http://127.0.0.1:1" in shlex.split(line)
-        assert "data.storage_options.profile=mine" in shlex.split(line)
 
 
 def test_a_small_set_without_splits_gets_some(world_of: Callable[[str], World]) -> None:

@@ -503,10 +503,12 @@ def test_too_few_people_for_crossfit(tmp_path: Path) -> None:
         rows, seen=everybody
     )
     numbers = ["person_id,grade", *(f"P{n:03},{n}" for n in range(9))]
-    assert "expected 10 people with grade or more, found 9" in problem(numbers, "task.kind=regression")
+    assert "expected 10 people with grade or more for 5 folds, found 9" in problem(
+        numbers, "task.kind=regression"
+    )
     labels = ["person_id,x,y", *(f"P{n:03},{n % 2},{int(n > 56)}" for n in range(60))]
     several = ("task.kind=multilabel", "task.names=[x,y]")
-    assert "expected 5 people with y 1 or more, found 3" in problem(labels, *several)
+    assert "expected 5 people with y 1 or more for 5 folds, found 3" in problem(labels, *several)
 
 
 # ---- low-shot ---------------------------------------------------------------------------------------------

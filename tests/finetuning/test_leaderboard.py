@@ -79,7 +79,7 @@ def runs(world: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def words(world: Path, runs: Path, run_dir: Path, *overrides: str, **changes: object) -> Words:
-    """The command line for the two runs, with few resamples."""
+    """The command line for the two runs."""
     small = (
         "data.workers=0",
         f"run.dir={run_dir}",
@@ -202,7 +202,7 @@ def test_crossfit_evaluates_everybody_that_pretraining_did_not_see(
     assert labels == sorted(labels)
     assert "Ordered by name" in text
     assert "## Rows by name" in text
-    assert "20 evaluated participants, 3 folds of people that pre-training did not see" in text
+    assert "20 evaluated participants, 5 folds of people that pre-training did not see" in text
     random = next(row.entry.label for row in crossed.rows if row.entry.name.startswith("random"))
     assert f"silent - {random}: -0.500 (-0.500 to -0.500), shown" in text
 

@@ -17,23 +17,11 @@ that either checkpoint saw are an error. Each answer is a look at split test: a 
 
 from __future__ import annotations
 
-from utils.cli import answer_help, parse_cli, run_cli
-
-if __name__ == "__main__":  # torch takes seconds to import
-    answer_help(
-        "benchmarks.phantom_truth",
-        __doc__ or "",
-        lambda parser: parser.add_argument(
-            "--control", required=True, metavar="RUN_OR_FILE", help="the same configuration after a few steps"
-        ),
-    )
-
 import argparse
 import hashlib
-import json
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -45,33 +33,35 @@ from data_setup.manifest import select_wanted
 from data_setup.normalisation import plain_view
 from data_setup.phantom.truth_tokens import layer_occupancy, read_truth_file, sample_tokens, valid_tokens
 from data_setup.store.reader import PreparedStore
+from finetuning.answers.answer import Answer
+from finetuning.answers.checkpoint_evaluation import find_checkpoint
 from finetuning.cohort.cohort import EVALUATED, TRAIN, VAL, Cohort
-from finetuning.cohort.ledger import data_digest, record_look
+from finetuning.cohort.ledger import digest, look_at
 from finetuning.cohort.source import check_fit
 from finetuning.cohort.source import find_checkpoint as find_in_run
-from finetuning.evaluate import find_checkpoint
 from finetuning.features.pooled import pretrained_encoder, random_encoder
+from finetuning.features.probing import ridge_by_fold
 from models.probes import intervals
 from models.probes.features import pool_tokens
 from models.probes.intervals import interval95, participant_draws
 from models.probes.tokens import (
     DensePrediction,
-    Rows,
     less_protocol_mean,
     mean_r2,
     mean_r2_draws,
     position_columns,
-    ridge_rows,
 )
-from utils import storage
 from utils.checkpoint import load_checkpoint
+from utils.cli import parse_cli, run_cli
 from utils.config.load import config_of_yaml, flatten
 from utils.config.schema import Config
 from utils.errors import UserError
 from utils.indices import evenly_spaced
 from utils.log import setup_logging
+from utils.report.tables import truth_tables
 from utils.runtime.open import open_runtime
 from utils.runtime.single import Runtime
+from utils.tables import terminal
 
 FORMAT_VERSION = 2
 # volumes of split train that are fitted on, and of split val: three encoders read them in half a minute
@@ -214,19 +204,13 @@ def probe_occupancy(
     x = np.concatenate([dense_nTE[used], position_columns(cohort.tokens[used], grid)], axis=1)
     y = cohort.occupancy[used]
     volume = np.broadcast_to(np.arange(len(used))[:, None], used.shape)[used]
-    fold, person = cohort.fold[volume], cohort.person[volume]
-    train, val, test = (Rows(x[fold == f], y[fold == f], person[fold == f]) for f in (TRAIN, VAL, EVALUATED))
-    return ridge_rows(train, val, test)
+    return ridge_by_fold(x, y, cohort.person[volume], cohort.fold[volume])
 
 
 def probe_thickness(cohort: TruthCohort, pooled_nF: np.ndarray) -> DensePrediction:
     """Layer thickness of split test's volumes, relative to the training volumes of their protocol."""
-    fold, person = cohort.fold, cohort.person
-    y = less_protocol_mean(cohort.thickness_um, cohort.protocol, fold == TRAIN)
-    train, val, test = (
-        Rows(pooled_nF[fold == f], y[fold == f], person[fold == f]) for f in (TRAIN, VAL, EVALUATED)
-    )
-    return ridge_rows(train, val, test)
+    y = less_protocol_mean(cohort.thickness_um, cohort.protocol, cohort.fold == TRAIN)
+    return ridge_by_fold(pooled_nF, y, cohort.person, cohort.fold)
 
 
 def compare(name: str, predictions: dict[str, DensePrediction], draws_SP: np.ndarray) -> dict[str, Any]:
@@ -268,14 +252,13 @@ def verdict(name: str, differences: dict[str, dict[str, Any]]) -> str:
     return f"{QUESTIONS[name].capitalize()}: {gained}. Pre-training is {', '.join(parts)}."
 
 
-def fingerprint(cfg: Config, store: PreparedStore, cohort: TruthCohort, checksums: Sequence[str]) -> str:
-    """A hash of all that truth.json depends on: checkpoints, volumes, folds, truth, keys of the protocol."""
+def answer_of(cfg: Config, store: PreparedStore, cohort: TruthCohort, checksums: Sequence[str]) -> Answer:
+    """truth.json: it depends on checkpoints, volumes, folds, truth and keys of the protocol."""
     volumes = store.index.loc[cohort.rows, "checksum"].tolist()
     table = [volumes, cohort.fold.tolist(), cohort.person.tolist(), cohort.tokens.tolist()]
-    digest = hashlib.sha256(json.dumps([FORMAT_VERSION, list(checksums), _protocol(cfg), table]).encode())
-    for values in (cohort.thickness_um, cohort.occupancy):
-        digest.update(values.tobytes())
-    return digest.hexdigest()
+    truth = [hashlib.sha256(part.tobytes()).hexdigest() for part in (cohort.thickness_um, cohort.occupancy)]
+    facts = [FORMAT_VERSION, list(checksums), _protocol(cfg), table, truth]
+    return Answer(cfg.run.dir, "truth", digest(facts))
 
 
 def _protocol(cfg: Config) -> list[int | bool]:
@@ -286,11 +269,8 @@ def _look(cfg: Config, store: PreparedStore, cohort: TruthCohort, checksums: Seq
     """Add a look at split test to the ledger; returns its number."""
     unit = cohort.rows.astype(str)
     asked = Cohort("truth", cohort.layers, cohort.rows, cohort.fold, cohort.thickness_um, unit, cohort.person)
-    protocol = hashlib.sha256(json.dumps([FORMAT_VERSION, *_protocol(cfg)]).encode()).hexdigest()
     what = f"truth: {', '.join((PRETRAINED, RANDOM, CONTROL))}"
-    return record_look(
-        store.url, " ".join(checksums), data_digest(store, asked), protocol, what, cfg.data.storage_options
-    )
+    return look_at(store, [asked], " ".join(checksums), [FORMAT_VERSION, *_protocol(cfg)], what)
 
 
 def measure(cfg: Config, control_place: str, runtime: Runtime) -> dict[str, Any]:
@@ -305,14 +285,10 @@ def measure(cfg: Config, control_place: str, runtime: Runtime) -> dict[str, Any]
     for part, place in ((state, url), (control, control_url)):
         check_fit(cfg, store, part, place)
         require_unseen(cohort, part, place)
-    path = storage.join(cfg.run.dir, "truth.json")
     checksums = [state["checksum"], control["checksum"]]
-    question = fingerprint(cfg, store, cohort, checksums)
-    if storage.exists(path):
-        known = json.loads(storage.read_text(path))
-        if known["fingerprint"] == question:
-            log.info("%s already answers for these checkpoints and volumes: reused", path)
-            return known
+    answer = answer_of(cfg, store, cohort, checksums)
+    if (known := answer.known()) is not None:
+        return known
 
     is_evaluated = cohort.fold == EVALUATED
     people = len(np.unique(cohort.person[is_evaluated]))
@@ -331,7 +307,6 @@ def measure(cfg: Config, control_place: str, runtime: Runtime) -> dict[str, Any]
         thickness[name] = probe_thickness(cohort, pooled)
     result = {
         "format_version": FORMAT_VERSION,
-        "fingerprint": question,
         "checkpoint": url,
         "checkpoint_sha256": state["checksum"],
         "step": state["step"],
@@ -352,28 +327,14 @@ def measure(cfg: Config, control_place: str, runtime: Runtime) -> dict[str, Any]
         "layers": list(cohort.layers),
         "questions": [compare("occupancy", occupancy, draws), compare("thickness", thickness, draws)],
     }
-    storage.write_text(path, json.dumps(result, indent=1, allow_nan=False) + "\n")
-    return result
+    return answer.write(result)
 
 
 def format_table(result: dict[str, Any]) -> str:
     """The tables for a terminal, the verdicts last."""
-    lines = [
-        f"{result['n_tokens']} tokens of {result['n_volumes']} volumes of {result['n_participants']} "
-        f"participants of split test, look {result['look']} at them; "
-        f"R2 is the mean over {len(result['layers'])} layers"
-    ]
-    for question in result["questions"]:
-        title = QUESTIONS[question["name"]]
-        lines.append(f"{title:<49} {'R2':>7}  {'95 % interval':<17}  pre-training is above it by")
-        for row in question["rows"]:
-            low, high = row["ci95"]
-            line = f"  {result['labels'][row['name']]:<47} {row['r2']:>7.3f}  {low:>6.3f} to {high:<6.3f}"
-            if difference := question["differences"].get(row["name"]):
-                low, high = difference["ci95"]
-                line += f"     {difference['mean']:+.3f} ({low:+.3f} to {high:+.3f})"
-            lines.append(line.rstrip())
-    return "\n".join([*lines, *(question["verdict"] for question in result["questions"])])
+    head = f"{result['n_participants']} participants of split test, look {result['look']} at them"
+    tables = [terminal(replace(table, note="")) for table in truth_tables(result)]
+    return "\n".join([head, *tables, *(question["verdict"] for question in result["questions"])])
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -32,6 +32,7 @@ from scipy.stats import norm
 from utils.cli import run_cli
 from utils.errors import UserError
 from utils.help_pages import PeopleParser
+from utils.tables import Table, number, terminal
 
 POWER, ALPHA = 0.8, 0.05
 # Measured with `simulate`, 1,500 to 2,000 cohorts a size, disagreement .15 to .7, both kinds of resamples.
@@ -124,9 +125,11 @@ def seeds_needed(
 
 
 def pilot_disagreement(labels: np.ndarray, first: np.ndarray, second: np.ndarray) -> float:
-    """Share of participants on whom exactly one of two rows' classes [P] is right, averaged over classes."""
-    one_right_P = (first == labels) != (second == labels)
-    return float(np.mean([one_right_P[labels == number].mean() for number in np.unique(labels)]))
+    """Share of participants on whom exactly one of two rows is right, averaged over classes; of means over
+    seeds, which are right in a share of the seeds [P], their mean squared difference.
+    """
+    squared_P = (np.asarray(first, float) - second) ** 2
+    return float(np.mean([squared_P[labels == number].mean() for number in np.unique(labels)]))
 
 
 def simulate(
@@ -155,13 +158,13 @@ def simulate(
     shape = (cohorts, resamples)
     total_CS, present_CS = np.zeros(shape), np.zeros(shape, int)
     undrawn_CS = np.full(shape, counts_K.sum())
-    for number, count in enumerate(counts_K):
+    for place, count in enumerate(counts_K):
         if draw == "within classes":
             drawn_CS = np.full(shape, count)
         else:  # a multinomial over the classes, one class after the other
-            drawn_CS = rng.binomial(undrawn_CS, count / counts_K[number:].sum())
+            drawn_CS = rng.binomial(undrawn_CS, count / counts_K[place:].sum())
             undrawn_CS = undrawn_CS - drawn_CS
-        shares = (part[:, number, None] / count for part in (better_CK, worse_CK))
+        shares = (part[:, place, None] / count for part in (better_CK, worse_CK))
         plus_CS, minus_CS = _two_of_three(rng, drawn_CS, *shares)
         total_CS += (plus_CS - minus_CS) / np.maximum(drawn_CS, 1)
         present_CS += drawn_CS > 0
@@ -220,16 +223,16 @@ def answer(
             lines.append("seeds needed: unknown without --seed-disagreement, that of two seeds of one row")
         else:
             enough = seeds_needed(counts, of_rows, seed_disagreement, effect)
-            number = "no number of seeds is enough" if enough is None else f"{enough} seeds of each row"
-            lines.append(f"with these participants: {number}")
+            words = "no number of seeds is enough" if enough is None else f"{enough} seeds of each row"
+            lines.append(f"with these participants: {words}")
     lines += cautions(counts, used)
-    header = "".join(f"{f'disagree {q:g}':>14}" for q in TABLE_DISAGREEMENTS)
-    lines += ["", f"{'participants':>12}{header}"]
+    header = ["participants", *(f"disagree {q:g}" for q in TABLE_DISAGREEMENTS)]
+    rows = []
     for times in TABLE_SIZES:
         cohort = scaled(counts, times)
-        cells = "".join(f"{smallest_difference(cohort, q):>14.3f}" for q in TABLE_DISAGREEMENTS)
-        lines.append(f"{sum(cohort):>12}{cells}")
-    return lines
+        smallest = [smallest_difference(cohort, disagreed) for disagreed in TABLE_DISAGREEMENTS]
+        rows.append([str(sum(cohort)), *map(number, smallest)])
+    return [*lines, "", terminal(Table("", header, rows))]
 
 
 def cautions(counts: Sequence[int], disagreement: float) -> list[str]:

@@ -30,12 +30,13 @@ def parse_words(
     description: str,
     argv: Sequence[str] | None,
     add_arguments: AddArguments | None = None,
+    needs_config: bool = True,
 ) -> argparse.Namespace:
     """`--config FILE [--checkpoint X] [section.key=value ...]` of every stage, not looked at yet: `config`,
     and in `overrides` the changes to it, --checkpoint among them. `description`: what --help says last.
     """
     parser = PeopleParser(command, description)
-    parser.add_argument("--config", required=True, metavar="FILE", help="a YAML file of configs/")
+    parser.add_argument("--config", required=needs_config, metavar="FILE", help="a YAML file of configs/")
     parser.add_argument("--checkpoint", metavar="URL", help="the same as model.checkpoint=URL")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="changes to the file")
     if add_arguments:
@@ -122,10 +123,10 @@ def answer_early(command: str, description: str, parse: Callable[..., object] = 
         parse(command, description, None)
 
 
-def answer_help(command: str, description: str, add_arguments: AddArguments | None = None) -> None:
+def answer_help(command: str, description: str) -> None:
     """Answer --help alone, where a command line is too free to be refused early."""
     if {"-h", "--help"} & set(sys.argv[1:]):
-        parse_words(command, description, ["--help"], add_arguments)
+        parse_words(command, description, ["--help"])
 
 
 def run_cli(main: Callable[[], int | None]) -> None:

@@ -1,5 +1,5 @@
 """What a checkpoint or a head is worth, in numbers with intervals.
 
-In: predictions of a cohort's people. Out: evaluation.json and its tables and figures. Read evaluation.py
-first.
+In: predictions of a cohort's people. Out: evaluation.json and its tables and figures. Read answer.py
+first, then evaluation.py.
 """

@@ -7,9 +7,6 @@ cohort could have shown, subgroups, cautions.
 
 from __future__ import annotations
 
-import hashlib
-import json
-import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,23 +14,22 @@ from typing import Any
 import numpy as np
 
 from data_setup.store.reader import PreparedStore
-from finetuning.answers.evaluation_files import TITLES
+from finetuning.answers.answer import Answer, protocol_of
 from finetuning.answers.metrics import PRIMARY
 from finetuning.answers.scorecard import difference, scorecard
 from finetuning.answers.subgroups import COLUMNS, subgroups
 from finetuning.cohort.cohort import EVALUATED, TRAIN, VAL, Cohort
-from finetuning.cohort.ledger import data_digest, record_look
+from finetuning.cohort.ledger import digest, look_at
 from finetuning.cohort.predictions import Predictions, Scored
+from finetuning.features.probing import Features, device_cohorts, probe
 from finetuning.power import MIN_PER_CLASS
 from models.probes import intervals
 from models.probes.intervals import verdict
-from utils import storage
-from utils.config.load import flatten
-from utils.config.schema import Config, keys_with
+from utils.config.schema import Config
+from utils.report.tables import CLASSES, TITLES
+from utils.tables import estimate
 
 FORMAT_VERSION = 3
-log = logging.getLogger(__name__)
-CLASSES = ("classification", "ordinal")  # the kinds whose truth is one class
 
 
 @dataclass(frozen=True)
@@ -67,8 +63,8 @@ class Asked:
         counts = [np.unique(c.person[c.fold == fold]) for c in self.cohorts]
         return len(np.unique(np.concatenate(counts))) if fold == EVALUATED else min(map(len, counts))
 
-    def fingerprint(self) -> str:
-        """A hash of all that the answer depends on: checkpoint, protocol, volumes, groups, targets, folds."""
+    def answer(self) -> Answer:
+        """evaluation.json: it depends on checkpoint, protocol, volumes, groups, targets and folds."""
         table = [
             [
                 self.store.index.loc[c.rows, ["checksum", *COLUMNS.values()]].astype(str).to_numpy().tolist(),
@@ -77,19 +73,14 @@ class Asked:
             ]
             for c in self.cohorts
         ]
-        return _digest([FORMAT_VERSION, self.checksum, self._protocol(), table])
+        fingerprint = digest([FORMAT_VERSION, self.checksum, protocol_of(self.cfg), table])
+        return Answer(self.cfg.run.dir, "evaluation", fingerprint)
 
     def look(self, what: str) -> int | None:
         """Count this look in the ledger of the store; None where no test participant is evaluated."""
         if self.cfg.eval.split != "test" and self.cfg.eval.protocol == "official":
             return None
-        data = data_digest(self.store, *self.cohorts)
-        protocol = _digest(self._protocol())
-        return record_look(self.store.url, self.checksum, data, protocol, what, self.cfg.data.storage_options)
-
-    def _protocol(self) -> dict[str, Any]:
-        sections, keys = ("task.", "probe.", "eval."), {*keys_with("identity"), "seed", "train.use_bf16"}
-        return {k: v for k, v in flatten(self.cfg) if k.startswith(sections) or k in keys}
+        return look_at(self.store, self.cohorts, self.checksum, protocol_of(self.cfg), what)
 
 
 @dataclass(frozen=True)
@@ -105,16 +96,14 @@ class Row:
 def answer(
     asked: Asked,
     rows: Sequence[Row],
-    compared: Row,
     words: tuple[str, str],
-    device: Scored | None,
+    features: Features,
     subject: Mapping[str, Any],
     notes: Sequence[str],
-    cautions: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """The content of evaluation.json; the verdict is about the first row against `compared`.
+    """The content of evaluation.json; the verdict is about the first row against the second.
 
-    `words` name the two sides in the verdict; `device`: a probe for the device on the first row's features.
+    `words` name the two sides in the verdict; a probe for the device reads the first row's `features`.
     """
     cfg, samples, seed = asked.cfg, intervals.BOOTSTRAP_SAMPLES, asked.cfg.seed
     first = rows[0].scored.evaluated()
@@ -122,16 +111,18 @@ def answer(
     table = [
         {"name": r.name, "label": r.label, **scorecard(r.scored, samples, seed), **r.facts} for r in rows
     ]
-    mean, ci95, shown = difference(first, compared.scored.evaluated(), samples, seed)
+    devices = device_cohorts(asked.cohorts, asked.store)
+    of_device = scorecard(probe(devices, features).scored, samples, seed) if devices else None
+    mean, ci95, shown = difference(first, rows[1].scored.evaluated(), samples, seed)
     metric = TITLES[PRIMARY[first.kind]]
     is_class = first.kind in CLASSES
     counts = [int((first.truth[:, 0] == c).sum()) for c in range(len(first.names))] if is_class else None
     people = people_of_classes(first) if is_class else None
+    strata = "stratified by class, " if is_class else ""
     is_shown = not ci95[0] <= 0 <= ci95[1]
     few = f"{too_few(people)} for this to count. " if is_shown and too_few(people) else ""
     return {
         "format_version": FORMAT_VERSION,
-        "fingerprint": asked.fingerprint(),
         "title": title(asked, look),
         "subject": dict(subject),
         "kind": first.kind,
@@ -149,36 +140,24 @@ def answer(
         "look": look,
         "rows": table,
         "difference": {
-            "rows": [rows[0].name, compared.name],
+            "rows": [row.name for row in rows[:2]],
             "metric": PRIMARY[first.kind],
             "mean": mean,
             "ci95": list(ci95),
             "could_have_shown": shown,
         },
         "subgroups": subgroups(rows[0].scored, asked.store.index, samples, seed),
-        "device_probe": None if device is None else scorecard(device, samples, seed),
-        "device_sentence": device_sentence(device, samples, seed),
+        "device_probe": of_device,
+        "device_sentence": device_sentence(of_device),
         "verdict": f"{verdict(mean, ci95, *words, metric)} {few}This cohort could have shown {shown:.2f}.",
-        "cautions": [*_cautions(asked, people), *cautions],
+        "cautions": cautions_of(asked, people),
         "notes": [
             *notes,
-            f"Intervals: participant bootstrap, {_strata(is_class)}all units of a person drawn together; "
+            f"Intervals: participant bootstrap, {strata}all units of a person drawn together; "
             f"{samples} resamples, the same for both sides of the difference. A difference that the cohort "
             "could have shown: one of this size is shown in 80 % of such cohorts.",
         ],
     }
-
-
-def known_answer(asked: Asked) -> dict[str, Any] | None:
-    """evaluation.json of the run, where it answers the same question."""
-    path = storage.join(asked.cfg.run.dir, "evaluation.json")
-    if not storage.exists(path):
-        return None
-    known = json.loads(storage.read_text(path))
-    if known["fingerprint"] != asked.fingerprint():
-        return None
-    log.info("%s already answers for this checkpoint and configuration: reused", path)
-    return known
 
 
 def title(asked: Asked, look: int | None) -> str:
@@ -196,20 +175,19 @@ def title(asked: Asked, look: int | None) -> str:
     return f"{column}: {kind}, {asked.people(EVALUATED)} participants; {protocol}; {looks}"
 
 
-def device_sentence(device: Scored | None, samples: int, seed: int) -> str:
-    """What the same features tell of the scanner."""
-    if device is None:
+def device_sentence(card: Mapping[str, Any] | None) -> str:
+    """What the same features tell of the scanner; `card`: the scorecard of a probe for it."""
+    if card is None:
         return "No probe for the device: the training participants have one device alone."
-    entry = scorecard(device, samples, seed)["metrics"]["balanced_accuracy"]
-    num_devices = len(np.unique(device.evaluated().truth))
+    num_devices = sum(any(row) for row in card["confusion"])
     return (
-        f"A probe for the device on the same features: balanced accuracy {entry['value']:.3f} "
-        f"({entry['ci95'][0]:.3f} to {entry['ci95'][1]:.3f}) over {num_devices} devices, chance "
+        "A probe for the device on the same features: balanced accuracy "
+        f"{estimate(card['metrics']['balanced_accuracy'])} over {num_devices} devices, chance "
         f"{1 / num_devices:.3f}."
     )
 
 
-def _cautions(asked: Asked, people: Sequence[int] | None) -> list[str]:
+def cautions_of(asked: Asked, people: Sequence[int] | None) -> list[str]:
     """What weakens the verdict; shown wherever the verdict is."""
     cfg, lines = asked.cfg, []
     if asked.overlap:
@@ -222,12 +200,17 @@ def _cautions(asked: Asked, people: Sequence[int] | None) -> list[str]:
             f"{asked.chosen} was chosen on the evaluated participants (eval.split=val): the numbers are "
             "optimistic."
         )
-    if people is not None and too_few(people):
-        lines.append(
-            f"The smallest class has {min(people)} evaluated participants: below {MIN_PER_CLASS} intervals "
-            "are too narrow, and nothing should be concluded from them."
-        )
-    return lines
+    return lines + few_people(people)
+
+
+def few_people(people: Sequence[int] | None) -> list[str]:
+    """The caution of a table where a class has too few people; empty else."""
+    if people is None or not too_few(people):
+        return []
+    return [
+        f"The smallest class has {min(people)} evaluated participants: below {MIN_PER_CLASS} intervals "
+        "are too narrow, and nothing should be concluded from them."
+    ]
 
 
 def too_few(people: Sequence[int] | None) -> str:
@@ -244,11 +227,3 @@ def people_of_classes(predictions: Predictions) -> list[int]:
     """How many people have a unit of each class."""
     truth = predictions.truth[:, 0]
     return [len(np.unique(predictions.person[truth == c])) for c in range(len(predictions.names))]
-
-
-def _strata(is_class: bool) -> str:
-    return "stratified by class, " if is_class else ""
-
-
-def _digest(value: Any) -> str:
-    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()

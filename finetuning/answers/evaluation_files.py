@@ -9,7 +9,6 @@ with the official splits.
 from __future__ import annotations
 
 import io
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -17,43 +16,28 @@ import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
 
+from finetuning.answers.answer import Answer, Content
 from finetuning.answers.curves import figures
 from finetuning.answers.subgroups import COLUMNS
 from finetuning.cohort.cohort import EVALUATED
 from finetuning.cohort.predictions import Scored
 from utils import storage
+from utils.report.tables import TITLES
+from utils.tables import Table, estimate, number, page
 
-TITLES = {
-    "accuracy": "accuracy",
-    "balanced_accuracy": "balanced accuracy",
-    "macro_f1": "macro F1",
-    "macro_auroc": "macro AUROC",
-    "macro_auprc": "macro AUPRC",
-    "quadratic_kappa": "quadratic kappa",
-    "brier": "Brier",
-    "ece": "ECE",
-    "mae": "MAE",
-    "r2": "R2",
-    "sensitivity": "sensitivity",
-    "specificity": "specificity",
-    "f1": "F1",
-    "auroc": "AUROC",
-    "auprc": "AUPRC",
-}
 Scores = Mapping[str, Scored]  # row's name -> scores
 
 
-def write_evaluation(folder: str, content: Mapping[str, Any], scores: Scores, index: pd.DataFrame) -> None:
-    """Write all files; evaluation.json last, so that where it is the others are."""
+def write_evaluation(answer: Answer, content: Content, scores: Scores, index: pd.DataFrame) -> Content:
+    """Write all files, evaluation.json last; returns its content."""
+    folder = answer.folder
     main = scores[content["rows"][0]["name"]].evaluated()
     pictures = figures(main)
     for name, figure in pictures.items():
         storage.write_bytes(storage.join(folder, "figures", f"{name}.png"), _png(figure))
     table = predictions_table(scores, index)
     storage.write_bytes(storage.join(folder, "predictions.parquet"), _parquet(table))
-    storage.write_text(storage.join(folder, "evaluation.md"), markdown(content, list(pictures)))
-    text = json.dumps(content, indent=1, allow_nan=False) + "\n"
-    storage.write_text(storage.join(folder, "evaluation.json"), text)
+    return answer.write(content, markdown(content, list(pictures)))
 
 
 def predictions_table(scores: Scores, index: pd.DataFrame) -> pd.DataFrame:
@@ -76,66 +60,43 @@ def predictions_table(scores: Scores, index: pd.DataFrame) -> pd.DataFrame:
     return pd.concat(parts, ignore_index=True)
 
 
-def markdown(content: Mapping[str, Any], pictures: Sequence[str] = ()) -> str:
-    """The tables as text; the verdict and what weakens it come first."""
-    lines = [f"# {content['title']}", "", content["verdict"], ""]
-    lines += [f"- **{caution}**" for caution in content["cautions"]] + [f"- {n}" for n in content["notes"]]
-    lines += ["", "## Metrics", ""]
-    names = list(content["rows"][0]["metrics"])
-    rows = [[r["label"], *(_cell(r["metrics"][n]) for n in names)] for r in content["rows"]]
-    lines += _table(["", *(TITLES[n] for n in names)], rows)
-    main = content["rows"][0]
+def tables_of(content: Mapping[str, Any]) -> list[Table]:
+    """The tables of the page: all rows, the classes of the first, its threshold, its subgroups."""
+    main, names = content["rows"][0], list(content["rows"][0]["metrics"])
+    titles = [TITLES[name] for name in names]
+    rows = [[row["label"], *(estimate(row["metrics"][n]) for n in names)] for row in content["rows"]]
+    tables = [Table("Metrics", ["", *titles], rows)]
     if main["by_class"]:
-        lines += ["", f"## By class: {main['label']}", ""]
         counts = content["n_per_class"] or [None] * len(content["names"])
         rows = [
-            [name, _count(counts[c]), *(_cell(part[c]) for part in main["by_class"].values())]
+            [name, number(counts[c], "d"), *(estimate(part[c]) for part in main["by_class"].values())]
             for c, name in enumerate(content["names"])
         ]
-        lines += _table(["class", "units", *(TITLES[n] for n in main["by_class"])], rows)
-    lines += _threshold(main)
+        header = ["class", "units", *(TITLES[name] for name in main["by_class"])]
+        tables.append(Table(f"By class: {main['label']}", header, rows))
+    if chosen := main.get("threshold"):
+        values = ", ".join(map(number, chosen["values"]))
+        rows = [[TITLES[n], estimate(chosen["by_class"][n][1])] for n in ("sensitivity", "specificity")]
+        rows += [[TITLES[n], estimate(chosen["metrics"][n])] for n in ("balanced_accuracy", "macro_f1")]
+        heading = f"{chosen['positive']} from probability {values} on: {chosen['rule']}"
+        tables.append(Table(heading, ["", chosen["positive"]], rows))
     for column, groups in content["subgroups"].items():
-        lines += ["", f"## By {column}", ""]
         rows = [
-            [g["group"], str(g["n_participants"]), str(g["n_units"])]
-            + [_cell(g["metrics"] and g["metrics"][name]) for name in names]
-            for g in groups
+            [group["group"], str(group["n_participants"]), str(group["n_units"])]
+            + [estimate(group["metrics"] and group["metrics"][name]) for name in names]
+            for group in groups
         ]
-        lines += _table([column, "participants", "units", *(TITLES[n] for n in names)], rows)
-        if column == "device":
-            lines += ["", content["device_sentence"]]
-    if pictures:
-        lines += ["", "## Figures", "", *(f"![{name}](figures/{name}.png)" for name in pictures)]
-    return "\n".join(lines) + "\n"
+        note = content["device_sentence"] if column == "device" else ""
+        tables.append(Table(f"By {column}", [column, "participants", "units", *titles], rows, note))
+    return tables
 
 
-def _threshold(main: Mapping[str, Any]) -> list[str]:
-    chosen = main.get("threshold")
-    if not chosen:
-        return []
-    values = ", ".join(f"{value:.3f}" for value in chosen["values"])
-    rows = [[TITLES[name], _cell(chosen["by_class"][name][1])] for name in ("sensitivity", "specificity")]
-    rows += [[TITLES[name], _cell(chosen["metrics"][name])] for name in ("balanced_accuracy", "macro_f1")]
-    title = f"## {chosen['positive']} from probability {values} on: {chosen['rule']}"
-    return ["", title, "", *_table(["", chosen["positive"]], rows)]
-
-
-def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    lines = [header, ["---"] * len(header), *rows]
-    return ["| " + " | ".join(text.replace("|", "\\|") for text in line) + " |" for line in lines]
-
-
-def _cell(entry: Mapping[str, Any] | None) -> str:
-    """A value with its interval; a dash for what does not exist."""
-    if entry is None or entry["value"] is None:
-        return "-"
-    if entry["ci95"] is None:
-        return f"{entry['value']:.3f}"
-    return f"{entry['value']:.3f} ({entry['ci95'][0]:.3f} to {entry['ci95'][1]:.3f})"
-
-
-def _count(number: int | None) -> str:
-    return "-" if number is None else str(number)
+def markdown(content: Mapping[str, Any], pictures: Sequence[str] = ()) -> str:
+    """The tables as text; the verdict and what weakens it come first."""
+    points = [*(f"**{caution}**" for caution in content["cautions"]), *content["notes"]]
+    shown = ["", "## Figures", "", *(f"![{name}](figures/{name}.png)" for name in pictures)]
+    text = page(content["title"], [content["verdict"]], points, tables_of(content))
+    return text + ("\n".join(shown) + "\n" if pictures else "")
 
 
 def _joined(scored: Scored, index: pd.DataFrame, column: str) -> np.ndarray:

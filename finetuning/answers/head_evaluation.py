@@ -15,15 +15,15 @@ from typing import Any
 import numpy as np
 
 from data_setup.store.reader import PreparedStore
-from finetuning.answers.evaluation import Asked, Row, answer, known_answer
+from finetuning.answers.evaluation import Asked, Row, answer
 from finetuning.answers.evaluation_files import write_evaluation
 from finetuning.answers.scorecard import chance_of
-from finetuning.cohort.cohort import EVALUATED, TRAIN, Cohort, read_cohort
+from finetuning.cohort.cohort import EVALUATED, TRAIN, Cohort, count_seen, read_cohort, seen_by_head
 from finetuning.cohort.predictions import Scored
 from finetuning.cohort.source import evaluated_config
 from finetuning.features.kept import KeptFeatures, features_folder
 from finetuning.features.pooled import embed_rows
-from finetuning.features.probing import device_cohorts, of_rows, probe
+from finetuning.features.probing import of_rows
 from finetuning.heads.head_file import Head, open_head, predict_rows
 from utils.config.load import storage_options_of
 from utils.config.schema import Config
@@ -45,7 +45,7 @@ def evaluate_head(wanted: str, overrides: Sequence[str]) -> dict[str, Any]:
     runtime = open_runtime(cfg.train.use_bf16)
     store = PreparedStore.open(cfg.data.store, cfg.data.storage_options, cfg.data.cache_dir)
     asked = _asked(head, cfg, store)
-    known = known_answer(asked)
+    known = asked.answer().known()
     return _evaluate(asked, head, runtime) if known is None else known
 
 
@@ -54,25 +54,9 @@ def _asked(head: Head, cfg: Config, store: PreparedStore) -> Asked:
     cohort = read_cohort(cfg, store)
     if cohort.names != head.names:
         raise UserError(f"{head.url}: expected the labels {list(head.names)}, found {list(cohort.names)}")
-    return Asked(cfg, store, (cohort,), count_seen(head, cfg, cohort), head.checksum, "training")
-
-
-def count_seen(head: Head, cfg: Config, cohort: Cohort) -> int:
-    """How many evaluated participants were seen in any training; UserError unless that is 0 or allowed."""
-    people = head.state["participants"]
-    seen = {"training": people["train"], "encoder's pre-training": head.state["pretraining_participants"]}
-    if cfg.eval.split != "val":  # whom the head was chosen on; with eval.split=val the table says so
-        seen["validation"] = people["val"]
-    evaluated = set(cohort.person[cohort.fold == EVALUATED].tolist())
-    shared = {stage: sorted(evaluated & set(ids)) for stage, ids in seen.items()}
-    for stage, ids in shared.items():
-        if ids and not cfg.eval.allow_overlap:
-            raise UserError(
-                f"{head.url}: expected no participant of split {cfg.eval.split} in its {stage}, found "
-                f"{len(ids)} ({', '.join(ids[:3])}); eval.allow_overlap=true evaluates them all the same, "
-                "and the table says so"
-            )
-    return len({person for ids in shared.values() for person in ids})
+    people = cohort.person[cohort.fold == EVALUATED].tolist()
+    overlap = count_seen(cfg, people, seen_by_head(cfg, head.state), head.url)
+    return Asked(cfg, store, (cohort,), overlap, head.checksum, "training")
 
 
 def _evaluate(asked: Asked, head: Head, runtime: Runtime) -> dict[str, Any]:
@@ -84,15 +68,12 @@ def _evaluate(asked: Asked, head: Head, runtime: Runtime) -> dict[str, Any]:
     facts = {"validation": head.state["validation"]["score"]}
     first = Row("head", f"{head.state['head_kind']} head", Scored((cohort,), (scores,)), facts)
     constant = Row("constant", "one prediction for all", Scored((cohort,), (_constant(cohort),)), {})
-    features = of_rows(asked.rows, _features(head, asked, runtime))
-    of_device, _ = device_cohorts(asked.cohorts, store)
     kind = f"{head.state['head_kind']} head on a {'frozen' if head.is_frozen else 'fine-tuned'} encoder"
     content = answer(
         asked,
         [first, constant],
-        constant,
         ("The head", "one prediction for all"),
-        probe(of_device, features).scored if of_device else None,
+        of_rows(asked.rows, _features(head, asked, runtime)),
         {"name": "head", "url": head.url, "sha256": head.checksum, "encoder": dict(head.state["encoder"])},
         [
             f"The head: {kind} {head.state['encoder']['url']}.",
@@ -103,8 +84,7 @@ def _evaluate(asked: Asked, head: Head, runtime: Runtime) -> dict[str, Any]:
     chance = chance_of(first.scored.evaluated(), cfg.seed)
     content["rows"].append({"name": "permuted", "label": "the head, permuted truth (chance)", **chance})
     scores_of_rows = {row.name: row.scored for row in (first, constant)}
-    write_evaluation(cfg.run.dir, content, scores_of_rows, store.index)
-    return content
+    return write_evaluation(asked.answer(), content, scores_of_rows, store.index)
 
 
 def _features(head: Head, asked: Asked, runtime: Runtime) -> np.ndarray:

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from finetuning.cohort.predictions import Predictions
-from models.probes.intervals import confusion_draws, mean_recall, participant_draws
+from models.probes.intervals import confusion_draws, interval95, mean_recall, participant_draws
 
 NUM_BINS = 15  # of ECE and of the reliability plot
 PRIMARY = {  # the metric that a table is ordered by and a verdict is about
@@ -87,10 +87,7 @@ def bootstrap_counts(predictions: Predictions, samples: int, seed: int) -> np.nd
 def interval(values_S: np.ndarray) -> tuple[float, float] | None:
     """The central 95 % of the resamples in which a metric exists; None where it exists in none."""
     known = values_S[~np.isnan(values_S)]
-    if len(known) == 0:
-        return None
-    low, high = np.quantile(known, [0.025, 0.975])
-    return float(low), float(high)
+    return interval95(known) if len(known) else None
 
 
 def decided(scores_UC: np.ndarray) -> np.ndarray:

@@ -7,12 +7,13 @@ bootstrap over people (finetuning.answers.metrics.bootstrap_counts).
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 from scipy.stats import norm
 
+from finetuning.answers.answer import estimated
 from finetuning.answers.metrics import (
     PRIMARY,
     Measures,
@@ -37,9 +38,13 @@ NUM_ERRORS = float(norm.ppf(0.975) + norm.ppf(0.8))  # standard errors that 80 %
 def metrics_of(values: Measures, draws: Measures) -> dict[str, Any]:
     """{metrics: {name: {value, ci95}}, by_class: {name: one of these a class}}."""
     return {
-        "metrics": {name: _entry(value[0], draws.overall[name]) for name, value in values.overall.items()},
+        "metrics": {
+            name: estimated(value[0], interval(draws.overall[name])) for name, value in values.overall.items()
+        },
         "by_class": {
-            name: [_entry(value, draws.by_class[name][:, c]) for c, value in enumerate(value_1C[0])]
+            name: [
+                estimated(value, interval(draws.by_class[name][:, c])) for c, value in enumerate(value_1C[0])
+            ]
             for name, value_1C in values.by_class.items()
         },
     }
@@ -90,8 +95,7 @@ def chance_of(predictions: Predictions, seed: int) -> dict[str, Any]:
     result = {}
     for name in parts[0]:
         values = np.array([part[name][0] for part in parts])
-        mean = None if np.isnan(values).any() else float(values.mean())
-        result[name] = {"value": mean, "ci95": _pair(interval(values))}
+        result[name] = estimated(values.mean(), interval(values))
     return {"metrics": result}
 
 
@@ -112,23 +116,25 @@ def difference(
     ci95 = interval(draws_S)
     if ci95 is None or math.isnan(value):
         raise ValueError(f"difference: expected {name} to exist, found none: a class has no unit")
-    return value, ci95, could_have_shown(first, second, draws_S)
+    return value, ci95, could_have_shown([first], [second], draws_S)
 
 
-def could_have_shown(first: Predictions, second: Predictions, draws_S: np.ndarray) -> float:
-    """The one place that says how small a difference of the primary metric would have been shown.
+def could_have_shown(
+    first: Sequence[Predictions], second: Sequence[Predictions], draws_S: np.ndarray
+) -> float:
+    """The one place that says how small a difference of the primary metric, of two means over seeds, would
+    have been shown with 80 % power at the 5 % level; before correction for many pairs.
 
     Balanced accuracy: finetuning.power, from the units of each class and how often exactly one side is right.
-    Others, and several units of a person, which agree: 2.8 standard errors of the resampled difference, which
-    80 % power at the 5 % level takes.
+    Others, and several units of a person, which agree: 2.8 standard errors of the resampled difference.
     """
-    is_one_each = len(np.unique(first.person)) == len(first.person)
-    if PRIMARY[first.kind] != "balanced_accuracy" or not is_one_each:
+    is_one_each = len(np.unique(first[0].person)) == len(first[0].person)
+    if PRIMARY[first[0].kind] != "balanced_accuracy" or not is_one_each:
         return float(NUM_ERRORS * np.nanstd(draws_S))
-    labels = first.truth[:, 0]
-    counts = [int(np.sum(labels == c)) for c in np.unique(labels)]
-    disagreement = pilot_disagreement(labels, decided(first.scores), decided(second.scores))
-    return smallest_difference(counts, disagreement)
+    labels_U = first[0].truth[:, 0]
+    right = [np.mean([decided(p.scores) == labels_U for p in seeds], axis=0) for seeds in (first, second)]
+    counts = [int(np.sum(labels_U == c)) for c in np.unique(labels_U)]
+    return smallest_difference(counts, pilot_disagreement(labels_U, *right))
 
 
 def _threshold(scored: Scored, predictions: Predictions, counts: np.ndarray) -> dict[str, Any] | None:
@@ -146,13 +152,3 @@ def _threshold(scored: Scored, predictions: Predictions, counts: np.ndarray) -> 
         "values": values,
         **metrics_of(*measured),
     }
-
-
-def _entry(value: float, draws_S: np.ndarray) -> Mapping[str, Any]:
-    if math.isnan(value):
-        return {"value": None, "ci95": None}
-    return {"value": float(value), "ci95": _pair(interval(draws_S))}
-
-
-def _pair(ci95: tuple[float, float] | None) -> list[float] | None:
-    return None if ci95 is None else list(ci95)

@@ -38,11 +38,7 @@ class Cell:
         return float(np.mean(self.val_scores))
 
 
-@dataclass(frozen=True)
-class Answer:
-    """The cells of a column of one row."""
-
-    cells: Mapping[str, Cell]
+Cells = Mapping[str, Cell]  # of a column of one row
 
 
 @dataclass(frozen=True)
@@ -57,23 +53,23 @@ class Answers:
         name = hashlib.sha256(text.encode()).hexdigest()[:32]
         return storage.join(self.folder, "answers", f"{name}.npz")
 
-    def read(self, identity: str, column: str) -> Answer | None:
+    def read(self, identity: str, column: str) -> Cells | None:
         """The kept answer; None where there is none, or a damaged file."""
         url = self.url(identity, column)
         if not storage.exists(url):
             return None
         try:
             with np.load(io.BytesIO(storage.read_bytes(url)), allow_pickle=False) as content:
-                return _answer_of(dict(content))
+                return _cells_of(dict(content))
         except (zipfile.BadZipFile, ValueError, EOFError, KeyError) as error:
             log.warning("%s: damaged (%s); it is computed again", url, error)
             return None
 
-    def write(self, identity: str, column: str, answer: Answer) -> None:
+    def write(self, identity: str, column: str, answer: Cells) -> None:
         """Keep an answer."""
         arrays: dict[str, np.ndarray] = {}
         cells = []
-        for number, (name, cell) in enumerate(answer.cells.items()):
+        for number, (name, cell) in enumerate(answer.items()):
             of_seeds = [
                 {"kind": p.kind, "names": p.names, "val": val}
                 for p, val in zip(cell.predictions, cell.val_scores, strict=True)
@@ -88,7 +84,7 @@ class Answers:
         storage.write_bytes(self.url(identity, column), buffer.getvalue())
 
 
-def _answer_of(content: Mapping[str, np.ndarray]) -> Answer:
+def _cells_of(content: Mapping[str, np.ndarray]) -> Cells:
     about = json.loads(str(content["about"]))
     cells = {}
     for number, cell in enumerate(about["cells"]):
@@ -100,4 +96,4 @@ def _answer_of(content: Mapping[str, np.ndarray]) -> Answer:
         ]
         vals = tuple(of["val"] for of in cell["seeds"])
         cells[cell["name"]] = Cell(tuple(predictions), vals, cell["participants"])
-    return Answer(cells)
+    return cells

@@ -14,21 +14,14 @@ from itertools import combinations
 
 import numpy as np
 
+from finetuning.answers.answer import Estimate, estimated
 from finetuning.answers.metrics import PRIMARY, bootstrap_counts, decided, interval, measure, observed
-from finetuning.answers.scorecard import NUM_ERRORS
+from finetuning.answers.scorecard import could_have_shown
 from finetuning.cohort.predictions import Predictions
-from finetuning.power import ALPHA, smallest_difference
+from finetuning.power import ALPHA
 from models.probes.intervals import confusion_draws, mean_recall
 
 RESAMPLES_PER_PAIR = 100  # at least, or Holm's smallest possible p could never be below .05
-
-
-@dataclass(frozen=True)
-class Estimate:
-    """The primary metric of a row, mean over its seeds; None where it does not exist."""
-
-    value: float | None
-    ci95: tuple[float, float] | None
 
 
 @dataclass(frozen=True)
@@ -50,12 +43,10 @@ class Comparison:
 
 
 def estimate(seeds: Sequence[Predictions], samples: int, seed: int) -> Estimate:
-    """Mean over seeds, with the interval of the mean under shared resamples."""
-    values = [float(observed(p).overall[PRIMARY[p.kind]][0]) for p in seeds]
-    if not np.isfinite(values).all():
-        return Estimate(None, None)
+    """The primary metric, mean over seeds, with the interval of the mean under shared resamples."""
+    value = float(np.mean([observed(p).overall[PRIMARY[p.kind]][0] for p in seeds]))
     counts = bootstrap_counts(seeds[0], samples, seed)
-    return Estimate(float(np.mean(values)), interval(mean_draws(seeds, counts)))
+    return estimated(value, interval(mean_draws(seeds, counts)))
 
 
 def mean_draws(seeds: Sequence[Predictions], counts_SU: np.ndarray) -> np.ndarray:
@@ -110,25 +101,6 @@ def holm(p_values: Sequence[float]) -> list[float]:
         highest = max(highest, min(1.0, (len(p_values) - rank) * p_values[number]))
         adjusted[number] = highest
     return adjusted
-
-
-def could_have_shown(
-    first: Sequence[Predictions], second: Sequence[Predictions], draws_S: np.ndarray
-) -> float:
-    """The smallest difference of two means over seeds that these units show with 80 % power.
-
-    Balanced accuracy: finetuning.power with the disagreement of these rows; other metrics, and several units
-    of a person: from the spread of the resampled difference. Before correction for many pairs.
-    """
-    is_one_each = len(np.unique(first[0].person)) == len(first[0].person)
-    if PRIMARY[first[0].kind] != "balanced_accuracy" or not is_one_each:
-        return float(NUM_ERRORS * np.nanstd(draws_S))
-    labels_U = first[0].truth[:, 0]
-    right = [np.mean([decided(p.scores) == labels_U for p in seeds], axis=0) for seeds in (first, second)]
-    squared_U = (right[0] - right[1]) ** 2
-    classes = np.unique(labels_U)
-    disagreement = float(np.mean([squared_U[labels_U == c].mean() for c in classes]))
-    return smallest_difference([int(np.sum(labels_U == c)) for c in classes], disagreement)
 
 
 def _primary_draws(predictions: Predictions, counts_SU: np.ndarray) -> np.ndarray:

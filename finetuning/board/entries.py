@@ -11,21 +11,18 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 import numpy as np
-from sklearn.decomposition import PCA
 from torch import nn
 
 from data_setup.store.reader import PreparedStore
 from finetuning.board.slices import SliceEncoder
-from finetuning.cohort.cohort import EVALUATED, TRAIN, Cohort
+from finetuning.cohort.cohort import EVALUATED, Cohort
 from finetuning.cohort.source import Source, check_fit, open_source
 from finetuning.features.kept import KeptFeatures, features_folder
-from finetuning.features.pooled import device_features, pretrained_encoder, random_encoder, raw_features
-from finetuning.features.probing import Features
+from finetuning.features.pooled import pretrained_encoder, random_encoder
+from finetuning.features.probing import Features, baselines, of_rows
 from utils.config.schema import Config
 from utils.errors import UserError
 from utils.runtime.single import Runtime
-
-MAX_COMPONENTS = 256  # of the raw-voxel PCA
 
 
 @dataclass(frozen=True)
@@ -66,8 +63,7 @@ class Volumes:
 
         @cache
         def features() -> Features:
-            table = compute(self.rows)
-            return lambda cohort: table[np.searchsorted(self.rows, cohort.rows)]
+            return of_rows(self.rows, compute(self.rows))
 
         return features
 
@@ -149,25 +145,13 @@ def architecture(cfg: Config) -> str:
 
 def baseline_entries(volumes: Volumes) -> list[Entry]:
     """Rows without an encoder: raw-voxel PCA, mean A-scan profile, device one-hot."""
-    store = volumes.store
+    rows = baselines(volumes.cfg, volumes.store, volumes.rows, volumes.runtime)
 
-    @cache
-    def raw() -> tuple[np.ndarray, np.ndarray]:
-        return raw_features(volumes.cfg, store, volumes.rows, volumes.runtime)
+    def entry(name: str) -> Entry:
+        label, features = rows[name]
+        return Entry(name, label, name, lambda: features)
 
-    voxels = volumes.lookup(lambda rows: raw()[0])
-
-    def components() -> Features:
-        return lambda cohort: _principal(voxels()(cohort), cohort)
-
-    def device() -> Features:
-        return lambda cohort: device_features(store, cohort.rows, cohort.rows[cohort.fold == TRAIN])
-
-    return [
-        Entry("voxel_pca", "raw-voxel PCA", "voxel_pca", components),
-        Entry("ascan_profile", "mean A-scan profile", "ascan_profile", volumes.lookup(lambda rows: raw()[1])),
-        Entry("device", "device one-hot", "device", device),
-    ]
+    return [entry(name) for name in rows]
 
 
 def slice_entry(volumes: Volumes, folder: str) -> Entry:
@@ -195,10 +179,3 @@ def kept_features(volumes: Volumes, encoder: Encoder) -> KeptFeatures:
     return KeptFeatures(
         encoder.module, encoder.cfg, volumes.store, volumes.runtime, features_folder(encoder.cfg)
     )
-
-
-def _principal(voxels_nV: np.ndarray, cohort: Cohort) -> np.ndarray:
-    """Principal components of the training volumes."""
-    is_train = cohort.fold == TRAIN
-    count = min(MAX_COMPONENTS, int(is_train.sum()) - 1, voxels_nV.shape[1])
-    return PCA(count, random_state=0).fit(voxels_nV[is_train]).transform(voxels_nV)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import csv
 import io
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,20 +17,53 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from finetuning.answers.evaluation import people_of_classes, too_few
+from data_setup.store.reader import PreparedStore
+from finetuning.answers.answer import Estimate
+from finetuning.answers.evaluation import few_people, people_of_classes, too_few
 from finetuning.answers.metrics import PRIMARY
+from finetuning.board.answers import Cells
 from finetuning.board.columns import DEVICES, LINEAR, LOW_SHOT
-from finetuning.board.comparison import Comparison, Estimate, compare, estimate
-from finetuning.board.rows import Board, Row
-from finetuning.cohort.cohort import EVALUATED, TRAIN, VAL
-from finetuning.power import ALPHA, MIN_PER_CLASS
+from finetuning.board.comparison import Comparison, compare, estimate
+from finetuning.board.entries import Entry
+from finetuning.cohort.cohort import EVALUATED, TRAIN, VAL, Cohort
+from finetuning.power import ALPHA
 from models.probes import intervals
 from utils import storage
+from utils.config.schema import Config
 from utils.report.pictures import png_data
-from utils.report.tables import Table
+from utils.tables import NONE, Table, interval, number, page, two_cells, with_interval
 
-NO_ENCODER = "-"
+HERE = Path(__file__).parent
 TABLE_COLUMNS = (LOW_SHOT, DEVICES)  # that have a table of their own
+
+
+@dataclass(frozen=True)
+class Row:
+    """A row with its answers by column."""
+
+    entry: Entry
+    answers: Mapping[str, Cells]
+
+    @property
+    def val(self) -> float:
+        """What the table is ordered by with the official splits."""
+        return self.answers[LINEAR][LINEAR].val
+
+
+@dataclass(frozen=True)
+class Board:
+    """All that the pages are made of; rows are in the order of validation, in crossfit by name."""
+
+    cfg: Config
+    store: PreparedStore
+    cohorts: list[Cohort]
+    seeds: list[int]
+    columns: list[str]
+    rows: list[Row]
+    notes: list[str]
+    look: int
+    is_new_look: bool  # whether this command computed anything
+    folder: str
 
 
 @dataclass(frozen=True)
@@ -46,7 +80,7 @@ def write_pages(board: Board) -> str:
     tables = tables_of(board, results)
     figure = draw(board, results)
     lines = sentences(board, results)
-    text = markdown(board, tables, lines)
+    text = page(f"Leaderboard: {board.cfg.task.label_column}", lines, [], tables)
     storage.write_text(storage.join(board.folder, "leaderboard.md"), text)
     storage.write_text(storage.join(board.folder, "leaderboard.csv"), csv_text(board, results))
     storage.write_text(storage.join(board.folder, "leaderboard.html"), html(board, tables, lines, figure))
@@ -63,11 +97,11 @@ def results_of(board: Board) -> Results:
         (row.entry.label, name): estimate(cell.predictions, samples, seed)
         for row in board.rows
         for answer in row.answers.values()
-        for name, cell in answer.cells.items()
+        for name, cell in answer.items()
     }
     predictions = {
         column: {
-            row.entry.label: row.answers[column].cells[column].predictions
+            row.entry.label: row.answers[column][column].predictions
             for row in board.rows
             if column in row.answers
         }
@@ -135,9 +169,9 @@ def verdicts(board: Board, results: Results) -> list[str]:
         if c.column != LINEAR or pair[0] not in of_kind["checkpoint"] or pair[1] not in of_kind["random"]:
             continue
         sign = 1 if pair[0] == c.first else -1
-        low, high = sorted(sign * bound for bound in c.ci95)
+        ends = sorted(sign * bound for bound in c.ci95)
         lines.append(
-            f"{pair[0]} - {pair[1]}: {sign * c.value:+.3f} ({low:+.3f} to {high:+.3f}), "
+            f"{pair[0]} - {pair[1]}: {with_interval(sign * c.value, ends, '+.3f')}, "
             f"{_shown(c, board)} (p after Holm {c.p_holm:.4f}); "
             f"could have shown {c.could_have_shown:.3f}."
         )
@@ -148,7 +182,7 @@ def _people(board: Board) -> list[int] | None:
     """Evaluated people of each class; None without classes."""
     if board.cohorts[0].kind not in ("classification", "ordinal"):
         return None
-    return people_of_classes(board.rows[0].answers[LINEAR].cells[LINEAR].predictions[0])
+    return people_of_classes(board.rows[0].answers[LINEAR][LINEAR].predictions[0])
 
 
 def _shown(comparison: Comparison, board: Board) -> str:
@@ -161,13 +195,7 @@ def _shown(comparison: Comparison, board: Board) -> str:
 
 def cautions(board: Board) -> list[str]:
     """What weakens the table."""
-    lines = []
-    people = _people(board)
-    if people is not None and too_few(people):
-        lines.append(
-            f"The smallest class has {min(people)} evaluated participants: below {MIN_PER_CLASS} intervals "
-            "are too narrow, and nothing should be concluded from them."
-        )
+    lines = few_people(_people(board))
     if board.cfg.eval.split == "val" and board.cfg.eval.protocol == "official":
         lines.append("Rows were chosen on the evaluated participants (eval.split=val): they are optimistic.")
     return lines
@@ -194,28 +222,24 @@ def _main_table(board: Board, results: Results) -> Table:
         texts = [row.entry.label]
         for column in columns:
             if column not in row.answers:
-                texts += [NO_ENCODER] * 3
+                texts += [NONE] * 3
                 continue
-            cell = row.answers[column].cells[column]
+            cell = row.answers[column][column]
             one = results.estimates[row.entry.label, column]
-            texts += [f"{cell.val:.3f}", _value(one), _interval(one)]
+            texts += [number(cell.val), *two_cells(one)]
         rows.append(texts)
-    note = (
-        f"{NO_ENCODER}: not asked for, or no encoder to train on from."
-        if any(NO_ENCODER in r for r in rows)
-        else ""
-    )
+    note = f"{NONE}: not asked for, or no encoder to train on from." if any(NONE in r for r in rows) else ""
     title = "Rows by validation" if board.cfg.eval.protocol == "official" else "Rows by name"
     return Table(title, header, rows, note)
 
 
 def _low_shot_table(board: Board, results: Results) -> Table:
-    cells = board.rows[0].answers[LOW_SHOT].cells
+    cells = board.rows[0].answers[LOW_SHOT]
     names = list(cells)
     header = [f"{name} ({cells[name].participants})" for name in names]
-    whole = board.rows[0].answers[LINEAR].cells[LINEAR].participants
+    whole = board.rows[0].answers[LINEAR][LINEAR].participants
     rows = [
-        [row.entry.label, *(_value(results.estimates[row.entry.label, n]) for n in [*names, LINEAR])]
+        [row.entry.label, *(number(results.estimates[row.entry.label, n]["value"]) for n in [*names, LINEAR])]
         for row in board.rows
     ]
     return Table(
@@ -232,31 +256,31 @@ def _pair_table(board: Board, results: Results) -> Table:
         [
             c.column,
             f"{c.first} - {c.second}",
-            f"{c.value:+.3f}",
-            f"{c.ci95[0]:+.3f} to {c.ci95[1]:+.3f}",
-            f"{c.p:.4f}",
-            f"{c.p_holm:.4f}",
+            number(c.value, "+.3f"),
+            interval(c.ci95, "+.3f"),
+            number(c.p, ".4f"),
+            number(c.p_holm, ".4f"),
             _shown(c, board),
-            f"{c.could_have_shown:.3f}",
+            number(c.could_have_shown),
         ]
         for c in ranked
     ]
     header = ["column", "pair", "difference", "95 % interval", "p", "p (Holm)", "", "could have shown"]
     note = "Paired over participants; intervals are of each pair alone, p (Holm) is corrected for all pairs."
-    bold = tuple(number for number, c in enumerate(ranked) if c.shown)
+    bold = tuple(place for place, c in enumerate(ranked) if c.shown)
     return Table("Differences of all pairs", header, rows, note, bold)
 
 
 def _device_tables(board: Board, results: Results) -> list[Table]:
     """Leave one device out, then train device x test device of every row."""
-    names = {name for row in board.rows for name in row.answers[DEVICES].cells}
+    names = {name for row in board.rows for name in row.answers[DEVICES]}
     left_out = sorted(name for name in names if name.startswith("without "))
     crossed = sorted({tuple(name.split(" on ")) for name in names if " on " in name})
     trained, tested = (sorted({pair[side] for pair in crossed}) for side in (0, 1))
 
     def texts(row: Row, cells: list[str]) -> list[str]:
         known = (results.estimates.get((row.entry.label, name)) for name in cells)
-        return ["-" if one is None else _value(one) for one in known]
+        return [NONE if one is None else number(one["value"]) for one in known]
 
     tables = []
     if left_out:
@@ -274,17 +298,6 @@ def _device_tables(board: Board, results: Results) -> list[Table]:
     return tables
 
 
-def markdown(board: Board, tables: list[Table], lines: list[str]) -> str:
-    """The whole leaderboard as Markdown."""
-    parts = [f"# Leaderboard: {board.cfg.task.label_column}", *lines]
-    for table in tables:
-        cells = [[text.replace("|", "\\|") for text in row] for row in [table.header, *table.rows]]
-        rule = ["---", *["---:"] * (len(table.header) - 1)]
-        body = "\n".join(f"| {' | '.join(row)} |" for row in [cells[0], rule, *cells[1:]])
-        parts += [f"## {table.title}", *([table.note] if table.note else []), body]
-    return "\n\n".join(parts) + "\n"
-
-
 def csv_text(board: Board, results: Results) -> str:
     """One line a cell: value, interval, validation, seeds and training participants."""
     buffer = io.StringIO()
@@ -293,10 +306,10 @@ def csv_text(board: Board, results: Results) -> str:
     writer.writerow(header.split())
     for row in board.rows:
         for answer in row.answers.values():
-            for name, cell in answer.cells.items():
+            for name, cell in answer.items():
                 one = results.estimates[row.entry.label, name]
-                low, high = one.ci95 or ("", "")
-                value = "" if one.value is None else one.value
+                low, high = one["ci95"] or ("", "")
+                value = "" if one["value"] is None else one["value"]
                 fixed = [len(cell.predictions), cell.participants, board.look]
                 writer.writerow([row.entry.label, name, value, low, high, cell.val, *fixed])
     return buffer.getvalue()
@@ -305,7 +318,9 @@ def csv_text(board: Board, results: Results) -> str:
 def html(board: Board, tables: list[Table], lines: list[str], figure: Figure) -> str:
     """The page, with its figure inside."""
     template = Environment(
-        loader=FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=StrictUndefined
+        loader=FileSystemLoader([HERE, HERE.parents[1] / "utils" / "report"]),
+        autoescape=True,
+        undefined=StrictUndefined,
     ).get_template("page.html.j2")
     return template.render(
         title=f"Leaderboard: {board.cfg.task.label_column}",
@@ -325,15 +340,15 @@ def draw(board: Board, results: Results) -> Figure:
     labels = [row.entry.label for row in board.rows]
     metric = PRIMARY[board.cohorts[0].kind].replace("_", " ")
     columns = main_columns(board)
-    for number, column in enumerate(columns):
-        shift = 0.16 * (number - (len(columns) - 1) / 2)
+    for nth, column in enumerate(columns):
+        shift = 0.16 * (nth - (len(columns) - 1) / 2)
         for place, label in enumerate(labels):
             one = results.estimates.get((label, column))
-            if one is None or one.value is None or one.ci95 is None:
+            if one is None or one["value"] is None or one["ci95"] is None:
                 continue
-            axes[0].plot(one.ci95, [place + shift] * 2, color=f"C{number}", linewidth=1.4)
+            axes[0].plot(one["ci95"], [place + shift] * 2, color=f"C{nth}", linewidth=1.4)
             name = column if place == 0 else None
-            axes[0].plot(one.value, place + shift, "o", color=f"C{number}", markersize=4.5, label=name)
+            axes[0].plot(one["value"], place + shift, "o", color=f"C{nth}", markersize=4.5, label=name)
     axes[0].set_yticks(range(len(labels)), labels, fontsize="small")
     axes[0].invert_yaxis()
     axes[0].set_xlabel(f"{metric}, split {board.cfg.eval.split}", fontsize="small")
@@ -351,26 +366,18 @@ def draw(board: Board, results: Results) -> Figure:
 
 
 def _draw_curves(axis: Axes, board: Board, results: Results, metric: str) -> None:
-    shares = [*board.rows[0].answers[LOW_SHOT].cells, LINEAR]
-    for number, row in enumerate(board.rows):
-        cells = {**row.answers[LOW_SHOT].cells, **row.answers[LINEAR].cells}
+    shares = [*board.rows[0].answers[LOW_SHOT], LINEAR]
+    for nth, row in enumerate(board.rows):
+        cells = {**row.answers[LOW_SHOT], **row.answers[LINEAR]}
         people = sorted(cells[name].participants for name in shares)
-        values = [results.estimates[row.entry.label, name].value for name in shares]
+        values = [results.estimates[row.entry.label, name]["value"] for name in shares]
         known = [(p, v) for p, v in zip(people, values, strict=True) if v is not None]
-        style = "-" if number < 10 else "--"
+        style = "-" if nth < 10 else "--"
         points = zip(*known, strict=True)
-        axis.plot(*points, style, marker="o", color=f"C{number % 10}", markersize=3, label=row.entry.label)
+        axis.plot(*points, style, marker="o", color=f"C{nth % 10}", markersize=3, label=row.entry.label)
     axis.set_xscale("log")
     axis.set_xticks(people, [str(count) for count in people])
     axis.minorticks_off()
     axis.set_xlabel("training participants", fontsize="small")
     axis.set_ylabel(metric, fontsize="small")
     axis.legend(fontsize="x-small", frameon=False)
-
-
-def _value(one: Estimate) -> str:
-    return "-" if one.value is None else f"{one.value:.3f}"
-
-
-def _interval(one: Estimate) -> str:
-    return "-" if one.ci95 is None else f"{one.ci95[0]:.3f} to {one.ci95[1]:.3f}"

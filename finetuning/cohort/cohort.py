@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -112,14 +113,30 @@ def crossfit_cohorts(cfg: Config, store: PreparedStore, seen: Collection[str]) -
 
 def count_overlap(cfg: Config, cohort: Cohort, participants_seen: Iterable[str], url: str) -> int:
     """How many evaluated participants the checkpoint saw; UserError unless that is 0 or allowed."""
-    shared = np.intersect1d(cohort.person[cohort.fold == EVALUATED], sorted(participants_seen))
-    if len(shared) and not cfg.eval.allow_overlap:
-        raise UserError(
-            f"{url}: expected no participant of split {cfg.eval.split} in its pre-training, found "
-            f"{len(shared)} ({', '.join(shared[:3])}); eval.allow_overlap=true evaluates them all the same, "
-            "and the table says so"
-        )
-    return len(shared)
+    people = cohort.person[cohort.fold == EVALUATED].tolist()
+    return count_seen(cfg, people, {"pre-training": participants_seen}, url)
+
+
+def count_seen(cfg: Config, people: Iterable[str], seen: Mapping[str, Iterable[str]], url: str) -> int:
+    """How many evaluated people were seen in a training, by its name; UserError unless 0 or allowed."""
+    shared = {stage: sorted(set(people) & set(ids)) for stage, ids in seen.items()}
+    for stage, ids in shared.items():
+        if ids and not cfg.eval.allow_overlap:
+            raise UserError(
+                f"{url}: expected no participant of split {cfg.eval.split} in its {stage}, found "
+                f"{len(ids)} ({', '.join(ids[:3])}); eval.allow_overlap=true evaluates them all the same, "
+                "and the table says so"
+            )
+    return len({person for ids in shared.values() for person in ids})
+
+
+def seen_by_head(cfg: Config, state: Mapping[str, Any]) -> dict[str, list[str]]:
+    """Whom a head's file says that a training saw; with eval.split=val those that it was chosen on are
+    evaluated, and the table says so.
+    """
+    people = state["participants"]
+    seen = {"training": people["train"], "encoder's pre-training": state["pretraining_participants"]}
+    return seen | ({"validation": people["val"]} if cfg.eval.split != "val" else {})
 
 
 def deal_over_people(person_U: np.ndarray, rng: np.random.Generator) -> np.ndarray:

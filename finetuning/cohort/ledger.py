@@ -62,6 +62,19 @@ def count_looks(folder: str, data_digest: str, options: StorageOptions | None = 
     return sum(one["data"] == data_digest for one in looks)
 
 
+def look_at(
+    store: PreparedStore, cohorts: Sequence[Cohort], checkpoint_checksum: str, protocol: object, what: str
+) -> int:
+    """Record a look at the evaluated folds of the cohorts, judged by `protocol`, plain values."""
+    data = data_digest(store, *cohorts)
+    return record_look(store.url, checkpoint_checksum, data, digest(protocol), what, store.options)
+
+
+def digest(value: object) -> str:
+    """SHA-256 of plain values."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()
+
+
 def data_digest(store: PreparedStore, *cohorts: Cohort) -> str:
     """What the evaluated folds of the cohorts are: a hash of their volumes, targets and persons."""
     volumes: list[tuple[str, str, list[float]]] = []
@@ -70,8 +83,7 @@ def data_digest(store: PreparedStore, *cohorts: Cohort) -> str:
         checksums = store.index.loc[cohort.rows[chosen], "checksum"].tolist()
         people, targets = cohort.person[chosen].tolist(), cohort.target[chosen].tolist()
         volumes += zip(checksums, people, targets, strict=True)
-    text = json.dumps([cohorts[0].kind, cohorts[0].names, sorted(volumes)])
-    return hashlib.sha256(text.encode()).hexdigest()
+    return digest([cohorts[0].kind, cohorts[0].names, sorted(volumes)])
 
 
 def _parse(path: str, number: int, line: str) -> dict[str, str | int]:

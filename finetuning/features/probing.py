@@ -8,16 +8,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 
 import numpy as np
+from sklearn.decomposition import PCA
 
 from data_setup.store.reader import PreparedStore
 from finetuning.cohort.cohort import EVALUATED, TRAIN, VAL, Cohort, deal_over_people
 from finetuning.cohort.predictions import Scored
+from finetuning.features.pooled import device_features, raw_features
 from models.probes.participants import Fitted, Fold, fit_logistic, fit_ridge, require_disjoint
+from models.probes.tokens import DensePrediction, Rows, ridge_rows
+from utils.config.schema import Config
 from utils.errors import UserError
+from utils.runtime.single import Runtime
 
 RANDOM_SEEDS = 3  # random initialisations to compare with
+MAX_COMPONENTS = 256  # of the raw-voxel PCA
 Features = Callable[[Cohort], np.ndarray]  # [n, F] in the order of the cohort's rows
 
 
@@ -49,6 +56,31 @@ def probe(cohorts: Sequence[Cohort], features: Features) -> Probed:
         float(np.mean([part.val_score for part in fitted])),
         width,
     )
+
+
+def baselines(
+    cfg: Config, store: PreparedStore, rows: np.ndarray, runtime: Runtime
+) -> dict[str, tuple[str, Features]]:
+    """name -> (label, features) of what needs no encoder; `rows`: all that will be asked for, ascending."""
+
+    @cache
+    def raw() -> tuple[np.ndarray, np.ndarray]:
+        return raw_features(cfg, store, rows, runtime)
+
+    def components(cohort: Cohort) -> np.ndarray:
+        """The principal components of the training fold."""
+        is_train, voxels = cohort.fold == TRAIN, of_rows(rows, raw()[0])(cohort)
+        count = min(MAX_COMPONENTS, int(is_train.sum()) - 1, voxels.shape[1])
+        return PCA(count, random_state=0).fit(voxels[is_train]).transform(voxels)
+
+    return {
+        "voxel_pca": ("raw-voxel PCA", components),
+        "ascan_profile": ("mean A-scan profile", lambda cohort: of_rows(rows, raw()[1])(cohort)),
+        "device": (
+            "device one-hot",
+            lambda cohort: device_features(store, cohort.rows, cohort.rows[cohort.fold == TRAIN]),
+        ),
+    }
 
 
 def best_in_each_fold(arms: Sequence[Sequence[float]]) -> list[int]:
@@ -83,6 +115,17 @@ def join_folds(parts: Sequence[Probed]) -> Probed:
     )
 
 
+def ridge_by_fold(
+    features_nF: np.ndarray, targets_nL: np.ndarray, person: np.ndarray, fold: np.ndarray
+) -> DensePrediction:
+    """Ridge regression of the evaluated fold, by the protocol of models.probes.tokens."""
+    train, val, evaluated = (
+        Rows(features_nF[fold == one], targets_nL[fold == one], person[fold == one])
+        for one in (TRAIN, VAL, EVALUATED)
+    )
+    return ridge_rows(train, val, evaluated)
+
+
 def of_rows(rows: np.ndarray, values_nF: np.ndarray) -> Features:
     """Features of store rows, ascending, for any cohort of them."""
     return lambda cohort: values_nF[np.searchsorted(rows, cohort.rows)]
@@ -109,20 +152,19 @@ def permuted(cohort: Cohort, seed: int) -> Cohort:
     return replace(cohort, target=target)
 
 
-def device_cohorts(cohorts: Sequence[Cohort], store: PreparedStore) -> tuple[list[Cohort], int]:
-    """The same folds with the device as the class, a unit for each person and device; volumes left out.
+def device_cohorts(cohorts: Sequence[Cohort], store: PreparedStore) -> list[Cohort]:
+    """The same folds with the device as the class, a unit for each person and device.
 
     Volumes whose device the training fold lacks are left out; empty where fewer than two devices are in
     the training, or any in another fold.
     """
-    parts, num_lost = [], 0
+    parts = []
     names = tuple(
         sorted(set(store.index.loc[np.concatenate([c.rows for c in cohorts]), "device"].fillna("unknown")))
     )
     for cohort in cohorts:
         device = store.index.loc[cohort.rows, "device"].fillna("unknown").to_numpy(str)
         known = np.isin(device, np.unique(device[cohort.fold == TRAIN]))
-        num_lost += int((~known & (cohort.fold == EVALUATED)).sum())
         part = Cohort(
             "classification",
             names,
@@ -134,9 +176,9 @@ def device_cohorts(cohorts: Sequence[Cohort], store: PreparedStore) -> tuple[lis
         )
         devices = len(np.unique(part.target[part.fold == TRAIN]))
         if devices < 2 or not all((part.fold == fold).any() for fold in (VAL, EVALUATED)):
-            return [], num_lost
+            return []
         parts.append(part)
-    return parts, num_lost
+    return parts
 
 
 def _fit(cohort: Cohort, features_nF: np.ndarray) -> list[Fitted]:

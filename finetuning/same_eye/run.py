@@ -9,13 +9,12 @@ as they are and less the mean of their device over the training fold:
     thickness   (a phantom) R2 of layer thickness by ridge, and the ICC of what it predicts over devices
 and the ICC of every output of a head. Rows beside them: the device alone (planted: must be 0), random
 initialisation, and on a phantom the truth. Features are standardised on the training fold. Intervals
-resample participants; neighbours stay. People that training saw are an error, as in finetuning.evaluate. Each
-run is a look at the test participants (finetuning/cohort/ledger.py).
+resample participants; neighbours stay. People that training saw are an error, as in finetuning.evaluate.
+A new answer is a look at the test participants (finetuning/cohort/ledger.py).
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -25,13 +24,14 @@ from sklearn.preprocessing import StandardScaler
 
 from data_setup.phantom.truth_tokens import read_truth_file
 from data_setup.store.reader import PreparedStore
-from finetuning.cohort import source
-from finetuning.cohort.cohort import EVALUATED, TRAIN, VAL
+from finetuning.answers.answer import Answer, Content, protocol_of
+from finetuning.cohort.cohort import EVALUATED, TRAIN, VAL, Cohort, count_seen, seen_by_head
+from finetuning.cohort.ledger import digest, look_at
 from finetuning.cohort.source import check_fit, evaluated_config
-from finetuning.dense.folds import DenseVolumes, count_look
 from finetuning.dense.head import require_same_grid
 from finetuning.features.kept import KeptFeatures, features_folder
 from finetuning.features.pooled import pretrained_encoder, random_encoder
+from finetuning.features.probing import ridge_by_fold
 from finetuning.heads.head_file import Head, open_head, predict_rows
 from finetuning.same_eye.eyes import Eyes, choose_eyes
 from finetuning.same_eye.measures import icc, nearest
@@ -39,14 +39,10 @@ from finetuning.same_eye.page import markdown
 from models.probes import intervals
 from models.probes.intervals import interval95, participant_draws
 from models.probes.participants import Fold, fit_logistic
-from models.probes.tokens import Rows, less_protocol_mean, mean_r2, mean_r2_draws, ridge_rows
-from utils import storage
+from models.probes.tokens import less_protocol_mean, mean_r2, mean_r2_draws
 from utils.checkpoint import load_checkpoint
-from utils.cli import parse_words
-from utils.config.load import load_config, storage_options_of
+from utils.config.load import storage_options_of
 from utils.config.schema import Config
-from utils.errors import UserError
-from utils.help_pages import Parser
 from utils.runtime.open import open_runtime
 
 FORMAT_VERSION = 1
@@ -129,11 +125,7 @@ def _device(eyes: Eyes, features_nF: np.ndarray) -> float | None:
 
 def _thickness(asked: Asked, features_nF: np.ndarray, truth_nL: np.ndarray) -> dict[str, Any]:
     """R2 of layer thickness by ridge, and the ICC over devices of what it predicts, mean over layers."""
-    train, val, test = (
-        Rows(features_nF[chosen], truth_nL[chosen], asked.eyes.person[chosen])
-        for chosen in (asked.eyes.fold == fold for fold in (TRAIN, VAL, EVALUATED))
-    )
-    prediction = ridge_rows(train, val, test)
+    prediction = ridge_by_fold(features_nF, truth_nL, asked.eyes.person, asked.eyes.fold)
     draws = mean_r2_draws(prediction.errors, asked.draws_SP)
     r2 = {"r2": mean_r2(prediction.errors), "r2_ci95": list(interval95(draws))}
     return r2 | agreement(asked, prediction.predicted, asked.layers)
@@ -175,7 +167,26 @@ def measure(asked: Asked, arms: dict[str, Callable[[], np.ndarray]]) -> list[dic
     return rows
 
 
-def same_eye(cfg: Config, url: str, head: Head | None = None) -> dict[str, Any]:
+def _answer(cfg: Config, store: PreparedStore, eyes: Eyes, checksum: str) -> Answer:
+    """same_eye.json: it depends on checkpoint or head, protocol, volumes, folds and people."""
+    volumes = store.index.loc[eyes.rows, ["checksum", "device", "protocol"]].astype(str).to_numpy().tolist()
+    table = [volumes, eyes.fold.tolist(), eyes.eye.tolist()]
+    facts = [FORMAT_VERSION, checksum, protocol_of(cfg), cfg.data.gcs_root, table]
+    return Answer(cfg.run.dir, "same_eye", digest(facts))
+
+
+def _look(cfg: Config, store: PreparedStore, eyes: Eyes, checksum: str, arms: Sequence[str]) -> int | None:
+    """Count this look at test participants; None where none are evaluated."""
+    if cfg.eval.split != "test":
+        return None
+    nothing, devices = np.zeros((len(eyes.rows), 1)), tuple(np.unique(eyes.device).tolist())
+    volumes = eyes.rows.astype(str)
+    shown = Cohort("same_eye", devices, eyes.rows, eyes.fold, nothing, volumes, eyes.person)
+    what = f"same_eye: {', '.join(arms)}"
+    return look_at(store, [shown], checksum, ["same_eye", cfg.eval.split], what)
+
+
+def same_eye(cfg: Config, url: str, head: Head | None = None) -> Content:
     """The content of same_eye.json of the checkpoint at `url`, or of a head whose configuration is `cfg`."""
     runtime = open_runtime(cfg.train.use_bf16)
     store = PreparedStore.open(cfg.data.store, cfg.data.storage_options, cfg.data.cache_dir)
@@ -190,11 +201,12 @@ def same_eye(cfg: Config, url: str, head: Head | None = None) -> dict[str, Any]:
     else:
         require_same_grid(head, store)
         encoder, checksum = head.encoder, head.checksum
-        seen = [*head.state["participants"]["train"], *head.state["pretraining_participants"]]
-        if cfg.eval.split != "val":  # whom the head was chosen on
-            seen += head.state["participants"]["val"]
+        seen = [person for ids in seen_by_head(cfg, head.state).values() for person in ids]
     eyes = choose_eyes(cfg, store)
-    overlap = _overlap(cfg, eyes, seen, url)
+    overlap = count_seen(cfg, eyes.person[eyes.evaluated].tolist(), {"training": seen}, url)
+    answer = _answer(cfg, store, eyes, checksum)
+    if (known := answer.known()) is not None:
+        return known
     asked = ask(cfg, store, eyes)
 
     def of(module: Any) -> Callable[[], np.ndarray]:
@@ -226,50 +238,12 @@ def same_eye(cfg: Config, url: str, head: Head | None = None) -> dict[str, Any]:
         scores = predict_rows(head, store, eyes.rows[eyes.evaluated], runtime)
         names = head.names if scores.shape[1] == len(head.names) else (head.cfg.task.label_column,)
         result["head"] = agreement(asked, scores, names)
-    shown = DenseVolumes(store, eyes.rows, eyes.fold, eyes.person, tuple(devices.tolist()))
-    result["look"] = count_look(cfg, shown, checksum, list(arms), "same_eye")
-    storage.write_text(
-        storage.join(cfg.run.dir, "same_eye.json"), json.dumps(result, indent=1, allow_nan=False) + "\n"
-    )
-    storage.write_text(storage.join(cfg.run.dir, "same_eye.md"), markdown(result) + "\n")
-    return result
+    result["look"] = _look(cfg, store, eyes, checksum, list(arms))
+    return answer.write(result, markdown(result))
 
 
-def _overlap(cfg: Config, eyes: Eyes, seen: Sequence[str], url: str) -> int:
-    """How many evaluated participants were seen in training; UserError unless that is 0 or allowed."""
-    shared = np.intersect1d(eyes.person[eyes.evaluated], list(seen))
-    if len(shared) and not cfg.eval.allow_overlap:
-        raise UserError(
-            f"{url}: expected no participant of split {cfg.eval.split} in its training, found {len(shared)} "
-            f"({', '.join(shared[:3])}); eval.allow_overlap=true evaluates them all the same, and the table "
-            "says so"
-        )
-    return len(shared)
-
-
-def main(words: Sequence[str], find_checkpoint: Callable[[Config], str]) -> None:
-    """Compare what --config and --checkpoint, or --head, mean, and print the page.
-
-    `find_checkpoint`: that of finetuning.evaluate.
-    """
-    if any(word == "--head" or word.startswith("--head=") for word in words):
-        parser = Parser(prog="python -m finetuning.evaluate --same-eye")
-        parser.add_argument("--same-eye", action="store_true")
-        parser.add_argument("--head", required=True, metavar="FILE_OR_RUN")
-        parser.add_argument("overrides", nargs="*", metavar="section.key=value")
-        args = parser.parse_intermixed_args(words)
-        head = open_head(args.head, storage_options_of(args.overrides))
-        cfg = evaluated_config(head.cfg, head.url, args.overrides)
-        print(markdown(same_eye(cfg, head.url, replace(head, cfg=cfg))))
-        return
-    asked = parse_words(
-        "finetuning.evaluate",
-        __doc__ or "",
-        words,
-        lambda p: p.add_argument("--same-eye", action="store_true"),
-    )
-    if source.is_task_file(asked.config):
-        cfg = source.open_source(asked.config, asked.overrides).cfg
-    else:
-        cfg = load_config(asked.config, asked.overrides)
-    print(markdown(same_eye(cfg, find_checkpoint(cfg))))
+def same_eye_of_head(wanted: str, overrides: Sequence[str]) -> Content:
+    """The same of a head: its encoder, and what it predicts."""
+    head = open_head(wanted, storage_options_of(overrides))
+    cfg = evaluated_config(head.cfg, head.url, overrides)
+    return same_eye(cfg, head.url, replace(head, cfg=cfg))

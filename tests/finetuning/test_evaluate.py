@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,13 +16,14 @@ import torch
 from torch import nn
 
 from data_setup.store.reader import PreparedStore
-from finetuning import evaluate as module
+from finetuning.answers import checkpoint_evaluation as module
 from finetuning.answers import evaluation_files
+from finetuning.answers.checkpoint_evaluation import evaluate, find_checkpoint, printed
 from finetuning.answers.evaluation import Asked, too_few
 from finetuning.answers.metrics import observed
 from finetuning.cohort.cohort import Cohort, read_cohort
 from finetuning.cohort.predictions import Scored
-from finetuning.evaluate import evaluate, find_checkpoint, main
+from finetuning.evaluate import main
 from finetuning.features import probing
 from finetuning.features.pooled import (
     device_features,
@@ -68,30 +70,35 @@ def no_figures(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(evaluation_files, "figures", lambda predictions: {})
 
 
+def accuracy(row: dict[str, Any]) -> float:
+    """The balanced accuracy of a row of the table."""
+    return row["metrics"]["balanced_accuracy"]["value"]
+
+
 def test_table_file_and_verdict(world: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     cfg = config(world, tmp_path)
     save_checkpoint(cfg)
     result = evaluate(cfg, RUNTIME)
-    assert result == json.loads((tmp_path / "probe.json").read_text())
+    assert result == json.loads((tmp_path / "evaluation.json").read_text())
     rows = {row["name"]: row for row in result["rows"]}
     assert list(rows) == ["pretrained", "random_init", "voxel_pca", "ascan_profile", "device", "permuted"]
     for row in rows.values():
-        low, high = row["ci95"]
-        assert 0 <= low <= row["balanced_accuracy"] <= high <= 1
-    assert rows["voxel_pca"]["balanced_accuracy"] == rows["ascan_profile"]["balanced_accuracy"] == 1.0
-    assert rows["ascan_profile"]["macro_auroc"] == 1.0
-    assert rows["device"]["balanced_accuracy"] == 0.5  # devices are balanced over the classes
+        low, high = row["metrics"]["balanced_accuracy"]["ci95"]
+        assert 0 <= low <= accuracy(row) <= high <= 1
+    assert accuracy(rows["voxel_pca"]) == accuracy(rows["ascan_profile"]) == 1.0
+    assert rows["ascan_profile"]["metrics"]["macro_auroc"]["value"] == 1.0
+    assert accuracy(rows["device"]) == 0.5  # devices are balanced over the classes
     assert rows["device"]["num_features"] == 2
     assert rows["pretrained"]["num_features"] == 2 * 48
-    assert (result["classes"], result["n_participants"], result["overlap"]) == (["a", "b"], 12, 0)
-    difference = rows["pretrained"]["balanced_accuracy"] - rows["random_init"]["balanced_accuracy"]
-    assert result["paired_difference"]["mean"] == pytest.approx(difference)
+    assert (result["names"], result["n_participants"], result["overlap"]) == (["a", "b"], 12, 0)
+    difference = accuracy(rows["pretrained"]) - accuracy(rows["random_init"])
+    assert result["difference"]["mean"] == pytest.approx(difference)
     assert [text.partition(":")[0] for text in result["cautions"]] == [
         "The smallest class has 6 evaluated participants"
     ]
-    print(module.format_table(result))
+    print(printed(result))
     assert capsys.readouterr().out.splitlines()[-1] == result["verdict"]
-    low, high = result["paired_difference"]["ci95"]
+    low, high = result["difference"]["ci95"]
     assert ("too few" in result["verdict"]) == (low > 0 or high < 0)
     assert (too_few([11, 40]), too_few([12, 40]), too_few(None)) == (
         "11 participants in the smallest class are too few", "", "",
@@ -102,8 +109,8 @@ def test_verdict_when_pretraining_destroyed_the_features(world: Path, tmp_path: 
     cfg = config(world, tmp_path)
     save_checkpoint(cfg, lambda model: silence(model.target_encoder))
     result = evaluate(cfg, RUNTIME)
-    assert result["rows"][0]["balanced_accuracy"] == 0.5
-    assert result["paired_difference"]["ci95"][1] < 0
+    assert accuracy(result["rows"][0]) == 0.5
+    assert result["difference"]["ci95"][1] < 0
     assert result["verdict"].startswith("Pre-training is worse than random initialisation")
     assert ". 6 participants in the smallest class are too few for this to count. This" in result["verdict"]
 
@@ -121,7 +128,7 @@ def test_verdict_when_pretraining_made_the_features(
 
     monkeypatch.setattr(module, "random_encoder", silent)
     result = evaluate(cfg, RUNTIME)
-    assert result["paired_difference"]["ci95"][0] > 0
+    assert result["difference"]["ci95"][0] > 0
     assert result["verdict"].startswith("Pre-training beats random initialisation")
     assert "6 participants in the smallest class are too few for this to count." in result["verdict"]
 
@@ -145,7 +152,7 @@ def test_the_random_seed_is_chosen_on_validation(
     monkeypatch.setattr(module, "probe", with_val_score)
     row = evaluate(cfg, RUNTIME)["rows"][1]
     assert row["label"] == f"random initialisation (seed {cfg.seed + 1})"
-    assert row["balanced_accuracy"] == 0.0
+    assert accuracy(row) == 0.0
 
 
 def test_choosing_a_random_seed_in_crossfit_gains_nothing_on_noise(
@@ -195,7 +202,7 @@ def test_the_report_reads_what_evaluate_writes(world: Path, tmp_path: Path) -> N
     assert out["n_participants"] == 12
     assert "mean A-scan profile" in (tmp_path / "report.html").read_text()
     drawn = json.loads((tmp_path / "feature_map.json").read_text())
-    assert set(drawn["label"]) == set(result["classes"])
+    assert set(drawn["label"]) == set(result["names"])
     assert len(drawn["x"]) == len(drawn["y"]) == len(drawn["device"]) == len(drawn["laterality"]) == 72
     assert "best_probe.pt" in drawn["about"]
 
@@ -225,11 +232,11 @@ def test_overlap_is_refused_or_told(world: Path, tmp_path: Path) -> None:
     save_checkpoint(cfg, participants=["train00", "test03", "test05"])
     with pytest.raises(UserError, match=r"split test in its pre-training, found 2 \(test03, test05\)"):
         evaluate(cfg, RUNTIME)
-    assert not (tmp_path / "probe.json").exists()
+    assert not (tmp_path / "evaluation.json").exists()
     result = evaluate(config(world, tmp_path, "eval.allow_overlap=true"), RUNTIME)
     assert result["overlap"] == 2
     assert "OVERLAP: pre-training saw 2" in result["cautions"][0]
-    assert "OVERLAP" in module.format_table(result)
+    assert "OVERLAP" in printed(result)
 
 
 def test_scoring_on_val_and_few_participants_are_told(world: Path, tmp_path: Path) -> None:
@@ -281,7 +288,7 @@ def test_a_missing_checkpoint_is_named(
 
 
 def test_a_tasks_file_and_the_folder_of_a_run_are_evaluated(world: Path, tmp_path: Path) -> None:
-    """As finetuning.train takes them; a table of classes does not outlive another task in the same folder."""
+    """As finetuning.train takes them; one task's table does not outlive another in the same folder."""
     save_checkpoint(config(world, tmp_path / "run"))
     task = str(CONFIG.with_name("cls_linear_probe.yaml"))
     changes = ["data.workers=0"]
@@ -294,10 +301,9 @@ def test_a_tasks_file_and_the_folder_of_a_run_are_evaluated(world: Path, tmp_pat
         *changes,
     ]
     main(command)
-    assert json.loads((tmp_path / "task" / "probe.json").read_text())["classes"] == ["a", "b"]
+    assert json.loads((tmp_path / "task" / "evaluation.json").read_text())["names"] == ["a", "b"]
     main([*command, "task.kind=regression", "task.label_column=band_rows"])
     assert json.loads((tmp_path / "task" / "evaluation.json").read_text())["kind"] == "regression"
-    assert not (tmp_path / "task" / "probe.json").exists()
 
 
 def test_what_does_not_fit_is_refused(world: Path, tmp_path: Path) -> None:

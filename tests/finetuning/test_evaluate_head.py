@@ -16,6 +16,7 @@ from sklearn import metrics as sk
 
 from data_setup.store.reader import PreparedStore
 from finetuning.answers import evaluation_files
+from finetuning.answers.checkpoint_evaluation import evaluate
 from finetuning.answers.evaluation import Asked, people_of_classes
 from finetuning.answers.evaluation_files import predictions_table
 from finetuning.answers.head_evaluation import evaluate_head
@@ -25,7 +26,7 @@ from finetuning.cohort.cohort import EVALUATED, VAL, Cohort, crossfit_cohorts, d
 from finetuning.cohort.ledger import count_looks, data_digest
 from finetuning.cohort.predictions import Predictions, Scored
 from finetuning.cohort.source import Source
-from finetuning.evaluate import evaluate, main
+from finetuning.evaluate import main
 from finetuning.features.pooled import embed_rows, random_encoder
 from finetuning.features.probing import of_rows, permuted, probe
 from finetuning.heads.calibration import Calibration
@@ -156,6 +157,9 @@ def test_what_is_no_evaluation_of_this_head_is_refused(
         run_cli(lambda: main(["--head", f"{run}/checkpoints/best_probe.pt"]))
     assert stop.value.code == 2
     assert "expected the file of a head" in capsys.readouterr().err
+    for words, number in (([], "neither"), (["--head", run, "--config", "x.yaml"], "both")):
+        with pytest.raises(UserError, match=f"--config, --head: expected one of them, found {number}"):
+            main(words)
     main(["--head", run])
     assert "look" in capsys.readouterr().out.splitlines()[0]
 
@@ -171,8 +175,8 @@ def test_crossfit_evaluates_everybody_whom_pretraining_did_not_see(
     table = pd.read_parquet(tmp_path / "predictions.parquet").query("row == 'ascan_profile'")
     assert table["unit"].is_unique
     assert not table["unit"].str.startswith("train").any()
-    assert table.groupby("fold")["unit"].count().tolist() in ([4, 4, 4, 4, 4],)
-    assert result["rows"][3]["balanced_accuracy"] == 1.0
+    assert table.groupby("fold")["unit"].count().tolist() == [4, 4, 4, 4, 4]
+    assert result["rows"][3]["metrics"]["balanced_accuracy"]["value"] == 1.0
 
 
 def test_a_value_is_evaluated_too(world: Path, tmp_path: Path) -> None:
@@ -180,12 +184,11 @@ def test_a_value_is_evaluated_too(world: Path, tmp_path: Path) -> None:
     cfg = config(world, tmp_path / "value", *task)
     save_checkpoint(cfg)
     result = evaluate(cfg, RUNTIME)
-    assert result["metric"] == "r2"
-    assert result["rows"][3]["r2"] > 0.9  # the mean A-scan shows the band
-    assert not (tmp_path / "value" / "probe.json").exists()
-    content = json.loads((tmp_path / "value" / "evaluation.json").read_text())
-    assert set(content["rows"][0]["metrics"]) == {"mae", "r2"}
-    assert content["difference"]["could_have_shown"] >= 0
+    assert result["difference"]["metric"] == "r2"
+    assert result["rows"][3]["metrics"]["r2"]["value"] > 0.9  # the mean A-scan shows the band
+    assert result == json.loads((tmp_path / "value" / "evaluation.json").read_text())
+    assert set(result["rows"][0]["metrics"]) == {"mae", "r2"}
+    assert result["difference"]["could_have_shown"] >= 0
 
 
 # hand-made scores: no store, no encoder
@@ -407,5 +410,5 @@ def test_a_corrected_index_is_another_question(world: Path, tmp_path: Path, colu
     first = cohort.rows[cohort.fold == EVALUATED][0]
     index.loc[first, column] = 99 if column == "age" else "another"
     corrected = PreparedStore("memory://store", None, None, store.attrs, index)
-    of = [Asked(cfg, s, (cohort,), 0, "checksum").fingerprint() for s in (store, corrected)]
+    of = [Asked(cfg, s, (cohort,), 0, "checksum").answer().fingerprint for s in (store, corrected)]
     assert of[0] != of[1]

@@ -17,21 +17,20 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from data_setup.store.reader import PreparedStore
-from finetuning import compare as module
 from finetuning.answers.metrics import bootstrap_counts, measure
 from finetuning.board import columns
-from finetuning.board.answers import Answer, Answers, Cell
+from finetuning.board import leaderboard as module
+from finetuning.board.answers import Answers, Cell
 from finetuning.board.columns import Question, device_tables, low_shots
 from finetuning.board.comparison import bootstrap_p, compare, estimate, holm
 from finetuning.board.entries import Entry, Volumes, fold_by_fold, short_names
-from finetuning.board.page import cautions, write_pages
-from finetuning.board.rows import Board
+from finetuning.board.leaderboard import Desk, Words, best_random, leaderboard, protocol_of
+from finetuning.board.page import Board, cautions, write_pages
 from finetuning.board.slices import SliceEncoder
-from finetuning.board.words import Words, parse
 from finetuning.cohort.cohort import EVALUATED, TRAIN, VAL, Cohort, read_cohort
 from finetuning.cohort.predictions import Predictions, pool
 from finetuning.cohort.source import Source, open_source
-from finetuning.compare import Desk, best_random, leaderboard, protocol_digest
+from finetuning.compare import parse
 from finetuning.features import probing
 from finetuning.features.probing import Features, Probed
 from models.probes.intervals import paired_difference
@@ -108,7 +107,7 @@ def test_rows_and_their_order(board: Board) -> None:
     assert len(random) == 1
     assert [row.val for row in board.rows] == sorted((row.val for row in board.rows), reverse=True)
     scores = {
-        row.entry.label: estimate(row.answers["linear"].cells["linear"].predictions, 50, 0).value
+        row.entry.label: estimate(row.answers["linear"]["linear"].predictions, 50, 0)["value"]
         for row in board.rows
     }
     assert scores["mean A-scan profile"] == 1.0
@@ -139,7 +138,7 @@ def test_the_caution_counts_people(board: Board) -> None:
     """Six people a class with three volumes each are six, not eighteen."""
     truth = np.repeat(np.arange(12) % 2, 3)
     volumes = replace(units(truth.tolist(), truth), person=np.repeat([f"p{n:02d}" for n in range(12)], 3))
-    linear = Answer({"linear": Cell((volumes,), (0.5,), 4)})
+    linear = {"linear": Cell((volumes,), (0.5,), 4)}
     (line,) = cautions(replace(board, rows=[replace(board.rows[0], answers={"linear": linear})]))
     assert line.startswith("The smallest class has 6 evaluated participants")
 
@@ -194,7 +193,7 @@ def test_crossfit_evaluates_everybody_that_pretraining_did_not_see(
 ) -> None:
     overrides = ("eval.protocol=crossfit",)
     crossed = leaderboard(words(world, runs, tmp_path, *overrides, columns=()), RUNTIME)
-    (predictions,) = crossed.rows[0].answers["linear"].cells["linear"].predictions
+    (predictions,) = crossed.rows[0].answers["linear"]["linear"].predictions
     assert len(predictions.person) == PEOPLE["val"] + PEOPLE["test"]
     assert not any(name.startswith("train") for name in predictions.person)
     text = write_pages(crossed)
@@ -271,7 +270,7 @@ def test_choosing_a_random_seed_in_crossfit_gains_nothing_on_noise(
         # neither desk nor encoder is asked: the noise stands for features
         question = Question(None, three_folds(trial), [0, 1, 2], "")  # type: ignore[arg-type]
         desk = Desk(question, Answers(str(tmp_path / str(trial)), ""), "", "", "")
-        monkeypatch.setattr(desk, "answer", lambda e, c, q=question: Answer(columns.COLUMNS[c](e, q)))
+        monkeypatch.setattr(desk, "answer", lambda e, c, q=question: columns.COLUMNS[c](e, q))
         (entry,), _ = best_random(desk, [source], [0, 1, 2])
         every = [value(random_entry(None, source, seed, ""), question) for seed in range(3)]  # type: ignore[arg-type]
         gains.append(value(entry, question) - np.mean(every))
@@ -373,8 +372,8 @@ def test_means_over_seeds_are_resampled_together() -> None:
     parts = [measure(p, counts).overall["balanced_accuracy"] for p in seeds]
     expected = np.quantile((parts[0] + parts[1]) / 2, [0.025, 0.975])
     result = estimate(seeds, 100, 0)
-    assert result.ci95 == pytest.approx(tuple(expected))
-    assert result.value == pytest.approx(((1 / 2 + 2 / 3) + (1 + 1 / 3)) / 2 / 2)
+    assert result["ci95"] == pytest.approx(expected)
+    assert result["value"] == pytest.approx(((1 / 2 + 2 / 3) + (1 + 1 / 3)) / 2 / 2)
 
 
 def question_of(world: Path, tmp_path: Path) -> Question:
@@ -424,7 +423,7 @@ def test_a_device_left_out_is_not_learnt_from(world: Path, tmp_path: Path) -> No
     sign = np.where(store.index.loc[rows, "device"] == DEVICES[0], 1.0, -1.0)
     features = sign * np.array([2 * label[row] - 1 for row in rows.tolist()])
     cells = device_tables(planted(features[:, None], rows), question)
-    values = {name: estimate(cell.predictions, 20, 0).value for name, cell in cells.items()}
+    values = {name: estimate(cell.predictions, 20, 0)["value"] for name, cell in cells.items()}
     one, other = DEVICES
     assert values == {
         f"without {one}": 0.0,
@@ -439,15 +438,15 @@ def test_a_device_left_out_is_not_learnt_from(world: Path, tmp_path: Path) -> No
 
 def test_command_line() -> None:
     asked = parse(
-        "", ["--config", "x.yaml", "--checkpoints", "runs/a", "gs://b/c=1/d.pt", "seed=3", "task.unit=eye"]
+        ["--config", "x.yaml", "--checkpoints", "runs/a", "gs://b/c=1/d.pt", "seed=3", "task.unit=eye"]
     )
-    assert asked.checkpoints == ("runs/a", "gs://b/c=1/d.pt")
-    assert asked.overrides == ("seed=3", "task.unit=eye")
-    assert asked.columns == ("low-shot", "devices")
+    assert asked.checkpoints == ["runs/a", "gs://b/c=1/d.pt"]
+    assert asked.overrides == ["seed=3", "task.unit=eye"]
+    assert asked.columns == ["low-shot", "devices"]
     with pytest.raises(UserError, match=r"--checkpoints: expected one or more"):
-        parse("", ["--config", "x.yaml", "--checkpoints", "seed=3"])
+        parse(["--config", "x.yaml", "--checkpoints", "seed=3"])
     with pytest.raises(UserError, match=r"--columns: expected some of low-shot, devices, attentive"):
-        parse("", ["--config", "x.yaml", "--checkpoints", "a", "--columns", "linear,best"])
+        parse(["--config", "x.yaml", "--checkpoints", "a", "--columns", "linear,best"])
 
 
 def test_mistakes_are_named(world: Path, runs: Path, tmp_path: Path) -> None:
@@ -538,13 +537,13 @@ def test_all_rows_and_columns_together(world: Path, runs: Path, tmp_path: Path) 
     assert {"good", "control: silent", "2d: vit", *BASELINES} < set(rows)
     with_head = {label for label, row in rows.items() if "attentive" in row.answers}
     assert with_head == set(rows) - {"2d: vit", *BASELINES}
-    cell = rows["good"].answers["attentive"].cells["attentive"]
+    cell = rows["good"].answers["attentive"]["attentive"]
     assert len(cell.predictions) == len(cell.val_scores) == 3
     assert not np.array_equal(cell.predictions[0].scores, cell.predictions[1].scores)  # seeds of their own
     tuned = {label: row.answers["fine-tuned"] for label, row in rows.items() if "fine-tuned" in row.answers}
     assert [label.split(" (")[0] for label in tuned] == ["random initialisation"]
     (answer,) = tuned.values()
-    assert len(answer.cells["fine-tuned"].predictions) == 3
+    assert len(answer["fine-tuned"].predictions) == 3
     table = write_pages(result).split("## Rows by validation")[1]
     assert "attentive, val" in table
     assert "- | - | -" in table
@@ -564,7 +563,7 @@ def test_what_training_rests_on_is_part_of_the_question(
     world: Path, tmp_path: Path, change: str, is_another: bool
 ) -> None:
     """Or fine-tuned answers with another augmentation would be reused."""
-    of = [protocol_digest(config(world, tmp_path, *words), [0]) for words in ((), (change,))]
+    of = [protocol_of(config(world, tmp_path, *words), [0]) for words in ((), (change,))]
     assert (of[0] != of[1]) is is_another
 
 

@@ -131,7 +131,7 @@ def test_pilot_disagreement_by_hand() -> None:
     first = np.array([0, 0, 1, 1, 1, 2])
     second = np.array([0, 1, 1, 2, 0, 0])
     # class 0: one of four (both wrong on the last two); class 1: one of two
-    assert pilot_disagreement(labels, first, second) == pytest.approx((1 / 4 + 1 / 2) / 2)
+    assert pilot_disagreement(labels, first == labels, second == labels) == pytest.approx((1 / 4 + 1 / 2) / 2)
 
 
 def test_command(capsys: pytest.CaptureFixture[str]) -> None:

@@ -135,7 +135,10 @@ def test_a_planted_device_reads_0_and_the_anatomy_1(
     assert (run / "same_eye.md").read_text() in capsys.readouterr().out
     result = json.loads((run / "same_eye.json").read_text())
     assert (result["n_participants"], result["n_eyes"], result["n_volumes"]) == (8, 16, 48)
-    look = json.loads((world / "store" / "ledger.jsonl").read_text().splitlines()[-1])
+    ledger = (world / "store" / "ledger.jsonl").read_text()
+    main(["--same-eye", *words])
+    assert (world / "store" / "ledger.jsonl").read_text() == ledger  # a kept answer is no look
+    look = json.loads(ledger.splitlines()[-1])
     assert look["what"].startswith("same_eye: pre-trained encoder")
     assert result["look"] == look["look"]
     assert f"look {look['look']} at these test participants" in (run / "same_eye.md").read_text()

@@ -61,33 +61,40 @@ def _snapshot(title: str) -> bytes:
         return path.read_bytes()
 
 
-def probe_json(low: float, high: float) -> dict:
+def evaluation_json(low: float, high: float) -> dict:
+    """evaluation.json of a checkpoint's classes: the parts that the report reads."""
+
     def row(name: str, label: str, value: float) -> dict:
+        area = {"value": 0.7, "ci95": [0.6, 0.8]} if name == "pretrained" else {"value": None, "ci95": None}
+        accuracy = {"value": value, "ci95": [value - 0.1, value + 0.1]}
         return {
             "name": name,
             "label": label,
-            "balanced_accuracy": value,
-            "ci95": [value - 0.1, value + 0.1],
-            "macro_auroc": 0.7 if name == "pretrained" else None,
+            "metrics": {"balanced_accuracy": accuracy, "macro_auroc": area},
             "chosen_c": 0.01,
-            "val_balanced_accuracy": 0.5,
+            "val_score": 0.5,
             "num_features": 384,
         }
 
     mean = (low + high) / 2
     return {
-        "label_column": "study_group",
-        "classes": ["a", "b", "c", "d"],
-        "split": "test",
-        "checkpoint": "best_probe.pt",
-        "step": 150,
+        "title": "study_group: 4 classes, 31 participants; split test of the official splits",
+        "subject": {"name": "probe", "url": "checkpoints/best_probe.pt", "step": 150},
+        "kind": "classification",
+        "names": ["a", "b", "c", "d"],
         "n_participants": 31,
         "rows": [
             row("pretrained", "pre-trained encoder", 0.5 + mean),
             row("random_init", "random initialisation", 0.5),
             row("voxel_pca", "raw-voxel PCA", 0.3),
         ],
-        "paired_difference": {"mean": mean, "ci95": [low, high]},
+        "difference": {
+            "rows": ["pretrained", "random_init"],
+            "metric": "balanced_accuracy",
+            "mean": mean,
+            "ci95": [low, high],
+            "could_have_shown": 0.1,
+        },
         "verdict": verdict(mean, (low, high)),
         "cautions": ["OVERLAP: pre-training saw 3 of the evaluated participants."],
         "notes": ["Random initialisation: best of 3 seeds on validation participants."],

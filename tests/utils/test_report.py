@@ -14,9 +14,7 @@ import pytest
 
 from benchmarks.phantom_truth import verdict as verdict_of_truth
 from docs import draw_overview
-from models.probes.intervals import paired_difference, participant_draws, verdict
-from models.probes.participants import Prediction
-from tests.support.report_factory import GRID, PATCH, own_part, probe_json, write_run, write_snapshot
+from tests.support.report_factory import GRID, PATCH, evaluation_json, own_part, write_run, write_snapshot
 from utils.errors import UserError
 from utils.report.cli import main, summary
 from utils.report.health import health
@@ -97,7 +95,7 @@ def test_results_without_probe(run_dir: Path, capsys: pytest.CaptureFixture[str]
 def test_results_with_probe_whichever_side_wins(
     run_dir: Path, interval: tuple[float, float], words: str
 ) -> None:
-    (run_dir / "probe.json").write_text(json.dumps(probe_json(*interval)))
+    (run_dir / "evaluation.json").write_text(json.dumps(evaluation_json(*interval)))
     run = read_run(run_dir)
     out = results(run)
     probe = out["probe"]
@@ -148,7 +146,7 @@ def truth_json(low: float, high: float) -> dict:
 def test_the_truth_comes_before_the_classes_whichever_side_wins(
     run_dir: Path, capsys: pytest.CaptureFixture[str], interval: tuple[float, float], words: str
 ) -> None:
-    (run_dir / "probe.json").write_text(json.dumps(probe_json(0.02, 0.1)))
+    (run_dir / "evaluation.json").write_text(json.dumps(evaluation_json(0.02, 0.1)))
     (run_dir / "truth.json").write_text(json.dumps(truth_json(*interval)))
     main([str(run_dir)])
     lines = capsys.readouterr().out.splitlines()
@@ -171,7 +169,7 @@ def test_the_truth_comes_before_the_classes_whichever_side_wins(
 
 
 def test_page_is_one_self_contained_file(run_dir: Path) -> None:
-    (run_dir / "probe.json").write_text(json.dumps(probe_json(0.02, 0.1)))
+    (run_dir / "evaluation.json").write_text(json.dumps(evaluation_json(0.02, 0.1)))
     (run_dir / "check_report.json").write_text(json.dumps(check_json()))
     main([str(run_dir)])
     page = (run_dir / "report.html").read_text()
@@ -197,7 +195,7 @@ def test_page_is_one_self_contained_file(run_dir: Path) -> None:
 
 
 def test_the_files_of_an_evaluation_are_linked(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Of a head, which has no probe.json: its verdict stands first, and each link leads to a file."""
+    """Of a head, which has no probes: its verdict stands first, and each link leads to a file."""
     (run_dir / "figures").mkdir()
     for name in ("roc", "confusion", 'a "b"'):
         (run_dir / "figures" / f"{name}.png").write_bytes(b"")
@@ -208,7 +206,10 @@ def test_the_files_of_an_evaluation_are_linked(run_dir: Path, capsys: pytest.Cap
         "verdict": "The head beats a constant.",
         "cautions": ["Few."],
     }
-    (run_dir / "evaluation.json").write_text(json.dumps(answer))
+    subject = {"name": "head", "url": "checkpoints/head.pt"}
+    (run_dir / "evaluation.json").write_text(
+        json.dumps(evaluation_json(0.02, 0.1) | answer | {"subject": subject})
+    )
     (run_dir / "evaluation.md").write_text("tables")
     main([str(run_dir)])
     page = (run_dir / "report.html").read_text()
@@ -220,7 +221,8 @@ def test_the_files_of_an_evaluation_are_linked(run_dir: Path, capsys: pytest.Cap
     for text in ("The head beats a constant.", "Few.", "study_group: 2 classes"):
         assert page.index(text) < page.index("In numbers")
     assert "Not evaluated" not in page
-    assert json.loads((run_dir / "results.json").read_text())["evaluation"] == answer
+    out = json.loads((run_dir / "results.json").read_text())
+    assert (out["evaluation"], out["probe"]) == (answer, None)
     assert "verdict       The head beats a constant." in capsys.readouterr().out
 
 
@@ -479,20 +481,3 @@ def test_the_overview_gives_equal_features_equal_colours(tmp_path: Path) -> None
     np.testing.assert_allclose(images[2], images[3], atol=1e-3)
     assert [axis.get_title(loc="left")[-6:] for axis in figure.axes][3] == "step 7"
     assert all(axis.get_aspect() == 1.0 for axis in figure.axes)
-
-
-def test_verdict_in_results_matches_real_predictions(run_dir: Path) -> None:
-    """From predictions to results.json: the sentence says what the interval says."""
-    labels = np.arange(60) % 4
-    ids = np.array([f"{i:02d}" for i in range(60)])
-    good = Prediction(ids, labels, np.eye(4)[labels])
-    poor = Prediction(ids, labels, np.eye(4)[(labels + (np.arange(60) % 3 > 0)) % 4])
-    mean, ci = paired_difference(good, poor, participant_draws(60, 300, 0))
-    probe = probe_json(*ci) | {
-        "paired_difference": {"mean": mean, "ci95": list(ci)},
-        "verdict": verdict(mean, ci),
-    }
-    (run_dir / "probe.json").write_text(json.dumps(probe))
-    out = results(read_run(run_dir))["probe"]
-    assert out["paired_difference"]["ci95"][0] > 0
-    assert out["verdict"].startswith("Pre-training beats")

@@ -166,7 +166,7 @@ def test_a_run_in_the_bucket_resumes_and_is_evaluated(plain: Place) -> None:
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines if "train/loss" in line] == list(range(1, 9))
     assert run_ids(run) == run_ids(before)
-    assert json.loads((plain.folder / "run" / "probe.json").read_text())
+    assert json.loads((plain.folder / "run" / "evaluation.json").read_text())
     report = json.loads(storage.read_text(f"{plain.store}/prepare_report.json", plain.options))
     assert {kind: objects["count"] for kind, objects in report["run"]["audit"].items()} == {
         "missing": 0,

@@ -20,8 +20,9 @@ from utils.errors import UserError
 from utils.help_pages import PeopleParser
 from utils.report.health import health
 from utils.report.page import index_page, render
-from utils.report.run_files import ARMS, NO_PROBE, Run, read_run, results
-from utils.report.tables import difference_text, file_digest, number
+from utils.report.run_files import ARMS, NO_EVALUATION, Run, read_run, results
+from utils.report.tables import DIGITS, file_digest
+from utils.tables import bracketed, number
 
 REASONS_SHOWN = 3  # on the terminal; the page and results.json have all
 
@@ -38,11 +39,11 @@ def summary(out: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("data", f"{data['kept']} kept, {rejected}"),
         (
             "pre-training",
-            f"loss {number(pre['loss_first'])} -> {number(pre['loss_last'])}, "
-            f"skill_position {number(pre['skill_position_last'])}, "
+            f"loss {number(pre['loss_first'], DIGITS)} -> {number(pre['loss_last'], DIGITS)}, "
+            f"skill_position {number(pre['skill_position_last'], DIGITS)}, "
             f"RankMe {_change(pre['rankme_first'], pre['rankme_last'])}, "
-            f"{number(pre['volumes_per_s'])} volumes/s"
-            + ("" if pre["mfu"] is None else f", MFU {number(pre['mfu'])}"),
+            f"{number(pre['volumes_per_s'], DIGITS)} volumes/s"
+            + ("" if pre["mfu"] is None else f", MFU {number(pre['mfu'], DIGITS)}"),
         ),
     ]
     alarms = [f"step {alarm['step']}: {alarm['text']}" for alarm in pre["alarms"]]
@@ -50,9 +51,10 @@ def summary(out: Mapping[str, Any]) -> list[tuple[str, str]]:
     if out["truth"]:
         lines += _truth_lines(out["truth"])
     if probe:
-        arms = [f"{arm.replace('_', ' ')} {_interval(probe[arm])}" for arm in ARMS]
-        lines.append(("probe", f"{', '.join(arms)}; {probe['n_participants']} participants"))
-    lines.append(("verdict", (probe or out["evaluation"] or {"verdict": NO_PROBE})["verdict"]))
+        arms = [(arm, probe[arm]["balanced_accuracy"], probe[arm]["ci95"]) for arm in ARMS]
+        texts = [f"{arm.replace('_', ' ')} {bracketed(value, ends)}" for arm, value, ends in arms]
+        lines.append(("probe", f"{', '.join(texts)}; {probe['n_participants']} participants"))
+    lines.append(("verdict", (out["evaluation"] or {"verdict": NO_EVALUATION})["verdict"]))
     if out["seconds"]:
         lines.append(("seconds", ", ".join(f"{k} {v:.0f}" for k, v in out["seconds"].items())))
     return lines
@@ -60,7 +62,7 @@ def summary(out: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 def _change(first: float | None, last: float | None) -> str:
     """`60.2 -> 59.9`, or the last alone where nothing can be compared with it."""
-    return number(last) if first is None else f"{number(first)} -> {number(last)}"
+    return number(last, DIGITS) if first is None else f"{number(first, DIGITS)} -> {number(last, DIGITS)}"
 
 
 def _truth_lines(truth: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -73,15 +75,12 @@ def _truth_lines(truth: Mapping[str, Any]) -> list[tuple[str, str]]:
     for question in truth["questions"]:
         name, r2 = question["name"], question["rows"][0]["r2"]
         apart = [
-            f"{arm.replace('_', ' ')} by {difference_text(d)}" for arm, d in question["differences"].items()
+            f"{arm.replace('_', ' ')} by {bracketed(d['mean'], d['ci95'], '+.3f')}"
+            for arm, d in question["differences"].items()
         ]
         lines.append((name, f"R2 {r2:.3f}, above {', '.join(apart)}; {units[name]}"))
         lines.append(("", question["verdict"]))
     return lines
-
-
-def _interval(row: Mapping[str, Any]) -> str:
-    return f"{row['balanced_accuracy']:.3f} [{row['ci95'][0]:.3f}, {row['ci95'][1]:.3f}]"
 
 
 def _texts(value: Any) -> Iterator[str]:

@@ -24,21 +24,20 @@ from plotly.offline import get_plotlyjs
 from utils.report import pictures
 from utils.report.charts import charts_of
 from utils.report.health import Health, health
-from utils.report.run_files import NO_PROBE, Run, findings, step_shares
+from utils.report.run_files import NO_EVALUATION, Run, findings, step_shares
 from utils.report.tables import (
-    Table,
     cell,
     data_tables,
     differences,
+    evaluation_table,
     layers_tables,
     leaderboard_table,
     numbers_table,
-    power_table,
-    probe_table,
     quality_tables,
     truth_tables,
 )
 from utils.report.volumes import volume_of_layers, volume_of_snapshot
+from utils.tables import Table
 
 HERE = Path(__file__).parent
 TEMPLATES = Environment(loader=FileSystemLoader(HERE), autoescape=True, undefined=StrictUndefined)
@@ -70,7 +69,7 @@ class Part:
     findings: Sequence[str]
     verdict: str  # of the evaluation
     truth: Sequence[Table]  # of a phantom
-    evaluated: Sequence[Table]  # probe, power, leaderboard, layers
+    evaluated: Sequence[Table]  # an evaluation, leaderboard, layers
     step: Table  # without rows where no times were logged
     data: Sequence[Table]
     check: str  # the verdict on the tree; empty where it was not checked
@@ -154,8 +153,8 @@ def script_data(content: Mapping[str, Any]) -> Markup:
 
 def _evaluated(run: Run) -> list[Table]:
     tables = []
-    if run.probe:
-        tables += [probe_table(run.probe), power_table(run.probe)]
+    if run.evaluation:
+        tables.append(evaluation_table(run.evaluation))
     if run.layers_answer:
         tables += layers_tables(run.layers_answer)
     if run.leaderboard:
@@ -198,7 +197,7 @@ def index_page(run: Run) -> str:
 
 
 def _verdict(run: Run) -> str:
-    return (run.probe or run.evaluation or {"verdict": NO_PROBE})["verdict"]
+    return (run.evaluation or {"verdict": NO_EVALUATION})["verdict"]
 
 
 def next_steps(run: Run) -> list[tuple[str, str]]:

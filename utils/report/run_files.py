@@ -2,7 +2,7 @@
 
 In: files of the run directory only: metrics.jsonl, config.yaml, provenance.json, prepare_report.json, and
 where they exist check_report.json (`prepare --check-only`), truth.json (benchmarks.phantom_truth),
-probe.json, evaluation.json, evaluation.md and figures/*.png (finetuning.evaluate), snapshots/*.npz
+evaluation.json, evaluation.md and figures/*.png (finetuning.evaluate), snapshots/*.npz
 (utils.report.pictures), layers/*.npz (utils.report.volumes), layers.json, feature_map.json,
 leaderboard/leaderboard.csv (finetuning) and stages.tsv (name, tab, seconds). Out: a `Run`; the dictionary of
 results.json; sentences about what the numbers warn of.
@@ -23,7 +23,7 @@ from utils.errors import UserError
 
 Points = list[tuple[int, float]]
 
-ARMS = ("pretrained", "random_init")  # the two rows of probe.json that results.json compares
+ARMS = ("pretrained", "random_init")  # the two rows of a checkpoint's classes that results.json compares
 # of truth.json, what results.json repeats
 TRUTH_KEYS = ("control_step", "n_participants", "n_volumes", "n_tokens", "questions")
 STEP_PARTS = ("data_wait", "forward", "backward", "update", "logging", "other")
@@ -33,13 +33,13 @@ TASK_SCORES = tuple(
     f"val/{name}"
     for name in ("balanced_accuracy", "quadratic_kappa", "mean_auroc", "minus_the_squared_error")
 )
-NO_PROBE = "Not evaluated: this run has no probe.json. finetuning.evaluate writes it."
+NO_EVALUATION = "Not evaluated: this run has no evaluation.json. finetuning.evaluate writes it."
 
 
 @dataclass(frozen=True)
 class Run:
-    """What a run directory says; probe, evaluation, truth, checked are None, seconds and linked empty where
-    their files are absent.
+    """What a run directory says; evaluation, truth, checked are None, seconds and linked empty where their
+    files are absent.
     """
 
     path: Path
@@ -50,8 +50,7 @@ class Run:
     provenance: dict[str, Any]
     prepared: dict[str, Any]
     truth: dict[str, Any] | None  # of a phantom
-    probe: dict[str, Any] | None
-    evaluation: dict[str, Any] | None  # also of a head, and of values and labels, which have no probe.json
+    evaluation: dict[str, Any] | None
     linked: list[str]  # tables and figures of an evaluation, as paths from the run directory
     checked: dict[str, Any] | None  # the tree's check by its headers
     seconds: dict[str, float]
@@ -80,7 +79,7 @@ def read_run(path: str | Path) -> Run:
     if not path.is_dir():
         raise UserError(f"{path}: expected a run directory, found none; pretraining.train makes it")
     series, not_finite, alarms = _series(_text(path / "metrics.jsonl"), path / "metrics.jsonl")
-    probe, truth, evaluation = (path / f"{name}.json" for name in ("probe", "truth", "evaluation"))
+    truth, evaluation = path / "truth.json", path / "evaluation.json"
     files = [path / "evaluation.md", *sorted((path / "figures").glob("*.png"))]
     stages, checked = path / "stages.tsv", path / "check_report.json"
     layers, points = path / "layers.json", path / "feature_map.json"
@@ -94,7 +93,6 @@ def read_run(path: str | Path) -> Run:
         provenance=_json(path / "provenance.json"),
         prepared=_json(path / "prepare_report.json"),
         truth=_json(truth) if truth.exists() else None,
-        probe=_json(probe) if probe.exists() else None,
         evaluation=_json(evaluation) if evaluation.exists() else None,
         linked=[file.relative_to(path).as_posix() for file in files if evaluation.exists() and file.exists()],
         checked=_json(checked) if checked.exists() else None,
@@ -166,8 +164,7 @@ def _seconds(path: Path) -> dict[str, float]:
 
 def results(run: Run) -> dict[str, Any]:
     """What results.json holds; a number that was not measured is null."""
-    p, ranks = run.probe, like_the_last(run.series, "val/rankme")
-    rows = {row["name"]: row for row in p["rows"]} if p else {}
+    ranks = like_the_last(run.series, "val/rankme")
     return {
         "data": {"kept": run.prepared["kept"], "rejected": run.prepared["rejected"]},
         "pretraining": {
@@ -184,14 +181,23 @@ def results(run: Run) -> dict[str, Any]:
             "gauges_fraction": _end(run, "perf/gauges_fraction", -1),
         },
         "truth": run.truth and {key: run.truth[key] for key in TRUTH_KEYS},
-        "probe": p
-        and {
-            **{arm: {k: rows[arm][k] for k in ("balanced_accuracy", "ci95")} for arm in ARMS},
-            **{key: p[key] for key in ("paired_difference", "n_participants", "verdict")},
-        },
+        "probe": _probe(run.evaluation) if run.evaluation else None,
         "evaluation": run.evaluation
         and {key: run.evaluation[key] for key in ("title", "verdict", "cautions")},
         "seconds": run.seconds,
+    }
+
+
+def _probe(answer: Mapping[str, Any]) -> dict[str, Any] | None:
+    """What results.json says of a checkpoint's classes; None of a head, a value, or several labels."""
+    metric, difference = answer["difference"]["metric"], answer["difference"]
+    if answer["subject"]["name"] != "probe" or metric != "balanced_accuracy":
+        return None
+    rows = {row["name"]: row["metrics"][metric] for row in answer["rows"]}
+    return {
+        **{arm: {metric: rows[arm]["value"], "ci95": rows[arm]["ci95"]} for arm in ARMS},
+        "paired_difference": {key: difference[key] for key in ("mean", "ci95", "could_have_shown")},
+        **{key: answer[key] for key in ("n_participants", "verdict")},
     }
 
 

@@ -1,22 +1,41 @@
 """Tables of the report: what prepare counted, what the probes scored, and runs side by side.
 
-In: dictionaries that other stages wrote (prepare_report.json, truth.json, probe.json), runs. Out: tables of
-texts for the page.
+In: dictionaries that other stages wrote (prepare_report.json, truth.json, evaluation.json), runs. Out: tables
+of texts for the page; finetuning.evaluate and benchmarks.phantom_truth print the same ones.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import yaml
 
 from utils.errors import UserError
 from utils.report.health import Health
-from utils.report.run_files import ARMS, Run, results
+from utils.report.run_files import Run, results
+from utils.tables import Table, bracketed, estimate, interval, number, two_cells, with_interval
 
+TITLES = {  # of metrics
+    "accuracy": "accuracy",
+    "balanced_accuracy": "balanced accuracy",
+    "macro_f1": "macro F1",
+    "macro_auroc": "macro AUROC",
+    "macro_auprc": "macro AUPRC",
+    "quadratic_kappa": "quadratic kappa",
+    "brier": "Brier",
+    "ece": "ECE",
+    "mae": "MAE",
+    "r2": "R2",
+    "sensitivity": "sensitivity",
+    "specificity": "specificity",
+    "f1": "F1",
+    "auroc": "AUROC",
+    "auprc": "AUPRC",
+}
+CLASSES = ("classification", "ordinal")  # the kinds whose truth is one class
+DIGITS = ".3g"  # of numbers that were measured in training
 GROUPS = ("by_device", "by_protocol")  # of prepare_report.json
 GROUP_HEADER = ("", "kept", "rejected", "valid", "lost", "spacing, um", "spacing from", "orientation from")
 GROUP_NOTE = (
@@ -42,58 +61,30 @@ NUMBERS = (  # of results.json's pretraining -> words
 )
 
 
-@dataclass(frozen=True)
-class Table:
-    """A table as texts; a row's first cell names it."""
-
-    title: str
-    header: Sequence[str]
-    rows: Sequence[Sequence[str]]
-    note: str = ""
-    bold: tuple[int, ...] = ()  # numbers of rows
-    is_text: bool = False  # false: columns after the first hold numbers
-
-
-def probe_table(probe: Mapping[str, Any]) -> Table:
-    """The scores of all rows of probe.json; the compared ones in bold."""
+def evaluation_table(answer: Mapping[str, Any]) -> Table:
+    """All rows of evaluation.json by the metric that the verdict is about; the compared ones in bold."""
+    metric, is_class = answer["difference"]["metric"], answer["kind"] in CLASSES
     rows = [
         [
             row["label"],
-            f"{row['balanced_accuracy']:.3f}",
-            f"{row['ci95'][0]:.3f} to {row['ci95'][1]:.3f}",
-            "-" if row["macro_auroc"] is None else f"{row['macro_auroc']:.3f}",
-            f"{row['val_balanced_accuracy']:.3f}",
-            f"{row['chosen_c']:g}",
-            str(row["num_features"]),
+            *two_cells(row["metrics"][metric]),
+            *([number(row["metrics"]["macro_auroc"]["value"])] if is_class else []),
+            number(row.get("val_score")),
+            number(row.get("chosen_c"), "g"),
+            number(row.get("num_features"), "d"),
         ]
-        for row in probe["rows"]
+        for row in answer["rows"]
     ]
-    title = (
-        f"{probe['label_column']}: {len(probe['classes'])} classes, {probe['n_participants']} participants "
-        f"of split {probe['split']}, {probe['checkpoint'].rpartition('/')[2]} (step {probe['step']})"
-    )
+    header = ["features", TITLES[metric], "95 % interval", *(["macro AUROC"] if is_class else [])]
+    chance = f"Chance is {1 / len(answer['names']):.3f}. " if is_class else ""
     return Table(
-        title,
-        ["features", "balanced accuracy", "95 % interval", "macro AUROC", "on val", "C", "size"],
+        f"{answer['title']}; {answer['subject']['url'].rpartition('/')[2]}",
+        [*header, "on val", "C", "size"],
         rows,
-        f"Chance is {1 / len(probe['classes']):.3f}. Same protocol for every row.",
-        tuple(i for i, row in enumerate(probe["rows"]) if row["name"] in ARMS),
-    )
-
-
-def power_table(probe: Mapping[str, Any]) -> Table:
-    """What the cohort could have shown, beside what it showed."""
-    difference = probe["paired_difference"]
-    rows = [["difference seen", f"{difference['mean']:+.3f}"]]
-    rows.append(["its 95 % interval", "{:+.3f} to {:+.3f}".format(*difference["ci95"])])
-    if "could_have_shown" in difference:  # answers of before power was computed have none
-        rows.append(["smallest that could have been shown", f"{difference['could_have_shown']:.3f}"])
-    rows.append(["participants", str(probe["n_participants"])])
-    return Table(
-        "power of this comparison",
-        ["", ""],
-        rows,
-        "Smallest: with 80 % power at 5 %, two-sided. finetuning.power says how many participants show less.",
+        f"{chance}Same protocol for every row. A difference of "
+        f"{number(answer['difference']['could_have_shown'])} could have been shown, with 80 % power at 5 %, "
+        "two-sided; finetuning.power says how many participants show less.",
+        tuple(i for i, row in enumerate(answer["rows"]) if row["name"] in answer["difference"]["rows"]),
     )
 
 
@@ -105,8 +96,8 @@ def leaderboard_table(lines: Sequence[Sequence[str]]) -> Table:
     values: dict[str, dict[str, str]] = {}
     for line in body:
         value, low, high = (line[place[name]] for name in ("value", "low", "high"))
-        text = f"{float(value):.3f}" if value else "-"
-        text += f" ({float(low):.3f} to {float(high):.3f})" if low else ""
+        ends = [float(low), float(high)] if low else None
+        text = with_interval(float(value) if value else None, ends)
         values.setdefault(line[place["row"]], {})[line[place["cell"]]] = text
     rows = [[name, *(of_row.get(key, "-") for key in cells)] for name, of_row in values.items()]
     note = "With 95 % intervals; more is in leaderboard/leaderboard.html."
@@ -115,18 +106,11 @@ def leaderboard_table(lines: Sequence[Sequence[str]]) -> Table:
 
 def layers_tables(answer: Mapping[str, Any]) -> list[Table]:
     """layers.json: the mean boundary error of every arm, and that of each surface."""
-
-    def of(estimate: Mapping[str, Any] | None) -> str:
-        if estimate is None or estimate["value"] is None:
-            return "-"
-        low, high = estimate["ci95"]
-        return f"{estimate['value']:.2f} ({low:.2f} to {high:.2f})"
-
     arms = list(answer["overall"])
-    rows = [["all surfaces", *(of(answer["overall"][arm]) for arm in arms)]]
+    rows = [["all surfaces", *(estimate(answer["overall"][arm], ".2f") for arm in arms)]]
     for name in answer["names"]:
         found_by = [answer["surfaces"].get(arm, {}).get(name) for arm in arms]
-        rows.append([name, *(of(part and part["error_um"]) for part in found_by)])
+        rows.append([name, *(estimate(part and part["error_um"], ".2f") for part in found_by)])
     title = f"{answer['title']}: mean boundary error, um, {answer['n_volumes']} volumes"
     header = ["surface", *(arm.replace("_", " ") for arm in arms)]
     return [Table(title, header, rows, answer["verdict"], bold=(0,))]
@@ -158,18 +142,12 @@ def _truth_row(
     difference = differences.get(row["name"])
     return [
         labels[row["name"]],
-        f"{row['r2']:.3f}",
-        f"{row['ci95'][0]:.3f} to {row['ci95'][1]:.3f}",
-        difference_text(difference) if difference else "",
-        f"{row['val_r2']:.3f}",
-        f"{row['chosen_c']:g}",
+        number(row["r2"]),
+        interval(row["ci95"]),
+        bracketed(difference["mean"], difference["ci95"], "+.3f") if difference else "",
+        number(row["val_r2"]),
+        number(row["chosen_c"], "g"),
     ]
-
-
-def difference_text(difference: Mapping[str, Any]) -> str:
-    """A paired difference with its interval."""
-    low, high = difference["ci95"]
-    return f"{difference['mean']:+.3f} [{low:+.3f}, {high:+.3f}]"
 
 
 def data_tables(prepared: dict[str, Any]) -> list[Table]:
@@ -230,11 +208,6 @@ def _group_row(name: str, group: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def number(value: float | None) -> str:
-    """Three digits; a dash for what was not measured."""
-    return "-" if value is None else f"{value:.3g}"
-
-
 def file_digest(path: str) -> str:
     """What a shared page calls a file, since clinics put names and birthdays into theirs."""
     return f"file {hashlib.sha256(path.encode('utf-8', 'surrogatepass')).hexdigest()[:12]}"
@@ -258,7 +231,7 @@ def numbers_table(runs: Sequence[Run], names: Sequence[str], verdicts: Sequence[
     outs = [results(run) for run in runs]
     rows = [["health", *(verdict.word for verdict in verdicts)]]
     rows.append(["volumes kept", *(str(out["data"]["kept"]) for out in outs)])
-    rows += [[words, *(number(out["pretraining"][key]) for out in outs)] for key, words in NUMBERS]
+    rows += [[words, *(number(out["pretraining"][key], DIGITS) for out in outs)] for key, words in NUMBERS]
     rows.append(["alarms", *(str(len(out["pretraining"]["alarms"])) for out in outs)])
     return Table("", ["", *names], rows, bold=(0,))
 

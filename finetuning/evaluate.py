@@ -60,19 +60,13 @@ def evaluate_any_head(wanted: str, overrides: Sequence[str]) -> str:
     """The tables of a head of any kind as text."""
     from finetuning.answers.evaluation_files import markdown
     from finetuning.answers.head_evaluation import evaluate_head
+    from finetuning.dense.evaluation import evaluate
     from finetuning.dense.head import head_kind
-    from finetuning.dense.layers.evaluate import evaluate_layers
-    from finetuning.dense.segmentation.evaluate import evaluate_segmentation
-    from finetuning.dense.translation.evaluate import evaluate_translation
+    from finetuning.dense.kinds import KINDS
 
-    dense = {
-        "layers": evaluate_layers,
-        "segmentation": evaluate_segmentation,
-        "translation": evaluate_translation,
-    }
     kind = head_kind(wanted, storage_options_of(overrides))
-    if kind in dense:
-        return dense[kind](wanted, overrides)
+    if kind in KINDS:
+        return evaluate(KINDS[kind], wanted, overrides)
     return markdown(evaluate_head(wanted, overrides))
 
 

@@ -1,20 +1,33 @@
-"""What a trained head says of DICOM files, with pictures of where the evidence lies.
+"""What a trained head says of scans: labels, surfaces, classes of voxels, or slabs of flow.
 
     python -m finetuning.predict --checkpoint runs/cls_linear_probe --dicom scans/ --out predictions
+    python -m finetuning.predict --checkpoint runs/segmentation --rows 0,5 --format nifti --out masks
+    python -m finetuning.predict --checkpoint runs/segmentation --files scans/eye.dcm --format seg --out masks
+    python -m finetuning.predict --checkpoint runs/layers --rows all --format heightmap --out surfaces
 
-In: a head of finetuning.train (head.pt or its run's folder) and files, which are read as data_setup.prepare
-reads them. Out: DIR/predictions.jsonl, a line per file: probabilities, or surfaces in the scan's own rows and
-in um; digests of head, encoder and voxels, the code's commit, warnings, the distance from the training set.
-DIR/pictures has a PNG a file: B-scans, the scan from above, where the evidence lies. The same command after a
-kill goes on. Lines of other files stay; another head needs another DIR. A file that cannot be used is a line
-with its reason, and the exit code is 1. Overrides (data.*, train.use_bf16, model.checkpoint where the encoder
-moved) stand before --dicom.
+In: a head of finetuning.train (head.pt or its run's folder) and scans: DICOM files and folders, or files of
+any kind, which are read as data_setup.prepare reads them; with a format also rows of the head's store, whose
+files are read again. Out, below DIR:
 
+Without a format predictions.jsonl, a line per scan: probabilities, or surfaces or slabs in the scan's own
+B-scans and A-scans; digests of head, encoder and voxels, the code's commit, warnings, the distance from the
+training set. DIR/pictures has a PNG a scan: B-scans, the scan from above, where the evidence lies.
 Probabilities are calibrated where validation allowed it in training; every line says whether. Units of
 several volumes are not averaged. The map is that of one forward pass (contributions of tokens, or attention);
-with --occlusion what the output loses when a block is hidden. A research model, not a medical device.
+with --occlusion what the output loses when a block is hidden.
 
-Keys that matter: model.checkpoint, data.workers, train.use_bf16
+With --format a file at the scan's path, in its own geometry: nifti (.nii.gz; what a head of classes writes
+without a format), png (a folder, an image a B-scan, grey value = class) or seg (DICOM Segmentation; of DICOM
+scans, needs pip install highdicom); of a head of surfaces heightmap (DICOM Height Map Segmentation).
+segments.jsonl has a line per scan: file, voxels and mm3 of each class, digests; label_classes.yaml names the
+classes. A scan larger than the grid is read in windows that overlap.
+
+The same command after a kill goes on. Lines of other scans stay; another head needs another DIR. A file that
+cannot be used is a line with its reason, and the exit code is 1. Overrides (data.*, train.use_bf16,
+model.checkpoint where the encoder moved) stand before --dicom and --files. A research model, not a medical
+device.
+
+Keys that matter: model.checkpoint, data.store, data.workers, train.use_bf16
 """
 
 from __future__ import annotations
@@ -30,7 +43,13 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """The words of the command line."""
     parser = PeopleParser("finetuning.predict", __doc__ or "")
     parser.add_argument("--checkpoint", required=True, metavar="HEAD", help="head.pt, or its run's folder")
-    parser.add_argument("--dicom", nargs="+", required=True, metavar="FILE_OR_FOLDER")
+    scans = parser.add_mutually_exclusive_group(required=True)
+    scans.add_argument("--dicom", nargs="+", metavar="FILE_OR_FOLDER", default=[], help="DICOM files")
+    scans.add_argument("--files", nargs="+", metavar="FILE", default=[], help="scans that prepare opens")
+    scans.add_argument("--rows", metavar="all|N,N", help="rows of the head's store (data.store)")
+    parser.add_argument(
+        "--format", choices=("nifti", "png", "seg", "heightmap"), help="files in place of lines"
+    )
     parser.add_argument("--out", required=True, metavar="DIR", help="a new folder, or one of this command")
     parser.add_argument("--occlusion", action="store_true", help="draw the map by hiding blocks (slow)")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
@@ -41,9 +60,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Predict what the command line says; returns the exit code."""
     args = parse(argv)
     # here: torch takes seconds to import, and a reader process imports this module without it
-    from finetuning.prediction.run import predict
+    from finetuning.prediction.run import Scans, predict
 
-    return predict(args.checkpoint, args.dicom, args.out, args.occlusion, args.overrides)
+    scans = Scans(args.dicom, args.files, args.rows)
+    return predict(args.checkpoint, scans, args.format, args.out, args.occlusion, args.overrides)
 
 
 if __name__ == "__main__":

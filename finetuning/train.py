@@ -6,10 +6,9 @@
 In: a task's file of configs/, a checkpoint of pretraining.train or its run's folder, the prepared store that
 it was trained on, labels. Out: `${train.ckpt_dir}/head.pt`, which finetuning.evaluate reads. Data, geometry,
 model and method are those of the checkpoint. finetune.encoder=frozen: heads on kept features
-(finetuning/heads/frozen.py); trained: the whole model (finetuning/heads/finetune.py). task.kind=layers:
-surfaces of the retina (finetuning/dense/layers/); segmentation: classes of voxels
-(finetuning/dense/segmentation/); translation: slabs of OCTA flow (finetuning/dense/translation/). Exit codes:
-utils/errors.py.
+(finetuning/heads/frozen.py); trained: the whole model (finetuning/heads/finetune.py). task.kind=layers,
+segmentation or translation: surfaces of the retina, classes of voxels or slabs of OCTA flow
+(finetuning/dense/kinds.py). Exit codes: utils/errors.py.
 
 Keys that matter: model.checkpoint, task.labels_path, task.label_column, task.kind, head.kind,
 finetune.encoder, optim.base_lr
@@ -37,6 +36,7 @@ from finetuning.heads.frozen import train_frozen
 from finetuning.heads.head_file import NAME
 from utils import storage
 from utils.checkpoint import load_checkpoint
+from utils.config.schema import DENSE_KINDS
 from utils.errors import EXIT_FINISHED, ConfigError, UserError
 from utils.log import setup_logging
 from utils.run.folder import held_run
@@ -53,21 +53,11 @@ def train(config: str, overrides: Sequence[str]) -> int:
     refuse_unread(cfg, config, overrides)
     if cfg.train.ckpt_dir is None:
         raise ConfigError("train.ckpt_dir: expected a folder for the head, found null")
-    if cfg.task.kind == "layers":
-        from finetuning.dense.layers.train import train_layers
+    if cfg.task.kind in DENSE_KINDS:
+        from finetuning.dense.kinds import KINDS
 
         refuse_another_encoder(source)
-        return train_layers(source)
-    if cfg.task.kind == "segmentation":
-        from finetuning.dense.segmentation.train import train_segmentation
-
-        refuse_another_encoder(source)
-        return train_segmentation(source)
-    if cfg.task.kind == "translation":
-        from finetuning.dense.translation.train import train_translation
-
-        refuse_another_encoder(source)
-        return train_translation(source)
+        return KINDS[cfg.task.kind].train(source)
     if cfg.eval.protocol == "crossfit":
         raise ConfigError(
             "eval.protocol: expected official, found crossfit: a head has one training set; "

@@ -68,14 +68,17 @@ class SelectingAdamW(torch.optim.AdamW):
             group.update(SELECTING_FLAGS)
 
 
-def warmup_cosine(optim: OptimConfig, step: int, total: int) -> float:
-    """Learning rate of update `step` of `total`: linear warm-up, then a cosine to the minimum."""
+def warmup_cosine(optim: OptimConfig, step: int, total: int, peak: float | None = None) -> float:
+    """Learning rate of update `step` of `total`: linear warm-up to `peak`, by default the base rate, then a
+    cosine, whose last update has min_lr_ratio of it. The one such schedule here.
+    """
+    peak = optim.base_lr if peak is None else peak
     warmup = round(optim.warmup_ratio * total)
     if step < warmup:
-        return optim.base_lr * (step + 1) / warmup
+        return peak * (step + 1) / warmup
     progress = (step - warmup) / max(1, total - 1 - warmup)
     factor = optim.min_lr_ratio + (1 - optim.min_lr_ratio) * (1 + math.cos(math.pi * progress)) / 2
-    return optim.base_lr * factor
+    return peak * factor
 
 
 def parameter_groups(model: Trained, weight_decay: float) -> list[dict]:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from pretraining.schedules import INIT_WEIGHT_LIMIT, Schedule
-from utils.run.skipped_updates import SkippedUpdates
+from utils.run.progress import RunProgress
 from utils.runtime.single import Runtime
 
 log = logging.getLogger(__name__)
@@ -29,16 +29,14 @@ NEW_RUN: Mapping[str, Any] = {
 }
 
 
-class Progress:
-    """Counters of a run on one process; all processes count the same."""
+class Progress(RunProgress):
+    """The counters of every run, and those of the target and of the best checkpoints."""
 
     def __init__(self, runtime: Runtime, schedule: Schedule, state: Mapping[str, Any] = NEW_RUN) -> None:
-        self.runtime, self.schedule = runtime, schedule
-        self.step: int = state["step"]  # updates made
+        super().__init__(runtime, state)
+        self.schedule = schedule
         self.best: dict[str, float] = dict(state["best"])  # name of a best checkpoint -> its score
         self.inherited: list[str] = list(state["inherited"])
-        self.owes_validation: bool = state.get("owes_validation", False)  # SIGTERM cut it short
-        self.skipped = SkippedUpdates(runtime, state["bad_run"], state["bad_total"])
         self._moves = self._counter(0)  # updates since the last look that should have moved the target
         weight = torch.tensor(state["init_weight"], dtype=torch.float64)
         self._init_weight = runtime.to_device_replicated(weight)
@@ -94,10 +92,7 @@ class Progress:
     def state_dict(self) -> dict[str, Any]:
         """Plain values for the checkpoint."""
         return {
-            "owes_validation": self.owes_validation,
-            "step": self.step,
-            "bad_run": self.skipped.in_a_row,
-            "bad_total": self.skipped.total,
+            **super().state_dict(),
             "init_weight": self.init_weight,
             "best": dict(self.best),
             "inherited": list(self.inherited),

@@ -17,7 +17,7 @@ from pretraining.gauges.monitor import Gauges
 from pretraining.progress import NEW_RUN, Progress
 from pretraining.rows import Rows
 from pretraining.run import Run
-from pretraining.schedules import Schedule, total_steps
+from pretraining.schedules import Schedule
 from utils.checkpoint import (
     CheckpointError,
     load_newest,
@@ -26,7 +26,8 @@ from utils.checkpoint import (
 from utils.config.load import config_of_yaml, to_yaml
 from utils.config.schema import keys_with
 from utils.errors import UserError
-from utils.run.folder import refuse_changes, require_one_configuration, shared_settings
+from utils.run.calendar import total_steps
+from utils.run.folder import refuse_changes, require_one_run
 from utils.run.history import refuse_lost_checkpoints
 
 log = logging.getLogger(__name__)
@@ -49,7 +50,7 @@ def checkpoint_state(run: Run, gauges: Gauges, progress: Progress) -> dict[str, 
         "config": to_yaml(run.cfg),
         "recipe": run.cfg.method.recipe,
         "normalisation": run.store.attrs["normalisation"],
-        "synthetic": bool(run.store.attrs["synthetic"]),
+        "synthetic": run.is_synthetic,
         "participants": sorted(set(progress.inherited) | run.rows.participants),
         "rows_sha256": rows_checksum(run.rows, run.store),
     }
@@ -66,12 +67,7 @@ def restore(run: Run, gauges: Gauges) -> Progress:
     run.runtime.mark_step()
     state, progress = _read(run) if group.is_first else (None, NEW_RUN)
     if group.size > 1:
-        require_one_configuration(group.gather_objects(shared_settings(run.cfg)))
-        checksums = group.gather_objects(rows_checksum(run.rows, run.store))
-        if len(set(checksums)) > 1:
-            raise UserError(
-                f"{run.cfg.data.store}: expected the same training volumes on every process, found others"
-            )
+        require_one_run(run.cfg, group, "training", rows_checksum(run.rows, run.store))
         if group.is_first and state is None:
             states = run.model.state_dict(), run.optimizer.state_dict(), gauges.state_dict()
             state = dict(zip(("model", "optimizer", "gauge"), to_host(states), strict=True))

@@ -13,10 +13,10 @@ from data_setup.store.reader import PreparedStore
 from models.engine_kernels import choose_kernels
 from models.vjepa3d import VJEPA3D
 from pretraining.rows import Rows, open_rows
-from pretraining.schedules import total_steps
 from pretraining.step import build_optimizer
 from utils.config.load import accumulation_steps
 from utils.config.schema import Config
+from utils.run.calendar import total_steps
 from utils.runtime.single import Runtime
 
 
@@ -30,6 +30,11 @@ class Run:
     model: VJEPA3D
     optimizer: torch.optim.AdamW
     runtime: Runtime
+
+    @property
+    def is_synthetic(self) -> bool:
+        """Whether no person's eye is in the store."""
+        return bool(self.store.attrs["synthetic"])
 
     @property
     def total_steps(self) -> int:

@@ -15,21 +15,11 @@ import numpy as np
 from models.optimizer import warmup_cosine
 from utils.config.recipes import recipe_of
 from utils.config.schema import Config
-from utils.errors import ConfigError, UserError
+from utils.errors import UserError
 
 EMA_HALF_LIFE = 0.05  # of the run
 EMA_MAXIMUM = 0.9995
-VALIDATION_SHARE = 0.025  # volumes that validations read by default, of those that training reads
 INIT_WEIGHT_LIMIT = 0.1  # a target with more of its random initialisation is no candidate for the best
-
-
-def total_steps(cfg: Config, num_volumes: int) -> int:
-    """max_steps, or the steps of `epochs` passes over num_volumes (a batch may span epochs)."""
-    if cfg.train.max_steps is not None:
-        return cfg.train.max_steps
-    if cfg.train.epochs is None:
-        raise ConfigError("train.epochs: expected epochs or max_steps, found neither")
-    return math.ceil(cfg.train.epochs * num_volumes / cfg.train.global_batch_size)
 
 
 def learning_rate(cfg: Config, step: int, total: int) -> float:
@@ -101,40 +91,3 @@ class Schedule:
                 "method.init_from starts a new run from these weights"
             )
         return cls(cfg, state["total"])
-
-
-@dataclass(frozen=True)
-class Calendar:
-    """What happens after how many updates."""
-
-    total: int
-    log_every: int
-    validate_every: int
-    save_every: int
-    keep_every: int  # checkpoints that stay: every train.ckpt_every_epochs, thinned to train.keep_epochs
-
-    @classmethod
-    def of(cls, cfg: Config, num_volumes: int, validation_volumes: int = 0) -> Calendar:
-        """`num_volumes` are trained on; a validation reads `validation_volumes`."""
-        epoch = max(1, round(num_volumes / cfg.train.global_batch_size))  # in updates
-        total = total_steps(cfg, num_volumes)
-        rhythm = cfg.train.ckpt_every_epochs * epoch
-        keep = rhythm * max(1, math.ceil(total // rhythm / cfg.train.keep_epochs))
-        # so many epochs that a validation reads no more than its share of what they read
-        epochs = max(1, math.ceil(validation_volumes / (VALIDATION_SHARE * num_volumes)))
-        return cls(
-            total=total,
-            log_every=cfg.train.log_every_steps,
-            validate_every=cfg.train.val_every_steps or epochs * epoch,
-            save_every=cfg.train.ckpt_every_steps or rhythm,
-            keep_every=keep,
-        )
-
-    def logs(self, done: int) -> bool:
-        return done % self.log_every == 0 or done in (1, self.total)
-
-    def validates(self, done: int) -> bool:
-        return done % self.validate_every == 0 or done == self.total
-
-    def saves(self, done: int) -> bool:
-        return done % self.save_every == 0 or done % self.keep_every == 0 or done == self.total

@@ -23,8 +23,7 @@ if __name__ == "__main__":  # torch and MONAI take seconds to import
 
 import logging
 import math
-from collections.abc import Iterator
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing
 from functools import partial
 
 import torch
@@ -41,17 +40,16 @@ from pretraining.progress import Progress
 from pretraining.resume import checkpoint_state, restore
 from pretraining.rows import data_counts
 from pretraining.run import Run, open_run
-from pretraining.schedules import Calendar
 from pretraining.step import StepResult, Update, Watch, train_step
 from pretraining.trial import open_loader, settle_memory
 from utils import storage
 from utils.config.schema import Config
-from utils.dashboards.run_log import NoLog, RunLog
-from utils.errors import EXIT_FINISHED, EXIT_STOPPED
+from utils.errors import EXIT_FINISHED
+from utils.run.calendar import Calendar
 from utils.run.checkpoints import Checkpoints
-from utils.run.folder import claim_run_dir, held_run
+from utils.run.folder import held_run
 from utils.run.guard import guard, open_engine
-from utils.run.skipped_updates import NotFiniteError
+from utils.run.log import AnyLog, open_log
 from utils.runtime.single import Runtime
 
 log = logging.getLogger(__name__)
@@ -90,7 +88,7 @@ def _train(cfg: Config, runtime: Runtime, stack: ExitStack) -> int:
     runtime.enter("start of the log")
     state = partial(checkpoint_state, run, gauges, progress)
     checkpoints = Checkpoints(cfg, runtime, progress, state, calendar.keep_every, lease)
-    run_log = stack.enter_context(open_log(run, start))
+    run_log = stack.enter_context(open_log(cfg, runtime, start, total, synthetic=run.is_synthetic))
     clock = Throughput(cfg, run.model, runtime)
     log_start(run, clock, progress)
     checkpoints.log_need([part.state_dict() for part in (run.model, run.optimizer, gauges)], total, bests=2)
@@ -131,7 +129,7 @@ def _train(cfg: Config, runtime: Runtime, stack: ExitStack) -> int:
             pace = clock.metrics()
             values = step_metrics(run, update, result, progress, micro_batches)
             report(run_log, gauges, done, {**values, **gauge_values, **pace})
-            alert_skipped(progress.skipped.check(cfg, loader.rows_of_step), done, run_log)
+            progress.alert_skipped(progress.skipped.check(cfg, loader.rows_of_step), run_log)
             clock.lap("logging")
         elif step == start:
             clock.restart()  # a resumed run starts its loader here
@@ -148,25 +146,6 @@ def _train(cfg: Config, runtime: Runtime, stack: ExitStack) -> int:
     # ---- end: what is not saved yet, and what to do next
     checkpoints.close()
     return finish(cfg, gauges, progress, total, run_log)
-
-
-@contextmanager
-def open_log(run: Run, start: int) -> Iterator[RunLog | NoLog]:
-    """The log of a run that begins now, or goes on; the first process alone writes one."""
-    if not run.runtime.group.is_first:
-        yield NoLog()
-        return
-    claim_run_dir(run.cfg, run.runtime)
-    synthetic = bool(run.store.attrs["synthetic"])
-    with RunLog(run.cfg, start, run.total_steps, synthetic=synthetic) as run_log:
-        if start == 0:
-            for name, counts in data_counts(run.store, run.rows).items():
-                run_log.counts(0, name, counts)
-        try:
-            yield run_log
-        except NotFiniteError as error:
-            run_log.alert("stopped: not finite", str(error))
-            raise
 
 
 def open_gauges(run: Run) -> Gauges:
@@ -218,12 +197,15 @@ def validate_at_start(
     gauges: Gauges,
     progress: Progress,
     checkpoints: Checkpoints,
-    run_log: RunLog | NoLog,
+    run_log: AnyLog,
     examples: Examples,
 ) -> None:
-    """Validate a new run, and one that owes it."""
+    """Log what a new run reads and validate it; validate one that owes it."""
+    run = validation.run
     if progress.step == 0:
-        if (measured := validation(0)) is not None:
+        for name, counts in data_counts(run.store, run.rows).items():
+            run_log.counts(0, name, counts)
+        if (measured := progress.validated(partial(validation, 0))) is not None:
             report(run_log, gauges, 0, {**measured, "ema/init_weight": progress.init_weight})
             examples.show(0, keep=True)
     elif progress.owes_validation:
@@ -235,14 +217,13 @@ def validate_now(
     validation: Validation,
     gauges: Gauges,
     progress: Progress,
-    run_log: RunLog | NoLog,
+    run_log: AnyLog,
 ) -> list[str]:
     """Validate after the last update, with which the target must have moved; the names under which its
-    checkpoint is kept. Where SIGTERM cuts that short, the next start owes it.
+    checkpoint is kept.
     """
     validation.motion.check(validation.run.model, progress.take_moves())
-    measured = validation(progress.step)
-    progress.owes_validation = measured is None
+    measured = progress.validated(partial(validation, progress.step))
     if measured is None:
         return []
     report(run_log, gauges, progress.step, measured)
@@ -252,15 +233,14 @@ def validate_now(
     return names
 
 
-def finish(cfg: Config, gauges: Gauges, progress: Progress, total: int, run_log: RunLog | NoLog) -> int:
+def finish(cfg: Config, gauges: Gauges, progress: Progress, total: int, run_log: AnyLog) -> int:
     """Log how the run ended and what to do next; returns the exit code. A run that is over hands on."""
     is_over = progress.step >= total and not progress.owes_validation
     if is_over and cfg.train.ckpt_dir is not None:
         for name in progress.best:
             run_log.artifact(name, storage.join(cfg.train.ckpt_dir, f"{name}.pt"))
-    how = "finished" if is_over else "stopped"
     best = ", ".join(f"{name} {value:.3g}" for name, value in progress.best_values().items())
-    run_log.alert(f"{how} at step {progress.step} of {total}", best or "no best checkpoint")
+    code = progress.end(total, best, run_log, is_over=is_over)
     log_end(
         cfg,
         gauges.alarms.raised,
@@ -270,16 +250,10 @@ def finish(cfg: Config, gauges: Gauges, progress: Progress, total: int, run_log:
         stopped_by=progress.runtime.stopped_by,
         has_probe="best_probe" in progress.best,
     )
-    return EXIT_FINISHED if is_over else EXIT_STOPPED
+    return code
 
 
-def alert_skipped(skipped: list[str], done: int, run_log: RunLog | NoLog) -> None:
-    """Tell who is away of the updates that were skipped since the last line of the log."""
-    if skipped:
-        run_log.alert(f"updates skipped until step {done}: not finite", "; ".join(skipped[-3:]))
-
-
-def report(run_log: RunLog | NoLog, gauges: Gauges, step: int, values: dict[str, float | None]) -> None:
+def report(run_log: AnyLog, gauges: Gauges, step: int, values: dict[str, float | None]) -> None:
     """Log the metrics of a line with the state of the alarms, and the alarms that begin with it."""
     begun = gauges.alarms.update(step, values)
     run_log.metrics(step, {**values, **gauges.alarms.states()})

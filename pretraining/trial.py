@@ -46,8 +46,7 @@ def settle_memory(run: Run, step: int) -> Run:
 
     def work_of(cfg: Config) -> Callable[[], None]:
         nonlocal batch
-        trial = replace(run, cfg=replace(cfg, data=replace(cfg.data, workers=0)))
-        cpu_batch = next(iter(open_loader(trial, step, step + 1)))[0]
+        cpu_batch = next(iter(open_loader(replace(run, cfg=cfg), step, step + 1)))[0]
         if model.recipe.hidden == "all_but_context":
             check_disjoint(cpu_batch)
         batch = runtime.to_device(cpu_batch)

@@ -26,9 +26,10 @@ def settle_batch(
     put_back: Callable[[], None],
 ) -> Config:
     """Halve per_core_batch_size until the work fits every process; raises UserError when one volume does not.
-    `put_back` is called after each failure: what it left of weights and moments may be lost.
+    `put_back` is called after each failure: what it left of weights and moments may be lost. `work_of` is
+    given a configuration without workers, whose start a trial step need not wait for.
     """
-    while not runtime.attempt(work_of(cfg)):
+    while not runtime.attempt(work_of(replace(cfg, data=replace(cfg.data, workers=0)))):
         put_back()
         cfg = _smaller_batch(cfg, runtime)
     return cfg

@@ -1,6 +1,7 @@
-"""Messages on the console and in log.txt, and files that take lines.
+"""Messages of a program: on stderr, in log.txt, and files to which lines are appended.
 
-In: messages of Python's logging. Out: stderr, and the file that `log_to_file` names.
+In: what `logging` is given. Out: the console, for people where it is a terminal; log.txt once `log_to_file`
+names it. Only rank 0 writes.
 """
 
 from __future__ import annotations

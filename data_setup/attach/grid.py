@@ -53,25 +53,34 @@ def lay_on_grid(values_SDW: np.ndarray, record: pd.Series, geometry: Mapping[str
     return (mm / record.spacing_after_h + size[1] / 2 - 0.5).astype(np.float32)
 
 
-def lay_on_scan(values_SDW: np.ndarray, record: Mapping[str, Any], geometry: Mapping[str, Any]) -> np.ndarray:
-    """Voxels of a stored volume [S, D, W] -> rows of its acquired scan, float32 [S, B-scans, A-scans].
-
-    The way back of lay_on_grid, with the scan's B-scans in the order of its file. NaN where no A-scan of the
-    grid lies.
+def means_on_scan(
+    values_SDW: np.ndarray, record: Mapping[str, Any], geometry: Mapping[str, Any]
+) -> np.ndarray:
+    """Values of a stored volume [S, D, W] at the A-scans of its acquired scan, float64 [S, B-scans, A-scans],
+    with the scan's B-scans in the order of its file. NaN where no A-scan of the grid lies.
     """
-    size = geometry["image_size"]
     weights = [
         axis_weights(
-            size["dhw".index(axis)],
+            geometry["image_size"]["dhw".index(axis)],
             float(record[f"spacing_after_{axis}"]),
             int(record[f"shape_before_{axis}"]),
             float(record[f"spacing_before_{axis}"]),
         ).weights
         for axis in "dw"
     ]
-    mm = (_mean_of_valid(values_SDW, weights) + 0.5 - size[1] / 2) * float(record["spacing_after_h"])
+    means = _mean_of_valid(values_SDW, weights)
+    return means[:, ::-1] if record["flipped_d"] else means
+
+
+def lay_on_scan(values_SDW: np.ndarray, record: Mapping[str, Any], geometry: Mapping[str, Any]) -> np.ndarray:
+    """Voxels of a stored volume [S, D, W] -> rows of its acquired scan, float32 [S, B-scans, A-scans].
+
+    The way back of lay_on_grid, in the order of means_on_scan.
+    """
+    means, height = means_on_scan(values_SDW, record, geometry), geometry["image_size"][1]
+    mm = (means + 0.5 - height / 2) * float(record["spacing_after_h"])
     rows = mm / float(record["spacing_before_h"]) + record["shape_before_h"] / 2 - 0.5
-    return (rows[:, ::-1] if record["flipped_d"] else rows).astype(np.float32)
+    return rows.astype(np.float32)
 
 
 def _mean_of_valid(values_SDW: np.ndarray, weights: Sequence[np.ndarray]) -> np.ndarray:

@@ -7,7 +7,7 @@ side by side; or an OCTReadError with its reason.
 A label volume is an .npz with `labels`, a NIfTI file, or a folder or a pattern of PNG in the order of image
 folders, whose grey values (or places in a palette) are the classes. Surfaces are an .npz with `surfaces`, the
 row of the image (0 the centre of the first), NaN where unknown, and `names`; or a DICOM Height Map
-Segmentation (.dcm) as finetuning.segment writes it.
+Segmentation (.dcm) as finetuning.predict writes it.
 """
 
 from __future__ import annotations

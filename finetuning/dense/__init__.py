@@ -1,6 +1,6 @@
-"""What decoders of every A-scan or voxel share: task.kind=layers (finetuning/layers), segmentation
-(finetuning/segmentation) and translation (finetuning/translation).
+"""Decoders of every A-scan or voxel: task.kind layers, segmentation and translation, rows of one table.
 
 In: a frozen encoder, a store with heights, label volumes or flow. Out: folds of volumes, trained decoders in
-a head's file, estimates with intervals. Read training.py first.
+a head's file, estimates with intervals. Read kind.py first (what a row of the table is), then training.py and
+evaluation.py, which serve all rows.
 """

@@ -1,120 +1,137 @@
-"""What evaluating a head of finetuning.dense has in common, whatever its decoders predict.
+"""What trained decoders are worth: `python -m finetuning.evaluate --head RUN` of a head of finetuning.dense.
 
-In: a `Question`, a head's file, a store with the labels of its task. Out: `${run.dir}/STEM.json` and STEM.md,
+In: a `Kind`, a head's file, a store with the labels of its task. Out: `${run.dir}/KIND.json` and KIND.md,
 written last, so that where they are the other files of the answer are. An existing answer to the same
-question is reused; a look at test participants is counted. Layers, segmentation and translation ask.
+question is reused; a look at test participants is counted. Arms: the pre-trained encoder, a randomly
+initialised one where finetune.against_random trained it, and what a kind compares them with.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
 
 import numpy as np
 import pandas as pd
 
 from data_setup.store.reader import PreparedStore
-from finetuning.cohort.cohort import EVALUATED
+from finetuning.answers.answer import Answer, looks
+from finetuning.cohort.cohort import EVALUATED, count_seen, seen_by_head
+from finetuning.cohort.ledger import digest
 from finetuning.cohort.source import evaluated_config
-from finetuning.dense.folds import DenseVolumes, count_look, refuse_seen
-from finetuning.dense.head import DenseHead, require_same_grid
-from utils import storage
+from finetuning.dense.examined import Examined
+from finetuning.dense.folds import DenseVolumes, count_look
+from finetuning.dense.head import DenseHead
+from finetuning.dense.kind import Content, Kind, Volumes
+from finetuning.features.kept import KeptFeatures, features_folder
+from finetuning.heads.head_file import require_same_grid
 from utils.config.load import flatten, storage_options_of
-from utils.config.schema import Config, StorageOptions
+from utils.config.schema import Config
 from utils.errors import UserError
 from utils.runtime.open import open_runtime
 from utils.runtime.single import Runtime
+from utils.tables import page
 
-Content = dict[str, Any]  # of STEM.json
-Volumes = TypeVar("Volumes", bound=DenseVolumes)
-
-
-@dataclass(frozen=True)
-class Question(Generic[Volumes]):
-    """What is asked of a head, and how its answer is found and shown."""
-
-    stem: str  # of the answer's files
-    names: str  # what a head's names are: surfaces, classes, ...
-    version: int  # of the answer's format
-    open_head: Callable[[str, StorageOptions, str | None], DenseHead]
-    read_volumes: Callable[[Config, PreparedStore], Volumes]
-    labels: Callable[[Volumes], tuple[pd.DataFrame, list[str]]]  # their index, its columns that matter
-    # the content, and what writes the other files
-    answer: Callable[[Config, Volumes, DenseHead, Runtime], tuple[Content, Callable[[], None]]]
-    markdown: Callable[[Mapping[str, Any]], str]
+FORMAT_VERSION = 1
 
 
-def ask(question: Question[Volumes], wanted: str, overrides: Sequence[str]) -> str:
+def evaluate(kind: Kind[Volumes], wanted: str, overrides: Sequence[str]) -> str:
     """The tables of a head as text; an existing answer to the same question is reused. Raises UserError."""
     prefix = "model.checkpoint="
     places = [word.removeprefix(prefix) for word in overrides if word.startswith(prefix)]
-    head = question.open_head(wanted, storage_options_of(overrides), places[-1] if places else None)
+    head = kind.open_head(wanted, storage_options_of(overrides), places[-1] if places else None)
     cfg = evaluated_config(head.cfg, head.url, overrides)
     store = PreparedStore.open(cfg.data.store, cfg.data.storage_options, cfg.data.cache_dir)
     require_same_grid(head, store)
-    volumes = question.read_volumes(cfg, store)
+    volumes = kind.read_volumes(cfg, store)
     if volumes.names != head.names:
-        expected = f"the {question.names} {list(head.names)}"
+        expected = f"the {kind.names} {list(head.names)}"
         raise UserError(f"{head.url}: expected {expected}, found {list(volumes.names)}")
-    overlap = refuse_seen(cfg, volumes, head.state, head.url)
-    fingerprint = _fingerprint(question, cfg, volumes, head)
-    url = storage.join(cfg.run.dir, f"{question.stem}.json")
-    if storage.exists(url):
-        known = json.loads(storage.read_text(url))
-        if known.get("fingerprint") == fingerprint:
-            return question.markdown(known)
-    content, write_others = question.answer(cfg, volumes, head, open_runtime(cfg.train.use_bf16))
-    look = count_look(cfg, volumes, head.checksum, [arm.name for arm in head.arms], cfg.task.kind)
-    content |= {"fingerprint": fingerprint, "overlap": overlap, "look": look}
-    write_others()
-    text = question.markdown(content)
-    storage.write_text(storage.join(cfg.run.dir, f"{question.stem}.md"), text + "\n")
-    storage.write_text(url, json.dumps(content, indent=1, allow_nan=False) + "\n")
+    overlap = count_seen(cfg, volumes.people(EVALUATED), seen_by_head(cfg, head.state), head.url)
+    place = Answer(cfg.run.dir, kind.name, _fingerprint(cfg, volumes, head))
+    known = place.known()
+    if known is not None:
+        return markdown(kind, known)
+    examined = examine(kind, cfg, volumes, head, open_runtime(cfg.train.use_bf16))
+    content = answer(kind, examined)
+    look = count_look(cfg, volumes, head.checksum, examined.arms)
+    content |= {"overlap": overlap, "look": look}
+    kind.write(examined, content)
+    text = markdown(kind, content)
+    place.write(content, text + "\n")
     return text
 
 
-def _fingerprint(question: Question[Volumes], cfg: Config, volumes: Volumes, head: DenseHead) -> str:
+def _fingerprint(cfg: Config, volumes: DenseVolumes, head: DenseHead) -> str:
     """A hash of all that the answer depends on."""
     asked = {k: v for k, v in flatten(cfg) if k.startswith(("eval.", "probe.", "task."))}
-    index, columns = question.labels(volumes)
-    facts = [
-        question.version,
-        head.checksum,
-        asked,
-        index.loc[np.unique(volumes.rows), columns].to_numpy(str).tolist(),
-        volumes.fold.tolist(),
-        volumes.person.tolist(),
-    ]
-    return hashlib.sha256(json.dumps(facts, default=str).encode()).hexdigest()
+    return digest(
+        [
+            FORMAT_VERSION,
+            head.checksum,
+            asked,
+            volumes.facts().loc[np.unique(volumes.rows)].to_numpy(str).tolist(),
+            volumes.fold.tolist(),
+            volumes.person.tolist(),
+        ]
+    )
 
 
-def facts_of_answer(volumes: DenseVolumes, head: DenseHead, version: int) -> Content:
-    """What every answer says of its head and volumes."""
+def examine(
+    kind: Kind[Volumes], cfg: Config, volumes: Volumes, head: DenseHead, runtime: Runtime
+) -> Examined[Volumes]:
+    """Predict and measure the evaluated volumes by every arm."""
+    lines: list[dict[str, Any]] = []
+    drawn: dict[int, dict[str, np.ndarray]] = {row: {} for row in kind.drawn(volumes)}
+    for arm, predict in _arms(kind, cfg, volumes, head, runtime):
+        for row in map(int, volumes.of(EVALUATED)):
+            predicted = predict(row)
+            record = volumes.store.index.loc[row]
+            facts = {"arm": arm, "row": row, "person_id": str(record.person_id), "device": record.device}
+            facts |= {"protocol": record.protocol}
+            lines += [facts | line for line in kind.measure(volumes, row, predicted, arm)]
+            if row in drawn:
+                drawn[row][arm] = predicted
+    return Examined(cfg, volumes, head, pd.DataFrame(lines), drawn)
+
+
+def _arms(
+    kind: Kind[Volumes], cfg: Config, volumes: Volumes, head: DenseHead, runtime: Runtime
+) -> Iterator[tuple[str, Callable[[int], np.ndarray]]]:
+    """Names, and what predicts a row."""
+    yield from kind.baselines(volumes, head).items()
+    for arm in head.arms:
+        kept = KeptFeatures(arm.encoder, cfg, volumes.store, runtime, features_folder(cfg))
+        kept.keep_tokens(np.unique(volumes.of(EVALUATED)))
+        planes = kind.planes(cfg, kept, volumes, runtime.device)
+        yield arm.name, partial(planes.predict, arm.decoder.to(runtime.device))
+
+
+def answer(kind: Kind[Volumes], examined: Examined[Volumes]) -> Content:
+    """The content of KIND.json: tables with intervals, paired differences and their verdicts."""
+    volumes, head = examined.volumes, examined.head
+    moved = head.cfg.finetune.encoder == "trained"
     return {
-        "format_version": version,
+        "format_version": FORMAT_VERSION,
         "head": {"url": head.url, "sha256": head.checksum, "kind": head.state["head_kind"]},
         "encoder": dict(head.state["encoder"]),
         "voxels": head.state["voxels"],
-        "n_participants": len(volumes.people(EVALUATED)),
+        "n_participants": len(examined.people),
         "n_volumes": len(volumes.of(EVALUATED)),
         "names": list(volumes.names),
+        "title": f"{kind.title}, split {examined.cfg.eval.split}",
+        "notes": [*kind.notes, *(["The encoder of each arm was trained with its decoder."] if moved else [])],
+        **kind.answer(examined),
     }
 
 
-def notes_of(head: DenseHead, notes: Sequence[str]) -> list[str]:
-    """The notes of an answer, and whether its encoders moved."""
-    moved = head.cfg.finetune.encoder == "trained"
-    return [*notes, *(["The encoder of each arm was trained with its decoder."] if moved else [])]
-
-
-def looks(content: Mapping[str, Any]) -> list[str]:
-    """Lines of the page: who was seen in training, which look this is, the notes."""
-    lines = []
-    if content["overlap"]:
-        lines.append(f"- **{content['overlap']} evaluated participants were seen in training.**")
-    if content["look"] is not None:
-        lines.append(f"- This is look {content['look']} at these test participants.")
-    return lines + [f"- {note}" for note in content["notes"]]
+def markdown(kind: Kind[Any], content: Content) -> str:
+    """The page: verdicts first, who was seen in training, which look this is, the notes, the tables."""
+    points = [f"{content['n_volumes']} volumes of {content['n_participants']} participants."]
+    points += kind.points(content)
+    verdicts = content["verdicts"] if "verdicts" in content else [content["verdict"]]
+    tables = kind.tables(content)
+    return page(
+        content["title"], verdicts, [*points, *looks(content), *content["notes"]], tables
+    ).removesuffix("\n")

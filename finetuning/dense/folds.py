@@ -1,23 +1,23 @@
 """Volumes with labels of their own on the grid, in three folds by the split of their participants.
 
-In: a configuration, a store, rows that have such labels. Out: `DenseVolumes`, which layers and segmentation
-extend by the labels; refusals of people that were seen before.
+In: a configuration, a store, rows that have such labels. Out: `DenseVolumes`, which layers, segmentation and
+translation extend by the labels; refusals of people that were seen before.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pandas as pd
 
+from data_setup.attach.grid import box
+from data_setup.manifest import select_wanted
 from data_setup.store.reader import PreparedStore
-from finetuning.cohort.cohort import EVALUATED, MIN_PARTICIPANTS, TRAIN, VAL, Cohort
-from finetuning.cohort.ledger import data_digest, record_look
+from finetuning.cohort.cohort import EVALUATED, MIN_PARTICIPANTS, TRAIN, VAL, Cohort, count_seen
+from finetuning.cohort.ledger import look_at
 from utils.config.schema import Config
 from utils.errors import UserError
 
@@ -30,7 +30,9 @@ class DenseVolumes:
     rows: np.ndarray  # of the store [n]
     fold: np.ndarray  # TRAIN, VAL or EVALUATED [n]
     person: np.ndarray  # str [n]
-    names: tuple[str, ...]  # of the surfaces from the vitreous down, or of the classes
+    names: tuple[str, ...]  # of the surfaces or slabs from the vitreous down, or of the classes
+
+    axes: ClassVar[str] = "dw"  # of what is laid on the volumes
 
     def of(self, fold: int) -> np.ndarray:
         """The rows of a fold."""
@@ -40,8 +42,27 @@ class DenseVolumes:
         return sorted(set(self.person[self.fold == fold].tolist()))
 
     def read(self, row: int) -> np.ndarray:
-        """The labels of a row: surfaces float32 [S, D, W] or classes uint8 [D, H, W]."""
+        """The labels of a row: surfaces or slabs float32 [S, D, W], or classes uint8 [D, H, W]."""
         raise NotImplementedError
+
+    def facts(self) -> pd.DataFrame:
+        """For every row with labels what they rest on: a change of it is another question."""
+        raise NotImplementedError
+
+    def field(self, row: int) -> tuple[slice, ...]:
+        """The acquired field of a row along `axes`."""
+        return box(self.store.index.loc[row], self.axes)
+
+    def cropped(self, row: int, values: np.ndarray) -> np.ndarray:
+        """Values [..., *axes] in the acquired field."""
+        place: Any = (..., *self.field(row))
+        return values[place]
+
+    def inside(self, row: int, values_SDW: np.ndarray) -> np.ndarray:
+        """Values [S, D, W] in the acquired field, NaN outside."""
+        result = np.full_like(values_SDW, np.nan)
+        self.cropped(row, result)[:] = self.cropped(row, values_SDW)
+        return result
 
     def spacing_mm(self, row: int) -> tuple[float, float, float]:
         """Of the stored volume (d, h, w)."""
@@ -79,8 +100,14 @@ def in_folds(cfg: Config, index: pd.DataFrame, where: str, what: str) -> dict[st
     }
 
 
-def require_current(index: pd.DataFrame, laid_on: pd.DataFrame, store: PreparedStore, what: str) -> None:
-    """UserError where a volume of `index` was prepared again after its labels (`what`) were laid on it."""
+def with_labels(cfg: Config, store: PreparedStore, laid_on: pd.DataFrame, what: str) -> pd.DataFrame:
+    """The index of the kept volumes that the configuration wants and that have labels (`what`).
+
+    Raises UserError where a volume was prepared again after its labels were laid on it.
+    """
+    index = store.index[store.index["listed"]]
+    index = index[index["row"].isin(laid_on["row"]) & index["row"].isin(store.kept)]
+    index = select_wanted(cfg, index)
     volumes = laid_on.loc[index["row"], "volume"].to_numpy()
     stale = index["row"][index["checksum"].to_numpy() != volumes].tolist()
     if stale:
@@ -88,44 +115,32 @@ def require_current(index: pd.DataFrame, laid_on: pd.DataFrame, store: PreparedS
             f"{store.url}: expected {what} that were laid on the volumes as they are, found older ones in "
             f"{len(stale)} rows ({', '.join(map(str, stale[:3]))}); run data_setup.prepare --{what}"
         )
+    return index
+
+
+def chosen_names(
+    wanted: Sequence[str] | None, present: Collection[str], store: PreparedStore, nothing: str
+) -> tuple[str, ...]:
+    """The names that task.names asks for, or all that are present; raises UserError for one
+    that is not. `nothing`: in the error, of a store without any.
+    """
+    names = tuple(present) if wanted is None else tuple(wanted)
+    if lacking := [name for name in names if name not in present] or ([] if names else ["none"]):
+        expected = ", ".join(present) or nothing
+        raise UserError(f"task.names: expected some of {expected} of {store.url}, found {', '.join(lacking)}")
+    return names
 
 
 def refuse_overlap(cfg: Config, volumes: DenseVolumes, seen: Sequence[str], url: str, stage: str) -> int:
     """How many evaluated participants were seen; UserError unless that is 0 or allowed."""
-    shared = sorted(set(volumes.people(EVALUATED)) & set(seen))
-    if shared and not cfg.eval.allow_overlap:
-        raise UserError(
-            f"{url}: expected no participant of split {cfg.eval.split} in its {stage}, found "
-            f"{len(shared)} ({', '.join(shared[:3])}); eval.allow_overlap=true evaluates them all the same, "
-            "and the table says so"
-        )
-    return len(shared)
+    return count_seen(cfg, volumes.people(EVALUATED), {stage: seen}, url)
 
 
-def refuse_seen(cfg: Config, volumes: DenseVolumes, state: Mapping[str, Any], url: str) -> int:
-    """How many evaluated participants were seen in any training of a head's file; UserError unless that is 0
-    or allowed.
-    """
-    people = state["participants"]
-    seen = {"training": people["train"], "encoder's pre-training": state["pretraining_participants"]}
-    if cfg.eval.split != "val":
-        seen["validation"] = people["val"]
-    return max(refuse_overlap(cfg, volumes, ids, url, stage) for stage, ids in seen.items())
-
-
-def count_look(
-    cfg: Config, volumes: DenseVolumes, checksum: str, arms: Sequence[str], kind: str
-) -> int | None:
-    """Count this look at test participants in the ledger of the store; None where there is none. `kind`: of
-    task, or what else is asked of them.
-    """
+def count_look(cfg: Config, volumes: DenseVolumes, checksum: str, arms: Sequence[str]) -> int | None:
+    """Count this look at test participants in the ledger of the store; None where there is none."""
     if cfg.eval.split != "test":
         return None
-    store, size = volumes.store, len(volumes.rows)
+    kind, target = cfg.task.kind, np.zeros((len(volumes.rows), 1))
     unit = volumes.rows.astype(str)
-    cohort = Cohort(
-        kind, volumes.names, volumes.rows, volumes.fold, np.zeros((size, 1)), unit, volumes.person
-    )
-    protocol = hashlib.sha256(json.dumps([kind, cfg.eval.split]).encode()).hexdigest()
-    digest, what = data_digest(store, cohort), f"{kind}: {', '.join(arms)}"
-    return record_look(store.url, checksum, digest, protocol, what, store.options)
+    cohort = Cohort(kind, volumes.names, volumes.rows, volumes.fold, target, unit, volumes.person)
+    return look_at(volumes.store, [cohort], checksum, [kind, cfg.eval.split], f"{kind}: {', '.join(arms)}")

@@ -18,18 +18,15 @@ from torch import nn
 
 from data_setup.store.reader import PreparedStore
 from finetuning.cohort.cohort import TRAIN, VAL
-from finetuning.cohort.source import Source, find_checkpoint
+from finetuning.cohort.source import Source
 from finetuning.dense.folds import DenseVolumes
 from finetuning.dense.layers.decoder import build_decoder
 from finetuning.features.pooled import load_strictly, pretrained_encoder, random_encoder
-from finetuning.heads.head_file import NAME, Head
+from finetuning.heads.head_file import checkpoint_of, common_state, head_url, trained_encoder
 from models.vit3d import VisionTransformer3D
-from models.vjepa3d import build_encoder
-from utils import storage
 from utils.checkpoint import CheckpointError, load_checkpoint
-from utils.config.load import config_of_yaml, to_yaml
+from utils.config.load import config_of_yaml
 from utils.config.schema import Config, StorageOptions
-from utils.errors import UserError
 
 PRETRAINED, RANDOM = "pretrained", "random_init"
 LABELS = {PRETRAINED: "pre-trained encoder", RANDOM: "random initialisation"}
@@ -79,27 +76,19 @@ def dense_state(
     """What every such file holds; `arms`: name -> (encoder, decoder)."""
     cfg = source.cfg
     trained = {name: encoder.state_dict() for name, (encoder, _) in arms.items()}
-    return {
-        "kind": cfg.task.kind,
-        "step": validation[PRETRAINED]["step"],
-        "arms": {name: decoder.state_dict() for name, (_, decoder) in arms.items()},
-        "head_kind": cfg.head.kind,
-        "hidden": cfg.head.hidden,
-        "voxels": cfg.head.voxels,
-        "encoder": {"url": storage.absolute(source.url), "checksum": source.state["checksum"]},
-        "random_seed": cfg.seed,
-        "normalisation": store.attrs["normalisation"],
-        "geometry": store.attrs["geometry"],
-        "config": to_yaml(cfg),
-        "participants": {"train": volumes.people(TRAIN), "val": volumes.people(VAL)},
-        "pretraining_participants": sorted(source.state["participants"]),
-        "validation": validation,
-    } | ({"encoder_weights": trained} if cfg.finetune.encoder == "trained" else {})
-
-
-def head_url(wanted: str) -> str:
-    """The file of a head that is named by itself or by its run's folder."""
-    return wanted if wanted.endswith(".pt") else storage.join(wanted, "checkpoints", f"{NAME}.pt")
+    people = {"train": volumes.people(TRAIN), "val": volumes.people(VAL)}
+    return (
+        common_state(source, store, people)
+        | {
+            "kind": cfg.task.kind,
+            "step": validation[PRETRAINED]["step"],
+            "arms": {name: decoder.state_dict() for name, (_, decoder) in arms.items()},
+            "voxels": cfg.head.voxels,
+            "random_seed": cfg.seed,
+            "validation": validation,
+        }
+        | ({"encoder_weights": trained} if cfg.finetune.encoder == "trained" else {})
+    )
 
 
 def head_kind(wanted: str, options: StorageOptions | None = None) -> str:
@@ -142,26 +131,9 @@ def _encoders(
 ) -> dict[str, VisionTransformer3D]:
     """Arm -> its encoder, in evaluation mode; raises CheckpointError."""
     if cfg.finetune.encoder == "trained":
-        result = {}
-        for name, weights in state["encoder_weights"].items():
-            result[name] = build_encoder(cfg)
-            load_strictly(result[name], weights, f"{url}: encoder of {name}")
-            result[name].eval().requires_grad_(False)
-        return result
-    source = find_checkpoint(encoder_url or state["encoder"]["url"], options)
-    checkpoint = load_checkpoint(source, options)
-    if checkpoint["checksum"] != state["encoder"]["checksum"]:
-        raise CheckpointError(
-            f"{source}: expected the encoder of {url}, sha256 {state['encoder']['checksum'][:12]}, found "
-            f"{checkpoint['checksum'][:12]}: the head was trained on another checkpoint"
-        )
+        return {
+            name: trained_encoder(cfg, weights, f"{url}: encoder of {name}")
+            for name, weights in state["encoder_weights"].items()
+        }
+    checkpoint, source = checkpoint_of(state, url, options, encoder_url)
     return {name: encoder_of(name, cfg, checkpoint, source) for name in state["arms"]}
-
-
-def require_same_grid(head: DenseHead | Head, store: PreparedStore) -> None:
-    """Raise UserError unless the store's volumes are on the grid that the head was trained on."""
-    for key in ("normalisation", "geometry"):
-        if store.attrs[key] != head.state[key]:
-            raise UserError(
-                f"{store.url}: {key}: expected {head.state[key]} of {head.url}, found {store.attrs[key]}"
-            )

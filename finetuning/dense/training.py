@@ -15,11 +15,9 @@ from __future__ import annotations
 
 import copy
 import logging
-import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
@@ -33,15 +31,14 @@ from finetuning.dense.folds import DenseVolumes, refuse_overlap
 from finetuning.dense.head import PRETRAINED, RANDOM, dense_state, encoder_of, new_decoder
 from finetuning.dense.layers.planes import Planes
 from finetuning.features.kept import KeptFeatures, features_folder
-from finetuning.heads.frozen import num_updates, schedule
-from finetuning.heads.head_file import write_head
+from finetuning.heads.epochs import Best, Epochs, hand_over
 from finetuning.heads.tuned import MASK_TOKEN, layer_groups
+from models.optimizer import warmup_cosine
 from models.vit3d import VisionTransformer3D
 from utils.config.schema import Config
-from utils.dashboards.run_log import NoLog, RunLog
 from utils.errors import EXIT_FINISHED, UserError
-from utils.run.folder import claim_run_dir, held_run
-from utils.run.history import NO_CHECKPOINT_YET, WANDB_ID
+from utils.run.folder import held_run
+from utils.run.log import AnyLog, log_anew
 from utils.runtime.single import Runtime
 
 log = logging.getLogger(__name__)
@@ -61,24 +58,18 @@ class Objective:
 
 
 @dataclass
-class Best:
-    """The best epoch of an arm."""
+class Trained:
+    """A trained arm: what was kept of its best epoch, and how it came there."""
 
-    metric: str
-    value: float = math.nan
-    epoch: int = 0
-    step: int = 0
-    decoder: nn.Module | None = None
-    encoder: nn.Module | None = None
+    best: Best[tuple[nn.Module, nn.Module]] = field(default_factory=Best)  # encoder and decoder
     history: list[dict[str, float]] = field(default_factory=list)
 
-    @property
-    def facts(self) -> dict[str, Any]:
+    def facts(self, objective: Objective) -> dict[str, Any]:
         """What the head's file says of it."""
         return {
-            self.metric: self.value,
-            "epoch": self.epoch,
-            "step": self.step,
+            objective.metric: objective.sign * self.best.rank[0],
+            "epoch": self.best.epoch,
+            "step": self.best.step,
             "history": self.history,
         }
 
@@ -112,55 +103,30 @@ def train_head(
     `shown`: title and format of the metric in the printed table. Raises UserError.
     """
     cfg = source.cfg
-    with held_run(cfg, runtime), open_run_log(source, volumes) as run_log:
-        bests = train_arms(source, volumes, objective, runtime, run_log)
-        validation = validations(bests)
-        arms = trained_arms(bests)
+    total = len(arms_of(cfg)) * batches_of(cfg, volumes)[1].calendar.total
+    synthetic = bool(volumes.store.attrs["synthetic"])
+    with held_run(cfg, runtime), log_anew(cfg, total, synthetic=synthetic) as run_log:
+        trained: dict[str, Trained] = {}
+        for name in arms_of(cfg):
+            steps_before = sum(int(arm.history[-1]["step"]) for arm in trained.values())
+            trained[name] = train_arm(name, source, volumes, objective, runtime, run_log, steps_before)
+        validation = {name: arm.facts(objective) for name, arm in trained.items()}
+        arms = {name: arm.best.weights for name, arm in trained.items() if arm.best.weights is not None}
         state = dense_state(source, volumes.store, volumes, arms, validation)
-        url = write_head(cfg, state | more(arms[PRETRAINED][0]))
-        claim_run_dir(cfg, runtime)
-        head_is_written(cfg)
-        run_log.artifact("head", url)
+        url = hand_over(cfg, state | more(arms[PRETRAINED][0]), runtime, run_log)
     print(format_arms(validation, *shown, objective.metric))
     print(f"head: {url}\nnext: python -m finetuning.evaluate --head {url}")
     return EXIT_FINISHED
 
 
-def train_arms(
-    source: Source, volumes: DenseVolumes, objective: Objective, runtime: Runtime, run_log: RunLog | NoLog
-) -> dict[str, Best]:
-    """The best epoch of every arm. Raises UserError."""
-    bests: dict[str, Best] = {}
-    for name in arms_of(source.cfg):
-        steps_before = sum(int(best.history[-1]["step"]) for best in bests.values())
-        bests[name] = train_arm(name, source, volumes, objective, runtime, run_log, steps_before)
-    return bests
-
-
-def open_run_log(source: Source, volumes: DenseVolumes) -> RunLog:
-    """The log of a training that begins anew; `with` closes it."""
-    cfg = source.cfg
-    (Path(cfg.run.dir) / WANDB_ID).unlink(missing_ok=True)  # nothing is resumed: a training is a run
-    total = len(arms_of(cfg)) * num_updates(cfg, _batches(cfg, volumes)[2])
-    return RunLog(cfg, 0, total, synthetic=bool(volumes.store.attrs["synthetic"]))
-
-
-def head_is_written(cfg: Config) -> None:
-    """The run has what it was for."""
-    (Path(cfg.run.dir) / NO_CHECKPOINT_YET).unlink(missing_ok=True)
-
-
-def _batches(cfg: Config, volumes: DenseVolumes) -> tuple[list[list[tuple[int, int]]], int, int]:
-    """What batches are made of, (row, plane) pairs that stay together; how many of these, and updates of an
-    epoch.
-    """
+def batches_of(cfg: Config, volumes: DenseVolumes) -> tuple[list[list[tuple[int, int]]], Epochs]:
+    """What batches are made of, (row, plane) pairs that stay together, and the batches of these."""
     rows, planes = volumes.of(TRAIN).tolist(), range(cfg.grid[0])
     if cfg.finetune.encoder == "trained":  # a volume's tokens are made together
         units = [[(row, plane) for plane in planes] for row in rows]
     else:
         units = [[(row, plane)] for row in rows for plane in planes]
-    size = min(cfg.train.global_batch_size // len(units[0]), len(units))
-    return units, size, math.ceil(len(units) / size)
+    return units, Epochs.of(cfg, len(units), len(units[0]))
 
 
 def train_arm(
@@ -169,54 +135,47 @@ def train_arm(
     volumes: DenseVolumes,
     objective: Objective,
     runtime: Runtime,
-    run_log: RunLog | NoLog,
+    run_log: AnyLog,
     steps_before: int = 0,
-) -> Best:
+) -> Trained:
     """Train one decoder, and its encoder where the configuration says so; returns its best epoch on the
     validation volumes. Raises UserError.
     """
     cfg, prefix = source.cfg, "" if name == PRETRAINED else f"{name}/"
     encoder = encoder_of(name, cfg, source.state, source.url)
     planes = objective.planes(cfg, _token_source(encoder, cfg, volumes, runtime), volumes, runtime.device)
-    units, size, per_epoch = _batches(cfg, volumes)
-    total = num_updates(cfg, per_epoch)
+    units, epochs = batches_of(cfg, volumes)
+    calendar = epochs.calendar
     with torch.random.fork_rng(devices=[runtime.device] if runtime.device.type == "cuda" else []):
         torch.manual_seed(cfg.seed)
         decoder = new_decoder(cfg, encoder.width, objective.num_outputs).to(runtime.device)
     optimizer = _optimizer(encoder, decoder, cfg)
-    best, start, losses = Best(objective.metric), time.perf_counter(), list[float]()
-    for step in range(total):
-        epoch, place = divmod(step, per_epoch)
-        done = step + 1
-        if place == 0:
-            order = np.random.default_rng([cfg.seed, epoch]).permutation(len(units))
-        chosen = [pair for i in order[place * size : (place + 1) * size] for pair in units[i]]
-        share = schedule(step, total, cfg.optim.warmup_ratio, cfg.optim.min_lr_ratio)
-        losses.append(_step(decoder, optimizer, objective, planes.batch(chosen), cfg, share))
+
+    def copies() -> tuple[nn.Module, nn.Module]:
+        kept = encoder if cfg.finetune.encoder == "frozen" else copy.deepcopy(encoder)
+        return kept, copy.deepcopy(decoder)
+
+    result, start, losses = Trained(), time.perf_counter(), list[float]()
+    for step, places in epochs.batches():
+        chosen, done = [pair for place in places for pair in units[place]], step + 1
+        rate = warmup_cosine(cfg.optim, step, calendar.total)
+        losses.append(_step(decoder, optimizer, objective, planes.batch(chosen), cfg, rate))
         run_log.advance()
-        if done % cfg.train.log_every_steps == 0 or done in (1, total):
-            values = {"train/loss": losses[-1], "train/lr": cfg.optim.base_lr * share}
+        if calendar.logs(done):
+            values = {"train/loss": losses[-1], "train/lr": rate}
             run_log.metrics(steps_before + done, _named(prefix, values))
-        if place + 1 == per_epoch or done == total:
-            value = objective.score(decoder, planes)
-            line = {"epoch": epoch + 1, "step": done, "loss": float(np.mean(losses)), objective.metric: value}
-            best.history.append(line | {"seconds": round(time.perf_counter() - start, 1)})
+        if calendar.validates(done):
+            value, epoch = objective.score(decoder, planes), epochs.number(done)
+            line = {"epoch": epoch, "step": done, "loss": float(np.mean(losses)), objective.metric: value}
+            result.history.append(line | {"seconds": round(time.perf_counter() - start, 1)})
             run_log.metrics(steps_before + done, _named(prefix, {f"val/{objective.metric}": value}))
             losses = []
-            if _is_better(value, best.value, objective.sign):
-                best.value, best.epoch, best.step = value, epoch + 1, done
-                best.decoder = copy.deepcopy(decoder)
-                best.encoder = encoder if cfg.finetune.encoder == "frozen" else copy.deepcopy(encoder)
-            if cfg.finetune.patience is not None and epoch + 1 - best.epoch >= cfg.finetune.patience:
+            result.best.offer((objective.sign * value,), epoch, done, copies)
+            if epochs.is_over(done, [result.best]):
                 break
-    if best.decoder is None:
+    if result.best.weights is None:
         raise UserError(f"optim.base_lr: expected one that trains, found no numbers with {cfg.optim.base_lr}")
-    return best
-
-
-def _is_better(value: float, best: float, sign: int) -> bool:
-    """NaN is never better, and every number is better than NaN."""
-    return math.isfinite(value) and (math.isnan(best) or sign * value > sign * best)
+    return result
 
 
 def _named(prefix: str, values: Mapping[str, float]) -> dict[str, float | None]:
@@ -242,24 +201,12 @@ def _token_source(
     return tokens_of
 
 
-class EncoderAndDecoder(nn.Module):
-    """Both, for the optimizer alone."""
-
-    def __init__(self, encoder: VisionTransformer3D, decoder: nn.Module) -> None:
-        super().__init__()
-        self.encoder, self.decoder = encoder, decoder
-
-    def moves(self, name: str) -> bool:
-        """Whether this parameter of the encoder is trained."""
-        return self.encoder.get_parameter(name).requires_grad
-
-
 def _optimizer(encoder: VisionTransformer3D, decoder: nn.Module, cfg: Config) -> torch.optim.AdamW:
     """AdamW whose weight decay is of matrices alone; the decoder, and the last block of an encoder that is
     trained, have the full rate.
     """
-    both = EncoderAndDecoder(encoder, decoder)
-    groups = layer_groups(both, cfg.optim.weight_decay, cfg.finetune.layer_decay)
+    moved = encoder if cfg.finetune.encoder == "trained" else None
+    groups = layer_groups(moved, decoder, cfg.optim.weight_decay, cfg.finetune.layer_decay)
     return torch.optim.AdamW(groups, lr=cfg.optim.base_lr, betas=cfg.optim.betas, eps=cfg.optim.eps)
 
 
@@ -269,9 +216,9 @@ def _step(
     objective: Objective,
     batch: tuple[Tensor, Tensor, Tensor],
     cfg: Config,
-    share: float,
+    rate: float,
 ) -> float:
-    """One update with tokens, voxels and truth, at this share of the learning rate; returns the loss."""
+    """One update with tokens, voxels and truth, at this learning rate; returns the loss."""
     tokens, voxels, truth = batch
     decoder.train()
     optimizer.zero_grad()
@@ -280,7 +227,7 @@ def _step(
     moved = [p for group in optimizer.param_groups for p in group["params"]]
     nn.utils.clip_grad_norm_(moved, cfg.optim.clip_grad_norm)
     for group in optimizer.param_groups:
-        group["lr"] = cfg.optim.base_lr * share * group["rate_share"]
+        group["lr"] = rate * group["rate_share"]
     optimizer.step()
     return float(loss.detach())
 
@@ -291,17 +238,3 @@ def format_arms(validation: Mapping[str, Mapping[str, Any]], title: str, form: s
     for name, best in validation.items():
         lines.append(f"{name:<14} {best['epoch']:>6} {form.format(best[metric]):>26}")
     return "\n".join([*lines, "Chosen on validation alone; the evaluated participants were not looked at."])
-
-
-def validations(bests: Mapping[str, Best]) -> dict[str, dict[str, Any]]:
-    """What the head's file says of every arm."""
-    return {name: best.facts for name, best in bests.items()}
-
-
-def trained_arms(bests: Mapping[str, Best]) -> dict[str, tuple[nn.Module, nn.Module]]:
-    """Arm -> the encoder and decoder of its best epoch."""
-    return {
-        name: (best.encoder, best.decoder)
-        for name, best in bests.items()
-        if best.encoder is not None and best.decoder is not None
-    }

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import PurePosixPath
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -54,60 +54,33 @@ class Reject:
     is_away: bool = False  # storage did not answer, but may later
 
 
-class Volumes(Protocol):
-    """What the command embeds; rows are positions in features' tables, and stay."""
-
-    num_rows: int  # the highest row and one
-    uses_processes: bool  # reading is work for processes, not only for a disk
-
-    @property
-    def rows(self) -> list[int]:
-        """The rows to embed, ascending."""
-
-    @property
-    def versions(self) -> list[str]:
-        """For each row a digest that changes with its volume."""
-
-    @property
-    def about(self) -> dict[str, Any]:
-        """What identifies the collection, for embed.json."""
-
-    @property
-    def index(self) -> pd.DataFrame | None:
-        """What a store says of the rows, in their order; None: the files alone say it."""
-
-    def reader(self, row: int) -> Reader:
-        """What reads a row, here or in another process."""
-
-
-class Reader(Protocol):
-    def __call__(self) -> Volume | Reject:
-        """Read it."""
-
-
 class StoreVolumes:
-    """The kept rows of a prepared store."""
+    """The kept rows of a prepared store; rows are positions in features' tables, and stay."""
 
-    uses_processes = False
+    uses_processes = False  # reading is work for a disk only
 
     def __init__(self, store: PreparedStore) -> None:
         self.store = store
-        self.num_rows = len(store.index)
-        self.rows: list[int] = store.kept.tolist()
+        self.num_rows = len(store.index)  # the highest row and one
+        self.rows: list[int] = store.kept.tolist()  # to embed, ascending
 
     @cached_property
     def versions(self) -> list[str]:
+        """For each row a digest that changes with its volume."""
         return volume_digests(self.store, np.array(self.rows))
 
     @property
     def about(self) -> dict[str, Any]:
+        """What identifies the collection, for embed.json."""
         return {"store": storage.absolute(self.store.url), "synthetic": self.store.attrs["synthetic"]}
 
     @property
     def index(self) -> pd.DataFrame:
+        """What the store says of the rows, in their order."""
         return self.store.index.loc[self.rows]
 
-    def reader(self, row: int) -> Reader:
+    def reader(self, row: int) -> _StoreRow:
+        """What reads a row, here or in another process."""
         return _StoreRow(self.store, row)
 
 
@@ -136,10 +109,10 @@ def version_of(url: str, options: StorageOptions) -> str:
 
 
 class DicomVolumes:
-    """DICOM files, each a row in the order of `urls`."""
+    """DICOM files, each a row in the order of `urls`; as StoreVolumes."""
 
     uses_processes = True
-    index = None
+    index = None  # the files alone say what they are
 
     def __init__(self, urls: Sequence[str], spatial: SpatialConfig, options: StorageOptions) -> None:
         self.urls, self.spatial, self.options = list(urls), spatial, options
@@ -157,7 +130,7 @@ class DicomVolumes:
     def about(self) -> dict[str, Any]:
         return {"files": [storage.absolute(url) for url in self.urls]}
 
-    def reader(self, row: int) -> Reader:
+    def reader(self, row: int) -> DicomFile:
         return DicomFile(row, self.urls[row], self.spatial, self.options)
 
 
@@ -194,6 +167,9 @@ class DicomFile:
         }
         fields |= measured | acquisition(header)
         return Volume(volume.voxels, {name: fields[name] for name in INDEX_COLUMNS if name in fields})
+
+
+Volumes = StoreVolumes | DicomVolumes
 
 
 def find_dicoms(places: Sequence[str], options: StorageOptions) -> list[str]:

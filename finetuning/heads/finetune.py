@@ -3,16 +3,14 @@
 In: a checkpoint of pre-training, the prepared store, a labelled cohort. Out: a run directory like that of
 pre-training, and `head.pt` of the best epoch, with the encoder that belongs to it. Running the same command
 again goes on where the run stopped, bit for bit on a CPU; SIGTERM and Ctrl-C write a checkpoint first.
-Volumes are trained on one by one; validation pools them (finetuning.cohort.predictions). Volumes to evaluate
-are never read.
+Volumes are trained on one by one; validation pools them. Volumes to evaluate are never read.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -23,33 +21,24 @@ from data_setup.loader import EVALUATION_BATCH, evaluation_batches, next_or_stop
 from data_setup.normalisation import plain_view
 from data_setup.store.reader import PreparedStore
 from finetuning.cohort.cohort import VAL, Cohort
-from finetuning.cohort.predictions import pool
 from finetuning.cohort.source import Source
 from finetuning.features.pooled import load_strictly
 from finetuning.heads.calibration import Calibration, calibrate, stored_calibration
 from finetuning.heads.head_file import head_state, write_head
-from finetuning.heads.objective import (
-    METRICS,
-    metric_name,
-    row_losses,
-    row_weights,
-    to_scores,
-    validation_score,
-)
-from finetuning.heads.trial import settle_memory
-from finetuning.heads.tuning import Progress, Tuning, checkpoint_state, open_tuning, restore
-from finetuning.heads.update import UpdateResult, update_model
+from finetuning.heads.objective import METRICS, judge, metric_name
+from finetuning.heads.tuned import UpdateResult, update_model
+from finetuning.heads.tuning import Progress, Tuning, checkpoint_state, open_tuning, restore, settle_memory
 from models.heads import build_head, rescale_output
 from models.optimizer import warmup_cosine
 from utils import storage
 from utils.checkpoint import load_checkpoint
-from utils.dashboards.run_log import NoLog, RunLog
-from utils.errors import EXIT_FINISHED, EXIT_STOPPED, UserError
+from utils.errors import UserError
 from utils.run.checkpoints import Checkpoints
-from utils.run.folder import claim_run_dir, held_run
+from utils.run.folder import held_run
 from utils.run.guard import guard
+from utils.run.log import AnyLog, NoLog, open_log
 from utils.runtime import patience
-from utils.runtime.single import Runtime, StopRequested
+from utils.runtime.single import Runtime
 
 log = logging.getLogger(__name__)
 BEST = "best_epoch"  # the checkpoint with the best validation
@@ -67,82 +56,74 @@ def finetune(source: Source, store: PreparedStore, cohort: Cohort, runtime: Runt
 def _finetune(
     source: Source, store: PreparedStore, cohort: Cohort, runtime: Runtime, stack: ExitStack
 ) -> int:
-    # build, and restore this run, if there is one
+    # ---- set-up, and restore this run, if there is one
     cfg = source.cfg
     lease = stack.enter_context(held_run(cfg, runtime))
     tuning = open_tuning(source, store, cohort, runtime)
-    model, optimizer, plan = tuning.model, tuning.optimizer, tuning.plan
+    model, optimizer, calendar = tuning.model, tuning.optimizer, tuning.calendar
     runtime.enter("restore")
     progress = restore(tuning)
-    if progress.is_over(plan):
-        log.info("nothing to do: the run ended at step %d of %d", progress.step, plan.total)
+    if progress.is_over(tuning):
+        log.info("nothing to do: the run ended at step %d of %d", progress.step, calendar.total)
         return finish(tuning, progress, NoLog())
+    # ---- trial, then the log of a run that has proved to work
     runtime.enter("trial step")
     tuning = settle_memory(tuning, progress.step)
     cfg = tuning.cfg
     runtime.enter("start of the log")
-    run_log = stack.enter_context(open_log(tuning, progress.step))
+    synthetic = bool(store.attrs["synthetic"])
+    run_log = stack.enter_context(open_log(cfg, runtime, progress.step, calendar.total, synthetic=synthetic))
     log_start(tuning, progress)
     state = partial(checkpoint_state, tuning, progress)
-    checkpoints = Checkpoints(cfg, runtime, progress, state, plan.keep_every, lease)
-    checkpoints.log_need([model.state_dict()] * 3, plan.total, bests=1)  # weights, and two moments of each
+    checkpoints = Checkpoints(cfg, runtime, progress, state, calendar.keep_every, lease)
+    tensors = [model.state_dict()] * 3  # weights, and two moments of each
+    checkpoints.log_need(tensors, calendar.total, bests=1)
     stack.callback(checkpoints.wait)
     if progress.owes_validation:
         checkpoints.save(validate_now(tuning, progress, run_log), with_step=True)
-    loader, batches = tuning.examples.batches(runtime, progress.step, plan.total)
+    loader, batches = tuning.examples.batches(runtime, progress.step, calendar.total)
     runtime.mark_step()
     began, first = time.perf_counter(), progress.step
-    while not progress.is_over(plan):
+    # ---- loop: fetch, update, log, validate, save
+    while not progress.is_over(tuning):
         step = progress.step
         runtime.watchdog.beat(f"step {step + 1}")
         on_host = next_or_stop(batches, runtime, patience.DATA_S)
         if on_host is None:
             break
         micro_batches = [runtime.to_device(batch) for batch in on_host]
-        is_frozen, rate = plan.is_frozen(step), warmup_cosine(cfg.optim, step, plan.total)
+        is_frozen, rate = step < tuning.unfreeze_at, warmup_cosine(cfg.optim, step, calendar.total)
         model.freeze(is_frozen=is_frozen)
         result = update_model(model, optimizer, micro_batches, cfg, runtime, rate, is_frozen=is_frozen)
         progress.skipped.count(step, result.is_finite)
         progress.step = done = step + 1
         runtime.mark_step()
-        if plan.logs(done):
+        if calendar.logs(done):
             runtime.synchronise()
             pace = (done - first) * cfg.train.global_batch_size / (time.perf_counter() - began)
             run_log.metrics(done, update_metrics(progress, result, rate) | {"perf/volumes_per_s": pace})
-            progress.skipped.check(cfg, loader.rows_of_step)
+            progress.alert_skipped(progress.skipped.check(cfg, loader.rows_of_step), run_log)
             began, first = time.perf_counter(), done
         run_log.advance()
         names: list[str] = []
-        if plan.validates(done):
+        if calendar.validates(done):
             names = validate_now(tuning, progress, run_log)
             began, first = time.perf_counter(), done
-        checkpoints.save(names, with_step=plan.saves(done) or bool(names))
+        checkpoints.save(names, with_step=calendar.saves(done) or bool(names))
     checkpoints.close()
     return finish(tuning, progress, run_log)
 
 
-@contextmanager
-def open_log(tuning: Tuning, start: int) -> Iterator[RunLog | NoLog]:
-    """The log of a run that begins now, or goes on; the first process alone writes one."""
-    if not tuning.runtime.group.is_first:
-        yield NoLog()
-        return
-    claim_run_dir(tuning.cfg, tuning.runtime)
-    synthetic = bool(tuning.store.attrs["synthetic"])
-    with RunLog(tuning.cfg, start, tuning.plan.total, synthetic=synthetic) as run_log:
-        yield run_log
-
-
 def log_start(tuning: Tuning, progress: Progress) -> None:
     """Log what is about to run, with the true counts."""
-    plan, cfg = tuning.plan, tuning.cfg
+    calendar, cfg = tuning.calendar, tuning.cfg
     millions = sum(p.numel() for p in tuning.model.parameters()) / 1e6
     trained = sum(p.numel() for group in tuning.optimizer.param_groups for p in group["params"]) / 1e6
     log.info(
         "fine-tuning %s: encoder %s with a head (%s), %.1f M parameters, of which %.3g M are trained; %d "
         "volumes; step %d of %d, encoder frozen until step %d, validation every %d steps",
         tuning.source.url, cfg.model.size, cfg.head.kind, millions, trained, len(tuning.examples),
-        progress.step, plan.total, plan.unfreeze_at, plan.validate_every,
+        progress.step, calendar.total, tuning.unfreeze_at, calendar.validate_every,
     )  # fmt: skip
 
 
@@ -156,21 +137,17 @@ def update_metrics(progress: Progress, result: UpdateResult, rate: float) -> dic
     }
 
 
-def validate_now(tuning: Tuning, progress: Progress, run_log: RunLog | NoLog) -> list[str]:
-    """Validate after the last update; the names under which its checkpoint is kept. Where SIGTERM cuts that
-    short, the next start owes it.
-    """
-    try:
-        score, loss, calibration = validate(tuning)
-    except StopRequested:
-        progress.owes_validation = True
+def validate_now(tuning: Tuning, progress: Progress, run_log: AnyLog) -> list[str]:
+    """Validate after the last update; the names under which its checkpoint is kept."""
+    measured = progress.validated(partial(validate, tuning))
+    if measured is None:
         return []
-    progress.owes_validation = False
+    score, loss, calibration = measured
     metric = METRICS[tuning.cohort.kind]
     run_log.metrics(progress.step, {"val/loss": loss, metric_name(metric): score})
     if not progress.is_better(score, loss):
         return []
-    epoch = progress.step / tuning.plan.epoch
+    epoch = progress.step / tuning.calendar.epoch
     progress.best = {"metric": metric, "score": score, "loss": loss, "epoch": epoch, "step": progress.step}
     progress.best["calibration"] = calibration.state()
     return [BEST]
@@ -181,19 +158,15 @@ def validate(tuning: Tuning) -> tuple[float, float, Calibration]:
     """The score of finetuning.heads.objective on the units of VAL, the mean loss of its volumes, and what
     they say of the model's confidence; the same on every process. Raises StopRequested.
     """
-    cohort, examples, kind = tuning.cohort, tuning.examples, tuning.cohort.kind
+    cohort = tuning.cohort
     chosen = cohort.fold == VAL
     outputs_nC = predict(tuning, cohort.rows[chosen]).double()
     if not bool(outputs_nC.isfinite().all()):
         raise UserError(
             f"validation after training: expected finite outputs, found {outputs_nC[:3].tolist()}"
         )
-    target_nT = torch.from_numpy((cohort.target[chosen] - examples.centre) / examples.spread)
-    weight_nT = torch.from_numpy(row_weights(kind, cohort.target[chosen], cohort.person[chosen], "none"))
-    loss = float((row_losses(kind, outputs_nC, target_nT) * weight_nT).mean())
-    scores_nC = to_scores(kind, outputs_nC) * examples.spread + examples.centre
-    calibration = calibrate(kind, outputs_nC, cohort.target[chosen], cohort.person[chosen])
-    return validation_score(pool(cohort, VAL, scores_nC.numpy())), loss, calibration
+    score, loss = judge(cohort, outputs_nC, tuning.examples.scale)
+    return score, loss, calibrate(cohort.kind, outputs_nC, cohort.target[chosen], cohort.person[chosen])
 
 
 @torch.no_grad()
@@ -213,23 +186,24 @@ def predict(tuning: Tuning, rows: np.ndarray) -> torch.Tensor:
     return torch.cat(parts)[: len(rows)]
 
 
-def finish(tuning: Tuning, progress: Progress, run_log: RunLog | NoLog) -> int:
+def finish(tuning: Tuning, progress: Progress, run_log: AnyLog) -> int:
     """Write the best epoch's head where the run is over; log how it ended; returns the exit code."""
-    plan = tuning.plan
-    if not progress.is_over(plan):
+    total, is_over, best = tuning.calendar.total, progress.is_over(tuning), ""
+    if progress.best is not None:
+        best = "{metric} {score:.4f} after epoch {epoch:.3g}".format(**progress.best)
+    if not is_over:
         text = "stopped by %s at step %d of %d; run the same command again to go on"
-        log.info(text, tuning.runtime.stopped_by, progress.step, plan.total)
-        return EXIT_STOPPED
-    if tuning.runtime.group.is_first:
-        url, best = write_best(tuning)
+        log.info(text, tuning.runtime.stopped_by, progress.step, total)
+    elif tuning.runtime.group.is_first:
+        url, kept = write_best(tuning)
         run_log.artifact("head", url)
-        early = "" if progress.step == plan.total else ", early: no better validation since"
+        early = "" if progress.step == total else ", early: no better validation since"
         log.info(
             "finished at step %d of %d%s; best epoch %.3g: %s %.4f; next: python -m finetuning.evaluate "
             "--head %s",
-            progress.step, plan.total, early, best["epoch"], best["metric"], best["score"], url,
+            progress.step, total, early, kept["epoch"], kept["metric"], kept["score"], url,
         )  # fmt: skip
-    return EXIT_FINISHED
+    return progress.end(total, best, run_log, is_over=is_over)
 
 
 def write_best(tuning: Tuning) -> tuple[str, dict[str, Any]]:
@@ -242,12 +216,11 @@ def write_best(tuning: Tuning) -> tuple[str, dict[str, Any]]:
     for name, value in state["model"].items():
         (prefix,) = (p for p in parts if name.startswith(p))
         parts[prefix][name.removeprefix(prefix)] = value
-    cohort, examples = tuning.cohort, tuning.examples
-    width = tuning.model.encoder.width
+    cohort, width = tuning.cohort, tuning.model.encoder.width
     head = build_head(cfg.head.kind, width, cohort.num_outputs, cfg.head.hidden, cfg.head.dropout)
     load_strictly(head, parts["top.head."], url)
     if cohort.kind == "regression":
-        rescale_output(head, examples.centre, examples.spread)
+        rescale_output(head, *tuning.examples.scale)
     content = head_state(
         tuning.source,
         tuning.store,

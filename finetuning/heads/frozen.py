@@ -14,6 +14,7 @@ import logging
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any, Protocol
@@ -27,31 +28,29 @@ from torch.func import functional_call
 from data_setup.loader import EVALUATION_BATCH
 from data_setup.store.reader import PreparedStore
 from finetuning.cohort.cohort import TRAIN, VAL, Cohort
-from finetuning.cohort.predictions import pool
 from finetuning.cohort.source import Source
 from finetuning.features.familiarity import fit_familiarity
 from finetuning.features.kept import KeptFeatures, features_folder, pooled_of_tokens
 from finetuning.features.pooled import pretrained_encoder
 from finetuning.heads.calibration import calibrate
-from finetuning.heads.head_file import Standardise, head_state, write_head
+from finetuning.heads.epochs import Best, Epochs, hand_over
+from finetuning.heads.head_file import Standardise, head_state
 from finetuning.heads.objective import (
     METRICS,
+    Task,
+    judge,
     metric_name,
     row_losses,
-    row_weights,
-    target_scale,
-    to_scores,
-    validation_score,
 )
 from models.heads import build_head, reads_tokens, rescale_output
+from models.optimizer import warmup_cosine
 from utils.config.schema import Config
-from utils.dashboards.run_log import NoLog, RunLog
 from utils.errors import UserError
-from utils.run.folder import claim_run_dir
-from utils.run.history import NO_CHECKPOINT_YET, WANDB_ID
+from utils.run.log import AnyLog, NoLog, log_anew
 from utils.runtime.single import Runtime
 
 log = logging.getLogger(__name__)
+Member = dict[str, Tensor]  # parameters of a head by name
 
 
 class Inputs(Protocol):
@@ -96,30 +95,6 @@ class TokenInputs:
         rows = self.cohort.rows[places]
         tokens = torch.from_numpy(self.kept.tokens(rows)).to(self.device).float()
         return tokens, torch.from_numpy(self.kept.valid(rows)).to(self.device)
-
-
-@dataclass(frozen=True)
-class Task:
-    """What the members are trained for, for every place of a cohort's rows."""
-
-    kind: str
-    target: Tensor  # [n, T], a regression's standardised
-    weight: Tensor  # [n, T], 0 but for TRAIN
-    label_smoothing: float
-    scale: tuple[float, float]  # mean and standard deviation of a regression's values, else 0 and 1
-
-    @classmethod
-    def of(cls, cfg: Config, cohort: Cohort, device: torch.device) -> Task:
-        """What a configuration asks for; raises UserError for a value that does not vary."""
-        train = cohort.fold == TRAIN
-        centre, spread = scale = target_scale(cohort)
-        weight = np.zeros_like(cohort.target)
-        weight[train] = row_weights(
-            cohort.kind, cohort.target[train], cohort.person[train], cfg.finetune.class_weights
-        )
-        target = torch.from_numpy((cohort.target - centre) / spread).to(device, torch.float32)
-        weights = torch.from_numpy(weight).to(device, torch.float32)
-        return cls(cohort.kind, target, weights, cfg.finetune.label_smoothing, scale)
 
 
 class Grid:
@@ -189,25 +164,6 @@ class Grid:
         return torch.cat(batches, dim=1)
 
 
-def schedule(step: int, total: int, warmup_ratio: float, min_ratio: float) -> float:
-    """Share of the learning rate at update `step` of `total`: linear warm-up, then cosine to `min_ratio`."""
-    warmup = round(warmup_ratio * total)
-    if step < warmup:
-        return (step + 1) / warmup
-    progress = (step - warmup) / max(1, total - warmup)
-    return min_ratio + (1 - min_ratio) * 0.5 * (1 + math.cos(math.pi * progress))
-
-
-@dataclass
-class Best:
-    """The best epoch of one member."""
-
-    rank: tuple[float, float] = (-math.inf, -math.inf)  # score, minus the loss
-    epoch: int = 0
-    parameters: dict[str, Tensor] | None = None
-    latest: tuple[float, float] = (math.nan, math.nan)  # score and loss of the last validation
-
-
 @dataclass(frozen=True)
 class TrainedHead:
     """A head and how it was chosen."""
@@ -222,7 +178,7 @@ def train_grid(
     inputs: Inputs,
     width: int,
     device: torch.device,
-    run_log: RunLog | NoLog | None = None,
+    run_log: AnyLog | None = None,
 ) -> TrainedHead:
     """Train all pairs of head.learning_rates x head.weight_decays; returns the best on VAL.
 
@@ -232,7 +188,8 @@ def train_grid(
     """
     train = np.flatnonzero(cohort.fold == TRAIN)
     task, run_log = Task.of(cfg, cohort, device), run_log or NoLog()
-    size, per_epoch, total = rhythm(cfg, cohort)
+    epochs = epochs_of(cfg, cohort)
+    calendar = epochs.calendar
     gpus = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=gpus):
         torch.manual_seed(cfg.seed)
@@ -241,87 +198,70 @@ def train_grid(
         )
         pairs = list(product(cfg.head.learning_rates, cfg.head.weight_decays))
         grid = Grid(head, pairs, cfg, together=not reads_tokens(cfg.head.kind))
-        bests = [Best() for _ in pairs]
-        for step in range(total):
-            epoch, place = divmod(step, per_epoch)
-            if place == 0:
-                order = np.random.default_rng([cfg.seed, epoch]).permutation(len(train))
-            chosen = order[place * size : (place + 1) * size]
-            share = schedule(step, total, cfg.optim.warmup_ratio, cfg.optim.min_lr_ratio)
-            loss_G, done = grid.step(inputs, train[chosen], task, share), step + 1
+        bests = [Best[Member]() for _ in pairs]
+        for step, chosen in epochs.batches():
+            share, done = warmup_cosine(cfg.optim, step, calendar.total, peak=1.0), step + 1
+            loss_G = grid.step(inputs, train[chosen], task, share)
             run_log.advance()
-            if done % cfg.train.log_every_steps == 0 or done in (1, total):
+            if calendar.logs(done):
                 leader = _leader(bests)
                 rate = pairs[leader][0] * share
                 run_log.metrics(done, {"train/loss": float(loss_G[leader]), "train/lr": rate})
-            if place + 1 == per_epoch or done == total:
-                _update_bests(bests, grid, cohort, inputs, task.scale, epoch + 1)
-                score, loss = bests[_leader(bests)].latest
+            if calendar.validates(done):
+                latest = _update_bests(bests, grid, cohort, inputs, task.scale, done, epochs.number(done))
+                score, loss = latest[_leader(bests)]
                 run_log.metrics(done, {"val/loss": loss, metric_name(METRICS[cohort.kind]): score})
-                last = max(best.epoch for best in bests)
-                if cfg.finetune.patience is not None and epoch + 1 - last >= cfg.finetune.patience:
+                if epochs.is_over(done, bests):
                     break
     return _chosen(grid, bests, cohort.kind, *task.scale)
 
 
-def rhythm(cfg: Config, cohort: Cohort) -> tuple[int, int, int]:
-    """Volumes of a batch, updates of an epoch, and all updates."""
-    count = int((cohort.fold == TRAIN).sum())
-    size = min(cfg.train.global_batch_size, count)
-    per_epoch = math.ceil(count / size)
-    return size, per_epoch, num_updates(cfg, per_epoch)
-
-
-def num_updates(cfg: Config, per_epoch: int) -> int:
-    """train.max_steps, else train.epochs times `per_epoch`."""
-    if cfg.train.max_steps is not None:
-        return cfg.train.max_steps
-    assert cfg.train.epochs is not None  # of utils.config.rules
-    return cfg.train.epochs * per_epoch
+def epochs_of(cfg: Config, cohort: Cohort) -> Epochs:
+    """The batches of the training volumes."""
+    return Epochs.of(cfg, int((cohort.fold == TRAIN).sum()))
 
 
 def _update_bests(
-    bests: list[Best],
+    bests: list[Best[Member]],
     grid: Grid,
     cohort: Cohort,
     inputs: Inputs,
     scale: tuple[float, float],
+    done: int,
     epoch: int,
-) -> None:
-    """Score every member on VAL, and keep those that became better."""
-    val, (centre, spread) = np.flatnonzero(cohort.fold == VAL), scale
-    outputs_GnC = grid.predict(inputs, val).double()
-    target = torch.from_numpy((cohort.target[val] - centre) / spread)
-    weight = torch.from_numpy(row_weights(cohort.kind, cohort.target[val], cohort.person[val], "none"))
-    for number, (best, outputs_nC) in enumerate(zip(bests, outputs_GnC, strict=True)):
-        best.latest = math.nan, math.nan
-        if not bool(outputs_nC.isfinite().all()):
-            continue  # a rate that is too high
-        loss = float((row_losses(cohort.kind, outputs_nC, target) * weight).mean())
-        scores = to_scores(cohort.kind, outputs_nC) * spread + centre
-        score = validation_score(pool(cohort, VAL, scores.numpy()))
-        best.latest = score, loss
-        if (score, -loss) > best.rank:
-            best.rank, best.epoch = (score, -loss), epoch
-            best.parameters = {name: p.detach().clone() for name, p in grid.members[number].items()}
+) -> list[tuple[float, float]]:
+    """Score every member on VAL, and keep those that became better; returns all scores and losses."""
+    outputs_GnC = grid.predict(inputs, np.flatnonzero(cohort.fold == VAL)).double()
+    latest = []
+    for best, member, outputs_nC in zip(bests, grid.members, outputs_GnC, strict=True):
+        score, loss = math.nan, math.nan
+        if bool(outputs_nC.isfinite().all()):  # else its rate is too high
+            score, loss = judge(cohort, outputs_nC, scale)
+        best.offer((score, -loss), epoch, done, partial(_copy, member))
+        latest.append((score, loss))
+    return latest
 
 
-def _leader(bests: Sequence[Best]) -> int:
+def _copy(member: Member) -> Member:
+    return {name: p.detach().clone() for name, p in member.items()}
+
+
+def _leader(bests: Sequence[Best[Member]]) -> int:
     """The member that has been best on validation, the first of several; the first where none has been."""
     return max(range(len(bests)), key=lambda g: bests[g].rank)
 
 
-def _chosen(grid: Grid, bests: list[Best], kind: str, centre: float, spread: float) -> TrainedHead:
+def _chosen(grid: Grid, bests: list[Best[Member]], kind: str, centre: float, spread: float) -> TrainedHead:
     """The best member as a head that predicts in the label's own unit."""
     number = _leader(bests)
     best = bests[number]
-    if best.parameters is None:
+    if best.weights is None:
         raise UserError(
             "head.learning_rates: expected one that trains, found outputs that are no numbers with each of "
             f"{sorted({rate for rate, _ in grid.pairs})}"
         )
     head = copy.deepcopy(grid.head).eval()
-    head.load_state_dict(best.parameters)
+    head.load_state_dict(best.weights)
     if kind == "regression":
         rescale_output(head, centre, spread)
     lines = [
@@ -372,10 +312,9 @@ def train_frozen(
     encoder = pretrained_encoder(cfg, source.state, source.url)
     kept = KeptFeatures(encoder, cfg, store, runtime, features_folder(cfg))
     inputs, standardise = head_inputs(kept, cohort)
-    run_dir, total = Path(cfg.run.dir), rhythm(cfg, cohort)[-1]
-    (run_dir / "evaluation.json").unlink(missing_ok=True)  # the verdict of an earlier head
-    (run_dir / WANDB_ID).unlink(missing_ok=True)  # nothing is resumed: a second training is another run
-    with RunLog(cfg, 0, total, synthetic=bool(store.attrs["synthetic"])) as run_log:
+    (Path(cfg.run.dir) / "evaluation.json").unlink(missing_ok=True)  # the verdict of an earlier head
+    total = epochs_of(cfg, cohort).calendar.total
+    with log_anew(cfg, total, synthetic=bool(store.attrs["synthetic"])) as run_log:
         trained = train_grid(cfg, cohort, inputs, encoder.width, runtime.device, run_log)
         is_val, is_train = cohort.fold == VAL, cohort.fold == TRAIN
         outputs = head_outputs(trained.head, inputs, np.flatnonzero(is_val))
@@ -389,8 +328,5 @@ def train_frozen(
             calibration=calibrate(cohort.kind, outputs, cohort.target[is_val], cohort.person[is_val]),
             familiarity=fit_familiarity(training_features(kept, cohort), cohort.person[is_train]),
         )
-        url = write_head(cfg, state)
-        claim_run_dir(cfg, runtime)
-        (run_dir / NO_CHECKPOINT_YET).unlink()
-        run_log.artifact("head", url)
+        url = hand_over(cfg, state, runtime, run_log)
     return url, state

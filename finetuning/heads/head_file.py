@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -93,12 +93,10 @@ def head_state(
         for name, fold in (("train", TRAIN), ("val", VAL))
     }
     column = cfg.task.label_column if cohort.kind != "multilabel" else ", ".join(cohort.names)
-    return {
+    return common_state(source, store, people) | {
         "kind": "head",
         "step": validation["epoch"],
         "head": head.state_dict(),
-        "head_kind": cfg.head.kind,
-        "hidden": cfg.head.hidden,
         "dropout": cfg.head.dropout,
         "num_outputs": cohort.num_outputs,
         "task": {
@@ -107,17 +105,26 @@ def head_state(
             "label_column": column,
             "unit": cfg.task.unit,
         },
-        "encoder": {"url": storage.absolute(source.url), "checksum": source.state["checksum"]},
         "encoder_weights": encoder_weights,
-        "normalisation": store.attrs["normalisation"],
-        "geometry": store.attrs["geometry"],
-        "config": to_yaml(cfg),
         "standardise": None if standardise is None else {"mean": standardise.mean, "std": standardise.std},
-        "participants": people,
-        "pretraining_participants": sorted(source.state["participants"]),
         "validation": validation,
         "calibration": calibration.state(),
         "familiarity": None if familiarity is None else familiarity.state(),
+    }
+
+
+def common_state(source: Source, store: PreparedStore, people: dict[str, list[str]]) -> dict[str, Any]:
+    """What the file of every head holds, of labels or of what lies on volumes; `people`: train and val."""
+    cfg = source.cfg
+    return {
+        "head_kind": cfg.head.kind,
+        "hidden": cfg.head.hidden,
+        "encoder": {"url": storage.absolute(source.url), "checksum": source.state["checksum"]},
+        "normalisation": store.attrs["normalisation"],
+        "geometry": store.attrs["geometry"],
+        "config": to_yaml(cfg),
+        "participants": people,
+        "pretraining_participants": sorted(source.state["participants"]),
     }
 
 
@@ -130,15 +137,18 @@ def write_head(cfg: Config, state: dict[str, Any]) -> str:
     return storage.join(cfg.train.ckpt_dir, f"{NAME}.pt")
 
 
+def head_url(wanted: str) -> str:
+    """The file of a head that is named by itself or by its run's folder."""
+    return wanted if wanted.endswith(".pt") else storage.join(wanted, "checkpoints", f"{NAME}.pt")
+
+
 def open_head(wanted: str, options: StorageOptions | None = None, encoder_url: str | None = None) -> Head:
     """A head from its file or its run's folder, with its encoder: from `encoder_url`, a file or a run's
     folder, else from where it was.
 
     Raises CheckpointError for a damaged file, one that is no head's, or another encoder's checkpoint.
     """
-    url = wanted
-    if not wanted.endswith(".pt"):
-        url = storage.join(wanted, "checkpoints", f"{NAME}.pt")
+    url = head_url(wanted)
     state = load_checkpoint(url, options)
     if state.get("kind") != "head":
         raise CheckpointError(
@@ -148,7 +158,10 @@ def open_head(wanted: str, options: StorageOptions | None = None, encoder_url: s
     if lost := sorted(KEYS - set(state)):
         raise CheckpointError(f"{url}: expected the file of a head, found no {', '.join(lost[:3])}")
     cfg = config_of_yaml(state["config"], url)
-    encoder = _encoder(cfg, state, url, options, encoder_url)
+    if state["encoder_weights"] is None:
+        encoder = pretrained_encoder(cfg, *checkpoint_of(state, url, options, encoder_url))
+    else:
+        encoder = trained_encoder(cfg, state["encoder_weights"], f"{url}: encoder_weights")
     module = build_head(
         state["head_kind"], encoder.width, state["num_outputs"], state["hidden"], state["dropout"]
     )
@@ -168,14 +181,19 @@ def open_head(wanted: str, options: StorageOptions | None = None, encoder_url: s
     )
 
 
-def _encoder(
-    cfg: Config, state: dict[str, Any], url: str, options: StorageOptions | None, encoder_url: str | None
-) -> VisionTransformer3D:
-    """The head's own encoder, or that of the checkpoint with the checksum that the head was trained on."""
-    if state["encoder_weights"] is not None:
-        encoder = build_encoder(cfg)
-        load_strictly(encoder, state["encoder_weights"], f"{url}: encoder_weights")
-        return encoder.eval().requires_grad_(False)
+def trained_encoder(cfg: Config, weights: dict[str, Tensor], where: str) -> VisionTransformer3D:
+    """The encoder that was trained with a head, in evaluation mode; raises CheckpointError."""
+    encoder = build_encoder(cfg)
+    load_strictly(encoder, weights, where)
+    return encoder.eval().requires_grad_(False)
+
+
+def checkpoint_of(
+    state: dict[str, Any], url: str, options: StorageOptions | None, encoder_url: str | None
+) -> tuple[dict[str, Any], str]:
+    """The checkpoint with the checksum that the head of this file was trained on, which may have moved to
+    `encoder_url`, and its URL; raises CheckpointError for another one.
+    """
     source = find_checkpoint(encoder_url or state["encoder"]["url"], options or StorageOptions())
     checkpoint = load_checkpoint(source, options)
     if checkpoint["checksum"] != state["encoder"]["checksum"]:
@@ -183,7 +201,26 @@ def _encoder(
             f"{source}: expected the encoder of {url}, sha256 {state['encoder']['checksum'][:12]}, found "
             f"{checkpoint['checksum'][:12]}: the head was trained on another checkpoint"
         )
-    return pretrained_encoder(cfg, checkpoint, source)
+    return checkpoint, source
+
+
+class OnGrid(Protocol):
+    """A head of any kind."""
+
+    @property
+    def url(self) -> str: ...
+
+    @property
+    def state(self) -> dict[str, Any]: ...
+
+
+def require_same_grid(head: OnGrid, store: PreparedStore) -> None:
+    """Raise UserError unless the store's volumes are on the grid that the head was trained on."""
+    for key in ("normalisation", "geometry"):
+        if store.attrs[key] != head.state[key]:
+            raise UserError(
+                f"{store.url}: {key}: expected {head.state[key]} of {head.url}, found {store.attrs[key]}"
+            )
 
 
 def predict_rows(head: Head, store: PreparedStore, rows: np.ndarray, runtime: Runtime) -> np.ndarray:
@@ -192,11 +229,7 @@ def predict_rows(head: Head, store: PreparedStore, rows: np.ndarray, runtime: Ru
     Features of a frozen encoder are kept (finetuning.features). Raises UserError where the store's geometry
     or normalisation is not what the head was trained on.
     """
-    for key in ("normalisation", "geometry"):
-        if store.attrs[key] != head.state[key]:
-            raise UserError(
-                f"{store.url}: {key}: expected {head.state[key]} of {head.url}, found {store.attrs[key]}"
-            )
+    require_same_grid(head, store)
     module = head.module.to(runtime.device)
     with torch.no_grad():
         outputs = [module(*arguments).cpu() for arguments in _arguments(head, store, rows, runtime)]

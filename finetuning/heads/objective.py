@@ -14,15 +14,18 @@ or values, and one number by which heads and epochs are chosen.
 from __future__ import annotations
 
 import warnings
+from dataclasses import dataclass
 
 import numpy as np
+import torch
 import torch.nn.functional as F
 from sklearn.metrics import cohen_kappa_score, roc_auc_score
 from torch import Tensor
 
-from finetuning.cohort.cohort import TRAIN, Cohort
-from finetuning.cohort.predictions import Predictions
+from finetuning.cohort.cohort import TRAIN, VAL, Cohort
+from finetuning.cohort.predictions import Predictions, pool
 from models.probes.participants import Prediction, balanced_accuracy, participant_weights
+from utils.config.schema import Config
 from utils.errors import UserError
 
 METRICS = {
@@ -101,6 +104,42 @@ def row_weights(kind: str, target_nT: np.ndarray, person: np.ndarray, class_weig
             column /= np.bincount(number, weights=column)[number]
             column /= column.mean()
     return weight_nT
+
+
+@dataclass(frozen=True)
+class Task:
+    """What a head is trained for, for every place of a cohort's rows."""
+
+    kind: str
+    target: Tensor  # [n, T], a regression's standardised
+    weight: Tensor  # [n, T], 0 but for TRAIN
+    label_smoothing: float
+    scale: tuple[float, float]  # mean and standard deviation of a regression's values, else 0 and 1
+
+    @classmethod
+    def of(cls, cfg: Config, cohort: Cohort, device: torch.device) -> Task:
+        """What a configuration asks for; raises UserError for a value that does not vary."""
+        train = cohort.fold == TRAIN
+        centre, spread = scale = target_scale(cohort)
+        weight = np.zeros_like(cohort.target)
+        weight[train] = row_weights(
+            cohort.kind, cohort.target[train], cohort.person[train], cfg.finetune.class_weights
+        )
+        target = torch.from_numpy((cohort.target - centre) / spread).to(device, torch.float32)
+        weights = torch.from_numpy(weight).to(device, torch.float32)
+        return cls(cohort.kind, target, weights, cfg.finetune.label_smoothing, scale)
+
+
+def judge(cohort: Cohort, outputs_nC: Tensor, scale: tuple[float, float]) -> tuple[float, float]:
+    """The score of the units of VAL, and the mean loss of its volumes, whose outputs float64 these are;
+    `scale` as in Task.
+    """
+    val, (centre, spread), kind = cohort.fold == VAL, scale, cohort.kind
+    target_nT = torch.from_numpy((cohort.target[val] - centre) / spread)
+    weight_nT = torch.from_numpy(row_weights(kind, cohort.target[val], cohort.person[val], "none"))
+    loss = float((row_losses(kind, outputs_nC, target_nT) * weight_nT).mean())
+    scores_nC = to_scores(kind, outputs_nC) * spread + centre
+    return validation_score(pool(cohort, VAL, scores_nC.numpy())), loss
 
 
 def validation_score(predictions: Predictions) -> float:

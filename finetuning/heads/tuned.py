@@ -1,23 +1,27 @@
-"""An encoder with a head on it, as full fine-tuning trains them, and the learning rate of each layer.
+"""An encoder with a head on it, the learning rate of each layer, and one update of both.
 
 In: normalised volumes [B, C, D, H, W], the validity of their tokens [B, N] and, in training, the samples' own
-seeds. Out: the head's outputs [B, num_outputs]. Layer-wise decay of the rates: Clark et al. 2020
-(arXiv:2003.10555), as BEiT and MAE fine-tune. Legend: models/vit3d.py.
+seeds. Out: the head's outputs [B, num_outputs]; moved weights. Layer-wise decay of the rates: Clark et al.
+2020 (arXiv:2003.10555), as BEiT and MAE fine-tune. Legend: models/vit3d.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from data_setup.loader import Batch
+from data_setup.normalisation import view
+from finetuning.heads.objective import row_losses
 from models.heads import AttentiveHead, build_head
 from models.probes.features import token_moments
 from models.stochastic import Stochastic
 from models.vit3d import Recompute, VisionTransformer3D, recompute_block
 from utils.config.schema import Config
+from utils.runtime.single import Runtime
 
 LEAST_VARIANCE = 1e-12  # of a feature over the tokens: the gradient of a root has no value at 0
 MASK_TOKEN = "mask_token"  # which no whole volume meets
@@ -82,11 +86,7 @@ class TunedModel(nn.Module):
         self.train()
         self.encoder.train(not is_frozen)
         for name, parameter in self.encoder.named_parameters():
-            parameter.requires_grad_(not is_frozen and self.moves(name))
-
-    def moves(self, name: str) -> bool:
-        """Whether this parameter of the encoder is trained once the encoder is."""
-        return name != MASK_TOKEN
+            parameter.requires_grad_(not is_frozen and name != MASK_TOKEN)
 
     def forward(self, view_BCDHW: Tensor, valid_BN: Tensor, seed_B: Tensor | None = None) -> Tensor:
         noise = None
@@ -96,37 +96,31 @@ class TunedModel(nn.Module):
         return self.top(tokens_BNE, valid_BN, seed_B, 0 if noise is None else noise.drawn)
 
 
-class OnEncoder(Protocol):
-    """A model on an encoder."""
-
-    encoder: VisionTransformer3D
-
-    def moves(self, name: str) -> bool:
-        """Whether this parameter of the encoder is ever trained."""
-
-    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Those of the encoder begin with `encoder.`."""
-
-
-def layer_groups(model: OnEncoder, weight_decay: float, layer_decay: float) -> list[dict[str, Any]]:
+def layer_groups(
+    encoder: VisionTransformer3D | None, top: nn.Module, weight_decay: float, layer_decay: float
+) -> list[dict[str, Any]]:
     """AdamW groups, each with `rate_share`: layer_decay to the power of the number of blocks above.
 
-    Head, last norm and last block have the full rate, patches and positions the smallest. Weight decay on
-    matrices only. Every parameter that is ever trained is in one group.
+    `top`, last norm and last block have the full rate, patches and positions the smallest; an encoder that is
+    never trained is None. Weight decay on matrices only. Every parameter that is ever trained is in one
+    group.
     """
-    depth = model.encoder.depth
     groups: dict[tuple[int, bool], list[nn.Parameter]] = {}
-    for name, parameter in model.named_parameters():
-        words = name.split(".")
-        if words[0] == "encoder" and not model.moves(name.removeprefix("encoder.")):
-            continue
-        above = 0
-        if words[:2] == ["encoder", "blocks"]:
-            above = depth - 1 - int(words[2])
-        elif words[:2] in (["encoder", "patch_embed"], ["encoder", "pos_embed"]):
-            above = depth
-        is_matrix = parameter.ndim > 1 and words[-1] not in TABLES
+
+    def add(name: str, parameter: nn.Parameter, above: int) -> None:
+        is_matrix = parameter.ndim > 1 and name.split(".")[-1] not in TABLES
         groups.setdefault((above, is_matrix), []).append(parameter)
+
+    moved = {} if encoder is None else dict(encoder.named_parameters())
+    depth = 0 if encoder is None else encoder.depth
+    for name, parameter in moved.items():
+        part, _, rest = name.partition(".")
+        if part == "blocks":
+            add(name, parameter, depth - 1 - int(rest.partition(".")[0]))
+        elif name != MASK_TOKEN:
+            add(name, parameter, depth if part in ("patch_embed", "pos_embed") else 0)
+    for name, parameter in top.named_parameters():
+        add(name, parameter, 0)
     return [
         {
             "params": parameters,
@@ -135,3 +129,65 @@ def layer_groups(model: OnEncoder, weight_decay: float, layer_decay: float) -> l
         }
         for (above, is_matrix), parameters in groups.items()
     ]
+
+
+@dataclass
+class UpdateResult:
+    """Device tensors of one update."""
+
+    loss: Tensor
+    grad_norm: Tensor
+    is_finite: Tensor
+
+
+def batch_loss(kind: str, outputs_BC: Tensor, batch: Batch, smoothing: float) -> Tensor:
+    """Sum of the weighted losses of a micro-batch; of a multilabel task the mean over the labels."""
+    losses_BT = row_losses(kind, outputs_BC.float(), batch["truth"], smoothing)
+    return (losses_BT * batch["weight"]).mean(dim=1).sum()
+
+
+def update_model(
+    model: TunedModel,
+    optimizer: torch.optim.AdamW,
+    batches: list[Batch],
+    cfg: Config,
+    runtime: Runtime,
+    rate: float,
+    *,
+    is_frozen: bool,
+    enabled: bool = True,
+) -> UpdateResult:
+    """One update from this process's micro-batches of one global batch; the result is the whole batch's.
+
+    `is_frozen`: the encoder's tokens are computed without gradient and the head alone is trained. With
+    `enabled=False` the update does all of its work and moves nothing. No branch here depends on a tensor and
+    nothing is read back to the host: an update that is not finite is skipped by a select on the device.
+    """
+    samples, kind = cfg.train.global_batch_size, cfg.task.kind
+    optimizer.zero_grad(set_to_none=True)
+    loss_sum = torch.zeros((), device=runtime.device)
+    for number, batch in enumerate(batches, 1):
+        volume, valid_BN = view(batch, 0), batch["token_valid"].float()
+        sums = number == len(batches)
+        with runtime.autocast():
+            if is_frozen:
+                with torch.no_grad():
+                    tokens = model.encoder(volume)
+                replica = runtime.group.replica(model.top, sums=sums)
+                outputs_BC = replica(tokens, valid_BN, batch["sample_seed"])
+            else:
+                outputs_BC = runtime.group.replica(model, sums=sums)(volume, valid_BN, batch["sample_seed"])
+        objective = batch_loss(kind, outputs_BC, batch, cfg.finetune.label_smoothing) / samples
+        runtime.group.backward(objective)
+        loss_sum = loss_sum + objective.detach()
+
+    loss_sum = runtime.group.sum(loss_sum)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    grad_norm = torch.nn.utils.clip_grad_norm_(trained, cfg.optim.clip_grad_norm)
+    is_finite = torch.isfinite(grad_norm) & torch.isfinite(loss_sum) & enabled
+    for group in optimizer.param_groups:
+        group["lr"] = rate * group["rate_share"]
+    # the optimizer's own select: with found_inf = 1 neither parameters nor moments nor its step count move
+    optimizer.found_inf = 1.0 - is_finite.float()  # type: ignore[attr-defined]  # read by the fused kernels
+    optimizer.step()
+    return UpdateResult(loss_sum, grad_norm, is_finite)

@@ -1,86 +1,93 @@
-"""What travels through a full fine-tuning, when what happens, and what is saved of it.
+"""What travels through a full fine-tuning, its batches, what is saved of it, and its trial step.
 
-In: a source, its store and cohort. Out: a `Tuning`; its `Plan`, a pure function of the configuration; its
-`Progress`, restored from the newest checkpoint. A checkpoint holds everything that the next step depends on.
+In: a source, its store and cohort. Out: a `Tuning` with the batch size that fits; `Examples`, the augmented
+volumes of data_setup.loader, each with `truth` and `weight` [B, T], in the order of pre-training, so that
+world size, accumulation and workers change nothing; its `Progress`, restored from the newest checkpoint,
+which holds everything that the next step depends on.
 """
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import logging
-import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 
+from data_setup.loader import Batch, Loader
 from data_setup.store.reader import PreparedStore
-from finetuning.cohort.cohort import Cohort
+from finetuning.cohort.cohort import TRAIN, Cohort
 from finetuning.cohort.source import Source
 from finetuning.features.pooled import load_strictly, pretrained_encoder
-from finetuning.heads.examples import Examples
-from finetuning.heads.tuned import TunedModel, layer_groups
+from finetuning.heads.objective import Task
+from finetuning.heads.tuned import TunedModel, layer_groups, update_model
 from models.engine_kernels import choose_kernels
-from models.optimizer import build_adamw
+from models.optimizer import build_adamw, keep_state
+from utils.batch_size import settle_batch
 from utils.checkpoint import CheckpointError, load_newest, to_host
-from utils.config.load import config_of_yaml, to_yaml
+from utils.config.load import accumulation_steps, config_of_yaml, to_yaml
 from utils.config.schema import Config, keys_with
 from utils.errors import UserError
-from utils.run.folder import refuse_changes, require_one_configuration, shared_settings
+from utils.run.calendar import Calendar
+from utils.run.folder import refuse_changes, require_one_run
 from utils.run.history import refuse_lost_checkpoints
-from utils.run.skipped_updates import SkippedUpdates
+from utils.run.progress import RunProgress
+from utils.runtime.processes import ALONE
 from utils.runtime.single import Runtime
 
 log = logging.getLogger(__name__)
 KIND = "finetune"  # of a checkpoint; pre-training's has none
+# what an update reads of a batch; masks stay behind
+FIELDS = (
+    *("volume", "matrix", "valid_box", "mean", "std", "intensity", "noise_seed"),
+    *("sample_seed", "token_valid"),
+)
 
 
-@dataclass(frozen=True)
-class Plan:
-    """What happens after how many updates."""
+class Examples:
+    """The training volumes, and what a prediction of each should be."""
 
-    epoch: int  # updates that read about every training volume once
-    total: int
-    log_every: int
-    validate_every: int
-    save_every: int
-    keep_every: int
-    unfreeze_at: int  # until then the head alone is trained
-    patience: int | None  # updates without a better validation
+    def __init__(self, cfg: Config, store: PreparedStore, cohort: Cohort) -> None:
+        chosen = cohort.fold == TRAIN
+        self.cfg, self.store, self.rows = cfg, store, cohort.rows[chosen]
+        task = Task.of(cfg, cohort, torch.device("cpu"))
+        self.scale, self.truth, self.weight = task.scale, task.target[chosen], task.weight[chosen]
+        self.place_of = {int(row): place for place, row in enumerate(self.rows)}
 
-    @classmethod
-    def of(cls, cfg: Config, num_volumes: int) -> Plan:
-        train, tune = cfg.train, cfg.finetune
-        epoch = max(1, round(num_volumes / train.global_batch_size))
-        assert train.max_steps is not None or train.epochs is not None, "checked with the configuration"
-        total = train.max_steps
-        if total is None:
-            total = math.ceil((train.epochs or 0) * num_volumes / train.global_batch_size)
-        rhythm = train.ckpt_every_epochs * epoch
-        return cls(
-            epoch=epoch,
-            total=total,
-            log_every=train.log_every_steps,
-            validate_every=train.val_every_steps or epoch,
-            save_every=train.ckpt_every_steps or rhythm,
-            keep_every=rhythm * max(1, math.ceil(total // rhythm / train.keep_epochs)),
-            unfreeze_at=tune.unfreeze_at_epoch * epoch,
-            patience=None if tune.patience is None else tune.patience * epoch,
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def with_settings(self, cfg: Config) -> Examples:
+        """The same volumes and truth, read as this configuration says."""
+        other = copy.copy(self)
+        other.cfg = cfg
+        return other
+
+    def batches(self, runtime: Runtime, start: int, total: int) -> tuple[Loader, Iterator[list[Batch]]]:
+        """The loader of steps start..total, and for each this process's micro-batches on the host."""
+        loader = Loader(
+            self.cfg,
+            self.store,
+            self.rows,
+            rank=runtime.rank,
+            world=runtime.world_size,
+            accum=accumulation_steps(self.cfg.train, runtime.num_devices),
+            start_step=start,
+            num_steps=total - start,
         )
+        return loader, ([self.labelled(batch) for batch in step] for step in loader)
 
-    def logs(self, done: int) -> bool:
-        return done % self.log_every == 0 or done in (1, self.total)
-
-    def validates(self, done: int) -> bool:
-        return done % self.validate_every == 0 or done == self.total
-
-    def saves(self, done: int) -> bool:
-        return done % self.save_every == 0 or done % self.keep_every == 0 or done == self.total
-
-    def is_frozen(self, step: int) -> bool:
-        """Whether update number `step` trains the head alone."""
-        return step < self.unfreeze_at
+    def labelled(self, batch: Batch) -> Batch:
+        """What an update reads of a batch, with truth and weight of its volumes."""
+        places = [self.place_of[row] for row in batch["row"].tolist()]
+        return {name: batch[name] for name in FIELDS} | {
+            "truth": self.truth[places],
+            "weight": self.weight[places],
+        }
 
 
 @dataclass(frozen=True)
@@ -94,11 +101,16 @@ class Tuning:
     model: TunedModel
     optimizer: torch.optim.AdamW
     runtime: Runtime
-    plan: Plan
+    calendar: Calendar
 
     @property
     def cfg(self) -> Config:
         return self.source.cfg
+
+    @property
+    def unfreeze_at(self) -> int:
+        """So many updates train the head alone."""
+        return self.cfg.finetune.unfreeze_at_epoch * self.calendar.epoch
 
 
 def open_tuning(source: Source, store: PreparedStore, cohort: Cohort, runtime: Runtime) -> Tuning:
@@ -109,46 +121,39 @@ def open_tuning(source: Source, store: PreparedStore, cohort: Cohort, runtime: R
     encoder = pretrained_encoder(cfg, source.state, source.url)
     model = TunedModel(encoder, cohort.num_outputs, cfg).to(runtime.device)
     choose_kernels(model, cfg, runtime)
-    groups = layer_groups(model, cfg.optim.weight_decay, cfg.finetune.layer_decay)
+    groups = layer_groups(model.encoder, model.top, cfg.optim.weight_decay, cfg.finetune.layer_decay)
     optimizer = build_adamw(groups, cfg.optim, runtime.device)
-    plan = Plan.of(cfg, len(examples))
-    return Tuning(source, store, cohort, examples, model, optimizer, runtime, plan)
+    calendar = Calendar.of(cfg, len(examples))
+    return Tuning(source, store, cohort, examples, model, optimizer, runtime, calendar)
 
 
-class Progress:
-    """How far a fine-tuning is; all processes count the same."""
+class Progress(RunProgress):
+    """The counters of every run, and the best validation: metric, score, loss, epoch and step of it."""
 
     def __init__(self, runtime: Runtime, state: Mapping[str, Any] | None = None) -> None:
-        state = state or {"step": 0, "best": None, "owes_validation": False, "bad_run": 0, "bad_total": 0}
-        self.step: int = state["step"]  # updates made
-        self.best: dict[str, Any] | None = state["best"]  # metric, score, loss, epoch and step of the best
-        self.owes_validation: bool = state["owes_validation"]  # SIGTERM cut it short
-        self.skipped = SkippedUpdates(runtime, state["bad_run"], state["bad_total"])
+        state = state or {"step": 0, "best": None, "bad_run": 0, "bad_total": 0}
+        super().__init__(runtime, state)
+        self.best: dict[str, Any] | None = state["best"]
 
     def is_better(self, score: float, loss: float) -> bool:
         """Whether a validation beats all before it; equal scores go by the loss."""
         return self.best is None or (score, -loss) > (self.best["score"], -self.best["loss"])
 
-    def is_over(self, plan: Plan) -> bool:
-        """Whether all updates are made, or patience has ended."""
+    def is_over(self, tuning: Tuning) -> bool:
+        """Whether all updates are made, or no epoch of finetune.patience was better than the best."""
         if self.owes_validation:
             return False
+        patience, calendar = tuning.cfg.finetune.patience, tuning.calendar
         is_tired = (
-            plan.patience is not None
+            patience is not None
             and self.best is not None
-            and self.step - self.best["step"] >= plan.patience
+            and self.step - self.best["step"] >= patience * calendar.epoch
         )
-        return self.step >= plan.total or is_tired
+        return self.step >= calendar.total or is_tired
 
     def state_dict(self) -> dict[str, Any]:
         """Plain values for the checkpoint."""
-        return {
-            "step": self.step,
-            "best": self.best,
-            "owes_validation": self.owes_validation,
-            "bad_run": self.skipped.in_a_row,
-            "bad_total": self.skipped.total,
-        }
+        return {**super().state_dict(), "best": self.best}
 
 
 def cohort_checksum(cohort: Cohort, store: PreparedStore) -> str:
@@ -167,7 +172,7 @@ def checkpoint_state(tuning: Tuning, progress: Progress) -> dict[str, Any]:
         "optimizer": tuning.optimizer.state_dict(),
         "progress": progress.state_dict(),
         "config": to_yaml(tuning.cfg),
-        "total_steps": tuning.plan.total,
+        "total_steps": tuning.calendar.total,
         "encoder_checksum": tuning.source.state["checksum"],
         "normalisation": tuning.store.attrs["normalisation"],
         "synthetic": bool(tuning.store.attrs["synthetic"]),
@@ -185,12 +190,7 @@ def restore(tuning: Tuning) -> Progress:
     runtime.mark_step()
     state = _read(tuning) if group.is_first else None
     if group.size > 1:
-        require_one_configuration(group.gather_objects(shared_settings(tuning.cfg)))
-        checksum = cohort_checksum(tuning.cohort, tuning.store)
-        if len(set(group.gather_objects(checksum))) > 1:
-            raise UserError(
-                f"{tuning.cfg.data.store}: expected the same labelled volumes on every process, found others"
-            )
+        require_one_run(tuning.cfg, group, "labelled", cohort_checksum(tuning.cohort, tuning.store))
         if group.is_first and state is None:
             parts = to_host((tuning.model.state_dict(), tuning.optimizer.state_dict()))
             state = dict(zip(("model", "optimizer"), parts, strict=True)) | {"progress": None}
@@ -219,7 +219,7 @@ def _read(tuning: Tuning) -> dict[str, Any] | None:
     refuse_changes(config_of_yaml(state["config"], where), cfg, where, moved=keys_with("is_place"))
     expected = {
         "total_steps": (
-            tuning.plan.total,
+            tuning.calendar.total,
             f"a run of {state['total_steps']} updates, which its rates rest on,",
         ),
         "encoder_checksum": (source.state["checksum"], f"the checkpoint {source.url}"),
@@ -234,3 +234,34 @@ def _read(tuning: Tuning) -> dict[str, Any] | None:
             raise UserError(f"{where}: expected {text} as the run began, found another; use another run.dir")
     log.info("resuming from step %d of %s", state["step"], where)
     return {name: state[name] for name in ("model", "optimizer", "progress")}
+
+
+def settle_memory(tuning: Tuning, step: int) -> Tuning:
+    """The fine-tuning with the largest per-core batch that fits every process, before the first update. It is
+    tried with the whole encoder in training, also where that begins later. Raises UserError when one volume
+    does not fit.
+    """
+    model, runtime = tuning.model, tuning.runtime
+
+    def work_of(cfg: Config) -> Callable[[], None]:
+        _, batches = tuning.examples.with_settings(cfg).batches(runtime, step, step + 1)
+        return partial(trial_step, tuning, cfg, runtime.to_device(next(batches)[0]))
+
+    put_back = keep_state(model, tuning.optimizer, runtime)
+    cfg = settle_batch(tuning.cfg, runtime, work_of, put_back)
+    source = replace(tuning.source, cfg=cfg)
+    return replace(tuning, source=source, examples=tuning.examples.with_settings(cfg))
+
+
+def trial_step(tuning: Tuning, cfg: Config, micro: Batch) -> None:
+    """A whole update of one micro-batch that moves nothing: what a step needs of memory, moments included. It
+    needs no other process, since another may run out of memory alone.
+    """
+    model, optimizer = tuning.model, tuning.optimizer
+    alone = replace(tuning.runtime, group=ALONE)
+    model.freeze(is_frozen=False)
+    try:
+        update_model(model, optimizer, [micro], cfg, alone, 0.0, is_frozen=False, enabled=False)
+        alone.synchronise()
+    finally:
+        optimizer.zero_grad(set_to_none=True)

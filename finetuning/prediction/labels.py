@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from matplotlib.figure import Figure
 
 from data_setup.normalisation import plain_view
 from finetuning.embedding.stream import batch_of, tokens_of
@@ -33,7 +34,7 @@ from finetuning.prediction.evidence import (
     outputs_of,
 )
 from finetuning.prediction.occlusion import occlusion_maps
-from finetuning.prediction.picture import Page
+from finetuning.prediction.picture import Page, draw
 from models.probes.features import pool_tokens
 from utils.config.schema import Config
 from utils.runtime.single import Runtime
@@ -46,12 +47,14 @@ class Answer:
     """A volume's prediction: fields of its line, its picture, and arrays to keep beside it."""
 
     line: dict[str, Any]
-    page: Page
+    figure: Figure
     arrays: dict[str, np.ndarray]
 
 
 class LabelPredictor:
     """A head of classes, labels or a value."""
+
+    folder = ""  # no arrays
 
     def __init__(self, head: Head, cfg: Config, runtime: Runtime, occlusion: bool) -> None:
         self.head, self.cfg, self.runtime = head, cfg, runtime
@@ -97,7 +100,7 @@ class LabelPredictor:
             "evidence": {"method": evidence.method, "of": evidence.of},
             "warnings": cautions_of(volume.fields, percentile),
         }
-        return Answer(line, self._page(volume, line, evidence, valid_BN), {})
+        return Answer(line, draw(self._page(volume, line, evidence, valid_BN)), {})
 
     def _evidence(
         self, volume: Volume, tokens_BNE: torch.Tensor, valid_BN: torch.Tensor, outputs_C: torch.Tensor

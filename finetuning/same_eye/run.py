@@ -28,11 +28,10 @@ from finetuning.answers.answer import Answer, Content, protocol_of
 from finetuning.cohort.cohort import EVALUATED, TRAIN, VAL, Cohort, count_seen, seen_by_head
 from finetuning.cohort.ledger import digest, look_at
 from finetuning.cohort.source import check_fit, evaluated_config
-from finetuning.dense.head import require_same_grid
 from finetuning.features.kept import KeptFeatures, features_folder
 from finetuning.features.pooled import pretrained_encoder, random_encoder
 from finetuning.features.probing import ridge_by_fold
-from finetuning.heads.head_file import Head, open_head, predict_rows
+from finetuning.heads.head_file import Head, open_head, predict_rows, require_same_grid
 from finetuning.same_eye.eyes import Eyes, choose_eyes
 from finetuning.same_eye.measures import icc, nearest
 from finetuning.same_eye.page import markdown

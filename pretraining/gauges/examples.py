@@ -19,8 +19,8 @@ from data_setup.normalisation import view
 from pretraining.run import Run
 from pretraining.step import predict
 from utils.dashboards.pictures import Forecast, Views, prediction_map, similarity_map, two_views
-from utils.dashboards.run_log import NoLog, RunLog
 from utils.report.pictures import Snapshot, bscan_with_masks, feature_pca, save_snapshot
+from utils.run.log import NoLog, RunLog
 from utils.runtime.single import StopRequested
 
 log = logging.getLogger(__name__)

@@ -54,11 +54,11 @@ class Validation:
         self._began, self._seconds = time.perf_counter(), 0.0
         self._gauge_flops = self._loss_flops = 0
 
-    def __call__(self, step: int) -> dict[str, float | None] | None:
+    def __call__(self, step: int) -> dict[str, float | None]:
         """What `validate` measures after `step` updates, the same on every process, and, after the first
         update, the shares of all that this process of the run did since its start: perf/validation_fraction
         of the time, perf/gauges_fraction of the counted operations (LiDAR, the check for leaks, probes).
-        None where SIGTERM came before its end.
+        Raises StopRequested where SIGTERM came before its end.
         """
         run = self.run
         run.runtime.synchronise()  # what the steps have left to compute is theirs
@@ -67,7 +67,7 @@ class Validation:
             measured = run.runtime.group.broadcast(validate(run, is_first=step == 0))
         except StopRequested:
             run.model.train()
-            return None
+            raise
         now = time.perf_counter()
         self._seconds += now - began
         flops, count = volume_flops(run.cfg, run.model), len(validation_rows(run, is_first=step == 0))

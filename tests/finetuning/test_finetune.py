@@ -19,13 +19,11 @@ from finetuning.cohort.source import Source, open_source
 from finetuning.features.familiarity import stored_familiarity
 from finetuning.heads import finetune as loop
 from finetuning.heads.calibration import Calibration, stored_calibration
-from finetuning.heads.examples import Examples
 from finetuning.heads.finetune import finetune
 from finetuning.heads.head_file import open_head, predict_rows
 from finetuning.heads.objective import METRICS, metric_name
-from finetuning.heads.trial import settle_memory
 from finetuning.heads.tuned import TunedModel, layer_groups
-from finetuning.heads.tuning import open_tuning
+from finetuning.heads.tuning import Examples, open_tuning, settle_memory
 from models.vjepa3d import build_encoder
 from tests.support.finetune_factory import RUNTIME, config, make_world, save_checkpoint
 from tests.support.model_factory import small_config, volumes
@@ -169,7 +167,7 @@ def test_rates_of_layers_are_those_of_a_table_made_by_hand() -> None:
     }
     of_weight = {
         id(p): (group["rate_share"], group["weight_decay"])
-        for group in layer_groups(model, 0.3, 0.5)
+        for group in layer_groups(model.encoder, model.top, 0.3, 0.5)
         for p in group["params"]
     }
     weights = dict(model.named_parameters())
@@ -186,9 +184,10 @@ def test_every_parameter_has_a_gradient_and_one_group(recipe: str, kind: str) ->
     model(volumes(cfg, 2), valid, torch.arange(2)).square().sum().backward()
     trained = [name for name, p in model.named_parameters() if p.grad is not None]
     assert set(dict(model.named_parameters())) - set(trained) <= {"encoder.mask_token"}
-    grouped = [id(p) for group in layer_groups(model, 0.1, 0.5) for p in group["params"]]
+    groups = layer_groups(model.encoder, model.top, 0.1, 0.5)
+    grouped = [id(p) for group in groups for p in group["params"]]
     assert sorted(grouped) == sorted(id(p) for p in model.parameters() if p.grad is not None)
-    no_decay = [group for group in layer_groups(model, 0.1, 0.5) if group["weight_decay"] == 0]
+    no_decay = [group for group in groups if group["weight_decay"] == 0]
     tables = [p for name, p in model.named_parameters() if name.endswith(("pos_embed", "query"))]
     assert all(any(p is q for group in no_decay for q in group["params"]) for p in tables)
 
@@ -224,6 +223,11 @@ def test_the_encoder_does_not_move_before_its_epoch(world: Path, finished: Path)
         assert torch.equal(frozen[f"encoder.{name}"], value), name
         assert not torch.equal(free[f"encoder.{name}"], value), name
     assert not torch.equal(frozen["top.head.last.weight"], free["top.head.last.weight"])
+
+
+def test_the_last_update_has_the_least_rate(finished: Path) -> None:
+    rates, optim = metrics(finished, "train/lr"), open_head(str(finished)).cfg.optim
+    assert rates[3 * EPOCH]["train/lr"] == pytest.approx(optim.min_lr_ratio * optim.base_lr)
 
 
 def test_volumes_to_evaluate_are_never_read(world: Path, finished: Path, rows_read: set[int]) -> None:

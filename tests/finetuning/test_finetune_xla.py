@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from data_setup.loader import Batch
-from finetuning.heads.tuned import TunedModel, layer_groups
-from finetuning.heads.update import update_model
+from finetuning.heads.tuned import TunedModel, layer_groups, update_model
 from models.engine_kernels import choose_kernels
 from models.optimizer import build_adamw
 from models.vjepa3d import build_encoder
@@ -48,7 +47,7 @@ def test_losses_are_those_of_plain_torch(xla: Runtime, kind: str) -> None:
         torch.manual_seed(0)
         model = TunedModel(build_encoder(cfg), 3, cfg).to(runtime.device)
         choose_kernels(model, cfg, runtime)
-        optimizer = build_adamw(layer_groups(model, 0.05, 0.75), cfg.optim, runtime.device)
+        optimizer = build_adamw(layer_groups(model.encoder, model.top, 0.05, 0.75), cfg.optim, runtime.device)
         runtime.mark_step()
         counts = []
         before = {}

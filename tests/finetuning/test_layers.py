@@ -6,7 +6,6 @@ import contextlib
 import io
 import json
 import shutil
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,27 +23,24 @@ from data_setup.readers.heights import DEPTH_OF_LABEL
 from data_setup.store.reader import PreparedStore
 from finetuning import evaluate as command
 from finetuning import predict as predict_command
-from finetuning import segment
 from finetuning import train as train_command
 from finetuning.cohort.cohort import EVALUATED, TRAIN, VAL, read_cohort
 from finetuning.cohort.source import open_source
-from finetuning.dense import head as dense_head
-from finetuning.dense.evaluation import notes_of
-from finetuning.dense.head import encoder_of
-from finetuning.dense.layers import evaluate as module
-from finetuning.dense.layers import train as layers_train
+from finetuning.dense import kind as kind_module
+from finetuning.dense import kinds
+from finetuning.dense.evaluation import answer, evaluate
+from finetuning.dense.examined import Examined
+from finetuning.dense.head import PRETRAINED, RANDOM, encoder_of
 from finetuning.dense.layers.decoder import build_decoder, heights_of, surface_loss
 from finetuning.dense.layers.etdrs import SECTORS
-from finetuning.dense.layers.evaluate import evaluate_layers
-from finetuning.dense.layers.head import PRETRAINED, RANDOM, open_layers_head
+from finetuning.dense.layers.kind import LAYERS, validation_error
 from finetuning.dense.layers.metrics import boundary_error_um
 from finetuning.dense.layers.planes import Planes
 from finetuning.dense.layers.volumes import LayerVolumes, read_volumes
 from finetuning.features.kept import KeptFeatures
 from finetuning.features.pooled import random_encoder
-from models import vit3d
 from tests.support.finetune_factory import RUNTIME, save_checkpoint
-from tests.support.heights_factory import config, make_tree, prepare_all
+from tests.support.heights_factory import config, dense_overrides, make_tree, prepare_all
 from utils.checkpoint import CheckpointError
 from utils.config.schema import StorageOptions
 from utils.errors import ConfigError, UserError
@@ -53,14 +49,6 @@ from utils.report.volumes import load_layers
 CONFIG = Path(__file__).resolve().parents[2] / "configs" / "layers.yaml"
 MAESTRO, TRITON, CIRRUS = 1, 2, 4
 PATCH = (2, 4, 8)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _two_blocks() -> Iterator[None]:
-    """The smallest size of the configuration has two blocks here."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(vit3d.SIZES, "ti", vit3d.Size(2, 48, 2))
-        yield
 
 
 @pytest.fixture(scope="module")
@@ -74,10 +62,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def overrides(world: Path, run: Path, *extra: str) -> list[str]:
-    words = [f"model.checkpoint={world / 'pretrained'}", f"run.dir={run}", "train.max_steps=24"]
-    words += ["train.global_batch_size=4", "train.per_core_batch_size=4"]
-    words += ["head.hidden=8", "optim.base_lr=0.01", "finetune.patience=null"]
-    return [*words, f"train.ckpt_dir={run / 'checkpoints'}", *extra]
+    return dense_overrides(world, run, "optim.base_lr=0.01", *extra)
 
 
 @pytest.fixture(scope="module")
@@ -113,11 +98,19 @@ def test_a_decoder_learns_where_surfaces_lie(trained: Path, evaluated: tuple[Pat
         assert {"ILM"} < set(arm) <= set(content["names"])
     assert "labels of a machine, not truth" in text
     assert (folder / "layers.md").read_text() == text + "\n"
-    head = open_layers_head(str(trained), StorageOptions())
+    head = LAYERS.open_head(str(trained), StorageOptions())
     first, second = (arm.encoder.state_dict()["patch_embed.proj.weight"] for arm in head.arms)
     assert not torch.equal(first, second)
     history = head.state["validation"][PRETRAINED]["history"]
     assert min(line["error_um"] for line in history) == head.state["validation"][PRETRAINED]["error_um"]
+
+
+def test_the_last_update_of_every_arm_has_the_least_rate(trained: Path) -> None:
+    optim = LAYERS.open_head(str(trained), StorageOptions()).cfg.optim
+    rows = [json.loads(line) for line in (trained / "metrics.jsonl").read_text().splitlines()]
+    for prefix in ("", f"{RANDOM}/"):
+        rates = [row[f"{prefix}train/lr"] for row in rows if f"{prefix}train/lr" in row]
+        assert rates[-1] == pytest.approx(optim.min_lr_ratio * optim.base_lr)
 
 
 def test_a_volume_of_each_device_is_kept_for_the_report(trained: Path, evaluated: tuple[Path, str]) -> None:
@@ -138,7 +131,7 @@ def test_a_volume_of_each_device_is_kept_for_the_report(trained: Path, evaluated
 def test_the_command_writes_height_maps(world: Path, trained: Path, tmp_path: Path) -> None:
     """Of every row of the store, each with the surfaces of the head."""
     words = ["--rows", "all", "--format", "heightmap", "--out", str(tmp_path)]
-    assert segment.main(["--head", str(trained), *words]) == 0
+    assert predict_command.main(["--checkpoint", str(trained), *words]) == 0
     lines = [json.loads(text) for text in (tmp_path / "segments.jsonl").read_text().splitlines()]
     kept = PreparedStore.open(config(world).data.store).index.query("status == 'kept'")
     assert [line["path"] for line in lines] == kept.path.tolist()
@@ -148,10 +141,10 @@ def test_the_command_writes_height_maps(world: Path, trained: Path, tmp_path: Pa
 def test_the_best_epoch_is_kept(world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of three epochs the second is best."""
     errors = iter([3.0, 1.0, 2.0])
-    monkeypatch.setattr(layers_train, "validation_error", lambda *_: next(errors))
+    monkeypatch.setitem(kinds.KINDS, "layers", replace(LAYERS, score=lambda *_: next(errors)))
     words = ["train.max_steps=12", "finetune.against_random=false", "head.kind=linear", "head.voxels=false"]
     assert train_command.train(str(CONFIG), overrides(world, tmp_path, *words)) == 0
-    kept = open_layers_head(str(tmp_path), StorageOptions()).state
+    kept = LAYERS.open_head(str(tmp_path), StorageOptions()).state
     assert (kept["validation"][PRETRAINED]["epoch"], kept["step"]) == (2, 8)
 
 
@@ -162,12 +155,12 @@ def test_what_is_asked_again_is_no_look(
     ledger = world / "store" / "ledger.jsonl"
     before = ledger.read_text()
     assert json.loads(before.splitlines()[0])["what"] == "layers: pretrained, random_init"
-    assert evaluate_layers(str(trained), [f"run.dir={folder}"]) == text
+    assert evaluate(LAYERS, str(trained), [f"run.dir={folder}"]) == text
     assert ledger.read_text() == before
     (tmp_path / "layers").mkdir()
     stale = tmp_path / "layers" / "row_999999.npz"  # a picture of another split
     stale.touch()
-    evaluate_layers(str(trained), [f"run.dir={tmp_path}", "eval.split=val"])
+    evaluate(LAYERS, str(trained), [f"run.dir={tmp_path}", "eval.split=val"])
     assert ledger.read_text() == before
     assert not stale.exists()
 
@@ -187,8 +180,8 @@ def test_errors_are_those_of_the_volumes_own_spacing(
     world: Path, trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One voxel off is one axial spacing; random initialisation is made two voxels off."""
-    head = open_layers_head(str(trained), StorageOptions())
-    monkeypatch.setattr(module, "open_layers_head", lambda *_: head)
+    head = LAYERS.open_head(str(trained), StorageOptions())
+    monkeypatch.setattr(kind_module, "open_dense_head", lambda *_: head)
     offsets = {id(arm.decoder): 1.0 + number for number, arm in enumerate(head.arms)}
     monkeypatch.setattr(Planes, "predict", shifted(world, offsets))
     command.main(["--head", str(trained), f"run.dir={tmp_path}"])
@@ -216,12 +209,12 @@ def test_people_whose_surfaces_no_training_volume_has(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Without a random encoder they have no error to compare with: all of them, then one."""
-    head = open_layers_head(str(trained), StorageOptions())
+    head = LAYERS.open_head(str(trained), StorageOptions())
     nothing = {key: [None] * len(head.names) for key in head.state["mean_heights"]}
     alone = replace(head, arms=head.arms[:1], state=head.state | {"mean_heights": nothing})
-    monkeypatch.setattr(module, "open_layers_head", lambda *_: alone)
+    monkeypatch.setattr(kind_module, "open_dense_head", lambda *_: alone)
     monkeypatch.setattr(Planes, "predict", shifted(world, {id(alone.arms[0].decoder): 1.0}))
-    text = evaluate_layers(str(trained), [f"run.dir={tmp_path}"])
+    text = evaluate(LAYERS, str(trained), [f"run.dir={tmp_path}"])
     content = json.loads((tmp_path / "layers.json").read_text())
     assert content["difference"] == {
         "against": "mean_heights",
@@ -232,15 +225,12 @@ def test_people_whose_surfaces_no_training_volume_has(
     }
     assert "no participant has an error of both pre-trained encoder and mean heights" in text
     assert "Boundary error is" not in text
-    lines, sectors = (
-        pd.read_parquet(evaluated[0] / "surfaces.parquet"),
-        pd.read_csv(evaluated[0] / "etdrs.csv"),
-    )
+    lines = pd.read_parquet(evaluated[0] / "surfaces.parquet")
     lines = lines[lines.arm != RANDOM].assign(error_um=lines.arm.map({PRETRAINED: 2.0, "mean_heights": 8.0}))
     lost = lines.person_id == lines.person_id.iloc[0]
     lines.loc[lost & (lines.arm == "mean_heights"), "error_um"] = np.nan
     lines.loc[lost & (lines.arm == PRETRAINED), "error_um"] = 50.0
-    answered = module.answer(head.cfg, volumes_of(world), alone, lines, sectors)
+    answered = answer(LAYERS, Examined(head.cfg, volumes_of(world), alone, lines, {}))
     assert answered["difference"]["ratio"] == pytest.approx(0.25)
     assert answered["difference"]["people"] == answered["n_participants"] - 1
 
@@ -283,10 +273,11 @@ def test_devices_share_surfaces_by_name(world: Path) -> None:
     np.testing.assert_array_equal(chosen.read(other), volumes.read(other)[[0, 9]])
 
 
-def test_layers_are_no_labels(world: Path) -> None:
+@pytest.mark.parametrize("kind", kinds.KINDS)
+def test_what_lies_on_volumes_is_no_label(world: Path, kind: str) -> None:
     """Commands that compare labels say who takes this kind."""
-    cfg = config(world, "task.kind=layers")
-    with pytest.raises(ConfigError, match="expected a kind with labels, found layers"):
+    cfg = config(world, f"task.kind={kind}")
+    with pytest.raises(ConfigError, match=f"expected a kind with labels, found {kind}"):
         read_cohort(cfg, PreparedStore.open(cfg.data.store))
 
 
@@ -320,13 +311,13 @@ def test_seen_people_are_refused(world: Path, trained: Path, tmp_path: Path) -> 
 def test_people_of_the_heads_own_training_are_refused(
     world: Path, trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    head = open_layers_head(str(trained), StorageOptions())
+    head = LAYERS.open_head(str(trained), StorageOptions())
     person = volumes_of(world).people(EVALUATED)[0]
     head.state["participants"]["train"].append(person)
-    monkeypatch.setattr(module, "open_layers_head", lambda *_: head)
+    monkeypatch.setattr(kind_module, "open_dense_head", lambda *_: head)
     with pytest.raises(UserError, match=f"no participant of split test in its training, found 1 .{person}"):
-        evaluate_layers(str(trained), [f"run.dir={tmp_path}"])
-    text = evaluate_layers(str(trained), [f"run.dir={tmp_path}", "eval.allow_overlap=true"])
+        evaluate(LAYERS, str(trained), [f"run.dir={tmp_path}"])
+    text = evaluate(LAYERS, str(trained), [f"run.dir={tmp_path}", "eval.allow_overlap=true"])
     assert "**1 evaluated participants were seen in training.**" in text
 
 
@@ -368,17 +359,19 @@ def test_an_encoder_is_trained_with_its_decoder(
         assert len(rows) == 2
         assert sorted(batch) == [(row, plane) for row in sorted(rows) for plane in (0, 1)]
         assert rows <= set(volumes.of(TRAIN).tolist())
-    monkeypatch.setattr(dense_head, "find_checkpoint", lambda *_: pytest.fail("the checkpoint was asked for"))
-    head = open_layers_head(str(tmp_path / "tuned"), StorageOptions())
+    asked = "finetuning.heads.head_file.find_checkpoint"
+    monkeypatch.setattr(asked, lambda *_: pytest.fail("the checkpoint was asked for"))
+    head = LAYERS.open_head(str(tmp_path / "tuned"), StorageOptions())
     for arm in head.arms:
         start = encoder_of(arm.name, source.cfg, source.state, source.url).state_dict()
         end = arm.encoder.state_dict()
         assert [name for name in start if torch.equal(start[name], end[name])] == []
         kept = KeptFeatures(arm.encoder, head.cfg, volumes.store, RUNTIME, str(tmp_path / "features"))
         reader = Planes(head.cfg, kept, volumes, RUNTIME.device)
-        error = layers_train.validation_error(arm.decoder, reader, volumes)
+        error = validation_error(arm.decoder, reader, volumes)
         assert error == pytest.approx(head.state["validation"][arm.name]["error_um"], rel=2e-2)
-    assert notes_of(head, ["first"]) == ["first", "The encoder of each arm was trained with its decoder."]
+    text = evaluate(LAYERS, str(tmp_path / "tuned"), [f"run.dir={tmp_path}"])
+    assert "The encoder of each arm was trained with its decoder." in text
 
 
 @pytest.mark.parametrize(
@@ -398,24 +391,27 @@ def test_another_encoder_is_refused(world: Path, trained: Path, tmp_path: Path) 
     cfg = config(world, f"run.dir={tmp_path / 'other'}")
     save_checkpoint(cfg, lambda model: torch.nn.init.zeros_(model.target_encoder.norm.weight))
     with pytest.raises(CheckpointError, match="the head was trained on another checkpoint"):
-        evaluate_layers(str(trained), [f"model.checkpoint={tmp_path / 'other'}", f"run.dir={tmp_path}"])
+        evaluate(LAYERS, str(trained), [f"model.checkpoint={tmp_path / 'other'}", f"run.dir={tmp_path}"])
     with pytest.raises(ConfigError, match=r"task\.names: expected"):
-        evaluate_layers(str(trained), ["task.names=[ILM,BM]", f"run.dir={tmp_path}"])
+        evaluate(LAYERS, str(trained), ["task.names=[ILM,BM]", f"run.dir={tmp_path}"])
 
 
 @pytest.mark.parametrize(
-    ("word", "message"),
+    ("kind", "word", "message"),
     [
-        ("head.kind=mlp", "head.kind: expected linear or upsampling with task.kind layers"),
-        ("head.kind=linear", "head.voxels: expected false with head.kind linear"),
-        ("task.names=[ILM]", "task.names: expected null, or 2 or more different names"),
-        ("eval.protocol=crossfit", "eval.protocol: expected official"),
-        ("task.kind=classification", "head.kind: expected linear, mlp or attentive"),
+        ("layers", "head.kind=mlp", "head.kind: expected linear or upsampling with task.kind layers"),
+        ("layers", "head.kind=linear", "head.voxels: expected false with head.kind linear"),
+        ("layers", "task.names=[ILM]", "task.names: expected null, or 2 or more different names"),
+        ("layers", "eval.protocol=crossfit", "eval.protocol: expected official"),
+        ("layers", "task.kind=classification", "head.kind: expected linear, mlp or attentive"),
+        ("segmentation", "task.names=[]", "task.names: expected null, or 1 or more different"),
+        ("segmentation", "finetune.layer_decay=0.5", "expected its default"),
+        ("translation", "finetune.class_weights=none", r"finetune\.class_weights"),
     ],
 )
-def test_keys_that_do_not_fit(world: Path, tmp_path: Path, word: str, message: str) -> None:
+def test_keys_that_do_not_fit(world: Path, tmp_path: Path, kind: str, word: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        train_command.train(str(CONFIG), overrides(world, tmp_path, word))
+        train_command.train(str(CONFIG.with_stem(kind)), overrides(world, tmp_path, word))
 
 
 def planes(seed: int = 0, width: int = 6) -> tuple[torch.Tensor, torch.Tensor]:
@@ -479,7 +475,7 @@ def test_the_loss_is_least_at_the_truth_and_leaves_gaps_out() -> None:
 
 def test_files_get_surfaces_in_their_own_rows(world: Path, trained: Path, tmp_path: Path) -> None:
     """Of the volume's own heights, in the order of the file; the device's are near."""
-    head = open_layers_head(str(trained), StorageOptions())
+    head = LAYERS.open_head(str(trained), StorageOptions())
     store = PreparedStore.open(head.cfg.data.store)
     chosen = store.index[store.index.flipped_d][:1].index.tolist() or [int(store.kept[0])]
     row = chosen[0]

@@ -141,9 +141,17 @@ def test_occlusion_takes_the_place_of_the_map(
         assert line["evidence"]["method"] == method
 
 
-def test_a_head_of_segmentation_is_for_another_command(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("kind", "words", "message"),
+    [
+        ("head", ["--format", "png"], "a head of segmentation with --format png, found one of head"),
+        ("head", [], "--rows: expected with --format, found none"),
+        ("layers", ["--occlusion"], "--occlusion: expected a head of labels, found one of layers"),
+    ],
+)
+def test_options_that_a_head_does_not_have(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, words: list[str], message: str
 ) -> None:
-    monkeypatch.setattr(run_module, "head_kind", lambda *_: "segmentation")
-    with pytest.raises(UserError, match=r"found one of segmentation: python -m finetuning\.segment draws"):
-        main(["--checkpoint", "h.pt", "--out", str(tmp_path), "--dicom", str(tmp_path)])
+    monkeypatch.setattr(run_module, "head_kind", lambda *_: kind)
+    with pytest.raises(UserError, match=message):
+        main(["--checkpoint", "h.pt", "--rows", "all", "--out", str(tmp_path), *words])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import highdicom
 import nibabel as nib
@@ -22,12 +23,12 @@ from data_setup.readers.faults import OCTReadError
 from data_setup.readers.heights import read_heights, read_stated_heights
 from data_setup.readers.labels import read_label_volume
 from data_setup.readers.open_record import open_record
-from finetuning import segment
 from finetuning.dense import whole
-from finetuning.dense.draw import _draw_one, _require_names
 from finetuning.dense.head import Arm
-from finetuning.dense.lines import SegmentLines
 from finetuning.dense.whole import classes_of_scan, outputs_of, read_whole, surfaces_of_scan
+from finetuning.embedding.volumes import version_of
+from finetuning.prediction.files import Files
+from finetuning.prediction.lines import Lines
 from tests.support.finetune_factory import RUNTIME
 from tests.support.heights_factory import SMOKE, make_tree
 from tests.support.import_factory import anatomical_affine, write_folder
@@ -202,7 +203,8 @@ def test_files_of_an_interleaved_scan_are_in_the_order_of_its_frames(
     cfg = load_config(SMOKE, [f"spatial.{word}" for word in spatial])
     values = []
     for name, file in (("a", path), ("b", other)):
-        line = _draw_one(head, cfg, record_of(file), form, str(tmp_path / name), RUNTIME)  # type: ignore[arg-type]
+        drawn = Files(head, cfg, [record_of(file)], form, str(tmp_path / name), RUNTIME)  # type: ignore[arg-type]
+        (line,) = drawn.lines([str(file)])
         assert line["status"] == "kept", line
         if form == "heightmap":
             values.append(read_heights(line["file"], "zeiss_cirrus").values.swapaxes(0, 1))
@@ -251,10 +253,17 @@ def test_a_scan_that_a_file_cannot_refer_to_has_a_reason(
             write_height_map(labels.astype(np.float32), ["a"] * len(labels), url, "abc", out, OPTIONS)
 
 
-def test_two_scans_of_one_name_do_not_overwrite_each_other() -> None:
-    _require_names([unknown_record("/a/eye.dcm"), unknown_record("/b/eye_2.dcm")])
+def test_two_scans_of_one_name_do_not_overwrite_each_other(tmp_path: Path) -> None:
+    head: Any = SimpleNamespace(state={"classes": {}})
+
+    def files(*paths: str) -> Files:
+        return Files(
+            head, config(tmp_path), [unknown_record(p) for p in paths], "png", str(tmp_path), RUNTIME
+        )
+
+    files("/a/eye.dcm", "/b/eye_2.dcm")
     with pytest.raises(UserError, match=r"found /a/eye\.dcm and /b/eye\.dcm; draw them into two"):
-        _require_names([unknown_record("/a/eye.dcm"), unknown_record("/b/eye.dcm")])
+        files("/a/eye.dcm", "/b/eye.dcm")
 
 
 def test_height_maps_read_back(scan_file: Path, tmp_path: Path) -> None:
@@ -289,23 +298,17 @@ def test_surfaces_of_many_devices_read_back(scan_file: Path, tmp_path: Path) -> 
         read_stated_heights(f"{tmp_path}/unsaid.dcm", OPTIONS)
 
 
-def test_a_head_that_the_format_is_not_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("finetuning.dense.draw.head_kind", lambda *_: "head")
-    words = ["--head", "h.pt", "--rows", "all", "--format", "png", "--out", str(tmp_path)]
-    with pytest.raises(UserError, match="expected a head of segmentation with --format png, found one of h"):
-        segment.main(words)
-
-
 def test_lines_of_a_killed_command_are_gone_on_with(tmp_path: Path) -> None:
     """A line is there before the next scan; a changed file or format or precision is drawn again."""
     scans = [tmp_path / f"{name}.dcm" for name in "abc"]
     for scan in scans:
         scan.write_bytes(b"1")
-    records, common = [record_of(scan) for scan in scans], {"head_sha256": "1" * 64, "precision": "float32"}
-    out = str(tmp_path / "out")
+    out = str(tmp_path / "out" / "segments.jsonl")
 
-    def start(form: str = "png", **changes: str) -> SegmentLines:
-        return SegmentLines(out, form, records, common | changes, OPTIONS)
+    def start(form: str = "png", **changes: str) -> Lines:
+        common = {"head_sha256": "1" * 64, "precision": "float32", "format": form}
+        versions = {str(scan): version_of(str(scan), OPTIONS) for scan in scans}
+        return Lines(out, versions, common | changes, lambda line: Path(line["file"]).exists(), OPTIONS)
 
     def done(form: str = "png", **changes: str) -> set[str]:
         lines = start(form, **changes)
@@ -314,7 +317,7 @@ def test_lines_of_a_killed_command_are_gone_on_with(tmp_path: Path) -> None:
 
     lines = start()
     for scan in scans[:2]:
-        lines.add({"path": str(scan), "format": "png", "status": "kept", "file": str(scan)})
+        lines.add({"path": str(scan), "status": "kept", "file": str(scan)})
     file = tmp_path / "out" / "segments.jsonl"
     written = file.read_text()
     assert len(written.splitlines()) == 2  # nothing is closed
@@ -331,5 +334,5 @@ def test_lines_of_a_killed_command_are_gone_on_with(tmp_path: Path) -> None:
         start(head_sha256="2" * 64)
     assert len(file.read_text().splitlines()) == 1
     file.write_text("mine\n")
-    with pytest.raises(UserError, match=r"expected lines of finetuning\.segment, found another one"):
+    with pytest.raises(UserError, match=r"expected lines of finetuning\.predict, found another one"):
         start()

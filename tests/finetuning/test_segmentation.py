@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import highdicom
@@ -23,34 +22,23 @@ from data_setup.phantom.voxel_labels import write_labels
 from data_setup.readers.labels import read_label_volume
 from data_setup.store.reader import PreparedStore
 from finetuning import evaluate as command
-from finetuning import segment
+from finetuning import predict as predict_command
 from finetuning import train as train_command
-from finetuning.cohort.cohort import EVALUATED, TRAIN, read_cohort
+from finetuning.cohort.cohort import EVALUATED, TRAIN
+from finetuning.dense import kind as kind_module
+from finetuning.dense.evaluation import evaluate
 from finetuning.dense.head import PRETRAINED, RANDOM
-from finetuning.dense.segmentation import evaluate as module
-from finetuning.dense.segmentation.evaluate import evaluate_segmentation
-from finetuning.dense.segmentation.loss import class_weights, segmentation_loss
-from finetuning.dense.segmentation.metrics import dice, overlap
-from finetuning.dense.segmentation.planes import ClassPlanes
-from finetuning.dense.segmentation.train import open_segmentation_head
+from finetuning.dense.segmentation.kind import SEGMENTATION, dice, overlap
+from finetuning.dense.segmentation.loss import ClassPlanes, class_weights, segmentation_loss
 from finetuning.dense.segmentation.volumes import IGNORED, ClassVolumes, read_volumes
 from finetuning.features.kept import KeptFeatures
-from models import vit3d
 from tests.support.finetune_factory import RUNTIME, save_checkpoint
-from tests.support.heights_factory import config, make_tree, words
+from tests.support.heights_factory import config, dense_overrides, make_tree, words
 from utils.config.schema import StorageOptions
-from utils.errors import ConfigError, UserError
+from utils.errors import UserError
 
 CONFIG = Path(__file__).resolve().parents[2] / "configs" / "segmentation.yaml"
 CLASSES = "task.names=[CHOROID,ONL]"
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _two_blocks() -> Iterator[None]:
-    """The smallest size of the configuration has two blocks here."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(vit3d.SIZES, "ti", vit3d.Size(2, 48, 2))
-        yield
 
 
 @pytest.fixture(scope="module")
@@ -66,14 +54,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def overrides(world: Path, run: Path, *extra: str) -> list[str]:
-    changes = [f"model.checkpoint={world / 'pretrained'}", f"run.dir={run}", "train.max_steps=24"]
-    changes += ["train.global_batch_size=4", "train.per_core_batch_size=4", "wandb.mode=disabled", CLASSES]
-    changes += [
-        "head.hidden=8",
-        "optim.base_lr=0.02",
-        "finetune.patience=null",
-    ]
-    return [*changes, f"train.ckpt_dir={run / 'checkpoints'}", "train.log_every_steps=5", *extra]
+    return dense_overrides(world, run, CLASSES, "optim.base_lr=0.02", *extra)
 
 
 @pytest.fixture(scope="module")
@@ -97,8 +78,8 @@ def test_a_decoder_learns_the_phantoms_layers(trained: Path, tmp_path: Path) -> 
     assert content["names"] == ["CHOROID", "ONL"]
     text = (tmp_path / "segmentation.md").read_text()
     assert "This is look 1 at these test participants" in text
-    assert evaluate_segmentation(str(trained), [f"run.dir={tmp_path}"]) + "\n" == text
-    head = open_segmentation_head(str(trained), StorageOptions())
+    assert evaluate(SEGMENTATION, str(trained), [f"run.dir={tmp_path}"]) + "\n" == text
+    head = SEGMENTATION.open_head(str(trained), StorageOptions())
     best = head.state["validation"][PRETRAINED]
     assert best["dice"] == max(line["dice"] for line in best["history"])
     assert head.state["classes"] == {"CHOROID": 10, "ONL": 6}
@@ -114,22 +95,22 @@ def test_the_command_draws_what_the_head_sees(world: Path, trained: Path, tmp_pa
     """The mask of the scan, laid on the store's grid again, is what the decoder says of the stored volume."""
     volumes = volumes_of(world, CLASSES)
     row = int(volumes.of(EVALUATED)[0])
-    changes = ["--head", str(trained), "--rows", str(row), "--format", "nifti", "--out", str(tmp_path)]
-    assert segment.main(changes) == 0
+    changes = ["--checkpoint", str(trained), "--rows", str(row), "--format", "nifti", "--out", str(tmp_path)]
+    assert predict_command.main(changes) == 0
     line = json.loads((tmp_path / "segments.jsonl").read_text())
     record = volumes.store.index.loc[row]
     shape = tuple(int(record[f"shape_before_{axis}"]) for axis in "dhw")
     read = read_label_volume(line["file"], record.path, shape, (record.path, record.path))
     assert line["classes"]["CHOROID"]["voxels"] == (read.values == 10).sum() > 0
     assert yaml.safe_load((tmp_path / "label_classes.yaml").read_text()) == {6: "ONL", 10: "CHOROID"}
-    head = open_segmentation_head(str(trained), StorageOptions())
+    head = SEGMENTATION.open_head(str(trained), StorageOptions())
     kept = KeptFeatures(head.arms[0].encoder, head.cfg, volumes.store, RUNTIME, str(tmp_path / "features"))
     expected = ClassPlanes(head.cfg, kept, volumes, RUNTIME.device).predict(head.arms[0].decoder, row)
     values = read.values[::-1] if record.flipped_d else read.values
     drawn, _ = nearest_voxels(values, record, volumes.store.attrs["geometry"])
     box = volumes.field(row)
     assert np.mean(volumes.place_of[drawn][box] == expected[box]) > 0.9
-    assert segment.main([*changes[:2], "--files", str(tmp_path / "no.dcm"), *changes[4:]]) == 1
+    assert predict_command.main([*changes[:2], "--files", str(tmp_path / "no.dcm"), *changes[4:]]) == 1
     first, second = (json.loads(text) for text in (tmp_path / "segments.jsonl").read_text().splitlines())
     assert (first, second["status"]) == (line, "missing_file")
 
@@ -138,8 +119,8 @@ def test_the_command_writes_a_segmentation_object(world: Path, trained: Path, tm
     """Of one file; its frames are those of the scan, and both classes are in it."""
     store = PreparedStore.open(config(world).data.store)
     path = world / "tree" / str(store.index.path[int(volumes_of(world, CLASSES).of(EVALUATED)[0])])
-    words = ["--head", str(trained), "--files", str(path), "--format", "seg", "--out", str(tmp_path)]
-    assert segment.main(words) == 0
+    words = ["--checkpoint", str(trained), "--files", str(path), "--format", "seg", "--out", str(tmp_path)]
+    assert predict_command.main(words) == 0
     (written,) = tmp_path.glob("*.dcm")
     mask = highdicom.seg.segread(written)
     assert {mask.get_segment_description(n).SegmentLabel for n in mask.segment_numbers} == {"CHOROID", "ONL"}
@@ -166,8 +147,8 @@ def test_masks_of_an_interleaved_scan_are_in_the_order_of_its_file(
     scan.save_as(other)
     for form in ("png", "nifti"):
         for name, file in (("a", path), ("b", other)):
-            words = ["--head", str(trained), "--files", str(file), "--format", form]
-            assert segment.main([*words, "--out", str(tmp_path / name / form)]) == 0
+            words = ["--checkpoint", str(trained), "--files", str(file), "--format", form]
+            assert predict_command.main([*words, "--out", str(tmp_path / name / form)]) == 0
     shape = scan.pixel_array.shape
 
     def masks(name: str, form: str) -> np.ndarray:
@@ -183,15 +164,15 @@ def test_dice_is_of_a_volume_and_people_are_resampled(
     world: Path, trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The truth itself has Dice 1; random initialisation sees nothing but background and has 0."""
-    head = open_segmentation_head(str(trained), StorageOptions())
-    monkeypatch.setattr(module, "open_segmentation_head", lambda *_: head)
+    head = SEGMENTATION.open_head(str(trained), StorageOptions())
+    monkeypatch.setattr(kind_module, "open_dense_head", lambda *_: head)
 
     def predict(self: ClassPlanes, decoder: torch.nn.Module, row: int) -> np.ndarray:
         truth = self.volumes.read(row)
         return np.where((truth == IGNORED) | (decoder is head.arms[1].decoder), 0, truth)
 
     monkeypatch.setattr(ClassPlanes, "predict", predict)
-    text = evaluate_segmentation(str(trained), [f"run.dir={tmp_path}"])
+    text = evaluate(SEGMENTATION, str(trained), [f"run.dir={tmp_path}"])
     content = json.loads((tmp_path / "segmentation.json").read_text())
     assert content["overall"][PRETRAINED] == {"value": 1.0, "ci95": [1.0, 1.0], "people": 2}
     assert content["difference"]["value"] == 1.0
@@ -282,30 +263,9 @@ def test_surfaces_of_labels_are_read_by_layers(world: Path) -> None:
     assert np.nanmedian(np.abs(first - upper[d, w])) < 1
 
 
-@pytest.mark.parametrize(
-    ("word", "message"),
-    [
-        ("task.names=[]", "task.names: expected null, or 1 or more different names"),
-        ("finetune.layer_decay=0.5", "expected its default"),
-        ("task.kind=regression", "task.names: expected null with task.kind regression"),
-    ],
-)
-def test_keys_that_do_not_fit(world: Path, tmp_path: Path, word: str, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        train_command.train(str(CONFIG), overrides(world, tmp_path, word))
-
-
-def test_labels_that_do_not_fit(world: Path, tmp_path: Path) -> None:
+def test_classes_that_no_label_has(world: Path) -> None:
     with pytest.raises(UserError, match=r"task\.names: expected some of RNFL, .* found drusen"):
         volumes_of(world, "task.names=[drusen]")
-    person = volumes_of(world).people(EVALUATED)[0]
-    save_checkpoint(config(world, f"run.dir={tmp_path / 'seen'}"), participants=[person])
-    changes = overrides(world, tmp_path / "run", f"model.checkpoint={tmp_path / 'seen'}")
-    with pytest.raises(UserError, match="no participant of split test in its pre-training"):
-        train_command.train(str(CONFIG), changes)
-    cfg = config(world, "task.kind=segmentation")
-    with pytest.raises(ConfigError, match="expected a kind with labels, found segmentation"):
-        read_cohort(cfg, PreparedStore.open(cfg.data.store))
 
 
 def test_lesions_are_labels_too(tmp_path: Path) -> None:

@@ -21,17 +21,17 @@ from data_setup.store.reader import PreparedStore
 from finetuning import evaluate as command
 from finetuning import predict as predict_command
 from finetuning import train as train_command
-from finetuning.cohort.cohort import EVALUATED, TRAIN, read_cohort
+from finetuning.cohort.cohort import EVALUATED, TRAIN
+from finetuning.dense.evaluation import evaluate
 from finetuning.dense.head import PRETRAINED, RANDOM
 from finetuning.dense.translation.baseline import StructuralProjection, first_bright_row
 from finetuning.dense.translation.decoder import SlabPlanes, slab_loss, slabs_of
-from finetuning.dense.translation.evaluate import PROJECTION, _measure_one, evaluate_translation
-from finetuning.dense.translation.metrics import l1, ssim
-from finetuning.dense.translation.train import open_translation_head
+from finetuning.dense.translation.kind import PROJECTION, TRANSLATION, l1, measure, ssim
 from finetuning.dense.translation.volumes import FlowVolumes, read_volumes
-from tests.support.finetune_factory import save_checkpoint
+from finetuning.features.kept import KeptFeatures
+from tests.support.finetune_factory import RUNTIME, save_checkpoint
 from tests.support.flow_factory import make_flow_tree, prepare_flow
-from tests.support.heights_factory import config
+from tests.support.heights_factory import config, dense_overrides
 from utils.config.schema import StorageOptions
 from utils.errors import ConfigError, UserError
 
@@ -49,14 +49,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def overrides(world: Path, run: Path, *extra: str) -> list[str]:
-    changes = [f"model.checkpoint={world / 'pretrained'}", f"run.dir={run}", "train.max_steps=20"]
-    changes += ["train.global_batch_size=4", "train.per_core_batch_size=4", "wandb.mode=disabled"]
-    changes += [
-        "head.hidden=8",
-        "optim.base_lr=0.02",
-        "finetune.patience=null",
-    ]
-    return [*changes, f"train.ckpt_dir={run / 'checkpoints'}", "train.log_every_steps=5", *extra]
+    return dense_overrides(world, run, "train.max_steps=20", "optim.base_lr=0.02", *extra)
 
 
 @pytest.fixture(scope="module")
@@ -97,10 +90,10 @@ def test_a_decoder_learns_the_phantoms_slabs(world: Path, trained: Path, tmp_pat
     assert len(lines) == 3 * sum(len(volumes.flow.names(int(row))) for row in volumes.of(EVALUATED))
     text = (tmp_path / "translation.md").read_text()
     assert "This is look 1 at these test participants" in text
-    assert evaluate_translation(str(trained), [f"run.dir={tmp_path}"]) + "\n" == text
+    assert evaluate(TRANSLATION, str(trained), [f"run.dir={tmp_path}"]) + "\n" == text
     with Image.open(tmp_path / "translation.png") as picture:
         assert min(picture.size) > 400
-    head = open_translation_head(str(trained), StorageOptions())
+    head = TRANSLATION.open_head(str(trained), StorageOptions())
     best = head.state["validation"][PRETRAINED]
     assert best["l1"] == min(line["l1"] for line in best["history"])
 
@@ -222,7 +215,7 @@ def test_ssim_is_of_the_scanned_field_alone(world: Path) -> None:
     row = int(volumes.of(TRAIN)[0])
     predicted = np.full_like(volumes.read(row), 0.3)
     box = narrow.field(row)
-    lines = _measure_one(narrow, row, predicted, PROJECTION)
+    lines = measure(narrow, row, predicted, PROJECTION)
     assert [line["name"] for line in lines] == list(volumes.names)
     for line, own, truth in zip(lines, predicted, volumes.read(row), strict=True):
         assert line["ssim"] == pytest.approx(structural_similarity(own[box], truth[box], data_range=1.0))
@@ -249,12 +242,33 @@ def test_what_does_not_fit_is_refused(world: Path, trained: Path, tmp_path: Path
         volumes_of(world, "task.names=[vitreous]")
     with pytest.raises(ConfigError, match=r"task\.names: expected null with task.kind classification"):
         config(world, "task.names=[deep]")
-    with pytest.raises(ConfigError, match=r"finetune\.class_weights"):
-        train_command.train(str(CONFIG), overrides(world, tmp_path, "finetune.class_weights=none"))
-    cfg = config(world, "task.kind=translation")
-    with pytest.raises(ConfigError, match="expected a kind with labels, found translation"):
-        read_cohort(cfg, PreparedStore.open(cfg.data.store))
     with pytest.raises(ConfigError, match=r"task\.names: expected None as in training"):
-        evaluate_translation(str(trained), [f"run.dir={tmp_path}", "task.names=[deep]"])
-    with pytest.raises(UserError, match=r"found one of translation: python -m finetuning\.evaluate"):
-        predict_command.main(["--checkpoint", str(trained), "--dicom", "scan.dcm", "--out", str(tmp_path)])
+        evaluate(TRANSLATION, str(trained), [f"run.dir={tmp_path}", "task.names=[deep]"])
+    words = ["--checkpoint", str(trained), "--out", str(tmp_path), "--dicom", "scan.dcm"]
+    with pytest.raises(UserError, match="a head of layers with --format heightmap, found one of translation"):
+        predict_command.main([*words, "--format", "heightmap"])
+
+
+def test_files_get_the_slabs_of_their_volumes(world: Path, trained: Path, tmp_path: Path) -> None:
+    """In the scan's own B-scans and A-scans, in the order of the file: what the decoder says of the store's
+    volume.
+    """
+    volumes = volumes_of(world)
+    head, store = TRANSLATION.open_head(str(trained), StorageOptions()), volumes.store
+    row = int(next(iter(store.index.index[store.index.flipped_d]), store.kept[0]))
+    path = world / "tree" / store.index.path[row]
+    words = ["--checkpoint", str(trained), "--out", str(tmp_path), "data.workers=0", "--dicom", str(path)]
+    assert predict_command.main(words) == 0
+    (line,) = [json.loads(text) for text in (tmp_path / "predictions.jsonl").read_text().splitlines()]
+    assert (line["task"], line["calibrated"], line["slabs"]) == ("translation", False, list(head.names))
+    with np.load(tmp_path / line["arrays"]) as arrays:
+        slabs = arrays["slabs"]
+    record = store.index.loc[row]
+    assert slabs.shape == (len(head.names), record.shape_before_d, record.shape_before_w)
+    kept = KeptFeatures(head.arms[0].encoder, head.cfg, store, RUNTIME, str(tmp_path / "features"))
+    predicted = SlabPlanes(head.cfg, kept, volumes, RUNTIME.device).predict(head.arms[0].decoder, row)
+    for name, slab, own in zip(head.names, slabs, volumes.cropped(row, predicted), strict=True):
+        assert line["mean"][name] == pytest.approx(own.mean(), abs=0.02)
+        assert np.nanmin(slab) >= 0
+        assert np.nanmax(slab) <= 1
+    assert (tmp_path / line["picture"]).read_bytes().startswith(b"\x89PNG")

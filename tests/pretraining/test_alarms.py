@@ -16,8 +16,8 @@ from pretraining.gauges.monitor import Gauges
 from pretraining.gauges.skill import SkillGauge
 from pretraining.train import open_gauges, report
 from tests.support.model_factory import nano_model, small_config
-from utils.dashboards.run_log import RunLog
 from utils.report.run_files import _series
+from utils.run.log import RunLog
 from utils.runtime.single import Runtime
 
 

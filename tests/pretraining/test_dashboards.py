@@ -30,10 +30,10 @@ from tests.support.pipeline_factory import ROOT, pipeline_config
 from tests.support.tb_reader import events, scalars
 from tests.support.wandb_reader import history, written
 from utils.dashboards.pictures import Forecast, brightest_token, relative_error, similarity, similarity_map
-from utils.dashboards.run_log import NoLog, RunLog
 from utils.dashboards.tensorboard import TensorBoardWriter
 from utils.errors import UserError
 from utils.run import skipped_updates
+from utils.run.log import NoLog, RunLog
 from utils.run.skipped_updates import NotFiniteError
 from utils.runtime.single import Runtime, StopRequested
 
@@ -219,7 +219,7 @@ class Recorder:
 
 def test_collapse_and_nan_are_alerts(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recorder, real = Recorder(), loop.train_step
-    monkeypatch.setattr("utils.dashboards.run_log._open_writers", lambda *_: [recorder])
+    monkeypatch.setattr("utils.run.log._open_writers", lambda *_: [recorder])
 
     def not_finite(*args: Any) -> Any:
         result = real(*args)

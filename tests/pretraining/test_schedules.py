@@ -12,16 +12,14 @@ import pytest
 
 from pretraining import banner
 from pretraining.schedules import (
-    VALIDATION_SHARE,
-    Calendar,
     Schedule,
     ema_momentum,
     init_weight,
     learning_rate,
-    total_steps,
 )
 from tests.support.model_factory import small_config
 from utils.errors import UserError
+from utils.run.calendar import VALIDATION_SHARE, Calendar, total_steps
 
 
 @pytest.mark.parametrize("recipe", ["methods", "vjepa2"])

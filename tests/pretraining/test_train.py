@@ -98,6 +98,37 @@ def assert_same_weights(a: Path, b: Path) -> None:
         assert torch.equal(x, y), name
 
 
+def plant_in_step(monkeypatch: pytest.MonkeyPatch, step: int, act: Callable[[], None]) -> None:
+    """Do something before update number `step`."""
+    real = loop.train_step
+
+    def planted(*args: Any) -> Any:
+        if args[5].step == step:
+            act()
+        return real(*args)
+
+    monkeypatch.setattr(loop, "train_step", planted)
+
+
+def plant_error(monkeypatch: pytest.MonkeyPatch, step: int, error: Exception) -> None:
+    def act() -> None:
+        raise error
+
+    plant_in_step(monkeypatch, step, act)
+
+
+def short_of_memory(monkeypatch: pytest.MonkeyPatch, most: int) -> None:
+    """A trial step of more than so many volumes does not fit."""
+    real = step_module.trial_step
+
+    def trial(model: Any, optimizer: Any, batch: Any, cfg: Any, runtime: Any) -> None:
+        if len(batch["row"]) > most:
+            raise torch.OutOfMemoryError("planted")
+        real(model, optimizer, batch, cfg, runtime)
+
+    monkeypatch.setattr(trial_module, "trial_step", trial)
+
+
 def test_a_run_leaves_what_a_reader_needs(finished: Path) -> None:
     rows = metrics(finished)
     assert [r["step"] for r in rows if "train/loss" in r] == list(range(1, 9))
@@ -215,20 +246,13 @@ def test_a_signal_then_resume_equals_no_interruption(
     finished = request.getfixturevalue("finished" if recipe == "vjepa2" else "finished_methods")
     run = tmp_path / f"interrupted_{recipe}"
     cfg = pipeline_config(folder, f"run.dir={run}", *(METHODS if recipe == "methods" else (WITH_WANDB,)))
-    real = loop.train_step
-
-    def step_then_signal(*args):
-        if args[5].step == 4:
-            os.kill(os.getpid(), number)
-        return real(*args)
-
-    monkeypatch.setattr(loop, "train_step", step_then_signal)
+    plant_in_step(monkeypatch, 4, lambda: os.kill(os.getpid(), number))
     assert train(cfg) == EXIT_STOPPED
     assert list_steps(str(run / "checkpoints"))[-1] == 5
     stopped = f"stopped by {word} at step 5 of 8; run the same command again to go on"
     assert stopped in (run / "log.txt").read_text()
     assert "resuming" not in (run / "log.txt").read_text()
-    monkeypatch.setattr(loop, "train_step", real)
+    monkeypatch.undo()
     assert train(cfg) == 0
     assert "resuming from step 5" in (run / "log.txt").read_text()
     assert_same_weights(run, finished)
@@ -261,17 +285,10 @@ def test_a_run_that_ended_before_its_first_checkpoint_begins_anew_and_says_so(
 ) -> None:
     run = tmp_path / "early"
     cfg = pipeline_config(folder, f"run.dir={run}", "train.ckpt_every_steps=4", "train.max_steps=4")
-    real = loop.train_step
-
-    def step_or_end(*args):
-        if args[5].step == 2:
-            raise UserError("planted")
-        return real(*args)
-
-    monkeypatch.setattr(loop, "train_step", step_or_end)
+    plant_error(monkeypatch, 2, UserError("planted"))
     with pytest.raises(UserError, match="planted"):
         train(cfg)
-    monkeypatch.setattr(loop, "train_step", real)
+    monkeypatch.undo()
     assert train(cfg) == 0
     assert "the run ended at about step 2 and begins anew at step 0" in (run / "log.txt").read_text()
     assert [r["step"] for r in metrics(run) if "train/loss" in r] == [1, 2, 3, 4]
@@ -423,14 +440,7 @@ def test_out_of_memory_halves_the_batch_and_keeps_the_losses(
     folder: Path, tmp_path: Path, finished: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = tmp_path / "small_memory"
-    real = trial_module.trial_step
-
-    def trial(model, optimizer, batch, cfg, runtime) -> None:
-        if len(batch["row"]) > 1:
-            raise torch.OutOfMemoryError("planted")
-        real(model, optimizer, batch, cfg, runtime)
-
-    monkeypatch.setattr(trial_module, "trial_step", trial)
+    short_of_memory(monkeypatch, 1)
     train(pipeline_config(folder, f"run.dir={run}"))
     assert "per_core_batch_size 4 -> 2" in (run / "log.txt").read_text()
     assert "per_core_batch_size 2 -> 1" in (run / "log.txt").read_text()
@@ -438,14 +448,11 @@ def test_out_of_memory_halves_the_batch_and_keeps_the_losses(
         if "train/loss" in a:
             assert a["train/loss"] == pytest.approx(b["train/loss"], rel=1e-4)
 
-    def never(*_: object) -> None:
-        raise torch.OutOfMemoryError("planted")
-
-    monkeypatch.setattr(trial_module, "trial_step", never)
+    short_of_memory(monkeypatch, 0)
     with pytest.raises(UserError, match=r"out of memory: one volume of spatial\.image_size \[8, 24, 32\]"):
         train(pipeline_config(folder, f"run.dir={tmp_path / 'no_memory'}"))
 
-    monkeypatch.setattr(trial_module, "trial_step", trial)  # one volume alone has no other to take targets of
+    short_of_memory(monkeypatch, 1)  # one volume alone has no other to take targets of
     with pytest.raises(UserError, match=r"out of memory: a batch of two volumes of spatial"):
         train(pipeline_config(folder, f"run.dir={tmp_path / 'control'}", "method.control=mismatched_targets"))
     latents = "method.control=mismatched_latents", "method.neighbour_weight=1"
@@ -546,16 +553,11 @@ def test_the_alarms_know_whether_the_targets_are_voxels(
     assert [g.alarms.rank_fall for g in built] == [NEIGHBOUR_RANK_FALL]
 
 
-def test_the_methods_recipe_runs_the_same_loop(finished_methods: Path) -> None:
-    losses = [r["train/loss"] for r in metrics(finished_methods) if "train/loss" in r]
-    assert np.isfinite(losses).all()
-    assert len(losses) == 8
-
-
 def test_an_update_uses_its_own_momentum(folder: Path, finished_methods: Path) -> None:
     """Update s moves the target by the momentum of s, not by that of the update before."""
     cfg = pipeline_config(folder, *METHODS)
     rows = {r["step"]: r for r in metrics(finished_methods) if "train/loss" in r}
+    assert np.isfinite([row["train/loss"] for row in rows.values()]).all()
     expected = [ema_momentum(cfg, step, 8) for step in range(8)]
     assert [rows[done]["train/ema_momentum"] for done in range(1, 9)] == pytest.approx(expected, abs=1e-12)
 
@@ -610,14 +612,7 @@ def test_a_leaking_encoder_stops_the_run(
 def test_later_out_of_memory_names_the_last_checkpoint(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = loop.train_step
-
-    def step_then_fail(*args):
-        if args[5].step == 5:
-            raise torch.OutOfMemoryError("planted")
-        return real(*args)
-
-    monkeypatch.setattr(loop, "train_step", step_then_fail)
+    plant_error(monkeypatch, 5, torch.OutOfMemoryError("planted"))
     with pytest.raises(UserError, match=r"out of memory, .*step_00000004\.pt"):
         train(pipeline_config(folder, f"run.dir={tmp_path / 'late'}"))
 
@@ -763,18 +758,13 @@ def test_skipped_updates_leave_the_initialisation_in_the_target(folder: Path, tm
 def test_validation_uses_the_batch_that_fits(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real, seen = trial_module.trial_step, []
-
-    def trial(model, optimizer, batch, cfg, runtime) -> None:
-        if len(batch["row"]) > 1:
-            raise torch.OutOfMemoryError("planted")
-        real(model, optimizer, batch, cfg, runtime)
+    seen = []
 
     def spy(run, **options):
         seen.append(run.cfg.train.per_core_batch_size)
         return validate(run, **options)
 
-    monkeypatch.setattr(trial_module, "trial_step", trial)
+    short_of_memory(monkeypatch, 1)
     monkeypatch.setattr(validation, "validate", spy)
     assert train(pipeline_config(folder, f"run.dir={tmp_path / 'fits'}", "train.max_steps=1")) == 0
     assert set(seen) == {1}

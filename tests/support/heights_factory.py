@@ -71,3 +71,11 @@ def prepare_all(root: Path) -> None:
     """The store and its height maps."""
     assert prepare.main([*words(root), "--workers", "0"]) == 0
     assert prepare.main([*words(root), "--workers", "0", "--heights"]) == 0
+
+
+def dense_overrides(world: Path, run: Path, *extra: str) -> list[str]:
+    """Of a short training of decoders on world/pretrained."""
+    changes = [f"model.checkpoint={world / 'pretrained'}", f"run.dir={run}", "train.max_steps=24"]
+    changes += ["train.global_batch_size=4", "train.per_core_batch_size=4", "wandb.mode=disabled"]
+    changes += ["head.hidden=8", "finetune.patience=null"]
+    return [*changes, f"train.ckpt_dir={run / 'checkpoints'}", "train.log_every_steps=5", *extra]

@@ -15,10 +15,10 @@ from matplotlib.figure import Figure
 
 from tests.support.model_factory import small_config
 from tests.support.wandb_reader import history, run_ids
-from utils.dashboards.run_log import RunLog
 from utils.dashboards.weights_and_biases import has_api_key, start_wandb
 from utils.errors import UserError
 from utils.log import LineFile, log_failure, log_to_file, setup_logging
+from utils.run.log import RunLog
 
 
 @pytest.fixture
@@ -171,7 +171,7 @@ def test_pictures_and_checkpoints_of_participants_leave_only_when_asked_for(
 ) -> None:
     """Also where TensorBoard, which stays here, has them drawn."""
     online = OnlineRun()
-    monkeypatch.setattr("utils.dashboards.run_log.start_wandb", lambda *_: online)
+    monkeypatch.setattr("utils.run.log.start_wandb", lambda *_: online)
     cfg = small_config("vjepa2", *asked, "log.tensorboard=true", f"run.dir={no_key / 'run'}")
     run_log = RunLog(cfg, 0, 10, synthetic=synthetic)
     assert run_log.shows_images

@@ -20,9 +20,9 @@ from pretraining.banner import next_command
 from tests.support.model_factory import small_config
 from tests.support.pipeline_factory import ROOT
 from utils import terminal
-from utils.dashboards.run_log import RunLog
 from utils.log import setup_logging
 from utils.run.line import VALIDATION, TrainingLine, health
+from utils.run.log import RunLog
 from utils.terminal import Pace, duration, is_interactive, track
 
 LOGGED = {

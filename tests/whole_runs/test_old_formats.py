@@ -34,9 +34,7 @@ from torch import Tensor
 from data_setup.attach.stored import StoredFlow, StoredHeights, StoredLabels
 from data_setup.store.reader import PreparedStore
 from finetuning import embed, predict
-from finetuning.dense.layers.head import open_layers_head
-from finetuning.dense.segmentation.train import open_segmentation_head
-from finetuning.dense.translation.train import open_translation_head
+from finetuning.dense.kinds import KINDS
 from finetuning.heads.head_file import open_head, predict_rows
 from models import vit3d
 from models.weights import cli as weights
@@ -61,11 +59,6 @@ OVERRIDES = (
 ENCODER = vit3d.Size(1, 12, 1)  # of formats.tar.xz
 CHECKPOINT = "run/checkpoints/step_00000004.pt"
 MOVED = f"model.checkpoint={CHECKPOINT}"  # heads name the folder in which they were trained
-OPENED_DENSE = {
-    "layers": open_layers_head,
-    "segmentation": open_segmentation_head,
-    "translation": open_translation_head,
-}
 
 
 def unpack(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch, size: vit3d.Size) -> Path:
@@ -176,7 +169,7 @@ def numbers_of_predict(name: str) -> dict[str, Any]:
 @torch.no_grad()
 def numbers_of_dense(kind: str) -> dict[str, Any]:
     """What each decoder, on its encoder, makes of a volume that is a function of its place."""
-    head = OPENED_DENSE[kind](kind, StorageOptions(), CHECKPOINT)
+    head = KINDS[kind].open_head(kind, StorageOptions(), CHECKPOINT)
     size, (gd, gh, gw) = head.cfg.spatial.image_size, head.cfg.grid
     view_DHW = torch.sin(torch.arange(float(np.prod(size))) / 7).reshape(size)
     outputs = {}
@@ -220,7 +213,7 @@ NUMBERS: dict[str, Callable[[], dict[str, Any]]] = {
     "trained": lambda: numbers_of_head("trained"),
     "predicted labels": lambda: numbers_of_predict("linear"),
     "predicted surfaces": lambda: numbers_of_predict("layers"),
-    **{kind: lambda kind=kind: numbers_of_dense(kind) for kind in OPENED_DENSE},
+    **{kind: lambda kind=kind: numbers_of_dense(kind) for kind in KINDS},
     "portable": numbers_of_portable,
 }
 

@@ -1,8 +1,8 @@
 """Weights & Biases: one run of rank 0, on the clock of the optimizer step.
 
-In: what run_log.py hands over, and section `wandb` of the configuration. Out: a run on the server, or files
-below run.dir for `wandb sync`. The id of the run is in run.dir and beside the checkpoints, so that a resumed
-run goes on with its curve; of a sweep's agent it is the agent's.
+In: what utils/run/log.py hands over, and section `wandb` of the configuration. Out: a run on the server, or
+files below run.dir for `wandb sync`. The id of the run is in run.dir and beside the checkpoints, so that a
+resumed run goes on with its curve; of a sweep's agent it is the agent's.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from utils import storage
 from utils.config.keys import keys
 from utils.config.load import flatten
 from utils.config.schema import Config
-from utils.run.history import WANDB_ID
+from utils.dashboards.writer import WANDB_ID
 from utils.storage.retry import describe
 
 log = logging.getLogger(__name__)

@@ -1,4 +1,4 @@
-"""What every dashboard takes; run_log.py hands the same things to each."""
+"""What every dashboard takes; utils/run/log.py hands the same things to each."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from typing import Protocol
 
 import numpy as np
+
+WANDB_ID = "wandb_id.txt"  # of a run directory: the run there that a resumed one goes on with
 
 
 class Writer(Protocol):

@@ -18,6 +18,7 @@ from utils.config.schema import Config, leaves
 from utils.errors import UserError
 from utils.provenance import provenance
 from utils.run.lease import Lease, hold
+from utils.runtime.processes import Group
 from utils.runtime.single import Runtime
 
 
@@ -92,6 +93,13 @@ def require_one_configuration(settings: Sequence[Mapping[str, str]]) -> None:
                 raise UserError(
                     f"{name}: expected {value} as on process 0, found {own[name]} on process {rank}"
                 )
+
+
+def require_one_run(cfg: Config, group: Group, what: str, checksum: str) -> None:
+    """Raise UserError unless all processes have one configuration and the same volumes; `what`: of these."""
+    require_one_configuration(group.gather_objects(shared_settings(cfg)))
+    if len(set(group.gather_objects(checksum))) > 1:
+        raise UserError(f"{cfg.data.store}: expected the same {what} volumes on every process, found others")
 
 
 def last_good(cfg: Config) -> str:

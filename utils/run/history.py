@@ -17,9 +17,10 @@ from pathlib import Path
 
 from utils import storage
 from utils.config.schema import Config
+from utils.dashboards.writer import WANDB_ID
 from utils.errors import UserError
 
-METRICS, LOG, WANDB_ID = "metrics.jsonl", "log.txt", "wandb_id.txt"
+METRICS, LOG = "metrics.jsonl", "log.txt"
 NO_CHECKPOINT_YET = "no_checkpoint_yet"
 log = logging.getLogger(__name__)
 

@@ -11,10 +11,13 @@ each stand for the same area, so that a few coarse B-scans do not decide who bel
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import numpy as np
 from scipy.ndimage import distance_transform_edt, gaussian_filter, map_coordinates
+
+from finetuning.dense.layers.volumes import OUTER, RETINA
 
 RADII_MM = (0.5, 1.5, 3.0)
 QUADRANTS = ("superior", "nasal", "inferior", "temporal")
@@ -56,6 +59,23 @@ def etdrs(
         share = float(inside.mean())
         result[sector] = Sector(float(values[inside].mean()) if share >= LEAST_SHARE else float("nan"), share)
     return result
+
+
+def etdrs_tables(
+    thickness_um: Mapping[str, np.ndarray], record: Mapping[str, Any], spacing_mm: tuple[float, float]
+) -> dict[str, dict[str, Sector]]:
+    """Layer -> sector of every map, around the fovea of the RETINA's; `record`: the volume's row of an index.
+
+    Raises ValueError for a volume that has no such grid: another region, no side, no retina, no fovea.
+    """
+    if not str(record["region"]).startswith("Macula"):
+        raise ValueError("expected a protocol of the macula, found another or none")
+    if record["laterality"] not in ("L", "R"):
+        raise ValueError("expected the side of the eye in the file, found none")
+    if RETINA not in thickness_um:
+        raise ValueError(f"expected surfaces from ILM to one of {', '.join(OUTER)}, found others")
+    fovea, side = find_fovea(thickness_um[RETINA], spacing_mm), str(record["laterality"])
+    return {name: etdrs(values, spacing_mm, fovea, side) for name, values in thickness_um.items()}
 
 
 def find_fovea(thickness_DW: np.ndarray, spacing_mm: tuple[float, float]) -> tuple[float, float]:

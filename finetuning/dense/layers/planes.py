@@ -1,7 +1,7 @@
-"""What a decoder reads and learns from: planes of the token grid with their voxels and heights.
+"""What a decoder reads and learns from: planes of the token grid with their voxels and labels.
 
 In: a frozen encoder's kept tokens (finetuning.features), or an encoder that is being trained, the store, its
-heights. Out: tensors of some planes, or the predicted surfaces of a volume. Whole volumes stay in memory as
+labels. Out: tensors of some planes, or what is predicted of a volume. Whole volumes stay in memory as
 far as CACHE_BYTES go: a plane is drawn from each many times.
 """
 
@@ -27,7 +27,13 @@ AT_ONCE = 8  # planes of a volume that are predicted together
 
 
 class Planes:
-    """Planes of volumes: a plane is one index of the token grid's first axis; the labels are heights."""
+    """Planes of volumes: a plane is one index of the token grid's first axis; the labels are heights.
+
+    Other kinds of labels say which of their axes is D, and what outputs [b, ..., d, H, W] predict.
+    """
+
+    d_axis = 1  # of [S, D, W]
+    predicted_of: Callable[[Tensor], Tensor] = staticmethod(heights_of)
 
     def __init__(
         self,
@@ -77,9 +83,9 @@ class Planes:
         return torch.stack(tokens).to(self.device).float(), torch.stack(voxels).to(self.device).float()
 
     def truth(self, chosen: Sequence[tuple[int, int]]) -> Tensor:
-        """The device's heights [B, S, d, W] of (row, plane) pairs; NaN where there is none."""
-        d = self.patch[0]
-        parts = [self.volumes.read(row)[:, plane * d : (plane + 1) * d] for row, plane in chosen]
+        """The labels of (row, plane) pairs, heights [B, S, d, W]; NaN where there is none."""
+        d, before = self.patch[0], (slice(None),) * self.d_axis
+        parts = [self.volumes.read(row)[(*before, slice(p * d, (p + 1) * d))] for row, p in chosen]
         return torch.from_numpy(np.stack(parts)).to(self.device)
 
     def batch(self, chosen: Sequence[tuple[int, int]]) -> tuple[Tensor, Tensor, Tensor]:
@@ -95,6 +101,6 @@ class Planes:
             yield decoder(*self.inputs(chosen))
 
     def predict(self, decoder: nn.Module, row: int) -> np.ndarray:
-        """Surfaces of a whole volume, float32 [S, D, W] in voxels."""
-        parts = [heights_of(part).cpu() for part in self.outputs(decoder, row)]
-        return rearrange(torch.cat(parts), "gd s d w -> s (gd d) w").numpy()
+        """What is predicted of a whole volume: surfaces float32 [S, D, W] in voxels."""
+        parts = [plane for part in self.outputs(decoder, row) for plane in self.predicted_of(part).cpu()]
+        return torch.cat(parts, dim=self.d_axis).numpy()

@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
+import pandas as pd
 
 from data_setup.attach.stored import StoredHeights
-from data_setup.manifest import select_wanted
 from data_setup.readers.heights import DEPTH_OF_LABEL
 from data_setup.store.reader import PreparedStore
-from finetuning.dense.folds import DenseVolumes, in_folds, require_current
+from finetuning.dense.folds import DenseVolumes, in_folds, with_labels
 from utils.config.schema import Config
 from utils.errors import UserError
 
@@ -30,6 +30,9 @@ class LayerVolumes(DenseVolumes):
     """Volumes with the heights of surfaces; `names` are the surfaces from the vitreous down [S]."""
 
     heights: StoredHeights
+
+    def facts(self) -> pd.DataFrame:
+        return self.heights.index[["row", "checksum", "volume", "surfaces"]]
 
     def read(self, row: int) -> np.ndarray:
         """float32 [S, D, W] in voxels, NaN where the device has no height."""
@@ -62,10 +65,7 @@ class LayerVolumes(DenseVolumes):
 def read_volumes(cfg: Config, store: PreparedStore) -> LayerVolumes:
     """The volumes with height maps in the splits train, val and eval.split; raises UserError."""
     heights = StoredHeights.open(store.url, store.options)
-    index = store.index[store.index["listed"]]
-    index = index[index["row"].isin(heights.index["row"]) & index["row"].isin(store.kept)]
-    index = select_wanted(cfg, index)
-    require_current(index, heights.index, store, "heights")
+    index = with_labels(cfg, store, heights.index, "heights")
     names = _names(cfg, {row: heights.names(row) for row in index["row"]})
     marked = [row for row in index["row"] if set(heights.names(row)) & set(names)]
     index = index.loc[marked]

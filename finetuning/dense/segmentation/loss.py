@@ -14,9 +14,22 @@ from monai.losses import DiceLoss
 from torch import Tensor
 
 from finetuning.cohort.cohort import TRAIN
+from finetuning.dense.layers.planes import Planes
 from finetuning.dense.segmentation.volumes import IGNORED, ClassVolumes
 
 _dice = DiceLoss(include_background=False, batch=True)
+
+
+def likeliest(outputs_BSdHW: Tensor) -> Tensor:
+    """Places among the classes, uint8 [B, d, H, W]."""
+    return outputs_BSdHW.argmax(dim=1).to(torch.uint8)
+
+
+class ClassPlanes(Planes):
+    """As `Planes`; the labels are places among the classes [B, d, H, W]."""
+
+    d_axis = 0
+    predicted_of = staticmethod(likeliest)
 
 
 def segmentation_loss(logits_BSdHW: Tensor, truth_BdHW: Tensor, weight_S: Tensor) -> Tensor:

@@ -8,14 +8,15 @@ field and where the labels say `unlabelled`, which is neither trained nor judged
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
+import pandas as pd
 
 from data_setup.attach.stored import StoredLabels
-from data_setup.manifest import select_wanted
 from data_setup.store.reader import PreparedStore
 from finetuning.cohort.cohort import TRAIN, VAL
-from finetuning.dense.folds import DenseVolumes, in_folds, require_current
+from finetuning.dense.folds import DenseVolumes, chosen_names, in_folds, with_labels
 from utils.config.schema import Config
 from utils.errors import UserError
 
@@ -30,24 +31,21 @@ class ClassVolumes(DenseVolumes):
     labels: StoredLabels
     place_of: np.ndarray  # uint8 [256]: stored value -> 0, 1..C or IGNORED
 
+    axes: ClassVar[str] = "dhw"
+
+    def facts(self) -> pd.DataFrame:
+        return self.labels.index[["row", "checksum", "volume"]]
+
     def read(self, row: int) -> np.ndarray:
         """uint8 [D, H, W]: 0, 1..C or IGNORED."""
         places = self.place_of[self.labels.read(row)]
         result = np.full_like(places, IGNORED)
-        box = self.field(row)
-        result[box] = places[box]
+        self.cropped(row, result)[:] = self.cropped(row, places)
         return result
-
-    def field(self, row: int) -> tuple[slice, slice, slice]:
-        """The acquired field of a row."""
-        record = self.store.index.loc[row]
-        d, h, w = (slice(int(record[f"valid_{a}0"]), int(record[f"valid_{a}1"])) for a in "dhw")
-        return d, h, w
 
     def counts(self, row: int) -> np.ndarray:
         """Voxels of the background and of each class in the acquired field [C + 1]."""
-        record = self.store.index.loc[row]
-        total = int(np.prod([record[f"valid_{a}1"] - record[f"valid_{a}0"] for a in "dhw"]))
+        total = int(np.prod([part.stop - part.start for part in self.field(row)]))
         result = np.zeros(len(self.names) + 1, np.int64)
         for value, count in self.labels.counts(row).items():
             total -= count
@@ -63,16 +61,10 @@ class ClassVolumes(DenseVolumes):
 def read_volumes(cfg: Config, store: PreparedStore) -> ClassVolumes:
     """The volumes with label volumes in the splits train, val and eval.split; raises UserError."""
     labels = StoredLabels.open(store.url, store.options)
-    index = store.index[store.index["listed"]]
-    index = index[index["row"].isin(labels.index["row"]) & index["row"].isin(store.kept)]
-    index = select_wanted(cfg, index)
-    require_current(index, labels.index, store, "labels")
+    index = with_labels(cfg, store, labels.index, "labels")
     classes = labels.classes
     value_of = {name: value for value, name in classes.items() if name != UNLABELLED}
-    names = tuple(value_of) if cfg.task.names is None else tuple(cfg.task.names)
-    if lacking := [name for name in names if name not in value_of] or ([] if names else ["none"]):
-        expected = ", ".join(value_of) or "a class that is labelled"
-        raise UserError(f"task.names: expected some of {expected} of {store.url}, found {', '.join(lacking)}")
+    names = chosen_names(cfg.task.names, value_of, store, "a class that is labelled")
     place_of = np.zeros(256, np.uint8)
     for place, name in enumerate(names, start=1):
         place_of[value_of[name]] = place

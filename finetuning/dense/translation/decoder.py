@@ -7,10 +7,8 @@ is a projection, and which rows are projected is learnt.
 
 from __future__ import annotations
 
-import numpy as np
 import torch
-from einops import rearrange
-from torch import Tensor, nn
+from torch import Tensor
 
 from finetuning.dense.layers.planes import Planes
 
@@ -30,10 +28,12 @@ def slab_loss(outputs_BSdHW: Tensor, truth_BSdW: Tensor) -> Tensor:
     return torch.where(known, difference, 0.0).sum() / known.sum().clamp(min=1)
 
 
+def predicted_slabs(outputs_BSdHW: Tensor) -> Tensor:
+    """Slabs [B, S, d, W] in 0..1."""
+    return slabs_of(outputs_BSdHW).clamp(0, 1)
+
+
 class SlabPlanes(Planes):
     """As `Planes`; the labels are slabs [B, S, d, W], as its heights are."""
 
-    def predict(self, decoder: nn.Module, row: int) -> np.ndarray:
-        """Slabs of a whole volume, float32 [S, D, W] in 0..1."""
-        parts = [slabs_of(part).cpu() for part in self.outputs(decoder, row)]
-        return rearrange(torch.cat(parts), "gd s d w -> s (gd d) w").clamp(0, 1).numpy()
+    predicted_of = staticmethod(predicted_slabs)

@@ -9,13 +9,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+import pandas as pd
 
 from data_setup.attach.stored import StoredFlow
-from data_setup.manifest import select_wanted
 from data_setup.readers.octa import SLABS
 from data_setup.store.reader import PreparedStore
 from finetuning.cohort.cohort import TRAIN
-from finetuning.dense.folds import DenseVolumes, in_folds, require_current
+from finetuning.dense.folds import DenseVolumes, chosen_names, in_folds, with_labels
 from utils.config.schema import Config
 from utils.errors import UserError
 
@@ -25,6 +25,9 @@ class FlowVolumes(DenseVolumes):
     """Volumes with en-face slabs; `names` are those of the slabs from the vitreous down [S]."""
 
     flow: StoredFlow
+
+    def facts(self) -> pd.DataFrame:
+        return self.flow.index[["row", "enface_checksum", "volume", "slabs"]]
 
     def read(self, row: int) -> np.ndarray:
         """float32 [S, D, W] in 0..1, NaN where nothing is known."""
@@ -37,27 +40,14 @@ class FlowVolumes(DenseVolumes):
                 result[place][box] = stored[name][box].astype(np.float32) / 255
         return result
 
-    def field(self, row: int) -> tuple[slice, slice]:
-        """The acquired field of a row along D and W."""
-        record = self.store.index.loc[row]
-        d, w = (slice(int(record[f"valid_{a}0"]), int(record[f"valid_{a}1"])) for a in "dw")
-        return d, w
-
 
 def read_volumes(cfg: Config, store: PreparedStore) -> FlowVolumes:
     """The volumes with flow in the splits train, val and eval.split; raises UserError."""
     flow = StoredFlow.open(store.url, store.options)
-    index = store.index[store.index["listed"]]
-    index = index[index["row"].isin(flow.index["row"]) & index["row"].isin(store.kept)]
-    index = select_wanted(cfg, index)
-    require_current(index, flow.index, store, "flow")
+    index = with_labels(cfg, store, flow.index, "flow")
     of_rows = {int(row): set(flow.names(row)) for row in index["row"]}
-    there = set().union(*of_rows.values()) if of_rows else set()
-    wanted = cfg.task.names
-    names = tuple(s for s in SLABS if s in there) if wanted is None else tuple(wanted)
-    if lacking := [name for name in names if name not in there] or ([] if names else ["none"]):
-        expected = ", ".join(s for s in SLABS if s in there) or "an en-face image"
-        raise UserError(f"task.names: expected some of {expected} of {store.url}, found {', '.join(lacking)}")
+    known = [slab for slab in SLABS if any(slab in own for own in of_rows.values())]
+    names = chosen_names(cfg.task.names, known, store, "an en-face image")
     index = index.loc[[row for row, own in of_rows.items() if own & set(names)]]
     folds = in_folds(cfg, index, store.url, f"the slabs {', '.join(names)}")
     volumes = FlowVolumes(store=store, names=names, flow=flow, **folds)

@@ -72,7 +72,7 @@ def test_a_probe_has_the_log_and_the_report_of_a_run(
         (run_dir / "wandb_id.txt").touch(exist_ok=False)
         return Service()
 
-    monkeypatch.setattr("utils.dashboards.run_log.start_wandb", start)
+    monkeypatch.setattr("utils.run.log.start_wandb", start)
     run = probe.parent / "logged"
     for _ in range(2):
         sent.clear()

@@ -13,13 +13,14 @@ from torch import Tensor, nn
 
 from finetuning.cohort.cohort import TRAIN, VAL, Cohort
 from finetuning.heads import frozen
-from finetuning.heads.frozen import Grid, schedule, train_grid
+from finetuning.heads.frozen import Grid, train_grid
 from finetuning.heads.objective import row_weights
 from models.heads import build_head
+from models.optimizer import warmup_cosine
 from tests.finetuning.frozen.probing import CPU, WIDTH, classes, learning, made_up, pooled
 from utils.config.schema import Config
-from utils.dashboards.run_log import NoLog
 from utils.errors import UserError
+from utils.run.log import NoLog
 
 
 def alone(
@@ -47,11 +48,9 @@ def alone(
         order = np.random.default_rng([cfg.seed, epoch]).permutation(len(train))
         for place in range(per_epoch):
             chosen = order[place * size : (place + 1) * size]
-            share = schedule(
-                epoch * per_epoch + place, 8 * per_epoch, cfg.optim.warmup_ratio, cfg.optim.min_lr_ratio
-            )
+            step = epoch * per_epoch + place
             for group in optimizer.param_groups:
-                group["lr"] = rate * share
+                group["lr"] = warmup_cosine(cfg.optim, step, 8 * per_epoch, rate)
             labels = torch.from_numpy(cohort.target[train[chosen], 0]).long()
             loss = nn.functional.cross_entropy(head(x[train[chosen]]), labels, reduction="none")
             optimizer.zero_grad()
@@ -82,21 +81,23 @@ def test_a_member_is_what_it_would_be_alone(world: Path, kind: str, monkeypatch:
             torch.testing.assert_close(member[name].detach(), value, atol=1e-5, rtol=1e-5)
 
 
+def swapped(cohort: Cohort) -> Cohort:
+    """The participants of VAL have the other class."""
+    return replace(cohort, target=np.where((cohort.fold == VAL)[:, None], 1 - cohort.target, cohort.target))
+
+
 def test_the_kept_head_is_the_best_epoch_of_the_best_member(world: Path) -> None:
-    """The participants of VAL have the other class: the less a member has learnt, the better it is there."""
+    """With the other class for VAL: the less a member has learnt, the better it is there."""
     cohort, features = made_up("classification", classes(2))
-    swapped = replace(
-        cohort, target=np.where((cohort.fold == VAL)[:, None], 1 - cohort.target, cohort.target)
-    )
     cfg = learning(world)
-    chosen = train_grid(cfg, swapped, pooled(cohort, features), WIDTH, CPU)
+    chosen = train_grid(cfg, swapped(cohort), pooled(cohort, features), WIDTH, CPU)
     lines = chosen.validation["grid"]
     assert len(lines) == 4
     ranks = [(line["score"], -line["loss"]) for line in lines]
     best = lines[ranks.index(max(ranks))]
     assert {key: chosen.validation[key] for key in best} == best
     assert best["epoch"] == 1
-    expected, _ = alone(cfg, swapped, features, best["learning_rate"], best["weight_decay"], 1)
+    expected, _ = alone(cfg, swapped(cohort), features, best["learning_rate"], best["weight_decay"], 1)
     for name, value in chosen.head.named_parameters():
         torch.testing.assert_close(value, expected[name], atol=1e-5, rtol=1e-5)
     normal = train_grid(cfg, cohort, pooled(cohort, features), WIDTH, CPU).validation
@@ -148,18 +149,15 @@ def test_the_log_follows_the_pair_that_leads(world: Path) -> None:
 
 def test_training_stops_when_nothing_became_better(world: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cohort, features = made_up("classification", classes(2))
-    swapped = replace(
-        cohort, target=np.where((cohort.fold == VAL)[:, None], 1 - cohort.target, cohort.target)
-    )
     epochs: list[int] = []
     update = frozen._update_bests
 
-    def count(*args: Any) -> None:
+    def count(*args: Any) -> Any:
         epochs.append(args[-1])
-        update(*args)
+        return update(*args)
 
     monkeypatch.setattr(frozen, "_update_bests", count)
-    train_grid(learning(world, "finetune.patience=2"), swapped, pooled(cohort, features), WIDTH, CPU)
+    train_grid(learning(world, "finetune.patience=2"), swapped(cohort), pooled(cohort, features), WIDTH, CPU)
     assert epochs == [1, 2, 3]
     epochs.clear()
     train_grid(learning(world, "train.max_steps=8"), cohort, pooled(cohort, features), WIDTH, CPU)
@@ -176,10 +174,11 @@ def test_a_member_that_diverges_is_left_out(world: Path) -> None:
         train_grid(cfg, cohort, pooled(cohort, features), WIDTH, CPU)
 
 
-def test_the_schedule_warms_up_and_ends(world: Path) -> None:
-    shares = [schedule(step, 100, 0.1, 0.2) for step in range(100)]
-    assert shares[0] == pytest.approx(0.1)
-    assert shares[9] == shares[10] == 1
-    assert shares[55] == pytest.approx(0.6)
-    assert shares[-1] == pytest.approx(0.2, abs=1e-3)
-    assert schedule(0, 1, 0.0, 0.0) == 1
+@pytest.mark.parametrize("floor", [0.0, 0.2])
+def test_the_last_update_has_the_least_rate(world: Path, floor: float) -> None:
+    cohort, features = made_up("classification", classes(2))
+    changes = "train.max_steps=10", f"optim.min_lr_ratio={floor}", "head.learning_rates=[3e-2]"
+    run_log = Rows()
+    train_grid(learning(world, *changes), cohort, pooled(cohort, features), WIDTH, CPU, run_log)
+    rates = {step: row["train/lr"] for step, row in run_log.rows if "train/lr" in row}
+    assert rates[10] == pytest.approx(floor * 3e-2)

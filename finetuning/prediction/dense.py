@@ -1,9 +1,8 @@
-"""What a head of surfaces says of one volume: heights in the scan's own rows, thickness in um, ETDRS sectors.
+"""What a head of surfaces or slabs says of one volume, in the scan's own B-scans and A-scans.
 
-In: a head of finetuning.dense.layers.train (its decoder on the pre-trained encoder) and a volume. Out: an
-`Answer`. Arrays: `rows` float32 [S, B-scans, A-scans], the row of the scan, 0 the centre of its first,
-B-scans in the order of the file, NaN where the grid does not reach; `um`, the same from the scan's upper
-edge; `names` [S].
+In: a head of finetuning.dense (its decoder on the pre-trained encoder) and a volume. Out: an `Answer`. Of
+surfaces heights in the scan's rows, thickness in um, ETDRS sectors. Arrays have their B-scans in the order of
+the file, NaN where the grid does not reach.
 """
 
 from __future__ import annotations
@@ -14,16 +13,16 @@ from typing import Any
 
 import numpy as np
 import torch
-from einops import rearrange
 
-from data_setup.attach.grid import lay_on_scan
+from data_setup.attach.grid import lay_on_scan, means_on_scan
 from data_setup.normalisation import plain_view
 from data_setup.store.format import geometry_of
-from finetuning.dense.layers.decoder import heights_of
-from finetuning.dense.layers.etdrs import etdrs, find_fovea
-from finetuning.dense.layers.head import LayersHead
-from finetuning.dense.layers.planes import AT_ONCE
+from finetuning.dense.head import PRETRAINED, DenseHead
+from finetuning.dense.kinds import KINDS
+from finetuning.dense.layers.etdrs import etdrs_tables
 from finetuning.dense.layers.volumes import OUTER, RETINA
+from finetuning.dense.translation.kind import draw_slabs
+from finetuning.dense.whole import decode
 from finetuning.embedding.stream import batch_of, tokens_of
 from finetuning.embedding.volumes import Volume
 from finetuning.features.familiarity import Familiarity, stored_familiarity
@@ -36,24 +35,26 @@ from finetuning.prediction.labels import (
     short_name,
     spacing_of,
 )
-from finetuning.prediction.picture import Page
+from finetuning.prediction.picture import NOTICE, Page, draw
 from models.probes.features import pool_tokens
 from utils.config.schema import Config
 from utils.runtime.single import Runtime
 
-NOT_PROBABLE = "uncalibrated: surfaces carry no probability"
 FOOTER = (
     "Lines: surfaces that the head learnt from a device's software, labels of a machine, not truth. Where "
     "the device of this scan marks no such surface, nobody has measured the line."
 )
 
 
-class SurfacePredictor:
-    """The pre-trained arm of a head of layers."""
+class DensePredictor:
+    """The pre-trained arm of a head of layers or translation."""
 
-    def __init__(self, head: LayersHead, cfg: Config, runtime: Runtime) -> None:
+    folder = ""  # of arrays
+    notes = ()  # what is predicted is measured by finetuning.evaluate, and no map is drawn
+
+    def __init__(self, head: DenseHead, cfg: Config, runtime: Runtime) -> None:
         self.head, self.cfg, self.runtime = head, cfg, runtime
-        self.arm = head.arms[0]
+        self.kind, self.arm = KINDS[head.state["kind"]], head.arms[0]
         self.familiarity: Familiarity | None = stored_familiarity(head.state)
         self.arm.encoder.to(runtime.device)
         self.arm.decoder.to(runtime.device)
@@ -61,15 +62,11 @@ class SurfacePredictor:
     @property
     def about(self) -> dict[str, Any]:
         """What every line says of the head."""
-        return {"task": "layers", "calibrated": False, "calibration": NOT_PROBABLE}
-
-    @property
-    def notes(self) -> tuple[str, ...]:
-        """Nothing: surfaces are measured by finetuning.evaluate, and no map is drawn."""
-        return ()
+        reason = f"uncalibrated: {self.kind.names} carry no probability"
+        return {"task": self.kind.name, "calibrated": False, "calibration": reason}
 
     def is_current(self, line: Mapping[str, Any]) -> bool:
-        """A head of surfaces has nothing beside its file."""
+        """The head has nothing beside its file."""
         return True
 
     @torch.no_grad()
@@ -77,9 +74,49 @@ class SurfacePredictor:
         """Raises NoFeaturesError."""
         tokens_BNE, valid_BN = tokens_of(self.arm.encoder, self.cfg, volume, self.runtime)
         percentile = distance_percentile(self.familiarity, pool_tokens(tokens_BNE, valid_BN))
-        heights = self._inside(volume, self._heights(volume, tokens_BNE))
+        voxels_B1DHW = plain_view(self.runtime.to_device(batch_of(volume))).float()
+        outputs = decode(self.arm.decoder, tokens_BNE, voxels_B1DHW, self.cfg)
+        predicted_SDW = self.kind.planes.predicted_of(outputs)[0].cpu().numpy()
+        d0, d1, _, _, w0, w1 = volume.valid_box.astype(int)
+        result = np.full_like(predicted_SDW, np.nan)
+        result[:, d0:d1, w0:w1] = predicted_SDW[:, d0:d1, w0:w1]
+        line = {
+            self.kind.names: list(self.head.names),
+            "feature_distance_percentile": percentile,
+            "warnings": cautions_of(volume.fields, percentile),
+        }
+        return self.answer_of(volume, result, line)
+
+    def answer_of(self, volume: Volume, predicted_SDW: np.ndarray, line: dict[str, Any]) -> Answer:
+        """What is predicted on the grid, NaN outside the acquired field, as an answer of the scan."""
+        raise NotImplementedError
+
+
+class SlabPredictor(DensePredictor):
+    """Slabs of flow; arrays `slabs` float32 [S, B-scans, A-scans] in 0..1, and `names` [S]."""
+
+    folder = "slabs"
+
+    def answer_of(self, volume: Volume, predicted_SDW: np.ndarray, line: dict[str, Any]) -> Answer:
+        names = self.head.names
+        slabs = means_on_scan(predicted_SDW, volume.fields, geometry_of(self.cfg.spatial)).astype(np.float32)
+        line |= {"mean": {name: mean_or_none(slab) for name, slab in zip(names, slabs, strict=True)}}
+        d0, d1, _, _, w0, w1 = volume.valid_box.astype(int)
+        title = "\n".join([short_name(volume.fields["path"]), NOTICE, *line["warnings"]])
+        figure = draw_slabs({PRETRAINED: predicted_SDW[:, d0:d1, w0:w1]}, names, title)
+        return Answer(line, figure, {"slabs": slabs, "names": np.array(names)})
+
+
+class SurfacePredictor(DensePredictor):
+    """Surfaces. Arrays: `rows` float32 [S, B-scans, A-scans], the row of the scan, 0 the centre of its first;
+    `um`, the same from the scan's upper edge; `names` [S].
+    """
+
+    folder = "surfaces"
+
+    def answer_of(self, volume: Volume, predicted_SDW: np.ndarray, line: dict[str, Any]) -> Answer:
         names, fields = self.head.names, volume.fields
-        rows = lay_on_scan(heights, fields, geometry_of(self.cfg.spatial))
+        rows = lay_on_scan(predicted_SDW, fields, geometry_of(self.cfg.spatial))
         um = (rows + 0.5) * float(fields["spacing_before_h"]) * 1000
         thickness = {
             f"{upper} to {lower}": um[below] - um[above]
@@ -89,36 +126,13 @@ class SurfacePredictor:
         if "ILM" in names and outer is not None:
             thickness[RETINA] = um[names.index(outer)] - um[names.index("ILM")]
         sectors, reason = sectors_of(thickness, fields)
-        line = {
-            "surfaces": list(names),
+        line |= {
             "thickness_um": {name: mean_or_none(values) for name, values in thickness.items()},
             "etdrs_um": sectors,
             "etdrs_message": reason,
-            "feature_distance_percentile": percentile,
-            "warnings": cautions_of(fields, percentile),
         }
         arrays = {"rows": rows, "um": um.astype(np.float32), "names": np.array(names)}
-        return Answer(line, self._page(volume, line, heights), arrays)
-
-    def _heights(self, volume: Volume, tokens_BNE: torch.Tensor) -> np.ndarray:
-        """Surfaces of the whole grid, float32 [S, D, W] in voxels."""
-        gd, gh, gw = self.cfg.grid
-        tokens = rearrange(tokens_BNE[0], "(gd gh gw) e -> gd gh gw e", gd=gd, gh=gh, gw=gw)
-        voxels = plain_view(self.runtime.to_device(batch_of(volume)))[0, 0]
-        voxels = rearrange(voxels, "(gd d) h w -> gd d h w", gd=gd)
-        parts = []
-        for start in range(0, gd, AT_ONCE):
-            some = slice(start, start + AT_ONCE)
-            parts.append(heights_of(self.arm.decoder(tokens[some], voxels[some].float())).cpu())
-        return rearrange(torch.cat(parts), "gd s d w -> s (gd d) w").numpy()
-
-    @staticmethod
-    def _inside(volume: Volume, heights: np.ndarray) -> np.ndarray:
-        """The surfaces in the acquired field, NaN outside."""
-        d0, d1, _, _, w0, w1 = volume.valid_box.astype(int)
-        result = np.full_like(heights, np.nan)
-        result[:, d0:d1, w0:w1] = heights[:, d0:d1, w0:w1]
-        return result
+        return Answer(line, draw(self._page(volume, line, predicted_SDW)), arrays)
 
     def _page(self, volume: Volume, line: dict[str, Any], heights: np.ndarray) -> Page:
         fields, names = volume.fields, self.head.names
@@ -162,19 +176,12 @@ def sectors_of(
 
     Thickness [B-scans, A-scans] is in the order of the file.
     """
-    if not str(fields.get("region")).startswith("Macula"):
-        return None, "expected a protocol of the macula, found another or none"
-    if fields["laterality"] not in ("L", "R"):
-        return None, "expected the side of the eye in the file, found none"
-    if RETINA not in thickness_um:
-        return None, f"expected surfaces from ILM to one of {', '.join(OUTER)}, found others"
     spacing = float(fields["spacing_before_d"]), float(fields["spacing_before_w"])
     down = {name: v[::-1] if fields["flipped_d"] else v for name, v in thickness_um.items()}
     try:
-        fovea = find_fovea(down[RETINA], spacing)
+        tables = etdrs_tables(down, fields, spacing)
     except ValueError as error:
         return None, str(error)
-    tables = {name: etdrs(v, spacing, fovea, fields["laterality"]) for name, v in down.items()}
     result = {
         name: {sector: None if np.isnan(cell.um) else round(cell.um, 2) for sector, cell in table.items()}
         for name, table in tables.items()

@@ -1,7 +1,7 @@
 """The log of a run: log.txt, metrics.jsonl, dashboards and the terminal's line, all by optimizer step.
 
-Only rank 0 writes. `metrics.jsonl` holds one JSON object per line: "step" and the metrics of that step. A
-resumed run drops the lines after its checkpoint, so the file is the same as without the interruption
+Only the first process writes. `metrics.jsonl` holds one JSON object per line: "step" and the metrics of that
+step. A resumed run drops the lines after its checkpoint, so the file is the same as without the interruption
 (utils/run/history.py).
 """
 
@@ -10,7 +10,8 @@ from __future__ import annotations
 import json
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 from matplotlib.figure import Figure
@@ -19,16 +20,39 @@ from utils.config.schema import Config
 from utils.dashboards.pictures import pixels
 from utils.dashboards.tensorboard import TensorBoardWriter
 from utils.dashboards.weights_and_biases import WandbWriter, start_wandb
-from utils.dashboards.writer import Writer
+from utils.dashboards.writer import WANDB_ID, Writer
 from utils.log import LineFile, log_to_file
+from utils.run.folder import claim_run_dir
 from utils.run.history import LOG, METRICS, bring_back, save_last_words
 from utils.run.line import TrainingLine
-from utils.runtime.single import StopRequested
+from utils.run.skipped_updates import NotFiniteError
+from utils.runtime.single import Runtime, StopRequested
 
 log = logging.getLogger(__name__)
 DATA_LICENCE = (
     "pictures or checkpoints of participants go to Weights & Biases: check that the data licence allows it"
 )
+
+
+@contextmanager
+def open_log(cfg: Config, runtime: Runtime, start: int, total: int, *, synthetic: bool) -> Iterator[AnyLog]:
+    """The log of a run that begins now, or goes on; the first process alone writes one."""
+    if not runtime.group.is_first:
+        yield NoLog()
+        return
+    claim_run_dir(cfg, runtime)
+    with RunLog(cfg, start, total, synthetic=synthetic) as run_log:
+        try:
+            yield run_log
+        except NotFiniteError as error:
+            run_log.alert("stopped: not finite", str(error))
+            raise
+
+
+def log_anew(cfg: Config, total: int, *, synthetic: bool) -> RunLog:
+    """The log of a training that is never resumed: a second one is another run. `with` closes it."""
+    (Path(cfg.run.dir) / WANDB_ID).unlink(missing_ok=True)
+    return RunLog(cfg, 0, total, synthetic=synthetic)
 
 
 class RunLog:
@@ -135,6 +159,9 @@ class NoLog:
     def artifact(self, name: str, url: str) -> None: ...
 
     def image(self, step: int, name: str, figure: Figure) -> None: ...
+
+
+AnyLog = RunLog | NoLog
 
 
 def _open_writers(cfg: Config, start_step: int, synthetic: bool) -> list[Writer]:

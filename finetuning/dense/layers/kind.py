@@ -1,0 +1,285 @@
+"""task.kind=layers: surfaces of the retina, how decoders of them are trained and judged.
+
+In: a store with height maps. Out: `LAYERS`. A head's file has `surfaces`, `mean_heights` and `familiarity`
+(finetuning/features/familiarity.py), which may be None. After each epoch the boundary error of the validation
+volumes decides which weights are kept. An evaluation writes layers.json, layers.md, surfaces.parquet (a line
+for every arm, volume and surface or layer), layers/ (a volume of each device with its surfaces, which the
+report draws) and etdrs.csv (mean thickness in um in nine sectors, a line for every eye, layer and source).
+Beside the encoders it has mean heights, which know no image. What all are compared with is what the device's
+own software drew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from torch import nn
+
+from finetuning.cohort.cohort import EVALUATED, TRAIN, VAL
+from finetuning.cohort.source import Source
+from finetuning.dense.examined import Examined
+from finetuning.dense.head import LABELS as ARM_LABELS
+from finetuning.dense.head import PRETRAINED, RANDOM, DenseHead
+from finetuning.dense.kind import Content, Kind, Line
+from finetuning.dense.layers.decoder import surface_loss
+from finetuning.dense.layers.etdrs import SECTORS, etdrs_tables
+from finetuning.dense.layers.metrics import boundary_error_um, hausdorff95_um, layer_overlap
+from finetuning.dense.layers.planes import Planes
+from finetuning.dense.layers.volumes import RETINA, LayerVolumes, read_volumes
+from finetuning.features.familiarity import fit_familiarity
+from finetuning.features.kept import KeptFeatures, features_folder, pooled_of_tokens
+from utils import storage
+from utils.report.volumes import LayersPicture, save_layers
+from utils.runtime.single import Runtime
+from utils.tables import Table, number, two_cells
+
+OF_ALL = ""  # the protocol of mean_heights that stands for every other
+MEAN, DEVICE = "mean_heights", "device"
+SURFACE, LAYER, SECTOR = "surface", "layer", "sector"  # what a line is of
+LABELS = {**ARM_LABELS, MEAN: "mean heights of the training volumes"}
+NOTES = (
+    "Heights are what a device's software drew: labels of a machine, not truth.",
+    "Errors are means over A-scans, then over a participant's volumes, then over participants; intervals "
+    "resample participants.",
+)
+
+
+def validation_error(decoder: nn.Module, planes: Planes, volumes: LayerVolumes) -> float:
+    """Mean boundary error of the validation volumes in um: over surfaces, then over volumes."""
+    errors = []
+    for row in map(int, volumes.of(VAL)):
+        axial = volumes.spacing_mm(row)[1]
+        each = boundary_error_um(planes.predict(decoder, row), volumes.read(row), axial)
+        errors.append(each[volumes.marked(row)].mean())
+    return float(np.mean(errors))
+
+
+def state(encoder: nn.Module, source: Source, volumes: LayerVolumes, runtime: Runtime) -> dict[str, Any]:
+    """What a head's file says of the training volumes: names, mean heights, and how its pooled features lie;
+    a frozen encoder has kept their tokens.
+    """
+    cfg = source.cfg
+    kept = KeptFeatures(encoder.requires_grad_(False), cfg, volumes.store, runtime, features_folder(cfg))
+    rows, is_train = volumes.of(TRAIN), volumes.fold == TRAIN
+    kept.keep_tokens(np.unique(rows))
+    familiarity = fit_familiarity(pooled_of_tokens(kept, rows), volumes.person[is_train])
+    return {
+        "surfaces": list(volumes.names),
+        "mean_heights": mean_heights(volumes),
+        "familiarity": None if familiarity is None else familiarity.state(),
+    }
+
+
+def mean_heights(volumes: LayerVolumes) -> dict[str, list[float | None]]:
+    """Protocol -> mean height of each surface over the training volumes: what knows no image. OF_ALL: any."""
+    by_protocol: dict[str, list[np.ndarray]] = {}
+    for row in volumes.of(TRAIN):
+        values = volumes.read(int(row))
+        count = (~np.isnan(values)).sum(axis=(1, 2))
+        mean = np.divide(
+            np.nansum(values, axis=(1, 2)), count, out=np.full(len(count), np.nan), where=count > 0
+        )
+        for protocol in (str(volumes.store.index.protocol[row]), OF_ALL):
+            by_protocol.setdefault(protocol, []).append(mean)
+    result: dict[str, list[float | None]] = {}
+    for protocol, means in by_protocol.items():
+        table = np.stack(means)
+        known = (~np.isnan(table)).sum(axis=0)
+        sums = np.nansum(table, axis=0)
+        result[protocol] = [float(s / n) if n else None for s, n in zip(sums, known, strict=True)]
+    return result
+
+
+def baselines(volumes: LayerVolumes, head: DenseHead) -> dict[str, Callable[[int], np.ndarray]]:
+    """The device's own heights, which have sectors, and mean heights."""
+    return {DEVICE: volumes.read, MEAN: partial(_mean_heights, volumes, head)}
+
+
+def _mean_heights(volumes: LayerVolumes, head: DenseHead, row: int) -> np.ndarray:
+    """The training volumes' mean heights of the row's protocol at every A-scan [S, D, W]."""
+    means = head.state["mean_heights"]
+    of_protocol = means.get(str(volumes.store.index.protocol[row]), means[OF_ALL])
+    of_all = means[OF_ALL]
+    values = [a if a is not None else b for a, b in zip(of_protocol, of_all, strict=True)]
+    flat = np.array([np.nan if v is None else v for v in values], np.float32)
+    d, _, w = volumes.store.image_size
+    return np.broadcast_to(flat[:, None, None], (len(flat), d, w))
+
+
+def measure(volumes: LayerVolumes, row: int, predicted: np.ndarray, arm: str) -> list[Line]:
+    """A line for every surface and layer of a volume, and for every sector of the ETDRS grid in a layer."""
+    lines = [] if arm == MEAN else _sectors(volumes, row, volumes.inside(row, predicted))
+    if arm == DEVICE:
+        return lines
+    truth, spacing = volumes.read(row), volumes.spacing_mm(row)
+    error = boundary_error_um(predicted, truth, spacing[1])
+    lines += [
+        {"what": SURFACE, "name": volumes.names[place], "error_um": float(error[place])}
+        | {"hd95_um": hausdorff95_um(predicted[place], truth[place], spacing)}
+        for place in volumes.marked(row)
+    ]
+    for name, pair in volumes.layers(row).items():
+        dice, iou = layer_overlap(predicted[list(pair)], truth[list(pair)])
+        lines.append({"what": LAYER, "name": name, "dice": float(dice[0]), "iou": float(iou[0])})
+    return lines
+
+
+def _sectors(volumes: LayerVolumes, row: int, surfaces: np.ndarray) -> list[Line]:
+    """ETDRS lines of a macular volume, one a layer and one for the whole retina; none of another volume."""
+    record, (d_mm, h_mm, w_mm) = volumes.store.index.loc[row], volumes.spacing_mm(row)
+    retina = volumes.retina(row)
+    pairs = volumes.layers(row) | ({} if retina is None else {RETINA: retina})
+    um = {name: (surfaces[low] - surfaces[up]) * h_mm * 1000 for name, (up, low) in pairs.items()}
+    try:
+        tables = etdrs_tables(um, record, (d_mm, w_mm))
+    except ValueError:  # another region, or the device drew nothing in the middle
+        return []
+    facts = {"what": SECTOR, "laterality": record.laterality, "orientation": record.orientation_source}
+    return [
+        facts
+        | {"layer": name, "scanned_share": min(sector.share for sector in table.values())}
+        | {sector_name: sector.um for sector_name, sector in table.items()}
+        for name, table in tables.items()
+    ]
+
+
+def by_eye(lines: pd.DataFrame) -> pd.DataFrame:
+    """Sectors of an eye: means over its volumes; `volumes` says how many."""
+    keys = ["person_id", "laterality", "layer", "source"]
+    sectors = lines[lines.what == SECTOR].rename(columns={"arm": "source"})
+    if sectors.empty:
+        return pd.DataFrame(columns=[*keys, "volumes", "orientation", "scanned_share", *SECTORS])
+    groups = sectors.groupby(keys, sort=True)
+    means = groups[[*SECTORS]].mean()
+    means.insert(0, "scanned_share", groups["scanned_share"].min())
+    means.insert(0, "orientation", groups["orientation"].agg(lambda values: "+".join(sorted(set(values)))))
+    means.insert(0, "volumes", groups.size())
+    return means.reset_index()
+
+
+def answer(examined: Examined[LayerVolumes]) -> Content:
+    """Errors of each arm, and of its surfaces and layers; what pre-training gains."""
+    surfaces, layers = (examined.lines[examined.lines.what == what] for what in (SURFACE, LAYER))
+    overall = {arm: examined.per_person(surfaces, arm, "error_um") for arm in [*examined.arms, MEAN]}
+    against = RANDOM if RANDOM in overall else MEAN
+    gain = overall[against] - overall[PRETRAINED]
+    nothing = (
+        f"No difference can be shown: no participant has an error of both {LABELS[PRETRAINED]} and "
+        f"{LABELS[against]}."
+    )
+    gained, words = examined.gain(gain, LABELS[against], "boundary error saved in um", nothing)
+    both = ~np.isnan(gain)  # mean heights know no surface that no training volume has
+    ratio = float(overall[PRETRAINED][both].mean() / overall[against][both].mean()) if both.any() else None
+    return {
+        "overall": {name: examined.estimate(values) for name, values in overall.items()},
+        "surfaces": examined.by_name(surfaces, ("error_um", "hd95_um")),
+        "layers": examined.by_name(layers, ("dice", "iou")),
+        "etdrs": _agreement(by_eye(examined.lines), examined.arms),
+        "difference": {"against": against, **gained, "ratio": ratio},
+        "verdict": words,
+    }
+
+
+def _agreement(sectors: pd.DataFrame, arms: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """arm -> mean absolute difference from the device's sectors in um, over eyes and sectors, by layer."""
+    keys = ["person_id", "laterality", "layer"]
+    device = sectors[sectors.source == DEVICE].set_index(keys)[[*SECTORS]]
+    result: dict[str, dict[str, Any]] = {}
+    for arm in arms:
+        own = sectors[sectors.source == arm].set_index(keys)[[*SECTORS]]
+        difference = (own - device).abs()
+        by_layer = difference.groupby("layer").mean().mean(axis=1)
+        result[arm] = {str(k): None if np.isnan(v) else float(v) for k, v in by_layer.items()}
+    return result
+
+
+def write(examined: Examined[LayerVolumes], content: Content) -> None:
+    """surfaces.parquet, etdrs.csv, and a volume of each device with its surfaces, for the report to draw."""
+    volumes, lines = examined.volumes, examined.lines
+    of_sectors = ["laterality", "layer", "orientation", "scanned_share", *SECTORS]
+    examined.write_lines(
+        "surfaces.parquet", lines[lines.what != SECTOR].drop(columns=of_sectors, errors="ignore")
+    )
+    text = by_eye(lines).to_csv(index=False, float_format="%.2f")
+    storage.write_text(storage.join(examined.cfg.run.dir, "etdrs.csv"), text)
+    folder = storage.join(examined.cfg.run.dir, "layers")
+    storage.remove(folder, recursive=True)  # of an earlier split
+    for row, arms in examined.drawn.items():
+        record = volumes.store.index.loc[row]
+        picture = LayersPicture(
+            volume=volumes.store.read(row),
+            spacing=volumes.spacing_mm(row),
+            names=volumes.names,
+            predicted=arms[PRETRAINED],
+            truth=volumes.read(row),
+            title=f"{record.device} {record.protocol} {record.laterality}, layers",
+        )
+        save_layers(storage.join(folder, f"row_{row:06d}.npz"), picture)
+
+
+def drawn(volumes: LayerVolumes) -> list[int]:
+    """The first evaluated volume of each device."""
+    index = volumes.store.index.loc[volumes.of(EVALUATED)]
+    return list(map(int, index.groupby("device").row.first()))
+
+
+def points(content: Content) -> list[str]:
+    """How large the error is beside another arm's."""
+    difference = content["difference"]
+    if difference["ratio"] is None:
+        return []
+    return [
+        f"Boundary error is {difference['ratio']:.2f} of that of {LABELS[difference['against']]} in "
+        f"the {difference['people']} participants who have both."
+    ]
+
+
+def tables(content: Content) -> list[Table]:
+    """Of the arms, of surfaces and layers, and of the sectors."""
+    arms = list(content["overall"])
+    means = [[LABELS[arm], *two_cells(entry, ".2f")] for arm, entry in content["overall"].items()]
+    result = [Table("Mean boundary error, um", ["", "error", "95 % interval"], means)]
+    header = ["", *(LABELS[arm] for arm in arms)]
+    for title, part, column, form in (
+        ("Boundary error by surface, um", "surfaces", "error_um", ".2f"),
+        ("HD95 by surface, um", "surfaces", "hd95_um", ".1f"),
+        ("Dice by layer", "layers", "dice", ".3f"),
+        ("IoU by layer", "layers", "iou", ".3f"),
+    ):
+        rows = []
+        for name in content[part][arms[0]]:
+            cells = [content[part].get(arm, {}).get(name, {}).get(column) for arm in arms]
+            rows.append([name, *(number(None if c is None else c["value"], form) for c in cells)])
+        result.append(Table(title, header, rows))
+    own = content["etdrs"]
+    rows = [[name, *(number(own[arm][name], ".1f") for arm in own)] for name in own[PRETRAINED]]
+    title = "ETDRS sectors: mean difference from the device's, um"
+    return [*result, Table(title, ["", *(LABELS[arm] for arm in own)], rows)]
+
+
+LAYERS = Kind(
+    name="layers",
+    names="surfaces",
+    read_volumes=read_volumes,
+    planes=Planes,
+    loss=lambda *_: surface_loss,
+    metric="error_um",
+    sign=-1,
+    score=validation_error,
+    shown=("validation boundary error", "{:.2f} um"),
+    state=state,
+    title="Surfaces of the retina",
+    measure=measure,
+    answer=answer,
+    tables=tables,
+    write=write,
+    notes=NOTES,
+    baselines=baselines,
+    drawn=drawn,
+    points=points,
+    keys=("mean_heights",),
+)

@@ -1,0 +1,154 @@
+"""task.kind=segmentation: classes of voxels, how decoders of them are trained and judged.
+
+In: a store with label volumes. Out: `SEGMENTATION`. A head's file has `classes`, name -> stored value. After
+each epoch the mean Dice of the classes, over the voxels of all validation volumes, decides which weights are
+kept. An evaluation writes segmentation.json, segmentation.md and volumes.parquet (a line for every arm,
+volume and class).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from finetuning.cohort.cohort import VAL
+from finetuning.cohort.source import Source
+from finetuning.dense.examined import NOT_ASKED, Examined
+from finetuning.dense.head import LABELS, PRETRAINED, RANDOM
+from finetuning.dense.kind import Content, Kind, Line
+from finetuning.dense.layers.planes import Planes
+from finetuning.dense.segmentation.loss import ClassPlanes, class_weights, segmentation_loss
+from finetuning.dense.segmentation.volumes import IGNORED, ClassVolumes, read_volumes
+from utils.config.schema import Config
+from utils.runtime.single import Runtime
+from utils.tables import Table, number, two_cells
+
+NOTES = (
+    "Dice is of one volume, on the grid of the store. A volume whose labels have none of a class has no Dice "
+    "of it; what is seen of it there stands beside, in mm3.",
+    "Means are over a participant's volumes, then over participants; intervals resample participants.",
+)
+log = logging.getLogger(__name__)
+
+
+def weighted_loss(
+    cfg: Config, volumes: ClassVolumes, device: torch.device
+) -> Callable[[Tensor, Tensor], Tensor]:
+    """segmentation_loss with the weights of the training volumes."""
+    weights = class_weights(volumes, cfg.finetune.class_weights)
+    shown = [f"{n} {w:.2f}" for n, w in zip(("background", *volumes.names), weights, strict=True)]
+    log.info("weights of classes: %s", ", ".join(shown))
+    return partial(segmentation_loss, weight_S=torch.from_numpy(weights).to(device))
+
+
+def overlap(
+    predicted_DHW: np.ndarray, truth_DHW: np.ndarray, num_classes: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(shared, predicted, labelled) voxels of each class [C]; IGNORED voxels count nowhere."""
+    known = truth_DHW != IGNORED
+    predicted, truth = predicted_DHW[known].astype(np.int64), truth_DHW[known].astype(np.int64)
+    pairs = np.bincount(truth * (num_classes + 1) + predicted, minlength=(num_classes + 1) ** 2)
+    table = pairs.reshape(num_classes + 1, num_classes + 1)
+    return table.diagonal()[1:], table.sum(axis=0)[1:], table.sum(axis=1)[1:]
+
+
+def dice(shared: np.ndarray, predicted: np.ndarray, labelled: np.ndarray) -> np.ndarray:
+    """Dice of each class; NaN where the labels have none of it."""
+    result = np.full(shared.shape, np.nan)
+    return np.divide(2 * shared, predicted + labelled, out=result, where=labelled > 0)
+
+
+def validation_dice(decoder: nn.Module, planes: Planes, volumes: ClassVolumes) -> float:
+    """Dice over the voxels of all validation volumes together, the mean over the classes that they have."""
+    counts = [
+        overlap(planes.predict(decoder, row), volumes.read(row), len(volumes.names))
+        for row in map(int, volumes.of(VAL))
+    ]
+    return float(np.nanmean(dice(*np.sum(counts, axis=0))))
+
+
+def stored_values(_: nn.Module, source: Source, volumes: ClassVolumes, runtime: Runtime) -> dict[str, Any]:
+    """`classes` of a head's file."""
+    values = {name: value for value, name in volumes.labels.classes.items()}
+    return {"classes": {name: values[name] for name in volumes.names}}
+
+
+def measure(volumes: ClassVolumes, row: int, predicted: np.ndarray, arm: str) -> list[Line]:
+    """A line for every class of a volume."""
+    counts = overlap(predicted, volumes.read(row), len(volumes.names))
+    of_volume, voxel = dice(*counts), volumes.voxel_mm3(row)
+    lines = []
+    for name, value, seen, labelled in zip(volumes.names, of_volume, *counts[1:], strict=True):
+        line: Line = {"name": name, "dice": float(value)}
+        line |= {"predicted_mm3": float(seen * voxel), "labelled_mm3": float(labelled * voxel)}
+        line["absent_mm3"] = float(seen * voxel) if labelled == 0 else float("nan")
+        lines.append(line)
+    return lines
+
+
+def answer(examined: Examined[ClassVolumes]) -> Content:
+    """Dice of each arm, and of its classes; what pre-training gains."""
+    lines = examined.lines
+    overall = {arm: examined.per_person(lines, arm, "dice") for arm in examined.arms}
+    content: Content = {
+        "labelled_volumes": {
+            str(name): int((part.labelled_mm3 > 0).sum())
+            for name, part in lines[lines.arm == PRETRAINED].groupby("name")
+        },
+        "overall": {name: examined.estimate(values) for name, values in overall.items()},
+        "classes": examined.by_name(lines, ("dice", "absent_mm3")),
+        "difference": None,
+        "verdict": NOT_ASKED,
+    }
+    if RANDOM in overall:
+        nothing = "No difference can be shown: no participant has a Dice."
+        gained = overall[PRETRAINED] - overall[RANDOM]
+        difference, content["verdict"] = examined.gain(gained, LABELS[RANDOM], "mean Dice", nothing)
+        content["difference"] = {"against": RANDOM, **difference}
+    return content
+
+
+def tables(content: Content) -> list[Table]:
+    """Of the arms, and of the classes."""
+    overall, header, rows = content["overall"], ["", "volumes with it"], []
+    for arm in overall:
+        header += [f"{LABELS[arm]}: Dice", "95 % interval", "mm3 where there is none"]
+    for name in content["names"]:
+        cells = [name, str(content["labelled_volumes"][name])]
+        for arm in overall:
+            of_class = content["classes"][arm][name]
+            cells += [*two_cells(of_class["dice"]), number(of_class["absent_mm3"]["value"], ".4f")]
+        rows.append(cells)
+    means = [[LABELS[arm], *two_cells(entry)] for arm, entry in overall.items()]
+    return [Table("Mean Dice", ["", "Dice", "95 % interval"], means), Table("By class", header, rows)]
+
+
+def write(examined: Examined[ClassVolumes], content: Content) -> None:
+    examined.write_lines("volumes.parquet", examined.lines)
+
+
+SEGMENTATION = Kind(
+    name="segmentation",
+    names="classes",
+    read_volumes=read_volumes,
+    planes=ClassPlanes,
+    loss=weighted_loss,
+    metric="dice",
+    sign=1,
+    score=validation_dice,
+    shown=("validation Dice", "{:.3f}"),
+    state=stored_values,
+    title="Classes of voxels",
+    measure=measure,
+    answer=answer,
+    tables=tables,
+    write=write,
+    notes=NOTES,
+    background=1,
+)

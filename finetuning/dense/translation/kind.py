@@ -1,0 +1,188 @@
+"""task.kind=translation: slabs of OCTA flow, how decoders of them are trained and judged.
+
+In: a store with flow. Out: `TRANSLATION`. A head's file has `slabs`, their names. After each epoch the mean
+L1 of the validation volumes decides which weights are kept. An evaluation writes translation.json,
+translation.md, slabs.parquet (a line for every arm, volume and slab) and translation.png (a volume of the
+evaluated ones: the device's images and every arm's). Beside the encoders it has a projection of the
+structural scan, which has no encoder.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from matplotlib.figure import Figure
+from skimage.metrics import structural_similarity
+from torch import nn
+
+from finetuning.cohort.cohort import EVALUATED, VAL
+from finetuning.cohort.source import Source
+from finetuning.dense.examined import NOT_ASKED, Examined
+from finetuning.dense.head import LABELS as ARM_LABELS
+from finetuning.dense.head import PRETRAINED, RANDOM, DenseHead
+from finetuning.dense.kind import Content, Kind, Line
+from finetuning.dense.layers.planes import Planes
+from finetuning.dense.translation.baseline import StructuralProjection
+from finetuning.dense.translation.decoder import OUTPUTS, SlabPlanes, slab_loss
+from finetuning.dense.translation.volumes import FlowVolumes, read_volumes
+from utils import storage
+from utils.runtime.single import Runtime
+from utils.tables import Table, two_cells
+
+PROJECTION, DEVICE = "structural_projection", "device"
+LABELS = {**ARM_LABELS, PROJECTION: "projection of the structural scan", DEVICE: "device"}
+WINDOW = 7  # pixels of SSIM, where the field is as long
+NOTES = (
+    "Slabs are what a device's software projected: images of a machine, not truth. Capillaries that the "
+    "structural scan does not show cannot be predicted from it.",
+    "L1 is of values from 0 to 1; SSIM is of the slab's field. Means are over a participant's volumes, then "
+    "over participants; intervals resample participants.",
+)
+
+
+def l1(predicted_DW: np.ndarray, truth_DW: np.ndarray) -> float:
+    """Mean absolute difference where the truth is known; NaN where it is nowhere."""
+    known = ~np.isnan(truth_DW)
+    return float(np.abs(predicted_DW - truth_DW)[known].mean()) if known.any() else float("nan")
+
+
+def ssim(predicted_DW: np.ndarray, truth_DW: np.ndarray, field: tuple[slice, ...]) -> float:
+    """Structural similarity (Wang et al. 2004) as scikit-image computes it, in the field; NaN where it is not
+    wholly known, or less than 3 pixels wide.
+    """
+    truth, predicted = truth_DW[field], predicted_DW[field]
+    window = min(WINDOW, *(side - 1 + side % 2 for side in truth.shape))
+    if window < 3 or np.isnan(truth).any():
+        return float("nan")
+    value = structural_similarity(truth, predicted, data_range=1.0, win_size=window)
+    return float(value)
+
+
+def validation_l1(decoder: nn.Module, planes: Planes, volumes: FlowVolumes) -> float:
+    """Mean L1 of the validation volumes: over the slabs of a volume, then over volumes."""
+    errors = []
+    for row in map(int, volumes.of(VAL)):
+        pairs = zip(planes.predict(decoder, row), volumes.read(row), strict=True)
+        errors.append(np.nanmean([l1(*pair) for pair in pairs]))
+    return float(np.mean(errors))
+
+
+def names(_: nn.Module, source: Source, volumes: FlowVolumes, runtime: Runtime) -> dict[str, Any]:
+    """`slabs` of a head's file."""
+    return {"slabs": list(volumes.names)}
+
+
+def baselines(volumes: FlowVolumes, head: DenseHead) -> dict[str, Callable[[int], np.ndarray]]:
+    """The device's own images, which are drawn, and a projection."""
+    return {DEVICE: volumes.read, PROJECTION: StructuralProjection(volumes).predict}
+
+
+def measure(volumes: FlowVolumes, row: int, predicted: np.ndarray, arm: str) -> list[Line]:
+    """A line for every slab that the volume has; none of the device's own."""
+    return [
+        {"name": name, "l1": l1(own, truth), "ssim": ssim(own, truth, volumes.field(row))}
+        for name, own, truth in zip(volumes.names, predicted, volumes.read(row), strict=True)
+        if arm != DEVICE and not np.isnan(truth).all()
+    ]
+
+
+def answer(examined: Examined[FlowVolumes]) -> Content:
+    """L1 and SSIM of each arm, and of its slabs; what pre-training gains over each other arm."""
+    lines, metrics = examined.lines, ("l1", "ssim")
+    overall = {
+        arm: {metric: examined.per_person(lines, arm, metric) for metric in metrics}
+        for arm in [*examined.arms, PROJECTION]
+    }
+    content: Content = {
+        "shown": min(examined.drawn),
+        "overall": {
+            arm: {metric: examined.estimate(values) for metric, values in means.items()}
+            for arm, means in overall.items()
+        },
+        "slabs": examined.by_name(lines, metrics),
+        "differences": {},
+        "verdicts": [],
+    }
+    for against in list(overall)[1:]:
+        label = LABELS[against]
+        nothing = f"No difference from {label} can be shown: no participant has an SSIM of both."
+        gained = overall[PRETRAINED]["ssim"] - overall[against]["ssim"]
+        content["differences"][against], words = examined.gain(gained, label, "mean SSIM", nothing)
+        content["verdicts"].append(words)
+    if RANDOM not in overall:
+        content["verdicts"].append(NOT_ASKED)
+    return content
+
+
+def draw_slabs(shown: Mapping[str, np.ndarray], names: Sequence[str], title: str) -> Figure:
+    """A row for every slab, a column for every arm; in a row the grey scale of the first one."""
+    figure = Figure(figsize=(3.1 * len(shown) + 0.6, 2.6 * len(names) + 0.8), layout="constrained")
+    axes = figure.subplots(len(names), len(shown), squeeze=False)
+    for place, (row, name) in enumerate(zip(axes, names, strict=True)):
+        first = next(iter(shown.values()))[place]
+        known = first[~np.isnan(first)]
+        low, high = np.percentile(known, [1, 99]) if len(known) else (0.0, 1.0)
+        for axis, (arm, slabs) in zip(row, shown.items(), strict=True):
+            axis.imshow(slabs[place], cmap="gray", vmin=low, vmax=max(high, low + 1e-3), aspect="auto")
+            axis.set(xticks=[], yticks=[])
+            if place == 0:
+                axis.set_title(LABELS[arm], fontsize=9)
+        row[0].set_ylabel(name.replace("_", " "), fontsize=9)
+    figure.suptitle(title, fontsize=10)
+    return figure
+
+
+def write(examined: Examined[FlowVolumes], content: Content) -> None:
+    """slabs.parquet and translation.png, the pre-trained arm in its last column."""
+    examined.write_lines("slabs.parquet", examined.lines)
+    row = content["shown"]
+    order = [DEVICE, PROJECTION, *reversed(examined.arms)]
+    shown = {arm: examined.volumes.cropped(row, examined.drawn[row][arm]) for arm in order}
+    picture = io.BytesIO()
+    figure = draw_slabs(shown, examined.volumes.names, f"{content['title']}: volume {row}")
+    figure.savefig(picture, format="png", dpi=110)
+    storage.write_bytes(storage.join(examined.cfg.run.dir, "translation.png"), picture.getvalue())
+
+
+def tables(content: Content) -> list[Table]:
+    """Of the mean over slabs, and of each slab."""
+    header = ["", "L1", "95 % interval", "SSIM", "95 % interval"]
+    parts = {"Mean of the slabs": content["overall"]}
+    for name in content["names"]:
+        of_slab = {arm: content["slabs"][arm].get(name) for arm in content["overall"]}
+        parts[name.replace("_", " ")] = {arm: cells for arm, cells in of_slab.items() if cells is not None}
+    return [
+        Table(
+            title,
+            header,
+            [[LABELS[arm], *two_cells(of["l1"], ".4f"), *two_cells(of["ssim"])] for arm, of in part.items()],
+        )
+        for title, part in parts.items()
+    ]
+
+
+TRANSLATION = Kind(
+    name="translation",
+    names="slabs",
+    read_volumes=read_volumes,
+    planes=SlabPlanes,
+    loss=lambda *_: slab_loss,
+    metric="l1",
+    sign=-1,
+    score=validation_l1,
+    shown=("validation L1", "{:.4f}"),
+    state=names,
+    title="Slabs of flow",
+    measure=measure,
+    answer=answer,
+    tables=tables,
+    write=write,
+    notes=NOTES,
+    baselines=baselines,
+    drawn=lambda volumes: [int(volumes.of(EVALUATED)[0])],
+    points=lambda content: [f"translation.png shows volume {content['shown']}, the first evaluated one."],
+    per_name=OUTPUTS,
+)

@@ -1,0 +1,158 @@
+"""Predictions of whole scans as files in their own geometry: classes of voxels, or surfaces.
+
+In: a head of layers or segmentation, scans. Out: below DIR at the scan's path nifti (.nii.gz), png (a folder,
+an image a B-scan), seg (DICOM Segmentation) or heightmap (DICOM Height Map Segmentation), segments.jsonl with
+voxels and mm3 of each class, and label_classes.yaml.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import yaml
+
+from data_setup.export.writers.dicom_seg import load_highdicom, write_seg
+from data_setup.export.writers.height_map import write_height_map
+from data_setup.export.writers.masks import write_nifti, write_png
+from data_setup.manifest import Record, read_records
+from data_setup.readers.faults import OCTReadError, RejectReason
+from data_setup.store.format import KEPT
+from data_setup.store.reader import PreparedStore
+from finetuning.dense.head import DenseHead
+from finetuning.dense.whole import WholeScan, classes_of_scan, outputs_of, read_whole, surfaces_of_scan
+from finetuning.embedding.volumes import version_of
+from finetuning.prediction.lines import Line
+from utils import storage
+from utils.config.schema import Config
+from utils.errors import UserError
+from utils.runtime.single import Runtime
+
+HEIGHTMAP = "heightmap"
+ENDINGS = {"nifti": ".nii.gz", "png": "", "seg": ".dcm", HEIGHTMAP: ".dcm"}
+DIGITS = 12  # of a checksum that a file's SoftwareVersions names
+
+
+class Files:
+    """A file or folder of each scan's own geometry, and its line."""
+
+    name = "segments.jsonl"  # of the lines
+    notes = ()  # what a person reads first
+
+    def __init__(
+        self, head: DenseHead, cfg: Config, records: Sequence[Record], form: str, out: str, runtime: Runtime
+    ) -> None:
+        """Writes label_classes.yaml of a head of classes. Raises UserError for two scans of one name."""
+        self.head, self.cfg, self.form, self.out, self.runtime = head, cfg, form, out, runtime
+        if form == "seg":
+            load_highdicom()
+        _require_names(records)
+        self.records = {record.path: record for record in records}
+        if form != HEIGHTMAP:
+            named = {value: name for name, value in head.state["classes"].items()}
+            storage.write_text(storage.join(out, "label_classes.yaml"), yaml.safe_dump(named))
+
+    @property
+    def about(self) -> Line:
+        """Common to all lines."""
+        return {"format": self.form}
+
+    @property
+    def versions(self) -> dict[str, str]:
+        """Path of a scan -> a digest that changes with its file."""
+        options = self.cfg.data.storage_options
+        return {path: version_of(record.url, options) for path, record in self.records.items()}
+
+    def has_files(self, line: Line) -> bool:
+        """Whether what an earlier line names is there."""
+        return storage.exists(line["file"], self.cfg.data.storage_options)
+
+    def lines(self, paths: Sequence[str]) -> Iterator[Line]:
+        """Those of some scans, in their order."""
+        return (self.line(self.records[path]) for path in paths)
+
+    def line(self, record: Record) -> Line:
+        """The line of one scan, whose file is written first."""
+        line: Line = {"path": record.path, "status": KEPT, "message": None}
+        try:
+            return line | self._drawn(record)
+        except storage.StorageNotFoundError as error:
+            return line | {"status": RejectReason.MISSING_FILE.value, "message": error.problem}
+        except OCTReadError as error:
+            return line | {"status": error.reason.value, "message": error.detail}
+
+    def _drawn(self, record: Record) -> Line:
+        """Write the file of one scan; its place, and what is in it."""
+        head, cfg, form = self.head, self.cfg, self.form
+        options, version = cfg.data.storage_options, head.checksum[:DIGITS]
+        place = storage.join(self.out, _stem(record.path) + ENDINGS[form])
+        scan = read_whole(record, cfg, options, "dw" if form == HEIGHTMAP else "dhw")
+        if form in ("seg", HEIGHTMAP) and not scan.header.transfer_syntax.startswith("1.2."):
+            expected = f"a DICOM scan with --format {form}"
+            raise OCTReadError(record.url, RejectReason.NOT_DICOM, expected, scan.header.transfer_syntax)
+        outputs = outputs_of(head.arms[0], scan, cfg, self.runtime)
+        if form == HEIGHTMAP:
+            surfaces = scan.header.to_file_order(surfaces_of_scan(outputs, scan), 1)
+            write_height_map(surfaces, head.names, record.url, version, place, options)
+            return {"file": place, "surfaces": list(head.names)}
+        values = np.array([0, *(head.state["classes"][name] for name in head.names)], np.uint8)
+        labels = values[classes_of_scan(outputs, scan)]
+        if form == "nifti":
+            write_nifti(labels, scan.header, record.path, place, options)
+        elif form == "png":
+            write_png(scan.header.to_file_order(labels), place, options)
+        else:
+            classes = {value: name for name, value in head.state["classes"].items()}
+            write_seg(scan.header.to_file_order(labels), classes, scan.header, version, place, options)
+        return {"file": place, "classes": _sizes(labels, head, scan)}
+
+
+def of_rows(cfg: Config, rows: str) -> list[Record]:
+    """The records of `all` kept rows of the store, or of those that `0,5` names; raises UserError."""
+    store = PreparedStore.open(cfg.data.store, cfg.data.storage_options, cfg.data.cache_dir)
+    kept = store.kept.tolist()
+    if rows != "all" and not re.fullmatch(r"\d+(,\d+)*", rows):
+        raise UserError(f"--rows: expected all, or numbers with commas between, found {rows!r}")
+    chosen = kept if rows == "all" else [int(number) for number in rows.split(",")]
+    listing = read_records(cfg)
+    by_path = {record.path: record for record in [*listing.records, *listing.filtered]}
+    records = []
+    for row in chosen:
+        record = by_path.get(str(store.index.path.get(row))) if row in kept else None
+        if record is None:
+            expected = f"kept rows of {store.url} whose scans {cfg.data.manifest_path} lists"
+            raise UserError(f"--rows: expected {expected}, found {row}")
+        records.append(record)
+    return records
+
+
+def _require_names(records: Sequence[Record]) -> None:
+    """Raise UserError where the files of two scans would have one name."""
+    path_of: dict[str, str] = {}
+    for record in records:
+        name = _stem(record.path)
+        if name in path_of:
+            raise UserError(
+                f"expected scans whose files have different names, found {path_of[name]} and "
+                f"{record.path}; draw them into two folders"
+            )
+        path_of[name] = record.path
+
+
+def _stem(path: str) -> str:
+    """The path below the root without the ending of a file; of a file elsewhere its name."""
+    is_elsewhere = "://" in path or path.startswith(("/", "."))
+    name = Path(path).name if is_elsewhere else path
+    return re.sub(r"(\.nii\.gz|\.ome\.tiff?|\.[A-Za-z]\w{0,4})$", "", name)
+
+
+def _sizes(labels: np.ndarray, head: DenseHead, scan: WholeScan) -> dict[str, dict[str, float]]:
+    """Voxels and mm3 of each class in the scan."""
+    counts = np.bincount(labels.ravel(), minlength=256)
+    voxel = float(np.prod(scan.header.spacing_mm))
+    return {
+        name: {"voxels": int(counts[value]), "mm3": float(counts[value] * voxel)}
+        for name, value in head.state["classes"].items()
+    }

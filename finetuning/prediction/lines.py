@@ -1,0 +1,101 @@
+"""A line a scan, written as the scan is done, so that the same command goes on after a kill.
+
+In: the file, the scans that are asked about, what is common to all lines. Out: what is done, and the file. A
+line is done when version, format and precision are those of now, and what it names is there. Lines of rejects
+are made again; those of other scans and formats stay; a half line does not count.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from data_setup.store.format import KEPT
+from utils import storage
+from utils.config.schema import StorageOptions
+from utils.errors import UserError
+from utils.log import LineFile
+
+AT_ONCE = 20  # lines that a bucket gets together: an object cannot grow
+NEEDED = ("path", "version", "status", "precision", "head_sha256")
+Line = dict[str, Any]
+
+
+class Lines:
+    """The lines of a file, those of earlier starts among them."""
+
+    def __init__(
+        self,
+        url: str,
+        versions: Mapping[str, str],
+        common: Line,
+        has_files: Callable[[Line], bool],
+        options: StorageOptions,
+    ) -> None:
+        """`versions`: path -> version of the scans that are asked about; `common`: to the lines of this
+        start; `has_files`: whether what a line names is there.
+
+        Raises UserError for lines of another head, or a file that is none of this command's.
+        """
+        self.url, self._versions, self._common, self._options = url, versions, common, options
+        earlier = self._earlier()
+        form = common.get("format")
+        self.done = {
+            line["path"]: line
+            for line in earlier
+            if (line.get("format"), line["status"], line["precision"]) == (form, KEPT, common["precision"])
+            and line["version"]
+            and line["version"] == versions.get(line["path"])
+            and has_files(line)
+        }
+        self.others = [x for x in earlier if x["path"] not in versions or x.get("format") != form]
+        self._lines = [*self.others, *self.done.values()]
+        self._file: LineFile | None = None
+        self._write_all()
+        if not storage.is_remote(url):
+            self._file = LineFile(Path(url))
+
+    def add(self, line: Line) -> None:
+        """Write the line of a scan."""
+        whole = line | self._common | {"version": self._versions[line["path"]]}
+        self._lines.append(whole)
+        if self._file is not None:
+            self._file.append(json.dumps(whole))
+        elif len(self._lines) % AT_ONCE == 0:
+            self._write_all()
+
+    def close(self) -> None:
+        """Write what is not written yet."""
+        if self._file is not None:
+            self._file.close()
+        else:
+            self._write_all()
+
+    def _write_all(self) -> None:
+        text = "".join(json.dumps(line) + "\n" for line in self._lines)
+        storage.write_text(self.url, text, self._options)
+
+    def _earlier(self) -> list[Line]:
+        """The lines of earlier starts with this head."""
+        if not storage.exists(self.url, self._options):
+            return []
+        lines, checksum = [], self._common["head_sha256"]
+        for text in storage.read_text(self.url, self._options).splitlines(keepends=True):
+            if not text.endswith("\n"):
+                continue
+            try:
+                line = json.loads(text)
+                of_head = {key: line[key] for key in NEEDED}["head_sha256"]
+            except (ValueError, KeyError, TypeError) as error:
+                raise UserError(
+                    f"{self.url}: expected lines of finetuning.predict, found another one ({error})"
+                ) from error
+            if of_head != checksum:
+                raise UserError(
+                    f"{self.url}: expected lines of the head with sha256 {checksum[:12]}, found one of "
+                    f"{str(of_head)[:12]}; give another --out"
+                )
+            lines.append(line)
+        return lines

@@ -12,11 +12,10 @@ from collections.abc import Sequence
 
 import numpy as np
 import pydicom
-from pydicom.dataset import FileDataset, FileMetaDataset
 from pydicom.sequence import Sequence as Items
-from pydicom.uid import UID, ExplicitVRLittleEndian, generate_uid
+from pydicom.uid import generate_uid
 
-from data_setup.export.writers.items import make_item, require
+from data_setup.export.writers.items import fill, make_item, new_file, require, to_bytes
 from data_setup.readers.heights import HEIGHT_MAP_CLASS
 from utils import storage
 from utils.config.schema import StorageOptions
@@ -40,11 +39,7 @@ def write_height_map(
     """Write a .dcm at `url`; `version`: of what predicted. Raises OCTReadError, StorageError."""
     scan = pydicom.dcmread(io.BytesIO(storage.read_bytes(scan_url, options)), stop_before_pixels=True)
     require(scan, NEEDED, "Height Map Segmentation", scan_url)
-    meta = FileMetaDataset()
-    meta.MediaStorageSOPClassUID = UID(HEIGHT_MAP_CLASS)
-    meta.MediaStorageSOPInstanceUID = generate_uid()
-    meta.TransferSyntaxUID = ExplicitVRLittleEndian
-    written = FileDataset(io.BytesIO(), {}, file_meta=meta, preamble=b"\0" * 128)
+    written = new_file(HEIGHT_MAP_CLASS, generate_uid())
     for keyword in _OF_THE_SCAN:
         if keyword in scan:
             written[keyword] = scan[keyword]
@@ -57,7 +52,7 @@ def write_height_map(
     )
     root = {
         "SOPClassUID": HEIGHT_MAP_CLASS,
-        "SOPInstanceUID": meta.MediaStorageSOPInstanceUID,
+        "SOPInstanceUID": written.file_meta.MediaStorageSOPInstanceUID,
         "SeriesInstanceUID": generate_uid(),
         "SeriesNumber": 901,
         "InstanceNumber": 1,
@@ -90,9 +85,6 @@ def write_height_map(
             for number in range(1, len(names) + 1)
         ),
     }
-    for keyword, value in root.items():
-        setattr(written, keyword, value)
+    fill(written, root)
     written.FloatPixelData = np.ascontiguousarray(heights).tobytes()
-    buffer = io.BytesIO()
-    written.save_as(buffer, enforce_file_format=True)
-    storage.write_bytes(url, buffer.getvalue(), options)
+    storage.write_bytes(url, to_bytes(written), options)

@@ -21,8 +21,7 @@ import numpy as np
 from data_setup.readers.faults import OCTReadError, RejectReason
 from data_setup.readers.geometry import check_lines
 from data_setup.readers.heidelberg import DEVICE
-from data_setup.readers.makers.library import eyepy_module, parsing
-from data_setup.readers.makers.surfaces import Surfaces
+from data_setup.readers.makers.library import Surfaces, eyepy_module, parsing
 from data_setup.readers.sidecar import MAX_VOLUME_BYTES, Sidecar, checked_frames, make_header
 
 _MODULE = "eyepy.io.he.e2e_reader"

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import IO, Any
 
 from data_setup.readers.makers import e2e, topcon, vol, zeiss_img
-from data_setup.readers.makers.surfaces import Surfaces
+from data_setup.readers.makers.library import Surfaces
 from data_setup.readers.sidecar import Sidecar
 
 E2E, VOL, FDA, FDS, IMG = "Heidelberg E2E", "Heidelberg VOL", "Topcon FDA", "Topcon FDS", "Zeiss IMG"

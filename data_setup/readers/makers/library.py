@@ -1,20 +1,41 @@
-"""eyepy and construct, the optional libraries: where they are missing, a reject with the pip line.
+"""What the makers' readers share: eyepy and construct, and the layers that a maker's software drew.
 
-eyepy (MIT) knows the fields of Heidelberg's files. Its releases rename what it holds, so the pip line names
-the one that was tried.
+eyepy (MIT), which is optional, knows the fields of Heidelberg's files; without it a file is a reject with the
+pip line. Its releases rename what it holds, so the pip line names the one that was tried.
 """
 
 from __future__ import annotations
 
 import importlib
+import io
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
+
+import numpy as np
 
 from data_setup.readers.faults import OCTReadError, RejectReason
 from data_setup.readers.sidecar import reading
 
 PIP_LINE = "pip install eyepy==0.21.0"
+
+
+@dataclass(frozen=True)
+class Surfaces:
+    """Layers of a file that a manifest names (`label_surfaces`): float32 [S, D, W] and S names.
+
+    Rows of the image, 0 = the centre of the top row, NaN where nothing was drawn.
+    """
+
+    heights: np.ndarray
+    names: tuple[str, ...]
+
+    def to_bytes(self) -> bytes:
+        """A .npz with `surfaces` and `names`."""
+        buffer = io.BytesIO()
+        np.savez_compressed(buffer, surfaces=self.heights, names=np.array(self.names))
+        return buffer.getvalue()
 
 
 def eyepy_module(name: str, url: str) -> Any:

@@ -12,6 +12,7 @@ from pydicom.uid import JPEG2000Lossless
 
 from data_setup.readers.faults import RejectReason
 from data_setup.readers.open_record import peek_record
+from tests.data_setup.dicom.reading import assign
 from tests.data_setup.importers.reading import SPACING, read, record, reject
 from tests.support.dicom_factory import rows_down, speckle, write_opt
 from utils import storage
@@ -40,31 +41,15 @@ def hide_in_private_tag(ds: FileDataset) -> None:
     del ds.PixelData
 
 
-def make_raw(ds: FileDataset) -> None:
-    ds.SOPClassUID = "1.2.840.10008.5.1.4.1.1.66"
-
-
-def make_private(ds: FileDataset) -> None:
-    ds.SOPClassUID = "1.2.276.0.75.2.2.70.0.9.9"
-
-
-def make_nothing(ds: FileDataset) -> None:
-    ds.SOPClassUID = ""
-
-
-def make_report(ds: FileDataset) -> None:
-    ds.SOPClassUID = "1.2.840.10008.5.1.4.1.1.104.1"
-
-
 @pytest.mark.parametrize(
     ("edit", "reason", "text"),
     [
         (scramble_pixels, RejectReason.SCRAMBLED_PIXELS, "ask Zeiss for an export as standard OPT DICOM"),
         (hide_in_private_tag, RejectReason.SCRAMBLED_PIXELS, "ask Zeiss"),
-        (make_raw, RejectReason.MAKERS_RAW_DATA, "export the scan as OPT DICOM"),
-        (make_private, RejectReason.MAKERS_RAW_DATA, "export the scan as OPT DICOM"),
-        (make_nothing, RejectReason.NOT_OPT, "no SOPClassUID"),
-        (make_report, RejectReason.NOT_OPT, r"a report \(PDF\)"),
+        (assign(SOPClassUID="1.2.840.10008.5.1.4.1.1.66"), RejectReason.MAKERS_RAW_DATA, "export the scan"),
+        (assign(SOPClassUID="1.2.276.0.75.2.2.70.0.9.9"), RejectReason.MAKERS_RAW_DATA, "export the scan"),
+        (assign(SOPClassUID=""), RejectReason.NOT_OPT, "no SOPClassUID"),
+        (assign(SOPClassUID="1.2.840.10008.5.1.4.1.1.104.1"), RejectReason.NOT_OPT, r"a report \(PDF\)"),
     ],
 )
 def test_a_dead_end_says_what_to_export(

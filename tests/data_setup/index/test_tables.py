@@ -9,7 +9,8 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from tests.data_setup.index.trees import SPACING, index, table, write_dicoms
+from tests.data_setup.importers.reading import SPACING
+from tests.data_setup.index.trees import index, table, write_dicoms
 from tests.support.dicom_factory import speckle
 from tests.support.import_factory import write_images, write_nifti, write_yaml
 from utils.errors import UserError

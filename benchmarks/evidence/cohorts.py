@@ -11,7 +11,7 @@ In: a folder and two numbers of participants. Out, below the folder:
 DIR is laid out as AI-READI is: `participants.tsv`, `retinal_oct/manifest.tsv` and the DICOM files that the
 manifest names.
 
-data_setup.phantom.truth_tokens says what layer occupancy is.
+benchmarks.truth_tokens says what layer occupancy is.
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ import numpy as np
 import pandas as pd
 from sklearn.model_selection import StratifiedKFold
 
+from benchmarks.truth_tokens import layer_occupancy, sample_tokens, valid_tokens
 from data_setup import prepare
 from data_setup.phantom import cli as phantom
-from data_setup.phantom.truth_tokens import layer_occupancy, read_truth_file, sample_tokens, valid_tokens
+from data_setup.phantom.truth import read_truth_file
 from data_setup.store.reader import PreparedStore
 from utils.config.schema import Config, SpatialConfig
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from data_setup.manifest import Record
 from data_setup.readers.faults import RejectReason
 from data_setup.store.format import UNREAD
 
@@ -36,11 +37,12 @@ class Finding:
 
     path: str
     url: str
-    is_orphan: bool
-    device: str | None
-    protocol: str | None
-    manifest_laterality: str | None
-    is_double: bool = False
+    record: Record | None = None
+    is_orphan: bool = False
+    device: str | None = None
+    protocol: str | None = None
+    manifest_laterality: str | None = None
+    is_double: bool = False  # an earlier row has the SOPInstanceUID, so prepare does not use this one
     size: int = 0
     status: str = OK
     message: str | None = None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import io
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,9 +17,10 @@ from typing import Any
 import numpy as np
 
 from data_setup.readers.faults import OCTReadError, RejectReason
-from data_setup.readers.sidecar import reading
+from data_setup.readers.sidecar import MAX_VOLUME_BYTES, reading
 
 PIP_LINE = "pip install eyepy==0.21.0"
+PATTERNS = {1: "a single line", 2: "a circle", 5: "a star of radial lines"}  # of Heidelberg, no volumes
 
 
 @dataclass(frozen=True)
@@ -57,3 +59,10 @@ def parsing(url: str, expected: str) -> Iterator[None]:
             yield
     except construct.ConstructError as error:  # its text quotes bytes of the file
         raise OCTReadError(url, RejectReason.CORRUPT_FILE, expected, type(error).__name__) from None
+
+
+def check_size(shape: tuple[int, int, int], value_bytes: int, url: str) -> None:
+    """Raise corrupt_file for a (B-scans, rows, columns) that no volume has."""
+    if not 0 < math.prod(shape) * value_bytes <= MAX_VOLUME_BYTES:
+        expected = f"B-scans x rows x columns of up to {MAX_VOLUME_BYTES} bytes"
+        raise OCTReadError(url, RejectReason.CORRUPT_FILE, expected, "another number")

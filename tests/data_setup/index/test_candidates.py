@@ -9,8 +9,8 @@ import pytest
 
 from data_setup.index import cli
 from data_setup.index.candidates import find_candidates
-from tests.data_setup.importers.reading import SPACING, run_prepare
-from tests.data_setup.index.trees import index, table
+from tests.data_setup.importers.reading import SPACING
+from tests.data_setup.index.trees import index, run_prepare, table
 from tests.support.dicom_factory import rows_down, speckle, write_opt
 from tests.support.import_factory import write_images, write_nifti, write_ome, write_yaml
 from utils import storage

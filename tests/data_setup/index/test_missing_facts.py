@@ -11,8 +11,8 @@ import pandas as pd
 import pytest
 from pydicom.dataset import FileDataset
 
-from tests.data_setup.importers.reading import SPACING, run_prepare
-from tests.data_setup.index.trees import index, maker, table, write_dicoms, write_image_folders
+from tests.data_setup.importers.reading import SPACING
+from tests.data_setup.index.trees import index, maker, run_prepare, table, write_dicoms, write_image_folders
 from tests.support.dicom_factory import rows_down, speckle, write_opt
 from tests.support.import_factory import write_heyex_body, write_images, write_yaml
 

@@ -11,8 +11,8 @@ import pytest
 from data_setup.index.people import person_of_path, side_of_path
 from data_setup.tables.splits import seeded_split
 from pretraining.rows import open_rows
-from tests.data_setup.importers.reading import GRID, SPACING, run_prepare
-from tests.data_setup.index.trees import index, maker, table, write_dicoms
+from tests.data_setup.importers.reading import GRID, SPACING
+from tests.data_setup.index.trees import index, maker, run_prepare, table, write_dicoms
 from tests.support.dicom_factory import rows_down, speckle, write_opt
 from tests.support.import_factory import write_images
 from tests.support.pipeline_factory import SMOKE

@@ -1,4 +1,4 @@
-"""Trees of files of any kind, the command that indexes them, and the tables it writes."""
+"""Trees of files of any kind, the command that indexes them, the tables it writes and the store of them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from pathlib import Path
 from pydicom.dataset import FileDataset
 
 from data_setup.index import cli
-from tests.data_setup.importers.reading import SPACING
+from data_setup.store.reader import PreparedStore
+from tests.data_setup.importers import reading
+from tests.data_setup.importers.reading import GRID, SPACING
 from tests.support.dicom_factory import rows_down, speckle, write_opt
 from tests.support.import_factory import write_images
 
@@ -54,3 +56,8 @@ def table(path: Path, key: str = "filepath") -> Table:
 
 def index(root: Path | str, *more: str) -> int:
     return cli.main([str(root), "--workers", "0", *more])
+
+
+def run_prepare(root: Path, store: Path, *more: str) -> PreparedStore:
+    """The store of an indexed tree, on a small grid."""
+    return reading.run_prepare(root, store, *GRID, *more)

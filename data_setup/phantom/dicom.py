@@ -19,7 +19,7 @@ from pydicom.uid import (
     RLELossless,
 )
 
-from data_setup.export.writers.items import fill, make_code, make_item, make_uid, new_file, to_bytes
+from data_setup.export.items import fill, make_code, make_item, make_uid, new_file, to_bytes
 from data_setup.phantom.groups import FileSpec, frame_groups, shared_groups
 
 SYNTAXES: dict[str, UID] = {

@@ -16,7 +16,7 @@ from pydicom.dataset import FileDataset
 from pydicom.encaps import encapsulate, generate_frames
 from pydicom.uid import JPEGLosslessSV1, OphthalmicPhotography8BitImageStorage
 
-from data_setup.export.writers.items import to_bytes
+from data_setup.export.items import to_bytes
 from data_setup.phantom.cohort import Participant, Scan
 from data_setup.phantom.dicom import add_pixels, build_dataset, write_volume
 from data_setup.phantom.files import (

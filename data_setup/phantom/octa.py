@@ -19,7 +19,7 @@ from pydicom.dataset import Dataset, FileDataset
 from pydicom.sequence import Sequence as Items
 from pydicom.uid import UID, OphthalmicTomographyImageStorage
 
-from data_setup.export.writers.items import fill, make_code, make_item, make_uid, new_file, to_bytes
+from data_setup.export.items import fill, make_code, make_item, make_uid, new_file, to_bytes
 from data_setup.phantom.anatomy import SURFACES
 from data_setup.phantom.dicom import MODEL_TEXT
 from data_setup.phantom.files import write_file

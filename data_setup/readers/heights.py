@@ -12,7 +12,7 @@ What real files do, and what is done here:
   names       SegmentLabel where every frame has a known one. Topcon's labels stand in another order than the
               surfaces: the labels are dealt out by depth, and this is noted. Else surface_01, surface_02, ...
 
-A map that says itself what is no height (FloatPixelPaddingValue), as export/writers/height_map.py writes, is
+A map that says itself what is no height (FloatPixelPaddingValue), as export/predictions.py writes, is
 read by `read_stated_heights`: any number of surfaces, in the order and by the labels of the file.
 """
 

@@ -10,8 +10,8 @@ from pydicom.dataset import Dataset, FileDataset
 from pydicom.sequence import Sequence as DicomSequence
 from pydicom.uid import UID, ExplicitVRLittleEndian, ImplicitVRLittleEndian
 
-from data_setup.export.writers.items import make_item as item
-from data_setup.export.writers.items import new_file
+from data_setup.export.items import make_item as item
+from data_setup.export.items import new_file
 
 OPT = "1.2.840.10008.5.1.4.1.1.77.1.5.4"
 TRITON = "9001_triton_macula_6x6_octa_oct_r_1.2.3.dcm"

@@ -15,7 +15,7 @@ import numpy as np
 import pydicom
 from pydicom.config import disable_value_validation
 
-from data_setup.export.writers.items import make_uid, to_bytes
+from data_setup.export.items import make_uid, to_bytes
 from data_setup.phantom import octa
 from data_setup.phantom.octa import LINK, NOT_REPORTED, SURFACES_OF, scans_of
 from data_setup.readers.heights import INVALID_UP_TO

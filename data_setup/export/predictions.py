@@ -1,8 +1,8 @@
 """Predictions as files that other programs open, in the geometry of the scan that they are of.
 
 In: classes of voxels, uint8 [D, H, W] in the frame order of the scan's file (for NIfTI as its reader sorts
-the frames, side by side), or surfaces, float32 [S, D, W] in rows of the scan (0: the centre of the first), NaN:
-none; what its header says. Out, as `prepare --labels` reads them:
+the frames, side by side), or surfaces, float32 [S, D, W] in rows of the scan (0: the centre of the first,
+NaN: none); what its header says. Out, as `prepare --labels` reads them:
   NIfTI    of the scan's own array order and affine where it is NIfTI, else [W, H, D] with W to the patient's
            left, H to posterior, and D as the frames run
   PNG      one a B-scan, whose grey values are the classes

@@ -96,10 +96,6 @@ def _are_axes(value: Any) -> bool:
     )
 
 
-def _is_shape(value: Any) -> bool:
-    return isinstance(value, list) and len(value) == 3 and all(_is_whole(v, 1) for v in value)
-
-
 _RULES = {
     "spacing_mm": ("three lengths in mm above 0, [D, H, W]", lambda v: _are_numbers(v, 3) and min(v) > 0),
     "laterality": ("L, R, OS, OD, left or right", lambda v: _is_text(v) and v.strip().lower() in SIDES),
@@ -116,7 +112,10 @@ _RULES = {
         "[from, to] in shares of the width, 0 to 1",
         lambda v: _are_numbers(v, 2) and 0 <= v[0] < v[1] <= 1,
     ),
-    "shape": ("three whole numbers from 1, [D, H, W]", _is_shape),
+    "shape": (
+        "three whole numbers from 1, [D, H, W]",
+        lambda v: isinstance(v, list) and len(v) == 3 and all(_is_whole(n, 1) for n in v),
+    ),
 }
 assert [*_RULES, "listed_spacing_mm"] == [f.name for f in fields(Sidecar)]
 

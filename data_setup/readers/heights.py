@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import re
 import struct
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -169,6 +170,11 @@ def references_of_groups(ds: Dataset) -> frozenset[str]:
     for group in groups:
         for derivation in group.get("DerivationImageSequence") or []:
             items += derivation.get("SourceImageSequence") or []
+    return uids_of_scans(items)
+
+
+def uids_of_scans(items: Iterable[Dataset]) -> frozenset[str]:
+    """The SOPInstanceUIDs of those referenced items that are OCT volumes."""
     return frozenset(
         str(item.ReferencedSOPInstanceUID)
         for item in items

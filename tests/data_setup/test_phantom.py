@@ -71,7 +71,7 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def faulty_tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("faulty") / "tree"
-    write_tree(root, participants=2, seed=SEED, faults=True, naming="v2", workers=1, heights=True, flow=True)
+    write_tree(root, participants=2, seed=SEED, faults=True, naming="v2", workers=1)
     return root
 
 
@@ -318,12 +318,14 @@ def test_planted_faults_are_what_the_list_says(faulty_tree: Path) -> None:
             assert str(caught.value.reason) == fault["expected_reason"], fault
 
 
-def test_a_scan_of_an_unknown_eye_has_no_flow(faulty_tree: Path) -> None:
+def test_a_scan_of_an_unknown_eye_has_no_flow(tmp_path: Path) -> None:
     """Nobody says whose vessels these are; its height map stays in the manifest."""
-    table = pd.read_csv(faulty_tree / "retinal_octa" / "manifest.tsv", sep="\t").set_index("laterality")
+    root = tmp_path / "t"
+    write_tree(root, participants=1, seed=SEED, faults=True, heights=True, flow=True, workers=0)
+    table = pd.read_csv(root / "retinal_octa" / "manifest.tsv", sep="\t").set_index("laterality")
     row = table.loc["unknown_laterality"]
     assert row.flow_cube_file_path == "Not reported"
-    assert (faulty_tree / row.associated_segmentation_file_path.strip("/")).is_file()
+    assert (root / row.associated_segmentation_file_path.strip("/")).is_file()
 
 
 def test_version_2_names(faulty_tree: Path) -> None:

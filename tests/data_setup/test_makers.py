@@ -20,8 +20,8 @@ from data_setup.readers.faults import RejectReason
 from data_setup.readers.makers import e2e, kinds, topcon
 from data_setup.readers.open_record import open_record, source_stat
 from tests.data_setup.importers.reading import GRID, read, record, reject, run_prepare
+from tests.data_setup.importers.test_heidelberg import VENDOR
 from tests.data_setup.index.trees import table
-from tests.data_setup.test_heyex import VENDOR
 from tests.support.dicom_factory import speckle
 from tests.support.import_factory import write_yaml
 from tests.support.makers_factory import LARGEST, write_e2e, write_topcon, write_vol

@@ -256,6 +256,6 @@ def _odd_texts(rows: list[dict[str, object]]) -> list[dict[str, object]]:
     for row, odd in zip(rows, changes, strict=False):
         path = str(row["filepath"])
         row.update({key: text.format(path) for key, text in odd.items()})
-        found: dict[str, object] = {"path": path.lstrip("/"), "kind": "odd_manifest_text"}
-        planted.append(found | {"expected_reason": None})
+        fact: dict[str, object] = {"path": path.lstrip("/"), "kind": "odd_manifest_text"}
+        planted.append(fact | {"expected_reason": None})
     return planted

@@ -11,8 +11,8 @@ from data_setup.index.sets.files import FAIRVISION, OCTAVE, RETOUCH
 from data_setup.index.sets.folders import NEH_UT, OIMHS, OLIVES, SRINIVASAN
 from data_setup.index.sets.matlab import DUKE_AMD, DUKE_DME, OCTA500, OCTRIMA
 
-_EVERY = (OCTA500, DUKE_AMD, DUKE_DME, SRINIVASAN, RETOUCH, OLIVES)
-_EVERY += (NEH_UT, OIMHS, OCTAVE, FAIRVISION, OCTRIMA)
+_EVERY = [OCTA500, DUKE_AMD, DUKE_DME, SRINIVASAN, RETOUCH, OLIVES]
+_EVERY += [NEH_UT, OIMHS, OCTAVE, FAIRVISION, OCTRIMA]
 PLUGS: dict[str, Plug] = {plug.name: plug for plug in _EVERY}
 _SINGLE = "single B-scans, chosen one by one; this model reads volumes, and no eye can be put together again"
 NO_VOLUMES = {

@@ -28,10 +28,11 @@ import numpy as np
 import torch
 from torch import nn
 
+from benchmarks.truth_tokens import layer_occupancy, sample_tokens, valid_tokens
 from data_setup.loader import EVALUATION_BATCH, evaluation_batches, start_early
 from data_setup.manifest import select_wanted
 from data_setup.normalisation import plain_view
-from data_setup.phantom.truth_tokens import layer_occupancy, read_truth_file, sample_tokens, valid_tokens
+from data_setup.phantom.truth import read_truth_file
 from data_setup.store.reader import PreparedStore
 from finetuning.answers.answer import Answer
 from finetuning.answers.checkpoint_evaluation import find_checkpoint

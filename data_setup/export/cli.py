@@ -46,7 +46,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; 0; raises UserError, StorageError."""
     args = _parse(argv)
-    from data_setup.export.files import nifti_files, ome_files
+    from data_setup.export.volume import nifti_files, ome_files
     from utils.storage import exists, join, read_bytes, write_bytes
 
     options = StorageOptions(endpoint_url=args.endpoint_url)

@@ -34,8 +34,7 @@ from data_setup.index.look import OCTA, Entry, Rules, look, with_ids_of_folders
 from data_setup.index.octa import write_octa
 from data_setup.index.people import compile_pattern
 from data_setup.index.sets.facts import Tree
-from data_setup.index.sets.page import describe, overview
-from data_setup.index.sets.preset import entries_of, plug_of
+from data_setup.index.sets.preset import describe, entries_of, overview, plug_of
 from data_setup.index.summary import summarise
 from data_setup.index.write import write_tables
 from data_setup.readers.faults import RejectReason

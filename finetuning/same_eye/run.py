@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 from sklearn.preprocessing import StandardScaler
 
-from data_setup.phantom.truth_tokens import read_truth_file
+from data_setup.phantom.truth import read_truth_file
 from data_setup.store.reader import PreparedStore
 from finetuning.answers.answer import Answer, Content, protocol_of
 from finetuning.cohort.cohort import EVALUATED, TRAIN, VAL, Cohort, count_seen, seen_by_head

@@ -19,8 +19,8 @@ from benchmarks.evidence.calibration import steps_of_budget
 from benchmarks.evidence.cohorts import read_truth
 from benchmarks.evidence.real import make_real_data, make_tree, read_labels, read_table, settle_source
 from benchmarks.evidence.scores import save_scores, score
+from benchmarks.truth_tokens import layer_occupancy
 from data_setup.manifest import read_records, unknown_record
-from data_setup.phantom.truth_tokens import layer_occupancy
 from data_setup.store.reader import PreparedStore
 from tests.support.import_factory import write_nifti
 from tests.support.pipeline_factory import ROOT

@@ -17,7 +17,7 @@ import yaml
 
 from data_setup import prepare
 from data_setup.index import cli
-from data_setup.index.sets import NO_VOLUMES, PLUGS, page
+from data_setup.index.sets import NO_VOLUMES, PLUGS, preset
 from data_setup.index.sets.facts import MARKS, Fact, Plug, Tree
 from data_setup.readers.faults import OCTReadError
 from data_setup.store.reader import PreparedStore
@@ -395,7 +395,7 @@ def test_sets_of_single_images_have_a_reason() -> None:
     with pytest.raises(UserError, match=r"found 'octa50' \(near octa500\)"):
         cli.main(["--sets", "octa50"])
     assert not set(NO_VOLUMES) & set(PLUGS)
-    text = "\n".join(page.overview())
+    text = "\n".join(preset.overview())
     assert all(f"{name} " in text for name in (*PLUGS, *NO_VOLUMES))
 
 

@@ -30,7 +30,6 @@ from tests.support.pipeline_factory import ROOT, pipeline_config
 from tests.support.tb_reader import events, scalars
 from tests.support.wandb_reader import history, written
 from utils.dashboards.pictures import Forecast, brightest_token, relative_error, similarity, similarity_map
-from utils.dashboards.tensorboard import TensorBoardWriter
 from utils.errors import UserError
 from utils.log import NoLog, RunLog
 from utils.run import skipped_updates
@@ -311,31 +310,21 @@ def date_back(run: Path) -> None:
     new.rename(new.with_name(f"events.out.tfevents.000000000{number}.vm.1.0"))
 
 
-def test_tensorboard_goes_on_where_the_checkpoint_was(tmp_path: Path) -> None:
-    """What came after the checkpoint of step 2 is struck out, and all of a run that had none."""
+@pytest.mark.parametrize("start", [0, 2])
+def test_tensorboard_goes_on_where_the_checkpoint_was(tmp_path: Path, start: int) -> None:
+    """What came after it is struck out, also of curves that the resumed run does not write again."""
     cfg = small_config("vjepa2", "wandb.mode=disabled", "log.tensorboard=true", f"run.dir={tmp_path}")
-    for start, steps, value in ((0, (1, 2, 5), 5.0), (0, (1, 2, 3, 4), 1.0), (2, (3,), 9.0)):
-        run_log = RunLog(cfg, start, 10, synthetic=False)
-        for step in steps:
-            run_log.metrics(step, {"train/loss": value})
-        run_log.close()
-        date_back(tmp_path)
-    assert scalars(tmp_path)["train/loss"] == {1: 1.0, 2: 1.0, 3: 9.0}
-
-
-@pytest.mark.parametrize(("start", "struck_from"), [(0, 0), (2, 3)])
-def test_tensorboard_strikes_out_all_that_came_after_the_checkpoint(
-    tmp_path: Path, start: int, struck_from: int
-) -> None:
-    """Also of curves that the resumed run does not write again, and before it writes anything."""
-    writer = TensorBoardWriter(tmp_path, 0)
+    run_log = RunLog(cfg, 0, 10, synthetic=False)
     for step in range(1, 5):
-        writer.metrics(step, {"train/loss": 1.0, "val/loss": 1.0})
-    writer.close(False)
+        run_log.metrics(step, {"train/loss": 1.0, "val/loss": 1.0})
+    run_log.close()
     date_back(tmp_path)
-    TensorBoardWriter(tmp_path, start).close(False)
-    kept = dict.fromkeys(range(1, struck_from), 1.0)
+    run_log = RunLog(cfg, start, 10, synthetic=False)
+    run_log.metrics(start + 1, {"train/loss": 9.0})
+    run_log.close()
+    kept = dict.fromkeys(range(1, start + 1), 1.0)
     assert scalars(tmp_path).get("val/loss", {}) == kept
+    assert scalars(tmp_path)["train/loss"] == kept | {start + 1: 9.0}
 
 
 def test_tensorboard_that_is_missing_is_said_before_training(

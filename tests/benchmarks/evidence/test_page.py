@@ -13,14 +13,7 @@ import pytest
 
 from benchmarks.evidence import cli as evidence
 from benchmarks.evidence import differences
-from benchmarks.evidence.arms import (
-    ARMS,
-    CONTROLS,
-    RANDOM_ARM,
-    arm_by_name,
-    arm_config,
-    run_dir,
-)
+from benchmarks.evidence.arms import ARMS, CONTROLS, RANDOM_ARM, arm_by_name, arm_config, run_dir
 from benchmarks.evidence.differences import (
     BASELINE_LABELS,
     Draws,
@@ -30,10 +23,7 @@ from benchmarks.evidence.differences import (
     training_facts,
 )
 from benchmarks.evidence.page import write_results
-from benchmarks.evidence.queue import (
-    BASELINES,
-    Plan,
-)
+from benchmarks.evidence.queue import BASELINES, Plan
 from benchmarks.evidence.scores import load_scores, save_scores, score
 from tests.support.evidence_factory import small_truth
 from utils.errors import UserError

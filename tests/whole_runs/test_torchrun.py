@@ -44,13 +44,8 @@ ONE_SET = (*TWO, WITH_WANDB)  # whose files are counted
 ONE = (f"train.max_steps={STEPS}",)
 RECIPES = {
     "vjepa2": (),
-    "methods": (
-        *("method.recipe=methods", "method.mask_ratio=0.6", "method.ema_base=0.996", "method.dropout=0.1"),
-        *("method.drop_path=0.1", "method.regulariser=none", "method.regulariser_weight=0"),
-        "method.neighbour_weight=0",
-    ),
     "mae": ("method.recipe=mae",),
-}
+}  # all of them: tests/utils/test_group.py
 FILES = {"config.yaml", "log.txt", "metrics.jsonl", "prepare_report.json", "provenance.json", "wandb_id.txt"}
 
 

@@ -56,16 +56,6 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def test_saved_scores_come_back(finished: Path) -> None:
-    folder = run_dir(finished, arm_by_name("vjepa2"), 1)
-    scores, facts = load_scores(folder)
-    assert facts["rankme"] == 51.0
-    assert facts["scores"] == {task: scores.of(task) for task in ("classes", "thickness", "occupancy")}
-    only, _ = load_scores(finished / BASELINES / "position")
-    assert only.classes is None
-    assert only.of("thickness") is None
-
-
 def test_the_table_says_what_wins_and_what_does_not(finished: Path, tmp_path: Path) -> None:
     out = tmp_path / "results.md"
     text = write_results(finished, out)

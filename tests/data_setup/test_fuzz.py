@@ -69,8 +69,7 @@ def test_the_watch_sees_what_it_is_for() -> None:
     sound = Result(0, "named: not_dicom", 0.1, 10**6)
     assert sound.is_good
     for bad in (
-        Result(0, "hung", LIMIT_S, 0),
-        Result(0, "died: -11", 0.0, 0),
+        Result(0, "ended it: -11", 0.0, 0),
         Result(0, "MemoryError at x: y", 0.1, 0),
         Result(0, "ok", LIMIT_S + 1, 0),
         Result(0, "ok", 0.1, 2**30),

@@ -100,16 +100,14 @@ def write_mat(path: Path, **arrays: Any) -> None:
     """A MATLAB file, version 5."""
     from scipy.io import savemat
 
-    buffer = io.BytesIO()
-    savemat(buffer, arrays, do_compression=True)
-    write_file(path, buffer.getvalue())
+    path.parent.mkdir(parents=True, exist_ok=True)
+    savemat(path, arrays, do_compression=True)
 
 
 def write_npz(path: Path, **arrays: Any) -> None:
     """A compressed archive of arrays."""
-    buffer = io.BytesIO()
-    np.savez_compressed(buffer, allow_pickle=True, **arrays)
-    write_file(path, buffer.getvalue())
+    path.parent.mkdir(parents=True, exist_ok=True)
+    np.savez_compressed(path, **arrays)
 
 
 def write_mhd(path: Path, voxels: np.ndarray) -> None:
@@ -308,9 +306,8 @@ def _fairvision(root: Path) -> None:
             folder = list(files._FAIRVISION_SPLITS)[n // 2]
             about = {"age": one.age, "male": n % 2, "race": n % 3, "hispanic": 0, "language": 1}
             label = {files._FAIRVISION_LABELS[disease]: values[disease][n % 2]}
-            write_npz(
-                root / disease / folder / f"data_{n + 1:05d}.npz", oct_bscans=one.voxels, **label, **about
-            )
+            path = root / disease / folder / f"data_{n + 1:05d}.npz"
+            write_npz(path, oct_bscans=one.voxels, **label, **about)
 
 
 def _octrima(root: Path) -> None:

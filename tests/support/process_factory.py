@@ -195,9 +195,9 @@ def processes() -> dict[int, tuple[int, str]]:
     return children
 
 
-def descendants(pid: int, everybody: dict[int, tuple[int, str]] | None = None) -> dict[int, str]:
-    """Command lines of the processes below one, of `processes()` now or as they were."""
-    everybody = processes() if everybody is None else everybody
+def descendants(pid: int) -> dict[int, str]:
+    """Command lines of the processes below one."""
+    everybody = processes()
     below = {pid}
     while True:
         more = {child for child, (parent, _) in everybody.items() if parent in below} - below
@@ -214,10 +214,3 @@ def worker_of_rank(launcher: int, rank: int) -> int:
         ):
             return pid
     raise AssertionError(f"no process of rank {rank} below {launcher}")
-
-
-def loader_workers(pid: int) -> list[int]:
-    """Loader workers of a training process: what its fork server started."""
-    everybody = processes()
-    below = descendants(pid, everybody)
-    return [p for p in below if "multiprocessing.forkserver" in everybody.get(everybody[p][0], (0, ""))[1]]

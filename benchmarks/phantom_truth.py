@@ -1,4 +1,6 @@
-"""What an encoder tells of the phantom's truth.
+"""What an encoder tells of the phantom's truth: which layers lie in a token, and how thick they are.
+
+    python -m benchmarks.phantom_truth --config configs/smoke_test.yaml --control runs/smoke_control
 
 In: a checkpoint of pretraining.train (the one that finetuning.evaluate takes), another of the same
 configuration after a few steps (--control: a file or a run's folder), the prepared store of a phantom and its

@@ -1,5 +1,9 @@
 """Prepare once: every listed DICOM volume, checked, on one grid, in the store that training reads.
 
+    python -m data_setup.prepare --config configs/smoke_test.yaml
+    python -m data_setup.prepare --config configs/pretrain_oct_vjepa2.yaml data.gcs_root=TREE data.store=STORE
+    python -m data_setup.prepare --config configs/smoke_test.yaml --verify
+
 In: the manifest (data.gcs_root), the grid (spatial). Out: the store at data.store, its index and
 prepare_report.json, and a table. A file that cannot be used is a row with its reason; the run goes on until
 rejects exceed data.max_reject_fraction of the records. A rerun keeps finished rows, also when their source
@@ -26,6 +30,9 @@ the same one: files of equal size are not read again.
 There are no locks. Every row is computed from its own file alone and every object is written whole, so two
 runs at once only write the same bytes twice. Two runs at once with two manifests are an error at their end: a
 record has lost its row.
+
+Keys that matter: data.gcs_root, data.store, data.device_filter, data.max_reject_fraction,
+spatial.target_spacing, spatial.image_size, spatial.resample
 """
 
 from __future__ import annotations

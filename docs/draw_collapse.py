@@ -18,10 +18,11 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from sklearn.decomposition import PCA
 
+from docs.draw_overview import GAMMA
 from utils.cli import number_from, run_cli
 from utils.errors import UserError
 from utils.help_pages import Parser
-from utils.report.pictures import GAMMA, Snapshot, load_snapshot, show_mm
+from utils.report.pictures import Snapshot, load_snapshot, show_mm
 
 CURVES = (
     ("train/loss", "train/loss"),

@@ -1,4 +1,6 @@
-"""Checkpoints side by side: `python -m finetuning.compare --config FILE --checkpoints A B C`.
+"""Checkpoints side by side under one protocol, with corrected differences of all pairs.
+
+    python -m finetuning.compare --config configs/cls_linear_probe.yaml --checkpoints RUN OTHER
 
 In: checkpoints of pretraining.train or their runs' folders, a task's file of configs/, the prepared store,
 labels. Out, in `${run.dir}/leaderboard`: leaderboard.md, .csv, .html and .png, and the answers that they are
@@ -10,6 +12,8 @@ of the same architecture, the seed that is best on validation (in crossfit in ea
 of validation (in crossfit by name); the evaluated split stands beside it. Differences of all pairs are
 corrected together (Holm). A command that computes an answer looks at the evaluated split: the ledger of the
 store gets a line (finetuning.cohort.ledger).
+
+Keys that matter: run.dir, task.label_column, eval.split, eval.protocol
 """
 
 from __future__ import annotations

@@ -1,5 +1,8 @@
 """Features of every volume of a store, or of DICOM files.
 
+    python -m finetuning.embed --checkpoint runs/smoke_test --store runs/phantom_store --out features
+    python -m finetuning.embed --checkpoint runs/smoke_test --out features --dicom scans/
+
 In: a checkpoint of pretraining.train or its run's folder, and a prepared store of the same geometry, or DICOM
 files and folders, which are read as data_setup.prepare reads them. Out: `--out DIR` with features.parquet, a
 row per volume: the columns of the store's index, mean and standard deviation of the features over valid
@@ -8,6 +11,8 @@ patches.zarr. The same command after a kill goes on where it was. torchrun share
 
 A volume that cannot be used is a row with its reason and without features, and the exit code is 1.
 Overrides (data.*, train.use_bf16) change the checkpoint's configuration; they stand before --dicom.
+
+Keys that matter: data.gcs_root, data.workers, train.use_bf16, train.per_core_batch_size
 """
 
 from __future__ import annotations

@@ -1,5 +1,9 @@
-"""What a checkpoint or a head is worth: `python -m finetuning.evaluate --config FILE [--checkpoint URL]`, or
-`python -m finetuning.evaluate --head FILE_OR_RUN [section.key=value ...]`.
+"""What a checkpoint or a head is worth, with intervals and the sentence that they allow.
+
+    python -m finetuning.evaluate --config configs/smoke_test.yaml
+    python -m finetuning.evaluate --config runs/smoke_test/config.yaml
+    python -m finetuning.evaluate --head RUN
+    python -m finetuning.evaluate --same-eye --config runs/smoke_test/config.yaml
 
 In: a checkpoint of pretraining.train (default: best_probe.pt of the run) or a head of finetuning.train, the
 prepared store, labels. Out: a printed table, and in `${run.dir}` evaluation.json, evaluation.md,
@@ -17,6 +21,9 @@ that pre-training did not see. A head: finetuning/answers/head_evaluation.py.
 (finetuning/same_eye/run.py).
 
 Participants that pre-training saw are an error, unless eval.allow_overlap=true; the table then says so.
+
+Keys that matter: task.labels_path, task.label_column, task.unit, eval.split, eval.protocol,
+model.checkpoint
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""How small a difference a cohort can show: `python -m finetuning.power --participants N --classes K`.
+"""How small a difference a cohort can show, before anything is trained.
+
+    python -m finetuning.power --participants 352 --classes 4
+    python -m finetuning.power --counts 20,30,40 --disagreement 0.3 --effect 0.05 --simulate 500
 
 In: how many evaluated participants each class has, and the disagreement of a pilot: the share of participants
 on whom exactly one of two rows is right, averaged over the classes. (The share of participants whose two

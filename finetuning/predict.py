@@ -1,4 +1,6 @@
-"""What a trained head says of DICOM files.
+"""What a trained head says of DICOM files, with pictures of where the evidence lies.
+
+    python -m finetuning.predict --checkpoint runs/cls_linear_probe --dicom scans/ --out predictions
 
 In: a head of finetuning.train (head.pt or its run's folder) and files, which are read as data_setup.prepare
 reads them. Out: DIR/predictions.jsonl, a line per file: probabilities, or surfaces in the scan's own rows and
@@ -11,6 +13,8 @@ moved) stand before --dicom.
 Probabilities are calibrated where validation allowed it in training; every line says whether. Units of
 several volumes are not averaged. The map is that of one forward pass (contributions of tokens, or attention);
 with --occlusion what the output loses when a block is hidden. A research model, not a medical device.
+
+Keys that matter: model.checkpoint, data.workers, train.use_bf16
 """
 
 from __future__ import annotations

@@ -1,5 +1,9 @@
 """Draw what a head sees into files: classes of voxels, or surfaces, in the geometry of the scan itself.
 
+    python -m finetuning.segment --head runs/segmentation --rows 0,5 --format nifti --out masks
+    python -m finetuning.segment --head runs/segmentation --files scans/eye.dcm --format seg --out masks
+    python -m finetuning.segment --head runs/layers --rows all --format heightmap --out surfaces
+
 In: a head of finetuning.train with task.kind=segmentation or layers, and scans: rows of its store, whose
 files are read again, or files of their own, which are read as data_setup.prepare reads them. Out, below DIR
 at the scan's path: nifti (.nii.gz), png (a folder, an image a B-scan, grey value = class) or seg (DICOM
@@ -9,6 +13,8 @@ command after a kill goes on; another head needs another DIR.
 DIR/label_classes.yaml names the classes. A scan larger than the grid is read in windows that overlap. A file
 that cannot be used is a line with its reason, and the exit code is 1. Overrides (data.*, model.checkpoint
 where the encoder moved) stand before --files. A research model, not a medical device.
+
+Keys that matter: data.store, model.checkpoint
 """
 
 from __future__ import annotations

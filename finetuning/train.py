@@ -1,4 +1,7 @@
-"""Train a head for a task: `python -m finetuning.train --config FILE model.checkpoint=RUN_OR_FILE`.
+"""Train a head for your labels on a frozen encoder, or fine-tune the whole model.
+
+    python -m finetuning.train --config configs/cls_linear_probe.yaml model.checkpoint=RUN
+    python -m finetuning.train --config configs/cls_finetune.yaml model.checkpoint=RUN
 
 In: a task's file of configs/, a checkpoint of pretraining.train or its run's folder, the prepared store that
 it was trained on, labels. Out: `${train.ckpt_dir}/head.pt`, which finetuning.evaluate reads. Data, geometry,
@@ -7,6 +10,9 @@ model and method are those of the checkpoint. finetune.encoder=frozen: heads on 
 surfaces of the retina (finetuning/dense/layers/); segmentation: classes of voxels
 (finetuning/dense/segmentation/); translation: slabs of OCTA flow (finetuning/dense/translation/). Exit codes:
 utils/errors.py.
+
+Keys that matter: model.checkpoint, task.labels_path, task.label_column, task.kind, head.kind,
+finetune.encoder, optim.base_lr
 """
 
 from __future__ import annotations

@@ -39,9 +39,7 @@ class Output:
     context_BKE: Tensor  # context encoder output at the context tokens, the regulariser's input
     target_all_BNE: Tensor  # comparable targets [B, N, target_width] of all tokens, for the gauges
     features_all_BNE: Tensor | None  # normalised target encoder features of all tokens; mae in training: None
-    neighbour_B: Tensor | None = (
-        None  # loss of voxels at and beside visible tokens; with a weight, in training
-    )
+    neighbour_B: Tensor | None = None  # loss of what lies beside visible tokens, in training with a weight
 
 
 def build_encoder(cfg: Config) -> VisionTransformer3D:
@@ -156,6 +154,7 @@ class VJEPA3D(nn.Module):
         """Targets [B, N, target_width] and normalised target encoder features [B, N, E] of all tokens; no
         features where the target view is not read.
         """
+        # Features come first even where voxels are the target: rank and probes of a validation read them.
         features_BNE = None
         if self.reads_target_view:
             assert target_view is not None, "only pixel targets in training do without the target view"
@@ -176,6 +175,8 @@ class VJEPA3D(nn.Module):
         """Context encoder output [B, K, E] at the context tokens. Dense: the context is all tokens in order,
         and the targets among them are replaced.
         """
+        # Dense: hidden voxels stop at the patch embedding, whose output mask tokens replace. Otherwise they
+        # never reach it, since only the context's patches are embedded.
         noise = None
         if seed_B is not None and (self.dropout > 0 or self.drop_path > 0):
             noise = Stochastic(seed_B, self.dropout, self.drop_path)
@@ -198,6 +199,7 @@ class VJEPA3D(nn.Module):
         assert self.neighbour_head is not None
         voxels_BNV = pixel_targets(context_view, self.encoder.patch_embed.patch, "plain")
         truth_BNV = self._of_volume(voxels_BNV, self.has_other_voxels)
+        # One product for all places; then a place at a time: each lacks other tokens at the grid's edge.
         guesses = self.neighbour_head(ctx_BKE).float().chunk(len(NEIGHBOURS), dim=-1)
         own_BK = weight_BN.gather(1, context_BK)
         means, is_there = [], []

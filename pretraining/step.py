@@ -102,6 +102,8 @@ def predict(
     model: VJEPA3D, batch: Batch, runtime: Runtime, *, stochastic: bool, replica: nn.Module | None = None
 ) -> Output:
     """Forward pass of one micro-batch, through the group's replica of the model where gradients follow."""
+    # Both views are made here, on the device, from one uint8 volume: the loader sends an eighth of the bytes
+    # that the model reads.
     context_view = view(batch, 0)
     target_view = view(batch, 1) if model.reads_target_view else None
     seed = batch["sample_seed"] if stochastic else None
@@ -133,6 +135,8 @@ def global_means(
     """The statistics' mean over the global batch, without gradient: a forward pass of the context encoder
     alone.
     """
+    # The samples' own seeds are those of the pass with gradients, so dropout draws the same and the means are
+    # of the tokens that pass will have.
     total: Statistics | None = None
     with torch.no_grad():
         for batch in batches:
@@ -252,6 +256,7 @@ def trial_step(
     Leaves no trace either when it runs out of memory half-way. It needs no other process, since another may
     run out of memory alone.
     """
+    # The real step, so that nothing it needs is forgotten; `enabled=False` keeps every weight where it is.
     buffers = {name: b.clone() for name, b in model.named_buffers()}
     try:
         single_process = replace(runtime, group=ALONE)

@@ -1,9 +1,16 @@
-"""Pre-training: `python -m pretraining.train --config configs/smoke_test.yaml [section.key=value ...]`.
+"""Train an encoder without labels on a prepared store; the same command goes on where it stopped.
+
+    python -m pretraining.train --config configs/smoke_test.yaml
+    python -m pretraining.train --config configs/pretrain_oct_vjepa2.yaml data.store=STORE run.dir=runs/first
+    torchrun --nproc-per-node=2 -m pretraining.train --config configs/smoke_test.yaml
 
 In: a prepared store. Out: a run directory with checkpoints, metrics and pictures. Running the same command
 again goes on where the run stopped, bit for bit on a CPU; SIGTERM and Ctrl-C write a checkpoint first. Exit
 codes: utils/errors.py. `torchrun --nproc-per-node=N -m pretraining.train ...` shares every global batch
 among N processes; all of them take the same decisions, and the first alone writes.
+
+Keys that matter: data.store, run.dir, train.max_steps, train.global_batch_size,
+train.per_core_batch_size, train.use_bf16, optim.base_lr, model.size, method.recipe, wandb.mode
 """
 
 from __future__ import annotations

@@ -235,10 +235,39 @@ def test_every_marker_has_a_make_target() -> None:
 
 # A ratchet: adding to a room, a command or a key means taking from another, or a new number here, in a commit
 # that says why.
-LINES = {}
-BOXES = {}  # top-level files and folders of a room, floors, arrows between boxes
-COMMANDS = {}  # what a person runs as `python -m NAME`
-NUM_KEYS = 149
+LINES = {
+    "data_setup": 16_380,
+    "models": 4_460,
+    "pretraining": 2_670,
+    "finetuning": 12_540,
+    "utils": 8_230,
+    "benchmarks": 5_000,
+}
+BOXES = {  # top-level files and folders of a room, floors, arrows between boxes
+    "data_setup": (20, 8, 60),
+    "models": (15, 5, 21),
+    "pretraining": (10, 5, 27),
+    "finetuning": (16, 8, 50),
+}
+COMMANDS = {  # what a person runs as `python -m NAME`
+    "data_setup.expand",
+    "data_setup.export",
+    "data_setup.index",
+    "data_setup.phantom",
+    "data_setup.prepare",
+    "finetuning.compare",
+    "finetuning.embed",
+    "finetuning.evaluate",
+    "finetuning.power",
+    "finetuning.predict",
+    "finetuning.segment",
+    "finetuning.train",
+    "models.weights",
+    "pretraining.train",
+    "utils.doctor",
+    "utils.report",
+}
+NUM_KEYS = 109
 
 
 def lines_of(room: Path) -> int:
@@ -279,8 +308,8 @@ def test_a_room_holds_no_more_lines_than_it_may(room: str) -> None:
 
 @pytest.mark.parametrize("room", BOXES)
 def test_a_room_can_be_drawn(room: str) -> None:
-    found_plan = plan(ROOT / room)
-    assert all(value <= limit for value, limit in zip(found_plan, BOXES[room], strict=True)), found_plan
+    drawn = plan(ROOT / room)
+    assert all(value <= limit for value, limit in zip(drawn, BOXES[room], strict=True)), drawn
 
 
 def test_no_command_is_added() -> None:

@@ -42,28 +42,6 @@ BASE = (
     "wandb.mode=disabled",
 )
 NO_NEIGHBOURS = ("method.neighbour_weight=0",)
-# as in the Methods text, except the patch, which all arms share
-METHODS = (
-    "method.recipe=methods",
-    "method.mask_ratio=0.6",
-    "method.context_ratio=null",
-    "method.target_ratio=null",
-    "method.mask_blocks=null",
-    "method.ema_base=0.996",
-    "method.dropout=0.1",
-    "method.drop_path=0.1",
-    "method.regulariser=none",
-    "method.regulariser_weight=0",
-    *NO_NEIGHBOURS,
-    "optim.base_lr=1e-4",
-    "optim.weight_decay=0.05",
-    "optim.betas=[0.9,0.95]",
-    "optim.warmup_ratio=0.03",
-    "optim.cooldown_ratio=0",
-    "optim.min_lr_ratio=0.1",
-    "optim.clip_grad_norm=0.01",
-    "optim.eps=1e-12",
-)
 NO_REGULARISER = ("method.regulariser=none", "method.regulariser_weight=0")
 MAE = (
     "method.recipe=mae",
@@ -81,7 +59,6 @@ class Arm:
     label: str
     factor: str  # "recipe", "ceiling", or what an ablation changes
     changes: tuple[str, ...] = ()
-    ema_half_life: float | None = None  # share of the run; None: as in the recipe and the changes
     compared_with: str = REFERENCE  # an ablation: the arm that it changes one thing of
     is_trained: bool = True
     steps: int | None = None  # fixed; None: as many as fit the budget
@@ -93,34 +70,26 @@ class Arm:
         return self.name in (RANDOM, CONTROL) or any(c.startswith("method.control=") for c in self.changes)
 
 
-HARDER = ("method.context_ratio=0.25", "method.target_ratio=0.55")
-
 RANDOM_ARM = Arm(RANDOM, "random initialisation", "recipe", is_trained=False)
 SUPERVISED_ARM = Arm(
     SUPERVISED, "ceiling: the encoder trained on the truth of layer occupancy", "ceiling", is_trained=False
 )
-MAIN = (
+ARMS = (
     Arm("vjepa2", "vjepa2, vicreg 0.05, neighbours 1 (as shipped)", "recipe"),
     Arm(CONTROL, "vjepa2 after 2 steps (control)", "recipe", steps=2),
     Arm(
         PENALTY_ONLY, "penalty alone, nothing predicted (control)", "recipe", ("method.control=penalty_only",)
     ),
     Arm(MISMATCHED, "targets of another volume (control)", "recipe", ("method.control=mismatched_targets",)),
-    Arm("methods", "methods, as its text says", "recipe", METHODS),
     Arm("mae", "mae, normalised patches", "recipe", MAE),
     Arm("mae_plain", "mae, plain patches", "recipe", MAE, patch="mae_plain"),
-)
-ABLATIONS = (
     Arm(
         "parity",
         "V-JEPA 2 with nothing added: no penalty, no neighbours",
         "parity",
         (*NO_REGULARISER, *NO_NEIGHBOURS),
     ),
-    Arm("reg_none", "no regulariser", "regulariser", NO_REGULARISER),
-    Arm("lr_5e-4", "peak learning rate 5e-4", "learning rate", ("optim.base_lr=5e-4",)),
-    Arm("lr_2e-3", "peak learning rate 2e-3", "learning rate", ("optim.base_lr=2e-3",)),
-    Arm("harder", "context .25, target .55", "task", HARDER),
+    Arm("device_balanced", "as many volumes of each device", "sampling", ("data.sampling=device_balanced",)),
     Arm("no_neighbours", "without the neighbours' voxels", "neighbours", NO_NEIGHBOURS),
     Arm(
         "mismatched_latents",
@@ -160,12 +129,8 @@ def controls_of_claims(name: str) -> tuple[str, ...]:
     return RANDOM, CONTROL, *(arm.name for arm in own_controls(arm_by_name(name)))
 
 
-# everything with a run; an ablation's own controls are run where they are asked for by name
-TRAINED = (
-    *MAIN,
-    *ABLATIONS,
-    *(control for arm in (*MAIN, *ABLATIONS) if arm.name != REFERENCE for control in own_controls(arm)),
-)
+# everything with a run; own controls are run where they are asked for by name
+TRAINED = (*ARMS, *(control for arm in ARMS if arm.name != REFERENCE for control in own_controls(arm)))
 
 
 def arm_by_name(name: str) -> Arm:
@@ -178,7 +143,7 @@ def arm_by_name(name: str) -> Arm:
                 f"--arm: expected an arm that makes claims before +{control}, found the control {base}"
             )
         return own_control(arm, control)
-    arms = {arm.name: arm for arm in (RANDOM_ARM, SUPERVISED_ARM, *MAIN, *ABLATIONS)}
+    arms = {arm.name: arm for arm in (RANDOM_ARM, SUPERVISED_ARM, *ARMS)}
     if name not in arms:
         raise UserError(f"--arm: expected one of {', '.join(arms)}, found {name}")
     return arms[name]
@@ -191,9 +156,6 @@ def run_dir(root: Path, arm: Arm, seed: int) -> Path:
 
 def overrides(arm: Arm, seed: int, steps: int, root: Path, extra: Iterable[str] = ()) -> list[str]:
     """The arm as changes to CONFIG; `extra` comes last (another geometry, for tests)."""
-    half_life: tuple[str, ...] = ()
-    if arm.ema_half_life is not None:
-        half_life = (f"method.ema_base={0.5 ** (1 / max(1.0, arm.ema_half_life * steps)):.6f}",)
     places = (
         f"experiment_name=evidence_{arm.name}_{seed}",
         f"seed={seed}",
@@ -205,17 +167,9 @@ def overrides(arm: Arm, seed: int, steps: int, root: Path, extra: Iterable[str] 
         f"train.val_every_steps={steps}",
         f"train.ckpt_every_steps={max(1, -(-steps // 3))}",  # an interrupted arm goes on from there
     )
-    return [*BASE, *places, *arm.changes, *half_life, *extra]
+    return [*BASE, *places, *arm.changes, *extra]
 
 
 def arm_config(arm: Arm, seed: int, steps: int, root: Path, extra: Iterable[str] = ()) -> Config:
     """The checked configuration of one run."""
     return load_config(CONFIG, overrides(arm, seed, steps, root, extra))
-
-
-def cost_key(cfg: Config) -> str:
-    """Arms with one key take one time per step."""
-    m = cfg.method
-    shape = m.recipe, m.context_ratio, m.target_ratio, m.predictor_depth, m.predictor_width
-    parts = m.neighbour_weight > 0, m.regulariser, m.dropout, m.drop_path
-    return repr((shape, parts, cfg.train.global_batch_size, cfg.spatial.patch_size))

@@ -1,125 +1,61 @@
 """Calibration of benchmarks.evidence: seconds per step of every arm, for the same wall-clock in all.
 
-In: the stores of `evidence data`. Out: calibration.json. Steps of all arms are timed in turn, on as many
-pinned cores as runs will share the machine. Steps per arm = budget / seconds per step. They are fixed in
-advance because schedules need the total; so results do not depend on what else the machine does.
+In: the stores of `evidence data`. Out: calibration.json. Every arm is trained for a few steps, as many at a
+time as runs will share the machine. Steps per arm = budget / seconds per step. They are fixed in advance
+because schedules need the total; so results do not depend on what else the machine does.
 """
 
 from __future__ import annotations
 
 import json
-import multiprocessing
-import os
-import platform
-import time
 from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
-from typing import Any
 
-import torch
-
-from benchmarks.evidence.arms import (
-    ABLATIONS,
-    MAIN,
-    REFERENCE,
-    TRAINED,
-    Arm,
-    arm_by_name,
-    arm_config,
-    cost_key,
-)
-from benchmarks.evidence.queue import THREAD_VARIABLES, cores, pin
-from data_setup.loader import Loader
-from data_setup.store.reader import PreparedStore
-from models.vjepa3d import VJEPA3D
-from pretraining.rows import open_rows
-from pretraining.schedules import ema_momentum, learning_rate
-from pretraining.step import Update, build_optimizer, train_step
+from benchmarks.evidence.arms import ARMS, TRAINED, Arm, arm_by_name, arm_config, run_dir
+from benchmarks.evidence.cohorts import link_data
+from benchmarks.evidence.differences import training_facts
+from benchmarks.evidence.queue import Job, Plan, Queue
 from utils.errors import UserError
-from utils.runtime.single import Runtime
 
-ROUNDS, WARM_UP_ROUNDS = 9, 2
+STEPS = 50  # five lines of the log, of which the first is of the warm-up; the median counts
+
+
+@dataclass(frozen=True)
+class Timing(Job):
+    """A short run for its times; it has no scores."""
+
+    verbs: tuple[str, ...] = ("train",)
+
+    @property
+    def is_done(self) -> bool:
+        """Whether it has come to its end."""
+        return (self.folder / "checkpoints" / f"step_{STEPS:08d}.pt").exists()
 
 
 def calibrate(
     root: Path, jobs: int, extra: Sequence[str], names: Sequence[str] | None = None
-) -> dict[str, Any]:
-    """Seconds per step of every arm, or of those in `names`, written to calibration.json.
-
-    Arms that the file already has keep their time. New arms are timed beside the reference and scaled to the
-    file's time of the reference, so that all times mean one speed of the machine. Raises UserError for a file
-    of another machine, number of jobs or configuration.
+) -> dict[str, float]:
+    """Seconds per step of every arm, or of those in `names`, added to calibration.json; arms that the file
+    has keep their time. Raises UserError for an arm that failed, or a file of another configuration.
     """
-    path = root / "calibration.json"
-    conditions = {
-        "machine": f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores",
-        "jobs": jobs,
-        "rounds": ROUNDS - WARM_UP_ROUNDS,
-        "extra": list(extra),
-    }
-    earlier: dict[str, Any] = {**conditions, "seconds_per_step": {}}
-    if path.exists():
-        earlier = json.loads(path.read_text())
-    for key, value in conditions.items():
-        if earlier.get(key) != value:
-            raise UserError(
-                f"{path}: {key}: expected {value} as now, found {earlier.get(key)}; "
-                "remove the file to time all again"
-            )
-    known = earlier["seconds_per_step"]
-    asked = [arm.name for arm in (*MAIN, *ABLATIONS)] if names is None else names
-    new = [name for name in asked if name not in known]
-    if known and new:
-        new.insert(0, REFERENCE)
-    times = _time_on_cores(root, jobs, extra, new) if new else []
-    medians = {name: median(s for one in times for s in one[name]) for name in new}
-    scale = known[REFERENCE] / medians[REFERENCE] if known and new else 1.0
-    calibration = {
-        **conditions,
-        "seconds_per_step": {name: round(scale * s, 5) for name, s in medians.items()} | known,
-    }
-    path.write_text(json.dumps(calibration, indent=1) + "\n")
-    return calibration
-
-
-def _time_on_cores(
-    root: Path, jobs: int, extra: Sequence[str], names: Sequence[str]
-) -> list[dict[str, list[float]]]:
-    """`time_steps` on as many cores at a time."""
-    os.environ.update(dict.fromkeys(THREAD_VARIABLES, "1"))
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(jobs, context) as pool:
-        work = [pool.submit(time_steps, root, core, tuple(extra), tuple(names)) for core in cores(jobs)]
-        return [w.result() for w in work]
-
-
-def time_steps(
-    root: Path, core: int, extra: tuple[str, ...], names: tuple[str, ...]
-) -> dict[str, list[float]]:
-    """Seconds of single steps with loading: one step of each named arm in turn; arms of equal cost share."""
-    pin(core)
-    torch.set_num_threads(1)
-    configs = {name: arm_config(arm_by_name(name), 0, ROUNDS, root, extra) for name in names}
-    runtime = Runtime(torch.device("cpu"), use_bf16=next(iter(configs.values())).train.use_bf16)
-    first_of = {cost_key(cfg): name for name, cfg in reversed(configs.items())}
-    timed: dict[str, list[float]] = {name: [] for name in sorted(first_of.values())}
-    parts = {}
-    for name in timed:
-        cfg = configs[name]
-        store = PreparedStore.open(cfg.data.store)
-        model = VJEPA3D(cfg).train()
-        loader = Loader(cfg, store, open_rows(cfg, store).train, num_steps=ROUNDS)
-        parts[name] = cfg, model, build_optimizer(model, cfg), iter(loader)
-    for step in range(ROUNDS):
-        for name, (cfg, model, optimizer, batches) in parts.items():
-            lr, momentum = learning_rate(cfg, step, ROUNDS), ema_momentum(cfg, step, ROUNDS)
-            start = time.perf_counter()
-            train_step(model, optimizer, next(batches), cfg, runtime, Update(step, lr, momentum))
-            if step >= WARM_UP_ROUNDS:
-                timed[name].append(time.perf_counter() - start)
-    return {name: timed[first_of[cost_key(cfg)]] for name, cfg in configs.items()}
+    path, folder = root / "calibration.json", root / "calibration"
+    known: dict[str, float] = json.loads(path.read_text())["seconds_per_step"] if path.exists() else {}
+    arms = [arm for arm in (ARMS if names is None else map(arm_by_name, names)) if arm.steps is None]
+    new = [arm for arm in arms if arm.name not in known]
+    link_data(root, folder)
+    plan = Plan(folder, None, 1, dict.fromkeys((arm.name for arm in new), STEPS), tuple(extra))
+    plan.save()
+    timings = {arm.name: Timing(arm, 0, run_dir(folder, arm, 0)) for arm in new}
+    Queue(plan, jobs).run(timings.values())
+    for arm in new:
+        run = timings[arm.name]
+        if not run.is_done:
+            raise UserError(f"{run.folder}: expected a run of {STEPS} steps; see its evidence.log")
+        facts = training_facts(run.folder, arm_config(arm, 0, STEPS, folder, extra))
+        known[arm.name] = round(facts["seconds_per_step"], 5)
+    path.write_text(json.dumps({"seconds_per_step": known}, indent=1) + "\n")
+    return known
 
 
 def timed_as(name: str) -> str:
@@ -144,7 +80,7 @@ def calibrated_steps(root: Path, budget_s: float, arms: Sequence[Arm]) -> dict[s
     if not path.exists():
         raise UserError(f"{path}: expected seconds per step, found none; run `evidence calibrate` first")
     seconds = json.loads(path.read_text())["seconds_per_step"]
-    timed = {arm.name: timed_as(arm.name) for arm in arms}
-    if missing := sorted(set(timed.values()) - seconds.keys()):
+    timed = {timed_as(arm.name) for arm in arms if arm.steps is None}
+    if missing := sorted(timed - seconds.keys()):
         raise UserError(f"{path}: expected seconds per step of {missing[0]}; run `evidence calibrate` again")
-    return {a.name: a.steps or max(2, int(budget_s / seconds[timed[a.name]])) for a in arms}
+    return {a.name: a.steps or max(2, int(budget_s / seconds[timed_as(a.name)])) for a in arms}

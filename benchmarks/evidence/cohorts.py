@@ -4,12 +4,6 @@ In: a folder and two numbers of participants. Out, below the folder:
   pretraining, evaluation    phantom trees of different seeds, so of different people, whatever their ids
   *_store                    their prepared stores
   truth.npz                  layer thickness of every evaluated volume, layer occupancy of sampled tokens
-  people_SEED_COUNT          other people to confirm on: `evaluation`, its store and its truth
-  real_store                 only with --real-eyes DIR, for the column "real eyes" of the tables:
-                             RankMe of real scans without labels
-
-DIR is laid out as AI-READI is: `participants.tsv`, `retinal_oct/manifest.tsv` and the DICOM files that the
-manifest names.
 
 data_setup.phantom.truth_tokens says what layer occupancy is.
 """
@@ -29,10 +23,14 @@ from data_setup.phantom import cli as phantom
 from data_setup.phantom.truth_tokens import layer_occupancy, read_truth_file, sample_tokens, valid_tokens
 from data_setup.store.reader import PreparedStore
 from utils.config.schema import Config, SpatialConfig
+from utils.errors import UserError
 
 PRETRAINING_SEED, EVALUATION_SEED = 1001, 1002
-PEOPLE = "people_"  # + seed, count: a folder of people to confirm on
 FOLDS = 5
+DATA = (
+    *("pretraining", "pretraining_store", "pretraining_participants.tsv"),
+    *("evaluation", "evaluation_store", "truth.npz"),
+)
 
 
 @dataclass(frozen=True)
@@ -51,32 +49,33 @@ class Truth:
     fold: np.ndarray  # which fold evaluates the row's participant [n]
 
 
-def make_data(
-    root: Path,
-    cfg: Config,
-    base: Path,
-    extra: Sequence[str],
-    people: tuple[int, int],
-    real_eyes: Path | None = None,
-) -> None:
+def make_data(root: Path, cfg: Config, base: Path, extra: Sequence[str], people: tuple[int, int]) -> None:
     """Write what is missing below `root`: trees, stores (geometry of `cfg`), truth.npz."""
     make_phantom(root / "pretraining", people[0], PRETRAINING_SEED)
     everyone = pd.read_csv(root / "pretraining" / "participants.tsv", sep="\t", dtype=str)
     everyone["recommended_split"] = "train"  # other people are evaluated
     everyone.to_csv(root / "pretraining_participants.tsv", sep="\t", index=False)
     make_store(root, "pretraining", root / "pretraining_participants.tsv", base, extra)
-    make_people(root, cfg, base, extra, people[1], EVALUATION_SEED)
-    if real_eyes is not None:
-        places = [f"data.gcs_root={real_eyes.resolve()}", f"data.store={root / 'real_store'}"]
-        _prepare(base, [*places, *extra])
+    make_phantom(root / "evaluation", people[1], EVALUATION_SEED)
+    make_store(root, "evaluation", root / "evaluation" / "participants.tsv", base, extra)
+    if not (root / "truth.npz").exists():
+        write_truth(root, cfg.spatial)
 
 
-def make_people(folder: Path, cfg: Config, base: Path, extra: Sequence[str], count: int, seed: int) -> None:
-    """Write the missing parts of an evaluation cohort: tree, store (geometry of `cfg`), truth.npz."""
-    make_phantom(folder / "evaluation", count, seed)
-    make_store(folder, "evaluation", folder / "evaluation" / "participants.tsv", base, extra)
-    if not (folder / "truth.npz").exists():
-        write_truth(folder, cfg.spatial)
+def link_data(root: Path, folder: Path) -> None:
+    """Links in `folder` to the data of `root`; raises UserError where they are not made yet."""
+    for name in DATA:
+        if not (root / name).exists():
+            raise UserError(f"{root / name}: expected the data, found none; run `evidence data`")
+    link(DATA, root, folder)
+
+
+def link(names: Sequence[str], source: Path, folder: Path) -> None:
+    """Links in `folder` to what lies in `source`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in names:
+        if not (folder / name).is_symlink():
+            (folder / name).symlink_to(source / name)
 
 
 def make_phantom(tree: Path, count: int, seed: int) -> None:
@@ -88,11 +87,7 @@ def make_phantom(tree: Path, count: int, seed: int) -> None:
 def make_store(folder: Path, name: str, table: Path, base: Path, extra: Sequence[str]) -> None:
     """Prepare `NAME_store` from the tree `NAME` with the participants of a table."""
     places = [f"data.gcs_root={folder / name}", f"data.store={folder / f'{name}_store'}"]
-    _prepare(base, [*places, f"data.participants_path={table}", *extra])
-
-
-def _prepare(base: Path, changes: Sequence[str]) -> None:
-    code = prepare.main(["--config", str(base), *changes])
+    code = prepare.main(["--config", str(base), *places, f"data.participants_path={table}", *extra])
     if code:
         raise SystemExit(code)
 

@@ -11,73 +11,86 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.evidence.arms import arm_by_name
-from benchmarks.evidence.differences import Draws, Scored, difference
-from benchmarks.evidence.queue import Queue
+from benchmarks.evidence.arms import CONTROL, RANDOM, REFERENCE, Arm, arm_by_name, run_dir
+from benchmarks.evidence.calibration import calibrated_steps
+from benchmarks.evidence.cohorts import link, link_data
+from benchmarks.evidence.differences import Draws, Scored, difference, read_arm
+from benchmarks.evidence.queue import Job, Plan, Queue
 from benchmarks.evidence.scores import TASKS
-from benchmarks.evidence.search import SHARED_CONTROLS, Stage, link, open_stage
 from benchmarks.evidence.words import TASK_LABELS, signed, table_head
 from models.probes.intervals import interval95
 from utils.errors import UserError
+
+SHARED_CONTROLS = RANDOM, CONTROL
 
 
 def compute(
     root: Path, names: Sequence[str], budgets_s: Sequence[float], seeds: int, jobs: int, extra: Sequence[str]
 ) -> str:
     """Run what is not done; returns compute.md."""
-    arms = tuple(arm_by_name(name) for name in names)
+    arms = [arm_by_name(name) for name in dict.fromkeys((*SHARED_CONTROLS, *names))]
     place = root / "compute"
-    stages = [Stage(place / f"{b:g}", b, tuple(range(seeds)), (), arms) for b in budgets_s]
-    steps = []
-    for stage in stages:
-        plan = open_stage(root, stage, extra)
-        if stage is not stages[0] and not (stage.folder / "runs").exists():
-            link(SHARED_CONTROLS, stages[0].folder / "runs", stage.folder / "runs")  # no budget changes these
-        Queue(plan, jobs).run(stage.jobs())
-        steps.append(plan.steps)
+    plans = [open_budget(root, place / f"{b:g}", b, arms, seeds, extra) for b in budgets_s]
+    for plan in plans:
+        if plan is not plans[0] and not (plan.root / "runs").exists():
+            link(SHARED_CONTROLS, plans[0].root / "runs", plan.root / "runs")  # no budget changes these
+        Queue(plan, jobs).run([Job(a, s, run_dir(plan.root, a, s)) for s in range(seeds) for a in arms])
     lines = ["# Compute against quality", "", *table_head(["steps", *(f"{b:g} s" for b in budgets_s)])]
-    for arm in stages[0].arms:
+    for arm in arms:
         if arm.is_trained:
-            lines.append(f"| {arm.label} | {' | '.join(str(of[arm.name]) for of in steps)} |")
+            lines.append(f"| {arm.label} | {' | '.join(str(plan.steps[arm.name]) for plan in plans)} |")
+    by_budget = [{arm.name: scored_of(plan, arm) for arm in arms} for plan in plans]
     for task in TASKS:
-        lines += task_table(stages, task)
+        lines += task_table(by_budget, budgets_s, names[0], task)
     page = "\n".join(lines)
     (place / "compute.md").write_text(page + "\n")
     return page
 
 
-def task_table(stages: Sequence[Stage], task: str) -> list[str]:
-    """Score and interval of every arm by budget, then the first named arm less each other one; no lines where
+def open_budget(
+    root: Path, folder: Path, budget_s: float, arms: Sequence[Arm], seeds: int, extra: Sequence[str]
+) -> Plan:
+    """The budget's folder with links to the data of `root`, and its plan."""
+    link_data(root, folder)
+    trained = [arm for arm in arms if arm.is_trained]
+    steps = calibrated_steps(root, budget_s, [*trained, arm_by_name(REFERENCE)])
+    plan = Plan(folder, budget_s, seeds, steps, tuple(extra))
+    plan.save()
+    return plan
+
+
+def task_table(
+    by_budget: Sequence[dict[str, Scored]], budgets_s: Sequence[float], first: str, task: str
+) -> list[str]:
+    """Score and interval of every arm by budget, then the arm `first` less each other one; no lines where
     nothing has such a score.
     """
-    by_stage = [{arm.name: scored_of(stage, arm.name) for arm in stage.arms} for stage in stages]
-    some = next(iter(by_stage[0].values()))
-    if not some.has(task):
+    arms = list(by_budget[0].values())
+    if not arms[0].has(task):
         return []
-    first = stages[0].beside[0]
-    count = len(set(getattr(some.seeds[0][0], task).participants.tolist()))
-    draws = Draws.of(count, len(stages[0].seeds))
-    budgets = [f"{stage.budget_s:g} s" for stage in stages]
+    count = len(set(getattr(arms[0].seeds[0][0], task).participants.tolist()))
+    draws = Draws.of(count, len(arms[0].seeds))
+    budgets = [f"{budget:g} s" for budget in budgets_s]
     lines = ["", f"## {TASK_LABELS[task]}", "", *table_head(["features", *budgets])]
-    for arm in stages[0].arms:
+    for arm in arms:
         cells = []
-        for scored in (of[arm.name] for of in by_stage):
+        for scored in (of[arm.name] for of in by_budget):
             low, high = interval95(scored.draws(task, draws))
             cells.append(f"{scored.point(task):.3f} ({low:.3f} to {high:.3f})")
         lines.append(f"| {arm.label} | {' | '.join(cells)} |")
-    lines += ["", *table_head([f"{first.label}, minus", *budgets])]
-    for arm in stages[0].arms:
-        if arm is not first:
-            apart = [signed(difference(of[first.name], of[arm.name], task, draws)) for of in by_stage]
+    lines += ["", *table_head([f"{by_budget[0][first].label}, minus", *budgets])]
+    for arm in arms:
+        if arm.name != first:
+            apart = [signed(difference(of[first], of[arm.name], task, draws)) for of in by_budget]
             lines.append(f"| {arm.label} | {' | '.join(apart)} |")
     return lines
 
 
-def scored_of(stage: Stage, name: str) -> Scored:
+def scored_of(plan: Plan, arm: Arm) -> Scored:
     """The arm's seeds at this budget; raises UserError where one of them failed."""
-    scored = stage.score(arm_by_name(name))
-    if scored is None:
+    scored = read_arm(plan, arm)
+    if len(scored.seeds) < plan.seeds:
         raise UserError(
-            f"{stage.folder}: expected scores of {name}, all seeds, found failures; see its evidence.log"
+            f"{plan.root}: expected scores of {arm.name}, all seeds, found failures; see its evidence.log"
         )
     return scored

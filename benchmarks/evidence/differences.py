@@ -1,4 +1,4 @@
-"""The numbers of results.md from the scores of benchmarks.evidence; all are read from the runs.
+"""The numbers of the page from the scores of benchmarks.evidence; all are read from the runs.
 
 In: the folder of runs. Out: a `Table` of scores with bootstrap intervals and of paired differences. The score
 of an arm, random initialisation included, is the mean over its seeds. Every resample draws participants and
@@ -19,9 +19,9 @@ from typing import Any
 import numpy as np
 
 from benchmarks.evidence.arms import (
+    ARMS,
     CONTROL,
     CONTROLS,
-    MAIN,
     RANDOM,
     RANDOM_ARM,
     REFERENCE,
@@ -42,7 +42,7 @@ from utils.report.run_files import read_run
 from utils.runtime.open import open_runtime
 
 BOOTSTRAP_SAMPLES, BOOTSTRAP_SEED = 2000, 0
-FACTS = ("rankme", "real_rankme", "skill_position", "steps", "init_weight", "alarms")
+FACTS = ("rankme", "skill_position", "steps", "seconds_per_step", "init_weight", "alarms")
 BASELINE_LABELS = {
     "voxel_pca": "raw voxels (64 components; the patch's own voxels)",
     "ascan_profile": "mean A-scan profile",
@@ -64,7 +64,7 @@ class TaskResult:
 
 @dataclass(frozen=True)
 class Row:
-    """One row of the tables, with the keys of table.json; what the runs logged is the mean over the seeds."""
+    """One row of the tables; what the runs logged is the mean over the seeds."""
 
     name: str
     label: str
@@ -72,15 +72,7 @@ class Row:
     compared_with: str
     num_seeds: int
     failed: int
-    rankme: float | None
-    real_rankme: float | None
-    skill_position: float | None
-    steps: float | None
-    init_weight: float | None
-    alarms: float | None
-    seconds_per_step_in_run: float | None
-    seconds_per_step: float | None
-    skill_position_by_seed: list[float | None]
+    facts: dict[str, float | None]  # of FACTS
     tasks: dict[str, TaskResult]
 
     def difference(self, task: str, against: str) -> Difference | None:
@@ -169,25 +161,20 @@ class Scored:
         return mean(values) if values else None
 
 
-def read_arm(plan: Plan, arm: Arm, people: Path) -> Scored:
-    """The seeds of an arm that are scored on the people of a folder."""
-    folders = [run_dir(people, arm, seed) for seed in range(plan.seeds)]
+def read_arm(plan: Plan, arm: Arm) -> Scored:
+    """The seeds of an arm that are scored."""
+    folders = [run_dir(plan.root, arm, seed) for seed in range(plan.seeds)]
     scored = [load_scores(f) for f in folders if (f / "scores.json").exists()]
     failed = sum((f / "failed.json").exists() for f in folders)
     return Scored(arm.name, arm.label, arm.factor, scored, failed, arm.compared_with)
 
 
-def difference_draws(first: Scored, second: Scored, task: str, draws: Draws) -> np.ndarray:
-    """first - second [S] under shared draws; raises ValueError for other participants."""
+def difference(first: Scored, second: Scored, task: str, draws: Draws) -> Difference:
+    """first - second with its interval under shared draws; raises ValueError for other participants."""
     ids = [getattr(s, task).participants for s, _ in (*first.seeds, *second.seeds)]
     if not all(np.array_equal(ids[0], other) for other in ids):
         raise ValueError(f"{first.name} and {second.name}: expected the same participants")
-    return first.draws(task, draws) - second.draws(task, draws)
-
-
-def difference(first: Scored, second: Scored, task: str, draws: Draws) -> Difference:
-    """first - second with its interval under shared draws; raises ValueError for other participants."""
-    apart = difference_draws(first, second, task, draws)
+    apart = first.draws(task, draws) - second.draws(task, draws)
     return first.point(task) - second.point(task), interval95(apart)
 
 
@@ -197,42 +184,28 @@ def commits_of_runs(plan: Plan) -> list[str]:
     return sorted({str(json.loads(path.read_text())["commit"]) for path in paths})
 
 
-def calibrated_seconds(root: Path) -> dict[str, float]:
-    """The seconds per step behind the plan's steps; empty if the steps were given instead."""
-    path = root / "calibration.json"
-    return json.loads(path.read_text())["seconds_per_step"] if path.exists() else {}
-
-
-def build_table(plan: Plan, people: Path | None = None) -> Table:
+def build_table(plan: Plan) -> Table:
     """Every number of the tables; raises UserError if random initialisation, the reference or the control has
     no scores.
-
-    `people`: folder of a confirmation; without it, the people that the runs were first compared on.
     """
-    people = plan.root if people is None else people
-    scored = {arm.name: read_arm(plan, arm, people) for arm in (*MAIN, RANDOM_ARM, SUPERVISED_ARM)}
+    scored = {arm.name: read_arm(plan, arm) for arm in (*ARMS, RANDOM_ARM, SUPERVISED_ARM)}
     missing = [name for name in (RANDOM, REFERENCE, CONTROL) if not scored[name].seeds]
     if missing:
         raise UserError(
-            f"{people}: expected scores of what all is compared with, found none of {', '.join(missing)}"
+            f"{plan.root}: expected scores of what all is compared with, found none of {', '.join(missing)}"
         )
     for name, label in BASELINE_LABELS.items():
-        scored[name] = Scored(name, label, "baseline", [load_scores(people / BASELINES / name)])
-    scored |= {arm.name: read_arm(plan, arm, people) for arm in TRAINED if arm not in MAIN}
+        scored[name] = Scored(name, label, "baseline", [load_scores(plan.root / BASELINES / name)])
+    scored |= {arm.name: read_arm(plan, arm) for arm in TRAINED if arm not in ARMS}
     tasks = (getattr(scored[RANDOM].seeds[0][0], task) for task in TASKS)
     participants = next(part for part in tasks if part is not None).participants
     draws = Draws.of(len(np.unique(participants)), plan.seeds)
-    calibrated = calibrated_seconds(plan.root)
     return Table(
         budget_s=plan.budget_s,
         seeds=plan.seeds,
         steps=plan.steps,
         participants=len(np.unique(participants)),
-        rows=[
-            make_row(entry, scored, draws, calibrated.get(entry.name))
-            for entry in scored.values()
-            if entry.seeds or entry.failed
-        ],
+        rows=[make_row(entry, scored, draws) for entry in scored.values() if entry.seeds or entry.failed],
         commits=commits_of_runs(plan),
         packages=provenance(open_runtime(False))["packages"],
         machine=f"{platform.processor() or platform.machine()}, {platform.system()}",
@@ -246,7 +219,7 @@ def controls_of_entry(entry: Scored) -> tuple[str, ...]:
     return controls_of_claims(entry.name) if is_claim else ()
 
 
-def make_row(entry: Scored, scored: dict[str, Scored], draws: Draws, seconds: float | None) -> Row:
+def make_row(entry: Scored, scored: dict[str, Scored], draws: Draws) -> Row:
     """The row of an entry; `scored` holds all entries by name."""
 
     def against(task: str) -> dict[str, Difference]:
@@ -261,10 +234,7 @@ def make_row(entry: Scored, scored: dict[str, Scored], draws: Draws, seconds: fl
         compared_with=entry.compared_with,
         num_seeds=len(entry.seeds),
         failed=entry.failed,
-        **{name: entry.fact(name) for name in FACTS},
-        seconds_per_step_in_run=entry.fact("seconds_per_step"),
-        seconds_per_step=seconds,
-        skill_position_by_seed=[facts.get("skill_position") for _, facts in entry.seeds],
+        facts={name: entry.fact(name) for name in FACTS},
         tasks={
             task: TaskResult(
                 score=entry.point(task),

@@ -1,7 +1,6 @@
 """results.md and table.json: the numbers of benchmarks.evidence as tables and sentences.
 
-In: the folder of runs. Out: the part of the page between its markers. Every sentence follows from the paired
-intervals; the page itself explains the words.
+In: the folder of runs. Out: the page. Every sentence follows from the paired intervals.
 """
 
 from __future__ import annotations
@@ -11,17 +10,13 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from benchmarks.evidence.arms import ABLATIONS, CONTROL, CONTROLS, MAIN, RANDOM, REFERENCE, controls_of_claims
-from benchmarks.evidence.confirmation import confirmation, read_confirmations
-from benchmarks.evidence.differences import Row, Table, build_table
+from benchmarks.evidence.arms import ARMS, CONTROLS, RANDOM, REFERENCE, controls_of_claims
+from benchmarks.evidence.differences import FACTS, Row, Table, build_table
 from benchmarks.evidence.queue import Plan
 from benchmarks.evidence.real import SOURCE
 from benchmarks.evidence.scores import TASKS
-from benchmarks.evidence.words import NOT_SHOWN, TASK_LABELS, number, signed, span, table_head, verdict
+from benchmarks.evidence.words import TASK_LABELS, signed, table_head, verdict
 from data_setup.store.reader import PreparedStore
-from utils.errors import UserError
-
-BEGIN, END = "<!-- evidence: begin -->", "<!-- evidence: end -->"
 
 
 def score_table(rows: Sequence[Row], against: str) -> list[str]:
@@ -41,34 +36,17 @@ def score_table(rows: Sequence[Row], against: str) -> list[str]:
 
 
 def training_table(rows: Sequence[Row]) -> list[str]:
-    """Numbers that the runs logged, means over the seeds, and every task's lowest and highest seed."""
-    head = ["features", "seeds", *(f"{TASK_LABELS[t]}, by seed" for t in TASKS), "RankMe", "real eyes"]
-    lines = table_head(
-        [*head, "skill_position in validation, by seed", "init weight", "s/step", "steps", "alarms"]
-    )
+    """What the runs logged, means over the seeds, and every task's score by seed."""
+    lines = table_head(["features", *(f"{TASK_LABELS[t]}, by seed" for t in TASKS), *FACTS])
     for row in rows:
-        cells = [row.label, str(row.num_seeds)]
-        cells += [span(row.tasks[task].by_seed) if task in row.tasks else "-" for task in TASKS]
-        cells += [number(row.rankme, ".0f"), number(row.real_rankme, ".0f")]
-        cells += [span([s for s in row.skill_position_by_seed if s is not None], "+.3f")]
-        cells += [number(row.init_weight), number(row.seconds_per_step)]
-        cells += [number(row.steps, ".0f"), number(row.alarms, ".1f")]
+        cells = [row.label]
+        for task in TASKS:
+            values = row.tasks[task].by_seed if task in row.tasks else []
+            cells.append(", ".join(f"{value:.3f}" for value in values) or "-")
+        facts = (row.facts[name] for name in FACTS)
+        cells += ["-" if fact is None else f"{fact:.3g}" for fact in facts]
         lines.append(f"| {' | '.join(cells)} |")
     return lines
-
-
-def sentences(rows: Sequence[Row], against: str, versus: str) -> list[str]:
-    """Per task: which rows are higher, which are lower, and which show no difference."""
-    lines = [f"Compared with {versus}:", ""]
-    for task in TASKS:
-        groups: dict[str, list[str]] = {"higher": [], "lower": [], NOT_SHOWN: []}
-        for row in rows:
-            difference = row.difference(task, against)
-            if difference is not None:
-                groups[verdict(difference)].append(f"{row.label} ({difference[0]:+.3f})")
-        parts = [f"{side.capitalize()}: {'; '.join(names)}." for side, names in groups.items() if names]
-        lines.append(f"* {TASK_LABELS[task]}. {' '.join(parts) or 'Nothing measured.'}")
-    return [*lines, ""]
 
 
 def claims(rows: Sequence[Row]) -> list[str]:
@@ -110,8 +88,7 @@ def conditions(table: Table, plan: Plan) -> list[str]:
     return [
         f"* Date and machine: {table.date}, {table.machine}, torch {table.packages['torch']}.",
         f"* Commits of the training runs: {', '.join(table.commits) or 'none'}.",
-        f"* Commands: {before}`{'python -m benchmarks.evidence ' if is_real else ''}{run}`",
-        "  (in parts, with enough minutes), `table`.",
+        f"* Commands: {before}`{'python -m benchmarks.evidence ' if is_real else ''}{run}`, `table`.",
         *([eyes_used(plan.root)] if is_real else []),
         f"* Evaluated participants: {table.participants}, none of them in pre-training.",
         f"* Training: {given} for each arm and seed, {table.seeds} seeds.",
@@ -126,60 +103,31 @@ def eyes_used(root: Path) -> str:
 
 
 def markdown(table: Table, plan: Plan) -> str:
-    """The generated part of results.md."""
-    recipes = [r for r in table.rows if r.factor == "recipe"]
-    trained = [r for r in recipes if r.name != RANDOM]
-    baselines = [r for r in table.rows if r.factor == "baseline"]
-    ceiling = [r for r in table.rows if r.factor == "ceiling"]
-    ablations = [r for r in table.rows if r.factor not in ("recipe", "baseline", "ceiling")]
-    lines = [
-        *conditions(table, plan),
-        "",
-        "### What wins, on the first people",
-        "",
-        *claims([r for r in (*trained, *ablations) if r.name not in CONTROLS and r.factor != "control"]),
-        *sentences([*trained, *baselines], RANDOM, "random initialisation"),
-        *sentences([r for r in trained if r.name != CONTROL], CONTROL, "the control of two steps"),
-        *sentences([r for r in trained if r.name != REFERENCE], REFERENCE, f"`{REFERENCE}`"),
-        "### Recipes",
-        "",
-        *score_table([*recipes, *baselines, *ceiling], RANDOM),
-        "",
-        *training_table(recipes),
-    ]
-    if ablations:
-        lines += ["", "### Ablations: one change to `vjepa2` each, or to the arm named below", ""]
-        lines += sentences(ablations, REFERENCE, f"`{REFERENCE}`")
-        labels = {r.name: r.label for r in table.rows}
-        for other in sorted({r.compared_with for r in ablations} - {REFERENCE}):
-            changed = [r for r in ablations if r.compared_with == other]
-            lines += sentences(changed, other, labels[other])
-        lines += [*score_table(ablations, REFERENCE), "", *training_table(ablations)]
-    not_run = [arm.label for arm in (*MAIN, *ABLATIONS) if arm.name not in {r.name for r in table.rows}]
-    if not_run:
-        lines += ["", f"Not run: {', '.join(not_run)}."]
-    return "\n".join(lines)
-
-
-def split_page(out: Path) -> tuple[str, str]:
-    """What stands before and after the markers; raises UserError for a page without them."""
-    page = out.read_text() if out.exists() else f"# Results\n\n{BEGIN}\n{END}\n"
-    before, begin, rest = page.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not (begin and end):
-        raise UserError(f"{out}: expected the markers {BEGIN} and {END}, found a page without them")
-    return before, after
+    """The page."""
+    trained = [r for r in table.rows if r.factor not in ("baseline", "ceiling") and r.name != RANDOM]
+    not_run = [arm.label for arm in ARMS if arm.name not in {r.name for r in table.rows}]
+    return "\n".join(
+        [
+            "# Results",
+            "",
+            *conditions(table, plan),
+            "",
+            *claims([r for r in trained if r.name not in CONTROLS and r.factor != "control"]),
+            *score_table(table.rows, RANDOM),
+            "",
+            *score_table([r for r in trained if r.name != REFERENCE], REFERENCE),
+            "",
+            *training_table(trained),
+            *(["", f"Not run: {', '.join(not_run)}."] if not_run else []),
+        ]
+    )
 
 
 def write_results(root: Path, out: Path) -> str:
-    """Write table.json and the part of `out` between the markers; returns that part."""
+    """Write table.json below `root` and the page; returns the page."""
     plan = Plan.load(root)
     table = build_table(plan)
-    text, content = markdown(table, plan), asdict(table)
-    for again in read_confirmations(plan, table):
-        content[again.folder.name] = asdict(again.table)["rows"]
-        text += "\n\n" + confirmation(table, again)
-    (root / "table.json").write_text(json.dumps(content, indent=1, allow_nan=False) + "\n")
-    before, after = split_page(out)
-    out.write_text(f"{before}{BEGIN}\n{text}\n{END}{after}")
+    text = markdown(table, plan)
+    (root / "table.json").write_text(json.dumps(asdict(table), indent=1, allow_nan=False) + "\n")
+    out.write_text(text + "\n")
     return text

@@ -18,10 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.evidence.arms import (
-    ABLATIONS,
+    ARMS,
     CONFIG,
     CONTROLS,
-    MAIN,
     RANDOM_ARM,
     REFERENCE,
     SUPERVISED,
@@ -116,7 +115,7 @@ class Job:
     arm: Arm | None
     seed: int
     folder: Path  # of its scores
-    people: Path | None = None  # folder of other people to score a trained run on
+    verbs: tuple[str, ...] = ("train", "score")
 
     @property
     def name(self) -> str:
@@ -130,46 +129,27 @@ class Job:
         return (folder / "scores.json").exists()
 
     def commands(self, plan: Plan) -> list[list[str]]:
-        """Train, then score."""
+        """Train, where there is something to train, then score."""
         arm = BASELINES if self.arm is None else self.arm.name
         module = [sys.executable, "-m"]
         words = ["--root", str(plan.root), "--arm", arm, "--seed", str(self.seed)]
-        if self.people is not None:
-            return [[*module, "benchmarks.evidence", "score", *words, "--people", str(self.people)]]
-        trains = self.arm is not None and self.arm.is_trained
-        verbs = ("train", "score") if trains else ("score",)
+        is_trained = self.arm is not None and self.arm.is_trained
+        verbs = [verb for verb in self.verbs if is_trained or verb != "train"]
         return [[*module, "benchmarks.evidence", verb, *words] for verb in verbs]
 
 
-def main_jobs(plan: Plan, only: Collection[str] | None = None) -> list[Job]:
-    """Baselines, random initialisation and the ceiling first, then one seed of every recipe after another.
+def jobs_of(plan: Plan, only: Collection[str] | None = None) -> list[Job]:
+    """Baselines, random initialisation and the ceiling first, then one seed of every arm after another.
 
-    `only`: these recipes, and those that every claim of the table refers to; the ceiling where it is named.
+    `only`: these arms and own controls, and those that every claim refers to; the ceiling where it is named.
     """
     jobs = [Job(None, 0, plan.root / BASELINES)]
-    jobs += [Job(RANDOM_ARM, s, run_dir(plan.root, RANDOM_ARM, s)) for s in range(plan.seeds)]
+    first = [RANDOM_ARM]
     if has_truth(plan.root) and (only is None or SUPERVISED in only):
-        jobs += [Job(SUPERVISED_ARM, s, run_dir(plan.root, SUPERVISED_ARM, s)) for s in range(plan.seeds)]
-    arms = [a for a in MAIN if only is None or a.name in {*only, REFERENCE, *CONTROLS}]
+        first.append(SUPERVISED_ARM)
+    jobs += [Job(arm, s, run_dir(plan.root, arm, s)) for arm in first for s in range(plan.seeds)]
+    arms = ARMS if only is None else [a for a in TRAINED if a.name in {*only, REFERENCE, *CONTROLS}]
     return jobs + [Job(a, s, run_dir(plan.root, a, s)) for s in range(plan.seeds) for a in arms]
-
-
-def ablation_jobs(plan: Plan, only: Collection[str] | None = None) -> list[list[Job]]:
-    """The jobs of each ablation, and of each own control in `only`; one is started when all its seeds fit."""
-    arms = ABLATIONS if only is None else [a for a in TRAINED if a.name in only and a not in MAIN]
-    return [[Job(a, s, run_dir(plan.root, a, s)) for s in range(plan.seeds)] for a in arms]
-
-
-def confirmation_jobs(plan: Plan, people: Path) -> list[Job]:
-    """A job on other people for every scored run; raises UserError if no run is scored."""
-    jobs = [Job(None, 0, people / BASELINES, people)]
-    for arm in (RANDOM_ARM, *TRAINED):
-        for seed in range(plan.seeds):
-            if (run_dir(plan.root, arm, seed) / "scores.json").exists():
-                jobs.append(Job(arm, seed, run_dir(people, arm, seed), people))
-    if len(jobs) == 1:
-        raise UserError(f"{plan.root}: expected scored runs, found none; run `evidence run` first")
-    return jobs
 
 
 class Queue:
@@ -253,40 +233,3 @@ def refuse_another_recipe(job: Job, plan: Plan) -> None:
                 f"{path}: {key}: expected {expected} of the arm {job.arm.name}, found {had}; "
                 "use another --root, or remove the run"
             )
-
-
-def used_seconds(folder: Path) -> float:
-    """Core seconds that a finished job took; 0 if it has not finished."""
-    path, failed = folder / "seconds.txt", folder / "failed.json"
-    if failed.exists():
-        return float(json.loads(failed.read_text())["seconds"])
-    return float(path.read_text()) if path.exists() else 0.0
-
-
-def run_all(plan: Plan, jobs: int, minutes: float, only: Collection[str] | None = None) -> None:
-    """The recipes, then ablations until `minutes` of wall-clock are used, those of earlier calls included."""
-    plan.save()
-    Queue(plan, jobs).run(main_jobs(plan, only))
-    Queue(plan, jobs).run(fitting_ablations(plan, jobs, minutes * 60, only))
-
-
-def fitting_ablations(
-    plan: Plan, jobs: int, allowed_s: float, only: Collection[str] | None = None
-) -> Iterator[Job]:
-    """Jobs of one ablation after the other, while another is expected to fit the time."""
-    ablations = ablation_jobs(plan, only)
-    spent_s = sum(used_seconds(job.folder) for ablation in ablations for job in ablation) / jobs
-    expected_s = (
-        max(used_seconds(job.folder) for job in main_jobs(plan) if job.arm in MAIN) * plan.seeds / jobs
-    )
-    start = time.monotonic()
-    for ablation in ablations:
-        if all(job.is_done for job in ablation):
-            continue
-        used_s = spent_s + time.monotonic() - start
-        if used_s + expected_s > allowed_s:
-            arm = ablation[0].arm
-            assert arm is not None
-            print(f"stopped before {arm.name}: {used_s / 60:.0f} min used of {allowed_s / 60:g}", flush=True)
-            return
-        yield from ablation

@@ -44,7 +44,6 @@ from models.probes.tokens import (
 )
 from utils.config.schema import Config
 from utils.indices import evenly_spaced
-from utils.report.pictures import feature_pca, load_snapshot, save_snapshot
 from utils.runtime.open import open_runtime
 
 TASKS = ("classes", "thickness", "occupancy")
@@ -201,39 +200,6 @@ def baseline_features(
         "device": (lambda t: device_features(store, truth.rows, truth.rows[t]), None),
         "position": (None, lambda _: nothing),
     }
-
-
-def real_eyes(encoder: nn.Module, cfg: Config, root: Path, out: Path, title: str) -> float | None:
-    """RankMe of the real eyes' valid tokens, and a picture of each eye's features; None without `real_store`.
-
-    The eyes have no labels, so nothing is scored.
-    """
-    if not (root / "real_store" / "index.parquet").exists():
-        return None
-    store = PreparedStore.open(str(root / "real_store"))
-    sample = []
-    with torch.no_grad():
-        for batch in evaluation_batches(cfg, store, store.kept, 1):
-            tokens_NE = encoder(plain_view(batch))[0].float().cpu()
-            valid_N = batch["context_valid"][0]
-            inside = tokens_NE[valid_N > 0]
-            sample.append(inside[evenly_spaced(len(inside), RANKME_TOKENS)])
-            record = store.index.loc[int(batch["row"][0])]
-            path = out / f"real_{record['device']}.npz"
-            save_snapshot(
-                path,
-                volume=batch["volume"][0].numpy(),
-                context=np.zeros(0, int),
-                target=np.zeros(0, int),
-                grid=np.array(cfg.grid),
-                patch=np.array(cfg.spatial.patch_size),
-                spacing=np.array(cfg.spatial.target_spacing),
-                features=tokens_NE.numpy().astype(np.float16),
-                valid=valid_N.numpy(),
-                title=f"{record['device']}, {title}",
-            )
-            feature_pca(load_snapshot(path)).savefig(path.with_suffix(".png"), dpi=90)
-    return rankme(torch.cat(sample))
 
 
 def save_scores(folder: Path, scores: Scores, facts: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Numbers of benchmarks.evidence as the words and cells of results.md."""
+"""Numbers of benchmarks.evidence as the words and cells of its pages."""
 
 from __future__ import annotations
 
@@ -27,16 +27,6 @@ def verdict(difference: Difference) -> str:
     """The side of zero on which the whole interval lies: 'higher', 'lower' or NOT_SHOWN."""
     _, (low, high) = difference
     return "higher" if low > 0 else "lower" if high < 0 else NOT_SHOWN
-
-
-def number(value: float | None, form: str = ".2f") -> str:
-    """A number, or a dash."""
-    return "-" if value is None else format(value, form)
-
-
-def span(values: Sequence[float], form: str = ".3f") -> str:
-    """'0.610 to 0.640', the lowest and the highest, or a dash."""
-    return f"{min(values):{form}} to {max(values):{form}}" if values else "-"
 
 
 def table_head(cells: Sequence[str]) -> list[str]:

@@ -1,11 +1,12 @@
 """Expand zip archives of a bucket or a disk into a tree of files, without a local copy of an archive.
 
+    python -m data_setup.expand --src gs://BUCKET/zips --dst gs://BUCKET/dataset
+    python -m data_setup.expand --src zips --dst dataset --verify
+
 In: --src, one archive, a folder of them or a pattern; --dst, the root of the tree. Out: every member as a
 file, written whole or not at all once its size and CRC-32 are right, and a line for each archive. An archive
 that is damaged or not safe to expand is named, and the others go on. A second run skips what is there. Rules
 and exit codes: docs/guides/expand.md.
-
-    python -m data_setup.expand --src URL --dst URL [--workers N] [--shard i/n] [--overwrite] [--verify]
 """
 
 from __future__ import annotations

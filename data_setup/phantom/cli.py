@@ -1,5 +1,7 @@
 """Write a synthetic AI-READI tree: valid OPT DICOMs with knowable anatomy and labels, and faults on request.
 
+    python -m data_setup.phantom --out runs/phantom --participants 120 --seed 0 --faults
+
 In: a number of participants, a seed, a size. Out, under --out: participants.tsv, participants.json,
 retinal_oct/manifest.tsv, retinal_oct/structural_oct/<device>/<person>/<file>.dcm, truth/<sop uid>.npz for
 every good volume, and synthetic.json (the arguments and the planted faults), which marks the tree as

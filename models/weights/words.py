@@ -1,4 +1,9 @@
-"""Public weights in, ours out: `python -m models.weights inspect|import|export|selftest`.
+"""Read public weights in, give an encoder to others, and check how they feed it.
+
+    python -m models.weights inspect runs/smoke_test/checkpoints/best_probe.pt
+    python -m models.weights import FILE --config configs/pretrain_oct_vjepa2.yaml --out start.pt
+    python -m models.weights export --checkpoint runs/smoke_test/checkpoints/best_probe.pt --portable encoder
+    python -m models.weights selftest encoder
 
 inspect prints what a file holds. import fits weights to a configuration and prints a line for every key:
 loaded, adapted, left out or missing. export writes an encoder for others: --out its weights, --portable also

@@ -27,8 +27,6 @@ from utils import storage
 from utils.config.load import load_config
 from utils.config.schema import StorageOptions
 from utils.errors import UserError
-from utils.report import tree_check as check_section
-from utils.report.tables import file_digest
 from utils.run.folder import claim_run_dir
 from utils.runtime.open import open_runtime
 from utils.storage import clients as cloud
@@ -212,9 +210,6 @@ def test_a_scan_filed_under_two_people_is_named(tmp_path: Path, capsys: pytest.C
     output = capsys.readouterr().out
     assert "left out by prepare, an earlier row has the SOPInstanceUID: 1\n    " + twice.path in output
     assert "something is wrong" in output
-    assert ["left out by prepare: an earlier row has the SOPInstanceUID", "1"] in check_section.tables(
-        report
-    )[0].rows
 
     write_opt((root / twice.path).parent, speckle(*SHAPE, seed=9), name=Path(twice.path).name)  # another UID
     code, report = run(root, tmp_path, "--pixel-hash", "none")
@@ -388,18 +383,3 @@ def test_a_run_takes_the_report_along(tmp_path: Path) -> None:
     storage.write_text(f"{tmp_path}/store/check_report.json", '{"a": 1}')
     claim_run_dir(cfg, runtime)
     assert (tmp_path / "run/check_report.json").read_text() == '{"a": 1}'
-
-
-def test_the_section_says_what_was_found(tmp_path: Path) -> None:
-    eyes = [*GOOD[:2], Eye("9003", "1.2.3.9", 9, in_manifest=False)]
-    root = write_tree(tmp_path / "tree", eyes)
-    (root / eyes[0].path).write_bytes(b"nothing")
-    _, report = run(root, tmp_path)
-    assert check_section.sentence(report).startswith("Something is wrong in 2 files, of which ")
-    sections = {table.title: table.rows for table in check_section.tables(report)}
-    assert ["unreadable: not_dicom", "1"] in sections["what was found"]
-    assert ["a file in no manifest row", "1"] in sections["what was found"]
-    named = {name: [what, words] for what, words, name in sections["files to look at"]}
-    assert named[file_digest(eyes[0].path)][0] == "not_dicom"
-    assert named[file_digest(eyes[2].path)] == ["orphan", "a file in no manifest row"]
-    assert sections["by device"] == [["topcon_triton", "2", "1", "Explicit VR Little Endian", "R"]]

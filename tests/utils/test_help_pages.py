@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import runpy
 import sys
+import textwrap
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -16,16 +18,33 @@ from tests.support.task_configs import below
 from tests.test_readme import ROOMS, configured_commands, missing_modules
 from utils.cli import parse_words
 from utils.config.keys import keys
-from utils.help_pages import PAGES, PeopleParser, key_lines
+from utils.help_pages import HelpPage, PeopleParser, help_page, key_lines
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
+def help_pages() -> dict[str, HelpPage]:
+    """Of every command that has a parser of ours: what its module's docstring gives."""
+    pages = {}
+    for room in ("data_setup", "models", "pretraining", "finetuning", "utils"):
+        for path in (ROOT / room).glob("**/*.py"):
+            text = path.read_text()
+            named = re.findall(r'(?:parse_cli|parse_words|PeopleParser|answer_help)\(\s*"([\w.]+)"', text)
+            page = help_page(ast.get_docstring(ast.parse(text)) or "") if named else None
+            if page and page.examples:
+                pages |= dict.fromkeys(named, page)
+    return pages
+
+
+PAGES = help_pages()
+
+
 @pytest.mark.parametrize("command", PAGES)
 def test_examples_are_of_the_command_and_would_run(command: str) -> None:
-    for example in PAGES[command].examples:
+    examples = textwrap.dedent(PAGES[command].examples).splitlines()
+    for example in (line for line in examples if not line.startswith(" ")):  # which goes on
         assert f"-m {command} " in f"{example} "
-    text = "```\n" + "\n".join(PAGES[command].examples) + "\n```\n"
+    text = "```\n" + "\n".join(examples) + "\n```\n"
     assert missing_modules(text) == []
     for path, overrides in configured_commands(text):
         from utils.config.load import load_config
@@ -37,11 +56,10 @@ def test_keys_that_matter_exist() -> None:
     assert {name for page in PAGES.values() for name in page.keys} <= set(keys())
 
 
-def test_every_command_with_a_configuration_has_a_page() -> None:
-    text = "\n".join(path.read_text() for room in ROOMS for path in (ROOT / room).glob("**/*.py"))
-    called = set(re.findall(r'(?:parse_cli|parse_words|PeopleParser|answer_help)\(\s*"([\w.]+)"', text))
-    called |= {"benchmarks.phantom_truth"}  # a measurement that the demo asks for
-    assert called - {"benchmarks.tpu_fit.trace"} == set(PAGES)  # trace is run by tpu_fit
+def test_the_pages_of_docstrings_are_found() -> None:
+    assert {"data_setup.prepare", "pretraining.train", "finetuning.train", "models.weights"} <= set(PAGES)
+    assert "train.max_steps" in PAGES["pretraining.train"].keys
+    assert "Keys that matter" not in PAGES["pretraining.train"].details
 
 
 def commands() -> list[str]:
@@ -86,11 +104,7 @@ def test_every_command_has_help_with_an_example_and_says_where_it_is(
     "line",
     [
         "benchmarks.mask_planes --batches 0",
-        "benchmarks.gauges --batch 0",
-        "benchmarks.gauges --rounds 0",
         "benchmarks.attention --repeats 0",
-        "benchmarks.embed --volumes 0",
-        "benchmarks.embed --size 8 0 32",
         "benchmarks.data --repeats 0",
         "benchmarks.data --rows 0,7",
     ],
@@ -114,7 +128,6 @@ ERRORS_CANNOT_BE_THE_USERS = {  # they read no file of a user, or start where no
 
 
 def test_every_command_ends_with_one_line_where_the_user_is_mistaken() -> None:
-    """`benchmarks.embed --model zz` is a line, not a traceback."""
     for command in set(commands()) - ERRORS_CANNOT_BE_THE_USERS:
         path = ROOT / command.replace(".", "/")
         text = (
@@ -125,13 +138,26 @@ def test_every_command_ends_with_one_line_where_the_user_is_mistaken() -> None:
         ), command
 
 
+TEXT = """Train.
+
+    python -m pretraining.train --config configs/smoke_test.yaml
+
+The details.
+
+More of them.
+
+Keys that matter: train.max_steps,
+run.dir
+"""
+
+
 def test_help_begins_with_the_purpose_and_ends_with_the_details(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
-        parse_words("pretraining.train", "The details.\n\nMore of them.\n", ["--help"])
+        parse_words("pretraining.train", TEXT, ["--help"])
     assert end.value.code == 0
     text = capsys.readouterr().out
     parts = [
-        PAGES["pretraining.train"].purpose,
+        "Train.",
         "\nexamples:\n    python -m pretraining.train --config configs/smoke_test.yaml\n",
         "\noptions:\n",
         "keys that matter",
@@ -142,7 +168,7 @@ def test_help_begins_with_the_purpose_and_ends_with_the_details(capsys: pytest.C
     assert places == sorted(places)
 
 
-def test_a_command_without_a_page_shows_its_details() -> None:
+def test_a_docstring_of_one_paragraph_is_the_purpose() -> None:
     assert "Only these words." in PeopleParser("some.command", "Only these words.").format_help()
 
 

@@ -31,9 +31,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from data_setup.store.flow import StoredFlow
-from data_setup.store.heights import StoredHeights
-from data_setup.store.labels import StoredLabels
+from data_setup.attach.stored import StoredFlow, StoredHeights, StoredLabels
 from data_setup.store.reader import PreparedStore
 from finetuning import embed, predict
 from finetuning.dense.layers.head import open_layers_head

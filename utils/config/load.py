@@ -58,7 +58,7 @@ GONE_KEYS: dict[str, tuple[Any, ...]] = {
     "method.predictor": (None,),
     "method.predictor_weight": (1.0,),
     "method.target_layers": (None,),
-    "optim.extend": (None, "cooldown_from_here", "rewarm"),  # a run that it made longer has another length
+    "optim.extend": (None,),
     "optim.use_scheduler": (True,),
     "probe.random_init_seeds": (3,),
     "run.stall_timeout_s": (1800.0,),
@@ -66,7 +66,7 @@ GONE_KEYS: dict[str, tuple[Any, ...]] = {
     "task.time_column": (None,),
     "train.grad_accum_steps": (None,),
     "train.max_bad_steps": (10,),
-    "train.shard_parameters": (False, True),  # no number rests on it
+    "train.shard_parameters": (False,),
     "wandb.artifacts": ("best",),
     "wandb.entity": (None,),
     "wandb.group": (None,),
@@ -76,9 +76,8 @@ GONE_KEYS: dict[str, tuple[Any, ...]] = {
     "wandb.tags": (None,),
 }
 # Of these: with any value what a checkpoint or a head holds can be read.
-READ_WITH_ANY_VALUE = frozenset(
-    name for name in GONE_KEYS if not name.startswith(("method.", "optim.", "task."))
-)
+CHANGES_WHAT_IS_READ = ("method.", "task.", "optim.use_scheduler")
+READ_WITH_ANY_VALUE = frozenset(name for name in GONE_KEYS if not name.startswith(CHANGES_WHAT_IS_READ))
 log = logging.getLogger(__name__)
 
 

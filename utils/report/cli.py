@@ -1,4 +1,7 @@
-"""The report of runs: `python -m utils.report RUN [RUN ...]` writes results.json into each, and one page.
+"""One page about a run, or about several side by side, to be opened in a browser.
+
+    python -m utils.report runs/smoke_test
+    python -m utils.report runs/smoke_test runs/smoke_control
 
 In: files of the run directories only (utils.report.run_files says which). Out: `results.json` for machines,
 and one self-contained page for people (utils.report.page): report.html of one run, comparison.html of
@@ -98,7 +101,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     Of several runs: results.json of each, and one page of all in comparison.html of the first.
     """
-    parser = PeopleParser("utils.report", main.__doc__ or "")
+    parser = PeopleParser("utils.report", __doc__ or "")
     parser.add_argument("runs", nargs="+", metavar="RUN", help="a run directory of pretraining.train")
     parser.add_argument(
         "--file", metavar="DIGEST", help="only print which path the page calls by this digest"
@@ -125,8 +128,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def _paths_of(runs: Sequence[Run], digest: str) -> list[str]:
     """The paths that the page calls by a digest; UserError where none is."""
-    kept = [part for run in runs for part in (run.prepared, run.checked)]
-    paths = {text for text in _texts(kept) if digest in file_digest(text)}
+    paths = {text for text in _texts([run.prepared for run in runs]) if digest in file_digest(text)}
     if not paths:
         raise UserError(f"--file: expected a digest of {runs[0].path / 'report.html'}, found {digest}")
     return sorted(paths)

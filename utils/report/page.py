@@ -18,7 +18,7 @@ from markupsafe import Markup
 from matplotlib.colors import to_hex
 from plotly.offline import get_plotlyjs
 
-from utils.report import compare, pictures, tree_check
+from utils.report import compare, pictures
 from utils.report.charts import charts_of
 from utils.report.health import Health, health
 from utils.report.run_files import NO_PROBE, Run, findings, step_shares
@@ -53,7 +53,6 @@ class Part:
     step: Table  # without rows where no times were logged
     data: Sequence[Table]
     check: str  # the verdict on the tree; empty where it was not checked
-    check_tables: Sequence[Table]
     seconds: Table
     versions: Table
 
@@ -112,10 +111,21 @@ def part_of(run: Run, name: str, number: int) -> Part:
         evaluated=_evaluated(run),
         step=Table("a training step", ["part", "share of the time, median"], step_shares(run)),
         data=data_tables(run.prepared),
-        check=tree_check.sentence(run.checked) if run.checked else "",
-        check_tables=tree_check.tables(run.checked) if run.checked else [],
+        check=check_sentence(run.checked) if run.checked else "",
         seconds=Table("seconds per stage", ["", ""], [(k, f"{v:.1f}") for k, v in run.seconds.items()]),
         versions=Table("versions", ["", ""], [(k, cell(v)) for k, v in run.provenance.items()], is_text=True),
+    )
+
+
+def check_sentence(report: Mapping[str, Any]) -> str:
+    """The verdict on a tree (check_report.json) and what it rests on."""
+    read = report["bytes"]
+    share = "" if read["share"] is None else f" ({read['share']:.2%})"
+    verdict = "Nothing wrong was found" if report["is_fine"] else "Something is wrong"
+    unread = f" {report['unread']} files could not be read." if report["unread"] else ""
+    return (
+        f"{verdict} in {report['records']} files, of which {read['fetched']:,} of {read['stored']:,} bytes"
+        f"{share} were fetched; {report['ok']} are fine by their headers.{unread} check_report.json has each."
     )
 
 

@@ -223,20 +223,9 @@ def _median(run: Run, key: str) -> float | None:
 
 
 def findings(run: Run) -> list[str]:
-    """Sentences about this run that a reader should not overlook, derived from its numbers."""
+    """Sentences about this run that a reader should not overlook, beside its health."""
     sentences = [f"Alarm at step {step}: {text}." for step, text in run.alarms]
     sentences += [f"{key} was not finite at step {step}." for key, step in run.not_finite.items()]
-    skill = _end(run, "val/skill_position", -1)
-    if skill is not None and skill <= 0:
-        sentences.append(
-            f"skill_position ends at {skill:.3f}: the prediction is no better than the mean of its position, "
-            "so this run shows no learning beyond position."
-        )
-    ranks = [rank for _, rank in like_the_last(run.series, "val/rankme")]
-    if ranks and (last := ranks[-1]) < (first := ranks[0]) / 2:
-        sentences.append(
-            f"RankMe fell from {first:.1f} to {last:.1f}, by more than half: do the probes fall with it?"
-        )
     weight = _end(run, "ema/init_weight", -1)
     if weight is not None and weight > INIT_WEIGHT_LIMIT:
         sentences.append(

@@ -3,161 +3,149 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from dataclasses import fields, replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
-from torch import nn
 
 from benchmarks.evidence import calibration as evidence_calibration
+from benchmarks.evidence import cli as evidence
 from benchmarks.evidence.arms import (
-    ABLATIONS,
-    CONFIG,
-    MAIN,
+    ARMS,
     REFERENCE,
+    TRAINED,
     arm_by_name,
     arm_config,
-    cost_key,
+    own_control,
+    own_controls,
 )
-from benchmarks.evidence.calibration import calibrate, steps_of_budget
-from benchmarks.evidence.queue import (
-    Plan,
-)
-from pretraining.schedules import init_weight
-from utils.config.load import flatten, load_config
+from benchmarks.evidence.calibration import STEPS, calibrate, steps_of_budget
+from benchmarks.evidence.cohorts import DATA
+from benchmarks.evidence.differences import read_arm
+from benchmarks.evidence.patches import PATCHES
+from benchmarks.evidence.queue import Job, Plan, jobs_of
+from models.vjepa3d import VJEPA3D
+from utils.config.load import flatten
 from utils.config.schema import MethodConfig
 from utils.errors import UserError
 
-ALL = (*MAIN, *ABLATIONS)
 KEYS_OF_FACTOR = {
     "control": {"method.control"},
-    "regulariser": {
-        "method.regulariser",
-        "method.regulariser_weight",
-        "method.covariance_weight",
-        "method.covariance_ramp",
-    },
-    "EMA": {"method.ema_base"},
-    "regulariser and EMA": {"method.regulariser", "method.regulariser_weight", "method.ema_base"},
-    "batch": {"train.global_batch_size", "train.per_core_batch_size"},
-    "task": {"method.context_ratio", "method.target_ratio", "method.covariance_weight"},
-    "patch": {"spatial.patch_size"},
-    "predictor": {"method.predictor_depth", "method.predictor_width", "method.predictor"},
-    "context": {"method.context"},
     "parity": {"method.regulariser", "method.regulariser_weight", "method.neighbour_weight"},
-    "neighbours": {"method.neighbour_weight", "method.neighbour_places", "method.predictor_weight"},
-    "context loss": {"method.context_weight", "method.target_layers"},
-    "loss": {"method.loss", "method.regulariser_weight"},
-    "mask": {"method.mask_blocks"},
-    "learning rate": {"optim.base_lr"},
+    "neighbours": {"method.neighbour_weight"},
+    "sampling": {"data.sampling"},
 }
 
 
 def test_an_ablation_changes_its_factor_and_nothing_else(tmp_path: Path) -> None:
     own = {"experiment_name", "run.dir", "train.ckpt_dir"}
-    for arm in ABLATIONS:
-        if arm.factor in KEYS_OF_FACTOR:
-            reference = dict(flatten(arm_config(arm_by_name(arm.compared_with), 0, 400, tmp_path)))
-            ablated = dict(flatten(arm_config(arm, 0, 400, tmp_path)))
-            changed = {k for k in ablated if ablated[k] != reference[k]} - own
-            assert changed, arm.name
-            assert changed <= KEYS_OF_FACTOR[arm.factor], arm.name
-    assert len({a.name for a in ALL}) == len(ALL)
+    for arm in (arm for arm in ARMS if arm.factor != "recipe"):
+        reference = dict(flatten(arm_config(arm_by_name(arm.compared_with), 0, 400, tmp_path)))
+        ablated = dict(flatten(arm_config(arm, 0, 400, tmp_path)))
+        changed = {k for k in ablated if ablated[k] != reference[k]} - own
+        assert changed, arm.name
+        assert changed <= KEYS_OF_FACTOR[arm.factor], arm.name
+    assert len({a.name for a in ARMS}) == len(ARMS)
 
 
 def test_recipes_share_data_patch_batch_and_model(tmp_path: Path) -> None:
     shared = ("data.", "spatial.", "augment.", "model.", "train.global", "train.max_steps", "train.val")
     tables = []
-    for arm in MAIN:
+    for arm in (arm for arm in ARMS if arm.factor == "recipe"):
         cfg = arm_config(arm, 1, 50, tmp_path)
         tables.append({k: v for k, v in flatten(cfg) if k.startswith(shared)})
         assert (cfg.seed, cfg.train.max_steps) == (1, 50)
     assert all(t == tables[0] for t in tables)
-    recipes = [arm_config(a, 0, 50, tmp_path).method for a in MAIN]
-    expected = [
-        *[("vjepa2", None)] * 4,  # with three controls
-        ("methods", None),
-        ("mae", "normalised"),
-        ("mae", "plain"),
-    ]
-    assert [(m.recipe, m.mae_target) for m in recipes] == expected
+    recipes = [arm_config(a, 0, 50, tmp_path).method.recipe for a in ARMS if a.factor == "recipe"]
+    assert recipes == ["vjepa2"] * 4 + ["mae"] * 2  # with three controls
 
 
-def test_the_methods_arm_is_the_shipped_methods_configuration(tmp_path: Path) -> None:
-    shipped = dict(flatten(load_config(CONFIG.parent / "pretrain_vjepa_multi_domain.yaml")))
-    ours = dict(flatten(arm_config(arm_by_name("methods"), 0, 50, tmp_path)))
-    # a part that its MLP predictor does not have, and so does not read
-    unread = {"method.predictor_depth", "method.predictor_width"}
-    keys = {k for k in shipped if k.startswith(("method.", "optim."))} - unread
-    assert {k: ours[k] for k in keys} == {k: shipped[k] for k in keys}
+def test_an_arms_patch_is_there_and_trains_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert {arm.patch for arm in TRAINED if arm.patch is not None} == set(PATCHES)
+    monkeypatch.setattr(VJEPA3D, "pixel_norm", "normalised")
+    seen = []
+
+    def train(cfg) -> int:
+        seen.append((cfg.experiment_name, cfg.train.max_steps, VJEPA3D.pixel_norm))
+        return 0
+
+    monkeypatch.setattr(evidence, "train", train)
+    Plan(tmp_path, None, 1, {"mae": 7, "mae_plain": 8}).save()
+    for name in ("mae", "mae_plain"):
+        assert evidence.main(["train", "--root", str(tmp_path), "--arm", name, "--seed", "2"]) == 0
+    assert seen == [("evidence_mae_2", 7, "normalised"), ("evidence_mae_plain_2", 8, "plain")]
 
 
-@pytest.mark.parametrize(("name", "share"), [("ema_1", 0.01), ("ema_20", 0.2)])
-def test_half_lives_are_shares_of_the_run(name: str, share: float, tmp_path: Path) -> None:
-    cfg = arm_config(arm_by_name(name), 0, 500, tmp_path)
-    assert init_weight(cfg, int(share * 500), 500) == pytest.approx(0.5, abs=1e-3)
+def test_an_own_control_differs_in_nothing_else(tmp_path: Path) -> None:
+    arm = arm_by_name("device_balanced")
+    control = arm_by_name("device_balanced+penalty_only")
+    assert control == own_control(arm, "penalty_only")
+    own = {"experiment_name", "run.dir", "train.ckpt_dir"}
+    before, after = (dict(flatten(arm_config(a, 0, 50, tmp_path))) for a in (arm, control))
+    assert {key for key in after if after[key] != before[key]} - own == {"method.control"}
+    with pytest.raises(UserError, match="expected one of"):
+        arm_by_name("device_balanced+nothing")
+    with pytest.raises(
+        UserError, match=r"expected an arm that makes claims .*found the control mismatched_lat"
+    ):
+        arm_by_name("mismatched_latents+penalty_only")
+    assert not any(arm.name.startswith(("mismatched_latents+", "control+")) for arm in TRAINED)
+    assert [control.name for control in own_controls(arm_by_name("mae"))] == ["mae+mismatched_targets"]
 
 
-def test_arms_of_one_cost_are_timed_once(tmp_path: Path) -> None:
-    key = {a.name: cost_key(arm_config(a, 0, 9, tmp_path)) for a in ALL}
-    assert key["ema_1"] == key["lr_2e-3"] == key["reg_vicreg_0.2"] == key[REFERENCE]
-    for other in ("methods", "mae_plain", "reg_none", "reg_sigreg_0.5", "patch_4x16x16", "predictor_4"):
-        assert key[other] != key[REFERENCE], other
-    assert len({key[REFERENCE], key["context_dense"], key["predictor_mlp"]}) == 3
+def test_own_controls_are_run_and_tabled_by_name(tmp_path: Path) -> None:
+    name = "no_neighbours+mismatched_targets"
+    plan = Plan(tmp_path, 1.0, 2, {})
+    ran = [job.name for job in jobs_of(plan, ["no_neighbours", name])]
+    assert {f"{name}, seed {seed}" for seed in range(2)} <= set(ran)
+    assert not any("+" in job.name for job in jobs_of(plan))
+    seconds = {arm.name: 0.5 for arm in ARMS}
+    (tmp_path / "calibration.json").write_text(json.dumps({"seconds_per_step": seconds}))
+    assert steps_of_budget(tmp_path, 10.0)[name] == 20
+    assert read_arm(plan, arm_by_name(name)).compared_with == "no_neighbours"
 
 
-def test_arms_that_are_new_are_timed_beside_the_reference_and_scaled(
+def test_arms_are_timed_by_short_runs_and_those_that_are_known_keep_their_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = tmp_path / "calibration.json"
-    known = {arm.name: 2.0 for arm in ALL if arm.name != "context_dense"}
-    monkeypatch.setattr(evidence_calibration, "_time_on_cores", lambda *_: [{arm.name: [2.0] for arm in ALL}])
-    first = calibrate(tmp_path, 2, ())
-    path.write_text(json.dumps(first | {"seconds_per_step": known}))
-    asked = []
+    for name in DATA:
+        (tmp_path / name).touch()
+    ran: list[str] = []
 
-    def timed(root: Path, jobs: int, extra: object, names: list[str]) -> list[dict[str, list[float]]]:
-        asked.append(names)
-        return [
-            {REFERENCE: [1.0, 1.0], "context_dense": [1.5, 1.7]},
-            {REFERENCE: [1.0], "context_dense": [1.6]},
-        ]
+    class FakeQueue:
+        def __init__(self, plan: Plan, jobs: int) -> None:
+            self.plan = plan
 
-    monkeypatch.setattr(evidence_calibration, "_time_on_cores", timed)
-    calibration = calibrate(tmp_path, 2, ())
-    assert calibration["seconds_per_step"] == known | {"context_dense": 3.2}
-    assert calibrate(tmp_path, 2, ()) == calibration == json.loads(path.read_text())
-    assert asked == [[REFERENCE, "context_dense"]]
-    with pytest.raises(UserError, match="jobs: expected 1 as now, found 2; remove the file"):
-        calibrate(tmp_path, 1, ())
-    with pytest.raises(UserError, match="extra: expected"):
-        calibrate(tmp_path, 2, ("seed=1",))
+        def run(self, jobs: Iterable[Job]) -> None:
+            for job in jobs:
+                assert job.arm is not None
+                assert [command[3] for command in job.commands(self.plan)] == ["train"]
+                assert self.plan.steps[job.arm.name] == STEPS
+                ran.append(job.arm.name)
+                if job.arm.name == "parity":
+                    continue
+                (job.folder / "checkpoints").mkdir(parents=True)
+                (job.folder / "checkpoints" / f"step_{STEPS:08d}.pt").touch()
 
-
-@pytest.mark.parametrize("word", ["true", "false"])
-def test_steps_are_timed_in_the_arithmetic_of_the_runs(
-    word: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    used: list[bool] = []
-    monkeypatch.setattr(evidence_calibration, "pin", lambda _: None)
-    monkeypatch.setattr(evidence_calibration.PreparedStore, "open", lambda _: None)
-    monkeypatch.setattr(evidence_calibration, "open_rows", lambda *_: SimpleNamespace(train=[]))
-    monkeypatch.setattr(evidence_calibration, "VJEPA3D", lambda _: nn.Identity())
-    monkeypatch.setattr(evidence_calibration, "build_optimizer", lambda *_: None)
-    monkeypatch.setattr(evidence_calibration, "Loader", lambda *_, num_steps: [None] * num_steps)
-    monkeypatch.setattr(evidence_calibration, "train_step", lambda *words: used.append(words[4].use_bf16))
-    evidence_calibration.time_steps(tmp_path, 0, (f"train.use_bf16={word}",), ("vjepa2", "mae_plain"))
-    assert set(used) == {word == "true"}
+    monkeypatch.setattr(evidence_calibration, "Queue", FakeQueue)
+    monkeypatch.setattr(evidence_calibration, "training_facts", lambda *_: {"seconds_per_step": 0.25})
+    assert calibrate(tmp_path, 2, (), [REFERENCE, "mae", "control"]) == {REFERENCE: 0.25, "mae": 0.25}
+    (tmp_path / "calibration.json").write_text(json.dumps({"seconds_per_step": {REFERENCE: 2.0, "mae": 1.0}}))
+    known = calibrate(tmp_path, 2, (), [REFERENCE, "mae_plain"])
+    assert known == {REFERENCE: 2.0, "mae": 1.0, "mae_plain": 0.25}
+    assert ran == [REFERENCE, "mae", "mae_plain"]
+    with pytest.raises(UserError, match=r"parity.*: expected a run of 50 steps; see its evidence\.log"):
+        calibrate(tmp_path, 2, (), ["parity"])
 
 
 def test_steps_fill_the_budget_and_a_plan_does_not_change_under_its_runs(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="run `evidence calibrate` first"):
         steps_of_budget(tmp_path, 100.0)
-    seconds = {arm.name: 0.3 for arm in ALL} | {"methods": 70.0}
+    seconds = {arm.name: 0.3 for arm in ARMS} | {"mae": 70.0}
     (tmp_path / "calibration.json").write_text(json.dumps({"seconds_per_step": seconds}))
     steps = steps_of_budget(tmp_path, 100.0)
-    assert (steps["vjepa2"], steps["methods"], steps["control"]) == (333, 2, 2)
+    assert (steps["vjepa2"], steps["mae"], steps["control"]) == (333, 2, 2)
     plan = Plan(tmp_path, 100.0, 3, {"a": 333})
     plan.save()
     replace(plan, budget_s=200.0).save()  # nothing has run yet

@@ -44,10 +44,7 @@ def documented_nodes(folder: Path, *overrides: str) -> list[list[str]]:
     """The command of docs/guides/gpus.md for two machines, as two launchers of one process each."""
     text = (ROOT / "docs/guides/gpus.md").read_text()
     (line,) = re.findall(r"^torchrun (--nnodes=2 .+) -m pretraining\.train ", text, re.MULTILINE)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    places = {"HOST0": "127.0.0.1", "29500": port, "per-node=8": "per-node=1"}
+    places = {"HOST0": "127.0.0.1", "29500": str(free_port()), "per-node=8": "per-node=1"}
     for word, here in places.items():
         assert word in line, word
         line = line.replace(word, here)

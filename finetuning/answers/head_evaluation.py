@@ -20,7 +20,7 @@ from finetuning.answers.evaluation_files import write_evaluation
 from finetuning.answers.scorecard import chance_of
 from finetuning.cohort.cohort import EVALUATED, TRAIN, Cohort, count_seen, read_cohort, seen_by_head
 from finetuning.cohort.predictions import Scored
-from finetuning.cohort.source import evaluated_config
+from finetuning.cohort.source import encoder_place, evaluated_config
 from finetuning.features.kept import KeptFeatures, features_folder
 from finetuning.features.pooled import embed_rows
 from finetuning.features.probing import of_rows
@@ -37,9 +37,7 @@ def evaluate_head(wanted: str, overrides: Sequence[str]) -> dict[str, Any]:
 
     Raises UserError where the head does not fit the store, the labels, or has seen an evaluated participant.
     """
-    prefix = "model.checkpoint="  # the same encoder in another place; open_head compares checksums
-    places = [word.removeprefix(prefix) for word in overrides if word.startswith(prefix)]
-    head = open_head(wanted, storage_options_of(overrides), places[-1] if places else None)
+    head = open_head(wanted, storage_options_of(overrides), encoder_place(overrides))
     cfg = evaluated_config(head.cfg, head.url, overrides)
     head = replace(head, cfg=cfg)
     runtime = open_runtime(cfg.train.use_bf16)

@@ -125,15 +125,31 @@ def require_pretraining(state: dict[str, Any], url: str) -> None:
         )
 
 
-def evaluated_config(trained: Config, url: str, overrides: Sequence[str]) -> Config:
-    """The configuration of the head at `url` with the overrides; raises ConfigError for one that would be
-    another head.
+def encoder_place(overrides: Sequence[str]) -> str | None:
+    """Where the command line says that a head's encoder lies now; opening the head compares checksums."""
+    prefix = "model.checkpoint="
+    places = [word.removeprefix(prefix) for word in overrides if word.startswith(prefix)]
+    return places[-1] if places else None
+
+
+def overridden(trained: Config, url: str, overrides: Sequence[str], may_change: tuple[str, ...]) -> Config:
+    """The configuration of the file at `url` with overrides of keys that start as `may_change`.
+
+    Raises ConfigError for another key.
     """
     cfg = changed_config(trained, overrides, url)
     before = dict(flatten(trained))
     for key, value in flatten(cfg):
-        if value != before[key] and not key.startswith(MAY_CHANGE):
+        if value != before[key] and not key.startswith(may_change):
             raise ConfigError(f"{url}: {key}: expected {before[key]} as in training, found {value}")
+    return cfg
+
+
+def evaluated_config(trained: Config, url: str, overrides: Sequence[str]) -> Config:
+    """The configuration of the head at `url` with the overrides; raises ConfigError for one that would be
+    another head.
+    """
+    cfg = overridden(trained, url, overrides, MAY_CHANGE)
     if cfg.eval.protocol == "crossfit":
         raise ConfigError(
             f"{url}: eval.protocol: expected official, found crossfit: a head has one training set, so "

@@ -19,7 +19,7 @@ from data_setup.store.reader import PreparedStore
 from finetuning.answers.answer import Answer, looks
 from finetuning.cohort.cohort import EVALUATED, count_seen, seen_by_head
 from finetuning.cohort.ledger import digest
-from finetuning.cohort.source import evaluated_config
+from finetuning.cohort.source import encoder_place, evaluated_config
 from finetuning.dense.examined import Examined
 from finetuning.dense.folds import DenseVolumes, count_look
 from finetuning.dense.head import DenseHead
@@ -38,9 +38,7 @@ FORMAT_VERSION = 1
 
 def evaluate(kind: Kind[Volumes], wanted: str, overrides: Sequence[str]) -> str:
     """The tables of a head as text; an existing answer to the same question is reused. Raises UserError."""
-    prefix = "model.checkpoint="
-    places = [word.removeprefix(prefix) for word in overrides if word.startswith(prefix)]
-    head = kind.open_head(wanted, storage_options_of(overrides), places[-1] if places else None)
+    head = kind.open_head(wanted, storage_options_of(overrides), encoder_place(overrides))
     cfg = evaluated_config(head.cfg, head.url, overrides)
     store = PreparedStore.open(cfg.data.store, cfg.data.storage_options, cfg.data.cache_dir)
     require_same_grid(head, store)

@@ -21,7 +21,7 @@ from torch import nn
 
 from data_setup.store.format import KEPT, NORMALISATION, geometry_of
 from data_setup.store.reader import PreparedStore
-from finetuning.cohort.source import check_fit, find_checkpoint, require_pretraining
+from finetuning.cohort.source import check_fit, find_checkpoint, overridden, require_pretraining
 from finetuning.embedding.folder import Embedded, Folder
 from finetuning.embedding.stream import NoFeaturesError, read_ahead, tokens_of
 from finetuning.embedding.volumes import DicomVolumes, Reject, StoreVolumes, Volume, Volumes, find_dicoms
@@ -29,9 +29,9 @@ from finetuning.features.kept import weights_digest
 from finetuning.features.pooled import pretrained_encoder
 from models.probes.features import pool_tokens
 from utils.checkpoint import load_checkpoint
-from utils.config.load import changed_config, config_of_yaml, flatten, storage_options_of
+from utils.config.load import config_of_yaml, storage_options_of
 from utils.config.schema import Config
-from utils.errors import EXIT_FAILURE, EXIT_FINISHED, ConfigError, UserError
+from utils.errors import EXIT_FAILURE, EXIT_FINISHED, UserError
 from utils.log import setup_logging
 from utils.runtime.open import open_runtime
 from utils.runtime.single import Runtime
@@ -95,22 +95,7 @@ def embed(
 def _config(state: dict[str, Any], url: str, store: str | None, overrides: Sequence[str]) -> Config:
     """The checkpoint's configuration with the store and the overrides; raises ConfigError."""
     words = [*overrides, *([f"data.store={store}"] if store else [])]
-    return overridden(config_of_yaml(state["config"], url), url, words)
-
-
-def overridden(
-    trained: Config, url: str, overrides: Sequence[str], may_change: tuple[str, ...] = MAY_CHANGE
-) -> Config:
-    """The configuration of the file at `url` with overrides of keys that start as `may_change`.
-
-    Raises ConfigError for another key.
-    """
-    cfg = changed_config(trained, overrides, url)
-    before = dict(flatten(trained))
-    for key, value in flatten(cfg):
-        if value != before[key] and not key.startswith(may_change):
-            raise ConfigError(f"{url}: {key}: expected {before[key]} as in training, found {value}")
-    return cfg
+    return overridden(config_of_yaml(state["config"], url), url, words, MAY_CHANGE)
 
 
 def _volumes(

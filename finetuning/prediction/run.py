@@ -17,9 +17,9 @@ import numpy as np
 
 from data_setup.manifest import Record, unknown_record
 from data_setup.store.format import KEPT, NORMALISATION, QUALITY_COLUMNS
+from finetuning.cohort.source import encoder_place, overridden
 from finetuning.dense.head import DenseHead, head_kind
 from finetuning.dense.kinds import KINDS
-from finetuning.embedding.run import MAY_CHANGE, overridden
 from finetuning.embedding.stream import NoFeaturesError, read_ahead
 from finetuning.embedding.volumes import DicomVolumes, Reject, Volume, find_dicoms
 from finetuning.features.digests import values_digest
@@ -38,7 +38,7 @@ from utils.runtime.open import open_runtime
 from utils.runtime.single import Runtime
 from utils.terminal import track
 
-ENCODER = "model.checkpoint"
+MAY_CHANGE = ("data.", "train.use_bf16", "model.checkpoint")  # the rest is what the head is
 LAYERS, SEGMENTATION = "layers", "segmentation"  # of task.kind
 FORMATS = {"nifti": SEGMENTATION, "png": SEGMENTATION, "seg": SEGMENTATION, "heightmap": LAYERS}
 DPI = 100
@@ -78,7 +78,7 @@ def predict(
     if scans.rows is not None and form is None:
         raise UserError("--rows: expected with --format, found none; name the files with --files or --dicom")
     head = _open(wanted, kind, overrides)
-    cfg = overridden(head.cfg, head.url, overrides, (*MAY_CHANGE, ENCODER))
+    cfg = overridden(head.cfg, head.url, overrides, MAY_CHANGE)
     if head.state["normalisation"] != NORMALISATION:
         raise UserError(
             f"{head.url}: normalisation: expected {NORMALISATION}, found {head.state['normalisation']}"
@@ -117,10 +117,8 @@ def predict(
 
 def _open(wanted: str, kind: str, overrides: Sequence[str]) -> Head | DenseHead:
     """The head, its encoder from the override's place."""
-    prefix = f"{ENCODER}="  # the same encoder in another place; opening compares checksums
-    places = [word.removeprefix(prefix) for word in overrides if word.startswith(prefix)]
     opened = KINDS[kind].open_head if kind in KINDS else open_head
-    return opened(wanted, storage_options_of(overrides), places[-1] if places else None)
+    return opened(wanted, storage_options_of(overrides), encoder_place(overrides))
 
 
 def _predictor(head: Head | DenseHead, cfg: Config, runtime: Runtime, occlusion: bool) -> Predictor:

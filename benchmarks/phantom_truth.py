@@ -28,10 +28,11 @@ import numpy as np
 import torch
 from torch import nn
 
-from data_setup.loader import evaluation_batches, start_early
+from benchmarks.truth_tokens import layer_occupancy, sample_tokens, valid_tokens
+from data_setup.loader import EVALUATION_BATCH, evaluation_batches, start_early
 from data_setup.manifest import select_wanted
 from data_setup.normalisation import plain_view
-from data_setup.phantom.truth_tokens import layer_occupancy, read_truth_file, sample_tokens, valid_tokens
+from data_setup.phantom.truth import read_truth_file
 from data_setup.store.reader import PreparedStore
 from finetuning.answers.answer import Answer
 from finetuning.answers.checkpoint_evaluation import find_checkpoint
@@ -41,6 +42,7 @@ from finetuning.cohort.source import check_fit
 from finetuning.cohort.source import find_checkpoint as find_in_run
 from finetuning.features.pooled import pretrained_encoder, random_encoder
 from finetuning.features.probing import ridge_by_fold
+from models.probes import intervals
 from models.probes.features import pool_tokens
 from models.probes.intervals import interval95, participant_draws
 from models.probes.tokens import (
@@ -183,7 +185,7 @@ def token_features(
     """Mean and std over valid tokens [n, 2E], and the features of the cohort's tokens [n, T, E]: one pass."""
     encoder = encoder.to(runtime.device).eval()
     pooled, dense, start = [], [], 0
-    batches = evaluation_batches(cfg, store, cohort.rows, cfg.eval.batch_size)
+    batches = evaluation_batches(cfg, store, cohort.rows, EVALUATION_BATCH)
     for batch in map(runtime.to_device, batches):
         with runtime.autocast():
             tokens_BNE = encoder(plain_view(batch)).float()
@@ -261,7 +263,7 @@ def answer_of(cfg: Config, store: PreparedStore, cohort: TruthCohort, checksums:
 
 
 def _protocol(cfg: Config) -> list[int | bool]:
-    return [cfg.seed, cfg.probe.bootstrap_samples, cfg.train.use_bf16]
+    return [cfg.seed, intervals.BOOTSTRAP_SAMPLES, cfg.train.use_bf16]
 
 
 def _look(cfg: Config, store: PreparedStore, cohort: TruthCohort, checksums: Sequence[str]) -> int:
@@ -291,7 +293,7 @@ def measure(cfg: Config, control_place: str, runtime: Runtime) -> dict[str, Any]
 
     is_evaluated = cohort.fold == EVALUATED
     people = len(np.unique(cohort.person[is_evaluated]))
-    draws = participant_draws(people, cfg.probe.bootstrap_samples, cfg.seed)
+    draws = participant_draws(people, intervals.BOOTSTRAP_SAMPLES, cfg.seed)
     encoders = {
         PRETRAINED: pretrained_encoder(cfg, state, url),
         RANDOM: random_encoder(cfg, cfg.seed),

@@ -57,6 +57,7 @@ Sample = dict[Hashable, Any]  # the keys are those of MONAI's transforms
 ORDER_EPOCH, ORDER_DEVICES = 0, 1
 VALIDATION_SEED = 0  # validation masks depend on the row alone, so runs with different seeds are comparable
 GRACE_S = 60.0  # the loader's own limit comes first and says more; and the workers' start counts here alone
+EVALUATION_BATCH = 16  # volumes that an encoder computes at once where it is not trained
 PREFETCH = 2  # batches that a worker has ready
 POLL_SECONDS = 5.0  # how often the training process looks whether its loader workers are alive
 

@@ -47,23 +47,23 @@ log = logging.getLogger(__name__)
 _NO_SIDE = SENTINELS | {"unknown", "unknown_laterality"}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Record:
     """One OCT file of the manifest; shape is (frames, height, width) as the manifest says."""
 
-    person_id: str
-    device: str
-    protocol: str  # Protocol.name, the version 3 spelling
-    region: str
-    laterality: str  # L | R | unknown
+    person_id: str = "unknown"
+    device: str = "unknown"
+    protocol: str = "unknown"  # Protocol.name, the version 3 spelling
+    region: str = "unknown"
+    laterality: str = "unknown"  # L | R | unknown
     path: str  # relative to the root, no leading slash
     url: str
-    sop_instance_uid: str
-    shape: tuple[int, int, int] | None
-    split: str  # train | val | test
-    study_group: str | None
-    clinical_site: str | None
-    age: int | None
+    sop_instance_uid: str = ""
+    shape: tuple[int, int, int] | None = None
+    split: str = ""  # train | val | test
+    study_group: str | None = None
+    clinical_site: str | None = None
+    age: int | None = None
     spacing_mm: tuple[float, float, float] | None = None  # these three are beside or in place of the file's
     d_order: str | None = None  # a key of tables.D_ORDERS
     files: str | None = None  # of a folder: pattern of its B-scan images
@@ -72,21 +72,7 @@ class Record:
 
 def unknown_record(url: str, path: str | None = None) -> Record:
     """A record that says nothing but where the file is, at `path` below its root: its header is believed."""
-    return Record(
-        person_id="unknown",
-        device="unknown",
-        protocol="unknown",
-        region="unknown",
-        laterality="unknown",
-        path=path or url,
-        url=url,
-        sop_instance_uid="",
-        shape=None,
-        split="",
-        study_group=None,
-        clinical_site=None,
-        age=None,
-    )
+    return Record(path=path or url, url=url)
 
 
 @dataclass(frozen=True)
@@ -235,10 +221,6 @@ def _manifest_rows(url: str, options: StorageOptions) -> tuple[list[Record], lis
             url="",
             sop_instance_uid=uid,
             shape=(frames, height, width) if frames and height and width else None,
-            split="",
-            study_group=None,
-            clinical_site=None,
-            age=None,
             spacing_mm=spacing_of(row.get("spacing_mm"), where),
             d_order=_d_order(row.get("d_order"), where),
             files=fact_of(row.get("files")),

@@ -21,10 +21,10 @@ same bytes.
 With `--dask` the workers of a cluster prepare the rows in place of this machine's processes: they need this
 repository, data.gcs_root and data.store. `--verify` reads every volume again and compares checksums.
 `--check-only` reads headers alone, writes no store and ends with 1 where something is wrong
-(data_setup/check/tree.py). `--heights` lays the height maps of data.heights_manifest_path on
+(data_setup/check/tree.py). `--heights` lays the height maps of data.octa_manifest_path on
 the volumes of a finalised store (data_setup/attach/heights.py), `--labels` what the manifest's columns
 label_volume and label_surfaces name (attach/labels.py), `--flow` the flow cubes and en-face images
-of data.flow_manifest_path (attach/flow.py). `--rebase` takes a tree that has moved for
+of data.octa_manifest_path (attach/flow.py). `--rebase` takes a tree that has moved for
 the same one: files of equal size are not read again.
 
 There are no locks. Every row is computed from its own file alone and every object is written whole, so two
@@ -70,6 +70,15 @@ def _peak_memory_mb(workers: int) -> float:
     return resource.getrusage(who).ru_maxrss / (2**20 if sys.platform == "darwin" else 2**10)
 
 
+_VERBS = {
+    "--check-only": "look at the headers of the whole tree, and write no store",
+    "--verify": "read every volume of the store and compare its checksum",
+    "--heights": "lay the height maps of the data set on the store's volumes",
+    "--labels": "lay the labels that the manifest names on the store's volumes",
+    "--flow": "lay the flow cubes of the data set on the store's volumes",
+}
+
+
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
     add_workers(parser)
     parser.add_argument(
@@ -79,21 +88,8 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         "--audit", action="store_true", help="list the files of a remote tree too; a local one always is"
     )
     verb = parser.add_mutually_exclusive_group()
-    verb.add_argument(
-        "--check-only", action="store_true", help="look at the headers of the whole tree, and write no store"
-    )
-    verb.add_argument(
-        "--verify", action="store_true", help="read every volume of the store and compare its checksum"
-    )
-    verb.add_argument(
-        "--heights", action="store_true", help="lay the height maps of the data set on the store's volumes"
-    )
-    verb.add_argument(
-        "--labels", action="store_true", help="lay the labels that the manifest names on the store's volumes"
-    )
-    verb.add_argument(
-        "--flow", action="store_true", help="lay the flow cubes of the data set on the store's volumes"
-    )
+    for name, text in _VERBS.items():
+        verb.add_argument(name, action="store_true", help=text)
     parser.add_argument(
         "--rebase", action="store_true", help="the files of the store's source are now below data.gcs_root"
     )
@@ -132,6 +128,7 @@ def select(
     cfg: Config, writer: StoreWriter, records: Mapping[int, Record], tally: Tally, rebase: bool = False
 ) -> list[Job]:
     """The jobs of the rows in `records` (row -> record) that are not finished; `tally` counts the others."""
+    # A row says which bytes it was made from: the source's version decides, not that a volume is there.
     written = writer.read_rows(lambda row: row in records)
     options = cfg.data.storage_options
     jobs = [
@@ -149,6 +146,7 @@ def work(jobs: Sequence[Job], workers: int, limit: float, tally: Tally, cluster:
 
     Not before LOOKED_AT of them: a small set is looked at to its end, so that all its rejects are known.
     """
+    # Each outcome is written before it arrives here, so a kill between two of them loses none.
     outcomes = run_jobs(jobs, workers, cluster=cluster)
     path_of = {job.row: job.record.path for job in jobs}
     with closing(track(outcomes, len(jobs), "prepare", "volumes")) as progress:
@@ -182,6 +180,7 @@ def finalise(
 ) -> dict[str, Any]:
     """Write the index and prepare_report.json, whose `run` section is `run`; returns the report."""
     options = cfg.data.storage_options
+    # What another filter prepared stays listed: one store may be filled device by device.
     others = writer.find_rows(map(record_fields, listing.filtered)) if listing.filtered else []
     index = writer.finalise([*rows, *others])
     files = shorten(audit_files(listing, list_tree(listing, options))) if audit else None
@@ -234,6 +233,7 @@ def _attach(verb: str, cfg: Config, workers: int) -> int:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the stage; 0, or an exit code of utils.errors when some files could not be read."""
+    # ---- the other verbs: each ends here, and none of them makes rows
     cfg, args = parse_cli("data_setup.prepare", __doc__ or "", argv, _add_arguments)
     chosen = next((verb for verb in ("--heights", "--labels", "--flow") if getattr(args, verb[2:])), None)
     if (args.check_only or args.verify or chosen) and (args.rebase or args.audit):
@@ -251,20 +251,23 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _attach(chosen, cfg, args.workers)
     if args.json or args.pixel_hash:
         raise UserError("--json, --pixel-hash: expected --check-only with them, found none")
+    # ---- who is in: the manifest's records; splits of our own stay as they were, so nobody changes sides
     start = time.perf_counter()
     options, root = cfg.data.storage_options, cfg.data.gcs_root
     writer = StoreWriter(cfg.data.store, options)
     listing = keep_splits(read_records(cfg), writer)
     records = [record_fields(r) for r in listing.records]
+    # ---- the store: made or checked before records get rows, since a row is a place in its array
     synthetic = storage.exists(storage.join(root, "synthetic.json"), options)
     writer.create(cfg.spatial, root, synthetic, len(records), args.rebase)
     filtered = [record_fields(r) for r in listing.filtered]
     rows = writer.append_records(records, others=filtered)
+    # ---- the work: rows that are not finished, by processes or a cluster, until there are too many rejects
     tally = Tally()
     record_of = dict(zip(rows, listing.records, strict=True))
     jobs = select(cfg, writer, record_of, tally, args.rebase)
     work(jobs, args.workers, cfg.data.max_reject_fraction * len(record_of), tally, args.dask)
-    writer.check_rows(records, rows)
+    writer.check_rows(records, rows)  # before the index: another run may have given them to others
     seconds = time.perf_counter() - start
     run = tally.fields() | {
         "workers": "dask" if args.dask else args.workers,
@@ -272,6 +275,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "volumes_per_s": round(tally.prepared / seconds, 3),
         "peak_memory_mb": None if args.dask else round(_peak_memory_mb(args.workers), 1),
     }
+    # ---- the end: index and report first, so that what was prepared is kept whatever the verdict
     report = finalise(cfg, writer, listing, rows, run, args.audit or not storage.is_remote(root))
     print(table(report))
     require_apart(cfg.data.store, report["identical_volumes"])

@@ -15,7 +15,6 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 
-from models.probes.features import pool_tokens
 from models.vit3d import NORM_EPS, Mlp
 
 HeadKind = Literal["linear", "mlp", "attentive"]
@@ -108,13 +107,6 @@ def build_head(kind: str, width: int, num_outputs: int, hidden: int, dropout: fl
 def reads_tokens(kind: str) -> bool:
     """Whether a head of this kind reads all tokens rather than pooled features."""
     return kind == "attentive"
-
-
-def apply_head(head: nn.Module, tokens_BNE: Tensor, valid_BN: Tensor) -> Tensor:
-    """[B, C] of any head from the tokens of an encoder, whose features are not standardised."""
-    if isinstance(head, AttentiveHead):
-        return head(tokens_BNE, valid_BN)
-    return head(pool_tokens(tokens_BNE, valid_BN))
 
 
 def rescale_output(head: nn.Module, mean: float, std: float) -> None:

@@ -121,9 +121,7 @@ class VicReg:
     """mean(relu(1 - std)) + covariance_weight * sum of squared off-diagonal covariances / E."""
 
     eps = 1e-4
-
-    def __init__(self, covariance_weight: float = 0.1) -> None:
-        self.covariance_weight = covariance_weight
+    covariance_weight = 0.1
 
     def statistics(self, tokens_BKE: Tensor, weight_BK: Tensor) -> Statistics:
         tokens = tokens_BKE.float()

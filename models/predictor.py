@@ -22,9 +22,8 @@ class Predictor3D(nn.Module):
     predictions.
 
     No sorting by raster order: rotary positions come from the ids, so the order of tokens means nothing.
-    `mask_token`: which of several is used. 0 is the one that the published recipe trains with clips of one
-    length; Hugging Face's predictor, called by itself, uses 1 (modulo their number). Raises ValueError for
-    one that is not there.
+    Of several mask tokens number 0 is used, which the published recipe trains with clips of one length;
+    Hugging Face's predictor, called by itself, uses 1 (modulo their number).
     """
 
     def __init__(
@@ -37,12 +36,8 @@ class Predictor3D(nn.Module):
         num_mask_tokens: int = 1,
         heads: int | None = None,
         out_width: int | None = None,
-        mask_token: int = 0,
     ) -> None:
         super().__init__()
-        if not 0 <= mask_token < num_mask_tokens:
-            raise ValueError(f"mask_token: expected 0 to {num_mask_tokens - 1}, found {mask_token}")
-        self.mask_token = mask_token
         self.grid, self.rope = grid, rope
         self.heads = heads or width // HEAD_DIM
         self.head_dim = width // self.heads
@@ -59,7 +54,7 @@ class Predictor3D(nn.Module):
     def forward(self, ctx_BKE: Tensor, keep_BK: Tensor, target_BM: Tensor) -> Tensor:
         ctx_BKP = self.predictor_embed(ctx_BKE)
         num_context = ctx_BKP.shape[1]
-        mask_BMP = self.mask_tokens[self.mask_token].to(ctx_BKP.dtype).expand(*target_BM.shape, -1)
+        mask_BMP = self.mask_tokens[0].to(ctx_BKP.dtype).expand(*target_BM.shape, -1)
         x = torch.cat((ctx_BKP, mask_BMP), dim=1)
         ids = torch.cat((keep_BK, target_BM), dim=1)
         rotary = rotary_tables(ids, self.grid, self.head_dim, self.rope)

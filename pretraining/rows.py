@@ -15,6 +15,7 @@ from data_setup.tables.splits import EXACT, pretraining_split
 from utils.config.schema import Config
 from utils.errors import UserError
 
+VAL_FRACTION = 0.1  # of the training participants validate
 log = logging.getLogger(__name__)
 
 
@@ -43,7 +44,7 @@ def open_rows(cfg: Config, store: PreparedStore) -> Rows:
     # split before filtering: runs on one device and on all of them validate on the same people
     rule = store.attrs.get("splits", EXACT)  # a store from before the hash has no such attribute
     people = list(index.drop_duplicates("person_id", keep="last").itertuples())
-    train_ids, val_ids, source = pretraining_split(people, cfg.train.val_fraction, cfg.seed, rule)
+    train_ids, val_ids, source = pretraining_split(people, VAL_FRACTION, cfg.seed, rule)
     index = select_wanted(cfg, index)
     person = index["person_id"]
     labels = load_labels(cfg)

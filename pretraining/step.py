@@ -121,7 +121,7 @@ def predict(
 def build_regulariser(cfg: Config, model: VJEPA3D, update: Update) -> Regulariser | None:
     """The configured penalty; sigreg draws its directions from (seed, step)."""
     if cfg.method.regulariser == "vicreg":
-        return VicReg(cfg.method.covariance_weight)
+        return VicReg()
     if cfg.method.regulariser == "sigreg":
         rng = np.random.default_rng([cfg.seed, update.step])
         directions = rng.standard_normal((model.encoder.width, SIGREG_DIRECTIONS), dtype=np.float32)

@@ -209,7 +209,7 @@ def check_paths(config: str, overrides: list[str]) -> str:
     except storage.StorageNotFoundError as error:
         raise UserError(
             f"data.store: {cfg.data.store}: expected a prepared store, found none that is finalised; run "
-            "data_setup.prepare, after shards with --finalise"
+            "data_setup.prepare"
         ) from error
     if cfg.train.ckpt_dir is None:
         return "store readable, no checkpoints (train.ckpt_dir is null)"

@@ -62,7 +62,7 @@ def key_lines(names: tuple[str, ...]) -> str:
     """The keys with their meanings and defaults, '' for none."""
     if not names:
         return ""
-    from utils.config.keys import keys  # here: only --help reads the schema's text
+    from utils.config.keys import keys  # here: only --help needs it
 
     lines = ["keys that matter, as section.key=value (all: docs/reference/configuration.md):"]
     for name in names:

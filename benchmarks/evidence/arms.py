@@ -32,7 +32,6 @@ OWN_CONTROLS = {
 BASE = (
     "train.global_batch_size=4",
     "train.per_core_batch_size=4",
-    "train.val_fraction=0.05",  # validation is for the run's log; nothing is chosen by it
     "train.log_every_steps=10",
     "train.keep_last=1",
     "train.use_bf16=false",

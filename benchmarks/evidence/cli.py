@@ -46,6 +46,7 @@ from benchmarks.evidence.scores import baseline_features, encoder_features, save
 from benchmarks.evidence.supervised import supervised_encoder
 from data_setup.store.reader import PreparedStore
 from finetuning.features.pooled import pretrained_encoder, random_encoder
+from pretraining import rows
 from pretraining.train import train
 from utils import storage
 from utils.checkpoint import load_checkpoint
@@ -83,6 +84,7 @@ def score_one(root: Path, name: str, seed: int) -> None:
 def train_one(root: Path, name: str, seed: int) -> int:
     """Train one run of the plan, with its arm's patch; returns the exit code of pretraining.train."""
     plan, arm = Plan.load(root), arm_by_name(name)
+    rows.VAL_FRACTION = 0.05  # validation is for the run's log; nothing is chosen by it
     if arm.patch is not None:
         PATCHES[arm.patch]()
     return train(arm_config(arm, seed, plan.steps[name], root, plan.extra))

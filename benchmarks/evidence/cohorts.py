@@ -5,7 +5,7 @@ In: a folder and two numbers of participants. Out, below the folder:
   *_store                    their prepared stores
   truth.npz                  layer thickness of every evaluated volume, layer occupancy of sampled tokens
 
-data_setup.phantom.truth_tokens says what layer occupancy is.
+benchmarks.truth_tokens says what layer occupancy is.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ import numpy as np
 import pandas as pd
 from sklearn.model_selection import StratifiedKFold
 
+from benchmarks.truth_tokens import layer_occupancy, sample_tokens, valid_tokens
 from data_setup import prepare
 from data_setup.phantom import cli as phantom
-from data_setup.phantom.truth_tokens import layer_occupancy, read_truth_file, sample_tokens, valid_tokens
+from data_setup.phantom.truth import read_truth_file
 from data_setup.store.reader import PreparedStore
 from utils.config.schema import Config, SpatialConfig
 from utils.errors import UserError

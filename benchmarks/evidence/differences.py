@@ -70,7 +70,6 @@ class Row:
     label: str
     factor: str
     compared_with: str
-    num_seeds: int
     failed: int
     facts: dict[str, float | None]  # of FACTS
     tasks: dict[str, TaskResult]
@@ -232,7 +231,6 @@ def make_row(entry: Scored, scored: dict[str, Scored], draws: Draws) -> Row:
         label=entry.label,
         factor=entry.factor,
         compared_with=entry.compared_with,
-        num_seeds=len(entry.seeds),
         failed=entry.failed,
         facts={name: entry.fact(name) for name in FACTS},
         tasks={

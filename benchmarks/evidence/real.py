@@ -23,8 +23,8 @@ import pandas as pd
 from PIL import Image
 
 from benchmarks.evidence.cohorts import FOLDS, make_store, save_truth
+from benchmarks.truth_tokens import token_shares
 from data_setup.manifest import Record, read_records
-from data_setup.phantom.truth_tokens import token_shares
 from data_setup.readers.faults import OCTReadError
 from data_setup.readers.open_record import open_record
 from data_setup.store.reader import PreparedStore

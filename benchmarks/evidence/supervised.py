@@ -14,9 +14,10 @@ import numpy as np
 import torch
 from torch import nn
 
+from benchmarks.truth_tokens import layer_occupancy
 from data_setup.loader import evaluation_batches
 from data_setup.normalisation import plain_view
-from data_setup.phantom.truth_tokens import layer_occupancy, read_truth_file
+from data_setup.phantom.truth import read_truth_file
 from data_setup.store.reader import PreparedStore
 from models.vit3d import VisionTransformer3D
 from models.vjepa3d import build_encoder

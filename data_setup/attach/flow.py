@@ -1,6 +1,6 @@
 """Flow cubes and en-face images of OCTA into the store: `python -m data_setup.prepare --flow`.
 
-In: a finalised store and data.flow_manifest_path, retinal_octa/manifest.tsv of AI-READI or octa.tsv of
+In: a finalised store and data.octa_manifest_path, retinal_octa/manifest.tsv of AI-READI or octa.tsv of
 data_setup.index, whose columns flow_cube_file_path, associated_enface_* and associated_structural_oct_* link
 the files to a scan. Out: flow on the volumes' own grid (kinds.py), flow_report.json and a table that counts
 every mismatch by reason.
@@ -130,7 +130,7 @@ class CubeJob(Job):
 
 def read_jobs(cfg: Config, store: PreparedStore) -> tuple[list[CubeJob], Counter[str]]:
     """The cubes of the manifest with their rows, and how many of its lines name none, by reason."""
-    url, options = cfg.data.flow_manifest_path, cfg.data.storage_options
+    url, options = cfg.data.octa_manifest_path, cfg.data.storage_options
     lines, columns, _ = read_table(url, options, [*OF_SCAN, CUBE])
     of_row, counts = match_lines(store, lines, [CUBE], OF_SCAN, ("no_flow_cube", "second_cube"))
     root, jobs = store.attrs["source_root"], []
@@ -170,7 +170,7 @@ def prepare_flow(cfg: Config, workers: int) -> int:
     writer = SideWriter(FLOW, store.url, store.options)
     if not jobs and (emptied := writer.empty()):
         print("\n".join(emptied))
-    require_jobs(jobs, counts, cfg.data.flow_manifest_path, f"a flow cube of a volume in {store.url}")
+    require_jobs(jobs, counts, cfg.data.octa_manifest_path, f"a flow cube of a volume in {store.url}")
     writer.create(len(store.index), store.image_size)
     index, away = run(jobs, workers, "cubes")
     report = summarise(index, counts, len(away))

@@ -1,6 +1,6 @@
 """Height maps of the data set into the store: `python -m data_setup.prepare --heights`.
 
-In: a finalised store and data.heights_manifest_path, retinal_octa/manifest.tsv of AI-READI, whose columns
+In: a finalised store and data.octa_manifest_path, retinal_octa/manifest.tsv of AI-READI, whose columns
 associated_structural_oct_* and associated_segmentation_* link a map to a scan. Out: the maps on the volumes'
 own grid (kinds.py), heights_report.json and a table that counts every mismatch by reason.
 
@@ -66,7 +66,7 @@ class MapJob(Job):
 
 def read_jobs(cfg: Config, store: PreparedStore) -> tuple[list[MapJob], Counter[str]]:
     """The maps of the manifest with their rows, and how many of its lines name none, by reason."""
-    url, root = cfg.data.heights_manifest_path, store.attrs["source_root"]
+    url, root = cfg.data.octa_manifest_path, store.attrs["source_root"]
     lines, _, _ = read_table(url, cfg.data.storage_options, [*OF_SCAN, UID, PATH])
     reasons = ("no_segmentation", "second_map")
     of_row, counts = match_lines(store, lines, [PATH], OF_SCAN, reasons, NUM_SURFACES)
@@ -107,7 +107,7 @@ def prepare_heights(cfg: Config, workers: int) -> int:
     """Lay every linked map on its volume; returns the exit code. Raises UserError."""
     store = PreparedStore.open(cfg.data.store, cfg.data.storage_options, cfg.data.cache_dir)
     jobs, counts = read_jobs(cfg, store)
-    require_jobs(jobs, counts, cfg.data.heights_manifest_path, f"a map of a volume in {store.url}")
+    require_jobs(jobs, counts, cfg.data.octa_manifest_path, f"a map of a volume in {store.url}")
     SideWriter(HEIGHTS, store.url, store.options).create(len(store.index), store.image_size)
     index, away = run(jobs, workers, "maps")
     report = summarise(index, counts, len(away))

@@ -11,8 +11,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from data_setup.manifest import Record
 from data_setup.readers.faults import RejectReason
 from data_setup.store.format import UNREAD
+from data_setup.store.summary import by_frequency, words
 
 _K = TypeVar("_K")
 OK, NOT_OPENED = "ok", "not_opened"  # NOT_OPENED: of another kind than DICOM, so the header is not read
@@ -36,11 +38,12 @@ class Finding:
 
     path: str
     url: str
-    is_orphan: bool
-    device: str | None
-    protocol: str | None
-    manifest_laterality: str | None
-    is_double: bool = False
+    record: Record | None = None
+    is_orphan: bool = False
+    device: str | None = None
+    protocol: str | None = None
+    manifest_laterality: str | None = None
+    is_double: bool = False  # an earlier row has the SOPInstanceUID, so prepare does not use this one
     size: int = 0
     status: str = OK
     message: str | None = None
@@ -104,8 +107,8 @@ def summarise(
         "records": len(listed),
         "ok": sum(f.status == OK for f in listed),
         "unread": sum(f.status == UNREAD for f in findings),
-        "not_opened": _counts(f.kind for f in listed if f.status == NOT_OPENED),
-        "unreadable": _counts(f.status for f in unreadable),
+        "not_opened": by_frequency(f.kind for f in listed if f.status == NOT_OPENED),
+        "unreadable": by_frequency(f.status for f in unreadable),
         "missing": missing,
         "orphans": orphans,
         "doubles": [f.path for f in doubles],
@@ -140,30 +143,21 @@ def _group(findings: Sequence[Finding]) -> dict[str, Any]:
     seen = [f for f in findings if f.shape is not None]
     return {
         "files": len(findings),
-        "status": _counts(f.status for f in findings),
+        "status": by_frequency(f.status for f in findings),
         "bytes": sum(f.size for f in findings),
-        "shape": _counts(" x ".join(map(str, f.shape or ())) for f in seen),
-        "spacing_um": _counts(" x ".join(f"{_UM * mm:.3g}" for mm in f.spacing_mm or ()) for f in seen),
+        "shape": by_frequency(" x ".join(map(str, f.shape or ())) for f in seen),
+        "spacing_um": by_frequency(" x ".join(f"{_UM * mm:.3g}" for mm in f.spacing_mm or ()) for f in seen),
         **{
-            name: _counts(getattr(f, name) for f in seen)
+            name: by_frequency(getattr(f, name) for f in seen)
             for name in ("spacing_source", "orientation_source", "transfer_syntax", "laterality")
         },
     }
-
-
-def _counts(values: Iterable[object]) -> dict[str, int]:
-    """Value -> how often, most frequent first, ties by name."""
-    return dict(sorted(Counter(map(str, values)).items(), key=lambda item: (-item[1], item[0])))
 
 
 def _duplicates(findings: Iterable[Finding], name: str) -> list[list[str]]:
     """The paths of files that share a value."""
     groups = grouped(findings, lambda f: getattr(f, name))
     return sorted(sorted(f.path for f in group) for v, group in groups.items() if v and len(group) > 1)
-
-
-def _words(numbers: Mapping[str, int]) -> str:
-    return ", ".join(f"{name} {n}" for name, n in numbers.items()) or "none"
 
 
 def _commonest(numbers: Mapping[str, int]) -> str:
@@ -191,28 +185,28 @@ def table(report: Mapping[str, Any]) -> str:
         )
     for name, part in report["by_device"].items():
         lines.append(
-            f"{name}: {part['files']} files, {_words(part['transfer_syntax'])}; "
-            f"orientation from: {_words(part['orientation_source'])}"
+            f"{name}: {part['files']} files, {words(part['transfer_syntax'])}; "
+            f"orientation from: {words(part['orientation_source'])}"
         )
-    lines.append(f"manifest rows not used: {_words(report['skipped'])}")
+    lines.append(f"manifest rows not used: {words(report['skipped'])}")
     if report["not_opened"]:
-        lines.append(f"no DICOM, not opened: {_words(report['not_opened'])}")
-    lines.append(f"unreadable: {_words(report['unreadable'])}")
+        lines.append(f"no DICOM, not opened: {words(report['not_opened'])}")
+    lines.append(f"unreadable: {words(report['unreadable'])}")
     bad = [p for p in report["problems"] if p["status"] != RejectReason.MISSING_FILE]
     lines += _names([f"{p['path']}: {p['status']}: {p['message']}" for p in bad])
-    for kind, words in (
+    for kind, meaning in (
         ("missing", "missing, in the manifest only"),
         ("orphans", "orphaned, in no manifest row"),
         ("doubles", "left out by prepare, an earlier row has the SOPInstanceUID"),
         ("unused_missing", "missing, of manifest rows not used"),
         ("laterality_conflicts", "another eye in the header than in the manifest"),
     ):
-        lines.append(f"{words}: {len(report[kind])}")
+        lines.append(f"{meaning}: {len(report[kind])}")
         lines += _names(report[kind])
-    for kind, words in (("uid", "the same SOPInstanceUID"), ("pixels", "the same pixel data")):
+    for kind, meaning in (("uid", "the same SOPInstanceUID"), ("pixels", "the same pixel data")):
         groups = report["duplicates"][kind]
         checked = kind == "uid" or report["pixel_hash"] != "none"
-        lines.append(f"{words}: {f'{len(groups)} groups' if checked else 'not looked for'}")
+        lines.append(f"{meaning}: {f'{len(groups)} groups' if checked else 'not looked for'}")
         lines += _names([" = ".join(group) for group in groups])
     read = report["bytes"]
     share = "" if read["share"] is None else f" = {read['share']:.2%}"

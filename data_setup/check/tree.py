@@ -21,8 +21,8 @@ from typing import Any
 from pydicom.uid import UID
 
 from data_setup.check import report as check_report
-from data_setup.check.report import NOT_OPENED, Finding, grouped
-from data_setup.manifest import TREE, Record, RecordList, read_records
+from data_setup.check.report import NOT_OPENED, OK, Finding, grouped
+from data_setup.manifest import TREE, RecordList, read_records
 from data_setup.readers.dicom import OCTHeader, read_header
 from data_setup.readers.faults import OCTReadError, RejectReason, named_faults
 from data_setup.readers.open_record import check_manifest, identify, kind_by_name
@@ -82,48 +82,22 @@ def audit_files(listing: RecordList, tree: Tree) -> dict[str, list[str]]:
     }
 
 
-@dataclass(frozen=True)
-class Item:
-    """One file to look at; `record` is None for an orphan, `size` is None for a file that is not listed."""
-
-    path: str
-    url: str
-    record: Record | None
-    size: int | None
-    is_folder: bool = False
-    is_double: bool = False  # an earlier row has the SOPInstanceUID, so prepare does not use this one
-
-
-def read_finding(item: Item, options: StorageOptions) -> Finding:
+def read_finding(finding: Finding, options: StorageOptions) -> Finding:
     """Look at one file's header; a fault of the file or of storage becomes the status."""
-    record = item.record
-    finding = Finding(
-        path=item.path,
-        url=item.url,
-        is_orphan=record is None,
-        device=record.device if record else None,
-        protocol=record.protocol if record else None,
-        manifest_laterality=record.laterality if record else None,
-        is_double=item.is_double,
-        size=item.size or 0,
-    )
-    if item.is_folder and kind_by_name(item.url) is None:
-        return replace(finding, status=NOT_OPENED, kind="folder")
-    if item.size is None:
-        message = "expected a file, found none"
-        return replace(finding, status=RejectReason.MISSING_FILE.value, message=message)
-    file = RangeFile(item.url, item.size, options, HEAD_BYTES)
+    if finding.status != OK:  # by the listing
+        return finding
+    file = RangeFile(finding.url, finding.size, options, HEAD_BYTES)
     try:
-        if (named := kind_by_name(item.url) or "DICOM") != "DICOM":
+        if (named := kind_by_name(finding.url) or "DICOM") != "DICOM":
             kind, _ = identify(file.read(1024))
             finding = replace(finding, status=NOT_OPENED, kind=kind or named)
         else:
-            with named_faults(item.url, RejectReason.NOT_DICOM, "a DICOM file"):
+            with named_faults(finding.url, RejectReason.NOT_DICOM, "a DICOM file"):
                 bounded = BoundedFile(file)
-            header, pixel_start = read_header(bounded, item.url, record)
+            header, pixel_start = read_header(bounded, finding.url, finding.record)
             finding = _described(finding, header, pixel_start)
-            if record is not None:
-                check_manifest(record, header)
+            if finding.record is not None:
+                check_manifest(finding.record, header)
     except OCTReadError as error:
         finding = replace(finding, status=error.reason.value, message=error.detail)
     except storage.StorageNotFoundError as error:
@@ -149,20 +123,15 @@ def _described(finding: Finding, header: OCTHeader, pixel_start: int) -> Finding
     )
 
 
-def add_sample(finding: Finding, options: StorageOptions) -> Finding:
-    """Add the digest of bytes from the middle of the pixel data: equal pixels have equal middles."""
+def add_digest(finding: Finding, purpose: str, options: StorageOptions) -> Finding:
+    """Add the digest of the stored bytes from the pixel data's value to the end of the file ("pixels"), or
+    of bytes from the middle of it ("sample"): equal pixels have equal middles.
+    """
     assert finding.pixel_start is not None
-    start = finding.pixel_start + finding.pixel_bytes // 2
-    return _digested(finding, "sample", start, min(start + _SAMPLE_BYTES, finding.size), options)
-
-
-def add_pixel_hash(finding: Finding, options: StorageOptions) -> Finding:
-    """Add the digest of the stored bytes from the pixel data's value to the end of the file."""
-    assert finding.pixel_start is not None
-    return _digested(finding, "pixels", finding.pixel_start, finding.size, options)
-
-
-def _digested(finding: Finding, purpose: str, start: int, end: int, options: StorageOptions) -> Finding:
+    start, end = finding.pixel_start, finding.size
+    if purpose == "sample":
+        start += finding.pixel_bytes // 2
+        end = min(start + _SAMPLE_BYTES, end)
     digest, count, requests = hashlib.blake2b(digest_size=16), 0, 0
     try:
         for position in range(start, end, _READ_BYTES):
@@ -188,13 +157,14 @@ def hash_pixels(
     def update(function: Callable[..., Finding], some: Iterable[Finding]) -> None:
         by_path.update((f.path, f) for f in apply(function, list(some)))
 
+    add_hash = partial(add_digest, purpose="pixels")
     readable = [f for f in findings if f.pixel_start is not None]
     if mode == "same-size":
-        update(add_sample, _shared(readable, lambda f: f.pixel_bytes))
+        update(partial(add_digest, purpose="sample"), _shared(readable, lambda f: f.pixel_bytes))
         sampled = [f for f in by_path.values() if f.sample is not None]
-        update(add_pixel_hash, _shared(sampled, lambda f: (f.pixel_bytes, f.sample)))
+        update(add_hash, _shared(sampled, lambda f: (f.pixel_bytes, f.sample)))
     elif mode == "all":
-        update(add_pixel_hash, readable)
+        update(add_hash, readable)
     return list(by_path.values())
 
 
@@ -203,15 +173,29 @@ def _shared(findings: Iterable[Finding], key: Callable[[Finding], object]) -> li
     return [f for group in grouped(findings, key).values() if len(group) > 1 for f in group]
 
 
-def find_items(listing: RecordList, orphans: Sequence[str], tree: Tree) -> list[Item]:
+def list_findings(listing: RecordList, orphans: Sequence[str], tree: Tree) -> list[Finding]:
     """The files of the records and of rows that repeat one, and the orphans; sizes come from the listing."""
-    items = []
+    findings = []
     doubles = [(row, True) for row in listing.doubles if row.path in tree]
     for record, is_double in [*((r, False) for r in listing.records), *doubles]:
-        is_folder = record.path in tree.folders
-        size = 0 if is_folder else tree.sizes.get(record.path)
-        items.append(Item(record.path, record.url, record, size, is_folder, is_double))
-    return items + [Item(p, storage.join(listing.root, p), None, tree.sizes[p]) for p in orphans]
+        finding = Finding(
+            path=record.path,
+            url=record.url,
+            record=record,
+            device=record.device,
+            protocol=record.protocol,
+            manifest_laterality=record.laterality,
+            is_double=is_double,
+            size=tree.sizes.get(record.path, 0),
+        )
+        if record.path in tree.folders and kind_by_name(record.url) is None:
+            finding = replace(finding, status=NOT_OPENED, kind="folder")
+        elif record.path not in tree:
+            missing, message = RejectReason.MISSING_FILE.value, "expected a file, found none"
+            finding = replace(finding, status=missing, message=message)
+        findings.append(finding)
+    urls = {path: storage.join(listing.root, path) for path in orphans}
+    return findings + [Finding(p, url, is_orphan=True, size=tree.sizes[p]) for p, url in urls.items()]
 
 
 def check_tree(cfg: Config, workers: int, pixel_hash: str, json_url: str | None) -> int:
@@ -221,7 +205,7 @@ def check_tree(cfg: Config, workers: int, pixel_hash: str, json_url: str | None)
     listing = read_records(cfg)
     tree = list_tree(listing, options)
     audit = audit_files(listing, tree)
-    items = find_items(listing, audit["orphans"], tree)
+    files = list_findings(listing, audit["orphans"], tree)
     with pool_of(workers) as pool:  # threads would not help: parsing a header keeps the interpreter's lock
 
         def run(title: str, function: Callable[..., Finding], some: Sequence[Any]) -> list[Finding]:
@@ -234,7 +218,7 @@ def check_tree(cfg: Config, workers: int, pixel_hash: str, json_url: str | None)
                     "--workers"
                 ) from error
 
-        findings = hash_pixels(run("check", read_finding, items), pixel_hash, partial(run, "compare"))
+        findings = hash_pixels(run("check", read_finding, files), pixel_hash, partial(run, "compare"))
     report = check_report.summarise(
         findings,
         {

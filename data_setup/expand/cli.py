@@ -186,7 +186,6 @@ def _parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--overwrite", action="store_true", help="replace files that are there and differ")
     parser.add_argument("--verify", action="store_true", help="read every file back that is there")
     parser.add_argument("--endpoint-url", metavar="URL", help="an S3-compatible store, or an emulator")
-    parser.add_argument("--profile", metavar="NAME", help="of the AWS credentials file")
     args = parser.parse_args(argv)
     if args.workers < 1:
         raise UserError(f"--workers: expected a number above 0, found {args.workers}")
@@ -197,7 +196,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; 0, or EXIT_USER_ERROR when something of an archive is not in the tree."""
     args = _parse_arguments(argv)
     shard, num_shards = parse_shard(args.shard)
-    options = StorageOptions(endpoint_url=args.endpoint_url, profile=args.profile)
+    options = StorageOptions(endpoint_url=args.endpoint_url)
     urls = find_archives(args.src, options)[shard::num_shards]
     with _staging_folder(args.dst) as staging:
         expansion = Expansion(args, options, staging)

@@ -40,17 +40,16 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--format", required=True, choices=FORMATS)
     parser.add_argument("--out", required=True, metavar="DIR", help="a folder or a URL")
     parser.add_argument("--endpoint-url", metavar="URL", help="an S3-compatible store, or an emulator")
-    parser.add_argument("--profile", metavar="NAME", help="of the AWS credentials file")
     return parser.parse_args(argv)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; 0; raises UserError, StorageError."""
     args = _parse(argv)
-    from data_setup.export.files import nifti_files, ome_files
+    from data_setup.export.volume import nifti_files, ome_files
     from utils.storage import exists, join, read_bytes, write_bytes
 
-    options = StorageOptions(endpoint_url=args.endpoint_url, profile=args.profile)
+    options = StorageOptions(endpoint_url=args.endpoint_url)
     files_of = {"nifti": nifti_files, "ome-tiff": ome_files}[args.format]
     for volume in _originals(args, options) if args.source else _rows(args, options):
         files = files_of(volume)

@@ -1,15 +1,25 @@
-"""One volume to be written: voxels from superior to inferior where that is known, spacing, eye, names.
+"""One volume to be written, and as NIfTI or OME-TIFF with a YAML for what the format has no place for.
 
-In: a row of a prepared store, or a row of a manifest. Out: an `ExportVolume`.
+In: a row of a prepared store, or a row of a manifest. Out: an `ExportVolume`, from superior to inferior where
+that is known; the files' names and bytes. The NIfTI world is right, anterior, superior in mm, as
+data_setup/readers/nifti.py reads it: W to the patient's left, H to posterior, D to inferior. The YAML
+(data_setup/readers/sidecar.py) says eye, device, protocol, and whether the direction of D is known.
 """
 
 from __future__ import annotations
 
+import gzip
+import hashlib
+import io
 import re
+import uuid
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 
+import nibabel as nib
 import numpy as np
+import tifffile
+import yaml
 
 from data_setup.manifest import Record
 from data_setup.readers.faults import OCTReadError
@@ -18,6 +28,8 @@ from data_setup.store.format import KEPT
 from data_setup.store.reader import PreparedStore
 from utils.config.schema import StorageOptions
 from utils.errors import UserError
+
+_ALIGNED = 2  # the code of a form that was measured
 
 
 @dataclass(frozen=True)
@@ -84,3 +96,39 @@ def _stem(path: str) -> str:
     folder, name = str(PurePosixPath(path).parent), PurePosixPath(path).name
     stem = re.sub(r"(\.nii\.gz|\.ome\.tiff?|\.[a-z]\w{2,4})$", "", name, flags=re.IGNORECASE)
     return re.sub(r"[^\w.-]+", "_", "__".join([*(p for p in folder.split("/") if p not in ("", ".")), stem]))
+
+
+def nifti_files(volume: ExportVolume) -> dict[str, bytes]:
+    """{name: content} of a .nii.gz [W, H, D] and its YAML."""
+    d, h, w = volume.spacing_mm
+    image = nib.Nifti1Image(volume.voxels.transpose(2, 1, 0), np.diag([-w, -h, -d, 1.0]))
+    image.header.set_xyzt_units("mm")
+    image.set_sform(image.affine, _ALIGNED)
+    image.set_qform(image.affine, _ALIGNED)
+    return {
+        f"{volume.stem}.nii.gz": gzip.compress(image.to_bytes(), mtime=0),
+        f"{volume.stem}.yaml": _sidecar(volume),
+    }
+
+
+def ome_files(volume: ExportVolume) -> dict[str, bytes]:
+    """{name: content} of an .ome.tif, a page a B-scan, and its YAML."""
+    d, h, w = volume.spacing_mm
+    physical = {"PhysicalSizeZ": d, "PhysicalSizeY": h, "PhysicalSizeX": w}
+    units = {f"{name}Unit": "mm" for name in physical}
+    buffer = io.BytesIO()
+    digest = hashlib.blake2b(volume.voxels.tobytes() + volume.stem.encode(), digest_size=16).digest()
+    metadata = {"axes": "ZYX", **physical, **units, "UUID": str(uuid.UUID(bytes=digest))}  # else a random one
+    tifffile.imwrite(buffer, volume.voxels, ome=True, metadata=metadata, photometric="minisblack")
+    return {f"{volume.stem}.ome.tif": buffer.getvalue(), f"{volume.stem}.yaml": _sidecar(volume)}
+
+
+def _sidecar(volume: ExportVolume) -> bytes:
+    facts = {
+        "d_order": volume.d_order,
+        "laterality": volume.laterality,
+        "device": volume.device,
+        "protocol": volume.protocol,
+    }
+    known = {key: value for key, value in facts.items() if value is not None}
+    return yaml.safe_dump(known, sort_keys=False).encode()

@@ -34,8 +34,7 @@ from data_setup.index.look import OCTA, Entry, Rules, look, with_ids_of_folders
 from data_setup.index.octa import write_octa
 from data_setup.index.people import compile_pattern
 from data_setup.index.sets.facts import Tree
-from data_setup.index.sets.page import describe, overview
-from data_setup.index.sets.preset import entries_of, plug_of
+from data_setup.index.sets.preset import describe, entries_of, overview, plug_of
 from data_setup.index.summary import summarise
 from data_setup.index.write import write_tables
 from data_setup.readers.faults import RejectReason
@@ -68,7 +67,6 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--keep-ids", action="store_true", help="PatientID as it is, not its digest")
     add_workers(parser)
     parser.add_argument("--endpoint-url", metavar="URL", help="an S3-compatible store, or an emulator")
-    parser.add_argument("--profile", metavar="NAME", help="of the AWS credentials file")
     return parser.parse_args(argv)
 
 
@@ -81,7 +79,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     plug = plug_of(args.set) if args.set else None
     if plug and (args.person or args.keep_ids):
         raise UserError("--set: expected neither --person nor --keep-ids with it, found one")
-    options = StorageOptions(endpoint_url=args.endpoint_url, profile=args.profile)
+    options = StorageOptions(endpoint_url=args.endpoint_url)
     root = args.folder.rstrip("/") or "/"
     out = (args.out or root).rstrip("/") or "/"
     tree = Tree(root, options)

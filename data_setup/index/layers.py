@@ -20,7 +20,7 @@ from data_setup.index.look import Entry
 from data_setup.readers.dicom import open_file
 from data_setup.readers.faults import OCTReadError, RejectReason
 from data_setup.readers.makers import kinds, topcon
-from data_setup.readers.makers.surfaces import Surfaces
+from data_setup.readers.makers.library import Surfaces
 from utils.config.schema import StorageOptions
 from utils.storage import join, write_bytes
 

@@ -119,22 +119,19 @@ def _look(
         place=place,
         path_name=person,
         laterality=side_of_path(path) or "",
+        files=files or "",
     )
-    entry = replace(entry, files=files or "")
     record = replace(unknown_record(join(root, path), path), files=files)
     try:
-        header = _header(record, candidate, options)
-        if isinstance(header, str):
-            entry = replace(_without_spacing(entry, record, candidate, options), message=header)
-        else:
-            entry = _described(entry, header)
+        entry = _peeked(entry, record, candidate.size, options)
         if kind == "DICOM":
             return _with_dicom(entry, record.url, candidate.size, rules, options)
         if kind == XML:
             export = heidelberg.read_export(record.url, options)
             return replace(_with_id(entry, export.patient_id, rules), etdrs=export.etdrs)
         if kind in kinds.HEADED:
-            return _with_vendor_id(entry, record.url, candidate, rules, options)
+            with RangeFile(kinds.split_part(record.url)[0], candidate.size, options, PEEK_BYTES) as file:
+                return _with_id(entry, kinds.patient_id(kind, file, record.url), rules)
     except OCTReadError as error:
         if kind == "DICOM" and error.reason == RejectReason.NOT_OPT:
             return _octa(entry, error, record.url, candidate, options)
@@ -158,21 +155,19 @@ def _octa(
     return replace(entry, kind=header.kind, status=OCTA, laterality=header.laterality or "", octa=header)
 
 
-def _without_spacing(entry: Entry, record: Record, candidate: Candidate, options: StorageOptions) -> Entry:
-    """What is known of a volume whose spacing nothing says; raises OCTReadError, StorageError."""
-    header = peek_record(replace(record, spacing_mm=STAND_IN), candidate.size, options)
-    known = _described(entry, header)
-    return replace(known, status=RejectReason.MISSING_SPACING.value, spacing_mm=None, spacing_source="")
+def _peeked(entry: Entry, record: Record, size: int, options: StorageOptions) -> Entry:
+    """What the header says; without the spacing where nothing says it, which no cell gives an XML.
 
-
-def _header(record: Record, candidate: Candidate, options: StorageOptions) -> OCTHeader | str:
-    """The header; a message where nothing but the spacing is missing, which no cell gives an XML."""
+    Raises OCTReadError, StorageError.
+    """
     try:
-        return peek_record(record, candidate.size, options)
+        return _described(entry, peek_record(record, size, options))
     except OCTReadError as error:
-        if error.reason != RejectReason.MISSING_SPACING or candidate.kind == XML:
+        if error.reason != RejectReason.MISSING_SPACING or entry.kind == XML:
             raise
-        return error.detail
+        reason, message = error.reason.value, error.detail
+    known = _described(entry, peek_record(replace(record, spacing_mm=STAND_IN), size, options))
+    return replace(known, status=reason, message=message, spacing_mm=None, spacing_source="")
 
 
 def _described(entry: Entry, header: OCTHeader) -> Entry:
@@ -211,13 +206,6 @@ def _with_dicom(entry: Entry, url: str, size: int, rules: Rules, options: Storag
     if years := re.fullmatch(r"0*(\d{1,3})Y", text["PatientAge"]):
         entry = replace(entry, facts={"age": years[1]})
     return _with_id(entry, text["PatientID"] or None, rules)
-
-
-def _with_vendor_id(
-    entry: Entry, url: str, candidate: Candidate, rules: Rules, options: StorageOptions
-) -> Entry:
-    with RangeFile(kinds.split_part(url)[0], candidate.size, options, PEEK_BYTES) as file:
-        return _with_id(entry, kinds.patient_id(candidate.kind, file, url), rules)
 
 
 def _with_id(entry: Entry, patient_id: str | None, rules: Rules) -> Entry:

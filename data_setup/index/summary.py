@@ -5,7 +5,7 @@ from __future__ import annotations
 import posixpath
 import shlex
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from data_setup.index.candidates import IMAGES
 from data_setup.index.look import HEADED, UNKNOWN, WITHOUT_YAML, Entry
@@ -14,13 +14,27 @@ from data_setup.index.write import Written
 from data_setup.readers.faults import RejectReason
 from data_setup.readers.makers import kinds
 from data_setup.readers.sidecar import FOLDER_SIDECAR
-from data_setup.store.summary import next_step
+from data_setup.store.summary import by_frequency, next_step, words
 from utils.config.schema import StorageOptions
 from utils.storage import join
 
 NAMES = 3  # examples of a line
 FEW_PEOPLE = 50  # below, a side of the split may have nobody by the hash: 0.9^50 is 0.5 %
 CONFIG = "configs/pretrain_oct_vjepa2.yaml"
+_SPACING, _AXES, _SHAPE = RejectReason.MISSING_SPACING, RejectReason.UNKNOWN_AXES, RejectReason.MISSING_SHAPE
+# what may be missing -> (of which volumes, keys of a YAML that say it, columns of the manifest)
+_NEEDS: dict[str, tuple[Callable[[Entry], bool], str, str]] = {
+    "no spacing": (lambda e: e.status == _SPACING, "spacing_mm: [D, H, W]", "spacing_mm"),
+    "axes unknown": (lambda e: e.status == _AXES, "axes: [W, H, D]", ""),
+    "no shape": (lambda e: e.status == _SHAPE, "shape: [D, H, W]", "number_of_frames, height, width"),
+    "device unknown": (lambda e: e.device == UNKNOWN, "device: NAME", "device"),
+    "eye unknown": (lambda e: not e.laterality, "", "laterality"),
+    "order of B-scans unknown": (
+        lambda e: e.d_order == UNKNOWN,
+        "d_order: superior_to_inferior",
+        "d_order",
+    ),
+}
 
 
 def summarise(
@@ -50,7 +64,7 @@ def summarise(
         *_left_out([entry for entry in entries if not entry.is_row]),
     ]
     if others:
-        lines.append("no OCT: " + _counted(others))
+        lines.append("no OCT: " + words(by_frequency(others.elements())))
     if others["archives"]:
         lines.append("  archives are unpacked by: python -m data_setup.expand --src URL --dst URL")
     return [*lines, *_tables(written), *octa, *_next(root, out, rows, options, plug)]
@@ -165,38 +179,15 @@ def _unused_labels(rows: Sequence[Entry]) -> list[str]:
 def _missing(root: str, rows: Sequence[Entry], filled: Mapping[str, set[str]]) -> list[str]:
     """What neither a file nor the manifest says, and where to write it; `filled`: columns of each path."""
     lines = []
-    needs = {
-        "no spacing": (
-            [e for e in rows if e.status == RejectReason.MISSING_SPACING],
-            "spacing_mm: [D, H, W]",
-            "spacing_mm",
-        ),
-        "axes unknown": (
-            [e for e in rows if e.status == RejectReason.UNKNOWN_AXES],
-            "axes: [W, H, D]",
-            None,
-        ),
-        "no shape": (
-            [e for e in rows if e.status == RejectReason.MISSING_SHAPE],
-            "shape: [D, H, W]",
-            "number_of_frames, height, width",
-        ),
-        "device unknown": ([e for e in rows if e.device == UNKNOWN], "device: NAME", "device"),
-        "eye unknown": ([e for e in rows if not e.laterality], None, "laterality"),
-        "order of B-scans unknown": (
-            [e for e in rows if e.d_order == UNKNOWN],
-            "d_order: superior_to_inferior",
-            "d_order",
-        ),
-    }
-    for name, (every, yaml, column) in needs.items():
+    for name, (lacks, yaml, column) in _NEEDS.items():
         asked = set(column.split(", ")) if column else set()
-        part = [e for e in every if not asked or not asked <= filled.get(e.path, set())]
+        part = [e for e in rows if lacks(e) and not (asked and asked <= filled.get(e.path, set()))]
         if not part:
             continue
         opened = [e for e in part if e.kind not in WITHOUT_YAML]  # a YAML counts for these
-        above = f"`{yaml}` into {join(root, _yaml_above(opened))}, once for all below it" if opened else ""
-        places = [above] if above and yaml else []
+        places = []
+        if opened and yaml:
+            places = [f"`{yaml}` into {join(root, _yaml_above(opened))}, once for all below it"]
         places += [f"the column {column} of manifest.tsv"] if column else []
         lines.append(f"missing: {name}: {len(part)} ({_names(part)}): write {', or '.join(places)}")
         lines += [f"  {e.path}: {e.message}" for e in part[:1] if e.kind in kinds.KINDS and e.message]
@@ -256,17 +247,25 @@ def _next(
     places = [f"data.gcs_root={root}", f"data.manifest_path={join(out, 'manifest.tsv')}"]
     if out != root:
         places.append(f"data.participants_path={join(out, 'participants.tsv')}")
-    given = {"endpoint_url": options.endpoint_url, "profile": options.profile}
-    places += [f"data.storage_options.{key}={value}" for key, value in given.items() if value]
+    if options.endpoint_url:
+        places.append(f"data.storage_options.endpoint_url={options.endpoint_url}")
     places.append("data.store=STORE")
-    words = ["python", "-m", "data_setup.prepare", "--config", CONFIG, *places]
-    lines = [f"next: {shlex.join(words)}"]
+    command = ["python", "-m", "data_setup.prepare", "--config", CONFIG, *places]
+    lines = [f"next: {shlex.join(command)}"]
     if plug and any(entry.label_volume or entry.label_surfaces for entry in rows):
-        lines.append(f"then: {shlex.join([*words, '--labels'])}")
+        lines.append(f"then: {shlex.join([*command, '--labels'])}")
     for task in plug.tasks if plug else ():
-        words = ["python", "-m", "finetuning.train", "--config", task.config, "model.checkpoint=RUN", *places]
+        command = [
+            "python",
+            "-m",
+            "finetuning.train",
+            "--config",
+            task.config,
+            "model.checkpoint=RUN",
+            *places,
+        ]
         changes = [text.replace("{out}", out) for text in task.overrides]
-        lines.append(f"then: {shlex.join([*words, *changes])}")
+        lines.append(f"then: {shlex.join([*command, *changes])}")
     return lines
 
 
@@ -276,13 +275,7 @@ def _count(number: int, noun: str) -> str:
 
 
 def _words(values: Iterable[str]) -> str:
-    return _counted(Counter(values)) or "none"
-
-
-def _counted(counts: Counter[str]) -> str:
-    return ", ".join(
-        f"{name} {number}" for name, number in sorted(counts.items(), key=lambda c: (-c[1], c[0]))
-    )
+    return words(by_frequency(values))
 
 
 def _names(entries: Sequence[Entry]) -> str:

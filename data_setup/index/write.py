@@ -29,7 +29,7 @@ from data_setup.tables.text import (
 )
 from utils.config.schema import StorageOptions
 from utils.errors import UserError
-from utils.storage import exists, join, read_text, write_bytes, write_text
+from utils.storage import exists, join, read_text, write_bytes
 
 MANIFEST_COLUMNS = (
     "person_id",
@@ -82,21 +82,27 @@ def write_tables(
     texts = _texts_of_set(rows, classes or {})
     for name, text in texts.items():
         _refuse_another(join(out, name), text, options)
-    _write(out, "manifest.tsv", *manifest, options, written)
-    _write(out, "participants.tsv", *people, options, written)
-    left_out = [entry for entry in entries if not entry.is_row]
-    _write(out, "left_out.tsv", LEFT_OUT_COLUMNS, [_left_out(entry) for entry in left_out], options, written)
-    for name, text in texts.items():
-        write_text(join(out, name), text, options)
-        written.urls.append(join(out, name))
-    labels = [{**_label_ids(e), **e.etdrs} for e in rows if e.etdrs]
-    if labels:
+    left_out = [
+        {"filepath": entry.path, "kind": entry.kind, "reason": entry.status, "message": entry.message}
+        for entry in entries
+        if not entry.is_row
+    ]
+    tables = {
+        "manifest.tsv": table_text(*manifest),
+        "participants.tsv": table_text(*people),
+        "left_out.tsv": table_text(LEFT_OUT_COLUMNS, left_out),
+    }
+    contents = {name: text.encode() for name, text in (tables | texts).items()}
+    if labels := [{**_label_ids(e), **e.etdrs} for e in rows if e.etdrs]:
         buffer = io.BytesIO()
         pd.DataFrame(labels).to_parquet(buffer, index=False)
-        write_bytes(join(out, "labels.parquet"), buffer.getvalue(), options)
-        written.urls.append(join(out, "labels.parquet"))
-    elif exists(url := join(out, "labels.parquet"), options):  # it may be somebody's own: said, not removed
-        written.stale = url
+        contents["labels.parquet"] = buffer.getvalue()
+    for name, content in contents.items():
+        write_bytes(join(out, name), content, options)
+        written.urls.append(join(out, name))
+    stale = join(out, "labels.parquet")
+    if not labels and exists(stale, options):  # it may be somebody's own: said, not removed
+        written.stale = stale
     return written
 
 
@@ -279,21 +285,5 @@ def _read(
     return [*columns, *added], rows
 
 
-def _left_out(entry: Entry) -> Row:
-    return {"filepath": entry.path, "kind": entry.kind, "reason": entry.status, "message": entry.message}
-
-
 def _label_ids(entry: Entry) -> dict[str, str]:
     return {"path": entry.path, "person_id": entry.person_id, "laterality": entry.laterality}
-
-
-def _write(
-    out: str,
-    name: str,
-    columns: Sequence[str],
-    rows: Sequence[Mapping[str, str]],
-    options: StorageOptions,
-    written: Written,
-) -> None:
-    write_text(join(out, name), table_text(columns, rows), options)
-    written.urls.append(join(out, name))

@@ -23,7 +23,7 @@ import multiprocessing
 import os
 import shlex
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from functools import partial
@@ -33,9 +33,9 @@ from data_setup.phantom.cohort import MAX_PARTICIPANTS, Participant, make_partic
 from data_setup.phantom.dicom import SYNTAXES
 from data_setup.phantom.faults import plant_faults
 from data_setup.phantom.files import MANIFEST_COLUMNS, write_person
-from data_setup.phantom.flow_files import write_flow
-from data_setup.phantom.octa import write_heights
+from data_setup.phantom.octa import write_flow, write_heights
 from data_setup.phantom.voxel_labels import KINDS, write_labels
+from data_setup.tables.text import table_text
 from utils.errors import UserError
 from utils.help_pages import PeopleParser
 from utils.terminal import track
@@ -61,12 +61,6 @@ PARTICIPANT_COLUMNS = {
 }
 
 
-def write_table(path: Path, columns: list[str], rows: list[dict[str, object]]) -> None:
-    """A tab-separated table with a header line, as the AI-READI manifests are written."""
-    lines = ["\t".join(columns)] + ["\t".join(str(row[c]) for c in columns) for row in rows]
-    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
-
-
 def write_tables(out: Path, people: list[Participant], rows: list[dict[str, object]], naming: str) -> None:
     """participants.tsv, participants.json and retinal_oct/manifest.tsv."""
     id_column = "participant_id" if naming == "v2" else "person_id"
@@ -83,13 +77,14 @@ def write_tables(out: Path, people: list[Participant], rows: list[dict[str, obje
         }
         table.append(absent | known | {"clinical_data": "TRUE", "retinal_oct": "TRUE"})
     columns = [id_column, *list(PARTICIPANT_COLUMNS)[1:]]
-    write_table(out / "participants.tsv", columns, table)
+    (out / "participants.tsv").write_text(table_text(columns, table), encoding="utf-8")
     described = dict(zip(columns, PARTICIPANT_COLUMNS.values(), strict=True))
-    text = json.dumps({c: {"Description": d} for c, d in described.items()}, indent=2)
-    (out / "participants.json").write_text(text + "\n", encoding="utf-8")
+    text = json.dumps({c: {"Description": d} for c, d in described.items()}, indent=2) + "\n"
+    (out / "participants.json").write_text(text, encoding="utf-8")
     ordered = sorted(rows, key=lambda r: (str(r["person_id"]), str(r["manufacturer"]), str(r["filepath"])))
     renamed = [{id_column: row["person_id"], **row} for row in ordered]
-    write_table(out / "retinal_oct" / "manifest.tsv", [id_column, *MANIFEST_COLUMNS[1:]], renamed)
+    text = table_text([id_column, *MANIFEST_COLUMNS[1:]], renamed)
+    (out / "retinal_oct" / "manifest.tsv").write_text(text, encoding="utf-8")
 
 
 def write_tree(
@@ -118,6 +113,8 @@ def write_tree(
         if number is not None and number < 0:
             raise UserError(f"{name}: expected 0 or more, found {number}")
     with _whole_directory(out) as partial_out:
+        (partial_out / "truth").mkdir()
+        (partial_out / "retinal_oct").mkdir()
         people = make_participants(participants, seed, every_device)
         job = partial(
             write_person,
@@ -127,7 +124,16 @@ def write_tree(
             naming=naming,
             transfer_syntax=transfer_syntax,
         )
-        marker, rows = _write_tree(partial_out, people, job, faults, workers)
+        rows = _write_people(people, job, workers)
+        marker: dict[str, object] = {
+            "synthetic": True,
+            "format_version": FORMAT_VERSION,
+            "arguments": {"participants": participants, "seed": seed, "size": size, "faults": faults}
+            | {"naming": naming, "transfer_syntax": transfer_syntax},
+            "volumes": len(rows),
+            "faults": plant_faults(partial_out, people, rows, seed, size, naming) if faults else [],
+        }
+        write_tables(partial_out, people, rows, naming)
         if every_device:
             marker["every_device"] = True
         if heights:
@@ -164,45 +170,17 @@ def _whole_directory(out: Path) -> Iterator[Path]:
         raise UserError(f"{out}: expected {partial_out} to move here, found: {error}") from error
 
 
-def _write_tree(
-    out: Path,
-    people: list[Participant],
-    job: partial[list[dict[str, object]]],
-    faults: bool,
-    workers: int | None,
-) -> tuple[dict[str, object], list[dict[str, object]]]:
-    """Everything but height maps, flow and synthetic.json; returns the latter's content and manifest rows."""
-    (out / "truth").mkdir()
-    (out / "retinal_oct").mkdir()
-    seed, size, naming = job.keywords["seed"], job.keywords["size"], job.keywords["naming"]
+def _write_people(
+    people: list[Participant], job: Callable[[Participant], list[dict[str, object]]], workers: int | None
+) -> list[dict[str, object]]:
+    """Everybody's files, by processes where there are several; returns the rows of the manifest."""
     progress = partial(track, total=len(people), title="phantom", unit="participants")
     workers = (os.cpu_count() or 1) if workers is None else workers
     if workers <= 1:
-        rows = [row for part in progress(map(job, people)) for row in part]
-    else:
-        context = multiprocessing.get_context("spawn")
-        with ProcessPoolExecutor(min(workers, len(people)), context, follow_parent) as pool:
-            rows = [row for part in progress(pool.map(job, people)) for row in part]
-    good = len(rows)
-    planted: list[dict[str, object]] = []
-    if faults:
-        planted = plant_faults(out, people, rows, seed, size, naming)
-    write_tables(out, people, rows, naming)
-    marker = {
-        "synthetic": True,
-        "format_version": FORMAT_VERSION,
-        "arguments": {
-            "participants": len(people),
-            "seed": seed,
-            "size": size,
-            "faults": faults,
-            "naming": naming,
-            "transfer_syntax": job.keywords["transfer_syntax"],
-        },
-        "volumes": good,
-        "faults": planted,
-    }
-    return marker, rows
+        return [row for part in progress(map(job, people)) for row in part]
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(min(workers, len(people)), context, follow_parent) as pool:
+        return [row for part in progress(pool.map(job, people)) for row in part]
 
 
 def main(argv: list[str] | None = None) -> None:

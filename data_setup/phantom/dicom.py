@@ -7,10 +7,8 @@ for Topcon; the functional groups are in groups.py.
 
 from __future__ import annotations
 
-import io
-
 import numpy as np
-from pydicom.dataset import FileDataset, FileMetaDataset
+from pydicom.dataset import FileDataset
 from pydicom.sequence import Sequence
 from pydicom.uid import (
     JPEG2000,
@@ -21,7 +19,7 @@ from pydicom.uid import (
     RLELossless,
 )
 
-from data_setup.export.writers.items import make_code, make_item, make_uid
+from data_setup.export.items import fill, make_code, make_item, make_uid, new_file, to_bytes
 from data_setup.phantom.groups import FileSpec, frame_groups, shared_groups
 
 SYNTAXES: dict[str, UID] = {
@@ -31,6 +29,23 @@ SYNTAXES: dict[str, UID] = {
     "j2k_lossy": JPEG2000,
 }
 LOSSY_RATIO = 8.0
+# attributes that have one value in every file
+_DATES = ("StudyDate", "ContentDate")
+_TIMES = ("StudyTime", "ContentTime")
+_EMPTY: tuple[str, ...] = ("AccessionNumber", "ReferringPhysicianName", "PatientName", "PatientBirthDate")
+_EMPTY += ("StudyID", "PositionReferenceIndicator")
+_ABSENT: tuple[str, ...] = ("EmmetropicMagnification", "IntraOcularPressure", "DegreeOfDilation")
+_ABSENT += ("AxialLengthOfTheEye",)
+_FIRST = ("SeriesNumber", "AcquisitionNumber", "InstanceNumber")
+_NONE: tuple[str, ...] = ("LightPathFilterTypeStackCodeSequence", "RefractiveStateSequence")
+_NONE += ("MydriaticAgentSequence", "AcquisitionContextSequence")
+_EMPTY_OF_SPECTRALIS: tuple[str, ...] = (
+    "DerivationDescription",
+    "HorizontalFieldOfView",
+    "InConcatenationNumber",
+)
+_EMPTY_OF_SPECTRALIS += ("InConcatenationTotalNumber", "ConcatenationFrameOffsetNumber")
+_EMPTY_OF_SPECTRALIS += ("LossyImageCompressionRatio", "LossyImageCompressionMethod")
 MODEL_TEXT = {
     "heidelberg_spectralis": ("Heidelberg Engineering", "Spectralis"),
     "topcon_maestro2": ("Topcon", "3DOCT-1Maestro2"),
@@ -51,34 +66,28 @@ def build_dataset(spec: FileSpec, shape: tuple[int, int, int]) -> FileDataset:
     device = spec.protocol.device
     day = spec.visit_date.replace("-", "")
     moment = f"{day}101112"
-    meta = FileMetaDataset()
-    meta.MediaStorageSOPClassUID = OphthalmicTomographyImageStorage
-    meta.MediaStorageSOPInstanceUID = UID(spec.sop_instance_uid)
-    meta.TransferSyntaxUID = ExplicitVRLittleEndian
-    meta.ImplementationClassUID = UID(make_uid("implementation"))
-    meta.ImplementationVersionName = "OCT_PHANTOM"
-    ds = FileDataset(io.BytesIO(), {}, file_meta=meta, preamble=b"\0" * 128)
+    ds = new_file(OphthalmicTomographyImageStorage, spec.sop_instance_uid)
+    ds.file_meta.ImplementationClassUID = UID(make_uid("implementation"))
+    ds.file_meta.ImplementationVersionName = "OCT_PHANTOM"
     onh = not spec.protocol.is_volume
     anatomy = make_code(*(("81016008", "SCT", "Optic nerve head") if onh else ("5665001", "SCT", "Retina")))
     manufacturer, model = MODEL_TEXT[device]
     root = {
+        **dict.fromkeys(_DATES, day),
+        **dict.fromkeys(_TIMES, "101112"),
+        **dict.fromkeys(_EMPTY, ""),
+        **dict.fromkeys(_ABSENT, None),
+        **dict.fromkeys(_FIRST, "1"),
+        **dict.fromkeys(_NONE, Sequence()),
         "SpecificCharacterSet": "ISO_IR 192",
         "ImageType": ["DERIVED" if device == "zeiss_cirrus" else "ORIGINAL", "PRIMARY"],
         "SOPClassUID": OphthalmicTomographyImageStorage,
         "SOPInstanceUID": spec.sop_instance_uid,
-        "StudyDate": day,
-        "ContentDate": day,
         "AcquisitionDateTime": moment,
-        "StudyTime": "101112",
-        "ContentTime": "101112",
-        "AccessionNumber": "",
         "Modality": "OPT",
         "Manufacturer": manufacturer,
-        "ReferringPhysicianName": "",
         "ManufacturerModelName": model,
-        "PatientName": "",
         "PatientID": spec.person_id,
-        "PatientBirthDate": "",
         "PatientSex": "M",
         "DeviceSerialNumber": "00000",
         "SoftwareVersions": "0.0.0",
@@ -89,35 +98,21 @@ def build_dataset(spec: FileSpec, shape: tuple[int, int, int]) -> FileDataset:
         "AcquisitionDuration": 2.0,
         "StudyInstanceUID": make_uid("study", spec.person_id, day),
         "SeriesInstanceUID": make_uid("series", spec.sop_instance_uid),
-        "StudyID": "",
-        "SeriesNumber": "1",
-        "AcquisitionNumber": "1",
-        "InstanceNumber": "1",
         "FrameOfReferenceUID": make_uid("frame", spec.sop_instance_uid),
         "ImageLaterality": spec.laterality,
         "SynchronizationFrameOfReferenceUID": make_uid("clock", spec.sop_instance_uid),
-        "PositionReferenceIndicator": "",
         "InConcatenationNumber": 1,
         "InConcatenationTotalNumber": 1,
         "ConcatenationFrameOffsetNumber": 0,
-        "EmmetropicMagnification": None,
-        "IntraOcularPressure": None,
         "HorizontalFieldOfView": 30.0,
         "PupilDilated": "YES",
-        "DegreeOfDilation": None,
-        "LightPathFilterTypeStackCodeSequence": Sequence(),
-        "RefractiveStateSequence": Sequence(),
-        "AxialLengthOfTheEye": None,
         "DepthSpatialResolution": 7.0 if device == "heidelberg_spectralis" else 6.0,
         "MaximumDepthDistortion": 0.5,
-        "AlongScanSpatialResolution": 14.0,
         "MaximumAlongScanDistortion": 0.5,
-        "AcrossScanSpatialResolution": 14.0,
         "MaximumAcrossScanDistortion": 0.5,
         "IlluminationWaveLength": WAVELENGTH_NM[device],
         "IlluminationPower": 1200.0,
         "IlluminationBandwidth": 50.0,
-        "MydriaticAgentSequence": Sequence(),
         "AnatomicRegionSequence": anatomy,
         "AcquisitionDeviceTypeCodeSequence": make_code(
             "392012008", "SCT", "Optical Coherence Tomography Scanner"
@@ -134,31 +129,20 @@ def build_dataset(spec: FileSpec, shape: tuple[int, int, int]) -> FileDataset:
         "BurnedInAnnotation": "NO",
         "LossyImageCompression": "00",
         "PresentationLUTShape": "IDENTITY",
-        "AcquisitionContextSequence": Sequence(),
+        "AlongScanSpatialResolution": 14.0,
+        "AcrossScanSpatialResolution": 14.0,
     }
     if device == "heidelberg_spectralis" and "20x20" not in spec.protocol.name:
         # the converter writes every attribute of its list, empty where the export has none
-        root |= {
-            "DerivationDescription": None,
-            "HorizontalFieldOfView": None,
-            "InConcatenationNumber": None,
-            "InConcatenationTotalNumber": None,
-            "ConcatenationFrameOffsetNumber": None,
-            "LossyImageCompressionRatio": None,
-            "LossyImageCompressionMethod": None,
-        }
+        root |= dict.fromkeys(_EMPTY_OF_SPECTRALIS, None)
     elif device.startswith("topcon") or "20x20" in spec.protocol.name:
         root |= {
-            "SeriesDate": day,
-            "SeriesTime": "101112",
-            "InstanceCreationDate": day,
-            "InstanceCreationTime": "101112",
+            **dict.fromkeys(("SeriesDate", "InstanceCreationDate"), day),
+            **dict.fromkeys(("SeriesTime", "InstanceCreationTime"), "101112"),
+            **dict.fromkeys((f"OphthalmicAnatomicReferencePoint{axis}Coordinate" for axis in "XY"), None),
             "OphthalmicVolumetricPropertiesFlag": "YES",
-            "OphthalmicAnatomicReferencePointXCoordinate": None,
-            "OphthalmicAnatomicReferencePointYCoordinate": None,
         }
-    for keyword, value in root.items():
-        setattr(ds, keyword, value)
+    fill(ds, root)
     if "20x20" in spec.protocol.name:
         ds.Laterality = spec.laterality
     organization = make_uid("dimension", spec.sop_instance_uid)
@@ -192,13 +176,6 @@ def add_pixels(ds: FileDataset, voxels: np.ndarray, syntax: str) -> None:
         ds.LossyImageCompression = "01"
         ds.LossyImageCompressionRatio = f"{voxels.size / len(ds.PixelData):.4g}"
         ds.LossyImageCompressionMethod = "ISO_15444_1"
-
-
-def to_bytes(ds: FileDataset) -> bytes:
-    """The file's bytes (Part 10, with preamble and checked file meta)."""
-    buffer = io.BytesIO()
-    ds.save_as(buffer, enforce_file_format=True)
-    return buffer.getvalue()
 
 
 def write_volume(voxels: np.ndarray, spec: FileSpec) -> bytes:

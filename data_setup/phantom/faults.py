@@ -16,8 +16,9 @@ from pydicom.dataset import FileDataset
 from pydicom.encaps import encapsulate, generate_frames
 from pydicom.uid import JPEGLosslessSV1, OphthalmicPhotography8BitImageStorage
 
+from data_setup.export.items import to_bytes
 from data_setup.phantom.cohort import Participant, Scan
-from data_setup.phantom.dicom import add_pixels, build_dataset, to_bytes, write_volume
+from data_setup.phantom.dicom import add_pixels, build_dataset, write_volume
 from data_setup.phantom.files import (
     file_path,
     geometry,
@@ -45,10 +46,9 @@ def _streams(ds: FileDataset) -> list[bytes]:
     return list(generate_frames(ds.PixelData, number_of_frames=int(ds.NumberOfFrames)))
 
 
-def no_pixel_data(ds: FileDataset) -> bytes:
+def no_pixel_data(ds: FileDataset) -> None:
     """PixelData is absent."""
     del ds.PixelData
-    return to_bytes(ds)
 
 
 def cut_file(ds: FileDataset) -> bytes:
@@ -57,70 +57,61 @@ def cut_file(ds: FileDataset) -> bytes:
     return data[: len(data) - len(ds.PixelData) * 2 // 5]
 
 
-def corrupt_codestream(ds: FileDataset) -> bytes:
+def corrupt_codestream(ds: FileDataset) -> None:
     """One frame's JPEG 2000 codestream claims 99 wavelet levels (32 is the most), its length unchanged."""
     frames = _streams(ds)
     middle = len(frames) // 2
     levels = frames[middle].index(b"\xff\x52") + 9  # in the coding style default (COD) segment
     frames[middle] = frames[middle][:levels] + b"\x63" + frames[middle][levels + 1 :]
     ds.PixelData = _encapsulated(frames)
-    return to_bytes(ds)
 
 
-def cut_codestream(ds: FileDataset) -> bytes:
+def cut_codestream(ds: FileDataset) -> None:
     """One frame's JPEG 2000 codestream is only half there, the file around it whole."""
     frames = _streams(ds)
     middle = len(frames) // 2
     frames[middle] = frames[middle][: len(frames[middle]) // 4 * 2]
     ds.PixelData = _encapsulated(frames)
-    return to_bytes(ds)
 
 
-def fewer_streams(ds: FileDataset) -> bytes:
+def fewer_streams(ds: FileDataset) -> None:
     """Two compressed frames fewer than the header says."""
     ds.PixelData = _encapsulated(_streams(ds)[:-2])
-    return to_bytes(ds)
 
 
-def claims_more_frames(ds: FileDataset) -> bytes:
+def claims_more_frames(ds: FileDataset) -> None:
     """The header claims twice the frames that the pixel data holds."""
     ds.NumberOfFrames = 2 * int(ds.NumberOfFrames)
-    return to_bytes(ds)
 
 
-def wrong_frame_size(ds: FileDataset) -> bytes:
+def wrong_frame_size(ds: FileDataset) -> None:
     """The header claims more columns than the compressed frames have."""
     ds.Columns = int(ds.Columns) + 8
-    return to_bytes(ds)
 
 
-def constant_volume(ds: FileDataset) -> bytes:
+def constant_volume(ds: FileDataset) -> None:
     """Every voxel has the same value."""
     ds.PixelData = b"\x10" * len(ds.PixelData)
-    return to_bytes(ds)
 
 
-def missing_spacing(ds: FileDataset) -> bytes:
+def missing_spacing(ds: FileDataset) -> None:
     """No PixelMeasures and no positions anywhere."""
     del ds.SharedFunctionalGroupsSequence[0].PixelMeasuresSequence
     for frame in ds.PerFrameFunctionalGroupsSequence:
         del frame.PlanePositionSequence
         del frame.OphthalmicFrameLocationSequence
-    return to_bytes(ds)
 
 
-def implausible_spacing(ds: FileDataset) -> bytes:
+def implausible_spacing(ds: FileDataset) -> None:
     """Spacing of 1 mm in every direction, as a reader's default would have left it."""
     measures = ds.SharedFunctionalGroupsSequence[0].PixelMeasuresSequence[0]
     measures.PixelSpacing, measures.SliceThickness = ["1", "1"], "1"
-    return to_bytes(ds)
 
 
-def wrong_sop_class(ds: FileDataset) -> bytes:
+def wrong_sop_class(ds: FileDataset) -> None:
     """A photograph's SOP class and modality."""
     ds.SOPClassUID = ds.file_meta.MediaStorageSOPClassUID = OphthalmicPhotography8BitImageStorage
     ds.Modality = "OP"
-    return to_bytes(ds)
 
 
 def not_dicom(ds: FileDataset) -> bytes:
@@ -128,34 +119,30 @@ def not_dicom(ds: FileDataset) -> bytes:
     return np.random.default_rng(len(ds.PixelData)).bytes(4096)
 
 
-def jpeg_lossless(ds: FileDataset) -> bytes:
+def jpeg_lossless(ds: FileDataset) -> None:
     """JPEG Lossless, for which there is no permissive codec; the frames are empty shells."""
     shell = b"\xff\xd8\xff\xc3\x00\x0b\x08" + b"\0" * 8 + b"\xff\xd9\0"
     ds.file_meta.TransferSyntaxUID = JPEGLosslessSV1
     ds.PixelData = _encapsulated([shell] * int(ds.NumberOfFrames))
     ds["PixelData"].is_undefined_length = True
-    return to_bytes(ds)
 
 
-def colour_pixels(ds: FileDataset) -> bytes:
+def colour_pixels(ds: FileDataset) -> None:
     """Three samples per pixel, as a rendered screen shot has."""
     ds.SamplesPerPixel, ds.PhotometricInterpretation, ds.PlanarConfiguration = 3, "RGB", 0
     ds.PixelData = np.repeat(np.frombuffer(ds.PixelData, np.uint8), 3).tobytes()
-    return to_bytes(ds)
 
 
-def single_frame(ds: FileDataset) -> bytes:
+def single_frame(ds: FileDataset) -> None:
     """One B-scan under the name of a volume."""
     ds.NumberOfFrames = 1
     ds.PerFrameFunctionalGroupsSequence = ds.PerFrameFunctionalGroupsSequence[:1]
     ds.PixelData = ds.PixelData[: ds.Rows * ds.Columns]
-    return to_bytes(ds)
 
 
-def no_rows(ds: FileDataset) -> bytes:
+def no_rows(ds: FileDataset) -> None:
     """The Rows attribute is absent."""
     del ds.Rows
-    return to_bytes(ds)
 
 
 def nan_rescale(ds: FileDataset) -> bytes:
@@ -164,8 +151,8 @@ def nan_rescale(ds: FileDataset) -> bytes:
     return to_bytes(ds).replace(b"1.234567", b"NaN     ", 1)
 
 
-# kind, (protocol, syntax, change, the reader's reason)
-BAD_FILES: dict[str, tuple[str, str, Callable[[FileDataset], bytes], str]] = {
+# kind, (protocol, syntax, change in place or to other bytes, the reader's reason)
+BAD_FILES: dict[str, tuple[str, str, Callable[[FileDataset], bytes | None], str]] = {
     "no_pixel_data": (TRITON, "explicit", no_pixel_data, "missing_pixel_data"),
     "truncated_pixel_data": (MACULA, "explicit", cut_file, "truncated_pixel_data"),
     "corrupt_codestream": (TRITON, "j2k", corrupt_codestream, "corrupt_pixel_data"),
@@ -204,27 +191,31 @@ def plant_faults(
         volume, spacing = scan_volume(person, scan, seed, volume_size, shape)
         return person, make_spec(person, scan, spacing, seed, size, "explicit"), volume
 
-    def note(path: str, kind: str, reason: str | None) -> None:
+    def add(
+        kind: str,
+        reason: str | None,
+        spec: FileSpec,
+        data: bytes | None,
+        naming: str = naming,
+        side: str | None = None,
+    ) -> str:
+        path = file_path(spec, naming, side)
+        if data is not None:
+            write_file(out / path, data)
         planted.append({"path": path, "kind": kind, "expected_reason": reason})
+        return f"/{path}"
 
     for kind, (protocol, syntax, change, reason) in BAD_FILES.items():
         _, spec, volume = plan(protocol, "small")
         ds = build_dataset(spec, volume.voxels.shape)
         add_pixels(ds, volume.voxels, syntax)
-        path = file_path(spec, naming)
-        write_file(out / path, change(ds))
-        rows.append(manifest_row(spec, volume.voxels.shape, f"/{path}"))
-        note(path, kind, reason)
-
+        path = add(kind, reason, spec, change(ds) or to_bytes(ds))
+        rows.append(manifest_row(spec, volume.voxels.shape, path))
     _, spec, volume = plan(CUBE, "small")
-    path = file_path(spec, naming)
-    rows.append(manifest_row(spec, volume.voxels.shape, f"/{path}"))
-    note(path, "missing_file", "missing_file")
-
+    path = add("missing_file", "missing_file", spec, None)
+    rows.append(manifest_row(spec, volume.voxels.shape, path))
     _, spec, volume = plan(MACULA, "small")  # named as in the other version, in no manifest
-    path = file_path(spec, "v3" if naming == "v2" else "v2")
-    write_file(out / path, write_volume(volume.voxels, spec))
-    note(path, "orphan", None)
+    add("orphan", None, spec, write_volume(volume.voxels, spec), "v3" if naming == "v2" else "v2")
 
     maestro_frames = round(geometry(BY_NAME["maestro2_macula_6x6_octa_oct"], size)[0][0] * 320 / 360)
     ppol_frames = geometry(BY_NAME[PPOL], size)[0][0] - 1
@@ -246,21 +237,25 @@ def plant_faults(
             ds.ImageLaterality = None
             ds.SharedFunctionalGroupsSequence[0].FrameAnatomySequence[0].FrameLaterality = None
         add_pixels(ds, volume.voxels, "j2k")
-        path = file_path(spec, naming, side)
-        write_file(out / path, to_bytes(ds))
+        path = add(kind, None, spec, to_bytes(ds), side=side)
         save_npz(out / "truth" / f"{spec.sop_instance_uid}.npz", truth_arrays(volume, spec, person))
-        row = manifest_row(spec, volume.voxels.shape, f"/{path}")
+        row = manifest_row(spec, volume.voxels.shape, path)
         rows.append(row | {"laterality": side} if side else row)
-        note(path, kind, None)
+    planted += _odd_texts(good)
+    return planted
 
-    texts = ({"filepath": "dataset{}"}, {"filepath": "/dataset{}"}, {"slice_thickness": "Not reported"})
-    for row, odd_text in zip(good, texts, strict=False):  # texts seen in real manifests
+
+def _odd_texts(rows: list[dict[str, object]]) -> list[dict[str, object]]:
+    """Write texts seen in real manifests into the first rows; returns what was planted."""
+    changes: list[dict[str, str]] = [{"filepath": "dataset{}"}, {"filepath": "/dataset{}"}]
+    changes.append({"slice_thickness": "Not reported"})
+    if len(rows) > 4:
+        changes.append({"pixel_spacing": "None", "reference_filepath": "Not reported"})
+        changes.append({"filepath": str(rows[4]["filepath"]).lstrip("/")})
+    planted = []
+    for row, odd in zip(rows, changes, strict=False):
         path = str(row["filepath"])
-        row.update({key: text.format(path) for key, text in odd_text.items()})
-        note(path.lstrip("/"), "odd_manifest_text", None)
-    if len(good) > 4:
-        good[3].update(pixel_spacing="None", reference_filepath="Not reported")
-        note(str(good[3]["filepath"]).lstrip("/"), "odd_manifest_text", None)
-        good[4]["filepath"] = str(good[4]["filepath"]).lstrip("/")
-        note(str(good[4]["filepath"]), "odd_manifest_text", None)
+        row.update({key: text.format(path) for key, text in odd.items()})
+        fact: dict[str, object] = {"path": path.lstrip("/"), "kind": "odd_manifest_text"}
+        planted.append(fact | {"expected_reason": None})
     return planted

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from data_setup.export.writers.items import make_uid
+from data_setup.export.items import make_uid
 from data_setup.phantom.anatomy import LAYERS, SURFACES, make_eye
 from data_setup.phantom.cohort import Participant, Scan
 from data_setup.phantom.dicom import write_volume

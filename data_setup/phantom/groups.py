@@ -13,7 +13,7 @@ from pydicom.dataset import Dataset
 from pydicom.sequence import Sequence
 from pydicom.uid import OphthalmicPhotography8BitImageStorage
 
-from data_setup.export.writers.items import make_code, make_item
+from data_setup.export.items import make_code, make_item
 from data_setup.protocols import Protocol
 
 ONH_CIRCLES_MM = (3.5, 4.1, 4.7)  # diameters of the last three frames of an optic nerve head scan

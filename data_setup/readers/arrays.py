@@ -11,20 +11,14 @@ import math
 import zipfile
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import IO, Any
 
 import numpy as np
 from scipy.io import loadmat, whosmat
 
 from data_setup.readers.faults import OCTReadError, RejectReason
-from data_setup.readers.sidecar import (
-    MAX_VOLUME_BYTES,
-    Sidecar,
-    array_axes,
-    checked_frames,
-    make_header,
-    reading,
-)
+from data_setup.readers.sidecar import Sidecar, array_frames, check_length, reading
 
 HDF5_MARK = b"\x89HDF\r\n\x1a\n"
 _CLASSES = {
@@ -47,13 +41,10 @@ class Stored:
 def read(file: IO[bytes], url: str, sidecar: Sidecar) -> Iterator[Any]:
     """The header, then uint8 frames [H, W] in the order of the array's D axis; raises OCTReadError."""
     name, stored = _choose(list_arrays(file, url), sidecar, url)
-    order, steps = array_axes(sidecar, "the axes of an array", url)
-    frames, rows, columns = (stored.shape[i] for i in order)
     spacing = (None, "an array without a spacing")
-    header = make_header(url, "array", (frames, rows, columns), stored.dtype, spacing, sidecar)
-    yield header
-    array = load_array(file, url, name).transpose(order)[:, :: steps[0], :: steps[1]]
-    yield from checked_frames((np.ascontiguousarray(frame) for frame in array), header)
+    values = partial(load_array, file, url, name)
+    of_array = (stored.shape, stored.dtype)
+    yield from array_frames(url, "array", "the axes of an array", of_array, spacing, sidecar, values)
 
 
 def list_arrays(file: IO[bytes], url: str) -> dict[str, Stored]:
@@ -61,7 +52,9 @@ def list_arrays(file: IO[bytes], url: str) -> dict[str, Stored]:
     with reading(url, RejectReason.CORRUPT_FILE, "a .mat, .npz or .npy file"):
         head = _head(file)
         if head[:6] == b"\x93NUMPY":
-            return {"": _npy_header(file)}
+            if (stored := _npy_header(file)) is None:
+                raise ValueError("an .npy file of no numbers, or of another version")
+            return {"": stored}
         if head[:4] == b"PK\x03\x04":
             return _npz_headers(file)
         if _is_hdf5(head):
@@ -83,9 +76,7 @@ def load_array(file: IO[bytes], url: str, name: str) -> np.ndarray:
         raise OCTReadError(url, RejectReason.UNKNOWN_AXES, f"an array {name}", _words(arrays))
     stored = arrays[name]
     length = math.prod(stored.shape) * stored.dtype.itemsize
-    if length > MAX_VOLUME_BYTES:
-        expected = f"up to {MAX_VOLUME_BYTES} bytes of voxels"
-        raise OCTReadError(url, RejectReason.HEADER_MISMATCH, expected, length)
+    check_length(length, url)
     with reading(url, RejectReason.TRUNCATED_PIXEL_DATA, f"{length} bytes of the array"):
         head = _head(file)
         if head[:6] == b"\x93NUMPY":
@@ -137,14 +128,13 @@ def _open_hdf5(file: IO[bytes], url: str) -> Any:
     return h5py.File(file, "r")
 
 
-def _npy_header(file: IO[bytes]) -> Stored:
+def _npy_header(file: IO[bytes]) -> Stored | None:
+    """What is in an .npy; None for another version, and for no numbers."""
     version = np.lib.format.read_magic(file)
     if version not in _HEADERS:
-        raise ValueError("another version of .npy")
+        return None
     shape, _, dtype = _HEADERS[version](file)
-    if dtype.kind not in "uif":
-        raise ValueError("an .npy file of no numbers")
-    return Stored(shape, dtype.newbyteorder("="))
+    return Stored(shape, dtype.newbyteorder("=")) if dtype.kind in "uif" else None
 
 
 def _npz_headers(file: IO[bytes]) -> dict[str, Stored]:
@@ -152,11 +142,8 @@ def _npz_headers(file: IO[bytes]) -> dict[str, Stored]:
     with zipfile.ZipFile(file) as archive:
         for member in (m for m in archive.namelist() if m.endswith(".npy")):
             with archive.open(member) as opened:
-                version = np.lib.format.read_magic(opened)
-                if version in _HEADERS:
-                    shape, _, dtype = _HEADERS[version](opened)
-                    if dtype.kind in "uif":
-                        arrays[member.removesuffix(".npy")] = Stored(shape, dtype.newbyteorder("="))
+                if (stored := _npy_header(opened)) is not None:
+                    arrays[member.removesuffix(".npy")] = stored
     return arrays
 
 

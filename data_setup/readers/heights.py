@@ -12,7 +12,7 @@ What real files do, and what is done here:
   names       SegmentLabel where every frame has a known one. Topcon's labels stand in another order than the
               surfaces: the labels are dealt out by depth, and this is noted. Else surface_01, surface_02, ...
 
-A map that says itself what is no height (FloatPixelPaddingValue), as export/writers/height_map.py writes, is
+A map that says itself what is no height (FloatPixelPaddingValue), as export/predictions.py writes, is
 read by `read_stated_heights`: any number of surfaces, in the order and by the labels of the file.
 """
 
@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import re
 import struct
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -169,6 +170,11 @@ def references_of_groups(ds: Dataset) -> frozenset[str]:
     for group in groups:
         for derivation in group.get("DerivationImageSequence") or []:
             items += derivation.get("SourceImageSequence") or []
+    return uids_of_scans(items)
+
+
+def uids_of_scans(items: Iterable[Dataset]) -> frozenset[str]:
+    """The SOPInstanceUIDs of those referenced items that are OCT volumes."""
     return frozenset(
         str(item.ReferencedSOPInstanceUID)
         for item in items

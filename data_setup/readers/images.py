@@ -22,8 +22,8 @@ from tifffile import TiffFile, TiffTags
 from data_setup.readers.faults import OCTReadError, RejectReason
 from data_setup.readers.sidecar import (
     FOLDER_SIDECAR,
-    MAX_VOLUME_BYTES,
     Sidecar,
+    check_length,
     checked_frames,
     make_header,
     reading,
@@ -58,9 +58,7 @@ def read_tiff(file: IO[bytes], url: str, sidecar: Sidecar) -> Iterator[Any]:
         file.seek(0)
         image = Image.open(file, formats=("TIFF",))
     first = pixels_of(image, url, f"page 1 of {pages}")
-    if pages * first.nbytes > MAX_VOLUME_BYTES:
-        expected = f"up to {MAX_VOLUME_BYTES} bytes of voxels"
-        raise OCTReadError(url, RejectReason.HEADER_MISMATCH, expected, pages * first.nbytes)
+    check_length(pages * first.nbytes, url)
     with reading(url, RejectReason.CORRUPT_FILE, "the metadata of its TIFF tags"):
         spacing, source, described = _tiff_spacing(tiff, (pages, *first.shape), url)
     if described not in (None, pages):
@@ -127,26 +125,17 @@ def iter_images(
 ) -> Iterator[np.ndarray]:
     """Stored values [H, W] of each image, or of `columns`, a share of its width; `url` is the volume's."""
     for index, image_url in enumerate(urls, start=1):
-        yield _read_image(image_url, url, f"image {index} of {len(urls)}", options, columns)
-
-
-def _read_image(
-    image_url: str,
-    url: str,
-    where: str,
-    options: StorageOptions | None,
-    columns: tuple[float, float] | None,
-) -> np.ndarray:
-    kind = _FORMATS.get(_suffix(image_url))
-    data = read_bytes(image_url, options)
-    with reading(url, RejectReason.CORRUPT_FILE, f"{where} to be an image"):
-        image = Image.open(io.BytesIO(data), formats=tuple(set(_FORMATS.values())))
-        frames = int(getattr(image, "n_frames", 1))
-    if image.format != kind:
-        raise OCTReadError(url, RejectReason.WRONG_KIND, f"{where}: {kind}, as its name says", image.format)
-    if frames != 1:
-        raise OCTReadError(url, RejectReason.FRAME_COUNT_MISMATCH, f"{where}: one image", frames)
-    return pixels_of(image, url, where, columns)
+        where, kind = f"image {index} of {len(urls)}", _FORMATS.get(_suffix(image_url))
+        data = read_bytes(image_url, options)
+        with reading(url, RejectReason.CORRUPT_FILE, f"{where} to be an image"):
+            image = Image.open(io.BytesIO(data), formats=tuple(set(_FORMATS.values())))
+            frames = int(getattr(image, "n_frames", 1))
+        if image.format != kind:
+            expected = f"{where}: {kind}, as its name says"
+            raise OCTReadError(url, RejectReason.WRONG_KIND, expected, image.format)
+        if frames != 1:
+            raise OCTReadError(url, RejectReason.FRAME_COUNT_MISMATCH, f"{where}: one image", frames)
+        yield pixels_of(image, url, where, columns)
 
 
 def pixels_of(

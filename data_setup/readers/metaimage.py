@@ -13,20 +13,14 @@ import zlib
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import IO, Any
 
 import numpy as np
 
 from data_setup.readers.dicom import open_file
 from data_setup.readers.faults import OCTReadError, RejectReason
-from data_setup.readers.sidecar import (
-    MAX_VOLUME_BYTES,
-    Sidecar,
-    array_axes,
-    checked_frames,
-    make_header,
-    reading,
-)
+from data_setup.readers.sidecar import Sidecar, array_frames, check_length, reading
 from utils.config.schema import StorageOptions
 from utils.storage import join
 
@@ -65,15 +59,10 @@ class MetaHeader:
 def read(file: IO[bytes], url: str, sidecar: Sidecar, options: StorageOptions | None = None) -> Iterator[Any]:
     """The header, then uint8 frames [H, W]; raises OCTReadError."""
     meta = read_header(file, url)
-    order, steps = array_axes(sidecar, "the axes of DimSize", url)
-    frames, rows, columns = (meta.shape[i] for i in order)
-    spacing = [meta.spacing[i] for i in order] if meta.spacing else None
-    source = "metaimage_header" if spacing else "no ElementSpacing"
-    native = meta.dtype.newbyteorder("=")
-    header = make_header(url, "MetaImage", (frames, rows, columns), native, (spacing, source), sidecar)
-    yield header
-    voxels = read_voxels(file, url, meta, options).transpose(order)[:, :: steps[0], :: steps[1]]
-    yield from checked_frames((np.ascontiguousarray(frame) for frame in voxels), header)
+    spacing = (meta.spacing, "metaimage_header" if meta.spacing else "no ElementSpacing")
+    stored = (meta.shape, meta.dtype.newbyteorder("="))
+    voxels = partial(read_voxels, file, url, meta, options)
+    yield from array_frames(url, "MetaImage", "the axes of DimSize", stored, spacing, sidecar, voxels)
 
 
 def read_header(file: IO[bytes], url: str) -> MetaHeader:
@@ -113,9 +102,7 @@ def read_header(file: IO[bytes], url: str) -> MetaHeader:
         start=end if data_file.upper() == _LOCAL else start,
         is_compressed=fields.get("CompressedData", "").lower() in _TRUE,
     )
-    if meta.length > MAX_VOLUME_BYTES:
-        expected = f"up to {MAX_VOLUME_BYTES} bytes of voxels"
-        raise OCTReadError(url, RejectReason.HEADER_MISMATCH, expected, meta.length)
+    check_length(meta.length, url)
     return meta
 
 

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 import numpy as np
 from pydicom.dataset import Dataset
 
-from data_setup.readers.dicom import OPT_SOP_CLASS, PIXEL_TAGS, laterality_of, open_file, read_dataset
+from data_setup.readers.dicom import PIXEL_TAGS, laterality_of, open_file, read_dataset
 from data_setup.readers.faults import OCTReadError, RejectReason, known, named_faults
 from data_setup.readers.geometry import Measures, first, measures
-from data_setup.readers.heights import references_of_groups
+from data_setup.readers.heights import references_of_groups, uids_of_scans
 from data_setup.readers.pixels import BoundedFile, PixelLayout, iter_pixels, read_layout
 from utils.config.schema import StorageOptions
 
@@ -129,11 +129,7 @@ def _root_references(ds: Dataset) -> frozenset[str]:
         items += series.get("ReferencedInstanceSequence") or []
     for derivation in ds.get("DerivationImageSequence") or []:
         items += derivation.get("SourceImageSequence") or []
-    return frozenset(
-        str(item.ReferencedSOPInstanceUID)
-        for item in items
-        if item.get("ReferencedSOPClassUID") == OPT_SOP_CLASS and item.get("ReferencedSOPInstanceUID")
-    )
+    return uids_of_scans(items)
 
 
 def _another_class(url: str, kind: str, actual: str) -> OCTReadError:

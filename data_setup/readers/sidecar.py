@@ -13,7 +13,7 @@ import re
 import warnings
 import zipfile
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from typing import Any
@@ -96,10 +96,6 @@ def _are_axes(value: Any) -> bool:
     )
 
 
-def _is_shape(value: Any) -> bool:
-    return isinstance(value, list) and len(value) == 3 and all(_is_whole(v, 1) for v in value)
-
-
 _RULES = {
     "spacing_mm": ("three lengths in mm above 0, [D, H, W]", lambda v: _are_numbers(v, 3) and min(v) > 0),
     "laterality": ("L, R, OS, OD, left or right", lambda v: _is_text(v) and v.strip().lower() in SIDES),
@@ -116,7 +112,10 @@ _RULES = {
         "[from, to] in shares of the width, 0 to 1",
         lambda v: _are_numbers(v, 2) and 0 <= v[0] < v[1] <= 1,
     ),
-    "shape": ("three whole numbers from 1, [D, H, W]", _is_shape),
+    "shape": (
+        "three whole numbers from 1, [D, H, W]",
+        lambda v: isinstance(v, list) and len(v) == 3 and all(_is_whole(n, 1) for n in v),
+    ),
 }
 assert [*_RULES, "listed_spacing_mm"] == [f.name for f in fields(Sidecar)]
 
@@ -196,6 +195,13 @@ def reading(url: str, reason: RejectReason, expected: str) -> Iterator[None]:
         raise OCTReadError(url, reason, expected, type(error).__name__) from None
 
 
+def check_length(length: int, url: str) -> None:
+    """Raise header_mismatch for more bytes of voxels than any OCT volume has."""
+    if length > MAX_VOLUME_BYTES:
+        expected = f"up to {MAX_VOLUME_BYTES} bytes of voxels"
+        raise OCTReadError(url, RejectReason.HEADER_MISMATCH, expected, length)
+
+
 def make_header(
     url: str,
     kind: str,
@@ -255,6 +261,29 @@ def make_header(
         rescale=rescale,
         order=order,
     )
+
+
+def array_frames(
+    url: str,
+    kind: str,
+    what: str,
+    stored: tuple[tuple[int, ...], np.dtype],
+    spacing: tuple[tuple[float, ...] | None, str],
+    sidecar: Sidecar,
+    load: Callable[[], np.ndarray],
+) -> Iterator[Any]:
+    """The header of an array whose axes the YAML names, then its frames; `what`: the axes, for a message.
+
+    `stored`: shape and type of what `load` gives, `spacing`: of its axes. Raises OCTReadError.
+    """
+    order, steps = array_axes(sidecar, what, url)
+    frames, rows, columns = (stored[0][i] for i in order)
+    lengths, source = spacing
+    in_order = ([lengths[i] for i in order] if lengths else None, source)
+    header = make_header(url, kind, (frames, rows, columns), stored[1], in_order, sidecar)
+    yield header
+    array = load().transpose(order)[:, :: steps[0], :: steps[1]]
+    yield from checked_frames((np.ascontiguousarray(frame) for frame in array), header)
 
 
 def checked_frames(frames: Iterable[np.ndarray], header: OCTHeader) -> Iterator[np.ndarray]:

@@ -5,7 +5,8 @@ In: the store's index and what the manifest skipped. Out: a dictionary of plain 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,10 +21,14 @@ REJECT_NAMES = 5  # files of each reason that the report names
 LOW_VALID_FRACTION = 0.6  # below this share of acquired voxels, most tokens of a volume are padding
 
 
-def counts(values: pd.Series) -> dict[str, int]:
-    """Value -> how often, most frequent first, ties by name."""
-    numbers = values.dropna().value_counts()
-    return {str(k): int(n) for k, n in sorted(numbers.items(), key=lambda item: (-item[1], str(item[0])))}
+def by_frequency(values: Iterable[object]) -> dict[str, int]:
+    """Value as text -> how often, most frequent first, ties by name."""
+    return dict(sorted(Counter(map(str, values)).items(), key=lambda item: (-item[1], item[0])))
+
+
+def words(numbers: Mapping[str, int]) -> str:
+    """Names and numbers in one line."""
+    return ", ".join(f"{name} {n}" for name, n in numbers.items()) or "none"
 
 
 def _group(index: pd.DataFrame) -> dict[str, Any]:
@@ -39,14 +44,14 @@ def _group(index: pd.DataFrame) -> dict[str, Any]:
 
     return {
         "kept": len(kept),
-        "rejected": counts(index.loc[~index.status.isin([KEPT, PENDING]), "status"]),
+        "rejected": by_frequency(index.loc[~index.status.isin([KEPT, PENDING]), "status"].dropna()),
         "shape_before": median("shape_before"),
         "spacing_before": median("spacing_before"),
         "spacing_after": median("spacing_after"),
         "valid_fraction": mean("valid_fraction"),
         "lost_fraction": mean("lost_fraction"),
-        "spacing_source": counts(kept.spacing_source),
-        "orientation_source": counts(kept.orientation_source),
+        "spacing_source": by_frequency(kept.spacing_source.dropna()),
+        "orientation_source": by_frequency(kept.orientation_source.dropna()),
         "quality": _quality(kept),
     }
 
@@ -64,7 +69,7 @@ def _quality(kept: pd.DataFrame) -> dict[str, Any] | None:
         "median": round(float(measured["quality"].median()), 4),
         "lowest_tenth": round(float(measured["quality"].quantile(0.1)), 4),
         **{name: round(float(measured[name].mean()), 4) for name in LIMITS},
-        "worst": counts(worst),
+        "worst": by_frequency(worst.dropna()),
     }
 
 
@@ -158,10 +163,6 @@ def _first_files(index: pd.DataFrame) -> dict[str, list[str]]:
     return {str(reason): part.path.head(REJECT_NAMES).tolist() for reason, part in rejected.groupby("status")}
 
 
-def _words(numbers: Mapping[str, int]) -> str:
-    return ", ".join(f"{name} {n}" for name, n in numbers.items()) or "none"
-
-
 def _triple(values: list[float] | None) -> str:
     return " x ".join(f"{v:.3g}" for v in values) if values else "-"
 
@@ -197,16 +198,16 @@ def table(report: Mapping[str, Any]) -> str:
                 f"warning: {name}: only {part['valid_fraction']:.0%} of the grid lies inside the scan; "
                 "see spatial.target_spacing and spatial.image_size"
             )
-    lines.append(f"kept by device: {_words({k: v['kept'] for k, v in report['by_device'].items()})}")
-    lines.append(f"rejected: {_words(report['rejected'])}; skipped: {_words(report['skipped'])}")
-    lines.append(f"spacing from: {_words(report['spacing_source'])}")
-    lines.append(f"orientation from: {_words(report['orientation_source'])}")
-    lines.append(f"participants with volumes: {_words(report['participants'])}")
+    lines.append(f"kept by device: {words({k: v['kept'] for k, v in report['by_device'].items()})}")
+    lines.append(f"rejected: {words(report['rejected'])}; skipped: {words(report['skipped'])}")
+    lines.append(f"spacing from: {words(report['spacing_source'])}")
+    lines.append(f"orientation from: {words(report['orientation_source'])}")
+    lines.append(f"participants with volumes: {words(report['participants'])}")
     if report["quality"]:
         part = report["quality"]
         lines.append(
             f"quality of {part['measured']}: median {part['median']:.2f}, lowest tenth under "
-            f"{part['lowest_tenth']:.2f}; the worst is {_words(part['worst'])}"
+            f"{part['lowest_tenth']:.2f}; the worst is {words(part['worst'])}"
         )
     if report["pending"]:
         lines.append(f"pending: {report['pending']} (an interrupted run)")

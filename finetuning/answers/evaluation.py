@@ -23,6 +23,7 @@ from finetuning.cohort.ledger import digest, look_at
 from finetuning.cohort.predictions import Predictions, Scored
 from finetuning.features.probing import Features, device_cohorts, probe
 from finetuning.power import MIN_PER_CLASS
+from models.probes import intervals
 from models.probes.intervals import verdict
 from utils.config.schema import Config
 from utils.report.tables import CLASSES, TITLES
@@ -104,7 +105,7 @@ def answer(
 
     `words` name the two sides in the verdict; a probe for the device reads the first row's `features`.
     """
-    cfg, samples, seed = asked.cfg, asked.cfg.probe.bootstrap_samples, asked.cfg.seed
+    cfg, samples, seed = asked.cfg, intervals.BOOTSTRAP_SAMPLES, asked.cfg.seed
     first = rows[0].scored.evaluated()
     look = asked.look(f"{subject['name']}: {', '.join(row.name for row in rows)}")
     table = [

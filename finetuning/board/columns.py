@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
+from data_setup.loader import EVALUATION_BATCH
 from finetuning.board.answers import Cell
 from finetuning.board.entries import Encoder, Entry, Volumes, kept_features
 from finetuning.cohort.cohort import EVALUATED, TRAIN, VAL, Cohort, low_shot
@@ -134,7 +135,7 @@ def _attentive_scores(
 ) -> tuple[np.ndarray, float]:
     """Scores of all volumes [n, C] of the head that is best on validation, and its score there."""
     cfg = replace(encoder.cfg, seed=seed, head=replace(encoder.cfg.head, kind="attentive"))
-    inputs = TokenInputs(kept, cohort, device, cfg.eval.batch_size)
+    inputs = TokenInputs(kept, cohort, device, EVALUATION_BATCH)
     width = int(encoder.module.width)  # type: ignore[arg-type]  # nn.Module hides the type of its attributes
     trained = train_grid(cfg, cohort, inputs, width, device)
     module, places, outputs = trained.head.to(device).eval(), np.arange(len(cohort.rows)), []

@@ -174,11 +174,10 @@ def protocol_of(cfg: Config, seeds: Sequence[int]) -> list[object]:
     sections = ("task.", "head.", "finetune.", "eval.", "optim.", "spatial.", "augment.")
     keys = {"train.use_bf16", "train.epochs", "train.max_steps", "train.global_batch_size", "seed"}
     keys |= {"method.dropout", "method.drop_path"}  # of an encoder that is trained
-    changes_nothing = {"eval.batch_size", "eval.allow_overlap"}
     used = {
         key: value
         for key, value in flatten(cfg)
-        if (key.startswith(sections) or key in keys) and key not in changes_nothing
+        if (key.startswith(sections) or key in keys) and key != "eval.allow_overlap"
     }
     return [used, list(seeds)]
 

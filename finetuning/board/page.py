@@ -27,6 +27,7 @@ from finetuning.board.comparison import Comparison, compare, estimate
 from finetuning.board.entries import Entry
 from finetuning.cohort.cohort import EVALUATED, TRAIN, VAL, Cohort
 from finetuning.power import ALPHA
+from models.probes import intervals
 from utils import storage
 from utils.config.schema import Config
 from utils.report.pictures import png_data
@@ -91,7 +92,7 @@ def write_pages(board: Board) -> str:
 
 def results_of(board: Board) -> Results:
     """Estimates of every cell, and differences of all pairs of rows in the columns of the main table."""
-    samples, seed = board.cfg.probe.bootstrap_samples, board.cfg.seed
+    samples, seed = intervals.BOOTSTRAP_SAMPLES, board.cfg.seed
     estimates = {
         (row.entry.label, name): estimate(cell.predictions, samples, seed)
         for row in board.rows

@@ -2,7 +2,7 @@
 
 In: a configuration, the store, the labels of finetuning.cohort.labels. Out: a `Cohort`: for every volume its
 row in the store, its fold, its target and whom its prediction is for. With eval.protocol official the folds
-are the splits of participants.tsv; with crossfit a cohort for each of eval.folds parts of all labelled people
+are the splits of participants.tsv; with crossfit a cohort for each of five parts of all labelled people
 that pre-training did not see, so that each of them is evaluated once.
 """
 
@@ -26,6 +26,7 @@ from utils.errors import ConfigError, UserError
 
 TRAIN, VAL, EVALUATED = 0, 1, 2
 MIN_PARTICIPANTS = 2  # in each fold
+FOLDS = 5  # parts of all labelled people, with crossfit
 QUANTILES = 4  # strata of a value
 CLASS_KINDS = ("classification", "ordinal")
 Stratum = tuple[tuple[float, ...], ...]  # the distinct targets of a person, sorted
@@ -81,11 +82,10 @@ def crossfit_cohorts(cfg: Config, store: PreparedStore, seen: Collection[str]) -
     """A cohort a fold of all labelled people that are not in `seen`: fold k is EVALUATED, the next is VAL.
 
     Folds are of people, stratified by class, or by quantile of the value, and follow from cfg.seed. Every
-    person is EVALUATED in one of them. UserError where a class has fewer than eval.folds people.
+    person is EVALUATED in one of them. UserError where a class has fewer than FOLDS people.
     """
     labels, index = _labelled_rows(cfg, store)
     index = index[~index["person_id"].isin(list(seen))]
-    folds = cfg.eval.folds
     whole = _cohort(cfg, labels, [index])
     where = f"{store.url}: people that pre-training did not see"
     _require_fold(cfg, whole, TRAIN, where)
@@ -93,15 +93,15 @@ def crossfit_cohorts(cfg: Config, store: PreparedStore, seen: Collection[str]) -
     whole = _without_empty_classes(cfg, whole, where)
     people = sorted(set(whole.person.tolist()))
     place = {p: n for n, p in enumerate(seeded_order(people, cfg.seed, "crossfit"))}
-    strata = _strata(whole, math.ceil(len(people) / folds))
+    strata = _strata(whole, math.ceil(len(people) / FOLDS))
     order = sorted(people, key=lambda p: (strata[p], place[p]))
-    fold_of = {p: n % folds for n, p in enumerate(order)}
+    fold_of = {p: n % FOLDS for n, p in enumerate(order)}
     part = np.array([fold_of[p] for p in whole.person.tolist()])
     cohorts = []
-    for evaluated in range(folds):
-        val = (evaluated + 1) % folds
+    for evaluated in range(FOLDS):
+        val = (evaluated + 1) % FOLDS
         sides = [(part != evaluated) & (part != val), part == val, part == evaluated]
-        cohort, at = _take(whole, sides), f"{where}: fold {evaluated + 1} of {folds}"
+        cohort, at = _take(whole, sides), f"{where}: fold {evaluated + 1} of {FOLDS}"
         _require_fold(cfg, cohort, TRAIN, at)
         lacking = sorted(set(_classes(cohort)) - set(_classes(cohort, TRAIN)))
         if lacking:
@@ -235,13 +235,13 @@ def _classes(cohort: Cohort, fold: int | None = None) -> list[int]:
 
 
 def _without_empty_classes(cfg: Config, cohort: Cohort, where: str) -> Cohort:
-    """Class numbers without those that nobody has; UserError where task.class_order names such a class."""
+    """Class numbers without those that nobody has; UserError where task.names names such a class."""
     present = _classes(cohort)
     if cohort.kind not in CLASS_KINDS or len(present) == len(cohort.names):
         return cohort
     if cohort.kind == "ordinal":
         empty = [name for number, name in enumerate(cohort.names) if number not in present]
-        raise UserError(f"task.class_order: expected classes of {where}, found nobody of {empty}")
+        raise UserError(f"task.names: expected classes of {where}, found nobody of {empty}")
     names = tuple(cohort.names[number] for number in present)
     return replace(cohort, names=names, target=np.searchsorted(present, cohort.target).astype(np.float64))
 
@@ -262,23 +262,19 @@ def _require_fold(cfg: Config, cohort: Cohort, fold: int, where: str) -> None:
 
 def _require_people(cfg: Config, cohort: Cohort, where: str) -> None:
     """Raise UserError unless every class (0 and 1 of every label) has a person for each fold of crossfit."""
-    folds = cfg.eval.folds
     if cohort.kind == "regression":
         num_people = len(np.unique(cohort.person))
-        groups = {f"people with {cfg.task.label_column}": (num_people, MIN_PARTICIPANTS * folds)}
+        groups = {f"people with {cfg.task.label_column}": (num_people, MIN_PARTICIPANTS * FOLDS)}
     else:
         groups = {}
         for column, values in enumerate(cohort.target.T):
             for value in np.unique(values):
                 name = cohort.names[int(value)] if cohort.kind in CLASS_KINDS else cohort.names[column]
                 label = f"people of {name}" if cohort.kind in CLASS_KINDS else f"people with {name} {value:g}"
-                groups[label] = (len(np.unique(cohort.person[values == value])), folds)
+                groups[label] = (len(np.unique(cohort.person[values == value])), FOLDS)
     for label, (count, needed) in groups.items():
         if count < needed:
-            raise UserError(
-                f"{where}: eval.folds={folds}: expected {needed} {label} or more, found {count}; "
-                "take fewer folds"
-            )
+            raise UserError(f"{where}: expected {needed} {label} or more for {FOLDS} folds, found {count}")
 
 
 def _strata(cohort: Cohort, num_quantiles: int) -> dict[str, Stratum]:

@@ -119,7 +119,7 @@ def read_labels(cfg: Config, index: pd.DataFrame) -> Labels:
 def label_columns(task: TaskConfig) -> tuple[str, ...]:
     """The columns of the table that a kind of task reads."""
     if task.kind == "multilabel":
-        return tuple(task.label_columns or ())
+        return tuple(task.names or ())
     return (task.label_column,)
 
 
@@ -178,16 +178,16 @@ def _value(task: TaskConfig, cells: Sequence[str], where: str) -> Value | None:
             raise UserError(f"{where}: {task.label_column}: expected a number, found {texts[0]!r}")
         return (number,)
     if task.kind == "multilabel":
-        for column, text in zip(task.label_columns or (), texts, strict=True):
+        for column, text in zip(task.names or (), texts, strict=True):
             if _number(text) not in (0.0, 1.0):
                 raise UserError(f"{where}: {column}: expected 0 or 1, found {text!r}")
         return tuple(float(text) for text in texts)
-    known = task.class_order or ()
+    known = task.names or ()
     # an integer column with a gap is written as 1.0
     text = texts[0] if texts[0] in known or not _WHOLE.fullmatch(texts[0]) else texts[0].removesuffix(".0")
     if task.kind == "ordinal" and text not in known:
         raise UserError(
-            f"{where}: {task.label_column}: expected a class of task.class_order "
+            f"{where}: {task.label_column}: expected a class of task.names "
             f"({', '.join(known)}), found {texts[0]!r}"
         )
     return text
@@ -209,7 +209,7 @@ def _numbered(
     if task.kind in ("regression", "multilabel"):
         return None, {unit: value for unit, value in values.items() if not isinstance(value, str)}
     texts = {unit: value for unit, value in values.items() if isinstance(value, str)}
-    classes = tuple(task.class_order or sorted(set(texts.values())))
+    classes = tuple(task.names or sorted(set(texts.values())))
     return classes, {unit: (float(classes.index(text)),) for unit, text in texts.items()}
 
 

@@ -23,7 +23,6 @@ ONE_FILE = "head.pt alone is written"
 # key, or section with a dot at its end -> what is done instead
 NEITHER = {
     "optim.cooldown_ratio": "the rate falls as a cosine",
-    "train.val_fraction": "validation has the participants of the labels' val split",
     "val.max_volumes": "validation reads every labelled volume of val",
     "run.profile": "no trace is written",
 }
@@ -52,7 +51,7 @@ UNREAD: dict[str, Mapping[str, str]] = {
         "train.ckpt_every_steps": ONE_FILE,
         "train.keep_epochs": ONE_FILE,
         "train.keep_last": ONE_FILE,
-        "train.per_core_batch_size": "eval.batch_size is the encoder's, train.global_batch_size the head's",
+        "train.per_core_batch_size": "train.global_batch_size is the head's",
         "train.val_every_steps": "validation is after each epoch",
         "train.compile": "the encoder is not trained",
         "train.activation_checkpointing": "the encoder is not trained",

@@ -18,6 +18,7 @@ import pandas as pd
 from finetuning.cohort.cohort import EVALUATED
 from finetuning.dense.folds import DenseVolumes
 from finetuning.dense.head import DenseHead
+from models.probes import intervals
 from models.probes.intervals import interval95, participant_draws, verdict
 from utils import storage
 from utils.config.schema import Config
@@ -48,7 +49,7 @@ class Examined(Generic[Volumes]):
     @cached_property
     def draws(self) -> np.ndarray:
         """How often each participant is in a sample of the bootstrap [S, P]."""
-        return participant_draws(len(self.people), self.cfg.probe.bootstrap_samples, self.cfg.seed)
+        return participant_draws(len(self.people), intervals.BOOTSTRAP_SAMPLES, self.cfg.seed)
 
     def per_person(self, lines: pd.DataFrame, arm: str, column: str) -> np.ndarray:
         """Mean over the names of a volume, then over the volumes of each person [P]; NaN without one."""

@@ -119,15 +119,15 @@ def with_labels(cfg: Config, store: PreparedStore, laid_on: pd.DataFrame, what: 
 
 
 def chosen_names(
-    key: str, wanted: Sequence[str] | None, present: Collection[str], store: PreparedStore, nothing: str
+    wanted: Sequence[str] | None, present: Collection[str], store: PreparedStore, nothing: str
 ) -> tuple[str, ...]:
-    """The names that a key of the configuration asks for, or all that are present; raises UserError for one
+    """The names that task.names asks for, or all that are present; raises UserError for one
     that is not. `nothing`: in the error, of a store without any.
     """
     names = tuple(present) if wanted is None else tuple(wanted)
     if lacking := [name for name in names if name not in present] or ([] if names else ["none"]):
         expected = ", ".join(present) or nothing
-        raise UserError(f"{key}: expected some of {expected} of {store.url}, found {', '.join(lacking)}")
+        raise UserError(f"task.names: expected some of {expected} of {store.url}, found {', '.join(lacking)}")
     return names
 
 

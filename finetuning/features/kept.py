@@ -32,7 +32,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from data_setup.loader import evaluation_batches
+from data_setup.loader import EVALUATION_BATCH, evaluation_batches
 from data_setup.normalisation import plain_view
 from data_setup.store.reader import PreparedStore
 from data_setup.transforms import identity_matrix
@@ -71,7 +71,7 @@ class KeptFeatures:
     """The features of one frozen encoder; rows are those of `store`."""
 
     encoder: nn.Module
-    cfg: Config  # of the encoder: geometry, model; data.* and eval.batch_size say how rows are read
+    cfg: Config  # of the encoder: geometry, model; data.* says how rows are read
     store: PreparedStore
     runtime: Runtime
     folder: str  # of all encoders: features_folder
@@ -127,7 +127,7 @@ class KeptFeatures:
             return
         encoder = self.encoder.to(self.runtime.device).eval()
         log.info("features of %d volumes are computed", len(rows))
-        size = self.cfg.eval.batch_size
+        size = EVALUATION_BATCH
         batches = evaluation_batches(self.cfg, self.store, rows, size)
         for batch in track(batches, math.ceil(len(rows) / size), "features", "batches"):
             of_batch = batch["row"].numpy().copy()
@@ -184,7 +184,7 @@ class KeptFeatures:
 
 def pooled_of_tokens(kept: KeptFeatures, rows: np.ndarray) -> np.ndarray:
     """Mean and standard deviation float32 [n, 2E] of tokens that are kept, without the encoder."""
-    parts, size = [], kept.cfg.eval.batch_size
+    parts, size = [], EVALUATION_BATCH
     for start in range(0, len(rows), size):
         batch = rows[start : start + size]
         valid = torch.from_numpy(kept.valid(batch))

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from data_setup.loader import evaluation_batches
+from data_setup.loader import EVALUATION_BATCH, evaluation_batches
 from data_setup.normalisation import plain_view
 from data_setup.store.reader import PreparedStore
 from data_setup.valid_field import voxel_valid
@@ -78,8 +78,8 @@ def _watched(
     cfg: Config, store: PreparedStore, rows: np.ndarray, runtime: Runtime, title: str
 ) -> Iterator[dict[str, Tensor]]:
     """The batches of `rows` on the device; how many there have been is shown under `title`."""
-    batches = evaluation_batches(cfg, store, rows, cfg.eval.batch_size)
-    total = math.ceil(len(rows) / cfg.eval.batch_size)
+    batches = evaluation_batches(cfg, store, rows, EVALUATION_BATCH)
+    total = math.ceil(len(rows) / EVALUATION_BATCH)
     return map(runtime.to_device, track(batches, total, title, "batches"))
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from data_setup.loader import evaluation_batches, next_or_stop
+from data_setup.loader import EVALUATION_BATCH, evaluation_batches, next_or_stop
 from data_setup.normalisation import plain_view
 from data_setup.store.reader import PreparedStore
 from finetuning.cohort.cohort import VAL, Cohort
@@ -174,7 +174,7 @@ def predict(tuning: Tuning, rows: np.ndarray) -> torch.Tensor:
     """Outputs of the model [n, C], on the host, in the order of `rows`, which the processes share."""
     runtime, cfg = tuning.runtime, tuning.cfg
     devices = runtime.evaluation_devices
-    size = -(-cfg.eval.batch_size // devices) * devices
+    size = -(-EVALUATION_BATCH // devices) * devices
     tuning.model.eval()
     parts = []
     batches = evaluation_batches(cfg, tuning.store, runtime.group.share(rows), size)

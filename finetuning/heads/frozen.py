@@ -25,6 +25,7 @@ from sklearn.preprocessing import StandardScaler
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from data_setup.loader import EVALUATION_BATCH
 from data_setup.store.reader import PreparedStore
 from finetuning.cohort.cohort import TRAIN, VAL, Cohort
 from finetuning.cohort.source import Source
@@ -296,7 +297,7 @@ def head_inputs(kept: KeptFeatures, cohort: Cohort) -> tuple[Inputs, Standardise
     device = kept.runtime.device
     if reads_tokens(kept.cfg.head.kind):
         kept.keep_tokens(cohort.rows[places])
-        return TokenInputs(kept, cohort, device, kept.cfg.eval.batch_size), None
+        return TokenInputs(kept, cohort, device, EVALUATION_BATCH), None
     inputs = PooledInputs(kept.pooled(cohort.rows[places]), cohort, places, device)
     return inputs, inputs.standardise
 

@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from data_setup.loader import EVALUATION_BATCH
 from data_setup.store.reader import PreparedStore
 from finetuning.cohort.cohort import TRAIN, VAL, Cohort
 from finetuning.cohort.source import Source, find_checkpoint
@@ -240,7 +241,7 @@ def _arguments(
 ) -> Iterator[tuple[Tensor, ...]]:
     """What the head reads, batch by batch, on the device."""
     kept = KeptFeatures(head.encoder, head.cfg, store, runtime, features_folder(head.cfg))
-    of_tokens, size = reads_tokens(head.state["head_kind"]), head.cfg.eval.batch_size
+    of_tokens, size = reads_tokens(head.state["head_kind"]), EVALUATION_BATCH
     scale = head.standardise or (lambda features: features)
     if not head.is_frozen:
         for _, tokens, valid in kept.compute(rows):

@@ -14,9 +14,7 @@ from pathlib import Path
 import numpy as np
 import yaml
 
-from data_setup.export.writers.dicom_seg import load_highdicom, write_seg
-from data_setup.export.writers.height_map import write_height_map
-from data_setup.export.writers.masks import write_nifti, write_png
+from data_setup.export.predictions import load_highdicom, write_height_map, write_nifti, write_png, write_seg
 from data_setup.manifest import Record, read_records
 from data_setup.readers.faults import OCTReadError, RejectReason
 from data_setup.store.format import KEPT

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 from sklearn.preprocessing import StandardScaler
 
-from data_setup.phantom.truth_tokens import read_truth_file
+from data_setup.phantom.truth import read_truth_file
 from data_setup.store.reader import PreparedStore
 from finetuning.answers.answer import Answer, Content, protocol_of
 from finetuning.cohort.cohort import EVALUATED, TRAIN, VAL, Cohort, count_seen, seen_by_head
@@ -35,6 +35,7 @@ from finetuning.heads.head_file import Head, open_head, predict_rows, require_sa
 from finetuning.same_eye.eyes import Eyes, choose_eyes
 from finetuning.same_eye.measures import icc, nearest
 from finetuning.same_eye.page import markdown
+from models.probes import intervals
 from models.probes.intervals import interval95, participant_draws
 from models.probes.participants import Fold, fit_logistic
 from models.probes.tokens import less_protocol_mean, mean_r2, mean_r2_draws
@@ -69,7 +70,7 @@ class Asked:
 def ask(cfg: Config, store: PreparedStore, eyes: Eyes) -> Asked:
     """Resamples, and the truth of a phantom."""
     people = np.unique(eyes.person[eyes.evaluated])
-    draws = participant_draws(len(people), cfg.probe.bootstrap_samples, cfg.seed)
+    draws = participant_draws(len(people), intervals.BOOTSTRAP_SAMPLES, cfg.seed)
     if not store.attrs["synthetic"]:
         return Asked(cfg, eyes, draws, people, None, ())
     files = [

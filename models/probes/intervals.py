@@ -13,6 +13,8 @@ import numpy as np
 
 from models.probes.participants import Prediction, balanced_accuracy
 
+BOOTSTRAP_SAMPLES = 2000  # resamples of an interval in the answers of finetuning
+
 
 def participant_draws(
     num_participants: int, samples: int, seed: int, strata_P: np.ndarray | None = None

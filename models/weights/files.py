@@ -128,39 +128,22 @@ def _research(url: str, raw: dict[str, Any], heads: int | None, predictor_heads:
     missing = [role for role in ROLES if role not in parts]
     if missing:
         raise CheckpointError(f"{url}: expected encoder, predictor and target_encoder, found no {missing[0]}")
-    if is_vjepa21(parts["encoder"]):
-        return _research_21(url, parts, left_out, heads)
-    size = encoder_size(url, parts["encoder"], heads)
-    predictor_size = predictor_shape(url, parts["predictor"], predictor_heads)
+    is_2_1 = is_vjepa21(parts["encoder"])
+    if is_2_1:
+        for role in ("encoder", "target_encoder"):
+            parts[role], dropped = encoder_of(url, role, parts[role])
+            left_out |= dropped
+        left_out |= predictor_left_out(url, parts["predictor"])
+        parts["predictor"] = {}
     return Weights(
         url,
-        "research",
-        encoder=parts["encoder"],
-        target_encoder=parts["target_encoder"],
-        predictor=parts["predictor"],
-        size=size,
-        predictor_size=predictor_size,
-        grid=PUBLIC_GRID,
+        "research_2_1" if is_2_1 else "research",
+        **parts,
+        size=encoder_size(url, parts["encoder"], heads),
+        predictor_size=None if is_2_1 else predictor_shape(url, parts["predictor"], predictor_heads),
+        grid=GRID_21 if is_2_1 else PUBLIC_GRID,
+        rope="interpolated" if is_2_1 else "tiled",
         left_out=left_out,
-    )
-
-
-def _research_21(
-    url: str, parts: dict[str, dict[str, Tensor]], left_out: dict[str, str], heads: int | None
-) -> Weights:
-    encoder, without = encoder_of(url, "encoder", parts["encoder"])
-    target_encoder, without_target = encoder_of(url, "target_encoder", parts["target_encoder"])
-    return Weights(
-        url,
-        "research_2_1",
-        encoder,
-        target_encoder,
-        {},
-        size=encoder_size(url, encoder, heads),
-        predictor_size=None,
-        grid=GRID_21,
-        rope="interpolated",
-        left_out=left_out | without | without_target | predictor_left_out(url, parts["predictor"]),
     )
 
 
@@ -206,12 +189,18 @@ def _read_json(url: str, options: StorageOptions | None) -> Any:
 
 
 def _read_safetensors(url: str, options: StorageOptions | None) -> dict[str, Tensor]:
-    names = ["model.safetensors"]
+    names = {"model.safetensors"}
     index_url = storage.join(url, "model.safetensors.index.json")
     if storage.exists(index_url, options):
-        names = _shards(index_url, _read_json(index_url, options))
+        index = _read_json(index_url, options)
+        shards = index.get("weight_map") if isinstance(index, dict) else None
+        if not isinstance(shards, dict) or not all(isinstance(name, str) for name in shards.values()):
+            raise CheckpointError(
+                f"{index_url}: expected weight_map, file names by tensor, found {shards}"[:300]
+            )
+        names = set(shards.values())
     tensors: dict[str, Tensor] = {}
-    for name in names:
+    for name in sorted(names):
         file_url = storage.join(url, name)
         if not storage.exists(file_url, options):
             raise CheckpointError(f"{file_url}: expected safetensors, found no such file")
@@ -223,14 +212,6 @@ def _read_safetensors(url: str, options: StorageOptions | None) -> dict[str, Ten
         except SafetensorError as error:
             raise CheckpointError(f"{file_url}: expected safetensors, found damage ({error})") from error
     return tensors
-
-
-def _shards(index_url: str, index: Any) -> list[str]:
-    """The file names of an index."""
-    shards = index.get("weight_map") if isinstance(index, dict) else None
-    if not isinstance(shards, dict) or not all(isinstance(name, str) for name in shards.values()):
-        raise CheckpointError(f"{index_url}: expected weight_map, file names by tensor, found {shards}"[:300])
-    return sorted(set(shards.values()))
 
 
 def _hugging_face(url: str, config: dict[str, Any], tensors: dict[str, Tensor]) -> Weights:

@@ -4,12 +4,13 @@ In: `Weights` of any file. Out: tensors by the names of VJEPA3D. An encoder that
 predictor of another shape is left out whole.
 
 Three colour channels become one. The public encoders were given (gray_c - mean_c) / std_c with gray in [0, 1]
-and ImageNet's mean and std. One channel x with gray = m + s * x gives the same embedding with
+and ImageNet's mean and std. One channel x, z-scored as our volumes are, with gray = m + s * x gives the same
+embedding with
 
     kernel' = sum_c kernel_c * s / std_c        bias' = bias + sum_c sum(kernel_c) * (m - mean_c) / std_c
 
-`GRAY` (m 0, s 1): x is the gray value itself. `Z_SCORE` (m .449, s .226, the channels' means): x is z-scored
-as our volumes are, so that the first layer gets the mean and spread of an average photograph.
+where m .449 and s .226 are the channels' means: the first layer gets the mean and spread of an average
+photograph.
 A patch of 2 planes becomes one of 4 by repeating each plane's kernel and halving it.
 """
 
@@ -32,19 +33,8 @@ from utils.config.recipes import recipe_of
 from utils.config.schema import Config
 
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-NORMALISATION = "zscore_valid"  # of the prepared store; Z_SCORE assumes it
-ADAPTED_PLANES = 4
-
-
-class InputScale(NamedTuple):
-    """The input x of an adapted encoder, where gray in [0, 1] = mean + std * x."""
-
-    mean: float
-    std: float
-
-
-GRAY = InputScale(0.0, 1.0)
-Z_SCORE = InputScale(sum(IMAGENET_MEAN) / 3, sum(IMAGENET_STD) / 3)
+NORMALISATION = "zscore_valid"  # of the prepared store, and of an adapted encoder's input
+GRAY_MEAN, GRAY_STD = sum(IMAGENET_MEAN) / 3, sum(IMAGENET_STD) / 3  # gray in [0, 1] = mean + std * input
 
 
 class Line(NamedTuple):
@@ -64,9 +54,9 @@ class Fit:
 
 
 def adapt_patches(
-    weights: Weights, role: str, patch: tuple[int, int, int], channels: int, scale: InputScale
+    weights: Weights, role: str, patch: tuple[int, int, int]
 ) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """The role's tensors for another patch and number of channels, and how each changed key changed.
+    """The role's tensors for one channel and another patch, and how each changed key changed.
 
     Raises CheckpointError for a change that is not exact: other H or W, planes that do not multiply.
     """
@@ -74,17 +64,15 @@ def adapt_patches(
     names = kernel_name, bias_name = "patch_embed.proj.weight", "patch_embed.proj.bias"
     kernel, bias = (tensors[name].double() for name in names)
     changes: dict[str, str] = {}
-    if kernel.shape[1] != channels:
-        if (kernel.shape[1], channels) != (len(IMAGENET_MEAN), 1):
-            raise CheckpointError(
-                f"{weights.where}: channels: expected {channels} or 3, found {kernel.shape[1]}"
-            )
+    if kernel.shape[1] != 1:
+        if kernel.shape[1] != len(IMAGENET_MEAN):
+            raise CheckpointError(f"{weights.where}: channels: expected 1 or 3, found {kernel.shape[1]}")
         mean, std = (
             torch.tensor(v, dtype=torch.float64).view(1, -1, 1, 1, 1) for v in (IMAGENET_MEAN, IMAGENET_STD)
         )
-        bias = bias + (kernel * ((scale.mean - mean) / std)).sum((1, 2, 3, 4))
-        kernel = (kernel * (scale.std / std)).sum(1, keepdim=True)
-        text = f"ImageNet's mean and std folded, gray = {scale.mean:.4g} + {scale.std:.4g} x input"
+        bias = bias + (kernel * ((GRAY_MEAN - mean) / std)).sum((1, 2, 3, 4))
+        kernel = (kernel * (GRAY_STD / std)).sum(1, keepdim=True)
+        text = f"ImageNet's mean and std folded, gray = {GRAY_MEAN:.4g} + {GRAY_STD:.4g} x input"
         changes = {kernel_name: f"3 channels summed, {text}", bias_name: text}
     planes = kernel.shape[2]
     if tuple(kernel.shape[3:]) != tuple(patch[1:]) or patch[0] % planes:
@@ -108,7 +96,7 @@ def fit(weights: Weights, cfg: Config) -> Fit:
     tensors: dict[str, Tensor] = {}
     lines = [Line("left out", name, why) for name, why in weights.left_out.items()]
     for role, module in (("encoder", model.encoder), ("target_encoder", model.target_encoder)):
-        adapted, changes = adapt_patches(weights, role, cfg.spatial.patch_size, 1, Z_SCORE)
+        adapted, changes = adapt_patches(weights, role, cfg.spatial.patch_size)
         require_same(f"{weights.where}: {role}", module.state_dict(), adapted)
         tensors |= {f"{role}.{name}": tensor for name, tensor in adapted.items()}
         same = "the file's one encoder" if weights.encoder is weights.target_encoder else ""

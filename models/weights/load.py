@@ -1,24 +1,23 @@
-"""Weights of any file as modules, or as the start of a run: `load_encoder`, `load_vjepa2`, `start_from`.
+"""Weights of any file as modules, or as the start of a run: `load_encoder`, `start_from`.
 
-In: a file that models/weights/files.py reads. Out: modules of the file's own shape, or a model of this
+In: a file that models/weights/files.py reads. Out: an encoder of the file's own shape, or a model of this
 project with the weights that fit its configuration (models/weights/fit.py).
 """
 
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from models.predictor import Predictor3D
 from models.vit3d import VisionTransformer3D
 from models.vjepa3d import VJEPA3D
 from models.weights.files import read_weights
-from models.weights.fit import ADAPTED_PLANES, GRAY, NORMALISATION, adapt_patches, fit, summary
-from models.weights.shape import Weights, new_encoder, new_predictor
+from models.weights.fit import NORMALISATION, fit, summary
+from models.weights.shape import Weights, new_encoder
 from utils.checkpoint import CheckpointError, to_host
 from utils.config.schema import Config
 
@@ -33,46 +32,6 @@ class Start:
     init_weight: float  # share of random initialisation in the target
 
 
-def load_vjepa2(
-    path: str,
-    adapt: bool = False,
-    *,
-    heads: int | None = None,
-    predictor_heads: int | None = None,
-    mask_token: int = 0,
-) -> tuple[VisionTransformer3D, VisionTransformer3D, Predictor3D]:
-    """(encoder, target_encoder, predictor) of the file's own shape, in evaluation mode.
-
-    The encoders take any volume [B, C, D, H, W] of whole patches. The predictor uses the grid of the volume
-    that either encoder saw last (at first the file's grid; 8 x 16 x 16 for a research file).
-    `adapt`: change the encoders to one channel of gray in [0, 1] and patches of 4 planes.
-    `heads`, `predictor_heads`: needed for a research file whose heads are not 64 and 32 channels wide.
-    `mask_token`: which of the predictor's tokens to use. The published recipe trains token 0 when all clips
-    have one length; Hugging Face's bare predictor uses token 1.
-    """
-    weights = read_weights(str(path), heads=heads, predictor_heads=predictor_heads)
-    if weights.predictor_size is None:
-        theirs = "V-JEPA 2.1's, which predicts other features" if weights.layout == "research_2_1" else "none"
-        raise CheckpointError(f"{path}: expected a transformer predictor, found {theirs}")
-    if adapt:
-        patch = (ADAPTED_PLANES, *weights.patch[1:])
-        weights = replace(
-            weights,
-            encoder=adapt_patches(weights, "encoder", patch, 1, GRAY)[0],
-            target_encoder=adapt_patches(weights, "target_encoder", patch, 1, GRAY)[0],
-        )
-    with torch.random.fork_rng(devices=[]):
-        encoder, target_encoder = new_encoder(weights), new_encoder(weights)
-        predictor = new_predictor(weights, mask_token)
-    encoder.load_state_dict(weights.encoder)
-    target_encoder.load_state_dict(weights.target_encoder)
-    predictor.load_state_dict(weights.predictor)
-    if weights.positions == "rotary":
-        for module in (encoder, target_encoder):
-            _follow_volumes(module, predictor)
-    return encoder.eval(), target_encoder.eval().requires_grad_(False), predictor.eval()
-
-
 def load_encoder(path: str) -> VisionTransformer3D:
     """The target encoder of any file, in evaluation mode; it takes any volume of whole patches."""
     weights = read_weights(str(path))
@@ -84,9 +43,8 @@ def load_encoder(path: str) -> VisionTransformer3D:
     return encoder.eval().requires_grad_(False)
 
 
-def _follow_volumes(encoder: VisionTransformer3D, *others: Predictor3D) -> None:
-    """Before each call, set the token grid of the encoder and the others to the volume's."""
-    modules: tuple[VisionTransformer3D | Predictor3D, ...] = (encoder, *others)
+def _follow_volumes(encoder: VisionTransformer3D) -> None:
+    """Before each call, set the token grid of the encoder to the volume's."""
 
     def set_grid(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         volume = args[0] if args else kwargs["volume_BCDHW"]
@@ -96,9 +54,7 @@ def _follow_volumes(encoder: VisionTransformer3D, *others: Predictor3D) -> None:
                 f"expected a volume [B, C, D, H, W] of whole patches {patch}, found {tuple(volume.shape)}"
             )
         d, h, w = (size // p for size, p in zip(sizes, patch, strict=True))
-        encoder.num_tokens = d * h * w
-        for module in modules:
-            module.grid = (d, h, w)
+        encoder.num_tokens, encoder.grid = d * h * w, (d, h, w)
 
     encoder.register_forward_pre_hook(set_grid, with_kwargs=True)
 

@@ -127,23 +127,19 @@ def new_encoder(weights: Weights) -> VisionTransformer3D:
     )
 
 
-def new_predictor(weights: Weights, mask_token: int = 0) -> Predictor3D:
-    """A predictor of the file's shape, random; raises CheckpointError for a mask token it does not have."""
+def new_predictor(weights: Weights) -> Predictor3D:
+    """A predictor of the file's shape, random."""
     size = weights.predictor_size
     assert size is not None, f"{weights.where} has no transformer predictor"
-    count = num_mask_tokens(weights.predictor)
-    if not 0 <= mask_token < count:
-        raise CheckpointError(f"{weights.where}: mask_token: expected 0 to {count - 1}, found {mask_token}")
     return Predictor3D(
         weights.size.width,
         size.width,
         size.depth,
         weights.grid,
         weights.rope,
-        count,
+        num_mask_tokens(weights.predictor),
         size.heads,
         out_width=weights.predictor["predictor_proj.weight"].shape[0],
-        mask_token=mask_token,
     )
 
 

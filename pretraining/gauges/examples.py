@@ -64,7 +64,7 @@ class Examples:
         """A full disk costs the picture, not the run, nor what the other processes wait for."""
         path = Path(self.run.cfg.run.dir) / "snapshots" / f"step_{step:08d}_row_{row:06d}.npz"
         try:
-            save_snapshot(path, **vars(snapshot))
+            save_snapshot(path, snapshot)
         except OSError as error:
             log.warning("pictures of step %d not written, training goes on: %s", step, error)
 

@@ -15,8 +15,7 @@ from benchmarks.data import prepare as data_prepare
 from benchmarks.data import read as data_read
 from data_setup.jobs import prepare_row
 from data_setup.readers.dicom import open_volume
-from data_setup.resample import Resampled
-from data_setup.store.writer import StoreWriter, measure
+from data_setup.store.writer import StoreWriter
 from models.vit3d import SIZES, Size
 from utils import storage
 
@@ -72,11 +71,6 @@ def test_the_whole_command_writes_its_numbers(work: Path) -> None:
     assert pipeline["8x24x40_volumes_per_s"] > 0
 
 
-def test_every_number_is_printed() -> None:
-    nested = {"a": 1.5, "hours": {"1": 3, "16": 0.2}, "machine": "x", "turns": [1.0]}
-    assert dict(data.lines(nested)) == {"a": 1.5, "hours.1": 3, "hours.16": 0.2}
-
-
 @pytest.mark.usefixtures("tiny")
 def test_the_plain_loop_makes_the_same_volume(work: Path) -> None:
     """Or its seconds would be those of another task. On a grid as fine as the file: theirs would alias."""
@@ -105,22 +99,6 @@ def test_a_file_that_is_rejected_ends_the_measurement(tmp_path: Path) -> None:
         data_prepare.seconds_by_workers(path, data_files.configure(size, spacing), 1, 1)
 
 
-@pytest.mark.soak
-def test_memory_and_workers_are_measured_in_processes_of_their_own(
-    work: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (size, spacing), *_ = GRIDS.items()
-    monkeypatch.setattr(data_files, "WRITERS", 0)
-    cfg = data_files.configure(size, spacing)
-    name = data_files.PROTOCOLS[0]
-    shape = {name: (16, 512, 512)}
-    path = data_files.dicom_files(work, shape)["uncompressed"][name]
-    assert data_prepare.seconds_by_workers(path, cfg, 2, 1) > 0
-    peaks = data_prepare.peak_over_raw(work, shape, cfg)
-    assert set(peaks) == {f"{syntax}_{name}" for syntax in data_files.SYNTAXES}
-    assert max(peaks.values()) < 3
-
-
 def test_a_row_costs_one_request_for_the_array(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without zarr_format Zarr asks for the files of version 2 as well, for every row of a bucket."""
     size, spacing = (4, 6, 8), (1.0, 1.0, 1.0)
@@ -138,18 +116,6 @@ def test_a_row_costs_one_request_for_the_array(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(storage, "read_bytes", read_bytes)
     writer.write_row(row, np.ones(size, np.uint8), {"status": "kept"})
     assert [name for name in asked if name != f"c.{row}.0.0.0"] == ["zarr.json"]
-
-
-def test_statistics_are_exact() -> None:
-    """Sums in floating point that lose nothing: against integers."""
-    voxels = np.random.default_rng(0).integers(0, 256, (5, 300, 400), dtype=np.uint8)
-    voxels[:, :, :200] = 255
-    box = (1, 5, 3, 299, 0, 390)
-    facts = measure(Resampled(voxels, box, (1.0, 1.0, 1.0), 0.0))
-    inside = voxels[1:5, 3:299, 0:390].astype(np.int64)
-    mean = int(inside.sum()) / inside.size
-    assert facts["intensity_mean"] == mean
-    assert facts["intensity_std"] == (int((inside**2).sum()) / inside.size - mean**2) ** 0.5
 
 
 def test_scale_counts_every_request_and_leaves_nothing(tmp_path: Path) -> None:

@@ -23,21 +23,16 @@ from finetuning.cohort.cohort import EVALUATED, TRAIN, VAL
 from finetuning.features.pooled import random_encoder
 from models import vit3d
 from models.probes.tokens import mean_r2
+from tests.support.finetune_factory import RUNTIME, person, silence
 from tests.support.pipeline_factory import SMOKE
 from utils.checkpoint import CheckpointWriter
 from utils.cli import run_cli
 from utils.config.load import load_config, to_yaml
 from utils.config.schema import Config
 from utils.errors import UserError
-from utils.runtime.single import Runtime
 
 SIZE, SPACING = (8, 24, 32), (0.375, 0.024, 0.09375)
 PEOPLE = {"train": 24, "val": 8, "test": 12}
-RUNTIME = Runtime(torch.device("cpu"), use_bf16=False)
-
-
-def person(split: str, number: int) -> str:
-    return f"{split}{number:02d}"
 
 
 def draw(rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
@@ -98,16 +93,9 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def config(root: Path, run: Path, *overrides: str) -> Config:
-    small = ["spatial.image_size=[8,24,32]", "eval.batch_size=16", "probe.bootstrap_samples=300"]
+    small = ["spatial.image_size=[8,24,32]"]
     place = [f"data.gcs_root={root}", f"data.store={root / 'store'}", f"run.dir={run}", "data.workers=0"]
     return load_config(SMOKE, [*small, *place, *overrides])
-
-
-@torch.no_grad()
-def silence(part: nn.Module) -> None:
-    """All weights zero: every token has the same features."""
-    for parameter in part.parameters():
-        parameter.zero_()
 
 
 def save(

@@ -17,6 +17,7 @@ from pydicom.dataset import FileDataset
 from data_setup import prepare
 from data_setup.check import report as check_report
 from data_setup.check import tree as check
+from data_setup.check.report import Finding
 from data_setup.phantom import cli as phantom
 from data_setup.readers.faults import RejectReason
 from tests.support.cloud_proxy import Proxy, fault_proxy
@@ -303,10 +304,10 @@ def test_every_cut_of_a_file_has_a_name(good: Path) -> None:
     url = "memory://cut/" + eye.path
     for size in [*range(0, 2000, 37), 10_000, len(data) - 1]:
         storage.write_bytes(url, data[:size])
-        finding = check.read_finding(check.Item(eye.path, url, None, size), StorageOptions())
+        finding = check.read_finding(Finding(eye.path, url, size=size), StorageOptions())
         assert finding.status in set(RejectReason), (size, finding)
     storage.write_bytes(url, data)
-    finding = check.read_finding(check.Item(eye.path, url, None, len(data)), StorageOptions())
+    finding = check.read_finding(Finding(eye.path, url, size=len(data)), StorageOptions())
     assert finding.status == check_report.OK
 
 

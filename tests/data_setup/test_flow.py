@@ -212,7 +212,7 @@ def test_the_index_lists_octa_files_as_what_they_are(
             assert str(own[column]).strip("/") == str(row[column]).strip("/"), column
         assert own["kinds"] == f"{FLOW_CUBE}, {EN_FACE} 4"
     before = {p.name: p.read_text() for p in (plain / "store" / "flow_rows").iterdir()}
-    table = f"data.flow_manifest_path={tmp_path / 'octa.tsv'}"
+    table = f"data.octa_manifest_path={tmp_path / 'octa.tsv'}"
     assert prepare.main([*words(plain, table), "--workers", "0", "--flow"]) == 0
     assert before == {p.name: p.read_text() for p in (plain / "store" / "flow_rows").iterdir()}
 
@@ -233,7 +233,7 @@ def test_flow_that_no_table_names_any_more_is_in_no_table(
     command = [*words(plain), "--workers", "0", "--flow"]
     try:
         with pytest.raises(UserError, match=r"found none \(no_flow_cube 3\)"):
-            prepare.main([*command, f"data.flow_manifest_path={tmp_path / 'octa.tsv'}"])
+            prepare.main([*command, f"data.octa_manifest_path={tmp_path / 'octa.tsv'}"])
         assert "flow.parquet of the store: emptied" in capsys.readouterr().out
         assert index_of(plain).empty
     finally:

@@ -14,6 +14,7 @@ from pydicom.uid import ExplicitVRLittleEndian, JPEG2000Lossless
 from data_setup.protocols import BY_NAME
 from data_setup.readers.dicom import OCTHeader, read_volume
 from data_setup.readers.faults import OCTReadError, RejectReason
+from tests.data_setup.dicom.reading import assign
 from tests.support.dicom_factory import item, measures, rows_down, speckle, steps_along, write_opt
 
 SPACING = (0.12, 0.0026, 0.03)
@@ -44,14 +45,6 @@ def directions(rows: Sequence[Sequence[float]]) -> Edit:
     def edit(ds: FileDataset) -> None:
         for frame, row in zip(ds.PerFrameFunctionalGroupsSequence, rows, strict=True):
             frame.PlaneOrientationSequence = [item(ImageOrientationPatient=list(row))]
-
-    return edit
-
-
-def root(**values: Any) -> Edit:
-    def edit(ds: FileDataset) -> None:
-        for keyword, value in values.items():
-            setattr(ds, keyword, value)
 
     return edit
 
@@ -138,7 +131,7 @@ TO_LEFT = [[a, d, c, b] for a, b, c, d in LINES]
     ("options", "reason", "words"),
     [
         ({"edit": content(stacks=list("11112222"))}, VOLUME, "2 stacks"),
-        ({"edit": root(InConcatenationTotalNumber=4, InConcatenationNumber=1)}, VOLUME, "one of 4 parts"),
+        ({"edit": assign(InConcatenationTotalNumber=4, InConcatenationNumber=1)}, VOLUME, "one of 4 parts"),
         ({"edit": content(GAP)}, MISSING, "InStackPositionNumber"),
         ({"edit": content([1, 2, 3, 4, 4, 5, 6, 7])}, MISSING, "InStackPositionNumber"),
         ({"positions": chosen(steps_along(11, 1, 0.12), GAP)}, MISSING, "steps of 0.12 to 0.48 mm"),

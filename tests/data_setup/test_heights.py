@@ -128,7 +128,7 @@ def test_lines_whose_scan_takes_no_map_are_counted(plain: Path, tmp_path: Path) 
     rejected, foreign = store.index.row.tolist()[-2:]
     store.kept = store.kept[store.kept != rejected]
     store.index.loc[foreign, "device"] = "optovue_avanti"
-    jobs, reasons = read_jobs(config(plain, f"data.heights_manifest_path={tmp_path / 'm.tsv'}"), store)
+    jobs, reasons = read_jobs(config(plain, f"data.octa_manifest_path={tmp_path / 'm.tsv'}"), store)
     assert reasons == {"second_map": 1, "scan_rejected": 1, "unknown_device": 1}
     assert [job.row for job in jobs] == store.index.row.tolist()[:-2]
     assert not any("_other_" in job.path for job in jobs)
@@ -182,4 +182,4 @@ def test_invalid_values_follow_the_device(quirky: Path, plain: Path, tmp_path: P
 
 
 def test_the_config_names_the_manifest(plain: Path) -> None:
-    assert config(plain).data.heights_manifest_path == f"{plain / 'tree'}/retinal_octa/manifest.tsv"
+    assert config(plain).data.octa_manifest_path == f"{plain / 'tree'}/retinal_octa/manifest.tsv"

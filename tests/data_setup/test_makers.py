@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import hashlib
 import io
 import re
@@ -21,7 +20,8 @@ from data_setup.readers.faults import RejectReason
 from data_setup.readers.makers import e2e, kinds, topcon
 from data_setup.readers.open_record import open_record, source_stat
 from tests.data_setup.importers.reading import GRID, read, record, reject, run_prepare
-from tests.data_setup.test_heyex import VENDOR
+from tests.data_setup.importers.test_heidelberg import VENDOR
+from tests.data_setup.index.trees import table
 from tests.support.dicom_factory import speckle
 from tests.support.import_factory import write_yaml
 from tests.support.makers_factory import LARGEST, write_e2e, write_topcon, write_vol
@@ -316,8 +316,7 @@ def test_the_boundaries_of_an_fda_are_laid_on_the_b_scans_that_they_fit(
     with np.load(root / "surfaces" / "eye.fda.surfaces.npz") as file:
         assert file["names"].tolist() == ["ILM", "BM"]
         np.testing.assert_array_equal(file["surfaces"], [rows, rows + 4])
-    with (root / "manifest.tsv").open() as file:
-        cells = {row["filepath"]: row["label_surfaces"] for row in csv.DictReader(file, delimiter="\t")}
+    cells = {path: row["label_surfaces"] for path, row in table(root / "manifest.tsv").items()}
     assert cells == {"eye.fda": "./surfaces/eye.fda.surfaces.npz", "flat.fda": "", "short.fda": ""}
 
 
@@ -399,8 +398,7 @@ def test_index_and_prepare_take_a_folder_of_all(tmp_path: Path, capsys: pytest.C
     write_yaml(root / "b" / "volume.yaml", spacing_mm=[0.145, 0.0039, 0.0117])
     write_yaml(root / "d" / "volume.yaml", spacing_mm=list(SPACING), shape=[8, 40, 36], device="zeiss_cirrus")
     assert index([str(root)]) == 0
-    with (root / "manifest.tsv").open() as file:
-        rows = {row["filepath"]: row for row in csv.DictReader(file, delimiter="\t")}
+    rows = table(root / "manifest.tsv")
     assert {path: (row["laterality"], row["number_of_frames"]) for path, row in rows.items()} == {
         "a/eye.vol": ("L", "6"),
         "b/eyes.E2E#1": ("R", "4"),
@@ -419,9 +417,7 @@ def test_index_and_prepare_take_a_folder_of_all(tmp_path: Path, capsys: pytest.C
         assert np.array_equal(file["surfaces"], layers.transpose(1, 0, 2))
     tables = tmp_path / "tables"  # where the tree may not be written
     assert index([str(root), "--out", str(tables)]) == 0
-    with (tables / "manifest.tsv").open() as file:
-        (row,) = [row for row in csv.DictReader(file, delimiter="\t") if row["filepath"] == "a/eye.vol"]
-    assert (tables / row["label_surfaces"]).is_file()
+    assert (tables / table(tables / "manifest.tsv")["a/eye.vol"]["label_surfaces"]).is_file()
     assert not (root / "tables").exists()
     run_prepare(root, tmp_path / "store", *GRID, "--labels")
     drawn = pd.read_parquet(tmp_path / "store" / "heights.parquet").set_index("path")

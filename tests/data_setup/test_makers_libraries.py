@@ -11,7 +11,7 @@ import pytest
 
 from data_setup.readers.makers import topcon
 from tests.data_setup.importers.reading import read
-from tests.data_setup.test_heyex import VENDOR
+from tests.data_setup.importers.test_heidelberg import VENDOR
 from tests.data_setup.test_makers import two_of
 from tests.support.dicom_factory import speckle
 from tests.support.import_factory import write_yaml

@@ -318,6 +318,16 @@ def test_planted_faults_are_what_the_list_says(faulty_tree: Path) -> None:
             assert str(caught.value.reason) == fault["expected_reason"], fault
 
 
+def test_a_scan_of_an_unknown_eye_has_no_flow(tmp_path: Path) -> None:
+    """Nobody says whose vessels these are; its height map stays in the manifest."""
+    root = tmp_path / "t"
+    write_tree(root, participants=1, seed=SEED, faults=True, heights=True, flow=True, workers=0)
+    table = pd.read_csv(root / "retinal_octa" / "manifest.tsv", sep="\t").set_index("laterality")
+    row = table.loc["unknown_laterality"]
+    assert row.flow_cube_file_path == "Not reported"
+    assert (root / row.associated_segmentation_file_path.strip("/")).is_file()
+
+
 def test_version_2_names(faulty_tree: Path) -> None:
     table = manifest(faulty_tree)
     assert table.columns[0] == "participant_id"
@@ -373,17 +383,9 @@ def test_a_killed_run_leaves_no_tree_and_is_begun_again(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_24_small_participants_in_under_a_minute(tmp_path: Path) -> None:
     start = time.monotonic()
-    command = [
-        "-m",
-        "data_setup.phantom",
-        "--out",
-        str(tmp_path / "t"),
-        "--participants",
-        "24",
-        "--seed",
-        "0",
-    ]
-    subprocess.run([sys.executable, *command], check=True, cwd=Path(__file__).parents[2])
+    words = ["--out", str(tmp_path / "t"), "--participants", "24", "--seed", "0"]
+    command = [sys.executable, "-m", "data_setup.phantom", *words]
+    subprocess.run(command, check=True, cwd=Path(__file__).parents[2])
     assert time.monotonic() - start < 60
     table = manifest(tmp_path / "t")
     assert set(table.manufacturers_model_name) == {model for _, model in DEVICES.values()}

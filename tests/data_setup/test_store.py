@@ -37,6 +37,17 @@ def record(number: int, **changes: Any) -> dict[str, Any]:
     return fields | changes
 
 
+def store_of(url: str, count: int = 1) -> StoreWriter:
+    """A finished store of so many volumes."""
+    writer = StoreWriter(url)
+    writer.create(SPATIAL, "gs://source", synthetic=False)
+    rows = writer.append_records([record(number) for number in range(count)])
+    for row in rows:
+        write(writer, row, volume(row))
+    writer.finalise(rows)
+    return writer
+
+
 def volume(seed: int) -> np.ndarray:
     voxels = np.zeros(SIZE, np.uint8)
     d0, d1, h0, h1, w0, w1 = BOX
@@ -242,15 +253,11 @@ def _write_again_and_again(url: str, seed: int) -> None:
 
 
 def test_two_writers_of_one_row_leave_it_whole(tmp_path: Path) -> None:
-    writer = StoreWriter(str(tmp_path / "store"))
-    writer.create(SPATIAL, "gs://source", synthetic=False)
-    rows = writer.append_records([record(0)])
-    write(writer, 0, volume(0))
+    writer = store_of(str(tmp_path / "store"))
     context = multiprocessing.get_context("spawn")
     rivals = [context.Process(target=_write_again_and_again, args=(writer.url, 0)) for _ in range(2)]
     for rival in rivals:
         rival.start()
-    writer.finalise(rows)
     store, reads = PreparedStore.open(writer.url), 0
     while any(rival.is_alive() for rival in rivals):
         np.testing.assert_array_equal(store.read(0), volume(0))
@@ -282,18 +289,14 @@ def test_not_a_store_is_named(tmp_path: Path) -> None:
 
 def test_cache_follows_the_content(tmp_path: Path) -> None:
     """A cached volume is read without the remote; a row that was prepared again is fetched again."""
-    writer = StoreWriter(f"memory://{tmp_path.name}/remote")
-    writer.create(SPATIAL, "gs://source", synthetic=False)
-    rows = writer.append_records([record(0)])
-    write(writer, 0, volume(0))
-    writer.finalise(rows)
+    writer = store_of(f"memory://{tmp_path.name}/remote")
     cache = str(tmp_path / "cache")
     store = PreparedStore.open(writer.url, cache_dir=cache)
     store.read(0)
     storage.remove(storage.join(writer.url, "volumes", chunk_key(0)))
     np.testing.assert_array_equal(store.read(0), volume(0))
     write(writer, 0, volume(5))
-    writer.finalise(rows)
+    writer.finalise([0])
     np.testing.assert_array_equal(PreparedStore.open(writer.url, cache_dir=cache).read(0), volume(5))
 
 
@@ -302,11 +305,7 @@ def test_cache_follows_the_content(tmp_path: Path) -> None:
 def test_a_damaged_local_copy_is_fetched_again(
     tmp_path: Path, damage: str, removable: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    writer = StoreWriter(f"memory://{tmp_path.name}/remote")
-    writer.create(SPATIAL, "gs://source", synthetic=False)
-    rows = writer.append_records([record(0)])
-    write(writer, 0, volume(0))
-    writer.finalise(rows)
+    writer = store_of(f"memory://{tmp_path.name}/remote")
     cache = tmp_path / "cache"
     store = PreparedStore.open(writer.url, cache_dir=str(cache))
     store.read(0)
@@ -335,15 +334,10 @@ def test_a_damaged_local_copy_is_fetched_again(
 
 def test_a_local_copy_of_another_volume_is_fetched_again(tmp_path: Path) -> None:
     """Whole by itself, so the codec reads it; the first read of a process compares the volume's checksum."""
-    writer = StoreWriter(f"memory://{tmp_path.name}/remote")
-    writer.create(SPATIAL, "gs://source", synthetic=False)
-    rows = writer.append_records([record(0), record(1)])
-    for row in rows:
-        write(writer, row, volume(row))
-    writer.finalise(rows)
+    writer = store_of(f"memory://{tmp_path.name}/remote", 2)
     cache = tmp_path / "cache"
     store = PreparedStore.open(writer.url, cache_dir=str(cache))
-    for row in rows:
+    for row in (0, 1):
         store.read(row)
     first, second = sorted(cache.iterdir())
     right, wrong = first.read_bytes(), second.read_bytes()
@@ -363,11 +357,7 @@ def _read_in_worker(store: PreparedStore, row: int) -> np.ndarray:
 
 
 def test_a_worker_process_can_read(tmp_path: Path) -> None:
-    writer = StoreWriter(str(tmp_path / "store"))
-    writer.create(SPATIAL, "gs://source", synthetic=False)
-    rows = writer.append_records([record(0)])
-    write(writer, 0, volume(0))
-    writer.finalise(rows)
+    writer = store_of(str(tmp_path / "store"))
     store = PreparedStore.open(writer.url)
     store.read(0)  # opens the array, which must not travel
     assert len(pickle.dumps(store)) < 100_000

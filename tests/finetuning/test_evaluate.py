@@ -291,7 +291,7 @@ def test_a_tasks_file_and_the_folder_of_a_run_are_evaluated(world: Path, tmp_pat
     """As finetuning.train takes them; one task's table does not outlive another in the same folder."""
     save_checkpoint(config(world, tmp_path / "run"))
     task = str(CONFIG.with_name("cls_linear_probe.yaml"))
-    changes = ["probe.bootstrap_samples=20", "data.workers=0"]
+    changes = ["data.workers=0"]
     command = [
         "--config",
         task,
@@ -355,7 +355,8 @@ def test_random_initialisation_is_that_of_pretraining(world: Path, tmp_path: Pat
 def test_features_say_how_many_are_done_and_when_the_last_is_expected(
     world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    cfg = config(world, tmp_path, "eval.batch_size=2")
+    monkeypatch.setattr("finetuning.features.pooled.EVALUATION_BATCH", 2)
+    cfg = config(world, tmp_path)
     store = PreparedStore.open(cfg.data.store)
     monkeypatch.setattr(terminal, "PLAIN_EVERY_S", 0.0)
     embed_rows(random_encoder(cfg, 0), cfg, store, np.arange(5), RUNTIME, "random features")

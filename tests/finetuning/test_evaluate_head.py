@@ -167,15 +167,15 @@ def test_what_is_no_evaluation_of_this_head_is_refused(
 def test_crossfit_evaluates_everybody_whom_pretraining_did_not_see(
     world: Path, tmp_path: Path, no_figures: None
 ) -> None:
-    cfg = config(world, tmp_path, "eval.protocol=crossfit", "eval.folds=3")
+    cfg = config(world, tmp_path, "eval.protocol=crossfit")
     save_checkpoint(cfg)
     result = evaluate(cfg, RUNTIME)
     assert result["n_participants"] == PEOPLE["val"] + PEOPLE["test"]
-    assert "3 folds over all labelled participants that training did not see (crossfit)" in result["title"]
+    assert "5 folds over all labelled participants that training did not see (crossfit)" in result["title"]
     table = pd.read_parquet(tmp_path / "predictions.parquet").query("row == 'ascan_profile'")
     assert table["unit"].is_unique
     assert not table["unit"].str.startswith("train").any()
-    assert table.groupby("fold")["unit"].count().tolist() in ([7, 7, 6], [8, 6, 6], [6, 6, 8], [7, 6, 7])
+    assert table.groupby("fold")["unit"].count().tolist() == [4, 4, 4, 4, 4]
     assert result["rows"][3]["metrics"]["balanced_accuracy"]["value"] == 1.0
 
 
@@ -362,7 +362,7 @@ def test_probes_of_labels_and_of_eyes(kind: str) -> None:
 
 
 def test_a_look_at_all_folds_counts_with_those_of_the_leaderboard(world: Path, tmp_path: Path) -> None:
-    cfg = config(world, tmp_path, "eval.protocol=crossfit", "eval.folds=4")
+    cfg = config(world, tmp_path, "eval.protocol=crossfit")
     store = PreparedStore.open(cfg.data.store)
     cohorts = crossfit_cohorts(cfg, store, [])
     of_leaderboard = data_digest(store, *cohorts)

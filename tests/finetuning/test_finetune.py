@@ -65,7 +65,6 @@ def open_task(world: Path, run: Path, *overrides: str) -> Source:
             "optim.base_lr=3e-3",
             "finetune.unfreeze_at_epoch=1",
             "data.workers=0",
-            "eval.batch_size=16",
             "wandb.mode=disabled",
             *overrides,
         ],
@@ -476,7 +475,7 @@ def test_the_head_file_of_another_kind_predicts_in_the_labels_own_unit(
 ) -> None:
     settings = ("train.epochs=4", "finetune.unfreeze_at_epoch=0", "finetune.label_smoothing=0")
     if kind == "multilabel":
-        settings += ("task.label_columns=[a,b]",)
+        settings += ("task.names=[a,b]",)
     assert run_task(world, tmp_path, *settings, kind=kind) == 0
     head = open_head(str(tmp_path))
     store = PreparedStore.open(head.cfg.data.store)

@@ -27,7 +27,6 @@ def command(world: Path, run: Path, processes: int) -> list[str]:
         "train.log_every_steps": 1,
         "optim.base_lr": 1e-3,
         "finetune.unfreeze_at_epoch": 1,
-        "eval.batch_size": 5,
         "data.workers": 0,
         "wandb.mode": "disabled",
     }

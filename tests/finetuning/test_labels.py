@@ -177,13 +177,13 @@ def test_eyes_by_any_word(tmp_path: Path) -> None:
 
 
 def test_ordinal_classes_are_in_their_order(tmp_path: Path) -> None:
-    ordinal = ("task.kind=ordinal", "task.class_order=[none,mild,bad]")
+    ordinal = ("task.kind=ordinal", "task.names=[none,mild,bad]")
     text = "person_id,grade\n1001,bad\n4001,none\n7001,mild\n"
     labels = labels_of(tmp_path, text, *ordinal)
     assert labels.names == ("none", "mild", "bad")
     assert labels.target == {"1001": (2.0,), "4001": (0.0,), "7001": (1.0,)}
     assert problem_of(tmp_path, text.replace("mild", "worse"), *ordinal) == (
-        "own.csv: line 4: 7001: grade: expected a class of task.class_order (none, mild, bad), found 'worse'"
+        "own.csv: line 4: 7001: grade: expected a class of task.names (none, mild, bad), found 'worse'"
     )
 
 
@@ -198,7 +198,7 @@ def test_values_are_numbers(tmp_path: Path) -> None:
 
 
 def test_multilabel_columns_are_zero_or_one(tmp_path: Path) -> None:
-    several = ("task.kind=multilabel", "task.label_columns=[drusen,fluid]")
+    several = ("task.kind=multilabel", "task.names=[drusen,fluid]")
     labels = labels_of(tmp_path, "person_id,fluid,drusen\n1001,1,0\n4001,1.0,1\n7001,,1\n", *several)
     assert labels == Labels(("drusen", "fluid"), {"1001": (0.0, 1.0), "4001": (1.0, 1.0)}, ())
     problem = problem_of(tmp_path, "person_id,fluid,drusen\n1001,1,0\n4001,2,1\n", *several)
@@ -210,14 +210,14 @@ def test_multilabel_columns_are_zero_or_one(tmp_path: Path) -> None:
     [
         (
             ["task.kind=ordinal"],
-            "task.class_order: expected 2 or more different names with task.kind ordinal",
+            "task.names: expected 2 or more different names with task.kind ordinal",
         ),
-        (["task.kind=ordinal", "task.class_order=[a]"], "task.class_order: expected 2 or more"),
-        (["task.kind=ordinal", "task.class_order=[a,b,a]"], "task.class_order: expected 2 or more different"),
-        (["task.class_order=[a,b]"], "task.class_order: expected null with task.kind classification"),
-        (["task.kind=multilabel"], "task.label_columns: expected 1 or more different names"),
-        (["task.kind=multilabel", "task.label_columns=[]"], "task.label_columns: expected 1 or more"),
-        (["task.kind=regression", "task.label_columns=[a]"], "task.label_columns: expected null with task"),
+        (["task.kind=ordinal", "task.names=[a]"], "task.names: expected 2 or more"),
+        (["task.kind=ordinal", "task.names=[a,b,a]"], "task.names: expected 2 or more different"),
+        (["task.names=[a,b]"], "task.names: expected null with task.kind classification"),
+        (["task.kind=multilabel"], "task.names: expected 1 or more different names"),
+        (["task.kind=multilabel", "task.names=[]"], "task.names: expected 1 or more"),
+        (["task.kind=regression", "task.names=[a]"], "task.names: expected null with task"),
     ],
 )
 def test_each_kind_has_its_own_keys(tmp_path: Path, override: list[str], problem: str) -> None:
@@ -230,9 +230,9 @@ def test_classes_that_are_whole_numbers(tmp_path: Path) -> None:
     """An integer column with a gap, as pandas writes it, has the classes of the column without it."""
     text = "person_id,grade\n1001,1.0\n4001,\n7001,0.0\n"
     assert labels_of(tmp_path, text).names == ("0", "1")
-    ordinal = labels_of(tmp_path, text, "task.kind=ordinal", "task.class_order=[1,0]")
+    ordinal = labels_of(tmp_path, text, "task.kind=ordinal", "task.names=[1,0]")
     assert ordinal.target == {"1001": (0.0,), "7001": (1.0,)}
-    written = labels_of(tmp_path, text, "task.kind=ordinal", "task.class_order=['1.0','0.0']")
+    written = labels_of(tmp_path, text, "task.kind=ordinal", "task.names=['1.0','0.0']")
     assert (written.names, written.target) == (("1.0", "0.0"), ordinal.target)
     pd.DataFrame({"person_id": [1001, 4001, 7001], "grade": [1, None, 0]}).to_parquet(
         tmp_path / "own.parquet"
@@ -293,7 +293,7 @@ def test_dates_and_times_are_refused_by_name(tmp_path: Path, column: str) -> Non
 def test_dates_and_times_are_refused_by_their_values(tmp_path: Path, text: str) -> None:
     problem = problem_of(tmp_path, f"person_id,grade\n1001,{text}\n4001,\n")
     assert problem.startswith(f"own.csv: column grade: expected a label, found {text!r}: dates and times")
-    several = ("task.kind=multilabel", "task.label_columns=[fluid,grade]")
+    several = ("task.kind=multilabel", "task.names=[fluid,grade]")
     assert "column grade" in problem_of(tmp_path, f"person_id,fluid,grade\n1001,1,{text}\n", *several)
 
 
@@ -414,8 +414,8 @@ def test_what_no_probe_can_learn_is_refused(tmp_path: Path) -> None:
         return str(error.value)
 
     eight = people(8, SPLITS.__getitem__)
-    ordinal = ("task.kind=ordinal", "task.class_order=[a,b,c]")
-    assert "task.class_order: expected classes of split train, found nobody of ['c']" in problem(
+    ordinal = ("task.kind=ordinal", "task.names=[a,b,c]")
+    assert "task.names: expected classes of split train, found nobody of ['c']" in problem(
         eight, grades(8), *ordinal
     )
     numbers = ["person_id,grade", *(f"P{n:03},{n if n < 6 else 1}" for n in range(8))]
@@ -423,7 +423,7 @@ def test_what_no_probe_can_learn_is_refused(tmp_path: Path) -> None:
         eight, numbers, "task.kind=regression"
     )
     labels = ["person_id,grade,x,y", *(f"P{n:03},,{n % 2},{int(n > 3)}" for n in range(8))]
-    several = ("task.kind=multilabel", "task.label_columns=[x,y]")
+    several = ("task.kind=multilabel", "task.names=[x,y]")
     assert "split train: expected 2 participants or more, of two y values, found 4 of 1" in problem(
         eight, labels, *several
     )
@@ -466,7 +466,7 @@ def test_crossfit_follows_from_the_seed(tmp_path: Path) -> None:
 
     assert folds() == folds()
     assert folds() != folds("seed=1")
-    assert len(folds("eval.folds=3")) == 3
+    assert len(folds()) == 5
 
 
 def test_crossfit_spreads_a_value_over_the_folds(tmp_path: Path) -> None:
@@ -496,20 +496,19 @@ def test_too_few_people_for_crossfit(tmp_path: Path) -> None:
         return str(error.value)
 
     rows = ["person_id,grade", *(f"P{n:03},{'b' if n < 4 else 'a'}" for n in range(60))]
-    assert "did not see: eval.folds=5: expected 5 people of b or more, found 4; take fewer folds" in problem(
-        rows
-    )
-    assert len(crossfit(tmp_path, rows, "eval.folds=4")) == 4
+    assert "did not see: expected 5 people of b or more for 5 folds, found 4" in problem(rows)
     assert "of two grade classes, found 55 of 1" in problem(rows, seen=[f"P{n:03}" for n in range(5)])
     everybody = [f"P{n:03}" for n in range(60)]
     assert "expected 2 participants or more, of two grade classes, found 0 of 0" in problem(
         rows, seen=everybody
     )
     numbers = ["person_id,grade", *(f"P{n:03},{n}" for n in range(9))]
-    assert "expected 10 people with grade or more, found 9" in problem(numbers, "task.kind=regression")
+    assert "expected 10 people with grade or more for 5 folds, found 9" in problem(
+        numbers, "task.kind=regression"
+    )
     labels = ["person_id,x,y", *(f"P{n:03},{n % 2},{int(n > 56)}" for n in range(60))]
-    several = ("task.kind=multilabel", "task.label_columns=[x,y]")
-    assert "expected 5 people with y 1 or more, found 3" in problem(labels, *several)
+    several = ("task.kind=multilabel", "task.names=[x,y]")
+    assert "expected 5 people with y 1 or more for 5 folds, found 3" in problem(labels, *several)
 
 
 # ---- low-shot ---------------------------------------------------------------------------------------------
@@ -524,7 +523,7 @@ def test_low_shot_shares_are_nested_and_stratified(tmp_path: Path, kind: str) ->
         "multilabel": [f",{n % 2},{int(n % 20 == 0)}" for n in range(240)],
     }
     rows = [header, *(f"P{n:03},{text}" for n, text in enumerate(columns[kind]))]
-    own = ["task.label_columns=[x,y]"] if kind == "multilabel" else []
+    own = ["task.names=[x,y]"] if kind == "multilabel" else []
     records = people(240, lambda n: "val" if n >= 220 else "test" if n >= 200 else "train")
     cohort = read_cohort(*open_task(tmp_path, records, rows, f"task.kind={kind}", *own))
     shares = {share: low_shot(cohort, share, 0) for share in (0.005, 0.01, 0.05, 0.1, 0.25, 1.0)}

@@ -264,7 +264,7 @@ def test_devices_share_surfaces_by_name(world: Path) -> None:
     people = [set(volumes.people(fold)) for fold in (TRAIN, VAL, EVALUATED)]
     assert not people[0] & people[1]
     assert not people[0] & people[2]
-    chosen = volumes_of(world, "task.surfaces=[ILM,BM]")
+    chosen = volumes_of(world, "task.names=[ILM,BM]")
     assert set(chosen.store.index.loc[chosen.rows].device) == {
         "topcon_maestro2",
         "topcon_triton",
@@ -282,8 +282,8 @@ def test_what_lies_on_volumes_is_no_label(world: Path, kind: str) -> None:
 
 
 def test_surfaces_that_no_map_names_are_an_error(world: Path) -> None:
-    with pytest.raises(UserError, match=r"task\.surfaces: expected some of .*ILM.*found PR2"):
-        volumes_of(world, "task.surfaces=[ILM,PR2]")
+    with pytest.raises(UserError, match=r"task\.names: expected some of .*ILM.*found PR2"):
+        volumes_of(world, "task.names=[ILM,PR2]")
 
 
 def test_heights_of_a_volume_that_changed_are_refused(world: Path, tmp_path: Path) -> None:
@@ -392,8 +392,8 @@ def test_another_encoder_is_refused(world: Path, trained: Path, tmp_path: Path) 
     save_checkpoint(cfg, lambda model: torch.nn.init.zeros_(model.target_encoder.norm.weight))
     with pytest.raises(CheckpointError, match="the head was trained on another checkpoint"):
         evaluate(LAYERS, str(trained), [f"model.checkpoint={tmp_path / 'other'}", f"run.dir={tmp_path}"])
-    with pytest.raises(ConfigError, match=r"task\.surfaces: expected"):
-        evaluate(LAYERS, str(trained), ["task.surfaces=[ILM,BM]", f"run.dir={tmp_path}"])
+    with pytest.raises(ConfigError, match=r"task\.names: expected"):
+        evaluate(LAYERS, str(trained), ["task.names=[ILM,BM]", f"run.dir={tmp_path}"])
 
 
 @pytest.mark.parametrize(
@@ -401,12 +401,10 @@ def test_another_encoder_is_refused(world: Path, trained: Path, tmp_path: Path) 
     [
         ("layers", "head.kind=mlp", "head.kind: expected linear or upsampling with task.kind layers"),
         ("layers", "head.kind=linear", "head.voxels: expected false with head.kind linear"),
-        ("layers", "task.surfaces=[ILM]", "task.surfaces: expected null, or two or more different names"),
+        ("layers", "task.names=[ILM]", "task.names: expected null, or 2 or more different names"),
         ("layers", "eval.protocol=crossfit", "eval.protocol: expected official"),
         ("layers", "task.kind=classification", "head.kind: expected linear, mlp or attentive"),
-        ("layers", "task.classes=[ONL]", "task.classes: expected null with task.kind layers"),
-        ("segmentation", "task.surfaces=[ILM,BM]", "task.surfaces: expected null with task.kind segment"),
-        ("segmentation", "task.classes=[]", "task.classes: expected null, or different names"),
+        ("segmentation", "task.names=[]", "task.names: expected null, or 1 or more different"),
         ("segmentation", "finetune.layer_decay=0.5", "expected its default"),
         ("translation", "finetune.class_weights=none", r"finetune\.class_weights"),
     ],

@@ -78,9 +78,8 @@ def runs(world: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def words(world: Path, runs: Path, run_dir: Path, *overrides: str, **changes: object) -> Words:
-    """The command line for the two runs, with few resamples."""
+    """The command line for the two runs."""
     small = (
-        "probe.bootstrap_samples=200",
         "data.workers=0",
         f"run.dir={run_dir}",
         f"train.ckpt_dir={run_dir / 'checkpoints'}",
@@ -192,7 +191,7 @@ def test_another_split_is_another_question(world: Path, runs: Path, board: Board
 def test_crossfit_evaluates_everybody_that_pretraining_did_not_see(
     world: Path, runs: Path, tmp_path: Path
 ) -> None:
-    overrides = ("eval.protocol=crossfit", "eval.folds=3")
+    overrides = ("eval.protocol=crossfit",)
     crossed = leaderboard(words(world, runs, tmp_path, *overrides, columns=()), RUNTIME)
     (predictions,) = crossed.rows[0].answers["linear"]["linear"].predictions
     assert len(predictions.person) == PEOPLE["val"] + PEOPLE["test"]
@@ -202,7 +201,7 @@ def test_crossfit_evaluates_everybody_that_pretraining_did_not_see(
     assert labels == sorted(labels)
     assert "Ordered by name" in text
     assert "## Rows by name" in text
-    assert "20 evaluated participants, 3 folds of people that pre-training did not see" in text
+    assert "20 evaluated participants, 5 folds of people that pre-training did not see" in text
     random = next(row.entry.label for row in crossed.rows if row.entry.name.startswith("random"))
     assert f"silent - {random}: -0.500 (-0.500 to -0.500), shown" in text
 
@@ -557,7 +556,7 @@ def test_all_rows_and_columns_together(world: Path, runs: Path, tmp_path: Path) 
         ("method.drop_path=0.3", True),
         ("method.dropout=0.2", True),
         ("finetune.layer_decay=0.5", True),
-        ("eval.batch_size=3", False),
+        ("eval.allow_overlap=true", False),
     ],
 )
 def test_what_training_rests_on_is_part_of_the_question(

@@ -131,12 +131,12 @@ def test_a_planted_device_reads_0_and_the_anatomy_1(
     run = tmp_path / "run"
     words = ["--config", str(CONFIG), "--checkpoint", checkpoint, f"data.gcs_root={world}", f"run.dir={run}"]
     words += [f"data.store={world / 'store'}", "spatial.image_size=[8,24,32]", "data.workers=0"]
-    main(["--same-eye", *words, "probe.bootstrap_samples=200"])
+    main(["--same-eye", *words])
     assert (run / "same_eye.md").read_text() in capsys.readouterr().out
     result = json.loads((run / "same_eye.json").read_text())
     assert (result["n_participants"], result["n_eyes"], result["n_volumes"]) == (8, 16, 48)
     ledger = (world / "store" / "ledger.jsonl").read_text()
-    main(["--same-eye", *words, "probe.bootstrap_samples=200"])
+    main(["--same-eye", *words])
     assert (world / "store" / "ledger.jsonl").read_text() == ledger  # a kept answer is no look
     look = json.loads(ledger.splitlines()[-1])
     assert look["what"].startswith("same_eye: pre-trained encoder")
@@ -226,7 +226,7 @@ def test_agreement_is_that_of_shrout_and_fleiss() -> None:
 def test_the_outputs_of_a_head_are_compared(world: Path, checkpoint: str, tmp_path: Path) -> None:
     run = tmp_path / "head"
     assert train(["--config", TASK, "--checkpoint", checkpoint, f"run.dir={run}", *QUICK]) == 0
-    main(["--same-eye", "--head", str(run), "probe.bootstrap_samples=50"])
+    main(["--same-eye", "--head", str(run)])
     result = json.loads((run / "same_eye.json").read_text())
     assert list(result["head"]["each"]) == ["a", "b"]
     assert result["head"]["eyes"] == 16
@@ -241,9 +241,7 @@ def test_the_outputs_of_a_head_are_compared(world: Path, checkpoint: str, tmp_pa
 def test_people_of_training_are_refused_or_counted(
     world: Path, checkpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cfg = config(
-        world, tmp_path / "run", "eval.split=val", "eval.allow_overlap=true", "probe.bootstrap_samples=20"
-    )
+    cfg = config(world, tmp_path / "run", "eval.split=val", "eval.allow_overlap=true")
     with pytest.raises(UserError, match=r"split val in its training, found 1 \(val01\)"):
         module.same_eye(config(world, tmp_path / "run", "eval.split=val"), checkpoint)
     monkeypatch.setattr(module, "measure", lambda asked, arms: [{"robustness_chance": 0.5}])

@@ -15,9 +15,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from data_setup.export.writers.dicom_seg import write_seg
-from data_setup.export.writers.height_map import write_height_map
-from data_setup.export.writers.masks import write_nifti, write_png
+from data_setup.export.predictions import write_height_map, write_nifti, write_png, write_seg
 from data_setup.manifest import Record, unknown_record
 from data_setup.readers.faults import OCTReadError
 from data_setup.readers.heights import read_heights, read_stated_heights

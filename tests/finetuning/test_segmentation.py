@@ -38,7 +38,7 @@ from utils.config.schema import StorageOptions
 from utils.errors import UserError
 
 CONFIG = Path(__file__).resolve().parents[2] / "configs" / "segmentation.yaml"
-CLASSES = "task.classes=[CHOROID,ONL]"
+CLASSES = "task.names=[CHOROID,ONL]"
 
 
 @pytest.fixture(scope="module")
@@ -264,8 +264,8 @@ def test_surfaces_of_labels_are_read_by_layers(world: Path) -> None:
 
 
 def test_classes_that_no_label_has(world: Path) -> None:
-    with pytest.raises(UserError, match=r"task\.classes: expected some of RNFL, .* found drusen"):
-        volumes_of(world, "task.classes=[drusen]")
+    with pytest.raises(UserError, match=r"task\.names: expected some of RNFL, .* found drusen"):
+        volumes_of(world, "task.names=[drusen]")
 
 
 def test_lesions_are_labels_too(tmp_path: Path) -> None:

@@ -230,20 +230,20 @@ def test_slabs_that_a_volume_lacks_are_unknown(world: Path) -> None:
     assert known.tolist() == [True, False, True, True]
     box = (slice(None), *volumes.field(lacking))
     assert not np.isnan(volumes.read(lacking)[known][box]).any()
-    assert lacking in volumes_of(world, "task.slabs=[superficial]").of(EVALUATED)
+    assert lacking in volumes_of(world, "task.names=[superficial]").of(EVALUATED)
     with pytest.raises(
         UserError, match="with the slabs deep, found 1"
     ):  # two people are evaluated, one has it
-        volumes_of(world, "task.slabs=[deep]")
+        volumes_of(world, "task.names=[deep]")
 
 
 def test_what_does_not_fit_is_refused(world: Path, trained: Path, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"task\.slabs: expected some of superficial, .* found vitreous"):
-        volumes_of(world, "task.slabs=[vitreous]")
-    with pytest.raises(ConfigError, match=r"task\.slabs: expected null with task.kind classification"):
-        config(world, "task.slabs=[deep]")
-    with pytest.raises(ConfigError, match=r"task\.slabs: expected None as in training"):
-        evaluate(TRANSLATION, str(trained), [f"run.dir={tmp_path}", "task.slabs=[deep]"])
+    with pytest.raises(UserError, match=r"task\.names: expected some of superficial, .* found vitreous"):
+        volumes_of(world, "task.names=[vitreous]")
+    with pytest.raises(ConfigError, match=r"task\.names: expected null with task.kind classification"):
+        config(world, "task.names=[deep]")
+    with pytest.raises(ConfigError, match=r"task\.names: expected None as in training"):
+        evaluate(TRANSLATION, str(trained), [f"run.dir={tmp_path}", "task.names=[deep]"])
     words = ["--checkpoint", str(trained), "--out", str(tmp_path), "--dicom", "scan.dcm"]
     with pytest.raises(UserError, match="a head of layers with --format heightmap, found one of translation"):
         predict_command.main([*words, "--format", "heightmap"])

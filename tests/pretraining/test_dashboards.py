@@ -27,10 +27,10 @@ from pretraining.run import open_run
 from pretraining.train import train
 from tests.support.model_factory import small_config
 from tests.support.pipeline_factory import ROOT, pipeline_config
+from tests.support.process_factory import metrics
 from tests.support.tb_reader import events, scalars
 from tests.support.wandb_reader import history, written
 from utils.dashboards.pictures import Forecast, brightest_token, relative_error, similarity, similarity_map
-from utils.dashboards.tensorboard import TensorBoardWriter
 from utils.errors import UserError
 from utils.run import skipped_updates
 from utils.run.log import NoLog, RunLog
@@ -43,10 +43,7 @@ ROWS = [line.strip("|").split("|") for line in GUIDE.splitlines() if line.starts
 PANELS = {name for row in ROWS if len(row) == 4 for name in re.findall(r"`(\w+/\w+)`", row[2])}
 MEDIA = {name for row in ROWS if len(row) == 2 for name in re.findall(r"`(\w+/\w*)", row[0])}
 PICTURES, COUNTS = {n for n in MEDIA if n[-1] == "/"}, {n for n in MEDIA if n[-1] != "/"}
-# skill needs 16 volumes of 4 participants
-MANY_TO_VALIDATE = "train.val_fraction=0.75"
-
-
+MANY_TO_VALIDATE = "pretraining.rows.VAL_FRACTION", 0.75  # skill needs 16 volumes of 4 participants
 pytestmark = pytest.mark.usefixtures("small_encoder")
 
 
@@ -54,18 +51,15 @@ pytestmark = pytest.mark.usefixtures("small_encoder")
 def watched(folder: Path, small_encoder: None) -> Path:
     """A run of 8 steps with both dashboards, and pictures at 0, 5 and 8."""
     run = folder / "watched"
-    overrides = [f"run.dir={run}", "wandb.mode=offline", "log.tensorboard=true", MANY_TO_VALIDATE]
+    overrides = [f"run.dir={run}", "wandb.mode=offline", "log.tensorboard=true"]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(examples, "EVERY_STEPS", 5)
+        patch.setattr(*MANY_TO_VALIDATE)
         patch.setenv("WANDB_TAGS", "phantom,test")
         patch.setenv("WANDB_RUN_GROUP", "tests")
         patch.setenv("WANDB_NAME", "eight")
         assert train(pipeline_config(folder, *overrides)) == 0
     return run
-
-
-def lines(run: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
 def everything(run: Path, kind: str) -> list[Any]:
@@ -77,7 +71,7 @@ def test_every_declared_panel_has_points_in_both_dashboards(watched: Path) -> No
     rows, curves = history(watched), scalars(watched)
     (no_point,) = {name for name in PANELS if name not in curves}
     assert no_point == "train/volume_share"  # it needs 17 volumes to train on, beside 16 to validate
-    assert {line[no_point] for line in lines(watched) if no_point in line} == {None}
+    assert {line[no_point] for line in metrics(watched) if no_point in line} == {None}
     for name in set(PANELS) - {no_point}:
         points = [row[name] for row in rows if name in row]
         assert points, name
@@ -107,14 +101,14 @@ def test_training_comes_before_validation_on_one_clock(watched: Path) -> None:
     assert trained == list(range(1, 9))
     validated = [step for step, row in zip(steps, rows, strict=True) if "val/loss" in row]
     assert validated == [0, 4, 8]
-    kinds = [("val" if "val/loss" in line else "train", line["step"]) for line in lines(watched)]
+    kinds = [("val" if "val/loss" in line else "train", line["step"]) for line in metrics(watched)]
     assert kinds.index(("train", 4)) < kinds.index(("val", 4))
     assert kinds.index(("train", 8)) < kinds.index(("val", 8))
 
 
 def test_both_dashboards_have_the_numbers_of_metrics_jsonl(watched: Path) -> None:
     sent, curves = {int(row["_step"]): row for row in history(watched)}, scalars(watched)
-    for line in lines(watched):
+    for line in metrics(watched):
         for name, value in line.items():
             if name != "step" and value is not None:
                 assert sent[line["step"]][name] == value
@@ -132,12 +126,15 @@ def test_pictures_come_at_the_start_at_the_end_and_each_so_many_steps(watched: P
 
 
 @pytest.mark.slow
-def test_pictures_move_no_number(folder: Path, watched: Path, tmp_path: Path) -> None:
+def test_pictures_move_no_number(
+    folder: Path, watched: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(*MANY_TO_VALIDATE)
     run = tmp_path / "unwatched"
-    assert train(pipeline_config(folder, f"run.dir={run}", MANY_TO_VALIDATE)) == 0
+    assert train(pipeline_config(folder, f"run.dir={run}")) == 0
 
     def numbers(path: Path) -> list[dict[str, Any]]:
-        return [{k: v for k, v in line.items() if not k.startswith("perf/")} for line in lines(path)]
+        return [{k: v for k, v in line.items() if not k.startswith("perf/")} for line in metrics(path)]
 
     assert numbers(run) == numbers(watched)
 
@@ -150,7 +147,7 @@ def test_a_disk_that_is_full_at_the_first_picture_leaves_nobody_waiting(
     """
     tried: list[Path] = []
 
-    def full(path: Path, **_: Any) -> None:
+    def full(path: Path, _: Any) -> None:
         tried.append(path)
         raise OSError(28, "No space left on device")
 
@@ -159,8 +156,9 @@ def test_a_disk_that_is_full_at_the_first_picture_leaves_nobody_waiting(
         raise LoaderError("a worker is gone")
         yield
 
+    monkeypatch.setattr(*MANY_TO_VALIDATE)
     runtime = Runtime(torch.device("cpu"), use_bf16=False)
-    run = open_run(pipeline_config(folder, f"run.dir={tmp_path}", MANY_TO_VALIDATE), runtime)
+    run = open_run(pipeline_config(folder, f"run.dir={tmp_path}"), runtime)
     devices = run.store.index.loc[run.rows.val, "device"].nunique()
     assert devices > 1
     monkeypatch.setattr("pretraining.gauges.examples.save_snapshot", full)
@@ -187,8 +185,8 @@ def test_the_run_says_what_it_is_and_what_its_best_probe_was(watched: Path) -> N
     for record in everything(watched, "summary"):
         for item in record.update:
             summary[item.key or "/".join(item.nested_key)] = json.loads(item.value_json)
-    probes = [line["val/probe"] for line in lines(watched) if line.get("val/probe") is not None]
-    losses = [line["val/loss"] for line in lines(watched) if "val/loss" in line and line["step"] > 0]
+    probes = [line["val/probe"] for line in metrics(watched) if line.get("val/probe") is not None]
+    losses = [line["val/loss"] for line in metrics(watched) if "val/loss" in line and line["step"] > 0]
     assert summary["best/probe"] == max(probes)
     assert summary["best/val_loss"] == min(losses)
     (alert,) = everything(watched, "alert")
@@ -299,7 +297,7 @@ def test_a_run_outlives_weights_and_biases(tmp_path: Path, caplog: pytest.LogCap
         "utils.dashboards.weights_and_biases"
     ]
     assert caplog.text.count("training goes on without it") == 1
-    assert [line["step"] for line in lines(tmp_path / "run")] == [1, 2, 3, 4, 5]
+    assert [line["step"] for line in metrics(tmp_path / "run")] == [1, 2, 3, 4, 5]
 
 
 def date_back(run: Path) -> None:
@@ -311,31 +309,21 @@ def date_back(run: Path) -> None:
     new.rename(new.with_name(f"events.out.tfevents.000000000{number}.vm.1.0"))
 
 
-def test_tensorboard_goes_on_where_the_checkpoint_was(tmp_path: Path) -> None:
-    """What came after the checkpoint of step 2 is struck out, and all of a run that had none."""
+@pytest.mark.parametrize("start", [0, 2])
+def test_tensorboard_goes_on_where_the_checkpoint_was(tmp_path: Path, start: int) -> None:
+    """What came after it is struck out, also of curves that the resumed run does not write again."""
     cfg = small_config("vjepa2", "wandb.mode=disabled", "log.tensorboard=true", f"run.dir={tmp_path}")
-    for start, steps, value in ((0, (1, 2, 5), 5.0), (0, (1, 2, 3, 4), 1.0), (2, (3,), 9.0)):
-        run_log = RunLog(cfg, start, 10, synthetic=False)
-        for step in steps:
-            run_log.metrics(step, {"train/loss": value})
-        run_log.close()
-        date_back(tmp_path)
-    assert scalars(tmp_path)["train/loss"] == {1: 1.0, 2: 1.0, 3: 9.0}
-
-
-@pytest.mark.parametrize(("start", "struck_from"), [(0, 0), (2, 3)])
-def test_tensorboard_strikes_out_all_that_came_after_the_checkpoint(
-    tmp_path: Path, start: int, struck_from: int
-) -> None:
-    """Also of curves that the resumed run does not write again, and before it writes anything."""
-    writer = TensorBoardWriter(tmp_path, 0)
+    run_log = RunLog(cfg, 0, 10, synthetic=False)
     for step in range(1, 5):
-        writer.metrics(step, {"train/loss": 1.0, "val/loss": 1.0})
-    writer.close(False)
+        run_log.metrics(step, {"train/loss": 1.0, "val/loss": 1.0})
+    run_log.close()
     date_back(tmp_path)
-    TensorBoardWriter(tmp_path, start).close(False)
-    kept = dict.fromkeys(range(1, struck_from), 1.0)
+    run_log = RunLog(cfg, start, 10, synthetic=False)
+    run_log.metrics(start + 1, {"train/loss": 9.0})
+    run_log.close()
+    kept = dict.fromkeys(range(1, start + 1), 1.0)
     assert scalars(tmp_path).get("val/loss", {}) == kept
+    assert scalars(tmp_path)["train/loss"] == kept | {start + 1: 9.0}
 
 
 def test_tensorboard_that_is_missing_is_said_before_training(

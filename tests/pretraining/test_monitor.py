@@ -35,24 +35,30 @@ def gauges_of(
     """All gauges of one sample."""
     gauges = Gauges(gauge, 1, has_fixed_targets=False)
     gauges.begin(measure=True)
-    num_tokens = gauge.num_tokens
-    out = Output(
-        torch.zeros(1),
-        prediction,
-        target,
-        torch.randn(1, 4, 3),
-        torch.zeros(1, num_tokens, target.shape[-1]),
-        None,
-    )
-    batch = {
-        "target": torch.tensor([ids]),
-        "target_valid": torch.ones(1, len(ids)),
-        "context_valid": torch.ones(1, 4),
-        "token_valid": torch.ones(1, num_tokens, dtype=torch.bool),
-        "row": torch.tensor([row]),
-    }
-    gauges.observe(out, batch)
+    observe(gauges, torch.randn(1, 4, 3), torch.ones(1, 4), prediction, target, ids, row)
     return gauges.finish()
+
+
+def observe(
+    gauges: Gauges,
+    context: torch.Tensor,
+    context_valid: torch.Tensor,
+    prediction: torch.Tensor,
+    target: torch.Tensor,
+    ids: list[int],
+    row: int,
+) -> None:
+    """A micro-batch of volumes of the rows from `row` on, with the same targets in all of them."""
+    n, num_tokens = len(context), gauges.skill.num_tokens
+    features = torch.zeros(n, num_tokens, target.shape[-1])
+    batch = {
+        "target": torch.tensor([ids] * n),
+        "target_valid": torch.ones(n, len(ids)),
+        "context_valid": context_valid,
+        "token_valid": torch.ones(n, num_tokens, dtype=torch.bool),
+        "row": torch.arange(row, row + n),
+    }
+    gauges.observe(Output(torch.zeros(n), prediction, target, context, features, None), batch)
 
 
 def test_skill_by_hand_l1() -> None:
@@ -156,17 +162,8 @@ def spread(tokens: torch.Tensor, valid: torch.Tensor, parts: int = 1) -> dict[st
     gauges = Gauges(SkillGauge(6, 3, "l1", torch.device("cpu")), len(tokens), has_fixed_targets=False)
     gauges.begin(measure=True)
     for some, weight in zip(tokens.chunk(parts), valid.chunk(parts), strict=True):
-        n = len(some)
-        nothing = torch.zeros(n, 1, 3)
-        out = Output(torch.zeros(n), nothing, nothing, some, torch.zeros(n, 6, 3), None)
-        batch = {
-            "target": torch.zeros(n, 1, dtype=torch.long),
-            "target_valid": torch.ones(n, 1),
-            "context_valid": weight,
-            "token_valid": torch.ones(n, 6, dtype=torch.bool),
-            "row": torch.arange(n),
-        }
-        gauges.observe(out, batch)
+        nothing = torch.zeros(len(some), 1, 3)
+        observe(gauges, some, weight, nothing, nothing, [0], 0)
     return gauges.finish()
 
 

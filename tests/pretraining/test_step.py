@@ -86,11 +86,12 @@ def test_the_weight_of_the_neighbours_reaches_the_gradient() -> None:
     assert not torch.equal(light.neighbour_head.bias, began.neighbour_head.bias)
 
 
-def test_the_penalty_has_the_weight_of_its_covariance() -> None:
+def test_the_penalty_has_the_weight_of_its_covariance(monkeypatch: pytest.MonkeyPatch) -> None:
     keys = "method.regulariser=vicreg", "method.regulariser_weight=1"
 
     def penalty(weight: float) -> float:
-        cfg = small_config("vjepa2", *keys, f"method.covariance_weight={weight}")
+        monkeypatch.setattr(VicReg, "covariance_weight", weight)
+        cfg = small_config("vjepa2", *keys)
         model = nano_model(cfg).train()
         batches = [uint8_batch(cfg, 16)]
         value = train_step(model, build_optimizer(model, cfg), batches, cfg, CPU, Update(0, 1e-3, 0.9))

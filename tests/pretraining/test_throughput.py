@@ -63,7 +63,7 @@ def test_laps_on_a_gpu_are_the_streams_time_and_nobody_waits_for_it(monkeypatch:
     assert FakeEvent.now_ms == FakeEvent.enqueued_ms == 1980
 
 
-def test_a_clear_forgets(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_clear_forgets() -> None:
     laps = Laps()
     time.sleep(0.05)
     laps.lap("forward")

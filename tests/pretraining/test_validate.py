@@ -25,6 +25,7 @@ from pretraining.gauges.alarms import Alarms
 from pretraining.gauges.volumes import participants_in_turn, quarters
 from pretraining.run import Run, open_run
 from pretraining.train import train
+from tests.support import counted_validation
 from tests.support.model_factory import nano_model
 from tests.support.pipeline_factory import pipeline_config
 from tests.support.process_factory import command, run_two
@@ -148,7 +149,8 @@ def test_a_run_that_copies_its_targets_reads_above_a_half_and_alarms(
     monkeypatch.setattr(VJEPA3D, "forward", context_is_target)
     monkeypatch.setattr(Predictor3D, "forward", hand_on)
     monkeypatch.setitem(vit3d.SIZES, "ti", vit3d.SIZES["nano"])
-    many = "train.val_fraction=0.7", "train.max_steps=30", "train.val_every_steps=15", "probe.max_volumes=1"
+    monkeypatch.setattr("pretraining.rows.VAL_FRACTION", 0.7)
+    many = "train.max_steps=30", "train.val_every_steps=15", "probe.max_volumes=1"
     quiet = "train.ckpt_dir=null", "wandb.mode=disabled", "train.log_every_steps=15", f"run.dir={tmp_path}"
     assert train(pipeline_config(folder, *many, *quiet, *NO_PENALTY)) == 0
     series, _, alarms = _series((tmp_path / "metrics.jsonl").read_text(), tmp_path)
@@ -200,11 +202,12 @@ def test_the_probes_read_the_target_encoder(run: Run) -> None:
 
 
 def test_two_processes_share_the_reads_and_get_the_numbers_of_one(
-    folder: Path, tmp_path: Path, small_encoder: None
+    folder: Path, tmp_path: Path, small_encoder: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each reads its part with workers, each volume once for each purpose, and nothing itself."""
     run_dir = tmp_path / "shared"
-    overrides = [f"run.dir={run_dir}", "train.per_core_batch_size=2", "train.val_fraction=0.9", "seed=1"]
+    overrides = [f"run.dir={run_dir}", "train.per_core_batch_size=2", "seed=1"]
+    monkeypatch.setattr("pretraining.rows.VAL_FRACTION", counted_validation.VAL_FRACTION)
     overrides += ["val.max_volumes=17", "probe.max_volumes=7"]
     module = "tests.support.counted_validation"
     run_two(command(folder, *overrides, "data.workers=1", module=module), run_dir)

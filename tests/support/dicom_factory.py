@@ -6,9 +6,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
-from pydicom.dataset import Dataset, FileDataset, FileMetaDataset
+from pydicom.dataset import Dataset, FileDataset
 from pydicom.sequence import Sequence as DicomSequence
 from pydicom.uid import UID, ExplicitVRLittleEndian, ImplicitVRLittleEndian
+
+from data_setup.export.items import make_item as item
+from data_setup.export.items import new_file
 
 OPT = "1.2.840.10008.5.1.4.1.1.77.1.5.4"
 TRITON = "9001_triton_macula_6x6_octa_oct_r_1.2.3.dcm"
@@ -21,14 +24,6 @@ def speckle(frames: int = 6, rows: int = 40, columns: int = 36, bits: int = 8, s
     ramp = np.linspace(0, 0.7, rows)[None, :, None] + np.linspace(0, 0.2, frames)[:, None, None]
     values = np.clip(ramp + 0.1 * rng.random((frames, rows, columns)), 0, 1) * (2**bits - 1)
     return values.astype(np.uint8 if bits <= 8 else np.uint16)
-
-
-def item(**attributes: object) -> Dataset:
-    """A sequence item with these attributes."""
-    ds = Dataset()
-    for keyword, value in attributes.items():
-        setattr(ds, keyword, value)
-    return ds
 
 
 def measures(spacing: Sequence[float], thickness: bool = True) -> DicomSequence:
@@ -49,11 +44,7 @@ def opt_dataset(
     bits_stored: int | None = None,
 ) -> FileDataset:
     """An uncompressed OPT dataset; where: shared | per_frame | root | none."""
-    meta = FileMetaDataset()
-    meta.TransferSyntaxUID = ExplicitVRLittleEndian
-    meta.MediaStorageSOPClassUID = UID(OPT)
-    meta.MediaStorageSOPInstanceUID = UID("1.2.3")
-    ds = FileDataset("", {}, file_meta=meta, preamble=b"\0" * 128)
+    ds = new_file(OPT, "1.2.3")
     ds.SOPClassUID, ds.SOPInstanceUID, ds.Modality = OPT, "1.2.3", "OPT"
     ds.PatientID, ds.PatientName = "9001", "Secret^Name"
     ds.ManufacturerModelName, ds.ImageLaterality = "Triton", "R"

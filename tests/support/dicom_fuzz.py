@@ -2,26 +2,24 @@
 
 In: case numbers on stdin. Out: per case one line of JSON: what came of it (`ok`, `named: REASON`, or the text
 of another exception), its seconds and the growth of the process's address space in bytes since the sound
-files were read. `run_cases` starts such processes and ends one that is silent for too long. The same number
+files were read. A case that takes too long ends the process; `run_cases` starts another. The same number
 always makes the same file: `python -m tests.support.dicom_fuzz FOLDER NUMBER` writes that file and reads it.
 """
 
 from __future__ import annotations
 
+import faulthandler
 import io
 import json
-import queue
 import struct
 import subprocess
 import sys
-import threading
 import time
 import warnings
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
 
 import numpy as np
 from PIL import Image
@@ -50,7 +48,6 @@ from utils.storage import write_bytes
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT_S = 5.0  # of a case
 LIMIT_BYTES = 2**30  # of memory for a case
-_START_S = 120.0  # imports on a loaded machine
 _SHAPE = (3, 40, 36)
 _PIXELS = struct.pack("<HH", 0x7FE0, 0x0010)
 Mutation = Callable[[bytes, np.random.Generator], bytes]
@@ -410,6 +407,7 @@ def serve(folder: Path, cases: Sequence[int]) -> None:
             url = f"memory://fuzz/{path.name}"
             write_bytes(url, data)
         start = time.perf_counter()
+        faulthandler.dump_traceback_later(LIMIT_S, exit=True)
         try:
             read(url, case // 2 % 3)
             outcome = "ok"
@@ -421,7 +419,11 @@ def serve(folder: Path, cases: Sequence[int]) -> None:
                 place = place.tb_next
             where = f"{place.tb_frame.f_code.co_filename}:{place.tb_lineno}" if place else ""
             outcome = f"{type(error).__name__} at {where}: {error}"[:500]
-        print(json.dumps([case, outcome, time.perf_counter() - start, _peak() - before]), flush=True)
+        faulthandler.cancel_dump_traceback_later()
+        growth = _peak() - before
+        print(json.dumps([case, outcome, time.perf_counter() - start, growth]), flush=True)
+        if growth >= LIMIT_BYTES:  # a fresh process, so that the next is measured
+            return
 
 
 # ---- the watching process ---------------------------------------------------------------------------------
@@ -432,7 +434,7 @@ class Result:
     """What became of a case."""
 
     case: int
-    outcome: str  # ok | named: REASON | the text of another exception | died: CODE | hung
+    outcome: str  # ok | named: REASON | the text of another exception | ended it: CODE
     seconds: float
     bytes: int  # growth of the process so far
 
@@ -454,40 +456,20 @@ def run_cases(cases: Sequence[int], folder: Path, processes: int = 2) -> list[Re
 
 
 def _watch(cases: Sequence[int], folder: Path) -> list[Result]:
+    """What a process says of the cases, and another of those after one that ended it."""
     results: list[Result] = []
     folder.mkdir(parents=True, exist_ok=True)
-    while len(results) < len(cases):
-        remaining = cases[len(results) :]
-        command = [sys.executable, "-m", "tests.support.dicom_fuzz", str(folder)]
-        with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
-            lines: queue.Queue[bytes] = queue.Queue()
-            reader = threading.Thread(target=_pump, args=(process.stdout, lines))
-            reader.start()
-            process.stdin.write(json.dumps(list(remaining)).encode())
-            process.stdin.close()
-            assert lines.get(timeout=_START_S), "the reading process failed at the sound files"
-            for case in remaining:
-                try:
-                    line = lines.get(timeout=LIMIT_S)
-                except queue.Empty:
-                    results.append(Result(case, "hung", LIMIT_S, 0))
-                    break
-                if not line:
-                    results.append(Result(case, f"died: {process.wait()}", 0.0, 0))
-                    break
-                results.append(Result(*json.loads(line)))
-                if results[-1].bytes >= LIMIT_BYTES:  # a fresh process, so that the next is measured
-                    break
-            if len(results) < len(cases):
-                process.kill()
-            reader.join()
+    command = [sys.executable, "-m", "tests.support.dicom_fuzz", str(folder)]
+    while remaining := cases[len(results) :]:
+        done = subprocess.run(
+            command, cwd=ROOT, input=json.dumps(list(remaining)), stdout=subprocess.PIPE, text=True
+        )
+        ready, *lines = done.stdout.splitlines() or [""]
+        assert ready, "the reading process failed at the sound files"
+        results += [Result(*json.loads(line)) for line in lines]
+        if done.returncode:
+            results.append(Result(remaining[len(lines)], f"ended it: {done.returncode}", LIMIT_S, 0))
     return results
-
-
-def _pump(stream: IO[bytes], lines: queue.Queue[bytes]) -> None:
-    for line in stream:
-        lines.put(line)
-    lines.put(b"")
 
 
 if __name__ == "__main__":

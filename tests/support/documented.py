@@ -20,7 +20,7 @@ import yaml
 from tests.test_readme import PAGES, blocks, prose
 
 LINE = re.compile(
-    r" *(?:[A-Z_]+=\S+ )*(?:until )?(?P<launcher>python|torchrun .*?) "
+    r" *(?:[A-Z_]+=\S+ )*(?:until )?(?:python|torchrun .*?) "
     r"(?:-m (?P<words>\w[\w.]*(?: .*?)?)|(?P<file>[\w/]+\.py(?: .*?)?))(?:; do)?$"
 )
 SPAN = re.compile(r"`((?:python|torchrun[^`]*?)\s+-m\s+[\w.]+\s[^`]+|python\s+[\w/]+\.py[^`]*)`")
@@ -51,10 +51,9 @@ TINY = {
 
 @dataclass(frozen=True)
 class Command:
-    """One command of a page: its text in one line, what starts it, its module or file, the words after it."""
+    """One command of a page: its text in one line, its module or file, the words after it."""
 
     text: str
-    launcher: str
     module: str
     words: tuple[str, ...]
 
@@ -101,7 +100,7 @@ def commands_of(text: str) -> list[Command]:
     for line in dict.fromkeys([*lines, *spans]):
         if match := LINE.match(line):
             module, *words = shlex.split(match["words"] or match["file"], comments=True)
-            commands.append(Command(line.partition(" #")[0].strip(), match["launcher"], module, tuple(words)))
+            commands.append(Command(line.partition(" #")[0].strip(), module, tuple(words)))
     return commands
 
 

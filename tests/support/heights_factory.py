@@ -77,5 +77,5 @@ def dense_overrides(world: Path, run: Path, *extra: str) -> list[str]:
     """Of a short training of decoders on world/pretrained."""
     changes = [f"model.checkpoint={world / 'pretrained'}", f"run.dir={run}", "train.max_steps=24"]
     changes += ["train.global_batch_size=4", "train.per_core_batch_size=4", "wandb.mode=disabled"]
-    changes += ["head.hidden=8", "probe.bootstrap_samples=200", "finetune.patience=null"]
+    changes += ["head.hidden=8", "finetune.patience=null"]
     return [*changes, f"train.ckpt_dir={run / 'checkpoints'}", "train.log_every_steps=5", *extra]

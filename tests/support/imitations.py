@@ -23,7 +23,7 @@ import tifffile
 import yaml
 from PIL import Image
 
-from data_setup.index.sets import fairvision, oimhs, olives
+from data_setup.index.sets import files, folders
 from data_setup.phantom.anatomy import SURFACES, make_eye
 from data_setup.phantom.cohort import draw_factors
 from data_setup.phantom.files import write_file
@@ -100,16 +100,14 @@ def write_mat(path: Path, **arrays: Any) -> None:
     """A MATLAB file, version 5."""
     from scipy.io import savemat
 
-    buffer = io.BytesIO()
-    savemat(buffer, arrays, do_compression=True)
-    write_file(path, buffer.getvalue())
+    path.parent.mkdir(parents=True, exist_ok=True)
+    savemat(path, arrays, do_compression=True)
 
 
 def write_npz(path: Path, **arrays: Any) -> None:
     """A compressed archive of arrays."""
-    buffer = io.BytesIO()
-    np.savez_compressed(buffer, allow_pickle=True, **arrays)
-    write_file(path, buffer.getvalue())
+    path.parent.mkdir(parents=True, exist_ok=True)
+    np.savez_compressed(path, **arrays)
 
 
 def write_mhd(path: Path, voxels: np.ndarray) -> None:
@@ -220,7 +218,7 @@ def _olives(root: Path) -> None:
             fluid = {name: int(one.lesions[name][frame].any()) for name in one.lesions}
             rows.append(
                 {
-                    olives._PATH: f"/{folder}/{name}",
+                    folders._OLIVES_PATH: f"/{folder}/{name}",
                     "Scan (n/49)": frame + 1,
                     "Fluid (IRF)": fluid["intraretinal_fluid"],
                     "Fluid (SRF)": fluid["subretinal_fluid"],
@@ -264,7 +262,7 @@ def _oimhs(root: Path) -> None:
         values[regions["retina"]], values[regions["BM"]] = 3, 4
         values[one.lesions["intraretinal_fluid"]] = 2
         values[one.lesions["subretinal_fluid"]] = 1
-        colours = np.array([(0, 0, 0), *oimhs._COLOURS.values()], np.uint8)[values]
+        colours = np.array([(0, 0, 0), *folders._OIMHS_COLOURS.values()], np.uint8)[values]
         for frame, pixels in enumerate(one.voxels, start=1):
             pair = np.concatenate([np.repeat(pixels[..., None], 3, axis=-1), colours[frame - 1]], axis=1)
             write_image(root / "Images" / str(n + 1) / f"{frame}.png", pair)
@@ -305,12 +303,11 @@ def _fairvision(root: Path) -> None:
     for place, disease in enumerate(values):
         for n in range(6):
             one = eye(("normal", "drusen")[n % 2], 3 * place + n // 2)  # no eye stands in two
-            folder = list(fairvision._SPLITS)[n // 2]
+            folder = list(files._FAIRVISION_SPLITS)[n // 2]
             about = {"age": one.age, "male": n % 2, "race": n % 3, "hispanic": 0, "language": 1}
-            label = {fairvision._LABELS[disease]: values[disease][n % 2]}
-            write_npz(
-                root / disease / folder / f"data_{n + 1:05d}.npz", oct_bscans=one.voxels, **label, **about
-            )
+            label = {files._FAIRVISION_LABELS[disease]: values[disease][n % 2]}
+            path = root / disease / folder / f"data_{n + 1:05d}.npz"
+            write_npz(path, oct_bscans=one.voxels, **label, **about)
 
 
 def _octrima(root: Path) -> None:

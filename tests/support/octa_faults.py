@@ -15,9 +15,8 @@ import numpy as np
 import pydicom
 from pydicom.config import disable_value_validation
 
-from data_setup.export.writers.items import make_uid
-from data_setup.phantom import flow_files, octa
-from data_setup.phantom.dicom import to_bytes
+from data_setup.export.items import make_uid, to_bytes
+from data_setup.phantom import octa
 from data_setup.phantom.octa import LINK, NOT_REPORTED, SURFACES_OF, scans_of
 from data_setup.readers.heights import INVALID_UP_TO
 
@@ -53,71 +52,71 @@ def _without(*columns: str) -> Plant:
     return lambda plan, other: plan.row.update(dict.fromkeys(columns, NOT_REPORTED))
 
 
-def _upside_down(plan: octa.Planned, other: str) -> None:
+def _upside_down(plan: octa.Heights, other: str) -> None:
     """Heights of some other scan: no edge of this one lies there."""
     rows = np.random.default_rng(0).permutation(plan.heights.shape[1])
     plan.heights = plan.heights[:, rows, ::-1] - np.float32(0.35 * np.nanmax(plan.heights[0]))
 
 
-def _lacking_surface(plan: octa.Planned, other: str) -> None:
+def _lacking_surface(plan: octa.Heights, other: str) -> None:
     plan.heights, plan.labels = plan.heights[:-1], plan.labels[:-1]
 
 
-def _all_invalid(plan: octa.Planned, other: str) -> None:
+def _all_invalid(plan: octa.Heights, other: str) -> None:
     plan.heights = np.full_like(plan.heights, -1.0)
 
 
-def _far_below(plan: octa.Planned, other: str) -> None:
+def _far_below(plan: octa.Heights, other: str) -> None:
     plan.heights = plan.heights + np.float32(4000)
 
 
-def _no_labels(plan: octa.Planned, other: str) -> None:
+def _no_labels(plan: octa.Heights, other: str) -> None:
     plan.labels = []
 
 
-def _some_nan(plan: octa.Planned, other: str) -> None:
+def _some_nan(plan: octa.Heights, other: str) -> None:
     plan.heights = plan.heights.copy()
     plan.heights[:, 0, :3] = np.nan
 
 
-def _height_photograph(plan: octa.Planned, other: str) -> None:
+def _height_photograph(plan: octa.Heights, other: str) -> None:
     plan.sop_class = _PHOTOGRAPH
 
 
-def _other_scan(plan: flow_files.Planned, other: str) -> None:
+def _other_scan(plan: octa.Flow, other: str) -> None:
     """Flow that lies where this scan has vitreous and sclera."""
     plan.cube.pixels = np.roll(plan.cube.pixels[:, ::-1], plan.cube.pixels.shape[1] // 2, axis=1)
 
 
-def _other_field(plan: flow_files.Planned, other: str) -> None:
+def _other_field(plan: octa.Flow, other: str) -> None:
     plan.cube.pixels = plan.cube.pixels[:, : 2 * plan.cube.pixels.shape[1] // 3]
 
 
-def _constant(plan: flow_files.Planned, other: str) -> None:
+def _constant(plan: octa.Flow, other: str) -> None:
     plan.cube.pixels = np.zeros_like(plan.cube.pixels)
 
 
-def _cube_photograph(plan: flow_files.Planned, other: str) -> None:
+def _cube_photograph(plan: octa.Flow, other: str) -> None:
     plan.cube.sop_class = _PHOTOGRAPH
 
 
-def _image_photograph(plan: flow_files.Planned, other: str) -> None:
+def _image_photograph(plan: octa.Flow, other: str) -> None:
     plan.images["superficial"].sop_class = _PHOTOGRAPH
 
 
-def _cropped_image(plan: flow_files.Planned, other: str) -> None:
+def _cropped_image(plan: octa.Flow, other: str) -> None:
     image = plan.images["superficial"]
     image.pixels = image.pixels[: 2 * len(image.pixels) // 3]
 
 
-def _unknown_slab(plan: flow_files.Planned, other: str) -> None:
+def _unknown_slab(plan: octa.Flow, other: str) -> None:
     plan.images["outer_retina"].type_text = "Retina structural reflectance map"
 
 
-def _absent_image(plan: flow_files.Planned, other: str) -> None:
+def _absent_image(plan: octa.Flow, other: str) -> None:
     number = [*plan.images].index("deep") + 1
-    path = plan.row[flow_files.ENFACE.format(number, "file_path")]
-    plan.row[flow_files.ENFACE.format(number, "file_path")] = f"{path}.none"
+    path = plan.row[octa.ENFACE.format(number, "file_path")]
+    plan.row[octa.ENFACE.format(number, "file_path")] = f"{path}.none"
 
 
 def _integer_pixels(path: Path) -> None:
@@ -197,7 +196,7 @@ def write_heights(
     planted: list[tuple[str, str]] = []
     change = _planter(out, rows, [name for name in quirks if name in HEIGHT_FAULTS], HEIGHT_FAULTS, planted)
 
-    def change_all(place: int, plan: octa.Planned) -> None:
+    def change_all(place: int, plan: octa.Heights) -> None:
         _height_habits(plan, quirks, seed)
         change(place, plan, plan.path)
 
@@ -213,11 +212,11 @@ def write_flow(
     planted: list[tuple[str, str]] = []
     change = _planter(out, rows, [name for name in quirks if name in FLOW_FAULTS], FLOW_FAULTS, planted)
 
-    def change_all(place: int, plan: flow_files.Planned) -> None:
+    def change_all(place: int, plan: octa.Flow) -> None:
         _flow_habits(plan, quirks)
         change(place, plan, plan.cube.path)
 
-    flow_files.write_flow(out, rows, seed, change_all)
+    octa.write_flow(out, rows, seed, change_all)
     return _spoilt(out, planted, FLOW_FAULTS)
 
 
@@ -247,7 +246,7 @@ def _spoilt(out: Path, planted: Sequence[tuple[str, str]], table: Any) -> list[d
     return [{"path": path, "kind": kind, "expected_reason": table[kind][2]} for path, kind in planted]
 
 
-def _height_habits(plan: octa.Planned, quirks: Sequence[str], seed: int) -> None:
+def _height_habits(plan: octa.Heights, quirks: Sequence[str], seed: int) -> None:
     if "labels" in quirks and plan.device == "heidelberg_spectralis":
         plan.heights = plan.heights[[plan.labels.index(label) for label in _SPECTRALIS_ORDER]]
         plan.labels = list(_SPECTRALIS_ORDER)
@@ -264,7 +263,7 @@ def _height_habits(plan: octa.Planned, quirks: Sequence[str], seed: int) -> None
         plan.sop_class = "1.2.840.10008.5.1.4.xxxxx.1"
 
 
-def _flow_habits(plan: flow_files.Planned, quirks: Sequence[str]) -> None:
+def _flow_habits(plan: octa.Flow, quirks: Sequence[str]) -> None:
     for file in (plan.cube, *plan.images.values()):
         if "grid" in quirks and file is not plan.cube:
             before, (d_mm, h_mm, w_mm) = file.pixels.shape, file.spacing_mm

@@ -44,10 +44,7 @@ def documented_nodes(folder: Path, *overrides: str) -> list[list[str]]:
     """The command of docs/guides/gpus.md for two machines, as two launchers of one process each."""
     text = (ROOT / "docs/guides/gpus.md").read_text()
     (line,) = re.findall(r"^torchrun (--nnodes=2 .+) -m pretraining\.train ", text, re.MULTILINE)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    places = {"HOST0": "127.0.0.1", "29500": port, "per-node=8": "per-node=1"}
+    places = {"HOST0": "127.0.0.1", "29500": str(free_port()), "per-node=8": "per-node=1"}
     for word, here in places.items():
         assert word in line, word
         line = line.replace(word, here)
@@ -195,9 +192,9 @@ def processes() -> dict[int, tuple[int, str]]:
     return children
 
 
-def descendants(pid: int, everybody: dict[int, tuple[int, str]] | None = None) -> dict[int, str]:
-    """Command lines of the processes below one, of `processes()` now or as they were."""
-    everybody = processes() if everybody is None else everybody
+def descendants(pid: int) -> dict[int, str]:
+    """Command lines of the processes below one."""
+    everybody = processes()
     below = {pid}
     while True:
         more = {child for child, (parent, _) in everybody.items() if parent in below} - below
@@ -214,10 +211,3 @@ def worker_of_rank(launcher: int, rank: int) -> int:
         ):
             return pid
     raise AssertionError(f"no process of rank {rank} below {launcher}")
-
-
-def loader_workers(pid: int) -> list[int]:
-    """Loader workers of a training process: what its fork server started."""
-    everybody = processes()
-    below = descendants(pid, everybody)
-    return [p for p in below if "multiprocessing.forkserver" in everybody.get(everybody[p][0], (0, ""))[1]]

@@ -10,7 +10,7 @@ from tempfile import TemporaryDirectory
 import numpy as np
 
 from models.probes.intervals import verdict
-from utils.report.pictures import save_snapshot
+from utils.report.pictures import Snapshot, save_snapshot
 
 GRID, PATCH = (4, 12, 8), (4, 8, 8)
 
@@ -46,8 +46,7 @@ def _snapshot(title: str) -> bytes:
     valid[:, :, -2:] = 0
     with TemporaryDirectory() as folder:
         path = Path(folder) / "snapshot.npz"
-        save_snapshot(
-            path,
+        snapshot = Snapshot(
             volume=volume.astype(np.uint8),
             context=order[:150],
             target=order[150:260],
@@ -58,6 +57,7 @@ def _snapshot(title: str) -> bytes:
             valid=valid.ravel(),
             title=title,
         )
+        save_snapshot(path, snapshot)
         return path.read_bytes()
 
 

@@ -74,11 +74,6 @@ class Run(NamedTuple):
         }
         return to_host(parts)
 
-    def load(self, state: dict[str, Any]) -> None:
-        self.model.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
-        self.gauges.load_state_dict(state["gauge"])
-
 
 def micro_batches(cfg: Config, step: int, micro: int) -> list[Batch]:
     batch = uint8_batch(cfg, BATCH, step)

@@ -27,6 +27,7 @@ from utils.checkpoint import (
     load_newest,
     wait_together,
 )
+from utils.config.schema import StorageOptions
 from utils.runtime.processes import Group
 
 
@@ -36,6 +37,11 @@ def write(directory: Path, steps: list[int], keep: int = 2) -> CheckpointWriter:
         writer.save({"step": step, "w": torch.full((1000,), float(step))}, [f"step_{step:08d}"])
         writer.wait()
     return writer
+
+
+def steps_of_bests(folder: Path | str, options: StorageOptions | None = None) -> dict[str, int]:
+    names = "best_probe", "best_val_loss"
+    return {name: load_checkpoint(f"{folder}/{name}.pt", options)["step"] for name in names}
 
 
 def test_the_last_upload_feeds_the_watchdog_while_it_lasts(tmp_path: Path) -> None:
@@ -175,10 +181,7 @@ def test_a_best_checkpoint_that_failed_is_written_with_the_next(tmp_path: Path) 
     blocked.unlink()
     writer.save({"step": 2}, ["best_val_loss", "step_00000002"])
     writer.close()
-    steps = {
-        name: load_checkpoint(str(blocked / f"{name}.pt"))["step"] for name in ("best_probe", "best_val_loss")
-    }
-    assert steps == {"best_probe": 1, "best_val_loss": 2}
+    assert steps_of_bests(blocked) == {"best_probe": 1, "best_val_loss": 2}
     assert list_steps(str(blocked)) == [2]
 
 
@@ -229,11 +232,7 @@ def test_names_of_one_checkpoint_share_their_bytes_on_a_disk(tmp_path: Path) -> 
         writer.wait()
     writer.save({"step": 3}, ["best_probe", "step_00000003"])
     writer.close()
-    steps = {
-        name: load_checkpoint(str(tmp_path / f"{name}.pt"))["step"]
-        for name in ("best_probe", "best_val_loss")
-    }
-    assert steps == {"best_probe": 3, "best_val_loss": 2}
+    assert steps_of_bests(tmp_path) == {"best_probe": 3, "best_val_loss": 2}
     assert (tmp_path / "best_probe.pt").stat().st_ino == (tmp_path / "step_00000003.pt").stat().st_ino
 
 

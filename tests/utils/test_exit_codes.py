@@ -67,27 +67,26 @@ def test_a_command_ends_with_its_errors_code(
     assert capsys.readouterr().err == f"error: what happened; {step}\n"
 
 
+HELP = "; examples and all options: the same command with --help"
+
+
 @pytest.mark.parametrize(
-    "own", ["--shard: expected i/n with 0 <= i < n, found '5/2'", "NAME: expected one of octa500, found 'x'"]
+    ("own", "step"),
+    [
+        ("--shard: expected i/n with 0 <= i < n, found '5/2'", HELP),
+        ("NAME: expected one of octa500, found 'x'", HELP),
+        ("found none; run data_setup.prepare", ""),  # which names its next step
+        ("found none (docs/start/folder.md)", ""),
+    ],
 )
-def test_an_error_of_the_command_line_names_its_help(own: str, capsys: pytest.CaptureFixture[str]) -> None:
-    def fail() -> None:
-        raise UserError(own)
-
-    assert exit_code(fail) == EXIT_USER_ERROR
-    step = "examples and all options: the same command with --help"
-    assert capsys.readouterr().err == f"error: {own}; {step}\n"
-
-
-@pytest.mark.parametrize("own", ["found none; run data_setup.prepare", "found none (docs/start/folder.md)"])
-def test_an_error_that_names_its_next_step_is_left_alone(
-    own: str, capsys: pytest.CaptureFixture[str]
+def test_an_error_of_the_command_line_names_its_help(
+    own: str, step: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def fail() -> None:
         raise UserError(own)
 
     assert exit_code(fail) == EXIT_USER_ERROR
-    assert capsys.readouterr().err == f"error: {own}\n"
+    assert capsys.readouterr().err == f"error: {own}{step}\n"
 
 
 LOST = """

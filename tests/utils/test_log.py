@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 
 from tests.support.model_factory import small_config
 from tests.support.wandb_reader import history, run_ids
-from utils.dashboards.weights_and_biases import has_api_key
+from utils.dashboards.weights_and_biases import has_api_key, start_wandb
 from utils.errors import UserError
 from utils.log import LineFile, log_failure, log_to_file, setup_logging
 from utils.run.log import RunLog
@@ -108,6 +108,20 @@ def test_a_wrong_key_costs_one_warning(
     assert f"logging offline until the next start: {type(refused).__name__}: {refused}" in line
     assert "; next: wandb login --relogin, or WANDB_API_KEY=KEY" in line
     assert modes == ["online", "offline"]
+
+
+def test_the_environment_wins_over_project_and_entity(no_key: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of a sweep, whose agent sets both."""
+    places: list[tuple[str, str]] = []
+    monkeypatch.setattr(wandb, "init", lambda **words: places.append((words["project"], words["entity"])))
+    cfg = small_config("vjepa2", "wandb.project=eyes", "wandb.entity=lab")
+    for name in ("WANDB_PROJECT", "WANDB_ENTITY"):
+        monkeypatch.delenv(name, raising=False)
+    start_wandb(cfg, no_key)
+    monkeypatch.setenv("WANDB_PROJECT", "sweeps")
+    monkeypatch.setenv("WANDB_ENTITY", "another")
+    start_wandb(cfg, no_key)
+    assert places == [("eyes", "lab"), ("sweeps", "another")]
 
 
 def test_pictures_of_participants_are_announced(no_key: Path, caplog: pytest.LogCaptureFixture) -> None:

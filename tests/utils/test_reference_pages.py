@@ -15,7 +15,7 @@ from data_setup.store import summary
 from docs import write_pages
 from pretraining.gauges.alarms import HEADLINE
 from utils import errors
-from utils.config.keys import MEANINGS, UNITS, field_comments, keys
+from utils.config.keys import keys
 from utils.config.schema import Config, leaves
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -80,7 +80,6 @@ def test_the_recipes_page_shows_the_table() -> None:
 def test_every_key_is_on_the_page_and_means_something() -> None:
     assert {name for name, _, _ in leaves(Config())} <= set(keys())
     assert {name for name, key in keys().items() if not key.meaning} == set()
-    assert set(MEANINGS) | set(UNITS) <= set(keys()), "words for keys that are gone"
 
 
 def test_a_key_is_told_in_words() -> None:
@@ -96,16 +95,6 @@ def test_a_key_is_told_in_words() -> None:
     assert keys()["train.ckpt_dir"].default == "`${run.dir}/checkpoints`"
     assert keys()["wandb.mode"].type == "one of `online`, `offline`, `disabled`"
     assert keys()["method.control"].type.startswith("one of `penalty_only`, `mismatched_targets`, ")
-
-
-def test_a_comment_belongs_to_the_field_below_or_beside_it() -> None:
-    text = (
-        "class A:\n    x: int = 1  # beside\n    # above\n    # and above\n    y: str = key(\n        None\n"
-        "    )\n    z: str = '# no comment'\n\n    # far away\n\n    w: int = 0\n"
-    )
-    assert field_comments(text) == {
-        ("A", "x"): "beside", ("A", "y"): "above and above", ("A", "z"): "", ("A", "w"): "",
-    }  # fmt: skip
 
 
 def test_every_reason_for_a_reject_is_on_the_page() -> None:

@@ -18,7 +18,7 @@ from finetuning.embed import parse as embed_words
 from tests.support.report_factory import evaluation_json, own_part, write_run
 from utils.report.charts import MAX_POINTS, charts_of
 from utils.report.cli import main
-from utils.report.index import index_page, next_steps
+from utils.report.page import index_page, next_steps
 from utils.report.pictures import load_snapshot
 from utils.report.run_files import read_run
 from utils.report.tables import data_tables, quality_tables

@@ -123,22 +123,6 @@ def test_random_numbers_are_the_same_bits(xla: Runtime) -> None:
         assert torch.equal(drawn.cpu(), function(seed, counter)), function.__name__
 
 
-@pytest.mark.parametrize("begins_on_xla", [True, False])
-def test_either_engine_goes_on_with_the_other_ones_state(
-    begins_on_xla: bool, xla: Runtime, plain: Runtime
-) -> None:
-    cfg = small_config("mae")
-    uninterrupted = Run.begin(cfg, plain)
-    wanted = uninterrupted.steps(plain, range(12))
-    engines = (xla, plain) if begins_on_xla else (plain, xla)
-    first, second = (Run.begin(cfg, runtime) for runtime in engines)
-    losses = first.steps(engines[0], range(6))
-    second.load(first.state())
-    losses += second.steps(engines[1], range(6, 12))
-    assert [float(x) for x in losses] == pytest.approx([float(x) for x in wanted], rel=1e-4)
-    assert_close(second.state(), uninterrupted.state())
-
-
 def test_bfloat16_by_autocast_with_float32_parameters(xla: Runtime) -> None:
     import torch_xla
 

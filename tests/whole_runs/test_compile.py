@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +13,7 @@ from models.engine_kernels import choose_kernels
 from pretraining.train import train
 from tests.support.model_factory import nano_model, small_config
 from tests.support.pipeline_factory import pipeline_config, stop_after
+from tests.support.process_factory import losses as losses_of
 from tests.support.process_factory import run_two
 from tests.support.two_processes import COMPILED, losses_and_weights
 from utils.checkpoint import load_checkpoint
@@ -21,11 +21,6 @@ from utils.errors import EXIT_STOPPED, UserError
 from utils.runtime.single import Runtime
 
 ON = "train.compile=true"
-
-
-def losses_of(run: Path) -> list[float]:
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [row["train/loss"] for row in rows if "train/loss" in row]
 
 
 @pytest.mark.slow
@@ -44,7 +39,7 @@ def test_a_compiled_run_has_the_losses_of_an_eager_one(folder: Path, tmp_path: P
     # both branches, for context, target and predictor; validation has none of its own
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 6
     assert not torch._dynamo.utils.counters["graph_break"]
-    losses = [losses_of(run) for run in runs]
+    losses = [list(losses_of(run).values()) for run in runs]
     assert len(losses[0]) == len(losses[1]) == 12
     assert losses[1] == pytest.approx(losses[0], rel=1e-4)
     assert losses[1] != losses[0]  # by rounding: another program ran

@@ -42,6 +42,7 @@ from pretraining import train as loop
 from tests.support.dicom_factory import speckle, write_opt
 from tests.support.finetune_factory import RUNTIME
 from tests.support.pipeline_factory import ROOT, SMOKE
+from tests.support.process_factory import metrics
 from utils.checkpoint import load_checkpoint
 from utils.config.load import config_of_yaml, load_config
 from utils.config.schema import StorageOptions
@@ -81,15 +82,9 @@ def formats(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return unpack("formats.tar.xz", tmp_path, monkeypatch, ENCODER)
 
 
-def lines_after(step: int, path: Path) -> list[dict[str, Any]]:
-    """The lines of a metrics.jsonl of later steps."""
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
-    return [line for line in lines if line["step"] > step]
-
-
 def assert_goes_on(run: Path, expected: list[dict[str, Any]]) -> None:
     """Resuming has read every part of the checkpoint: weights, moments, gauges, counters, data order."""
-    written = lines_after(4, run / "metrics.jsonl")
+    written = [line for line in metrics(run) if line["step"] > 4]
     assert len(written) == len(expected)
     for line, old in zip(written, expected, strict=True):
         assert {key: line[key] for key in old} == pytest.approx(old, rel=1e-4)

@@ -11,6 +11,7 @@ from data_setup import prepare
 from data_setup.store.reader import PreparedStore
 from pretraining import train
 from tests.support.pipeline_factory import ROOT, SMOKE
+from tests.support.process_factory import losses, metrics
 from utils.checkpoint import load_checkpoint
 from utils.report import cli as report
 
@@ -37,10 +38,9 @@ def test_prepare_train_and_report_on_real_eyes(tmp_path: Path) -> None:
     assert list(store.index["person_id"]) == ["9001", "9002"]
     assert store.attrs["synthetic"] is False
     assert train.main(arguments) == 0
-    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    losses = [r["train/loss"] for r in rows if "train/loss" in r]
-    assert losses[-1] < losses[0]
-    assert all(r["val/loss"] > 0 for r in rows if "val/loss" in r)
+    run = tmp_path / "run"
+    assert losses(run)[10] < losses(run)[1]
+    assert all(row["val/loss"] > 0 for row in metrics(run) if "val/loss" in row)
     state = load_checkpoint(str(tmp_path / "run" / "checkpoints" / "step_00000010.pt"))
     assert state["participants"] == ["9001", "9002"]
     report.main([str(tmp_path / "run")])

@@ -317,6 +317,13 @@ def test_a_finished_store_on_a_read_only_disk_is_read_and_not_touched(
 # ---- two at once, and more to do than before --------------------------------------------------------------
 
 
+def wait_for_rows(process: subprocess.Popen[str], store: Path, count: int = 1) -> None:
+    """Until so many rows are written; the process must still be at work then."""
+    while len(list(store.glob("rows/0*.json"))) < count:
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.002)
+
+
 @pytest.mark.slow
 def test_two_prepares_at_once_both_finish_with_the_same_store(
     tree: Path, clean: Path, tmp_path: Path
@@ -325,11 +332,7 @@ def test_two_prepares_at_once_both_finish_with_the_same_store(
     store = tmp_path / "store"
     command = arguments(tree, store, "--workers", "2")
     with start("data_setup.prepare", command) as first:
-        deadline = time.monotonic() + TIMEOUT_S
-        while not list(store.glob("rows/0*.json")):
-            assert first.poll() is None
-            assert time.monotonic() < deadline
-            time.sleep(0.002)
+        wait_for_rows(first, store)
         os.killpg(first.pid, signal.SIGSTOP)
         code, err = finish("data_setup.prepare", command)
         assert code == 0, err
@@ -349,9 +352,7 @@ def test_a_run_killed_while_another_works_ends_with_the_same_store(
     command = arguments(tree, store, "--workers", "1")
     with start("data_setup.prepare", command) as other:
         with start("data_setup.prepare", command) as killed:
-            while not list(store.glob("rows/0*.json")):
-                assert killed.poll() is None, killed.communicate()
-                time.sleep(0.002)
+            wait_for_rows(killed, store)
             os.killpg(killed.pid, signal.SIGKILL)
             killed.communicate(timeout=TIMEOUT_S)
         code, err = finish("data_setup.prepare", command)
@@ -372,10 +373,7 @@ def test_a_manifest_that_grows_between_kills_ends_with_the_same_volumes(
     for count in (len(lines) // 2, len(lines)):
         manifest.write_text("".join([header, *lines[-count:]]))
         with start("data_setup.prepare", arguments(own, store, "--workers", "2")) as process:
-            before = len(list(store.glob("rows/0*.json")))
-            while process.poll() is None and len(list(store.glob("rows/0*.json"))) < before + 2:
-                time.sleep(0.002)
-            assert process.poll() is None, "it ended before it could be killed"
+            wait_for_rows(process, store, len(list(store.glob("rows/0*.json"))) + 2)
             os.killpg(process.pid, signal.SIGKILL)
             process.communicate(timeout=TIMEOUT_S)
     assert finish("data_setup.prepare", arguments(own, store))[0] == 0

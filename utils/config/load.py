@@ -30,6 +30,10 @@ from utils.errors import ConfigError
 # Keys that went, which configurations of older runs still have: the values of each with which a run is the
 # same without it.
 GONE_KEYS: dict[str, tuple[Any, ...]] = {
+    "data.storage_options.profile": (None,),
+    "eval.batch_size": (16,),
+    "eval.folds": (5,),
+    "method.covariance_weight": (0.1,),
     "augment.flip_w_prob": (0.5,),
     "augment.gain": (0.2,),
     "augment.gamma": (0.3,),
@@ -60,6 +64,7 @@ GONE_KEYS: dict[str, tuple[Any, ...]] = {
     "method.target_layers": (None,),
     "optim.extend": (None,),
     "optim.use_scheduler": (True,),
+    "probe.bootstrap_samples": (2000,),
     "probe.random_init_seeds": (3,),
     "run.stall_timeout_s": (1800.0,),
     "task.event_column": (None,),
@@ -67,17 +72,27 @@ GONE_KEYS: dict[str, tuple[Any, ...]] = {
     "train.grad_accum_steps": (None,),
     "train.max_bad_steps": (10,),
     "train.shard_parameters": (False,),
+    "train.val_fraction": (0.1,),
     "wandb.artifacts": ("best",),
-    "wandb.entity": (None,),
     "wandb.group": (None,),
     "wandb.images_every_steps": (1000,),
     "wandb.name": (None,),
-    "wandb.project": ("oct-foundation",),
     "wandb.tags": (None,),
 }
-# Of these: with any value what a checkpoint or a head holds can be read.
+# Keys that went, and the key that has their value now: several where they never had different ones.
+RENAMED_KEYS = {
+    "data.heights_manifest_path": "data.octa_manifest_path",
+    "data.flow_manifest_path": "data.octa_manifest_path",
+    "task.surfaces": "task.names",
+    "task.classes": "task.names",
+    "task.slabs": "task.names",
+    "task.class_order": "task.names",
+    "task.label_columns": "task.names",
+}
+# Of GONE_KEYS: with any value what a checkpoint or a head holds can be read.
 CHANGES_WHAT_IS_READ = ("method.", "task.", "optim.use_scheduler")
-READ_WITH_ANY_VALUE = frozenset(name for name in GONE_KEYS if not name.startswith(CHANGES_WHAT_IS_READ))
+READ_WITH_ANY_VALUE = {name for name in GONE_KEYS if not name.startswith(CHANGES_WHAT_IS_READ)}
+READ_WITH_ANY_VALUE |= {"method.covariance_weight", *RENAMED_KEYS}
 log = logging.getLogger(__name__)
 
 
@@ -160,19 +175,25 @@ def config_of_yaml(text: str, where: str) -> Config:
 
 
 def _without_gone_keys(written: Any, where: str, *, is_stored: bool = False) -> Any:
-    """A configuration of a file, or one stored with weights, less GONE_KEYS; raises ConfigError where one has
-    a value that changed the run.
+    """A configuration of a file, or one stored with weights, less GONE_KEYS, and with RENAMED_KEYS by their
+    names of today; raises ConfigError where a key that went has a value that changed the run.
     """
-    for key, same in GONE_KEYS.items():
+    for key in (*RENAMED_KEYS, *GONE_KEYS):
         section, _, name = key.rpartition(".")
         part = OmegaConf.select(written, section) if isinstance(written, DictConfig) else None
         if not isinstance(part, DictConfig) or name not in part:
             continue
-        if part[name] not in same:
+        values = OmegaConf.to_container(part)  # references as they are written
+        assert isinstance(values, dict)
+        value, today = values[name], RENAMED_KEYS.get(key, "").rpartition(".")[2]
+        same = (None, values.get(today)) if today else GONE_KEYS[key]
+        if today and values.get(today) is None:
+            part[today] = value
+        elif value not in same:
             if not (is_stored and key in READ_WITH_ANY_VALUE):
-                values = " or ".join("null" if value is None else str(value).lower() for value in same)
-                raise ConfigError(f"{where}: {key}: expected {values}, the key is gone, found {part[name]}")
-            log.warning("%s: the key %s=%s is gone and is left out", where, key, part[name])
+                words = " or ".join("null" if value is None else str(value).lower() for value in same)
+                raise ConfigError(f"{where}: {key}: expected {words}, the key is gone, found {value}")
+            log.warning("%s: the key %s=%s is gone and is left out", where, key, value)
         del part[name]
     return written
 

@@ -13,6 +13,7 @@ from utils.config.schema import DENSE_KINDS, MISMATCHED, Config, MethodConfig, T
 from utils.errors import ConfigError
 
 BLOCK_KEYS = ("context_ratio", "target_ratio", "mask_blocks")
+LEAST_NAMES = {"ordinal": 2, "multilabel": 1, "layers": 2, "segmentation": 1, "translation": 1}
 
 
 def check_rules(cfg: Config, where: str) -> None:
@@ -21,15 +22,13 @@ def check_rules(cfg: Config, where: str) -> None:
     try:
         _check_bounds(cfg)
         _check_sections(cfg)
-        _check_task(cfg.task)
+        _check_names(cfg.task)
         _check_method(cfg.method)
         _check_masks(cfg.method, recipe_of(cfg.method))
         _check_neighbours(cfg.method, recipe_of(cfg.method))
         _check_head(cfg)
         _check_finetune(cfg)
-        _check_names_of_decoders(cfg.task)
         _check_decoders(cfg)
-        _check_grid(cfg)
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from None
 
@@ -81,15 +80,20 @@ def _check_sections(cfg: Config) -> None:
     _require(has_end, "train.epochs", "epochs or max_steps", None)
 
 
-def _check_task(task: TaskConfig) -> None:
-    """Each kind of label has its own key: ordinal class_order, multilabel label_columns."""
-    for key, kind, least in (("class_order", "ordinal", 2), ("label_columns", "multilabel", 1)):
-        names = getattr(task, key)
-        if task.kind != kind:
-            _require(names is None, f"task.{key}", f"null with task.kind {task.kind}", names)
-            continue
-        different = names is not None and len(set(names)) == len(names) >= least
-        _require(different, f"task.{key}", f"{least} or more different names with task.kind {kind}", names)
+def _check_names(task: TaskConfig) -> None:
+    """task.names are of the kinds that have them; a decoder may learn all that the store names."""
+    names, kind = task.names, f"with task.kind {task.kind}"
+    if task.kind not in LEAST_NAMES:
+        _require(names is None, "task.names", f"null {kind}", names)
+        return
+    least = LEAST_NAMES[task.kind]
+    expected = f"{least} or more different names {kind}"
+    if task.kind in DENSE_KINDS:
+        expected = f"null, or {expected}"
+        if names is None:
+            return
+    different = names is not None and len(set(names)) == len(names) >= least
+    _require(different, "task.names", expected, names)
 
 
 def check_recipe(method: MethodConfig, where: str) -> None:
@@ -168,24 +172,14 @@ def _check_head(cfg: Config) -> None:
     _require(positive, "head.learning_rates", "one number above 0 or more", rates)
     allowed = bool(decays) and all(0 <= decay < math.inf for decay in decays)
     _require(allowed, "head.weight_decays", "one number of 0 or more, or several", decays)
+    for key, values in (("learning_rates", rates), ("weight_decays", decays)):  # no pair is trained twice
+        _require(len(set(values)) == len(values), f"head.{key}", "different numbers", values)
     smoothing = cfg.finetune.label_smoothing
     has_classes = cfg.task.kind != "regression"
     _require(has_classes or smoothing == 0, "finetune.label_smoothing", "0 with a regression", smoothing)
     if cfg.finetune.encoder == "frozen":
         unfreeze = cfg.finetune.unfreeze_at_epoch
         _require(unfreeze == 0, "finetune.unfreeze_at_epoch", "0 with finetune.encoder=frozen", unfreeze)
-
-
-def _check_names_of_decoders(task: TaskConfig) -> None:
-    """Surfaces, classes of voxels and slabs are named by the kinds that have them."""
-    of_kinds = (("surfaces", "layers", 2), ("classes", "segmentation", 1), ("slabs", "translation", 1))
-    for key, kind, least in of_kinds:
-        names = getattr(task, key)
-        if task.kind != kind:
-            _require(names is None, f"task.{key}", f"null with task.kind {task.kind}", names)
-        many = "two or more different names" if least == 2 else "different names"
-        different = names is None or len(set(names)) == len(names) >= least
-        _require(different, f"task.{key}", f"null, or {many}", names)
 
 
 def _check_decoders(cfg: Config) -> None:
@@ -242,12 +236,3 @@ def _check_finetune(cfg: Config) -> None:
         f"less than finetune.patience {patience}, or the run may end before the encoder is trained",
         unfreeze,
     )
-
-
-def _check_grid(cfg: Config) -> None:
-    """A pair that stands twice in the grid would be trained twice, to the same head."""
-    for key, values in (
-        ("head.learning_rates", cfg.head.learning_rates),
-        ("head.weight_decays", cfg.head.weight_decays),
-    ):
-        _require(len(set(values)) == len(values), key, "different numbers", values)

@@ -1,120 +1,134 @@
 """The schema of a configuration: one frozen dataclass per section.
 
-Lengths are mm, sizes voxels, and every triple is in (D, H, W) order: B-scan, axial, A-scan. A field without a
-default must be in the file. What else is known of a key stands beside it: its bound, whether a resumed run
-may change it (`may_change`), whether weights and features of a checkpoint rest on it (`identity`), and
-whether it names a place to which a run may have been moved (`is_place`).
+Lengths are mm, sizes voxels, and every triple is in (D, H, W) order: B-scan, axial, A-scan. Each key is a
+field with its type, default, meaning, bound, unit and marks (fields.py); one whose default is MISSING must be
+in the file.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import Field, dataclass, field, fields, is_dataclass
 from typing import Any, Literal
 
 from omegaconf import MISSING
 
-
-@dataclass(frozen=True)
-class Bound:
-    """What a number must be; of a tuple each value."""
-
-    text: str
-    holds: Callable[[float], bool]
-
-
-AT_LEAST_1 = Bound("1 or more", lambda value: value >= 1)
-AT_LEAST_0 = Bound("0 or more", lambda value: value >= 0)
-ABOVE_0 = Bound("a number above 0", lambda value: value > 0)
-SHARE = Bound("a number in [0, 1]", lambda value: 0 <= value <= 1)
-BELOW_1 = Bound("a number in [0, 1)", lambda value: 0 <= value < 1)
-WHOLE_HEADS = Bound(
-    "a multiple of 32, the width of an attention head", lambda value: value >= 32 and value % 32 == 0
+from utils.config.fields import (
+    ABOVE_0,
+    AT_LEAST_0,
+    AT_LEAST_1,
+    BELOW_1,
+    CHECKPOINTS,
+    EPOCHS,
+    INNER_SHARE,
+    SHARE,
+    UPDATES,
+    VOLUMES,
+    WHOLE_HEADS,
+    Bound,
+    key,
 )
-INNER_SHARE = Bound("a number in (0, 1)", lambda value: 0 < value < 1)
-
-
-def key(
-    default: Any,
-    bound: Bound | None = None,
-    *,
-    may_change: bool = False,
-    identity: bool = False,
-    is_place: bool = False,
-) -> Any:
-    """A field with what else is known of it; null passes its bound where the type allows null."""
-    return field(
-        default=default,
-        metadata={"bound": bound, "may_change": may_change, "identity": identity, "is_place": is_place},
-    )
 
 
 @dataclass(frozen=True)
 class StorageOptions:
-    endpoint_url: str | None = None  # an S3-compatible or emulated server; null: the provider's own
-    profile: str | None = None  # named credentials of the environment (s3 only)
+    endpoint_url: str | None = key(None, "an S3-compatible or emulated server; null: the provider's own")
 
 
 @dataclass(frozen=True)
 class DataConfig:
-    gcs_root: str = MISSING  # the AI-READI root: a bucket URL or a folder
-    manifest_path: str = "${data.gcs_root}/retinal_oct/manifest.tsv"
-    participants_path: str = "${data.gcs_root}/participants.tsv"
-    # links height maps to scans; data_setup.prepare --heights alone reads it
-    heights_manifest_path: str = "${data.gcs_root}/retinal_octa/manifest.tsv"
-    # links flow cubes and en-face images to scans; data_setup.prepare --flow alone reads it
-    flow_manifest_path: str = "${data.gcs_root}/retinal_octa/manifest.tsv"
-    store: str = MISSING  # the prepared store that this configuration makes and reads
+    gcs_root: str = key(MISSING, "the AI-READI root: a bucket URL or a folder")
+    manifest_path: str = key(
+        "${data.gcs_root}/retinal_oct/manifest.tsv", "the table of volumes: docs/start/dicoms.md"
+    )
+    participants_path: str = key(
+        "${data.gcs_root}/participants.tsv", "the table of people, with labels and splits"
+    )
+    octa_manifest_path: str = key(
+        "${data.gcs_root}/retinal_octa/manifest.tsv",
+        "links height maps, flow cubes and en-face images to scans; of data_setup.prepare --heights, --flow",
+    )
+    store: str = key(MISSING, "the prepared store that this configuration makes and reads")
     storage_options: StorageOptions = field(default_factory=StorageOptions)
-    list_strategy: Literal["single_domain", "multi_domain"] = MISSING  # one device, or several
-    device_filter: list[str] | None = None  # names of devices; null: all
-    protocol_filter: list[str] | None = None  # names of protocols; null: all volumes
-    region_filter: list[str] | None = None  # texts of anatomic_region; null: all
-    laterality_filter: list[str] | None = None  # [L], [R]; null: both
-    # leave out volumes whose `quality` in the store's index is below; null: none. prepare keeps them all
-    min_quality: float | None = key(None, SHARE)
-    sampling: Literal["natural", "device_balanced"] = "natural"
-    # local read-through cache of a remote store; null: none
-    cache_dir: str | None = key(None, may_change=True)
-    # prepare so many records, of all sites, devices and groups in turn; null: all. Training takes what the
-    # store has
-    max_samples: int | None = key(None, AT_LEAST_1)
-    # loader processes per rank; 0: in the training process; null: by the CPUs of its machine, up to 32
-    workers: int | None = key(1, AT_LEAST_0, may_change=True)
-    max_reject_fraction: float = key(0.05, SHARE)  # prepare stops above this share of rejected records
+    list_strategy: Literal["single_domain", "multi_domain"] = key(MISSING, "one device, or several")
+    device_filter: list[str] | None = key(None, "names of devices; null: all")
+    protocol_filter: list[str] | None = key(None, "names of protocols; null: all volumes")
+    region_filter: list[str] | None = key(None, "texts of anatomic_region; null: all")
+    laterality_filter: list[str] | None = key(None, "[L], [R]; null: both")
+    min_quality: float | None = key(
+        None,
+        "leave out volumes whose `quality` in the store's index is below; null: none. prepare keeps them all",
+        SHARE,
+    )
+    sampling: Literal["natural", "device_balanced"] = key(
+        "natural", "natural: every volume once in an epoch; device_balanced: every device equally often"
+    )
+    cache_dir: str | None = key(
+        None, "local read-through cache of a remote store; null: none", may_change=True
+    )
+    max_samples: int | None = key(
+        None,
+        "prepare so many records, of all sites, devices and groups in turn; null: all. Training takes "
+        "what the store has",
+        AT_LEAST_1,
+        unit="records",
+    )
+    workers: int | None = key(
+        1,
+        "loader processes per rank; 0: in the training process; null: by the CPUs of its machine, up to 32",
+        AT_LEAST_0,
+        unit="processes",
+        may_change=True,
+    )
+    max_reject_fraction: float = key(0.05, "prepare stops above this share of rejected records", SHARE)
 
 
 @dataclass(frozen=True)
 class SpatialConfig:
-    target_spacing: tuple[float, float, float] = key(MISSING, ABOVE_0, identity=True)  # mm
-    image_size: tuple[int, int, int] = key(MISSING, identity=True)  # voxels
-    patch_size: tuple[int, int, int] = key(MISSING, identity=True)  # voxels
-    # resize: the whole scan into image_size, spacing ignored
-    resample: Literal["spacing", "resize"] = key("spacing", identity=True)
+    target_spacing: tuple[float, float, float] = key(
+        MISSING, "distance of voxels in the store", ABOVE_0, unit="mm", identity=True
+    )
+    image_size: tuple[int, int, int] = key(
+        MISSING, "size of a volume in the store", unit="voxels", identity=True
+    )
+    patch_size: tuple[int, int, int] = key(
+        MISSING, "size of a token; image_size is a multiple of it", unit="voxels", identity=True
+    )
+    resample: Literal["spacing", "resize"] = key(
+        "spacing", "resize: the whole scan into image_size, spacing ignored", identity=True
+    )
 
 
 @dataclass(frozen=True)
 class AugmentConfig:
-    # of all ranges of data_setup/transforms.py together: 1 as they stand there, 0 none
-    strength: float = key(1.0, SHARE)
+    strength: float = key(
+        1.0, "of all ranges of data_setup/transforms.py together: 1 as they stand there, 0 none", SHARE
+    )
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    size: Literal["ti", "s", "b", "l", "h"] = key(MISSING, identity=True)
-    # tiled: what released V-JEPA 2.0 weights need; interpolated: what those of 2.1 need
-    rope: Literal["interleaved", "tiled", "interpolated"] = key("interleaved", identity=True)
-    # on a TPU (other devices have one kernel): flash never holds the tokens x tokens matrix
-    tpu_attention: Literal["plain", "flash"] = key("plain", may_change=True)
-    # what finetuning reads; null: best_probe.pt of this run
-    checkpoint: str | None = key(None, may_change=True)
+    size: Literal["ti", "s", "b", "l", "h"] = key(MISSING, "encoder: ViT-Ti, S, B, L or H", identity=True)
+    rope: Literal["interleaved", "tiled", "interpolated"] = key(
+        "interleaved",
+        "tiled: what released V-JEPA 2.0 weights need; interpolated: what those of 2.1 need",
+        identity=True,
+    )
+    tpu_attention: Literal["plain", "flash"] = key(
+        "plain",
+        "on a TPU (other devices have one kernel): flash never holds the tokens x tokens matrix",
+        may_change=True,
+    )
+    checkpoint: str | None = key(
+        None, "what finetuning reads; null: best_probe.pt of this run", may_change=True
+    )
 
 
 @dataclass(frozen=True)
 class MaskFamily:
-    scale: float = MISSING  # share of the plane (tube) or of the grid (box) that one block covers
-    tube: bool = True  # true: the block runs through all of D
-    aspect: tuple[float, float] = (0.75, 1.5)  # height / width of the block in tokens
+    scale: float = key(MISSING, "share of the plane (tube) or of the grid (box) that one block covers")
+    tube: bool = key(True, "true: the block runs through all of D")
+    aspect: tuple[float, float] = key((0.75, 1.5), "height / width of the block in tokens")
 
 
 MISMATCHED = "mismatched_targets", "mismatched_latents"  # of method.control: need another volume in a batch
@@ -122,92 +136,148 @@ MISMATCHED = "mismatched_targets", "mismatched_latents"  # of method.control: ne
 
 @dataclass(frozen=True)
 class MethodConfig:
-    recipe: str = key(MISSING, identity=True)  # a name of utils/config/recipes.py
-    # methods: share of tokens replaced by the mask token and predicted; mae, in place of the next three:
-    # share of tokens predicted from all others
-    mask_ratio: float | None = key(None, INNER_SHARE)
-    # vjepa2, mae: share of tokens that the context encoder sees
-    context_ratio: float | None = key(None, INNER_SHARE)
-    target_ratio: float | None = key(None, INNER_SHARE)  # vjepa2, mae: share of tokens that are predicted
-    mask_blocks: list[MaskFamily] | None = None  # vjepa2, mae: one family is drawn per sample
-    predictor_depth: int = key(6, AT_LEAST_1)
-    predictor_width: int = key(384, WHOLE_HEADS)
-    # null (vjepa2, mae): a half-life of 5 % of the run, at most 0.9995
-    ema_base: float | None = key(None, SHARE)
-    regulariser: Literal["none", "vicreg", "sigreg"] = "none"
-    regulariser_weight: float = key(0.0, AT_LEAST_0)
-    covariance_weight: float = key(0.1, AT_LEAST_0)  # vicreg: of the off-diagonal part, the hinge has 1
-    # vjepa2, mae: of a second loss, the squared error of the voxels at and beside each visible token, read
-    # linearly from its feature; 0: none
-    neighbour_weight: float = key(0.0, AT_LEAST_0)
-    # a control for claims, no way to train: the prediction's loss times 0, or, in training, the targets of
-    # another volume of the batch: all of them, or the target encoder's features alone and no voxels
-    control: Literal["penalty_only", "mismatched_targets", "mismatched_latents"] | None = None
-    init_from: str | None = None  # a checkpoint whose weights start this run; null: random
-    dropout: float = key(0.0, BELOW_1)
-    drop_path: float = key(0.0, BELOW_1)
+    recipe: str = key(MISSING, "a name of utils/config/recipes.py", identity=True)
+    mask_ratio: float | None = key(
+        None,
+        "methods: share of tokens replaced by the mask token and predicted; mae, in place of the next "
+        "three: share of tokens predicted from all others",
+        INNER_SHARE,
+    )
+    context_ratio: float | None = key(
+        None, "vjepa2, mae: share of tokens that the context encoder sees", INNER_SHARE
+    )
+    target_ratio: float | None = key(None, "vjepa2, mae: share of tokens that are predicted", INNER_SHARE)
+    mask_blocks: list[MaskFamily] | None = key(None, "vjepa2, mae: one family is drawn per sample")
+    predictor_depth: int = key(6, "blocks of the transformer predictor", AT_LEAST_1)
+    predictor_width: int = key(384, "width of the transformer predictor", WHOLE_HEADS)
+    ema_base: float | None = key(
+        None, "null (vjepa2, mae): a half-life of 5 % of the run, at most 0.9995", SHARE
+    )
+    regulariser: Literal["none", "vicreg", "sigreg"] = key(
+        "none", "penalty against collapse, on the context tokens"
+    )
+    regulariser_weight: float = key(0.0, "of the penalty, beside the prediction's loss", AT_LEAST_0)
+    neighbour_weight: float = key(
+        0.0,
+        "vjepa2, mae: of a second loss, the squared error of the voxels at and beside each visible token, "
+        "read linearly from its feature; 0: none",
+        AT_LEAST_0,
+    )
+    control: Literal["penalty_only", "mismatched_targets", "mismatched_latents"] | None = key(
+        None,
+        "a control for claims, no way to train: the prediction's loss times 0, or, in training, the "
+        "targets of another volume of the batch: all of them, or the target encoder's features alone and "
+        "no voxels",
+    )
+    init_from: str | None = key(None, "a checkpoint whose weights start this run; null: random")
+    dropout: float = key(0.0, "probability", BELOW_1)
+    drop_path: float = key(
+        0.0, "probability that a block is skipped, at the last block; less before", BELOW_1
+    )
 
 
 @dataclass(frozen=True)
 class OptimConfig:
-    base_lr: float = key(MISSING, ABOVE_0)
-    weight_decay: float = key(MISSING, AT_LEAST_0)
-    betas: tuple[float, float] = key(MISSING, BELOW_1)
-    warmup_ratio: float = key(MISSING, SHARE)  # share of the run
-    cooldown_ratio: float = key(0.0, SHARE)  # vjepa2, mae: linear decay over the last share of the run
-    min_lr_ratio: float = key(MISSING, SHARE)  # end of the schedule as a share of base_lr
-    clip_grad_norm: float = key(MISSING, ABOVE_0)
-    # AdamW's; far below the gradients (`methods` has some of 1e-9), or the smallest of them move nothing
-    eps: float = key(1e-8, ABOVE_0)
+    base_lr: float = key(MISSING, "peak learning rate", ABOVE_0)
+    weight_decay: float = key(MISSING, "of matrices alone", AT_LEAST_0)
+    betas: tuple[float, float] = key(MISSING, "of AdamW", BELOW_1)
+    warmup_ratio: float = key(MISSING, "share of the run", SHARE)
+    cooldown_ratio: float = key(0.0, "vjepa2, mae: linear decay over the last share of the run", SHARE)
+    min_lr_ratio: float = key(MISSING, "end of the schedule as a share of base_lr", SHARE)
+    clip_grad_norm: float = key(MISSING, "largest norm of the gradient", ABOVE_0)
+    eps: float = key(
+        1e-8,
+        "AdamW's; far below the gradients (`methods` has some of 1e-9), or the smallest of them move nothing",
+        ABOVE_0,
+    )
 
 
 @dataclass(frozen=True)
 class TrainConfig:
-    global_batch_size: int = key(MISSING, AT_LEAST_1)
-    per_core_batch_size: int = key(MISSING, AT_LEAST_1, may_change=True)
-    epochs: int | None = key(None, AT_LEAST_1, may_change=True)
-    max_steps: int | None = key(None, AT_LEAST_1, may_change=True)  # wins over epochs when both are given
-    val_fraction: float = key(0.1, INNER_SHARE)  # of the training participants
-    use_bf16: bool = MISSING
-    # true: only the blocks' inputs are kept for the backward pass, the rest is computed again; same numbers
-    activation_checkpointing: bool = key(False, may_change=True)
-    # true: torch.compile of every transformer block, in training, not on XLA; equal but for rounding
-    compile: bool = key(False, may_change=True)
-    ckpt_dir: str | None = key("${run.dir}/checkpoints", is_place=True)  # null: no checkpoints
-    ckpt_every_epochs: int = key(5, AT_LEAST_1, may_change=True)
-    # of the checkpoints of epochs so many stay at most, evenly over the run
-    keep_epochs: int = key(10, AT_LEAST_1, may_change=True)
-    ckpt_every_steps: int | None = key(None, AT_LEAST_1, may_change=True)  # null: only by epochs
-    keep_last: int = key(2, AT_LEAST_1, may_change=True)
-    log_every_steps: int = key(10, AT_LEAST_1, may_change=True)
-    # null: every epoch, or every few, so that validations read at most 2.5 % of what training reads
-    val_every_steps: int | None = key(None, AT_LEAST_1)
+    global_batch_size: int = key(MISSING, "volumes of an update, of all devices together", VOLUMES)
+    per_core_batch_size: int = key(
+        MISSING, "volumes that a device computes at once", VOLUMES, may_change=True
+    )
+    epochs: int | None = key(
+        None, "length of the run in passes over the training volumes", EPOCHS, may_change=True
+    )
+    max_steps: int | None = key(
+        None, "length of the run in updates; wins over epochs when both are given", UPDATES, may_change=True
+    )
+    use_bf16: bool = key(MISSING, "true: bfloat16 where it is safe, weights stay float32; false: float32")
+    activation_checkpointing: bool = key(
+        False,
+        "true: only the blocks' inputs are kept for the backward pass, the rest is computed again; same "
+        "numbers",
+        may_change=True,
+    )
+    compile: bool = key(
+        False,
+        "true: torch.compile of every transformer block, in training, not on XLA; equal but for rounding",
+        may_change=True,
+    )
+    ckpt_dir: str | None = key("${run.dir}/checkpoints", "null: no checkpoints", is_place=True)
+    ckpt_every_epochs: int = key(5, "a checkpoint each so many epochs", EPOCHS, may_change=True)
+    keep_epochs: int = key(
+        10,
+        "of the checkpoints of epochs so many stay at most, evenly over the run",
+        CHECKPOINTS,
+        may_change=True,
+    )
+    ckpt_every_steps: int | None = key(
+        None, "a checkpoint each so many updates; null: only by epochs", UPDATES, may_change=True
+    )
+    keep_last: int = key(2, "newest checkpoints that stay", CHECKPOINTS, may_change=True)
+    log_every_steps: int = key(10, "a line of metrics each so many updates", UPDATES, may_change=True)
+    val_every_steps: int | None = key(
+        None,
+        "null: every epoch, or every few, so that validations read at most 2.5 % of what training reads",
+        UPDATES,
+    )
 
 
 @dataclass(frozen=True)
 class ValConfig:
-    # cap on the volumes of a validation: the same at each, participants in turn; a quarter before step 1
-    max_volumes: int = key(256, AT_LEAST_1, may_change=True)
+    max_volumes: int = key(
+        256,
+        "cap on the volumes of a validation: the same at each, participants in turn; a quarter before step 1",
+        VOLUMES,
+        may_change=True,
+    )
 
 
 @dataclass(frozen=True)
 class RunConfig:
-    dir: str = key("runs/${experiment_name}", is_place=True)
-    # true: a trace of the 6th to 8th step after each start, in run.dir/profile
-    profile: bool = key(False, may_change=True)
+    dir: str = key(
+        "runs/${experiment_name}", "configuration, log, metrics and report of the run", is_place=True
+    )
+    profile: bool = key(
+        False, "true: a trace of the 6th to 8th step after each start, in run.dir/profile", may_change=True
+    )
 
 
 @dataclass(frozen=True)
 class WandbConfig:
-    mode: Literal["online", "offline", "disabled"] = key("offline", may_change=True)
-    log_images: bool | None = key(None, may_change=True)  # null: only for synthetic stores
-    log_artifacts: bool | None = key(None, may_change=True)  # null: only for synthetic stores
+    project: str = key("oct-foundation", "project of the run; WANDB_PROJECT wins", may_change=True)
+    entity: str | None = key(
+        None, "user or team of the project; null: the account's own; WANDB_ENTITY wins", may_change=True
+    )
+    mode: Literal["online", "offline", "disabled"] = key(
+        "offline", "offline: files below run.dir, for wandb sync", may_change=True
+    )
+    log_images: bool | None = key(
+        None, "send pictures of volumes; null: only for synthetic stores", may_change=True
+    )
+    log_artifacts: bool | None = key(
+        None, "send checkpoints; null: only for synthetic stores", may_change=True
+    )
 
 
 @dataclass(frozen=True)
 class LogConfig:
-    # true: TensorBoard files in run.dir/tensorboard too (pip install tensorboard)
-    tensorboard: bool = key(False, may_change=True)
+    tensorboard: bool = key(
+        False, "true: TensorBoard files in run.dir/tensorboard too (pip install tensorboard)", may_change=True
+    )
 
 
 DENSE_KINDS = ("layers", "segmentation", "translation")  # of task.kind: decoders of whole volumes
@@ -215,81 +285,100 @@ DENSE_KINDS = ("layers", "segmentation", "translation")  # of task.kind: decoder
 
 @dataclass(frozen=True)
 class TaskConfig:
-    labels_path: str | None = None  # a table with an id and a label; null: participants.tsv
-    id_column: str | None = None  # null: the column of the unit (person_id or participant_id, ...)
-    label_column: str = "study_group"
-    label_columns: list[str] | None = None  # multilabel: a column of 0 and 1 for each label
-    # what the label is; `ordinal` needs class_order. `layers`: surfaces, of the store's height maps;
-    # `segmentation`: classes of voxels, of its label volumes; `translation`: en-face slabs of OCTA, of its
-    # flow
+    labels_path: str | None = key(None, "a table with an id and a label; null: participants.tsv")
+    id_column: str | None = key(None, "null: the column of the unit (person_id or participant_id, ...)")
+    label_column: str = key("study_group", "column of the label")
     kind: Literal[
+        "classification", "ordinal", "regression", "multilabel", "layers", "segmentation", "translation"
+    ] = key(
         "classification",
-        "ordinal",
-        "regression",
-        "multilabel",
-        "layers",
-        "segmentation",
-        "translation",
-    ] = "classification"
-    surfaces: list[str] | None = None  # layers: from the vitreous down; null: all that the maps name
-    classes: list[str] | None = None  # segmentation: those to learn, the others are background; null: all
-    slabs: list[str] | None = None  # translation: superficial, deep, ...; null: all that the flow has
-    class_order: list[str] | None = None  # ordinal: all classes, lowest first
-    # what a row of the table, and a prediction, is about; predictions of its volumes are averaged
-    unit: Literal["volume", "eye", "participant"] = "participant"
+        "what the label is; `layers`: surfaces, of the store's height maps; "
+        "`segmentation`: classes of voxels, of its label volumes; `translation`: en-face slabs of OCTA, "
+        "of its flow",
+    )
+    names: list[str] | None = key(
+        None,
+        "what is learnt; null where a decoder learns all that the store has. ordinal: all classes, lowest "
+        "first; multilabel: a column of 0 and 1 for each label; layers: surfaces, from the vitreous down; "
+        "segmentation: classes of voxels, the others are background; translation: slabs, as superficial",
+    )
+    unit: Literal["volume", "eye", "participant"] = key(
+        "participant",
+        "what a row of the table, and a prediction, is about; predictions of its volumes are averaged",
+    )
 
 
 @dataclass(frozen=True)
 class HeadConfig:
-    # linear and mlp read mean and standard deviation over valid tokens, attentive the tokens themselves;
-    # of task.kind layers, segmentation and translation: linear or upsampling, each of all tokens
-    kind: Literal["linear", "mlp", "attentive", "upsampling"] = "linear"
-    hidden: int = key(256, AT_LEAST_1)  # width of the mlp, or channels of the upsampling decoder
-    voxels: bool = False  # upsampling: beside the tokens it reads the voxels
-    dropout: float = key(0.0, BELOW_1)
-    # all pairs are trained together on frozen features; the one that is best on validation is kept
-    learning_rates: list[float] = field(default_factory=lambda: [1e-4, 3e-4, 1e-3, 3e-3, 1e-2])
-    weight_decays: list[float] = field(default_factory=lambda: [1e-4, 1e-2, 1e-1])
+    kind: Literal["linear", "mlp", "attentive", "upsampling"] = key(
+        "linear",
+        "linear and mlp read mean and standard deviation over valid tokens, attentive the tokens "
+        "themselves; of task.kind layers, segmentation and translation: linear or upsampling, each of all "
+        "tokens",
+    )
+    hidden: int = key(256, "width of the mlp, or channels of the upsampling decoder", AT_LEAST_1)
+    voxels: bool = key(False, "upsampling: beside the tokens it reads the voxels")
+    dropout: float = key(0.0, "probability, before the last layer of the head", BELOW_1)
+    learning_rates: list[float] = key(
+        [0.0001, 0.0003, 0.001, 0.003, 0.01],
+        "all pairs are trained together on frozen features; the one that is best on validation is kept",
+    )
+    weight_decays: list[float] = key([0.0001, 0.01, 0.1], "see learning_rates")
 
 
 @dataclass(frozen=True)
 class FinetuneConfig:
-    encoder: Literal["frozen", "trained"] = "frozen"
-    # layers, segmentation, translation: a second decoder on a randomly initialised encoder: what pre-training
-    # gained
-    against_random: bool = False
-    # learning rate of a block is this to the power of the number of blocks above it
-    layer_decay: float = key(0.75, Bound("a number in (0, 1]", lambda value: 0 < value <= 1))
-    unfreeze_at_epoch: int = key(0, AT_LEAST_0)  # until then the head alone is trained
-    # auto: every class has the same weight in the loss; segmentation: the root of its rarity
-    class_weights: Literal["auto", "none"] = "auto"
-    label_smoothing: float = key(0.0, BELOW_1)
-    patience: int | None = key(10, AT_LEAST_1)  # epochs without a better validation; null: to the end
+    encoder: Literal["frozen", "trained"] = key(
+        "frozen", "frozen: only a head is trained; trained: the encoder too"
+    )
+    against_random: bool = key(
+        False,
+        "layers, segmentation, translation: a second decoder on a randomly initialised encoder: what "
+        "pre-training gained",
+    )
+    layer_decay: float = key(
+        0.75,
+        "learning rate of a block is this to the power of the number of blocks above it",
+        Bound("a number in (0, 1]", lambda value: 0 < value <= 1),
+    )
+    unfreeze_at_epoch: int = key(0, "until then the head alone is trained", AT_LEAST_0, unit="epochs")
+    class_weights: Literal["auto", "none"] = key(
+        "auto", "auto: every class has the same weight in the loss; segmentation: the root of its rarity"
+    )
+    label_smoothing: float = key(0.0, "share of the label that is spread over all classes", BELOW_1)
+    patience: int | None = key(10, "epochs without a better validation; null: to the end", EPOCHS)
 
 
 @dataclass(frozen=True)
 class ProbeConfig:
-    # cap on the volumes of each side that are embedded for the probes during pre-training
-    max_volumes: int = key(256, AT_LEAST_1, may_change=True)
-    bootstrap_samples: int = key(2000, AT_LEAST_1, may_change=True)
+    max_volumes: int = key(
+        256,
+        "cap on the volumes of each side that are embedded for the probes during pre-training",
+        VOLUMES,
+        may_change=True,
+    )
 
 
 @dataclass(frozen=True)
 class EvalConfig:
-    split: Literal["val", "test"] = key("test", may_change=True)
-    # official: the splits of the table; crossfit: folds over all labelled participants that pre-training did
-    # not see
-    protocol: Literal["official", "crossfit"] = key("official", may_change=True)
-    folds: int = key(5, Bound("3 or more", lambda value: value >= 3), may_change=True)  # of crossfit
-    batch_size: int = key(16, AT_LEAST_1, may_change=True)
-    # true: participants seen in pre-training may be evaluated; tables say so
-    allow_overlap: bool = key(False, may_change=True)
+    split: Literal["val", "test"] = key("test", "which people are scored", may_change=True)
+    protocol: Literal["official", "crossfit"] = key(
+        "official",
+        "official: the splits of the table; crossfit: folds over all labelled participants that "
+        "pre-training did not see",
+        may_change=True,
+    )
+    allow_overlap: bool = key(
+        False, "true: participants seen in pre-training may be evaluated; tables say so", may_change=True
+    )
 
 
 @dataclass(frozen=True)
 class Config:
-    experiment_name: str = MISSING
-    seed: int = key(MISSING, AT_LEAST_0)
+    experiment_name: str = key(MISSING, "name of the run, in run.dir and in Weights & Biases")
+    seed: int = key(
+        MISSING, "of initialisation, data order, masks and noise: the same seed, the same run", AT_LEAST_0
+    )
     data: DataConfig = field(default_factory=DataConfig)
     spatial: SpatialConfig = field(default_factory=SpatialConfig)
     augment: AugmentConfig = field(default_factory=AugmentConfig)

@@ -1,5 +1,5 @@
 """Where a run's numbers can be watched: Weights & Biases, TensorBoard.
 
-In: metrics, pictures, counts and alerts of the first process, by optimizer step (utils/log.py). Out: what
-each service shows. writer.py says what a writer does.
+In: metrics, pictures, counts and alerts of the first process, by optimizer step. Out: what each
+service shows. writer.py says what a writer does.
 """

@@ -1,8 +1,8 @@
 """TensorBoard, for those without Weights & Biases: `log.tensorboard: true` writes run.dir/tensorboard.
 
-In: what utils/log.py hands over. Out: event files; `tensorboard --logdir runs` shows them. They stay on this
-machine, so pictures of participants may be among them. A resumed run goes on with its curves: what came after
-its checkpoint is struck out.
+In: what utils/run/log.py hands over. Out: event files; `tensorboard --logdir runs` shows them. They stay on
+this machine, so pictures of participants may be among them. A resumed run goes on with its curves: what came
+after its checkpoint is struck out.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Weights & Biases: one run of rank 0, on the clock of the optimizer step.
 
-In: what utils/log.py hands over, and section `wandb` of the configuration. Out: a run on the server, or files
-below run.dir for `wandb sync`. The id of the run is in run.dir and beside the checkpoints, so that a resumed
-run goes on with its curve; of a sweep's agent it is the agent's.
+In: what utils/run/log.py hands over, and section `wandb` of the configuration. Out: a run on the server, or
+files below run.dir for `wandb sync`. The id of the run is in run.dir and beside the checkpoints, so that a
+resumed run goes on with its curve; of a sweep's agent it is the agent's.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ from utils.dashboards.writer import WANDB_ID
 from utils.storage.retry import describe
 
 log = logging.getLogger(__name__)
-PROJECT = "oct-foundation"
 INIT_TIMEOUT_S = 30.0  # a start waits so long for Weights & Biases
 FINISH_TIMEOUT_S = 120.0  # and an end, for what is not sent yet
 LOG_IN = "next: wandb login --relogin, or WANDB_API_KEY=KEY, then the same command"
@@ -149,7 +148,8 @@ def start_wandb(cfg: Config, run_dir: Path) -> Any | None:
         mode = "offline"
     begin = partial(
         wandb.init,
-        project=os.environ.get("WANDB_PROJECT", PROJECT),
+        project=os.environ.get("WANDB_PROJECT", cfg.wandb.project),
+        entity=os.environ.get("WANDB_ENTITY", cfg.wandb.entity),
         name=os.environ.get("WANDB_NAME", cfg.experiment_name),
         id=_run_id(run_dir),
         resume="allow",

@@ -19,8 +19,7 @@ from utils import storage
 from utils.errors import UserError
 from utils.help_pages import PeopleParser
 from utils.report.health import health
-from utils.report.index import index_page
-from utils.report.page import render
+from utils.report.page import index_page, render
 from utils.report.run_files import ARMS, NO_EVALUATION, Run, read_run, results
 from utils.report.tables import DIGITS, file_digest
 from utils.tables import bracketed, number

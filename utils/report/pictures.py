@@ -10,7 +10,7 @@ from __future__ import annotations
 import base64
 import io
 import os
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
@@ -38,15 +38,9 @@ class Snapshot:
     title: str
 
 
-def save_snapshot(path: str | Path, **arrays: object) -> None:
-    """Write a snapshot whole or not at all; keyword arguments are the fields of Snapshot, all of them.
-
-    Raises ValueError for a missing or unknown field, or one whose shape contradicts volume, grid and patch.
-    """
-    expected = [f.name for f in fields(Snapshot)]
-    if sorted(arrays) != sorted(expected):
-        raise ValueError(f"{path}: expected the snapshot fields {expected}, found {sorted(arrays)}")
-    data = {name: np.asarray(value) for name, value in arrays.items()}
+def save_snapshot(path: Path, snapshot: Snapshot) -> None:
+    """Write a snapshot whole or not at all; ValueError where a shape contradicts volume, grid and patch."""
+    data = {name: np.asarray(value) for name, value in vars(snapshot).items()}
     data["features"] = data["features"].astype(np.float16)
     data["valid"] = data["valid"].astype(np.float32)
     grid, patch, num_tokens = data["grid"], data["patch"], int(np.prod(data["grid"]))
@@ -58,7 +52,6 @@ def save_snapshot(path: str | Path, **arrays: object) -> None:
     for name in ("features", "valid"):
         if len(data[name]) != num_tokens:
             raise ValueError(f"{path}: {name}: expected {num_tokens} tokens, found {len(data[name])}")
-    path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f".{path.name}.part")
     with part.open("wb") as file:

@@ -1,8 +1,8 @@
 """Bytes at a URL: the only room that knows URL schemes and fsspec.
 
 A URL is a local path (no scheme), or gs://, s3://, memory:// ... . Credentials come from the environment
-(gcloud or GOOGLE_APPLICATION_CREDENTIALS, the AWS variables), never from a URL; options hold an endpoint and
-a profile name. A write appears whole or not at all: on a disk by a temporary name, fsync and rename, in a
+(gcloud or GOOGLE_APPLICATION_CREDENTIALS, the AWS variables), never from a URL; options hold an endpoint. A
+write appears whole or not at all: on a disk by a temporary name, fsync and rename, in a
 bucket by one request. Several processes may write the same object; the last one stays. Requests to a bucket
 are repeated (clients.py, retry.py); a failure that stays is a `StorageError` with the URL and what to do
 (errors.py).
@@ -20,7 +20,7 @@ import re
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import IO, Any
 from urllib.parse import urlsplit
@@ -29,6 +29,7 @@ import fsspec
 
 from utils.config.schema import StorageOptions
 from utils.storage import clients
+from utils.storage.chunks import READ_AHEAD, PartFile
 from utils.storage.chunks import Chunks as Chunks
 from utils.storage.errors import StorageAwayError as StorageAwayError
 from utils.storage.errors import StorageError as StorageError  # named again: a part of this room's surface
@@ -48,7 +49,6 @@ log = logging.getLogger(__name__)
 
 _SECRET = re.compile(r"(?i)://.*[?&](sig|[^=&]*(signature|token|secret|credential|password|key)[^=&]*)=")
 _AZURE = re.compile(r"abfss?://[\w-]+@(?P<account>\w+)\.dfs\.core\.windows\.net(?:/|$)")  # container@account
-_READ_AHEAD = 2**20  # bytes of a range request
 
 
 @dataclass(frozen=True)
@@ -80,32 +80,8 @@ def open_url(url: str, options: StorageOptions | None = None) -> IO[bytes]:
     with named_errors(url):
         if not is_remote(url):
             return open(split_scheme(url)[1], "rb")
-    return io.BufferedReader(_RemoteFile(url, options), _READ_AHEAD)
-
-
-class _RemoteFile(io.RawIOBase):
-    """An object of a bucket as a file; each read is a range request."""
-
-    def __init__(self, url: str, options: StorageOptions | None) -> None:
-        self._url, self._options = url, options
-        self._size, self._position = stat(url, options).size, 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = 0) -> int:
-        self._position = offset + (0, self._position, self._size)[whence]
-        return self._position
-
-    def readinto(self, buffer: Any) -> int:
-        end = min(self._position + len(buffer), self._size)
-        data = read_range(self._url, self._position, end, self._options)
-        buffer[: len(data)] = data
-        self._position += len(data)
-        return len(data)
+    file = PartFile(stat(url, options).size, partial(read_range, url, options=options))
+    return io.BufferedReader(file, READ_AHEAD)
 
 
 def exists(url: str, options: StorageOptions | None = None) -> bool:
@@ -340,9 +316,7 @@ def _filesystem(url: str, options: StorageOptions | None) -> tuple[fsspec.Abstra
             problem = "expected no credentials in a URL; put them into the environment"
             raise StorageError(redact(where), problem)
     try:
-        fs = _client(
-            scheme, options.endpoint_url, options.profile, os.getpid(), azure["account"] if azure else None
-        )
+        fs = _client(scheme, options.endpoint_url, os.getpid(), azure["account"] if azure else None)
     except ValueError as error:
         raise StorageError(
             url, f"expected a path or a gs://, s3:// or other fsspec URL, found: {error}"
@@ -352,12 +326,12 @@ def _filesystem(url: str, options: StorageOptions | None) -> tuple[fsspec.Abstra
 
 @cache  # fsspec itself keeps one for each thread, with its own connections and login
 def _client(
-    scheme: str, endpoint_url: str | None, profile: str | None, pid: int, azure_account: str | None
+    scheme: str, endpoint_url: str | None, pid: int, azure_account: str | None
 ) -> fsspec.AbstractFileSystem:
     """The one client of this process; a forked process cannot use the client of its parent."""
     if scheme == "gs":
         return clients.gcs_filesystem(endpoint_url)
     if scheme == "s3":
-        return clients.s3_filesystem(endpoint_url, profile)
+        return clients.s3_filesystem(endpoint_url)
     account = {"account_name": azure_account} if azure_account else {}
     return fsspec.filesystem(scheme, use_listings_cache=False, **account)

@@ -9,7 +9,7 @@ import io
 from collections.abc import Callable, Sequence
 from typing import Any
 
-_READ_AHEAD = 2**20  # bytes
+READ_AHEAD = 2**20  # bytes of a request
 
 
 class Chunks:
@@ -38,14 +38,15 @@ class Chunks:
 
     def open(self) -> io.BufferedReader:
         """A file with these bytes."""
-        return io.BufferedReader(_Reader(self), _READ_AHEAD)
+        parts = PartFile(len(self), lambda start, end: b"".join(self[start:end].parts))
+        return io.BufferedReader(parts, READ_AHEAD)
 
 
-class _Reader(io.RawIOBase):
-    """Chunks as a file."""
+class PartFile(io.RawIOBase):
+    """A file of `size` bytes, of which `read(start, end)` gives any part."""
 
-    def __init__(self, chunks: Chunks) -> None:
-        self._chunks, self._position = chunks, 0
+    def __init__(self, size: int, read: Callable[[int, int], bytes]) -> None:
+        self._size, self._read, self._position = size, read, 0
 
     def readable(self) -> bool:
         return True
@@ -54,14 +55,11 @@ class _Reader(io.RawIOBase):
         return True
 
     def seek(self, offset: int, whence: int = 0) -> int:
-        self._position = offset + (0, self._position, len(self._chunks))[whence]
+        self._position = offset + (0, self._position, self._size)[whence]
         return self._position
 
     def readinto(self, buffer: Any) -> int:
-        piece = self._chunks[self._position : self._position + len(buffer)]
-        offset = 0
-        for part in piece.parts:
-            buffer[offset : offset + len(part)] = part
-            offset += len(part)
-        self._position += offset
-        return offset
+        data = self._read(self._position, min(self._position + len(buffer), self._size))
+        buffer[: len(data)] = data
+        self._position += len(data)
+        return len(data)

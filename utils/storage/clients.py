@@ -5,7 +5,7 @@ retries of s3fs (5) and botocore (5) multiply to 25. Here a client makes one att
 An answer counts only when it is whole: it has its Content-Length and the checksum that the server gives. A
 whole object is uploaded in one request, so a repeated upload replaces it, and nobody ever sees a part of it.
 
-In: an endpoint and a profile name. Out: fsspec file systems for utils/storage/__init__.py. Credentials come
+In: an endpoint. Out: fsspec file systems for utils/storage/__init__.py. Credentials come
 from the environment: application default credentials, the AWS variables.
 """
 
@@ -55,9 +55,9 @@ def gcs_filesystem(endpoint_url: str | None) -> fsspec.AbstractFileSystem:
     )
 
 
-def s3_filesystem(endpoint_url: str | None, profile: str | None) -> fsspec.AbstractFileSystem:
+def s3_filesystem(endpoint_url: str | None) -> fsspec.AbstractFileSystem:
     """A client of S3 or of a store that speaks its protocol; ImportError where s3fs is not installed."""
-    arguments = {k: v for k, v in {"endpoint_url": endpoint_url, "profile": profile}.items() if v}
+    arguments = {"endpoint_url": endpoint_url} if endpoint_url else {}
     return _s3_class()(
         config_kwargs={
             "retries": {"total_max_attempts": 1, "mode": "standard"},

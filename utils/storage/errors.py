@@ -20,7 +20,7 @@ _CLOUDS = {  # how to log in, and what an account needs
         "storage.objects.get, list, create and delete",
     ),
     "s3": (
-        "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or storage_options.profile",
+        "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE",
         "s3:GetObject, PutObject, DeleteObject and ListBucket",
     ),
 }

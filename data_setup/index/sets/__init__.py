@@ -1,40 +1,19 @@
-"""One file a data set: what it is, and how its tree is found.
+"""The public sets: what each is, and how its tree is found, one section of a file a set.
 
 In: nothing. Out: PLUGS by name, in the order of `list`; and the sets of single images with the reason why
-they have no plug. retouch.py is the shortest one to read first.
+they have no plug. RETOUCH in files.py is the shortest one to read first.
 """
 
 from __future__ import annotations
 
-from data_setup.index.sets import (
-    duke_amd,
-    duke_dme,
-    fairvision,
-    neh_ut,
-    octa500,
-    octave,
-    octrima,
-    oimhs,
-    olives,
-    retouch,
-    srinivasan,
-)
 from data_setup.index.sets.facts import Plug
+from data_setup.index.sets.files import FAIRVISION, OCTAVE, RETOUCH
+from data_setup.index.sets.folders import NEH_UT, OIMHS, OLIVES, SRINIVASAN
+from data_setup.index.sets.matlab import DUKE_AMD, DUKE_DME, OCTA500, OCTRIMA
 
-_MODULES = (
-    octa500,
-    duke_amd,
-    duke_dme,
-    srinivasan,
-    retouch,
-    olives,
-    neh_ut,
-    oimhs,
-    octave,
-    fairvision,
-    octrima,
-)
-PLUGS: dict[str, Plug] = {module.PLUG.name: module.PLUG for module in _MODULES}
+_EVERY = [OCTA500, DUKE_AMD, DUKE_DME, SRINIVASAN, RETOUCH, OLIVES]
+_EVERY += [NEH_UT, OIMHS, OCTAVE, FAIRVISION, OCTRIMA]
+PLUGS: dict[str, Plug] = {plug.name: plug for plug in _EVERY}
 _SINGLE = "single B-scans, chosen one by one; this model reads volumes, and no eye can be put together again"
 NO_VOLUMES = {
     "kermany": f"Kermany 2018 (84,484 JPEG): {_SINGLE}",

@@ -1,7 +1,7 @@
 """A public data set as entries of the index: its volumes, whose headers are looked at, and its labels.
 
 In: a plug and its tree. Out: entries, with what the plug says where the file does not; labels/*.npz below the
-tables. Label arrays are read whole, one scan at a time.
+tables; and the sets as text, for `--sets`. Label arrays are read whole, one scan at a time.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import yaml
 from data_setup.index.candidates import IMAGES
 from data_setup.index.look import STAND_IN, Entry
 from data_setup.index.sets import NO_VOLUMES, PLUGS
-from data_setup.index.sets.facts import Labels, Plug, Scan, Tree
+from data_setup.index.sets.facts import MARKS, Labels, Plug, Scan, Tree
 from data_setup.manifest import unknown_record
 from data_setup.readers.faults import OCTReadError
 from data_setup.readers.open_record import kind_by_name, peek_record
@@ -27,6 +27,7 @@ from utils.workers import in_threads
 
 FOLDER = "labels"
 _SHOWN = 3
+_WIDTH = 11  # of a name in `--sets NAME`
 
 
 def plug_of(name: str) -> Plug:
@@ -135,3 +136,29 @@ def _npz(plug: Plug, labels: Labels) -> bytes:
     buffer = io.BytesIO()
     np.savez_compressed(buffer, allow_pickle=False, **arrays)
     return buffer.getvalue()
+
+
+def overview() -> list[str]:
+    """A line for each set, those of single images with the reason why they are none, and the marks."""
+    width = max(map(len, [*PLUGS, *NO_VOLUMES])) + 2
+    lines = [f"{plug.name:<{width}}{plug.title}: {plug.content}; {plug.licence}" for plug in PLUGS.values()]
+    lines += ["", "no volumes, so no plug:"]
+    lines += [f"{name:<{width}}{reason}" for name, reason in NO_VOLUMES.items()]
+    marks = "; ".join(f"[{mark}] {meaning}" for mark, meaning in MARKS.items())
+    return [*lines, "", f"marks: {marks}"]
+
+
+def describe(plug: Plug) -> list[str]:
+    """Everything about one set."""
+    facts = ("content", "licence", "access", "citation", "spacing", "orientation", "labels", "splits")
+    lines = [f"{plug.name}: {plug.title}"]
+    lines += [f"{name:<{_WIDTH}} {getattr(plug, name)}" for name in facts]
+    if plug.classes:
+        lines.append(f"{'classes':<{_WIDTH}} {', '.join(f'{k} -> {v}' for k, v in plug.classes.items())}")
+    if plug.label_classes:
+        values = ", ".join(f"{k} {v}" for k, v in plug.label_classes.items())
+        lines.append(f"{'voxels':<{_WIDTH}} 0 background, {values}")
+    if plug.surfaces:
+        lines.append(f"{'surfaces':<{_WIDTH}} {', '.join(plug.surfaces)}")
+    lines += [f"{'task':<{_WIDTH}} {' '.join((task.config, *task.overrides))}" for task in plug.tasks]
+    return [*lines, f"tree [{plug.layout.mark}]:", *(f"    {line}" for line in plug.layout.text.splitlines())]

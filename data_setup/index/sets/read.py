@@ -107,9 +107,6 @@ def matlab_surfaces(
     `axes`: the places of S, D and W in the file. Raises OCTReadError, StorageError.
     """
     values = array(tree, path, name).transpose(axes)
-    return rows_of_matlab(checked(values, (count, shape[0], shape[2]), tree.url(path)))
-
-
-def rows_of_matlab(surfaces: np.ndarray) -> np.ndarray:
-    """Rows that MATLAB counts from 1 as float32 from 0, NaN where there is none: NaN, 0 or less."""
-    return np.where(surfaces > 0, surfaces - 1, np.nan).astype(np.float32)
+    rows = checked(values, (count, shape[0], shape[2]), tree.url(path))
+    # MATLAB counts from 1; where there is none it has NaN, 0 or less
+    return np.where(rows > 0, rows - 1, np.nan).astype(np.float32)

@@ -21,13 +21,11 @@ import numpy as np
 from data_setup.readers.faults import OCTReadError, RejectReason
 from data_setup.readers.geometry import check_lines
 from data_setup.readers.heidelberg import DEVICE
-from data_setup.readers.makers.library import eyepy_module, parsing
-from data_setup.readers.makers.surfaces import Surfaces
-from data_setup.readers.sidecar import MAX_VOLUME_BYTES, Sidecar, checked_frames, make_header
+from data_setup.readers.makers.library import PATTERNS, Surfaces, check_size, eyepy_module, parsing
+from data_setup.readers.sidecar import Sidecar, checked_frames, make_header
 
 _MODULE = "eyepy.io.he.e2e_reader"
 _MM_A_DEGREE = 0.2896  # eyepy's constant of a medium eye; proposed, never used
-_PATTERNS = {1: "a single line", 2: "a circle", 5: "a star of radial lines"}
 _AGREE = 0.01  # relative: the axial spacing of file and manifest
 _PATIENT, _LATERALITY, _IMAGE, _B_SCAN_META = 9, 11, 1073741824, 10004  # types of folders
 _OCT = 35652097  # type of an image
@@ -146,12 +144,10 @@ def _data(place: Any, kind: int) -> Any:
 def _check(metas: Sequence[Any], shape: tuple[int, int, int], url: str) -> None:
     """Raise OCTReadError where the slices are no whole raster of one size."""
     patterns = {int(meta.scan_pattern) for meta in metas}
-    for pattern in patterns & set(_PATTERNS):
+    for pattern in patterns & set(PATTERNS):
         expected = "a raster of parallel B-scans"
-        raise OCTReadError(url, RejectReason.NOT_A_VOLUME, expected, f"{_PATTERNS[pattern]} (scan pattern)")
-    if not 0 < math.prod(shape) * 2 <= MAX_VOLUME_BYTES:
-        expected = f"B-scans x rows x columns of up to {MAX_VOLUME_BYTES} bytes"
-        raise OCTReadError(url, RejectReason.CORRUPT_FILE, expected, "another number")
+        raise OCTReadError(url, RejectReason.NOT_A_VOLUME, expected, f"{PATTERNS[pattern]} (scan pattern)")
+    check_size(shape, 2, url)
     sizes = {(int(meta.size_y), int(meta.size_x)) for meta in metas}
     if len(sizes) > 1:
         raise OCTReadError(url, RejectReason.FRAME_SIZE_MISMATCH, "one size for all B-scans", sorted(sizes))

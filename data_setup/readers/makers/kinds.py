@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import IO, Any
 
 from data_setup.readers.makers import e2e, topcon, vol, zeiss_img
-from data_setup.readers.makers.surfaces import Surfaces
+from data_setup.readers.makers.library import Surfaces
 from data_setup.readers.sidecar import Sidecar
 
 E2E, VOL, FDA, FDS, IMG = "Heidelberg E2E", "Heidelberg VOL", "Topcon FDA", "Topcon FDS", "Zeiss IMG"
@@ -31,11 +31,9 @@ def read(
 
 def patient_id(kind: str, file: IO[bytes], url: str) -> str:
     """The person's id of a HEADED kind, "" without one; it may identify somebody. Raises OCTReadError."""
-    if kind == VOL:
-        return vol.patient_id(file, url)
     if kind == E2E:
         return e2e.patient_id(file, url, split_part(url)[1])
-    return topcon.patient_id(file, url)
+    return (vol if kind == VOL else topcon).patient_id(file, url)
 
 
 def surfaces(kind: str, file: IO[bytes], url: str) -> Surfaces | None:
@@ -43,11 +41,9 @@ def surfaces(kind: str, file: IO[bytes], url: str) -> Surfaces | None:
 
     An FDA does not say to which end of the B-scans its first line belongs: data_setup/index/layers.py looks.
     """
-    if kind == VOL:
-        return vol.surfaces(file, url)
     if kind == E2E:
         return e2e.surfaces(file, url, split_part(url)[1])
-    return topcon.surfaces(file, url)
+    return (vol if kind == VOL else topcon).surfaces(file, url)
 
 
 def split_part(url: str) -> tuple[str, str | None]:

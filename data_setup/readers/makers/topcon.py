@@ -23,7 +23,7 @@ from pylibjpeg import decode
 
 from data_setup.protocols import DEVICES
 from data_setup.readers.faults import OCTReadError, RejectReason, number
-from data_setup.readers.makers.surfaces import Surfaces
+from data_setup.readers.makers.library import Surfaces
 from data_setup.readers.sidecar import MAX_VOLUME_BYTES, Sidecar, checked_frames, make_header, reading
 
 _MAX_CHUNKS = 1000

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import functools
 import io
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import IO, Any
@@ -21,9 +20,8 @@ import numpy as np
 from data_setup.readers.faults import OCTReadError, RejectReason
 from data_setup.readers.geometry import Geometry, Measures, check_geometry
 from data_setup.readers.heidelberg import DEVICE, geometry_of_lines
-from data_setup.readers.makers.library import eyepy_module, parsing
-from data_setup.readers.makers.surfaces import Surfaces
-from data_setup.readers.sidecar import MAX_VOLUME_BYTES, Sidecar, checked_frames, make_header
+from data_setup.readers.makers.library import PATTERNS, Surfaces, check_size, eyepy_module, parsing
+from data_setup.readers.sidecar import Sidecar, checked_frames, make_header
 from data_setup.tables.text import SIDES
 
 _MODULE = "eyepy.io.he.vol_reader"
@@ -39,7 +37,6 @@ _USED = (  # numbers of the file's header; the rest stays bytes: a name that is 
     "scan_pattern",
 )
 _USED_OF_B_SCAN = ("bscan_hdr_size", "start_x", "start_y", "end_x", "end_y", "num_seg", "seg_offset")
-_PATTERNS = {1: "a single line", 2: "a circle", 5: "a star of radial lines"}
 _NO_VALUE = np.float32(3e38)  # HEYEX writes the largest float32 where it measured nothing
 _MAX_LAYERS = 64
 
@@ -91,7 +88,8 @@ def surfaces(file: IO[bytes], url: str) -> Surfaces | None:
     """The boundaries that HEYEX drew, in the order of the file; None without one; raises OCTReadError."""
     vol = _headers(file, url)
     width = vol.shape[2]
-    names = _layer_names(url)
+    mapping = eyepy_module(_MODULE, url).SEG_MAPPING
+    names = sorted(mapping, key=mapping.__getitem__)  # in the order of the file
     heights = np.full((len(names), vol.shape[0], width), np.nan, np.float32)
     for index, head in enumerate(vol.headers):
         if head.num_seg > _MAX_LAYERS:
@@ -122,12 +120,6 @@ def _formats() -> tuple[Any, Any]:
     return with_numbers(of_file, _USED), with_numbers(list(bscan_format.subcons[:of_b_scan]), _USED_OF_B_SCAN)
 
 
-def _layer_names(url: str) -> list[str]:
-    """eyepy's names of the boundaries in the order of the file."""
-    mapping = eyepy_module(_MODULE, url).SEG_MAPPING
-    return sorted(mapping, key=mapping.__getitem__)
-
-
 def _headers(file: IO[bytes], url: str) -> _File:
     eyepy_module(_MODULE, url)
     own, of_b_scan = _formats()
@@ -136,13 +128,11 @@ def _headers(file: IO[bytes], url: str) -> _File:
     with parsing(url, "the header of a VOL file"):
         head = own.parse(_exactly(file, own.sizeof(), url))
     shape = (head.n_bscans, head.size_y, head.size_x)
-    if head.scan_pattern in _PATTERNS or head.n_bscans < 2:
-        pattern = _PATTERNS.get(head.scan_pattern, "no raster")
+    if head.scan_pattern in PATTERNS or head.n_bscans < 2:
+        pattern = PATTERNS.get(head.scan_pattern, "no raster")
         actual = f"{min(head.n_bscans, 0xFFFF)}, scan pattern {head.scan_pattern}: {pattern}"
         raise OCTReadError(url, RejectReason.NOT_A_VOLUME, "two parallel B-scans or more", actual)
-    if not 0 < math.prod(shape) * 4 <= MAX_VOLUME_BYTES:
-        expected = f"B-scans x rows x columns of up to {MAX_VOLUME_BYTES} bytes"
-        raise OCTReadError(url, RejectReason.CORRUPT_FILE, expected, "another number")
+    check_size(shape, 4, url)
     place, starts, headers = own.sizeof() + head.size_x_slo * head.size_y_slo, [], []
     for _ in range(shape[0]):
         file.seek(place)

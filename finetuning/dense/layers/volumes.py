@@ -74,20 +74,20 @@ def read_volumes(cfg: Config, store: PreparedStore) -> LayerVolumes:
 
 
 def _names(cfg: Config, of_rows: dict[int, tuple[str, ...]]) -> tuple[str, ...]:
-    """task.surfaces, or all that the maps name, by depth; raises UserError."""
+    """task.names, or all that the maps name, by depth; raises UserError."""
     there = set().union(*of_rows.values()) if of_rows else set()
-    wanted = cfg.task.surfaces
+    wanted = cfg.task.names
     if wanted is None:
         known = {name for name in there if name.upper() in DEPTH_OF_LABEL}
         if len(known) < 2:
             raise UserError(
-                "task.surfaces: expected two or more named surfaces in the height maps, found "
-                f"{_listed(there)}; name them in task.surfaces"
+                "task.names: expected two or more named surfaces in the height maps, found "
+                f"{_listed(there)}; name them in task.names"
             )
         return tuple(sorted(known, key=lambda name: (DEPTH_OF_LABEL[name.upper()], name)))
     lacking = [name for name in wanted if name not in there]
     if lacking:
-        raise UserError(f"task.surfaces: expected some of {_listed(there)}, found {_listed(lacking)}")
+        raise UserError(f"task.names: expected some of {_listed(there)}, found {_listed(lacking)}")
     return tuple(wanted)
 
 

@@ -64,7 +64,7 @@ def read_volumes(cfg: Config, store: PreparedStore) -> ClassVolumes:
     index = with_labels(cfg, store, labels.index, "labels")
     classes = labels.classes
     value_of = {name: value for value, name in classes.items() if name != UNLABELLED}
-    names = chosen_names("task.classes", cfg.task.classes, value_of, store, "a class that is labelled")
+    names = chosen_names(cfg.task.names, value_of, store, "a class that is labelled")
     place_of = np.zeros(256, np.uint8)
     for place, name in enumerate(names, start=1):
         place_of[value_of[name]] = place
@@ -81,7 +81,7 @@ def _require_voxels(volumes: ClassVolumes) -> None:
     absent = [name for name, count in zip(volumes.names, in_train[1:], strict=True) if not count]
     if absent:
         raise UserError(
-            f"task.classes: expected classes with voxels in the training volumes, found none of "
+            f"task.names: expected classes with voxels in the training volumes, found none of "
             f"{', '.join(absent)}"
         )
     in_val = np.sum([volumes.counts(int(row)) for row in volumes.of(VAL)], axis=0)

@@ -47,11 +47,11 @@ def read_volumes(cfg: Config, store: PreparedStore) -> FlowVolumes:
     index = with_labels(cfg, store, flow.index, "flow")
     of_rows = {int(row): set(flow.names(row)) for row in index["row"]}
     known = [slab for slab in SLABS if any(slab in own for own in of_rows.values())]
-    names = chosen_names("task.slabs", cfg.task.slabs, known, store, "an en-face image")
+    names = chosen_names(cfg.task.names, known, store, "an en-face image")
     index = index.loc[[row for row, own in of_rows.items() if own & set(names)]]
     folds = in_folds(cfg, index, store.url, f"the slabs {', '.join(names)}")
     volumes = FlowVolumes(store=store, names=names, flow=flow, **folds)
     learnt = set().union(*(of_rows[int(row)] for row in volumes.of(TRAIN)))
     if unseen := [name for name in names if name not in learnt]:
-        raise UserError(f"task.slabs: expected slabs of training volumes, found none of {', '.join(unseen)}")
+        raise UserError(f"task.names: expected slabs of training volumes, found none of {', '.join(unseen)}")
     return volumes

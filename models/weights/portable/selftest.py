@@ -85,26 +85,24 @@ def load_portable(folder: str) -> Portable:
 
 def check_input(volume: np.ndarray, spacing_mm: Sequence[float]) -> None:
     """Raise UserError for what cannot be a volume as acquired."""
-    where = "program"
     if 3 in volume.shape and volume.ndim == 4:
-        raise UserError(f"{where}: three channels: expected [D, H, W] of one, found {list(volume.shape)}")
+        raise UserError(f"program: three channels: expected [D, H, W] of one, found {list(volume.shape)}")
     if volume.ndim != 3 or min(volume.shape) < 2:
-        raise UserError(f"{where}: expected a volume [D, H, W], found {list(volume.shape)}")
+        raise UserError(f"program: expected a volume [D, H, W], found {list(volume.shape)}")
     if volume.dtype != np.uint8 or volume.max() <= 1:
         values = f"{volume.dtype} of {volume.min():.2g} to {volume.max():.3g}"
-        raise UserError(f"{where}: grey values: expected uint8 of 0 to 255, found {values}")
+        raise UserError(f"program: grey values: expected uint8 of 0 to 255, found {values}")
     if len(spacing_mm) != 3:
-        raise UserError(f"{where}: spacing: expected 3 values in mm, of D, H and W, found {len(spacing_mm)}")
+        raise UserError(f"program: spacing: expected 3 values in mm, of D, H and W, found {len(spacing_mm)}")
     for axis, spacing, (low, high) in zip(AXES, spacing_mm, (OTHER_MM, AXIAL_MM, OTHER_MM), strict=True):
         if not low <= spacing <= high:
             unit = "; it looks like um" if low <= spacing / 1000 <= high else ""
             raise UserError(
-                f"{where}: spacing of {axis}: expected {low:g} to {high:g} mm, found {spacing:g}{unit}"
+                f"program: spacing of {axis}: expected {low:g} to {high:g} mm, found {spacing:g}{unit}"
             )
 
 
-@dataclass(frozen=True)
-class _Folder:
+class _Folder(NamedTuple):
     url: str
     contract: dict[str, Any]
     golden: dict[str, np.ndarray]
@@ -112,8 +110,9 @@ class _Folder:
 
     @property
     def arguments(self) -> tuple[Tensor, Tensor, Tensor]:
-        names = ("volume", "spacing_mm", "first_is_superior")
-        volume, spacing, first = (torch.from_numpy(np.asarray(self.golden[name])) for name in names)
+        volume, spacing, first = (
+            torch.from_numpy(np.asarray(self.golden[name])) for name in onnx_file.INPUTS
+        )
         return volume, spacing, first
 
 
@@ -124,15 +123,15 @@ def selftest(folder: str, encode: Encode | None = None, features: np.ndarray | N
     Raises SelfTestError that names what is wrong.
     """
     opened = _open(folder)
+    volume, spacing, first = opened.arguments
+    d, h, w = spacing.tolist()
+    eye = volume.numpy(), (d, h, w), bool(first)
     if encode is not None:
-        volume, spacing, first = opened.arguments
-        d, h, w = spacing.tolist()
-        output = encode(volume.numpy(), (d, h, w), bool(first))
+        output = encode(*eye)
         features = output.pooled if isinstance(output, Features) else np.asarray(output)
     if features is not None:
         return [_compare(opened, "pipeline", features)]
-    lines = [_check_files(opened)]
-    lines.append(_compare(opened, "program.pt2", load_portable(folder)(*_plain(opened)).pooled))
+    lines = [_check_files(opened), _compare(opened, PROGRAM, load_portable(folder)(*eye).pooled)]
     with torch.no_grad():
         lines.append(_compare(opened, "model.safetensors", opened.module(*opened.arguments)[2].numpy()))
     if opened.contract["onnx"] == "onnx":
@@ -140,11 +139,6 @@ def selftest(folder: str, encode: Encode | None = None, features: np.ndarray | N
     if opened.contract["hf"] == "hf":
         lines.append(_check_hf(opened))
     return lines
-
-
-def _plain(opened: _Folder) -> tuple[np.ndarray, list[float], bool]:
-    volume, spacing, first = opened.arguments
-    return volume.numpy(), spacing.tolist(), bool(first)
 
 
 def _open(folder: str) -> _Folder:
@@ -158,27 +152,25 @@ def _open(folder: str) -> _Folder:
         preprocess = Preprocess.of(contract)
     except (ValueError, KeyError, TypeError) as error:
         raise SelfTestError(f"{url}: expected the contract of the export, found {error!r}") from error
-    golden = _golden(folder)
+    golden = _golden(storage.join(folder, GOLDEN))
     weights = read_weights(folder)
     _check_contract(url, contract, preprocess, weights)
     return _Folder(folder, contract, golden, portable_encoder(weights, "target", preprocess))
 
 
-def _golden(folder: str) -> dict[str, np.ndarray]:
-    url = storage.join(folder, GOLDEN)
+def _golden(url: str) -> dict[str, np.ndarray]:
     try:
         with np.load(io.BytesIO(storage.read_bytes(url))) as content:
             golden = {name: np.array(content[name]) for name in content.files}
-        volume, spacing, pooled = (golden[name] for name in ("volume", "spacing_mm", "pooled"))
-        sizes = (volume.ndim, spacing.shape, pooled.ndim, golden["first_is_superior"].shape)
+        volume, spacing, first, pooled = (golden[name].shape for name in (*onnx_file.INPUTS, "pooled"))
     except (zipfile.BadZipFile, zlib.error, EOFError, ValueError, KeyError) as error:
         raise SelfTestError(
             f"{url}: expected the golden eye of the export, found damage ({error})"
         ) from error
-    if sizes != (3, (3,), 1, ()):
+    if (len(volume), spacing, first, len(pooled)) != (3, (3,), (), 1):
         raise SelfTestError(
             f"{url}: expected a volume [D, H, W], 3 spacings, features [2E] and a truth value, found "
-            f"{list(volume.shape)}, {list(spacing.shape)}, {list(pooled.shape)}"
+            f"{list(volume)}, {list(spacing)}, {list(pooled)}"
         )
     return golden
 
@@ -248,55 +240,47 @@ def _check_hf(opened: _Folder) -> str:
 
 def _compare(opened: _Folder, what: str, features: np.ndarray) -> str:
     """A line, or a SelfTestError with the name of the fault that explains the difference."""
-    difference = _distance(opened, features, _as_golden(opened))
-    tolerance = float(opened.contract["tolerance"])
+    values, tolerance = _pooled(opened, features), float(opened.contract["tolerance"])
+    difference = _distance(values, opened.golden["pooled"])
     if difference <= tolerance:
         return f"{what}: golden features to {difference:.1g}"
-    name = _explain(opened, features, difference)
+    closest, name = EXPLAINED * difference, "wrong weights, or a fault that is not in the list"
+    if not np.isfinite(values).all():
+        difference, name = float("inf"), "NaN or infinity"
+    else:
+        for fault, pooled in _faults(opened):
+            distance = _distance(values, pooled)
+            if distance < closest:
+                closest, name = distance, fault
+            if distance <= tolerance:  # the same features: the others need not be tried
+                break
     raise SelfTestError(
         f"{opened.url}: {what}: {name}: expected the golden features to {tolerance:g}, found a difference of "
         f"{difference:.2g}"
     )
 
 
-def _as_golden(opened: _Folder) -> Features:
-    return Features(np.empty(0), np.empty(0), opened.golden["pooled"])
-
-
-def _distance(opened: _Folder, features: np.ndarray, expected: Features) -> float:
-    """The largest difference of what both have: [2E], [E] its mean, or tokens [N, E], pooled here."""
-    values, width = np.asarray(features, np.float64), opened.module.encoder.width
+def _pooled(opened: _Folder, features: np.ndarray) -> np.ndarray:
+    """[2E] or its first half [E], as given or from tokens [N, E]; raises UserError for another shape."""
+    values, encoder = np.asarray(features, np.float64), opened.module.encoder
     if values.shape == (1, *values.shape[1:]):
         values = values[0]
-    num_tokens = opened.module.encoder.num_tokens
+    width, num_tokens = encoder.width, encoder.num_tokens
     if values.shape not in ((width,), (2 * width,), (num_tokens, width)):
         raise UserError(
             f"features: expected [{2 * width}], [{width}] or [{num_tokens}, {width}], "
             f"found {list(values.shape)}"
         )
-    if values.ndim == 2:
-        with torch.no_grad():
-            _, valid = opened.module.view(*opened.arguments)
-        values = values[valid.numpy()].mean(axis=0)
-    if not np.isfinite(values).all():
-        return float("inf")
-    return float(np.abs(values - expected.pooled[: len(values)]).max())
+    if values.ndim == 1:
+        return values
+    with torch.no_grad():
+        _, valid = opened.module.view(*opened.arguments)
+    return values[valid.numpy()].mean(axis=0)
 
 
-def _explain(opened: _Folder, features: np.ndarray, difference: float) -> str:
-    """The name of the fault that gives these features."""
-    closest, name = EXPLAINED * difference, "wrong weights, or a fault that is not in the list"
-    if not np.isfinite(difference):
-        return "NaN or infinity"
-    for fault, pooled in _faults(opened):
-        if not np.isfinite(pooled).all():
-            continue
-        distance = _distance(opened, features, Features(np.empty(0), np.empty(0), pooled))
-        if distance < closest:
-            closest, name = distance, fault
-        if distance <= opened.contract["tolerance"]:  # the same features: the others need not be tried
-            break
-    return name
+def _distance(values: np.ndarray, pooled: np.ndarray) -> float:
+    """The largest difference; NaN, which is near nothing, where one of them is not finite."""
+    return float(np.abs(values - pooled[: len(values)]).max())
 
 
 @torch.no_grad()
@@ -304,39 +288,35 @@ def _faults(opened: _Folder) -> Iterator[tuple[str, np.ndarray]]:
     """(name, pooled features) of the golden eye with one fault each."""
     volume, spacing, first = opened.arguments
     module = opened.module
-
-    def of(volume: Tensor, spacing: Tensor = spacing) -> np.ndarray:
-        return module(volume.contiguous(), spacing, first)[2].numpy()
-
-    yield "H flipped (axial rows run upwards)", of(volume.flip(1))
-    yield "B-scans reversed", of(volume.flip(0))
-    yield "A-scans mirrored (W flipped)", of(volume.flip(2))
-    for factor, name in (
-        (10, "spacing x 10"),
-        (0.1, "spacing / 10"),
-        (1000, "um for mm"),
-        (0.001, "m for mm"),
-    ):
-        yield f"{name} (in the spacing)", of(volume, spacing * factor)
-    for order in list(itertools.permutations(range(3)))[1:]:
-        swapped = "".join(AXES[axis] for axis in order)
-        yield f"axes swapped ({swapped} for {AXES})", of(volume.permute(order))
-        yield (
-            f"axes swapped ({swapped} for {AXES}, spacing too)",
-            of(volume.permute(order), spacing[list(order)]),
-        )
-    for scaled in (torch.round(volume / 255), torch.floor(volume / 255)):
-        yield "grey values 0-1 for 0-255 (before the program)", of(scaled.to(torch.uint8))
-    grey, inside = module.on_grid(volume, spacing, first)
-    mask = inside[0][:, None, None] & inside[1][:, None] & inside[2]
+    for name, changed, mm in _planted(volume, spacing):
+        yield name, module(changed.contiguous(), mm, first)[2].numpy()
+    grey, (in_d, in_h, in_w) = module.on_grid(volume, spacing, first)
+    grey = grey.masked_fill(~(in_d[:, None, None] & in_h[:, None] & in_w), 0)[None, None]
     view, valid = module.view(volume, spacing, first)
-    for name, values in (
-        ("0-255 for the z-score (no normalisation)", grey),
-        ("0-1 for the z-score (grey / 255, no normalisation)", grey / 255),
+    for name, changed in (
+        ("grey values 0-255 for the z-score (no normalisation)", grey),
+        ("grey values 0-1 for the z-score (grey / 255, no normalisation)", grey / 255),
+        ("three channels (the kernel repeated, not divided)", 3 * view),  # what three equal ones add up to
     ):
-        yield (
-            f"grey values {name}",
-            module.features(values.masked_fill(~mask, 0)[None, None], valid)[2].numpy(),
-        )
-    tripled = 3 * view  # what three equal channels add up to
-    yield "three channels (the kernel repeated, not divided)", module.features(tripled, valid)[2].numpy()
+        yield name, module.features(changed, valid)[2].numpy()
+
+
+def _planted(volume: Tensor, spacing: Tensor) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """(name, volume, spacing) of an eye with one fault each before the program."""
+    yield "H flipped (axial rows run upwards)", volume.flip(1), spacing
+    yield "B-scans reversed", volume.flip(0), spacing
+    yield "A-scans mirrored (W flipped)", volume.flip(2), spacing
+    for name, factor in {
+        "spacing x 10": 10,
+        "spacing / 10": 0.1,
+        "um for mm": 1000,
+        "m for mm": 0.001,
+    }.items():
+        yield f"{name} (in the spacing)", volume, spacing * factor
+    for order in list(itertools.permutations(range(3)))[1:]:
+        swapped = f"axes swapped ({''.join(AXES[axis] for axis in order)} for {AXES}"
+        yield f"{swapped})", volume.permute(order), spacing
+        yield f"{swapped}, spacing too)", volume.permute(order), spacing[list(order)]
+    for whole in (torch.round, torch.floor):
+        grey = whole(volume / 255).to(torch.uint8)
+        yield "grey values 0-1 for 0-255 (before the program)", grey, spacing

@@ -28,7 +28,6 @@ from models.weights.portable.eye import FIRST_IS_SUPERIOR, SPACING_MM, golden_ey
 from models.weights.portable.program import NORMALISATION, PortableEncoder, Preprocess
 from models.weights.shape import Weights, new_encoder
 from utils import storage
-from utils.config.schema import Config
 from utils.errors import UserError
 
 FORMAT_VERSION = 2  # 1 had no word about ONNX
@@ -88,15 +87,6 @@ def portable_encoder(
     return PortableEncoder(encoder, preprocess).eval().requires_grad_(False)
 
 
-def golden_input() -> tuple[Tensor, Tensor, Tensor]:
-    """The arguments of the program: the golden eye."""
-    return (
-        torch.from_numpy(golden_eye()),
-        torch.tensor(SPACING_MM, dtype=torch.float64),
-        torch.tensor(FIRST_IS_SUPERIOR),
-    )
-
-
 def export_portable(weights: Weights, out: str, which: Literal["target", "context"]) -> list[str]:
     """Write the folder; returns lines to print. Raises UserError for another normalisation, for a folder that
     is not empty, or where the program does not give the features of the encoder.
@@ -109,11 +99,18 @@ def export_portable(weights: Weights, out: str, which: Literal["target", "contex
             f"{weights.where}: normalisation: expected {NORMALISATION}, which the program has, "
             f"found {weights.facts['normalisation']}"
         )
-    module = portable_encoder(weights, which, preprocess_of(cfg))
-    arguments = golden_input()
+    spatial = cfg.spatial
+    preprocess = Preprocess(spatial.image_size, spatial.target_spacing, spatial.resample, spatial.patch_size)
+    module = portable_encoder(weights, which, preprocess)
+    arguments = (
+        torch.from_numpy(golden_eye()),
+        torch.tensor(SPACING_MM, dtype=torch.float64),
+        torch.tensor(FIRST_IS_SUPERIOR),
+    )
     with torch.no_grad():
         tokens_NE, valid_N, pooled = module(*arguments)
-    exported = _exported(module, arguments)
+    any_size = dict.fromkeys(range(3), torch.export.Dim.DYNAMIC)
+    exported = torch.export.export(module, arguments, dynamic_shapes=(any_size, None, None))
     no_onnx = onnx_file.why_no_onnx(module)
     onnx = onnx_file.to_onnx(exported) if no_onnx is None else None
     differences = _differences(exported, onnx, arguments, pooled)
@@ -121,7 +118,9 @@ def export_portable(weights: Weights, out: str, which: Literal["target", "contex
     problem = why_not_hf(weights, cfg)
     if problem is None:
         lines += export_encoder(weights, storage.join(out, "hf"), which, "hf")
-    storage.write_bytes(storage.join(out, PROGRAM), _saved(exported))
+    program = io.BytesIO()
+    torch.export.save(exported, program)
+    storage.write_bytes(storage.join(out, PROGRAM), program.getvalue())
     if onnx is not None:
         storage.write_bytes(storage.join(out, ONNX), onnx)
     storage.write_bytes(storage.join(out, GOLDEN), _golden(arguments[0], tokens_NE, valid_N, pooled))
@@ -154,24 +153,6 @@ def file_names(has_hf: bool, has_onnx: bool) -> list[str]:
     """The files of a folder whose digests preprocess.json holds."""
     extra = ([ONNX] if has_onnx else []) + (list(HF_FILES) if has_hf else [])
     return ["model.safetensors", PROGRAM, GOLDEN, *extra]
-
-
-def preprocess_of(cfg: Config) -> Preprocess:
-    """What a configuration does to a volume before the encoder."""
-    spatial = cfg.spatial
-    return Preprocess(spatial.image_size, spatial.target_spacing, spatial.resample, spatial.patch_size)
-
-
-def _exported(module: PortableEncoder, arguments: tuple[Tensor, ...]) -> torch.export.ExportedProgram:
-    """The program for volumes of any size."""
-    size = dict.fromkeys(range(3), torch.export.Dim.DYNAMIC)
-    return torch.export.export(module, arguments, dynamic_shapes=(size, None, None))
-
-
-def _saved(exported: torch.export.ExportedProgram) -> bytes:
-    buffer = io.BytesIO()
-    torch.export.save(exported, buffer)
-    return buffer.getvalue()
 
 
 def _differences(

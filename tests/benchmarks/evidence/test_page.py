@@ -13,14 +13,7 @@ import pytest
 
 from benchmarks.evidence import cli as evidence
 from benchmarks.evidence import differences
-from benchmarks.evidence.arms import (
-    ARMS,
-    CONTROLS,
-    RANDOM_ARM,
-    arm_by_name,
-    arm_config,
-    run_dir,
-)
+from benchmarks.evidence.arms import ARMS, CONTROLS, RANDOM_ARM, arm_by_name, arm_config, run_dir
 from benchmarks.evidence.differences import (
     BASELINE_LABELS,
     Draws,
@@ -30,10 +23,7 @@ from benchmarks.evidence.differences import (
     training_facts,
 )
 from benchmarks.evidence.page import write_results
-from benchmarks.evidence.queue import (
-    BASELINES,
-    Plan,
-)
+from benchmarks.evidence.queue import BASELINES, Plan
 from benchmarks.evidence.scores import load_scores, save_scores, score
 from tests.support.evidence_factory import small_truth
 from utils.errors import UserError
@@ -64,16 +54,6 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
         scores = replace(noise[0], classes=None, thickness=None) if name == "position" else noise[0]
         save_scores(root / BASELINES / name, scores, {"name": name})
     return root
-
-
-def test_saved_scores_come_back(finished: Path) -> None:
-    folder = run_dir(finished, arm_by_name("vjepa2"), 1)
-    scores, facts = load_scores(folder)
-    assert facts["rankme"] == 51.0
-    assert facts["scores"] == {task: scores.of(task) for task in ("classes", "thickness", "occupancy")}
-    only, _ = load_scores(finished / BASELINES / "position")
-    assert only.classes is None
-    assert only.of("thickness") is None
 
 
 def test_the_table_says_what_wins_and_what_does_not(finished: Path, tmp_path: Path) -> None:

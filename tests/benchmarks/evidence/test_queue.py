@@ -11,27 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.evidence.arms import (
-    ARMS,
-    CONTROLS,
-    REFERENCE,
-    arm_by_name,
-    arm_config,
-    run_dir,
-)
-from benchmarks.evidence.cohorts import (
-    read_truth,
-)
-from benchmarks.evidence.differences import (
-    BASELINE_LABELS,
-)
-from benchmarks.evidence.queue import (
-    BASELINES,
-    Job,
-    Plan,
-    Queue,
-    jobs_of,
-)
+from benchmarks.evidence.arms import ARMS, CONTROLS, REFERENCE, arm_by_name, arm_config, run_dir
+from benchmarks.evidence.cohorts import read_truth
+from benchmarks.evidence.differences import BASELINE_LABELS
+from benchmarks.evidence.queue import BASELINES, Job, Plan, Queue, jobs_of
 from benchmarks.evidence.scores import encoder_features, score
 from benchmarks.evidence.supervised import supervised_encoder
 from data_setup.store.reader import PreparedStore

@@ -15,12 +15,11 @@ from PIL import Image
 
 from benchmarks.evidence import cli as evidence
 from benchmarks.evidence.arms import CONFIG, CONTROLS, arm_by_name, arm_config, run_dir
-from benchmarks.evidence.calibration import steps_of_budget
 from benchmarks.evidence.cohorts import read_truth
 from benchmarks.evidence.real import make_real_data, make_tree, read_labels, read_table, settle_source
 from benchmarks.evidence.scores import save_scores, score
+from benchmarks.truth_tokens import layer_occupancy
 from data_setup.manifest import read_records, unknown_record
-from data_setup.phantom.truth_tokens import layer_occupancy
 from data_setup.store.reader import PreparedStore
 from tests.support.import_factory import write_nifti
 from tests.support.pipeline_factory import ROOT
@@ -180,21 +179,6 @@ def test_people_without_a_table_are_those_of_the_manifest(eyes: Path, tmp_path: 
     people = pd.read_csv(tmp_path / "tree" / "participants.tsv", sep="\t", dtype=str)
     assert sorted(people["person_id"]) == sorted(set(table["person_id"]))
     assert set(people["recommended_split"]) == {"test"}
-
-
-def test_a_run_of_some_arms_needs_the_time_of_these_alone(tmp_path: Path) -> None:
-    (tmp_path / "calibration.json").write_text(
-        json.dumps({"seconds_per_step": {"vjepa2": 1.0, "no_neighbours": 0.5}})
-    )
-    steps = steps_of_budget(tmp_path, 10.0, ["vjepa2", "no_neighbours"])
-    assert (steps["vjepa2"], steps["no_neighbours"], steps["no_neighbours+mismatched_targets"]) == (
-        10,
-        20,
-        20,
-    )
-    assert "mae_plain" not in steps
-    with pytest.raises(UserError, match="expected seconds per step of mae_plain"):
-        steps_of_budget(tmp_path, 10.0, ["vjepa2", "mae_plain"])
 
 
 def test_what_is_wrong_with_the_table_is_said(eyes: Path, tmp_path: Path) -> None:

@@ -8,16 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.evidence.arms import (
-    CONFIG,
-)
-from benchmarks.evidence.cohorts import (
-    FOLDS,
-    tokens_of_another_grid,
-)
+from benchmarks.evidence.arms import CONFIG
+from benchmarks.evidence.cohorts import FOLDS, tokens_of_another_grid
 from benchmarks.evidence.scores import masks_of_folds, score
+from benchmarks.truth_tokens import layer_occupancy, valid_tokens
 from data_setup.phantom.cli import write_tree
-from data_setup.phantom.truth_tokens import layer_occupancy, valid_tokens
 from data_setup.prepare import main as prepare
 from data_setup.store.reader import PreparedStore
 from models.probes.tokens import less_protocol_mean, position_columns

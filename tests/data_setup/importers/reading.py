@@ -39,15 +39,9 @@ def record(url: Path | str, **changes: Any) -> Record:
         device="heidelberg_spectralis",
         protocol="own",
         region="Macula",
-        laterality="unknown",
         path=Path(url).name,
         url=str(url),
-        sop_instance_uid="",
-        shape=None,
         split="train",
-        study_group=None,
-        clinical_site=None,
-        age=None,
     )
     return replace(plain, **changes)
 

@@ -1,16 +1,27 @@
-"""The YAML beside a volume: its name, what is wrong in it, and that the manifest agrees with it."""
+"""What a YAML says of a file, and how stored values become grey values."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
+import nibabel as nib
+import numpy as np
 import pytest
 
+from data_setup.readers.dicom import read_volume
 from data_setup.readers.faults import RejectReason
 from data_setup.readers.sidecar import sidecar_url
 from tests.data_setup.importers.reading import SPACING, folder_of, read, reject
-from tests.support.import_factory import write_yaml
+from tests.support.dicom_factory import speckle, write_opt
+from tests.support.import_factory import (
+    anatomical_affine,
+    write_folder,
+    write_images,
+    write_nifti,
+    write_tiff,
+    write_yaml,
+)
 
 
 @pytest.mark.parametrize(
@@ -66,3 +77,74 @@ def test_names_of_sidecars() -> None:
     assert {sidecar_url(f"gs://b/v1.2/eye{s}") for s in (".nii", ".nii.gz", ".tif", ".ome.tif", ".TIFF")} == {
         "gs://b/v1.2/eye.yaml"
     }
+
+
+@pytest.mark.parametrize("bits", [12, 16])
+def test_sixteen_bits_become_eight_as_in_dicom(tmp_path: Path, bits: int) -> None:
+    voxels = speckle(bits=bits)
+    expected = read_volume(write_opt(tmp_path, voxels, spacing=SPACING, bits_stored=bits)).voxels
+    says = {} if bits == 16 else {"bits_stored": bits}
+    write_yaml(tmp_path / "eye.yaml", spacing_mm=list(SPACING), axes=["W", "H", "D"], **says)
+    files = [
+        write_nifti(tmp_path / "eye.nii", voxels, SPACING),
+        write_nifti(tmp_path / "eye.nii.gz", voxels.astype(">u2"), SPACING),
+        write_tiff(tmp_path / "eye.tif", voxels),
+        write_tiff(tmp_path / "eye.tiff", voxels, byteorder=">", compression="zlib", predictor=True),
+        write_folder(tmp_path / "folder", voxels, spacing_mm=list(SPACING), **says),
+    ]
+    for path in files:
+        header, volume = read(path)
+        assert np.array_equal(volume, expected), path
+        assert header.bits_stored == bits
+
+
+def test_float_and_signed_values_need_a_range(tmp_path: Path) -> None:
+    voxels = speckle()
+    unit = voxels.astype(np.float32) / 255 * 3 - 1
+    path = write_tiff(tmp_path / "eye.tif", unit)
+    write_yaml(tmp_path / "eye.yaml", spacing_mm=list(SPACING))
+    assert reject(path)[0] == RejectReason.UNSUPPORTED_PIXELS
+    write_yaml(tmp_path / "eye.yaml", spacing_mm=list(SPACING), value_range=[-1, 2], axes=["W", "H", "D"])
+    assert np.array_equal(read(path)[1], voxels)
+    assert np.array_equal(
+        read(write_nifti(tmp_path / "eye.nii", unit.astype(np.float64), SPACING))[1], voxels
+    )
+    unit[2, 3, 4] = np.nan
+    assert reject(write_tiff(path, unit))[0] == RejectReason.NOT_FINITE
+    assert reject(write_nifti(tmp_path / "eye.nii", unit, SPACING))[0] == RejectReason.NOT_FINITE
+    unit[2, 3, 4] = 5
+    assert reject(write_tiff(path, unit))[0] == RejectReason.HEADER_MISMATCH
+    write_yaml(
+        tmp_path / "eye.yaml", spacing_mm=list(SPACING), value_range=[-1000, 1550], axes=["W", "H", "D"]
+    )
+    signed = voxels.astype(np.int16) * 10 - 1000
+    assert np.array_equal(read(write_nifti(tmp_path / "eye.nii", signed, SPACING))[1], voxels)
+
+
+def test_a_nifti_scale_needs_a_range(tmp_path: Path) -> None:
+    image = nib.Nifti1Image(speckle().transpose(2, 1, 0), anatomical_affine(SPACING))
+    image.header.set_xyzt_units("mm")
+    image.header.set_slope_inter(0.5, 3)
+    nib.save(image, tmp_path / "eye.nii")
+    raw = bytearray((tmp_path / "eye.nii").read_bytes())
+    raw[352:] = speckle().transpose(2, 1, 0).tobytes(order="F")  # nibabel stored round((value - 3) / 0.5)
+    (tmp_path / "eye.nii").write_bytes(raw)
+    assert nib.load(tmp_path / "eye.nii").dataobj.slope == 0.5
+    assert reject(tmp_path / "eye.nii")[0] == RejectReason.UNSUPPORTED_PIXELS
+    write_yaml(tmp_path / "eye.yaml", value_range=[3, 130.5])
+    assert np.array_equal(read(tmp_path / "eye.nii")[1], speckle())
+
+
+def test_grey_stored_as_colour_is_grey_and_colour_is_a_reject(tmp_path: Path) -> None:
+    voxels = speckle()
+    grey = np.repeat(voxels[..., None], 3, axis=-1)
+    write_folder(tmp_path / "folder", grey, spacing_mm=list(SPACING))
+    assert np.array_equal(read(tmp_path / "folder")[1], voxels)
+    grey[3, 4, 5, 1] ^= 1
+    write_images(tmp_path / "folder", grey)
+    reason, text = reject(tmp_path / "folder")
+    assert reason == RejectReason.UNSUPPORTED_PIXELS
+    assert "colour in image 4 of 6" in text
+    write_tiff(tmp_path / "eye.tif", grey, photometric="rgb")
+    write_yaml(tmp_path / "eye.yaml", spacing_mm=list(SPACING))
+    assert reject(tmp_path / "eye.tif")[0] == RejectReason.UNSUPPORTED_PIXELS

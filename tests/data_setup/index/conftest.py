@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.data_setup.index.trees import SPACING, write_dicoms, write_image_folders
+from tests.data_setup.importers.reading import SPACING
+from tests.data_setup.index.trees import write_dicoms, write_image_folders
 from tests.support.dicom_factory import speckle
 from tests.support.import_factory import write_heyex_body, write_heyex_series, write_nifti, write_ome
 

@@ -17,7 +17,7 @@ import yaml
 
 from data_setup import prepare
 from data_setup.index import cli
-from data_setup.index.sets import NO_VOLUMES, PLUGS, page
+from data_setup.index.sets import NO_VOLUMES, PLUGS, preset
 from data_setup.index.sets.facts import MARKS, Fact, Plug, Tree
 from data_setup.readers.faults import OCTReadError
 from data_setup.store.reader import PreparedStore
@@ -224,12 +224,11 @@ def test_the_printed_commands_reach_the_same_storage(
 ) -> None:
     command = [str(world_of("octave").root), "--set", "octave", "--out", str(tmp_path)]
     capsys.readouterr()
-    assert cli.main([*command, "--endpoint-url", "http://127.0.0.1:1", "--profile", "mine"]) == 0
+    assert cli.main([*command, "--endpoint-url", "http://127.0.0.1:1"]) == 0
     lines = [line for line in capsys.readouterr().out.splitlines() if "python -m" in line]
     assert len(lines) == 4
     for line in lines:
         assert "data.storage_options.endpoint_url=http://127.0.0.1:1" in shlex.split(line)
-        assert "data.storage_options.profile=mine" in shlex.split(line)
 
 
 def test_a_small_set_without_splits_gets_some(world_of: Callable[[str], World]) -> None:
@@ -396,7 +395,7 @@ def test_sets_of_single_images_have_a_reason() -> None:
     with pytest.raises(UserError, match=r"found 'octa50' \(near octa500\)"):
         cli.main(["--sets", "octa50"])
     assert not set(NO_VOLUMES) & set(PLUGS)
-    text = "\n".join(page.overview())
+    text = "\n".join(preset.overview())
     assert all(f"{name} " in text for name in (*PLUGS, *NO_VOLUMES))
 
 

@@ -15,15 +15,8 @@ import pytest
 from data_setup import prepare
 from data_setup.index import cli
 from data_setup.store.reader import PreparedStore
-from tests.data_setup.index.trees import (
-    GRID,
-    SPACING,
-    index,
-    run_prepare,
-    table,
-    write_dicoms,
-    write_image_folders,
-)
+from tests.data_setup.importers.reading import GRID, SPACING
+from tests.data_setup.index.trees import index, run_prepare, table, write_dicoms, write_image_folders
 from tests.support.cloud_servers import BUCKET, gcs_server
 from tests.support.dicom_factory import speckle
 from tests.support.import_factory import write_heyex_body, write_heyex_series, write_images, write_yaml

@@ -8,15 +8,13 @@ from pathlib import Path
 
 from pydicom.dataset import FileDataset
 
-from data_setup import prepare
 from data_setup.index import cli
 from data_setup.store.reader import PreparedStore
+from tests.data_setup.importers import reading
+from tests.data_setup.importers.reading import GRID, SPACING
 from tests.support.dicom_factory import rows_down, speckle, write_opt
 from tests.support.import_factory import write_images
-from tests.support.pipeline_factory import SMOKE
 
-SPACING = (0.12, 0.0026, 0.03)
-GRID = ["spatial.target_spacing=[0.1,0.01,0.1]", "spatial.image_size=[8,16,16]", "spatial.patch_size=[2,4,4]"]
 Table = dict[str, dict[str, str]]
 
 
@@ -61,12 +59,5 @@ def index(root: Path | str, *more: str) -> int:
 
 
 def run_prepare(root: Path, store: Path, *more: str) -> PreparedStore:
-    places = [
-        f"data.gcs_root={root}",
-        f"data.manifest_path={root}/manifest.tsv",
-        f"data.store={store}",
-        *GRID,
-        *more,
-    ]
-    assert prepare.main(["--config", str(SMOKE), "--workers", "0", *places]) == 0
-    return PreparedStore.open(str(store))
+    """The store of an indexed tree, on a small grid."""
+    return reading.run_prepare(root, store, *GRID, *more)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from data_setup.check.tree import audit_files, list_tree
 from data_setup.manifest import read_records
+from data_setup.phantom.files import MANIFEST_COLUMNS
 from tests.support.pipeline_factory import ROOT
 from utils.config.load import load_config
 from utils.config.schema import Config
@@ -13,23 +14,7 @@ from utils.storage import write_text
 
 NOTHING: dict[str, list[str]] = {"missing": [], "orphans": [], "unused_missing": []}
 TREE = "retinal_oct/structural_oct"
-COLUMNS = [  # in the order of version 3
-    "person_id",
-    "manufacturer",
-    "manufacturers_model_name",
-    "anatomic_region",
-    "imaging",
-    "laterality",
-    "height",
-    "width",
-    "number_of_frames",
-    "pixel_spacing",
-    "slice_thickness",
-    "sop_instance_uid",
-    "filepath",
-    "reference_instance_uid",
-    "reference_filepath",
-]
+COLUMNS = list(MANIFEST_COLUMNS)  # in the order of version 3
 PEOPLE = ["person_id", "clinical_site", "study_group", "age", "study_visit_date", "recommended_split"]
 GROUPS = ("healthy", "pre_diabetes_lifestyle_controlled", "insulin_dependent")
 SITES = ("UW", "UCSD", "UAB")

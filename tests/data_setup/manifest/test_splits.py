@@ -30,19 +30,7 @@ def cohort(count: int = 200, files: int = 2) -> list[Record]:
         }
         for file in range(files):
             path = f"{index}/{file}.dcm"
-            records.append(
-                Record(
-                    device="topcon_triton",
-                    protocol="triton_macula_6x6_octa_oct",
-                    region="Macula",
-                    laterality="L",
-                    path=path,
-                    url=path,
-                    sop_instance_uid=path,
-                    shape=None,
-                    **about,
-                )
-            )
+            records.append(Record(path=path, url=path, device="topcon_triton", **about))
     return records
 
 

@@ -1,10 +1,11 @@
-"""A bad file is named and stops nothing, until there are too many of them."""
+"""Files that cannot be used, runs that are refused, files that are missing or in no row."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,8 @@ from data_setup.prepare import Tally, main, work
 from data_setup.resample import resample_frames
 from data_setup.store.reader import PreparedStore
 from data_setup.store.writer import StoreWriter
-from tests.data_setup.prepare.runs import CONFIG, arguments, dicoms
+from tests.data_setup.prepare.runs import CONFIG, arguments, contents, dicoms, start
+from utils import storage
 from utils.config.load import load_config
 from utils.errors import UserError
 
@@ -115,3 +117,72 @@ def test_a_file_that_is_not_the_one_of_its_row_is_a_reject(
     assert sorted(index.status) == ["header_mismatch", "kept"]
     assert index.message.dropna().iloc[0].startswith(message)
     assert len(resampled) == 1  # the other file is refused by its header
+
+
+def test_another_geometry_is_refused(tree: Path, clean: Path) -> None:
+    before = contents(clean)
+    with pytest.raises(UserError, match=r"geometry: expected .*found .*data\.store of its own"):
+        main(arguments(tree, clean, "spatial.image_size=[16, 96, 72]"))
+    assert contents(clean) == before
+
+
+def test_another_source_is_refused_and_the_same_one_spelt_differently_is_not(
+    tree: Path, own_tree: Path, clean: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same relative paths below another root would be taken for the same files."""
+    store = Path(shutil.copytree(clean, tmp_path / "store"))
+    with pytest.raises(UserError, match=rf"source_root: expected {own_tree}, found {tree}; .*data\.store"):
+        main(arguments(own_tree, store))
+    assert contents(store) == contents(clean)
+    monkeypatch.chdir(tree.parent)
+    assert main(arguments(Path("tree/"), store)) == 0
+    assert json.loads((store / "prepare_report.json").read_text())["run"]["reused"] > 0
+    assert contents(store) == contents(clean)
+    row = json.loads((store / "rows" / "000000.json").read_text())
+    assert row["source_url"] == str(tree / row["record"]["path"])
+
+
+def test_user_errors_are_one_line_with_exit_code_two(tree: Path, tmp_path: Path) -> None:
+    with start(tmp_path, tmp_path / "store") as process:
+        out, err = process.communicate(timeout=60)
+    assert process.returncode == 2
+    assert out == ""
+    assert err.startswith("error: ")
+    assert err.count("\n") == 1
+    assert "manifest.tsv: not found" in err
+
+
+def test_missing_files_and_orphans_are_counted(
+    own_tree: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    store, first = tmp_path / "store", dicoms(own_tree)[0]
+    orphans = [first.with_name(f"left_over_{n:02d}.dcm") for n in range(21)]
+    for orphan in orphans:
+        shutil.copy(dicoms(own_tree)[-1], orphan)
+    first.unlink()
+    main(arguments(own_tree, store, "data.max_reject_fraction=0.9"))
+    assert "files: 1 of the manifest missing, 21 in no manifest row" in capsys.readouterr().out
+    audit = json.loads((store / "prepare_report.json").read_text())["run"]["audit"]
+    assert audit["missing"] == {"count": 1, "first": [str(first.relative_to(own_tree))]}
+    assert audit["orphans"]["count"] == 21
+    assert audit["orphans"]["first"] == [str(o.relative_to(own_tree)) for o in orphans[:20]]
+
+
+def test_a_remote_tree_is_listed_on_request_only(tree: Path, tmp_path: Path) -> None:
+    root = f"memory://{tmp_path.name}/tree"
+    for file in (p for p in tree.rglob("*") if p.is_file() and p.suffix != ".npz"):
+        storage.write_bytes(storage.join(root, str(file.relative_to(tree))), file.read_bytes())
+    places = [
+        "--config",
+        CONFIG,
+        "--workers",
+        "0",
+        f"data.gcs_root={root}",
+        f"data.store={tmp_path / 'store'}",
+    ]
+    for more, audit in (
+        ([], None),
+        (["--audit"], {k: {"count": 0, "first": []} for k in ("missing", "orphans", "unused_missing")}),
+    ):
+        assert main([*places, *more]) == 0
+        assert json.loads((tmp_path / "store" / "prepare_report.json").read_text())["run"]["audit"] == audit

@@ -103,6 +103,15 @@ def test_a_cluster_that_is_not_there_is_named(
         main(arguments(tree, tmp_path / "store", "--dask", "tcp://127.0.0.1:9"))
 
 
+@pytest.fixture
+def jobs(tree: Path, tmp_path: Path) -> list[Job]:
+    """Six rows of an empty store, each of the first file."""
+    cfg = load_config(CONFIG, [f"data.gcs_root={tree}", f"data.store={tmp_path / 'store'}"])
+    record, writer = read_records(cfg).records[0], StoreWriter(cfg.data.store)
+    writer.create(cfg.spatial, "source", synthetic=True)
+    return [Job(row, record, writer, cfg.spatial, cfg.data.storage_options) for row in range(6)]
+
+
 def _die_at_row_two(job: Job) -> Outcome:
     if job.row == 2:
         os._exit(9)
@@ -112,17 +121,10 @@ def _die_at_row_two(job: Job) -> Outcome:
     return Outcome(job.row, "kept")
 
 
-def test_a_dying_worker_costs_its_file_only(
-    tmp_path: Path, clean: Path, tree: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    cfg = load_config(CONFIG, [f"data.gcs_root={tree}", f"data.store={tmp_path / 'store'}"])
-    record = read_records(cfg).records[0]
-    writer = StoreWriter(cfg.data.store)
-    writer.create(cfg.spatial, "source", synthetic=True)
-    jobs = [Job(row, record, writer, cfg.spatial, cfg.data.storage_options) for row in range(7)]
+def test_a_dying_worker_costs_its_file_only(jobs: list[Job], capsys: pytest.CaptureFixture[str]) -> None:
     outcomes = {o.row: o.status for o in run_jobs(jobs, 2, _die_at_row_two)}
-    assert outcomes == dict.fromkeys(range(7), "kept") | {2: "worker_died", 4: "internal_error"}
-    rows = writer.read_rows()
+    assert outcomes == dict.fromkeys(range(6), "kept") | {2: "worker_died", 4: "internal_error"}
+    rows = jobs[0].writer.read_rows()
     assert rows[2]["message"].startswith("its worker process was lost twice")
     assert re.fullmatch(r"ArithmeticError at test_workers\.py:\d+", rows[4]["message"])
     err = capsys.readouterr().err
@@ -140,16 +142,11 @@ def _run_out_at_row_two(job: Job) -> Outcome:
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_an_error_of_ours_costs_its_file_only_with_and_without_processes(
-    tmp_path: Path, clean: Path, tree: Path, capsys: pytest.CaptureFixture[str], workers: int
+    jobs: list[Job], capsys: pytest.CaptureFixture[str], workers: int
 ) -> None:
-    cfg = load_config(CONFIG, [f"data.gcs_root={tree}", f"data.store={tmp_path / 'store'}"])
-    record = read_records(cfg).records[0]
-    writer = StoreWriter(cfg.data.store)
-    writer.create(cfg.spatial, "source", synthetic=True)
-    jobs = [Job(row, record, writer, cfg.spatial, cfg.data.storage_options) for row in range(6)]
     outcomes = {o.row: o.status for o in run_jobs(jobs, workers, _run_out_at_row_two)}
     assert outcomes == dict.fromkeys(range(6), "kept") | {2: "internal_error", 4: "internal_error"}
-    rows = writer.read_rows()
+    rows = jobs[0].writer.read_rows()
     assert re.fullmatch(r"MemoryError at test_workers\.py:\d+", rows[2]["message"])
     assert re.fullmatch(r"ArithmeticError at test_workers\.py:\d+", rows[4]["message"])
     err = capsys.readouterr().err
@@ -157,12 +154,9 @@ def test_an_error_of_ours_costs_its_file_only_with_and_without_processes(
     assert "a fault" not in err
 
 
-def test_without_processes_one_file_at_a_time_is_in_work(tmp_path: Path, clean: Path, tree: Path) -> None:
+def test_without_processes_one_file_at_a_time_is_in_work(jobs: list[Job]) -> None:
     """So the run stops at the first reject too many, no file later."""
-    cfg = load_config(CONFIG, [f"data.gcs_root={tree}", f"data.store={tmp_path / 'store'}"])
-    record, begun = read_records(cfg).records[0], []
-    writer = StoreWriter(cfg.data.store)
-    jobs = [Job(row, record, writer, cfg.spatial, cfg.data.storage_options) for row in range(6)]
+    begun = []
 
     def work(job: Job) -> Outcome:
         begun.append(job.row)

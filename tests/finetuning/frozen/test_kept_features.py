@@ -33,8 +33,9 @@ class Counted(nn.Module):
 
 
 @pytest.fixture
-def kept(world: Path, tmp_path: Path) -> KeptFeatures:
-    cfg = config(world, tmp_path / "runs" / "a", "data.workers=0", "eval.batch_size=4")
+def kept(world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> KeptFeatures:
+    monkeypatch.setattr("finetuning.features.kept.EVALUATION_BATCH", 4)
+    cfg = config(world, tmp_path / "runs" / "a", "data.workers=0")
     store = PreparedStore.open(cfg.data.store)
     return KeptFeatures(Counted(random_encoder(cfg, 0)), cfg, store, RUNTIME, features_folder(cfg))
 

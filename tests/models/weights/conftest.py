@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,12 +12,12 @@ from models.vit3d import SIZES, Size
 from tests.models.weights.weight_files import research_file
 from tests.support.vjepa2_oracle import hf_model
 
-TI = Size(3, 128, 2)  # of model.size ti in these tests
 
-
-@pytest.fixture(autouse=True)
-def _small_ti(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(SIZES, "ti", TI)
+@pytest.fixture(scope="module", autouse=True)
+def _small_ti() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(SIZES, "ti", Size(3, 128, 2))
+        yield
 
 
 @pytest.fixture(scope="module")

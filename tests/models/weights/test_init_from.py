@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -14,13 +12,10 @@ from models.vjepa3d import VJEPA3D
 from models.weights.files import read_weights
 from models.weights.fit import fit
 from models.weights.load import start_from
-from pretraining.resume import restore
-from pretraining.run import Run
 from pretraining.train import main as train
 from tests.models.weights.weight_files import config, own_checkpoint
 from tests.support.pipeline_factory import SMOKE, pipeline_overrides
 from utils.checkpoint import CheckpointError, load_checkpoint
-from utils.runtime.single import Runtime
 
 
 def test_a_run_starts_from_them(tiny: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -77,16 +72,3 @@ def test_the_command_starts_from_them(pipeline: Path, tiny: Path, tmp_path: Path
     model = load_checkpoint(str(kept))["model"]
     for name in (name for name in model if not name.startswith("target_encoder.")):
         torch.testing.assert_close(model[name], expected[name], atol=1e-6, rtol=0)
-
-
-def test_training_restores_from_them(tiny: Path, tmp_path: Path) -> None:
-    cfg = config(f"method.init_from={tiny}", f"run.dir={tmp_path}")
-    store: Any = SimpleNamespace(attrs={"normalisation": STORE_NORMALISATION})
-    nothing: Any = None  # what only a resumed run reads
-    model = VJEPA3D(cfg)
-    cpu = Runtime(torch.device("cpu"), use_bf16=False)
-    rows: Any = SimpleNamespace(train=range(4))
-    progress = restore(Run(cfg, store, rows, model, nothing, cpu), nothing)
-    assert (progress.step, progress.inherited, progress.init_weight) == (0, [], 0.0)
-    expected = fit(read_weights(str(tiny)), cfg).tensors
-    assert all(torch.equal(value, expected[name]) for name, value in model.state_dict().items())

@@ -1,4 +1,4 @@
-"""load_vjepa2 gives Hugging Face's numbers, for research files and its own folders."""
+"""Modules of a file give Hugging Face's numbers, for research files and its own folders."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ import torch
 from transformers import VJEPA2Config, VJEPA2Model
 
 from models.vit3d import SIZES, Size
+from models.weights.files import read_weights
 from models.weights.hf_layout import from_hf, to_hf
-from models.weights.load import load_vjepa2
+from models.weights.load import load_encoder
 from models.weights.shape import encoder_size, predictor_shape, require_same
-from tests.models.weights.weight_files import MEAN, STD, research_file, volume
+from tests.models.weights.weight_files import modules, research_file, volume
 from tests.support.vjepa2_oracle import (
     Plain,
     hf_encode,
@@ -28,7 +29,7 @@ from utils.checkpoint import CheckpointError
 def test_a_research_file_gives_hugging_faces_numbers(
     research: Path, pair: tuple[VJEPA2Model, VJEPA2Model]
 ) -> None:
-    encoder, target_encoder, predictor = load_vjepa2(str(research))
+    encoder, target_encoder, predictor = modules(research)
     x = volume(2, 3, 4, 12, 12)
     keep, target = torch.tensor([[0, 4, 7, 17], [16, 2, 9, 3]]), torch.tensor([[1, 11], [0, 12]])
     with torch.no_grad():
@@ -43,65 +44,25 @@ def test_a_research_file_gives_hugging_faces_numbers(
     assert encoder.patch_embed.proj.weight.shape == (128, 3, 2, 4, 4)
 
 
-def test_the_mask_token_is_chosen(tmp_path: Path) -> None:
-    """Token 0 by default, as trained; 1 gives the numbers of Hugging Face's bare predictor."""
-    theirs = hf_model(0, pred_num_mask_tokens=3)
-    path = str(research_file(tmp_path / "a.pt", theirs, theirs))
-    context = volume(1, 2, 128)
-    keep, target = torch.tensor([[0, 7]]), torch.tensor([[5, 17]])
-    expected = hf_predict(theirs, context, keep, target)
-    by_default, first, second = (
-        load_vjepa2(path, **options)[2] for options in ({}, {"mask_token": 0}, {"mask_token": 1})
-    )
-    for predictor in (by_default, first, second):
-        predictor.grid = (2, 3, 3)
-    torch.testing.assert_close(second(context, keep, target), expected, atol=1e-4, rtol=0)
-    assert torch.equal(by_default(context, keep, target), first(context, keep, target))
-    assert (first(context, keep, target) - expected).abs().max() > 0.01
-    with pytest.raises(CheckpointError, match=r"a\.pt: mask_token: expected 0 to 2, found 3"):
-        load_vjepa2(path, mask_token=3)
-
-
 def test_positions_follow_the_volume(tmp_path: Path) -> None:
-    """One file, volumes of several sizes in turn; the predictor's positions are the last volume's."""
+    """One file, volumes of several sizes in turn."""
     small, large = hf_model(0), hf_model(0, crop_size=20, frames_per_clip=6)  # the same weights
-    encoder, target_encoder, predictor = load_vjepa2(str(research_file(tmp_path / "a.pt", small, small)))
-    keep, target = torch.tensor([[1, 8, 13]]), torch.tensor([[0, 17, 10]])
-    for number, model in enumerate((small, large, small)):
+    encoder = load_encoder(str(research_file(tmp_path / "a.pt", small, small)))
+    keep = torch.tensor([[1, 8, 13]])
+    for model in (small, large, small):
         cfg = model.config
         x = volume(1, 3, cfg.frames_per_clip, cfg.crop_size, cfg.crop_size)
-        last = target_encoder if number == 1 else encoder
         with torch.no_grad():
-            torch.testing.assert_close(last(x), hf_encode(model, x, None), atol=1e-4, rtol=0)
-            context = hf_encode(model, x, keep)
-            expected = hf_predict(model, context, keep, target)
-            torch.testing.assert_close(last(volume_BCDHW=x, keep_BK=keep), context, atol=1e-4, rtol=0)
-            torch.testing.assert_close(predictor(context, keep, target), expected, atol=1e-4, rtol=0)
+            torch.testing.assert_close(encoder(x), hf_encode(model, x, None), atol=1e-4, rtol=0)
+            context = encoder(volume_BCDHW=x, keep_BK=keep)
+            torch.testing.assert_close(context, hf_encode(model, x, keep), atol=1e-4, rtol=0)
     flat = volume(1, 3, 4, 8, 20)  # grid 2 x 2 x 5
     weights = {name: p.detach().double() for name, p in encoder.named_parameters()}
     keep = torch.arange(20).unsqueeze(0)
     expected = plain_encode(weights, 2, Plain((2, 2, 5), (2, 4, 4), "tiled"), flat.double(), keep)
-    torch.testing.assert_close(encoder(flat).detach().double(), expected, atol=1e-4, rtol=0)
+    torch.testing.assert_close(encoder(flat).double(), expected, atol=1e-4, rtol=0)
     with pytest.raises(ValueError, match=r"whole patches \(2, 4, 4\), found \(1, 3, 4, 12, 13\)"):
         encoder(volume(1, 3, 4, 12, 13))
-
-
-def test_adapted_to_one_channel_and_four_planes(
-    research: Path, pair: tuple[VJEPA2Model, VJEPA2Model]
-) -> None:
-    """Gray in [0, 1], twice as many planes: the features of the same gray as normalised RGB."""
-    gray = volume(2, 1, 4, 12, 12)
-    normalised = (gray - MEAN.view(3, 1, 1, 1)) / STD.view(3, 1, 1, 1)
-    doubled = torch.stack((gray, gray), dim=3).flatten(2, 3)
-    keep, target = torch.tensor([[3, 5], [1, 12]]), torch.tensor([[4], [0]])
-    adapted = load_vjepa2(str(research), adapt=True)
-    assert adapted[0].patch_embed.proj.weight.shape == (128, 1, 4, 4, 4)
-    with torch.no_grad():
-        for ours, theirs in zip(adapted[:2], pair, strict=True):
-            torch.testing.assert_close(ours(doubled), hf_encode(theirs, normalised, None), atol=1e-4, rtol=0)
-        context = adapted[0](doubled, keep)
-        expected = hf_predict(pair[0], hf_encode(pair[0], normalised, keep), keep, target)
-        torch.testing.assert_close(adapted[2](context, keep, target), expected, atol=1e-4, rtol=0)
 
 
 def test_a_hugging_face_folder(tmp_path: Path) -> None:
@@ -112,18 +73,16 @@ def test_a_hugging_face_folder(tmp_path: Path) -> None:
     assert len(list((tmp_path / "shards").glob("*.safetensors"))) > 1
     x, keep, target = volume(1, 3, 4, 12, 12), torch.tensor([[2, 9]]), torch.tensor([[3]])
     for name in ("whole", "shards"):
-        encoder, target_encoder, predictor = load_vjepa2(str(tmp_path / name))
+        encoder, target_encoder, predictor = modules(tmp_path / name)
         with torch.no_grad():
             context = hf_encode(theirs, x, keep)
             torch.testing.assert_close(encoder(x, keep), context, atol=1e-4, rtol=0)
             torch.testing.assert_close(target_encoder(x, keep), context, atol=1e-4, rtol=0)
             expected = hf_predict(theirs, context, keep, target)
             torch.testing.assert_close(predictor(context, keep, target), expected, atol=1e-4, rtol=0)
-        first, second = (m.norm.weight for m in (encoder, target_encoder))
-        assert first.data_ptr() != second.data_ptr()
-    load_vjepa2(str(tmp_path / "whole"), heads=4, predictor_heads=4)
+    read_weights(str(tmp_path / "whole"), heads=4, predictor_heads=4)
     with pytest.raises(CheckpointError, match="predictor_heads: expected 4, as the file says, found 2"):
-        load_vjepa2(str(tmp_path / "whole"), heads=4, predictor_heads=2)
+        read_weights(str(tmp_path / "whole"), heads=4, predictor_heads=2)
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,8 @@ import torch
 from transformers import VJEPA2Model
 
 from models.weights.files import read_weights
-from models.weights.load import load_vjepa2
-from tests.models.weights.weight_files import exit_line, research_file, volume
+from models.weights.load import load_encoder
+from tests.models.weights.weight_files import exit_line, modules, research_file, volume
 from tests.support.vjepa2_oracle import hf_encode, hf_model, hf_predict, hf_tensors, research_names
 from utils.checkpoint import CheckpointError
 
@@ -42,7 +42,7 @@ def test_research_files_that_are_not_whole(pair: tuple[VJEPA2Model, VJEPA2Model]
     for number, (changes, message) in enumerate(cases):
         path = research_file(tmp_path / f"{number}.pt", *pair, **changes)
         with pytest.raises(CheckpointError, match=message):
-            load_vjepa2(str(path))
+            read_weights(str(path))
 
 
 def test_training_state_of_any_kind_is_left_out(
@@ -77,19 +77,19 @@ def test_the_ema_encoder_of_other_files_is_the_target(
 ) -> None:
     encoder, _ = research_names(hf_tensors(pair[1], lambda p: p.detach().clone()))
     path = research_file(tmp_path / "ema.pt", *pair, target_encoder="absent", ema_encoder=encoder)
-    assert torch.equal(load_vjepa2(str(path))[1].norm.weight, encoder["norm.weight"])
+    assert torch.equal(load_encoder(str(path)).norm.weight, encoder["norm.weight"])
 
 
 def test_widths_that_do_not_tell_the_heads(tmp_path: Path) -> None:
     theirs = hf_model(
         0, hidden_size=48, num_attention_heads=3, pred_hidden_size=72, pred_num_attention_heads=6
     )
-    path = str(research_file(tmp_path / "a.pt", theirs, theirs))
+    path = research_file(tmp_path / "a.pt", theirs, theirs)
     with pytest.raises(CheckpointError, match=r"a width of 64 per head, or heads= .*, found 48"):
-        load_vjepa2(path)
+        modules(path)
     with pytest.raises(CheckpointError, match=r"32 channels per head, or predictor_heads= .* found width 72"):
-        load_vjepa2(path, heads=3)
-    encoder, _, predictor = load_vjepa2(path, heads=3, predictor_heads=6)
+        modules(path, heads=3)
+    encoder, _, predictor = modules(path, heads=3, predictor_heads=6)
     x, keep, target = volume(1, 3, 4, 12, 12), torch.tensor([[0, 7]]), torch.tensor([[5]])
     with torch.no_grad():
         theirs_context = hf_encode(theirs, x, keep)

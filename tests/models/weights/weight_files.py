@@ -11,8 +11,12 @@ from torch import Tensor
 from transformers import VJEPA2Model
 
 from data_setup.store.format import NORMALISATION as STORE_NORMALISATION
+from models.predictor import Predictor3D
+from models.vit3d import VisionTransformer3D
 from models.vjepa3d import VJEPA3D
 from models.weights.cli import main
+from models.weights.files import read_weights
+from models.weights.shape import ROLES, new_encoder, new_predictor
 from tests.support.pipeline_factory import SMOKE
 from tests.support.vjepa2_oracle import hf_tensors, research_names
 from utils.checkpoint import CheckpointWriter
@@ -45,6 +49,18 @@ def research_file(path: Path, context: VJEPA2Model, target: VJEPA2Model, **chang
     content = {k: v for k, v in {**parts, **state, **changes}.items() if v != "absent"}
     torch.save(content, path)
     return path
+
+
+def modules(path: Path, **heads: int) -> tuple[VisionTransformer3D, VisionTransformer3D, Predictor3D]:
+    """(encoder, target_encoder, predictor) of the file's shape, for volumes of 4 x 12 x 12."""
+    weights = read_weights(str(path), **heads)
+    both = new_encoder(weights), new_encoder(weights), new_predictor(weights)
+    for module, tensors in zip(both, (weights.role(role) for role in ROLES), strict=True):
+        module.load_state_dict(tensors)
+        module.grid = (2, 3, 3)
+    for encoder in both[:2]:
+        encoder.num_tokens = 18
+    return both
 
 
 def config(*overrides: str) -> Config:

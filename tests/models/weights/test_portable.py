@@ -25,52 +25,28 @@ from data_setup.store.writer import measure
 from data_setup.transforms import identity_matrix
 from data_setup.valid_field import token_valid
 from models.probes.features import pool_tokens
-from models.vit3d import SIZES, Size
-from models.vjepa3d import VJEPA3D, build_encoder
+from models.vjepa3d import build_encoder
 from models.weights import load_encoder
 from models.weights.cli import main
 from models.weights.portable import load_portable, onnx_file, selftest
 from models.weights.portable.eye import SHAPE, SPACING_MM, golden_eye
 from models.weights.portable.program import PortableEncoder, Preprocess
 from models.weights.portable.selftest import Portable, SelfTestError, check_input
-from utils.checkpoint import CheckpointWriter
-from utils.config.load import load_config, to_yaml
-from utils.config.schema import Config
+from tests.models.weights.weight_files import config, own_checkpoint
 from utils.errors import UserError
 
-SMOKE = Path(__file__).resolve().parents[2] / "configs" / "smoke_test.yaml"
 Triple = tuple[float, float, float]
-
-
-def config() -> Config:
-    """Grid 2 x 4 x 4, of the kind that Hugging Face's layout holds."""
-    shape = ["spatial.image_size=[8,32,32]", "model.rope=tiled", "method.predictor_width=64"]
-    return load_config(SMOKE, [*shape, "method.predictor_depth=2"])
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An exported encoder whose weights are far from their initialisation."""
     root = tmp_path_factory.mktemp("portable")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(SIZES, "ti", Size(3, 128, 2))
-        torch.manual_seed(5)
-        model = VJEPA3D(config())
-        for parameter in model.parameters():
-            parameter.data.add_(torch.randn(parameter.shape), alpha=0.05)
-        writer = CheckpointWriter(str(root / "run"), 1)
-        state = {"step": 7, "model": model.state_dict(), "config": to_yaml(config()), "recipe": "vjepa2"}
-        state |= {
-            "normalisation": "zscore_valid",
-            "participants": ["1001"],
-            "progress": {"init_weight": 0.25},
-        }
-        writer.save(state, ["best_probe"])
-        writer.close()
-        checkpoint = str(root / "run" / "best_probe.pt")
-        assert main(["export", "--checkpoint", checkpoint, "--portable", str(root / "out")]) == 0
-        with pytest.raises(UserError, match="--out: expected a new or empty folder"):
-            main(["export", "--checkpoint", checkpoint, "--portable", str(root / "out")])
+    words = ["export", "--checkpoint", str(own_checkpoint(root / "run", config()))]
+    words += ["--portable", str(root / "out")]
+    assert main(words) == 0
+    with pytest.raises(UserError, match="--out: expected a new or empty folder"):
+        main(words)
     return root / "out"
 
 
@@ -237,7 +213,6 @@ def test_without_the_packages_there_is_no_onnx_file(
     tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The command says so in a line, the card and preprocess.json say which files there are."""
-    monkeypatch.setitem(SIZES, "ti", Size(3, 128, 2))
     monkeypatch.setitem(sys.modules, "onnxscript", None)
     checkpoint = str(folder.parent / "run" / "best_probe.pt")
     assert main(["export", "--checkpoint", checkpoint, "--portable", str(tmp_path / "out")]) == 0
@@ -353,16 +328,8 @@ def cut(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-200])
 
 
-def with_patch(path: Path) -> None:
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"patch_size": [4, 4, 4]}))
-
-
-def of_version_1(path: Path) -> None:
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"format_version": 1}))
-
-
-def without_digests(path: Path) -> None:
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"sha256": {}}))
+def with_words(**words: Any) -> Callable[[Path], Any]:
+    return lambda path: path.write_text(json.dumps(json.loads(path.read_text()) | words))
 
 
 @pytest.mark.parametrize(
@@ -372,13 +339,17 @@ def without_digests(path: Path) -> None:
         ("preprocess.json", cut, r"preprocess\.json: expected the contract of the export, found"),
         (
             "preprocess.json",
-            with_patch,
+            with_words(patch_size=[4, 4, 4]),
             r"patch_size: expected \(4, 8, 8\) of config\.json, found",
         ),
         ("hf/model.safetensors", cut, r"hf/model\.safetensors: wrong weights: expected sha256"),
-        ("preprocess.json", without_digests, r"sha256: expected .*hf/model\.safetensors.*, found {}"),
+        ("preprocess.json", with_words(sha256={}), r"sha256: expected .*hf/model\.safetensors.*, found {}"),
         ("program.onnx", cut, r"program\.onnx: another file: expected sha256"),
-        ("preprocess.json", of_version_1, r"format_version: expected 2, found 1; export again"),
+        (
+            "preprocess.json",
+            with_words(format_version=1),
+            r"format_version: expected 2, found 1; export again",
+        ),
         ("program.pt2", Path.unlink, r"program\.pt2: expected a file of the export, found none"),
     ],
 )

@@ -9,35 +9,24 @@ import pytest
 import torch
 from torch import Tensor
 
-from models.vit3d import SIZES, Size
+from models.vit3d import SIZES
 from models.vjepa3d import VJEPA3D
 from models.weights import load_encoder
 from models.weights.cli import main
 from models.weights.files import read_weights
-from models.weights.fit import IMAGENET_MEAN, IMAGENET_STD, Z_SCORE
-from models.weights.load import load_vjepa2, start_from
+from models.weights.fit import GRAY_MEAN, GRAY_STD, IMAGENET_MEAN, IMAGENET_STD
+from models.weights.load import start_from
 from models.weights.shape import encoder_size, new_encoder, require_same
 from models.weights.vjepa21 import encoder_of, is_vjepa21, predictor_left_out
 from pretraining.train import main as train
-from tests.support.pipeline_factory import pipeline_overrides
+from tests.models.weights.weight_files import config, volume
+from tests.support.pipeline_factory import SMOKE, pipeline_overrides
 from tests.support.vjepa2_oracle import Plain, coordinates, norm, plain_blocks
 from utils.checkpoint import CheckpointError, load_checkpoint
-from utils.config.load import load_config
-from utils.config.schema import Config
 
-SMOKE = Path(__file__).resolve().parents[2] / "configs" / "smoke_test.yaml"
 HEADS = 2
 PATCH = (2, 8, 8)
-
-
-@pytest.fixture(autouse=True)
-def _small_ti(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(SIZES, "ti", Size(3, 128, HEADS))
-
-
-def config(*overrides: str) -> Config:
-    """Grid 2 x 4 x 4 of patches 4 x 8 x 8."""
-    return load_config(SMOKE, ["spatial.image_size=[8,32,32]", "model.rope=interpolated", *overrides])
+INTERPOLATED = "model.rope=interpolated"
 
 
 def block_shapes(prefix: str, width: int, depth: int) -> dict[str, list[int]]:
@@ -130,10 +119,6 @@ def reference(
     )
 
 
-def volume(*shape: int) -> Tensor:
-    return torch.rand(*shape, generator=torch.Generator().manual_seed(0))
-
-
 def test_a_file_gives_the_features_of_its_definition(tmp_path: Path) -> None:
     """The average is the target; grids of two shapes, whole and of kept tokens."""
     path = saved(tmp_path / "vitb.pt")
@@ -160,12 +145,12 @@ def test_a_run_starts_from_it(tmp_path: Path) -> None:
     """
     path = saved(tmp_path / "vitb.pt")
     torch.manual_seed(0)
-    model = VJEPA3D(config())
+    model = VJEPA3D(config(INTERPOLATED))
     random = {name: p.clone() for name, p in model.predictor.named_parameters()}
-    start = start_from(model, config(f"method.init_from={path}"), "zscore_valid")
+    start = start_from(model, config(f"method.init_from={path}", INTERPOLATED), "zscore_valid")
     assert (start.participants, start.init_weight) == ([], 0.0)
     x = volume(1, 4, 32, 32) * 4 - 2
-    gray = Z_SCORE.mean + Z_SCORE.std * x
+    gray = GRAY_MEAN + GRAY_STD * x
     mean, std = (torch.tensor(values).view(3, 1, 1, 1) for values in (IMAGENET_MEAN, IMAGENET_STD))
     video = (gray - mean) / std
     doubled = x.repeat_interleave(2, dim=1)
@@ -178,7 +163,7 @@ def test_a_run_starts_from_it(tmp_path: Path) -> None:
 
 def test_the_command_starts_from_it(pipeline: Path, tmp_path: Path) -> None:
     """One update on the phantom: the encoder is the file's."""
-    words = [f"method.init_from={saved(tmp_path / 'vitb.pt')}", "model.rope=interpolated"]
+    words = [f"method.init_from={saved(tmp_path / 'vitb.pt')}", INTERPOLATED]
     words += [f"run.dir={tmp_path / 'run'}", "optim.base_lr=1e-9", "train.max_steps=1"]
     words += ["train.val_every_steps=null"]
     assert train(["--config", str(SMOKE), *pipeline_overrides(pipeline), *words]) == 0
@@ -197,7 +182,7 @@ def test_the_commands_account_for_every_key(tmp_path: Path, capsys: pytest.Captu
     left_out = [line for line in lines if line.startswith("left out: ")]
     # of each encoder: 3 of images, 1 added, 6 of earlier depths; the predictor; 5 of the training state
     assert len(left_out) == 2 * 10 + len(PREDICTOR) + 5
-    shape = ["spatial.image_size=[8,32,32]", "model.rope=interpolated"]
+    shape = ["spatial.image_size=[8,32,32]", INTERPOLATED]
     out = str(tmp_path / "start.pt")
     assert main(["import", path, "--config", str(SMOKE), "--out", out, *shape]) == 0
     assert load_encoder(out).rope == "interpolated"
@@ -209,7 +194,7 @@ def test_released_configurations(size: str) -> None:
     shape = SIZES[size]
     with torch.device("meta"):
         published = {n: torch.zeros(s) for n, s in encoder_shapes(shape.width, shape.depth).items()}
-        expected = VJEPA3D(config(f"model.size={size}", "spatial.image_size=[4,32,32]")).encoder.state_dict()
+        expected = VJEPA3D(config(f"model.size={size}", INTERPOLATED)).encoder.state_dict()
     assert is_vjepa21(published)
     ours, left_out = encoder_of("file", "encoder", published)
     expected["patch_embed.proj.weight"] = published["patch_embed.proj.weight"]
@@ -250,8 +235,6 @@ def test_another_layout_is_refused(tmp_path: Path, changes: dict[str, Any], mess
 
 def test_what_it_cannot_be_used_for(tmp_path: Path) -> None:
     path = saved(tmp_path / "vitb.pt")
-    with pytest.raises(CheckpointError, match=r"found V-JEPA 2\.1's, which predicts other features"):
-        load_vjepa2(path)
     cfg = config(f"method.init_from={path}", "model.rope=tiled")
     with pytest.raises(
         CheckpointError, match=r"expected tiled .* \(model\.rope=interpolated fits these weights\)"

@@ -9,7 +9,6 @@ acquired voxel goes through the resampling that made the store.
 
 from __future__ import annotations
 
-import io
 import itertools
 from collections.abc import Iterable, Iterator
 
@@ -21,24 +20,9 @@ from einops import reduce
 from data_setup.resample import resample_frames
 from data_setup.transforms import identity_matrix
 from data_setup.valid_field import token_valid
-from utils import storage
-from utils.config.schema import SpatialConfig, StorageOptions
-from utils.errors import UserError
+from utils.config.schema import SpatialConfig
 
 TOKENS_PER_VOLUME = 96
-
-
-def read_truth_file(
-    tree: str, record: pd.Series, options: StorageOptions | None = None
-) -> dict[str, np.ndarray]:
-    """The arrays of a volume's truth file (docs/concepts/phantom.md); UserError where there is none."""
-    url = storage.join(tree, "truth", f"{record.sop_instance_uid}.npz")
-    try:
-        data = storage.read_bytes(url, options)
-    except storage.StorageNotFoundError as error:
-        raise UserError(f"{url}: expected the truth file that the phantom writes, found none") from error
-    with np.load(io.BytesIO(data)) as arrays:
-        return dict(arrays)
 
 
 def sample_tokens(valid_N: np.ndarray, seed: int) -> np.ndarray:

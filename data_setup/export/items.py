@@ -1,21 +1,45 @@
-"""Parts of a DICOM data set: items, codes, and UIDs that are a function of what they name."""
+"""Parts of a DICOM data set: an empty file, items, codes, and UIDs that are a function of what they name."""
 
 from __future__ import annotations
 
 import hashlib
+import io
+from collections.abc import Mapping
 from typing import Any
 
-from pydicom.dataset import Dataset
+from pydicom.dataset import Dataset, FileDataset, FileMetaDataset
 from pydicom.sequence import Sequence
+from pydicom.uid import UID, ExplicitVRLittleEndian
 
 from data_setup.readers.faults import OCTReadError, RejectReason
+
+
+def new_file(sop_class: str, uid: str) -> FileDataset:
+    """An empty file of this class, uncompressed."""
+    meta = FileMetaDataset()
+    meta.MediaStorageSOPClassUID = UID(sop_class)
+    meta.MediaStorageSOPInstanceUID = UID(uid)
+    meta.TransferSyntaxUID = ExplicitVRLittleEndian
+    return FileDataset(io.BytesIO(), {}, file_meta=meta, preamble=b"\0" * 128)
+
+
+def fill(ds: Dataset, attributes: Mapping[str, Any]) -> None:
+    """Set these attributes."""
+    for keyword, value in attributes.items():
+        setattr(ds, keyword, value)
+
+
+def to_bytes(ds: FileDataset) -> bytes:
+    """The file's bytes (Part 10, with preamble and checked file meta)."""
+    buffer = io.BytesIO()
+    ds.save_as(buffer, enforce_file_format=True)
+    return buffer.getvalue()
 
 
 def make_item(**attributes: Any) -> Dataset:
     """An item with these attributes."""
     item = Dataset()
-    for keyword, value in attributes.items():
-        setattr(item, keyword, value)
+    fill(item, attributes)
     return item
 
 

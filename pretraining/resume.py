@@ -92,7 +92,7 @@ def _read(run: Run) -> tuple[dict[str, Any] | None, Mapping[str, Any]]:
         state = load_newest(cfg.train.ckpt_dir, cfg.data.storage_options)
     if state is not None:
         where = str(cfg.train.ckpt_dir)
-        began_as = config_of_yaml(state["config"], where)
+        began_as = config_of_yaml(state["config"], where, to_go_on=True)
         refuse_changes(began_as, cfg, where, moved=keys_with("is_place"))
         if state["rows_sha256"] != rows_checksum(run.rows, store):
             raise UserError(

@@ -216,7 +216,9 @@ def _read(tuning: Tuning) -> dict[str, Any] | None:
         raise CheckpointError(
             f"{where}: expected checkpoints of a fine-tuning, found those of a pre-training"
         )
-    refuse_changes(config_of_yaml(state["config"], where), cfg, where, moved=keys_with("is_place"))
+    refuse_changes(
+        config_of_yaml(state["config"], where, to_go_on=True), cfg, where, moved=keys_with("is_place")
+    )
     expected = {
         "total_steps": (
             tuning.calendar.total,

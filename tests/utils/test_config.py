@@ -500,7 +500,11 @@ def test_keys_that_went_are_taken_out_of_stored_configurations(
     assert config_of_yaml(path.read_text(), "a.pt") == cfg
     assert "a.pt: the key finetune.lora_rank=8 is gone and is left out" in caplog.text
     with pytest.raises(ConfigError, match=r"finetune\.lora_rank: expected null, the key is gone, found 8"):
+        config_of_yaml(path.read_text(), "a.pt", to_go_on=True)
+    with pytest.raises(ConfigError, match=r"finetune\.lora_rank: expected null, the key is gone, found 8"):
         load_config(path)
+    path.write_text(older(place, {"wandb.group": "first", "train.shard_parameters": True}))
+    assert config_of_yaml(path.read_text(), "a.pt", to_go_on=True) == cfg
     with pytest.raises(ConfigError, match=r"optim\.extend: unknown key"):
         load_config(SMOKE, ["optim.extend=null"])
 

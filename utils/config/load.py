@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import is_dataclass
 from pathlib import Path
 from types import NoneType, UnionType
@@ -93,6 +93,9 @@ RENAMED_KEYS = {
 CHANGES_WHAT_IS_READ = ("method.", "task.", "optim.use_scheduler")
 READ_WITH_ANY_VALUE = {name for name in GONE_KEYS if not name.startswith(CHANGES_WHAT_IS_READ)}
 READ_WITH_ANY_VALUE |= {"method.covariance_weight", *RENAMED_KEYS}
+# And of these: a run that was begun with another value goes on to the same numbers without it.
+CHANGES_NO_NUMBER = ("data.", "eval.", "probe.", "run.", "wandb.", "optim.extend", "train.grad_accum_steps")
+CHANGES_NO_NUMBER += ("train.max_bad_steps", "train.shard_parameters")
 log = logging.getLogger(__name__)
 
 
@@ -158,12 +161,13 @@ def _checked(loaded: Any, overrides: Sequence[str], base: Mapping[str, Any] | No
     return cfg
 
 
-def config_of_yaml(text: str, where: str) -> Config:
+def config_of_yaml(text: str, where: str, *, to_go_on: bool = False) -> Config:
     """The configuration that `to_yaml` wrote; raises ConfigError. The text may be a stranger's, so nothing is
-    looked up for it.
+    looked up for it. `to_go_on`: of a run that is resumed, not only read.
     """
+    kept = {name for name in READ_WITH_ANY_VALUE if not to_go_on or name.startswith(CHANGES_NO_NUMBER)}
     try:
-        saved = _without_gone_keys(OmegaConf.create(text), where, is_stored=True)
+        saved = _without_gone_keys(OmegaConf.create(text), where, kept)
         for key, reference in _references(OmegaConf.to_container(saved)):
             raise ConfigError(f"{where}: {key}: expected a plain value, found the reference {reference}")
         cfg = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), saved))
@@ -174,9 +178,10 @@ def config_of_yaml(text: str, where: str) -> Config:
     return cfg
 
 
-def _without_gone_keys(written: Any, where: str, *, is_stored: bool = False) -> Any:
+def _without_gone_keys(written: Any, where: str, with_any_value: Collection[str] = ()) -> Any:
     """A configuration of a file, or one stored with weights, less GONE_KEYS, and with RENAMED_KEYS by their
-    names of today; raises ConfigError where a key that went has a value that changed the run.
+    names of today; raises ConfigError where a key that went has a value that changed the run, and is not of
+    `with_any_value`.
     """
     for key in (*RENAMED_KEYS, *GONE_KEYS):
         section, _, name = key.rpartition(".")
@@ -190,7 +195,7 @@ def _without_gone_keys(written: Any, where: str, *, is_stored: bool = False) -> 
         if today and values.get(today) is None:
             part[today] = value
         elif value not in same:
-            if not (is_stored and key in READ_WITH_ANY_VALUE):
+            if key not in with_any_value:
                 words = " or ".join("null" if value is None else str(value).lower() for value in same)
                 raise ConfigError(f"{where}: {key}: expected {words}, the key is gone, found {value}")
             log.warning("%s: the key %s=%s is gone and is left out", where, key, value)

@@ -26,7 +26,7 @@ def check_run_dir(cfg: Config) -> None:
     """A resumed run must have the same configuration, except for the keys that may change (schema.py)."""
     path = Path(cfg.run.dir) / "config.yaml"
     if path.exists():
-        refuse_changes(config_of_yaml(path.read_text(), str(path)), cfg, str(path))
+        refuse_changes(config_of_yaml(path.read_text(), str(path), to_go_on=True), cfg, str(path))
 
 
 @contextmanager

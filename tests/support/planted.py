@@ -5,7 +5,7 @@ PLANTED is JSON. {"rank": R, "out_of_memory_above": B}: on rank R a trial step o
 not fit. {"seen": DIR}: every process appends "step row row ..." of each step to DIR/RANK. {"nan_steps":
 [...]}: the loss of these steps is NaN. {"pause_s": S}: every step takes S longer. {"impatient": true}: a
 bucket that fails is given up within a second. {"max_bad_steps": N}: skipped_updates.MAX_BAD_STEPS.
-{"data_s": S, "stall_s": S}: those of patience. {"hang_row": R}: a loader worker never finishes reading row R
+{"grace_s": S}: loader.GRACE_S. {"data_s": S, "stall_s": S}: those of patience. {"hang_row": R}: a loader worker never finishes reading row R
 of the store. {"no_pickle": true}: whatever reads a pickle fails.
 """
 
@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from data_setup import loader
 from data_setup.store.reader import VolumeReader
 from models.vjepa3d import Output
 from pretraining import step as step_module
@@ -66,6 +67,7 @@ def plant() -> None:
         cloud.POLICY = replace(cloud.POLICY, attempts=2, first_wait_s=0.01)
     if PLANTED.get("no_pickle"):
         forbid_pickle(writing=False)  # torch.save writes one, which torch.load reads by code of its own
+    loader.GRACE_S = PLANTED.get("grace_s", loader.GRACE_S)
     patience.DATA_S = PLANTED.get("data_s", patience.DATA_S)
     patience.STALL_S = PLANTED.get("stall_s", patience.STALL_S)
     skipped_updates.MAX_BAD_STEPS = PLANTED.get("max_bad_steps", skipped_updates.MAX_BAD_STEPS)

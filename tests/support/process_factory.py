@@ -211,3 +211,10 @@ def worker_of_rank(launcher: int, rank: int) -> int:
         ):
             return pid
     raise AssertionError(f"no process of rank {rank} below {launcher}")
+
+
+def loader_workers(pid: int) -> list[int]:
+    """Loader workers of a training process: what its fork server started."""
+    everybody = processes()
+    parents = {child: everybody.get(child, (0, ""))[0] for child in descendants(pid)}
+    return [c for c, p in parents.items() if "multiprocessing.forkserver" in everybody.get(p, (0, ""))[1]]

@@ -7,6 +7,7 @@ import re
 import shutil
 import signal
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -25,6 +26,8 @@ from tests.support.process_factory import (
     command,
     documented_nodes,
     free_port,
+    is_running,
+    loader_workers,
     losses,
     metrics,
     run_to_end,
@@ -227,6 +230,25 @@ def test_both_take_the_same_decisions(folder: Path, tmp_path: Path) -> None:
     for epoch in range(2):
         inside = [r for step, *r in visits if epoch * steps <= 2 * step < (epoch + 1) * steps]
         assert sorted(r for part in inside for r in part) == sorted(rows)
+
+
+def test_a_loader_worker_that_hangs_is_named_by_the_first_process(folder: Path, tmp_path: Path) -> None:
+    """The second process's worker hangs; all end with code 2 and the reason is in the one log."""
+    run = tmp_path / "hangs"
+    overrides = (*TWO, "data.workers=1", "train.max_steps=4000")
+    argv = command(folder, f"run.dir={run}", *overrides, processes=2, module=PLANTED)
+    running = Running(argv, run, {"grace_s": 30, "data_s": 4})
+    running.wait_for_step(2)
+    (hung,) = loader_workers(worker_of_rank(running.process.pid, 1))
+    os.kill(hung, signal.SIGSTOP)
+    start = time.monotonic()
+    assert running.wait() != 0
+    assert time.monotonic() - start < 120
+    (line,) = [line for line in (run / "log.txt").read_text().splitlines() if "stopped: " in line]
+    assert "stopped: rank 1" in line
+    assert "expected a batch within 4 s" in line
+    assert "The last good checkpoint is" in line
+    assert not is_running(hung)
 
 
 HANGS = """

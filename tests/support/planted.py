@@ -5,8 +5,8 @@ PLANTED is JSON. {"rank": R, "out_of_memory_above": B}: on rank R a trial step o
 not fit. {"seen": DIR}: every process appends "step row row ..." of each step to DIR/RANK. {"nan_steps":
 [...]}: the loss of these steps is NaN. {"pause_s": S}: every step takes S longer. {"impatient": true}: a
 bucket that fails is given up within a second. {"max_bad_steps": N}: skipped_updates.MAX_BAD_STEPS.
-{"grace_s": S}: loader.GRACE_S. {"data_s": S, "stall_s": S}: those of patience. {"hang_row": R}: a loader worker never finishes reading row R
-of the store. {"no_pickle": true}: whatever reads a pickle fails.
+{"grace_s": S}: loader.GRACE_S. {"data_s": S, "stall_s": S}: those of patience. {"hang_row": R}: a loader
+worker never finishes reading row R of the store. {"no_pickle": true}: whatever reads a pickle fails.
 """
 
 from __future__ import annotations

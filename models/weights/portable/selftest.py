@@ -317,6 +317,5 @@ def _planted(volume: Tensor, spacing: Tensor) -> Iterator[tuple[str, Tensor, Ten
         swapped = f"axes swapped ({''.join(AXES[axis] for axis in order)} for {AXES}"
         yield f"{swapped})", volume.permute(order), spacing
         yield f"{swapped}, spacing too)", volume.permute(order), spacing[list(order)]
-    for whole in (torch.round, torch.floor):
-        grey = whole(volume / 255).to(torch.uint8)
-        yield "grey values 0-1 for 0-255 (before the program)", grey, spacing
+    for grey in (torch.round(volume / 255), torch.floor(volume / 255)):
+        yield "grey values 0-1 for 0-255 (before the program)", grey.to(torch.uint8), spacing

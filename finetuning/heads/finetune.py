@@ -92,9 +92,8 @@ def _finetune(
         if on_host is None:
             break
         micro_batches = [runtime.to_device(batch) for batch in on_host]
-        is_frozen, rate = step < tuning.unfreeze_at, warmup_cosine(cfg.optim, step, calendar.total)
-        model.freeze(is_frozen=is_frozen)
-        result = update_model(model, optimizer, micro_batches, cfg, runtime, rate, is_frozen=is_frozen)
+        rate = warmup_cosine(cfg.optim, step, calendar.total)
+        result = update_model(model, optimizer, micro_batches, cfg, runtime, rate)
         progress.skipped.count(step, result.is_finite)
         progress.step = done = step + 1
         runtime.mark_step()
@@ -121,9 +120,9 @@ def log_start(tuning: Tuning, progress: Progress) -> None:
     trained = sum(p.numel() for group in tuning.optimizer.param_groups for p in group["params"]) / 1e6
     log.info(
         "fine-tuning %s: encoder %s with a head (%s), %.1f M parameters, of which %.3g M are trained; %d "
-        "volumes; step %d of %d, encoder frozen until step %d, validation every %d steps",
+        "volumes; step %d of %d, validation every %d steps",
         tuning.source.url, cfg.model.size, cfg.head.kind, millions, trained, len(tuning.examples),
-        progress.step, calendar.total, tuning.unfreeze_at, calendar.validate_every,
+        progress.step, calendar.total, calendar.validate_every,
     )  # fmt: skip
 
 

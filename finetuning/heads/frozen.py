@@ -142,9 +142,7 @@ class Grid:
             some = places[start : start + inputs.at_once]
             batch = inputs.read(some)
             for part in self.parts:
-                losses_GBT = row_losses(
-                    task.kind, self.outputs(part, batch), task.target[some], task.label_smoothing
-                )
+                losses_GBT = row_losses(task.kind, self.outputs(part, batch), task.target[some])
                 mean_G = (losses_GBT * task.weight[some]).mean(dim=2).sum(dim=1) / len(places)
                 mean_G.sum().backward()  # no member's gradient reaches another
                 loss_G[part] += mean_G.detach()

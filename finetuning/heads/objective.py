@@ -59,23 +59,17 @@ def target_scale(cohort: Cohort) -> tuple[float, float]:
     return centre, spread
 
 
-def row_losses(kind: str, outputs_BC: Tensor, target_BT: Tensor, label_smoothing: float = 0.0) -> Tensor:
+def row_losses(kind: str, outputs_BC: Tensor, target_BT: Tensor) -> Tensor:
     """Loss of each volume and value, [B, T] (of several heads: [G, B, C] -> [G, B, T]); T = 1 but for
     multilabel.
-
-    `label_smoothing` moves so much of the truth evenly to all classes (of a label: to 0 and 1); a value has
-    none.
     """
     if kind == "regression":
         return (outputs_BC - target_BT).square()
     if kind == "multilabel":
-        truth_BC = target_BT * (1 - label_smoothing) + label_smoothing / 2
         return F.binary_cross_entropy_with_logits(
-            outputs_BC, truth_BC.expand_as(outputs_BC), reduction="none"
+            outputs_BC, target_BT.expand_as(outputs_BC), reduction="none"
         )
-    num_classes = outputs_BC.shape[-1]
-    truth_BC = F.one_hot(target_BT[:, 0].long(), num_classes).to(outputs_BC)
-    truth_BC = truth_BC * (1 - label_smoothing) + label_smoothing / num_classes
+    truth_BC = F.one_hot(target_BT[:, 0].long(), outputs_BC.shape[-1]).to(outputs_BC)
     if kind == "classification":
         return -(truth_BC * outputs_BC.log_softmax(dim=-1)).sum(dim=-1, keepdim=True)
     if kind == "ordinal":
@@ -113,7 +107,6 @@ class Task:
     kind: str
     target: Tensor  # [n, T], a regression's standardised
     weight: Tensor  # [n, T], 0 but for TRAIN
-    label_smoothing: float
     scale: tuple[float, float]  # mean and standard deviation of a regression's values, else 0 and 1
 
     @classmethod
@@ -127,7 +120,7 @@ class Task:
         )
         target = torch.from_numpy((cohort.target - centre) / spread).to(device, torch.float32)
         weights = torch.from_numpy(weight).to(device, torch.float32)
-        return cls(cohort.kind, target, weights, cfg.finetune.label_smoothing, scale)
+        return cls(cohort.kind, target, weights, scale)
 
 
 def judge(cohort: Cohort, outputs_nC: Tensor, scale: tuple[float, float]) -> tuple[float, float]:

@@ -75,18 +75,12 @@ class TunedModel(nn.Module):
         self.dropout, self.drop_path = cfg.method.dropout, cfg.method.drop_path
         if cfg.train.activation_checkpointing:
             self.checkpoint_activations(recompute_block)
-        self.freeze(is_frozen=False)
+        for name, parameter in encoder.named_parameters():
+            parameter.requires_grad_(name != MASK_TOKEN)
 
     def checkpoint_activations(self, recompute: Recompute) -> None:
         """Keep only the blocks' inputs for the backward pass; an engine may bring its own `recompute`."""
         self.encoder.recompute = recompute
-
-    def freeze(self, *, is_frozen: bool) -> None:
-        """Train the head alone, on an encoder in evaluation mode without gradients; or both."""
-        self.train()
-        self.encoder.train(not is_frozen)
-        for name, parameter in self.encoder.named_parameters():
-            parameter.requires_grad_(not is_frozen and name != MASK_TOKEN)
 
     def forward(self, view_BCDHW: Tensor, valid_BN: Tensor, seed_B: Tensor | None = None) -> Tensor:
         noise = None
@@ -140,9 +134,9 @@ class UpdateResult:
     is_finite: Tensor
 
 
-def batch_loss(kind: str, outputs_BC: Tensor, batch: Batch, smoothing: float) -> Tensor:
+def batch_loss(kind: str, outputs_BC: Tensor, batch: Batch) -> Tensor:
     """Sum of the weighted losses of a micro-batch; of a multilabel task the mean over the labels."""
-    losses_BT = row_losses(kind, outputs_BC.float(), batch["truth"], smoothing)
+    losses_BT = row_losses(kind, outputs_BC.float(), batch["truth"])
     return (losses_BT * batch["weight"]).mean(dim=1).sum()
 
 
@@ -154,30 +148,23 @@ def update_model(
     runtime: Runtime,
     rate: float,
     *,
-    is_frozen: bool,
     enabled: bool = True,
 ) -> UpdateResult:
     """One update from this process's micro-batches of one global batch; the result is the whole batch's.
 
-    `is_frozen`: the encoder's tokens are computed without gradient and the head alone is trained. With
-    `enabled=False` the update does all of its work and moves nothing. No branch here depends on a tensor and
-    nothing is read back to the host: an update that is not finite is skipped by a select on the device.
+    With `enabled=False` the update does all of its work and moves nothing. No branch here depends on a tensor
+    and nothing is read back to the host: an update that is not finite is skipped by a select on the device.
     """
     samples, kind = cfg.train.global_batch_size, cfg.task.kind
+    model.train()
     optimizer.zero_grad(set_to_none=True)
     loss_sum = torch.zeros((), device=runtime.device)
     for number, batch in enumerate(batches, 1):
         volume, valid_BN = view(batch, 0), batch["token_valid"].float()
         sums = number == len(batches)
         with runtime.autocast():
-            if is_frozen:
-                with torch.no_grad():
-                    tokens = model.encoder(volume)
-                replica = runtime.group.replica(model.top, sums=sums)
-                outputs_BC = replica(tokens, valid_BN, batch["sample_seed"])
-            else:
-                outputs_BC = runtime.group.replica(model, sums=sums)(volume, valid_BN, batch["sample_seed"])
-        objective = batch_loss(kind, outputs_BC, batch, cfg.finetune.label_smoothing) / samples
+            outputs_BC = runtime.group.replica(model, sums=sums)(volume, valid_BN, batch["sample_seed"])
+        objective = batch_loss(kind, outputs_BC, batch) / samples
         runtime.group.backward(objective)
         loss_sum = loss_sum + objective.detach()
 

@@ -107,11 +107,6 @@ class Tuning:
     def cfg(self) -> Config:
         return self.source.cfg
 
-    @property
-    def unfreeze_at(self) -> int:
-        """So many updates train the head alone."""
-        return self.cfg.finetune.unfreeze_at_epoch * self.calendar.epoch
-
 
 def open_tuning(source: Source, store: PreparedStore, cohort: Cohort, runtime: Runtime) -> Tuning:
     """The checkpoint's encoder with a new head."""
@@ -239,9 +234,8 @@ def _read(tuning: Tuning) -> dict[str, Any] | None:
 
 
 def settle_memory(tuning: Tuning, step: int) -> Tuning:
-    """The fine-tuning with the largest per-core batch that fits every process, before the first update. It is
-    tried with the whole encoder in training, also where that begins later. Raises UserError when one volume
-    does not fit.
+    """The fine-tuning with the largest per-core batch that fits every process, before the first update.
+    Raises UserError when one volume does not fit.
     """
     model, runtime = tuning.model, tuning.runtime
 
@@ -261,9 +255,8 @@ def trial_step(tuning: Tuning, cfg: Config, micro: Batch) -> None:
     """
     model, optimizer = tuning.model, tuning.optimizer
     alone = replace(tuning.runtime, group=ALONE)
-    model.freeze(is_frozen=False)
     try:
-        update_model(model, optimizer, [micro], cfg, alone, 0.0, is_frozen=False, enabled=False)
+        update_model(model, optimizer, [micro], cfg, alone, 0.0, enabled=False)
         alone.synchronise()
     finally:
         optimizer.zero_grad(set_to_none=True)

@@ -26,7 +26,6 @@ def command(world: Path, run: Path, processes: int) -> list[str]:
         "train.use_bf16": "false",
         "train.log_every_steps": 1,
         "optim.base_lr": 1e-3,
-        "finetune.unfreeze_at_epoch": 1,
         "data.workers": 0,
         "wandb.mode": "disabled",
     }
@@ -54,7 +53,6 @@ def _two_blocks() -> None:
 
 @pytest.mark.slow
 def test_two_processes_fine_tune_as_one_does(tmp_path: Path) -> None:
-    """Before and after the encoder is unfrozen: each is another set of gradients to sum."""
     world = make_world(tmp_path / "world")
     (world / "store" / "prepare_report.json").write_text("{}")
     save_checkpoint(config(world, world / "pretrained"))

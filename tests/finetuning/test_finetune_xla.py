@@ -19,8 +19,8 @@ from utils.config.schema import Config
 from utils.runtime.single import Runtime
 
 pytestmark = pytest.mark.xla
-FROZEN, STEPS = 4, 12  # updates of the head alone, and all
-SETTINGS = ("method.drop_path=0.2", "head.dropout=0.1", "finetune.label_smoothing=0.1")
+STEPS = 12
+SETTINGS = ("method.drop_path=0.2", "head.dropout=0.1")
 
 
 @pytest.fixture(scope="module")
@@ -37,8 +37,8 @@ def labelled(cfg: Config, number: int) -> Batch:
 
 @pytest.mark.parametrize("kind", ["linear", "attentive"])
 def test_losses_are_those_of_plain_torch(xla: Runtime, kind: str) -> None:
-    """With it: one program before and one after the encoder is unfrozen, nothing read back, nothing that XLA
-    leaves to the CPU, and an update without finite loss moves nothing.
+    """With it: one program, nothing read back, nothing that XLA leaves to the CPU, and an update without
+    finite loss moves nothing.
     """
     cfg = small_config("vjepa2", f"head.kind={kind}", *SETTINGS)
     losses: dict[str, list[torch.Tensor]] = {}
@@ -56,19 +56,15 @@ def test_losses_are_those_of_plain_torch(xla: Runtime, kind: str) -> None:
             if step == STEPS:
                 batch["mean"][3] = float("nan")
                 before = {name: runtime.to_torch(value).clone() for name, value in model.state_dict().items()}
-            is_frozen = step < FROZEN
-            model.freeze(is_frozen=is_frozen)
-            batches = [runtime.to_device(batch)]
-            result = update_model(model, optimizer, batches, cfg, runtime, 1e-3, is_frozen=is_frozen)
+            result = update_model(model, optimizer, [runtime.to_device(batch)], cfg, runtime, 1e-3)
             runtime.mark_step()
             losses.setdefault(runtime.device.type, []).append(result.loss)
-            if runtime is xla and step in (1, FROZEN - 1, FROZEN + 1, STEPS - 1):
+            if runtime is xla and step in (1, STEPS - 1):
                 counts.append((count_compiled(), count_read_back(), count_fallbacks()))
         after = {name: runtime.to_torch(value) for name, value in model.state_dict().items()}
         torch.testing.assert_close(after, before, rtol=0, atol=0)
         weights[runtime.device.type] = {name: value.cpu() for name, value in after.items()}
     assert counts[0] == counts[1]
-    assert counts[2] == counts[3]
     measured, expected = ([float(loss) for loss in losses[name]] for name in ("xla", "cpu"))
     assert measured[:5] == pytest.approx(expected[:5], rel=1e-4)
     assert measured[:STEPS] == pytest.approx(expected[:STEPS], rel=1e-3)

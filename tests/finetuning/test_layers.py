@@ -374,16 +374,10 @@ def test_an_encoder_is_trained_with_its_decoder(
     assert "The encoder of each arm was trained with its decoder." in text
 
 
-@pytest.mark.parametrize(
-    ("word", "message"),
-    [
-        ("train.global_batch_size=3", "train.global_batch_size: expected a multiple of 2"),
-        ("finetune.unfreeze_at_epoch=1", "finetune.unfreeze_at_epoch: expected 0 with task.kind layers"),
-    ],
-)
-def test_keys_that_do_not_fit_a_trained_encoder(world: Path, tmp_path: Path, word: str, message: str) -> None:
-    words = overrides(world, tmp_path, "finetune.encoder=trained", "train.per_core_batch_size=1", word)
-    with pytest.raises(ConfigError, match=message):
+def test_a_batch_that_does_not_fit_a_trained_encoder(world: Path, tmp_path: Path) -> None:
+    settings = ("finetune.encoder=trained", "train.per_core_batch_size=1", "train.global_batch_size=3")
+    words = overrides(world, tmp_path, *settings)
+    with pytest.raises(ConfigError, match=r"train\.global_batch_size: expected a multiple of 2"):
         train_command.train(str(CONFIG), words)
 
 

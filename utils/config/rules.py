@@ -27,7 +27,6 @@ def check_rules(cfg: Config, where: str) -> None:
         _check_masks(cfg.method, recipe_of(cfg.method))
         _check_neighbours(cfg.method, recipe_of(cfg.method))
         _check_head(cfg)
-        _check_finetune(cfg)
         _check_decoders(cfg)
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from None
@@ -166,7 +165,7 @@ def _check_neighbours(method: MethodConfig, recipe: Recipe) -> None:
 
 
 def _check_head(cfg: Config) -> None:
-    """The grid of a head on frozen features, and what only a trained encoder has."""
+    """The grid of a head on frozen features."""
     rates, decays = cfg.head.learning_rates, cfg.head.weight_decays
     positive = bool(rates) and all(0 < rate < math.inf for rate in rates)
     _require(positive, "head.learning_rates", "one number above 0 or more", rates)
@@ -174,12 +173,6 @@ def _check_head(cfg: Config) -> None:
     _require(allowed, "head.weight_decays", "one number of 0 or more, or several", decays)
     for key, values in (("learning_rates", rates), ("weight_decays", decays)):  # no pair is trained twice
         _require(len(set(values)) == len(values), f"head.{key}", "different numbers", values)
-    smoothing = cfg.finetune.label_smoothing
-    has_classes = cfg.task.kind != "regression"
-    _require(has_classes or smoothing == 0, "finetune.label_smoothing", "0 with a regression", smoothing)
-    if cfg.finetune.encoder == "frozen":
-        unfreeze = cfg.finetune.unfreeze_at_epoch
-        _require(unfreeze == 0, "finetune.unfreeze_at_epoch", "0 with finetune.encoder=frozen", unfreeze)
 
 
 def _check_decoders(cfg: Config) -> None:
@@ -197,42 +190,18 @@ def _check_decoders(cfg: Config) -> None:
     fits = head.kind == "upsampling" or not head.voxels
     _require(fits, "head.voxels", "false with head.kind linear", head.voxels)
     _check_trained_with_decoder(cfg, kind)
-    smoothing = finetune.label_smoothing
-    _require(smoothing == 0, "finetune.label_smoothing", f"0 {kind}", smoothing)
     protocol = cfg.eval.protocol
     _require(protocol == "official", "eval.protocol", f"official {kind}", protocol)
 
 
 def _check_trained_with_decoder(cfg: Config, kind: str) -> None:
-    """An encoder that moves with its decoder moves from the first step, on whole volumes."""
+    """An encoder that moves with its decoder is trained on whole volumes."""
     if cfg.finetune.encoder == "frozen":
         return
-    unfreeze = cfg.finetune.unfreeze_at_epoch
-    _require(unfreeze == 0, "finetune.unfreeze_at_epoch", f"0 {kind}", unfreeze)
     planes, size = cfg.grid[0], cfg.train.global_batch_size
     _require(
         size % planes == 0,
         "train.global_batch_size",
         f"a multiple of {planes}, the planes of a volume, {kind} and finetune.encoder=trained",
         size,
-    )
-
-
-def _check_finetune(cfg: Config) -> None:
-    """A trained encoder is trained, and its best epoch kept."""
-    if cfg.finetune.encoder == "frozen":
-        return
-    epochs, unfreeze = cfg.train.epochs, cfg.finetune.unfreeze_at_epoch
-    _require(
-        cfg.train.max_steps is not None or epochs is None or unfreeze < epochs,
-        "finetune.unfreeze_at_epoch",
-        f"less than train.epochs {epochs} with finetune.encoder=trained",
-        unfreeze,
-    )
-    patience = cfg.finetune.patience
-    _require(
-        patience is None or unfreeze < patience,
-        "finetune.unfreeze_at_epoch",
-        f"less than finetune.patience {patience}, or the run may end before the encoder is trained",
-        unfreeze,
     )

@@ -341,11 +341,9 @@ class FinetuneConfig:
         "learning rate of a block is this to the power of the number of blocks above it",
         Bound("a number in (0, 1]", lambda value: 0 < value <= 1),
     )
-    unfreeze_at_epoch: int = key(0, "until then the head alone is trained", AT_LEAST_0, unit="epochs")
     class_weights: Literal["auto", "none"] = key(
         "auto", "auto: every class has the same weight in the loss; segmentation: the root of its rarity"
     )
-    label_smoothing: float = key(0.0, "share of the label that is spread over all classes", BELOW_1)
     patience: int | None = key(10, "epochs without a better validation; null: to the end", EPOCHS)
 
 

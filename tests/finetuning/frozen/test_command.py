@@ -183,14 +183,8 @@ def test_a_key_that_does_nothing_is_refused(checkpoint: str, tmp_path: Path) -> 
             "head.learning_rates: expected different numbers, found .*0.001",
         ),
         ("head.weight_decays=[0.1,0,0.10]", "head.weight_decays: expected different numbers"),
-        ("finetune.unfreeze_at_epoch=2", "finetune.unfreeze_at_epoch: expected 0"),
     ],
 )
 def test_rules_of_the_head(override: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         load_config(CONFIG, [override])
-
-
-def test_a_value_has_no_labels_to_smooth() -> None:
-    with pytest.raises(ConfigError, match=r"finetune.label_smoothing: expected 0 with a regression"):
-        load_config(CONFIG, ["task.kind=regression", "finetune.label_smoothing=0.1"])

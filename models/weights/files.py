@@ -138,7 +138,9 @@ def _research(url: str, raw: dict[str, Any], heads: int | None, predictor_heads:
     return Weights(
         url,
         "research_2_1" if is_2_1 else "research",
-        **parts,
+        encoder=parts["encoder"],
+        target_encoder=parts["target_encoder"],
+        predictor=parts["predictor"],
         size=encoder_size(url, parts["encoder"], heads),
         predictor_size=None if is_2_1 else predictor_shape(url, parts["predictor"], predictor_heads),
         grid=GRID_21 if is_2_1 else PUBLIC_GRID,

@@ -236,17 +236,18 @@ def test_every_marker_has_a_make_target() -> None:
 # A ratchet: adding to a room, a command or a key means taking from another, or a new number here, in a commit
 # that says why.
 LINES = {
-    "data_setup": 16_380,
-    "models": 4_460,
-    "pretraining": 2_670,
-    "finetuning": 12_540,
-    "utils": 8_460,
-    "benchmarks": 5_000,
+    "data_setup": 16_040,
+    "models": 4_330,
+    "pretraining": 2_590,
+    "finetuning": 11_930,
+    "utils": 8_430,
+    "benchmarks": 4_980,
+    "tests": 39_450,
 }
 BOXES = {  # top-level files and folders of a room, floors, arrows between boxes
     "data_setup": (20, 8, 60),
-    "models": (15, 5, 21),
-    "pretraining": (10, 5, 27),
+    "models": (15, 5, 20),
+    "pretraining": (10, 5, 25),
     "finetuning": (16, 8, 50),
     "utils": (19, 8, 44),
 }

@@ -143,7 +143,7 @@ def test_a_manifest_that_links_nothing_is_an_error(plain: Path, tmp_path: Path, 
     lines = pd.DataFrame(rows_of(plain / "tree" / "retinal_octa" / "manifest.tsv"))
     lines.assign(**{LINK[mode]: "Not reported"}).to_csv(tmp_path / "m.tsv", sep="\t", index=False)
     with pytest.raises(UserError, match=NOTHING[mode]):
-        lay(plain, mode, f"data.{mode}_manifest_path={tmp_path / 'm.tsv'}")
+        lay(plain, mode, f"data.octa_manifest_path={tmp_path / 'm.tsv'}")
     assert lay(plain, mode) == 0
     pd.testing.assert_frame_equal(table_of(plain, mode), before)
 

@@ -151,6 +151,9 @@ def start_wandb(cfg: Config, run_dir: Path) -> Any | None:
         project=os.environ.get("WANDB_PROJECT", cfg.wandb.project),
         entity=os.environ.get("WANDB_ENTITY", cfg.wandb.entity),
         name=os.environ.get("WANDB_NAME", cfg.experiment_name),
+        group=os.environ.get(
+            "WANDB_RUN_GROUP"
+        ),  # wandb reads it once a process, a sweep has several runs in one
         id=_run_id(run_dir),
         resume="allow",
         dir=str(run_dir),

@@ -11,9 +11,6 @@ retinal_octa/manifest.tsv and retinal_octa/segmentation: height maps of the OCTA
 their flow cubes and en-face images (retinal_octa/flow_cube, retinal_octa/enface). With
 --every-device both eyes of each participant are scanned once by each of the four devices. With --labels
 also labels of voxels (data_setup/phantom/voxel_labels.py), which `data_setup.prepare --labels` reads.
-
-    python -m data_setup.phantom --out DIR --participants N --seed S --size small|full [--faults]
-                                 [--heights] [--flow] [--every-device] [--labels lesions|layers]
 """
 
 from __future__ import annotations

@@ -525,6 +525,21 @@ def test_a_stored_key_that_went_and_changed_the_run_is_named(key: str, value: An
         config_of_yaml(older(0, {key: value}), "a.pt")
 
 
+@pytest.mark.parametrize(
+    ("override", "today"),
+    [
+        ("task.surfaces=[ILM]", "now task.names"),
+        ("data.heights_manifest_path=maps.tsv", "now data.octa_manifest_path"),
+        ("finetune.mixup=0.1", "the key is gone"),
+        ("data.stored=here", "Did you mean"),
+    ],
+)
+def test_a_command_line_with_a_key_that_went_hears_what_to_write_today(override: str, today: str) -> None:
+    key = re.escape(override.partition("=")[0])
+    with pytest.raises(ConfigError, match=f"{key}: unknown key.*{today}"):
+        load_config(SMOKE, [override])
+
+
 METHOD_KEYS_OF_A_COMMAND = {"control", "init_from"}  # no way to train, and where one file is not another
 
 

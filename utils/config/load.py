@@ -288,7 +288,9 @@ def _one_line(error: Exception, key: str | None = None) -> str:
         return f"{key}: expected a value, found none (the key is missing)"
     text = re.sub(r"\s*(object_type|reference_type|full_key)[=:]\s*\S+", "", " ".join(lines)).strip()
     if isinstance(error, ConfigKeyError):
-        return f"{key}: unknown key. {text}"
+        if key in RENAMED_KEYS:
+            return f"{key}: unknown key: now {RENAMED_KEYS[key]}"
+        return f"{key}: unknown key: the key is gone" if key in GONE_KEYS else f"{key}: unknown key. {text}"
     return f"{key}: {text}" if key else text
 
 

@@ -237,7 +237,7 @@ def _attach(verb: str, cfg: Config, workers: int) -> int:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the stage; 0, or an exit code of utils.errors when some files could not be read."""
     # ---- the other verbs: each ends here, and none of them makes rows
-    cfg, args = parse_cli("data_setup.prepare", __doc__ or "", argv, _add_arguments)
+    cfg, args = parse_cli("data_setup.prepare", __doc__ or "", argv, _add_arguments, has_checkpoint=False)
     chosen = next((verb for verb in ("--heights", "--labels", "--flow") if getattr(args, verb[2:])), None)
     if (args.check_only or args.verify or chosen) and (args.rebase or args.audit):
         verbs = "--check-only, --verify, --heights, --labels or --flow"

@@ -269,12 +269,12 @@ def test_every_marker_has_a_make_target() -> None:
 # that says why.
 LINES = {
     "data_setup": 16_050,
-    "models": 4_340,
+    "models": 4_310,
     "pretraining": 2_600,
     "finetuning": 11_930,
     "utils": 8_440,
     "benchmarks": 4_980,
-    "tests": 39_530,
+    "tests": 39_510,
 }
 BOXES = {  # top-level files and folders of a room, floors, arrows between boxes
     "data_setup": (20, 8, 60),

@@ -96,8 +96,10 @@ CHANGES_WHAT_IS_READ = ("method.", "task.", "optim.use_scheduler")
 READ_WITH_ANY_VALUE = {name for name in GONE_KEYS if not name.startswith(CHANGES_WHAT_IS_READ)}
 READ_WITH_ANY_VALUE |= {"method.covariance_weight", *RENAMED_KEYS}
 # And of these: a run that was begun with another value goes on to the same numbers without it.
-CHANGES_NO_NUMBER = ("data.", "eval.", "probe.", "run.", "wandb.", "optim.extend", "train.grad_accum_steps")
-CHANGES_NO_NUMBER += ("train.max_bad_steps", "train.shard_parameters")
+CHANGES_NO_NUMBER = (
+    *("data.", "eval.", "probe.", "run.", "wandb."),
+    *("optim.extend", "train.grad_accum_steps", "train.max_bad_steps", "train.shard_parameters"),
+)
 log = logging.getLogger(__name__)
 
 

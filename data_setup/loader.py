@@ -217,6 +217,7 @@ class Loader:
         start_step: int = 0,
         num_steps: int,
     ) -> None:
+        # Refused before a worker starts: with a remainder, the last samples of each step would reach nobody.
         if cfg.train.global_batch_size % (world * accum):
             raise ConfigError(
                 f"train.global_batch_size: expected a multiple of world size {world} x accumulation {accum}, "
@@ -234,11 +235,13 @@ class Loader:
 
     def rows_of_step(self, step: int) -> list[int]:
         """The store rows of the whole global batch, whichever processes hold them."""
+        # From the order again, so nobody asks the processes that hold them.
         first = step * self.global_batch
         return [self.dataset.order.row(position) for position in range(first, first + self.global_batch)]
 
     @cached_property
     def _batches(self) -> DataLoader[Sample]:
+        # Made at the first batch and kept: workers take seconds to start, so they start once.
         sampler = MicroBatches(self.steps, self.global_batch, self.rank, self.world, self.accum)
         return _data_loader(self.data, self.dataset, sampler, persistent=True)
 
@@ -367,6 +370,7 @@ def evaluation_batches(
 
     The last batch is smaller when batch_size does not divide the rows; `position` repeats `row`.
     """
+    # No mask is drawn: what a volume's features are must not depend on who computes them.
     everything = torch.arange(math.prod(cfg.grid))
     for batch in _stored_batches(cfg.data, StoredSamples(store, rows), rows, batch_size):
         valid = token_valid(batch["matrix"], batch["valid_box"], cfg.grid, cfg.spatial.patch_size)
@@ -410,6 +414,7 @@ def watched_workers(timeout_s: float) -> Iterator[None]:
         for worker in multiprocessing.active_children():
             worker.kill()
 
+    # After GRACE_S more than the loader's own limit, whose message names the worker that owes the batch.
     timer = threading.Timer(timeout_s + GRACE_S, end_workers)
     timer.daemon = True
     timer.start()
@@ -431,6 +436,8 @@ def next_or_stop(batches: Iterator[_T], runtime: Runtime, timeout_s: float) -> _
 
     Raises LoaderError where the loader fails or gives none for about `timeout_s`.
     """
+    # All agree after the fetch, so that a signal in it ends them before the same step, and none waits for
+    # another in a sum.
     micro_batches = None
     if not runtime.stop_requested:
         try:

@@ -87,6 +87,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--audit", action="store_true", help="list the files of a remote tree too; a local one always is"
     )
+    # One at a time, and after a run without them: all but --check-only read the store that it makes.
     verb = parser.add_mutually_exclusive_group()
     for name, text in _VERBS.items():
         verb.add_argument(name, action="store_true", help=text)
@@ -193,6 +194,7 @@ def finalise(
 
 def keep_splits(listing: RecordList, writer: StoreWriter) -> RecordList:
     """The listing with the splits that its participants have in the store, where no table recommends one."""
+    # Before rows are made: a record that changed sides would be in training and in validation.
     if listing.split_source == RECOMMENDED:
         return listing
     splits = {record["person_id"]: record["split"] for record in writer.read_records()}
@@ -206,6 +208,7 @@ def keep_splits(listing: RecordList, writer: StoreWriter) -> RecordList:
 def _exit_code(cfg: Config, tally: Tally) -> int:
     """0, or what files that could not be read call for; raises UserError for too many other rejects."""
     url, limit, rejected = cfg.data.store, cfg.data.max_reject_fraction, tally.rejected
+    # Rejects before storage that was away: to run again mends only the latter.
     if rejected.total() - tally.num_away > limit * tally.num_rows:
         reasons = ", ".join(f"{name} {n}" for name, n in rejected.most_common())
         raise UserError(
@@ -234,7 +237,7 @@ def _attach(verb: str, cfg: Config, workers: int) -> int:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the stage; 0, or an exit code of utils.errors when some files could not be read."""
     # ---- the other verbs: each ends here, and none of them makes rows
-    cfg, args = parse_cli("data_setup.prepare", __doc__ or "", argv, _add_arguments)
+    cfg, args = parse_cli("data_setup.prepare", __doc__ or "", argv, _add_arguments, has_checkpoint=False)
     chosen = next((verb for verb in ("--heights", "--labels", "--flow") if getattr(args, verb[2:])), None)
     if (args.check_only or args.verify or chosen) and (args.rebase or args.audit):
         verbs = "--check-only, --verify, --heights, --labels or --flow"

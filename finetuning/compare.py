@@ -36,6 +36,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """
 
     def add_arguments(parser: argparse.ArgumentParser) -> None:
+        parser.allow_abbrev = False  # --checkpoint would be short for --checkpoints
         parser.add_argument("--checkpoints", nargs="+", required=True, metavar="RUN_OR_FILE", help="the rows")
         parser.add_argument("--control", metavar="RUN_OR_FILE", help="the two-step control")
         parser.add_argument(
@@ -49,7 +50,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
             help=f"beside linear, of {', '.join(EXTRA_COLUMNS)}; default: %(default)s",
         )
 
-    args = parse_words("finetuning.compare", __doc__ or "", argv, add_arguments)
+    args = parse_words("finetuning.compare", __doc__ or "", argv, add_arguments, has_checkpoint=False)
     args.overrides += [word for word in args.checkpoints if OVERRIDE.match(word)]
     args.checkpoints = [word for word in args.checkpoints if not OVERRIDE.match(word)]
     if not args.checkpoints:

@@ -46,7 +46,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     scans = parser.add_mutually_exclusive_group(required=True)
     scans.add_argument("--dicom", nargs="+", metavar="FILE_OR_FOLDER", default=[], help="DICOM files")
     scans.add_argument("--files", nargs="+", metavar="FILE", default=[], help="scans that prepare opens")
-    scans.add_argument("--rows", metavar="all|N,N", help="rows of the head's store (data.store)")
+    scans.add_argument(
+        "--rows", metavar="all|N,N", help="rows of the head's store (data.store), with --format"
+    )
     parser.add_argument(
         "--format", choices=("nifti", "png", "seg", "heightmap"), help="files in place of lines"
     )

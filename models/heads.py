@@ -8,8 +8,6 @@ block, one linear layer. Legend: models/vit3d.py.
 
 from __future__ import annotations
 
-from typing import Literal
-
 import torch
 import torch.nn.functional as F
 from einops import rearrange
@@ -17,7 +15,6 @@ from torch import Tensor, nn
 
 from models.vit3d import NORM_EPS, Mlp
 
-HeadKind = Literal["linear", "mlp", "attentive"]
 HEAD_DIM = 64  # of an attention head, as in the encoders of models.vit3d
 # of a linear head, as fine-tuning of MAE has it (He et al. 2022): what a low learning rate would not unlearn
 INIT_STD = 2e-5

@@ -44,6 +44,7 @@ class Output:
 
 def build_encoder(cfg: Config) -> VisionTransformer3D:
     """A randomly initialised encoder of this configuration (torch's global generator)."""
+    # The first to draw of all modules: what drew before it would give every seed other weights.
     recipe = recipe_of(cfg.method)
     return VisionTransformer3D(
         cfg.model.size,

@@ -28,7 +28,6 @@ class Rows:
     official_val: np.ndarray
     label_of_row: dict[int, str]  # rows without a label are absent
     person_of_row: dict[int, str]
-    val_source: str  # where the validation participants come from
 
     @property
     def participants(self) -> set[str]:
@@ -56,7 +55,6 @@ def open_rows(cfg: Config, store: PreparedStore) -> Rows:
         official_val=index.index[index["split"] == "val"].to_numpy(),
         label_of_row={r: labels[unit] for r, unit in units.items() if unit in labels},
         person_of_row={int(r): p for r, p in person.items()},
-        val_source=source,
     )
     for name, side_rows in (("training", rows.train), ("validation", rows.val)):
         if len(side_rows) == 0:

@@ -58,6 +58,7 @@ UNWATCHED = Watch()
 class StepResult:
     """Device tensors of one update."""
 
+    # They stay on the device: a number read here would make the host wait before it hands over the next step.
     loss: Tensor
     regulariser: Tensor | None
     grad_norm: Tensor
@@ -76,6 +77,7 @@ class Balance:
 
     def watch(self, penalty: Tensor, tokens_BKE: Tensor) -> None:
         """Take part in the backward pass that comes next: its gradient at the tokens is the sum of both."""
+        # Before the backward pass, which frees the graph and leaves only the sum of both.
         (alone,) = torch.autograd.grad(penalty, tokens_BKE, retain_graph=True)
 
         def split(both: Tensor) -> None:

@@ -168,6 +168,7 @@ def step_metrics(
 ) -> dict[str, float | None]:
     """The metrics of one update; every process calls this, since it sums over them."""
     runtime = run.runtime
+    # Here the host first reads this step's tensors, and waits for the device: so only for a line of the log.
     counts = [runtime.to_torch(batch["context_valid"]).sum() for batch in micro_batches]
     valid_tokens = torch.stack(counts).sum()
     return {
@@ -201,6 +202,8 @@ def validate_at_start(
     examples: Examples,
 ) -> None:
     """Log what a new run reads and validate it; validate one that owes it."""
+    # Before the first update: the curves begin with weights that no step has moved, and what a signal cut
+    # short is of the weights as they were saved.
     run = validation.run
     if progress.step == 0:
         for name, counts in data_counts(run.store, run.rows).items():
@@ -222,6 +225,7 @@ def validate_now(
     """Validate after the last update, with which the target must have moved; the names under which its
     checkpoint is kept.
     """
+    # The check comes first: with a target that stands still the numbers would look well and mean nothing.
     validation.motion.check(validation.run.model, progress.take_moves())
     measured = progress.validated(partial(validation, progress.step))
     if measured is None:
@@ -235,6 +239,7 @@ def validate_now(
 
 def finish(cfg: Config, gauges: Gauges, progress: Progress, total: int, run_log: AnyLog) -> int:
     """Log how the run ended and what to do next; returns the exit code. A run that is over hands on."""
+    # Weights first, then the word that the run has ended: who hears it may look for them.
     is_over = progress.step >= total and not progress.owes_validation
     if is_over and cfg.train.ckpt_dir is not None:
         for name in progress.best:
@@ -255,6 +260,7 @@ def finish(cfg: Config, gauges: Gauges, progress: Progress, total: int, run_log:
 
 def report(run_log: AnyLog, gauges: Gauges, step: int, values: dict[str, float | None]) -> None:
     """Log the metrics of a line with the state of the alarms, and the alarms that begin with it."""
+    # Alarms first, since the line holds their states too.
     begun = gauges.alarms.update(step, values)
     run_log.metrics(step, {**values, **gauges.alarms.states()})
     for alarm in begun:

@@ -226,6 +226,38 @@ def test_the_loop_can_be_recited() -> None:
     assert len(update.args.args) + len(update.args.kwonlyargs) <= 7
 
 
+STORIES = (
+    "pretraining/train.py",
+    "pretraining/step.py",
+    "models/vjepa3d.py",
+    "data_setup/loader.py",
+    "data_setup/prepare.py",
+)
+A_SCREEN = 60  # lines
+
+
+def without_signpost(text: str) -> list[tuple[int, int]]:
+    """First and last line of what is longer than a screen and has no comment on a line for itself, from the
+    first function or class on.
+    """
+    definitions = (node for node in ast.parse(text).body if isinstance(node, ast.FunctionDef | ast.ClassDef))
+    first, lines = next(definitions).lineno, text.splitlines()
+    posts = [n for n, line in enumerate(lines, 1) if n >= first and line.lstrip().startswith("#")]
+    stretches = zip([first - 1, *posts], [*posts, len(lines) + 1], strict=True)
+    return [(above + 1, below - 1) for above, below in stretches if below - above - 1 > A_SCREEN]
+
+
+@pytest.mark.parametrize("name", STORIES)
+def test_a_story_has_a_signpost_on_every_screen(name: str) -> None:
+    assert without_signpost((ROOT / name).read_text()) == []
+
+
+def test_a_stretch_without_signpost_is_seen() -> None:
+    function = "def f():\n" + "    x = 1  # no signpost\n" * 60
+    text = "import os\n" * 99 + function + "    # why\n" + "    x = 1\n" * 60
+    assert without_signpost(text) == [(100, 160)]
+
+
 def test_every_marker_has_a_make_target() -> None:
     """A test that no target runs is no test."""
     markers = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["pytest"]["ini_options"]["markers"]
@@ -236,13 +268,13 @@ def test_every_marker_has_a_make_target() -> None:
 # A ratchet: adding to a room, a command or a key means taking from another, or a new number here, in a commit
 # that says why.
 LINES = {
-    "data_setup": 16_040,
-    "models": 4_330,
-    "pretraining": 2_590,
+    "data_setup": 16_050,
+    "models": 4_310,
+    "pretraining": 2_600,
     "finetuning": 11_930,
-    "utils": 8_430,
+    "utils": 8_440,
     "benchmarks": 4_980,
-    "tests": 39_450,
+    "tests": 39_510,
 }
 BOXES = {  # top-level files and folders of a room, floors, arrows between boxes
     "data_setup": (20, 8, 60),

@@ -31,21 +31,22 @@ def parse_words(
     argv: Sequence[str] | None,
     add_arguments: AddArguments | None = None,
     needs_config: bool = True,
+    has_checkpoint: bool = True,
 ) -> argparse.Namespace:
     """`--config FILE [--checkpoint X] [section.key=value ...]` of every stage, not looked at yet: `config`,
     and in `overrides` the changes to it, --checkpoint among them. `description`: what --help says last.
+    `has_checkpoint`: false of a command that reads no model.checkpoint.
     """
     parser = PeopleParser(command, description)
     parser.add_argument("--config", required=needs_config, metavar="FILE", help="a YAML file of configs/")
-    parser.add_argument("--checkpoint", metavar="URL", help="the same as model.checkpoint=URL")
+    if has_checkpoint:
+        parser.add_argument("--checkpoint", metavar="URL", help="the same as model.checkpoint=URL")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="changes to the file")
     if add_arguments:
         add_arguments(parser)
     args = parser.parse_intermixed_args(argv)
-    args.overrides = [
-        *args.overrides,
-        *([f"model.checkpoint={args.checkpoint}"] if args.checkpoint else []),
-    ]
+    if has_checkpoint and args.checkpoint:
+        args.overrides = [*args.overrides, f"model.checkpoint={args.checkpoint}"]
     return args
 
 
@@ -54,9 +55,10 @@ def parse_cli(
     description: str,
     argv: Sequence[str] | None,
     add_arguments: AddArguments | None = None,
+    has_checkpoint: bool = True,
 ) -> tuple[Config, argparse.Namespace]:
     """The command line that every stage shares, and the configuration that it means."""
-    args = parse_words(command, description, argv, add_arguments)
+    args = parse_words(command, description, argv, add_arguments, has_checkpoint=has_checkpoint)
     return load_config(args.config, args.overrides), args
 
 

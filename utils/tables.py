@@ -1,4 +1,4 @@
-"""Numbers, intervals and tables as text: the one writer of tables for Markdown and for a terminal.
+"""Numbers, intervals and tables as text: the one writer of tables of answers, in Markdown and on a terminal.
 
 In: values of an answer, None where one does not exist. Out: texts of cells, and a `Table` as lines. Its HTML
 is the macro of utils/report/tables.html.j2.

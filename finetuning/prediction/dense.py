@@ -1,6 +1,6 @@
 """What a head of surfaces or slabs says of one volume, in the scan's own B-scans and A-scans.
 
-In: a head of finetuning.dense (its decoder on the pre-trained encoder) and a volume. Out: an `Answer`. Of
+In: a head of finetuning.dense (its decoder on the pre-trained encoder) and a volume. Out: a `FileAnswer`. Of
 surfaces heights in the scan's rows, thickness in um, ETDRS sectors. Arrays have their B-scans in the order of
 the file, NaN where the grid does not reach.
 """
@@ -28,7 +28,7 @@ from finetuning.embedding.volumes import Volume
 from finetuning.features.familiarity import Familiarity, stored_familiarity
 from finetuning.prediction.cautions import cautions_of
 from finetuning.prediction.labels import (
-    Answer,
+    FileAnswer,
     describe,
     distance_percentile,
     distance_text,
@@ -70,7 +70,7 @@ class DensePredictor:
         return True
 
     @torch.no_grad()
-    def answer(self, volume: Volume) -> Answer:
+    def answer(self, volume: Volume) -> FileAnswer:
         """Raises NoFeaturesError."""
         tokens_BNE, valid_BN = tokens_of(self.arm.encoder, self.cfg, volume, self.runtime)
         percentile = distance_percentile(self.familiarity, pool_tokens(tokens_BNE, valid_BN))
@@ -87,7 +87,7 @@ class DensePredictor:
         }
         return self.answer_of(volume, result, line)
 
-    def answer_of(self, volume: Volume, predicted_SDW: np.ndarray, line: dict[str, Any]) -> Answer:
+    def answer_of(self, volume: Volume, predicted_SDW: np.ndarray, line: dict[str, Any]) -> FileAnswer:
         """What is predicted on the grid, NaN outside the acquired field, as an answer of the scan."""
         raise NotImplementedError
 
@@ -97,14 +97,14 @@ class SlabPredictor(DensePredictor):
 
     folder = "slabs"
 
-    def answer_of(self, volume: Volume, predicted_SDW: np.ndarray, line: dict[str, Any]) -> Answer:
+    def answer_of(self, volume: Volume, predicted_SDW: np.ndarray, line: dict[str, Any]) -> FileAnswer:
         names = self.head.names
         slabs = means_on_scan(predicted_SDW, volume.fields, geometry_of(self.cfg.spatial)).astype(np.float32)
         line |= {"mean": {name: mean_or_none(slab) for name, slab in zip(names, slabs, strict=True)}}
         d0, d1, _, _, w0, w1 = volume.valid_box.astype(int)
         title = "\n".join([short_name(volume.fields["path"]), NOTICE, *line["warnings"]])
         figure = draw_slabs({PRETRAINED: predicted_SDW[:, d0:d1, w0:w1]}, names, title)
-        return Answer(line, figure, {"slabs": slabs, "names": np.array(names)})
+        return FileAnswer(line, figure, {"slabs": slabs, "names": np.array(names)})
 
 
 class SurfacePredictor(DensePredictor):
@@ -114,7 +114,7 @@ class SurfacePredictor(DensePredictor):
 
     folder = "surfaces"
 
-    def answer_of(self, volume: Volume, predicted_SDW: np.ndarray, line: dict[str, Any]) -> Answer:
+    def answer_of(self, volume: Volume, predicted_SDW: np.ndarray, line: dict[str, Any]) -> FileAnswer:
         names, fields = self.head.names, volume.fields
         rows = lay_on_scan(predicted_SDW, fields, geometry_of(self.cfg.spatial))
         um = (rows + 0.5) * float(fields["spacing_before_h"]) * 1000
@@ -132,7 +132,7 @@ class SurfacePredictor(DensePredictor):
             "etdrs_message": reason,
         }
         arrays = {"rows": rows, "um": um.astype(np.float32), "names": np.array(names)}
-        return Answer(line, draw(self._page(volume, line, predicted_SDW)), arrays)
+        return FileAnswer(line, draw(self._page(volume, line, predicted_SDW)), arrays)
 
     def _page(self, volume: Volume, line: dict[str, Any], heights: np.ndarray) -> Page:
         fields, names = volume.fields, self.head.names

@@ -1,8 +1,8 @@
 """What a head of labels says of one volume: scores, probabilities, warnings, evidence.
 
-In: a head of finetuning.heads.frozen or finetuning.heads.finetune and a volume. Out: an `Answer`. The encoder
-runs once; scores, distance and evidence all read its tokens. For a map by occlusion it runs again, once a
-block.
+In: a head of finetuning.heads.frozen or finetuning.heads.finetune and a volume. Out: a `FileAnswer`. The
+encoder runs once; scores, distance and evidence all read its tokens. For a map by occlusion it runs again,
+once a block.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ NO_DISTANCE = "unknown: the head's file holds nothing of its training features"
 
 
 @dataclass(frozen=True)
-class Answer:
+class FileAnswer:
     """A volume's prediction: fields of its line, its picture, and arrays to keep beside it."""
 
     line: dict[str, Any]
@@ -83,7 +83,7 @@ class LabelPredictor:
         return bool(line["evidence"]["method"] == self.method)
 
     @torch.no_grad()
-    def answer(self, volume: Volume) -> Answer:
+    def answer(self, volume: Volume) -> FileAnswer:
         """Raises NoFeaturesError."""
         head = self.head
         tokens_BNE, valid_BN = tokens_of(head.encoder, self.cfg, volume, self.runtime)
@@ -100,7 +100,7 @@ class LabelPredictor:
             "evidence": {"method": evidence.method, "of": evidence.of},
             "warnings": cautions_of(volume.fields, percentile),
         }
-        return Answer(line, draw(self._page(volume, line, evidence, valid_BN)), {})
+        return FileAnswer(line, draw(self._page(volume, line, evidence, valid_BN)), {})
 
     def _evidence(
         self, volume: Volume, tokens_BNE: torch.Tensor, valid_BN: torch.Tensor, outputs_C: torch.Tensor

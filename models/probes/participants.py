@@ -1,7 +1,7 @@
 """Probes: what a frozen encoder's features say about a participant.
 
 In: features of volumes `[n, F]`, a label and a participant id per volume, in folds that share no participant.
-Out: one prediction per participant; its balanced accuracy, macro AUROC or R2.
+Out: one prediction per participant; its balanced accuracy.
 
 The protocol is the same for every row of every table. Features are standardised on the training fold. Probes
 are fitted on volumes: every participant has the same weight, however many volumes it has, and every class has
@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from sklearn.exceptions import ConvergenceWarning
 from sklearn.linear_model import LogisticRegression, Ridge, RidgeClassifierCV
-from sklearn.metrics import balanced_accuracy_score, log_loss, r2_score, roc_auc_score
+from sklearn.metrics import balanced_accuracy_score, log_loss
 from sklearn.neighbors import KNeighborsClassifier
 from sklearn.preprocessing import StandardScaler
 
@@ -85,7 +85,9 @@ def logistic_probe(train: Fold, val: Fold, test: Fold, c_grid: Sequence[float] =
     Raises ValueError when train holds one class only or a fold shares participants with train.
     """
     require_disjoint(train.participants, val.participants, test.participants)
-    return _judged(fit_logistic(train, val, c_grid), test)
+    fitted = fit_logistic(train, val, c_grid)
+    result = _pooled(test, fitted.score(test.features))
+    return replace(result, chosen_c=fitted.chosen_c, val_score=fitted.val_score)
 
 
 def fit_logistic(train: Fold, val: Fold, c_grid: Sequence[float] = C_GRID) -> Fitted:
@@ -114,14 +116,8 @@ def fit_logistic(train: Fold, val: Fold, c_grid: Sequence[float] = C_GRID) -> Fi
     return Fitted(chosen, -minus_c, val_score)
 
 
-def ridge_probe(train: Fold, val: Fold, test: Fold, c_grid: Sequence[float] = C_GRID) -> Prediction:
-    """Ridge regression of a value per participant; penalty 1 / C with the lowest squared error on val."""
-    require_disjoint(train.participants, val.participants, test.participants)
-    return _judged(fit_ridge(train, val, c_grid), test)
-
-
 def fit_ridge(train: Fold, val: Fold, c_grid: Sequence[float] = C_GRID) -> Fitted:
-    """The probe of ridge_probe; the participants of `val` say whose volumes are pooled there."""
+    """Ridge regression of a value; penalty 1 / C with the lowest squared error over participants of `val`."""
     scale = _standardise(train)
     train_x, weight = scale(train.features), participant_weights(train.participants)
     best: tuple[tuple[float, float], Callable[[np.ndarray], np.ndarray]] | None = None
@@ -138,11 +134,6 @@ def fit_ridge(train: Fold, val: Fold, c_grid: Sequence[float] = C_GRID) -> Fitte
     assert best is not None
     (val_score, minus_c), chosen = best
     return Fitted(chosen, -minus_c, val_score)
-
-
-def _judged(fitted: Fitted, test: Fold) -> Prediction:
-    result = _pooled(test, fitted.score(test.features))
-    return replace(result, chosen_c=fitted.chosen_c, val_score=fitted.val_score)
 
 
 def ridge_classifier_probe(train: Fold, test: Fold, c_grid: Sequence[float] = C_GRID) -> Prediction:
@@ -170,20 +161,6 @@ def balanced_accuracy(prediction: Prediction) -> float:
         # a small fold may lack a predicted class: it has no recall, and the mean omits it
         warnings.filterwarnings("ignore", message="y_pred contains classes not in y_true")
         return float(balanced_accuracy_score(prediction.labels, prediction.classes))
-
-
-def macro_auroc(prediction: Prediction) -> float | None:
-    """Mean one-against-rest area under the ROC curve; None when a class has no participant."""
-    num_classes = prediction.scores.shape[1]
-    if set(prediction.labels.tolist()) != set(range(num_classes)):
-        return None
-    scores = prediction.scores[:, 1] if num_classes == 2 else prediction.scores
-    return float(roc_auc_score(prediction.labels, scores, multi_class="ovr", average="macro"))
-
-
-def r2(prediction: Prediction) -> float:
-    """Explained variance over participants of a ridge prediction; needs two participants or more."""
-    return float(r2_score(prediction.labels, prediction.scores[:, 0]))
 
 
 def participant_weights(participants: np.ndarray) -> np.ndarray:

@@ -6,6 +6,7 @@ import ast
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
@@ -13,6 +14,8 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 import pytest
 import yaml
 
+from data_setup.prepare import main as prepare
+from finetuning.compare import parse as compare_words
 from tests.support.task_configs import below
 from utils.cli import parse_cli
 from utils.config.load import (
@@ -253,6 +256,20 @@ def test_a_configuration_is_frozen() -> None:
 def test_checkpoint_flag_is_sugar_for_the_key() -> None:
     cfg, _ = parse_cli("test", "", ["--config", str(SMOKE), "--checkpoint", "a.pt", "seed=3"])
     assert (cfg.model.checkpoint, cfg.seed) == ("a.pt", 3)
+
+
+@pytest.mark.parametrize(
+    ("parse", "words"),
+    [(prepare, []), (compare_words, ["--checkpoints", "b.pt"])],
+    ids=["prepare", "compare"],
+)
+def test_a_command_that_reads_no_checkpoint_refuses_the_flag(
+    parse: Callable[[list[str]], object], words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        parse(["--config", str(SMOKE), *words, "--checkpoint", "a.pt"])
+    assert end.value.code == 2
+    assert "unrecognized arguments: --checkpoint" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("world", [3, 5])
@@ -523,6 +540,21 @@ def test_keys_that_went_are_taken_out_of_stored_configurations(
 def test_a_stored_key_that_went_and_changed_the_run_is_named(key: str, value: Any, expected: str) -> None:
     with pytest.raises(ConfigError, match=rf"a\.pt: {re.escape(key)}: {expected}"):
         config_of_yaml(older(0, {key: value}), "a.pt")
+
+
+@pytest.mark.parametrize(
+    ("override", "today"),
+    [
+        ("task.surfaces=[ILM]", "now task.names"),
+        ("data.heights_manifest_path=maps.tsv", "now data.octa_manifest_path"),
+        ("finetune.mixup=0.1", "the key is gone"),
+        ("data.stored=here", "Did you mean"),
+    ],
+)
+def test_a_command_line_with_a_key_that_went_hears_what_to_write_today(override: str, today: str) -> None:
+    key = re.escape(override.partition("=")[0])
+    with pytest.raises(ConfigError, match=f"{key}: unknown key.*{today}"):
+        load_config(SMOKE, [override])
 
 
 METHOD_KEYS_OF_A_COMMAND = {"control", "init_from"}  # no way to train, and where one file is not another

@@ -21,7 +21,7 @@ from utils.report.cli import main
 from utils.report.page import index_page, next_steps
 from utils.report.pictures import load_snapshot
 from utils.report.run_files import read_run
-from utils.report.tables import data_tables, quality_tables
+from utils.report.tables import data_tables, evaluation_table, quality_tables
 from utils.report.volumes import LayersPicture, load_layers, save_layers, volume_of_layers, volume_of_snapshot
 
 PATIENT = "oct/SMITH^JOHN_19500101_OD.dcm"
@@ -247,3 +247,8 @@ def test_the_commands_of_the_first_page_are_accepted(tmp_path: Path) -> None:
     args = embed_words(words[3:])
     assert (args.checkpoint, args.store) == (str(folder), "stores/a store")
     assert Path(args.out).parent == folder
+
+
+def test_a_metric_of_another_version_is_called_by_its_name() -> None:
+    text = json.dumps(evaluation_json(0.02, 0.1)).replace("balanced_accuracy", "c_index")
+    assert evaluation_table(json.loads(text)).header[1] == "c_index"

@@ -96,8 +96,10 @@ CHANGES_WHAT_IS_READ = ("method.", "task.", "optim.use_scheduler")
 READ_WITH_ANY_VALUE = {name for name in GONE_KEYS if not name.startswith(CHANGES_WHAT_IS_READ)}
 READ_WITH_ANY_VALUE |= {"method.covariance_weight", *RENAMED_KEYS}
 # And of these: a run that was begun with another value goes on to the same numbers without it.
-CHANGES_NO_NUMBER = ("data.", "eval.", "probe.", "run.", "wandb.", "optim.extend", "train.grad_accum_steps")
-CHANGES_NO_NUMBER += ("train.max_bad_steps", "train.shard_parameters")
+CHANGES_NO_NUMBER = (
+    *("data.", "eval.", "probe.", "run.", "wandb."),
+    *("optim.extend", "train.grad_accum_steps", "train.max_bad_steps", "train.shard_parameters"),
+)
 log = logging.getLogger(__name__)
 
 
@@ -288,7 +290,9 @@ def _one_line(error: Exception, key: str | None = None) -> str:
         return f"{key}: expected a value, found none (the key is missing)"
     text = re.sub(r"\s*(object_type|reference_type|full_key)[=:]\s*\S+", "", " ".join(lines)).strip()
     if isinstance(error, ConfigKeyError):
-        return f"{key}: unknown key. {text}"
+        if key in RENAMED_KEYS:
+            return f"{key}: unknown key: now {RENAMED_KEYS[key]}"
+        return f"{key}: unknown key: the key is gone" if key in GONE_KEYS else f"{key}: unknown key. {text}"
     return f"{key}: {text}" if key else text
 
 

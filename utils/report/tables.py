@@ -75,7 +75,7 @@ def evaluation_table(answer: Mapping[str, Any]) -> Table:
         ]
         for row in answer["rows"]
     ]
-    header = ["features", TITLES[metric], "95 % interval", *(["macro AUROC"] if is_class else [])]
+    header = ["features", TITLES.get(metric, metric), "95 % interval", *(["macro AUROC"] if is_class else [])]
     chance = f"Chance is {1 / len(answer['names']):.3f}. " if is_class else ""
     return Table(
         f"{answer['title']}; {answer['subject']['url'].rpartition('/')[2]}",

@@ -268,13 +268,13 @@ def test_every_marker_has_a_make_target() -> None:
 # A ratchet: adding to a room, a command or a key means taking from another, or a new number here, in a commit
 # that says why.
 LINES = {
-    "data_setup": 16_050,
-    "models": 4_310,
-    "pretraining": 2_600,
+    "data_setup": 16_039,
+    "models": 4_305,
+    "pretraining": 2_596,
     "finetuning": 11_930,
-    "utils": 8_440,
-    "benchmarks": 4_980,
-    "tests": 39_510,
+    "utils": 8_437,
+    "benchmarks": 4_974,
+    "tests": 39_645,
 }
 BOXES = {  # top-level files and folders of a room, floors, arrows between boxes
     "data_setup": (20, 8, 60),
@@ -350,7 +350,7 @@ def test_no_command_is_added() -> None:
 
 
 def test_no_key_is_added() -> None:
-    assert len(keys()) <= NUM_KEYS
+    assert len(keys()) == NUM_KEYS
 
 
 def test_a_plan_counts_boxes_floors_and_arrows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -113,6 +113,24 @@ def test_training_reads_the_context_view_alone() -> None:
     torch.testing.assert_close(measured.features_all_BNE, normal, atol=1e-5, rtol=1e-5)
 
 
+@torch.no_grad()
+def test_masked_voxels_move_the_target_and_never_the_prediction() -> None:
+    cfg = small_config("mae")
+    model = nano_model(cfg).train()
+    model.pixel_norm = "plain"
+    context, target = token_ids(cfg, 1)
+    view, everywhere = volumes(cfg, 1), torch.ones(1, model.encoder.num_tokens)
+    d, h, w = cfg.spatial.patch_size
+    token = int(target[0, 0])
+    i, j, k = token // (cfg.grid[1] * cfg.grid[2]), token // cfg.grid[2] % cfg.grid[1], token % cfg.grid[2]
+    changed = view.clone()
+    changed[..., i * d : (i + 1) * d, j * h : (j + 1) * h, k * w : (k + 1) * w] += 5.0
+    before, after = (model(v, None, context, target, everywhere) for v in (view, changed))
+    assert torch.equal(before.prediction_BME, after.prediction_BME)
+    torch.testing.assert_close(after.target_BME[0, 0], before.target_BME[0, 0] + 5.0)
+    assert torch.equal(after.target_BME[0, 1:], before.target_BME[0, 1:])
+
+
 def test_the_target_encoder_is_the_average_of_the_encoder() -> None:
     cfg = small_config("mae")
     model = nano_model(cfg).train()

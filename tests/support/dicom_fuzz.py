@@ -47,6 +47,7 @@ from utils.storage import write_bytes
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT_S = 5.0  # of a case
+START_S = 120.0  # of a reading process, for what comes before its cases
 LIMIT_BYTES = 2**30  # of memory for a case
 _SHAPE = (3, 40, 36)
 _PIXELS = struct.pack("<HH", 0x7FE0, 0x0010)
@@ -462,7 +463,12 @@ def _watch(cases: Sequence[int], folder: Path) -> list[Result]:
     command = [sys.executable, "-m", "tests.support.dicom_fuzz", str(folder)]
     while remaining := cases[len(results) :]:
         done = subprocess.run(
-            command, cwd=ROOT, input=json.dumps(list(remaining)), stdout=subprocess.PIPE, text=True
+            command,
+            cwd=ROOT,
+            input=json.dumps(list(remaining)),
+            stdout=subprocess.PIPE,
+            text=True,
+            timeout=START_S + LIMIT_S * len(remaining),
         )
         ready, *lines = done.stdout.splitlines() or [""]
         assert ready, "the reading process failed at the sound files"

@@ -5,18 +5,22 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from data_setup.loader import MicroBatches
-from tests.support.model_factory import small_config
+from pretraining.run import Run
+from pretraining.trial import settle_memory
+from tests.support.model_factory import nano_model, small_config, uint8_batch
 from tests.support.pipeline_factory import ROOT
 from tests.support.process_factory import environment, free_port
 from utils.config.load import accumulation_steps
 from utils.errors import UserError
 from utils.run.folder import require_one_configuration, shared_settings
 from utils.runtime.open import open_runtime
-from utils.runtime.single import is_out_of_memory
+from utils.runtime.single import Runtime, is_out_of_memory
 
 DEVICES_PER_HOST = 4
 
@@ -186,6 +190,38 @@ def test_xla_is_asked_for_by_pjrt_device_alone(monkeypatch: pytest.MonkeyPatch) 
 def test_xla_runs_out_of_memory_in_its_own_words() -> None:
     assert is_out_of_memory(RuntimeError("Bad StatusOr access: RESOURCE_EXHAUSTED: reserving 27G"))
     assert not is_out_of_memory(RuntimeError("INVALID_ARGUMENT: shapes differ"))
+
+
+class LosesWhatFails(Runtime):
+    """An engine whose tensors are lost with the program that was to compute them."""
+
+    @property
+    def failure_is_clean(self) -> bool:
+        return False
+
+
+def test_weights_that_a_failed_trial_lost_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    cfg = small_config("mae", "train.per_core_batch_size=8")
+    model = nano_model(cfg)
+    optimizer = torch.optim.AdamW(model.parameters())
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    monkeypatch.setattr("pretraining.trial.open_loader", lambda *_: [[uint8_batch(cfg, 2)]])
+    tried = []
+
+    def trial(*arguments: object) -> None:
+        tried.append(arguments[3].train.per_core_batch_size)
+        if len(tried) == 1:
+            with torch.no_grad():
+                next(model.parameters()).fill_(float("nan"))
+            raise RuntimeError("RESOURCE_EXHAUSTED: out of HBM")
+
+    runtime = LosesWhatFails(torch.device("cpu"), use_bf16=False)
+    monkeypatch.setattr("pretraining.trial.trial_step", trial)
+    nothing: Any = None  # of the store and its rows, which open_loader would read
+    fitting = settle_memory(Run(cfg, nothing, nothing, model, optimizer, runtime), 0).cfg
+    assert tried == [8, 4]
+    assert fitting.train.per_core_batch_size == 4
+    torch.testing.assert_close(dict(model.state_dict()), before, rtol=0, atol=0)
 
 
 def test_processes_with_other_settings_are_named() -> None:

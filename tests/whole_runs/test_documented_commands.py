@@ -5,6 +5,7 @@ A page that documented.yaml lacks, a command that fails, and an entry without it
 
 from __future__ import annotations
 
+import ast
 import re
 import runpy
 import shutil
@@ -43,16 +44,33 @@ def ci_targets() -> set[str]:
 
 
 def runs_it(where: str, command: Command) -> bool:
-    """Whether a file has this test and names the command's module, CI makes a target, or a page runs the same
-    command.
-    """
+    """Whether the test of a file runs the command's module, CI makes a target, or a page runs the command."""
     if where.startswith("make "):
         return where.removeprefix("make ") in ci_targets()
     path, _, test = where.partition("::")
     if not test:
         return any(c.text == command.text for c in COMMANDS[path]) and command.text not in HOW[path].elsewhere
-    text = (ROOT / path).read_text()
-    return f"def {test}(" in text and command.module.rpartition(".")[2] in text
+    return calls(ast.parse((ROOT / path).read_text()), test, command.module)
+
+
+def calls(tree: ast.Module, test: str, module: str) -> bool:
+    """Whether a test, or what it uses of its file, has the words `-m MODULE` or calls the module's main."""
+    own = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
+    imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    origins = {a.asname or a.name: f"{node.module}.{a.name}" for node in imports for a in node.names}
+    names = [test]
+    for name in names:  # which grows
+        for part in ast.walk(own[name]) if name in own else ():
+            if isinstance(part, ast.Call):
+                first, *more = ast.unparse(part.func).split(".")
+                called = ".".join([origins.get(first, first), *more])
+                if called.startswith(f"{module}.") and called.endswith((".main", ".train")):
+                    return True
+            elif isinstance(part, ast.Constant) and module in str(part.value).split():
+                return True
+            used = getattr(part, "id", None) or getattr(part, "arg", None)
+            names += {used} & {*own} - {*names}
+    return False
 
 
 def gaps(how: Mapping[str, Page], pages: Mapping[str, list[Command]]) -> list[str]:
@@ -93,6 +111,8 @@ def test_what_is_missing_is_seen() -> None:
     assert gaps({"a.md": Page(elsewhere={text: where})}, {"a.md": commands}) == [
         f"a.md: {text}: {where} does not run it"
     ]
+    tree = ast.parse("from a.b import main\ndef of(): main([])\ndef test_x(of): pass\ndef test_y(): main")
+    assert [calls(tree, test, "a.b") for test in ("test_x", "test_y", "test_z")] == [True, False, False]
 
 
 def run(module: str, words: list[str]) -> int:

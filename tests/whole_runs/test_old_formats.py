@@ -15,11 +15,19 @@ tests/golden/formats.tar.xz (commit 2ec92a9, ENCODER in place of the size ti, in
     python -m models.weights export --checkpoint run/checkpoints/step_00000004.pt --portable portable
 expected.json has what each function of NUMBERS gave then, and `resumed`, the lines of metrics.jsonl that the
 uninterrupted run wrote after step 4.
+
+tests/golden/unfinished.tar.xz (commit 2ec92a9, in the folder of formats.tar.xz; scans/one.dcm is one B-scan
+of speckle, 16 times): what these commands wrote, less the picture's pixels, 25 of 35 rows and, in embed.json,
+the folder's name
+    python -m finetuning.predict --checkpoint linear --out answers MOVED --dicom scans/one.dcm
+    python -m finetuning.segment --head segmentation --format nifti --out masks MOVED --files scans/one.dcm
+    python -m finetuning.embed --checkpoint CHECKPOINT --out features --store store
 """
 
 from __future__ import annotations
 
 import json
+import shutil
 import tarfile
 from collections.abc import Callable
 from pathlib import Path
@@ -59,6 +67,7 @@ OVERRIDES = (
 )
 ENCODER = vit3d.Size(1, 12, 1)  # of formats.tar.xz
 CHECKPOINT = "run/checkpoints/step_00000004.pt"
+SCANS = "scans/one.dcm scans/two.dcm"
 MOVED = f"model.checkpoint={CHECKPOINT}"  # heads name the folder in which they were trained
 
 
@@ -216,6 +225,32 @@ NUMBERS: dict[str, Callable[[], dict[str, Any]]] = {
 @pytest.mark.parametrize("name", NUMBERS)
 def test_a_format_gives_the_numbers_that_it_gave(name: str, formats: Path) -> None:
     assert_same(NUMBERS[name](), json.loads((formats / "expected.json").read_text())[name], name)
+
+
+UNFINISHED = {  # folder -> command of today, its files, a file a line or row; their number in the end
+    "answers": (predict, "pictures/*", 2, f"--checkpoint linear {MOVED} --dicom scans"),
+    "masks": (predict, "scans/*", 2, f"--checkpoint segmentation --format nifti {MOVED} --files {SCANS}"),
+    "features": (embed, "rows/*", 35, f"--checkpoint {CHECKPOINT} --store store"),
+}
+
+
+@pytest.mark.parametrize("name", UNFINISHED)
+def test_a_command_goes_on_and_repeats_nothing(
+    name: str, formats: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unpack("unfinished.tar.xz", formats, monkeypatch, ENCODER)
+    shutil.copy("scans/one.dcm", "scans/two.dcm")
+    about = Path("features/embed.json")
+    about.write_text(about.read_text().replace("FOLDER", str(formats)))
+    command, pattern, total, words = UNFINISHED[name]
+    done = {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in Path(name).glob(pattern)}
+    lines = [path.read_text() for path in Path(name).glob("*.jsonl")]
+    assert command.main([*words.split(), "--out", name]) == 0
+    assert {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in done} == done
+    for before, path in zip(lines, Path(name).glob("*.jsonl"), strict=True):
+        assert path.read_text().startswith(before)
+        assert len(path.read_text().splitlines()) == total
+    assert len([*Path(name).glob(pattern)]) == total
 
 
 def assert_same(given: Any, expected: Any, where: str) -> None:

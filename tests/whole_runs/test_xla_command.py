@@ -24,6 +24,7 @@ def test_the_command_stops_at_sigterm_and_goes_on(tmp_path: Path) -> None:
     mae = "method.recipe=mae", "method.regulariser=none", "method.regulariser_weight=0"
     options = "train.use_bf16=true", "run.profile=true", "data.workers=1"
     argv = command(tmp_path, f"run.dir={run}", *sizes, *mae, *options)
+    assert argv[1:3] == ["-m", "pretraining.train"]
     running = Running(argv, run)
     try:
         running.wait_for_step(2)

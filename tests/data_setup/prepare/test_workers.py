@@ -7,8 +7,10 @@ import os
 import re
 import signal
 import subprocess
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -19,6 +21,7 @@ from data_setup.prepare import main
 from data_setup.store.reader import PreparedStore
 from data_setup.store.writer import StoreWriter
 from tests.data_setup.prepare.runs import CONFIG, arguments, contents, dicoms, start
+from tests.support.pipeline_factory import ROOT
 from utils.config.load import load_config
 from utils.errors import UserError
 
@@ -61,6 +64,20 @@ def test_runs_that_work_at_once_are_harmless(tree: Path, clean: Path, tmp_path: 
     assert set(PreparedStore.open(str(store)).index.status) == {"kept"}
 
 
+@contextmanager
+def documented_worker(address: str, folder: Path) -> Iterator[None]:
+    """A worker of the scheduler at `address`, by the guide's command, started in another folder."""
+    page = (ROOT / "docs/guides/cloud.md").read_text()
+    (line,) = re.findall(r"^ +(.*dask worker .*) &", page, re.MULTILINE)
+    line = line.replace("CLONE", str(ROOT)).replace("tcp://HOST:8786", address).replace("16", "1")
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    with subprocess.Popen(["env", *line.split()], cwd=folder, env=os.environ | {"PATH": path}) as worker:
+        try:
+            yield
+        finally:
+            worker.terminate()
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("default")  # of dask and its event loop
 def test_a_cluster_that_loses_a_worker_makes_the_same_store(tree: Path, clean: Path, tmp_path: Path) -> None:
@@ -70,16 +87,19 @@ def test_a_cluster_that_loses_a_worker_makes_the_same_store(tree: Path, clean: P
     store, total = tmp_path / "store", len(dicoms(tree))
     with (
         dask.config.set({"distributed.scheduler.allowed-failures": 1}),
-        LocalCluster(n_workers=3, threads_per_worker=1, dashboard_address=None) as cluster,
+        LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=None) as cluster,
+        documented_worker(address := cluster.scheduler_address, tmp_path),
     ):
-        address = cluster.scheduler_address
+        wait_until(lambda: len(cluster.scheduler.workers) == 3, "three workers")
         with start(tree, store, "--dask", address) as process:
             wait_until(lambda: num_rows(store) >= 2, "two rows")
-            busy = next(w for w in cluster.scheduler.workers.values() if w.processing)
+            workers = cluster.scheduler.workers.values()
+            busy = next(w for w in workers if w.processing and w.name in cluster.workers)
             os.kill(cluster.workers[busy.name].pid, signal.SIGKILL)
             assert num_rows(store) < total, "the kill has to come in the middle"
             out, err = process.communicate(timeout=120)
         assert process.returncode == 0, err
+        assert {w.name for w in workers} - {*cluster.workers}, "the guide's worker met an error and ended"
         assert contents(store) == contents(clean)
         run = json.loads((store / "prepare_report.json").read_text())["run"]
         assert (run["prepared"], run["reused"], run["rejected"], run["workers"]) == (total, 0, {}, "dask")

@@ -151,9 +151,9 @@ def start_wandb(cfg: Config, run_dir: Path) -> Any | None:
         project=os.environ.get("WANDB_PROJECT", cfg.wandb.project),
         entity=os.environ.get("WANDB_ENTITY", cfg.wandb.entity),
         name=os.environ.get("WANDB_NAME", cfg.experiment_name),
-        group=os.environ.get(
-            "WANDB_RUN_GROUP"
-        ),  # wandb reads it once a process, a sweep has several runs in one
+        # wandb itself reads these two once a process, and one process may hold several runs
+        group=os.environ.get("WANDB_RUN_GROUP"),
+        tags=[tag for tag in os.environ.get("WANDB_TAGS", "").split(",") if tag],
         id=_run_id(run_dir),
         resume="allow",
         dir=str(run_dir),

@@ -344,7 +344,7 @@ def _start_worker(worker: int) -> None:
     follow_parent()  # and the fork server with it: each would keep the other alive
 
 
-# ---- evaluate: the same rows without drawing, by a generator of their own: no random number of the training
+# ---- evaluate: the same rows without drawing, by a separate generator: no random number of the training
 # moves, so a run that validates more often trains the same.
 
 

@@ -51,7 +51,7 @@ COLUMNS += tuple(
     for what in ("structural_oct", "segmentation")
     for part in ("sop_instance_uid", "file_path")
 )
-TYPE_TEXT = {  # of a slab in files and manifest; Zeiss has words of its own
+TYPE_TEXT = {  # of a slab in files and manifest; Zeiss uses other words
     "superficial": "Superficial vascular plexus flow",
     "deep": "Deep vascular plexus flow",
     "outer_retina": "Outer retina vasculature flow",

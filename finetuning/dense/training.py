@@ -7,7 +7,7 @@ same weights and see the same planes in the same order. The steps of a second ar
 and its metrics have its name before theirs.
 
 The encoder is frozen, and its tokens are kept; or finetune.encoder=trained moves it with its decoder, layer
-by layer at rates of their own (finetuning.heads.tuned). Then a batch is made of whole volumes, since tokens
+by layer at different rates (finetuning.heads.tuned). Then a batch is made of whole volumes, since tokens
 are.
 """
 

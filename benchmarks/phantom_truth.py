@@ -44,13 +44,14 @@ from finetuning.features.pooled import pretrained_encoder, random_encoder
 from finetuning.features.probing import ridge_by_fold
 from models.probes import intervals
 from models.probes.features import pool_tokens
-from models.probes.intervals import interval95, participant_draws
+from models.probes.intervals import doubt, interval95, participant_draws, side
 from models.probes.tokens import (
     DensePrediction,
     less_protocol_mean,
     mean_r2,
     mean_r2_draws,
     position_columns,
+    r2_parts,
 )
 from utils.checkpoint import load_checkpoint
 from utils.cli import parse_cli, run_cli
@@ -64,7 +65,7 @@ from utils.runtime.open import open_runtime
 from utils.runtime.single import Runtime
 from utils.tables import terminal
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 # volumes of split train that are fitted on, and of split val: three encoders read them in half a minute
 TRAIN_VOLUMES, VAL_VOLUMES = 96, 32
 MIN_PARTICIPANTS = 2  # in each fold
@@ -230,27 +231,29 @@ def compare(name: str, predictions: dict[str, DensePrediction], draws_SP: np.nda
         }
         for arm, p in predictions.items()
     ]
-    differences = {
-        arm: {
-            "mean": mean_r2(predictions[PRETRAINED].errors) - mean_r2(p.errors),
-            "ci95": list(interval95(draws[PRETRAINED] - draws[arm])),
-        }
-        for arm, p in predictions.items()
-        if arm != PRETRAINED
-    }
+    differences: dict[str, dict[str, Any]] = {}
+    for arm, p in predictions.items():
+        if arm != PRETRAINED:
+            ours, ci95 = predictions[PRETRAINED].errors, list(interval95(draws[PRETRAINED] - draws[arm]))
+            unclear = doubt(ci95, [draws_SP.shape[1]], r2_parts(ours) - r2_parts(p.errors))
+            mean = mean_r2(ours) - mean_r2(p.errors)
+            differences[arm] = {"mean": mean, "ci95": ci95, "doubt": unclear}
     return {"name": name, "rows": rows, "differences": differences, "verdict": verdict(name, differences)}
 
 
 def verdict(name: str, differences: dict[str, dict[str, Any]]) -> str:
     """The sentence that the paired intervals allow, whichever side they favour."""
     words = {RANDOM: "random initialisation", CONTROL: "the control"}
-    better = [words[arm] for arm, d in differences.items() if d["ci95"][0] > 0]
-    worse = [words[arm] for arm, d in differences.items() if d["ci95"][1] < 0]
-    level = [word for word in words.values() if word not in (*better, *worse)]
+    better, worse, level = (
+        [words[arm] for arm, d in differences.items() if side(d["ci95"], d["doubt"]) == sign]
+        for sign in (1, -1, 0)
+    )
     texts = {"better than": better, "worse than": worse, "not shown to differ from": level}
     parts = [f"{text} {' and '.join(arms)}" for text, arms in texts.items() if arms]
     gained = "gained by training" if not (worse or level) else "no gain shown"
-    return f"{QUESTIONS[name].capitalize()}: {gained}. Pre-training is {', '.join(parts)}."
+    doubts = sorted({d["doubt"] for d in differences.values()} - {""})
+    because = f" Cannot say, because {'; '.join(doubts)}." if doubts else ""
+    return f"{QUESTIONS[name].capitalize()}: {gained}. Pre-training is {', '.join(parts)}.{because}"
 
 
 def answer_of(cfg: Config, store: PreparedStore, cohort: TruthCohort, checksums: Sequence[str]) -> Answer:

@@ -10,7 +10,7 @@ anything is trained: the smallest true paired difference of balanced accuracy th
 the participants and seeds that an effect needs, and a table.
 
 "Shown" is what the tables of this project mean by it: the 95 % percentile interval of the paired bootstrap
-over participants (models.probes.intervals.paired_difference) excludes zero.
+over participants excludes zero, and models.probes.intervals.doubt has no reason against it.
 
 The formula. On a participant the two rows differ by +1, 0 or -1. With disagreement q and difference d in
 every class, that has variance q - d^2, and the mean over K classes with n_k participants has variance
@@ -29,16 +29,13 @@ from typing import Literal
 import numpy as np
 from scipy.stats import norm
 
+from models.probes.intervals import ALPHA, MIN_PER_CLASS
 from utils.cli import run_cli
 from utils.errors import UserError
 from utils.help_pages import PeopleParser
 from utils.tables import Table, number, terminal
 
-POWER, ALPHA = 0.8, 0.05
-# Measured with `simulate`, 1,500 to 2,000 cohorts a size, disagreement .15 to .7, both kinds of resamples.
-# Without a difference the interval excludes zero in up to 11 % of cohorts with 5 participants in the smallest
-# class, 8 % with 8, 7.5 % with 12 (one small class beside large ones is the worst), 6.6 % with 12 in each.
-MIN_PER_CLASS = 12
+POWER = 0.8
 # Of the promised 80 % power 68 to 96 % were seen below this many, 76 to 88 % from it on.
 MIN_DISAGREEING = 20  # participants on whom exactly one row is right
 MAX_FALSE = 0.07

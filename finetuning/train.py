@@ -61,7 +61,7 @@ def train(config: str, overrides: Sequence[str]) -> int:
     if cfg.eval.protocol == "crossfit":
         raise ConfigError(
             "eval.protocol: expected official, found crossfit: a head has one training set; "
-            "finetuning.evaluate and finetuning.compare train one a fold"
+            "finetuning.evaluate, with --head too, and finetuning.compare train one a fold"
         )
     store = PreparedStore.open(cfg.data.store, cfg.data.storage_options, cfg.data.cache_dir)
     check_fit(cfg, store, source.state, source.url)

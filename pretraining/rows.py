@@ -14,6 +14,7 @@ from data_setup.store.summary import identical_volumes, require_apart
 from data_setup.tables.splits import EXACT, pretraining_split
 from utils.config.schema import Config
 from utils.errors import UserError
+from utils.report.health import SKILL_PEOPLE, SKILL_VOLUMES, without_skill
 
 VAL_FRACTION = 0.1  # of the training participants validate
 log = logging.getLogger(__name__)
@@ -65,6 +66,8 @@ def open_rows(cfg: Config, store: PreparedStore) -> Rows:
         "%d volumes of %d participants to train on, %d of %d to validate (%s)",
         len(rows.train), len(train_ids), len(rows.val), len(val_ids), source,
     )  # fmt: skip
+    if (num_val := min(len(rows.val), cfg.val.max_volumes)) < SKILL_VOLUMES or len(val_ids) < SKILL_PEOPLE:
+        log.warning("%s", without_skill(num_val))
     return rows
 
 

@@ -34,7 +34,7 @@ from benchmarks.evidence.arms import (
 )
 from benchmarks.evidence.queue import BASELINES, Plan
 from benchmarks.evidence.scores import TASKS, Scores, load_scores
-from models.probes.intervals import interval95, participant_draws
+from models.probes.intervals import doubt, interval95, participant_draws
 from utils.config.schema import Config
 from utils.errors import UserError
 from utils.provenance import provenance
@@ -49,7 +49,7 @@ BASELINE_LABELS = {
     "device": "device one-hot",
     "position": "place of the token alone",
 }
-Difference = tuple[float, tuple[float, float]]  # and its interval
+Difference = tuple[float, tuple[float, float], str]  # its interval, and the doubt about it
 
 
 @dataclass(frozen=True)
@@ -154,6 +154,10 @@ class Scored:
         chosen_SN = draws.seeds_SN % len(score_NS)  # a baseline has one "seed", an arm that failed fewer
         return score_NS[chosen_SN, np.arange(score_NS.shape[1])[:, None]].mean(1)
 
+    def parts(self, task: str) -> np.ndarray:
+        """What each participant adds to `point` [P], up to a number that all entries share."""
+        return np.mean([scores.parts(task) for scores, _ in self.seeds], axis=0)
+
     def fact(self, name: str) -> float | None:
         """Mean over the seeds of a number that the runs logged."""
         values = [facts[name] for _, facts in self.seeds if facts.get(name) is not None]
@@ -169,12 +173,19 @@ def read_arm(plan: Plan, arm: Arm) -> Scored:
 
 
 def difference(first: Scored, second: Scored, task: str, draws: Draws) -> Difference:
-    """first - second with its interval under shared draws; raises ValueError for other participants."""
+    """first - second with its interval under shared draws, and the doubt of models.probes.intervals; raises
+    ValueError for other participants.
+    """
     ids = [getattr(s, task).participants for s, _ in (*first.seeds, *second.seeds)]
     if not all(np.array_equal(ids[0], other) for other in ids):
         raise ValueError(f"{first.name} and {second.name}: expected the same participants")
     apart = first.draws(task, draws) - second.draws(task, draws)
-    return first.point(task) - second.point(task), interval95(apart)
+    ci95, people = interval95(apart), first.seeds[0][0].people(task)
+    return (
+        first.point(task) - second.point(task),
+        ci95,
+        doubt(ci95, people, first.parts(task) - second.parts(task)),
+    )
 
 
 def commits_of_runs(plan: Plan) -> list[str]:

@@ -29,7 +29,7 @@ from data_setup.phantom.files import save_npz
 from data_setup.store.reader import PreparedStore
 from finetuning.features.pooled import device_features, raw_features
 from models.probes.features import pool_tokens, rankme
-from models.probes.intervals import balanced_accuracy_draws
+from models.probes.intervals import balanced_accuracy_draws, recall_parts
 from models.probes.participants import Fold, Prediction, balanced_accuracy, logistic_probe
 from models.probes.tokens import (
     DensePrediction,
@@ -40,6 +40,7 @@ from models.probes.tokens import (
     mean_r2,
     mean_r2_draws,
     position_columns,
+    r2_parts,
     ridge_rows,
 )
 from utils.config.schema import Config
@@ -78,6 +79,18 @@ class Scores:
         if isinstance(part, Prediction):
             return balanced_accuracy_draws(part, draws_SP)
         return mean_r2_draws(part, draws_SP)
+
+    def parts(self, task: str) -> np.ndarray:
+        """What each participant adds to the score [P]; of R2 to R2 less 1."""
+        part = getattr(self, task)
+        return recall_parts(part.labels, part.classes) if isinstance(part, Prediction) else r2_parts(part)
+
+    def people(self, task: str) -> list[int]:
+        """Participants of each class; of a value all of them."""
+        part = getattr(self, task)
+        if isinstance(part, Prediction):
+            return [int(count) for count in np.unique(part.labels, return_counts=True)[1]]
+        return [len(part.participants)]
 
 
 def masks_of_folds(fold: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from benchmarks.evidence.differences import Difference
+from models.probes.intervals import side
 
 NOT_SHOWN = "no difference shown"
 TASK_LABELS = {
@@ -15,18 +16,17 @@ TASK_LABELS = {
 
 
 def signed(difference: Difference | None) -> str:
-    """'+0.050 (+0.010 to +0.090)', bold if the interval excludes zero."""
+    """'+0.050 (+0.010 to +0.090)', bold if a difference is shown."""
     if difference is None:
         return "-"
-    value, (low, high) = difference
-    text = f"{value:+.3f} ({low:+.3f} to {high:+.3f})"
+    value, (low, high), doubt = difference
+    text = f"{value:+.3f} ({low:+.3f} to {high:+.3f})" + ("; cannot say" if doubt else "")
     return text if verdict(difference) == NOT_SHOWN else f"**{text}**"
 
 
 def verdict(difference: Difference) -> str:
-    """The side of zero on which the whole interval lies: 'higher', 'lower' or NOT_SHOWN."""
-    _, (low, high) = difference
-    return "higher" if low > 0 else "lower" if high < 0 else NOT_SHOWN
+    """The side of zero on which the whole interval lies: 'higher', 'lower' or NOT_SHOWN, also in doubt."""
+    return {1: "higher", -1: "lower", 0: NOT_SHOWN}[side(*difference[1:])]
 
 
 def table_head(cells: Sequence[str]) -> list[str]:

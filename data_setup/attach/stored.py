@@ -25,7 +25,7 @@ import pandas as pd
 import zarr
 from zarr.codecs import BloscCodec, Crc32cCodec
 
-from data_setup.attach.kinds import COLUMNS, FLOW, HEIGHTS, LABELS, ArrayOf, Kind
+from data_setup.attach.kinds import COLUMNS, DEVICE_MAPS, FLOW, HEIGHTS, LABELS, ArrayOf, Kind
 from data_setup.readers.octa import SLABS
 from data_setup.store.format import KEPT, checksum, chunk_key, intact, read_row_file
 from utils import storage
@@ -202,6 +202,11 @@ class StoredHeights(Stored):
     """Height maps: float32 [S, D, W] in voxels, NaN where there is none."""
 
     KIND = HEIGHTS
+
+    @property
+    def source(self) -> str:
+        """DEVICE_MAPS or OF_LABELS: who drew them."""
+        return str(self._arrays[0].attrs.get("source", DEVICE_MAPS))
 
     def read(self, row: int) -> np.ndarray:
         """Of the row's own surfaces; raises StorageError."""

@@ -15,6 +15,7 @@ from data_setup.manifest import Record
 from data_setup.readers.faults import RejectReason
 from data_setup.store.format import UNREAD
 from data_setup.store.summary import by_frequency, words
+from utils.tables import Table, terminal
 
 _K = TypeVar("_K")
 OK, NOT_OPENED = "ok", "not_opened"  # NOT_OPENED: of another kind than DICOM, so the header is not read
@@ -172,17 +173,13 @@ def _names(paths: Sequence[str]) -> list[str]:
 
 def table(report: Mapping[str, Any]) -> str:
     """The report as text: each protocol with its commonest shape and spacing, then the faults."""
-    lines = [
-        f"{'protocol':32s} {'files':>6s} {'ok':>6s} {'L':>5s} {'R':>5s} {'?':>4s}  "
-        f"{'shape, D x H x W':24s} spacing, um"
-    ]
+    rows = []
     for name, part in report["by_protocol"].items():
-        eyes = part["laterality"]
-        lines.append(
-            f"{name:32s} {part['files']:6d} {part['status'].get(OK, 0):6d} {eyes.get('L', 0):5d} "
-            f"{eyes.get('R', 0):5d} {eyes.get('unknown', 0):4d}  {_commonest(part['shape']):24s} "
-            f"{_commonest(part['spacing_um'])}"
-        )
+        eyes = [part["laterality"].get(eye, 0) for eye in ("L", "R", "unknown")]
+        counts = map(str, [part["files"], part["status"].get(OK, 0), *eyes])
+        rows.append([name, *counts, _commonest(part["shape"]), _commonest(part["spacing_um"])])
+    header = ("protocol", "files", "ok", "L", "R", "?", "shape, D x H x W", "spacing, um")
+    lines = [terminal(Table("", header, rows))]
     for name, part in report["by_device"].items():
         lines.append(
             f"{name}: {part['files']} files, {words(part['transfer_syntax'])}; "

@@ -15,6 +15,7 @@ import pandas as pd
 from data_setup.store.format import KEPT, PENDING
 from data_setup.store.quality import LIMITS, share_between
 from utils.errors import UserError
+from utils.tables import NONE, Table, terminal
 
 AUDIT_NAMES = 20  # files of either kind that the report names
 REJECT_NAMES = 5  # files of each reason that the report names
@@ -178,26 +179,22 @@ def run_line(run: Mapping[str, Any]) -> str:
 
 def table(report: Mapping[str, Any]) -> str:
     """The report as a few lines of text; spacing in um, D x H x W."""
-    lines = [
-        f"{'protocol':32s} {'kept':>6s} {'rej.':>5s} {'valid':>6s} {'lost':>6s}  "
-        "spacing before -> after [um, D x H x W]"
-    ]
+    header = ("protocol", "kept", "rej.", "valid", "lost", "spacing before -> after [um, D x H x W]")
+    rows: list[list[str]] = []
     warnings = []
     for name, part in report["by_protocol"].items():
-        rejected = sum(part["rejected"].values())
+        rows.append([name, str(part["kept"]), str(sum(part["rejected"].values()))])
         if not part["kept"]:
-            lines.append(f"{name:32s} {0:6d} {rejected:5d}")
+            rows[-1] += [NONE] * 3
             continue
         um = [_triple((1000 * np.asarray(part[f"spacing_{when}"])).tolist()) for when in ("before", "after")]
-        lines.append(
-            f"{name:32s} {part['kept']:6d} {rejected:5d} {part['valid_fraction']:6.2f} "
-            f"{part['lost_fraction']:6.2f}  {um[0]} -> {um[1]}"
-        )
+        rows[-1] += [f"{part['valid_fraction']:.2f}", f"{part['lost_fraction']:.2f}", " -> ".join(um)]
         if part["valid_fraction"] < LOW_VALID_FRACTION:
             warnings.append(
                 f"warning: {name}: only {part['valid_fraction']:.0%} of the grid lies inside the scan; "
                 "see spatial.target_spacing and spatial.image_size"
             )
+    lines = [terminal(Table("", header, rows))]
     lines.append(f"kept by device: {words({k: v['kept'] for k, v in report['by_device'].items()})}")
     lines.append(f"rejected: {words(report['rejected'])}; skipped: {words(report['skipped'])}")
     lines.append(f"spacing from: {words(report['spacing_source'])}")

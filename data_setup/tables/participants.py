@@ -1,7 +1,8 @@
 """Read participants.tsv: whose eyes they are, in which split, and what is known of them.
 
 In: a `Config` (data.participants_path, seed). Out: a `Participant` for each person, or for each eye where the
-table has a column of eyes. Without recommended_split the split is 70/10/20 % by a hash of the id.
+table has a column of eyes. Without recommended_split the split is 70/10/20 % by a hash of the id; fewer than
+50 people of the manifest are cut exactly, stratified by study_group.
 """
 
 from __future__ import annotations
@@ -76,9 +77,10 @@ def read_participants(cfg: Config, listed: Collection[str]) -> tuple[dict[str, d
             )
     if "recommended_split" in columns:
         return people, RECOMMENDED
-    seeded = seeded_split(people, cfg.seed)
+    groups = {p: _only({e.study_group for e in eyes.values()}) for p, eyes in people.items() if p in listed}
+    seeded = seeded_split(groups, cfg.seed)
     return {
-        p: {eye: replace(person, split=seeded[p]) for eye, person in eyes.items()}
+        p: {eye: replace(person, split=seeded.get(p, "")) for eye, person in eyes.items()}
         for p, eyes in people.items()
     }, SEEDED
 

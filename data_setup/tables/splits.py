@@ -1,10 +1,11 @@
 """Participant-level splits and choices: the same whatever order the records come in.
 
 In: participants, and a seed. Out: sets of participant ids. Who is where follows from a hash of
-(seed, purpose, id), not from an order or a random state; so a cohort that grows moves nobody once the hash
-alone gives each side somebody. Before, a side borrows its one participant, who may go back: 0.9^n of the
-cohorts of n lack validation by the hash, 59 % at 5, 4 % at 30, 0.5 % at 50. Shares are those of the hash, not
-exact: 10 % of 200 participants are 20 give or take 4.
+(seed, purpose, id), not from an order or a random state; so a cohort of FEW_PEOPLE or more that grows moves
+nobody. Its shares are those of the hash, not exact: 10 % of 200 participants are 20 give or take 4. Below,
+the hash alone would leave sides with too few to learn from or to judge (0.9^n of the cohorts of n have no
+validation, 4 % at 30): shares are exact and stratified by group, and a cohort that grows is cut anew. Whoever
+is in a store keeps the side (data_setup.prepare).
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from typing import Any
 from utils.errors import UserError
 
 TEST_SHARE, VAL_SHARE = 0.2, 0.1
-FEW_PEOPLE = 50  # a public set of fewer without splits of its owners gets some
-DEALT_SHARE, LEAST_PEOPLE = 0.2, 2  # of the people: who validates, and who is tested
+FEW_PEOPLE = 50  # below: exact shares; a public set without splits of its owners gets some
+DEALT_SHARE, LEAST_PEOPLE = 0.2, 2  # of a public set: who validates, and who is tested
 HASH, EXACT = "hash", "exact"  # how validation participants are cut inside train; EXACT: stores before HASH
 
 
@@ -48,17 +49,22 @@ def pretraining_split(
     return sorted(set(train) - val), sorted(val), "train_participants"
 
 
-def seeded_split(ids: Collection[str], seed: int) -> dict[str, str]:
+def seeded_split(group_of: Mapping[str, Hashable], seed: int) -> dict[str, str]:
     """{id: train | val | test}, 70/10/20 %: for cohorts that come without a recommended split.
 
-    Of three participants or more every side has one. In a cohort of a few it may be borrowed from another
-    side, and a cohort that grows may move such a participant: see above.
+    `group_of`: id -> its label, or whatever stands for none. Fewer than FEW_PEOPLE are cut exactly: a tenth,
+    rounded up, validates, a fifth is tested, and each at least LEAST_PEOPLE of six or more people, without
+    whom nothing is chosen or judged. Stratified by group; see above.
     """
-    order, places = _in_order(ids, seed, "split")
-    total = len(order)
-    num_test = min(max(1, _num_below(places, TEST_SHARE)), max(total - 2, total // 2))
-    end_val = min(max(num_test + 1, _num_below(places, TEST_SHARE + VAL_SHARE)), max(0, total - 1))
-    return {p: "test" if i < num_test else "val" if i < end_val else "train" for i, p in enumerate(order)}
+    total = len(group_of)
+    if total >= FEW_PEOPLE:
+        order, places = _in_order(group_of, seed, "split")
+        num_test = max(1, _num_below(places, TEST_SHARE))
+        end_val = max(num_test + 1, _num_below(places, TEST_SHARE + VAL_SHARE))
+        return {p: "test" if i < num_test else "val" if i < end_val else "train" for i, p in enumerate(order)}
+    least = LEAST_PEOPLE if total >= 3 * LEAST_PEOPLE else int(total > 1)
+    num_val = max(least, -(-total // 10)) if total > 2 else 0
+    return _dealt(group_of, num_val, max(least, total // 5), seed, "split")
 
 
 def seeded_order(ids: Collection[str], seed: int, purpose: str) -> list[str]:
@@ -110,9 +116,16 @@ def dealt_splits(group_of: Mapping[str, Hashable]) -> dict[str, str]:
     with which no head is trained.
     """
     count = max(LEAST_PEOPLE, round(DEALT_SHARE * len(group_of)))  # of each side
-    test = stratified_choice(group_of, count, 0, "plug test")
+    return _dealt(group_of, count, count, 0, "plug")
+
+
+def _dealt(
+    group_of: Mapping[str, Hashable], num_val: int, num_test: int, seed: int, purpose: str
+) -> dict[str, str]:
+    """person -> train | val | test with these numbers of people, by their groups, then by the hash."""
+    test = stratified_choice(group_of, num_test, seed, f"{purpose} test")
     rest = {person: group for person, group in group_of.items() if person not in test}
-    val = stratified_choice(rest, count, 0, "plug val")
+    val = stratified_choice(rest, num_val, seed, f"{purpose} val")
     return {p: "test" if p in test else "val" if p in val else "train" for p in group_of}
 
 

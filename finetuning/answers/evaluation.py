@@ -16,20 +16,19 @@ import numpy as np
 from data_setup.store.reader import PreparedStore
 from finetuning.answers.answer import Answer, protocol_of
 from finetuning.answers.metrics import PRIMARY
-from finetuning.answers.scorecard import difference, scorecard
+from finetuning.answers.scorecard import difference, people_of_classes, scorecard
 from finetuning.answers.subgroups import COLUMNS, subgroups
 from finetuning.cohort.cohort import EVALUATED, TRAIN, VAL, Cohort
 from finetuning.cohort.ledger import digest, look_at
-from finetuning.cohort.predictions import Predictions, Scored
+from finetuning.cohort.predictions import Scored
 from finetuning.features.probing import Features, device_cohorts, probe
-from finetuning.power import MIN_PER_CLASS
 from models.probes import intervals
-from models.probes.intervals import verdict
+from models.probes.intervals import MIN_PER_CLASS, too_few, verdict
 from utils.config.schema import Config
 from utils.report.tables import CLASSES, TITLES
 from utils.tables import estimate
 
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
 
 
 @dataclass(frozen=True)
@@ -113,14 +112,11 @@ def answer(
     ]
     devices = device_cohorts(asked.cohorts, asked.store)
     of_device = scorecard(probe(devices, features).scored, samples, seed) if devices else None
-    mean, ci95, shown = difference(first, rows[1].scored.evaluated(), samples, seed)
+    mean, ci95, shown, doubt = difference(first, rows[1].scored.evaluated(), samples, seed)
     metric = TITLES[PRIMARY[first.kind]]
     is_class = first.kind in CLASSES
     counts = [int((first.truth[:, 0] == c).sum()) for c in range(len(first.names))] if is_class else None
-    people = people_of_classes(first) if is_class else None
     strata = "stratified by class, " if is_class else ""
-    is_shown = not ci95[0] <= 0 <= ci95[1]
-    few = f"{too_few(people)} for this to count. " if is_shown and too_few(people) else ""
     return {
         "format_version": FORMAT_VERSION,
         "title": title(asked, look),
@@ -145,12 +141,13 @@ def answer(
             "mean": mean,
             "ci95": list(ci95),
             "could_have_shown": shown,
+            "doubt": doubt,
         },
         "subgroups": subgroups(rows[0].scored, asked.store.index, samples, seed),
         "device_probe": of_device,
         "device_sentence": device_sentence(of_device),
-        "verdict": f"{verdict(mean, ci95, *words, metric)} {few}This cohort could have shown {shown:.2f}.",
-        "cautions": cautions_of(asked, people),
+        "verdict": f"{verdict(mean, ci95, *words, metric, doubt)} This cohort could have shown {shown:.2f}.",
+        "cautions": cautions_of(asked, people_of_classes(first)),
         "notes": [
             *notes,
             f"Intervals: participant bootstrap, {strata}all units of a person drawn together; "
@@ -168,7 +165,8 @@ def title(asked: Asked, look: int | None) -> str:
     protocol = (
         f"split {cfg.eval.split} of the official splits"
         if cfg.eval.protocol == "official"
-        else f"{len(asked.cohorts)} folds over all labelled participants that training did not see (crossfit)"
+        else f"{len(asked.cohorts)} folds over all labelled participants"
+        f"{'' if cfg.eval.allow_overlap else ' that training did not see'} (crossfit)"
     )
     looks = "validation, not counted as a look" if look is None else f"look {look} of this split"
     kind = what.get(cohort.kind, f"{len(cohort.names)} classes")
@@ -187,7 +185,7 @@ def device_sentence(card: Mapping[str, Any] | None) -> str:
     )
 
 
-def cautions_of(asked: Asked, people: Sequence[int] | None) -> list[str]:
+def cautions_of(asked: Asked, people: Sequence[int]) -> list[str]:
     """What weakens the verdict; shown wherever the verdict is."""
     cfg, lines = asked.cfg, []
     if asked.overlap:
@@ -203,27 +201,11 @@ def cautions_of(asked: Asked, people: Sequence[int] | None) -> list[str]:
     return lines + few_people(people)
 
 
-def few_people(people: Sequence[int] | None) -> list[str]:
-    """The caution of a table where a class has too few people; empty else."""
-    if people is None or not too_few(people):
+def few_people(people: Sequence[int]) -> list[str]:
+    """The caution of a table where a class, or all, has too few people; empty else."""
+    if not (few := too_few(people)):
         return []
     return [
-        f"The smallest class has {min(people)} evaluated participants: below {MIN_PER_CLASS} intervals "
-        "are too narrow, and nothing should be concluded from them."
+        f"{few}: below {MIN_PER_CLASS} intervals are too narrow (some have no width), and nothing should be "
+        "concluded from them."
     ]
-
-
-def too_few(people: Sequence[int] | None) -> str:
-    """The words beside a difference that is shown, where a class has too few people for intervals; else "".
-
-    `people`: of each class, or None where there are no classes.
-    """
-    if people is None or min(people) >= MIN_PER_CLASS:
-        return ""
-    return f"{min(people)} participants in the smallest class are too few"
-
-
-def people_of_classes(predictions: Predictions) -> list[int]:
-    """How many people have a unit of each class."""
-    truth = predictions.truth[:, 0]
-    return [len(np.unique(predictions.person[truth == c])) for c in range(len(predictions.names))]

@@ -26,6 +26,7 @@ from utils.report.tables import TITLES
 from utils.tables import Table, estimate, number, page
 
 Scores = Mapping[str, Scored]  # row's name -> scores
+FEW = " (too few)"  # beside the people of a subgroup whose intervals are too narrow
 
 
 def write_evaluation(answer: Answer, content: Content, scores: Scores, index: pd.DataFrame) -> Content:
@@ -82,7 +83,7 @@ def tables_of(content: Mapping[str, Any]) -> list[Table]:
         tables.append(Table(heading, ["", chosen["positive"]], rows))
     for column, groups in content["subgroups"].items():
         rows = [
-            [group["group"], str(group["n_participants"]), str(group["n_units"])]
+            [group["group"], f"{group['n_participants']}{FEW if group['few'] else ''}", str(group["n_units"])]
             + [estimate(group["metrics"] and group["metrics"][name]) for name in names]
             for group in groups
         ]

@@ -3,7 +3,8 @@
 In: `head.pt` of finetuning.train (or its run's folder) and overrides of the configuration in it. Out: the
 content of evaluation.json, written into `${run.dir}` with its tables and figures: the head, a constant
 prediction that knows nothing, and the head against permuted truth, which shows what chance is (the head is
-not trained again: its training labels stay).
+not trained again: its training labels stay). With eval.protocol=crossfit, of a frozen encoder, a head of the
+same configuration is trained in each fold: what is evaluated is the recipe, not the head of the file.
 """
 
 from __future__ import annotations
@@ -18,12 +19,13 @@ from data_setup.store.reader import PreparedStore
 from finetuning.answers.evaluation import Asked, Row, answer
 from finetuning.answers.evaluation_files import write_evaluation
 from finetuning.answers.scorecard import chance_of
-from finetuning.cohort.cohort import EVALUATED, TRAIN, Cohort, count_seen, read_cohort, seen_by_head
+from finetuning.cohort.cohort import EVALUATED, TRAIN, Cohort, count_seen, read_cohorts, seen_by_head
 from finetuning.cohort.predictions import Scored
 from finetuning.cohort.source import encoder_place, evaluated_config
 from finetuning.features.kept import KeptFeatures, features_folder
 from finetuning.features.pooled import embed_rows
 from finetuning.features.probing import of_rows
+from finetuning.heads.frozen import scores_of_fold
 from finetuning.heads.head_file import Head, open_head, predict_rows
 from utils.config.load import storage_options_of
 from utils.config.schema import Config
@@ -49,23 +51,35 @@ def evaluate_head(wanted: str, overrides: Sequence[str]) -> dict[str, Any]:
 
 def _asked(head: Head, cfg: Config, store: PreparedStore) -> Asked:
     """Labels and folds; raises UserError for other classes, or for participants that were seen."""
-    cohort = read_cohort(cfg, store)
-    if cohort.names != head.names:
-        raise UserError(f"{head.url}: expected the labels {list(head.names)}, found {list(cohort.names)}")
-    people = cohort.person[cohort.fold == EVALUATED].tolist()
-    overlap = count_seen(cfg, people, seen_by_head(cfg, head.state), head.url)
-    return Asked(cfg, store, (cohort,), overlap, head.checksum, "training")
+    is_crossed = cfg.eval.protocol == "crossfit"  # then the head's own training is no part of the answer
+    seen = {"encoder's pre-training": head.state["pretraining_participants"]}
+    cohorts = tuple(read_cohorts(cfg, store, *seen.values()))
+    if cohorts[0].names != head.names:
+        expected = f"the labels {list(head.names)}, found {list(cohorts[0].names)}"
+        raise UserError(f"{head.url}: expected {expected}")
+    people = np.concatenate([c.person[c.fold == EVALUATED] for c in cohorts]).tolist()
+    overlap = count_seen(cfg, people, seen if is_crossed else seen_by_head(cfg, head.state), head.url)
+    seen_by = "the encoder's pre-training" if is_crossed else "training"
+    return Asked(cfg, store, cohorts, overlap, head.checksum, seen_by)
 
 
 def _evaluate(asked: Asked, head: Head, runtime: Runtime) -> dict[str, Any]:
     """Predict, write all files; returns the content of evaluation.json."""
-    cfg, store, cohort = asked.cfg, asked.store, asked.cohort
-    scores = np.full((len(cohort.rows), cohort.num_outputs), np.nan)
-    is_wanted = cohort.fold != TRAIN
-    scores[is_wanted] = predict_rows(head, store, cohort.rows[is_wanted], runtime)
-    facts = {"validation": head.state["validation"]["score"]}
-    first = Row("head", f"{head.state['head_kind']} head", Scored((cohort,), (scores,)), facts)
-    constant = Row("constant", "one prediction for all", Scored((cohort,), (_constant(cohort),)), {})
+    cfg, store, cohorts = asked.cfg, asked.store, asked.cohorts
+    if cfg.eval.protocol == "crossfit":
+        kept = KeptFeatures(head.encoder, cfg, store, runtime, features_folder(cfg))
+        scores, of_val = zip(*(scores_of_fold(kept, cohort) for cohort in cohorts), strict=True)
+        facts = {"validation": float(np.mean(of_val))}
+        how = [
+            "In each fold a head of this configuration was trained and chosen on the others. The encoder saw "
+            f"nobody's labels, and in pre-training the images of {asked.overlap} of the "
+            f"{asked.people(EVALUATED)} evaluated participants."
+        ]
+    else:
+        scores, how = (_scores(cohorts[0], head, store, runtime),), []
+        facts = {"validation": head.state["validation"]["score"]}
+    first = Row("head", f"{head.state['head_kind']} head", Scored(cohorts, scores), facts)
+    constant = Row("constant", "one prediction for all", Scored(cohorts, tuple(map(_constant, cohorts))), {})
     kind = f"{head.state['head_kind']} head on a {'frozen' if head.is_frozen else 'fine-tuned'} encoder"
     content = answer(
         asked,
@@ -75,6 +89,7 @@ def _evaluate(asked: Asked, head: Head, runtime: Runtime) -> dict[str, Any]:
         {"name": "head", "url": head.url, "sha256": head.checksum, "encoder": dict(head.state["encoder"])},
         [
             f"The head: {kind} {head.state['encoder']['url']}.",
+            *how,
             "Permuted truth: the head's predictions against truth dealt out anew among the evaluated people, "
             "mean and central 95 % of the shuffles; the head is not trained again.",
         ],
@@ -83,6 +98,14 @@ def _evaluate(asked: Asked, head: Head, runtime: Runtime) -> dict[str, Any]:
     content["rows"].append({"name": "permuted", "label": "the head, permuted truth (chance)", **chance})
     scores_of_rows = {row.name: row.scored for row in (first, constant)}
     return write_evaluation(asked.answer(), content, scores_of_rows, store.index)
+
+
+def _scores(cohort: Cohort, head: Head, store: PreparedStore, runtime: Runtime) -> np.ndarray:
+    """What the head says of all volumes [n, C], NaN of those that trained it."""
+    scores = np.full((len(cohort.rows), cohort.num_outputs), np.nan)
+    is_wanted = cohort.fold != TRAIN
+    scores[is_wanted] = predict_rows(head, store, cohort.rows[is_wanted], runtime)
+    return scores
 
 
 def _features(head: Head, asked: Asked, runtime: Runtime) -> np.ndarray:

@@ -29,7 +29,7 @@ from finetuning.answers.metrics import (
 from finetuning.cohort.cohort import VAL, deal_over_people
 from finetuning.cohort.predictions import Predictions, Scored
 from finetuning.power import pilot_disagreement, smallest_difference
-from models.probes.intervals import confusion_draws
+from models.probes.intervals import confusion_draws, doubt, recall_parts
 
 CHANCE_SHUFFLES = 300
 NUM_ERRORS = float(norm.ppf(0.975) + norm.ppf(0.8))  # standard errors that 80 % power takes
@@ -101,9 +101,9 @@ def chance_of(predictions: Predictions, seed: int) -> dict[str, Any]:
 
 def difference(
     first: Predictions, second: Predictions, samples: int, seed: int
-) -> tuple[float, tuple[float, float], float]:
-    """Observed first - second of the kind's primary metric, its interval under shared resamples, and the
-    smallest difference that these units could have shown with 80 % power.
+) -> tuple[float, tuple[float, float], float, str]:
+    """Observed first - second of the kind's primary metric, its interval under shared resamples, the smallest
+    difference that these units could have shown with 80 % power, and the doubt of models.probes.intervals.
 
     Raises ValueError unless both predict the same units with the same truth.
     """
@@ -116,7 +116,36 @@ def difference(
     ci95 = interval(draws_S)
     if ci95 is None or math.isnan(value):
         raise ValueError(f"difference: expected {name} to exist, found none: a class has no unit")
-    return value, ci95, could_have_shown([first], [second], draws_S)
+    unclear = doubt(ci95, people_of_classes(first), gains([first], [second]))
+    return value, ci95, could_have_shown([first], [second], draws_S), unclear
+
+
+def people_of_classes(predictions: Predictions) -> list[int]:
+    """How many people have a unit of each class, or of each label a yes and a no; of a value all people."""
+    person, truth = predictions.person, predictions.truth
+    if predictions.kind == "regression":
+        return [len(np.unique(person))]
+    if predictions.kind == "multilabel":
+        return [len(np.unique(person[column == value])) for column in truth.T for value in (0, 1)]
+    return [len(np.unique(person[truth[:, 0] == c])) for c in range(len(predictions.names))]
+
+
+def gains(first: Sequence[Predictions], second: Sequence[Predictions]) -> np.ndarray | None:
+    """What each person adds to first - second of the primary metric, of means over seeds [P]; None of macro
+    AUROC, which is no sum over people.
+    """
+    one = first[0]
+    if one.kind == "multilabel":
+        return None
+    truth_U, spread = one.truth[:, 0], np.sum((one.truth - one.truth.mean()) ** 2)
+
+    def parts(p: Predictions) -> np.ndarray:
+        if p.kind == "regression":
+            return -((p.scores[:, 0] - truth_U) ** 2) / spread
+        return recall_parts(truth_U, decided(p.scores))
+
+    gains_U = np.mean([parts(p) for p in first], axis=0) - np.mean([parts(p) for p in second], axis=0)
+    return np.bincount(np.unique(one.person, return_inverse=True)[1], gains_U)
 
 
 def could_have_shown(

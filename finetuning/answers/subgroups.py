@@ -2,7 +2,7 @@
 
 In: `Scored` and the store's index. Out: for every group its people and the metrics of their units, pooled
 over the volumes of the group alone. A group of fewer than MIN_PEOPLE people, or of one class alone, has no
-metrics: None.
+metrics: None. `few` says why the intervals of another are too narrow.
 """
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ import numpy as np
 import pandas as pd
 
 from finetuning.answers.metrics import PRIMARY, bootstrap_counts, measure, observed
-from finetuning.answers.scorecard import metrics_of
+from finetuning.answers.scorecard import metrics_of, people_of_classes
 from finetuning.cohort.cohort import EVALUATED
 from finetuning.cohort.predictions import Predictions, Scored
+from models.probes.intervals import too_few
 
 COLUMNS = {"device": "device", "laterality": "laterality", "site": "clinical_site", "age": "age"}
 AGE_EDGES = (50, 60, 70, 80)  # years at which the next band begins
@@ -67,6 +68,7 @@ def _groups(
 def _group(name: str, predictions: Predictions, samples: int, seed: int) -> dict[str, Any]:
     people = len(np.unique(predictions.person))
     group: dict[str, Any] = {"group": str(name), "n_participants": people, "n_units": len(predictions.unit)}
+    group["few"] = too_few(people_of_classes(predictions))
     is_one_class = predictions.kind != "multilabel" and len(np.unique(predictions.truth)) < 2
     if people < MIN_PEOPLE or is_one_class:
         return group | {"primary": PRIMARY[predictions.kind], "metrics": None}

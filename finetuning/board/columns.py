@@ -13,22 +13,19 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-import torch
 
-from data_setup.loader import EVALUATION_BATCH
 from finetuning.board.answers import Cell
 from finetuning.board.entries import Encoder, Entry, Volumes, kept_features
 from finetuning.cohort.cohort import EVALUATED, TRAIN, VAL, Cohort, low_shot
 from finetuning.cohort.predictions import Predictions, Scored
 from finetuning.cohort.source import Source
-from finetuning.features.kept import KeptFeatures
 from finetuning.features.probing import probe
 from finetuning.heads.finetune import finetune
-from finetuning.heads.frozen import TokenInputs, train_grid
+from finetuning.heads.frozen import scores_of_fold
 from finetuning.heads.head_file import NAME as HEAD_NAME
 from finetuning.heads.head_file import open_head, predict_rows
-from finetuning.heads.objective import to_scores
 from utils import storage
+from utils.config.schema import Config
 from utils.errors import EXIT_FINISHED, EXIT_STOPPED, UserError
 
 FRACTIONS = (0.01, 0.05, 0.1, 0.25)  # of the training participants; all of them are the linear column
@@ -114,15 +111,13 @@ def device_tables(entry: Entry, question: Question) -> dict[str, Cell]:
 def attentive(entry: Entry, question: Question) -> dict[str, Cell]:
     """An attentive head on the frozen tokens, by the grid of head.*: a training a seed."""
     assert entry.encoder is not None
-    encoders, device = [entry.encoder(cohort) for cohort in question.cohorts], question.volumes.runtime.device
+    encoders = [entry.encoder(cohort) for cohort in question.cohorts]
     kept = [kept_features(question.volumes, encoder) for encoder in encoders]
-    for cohort, features in zip(question.cohorts, kept, strict=True):
-        features.keep_tokens(cohort.rows)
     predictions, vals = [], []
     for seed in question.seeds:
         parts = [
-            _attentive_scores(seed, *fold, device)
-            for fold in zip(question.cohorts, kept, encoders, strict=True)
+            scores_of_fold(replace(features, cfg=_attentive(encoder.cfg, seed)), cohort)
+            for cohort, features, encoder in zip(question.cohorts, kept, encoders, strict=True)
         ]
         scores, of_val = zip(*parts, strict=True)
         predictions.append(Scored(tuple(question.cohorts), tuple(scores)).evaluated())
@@ -130,20 +125,8 @@ def attentive(entry: Entry, question: Question) -> dict[str, Cell]:
     return {ATTENTIVE: _cell(predictions, vals, [question.cohorts] * len(vals))}
 
 
-def _attentive_scores(
-    seed: int, cohort: Cohort, kept: KeptFeatures, encoder: Encoder, device: torch.device
-) -> tuple[np.ndarray, float]:
-    """Scores of all volumes [n, C] of the head that is best on validation, and its score there."""
-    cfg = replace(encoder.cfg, seed=seed, head=replace(encoder.cfg.head, kind="attentive"))
-    inputs = TokenInputs(kept, cohort, device, EVALUATION_BATCH)
-    width = int(encoder.module.width)  # type: ignore[arg-type]  # nn.Module hides the type of its attributes
-    trained = train_grid(cfg, cohort, inputs, width, device)
-    module, places, outputs = trained.head.to(device).eval(), np.arange(len(cohort.rows)), []
-    with torch.no_grad():
-        for start in range(0, len(places), inputs.at_once):
-            outputs.append(module(*inputs.read(places[start : start + inputs.at_once])).cpu())
-    scores = to_scores(cohort.kind, torch.cat(outputs).double()).numpy()
-    return scores, float(trained.validation["score"])
+def _attentive(cfg: Config, seed: int) -> Config:
+    return replace(cfg, seed=seed, head=replace(cfg.head, kind="attentive"))
 
 
 def fine_tuned(entry: Entry, question: Question) -> dict[str, Cell]:

@@ -2,8 +2,9 @@
 
 In: predictions of rows, a `Predictions` a seed, for the same units. Out: estimates and comparisons. The
 primary metric of a task's kind is finetuning.answers.metrics.PRIMARY; all rows share the resamples of
-participants. p is that of the same bootstrap: twice the smaller share of resamples on one side of zero. Holm,
-S. (1979): A simple sequentially rejective multiple test procedure.
+participants. p is that of the same bootstrap: twice the smaller share of resamples on one side of zero; below
+models.probes.intervals.EXACT_BELOW people that of sign flips, and of a difference without variance there is
+none. Holm, S. (1979): A simple sequentially rejective multiple test procedure.
 """
 
 from __future__ import annotations
@@ -16,30 +17,30 @@ import numpy as np
 
 from finetuning.answers.answer import Estimate, estimated
 from finetuning.answers.metrics import PRIMARY, bootstrap_counts, decided, interval, measure, observed
-from finetuning.answers.scorecard import could_have_shown
+from finetuning.answers.scorecard import could_have_shown, gains, people_of_classes
 from finetuning.cohort.predictions import Predictions
-from finetuning.power import ALPHA
-from models.probes.intervals import confusion_draws, mean_recall
+from models.probes.intervals import ALPHA, confusion_draws, doubt, mean_recall, sign_flip_p
 
 RESAMPLES_PER_PAIR = 100  # at least, or Holm's smallest possible p could never be below .05
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """First - second of a column; `shown`: Holm's p over all pairs of the table is below .05."""
+    """First - second of a column; `shown`: Holm's p over all pairs is below .05, and there is no doubt."""
 
     column: str
     first: str
     second: str
     value: float
     ci95: tuple[float, float]
-    p: float
+    p: float | None  # None: no resample differs from another
     p_holm: float
     could_have_shown: float
+    doubt: str  # of models.probes.intervals
 
     @property
     def shown(self) -> bool:
-        return self.p_holm < ALPHA
+        return self.p_holm < ALPHA and not self.doubt
 
 
 def estimate(seeds: Sequence[Predictions], samples: int, seed: int) -> Estimate:
@@ -80,16 +81,24 @@ def compare(
         draws_S = draws[column, one] - draws[column, other]
         ci95 = interval(draws_S)
         assert ci95 is not None
-        smallest = could_have_shown(columns[column][one], columns[column][other], draws_S)
         value = values[column, one] - values[column, other]
-        raw.append((column, one, other, value, ci95, bootstrap_p(draws_S), smallest))
-    adjusted = holm([item[5] for item in raw])
-    return [Comparison(*item[:6], p_holm, item[6]) for item, p_holm in zip(raw, adjusted, strict=True)]
+        sides = columns[column][one], columns[column][other]
+        smallest, gains_P = could_have_shown(*sides, draws_S), gains(*sides)
+        unclear = doubt(ci95, people_of_classes(sides[0][0]), gains_P)
+        flipped = sign_flip_p(gains_P)
+        chance = bootstrap_p(draws_S) if flipped is None else flipped
+        raw.append((column, one, other, value, ci95, chance, smallest, unclear))
+    adjusted = holm([1.0 if item[5] is None else item[5] for item in raw])
+    return [Comparison(*item[:6], p_holm, *item[6:]) for item, p_holm in zip(raw, adjusted, strict=True)]
 
 
-def bootstrap_p(draws_S: np.ndarray) -> float:
-    """Two-sided p of no difference, from the resamples of a difference in which it exists; never 0."""
+def bootstrap_p(draws_S: np.ndarray) -> float | None:
+    """Two-sided p of no difference, from the resamples of a difference in which it exists; never 0. None
+    where they are all one number that is not 0.
+    """
     known = draws_S[~np.isnan(draws_S)]
+    if np.ptp(known) <= 1e-12 and abs(known[0]) > 1e-12:
+        return None
     sides = (int(np.sum(known <= 0)), int(np.sum(known >= 0)))
     return min(1.0, 2 * (min(sides) + 1) / (len(known) + 1))
 

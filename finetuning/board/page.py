@@ -19,15 +19,16 @@ from matplotlib.figure import Figure
 
 from data_setup.store.reader import PreparedStore
 from finetuning.answers.answer import Estimate
-from finetuning.answers.evaluation import few_people, people_of_classes, too_few
+from finetuning.answers.evaluation import few_people
 from finetuning.answers.metrics import PRIMARY
+from finetuning.answers.scorecard import people_of_classes
 from finetuning.board.answers import Cells
 from finetuning.board.columns import DEVICES, LINEAR, LOW_SHOT
 from finetuning.board.comparison import Comparison, compare, estimate
 from finetuning.board.entries import Entry
 from finetuning.cohort.cohort import EVALUATED, TRAIN, VAL, Cohort
-from finetuning.power import ALPHA
 from models.probes import intervals
+from models.probes.intervals import ALPHA
 from utils import storage
 from utils.config.schema import Config
 from utils.report.pictures import png_data
@@ -118,6 +119,8 @@ def main_columns(board: Board) -> list[str]:
 def sentences(board: Board, results: Results) -> list[str]:
     """What stands above and below the numbers."""
     shown = [c for c in results.comparisons if c.shown]
+    doubted = sum(bool(c.doubt) for c in results.comparisons)
+    unclear = f"; of {doubted} nothing can be said" if doubted else ""
     smallest = max((c.could_have_shown for c in results.comparisons), default=None)
     unique = {person for c in board.cohorts for person in c.person[c.fold == EVALUATED].tolist()}
     looked = "this command added it" if board.is_new_look else "all answers were kept, this was no new one"
@@ -129,7 +132,7 @@ def sentences(board: Board, results: Results) -> list[str]:
         "validation. Means over seeds where seeds differ: low-shot draws, trained heads.",
         f"{len(results.comparisons)} pairs of rows: "
         + (f"{len(shown)} differences shown" if shown else "no difference shown")
-        + f" (Holm's p below {ALPHA:g} over all of them).",
+        + f" (Holm's p below {ALPHA:g} over all of them{unclear}).",
     ]
     if smallest is not None:
         lines.append(
@@ -151,7 +154,8 @@ def _order(board: Board) -> str:
 def _where(board: Board) -> str:
     """Whom rows were evaluated on, in words."""
     if board.cfg.eval.protocol == "crossfit":
-        return f"{len(board.cohorts)} folds of people that pre-training did not see (eval.protocol=crossfit)"
+        unseen = "" if board.cfg.eval.allow_overlap else " that pre-training did not see"
+        return f"{len(board.cohorts)} folds of people{unseen} (eval.protocol=crossfit)"
     (cohort,) = board.cohorts
     people = [len(np.unique(cohort.person[cohort.fold == fold])) for fold in (TRAIN, VAL)]
     return f"split {board.cfg.eval.split} (trained on {people[0]}, chosen on {people[1]})"
@@ -172,30 +176,29 @@ def verdicts(board: Board, results: Results) -> list[str]:
         ends = sorted(sign * bound for bound in c.ci95)
         lines.append(
             f"{pair[0]} - {pair[1]}: {with_interval(sign * c.value, ends, '+.3f')}, "
-            f"{_shown(c, board)} (p after Holm {c.p_holm:.4f}); "
+            f"{_shown(c)} (p after Holm {_p_cells(c)[1]}); "
             f"could have shown {c.could_have_shown:.3f}."
         )
     return lines
 
 
-def _people(board: Board) -> list[int] | None:
-    """Evaluated people of each class; None without classes."""
-    if board.cohorts[0].kind not in ("classification", "ordinal"):
-        return None
-    return people_of_classes(board.rows[0].answers[LINEAR][LINEAR].predictions[0])
+def _shown(comparison: Comparison) -> str:
+    """Whether a difference is shown, or why that cannot be said."""
+    if comparison.doubt:
+        return f"cannot say, because {comparison.doubt}"
+    return "shown" if comparison.shown else "not shown"
 
 
-def _shown(comparison: Comparison, board: Board) -> str:
-    """Whether a difference is shown, with what weakens that."""
-    if not comparison.shown:
-        return "not shown"
-    few = too_few(_people(board))
-    return f"shown, but {few}" if few else "shown"
+def _p_cells(comparison: Comparison) -> list[str]:
+    """p, and p after Holm's correction."""
+    if comparison.p is None:
+        return ["not computable"] * 2
+    return [number(comparison.p, ".4f"), number(comparison.p_holm, ".4f")]
 
 
 def cautions(board: Board) -> list[str]:
     """What weakens the table."""
-    lines = few_people(_people(board))
+    lines = few_people(people_of_classes(board.rows[0].answers[LINEAR][LINEAR].predictions[0]))
     if board.cfg.eval.split == "val" and board.cfg.eval.protocol == "official":
         lines.append("Rows were chosen on the evaluated participants (eval.split=val): they are optimistic.")
     return lines
@@ -251,16 +254,15 @@ def _low_shot_table(board: Board, results: Results) -> Table:
 
 
 def _pair_table(board: Board, results: Results) -> Table:
-    ranked = sorted(results.comparisons, key=lambda c: (c.p_holm, c.p, -abs(c.value)))
+    ranked = sorted(results.comparisons, key=lambda c: (c.p_holm, c.p or 1.0, -abs(c.value)))
     rows = [
         [
             c.column,
             f"{c.first} - {c.second}",
             number(c.value, "+.3f"),
             interval(c.ci95, "+.3f"),
-            number(c.p, ".4f"),
-            number(c.p_holm, ".4f"),
-            _shown(c, board),
+            *_p_cells(c),
+            _shown(c),
             number(c.could_have_shown),
         ]
         for c in ranked

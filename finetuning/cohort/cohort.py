@@ -3,7 +3,7 @@
 In: a configuration, the store, the labels of finetuning.cohort.labels. Out: a `Cohort`: for every volume its
 row in the store, its fold, its target and whom its prediction is for. With eval.protocol official the folds
 are the splits of participants.tsv; with crossfit a cohort for each of five parts of all labelled people
-that pre-training did not see, so that each of them is evaluated once.
+that pre-training did not see (with eval.allow_overlap of all), so that each of them is evaluated once.
 """
 
 from __future__ import annotations
@@ -28,6 +28,10 @@ TRAIN, VAL, EVALUATED = 0, 1, 2
 MIN_PARTICIPANTS = 2  # in each fold
 FOLDS = 5  # parts of all labelled people, with crossfit
 QUANTILES = 4  # strata of a value
+WAYS_OUT = (
+    "; fill recommended_split of participants.tsv and prepare again, or evaluate with "
+    "eval.protocol=crossfit, or label more people"
+)
 CLASS_KINDS = ("classification", "ordinal")
 Stratum = tuple[tuple[float, ...], ...]  # the distinct targets of a person, sorted
 log = logging.getLogger(__name__)
@@ -68,7 +72,7 @@ def read_cohort(cfg: Config, store: PreparedStore) -> Cohort:
     splits = ("train", "val", cfg.eval.split)
     cohort = _cohort(cfg, labels, [index[index["split"] == split] for split in splits])
     for fold, split in enumerate(splits):
-        _require_fold(cfg, cohort, fold, f"{store.url}: split {split}")
+        _require_fold(cfg, cohort, fold, f"{store.url}: split {split}", WAYS_OUT)
     lacking = sorted(set(_classes(cohort)) - set(_classes(cohort, TRAIN)))
     if lacking:
         raise UserError(
@@ -79,15 +83,21 @@ def read_cohort(cfg: Config, store: PreparedStore) -> Cohort:
 
 
 def crossfit_cohorts(cfg: Config, store: PreparedStore, seen: Collection[str]) -> list[Cohort]:
-    """A cohort a fold of all labelled people that are not in `seen`: fold k is EVALUATED, the next is VAL.
+    """A cohort a fold of all labelled people that are not in `seen`, or with eval.allow_overlap of all: fold
+    k is EVALUATED, the next is VAL.
 
     Folds are of people, stratified by class, or by quantile of the value, and follow from cfg.seed. Every
     person is EVALUATED in one of them. UserError where a class has fewer than FOLDS people.
     """
     labels, index = _labelled_rows(cfg, store)
-    index = index[~index["person_id"].isin(list(seen))]
+    is_seen, where = index["person_id"].isin(list(seen)), f"{store.url}: labelled people"
+    if is_seen.any() and not cfg.eval.allow_overlap:
+        where += (
+            " that pre-training did not see (eval.allow_overlap=true takes in the "
+            f"{index['person_id'][is_seen].nunique()} others, of whom it saw images and no labels)"
+        )
+        index = index[~is_seen]
     whole = _cohort(cfg, labels, [index])
-    where = f"{store.url}: people that pre-training did not see"
     _require_fold(cfg, whole, TRAIN, where)
     _require_people(cfg, whole, where)
     whole = _without_empty_classes(cfg, whole, where)
@@ -246,7 +256,7 @@ def _without_empty_classes(cfg: Config, cohort: Cohort, where: str) -> Cohort:
     return replace(cohort, names=names, target=np.searchsorted(present, cohort.target).astype(np.float64))
 
 
-def _require_fold(cfg: Config, cohort: Cohort, fold: int, where: str) -> None:
+def _require_fold(cfg: Config, cohort: Cohort, fold: int, where: str, advice: str = "") -> None:
     """Raise UserError where a fold has too few people, or, VAL apart, nothing to tell apart."""
     chosen = cohort.fold == fold
     num_people = len(np.unique(cohort.person[chosen]))
@@ -256,7 +266,7 @@ def _require_fold(cfg: Config, cohort: Cohort, fold: int, where: str) -> None:
         if num_people < MIN_PARTICIPANTS or (fold != VAL and num_values < 2):
             raise UserError(
                 f"{where}: expected {MIN_PARTICIPANTS} participants or more, of two {column} {what}, "
-                f"found {num_people} of {num_values}: no probe is possible"
+                f"found {num_people} of {num_values}: no probe is possible{advice}"
             )
 
 

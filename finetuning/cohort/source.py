@@ -19,7 +19,7 @@ from data_setup.store.reader import PreparedStore
 from utils import storage
 from utils.checkpoint import CheckpointError, list_steps, load_checkpoint
 from utils.config.load import changed_config, config_of_yaml, flatten, load_config, to_yaml
-from utils.config.schema import Config, StorageOptions, keys_with
+from utils.config.schema import DENSE_KINDS, Config, StorageOptions, keys_with
 from utils.errors import ConfigError, UserError
 
 # sections of the checkpoint's configuration that a task goes on with
@@ -150,9 +150,10 @@ def evaluated_config(trained: Config, url: str, overrides: Sequence[str]) -> Con
     another head.
     """
     cfg = overridden(trained, url, overrides, MAY_CHANGE)
-    if cfg.eval.protocol == "crossfit":
+    has_folds = cfg.task.kind not in DENSE_KINDS and cfg.finetune.encoder == "frozen"
+    if cfg.eval.protocol == "crossfit" and not has_folds:
         raise ConfigError(
-            f"{url}: eval.protocol: expected official, found crossfit: a head has one training set, so "
-            "folds of other people would have been seen in training"
+            f"{url}: eval.protocol: expected official, found crossfit, which takes a head of classes or "
+            "values on a frozen encoder: that one saw nobody's labels, and a head is trained in each fold"
         )
     return cfg

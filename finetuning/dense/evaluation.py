@@ -17,6 +17,7 @@ import pandas as pd
 
 from data_setup.store.reader import PreparedStore
 from finetuning.answers.answer import Answer, looks
+from finetuning.answers.evaluation import few_people
 from finetuning.cohort.cohort import EVALUATED, count_seen, seen_by_head
 from finetuning.cohort.ledger import digest
 from finetuning.cohort.source import encoder_place, evaluated_config
@@ -33,7 +34,7 @@ from utils.runtime.open import open_runtime
 from utils.runtime.single import Runtime
 from utils.tables import page
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 
 
 def evaluate(kind: Kind[Volumes], wanted: str, overrides: Sequence[str]) -> str:
@@ -109,7 +110,7 @@ def _arms(
 def answer(kind: Kind[Volumes], examined: Examined[Volumes]) -> Content:
     """The content of KIND.json: tables with intervals, paired differences and their verdicts."""
     volumes, head = examined.volumes, examined.head
-    moved = head.cfg.finetune.encoder == "trained"
+    moved, answered = head.cfg.finetune.encoder == "trained", kind.answer(examined)
     return {
         "format_version": FORMAT_VERSION,
         "head": {"url": head.url, "sha256": head.checksum, "kind": head.state["head_kind"]},
@@ -120,14 +121,24 @@ def answer(kind: Kind[Volumes], examined: Examined[Volumes]) -> Content:
         "names": list(volumes.names),
         "title": f"{kind.title}, split {examined.cfg.eval.split}",
         "notes": [*kind.notes, *(["The encoder of each arm was trained with its decoder."] if moved else [])],
-        **kind.answer(examined),
+        "cautions": few_people([min(_people_of(answered), default=len(examined.people))]),
+        **answered,
     }
+
+
+def _people_of(part: Any) -> Iterator[int]:
+    """On how many people each estimate of an answer rests; an estimate of nobody is none."""
+    if isinstance(part, dict) and part.get("people"):
+        yield part["people"]
+    elif isinstance(part, dict):
+        for inner in part.values():
+            yield from _people_of(inner)
 
 
 def markdown(kind: Kind[Any], content: Content) -> str:
     """The page: verdicts first, who was seen in training, which look this is, the notes, the tables."""
     points = [f"{content['n_volumes']} volumes of {content['n_participants']} participants."]
-    points += kind.points(content)
+    points += [*(f"**{line}**" for line in content["cautions"]), *kind.points(content)]
     verdicts = content["verdicts"] if "verdicts" in content else [content["verdict"]]
     tables = kind.tables(content)
     return page(

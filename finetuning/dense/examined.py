@@ -19,10 +19,11 @@ from finetuning.cohort.cohort import EVALUATED
 from finetuning.dense.folds import DenseVolumes
 from finetuning.dense.head import DenseHead
 from models.probes import intervals
-from models.probes.intervals import interval95, participant_draws, verdict
+from models.probes.intervals import doubt, interval95, participant_draws, verdict
 from utils import storage
 from utils.config.schema import Config
 
+HEAD = "The head"
 NOT_ASKED = "What pre-training gains is not asked: finetune.against_random=true trains the control."
 Volumes = TypeVar("Volumes", bound=DenseVolumes)
 
@@ -78,14 +79,18 @@ class Examined(Generic[Volumes]):
             result.setdefault(str(arm), {})[str(name)] = cells
         return result
 
-    def gain(self, gained_P: np.ndarray, against: str, what: str, nothing: str) -> tuple[dict[str, Any], str]:
-        """(the estimate of a paired difference from the arm called `against`, the sentence that it allows);
-        `nothing`: the sentence where no participant has one.
+    def gain(
+        self, gained_P: np.ndarray, against: str, what: str, nothing: str, first: str = "Pre-training"
+    ) -> tuple[dict[str, Any], str]:
+        """(the estimate of a paired difference of `first` from the arm called `against`, the sentence that it
+        allows); `nothing`: the sentence where no participant has one. Pre-training gains over random
+        initialisation alone: against an arm without an encoder `first` is HEAD.
         """
-        gained = self.estimate(gained_P)
+        gained, known_P = self.estimate(gained_P), gained_P[~np.isnan(gained_P)]
         if gained["value"] is None:
             return gained, nothing
-        return gained, verdict(gained["value"], gained["ci95"], "Pre-training", against, what)
+        gained["doubt"] = doubt(gained["ci95"], [len(known_P)], known_P)
+        return gained, verdict(gained["value"], gained["ci95"], first, against, what, gained["doubt"])
 
     def write_lines(self, name: str, lines: pd.DataFrame) -> None:
         """A table of the run's folder."""

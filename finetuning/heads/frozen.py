@@ -27,7 +27,7 @@ from torch.func import functional_call
 
 from data_setup.loader import EVALUATION_BATCH
 from data_setup.store.reader import PreparedStore
-from finetuning.cohort.cohort import TRAIN, VAL, Cohort
+from finetuning.cohort.cohort import EVALUATED, TRAIN, VAL, Cohort
 from finetuning.cohort.source import Source
 from finetuning.features.familiarity import fit_familiarity
 from finetuning.features.kept import KeptFeatures, features_folder, pooled_of_tokens
@@ -41,6 +41,7 @@ from finetuning.heads.objective import (
     judge,
     metric_name,
     row_losses,
+    to_scores,
 )
 from models.heads import build_head, reads_tokens, rescale_output
 from models.optimizer import warmup_cosine
@@ -289,15 +290,28 @@ def training_features(kept: KeptFeatures, cohort: Cohort) -> np.ndarray:
     return pooled_of_tokens(kept, rows) if reads_tokens(kept.cfg.head.kind) else kept.pooled(rows)
 
 
-def head_inputs(kept: KeptFeatures, cohort: Cohort) -> tuple[Inputs, Standardise | None]:
-    """What a head reads of TRAIN and VAL, computed where it is not kept, and how it is standardised."""
-    places = np.flatnonzero((cohort.fold == TRAIN) | (cohort.fold == VAL))
+def head_inputs(
+    kept: KeptFeatures, cohort: Cohort, folds: tuple[int, ...] = (TRAIN, VAL)
+) -> tuple[Inputs, Standardise | None]:
+    """What a head reads of these folds, computed where it is not kept, and how it is standardised."""
+    places = np.flatnonzero(np.isin(cohort.fold, folds))
     device = kept.runtime.device
     if reads_tokens(kept.cfg.head.kind):
         kept.keep_tokens(cohort.rows[places])
         return TokenInputs(kept, cohort, device, EVALUATION_BATCH), None
     inputs = PooledInputs(kept.pooled(cohort.rows[places]), cohort, places, device)
     return inputs, inputs.standardise
+
+
+def scores_of_fold(kept: KeptFeatures, cohort: Cohort) -> tuple[np.ndarray, float]:
+    """Scores of all volumes [n, C] by the head of `kept.cfg` that this cohort trains and chooses, and its
+    score on VAL.
+    """
+    inputs, _ = head_inputs(kept, cohort, (TRAIN, VAL, EVALUATED))
+    width = int(kept.encoder.width)  # type: ignore[arg-type]  # nn.Module hides the type of its attributes
+    trained = train_grid(kept.cfg, cohort, inputs, width, kept.runtime.device)
+    outputs = head_outputs(trained.head.to(kept.runtime.device), inputs, np.arange(len(cohort.rows)))
+    return to_scores(cohort.kind, outputs.double()).numpy(), float(trained.validation["score"])
 
 
 def train_frozen(

@@ -135,6 +135,13 @@ def mean_r2(errors: Errors) -> float:
     return float(mean_r2_draws(errors, np.ones((1, len(errors.participants))))[0])
 
 
+def r2_parts(errors: Errors) -> np.ndarray:
+    """What each participant adds to mean_r2 less 1 [P], which is their sum."""
+    variance_L = errors.second.mean(axis=0) - errors.first.mean(axis=0) ** 2
+    varies_L = variance_L > CONSTANT * np.maximum(errors.second.mean(axis=0), CONSTANT)
+    return -(errors.error[:, varies_L] / variance_L[varies_L]).mean(axis=1) / len(errors.participants)
+
+
 def mean_r2_draws(errors: Errors, draws_SP: np.ndarray) -> np.ndarray:
     """R2 averaged over the values, of every resample of participants: [S].
 

@@ -177,7 +177,7 @@ def test_level_and_a_difference_to_one_alone_are_no_learning(world: Path, tmp_pa
     """The pre-trained weights are those that it began with; the control has lost them."""
     result = measured(world, tmp_path, control=silence)
     for question in result["questions"]:
-        assert question["differences"]["random_init"] == {"mean": 0.0, "ci95": [0.0, 0.0]}
+        assert question["differences"]["random_init"] == {"mean": 0.0, "ci95": [0.0, 0.0], "doubt": ""}
         assert question["differences"]["control"]["ci95"][0] > 0
         assert question["verdict"].endswith(
             "no gain shown. Pre-training is better than the control, not shown to differ from "

@@ -15,6 +15,7 @@ from PIL import Image
 
 from data_setup import prepare
 from data_setup.attach.grid import nearest_voxels
+from data_setup.attach.kinds import OF_LABELS
 from data_setup.attach.labels import prepare_labels
 from data_setup.attach.stored import StoredHeights, StoredLabels
 from data_setup.export.predictions import write_height_map
@@ -357,6 +358,7 @@ def test_every_mismatch_is_counted_by_its_reason(
         assert report["label_volume"]["kept"] == 2
         assert len(StoredLabels.open(f"{small}/store").index) == 2
         assert report["label_surfaces"]["kept"] == 3
+        assert StoredHeights.open(f"{small}/store").source == OF_LABELS
     finally:
         for path, content in before.items():
             path.write_bytes(content)

@@ -17,15 +17,15 @@ from sklearn import metrics as sk
 from data_setup.store.reader import PreparedStore
 from finetuning.answers import evaluation_files
 from finetuning.answers.checkpoint_evaluation import evaluate
-from finetuning.answers.evaluation import Asked, people_of_classes
+from finetuning.answers.evaluation import Asked
 from finetuning.answers.evaluation_files import predictions_table
 from finetuning.answers.head_evaluation import evaluate_head
-from finetuning.answers.scorecard import chance_of, difference, scorecard
+from finetuning.answers.scorecard import chance_of, difference, people_of_classes, scorecard
 from finetuning.answers.subgroups import age_band, subgroups
 from finetuning.cohort.cohort import EVALUATED, VAL, Cohort, crossfit_cohorts, deal_over_people, read_cohort
 from finetuning.cohort.ledger import count_looks, data_digest
 from finetuning.cohort.predictions import Predictions, Scored
-from finetuning.cohort.source import Source
+from finetuning.cohort.source import Source, evaluated_config
 from finetuning.evaluate import main
 from finetuning.features.pooled import embed_rows, random_encoder
 from finetuning.features.probing import of_rows, permuted, probe
@@ -108,6 +108,8 @@ def test_rows_beside_the_head_and_the_verdict(evaluated: tuple[Path, dict[str, A
     assert content["verdict"] in text
     assert "12 participants; split test of the official splits" in text
     assert "A probe for the device on the same features: balanced accuracy" in text
+    assert "**6 participants in the smallest class are too few: below 12 intervals are too narrow" in text
+    assert " | 12 (too few) | 12 | " in text
     for name in ("confusion", "roc", "precision_recall", "reliability"):
         assert (run / "figures" / f"{name}.png").read_bytes().startswith(b"\x89PNG")
 
@@ -145,10 +147,9 @@ def test_what_is_no_evaluation_of_this_head_is_refused(
     world: Path, evaluated: tuple[Path, dict[str, Any]], capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = str(evaluated[0])
-    with pytest.raises(
-        ConfigError, match=r"eval.protocol: expected official, found crossfit: a head has one"
-    ):
-        evaluate_head(run, ["eval.protocol=crossfit"])
+    tuned = config(world, Path(run), "finetune.encoder=trained")
+    with pytest.raises(ConfigError, match=r"found crossfit, which takes a head of .* on a frozen encoder"):
+        evaluated_config(tuned, run, ["eval.protocol=crossfit"])
     with pytest.raises(ConfigError, match=r"head.hidden: expected 256 as in training, found 8"):
         evaluate_head(run, ["head.hidden=8"])
     with pytest.raises(ConfigError, match=r"eval.splits?: unknown key|eval.splt"):
@@ -162,6 +163,26 @@ def test_what_is_no_evaluation_of_this_head_is_refused(
             main(words)
     main(["--head", run])
     assert "look" in capsys.readouterr().out.splitlines()[0]
+
+
+def test_a_head_on_a_frozen_encoder_is_trained_in_each_fold(
+    world: Path, tmp_path: Path, no_figures: None
+) -> None:
+    """Whom the head's own training saw is no question then; what the encoder saw is said."""
+    save_head(world, tmp_path, participants={"train": ["test01"], "val": ["val00"]})
+    content = evaluate_head(str(tmp_path), ["eval.protocol=crossfit"])
+    count = PEOPLE["val"] + PEOPLE["test"]
+    assert (content["n_participants"], content["overlap"]) == (count, 0)
+    table = pd.read_parquet(tmp_path / "predictions.parquet")
+    head = table[table["row"] == "head"]
+    assert (len(head), sorted(set(head["fold"]))) == (count, [0, 1, 2, 3, 4])
+    assert content["rows"][0]["metrics"]["balanced_accuracy"]["value"] > 0.8  # the file's head is random
+    assert f"pre-training the images of 0 of the {count} evaluated" in " ".join(content["notes"])
+    everybody = evaluate_head(str(tmp_path), ["eval.protocol=crossfit", "eval.allow_overlap=true"])
+    assert (everybody["n_participants"], everybody["overlap"]) == (sum(PEOPLE.values()), PEOPLE["train"])
+    assert "5 folds over all labelled participants (crossfit)" in everybody["title"]
+    assert f"images of {PEOPLE['train']} of the {sum(PEOPLE.values())} eval" in " ".join(everybody["notes"])
+    assert f"OVERLAP: the encoder's pre-training saw {PEOPLE['train']} of" in everybody["cautions"][0]
 
 
 def test_crossfit_evaluates_everybody_whom_pretraining_did_not_see(
@@ -233,6 +254,8 @@ def test_a_group_pools_its_own_volumes() -> None:
     assert by_device["good"]["metrics"]["accuracy"]["value"] == 1.0
     assert by_device["poor"]["metrics"]["accuracy"]["value"] == 0.0
     assert {g["group"]: g["n_participants"] for g in tables["site"]} == {"east": 12, "unknown": 12}
+    assert {g["few"] for g in tables["site"]} == {"6 participants in the smallest class are too few"}
+    assert by_device["good"]["few"] == ""
     assert [g["group"] for g in tables["age"]] == ["under 50", "50-59", "unknown"]
     assert tables["age"][0]["n_participants"] == 8
     assert tables["age"][0]["metrics"] is None  # too few
@@ -312,9 +335,10 @@ def test_truth_is_dealt_out_over_people() -> None:
 def test_the_difference_is_paired() -> None:
     good, poor = random_scored(0, 0.6).evaluated(), random_scored(1, 0.0).evaluated()
     assert difference(good, good, 200, 0)[:2] == (0.0, (0.0, 0.0))
-    mean, (low, high), shown = difference(good, poor, 200, 0)
+    mean, (low, high), shown, doubt = difference(good, poor, 200, 0)
     assert 0 < low < mean < high
     assert 0 < shown < mean
+    assert not doubt
     fewer = poor.where(np.arange(100))
     with pytest.raises(ValueError, match="expected the same units"):
         difference(good, fewer, 200, 0)
@@ -366,8 +390,9 @@ def test_a_look_at_all_folds_counts_with_those_of_the_leaderboard(world: Path, t
     store = PreparedStore.open(cfg.data.store)
     cohorts = crossfit_cohorts(cfg, store, [])
     of_leaderboard = data_digest(store, *cohorts)
-    assert Asked(cfg, store, tuple(cohorts), 0, "checksum").look("a probe") == 1
-    assert count_looks(store.url, of_leaderboard) == 1
+    before = count_looks(store.url, of_leaderboard)
+    assert Asked(cfg, store, tuple(cohorts), 0, "checksum").look("a probe") == before + 1
+    assert count_looks(store.url, of_leaderboard) == before + 1
 
 
 def of_people(person: np.ndarray, truth: np.ndarray, chosen: np.ndarray) -> Predictions:

@@ -496,8 +496,10 @@ def test_too_few_people_for_crossfit(tmp_path: Path) -> None:
         return str(error.value)
 
     rows = ["person_id,grade", *(f"P{n:03},{'b' if n < 4 else 'a'}" for n in range(60))]
-    assert "did not see: expected 5 people of b or more for 5 folds, found 4" in problem(rows)
-    assert "of two grade classes, found 55 of 1" in problem(rows, seen=[f"P{n:03}" for n in range(5)])
+    assert "labelled people: expected 5 people of b or more for 5 folds, found 4" in problem(rows)
+    unseen = problem(rows, seen=[f"P{n:03}" for n in range(5)])
+    assert "of two grade classes, found 55 of 1" in unseen
+    assert "did not see (eval.allow_overlap=true takes in the 5 others, of whom it saw images" in unseen
     everybody = [f"P{n:03}" for n in range(60)]
     assert "expected 2 participants or more, of two grade classes, found 0 of 0" in problem(
         rows, seen=everybody

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +17,7 @@ import pytest
 import torch
 
 from data_setup.attach.grid import lay_on_grid, lay_on_scan
+from data_setup.attach.kinds import OF_LABELS
 from data_setup.attach.stored import StoredHeights
 from data_setup.loader import evaluation_batches
 from data_setup.normalisation import plain_view
@@ -28,8 +30,8 @@ from finetuning.cohort.cohort import EVALUATED, TRAIN, VAL, read_cohort
 from finetuning.cohort.source import open_source
 from finetuning.dense import kind as kind_module
 from finetuning.dense import kinds
-from finetuning.dense.evaluation import answer, evaluate
-from finetuning.dense.examined import Examined
+from finetuning.dense.evaluation import answer, evaluate, markdown
+from finetuning.dense.examined import NOT_ASKED, Examined
 from finetuning.dense.head import PRETRAINED, RANDOM, encoder_of
 from finetuning.dense.layers.decoder import build_decoder, heights_of, surface_loss
 from finetuning.dense.layers.etdrs import SECTORS
@@ -44,6 +46,7 @@ from tests.support.heights_factory import config, dense_overrides, make_tree, pr
 from utils.checkpoint import CheckpointError
 from utils.config.schema import StorageOptions
 from utils.errors import ConfigError, UserError
+from utils.report.tables import layers_tables
 from utils.report.volumes import load_layers
 
 CONFIG = Path(__file__).resolve().parents[2] / "configs" / "layers.yaml"
@@ -190,7 +193,13 @@ def test_errors_are_those_of_the_volumes_own_spacing(
     assert content["overall"][RANDOM]["value"] == pytest.approx(96, rel=1e-5)
     assert content["difference"]["ratio"] == pytest.approx(0.5, rel=1e-5)
     assert content["difference"]["ci95"] == pytest.approx([48, 48], rel=1e-5)
-    assert content["verdict"].startswith("Pre-training beats random initialisation")
+    start = "Pre-training against random initialisation: cannot say, because "
+    assert content["verdict"].startswith(f"{start}{content['n_participants']} participants are too few")
+    fewest = min(part["error_um"]["people"] for part in content["surfaces"][RANDOM].values())
+    (caution,) = content["cautions"]  # of the number that rests on the fewest
+    assert caution.startswith(f"{fewest} participants are too few: below 12")
+    assert f"**{caution}**" in (tmp_path / "layers.md").read_text()
+    assert caution in layers_tables(content)[0].note
     lines = pd.read_parquet(tmp_path / "surfaces.parquet")
     of_arm = lines[(lines.arm == PRETRAINED) & (lines.what == "surface")]
     assert (of_arm.hd95_um <= 48.01).all()
@@ -233,6 +242,30 @@ def test_people_whose_surfaces_no_training_volume_has(
     answered = answer(LAYERS, Examined(head.cfg, volumes_of(world), alone, lines, {}))
     assert answered["difference"]["ratio"] == pytest.approx(0.25)
     assert answered["difference"]["people"] == answered["n_participants"] - 1
+    assert answered["verdict"].startswith(
+        "The head "
+    )  # no random encoder: no word of what pre-training gains
+    assert answered["verdict"].endswith(NOT_ASKED)
+    assert "labels of a machine" in markdown(LAYERS, answered | {"overlap": 0, "look": None})
+    monkeypatch.setattr(StoredHeights, "source", OF_LABELS)  # a person's, say
+    lines = lines.assign(arm=lines.arm.replace("device", "labels"))
+    answered = answer(LAYERS, Examined(head.cfg, volumes_of(world), alone, lines, {}))
+    page = markdown(LAYERS, answered | {"overlap": 0, "look": None})
+    assert "Heights are the files of label_surfaces" in page
+    assert "mean difference from the labels, um" in page
+    assert "device" not in page
+
+
+@pytest.mark.parametrize("people", [*range(2, 11), 15])
+def test_decoders_claim_nothing_of_a_cohort_without_a_difference(world: Path, people: int) -> None:
+    """Half of the cohorts of 2 people, 26 % of 3 and 14 % of 5 would, by the interval alone."""
+    cfg = config(world, "task.kind=layers")
+    examined = Examined(cfg, None, None, pd.DataFrame(), {})  # type: ignore[arg-type]  # a gain asks for people
+    examined.__dict__["people"] = [f"p{n}" for n in range(people)]
+    gains = np.random.default_rng(people).normal(size=(200, people))
+    sentences = [examined.gain(gains_P, "random initialisation", "Dice", "")[1] for gains_P in gains]
+    claims = [text for text in sentences if re.match("Pre-training (beats|is worse)", text)]
+    assert len(claims) < 0.07 * len(gains)
 
 
 def test_devices_share_surfaces_by_name(world: Path) -> None:

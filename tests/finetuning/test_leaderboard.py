@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from data_setup.store.reader import PreparedStore
 from finetuning.answers.metrics import bootstrap_counts, measure
+from finetuning.answers.scorecard import difference, gains
 from finetuning.board import columns
 from finetuning.board import leaderboard as module
 from finetuning.board.answers import Answers, Cell
@@ -33,8 +34,8 @@ from finetuning.cohort.source import Source, open_source
 from finetuning.compare import parse
 from finetuning.features import probing
 from finetuning.features.probing import Features, Probed
-from models.probes.intervals import paired_difference
-from models.probes.participants import Prediction, fit_logistic
+from models.probes.intervals import balanced_accuracy_draws, interval95
+from models.probes.participants import Prediction, balanced_accuracy, fit_logistic
 from tests.support.finetune_factory import (
     DEVICES,
     PEOPLE,
@@ -123,8 +124,10 @@ def test_pages(board: Board) -> None:
     assert "25 % (" in text
     assert f"without {DEVICES[0]}" in text
     assert "p (Holm)" in text
-    assert "| shown, but 6 participants in the smallest class are too few |" in text
+    assert "no difference shown (Holm's p below 0.05 over all of them; of " in text
+    assert "| cannot say, because 6 participants in the smallest class are too few: 12 are needed; " in text
     assert "| shown |" not in text
+    assert "**" not in text.partition("## Differences of all pairs")[2].partition("##")[0]
     page = (folder / "leaderboard.html").read_text()
     assert "data:image/png;base64," in page
     assert "On synthetic data" in page
@@ -140,7 +143,7 @@ def test_the_caution_counts_people(board: Board) -> None:
     volumes = replace(units(truth.tolist(), truth), person=np.repeat([f"p{n:02d}" for n in range(12)], 3))
     linear = {"linear": Cell((volumes,), (0.5,), 4)}
     (line,) = cautions(replace(board, rows=[replace(board.rows[0], answers={"linear": linear})]))
-    assert line.startswith("The smallest class has 6 evaluated participants")
+    assert line.startswith("6 participants in the smallest class are too few: below 12 intervals are too")
 
 
 def kept_answers(board: Board) -> set[str]:
@@ -203,7 +206,7 @@ def test_crossfit_evaluates_everybody_that_pretraining_did_not_see(
     assert "## Rows by name" in text
     assert "20 evaluated participants, 5 folds of people that pre-training did not see" in text
     random = next(row.entry.label for row in crossed.rows if row.entry.name.startswith("random"))
-    assert f"silent - {random}: -0.500 (-0.500 to -0.500), shown" in text
+    assert f"silent - {random}: -0.500 (-0.500 to -0.500), cannot say, because" in text
 
 
 def units(labels: Sequence[int], chosen: Sequence[int] | np.ndarray) -> Predictions:
@@ -335,7 +338,8 @@ def test_p_agrees_with_the_interval() -> None:
     for shift, expected in ((-low + 0.01, True), (-low - 0.01, False)):
         assert (bootstrap_p(draws + shift) < 0.05) is expected
     assert bootstrap_p(np.zeros(100)) == 1.0
-    assert 0 < bootstrap_p(np.ones(1999)) == pytest.approx(0.001)
+    assert 0 < bootstrap_p(np.r_[2, np.ones(1999)]) == pytest.approx(0.001, rel=1e-3)
+    assert bootstrap_p(np.ones(1999)) is None  # no variance
     # a resample in which the metric does not exist is on neither side
     some = draws - low - 0.01
     assert bootstrap_p(np.concatenate([some, np.full(4000, np.nan)])) == bootstrap_p(some)
@@ -356,14 +360,49 @@ def test_pairs_are_those_of_the_probe_table() -> None:
     first, second = (
         Prediction(p.unit, p.truth[:, 0].astype(int), p.scores) for p in (rows["x"][0], rows["y"][0])
     )
-    value, ci95 = paired_difference(first, second, counts)
-    assert one.value == pytest.approx(value)
-    assert one.ci95 == pytest.approx(ci95)
+    assert one.value == pytest.approx(balanced_accuracy(first) - balanced_accuracy(second))
+    draws = balanced_accuracy_draws(first, counts) - balanced_accuracy_draws(second, counts)
+    assert one.ci95 == pytest.approx(interval95(draws))
     assert one.shown
     assert not pairs["x", "z"].shown
     assert one.p_holm >= one.p
     with pytest.raises(ValueError, match="units of all rows"):
         compare({"linear": rows | {"w": [units(labels[1:], labels[1:])]}}, 100, 0)
+
+
+def regression(offset_P: np.ndarray) -> Predictions:
+    truth_P, ids = np.arange(len(offset_P), dtype=float), np.array([f"{n:03d}" for n in range(len(offset_P))])
+    return Predictions("regression", ("v",), ids, ids, truth_P[:, None], (truth_P + offset_P)[:, None])
+
+
+def multilabel(people: int, right: bool) -> Predictions:
+    truth_P2 = np.stack([np.arange(people) % 2, np.arange(people) < 5], axis=1).astype(float)
+    ids, noise = np.array([f"{n:03d}" for n in range(people)]), np.random.default_rng(0).random((people, 2))
+    return Predictions("multilabel", ("x", "y"), ids, ids, truth_P2, truth_P2 if right else noise)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "because"),
+    [  # a perfect row against one that knows nothing
+        (units([0, 0, 1, 1], [0, 0, 1, 1]), units([0, 0, 1, 1], [0] * 4), "2 participants in the smallest"),
+        (units([0, 1] * 12, [0, 1] * 12), units([0, 1] * 12, [0] * 24), "every resample gives the same"),
+        (regression(np.zeros(8)), regression(np.arange(8.0)), "8 participants are too few"),
+        (regression(np.arange(13) % 3 - 1.0), regression((np.arange(13) + 1) % 3 - 1.0), ""),
+        (multilabel(40, True), multilabel(40, False), "5 participants in the smallest class are too few"),
+    ],
+    ids=["classes", "no variance", "a value", "signs", "labels"],
+)
+def test_no_kind_claims_a_difference_that_cannot_be_said(
+    first: Predictions, second: Predictions, because: str
+) -> None:
+    (one,) = compare({"linear": {"x": [first], "y": [second]}}, 500, 0)
+    assert one.doubt.startswith(because)
+    assert bool(one.doubt) == bool(because)
+    assert not one.shown
+    value, _, _, doubt = difference(first, second, 500, 0)
+    assert doubt == one.doubt
+    parts = gains([first], [second])
+    assert parts is None or parts.sum() == pytest.approx(value)
 
 
 def test_means_over_seeds_are_resampled_together() -> None:

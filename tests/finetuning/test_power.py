@@ -21,7 +21,7 @@ from finetuning.power import (
     simulate,
     smallest_difference,
 )
-from models.probes.intervals import paired_difference, participant_draws
+from models.probes.intervals import balanced_accuracy_draws, interval95, participant_draws
 from models.probes.participants import Prediction
 from utils.cli import run_cli
 from utils.errors import UserError
@@ -53,7 +53,7 @@ def test_500_cohorts_of_the_official_size(counts: list[int]) -> None:
 
 
 def test_simulated_cohorts_are_judged_as_tables_judge() -> None:
-    """The same share of shown differences as with persons, predictions and paired_difference."""
+    """The same share of shown differences as with persons and predictions."""
     counts, q, difference, cohorts = [12, 30, 18], 0.4, 0.2, 200
     rng = np.random.default_rng(0)
     labels = np.repeat(np.arange(3), counts)
@@ -65,7 +65,8 @@ def test_simulated_cohorts_are_judged_as_tables_judge() -> None:
         for right in (np.isin(kind, [0, 2]), np.isin(kind, [1, 2])):
             rows.append(Prediction(ids, labels, np.eye(3)[np.where(right, labels, (labels + 1) % 3)]))
         draws = participant_draws(len(labels), 300, number)
-        shown += paired_difference(rows[0], rows[1], draws)[1][0] > 0
+        first, second = (balanced_accuracy_draws(row, draws) for row in rows)
+        shown += interval95(first - second)[0] > 0
     simulated = simulate(counts, q, difference, 1000, 1, "participants", 300).first
     assert abs(shown / cohorts - simulated) < 0.1
     assert 0.4 < simulated < 0.9  # neither end hides a difference

@@ -16,6 +16,7 @@ from models.probes.tokens import (
     mean_r2,
     mean_r2_draws,
     position_columns,
+    r2_parts,
     ridge_rows,
 )
 
@@ -60,6 +61,7 @@ def test_r2_is_that_of_scikit_learn_when_everybody_has_one_row() -> None:
     predicted = targets + 0.5 * rng.normal(size=(20, 3))
     errors = errors_by_participant(Rows(np.zeros((20, 1)), targets, np.arange(20)), predicted)
     assert mean_r2(errors) == pytest.approx(r2_score(targets, predicted))
+    assert r2_parts(errors).sum() == pytest.approx(mean_r2(errors) - 1)
     draws = participant_draws(20, 5, seed=1)
     expected = [r2_score(np.repeat(targets, d, axis=0), np.repeat(predicted, d, axis=0)) for d in draws]
     np.testing.assert_allclose(mean_r2_draws(errors, draws), expected)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -15,9 +17,12 @@ from sklearn.metrics import balanced_accuracy_score, r2_score
 from models.probes.features import lidar, pool_tokens, rankme
 from models.probes.intervals import (
     balanced_accuracy_draws,
+    doubt,
     interval95,
-    paired_difference,
     participant_draws,
+    recall_parts,
+    side,
+    sign_flip_p,
     verdict,
 )
 from models.probes.participants import (
@@ -189,6 +194,7 @@ def test_resampled_accuracy_equals_that_of_the_repeated_participants() -> None:
     ]
     np.testing.assert_allclose(balanced_accuracy_draws(p, draws), repeated)
     np.testing.assert_allclose(balanced_accuracy_draws(p, np.ones((1, 40), int)), [balanced_accuracy(p)])
+    assert recall_parts(p.labels, p.classes).sum() == pytest.approx(balanced_accuracy(p))
     two = prediction([0, 1], [0, 0])
     np.testing.assert_array_equal(
         balanced_accuracy_draws(two, np.array([[2, 0], [0, 2], [1, 1]])), [1, 0, 0.5]
@@ -201,28 +207,6 @@ def test_interval_of_a_fair_coin() -> None:
     low, high = interval95(balanced_accuracy_draws(p, participant_draws(400, 4000, seed=0)))
     assert low == pytest.approx(0.5 - 1.96 * 0.025, abs=0.005)
     assert high == pytest.approx(0.5 + 1.96 * 0.025, abs=0.005)
-
-
-def test_pairing_removes_what_both_arms_share() -> None:
-    labels = [0, 1] * 50
-    first = [v if i % 4 else 1 - v for i, v in enumerate(labels)]
-    same = paired_difference(
-        prediction(labels, first), prediction(labels, first), participant_draws(100, 500, 0)
-    )
-    assert same == (0.0, (0.0, 0.0))  # unpaired resamples would give an interval of about +-.12
-    better = list(first)
-    better[0], better[1] = labels[0], labels[1]
-    mean, (low, high) = paired_difference(
-        prediction(labels, better), prediction(labels, first), participant_draws(100, 500, 0)
-    )
-    assert mean == pytest.approx(0.01)
-    assert 0 <= low <= mean <= high < 0.05
-
-
-def test_pairing_refuses_other_participants() -> None:
-    a, b = prediction([0, 1], [0, 1]), prediction([0, 1, 1], [0, 1, 1])
-    with pytest.raises(ValueError, match="same participants"):
-        paired_difference(a, b, participant_draws(2, 10, 0))
 
 
 # --- the sentence ---
@@ -248,6 +232,54 @@ def test_verdict_states_the_numbers_and_never_rounds_a_bound_to_zero() -> None:
     for bad in ((0.2, 0.1), (float("nan"), 0.1)):
         with pytest.raises(ValueError, match="ordered interval"):
             verdict(0.1, bad)
+
+
+# --- who claims a difference: the one rule of all tables ---
+
+
+def claims(differences_P: np.ndarray, people: list[int]) -> bool:
+    """Whether a table claims a difference of these people, of a metric that is a mean over them."""
+    draws_SP = participant_draws(len(differences_P), 300, seed=1)
+    ci95 = interval95(draws_SP @ differences_P / len(differences_P))
+    sentence = verdict(differences_P.mean(), ci95, doubt=doubt(ci95, people, differences_P))
+    return "beats" in sentence or "is worse" in sentence
+
+
+@pytest.mark.parametrize("people", [*range(2, 11), 12, 15, 19])
+def test_a_cohort_without_a_difference_claims_none(people: int) -> None:
+    """The percentile interval alone claims one in 50 % of cohorts of 2, 26 % of 3, 14 % of 5, 11 % of 10."""
+    rng = np.random.default_rng(people)
+    assert np.mean([claims(rng.normal(size=people), [people]) for _ in range(400)]) < 0.07
+    assert not claims(np.full(people, 0.5), [people])  # no variance
+
+
+@pytest.mark.parametrize(
+    ("people", "gains", "because"),
+    [
+        ([6, 40], None, "6 participants in the smallest class are too few: 12 are needed"),
+        ([11], np.ones(11), "11 participants are too few: 12 are needed; an exact test .* gives p 0.000977"),
+        ([30, 30], np.ones(60), ""),
+        ([14], np.r_[np.ones(10), -np.ones(4)], "an exact test by sign flips gives p 0.18"),
+        ([14], np.r_[np.ones(13), -1], ""),
+        ([20], np.r_[np.ones(12), -np.ones(8)], ""),  # the interval decides from 20 people on
+    ],
+)
+def test_why_a_difference_says_nothing(people: list[int], gains: np.ndarray | None, because: str) -> None:
+    words = doubt((0.1, 0.2), people, gains)
+    assert re.fullmatch(because, words)
+    assert side((0.1, 0.2), words) == (0 if words else 1)
+    sentence = verdict(0.15, (0.1, 0.2), doubt=words)
+    start = f"against random initialisation: cannot say, because {words} (paired" if words else "beats random"
+    assert sentence.startswith(f"Pre-training {start}")
+    assert re.search("every resample gives the same", doubt((0.5, 0.5), [30, 30]))
+    assert not doubt((0.0, 0.0), [30, 30])  # the same predictions: no difference is shown
+
+
+def test_sign_flips_are_all_choices_of_signs() -> None:
+    gains = np.random.default_rng(0).normal(0.3, 1, 9)
+    sums = [abs(np.dot(signs, gains)) for signs in itertools.product((1, -1), repeat=9)]
+    assert sign_flip_p(gains) == np.mean([total >= abs(gains.sum()) - 1e-12 for total in sums])
+    assert [sign_flip_p(gains) for gains in (np.ones(6), np.zeros(3), np.ones(20))] == [2 / 64, 1.0, None]
 
 
 def test_rankme_equals_the_svd_either_way_round() -> None:

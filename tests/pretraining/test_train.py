@@ -206,7 +206,9 @@ def test_a_run_says_who_and_where_it_is_and_ends_with_a_command(folder: Path, fi
     assert load_config(config) == pipeline_config(folder, f"run.dir={finished}", WITH_WANDB)
 
 
-def test_the_checkpoint_names_its_participants_and_never_the_test_split(folder: Path, finished: Path) -> None:
+def test_the_checkpoint_names_its_participants_and_never_the_test_split(
+    folder: Path, finished: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     state = load_checkpoint(str(finished / "checkpoints" / "step_00000008.pt"))
     index = PreparedStore.open(str(folder / "store")).index
     seen = index[index["person_id"].isin(state["participants"])]
@@ -215,6 +217,7 @@ def test_the_checkpoint_names_its_participants_and_never_the_test_split(folder: 
         index[(index["split"] == "train") & (index["status"] == "kept")]["person_id"]
     )
     rows = open_rows(pipeline_config(folder), PreparedStore.open(str(folder / "store")))
+    assert f"Validation of {len(rows.val)} volumes measures no skill" in caplog.text  # before an hour of it
     people = [
         {rows.person_of_row[int(r)] for r in side} for side in (rows.train, rows.val, rows.official_val)
     ]

@@ -110,7 +110,7 @@ def test_results_with_probe_whichever_side_wins(
 def truth_json(low: float, high: float) -> dict:
     """truth.json of two questions whose differences have this interval."""
     names = ("pretrained", "random_init", "control")
-    difference = {"mean": (low + high) / 2, "ci95": [low, high]}
+    difference = {"mean": (low + high) / 2, "ci95": [low, high], "doubt": ""}
     differences = dict.fromkeys(names[1:], difference)
     row = {"r2": 0.6, "ci95": [0.5, 0.7], "val_r2": 0.55, "chosen_c": 0.01}
     return {

@@ -8,7 +8,20 @@ import numpy as np
 import pytest
 
 from pretraining.gauges.alarms import Alarms
-from utils.report.health import COLLAPSING, DIVERGED, EARLY, HEALTHY, LEAKING, STALLED, Health, health
+from pretraining.gauges.skill import MIN_HALF
+from pretraining.gauges.volumes import quarters
+from utils.report.health import (
+    COLLAPSING,
+    DIVERGED,
+    EARLY,
+    HEALTHY,
+    LEAKING,
+    NEVER,
+    SKILL_PEOPLE,
+    STALLED,
+    Health,
+    health,
+)
 
 History = list[dict[str, float | None]]
 
@@ -110,6 +123,18 @@ def test_a_loss_that_is_no_number_at_the_end() -> None:
 @pytest.mark.parametrize("history", [training(RISING)[:2], [], training(np.linspace(-0.9, -0.2, 12))])
 def test_too_early_to_say(history: History) -> None:
     assert judge(history).word == EARLY
+
+
+def test_a_validation_without_skill_is_not_too_early_for_ever() -> None:
+    """Few volumes never give one; before step 1 they are few in every run."""
+    few = [line | {"val/skill_position": None, "val/volumes": 3.0} for line in training(RISING)]
+    verdict = judge(few)
+    assert verdict.word == NEVER
+    assert "3 volumes measures no skill" in verdict.text
+    assert f"{2 * MIN_HALF} volumes of 4 participants or more are needed" in verdict.text
+    assert max(quarters(["a", "b", "c", "d"])) == SKILL_PEOPLE - 1
+    assert health({"val/volumes": [(0, 3.0)]}, [], {}).word == EARLY
+    assert judge([line | {"val/volumes": 90.0} for line in training(RISING)[:2]]).word == EARLY
 
 
 def test_skill_of_training_is_no_verdict_where_validation_has_few_points() -> None:

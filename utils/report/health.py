@@ -6,6 +6,7 @@ In: a run's metrics by step, as metrics.jsonl has them. Out: `Health`. The first
   collapsing  alarm/collapse is 1 there (pretraining.gauges.alarms says which signs raise it)
   stalled     the weights stand still: the last train/update_ratio is under STILL, or the updates of the last
               lines were skipped
+  cannot say  the last validation has too few volumes or participants for a skill: more steps do not help
   too early   the gauge of learning has fewer than MIN_POINTS values, or rises and is not above its floor yet
   stalled     it does not rise and is not above its floor
   healthy     otherwise
@@ -27,11 +28,12 @@ from utils.report.run_files import TASK_SCORES, Points, like_the_last
 
 SKILL = "val/skill_position"
 MIN_POINTS = 4
+SKILL_VOLUMES, SKILL_PEOPLE = 16, 4  # that validation needs for a skill (pretraining/gauges/skill.py)
 STILL = 1e-9  # norm of an update / norm of the weights
 SKIPPED_LINES = 3
 
 HEALTHY, COLLAPSING, STALLED = "healthy", "collapsing", "stalled"
-LEAKING, DIVERGED, EARLY = "leaking", "diverged", "too early to say"
+LEAKING, DIVERGED, EARLY, NEVER = "leaking", "diverged", "too early to say", "cannot say"
 Series = Mapping[str, Sequence[tuple[int, float]]]
 
 
@@ -63,6 +65,8 @@ def health(series: Series, alarms: Sequence[tuple[int, str]], not_finite: Mappin
     if still:
         return Health(STALLED, (still, *past))
     gauge = gauge_of(series)
+    if gauge is None and (without := _without_skill(series)):
+        return Health(NEVER, (without, *_ranks(series), *past))
     if gauge is None:
         reason = f"Validation has {_most(series)} of the {MIN_POINTS} values that a verdict needs."
         return Health(EARLY, (reason, *_ranks(series), *past))
@@ -79,6 +83,23 @@ def health(series: Series, alarms: Sequence[tuple[int, str]], not_finite: Mappin
 def gauge_of(series: Series) -> str | None:
     """The metric that decides whether the run learns; None where none has MIN_POINTS values."""
     return next((key for key in (*TASK_SCORES, SKILL) if len(series.get(key, ())) >= MIN_POINTS), None)
+
+
+def without_skill(volumes: float) -> str:
+    """That a validation of so many volumes measured no skill, and what helps."""
+    return (
+        f"Validation of {volumes:.0f} volumes measures no skill, so there is no verdict and no checkpoint to "
+        f"choose, however long the run: {SKILL_VOLUMES} volumes of {SKILL_PEOPLE} participants or more are "
+        "needed, so more people to prepare."
+    )
+
+
+def _without_skill(series: Series) -> str:
+    """without_skill, where the last validation in training measured none; else ""."""
+    # before step 1 it is of a few volumes in every run
+    volumes = [point for point in series.get("val/volumes", ()) if point[0] > 0]
+    measured = {step for key in (*TASK_SCORES, SKILL) for step, _ in series.get(key, ())}
+    return without_skill(volumes[-1][1]) if volumes and volumes[-1][0] not in measured else ""
 
 
 def _most(series: Series) -> int:

@@ -113,7 +113,8 @@ def layers_tables(answer: Mapping[str, Any]) -> list[Table]:
         rows.append([name, *(estimate(part and part["error_um"], ".2f") for part in found_by)])
     title = f"{answer['title']}: mean boundary error, um, {answer['n_volumes']} volumes"
     header = ["surface", *(arm.replace("_", " ") for arm in arms)]
-    return [Table(title, header, rows, answer["verdict"], bold=(0,))]
+    note = " ".join([answer["verdict"], *answer.get("cautions", [])])  # answers of before had none
+    return [Table(title, header, rows, note, bold=(0,))]
 
 
 def truth_tables(truth: Mapping[str, Any]) -> list[Table]:

@@ -6,7 +6,7 @@ volumes decides which weights are kept. An evaluation writes layers.json, layers
 for every arm, volume and surface or layer), layers/ (a volume of each device with its surfaces, which the
 report draws) and etdrs.csv (mean thickness in um in nine sectors, a line for every eye, layer and source).
 Beside the encoders it has mean heights, which know no image. What all are compared with is what the device's
-own software drew.
+own software drew, or the labels of label_surfaces.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import nn
 
 from finetuning.cohort.cohort import EVALUATED, TRAIN, VAL
 from finetuning.cohort.source import Source
-from finetuning.dense.examined import Examined
+from finetuning.dense.examined import HEAD, NOT_ASKED, Examined
 from finetuning.dense.head import LABELS as ARM_LABELS
 from finetuning.dense.head import PRETRAINED, RANDOM, DenseHead
 from finetuning.dense.kind import Content, Kind, Line
@@ -38,11 +38,14 @@ from utils.runtime.single import Runtime
 from utils.tables import Table, number, two_cells
 
 OF_ALL = ""  # the protocol of mean_heights that stands for every other
-MEAN, DEVICE = "mean_heights", "device"
+MEAN = "mean_heights"
 SURFACE, LAYER, SECTOR = "surface", "layer", "sector"  # what a line is of
 LABELS = {**ARM_LABELS, MEAN: "mean heights of the training volumes"}
+TRUTHS = {  # LayerVolumes.truth -> what the page says of it
+    "device": "Heights are what a device's software drew: labels of a machine, not truth.",
+    "labels": "Heights are the files of label_surfaces, by whoever drew those.",
+}
 NOTES = (
-    "Heights are what a device's software drew: labels of a machine, not truth.",
     "Errors are means over A-scans, then over a participant's volumes, then over participants; intervals "
     "resample participants.",
 )
@@ -95,8 +98,8 @@ def mean_heights(volumes: LayerVolumes) -> dict[str, list[float | None]]:
 
 
 def baselines(volumes: LayerVolumes, head: DenseHead) -> dict[str, Callable[[int], np.ndarray]]:
-    """The device's own heights, which have sectors, and mean heights."""
-    return {DEVICE: volumes.read, MEAN: partial(_mean_heights, volumes, head)}
+    """The heights that all are compared with, which have sectors, and mean heights."""
+    return {volumes.truth: volumes.read, MEAN: partial(_mean_heights, volumes, head)}
 
 
 def _mean_heights(volumes: LayerVolumes, head: DenseHead, row: int) -> np.ndarray:
@@ -113,7 +116,7 @@ def _mean_heights(volumes: LayerVolumes, head: DenseHead, row: int) -> np.ndarra
 def measure(volumes: LayerVolumes, row: int, predicted: np.ndarray, arm: str) -> list[Line]:
     """A line for every surface and layer of a volume, and for every sector of the ETDRS grid in a layer."""
     lines = [] if arm == MEAN else _sectors(volumes, row, volumes.inside(row, predicted))
-    if arm == DEVICE:
+    if arm == volumes.truth:
         return lines
     truth, spacing = volumes.read(row), volumes.spacing_mm(row)
     error = boundary_error_um(predicted, truth, spacing[1])
@@ -162,7 +165,9 @@ def by_eye(lines: pd.DataFrame) -> pd.DataFrame:
 
 
 def answer(examined: Examined[LayerVolumes]) -> Content:
-    """Errors of each arm, and of its surfaces and layers; what pre-training gains."""
+    """Errors of each arm, and of its surfaces and layers; what pre-training gains, or the head, where no
+    random initialisation was trained.
+    """
     surfaces, layers = (examined.lines[examined.lines.what == what] for what in (SURFACE, LAYER))
     overall = {arm: examined.per_person(surfaces, arm, "error_um") for arm in [*examined.arms, MEAN]}
     against = RANDOM if RANDOM in overall else MEAN
@@ -171,27 +176,29 @@ def answer(examined: Examined[LayerVolumes]) -> Content:
         f"No difference can be shown: no participant has an error of both {LABELS[PRETRAINED]} and "
         f"{LABELS[against]}."
     )
-    gained, words = examined.gain(gain, LABELS[against], "boundary error saved in um", nothing)
+    first, asked = ("Pre-training", "") if against == RANDOM else (HEAD, f" {NOT_ASKED}")
+    gained, words = examined.gain(gain, LABELS[against], "boundary error saved in um", nothing, first)
     both = ~np.isnan(gain)  # mean heights know no surface that no training volume has
     ratio = float(overall[PRETRAINED][both].mean() / overall[against][both].mean()) if both.any() else None
     return {
         "overall": {name: examined.estimate(values) for name, values in overall.items()},
         "surfaces": examined.by_name(surfaces, ("error_um", "hd95_um")),
         "layers": examined.by_name(layers, ("dice", "iou")),
-        "etdrs": _agreement(by_eye(examined.lines), examined.arms),
+        "truth": examined.volumes.truth,
+        "etdrs": _agreement(by_eye(examined.lines), examined.arms, examined.volumes.truth),
         "difference": {"against": against, **gained, "ratio": ratio},
-        "verdict": words,
+        "verdict": words + asked,
     }
 
 
-def _agreement(sectors: pd.DataFrame, arms: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """arm -> mean absolute difference from the device's sectors in um, over eyes and sectors, by layer."""
+def _agreement(sectors: pd.DataFrame, arms: Sequence[str], truth: str) -> dict[str, dict[str, Any]]:
+    """arm -> mean absolute difference from the sectors of `truth` in um, over eyes and sectors, by layer."""
     keys = ["person_id", "laterality", "layer"]
-    device = sectors[sectors.source == DEVICE].set_index(keys)[[*SECTORS]]
+    theirs = sectors[sectors.source == truth].set_index(keys)[[*SECTORS]]
     result: dict[str, dict[str, Any]] = {}
     for arm in arms:
         own = sectors[sectors.source == arm].set_index(keys)[[*SECTORS]]
-        difference = (own - device).abs()
+        difference = (own - theirs).abs()
         by_layer = difference.groupby("layer").mean().mean(axis=1)
         result[arm] = {str(k): None if np.isnan(v) else float(v) for k, v in by_layer.items()}
     return result
@@ -228,13 +235,14 @@ def drawn(volumes: LayerVolumes) -> list[int]:
 
 
 def points(content: Content) -> list[str]:
-    """How large the error is beside another arm's."""
+    """Who drew the heights, and how large the error is beside another arm's."""
     difference = content["difference"]
     if difference["ratio"] is None:
-        return []
+        return [TRUTHS[content["truth"]]]
     return [
+        TRUTHS[content["truth"]],
         f"Boundary error is {difference['ratio']:.2f} of that of {LABELS[difference['against']]} in "
-        f"the {difference['people']} participants who have both."
+        f"the {difference['people']} participants who have both.",
     ]
 
 
@@ -257,7 +265,7 @@ def tables(content: Content) -> list[Table]:
         result.append(Table(title, header, rows))
     own = content["etdrs"]
     rows = [[name, *(number(own[arm][name], ".1f") for arm in own)] for name in own[PRETRAINED]]
-    title = "ETDRS sectors: mean difference from the device's, um"
+    title = f"ETDRS sectors: mean difference from the {content['truth']}, um"
     return [*result, Table(title, ["", *(LABELS[arm] for arm in own)], rows)]
 
 

@@ -14,6 +14,7 @@ from itertools import pairwise
 import numpy as np
 import pandas as pd
 
+from data_setup.attach.kinds import OF_LABELS
 from data_setup.attach.stored import StoredHeights
 from data_setup.readers.heights import DEPTH_OF_LABEL
 from data_setup.store.reader import PreparedStore
@@ -30,6 +31,11 @@ class LayerVolumes(DenseVolumes):
     """Volumes with the heights of surfaces; `names` are the surfaces from the vitreous down [S]."""
 
     heights: StoredHeights
+
+    @property
+    def truth(self) -> str:
+        """What the heights are called in a table: `device` or `labels`."""
+        return "labels" if self.heights.source == OF_LABELS else "device"
 
     def facts(self) -> pd.DataFrame:
         return self.heights.index[["row", "checksum", "volume", "surfaces"]]

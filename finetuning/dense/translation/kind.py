@@ -20,7 +20,7 @@ from torch import nn
 
 from finetuning.cohort.cohort import EVALUATED, VAL
 from finetuning.cohort.source import Source
-from finetuning.dense.examined import NOT_ASKED, Examined
+from finetuning.dense.examined import HEAD, NOT_ASKED, Examined
 from finetuning.dense.head import LABELS as ARM_LABELS
 from finetuning.dense.head import PRETRAINED, RANDOM, DenseHead
 from finetuning.dense.kind import Content, Kind, Line
@@ -110,7 +110,8 @@ def answer(examined: Examined[FlowVolumes]) -> Content:
         label = LABELS[against]
         nothing = f"No difference from {label} can be shown: no participant has an SSIM of both."
         gained = overall[PRETRAINED]["ssim"] - overall[against]["ssim"]
-        content["differences"][against], words = examined.gain(gained, label, "mean SSIM", nothing)
+        first = "Pre-training" if against == RANDOM else HEAD
+        content["differences"][against], words = examined.gain(gained, label, "mean SSIM", nothing, first)
         content["verdicts"].append(words)
     if RANDOM not in overall:
         content["verdicts"].append(NOT_ASKED)

@@ -12,11 +12,12 @@ import numpy as np
 import pytest
 
 from benchmarks.evidence import cli as evidence
-from benchmarks.evidence import differences
+from benchmarks.evidence import differences, words
 from benchmarks.evidence.arms import ARMS, CONTROLS, RANDOM_ARM, arm_by_name, arm_config, run_dir
 from benchmarks.evidence.differences import (
     BASELINE_LABELS,
     Draws,
+    Scored,
     commits_of_runs,
     difference,
     read_arm,
@@ -39,10 +40,10 @@ def _few_draws(monkeypatch: pytest.MonkeyPatch) -> None:
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Scores of three seeds: vjepa2 good, the other recipes noise, ablations partly run."""
     root = tmp_path_factory.mktemp("finished")
-    truth, rng = small_truth(), np.random.default_rng(3)
+    truth, rng = small_truth(48), np.random.default_rng(3)
     known = np.concatenate([np.eye(4)[truth.label], truth.thickness_um], axis=1)
     good = score(truth, lambda _: known, lambda _: truth.occupancy, (2, 2, 2))
-    guesses = [(rng.normal(size=known.shape), rng.normal(size=(80, 8, 3))) for _ in range(3)]
+    guesses = [(rng.normal(size=known.shape), rng.normal(size=(96, 8, 3))) for _ in range(3)]
     noise = [score(truth, lambda _, x=x: x, lambda _, dense=dense: dense, (2, 2, 2)) for x, dense in guesses]
     Plan(root, 60.0, 3, {a.name: 7 for a in ARMS}).save()
     for arm in (RANDOM_ARM, *(arm for arm in ARMS if arm.name != "device_balanced")):
@@ -62,8 +63,9 @@ def test_the_table_says_what_wins_and_what_does_not(finished: Path, tmp_path: Pa
     assert out.read_text() == text + "\n"
     table = json.loads((finished / "table.json").read_text())
     rows = {r["name"]: r for r in table["rows"]}
-    value, (low, high) = rows["vjepa2"]["tasks"]["classes"]["against"]["random"]
+    value, (low, high), doubt = rows["vjepa2"]["tasks"]["classes"]["against"]["random"]
     assert 0.3 < low < value < high
+    assert not doubt
     assert value == pytest.approx(1 - rows["random"]["tasks"]["classes"]["score"])
     by_seed = rows["mae"]["tasks"]["classes"]["by_seed"]
     assert rows["mae"]["tasks"]["classes"]["score"] == pytest.approx(np.mean(by_seed))
@@ -116,13 +118,30 @@ def test_one_lucky_seed_of_three_is_no_claim(finished: Path) -> None:
     random, good = (read_arm(plan, a) for a in (RANDOM_ARM, arm_by_name("vjepa2")))
     lucky = replace(random, seeds=[good.seeds[0], *random.seeds[1:]])
     draws = Draws.of(len(random.seeds[0][0].classes.participants), seeds=3)
-    value, (low, high) = difference(lucky, random, "classes", draws)
+    value, (low, high), _ = difference(lucky, random, "classes", draws)
     assert low <= 0 < value < high
     fixed = replace(draws, seeds_SN=np.tile(np.arange(3), (len(draws.seeds_SN), 1)))
-    again, (low, _) = difference(lucky, random, "classes", fixed)
+    again, (low, _), _ = difference(lucky, random, "classes", fixed)
     assert again == value
     assert low > 0
     assert difference(good, random, "classes", draws)[1][0] > 0
+
+
+def test_eleven_people_a_class_are_no_claim(finished: Path) -> None:
+    truth = small_truth(47)
+    x = np.concatenate([np.eye(4)[truth.label], truth.thickness_um], axis=1)
+    noise = np.random.default_rng(0).normal(size=x.shape)
+    good, poor = (
+        Scored(name, name, "", [(score(truth, lambda _, f=f: f, lambda _: truth.occupancy, (2, 2, 2)), {})])
+        for name, f in (("good", x), ("poor", noise))
+    )
+    one = difference(good, poor, "classes", Draws.of(47, seeds=1))
+    assert one[1][0] > 0
+    assert one[2].startswith("11 participants in the smallest class are too few")
+    assert (words.verdict(one), words.signed(one)[-11:]) == (words.NOT_SHOWN, " cannot say")
+    for task in ("classes", "thickness", "occupancy"):
+        value = difference(good, poor, task, Draws.of(47, seeds=1))[0]
+        assert (good.parts(task) - poor.parts(task)).sum() == pytest.approx(value)
 
 
 def test_all_commits_of_the_runs_are_named(finished: Path, tmp_path: Path) -> None:

@@ -55,8 +55,12 @@ def test_only_a_manifest_at_its_own_place_may_lack_participants(tmp_path: Path) 
     own_tree(tmp_path, [f"{n}\t{n}.nii\td\tp" for n in range(40)])
     listing = read_records(own_config(tmp_path))
     assert (len(listing.records), listing.split_source) == (40, "seeded_70_10_20")
-    assert {r.person_id: r.split for r in listing.records} == seeded_split([str(n) for n in range(40)], 0)
-    own_tree(tmp_path, [f"{n}\t{n}.nii\td\tp" for n in range(60)])  # who is new moves nobody, without a store
+    assert {r.person_id: r.split for r in listing.records} == seeded_split(
+        dict.fromkeys(map(str, range(40))), 0
+    )
+    own_tree(tmp_path, [f"{n}\t{n}.nii\td\tp" for n in range(60)])
+    listing = read_records(own_config(tmp_path))
+    own_tree(tmp_path, [f"{n}\t{n}.nii\td\tp" for n in range(80)])  # who is new moves nobody, without a store
     grown = {r.person_id: r.split for r in read_records(own_config(tmp_path)).records}
     assert {r.person_id: r.split for r in listing.records}.items() <= grown.items()
     assert load_labels(own_config(tmp_path)) == {}

@@ -57,7 +57,7 @@ def test_a_cohort_that_grows_moves_nobody() -> None:
         assert set(train) <= set(all_train)
         assert set(val) <= set(all_val)
     ids = [str(n) for n in range(2280 + 228)]
-    before, after = seeded_split(ids[:2280], 0), seeded_split(ids, 0)
+    before, after = (seeded_split(dict.fromkeys(part), 0) for part in (ids[:2280], ids))
     assert {p: after[p] for p in before} == before
     shares = Counter(after.values())
     for name, share in {"train": 0.7, "val": 0.1, "test": 0.2}.items():
@@ -66,10 +66,35 @@ def test_a_cohort_that_grows_moves_nobody() -> None:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_every_side_of_a_small_cohort_has_somebody(seed: int) -> None:
-    split = seeded_split(["a", "b", "c"], seed)
-    assert sorted(split.values()) == ["test", "train", "val"]
-    assert set(seeded_split(["a", "b"], seed).values()) == {"train", "test"}
-    assert seeded_split(["a"], seed) == {"a": "train"}
+    for count, (train, val, test) in {
+        1: (1, 0, 0),
+        2: (1, 0, 1),
+        3: (1, 1, 1),
+        5: (3, 1, 1),
+        6: (2, 2, 2),
+        10: (6, 2, 2),
+        24: (17, 3, 4),
+        49: (35, 5, 9),
+    }.items():
+        split = Counter(seeded_split(dict.fromkeys(map(str, range(count))), seed).values())
+        assert (split["train"], split["val"], split["test"]) == (train, val, test)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_small_cohort_is_stratified_by_what_is_known_of_people(seed: int) -> None:
+    group = {f"p{n}": "rare" if n < 10 else "usual" for n in range(40)}
+    counts = Counter((side, group[p]) for p, side in seeded_split(group, seed).items())
+    assert [counts[side, "rare"] for side in ("train", "val", "test")] == [7, 1, 2]
+
+
+def test_people_without_scans_take_no_place_in_a_small_cohort(tmp_path: Path) -> None:
+    people = [person(i) for i in range(90)]
+    rows = [row(p["person_id"], uid=p["person_id"]) for p in people[::5]]
+    write_tree(tmp_path, rows, people, people_columns=PEOPLE[:-1])
+    listing = read_records(config(tmp_path))
+    assert Counter(r.split for r in listing.records) == {"train": 13, "val": 2, "test": 3}
+    group = {r.person_id: r.study_group for r in listing.records}
+    assert {r.person_id: r.split for r in listing.records} == seeded_split(group, 0)
 
 
 def test_a_store_from_before_the_hash_keeps_its_exact_and_stratified_choice() -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import io
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import PurePosixPath
 from typing import IO, Any
@@ -31,6 +31,7 @@ from data_setup.readers.faults import (
     named_faults,
     number,
 )
+from data_setup.readers.parts import PART_TAGS, check_whole
 from data_setup.readers.pixels import BoundedFile, PixelLayout, check_element, iter_pixels, read_layout
 from data_setup.tables.text import SIDES
 from utils.config.schema import StorageOptions
@@ -65,7 +66,7 @@ _VOLUME_TAGS = [
     "PixelSpacing",
     "SliceThickness",
     "SpacingBetweenSlices",
-    "InConcatenationTotalNumber",
+    *PART_TAGS,
     "RescaleSlope",
     "RescaleIntercept",
     "SharedFunctionalGroupsSequence",
@@ -264,6 +265,9 @@ def _header(ds: Dataset, file: BoundedFile, url: str, record: Record | None) -> 
             actual = f"the end of the file after {file.size} bytes: a cut header, or a file without pixels"
             raise OCTReadError(url, RejectReason.MISSING_PIXEL_DATA, expected, actual)
         raw = geometry.collect(ds)
+        indices = check_whole(ds, url)
+        if not any(raw.numbers):
+            raw = replace(raw, numbers=indices)
         text = {k: str(ds.get(k) or "") for k in ("SOPInstanceUID", "ManufacturerModelName", "ProtocolName")}
         laterality = laterality_of(ds, url)
         rescale = _rescale(ds, url)

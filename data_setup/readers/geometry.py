@@ -55,8 +55,7 @@ class RawGeometry:
     references: tuple[tuple[float, ...] | None, ...]  # ReferenceCoordinates: (row, column) of start .. end
     shapes: frozenset[str]  # OphthalmicImageOrientation values
     stacks: frozenset[str] = frozenset()  # StackID values
-    numbers: tuple[tuple[float, ...] | None, ...] = ()  # InStackPositionNumber
-    parts: int = 1  # InConcatenationTotalNumber
+    numbers: tuple[tuple[float, ...] | None, ...] = ()  # InStackPositionNumber, else DimensionIndexValues
     reference_unit: str = "pixels"  # | mm
 
 
@@ -129,7 +128,6 @@ def collect(ds: Dataset) -> RawGeometry:
         shapes=frozenset(str(s) for s in shapes if s),
         stacks=frozenset(str(s) for s in stacks if s),
         numbers=of_frames("FrameContentSequence", "InStackPositionNumber"),
-        parts=int((numbers(ds.get("InConcatenationTotalNumber")) or (1,))[0]),
     )
 
 
@@ -172,14 +170,13 @@ def check_geometry(
 
 
 def _check_one_volume(raw: RawGeometry, protocol: Protocol | None, url: str) -> None:
-    """Raise not_a_volume for radial and circle scans, several stacks, and a part of a volume."""
+    """Raise not_a_volume for radial and circle scans, and for several stacks."""
     terms = ("LINEAR", "NONLINEAR", "TRANSVERSE")
     shapes = ", ".join(sorted({known(s, terms) for s in raw.shapes}))
     faults = {
         f"protocol {protocol.name if protocol else None}": protocol is not None and not protocol.is_volume,
         f"OphthalmicImageOrientation {shapes}": bool(raw.shapes - {"LINEAR"}),
         f"{len(raw.stacks)} stacks (StackID): write each to a file of its own": len(raw.stacks) > 1,
-        f"one of {number(raw.parts)} parts (InConcatenationTotalNumber): join them": raw.parts > 1,
     }
     for actual in (text for text, is_fault in faults.items() if is_fault):
         raise OCTReadError(url, RejectReason.NOT_A_VOLUME, "parallel B-scans of one whole volume", actual)
@@ -278,7 +275,7 @@ def _order(
 def _order_by_number(
     values: tuple[tuple[float, ...] | None, ...], frames: int, has_places: bool, url: str
 ) -> np.ndarray:
-    """The indices by InStackPositionNumber; as in the file where not all frames have one, or all the same."""
+    """The indices by their numbers; as in the file where not all frames have one, or all the same."""
     in_file = np.arange(frames)
     if len(values) != frames or not all(v is not None and _are_near(v) for v in values):
         return in_file
@@ -290,7 +287,7 @@ def _order_by_number(
         return np.argsort(column)
     if has_places:  # they are better evidence
         return in_file
-    expected = f"InStackPositionNumber {number(low)} to {number(high)}, each once"
+    expected = f"InStackPositionNumber, or DimensionIndexValues, {number(low)} to {number(high)}, each once"
     raise OCTReadError(url, RejectReason.FRAME_COUNT_MISMATCH, expected, f"{different} in {frames} frames")
 
 

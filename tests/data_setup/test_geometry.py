@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from pydicom.datadict import tag_for_keyword
 from pydicom.dataset import FileDataset
 from pydicom.uid import ExplicitVRLittleEndian, JPEG2000Lossless
 
@@ -35,6 +36,27 @@ def content(numbers: Sequence[int] | None = None, stacks: Sequence[str] | None =
             if stacks is not None:
                 one.StackID = stacks[index]
             frame.FrameContentSequence = [one]
+
+    return edit
+
+
+def dimensions(rows: Sequence[Sequence[int]], *pointers: str) -> Edit:
+    """DimensionIndexValues of every frame, and the attributes that they are said to count."""
+
+    def edit(ds: FileDataset) -> None:
+        for frame, row in zip(ds.PerFrameFunctionalGroupsSequence, rows, strict=True):
+            frame.FrameContentSequence = [item(DimensionIndexValues=list(row))]
+        ds.DimensionIndexSequence = [item(DimensionIndexPointer=tag_for_keyword(p)) for p in pointers]
+
+    return edit
+
+
+def in_frames(keyword: str, values: Sequence[object], sequence: str = "FrameContentSequence") -> Edit:
+    """An attribute of an item of every frame."""
+
+    def edit(ds: FileDataset) -> None:
+        for frame, value in zip(ds.PerFrameFunctionalGroupsSequence, values, strict=True):
+            setattr(frame, sequence, [item(**{keyword: value})])
 
     return edit
 
@@ -123,6 +145,8 @@ def test_coordinates_rounded_to_pixels_are_even(tmp_path: Path) -> None:
 VOLUME, MISMATCH = RejectReason.NOT_A_VOLUME, RejectReason.HEADER_MISMATCH
 MISSING, RANGE = RejectReason.FRAME_COUNT_MISMATCH, RejectReason.IMPLAUSIBLE_SPACING
 GAP = [0, 1, 2, 3, 4, 5, 6, 10]
+TIME, PLACE, OFFSET = "TemporalPositionIndex", "InStackPositionNumber", "TemporalPositionTimeOffset"
+VISITS = [(time, place) for place in range(1, 5) for time in (1, 2)]
 RIGHT, LEFT = (1, 0, 0, 0, 0, -1), (-1, 0, 0, 0, 0, -1)
 TO_LEFT = [[a, d, c, b] for a, b, c, d in LINES]
 
@@ -132,6 +156,27 @@ TO_LEFT = [[a, d, c, b] for a, b, c, d in LINES]
     [
         ({"edit": content(stacks=list("11112222"))}, VOLUME, "2 stacks"),
         ({"edit": assign(InConcatenationTotalNumber=4, InConcatenationNumber=1)}, VOLUME, "one of 4 parts"),
+        ({"edit": assign(ConcatenationUID="1.2.9")}, VOLUME, "(ConcatenationUID) that does not say 1 of 1"),
+        ({"edit": assign(InConcatenationNumber=2)}, VOLUME, "InConcatenationNumber"),
+        ({"edit": assign(ConcatenationFrameOffsetNumber=8)}, VOLUME, "ConcatenationFrameOffsetNumber"),
+        ({"edit": assign(SOPInstanceUIDOfConcatenationSource="1.2.9")}, VOLUME, "ConcatenationSource"),
+        ({"edit": assign(InConcatenationTotalNumber=1, InConcatenationNumber=2)}, VOLUME, "1 of 1"),
+        ({"edit": assign(InConcatenationTotalNumber=1, ConcatenationFrameOffsetNumber=8)}, VOLUME, "1 of 1"),
+        ({"edit": content(range(9, 17))}, VOLUME, "B-scans 9 to 16 of a stack"),
+        ({"edit": content(range(9, 17)), "positions": STEPS}, VOLUME, "B-scans 9 to 16 of a stack"),
+        ({"edit": content([1, 1, 2, 2, 3, 3, 4, 4]), "positions": STEPS}, VOLUME, "4 places for 8 frames"),
+        ({"edit": dimensions([(1, n) for n in range(9, 17)])}, VOLUME, "B-scans 9 to 16 of a stack"),
+        ({"edit": dimensions(VISITS)}, VOLUME, "2 places for 8 frames"),
+        ({"edit": dimensions(VISITS, TIME, PLACE), "positions": STEPS}, VOLUME, "neither stack nor place"),
+        ({"edit": dimensions([(2, n) for n in range(1, 9)], TIME, PLACE)}, VOLUME, TIME),
+        ({"edit": dimensions([(n, 1) for n in range(1, 9)], "EffectiveEchoTime", PLACE)}, VOLUME, "Echo"),
+        ({"edit": dimensions(VISITS, "StackID", PLACE)}, VOLUME, "2 stacks"),
+        ({"edit": dimensions([(1, n + 1) for n in GAP], "StackID", PLACE)}, MISSING, "DimensionIndexValues"),
+        ({"edit": in_frames(TIME, [1, 2] * 4)}, VOLUME, TIME),
+        ({"edit": in_frames(TIME, [2] * 8), "positions": STEPS}, VOLUME, TIME),
+        ({"edit": in_frames(OFFSET, [0.0, 9.0] * 4, "TemporalPositionSequence")}, VOLUME, OFFSET),
+        ({"edit": assign(NumberOfTemporalPositions=2)}, VOLUME, "NumberOfTemporalPositions"),
+        ({"edit": assign(TemporalPositionIdentifier=2)}, VOLUME, "TemporalPositionIdentifier"),
         ({"edit": content(GAP)}, MISSING, "InStackPositionNumber"),
         ({"edit": content([1, 2, 3, 4, 4, 5, 6, 7])}, MISSING, "InStackPositionNumber"),
         ({"positions": chosen(steps_along(11, 1, 0.12), GAP)}, MISSING, "steps of 0.12 to 0.48 mm"),
@@ -158,6 +203,32 @@ def test_contradictions_are_rejects(
     actual, text = reject(write_opt(tmp_path, speckle(COUNT), name="eye.dcm", **options))
     assert actual == reason
     assert words in text
+
+
+def test_what_says_one_of_one_is_a_whole_volume(tmp_path: Path) -> None:
+    """As the converters of AI-READI write it, some with the attributes empty."""
+    for total, number, offset, time in ((1, 1, 0, 1), (None, None, None, None), (1, None, None, None)):
+
+        def edit(ds: FileDataset, row: tuple[Any, ...] = (total, number, offset, time)) -> None:
+            ds.InConcatenationTotalNumber, ds.InConcatenationNumber, ds.ConcatenationFrameOffsetNumber = row[
+                :3
+            ]
+            ds.ConcatenationUID = "1.2.9" if row[0] else None
+            ds.NumberOfTemporalPositions = row[3]
+            dimensions([(1, 1, n) for n in range(1, 9)], TIME, "StackID", PLACE)(ds)
+            for frame in ds.PerFrameFunctionalGroupsSequence:
+                frame.FrameContentSequence[0].TemporalPositionIndex = row[3]
+
+        np.testing.assert_array_equal(
+            read_volume(write_opt(tmp_path, speckle(COUNT), edit=edit)).voxels, speckle(COUNT)
+        )
+
+
+def test_dimension_indices_order_frames_that_nothing_else_orders(tmp_path: Path) -> None:
+    edit = dimensions([(1, n + 1) for n in ORDER], "StackID", PLACE)
+    np.testing.assert_array_equal(
+        read_volume(write_opt(tmp_path, speckle(COUNT)[ORDER], edit=edit)).voxels, speckle(COUNT)
+    )
 
 
 def test_five_percent_between_thickness_and_positions_are_allowed(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ Face Image; the en-face image is a projection of a slab, which its image type na
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from pydicom.dataset import Dataset
@@ -108,6 +108,7 @@ def _header(ds: Dataset, kind: str, url: str) -> tuple[OctaHeader, PixelLayout]:
         check_whole(ds, url)
         if is_cube:
             own = measures((first(ds, "SharedFunctionalGroupsSequence", "PixelMeasuresSequence") or [ds])[0])
+            own = replace(own, distance=own.distance or own.thickness)
         else:
             own = Measures(None, own.lateral, own.axial)
         code = (ds.get("OphthalmicImageTypeCodeSequence") or [Dataset()])[0]

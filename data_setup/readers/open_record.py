@@ -26,6 +26,7 @@ from data_setup.readers import arrays, dicom, heidelberg, images, metaimage, nif
 from data_setup.readers.dead_ends import explained
 from data_setup.readers.dicom import OCTHeader, open_file
 from data_setup.readers.faults import OCTReadError, RejectReason, named_faults
+from data_setup.readers.geometry import check_field
 from data_setup.readers.makers import kinds
 from data_setup.readers.pixels import BoundedFile
 from data_setup.readers.sidecar import Sidecar, parse_sidecar, read_sidecars, sidecar_urls
@@ -96,7 +97,13 @@ def open_record(
     check_manifest(record, header)
     if header.orientation_source == "unknown" and record.d_order and record.d_order != "unknown":
         header = replace(header, flip_d=D_ORDERS[record.d_order], orientation_source="manifest")
-    return header, volume
+    return header, _with_field_checked(header, volume)
+
+
+def _with_field_checked(header: OCTHeader, frames: Iterator[np.ndarray]) -> Iterator[np.ndarray]:
+    """The frames; raises implausible_spacing at their end: a count that they bear out is no wrong count."""
+    yield from frames
+    check_field(header.shape, header.spacing_mm, header.spacing_source, header.url)
 
 
 def peek_record(record: Record, size: int, options: StorageOptions) -> OCTHeader:
@@ -113,6 +120,7 @@ def peek_record(record: Record, size: int, options: StorageOptions) -> OCTHeader
     volume = _volume(kind, record, options, file)
     header = next(volume)
     volume.close()
+    check_field(header.shape, header.spacing_mm, header.spacing_source, url)
     return header
 
 

@@ -115,11 +115,12 @@ def peek_record(record: Record, size: int, options: StorageOptions) -> OCTHeader
     if kind == "DICOM":
         with _dead_ends_named(options), named_faults(url, RejectReason.NOT_DICOM, "a DICOM file"):
             bounded = BoundedFile(RangeFile(url, size, options, PEEK_BYTES))
-            return dicom.read_header(bounded, url, record)[0]
-    file = None if kind == "folder" else RangeFile(kinds.split_part(url)[0], size, options, PEEK_BYTES)
-    volume = _volume(kind, record, options, file)
-    header = next(volume)
-    volume.close()
+            header = dicom.read_header(bounded, url, record)[0]
+    else:
+        file = None if kind == "folder" else RangeFile(kinds.split_part(url)[0], size, options, PEEK_BYTES)
+        volume = _volume(kind, record, options, file)
+        header = next(volume)
+        volume.close()
     check_field(header.shape, header.spacing_mm, header.spacing_source, url)
     return header
 

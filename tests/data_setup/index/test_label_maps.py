@@ -56,17 +56,17 @@ def scans_in_a_folder_of_masks(root: Path) -> dict[str, str]:
 
 
 @pytest.mark.parametrize(
-    ("left", "right", "key"),
+    ("before", "behind", "key"),
     [(0.4, 0, "columns: [0.4, 1]"), (0, 0.4, "columns: [0, 0.6]"), (0, 0, None), ("black", 0, None)],
 )
 def test_a_localizer_beside_every_b_scan_is_said(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], left: float | str, right: float, key: str | None
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], before: float | str, behind: float, key: str | None
 ) -> None:
     voxels, picture = speckle(6, 40, 60), speckle(1, 40, 40, seed=9)[0]
     parts = [voxels[:, :, :60]]
-    if left:
-        parts.insert(0, np.broadcast_to(picture * (left != "black"), (6, 40, 40)))
-    if right:
+    if before:
+        parts.insert(0, np.broadcast_to(picture * (before != "black"), (6, 40, 40)))
+    if behind:
         parts.append(np.broadcast_to(picture, (6, 40, 40)))
     images = np.concatenate(parts, axis=2)
     images[2, 5:7, :40] = images[2, 5:7, :40] // 2  # a line on it says where the B-scan is

@@ -6,6 +6,7 @@ job depends on its own file alone, so it may run anywhere, in any order, and aga
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import sys
@@ -22,7 +23,7 @@ from data_setup.manifest import Record
 from data_setup.readers.dicom import OCTHeader
 from data_setup.readers.faults import OCTReadError, RejectReason
 from data_setup.readers.open_record import open_record, source_stat
-from data_setup.resample import Resampled, resample_frames
+from data_setup.resample import Resampled, resample_frames, valid_tokens
 from data_setup.store.format import KEPT, UNREAD
 from data_setup.store.quality import Meter
 from data_setup.store.writer import StoreWriter, measure, record_fields
@@ -34,6 +35,7 @@ from utils.workers import executor_of, is_lost_worker
 WORKER_DIED = "worker_died"  # the process died twice at this file, most often for lack of memory
 INTERNAL_ERROR = "internal_error"  # a fault of this program; its place goes to stderr
 DONE, TO_DO = "done", "to_do"  # states of rows before the run
+IMAGES = "images"  # the kind of a folder of pictures, which nothing but its names makes a volume
 SOURCE_MISSING = "source_missing"  # a kept row whose file is missing now: row and volume stay
 _IN_FLIGHT = 3  # jobs per worker that are submitted ahead
 _ON_CLUSTER = 1000  # jobs that a cluster has at a time: its workers may come and go
@@ -101,6 +103,12 @@ def read_volume(
     header, frames = open_record(record, options)
     meter = Meter()
     volume = _resample(record.url, spatial, header, meter.watch(frames))
+    if not valid_tokens(volume.valid_box, spatial.image_size, spatial.patch_size):
+        raise _outside_grid(record.url, spatial, header)
+    if header.transfer_syntax == IMAGES and (likeness := meter.strangers()):
+        actual = "correlations of {:.2f} and {:.2f}: pictures of different scans?".format(*likeness)
+        expected = "neighbouring B-scans that are more alike than distant ones"
+        raise OCTReadError(record.url, RejectReason.NOT_A_VOLUME, expected, actual)
     measured = measure(volume) | meter.columns(header.spacing_mm)
     if measured["intensity_std"] == 0:
         raise OCTReadError(record.url, RejectReason.CONSTANT_VOLUME, "an image on the grid", "one grey value")
@@ -108,7 +116,7 @@ def read_volume(
 
 
 def _resample(url: str, grid: SpatialConfig, header: OCTHeader, frames: Iterator[np.ndarray]) -> Resampled:
-    """The frames on the grid; a field smaller than a voxel of the grid is a reject."""
+    """The frames on the grid; raises OCTReadError outside_grid for a field without a voxel of the grid."""
     try:
         return resample_frames(
             frames,
@@ -120,7 +128,18 @@ def _resample(url: str, grid: SpatialConfig, header: OCTHeader, frames: Iterator
             header.flip_d,
         )
     except ValueError as error:
-        raise OCTReadError(url, RejectReason.IMPLAUSIBLE_SPACING, "a field on the grid", error) from error
+        raise _outside_grid(url, grid, header) from error
+
+
+def _outside_grid(url: str, grid: SpatialConfig, header: OCTHeader) -> OCTReadError:
+    """The reject of a scan too small for the grid, with the spacing of a grid that it fills."""
+    field = [n * mm for n, mm in zip(header.shape, header.spacing_mm, strict=True)]
+    sizes = zip(field, grid.image_size, grid.target_spacing, strict=True)
+    fitting = (min(target, math.floor(1e5 * mm / count) / 1e5) for mm, count, target in sizes)
+    expected = f"a token of {' x '.join(map(str, grid.patch_size))} voxels, half of which lie in the scan"
+    actual = f"none: the scan has {' x '.join(f'{mm:.3g}' for mm in field)} mm"
+    wanted = f"; spatial.target_spacing=[{','.join(f'{mm:g}' for mm in fitting)}] would do"
+    return OCTReadError(url, RejectReason.OUTSIDE_GRID, expected, actual + wanted)
 
 
 def _identity(job: Job) -> dict[str, Any]:

@@ -21,6 +21,7 @@ import numpy as np
 
 Triple = tuple[float, float, float]
 _BLOCK = 16  # output lines per matrix product: narrow enough to skip most of the zeros of a banded matrix
+VALID_SHARE = 0.5  # a token is valid when at least this share of it is inside the acquired field
 _CENTRE_TOLERANCE = 1e-6  # of a voxel; a centre on the field's edge is inside, whatever the rounding
 
 
@@ -78,6 +79,18 @@ class AxisWeights:
         for target, source, weights in self.bands:
             out[:, target] = image[:, source] @ weights.T
         return out
+
+
+def valid_tokens(
+    box: tuple[int, int, int, int, int, int], size: tuple[int, int, int], patch: tuple[int, int, int]
+) -> int:
+    """How many tokens of the grid have VALID_SHARE of their voxels in a valid box."""
+    shares = []
+    for start, stop, length, step in zip(box[::2], box[1::2], size, patch, strict=True):
+        first = np.arange(0, length, step)
+        shares.append((np.minimum(stop, first + step) - np.maximum(start, first)).clip(0) / step)
+    d, h, w = shares
+    return int(np.count_nonzero(d[:, None, None] * h[:, None] * w >= VALID_SHARE))
 
 
 def axis_weights(size: int, spacing: float, target_size: int, target_spacing: float) -> AxisWeights:

@@ -9,9 +9,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from data_setup.resample import VALID_SHARE
+
 # Resampled coordinates carry float32 rounding: a voxel this close to the field's edge still counts as inside.
 EDGE_TOLERANCE = 1e-3
-VALID_SHARE = 0.5  # a token is valid when at least this share of it is inside the acquired field
 
 
 def valid_planes(matrix: Tensor, valid_box: Tensor, size: tuple[int, int, int]) -> tuple[Tensor, Tensor]:

@@ -32,6 +32,7 @@ from data_setup.readers.faults import OCTReadError, RejectReason
 from data_setup.readers.heights import MAX_SURFACES
 from data_setup.readers.labels import label_stat, read_label_surfaces, read_label_volume
 from data_setup.readers.open_record import labelled_header
+from data_setup.readers.sidecar import AmbiguousYamlError, load_yaml
 from data_setup.store.format import KEPT
 from data_setup.store.reader import PreparedStore
 from data_setup.tables.text import clean_path, fact_of, read_table
@@ -147,7 +148,9 @@ def read_classes(manifest_url: str, options: Any) -> dict[int, str]:
             "write lines such as `1: irf`"
         ) from error
     try:
-        content = yaml.safe_load(text)
+        content = load_yaml(text)
+    except AmbiguousYamlError as error:
+        raise UserError("{}: expected {}, found {}".format(url, *error.args)) from error
     except yaml.YAMLError as error:
         raise UserError(f"{url}: expected lines such as `1: irf`, found no YAML") from error
     pairs = content.items() if isinstance(content, dict) else ()

@@ -16,8 +16,9 @@ import struct
 import unicodedata
 import zipfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from utils import storage
 from utils.config.schema import StorageOptions
@@ -85,6 +86,7 @@ def read_members(url: str, options: StorageOptions) -> list[Member]:
             problem = f"{type(error).__name__}: {error}"
             raise ArchiveFault("damaged_archive", "a zip archive with its directory", problem) from error
     members = []
+    _check_apart(entries)
     for e in entries:
         _check_entry(e)
         name = "/".join(part for part in e.orig_filename.split("/") if part != ".")
@@ -134,6 +136,14 @@ def crc_of(url: str, size: int, options: StorageOptions) -> int:
 def key_of(name: str) -> str:
     """Equal for names that are one file on a disk without case or with another Unicode form."""
     return unicodedata.normalize("NFC", name).casefold()
+
+
+def _check_apart(entries: Sequence[zipfile.ZipInfo]) -> None:
+    """Raise ArchiveFault for two entries of the same bytes: a few of them are a whole disk when expanded."""
+    for one, other in pairwise(sorted(entries, key=lambda entry: entry.header_offset)):
+        if one.header_offset + _LOCAL_HEADER.size + one.compress_size > other.header_offset:
+            expected = "bytes of its own for each member"
+            raise ArchiveFault(f"{other.orig_filename[:200]!r}: overlap", expected, "those of another one")
 
 
 def _check_entry(entry: zipfile.ZipInfo) -> None:

@@ -58,6 +58,7 @@ class Expansion:
         try:
             members = read_members(url, self.options)
             self._check_names(members)
+            self._check_space(members)
         except ArchiveFault as error:
             print(f"error: {url}: {error}; nothing of the archive written", file=sys.stderr)
             return False
@@ -128,6 +129,14 @@ class Expansion:
                     problem = f"{other!r}, here or in an earlier archive"
                     raise ArchiveFault(f"{name!r}: clash", "no other file for its place", problem)
             own |= _places_of(name)
+
+    def _check_space(self, members: Sequence[Member]) -> None:
+        """Raise ArchiveFault where the files that are not there yet take more than the disk has left."""
+        free = storage.free_bytes(self.args.dst)
+        present = self.sizes.keys() | self.finished.keys()
+        size = sum(member.size for member in members if member.name not in present)
+        if free is not None and size > free:
+            raise ArchiveFault("too_large", f"up to {free} bytes, free at the destination", size)
 
 
 def _places_of(name: str) -> dict[str, str]:

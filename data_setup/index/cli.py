@@ -29,6 +29,7 @@ from functools import partial
 from pathlib import Path
 
 from data_setup.index.candidates import find_candidates
+from data_setup.index.label_maps import localizers, with_label_maps
 from data_setup.index.layers import with_layers
 from data_setup.index.look import OCTA, Entry, Rules, look, with_ids_of_folders
 from data_setup.index.octa import write_octa
@@ -98,10 +99,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     entries = [entry for entry in entries if entry.status != OCTA]
     if not plug:
         entries = with_layers(root, out, with_ids_of_folders(entries), options)
+        entries = with_label_maps(root, tree.sizes, entries, options)
     has_classes = plug is not None and any(entry.label_volume for entry in entries)
     classes = plug.classes_of_voxels(tree) if plug and has_classes else {}
     written = write_tables(out, entries, options, classes if plug else None)
     octa_lines = write_octa(out, entries, octa, options)
+    octa_lines = [*octa_lines, *localizers(root, entries, options)]
     print("\n".join(summarise(root, out, entries, others, written, options, octa_lines, plug)))
     return EXIT_TRY_AGAIN if any(entry.status == UNREAD for entry in entries) else 0
 

@@ -31,7 +31,7 @@ _NEEDS: dict[str, tuple[Callable[[Entry], bool], str, str]] = {
     "eye unknown": (lambda e: not e.laterality, "", "laterality"),
     "order of B-scans unknown": (
         lambda e: e.d_order == UNKNOWN,
-        "d_order: superior_to_inferior",
+        "d_order: superior_to_inferior, inferior_to_superior or unknown (look at one)",
         "d_order",
     ),
 }
@@ -185,11 +185,18 @@ def _missing(root: str, rows: Sequence[Entry], filled: Mapping[str, set[str]]) -
         if not part:
             continue
         opened = [e for e in part if e.kind not in WITHOUT_YAML]  # a YAML counts for these
-        places = []
-        if opened and yaml:
-            places = [f"`{yaml}` into {join(root, _yaml_above(opened))}, once for all below it"]
-        places += [f"the column {column} of manifest.tsv"] if column else []
-        lines.append(f"missing: {name}: {len(part)} ({_names(part)}): write {', or '.join(places)}")
+        # One YAML for two devices would give one of them the other's spacing: each has its own line.
+        alike = _alike(opened) if yaml else []
+        text = f"missing: {name}: {len(part)} ({_names(part)})"
+        column_of = [f"the column {column} of manifest.tsv"] if column else []
+        if len(alike) < 2:
+            places = [f"`{yaml}` into {_yaml_for(root, opened, opened)}"] if alike else []
+            lines.append(f"{text}: write {', or '.join([*places, *column_of])}")
+        else:
+            lines.append(f"{text}: write{f' {column_of[0]}, or' if column_of else ''} for each group")
+            for group in alike:
+                what = f"{group[0].device}, {_size(group[0])}: {len(group)} ({_names(group)})"
+                lines.append(f"  {what}: write `{yaml}` into {_yaml_for(root, group, opened)}")
         lines += [f"  {e.path}: {e.message}" for e in part[:1] if e.kind in kinds.KINDS and e.message]
     wrong = [e for e in rows if e.other_side]
     if part := [e for e in wrong if e.kind in HEADED]:
@@ -202,6 +209,28 @@ def _missing(root: str, rows: Sequence[Entry], filled: Mapping[str, set[str]]) -
             "prepare rejects them until the YAML or the column laterality of manifest.tsv is changed"
         )
     return lines
+
+
+def _alike(entries: Sequence[Entry]) -> list[list[Entry]]:
+    """The entries by what one line of a YAML may be true of: a device, a kind and a size of B-scans."""
+    groups: dict[tuple[object, ...], list[Entry]] = {}
+    for entry in entries:
+        groups.setdefault((entry.device, entry.kind, entry.shape and entry.shape[1:]), []).append(entry)
+    return list(groups.values())
+
+
+def _size(entry: Entry) -> str:
+    return f"{entry.kind} of {entry.shape[1]} x {entry.shape[2]}" if entry.shape else entry.kind
+
+
+def _yaml_for(root: str, group: Sequence[Entry], entries: Sequence[Entry]) -> str:
+    """The YAML above a group, where none of the other `entries` lies below it too; else one for each."""
+    place = _yaml_above(group)
+    top = place.removesuffix(FOLDER_SIDECAR)
+    inside = [entry for entry in entries if f"{entry.path}/".startswith(top)]
+    if len(inside) == len(group):
+        return f"{join(root, place)}, once for all below it"
+    return f"a YAML beside each of them (others below {join(root, top) if top else root} are of another kind)"
 
 
 def _yaml_above(entries: Sequence[Entry]) -> str:

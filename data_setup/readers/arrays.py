@@ -41,6 +41,7 @@ class Stored:
 def read(file: IO[bytes], url: str, sidecar: Sidecar) -> Iterator[Any]:
     """The header, then uint8 frames [H, W] in the order of the array's D axis; raises OCTReadError."""
     name, stored = _choose(list_arrays(file, url), sidecar, url)
+    check_length(math.prod(stored.shape) * stored.dtype.itemsize, url)
     spacing = (None, "an array without a spacing")
     values = partial(load_array, file, url, name)
     of_array = (stored.shape, stored.dtype)
@@ -59,7 +60,7 @@ def list_arrays(file: IO[bytes], url: str) -> dict[str, Stored]:
             return _npz_headers(file)
         if _is_hdf5(head):
             with _open_hdf5(file, url) as opened:
-                sets = {n: d for n, d in opened.items() if hasattr(d, "dtype") and d.dtype.kind in "uif"}
+                sets = _own_sets(opened, url)
                 return {n: Stored(tuple(d.shape[::-1]), d.dtype.newbyteorder("=")) for n, d in sets.items()}
         listed = whosmat(file)
         return {
@@ -76,7 +77,7 @@ def load_array(file: IO[bytes], url: str, name: str) -> np.ndarray:
         raise OCTReadError(url, RejectReason.UNKNOWN_AXES, f"an array {name}", _words(arrays))
     stored = arrays[name]
     length = math.prod(stored.shape) * stored.dtype.itemsize
-    check_length(length, url)
+    check_length(length, url, file.seek(0, 2))
     with reading(url, RejectReason.TRUNCATED_PIXEL_DATA, f"{length} bytes of the array"):
         head = _head(file)
         if head[:6] == b"\x93NUMPY":
@@ -86,7 +87,7 @@ def load_array(file: IO[bytes], url: str, name: str) -> np.ndarray:
                 return _native(np.lib.format.read_array(member, allow_pickle=False))
         if _is_hdf5(head):
             with _open_hdf5(file, url) as opened:
-                return _native(np.asarray(opened[name]).T)
+                return _native(np.asarray(_own_sets(opened, url)[name]).T)
         # mat_dtype: of the array's class; the file keeps whole numbers of a double in fewer bytes
         return _native(loadmat(file, variable_names=[name], mat_dtype=True)[name])
 
@@ -126,6 +127,49 @@ def _open_hdf5(file: IO[bytes], url: str) -> Any:
         expected, actual = "h5py, which reads MATLAB 7.3: pip install h5py", "no h5py"
         raise OCTReadError(url, RejectReason.MISSING_CODEC, expected, actual) from None
     return h5py.File(file, "r")
+
+
+def _own_sets(opened: Any, url: str) -> dict[str, Any]:
+    """The arrays of numbers in an open HDF5 file, by name; raises OCTReadError.
+
+    HDF5 reads whatever file a link, an external or a virtual array names, and gives zeros for what was never
+    written: unsupported_format, truncated_pixel_data.
+    """
+    import h5py
+
+    sets = {}
+    for name in opened:
+        if not isinstance(opened.get(name, getlink=True), h5py.HardLink):
+            expected, actual = "arrays that are stored in the file", f"a link ({name[:40]})"
+            raise OCTReadError(url, RejectReason.UNSUPPORTED_FORMAT, expected, actual)
+        one = opened[name]
+        if not isinstance(one, h5py.Dataset) or one.dtype.kind not in "uif":
+            continue
+        if one.external or one.is_virtual:
+            expected = "arrays that are stored in the file"
+            actual = f"{'external' if one.external else 'virtual'} storage ({name[:40]})"
+            raise OCTReadError(url, RejectReason.UNSUPPORTED_FORMAT, expected, actual)
+        if len(one.shape) == 3 and one.size:
+            _check_stored(one, url)
+        sets[name] = one
+    return sets
+
+
+def _check_stored(one: Any, url: str) -> None:
+    """Raise truncated_pixel_data for an HDF5 array that is not written whole, header_mismatch for one that
+    claims far more than it has.
+    """
+    stored = one.id.get_storage_size()
+    check_length(one.size * one.dtype.itemsize, url, stored)
+    if one.chunks is None:
+        is_whole = stored >= one.size * one.dtype.itemsize
+    else:
+        is_whole = one.id.get_num_chunks() == math.prod(
+            -(-n // chunk) for n, chunk in zip(one.shape, one.chunks, strict=True)
+        )
+    if not is_whole:
+        actual = f"{stored} bytes of {one.size} values: parts were never written"
+        raise OCTReadError(url, RejectReason.TRUNCATED_PIXEL_DATA, "an array that is written whole", actual)
 
 
 def _npy_header(file: IO[bytes]) -> Stored | None:

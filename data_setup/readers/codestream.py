@@ -17,6 +17,7 @@ from pydicom.uid import (
     JPEGExtended12Bit,
     JPEGLSTransferSyntaxes,
     JPEGTransferSyntaxes,
+    RLELossless,
 )
 
 from data_setup.readers.faults import OCTReadError, RejectReason, named_faults, number
@@ -30,25 +31,31 @@ _J2K_SEGMENTS |= {0xFF63, 0xFF64, 0xFF74, 0xFF75, 0xFF77, 0xFF78}
 _TILE_PART_BYTES = 14  # the least a tile-part takes (SOT and SOD), and each tile has one
 _SEQUENTIAL = {0xC0, 0xC1}
 _SCAN = 0xDA
+PADDING = b"\0 \xff"  # writers fill a frame up to a block with one of these
+TAIL_BYTES = 4096  # where the end of a codestream is sought, padding included
 _BARE = {0x00, 0x01, *range(0xD0, 0xDA)}  # no marker that a segment follows
 
 
 def is_complete(data: bytes) -> bool:
-    """True when the codestream ends with EOI / EOC, padding zeros aside."""
-    return data[-16:].rstrip(b"\0").endswith(b"\xff\xd9")
+    """True when the codestream ends with EOI / EOC, padding aside."""
+    return data.rstrip(PADDING).endswith(b"\xff\xd9")
 
 
 def check_codestream(data: bytes, syntax: UID, size: tuple[int, int, int], where: str, url: str) -> bytes:
-    """One frame's codestream without its JP2 wrapper, whose boxes are not checked.
+    """One frame's codestream without padding and without its JP2 wrapper, whose boxes are not checked.
 
     Raises OCTReadError when it is cut, not of `size` (rows, columns, samples), or too much work for it.
     """
     is_j2k = syntax in JPEG2000TransferSyntaxes
+    if syntax == RLELossless:
+        with named_faults(url, RejectReason.CORRUPT_PIXEL_DATA, f"run-length segments in {where}"):
+            return _rle_without_padding(data, size[0] * size[1])
     if not is_j2k and syntax not in JPEGTransferSyntaxes and syntax not in JPEGLSTransferSyntaxes:
         return data
     if not is_complete(data):
         actual = f"{where} of {len(data)} bytes without one"
         raise OCTReadError(url, RejectReason.TRUNCATED_PIXEL_DATA, "an end-of-codestream marker", actual)
+    data = data.rstrip(PADDING)
     with named_faults(url, RejectReason.CORRUPT_PIXEL_DATA, f"a codestream in {where}"):
         if is_j2k:
             data = data[data.index(_J2K_START) :]
@@ -75,6 +82,19 @@ def check_codestream(data: bytes, syntax: UID, size: tuple[int, int, int], where
     return data
 
 
+def _rle_without_padding(data: bytes, length: int) -> bytes:
+    """The frame up to the end of its last segment, of `length` bytes, where nothing but padding follows."""
+    if data[-2:].strip(PADDING):
+        return data
+    count, *offsets = struct.unpack_from("<16L", data)
+    at = offsets[count - 1]
+    while length > 0 and at < len(data):  # PackBits: a literal run, or a byte that is repeated
+        run = data[at]
+        length -= run + 1 if run < 128 else 257 - run if run > 128 else 0
+        at += run + 2 if run < 128 else 2 if run > 128 else 1
+    return data[:at] if length == 0 and not data[at:].strip(PADDING) else data
+
+
 def _j2k_size(data: bytes) -> tuple[tuple[int, int, int], int]:
     """(rows, columns, components) and the number of tiles of the SIZ segment."""
     x1, y1, x0, y0, width, height, tile_x, tile_y, planes = struct.unpack_from(">8LH", data, 8)
@@ -85,7 +105,7 @@ def _j2k_size(data: bytes) -> tuple[tuple[int, int, int], int]:
 def _j2k_walk(data: bytes) -> tuple[int, int]:
     """(bytes by which tile-parts reach beyond the end marker, packets of one tile that the headers claim)."""
     position, packets = 2, 0
-    end = part_end = len(data.rstrip(b"\0")) - 2
+    end = part_end = len(data) - 2
     while position < end:
         marker, length = struct.unpack_from(">HH", data, position)
         if marker == _J2K_TILE_PART:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import io
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import PurePosixPath
 from typing import IO, Any
@@ -31,6 +31,7 @@ from data_setup.readers.faults import (
     named_faults,
     number,
 )
+from data_setup.readers.parts import PART_TAGS, check_whole
 from data_setup.readers.pixels import BoundedFile, PixelLayout, check_element, iter_pixels, read_layout
 from data_setup.tables.text import SIDES
 from utils.config.schema import StorageOptions
@@ -39,6 +40,7 @@ from utils.storage import is_remote, open_url, read_bytes
 _MAX_RESCALE = 2**16  # no grey scale needs more
 _ROUNDING = 1e-4  # of the range of values
 FEWEST_LEVELS = 64  # 12 bits in 16 leave 17, 13 leave 33
+FEWEST_PLAIN_LEVELS = 32  # of 8 bits in a file that is no DICOM: a label map or a mask has fewer
 OPT_SOP_CLASS = "1.2.840.10008.5.1.4.1.1.77.1.5.4"
 PIXEL_TAGS = [
     "SamplesPerPixel",
@@ -52,6 +54,8 @@ PIXEL_TAGS = [
     "HighBit",
     "PixelRepresentation",
 ]
+_PADDING = ("PixelPaddingValue", "PixelPaddingRangeLimit")
+_RESCALE = ("RescaleSlope", "RescaleIntercept")
 # The allow-list: pydicom skips every other root attribute. The items of the two functional group sequences
 # come whole; only geometry.py, _rescale and laterality_of take values out of them.
 _VOLUME_TAGS = [
@@ -65,9 +69,10 @@ _VOLUME_TAGS = [
     "PixelSpacing",
     "SliceThickness",
     "SpacingBetweenSlices",
-    "InConcatenationTotalNumber",
-    "RescaleSlope",
-    "RescaleIntercept",
+    *PART_TAGS,
+    *_RESCALE,
+    *_PADDING,
+    "ModalityLUTSequence",
     "SharedFunctionalGroupsSequence",
     "PerFrameFunctionalGroupsSequence",
 ]
@@ -93,6 +98,7 @@ class OCTHeader:
     bits_stored: int
     inverted: bool  # MONOCHROME1: stored white is black
     rescale: tuple[float, float]  # slope, intercept; (1, 0) when the file has none
+    padding: tuple[float, float] | None = None  # stored values that are no data, from and to
     order: tuple[int, ...] | None = None  # the place in the file of each frame that `open_volume` gives
 
     def from_file_order(self, values: np.ndarray, axis: int = 0) -> np.ndarray:
@@ -190,24 +196,27 @@ def grey_frames(frames: Iterable[np.ndarray], header: OCTHeader) -> Iterator[np.
     """Stored values to uint8; raises OCTReadError header_mismatch at a frame with values out of range.
 
     At the end: constant_volume where all voxels are equal, few_grey_levels where fewer than FEWEST_LEVELS are
-    left of more than 8 bits, or of rescaled values. Nothing is stretched: a scale of each volume's own would
-    change its brightness against the others.
+    left of more than 8 bits, or of rescaled values, and fewer than FEWEST_PLAIN_LEVELS of 8 bits of a kind
+    that labels come in. Nothing is stretched: a scale of each volume's own would change its brightness
+    against the others.
     """
     seen = np.zeros(256, bool)
     top = 2**header.bits_stored - 1
     for count, frame in enumerate(frames, start=1):
         if not header.is_plain:
             slope, intercept = header.rescale
-            ends = np.array([frame.min(), frame.max()], float)
+            values = frame if header.padding is None else frame[~_is_padding(frame, header.padding)]
+            ends = np.array([values.min(), values.max()] if values.size else [0, 0], float)
             share = (ends * slope + intercept) / top  # 0 black, 1 white
-            if share.min() < -_ROUNDING or share.max() > 1 + _ROUNDING:
+            if values.size and (share.min() < -_ROUNDING or share.max() > 1 + _ROUNDING):
                 expected = "values that end in 0 to 2^bits_stored - 1, or inside value_range"
                 actual = f"{ends[0]:g} to {ends[1]:g} in B-scan {count} of {header.shape[0]}"
                 if header.rescale != (1.0, 0.0):
                     actual += f", times {slope:g} plus {intercept:g}"
                 raise OCTReadError(header.url, RejectReason.HEADER_MISMATCH, expected, actual)
         grey = to_uint8(frame, header)
-        seen[grey.ravel() if not header.is_plain else [grey.min(), grey.max()]] = True
+        if not header.is_plain or np.count_nonzero(seen) < FEWEST_PLAIN_LEVELS:
+            seen[grey.ravel()] = True
         yield grey
     levels = int(np.count_nonzero(seen))
     if levels == 1:
@@ -219,16 +228,29 @@ def grey_frames(frames: Iterable[np.ndarray], header: OCTHeader) -> Iterator[np.
         )
         actual = f"{levels} of {header.bits_stored} bits, the brightest {255 - seen[::-1].argmax()}"
         raise OCTReadError(header.url, RejectReason.FEW_GREY_LEVELS, expected, actual)
+    if levels < FEWEST_PLAIN_LEVELS and not header.transfer_syntax.startswith("1.2."):
+        expected = f"{FEWEST_PLAIN_LEVELS} grey levels or more"
+        actual = f"{levels}: a label map, or a mask? Those of a scan belong into its column label_volume"
+        raise OCTReadError(header.url, RejectReason.FEW_GREY_LEVELS, expected, actual)
+
+
+def _is_padding(frame: np.ndarray, padding: tuple[float, float]) -> np.ndarray:
+    return (frame >= padding[0]) & (frame <= padding[1])
 
 
 def to_uint8(frame: np.ndarray, header: OCTHeader) -> np.ndarray:
-    """Stored values to uint8: rescale slope and intercept, then 0..2^bits_stored - 1 linearly to 0..255."""
+    """Stored values to uint8: rescale slope and intercept, then 0..2^bits_stored - 1 linearly to 0..255.
+
+    Values that the header calls padding are 0, as voxels outside the field are.
+    """
+    stored = frame
     if not header.is_plain or frame.dtype != np.uint8:
         slope, intercept = header.rescale
         scale = 255 / (2**header.bits_stored - 1)
         values = frame.astype(np.float32) * np.float32(slope * scale) + np.float32(intercept * scale)
         frame = np.clip(np.rint(values), 0, 255).astype(np.uint8)
-    return 255 - frame if header.inverted else frame
+    frame = 255 - frame if header.inverted else frame
+    return frame if header.padding is None else np.where(_is_padding(stored, header.padding), 0, frame)
 
 
 def open_file(url: str, options: StorageOptions | None) -> IO[bytes]:
@@ -264,9 +286,13 @@ def _header(ds: Dataset, file: BoundedFile, url: str, record: Record | None) -> 
             actual = f"the end of the file after {file.size} bytes: a cut header, or a file without pixels"
             raise OCTReadError(url, RejectReason.MISSING_PIXEL_DATA, expected, actual)
         raw = geometry.collect(ds)
+        indices = check_whole(ds, url)
+        if not any(raw.numbers):
+            raw = replace(raw, numbers=indices)
         text = {k: str(ds.get(k) or "") for k in ("SOPInstanceUID", "ManufacturerModelName", "ProtocolName")}
         laterality = laterality_of(ds, url)
         rescale = _rescale(ds, url)
+        padding = [v[0] for name in _PADDING if (v := geometry.numbers(ds.get(name)))]
         high_bit = None if ds.get("HighBit") is None else int(ds.HighBit)
     layout = read_layout(ds, url)
     _check_pixels(layout, high_bit, url)
@@ -303,6 +329,7 @@ def _header(ds: Dataset, file: BoundedFile, url: str, record: Record | None) -> 
         bits_stored=layout.bits_stored,
         inverted=layout.photometric == "MONOCHROME1",
         rescale=rescale,
+        padding=(min(padding), max(padding)) if padding and ds.get(_PADDING[0]) is not None else None,
         order=measured.order,
     )
     return header, layout
@@ -323,26 +350,53 @@ def _check_pixels(layout: PixelLayout, high_bit: int | None, url: str) -> None:
 
 
 def _rescale(ds: Dataset, url: str) -> tuple[float, float]:
-    groups = [*(ds.get("SharedFunctionalGroupsSequence") or [])[:1]]
-    groups += list(ds.get("PerFrameFunctionalGroupsSequence") or [])
-    items = [(g.get("PixelValueTransformationSequence") or [None])[0] for g in groups]
-    pairs = set()
-    for item in [i for i in items if i is not None] or [ds]:
-        slope, intercept = (geometry.numbers(item.get(k)) for k in ("RescaleSlope", "RescaleIntercept"))
-        pairs.add((slope[0] if slope else 1.0, intercept[0] if intercept else 0.0))
+    """(slope, intercept) of all frames; raises OCTReadError for levels or frames that differ, and a table."""
+    shared = list(ds.get("SharedFunctionalGroupsSequence") or [])[:1]
+    frames = list(ds.get("PerFrameFunctionalGroupsSequence") or [])
+    transforms = [(g.get("PixelValueTransformationSequence") or [None])[0] for g in (*shared, *frames)]
+    if any(i is not None and i.get("ModalityLUTSequence") for i in (ds, *shared, *frames, *transforms)):
+        expected = "grey values, or a RescaleSlope and RescaleIntercept"
+        raise OCTReadError(url, RejectReason.UNSUPPORTED_PIXELS, expected, "a table (ModalityLUTSequence)")
+    root, *own = (_slope_of(item) for item in (ds, *transforms))
+    common = (own[0] if shared else None) or root
+    in_frames = own[len(shared) :]
+    levels = [("root", root), ("shared", common)]
+    levels += [("per_frame", pair or common or (1.0, 0.0)) for pair in in_frames if any(in_frames)]
+    pairs = {pair: name for name, pair in reversed(levels) if pair is not None}
     if not np.all(np.abs(list(pairs)) <= _MAX_RESCALE):
         raise OCTReadError(url, RejectReason.NOT_FINITE, f"rescale values up to {_MAX_RESCALE}", "others")
     if len(pairs) > 1:
-        raise OCTReadError(url, RejectReason.UNSUPPORTED_PIXELS, "one rescale for all frames", len(pairs))
-    return pairs.pop()
+        texts = [f"{number(a)} and {number(b)} ({name})" for (a, b), name in pairs.items()]
+        expected = "one RescaleSlope and RescaleIntercept in the whole header"
+        raise OCTReadError(url, RejectReason.HEADER_MISMATCH, expected, ", ".join(texts[:2]))
+    return next(iter(pairs), (1.0, 0.0))
+
+
+def _slope_of(item: Dataset | None) -> tuple[float, float] | None:
+    if item is None:
+        return None
+    slope, intercept = (geometry.numbers(item.get(name)) for name in _RESCALE)
+    return ((slope or (1.0,))[0], (intercept or (0.0,))[0]) if slope or intercept else None
 
 
 def laterality_of(ds: Dataset, url: str) -> str | None:
-    """L or R as the header says it, else as the name of the file ends; None where neither does."""
-    groups = "SharedFunctionalGroupsSequence", "PerFrameFunctionalGroupsSequence"
-    values = [ds.get("ImageLaterality")]
-    values += [geometry.first(ds, group, "FrameAnatomySequence", "FrameLaterality") for group in groups]
-    values.append(ds.get("Laterality"))
+    """L or R as the header says it, else as the name of the file ends; None where neither does.
+
+    Raises OCTReadError header_mismatch for a header that names both.
+    """
+    stated = {
+        SIDES.get(str(ds.get(name)).strip().lower()): name for name in ("ImageLaterality", "Laterality")
+    }
+    for name in ("SharedFunctionalGroupsSequence", "PerFrameFunctionalGroupsSequence"):
+        for group in ds.get(name) or []:
+            for item in group.get("FrameAnatomySequence") or []:
+                side = SIDES.get(str(item.get("FrameLaterality")).strip().lower())
+                stated.setdefault(side, f"FrameLaterality in {name}")
+    stated.pop(None, None)
+    if len(stated) > 1:
+        texts = [f"{side} ({name})" for side, name in stated.items()]
+        raise OCTReadError(
+            url, RejectReason.HEADER_MISMATCH, "one eye in the whole header", " and ".join(texts)
+        )
     in_name = re.search(r"_([lr])_[0-9.]+\.dcm$", PurePosixPath(url).name)
-    values.append(in_name[1].upper() if in_name else None)
-    return next((SIDES[word] for v in values if (word := str(v).strip().lower()) in SIDES), None)
+    return next(iter(stated), in_name[1].upper() if in_name else None)

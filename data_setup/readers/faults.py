@@ -43,6 +43,7 @@ class RejectReason(StrEnum):
     FEW_GREY_LEVELS = "few_grey_levels"
     MISSING_SPACING = "missing_spacing"
     IMPLAUSIBLE_SPACING = "implausible_spacing"
+    OUTSIDE_GRID = "outside_grid"  # of data_setup/jobs.py: no token of the grid lies in the scan
     NOT_A_VOLUME = "not_a_volume"
     NOT_FINITE = "not_finite"
     HEADER_MISMATCH = "header_mismatch"

@@ -16,13 +16,14 @@ from typing import Any
 import numpy as np
 from pydicom.dataset import Dataset
 
-from data_setup.protocols import Protocol
+from data_setup.protocols import DEVICES, Protocol
 from data_setup.readers.faults import OCTReadError, RejectReason, known, number
 
 # Wide enough for phantoms of a few voxels over the whole field. 1 mm, the placeholder of careless writers, is
 # out of range on every axis.
 PLAUSIBLE_MM = {"B-scan distance": (0.001, 0.6), "axial": (0.0005, 0.05), "lateral": (0.001, 0.5)}
 CIRRUS = "zeiss_cirrus"
+MOST_MM = {"D": 20, "H": 6, "W": 20}  # the field of a scan; no device takes more of a retina
 _SHOWN_MM = 100  # the largest length that a message repeats
 _AGREE = 1e-3  # relative: spacings of one volume
 _SHORT = 1e-6  # no direction
@@ -32,6 +33,9 @@ _ASIDE = 0.25  # of the field: how far from their line the B-scans may lie
 _UNEVEN = 0.25  # relative: a B-scan is missing where a step differs by more than this from the median
 _SAME_PLACE = 1e-3  # relative to the longest step
 _LENGTH = 0.05  # relative: two statements of one length
+_ROUNDED = 0.01  # relative: one length at two levels of a header
+_TERMS = {"axial": "PixelSpacing (axial)", "lateral": "PixelSpacing (lateral)"}
+_TERMS |= {"distance": "SpacingBetweenSlices", "thickness": "SliceThickness"}
 
 
 @dataclass(frozen=True)
@@ -40,7 +44,8 @@ class Measures:
 
     axial: float | None = None
     lateral: float | None = None
-    distance: float | None = None  # between B-scans
+    distance: float | None = None  # between B-scans: SpacingBetweenSlices
+    thickness: float | None = None  # of a B-scan: SliceThickness
 
 
 @dataclass(frozen=True)
@@ -55,9 +60,9 @@ class RawGeometry:
     references: tuple[tuple[float, ...] | None, ...]  # ReferenceCoordinates: (row, column) of start .. end
     shapes: frozenset[str]  # OphthalmicImageOrientation values
     stacks: frozenset[str] = frozenset()  # StackID values
-    numbers: tuple[tuple[float, ...] | None, ...] = ()  # InStackPositionNumber
-    parts: int = 1  # InConcatenationTotalNumber
+    numbers: tuple[tuple[float, ...] | None, ...] = ()  # InStackPositionNumber, else DimensionIndexValues
     reference_unit: str = "pixels"  # | mm
+    is_converted: bool = False  # by AI-READI, whose converters write the distance into SliceThickness
 
 
 @dataclass(frozen=True)
@@ -97,9 +102,9 @@ def measures(item: Dataset | None) -> Measures:
     if item is None:
         return Measures()
     pixel = numbers(item.get("PixelSpacing"))
-    distance = numbers(item.get("SpacingBetweenSlices")) or numbers(item.get("SliceThickness"))
+    lengths = (numbers(item.get(name)) for name in ("SpacingBetweenSlices", "SliceThickness"))
     axial, lateral = pixel if pixel and len(pixel) == 2 else (None, None)
-    return Measures(axial, lateral, distance[0] if distance else None)
+    return Measures(axial, lateral, *(length[0] if length else None for length in lengths))
 
 
 def collect(ds: Dataset) -> RawGeometry:
@@ -124,12 +129,12 @@ def collect(ds: Dataset) -> RawGeometry:
         per_frame=tuple(measures(item(f, "PixelMeasuresSequence")) for f in frames),
         root=measures(ds),
         positions=of_frames("PlanePositionSequence", "ImagePositionPatient"),
-        orientations=tuple(own or common for own in of_frames(*orientation)) or (common,),
+        orientations=(*of_frames(*orientation), common),
         references=of_frames("OphthalmicFrameLocationSequence", "ReferenceCoordinates"),
         shapes=frozenset(str(s) for s in shapes if s),
         stacks=frozenset(str(s) for s in stacks if s),
         numbers=of_frames("FrameContentSequence", "InStackPositionNumber"),
-        parts=int((numbers(ds.get("InConcatenationTotalNumber")) or (1,))[0]),
+        is_converted="InConcatenationTotalNumber" in ds and "ConcatenationFrameOffsetNumber" in ds,
     )
 
 
@@ -172,14 +177,13 @@ def check_geometry(
 
 
 def _check_one_volume(raw: RawGeometry, protocol: Protocol | None, url: str) -> None:
-    """Raise not_a_volume for radial and circle scans, several stacks, and a part of a volume."""
+    """Raise not_a_volume for radial and circle scans, and for several stacks."""
     terms = ("LINEAR", "NONLINEAR", "TRANSVERSE")
     shapes = ", ".join(sorted({known(s, terms) for s in raw.shapes}))
     faults = {
         f"protocol {protocol.name if protocol else None}": protocol is not None and not protocol.is_volume,
         f"OphthalmicImageOrientation {shapes}": bool(raw.shapes - {"LINEAR"}),
         f"{len(raw.stacks)} stacks (StackID): write each to a file of its own": len(raw.stacks) > 1,
-        f"one of {number(raw.parts)} parts (InConcatenationTotalNumber): join them": raw.parts > 1,
     }
     for actual in (text for text, is_fault in faults.items() if is_fault):
         raise OCTReadError(url, RejectReason.NOT_A_VOLUME, "parallel B-scans of one whole volume", actual)
@@ -278,7 +282,7 @@ def _order(
 def _order_by_number(
     values: tuple[tuple[float, ...] | None, ...], frames: int, has_places: bool, url: str
 ) -> np.ndarray:
-    """The indices by InStackPositionNumber; as in the file where not all frames have one, or all the same."""
+    """The indices by their numbers; as in the file where not all frames have one, or all the same."""
     in_file = np.arange(frames)
     if len(values) != frames or not all(v is not None and _are_near(v) for v in values):
         return in_file
@@ -290,7 +294,7 @@ def _order_by_number(
         return np.argsort(column)
     if has_places:  # they are better evidence
         return in_file
-    expected = f"InStackPositionNumber {number(low)} to {number(high)}, each once"
+    expected = f"InStackPositionNumber, or DimensionIndexValues, {number(low)} to {number(high)}, each once"
     raise OCTReadError(url, RejectReason.FRAME_COUNT_MISMATCH, expected, f"{different} in {frames} frames")
 
 
@@ -318,19 +322,20 @@ def _spacing(
 ) -> tuple[tuple[float, float, float], str]:
     """(B-scan distance, axial, lateral) in mm and the source of the B-scan distance.
 
-    Shared groups first, then per frame, then root; then `measured`, the distance between the positions, which
-    has to agree. Cirrus writes the lateral spacing into SliceThickness: there the positions come first, then
-    the field of the protocol. `listed` comes last.
+    `measured`, the distance between the positions, has to agree with a stated one. SliceThickness states it
+    for the devices of DEVICES and for AI-READI's converters alone. Cirrus writes the lateral spacing there:
+    the positions come first, then the field of the protocol. `listed` comes last.
     """
-    levels = {"shared": raw.shared, "per_frame": _agreed(raw.per_frame, url), "root": raw.root}
-    planes = ((m.axial, m.lateral) for m in levels.values() if m.axial is not None and m.lateral is not None)
-    plane = next(planes, None)
-    is_listed = plane is None and listed is not None
-    plane = listed[1:] if listed and is_listed else plane
-    if plane is None:
+    stated = {name: _stated(raw, name, url) for name in ("axial", "lateral", "distance", "thickness")}
+    tag = "SpacingBetweenSlices"
+    if stated["distance"] is None and (device in DEVICES or raw.is_converted):
+        stated["distance"], tag = stated["thickness"], "SliceThickness"
+    plane = [value[1] for name in ("axial", "lateral") if (value := stated[name]) is not None]
+    is_listed = len(plane) < 2 and listed is not None
+    axial, lateral = listed[1:] if listed and is_listed else (*plane, None, None)[:2]
+    if axial is None or lateral is None:
         raise OCTReadError(url, RejectReason.MISSING_SPACING, "PixelSpacing (axial, lateral)", "none")
-    axial, lateral = plane
-    header = next(((k, m.distance) for k, m in levels.items() if m.distance is not None), None)
+    header = stated["distance"]
     positions = None if measured is None else ("frame_positions", measured)
     candidates = [header, positions]
     is_trap = device == CIRRUS and header is not None and math.isclose(header[1], lateral, rel_tol=_AGREE)
@@ -340,19 +345,41 @@ def _spacing(
             field = ("protocol", protocol.field_mm[0] / (frames - 1))
         candidates = [positions, field, None if is_trap else header]
     if header and measured and not is_trap and not math.isclose(header[1], measured, rel_tol=_LENGTH):
-        expected = f"SliceThickness within {100 * _LENGTH:g} % of the distance between positions"
+        expected = f"{tag} within {100 * _LENGTH:g} % of the distance between positions"
         texts = (f"{number(mm, _SHOWN_MM)} mm" for mm in (header[1], measured))
         raise OCTReadError(url, RejectReason.HEADER_MISMATCH, expected, " and ".join(texts))
     candidates.append(("manifest", listed[0]) if listed else None)
     chosen = next((c for c in candidates if c is not None), None)
     if chosen is None:
         actual = "none"
-        if header is not None:
-            actual = f"SliceThickness {number(header[1], _SHOWN_MM)}, which Cirrus fills with the lateral"
-        raise OCTReadError(url, RejectReason.MISSING_SPACING, "a distance between B-scans", actual)
+        if (thickness := stated["thickness"]) is not None:
+            why = "which Cirrus fills with the lateral" if is_trap else "the thickness of a B-scan, alone"
+            actual = f"SliceThickness {number(thickness[1], _SHOWN_MM)}, {why}"
+        expected = "a distance between B-scans (SpacingBetweenSlices, positions)"
+        raise OCTReadError(url, RejectReason.MISSING_SPACING, expected, actual)
     source, distance = chosen
     check_plausible((distance, axial, lateral), source, url)
     return (distance, axial, lateral), "manifest" if is_listed else source
+
+
+def _stated(raw: RawGeometry, name: str, url: str) -> tuple[str, float] | None:
+    """(level, length in mm) of the first level of the header that states it; a value of only some frames is
+    no statement. Raises not_a_volume for frames that differ, header_mismatch for levels that do.
+    """
+    in_frames = [value for m in raw.per_frame if (value := getattr(m, name)) is not None]
+    if in_frames and not np.allclose(in_frames, in_frames[0], rtol=_AGREE, atol=0, equal_nan=True):
+        actual = f"{name} spacing {' .. '.join(number(f(in_frames), _SHOWN_MM) for f in (min, max))} mm"
+        raise OCTReadError(url, RejectReason.NOT_A_VOLUME, "one spacing for all frames", actual)
+    levels = {"shared": getattr(raw.shared, name), "per_frame": next(iter(in_frames), None)}
+    levels["root"] = getattr(raw.root, name)
+    values = [(level, value) for level, value in levels.items() if value is not None]
+    for level, value in values[1:]:
+        if not math.isclose(value, values[0][1], rel_tol=_ROUNDED):
+            expected = f"one {_TERMS[name]} in the whole header"
+            texts = (f"{number(mm, _SHOWN_MM)} mm ({where})" for where, mm in (values[0], (level, value)))
+            raise OCTReadError(url, RejectReason.HEADER_MISMATCH, expected, " and ".join(texts))
+    complete = [v for v in values if v[0] != "per_frame" or len(in_frames) == len(raw.per_frame)]
+    return next(iter(complete), None)
 
 
 def check_plausible(spacing_mm: tuple[float, float, float], source: str, url: str) -> None:
@@ -366,6 +393,17 @@ def check_plausible(spacing_mm: tuple[float, float, float], source: str, url: st
         expected = f"axial spacing below the lateral one, {spacing_mm[2]:g} mm"
         actual = f"{spacing_mm[1]:g} mm: the two may be swapped ({source})"
         raise OCTReadError(url, RejectReason.IMPLAUSIBLE_SPACING, expected, actual)
+
+
+def check_field(
+    shape: tuple[int, int, int], spacing_mm: tuple[float, float, float], source: str, url: str
+) -> None:
+    """Raise implausible_spacing for a (D, H, W) in voxels that is a larger field than any device scans."""
+    for (name, most), count, mm in zip(MOST_MM.items(), shape, spacing_mm, strict=True):
+        if count * mm > most:
+            expected = f"a field of up to {most} mm along {name}"
+            actual = f"{count} x {number(mm, _SHOWN_MM)} mm = {count * mm:.3g} mm ({source})"
+            raise OCTReadError(url, RejectReason.IMPLAUSIBLE_SPACING, expected, actual)
 
 
 def _orientation(whole: dict[str, np.ndarray]) -> tuple[bool, str]:
@@ -384,19 +422,6 @@ def _orientation(whole: dict[str, np.ndarray]) -> tuple[bool, str]:
     if by_reference:
         return bool(by_reference < 0), "reference_coordinates"
     return bool(by_position < 0), "assumed"
-
-
-def _agreed(items: tuple[Measures, ...], url: str) -> Measures:
-    """The measures that all frames share; a value of only some frames counts as none."""
-    values = {}
-    for name in ("axial", "lateral", "distance"):
-        column = [getattr(m, name) for m in items]
-        present = [v for v in column if v is not None]
-        if present and not np.allclose(present, present[0], rtol=_AGREE, atol=0, equal_nan=True):
-            actual = f"{name} spacing {' .. '.join(number(f(present), _SHOWN_MM) for f in (min, max))} mm"
-            raise OCTReadError(url, RejectReason.NOT_A_VOLUME, "one spacing for all frames", actual)
-        values[name] = present[0] if present and len(present) == len(column) else None
-    return Measures(**values)
 
 
 def _points(values: tuple[tuple[float, ...] | None, ...], length: int) -> np.ndarray | None:

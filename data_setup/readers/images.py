@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import fnmatch
 import io
+import math
 import re
 import struct
 from collections.abc import Iterator, Sequence
@@ -16,7 +17,7 @@ from typing import IO, Any
 
 import numpy as np
 from defusedxml import ElementTree
-from PIL import Image, TiffImagePlugin
+from PIL import Image, ImageOps, TiffImagePlugin
 from tifffile import TiffFile, TiffTags
 
 from data_setup.readers.faults import OCTReadError, RejectReason
@@ -42,9 +43,12 @@ _MM = {
     **dict.fromkeys(("inch",), 25.4),
     **dict.fromkeys(("m", "meter"), 1e3),
 }
+_NEARLY = 0.05  # of the brightest value, of the pixels of a column, of the columns of a B-scan
+_LOCALIZER = 0.15  # of the width, at least, is a localizer
 _ONE_VOLUME = "one image of one channel and one time, a slice a page"
 _PLANES = "every plane of TiffData once, in the order of the pages"
 _PHOTOMETRIC, _ORIENTATION = 262, 274  # TIFF tags
+_COLOURS = ("RGB", "P", "RGBA", "LA", "PA")  # grey where their channels are equal and nothing is transparent
 
 
 def read_tiff(file: IO[bytes], url: str, sidecar: Sidecar) -> Iterator[Any]:
@@ -65,7 +69,9 @@ def read_tiff(file: IO[bytes], url: str, sidecar: Sidecar) -> Iterator[Any]:
         raise OCTReadError(url, RejectReason.FRAME_COUNT_MISMATCH, f"{described} pages (metadata)", pages)
     header = make_header(url, "TIFF", (pages, *first.shape), first.dtype, (spacing, source), sidecar)
     yield header
-    yield from checked_frames(_decoded_pages(image, pages, url), header)
+    in_one = pages > 1 == len(tiff.pages)
+    frames = _slices_behind(file, tiff, pages, url) if in_one else _decoded_pages(image, pages, url)
+    yield from checked_frames(frames, header)
 
 
 def read_folder(url: str, sidecar: Sidecar, options: StorageOptions | None) -> Iterator[Any]:
@@ -124,6 +130,7 @@ def iter_images(
     columns: tuple[float, float] | None = None,
 ) -> Iterator[np.ndarray]:
     """Stored values [H, W] of each image, or of `columns`, a share of its width; `url` is the volume's."""
+    turns: set[int] = set()
     for index, image_url in enumerate(urls, start=1):
         where, kind = f"image {index} of {len(urls)}", _FORMATS.get(_suffix(image_url))
         data = read_bytes(image_url, options)
@@ -135,20 +142,37 @@ def iter_images(
             raise OCTReadError(url, RejectReason.WRONG_KIND, expected, image.format)
         if frames != 1:
             raise OCTReadError(url, RejectReason.FRAME_COUNT_MISMATCH, f"{where}: one image", frames)
-        yield pixels_of(image, url, where, columns)
+        yield pixels_of(image, url, where, columns, turns)
+
+
+def turn_of(image: Image.Image) -> int:
+    """The image's orientation by EXIF, 1 to 8; 1 where it has none. A PNG is decoded for that."""
+    turn = image.getexif().get(_ORIENTATION, 1)
+    return turn if turn in range(1, 9) else 1
+
+
+def upright(image: Image.Image) -> Image.Image:
+    """The image as a viewer shows it; of a TIFF Pillow's decoder turns the pixels itself."""
+    is_turned = not isinstance(image, TiffImagePlugin.TiffImageFile) and turn_of(image) != 1
+    return ImageOps.exif_transpose(image) if is_turned else image
 
 
 def pixels_of(
-    image: Image.Image, url: str, where: str, columns: tuple[float, float] | None = None
+    image: Image.Image,
+    url: str,
+    where: str,
+    columns: tuple[float, float] | None = None,
+    turns: set[int] | None = None,
 ) -> np.ndarray:
-    """Stored values [H, W], uint8, uint16, int32 or float32; raises OCTReadError for colour and more.
+    """Stored values [H, W] upright, uint8, uint16, int32 or float32; raises OCTReadError for colour, say.
 
-    `columns`: the share of the width that is looked at, from and to.
+    `columns`: the share of the width that is looked at, from and to. `turns`: the orientations of the images
+    before this one, which takes up its own; two are a reject.
     """
     tags = image.tag_v2 if isinstance(image, TiffImagePlugin.TiffImageFile) else {}
     limits = {
         f"up to {MAX_PIXELS} pixels": image.width * image.height <= MAX_PIXELS,
-        "one grey value a pixel": image.mode in (*_MODES, "RGB", "P"),
+        "one grey value a pixel": image.mode in (*_MODES, *_COLOURS),
         # Pillow swaps rows and columns for the others, and the spacing would not follow.
         "Orientation 1 to 4, rows as rows": tags.get(_ORIENTATION, 1) in range(1, 5),
         # Pillow inverts 8 bits alone.
@@ -158,16 +182,46 @@ def pixels_of(
         actual = f"another image ({image.width} x {image.height}, {image.mode}) in {where}"
         raise OCTReadError(url, RejectReason.UNSUPPORTED_PIXELS, expected, actual)
     with reading(url, RejectReason.CORRUPT_PIXEL_DATA, f"{where} to decode"):
+        turn = tags.get(_ORIENTATION, 1) if tags else turn_of(image)
+        if turns is not None and turns | {turn} != {turn}:
+            expected = f"one orientation of all B-scans (EXIF), {min(turns)}"
+            raise OCTReadError(url, RejectReason.HEADER_MISMATCH, expected, f"{turn} in {where}")
+        (turns if turns is not None else set()).add(turn)
+        image = upright(image)
         if columns is not None:
             first, last = (round(share * image.width) for share in columns)
             image = image.crop((first, 0, last, image.height))
         if image.mode in _MODES:
             return np.asarray(image).astype(_MODES[image.mode], copy=False)
-        colours = np.asarray(image.convert("RGB"))
-    if not (colours == colours[..., :1]).all():  # three equal channels are grey
-        actual = f"colour in {where}"
+        colours = np.asarray(image.convert("RGBA" if image.mode.endswith("A") else "RGB"))
+    is_grey = (colours[..., :3] == colours[..., :1]).all()
+    if not is_grey or colours[..., 3:].min(initial=255) < 255:  # three equal channels are grey
+        actual = f"{'transparent pixels' if is_grey else 'colour'} in {where}"
         raise OCTReadError(url, RejectReason.UNSUPPORTED_PIXELS, "one grey value a pixel", actual)
     return np.ascontiguousarray(colours[..., 0])
+
+
+def moving_columns(
+    urls: Sequence[str], url: str, options: StorageOptions | None
+) -> tuple[float, float] | None:
+    """(from, to) in shares of the width that differ between images which are else alike: the B-scan beside a
+    localizer; None where there is none. Three images are read; raises OCTReadError, StorageError.
+    """
+    some = [urls[0], urls[len(urls) // 2], urls[-1]]
+    images = [image.astype(float) for image in iter_images(some, url, options)]
+    if len({image.shape for image in images}) > 1:
+        return None
+    top = max(float(image.max()) for image in images) or 1.0
+    same = np.all([np.abs(image - images[0]) <= _NEARLY * top for image in images[1:]], axis=0)
+    is_still = same.mean(axis=0) >= 1 - _NEARLY
+    width = len(is_still)
+    first, last = (int(is_still[::step].argmin()) for step in (1, -1))
+    ends = slice(first, width - last)
+    still = np.delete(images[0], np.arange(width)[ends], axis=1)
+    is_picture = still.size and still.std() > _NEARLY * top
+    if max(first, last) < _LOCALIZER * width or is_still.all() or is_still[ends].mean() > _NEARLY:
+        return None
+    return (first / width, 1 - last / width) if is_picture else None
 
 
 def count_pages(file: IO[bytes], url: str) -> int:
@@ -189,6 +243,8 @@ def _count_pages(tiff: TiffFile) -> int:
             raise ValueError("a loop in the chain of pages")
         offsets.add(last)
     layout, file = tiff.tiff, tiff.filehandle
+    if len(offsets) == 1 and tiff.imagej_metadata is not None:  # all slices behind one directory
+        return max(1, int(tiff.imagej_metadata.get("images", 1)))
     file.seek(last)
     tags = struct.unpack(layout.tagnoformat, file.read(layout.tagnosize))[0]
     file.seek(tags * layout.tagsize, 1)
@@ -198,10 +254,30 @@ def _count_pages(tiff: TiffFile) -> int:
 
 
 def _decoded_pages(image: Image.Image, pages: int, url: str) -> Iterator[np.ndarray]:
+    turns: set[int] = set()
     for index in range(pages):
         with reading(url, RejectReason.CORRUPT_FILE, f"page {index + 1} of {pages}"):
             image.seek(index)
-        yield pixels_of(image, url, f"page {index + 1} of {pages}")
+        yield pixels_of(image, url, f"page {index + 1} of {pages}", turns=turns)
+
+
+def _slices_behind(file: IO[bytes], tiff: TiffFile, count: int, url: str) -> Iterator[np.ndarray]:
+    """Stored values [H, W] of an ImageJ stack of one directory, whose slices follow the first one."""
+    page = tiff.pages.first
+    plain = page.compression == 1 and page.samplesperpixel == 1 and page.photometric == 1
+    tags = {tag.code for tag in page.tags}
+    if not (plain and page.is_contiguous and page.dtype is not None and _ORIENTATION not in tags):
+        expected = "an ImageJ stack of one directory with plain grey slices, upright"
+        raise OCTReadError(url, RejectReason.UNSUPPORTED_FORMAT, expected, "another")
+    dtype, start = page.dtype.newbyteorder(tiff.byteorder), page.dataoffsets[0]
+    length = math.prod(page.shape) * dtype.itemsize
+    if start + count * length > (size := file.seek(0, 2)):
+        expected = f"{count} slices (metadata), {start + count * length} bytes"
+        raise OCTReadError(url, RejectReason.TRUNCATED_PIXEL_DATA, expected, size)
+    for index in range(count):
+        file.seek(start + index * length)
+        frame = np.frombuffer(file.read(length), dtype).reshape(page.shape)
+        yield frame.astype(dtype.newbyteorder("="))
 
 
 def _tiff_spacing(

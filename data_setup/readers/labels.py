@@ -26,7 +26,7 @@ from data_setup.readers import nifti
 from data_setup.readers.dicom import open_file
 from data_setup.readers.faults import OCTReadError, RejectReason
 from data_setup.readers.heights import read_stated_heights
-from data_setup.readers.images import MAX_PIXELS, ordered_images
+from data_setup.readers.images import MAX_PIXELS, ordered_images, upright
 from data_setup.readers.sidecar import (
     MAX_VOLUME_BYTES,
     Sidecar,
@@ -175,7 +175,7 @@ def _read_images(url: str, options: StorageOptions | None) -> np.ndarray:
         with reading(url, RejectReason.CORRUPT_FILE, f"{where} to be a PNG"):
             image = Image.open(io.BytesIO(data), formats=("PNG",))
             mode, size = image.mode, image.width * image.height
-            values = np.asarray(image) if mode in _GREY and size <= MAX_PIXELS else None
+            values = np.asarray(upright(image)) if mode in _GREY and size <= MAX_PIXELS else None
         if values is None:
             expected = "one class a pixel: grey, or a palette"
             raise OCTReadError(url, RejectReason.UNSUPPORTED_PIXELS, expected, f"{mode} in {where}")

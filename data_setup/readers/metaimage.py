@@ -76,10 +76,12 @@ def read_header(file: IO[bytes], url: str) -> MetaHeader:
                 raise ValueError("no ElementDataFile")
             line, _, _ = head[end:].partition(b"\n")
             end += len(line) + 1
-            key, _, value = line.decode("ascii").partition("=")
-            fields[key.strip()] = value.strip()
+            key, value = (part.strip() for part in line.decode("ascii").partition("=")[::2])
+            if fields.setdefault(key, value) != value:
+                expected, actual = "each key once", f"{key[:40]} twice, with two values"
+                raise OCTReadError(url, RejectReason.HEADER_MISMATCH, expected, actual)
         sizes = tuple(int(n) for n in fields["DimSize"].split())
-        spacing = fields.get("ElementSpacing", fields.get("ElementSize"))
+        spacing = fields.get("ElementSpacing", fields.get("ElementSize"))  # ITK's order
         lengths = tuple(float(n) for n in spacing.split()) if spacing else None
         kind, channels = fields["ElementType"], int(fields.get("ElementNumberOfChannels", 1))
         start = int(fields.get("HeaderSize", 0))
@@ -116,6 +118,7 @@ def read_voxels(
         nullcontext(file) if is_local else open_file(data_url(url, meta), options) as source,
         reading(url, RejectReason.TRUNCATED_PIXEL_DATA, expected),
     ):
+        check_length(meta.length, url, source.seek(0, 2))
         source.seek(meta.start)
         data = source.read(-1 if meta.is_compressed else meta.length)
         if meta.is_compressed:

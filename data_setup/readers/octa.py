@@ -9,7 +9,7 @@ Face Image; the en-face image is a projection of a slab, which its image type na
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from pydicom.dataset import Dataset
@@ -18,6 +18,7 @@ from data_setup.readers.dicom import PIXEL_TAGS, laterality_of, open_file, read_
 from data_setup.readers.faults import OCTReadError, RejectReason, known, named_faults
 from data_setup.readers.geometry import Measures, first, measures
 from data_setup.readers.heights import references_of_groups, uids_of_scans
+from data_setup.readers.parts import PART_TAGS, check_whole
 from data_setup.readers.pixels import BoundedFile, PixelLayout, iter_pixels, read_layout
 from utils.config.schema import StorageOptions
 
@@ -31,7 +32,7 @@ _NO_FLOW = ("structur", "reflectance", "thickness")  # en-face images of other t
 _TAGS = [*PIXEL_TAGS, "SOPClassUID", "SOPInstanceUID", "ImageLaterality", "Laterality", "PixelSpacing"]
 _TAGS += ["SliceThickness", "SpacingBetweenSlices", "SharedFunctionalGroupsSequence", "SourceImageSequence"]
 _TAGS += ["PerFrameFunctionalGroupsSequence", "ReferencedSeriesSequence", "DerivationImageSequence"]
-_TAGS += ["OphthalmicImageTypeCodeSequence", "OphthalmicImageTypeDescription"]
+_TAGS += ["OphthalmicImageTypeCodeSequence", "OphthalmicImageTypeDescription", *PART_TAGS]
 
 
 @dataclass(frozen=True)
@@ -104,8 +105,10 @@ def _header(ds: Dataset, kind: str, url: str) -> tuple[OctaHeader, PixelLayout]:
         raise OCTReadError(url, RejectReason.NOT_A_VOLUME, expected, layout.frames)
     with named_faults(url, RejectReason.HEADER_MISMATCH, "a description of the pixels"):
         own = measures(ds)
+        check_whole(ds, url)
         if is_cube:
             own = measures((first(ds, "SharedFunctionalGroupsSequence", "PixelMeasuresSequence") or [ds])[0])
+            own = replace(own, distance=own.distance or own.thickness)
         else:
             own = Measures(None, own.lateral, own.axial)
         code = (ds.get("OphthalmicImageTypeCodeSequence") or [Dataset()])[0]

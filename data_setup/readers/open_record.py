@@ -26,6 +26,7 @@ from data_setup.readers import arrays, dicom, heidelberg, images, metaimage, nif
 from data_setup.readers.dead_ends import explained
 from data_setup.readers.dicom import OCTHeader, open_file
 from data_setup.readers.faults import OCTReadError, RejectReason, named_faults
+from data_setup.readers.geometry import check_field
 from data_setup.readers.makers import kinds
 from data_setup.readers.pixels import BoundedFile
 from data_setup.readers.sidecar import Sidecar, parse_sidecar, read_sidecars, sidecar_urls
@@ -96,7 +97,13 @@ def open_record(
     check_manifest(record, header)
     if header.orientation_source == "unknown" and record.d_order and record.d_order != "unknown":
         header = replace(header, flip_d=D_ORDERS[record.d_order], orientation_source="manifest")
-    return header, volume
+    return header, _with_field_checked(header, volume)
+
+
+def _with_field_checked(header: OCTHeader, frames: Iterator[np.ndarray]) -> Iterator[np.ndarray]:
+    """The frames; raises implausible_spacing at their end: a count that they bear out is no wrong count."""
+    yield from frames
+    check_field(header.shape, header.spacing_mm, header.spacing_source, header.url)
 
 
 def peek_record(record: Record, size: int, options: StorageOptions) -> OCTHeader:
@@ -108,11 +115,13 @@ def peek_record(record: Record, size: int, options: StorageOptions) -> OCTHeader
     if kind == "DICOM":
         with _dead_ends_named(options), named_faults(url, RejectReason.NOT_DICOM, "a DICOM file"):
             bounded = BoundedFile(RangeFile(url, size, options, PEEK_BYTES))
-            return dicom.read_header(bounded, url, record)[0]
-    file = None if kind == "folder" else RangeFile(kinds.split_part(url)[0], size, options, PEEK_BYTES)
-    volume = _volume(kind, record, options, file)
-    header = next(volume)
-    volume.close()
+            header = dicom.read_header(bounded, url, record)[0]
+    else:
+        file = None if kind == "folder" else RangeFile(kinds.split_part(url)[0], size, options, PEEK_BYTES)
+        volume = _volume(kind, record, options, file)
+        header = next(volume)
+        volume.close()
+    check_field(header.shape, header.spacing_mm, header.spacing_source, url)
     return header
 
 

@@ -20,7 +20,7 @@ from pydicom.encaps import encapsulate
 from pydicom.pixels import get_decoder
 from pydicom.uid import UID, JPEGLSTransferSyntaxes, JPEGTransferSyntaxes, UID_dictionary
 
-from data_setup.readers.codestream import check_codestream, is_complete
+from data_setup.readers.codestream import PADDING, TAIL_BYTES, check_codestream, is_complete
 from data_setup.readers.faults import (
     OCTReadError,
     RejectReason,
@@ -32,8 +32,8 @@ from data_setup.readers.faults import (
 MAX_FRAME_BYTES = 2**30  # no OCT frame is near this; a header that claims more is wrong
 # A codec needs 20 times a frame's bytes. A frame above 8 MiB with more than this many times the bytes of its
 # codestream is a false claim.
-_MAX_RATIO, _PLAUSIBLE_BYTES = 200, 2**23
-_PLAUSIBLE_VOLUME_BYTES = 2**28  # the same of all frames together
+MAX_RATIO, _PLAUSIBLE_BYTES = 200, 2**23
+PLAUSIBLE_VOLUME_BYTES = 2**28  # the same of all frames together
 _ITEM, _SEQUENCE_END = 0xFFFEE000, 0xFFFEE0DD
 _UNDEFINED = 0xFFFFFFFF
 
@@ -152,8 +152,8 @@ def iter_pixels(
         where = f"frame {index + 1} of {number(layout.frames)}"
         data = b"".join(_read_span(file, *span) for span in spans[index])
         if syntax.is_encapsulated:
-            if layout.frame_bytes > max(_PLAUSIBLE_BYTES, _MAX_RATIO * len(data)):
-                expected = f"{layout.frame_bytes} bytes, at most {_MAX_RATIO} times those of the codestream"
+            if layout.frame_bytes > max(_PLAUSIBLE_BYTES, MAX_RATIO * len(data)):
+                expected = f"{layout.frame_bytes} bytes, at most {MAX_RATIO} times those of the codestream"
                 raise OCTReadError(url, RejectReason.CORRUPT_PIXEL_DATA, expected, f"{len(data)} in {where}")
             size = (layout.rows, layout.columns, layout.samples)
             data = encapsulate([check_codestream(data, syntax, size, where, url)], has_bot=False)
@@ -275,8 +275,8 @@ def _encapsulated_frames(
     if len(frames) != layout.frames:
         actual = f"{len(frames)} in {len(fragments)} fragments"
         raise OCTReadError(url, RejectReason.FRAME_COUNT_MISMATCH, count, actual)
-    if claimed > max(_PLAUSIBLE_VOLUME_BYTES, _MAX_RATIO * total):  # before the caller allocates for it
-        expected = f"{count} of at most {_MAX_RATIO} times as many bytes as in the fragments"
+    if claimed > max(PLAUSIBLE_VOLUME_BYTES, MAX_RATIO * total):  # before the caller allocates for it
+        expected = f"{count} of at most {MAX_RATIO} times as many bytes as in the fragments"
         raise OCTReadError(url, RejectReason.CORRUPT_PIXEL_DATA, expected, f"{total} bytes in the fragments")
     return frames
 
@@ -302,9 +302,12 @@ def _group_fragments(
     # No usable table: a frame ends where its codestream does.
     frames: list[list[tuple[int, int]]] = [[]]
     for offset, size in fragments:
+        tail = min(size, TAIL_BYTES)
+        end = _read_span(file, offset + size - tail, tail)
+        if not frames[-1] and not end.strip(PADDING):  # of the frame before
+            continue
         frames[-1].append((offset, size))
-        tail = min(size, 16)
-        if is_complete(_read_span(file, offset + size - tail, tail)):
+        if is_complete(end):
             frames.append([])
     return [f for f in frames if f]
 

@@ -35,6 +35,9 @@ RETINA_SHARE = 0.5  # of the way from background to retina: what touches the upp
 RPE_SHARE = 1.2  # the same at the lower edge, where the choroid may be
 LOW_FREQUENCY = 0.12  # cycles a block: standard deviation of the band that is registered
 NEIGHBOURS = 5  # B-scans over which the slope of the anatomy is a line
+MAP = 32  # the side of the coarse picture by which B-scans are compared
+FEWEST_COMPARED = 8  # B-scans
+ALIKE, NEARER = 0.9, 0.1  # correlations: neighbours of one scan, and by how much distant ones are below
 LEAST_NOISE = 0.5  # grey values: rounding alone makes 0.3
 # column -> (value that is worth 0, value that is worth 1)
 LIMITS = {
@@ -61,6 +64,7 @@ class Meter:
         self._before: np.ndarray | None = None  # blocks
         self._spectrum: np.ndarray | None = None
         self._block = (1, 1)
+        self._maps: list[np.ndarray] = []  # coarse pictures, without mean, of length 1
 
     def watch(self, frames: Iterator[np.ndarray]) -> Iterator[np.ndarray]:
         """The same frames."""
@@ -86,6 +90,7 @@ class Meter:
         self._bottom.append(blocks[-EDGE_BLOCKS:].mean(axis=0))
         self._repeats.append(self._before is not None and np.array_equal(self._before, blocks))
         self._before = blocks
+        self._maps.append(_coarse(blocks))
         spectrum = _spectrum(blocks)
         before = self._spectrum
         self._shifts.append(0.0 if before is None else _shift(before, spectrum, blocks.shape))
@@ -109,6 +114,18 @@ class Meter:
         }
         values = {name: round(value, 4) for name, value in values.items()}
         return {"quality": round(overall(values), 4), **values}
+
+    def strangers(self) -> tuple[float, float] | None:
+        """Mean correlations of neighbours and of distant frames where the first are no better: pictures of
+        different scans, or B-scans in no order; None else, and for few frames.
+        """
+        count = len(self._maps)
+        if count < FEWEST_COMPARED:
+            return None
+        products = np.array(self._maps) @ np.array(self._maps).T
+        near = float(np.diag(products, 1).mean())
+        far = float(np.concatenate([np.diag(products, k) for k in range(count // 3, count)]).mean())
+        return (near, far) if near < ALIKE and near - far < NEARER else None
 
     def _motion_um(self, missing: np.ndarray, spacing_mm: tuple[float, float, float]) -> float:
         """Mean distance between the shift of a B-scan and the median shift of its neighbours."""
@@ -147,6 +164,16 @@ def _two_classes(levels: np.ndarray, noise: np.ndarray) -> tuple[float, float, f
     at = int(np.argmax(between))
     spread = float(squares[: at + 1].sum() / below[at])
     return float(dark[at]), float(bright[at]), math.sqrt(spread)
+
+
+def _coarse(blocks: np.ndarray) -> np.ndarray:
+    for axis, size in enumerate(blocks.shape):
+        starts = np.linspace(0, size, min(MAP, size), endpoint=False).astype(int)
+        sums = np.add.reduceat(blocks, starts, axis)
+        counts = np.diff([*starts, size])
+        blocks = sums / (counts[:, None] if axis == 0 else counts)
+    values = (blocks - blocks.mean()).ravel()
+    return np.asarray(values / max(float(np.linalg.norm(values)), 1e-6), np.float32)
 
 
 def _spectrum(blocks: np.ndarray) -> np.ndarray:

@@ -19,6 +19,7 @@ from utils.tables import NONE, Table, terminal
 
 AUDIT_NAMES = 20  # files of either kind that the report names
 REJECT_NAMES = 5  # files of each reason that the report names
+HIGH_LOST_FRACTION = 0.5  # above this share of the field outside the grid, most of a scan is not used
 LOW_VALID_FRACTION = 0.6  # below this share of acquired voxels, most tokens of a volume are padding
 
 
@@ -100,6 +101,8 @@ _NEXT_STEPS = {
     "missing_spacing": "give the spacing in a sidecar or the manifest's column spacing_mm "
     "(docs/guides/importers.md), or export with geometry",
     "implausible_spacing": "compare the spacing with the device's, and correct it in a sidecar",
+    "outside_grid": "prepare all scans with the spacing of the message, or take its row out of the manifest",
+    "few_grey_levels": "name a label map in the column label_volume of its scan, or export all grey levels",
     "header_mismatch": "compare the file with its row of the manifest, and correct the one that is wrong",
     "bad_sidecar": "correct the sidecar (docs/guides/importers.md)",
     "unknown_axes": "name the order of the axes in a sidecar (docs/guides/importers.md)",
@@ -148,6 +151,7 @@ def summarise(
         "geometry": attrs["geometry"],
         **_group(index),
         "rejected_files": _first_files(index),
+        "worthless_files": index.path[(index.status == KEPT) & (index["quality"] == 0)].tolist(),
         "by_device": {str(name): _group(part) for name, part in index.groupby("device")},
         "by_protocol": {str(name): _group(part) for name, part in index.groupby("protocol")},
         "participants": {
@@ -194,6 +198,11 @@ def table(report: Mapping[str, Any]) -> str:
                 f"warning: {name}: only {part['valid_fraction']:.0%} of the grid lies inside the scan; "
                 "see spatial.target_spacing and spatial.image_size"
             )
+        if part["lost_fraction"] > HIGH_LOST_FRACTION:
+            warnings.append(
+                f"warning: {name}: {part['lost_fraction']:.0%} of the scan lies outside the grid; "
+                "see spatial.target_spacing and spatial.image_size"
+            )
     lines = [terminal(Table("", header, rows))]
     lines.append(f"kept by device: {words({k: v['kept'] for k, v in report['by_device'].items()})}")
     lines.append(f"rejected: {words(report['rejected'])}; skipped: {words(report['skipped'])}")
@@ -206,6 +215,10 @@ def table(report: Mapping[str, Any]) -> str:
             f"quality of {part['measured']}: median {part['median']:.2f}, lowest tenth under "
             f"{part['lowest_tenth']:.2f}; the worst is {words(part['worst'])}"
         )
+    for path in report["worthless_files"][:REJECT_NAMES]:
+        lines.append(f"quality 0: {path}; next: look at it; data.min_quality leaves such volumes out")
+    if (more := len(report["worthless_files"]) - REJECT_NAMES) > 0:
+        lines.append(f"quality 0: {more} more, in prepare_report.json")
     if report["pending"]:
         lines.append(f"pending: {report['pending']} (an interrupted run)")
     if report["not_in_manifest"]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -131,6 +132,68 @@ def test_an_npz_that_claims_too_much_is_not_read(tmp_path: Path) -> None:
     assert (error.reason, str(2**39) in error.detail) == (RejectReason.HEADER_MISMATCH, True)
     np.savez(path, images=np.array([[[{}]]], dtype=object))
     assert reject(path, "{axes: [D, H, W]}").reason == RejectReason.NOT_A_VOLUME
+
+
+def external(file: h5py.File, other: Path) -> None:
+    file.create_dataset("images", VOXELS.shape, "u1", external=[(str(other), 0, VOXELS.size)])
+
+
+def linked(file: h5py.File, other: Path) -> None:
+    with h5py.File(other, "w") as another:
+        another["images"] = VOXELS
+    file["images"] = h5py.ExternalLink(str(other), "images")
+
+
+def soft(file: h5py.File, other: Path) -> None:
+    file["group/images"] = VOXELS
+    file["images"] = h5py.SoftLink("/group/images")
+
+
+def virtual(file: h5py.File, other: Path) -> None:
+    with h5py.File(other, "w") as another:
+        another["images"] = VOXELS
+    layout = h5py.VirtualLayout(VOXELS.shape, "u1")
+    layout[:] = h5py.VirtualSource(str(other), "images", VOXELS.shape)
+    file.create_virtual_dataset("images", layout)
+
+
+def unwritten(file: h5py.File, other: Path) -> None:
+    one = file.create_dataset("images", VOXELS.shape, "u1", chunks=(1, 20, 16), compression="gzip")
+    one[:5] = VOXELS[:5]
+
+
+def enormous(file: h5py.File, other: Path) -> None:
+    file.create_dataset("images", (2**9, 2**10, 2**10), "u1", chunks=(2**9, 2**10, 2**10))
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (external, RejectReason.UNSUPPORTED_FORMAT),
+        (linked, RejectReason.UNSUPPORTED_FORMAT),
+        (soft, RejectReason.UNSUPPORTED_FORMAT),
+        (virtual, RejectReason.UNSUPPORTED_FORMAT),
+        (unwritten, RejectReason.TRUNCATED_PIXEL_DATA),
+        (enormous, RejectReason.HEADER_MISMATCH),
+    ],
+)
+def test_an_hdf5_reads_only_itself(
+    tmp_path: Path, make: Callable[[h5py.File, Path], None], reason: RejectReason
+) -> None:
+    """What it names elsewhere is not opened, and what it lacks is no zeros."""
+    other = tmp_path / "other.h5"
+    other.write_bytes(VOXELS.tobytes())
+    with h5py.File(tmp_path / "eye.mat", "w") as file:
+        make(file, other)
+    error = reject(tmp_path / "eye.mat", "{axes: [D, H, W], array: images}")
+    assert error.reason == reason
+    assert str(tmp_path / "other") not in error.detail
+
+
+def test_a_key_of_a_metaimage_stands_once(tmp_path: Path) -> None:
+    head = "NDims = 3\nDimSize = 16 20 6\nElementSpacing = 1 1 1\nElementSpacing = 1 1 2\n"
+    (tmp_path / "eye.mhd").write_text(f"{head}ElementType = MET_UCHAR\nElementDataFile = eye.raw\n")
+    assert reject(tmp_path / "eye.mhd", "{axes: [W, H, D]}").reason == RejectReason.HEADER_MISMATCH
 
 
 @pytest.mark.parametrize("name", ["eye.mhd", "eye.mha"])

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from pydicom.datadict import tag_for_keyword
 from pydicom.dataset import FileDataset
 from pydicom.uid import ExplicitVRLittleEndian, JPEG2000Lossless
 
+from data_setup.manifest import Record, unknown_record
 from data_setup.protocols import BY_NAME
-from data_setup.readers.dicom import OCTHeader, read_volume
+from data_setup.readers.dicom import OCTHeader, open_volume, read_volume
 from data_setup.readers.faults import OCTReadError, RejectReason
+from data_setup.readers.open_record import open_record, peek_record
 from tests.data_setup.dicom.reading import assign
 from tests.support.dicom_factory import item, measures, rows_down, speckle, steps_along, write_opt
+from utils.config.schema import StorageOptions
 
 SPACING = (0.12, 0.0026, 0.03)
 ORDER = [0, 2, 4, 6, 1, 3, 5, 7]  # an interleaved scan: the even lines first
@@ -35,6 +40,27 @@ def content(numbers: Sequence[int] | None = None, stacks: Sequence[str] | None =
             if stacks is not None:
                 one.StackID = stacks[index]
             frame.FrameContentSequence = [one]
+
+    return edit
+
+
+def dimensions(rows: Sequence[Sequence[int]], *pointers: str) -> Edit:
+    """DimensionIndexValues of every frame, and the attributes that they are said to count."""
+
+    def edit(ds: FileDataset) -> None:
+        for frame, row in zip(ds.PerFrameFunctionalGroupsSequence, rows, strict=True):
+            frame.FrameContentSequence = [item(DimensionIndexValues=list(row))]
+        ds.DimensionIndexSequence = [item(DimensionIndexPointer=tag_for_keyword(p)) for p in pointers]
+
+    return edit
+
+
+def in_frames(keyword: str, values: Sequence[object], sequence: str = "FrameContentSequence") -> Edit:
+    """An attribute of an item of every frame."""
+
+    def edit(ds: FileDataset) -> None:
+        for frame, value in zip(ds.PerFrameFunctionalGroupsSequence, values, strict=True):
+            setattr(frame, sequence, [item(**{keyword: value})])
 
     return edit
 
@@ -67,6 +93,34 @@ def reject(path: str) -> tuple[RejectReason, str]:
 
 def chosen(values: Sequence[Any], order: Sequence[int]) -> list[Any]:
     return [values[i] for i in order]
+
+
+def at(level: str, **values: Any) -> Edit:
+    """Attributes of a level of the header: root, or the item of a sequence of shared or of all frames."""
+
+    def edit(ds: FileDataset) -> None:
+        place, _, sequence = level.partition(" ")
+        groups = {"root": [ds], "shared": ds.SharedFunctionalGroupsSequence}
+        groups |= {
+            "frames": ds.PerFrameFunctionalGroupsSequence,
+            "half": ds.PerFrameFunctionalGroupsSequence[4:],
+        }
+        for group in groups[place]:
+            if sequence and sequence not in group:
+                setattr(group, sequence, [item()])
+            for keyword, value in values.items():
+                setattr(getattr(group, sequence)[0] if sequence else group, keyword, value)
+
+    return edit
+
+
+def steps(mm: float) -> Edit:
+    """ImagePositionPatient of every frame."""
+    return in_frames("ImagePositionPatient", [[0, i * mm, 0] for i in range(COUNT)], "PlanePositionSequence")
+
+
+def all_of(*edits: Edit) -> Edit:
+    return lambda ds: [edit(ds) for edit in edits] and None
 
 
 # ---- the order of the frames ------------------------------------------------------------------------------
@@ -122,7 +176,15 @@ def test_coordinates_rounded_to_pixels_are_even(tmp_path: Path) -> None:
 
 VOLUME, MISMATCH = RejectReason.NOT_A_VOLUME, RejectReason.HEADER_MISMATCH
 MISSING, RANGE = RejectReason.FRAME_COUNT_MISMATCH, RejectReason.IMPLAUSIBLE_SPACING
+PIXELS = RejectReason.UNSUPPORTED_PIXELS
+ANATOMY, MEASURES = "FrameAnatomySequence", "PixelMeasuresSequence"
+VALUES, PLANES = "PixelValueTransformationSequence", "PlaneOrientationSequence"
+DISTANCE = at(f"shared {MEASURES}", SpacingBetweenSlices=0.12)
+SLOPE = at("root", RescaleSlope=0.9)
+PLANE = {"ImageOrientationPatient": [-1, 0, 0, 0, 0, -1]}
 GAP = [0, 1, 2, 3, 4, 5, 6, 10]
+TIME, PLACE, OFFSET = "TemporalPositionIndex", "InStackPositionNumber", "TemporalPositionTimeOffset"
+VISITS = [(time, place) for place in range(1, 5) for time in (1, 2)]
 RIGHT, LEFT = (1, 0, 0, 0, 0, -1), (-1, 0, 0, 0, 0, -1)
 TO_LEFT = [[a, d, c, b] for a, b, c, d in LINES]
 
@@ -132,6 +194,27 @@ TO_LEFT = [[a, d, c, b] for a, b, c, d in LINES]
     [
         ({"edit": content(stacks=list("11112222"))}, VOLUME, "2 stacks"),
         ({"edit": assign(InConcatenationTotalNumber=4, InConcatenationNumber=1)}, VOLUME, "one of 4 parts"),
+        ({"edit": assign(ConcatenationUID="1.2.9")}, VOLUME, "(ConcatenationUID) that does not say 1 of 1"),
+        ({"edit": assign(InConcatenationNumber=2)}, VOLUME, "InConcatenationNumber"),
+        ({"edit": assign(ConcatenationFrameOffsetNumber=8)}, VOLUME, "ConcatenationFrameOffsetNumber"),
+        ({"edit": assign(SOPInstanceUIDOfConcatenationSource="1.2.9")}, VOLUME, "ConcatenationSource"),
+        ({"edit": assign(InConcatenationTotalNumber=1, InConcatenationNumber=2)}, VOLUME, "1 of 1"),
+        ({"edit": assign(InConcatenationTotalNumber=1, ConcatenationFrameOffsetNumber=8)}, VOLUME, "1 of 1"),
+        ({"edit": content(range(9, 17))}, VOLUME, "B-scans 9 to 16 of a stack"),
+        ({"edit": content(range(9, 17)), "positions": STEPS}, VOLUME, "B-scans 9 to 16 of a stack"),
+        ({"edit": content([1, 1, 2, 2, 3, 3, 4, 4]), "positions": STEPS}, VOLUME, "4 places for 8 frames"),
+        ({"edit": dimensions([(1, n) for n in range(9, 17)])}, VOLUME, "B-scans 9 to 16 of a stack"),
+        ({"edit": dimensions(VISITS)}, VOLUME, "2 places for 8 frames"),
+        ({"edit": dimensions(VISITS, TIME, PLACE), "positions": STEPS}, VOLUME, "neither stack nor place"),
+        ({"edit": dimensions([(2, n) for n in range(1, 9)], TIME, PLACE)}, VOLUME, TIME),
+        ({"edit": dimensions([(n, 1) for n in range(1, 9)], "EffectiveEchoTime", PLACE)}, VOLUME, "Echo"),
+        ({"edit": dimensions(VISITS, "StackID", PLACE)}, VOLUME, "2 stacks"),
+        ({"edit": dimensions([(1, n + 1) for n in GAP], "StackID", PLACE)}, MISSING, "DimensionIndexValues"),
+        ({"edit": in_frames(TIME, [1, 2] * 4)}, VOLUME, TIME),
+        ({"edit": in_frames(TIME, [2] * 8), "positions": STEPS}, VOLUME, TIME),
+        ({"edit": in_frames(OFFSET, [0.0, 9.0] * 4, "TemporalPositionSequence")}, VOLUME, OFFSET),
+        ({"edit": assign(NumberOfTemporalPositions=2)}, VOLUME, "NumberOfTemporalPositions"),
+        ({"edit": assign(TemporalPositionIdentifier=2)}, VOLUME, "TemporalPositionIdentifier"),
         ({"edit": content(GAP)}, MISSING, "InStackPositionNumber"),
         ({"edit": content([1, 2, 3, 4, 4, 5, 6, 7])}, MISSING, "InStackPositionNumber"),
         ({"positions": chosen(steps_along(11, 1, 0.12), GAP)}, MISSING, "steps of 0.12 to 0.48 mm"),
@@ -149,6 +232,29 @@ TO_LEFT = [[a, d, c, b] for a, b, c, d in LINES]
         ({"positions": steps_along(COUNT, 1, 0.2)}, MISMATCH, "5 %"),
         ({"positions": steps_along(COUNT, 2, 0.127)}, MISMATCH, "5 %"),
         ({"spacing": (0.12, 0.0117, 0.0039)}, RANGE, "axial"),
+        # one fact at two levels; the file's own values: R, 0.12, 0.0026, 0.03 mm in the shared group
+        ({"edit": at("root", Laterality="L")}, MISMATCH, "R (ImageLaterality) and L (Laterality)"),
+        ({"edit": at(f"shared {ANATOMY}", FrameLaterality="L")}, MISMATCH, "R (ImageLaterality) and L"),
+        ({"edit": at(f"half {ANATOMY}", FrameLaterality="L")}, MISMATCH, "R (ImageLaterality) and L"),
+        (
+            {"edit": at("root", PixelSpacing=[0.0039, 0.03])},
+            MISMATCH,
+            "(shared) and 0.0039 mm (root)",
+        ),
+        ({"edit": at(f"frames {MEASURES}", PixelSpacing=[0.0026, 0.04])}, MISMATCH, "(per_frame)"),
+        ({"edit": at(f"half {MEASURES}", PixelSpacing=[0.0026, 0.04])}, MISMATCH, "(per_frame)"),
+        ({"edit": at(f"frames {MEASURES}", SliceThickness=0.3)}, MISMATCH, "SliceThickness"),
+        ({"edit": all_of(DISTANCE, at("root", SpacingBetweenSlices=0.3))}, MISMATCH, "SpacingBetweenSlices"),
+        ({"edit": all_of(DISTANCE, steps(0.2))}, MISMATCH, "SpacingBetweenSlices within 5 %"),
+        (
+            {"edit": all_of(at("root", RescaleSlope=0.9), at(f"shared {VALUES}", RescaleSlope=1))},
+            MISMATCH,
+            "0.9",
+        ),
+        ({"edit": at(f"half {VALUES}", RescaleSlope=0.5)}, MISMATCH, "1 and 0 (per_frame)"),
+        ({"edit": at("root", ModalityLUTSequence=[item()])}, PIXELS, "ModalityLUTSequence"),
+        ({"edit": at(f"shared {VALUES}", ModalityLUTSequence=[item()])}, PIXELS, "ModalityLUTSequence"),
+        ({"edit": all_of(directions([RIGHT] * 8), at(f"shared {PLANES}", **PLANE))}, VOLUME, "turned by 180"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -158,6 +264,51 @@ def test_contradictions_are_rejects(
     actual, text = reject(write_opt(tmp_path, speckle(COUNT), name="eye.dcm", **options))
     assert actual == reason
     assert words in text
+
+
+@pytest.mark.parametrize(
+    ("shape", "spacing", "words"),
+    [
+        ((60, 8, 8), (0.5, 0.0026, 0.03), "up to 20 mm along D, found 60 x 0.5 mm = 30 mm (shared)"),
+        ((8, 200, 8), (0.12, 0.04, 0.06), "up to 6 mm along H"),
+        ((8, 8, 60), (0.12, 0.0026, 0.4), "up to 20 mm along W"),
+    ],
+)
+def test_a_field_that_no_device_scans_is_a_reject(
+    tmp_path: Path, shape: tuple[int, int, int], spacing: tuple[float, float, float], words: str
+) -> None:
+    path = write_opt(tmp_path, speckle(*shape), name="eye.dcm", spacing=spacing)
+    row, size = unknown_record(path, "eye.dcm"), Path(path).stat().st_size
+    for look in (lambda: list(open_record(row)[1]), lambda: peek_record(row, size, StorageOptions())):
+        with pytest.raises(OCTReadError) as caught:
+            look()
+        assert (caught.value.reason, words in caught.value.detail) == (RANGE, True), caught.value.detail
+
+
+def test_what_says_one_of_one_is_a_whole_volume(tmp_path: Path) -> None:
+    """As the converters of AI-READI write it, some with the attributes empty."""
+    for total, number, offset, time in ((1, 1, 0, 1), (None, None, None, None), (1, None, None, None)):
+
+        def edit(ds: FileDataset, row: tuple[Any, ...] = (total, number, offset, time)) -> None:
+            ds.InConcatenationTotalNumber, ds.InConcatenationNumber, ds.ConcatenationFrameOffsetNumber = row[
+                :3
+            ]
+            ds.ConcatenationUID = "1.2.9" if row[0] else None
+            ds.NumberOfTemporalPositions = row[3]
+            dimensions([(1, 1, n) for n in range(1, 9)], TIME, "StackID", PLACE)(ds)
+            for frame in ds.PerFrameFunctionalGroupsSequence:
+                frame.FrameContentSequence[0].TemporalPositionIndex = row[3]
+
+        np.testing.assert_array_equal(
+            read_volume(write_opt(tmp_path, speckle(COUNT), edit=edit)).voxels, speckle(COUNT)
+        )
+
+
+def test_dimension_indices_order_frames_that_nothing_else_orders(tmp_path: Path) -> None:
+    edit = dimensions([(1, n + 1) for n in ORDER], "StackID", PLACE)
+    np.testing.assert_array_equal(
+        read_volume(write_opt(tmp_path, speckle(COUNT)[ORDER], edit=edit)).voxels, speckle(COUNT)
+    )
 
 
 def test_five_percent_between_thickness_and_positions_are_allowed(tmp_path: Path) -> None:
@@ -179,6 +330,34 @@ def test_the_distance_is_spacing_between_slices_not_their_thickness(tmp_path: Pa
 
     header = read_volume(write_opt(tmp_path, speckle(COUNT), where="none", edit=per_frame)).header
     assert header.spacing_mm[0] == 0.12
+
+
+UNKNOWN = at("root", ManufacturerModelName="Model X")
+LISTED = replace(unknown_record("eye.dcm", "eye.dcm"), spacing_mm=SPACING)
+KEPT_EMPTY = at("root", InConcatenationTotalNumber=None, ConcatenationFrameOffsetNumber=None)
+
+
+@pytest.mark.parametrize(
+    ("edit", "record", "distance", "source"),
+    [
+        (UNKNOWN, None, None, "SliceThickness 0.12, the thickness of a B-scan, alone"),
+        (UNKNOWN, LISTED, 0.12, "manifest"),
+        (all_of(UNKNOWN, KEPT_EMPTY), None, 0.12, "shared"),  # AI-READI's converters write it so
+        (all_of(UNKNOWN, steps(0.09)), None, 0.09, "frame_positions"),  # B-scans that overlap
+        (all_of(UNKNOWN, at("root", SpacingBetweenSlices=0.09)), None, 0.09, "root"),
+        (all_of(UNKNOWN, at(f"frames {MEASURES}", SpacingBetweenSlices=0.09)), None, 0.09, "per_frame"),
+    ],
+)
+def test_the_thickness_of_a_b_scan_is_no_distance(
+    tmp_path: Path, edit: Edit, record: Record | None, distance: float | None, source: str
+) -> None:
+    path = write_opt(tmp_path, speckle(COUNT), name="eye.dcm", edit=edit)
+    if distance is None:
+        reason, text = reject(path)
+        assert (reason, source in text) == (RejectReason.MISSING_SPACING, True), text
+    else:
+        header, _ = open_volume(path, None, record)
+        assert (header.spacing_mm[0], header.spacing_source) == (distance, source)
 
 
 @pytest.mark.parametrize(

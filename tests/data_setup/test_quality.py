@@ -16,12 +16,14 @@ from data_setup.jobs import read_volume
 from data_setup.manifest import select_wanted, unknown_record
 from data_setup.phantom.cohort import make_participants
 from data_setup.phantom.files import scan_volume
+from data_setup.readers.faults import OCTReadError, RejectReason
 from data_setup.store.format import QUALITY_COLUMNS
 from data_setup.store.quality import LIMITS, Meter
 from data_setup.store.reader import PreparedStore
 from data_setup.store.summary import summarise, table
 from tests.support.dicom_factory import write_opt
 from tests.support.finetune_factory import config, index_store, make_world
+from tests.support.import_factory import write_folder
 from utils.errors import ConfigError, UserError
 
 Spacing = tuple[float, float, float]
@@ -159,3 +161,32 @@ def test_prepare_measures_what_it_reads(tmp_path: Path, eyes: list[tuple[np.ndar
     report = summarise(index, {"synthetic": True, "geometry": {}}, {}, RUN)
     assert report["quality"]["worst"] == {"missing_share": 1}
     assert "quality of 1: median 0.00" in table(report)
+
+
+def test_pictures_of_strangers_are_no_volume(tmp_path: Path, eyes: list[tuple[np.ndarray, Spacing]]) -> None:
+    """A scan in order is kept as images too; each of its B-scans shifted for itself is as other people's."""
+    cfg = config(tmp_path, tmp_path / "run")
+    for number, (volume, spacing) in enumerate(eyes):
+        places = (np.arange(len(volume)) * 0.618 % 1 - 0.5) * 0.6 * volume.shape[1]  # neighbours far apart
+        others = np.stack([np.roll(frame, round(by), 0) for frame, by in zip(volume, places, strict=True)])
+        for name, voxels in (("eye", volume), ("others", others)):
+            folder = write_folder(tmp_path / f"{number}" / name, voxels, spacing_mm=list(spacing))
+            record = unknown_record(str(folder), f"{number}/{name}")
+            if name == "eye":
+                read_volume(record, cfg.spatial, cfg.data.storage_options)
+                continue
+            with pytest.raises(OCTReadError, match="pictures of different scans") as caught:
+                read_volume(record, cfg.spatial, cfg.data.storage_options)
+            assert caught.value.reason == RejectReason.NOT_A_VOLUME
+
+
+def test_what_is_worth_nothing_and_what_lies_outside_is_said(tmp_path: Path) -> None:
+    rows = [{"quality": 0.0, "path": f"{n}.dcm", "protocol": "p", "split": "train"} for n in range(7)]
+    rows.append({"quality": 0.5, "path": "good.dcm", "lost_fraction": 0.6, "protocol": "wide"})
+    report = summarise(index_store(rows).index, {"synthetic": True, "geometry": {}}, {}, RUN)
+    assert report["worthless_files"] == [f"{n}.dcm" for n in range(7)]
+    text = table(report)
+    assert [f"quality 0: {n}.dcm; next: look at it" in text for n in range(7)] == [True] * 5 + [False] * 2
+    assert "quality 0: 2 more, in prepare_report.json" in text
+    assert "warning: wide: 60% of the scan lies outside the grid" in text
+    assert text.count("of the scan lies outside") == 1

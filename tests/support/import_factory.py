@@ -64,10 +64,10 @@ def write_ome(path: Path, voxels: np.ndarray, spacing: Triple) -> Path:
     return write_tiff(path, voxels, ome=True, metadata={"axes": "ZYX", **sizes, **units})
 
 
-def write_imagej(path: Path, voxels: np.ndarray, spacing: Triple) -> Path:
+def write_imagej(path: Path, voxels: np.ndarray, spacing: Triple, **options: Any) -> Path:
     d, h, w = spacing
     metadata = {"spacing": d, "unit": "mm", "axes": "ZYX"}
-    return write_tiff(path, voxels, imagej=True, resolution=(1 / w, 1 / h), metadata=metadata)
+    return write_tiff(path, voxels, imagej=True, resolution=(1 / w, 1 / h), metadata=metadata, **options)
 
 
 def write_images(folder: Path, voxels: np.ndarray, suffix: str = "png", first: int = 0) -> list[Path]:

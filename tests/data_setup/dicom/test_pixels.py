@@ -33,6 +33,21 @@ def test_round_trip(tmp_path: Path, syntax: str, bits: int) -> None:
     assert volume.header.bits_stored == bits
 
 
+@pytest.mark.parametrize("padding", [b"\0" * 2, b"\0" * 24, b" " * 2, b"\0" * 4000], ids=len)
+@pytest.mark.parametrize("bits", [8, 16])
+@pytest.mark.parametrize("syntax", [JPEG2000Lossless, RLELossless], ids=["j2k", "rle"])
+def test_padding_behind_a_frame_is_none_of_it(tmp_path: Path, syntax: str, bits: int, padding: bytes) -> None:
+    """With a frame in a fragment, and in two of them."""
+    for halves in (1, 2):
+
+        def pad(ds: FileDataset, halves: int = halves) -> None:
+            frames = [frame + padding for frame in generate_frames(ds.PixelData, number_of_frames=6)]
+            ds.PixelData = encapsulate(frames, fragments_per_frame=halves, has_bot=syntax == RLELossless)
+
+        path = write_opt(tmp_path, speckle(bits=bits), syntax=syntax, edit=pad)
+        np.testing.assert_array_equal(decode_frames(path), speckle(bits=bits))
+
+
 def test_odd_number_of_bytes_and_big_endian(tmp_path: Path) -> None:
     odd = speckle(3, 5, 7)
     np.testing.assert_array_equal(decode_frames(write_opt(tmp_path, odd)), odd)
@@ -210,6 +225,22 @@ def test_a_rescale_that_would_clip_is_a_reject(tmp_path: Path, values: dict[str,
     with pytest.raises(OCTReadError, match=r"in B-scan 1 of 6, times (1|4) plus (-128|0)") as caught:
         read_volume(path)
     assert caught.value.reason == RejectReason.HEADER_MISMATCH
+
+
+@pytest.mark.parametrize("photometric", ["MONOCHROME1", "MONOCHROME2"])
+@pytest.mark.parametrize(("value", "limit"), [(255, None), (251, 255), (255, 251), (0, None), (None, 7)])
+def test_padding_is_black_as_outside_the_field(
+    tmp_path: Path, photometric: str, value: int | None, limit: int | None
+) -> None:
+    """PixelPaddingValue, alone or as one end of a range; a limit alone says nothing."""
+    voxels = speckle() // 2 + 20
+    voxels[:, :12] = 253 if limit else value or 0
+    values = {"PixelPaddingValue": value, "PixelPaddingRangeLimit": limit}
+    says = {name: number for name, number in values.items() if number is not None}
+    path = write_opt(tmp_path, voxels, edit=assign(PhotometricInterpretation=photometric, **says))
+    grey = 255 - voxels if photometric == "MONOCHROME1" else voxels.copy()
+    grey[:, :12] = grey[:, :12] if value is None else 0
+    np.testing.assert_array_equal(read_volume(path).voxels, grey)
 
 
 def test_8_bits_of_few_grey_levels_are_what_they_are(tmp_path: Path) -> None:

@@ -89,17 +89,6 @@ def test_spacing_is_found_where_it_is(tmp_path: Path, where: str) -> None:
     assert header.spacing_source == where
 
 
-def test_shared_spacing_wins_over_per_frame_and_root(tmp_path: Path) -> None:
-    def add(ds: FileDataset) -> None:
-        for frame in ds.PerFrameFunctionalGroupsSequence:
-            frame.PixelMeasuresSequence = measures((0.2, 0.004, 0.05))
-        ds.PixelSpacing, ds.SliceThickness = [0.003, 0.02], 0.3
-
-    assert read_header(write_opt(tmp_path, speckle(), edit=add)).spacing_mm[0] == pytest.approx(0.12)
-    header = read_header(write_opt(tmp_path, speckle(), where="none", edit=add))
-    assert header.spacing_mm == pytest.approx((0.2, 0.004, 0.05))
-
-
 def test_missing_distance_comes_from_frame_positions(tmp_path: Path) -> None:
     def drop(ds: FileDataset) -> None:
         del ds.SharedFunctionalGroupsSequence[0].PixelMeasuresSequence[0].SliceThickness

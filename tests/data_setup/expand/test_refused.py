@@ -40,12 +40,21 @@ BAD_NAMES = (
         "a.partial",
     ),
 )
+
+
+def overlapping() -> bytes:
+    """Two names in the directory, one member."""
+    data = make_zip({"good": b"1" * 99, "x": b"2" * 99})
+    return patched(data, "x", 42, "<L", 0)
+
+
 BAD_ARCHIVES: dict[str, Callable[[], bytes]] = {
     "bad_kind": lambda: zip_of_kind(stat.S_IFLNK | 0o777),
     "bad_kind: expected a file": lambda: zip_of_kind(stat.S_IFIFO | 0o644),
     "encrypted": lambda: patched(make_zip({"good": b"1", "x": b"2"}), "x", 8, "<H", 1),
     "bad_method": lambda: patched(make_zip({"good": b"1", "x": b"2"}), "x", 10, "<H", 9),
     "bad_size": lambda: patched(make_zip({"good": b"1", "x": b"2"}), "x", 24, "<L", 2**32 - 2),
+    "overlap": overlapping,
     "clash": lambda: make_zip({"good": b"1", "x": b"2", "./x": b"3"}),
     "clash: expected": lambda: make_zip({"good": b"1", "a/x": b"2", "A/x": b"3"}),
     "clash: expected no": lambda: make_zip({"good": b"1", "a": b"2", "a/x": b"3"}),
@@ -84,6 +93,14 @@ def test_a_dangerous_archive_is_refused_before_anything_is_written(
 ) -> None:
     monkeypatch.setattr("data_setup.expand.archive.MAX_MEMBER_BYTES", 2**31)
     check_refused(disk, BAD_ARCHIVES[reason](), f": {reason}")
+
+
+def test_what_does_not_fit_on_the_disk_is_refused(disk: Disk, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The free space is counted against files that are not there yet."""
+    monkeypatch.setattr(storage, "free_bytes", lambda url: 10)
+    check_refused(disk, make_zip({"a": b"1" * 6, "b": b"2" * 6}), "too_large: expected up to 10 bytes, free")
+    disk.put("bad.zip", make_zip({"other": b"4", "a": b"1" * 10}))
+    assert disk.run() == 0
 
 
 def test_names_that_are_one_file_on_some_disk() -> None:

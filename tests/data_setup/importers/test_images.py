@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import tracemalloc
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from PIL import Image
+from PIL import Image, ImageOps
 
 from data_setup.readers.faults import OCTReadError, RejectReason
+from data_setup.readers.images import count_pages
 from tests.data_setup.importers.reading import SPACING, folder_of, read, reject, remove_one
 from tests.support.dicom_factory import speckle
 from tests.support.import_factory import write_imagej, write_images, write_ome, write_tiff, write_yaml
@@ -200,3 +201,65 @@ def test_a_tiff_tag_that_claims_too_much_allocates_nothing(tmp_path: Path, tag: 
 def test_a_tiff_without_a_full_spacing_is_a_reject(tmp_path: Path, options: dict[str, Any]) -> None:
     path = write_tiff(tmp_path / "eye.tif", speckle(), **options)
     assert reject(path)[0] == RejectReason.MISSING_SPACING
+
+
+def with_exif(folder: Path, voxels: np.ndarray, turns: Sequence[int], ending: str) -> Path:
+    """Images stored so that a viewer, which obeys the tag, shows `voxels`."""
+    folder.mkdir()
+    undo = {1: 1, 2: 2, 3: 3, 4: 4, 5: 5, 6: 8, 7: 7, 8: 6}
+    for index, (frame, turn) in enumerate(zip(voxels, turns, strict=True)):
+        image = Image.fromarray(frame)
+        image.getexif()[274] = undo[turn]
+        stored, exif = ImageOps.exif_transpose(image), Image.Exif()
+        exif[274] = turn
+        stored.save(folder / f"oct_{index}.{ending}", exif=exif, quality=100)
+    write_yaml(folder / "volume.yaml", spacing_mm=list(SPACING))
+    return folder
+
+
+@pytest.mark.parametrize("ending", ["png", "jpg"])
+def test_images_are_read_as_a_viewer_shows_them(tmp_path: Path, ending: str) -> None:
+    for turn in range(1, 9):
+        folder = with_exif(tmp_path / f"{turn}", speckle(), [turn] * 6, ending)
+        np.testing.assert_allclose(read(folder)[1], speckle(), atol=3)  # JPEG rounds
+
+
+@pytest.mark.parametrize("ending", ["png", "jpg", "tif"])
+def test_one_b_scan_of_another_orientation_is_a_reject(tmp_path: Path, ending: str) -> None:
+    folder = with_exif(tmp_path / "eye", speckle(), [1, 1, 1, 3, 1, 1], ending)
+    reason, text = reject(folder)
+    assert (reason, "3 in image 4 of 6" in text) == (RejectReason.HEADER_MISMATCH, True), text
+
+
+@pytest.mark.parametrize("mode", ["RGB", "RGBA", "LA"])
+@pytest.mark.parametrize("fault", ["", "transparent", "coloured"])
+def test_equal_channels_are_grey(tmp_path: Path, mode: str, fault: str) -> None:
+    (tmp_path / "eye").mkdir()
+    write_yaml(tmp_path / "eye" / "volume.yaml", spacing_mm=list(SPACING))
+    for index, frame in enumerate(speckle()):
+        image = Image.fromarray(frame).convert(mode)
+        if index == 3 and fault == "transparent" and mode != "RGB":
+            image.putpixel((5, 5), (*image.getpixel((5, 5))[:-1], 254))
+        if index == 3 and fault == "coloured" and mode != "LA":
+            image.putpixel((5, 5), (1, 2, 3, 255)[: len(mode)])
+        image.save(tmp_path / "eye" / f"oct_{index}.png")
+    if fault and (fault, mode) not in (("transparent", "RGB"), ("coloured", "LA")):
+        assert reject(tmp_path / "eye")[0] == RejectReason.UNSUPPORTED_PIXELS
+    else:
+        assert np.array_equal(read(tmp_path / "eye")[1], speckle())
+
+
+@pytest.mark.parametrize("bits", [8, 12])
+def test_an_imagej_stack_of_one_directory(tmp_path: Path, bits: int) -> None:
+    """Fiji writes one above 4 GB: a directory, and all slices behind the first."""
+    whole = write_imagej(tmp_path / "whole.tif", speckle(bits=bits), SPACING)
+    path = write_imagej(tmp_path / "eye.tif", speckle(bits=bits), SPACING, truncate=True)
+    for name in ("whole", "eye"):
+        write_yaml(tmp_path / f"{name}.yaml", bits_stored=bits)
+    (header, voxels), (_, expected) = read(path), read(whole)
+    assert np.array_equal(voxels, expected)
+    assert header.spacing_mm == pytest.approx(SPACING, rel=1e-6)
+    with path.open("rb") as file:
+        assert count_pages(file, "eye.tif") == 6
+    path.write_bytes(path.read_bytes()[:-9])
+    assert reject(path)[0] == RejectReason.TRUNCATED_PIXEL_DATA

@@ -58,6 +58,23 @@ def test_a_yaml_that_is_none_is_named(tmp_path: Path, text: str) -> None:
     assert reject(folder)[0] == RejectReason.BAD_SIDECAR
 
 
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("spacing_mm: [0.12, 0.0039, 0.03]", "spacing_mm twice"),
+        ("laterality: R\nlaterality: L", "laterality twice"),
+        ("num_frames: 014", "octal"),
+        ("value_range: [0, 1:30]", "sexagesimal"),
+    ],
+)
+def test_a_yaml_that_two_readers_read_as_two_is_named(tmp_path: Path, line: str, words: str) -> None:
+    folder = folder_of(tmp_path)
+    with (folder / "volume.yaml").open("a") as file:
+        file.write(f"{line}\n")
+    reason, text = reject(folder)
+    assert (reason, words in text) == (RejectReason.BAD_SIDECAR, True), text
+
+
 def test_what_yaml_and_manifest_say_must_agree(tmp_path: Path) -> None:
     folder = folder_of(
         tmp_path, laterality="R", device="heidelberg_spectralis", protocol="own", num_frames=12
@@ -71,6 +88,19 @@ def test_what_yaml_and_manifest_say_must_agree(tmp_path: Path) -> None:
     assert reject(folder)[0] == RejectReason.MISSING_SPACING
     write_yaml(folder / "volume.yaml", spacing_mm=[1, 1, 1])
     assert reject(folder)[0] == RejectReason.IMPLAUSIBLE_SPACING
+    write_folder(folder, speckle(60), spacing_mm=[0.5, 0.0039, 0.03])
+    reason, text = reject(folder)
+    assert (reason, "60 x 0.5 mm = 30 mm (sidecar)" in text) == (RejectReason.IMPLAUSIBLE_SPACING, True)
+
+
+@pytest.mark.parametrize("values", [2, 8])
+def test_a_label_map_is_no_scan(tmp_path: Path, values: int) -> None:
+    labels = speckle() // (256 // values)
+    write_yaml(tmp_path / "volume.yaml", spacing_mm=list(SPACING), axes=["W", "H", "D"])
+    paths = [write_nifti(tmp_path / "eye.nii.gz", labels, SPACING), write_tiff(tmp_path / "eye.tif", labels)]
+    for path in [*paths, write_folder(tmp_path / "eye", labels, spacing_mm=list(SPACING))]:
+        reason, text = reject(path)
+        assert (reason, "label_volume" in text) == (RejectReason.FEW_GREY_LEVELS, True), text
 
 
 def test_names_of_sidecars() -> None:

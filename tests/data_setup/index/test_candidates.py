@@ -167,8 +167,27 @@ def test_what_is_missing_is_said_with_the_place_to_write_it(
     assert again[again.path == "images/1/visit1/OD"].spacing_before_d.tolist() == [0.24]
 
 
+def test_each_device_and_folder_has_its_own_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One YAML above them all would give three devices one spacing."""
+    for folder, shape in {"erm": (6, 40, 36), "octa": (6, 30, 36), "hole": (6, 50, 50)}.items():
+        write_images(tmp_path / folder / "1001" / "OD", speckle(*shape))
+        write_images(tmp_path / folder / "1002" / "OD", speckle(*shape))
+    write_images(tmp_path / "octa" / "1003" / "OD", speckle(6, 20, 20))
+    index(tmp_path)
+    lines = capsys.readouterr().out.splitlines()
+    first = next(n for n, line in enumerate(lines) if line.startswith("missing: no spacing: 7 (erm/1001/OD,"))
+    places = [f"{tmp_path}/erm/volume.yaml, once", f"{tmp_path}/hole/volume.yaml, once"]
+    places += ["a YAML beside each of them", f"{tmp_path}/octa/1003/OD/volume.yaml, once"]
+    wanted = lines[first + 1 : first + 5]
+    assert [place for line, place in zip(wanted, places, strict=True) if place not in line] == []
+    assert "  unknown, images of 40 x 36: 2 (erm/1001/OD, erm/1002/OD): write `spacing_mm" in wanted[0]
+    assert not any("once for all" in line and f"{tmp_path}/volume.yaml" in line for line in lines)
+    assert "d_order: superior_to_inferior, inferior_to_superior or unknown" in "\n".join(lines)
+
+
 def no_distance(ds: FileDataset) -> None:
-    del ds.SharedFunctionalGroupsSequence[0].PixelMeasuresSequence[0].SliceThickness
+    """The thickness of a B-scan stays, which is no distance."""
+    del ds.SharedFunctionalGroupsSequence[0].PixelMeasuresSequence[0].SpacingBetweenSlices
 
 
 def no_pixel_spacing(ds: FileDataset) -> None:

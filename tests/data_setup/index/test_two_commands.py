@@ -67,10 +67,10 @@ def test_a_tree_in_a_bucket_gets_the_tables_of_the_disk_and_the_printed_command_
     monkeypatch.chdir(ROOT)
     bucket, tree = f"gs://{BUCKET}/scans", tmp_path / "tree"
     write_dicoms(tree / "dicom", range(1))
-    write_heyex_series(tree / "heyex" / "ann" / "5DD3.xml", speckle(4, 12, 16, seed=50), SPACING)
-    write_images(tree / "images" / "2001" / "OS", speckle(4, 12, 16, seed=51))
+    write_heyex_series(tree / "heyex" / "ann" / "5DD3.xml", speckle(4, 24, 24, seed=50), SPACING)
+    write_images(tree / "images" / "2001" / "OS", speckle(4, 24, 24, seed=51))
     write_yaml(tree / "images" / "volume.yaml", spacing_mm=list(SPACING), device="bioptigen")
-    write_vol(tree / "vol" / "3001" / "eye.vol", speckle(4, 12, 16, seed=52) / np.float32(255), SPACING)
+    write_vol(tree / "vol" / "3001" / "eye.vol", speckle(4, 24, 24, seed=52) / np.float32(255), SPACING)
     (tree / "eye.e2e").write_bytes(b"CMDb" + bytes(80))
     with gcs_server() as endpoint:
         options = StorageOptions(endpoint_url=endpoint)

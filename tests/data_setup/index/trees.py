@@ -24,6 +24,8 @@ def maker(patient: str, side: str) -> Callable[[FileDataset], None]:
     def edit(ds: FileDataset) -> None:
         ds.PatientID, ds.ImageLaterality, ds.PatientAge = patient, side, "061Y"
         ds.Manufacturer, ds.ManufacturerModelName, ds.ProtocolName = "Optovue", "Avanti", ""
+        distance = ds.SharedFunctionalGroupsSequence[0].PixelMeasuresSequence[0]
+        distance.SpacingBetweenSlices = distance.SliceThickness
         ds.SOPInstanceUID = f"1.2.{int.from_bytes(f'{patient}{side}'.encode())}"
 
     return edit

@@ -11,13 +11,15 @@ from typing import Any
 
 import pytest
 
-from data_setup.jobs import Job
-from data_setup.manifest import read_records
+from data_setup.jobs import Job, read_volume
+from data_setup.manifest import read_records, unknown_record
 from data_setup.prepare import Tally, main, work
+from data_setup.readers.faults import OCTReadError, RejectReason
 from data_setup.resample import resample_frames
 from data_setup.store.reader import PreparedStore
 from data_setup.store.writer import StoreWriter
 from tests.data_setup.prepare.runs import CONFIG, arguments, contents, dicoms, start
+from tests.support.dicom_factory import speckle, write_opt
 from utils import storage
 from utils.config.load import load_config
 from utils.errors import UserError
@@ -83,6 +85,30 @@ def test_a_large_set_stops_once_it_is_clear(tmp_path: Path, tree: Path) -> None:
     tally = Tally(num_rows=130)
     work(jobs, 0, 6.5, tally)
     assert tally.rejected == {"missing_file": 100}
+
+
+@pytest.mark.parametrize(
+    ("shape", "spacing"),
+    [
+        ((36, 100, 300), (0.0298, 0.024, 0.03)),  # two of sixteen planes of the grid
+        ((12, 100, 2), (0.375, 0.024, 0.094)),
+        ((2, 3, 300), (0.02, 0.003, 0.03)),
+        ((12, 8, 64), (0.375, 0.004, 0.094)),  # no voxel's centre
+    ],
+)
+def test_a_scan_without_a_token_is_a_reject_that_names_the_spacing_that_would_do(
+    tmp_path: Path, shape: tuple[int, int, int], spacing: tuple[float, float, float]
+) -> None:
+    path = write_opt(tmp_path, speckle(*shape), spacing=spacing)
+    cfg = load_config(CONFIG, [])
+    with pytest.raises(OCTReadError, match="none: the scan has ") as caught:
+        read_volume(unknown_record(path), cfg.spatial, cfg.data.storage_options)
+    assert caught.value.reason == RejectReason.OUTSIDE_GRID
+    setting = re.search(r"spatial.target_spacing=\S+(?= would do)", caught.value.detail)
+    assert setting, caught.value.detail
+    cfg = load_config(CONFIG, [setting[0]])
+    _, volume, _ = read_volume(unknown_record(path), cfg.spatial, cfg.data.storage_options)
+    assert volume.valid_fraction > 0.9
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,119 @@
+"""Is a DICOM file one whole volume that was taken once?
+
+In: the data set of a multi-frame file. Out: the places that its dimension indices give the frames, or
+not_a_volume: a part of a concatenation or of a stack, a second temporal position, a dimension that is neither
+stack nor place. What says "1 of 1" is no such sign.
+Standard: DICOM PS3.3 C.7.6.16 (concatenation, temporal position) and C.7.6.17 (multi-frame dimensions).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+from pydicom.datadict import keyword_for_tag
+from pydicom.dataset import Dataset
+
+from data_setup.readers.faults import OCTReadError, RejectReason, number
+from data_setup.readers.geometry import first, numbers
+
+_OF_CONCATENATION = (
+    "ConcatenationUID",
+    "InConcatenationNumber",
+    "InConcatenationTotalNumber",
+    "ConcatenationFrameOffsetNumber",
+    "SOPInstanceUIDOfConcatenationSource",
+)
+_OF_TIME = ("TemporalPositionIndex", "TemporalPositionIdentifier", "NumberOfTemporalPositions")
+_OFFSET = "TemporalPositionTimeOffset"
+PART_TAGS = [*_OF_CONCATENATION, *_OF_TIME, _OFFSET, "TemporalPositionSequence", "DimensionIndexSequence"]
+_SEQUENCES = (  # of the functional groups, in which these attributes may stand
+    "FrameContentSequence",
+    "TemporalPositionSequence",
+    "UnassignedSharedConvertedAttributesSequence",
+    "UnassignedPerFrameConvertedAttributesSequence",
+)
+_NUMBER = "InStackPositionNumber"
+_STACK = "StackID"
+_PLACES = (
+    _NUMBER,
+    "ImagePositionPatient",
+    "PlanePositionSequence",
+    "ReferenceCoordinates",
+    "OphthalmicFrameLocationSequence",
+    "ImagePositionVolume",
+    "PlanePositionVolumeSequence",
+)
+
+
+def check_whole(ds: Dataset, url: str) -> tuple[tuple[float, ...] | None, ...]:
+    """Each frame's index along the dimension that is its place, () without one; raises not_a_volume."""
+    for actual in _signs(ds):
+        raise OCTReadError(url, RejectReason.NOT_A_VOLUME, "parallel B-scans of one whole volume", actual)
+    columns = [column for _, column in [*_columns(ds)][1:] if len(set(column)) > 1]
+    frames = len(ds.get("PerFrameFunctionalGroupsSequence") or [])
+    return tuple((index,) for index in columns[0]) if columns and len(columns[0]) == frames else ()
+
+
+def _signs(ds: Dataset) -> Iterator[str]:
+    """What says that the file is a part, or more than one scan."""
+    values = {name: list(_values(ds, name)) for name in _OF_CONCATENATION}
+    signs = [name for name in _OF_CONCATENATION if values[name]]
+    whole = {"InConcatenationNumber": [1.0], "InConcatenationTotalNumber": [1.0]}
+    whole["ConcatenationFrameOffsetNumber"] = [0.0]
+    parts = {name: [numbers(value) for value in values[name]] for name in whole}
+    is_whole = all(part == tuple(whole[name]) for name in whole for part in parts[name])
+    if signs and not (is_whole and values["InConcatenationTotalNumber"]):
+        totals = [part[0] for part in parts["InConcatenationTotalNumber"] if part and part[0] > 1]
+        yield (
+            f"one of {number(totals[0])} parts (InConcatenationTotalNumber): join them"
+            if totals
+            else f"a part of a concatenation ({signs[0]}) that does not say 1 of 1: join the parts"
+        )
+    for name in _OF_TIME:
+        for value in _values(ds, name):
+            if numbers(value) != (1.0,):
+                yield f"a temporal position beside the first ({name}): write each to a file of its own"
+    if len({numbers(value) for value in _values(ds, _OFFSET)}) > 1:
+        yield f"several temporal positions ({_OFFSET}): write each to a file of its own"
+    for name, column in _columns(ds):
+        counts = Counter(column)
+        where = name if name == _NUMBER else f"DimensionIndexValues of {name or 'a dimension without a name'}"
+        if name and name not in (*_PLACES, _STACK) and set(counts) != {1.0}:
+            yield f"a dimension that is neither stack nor place ({where})"
+        elif name == _STACK and len(counts) > 1:
+            yield f"{len(counts)} stacks ({where}): write each to a file of its own"
+        elif len(counts) > 1 and min(counts) > 1:
+            ends = f"{number(min(counts))} to {number(max(counts))}"
+            yield f"B-scans {ends} of a stack ({where}): join the parts"
+        elif len(counts) > 1 and min(counts.values()) > 1:
+            yield f"{len(counts)} places for {len(column)} frames ({where}): two scans in one file"
+
+
+def _values(ds: Dataset, name: str) -> Iterator[Any]:
+    """The attribute wherever it stands: in the root, and in the functional groups."""
+    groups = [*(ds.get("SharedFunctionalGroupsSequence") or [])]
+    groups += ds.get("PerFrameFunctionalGroupsSequence") or []
+    items = [ds, *groups, *(ds.get("TemporalPositionSequence") or [])]
+    items += [item for group in groups for key in _SEQUENCES for item in group.get(key) or []]
+    for item in items:
+        if (value := item.get(name)) not in (None, ""):
+            yield value
+
+
+def _columns(ds: Dataset) -> Iterator[tuple[str, list[float]]]:
+    """(keyword of a dimension, "" where the file names none; its index in each frame that has one)."""
+    frames = ds.get("PerFrameFunctionalGroupsSequence") or []
+    stated = [numbers(first(frame, "FrameContentSequence", _NUMBER)) for frame in frames]
+    yield _NUMBER, [value[0] for value in stated if value]
+    rows = [numbers(first(frame, "FrameContentSequence", "DimensionIndexValues")) for frame in frames]
+    names = [_pointed(item) for item in ds.get("DimensionIndexSequence") or []]
+    columns = list(zip(*(row for row in rows if row), strict=False))
+    for index, column in enumerate(columns):
+        yield (names[index] if len(names) == len(columns) else ""), list(column)
+
+
+def _pointed(item: Dataset) -> str:
+    pointer = item.get("DimensionIndexPointer")
+    return "" if pointer is None else keyword_for_tag(pointer) or "a private attribute"

@@ -2,8 +2,8 @@
 
 In: a folder with `manifest.tsv` and `participants.tsv`, as in docs/guides/importers.md; the manifest's
 column `labels` names the label volume of an eye that is evaluated, and is empty for one that is trained on.
-A label volume holds 0 for no layer and 1..L for the layers: a `.npy` array [D, H, W] in the order in which
-the volume's own frames are read, or a file of 8 bits that `prepare` opens (NIfTI).
+A label volume holds 0 for no layer and 1..L for the layers: a `.npy` array [D, H, W] that lies as the scan's
+file does (NIfTI: before its affine turns an axis), or a file of 8 bits that `prepare` opens (NIfTI).
 Out, below the root: what `evidence data` writes, so that `calibrate`, `run`, `compute` and `table` go on from
 there, and labels/, the middle B-scan of every labelled eye with the edges of its layers. Of the tasks only
 layer occupancy is scored.
@@ -15,7 +15,6 @@ import hashlib
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -26,7 +25,8 @@ from benchmarks.evidence.cohorts import FOLDS, make_store, save_truth
 from benchmarks.truth_tokens import token_shares
 from data_setup.manifest import Record, read_records
 from data_setup.readers.faults import OCTReadError
-from data_setup.readers.open_record import open_record
+from data_setup.readers.labels import read_label_volume
+from data_setup.readers.open_record import labelled_header, open_record
 from data_setup.store.reader import PreparedStore
 from utils.config.load import load_config
 from utils.config.schema import Config
@@ -140,14 +140,16 @@ def write_real_truth(
 
 def read_labels(path: Path, record: Record, shape: tuple[int, ...]) -> np.ndarray:
     """uint8 [D, H, W] in the order of the volume's frames; raises UserError for another shape."""
-    if path.suffix == ".npy":
+    lies_as_file = path.suffix == ".npy"
+    if lies_as_file:
         labels = np.load(path, allow_pickle=False)
     else:
         try:
-            _, frames = open_record(replace(record, path=path.name, url=str(path)))
-            labels = np.stack(list(frames))
+            scan = record.url, record.path
+            read = read_label_volume(str(path), path.name, (shape[0], shape[1], shape[2]), scan)
         except OCTReadError as error:
             raise UserError(f"{error}; an array of the labels saved as .npy is read, too") from error
+        labels, lies_as_file = read.values, read.is_in_file_order
     kind = f"{labels.dtype} of shape {list(labels.shape)}"
     if labels.shape != shape or labels.dtype.kind not in "ui":
         raise UserError(
@@ -159,7 +161,8 @@ def read_labels(path: Path, record: Record, shape: tuple[int, ...]) -> np.ndarra
             f"{path}: expected 0 for no layer and layers up to {MOST_LAYERS}, found {low} to {high}; a voxel "
             "that nobody labelled counts as no layer, so leave such a scan out"
         )
-    return labels.astype(np.uint8)
+    header = labelled_header(record, None) if lies_as_file else None
+    return (labels if header is None else header.from_file_order(labels)).astype(np.uint8)
 
 
 def draw_labels(folder: Path, record: Record, labels: np.ndarray) -> None:

@@ -100,14 +100,24 @@ class OCTHeader:
     rescale: tuple[float, float]  # slope, intercept; (1, 0) when the file has none
     padding: tuple[float, float] | None = None  # stored values that are no data, from and to
     order: tuple[int, ...] | None = None  # the place in the file of each frame that `open_volume` gives
+    steps_hw: tuple[int, int] = (1, 1)  # -1: the reader turned this axis of the file's array round
 
     def from_file_order(self, values: np.ndarray, axis: int = 0) -> np.ndarray:
-        """Values along B-scans in the order of the file, in that of the frames that `open_volume` gives."""
-        return values if self.order is None else values.take(self.order, axis)
+        """Labels [D, H, W], or rows of surfaces [S, D, W] with axis 1, that lie as the file's array does, as
+        the frames of `open_volume` lie: B-scans sorted, H and W turned as the reader turned them.
+        """
+        return self._turned(values if self.order is None else values.take(self.order, axis), axis)
 
     def to_file_order(self, values: np.ndarray, axis: int = 0) -> np.ndarray:
         """The reverse of `from_file_order`."""
-        return values if self.order is None else values.take(np.argsort(self.order), axis)
+        return self._turned(values if self.order is None else values.take(np.argsort(self.order), axis), axis)
+
+    def _turned(self, values: np.ndarray, axis: int) -> np.ndarray:
+        step_h, step_w = self.steps_hw
+        values = values[..., ::step_w]
+        if step_h > 0:
+            return values
+        return values[..., ::-1, :] if axis == 0 else self.shape[1] - 1 - values
 
     @property
     def is_plain(self) -> bool:

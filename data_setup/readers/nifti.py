@@ -77,6 +77,7 @@ def read(file: IO[bytes], url: str, sidecar: Sidecar) -> Iterator[Any]:
         flip_d=layout.flip_d,
         orientation_source=layout.source if layout.source == "nifti_affine" else "unknown",
         scale=layout.scale,
+        steps_hw=layout.flips,
     )
     yield header  # before the voxels: data_setup.index takes no more
     native = layout.dtype.newbyteorder("=")

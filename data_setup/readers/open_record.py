@@ -73,6 +73,7 @@ _READERS: dict[str, Callable[[IO[bytes], str, Sidecar, StorageOptions | None], I
     "MetaImage": metaimage.read,
 }
 _SORTED = ("DICOM", "Heidelberg XML", kinds.VOL)  # kinds that say where each B-scan lies
+_TURNED = ("NIfTI", "MATLAB", "NumPy", "MetaImage")  # kinds that say which way an axis of their array runs
 _HEAD_BYTES = 1024
 _SPACING = 0.01  # relative: the manifest's and the file's
 PEEK_BYTES = 2**16  # of one request; the header of some hundred frames
@@ -126,10 +127,10 @@ def peek_record(record: Record, size: int, options: StorageOptions) -> OCTHeader
 
 
 def labelled_header(record: Record, options: StorageOptions | None) -> OCTHeader | None:
-    """The header of a scan of a kind whose frames may be sorted by their places, else None: labels that come
-    in the order of its file are sorted with them. Raises OCTReadError, StorageError.
+    """The header of a scan of a kind whose frames may be sorted or turned as they are read, else None:
+    labels that lie as its file does are sorted and turned with them. Raises OCTReadError, StorageError.
     """
-    if _kind(record.url, options) not in _SORTED:
+    if _kind(record.url, options) not in (*_SORTED, *_TURNED):
         return None
     size = storage.stat(record.url, options).size
     return peek_record(record, size, options or StorageOptions())

@@ -13,7 +13,7 @@ import re
 import warnings
 import zipfile
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from typing import Any
@@ -254,6 +254,7 @@ def make_header(
     laterality: str | None = None,
     device: str | None = None,
     order: tuple[int, ...] | None = None,
+    steps_hw: Sequence[int] = (1, 1),
 ) -> OCTHeader:
     """The header of an imported volume; the values of the sidecar go before the given ones.
 
@@ -298,6 +299,7 @@ def make_header(
         inverted=False,
         rescale=rescale,
         order=order,
+        steps_hw=(steps_hw[0], steps_hw[1]),
     )
 
 
@@ -318,7 +320,7 @@ def array_frames(
     frames, rows, columns = (stored[0][i] for i in order)
     lengths, source = spacing
     in_order = ([lengths[i] for i in order] if lengths else None, source)
-    header = make_header(url, kind, (frames, rows, columns), stored[1], in_order, sidecar)
+    header = make_header(url, kind, (frames, rows, columns), stored[1], in_order, sidecar, steps_hw=steps)
     yield header
     array = load().transpose(order)[:, :: steps[0], :: steps[1]]
     yield from checked_frames((np.ascontiguousarray(frame) for frame in array), header)

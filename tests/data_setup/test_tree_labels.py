@@ -166,6 +166,33 @@ def test_stored_classes_are_those_of_the_stored_voxels(tree: Path) -> None:
     assert store.index.flipped_d.tolist() == [False] * 3 + [True] * 3
 
 
+@pytest.mark.parametrize("steps", [(1, -1), (-1, 1), (-1, -1)])
+def test_labels_lie_as_the_array_of_the_scan_does(tmp_path: Path, steps: tuple[int, int]) -> None:
+    """A NIfTI file whose affine turns H or W when it is read: labels without an affine are turned with it."""
+    voxels = make_voxels(7)
+    rows, (step_h, step_w) = surfaces_of(voxels), steps
+    array = voxels[:, ::step_h, ::step_w]
+    write_nifti(
+        tmp_path / "eye.nii.gz",
+        array,
+        SPACING,
+        affine=anatomical_affine(SPACING) @ np.diag([step_w, step_h, 1, 1]),
+    )
+    lines = (rows if step_h > 0 else SHAPE[1] - 1 - rows)[..., ::step_w]
+    np.savez(tmp_path / "lines.npz", surfaces=lines, names=np.array(NAMES))
+    np.savez(tmp_path / "labels.npz", labels=classes_of(array))
+    table = {"person_id": "p0", "filepath": "eye.nii.gz", "device": "scanner", "protocol": "cube"}
+    table |= {"label_volume": "labels.npz", "label_surfaces": "lines.npz"}
+    save_table(tmp_path, pd.DataFrame([table]))
+    prepare_all(tmp_path)
+    require_classes(tmp_path)
+    store, heights = PreparedStore.open(f"{tmp_path}/store"), StoredHeights.open(f"{tmp_path}/store")
+    first = int(store.index.valid_h0[0])
+    expected = boxed(store, 0, store.read(0)[:, first].astype(np.float32)) / 20 + first
+    found = boxed(store, 0, heights.read(0)[0])
+    np.testing.assert_allclose(found[1:], expected[1:], atol=0.01)  # the first B-scan has an unknown height
+
+
 def test_stored_surfaces_are_those_of_the_stored_voxels(tree: Path) -> None:
     store, heights = PreparedStore.open(f"{tree}/store"), StoredHeights.open(f"{tree}/store")
     for row in range(len(KINDS)):

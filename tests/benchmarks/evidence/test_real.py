@@ -166,7 +166,7 @@ def test_what_is_no_label_volume_is_said(tmp_path: Path, labels: np.ndarray, mes
 
 
 def test_a_label_volume_that_no_reader_opens_is_one_line(tmp_path: Path) -> None:
-    write_nifti(tmp_path / "labels.nii.gz", np.zeros((2, 3, 4), np.float64), (0.1, 0.004, 0.05))
+    write_nifti(tmp_path / "labels.nii.gz", np.full((2, 3, 4), 0.5), (0.1, 0.004, 0.05))
     with pytest.raises(UserError, match=r"labels\.nii\.gz.*: expected .*saved as \.npy is read, too"):
         read_labels(tmp_path / "labels.nii.gz", unknown_record("eye.nii.gz"), (2, 3, 4))
 

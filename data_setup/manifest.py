@@ -25,14 +25,15 @@ from data_setup.tables.text import (
     PERSON_COLUMNS,
     SENTINELS,
     SIDES,
-    clean_path,
     fact_of,
     integer_of,
     label_of,
+    path_of,
     person_id_of,
     read_table,
     require_columns,
     spacing_of,
+    twin_ids,
 )
 from utils.config.schema import Config, StorageOptions
 from utils.errors import ConfigError, UserError
@@ -103,7 +104,8 @@ def read_records(cfg: Config) -> RecordList:
     for row in rows:
         person = of_eye(participants.get(row.person_id, {}), row.laterality)
         if person is None:
-            skipped["participant_unknown"] += 1
+            is_nobody = row.person_id.lower() in SENTINELS  # a person called None is in the table of people
+            skipped["row_without_person" if is_nobody else "participant_unknown"] += 1
             unused.append(row)
             continue
         record = replace(row, **vars(person))
@@ -152,8 +154,9 @@ def load_labels(cfg: Config) -> dict[str, str]:
             return {}
         raise
     labels: dict[str, str] = {}
+    twins = twin_ids(row[id_column] for row in table.values())
     for line, row in table.items():
-        person_id, label = person_id_of(row[id_column]), label_of(row.get(column))
+        person_id, label = person_id_of(row[id_column], twins), label_of(row.get(column))
         if person_id is None or label is None:
             continue
         unit = unit_of(cfg, person_id, eye_of(row, f"{url}: line {line}"))
@@ -188,9 +191,10 @@ def _manifest_rows(url: str, options: StorageOptions) -> tuple[list[Record], lis
     skipped: Counter[str] = Counter()
     paths: set[str] = set()
     uids: set[str] = set()
+    twins = twin_ids(row[id_column] for row in table.values())
     for line, row in table.items():
-        path = clean_path(row["filepath"])
-        person_id = person_id_of(row[id_column])
+        path = path_of(row["filepath"])
+        person_id = person_id_of(row[id_column], twins)
         uid = fact_of(row.get("sop_instance_uid")) or ""
         known = protocol_of_path(path) if path else None
         device = fact_of(row.get("device")) or (device_of_path(path) if path else None)
@@ -223,7 +227,7 @@ def _manifest_rows(url: str, options: StorageOptions) -> tuple[list[Record], lis
             shape=(frames, height, width) if frames and height and width else None,
             spacing_mm=spacing_of(row.get("spacing_mm"), where),
             d_order=_d_order(row.get("d_order"), where),
-            files=fact_of(row.get("files")),
+            files=row.get("files") or None,
             volume_yaml=fact_of(row.get("volume_yaml")),
         )
         if reason:

@@ -11,7 +11,7 @@ import io
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import pyarrow as pa
@@ -60,13 +60,13 @@ def read_table(
 
 def table_text(columns: Sequence[str], rows: Iterable[Mapping[str, Any]]) -> str:
     """A table with a header line and tabs; a missing cell is empty, a cell of no column is left out."""
-    buffer = io.StringIO()
-    table = csv.DictWriter(
-        buffer, columns, restval="", delimiter="\t", lineterminator="\n", extrasaction="ignore"
-    )
-    table.writeheader()
-    table.writerows(rows)
-    return buffer.getvalue()
+    lines = [columns, *([_cell_text(row.get(name)) for name in columns] for row in rows)]
+    return "".join("\t".join(map(_quoted, cells)) + "\n" for cells in lines)
+
+
+def _quoted(cell: str) -> str:
+    """A cell as csv reads it back; csv writes a carriage return bare, which ends the line of a reader."""
+    return '"' + cell.replace('"', '""') + '"' if re.search('[\t\r\n"]', cell) else cell
 
 
 def require_columns(columns: Sequence[str], required: Iterable[str], url: str) -> None:
@@ -87,10 +87,20 @@ def fact_of(value: str | None) -> str | None:
     return None if text.lower() in SENTINELS else text
 
 
-def person_id_of(value: str | None) -> str | None:
-    """The id in a cell; an integer column with a gap is written as 1001.0."""
-    text = fact_of(value)
-    return text.removesuffix(".0") if text else None
+def person_id_of(value: str | None, known: Collection[str] = ()) -> str | None:
+    """The id in a cell; None of an empty one alone, since a folder or a header may say `None` or `nan`.
+
+    An integer column with a gap is written as 1001.0: that is 1001, unless an id `known` as 1001.0 is meant.
+    """
+    text = (value or "").strip()
+    whole = text.removesuffix(".0")
+    return (whole if whole.isdecimal() and text not in known else text) or None
+
+
+def twin_ids(cells: Iterable[str | None]) -> set[str]:
+    """The ids that stand in a column as 1001.0 beside another one 1001: what `person_id_of` keeps apart."""
+    texts = {(cell or "").strip() for cell in cells}
+    return {text for text in texts if text.endswith(".0") and text.removesuffix(".0") in texts}
 
 
 def spacing_of(value: str | None, where: str) -> tuple[float, float, float] | None:
@@ -115,15 +125,23 @@ def integer_of(value: str | None) -> int | None:
     return int(text) if text.isdecimal() else None
 
 
+def path_of(value: str | None) -> str | None:
+    """A path relative to the root, without a slash at its start; None in an empty cell.
+
+    Blanks at its ends and names such as `none` are the file's: so the index writes what prepare finds.
+    """
+    text = (value or "").strip("/").removeprefix("dataset/")
+    return text if text.strip() and ".." not in text.split("/") else None
+
+
 def clean_path(value: str | None) -> str | None:
-    """A path relative to the root, without a slash at its start; None where there is none."""
-    text = (fact_of(value) or "").strip("/").removeprefix("dataset/")
-    return text if text and ".." not in text.split("/") else None
+    """The path in a cell that may say that there is none."""
+    return path_of(fact_of(value))
 
 
 def _text_cells(url: str, options: StorageOptions) -> tuple[list[str], dict[int, list[str]]]:
     """(header, {line number: cells}) of a TSV or CSV; empty lines are left out."""
-    text = io.StringIO(read_text(url, options), newline=None)  # None: any line end
+    text = io.StringIO(read_text(url, options), newline="")  # any line end; inside quotes it stays
     lines = csv.reader(text, delimiter="," if url.lower().endswith(".csv") else "\t", strict=True)
     try:
         header = [name.strip() for name in next(lines, [])]

@@ -5,12 +5,15 @@ from __future__ import annotations
 import re
 import shutil
 from collections import Counter
+from functools import partial
 from pathlib import Path
 
 import pandas as pd
 import pytest
+from pydicom.dataset import FileDataset
 
 from data_setup.index.people import person_of_path, side_of_path
+from data_setup.manifest import read_records
 from data_setup.tables.splits import seeded_split
 from pretraining.rows import open_rows
 from tests.data_setup.importers.reading import GRID, SPACING
@@ -107,6 +110,50 @@ def test_a_new_scan_of_a_known_person_needs_the_id_of_the_table(tmp_path: Path) 
     shutil.copy(root / "export0" / "IM001L", root / "export0" / "IM001N")
     with pytest.raises(UserError, match="'eve' of export0/IM001L"):
         index(root)
+
+
+ODD_NAMES = {  # file -> PatientID
+    "none": "None",
+    "1/NaN": "null",
+    "2/ lead": "nan",
+    "3/trail ": "N/A",
+    " 4 /x.dcm": "1003.0",
+    "5/tab\there.dcm": "1003",
+    "6/new\nline.dcm": "1004.0",
+    "7/carriage\rreturn.dcm": 'quo"te',
+    "8/both\r\nends.dcm": "0012",
+    "9/#1?*[1]%25;,'.dcm": "12",
+    "10/u\u0308ber/\u00fcber.dcm": "Zo\u00eb",
+    "11/unknown": "unknown",
+    "12/dots..dcm": "v1.0",
+}
+
+
+def test_what_the_index_writes_prepare_reads_back(tmp_path: Path) -> None:
+    """Names and ids that a table may take for no value, for a number or for the end of a line."""
+    root, voxels = tmp_path / "tree", speckle(4, 12, 16)
+
+    def edit(ds: FileDataset, seed: int, patient: str) -> None:
+        maker(patient, "L")(ds)
+        ds.SOPInstanceUID, ds.Manufacturer, ds.ManufacturerModelName = f"1.2.{seed}", "None", ""
+        ds.ProtocolName = "N/A"
+
+    for seed, (path, patient) in enumerate(ODD_NAMES.items()):
+        folder, _, name = path.rpartition("/")
+        references, one = rows_down(4), partial(edit, seed=seed, patient=patient)
+        write_opt(root / folder, voxels, name=name, spacing=SPACING, references=references, edit=one)
+    own = [f"data.gcs_root={root}", f"data.manifest_path={root}/manifest.tsv"]
+    for _ in range(2):  # a second run finds each row again
+        assert index(root, "--keep-ids") == 0
+        listing = read_records(load_config(SMOKE, own))
+        assert listing.skipped == {}
+        whole = ODD_NAMES | {"6/new\nline.dcm": "1004"}  # no other 1004: a column of numbers with a gap
+        assert {record.path: record.person_id for record in listing.records} == whole
+        assert all(Path(record.url).is_file() for record in listing.records)
+    people = root / "participants.tsv"
+    people.write_text(people.read_text().replace("1004\t", "1004.0\t"))
+    assert index(root, "--keep-ids") == 0
+    assert people.read_text().count("1004") == 1
 
 
 def test_tables_of_others_are_left_alone(tree: Path) -> None:

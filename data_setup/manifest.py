@@ -10,6 +10,7 @@ of its own it needs no participants.tsv. data_setup/index writes one for any fol
 from __future__ import annotations
 
 import logging
+import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -37,7 +38,8 @@ from data_setup.tables.text import (
 )
 from utils.config.schema import Config, StorageOptions
 from utils.errors import ConfigError, UserError
-from utils.storage import StorageNotFoundError, join, list_names
+from utils.storage import StorageNotFoundError, exists, join, list_names
+from utils.workers import in_threads
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -83,20 +85,21 @@ class RecordList:
     split_source: str  # RECOMMENDED | SEEDED
     unused: list[Record]  # the other rows that name a file; device, protocol, person may be unknown in them
     root: str  # what the paths are relative to
-    filtered: list[Record]  # those of `unused` that only data.*_filter or data.max_samples exclude
+    filtered: list[Record]  # those of `unused` that a filter, data.max_samples or a lacking file excludes
 
     @property
     def doubles(self) -> list[Record]:
-        """Unused rows that give another file the SOPInstanceUID of a record: the first row is used."""
-        paths = {r.path for r in self.records}
-        uids = {r.sop_instance_uid for r in self.records} - {""}
-        by_path = {r.path: r for r in self.unused if r.path not in paths and r.sop_instance_uid in uids}
-        return list(by_path.values())
+        """The records whose SOPInstanceUID an earlier one has: copies by their voxels, or other scans."""
+        first: dict[str, str] = {}
+        uids = ((r, r.sop_instance_uid) for r in self.records)
+        return [r for r, uid in uids if uid and first.setdefault(uid, r.path) != r.path]
 
 
 def read_records(cfg: Config) -> RecordList:
     """The records that pass the data.* filters, by (person_id, path); raises UserError, ConfigError."""
     rows, unused, skipped = _manifest_rows(cfg.data.manifest_path, cfg.data.storage_options)
+    root = _tree_root(cfg)
+    repeats = _without_their_file(rows, root, cfg.data.storage_options)
     named = {name: {getattr(row, name) for row in rows} for name in FILTERED.values()}
     allowed = wanted_values(cfg, named)
     participants, split_source = read_participants(cfg, {row.person_id for row in rows})
@@ -116,7 +119,10 @@ def read_records(cfg: Config) -> RecordList:
         rejected = next(
             (k for k, (field, values) in allowed.items() if getattr(record, field) not in values), None
         )
-        if rejected:
+        if record.path in repeats:
+            skipped["duplicate_row"] += 1
+            filtered.append(record)  # a volume that the store has of it stays
+        elif rejected:
             skipped[f"filtered_by_{rejected}"] += 1
             filtered.append(record)
         else:
@@ -132,11 +138,29 @@ def read_records(cfg: Config) -> RecordList:
     if not records:
         counts = ", ".join(f"{k} {n}" for k, n in sorted(skipped.items())) or "an empty manifest"
         raise UserError(f"{cfg.data.manifest_path}: expected at least one usable row, found none ({counts})")
-    root = _tree_root(cfg)
     records, filtered, unused = (
         [replace(r, url=join(root, r.path)) for r in part] for part in (records, filtered, unused)
     )
     return RecordList(records, dict(sorted(skipped.items())), split_source, unused + filtered, root, filtered)
+
+
+def _without_their_file(rows: Iterable[Record], root: str, options: StorageOptions) -> set[str]:
+    """Paths of the rows without a file whose SOPInstanceUID another row has, with its file or before them.
+
+    All rows with a file are used: whether two are one scan is seen in their voxels (StoreWriter.finalise).
+    """
+    groups: dict[str, list[str]] = {}
+    for row in rows:
+        groups.setdefault(row.sop_instance_uid or row.path, []).append(row.path)
+    several = [paths for paths in groups.values() if len(paths) > 1]
+
+    def is_there(path: str) -> bool:  # E2E: `eye.e2e#2` is a volume of eye.e2e
+        return any(exists(join(root, name), options) for name in (path, re.sub(r"#\d+$", "", path)))
+
+    asked = [path for paths in several for path in paths]
+    there = {path for path, found_it in zip(asked, in_threads(is_there, asked), strict=True) if found_it}
+    stay = {path for paths in several for path in (there & set(paths) or paths[:1])}
+    return set(asked) - stay
 
 
 def load_labels(cfg: Config) -> dict[str, str]:
@@ -189,8 +213,7 @@ def _manifest_rows(url: str, options: StorageOptions) -> tuple[list[Record], lis
     rows: list[Record] = []
     unused: list[Record] = []
     skipped: Counter[str] = Counter()
-    paths: set[str] = set()
-    uids: set[str] = set()
+    people: dict[str, str] = {}  # path -> person
     twins = twin_ids(row[id_column] for row in table.values())
     for line, row in table.items():
         path = path_of(row["filepath"])
@@ -206,7 +229,7 @@ def _manifest_rows(url: str, options: StorageOptions) -> tuple[list[Record], lis
             "unknown_device": device is None,
             "unknown_protocol": protocol is None,
             "not_a_volume": known is not None and not known.is_volume,
-            "duplicate_row": path in paths or (uid != "" and uid in uids),
+            "duplicate_row": path in people,
         }
         reason = next((name for name, applies in reasons.items() if applies), None)
         if reason:
@@ -214,6 +237,9 @@ def _manifest_rows(url: str, options: StorageOptions) -> tuple[list[Record], lis
         if path is None:
             continue
         where = f"{url}: line {line}"
+        if person_id and people.get(path, person_id) != person_id:
+            both = f"{people[path]!r} and {person_id!r}"
+            raise UserError(f"{where}: expected {path!r} in the rows of one person, found {both}")
         frames, height, width = (integer_of(row.get(c)) for c in ("number_of_frames", "height", "width"))
         record = Record(
             person_id=person_id or "unknown",
@@ -233,8 +259,7 @@ def _manifest_rows(url: str, options: StorageOptions) -> tuple[list[Record], lis
         if reason:
             unused.append(record)
         else:
-            paths.add(path)
-            uids.add(uid)
+            people[path] = record.person_id
             rows.append(record)
     return rows, unused, skipped
 

@@ -52,7 +52,7 @@ from data_setup.check.tree import PIXEL_HASH_MODES, audit_files, check_tree, lis
 from data_setup.jobs import DONE, SOURCE_MISSING, TO_DO, Job, run_jobs, state_of
 from data_setup.manifest import RECOMMENDED, Record, RecordList, read_records
 from data_setup.store.format import KEPT, UNREAD, read_attrs
-from data_setup.store.summary import next_step, require_apart, shorten, summarise, table
+from data_setup.store.summary import AUDIT_NAMES, next_step, require_apart, shorten, summarise, table
 from data_setup.store.verify import verify
 from data_setup.store.writer import StoreWriter, record_fields
 from utils import storage
@@ -185,7 +185,13 @@ def finalise(
     others = writer.find_rows(map(record_fields, listing.filtered)) if listing.filtered else []
     index = writer.finalise([*rows, *others])
     files = shorten(audit_files(listing, list_tree(listing, options))) if audit else None
-    about = dict(run) | {"split_source": listing.split_source, "audit": files}
+    of_row, uids = dict(enumerate(writer.read_records())), index.sop_instance_uid
+    shared = [index.path[row] for row in index.index if of_row[row]["sop_instance_uid"] and not uids[row]]
+    about = (
+        dict(run)
+        | {"shared_uid": shared[:AUDIT_NAMES]}
+        | {"split_source": listing.split_source, "audit": files}
+    )
     report = summarise(index, read_attrs(writer.url, options), listing.skipped, about)
     url = storage.join(writer.url, "prepare_report.json")
     storage.write_text(url, json.dumps(report, indent=1) + "\n", options)

@@ -116,6 +116,9 @@ def match_lines(
     line without a path, of another line of the same scan. `devices`: those whose files are known.
     """
     listed = store.index[store.index["listed"]]
+    listed = listed.sort_values(
+        "status", key=lambda status: status == KEPT, kind="stable"
+    )  # a kept copy last
     by_uid = {uid: row for uid, row in zip(listed.sop_instance_uid, listed.row, strict=True) if uid}
     by_path = dict(zip(listed.path, listed.row, strict=True))
     kept = set(store.kept.tolist())
@@ -125,6 +128,7 @@ def match_lines(
     for line in lines.values():
         uid = fact_of(line[uid_column]) if uid_column else None
         rows = {by_uid.get(uid), by_path.get(path_of(line[path_column]))} - {None}
+        rows = rows & kept or rows  # one of them may be a copy of the other
         row = rows.pop() if len(rows) == 1 else None
         if all(clean_path(line[cell]) is None for cell in cells):
             counts[reasons[0]] += 1

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from data_setup.store.format import KEPT, PENDING
+from data_setup.store.format import DUPLICATE, KEPT, PENDING
 from data_setup.store.quality import LIMITS, share_between
 from utils.errors import UserError
 
@@ -111,6 +111,7 @@ _NEXT_STEPS = {
     "not_a_volume": "export the whole volume as one file, or take its row out of the manifest",
     "not_en_face": "empty its cell of the manifest, or copy the file again; the cube is used without it",
     "unknown_slab": "empty its cell of the manifest; the cube is used without it",
+    DUPLICATE: "take one of the two rows out of the manifest, or leave both: the scan is used once",
     "unread": "run again",
     "worker_died": "run again with fewer --workers",
     "internal_error": "report the place that is printed above",
@@ -147,6 +148,7 @@ def summarise(
         "geometry": attrs["geometry"],
         **_group(index),
         "rejected_files": _first_files(index),
+        "repeats": _repeats(index),
         "by_device": {str(name): _group(part) for name, part in index.groupby("device")},
         "by_protocol": {str(name): _group(part) for name, part in index.groupby("protocol")},
         "participants": {
@@ -161,6 +163,12 @@ def _first_files(index: pd.DataFrame) -> dict[str, list[str]]:
     """Reason -> the first files that were rejected for it."""
     rejected = index[~index.status.isin([KEPT, PENDING])]
     return {str(reason): part.path.head(REJECT_NAMES).tolist() for reason, part in rejected.groupby("status")}
+
+
+def _repeats(index: pd.DataFrame) -> list[str]:
+    """The first rows that repeat another one, each with what it repeats."""
+    repeats = index[index.status == DUPLICATE].head(AUDIT_NAMES)
+    return [f"{path}: {message}" for path, message in zip(repeats.path, repeats.message, strict=True)]
 
 
 def _triple(values: list[float] | None) -> str:
@@ -215,7 +223,13 @@ def table(report: Mapping[str, Any]) -> str:
         lines.append(f"no longer in the manifest, kept in their rows: {report['not_in_manifest']}")
     if report["identical_volumes"]:
         lines.append(f"the same volume under several participants: {rows_text(report['identical_volumes'])}")
+    lines += [f"left out, the same scan again: {text}" for text in report["repeats"]]
     run = report["run"]
+    if shared := run.get("shared_uid"):
+        lines.append(
+            f"warning: one SOPInstanceUID, other voxels: {', '.join(shared[:REJECT_NAMES])}"
+            f"{', ...' if len(shared) > REJECT_NAMES else ''}: each is used as a scan of its own"
+        )
     if run["audit"]:
         numbers = {kind: part["count"] for kind, part in run["audit"].items()}
         lines.append(

@@ -9,6 +9,7 @@ of its own it needs no participants.tsv. data_setup/index writes one for any fol
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import re
 from collections import Counter
@@ -71,6 +72,7 @@ class Record:
     d_order: str | None = None  # a key of tables.D_ORDERS
     files: str | None = None  # of a folder: pattern of its B-scan images
     volume_yaml: str | None = None  # keys of a volume.yaml in one line, beneath those of the YAML files
+    line: int = dataclasses.field(default=0, compare=False)  # of the manifest
 
 
 def unknown_record(url: str, path: str | None = None) -> Record:
@@ -255,6 +257,7 @@ def _manifest_rows(url: str, options: StorageOptions) -> tuple[list[Record], lis
             d_order=_d_order(row.get("d_order"), where),
             files=row.get("files") or None,
             volume_yaml=fact_of(row.get("volume_yaml")),
+            line=line,
         )
         if reason:
             unused.append(record)

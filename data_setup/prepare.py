@@ -48,11 +48,13 @@ from contextlib import closing
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import pandas as pd
+
 from data_setup.check.tree import PIXEL_HASH_MODES, audit_files, check_tree, list_tree
 from data_setup.jobs import DONE, SOURCE_MISSING, TO_DO, Job, run_jobs, state_of
 from data_setup.manifest import RECOMMENDED, Record, RecordList, read_records
 from data_setup.store.format import KEPT, UNREAD, read_attrs
-from data_setup.store.summary import AUDIT_NAMES, next_step, require_apart, shorten, summarise, table
+from data_setup.store.summary import next_step, repeats, require_apart, shorten, summarise, table
 from data_setup.store.verify import verify
 from data_setup.store.writer import StoreWriter, record_fields
 from utils import storage
@@ -178,24 +180,18 @@ def finalise(
     rows: Sequence[int],
     run: Mapping[str, Any],
     audit: bool,
-) -> dict[str, Any]:
-    """Write the index and prepare_report.json, whose `run` section is `run`; returns the report."""
+) -> tuple[dict[str, Any], pd.DataFrame]:
+    """Write the index and prepare_report.json, whose `run` section is `run`; returns (report, index)."""
     options = cfg.data.storage_options
     # What another filter prepared stays listed: one store may be filled device by device.
     others = writer.find_rows(map(record_fields, listing.filtered)) if listing.filtered else []
     index = writer.finalise([*rows, *others])
     files = shorten(audit_files(listing, list_tree(listing, options))) if audit else None
-    of_row, uids = dict(enumerate(writer.read_records())), index.sop_instance_uid
-    shared = [index.path[row] for row in index.index if of_row[row]["sop_instance_uid"] and not uids[row]]
-    about = (
-        dict(run)
-        | {"shared_uid": shared[:AUDIT_NAMES]}
-        | {"split_source": listing.split_source, "audit": files}
-    )
+    about = dict(run) | {"split_source": listing.split_source, "audit": files}
     report = summarise(index, read_attrs(writer.url, options), listing.skipped, about)
     url = storage.join(writer.url, "prepare_report.json")
     storage.write_text(url, json.dumps(report, indent=1) + "\n", options)
-    return report
+    return report, index
 
 
 def keep_splits(listing: RecordList, writer: StoreWriter) -> RecordList:
@@ -285,9 +281,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         "peak_memory_mb": None if args.dask else round(_peak_memory_mb(args.workers), 1),
     }
     # ---- the end: index and report first, so that what was prepared is kept whatever the verdict
-    report = finalise(cfg, writer, listing, rows, run, args.audit or not storage.is_remote(root))
-    print(table(report))
-    require_apart(cfg.data.store, report["identical_volumes"])
+    report, index = finalise(cfg, writer, listing, rows, run, args.audit or not storage.is_remote(root))
+    lines = {record.path: record.line for record in listing.records}
+    uids = {record.path: record.sop_instance_uid for record in listing.records}
+    print("\n".join([table(report), *repeats(index, lines, uids)]))
+    require_apart(cfg.data.store, index, lines)
     code = _exit_code(cfg, tally)
     if code == EXIT_FINISHED:
         print(f"next: python -m pretraining.train --config {shlex.join([args.config, *args.overrides])}")

@@ -116,9 +116,8 @@ def match_lines(
     line without a path, of another line of the same scan. `devices`: those whose files are known.
     """
     listed = store.index[store.index["listed"]]
-    listed = listed.sort_values(
-        "status", key=lambda status: status == KEPT, kind="stable"
-    )  # a kept copy last
+    by_status = listed.status == KEPT  # a kept row last: it counts before its copies
+    listed = pd.concat([listed[~by_status], listed[by_status]])
     by_uid = {uid: row for uid, row in zip(listed.sop_instance_uid, listed.row, strict=True) if uid}
     by_path = dict(zip(listed.path, listed.row, strict=True))
     kept = set(store.kept.tolist())

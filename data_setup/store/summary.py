@@ -80,13 +80,16 @@ def identical_volumes(index: pd.DataFrame) -> list[dict[int, str]]:
     return [dict(zip(part.row, part.split, strict=True)) for _, part in same if part.person_id.nunique() > 1]
 
 
-def require_apart(url: str, identical: Sequence[Mapping[Any, str]]) -> None:
-    """Raise UserError when a volume of `identical_volumes` stands in two splits."""
-    leaks = [rows for rows in identical if len(set(rows.values())) > 1]
+def require_apart(url: str, index: pd.DataFrame, lines: Mapping[str, int] | None = None) -> None:
+    """Raise UserError when a volume of `identical_volumes` stands in two splits; `lines`: path -> line of the
+    manifest.
+    """
+    leaks = [rows for rows in identical_volumes(index) if len(set(rows.values())) > 1]
     if leaks:
         raise UserError(
-            f"{url}: expected no volume in two splits, found {rows_text(leaks)} with the same "
-            "voxels under several participants; correct manifest or participants and prepare again"
+            f"{url}: expected no volume in two splits, found {_named(index, leaks, lines or {})} with the "
+            "same voxels under several participants; if they are one person, give their rows of the manifest "
+            "one person_id, else take one of them out, and prepare again"
         )
 
 
@@ -123,10 +126,16 @@ def next_step(status: str) -> str:
     return _NEXT_STEPS.get(status, "export or copy the file again, or take its row out of the manifest")
 
 
-def rows_text(volumes: Sequence[Mapping[int, str]]) -> str:
-    """The first rows of `identical_volumes` in one line."""
-    first = [", ".join(f"{row} ({split})" for row, split in rows.items()) for rows in volumes[:AUDIT_NAMES]]
-    return "rows " + "; ".join(first) + (f" and {more} more" if (more := len(volumes) - len(first)) else "")
+def _named(index: pd.DataFrame, volumes: Sequence[Mapping[int, str]], lines: Mapping[str, int]) -> str:
+    """The first of `identical_volumes` in one line: their paths, splits and lines of the manifest."""
+    path_of = dict(zip(index.row, index.path, strict=True))
+
+    def named(row: int, split: str) -> str:
+        line = lines.get(path_of[row])
+        return f"{path_of[row]!r} ({split}{f', line {line}' if line else ''})"
+
+    first = [" and ".join(named(*pair) for pair in rows.items()) for rows in volumes[:AUDIT_NAMES]]
+    return "; ".join(first) + (f" and {more} more" if (more := len(volumes) - len(first)) else "")
 
 
 def shorten(audit: Mapping[str, list[str]]) -> dict[str, dict[str, Any]]:
@@ -148,7 +157,6 @@ def summarise(
         "geometry": attrs["geometry"],
         **_group(index),
         "rejected_files": _first_files(index),
-        "repeats": _repeats(index),
         "by_device": {str(name): _group(part) for name, part in index.groupby("device")},
         "by_protocol": {str(name): _group(part) for name, part in index.groupby("protocol")},
         "participants": {
@@ -165,10 +173,21 @@ def _first_files(index: pd.DataFrame) -> dict[str, list[str]]:
     return {str(reason): part.path.head(REJECT_NAMES).tolist() for reason, part in rejected.groupby("status")}
 
 
-def _repeats(index: pd.DataFrame) -> list[str]:
-    """The first rows that repeat another one, each with what it repeats."""
-    repeats = index[index.status == DUPLICATE].head(AUDIT_NAMES)
-    return [f"{path}: {message}" for path, message in zip(repeats.path, repeats.message, strict=True)]
+def repeats(index: pd.DataFrame, lines: Mapping[str, int], uids: Mapping[str, str]) -> list[str]:
+    """What is said of scans that are in the store twice, by their paths and `lines` of the manifest.
+
+    `uids`: path -> SOPInstanceUID in the manifest. A run's report names no path: this is no part of it.
+    """
+    copies = index[index.status == DUPLICATE].head(AUDIT_NAMES)
+    texts = [f"{path}: {text}" for path, text in zip(copies.path, copies.message, strict=True)]
+    texts = [f"left out, the same scan again: {text}" for text in texts]
+    shared = [p for p, uid in zip(index.path, index.sop_instance_uid, strict=True) if uids.get(p) and not uid]
+    if shared:
+        first = ", ".join(shared[:REJECT_NAMES]) + (", ..." if len(shared) > REJECT_NAMES else "")
+        texts.append(f"warning: one SOPInstanceUID, other voxels: {first}: each is used as another scan")
+    if same := identical_volumes(index):
+        texts.append(f"the same volume under several participants: {_named(index, same, lines)}")
+    return texts
 
 
 def _triple(values: list[float] | None) -> str:
@@ -221,15 +240,7 @@ def table(report: Mapping[str, Any]) -> str:
         lines.append(f"pending: {report['pending']} (an interrupted run)")
     if report["not_in_manifest"]:
         lines.append(f"no longer in the manifest, kept in their rows: {report['not_in_manifest']}")
-    if report["identical_volumes"]:
-        lines.append(f"the same volume under several participants: {rows_text(report['identical_volumes'])}")
-    lines += [f"left out, the same scan again: {text}" for text in report["repeats"]]
     run = report["run"]
-    if shared := run.get("shared_uid"):
-        lines.append(
-            f"warning: one SOPInstanceUID, other voxels: {', '.join(shared[:REJECT_NAMES])}"
-            f"{', ...' if len(shared) > REJECT_NAMES else ''}: each is used as a scan of its own"
-        )
     if run["audit"]:
         numbers = {kind: part["count"] for kind, part in run["audit"].items()}
         lines.append(

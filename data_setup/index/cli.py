@@ -26,7 +26,7 @@ import os
 from collections import Counter
 from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from data_setup.index.candidates import find_candidates
 from data_setup.index.layers import with_layers
@@ -64,6 +64,9 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--set", metavar="NAME", help="the public set that the tree is")
     parser.add_argument("--out", metavar="DIR", help="where the tables go (default: FOLDER)")
     parser.add_argument("--person", metavar="PATTERN", help="a regular expression; its group is the person")
+    parser.add_argument(
+        "--forget-missing", action="store_true", help="take rows out of the manifest whose file is gone"
+    )
     parser.add_argument("--keep-ids", action="store_true", help="PatientID as it is, not its digest")
     add_workers(parser)
     parser.add_argument("--endpoint-url", metavar="URL", help="an S3-compatible store, or an emulator")
@@ -100,7 +103,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         entries = with_layers(root, out, with_ids_of_folders(entries), options)
     has_classes = plug is not None and any(entry.label_volume for entry in entries)
     classes = plug.classes_of_voxels(tree) if plug and has_classes else {}
-    written = write_tables(out, entries, options, classes if plug else None)
+    there = {*tree.sizes, *(str(folder) for path in tree.sizes for folder in PurePosixPath(path).parents)}
+    named = classes if plug else None
+    written = write_tables(out, entries, options, named, there, args.forget_missing)
     octa_lines = write_octa(out, entries, octa, options)
     print("\n".join(summarise(root, out, entries, others, written, options, octa_lines, plug)))
     return EXIT_TRY_AGAIN if any(entry.status == UNREAD for entry in entries) else 0

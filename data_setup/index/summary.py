@@ -224,10 +224,12 @@ def _tables(written: Written) -> list[str]:
     if written.differing:
         count = len(written.differing)
         lines.append(f"  {count} cells are not what the files say, and stay: {_some(written.differing)}")
+    if written.moved:
+        lines.append(f"  {len(written.moved)} rows follow their file to another path: {_some(written.moved)}")
     if written.gone:
-        lines.append(
-            f"  {len(written.gone)} rows name what is no longer there, and stay: {_some(written.gone)}"
-        )
+        what = "are taken out" if written.forgot else "stay"
+        text = f"  {len(written.gone)} rows name what is no longer there, and {what}: {_some(written.gone)}"
+        lines.append(text if written.forgot else f"{text}; --forget-missing takes them out")
     if written.without_split:
         lines.append(
             f"participants.tsv: {written.without_split} people added without recommended_split: "

@@ -9,6 +9,7 @@ never changed: an entry fills empty cells and adds rows at the end.
 from __future__ import annotations
 
 import io
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -21,6 +22,8 @@ from data_setup.tables.text import (
     PERSON_COLUMNS,
     SIDES,
     Row,
+    fact_of,
+    integer_of,
     label_of,
     path_of,
     person_id_of,
@@ -62,6 +65,8 @@ class Written:
     added: int = 0  # rows of the manifest
     kept: int = 0
     gone: list[str] = field(default_factory=list)  # paths of the manifest that the tree does not have
+    moved: list[str] = field(default_factory=list)  # `old -> new` path of rows whose file is elsewhere now
+    forgot: bool = False  # those `gone` are no longer in the manifest
     differing: list[str] = field(default_factory=list)  # `path: column` where a kept cell is not the file's
     people: set[str] = field(default_factory=set)  # of the manifest, afterwards
     filled: dict[str, set[str]] = field(default_factory=dict)  # path -> columns that its kept row has
@@ -71,15 +76,23 @@ class Written:
 
 
 def write_tables(
-    out: str, entries: Sequence[Entry], options: StorageOptions, classes: Mapping[int, str] | None = None
+    out: str,
+    entries: Sequence[Entry],
+    options: StorageOptions,
+    classes: Mapping[int, str] | None = None,
+    paths: Collection[str] = (),
+    forget: bool = False,
 ) -> Written:
     """Write them all; `classes`: of a public set, the names of its voxels' classes, maybe none.
 
+    `paths`: files of the tree that are no entries; `forget`: rows of other paths are taken out.
+
     Raises UserError for a table that cannot be read, StorageError.
     """
-    written = Written()
+    written = Written(forgot=forget)
     rows = [entry for entry in entries if entry.is_row]
-    manifest = _manifest(out, rows, options, written)  # raises before anything is written
+    present = {path_of(path) for path in (*paths, *(entry.path for entry in entries))}
+    manifest = _manifest(out, rows, present, forget, options, written)  # raises before anything is written
     people = _people(out, rows, options, written, classes is not None)  # both are read before one is written
     texts = _texts_of_set(rows, classes or {})
     for name, text in texts.items():
@@ -131,11 +144,18 @@ def manifest_row(entry: Entry) -> Row:
 
 
 def _manifest(
-    out: str, entries: Sequence[Entry], options: StorageOptions, written: Written
+    out: str,
+    entries: Sequence[Entry],
+    present: Collection[str | None],
+    forget: bool,
+    options: StorageOptions,
+    written: Written,
 ) -> tuple[list[str], list[Row]]:
     optional = [name for name in OPTIONAL_COLUMNS if any(getattr(entry, name) for entry in entries)]
     usual = (*MANIFEST_COLUMNS, *optional)
     columns, kept = _read(join(out, "manifest.tsv"), ("filepath",), usual, options)
+    by_path = {path_of(row["filepath"]): row for row in kept}
+    _hand_over(by_path, entries, present, written)
     by_path = {path_of(row["filepath"]): row for row in kept}
     known = {*twin_ids(row["person_id"] for row in kept), *(entry.person_id for entry in entries)}
     _check_people(join(out, "manifest.tsv"), entries, by_path, known)
@@ -153,10 +173,35 @@ def _manifest(
                 row[name] = value
             elif value not in ("", UNKNOWN) and not _is_same(name, row[name], value, known):
                 written.differing.append(f"{path}: {name}")
-    written.gone = sorted(path or "" for path in by_path if path not in {path_of(p) for p in fresh})
+    written.gone = sorted(path or "" for path in by_path if path not in present)
+    if forget:
+        kept = [row for row in kept if path_of(row["filepath"]) in present]
     id_column = next(name for name in PERSON_COLUMNS if name in columns)
     written.people = {person_id_of(row[id_column], known) or "" for row in kept}
     return columns, kept
+
+
+def _hand_over(
+    by_path: Mapping[str | None, Row],
+    entries: Sequence[Entry],
+    present: Collection[str | None],
+    written: Written,
+) -> None:
+    """Give the row of a file that is gone, so its person and edits, to the same scan at another path.
+
+    It is the same where no other file and no other row has its SOPInstanceUID, and the header has its shape.
+    """
+    rows = [(fact_of(row.get("sop_instance_uid")), path, row) for path, row in by_path.items()]
+    rows_of, entries_of = Counter(uid for uid, _, _ in rows), Counter(e.sop_instance_uid for e in entries)
+    fresh = {e.sop_instance_uid: e for e in entries if path_of(e.path) not in by_path}
+    for uid, path, row in rows:
+        entry = fresh.get(uid or "")
+        if not uid or entry is None or path in present or (rows_of[uid], entries_of[uid]) != (1, 1):
+            continue
+        shape = tuple(integer_of(row.get(name)) for name in ("number_of_frames", "height", "width"))
+        if None in shape or shape == entry.shape:
+            written.moved.append(f"{path} -> {entry.path}")
+            row["filepath"] = entry.path
 
 
 def _check_people(

@@ -156,6 +156,48 @@ def test_what_the_index_writes_prepare_reads_back(tmp_path: Path) -> None:
     assert people.read_text().count("1004") == 1
 
 
+def test_a_row_follows_its_file_and_what_is_gone_is_forgotten_on_request(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A renamed folder keeps its people and edits; of files with one UID, or of another shape, none is."""
+    root = tmp_path / "tree"
+    write_dicoms(root, range(4))
+    for name in ("a", "b"):  # one UID for two scans
+        references, edit = rows_down(6), maker("same", "L")
+        write_opt(
+            root / "same", speckle(seed=9), name=name, spacing=SPACING, references=references, edit=edit
+        )
+    index(root)
+    manifest, people = root / "manifest.tsv", root / "participants.tsv"
+    frame = pd.read_csv(manifest, sep="\t", dtype=str, keep_default_na=False)
+    frame["grade"] = frame.filepath
+    frame.loc[frame.filepath == "export0/IM000L", ["person_id", "d_order"]] = ["eve", "unknown"]
+    frame.loc[frame.filepath == "export0/IM000R", "person_id"] = "eve"
+    frame.to_csv(manifest, sep="\t", index=False)
+    before = table(manifest)
+    (root / "export0").rename(root / "patients")
+    (root / "same" / "a").rename(root / "same" / "c")
+    (root / "export1" / "IM002L").unlink()
+    capsys.readouterr()
+    index(root)
+    text, rows = capsys.readouterr().out, table(manifest)
+    assert "4 rows follow their file to another path: export0/IM000L -> patients/IM000L" in text
+    gone = "2 rows name what is no longer there, and stay: export1/IM002L, same/a; --forget-missing"
+    assert gone in text
+    assert rows["patients/IM000L"]["person_id"] == rows["patients/IM000R"]["person_id"] == "eve"
+    assert rows["patients/IM001L"]["grade"] == "export0/IM001L"
+    assert set(rows) == {path.replace("export0", "patients") for path in before} | {"same/c"}
+    (root / "export1" / "IM003L").write_bytes(b"no longer whole")  # it is there: a copy may mend it
+    index(root, "--forget-missing")
+    text, rows = capsys.readouterr().out, table(manifest)
+    assert "2 rows name what is no longer there, and are taken out: export1/IM002L, same/a\n" in text
+    assert set(rows) & {"export1/IM002L", "export1/IM003L", "same/a", "same/c"} == {
+        "export1/IM003L",
+        "same/c",
+    }
+    assert "eve" in table(people, "person_id")
+
+
 def test_tables_of_others_are_left_alone(tree: Path) -> None:
     people = tree / "participants.tsv"
     people.write_text("person_id\trecommended_split\n9001\ttrain\n")

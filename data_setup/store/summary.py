@@ -115,6 +115,7 @@ _NEXT_STEPS = {
     "not_en_face": "empty its cell of the manifest, or copy the file again; the cube is used without it",
     "unknown_slab": "empty its cell of the manifest; the cube is used without it",
     DUPLICATE: "take one of the two rows out of the manifest, or leave both: the scan is used once",
+    "bad_name": "rename the file",
     "unread": "run again",
     "worker_died": "run again with fewer --workers",
     "internal_error": "report the place that is printed above",

@@ -57,6 +57,7 @@ from data_setup.store.format import KEPT, UNREAD, read_attrs
 from data_setup.store.summary import next_step, repeats, require_apart, shorten, summarise, table
 from data_setup.store.verify import verify
 from data_setup.store.writer import StoreWriter, record_fields
+from data_setup.tables.splits import shortfalls
 from utils import storage
 from utils.cli import add_workers, parse_cli, run_cli
 from utils.config.schema import Config
@@ -284,7 +285,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     report, index = finalise(cfg, writer, listing, rows, run, args.audit or not storage.is_remote(root))
     lines = {record.path: record.line for record in listing.records}
     uids = {record.path: record.sop_instance_uid for record in listing.records}
-    print("\n".join([table(report), *repeats(index, lines, uids)]))
+    used = index[(index.status == KEPT) & index.listed]
+    short = shortfalls(zip(used.person_id, used.split, strict=True), cfg.seed)
+    print("\n".join([table(report), *repeats(index, lines, uids), *short]))
     require_apart(cfg.data.store, index, lines)
     code = _exit_code(cfg, tally)
     if code == EXIT_FINISHED:

@@ -11,11 +11,10 @@ from data_setup.manifest import load_labels, select_wanted, unit_of
 from data_setup.store.format import KEPT, PENDING
 from data_setup.store.reader import PreparedStore
 from data_setup.store.summary import require_apart
-from data_setup.tables.splits import EXACT, pretraining_split
+from data_setup.tables.splits import EXACT, VAL_FRACTION, pretraining_split
 from utils.config.schema import Config
 from utils.errors import UserError
 
-VAL_FRACTION = 0.1  # of the training participants validate
 log = logging.getLogger(__name__)
 
 

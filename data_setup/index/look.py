@@ -111,7 +111,9 @@ def _look(
     candidate: Candidate, root: str, rules: Rules, options: StorageOptions, files: str | None = None
 ) -> Entry:
     path, kind = candidate.path, candidate.kind
-    person, place = person_of_path(path, by_folder=kind in HEADED)
+    person, place = candidate.person, candidate.place
+    if not person:
+        person, place = person_of_path(path, by_folder=kind in HEADED)
     entry = Entry(
         path,
         kind,

@@ -69,6 +69,7 @@ class Written:
     forgot: bool = False  # those `gone` are no longer in the manifest
     differing: list[str] = field(default_factory=list)  # `path: column` where a kept cell is not the file's
     people: set[str] = field(default_factory=set)  # of the manifest, afterwards
+    splits: dict[str, str] = field(default_factory=dict)  # person -> recommended_split of the table
     filled: dict[str, set[str]] = field(default_factory=dict)  # path -> columns that its kept row has
     without_split: int = 0  # added to a table of people that has recommended_split
     dealt: bool = False  # splits are dealt to a set that has none
@@ -267,6 +268,9 @@ def _people(
         cells = {id_column: person, "laterality": side, **fresh.get((person, side), {})}
         kept.append({name: cells.get(name, "") for name in columns})
         written.without_split += "recommended_split" in columns and not cells.get("recommended_split")
+    if "recommended_split" in columns:
+        persons = (person_id_of(row[id_column], known) or "" for row in kept)
+        written.splits = {p: row["recommended_split"] for p, row in zip(persons, kept, strict=True)}
     return columns, kept
 
 

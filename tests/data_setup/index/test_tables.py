@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 import shutil
 from collections import Counter
 from functools import partial
@@ -12,8 +13,8 @@ import pandas as pd
 import pytest
 from pydicom.dataset import FileDataset
 
-from data_setup.index.people import person_of_path, side_of_path
-from data_setup.manifest import read_records
+from data_setup.index.people import people_of_paths, person_of_path, side_of_path
+from data_setup.manifest import load_labels, read_records
 from data_setup.tables.splits import seeded_split
 from pretraining.rows import open_rows
 from tests.data_setup.importers.reading import GRID, SPACING
@@ -259,10 +260,97 @@ def test_a_cohort_that_grows_moves_nobody_without_a_table_of_people(tmp_path: Pa
         ("Patient_003_RE/scan.tif", False, "Patient_003", "R"),
         ("Patient1LeftEye.tif", False, "Patient1", "L"),
         ("le/1003.tif", False, "1003", None),
+        ("export/10585581/OS", False, "10585581", "L"),
+        ("export/20241301/OD", False, "20241301", "R"),
+        ("1003/20240131/OD", False, "1003", "R"),
+        ("1003/31012024/OD", False, "1003", "R"),
+        ("export/20240131/OD", False, "20240131", "R"),
+        ("ERM_study/Patient1/SD_OCT/Horizontal", False, "Patient1", None),
+        ("DICOM/subject-07/Fovea/scan.vol", True, "subject_07", None),
+        ("Patient1/1003/OD", False, "1003", "R"),
+        ("Kopie von 100049/OD", False, "100049", "R"),
+        ("100049 - Copy (2)/OD", False, "100049", "R"),
+        ("P4/masks", False, "P4", None),
+        ("1003/V1", False, "1003", None),
     ],
 )
 def test_people_and_eyes_by_path(path: str, by_folder: bool, person: str, side: str | None) -> None:
     assert (person_of_path(path, by_folder)[0], side_of_path(path)) == (person, side)
+
+
+@pytest.mark.parametrize(
+    ("paths", "people"),
+    [
+        (
+            "imagesTr/OCT_001_0000.nii.gz imagesTr/OCT_001_0001.nii.gz imagesTr/OCT_002_0000.nii.gz",
+            "001 001 002",
+        ),
+        ("case_001_0000.nii case_001_0001.nii case_002_0000.nii", "case_001 case_001 case_002"),
+        ("1003_0001.nii 1003_0002.nii", "1003_0001 1003_0002"),  # no 0000: not numbered as channels are
+        ("mrn/10585581/OS mrn/20101213/OS mrn/30999999/OD", "10585581 20101213 30999999"),
+        ("1003/20240131/OD 1003/20240228/OD", "1003 1003"),
+        ("1001/Fovea 1001/Disc 1002/Fovea 1002/Disc", "1001 1001 1002 1002"),
+        ("bonn/ann/OD koeln/ann/OD", "ann ann"),
+        ("AMD/1/OD Control/1/OD", "1 1"),
+    ],
+)
+def test_people_by_all_paths_of_a_tree(paths: str, people: str) -> None:
+    read = people_of_paths([(path, False) for path in paths.split()])
+    assert [person for person, _ in read] == people.split()
+
+
+def test_two_readings_are_shown_and_nobody_is_an_eye(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for n in range(4):
+        write_nifti(tmp_path / "two" / f"g{n // 2}" / f"{n % 2}" / "OD.nii", speckle(4, 12, 16), SPACING)
+        write_nifti(
+            tmp_path / "eyes" / ("OD", "OS", "V1", "Horizontal")[n] / "L.nii", speckle(4, 12, 16), SPACING
+        )
+    with pytest.raises(
+        UserError, match=r"'Horizontal/L.nii': expected the name of a person .*found 'L', as in 4"
+    ):
+        index(tmp_path / "eyes")
+    assert not (tmp_path / "eyes" / "manifest.tsv").exists()
+    index(tmp_path / "two")
+    (line,) = [x for x in capsys.readouterr().out.splitlines() if "can be read in two ways" in x]
+    ways = re.findall(r"(\d+) people by --person (\S+?)(?:;|$)", line)
+    assert len(ways) == 2
+    for number, way in ways:
+        index(tmp_path / "two", "--out", str(tmp_path / number), "--person", *shlex.split(way))
+        assert len(table(tmp_path / number / "participants.tsv", "person_id")) == int(number)
+
+
+@pytest.mark.parametrize("name", ["l.csv", "german.csv", "l.tsv", "l.xlsx", "l.parquet"])
+def test_ids_of_a_label_table_are_compared_at_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    root, url = tmp_path / "tree", tmp_path / name
+    for person in ("Bauer_Zoe", "1003", "ann"):
+        write_nifti(root / person / "OD.nii", speckle(4, 12, 16), SPACING)
+    frame = pd.DataFrame({"Patient": ["1003", "Bauer, Zoe", "ann"], "Diagnosis": ["AMD", "DME", ""]})
+    if name == "l.xlsx":
+        frame.to_excel(url, index=False)
+    elif name == "l.parquet":
+        frame.to_parquet(url)
+    else:
+        frame.to_csv(url, index=False, sep={"l.csv": ",", "german.csv": ";", "l.tsv": "\t"}[name])
+    index(root, "--labels", str(url))
+    text = capsys.readouterr().out
+    assert "2 of 3 ids of column Patient are in the tree; task.id_column=Patient" in text
+    assert "1 are not: 'Bauer, Zoe' (near 'Bauer_Zoe')" in text
+    assert "1 people of the tree have no line: Bauer_Zoe" in text
+    assert "too few: no skill, so no verdict on a pre-training" in text
+    assert "too few: no probe and no head: train has 1, val has 1, test has 1" in text
+    assert "three ways out, before you train: recommended_split" in text
+    own = ("task.id_column=Patient", "task.label_column=Diagnosis", f"task.labels_path={url}")
+    assert load_labels(load_config(SMOKE, [f"data.gcs_root={root}", *own]))["1003"] == "AMD"
+    (root / "manifest.tsv").unlink()
+    other = tmp_path / "other.csv"
+    other.write_text("Patient,Diagnosis\n9,AMD\n")
+    with pytest.raises(UserError, match=r"other\.csv: expected ids of the tree, such as '1003'"):
+        index(root, "--labels", str(other))
+    assert not (root / "manifest.tsv").exists()
 
 
 def test_people_that_may_be_several_or_one_are_said(

@@ -9,7 +9,9 @@ of its own it needs no participants.tsv. data_setup/index writes one for any fol
 
 from __future__ import annotations
 
+import dataclasses
 import logging
+import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -25,18 +27,20 @@ from data_setup.tables.text import (
     PERSON_COLUMNS,
     SENTINELS,
     SIDES,
-    clean_path,
     fact_of,
     integer_of,
     label_of,
+    path_of,
     person_id_of,
     read_table,
     require_columns,
     spacing_of,
+    twin_ids,
 )
 from utils.config.schema import Config, StorageOptions
 from utils.errors import ConfigError, UserError
-from utils.storage import StorageNotFoundError, join, list_names
+from utils.storage import StorageNotFoundError, exists, join, list_names
+from utils.workers import in_threads
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -68,6 +72,7 @@ class Record:
     d_order: str | None = None  # a key of tables.D_ORDERS
     files: str | None = None  # of a folder: pattern of its B-scan images
     volume_yaml: str | None = None  # keys of a volume.yaml in one line, beneath those of the YAML files
+    line: int = dataclasses.field(default=0, compare=False)  # of the manifest
 
 
 def unknown_record(url: str, path: str | None = None) -> Record:
@@ -82,20 +87,21 @@ class RecordList:
     split_source: str  # RECOMMENDED | SEEDED
     unused: list[Record]  # the other rows that name a file; device, protocol, person may be unknown in them
     root: str  # what the paths are relative to
-    filtered: list[Record]  # those of `unused` that only data.*_filter or data.max_samples exclude
+    filtered: list[Record]  # those of `unused` that a filter, data.max_samples or a lacking file excludes
 
     @property
     def doubles(self) -> list[Record]:
-        """Unused rows that give another file the SOPInstanceUID of a record: the first row is used."""
-        paths = {r.path for r in self.records}
-        uids = {r.sop_instance_uid for r in self.records} - {""}
-        by_path = {r.path: r for r in self.unused if r.path not in paths and r.sop_instance_uid in uids}
-        return list(by_path.values())
+        """The records whose SOPInstanceUID an earlier one has: copies by their voxels, or other scans."""
+        first: dict[str, str] = {}
+        uids = ((r, r.sop_instance_uid) for r in self.records)
+        return [r for r, uid in uids if uid and first.setdefault(uid, r.path) != r.path]
 
 
 def read_records(cfg: Config) -> RecordList:
     """The records that pass the data.* filters, by (person_id, path); raises UserError, ConfigError."""
     rows, unused, skipped = _manifest_rows(cfg.data.manifest_path, cfg.data.storage_options)
+    root = _tree_root(cfg)
+    repeats = _without_their_file(rows, root, cfg.data.storage_options)
     named = {name: {getattr(row, name) for row in rows} for name in FILTERED.values()}
     allowed = wanted_values(cfg, named)
     participants, split_source = read_participants(cfg, {row.person_id for row in rows})
@@ -103,7 +109,8 @@ def read_records(cfg: Config) -> RecordList:
     for row in rows:
         person = of_eye(participants.get(row.person_id, {}), row.laterality)
         if person is None:
-            skipped["participant_unknown"] += 1
+            is_nobody = row.person_id.lower() in SENTINELS  # a person called None is in the table of people
+            skipped["row_without_person" if is_nobody else "participant_unknown"] += 1
             unused.append(row)
             continue
         record = replace(row, **vars(person))
@@ -114,7 +121,10 @@ def read_records(cfg: Config) -> RecordList:
         rejected = next(
             (k for k, (field, values) in allowed.items() if getattr(record, field) not in values), None
         )
-        if rejected:
+        if record.path in repeats:
+            skipped["duplicate_row"] += 1
+            filtered.append(record)  # a volume that the store has of it stays
+        elif rejected:
             skipped[f"filtered_by_{rejected}"] += 1
             filtered.append(record)
         else:
@@ -130,11 +140,29 @@ def read_records(cfg: Config) -> RecordList:
     if not records:
         counts = ", ".join(f"{k} {n}" for k, n in sorted(skipped.items())) or "an empty manifest"
         raise UserError(f"{cfg.data.manifest_path}: expected at least one usable row, found none ({counts})")
-    root = _tree_root(cfg)
     records, filtered, unused = (
         [replace(r, url=join(root, r.path)) for r in part] for part in (records, filtered, unused)
     )
     return RecordList(records, dict(sorted(skipped.items())), split_source, unused + filtered, root, filtered)
+
+
+def _without_their_file(rows: Iterable[Record], root: str, options: StorageOptions) -> set[str]:
+    """Paths of the rows without a file whose SOPInstanceUID another row has, with its file or before them.
+
+    All rows with a file are used: whether two are one scan is seen in their voxels (StoreWriter.finalise).
+    """
+    groups: dict[str, list[str]] = {}
+    for row in rows:
+        groups.setdefault(row.sop_instance_uid or row.path, []).append(row.path)
+    several = [paths for paths in groups.values() if len(paths) > 1]
+
+    def is_there(path: str) -> bool:  # E2E: `eye.e2e#2` is a volume of eye.e2e
+        return any(exists(join(root, name), options) for name in (path, re.sub(r"#\d+$", "", path)))
+
+    asked = [path for paths in several for path in paths]
+    there = {path for path, found_it in zip(asked, in_threads(is_there, asked), strict=True) if found_it}
+    stay = {path for paths in several for path in (there & set(paths) or paths[:1])}
+    return set(asked) - stay
 
 
 def load_labels(cfg: Config) -> dict[str, str]:
@@ -152,8 +180,9 @@ def load_labels(cfg: Config) -> dict[str, str]:
             return {}
         raise
     labels: dict[str, str] = {}
+    twins = twin_ids(row[id_column] for row in table.values())
     for line, row in table.items():
-        person_id, label = person_id_of(row[id_column]), label_of(row.get(column))
+        person_id, label = person_id_of(row[id_column], twins), label_of(row.get(column))
         if person_id is None or label is None:
             continue
         unit = unit_of(cfg, person_id, eye_of(row, f"{url}: line {line}"))
@@ -186,11 +215,11 @@ def _manifest_rows(url: str, options: StorageOptions) -> tuple[list[Record], lis
     rows: list[Record] = []
     unused: list[Record] = []
     skipped: Counter[str] = Counter()
-    paths: set[str] = set()
-    uids: set[str] = set()
+    people: dict[str, str] = {}  # path -> person
+    twins = twin_ids(row[id_column] for row in table.values())
     for line, row in table.items():
-        path = clean_path(row["filepath"])
-        person_id = person_id_of(row[id_column])
+        path = path_of(row["filepath"])
+        person_id = person_id_of(row[id_column], twins)
         uid = fact_of(row.get("sop_instance_uid")) or ""
         known = protocol_of_path(path) if path else None
         device = fact_of(row.get("device")) or (device_of_path(path) if path else None)
@@ -202,7 +231,7 @@ def _manifest_rows(url: str, options: StorageOptions) -> tuple[list[Record], lis
             "unknown_device": device is None,
             "unknown_protocol": protocol is None,
             "not_a_volume": known is not None and not known.is_volume,
-            "duplicate_row": path in paths or (uid != "" and uid in uids),
+            "duplicate_row": path in people,
         }
         reason = next((name for name, applies in reasons.items() if applies), None)
         if reason:
@@ -210,6 +239,9 @@ def _manifest_rows(url: str, options: StorageOptions) -> tuple[list[Record], lis
         if path is None:
             continue
         where = f"{url}: line {line}"
+        if person_id and people.get(path, person_id) != person_id:
+            both = f"{people[path]!r} and {person_id!r}"
+            raise UserError(f"{where}: expected {path!r} in the rows of one person, found {both}")
         frames, height, width = (integer_of(row.get(c)) for c in ("number_of_frames", "height", "width"))
         record = Record(
             person_id=person_id or "unknown",
@@ -223,14 +255,14 @@ def _manifest_rows(url: str, options: StorageOptions) -> tuple[list[Record], lis
             shape=(frames, height, width) if frames and height and width else None,
             spacing_mm=spacing_of(row.get("spacing_mm"), where),
             d_order=_d_order(row.get("d_order"), where),
-            files=fact_of(row.get("files")),
+            files=row.get("files") or None,
             volume_yaml=fact_of(row.get("volume_yaml")),
+            line=line,
         )
         if reason:
             unused.append(record)
         else:
-            paths.add(path)
-            uids.add(uid)
+            people[path] = record.person_id
             rows.append(record)
     return rows, unused, skipped
 

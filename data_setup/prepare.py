@@ -48,13 +48,16 @@ from contextlib import closing
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import pandas as pd
+
 from data_setup.check.tree import PIXEL_HASH_MODES, audit_files, check_tree, list_tree
 from data_setup.jobs import DONE, SOURCE_MISSING, TO_DO, Job, run_jobs, state_of
 from data_setup.manifest import RECOMMENDED, Record, RecordList, read_records
 from data_setup.store.format import KEPT, UNREAD, read_attrs
-from data_setup.store.summary import next_step, require_apart, shorten, summarise, table
+from data_setup.store.summary import next_step, repeats, require_apart, shorten, summarise, table
 from data_setup.store.verify import verify
 from data_setup.store.writer import StoreWriter, record_fields
+from data_setup.tables.splits import shortfalls
 from utils import storage
 from utils.cli import add_workers, parse_cli, run_cli
 from utils.config.schema import Config
@@ -178,8 +181,8 @@ def finalise(
     rows: Sequence[int],
     run: Mapping[str, Any],
     audit: bool,
-) -> dict[str, Any]:
-    """Write the index and prepare_report.json, whose `run` section is `run`; returns the report."""
+) -> tuple[dict[str, Any], pd.DataFrame]:
+    """Write the index and prepare_report.json, whose `run` section is `run`; returns (report, index)."""
     options = cfg.data.storage_options
     # What another filter prepared stays listed: one store may be filled device by device.
     others = writer.find_rows(map(record_fields, listing.filtered)) if listing.filtered else []
@@ -189,7 +192,7 @@ def finalise(
     report = summarise(index, read_attrs(writer.url, options), listing.skipped, about)
     url = storage.join(writer.url, "prepare_report.json")
     storage.write_text(url, json.dumps(report, indent=1) + "\n", options)
-    return report
+    return report, index
 
 
 def keep_splits(listing: RecordList, writer: StoreWriter) -> RecordList:
@@ -279,9 +282,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         "peak_memory_mb": None if args.dask else round(_peak_memory_mb(args.workers), 1),
     }
     # ---- the end: index and report first, so that what was prepared is kept whatever the verdict
-    report = finalise(cfg, writer, listing, rows, run, args.audit or not storage.is_remote(root))
-    print(table(report))
-    require_apart(cfg.data.store, report["identical_volumes"])
+    report, index = finalise(cfg, writer, listing, rows, run, args.audit or not storage.is_remote(root))
+    lines = {record.path: record.line for record in listing.records}
+    uids = {record.path: record.sop_instance_uid for record in listing.records}
+    used = index[(index.status == KEPT) & index.listed]
+    short = shortfalls(zip(used.person_id, used.split, strict=True), cfg.seed)
+    print("\n".join([table(report), *repeats(index, lines, uids), *short]))
+    require_apart(cfg.data.store, index, lines)
     code = _exit_code(cfg, tally)
     if code == EXIT_FINISHED:
         print(f"next: python -m pretraining.train --config {shlex.join([args.config, *args.overrides])}")

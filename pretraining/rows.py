@@ -10,13 +10,12 @@ import numpy as np
 from data_setup.manifest import load_labels, select_wanted, unit_of
 from data_setup.store.format import KEPT, PENDING
 from data_setup.store.reader import PreparedStore
-from data_setup.store.summary import identical_volumes, require_apart
-from data_setup.tables.splits import EXACT, pretraining_split
+from data_setup.store.summary import require_apart
+from data_setup.tables.splits import EXACT, VAL_FRACTION, pretraining_split
 from utils.config.schema import Config
 from utils.errors import UserError
 from utils.report.health import SKILL_PEOPLE, SKILL_VOLUMES, without_skill
 
-VAL_FRACTION = 0.1  # of the training participants validate
 log = logging.getLogger(__name__)
 
 
@@ -40,7 +39,7 @@ def open_rows(cfg: Config, store: PreparedStore) -> Rows:
     """Split the kept rows by participant; raises UserError when nothing is left to train on."""
     index = store.index.loc[store.kept]
     index = index[index["listed"]]  # what left the manifest keeps its row, and is not trained on
-    require_apart(store.url, identical_volumes(store.index))
+    require_apart(store.url, store.index)
     # split before filtering: runs on one device and on all of them validate on the same people
     rule = store.attrs.get("splits", EXACT)  # a store from before the hash has no such attribute
     people = list(index.drop_duplicates("person_id", keep="last").itertuples())

@@ -6,6 +6,7 @@ In: the words of the command line. Out: a checked configuration and the stage's 
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import re
 import sys
@@ -132,6 +133,12 @@ def answer_help(command: str, description: str) -> None:
 
 
 def run_cli(main: Callable[[], int | None]) -> None:
-    """Run a command's main(): a UserError becomes one line on stderr and its exit code."""
+    """Run a command's main(): a UserError becomes one line on stderr and its exit code.
+
+    What the terminal's encoding lacks, in the name of a file say, is written as an escape.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
     with errors_in_one_line():
         sys.exit(main() or 0)

@@ -25,7 +25,7 @@ from data_setup.attach.stored import SideWriter
 from data_setup.readers.faults import OCTReadError, RejectReason
 from data_setup.store.format import KEPT
 from data_setup.store.reader import PreparedStore
-from data_setup.tables.text import clean_path, fact_of
+from data_setup.tables.text import clean_path, fact_of, path_of
 from utils import storage
 from utils.errors import EXIT_TRY_AGAIN, UserError
 from utils.terminal import track
@@ -116,6 +116,8 @@ def match_lines(
     line without a path, of another line of the same scan. `devices`: those whose files are known.
     """
     listed = store.index[store.index["listed"]]
+    by_status = listed.status == KEPT  # a kept row last: it counts before its copies
+    listed = pd.concat([listed[~by_status], listed[by_status]])
     by_uid = {uid: row for uid, row in zip(listed.sop_instance_uid, listed.row, strict=True) if uid}
     by_path = dict(zip(listed.path, listed.row, strict=True))
     kept = set(store.kept.tolist())
@@ -124,7 +126,8 @@ def match_lines(
     uid_column, path_column = of_scan
     for line in lines.values():
         uid = fact_of(line[uid_column]) if uid_column else None
-        rows = {by_uid.get(uid), by_path.get(clean_path(line[path_column]))} - {None}
+        rows = {by_uid.get(uid), by_path.get(path_of(line[path_column]))} - {None}
+        rows = rows & kept or rows  # one of them may be a copy of the other
         row = rows.pop() if len(rows) == 1 else None
         if all(clean_path(line[cell]) is None for cell in cells):
             counts[reasons[0]] += 1

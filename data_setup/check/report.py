@@ -194,7 +194,7 @@ def table(report: Mapping[str, Any]) -> str:
     for kind, meaning in (
         ("missing", "missing, in the manifest only"),
         ("orphans", "orphaned, in no manifest row"),
-        ("doubles", "left out by prepare, an earlier row has the SOPInstanceUID"),
+        ("doubles", "an earlier row has the SOPInstanceUID; prepare leaves out what has its voxels too"),
         ("unused_missing", "missing, of manifest rows not used"),
         ("laterality_conflicts", "another eye in the header than in the manifest"),
     ):

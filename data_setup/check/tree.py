@@ -174,10 +174,10 @@ def _shared(findings: Iterable[Finding], key: Callable[[Finding], object]) -> li
 
 
 def list_findings(listing: RecordList, orphans: Sequence[str], tree: Tree) -> list[Finding]:
-    """The files of the records and of rows that repeat one, and the orphans; sizes come from the listing."""
+    """The files of the records, and the orphans; sizes come from the listing."""
     findings = []
-    doubles = [(row, True) for row in listing.doubles if row.path in tree]
-    for record, is_double in [*((r, False) for r in listing.records), *doubles]:
+    doubles = {record.path for record in listing.doubles}
+    for record in listing.records:
         finding = Finding(
             path=record.path,
             url=record.url,
@@ -185,7 +185,7 @@ def list_findings(listing: RecordList, orphans: Sequence[str], tree: Tree) -> li
             device=record.device,
             protocol=record.protocol,
             manifest_laterality=record.laterality,
-            is_double=is_double,
+            is_double=record.path in doubles,
             size=tree.sizes.get(record.path, 0),
         )
         if record.path in tree.folders and kind_by_name(record.url) is None:

@@ -42,6 +42,8 @@ class Candidate:
     size: int  # bytes of a file, 0 of a folder
     is_sure: bool = True  # False: a name without an ending, which may be no DICOM file
     files: str = ""  # of a folder with other images in it: the pattern of its only set of numbered ones
+    person: str = ""  # by the paths of the tree
+    place: str = ""  # the folder that this name is in
 
 
 def find_candidates(

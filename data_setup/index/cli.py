@@ -23,17 +23,21 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
+import sys
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from data_setup.index.candidates import find_candidates
 from data_setup.index.label_maps import localizers, with_label_maps
+from data_setup.index.label_table import compare_labels
 from data_setup.index.layers import with_layers
-from data_setup.index.look import OCTA, Entry, Rules, look, with_ids_of_folders
+from data_setup.index.look import HEADED, OCTA, Entry, Rules, look, with_ids_of_folders
 from data_setup.index.octa import write_octa
-from data_setup.index.people import compile_pattern
+from data_setup.index.people import compile_pattern, is_nobody, people_of_paths, readings
 from data_setup.index.sets.facts import Tree
 from data_setup.index.sets.preset import describe, entries_of, overview, plug_of
 from data_setup.index.summary import summarise
@@ -48,6 +52,7 @@ from utils.help_pages import Parser
 from utils.terminal import track
 from utils.workers import pool_of
 
+NAME = "bad_name"  # of what is left out
 FEW = 200  # candidates that this process reads faster than others start
 
 
@@ -64,7 +69,13 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--set", metavar="NAME", help="the public set that the tree is")
     parser.add_argument("--out", metavar="DIR", help="where the tables go (default: FOLDER)")
+    parser.add_argument(
+        "--labels", metavar="TABLE", help="CSV, TSV, Excel or Parquet: are its ids in the tree?"
+    )
     parser.add_argument("--person", metavar="PATTERN", help="a regular expression; its group is the person")
+    parser.add_argument(
+        "--forget-missing", action="store_true", help="take rows out of the manifest whose file is gone"
+    )
     parser.add_argument("--keep-ids", action="store_true", help="PatientID as it is, not its digest")
     add_workers(parser)
     parser.add_argument("--endpoint-url", metavar="URL", help="an S3-compatible store, or an emulator")
@@ -100,13 +111,39 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not plug:
         entries = with_layers(root, out, with_ids_of_folders(entries), options)
         entries = with_label_maps(root, tree.sizes, entries, options)
+        _show_readings([entry for entry in entries if entry.is_row and entry.person_source == "path"])
+    labels = compare_labels(args.labels, entries, options) if args.labels else []
     has_classes = plug is not None and any(entry.label_volume for entry in entries)
     classes = plug.classes_of_voxels(tree) if plug and has_classes else {}
-    written = write_tables(out, entries, options, classes if plug else None)
+    there = {*tree.sizes, *(str(folder) for path in tree.sizes for folder in PurePosixPath(path).parents)}
+    named = classes if plug else None
+    written = write_tables(out, entries, options, named, there, args.forget_missing)
     octa_lines = write_octa(out, entries, octa, options)
     octa_lines = [*octa_lines, *localizers(root, entries, options)]
-    print("\n".join(summarise(root, out, entries, others, written, options, octa_lines, plug)))
+    print("\n".join(summarise(root, out, entries, others, written, options, octa_lines, plug, labels)))
     return EXIT_TRY_AGAIN if any(entry.status == UNREAD for entry in entries) else 0
+
+
+def _escaped(path: str) -> str:
+    return path.encode(errors="surrogateescape").decode(errors="backslashreplace")
+
+
+def _show_readings(rows: Sequence[Entry]) -> None:
+    """Print the two best readings of the paths; raises UserError for a name that is nobody's."""
+    if not rows:
+        return
+    paths, people = [entry.path for entry in rows], [entry.person_id for entry in rows]
+    ways = readings(paths, people)
+    texts = [f"{n} people" + (f" by --person {shlex.quote(way)}" if way else ", as it is") for way, n in ways]
+    if nobody := [entry for entry in rows if is_nobody(entry.person_id)]:
+        better = texts[1] if len(texts) > 1 else f"--person {shlex.quote('([^/]+)')} takes the first name"
+        raise UserError(
+            f"{nobody[0].path!r}: expected the name of a person in the path, found {nobody[0].person_id!r}, "
+            f"as in {len(nobody)} of {len(rows)} paths; put each person's files into a folder of that "
+            f"name, or say where it is: {better}"
+        )
+    if len(texts) > 1:
+        print(f"people      the paths can be read in two ways: {texts[0]}; or {texts[1]}")
 
 
 def _check_places(tree: Tree, out: str) -> None:
@@ -132,8 +169,17 @@ def _check_places(tree: Tree, out: str) -> None:
 def _entries(tree: Tree, rules: Rules, workers: int) -> tuple[list[Entry], Counter[str]]:
     """(what may be a volume, number of the other files by kind) of any tree."""
     candidates, others = find_candidates(tree.root, tree.sizes, tree.options)
+    unnamed = [path for path in tree.sizes if any("\ud800" <= letter <= "\udfff" for letter in path)]
+    people = people_of_paths([(one.path, one.kind in HEADED) for one in candidates])
+    candidates = [
+        replace(one, person=person, place=place)
+        for one, (person, place) in zip(candidates, people, strict=True)
+    ]
     reader = partial(look, root=tree.root, rules=rules, options=tree.options)
-    entries: list[Entry] = []
+    encoding = sys.getfilesystemencoding()
+    text = f"expected a name in {encoding}, found other bytes; rename it"
+    text += "" if encoding == "utf-8" else ", or set PYTHONUTF8=1 where names are UTF-8"
+    entries = [Entry(_escaped(path), "name", status=NAME, message=text) for path in unnamed]
     with pool_of(workers if len(candidates) > FEW else 0) as pool:
         results = pool.map(reader, candidates, chunksize=8)
         progress = track(results, len(candidates), "index", "files")

@@ -24,6 +24,7 @@ from data_setup.readers.octa import OctaHeader, read_octa_header
 from data_setup.readers.open_record import PEEK_BYTES, peek_record
 from data_setup.readers.pixels import BoundedFile
 from data_setup.store.format import UNREAD
+from data_setup.tables.text import fact_of, person_id_of, twin_ids
 from utils.config.schema import StorageOptions
 from utils.storage import StorageError, join
 from utils.storage.ranges import RangeFile
@@ -110,7 +111,9 @@ def _look(
     candidate: Candidate, root: str, rules: Rules, options: StorageOptions, files: str | None = None
 ) -> Entry:
     path, kind = candidate.path, candidate.kind
-    person, place = person_of_path(path, by_folder=kind in HEADED)
+    person, place = candidate.person, candidate.place
+    if not person:
+        person, place = person_of_path(path, by_folder=kind in HEADED)
     entry = Entry(
         path,
         kind,
@@ -171,7 +174,7 @@ def _peeked(entry: Entry, record: Record, size: int, options: StorageOptions) ->
 
 
 def _described(entry: Entry, header: OCTHeader) -> Entry:
-    protocol = header.protocol or f"raster_{header.shape[0]}x{header.shape[2]}"
+    protocol = fact_of(header.protocol) or f"raster_{header.shape[0]}x{header.shape[2]}"
     known = BY_NAME.get(protocol)
     order = "inferior_to_superior" if header.flip_d else "superior_to_inferior"
     in_path, in_header = entry.laterality, header.laterality or ""
@@ -181,7 +184,7 @@ def _described(entry: Entry, header: OCTHeader) -> Entry:
         entry,
         laterality=side,
         other_side=second if second not in ("", side) else "",
-        device=header.device or UNKNOWN,
+        device=fact_of(header.device) or UNKNOWN,
         protocol=known.name if known else protocol,
         region=known.region if known else "",
         shape=header.shape,
@@ -198,11 +201,12 @@ def _with_dicom(entry: Entry, url: str, size: int, rules: Rules, options: Storag
         file = BoundedFile(RangeFile(url, size, options, PEEK_BYTES))
         ds = pydicom.dcmread(file, stop_before_pixels=True, specific_tags=_TAGS)
         text = {tag: str(ds.get(tag) or "").strip() for tag in _TAGS}
+        words = {tag: fact_of(value) or "" for tag, value in text.items()}  # a table has no device `none`
     if entry.device == UNKNOWN:
-        words = [text["Manufacturer"], text["ManufacturerModelName"]]
-        entry = replace(entry, device=_name(" ".join(words)) or UNKNOWN)
-    if entry.protocol not in BY_NAME and text["ProtocolName"]:
-        entry = replace(entry, protocol=_name(text["ProtocolName"]) or entry.protocol)
+        device = _name(f"{words['Manufacturer']} {words['ManufacturerModelName']}")
+        entry = replace(entry, device=device or UNKNOWN)
+    if entry.protocol not in BY_NAME and words["ProtocolName"]:
+        entry = replace(entry, protocol=_name(words["ProtocolName"]) or entry.protocol)
     if years := re.fullmatch(r"0*(\d{1,3})Y", text["PatientAge"]):
         entry = replace(entry, facts={"age": years[1]})
     return _with_id(entry, text["PatientID"] or None, rules)
@@ -218,18 +222,23 @@ def _with_id(entry: Entry, patient_id: str | None, rules: Rules) -> Entry:
 
 
 def with_ids_of_folders(entries: Sequence[Entry]) -> list[Entry]:
-    """Entries without an id get that of the headers below the same name in the path, where these have one."""
+    """Entries without an id get that of the headers below the same name in the path, where these have one.
+
+    Each id is then the one that `prepare` reads in the table.
+    """
     ids: dict[tuple[str, str], set[str]] = {}
     for entry in entries:
         if entry.person_source == "header":
             ids.setdefault((entry.place, entry.path_name), set()).add(entry.person_id)
     only = {where: min(some) for where, some in ids.items() if len(some) == 1}
-    return [
+    entries = [
         replace(entry, person_id=only[where], person_source="folder")
         if entry.person_source == "path" and (where := (entry.place, entry.path_name)) in only
         else entry
         for entry in entries
     ]
+    twins = twin_ids(entry.person_id for entry in entries)
+    return [replace(e, person_id=person_id_of(e.person_id, twins) or e.person_id) for e in entries]
 
 
 def _name(text: str) -> str:

@@ -8,7 +8,12 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import suppress
+from datetime import datetime
+from functools import lru_cache
+from itertools import islice
 from pathlib import PurePosixPath
 
 from data_setup.tables.text import SIDES
@@ -16,11 +21,12 @@ from utils.errors import UserError
 
 _VISIT = re.compile(
     r"(visit|scan|vol|volume|oct|octs|series|exam|eye|eyes|img|image|images|bscan|bscans|export|baseline|bl|month"
-    r"|week|year|day|ses|session|timepoint|fu|fup|followup|follow|up)\d*|v\d{0,2}|t\d{1,2}|\d{8}",
+    r"|week|year|day|ses|session|timepoint|fu|fup|followup|follow|up|horizontal|vertical|masks?|labels?"
+    r"|annotations?|segs?|segmentations?|gt|groundtruth|localizer|slo|enface)\d*|v\d{0,2}|t\d{1,2}|(images|labels)t[rs]",
     re.IGNORECASE,
 )
 _PROTOCOL = re.compile(
-    r"cube|macula|macular|raster|radial|star|line|lines|disc|onh|angio|octa|wide|widefield|hd|3d|\d+(x\d+)+|\d+mm",
+    r"[sf]?d|ss|cube|macula|macular|raster|radial|star|line|lines|disc|onh|angio|octa|wide|widefield|hd|3d|\d+(x\d+)+|\d+mm",
     re.IGNORECASE,
 )
 # Folders of many people: a number in one of them is a person of its own.
@@ -33,6 +39,18 @@ _SHORT = re.compile(r"\d{1,3}")
 _DATE = re.compile(
     r"(?<!\d)(19|20)\d\d[-_.]\d\d?[-_.]\d\d?(?!\d)|(?<!\d)\d\d?[-_.]\d\d?[-_.](19|20)\d\d(?!\d)"
 )
+
+# `Patient1`: a name whatever is below it, but a longer number or another such name
+_PATIENT = re.compile(
+    r"(patient|pat|subject|subj|sub|participant|case|proband|pid|mrn)[-_ ]*\d+", re.IGNORECASE
+)
+_NOBODY = re.compile(r"horizontal|vertical|masks?|labels?|visit\d*|[vt]\d{1,2}", re.IGNORECASE)
+_COPY = re.compile(  # what a file manager adds to the name of a copy
+    r"^(kopie|copy|copie|copia)( \d+)?[ _-]+(von|of|de|di)[ _-]+|[ _-]+(kopie|copy|copie|copia)\b| \(\d+\)$",
+    re.IGNORECASE,
+)
+_CHANNEL = re.compile(r"(.*\d.*)_(\d{4})")  # nnU-Net: case_001_0000, case_001_0001
+_MOST_CHANNELS = 10
 
 # an eye right after a number, and two words for eyes that are common English in small letters
 _GLUED = re.compile(r"(.*\d)(OD|OS|RE|LE|R|L|od|os|(?:Right|Left)(?=Eye|$))(?:Eye)?")
@@ -53,7 +71,7 @@ def compile_pattern(text: str) -> re.Pattern[str]:
 def matched_person(pattern: re.Pattern[str], path: str) -> str:
     """What the group of --person is in a path; raises UserError where the pattern is not in it."""
     match = pattern.search(path)
-    if not match or not match[1]:
+    if not match or not (match[1] or "").strip():
         raise UserError(f"--person: expected {pattern.pattern!r} in every path, found none in {path}")
     return match[1]
 
@@ -63,39 +81,150 @@ def digest_of(patient_id: str) -> str:
     return "p" + hashlib.blake2b(patient_id.encode(), digest_size=6).hexdigest()
 
 
-def person_of_path(path: str, by_folder: bool) -> tuple[str, str]:
+def person_of_path(
+    path: str, by_folder: bool, ids: Collection[str] = (), channels: Collection[str] = ()
+) -> tuple[str, str]:
     """(the nearest name that is more than an eye, a visit or a protocol, the folder that this name is in).
 
     A number of up to three digits is a name where no better one is above it: `1003/1.nii` and `1003/2/OD` are
-    of 1003, `AMD/1.nii` and `data/1/OD` of 1. `by_folder`: the file's own name comes last.
+    of 1003, `AMD/1.nii` and `data/1/OD` of 1. `by_folder`: the file's own name comes last. `ids`: dates that
+    are names here; `channels`: files whose last number is a channel.
     """
-    *folders, last = PurePosixPath(path).parts
-    names = [(_stem(last), folders), *((folders[i], folders[:i]) for i in reversed(range(len(folders))))]
-    if by_folder:
-        names = [*names[1:], names[0]]
-    for name, above in names:
-        words = _names(name)
-        is_file = len(above) == len(folders)
-        is_hidden = _are_short(words) and any(_hides(_names(folder), is_file) for folder in above)
-        if words and not is_hidden and (by_folder or not all(map(_MANY.fullmatch, words))):
-            return "_".join(words), "/".join(above)
-    for name, above in names:  # visit_1, OD_1: better a number than all in one
-        if numbers := [word for word in _words(name) if _SHORT.fullmatch(word)]:
+    names = _parts(path, by_folder, channels)
+    if accepted := list(islice(_accepted(names, by_folder, ids), 1)):
+        return accepted[0]
+    for name, above in names:  # visit_1, OD_1: better a number than all in one; better a date than an eye
+        if numbers := [w for w in _words(name) if _SHORT.fullmatch(w) or _is_date(w)]:
             return "_".join(numbers), "/".join(above)
+    *folders, last = PurePosixPath(path).parts
     name, above = next(((name, above) for name, above in names if _names(name)), (_stem(last), folders))
     return "_".join(_names(name)) or name, "/".join(above)
 
 
-def _names(name: str) -> list[str]:
-    """The words that may name a person: no eye, visit or protocol, and no short number right after one."""
+def people_of_paths(paths: Sequence[tuple[str, bool]]) -> list[tuple[str, str]]:
+    """`person_of_path` of all (path, by_folder) of a tree, with what only many paths show.
+
+    Eight digits are no date where their neighbours are none; the last numbers `_0000`, `_0001` of one stem
+    are channels; a word that recurs below several numbered folders, such as Fovea, is no person.
+    """
+    neighbours: dict[str, set[str]] = defaultdict(set)
+    stems: dict[str, set[str]] = defaultdict(set)
+    for path, by_folder in paths:
+        *folders, last = PurePosixPath(path).parts
+        for place, name in enumerate([*folders, _stem(last)]):
+            if re.fullmatch(r"\d{8}", name):
+                neighbours["/".join(folders[:place])].add(name)
+        if not by_folder and (match := _CHANNEL.fullmatch(_stem(last))) and int(match[2]) < 100:
+            stems["/".join([*folders, match[1]])].add(match[2])
+    ids = {
+        name for names in neighbours.values() if 2 * sum(map(_is_date, names)) < len(names) for name in names
+    }
+    several = {stem for stem, some in stems.items() if "0000" in some and len(some) <= _MOST_CHANNELS}
+    channels = {p for p, _ in paths if (m := _CHANNEL.fullmatch(_without_ending(p))) and m[1] in several}
+    people = [person_of_path(path, by_folder, ids, channels) for path, by_folder in paths]
+    places: dict[str, set[str]] = defaultdict(set)
+    above: dict[int, tuple[str, str]] = {}
+    for nth, ((path, by_folder), (person, _)) in enumerate(zip(paths, people, strict=True)):
+        nearest = list(islice(_accepted(_parts(path, by_folder, channels), by_folder, ids), 2))
+        if len(nearest) == 2 and not re.search(r"\d", person) and re.search(r"\d", nearest[1][0]):
+            above[nth] = nearest[1]
+            places[person].add("/".join(nearest[1][::-1]))
+    recur = {word for word, parents in places.items() if len(parents) > 1}
+    if len(recur) <= len(set().union(*places.values())):
+        people = [above[n] if n in above and one[0] in recur else one for n, one in enumerate(people)]
+    return people
+
+
+def is_nobody(person: str) -> bool:
+    """Whether a name says an eye, a direction, a visit or a mask, and no person."""
+    words = _words(person)
+    return bool(words) and all(_side(word) or _NOBODY.fullmatch(word) for word in words)
+
+
+def readings(paths: Sequence[str], people: Sequence[str]) -> list[tuple[str, int]]:
+    """(--person, its number of people) of how the paths were read, and of the best other way, if any.
+
+    The first is empty where no pattern says it.
+    """
+    depth = max(path.count("/") for path in paths)
+    levels = [(f"^{'[^/]+/' * k}([^/]+{'/[^/]+' * more})(?:/|$)", k) for k in range(depth) for more in (0, 1)]
+    files = [(r"(?:^|/)([^/]+?)(?:_0\d{3})?\.[^/]+$", 0), (r"(?:^|/)([^/_. -]+)[^/]*$", 0)]
+    ways: dict[tuple[int, ...], tuple[str, list[str]]] = {}
+    for pattern, _ in (*levels, *files):
+        names = [(match[1] if (match := re.search(pattern, path)) else "") for path in paths]
+        if all(names):
+            ways.setdefault(_grouping(names), (pattern, names))
+    own = ways.pop(_grouping(people), ("", []))[0]
+    marks = {
+        pattern: len(set(names))
+        for pattern, names in ways.values()
+        if 1 < len(set(names)) < len(names) or len(set(people)) == 1 < len(set(names))
+        if all(_names(name.rpartition("/")[2]) for name in set(names))
+        if 2 * sum(bool(re.search(r"\d", name)) for name in set(names)) >= len(set(names))
+    }
+    best = max(marks, key=lambda pattern: marks[pattern], default=None)
+    return [(own, len(set(people))), *([(best, marks[best])] if best else [])]
+
+
+def _grouping(names: Sequence[str]) -> tuple[int, ...]:
+    """The same for two lists that put the same items together."""
+    first: dict[str, int] = {}
+    return tuple(first.setdefault(name, len(first)) for name in names)
+
+
+_Names = list[tuple[str, list[str]]]  # a name of a path, and the folders above it
+
+
+def _parts(path: str, by_folder: bool, channels: Collection[str]) -> _Names:
+    """The names of a path, the nearest first; with `by_folder` the file's own last."""
+    *folders, last = PurePosixPath(path).parts
+    stem = _stem(last)[: -len("_0000")] if path in channels else _stem(last)
+    names = [(stem, folders), *((folders[i], folders[:i]) for i in reversed(range(len(folders))))]
+    return [*names[1:], names[0]] if by_folder else names
+
+
+def _accepted(names: _Names, by_folder: bool, ids: Collection[str]) -> Iterator[tuple[str, str]]:
+    """(person, folder) of the names that may be one, the best first."""
+    most = len(max((above for _, above in names), key=len))
+    patient = next((n for n, (name, _) in enumerate(names) if _PATIENT.match(name)), len(names))
+    for nth, (name, above) in enumerate(names):
+        words = _names(name, ids)
+        if not words or (nth < patient < len(names) and not re.search(r"\d{4}", "_".join(words))):
+            continue
+        is_hidden = _are_short(words) and any(_hides(_names(f, ids), len(above) == most) for f in above)
+        if not is_hidden and (by_folder or not all(map(_MANY.fullmatch, words))):
+            yield "_".join(words), "/".join(above)
+
+
+def _is_date(word: str) -> bool:
+    """20240131 or 31012024, of the years 1900 to 2099."""
+    for order, year in (("%Y%m%d", word[:4]), ("%d%m%Y", word[4:])):
+        if len(word) == 8 and word.isdecimal() and 1900 <= int(year) < 2100:
+            with suppress(ValueError):
+                datetime.strptime(word, order)
+                return True
+    return False
+
+
+@lru_cache(maxsize=2**16)
+def _names_of(name: str) -> tuple[tuple[str, bool], ...]:
+    """The words that may name a person, and whether each is a date: no eye, visit or protocol, and no short
+    number right after one.
+    """
     names, is_after = [], False
     for word in _words(name):
+        is_date = _is_date(word)
         if _side(word) or _VISIT.fullmatch(word) or _PROTOCOL.fullmatch(word):
             is_after = True
         elif not (is_after and _SHORT.fullmatch(word)):
-            names.append(word)
-            is_after = False
-    return names
+            names.append((word, is_date))
+            is_after = is_date
+    return tuple(names)
+
+
+def _names(name: str, ids: Collection[str] = ()) -> list[str]:
+    """The words that may name a person; a date is none but where it is one of `ids`."""
+    return [word for word, is_date in _names_of(name) if not is_date or word in ids]
 
 
 def _are_short(words: Sequence[str]) -> bool:
@@ -123,13 +252,18 @@ def _stem(name: str) -> str:
     return re.sub(r"(\.(?=[^.]*[A-Za-z])[A-Za-z0-9]{1,5}){1,2}$", "", name)
 
 
+def _without_ending(path: str) -> str:
+    folder, slash, name = path.rpartition("/")
+    return f"{folder}{slash}{_stem(name)}"
+
+
 def _side(word: str) -> str | None:
     return _SIDES.get(word) or SIDES.get(word.lower())
 
 
 def _words(name: str) -> list[str]:
     words: list[str] = []
-    for word in filter(None, re.split(r"[\W_]+", _DATE.sub(" ", name))):
+    for word in filter(None, re.split(r"[\W_]+", _DATE.sub(" ", _COPY.sub(" ", name)))):
         glued = _GLUED.fullmatch(word)  # S01OD, 1001R, Patient1RightEye
         words += glued.groups() if glued else (word,)
     return words

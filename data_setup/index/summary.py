@@ -15,6 +15,7 @@ from data_setup.readers.faults import RejectReason
 from data_setup.readers.makers import kinds
 from data_setup.readers.sidecar import FOLDER_SIDECAR
 from data_setup.store.summary import by_frequency, next_step, words
+from data_setup.tables.splits import seeded_split, shortfalls
 from utils.config.schema import StorageOptions
 from utils.storage import join
 
@@ -46,8 +47,11 @@ def summarise(
     options: StorageOptions,
     octa: Sequence[str],
     plug: Plug | None,
+    labels: Sequence[str] = (),
 ) -> list[str]:
-    """The lines of the summary; `octa`: those of octa.tsv; `plug`: of the public set that it is."""
+    """The lines of the summary; `octa`: those of octa.tsv; `labels`: those of --labels; `plug`: of the public
+    set that it is.
+    """
     rows = [entry for entry in entries if entry.is_row]
     lines = [
         f"{root}: {_count(len(rows), 'volume')} of {_count(len({e.person_id for e in rows}), 'person')}",
@@ -56,7 +60,8 @@ def summarise(
         f"protocols   {_words(e.protocol for e in rows)}",
         f"eyes        {_words(e.laterality or UNKNOWN for e in rows)}",
         f"order of D  {_words(e.d_order for e in rows)}",
-        *_people(rows, written.dealt),
+        *_people(rows, written),
+        *labels,
         *(_set(plug, rows) if plug else []),
         *_parts(rows),
         *_unused_labels(rows),
@@ -70,7 +75,7 @@ def summarise(
     return [*lines, *_tables(written), *octa, *_next(root, out, rows, options, plug)]
 
 
-def _people(rows: Sequence[Entry], are_dealt: bool) -> list[str]:
+def _people(rows: Sequence[Entry], written: Written) -> list[str]:
     """Where the names of people come from, with examples where it is a path."""
     texts = {
         "header": "of the headers (digests of PatientID, unless --keep-ids)",
@@ -96,7 +101,7 @@ def _people(rows: Sequence[Entry], are_dealt: bool) -> list[str]:
             f"  {len(several)} names are in several folders, each taken for one person: {_some(several)}"
         )
     lines += _doubts([entry for entry in rows if entry.person_source != "set"])
-    if are_dealt:
+    if written.dealt:
         lines.append(
             "  splits: none of the owners; recommended_split of participants.tsv gives a fifth of the people "
             "each to val and test"
@@ -106,6 +111,12 @@ def _people(rows: Sequence[Entry], are_dealt: bool) -> list[str]:
             f"  {count} people are few: more of them later may move some to another split, unless "
             "recommended_split of participants.tsv says where each is"
         )
+    if not written.dealt:
+        people = {entry.person_id for entry in rows}
+        splits = written.splits if any(written.splits.values()) else seeded_split(dict.fromkeys(people), 0)
+        lines += [
+            f"  {line}" for line in shortfalls((e.person_id, splits.get(e.person_id, "")) for e in rows)
+        ]
     if places:
         lines.append("  is a name no person, or one person several? give --person PATTERN")
     return lines
@@ -253,10 +264,12 @@ def _tables(written: Written) -> list[str]:
     if written.differing:
         count = len(written.differing)
         lines.append(f"  {count} cells are not what the files say, and stay: {_some(written.differing)}")
+    if written.moved:
+        lines.append(f"  {len(written.moved)} rows follow their file to another path: {_some(written.moved)}")
     if written.gone:
-        lines.append(
-            f"  {len(written.gone)} rows name what is no longer there, and stay: {_some(written.gone)}"
-        )
+        what = "are taken out" if written.forgot else "stay"
+        text = f"  {len(written.gone)} rows name what is no longer there, and {what}: {_some(written.gone)}"
+        lines.append(text if written.forgot else f"{text}; --forget-missing takes them out")
     if written.without_split:
         lines.append(
             f"participants.tsv: {written.without_split} people added without recommended_split: "

@@ -9,7 +9,8 @@ never changed: an entry fills empty cells and adds rows at the end.
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import pandas as pd
@@ -21,11 +22,15 @@ from data_setup.tables.text import (
     PERSON_COLUMNS,
     SIDES,
     Row,
-    clean_path,
+    fact_of,
+    integer_of,
     label_of,
+    path_of,
+    person_id_of,
     read_table,
     spacing_of,
     table_text,
+    twin_ids,
 )
 from utils.config.schema import StorageOptions
 from utils.errors import UserError
@@ -60,8 +65,11 @@ class Written:
     added: int = 0  # rows of the manifest
     kept: int = 0
     gone: list[str] = field(default_factory=list)  # paths of the manifest that the tree does not have
+    moved: list[str] = field(default_factory=list)  # `old -> new` path of rows whose file is elsewhere now
+    forgot: bool = False  # those `gone` are no longer in the manifest
     differing: list[str] = field(default_factory=list)  # `path: column` where a kept cell is not the file's
     people: set[str] = field(default_factory=set)  # of the manifest, afterwards
+    splits: dict[str, str] = field(default_factory=dict)  # person -> recommended_split of the table
     filled: dict[str, set[str]] = field(default_factory=dict)  # path -> columns that its kept row has
     without_split: int = 0  # added to a table of people that has recommended_split
     dealt: bool = False  # splits are dealt to a set that has none
@@ -69,15 +77,23 @@ class Written:
 
 
 def write_tables(
-    out: str, entries: Sequence[Entry], options: StorageOptions, classes: Mapping[int, str] | None = None
+    out: str,
+    entries: Sequence[Entry],
+    options: StorageOptions,
+    classes: Mapping[int, str] | None = None,
+    paths: Collection[str] = (),
+    forget: bool = False,
 ) -> Written:
     """Write them all; `classes`: of a public set, the names of its voxels' classes, maybe none.
 
+    `paths`: files of the tree that are no entries; `forget`: rows of other paths are taken out.
+
     Raises UserError for a table that cannot be read, StorageError.
     """
-    written = Written()
+    written = Written(forgot=forget)
     rows = [entry for entry in entries if entry.is_row]
-    manifest = _manifest(out, rows, options, written)  # raises before anything is written
+    present = {path_of(path) for path in (*paths, *(entry.path for entry in entries))}
+    manifest = _manifest(out, rows, present, forget, options, written)  # raises before anything is written
     people = _people(out, rows, options, written, classes is not None)  # both are read before one is written
     texts = _texts_of_set(rows, classes or {})
     for name, text in texts.items():
@@ -129,16 +145,24 @@ def manifest_row(entry: Entry) -> Row:
 
 
 def _manifest(
-    out: str, entries: Sequence[Entry], options: StorageOptions, written: Written
+    out: str,
+    entries: Sequence[Entry],
+    present: Collection[str | None],
+    forget: bool,
+    options: StorageOptions,
+    written: Written,
 ) -> tuple[list[str], list[Row]]:
     optional = [name for name in OPTIONAL_COLUMNS if any(getattr(entry, name) for entry in entries)]
     usual = (*MANIFEST_COLUMNS, *optional)
     columns, kept = _read(join(out, "manifest.tsv"), ("filepath",), usual, options)
-    by_path = {clean_path(row["filepath"]): row for row in kept}
-    _check_people(join(out, "manifest.tsv"), entries, by_path)
+    by_path = {path_of(row["filepath"]): row for row in kept}
+    _hand_over(by_path, entries, present, written)
+    by_path = {path_of(row["filepath"]): row for row in kept}
+    known = {*twin_ids(row["person_id"] for row in kept), *(entry.person_id for entry in entries)}
+    _check_people(join(out, "manifest.tsv"), entries, by_path, known)
     fresh = {entry.path: manifest_row(entry) for entry in entries}
     for path, cells in fresh.items():
-        row = by_path.get(clean_path(path))
+        row = by_path.get(path_of(path))
         if row is None:
             kept.append(dict.fromkeys(columns, "") | cells)
             written.added += 1
@@ -148,26 +172,53 @@ def _manifest(
         for name, value in cells.items():
             if row[name].strip() in ("", UNKNOWN):
                 row[name] = value
-            elif value not in ("", UNKNOWN) and not _is_same(name, row[name], value):
+            elif value not in ("", UNKNOWN) and not _is_same(name, row[name], value, known):
                 written.differing.append(f"{path}: {name}")
-    written.gone = sorted(path or "" for path in by_path if path not in {clean_path(p) for p in fresh})
+    written.gone = sorted(path or "" for path in by_path if path not in present)
+    if forget:
+        kept = [row for row in kept if path_of(row["filepath"]) in present]
     id_column = next(name for name in PERSON_COLUMNS if name in columns)
-    written.people = {row[id_column] for row in kept}
+    written.people = {person_id_of(row[id_column], known) or "" for row in kept}
     return columns, kept
 
 
-def _check_people(url: str, entries: Sequence[Entry], by_path: Mapping[str | None, Row]) -> None:
+def _hand_over(
+    by_path: Mapping[str | None, Row],
+    entries: Sequence[Entry],
+    present: Collection[str | None],
+    written: Written,
+) -> None:
+    """Give the row of a file that is gone, so its person and edits, to the same scan at another path.
+
+    It is the same where no other file and no other row has its SOPInstanceUID, and the header has its shape.
+    """
+    rows = [(fact_of(row.get("sop_instance_uid")), path, row) for path, row in by_path.items()]
+    rows_of, entries_of = Counter(uid for uid, _, _ in rows), Counter(e.sop_instance_uid for e in entries)
+    fresh = {e.sop_instance_uid: e for e in entries if path_of(e.path) not in by_path}
+    for uid, path, row in rows:
+        entry = fresh.get(uid or "")
+        if not uid or entry is None or path in present or (rows_of[uid], entries_of[uid]) != (1, 1):
+            continue
+        shape = tuple(integer_of(row.get(name)) for name in ("number_of_frames", "height", "width"))
+        if None in shape or shape == entry.shape:
+            written.moved.append(f"{path} -> {entry.path}")
+            row["filepath"] = entry.path
+
+
+def _check_people(
+    url: str, entries: Sequence[Entry], by_path: Mapping[str | None, Row], ids: Collection[str]
+) -> None:
     """Raise UserError where a new scan would get an id that its person does not have in the table."""
     known: dict[str, tuple[str, str]] = {}  # the files' person -> a path, and its other id in the table
     num_rows = num_other = 0
     for entry in entries:
-        cell = by_path.get(clean_path(entry.path), {}).get("person_id", "").strip()
-        num_rows += cell not in ("", UNKNOWN)
-        if cell not in ("", UNKNOWN, entry.person_id):
+        cell = person_id_of(by_path.get(path_of(entry.path), {}).get("person_id"), ids)
+        num_rows += cell not in (None, UNKNOWN)
+        if cell and cell not in (UNKNOWN, entry.person_id):
             known.setdefault(entry.person_id, (entry.path, cell))
             num_other += 1
     are_other = 2 * num_other > num_rows  # ids of another kind: no new one is comparable
-    for entry in (e for e in entries if clean_path(e.path) not in by_path):
+    for entry in (e for e in entries if path_of(e.path) not in by_path):
         person = entry.person_id
         if person in known or are_other:
             path, cell = known.get(person) or next(iter(known.values()))
@@ -178,10 +229,12 @@ def _check_people(url: str, entries: Sequence[Entry], by_path: Mapping[str | Non
             )
 
 
-def _is_same(column: str, cell: str, value: str) -> bool:
+def _is_same(column: str, cell: str, value: str, ids: Collection[str]) -> bool:
     """Whether a cell says what the file does, in another spelling perhaps."""
     if column == "laterality":
         return SIDES.get(cell.strip().lower()) == value
+    if column == "person_id":
+        return person_id_of(cell, ids) == value
     if column == "spacing_mm":
         return spacing_of(cell, column) == spacing_of(value, column)
     return cell == value
@@ -200,19 +253,24 @@ def _people(
     of_set = ("person_id", *["laterality"] * has_eyes, *["recommended_split"] * has_splits, *names)
     columns, kept = _read(url, (), of_set if is_set else PEOPLE_COLUMNS, options)
     id_column = next(name for name in PERSON_COLUMNS if name in columns)
-    if kept and not written.people & (present := {row[id_column] for row in kept}):
+    known = {*twin_ids(row[id_column] for row in kept), *written.people}
+    ids = [person_id_of(row[id_column], known) or "" for row in kept]
+    if kept and not written.people & (present := set(ids)):
         raise UserError(
             f"{url}: expected people of the files, found {min(present)!r} and others, where the files have "
             f"{min(written.people)!r}: see --keep-ids and --person, or give --out DIR"
         )
     people = {person for person, _ in fresh}
     wanted = {key for key in fresh if key[0] in written.people} | {(p, "") for p in written.people - people}
-    for row in kept:
-        wanted.discard((row[id_column], SIDES.get(row.get("laterality", "").lower(), "") if is_set else ""))
+    for person, row in zip(ids, kept, strict=True):
+        wanted.discard((person, SIDES.get(row.get("laterality", "").lower(), "") if is_set else ""))
     for person, side in sorted(wanted):
         cells = {id_column: person, "laterality": side, **fresh.get((person, side), {})}
         kept.append({name: cells.get(name, "") for name in columns})
         written.without_split += "recommended_split" in columns and not cells.get("recommended_split")
+    if "recommended_split" in columns:
+        persons = (person_id_of(row[id_column], known) or "" for row in kept)
+        written.splits = {p: row["recommended_split"] for p, row in zip(persons, kept, strict=True)}
     return columns, kept
 
 

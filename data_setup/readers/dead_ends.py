@@ -1,12 +1,14 @@
-"""DICOM files that no export of this kind will open, named so that a user knows what to export instead.
+"""Files that nothing here will open, named so that a user knows what to export or to fetch instead.
 
-In: the reject of a DICOM file. Out: the same, or a reject with the reason that lies behind it. Known are
+In: the reject of a file. Out: the same, or a reject with the reason that lies behind it. Known are
 Zeiss' scrambled JPEG 2000 (each seventh byte of a frame changed by 0x5A, its parts in another order; found by
 the signature of JP2, as pydicom's discussion 1618 describes it), a maker's raw data in a DICOM wrapper, and
-reports and photographs.
+reports and photographs; and of any kind a pointer of git-lfs in place of the file.
 """
 
 from __future__ import annotations
+
+from contextlib import suppress
 
 import pydicom
 from pydicom.uid import UID
@@ -14,7 +16,7 @@ from pydicom.uid import UID
 from data_setup.readers.faults import OCTReadError, RejectReason, named_faults
 from data_setup.readers.pixels import BoundedFile
 from utils.config.schema import StorageOptions
-from utils.storage import read_range, stat
+from utils.storage import StorageNotFoundError, join, list_names, read_range, stat
 from utils.storage.ranges import RangeFile
 
 _LOOKED_AT = 2**22  # bytes: header and first frames
@@ -31,6 +33,14 @@ _SUSPECTS = (  # what a scrambled or wrapped file is rejected for, before anybod
     RejectReason.TRUNCATED_PIXEL_DATA,
     RejectReason.FRAME_COUNT_MISMATCH,
 )
+_UNREADABLE = (
+    RejectReason.NOT_DICOM,
+    RejectReason.WRONG_KIND,
+    RejectReason.CORRUPT_FILE,
+    RejectReason.UNSUPPORTED_FORMAT,
+    RejectReason.MISSING_SHAPE,
+)
+_LFS, _POINTER_BYTES = b"version https://git-lfs.github.com/spec/", 1024
 _RAW = "1.2.840.10008.5.1.4.1.1.66"
 _OTHERS = {  # SOP classes that stand beside OCT in an export
     "1.2.840.10008.5.1.4.1.1.104.1": "a report (PDF)",
@@ -40,9 +50,23 @@ _OTHERS = {  # SOP classes that stand beside OCT in an export
 }
 
 
-def explained(error: OCTReadError, options: StorageOptions | None) -> OCTReadError:
+def _pointer(url: str, options: StorageOptions) -> str:
+    """The name of a file that git-lfs has not fetched: the one at `url`, or the first in this folder."""
+    urls = [join(url, name) for name in list_names(url, options)] or [url]
+    for one in urls:
+        with suppress(StorageNotFoundError):
+            is_small = stat(one, options).size < _POINTER_BYTES
+            if is_small and read_range(one, 0, len(_LFS), options) == _LFS:
+                return one.rpartition("/")[2]
+    return ""
+
+
+def explained(error: OCTReadError, options: StorageOptions | None, is_dicom: bool = True) -> OCTReadError:
     """The reject, with the reason behind it where it is a known one; raises StorageError."""
-    if error.reason not in _SUSPECTS:
+    if error.reason in _UNREADABLE and (pointer := _pointer(error.url, options or StorageOptions())):
+        expected, actual = "the file", f"a pointer of git-lfs in its place; next: git lfs pull ({pointer})"
+        return OCTReadError(error.url, RejectReason.MISSING_FILE, expected, actual)
+    if not is_dicom or error.reason not in _SUSPECTS:
         return error
     url, options = error.url, options or StorageOptions()
     data = read_range(url, 0, _LOOKED_AT, options)

@@ -89,12 +89,12 @@ def open_record(
     """
     url, kind = record.url, _kind(record.url, options)
     volume: Iterator[Any]
-    if kind == "DICOM":
-        with _dead_ends_named(options):
+    with _dead_ends_named(options, kind == "DICOM"):
+        if kind == "DICOM":
             header, volume = dicom.open_volume(url, options, record)
-    else:
-        volume = _volume(kind, record, options)
-        header = next(volume)
+        else:
+            volume = _volume(kind, record, options)
+            header = next(volume)
     check_manifest(record, header)
     if header.orientation_source == "unknown" and record.d_order and record.d_order != "unknown":
         header = replace(header, flip_d=D_ORDERS[record.d_order], orientation_source="manifest")
@@ -114,13 +114,17 @@ def peek_record(record: Record, size: int, options: StorageOptions) -> OCTHeader
     """
     url, kind = record.url, _kind(record.url, options)
     if kind == "DICOM":
-        with _dead_ends_named(options), named_faults(url, RejectReason.NOT_DICOM, "a DICOM file"):
+        with (
+            _dead_ends_named(options, is_dicom=True),
+            named_faults(url, RejectReason.NOT_DICOM, "a DICOM file"),
+        ):
             bounded = BoundedFile(RangeFile(url, size, options, PEEK_BYTES))
             header = dicom.read_header(bounded, url, record)[0]
     else:
         file = None if kind == "folder" else RangeFile(kinds.split_part(url)[0], size, options, PEEK_BYTES)
         volume = _volume(kind, record, options, file)
-        header = next(volume)
+        with _dead_ends_named(options, is_dicom=False):
+            header = next(volume)
         volume.close()
     check_field(header.shape, header.spacing_mm, header.spacing_source, url)
     return header
@@ -137,11 +141,11 @@ def labelled_header(record: Record, options: StorageOptions | None) -> OCTHeader
 
 
 @contextmanager
-def _dead_ends_named(options: StorageOptions | None) -> Iterator[None]:
+def _dead_ends_named(options: StorageOptions | None, is_dicom: bool) -> Iterator[None]:
     try:
         yield
     except OCTReadError as error:
-        raise explained(error, options) from None
+        raise explained(error, options, is_dicom) from None
 
 
 def _volume(

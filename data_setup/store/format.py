@@ -29,6 +29,7 @@ from utils.errors import UserError
 FORMAT_VERSION = 1
 NORMALISATION = "zscore_valid"  # what readers do with a volume: z-score over its valid voxels
 KEPT, PENDING = "kept", "pending"  # the other statuses are reject reasons
+DUPLICATE = "duplicate_row"  # of the index alone: a file with the SOPInstanceUID and the voxels of another
 UNREAD = "unread"  # of an attempt: storage did not answer; the row stays as it was
 
 # of data_setup/store/quality.py; NaN in rows that were prepared before it was measured, and for rejects

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from data_setup.store.format import KEPT, PENDING
+from data_setup.store.format import DUPLICATE, KEPT, PENDING
 from data_setup.store.quality import LIMITS, share_between
 from utils.errors import UserError
 from utils.tables import NONE, Table, terminal
@@ -82,13 +82,16 @@ def identical_volumes(index: pd.DataFrame) -> list[dict[int, str]]:
     return [dict(zip(part.row, part.split, strict=True)) for _, part in same if part.person_id.nunique() > 1]
 
 
-def require_apart(url: str, identical: Sequence[Mapping[Any, str]]) -> None:
-    """Raise UserError when a volume of `identical_volumes` stands in two splits."""
-    leaks = [rows for rows in identical if len(set(rows.values())) > 1]
+def require_apart(url: str, index: pd.DataFrame, lines: Mapping[str, int] | None = None) -> None:
+    """Raise UserError when a volume of `identical_volumes` stands in two splits; `lines`: path -> line of the
+    manifest.
+    """
+    leaks = [rows for rows in identical_volumes(index) if len(set(rows.values())) > 1]
     if leaks:
         raise UserError(
-            f"{url}: expected no volume in two splits, found {rows_text(leaks)} with the same "
-            "voxels under several participants; correct manifest or participants and prepare again"
+            f"{url}: expected no volume in two splits, found {_named(index, leaks, lines or {})} with the "
+            "same voxels under several participants; if they are one person, give their rows of the manifest "
+            "one person_id, else take one of them out, and prepare again"
         )
 
 
@@ -115,6 +118,8 @@ _NEXT_STEPS = {
     "not_a_volume": "export the whole volume as one file, or take its row out of the manifest",
     "not_en_face": "empty its cell of the manifest, or copy the file again; the cube is used without it",
     "unknown_slab": "empty its cell of the manifest; the cube is used without it",
+    DUPLICATE: "take one of the two rows out of the manifest, or leave both: the scan is used once",
+    "bad_name": "rename the file",
     "unread": "run again",
     "worker_died": "run again with fewer --workers",
     "internal_error": "report the place that is printed above",
@@ -126,10 +131,16 @@ def next_step(status: str) -> str:
     return _NEXT_STEPS.get(status, "export or copy the file again, or take its row out of the manifest")
 
 
-def rows_text(volumes: Sequence[Mapping[int, str]]) -> str:
-    """The first rows of `identical_volumes` in one line."""
-    first = [", ".join(f"{row} ({split})" for row, split in rows.items()) for rows in volumes[:AUDIT_NAMES]]
-    return "rows " + "; ".join(first) + (f" and {more} more" if (more := len(volumes) - len(first)) else "")
+def _named(index: pd.DataFrame, volumes: Sequence[Mapping[int, str]], lines: Mapping[str, int]) -> str:
+    """The first of `identical_volumes` in one line: their paths, splits and lines of the manifest."""
+    path_of = dict(zip(index.row, index.path, strict=True))
+
+    def named(row: int, split: str) -> str:
+        line = lines.get(path_of[row])
+        return f"{path_of[row]!r} ({split}{f', line {line}' if line else ''})"
+
+    first = [" and ".join(named(*pair) for pair in rows.items()) for rows in volumes[:AUDIT_NAMES]]
+    return "; ".join(first) + (f" and {more} more" if (more := len(volumes) - len(first)) else "")
 
 
 def shorten(audit: Mapping[str, list[str]]) -> dict[str, dict[str, Any]]:
@@ -166,6 +177,23 @@ def _first_files(index: pd.DataFrame) -> dict[str, list[str]]:
     """Reason -> the first files that were rejected for it."""
     rejected = index[~index.status.isin([KEPT, PENDING])]
     return {str(reason): part.path.head(REJECT_NAMES).tolist() for reason, part in rejected.groupby("status")}
+
+
+def repeats(index: pd.DataFrame, lines: Mapping[str, int], uids: Mapping[str, str]) -> list[str]:
+    """What is said of scans that are in the store twice, by their paths and `lines` of the manifest.
+
+    `uids`: path -> SOPInstanceUID in the manifest. A run's report names no path: this is no part of it.
+    """
+    copies = index[index.status == DUPLICATE].head(AUDIT_NAMES)
+    texts = [f"{path}: {text}" for path, text in zip(copies.path, copies.message, strict=True)]
+    texts = [f"left out, the same scan again: {text}" for text in texts]
+    shared = [p for p, uid in zip(index.path, index.sop_instance_uid, strict=True) if uids.get(p) and not uid]
+    if shared:
+        first = ", ".join(shared[:REJECT_NAMES]) + (", ..." if len(shared) > REJECT_NAMES else "")
+        texts.append(f"warning: one SOPInstanceUID, other voxels: {first}: each is used as another scan")
+    if same := identical_volumes(index):
+        texts.append(f"the same volume under several participants: {_named(index, same, lines)}")
+    return texts
 
 
 def _triple(values: list[float] | None) -> str:
@@ -223,8 +251,6 @@ def table(report: Mapping[str, Any]) -> str:
         lines.append(f"pending: {report['pending']} (an interrupted run)")
     if report["not_in_manifest"]:
         lines.append(f"no longer in the manifest, kept in their rows: {report['not_in_manifest']}")
-    if report["identical_volumes"]:
-        lines.append(f"the same volume under several participants: {rows_text(report['identical_volumes'])}")
     run = report["run"]
     if run["audit"]:
         numbers = {kind: part["count"] for kind, part in run["audit"].items()}

@@ -20,8 +20,10 @@ from zarr.codecs import BloscCodec, Crc32cCodec
 
 from data_setup.resample import Resampled
 from data_setup.store.format import (
+    DUPLICATE,
     FORMAT_VERSION,
     INDEX_COLUMNS,
+    KEPT,
     NORMALISATION,
     PENDING,
     RECORD_COLUMNS,
@@ -202,12 +204,36 @@ class StoreWriter:
             if record["laterality"] == "unknown" and fields.get("header_laterality"):
                 fields["laterality"] = fields["header_laterality"]
             table.append(fields | {"row": row, "listed": row in listed})
+        _settle_repeats(table)
         types = {name: kind for name, (kind, _) in INDEX_COLUMNS.items()}
         index = pd.DataFrame(table, columns=list(types)).astype(types)
         buffer = io.BytesIO()
         index.to_parquet(buffer, index=False)
         storage.write_bytes(storage.join(self.url, "index.parquet"), buffer.getvalue(), self.options)
         return index
+
+
+def _settle_repeats(table: list[dict[str, Any]]) -> None:
+    """Of kept rows with one SOPInstanceUID those of the same voxels count once; other voxels are other scans.
+
+    The UID then identifies no volume, as after an anonymiser that gave it to all, so that it is left out.
+    """
+    groups: dict[str, list[dict[str, Any]]] = {}
+    for row in table:
+        if row["listed"] and row["status"] == KEPT and row["sop_instance_uid"]:
+            groups.setdefault(row["sop_instance_uid"], []).append(row)
+    for rows in (rows for rows in groups.values() if len(rows) > 1):
+        first: dict[str, dict[str, Any]] = {}
+        for row in rows:
+            one = first.setdefault(row["checksum"], row)
+            if one is not row:
+                message = f"expected another scan, found the SOPInstanceUID and the voxels of {one['path']!r}"
+                other = "" if one["person_id"] == row["person_id"] else ", of another person"
+                row |= {"status": DUPLICATE, "message": message + other}
+            elif len(first) > 1:
+                row["sop_instance_uid"] = ""
+        if len(first) > 1:
+            rows[0]["sop_instance_uid"] = ""
 
 
 def _metadata(

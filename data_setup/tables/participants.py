@@ -20,6 +20,7 @@ from data_setup.tables.text import (
     label_of,
     person_id_of,
     read_table,
+    twin_ids,
 )
 from utils.config.schema import Config
 from utils.errors import UserError
@@ -54,8 +55,9 @@ def read_participants(cfg: Config, listed: Collection[str]) -> tuple[dict[str, d
             raise
         table, columns, id_column = {}, [], ""
         people = {person_id: {"": Participant("", None, None, None)} for person_id in listed}
+    known = {*listed, *twin_ids(row[id_column] for row in table.values())}
     for line, row in table.items():
-        person_id = person_id_of(row[id_column])
+        person_id = person_id_of(row[id_column], known)
         if person_id is None:
             continue
         split = fact_of(row.get("recommended_split")) or ""

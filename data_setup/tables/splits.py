@@ -12,12 +12,15 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Collection, Hashable, Iterable, Mapping
+from types import SimpleNamespace
 from typing import Any
 
 from utils.errors import UserError
 
 TEST_SHARE, VAL_SHARE = 0.2, 0.1
 FEW_PEOPLE = 50  # below: exact shares; a public set without splits of its owners gets some
+VAL_FRACTION = 0.1  # of the training participants validate a pre-training
+SKILL_VOLUMES, SKILL_PEOPLE = 16, 4  # of validation, for a skill (pretraining/gauges/skill.py)
 DEALT_SHARE, LEAST_PEOPLE = 0.2, 2  # of a public set: who validates, and who is tested
 HASH, EXACT = "hash", "exact"  # how validation participants are cut inside train; EXACT: stores before HASH
 
@@ -102,6 +105,30 @@ def stratified_choice(strata: Mapping[str, Hashable], count: int, seed: int, pur
     for key in by_remainder[: count - sum(quota.values())]:
         quota[key] += 1
     return {person_id for key, ids in groups.items() for person_id in ids[: quota[key]]}
+
+
+def shortfalls(volumes: Iterable[tuple[str, str]], seed: int = 0) -> list[str]:
+    """What a cohort is too small for, in lines, from (person, split) of each volume; empty for enough."""
+    pairs = list(volumes)
+    people = [SimpleNamespace(person_id=p, split=s, study_group="", clinical_site="") for p, s in set(pairs)]
+    val = set(pretraining_split(people, VAL_FRACTION, seed)[1])
+    num_volumes = sum(person in val for person, _ in pairs)
+    lines = []
+    if num_volumes < SKILL_VOLUMES or len(val) < SKILL_PEOPLE:
+        lines.append(
+            f"too few: no skill, so no verdict on a pre-training: it validates on {num_volumes} volumes of "
+            f"{len(val)} people, and {SKILL_VOLUMES} of {SKILL_PEOPLE} are needed"
+        )
+    sides = {side: sum(one.split == side for one in people) for side in ("train", "val", "test")}
+    if few := [f"{side} has {n}" for side, n in sides.items() if n < LEAST_PEOPLE]:
+        needed = f"{LEAST_PEOPLE} people or more, with labels of two classes, are needed in each split"
+        lines.append(f"too few: no probe and no head: {', '.join(few)}, and {needed}")
+    if lines:
+        lines.append(
+            "  three ways out, before you train: recommended_split of participants.tsv says who is in train, "
+            "val and test; eval.protocol=crossfit evaluates an encoder in folds; or more people"
+        )
+    return lines
 
 
 def needs_splits(splits: Mapping[str, str]) -> bool:

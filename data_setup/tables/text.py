@@ -10,8 +10,9 @@ import datetime
 import io
 import math
 import re
+import zipfile
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import pyarrow as pa
@@ -36,13 +37,10 @@ def read_table(
 ) -> tuple[dict[int, Row], list[str], str]:
     """({line number: row}, columns, the first of `id_columns` that the table has); raises UserError.
 
-    Parquet where the name ends in .parquet (numbers are those of rows, from 1); commas where it ends in .csv;
-    else tabs.
+    Parquet and Excel by the name's ending (numbers are those of rows, from 1); commas where it ends in .csv,
+    else tabs, or another separator where only that one gives one of `id_columns`.
     """
-    is_parquet = url.lower().endswith(".parquet")
-    header, rows = _parquet_cells(url, options) if is_parquet else _text_cells(url, options)
-    if not header:
-        raise UserError(f"{url}: expected a table with a header line, found an empty one")
+    header, rows = read_cells(url, options, id_columns)
     for name, count in Counter(filter(None, header)).items():
         if count > 1:
             raise UserError(f"{url}: column {name}: expected it once, found {count} times")
@@ -60,13 +58,13 @@ def read_table(
 
 def table_text(columns: Sequence[str], rows: Iterable[Mapping[str, Any]]) -> str:
     """A table with a header line and tabs; a missing cell is empty, a cell of no column is left out."""
-    buffer = io.StringIO()
-    table = csv.DictWriter(
-        buffer, columns, restval="", delimiter="\t", lineterminator="\n", extrasaction="ignore"
-    )
-    table.writeheader()
-    table.writerows(rows)
-    return buffer.getvalue()
+    lines = [columns, *([_cell_text(row.get(name)) for name in columns] for row in rows)]
+    return "".join("\t".join(map(_quoted, cells)) + "\n" for cells in lines)
+
+
+def _quoted(cell: str) -> str:
+    """A cell as csv reads it back; csv writes a carriage return bare, which ends the line of a reader."""
+    return '"' + cell.replace('"', '""') + '"' if re.search('[\t\r\n"]', cell) else cell
 
 
 def require_columns(columns: Sequence[str], required: Iterable[str], url: str) -> None:
@@ -87,10 +85,20 @@ def fact_of(value: str | None) -> str | None:
     return None if text.lower() in SENTINELS else text
 
 
-def person_id_of(value: str | None) -> str | None:
-    """The id in a cell; an integer column with a gap is written as 1001.0."""
-    text = fact_of(value)
-    return text.removesuffix(".0") if text else None
+def person_id_of(value: str | None, known: Collection[str] = ()) -> str | None:
+    """The id in a cell; None of an empty one alone, since a folder or a header may say `None` or `nan`.
+
+    An integer column with a gap is written as 1001.0: that is 1001, unless an id `known` as 1001.0 is meant.
+    """
+    text = (value or "").strip()
+    whole = text.removesuffix(".0")
+    return (whole if whole.isdecimal() and text not in known else text) or None
+
+
+def twin_ids(cells: Iterable[str | None]) -> set[str]:
+    """The ids that stand in a column as 1001.0 beside another one 1001: what `person_id_of` keeps apart."""
+    texts = {(cell or "").strip() for cell in cells}
+    return {text for text in texts if text.endswith(".0") and text.removesuffix(".0") in texts}
 
 
 def spacing_of(value: str | None, where: str) -> tuple[float, float, float] | None:
@@ -115,16 +123,71 @@ def integer_of(value: str | None) -> int | None:
     return int(text) if text.isdecimal() else None
 
 
+def path_of(value: str | None) -> str | None:
+    """A path relative to the root, without a slash at its start; None in an empty cell.
+
+    Blanks at its ends and names such as `none` are the file's: so the index writes what prepare finds.
+    """
+    text = (value or "").strip("/").removeprefix("dataset/")
+    return text if text.strip() and ".." not in text.split("/") else None
+
+
 def clean_path(value: str | None) -> str | None:
-    """A path relative to the root, without a slash at its start; None where there is none."""
-    text = (fact_of(value) or "").strip("/").removeprefix("dataset/")
-    return text if text and ".." not in text.split("/") else None
+    """The path in a cell that may say that there is none."""
+    return path_of(fact_of(value))
 
 
-def _text_cells(url: str, options: StorageOptions) -> tuple[list[str], dict[int, list[str]]]:
+def read_cells(
+    url: str, options: StorageOptions, id_columns: Sequence[str] = ()
+) -> tuple[list[str], dict[int, list[str]]]:
+    """(header, {line number: cells}) of a table, see `read_table`; raises UserError, StorageError."""
+    ending = url.lower().rpartition(".")[2]
+    readers = {"parquet": _parquet_cells, "xlsx": _excel_cells, "xls": _excel_cells}
+    header, rows = (
+        readers[ending](url, options) if ending in readers else _text_cells(url, options, id_columns)
+    )
+    if not header:
+        raise UserError(f"{url}: expected a table with a header line, found an empty one")
+    return header, rows
+
+
+def _excel_cells(url: str, options: StorageOptions) -> tuple[list[str], dict[int, list[str]]]:
+    """(header, {row number from 1: cells}) of the first sheet of an Excel file; empty rows are left out."""
+    try:
+        from openpyxl import load_workbook  # of an extra
+    except ImportError as error:
+        advice = "pip install openpyxl, or save the sheet as CSV UTF-8"
+        raise UserError(f"{url}: expected openpyxl, which reads Excel, found none; {advice}") from error
+    data = io.BytesIO(read_bytes(url, options))
+    try:
+        lines = load_workbook(data, read_only=True, data_only=True).worksheets[0].iter_rows(values_only=True)
+        cells = [[_cell_text(cell) for cell in line] for line in lines]
+    except (zipfile.BadZipFile, KeyError, ValueError, IndexError, SyntaxError) as error:
+        advice = "save it as .xlsx or as CSV UTF-8"
+        raise UserError(f"{url}: expected an .xlsx file, found {type(error).__name__}; {advice}") from error
+    header = [name.strip() for name in cells[0]] if cells else []
+    return header, {n: line for n, line in enumerate(cells[1:], 1) if any(line)}
+
+
+def _separator(header: str, usual: str, id_columns: Sequence[str]) -> str:
+    """The usual separator, or the one that splits a header line better: German Excel writes `;` into .csv."""
+
+    def merit(separator: str) -> tuple[bool, int]:
+        names = [name.strip(' "') for name in header.split(separator)]
+        return not set(id_columns).isdisjoint(names), len(names) if not id_columns else 0
+
+    return max((usual, ",", ";", "\t"), key=merit)  # the first of equal ones
+
+
+def _text_cells(
+    url: str, options: StorageOptions, id_columns: Sequence[str]
+) -> tuple[list[str], dict[int, list[str]]]:
     """(header, {line number: cells}) of a TSV or CSV; empty lines are left out."""
-    text = io.StringIO(read_text(url, options), newline=None)  # None: any line end
-    lines = csv.reader(text, delimiter="," if url.lower().endswith(".csv") else "\t", strict=True)
+    text = io.StringIO(read_text(url, options), newline="")  # any line end; inside quotes it stays
+    usual = "," if url.lower().endswith(".csv") else "\t"
+    separator = _separator(text.readline().rstrip("\r\n"), usual, id_columns)
+    text.seek(0)
+    lines = csv.reader(text, delimiter=separator, strict=True)
     try:
         header = [name.strip() for name in next(lines, [])]
         return header, {number: fields for fields, number in ((f, lines.line_num) for f in lines) if fields}

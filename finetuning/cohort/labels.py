@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 import pandas as pd
@@ -19,8 +19,8 @@ from data_setup.tables.text import (
     PERSON_COLUMNS,
     SIDE_COLUMNS,
     SIDES,
-    clean_path,
     label_of,
+    path_of,
     person_id_of,
     read_table,
 )
@@ -90,12 +90,13 @@ def read_labels(cfg: Config, index: pd.DataFrame) -> Labels:
         raise UserError(
             f"{url}: task.unit=eye: expected a column {' or '.join(SIDE_COLUMNS)}, found {', '.join(header)}"
         )
-    unit_of_id = _store_ids(index, task.unit)
+    unit_of_id, known = _store_ids(index, task.unit), {*index["person_id"], *index["path"]}
     values: dict[str, Value] = {}
     unmatched, num_missing = set(), 0
     for line, row in table.items():
         where = f"{url}: line {line}"
-        row_id = _row_id(row[id_column], row[side_column] if side_column else "", task.unit, where)
+        side = row[side_column] if side_column else ""
+        row_id = _row_id(row[id_column], side, task.unit, where, known)
         value = None
         if row_id is not None:
             value = _value(task, [row[column] for column in columns], f"{where}: {row_id}")
@@ -155,11 +156,13 @@ def _store_ids(index: pd.DataFrame, unit: str) -> dict[str, str]:
     return ids
 
 
-def _row_id(cell: str, side: str, unit: str, where: str) -> str | None:
-    """The id of a row of the table as the store writes it; None where the cell is empty."""
+def _row_id(cell: str, side: str, unit: str, where: str, known: Collection[str]) -> str | None:
+    """The id of a row of the table as the store writes it, by its `known` people and paths; None where the
+    cell is empty.
+    """
     if unit == "volume":
-        return clean_path(cell)
-    person = person_id_of(cell)
+        return path if (path := path_of(cell)) in known else path_of(cell.strip())
+    person = person_id_of(cell, known)
     if unit == "participant" or person is None:
         return person
     if side.strip().lower() not in SIDES:

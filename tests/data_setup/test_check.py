@@ -198,18 +198,22 @@ def test_what_contradicts_and_what_is_there_twice(tmp_path: Path) -> None:
 
 
 def test_a_scan_filed_under_two_people_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """prepare takes the first of two rows with one SOPInstanceUID; the other file is looked at here."""
+    """prepare uses one of two rows with one SOPInstanceUID and the same voxels."""
     twice = Eye("9009", GOOD[1].uid, seed=1)
     root = write_tree(tmp_path / "tree", [*GOOD[:3], twice])
     code, report = run(root, tmp_path)
     assert code == 1
-    assert report["skipped"] == {"duplicate_row": 1}
+    assert report["skipped"] == {}
     assert (report["records"], report["ok"], report["orphans"]) == (3, 3, [])
     assert report["doubles"] == [twice.path]
     pair = [GOOD[1].path, twice.path]
     assert report["duplicates"] == {"uid": [pair], "pixels": [pair]}
     output = capsys.readouterr().out
-    assert "left out by prepare, an earlier row has the SOPInstanceUID: 1\n    " + twice.path in output
+    assert (
+        "an earlier row has the SOPInstanceUID; prepare leaves out what has its voxels too: 1\n    "
+        + twice.path
+        in output
+    )
     assert "something is wrong" in output
 
     write_opt((root / twice.path).parent, speckle(*SHAPE, seed=9), name=Path(twice.path).name)  # another UID

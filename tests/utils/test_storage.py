@@ -346,6 +346,36 @@ def test_an_at_sign_in_a_name_is_no_credential(tmp_path: Path) -> None:
         storage.read_bytes("memory://container/x?design=1")
 
 
+def test_what_is_no_file_is_named_and_not_waited_for(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "a.dcm").write_bytes(b"one")
+    os.mkfifo(tmp_path / "pipe.dcm")
+    links = {"zero.dcm": "/dev/zero", "self.dcm": "self.dcm", "annex.dcm": "../none", "above": "."}
+    for name, target in links.items():
+        (tmp_path / name).symlink_to(target)
+    deep = tmp_path / "deep"
+    deep.mkdir()
+    for _ in range(1500):
+        deep /= "d"
+        os.mkdir(deep)
+    (deep / "b.dcm").write_bytes(b"2")
+    sizes = storage.find_sizes(str(tmp_path))
+    subprocess.run(["rm", "-r", tmp_path / "deep"], check=True)  # deeper than Python removes it
+    assert {name.rpartition("/")[2]: size for name, size in sizes.items()} == {"a.dcm": 3, "b.dcm": 1}
+    named = {"a named pipe": "pipe", "a device or a socket": "zero", "a link to itself": "self"}
+    named["a link to nowhere, not fetched perhaps (git annex get)"] = "annex"
+    texts = [f"skipped: {what}: 1 ('{tmp_path}/{name}.dcm')" for what, name in sorted(named.items())]
+    assert caplog.messages == texts
+    for name in ("pipe.dcm", "zero.dcm"):
+        url = f"{tmp_path}/{name}"
+        for read in (storage.read_bytes, storage.open_url, partial(storage.read_range, start=0, end=9)):
+            with pytest.raises(
+                storage.StorageNotFoundError, match=r"expected a file, found a (named|device)"
+            ):
+                read(url)
+
+
 def test_a_folder_that_may_not_be_listed_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

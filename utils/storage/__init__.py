@@ -18,6 +18,7 @@ import os
 import posixpath
 import re
 import shutil
+import stat as stat_mode
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache, partial
@@ -46,6 +47,7 @@ from utils.storage.local_writes import (
 from utils.storage.retry import has_login, redact
 
 log = logging.getLogger(__name__)
+_NAMED = 3  # paths of a warning
 
 _SECRET = re.compile(r"(?i)://.*[?&](sig|[^=&]*(signature|token|secret|credential|password|key)[^=&]*)=")
 _AZURE = re.compile(r"abfss?://[\w-]+@(?P<account>\w+)\.dfs\.core\.windows\.net(?:/|$)")  # container@account
@@ -75,10 +77,25 @@ def absolute(url: str) -> str:
     return os.path.abspath(rest) if scheme == "file" else f"{scheme}://{rest}".rstrip("/")
 
 
+def kind_of_no_file(mode: int) -> str:
+    """What `st_mode` says that is neither a file nor a folder; empty for these."""
+    if stat_mode.S_ISREG(mode) or stat_mode.S_ISDIR(mode):
+        return ""
+    return "a named pipe" if stat_mode.S_ISFIFO(mode) else "a device or a socket"
+
+
+def _require_file(path: str) -> None:
+    """Raise for a pipe or a device, which would be waited for without an end."""
+    with contextlib.suppress(OSError):  # who opens it meets the same
+        if what := kind_of_no_file(os.stat(path).st_mode):
+            raise StorageNotFoundError(path, f"expected a file, found {what}; take it away, or its row")
+
+
 def open_url(url: str, options: StorageOptions | None = None) -> IO[bytes]:
     """Open an object to read it; raises StorageError, later reads as well when it is in a bucket."""
     with named_errors(url):
         if not is_remote(url):
+            _require_file(split_scheme(url)[1])
             return open(split_scheme(url)[1], "rb")
     file = PartFile(stat(url, options).size, partial(read_range, url, options=options))
     return io.BufferedReader(file, READ_AHEAD)
@@ -100,12 +117,15 @@ def read_bytes(url: str, options: StorageOptions | None = None) -> bytes:
         with _client_of(url, options) as (fs, path):
             return fs.cat_file(path)
     with named_errors(url):
+        _require_file(split_scheme(url)[1])
         return Path(split_scheme(url)[1]).read_bytes()
 
 
 def read_range(url: str, start: int, end: int, options: StorageOptions | None = None) -> bytes:
     """Bytes [start, end) of an object, fewer where it ends before that; raises StorageError."""
     with _client_of(url, options) as (fs, path):
+        if not is_remote(url):
+            _require_file(path)
         return fs.cat_file(path, start=start, end=end) if start < end else b""
 
 
@@ -233,7 +253,8 @@ def find_names(url: str, options: StorageOptions | None = None) -> list[str]:
 def find_sizes(url: str, options: StorageOptions | None = None) -> dict[str, int]:
     """{path: bytes} of all objects below a folder, sorted; empty when there is no such folder.
 
-    One listing gives all. On a disk links are followed, and folders that may not be read count as empty.
+    One listing gives all. On a disk links are followed, and folders that may not be read count as empty. What
+    is no file (a pipe, a device, a link to nowhere or to itself) is left out, with a warning that names it.
     """
     with _client_of(url, options) as (fs, path):
         root = path.rstrip("/") + "/"
@@ -243,32 +264,76 @@ def find_sizes(url: str, options: StorageOptions | None = None) -> dict[str, int
                 infos = fs.find(path, detail=True)
             sizes = {name: int(info["size"] or 0) for name, info in infos.items()}
         else:
-            sizes = dict(_walk(root, frozenset()))
+            sizes = _walk(root)
         names = sorted(n for n in sizes if n.startswith(root) and not n.endswith((PARTIAL_SUFFIX, "/")))
         return {name.removeprefix(root): sizes[name] for name in names}
 
 
-def _walk(folder: str, above: frozenset[tuple[int, int]]) -> Iterator[tuple[str, int]]:
-    """(path, bytes) of the files below; a link back to one of the folders `above` is skipped, and so, with a
-    warning, is a folder that may not be listed.
+def _walk(root: str) -> dict[str, int]:
+    """{path: bytes} of the files below, at any depth. A link back to a folder above is skipped; so is, with a
+    warning, what is no file and a folder that may not be listed.
     """
+    sizes: dict[str, int] = {}
+    skipped: dict[str, list[str]] = {}
+    todo: list[tuple[str, _Above | None]] = [(root, None)]
+    while todo:
+        folder, above = todo.pop()
+        try:
+            info = os.stat(folder)
+            entries = list(os.scandir(folder))
+        except (FileNotFoundError, NotADirectoryError):
+            continue
+        except OSError as error:
+            if error.errno not in (errno.EACCES, errno.EPERM, errno.ENAMETOOLONG):
+                raise
+            is_long = error.errno == errno.ENAMETOOLONG
+            why = "too long a path" if is_long else "no permission to list this folder"
+            shown = f"{folder[:200]}..." if is_long else folder
+            log.warning("%s: %s: what lies in it is not seen", shown, why)
+            continue
+        here = _Above((info.st_dev, info.st_ino), above)
+        if above is not None and here.place in above:
+            continue
+        for entry in entries:
+            what, size = _look_at(entry)
+            if what == "folder":
+                todo.append((entry.path, here))
+            elif what:
+                skipped.setdefault(what, []).append(entry.path)
+            else:
+                sizes[entry.path] = size
+    for what, paths in sorted(skipped.items()):
+        names = ", ".join(map(repr, sorted(paths)[:_NAMED])) + (", ..." if len(paths) > _NAMED else "")
+        log.warning("skipped: %s: %d (%s)", what, len(paths), names)
+    return sizes
+
+
+class _Above:
+    """A folder of a walk and those above it, by device and number."""
+
+    def __init__(self, place: tuple[int, int], above: _Above | None) -> None:
+        self.place, self.above = place, above
+
+    def __contains__(self, place: tuple[int, int]) -> bool:
+        one: _Above | None = self
+        while one is not None and one.place != place:
+            one = one.above
+        return one is not None
+
+
+def _look_at(entry: os.DirEntry[str]) -> tuple[str, int]:
+    """("", bytes) of a file, ("folder", 0), or what else it is."""
     try:
-        info = os.stat(folder)
-        entries = list(os.scandir(folder))
-    except (FileNotFoundError, NotADirectoryError):
-        return
-    except PermissionError:
-        log.warning("%s: no permission to list this folder: what lies in it is not seen", folder)
-        return
-    place = (info.st_dev, info.st_ino)
-    if place in above:
-        return
-    for entry in entries:
-        if entry.is_dir():
-            yield from _walk(entry.path, above | {place})
-        else:
-            with contextlib.suppress(FileNotFoundError):  # a link to nowhere
-                yield entry.path, entry.stat().st_size
+        info = entry.stat()
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            return "a link to itself", 0
+        if isinstance(error, FileNotFoundError):
+            return (
+                "a link to nowhere, not fetched perhaps (git annex get)" if entry.is_symlink() else "gone"
+            ), 0
+        raise
+    return ("folder" if stat_mode.S_ISDIR(info.st_mode) else kind_of_no_file(info.st_mode)), info.st_size
 
 
 def remove(url: str, options: StorageOptions | None = None, recursive: bool = False) -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,6 +21,7 @@ from tests.data_setup.importers.reading import SPACING
 from tests.data_setup.index.trees import index, maker, run_prepare, table, write_dicoms, write_image_folders
 from tests.support.dicom_factory import rows_down, speckle, write_opt
 from tests.support.import_factory import write_heyex_body, write_images, write_nifti, write_ome, write_yaml
+from tests.support.pipeline_factory import ROOT
 from utils import storage
 from utils.config.schema import StorageOptions
 from utils.errors import UserError
@@ -121,6 +125,32 @@ def test_a_name_that_no_table_can_hold_is_counted() -> None:
     candidates, others = find_candidates("nowhere", {"\udcff.dcm": 3, "eye.dcm": 3}, StorageOptions())
     assert [candidate.path for candidate in candidates] == ["eye.dcm"]
     assert others == {"names that are no UTF-8": 1}
+
+
+def test_files_that_were_not_fetched_and_names_that_are_no_text_are_named(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Run as a command, on a terminal that has ASCII alone."""
+    root = tmp_path / "Z\u00fcrich"
+    write_dicoms(root, range(2))
+    pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:" + "ab" * 32 + "\nsize 58000000\n"
+    for name in ("lfs.dcm", "lfs.nii.gz", "lfs.vol", "IM0009", "b/b_1.png", "b/b_2.png", "t/1.tif"):
+        (root / name).parent.mkdir(exist_ok=True)
+        (root / name).write_text(pointer)
+    (root / "annex.dcm").symlink_to("../.git/annex/objects/abc.dcm")
+    bad = os.fsencode(root) + b"/M\xfcller.dcm"
+    Path(os.fsdecode(bad)).write_bytes(b"DICM")
+    command = [sys.executable, "-m", "data_setup.index", str(root), "--workers", "0"]
+    environment = os.environ | {"PYTHONIOENCODING": "ascii"}
+    assert subprocess.run(command, cwd=ROOT, env=environment, check=False).returncode == 0
+    text = capfd.readouterr()
+    assert "Z\\xfcrich: 4 volumes of 2 people" in text.out
+    assert "skipped: a link to nowhere, not fetched perhaps (git annex get): 1" in text.err
+    rows = table(root / "left_out.tsv")
+    assert rows.pop("M\\xfcller.dcm")["reason"] == "bad_name"
+    assert set(rows) == {"lfs.dcm", "lfs.nii.gz", "lfs.vol", "IM0009", "b", "t/1.tif"}
+    assert {row["reason"] for row in rows.values()} == {"missing_file"}
+    assert all("a pointer of git-lfs in its place; next: git lfs pull" in r["message"] for r in rows.values())
 
 
 def test_a_folder_that_nobody_may_write_is_said_before_headers_are_read(

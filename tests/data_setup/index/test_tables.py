@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import re
+import shlex
 import shutil
 from collections import Counter
+from functools import partial
 from pathlib import Path
 
 import pandas as pd
 import pytest
+from pydicom.dataset import FileDataset
 
-from data_setup.index.people import person_of_path, side_of_path
+from data_setup.index.people import people_of_paths, person_of_path, side_of_path
+from data_setup.manifest import load_labels, read_records
 from data_setup.tables.splits import seeded_split
 from pretraining.rows import open_rows
 from tests.data_setup.importers.reading import GRID, SPACING
@@ -109,6 +113,92 @@ def test_a_new_scan_of_a_known_person_needs_the_id_of_the_table(tmp_path: Path) 
         index(root)
 
 
+ODD_NAMES = {  # file -> PatientID
+    "none": "None",
+    "1/NaN": "null",
+    "2/ lead": "nan",
+    "3/trail ": "N/A",
+    " 4 /x.dcm": "1003.0",
+    "5/tab\there.dcm": "1003",
+    "6/new\nline.dcm": "1004.0",
+    "7/carriage\rreturn.dcm": 'quo"te',
+    "8/both\r\nends.dcm": "0012",
+    "9/#1?*[1]%25;,'.dcm": "12",
+    "10/u\u0308ber/\u00fcber.dcm": "Zo\u00eb",
+    "11/unknown": "unknown",
+    "12/dots..dcm": "v1.0",
+}
+
+
+def test_what_the_index_writes_prepare_reads_back(tmp_path: Path) -> None:
+    """Names and ids that a table may take for no value, for a number or for the end of a line."""
+    root, voxels = tmp_path / "tree", speckle(4, 12, 16)
+
+    def edit(ds: FileDataset, seed: int, patient: str) -> None:
+        maker(patient, "L")(ds)
+        ds.SOPInstanceUID, ds.Manufacturer, ds.ManufacturerModelName = f"1.2.{seed}", "None", ""
+        ds.ProtocolName = "N/A"
+
+    for seed, (path, patient) in enumerate(ODD_NAMES.items()):
+        folder, _, name = path.rpartition("/")
+        references, one = rows_down(4), partial(edit, seed=seed, patient=patient)
+        write_opt(root / folder, voxels, name=name, spacing=SPACING, references=references, edit=one)
+    own = [f"data.gcs_root={root}", f"data.manifest_path={root}/manifest.tsv"]
+    for _ in range(2):  # a second run finds each row again
+        assert index(root, "--keep-ids") == 0
+        listing = read_records(load_config(SMOKE, own))
+        assert listing.skipped == {}
+        whole = ODD_NAMES | {"6/new\nline.dcm": "1004"}  # no other 1004: a column of numbers with a gap
+        assert {record.path: record.person_id for record in listing.records} == whole
+        assert all(Path(record.url).is_file() for record in listing.records)
+    people = root / "participants.tsv"
+    people.write_text(people.read_text().replace("1004\t", "1004.0\t"))
+    assert index(root, "--keep-ids") == 0
+    assert people.read_text().count("1004") == 1
+
+
+def test_a_row_follows_its_file_and_what_is_gone_is_forgotten_on_request(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A renamed folder keeps its people and edits; of files with one UID, or of another shape, none is."""
+    root = tmp_path / "tree"
+    write_dicoms(root, range(4))
+    for name in ("a", "b"):  # one UID for two scans
+        references, edit = rows_down(6), maker("same", "L")
+        write_opt(
+            root / "same", speckle(seed=9), name=name, spacing=SPACING, references=references, edit=edit
+        )
+    index(root)
+    manifest, people = root / "manifest.tsv", root / "participants.tsv"
+    frame = pd.read_csv(manifest, sep="\t", dtype=str, keep_default_na=False)
+    frame["grade"] = frame.filepath
+    frame.loc[frame.filepath == "export0/IM000L", ["person_id", "d_order"]] = ["eve", "unknown"]
+    frame.loc[frame.filepath == "export0/IM000R", "person_id"] = "eve"
+    frame.to_csv(manifest, sep="\t", index=False)
+    before = table(manifest)
+    (root / "export0").rename(root / "patients")
+    (root / "same" / "a").rename(root / "same" / "c")
+    (root / "export1" / "IM002L").unlink()
+    capsys.readouterr()
+    index(root)
+    text, rows = capsys.readouterr().out, table(manifest)
+    assert "4 rows follow their file to another path: export0/IM000L -> patients/IM000L" in text
+    gone = "2 rows name what is no longer there, and stay: export1/IM002L, same/a; --forget-missing"
+    assert gone in text
+    assert rows["patients/IM000L"]["person_id"] == rows["patients/IM000R"]["person_id"] == "eve"
+    assert rows["patients/IM001L"]["grade"] == "export0/IM001L"
+    assert set(rows) == {path.replace("export0", "patients") for path in before} | {"same/c"}
+    (root / "export1" / "IM003L").write_bytes(b"no longer whole")  # it is there: a copy may mend it
+    index(root, "--forget-missing")
+    text, rows = capsys.readouterr().out, table(manifest)
+    assert "2 rows name what is no longer there, and are taken out: export1/IM002L, same/a\n" in text
+    assert set(rows) & {"export1/IM002L", "export1/IM003L", "same/a", "same/c"} == {
+        "export1/IM003L",
+        "same/c",
+    }
+    assert "eve" in table(people, "person_id")
+
+
 def test_tables_of_others_are_left_alone(tree: Path) -> None:
     people = tree / "participants.tsv"
     people.write_text("person_id\trecommended_split\n9001\ttrain\n")
@@ -170,10 +260,97 @@ def test_a_cohort_that_grows_moves_nobody_without_a_table_of_people(tmp_path: Pa
         ("Patient_003_RE/scan.tif", False, "Patient_003", "R"),
         ("Patient1LeftEye.tif", False, "Patient1", "L"),
         ("le/1003.tif", False, "1003", None),
+        ("export/10585581/OS", False, "10585581", "L"),
+        ("export/20241301/OD", False, "20241301", "R"),
+        ("1003/20240131/OD", False, "1003", "R"),
+        ("1003/31012024/OD", False, "1003", "R"),
+        ("export/20240131/OD", False, "20240131", "R"),
+        ("ERM_study/Patient1/SD_OCT/Horizontal", False, "Patient1", None),
+        ("DICOM/subject-07/Fovea/scan.vol", True, "subject_07", None),
+        ("Patient1/1003/OD", False, "1003", "R"),
+        ("Kopie von 100049/OD", False, "100049", "R"),
+        ("100049 - Copy (2)/OD", False, "100049", "R"),
+        ("P4/masks", False, "P4", None),
+        ("1003/V1", False, "1003", None),
     ],
 )
 def test_people_and_eyes_by_path(path: str, by_folder: bool, person: str, side: str | None) -> None:
     assert (person_of_path(path, by_folder)[0], side_of_path(path)) == (person, side)
+
+
+@pytest.mark.parametrize(
+    ("paths", "people"),
+    [
+        (
+            "imagesTr/OCT_001_0000.nii.gz imagesTr/OCT_001_0001.nii.gz imagesTr/OCT_002_0000.nii.gz",
+            "001 001 002",
+        ),
+        ("case_001_0000.nii case_001_0001.nii case_002_0000.nii", "case_001 case_001 case_002"),
+        ("1003_0001.nii 1003_0002.nii", "1003_0001 1003_0002"),  # no 0000: not numbered as channels are
+        ("mrn/10585581/OS mrn/20101213/OS mrn/30999999/OD", "10585581 20101213 30999999"),
+        ("1003/20240131/OD 1003/20240228/OD", "1003 1003"),
+        ("1001/Fovea 1001/Disc 1002/Fovea 1002/Disc", "1001 1001 1002 1002"),
+        ("bonn/ann/OD koeln/ann/OD", "ann ann"),
+        ("AMD/1/OD Control/1/OD", "1 1"),
+    ],
+)
+def test_people_by_all_paths_of_a_tree(paths: str, people: str) -> None:
+    read = people_of_paths([(path, False) for path in paths.split()])
+    assert [person for person, _ in read] == people.split()
+
+
+def test_two_readings_are_shown_and_nobody_is_an_eye(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for n in range(4):
+        write_nifti(tmp_path / "two" / f"g{n // 2}" / f"{n % 2}" / "OD.nii", speckle(4, 12, 16), SPACING)
+        write_nifti(
+            tmp_path / "eyes" / ("OD", "OS", "V1", "Horizontal")[n] / "L.nii", speckle(4, 12, 16), SPACING
+        )
+    with pytest.raises(
+        UserError, match=r"'Horizontal/L.nii': expected the name of a person .*found 'L', as in 4"
+    ):
+        index(tmp_path / "eyes")
+    assert not (tmp_path / "eyes" / "manifest.tsv").exists()
+    index(tmp_path / "two")
+    (line,) = [x for x in capsys.readouterr().out.splitlines() if "can be read in two ways" in x]
+    ways = re.findall(r"(\d+) people by --person (\S+?)(?:;|$)", line)
+    assert len(ways) == 2
+    for number, way in ways:
+        index(tmp_path / "two", "--out", str(tmp_path / number), "--person", *shlex.split(way))
+        assert len(table(tmp_path / number / "participants.tsv", "person_id")) == int(number)
+
+
+@pytest.mark.parametrize("name", ["l.csv", "german.csv", "l.tsv", "l.xlsx", "l.parquet"])
+def test_ids_of_a_label_table_are_compared_at_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    root, url = tmp_path / "tree", tmp_path / name
+    for person in ("Bauer_Zoe", "1003", "ann"):
+        write_nifti(root / person / "OD.nii", speckle(4, 12, 16), SPACING)
+    frame = pd.DataFrame({"Patient": ["1003", "Bauer, Zoe", "ann"], "Diagnosis": ["AMD", "DME", ""]})
+    if name == "l.xlsx":
+        frame.to_excel(url, index=False)
+    elif name == "l.parquet":
+        frame.to_parquet(url)
+    else:
+        frame.to_csv(url, index=False, sep={"l.csv": ",", "german.csv": ";", "l.tsv": "\t"}[name])
+    index(root, "--labels", str(url))
+    text = capsys.readouterr().out
+    assert "2 of 3 ids of column Patient are in the tree; task.id_column=Patient" in text
+    assert "1 are not: 'Bauer, Zoe' (near 'Bauer_Zoe')" in text
+    assert "1 people of the tree have no line: Bauer_Zoe" in text
+    assert "too few: no skill, so no verdict on a pre-training" in text
+    assert "too few: no probe and no head: train has 1, val has 1, test has 1" in text
+    assert "three ways out, before you train: recommended_split" in text
+    own = ("task.id_column=Patient", "task.label_column=Diagnosis", f"task.labels_path={url}")
+    assert load_labels(load_config(SMOKE, [f"data.gcs_root={root}", *own]))["1003"] == "AMD"
+    (root / "manifest.tsv").unlink()
+    other = tmp_path / "other.csv"
+    other.write_text("Patient,Diagnosis\n9,AMD\n")
+    with pytest.raises(UserError, match=r"other\.csv: expected ids of the tree, such as '1003'"):
+        index(root, "--labels", str(other))
+    assert not (root / "manifest.tsv").exists()
 
 
 def test_people_that_may_be_several_or_one_are_said(

@@ -6,11 +6,14 @@ import io
 import os
 import re
 import shlex
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
 import pytest
+from pydicom.dataset import FileDataset
+from pydicom.uid import RLELossless
 
 from data_setup import prepare
 from data_setup.index import cli
@@ -18,7 +21,7 @@ from data_setup.store.reader import PreparedStore
 from tests.data_setup.importers.reading import GRID, SPACING
 from tests.data_setup.index.trees import index, run_prepare, table, write_dicoms, write_image_folders
 from tests.support.cloud_servers import BUCKET, gcs_server
-from tests.support.dicom_factory import speckle
+from tests.support.dicom_factory import rows_down, speckle, write_opt
 from tests.support.import_factory import write_heyex_body, write_heyex_series, write_images, write_yaml
 from tests.support.makers_factory import write_vol
 from tests.support.pipeline_factory import ROOT
@@ -94,6 +97,33 @@ def test_a_tree_in_a_bucket_gets_the_tables_of_the_disk_and_the_printed_command_
     assert store.index.status.tolist() == ["kept"] * 5
     columns = ["path", "spacing_source", "checksum"]
     pd.testing.assert_frame_equal(store.index[columns], disk.index[columns])
+
+
+def test_scans_with_one_uid_are_told_apart_by_their_voxels(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An anonymiser that gave one UID to all; a copy under another id; a damaged first copy of a scan."""
+    root, store = tmp_path / "tree", tmp_path / "store"
+
+    def edit(ds: FileDataset, patient: str) -> None:
+        ds.PatientID, ds.PatientName = patient, ""
+
+    for person, seed in {"1": 1, "2": 2, "3": 3, "4": 1, "5": 3}.items():
+        options = {"spacing": SPACING, "references": rows_down(6), "edit": partial(edit, patient=person)}
+        write_opt(root / person, speckle(seed=seed), name="eye.dcm", syntax=RLELossless, **options)
+    cut = root / "3" / "eye.dcm"  # only decoding shows it
+    cut.write_bytes(cut.read_bytes().replace(cut.read_bytes()[-900:], bytes(900)))
+    assert index(root, "--keep-ids") == 0
+    (root / "participants.tsv").unlink()
+    assert len(run_prepare(root, store, "data.max_reject_fraction=0.5").index) == 5
+    text = capsys.readouterr().out
+    listed = PreparedStore.open(str(store)).index.set_index("person_id")
+    assert listed.status.drop("3").to_dict() == {"1": "kept", "2": "kept", "4": "duplicate_row", "5": "kept"}
+    assert listed.status["3"] not in ("kept", "duplicate_row")
+    assert set(listed.sop_instance_uid[["1", "2", "5"]]) == {""}
+    voxels = "found the SOPInstanceUID and the voxels of '1/eye.dcm', of another person"
+    assert f"left out, the same scan again: 4/eye.dcm: expected another scan, {voxels}" in text
+    assert "warning: one SOPInstanceUID, other voxels: 1/eye.dcm, 2/eye.dcm, 5/eye.dcm: each is" in text
 
 
 @pytest.mark.parametrize("kind", ["DICOM", "Heidelberg XML", "images"])

@@ -75,6 +75,13 @@ def test_only_a_manifest_at_its_own_place_may_lack_participants(tmp_path: Path) 
             read(config(tmp_path))
 
 
+def test_one_path_of_two_people_is_an_error(tmp_path: Path) -> None:
+    own_tree(tmp_path, ["1\ta.nii\td\tp", "1\ta.nii\td\tp", "2\ta.nii\td\tp"])
+    expected = r"line 4: expected 'a\.nii' in the rows of one person, found '1' and '2'"
+    with pytest.raises(UserError, match=expected):
+        read_records(own_config(tmp_path))
+
+
 def test_participants_may_have_a_row_for_each_eye(tmp_path: Path) -> None:
     columns = "person_id\tfilepath\tdevice\tprotocol\tlaterality"
     own_tree(tmp_path, [f"1\t{n}.nii\td\tp\t{side}" for n, side in enumerate(["R", "left", ""])], columns)

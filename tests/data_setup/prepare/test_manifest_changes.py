@@ -106,16 +106,17 @@ def test_one_volume_under_two_participants_is_named_and_across_splits_an_error(
     for name in ("train", "val", "test"):
         people.write_text(re.sub(rf"\t{name}\b", "\ttrain", people.read_text()))
     assert main(arguments(own_tree, tmp_path / "store")) == 0
-    rows = [records.index(first), records.index(second)]
-    line = f"the same volume under several participants: rows {rows[0]} (train), {rows[1]} (train)"
+    listed = [line.split("\t") for line in manifest.read_text().splitlines()]
+    of_path = {cell: n for n, cells in enumerate(listed, 1) for cell in cells}
+    places = [f"'{r.path}' (SPLIT, line {of_path['/' + r.path]})" for r in (first, second)]
+    line = f"the same volume under several participants: {' and '.join(places).replace('SPLIT', 'train')}"
     assert line in capsys.readouterr().out
     lines = people.read_text().splitlines(keepends=True)
     other = [x.replace("\ttrain", "\ttest") if x.startswith(second.person_id) else x for x in lines]
     people.write_text("".join(other))
-    with pytest.raises(
-        UserError,
-        match=rf"expected no volume in two splits, found rows {rows[0]} \(train\), {rows[1]} \(test\)",
-    ):
+    places[0], places[1] = places[0].replace("SPLIT", "train"), places[1].replace("SPLIT", "test")
+    expected = f"expected no volume in two splits, found {' and '.join(places)} with the same voxels"
+    with pytest.raises(UserError, match=re.escape(expected)):
         main(arguments(own_tree, tmp_path / "store"))
 
 

@@ -12,7 +12,7 @@ w).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Literal, NamedTuple
 
 import torch
@@ -45,6 +45,7 @@ SIZES: dict[str, Size] = {
     "h": Size(32, 1280, 16),
 }
 NORM_EPS = 1e-6
+Positions = Literal["rotary", "learned", "image"]
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 Gather = Callable[[Tensor, Tensor], Tensor]  # as gather_tokens
 Recompute = Callable[..., Tensor]  # (function, *arguments) -> function(*arguments), computed again backward
@@ -154,13 +155,22 @@ class PatchEmbed(nn.Module):
         return F.linear(patches, self.proj.weight.flatten(1), self.proj.bias)
 
 
+def num_prefix_of(tensors: Mapping[str, Tensor]) -> int:
+    """How many tokens of no place an encoder of these tensors has; 0 unless its positions are an image
+    model's.
+    """
+    return tensors["prefix_tokens"].shape[1] if "prefix_tokens" in tensors else 0
+
+
 def gather_tokens(x_BNE: Tensor, ids_BT: Tensor) -> Tensor:
     """The rows ids [B, T] of x [B, N, E], as [B, T, E]."""
     return x_BNE.gather(1, ids_BT.unsqueeze(-1).expand(-1, -1, x_BNE.shape[-1]))
 
 
 class VisionTransformer3D(nn.Module):
-    """Encoder. Positions are rotary or a learned table; `has_mask_token`: it can be called with `masked_BN`.
+    """Encoder. Positions are rotary, a learned table, or those of an image model: a learned table of one
+    B-scan for every d, and rotary along D. `num_prefix` tokens of no place (an image model's class token and
+    registers) attend and are attended to. `has_mask_token`: it can be called with `masked_BN`.
 
     `forward(volume_BCDHW, keep_BK=None)` returns the features [B, K, E] of the kept tokens, or of all N;
     `masked_BN` (bool) instead replaces those tokens by the learned mask token, so that nothing of them is
@@ -173,22 +183,29 @@ class VisionTransformer3D(nn.Module):
         grid: tuple[int, int, int],
         patch: tuple[int, int, int],
         channels: int = 1,
-        positions: Literal["rotary", "learned"] = "rotary",
+        positions: Positions = "rotary",
         rope: RopeForm = "interleaved",
         has_mask_token: bool = False,
+        num_prefix: int = 0,
     ) -> None:
         super().__init__()
         shape = SIZES[size] if isinstance(size, str) else size
         self.depth, self.width, self.heads = shape.depth, shape.width, shape.heads
-        self.grid, self.rope = grid, rope
+        self.grid, self.rope, self.num_prefix = grid, rope, num_prefix
         self.num_tokens = math.prod(grid)
+        # H and W of an image model's attention are learned: a rotation there would undo them
+        self.rotary_axes = {"rotary": 3, "image": 1, "learned": 0}[positions]
         self.patch_embed = PatchEmbed(channels, patch, self.width)
         self.pos_embed: nn.Parameter | None = None
         self.mask_token: nn.Parameter | None = None
-        if positions == "learned":
-            self.pos_embed = nn.Parameter(torch.zeros(1, self.num_tokens, self.width))
+        self.prefix_tokens: nn.Parameter | None = None
+        if positions != "rotary":
+            num_places = self.num_tokens if positions == "learned" else math.prod(grid[1:])
+            self.pos_embed = nn.Parameter(torch.zeros(1, num_places, self.width))
         if has_mask_token:
             self.mask_token = nn.Parameter(torch.zeros(1, 1, self.width))
+        if num_prefix:
+            self.prefix_tokens = nn.Parameter(torch.zeros(1, num_prefix, self.width))
         self.blocks = nn.ModuleList(Block(self.width, self.heads, shape.mlp_ratio) for _ in range(self.depth))
         self.recompute: Recompute | None = None
         self.norm = nn.LayerNorm(self.width, eps=NORM_EPS)
@@ -207,16 +224,21 @@ class VisionTransformer3D(nn.Module):
             x = torch.where(masked_BN.unsqueeze(-1), self.mask_token.to(x.dtype), x)
         rotary = None
         if self.pos_embed is not None:
-            positions = self.pos_embed.expand(x.shape[0], -1, -1)
+            planes = self.num_tokens // self.pos_embed.shape[1]
+            positions = self.pos_embed.expand(planes, -1, -1).flatten(0, 1).expand(x.shape[0], -1, -1)
             x = x + (positions if keep_BK is None else self.patch_embed.gather(positions, keep_BK))
-        else:
+        if self.rotary_axes:
             ids = keep_BK
             if ids is None:
                 ids = torch.arange(self.num_tokens, device=x.device).unsqueeze(0)
-            rotary = rotary_tables(ids, self.grid, self.width // self.heads, self.rope)
+            ids = F.pad(ids, (self.num_prefix, 0))  # the first token's d is 0, which turns nothing
+            rotary = rotary_tables(ids, self.grid, self.width // self.heads, self.rope, self.rotary_axes)
+        if self.prefix_tokens is not None:
+            x = torch.cat((self.prefix_tokens.to(x.dtype).expand(len(x), -1, -1), x), dim=1)
         if noise is not None:
             x = noise.dropout(x)
-        return self.norm(run_blocks(self.blocks, x, rotary, noise, self.recompute))
+        x = run_blocks(self.blocks, x, rotary, noise, self.recompute)
+        return self.norm(x[:, self.num_prefix :])
 
 
 def initialise(module: nn.Module, blocks: nn.ModuleList) -> None:
@@ -229,7 +251,7 @@ def initialise(module: nn.Module, blocks: nn.ModuleList) -> None:
             if m.bias is not None:
                 nn.init.zeros_(m.bias)
     for name, parameter in module.named_parameters(recurse=False):
-        if name in ("pos_embed", "mask_token"):
+        if name in ("pos_embed", "mask_token", "prefix_tokens"):
             nn.init.trunc_normal_(parameter, std=0.02)
     for i, block in enumerate(blocks, start=1):
         assert isinstance(block, Block)

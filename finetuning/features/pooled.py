@@ -22,7 +22,7 @@ from data_setup.store.reader import PreparedStore
 from data_setup.valid_field import voxel_valid
 from finetuning.cohort.source import require_pretraining
 from models.probes.features import embed
-from models.vit3d import VisionTransformer3D
+from models.vit3d import VisionTransformer3D, num_prefix_of
 from models.vjepa3d import build_encoder
 from utils.checkpoint import CheckpointError
 from utils.config.schema import Config
@@ -36,9 +36,9 @@ NAMED_KEYS = 3  # of each kind, in the error about weights that do not fit
 def pretrained_encoder(cfg: Config, state: dict[str, Any], url: str) -> VisionTransformer3D:
     """The target (EMA) encoder of a loaded checkpoint; raises CheckpointError for weights that do not fit."""
     require_pretraining(state, url)
-    encoder = build_encoder(cfg)
     prefix = "target_encoder."
     weights = {k.removeprefix(prefix): v for k, v in state["model"].items() if k.startswith(prefix)}
+    encoder = build_encoder(cfg, num_prefix_of(weights))
     load_strictly(encoder, weights, f"{url}: weights of model.size {cfg.model.size}")
     return encoder.eval().requires_grad_(False)
 

@@ -33,7 +33,7 @@ from finetuning.heads.calibration import Calibration
 from finetuning.heads.objective import to_scores
 from models.heads import build_head, reads_tokens
 from models.probes.features import pool_tokens
-from models.vit3d import VisionTransformer3D
+from models.vit3d import VisionTransformer3D, num_prefix_of
 from models.vjepa3d import build_encoder
 from utils import storage
 from utils.checkpoint import CheckpointError, CheckpointWriter, load_checkpoint
@@ -183,7 +183,7 @@ def open_head(wanted: str, options: StorageOptions | None = None, encoder_url: s
 
 def trained_encoder(cfg: Config, weights: dict[str, Tensor], where: str) -> VisionTransformer3D:
     """The encoder that was trained with a head, in evaluation mode; raises CheckpointError."""
-    encoder = build_encoder(cfg)
+    encoder = build_encoder(cfg, num_prefix_of(weights))
     load_strictly(encoder, weights, where)
     return encoder.eval().requires_grad_(False)
 

@@ -25,7 +25,8 @@ from utils.runtime.single import Runtime
 
 LEAST_VARIANCE = 1e-12  # of a feature over the tokens: the gradient of a root has no value at 0
 MASK_TOKEN = "mask_token"  # which no whole volume meets
-TABLES = ("pos_embed", "query")  # parameters of two axes or more that are no matrices, so do not decay
+# parameters of two axes or more that are no matrices, so do not decay
+TABLES = ("pos_embed", "prefix_tokens", "query")
 
 
 class SeededDropout(nn.Module):
@@ -112,7 +113,7 @@ def layer_groups(
         if part == "blocks":
             add(name, parameter, depth - 1 - int(rest.partition(".")[0]))
         elif name != MASK_TOKEN:
-            add(name, parameter, depth if part in ("patch_embed", "pos_embed") else 0)
+            add(name, parameter, depth if part in ("patch_embed", "pos_embed", "prefix_tokens") else 0)
     for name, parameter in top.named_parameters():
         add(name, parameter, 0)
     return [

@@ -15,14 +15,14 @@ from torch import Tensor
 from models.predictor import HEAD_DIM as PREDICTOR_HEAD_DIM
 from models.predictor import Predictor3D
 from models.rotary import RopeForm
-from models.vit3d import Size, VisionTransformer3D
+from models.vit3d import Positions, Size, VisionTransformer3D, num_prefix_of
 from models.weights.hf_layout import num_mask_tokens
 from utils.checkpoint import CheckpointError
 from utils.config.schema import Config
 
 EXPORT_FORMAT = "oct_encoder"  # "format" in an export's config.json
 FACTS_KEY = "oct_foundation"  # facts of the training, in the config.json of both layouts
-Layout = Literal["research", "research_2_1", "hugging_face", "checkpoint", "export"]
+Layout = Literal["research", "research_2_1", "hugging_face", "image", "checkpoint", "export"]
 HEAD_DIM = 64  # of every V-JEPA 2 encoder but ViT-H
 HEADS = {1280: 16}
 ROLES = ("encoder", "target_encoder", "predictor")
@@ -56,7 +56,13 @@ class Weights:
         return self.encoder["patch_embed.proj.weight"].shape[1]
 
     @property
-    def positions(self) -> Literal["rotary", "learned"]:
+    def num_prefix(self) -> int:
+        return num_prefix_of(self.encoder)
+
+    @property
+    def positions(self) -> Positions:
+        if self.num_prefix:
+            return "image"
         return "learned" if "pos_embed" in self.encoder else "rotary"
 
     def role(self, name: str) -> dict[str, Tensor]:
@@ -124,6 +130,7 @@ def new_encoder(weights: Weights) -> VisionTransformer3D:
         weights.positions,
         weights.rope,
         has_mask_token=weights.positions == "learned" or "mask_token" in weights.encoder,
+        num_prefix=weights.num_prefix,
     )
 
 

@@ -169,7 +169,11 @@ class MethodConfig:
         "targets of another volume of the batch: all of them, or the target encoder's features alone and "
         "no voxels",
     )
-    init_from: str | None = key(None, "a checkpoint whose weights start this run; null: random")
+    init_from: str | None = key(
+        None,
+        "weights that start this run: a checkpoint, public V-JEPA weights, or a folder of a 2D image model; "
+        "null: random",
+    )
     dropout: float = key(0.0, "probability", BELOW_1)
     drop_path: float = key(
         0.0, "probability that a block is skipped, at the last block; less before", BELOW_1

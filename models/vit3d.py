@@ -12,7 +12,7 @@ w).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple
 
 import torch
@@ -122,9 +122,11 @@ def run_blocks(
     rotary: Rotary | None,
     noise: Stochastic | None = None,
     recompute: Recompute | None = None,
+    kept: dict[int, Tensor] | None = None,
 ) -> Tensor:
     """x [B, T, width] through all blocks; stochastic depth grows linearly over them. `recompute` (activation
-    checkpointing) keeps the inputs of the blocks alone for the backward pass.
+    checkpointing) keeps the inputs of the blocks alone for the backward pass. The outputs of the blocks that
+    `kept` has, by number from 1, go there.
     """
     for i, block in enumerate(blocks):
         rate = noise.drop_path_rate * i / max(1, len(blocks) - 1) if noise is not None else 0.0
@@ -132,6 +134,8 @@ def run_blocks(
             x = block(x, rotary, noise, rate)
         else:
             x = recompute(Rewound(block, noise, rate), x, rotary)
+        if kept is not None and i + 1 in kept:
+            kept[i + 1] = x
     return x
 
 
@@ -155,13 +159,6 @@ class PatchEmbed(nn.Module):
         return F.linear(patches, self.proj.weight.flatten(1), self.proj.bias)
 
 
-def num_prefix_of(tensors: Mapping[str, Tensor]) -> int:
-    """How many tokens of no place an encoder of these tensors has; 0 unless its positions are an image
-    model's.
-    """
-    return tensors["prefix_tokens"].shape[1] if "prefix_tokens" in tensors else 0
-
-
 def gather_tokens(x_BNE: Tensor, ids_BT: Tensor) -> Tensor:
     """The rows ids [B, T] of x [B, N, E], as [B, T, E]."""
     return x_BNE.gather(1, ids_BT.unsqueeze(-1).expand(-1, -1, x_BNE.shape[-1]))
@@ -174,7 +171,7 @@ class VisionTransformer3D(nn.Module):
 
     `forward(volume_BCDHW, keep_BK=None)` returns the features [B, K, E] of the kept tokens, or of all N;
     `masked_BN` (bool) instead replaces those tokens by the learned mask token, so that nothing of them is
-    read.
+    read. With `blocks`, by default `feature_blocks`, the normalised outputs of these are joined [B, K, n E].
     """
 
     def __init__(
@@ -193,6 +190,7 @@ class VisionTransformer3D(nn.Module):
         self.depth, self.width, self.heads = shape.depth, shape.width, shape.heads
         self.grid, self.rope, self.num_prefix = grid, rope, num_prefix
         self.num_tokens = math.prod(grid)
+        self.feature_blocks: tuple[int, ...] = ()  # numbers from 1; none: the last
         # H and W of an image model's attention are learned: a rotation there would undo them
         self.rotary_axes = {"rotary": 3, "image": 1, "learned": 0}[positions]
         self.patch_embed = PatchEmbed(channels, patch, self.width)
@@ -217,6 +215,7 @@ class VisionTransformer3D(nn.Module):
         keep_BK: Tensor | None = None,
         masked_BN: Tensor | None = None,
         noise: Stochastic | None = None,
+        blocks: Sequence[int] = (),
     ) -> Tensor:
         x = self.patch_embed(volume_BCDHW, keep_BK)
         if masked_BN is not None:
@@ -237,8 +236,14 @@ class VisionTransformer3D(nn.Module):
             x = torch.cat((self.prefix_tokens.to(x.dtype).expand(len(x), -1, -1), x), dim=1)
         if noise is not None:
             x = noise.dropout(x)
-        x = run_blocks(self.blocks, x, rotary, noise, self.recompute)
-        return self.norm(x[:, self.num_prefix :])
+        kept = dict.fromkeys(blocks or self.feature_blocks or (self.depth,), x)
+        run_blocks(self.blocks[: max(kept)], x, rotary, noise, self.recompute, kept)
+        parts = [self.norm(part[:, self.num_prefix :]) for part in kept.values()]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
+
+    @property
+    def feature_width(self) -> int:
+        return self.width * max(1, len(self.feature_blocks))
 
 
 def initialise(module: nn.Module, blocks: nn.ModuleList) -> None:

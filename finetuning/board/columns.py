@@ -136,7 +136,7 @@ def _attentive_scores(
     """Scores of all volumes [n, C] of the head that is best on validation, and its score there."""
     cfg = replace(encoder.cfg, seed=seed, head=replace(encoder.cfg.head, kind="attentive"))
     inputs = TokenInputs(kept, cohort, device, EVALUATION_BATCH)
-    width = int(encoder.module.width)  # type: ignore[arg-type]  # nn.Module hides the type of its attributes
+    width = int(encoder.module.feature_width)  # type: ignore[arg-type]  # nn.Module hides the type of its attributes
     trained = train_grid(cfg, cohort, inputs, width, device)
     module, places, outputs = trained.head.to(device).eval(), np.arange(len(cohort.rows)), []
     with torch.no_grad():

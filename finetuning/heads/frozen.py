@@ -313,7 +313,7 @@ def train_frozen(
     (Path(cfg.run.dir) / "evaluation.json").unlink(missing_ok=True)  # the verdict of an earlier head
     total = epochs_of(cfg, cohort).calendar.total
     with log_anew(cfg, total, synthetic=bool(store.attrs["synthetic"])) as run_log:
-        trained = train_grid(cfg, cohort, inputs, encoder.width, runtime.device, run_log)
+        trained = train_grid(cfg, cohort, inputs, encoder.feature_width, runtime.device, run_log)
         is_val, is_train = cohort.fold == VAL, cohort.fold == TRAIN
         outputs = head_outputs(trained.head, inputs, np.flatnonzero(is_val))
         state = head_state(

@@ -97,6 +97,8 @@ def why_not_hf(weights: Weights, cfg: Config) -> str | None:
     if weights.positions != "rotary":
         kind = {"learned": "a learned table", "image": "those of an image model"}[weights.positions]
         return f"its positions are rotary, found {kind} (recipe {weights.recipe})"
+    if weights.feature_blocks:
+        return f"its features are the last block's, found model.feature_blocks {list(weights.feature_blocks)}"
     if weights.rope != "tiled":
         return f"its rotary form is tiled, found {weights.rope} (train with model.rope=tiled)"
     if weights.patch[1] != weights.patch[2]:
@@ -114,6 +116,7 @@ def export_facts(weights: Weights, cfg: Config, which: str) -> dict[str, Any]:
         "recipe_name": recipe_name(cfg.method),
         "step": weights.facts["step"],
         "init_weight": weights.facts["init_weight"],
+        "feature_blocks": list(weights.feature_blocks) or None,
         "normalisation": weights.facts["normalisation"],
         "num_participants": len(weights.facts["participants"]),
         "synthetic": weights.facts["synthetic"],
@@ -151,6 +154,9 @@ def model_card(
         "normalisation": f"{facts['normalisation']} (z-score per volume over the voxels inside the scan)",
         "patch, grid": f"{list(weights.patch)}, {list(weights.grid)} tokens in raster order",
         "positions": positions,
+        "features": f"of blocks {blocks}, joined"
+        if (blocks := facts["feature_blocks"])
+        else "of the last block",
         "participants seen": str(facts["num_participants"]),
         "synthetic data": synthetic[facts["synthetic"]],
         "random initialisation left in the target": f"{facts['init_weight']:.3g}",

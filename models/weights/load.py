@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from models.vit3d import VisionTransformer3D, num_prefix_of
+from models.vit3d import VisionTransformer3D
 from models.vjepa3d import VJEPA3D
 from models.weights.files import read_folder_config, read_weights
 from models.weights.fit import NORMALISATION, fit, summary
 from models.weights.image import num_prefix_in
-from models.weights.shape import Weights, new_encoder
+from models.weights.shape import Weights, new_encoder, num_prefix_of
 from utils import storage
 from utils.checkpoint import CheckpointError, load_newest, to_host
 from utils.config.schema import Config

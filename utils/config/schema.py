@@ -119,6 +119,11 @@ class ModelConfig:
         "on a TPU (other devices have one kernel): flash never holds the tokens x tokens matrix",
         may_change=True,
     )
+    feature_blocks: list[int] | None = key(
+        None,
+        "blocks, counted from 1, whose normalised outputs are joined: the features of every probe, head, "
+        "embed and export; null: the last alone",
+    )
     checkpoint: str | None = key(
         None, "what finetuning reads; null: best_probe.pt of this run", may_change=True
     )

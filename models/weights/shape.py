@@ -152,13 +152,16 @@ def new_encoder(weights: Weights) -> VisionTransformer3D:
 
 def with_features(encoder: VisionTransformer3D, blocks: Sequence[int] | None) -> VisionTransformer3D:
     """The encoder, whose output are the features of these blocks; ConfigError for one that it lacks."""
-    rising = list(blocks or ())
-    if rising != sorted(set(rising) & set(range(1, encoder.depth + 1))):
-        raise ConfigError(
-            f"model.feature_blocks: expected rising numbers of 1 to {encoder.depth}, found {rising}"
-        )
-    encoder.feature_blocks = tuple(rising)
+    encoder.feature_blocks = blocks_of(encoder.depth, blocks)
     return encoder
+
+
+def blocks_of(depth: int, blocks: Sequence[int] | None) -> tuple[int, ...]:
+    """The numbers of model.feature_blocks; raises ConfigError unless they rise and an encoder has them."""
+    rising = list(blocks or ())
+    if rising != sorted(set(rising) & set(range(1, depth + 1))):
+        raise ConfigError(f"model.feature_blocks: expected rising numbers of 1 to {depth}, found {rising}")
+    return tuple(rising)
 
 
 def new_predictor(weights: Weights) -> Predictor3D:

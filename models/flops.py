@@ -24,7 +24,7 @@ def block_flops(block: Block, tokens: int) -> int:
 def encoder_flops(encoder: VisionTransformer3D, tokens: int, *, backward: bool = False) -> int:
     """One sample through the encoder with so many tokens kept; `backward` adds the backward pass."""
     embedding = 2 * tokens * encoder.patch_embed.proj.weight.numel()
-    blocks = sum(block_flops(block, tokens) for block in _blocks(encoder))
+    blocks = sum(block_flops(block, tokens + encoder.num_prefix) for block in _blocks(encoder))
     return 2 * embedding + 3 * blocks if backward else embedding + blocks
 
 
@@ -75,7 +75,7 @@ def flash_backward_flops(model: VJEPA3D, context: int, target: int) -> int:
 def _trained_blocks(model: VJEPA3D, context: int, target: int) -> list[tuple[Block, int]]:
     """Every block that a gradient passes, with the number of its tokens."""
     seen = model.encoder.num_tokens if model.is_dense else context
-    blocks = [(block, seen) for block in _blocks(model.encoder)]
+    blocks = [(block, seen + model.encoder.num_prefix) for block in _blocks(model.encoder)]
     return blocks + [(block, context + target) for block in _blocks(model.predictor)]
 
 

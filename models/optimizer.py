@@ -86,7 +86,7 @@ def parameter_groups(model: Trained, weight_decay: float) -> list[dict]:
     decay: list[nn.Parameter] = []
     plain: list[nn.Parameter] = []
     for name, parameter in model.trained_parameters():
-        is_table = name.endswith(("pos_embed", "mask_token")) or ".mask_tokens." in name
+        is_table = name.endswith(("pos_embed", "mask_token", "prefix_tokens")) or ".mask_tokens." in name
         (plain if parameter.ndim < 2 or is_table else decay).append(parameter)
     return [{"params": decay, "weight_decay": weight_decay}, {"params": plain, "weight_decay": 0.0}]
 

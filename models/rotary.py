@@ -18,13 +18,15 @@ INTERPOLATED_ROWS = (16, 16)  # H and W of the grid over which `interpolated` sp
 Rotary = tuple[Tensor, Tensor]
 
 
-def rotary_tables(ids_BT: Tensor, grid: tuple[int, int, int], head_dim: int, form: RopeForm) -> Rotary:
+def rotary_tables(
+    ids_BT: Tensor, grid: tuple[int, int, int], head_dim: int, form: RopeForm, num_axes: int = 3
+) -> Rotary:
     """Cosines and signed sines [B, 1, T, head_dim] of the 3D rotary embedding at raster token ids.
 
     Each axis owns 2 * ((head_dim // 3) // 2) dimensions in the order D, H, W; the rest stay unrotated.
     `interleaved` gives both members of a pair one frequency; `tiled` repeats the published 2.0 checkpoints'
     layout; `interpolated` is interleaved with positions 0..n-1 of H and W spread over 0..15, as in the 2.1
-    checkpoints.
+    checkpoints. Of the axes only the first `num_axes` turn anything.
     """
     _, grid_h, grid_w = grid
     pairs = (head_dim // 3) // 2
@@ -37,11 +39,11 @@ def rotary_tables(ids_BT: Tensor, grid: tuple[int, int, int], head_dim: int, for
         ids_BT.remainder(grid_w),
     )
     angles = []
-    for axis, position_BT in enumerate(coordinates):
+    for axis, position_BT in enumerate(coordinates[:num_axes]):
         stretch = (spread[axis] - 1) / (grid[axis] - 1) if grid[axis] > 1 else 1.0
         angle = (position_BT.float() * stretch).unsqueeze(-1) * omega
         angles.append(angle.repeat(1, 1, 2) if form == "tiled" else angle.repeat_interleave(2, dim=-1))
-    angle_BTR = F.pad(torch.cat(angles, dim=-1), (0, head_dim - 6 * pairs))
+    angle_BTR = F.pad(torch.cat(angles, dim=-1), (0, head_dim - 2 * num_axes * pairs))
     sign = torch.tensor((-1.0, 1.0), device=ids_BT.device).repeat(head_dim // 2)
     return angle_BTR.cos().unsqueeze(1), (angle_BTR.sin() * sign).unsqueeze(1)
 

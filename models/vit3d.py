@@ -12,7 +12,7 @@ w).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple
 
 import torch
@@ -45,6 +45,7 @@ SIZES: dict[str, Size] = {
     "h": Size(32, 1280, 16),
 }
 NORM_EPS = 1e-6
+Positions = Literal["rotary", "learned", "image"]
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 Gather = Callable[[Tensor, Tensor], Tensor]  # as gather_tokens
 Recompute = Callable[..., Tensor]  # (function, *arguments) -> function(*arguments), computed again backward
@@ -121,9 +122,11 @@ def run_blocks(
     rotary: Rotary | None,
     noise: Stochastic | None = None,
     recompute: Recompute | None = None,
+    kept: dict[int, Tensor] | None = None,
 ) -> Tensor:
     """x [B, T, width] through all blocks; stochastic depth grows linearly over them. `recompute` (activation
-    checkpointing) keeps the inputs of the blocks alone for the backward pass.
+    checkpointing) keeps the inputs of the blocks alone for the backward pass. The outputs of the blocks that
+    `kept` has, by number from 1, go there.
     """
     for i, block in enumerate(blocks):
         rate = noise.drop_path_rate * i / max(1, len(blocks) - 1) if noise is not None else 0.0
@@ -131,6 +134,8 @@ def run_blocks(
             x = block(x, rotary, noise, rate)
         else:
             x = recompute(Rewound(block, noise, rate), x, rotary)
+        if kept is not None and i + 1 in kept:
+            kept[i + 1] = x
     return x
 
 
@@ -160,11 +165,13 @@ def gather_tokens(x_BNE: Tensor, ids_BT: Tensor) -> Tensor:
 
 
 class VisionTransformer3D(nn.Module):
-    """Encoder. Positions are rotary or a learned table; `has_mask_token`: it can be called with `masked_BN`.
+    """Encoder. Positions are rotary, a learned table, or those of an image model: a learned table of one
+    B-scan for every d, and rotary along D. `num_prefix` tokens of no place (an image model's class token and
+    registers) attend and are attended to. `has_mask_token`: it can be called with `masked_BN`.
 
     `forward(volume_BCDHW, keep_BK=None)` returns the features [B, K, E] of the kept tokens, or of all N;
     `masked_BN` (bool) instead replaces those tokens by the learned mask token, so that nothing of them is
-    read.
+    read. With `blocks`, by default `feature_blocks`, the normalised outputs of these are joined [B, K, n E].
     """
 
     def __init__(
@@ -173,22 +180,30 @@ class VisionTransformer3D(nn.Module):
         grid: tuple[int, int, int],
         patch: tuple[int, int, int],
         channels: int = 1,
-        positions: Literal["rotary", "learned"] = "rotary",
+        positions: Positions = "rotary",
         rope: RopeForm = "interleaved",
         has_mask_token: bool = False,
+        num_prefix: int = 0,
     ) -> None:
         super().__init__()
         shape = SIZES[size] if isinstance(size, str) else size
         self.depth, self.width, self.heads = shape.depth, shape.width, shape.heads
-        self.grid, self.rope = grid, rope
+        self.grid, self.rope, self.num_prefix = grid, rope, num_prefix
         self.num_tokens = math.prod(grid)
+        self.feature_blocks: tuple[int, ...] = ()  # numbers from 1; none: the last
+        # H and W of an image model's attention are learned: a rotation there would undo them
+        self.rotary_axes = {"rotary": 3, "image": 1, "learned": 0}[positions]
         self.patch_embed = PatchEmbed(channels, patch, self.width)
         self.pos_embed: nn.Parameter | None = None
         self.mask_token: nn.Parameter | None = None
-        if positions == "learned":
-            self.pos_embed = nn.Parameter(torch.zeros(1, self.num_tokens, self.width))
+        self.prefix_tokens: nn.Parameter | None = None
+        if positions != "rotary":
+            num_places = self.num_tokens if positions == "learned" else math.prod(grid[1:])
+            self.pos_embed = nn.Parameter(torch.zeros(1, num_places, self.width))
         if has_mask_token:
             self.mask_token = nn.Parameter(torch.zeros(1, 1, self.width))
+        if num_prefix:
+            self.prefix_tokens = nn.Parameter(torch.zeros(1, num_prefix, self.width))
         self.blocks = nn.ModuleList(Block(self.width, self.heads, shape.mlp_ratio) for _ in range(self.depth))
         self.recompute: Recompute | None = None
         self.norm = nn.LayerNorm(self.width, eps=NORM_EPS)
@@ -200,6 +215,7 @@ class VisionTransformer3D(nn.Module):
         keep_BK: Tensor | None = None,
         masked_BN: Tensor | None = None,
         noise: Stochastic | None = None,
+        blocks: Sequence[int] = (),
     ) -> Tensor:
         x = self.patch_embed(volume_BCDHW, keep_BK)
         if masked_BN is not None:
@@ -207,16 +223,27 @@ class VisionTransformer3D(nn.Module):
             x = torch.where(masked_BN.unsqueeze(-1), self.mask_token.to(x.dtype), x)
         rotary = None
         if self.pos_embed is not None:
-            positions = self.pos_embed.expand(x.shape[0], -1, -1)
+            planes = self.num_tokens // self.pos_embed.shape[1]
+            positions = self.pos_embed.expand(planes, -1, -1).flatten(0, 1).expand(x.shape[0], -1, -1)
             x = x + (positions if keep_BK is None else self.patch_embed.gather(positions, keep_BK))
-        else:
+        if self.rotary_axes:
             ids = keep_BK
             if ids is None:
                 ids = torch.arange(self.num_tokens, device=x.device).unsqueeze(0)
-            rotary = rotary_tables(ids, self.grid, self.width // self.heads, self.rope)
+            ids = F.pad(ids, (self.num_prefix, 0))  # the first token's d is 0, which turns nothing
+            rotary = rotary_tables(ids, self.grid, self.width // self.heads, self.rope, self.rotary_axes)
+        if self.prefix_tokens is not None:
+            x = torch.cat((self.prefix_tokens.to(x.dtype).expand(len(x), -1, -1), x), dim=1)
         if noise is not None:
             x = noise.dropout(x)
-        return self.norm(run_blocks(self.blocks, x, rotary, noise, self.recompute))
+        kept = dict.fromkeys(blocks or self.feature_blocks or (self.depth,), x)
+        run_blocks(self.blocks[: max(kept)], x, rotary, noise, self.recompute, kept)
+        parts = [self.norm(part[:, self.num_prefix :]) for part in kept.values()]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
+
+    @property
+    def feature_width(self) -> int:
+        return self.width * max(1, len(self.feature_blocks))
 
 
 def initialise(module: nn.Module, blocks: nn.ModuleList) -> None:
@@ -229,7 +256,7 @@ def initialise(module: nn.Module, blocks: nn.ModuleList) -> None:
             if m.bias is not None:
                 nn.init.zeros_(m.bias)
     for name, parameter in module.named_parameters(recurse=False):
-        if name in ("pos_embed", "mask_token"):
+        if name in ("pos_embed", "mask_token", "prefix_tokens"):
             nn.init.trunc_normal_(parameter, std=0.02)
     for i, block in enumerate(blocks, start=1):
         assert isinstance(block, Block)

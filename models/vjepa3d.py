@@ -42,17 +42,20 @@ class Output:
     neighbour_B: Tensor | None = None  # loss of what lies beside visible tokens, in training with a weight
 
 
-def build_encoder(cfg: Config) -> VisionTransformer3D:
-    """A randomly initialised encoder of this configuration (torch's global generator)."""
+def build_encoder(cfg: Config, num_prefix: int = 0) -> VisionTransformer3D:
+    """A randomly initialised encoder of this configuration (torch's global generator); with `num_prefix` it
+    has the positions of an image model, and so many tokens of no place.
+    """
     # The first to draw of all modules: what drew before it would give every seed other weights.
     recipe = recipe_of(cfg.method)
     return VisionTransformer3D(
         cfg.model.size,
         cfg.grid,
         cfg.spatial.patch_size,
-        positions=recipe.positions,
+        positions="image" if num_prefix else recipe.positions,
         rope=cfg.model.rope,
         has_mask_token=recipe.hidden == "targets",
+        num_prefix=num_prefix,
     )
 
 
@@ -61,7 +64,7 @@ class VJEPA3D(nn.Module):
 
     pixel_norm: PixelNorm = "normalised"  # of pixel targets, as the published norm_pix_loss
 
-    def __init__(self, cfg: Config) -> None:
+    def __init__(self, cfg: Config, num_prefix: int = 0) -> None:
         super().__init__()
         self.recipe = recipe_of(cfg.method)
         self.is_dense = self.recipe.hidden == "targets"  # all tokens are encoded, the targets replaced
@@ -71,7 +74,7 @@ class VJEPA3D(nn.Module):
 
         # The order of these modules is the order in which the generator draws their weights: golden losses
         # and every seed rest on it. The target encoder is a copy, so it draws nothing.
-        self.encoder = build_encoder(cfg)
+        self.encoder = build_encoder(cfg, num_prefix)
         num_voxels = self.encoder.patch_embed.proj.weight[0].numel()
         self.target_width = num_voxels if self.recipe.target == "pixels" else self.encoder.width
         self.predictor: Predictor3D | MlpPredictor

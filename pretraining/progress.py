@@ -26,6 +26,7 @@ NEW_RUN: Mapping[str, Any] = {
     "init_weight": 1.0,  # share of the random initialisation in the target
     "best": {},
     "inherited": [],  # participants that the weights of method.init_from saw
+    "imported_from": None,  # whose those weights were, if not ours
 }
 
 
@@ -37,6 +38,7 @@ class Progress(RunProgress):
         self.schedule = schedule
         self.best: dict[str, float] = dict(state["best"])  # name of a best checkpoint -> its score
         self.inherited: list[str] = list(state["inherited"])
+        self.imported_from: str | None = state.get("imported_from")  # an older checkpoint has none
         self._moves = self._counter(0)  # updates since the last look that should have moved the target
         weight = torch.tensor(state["init_weight"], dtype=torch.float64)
         self._init_weight = runtime.to_device_replicated(weight)
@@ -96,5 +98,6 @@ class Progress(RunProgress):
             "init_weight": self.init_weight,
             "best": dict(self.best),
             "inherited": list(self.inherited),
+            "imported_from": self.imported_from,
             "schedule": self.schedule.state_dict(),
         }

@@ -53,6 +53,7 @@ def checkpoint_state(run: Run, gauges: Gauges, progress: Progress) -> dict[str, 
         "synthetic": run.is_synthetic,
         "participants": sorted(set(progress.inherited) | run.rows.participants),
         "rows_sha256": rows_checksum(run.rows, run.store),
+        "imported_from": progress.imported_from,
     }
 
 
@@ -113,7 +114,12 @@ def _read(run: Run) -> tuple[dict[str, Any] | None, Mapping[str, Any]]:
     refuse_lost_checkpoints(cfg)
     if cfg.method.init_from is not None:
         start = start_from(run.model, cfg, store.attrs["normalisation"])
-        return None, {**NEW_RUN, "inherited": start.participants, "init_weight": start.init_weight}
+        return None, {
+            **NEW_RUN,
+            "inherited": start.participants,
+            "init_weight": start.init_weight,
+            "imported_from": start.imported_from,
+        }
     return None, NEW_RUN
 
 

@@ -12,6 +12,8 @@ import torch
 from data_setup.store.reader import PreparedStore
 from models.engine_kernels import choose_kernels
 from models.vjepa3d import VJEPA3D
+from models.weights.load import prefix_of_start
+from models.weights.shape import blocks_of
 from pretraining.rows import Rows, open_rows
 from pretraining.step import build_optimizer
 from utils.config.load import accumulation_steps
@@ -48,7 +50,10 @@ def open_run(cfg: Config, runtime: Runtime) -> Run:
     store = PreparedStore.open(cfg.data.store, cfg.data.storage_options, cfg.data.cache_dir)
     store.require_geometry(cfg.spatial)
     rows = open_rows(cfg, store)
+    # the first process reads for all: weights and checkpoints may be on its disk alone
+    num_prefix = runtime.group.broadcast(prefix_of_start(cfg) if runtime.group.is_first else 0)
     torch.manual_seed(cfg.seed)
-    model = VJEPA3D(cfg).to(runtime.device).train()
+    model = VJEPA3D(cfg, num_prefix).to(runtime.device).train()
+    blocks_of(model.encoder.depth, cfg.model.feature_blocks)  # which the probes read
     choose_kernels(model, cfg, runtime)
     return Run(cfg, store, rows, model, build_optimizer(model, cfg), runtime)

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from utils import storage
-from utils.config.load import flatten
-from utils.config.schema import Config, keys_with
+from utils.config.load import flatten, keys_of_features
+from utils.config.schema import Config
 
 Content = dict[str, Any]  # of STEM.json
 Estimate = dict[str, Any]  # {value, ci95}
@@ -54,7 +54,10 @@ class Answer:
 
 def protocol_of(cfg: Config) -> dict[str, Any]:
     """The keys that decide how something is judged."""
-    sections, keys = ("task.", "probe.", "eval."), {*keys_with("identity"), "seed", "train.use_bf16"}
+    sections, keys = (
+        ("task.", "probe.", "eval."),
+        {*keys_of_features(dict(flatten(cfg))), "seed", "train.use_bf16"},
+    )
     return {key: value for key, value in flatten(cfg) if key.startswith(sections) or key in keys}
 
 

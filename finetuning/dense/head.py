@@ -120,7 +120,7 @@ def open_dense_head(
     names, arms = tuple(str(name) for name in state[names_key]), []
     encoders = _encoders(cfg, state, url, options, encoder_url)
     for name, weights in state["arms"].items():
-        decoder = new_decoder(cfg, encoders[name].width, per_name * len(names) + background)
+        decoder = new_decoder(cfg, encoders[name].feature_width, per_name * len(names) + background)
         load_strictly(decoder, weights, f"{url}: decoder of {name}")
         arms.append(Arm(name, encoders[name], decoder.eval().requires_grad_(False)))
     return DenseHead(url, state["checksum"], tuple(arms), names, cfg, state)

@@ -32,7 +32,7 @@ from finetuning.dense.head import PRETRAINED, RANDOM, dense_state, encoder_of, n
 from finetuning.dense.layers.planes import Planes
 from finetuning.features.kept import KeptFeatures, features_folder
 from finetuning.heads.epochs import Best, Epochs, hand_over
-from finetuning.heads.tuned import MASK_TOKEN, layer_groups
+from finetuning.heads.tuned import is_read, layer_groups
 from models.optimizer import warmup_cosine
 from models.vit3d import VisionTransformer3D
 from utils.config.schema import Config
@@ -148,7 +148,7 @@ def train_arm(
     calendar = epochs.calendar
     with torch.random.fork_rng(devices=[runtime.device] if runtime.device.type == "cuda" else []):
         torch.manual_seed(cfg.seed)
-        decoder = new_decoder(cfg, encoder.width, objective.num_outputs).to(runtime.device)
+        decoder = new_decoder(cfg, encoder.feature_width, objective.num_outputs).to(runtime.device)
     optimizer = _optimizer(encoder, decoder, cfg)
 
     def copies() -> tuple[nn.Module, nn.Module]:
@@ -192,7 +192,7 @@ def _token_source(
         return kept
     encoder.to(runtime.device)
     for name, parameter in encoder.named_parameters():
-        parameter.requires_grad_(name != MASK_TOKEN)
+        parameter.requires_grad_(is_read(encoder, name))
 
     def tokens_of(view_BCDHW: Tensor) -> Tensor:
         with runtime.autocast():

@@ -38,7 +38,8 @@ from utils.runtime.single import Runtime
 from utils.terminal import track
 
 FORMAT_VERSION = 1
-MAY_CHANGE = ("data.", "train.use_bf16")  # of the checkpoint's configuration; the rest is what the encoder is
+# of the checkpoint's configuration; the rest is what the encoder is
+MAY_CHANGE = ("data.", "train.use_bf16", "model.feature_blocks")
 END_PATIENCE_S = 24 * 3600.0  # the first process done waits for the last; torchrun ends all when one fails
 log = logging.getLogger(__name__)
 
@@ -70,13 +71,15 @@ def embed(
         "normalisation": state["normalisation"],
         "precision": "bfloat16" if runtime.use_bf16 else "float32",
         "patches": patches,
-        "width": encoder.width,
+        "width": encoder.feature_width,
         **volumes.about,
     }
+    if encoder.feature_blocks:
+        about["feature_blocks"] = list(encoder.feature_blocks)
     folder = Folder(out, cfg.data.storage_options, patches)
     todo: list[int] = []
     if runtime.group.is_first:
-        folder.begin(about, volumes.num_rows, (math.prod(cfg.grid), encoder.width))
+        folder.begin(about, volumes.num_rows, (math.prod(cfg.grid), encoder.feature_width))
         todo = folder.missing(volumes.rows, volumes.versions)
         log.info("%d volumes, %d to do", len(volumes.rows), len(todo))
     todo = runtime.group.broadcast(todo)

@@ -40,8 +40,8 @@ from data_setup.valid_field import token_valid
 from finetuning.features.digests import volume_digests
 from models.probes.features import pool_tokens
 from utils import storage
-from utils.config.load import flatten
-from utils.config.schema import Config, keys_with
+from utils.config.load import flatten, keys_of_features
+from utils.config.schema import Config
 from utils.errors import UserError
 from utils.runtime.single import Runtime
 from utils.terminal import track
@@ -109,7 +109,7 @@ class KeptFeatures:
         about = {
             "format_version": FORMAT_VERSION,
             "weights": weights_digest(self.encoder),
-            "configuration": {key: values[key] for key in keys_with("identity")},
+            "configuration": {key: values[key] for key in keys_of_features(values)},
             "geometry": self.store.attrs["geometry"],
             "normalisation": self.store.attrs["normalisation"],
             "precision": "bfloat16" if self.runtime.use_bf16 else "float32",

@@ -24,6 +24,7 @@ from finetuning.cohort.source import require_pretraining
 from models.probes.features import embed
 from models.vit3d import VisionTransformer3D
 from models.vjepa3d import build_encoder
+from models.weights.shape import num_prefix_of, with_features
 from utils.checkpoint import CheckpointError
 from utils.config.schema import Config
 from utils.runtime.single import Runtime
@@ -36,11 +37,11 @@ NAMED_KEYS = 3  # of each kind, in the error about weights that do not fit
 def pretrained_encoder(cfg: Config, state: dict[str, Any], url: str) -> VisionTransformer3D:
     """The target (EMA) encoder of a loaded checkpoint; raises CheckpointError for weights that do not fit."""
     require_pretraining(state, url)
-    encoder = build_encoder(cfg)
     prefix = "target_encoder."
     weights = {k.removeprefix(prefix): v for k, v in state["model"].items() if k.startswith(prefix)}
+    encoder = build_encoder(cfg, num_prefix_of(weights))
     load_strictly(encoder, weights, f"{url}: weights of model.size {cfg.model.size}")
-    return encoder.eval().requires_grad_(False)
+    return with_features(encoder, cfg.model.feature_blocks).eval().requires_grad_(False)
 
 
 def load_strictly(module: nn.Module, weights: dict[str, Tensor], where: str) -> None:
@@ -71,7 +72,7 @@ def random_encoder(cfg: Config, seed: int) -> VisionTransformer3D:
     """A randomly initialised encoder; cfg.seed gives the one that pre-training starts from."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return build_encoder(cfg).eval().requires_grad_(False)
+        return with_features(build_encoder(cfg), cfg.model.feature_blocks).eval().requires_grad_(False)
 
 
 def _watched(

@@ -215,7 +215,7 @@ def write_best(tuning: Tuning) -> tuple[str, dict[str, Any]]:
     for name, value in state["model"].items():
         (prefix,) = (p for p in parts if name.startswith(p))
         parts[prefix][name.removeprefix(prefix)] = value
-    cohort, width = tuning.cohort, tuning.model.encoder.width
+    cohort, width = tuning.cohort, tuning.model.encoder.feature_width
     head = build_head(cfg.head.kind, width, cohort.num_outputs, cfg.head.hidden, cfg.head.dropout)
     load_strictly(head, parts["top.head."], url)
     if cohort.kind == "regression":

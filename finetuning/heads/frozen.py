@@ -308,7 +308,7 @@ def scores_of_fold(kept: KeptFeatures, cohort: Cohort) -> tuple[np.ndarray, floa
     score on VAL.
     """
     inputs, _ = head_inputs(kept, cohort, (TRAIN, VAL, EVALUATED))
-    width = int(kept.encoder.width)  # type: ignore[arg-type]  # nn.Module hides the type of its attributes
+    width = int(kept.encoder.feature_width)  # type: ignore[arg-type]  # nn.Module hides the type of its attributes
     trained = train_grid(kept.cfg, cohort, inputs, width, kept.runtime.device)
     outputs = head_outputs(trained.head.to(kept.runtime.device), inputs, np.arange(len(cohort.rows)))
     return to_scores(cohort.kind, outputs.double()).numpy(), float(trained.validation["score"])
@@ -327,7 +327,7 @@ def train_frozen(
     (Path(cfg.run.dir) / "evaluation.json").unlink(missing_ok=True)  # the verdict of an earlier head
     total = epochs_of(cfg, cohort).calendar.total
     with log_anew(cfg, total, synthetic=bool(store.attrs["synthetic"])) as run_log:
-        trained = train_grid(cfg, cohort, inputs, encoder.width, runtime.device, run_log)
+        trained = train_grid(cfg, cohort, inputs, encoder.feature_width, runtime.device, run_log)
         is_val, is_train = cohort.fold == VAL, cohort.fold == TRAIN
         outputs = head_outputs(trained.head, inputs, np.flatnonzero(is_val))
         state = head_state(

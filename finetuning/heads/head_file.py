@@ -35,6 +35,7 @@ from models.heads import build_head, reads_tokens
 from models.probes.features import pool_tokens
 from models.vit3d import VisionTransformer3D
 from models.vjepa3d import build_encoder
+from models.weights.shape import num_prefix_of, with_features
 from utils import storage
 from utils.checkpoint import CheckpointError, CheckpointWriter, load_checkpoint
 from utils.config.load import config_of_yaml, to_yaml
@@ -163,7 +164,7 @@ def open_head(wanted: str, options: StorageOptions | None = None, encoder_url: s
     else:
         encoder = trained_encoder(cfg, state["encoder_weights"], f"{url}: encoder_weights")
     module = build_head(
-        state["head_kind"], encoder.width, state["num_outputs"], state["hidden"], state["dropout"]
+        state["head_kind"], encoder.feature_width, state["num_outputs"], state["hidden"], state["dropout"]
     )
     load_strictly(module, state["head"], f"{url}: head")
     scale = state["standardise"]
@@ -183,9 +184,9 @@ def open_head(wanted: str, options: StorageOptions | None = None, encoder_url: s
 
 def trained_encoder(cfg: Config, weights: dict[str, Tensor], where: str) -> VisionTransformer3D:
     """The encoder that was trained with a head, in evaluation mode; raises CheckpointError."""
-    encoder = build_encoder(cfg)
+    encoder = build_encoder(cfg, num_prefix_of(weights))
     load_strictly(encoder, weights, where)
-    return encoder.eval().requires_grad_(False)
+    return with_features(encoder, cfg.model.feature_blocks).eval().requires_grad_(False)
 
 
 def checkpoint_of(

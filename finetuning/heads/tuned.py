@@ -25,7 +25,8 @@ from utils.runtime.single import Runtime
 
 LEAST_VARIANCE = 1e-12  # of a feature over the tokens: the gradient of a root has no value at 0
 MASK_TOKEN = "mask_token"  # which no whole volume meets
-TABLES = ("pos_embed", "query")  # parameters of two axes or more that are no matrices, so do not decay
+# parameters of two axes or more that are no matrices, so do not decay
+TABLES = ("pos_embed", "prefix_tokens", "query")
 
 
 class SeededDropout(nn.Module):
@@ -70,13 +71,15 @@ class TunedModel(nn.Module):
         """
         super().__init__()
         self.encoder = encoder
-        head = build_head(cfg.head.kind, encoder.width, num_outputs, cfg.head.hidden, cfg.head.dropout)
+        head = build_head(
+            cfg.head.kind, encoder.feature_width, num_outputs, cfg.head.hidden, cfg.head.dropout
+        )
         self.top = HeadOnTokens(head, cfg.head.dropout)
         self.dropout, self.drop_path = cfg.method.dropout, cfg.method.drop_path
         if cfg.train.activation_checkpointing:
             self.checkpoint_activations(recompute_block)
         for name, parameter in encoder.named_parameters():
-            parameter.requires_grad_(name != MASK_TOKEN)
+            parameter.requires_grad_(is_read(encoder, name))
 
     def checkpoint_activations(self, recompute: Recompute) -> None:
         """Keep only the blocks' inputs for the backward pass; an engine may bring its own `recompute`."""
@@ -88,6 +91,12 @@ class TunedModel(nn.Module):
             noise = Stochastic(seed_B, self.dropout, self.drop_path)
         tokens_BNE = self.encoder(view_BCDHW, noise=noise)
         return self.top(tokens_BNE, valid_BN, seed_B, 0 if noise is None else noise.drawn)
+
+
+def is_read(encoder: VisionTransformer3D, name: str) -> bool:
+    """Whether features rest on this parameter: not on the mask token, nor on blocks after their last one."""
+    last = max(encoder.feature_blocks, default=encoder.depth)
+    return name != MASK_TOKEN and (not name.startswith("blocks.") or int(name.split(".")[1]) < last)
 
 
 def layer_groups(
@@ -105,14 +114,16 @@ def layer_groups(
         is_matrix = parameter.ndim > 1 and name.split(".")[-1] not in TABLES
         groups.setdefault((above, is_matrix), []).append(parameter)
 
-    moved = {} if encoder is None else dict(encoder.named_parameters())
-    depth = 0 if encoder is None else encoder.depth
+    moved = {}
+    if encoder is not None:
+        moved = {name: p for name, p in encoder.named_parameters() if is_read(encoder, name)}
+        depth = max(encoder.feature_blocks, default=encoder.depth)
     for name, parameter in moved.items():
         part, _, rest = name.partition(".")
         if part == "blocks":
             add(name, parameter, depth - 1 - int(rest.partition(".")[0]))
-        elif name != MASK_TOKEN:
-            add(name, parameter, depth if part in ("patch_embed", "pos_embed") else 0)
+        else:
+            add(name, parameter, depth if part in ("patch_embed", "pos_embed", "prefix_tokens") else 0)
     for name, parameter in top.named_parameters():
         add(name, parameter, 0)
     return [

@@ -72,7 +72,7 @@ def import_weights(
         "participants": start.participants,
         "synthetic": weights.facts.get("synthetic", False),
         "progress": {"init_weight": start.init_weight},
-        "imported_from": f"{posixpath.basename(path.rstrip('/'))} ({weights.layout})",
+        "imported_from": start.imported_from or f"{posixpath.basename(path.rstrip('/'))} ({weights.layout})",
     }
     folder, name = posixpath.split(out)
     writer = CheckpointWriter(folder or ".", keep_last=None)

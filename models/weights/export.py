@@ -50,6 +50,7 @@ def export_encoder(
             "channels": weights.channels,
             "positions": weights.positions,
             "rope": weights.rope,
+            "num_prefix": weights.num_prefix,
             **weights.size._asdict(),
         }
         config = {"format": EXPORT_FORMAT, "format_version": 1, **shape, FACTS_KEY: facts}
@@ -94,7 +95,10 @@ def why_not_hf(weights: Weights, cfg: Config) -> str | None:
     """The first thing that VJEPA2Model lacks; None if it gives the same features."""
     _, height, width = cfg.spatial.image_size
     if weights.positions != "rotary":
-        return f"its positions are rotary, found a learned table (recipe {weights.recipe})"
+        kind = {"learned": "a learned table", "image": "those of an image model"}[weights.positions]
+        return f"its positions are rotary, found {kind} (recipe {weights.recipe})"
+    if weights.feature_blocks:
+        return f"its features are the last block's, found model.feature_blocks {list(weights.feature_blocks)}"
     if weights.rope != "tiled":
         return f"its rotary form is tiled, found {weights.rope} (train with model.rope=tiled)"
     if weights.patch[1] != weights.patch[2]:
@@ -112,6 +116,7 @@ def export_facts(weights: Weights, cfg: Config, which: str) -> dict[str, Any]:
         "recipe_name": recipe_name(cfg.method),
         "step": weights.facts["step"],
         "init_weight": weights.facts["init_weight"],
+        "feature_blocks": list(weights.feature_blocks) or None,
         "normalisation": weights.facts["normalisation"],
         "num_participants": len(weights.facts["participants"]),
         "synthetic": weights.facts["synthetic"],
@@ -134,6 +139,12 @@ def model_card(
         False: "no",
         None: "unknown, the checkpoint does not say",
     }
+    positions = {
+        "rotary": f"rotary, {weights.rope}",
+        "learned": "learned",
+        "image": f"of an image model: learned in H and W, rotary along D, {weights.rope}; class token and "
+        f"registers: {weights.num_prefix}",
+    }[weights.positions]
     size, d_h_w = weights.size, "D (B-scan), H (axial), W (A-scan)"
     rows = {
         "encoder": f"{facts['encoder']}, {size.depth} blocks of width {size.width}, {size.heads} heads",
@@ -142,7 +153,10 @@ def model_card(
         "voxel": f"{list(cfg.spatial.target_spacing)} mm, resampled by {cfg.spatial.resample}",
         "normalisation": f"{facts['normalisation']} (z-score per volume over the voxels inside the scan)",
         "patch, grid": f"{list(weights.patch)}, {list(weights.grid)} tokens in raster order",
-        "positions": weights.positions + (f", {weights.rope}" if weights.positions == "rotary" else ""),
+        "positions": positions,
+        "features": f"of blocks {blocks}, joined"
+        if (blocks := facts["feature_blocks"])
+        else "of the last block",
         "participants seen": str(facts["num_participants"]),
         "synthetic data": synthetic[facts["synthetic"]],
         "random initialisation left in the target": f"{facts['init_weight']:.3g}",
@@ -164,7 +178,7 @@ def model_card(
         )
     else:
         use = "from models.weights import load_encoder\n\ntokens_BNE = load_encoder(FOLDER)(volume_BCDHW)"
-        more = "Positions are those of the table above." if weights.positions == "learned" else ""
+        more = "Positions are those of the table above." if weights.positions != "rotary" else ""
     return f"""---
 tags: [retinal-oct, self-supervised, 3d]
 ---

@@ -1,9 +1,10 @@
-"""Weights files of five layouts, read into one form: the names of models/vit3d.py and models/predictor.py.
+"""Weights files of six layouts, read into one form: the names of models/vit3d.py and models/predictor.py.
 
 research      the `.pt` of V-JEPA 2's code: `encoder`, `predictor` and `target_encoder` (or `ema_encoder`),
               keys `module.backbone.*`
 research_2_1  the `.pt` of V-JEPA 2.1 (vjepa21.py): the same parts, of which the predictor is left out
 hugging_face  a folder with config.json and safetensors of VJEPA2Model; its one encoder serves as both of ours
+image         the same of a 2D image model (image.py), which encodes one B-scan of three channels
 checkpoint    ours, written by pretraining or by `models.weights import`
 export        ours as safetensors, an encoder alone
 
@@ -27,6 +28,7 @@ from torch import Tensor
 
 from models.vit3d import SIZES
 from models.weights.hf_layout import FIXED, MODEL_TYPE, from_hf
+from models.weights.image import MODEL_TYPES, REFUSED, image_model
 from models.weights.shape import (
     EXPORT_FORMAT,
     FACTS_KEY,
@@ -167,20 +169,32 @@ def _stripped(url: str, part: str, value: Any) -> tuple[dict[str, Tensor], dict[
 
 
 def _read_folder(url: str, options: StorageOptions | None) -> Weights:
+    config, config_url = read_folder_config(url, options), storage.join(url, "config.json")
+    is_export, model_type = config.get("format") == EXPORT_FORMAT, config.get("model_type")
+    if not is_export and model_type not in (MODEL_TYPE, *MODEL_TYPES):
+        raise CheckpointError(
+            f"{config_url}: expected model_type {MODEL_TYPE}, {', '.join(MODEL_TYPES)} or format "
+            f"{EXPORT_FORMAT}, found {model_type}{REFUSED.get(str(model_type), '')}"
+        )
+    names = _shards(url, options)
+    tensors = _read_safetensors(url, names, options)
+    try:
+        if is_export:
+            return _export(url, config, tensors)
+        if model_type in MODEL_TYPES:
+            return image_model(url, config, tensors, names, options)
+        return _hugging_face(url, config, tensors)
+    except KeyError as error:
+        raise CheckpointError(f"{config_url}: expected the key {error}, found none") from error
+
+
+def read_folder_config(url: str, options: StorageOptions | None) -> dict[str, Any]:
+    """A folder's config.json; raises CheckpointError."""
     config_url = storage.join(url, "config.json")
     config = _read_json(config_url, options)
     if not isinstance(config, dict):
         raise CheckpointError(f"{config_url}: expected a JSON object, found {type(config).__name__}")
-    is_export, model_type = config.get("format") == EXPORT_FORMAT, config.get("model_type")
-    if not is_export and model_type != MODEL_TYPE:
-        raise CheckpointError(
-            f"{config_url}: expected model_type {MODEL_TYPE} or format {EXPORT_FORMAT}, found {model_type}"
-        )
-    tensors = _read_safetensors(url, options)
-    try:
-        return _export(url, config, tensors) if is_export else _hugging_face(url, config, tensors)
-    except KeyError as error:
-        raise CheckpointError(f"{config_url}: expected the key {error}, found none") from error
+    return config
 
 
 def _read_json(url: str, options: StorageOptions | None) -> Any:
@@ -190,7 +204,8 @@ def _read_json(url: str, options: StorageOptions | None) -> Any:
         raise CheckpointError(f"{url}: expected JSON, found damage ({error})") from error
 
 
-def _read_safetensors(url: str, options: StorageOptions | None) -> dict[str, Tensor]:
+def _shards(url: str, options: StorageOptions | None) -> list[str]:
+    """Names of the files that hold a folder's tensors."""
     names = {"model.safetensors"}
     index_url = storage.join(url, "model.safetensors.index.json")
     if storage.exists(index_url, options):
@@ -201,8 +216,12 @@ def _read_safetensors(url: str, options: StorageOptions | None) -> dict[str, Ten
                 f"{index_url}: expected weight_map, file names by tensor, found {shards}"[:300]
             )
         names = set(shards.values())
+    return sorted(names)
+
+
+def _read_safetensors(url: str, names: list[str], options: StorageOptions | None) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
-    for name in sorted(names):
+    for name in names:
         file_url = storage.join(url, name)
         if not storage.exists(file_url, options):
             raise CheckpointError(f"{file_url}: expected safetensors, found no such file")

@@ -11,7 +11,7 @@ embedding with
 
 where m .449 and s .226 are the channels' means: the first layer gets the mean and spread of an average
 photograph.
-A patch of 2 planes becomes one of 4 by repeating each plane's kernel and halving it.
+A patch of 2 planes becomes one of 4 by repeating each plane's kernel and halving it. Image models: image.py.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from torch import Tensor
 from models.predictor import Predictor3D
 from models.vit3d import SIZES, Size
 from models.vjepa3d import VJEPA3D
+from models.weights.image import as_volume_encoder
 from models.weights.shape import ROLES, Weights, require_same
 from utils.checkpoint import CheckpointError
 from utils.config.recipes import recipe_of
@@ -91,12 +92,15 @@ def adapt_patches(
 def fit(weights: Weights, cfg: Config) -> Fit:
     """The weights for this configuration; raises CheckpointError where an encoder does not fit."""
     with torch.device("meta"):
-        model = VJEPA3D(cfg)
+        model = VJEPA3D(cfg, weights.num_prefix)
     _require_encoder(weights, cfg)
     tensors: dict[str, Tensor] = {}
     lines = [Line("left out", name, why) for name, why in weights.left_out.items()]
     for role, module in (("encoder", model.encoder), ("target_encoder", model.target_encoder)):
-        adapted, changes = adapt_patches(weights, role, cfg.spatial.patch_size)
+        if weights.layout == "image":
+            adapted, changes = as_volume_encoder(weights, cfg, module.mask_token is not None)
+        else:
+            adapted, changes = adapt_patches(weights, role, cfg.spatial.patch_size)
         require_same(f"{weights.where}: {role}", module.state_dict(), adapted)
         tensors |= {f"{role}.{name}": tensor for name, tensor in adapted.items()}
         same = "the file's one encoder" if weights.encoder is weights.target_encoder else ""
@@ -126,18 +130,18 @@ def fit(weights: Weights, cfg: Config) -> Fit:
 def _require_encoder(weights: Weights, cfg: Config) -> None:
     wanted, where = SIZES[cfg.model.size], weights.where
     recipe = recipe_of(cfg.method)
-    is_learned = recipe.positions == "learned"
-    if is_learned != (weights.positions == "learned"):
+    if weights.positions not in (recipe.positions, "image"):
         raise CheckpointError(
-            f"{where}: method.recipe {cfg.method.recipe}: expected {'learned' if is_learned else 'rotary'} "
-            f"positions, found {weights.positions} positions"
+            f"{where}: method.recipe {cfg.method.recipe}: expected {recipe.positions} positions, found "
+            f"{weights.positions} positions"
         )
-    if not is_learned and weights.rope != cfg.model.rope:
+    is_file_of_volumes = weights.layout != "image"
+    if is_file_of_volumes and weights.positions != "learned" and weights.rope != cfg.model.rope:
         raise CheckpointError(
             f"{where}: model.rope: expected {cfg.model.rope} of the configuration, found {weights.rope} "
             f"(model.rope={weights.rope} fits these weights)"
         )
-    if not is_learned and "mask_token" in weights.encoder:
+    if is_file_of_volumes and recipe.hidden != "targets" and "mask_token" in weights.encoder:
         raise CheckpointError(f"{where}: expected no mask token in the encoder, found one")
     if weights.size != wanted:
         raise CheckpointError(

@@ -48,7 +48,7 @@ def from_hf(tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Te
                 break
         else:
             unknown.append(name)
-    return _joined(encoder), _joined(predictor), unknown
+    return join_parts(encoder), join_parts(predictor), unknown
 
 
 def to_hf(encoder: dict[str, Tensor], predictor: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -84,7 +84,7 @@ def _renamed(name: str, names: Any) -> str | None:
     return None
 
 
-def _joined(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+def join_parts(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """attn.query, key and value joined to attn.qkv; an incomplete triple stays, and is an error later."""
     out = {}
     for name, tensor in tensors.items():

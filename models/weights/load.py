@@ -7,6 +7,7 @@ project with the weights that fit its configuration (models/weights/fit.py).
 from __future__ import annotations
 
 import logging
+import posixpath
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,10 +16,12 @@ from torch import nn
 
 from models.vit3d import VisionTransformer3D
 from models.vjepa3d import VJEPA3D
-from models.weights.files import read_weights
+from models.weights.files import read_folder_config, read_weights
 from models.weights.fit import NORMALISATION, fit, summary
-from models.weights.shape import Weights, new_encoder
-from utils.checkpoint import CheckpointError, to_host
+from models.weights.image import num_prefix_in
+from models.weights.shape import Weights, new_encoder, num_prefix_of
+from utils import storage
+from utils.checkpoint import CheckpointError, load_newest, to_host
 from utils.config.schema import Config
 
 log = logging.getLogger(__name__)
@@ -30,6 +33,7 @@ class Start:
 
     participants: list[str]
     init_weight: float  # share of random initialisation in the target
+    imported_from: str | None  # of weights that others made: which, by whose licence; None: our own
 
 
 def load_encoder(path: str) -> VisionTransformer3D:
@@ -90,4 +94,23 @@ def lineage(weights: Weights) -> Start:
             f"{weights.where}: expected the participants that these weights saw, found only their number, "
             f"{facts['num_participants']}; start from the checkpoint that was exported"
         )
-    return Start(list(facts.get("participants", [])), facts.get("init_weight", 0.0))
+    imported_from = facts.get("imported_from")
+    if imported_from is None and weights.layout not in ("checkpoint", "export"):
+        imported_from = f"{posixpath.basename(weights.where.rstrip('/'))} ({weights.layout})"
+    return Start(list(facts.get("participants", [])), facts.get("init_weight", 0.0), imported_from)
+
+
+def prefix_of_start(cfg: Config) -> int:
+    """How many tokens of no place the encoder of a run has, by its method.init_from: its model is built
+    before any weights are read. Where that is gone, the newest checkpoint of the run says it.
+    """
+    url, options = cfg.method.init_from, cfg.data.storage_options
+    if url is None:
+        return 0
+    if storage.exists(storage.join(url, "config.json"), options):
+        return num_prefix_in(read_folder_config(url, options))
+    state = None if cfg.train.ckpt_dir is None else load_newest(cfg.train.ckpt_dir, options)
+    if state is not None:
+        prefix = "encoder."
+        return num_prefix_of({k.removeprefix(prefix): v for k, v in state["model"].items()})
+    return read_weights(url, options).num_prefix

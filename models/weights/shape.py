@@ -6,6 +6,7 @@ tensors' shapes are read, so meta tensors work too.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -15,17 +16,25 @@ from torch import Tensor
 from models.predictor import HEAD_DIM as PREDICTOR_HEAD_DIM
 from models.predictor import Predictor3D
 from models.rotary import RopeForm
-from models.vit3d import Size, VisionTransformer3D
+from models.vit3d import Positions, Size, VisionTransformer3D
 from models.weights.hf_layout import num_mask_tokens
 from utils.checkpoint import CheckpointError
 from utils.config.schema import Config
+from utils.errors import ConfigError
 
 EXPORT_FORMAT = "oct_encoder"  # "format" in an export's config.json
 FACTS_KEY = "oct_foundation"  # facts of the training, in the config.json of both layouts
-Layout = Literal["research", "research_2_1", "hugging_face", "checkpoint", "export"]
+Layout = Literal["research", "research_2_1", "hugging_face", "image", "checkpoint", "export"]
 HEAD_DIM = 64  # of every V-JEPA 2 encoder but ViT-H
 HEADS = {1280: 16}
 ROLES = ("encoder", "target_encoder", "predictor")
+
+
+def num_prefix_of(tensors: Mapping[str, Tensor]) -> int:
+    """How many tokens of no place an encoder of these tensors has; 0 unless its positions are an image
+    model's.
+    """
+    return tensors["prefix_tokens"].shape[1] if "prefix_tokens" in tensors else 0
 
 
 @dataclass(frozen=True)
@@ -56,7 +65,19 @@ class Weights:
         return self.encoder["patch_embed.proj.weight"].shape[1]
 
     @property
-    def positions(self) -> Literal["rotary", "learned"]:
+    def feature_blocks(self) -> tuple[int, ...]:
+        """Numbers of the blocks that the features come from; none: the last."""
+        named = self.facts.get("feature_blocks") if self.cfg is None else self.cfg.model.feature_blocks
+        return tuple(named or ())
+
+    @property
+    def num_prefix(self) -> int:
+        return num_prefix_of(self.encoder)
+
+    @property
+    def positions(self) -> Positions:
+        if self.num_prefix:
+            return "image"
         return "learned" if "pos_embed" in self.encoder else "rotary"
 
     def role(self, name: str) -> dict[str, Tensor]:
@@ -116,7 +137,7 @@ def _num_blocks(tensors: dict[str, Tensor], prefix: str) -> int:
 
 def new_encoder(weights: Weights) -> VisionTransformer3D:
     """An encoder of the file's shape, random."""
-    return VisionTransformer3D(
+    encoder = VisionTransformer3D(
         weights.size,
         weights.grid,
         weights.patch,
@@ -124,7 +145,23 @@ def new_encoder(weights: Weights) -> VisionTransformer3D:
         weights.positions,
         weights.rope,
         has_mask_token=weights.positions == "learned" or "mask_token" in weights.encoder,
+        num_prefix=weights.num_prefix,
     )
+    return with_features(encoder, weights.feature_blocks)
+
+
+def with_features(encoder: VisionTransformer3D, blocks: Sequence[int] | None) -> VisionTransformer3D:
+    """The encoder, whose output are the features of these blocks; ConfigError for one that it lacks."""
+    encoder.feature_blocks = blocks_of(encoder.depth, blocks)
+    return encoder
+
+
+def blocks_of(depth: int, blocks: Sequence[int] | None) -> tuple[int, ...]:
+    """The numbers of model.feature_blocks; raises ConfigError unless they rise and an encoder has them."""
+    rising = list(blocks or ())
+    if rising != sorted(set(rising) & set(range(1, depth + 1))):
+        raise ConfigError(f"model.feature_blocks: expected rising numbers of 1 to {depth}, found {rising}")
+    return tuple(rising)
 
 
 def new_predictor(weights: Weights) -> Predictor3D:

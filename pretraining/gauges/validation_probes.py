@@ -84,7 +84,7 @@ def embed_rows(run: Run, chosen: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     runtime, parts = run.runtime, []
     for cpu_batch, batch in shared_batches(run, chosen, evaluation_batches):
         with runtime.autocast():
-            tokens_BNE = run.model.target_encoder(view(batch, 1))
+            tokens_BNE = run.model.target_encoder(view(batch, 1), blocks=run.cfg.model.feature_blocks or ())
         pooled = pool_tokens(tokens_BNE.float(), batch["context_valid"])
         parts.append(runtime.collect(pooled, len(cpu_batch["row"])))
     features = torch.cat(parts)[: len(chosen)].numpy()

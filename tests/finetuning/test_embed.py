@@ -74,6 +74,17 @@ def test_rows_and_features_are_those_of_the_store(world: Path, checkpoint: str, 
     np.testing.assert_allclose(features(table), expected, atol=1e-5)
 
 
+def test_features_of_several_blocks_are_joined(
+    world: Path, checkpoint: str, done: Path, tmp_path: Path
+) -> None:
+    words = ["--checkpoint", checkpoint, "--store", str(world / "store")]
+    assert main([*words, "--out", str(tmp_path / "out"), "model.feature_blocks=[2,12]"]) == 0
+    both, last = (pd.read_parquet(folder / "features.parquet")["mean"] for folder in (tmp_path / "out", done))
+    np.testing.assert_allclose(np.stack(both.to_list())[:, 192:], np.stack(last.to_list()), atol=1e-5)
+    with pytest.raises(UserError, match="feature_blocks"):
+        main([*words, "--out", str(tmp_path / "out"), "model.feature_blocks=[3,12]"])
+
+
 def test_patches_are_the_tokens_and_pool_to_the_features(world: Path, done: Path) -> None:
     group = zarr.open_group(done / "patches.zarr", mode="r")
     tokens, valid = group["tokens"], group["valid"]

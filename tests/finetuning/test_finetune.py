@@ -25,6 +25,7 @@ from finetuning.heads.objective import METRICS, metric_name
 from finetuning.heads.tuned import TunedModel, layer_groups
 from finetuning.heads.tuning import Examples, open_tuning, settle_memory
 from models.vjepa3d import build_encoder
+from models.weights.shape import with_features
 from tests.support.finetune_factory import RUNTIME, config, make_world, save_checkpoint
 from tests.support.model_factory import small_config, volumes
 from utils.checkpoint import load_checkpoint
@@ -174,15 +175,19 @@ def test_rates_of_layers_are_those_of_a_table_made_by_hand() -> None:
 
 
 @pytest.mark.parametrize("recipe", ["vjepa2", "methods"])
-@pytest.mark.parametrize("kind", ["linear", "mlp", "attentive"])
-def test_every_parameter_has_a_gradient_and_one_group(recipe: str, kind: str) -> None:
-    """But the mask token of a dense encoder, which no volume meets."""
+@pytest.mark.parametrize(("kind", "blocks"), [("linear", ()), ("mlp", (1,)), ("attentive", (1, 2))])
+def test_every_parameter_has_a_gradient_and_one_group(
+    recipe: str, kind: str, blocks: tuple[int, ...]
+) -> None:
+    """But the mask token of a dense encoder, which no volume meets, and blocks that no feature rests on."""
     cfg = small_config(recipe, f"head.kind={kind}", "head.dropout=0.1")
-    model = TunedModel(build_encoder(cfg), 3, cfg)
+    model = TunedModel(with_features(build_encoder(cfg), blocks), 3, cfg)
     valid = torch.ones(2, math.prod(cfg.grid))
     model(volumes(cfg, 2), valid, torch.arange(2)).square().sum().backward()
     trained = [name for name, p in model.named_parameters() if p.grad is not None]
-    assert set(dict(model.named_parameters())) - set(trained) <= {"encoder.mask_token"}
+    idle = {name for name in dict(model.named_parameters()) if blocks == (1,) and ".blocks.1." in name}
+    assert set(dict(model.named_parameters())) - set(trained) <= {"encoder.mask_token"} | idle
+    assert not idle & set(trained)
     groups = layer_groups(model.encoder, model.top, 0.1, 0.5)
     grouped = [id(p) for group in groups for p in group["params"]]
     assert sorted(grouped) == sorted(id(p) for p in model.parameters() if p.grad is not None)

@@ -142,6 +142,23 @@ def test_loss_by_hand(recipe: str, tolerance: float) -> None:
 
 
 @torch.no_grad()
+def test_features_of_several_blocks_are_their_normalised_outputs() -> None:
+    cfg = small_config()
+    encoder, outputs = nano_model(cfg).encoder, []
+    for block in encoder.blocks:
+        block.register_forward_hook(lambda *words: outputs.append(words[-1]))
+    x, keep = volumes(cfg, 2), torch.tensor([[5, 0, 7], [1, 2, 23]])
+    for ids in (None, keep):
+        outputs.clear()
+        last = encoder(x, ids)
+        expected = torch.cat([encoder.norm(output) for output in outputs], dim=-1)
+        assert torch.equal(encoder(x, ids, blocks=(1, 2)), expected)
+        assert torch.equal(expected[..., encoder.width :], last)
+    outputs.clear()
+    assert torch.equal(encoder(x, blocks=[1]), encoder.norm(outputs[0]))
+    assert len(outputs) == 1
+
+
 def test_a_dense_context_is_what_the_blocks_make_of_visible_tokens_among_mask_tokens() -> None:
     """The MLP reads the features of the targets' places."""
     cfg = small_config("methods")

@@ -713,6 +713,12 @@ def test_without_labels_rank_decides_among_learned_checkpoints() -> None:
     assert names(-0.1) == names(None) == names(0.1, 0.2) == []
 
 
+def test_blocks_that_the_encoder_lacks_are_refused(folder: Path) -> None:
+    cfg = pipeline_config(folder, "model.feature_blocks=[6,14]")
+    with pytest.raises(UserError, match=r"model.feature_blocks: expected rising numbers of 1 to \d+, found"):
+        open_run(cfg, Runtime(torch.device("cpu"), use_bf16=False))
+
+
 def test_init_from_starts_from_these_weights(folder: Path, tmp_path: Path, finished: Path) -> None:
     run = tmp_path / "continued"
     source = finished / "checkpoints" / "step_00000008.pt"

@@ -557,7 +557,7 @@ def test_a_command_line_with_a_key_that_went_hears_what_to_write_today(override:
         load_config(SMOKE, [override])
 
 
-METHOD_KEYS_OF_A_COMMAND = {"control", "init_from"}  # no way to train, and where one file is not another
+METHOD_KEYS_OF_A_COMMAND = {"control"}  # no way to train
 
 
 def test_every_key_of_the_method_is_set_by_a_shipped_file() -> None:

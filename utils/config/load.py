@@ -24,7 +24,7 @@ from omegaconf.errors import (
 )
 
 from utils.config.rules import check_recipe, check_rules
-from utils.config.schema import Config, StorageOptions, TrainConfig, leaves
+from utils.config.schema import Config, StorageOptions, TrainConfig, keys_with, leaves
 from utils.errors import ConfigError
 
 # Keys that went, which configurations of older runs still have: the values of each with which a run is the
@@ -294,6 +294,11 @@ def _one_line(error: Exception, key: str | None = None) -> str:
             return f"{key}: unknown key: now {RENAMED_KEYS[key]}"
         return f"{key}: unknown key: the key is gone" if key in GONE_KEYS else f"{key}: unknown key. {text}"
     return f"{key}: {text}" if key else text
+
+
+def keys_of_features(values: Mapping[str, Any]) -> list[str]:
+    """Keys that the features of given weights rest on; model.feature_blocks where it has a value."""
+    return [*keys_with("identity"), *(key for key in ("model.feature_blocks",) if values[key])]
 
 
 def flatten(section: Any) -> Iterator[tuple[str, Any]]:

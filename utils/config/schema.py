@@ -119,6 +119,11 @@ class ModelConfig:
         "on a TPU (other devices have one kernel): flash never holds the tokens x tokens matrix",
         may_change=True,
     )
+    feature_blocks: list[int] | None = key(
+        None,
+        "blocks, counted from 1, whose normalised outputs are joined: the features of every probe, head, "
+        "embed and export; null: the last alone",
+    )
     checkpoint: str | None = key(
         None, "what finetuning reads; null: best_probe.pt of this run", may_change=True
     )
@@ -169,7 +174,11 @@ class MethodConfig:
         "targets of another volume of the batch: all of them, or the target encoder's features alone and "
         "no voxels",
     )
-    init_from: str | None = key(None, "a checkpoint whose weights start this run; null: random")
+    init_from: str | None = key(
+        None,
+        "weights that start this run: a checkpoint, public V-JEPA weights, or a folder of a 2D image model; "
+        "null: random",
+    )
     dropout: float = key(0.0, "probability", BELOW_1)
     drop_path: float = key(
         0.0, "probability that a block is skipped, at the last block; less before", BELOW_1

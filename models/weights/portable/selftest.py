@@ -265,7 +265,7 @@ def _pooled(opened: _Folder, features: np.ndarray) -> np.ndarray:
     values, encoder = np.asarray(features, np.float64), opened.module.encoder
     if values.shape == (1, *values.shape[1:]):
         values = values[0]
-    width, num_tokens = encoder.width, encoder.num_tokens
+    width, num_tokens = encoder.feature_width, encoder.num_tokens
     if values.shape not in ((width,), (2 * width,), (num_tokens, width)):
         raise UserError(
             f"features: expected [{2 * width}], [{width}] or [{num_tokens}, {width}], "

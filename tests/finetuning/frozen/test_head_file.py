@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from data_setup.store.reader import PreparedStore
+from finetuning.cohort.source import evaluated_config
 from finetuning.features.kept import KeptFeatures, features_folder, weights_digest
 from finetuning.features.pooled import embed_rows, pretrained_encoder, random_encoder
 from finetuning.heads import frozen
@@ -20,7 +21,7 @@ from finetuning.train import main
 from tests.finetuning.frozen.probing import QUICK, TASK, load_checkpoint_config
 from tests.support.finetune_factory import RUNTIME, config, save_checkpoint
 from utils.checkpoint import CheckpointError, load_checkpoint
-from utils.errors import UserError
+from utils.errors import ConfigError, UserError
 
 
 def test_the_head_names_its_encoder_from_any_folder(
@@ -61,10 +62,16 @@ def test_the_head_loads_by_itself_and_predicts(probe: Path, checkpoint: str) -> 
 
 def test_attentive_heads_go_the_same_way(checkpoint: str, tmp_path: Path) -> None:
     run = tmp_path / "runs" / "attentive"
-    words = [*QUICK, "head.kind=attentive", "train.epochs=2", f"run.dir={run}"]
+    words = [*QUICK, "head.kind=attentive", "train.epochs=2", f"run.dir={run}", "model.feature_blocks=[1,2]"]
     assert main(["--config", TASK, "--checkpoint", checkpoint, *words]) == 0
     head = open_head(str(run / "checkpoints" / "head.pt"))
     assert head.standardise is None
+    assert head.encoder.feature_width == 2 * head.encoder.width
+    with pytest.raises(ConfigError, match=r"model.feature_blocks: expected \[1, 2\] as in training"):
+        evaluated_config(head.cfg, head.url, ["model.feature_blocks=null"])
+    other = [f"run.dir={tmp_path / 'other'}", "model.feature_blocks=[2,1]"]
+    with pytest.raises(ConfigError, match=r"model.feature_blocks: expected rising numbers of 1 to 2, found"):
+        main(["--config", TASK, "--checkpoint", checkpoint, *words, *other])
     store = PreparedStore.open(head.cfg.data.store)
     rows = np.array([60, 8, 61])
     scores = predict_rows(head, store, rows, RUNTIME)

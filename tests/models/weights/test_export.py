@@ -110,6 +110,10 @@ def test_hugging_face_reads_the_export(tmp_path: Path, recipe: str) -> None:
             METHODS,
             "its positions are rotary, found a learned table",
         ),
+        (
+            ["model.feature_blocks=[1,3]"],
+            r"its features are the last block's, found model.feature_blocks \[1",
+        ),
     ],
 )
 def test_what_hugging_face_cannot_hold(tmp_path: Path, overrides: list[str], message: str) -> None:
@@ -117,6 +121,20 @@ def test_what_hugging_face_cannot_hold(tmp_path: Path, overrides: list[str], mes
     with pytest.raises(UserError, match=f"VJEPA2Model cannot give these features: {message}"):
         main(["export", "--checkpoint", str(path), "--out", str(tmp_path / "out"), "--layout", "hf"])
     assert not (tmp_path / "out").exists()
+
+
+def test_an_export_has_the_features_of_its_blocks(tmp_path: Path) -> None:
+    path = str(own_checkpoint(tmp_path / "run", config("model.feature_blocks=[1,3]")))
+    main(["export", "--checkpoint", path, "--out", str(tmp_path / "out")])
+    assert "| features | of blocks [1, 3], joined |" in (tmp_path / "out/README.md").read_text()
+    both, last = load_encoder(str(tmp_path / "out")), load_encoder(path)
+    last.feature_blocks = ()
+    x = volume(1, 1, 8, 32, 32)
+    assert torch.equal(both(x)[..., both.width :], last(x))
+    with pytest.raises(
+        UserError, match=r"model.feature_blocks: expected rising numbers of 1 to 3, found \[2, 4"
+    ):
+        read_weights(str(own_checkpoint(tmp_path / "bad", config("model.feature_blocks=[2,4]"))))
 
 
 def test_an_export_names_what_the_recipe_had_beside_its_own(tmp_path: Path) -> None:

@@ -90,6 +90,15 @@ def loop(
     return pool_tokens(tokens, valid.float())[0].numpy()
 
 
+@pytest.mark.slow  # writes and runs both programs
+def test_an_encoder_with_an_images_positions_is_portable(tmp_path: Path) -> None:
+    words = ["export", "--checkpoint", str(own_checkpoint(tmp_path / "run", config(), num_prefix=3))]
+    assert main([*words, "--portable", str(tmp_path / "out")]) == 0
+    lines = selftest(str(tmp_path / "out"))
+    assert sum("golden features to" in line for line in lines) >= 2, lines
+    assert load_encoder(str(tmp_path / "out")).num_prefix == 3
+
+
 def other_volume(seed: int) -> tuple[np.ndarray, Triple]:
     """Of another size, another field than the grid's, and without a symmetry."""
     rng = np.random.default_rng(seed)

@@ -128,8 +128,8 @@ def test_files_that_are_none_of_the_layouts(tmp_path: Path, capsys: pytest.Captu
         ("{", "expected JSON, found damage"),
         ("[]", "expected a JSON object, found list"),
         (
-            config_text.replace('"vjepa2"', '"vit"'),
-            "expected model_type vjepa2 or format oct_encoder, found vit",
+            config_text.replace('"vjepa2"', '"swin"'),
+            "expected model_type vjepa2, dinov2, .*, vit_mae or format oct_encoder, found swin",
         ),
         (config_text.replace('"crop_size"', '"crops"'), "expected the key 'crop_size', found none"),
         (config_text.replace('"patch_size": 4', '"patch_size": [4, 4]'), "patch_size: expected one number"),

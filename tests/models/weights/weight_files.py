@@ -74,10 +74,10 @@ def volume(*shape: int, seed: int = 0) -> Tensor:
     return torch.rand(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-def own_checkpoint(folder: Path, cfg: Config, **changes: Any) -> Path:
+def own_checkpoint(folder: Path, cfg: Config, num_prefix: int = 0, **changes: Any) -> Path:
     """A run's checkpoint, as pretraining writes it but for what only training reads."""
     torch.manual_seed(5)
-    model = VJEPA3D(cfg)
+    model = VJEPA3D(cfg, num_prefix)
     for parameter in model.parameters():
         parameter.data.add_(torch.randn(parameter.shape), alpha=0.05)
     state = {

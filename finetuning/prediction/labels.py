@@ -174,8 +174,8 @@ def distance_text(percentile: float | None) -> str:
 
 
 def short_name(path: str, limit: int = 70) -> str:
-    """The name of a file, its middle left out where it is long."""
-    name = PurePosixPath(path).name
+    """The name of a file, its middle left out where it is long; what is no letter or sign is a square."""
+    name = "".join(c if c.isprintable() else "\ufffd" for c in PurePosixPath(path).name)
     half = (limit - 5) // 2
     return name if len(name) <= limit else f"{name[:half]} ... {name[-half:]}"
 

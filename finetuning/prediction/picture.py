@@ -8,11 +8,13 @@ the store, A-scans as in the file.
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import numpy as np
-from matplotlib import colormaps
+from matplotlib import colormaps, rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
@@ -25,6 +27,14 @@ STRONGEST_ALPHA = 0.65
 NUM_PLANES = 3
 WRAP = 42  # letters in a line of the text column
 NOTICE = "A research model, not a medical device. Not for diagnosis."
+
+
+@contextmanager
+def plain_text() -> Iterator[None]:
+    """Around what draws and saves: names of files and classes are text, whatever letters they hold."""
+    with rc_context({"text.parse_math": False}), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph .* missing from font", UserWarning)
+        yield
 
 
 @dataclass(frozen=True)

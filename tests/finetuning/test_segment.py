@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -33,6 +34,7 @@ from tests.support.import_factory import anatomical_affine, write_folder
 from utils.config.load import load_config
 from utils.config.schema import Config, StorageOptions
 from utils.errors import UserError
+from utils.storage import StorageError
 
 SHAPE, SPACING = (6, 20, 14), (0.2, 0.01, 0.05)
 OPTIONS = StorageOptions()
@@ -331,6 +333,17 @@ def test_lines_of_a_killed_command_are_gone_on_with(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"expected lines of the head with sha256 2222.*give another --out"):
         start(head_sha256="2" * 64)
     assert len(file.read_text().splitlines()) == 1
+    lines = start()
+    size = file.stat().st_size
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size + 40, before[1]))  # stands for a full disk
+    try:
+        with pytest.raises(StorageError, match="File too large"):
+            lines.add({"path": str(scans[2]), "status": "kept", "file": str(scans[2])})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    lines.close()
+    assert file.stat().st_size == size  # no half line
     file.write_text("mine\n")
     with pytest.raises(UserError, match=r"expected lines of finetuning\.predict, found another one"):
         start()

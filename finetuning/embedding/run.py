@@ -22,7 +22,13 @@ from torch import nn
 
 from data_setup.store.format import KEPT, NORMALISATION, geometry_of
 from data_setup.store.reader import PreparedStore
-from finetuning.cohort.source import check_fit, find_checkpoint, overridden, require_pretraining
+from finetuning.cohort.source import (
+    check_fit,
+    find_checkpoint,
+    on_own_endpoint,
+    overridden,
+    require_pretraining,
+)
 from finetuning.embedding.folder import Embedded, Folder
 from finetuning.embedding.stream import Fault, NoFeaturesError, read_ahead, rejected, tokens_of
 from finetuning.embedding.volumes import DicomVolumes, Reject, StoreVolumes, Volume, Volumes, find_dicoms
@@ -114,7 +120,9 @@ def _fill(
 def _config(state: dict[str, Any], url: str, store: str | None, overrides: Sequence[str]) -> Config:
     """The checkpoint's configuration with the store and the overrides; raises ConfigError."""
     words = [*overrides, *([f"data.store={store}"] if store else [])]
-    return overridden(config_of_yaml(state["config"], url), url, words, MAY_CHANGE)
+    return on_own_endpoint(
+        overridden(config_of_yaml(state["config"], url), url, words, MAY_CHANGE), overrides
+    )
 
 
 def _volumes(

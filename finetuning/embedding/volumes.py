@@ -7,10 +7,11 @@ or a `Reject` with its reason. Nothing here imports torch: reader processes star
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path, PurePosixPath
+from pathlib import PurePosixPath
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,7 @@ from data_setup.readers.faults import OCTReadError, RejectReason
 from data_setup.readers.open_record import identify, kind_by_name
 from data_setup.store.format import INDEX_COLUMNS, KEPT, UNREAD
 from data_setup.store.reader import PreparedStore
+from finetuning.embedding.looks import COLUMNS, Looks
 from finetuning.features.digests import values_digest, volume_digests
 from utils import storage
 from utils.config.schema import SpatialConfig, StorageOptions
@@ -41,7 +43,7 @@ class Volume:
     """uint8 [D, H, W] on the grid, and what the store's index says, or would say, of it."""
 
     voxels: np.ndarray
-    fields: dict[str, Any]  # INDEX_COLUMNS, those that are known
+    fields: dict[str, Any]  # INDEX_COLUMNS, and of files those of Looks, as far as they are known
 
     @property
     def valid_box(self) -> np.ndarray:
@@ -118,8 +120,8 @@ def version_of(url: str, options: StorageOptions) -> str:
 def is_special(url: str) -> bool:
     """Whether a path is a pipe, a socket or a device, whose bytes may never come."""
     scheme, path = split_scheme(url)
-    place = Path(path)
-    return scheme == "file" and place.exists() and not (place.is_file() or place.is_dir())
+    is_plain = os.path.isfile(path) or os.path.isdir(path)
+    return scheme == "file" and os.path.exists(path) and not is_plain
 
 
 def require_file(url: str) -> None:
@@ -172,7 +174,9 @@ class DicomFile:
             require_file(self.url)
             source = storage.stat(self.url, self.options)
             fields |= {"source_size": float(source.size), "source_version": source.etag_or_mtime}
-            header, volume, measured = read_volume(unknown_record(self.url), self.spatial, self.options)
+            header, volume, measured = read_volume(
+                unknown_record(self.url), self.spatial, self.options, Looks
+            )
         except storage.StorageNotFoundError as error:
             return Reject(fields | {"status": RejectReason.MISSING_FILE.value, "message": error.problem})
         except storage.StorageError as error:
@@ -190,7 +194,8 @@ class DicomFile:
             "sop_instance_uid": header.sop_instance_uid,
         }
         fields |= measured | acquisition(header)
-        return Volume(volume.voxels, {name: fields[name] for name in INDEX_COLUMNS if name in fields})
+        names = (*INDEX_COLUMNS, *COLUMNS)
+        return Volume(volume.voxels, {name: fields[name] for name in names if name in fields})
 
 
 Volumes = StoreVolumes | DicomVolumes

@@ -25,6 +25,7 @@ from finetuning.dense.whole import WholeScan, classes_of_scan, outputs_of, read_
 from finetuning.embedding.stream import Fault, rejected
 from finetuning.embedding.volumes import require_file, version_of
 from finetuning.features.digests import values_digest
+from finetuning.prediction.cautions import cautions_of
 from finetuning.prediction.lines import Line
 from utils import storage
 from utils.config.schema import Config
@@ -33,6 +34,15 @@ from utils.runtime.single import Runtime
 
 HEIGHTMAP = "heightmap"
 ENDINGS = {"nifti": ".nii.gz", "png": "", "seg": ".dcm", HEIGHTMAP: ".dcm"}
+OF_A_SCAN = ("seg", HEIGHTMAP)  # DICOM that refers to a scan, and may name its patient
+ANONYMOUS = (
+    "the files name nobody: no patient, dates or accession number; study and series have other UIDs than the "
+    "scan's (--no-anonymous keeps the scan's own)"
+)
+NAMED = (
+    "the files name whom the scans name: patient, birth date, sex, study date and time, accession number, "
+    "referring physician"
+)
 LONGEST = 200  # bytes of a name
 DIGITS = 12  # of a checksum that a file's SoftwareVersions names
 
@@ -41,14 +51,20 @@ class Files:
     """A file or folder of each scan's own geometry, and its line."""
 
     name = "segments.jsonl"  # of the lines
-    notes = ()  # what a person reads first
 
     def __init__(
-        self, head: DenseHead, cfg: Config, records: Sequence[Record], form: str, out: str, runtime: Runtime
+        self,
+        head: DenseHead,
+        cfg: Config,
+        records: Sequence[Record],
+        form: str,
+        out: str,
+        runtime: Runtime,
+        anonymous: bool = True,
     ) -> None:
         """Writes label_classes.yaml of a head of classes. Raises UserError for two scans of one name."""
         self.head, self.cfg, self.form, self.out, self.runtime = head, cfg, form, out, runtime
-        self.options = cfg.data.storage_options
+        self.options, self.anonymous = cfg.data.storage_options, anonymous
         if form == "seg":
             load_highdicom()
         _require_names(records)
@@ -60,7 +76,12 @@ class Files:
     @property
     def about(self) -> Line:
         """Common to all lines."""
-        return {"format": self.form}
+        return {"format": self.form} | ({"anonymous": self.anonymous} if self.form in OF_A_SCAN else {})
+
+    @property
+    def notes(self) -> Sequence[str]:
+        """What a person reads first: whom the files name."""
+        return (ANONYMOUS if self.anonymous else NAMED,) if self.form in OF_A_SCAN else ()
 
     @property
     def versions(self) -> dict[str, str]:
@@ -91,7 +112,7 @@ class Files:
             except OCTReadError as error:
                 return line | {"status": error.reason.value, "message": error.detail}
             try:
-                return line | self._drawn(record, scan)
+                return line | self._drawn(record, scan) | {"warnings": cautions_of(scan.fields, None)}
             except OCTReadError as error:
                 return line | {"status": error.reason.value, "message": error.detail}
         assert fault.error is not None
@@ -102,13 +123,13 @@ class Files:
         head, cfg, form, options = self.head, self.cfg, self.form, self.options
         version = head.checksum[:DIGITS]
         place = storage.join(self.out, _stem(record.path) + ENDINGS[form])
-        if form in ("seg", HEIGHTMAP) and not scan.header.transfer_syntax.startswith("1.2."):
+        if form in OF_A_SCAN and not scan.header.transfer_syntax.startswith("1.2."):
             expected = f"a DICOM scan with --format {form}"
             raise OCTReadError(record.url, RejectReason.NOT_DICOM, expected, scan.header.transfer_syntax)
         outputs = outputs_of(head.arms[0], scan, cfg, self.runtime)
         if form == HEIGHTMAP:
             surfaces = scan.header.to_file_order(surfaces_of_scan(outputs, scan), 1)
-            write_height_map(surfaces, head.names, record.url, version, place, options)
+            write_height_map(surfaces, head.names, record.url, version, place, options, self.anonymous)
             return {"file": place, "surfaces": list(head.names)}
         values = np.array([0, *(head.state["classes"][name] for name in head.names)], np.uint8)
         labels = values[classes_of_scan(outputs, scan)]
@@ -118,7 +139,8 @@ class Files:
             write_png(scan.header.to_file_order(labels), place, options)
         else:
             classes = {value: name for name, value in head.state["classes"].items()}
-            write_seg(scan.header.to_file_order(labels), classes, scan.header, version, place, options)
+            labels_of_file = scan.header.to_file_order(labels)
+            write_seg(labels_of_file, classes, scan.header, version, place, options, self.anonymous)
         return {"file": place, "classes": _sizes(labels, head, scan)}
 
 

@@ -18,7 +18,7 @@ import numpy as np
 
 from data_setup.manifest import Record, unknown_record
 from data_setup.store.format import KEPT, NORMALISATION, QUALITY_COLUMNS
-from finetuning.cohort.source import encoder_place, overridden
+from finetuning.cohort.source import encoder_place, on_own_endpoint, overridden, require_known_place
 from finetuning.dense.head import DenseHead, head_kind
 from finetuning.dense.kinds import KINDS
 from finetuning.embedding.stream import Fault, NoFeaturesError, read_ahead, rejected
@@ -26,7 +26,7 @@ from finetuning.embedding.volumes import DicomVolumes, Reject, Volume, find_dico
 from finetuning.features.digests import values_digest
 from finetuning.heads.head_file import Head, open_head
 from finetuning.prediction.dense import DensePredictor, SlabPredictor, SurfacePredictor
-from finetuning.prediction.files import Files, bounded, of_rows
+from finetuning.prediction.files import OF_A_SCAN, Files, bounded, of_rows
 from finetuning.prediction.labels import LabelPredictor
 from finetuning.prediction.lines import Line, Lines
 from finetuning.prediction.picture import plain_text
@@ -65,7 +65,13 @@ class Scans(NamedTuple):
 
 
 def predict(
-    wanted: str, scans: Scans, form: str | None, out: str, occlusion: bool, overrides: Sequence[str]
+    wanted: str,
+    scans: Scans,
+    form: str | None,
+    out: str,
+    occlusion: bool,
+    overrides: Sequence[str],
+    anonymous: bool = True,
 ) -> int:
     """Write the lines and what they name; returns EXIT_FAILURE where a scan has no prediction.
 
@@ -79,10 +85,16 @@ def predict(
         raise UserError(f"{wanted}: expected {expected}, found one of {kind}")
     if occlusion and kind in KINDS:
         raise UserError(f"--occlusion: expected a head of labels, found one of {kind}: {wanted}")
+    if not anonymous and form not in OF_A_SCAN:
+        expected = f"--format {' or '.join(OF_A_SCAN)}"
+        raise UserError(f"--no-anonymous: expected it with {expected}, found {form or 'none'}")
     if scans.rows is not None and form is None:
         raise UserError("--rows: expected with --format, found none; name the files with --files or --dicom")
     head = _open(wanted, kind, overrides)
-    cfg = overridden(head.cfg, head.url, overrides, MAY_CHANGE)
+    cfg = on_own_endpoint(overridden(head.cfg, head.url, overrides, MAY_CHANGE), overrides)
+    if scans.rows is not None:
+        for key in ("store", "gcs_root", "manifest_path"):
+            require_known_place(str(getattr(cfg.data, key)), head.url, f"data.{key}", overrides)
     if head.state["normalisation"] != NORMALISATION:
         raise UserError(
             f"{head.url}: normalisation: expected {NORMALISATION}, found {head.state['normalisation']}"
@@ -91,7 +103,7 @@ def predict(
     with hold(out, cfg.data.storage_options, work=PREDICTING) as lease:
         work: Files | Answers
         if isinstance(head, DenseHead) and form is not None:
-            work = Files(head, cfg, records, form, out, runtime)
+            work = Files(head, cfg, records, form, out, runtime, anonymous)
         else:
             work = Answers(_predictor(head, cfg, runtime, occlusion), cfg, records, out)
         return _write(work, head, cfg, runtime, out, lease)
@@ -108,7 +120,7 @@ def _write(
         "precision": "bfloat16" if runtime.use_bf16 else "float32",
         **work.about,
     }
-    versions, num_rejects = work.versions, 0
+    versions, num_rejects, num_warned = work.versions, 0, 0
     url = storage.join(out, work.name)
     with closing(Lines(url, versions, common, work.has_files, cfg.data.storage_options)) as lines:
         for note in work.notes:
@@ -117,6 +129,7 @@ def _write(
         for line in track(work.lines(todo), len(todo), "predict", "volumes"):
             lease.check()
             lines.add(line)
+            num_warned += bool(line.get("warnings"))
             if line["status"] != KEPT:
                 num_rejects += 1
                 text = f"rejected: {line['path']}: {line['status']}: {line['message']}"
@@ -124,7 +137,8 @@ def _write(
     num_new = len(todo) - num_rejects
     print(
         f"{url}: {len(lines.done) + num_new} predictions, {num_rejects} files without; "
-        f"now {num_new}, before {len(lines.done)}; lines of other files, kept: {len(lines.others)}"
+        f"now {num_new}, before {len(lines.done)}; lines of other files, kept: {len(lines.others)}; "
+        f"warned of now: {num_warned}"
     )
     return EXIT_FAILURE if num_rejects else EXIT_FINISHED
 

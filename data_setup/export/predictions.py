@@ -12,8 +12,8 @@ and, for other programs, a binary DICOM Segmentation (Supplement 111) through hi
 each class, whose frames refer to those of the scan and have their positions.
 
 Both are written from nothing but what is named here. Anonymous ones name nobody: their patient and study are
-empty, the UIDs of study, series and frame of reference are functions of the scan's; the SOPInstanceUID of the
-scan is its own, by which a file is paired with it.
+empty, the UIDs of study and series are functions of the scan's. Those of the scan's instance and of its frame
+of reference are its own: by them a file is paired with the scan, and lies on it.
 """
 
 from __future__ import annotations
@@ -53,8 +53,9 @@ _NEEDED_OF_SEG = ("StudyInstanceUID", "SeriesInstanceUID", "SOPInstanceUID", "Fr
 _NEEDED_OF_HEIGHTS = ("SOPClassUID", "SOPInstanceUID", "SeriesInstanceUID")
 _NAMED: tuple[str, ...] = ("PatientName", "PatientID", "PatientBirthDate", "PatientSex")  # who and when
 _NAMED += ("StudyDate", "StudyTime", "StudyID", "AccessionNumber", "ReferringPhysicianName")
-_UIDS = ("StudyInstanceUID", "SeriesInstanceUID", "FrameOfReferenceUID")
-_ABOUT_THE_IMAGE = ("SOPClassUID", "SOPInstanceUID", "NumberOfFrames", "Rows", "Columns")
+_UIDS = ("StudyInstanceUID", "SeriesInstanceUID")  # of anonymous files functions of the scan's
+_ABOUT_THE_IMAGE: tuple[str, ...] = ("SOPClassUID", "SOPInstanceUID", "FrameOfReferenceUID")
+_ABOUT_THE_IMAGE += ("NumberOfFrames", "Rows", "Columns")
 _LONGEST_NAME = 64  # letters of a name in DICOM (LO)
 _NIFTI_TEXTS = (
     "descrip",
@@ -114,6 +115,7 @@ def write_height_map(
     )
     root = {
         "SpecificCharacterSet": UTF8,
+        "PositionReferenceIndicator": "",
         "PatientIdentityRemoved": "YES" if anonymous else "NO",
         "SOPClassUID": HEIGHT_MAP_CLASS,
         "SOPInstanceUID": written.file_meta.MediaStorageSOPInstanceUID,

@@ -251,7 +251,12 @@ def test_what_is_planted_is_found_wherever_it_is_packed(tmp_path: Path) -> None:
 @pytest.mark.parametrize("form", ["nifti", "png", "seg", "heightmap"])
 def test_files_of_predict_name_nobody(tmp_path: Path, form: str) -> None:
     """And their lines, and what a line of predictions, or a row of embed, would hold."""
-    path = write_opt(tmp_path / "in", speckle(6, 40, 24), references=rows_down(6), edit=plant)
+
+    def planted(ds: FileDataset) -> None:
+        plant(ds)
+        ds.FrameOfReferenceUID = "2.25.1"  # the page lists it: by it a mask lies on its scan
+
+    path = write_opt(tmp_path / "in", speckle(6, 40, 24), references=rows_down(6), edit=planted)
     head = SimpleNamespace(arms=[arm(Edge())], names=["ILM", "BM"], checksum="abc", state={"classes": {}})
     if form != "heightmap":
         head = SimpleNamespace(arms=[arm(Bright())], names=["a"], checksum="abc", state={"classes": {"a": 5}})
